@@ -1,0 +1,57 @@
+"""What the hardware is: the only place that asks, once per device.
+
+`describe(torch_device)` gives the plan's Device, or why there is none; nothing here creates a CUDA context before a
+tensor on that device exists, and importing it asks nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+
+from .plan import DEVICES, Device
+
+
+class Unsupported(str):
+    """Why a device's tensors are left to PyTorch."""
+
+
+@functools.cache
+def triton_error() -> str | None:
+    """Why Triton cannot be used, or None where it can."""
+    try:
+        import triton  # noqa: F401
+    except Exception as error:  # a broken installation raises more than ImportError
+        return f"Triton cannot be imported: {error}"
+    return None
+
+
+def interpreting() -> bool:
+    """Whether kernels run through Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+@functools.cache
+def describe(device: torch.device) -> Device | Unsupported:
+    """The plan's view of `device`, or the reason why its tensors are left to PyTorch."""
+    if device.type not in ("cuda", "cpu"):
+        return Unsupported(f"no kernels for device type {device.type!r}")
+    if device.type == "cpu" and not interpreting():
+        return Unsupported("a CPU tensor, and TRITON_INTERPRET is not set")
+    error = triton_error()
+    if error is not None:
+        return Unsupported(error)
+    if interpreting():
+        return DEVICES["interpreter"] if device.type == "cpu" else Unsupported("TRITON_INTERPRET is set")
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        name = properties.gcnArchName.split(":")[0]
+        if properties.warp_size != 64:
+            return Unsupported(f"{name} has wavefronts of {properties.warp_size}: the kernels are built for 64")
+        return Device(name, "hip", warp_size=64, max_warps=16, registers=131072)
+    if properties.major < 8:
+        return Unsupported(f"compute capability {properties.major}.{properties.minor}: kernels need 8.0")
+    max_cluster = {9: 16, 10: 16}.get(properties.major, 8 if properties.major > 8 else 1)
+    return Device(f"sm_{properties.major}{properties.minor}", "cuda", max_cluster=max_cluster)

@@ -1,0 +1,1 @@
+"""The Triton kernels. Imported only where a launch needs them: importing the package needs no Triton."""

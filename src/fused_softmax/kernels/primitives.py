@@ -1,0 +1,54 @@
+"""The mathematics every kernel shares: a row's exponentials, and how two parts of a row are merged.
+
+A part of a row is summed up by two numbers, (row_max, row_sum) with row_sum = sum(exp(x - row_max)), and two parts merge
+to a third (online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867):
+
+    m = max(m_a, m_b);  s = s_a*exp(m_a - m) + s_b*exp(m_b - m)
+
+row_max is floored at the lowest finite float32, so that a part with no column of the row, or with nothing but -inf,
+adds exactly nothing: exp(-inf - LOWEST) = 0. A row of nothing but -inf then has row_sum 0 and comes out as 0/0 = NaN;
++inf gives inf - inf = NaN, and NaN spreads through the sum. That is torch's behaviour, with no branch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def exp(x):
+    """exp(x) as the one instruction the hardware has for it, 2**(x*log2(e)). x is a difference to a row's maximum."""
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def log(x):
+    """log(x) from the hardware's base-2 logarithm."""
+    return tl.log2(x) * LN2
+
+
+@triton.jit
+def merge(m_a, s_a, m_b, s_b):
+    """The (row_max, row_sum) of two parts of a row together."""
+    m = tl.maximum(m_a, m_b)
+    return m, s_a * exp(m_a - m) + s_b * exp(m_b - m)
+
+
+@triton.jit
+def opaque(x, PTX: tl.constexpr):
+    """x, with its origin hidden from the optimiser.
+
+    exp(x) is cheaper to compute twice than to keep: the row stays in registers as 16-bit numbers, more programs fit on
+    a multiprocessor, and more bytes are in flight. Unhidden, the compiler would merge the two and keep the float32 result.
+    """
+    if PTX and x.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    elif PTX and x.dtype.primitive_bitwidth == 32:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+    else:
+        return x

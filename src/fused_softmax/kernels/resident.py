@@ -1,0 +1,171 @@
+"""The row stays on chip: softmax, log_softmax and their gradients, reading each row once.
+
+    m = max(x);  s = sum(exp(x - m));  y = exp(x - m) / s     or   y = (x - m) - log(s)
+    d = sum(y*dy);  dx = y*(dy - d)                           or   d = sum(dy);  dx = dy - exp(y)*d
+
+One kernel for three regimes, which differ in numbers only. tile: ROWS short rows in one program, a warp or less for each,
+so that no reduction leaves its warp. block: one row in one program. cluster: one row in the CTAS programs of a
+thread-block cluster, a slice each, merged through distributed shared memory. Each lane keeps its own (max, sum), so that
+no thread waits for another's loads; the row's come from one reduction at the end. The plan picks the numbers by width;
+what limits is the register file, and then the bytes in flight.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .cluster import merge_over_cluster, open_exchange, sum_over_cluster
+from .primitives import LOWEST, exp, log, opaque
+from .slices import edge_of, lines_of, load_chunks, slice_of, span_of, start_of, store_chunk
+
+
+@triton.jit
+def normalize(x, row_max, row_sum, LOG: tl.constexpr):
+    """The forward's last line, in float32; the arguments broadcast."""
+    if LOG:
+        return (x - row_max) - log(row_sum)
+    else:
+        return exp(x - row_max) * (1.0 / row_sum)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "x_stride", "y_stride", "phase"])
+def softmax_resident(
+    x_ptr,  # both pointers: aligned to VEC elements
+    y_ptr,
+    n_rows,
+    n_cols,  # n_cols and strides: in units of VEC, or of one element where EDGE
+    x_stride,
+    y_stride,
+    phase,  # elements from the pointers to the first row, where EDGE
+    LOG: tl.constexpr,
+    ROWS: tl.constexpr,
+    CTAS: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    UNMASKED: tl.constexpr,
+    EDGE: tl.constexpr,
+    RECOMPUTE: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    open_exchange(CTAS, 2, PTX)
+    # locate the row, and this line's slice of it
+    LINES: tl.constexpr = ROWS * CTAS
+    row, rank = lines_of(ROWS, CTAS)
+    head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
+    x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
+    y_row = y_ptr + start_of(row, y_stride, phase, VEC, EDGE)
+    first, width = slice_of(interior, rank, CTAS, VEC)
+    if ROWS > 1:
+        width = tl.where(row < n_rows, width, 0)
+
+    # each lane's own maximum and sum
+    x = load_chunks(x_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, -float("inf"))
+    m = tl.max(x[0], 2)
+    for c in tl.static_range(1, CHUNKS):
+        m = tl.maximum(m, tl.max(x[c], 2))
+    m = tl.maximum(m.to(tl.float32), LOWEST)  # [LINES, LANES]
+    if EDGE:
+        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (row < n_rows), LANES, VEC)
+        x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf")).to(tl.float32)
+        m = tl.maximum(m, x_edge)
+        s = exp(x_edge - m)
+    else:
+        s = tl.zeros_like(m)
+    kept = ()
+    for c in tl.static_range(CHUNKS):
+        e = exp(opaque(x[c], PTX and RECOMPUTE).to(tl.float32) - m[:, :, None])
+        s += tl.sum(e, 2)
+        kept = kept + (e,)
+
+    # the line's, then the row's
+    line_max = tl.max(m, 1)
+    line_sum = tl.sum(s * exp(m - line_max[:, None]), 1)
+    row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX)
+    row_max = row_max[:, None]
+    row_sum = row_sum[:, None]
+
+    # the formula's last line, and the store
+    scale = exp(m - row_max) * (1.0 / row_sum)
+    for c in tl.static_range(CHUNKS):
+        if LOG or RECOMPUTE:
+            y = normalize(opaque(x[c], PTX and RECOMPUTE).to(tl.float32), row_max[:, :, None], row_sum[:, :, None], LOG)
+        else:
+            y = kept[c] * scale[:, :, None]
+        store_chunk(y_row + first, width, y, c, LINES, UNMASKED, LANES, VEC)
+    if EDGE:
+        y_edge = normalize(x_edge, row_max, row_sum, LOG)
+        tl.store(y_row + edge, y_edge.to(y_ptr.dtype.element_ty), mask=in_edge)
+
+
+@triton.jit
+def gradient_term(y, dy, LOG: tl.constexpr):
+    """What the row's d sums up, in float32."""
+    if LOG:
+        return dy.to(tl.float32)
+    else:
+        return y.to(tl.float32) * dy.to(tl.float32)
+
+
+@triton.jit
+def gradient(y, dy, d, LOG: tl.constexpr):
+    """The backward's last line, in float32; the arguments broadcast."""
+    if LOG:
+        return dy.to(tl.float32) - exp(y.to(tl.float32)) * d
+    else:
+        return y.to(tl.float32) * (dy.to(tl.float32) - d)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "y_stride", "dy_stride", "dx_stride", "phase"])
+def softmax_backward_resident(
+    y_ptr,  # the forward's output; all pointers: aligned to VEC elements
+    dy_ptr,
+    dx_ptr,
+    n_rows,
+    n_cols,  # n_cols and strides: in units of VEC, or of one element where EDGE
+    y_stride,
+    dy_stride,
+    dx_stride,
+    phase,
+    LOG: tl.constexpr,
+    ROWS: tl.constexpr,
+    CTAS: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    UNMASKED: tl.constexpr,
+    EDGE: tl.constexpr,
+    RECOMPUTE: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    open_exchange(CTAS, 1, PTX)
+    LINES: tl.constexpr = ROWS * CTAS
+    row, rank = lines_of(ROWS, CTAS)
+    head, interior = span_of(row, y_stride, phase, n_cols, VEC, EDGE)
+    y_row = y_ptr + start_of(row, y_stride, phase, VEC, EDGE)
+    dy_row = dy_ptr + start_of(row, dy_stride, phase, VEC, EDGE)
+    dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
+    first, width = slice_of(interior, rank, CTAS, VEC)
+    if ROWS > 1:
+        width = tl.where(row < n_rows, width, 0)
+
+    y = load_chunks(y_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, 0.0)
+    dy = load_chunks(dy_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, 0.0)
+    d = tl.sum(gradient_term(y[0], dy[0], LOG), 2)  # [LINES, LANES]
+    for c in tl.static_range(1, CHUNKS):
+        d += tl.sum(gradient_term(y[c], dy[c], LOG), 2)
+    if EDGE:
+        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (row < n_rows), LANES, VEC)
+        y_edge = tl.load(y_row + edge, mask=in_edge, other=0.0)
+        dy_edge = tl.load(dy_row + edge, mask=in_edge, other=0.0)
+        d += gradient_term(y_edge, dy_edge, LOG)
+    d = sum_over_cluster(tl.sum(d, 1), CTAS, PTX)[:, None]
+
+    for c in tl.static_range(CHUNKS):
+        y_c = opaque(y[c], PTX and RECOMPUTE)
+        dy_c = opaque(dy[c], PTX and RECOMPUTE)
+        store_chunk(dx_row + first, width, gradient(y_c, dy_c, d[:, :, None], LOG), c, LINES, UNMASKED, LANES, VEC)
+    if EDGE:
+        dx_edge = gradient(y_edge, dy_edge, d, LOG)
+        tl.store(dx_row + edge, dx_edge.to(dx_ptr.dtype.element_ty), mask=in_edge)

@@ -1,0 +1,123 @@
+"""Where a program's part of its row lies, and how it is read and written: in vectors, and never outside the row.
+
+A program (or each CTA of a cluster) owns one slice of the row. The slice is CHUNKS chunks of LANES x VEC columns, held as
+tiles [LINES, LANES, VEC]: a lane is what one thread holds, VEC columns are one vector access, and the lines are the rows
+of the program or the CTAs that share a row. A row that starts unaligned is read in vectors too, apart from its ends:
+
+    row          |head|       slice 0        |       slice 1        |tail|      head, tail < VEC columns
+    slice                     |chunk 0|chunk 1|chunk 2 (masked)|
+
+Offsets count from the row's first aligned column and are multiples of VEC, so that Triton can prove what a vector access
+needs; widths and strides come in units of VEC for the same reason. Head and tail are one element a lane, and are read
+and written by slice 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def lines_of(ROWS: tl.constexpr, CTAS: tl.constexpr):
+    """(row, rank) of each line of this program's tile: a line is a row, or one CTA's part of a row.  # [LINES, 1]"""
+    line = tl.arange(0, ROWS * CTAS)[:, None]
+    if CTAS > 1:
+        return tl.program_id(0).to(tl.int64) + 0 * line, line
+    else:
+        return tl.program_id(0).to(tl.int64) * ROWS + line, 0 * line
+
+
+@triton.jit
+def start_of(row, stride, phase, VEC: tl.constexpr, EDGE: tl.constexpr):
+    """Where the row's first aligned column lies, in elements from a pointer that is aligned to VEC.
+
+    stride: in units of VEC, or in elements where EDGE; phase: elements from that pointer to the first row, where EDGE.
+    """
+    if EDGE:
+        return (phase + row * stride + (VEC - 1)) // VEC * VEC
+    else:
+        return row * stride * VEC
+
+
+@triton.jit
+def span_of(row, stride, phase, n_cols, VEC: tl.constexpr, EDGE: tl.constexpr):
+    """(head, interior): columns before the row's first aligned one, and columns from there on in whole vectors."""
+    if EDGE:
+        start = phase + row * stride
+        head = tl.minimum((start_of(row, stride, phase, VEC, EDGE) - start).to(tl.int32), n_cols)
+        return head, (n_cols - head) // VEC * VEC
+    else:
+        return 0, n_cols * VEC
+
+
+@triton.jit
+def slice_of(interior, rank, CTAS: tl.constexpr, VEC: tl.constexpr):
+    """(first offset, width) of the even slice that belongs to CTA `rank` of CTAS."""
+    even = (interior // VEC + CTAS - 1) // CTAS * VEC
+    first = rank * even
+    return first, tl.minimum(even, interior - first)
+
+
+@triton.jit
+def chunk_offsets(C: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
+    """Offsets of chunk C from its slice's first column.  # [1, LANES*VEC]"""
+    return C * (LANES * VEC) + tl.arange(0, LANES * VEC)[None, :]
+
+
+@triton.jit
+def load_chunks(
+    at,
+    width,
+    LINES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    UNMASKED: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+    fill,
+):
+    """The slice as loaded, a tile [LINES, LANES, VEC] for each chunk; the first UNMASKED are known to lie in the slice.
+
+    All loads are issued before any value is used: the bytes in flight are the speed.  # at, width: [LINES, 1]
+    """
+    tiles = ()
+    for c in tl.static_range(CHUNKS):
+        offsets = chunk_offsets(c, LANES, VEC)
+        if c < UNMASKED:
+            tile = tl.load(at + offsets)
+        else:
+            tile = tl.load(at + offsets, mask=offsets < width, other=fill)
+        tiles = tiles + (tl.reshape(tile, (LINES, LANES, VEC)),)
+    return tiles
+
+
+@triton.jit
+def store_chunk(
+    at,
+    width,
+    value,
+    C: tl.constexpr,
+    LINES: tl.constexpr,
+    UNMASKED: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Writes chunk C of the slice in the output's dtype.  # at, width: [LINES, 1]; value: [LINES, LANES, VEC]"""
+    offsets = chunk_offsets(C, LANES, VEC)
+    value = tl.reshape(value.to(at.dtype.element_ty), (LINES, LANES * VEC))
+    if C < UNMASKED:
+        tl.store(at + offsets, value)
+    else:
+        tl.store(at + offsets, value, mask=offsets < width)
+
+
+@triton.jit
+def edge_of(head, interior, n_cols, owner, LANES: tl.constexpr, VEC: tl.constexpr):
+    """(offsets from the first aligned column, mask) of the head in lanes [0, VEC) and the tail in [VEC, 2*VEC).
+
+    # head, interior, owner: scalar or [LINES, 1]; result [LINES, LANES], LANES >= 2*VEC
+    """
+    lane = tl.arange(0, LANES)[None, :]
+    offsets = tl.where(lane < VEC, lane - head, interior + lane - VEC)
+    exists = tl.where(lane < VEC, lane < head, lane - VEC < n_cols - head - interior)
+    return offsets, exists & owner

@@ -1,0 +1,246 @@
+"""Plan + tensors -> launch, and the cache of compiled kernels; so, the host time of a call.
+
+What a launch needs beside its pointers and its number of rows depends on widths, strides, alignment, dtypes and device
+alone. It is worked out once, kept as a `Prepared` under a key of those, and a later call is one look-up and one launch.
+The key holds whatever a kernel was built for, so a tensor with another alignment or stride can never meet a kernel that
+assumed more. Kernels are compiled from their signature, not by value: no width ever becomes part of a kernel.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .device import describe
+from .plan import Device, Plan, Problem
+from .plan import plan as make_plan
+
+DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_TRITON_TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch as data, so that it can be run, or cross-compiled where there is no GPU.
+
+    `args` are the kernel's positional run-time arguments in its order; `meta` holds its constexprs by name and the
+    launch's own meta-parameters (num_warps, num_stages, num_ctas, ...).
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    meta: Mapping[str, Any]
+
+    def __call__(self) -> None:
+        on = next((a.device for a in self.args if isinstance(a, torch.Tensor) and a.is_cuda), None)
+        with torch.cuda.device(on) if on is not None else nullcontext():
+            self.kernel[self.grid](*self.args, **self.meta)
+
+
+# --- what the tensors say ---------------------------------------------------------------------------------------------
+
+
+def problem_of(*tensors: Tensor, batch_invariant: bool = False, backward: bool = False) -> Problem:
+    """The Problem of row tensors (n_rows, n_cols) with contiguous columns; the last is the output.
+
+    A single row's stride is nobody's business: it counts as n_cols, so that one row is planned as many are.
+    """
+    n_cols = tensors[0].shape[1]
+    item = min(t.element_size() for t in tensors)
+    full = 16 // item
+    phases, vec = set(), _alignment(n_cols, full)
+    for t in tensors:
+        first = t.data_ptr() // t.element_size()
+        stride = row_stride(t)
+        vec = min(vec, _alignment(first, full), _alignment(stride, full))
+        phases.add((first % full, stride % full))
+    in_phase = len(phases) == 1 and not batch_invariant
+    dtypes = [DTYPE_NAMES[t.dtype] for t in (tensors[0], tensors[-1])]
+    return Problem(n_cols, dtypes[0], dtypes[1], vec, in_phase=in_phase, backward=backward)
+
+
+def row_stride(t: Tensor) -> int:
+    """Elements from one row of (n_rows, n_cols) to the next."""
+    return t.stride(0) if t.shape[0] > 1 else t.shape[1]
+
+
+def _alignment(n: int, full: int) -> int:
+    """The largest power of two up to `full` that divides n."""
+    return full if n % full == 0 else n & -n
+
+
+def _run_time_arguments(plan: Plan, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """(n_cols, each tensor's stride, phase) in the plan's units; what follows n_rows in every kernel's signature."""
+    unit = 1 if plan.edge else plan.vec
+    strides = tuple(row_stride(t) // unit for t in tensors)
+    first = tensors[0].data_ptr() // tensors[0].element_size()
+    return (tensors[0].shape[1] // unit, *strides, first % plan.vec if plan.edge else 0)
+
+
+def _kernel(plan: Plan, backward: bool) -> Any:
+    if plan.regime == "stream":
+        from .kernels import streaming
+
+        return streaming.softmax_backward_stream if backward else streaming.softmax_stream
+    from .kernels import resident
+
+    return resident.softmax_backward_resident if backward else resident.softmax_resident
+
+
+def softmax_launches(x: Tensor, y: Tensor, plan: Plan, *, log: bool = False, device: Device | None = None) -> list[Launch]:
+    """The forward of x into y, both (n_rows, n_cols) with contiguous columns, as the given plan runs it.
+
+    `device` stands in for the tensors' own where a launch is to be cross-compiled.
+    """
+    return [_launch(plan, (x, y), log, device or _device_of(x), backward=False)]
+
+
+def backward_launches(
+    y: Tensor, dy: Tensor, dx: Tensor, plan: Plan, *, log: bool = False, device: Device | None = None
+) -> list[Launch]:
+    """The gradient of the forward's output y against dy into dx, all (n_rows, n_cols), as the given plan runs it."""
+    return [_launch(plan, (y, dy, dx), log, device or _device_of(y), backward=True)]
+
+
+def _device_of(t: Tensor) -> Device:
+    described = describe(t.device)
+    if not isinstance(described, Device):
+        raise RuntimeError(described)
+    return described
+
+
+def _launch(plan: Plan, tensors: tuple[Tensor, ...], log: bool, device: Device, backward: bool) -> Launch:
+    # an edge kernel takes the aligned address before each tensor's first row, and the distance in between
+    phase = _run_time_arguments(plan, tensors)[-1]
+    starts = tuple(_shifted(t, phase) for t in tensors) if phase else tensors
+    n_rows = tensors[0].shape[0]
+    args = (*starts, n_rows, *_run_time_arguments(plan, tensors))
+    return Launch(_kernel(plan, backward), (-(-n_rows // plan.rows),), args, plan.meta(device, log=log))
+
+
+def _shifted(t: Tensor, phase: int) -> Tensor:
+    """A view that starts `phase` elements before t, within t's storage."""
+    return t.as_strided((1,), (1,), t.storage_offset() - phase)
+
+
+# --- the hot path -----------------------------------------------------------------------------------------------------
+
+
+class Prepared:
+    """A compiled kernel with all its arguments but the pointers and the number of rows."""
+
+    __slots__ = ("plan", "rows", "offsets", "run")
+
+    def __init__(self, plan: Plan, offsets: tuple[int, ...], run: Callable[..., None]):
+        self.plan = plan
+        self.rows = plan.rows
+        self.offsets = offsets  # bytes from each tensor's first row back to the aligned address
+        self.run = run  # (grid, stream, *pointers, n_rows)
+
+
+_prepared: dict[tuple[Any, ...], Prepared] = {}
+_compiled: dict[tuple[Any, ...], Any] = {}
+_lock = threading.RLock()
+
+
+def launch_rows(tensors: tuple[Tensor, ...], log: bool, *, backward: bool = False, invariant: bool = False) -> Plan:
+    """Runs the op over row tensors (n_rows, n_cols), the last of which it writes, on their device and current stream.
+
+    RuntimeError where the device has no kernels; the caller has checked shapes, dtypes and that there is something to do.
+    """
+    first = tensors[0]
+    if first.device.type == "cpu":
+        plan = make_plan(problem_of(*tensors, batch_invariant=invariant, backward=backward), _device_of(first))
+        _launch(plan, tensors, log, _device_of(first), backward)()
+        return plan
+    index = first.get_device()
+    key = (backward, log, invariant, index, first.shape[1], *(_layout_key(t) for t in tensors))
+    prepared = _prepared.get(key) or prepare(key, tensors, log, backward=backward, invariant=invariant)
+    pointers = (t.data_ptr() - offset for t, offset in zip(tensors, prepared.offsets))
+    n_rows = first.shape[0]
+    with torch.cuda.device(index):
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        prepared.run(-(-n_rows // prepared.rows), stream, *pointers, n_rows)
+    return prepared.plan
+
+
+def _layout_key(t: Tensor) -> tuple[Any, ...]:
+    return (t.dtype, row_stride(t), t.data_ptr() % 32)
+
+
+def prepare(key: tuple[Any, ...], tensors: tuple[Tensor, ...], log: bool, *, backward: bool, invariant: bool) -> Prepared:
+    """Plans, compiles and remembers what `key` stands for, from the tensors of its first call."""
+    with _lock:
+        known = _prepared.get(key)
+        if known is not None:
+            return known
+        device = _device_of(tensors[0])
+        plan = make_plan(problem_of(*tensors, batch_invariant=invariant, backward=backward), device)
+        scalars = _run_time_arguments(plan, tensors)
+        offsets = tuple(scalars[-1] * t.element_size() for t in tensors)
+        with torch.cuda.device(tensors[0].device):
+            compiled = _compile(plan, device, tuple(t.dtype for t in tensors), log, backward, tensors[0].get_device())
+        prepared = Prepared(plan, offsets, _bind(compiled, scalars))
+        _prepared[key] = prepared
+        return prepared
+
+
+def _compile(plan: Plan, device: Device, dtypes: tuple[torch.dtype, ...], log: bool, backward: bool, index: int) -> Any:
+    """The CompiledKernel for a plan: built once for each set of compile-time numbers, loaded once for each device."""
+    import triton
+    from triton.compiler import ASTSource
+
+    kernel = _kernel(plan, backward)
+    meta = plan.meta(device, log=log)
+    options = {name: meta.pop(name) for name in ("num_warps", "num_ctas", "maxnreg") if name in meta}
+    key = (kernel, dtypes, tuple(meta.items()), tuple(options.items()), index)
+    if key not in _compiled:
+        pointers = iter(dtypes)
+        signature, attrs = {}, {}
+        for position, name in enumerate(kernel.arg_names):
+            if name in meta:
+                signature[name] = "constexpr"
+            elif name.endswith("_ptr"):
+                dtype = next(pointers)
+                signature[name] = _TRITON_TYPES[dtype]
+                # Triton knows that a pointer is divisible by 16 bytes, or nothing
+                if plan.vec * dtype.itemsize % 16 == 0:
+                    attrs[(position,)] = [["tt.divisibility", 16]]
+            else:
+                signature[name] = "i32" if name in ("n_cols", "phase") else "i64"
+        target = triton.runtime.driver.active.get_current_target()
+        compiled = triton.compile(ASTSource(kernel, signature, meta, attrs), target=target, options=options)
+        compiled._init_handles()  # loads it on the current device
+        _compiled[key] = compiled
+    return _compiled[key]
+
+
+def _bind(compiled: Any, scalars: tuple[int, ...]) -> Callable[..., None]:
+    """A function (grid, stream, *pointers, n_rows) that launches, with as little in between as this Triton allows."""
+    names = compiled.src.fn.arg_names
+    n_pointers = sum(name.endswith("_ptr") for name in names)
+    rest = scalars + (None,) * (len(names) - n_pointers - 1 - len(scalars))  # Triton skips the constexprs' places
+    function, packed, launcher = compiled.function, compiled.packed_metadata, compiled.run
+    direct = getattr(launcher, "launch", None)
+    if direct is not None and not hasattr(launcher, "arg_annotations") and launcher.global_scratch_size == 0:
+        # triton 3.6: the C function behind the launcher, 0.7 us a call less
+        cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
+
+        def run(grid: int, stream: int, *pointers_and_rows: int) -> None:
+            direct(
+                grid, 1, 1, stream, function, cooperative, dependent, None, None, packed, None, None, None,
+                *pointers_and_rows, *rest,
+            )  # fmt: skip
+    else:
+
+        def run(grid: int, stream: int, *pointers_and_rows: int) -> None:
+            launcher(grid, 1, 1, stream, function, packed, None, None, None, *pointers_and_rows, *rest)
+
+    return run

@@ -1,0 +1,143 @@
+"""Folds a tensor and a dim into rows, and runs an op over them: ND tensors on this side, (n_rows, n_cols) beyond.
+
+Where a dim's elements are neighbours and all rows share one stride, the row kernels take them as they lie. Other views
+(another dim, transposed, broken strides) go to the strided kernel, which reads up to three row dimensions in place; only
+what has more is copied first. Outputs are contiguous, as torch's are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from .launch import Launch, launch_rows
+
+_invariant: ContextVar[bool] = ContextVar("batch_invariant", default=False)
+
+
+@contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Makes a row's bits independent of its place in the batch, for rows that start unaligned too.
+
+    Without it they are independent of the number of rows, and for rows that start on 16 bytes of their place as well.
+    Unaligned rows (an odd number of 16-bit columns, say) are then read element by element instead of in vectors; the
+    documentation's page on batch invariance has the measured cost.
+
+    >>> with batch_invariant():
+    ...     y = torch.softmax(torch.zeros(2, 3), -1)
+    """
+    token = _invariant.set(True)
+    try:
+        yield
+    finally:
+        _invariant.reset(token)
+
+
+def is_batch_invariant() -> bool:
+    return _invariant.get()
+
+
+def as_rows(t: Tensor, dim: int) -> Tensor | None:
+    """t as (n_rows, n_cols) with contiguous columns and one row stride, without a copy; None where it does not fold."""
+    n_cols = t.shape[dim]
+    if n_cols > 1 and t.stride(dim) != 1:
+        return None
+    dims = [(t.shape[d], t.stride(d)) for d in range(t.dim()) if d != dim and t.shape[d] != 1]
+    merged = _merge(dims)
+    if len(merged) > 1:
+        return None
+    n_rows, stride = merged[0] if merged else (1, n_cols)
+    return t.as_strided((n_rows, n_cols), (stride, 1))
+
+
+def _merge(dims: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """(size, *strides) of as few dimensions as walk the same elements in the same order."""
+    merged: list[tuple[int, ...]] = []
+    for size, *strides in dims:
+        if merged and all(outer == size * inner for outer, inner in zip(merged[-1][1:], strides)):
+            merged[-1] = (merged[-1][0] * size, *strides)
+        else:
+            merged.append((size, *strides))
+    return merged
+
+
+def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out: Tensor | None = None) -> Tensor:
+    """softmax or log_softmax of x over dim, by our kernels, into `out` or a new contiguous tensor of out_dtype.
+
+    x: float16, bfloat16 or float32, any shape and strides, dim in [-x.dim(), x.dim()). RuntimeError where x's device has
+    no kernels.
+    """
+    y = torch.empty(x.shape, dtype=out_dtype, device=x.device) if out is None else out
+    if x.numel() == 0:
+        return y
+    if x.dim() == 0:
+        softmax_forward(x.view(1), 0, out_dtype, log, y.view(1))
+        return y
+    dim %= x.dim()
+    x_rows, y_rows = as_rows(x, dim), as_rows(y, dim)
+    if x_rows is not None and y_rows is not None:
+        launch_rows((x_rows, y_rows), log, invariant=_invariant.get())
+    else:
+        on = torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+        with on:
+            strided_launch(x, y, dim, log)()
+    return y
+
+
+def softmax_backward(dy: Tensor, y: Tensor, dim: int, in_dtype: torch.dtype, log: bool) -> Tensor:
+    """The gradient of softmax or log_softmax over dim from its output y, contiguous, in the forward's input dtype."""
+    dx = torch.empty(y.shape, dtype=in_dtype, device=y.device)
+    if y.numel() == 0:
+        return dx
+    if y.dim() == 0:
+        return softmax_backward(dy.view(1), y.view(1), 0, in_dtype, log).view(())
+    dim %= y.dim()
+    if dim != y.dim() - 1 and math.prod(y.shape[dim + 1 :]) > 1:
+        # rows that are not neighbours in memory: the gradient takes them as rows of a transposed copy
+        dx.copy_(softmax_backward(dy.movedim(dim, -1), y.movedim(dim, -1), -1, in_dtype, log).movedim(-1, dim))
+        return dx
+    y_rows, dy_rows, dx_rows = as_rows(y, dim), as_rows(dy, dim), as_rows(dx, dim)
+    y_rows = as_rows(y.contiguous(), dim) if y_rows is None else y_rows
+    dy_rows = as_rows(dy.contiguous(), dim) if dy_rows is None else dy_rows
+    assert y_rows is not None and dy_rows is not None and dx_rows is not None
+    launch_rows((y_rows, dy_rows, dx_rows), log, backward=True, invariant=_invariant.get())
+    return dx
+
+
+# a tile of the strided kernel, and how many of its elements may be columns where those, not the rows, are contiguous
+STRIDED_TILE = 4096
+
+
+def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool) -> Launch:
+    """The launch that takes x to y over a dim whose elements, or rows, lie anywhere."""
+    from .kernels.strided import softmax_strided
+
+    dims = [(x.shape[d], x.stride(d), y.stride(d)) for d in range(x.dim()) if d != dim and x.shape[d] != 1]
+    merged = _merge(dims)
+    if len(merged) > 3:
+        x = x.contiguous()
+        merged = _merge([(x.shape[d], x.stride(d), y.stride(d)) for d in range(x.dim()) if d != dim and x.shape[d] != 1])
+        assert len(merged) <= 3
+    # the rows of a tile are the dimension whose neighbours in memory they are, or the innermost
+    order = sorted(range(len(merged)), key=lambda i: (merged[i][1] == 1) + (merged[i][2] == 1))
+    outer, middle, (n_rows, x_row, y_row) = ([(1, 0, 0)] * 3 + [merged[i] for i in order])[-3:]
+    n_cols, x_col, y_col = x.shape[dim], x.stride(dim), y.stride(dim)
+    if n_cols == 1:
+        x_col = y_col = 1
+    along_cols = x_col == 1 and x_row != 1
+    cols = min(_power_of_two(n_cols), 1024 if along_cols else 64)
+    rows = max(1, min(_power_of_two(n_rows), STRIDED_TILE // cols))
+    grid = outer[0] * middle[0] * -(-n_rows // rows)
+    args = (x, y, n_rows, n_cols, middle[0], outer[1], middle[1], x_row, x_col, outer[2], middle[2], y_row, y_col)
+    meta = dict(LOG=log, ROWS=rows, COLS=cols, ONE_STEP=n_cols <= cols, num_warps=4)
+    return Launch(softmax_strided, (grid,), args, meta)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
