@@ -15,9 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .primitives import exp
+from .primitives import exp, shift_moments
 
 _LOG2E = "0f3FB8AA3B"  # log2(e) as PTX writes a float32
+_LOWEST = "0fFF7FFFFF"  # the lowest finite float32
 
 
 @triton.constexpr_function
@@ -46,7 +47,7 @@ def _open_ptx(ctas: int, n_values: int) -> str:
 @triton.constexpr_function
 def _send_ptx(ctas: int, n_values: int, values: str) -> list[str]:
     """Thread i < ctas sends this CTA's values to slot [rank] of CTA i; then every thread waits for all slots."""
-    vector = ".v2" if n_values == 2 else ""
+    vector = {1: "", 2: ".v2", 4: ".v4"}[n_values]
     return [
         "mov.u32 thread, %tid.x;",
         "mov.u32 slot, %cluster_ctarank;",
@@ -90,6 +91,29 @@ def _merge_ptx(ctas: int) -> str:
 
 
 @triton.constexpr_function
+def _merge_moments_ptx(ctas: int, plain: bool) -> str:
+    lines = ["{", *_REGISTERS, ".reg .f32 m, s, t, m_b, s_b, t_b, m_new, unused;"]
+    lines += [*_send_ptx(ctas, 4, "{$3, $4, $5, $5}"), "ld.shared.v4.f32 {m, s, t, unused}, [slots];"]
+    for rank in range(1, ctas):
+        lines += [f"ld.shared.v4.f32 {{m_b, s_b, t_b, unused}}, [slots+{16 * rank}];", "max.f32 m_new, m, m_b;"]
+        for part in ("", "_b"):  # t*exp(m - m_new) + s*exp(m - m_new)*(m - m_new), with 0*(-inf) taken as 0
+            lines += [
+                f"sub.f32 m{part}, m{part}, m_new;",
+                f"mul.f32 unused, m{part}, {_LOG2E};",
+                "ex2.approx.ftz.f32 unused, unused;",
+                f"mul.f32 s{part}, s{part}, unused;",
+            ]
+            if not plain:
+                lines += [
+                    f"max.f32 m{part}, m{part}, {_LOWEST};",
+                    f"mul.f32 t{part}, t{part}, unused;",
+                    f"fma.rn.f32 t{part}, s{part}, m{part}, t{part};",
+                ]
+        lines += ["add.f32 s, s, s_b;", "add.f32 t, t, t_b;", "mov.f32 m, m_new;"]
+    return "\n".join([*lines, "mov.f32 $0, m;", "mov.f32 $1, s;", "mov.f32 $2, t;", "}"])
+
+
+@triton.constexpr_function
 def _sum_ptx(ctas: int) -> str:
     lines = ["{", *_REGISTERS, ".reg .f32 s, s_b;", *_send_ptx(ctas, 1, "$1"), "ld.shared.f32 s, [slots];"]
     for rank in range(1, ctas):
@@ -119,6 +143,29 @@ def merge_over_cluster(m, s, CTAS: tl.constexpr, PTX: tl.constexpr):
         row_max = tl.max(m, 0)
         row_sum = tl.sum(s * exp(m - row_max), 0)
         return tl.zeros_like(m) + row_max, tl.zeros_like(s) + row_sum
+
+
+@triton.jit
+def merge_moments_over_cluster(m, s, t, PLAIN: tl.constexpr, CTAS: tl.constexpr, PTX: tl.constexpr):
+    """The row's (row_max, row_sum, moment) from each CTA's own.  # [CTAS]
+
+    The moment is sum(exp(x - row_max)*(x - row_max)), or, where PLAIN, a sum that does not depend on the maximum.
+    """
+    if CTAS == 1:
+        return m, s, t
+    elif PTX:
+        ASM: tl.constexpr = _merge_moments_ptx(CTAS, PLAIN)
+        return tl.inline_asm_elementwise(
+            ASM, "=f,=f,=f,f,f,f", [m, s, t], dtype=(tl.float32, tl.float32, tl.float32), is_pure=False, pack=1
+        )
+    else:
+        row_max = tl.max(m, 0)
+        if PLAIN:
+            s = s * exp(m - row_max)
+        else:
+            m, s, t = shift_moments(m, s, t, row_max)
+        zero = tl.zeros_like(m)
+        return zero + row_max, zero + tl.sum(s, 0), zero + tl.sum(t, 0)
 
 
 @triton.jit

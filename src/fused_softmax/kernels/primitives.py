@@ -18,6 +18,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
+HIGHEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
@@ -37,6 +38,18 @@ def merge(m_a, s_a, m_b, s_b):
     """The (row_max, row_sum) of two parts of a row together."""
     m = tl.maximum(m_a, m_b)
     return m, s_a * exp(m_a - m) + s_b * exp(m_b - m)
+
+
+@triton.jit
+def shift_moments(m, s, t, m_new):
+    """(m, s, t) with s = sum(exp(x - m)) and t = sum(exp(x - m)*(x - m)), as seen from m_new >= m.
+
+    exp(x - m_new)*(x - m_new) = exp(m - m_new)*(exp(x - m)*(x - m) + exp(x - m)*(m - m_new)). The difference is floored,
+    so that a part which counts nothing, or far less than float32 can tell, adds 0 and not 0*(-inf).
+    """
+    by = exp(m - m_new)
+    s = s * by
+    return m_new, s, t * by + s * tl.maximum(m - m_new, LOWEST)
 
 
 @triton.jit

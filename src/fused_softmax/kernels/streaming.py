@@ -56,12 +56,13 @@ def softmax_stream(
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, EDGE)
     first, width = slice_of(interior, rank, CTAS, VEC)
+    zero = tl.zeros([1, 1], tl.int64)
     n_steps = tl.cdiv(tl.cdiv(n_cols // VEC if EDGE else n_cols, CTAS) * VEC, STEP)
 
     m = tl.zeros([CTAS, LANES], tl.float32) + LOWEST
     s = tl.zeros([CTAS, LANES], tl.float32)
     for step in range(n_steps):
-        start = step.to(tl.int64) * STEP
+        start = (zero + step) * STEP
         m, s = accumulate(x_row + first + start, width - start, m, s, CTAS, CHUNKS, LANES, VEC)
     if EDGE:
         edge, in_edge = edge_of(head, interior, n_cols, rank == 0, LANES, VEC)
@@ -77,7 +78,7 @@ def softmax_stream(
     row_sum = row_sum[:, None]
 
     for step in range(n_steps):
-        start = (n_steps - 1 - step).to(tl.int64) * STEP
+        start = (zero + n_steps - 1 - step) * STEP
         x = load_chunks(x_row + first + start, width - start, CTAS, CHUNKS, 0, LANES, VEC, -float("inf"))
         for c in tl.static_range(CHUNKS):
             y = normalize(x[c].to(tl.float32), row_max[:, :, None], row_sum[:, :, None], LOG)
@@ -114,11 +115,12 @@ def softmax_backward_stream(
     dy_row = dy_ptr + start_of(row, dy_stride, phase, VEC, EDGE)
     dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
     first, width = slice_of(interior, rank, CTAS, VEC)
+    zero = tl.zeros([1, 1], tl.int64)
     n_steps = tl.cdiv(tl.cdiv(n_cols // VEC if EDGE else n_cols, CTAS) * VEC, STEP)
 
     d = tl.zeros([CTAS, LANES], tl.float32)
     for step in range(n_steps):
-        start = step.to(tl.int64) * STEP
+        start = (zero + step) * STEP
         y = load_chunks(y_row + first + start, width - start, CTAS, CHUNKS, 0, LANES, VEC, 0.0)
         dy = load_chunks(dy_row + first + start, width - start, CTAS, CHUNKS, 0, LANES, VEC, 0.0)
         for c in tl.static_range(CHUNKS):
@@ -131,7 +133,7 @@ def softmax_backward_stream(
     d = sum_over_cluster(tl.sum(d, 1), CTAS, PTX)[:, None]
 
     for step in range(n_steps):
-        start = (n_steps - 1 - step).to(tl.int64) * STEP
+        start = (zero + n_steps - 1 - step) * STEP
         y = load_chunks(y_row + first + start, width - start, CTAS, CHUNKS, 0, LANES, VEC, 0.0)
         dy = load_chunks(dy_row + first + start, width - start, CTAS, CHUNKS, 0, LANES, VEC, 0.0)
         for c in tl.static_range(CHUNKS):

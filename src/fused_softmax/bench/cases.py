@@ -1,0 +1,170 @@
+"""Which shapes are measured, and why: frozen cases in named tables.
+
+A table fixes the systems it compares, the seconds that one system may take in one case, and how time is taken:
+'events' (CUDA events around eager calls, for cases far larger than the L2), 'graph' (replay of a captured CUDA graph,
+for cases so short that the host would be measured instead) or 'host' (the time until an eager call returns).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from fused_softmax.bench.ops import DTYPES, SHORT
+
+TimedBy = Literal["events", "graph", "host"]
+ELEMENTS = 2**28
+
+LADDER_WIDTHS = (256, 1000, 1024, 4096, 8192, 16384, 32768, 50257, 65536, 128256, 131072, 151936, 262144)
+FORWARD_WIDTHS = (
+    *(256, 512, 1000, 1024, 2048, 3000, 4096, 8192, 12288, 16384, 32000, 32768, 50257, 65536, 100277, 128256),
+    *(131072, 151936, 200019, 202048, 256000, 262144, 524288, 1048576),
+)
+VOCABULARIES = {32000: "Llama 2", 50257: "GPT-2", 100277: "cl100k", 128256: "Llama 3", 151936: "Qwen", 256000: "Gemma"}
+SWEEP = "width sweep"
+# interpreted, a program costs about a millisecond, so a sweep on the CPU has few rows
+CPU_WIDTHS = (256, 1000, 4096, 16384, 50257, 131072)
+CPU_ROWS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape to check and time; `source` is (file, tensor) for real data, None for random normal rows."""
+
+    op: str
+    dtype: str
+    n_rows: int
+    n_cols: int
+    reason: str = ""
+    timed_by: TimedBy = "events"
+    source: tuple[str, str] | None = None
+
+    @property
+    def label(self) -> str:
+        """Such as `softmax bf16 4096x128256`."""
+        return f"{self.op} {SHORT[self.dtype]} {self.n_rows}x{self.n_cols}"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Table:
+    """A named set of cases, the systems it compares (() means all that exist), and seconds per system and case."""
+
+    name: str
+    cases: tuple[Case, ...]
+    systems: tuple[str, ...] = ()
+    seconds: float = 0.2
+
+
+def timed_by(n_rows: int, n_cols: int, itemsize: int) -> TimedBy:
+    """Graph replay below 64 MiB of reads and writes, where launches would hide the kernel; events above."""
+    return "graph" if 2 * n_rows * n_cols * itemsize < 2**26 else "events"
+
+
+def sweep(
+    op: str, dtypes: Iterable[str], widths: Iterable[int], elements: int = ELEMENTS, n_rows: int | None = None
+) -> tuple[Case, ...]:
+    """Cases of about `elements` elements (or of exactly n_rows rows) at each width, in each dtype."""
+    cases = []
+    for dtype in dtypes:
+        for n_cols in widths:
+            rows = n_rows if n_rows is not None else max(1, elements // n_cols)
+            by = timed_by(rows, n_cols, DTYPES[dtype].itemsize)
+            cases.append(Case(op, dtype, rows, n_cols, VOCABULARIES.get(n_cols, SWEEP), by))
+    return tuple(cases)
+
+
+def random_widths(count: int = 10, seed: int = 2024) -> tuple[int, ...]:
+    """Widths that no one tuned for, half of them odd, spread evenly over the logarithm between 300 and 262,144."""
+    pick = random.Random(seed)
+    widths = [int(300 * (262_144 / 300) ** pick.random()) for _ in range(count)]
+    return tuple(sorted(w | 1 if i % 2 else w & ~1 for i, w in enumerate(widths)))
+
+
+PEERS = ("fused_softmax", "torch", "torch.compile", "liger", "quack")
+
+
+def table(name: str, op: str = "softmax") -> Table:
+    """The table of that name for an op; raises KeyError with the names there are."""
+    both, all_dtypes = ("bfloat16", "float32"), ("bfloat16", "float16", "float32")
+    if name == "ladder":
+        return Table(name, sweep(op, both, LADDER_WIDTHS))
+    if name in ("forward", op):
+        return Table("forward", sweep(op, all_dtypes, FORWARD_WIDTHS), PEERS)
+    if name == "random":
+        cases = sweep(op, both, random_widths())
+        return Table(name, tuple(replace(c, reason="a width that no one tuned for") for c in cases), PEERS)
+    if name == "few_rows":
+        shapes = [(r, c) for c in (32768, 131072, 262144) for r in (1, 4, 16, 64, 256)]
+        found = tuple(Case(op, d, r, c, "decoding", "graph") for d in both for r, c in shapes)
+        return Table(name, found, ("fused_softmax", "torch", "torch.compile", "quack"), 0.1)
+    if name == "small":
+        shapes = [(r, c) for c in (1, 5, 33, 100, 257, 1023, 4097) for r in (1, 2, 7, 64, 1000)]
+        found = tuple(Case(op, d, r, c, "fusion must not lose here", "graph") for d in all_dtypes for r, c in shapes)
+        return Table(name, found, ("fused_softmax", "torch"), 0.03)
+    if name == "host":
+        found = tuple(Case(op, d, 8, 128, "host time of one eager call", "host") for d in all_dtypes)
+        return Table(name, found, PEERS, 0.3)
+    if name == "cpu":
+        return Table(name, (*real_cases(op), *cpu_sweep(op)))
+    raise KeyError(f"no table named {name!r}: there are {', '.join(TABLES)}, and {op!r} for 'forward'")
+
+
+TABLES = ("ladder", "forward", "random", "few_rows", "small", "host", "cpu")
+
+
+def cpu_sweep(op: str) -> tuple[Case, ...]:
+    """The interpreter's sweep: few rows, the widths that matter; float32 only where it differs (tails, many tiles)."""
+    return (
+        *sweep(op, ("bfloat16",), CPU_WIDTHS, n_rows=CPU_ROWS),
+        *sweep(op, ("float32",), (1000, 50257), n_rows=CPU_ROWS),
+    )
+
+
+def excerpt() -> Path:
+    """The excerpt of real logits that comes with the package (data/README.md has its provenance)."""
+    return Path(__file__).resolve().parent.parent / "data" / "minilm_excerpt.safetensors"
+
+
+def real_cases(op: str, file: Path | None = None) -> tuple[Case, ...]:
+    """One case for each floating tensor of at least one dimension in a .safetensors, .npy or .pt file."""
+    path = excerpt() if file is None else file
+    found = []
+    for name, tensor in load_tensors(path).items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        n_cols = tensor.shape[-1]
+        by = timed_by(tensor.numel() // max(n_cols, 1), n_cols, tensor.element_size())
+        found.append(Case(op, dtype, tensor.numel() // max(n_cols, 1), n_cols, f"real: {name}", by, (str(path), name)))
+    return tuple(found)
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Floating tensors of a .safetensors, .npy or .pt file, by name; raises ValueError when there is none to use."""
+    loaded: dict[str, object]
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        loaded = dict(load_file(path))
+    elif path.suffix == ".npy":
+        import numpy
+
+        loaded = {path.stem: torch.from_numpy(numpy.load(path))}
+    elif path.suffix in (".pt", ".pth"):
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        loaded = dict(content) if isinstance(content, dict) else {path.stem: content}
+    else:
+        raise ValueError(f"{path}: give a .safetensors, .npy or .pt file")
+    named = {str(n): t for n, t in loaded.items() if isinstance(t, torch.Tensor) and t.ndim > 0 and t.numel() > 0}
+    tensors = {n: t for n, t in named.items() if str(t.dtype).removeprefix("torch.") in DTYPES}
+    if not tensors:
+        raise ValueError(f"{path} holds no tensor in {', '.join(DTYPES)}")
+    return tensors

@@ -1,0 +1,46 @@
+"""Files of a run: results.json and results.csv after every case, index.html and ladder.png at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fused_softmax.bench.page import page
+from fused_softmax.bench.plots import draw
+from fused_softmax.bench.record import Header, Record, to_csv, to_json, write_atomically
+from fused_softmax.bench.report import Recorded
+
+
+@dataclass
+class Output:
+    """Where a run is written. JSON and CSV after every case; the page and the plot, which take longer, by `finish`."""
+
+    folder: Path
+    record: Path | None = None  # a second copy of the JSON, such as benchmarks/results/h200/ladder.json
+    recorded: Recorded = field(default_factory=dict)
+
+    def save(self, head: Header, records: Sequence[Record]) -> None:
+        """Write the results so far."""
+        text = to_json(head, records)
+        write_atomically(self.folder / "results.json", text)
+        write_atomically(self.folder / "results.csv", to_csv(records))
+        if self.record is not None:
+            write_atomically(self.record, text)
+
+    def finish(self, head: Header, records: Sequence[Record]) -> list[Path]:
+        """Write everything; returns the files, the page first."""
+        self.save(head, records)
+        try:
+            plot = draw(head, records)
+            # without times of this run the plot shows the recorded ones
+            if plot is None and self.recorded:
+                plot = draw(replace(head, device="recorded on an H200"), list(self.recorded.values()))
+        except ModuleNotFoundError:  # matplotlib belongs to an extra; the tables do not wait for it
+            plot = None
+        write_atomically(self.folder / "index.html", page(head, records, self.recorded, plot))
+        files = [self.folder / name for name in ("index.html", "results.json", "results.csv")]
+        if plot:
+            write_atomically(self.folder / "ladder.png", plot)
+            files.append(self.folder / "ladder.png")
+        return files + ([self.record] if self.record else [])

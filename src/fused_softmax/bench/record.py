@@ -1,0 +1,181 @@
+"""What a run leaves: one Record per case and system, a Header saying where and how, as JSON and CSV.
+
+Files are replaced atomically after every case, so an interrupted run leaves whole files with the results so far.
+Units: ms of one call (median, p10, p90), bytes that any implementation must move, GB/s = bytes / ms / 1e6.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+PACKAGES = ("torch", "triton", "numpy", "liger-kernel", "quack-kernels")
+
+
+@dataclass
+class Record:
+    """One system in one case. `status` is ok, wrong, out of resources, refused or error; `note` says why."""
+
+    op: str
+    system: str
+    dtype: str
+    n_rows: int
+    n_cols: int
+    status: str
+    note: str = ""
+    error: float | None = None
+    torch_error: float | None = None
+    ms: float | None = None
+    ms_p10: float | None = None
+    ms_p90: float | None = None
+    bytes: int | None = None
+    gbps: float | None = None
+    ceiling: str = ""
+    ceiling_gbps: float | None = None
+    fraction: float | None = None
+    reads: int | None = None
+    writes: int | None = None
+    timed_by: str = ""
+    # the first call, host time until the device has finished: what it compiles, or loads from caches, is in it
+    first_ms: float | None = None
+    plan: str = ""
+    case: str = ""
+    # what it compiles to (registers, spilled_bytes, shared_bytes, widest_load_bytes), where that was asked
+    resources: dict[str, Any] | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str, int, int]:
+        """What a record is about."""
+        return self.op, self.system, self.dtype, self.n_rows, self.n_cols
+
+
+@dataclass
+class Header:
+    """Where, when and with what a run was made; `ceilings` are GB/s of copy, read and add over 512 MiB tensors."""
+
+    device: str
+    capability: str
+    sms: int
+    driver: str
+    versions: dict[str, str]
+    python: str
+    commit: str
+    dirty: bool
+    date: str
+    command: str
+    interpreted: bool
+    finished: bool = False
+    stopped: str = ""
+    ceilings: dict[str, float] = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def header(device: torch.device, interpreted: bool) -> Header:
+    """Describe this machine and this run."""
+    on_gpu = device.type == "cuda"
+    found = torch.cuda.get_device_properties(device) if on_gpu else None
+    versions = {package: v for package in PACKAGES if (v := _version(package))}
+    versions.setdefault("torch", torch.__version__)
+    return Header(
+        device=found.name if found else f"CPU ({platform.machine()})",
+        capability=f"{found.major}.{found.minor}" if found else "",
+        sms=found.multi_processor_count if found else 0,
+        driver=_output(*DRIVER).split("\n")[0] if found else "",
+        versions=versions,
+        python=platform.python_version(),
+        commit=os.environ.get("FUSED_SOFTMAX_COMMIT") or _output("git", "rev-parse", "HEAD"),
+        dirty=bool(_output("git", "status", "--porcelain")),
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command="fused-softmax " + " ".join(sys.argv[1:]),
+        interpreted=interpreted,
+    )
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that readers see the old one or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _plain(record: Record) -> dict[str, Any]:
+    """Fields that are set, for JSON, which knows no infinity: an error without bound becomes the text 'inf'."""
+    found = {k: v for k, v in asdict(record).items() if v is not None and v != ""}
+    return {k: "inf" if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
+
+
+def to_json(head: Header, records: Sequence[Record]) -> str:
+    """The run as JSON text: the header, then one record a line."""
+    lines = [json.dumps(_plain(record), allow_nan=False) for record in records]
+    body = ",\n    ".join(lines)
+    opening = json.dumps(asdict(head), indent=2).replace("\n", "\n  ")
+    return f'{{\n  "header": {opening},\n  "records": [\n    {body}\n  ]\n}}\n'
+
+
+def from_json(text: str) -> tuple[Header, list[Record]]:
+    """Read what to_json wrote; fields of another version are dropped."""
+    content: Mapping[str, Any] = json.loads(text)
+    known = {f.name for f in fields(Header)}, {f.name for f in fields(Record)}
+    head = Header(**{k: v for k, v in content["header"].items() if k in known[0]})
+    records = [Record(**{k: v for k, v in r.items() if k in known[1]}) for r in content["records"]]
+    for record in records:
+        record.error = None if record.error is None else float(record.error)
+    return head, records
+
+
+def to_csv(records: Sequence[Record]) -> str:
+    """The records as CSV with a column for every field but the nested ones."""
+    names = [f.name for f in fields(Record) if f.name != "resources"]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(record) for record in records)
+    return out.getvalue()
+
+
+def results_folder() -> Path | None:
+    """benchmarks/results of the repository that this package or the current folder lies in, if there is one."""
+    for start in (Path(__file__).resolve(), Path.cwd().resolve() / "-"):
+        for parent in start.parents:
+            if (parent / "benchmarks" / "results").is_dir():
+                return parent / "benchmarks" / "results"
+    return None

@@ -1,0 +1,175 @@
+"""`fused-softmax bench`: choose cases and systems, run the session, show and write what came out.
+
+On a GPU: prebuild in workers, then check and time. Without one: check in Triton's interpreter, with the cross-compiler
+for an H200 running beside it, and recorded GPU results in the last column.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fused_softmax.bench.cases import ELEMENTS, Case, Table, real_cases, sweep, table
+from fused_softmax.bench.output import Output
+from fused_softmax.bench.prebuild import prebuild
+from fused_softmax.bench.readme import recorded_results, result_files
+from fused_softmax.bench.record import Record, header, results_folder
+from fused_softmax.bench.report import print_report
+from fused_softmax.bench.resources import ROWS, CrossCompiler, keys_of
+from fused_softmax.bench.session import Session
+from fused_softmax.bench.systems import System, device_here, interpreted, systems_for
+
+# seconds that a run without a GPU waits for kernels still being compiled when the interpreter has finished
+PATIENCE = 90.0
+
+
+@dataclass
+class Request:
+    """What was asked for on the command line; empty means the default."""
+
+    op: str = "softmax"
+    tables: tuple[str, ...] = ()
+    widths: tuple[int, ...] = ()
+    rows: int | None = None
+    dtypes: tuple[str, ...] = ()
+    systems: tuple[str, ...] = ()
+    input: Path | None = None
+    elements: int = ELEMENTS
+    out: Path = field(default_factory=lambda: Path("out"))
+    record: Path | None = None
+    workers: int = 0
+    seconds: float | None = None
+
+
+def requested_tables(request: Request, on_gpu: bool) -> list[Table]:
+    """The tables to run: --input and --widths make their own; the default is `cpu`, or real logits and the ladder."""
+    found: list[Table] = []
+    if request.input is not None:
+        found.append(Table("input", real_cases(request.op, request.input)))
+    if request.widths or (request.rows is not None and not request.tables and request.input is None):
+        dtypes = request.dtypes or ("bfloat16", "float32")
+        rows = request.rows if request.rows is not None or on_gpu else 3
+        widths = request.widths or tuple(dict.fromkeys(c.n_cols for c in table("cpu").cases if c.source is None))
+        found.append(Table("widths", sweep(request.op, dtypes, widths, request.elements, rows)))
+    found += [table(name, request.op) for name in request.tables]
+    if not found and on_gpu:
+        ladder = table("ladder", request.op)
+        real = real_cases(request.op) if request.op == "softmax" else ()
+        found = [Table("real", real), replace(ladder, cases=_resized(ladder.cases, request.elements))]
+    elif not found:
+        found = [table("cpu", request.op)]
+    if request.dtypes:
+        found = [replace(t, cases=tuple(c for c in t.cases if c.dtype in request.dtypes or c.source)) for t in found]
+    if request.seconds is not None:
+        found = [replace(t, seconds=request.seconds) for t in found]
+    return [t for t in found if t.cases]
+
+
+def _resized(cases: Sequence[Case], elements: int) -> tuple[Case, ...]:
+    return tuple(replace(c, n_rows=max(1, elements // c.n_cols)) for c in cases)
+
+
+def available(op: str, names: tuple[str, ...]) -> tuple[list[System], dict[str, str]]:
+    """Systems that can run here, and the reasons of those that cannot."""
+    chosen = systems_for(op, names)
+    missing = {system.name: why for system in chosen if (why := system.missing())}
+    return [system for system in chosen if system.name not in missing], missing
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Progress]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield progress
+
+
+def run(request: Request, console: Console) -> tuple[list[Record], list[Path]]:
+    """Run the request; returns the records and the files that were written."""
+    device = device_here()
+    on_gpu = device.type == "cuda"
+    tables = requested_tables(request, on_gpu)
+    cases = [case for t in tables for case in t.cases]
+    results = results_folder()
+    recorded = recorded_results(result_files(results / "h200")) if results else {}
+    output = Output(request.out, request.record, recorded)
+    head = header(device, interpreted())
+    systems, head.unavailable = available(request.op, request.systems)
+    compiled = keys_of(cases, [s.name for s in systems if s.kind in ("ours", "lesson")])
+    compiler = None if on_gpu else CrossCompiler(compiled)
+    session = Session(head, systems, device, timed=on_gpu, save=output.save)
+    try:
+        if on_gpu and request.workers:
+            _prebuild(console, tables, systems, request.workers)
+        if on_gpu:
+            from fused_softmax.bench.ceilings import measured
+
+            head.ceilings = measured(device)
+        _run_tables(console, session, tables, systems, named=bool(request.systems))
+        if compiler is not None:
+            if not head.stopped:
+                _wait(console, compiler)
+            add_resources(session.records, compiler)
+    except KeyboardInterrupt:
+        head.stopped = head.stopped or "interrupted"
+    finally:
+        if compiler is not None:
+            compiler.close()
+    files = output.finish(head, session.records)
+    print_report(console, head, session.records, recorded)
+    return session.records, files
+
+
+def _run_tables(
+    console: Console, session: Session, tables: Sequence[Table], systems: Sequence[System], named: bool
+) -> None:
+    with _bar(console) as progress:
+        total = sum(len(t.cases) for t in tables)
+        task = progress.add_task("", total=total)
+        seen: list[Case] = []
+
+        def show(case: Case, doing: str) -> None:
+            if not seen or seen[-1] is not case:
+                seen.append(case)
+                if not console.is_terminal:  # a log gets a line for each case, a terminal the bar
+                    console.print(f"{len(seen)} of {total}: {case.label}", markup=False, highlight=False)
+                progress.update(task, completed=len(seen) - 1)
+            progress.update(task, description=f"{case.label}: {doing}")
+
+        session.progress = show
+        for t in tables:
+            # a table's own choice of systems holds unless systems were named
+            session.systems = [s for s in systems if named or not t.systems or s.name in t.systems]
+            session.seconds = t.seconds
+            session.run(t.cases)
+            if session.head.stopped:
+                break
+
+
+def _prebuild(console: Console, tables: Sequence[Table], systems: Sequence[System], workers: int) -> None:
+    with _bar(console) as progress:
+        for t in tables:
+            names = [s.name for s in systems if s.kind != "torch" and (not t.systems or s.name in t.systems)]
+            task = progress.add_task(f"compiling {t.name} in {workers} processes", total=len(names) * len(t.cases))
+            prebuild(t.cases, names, workers, lambda task=task: progress.advance(task))  # type: ignore[misc]
+
+
+def _wait(console: Console, compiler: CrossCompiler) -> None:
+    with _bar(console) as progress:
+        task = progress.add_task("compiling for sm_90", total=len(compiler.keys))
+        until = time.monotonic() + PATIENCE
+        while not compiler.wait(0.3) and time.monotonic() < until and compiler.reader.is_alive():
+            progress.update(task, completed=len(compiler.found))
+
+
+def add_resources(records: Sequence[Record], compiler: CrossCompiler) -> None:
+    """Put what each kernel compiles to into its records."""
+    for record in records:
+        found = compiler.found.get((record.system, record.dtype, ROWS, record.n_cols))
+        if found:
+            record.resources = found

@@ -1,0 +1,188 @@
+"""Times, interleaved: every round runs all systems of a case and the ceiling once, in rotating order.
+
+Medians over rounds with their 10th and 90th percentile, so that clocks and heat fall on all alike. A stopwatch takes
+one round; three exist: CUDA events around eager calls, replay of a captured CUDA graph (time per call, launch gaps
+included), and the host time until an eager call returns. Any object with `round` and `describe` will do in a test.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any, Protocol
+
+import torch
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call: median, 10th and 90th percentile, over `rounds` rounds."""
+
+    ms: float
+    p10: float
+    p90: float
+    rounds: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        """Summarise samples in milliseconds."""
+        if len(samples) < 2:
+            return cls(samples[0], samples[0], samples[0], len(samples))
+        cuts = quantiles(samples, n=10, method="inclusive")
+        return cls(median(samples), cuts[0], cuts[8], len(samples))
+
+
+class Stopwatch(Protocol):
+    """Takes the milliseconds of one call of each entry, in the order given."""
+
+    describe: str
+
+    def round(self, calls: Mapping[str, Call]) -> dict[str, float]: ...
+
+
+def interleave(
+    calls: Mapping[str, Call],
+    stopwatch: Stopwatch,
+    seconds: float,
+    fewest: int = 7,
+    most: int = 200,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Timing]:
+    """Time all calls in interleaved rounds for about `seconds` each; the first two rounds warm up and are dropped.
+
+    How many rounds fit is judged by `clock`, in seconds: a round can take far longer than the calls that it reports.
+    """
+    names = list(calls)
+    if not names:
+        return {}
+    stopwatch.round(calls)
+    began = clock()
+    stopwatch.round(calls)
+    rounds = int(seconds * len(names) / max(clock() - began, 1e-6))
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(min(most, max(fewest, rounds))):
+        turn = names[i % len(names) :] + names[: i % len(names)]
+        for name, ms in stopwatch.round({name: calls[name] for name in turn}).items():
+            samples[name].append(ms)
+    return {name: Timing.of(taken) for name, taken in samples.items()}
+
+
+class EventStopwatch:
+    """CUDA events around each eager call.
+
+    The device first waits as long as the host needs to queue the round, so that host time never counts as device time.
+    """
+
+    describe = "CUDA events"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.host_ms = device, 1.0
+        self.ticks_per_ms = _sleep_ticks_per_ms(device)
+
+    def round(self, calls: Mapping[str, Call]) -> dict[str, float]:
+        """One round; returns milliseconds by name."""
+        events = {name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in calls}
+        torch.cuda.synchronize(self.device)
+        began = time.perf_counter()
+        torch.cuda._sleep(int(min(2 * self.host_ms, 5.0) * self.ticks_per_ms))
+        for name, call in calls.items():
+            events[name][0].record()
+            call()
+            events[name][1].record()
+        self.host_ms = 0.5 * self.host_ms + 0.5 * min(1000 * (time.perf_counter() - began), 10.0)
+        torch.cuda.synchronize(self.device)
+        return {name: start.elapsed_time(end) for name, (start, end) in events.items()}
+
+
+def _sleep_ticks_per_ms(device: torch.device) -> float:
+    """How many of torch.cuda._sleep's cycles are a millisecond now, measured."""
+    ticks = 2_000_000
+    for _ in range(2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.cuda._sleep(ticks)
+        end.record()
+        torch.cuda.synchronize(device)
+    return ticks / max(start.elapsed_time(end), 1e-3)
+
+
+class GraphStopwatch:
+    """Replay of CUDA graphs that hold `per_graph` calls each: device time per call, on data that stays in the L2.
+
+    Calls of one graph run one after another with no host in between; the gaps between kernels are counted.
+    """
+
+    describe = "CUDA-graph replay, warm L2"
+
+    def __init__(self, device: torch.device, per_graph: int = 40) -> None:
+        self.device, self.per_graph = device, per_graph
+        self.graphs: dict[str, tuple[torch.cuda.CUDAGraph, Any]] = {}
+
+    def capture(self, name: str, call: Call) -> None:
+        """Capture a call; raises what the call raises when it cannot be captured."""
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                call()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        torch.cuda.synchronize(self.device)
+        graph, kept = torch.cuda.CUDAGraph(), None
+        with torch.cuda.graph(graph):
+            for _ in range(self.per_graph):
+                kept = call()
+        self.graphs[name] = graph, kept
+
+    def round(self, calls: Mapping[str, Call]) -> dict[str, float]:
+        """One round of replays; every entry must have been captured."""
+        events = {name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in calls}
+        torch.cuda.synchronize(self.device)
+        for name in calls:
+            graph = self.graphs[name][0]
+            graph.replay()  # fills the caches, and keeps the device busy while the host queues the timed one
+            events[name][0].record()
+            graph.replay()
+            events[name][1].record()
+        torch.cuda.synchronize(self.device)
+        return {name: start.elapsed_time(end) / self.per_graph for name, (start, end) in events.items()}
+
+
+class HostStopwatch:
+    """Host time until an eager call returns: the fastest of a few batches in each round, none synchronised inside."""
+
+    describe = "host time of a call"
+
+    def __init__(self, device: torch.device, batch: int = 100, batches: int = 3) -> None:
+        self.device, self.batch, self.batches = device, batch, batches
+
+    def round(self, calls: Mapping[str, Call]) -> dict[str, float]:
+        """One round; returns milliseconds of one call by name."""
+        best = dict.fromkeys(calls, float("inf"))
+        for _ in range(self.batches):
+            for name, call in calls.items():
+                began = time.perf_counter()
+                for _ in range(self.batch):
+                    call()
+                best[name] = min(best[name], 1000 * (time.perf_counter() - began) / self.batch)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+        return best
+
+
+def rotating(call: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Call:
+    """A call that takes the next of several input sets each time, so that no input is found in the L2."""
+    if len(sets) == 1:
+        inputs = sets[0]
+        return lambda: call(*inputs)
+    turn = 0
+
+    def next_call() -> Any:
+        nonlocal turn
+        turn = (turn + 1) % len(sets)
+        return call(*sets[turn])
+
+    return next_call

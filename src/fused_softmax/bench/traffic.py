@@ -1,0 +1,79 @@
+"""Elements that each system reads and writes, counted from its algorithm: M rows of N columns.
+
+Naive five passes read 5MN + 2M and write 3MN + 2M; one program (or cluster) that keeps the row on chip reads and writes
+MN; three passes over chunks read 3MN, the online form 2MN. Counts are requests to memory: a second read may come from
+the L2, and then costs less than the count says. Systems whose algorithm is not ours to state are not counted (None).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Elements read and written by one call."""
+
+    reads: int
+    writes: int
+
+
+Model = Callable[[int, int], Traffic]
+
+
+def naive(n_rows: int, n_cols: int) -> Traffic:
+    """max: MN read, M written; subtract: MN + M, MN; exp: MN, MN; sum: MN, M; divide: MN + M, MN."""
+    cells = n_rows * n_cols
+    return Traffic(5 * cells + 2 * n_rows, 3 * cells + 2 * n_rows)
+
+
+def one_read(n_rows: int, n_cols: int) -> Traffic:
+    """The row stays on chip: read once, written once."""
+    return Traffic(n_rows * n_cols, n_rows * n_cols)
+
+
+def two_reads(n_rows: int, n_cols: int) -> Traffic:
+    """Online softmax: (max, sum) in one walk over the row, the result in a second."""
+    return Traffic(2 * n_rows * n_cols, n_rows * n_cols)
+
+
+def three_reads(n_rows: int, n_cols: int) -> Traffic:
+    """Chunks in three walks: max, then sum of exponentials, then the result."""
+    return Traffic(3 * n_rows * n_cols, n_rows * n_cols)
+
+
+def first_512_columns(n_rows: int, n_cols: int) -> Traffic:
+    """The 'vectorized' kernel as published: a block of 128 x 4 columns and no loop."""
+    covered = n_rows * min(n_cols, 512)
+    return Traffic(covered, covered)
+
+
+MODELS: dict[str, Model] = {
+    "01_naive": naive,
+    "02_one_row": one_read,
+    "03_driver": one_read,
+    "04_persistent": one_read,
+    "05_published": first_512_columns,
+    "05_vectorized": one_read,
+    "06_three_pass": three_reads,
+    "07_online": two_reads,
+    "08_many_rows": one_read,
+    "liger": one_read,
+    "quack": one_read,
+}
+
+
+def regime_traffic(regime: str, n_rows: int, n_cols: int) -> Traffic | None:
+    """Traffic of our softmax by its plan's regime: stream reads the row twice, torch's own is not counted."""
+    if regime == "stream":
+        return two_reads(n_rows, n_cols)
+    return one_read(n_rows, n_cols) if regime in ("tile", "block", "cluster") else None
+
+
+def traffic(system: str, n_rows: int, n_cols: int, regime: str | None = None) -> Traffic | None:
+    """Elements moved by one softmax call of `system` (ours: by its plan's regime); None where it is not modelled."""
+    if system == "fused_softmax":
+        return regime_traffic(regime, n_rows, n_cols) if regime else None
+    model = MODELS.get(system)
+    return model(n_rows, n_cols) if model else None

@@ -1,0 +1,167 @@
+"""The specification: each op of the softmax family in plain PyTorch, in float64, from its formula.
+
+softmax(x)_i = exp(x_i - m) / s with m = max(x), s = sum_j exp(x_j - m); log-domain ops use lse = m + log(s). Every
+input is widened to float64 first, so the results judge float16 to float32 kernels; none calls torch's own softmax,
+which is wrong on CPU for rows beyond 2^24 columns. A row that holds NaN or +inf, or only -inf, is NaN throughout.
+naive_softmax is the other kind of reference: five eager passes in the input's own dtype, and traffic() counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+    """float64 softmax over `dim`, of `x` cast to `dtype` first where given. Any shape, 0-dim included.
+
+    >>> softmax(torch.tensor([2.0, 1.0, 0.1])).round(decimals=3).tolist()
+    [0.659, 0.242, 0.099]
+    """
+    z, total = _shifted(_widen(x, dtype), dim)
+    return z.exp_().div_(total)
+
+
+def log_softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+    """float64 log_softmax over `dim`: x - m - log(s). Any shape."""
+    z, total = _shifted(_widen(x, dtype), dim)
+    return z.sub_(total.log())
+
+
+def logsumexp(x: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
+    """float64 log(sum(exp(x))) over `dim`, as torch's: -inf for a row of -inf only, +inf where +inf stands in it."""
+    x = _widen(x)
+    row_max = x.amax(dim, keepdim=True)
+    shift = torch.where(row_max.isfinite() | row_max.isnan(), row_max, torch.zeros_like(row_max))
+    out = (x - shift).exp_().sum(dim, keepdim=True).log_().add_(shift)
+    return out if keepdim or not x.ndim else out.squeeze(dim)
+
+
+def softmax_backward(dy: Tensor, y: Tensor, dim: int = -1) -> Tensor:
+    """float64 dx = y * (dy - sum(dy * y)), from softmax's output y."""
+    dy, y = _widen(dy), _widen(y)
+    return y * (dy - (dy * y).sum(dim, keepdim=True))
+
+
+def log_softmax_backward(dy: Tensor, y: Tensor, dim: int = -1) -> Tensor:
+    """float64 dx = dy - exp(y) * sum(dy), from log_softmax's output y."""
+    dy, y = _widen(dy), _widen(y)
+    return dy - y.exp() * dy.sum(dim, keepdim=True)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """float64 cross entropy of logits (n_rows, n_cols) and int64 targets (n_rows,): torch's, and two terms beside.
+
+    softcap c replaces the logits by c * tanh(logits / c) (Gemma 2); z_loss adds z_loss * lse^2 to every row that counts
+    (PaLM). reduction is "none", "sum" or "mean"; the mean divides by the summed weight of the targets that count.
+    """
+    logits = _widen(logits)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    counts = target != ignore_index
+    index = torch.where(counts, target, torch.zeros_like(target)).unsqueeze(1)
+    weights = logits.new_ones(logits.shape[1]) if weight is None else _widen(weight)
+    logp, row_weight = log_softmax(logits, 1), weights[index[:, 0]]
+    hard = -logp.gather(1, index)[:, 0] * row_weight
+    smooth = -(logp * weights).sum(1) / logits.shape[1]
+    loss = (1 - label_smoothing) * hard + label_smoothing * smooth if label_smoothing else hard
+    if z_loss:
+        loss = loss + z_loss * logsumexp(logits, 1) ** 2
+    loss = torch.where(counts, loss, torch.zeros_like(loss))
+    if reduction == "none":
+        return loss
+    total = loss.sum()
+    return total if reduction == "sum" else total / torch.where(counts, row_weight, torch.zeros_like(row_weight)).sum()
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """float64 log-probability of token_ids (...,) under softmax(logits (..., n_cols) / temperature)."""
+    return log_softmax(_widen(logits) / temperature).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+
+
+def masked_softmax(
+    x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, causal: bool = False, fully_masked: str = "nan"
+) -> Tensor:
+    """float64 softmax of scale * x over the last dim where `mask` (bool, broadcast) is true, 0 elsewhere.
+
+    causal hides column j of row i where j > i. A row with no column left is NaN, or 0 with fully_masked="zero".
+    """
+    kept = torch.ones(x.shape, dtype=torch.bool, device=x.device) if mask is None else mask.expand(x.shape)
+    if causal:
+        kept = kept & torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril()
+    y = softmax((_widen(x) * scale).masked_fill(~kept, float("-inf")))
+    if fully_masked == "zero":
+        y = y.masked_fill(~kept.any(-1, keepdim=True), 0.0)
+    return y
+
+
+def naive_softmax(x: Tensor) -> Tensor:
+    """Softmax of the rows of x (n_rows, n_cols) in five eager passes, in x's own dtype: lesson 01's subject."""
+    row_max = x.amax(dim=1)
+    z = x - row_max[:, None]
+    numerator = torch.exp(z)
+    denominator = numerator.sum(dim=1)
+    return numerator / denominator[:, None]
+
+
+@dataclass(frozen=True)
+class PassTraffic:
+    """What one pass moved: elements of its input tensors and of its output tensors."""
+
+    op: str
+    reads: int
+    writes: int
+
+
+def traffic(fn: Callable[..., Any], *args: Any) -> list[PassTraffic]:
+    """Run fn(*args) and list the passes that PyTorch made, with the elements each read and wrote.
+
+    Counted from the tensors of each aten call: a broadcast operand counts what is stored, a view moves nothing.
+
+    >>> sum(p.reads for p in traffic(naive_softmax, torch.zeros(3, 100))) == 5 * 3 * 100 + 2 * 3
+    True
+    """
+    with _Counting() as counting:
+        fn(*args)
+    return counting.passes
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes: list[PassTraffic] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            outputs = out if isinstance(out, (tuple, list)) else (out,)
+            reads, writes = (sum(t.numel() for t in ts if isinstance(t, Tensor)) for ts in (args, outputs))
+            self.passes.append(PassTraffic(func.overloadpacket.__name__, reads, writes))
+        return out
+
+
+def _widen(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return x.to(dtype or x.dtype).to(torch.float64)
+
+
+def _shifted(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """x - max over `dim`, a fresh tensor, and the sum of its exponentials; a row with no column has neither."""
+    if not x.numel():
+        return x.clone(), x.sum(dim, keepdim=True)
+    z = x - x.amax(dim, keepdim=True)
+    return z, z.exp().sum(dim, keepdim=True)

@@ -1,0 +1,47 @@
+"""Fresh memory is NaN, and each test runs only in the kind of process that it can run in.
+
+Whether a kernel is interpreted or compiled is decided when it is decorated, so one process does one of the two:
+TRITON_INTERPRET=1 pytest -m "not compiled and not gpu", then pytest -m compiled, then, on a GPU, pytest -m gpu.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+try:
+    from hypothesis import settings
+except ImportError:  # a GPU machine without it runs everything but the properties
+    settings = None
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if settings:
+    # the same examples every time: a failure in CI is a failure here
+    settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=25, database=None)
+    settings.load_profile("fixed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    unmet = {
+        "interpreted": None if INTERPRETED else "needs TRITON_INTERPRET=1",
+        "compiled": "needs TRITON_INTERPRET unset" if INTERPRETED else None,
+        "gpu": None if torch.cuda.is_available() and not INTERPRETED else "needs a CUDA device, and no interpreter",
+    }
+    for item in items:
+        for marker, reason in unmet.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty returns NaN (integers: their largest value), so that what a kernel leaves unwritten is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,63 @@
+"""The benchmark where it times: the three stopwatches, the ceilings, and poison that compiled graphs see too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from fused_softmax.bench.cases import Case
+from fused_softmax.bench.record import from_json, header
+from fused_softmax.bench.session import Session
+from fused_softmax.bench.systems import System, systems_for
+
+pytestmark = pytest.mark.gpu
+NAMES = ("fused_softmax", "torch", "torch.compile", "02_one_row", "05_published")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    # timing is done without the deterministic mode that conftest turns on
+    torch.use_deterministic_algorithms(False)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def test_ceilings_are_those_of_a_gpu(device: torch.device):
+    from fused_softmax.bench.ceilings import measured
+
+    found = measured(device, 2**27)
+    assert set(found) == {"copy", "read", "add"} and all(100 < gbps < 20_000 for gbps in found.values())
+
+
+@pytest.mark.parametrize("timed_by", ["events", "graph", "host"])
+def test_each_stopwatch_times_what_passed(device: torch.device, timed_by: str):
+    case = Case("softmax", "bfloat16", 4096, 4096, timed_by=timed_by)  # type: ignore[arg-type]
+    run = Session(header(device, False), systems_for("softmax", NAMES), device, seconds=0.02)
+    found = {r.system: r for r in run.run([case])}
+    assert run.head.stopped == "" and found["05_published"].status == "wrong" and found["05_published"].ms is None
+    for name in NAMES[:-1]:
+        record = found[name]
+        assert (record.status, record.note) == ("ok", "") and record.ms is not None and 0 < record.ms < 10
+        assert record.ms_p10 is not None and record.ms_p90 is not None and record.ms_p10 <= record.ms <= record.ms_p90
+        if timed_by != "host":
+            assert record.fraction is not None and 0.05 < record.fraction < 1.5
+
+
+@pytest.mark.parametrize("by_mode", [True, False], ids=["by mode", "through the allocator"])
+def test_what_is_not_written_is_nan_either_way(device: torch.device, by_mode: bool):
+    unwritten = System("unwritten", "softmax", "peer", lambda: torch.empty_like, poison_by_mode=by_mode)
+    run = Session(header(device, False), [unwritten], device, timed=False)
+    (record,) = run.run([Case("softmax", "bfloat16", 4096, 4096)])
+    assert record.status == "wrong" and "unwritten" in record.note
+
+
+def test_bench_with_workers_from_the_command(device: torch.device, tmp_path: Path):
+    from fused_softmax.bench.run import Request, run
+
+    request = Request(widths=(1000,), dtypes=("bfloat16",), systems=NAMES, elements=2**26, out=tmp_path, workers=2)
+    records, files = run(request, Console(width=150))
+    head, read = from_json((tmp_path / "results.json").read_text())
+    assert read == records and head.finished and head.ceilings["copy"] > 100
+    assert {f.name for f in files} == {"index.html", "results.json", "results.csv", "ladder.png"}

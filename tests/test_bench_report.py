@@ -1,0 +1,161 @@
+"""What is written can be read again, pages need nothing from elsewhere, and a stale README is noticed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from fused_softmax.bench import readme
+from fused_softmax.bench.output import Output
+from fused_softmax.bench.page import page
+from fused_softmax.bench.plots import draw
+from fused_softmax.bench.record import Header, Record, from_json, header, to_csv, to_json, write_atomically
+from fused_softmax.bench.report import by_width, details, matrix, print_report
+
+INF = float("inf")
+
+
+def record(system: str, n_cols: int, fraction: float | None = None, status: str = "ok", **more: object) -> Record:
+    timed: dict[str, object] = {}
+    if fraction:
+        timed = {"ms": 0.25 / fraction, "fraction": fraction, "gbps": 4200 * fraction}
+        timed |= {"ceiling": "copy", "timed_by": "CUDA events"}
+    return Record("softmax", system, "bfloat16", 2**28 // n_cols, n_cols, status, **{**timed, **more})  # type: ignore[arg-type]
+
+
+RECORDS = [
+    record("fused_softmax", 4096, 0.99, error=1e-4),
+    record("torch", 4096, 0.31),
+    record("05_published", 4096, status="wrong", error=INF, note="all rows, unwritten or NaN"),
+    record("04_persistent", 65536, status="out of resources", note="shared memory <b>"),
+    record("copy", 4096, 1.0),
+]
+
+
+@pytest.fixture
+def head() -> Header:
+    return replace(header(torch.device("cpu"), interpreted=True), device="NVIDIA H200")
+
+
+@pytest.fixture
+def repository(tmp_path: Path, head: Header) -> Path:
+    (tmp_path / "README.md").write_text("# top\n<!-- results:begin -->\n<!-- results:end -->\nend\n")
+    write_atomically(tmp_path / "benchmarks" / "results" / "h200" / "ladder.json", to_json(head, RECORDS))
+    return tmp_path
+
+
+def test_json_round_trip_and_no_infinity_in_it(head: Header):
+    text = to_json(head, RECORDS)
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert from_json(text) == (head, RECORDS)
+    assert from_json(text.replace('"records": [', '"of another version": 1, "records": ['))[1] == RECORDS
+
+
+def test_csv_has_a_line_for_every_record():
+    rows = list(csv.DictReader(io.StringIO(to_csv(RECORDS))))
+    assert [row["system"] for row in rows] == [r.system for r in RECORDS]
+    assert rows[0]["fraction"] == "0.99" and rows[2]["status"] == "wrong"
+
+
+def test_matrix_shows_statuses_where_there_is_no_time():
+    rows = matrix(RECORDS)
+    assert rows.columns == ("op", "shape", "fused_softmax", "torch", "05_published", "04_persistent", "copy")
+    assert rows.rows[0][2:] == ("0.990", "0.310", "wrong", "", "4200")
+    assert rows.rows[1][5] == "out of resources"
+
+
+def test_details_show_resources_and_recorded_times_beside():
+    used = {"registers": 32, "spilled_bytes": 0, "shared_bytes": 786464, "widest_load_bytes": 16}
+    used["failed"] = "out of resources on sm_90"
+    here = Record("softmax", "04_persistent", "bfloat16", 3, 4096, "ok", error=1e-3, reads=12288, resources=used)
+    recorded = {("softmax", "04_persistent", "bfloat16", 4096): record("04_persistent", 4096, 0.87)}
+    (row,) = details([here], recorded).rows
+    assert row[1:] == (
+        "04_persistent",
+        "ok",
+        "1.0e-03",
+        "1.00",
+        "",
+        "32",
+        "0",
+        "786464",
+        "16",
+        "out of resources",
+        "0.870",
+    )
+
+
+def test_terminal_says_that_times_need_a_gpu_only_without_times(head: Header):
+    for records, said in ((RECORDS, False), ([replace(RECORDS[0], ms=None, fraction=None)], True)):
+        console = Console(record=True, width=150, file=io.StringIO())
+        print_report(console, head, records, {})
+        text = console.export_text()
+        assert ("times need a GPU" in text) is said and "fused_softmax" in text
+
+
+def test_page_is_self_contained_and_escaped(head: Header):
+    plot = draw(head, RECORDS)
+    assert plot is not None and plot.startswith(b"\x89PNG")
+    text = page(head, RECORDS, {}, plot)
+    assert "data:image/png;base64," in text and "&lt;b&gt;" in text and "<b>" not in text
+    assert not re.search(r"(src|href)=.(?!data:)", text)
+
+
+def test_plot_depends_on_the_records_alone(head: Header):
+    assert draw(head, RECORDS) == draw(head, RECORDS)
+    assert draw(head, [r for r in RECORDS if r.fraction is None]) is None
+
+
+def test_output_folder(tmp_path: Path, head: Header):
+    output = Output(tmp_path / "out", tmp_path / "kept" / "ladder.json")
+    output.save(head, RECORDS[:1])
+    assert from_json((tmp_path / "out" / "results.json").read_text())[1] == RECORDS[:1]
+    files = output.finish(head, RECORDS)
+    assert {f.name for f in files} == {"index.html", "results.json", "results.csv", "ladder.png", "ladder.json"}
+    assert not [f for f in (tmp_path / "out").iterdir() if f.name.startswith(".")]
+
+
+def test_readme_is_written_checked_and_found_stale(repository: Path, head: Header):
+    assert "run `fused-softmax report --readme`" in readme.stale(repository)
+    readme.write(repository)
+    assert readme.stale(repository) == ""
+    text = (repository / "README.md").read_text()
+    assert text.startswith("# top\n") and text.endswith("\nend\n")
+    assert "| **`fused_softmax`** | **0.99** |" in text and "| `05_published` | wrong |" in text
+    before = (repository / "docs" / "images" / "ladder.png").read_bytes()
+    readme.write(repository)
+    assert (repository / "README.md").read_text() == text
+    assert (repository / "docs" / "images" / "ladder.png").read_bytes() == before
+
+    changed = [replace(RECORDS[0], fraction=0.5), *RECORDS[1:]]
+    write_atomically(readme.gpu_folder(repository) / "ladder.json", to_json(head, changed))
+    assert "not what the results give" in readme.stale(repository)
+
+
+def test_readme_without_results_or_without_markers(tmp_path: Path):
+    (tmp_path / "README.md").write_text("<!-- results:begin -->\n<!-- results:end -->\n")
+    readme.write(tmp_path)
+    assert readme.stale(tmp_path) == "" and "No results" in (tmp_path / "README.md").read_text()
+    (tmp_path / "README.md").write_text("nothing here\n")
+    assert "no markers" in readme.stale(tmp_path)
+    with pytest.raises(ValueError, match="results:begin"):
+        readme.write(tmp_path)
+
+
+def test_what_is_drawn_against_width_are_the_large_cases(repository: Path, head: Header):
+    few = [replace(r, n_rows=1, fraction=0.1, timed_by="CUDA-graph replay, warm L2") for r in RECORDS[:2]]
+    large = [replace(r, timed_by="CUDA events") for r in RECORDS]
+    for records in (few + large, large + few):
+        assert by_width(records) == large and draw(head, records) == draw(head, large)
+    assert by_width(few) == few
+    write_atomically(readme.gpu_folder(repository) / "ladder.json", to_json(head, large + few))
+    found = readme.recorded_results(readme.result_files(readme.gpu_folder(repository)))
+    assert found["softmax", "fused_softmax", "bfloat16", 4096].fraction == 0.99

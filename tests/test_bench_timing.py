@@ -1,0 +1,67 @@
+"""Interleaved timing with a clock that is not one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from fused_softmax.bench.timing import Call, HostStopwatch, Timing, interleave, rotating
+
+
+class FakeStopwatch:
+    """Milliseconds by name; the n-th round is n% slower, as a device that heats up; `now` is its clock."""
+
+    describe = "a fake"
+
+    def __init__(self, ms: Mapping[str, float]) -> None:
+        self.ms, self.orders, self.now = dict(ms), [], 0.0
+
+    def round(self, calls: Mapping[str, Call]) -> dict[str, float]:
+        self.orders.append(tuple(calls))
+        for call in calls.values():
+            call()
+        taken = {name: self.ms[name] * (1 + 0.01 * len(self.orders)) for name in calls}
+        self.now += sum(taken.values()) / 1000
+        return taken
+
+
+def test_rounds_rotate_and_ratios_survive_a_drifting_clock():
+    called: list[str] = []
+    calls = {name: (lambda name=name: called.append(name)) for name in ("copy", "a", "b")}
+    stopwatch = FakeStopwatch({"copy": 1.0, "a": 2.0, "b": 3.0})
+    times = interleave(calls, stopwatch, seconds=0.020, clock=lambda: stopwatch.now)
+    assert stopwatch.orders[2:5] == [("copy", "a", "b"), ("a", "b", "copy"), ("b", "copy", "a")]
+    assert times["a"].ms / times["copy"].ms == pytest.approx(2.0)
+    assert times["b"].p10 < times["b"].ms < times["b"].p90
+    # 20 ms for each of three that take 6 ms together: about ten rounds, and two to warm up
+    assert times["a"].rounds == 9 and called.count("a") == 11
+
+
+def test_slow_systems_still_get_seven_rounds_and_fast_ones_at_most_200():
+    for ms, rounds in ((1e4, 7), (1e-4, 200)):
+        stopwatch = FakeStopwatch({"a": ms})
+        times = interleave({"a": lambda: None}, stopwatch, 0.1, clock=lambda of=stopwatch: of.now)  # type: ignore[misc]
+        assert times["a"].rounds == rounds
+    assert interleave({}, FakeStopwatch({}), 0.1) == {}
+
+
+def test_summary_is_median_and_spread():
+    timing = Timing.of([float(n) for n in range(1, 102)])
+    assert (timing.p10, timing.ms, timing.p90, timing.rounds) == (11.0, 51.0, 91.0, 101)
+    assert Timing.of([2.0]) == Timing(2.0, 2.0, 2.0, 1)
+
+
+def test_rotating_takes_another_input_set_each_time():
+    seen: list[int] = []
+    call = rotating(seen.append, [(0,), (1,), (2,)])
+    for _ in range(6):
+        call()
+    assert sorted(seen) == [0, 0, 1, 1, 2, 2] and seen[:3] == seen[3:] and len(set(seen[:3])) == 3
+
+
+def test_host_stopwatch_measures_the_call():
+    x = torch.zeros(8, 128)
+    ms = HostStopwatch(torch.device("cpu"), batch=5).round({"nothing": lambda: None, "add": lambda: x + 1})
+    assert 0 < ms["nothing"] < ms["add"] < 100

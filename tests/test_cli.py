@@ -1,0 +1,130 @@
+"""The command from the outside: arguments, exit statuses, files; a tiny interpreted benchmark end to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fused_softmax.bench.record import from_json
+from fused_softmax.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+CLI = CliRunner()
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    where = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **environment}
+    line = [sys.executable, "-m", "fused_softmax", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, env=where, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bench", "--dtype", "int8"], "int8"),
+        (["bench", "--widths", "12,x"], "integers"),
+        (["bench", "--widths", "0"], "positive"),
+        (["lesson", "99"], "1 to 8"),
+        (["explain", "4096"], "rows x columns"),
+        (["tune", "--widths", "x"], "needs a GPU"),
+    ],
+)
+def test_bad_arguments_are_refused_with_a_reason(arguments: list[str], said: str):
+    if arguments[0] == "tune" and torch.cuda.is_available():
+        pytest.skip("there is a GPU to tune on")
+    result = CLI.invoke(app, arguments, env={"TERM": "dumb", "COLUMNS": "200"})
+    assert result.exit_code == 2 and said in result.output
+
+
+def test_lessons_are_listed():
+    result = CLI.invoke(app, ["lesson"])
+    assert result.exit_code == 0 and len(result.output.splitlines()) == 8 and "naive" in result.output.lower()
+
+
+def test_without_its_extra_the_command_names_it(tmp_path: Path):
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('No module named typer', name='typer')\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    done = command("bench", PYTHONPATH=path)
+    assert done.returncode == 1 and "fused-softmax[bench]" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_importing_the_package_needs_no_extra():
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['typer', 'rich', 'matplotlib', 'safetensors'])); "
+        "import fused_softmax"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=120).returncode == 0
+
+
+def test_report_check_fails_on_a_stale_readme(tmp_path: Path):
+    (tmp_path / "README.md").write_text("<!-- results:begin -->\n<!-- results:end -->\n")
+    assert CLI.invoke(app, ["report", "--check", "--root", str(tmp_path)]).exit_code == 1
+    assert CLI.invoke(app, ["report", "--readme", "--root", str(tmp_path)]).exit_code == 0
+    assert CLI.invoke(app, ["report", "--check", "--root", str(tmp_path)]).exit_code == 0
+    assert CLI.invoke(app, ["report", "--check", "--root", str(tmp_path / "none")]).exit_code == 2
+
+
+@pytest.mark.interpreted
+def test_tiny_bench_shows_wrong_as_wrong_and_leaves_its_files(tmp_path: Path):
+    out = tmp_path / "out"
+    systems = "torch,01_naive,02_one_row,05_published"
+    done = command(
+        "bench", "--widths", "640", "--rows", "2", "--dtype", "fp32", "--systems", systems, "--out", str(out)
+    )
+    assert done.returncode == 0, done.stderr
+    head, records = from_json((out / "results.json").read_text())
+    assert {r.system: r.status for r in records} == {
+        "torch": "ok",
+        "01_naive": "ok",
+        "02_one_row": "ok",
+        "05_published": "wrong",
+    }
+    assert all(r.ms is None for r in records) and head.interpreted and head.finished
+    by_name = {r.system: r for r in records}
+    assert by_name["02_one_row"].reads == by_name["02_one_row"].writes == 1280
+    resources = by_name["02_one_row"].resources
+    assert resources is not None and resources["registers"] > 0 and resources["widest_load_bytes"] == 16
+    assert "times need a GPU" in done.stdout and "wrong" in done.stdout
+    assert {"index.html", "results.csv"} <= {f.name for f in out.iterdir()}
+
+
+@pytest.mark.interpreted
+def test_bench_reads_a_file_and_refuses_one_it_cannot_use(tmp_path: Path):
+    torch.save({"scores": torch.randn(2, 3, 17)}, tmp_path / "x.pt")
+    options = ["--systems", "torch,01_naive", "--out", str(tmp_path / "out")]
+    assert command("bench", "--input", str(tmp_path / "x.pt"), *options).returncode == 0
+    _, records = from_json((tmp_path / "out" / "results.json").read_text())
+    assert {(r.n_rows, r.n_cols, r.case) for r in records} == {(6, 17, "real: scores")}
+    done = command("bench", "--input", str(tmp_path / "none.txt"), *options)
+    assert done.returncode == 2 and "none.txt" in done.stdout
+    done = command("bench", "--systems", "toch", "--out", str(tmp_path / "out"))
+    assert done.returncode == 2 and "torch" in done.stdout
+
+
+@pytest.mark.interpreted
+def test_ctrl_c_leaves_the_results_so_far(tmp_path: Path):
+    where = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
+    widths = ",".join(["64", *["200000"] * 400])
+    line = [sys.executable, "-m", "fused_softmax", "bench", "--widths", widths, "--systems", "torch,06_three_pass"]
+    process = subprocess.Popen(
+        [*line, "--out", str(tmp_path)], env=where, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        until = time.monotonic() + 120
+        while not (tmp_path / "results.json").exists() and time.monotonic() < until:
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    head, records = from_json((tmp_path / "results.json").read_text())
+    assert head.stopped == "interrupted" and len(records) >= 2 and (tmp_path / "index.html").exists()

@@ -1,0 +1,84 @@
+"""Importing does nothing but define names, with or without triton, and plain CPU tensors get torch's own softmax.
+
+Each case is a process of its own, without the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import fused_softmax
+
+
+def python(code: str) -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    source = os.path.dirname(os.path.dirname(fused_softmax.__file__))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [source, env.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "", "importing or calling printed something"
+
+
+def test_import_has_no_side_effects():
+    python("""
+        import sys, torch
+        before = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
+                  torch.get_num_threads(), torch.initial_seed(), torch.get_rng_state().tolist(), torch.softmax)
+        import fused_softmax
+        after = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
+                 torch.get_num_threads(), torch.initial_seed(), torch.get_rng_state().tolist(), torch.softmax)
+        assert before == after
+        assert not torch.cuda.is_initialized(), "a CUDA context was made"
+        extras = {"matplotlib", "typer", "rich", "safetensors", "hypothesis", "pytest"} & set(sys.modules)
+        assert not extras, extras
+    """)
+
+
+def test_plain_cpu_tensors_get_torchs_own():
+    python("""
+        import torch, fused_softmax as fs
+        x = torch.randn(3, 1000)
+        assert torch.equal(fs.softmax(x), torch.softmax(x, -1))
+        assert torch.equal(fs.softmax(x, 0, dtype=torch.float64), torch.softmax(x, 0, dtype=torch.float64))
+        plan = fs.plan_for(x)
+        assert plan.regime == "torch", plan
+        assert "cpu" in plan.why.lower(), plan.why
+        assert not torch.cuda.is_initialized()
+    """)
+
+
+def test_works_without_triton():
+    python("""
+        import sys
+        sys.modules["triton"] = None  # import triton raises ImportError
+        import torch, fused_softmax as fs
+        x = torch.randn(3, 1000)
+        assert torch.equal(fs.softmax(x), torch.softmax(x, -1))
+        plan = fs.plan_for(x)
+        assert plan.regime == "torch", plan
+        assert plan.why
+        try:
+            fs.softmax(x, 2)
+        except IndexError:
+            pass
+        else:
+            raise AssertionError("no IndexError")
+    """)
+
+
+def test_planning_needs_neither_torch_nor_triton():
+    """plan.py is pure: it is loaded alone, with both blocked."""
+    python("""
+        import importlib.util, os, sys
+        package = importlib.util.find_spec("fused_softmax").submodule_search_locations[0]
+        sys.modules["torch"] = sys.modules["triton"] = None
+        spec = importlib.util.spec_from_file_location("plan", os.path.join(package, "plan.py"))
+        plan = sys.modules["plan"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(plan)
+        assert {"sm_80", "sm_90", "sm_100", "sm_120", "gfx942"} <= set(plan.DEVICES)
+    """)

@@ -1,0 +1,274 @@
+"""The planner: its golden table, that every variant of a kernel is chosen by some row, and that every plan covers its row.
+
+What a plan promises the kernels is checked here by brute force, from the slices as kernels/slices.py cuts them, over
+every alignment, dtype and device; nothing of plan.py's own arithmetic is used for that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import golden_plans
+import pytest
+import torch
+from planned import DTYPES, PROMISED, compile_time, kernels, problem
+
+import fused_softmax.plan
+from fused_softmax.launch import problem_of
+from fused_softmax.plan import DEVICES, REGIMES, TILE_MAX_COLS, Device, Plan, Problem, plan
+
+TABLES = ("FORWARD_CLUSTER", "BACKWARD_CLUSTER", "FORWARD_BLOCK", "BACKWARD_BLOCK")
+RANDOM = random.Random(0)
+EDGES = {
+    rung.max_cols + by
+    for table in TABLES
+    for rungs in getattr(fused_softmax.plan, table).values()
+    for rung in rungs
+    for by in (-8, -1, 0, 1)
+}
+WIDTHS = sorted({*range(1, 300), *range(300, 70000, 211), *EDGES, *(RANDOM.randrange(70000, 1 << 22) for _ in range(60))})
+
+
+def test_golden_table():
+    expected, got = golden_plans.GOLDEN.read_text(encoding="utf-8"), golden_plans.table()
+    changed = [line for line in difflib.unified_diff(expected.splitlines(), got.splitlines(), n=0, lineterm="")]
+    assert not changed, "\n".join([f"plans changed; if they should, run `{golden_plans.COMMAND}`:", *changed[:40]])
+
+
+def test_float16_is_planned_as_bfloat16_is():
+    for n_cols in WIDTHS[::7]:
+        for backward in (False, True):
+            plans = {plan(problem(n_cols, (d, d), backward=backward), DEVICES["sm_90"]) for d in ("float16", "bfloat16")}
+            assert len(plans) == 1
+
+
+# --- every variant is chosen by some case -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chosen() -> list[tuple[Problem, Device, Plan]]:
+    return list(golden_plans.chosen())
+
+
+def test_every_regime_is_chosen(chosen):
+    for target in ("sm_90", "sm_100"):
+        for dtype in ("bfloat16", "float32"):
+            for backward in (False, True):
+                wanted = (target, dtype, backward)
+                regimes = {p.regime for q, d, p in chosen if (d.name, q.dtype, q.backward) == wanted}
+                assert regimes >= {"tile", "cluster", "stream"}
+    assert {p.regime for q, d, p in chosen} == set(REGIMES)
+    for target in ("sm_80", "gfx942"):
+        assert {p.regime for q, d, p in chosen if d.name == target} == {"tile", "block", "stream"}
+
+
+@pytest.mark.parametrize(
+    "of, variants",
+    [
+        (lambda q, p: p.vec, {1, 2, 4, 8}),
+        (lambda q, p: p.ctas, {1, 2, 4, 8, 16}),
+        (lambda q, p: (p.regime, p.edge), {(r, edge) for r in REGIMES for edge in (False, True)}),
+        (lambda q, p: (p.recompute, p.max_registers is None), {(False, True), (True, False), (True, True)}),
+        (lambda q, p: (q.backward, p.recompute), {(b, r) for b in (False, True) for r in (False, True)}),
+        (lambda q, p: (p.edge, unmasked_of(p)), {(False, "all"), *((e, k) for e in (False, True) for k in ("but two", "none"))}),
+        (lambda q, p: (q.dtype, q.out_dtype, q.backward), {(*d, b) for d in DTYPES for b in (False, True)}),
+        (lambda q, p: p.regime == "tile" and p.rows > 1, {False, True}),
+    ],
+    ids=["vec", "ctas", "edge", "recompute", "backward", "unmasked", "dtypes", "rows"],
+)
+def test_every_compile_time_variant_is_chosen(chosen, of, variants):
+    dtypes = {("float16", "float16"): ("bfloat16", "bfloat16")}  # the same plan, see above
+    wanted = {v for v in variants if not (isinstance(v, tuple) and v[:2] in dtypes)}
+    assert {of(q, p) for q, _, p in chosen} == wanted
+
+
+def unmasked_of(p: Plan) -> str:
+    return {0: "none", p.chunks: "all"}.get(p.unmasked, "but two")
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_every_rung_is_chosen_by_some_width(table, itemsize):
+    target = "sm_90" if "CLUSTER" in table else "sm_80"
+    dtype = {2: "bfloat16", 4: "float32"}[itemsize]
+    rungs, below = getattr(fused_softmax.plan, table)[itemsize], TILE_MAX_COLS
+    for rung in rungs:
+        assert rung.max_cols > below, f"{rung} comes after {below}"
+        got = plan(problem(rung.max_cols, (dtype, dtype), backward="BACKWARD" in table), DEVICES[target])
+        assert (got.ctas, got.num_warps, got.recompute) == (rung.ctas, rung.num_warps, rung.recompute), rung
+        below = rung.max_cols
+
+
+# --- every plan covers its row ----------------------------------------------------------------------------------------
+
+
+def problems(n_cols: int):
+    """Every Problem of this width: all dtypes, alignments and phases, forward and gradient."""
+    for dtypes in DTYPES:
+        for backward in (False, True):
+            widest = problem(n_cols, dtypes, backward=backward)
+            for vec in (v for v in (1, 2, 4, 8) if v <= widest.vec):
+                for in_phase in (False, True):
+                    yield dataclasses.replace(widest, vec=vec, in_phase=in_phase)
+
+
+def broken(q: Problem, d: Device, p: Plan) -> str | None:
+    """What is wrong with the plan, or None."""
+    for name in ("rows", "ctas", "lanes", "vec", "num_warps"):
+        value = getattr(p, name)
+        if value < 1 or value & (value - 1):
+            return f"{name} is {value}, and Triton's tiles are powers of two"
+    if p.num_warps > d.max_warps or p.ctas > d.max_cluster:
+        return "more warps or CTAs than the device has"
+    if p.lanes * p.rows < d.warp_size * p.num_warps:
+        return "threads without a lane"
+    if p.regime == "tile" and p.num_warps != 1 or p.rows > 1 and p.regime != "tile":
+        return "a tile is one warp's, and only a tile has several rows"
+    if p.edge and p.lanes < 2 * p.vec:
+        return "head and tail need 2*vec lanes"
+    if p.edge and not q.in_phase:
+        return "head and tail differ between the tensors"
+    if not p.edge and (p.vec > q.vec or q.n_cols % p.vec):
+        return "vectors that rows are not aligned to"
+    if p.max_registers is not None and p.max_registers * p.num_warps * d.warp_size > d.registers:
+        return "more registers than there are"
+    if p.regime == "stream":
+        return None if p.unmasked == 0 else "stream masks every chunk"
+    # a row may start anywhere, so any head that is shorter than a vector
+    heads = range(min(p.vec, q.n_cols + 1)) if p.edge else (0,)
+    for vectors in {(q.n_cols - head) // p.vec for head in heads}:
+        even = -(-vectors // p.ctas)
+        slices = [min(even, vectors - rank * even) for rank in range(p.ctas)]
+        if sum(max(0, s) for s in slices) != vectors or max(slices) > p.lanes * p.chunks:
+            return f"{vectors} vectors are not covered"
+        if p.unmasked and p.unmasked * p.lanes > min(slices):
+            return f"{p.unmasked} chunks without a mask, and a slice of {min(slices)} vectors"
+    return None if p.chunks >= 1 else "no chunks"
+
+
+@pytest.mark.parametrize("target", DEVICES)
+def test_every_plan_covers_its_row(target):
+    device = DEVICES[target]
+    for n_cols in WIDTHS:
+        for asked in problems(n_cols):
+            p = plan(asked, device)
+            assert (why := broken(asked, device, p)) is None, f"{why}: {asked} on {target}: {p}"
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_forced_regime_covers_its_row_or_is_refused(regime):
+    refused = 0
+    for device in DEVICES.values():
+        for n_cols in WIDTHS[::5]:
+            for asked in problems(n_cols):
+                try:
+                    p = plan(asked, device, regime)
+                except ValueError as error:
+                    assert regime in str(error) and str(n_cols) in str(error)
+                    refused += 1
+                else:
+                    assert p.regime == regime and "asked for" in p.why
+                    assert (why := broken(asked, device, p)) is None, f"{why}: {asked} on {device.name}: {p}"
+                    assert n_cols <= 2 * TILE_MAX_COLS or regime != "tile"
+    assert refused == 0 if regime == "stream" else refused > 0
+
+
+@pytest.mark.parametrize(
+    "changed, why",
+    [
+        ({"chunks": 3}, "not covered"),
+        ({"unmasked": 7}, "without a mask"),
+        ({"lanes": 96}, "powers of two"),
+        ({"lanes": 8}, "without a lane"),
+        ({"edge": True}, "differ between"),
+        ({"ctas": 32}, "than the device has"),
+    ],
+    ids=str,
+)
+def test_the_check_sees_a_broken_plan(changed, why):
+    asked = dataclasses.replace(problem(50256, ("bfloat16", "bfloat16")), in_phase=False)
+    device = DEVICES["sm_90"]
+    good = plan(asked, device)
+    assert broken(asked, device, good) is None
+    assert why in str(broken(asked, device, dataclasses.replace(good, **changed)))
+
+
+def test_an_unknown_regime_is_refused():
+    with pytest.raises(ValueError, match="regime must be one of"):
+        plan(problem(128, ("float32", "float32")), DEVICES["sm_90"], "fast")
+
+
+# --- what a plan may not see, and how many kernels it asks for --------------------------------------------------------
+
+
+def test_a_problem_knows_nothing_of_rows():
+    fields = {field.name for field in dataclasses.fields(Problem)}
+    assert fields == {"n_cols", "dtype", "out_dtype", "vec", "in_phase", "backward"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("n_cols", [1, 6, 257, 1000, 1001, 4096])
+def test_one_row_is_the_problem_that_many_are(n_cols, dtype):
+    asked = set()
+    for n_rows in (1, 2, 1000):
+        x = torch.empty(n_rows, n_cols, dtype=dtype, device="meta")
+        asked.add(problem_of(x, torch.empty_like(x)))
+    assert asked == {problem(n_cols, (str(dtype)[6:],) * 2)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_shifted_and_apart_are_what_tensors_can_be(dtype):
+    name, n_cols = (str(dtype)[6:],) * 2, 4096
+    field = torch.zeros(2, n_cols + 16, dtype=dtype)
+    shifted = field[:, 1 : n_cols + 1]
+    assert problem_of(shifted, shifted) == problem(n_cols, name, "shifted")
+    assert problem_of(shifted, torch.empty(2, n_cols, dtype=dtype)) == problem(n_cols, name, "apart")
+    invariant = problem_of(shifted, shifted, batch_invariant=True)
+    assert invariant == problem(n_cols, name, "apart")
+
+
+def test_meta_is_what_the_device_takes():
+    asked = problem(200019, ("bfloat16", "bfloat16"))
+    on_cluster = plan(asked, DEVICES["sm_90"])
+    meta = on_cluster.meta(DEVICES["sm_90"], log=True)
+    assert meta["PTX"] and meta["LOG"] and meta["EDGE"]
+    assert (meta["num_ctas"], meta["CTAS"], meta["maxnreg"]) == (16, 16, on_cluster.max_registers)
+    assert "ROWS" in meta and "ROWS" not in plan(asked, DEVICES["sm_90"], "stream").meta(DEVICES["sm_90"], log=True)
+    for name in ("gfx942", "interpreter"):
+        meta = plan(asked, DEVICES[name]).meta(DEVICES[name], log=False)
+        assert not meta["PTX"] and not {"num_ctas", "maxnreg"} & meta.keys()
+
+
+# 200 widths each; 200 of every alignment need the kernels of aligned and of unaligned rows both
+SWEEPS = {
+    "the tutorial's": (range(256, 256 + 128 * 98, 128), 40),
+    "odd": ([1311 * i + 1 + i % 2 for i in range(200)], 40),
+    "promised": (PROMISED, 40),
+    "mixed": ([1311 * i for i in range(1, 200)], 80),
+}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("sweep", SWEEPS)
+def test_widths_share_kernels(sweep, dtype, target):
+    widths, most = SWEEPS[sweep]
+    found = kernels(target, widths, [(dtype, dtype)], [(False, False)], ["contiguous"])
+    assert len({compile_time(k.plan, DEVICES[target]) for k in found}) == len(found)
+    assert 4 <= len(found) <= most
+
+
+def test_planning_needs_neither_torch_nor_triton():
+    source = Path(fused_softmax.plan.__file__)
+    code = (
+        f"import runpy, sys; plan = runpy.run_path({str(source)!r}); "
+        "print(plan['plan'](plan['Problem'](50257, 'bfloat16', 'bfloat16', 1, True), plan['DEVICES']['sm_90']).regime); "
+        "print(sorted({'torch', 'triton', 'numpy'} & sys.modules.keys()))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert said.split("\n")[:2] == ["cluster", "[]"]
