@@ -17,8 +17,8 @@ COMMAND = "python tests/golden_plans.py"
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 LEGEND = f"""\
 # What the planner chooses, made by `{COMMAND}`. A cell: regime, rows of a program x CTAs of a row,
-# warps, lanes*vec*chunks; then, where they apply: +n chunks without a mask, edge: head and tail apart, twice: exp computed
-# twice, <=n: registers a thread. "=" is the plan of the device to its left. float16 is planned as bfloat16 is.
+# warps, lanes*vec*chunks; then, where they apply: +n chunks without a mask, edge: head and tail apart, twice: exp
+# computed twice, <=n: registers a thread. "=" is the plan of the device to its left. float16 is planned as bfloat16 is.
 """
 
 

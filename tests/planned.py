@@ -1,8 +1,8 @@
 """Problems that cover what the planner can be asked, and the kernels it answers with, as launches without a GPU.
 
-`PROBLEMS` has the widths that the speed is promised for, small and odd ones, and each way that rows can lie. A kernel is
-what one compilation gives: two plans with the same numbers at compile time share it. `compile_kernel` cross-compiles one
-as a call would build it, so that a pool of processes can do many.
+`problem` makes any of them, for the widths that the speed is promised for and odd ones, and each way that rows can lie.
+A kernel is what one compilation gives: two plans with the same numbers at compile time share it. `compile_kernel`
+cross-compiles one as a call would build it, and `compile_all` many, in processes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ LAYOUTS = ("contiguous", "shifted", "apart")
 
 
 def problem(n_cols: int, dtypes: tuple[str, str], layout: str = "contiguous", backward: bool = False) -> Problem:
-    """What launch.problem_of says of rows in this layout."""
+    """What launch.problem_of says of rows in this layout. dtypes: the forward's (input, output)."""
     full = 16 // min(ITEMSIZE[dtype] for dtype in dtypes)
     vec = min(full, n_cols & -n_cols) if layout == "contiguous" else 1
-    return Problem(n_cols, *dtypes, vec, in_phase=layout != "apart", backward=backward)
+    read, written = reversed(dtypes) if backward else dtypes
+    return Problem(n_cols, read, written, vec, in_phase=layout != "apart", backward=backward)
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,12 @@ def test_the_plans_own_choice(dtype, n_cols):
     assert_contract(fs.softmax(x), x)
 
 
+# 1003 columns start unaligned in most rows; 12,288 (24,576 in 16 bits) are three whole steps of the stream regime, so
+# that a chunk of -inf is a step of -inf
 @every_dtype
-@pytest.mark.parametrize(("regime", "n_cols"), regimes_for(5, 1000, 9001))
+@pytest.mark.parametrize(("regime", "n_cols"), regimes_for(5, 1003, 12288))
 def test_edge_table(regime, dtype, n_cols):
+    n_cols = 2 * n_cols if n_cols == 12288 and dtype.itemsize == 2 else n_cols
     rows = edge_rows(n_cols, dtype)
     x = torch.stack(list(rows.values()))
     got = softmax_by(regime, x)
@@ -63,7 +66,7 @@ def test_edge_table(regime, dtype, n_cols):
 
 
 @every_dtype
-@pytest.mark.parametrize("n_cols", [5, 1000, 3001])
+@pytest.mark.parametrize("n_cols", [5, 3001])
 def test_edge_table_over_the_first_dim(dtype, n_cols):
     """Columns that are not neighbours in memory go another way through the package; the table is the same."""
     x = torch.stack(list(edge_rows(n_cols, dtype).values())).t().contiguous()
@@ -96,10 +99,10 @@ def test_real_logits(regime):
 @every_dtype
 @every_regime
 @pytest.mark.parametrize("lead", [1, 8])
-@pytest.mark.parametrize("n_cols", [1, 7, 64, 1001, 2048])
+@pytest.mark.parametrize("n_cols", [1, 7, 1001, 2048])
 def test_nothing_is_read_or_written_outside(regime, dtype, n_cols, lead):
     """Rows inside a field: a read outside shows as a NaN or an infinity, a write outside as a lost sentinel."""
-    n_rows = 5
+    n_rows = 3
     around = torch.full((n_rows, lead + n_cols + 9), torch.nan, dtype=dtype)
     around[1] = torch.inf
     x = around[:, lead : lead + n_cols]
@@ -174,10 +177,10 @@ def test_unaligned_rows(dtype, offset):
 @every_dtype
 def test_rows_out_of_phase(dtype):
     """Input and output rows at different distances from a 16-byte boundary."""
-    for n_cols in (5, 1003):
+    for n_cols in (5, 603):
         for x_lead, y_lead in ((0, 1), (1, 0), (1, 3)):
-            x = logits(4, x_lead + n_cols, dtype=dtype)[:, x_lead:]
-            y, field = guarded(4, n_cols, dtype, y_lead)
+            x = logits(3, x_lead + n_cols, dtype=dtype)[:, x_lead:]
+            y, field = guarded(3, n_cols, dtype, y_lead)
             for regime in REGIMES:
                 assert_contract(softmax_by(regime, x, y), x)
                 assert (outside(field, n_cols, y_lead) == SENTINEL).all()

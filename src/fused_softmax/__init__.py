@@ -5,9 +5,28 @@
 torch.Size([1, 3])
 """
 
-from .functional import Fallback, plan_for, softmax
+from . import nn
+from .functional import Fallback, log_softmax, logsumexp, plan_for, softmax
+from .logprobs import TokenStatistics, token_logprobs
+from .losses import cross_entropy
+from .masked import masked_softmax
+from .patch import patch
 from .plan import Plan
 from .rows import batch_invariant
 
 __version__ = "0.1.0"
-__all__ = ["Fallback", "Plan", "batch_invariant", "plan_for", "softmax"]
+__all__ = [
+    "Fallback",
+    "Plan",
+    "TokenStatistics",
+    "batch_invariant",
+    "cross_entropy",
+    "log_softmax",
+    "logsumexp",
+    "masked_softmax",
+    "nn",
+    "patch",
+    "plan_for",
+    "softmax",
+    "token_logprobs",
+]

@@ -1,7 +1,9 @@
-"""What a user calls: torch's signatures, torch's checks, then the operator; and which path a tensor takes.
+"""What a user calls: torch's signatures and torch's errors, then the kernels; and which path a tensor takes.
 
-Our kernels take float16, bfloat16 and float32 on a GPU that Triton supports (or on the CPU, interpreted). Everything else
-(float64, integers with their errors, other devices, no Triton) is PyTorch's own, called with the same arguments.
+Our kernels take float16, bfloat16 and float32 on a GPU that Triton supports (or on the CPU, interpreted). All else
+(float64, integers with their errors, subclasses, forward-mode AD, other devices, no Triton) is PyTorch's own, called
+with the same arguments. A call that nothing but autograd watches goes to the rows directly; under torch.compile,
+torch.func and dispatch modes it goes through the operators, which they understand.
 """
 
 from __future__ import annotations
@@ -12,11 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
-from . import rows
-from .device import describe
-from .launch import DTYPE_NAMES, problem_of
-from .plan import Device, Plan, plan as make_plan
+from . import eager, operators, row_losses, rows
+from .device import describe, interpreting
+from .gradients import RowSoftmax
+from .launch import problem_of
+from .operators import fuses, is_plain, refusal
+from .plan import Device, Plan
+from .plan import plan as make_plan
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,8 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, o
         dtype: the input is cast to it first. float16 and bfloat16 to float32 costs no pass of its own.
         out: a tensor to write to, of the result's dtype; it is resized if its shape differs.
 
-    Returns: a contiguous tensor of input's shape, in `dtype` or input's. Rows with +inf, NaN or nothing but -inf are NaN.
+    Returns: a contiguous tensor of input's shape, in `dtype` or input's. Rows with +inf, NaN or nothing but -inf are
+    NaN. Autograd keeps it, and nothing else; its gradient is one kernel too, and differentiable.
 
     Raises: IndexError for a dim out of range, TypeError for one that is no integer, NotImplementedError for integers
     without dtype=, RuntimeError for an `out` of another dtype.
@@ -46,73 +54,195 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, o
     >>> softmax(torch.tensor([2.0, 1.0, 0.1]))
     tensor([0.6590, 0.2424, 0.0986])
     """
-    return _forward(input, dim, dtype, out, log=False)
+    if dtype is None and out is None and (result := eager.forward(input, dim, False)) is not None:
+        return result
+    return _forward(input, dim, dtype, out, False)
 
 
-def _forward(input: Tensor, dim: int, dtype: torch.dtype | None, out: Tensor | None, *, log: bool) -> Tensor:
-    dim = _check(input, dim)
-    reason = _fallback(input, dtype)
-    if reason is not None:
-        function = torch.log_softmax if log else torch.softmax
-        return function(input, dim, dtype) if out is None else function(input, dim, dtype, out=out)
-    out_dtype = input.dtype if dtype is None else dtype
-    if out_dtype is not input.dtype and not (out_dtype is torch.float32 and input.dtype in DTYPE_NAMES):
-        input = input.to(out_dtype)
+def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
+    """log_softmax(x) = x - max(x) - log(sum(exp(x - max(x)))) over `dim`: `torch.log_softmax`, at the speed of a copy.
+
+    Arguments, result and errors as `softmax`'s. -inf among finite values stays -inf.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.log_softmax.html
+
+    >>> log_softmax(torch.tensor([2.0, 1.0, 0.1]))
+    tensor([-0.4170, -1.4170, -2.3170])
+    """
+    if dtype is None and out is None and (result := eager.forward(input, dim, True)) is not None:
+        return result
+    return _forward(input, dim, dtype, out, True)
+
+
+def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False, *, out: Tensor | None = None) -> Tensor:
+    """log(sum(exp(x))) over one dimension or several: `torch.logsumexp`, in one read.
+
+    Args:
+        input: any shape and strides; float16, bfloat16 and float32 are ours on a GPU, all else is torch's.
+        dim: an int or a tuple of them, each in [-input.dim(), input.dim()).
+        keepdim: whether the reduced dimensions stay, with size 1.
+        out: a tensor to write to; it is resized if its shape differs.
+
+    Returns: a tensor of input's dtype: -inf for a row of nothing but -inf, +inf where +inf stands in it, NaN for NaN.
+
+    Raises: IndexError for a dim out of range, RuntimeError for one that is named twice, TypeError for other types.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.logsumexp.html
+
+    >>> logsumexp(torch.zeros(2, 4), dim=1)
+    tensor([1.3863, 1.3863])
+    """
+    dims = _dims(input, dim)
+    if dims is None or type(keepdim) is not bool or _fallback(input, None) is not None:
+        if out is None:
+            return torch.logsumexp(input, dim, keepdim)
+        return torch.logsumexp(input, dim, keepdim, out=out)
     if out is None:
-        return rows.softmax_forward(input, dim, out_dtype, log)
-    if out.dtype is not out_dtype:
-        raise RuntimeError(f"Expected out tensor to have dtype {out_dtype}, but got {out.dtype} instead")
-    if out.device != input.device:
-        raise RuntimeError(f"Expected out tensor on {input.device}, but it is on {out.device}")
-    torch._resize_output_(out, input.shape, input.device) if out.shape != input.shape else None
-    return rows.softmax_forward(input, dim, out_dtype, log, out)
-
-
-def _check(input: Any, dim: Any) -> int:
-    """`dim` as an int, or the error that torch raises."""
-    if not isinstance(input, Tensor):
-        raise TypeError(f"softmax(): argument 'input' must be Tensor, not {type(input).__name__}")
-    if type(dim) is not int:
-        if isinstance(dim, bool) or not hasattr(dim, "__index__"):
-            raise TypeError(f"softmax(): argument 'dim' must be int, not {type(dim).__name__}")
-        dim = operator.index(dim)
-    bound = max(1, input.dim())
-    if not -bound <= dim < bound:
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-bound}, {bound - 1}], but got {dim})")
-    return dim
-
-
-def _fallback(input: Tensor, dtype: torch.dtype | None) -> str | None:
-    """Why this call is PyTorch's, or None where it is ours."""
-    out_dtype = input.dtype if dtype is None else dtype
-    if out_dtype not in DTYPE_NAMES:
-        return f"{out_dtype} is PyTorch's: the kernels compute in float32"
-    if dtype is not None and input.dtype is torch.float64:
-        return "float64 is PyTorch's"
-    device = describe(input.device)
-    return None if isinstance(device, Device) else str(device)
+        watched = torch.is_grad_enabled() and input.requires_grad or torch._C._is_any_autocast_enabled()
+        if is_plain(input) and not watched and input.dim() and input.numel():
+            return row_losses.logsumexp_forward(input, dims, keepdim)
+        return operators.logsumexp(input, dims, keepdim)
+    if not _takes_out(out, input, input.dtype):
+        return torch.logsumexp(input, dim, keepdim, out=out)
+    return _written(operators.logsumexp(input, dims, keepdim), out)
 
 
 def plan_for(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Plan | Fallback:
     """The plan that `softmax(x, dim, dtype)` takes, or a `Fallback` that says why PyTorch's own kernel is called.
 
-    Nothing is launched and no memory of x's size is taken. Both have `.regime` and `.why`.
+    Nothing is launched and no memory of x's size is taken. Both have `.regime` and `.why`. Errors are `softmax`'s.
 
     >>> plan_for(torch.zeros(2, 8, dtype=torch.float64)).regime
     'torch'
     """
-    dim = _check(x, dim)
-    reason = _fallback(x, dtype)
+    index = _index(x, dim)
+    if index is None:
+        torch.softmax(x, dim, dtype)  # says what is wrong
+        return Fallback("only PyTorch's own takes these arguments")
+    reason = _fallback(x, dtype) or _short(x, index, dtype)
     if reason is not None:
         return Fallback(reason)
     device = describe(x.device)
     assert isinstance(device, Device)
     out_dtype = x.dtype if dtype is None else dtype
-    folded = rows.as_rows(x, dim % x.dim()) if x.dim() else x.view(1, 1)
-    if folded is None or x.numel() == 0 or (x.dim() and dim % x.dim() != x.dim() - 1 and folded.shape[0] > 1):
+    folded = rows.as_rows(x, index % x.dim()) if x.dim() else x.view(1, 1)
+    if folded is None or x.numel() == 0 or (x.dim() and index % x.dim() != x.dim() - 1 and folded.shape[0] > 1):
         return Fallback("dim's elements or rows are not neighbours: the strided kernel", regime="strided")
     # the output is new, so aligned and contiguous: a meta tensor stands in for it
-    in_dtype = x.dtype if x.dtype in DTYPE_NAMES and out_dtype is torch.float32 else out_dtype
+    in_dtype = x.dtype if fuses(x.dtype, out_dtype) else out_dtype
     out = torch.empty(folded.shape, dtype=out_dtype, device="meta")
     like = folded if in_dtype is x.dtype else torch.empty(folded.shape, dtype=in_dtype, device="meta")
     return make_plan(problem_of(like, out, batch_invariant=rows.is_batch_invariant()), device)
+
+
+def _forward(input: Tensor, dim: int, dtype: torch.dtype | None, out: Tensor | None, log: bool) -> Tensor:
+    index = _index(input, dim)
+    if index is None or _fallback(input, dtype) is not None or _short(input, index, dtype) is not None:
+        # wrong arguments too: the error is torch's own
+        own = torch.log_softmax if log else torch.softmax
+        return own(input, dim, dtype=dtype) if out is None else own(input, dim, dtype=dtype, out=out)
+    if dtype is None:
+        # autocast, as torch has it on CUDA: float32, from a 16-bit input in the same pass
+        dtype = torch.float32 if input.is_cuda and torch.is_autocast_enabled("cuda") else input.dtype
+    if not fuses(input.dtype, dtype):
+        input = input.to(dtype)
+    if out is not None:
+        return _into(out, input, index, dtype, log)
+    if not is_plain(input):
+        return (operators.log_softmax if log else operators.softmax)(input, index, dtype)
+    if input.requires_grad and torch.is_grad_enabled():
+        return RowSoftmax.apply(input, index, dtype, log)
+    return rows.softmax_forward(input, index, dtype, log)
+
+
+def _short(input: Tensor, dim: int, dtype: torch.dtype | None) -> str | None:
+    """Why rows so short are PyTorch's, or None. Under torch.compile, which asks for no addresses, they are ours."""
+    if torch.compiler.is_compiling() or not input.is_cuda or not is_plain(input):
+        return None
+    return rows.left_to_torch(input, dim, input.dtype if dtype is None else dtype)
+
+
+def _into(out: Tensor, input: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+    if not _takes_out(out, input, dtype):
+        return (torch.log_softmax if log else torch.softmax)(input, dim, dtype=dtype, out=out)
+    if not (is_plain(input) and is_plain(out)):
+        return _written((operators.log_softmax if log else operators.softmax)(input, dim, dtype), out)
+    if out.shape != input.shape:
+        if out.numel():  # torch resizes it, and warns
+            return (torch.log_softmax if log else torch.softmax)(input, dim, dtype=dtype, out=out)
+        out.resize_(input.shape)
+    rows.softmax_forward(input, dim, dtype, log, out)
+    torch.autograd.graph.increment_version(out)
+    return out
+
+
+def _takes_out(out: Any, input: Tensor, dtype: torch.dtype) -> bool:
+    """Whether out may be written here. What is wrong with it, and what autograd makes of it, is torch's to say."""
+    if not isinstance(out, Tensor) or out.dtype is not dtype or out.device != input.device:
+        return False
+    return not (torch.is_grad_enabled() and (input.requires_grad or out.requires_grad))
+
+
+def _written(result: Tensor, out: Tensor) -> Tensor:
+    return (out if out.shape == result.shape else out.resize_(result.shape)).copy_(result)
+
+
+def _index(input: Any, dim: Any) -> int | None:
+    """dim as an int in range, or None: then torch's own function takes the call, or says what is wrong with it."""
+    if not isinstance(input, Tensor):
+        return None
+    if type(dim) is not int:
+        if isinstance(dim, bool) or not hasattr(dim, "__index__"):
+            return None
+        dim = operator.index(dim)
+    bound = input.dim() or 1
+    return dim if -bound <= dim < bound else None
+
+
+def _dims(input: Any, dim: Any) -> tuple[int, ...] | None:
+    """dim as rising dimensions, each once, counted from the first; or None, as `_index`."""
+    if not isinstance(dim, (tuple, list)):
+        dim = (dim,)
+    indices = [_index(input, d) for d in dim]
+    if not indices or any(index is None for index in indices):
+        return None
+    found = sorted({index % (input.dim() or 1) for index in indices if index is not None})
+    return tuple(found) if len(found) == len(indices) else None
+
+
+# device types whose tensors have kernels, for torch.compile: it asks no device while it traces
+_KERNEL_DEVICES = ("cpu",) if interpreting() else ("cuda",)
+
+
+def _fallback(input: Tensor, dtype: torch.dtype | None) -> str | None:
+    """Why this call is PyTorch's, or None where it is ours."""
+    out_dtype = input.dtype if dtype is None else dtype
+    if torch.compiler.is_compiling():
+        # isinstance, not None: dynamo wraps what it finds
+        if isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter):
+            return "a transform of torch.func inside torch.compile is PyTorch's"
+        if input.device.type not in _KERNEL_DEVICES:
+            return f"no kernels for device type {input.device.type!r}"
+        # the operator asks again, on the real tensor
+        return None if out_dtype in (torch.float16, torch.bfloat16, torch.float32) else f"{out_dtype} is PyTorch's"
+    if type(input) is not Tensor and type(input) is not Parameter and not _is_traced(input):
+        return f"{type(input).__name__} is a subclass of Tensor: only its own class knows what softmax of it is"
+    if forward_ad._current_level >= 0:
+        return "forward-mode AD is PyTorch's"
+    if torch._C._functorch.peek_interpreter_stack() is not None and _differentiates():
+        return "torch.func's gradients are PyTorch's"
+    return refusal(input, out_dtype)
+
+
+def _differentiates() -> bool:
+    """Whether torch.func.grad or a kin is in progress: an operator's autograd formula does not reach there."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(interpreter.key() != torch._C._functorch.TransformType.Vmap for interpreter in stack)
+
+
+def _is_traced(input: Tensor) -> bool:
+    """Whether this is a tensor that stands for a plain one while a graph is made of the call."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(input, (FakeTensor, FunctionalTensor))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,10 @@ from .plan import plan as make_plan
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _TRITON_TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+_TRITON_TYPES |= {torch.int64: "*i64", torch.uint8: "*u8"}
+
+
+_interpreter = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class Launch:
 
     def __call__(self) -> None:
         on = next((a.device for a in self.args if isinstance(a, torch.Tensor) and a.is_cuda), None)
-        with torch.cuda.device(on) if on is not None else nullcontext():
+        # interpreted, a launch patches Triton's own modules: one at a time
+        with torch.cuda.device(on) if on is not None else _interpreter:
             self.kernel[self.grid](*self.args, **self.meta)
 
 
@@ -50,7 +55,7 @@ class Launch:
 def problem_of(*tensors: Tensor, batch_invariant: bool = False, backward: bool = False) -> Problem:
     """The Problem of row tensors (n_rows, n_cols) with contiguous columns; the last is the output.
 
-    A single row's stride is nobody's business: it counts as n_cols, so that one row is planned as many are.
+    A single row has the stride of the tensor that it was taken from, and is planned as that tensor's rows are.
     """
     n_cols = tensors[0].shape[1]
     item = min(t.element_size() for t in tensors)
@@ -68,7 +73,7 @@ def problem_of(*tensors: Tensor, batch_invariant: bool = False, backward: bool =
 
 def row_stride(t: Tensor) -> int:
     """Elements from one row of (n_rows, n_cols) to the next."""
-    return t.stride(0) if t.shape[0] > 1 else t.shape[1]
+    return t.stride(0)
 
 
 def _alignment(n: int, full: int) -> int:
@@ -94,7 +99,9 @@ def _kernel(plan: Plan, backward: bool) -> Any:
     return resident.softmax_backward_resident if backward else resident.softmax_resident
 
 
-def softmax_launches(x: Tensor, y: Tensor, plan: Plan, *, log: bool = False, device: Device | None = None) -> list[Launch]:
+def softmax_launches(
+    x: Tensor, y: Tensor, plan: Plan, *, log: bool = False, device: Device | None = None
+) -> list[Launch]:
     """The forward of x into y, both (n_rows, n_cols) with contiguous columns, as the given plan runs it.
 
     `device` stands in for the tensors' own where a launch is to be cross-compiled.
@@ -161,21 +168,42 @@ def launch_rows(tensors: tuple[Tensor, ...], log: bool, *, backward: bool = Fals
         _launch(plan, tensors, log, _device_of(first), backward)()
         return plan
     index = first.get_device()
-    key = (backward, log, invariant, index, first.shape[1], *(_layout_key(t) for t in tensors))
-    prepared = _prepared.get(key) or prepare(key, tensors, log, backward=backward, invariant=invariant)
-    pointers = (t.data_ptr() - offset for t, offset in zip(tensors, prepared.offsets))
+    prepared = _prepared_for(tensors, log, backward, invariant, index)
+    pointers = [t.data_ptr() - offset for t, offset in zip(tensors, prepared.offsets, strict=True)]
     n_rows = first.shape[0]
-    with torch.cuda.device(index):
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        prepared.run(-(-n_rows // prepared.rows), stream, *pointers, n_rows)
+    grid = -(-n_rows // prepared.rows)
+    with on_device(index):
+        prepared.run(grid, torch._C._cuda_getCurrentRawStream(index), *pointers, n_rows)
     return prepared.plan
+
+
+_HERE = nullcontext()
+
+
+def on_device(index: int) -> AbstractContextManager[Any]:
+    """The device as the current one, at no cost where it is."""
+    return _HERE if torch._C._cuda_getDevice() == index else torch.cuda.device(index)
+
+
+def prepared_for(tensors: tuple[Tensor, ...], log: bool, invariant: bool) -> Prepared | None:
+    """The forward's Prepared for row tensors on a GPU, or None where it has no kernels for them."""
+    if tensors[0].dtype not in DTYPE_NAMES or not isinstance(describe(tensors[0].device), Device):
+        return None
+    return _prepared_for(tensors, log, False, invariant, tensors[0].get_device())
+
+
+def _prepared_for(tensors: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool, index: int) -> Prepared:
+    key = (backward, log, invariant, index, tensors[0].shape[1], *[_layout_key(t) for t in tensors])
+    return _prepared.get(key) or prepare(key, tensors, log, backward=backward, invariant=invariant)
 
 
 def _layout_key(t: Tensor) -> tuple[Any, ...]:
     return (t.dtype, row_stride(t), t.data_ptr() % 32)
 
 
-def prepare(key: tuple[Any, ...], tensors: tuple[Tensor, ...], log: bool, *, backward: bool, invariant: bool) -> Prepared:
+def prepare(
+    key: tuple[Any, ...], tensors: tuple[Tensor, ...], log: bool, *, backward: bool, invariant: bool
+) -> Prepared:
     """Plans, compiles and remembers what `key` stands for, from the tensors of its first call."""
     with _lock:
         known = _prepared.get(key)
@@ -193,40 +221,62 @@ def prepare(key: tuple[Any, ...], tensors: tuple[Tensor, ...], log: bool, *, bac
 
 
 def _compile(plan: Plan, device: Device, dtypes: tuple[torch.dtype, ...], log: bool, backward: bool, index: int) -> Any:
-    """The CompiledKernel for a plan: built once for each set of compile-time numbers, loaded once for each device."""
+    """The CompiledKernel for a plan."""
+    pointers = tuple((dtype, plan.vec * dtype.itemsize % 16 == 0) for dtype in dtypes)
+    return compile_kernel(_kernel(plan, backward), pointers, plan.meta(device, log=log), index)
+
+
+# arguments that are neither pointers nor constexprs: row counts, strides and ignore_index have 64 bits, but for
+_NARROW = {"n_cols": "i32", "phase": "i32", "n_splits": "i32", "n_picks": "i32", "n_classes": "i32"}
+_REAL = {"scale": "fp32", "smoothing": "fp32", "cap": "fp32", "z_loss": "fp32"}
+_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "debug", "sanitize_overflow")
+
+
+def compile_kernel(
+    kernel: Any, pointers: tuple[tuple[torch.dtype, bool], ...], meta: Mapping[str, Any], index: int
+) -> Any:
+    """The CompiledKernel of a kernel on device `index`: built once for each set of compile-time numbers, loaded once.
+
+    pointers: of each `*_ptr` argument, in order, its dtype and whether it is divisible by 16 bytes: Triton knows that or
+    nothing. meta: constexprs by name, and launch options.
+    """
     import triton
     from triton.compiler import ASTSource
 
-    kernel = _kernel(plan, backward)
-    meta = plan.meta(device, log=log)
-    options = {name: meta.pop(name) for name in ("num_warps", "num_ctas", "maxnreg") if name in meta}
-    key = (kernel, dtypes, tuple(meta.items()), tuple(options.items()), index)
+    options = {name: meta[name] for name in _OPTIONS if name in meta}
+    constexprs = {name: value for name, value in meta.items() if name not in options}
+    key = (kernel, pointers, tuple(constexprs.items()), tuple(options.items()), index)
     if key not in _compiled:
-        pointers = iter(dtypes)
+        of_pointer = iter(pointers)
         signature, attrs = {}, {}
         for position, name in enumerate(kernel.arg_names):
-            if name in meta:
+            if name in constexprs:
                 signature[name] = "constexpr"
             elif name.endswith("_ptr"):
-                dtype = next(pointers)
+                dtype, divisible = next(of_pointer)
                 signature[name] = _TRITON_TYPES[dtype]
-                # Triton knows that a pointer is divisible by 16 bytes, or nothing
-                if plan.vec * dtype.itemsize % 16 == 0:
+                if divisible:
                     attrs[(position,)] = [["tt.divisibility", 16]]
             else:
-                signature[name] = "i32" if name in ("n_cols", "phase") else "i64"
+                signature[name] = _NARROW.get(name) or _REAL.get(name, "i64")
         target = triton.runtime.driver.active.get_current_target()
-        compiled = triton.compile(ASTSource(kernel, signature, meta, attrs), target=target, options=options)
-        compiled._init_handles()  # loads it on the current device
+        try:
+            compiled = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options)
+            compiled._init_handles()  # loads it on the current device
+        except OSError as error:
+            where = triton.knobs.cache.dir
+            raise RuntimeError(
+                f"Triton cannot keep its compiled kernels in {where}: {error}. Set TRITON_CACHE_DIR to a folder that"
+                " can be written."
+            ) from error
         _compiled[key] = compiled
     return _compiled[key]
 
 
 def _bind(compiled: Any, scalars: tuple[int, ...]) -> Callable[..., None]:
     """A function (grid, stream, *pointers, n_rows) that launches, with as little in between as this Triton allows."""
-    names = compiled.src.fn.arg_names
-    n_pointers = sum(name.endswith("_ptr") for name in names)
-    rest = scalars + (None,) * (len(names) - n_pointers - 1 - len(scalars))  # Triton skips the constexprs' places
+    # Triton skips the constexprs' places; a caller may give scalars that change from call to call after n_rows
+    rest = scalars + (None,) * sum(kind == "constexpr" for kind in compiled.src.signature.values())
     function, packed, launcher = compiled.function, compiled.packed_metadata, compiled.run
     direct = getattr(launcher, "launch", None)
     if direct is not None and not hasattr(launcher, "arg_annotations") and launcher.global_scratch_size == 0:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 REGIMES = ("tile", "block", "cluster", "stream")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 VECTOR_BYTES = 16
+STAGED_BYTES = 96 << 10  # of shared memory, for a chunk that changes its layout: what every target has
 MAX_CHUNKS = 24  # what a thread's 255 registers hold of a row, in vectors, without spilling
 
 
@@ -68,6 +69,11 @@ class Problem:
     def full_vec(self) -> int:
         return VECTOR_BYTES // min(ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype])
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of the narrowest element."""
+        return VECTOR_BYTES // self.full_vec
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -76,7 +82,8 @@ class Plan:
     regime: str
     rows: int
     ctas: int
-    lanes: int
+    parts: int  # lines that share a CTA's slice of a row: its warps, or one
+    lanes: int  # of a CTA's slice, over all parts
     vec: int
     chunks: int  # of a step, where the regime is stream
     unmasked: int  # chunks that lie inside the row whatever its slice
@@ -88,83 +95,116 @@ class Plan:
 
     def meta(self, device: Device, *, log: bool) -> dict[str, object]:
         """The kernel's constexprs and the launch's own meta-parameters."""
-        meta: dict[str, object] = dict(LOG=log, CTAS=self.ctas, LANES=self.lanes, VEC=self.vec, CHUNKS=self.chunks)
-        meta |= dict(EDGE=self.edge, PTX=device.ptx, num_warps=self.num_warps, num_ctas=self.ctas)
+        meta: dict[str, object] = dict(LOG=log, CTAS=self.ctas, PARTS=self.parts, LANES=self.lanes // self.parts)
+        meta |= dict(VEC=self.vec, CHUNKS=self.chunks, EDGE=self.edge, PTX=device.ptx, num_warps=self.num_warps)
         if self.regime != "stream":
             meta |= dict(ROWS=self.rows, UNMASKED=self.unmasked, RECOMPUTE=self.recompute)
-        if self.max_registers is not None and device.kind == "cuda":
-            meta["maxnreg"] = self.max_registers
-        if device.kind != "cuda":
-            meta.pop("num_ctas")
+        if device.kind == "cuda":
+            meta["num_ctas"] = self.ctas
+            if self.max_registers is not None and not log:
+                meta["maxnreg"] = self.max_registers
         return meta
 
 
 @dataclass(frozen=True)
 class Rung:
-    """Up to `max_cols` columns: so many CTAs, warps, and whether exp is computed twice."""
+    """Up to `max_cols` columns: so many CTAs a row, warps a CTA, rows a program.
+
+    `recompute` keeps a 16-bit row as loaded and computes exp twice. `max_registers` caps a thread's registers, to reach
+    the next step of occupancy; only where cross-compiling shows that nothing spills.
+    """
 
     max_cols: int
     ctas: int
     num_warps: int
     recompute: bool = False
+    rows: int = 1
+    max_registers: int | None = None
 
 
-# one warp a row, no reduction leaves it; beyond, a row takes several warps
-TILE_MAX_COLS = 2048
-# columns of 16-bit or 32-bit rows below which rows that start unaligned are read element by element
-EDGE_MIN_COLS = 256
-# a program of the tile regime covers at least so many columns: a warp with less to do waits for its own loads
-TILE_PROGRAM_COLS = {2: 1024, 4: 512}
+# the tile regime: a row in one warp or less, so that no reduction leaves it. Rungs are in vectors of a row; a row of
+# fewer than 32 vectors takes as many lanes, and `rows` counts rows for each lane set. H200: one vector a thread and
+# 4 warps hold torch's own latency (1.2 to 1.6 us) at every narrow width, and the copy's throughput from 8 columns on
+TILE = {
+    2: (Rung(16, 1, 4), Rung(32, 1, 4, rows=2), Rung(64, 1, 1, rows=2), Rung(128, 1, 2)),
+    4: (Rung(32, 1, 4), Rung(64, 1, 4), Rung(256, 1, 2)),
+}
+TILE_MAX_COLS = 1024
+# rows that are read element by element: up to so many columns, 4 elements a thread of so many warps
+TILE_SCALAR_COLS, TILE_SCALAR_WARPS = 256, 4
+# columns from which rows that start unaligned are read in vectors, with their ends apart
+EDGE_MIN_COLS = {2: 64, 4: 32}
 
 # forward, where there are clusters; H200
 FORWARD_CLUSTER = {
     2: (
-        Rung(4096, 1, 2, True),
-        Rung(8192, 2, 4),
-        Rung(12288, 2, 8),
-        Rung(16384, 4, 4),
+        Rung(2048, 1, 2),
+        Rung(3072, 1, 1),
+        Rung(4096, 1, 1, True),
+        Rung(5120, 1, 2, True),
+        Rung(6144, 1, 4, True),
+        Rung(10240, 2, 4),
+        Rung(12288, 1, 16),
+        Rung(14336, 2, 8, True),
+        Rung(28672, 4, 4),
         Rung(32768, 4, 8),
-        Rung(57344, 8, 4),
+        Rung(40960, 8, 4),
+        Rung(49152, 4, 8, True),
+        Rung(61440, 8, 4, True),
         Rung(65536, 8, 8),
-        Rung(155648, 8, 4, True),
-        Rung(262144, 16, 4, True),
-        Rung(524288, 16, 16, True),
-        Rung(1048576, 16, 32, True),
+        Rung(114688, 8, 8, True),
+        Rung(131072, 16, 4),
+        Rung(245760, 16, 4, True),
+        Rung(262144, 16, 8, True),
+        Rung(1048576, 16, 16, True),
     ),
     4: (
-        Rung(4096, 1, 4),
-        Rung(16384, 2, 16),
+        Rung(2560, 1, 1),
+        Rung(3584, 1, 4),
+        Rung(8192, 1, 16),
+        Rung(11264, 4, 4),
+        Rung(14336, 1, 16),
+        Rung(24576, 8, 4),
         Rung(32768, 4, 16),
-        Rung(57344, 16, 4),
-        Rung(262144, 16, 8),
+        Rung(45056, 8, 8),
+        Rung(65536, 16, 4),
+        Rung(212992, 16, 8),
+        Rung(262144, 16, 8, max_registers=80),
         Rung(524288, 16, 16),
     ),
 }
 # backward, where there are clusters; H200
 BACKWARD_CLUSTER = {
     2: (
-        Rung(4096, 1, 16),
-        Rung(16384, 4, 4),
-        Rung(32768, 8, 4),
-        Rung(57344, 8, 4),
-        Rung(65536, 16, 4, True),
-        Rung(163840, 16, 8, True),
-        Rung(262144, 8, 16, True),
+        Rung(3072, 1, 4, True),
+        Rung(6144, 1, 8, True),
+        Rung(12288, 2, 8, True),
+        Rung(16384, 4, 8),
+        Rung(32768, 4, 8),
+        Rung(57344, 8, 4, True),
+        Rung(65536, 8, 8, True),
+        Rung(98304, 16, 4, True),
+        Rung(131072, 16, 8, True),
+        Rung(180224, 16, 4, True),
+        Rung(262144, 16, 8, True),
     ),
     4: (
-        Rung(4096, 4, 8),
-        Rung(16384, 8, 8),
-        Rung(131072, 16, 8),
+        Rung(2560, 1, 8),
+        Rung(6144, 1, 16),
+        Rung(12288, 4, 8),
+        Rung(16384, 8, 4),
+        Rung(32768, 8, 8),
+        Rung(212992, 16, 8),
         Rung(262144, 16, 16),
     ),
 }
 # where there are none: one program a row as far as its registers reach (the H200's one-program figures)
 FORWARD_BLOCK = {
-    2: (Rung(4096, 1, 4), Rung(16384, 1, 16), Rung(65536, 1, 16, True)),
+    2: (Rung(4096, 1, 4), Rung(16384, 1, 16), Rung(57344, 1, 16, True)),
     4: (Rung(4096, 1, 4), Rung(16384, 1, 16), Rung(32768, 1, 16)),
 }
 BACKWARD_BLOCK = {
-    2: (Rung(4096, 1, 8), Rung(32768, 1, 16, True)),
+    2: (Rung(4096, 1, 8, True), Rung(32768, 1, 16, True)),
     4: (Rung(4096, 1, 8), Rung(16384, 1, 16)),
 }
 # a step of the stream regime: warps and chunks of one program
@@ -177,7 +217,22 @@ def ladder(problem: Problem, device: Device) -> tuple[Rung, ...]:
         tables = BACKWARD_CLUSTER if problem.backward else FORWARD_CLUSTER
     else:
         tables = BACKWARD_BLOCK if problem.backward else FORWARD_BLOCK
-    return tables[VECTOR_BYTES // problem.full_vec]
+    return tables[problem.itemsize]
+
+
+def candidates(problem: Problem, device: Device) -> Iterator[Plan]:
+    """Every plan that could hold the row without spilling: what `fused-softmax tune` measures."""
+    if (tile := _tile(problem, device)) is not None:
+        yield tile
+    for ctas in (1, 2, 4, 8, 16):
+        for num_warps in (1, 2, 4, 8, 16):
+            for recompute in (False, True) if problem.itemsize == 2 else (False,):
+                if ctas > device.max_cluster or problem.n_cols < 512 * ctas * num_warps // problem.itemsize:
+                    continue
+                found = _resident(problem, device, Rung(problem.n_cols, ctas, num_warps, recompute))
+                if found is not None:
+                    yield found
+    yield _stream(problem, device)
 
 
 def plan(problem: Problem, device: Device, regime: str | None = None) -> Plan:
@@ -187,8 +242,7 @@ def plan(problem: Problem, device: Device, regime: str | None = None) -> Plan:
     'block'
     """
     if regime is None:
-        for candidate in _regimes(problem, device):
-            return candidate
+        return next(_regimes(problem, device))
     if regime not in REGIMES:
         raise ValueError(f"regime must be one of {REGIMES}, not {regime!r}")
     chosen = {
@@ -198,19 +252,29 @@ def plan(problem: Problem, device: Device, regime: str | None = None) -> Plan:
         "stream": _stream,
     }[regime](problem, device)
     if chosen is None:
-        raise ValueError(f"the {regime} regime cannot hold {problem.n_cols} columns of {problem.dtype} on {device.name}")
+        raise ValueError(
+            f"the {regime} regime cannot hold {problem.n_cols} columns of {problem.dtype} on {device.name}"
+        )
     return replace(chosen, why=f"regime {regime} was asked for")
+
+
+def left_to_torch(problem: Problem, device: Device) -> str | None:
+    """Why torch's own kernel is the better choice for such rows, or None where ours is.
+
+    H200, graph replay: up to 7 columns that are no whole vector, torch is ahead by up to 30% (bfloat16, 5 columns).
+    """
+    if device.kind == "cuda" and problem.n_cols < 8 and problem.vec < problem.full_vec:
+        return f"rows of {problem.n_cols} column(s) are too short for vectors, and torch's own kernel is as fast"
+    return None
 
 
 def _regimes(problem: Problem, device: Device) -> Iterator[Plan]:
     """The plans worth taking, best first; the last always exists."""
-    n_cols = problem.n_cols
-    if n_cols <= TILE_MAX_COLS:
-        tile = _tile(problem, device)
-        if tile is not None:
-            yield tile
+    tile = _tile(problem, device)
+    if tile is not None:
+        yield tile
     for rung in ladder(problem, device):
-        if n_cols <= rung.max_cols and rung.ctas <= device.max_cluster:
+        if problem.n_cols <= rung.max_cols and rung.ctas <= device.max_cluster:
             resident = _resident(problem, device, rung)
             if resident is not None:
                 yield resident
@@ -219,29 +283,33 @@ def _regimes(problem: Problem, device: Device) -> Iterator[Plan]:
 
 def _geometry(problem: Problem) -> tuple[int, bool]:
     """(vec, edge): the width of a vector access, and whether a row's ends are apart."""
-    if problem.vec < problem.full_vec and problem.in_phase and problem.n_cols >= EDGE_MIN_COLS:
+    if problem.vec < problem.full_vec and problem.in_phase and problem.n_cols >= EDGE_MIN_COLS[problem.itemsize]:
         return problem.full_vec, True
     return problem.vec, False
 
 
 def _tile(problem: Problem, device: Device) -> Plan | None:
-    vec, edge = _geometry(problem)
-    units = max(1, -(-problem.n_cols // vec))
-    lanes = min(_power_of_two(units), device.warp_size)
-    if edge:
-        lanes = max(lanes, 2 * vec)
-    chunks = _round_chunks(-(-units // lanes))
-    if vec < problem.full_vec and chunks > 4:  # element by element: more lanes, for fewer and wider steps
-        lanes, chunks = lanes * _power_of_two(-(-chunks // 4)), -(-units // (lanes * _power_of_two(-(-chunks // 4))))
-    itemsize = VECTOR_BYTES // problem.full_vec
-    if chunks > MAX_CHUNKS or problem.n_cols > 2 * TILE_MAX_COLS:
+    if problem.n_cols > TILE_MAX_COLS:
         return None
-    covered = lanes * vec * chunks
-    rows = max(1, _power_of_two(TILE_PROGRAM_COLS[itemsize] // (2 if problem.backward else 1) // covered))
-    # no row may share its warp's threads with idle ones: a program has a warp's lanes at least
-    rows = max(rows, device.warp_size // lanes)
-    why = f"{rows} row(s) of one warp: no reduction leaves the warp"
-    return Plan("tile", rows, 1, lanes, vec, chunks, 0, edge, False, 1, None, why)
+    vec, edge = _geometry(problem)
+    units = max(1, problem.n_cols // vec if edge else -(-problem.n_cols // vec))
+    lanes = min(_power_of_two(units), device.warp_size)
+    if vec == problem.full_vec:
+        lanes = max(lanes, 2 * vec) if edge else lanes
+        rung = next(r for r in TILE[problem.itemsize] if units <= r.max_cols)
+        num_warps, rows_a_thread = max(1, rung.num_warps * 32 // device.warp_size), rung.rows
+        if edge and lanes == device.warp_size and units <= lanes:
+            num_warps, rows_a_thread = 1, 4  # 257 columns of bfloat16: .98 of copy against .93
+    elif problem.n_cols <= TILE_SCALAR_COLS:
+        num_warps = max(1, TILE_SCALAR_WARPS * 32 // device.warp_size)
+        rows_a_thread = max(1, 4 * device.warp_size // (lanes * -(-units // lanes)) * lanes // device.warp_size)
+    else:  # a warp's vectors, element by element
+        num_warps, rows_a_thread = 1, 1
+        lanes *= problem.full_vec // vec
+    chunks = -(-units // lanes)
+    rows = max(1, num_warps * device.warp_size // lanes * rows_a_thread)
+    why = f"{rows} row(s) a program, each in one warp or less: no reduction leaves it"
+    return Plan("tile", rows, 1, 1, lanes, vec, chunks, 0, edge, problem.itemsize == 4, num_warps, None, why)
 
 
 def _widest(problem: Problem, device: Device, ctas: int) -> Rung:
@@ -253,7 +321,7 @@ def _widest(problem: Problem, device: Device, ctas: int) -> Rung:
     warps = 4
     while warps < 16 and problem.n_cols > ctas * warps * device.warp_size * vec * 8:
         warps *= 2
-    return Rung(problem.n_cols, min(ctas, 4 if problem.n_cols < 4096 else ctas), warps)
+    return Rung(problem.n_cols, min(ctas, 4 if problem.n_cols < 4096 else ctas), warps, problem.itemsize == 2)
 
 
 def _resident(problem: Problem, device: Device, rung: Rung) -> Plan | None:
@@ -261,18 +329,30 @@ def _resident(problem: Problem, device: Device, rung: Rung) -> Plan | None:
     num_warps = max(1, min(rung.num_warps * 32 // device.warp_size, device.max_warps))
     lanes = num_warps * device.warp_size * (problem.full_vec // vec)
     units = problem.n_cols // vec if edge else -(-problem.n_cols // vec)
-    per_cta = -(-units // rung.ctas)
-    chunks = _round_chunks(max(1, -(-per_cta // lanes)))
-    registers = _registers(problem, rung, chunks, device)
-    if registers is None:
+    chunks = _round_chunks(max(1, -(-(-(-units // rung.ctas)) // lanes)))
+    # a row apart from its ends has less room beside it for exp's results (50,257 columns: .99 of copy against .96)
+    recompute = rung.recompute or problem.itemsize == 4 or (edge and chunks > 5)
+    if not _fits(problem, rung, chunks, recompute, device) or _staged(problem, rung.ctas * lanes * vec) > STAGED_BYTES:
         return None
-    unmasked = _unmasked(units, rung.ctas, lanes, chunks, edge)
+    # a warp's part of the slice is a line of its own where the vectors of all tensors are a thread's
+    apart = rung.ctas > 1 and vec == problem.full_vec and problem.dtype == problem.out_dtype
     regime = "cluster" if rung.ctas > 1 else "block"
     where = f"the {rung.ctas} CTAs of a cluster" if rung.ctas > 1 else "one program"
-    why = f"the row stays in {where}, {chunks} vector(s) a thread" + (", exp computed twice" if rung.recompute else "")
-    cap = registers if rung.recompute and device.kind == "cuda" else None
+    why = f"the row stays in {where}, {chunks} vector(s) a thread" + (", exp computed twice" if recompute else "")
     return Plan(
-        regime, 1, rung.ctas, lanes, vec, chunks, unmasked, edge, rung.recompute, num_warps, cap, why
+        regime,
+        rows=1,
+        ctas=rung.ctas,
+        parts=num_warps if apart else 1,
+        lanes=lanes,
+        vec=vec,
+        chunks=chunks,
+        unmasked=_unmasked(units, rung.ctas, lanes, chunks, edge),
+        edge=edge,
+        recompute=recompute,
+        num_warps=num_warps,
+        max_registers=rung.max_registers if apart else None,
+        why=why,
     )
 
 
@@ -280,32 +360,35 @@ def _stream(problem: Problem, device: Device) -> Plan:
     vec, edge = _geometry(problem)
     num_warps = max(1, STREAM_WARPS * 32 // device.warp_size)
     lanes = num_warps * device.warp_size * (problem.full_vec // vec)
-    ctas = device.max_cluster if problem.n_cols >= device.max_cluster * lanes * vec * STREAM_CHUNKS else 1
+    # 16-bit rows element by element: four chunks of two tensors spill at 255 registers
+    chunks = STREAM_CHUNKS // 2 if vec < problem.full_vec == 8 else STREAM_CHUNKS
+    ctas = device.max_cluster if problem.n_cols >= device.max_cluster * lanes * vec * chunks else 1
+    parts = num_warps if ctas > 1 and vec == problem.full_vec and problem.dtype == problem.out_dtype else 1
     why = f"the row is walked twice in steps by {ctas} CTA(s): it does not fit on chip"
-    return Plan("stream", 1, ctas, lanes, vec, STREAM_CHUNKS, 0, edge, False, num_warps, None, why)
+    return Plan("stream", 1, ctas, parts, lanes, vec, chunks, 0, edge, False, num_warps, None, why)
 
 
-def _registers(problem: Problem, rung: Rung, chunks: int, device: Device) -> int | None:
-    """Registers a thread may take: its part of the row and what the arithmetic needs, at the next step of occupancy.
+def _fits(problem: Problem, rung: Rung, chunks: int, recompute: bool, device: Device) -> bool:
+    """Whether a thread's registers hold its part of the row and what the arithmetic needs, by cross-compiling."""
+    itemsize = ITEMSIZE[problem.dtype]
+    kept = problem.full_vec * itemsize // 4 * (2 if itemsize == 2 and not recompute else 1)
+    if _geometry(problem)[0] < problem.full_vec == 8:
+        kept += 6  # 16-bit rows element by element: 10 to 13 registers a chunk
+    needed = (2 if problem.backward else 1) * chunks * kept + 28
+    return chunks <= MAX_CHUNKS and needed <= min(255, device.registers // (rung.num_warps * 32) // 8 * 8)
 
-    None where they do not suffice. Measured by cross-compiling: 32 beside 16-bit rows kept as loaded, 16 to 26 beside
-    float32; the cap took 200,019 columns of bfloat16 from .90 to .96 of copy, since 97 registers made 4 programs of 5.
+
+def _staged(problem: Problem, columns: int) -> int:
+    """Bytes of shared memory through which a chunk goes on its way from 16-bit vectors to float32 ones.
+
+    Triton 3.6 and 3.7 give each CTA of a cluster room for the whole cluster's chunk: 256 KB for 16 CTAs of 16 warps.
     """
-    tensors = 2 if problem.backward else 1
-    raw = VECTOR_BYTES // 4
-    kept = raw if rung.recompute or problem.full_vec == 4 else 2 * raw
-    needed = tensors * chunks * kept + 28
-    threads = rung.num_warps * 32
-    limit = min(255, device.registers // threads // 8 * 8)
-    if chunks > MAX_CHUNKS or needed > limit:
-        return None
-    programs = max(1, device.registers // (threads * (-(-needed // 8) * 8)))
-    return min(255, device.registers // (threads * programs) // 8 * 8)
+    return 4 * columns if ITEMSIZE[problem.out_dtype] > ITEMSIZE[problem.dtype] else 0
 
 
 def _round_chunks(chunks: int) -> int:
-    """Widths share kernels: above 16, chunks come in steps of 2."""
-    return chunks if chunks <= 16 else -(-chunks // 2) * 2
+    """Widths share kernels: above 9, chunks come in steps of 2, but for 13, which two vocabularies need."""
+    return chunks if chunks <= 9 or chunks == 13 else -(-chunks // 2) * 2
 
 
 def _unmasked(units: int, ctas: int, lanes: int, chunks: int, edge: bool) -> int:
@@ -322,3 +405,63 @@ def _unmasked(units: int, ctas: int, lanes: int, chunks: int, edge: bool) -> int
 def _power_of_two(n: int) -> int:
     """The least power of two that is at least n, and at least 1."""
     return 1 << max(0, n - 1).bit_length()
+
+
+# --- what is not softmax: walks that write O(rows), and kernels whose columns need nothing of each other --------------
+
+# up to so many columns: CTAS of a row, warps of each, chunks of a step. To be tuned on the H200: the experiment's plain
+# loop (4 warps, 4,096 columns of bfloat16 a step) reached .987 of the read ceiling at 128,256 columns, .73 at 4,096
+STATISTICS_STEPS = ((8192, 1, 4, 4), (1 << 62, 1, 4, 4))
+# warps and chunks of one program, whatever the width
+ELEMENTWISE_WARPS, ELEMENTWISE_CHUNKS = 4, 4
+
+
+def plan_statistics(problem: Problem, device: Device) -> Plan:
+    """The plan of a kernel that reads rows once, in steps, and writes a few numbers a row; any width.
+
+    >>> plan_statistics(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).regime
+    'stream'
+    """
+    tile = _tile(problem, device)
+    if tile is not None:
+        return tile
+    _, ctas, warps, chunks = next(step for step in STATISTICS_STEPS if problem.n_cols <= step[0])
+    return _steps(problem, device, min(ctas, device.max_cluster), warps, chunks, "the row is walked once, in steps")
+
+
+def plan_elementwise(problem: Problem, device: Device) -> Plan:
+    """The plan of a kernel that reads and writes rows without a reduction: a row is split over as many programs as it takes.
+
+    >>> plan_elementwise(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).ctas
+    1
+    """
+    tile = _tile(problem, device)
+    if tile is not None:
+        return tile
+    why = "programs share the row, and need nothing of each other"
+    return _steps(problem, device, 1, ELEMENTWISE_WARPS, ELEMENTWISE_CHUNKS, why)
+
+
+def _steps(problem: Problem, device: Device, ctas: int, warps: int, chunks: int, why: str) -> Plan:
+    vec, edge = _geometry(problem)
+    num_warps = max(1, warps * 32 // device.warp_size)
+    lanes = num_warps * device.warp_size * (problem.full_vec // vec)
+    return Plan("stream", 1, ctas, 1, lanes, vec, chunks, 0, edge, False, num_warps, None, why)
+
+
+# registers that a loss, or a mask, takes beside those that softmax of the same row does; cross-compiled at 128,256 columns
+LOSS_REGISTERS, MASK_REGISTERS = 16, 40
+
+
+def plan_loss(problem: Problem, device: Device, registers: int = LOSS_REGISTERS) -> Plan:
+    """softmax's plan, with the registers that a loss and its gradient take in the same pass.
+
+    >>> plan_loss(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).max_registers
+    128
+    """
+    chosen = plan(problem, device)
+    if chosen.max_registers is None:
+        return chosen
+    threads = chosen.num_warps * device.warp_size
+    programs = max(1, device.registers // (threads * (chosen.max_registers + registers)))
+    return replace(chosen, max_registers=min(255, device.registers // (threads * programs) // 8 * 8))

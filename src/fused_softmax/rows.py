@@ -8,17 +8,19 @@ what has more is copied first. Outputs are contiguous, as torch's are.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from collections.abc import Iterator
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
-from .launch import Launch, launch_rows
+from . import plan
+from .device import describe
+from .launch import DTYPE_NAMES, Launch, launch_rows, problem_of
+from .plan import Device
 
-_invariant: ContextVar[bool] = ContextVar("batch_invariant", default=False)
+row_invariance: ContextVar[bool] = ContextVar("batch_invariant", default=False)
 
 
 @contextmanager
@@ -32,15 +34,15 @@ def batch_invariant() -> Iterator[None]:
     >>> with batch_invariant():
     ...     y = torch.softmax(torch.zeros(2, 3), -1)
     """
-    token = _invariant.set(True)
+    token = row_invariance.set(True)
     try:
         yield
     finally:
-        _invariant.reset(token)
+        row_invariance.reset(token)
 
 
 def is_batch_invariant() -> bool:
-    return _invariant.get()
+    return row_invariance.get()
 
 
 def as_rows(t: Tensor, dim: int) -> Tensor | None:
@@ -48,19 +50,32 @@ def as_rows(t: Tensor, dim: int) -> Tensor | None:
     n_cols = t.shape[dim]
     if n_cols > 1 and t.stride(dim) != 1:
         return None
-    dims = [(t.shape[d], t.stride(d)) for d in range(t.dim()) if d != dim and t.shape[d] != 1]
-    merged = _merge(dims)
+    dims = [(t.shape[d], t.stride(d)) for d in range(t.dim()) if d != dim]
+    merged = _merge([d for d in dims if d[0] != 1])
     if len(merged) > 1:
         return None
-    n_rows, stride = merged[0] if merged else (1, n_cols)
+    # a single row keeps the stride of the tensor that it was taken from, so that it is planned as that tensor's rows
+    n_rows, stride = merged[0] if merged else (1, dims[-1][1] if dims else n_cols)
     return t.as_strided((n_rows, n_cols), (stride, 1))
+
+
+def left_to_torch(x: Tensor, dim: int, out_dtype: torch.dtype) -> str | None:
+    """Why torch's own kernel is the better choice for x's rows over dim, or None where ours is; x is on a GPU."""
+    if x.shape[dim] >= 8 or x.dim() == 0 or x.numel() == 0:
+        return None
+    x_rows = as_rows(x, dim)
+    device = describe(x.device)
+    if x_rows is None or not isinstance(device, Device) or x.dtype not in DTYPE_NAMES or out_dtype not in DTYPE_NAMES:
+        return None
+    like = torch.empty(x_rows.shape, dtype=out_dtype, device="meta")
+    return plan.left_to_torch(problem_of(x_rows, like), device)
 
 
 def _merge(dims: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """(size, *strides) of as few dimensions as walk the same elements in the same order."""
     merged: list[tuple[int, ...]] = []
     for size, *strides in dims:
-        if merged and all(outer == size * inner for outer, inner in zip(merged[-1][1:], strides)):
+        if merged and all(outer == size * inner for outer, inner in zip(merged[-1][1:], strides, strict=True)):
             merged[-1] = (merged[-1][0] * size, *strides)
         else:
             merged.append((size, *strides))
@@ -82,7 +97,7 @@ def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out:
     dim %= x.dim()
     x_rows, y_rows = as_rows(x, dim), as_rows(y, dim)
     if x_rows is not None and y_rows is not None:
-        launch_rows((x_rows, y_rows), log, invariant=_invariant.get())
+        launch_rows((x_rows, y_rows), log, invariant=row_invariance.get())
     else:
         on = torch.cuda.device(x.device) if x.is_cuda else nullcontext()
         with on:
@@ -106,7 +121,7 @@ def softmax_backward(dy: Tensor, y: Tensor, dim: int, in_dtype: torch.dtype, log
     y_rows = as_rows(y.contiguous(), dim) if y_rows is None else y_rows
     dy_rows = as_rows(dy.contiguous(), dim) if dy_rows is None else dy_rows
     assert y_rows is not None and dy_rows is not None and dx_rows is not None
-    launch_rows((y_rows, dy_rows, dx_rows), log, backward=True, invariant=_invariant.get())
+    launch_rows((y_rows, dy_rows, dx_rows), log, backward=True, invariant=row_invariance.get())
     return dx
 
 
@@ -122,7 +137,9 @@ def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool) -> Launch:
     merged = _merge(dims)
     if len(merged) > 3:
         x = x.contiguous()
-        merged = _merge([(x.shape[d], x.stride(d), y.stride(d)) for d in range(x.dim()) if d != dim and x.shape[d] != 1])
+        merged = _merge(
+            [(x.shape[d], x.stride(d), y.stride(d)) for d in range(x.dim()) if d != dim and x.shape[d] != 1]
+        )
         assert len(merged) <= 3
     # the rows of a tile are the dimension whose neighbours in memory they are, or the innermost
     order = sorted(range(len(merged)), key=lambda i: (merged[i][1] == 1) + (merged[i][2] == 1))
@@ -141,3 +158,4 @@ def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool) -> Launch:
 
 def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
+

@@ -1,11 +1,11 @@
-"""The gradients of what `losses` computes: for cross-entropy in the pass that reads the logits, else in one of their own.
+"""The gradient of cross-entropy once lse is known: any number of programs share a row.
 
     p = exp(z - lse);  dz = p*A - [j = t]*B - C*w_j;  dx = g * dz * (1 - (z/cap)^2)
     A = (1 - eps)*w_t + eps/C*sum(w) + 2*z_loss*lse;  B = (1 - eps)*w_t;  C = eps/C
 
-`cross_entropy_resident` holds the row on chip as softmax does (its regimes, its plan) and writes the gradient where
-softmax would write y: one read, one write. The others know lse already, so that no part of a row needs another: any number
-of programs share it. What limits all of them is the copy: as many bytes written as read.
+It runs in backward, where the forward wrote no gradient or wrote it for an upstream gradient of 1 and that is not what
+came: whether it did is asked on the device, row by row, so that no host waits for a number. As many bytes are written as
+read; that is the limit.
 """
 
 from __future__ import annotations
@@ -13,17 +13,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cluster import merge_moments_over_cluster, merge_over_cluster, open_exchange
-from .losses import logit, logsumexp, row_loss, target_of, weigh
-from .primitives import LOWEST, exp, opaque
-from .slices import chunk_offsets, edge_of, lines_of, load_chunks, slice_of, span_of, start_of, store_chunk
+from .losses import target_of
+from .primitives import exp
+from .slices import chunk_offsets, edge_of, load_chunks, span_of, start_of, store_chunk
+from .walk import logit
 
 
 @triton.jit
-def cross_entropy_term(x, at, target, lse, a, b, c, w_ptr, cap, mask, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr):
-    """dx of a tile whose columns are `at`, for an upstream gradient that is already in a, b and c."""
+def is_target(target, C: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
+    """Which columns of chunk C are the target, counted from the slice's first.  # target: [LINES, 1]; [LINES, LANES, VEC]
+
+    The comparison is with a vector's own columns, since each thread would keep the row's offsets in registers otherwise:
+    255 of them at 128,256 columns on 8 CTAs of 4 warps.
+    """
+    of_lane = target.to(tl.int32) - (C * LANES + tl.arange(0, LANES)[None, :]) * VEC
+    return of_lane[:, :, None] == tl.arange(0, VEC)[None, None, :]
+
+
+@triton.jit
+def cross_entropy_term(
+    x, here, at, lse, a, b, c, w_ptr, cap, mask, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr
+):
+    """dx of a tile, for an upstream gradient that is in a, b and c; here: where it is the target, at: its columns."""
     z = logit(x, 1.0, cap, SOFTCAP)
-    dz = exp(z - lse) * a - tl.where(at == target, b, 0.0)
+    dz = exp(z - lse) * a
+    dz = tl.where(here, dz - b, dz)
     if SMOOTH:
         if WEIGHTED:
             dz -= c * tl.load(w_ptr + at, mask=mask, other=0.0)
@@ -48,125 +62,65 @@ def coefficients(g, lse, w_target, w_sum, smoothing, n_classes, z_loss, SMOOTH: 
     return a + tl.where(z_loss != 0.0, 2.0 * z_loss * lse * g, 0.0), b, c
 
 
-@triton.jit(
-    do_not_specialize=["n_rows", "n_cols", "x_stride", "dx_stride", "phase", "ignore_index", "smoothing", "cap", "z_loss"]
-)
-def cross_entropy_resident(
-    x_ptr,  # aligned to VEC elements, as dx_ptr, which may be x_ptr
-    dx_ptr,
-    target_ptr,  # [n_rows] int64
-    weight_ptr,  # [n_cols] float32, where WEIGHTED
-    weight_sum_ptr,  # [1] float32, where WEIGHTED
-    count_ptr,  # [1] float32, where MEAN: the loss's denominator
-    loss_ptr,  # [n_rows] float32
-    lse_ptr,  # [n_rows] float32
-    n_rows,
-    n_cols,  # n_cols and strides: in units of VEC, or of one element where EDGE
-    x_stride,
-    dx_stride,
-    phase,
-    ignore_index,
-    smoothing,
-    cap,
-    z_loss,
-    MEAN: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    CTAS: tl.constexpr,
-    LANES: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNMASKED: tl.constexpr,
-    EDGE: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    open_exchange(CTAS, 4 if SMOOTH else 2, PTX)
-    LINES: tl.constexpr = ROWS * CTAS
-    row, rank = lines_of(ROWS, CTAS)
+@triton.jit
+def cross_entropy_unit(
+    unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, lse_ptr, g_ptr, n_rows, n_cols, x_stride,
+    dx_stride, phase, n_splits, ignore_index, g_stride, smoothing, cap, z_loss,
+    UNLESS_ONE: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of unit `unit`: CHUNKS chunks of ROWS rows."""
+    row = unit // n_splits * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    split = (unit % n_splits).to(tl.int32)
     exists = row < n_rows
-    head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
-    x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
-    dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
-    first, width = slice_of(interior, rank, CTAS, VEC)
-    if ROWS > 1:
-        width = tl.where(exists, width, 0)
-    columns = n_cols if EDGE else n_cols * VEC
-
-    x = load_chunks(x_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, -float("inf"))
-    target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
-    z_target = logit(tl.load(x_row - head + target, mask=counts, other=-float("inf")), 1.0, cap, SOFTCAP)
-    if WEIGHTED:
-        w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
-        w_sum = tl.load(weight_sum_ptr)
-    else:
-        w_target = 1.0
-        w_sum = columns
-    # softcap is monotonic: the largest logit gives the largest z
-    m = tl.max(x[0], 2)
-    for k in tl.static_range(1, CHUNKS):
-        m = tl.maximum(m, tl.max(x[k], 2))
-    m = tl.maximum(logit(m, 1.0, cap, SOFTCAP), LOWEST)  # [LINES, LANES]
-    if EDGE:
-        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & exists, LANES, VEC)
-        x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
-        z = logit(x_edge, 1.0, cap, SOFTCAP)
-        m = tl.maximum(m, z)
-        s = exp(z - m)
-        t = weigh(z, edge + head, in_edge, weight_ptr, WEIGHTED)
-    else:
-        s = tl.zeros_like(m)
-        t = tl.zeros_like(m)
-    for k in tl.static_range(CHUNKS):
-        z = logit(opaque(x[k], PTX), 1.0, cap, SOFTCAP)
-        s += tl.sum(exp(z - m[:, :, None]), 2)
-        if SMOOTH:
-            at = tl.reshape(chunk_offsets(k, LANES, VEC) + 0 * rank, (LINES, LANES, VEC))
-            weighted = weigh(z, at + (head + first)[:, :, None], at < width[:, :, None], weight_ptr, WEIGHTED)
-            t += tl.sum(weighted, 2)
-
-    # the target's logit is one of the row's, so it changes no maximum; taken here, it has been read by all who share the
-    # row before any of them can write the gradient over it
-    line_max = tl.maximum(tl.max(m, 1), tl.max(z_target, 1))
-    line_sum = tl.sum(s * exp(m - line_max[:, None]), 1)
-    if SMOOTH:
-        row_max, row_sum, wz_sum = merge_moments_over_cluster(line_max, line_sum, tl.sum(t, 1), True, CTAS, PTX)
-        wz_sum = wz_sum[:, None]
-    else:
-        row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX)
-        wz_sum = 0.0
-    lse = logsumexp(row_max, row_sum)[:, None]
-
-    loss = row_loss(lse, z_target, w_target, w_sum, wz_sum, smoothing, columns, z_loss, SMOOTH)
-    writes = (rank == 0) & exists
-    tl.store(loss_ptr + row, tl.where(counts, loss, 0.0), mask=writes)
-    tl.store(lse_ptr + row, lse, mask=writes)
-
-    g = tl.where(counts, 1.0, 0.0)
-    if MEAN:
-        g = tl.where(counts, 1.0 / tl.load(count_ptr), 0.0)
-    a, b, c = coefficients(g, lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)
-    local_target = (target - head - first)[:, :, None]
-    w_here = weight_ptr + (head + first)[:, :, None]
-    for k in tl.static_range(CHUNKS):
-        at = tl.reshape(chunk_offsets(k, LANES, VEC) + 0 * rank, (LINES, LANES, VEC))
-        dx = cross_entropy_term(
-            opaque(x[k], PTX), at, local_target, lse[:, :, None], a[:, :, None], b[:, :, None], c[:, :, None],
-            w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP,
-        )  # fmt: skip
-        dx = tl.where(counts[:, :, None], dx, 0.0)
-        store_chunk(dx_row + first, width, dx, k, LINES, UNMASKED, LANES, VEC)
-    if EDGE:
-        dx = cross_entropy_term(
-            x_edge, edge, target - head, lse, a, b, c, weight_ptr + head, cap, in_edge, WEIGHTED, SMOOTH, SOFTCAP
-        )
-        tl.store(dx_row + edge, tl.where(counts, dx, 0.0).to(dx_ptr.dtype.element_ty), mask=in_edge)
+    upstream = tl.load(g_ptr + row * g_stride, mask=exists, other=1.0)
+    needed = tl.sum((upstream != 1.0).to(tl.int32)) > 0
+    if needed or not UNLESS_ONE:
+        head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
+        x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
+        dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
+        first = split * (CHUNKS * LANES * VEC)
+        width = tl.where(exists, interior - first, 0)
+        columns = n_cols if EDGE else n_cols * VEC
+        x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, LANES, VEC, -float("inf"))
+        if EDGE:
+            edge, in_edge = edge_of(head, interior, n_cols, (split == 0) & exists, LANES, VEC)
+            x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
+        target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
+        lse = tl.load(lse_ptr + row, mask=exists, other=0.0)
+        if WEIGHTED:
+            w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
+        else:
+            w_target = 1.0
+        if WEIGHTED and SMOOTH:
+            w_sum = tl.load(weight_sum_ptr)
+        else:
+            w_sum = columns
+        g = tl.where(counts, upstream, 0.0)
+        if MEAN:
+            g = tl.where(counts, upstream / tl.load(count_ptr), 0.0)
+        a, b, c = coefficients(g, lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)
+        local_target = target - head - first
+        w_here = weight_ptr + (head + first + 0 * row)[:, :, None]
+        for k in tl.static_range(CHUNKS):
+            at = tl.reshape(chunk_offsets(k, LANES, VEC), (1, LANES, VEC))
+            dx = cross_entropy_term(
+                x[k], is_target(local_target, k, LANES, VEC), at, lse[:, :, None], a[:, :, None], b[:, :, None], c[:, :, None],
+                w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP,
+            )  # fmt: skip
+            dx = tl.where(counts[:, :, None], dx, 0.0)
+            store_chunk(dx_row + first, width, dx, k, ROWS, 0, LANES, VEC)
+        if EDGE:
+            dx = cross_entropy_term(
+                x_edge, edge == target - head, edge, lse, a, b, c, weight_ptr + head, cap, in_edge, WEIGHTED, SMOOTH, SOFTCAP
+            )
+            tl.store(dx_row + edge, tl.where(counts, dx, 0.0).to(dx_ptr.dtype.element_ty), mask=in_edge)
 
 
 @triton.jit(
     do_not_specialize=[
-        "n_rows", "n_cols", "x_stride", "dx_stride", "phase", "ignore_index", "smoothing", "cap", "z_loss", "g_stride"
+        "n_rows", "n_cols", "x_stride", "dx_stride", "phase", "n_splits", "ignore_index", "g_stride", "smoothing", "cap",
+        "z_loss",
     ]
 )  # fmt: skip
 def cross_entropy_backward(
@@ -174,162 +128,75 @@ def cross_entropy_backward(
     dx_ptr,
     target_ptr,  # [n_rows] int64
     weight_ptr,  # [n_cols] float32, where WEIGHTED
-    weight_sum_ptr,  # [1] float32, where WEIGHTED
+    weight_sum_ptr,  # [1] float32, where WEIGHTED and SMOOTH
     count_ptr,  # [1] float32, where MEAN
     lse_ptr,  # [n_rows] float32
-    g_ptr,  # upstream gradient: [1], or [n_rows] with g_stride 1; float32
+    g_ptr,  # upstream gradient: [1] with g_stride 0, or [n_rows] with g_stride 1; float32
     n_rows,
     n_cols,  # n_cols and strides: in units of VEC, or of one element where EDGE
     x_stride,
     dx_stride,
     phase,
+    n_splits,  # units that share a row
     ignore_index,
+    g_stride,
     smoothing,
     cap,
     z_loss,
-    g_stride,
     UNLESS_ONE: tl.constexpr,  # dx already holds the gradient for an upstream gradient of 1
     MEAN: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SMOOTH: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    LANES: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    EDGE: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) + tl.zeros([1, 1], tl.int64)
-    upstream = tl.load(g_ptr + tl.program_id(0).to(tl.int64) * g_stride)
-    needed = upstream != 1.0
-    if not UNLESS_ONE:
-        needed = upstream == upstream
-        needed = needed | (upstream != upstream)
-    if needed:
-        head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
-        x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
-        dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
-        first = tl.program_id(1) * (CHUNKS * LANES * VEC)
-        width = interior - first + tl.zeros([1, 1], tl.int32)
-        columns = n_cols if EDGE else n_cols * VEC
-        target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
-        lse = tl.load(lse_ptr + row)
-        if WEIGHTED:
-            w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
-            w_sum = tl.load(weight_sum_ptr)
-        else:
-            w_target = 1.0
-            w_sum = columns
-        g = tl.where(counts, upstream, 0.0)
-        if MEAN:
-            g = tl.where(counts, upstream / tl.load(count_ptr), 0.0)
-        a, b, c = coefficients(g, lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)
-        x = load_chunks(x_row + first, width, 1, CHUNKS, 0, LANES, VEC, -float("inf"))
-        if EDGE:
-            edge, in_edge = edge_of(head, interior, n_cols, tl.program_id(1) == 0, LANES, VEC)
-            x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
-        local_target = (target - head - first)[:, :, None]
-        w_here = weight_ptr + (head + first + tl.zeros([1, 1], tl.int32))[:, :, None]
-        for k in tl.static_range(CHUNKS):
-            at = tl.reshape(chunk_offsets(k, LANES, VEC), (1, LANES, VEC))
-            dx = cross_entropy_term(
-                x[k], at, local_target, lse[:, :, None], a[:, :, None], b[:, :, None], c[:, :, None],
-                w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP,
-            )  # fmt: skip
-            dx = tl.where(counts[:, :, None], dx, 0.0)
-            store_chunk(dx_row + first, width, dx, k, 1, 0, LANES, VEC)
-        if EDGE:
-            dx = cross_entropy_term(
-                x_edge, edge, target - head, lse, a, b, c, weight_ptr + head, cap, in_edge, WEIGHTED, SMOOTH, SOFTCAP
-            )
-            tl.store(dx_row + edge, tl.where(counts, dx, 0.0).to(dx_ptr.dtype.element_ty), mask=in_edge)
-
-
-@triton.jit
-def statistics_term(x, at, lse, entropy, scale, a, g_entropy, ids_row, g_row, n_picks, ENTROPY: tl.constexpr, PICKS: tl.constexpr, low, high):
-    """dx of a tile: scale*(p*(a - g_H*(log p + H)) + sum of g_k over the picks that are here).  # [1, LANES, VEC]"""
-    log_p = x.to(tl.float32) * scale - lse
-    p = exp(log_p)
-    dz = p * a
-    if ENTROPY:
-        # p*log p is 0 where p is
-        dz -= g_entropy * p * (tl.maximum(log_p, LOWEST) + entropy)
-    if PICKS:
-        for k in range(n_picks):
-            picked = tl.load(ids_row + k)
-            if (picked >= low) & (picked < high):
-                dz += tl.where(at == picked - low, tl.load(g_row + k), 0.0)
-    return dz * scale
-
-
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "x_stride", "dx_stride", "phase", "n_picks", "scale"])
-def row_statistics_backward(
-    x_ptr,  # aligned to VEC elements, as dx_ptr
-    dx_ptr,
-    lse_ptr,  # [n_rows] float32
-    entropy_ptr,  # [n_rows] float32, where ENTROPY, as its upstream gradient
-    g_entropy_ptr,
-    ids_ptr,  # [n_rows, n_picks] int64, where PICKS, and their upstream gradients, float32
-    g_picked_ptr,
-    g_lse_ptr,  # [n_rows] float32, where LSE
-    scale_ptr,  # [n_rows] float32, where ROW_SCALE
-    n_rows,
-    n_cols,  # n_cols and strides: in units of VEC, or of one element where EDGE
-    x_stride,
-    dx_stride,
-    phase,
-    n_picks,
-    scale,
-    PICKS: tl.constexpr,  # a power of two >= n_picks, or 0
-    ENTROPY: tl.constexpr,
-    LSE: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
     LANES: tl.constexpr,
     VEC: tl.constexpr,
     CHUNKS: tl.constexpr,
     EDGE: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
-    row = pid + tl.zeros([1, 1], tl.int64)
-    head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
-    x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
-    dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
-    first = tl.program_id(1) * (CHUNKS * LANES * VEC)
-    width = interior - first + tl.zeros([1, 1], tl.int32)
-    columns = n_cols if EDGE else n_cols * VEC
-    x = load_chunks(x_row + first, width, 1, CHUNKS, 0, LANES, VEC, -float("inf"))
-    if EDGE:
-        edge, in_edge = edge_of(head, interior, n_cols, tl.program_id(1) == 0, LANES, VEC)
-        x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
-    by = scale
-    if ROW_SCALE:
-        by = tl.load(scale_ptr + pid)
-    lse = tl.load(lse_ptr + pid)
-    entropy = 0.0
-    g_entropy = 0.0
-    if ENTROPY:
-        entropy = tl.load(entropy_ptr + pid)
-        g_entropy = tl.load(g_entropy_ptr + pid)
-    a = 0.0
-    if LSE:
-        a = tl.load(g_lse_ptr + pid)
-    ids_row = ids_ptr + pid * n_picks
-    g_row = g_picked_ptr + pid * n_picks
-    if PICKS > 0:
-        k = tl.arange(0, PICKS)
-        at = tl.load(ids_row + k, mask=k < n_picks, other=-1)
-        # an id outside the classes picks nothing, and its NaN has no gradient
-        a -= tl.sum(tl.load(g_row + k, mask=(at >= 0) & (at < columns), other=0.0), 0)
-    start = tl.sum(tl.sum(head + 0 * row, 1), 0).to(tl.int64) + first  # this program's first column in its row
-    for k in tl.static_range(CHUNKS):
-        at = tl.reshape(chunk_offsets(k, LANES, VEC), (1, LANES, VEC))
-        dx = statistics_term(
-            x[k], at, lse, entropy, by, a, g_entropy, ids_row, g_row, n_picks, ENTROPY, PICKS > 0,
-            start, start + CHUNKS * LANES * VEC,
+    n_units = (n_rows + ROWS - 1) // ROWS * n_splits
+    # UNLESS_ONE: few programs, since most often each has nothing to do but to find that out
+    for unit in range(pid, n_units, tl.num_programs(0).to(tl.int64)):
+        cross_entropy_unit(
+            unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, lse_ptr, g_ptr, n_rows, n_cols,
+            x_stride, dx_stride, phase, n_splits, ignore_index, g_stride, smoothing, cap, z_loss,
+            UNLESS_ONE, MEAN, WEIGHTED, SMOOTH, SOFTCAP, ROWS, LANES, VEC, CHUNKS, EDGE,
         )  # fmt: skip
-        store_chunk(dx_row + first, width, dx, k, 1, 0, LANES, VEC)
-    if EDGE:
-        dx = statistics_term(
-            x_edge, edge + head, lse, entropy, by, a, g_entropy, ids_row, g_row, n_picks, ENTROPY, PICKS > 0,
-            tl.full([], 0, tl.int64), columns.to(tl.int64),
-        )  # fmt: skip
-        tl.store(dx_row + edge, dx.to(dx_ptr.dtype.element_ty), mask=in_edge)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "dx_stride", "phase", "n_splits", "g_stride"])
+def scale_unless_one(
+    dx_ptr,  # aligned to VEC elements
+    g_ptr,  # as above
+    n_rows,
+    n_cols,
+    dx_stride,
+    phase,
+    n_splits,
+    g_stride,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """dx *= g, for a gradient that was written over its logits; a row whose g is 1 is not touched."""
+    n_units = (n_rows + ROWS - 1) // ROWS * n_splits
+    for unit in range(tl.program_id(0).to(tl.int64), n_units, tl.num_programs(0).to(tl.int64)):
+        row = unit // n_splits * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+        split = (unit % n_splits).to(tl.int32)
+        exists = row < n_rows
+        g = tl.load(g_ptr + row * g_stride, mask=exists, other=1.0)
+        if tl.sum((g != 1.0).to(tl.int32)) > 0:
+            head, interior = span_of(row, dx_stride, phase, n_cols, VEC, EDGE)
+            dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
+            first = split * (CHUNKS * LANES * VEC)
+            width = tl.where(exists, interior - first, 0)
+            dx = load_chunks(dx_row + first, width, ROWS, CHUNKS, 0, LANES, VEC, 0.0)
+            for k in tl.static_range(CHUNKS):
+                store_chunk(dx_row + first, width, dx[k].to(tl.float32) * g[:, :, None], k, ROWS, 0, LANES, VEC)
+            if EDGE:
+                edge, in_edge = edge_of(head, interior, n_cols, (split == 0) & exists, LANES, VEC)
+                at_edge = tl.load(dx_row + edge, mask=in_edge, other=0.0).to(tl.float32) * g
+                tl.store(dx_row + edge, at_edge.to(dx_ptr.dtype.element_ty), mask=in_edge)

@@ -57,11 +57,10 @@ def opaque(x, PTX: tl.constexpr):
     """x, with its origin hidden from the optimiser.
 
     exp(x) is cheaper to compute twice than to keep: the row stays in registers as 16-bit numbers, more programs fit on
-    a multiprocessor, and more bytes are in flight. Unhidden, the compiler would merge the two and keep the float32 result.
+    a multiprocessor, and more bytes are in flight. Unhidden, the compiler would convert once and keep the float32 numbers;
+    a float32 row needs no hiding.
     """
     if PTX and x.dtype.primitive_bitwidth == 16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
-    elif PTX and x.dtype.primitive_bitwidth == 32:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
     else:
         return x

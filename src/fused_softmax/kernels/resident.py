@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .cluster import merge_over_cluster, open_exchange, sum_over_cluster
 from .primitives import LOWEST, exp, log, opaque
-from .slices import edge_of, lines_of, load_chunks, slice_of, span_of, start_of, store_chunk
+from .slices import edge_of, lines_of, load_chunks, part_of, slice_of, span_of, start_of, store_chunk
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def normalize(x, row_max, row_sum, LOG: tl.constexpr):
     if LOG:
         return (x - row_max) - log(row_sum)
     else:
-        return exp(x - row_max) * (1.0 / row_sum)
+        return exp(x - row_max) * tl.div_rn(1.0, row_sum)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "x_stride", "y_stride", "phase"])
@@ -41,6 +41,7 @@ def softmax_resident(
     LOG: tl.constexpr,
     ROWS: tl.constexpr,
     CTAS: tl.constexpr,
+    PARTS: tl.constexpr,
     LANES: tl.constexpr,
     VEC: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -49,30 +50,30 @@ def softmax_resident(
     RECOMPUTE: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    open_exchange(CTAS, 2, PTX)
+    open_exchange(CTAS, 2, PTX, PARTS)
     # locate the row, and this line's slice of it
-    LINES: tl.constexpr = ROWS * CTAS
-    row, rank = lines_of(ROWS, CTAS)
+    LINES: tl.constexpr = ROWS * CTAS * PARTS
+    row, rank = lines_of(ROWS, CTAS, PARTS)
+    part = part_of(LINES, PARTS)
     head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, EDGE)
     first, width = slice_of(interior, rank, CTAS, VEC)
+    first += part * (LANES * VEC)
+    width -= part * (LANES * VEC)
     if ROWS > 1:
         width = tl.where(row < n_rows, width, 0)
 
     # each lane's own maximum and sum
-    x = load_chunks(x_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, -float("inf"))
+    x = load_chunks(x_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, -float("inf"), PARTS)
+    if EDGE:
+        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), LANES, VEC)
+        x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf")).to(tl.float32)
     m = tl.max(x[0], 2)
     for c in tl.static_range(1, CHUNKS):
         m = tl.maximum(m, tl.max(x[c], 2))
     m = tl.maximum(m.to(tl.float32), LOWEST)  # [LINES, LANES]
-    if EDGE:
-        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (row < n_rows), LANES, VEC)
-        x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf")).to(tl.float32)
-        m = tl.maximum(m, x_edge)
-        s = exp(x_edge - m)
-    else:
-        s = tl.zeros_like(m)
+    s = tl.zeros_like(m)
     kept = ()
     for c in tl.static_range(CHUNKS):
         e = exp(opaque(x[c], PTX and RECOMPUTE).to(tl.float32) - m[:, :, None])
@@ -81,19 +82,23 @@ def softmax_resident(
 
     # the line's, then the row's
     line_max = tl.max(m, 1)
+    if EDGE:
+        line_max = tl.maximum(line_max, tl.max(x_edge, 1))
     line_sum = tl.sum(s * exp(m - line_max[:, None]), 1)
-    row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX)
+    if EDGE:
+        line_sum += tl.sum(exp(x_edge - line_max[:, None]), 1)
+    row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX, PARTS)
     row_max = row_max[:, None]
     row_sum = row_sum[:, None]
 
     # the formula's last line, and the store
-    scale = exp(m - row_max) * (1.0 / row_sum)
+    scale = exp(m - row_max) * tl.div_rn(1.0, row_sum)
     for c in tl.static_range(CHUNKS):
         if LOG or RECOMPUTE:
             y = normalize(opaque(x[c], PTX and RECOMPUTE).to(tl.float32), row_max[:, :, None], row_sum[:, :, None], LOG)
         else:
             y = kept[c] * scale[:, :, None]
-        store_chunk(y_row + first, width, y, c, LINES, UNMASKED, LANES, VEC)
+        store_chunk(y_row + first, width, y, c, LINES, UNMASKED, LANES, VEC, PARTS)
     if EDGE:
         y_edge = normalize(x_edge, row_max, row_sum, LOG)
         tl.store(y_row + edge, y_edge.to(y_ptr.dtype.element_ty), mask=in_edge)
@@ -131,6 +136,7 @@ def softmax_backward_resident(
     LOG: tl.constexpr,
     ROWS: tl.constexpr,
     CTAS: tl.constexpr,
+    PARTS: tl.constexpr,
     LANES: tl.constexpr,
     VEC: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -139,33 +145,38 @@ def softmax_backward_resident(
     RECOMPUTE: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    open_exchange(CTAS, 1, PTX)
-    LINES: tl.constexpr = ROWS * CTAS
-    row, rank = lines_of(ROWS, CTAS)
+    open_exchange(CTAS, 1, PTX, PARTS)
+    LINES: tl.constexpr = ROWS * CTAS * PARTS
+    row, rank = lines_of(ROWS, CTAS, PARTS)
+    part = part_of(LINES, PARTS)
     head, interior = span_of(row, y_stride, phase, n_cols, VEC, EDGE)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, EDGE)
     dy_row = dy_ptr + start_of(row, dy_stride, phase, VEC, EDGE)
     dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
     first, width = slice_of(interior, rank, CTAS, VEC)
+    first += part * (LANES * VEC)
+    width -= part * (LANES * VEC)
     if ROWS > 1:
         width = tl.where(row < n_rows, width, 0)
 
-    y = load_chunks(y_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, 0.0)
-    dy = load_chunks(dy_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, 0.0)
+    y = load_chunks(y_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, 0.0, PARTS)
+    dy = load_chunks(dy_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, 0.0, PARTS)
     d = tl.sum(gradient_term(y[0], dy[0], LOG), 2)  # [LINES, LANES]
     for c in tl.static_range(1, CHUNKS):
         d += tl.sum(gradient_term(y[c], dy[c], LOG), 2)
     if EDGE:
-        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (row < n_rows), LANES, VEC)
+        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), LANES, VEC)
         y_edge = tl.load(y_row + edge, mask=in_edge, other=0.0)
         dy_edge = tl.load(dy_row + edge, mask=in_edge, other=0.0)
-        d += gradient_term(y_edge, dy_edge, LOG)
-    d = sum_over_cluster(tl.sum(d, 1), CTAS, PTX)[:, None]
+    d = tl.sum(d, 1)
+    if EDGE:
+        d += tl.sum(gradient_term(y_edge, dy_edge, LOG), 1)
+    d = sum_over_cluster(d, CTAS, PTX, PARTS)[:, None]
 
     for c in tl.static_range(CHUNKS):
         y_c = opaque(y[c], PTX and RECOMPUTE)
         dy_c = opaque(dy[c], PTX and RECOMPUTE)
-        store_chunk(dx_row + first, width, gradient(y_c, dy_c, d[:, :, None], LOG), c, LINES, UNMASKED, LANES, VEC)
+        store_chunk(dx_row + first, width, gradient(y_c, dy_c, d[:, :, None], LOG), c, LINES, UNMASKED, LANES, VEC, PARTS)
     if EDGE:
         dx_edge = gradient(y_edge, dy_edge, d, LOG)
         tl.store(dx_row + edge, dx_edge.to(dx_ptr.dtype.element_ty), mask=in_edge)

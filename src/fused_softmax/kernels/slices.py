@@ -2,7 +2,8 @@
 
 A program (or each CTA of a cluster) owns one slice of the row. The slice is CHUNKS chunks of LANES x VEC columns, held as
 tiles [LINES, LANES, VEC]: a lane is what one thread holds, VEC columns are one vector access, and the lines are the rows
-of the program or the CTAs that share a row. A row that starts unaligned is read in vectors too, apart from its ends:
+of the program, or those who share a row: the PARTS (warps) of each CTA of a cluster, which take turns at vectors within
+their CTA's slice. A row that starts unaligned is read in vectors too, apart from its ends:
 
     row          |head|       slice 0        |       slice 1        |tail|      head, tail < VEC columns
     slice                     |chunk 0|chunk 1|chunk 2 (masked)|
@@ -19,13 +20,22 @@ import triton.language as tl
 
 
 @triton.jit
-def lines_of(ROWS: tl.constexpr, CTAS: tl.constexpr):
-    """(row, rank) of each line of this program's tile: a line is a row, or one CTA's part of a row.  # [LINES, 1]"""
-    line = tl.arange(0, ROWS * CTAS)[:, None]
+def lines_of(ROWS: tl.constexpr, CTAS: tl.constexpr, PARTS: tl.constexpr = 1):
+    """(row, rank) of each line of this program's tile.  # [LINES, 1]
+
+    A line is a row, or one of the PARTS (warps) of CTA `rank` of a cluster that shares a row.
+    """
+    line = tl.arange(0, ROWS * CTAS * PARTS)[:, None]
     if CTAS > 1:
-        return tl.program_id(0).to(tl.int64) + 0 * line, line
+        return tl.program_id(0).to(tl.int64) + 0 * line, line // PARTS
     else:
         return tl.program_id(0).to(tl.int64) * ROWS + line, 0 * line
+
+
+@triton.jit
+def part_of(LINES: tl.constexpr, PARTS: tl.constexpr):
+    """Which part of its CTA's slice each line is: the parts take turns at vectors of LANES lanes.  # [LINES, 1]"""
+    return tl.arange(0, LINES)[:, None] % PARTS
 
 
 @triton.jit
@@ -60,9 +70,9 @@ def slice_of(interior, rank, CTAS: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
-def chunk_offsets(C: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
-    """Offsets of chunk C from its slice's first column.  # [1, LANES*VEC]"""
-    return C * (LANES * VEC) + tl.arange(0, LANES * VEC)[None, :]
+def chunk_offsets(C: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, PARTS: tl.constexpr = 1):
+    """Offsets of chunk C from its line's first column.  # [1, LANES*VEC]"""
+    return C * (PARTS * LANES * VEC) + tl.arange(0, LANES * VEC)[None, :]
 
 
 @triton.jit
@@ -75,6 +85,7 @@ def load_chunks(
     LANES: tl.constexpr,
     VEC: tl.constexpr,
     fill,
+    PARTS: tl.constexpr = 1,
 ):
     """The slice as loaded, a tile [LINES, LANES, VEC] for each chunk; the first UNMASKED are known to lie in the slice.
 
@@ -82,7 +93,7 @@ def load_chunks(
     """
     tiles = ()
     for c in tl.static_range(CHUNKS):
-        offsets = chunk_offsets(c, LANES, VEC)
+        offsets = chunk_offsets(c, LANES, VEC, PARTS)
         if c < UNMASKED:
             tile = tl.load(at + offsets)
         else:
@@ -101,9 +112,10 @@ def store_chunk(
     UNMASKED: tl.constexpr,
     LANES: tl.constexpr,
     VEC: tl.constexpr,
+    PARTS: tl.constexpr = 1,
 ):
     """Writes chunk C of the slice in the output's dtype.  # at, width: [LINES, 1]; value: [LINES, LANES, VEC]"""
-    offsets = chunk_offsets(C, LANES, VEC)
+    offsets = chunk_offsets(C, LANES, VEC, PARTS)
     value = tl.reshape(value.to(at.dtype.element_ty), (LINES, LANES * VEC))
     if C < UNMASKED:
         tl.store(at + offsets, value)

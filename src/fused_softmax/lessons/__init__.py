@@ -25,6 +25,8 @@ LESSONS: tuple[str, ...] = (
     "l06_three_pass_tiles",
     "l07_online_softmax",
     "l08_many_rows_per_program",
+    "l09_row_on_a_cluster",
+    "l10_the_shipped_kernel",
 )
 PARTS = ("Problem", "Mechanism", "Resource trade-off", "Common failure mode", "Measurement")
 

@@ -1,0 +1,152 @@
+"""Cross-entropy and its gradient in one pass: the row stays on chip, and the gradient is written where softmax writes y.
+
+    lse = log(sum(exp(z)));  loss and dx as `losses` and `loss_gradients` have them, for an upstream gradient of 1
+
+The regimes and the plan are softmax's (tile, block, cluster); the row is kept as loaded and exp is computed twice. One
+read and one write: what limits it is the copy. The gradient may be written over the logits. With MEAN it is already
+divided by what `count_targets` counted.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .cluster import merge_moments_over_cluster, merge_over_cluster, open_exchange
+from .loss_gradients import coefficients, cross_entropy_term, is_target
+from .losses import row_loss, target_of
+from .primitives import LOWEST, exp, opaque
+from .slices import chunk_offsets, edge_of, lines_of, load_chunks, part_of, slice_of, span_of, start_of, store_chunk
+from .walk import logit, logsumexp, weigh
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_rows",
+        "n_cols",
+        "x_stride",
+        "dx_stride",
+        "phase",
+        "ignore_index",
+        "smoothing",
+        "cap",
+        "z_loss",
+    ]
+)
+def cross_entropy_resident(
+    x_ptr,  # aligned to VEC elements, as dx_ptr, which may be x_ptr
+    dx_ptr,
+    target_ptr,  # [n_rows] int64
+    weight_ptr,  # [n_cols] float32, where WEIGHTED
+    weight_sum_ptr,  # [1] float32, where WEIGHTED
+    count_ptr,  # [1] float32, where MEAN: the loss's denominator
+    loss_ptr,  # [n_rows] float32
+    lse_ptr,  # [n_rows] float32
+    n_rows,
+    n_cols,  # n_cols and strides: in units of VEC, or of one element where EDGE
+    x_stride,
+    dx_stride,
+    phase,
+    ignore_index,
+    smoothing,
+    cap,
+    z_loss,
+    MEAN: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    CTAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    UNMASKED: tl.constexpr,
+    EDGE: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    open_exchange(CTAS, 4 if SMOOTH else 2, PTX, PARTS)
+    LINES: tl.constexpr = ROWS * CTAS * PARTS
+    row, rank = lines_of(ROWS, CTAS, PARTS)
+    part = part_of(LINES, PARTS)
+    exists = row < n_rows
+    head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
+    x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
+    dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
+    first, width = slice_of(interior, rank, CTAS, VEC)
+    first += part * (LANES * VEC)
+    width -= part * (LANES * VEC)
+    if ROWS > 1:
+        width = tl.where(exists, width, 0)
+    columns = n_cols if EDGE else n_cols * VEC
+
+    x = load_chunks(x_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, -float("inf"), PARTS)
+    target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
+    z_target = logit(tl.load(x_row - head + target, mask=counts, other=-float("inf")), 1.0, cap, SOFTCAP)
+    if WEIGHTED:
+        w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
+    else:
+        w_target = 1.0
+    if WEIGHTED and SMOOTH:
+        w_sum = tl.load(weight_sum_ptr)
+    else:
+        w_sum = columns
+    # softcap is monotonic: the largest logit gives the largest z
+    m = tl.max(x[0], 2)
+    for k in tl.static_range(1, CHUNKS):
+        m = tl.maximum(m, tl.max(x[k], 2))
+    m = tl.maximum(logit(m, 1.0, cap, SOFTCAP), LOWEST)  # [LINES, LANES]
+    if EDGE:
+        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
+        x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
+        z = logit(x_edge, 1.0, cap, SOFTCAP)
+        m = tl.maximum(m, z)
+        s = exp(z - m)
+        t = weigh(z, edge + head, in_edge, weight_ptr, WEIGHTED)
+    else:
+        s = tl.zeros_like(m)
+        t = tl.zeros_like(m)
+    for k in tl.static_range(CHUNKS):
+        z = logit(opaque(x[k], PTX), 1.0, cap, SOFTCAP)
+        s += tl.sum(exp(z - m[:, :, None]), 2)
+        if SMOOTH:
+            at = tl.reshape(chunk_offsets(k, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
+            weighted = weigh(z, at + (head + first)[:, :, None], at < width[:, :, None], weight_ptr, WEIGHTED)
+            t += tl.sum(weighted, 2)
+
+    # the target's logit is one of the row's, so it changes no maximum; taken here, it has been read by all who share the
+    # row before any of them can write the gradient over it
+    line_max = tl.maximum(tl.max(m, 1), tl.max(z_target, 1))
+    line_sum = tl.sum(s * exp(m - line_max[:, None]), 1)
+    if SMOOTH:
+        row_max, row_sum, wz_sum = merge_moments_over_cluster(line_max, line_sum, tl.sum(t, 1), True, CTAS, PTX, PARTS)
+        wz_sum = wz_sum[:, None]
+    else:
+        row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX, PARTS)
+        wz_sum = 0.0
+    lse = logsumexp(row_max, row_sum)[:, None]
+
+    loss = row_loss(lse, z_target, w_target, w_sum, wz_sum, smoothing, columns, z_loss, SMOOTH)
+    writes = (rank == 0) & (part == 0) & exists
+    tl.store(loss_ptr + row, tl.where(counts, loss, 0.0), mask=writes)
+    tl.store(lse_ptr + row, lse, mask=writes)
+
+    g = tl.where(counts, 1.0, 0.0)
+    if MEAN:
+        g = tl.where(counts, 1.0 / tl.load(count_ptr), 0.0)
+    a, b, c = coefficients(g, lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)
+    local_target = target - head - first
+    w_here = weight_ptr + (head + first)[:, :, None]
+    for k in tl.static_range(CHUNKS):
+        at = tl.reshape(chunk_offsets(k, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
+        dx = cross_entropy_term(
+            opaque(x[k], PTX), is_target(local_target, k * PARTS, LANES, VEC), at, lse[:, :, None], a[:, :, None], b[:, :, None], c[:, :, None],
+            w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP,
+        )  # fmt: skip
+        dx = tl.where(counts[:, :, None], dx, 0.0)
+        store_chunk(dx_row + first, width, dx, k, LINES, UNMASKED, LANES, VEC, PARTS)
+    if EDGE:
+        dx = cross_entropy_term(
+            x_edge, edge == target - head, edge, lse, a, b, c, weight_ptr + head, cap, in_edge, WEIGHTED, SMOOTH, SOFTCAP
+        )
+        tl.store(dx_row + edge, tl.where(counts, dx, 0.0).to(dx_ptr.dtype.element_ty), mask=in_edge)

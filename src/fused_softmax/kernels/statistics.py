@@ -1,0 +1,191 @@
+"""Statistics of rows of logits, and their gradient: logsumexp, entropy, log-probabilities of picked columns.
+
+    z = x*scale;  lse = log(sum(exp(z)));  H = lse - sum(p*z);  logprob_k = z[id_k] - lse
+    dx = scale*(p*(g_lse - sum(g_k)) - g_H*p*(log p + H)) + scale*sum(g_k at id_k)
+
+Forward: one read (`walk`), O(rows) written. Backward: element by element, as lse and H are known, so one read and one
+write, any number of programs a row. A row of nothing but -inf has lse -inf, one with +inf has lse +inf (as
+torch.logsumexp); their log-probabilities are NaN, as torch.log_softmax makes them. An id outside [0, n_cols) is followed
+nowhere: its log-probability is NaN and it adds nothing to the gradient.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .cluster import open_exchange
+from .primitives import LOWEST, exp, log
+from .slices import chunk_offsets, edge_of, lines_of, load_chunks, part_of, slice_of, span_of, start_of, store_chunk
+from .walk import ENTROPY_MOMENT, NO_MOMENT, logit, logsumexp, walk
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "x_stride", "phase", "n_picks", "scale"])
+def row_statistics(
+    x_ptr,  # aligned to VEC elements
+    lse_ptr,  # [n_rows] float32
+    entropy_ptr,  # [n_rows] float32, where ENTROPY
+    ids_ptr,  # [n_rows, n_picks] int64, where PICKS
+    picked_ptr,  # [n_rows, n_picks] float32, where PICKS: log-probabilities
+    scale_ptr,  # [n_rows] float32, where ROW_SCALE
+    n_rows,
+    n_cols,  # n_cols and x_stride: in units of VEC, or of one element where EDGE
+    x_stride,
+    phase,
+    n_picks,
+    scale,
+    PICKS: tl.constexpr,  # a power of two >= n_picks, or 0
+    ENTROPY: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CTAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EDGE: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    open_exchange(CTAS, 4 if ENTROPY else 2, PTX, PARTS)
+    row, rank = lines_of(ROWS, CTAS, PARTS)
+    part = part_of(ROWS * CTAS * PARTS, PARTS)
+    exists = row < n_rows
+    head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
+    x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
+    first, width = slice_of(interior, rank, CTAS, VEC)
+    first += part * (LANES * VEC)
+    width -= part * (LANES * VEC)
+    if ROWS > 1:
+        width = tl.where(exists, width, 0)
+    if ROW_SCALE:
+        by = tl.load(scale_ptr + row, mask=exists, other=1.0)
+    else:
+        by = scale + 0.0 * row.to(tl.float32)
+    columns = n_cols if EDGE else n_cols * VEC
+    MOMENT: tl.constexpr = ENTROPY_MOMENT if ENTROPY else NO_MOMENT
+    row_max, row_sum, row_moment = walk(
+        x_row, first, width, head, interior, columns, exists, rank, part, by, 1.0, x_ptr,
+        MOMENT, False, False, ROWS, CTAS, PARTS, LANES, VEC, CHUNKS, EDGE, PTX,
+    )  # fmt: skip
+
+    lse = logsumexp(row_max, row_sum)[:, None]
+    writes = (rank == 0) & (part == 0) & exists
+    tl.store(lse_ptr + row, lse, mask=writes)
+    if ENTROPY:
+        tl.store(entropy_ptr + row, (log(row_sum) - row_moment / row_sum)[:, None], mask=writes)
+    if PICKS > 0:
+        k = tl.arange(0, PICKS)[None, :] + 0 * rank
+        wanted = writes & (k < n_picks)
+        at = tl.load(ids_ptr + row * n_picks + k, mask=wanted, other=-1)
+        inside = wanted & (at >= 0) & (at < columns)
+        z = logit(tl.load(x_row - head + at, mask=inside, other=0.0), by, 1.0, False)
+        picked = tl.where(inside & (lse < float("inf")), z - lse, float("nan"))
+        tl.store(picked_ptr + row * n_picks + k, picked, mask=wanted)
+
+
+@triton.jit
+def statistics_term(x, lse, entropy, scale, a, g_entropy, ENTROPY: tl.constexpr):
+    """dx/scale of a tile, but for what the picks add; all arguments broadcast."""
+    log_p = x.to(tl.float32) * scale - lse
+    p = exp(log_p)
+    dz = p * a
+    if ENTROPY:
+        # p*log(p) is 0 where p is
+        dz -= g_entropy * p * (tl.maximum(log_p, LOWEST) + entropy)
+    return dz
+
+
+@triton.jit
+def picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_ptr, n_picks):
+    """dz with the picks' own gradients where they lie among this program's columns.  # dz, at: [ROWS, LANES, VEC]"""
+    for k in range(n_picks):
+        id = tl.load(ids_ptr + row * n_picks + k, mask=exists, other=-1)
+        here = (id >= low) & (id < high)
+        if tl.sum(here.to(tl.int32)) > 0:
+            g = tl.load(g_ptr + row * n_picks + k, mask=here, other=0.0)
+            dz += tl.where(at == (id - low)[:, :, None], g[:, :, None], 0.0)
+    return dz
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "x_stride", "dx_stride", "phase", "n_splits", "n_picks", "scale"])
+def row_statistics_backward(
+    x_ptr,  # aligned to VEC elements, as dx_ptr
+    dx_ptr,
+    lse_ptr,  # [n_rows] float32
+    entropy_ptr,  # [n_rows] float32, where ENTROPY, as its upstream gradient
+    g_entropy_ptr,
+    ids_ptr,  # [n_rows, n_picks] int64, where PICKS, and their upstream gradients, float32
+    g_picked_ptr,
+    g_lse_ptr,  # [n_rows] float32, where LSE
+    scale_ptr,  # [n_rows] float32, where ROW_SCALE
+    n_rows,
+    n_cols,  # n_cols and strides: in units of VEC, or of one element where EDGE
+    x_stride,
+    dx_stride,
+    phase,
+    n_splits,  # programs that share a row
+    n_picks,
+    scale,
+    PICKS: tl.constexpr,  # a power of two >= n_picks, or 0
+    ENTROPY: tl.constexpr,
+    LSE: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    pid = tl.program_id(0).to(tl.int64)
+    row = pid // n_splits * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    split = (pid % n_splits).to(tl.int32)
+    exists = row < n_rows
+    head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
+    x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
+    dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
+    first = split * (CHUNKS * LANES * VEC)
+    width = tl.where(exists, interior - first, 0)
+    columns = n_cols if EDGE else n_cols * VEC
+    x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, LANES, VEC, -float("inf"))
+    if EDGE:
+        edge, in_edge = edge_of(head, interior, n_cols, (split == 0) & exists, LANES, VEC)
+        x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
+    by = scale + 0.0 * row.to(tl.float32)
+    if ROW_SCALE:
+        by = tl.load(scale_ptr + row, mask=exists, other=1.0)
+    lse = tl.load(lse_ptr + row, mask=exists, other=0.0)
+    entropy = tl.zeros_like(lse)
+    g_entropy = tl.zeros_like(lse)
+    if ENTROPY:
+        entropy = tl.load(entropy_ptr + row, mask=exists, other=0.0)
+        g_entropy = tl.load(g_entropy_ptr + row, mask=exists, other=0.0)
+    elif PICKS == 0:
+        # p is 0 in a row of nothing but -inf, as torch.logsumexp has it
+        lse = tl.where(lse == -float("inf"), 0.0, lse)
+    a = tl.zeros_like(lse)
+    if LSE:
+        a = tl.load(g_lse_ptr + row, mask=exists, other=0.0)
+    if PICKS > 0:
+        k = tl.arange(0, PICKS)[None, :] + 0 * row
+        id = tl.load(ids_ptr + row * n_picks + k, mask=exists & (k < n_picks), other=-1)
+        inside = (id >= 0) & (id < columns)
+        a -= tl.sum(tl.load(g_picked_ptr + row * n_picks + k, mask=inside, other=0.0), 1)[:, None]
+    for c in tl.static_range(CHUNKS):
+        at = tl.reshape(chunk_offsets(c, LANES, VEC), (1, LANES, VEC))
+        dz = statistics_term(
+            x[c], lse[:, :, None], entropy[:, :, None], by[:, :, None], a[:, :, None], g_entropy[:, :, None], ENTROPY
+        )
+        if PICKS > 0:
+            low = first + head + 0 * row
+            high = first + head + (c + 1) * (LANES * VEC) + 0 * row
+            dz = picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_picked_ptr, n_picks)
+        store_chunk(dx_row + first, width, dz * by[:, :, None], c, ROWS, 0, LANES, VEC)
+    if EDGE:
+        dz = statistics_term(x_edge, lse, entropy, by, a, g_entropy, ENTROPY)
+        if PICKS > 0:
+            dz = picked_gradient(
+                dz[:, :, None], (edge + head)[:, :, None], row, exists, 0 * row, columns + 0 * row,
+                ids_ptr, g_picked_ptr, n_picks,
+            )  # fmt: skip
+            dz = tl.reshape(dz, (ROWS, LANES))
+        tl.store(dx_row + edge, (dz * by).to(dx_ptr.dtype.element_ty), mask=in_edge)

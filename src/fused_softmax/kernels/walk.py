@@ -1,0 +1,154 @@
+"""One walk over a row of logits: its maximum, its sum of exponentials, and one sum more that an op asks for.
+
+    z = softcap(x)*scale;  m = max(z);  s = sum(exp(z - m));  t = sum(exp(z - m)*(z - m))  or  sum(w*z)
+
+The row is read once, in steps that keep nothing, by one program or the CTAS programs of a cluster; several narrow rows
+share a program. What limits it is the read ceiling. -inf adds nothing, NaN spreads, +inf makes s infinite.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .cluster import merge_moments_over_cluster, merge_over_cluster
+from .primitives import HIGHEST, LOG2E, LOWEST, exp, log, shift_moments
+from .slices import chunk_offsets, edge_of, load_chunks
+
+# what a walk sums up beside (max, sum): nothing, sum(exp(z - m)*(z - m)), or sum(w*z)
+NO_MOMENT = tl.constexpr(0)
+ENTROPY_MOMENT = tl.constexpr(1)
+WEIGHTED_SUM = tl.constexpr(2)
+
+
+@triton.jit
+def tanh(x):
+    """tanh(x) = 1 - 2/(exp(2x) + 1), right at both ends."""
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+
+
+@triton.jit
+def logit(x, scale, cap, SOFTCAP: tl.constexpr):
+    """What the softmax sees of a raw logit, in float32: cap*tanh(x/cap) where there is a cap, times scale.
+
+    -inf stays -inf under a cap: a masked class is not a small one.
+    """
+    x = x.to(tl.float32)
+    if SOFTCAP:
+        x = tl.where(x == -float("inf"), x, cap * tanh(x / cap))
+    return x * scale
+
+
+@triton.jit
+def accumulate_moments(z, weighted, m, s, t, MOMENT: tl.constexpr):
+    """Each lane's (m, s, t) with one tile more in it.  # z: [LINES, LANES, VEC]; m, s, t: [LINES, LANES]"""
+    m_new = tl.minimum(tl.maximum(m, tl.max(z, 2)), HIGHEST)
+    d = z - m_new[:, :, None]
+    e = exp(d)
+    if MOMENT == ENTROPY_MOMENT:
+        m, s, t = shift_moments(m, s, t, m_new)
+        t += tl.sum(e * tl.maximum(d, LOWEST), 2)
+    else:
+        s = s * exp(m - m_new)
+        if MOMENT == WEIGHTED_SUM:
+            t += tl.sum(weighted, 2)
+    return m_new, s + tl.sum(e, 2), t
+
+
+@triton.jit
+def weigh(z, at, mask, w_ptr, WEIGHTED: tl.constexpr):
+    """w*z of a tile, 0 where `mask` is not."""
+    if WEIGHTED:
+        w = tl.load(w_ptr + at, mask=mask, other=0.0)
+        return tl.where(mask, w * z, 0.0)
+    else:
+        return tl.where(mask, z, 0.0)
+
+
+@triton.jit
+def walk(
+    x_row,
+    first,
+    width,
+    head,
+    interior,
+    n_cols,  # elements
+    exists,
+    rank,
+    part,
+    scale,
+    cap,
+    w_ptr,
+    MOMENT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    CTAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EDGE: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """The row's (max, sum, moment), after the one read.  # x_row .. scale: [LINES, 1]; result [LINES]
+
+    first, width: where the line's part of the slice begins, and how many columns it ends after.
+    """
+    LINES: tl.constexpr = ROWS * CTAS * PARTS
+    STEP: tl.constexpr = CHUNKS * PARTS * LANES * VEC
+    m = tl.zeros([LINES, LANES], tl.float32) + LOWEST
+    s = tl.zeros([LINES, LANES], tl.float32)
+    t = tl.zeros([LINES, LANES], tl.float32)
+    scale_3d = scale[:, :, None]
+    zero = tl.zeros([1, 1], tl.int64)
+    # whole steps, which every slice has, need no mask; the last slice is the shortest
+    units = n_cols // VEC
+    even = tl.cdiv(units, CTAS)
+    shortest = tl.maximum(units - (1 if EDGE else 0) - (CTAS - 1) * even, 0)
+    whole = shortest * VEC // STEP
+    if ROWS > 1:
+        whole = whole * 0
+    if MOMENT == WEIGHTED_SUM:
+        whole = whole * 0
+    for step in range(whole):
+        x = load_chunks(x_row + first + (zero + step) * STEP, width, LINES, CHUNKS, CHUNKS, LANES, VEC, 0.0, PARTS)
+        for c in tl.static_range(CHUNKS):
+            z = logit(x[c], scale_3d, cap, SOFTCAP)
+            m, s, t = accumulate_moments(z, z, m, s, t, MOMENT)
+    for step in range(whole, tl.cdiv(even * VEC, STEP)):
+        start = (zero + step) * STEP
+        x = load_chunks(x_row + first + start, width - start, LINES, CHUNKS, 0, LANES, VEC, -float("inf"), PARTS)
+        for c in tl.static_range(CHUNKS):
+            z = logit(x[c], scale_3d, cap, SOFTCAP)
+            weighted = z
+            if MOMENT == WEIGHTED_SUM:
+                at = tl.reshape(start + chunk_offsets(c, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
+                mask = at < width[:, :, None]
+                weighted = weigh(z, at + (head + first)[:, :, None], mask, w_ptr, WEIGHTED)
+            m, s, t = accumulate_moments(z, weighted, m, s, t, MOMENT)
+    if EDGE:
+        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
+        z = logit(tl.load(x_row + edge, mask=in_edge, other=-float("inf")), scale, cap, SOFTCAP)
+        weighted = z
+        if MOMENT == WEIGHTED_SUM:
+            weighted = weigh(z, edge + head, in_edge, w_ptr, WEIGHTED)
+        m, s, t = accumulate_moments(z[:, :, None], weighted[:, :, None], m, s, t, MOMENT)
+
+    line_max = tl.max(m, 1)
+    if MOMENT == ENTROPY_MOMENT:
+        m, s, t = shift_moments(m, s, t, line_max[:, None])
+    else:
+        s = s * exp(m - line_max[:, None])
+    if MOMENT == NO_MOMENT:
+        row_max, row_sum = merge_over_cluster(line_max, tl.sum(s, 1), CTAS, PTX, PARTS)
+        return row_max, row_sum, row_sum
+    else:
+        PLAIN: tl.constexpr = MOMENT == WEIGHTED_SUM
+        return merge_moments_over_cluster(line_max, tl.sum(s, 1), tl.sum(t, 1), PLAIN, CTAS, PTX, PARTS)
+
+
+@triton.jit
+def logsumexp(row_max, row_sum):
+    """row_max + log(row_sum), and -inf where nothing was summed."""
+    return tl.where(row_sum == 0.0, -float("inf"), row_max + log(row_sum))

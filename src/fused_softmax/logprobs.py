@@ -1,0 +1,137 @@
+"""token_logprobs: log-probabilities of given tokens, entropy and logsumexp, in one read of the logits.
+
+    z = logits/temperature;  lse = log(sum(exp(z)));  logprob_k = z[id_k] - lse;  H = lse - sum(p*z)
+
+What GRPO and PPO, distillation and scoring take from logits as wide as a vocabulary. log_softmax and gather allocate a
+tensor of the logits' size; here a forward writes a few numbers a row, and a backward the gradient alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import loss_formulas, row_losses
+from .operators import is_plain, refusal
+from .rows import is_batch_invariant
+
+
+class TokenStatistics(NamedTuple):
+    """What token_logprobs returns where more than log-probabilities is asked for; None for what was not."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    logsumexp: Tensor | None
+
+
+def token_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    return_entropy: bool = False,
+    return_logsumexp: bool = False,
+) -> Tensor | TokenStatistics:
+    """log softmax(logits/temperature) at token_ids, and of the same distribution the entropy and the logsumexp.
+
+    Args:
+        logits: (..., V); float16, bfloat16 and float32 are ours on a GPU, all else is torch's. Rows that do not share one
+            stride are copied first.
+        token_ids: integers of shape (...,), one a row, or (..., K).
+        temperature: a number, or a tensor that broadcasts to (...,): one a row.
+        return_entropy: also -sum(p*log p), in nats.
+        return_logsumexp: also log(sum(exp(logits/temperature))).
+
+    Returns: the log-probabilities, of token_ids' shape; or, where more is asked for, `TokenStatistics` with entropy and
+    logsumexp of shape (...,). float32, or float64 for float64 logits. All are differentiable in the logits. The forward
+    allocates O(rows), and a row's bits do not depend on how many rows there are.
+
+    An id outside [0, V) is an IndexError on the CPU; on a GPU, where to know would be to wait, its log-probability is NaN,
+    it adds nothing to the gradient and nothing outside the row is read.
+
+    Raises: ValueError for shapes that do not fit, TypeError for token_ids that are no integers.
+
+    >>> token_logprobs(torch.zeros(2, 4), torch.tensor([1, 3]))
+    tensor([-1.3863, -1.3863])
+    """
+    one = token_ids.shape == logits.shape[:-1]
+    if logits.dim() == 0 or not (one or token_ids.shape[:-1] == logits.shape[:-1] and token_ids.dim() == logits.dim()):
+        raise ValueError(
+            f"token_ids {tuple(token_ids.shape)} must be {tuple(logits.shape[:-1])} or have one dimension more, "
+            f"for logits {tuple(logits.shape)}"
+        )
+    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype is torch.bool:
+        raise TypeError(f"token_ids must be integers, not {token_ids.dtype}")
+    n_cols, batch = logits.shape[-1], logits.shape[:-1]
+    ids = (token_ids.unsqueeze(-1) if one else token_ids).long()
+    if ids.device.type == "cpu" and ids.numel() and (ids.min() < 0 or ids.max() >= n_cols):
+        raise IndexError(f"token_ids are out of bounds for {n_cols} columns")
+    scale = _scale(temperature, batch, logits)
+    differentiable = isinstance(temperature, Tensor) and temperature.requires_grad
+    plain = is_plain(logits) and is_plain(token_ids)
+    if not plain or differentiable or logits.numel() == 0 or ids.numel() == 0 or refusal(logits, logits.dtype):
+        lse, entropy, picked = loss_formulas.statistics(logits, ids, scale, return_entropy)
+    else:
+        rows = row_losses.rows_of(logits, n_cols)
+        of_rows = scale.reshape(-1).contiguous() if isinstance(scale, Tensor) else scale
+        ids = ids.reshape(-1, ids.shape[-1]).contiguous()
+        picked, lse, entropy = RowStatistics.apply(rows, ids, of_rows, return_entropy)
+        lse, entropy = lse.view(batch), entropy.view(batch) if return_entropy else None
+    assert picked is not None
+    logprobs = picked.view(token_ids.shape)
+    if not (return_entropy or return_logsumexp):
+        return logprobs
+    return TokenStatistics(logprobs, entropy, lse if return_logsumexp else None)
+
+
+def _scale(temperature: float | Tensor, batch: torch.Size, logits: Tensor) -> float | Tensor:
+    if not isinstance(temperature, Tensor):
+        return 1.0 / temperature
+    dtype = logits.dtype if logits.dtype is torch.float64 else torch.float32
+    return temperature.to(logits.device, dtype).expand(batch).reciprocal()
+
+
+class RowStatistics(torch.autograd.Function):
+    """(log-probabilities, lse, entropy) of rows. Keeps the logits and O(rows) beside."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        lse, entropies, picked = row_losses.statistics(x, ids, scale, entropy, invariant=is_batch_invariant())
+        by_row = isinstance(scale, Tensor)
+        ctx.save_for_backward(x, ids, lse, entropies, scale if by_row else None)
+        ctx.scale = None if by_row else scale
+        ctx.set_materialize_grads(False)
+        return picked, lse, entropies
+
+    @staticmethod
+    def backward(
+        ctx: Any, g_picked: Tensor | None, g_lse: Tensor | None, g_entropy: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
+        x, ids, lse, entropy, by_row = ctx.saved_tensors
+        scale = ctx.scale if by_row is None else by_row
+        upstream = [g for g in (g_picked, g_lse, g_entropy) if g is not None]
+        if not upstream:
+            return None, None, None, None
+        if torch.is_grad_enabled() or not all(is_plain(g) for g in upstream):
+            with torch.enable_grad():
+                of_lse, of_entropy, picked = loss_formulas.statistics(x, ids, scale, g_entropy is not None)
+                pairs = ((picked, g_picked), (of_lse, g_lse), (of_entropy, g_entropy))
+                total = sum((out * g).sum() for out, g in pairs if out is not None and g is not None)
+                return torch.autograd.grad(total, x, create_graph=True)[0], None, None, None  # type: ignore[arg-type]
+        dx = row_losses.gradient_buffer(x)
+        row_losses.statistics_backward(
+            x,
+            dx,
+            lse,
+            scale,
+            ids=ids,
+            g_picked=None if g_picked is None else g_picked.float().contiguous(),
+            entropy=entropy,
+            g_entropy=None if g_entropy is None else g_entropy.float().contiguous(),
+            g_lse=None if g_lse is None else g_lse.float().contiguous(),
+        )
+        return dx, None, None, None

@@ -1,0 +1,215 @@
+"""cross_entropy: torch's, on logits as wide as a vocabulary, without a tensor of their size beside the gradient.
+
+    loss_i = -(1 - eps)*w_t*log p_t - eps/C*sum(w*log p) + z_loss*lse^2,   p = softmax(softcap*tanh(x/softcap))
+
+Where a gradient is needed and the loss is a mean or a sum, it is written in the pass that reads the logits, for an upstream
+gradient of 1, and backward mends on the device what came with another one: one read, one write, no host synchronisation.
+Else the forward only reads, and a second kernel writes the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import loss_formulas, row_losses
+from .operators import is_plain, refusal
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    inplace_backward: bool = False,
+) -> Tensor:
+    """The cross-entropy of logits against class indices: `torch.nn.functional.cross_entropy`, in one read of the logits.
+
+    Args:
+        logits: (C,), (N, C) or (N, C, d1, ...); float16, bfloat16 and float32 are ours on a GPU, all else is torch's.
+            Where the classes are not contiguous in memory, as in (N, C, d1, ...), they are copied first.
+        target: int64 class indices of shape (), (N,) or (N, d1, ...), in [0, C) or ignore_index. Probabilities, of the
+            logits' shape and a floating dtype, are torch's.
+        weight: (C,) of the logits' dtype or float32; the mean divides by the weights of the targets that count.
+        ignore_index: rows with this target add nothing to the loss, nor to the mean's denominator.
+        reduction: "mean", "sum" or "none". If no target counts, the mean is NaN and the sum 0.
+        label_smoothing: in [0, 1], the share of every target that is spread over all classes.
+        softcap: c replaces the logits by c*tanh(logits/c) (Gemma 2, arXiv:2408.00118).
+        z_loss: adds z_loss*logsumexp(logits)^2 to every row that counts (PaLM, arXiv:2204.02311).
+        inplace_backward: writes the gradient over the logits, which saves memory of their size. They hold nothing of use
+            afterwards, the graph cannot be run through twice, and an upstream gradient other than 1 is multiplied onto
+            the gradient as it was rounded. Only for reductions "mean" and "sum", and for logits that need no copy.
+
+    Returns: float32, or float64 for float64 logits (torch returns the logits' dtype, so 16 bits for 16-bit ones): a
+    scalar, or for "none" a tensor of target's shape. The gradient has the logits' dtype, for any upstream gradient,
+    per-row ones too. Where autograd keeps the gradient that the forward wrote it keeps the logits as well.
+
+    Raises: as torch: ValueError for another reduction or shapes that do not fit, RuntimeError for other integer targets.
+    A target outside the classes is an IndexError on the CPU and a device assertion on a GPU; nothing outside the tensors
+    is read or written.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.cross_entropy.html
+
+    >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, 3]))
+    tensor(1.3863)
+    """
+    return cross_entropy_over(
+        None, logits, target, weight, ignore_index, reduction, label_smoothing, softcap, z_loss, inplace_backward
+    )
+
+
+def cross_entropy_over(
+    denominator: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    inplace_backward: bool = False,
+) -> Tensor:
+    """`cross_entropy`, whose mean divides by `denominator`, a tensor of one element, where there is one.
+
+    To divide the sum afterwards would send an upstream gradient other than 1 back, and so write the gradient twice.
+    """
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, not {softcap}")
+    n_cols = logits.shape[1] if logits.dim() > 1 else logits.numel()
+    if not _is_ours(logits, target, weight, reduction, label_smoothing, n_cols):
+        over = denominator is not None and reduction == "mean"
+        loss = loss_formulas.cross_entropy(
+            logits, target, weight, ignore_index, "sum" if over else reduction, label_smoothing, softcap, z_loss
+        )
+        return loss / denominator.reshape(()) if over and denominator is not None else loss
+    flat = target.reshape(-1).contiguous()
+    if target.device.type == "cpu":
+        outside = (flat != ignore_index) & ((flat < 0) | (flat >= n_cols))
+        if outside.any():
+            raise IndexError(f"Target {int(flat[outside][0])} is out of bounds.")
+    if weight is not None:
+        weight = weight.detach().float().contiguous()
+    if denominator is not None:
+        denominator = denominator.to(logits.device, torch.float32).reshape(1)
+    weight_sum = weight.sum().view(1) if weight is not None and label_smoothing else None
+    op = row_losses.CrossEntropy(
+        flat, weight, weight_sum, ignore_index, reduction, float(label_smoothing), softcap, float(z_loss), denominator
+    )
+    rows = row_losses.rows_of(logits if logits.dim() < 3 else logits.movedim(1, -1), n_cols)
+    if rows.requires_grad and torch.is_grad_enabled():
+        loss = RowCrossEntropy.apply(rows, op, inplace_backward)
+    else:
+        losses, _ = row_losses.cross_entropy_forward(rows, op)
+        loss = row_losses.reduce_losses(losses, op, n_cols)
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def _is_ours(
+    logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, label_smoothing: float, n_cols: int
+) -> bool:
+    """Whether the kernels take this call; what is wrong with others, torch's own function says."""
+    shape = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else torch.Size(())
+    return (
+        logits.dim() > 0
+        and logits.numel() > 0
+        and target.dtype is torch.int64
+        and target.shape == shape
+        and target.device == logits.device
+        and reduction in REDUCTIONS
+        and 0.0 <= label_smoothing <= 1.0
+        and is_plain(logits)
+        and is_plain(target)
+        and refusal(logits, logits.dtype) is None
+        and (weight is None or _fits(weight, logits, n_cols))
+    )
+
+
+def _fits(weight: Tensor, logits: Tensor, n_cols: int) -> bool:
+    return (
+        weight.shape == (n_cols,)
+        and weight.device == logits.device
+        and weight.dtype in (torch.float32, logits.dtype)
+        and not weight.requires_grad
+        and is_plain(weight)
+    )
+
+
+class RowCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of rows that need a gradient. Keeps the rows, their lse, and the gradient where it is written already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, op: row_losses.CrossEntropy, inplace: bool) -> Tensor:
+        n_cols = x.shape[1]
+        # two rows that share memory cannot hold two gradients
+        ctx.inplace = inplace and op.reduction != "none" and (x.shape[0] == 1 or x.stride(0) >= n_cols)
+        count = row_losses.count_targets(op, n_cols) if op.reduction == "mean" else None
+        dx = None
+        if op.reduction != "none":
+            dx = x.detach() if ctx.inplace else row_losses.gradient_buffer(x)
+            if not row_losses.fits_on_chip(x, dx):
+                dx, ctx.inplace = None, False
+        if dx is None:
+            losses, lse = row_losses.cross_entropy_forward(x, op)
+        else:
+            losses, lse = row_losses.cross_entropy_with_gradient(x, dx, op, count)
+        if ctx.inplace:
+            torch.autograd.graph.increment_version(x)
+        ctx.written = dx
+        ctx.save_for_backward(None if ctx.inplace else x, op.target, op.weight, op.weight_sum, lse, count)
+        ctx.op = replace(op, target=None, weight=None, weight_sum=None, denominator=None)  # type: ignore[arg-type]
+        ctx.over = op.denominator is not None
+        ctx.set_materialize_grads(False)
+        return row_losses.reduce_losses(losses, op, n_cols)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if g is None:
+            return None, None, None
+        x, target, weight, weight_sum, lse, count = ctx.saved_tensors
+        op = replace(ctx.op, target=target, weight=weight, weight_sum=weight_sum)
+        if torch.is_grad_enabled() or not is_plain(g):
+            return _differentiable_gradient(x, op, g, count if ctx.over else None), None, None
+        written, ctx.written = ctx.written, None
+        upstream = g.reshape(-1).float().contiguous()
+        if ctx.inplace:
+            if written is None:
+                raise RuntimeError(_OVERWRITTEN)
+            row_losses.scale_unless_one(written, upstream)
+            return written, None, None
+        # what the forward wrote is given away with the first backward; any further one starts anew
+        dx = row_losses.gradient_buffer(x) if written is None else written
+        unless_one = written is not None
+        row_losses.cross_entropy_gradient(x, dx, op, count, lse, upstream, unless_one=unless_one)
+        return dx, None, None
+
+
+_OVERWRITTEN = (
+    "cross_entropy(inplace_backward=True) wrote the gradient over the logits: one can go backward through it once, "
+    "and not differentiate its gradient"
+)
+
+
+def _differentiable_gradient(
+    x: Tensor | None, op: row_losses.CrossEntropy, g: Tensor, denominator: Tensor | None
+) -> Tensor:
+    if x is None:
+        raise RuntimeError(_OVERWRITTEN)
+    with torch.enable_grad():
+        reduction = op.reduction if denominator is None else "sum"
+        loss = loss_formulas.cross_entropy(
+            x, op.target, op.weight, op.ignore_index, reduction, op.smoothing, op.softcap, op.z_loss
+        )
+        if denominator is not None:
+            loss = loss / denominator[0]
+        return torch.autograd.grad(loss, x, g, create_graph=True)[0]

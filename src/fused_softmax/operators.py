@@ -1,0 +1,279 @@
+"""The ops as PyTorch operators, fused_softmax::softmax and so on: schema, kernel, fake kernel, autocast and vmap.
+
+They are what torch.compile, torch.export, torch.func and dispatch modes see: one op, with one shape rule that takes any
+width. What the kernels do not take (`refusal`) is PyTorch's own, called from inside. Their gradients are in
+gradients.py; forward-mode AD has no rule: functional.py hands it to torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from . import row_losses, rows
+from .device import describe
+from .launch import DTYPE_NAMES
+from .plan import Device
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def refusal(x: Tensor, dtype: torch.dtype) -> str | None:
+    """Why x, computed in `dtype`, is left to PyTorch's own kernels; None where ours take it."""
+    if dtype not in DTYPE_NAMES:
+        return f"{dtype} is PyTorch's: the kernels compute in float32"
+    if x.dtype is torch.float64:
+        return "float64 is PyTorch's"
+    if x.layout is not torch.strided or x.is_nested:
+        return "sparse and nested tensors are PyTorch's"
+    device = describe(x.device)
+    return None if isinstance(device, Device) else str(device)
+
+
+def fuses(from_dtype: torch.dtype, to_dtype: torch.dtype) -> bool:
+    """Whether the kernels read from_dtype and write to_dtype without a cast before them."""
+    return from_dtype is to_dtype or (from_dtype in _HALVES and to_dtype is torch.float32)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether nothing but autograd watches x: then the dispatcher can be left out.
+
+    False while compiling, tracing, in a dispatch mode, under torch.func or forward-mode AD, for subclasses and for
+    lazily negated views.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and (type(x) is Tensor or type(x) is Parameter)
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+        and not x.is_neg()
+    )
+
+
+# --- logsumexp's gradient, for what the kernels do not take, and for the gradient of the gradient
+
+
+def over_rows(t: Tensor, x: Tensor, dim: list[int], keepdim: bool) -> Tensor:
+    """t, reduced over dim, as a shape that broadcasts over x; in float32 at least."""
+    if not keepdim:
+        for d in sorted(d % max(1, x.dim()) for d in dim) if dim else range(x.dim()):
+            t = t.unsqueeze(d) if x.dim() else t
+    return widened(t)
+
+
+def widened(t: Tensor) -> Tensor:
+    return t.float() if t.dtype in _HALVES else t
+
+
+def probabilities(x: Tensor, lse: Tensor, dim: list[int], keepdim: bool) -> Tensor:
+    """exp(x - lse); as torch's, NaN where the whole row is -inf."""
+    return (widened(x) - over_rows(lse, x, dim, keepdim)).exp()
+
+
+# --- schemas and kernels ----------------------------------------------------------------------------------------------
+
+library = torch.library.Library("fused_softmax", "DEF")
+
+
+def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    name = schema.split("(")[0]
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fused_softmax::{name}", fake, lib=library)
+    return getattr(torch.ops.fused_softmax, name).default
+
+
+def _in_range(dim: int, n_dims: int) -> None:
+    bound = max(1, n_dims)
+    if not -bound <= dim < bound:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-bound}, {bound - 1}], but got {dim})")
+
+
+def _forward_kernel(log: bool) -> Callable[..., Tensor]:
+    def kernel(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        out_dtype = x.dtype if dtype is None else dtype
+        if refusal(x, out_dtype) is not None:
+            return (torch.log_softmax if log else torch.softmax)(x, dim, dtype=dtype)
+        _in_range(dim, x.dim())
+        return rows.softmax_forward(x if fuses(x.dtype, out_dtype) else x.to(out_dtype), dim, out_dtype, log)
+
+    return kernel
+
+
+def _forward_fake(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    _in_range(dim, x.dim())
+    out_dtype = x.dtype if dtype is None else dtype
+    if not out_dtype.is_floating_point:
+        raise NotImplementedError(f"softmax is not implemented for {out_dtype}")
+    return x.new_empty(x.shape, dtype=out_dtype)
+
+
+def _backward_kernel(log: bool) -> Callable[..., Tensor]:
+    def kernel(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+        _in_range(dim, y.dim())
+        dy = dy.to(y.dtype)
+        if refusal(y, y.dtype) is not None:
+            own = torch._log_softmax_backward_data if log else torch._softmax_backward_data
+            return own(dy, y, dim, y.dtype).to(input_dtype)
+        if not fuses(input_dtype, y.dtype):
+            return rows.softmax_backward(dy, y, dim, y.dtype, log).to(input_dtype)
+        return rows.softmax_backward(dy, y, dim, input_dtype, log)
+
+    return kernel
+
+
+def _backward_fake(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    _in_range(dim, y.dim())
+    return y.new_empty(y.shape, dtype=input_dtype)
+
+
+def _takes_logsumexp(x: Tensor) -> bool:
+    return x.dim() > 0 and x.numel() > 0 and refusal(x, x.dtype) is None
+
+
+def _logsumexp_kernel(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+    if not dim or not _takes_logsumexp(x):
+        return torch.logsumexp(x, dim, keepdim)
+    for d in dim:
+        _in_range(d, x.dim())
+    return row_losses.logsumexp_forward(x, tuple(sorted({d % x.dim() for d in dim})), keepdim)
+
+
+def _logsumexp_fake(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+    for d in dim:
+        _in_range(d, x.dim())
+    gone = {d % max(1, x.dim()) for d in dim} or set(range(x.dim()))
+    shape = [1 if d in gone else size for d, size in enumerate(x.shape) if keepdim or d not in gone]
+    return x.new_empty(shape, dtype=x.dtype if x.is_floating_point() else torch.get_default_dtype())
+
+
+def _logsumexp_backward_kernel(g: Tensor, x: Tensor, lse: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+    if dim and _takes_logsumexp(x):
+        dims = tuple(sorted({d % x.dim() for d in dim}))
+        # torch: NaN where the whole row is -inf
+        lse = lse.masked_fill(lse == -float("inf"), float("nan"))
+        return row_losses.logsumexp_backward(g.to(x.dtype), x, lse, dims, keepdim)
+    return over_rows(g, x, dim, keepdim).mul(probabilities(x, lse, dim, keepdim)).to(x.dtype)
+
+
+def _logsumexp_backward_fake(g: Tensor, x: Tensor, lse: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+softmax = _define("softmax(Tensor x, int dim, ScalarType? dtype=None) -> Tensor", _forward_kernel(False), _forward_fake)
+log_softmax = _define(
+    "log_softmax(Tensor x, int dim, ScalarType? dtype=None) -> Tensor", _forward_kernel(True), _forward_fake
+)
+softmax_backward = _define(
+    "softmax_backward(Tensor dy, Tensor y, int dim, ScalarType input_dtype) -> Tensor",
+    _backward_kernel(False),
+    _backward_fake,
+)
+log_softmax_backward = _define(
+    "log_softmax_backward(Tensor dy, Tensor y, int dim, ScalarType input_dtype) -> Tensor",
+    _backward_kernel(True),
+    _backward_fake,
+)
+logsumexp = _define("logsumexp(Tensor x, int[] dim, bool keepdim=False) -> Tensor", _logsumexp_kernel, _logsumexp_fake)
+logsumexp_backward = _define(
+    "logsumexp_backward(Tensor g, Tensor x, Tensor lse, int[] dim, bool keepdim=False) -> Tensor",
+    _logsumexp_backward_kernel,
+    _logsumexp_backward_fake,
+)
+
+# --- autocast: float32 on CUDA, as torch; from a 16-bit input in the same pass ----------------------------------------
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+
+def _softmax_autocast(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def autocast(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return operator(x, dim, torch.float32 if dtype is None and x.dtype in DTYPE_NAMES else dtype)
+
+    return autocast
+
+
+def _logsumexp_autocast(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return logsumexp(x.float() if x.dtype in _HALVES else x, dim, keepdim)
+
+
+library.impl("softmax", _softmax_autocast(softmax), "AutocastCUDA")
+library.impl("log_softmax", _softmax_autocast(log_softmax), "AutocastCUDA")
+library.impl("logsumexp", _logsumexp_autocast, "AutocastCUDA")
+
+# --- vmap: one more dimension of rows, the first ----------------------------------------------------------------------
+
+
+def _past_batch(dim: int, n_dims: int) -> int:
+    """dim of a tensor of n_dims as it counts with a batch dimension before them."""
+    _in_range(dim, n_dims)
+    return dim % n_dims + 1
+
+
+def _batched(t: Tensor, batch_dim: int | None, batch_size: int) -> Tensor:
+    return t.expand(batch_size, *t.shape) if batch_dim is None else t.movedim(batch_dim, 0)
+
+
+def _forward_vmap(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
+    def rule(info: Any, in_dims: tuple[Any, ...], x: Tensor, dim: int, dtype: torch.dtype | None) -> tuple[Tensor, int]:
+        x = x.movedim(in_dims[0], 0)
+        if x.dim() == 1:
+            _in_range(dim, 0)
+            return operator(x.unsqueeze(1), 1, dtype).squeeze(1), 0
+        return operator(x, _past_batch(dim, x.dim() - 1), dtype), 0
+
+    return rule
+
+
+def _backward_vmap(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
+    def rule(
+        info: Any, in_dims: tuple[Any, ...], dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype
+    ) -> tuple[Tensor, int]:
+        dy, y = _batched(dy, in_dims[0], info.batch_size), _batched(y, in_dims[1], info.batch_size)
+        if y.dim() == 1:
+            return operator(dy.unsqueeze(1), y.unsqueeze(1), 1, input_dtype).squeeze(1), 0
+        return operator(dy, y, _past_batch(dim, y.dim() - 1), input_dtype), 0
+
+    return rule
+
+
+def _dims_past_batch(dim: list[int], n_dims: int) -> list[int]:
+    return [_past_batch(d, n_dims) for d in dim] or list(range(1, n_dims + 1))
+
+
+def _logsumexp_vmap(
+    info: Any, in_dims: tuple[Any, ...], x: Tensor, dim: list[int], keepdim: bool
+) -> tuple[Tensor, int]:
+    x = x.movedim(in_dims[0], 0)
+    if x.dim() == 1:
+        return logsumexp(x.unsqueeze(1), [1], False), 0
+    return logsumexp(x, _dims_past_batch(dim, x.dim() - 1), keepdim), 0
+
+
+def _logsumexp_backward_vmap(
+    info: Any, in_dims: tuple[Any, ...], g: Tensor, x: Tensor, lse: Tensor, dim: list[int], keepdim: bool
+) -> tuple[Tensor, int]:
+    g, x, lse = (_batched(t, d, info.batch_size) for t, d in zip((g, x, lse), in_dims, strict=False))
+    if x.dim() == 1:
+        return logsumexp_backward(g, x.unsqueeze(1), lse, [1], False).squeeze(1), 0
+    return logsumexp_backward(g, x, lse, _dims_past_batch(dim, x.dim() - 1), keepdim), 0
+
+
+for _name, _rule in (
+    ("softmax", _forward_vmap(softmax)),
+    ("log_softmax", _forward_vmap(log_softmax)),
+    ("softmax_backward", _backward_vmap(softmax_backward)),
+    ("log_softmax_backward", _backward_vmap(log_softmax_backward)),
+    ("logsumexp", _logsumexp_vmap),
+    ("logsumexp_backward", _logsumexp_backward_vmap),
+):
+    torch.library.register_vmap(f"fused_softmax::{_name}", _rule, lib=library)

@@ -1,0 +1,230 @@
+"""Routes a whole program's softmax through our kernels, by taking the place of PyTorch's own on the GPU, and back.
+
+    with fused_softmax.patch():
+        loss = model(tokens).loss          # torch.softmax, F.softmax, F.cross_entropy, attention: all of them
+        loss.backward()
+What is replaced are the kernels below autograd (aten::_softmax and kin), so autograd, autocast, vmap and modes stay as
+they are. What ours do not take (float64, say) goes on to the kernel that was there before. The replacement is the
+process's, not the thread's: backward runs in threads of its own. It does not reach what never calls these kernels:
+torch.compile's own decompositions, flash attention, other fused ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import rows
+from .device import interpreting, triton_error
+from .operators import fuses, refusal
+
+OPS = ("softmax", "log_softmax", "safe_softmax")
+Kernel = Callable[..., Tensor]
+F = TypeVar("F", bound=Callable[..., Any])
+
+_lock = threading.Lock()
+_enabled = dict.fromkeys(OPS, 0)  # how many patches hold each op
+_installed: dict[str, torch.library.Library] = {}
+# a thread may have been on its way into one of our kernels, waiting for the interpreter's lock, when another took it
+# out: it runs all the same, so the last few thousand outlive their registration (without this, threads crash)
+_kept: deque[object] = deque(maxlen=4096)
+
+
+class patch:
+    """Routes torch's softmax family on the GPU through ours: a context manager, a decorator, or enable()/disable().
+
+    Args:
+        ops: which of "softmax", "log_softmax" (each with its backward and out= variants) and "safe_softmax" (what
+            scaled_dot_product_attention's math path calls); all of them by default.
+
+    It nests and may be used from several threads: an op is torch's own again when the last patch that holds it ends,
+    the very kernel that was there before. On a machine without kernels (no GPU, no Triton) it changes nothing. With
+    TRITON_INTERPRET=1 it takes the CPU's kernels.
+
+    Raises: ValueError for an unknown op; RuntimeError for a disable() without its enable(), and where this torch cannot
+    hand out the kernel that was there before (torch.library.get_kernel, since 2.10).
+
+    >>> with patch(ops=("softmax",)):
+    ...     y = torch.softmax(torch.zeros(2, 4), -1)
+    """
+
+    def __init__(self, ops: Iterable[str] | None = None):
+        self.ops = OPS if ops is None else tuple(dict.fromkeys((ops,) if isinstance(ops, str) else ops))
+        unknown = [op for op in self.ops if op not in OPS]
+        if unknown:
+            raise ValueError(f"patch() knows {', '.join(OPS)}, not {', '.join(map(repr, unknown))}")
+        self._depth = 0
+
+    def enable(self) -> None:
+        """Puts our kernels in place until as many disable()s."""
+        with _lock:
+            taken = []
+            try:
+                for op in self.ops:
+                    if _enabled[op] == 0:
+                        _install(op)
+                    _enabled[op] += 1
+                    taken.append(op)
+            except BaseException:
+                _release(taken)
+                raise
+            self._depth += 1
+
+    def disable(self) -> None:
+        """Takes back one enable()."""
+        with _lock:
+            if self._depth == 0:
+                raise RuntimeError("patch.disable() without its enable()")
+            self._depth -= 1
+            _release(self.ops)
+
+    def __enter__(self) -> patch:
+        self.enable()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.disable()
+
+    def __call__(self, function: F) -> F:
+        @functools.wraps(function)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return patched  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        return f"patch(ops={self.ops!r})"
+
+
+def _release(ops: Iterable[str]) -> None:
+    for op in ops:
+        _enabled[op] -= 1
+        if _enabled[op] == 0 and op in _installed:
+            _installed.pop(op)._destroy()
+
+
+def _install(op: str) -> None:
+    if triton_error() is not None or not (interpreting() or torch.cuda.is_available()):
+        return
+    if not hasattr(torch.library, "get_kernel"):
+        raise RuntimeError(f"patch() needs torch.library.get_kernel (torch 2.10 or later), this is {torch.__version__}")
+    key = "CPU" if interpreting() else "CUDA"
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            # torch says once that a kernel was overridden, which is what patch() is for
+            warnings.filterwarnings("ignore", message=".*(?s:.*)[Oo]verrid", category=UserWarning)
+            for name, ours in _kernels(op).items():
+                library.impl(name, ours(_original(name, key)), key)
+                _kept.append(torch.library.get_kernel(f"aten::{name}", key))
+    except BaseException:
+        library._destroy()
+        raise
+    _installed[op] = library
+
+
+def _original(name: str, key: str) -> Kernel:
+    """The kernel that is in place now; calling it meets no dispatcher, so it cannot come back here."""
+    kernel = torch.library.get_kernel(f"aten::{name}", key)
+    return functools.partial(kernel.call_boxed, torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)))
+
+
+def _kernels(op: str) -> dict[str, Callable[[Kernel], Kernel]]:
+    """What takes the place of which aten kernels; each is made from the kernel that it replaces."""
+    if op == "safe_softmax":
+        return {"_safe_softmax": _safe_softmax}
+    log = op == "log_softmax"
+    return {
+        f"_{op}": functools.partial(_forward, log),
+        f"_{op}.out": functools.partial(_forward_out, log),
+        f"_{op}_backward_data": functools.partial(_backward, log),
+        f"_{op}_backward_data.out": functools.partial(_backward_out, log),
+    }
+
+
+def _takes(x: Tensor, dim: int, out_dtype: torch.dtype) -> bool:
+    bound = x.dim() or 1
+    return -bound <= dim < bound and fuses(x.dtype, out_dtype) and refusal(x, out_dtype) is None
+
+
+def _out_dtype(x: Tensor, half_to_float: bool) -> torch.dtype | None:
+    """The output's dtype; None where half_to_float is asked of what is no half."""
+    if not half_to_float:
+        return x.dtype
+    return None if x.dtype is torch.float32 else torch.float32
+
+
+def _forward(log: bool, original: Kernel) -> Kernel:
+    def forward(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+        dtype = _out_dtype(x, half_to_float)
+        if dtype is None or not _takes(x, dim, dtype):
+            return original(x, dim, half_to_float)
+        return rows.softmax_forward(x, dim, dtype, log)
+
+    return forward
+
+
+def _forward_out(log: bool, original: Kernel) -> Kernel:
+    def forward_out(x: Tensor, dim: int, half_to_float: bool, *, out: Tensor) -> Tensor:
+        dtype = _out_dtype(x, half_to_float)
+        if dtype is None or not _takes(x, dim, dtype) or not _fits(out, x, dtype):
+            return original(x, dim, half_to_float, out=out)
+        return rows.softmax_forward(x, dim, dtype, log, out)
+
+    return forward_out
+
+
+def _takes_backward(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> bool:
+    same = dy.dtype is y.dtype and dy.shape == y.shape and dy.device == y.device
+    return same and fuses(input_dtype, y.dtype) and _takes(y, dim, y.dtype)
+
+
+def _backward(log: bool, original: Kernel) -> Kernel:
+    def backward(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+        if not _takes_backward(dy, y, dim, input_dtype):
+            return original(dy, y, dim, input_dtype)
+        return rows.softmax_backward(dy, y, dim, input_dtype, log)
+
+    return backward
+
+
+def _backward_out(log: bool, original: Kernel) -> Kernel:
+    # the two differ in what they call their output
+    name = "out" if log else "grad_input"
+
+    def backward_out(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype, **outputs: Tensor) -> Tensor:
+        out = outputs[name]
+        if not _takes_backward(dy, y, dim, input_dtype) or not _fits(out, y, input_dtype):
+            return original(dy, y, dim, input_dtype, **outputs)
+        return out.copy_(rows.softmax_backward(dy, y, dim, input_dtype, log))
+
+    return backward_out
+
+
+def _safe_softmax(original: Kernel) -> Kernel:
+    def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        out_dtype = x.dtype if dtype is None else dtype
+        if not _takes(x, dim, out_dtype):
+            return original(x, dim, dtype)
+        y = rows.softmax_forward(x, dim, out_dtype, False)
+        # rows that are masked throughout give 0, not NaN
+        return y if x.numel() == 0 else y.masked_fill_(x.amax(dim, keepdim=True) == -float("inf"), 0.0)
+
+    return safe_softmax
+
+
+def _fits(out: Tensor, like: Tensor, dtype: torch.dtype | None) -> bool:
+    """Whether out can take the result; an empty one is given its size, other sizes are torch's to resize."""
+    if out.dtype is not dtype or out.device != like.device:
+        return False
+    if out.shape != like.shape and out.numel() == 0:
+        out.resize_(like.shape)
+    return out.shape == like.shape

@@ -1,0 +1,216 @@
+"""Losses and statistics of rows (n_rows, n_cols): allocates what is O(rows), and launches.
+
+No mathematics and no autograd: `losses` and `logprobs` fold tensors into rows, check them, and call these. Nothing here
+waits for the device. logsumexp_forward and logsumexp_backward take whole tensors, for the operators.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .launch import _device_of, problem_of
+from .loss_launch import FEW_PROGRAMS, Flags, launch_flat, launch_rows
+from .plan import plan_elementwise, plan_loss, plan_statistics
+
+# one program adds up so many losses; more are torch's to add
+ONE_PROGRAM_ROWS = 65536
+_resident_plan = functools.lru_cache(plan_loss)
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """What a cross-entropy is told beside its logits. target: (n_rows,) int64; weight: (n_cols,) float32."""
+
+    target: Tensor
+    weight: Tensor | None
+    weight_sum: Tensor | None  # [1] float32, where there are weights and smoothing
+    ignore_index: int
+    reduction: str
+    smoothing: float
+    softcap: float | None
+    z_loss: float
+    denominator: Tensor | None = None  # [1] float32: what a mean divides by, where it is not the targets that count
+
+    @property
+    def flags(self) -> Flags:
+        return (
+            ("WEIGHTED", self.weight is not None),
+            ("SMOOTH", self.smoothing > 0.0),
+            ("SOFTCAP", self.softcap is not None),
+        )
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        return (float(self.smoothing), 1.0 if self.softcap is None else float(self.softcap), float(self.z_loss))
+
+    def vectors(self, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """target, weight and the weights' sum as a kernel takes them; `unused` stands where there are none."""
+        weight = unused if self.weight is None else self.weight
+        return self.target, weight, unused if self.weight_sum is None else self.weight_sum
+
+
+def fits_on_chip(x: Tensor, dx: Tensor) -> bool:
+    """Whether a row can be held while its loss is computed, so that the gradient is written in the same pass."""
+    return _resident_plan(problem_of(x, dx), _device_of(x)).regime != "stream"
+
+
+def gradient_buffer(x: Tensor) -> Tensor:
+    """Uninitialised memory for the gradient of rows x, whose rows start as x's do where that costs little.
+
+    A vocabulary that is padded to a multiple of 64 and cut to its own width keeps its aligned rows that way.
+    """
+    n_rows, n_cols = x.shape
+    stride = x.stride(0) if n_rows > 1 and n_cols < x.stride(0) <= 2 * n_cols else n_cols
+    return torch.empty((n_rows, stride), dtype=x.dtype, device=x.device)[:, :n_cols]
+
+
+def cross_entropy_forward(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
+    """(each row's loss, its lse), float32; no gradient, one read."""
+    loss, lse = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
+    numbers = (op.ignore_index, *op.numbers)
+    launch_rows("cross_entropy_forward", (x,), (*op.vectors(lse), loss, lse), numbers, op.flags, plan_statistics)
+    return loss, lse
+
+
+def cross_entropy_with_gradient(
+    x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(each row's loss, its lse), float32, and into dx the gradient for an upstream gradient of 1; dx may be x."""
+    loss, lse = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
+    vectors = (*op.vectors(lse), lse if count is None else count, loss, lse)
+    flags = (("MEAN", count is not None), *op.flags)
+    launch_rows("cross_entropy_resident", (x, dx), vectors, (op.ignore_index, *op.numbers), flags, plan_loss)
+    return loss, lse
+
+
+def cross_entropy_gradient(
+    x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor | None, lse: Tensor, g: Tensor, *, unless_one: bool
+) -> None:
+    """The gradient for upstream g ([1], or [n_rows]; float32) into dx; unless_one: only where g is not 1."""
+    vectors = (*op.vectors(lse), lse if count is None else count, lse, g)
+    flags = (("UNLESS_ONE", unless_one), ("MEAN", count is not None), *op.flags)
+    numbers = (op.ignore_index, int(g.numel() > 1), *op.numbers)
+    most = FEW_PROGRAMS if unless_one else None
+    launch_rows("cross_entropy_backward", (x, dx), vectors, numbers, flags, plan_elementwise, most=most)
+
+
+def scale_unless_one(dx: Tensor, g: Tensor) -> None:
+    """dx *= g ([1], or [n_rows]; float32), where g is not 1."""
+    launch_rows(
+        "scale_unless_one", (dx,), (g,), (int(g.numel() > 1),), (), plan_elementwise, most=FEW_PROGRAMS
+    )  # fmt: skip
+
+
+def count_targets(op: CrossEntropy, n_cols: int) -> Tensor:
+    """The mean's denominator: how many targets count, or their weights' sum.  # [1] float32"""
+    if op.denominator is not None:
+        return op.denominator
+    n_rows = op.target.shape[0]
+    if n_rows > ONE_PROGRAM_ROWS:
+        return _counted(op, n_cols)
+    count = torch.empty(1, dtype=torch.float32, device=op.target.device)
+    tensors = (op.target, count if op.weight is None else op.weight, count)
+    flags = (("WEIGHTED", op.weight is not None), ("BLOCK", 4096))
+    launch_flat("count_targets", tensors, (n_rows, n_cols, op.ignore_index), flags, num_warps=8)
+    return count
+
+
+def reduce_losses(loss: Tensor, op: CrossEntropy, n_cols: int) -> Tensor:
+    """The rows' losses as `op.reduction` has them: a scalar, or as they are.  # float32"""
+    if op.reduction == "none":
+        return loss
+    if op.reduction == "mean" and op.denominator is not None:
+        return reduce_losses(loss, replace(op, reduction="sum"), n_cols) / op.denominator[0]
+    mean, n_rows = op.reduction == "mean", loss.shape[0]
+    if n_rows > ONE_PROGRAM_ROWS:
+        return loss.sum() / _counted(op, n_cols)[0] if mean else loss.sum()
+    out = torch.empty((), dtype=torch.float32, device=loss.device)
+    tensors = (loss, op.target, loss if op.weight is None else op.weight, out)
+    flags = (("MEAN", mean), ("WEIGHTED", op.weight is not None), ("BLOCK", 4096))
+    launch_flat("reduce_losses", tensors, (n_rows, n_cols, op.ignore_index), flags, num_warps=8)
+    return out
+
+
+def _counted(op: CrossEntropy, n_cols: int) -> Tensor:
+    counts = (op.target != op.ignore_index) & (op.target >= 0) & (op.target < n_cols)
+    if op.weight is None:
+        return counts.sum(dtype=torch.float32).view(1)
+    return op.weight[op.target.clamp(0, n_cols - 1)].where(counts, 0.0).sum().view(1)
+
+
+def statistics(
+    x: Tensor, ids: Tensor | None, scale: float | Tensor, entropy: bool, *, invariant: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(lse, entropy, log-probabilities of ids) of rows x*scale, float32; ids: (n_rows, n_picks) int64, contiguous."""
+    lse = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    entropies = torch.empty_like(lse) if entropy else None
+    picked = None if ids is None else torch.empty(ids.shape, dtype=torch.float32, device=x.device)
+    n_picks = 0 if ids is None else ids.shape[1]
+    by_row = isinstance(scale, Tensor)
+    vectors = tuple(lse if v is None else v for v in (lse, entropies, ids, picked, scale if by_row else None))
+    flags = (("PICKS", _power_of_two(n_picks)), ("ENTROPY", entropy), ("ROW_SCALE", by_row))
+    numbers = (n_picks, 1.0 if isinstance(scale, Tensor) else float(scale))
+    launch_rows("row_statistics", (x,), vectors, numbers, flags, plan_statistics, invariant=invariant)
+    return lse, entropies, picked
+
+
+def statistics_backward(
+    x: Tensor,
+    dx: Tensor,
+    lse: Tensor,
+    scale: float | Tensor,
+    *,
+    ids: Tensor | None = None,
+    g_picked: Tensor | None = None,
+    entropy: Tensor | None = None,
+    g_entropy: Tensor | None = None,
+    g_lse: Tensor | None = None,
+) -> None:
+    """Into dx the gradient of what `statistics` returns; an upstream gradient that is None counts for nothing."""
+    n_picks = 0 if ids is None or g_picked is None else ids.shape[1]
+    by_row = isinstance(scale, Tensor)
+    given = (lse, entropy, g_entropy, ids, g_picked, g_lse, scale if by_row else None)
+    flags: Flags = (("PICKS", _power_of_two(n_picks)), ("ENTROPY", g_entropy is not None))
+    flags = (*flags, ("LSE", g_lse is not None), ("ROW_SCALE", by_row))
+    numbers = (n_picks, 1.0 if isinstance(scale, Tensor) else float(scale))
+    vectors = tuple(lse if v is None else v for v in given)
+    launch_rows("row_statistics_backward", (x, dx), vectors, numbers, flags, plan_elementwise)
+
+
+def logsumexp_forward(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """logsumexp of x over dims (rising, each in [0, x.dim())) in x's dtype. x is not empty."""
+    kept, folded = _folded(x, dims)
+    lse, _, _ = statistics(folded, None, 1.0, False)
+    shape = [1 if d in dims else size for d, size in enumerate(x.shape)] if keepdim else [x.shape[d] for d in kept]
+    return lse.to(x.dtype).view(shape)
+
+
+def logsumexp_backward(g: Tensor, x: Tensor, lse: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """dx = g*exp(x - lse), contiguous, in x's dtype; 0 where a row is nothing but -inf, as torch has it."""
+    kept, folded = _folded(x, dims)
+    dx = torch.empty(folded.shape, dtype=x.dtype, device=x.device)
+    statistics_backward(folded, dx, lse.reshape(-1).float(), 1.0, g_lse=g.reshape(-1).float().contiguous())
+    order = (*kept, *dims)
+    back = sorted(range(x.dim()), key=lambda i: order[i])
+    return dx.view([x.shape[d] for d in order]).permute(back).contiguous()
+
+
+def _folded(x: Tensor, dims: tuple[int, ...]) -> tuple[list[int], Tensor]:
+    """(the other dims, x as rows over dims), copied only where its strides leave no other way."""
+    kept = [d for d in range(x.dim()) if d not in dims]
+    return kept, rows_of(x.permute(*kept, *dims), math.prod(x.shape[d] for d in dims))
+
+
+def rows_of(x: Tensor, n_cols: int) -> Tensor:
+    """x as (n_rows, n_cols) with contiguous columns: a view where its strides allow, else a copy. Differentiable."""
+    rows = x.reshape(-1, n_cols)
+    return rows if n_cols == 1 or rows.stride(1) == 1 else rows.contiguous()
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length() if n else 0

@@ -1,0 +1,45 @@
+"""logsumexp's kernels, which the operators call: against float64, over any dims, with gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fused_softmax as fs
+from fused_softmax import reference, rows
+
+pytestmark = pytest.mark.interpreted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n_cols", [1, 7, 255, 1000, 4097, 9000])
+def test_against_float64(n_cols, dtype):
+    x = (torch.randn(3, n_cols) * 4).to(dtype)
+    want = reference.logsumexp(x)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(rows.logsumexp_forward(x, (1,), False).double(), want, rtol=2 * eps, atol=2 * eps)
+    g = torch.randn(3).to(dtype)
+    dx = rows.logsumexp_backward(g, x, want.float(), (1,), False)
+    exact = g.double()[:, None] * (x.double() - want[:, None]).exp()
+    torch.testing.assert_close(dx.double(), exact, rtol=4 * eps + 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dims", [(0,), (1,), (3,), (0, 1), (1, 3), (2, 3), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_dims(dims, keepdim):
+    x = torch.randn(2, 3, 4, 5)
+    for view in (x, x.transpose(0, 3), x[:, :, ::2]):
+        leaf = view.detach().requires_grad_()
+        want = torch.logsumexp(leaf, dims, keepdim)
+        got = rows.logsumexp_forward(view, dims, keepdim)
+        torch.testing.assert_close(got, want.detach())
+        g = torch.randn_like(want)
+        dx = rows.logsumexp_backward(g, view, got, dims, keepdim)
+        assert dx.is_contiguous()
+        torch.testing.assert_close(dx, torch.autograd.grad(want, leaf, g)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_the_public_function_takes_these_kernels():
+    x = torch.randn(4, 33, requires_grad=True)
+    fs.logsumexp(x, -1).sum().backward()
+    torch.testing.assert_close(x.grad, torch.softmax(x.detach(), -1), rtol=1e-5, atol=1e-6)

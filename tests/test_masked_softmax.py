@@ -1,0 +1,163 @@
+"""masked_softmax against float64: masks of every kind and stride, causality, rows that see nothing, gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fused_softmax as fs
+from fused_softmax import masked
+
+pytestmark = pytest.mark.interpreted
+
+INF = float("inf")
+SHAPES = [(2, 2, 5, 5), (1, 2, 3, 33), (2, 1, 4, 1001), (1, 1, 2, 4099), (1, 1, 2, 5000)]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}  # the interpreter truncates bfloat16
+
+
+def masks(b: int, h: int, q: int, k: int) -> dict[str, torch.Tensor | None]:
+    additive = torch.randn(1, 1, q, k)
+    additive[0, 0, 0, : k // 2] = -INF
+    return {
+        "no mask": None,
+        "bool, broadcast over queries": torch.rand(b, 1, 1, k) > 0.3,
+        "bool": torch.rand(b, h, q, k) > 0.3,
+        "bool, broadcast over columns": torch.rand(b, h, q, 1) > 0.5,
+        "bool, transposed": (torch.rand(b, 1, k, q) > 0.3).transpose(2, 3),
+        "bool, every second column": (torch.rand(q, 2 * k) > 0.3)[:, ::2],
+        "additive, broadcast over heads": additive,
+        "additive": torch.randn(b, h, q, k).bfloat16(),
+    }
+
+
+KINDS = list(masks(1, 1, 2, 2))
+
+
+def exact(x: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool, zero: bool) -> torch.Tensor:
+    z = x * scale
+    if mask is not None:
+        z = z.masked_fill(~mask, -INF) if mask.dtype is torch.bool else z + mask.double()
+    if causal:
+        z = z.masked_fill(torch.arange(x.shape[-1]) > torch.arange(x.shape[-2])[:, None], -INF)
+    unseen = (z == -INF).all(-1, keepdim=True)
+    y = torch.softmax(z.masked_fill(unseen, 0.0), -1)
+    return y.masked_fill(unseen, 0.0 if zero else float("nan"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_against_float64(shape, causal, kind):
+    mask = masks(*shape)[kind]
+    for dtype, fully_masked in ((torch.float32, "zero"), (torch.bfloat16, "nan")):
+        x = (torch.randn(shape) * 2).to(dtype)
+        ours, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
+        y = fs.masked_softmax(ours, mask, scale=0.5, causal=causal, fully_masked=fully_masked)
+        want = exact(theirs, mask, 0.5, causal, fully_masked == "zero")
+        tolerance = TOLERANCE[dtype]
+        assert y.dtype is dtype and y.is_contiguous()
+        torch.testing.assert_close(y.double(), want, rtol=tolerance, atol=tolerance / 100, equal_nan=True)
+        dy = torch.randn(shape).to(dtype)
+        y.backward(dy)
+        want.backward(dy.double())
+        is_number = ~want.isnan().any(-1, keepdim=True)  # a row of NaN has a gradient of NaN
+        dx, exact_dx = (g.double().where(is_number, 0.0) for g in (ours.grad, theirs.grad))
+        torch.testing.assert_close(dx, exact_dx, rtol=4 * tolerance, atol=tolerance)
+
+
+def test_hidden_columns_hide_nan_and_are_zero():
+    x = torch.randn(2, 9)
+    x[:, 4], x[:, 6] = float("nan"), INF
+    keep = torch.ones(9, dtype=torch.bool)
+    keep[4] = keep[6] = False
+    y = fs.masked_softmax(x, keep)
+    assert not y[:, ~keep].any()
+    torch.testing.assert_close(y[:, keep], torch.softmax(x[:, keep], -1))
+
+
+def test_causal_columns_are_not_read():
+    """torch's is_causal: row q sees columns 0..q, counted from the top left whatever the shape."""
+    for n_rows, n_cols in ((3, 700), (40, 8)):
+        x = torch.randn(n_rows, n_cols)
+        hidden = torch.arange(n_cols) > torch.arange(n_rows)[:, None]
+        y = fs.masked_softmax(x.masked_fill(hidden, float("nan")), causal=True)
+        torch.testing.assert_close(y, torch.softmax(x.masked_fill(hidden, -INF), -1))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("mask_shape", [(2, 3, 4, 8), (1, 1, 4, 8), (8,), (4, 1)], ids=str)
+def test_the_gradient_of_an_additive_mask(mask_shape, scale):
+    x, m = torch.randn(2, 3, 4, 8), torch.randn(mask_shape)
+    dy = torch.randn_like(x)
+    found = []
+    for function in (fs.masked_softmax, lambda x, m, scale: torch.softmax(x * scale + m, -1)):
+        leaves = [x.clone().requires_grad_(), m.clone().requires_grad_()]
+        found.append(torch.autograd.grad(function(*leaves, scale=scale), leaves, dy))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_see_nothing():
+    x = torch.randn(3, 6, requires_grad=True)
+    keep = torch.tensor([[True], [False], [True]])
+    y = fs.masked_softmax(x, keep, fully_masked="zero")
+    assert not y[1].any()
+    y.square().sum().backward()
+    assert x.grad.isfinite().all() and not x.grad[1].any() and x.grad[0].any()
+    assert fs.masked_softmax(x, keep)[1].isnan().all()
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_rows_that_do_not_fit_on_chip(causal, monkeypatch):
+    """The walk in steps, forward; backward is softmax's own."""
+    from fused_softmax.plan import plan
+
+    forced = lambda problem, device: plan(problem, device, regime="stream")  # noqa: E731
+    monkeypatch.setattr(masked, "plan_masked", forced)
+    for n_cols in (33, 1001, 9000):
+        x = torch.randn(2, n_cols)
+        for mask in (None, torch.rand(1, n_cols) > 0.4, torch.randn(2, n_cols)):
+            ours, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
+            y = fs.masked_softmax(ours, mask, scale=0.5, causal=causal, fully_masked="zero")
+            want = exact(theirs, mask, 0.5, causal, True)
+            torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-7)
+            dy = torch.randn_like(x)
+            y.backward(dy)
+            want.backward(dy.double())
+            torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_more_batch_dimensions_than_strides_and_other_shapes():
+    x = torch.randn(2, 2, 2, 2, 3, 5)
+    mask = torch.rand(2, 1, 2, 1, 3, 5) > 0.4
+    mask[..., 0] = True
+    torch.testing.assert_close(fs.masked_softmax(x, mask), torch.softmax(x.masked_fill(~mask, -INF), -1))
+    row = torch.randn(7)
+    torch.testing.assert_close(fs.masked_softmax(row, row > -9), torch.softmax(row, -1))
+    assert fs.masked_softmax(x[:0], mask[:1, :, :, :, :1]).shape == x[:0].shape
+    turned = torch.randn(5, 4, 3).permute(2, 1, 0)
+    torch.testing.assert_close(fs.masked_softmax(turned), torch.softmax(turned, -1))
+    double = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: fs.masked_softmax(t, causal=True, scale=2.0), double)
+
+
+def test_gradients_of_gradients():
+    x = torch.randn(3, 6, requires_grad=True)
+    seconds = []
+    for function in (fs.masked_softmax, lambda x, scale: torch.softmax(x * scale, -1)):
+        (dx,) = torch.autograd.grad(function(x, scale=0.5).square().sum(), x, create_graph=True)
+        seconds.append(torch.autograd.grad(dx.square().sum(), x)[0])
+    torch.testing.assert_close(*seconds, rtol=1e-4, atol=1e-6)
+
+
+def test_errors():
+    x = torch.randn(2, 3)
+    with pytest.raises(ValueError, match="fully_masked"):
+        fs.masked_softmax(x, fully_masked="one")
+    with pytest.raises(ValueError, match="broadcast"):
+        fs.masked_softmax(x, torch.ones(2, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match="broadcast"):
+        fs.masked_softmax(x, torch.ones(1, 2, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="causal"):
+        fs.masked_softmax(x[0], causal=True)
+    with pytest.raises(TypeError, match="bool or floating"):
+        fs.masked_softmax(x, torch.ones(3, dtype=torch.int64))

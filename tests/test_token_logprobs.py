@@ -1,0 +1,174 @@
+"""token_logprobs against float64: log-probabilities, entropy and logsumexp, their gradients, and what is allocated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fused_softmax as fs
+from fused_softmax import adapters, reference
+from fused_softmax.logprobs import TokenStatistics
+
+pytestmark = pytest.mark.interpreted
+
+INF = float("inf")
+TOLERANCE = {torch.float32: 3e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # the interpreter truncates bfloat16
+
+
+def exact(x: torch.Tensor, ids: torch.Tensor, temperature) -> tuple[torch.Tensor, ...]:
+    """(log-probabilities, entropy, logsumexp) of ids (..., K) in float64, with p*log(p) = 0 where p is."""
+    z = x.double() / (temperature.double().unsqueeze(-1) if isinstance(temperature, torch.Tensor) else temperature)
+    log_p = reference.log_softmax(z)
+    entropy = -(log_p.exp() * log_p.clamp(min=-1e300)).sum(-1)
+    return log_p.gather(-1, ids), entropy, reference.logsumexp(z)
+
+
+@pytest.mark.parametrize("n_cols", [1, 5, 33, 1000, 1001, 4097, 9000])
+@pytest.mark.parametrize("n_ids", [1, 3])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, torch.tensor([0.5, 2.0, 1.3])], ids=["1", "0.7", "per row"])
+def test_against_float64(n_cols, n_ids, temperature):
+    for dtype in TOLERANCE if n_cols in (33, 1001) else (torch.bfloat16,):
+        x = (torch.randn(3, n_cols) * 3).to(dtype)
+        ids = torch.randint(0, n_cols, (3, n_ids))
+        if n_cols > 2:
+            x[0, 2] = -INF  # a masked token, which is not asked for
+            ids[0] = torch.where(ids[0] == 2, 1, ids[0])
+        ours, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
+        got = fs.token_logprobs(ours, ids, temperature=temperature, return_entropy=True, return_logsumexp=True)
+        want = exact(theirs, ids, temperature)
+        for a, b in zip(got, want, strict=True):
+            assert a.dtype is torch.float32
+            torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5)
+        upstream = [torch.randn_like(b) for b in want]
+        torch.autograd.backward(got, [g.float() for g in upstream])
+        torch.autograd.backward(want, upstream)
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=tolerance, atol=tolerance / 5)
+
+
+@pytest.mark.parametrize("of", ["logprobs", "entropy", "logsumexp"])
+def test_each_gradient_by_itself(of):
+    x, ids = torch.randn(4, 50), torch.randint(0, 50, (4,))
+    ours, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
+    got = fs.token_logprobs(ours, ids, return_entropy=True, return_logsumexp=True)
+    want = dict(zip(("logprobs", "entropy", "logsumexp"), exact(theirs, ids.unsqueeze(-1), 1.0), strict=True))
+    getattr(got, of).sum().backward()
+    want[of].sum().backward()
+    torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=3e-5, atol=3e-6)
+
+
+def test_shapes_and_what_is_returned():
+    x = torch.randn(2, 3, 11)
+    one, several = torch.randint(0, 11, (2, 3)), torch.randint(0, 11, (2, 3, 4)).int()
+    log_p = torch.log_softmax(x, -1)
+    for view in (x, x.clone().transpose(0, 1).contiguous().transpose(0, 1)):
+        torch.testing.assert_close(fs.token_logprobs(view, one), log_p.gather(-1, one.unsqueeze(-1)).squeeze(-1))
+        torch.testing.assert_close(fs.token_logprobs(view, several), log_p.gather(-1, several.long()))
+    got = fs.token_logprobs(x, one, return_entropy=True)
+    assert isinstance(got, TokenStatistics) and got.logsumexp is None and got.entropy.shape == (2, 3)
+    got = fs.token_logprobs(x, several, return_logsumexp=True, temperature=torch.full((3,), 2.0))
+    assert got.entropy is None and got.logprobs.shape == (2, 3, 4)
+    torch.testing.assert_close(got.logsumexp, torch.logsumexp(x / 2, -1))
+    torch.testing.assert_close(fs.token_logprobs(x[0, 0], torch.tensor(4)), log_p[0, 0, 4])
+    assert fs.token_logprobs(x[:0], one[:0]).shape == (0, 3)
+    double = fs.token_logprobs(x.double(), one)
+    assert double.dtype is torch.float64
+
+
+def test_many_ids_and_the_same_twice():
+    x, ids = torch.randn(2, 300), torch.randint(0, 300, (2, 70))
+    ids[0, :5] = 7
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    g = torch.randn(2, 70)
+    fs.token_logprobs(ours, ids).backward(g)
+    torch.log_softmax(theirs, -1).gather(-1, ids).backward(g)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=3e-5, atol=3e-5)
+
+
+def test_infinite_rows():
+    x = torch.tensor([[1.0, INF, 0.0], [-INF] * 3, [float("nan"), 0.0, 1.0], [-INF, 0.0, 1.0]])
+    got = fs.token_logprobs(x, torch.tensor([0, 0, 1, 0]), return_logsumexp=True)
+    torch.testing.assert_close(got.logprobs, torch.log_softmax(x, -1)[range(4), [0, 0, 1, 0]], equal_nan=True)
+    torch.testing.assert_close(got.logsumexp, torch.logsumexp(x, -1), equal_nan=True)
+
+
+def test_errors():
+    x, ids = torch.randn(2, 5), torch.tensor([1, 2])
+    for bad in (torch.tensor([1, 5]), torch.tensor([-1, 0])):
+        with pytest.raises(IndexError):
+            fs.token_logprobs(x, bad)
+    for wrong in (ids[:1], ids.view(1, 2), torch.zeros(2, 1, 1, dtype=torch.long)):
+        with pytest.raises(ValueError, match="token_ids"):
+            fs.token_logprobs(x, wrong)
+    for dtype in (torch.float32, torch.bool):
+        with pytest.raises(TypeError, match="integers"):
+            fs.token_logprobs(x, ids.to(dtype))
+
+
+def test_a_rows_bits_do_not_depend_on_the_batch():
+    for n_cols in (96, 5000):
+        x, ids = torch.randn(5, n_cols), torch.randint(0, n_cols, (5,))
+        whole = fs.token_logprobs(x, ids, return_entropy=True, return_logsumexp=True)
+        for i in range(5):
+            alone = fs.token_logprobs(x[i : i + 1], ids[i : i + 1], return_entropy=True, return_logsumexp=True)
+            assert all(torch.equal(a[0], b[i]) for a, b in zip(alone, whole, strict=True))
+
+
+def test_the_forward_allocates_nothing_of_the_logits_size():
+    x, ids = torch.randn(2, 4096, requires_grad=True), torch.randint(0, 4096, (2,))
+    sizes: list[int] = []
+    empty = torch.empty
+
+    def counted(*shape, **options):
+        out = empty(*shape, **options)
+        sizes.append(out.numel())
+        return out
+
+    torch.empty = counted
+    try:
+        fs.token_logprobs(x, ids, return_entropy=True, return_logsumexp=True)
+    finally:
+        torch.empty = empty
+    assert sizes and max(sizes) <= 2
+
+
+def test_gradients_of_gradients_and_of_the_temperature():
+    x, ids = torch.randn(2, 6, dtype=torch.float32, requires_grad=True), torch.tensor([1, 4])
+    seconds = []
+    for function in (fs.token_logprobs, lambda x, ids: torch.log_softmax(x, -1).gather(-1, ids[:, None])[:, 0]):
+        (dx,) = torch.autograd.grad(function(x, ids).sum(), x, create_graph=True)
+        seconds.append(torch.autograd.grad(dx.square().sum(), x)[0])
+    torch.testing.assert_close(*seconds, rtol=1e-4, atol=1e-6)
+    temperature = torch.tensor([0.5, 2.0], requires_grad=True)
+    fs.token_logprobs(x, ids, temperature=temperature).sum().backward()
+    assert temperature.grad.isfinite().all() and temperature.grad.any()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_trls_selective_log_softmax(dtype):
+    """TRL 0.2x: gather of log_softmax, row by row for 16-bit logits, in the logits' dtype."""
+    logits = torch.randn(2, 5, 64).to(dtype)
+    for index in (torch.randint(0, 64, (2, 5)), torch.randint(0, 64, (2, 5, 3))):
+        got = adapters.selective_log_softmax(logits, index)
+        wide = index if index.dim() == 3 else index.unsqueeze(-1)
+        want = torch.log_softmax(logits, -1).gather(-1, wide).view(index.shape)
+        assert got.dtype is dtype
+        torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("n_items", [None, 9, torch.tensor(9)], ids=["own", "int", "tensor"])
+def test_hugging_faces_trainer_loss(n_items):
+    """As transformers' ForCausalLMLoss: labels shifted, float32, summed and divided by num_items_in_batch if given."""
+    logits, labels = torch.randn(2, 6, 40), torch.randint(0, 40, (2, 6))
+    labels[0, 3:] = -100
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    got = adapters.causal_lm_loss({"logits": ours}, labels, n_items)
+    shifted = theirs[:, :-1].reshape(-1, 40)
+    want = torch.nn.functional.cross_entropy(
+        shifted, labels[:, 1:].reshape(-1), reduction="mean" if n_items is None else "sum"
+    )
+    want = want if n_items is None else want / n_items
+    torch.testing.assert_close(got, want)
+    got.backward()
+    want.backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=3e-5, atol=1e-6)

@@ -1,0 +1,172 @@
+"""torch.compile, torch.export, torch.func, forward mode and autocast: what they make of a call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import DTYPES, dtype_id
+from watched import both, close, watch
+
+import fused_softmax as fs
+
+pytestmark = pytest.mark.interpreted
+
+ops = torch.ops.fused_softmax
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    return watch(monkeypatch)
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def everything(x: torch.Tensor) -> torch.Tensor:
+    return fs.softmax(x, -1) * fs.log_softmax(x * 2, dim=0) + fs.logsumexp(x, dim=1, keepdim=True)
+
+
+def everything_by_torch(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x, -1) * torch.log_softmax(x * 2, dim=0) + torch.logsumexp(x, dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile_in_one_graph(backend, calls):
+    torch._dynamo.reset()
+    compiled = torch.compile(everything, backend=backend, fullgraph=True)
+    x = torch.randn(5, 9, requires_grad=True)
+    own = x.detach().clone().requires_grad_()
+    y, want = compiled(x), everything_by_torch(own)
+    close(y, want)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    want.backward(dy)
+    torch.testing.assert_close(x.grad, own.grad, rtol=1e-5, atol=1e-5)
+    assert set(calls) == {"softmax_forward", "softmax_backward", "logsumexp_forward", "logsumexp_backward"}
+
+
+@both
+def test_compiled_widths_share_one_graph(ours, torchs):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x: ours(x, dim=-1) + 1, backend=counter, fullgraph=True)
+    for n_rows, n_cols in ((3, 17), (4, 33), (5, 1000), (2, 64), (7, 129)):
+        x = torch.randn(n_rows, n_cols, requires_grad=True)
+        for dim in (0, 1):
+            torch._dynamo.mark_dynamic(x, dim)
+        y = compiled(x)
+        close(y.detach(), torchs(x.detach(), -1) + 1)
+        y.sum().backward()
+    assert counter.frame_count == 1
+
+
+@both
+def test_compiled_transforms(ours, torchs):
+    torch._dynamo.reset()
+    x = torch.randn(3, 5)
+
+    def per_row(function):
+        return lambda x: torch.func.vmap(torch.func.grad(lambda t: function(t, -1)[0]))(x)
+
+    close(torch.compile(per_row(ours), backend="aot_eager", fullgraph=True)(x), per_row(torchs)(x))
+
+
+def test_compiled_dtypes_and_modules():
+    torch._dynamo.reset()
+    x = torch.randn(4, 12).half()
+    compiled = torch.compile(lambda x: fs.softmax(x, -1, dtype=torch.float32), backend="aot_eager", fullgraph=True)
+    close(compiled(x), torch.softmax(x, -1, dtype=torch.float32))
+    double = torch.randn(4, 12, dtype=torch.float64)
+    close(torch.compile(fs.nn.LogSoftmax(-1), backend="aot_eager", fullgraph=True)(double), double.log_softmax(-1))
+
+
+def test_export_and_make_fx_keep_one_op():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph = make_fx(lambda x: fs.softmax(x, -1), tracing_mode="symbolic")(torch.randn(2, 3)).graph
+    assert ops.softmax.default in [node.target for node in graph.nodes]
+    exported = torch.export.export(fs.nn.Softmax(-1), (torch.randn(2, 3),))
+    x = torch.randn(2, 3)
+    close(exported.module()(x), x.softmax(-1))
+
+
+# --- torch.func, forward mode and autocast ----------------------------------------------------------------------------
+
+
+@both
+def test_vmap(ours, torchs):
+    x = torch.randn(3, 4, 5)
+    for in_dim in (0, 1, 2):
+        for dim in (0, 1, -1, -2):
+            got = torch.vmap(lambda t, dim=dim: ours(t, dim), in_dims=in_dim)(x)
+            close(got, torch.vmap(lambda t, dim=dim: torchs(t, dim), in_dims=in_dim)(x))
+    close(torch.vmap(lambda t: ours(t, -1))(x[0, 0]), torch.vmap(lambda t: torchs(t, -1))(x[0, 0]))
+    nested = torch.vmap(torch.vmap(lambda t: ours(t, 0)))(x)
+    close(nested, torchs(x, 2))
+    with pytest.raises(IndexError):
+        torch.vmap(lambda t: ours(t, 2))(x)
+
+
+@both
+def test_per_sample_gradients_and_jacobians(ours, torchs):
+    x, w = torch.randn(3, 5), torch.randn(5)
+
+    def loss(function):
+        return lambda t: (function(t, -1) * w).sum()
+
+    close(torch.func.vmap(torch.func.grad(loss(ours)))(x), torch.func.vmap(torch.func.grad(loss(torchs)))(x))
+    jacobian, own = (torch.func.jacrev(lambda t, f=f: f(t, -1))(x) for f in (ours, torchs))
+    close(jacobian, own)
+    hessian, own = (torch.func.hessian(loss(f))(x[0]) for f in (ours, torchs))
+    torch.testing.assert_close(hessian, own)
+
+
+@both
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_batched_gradients_of_one_graph(ours, torchs):
+    x = torch.randn(3, 5, requires_grad=True)
+    dy = torch.randn(4, 3, 5)
+    got, own = (torch.autograd.grad(f(x, -1), x, dy, is_grads_batched=True)[0] for f in (ours, torchs))
+    close(got, own)
+
+
+@both
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_jacobian_of_autograd(ours, torchs):
+    x = torch.randn(2, 5)
+    for vectorize in (False, True):
+        got, own = (
+            torch.autograd.functional.jacobian(lambda t, f=f: f(t, 0), x, vectorize=vectorize) for f in (ours, torchs)
+        )
+        close(got, own)
+
+
+def test_vmap_of_logsumexp():
+    x = torch.randn(3, 4, 5)
+    for dim in (0, -1, (0, 1)):
+        got = torch.func.vmap(torch.func.grad(lambda t, dim=dim: fs.logsumexp(t, dim).sum()))(x)
+        close(got, torch.func.vmap(torch.func.grad(lambda t, dim=dim: torch.logsumexp(t, dim).sum()))(x))
+
+
+@both
+def test_forward_mode_is_torchs(ours, torchs):
+    x, t = torch.randn(3, 5), torch.randn(3, 5)
+    close(torch.func.jvp(lambda x: ours(x, -1), (x,), (t,))[1], torch.func.jvp(lambda x: torchs(x, -1), (x,), (t,))[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_the_autocast_rule(dtype):
+    """The kernels of the CUDA autocast key: float32 unless another dtype is asked for, and float64 left alone."""
+    x = torch.randn(3, 5).to(dtype)
+    key = torch._C.DispatchKey.AutocastCUDA
+    for operator, torchs in ((ops.softmax, torch.softmax), (ops.log_softmax, torch.log_softmax)):
+        close(operator.default._op_dk(key, x, -1), torchs(x, -1, dtype=torch.float32))
+        close(operator.default._op_dk(key, x, -1, torch.float16), torchs(x, -1, dtype=torch.float16))
+        assert operator.default._op_dk(key, x.double(), -1).dtype == torch.float64
+    close(ops.logsumexp.default._op_dk(key, x, [1]), torch.logsumexp(x.float(), 1))
+
+
+def test_autocast_on_cpu_changes_nothing_as_in_torch():
+    x = torch.randn(3, 5).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fs.softmax(x).dtype == torch.softmax(x, -1).dtype == torch.bfloat16
