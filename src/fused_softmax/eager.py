@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .launch import Prepared, prepared_for
+from .launch import prepared_for
 from .rows import left_to_torch, row_invariance
 
 # shapes remembered; a program that meets more starts over
@@ -61,24 +61,47 @@ def forward(x: Any, dim: Any, log: bool) -> Tensor | None:
     return y
 
 
-def _remember(key: tuple[Any, ...], x: Tensor, dim: Any, log: bool) -> Any:
+def backward(dy: Tensor, y: Tensor, dim: int, log: bool) -> Tensor | None:
+    """The gradient from the output y, for plain tensors of one dtype without gradients; None as `forward`."""
+    if not y.is_cuda or dy.dtype is not y.dtype or dy.shape != y.shape:
+        return None
+    y_address, dy_address, index = y.data_ptr(), dy.data_ptr(), y.get_device()
+    key = (y.shape, y.dtype, dim, log, y_address & 31, dy_address & 31, index, _invariant())
+    known = _known.get(key)
+    if known is None:
+        known = _remember(key, y, dim, log, dy)
+    if known is False or not (y.is_contiguous() and dy.is_contiguous()) or _current_device() != index:
+        return None
+    shape, stride, dtype, y_offset, dy_offset, dx_offset, n_rows, grid, run = known
+    dx = _empty(shape, stride, dtype)
+    run(
+        grid, _current_stream(index),
+        y_address - y_offset, dy_address - dy_offset, dx.data_ptr() - dx_offset, n_rows,
+    )  # fmt: skip
+    return dx
+
+
+def _remember(key: tuple[Any, ...], x: Tensor, dim: Any, log: bool, dy: Tensor | None = None) -> Any:
     """What a call like this takes from now on; False where it takes the long way."""
     if len(_known) >= CAPACITY:
         _known.clear()
-    _known[key] = known = _prepare(x, dim, log)
+    _known[key] = known = _prepare(x, dim, log, dy)
     return known
 
 
-def _prepare(x: Tensor, dim: Any, log: bool) -> Any:
+def _prepare(x: Tensor, dim: Any, log: bool, dy: Tensor | None) -> Any:
     last = type(dim) is int and x.dim() > 0 and dim in (-1, x.dim() - 1)
-    if not last or _empty is None or not x.numel() or not x.is_contiguous() or x.is_neg():
+    inputs = (x,) if dy is None else (x, dy)
+    if not last or _empty is None or not x.numel() or not all(t.is_contiguous() and not t.is_neg() for t in inputs):
         return False
-    if left_to_torch(x, x.dim() - 1, x.dtype):
+    if dy is None and left_to_torch(x, dim, x.dtype):
         return _torch
-    y = torch.empty_like(x)
+    result = torch.empty_like(x)
     n_rows, n_cols = x.numel() // x.shape[-1], x.shape[-1]
-    prepared: Prepared | None = prepared_for((x.view(n_rows, n_cols), y.view(n_rows, n_cols)), log, _invariant())
-    if prepared is None or y.data_ptr() % 32:
+    prepared = prepared_for(
+        tuple(t.view(n_rows, n_cols) for t in (*inputs, result)), log, _invariant(), backward=dy is not None
+    )
+    if prepared is None or result.data_ptr() % 32:
         return False
     grid = -(-n_rows // prepared.rows)
     return (tuple(x.shape), x.stride(), x.dtype, *prepared.offsets, n_rows, grid, prepared.run)

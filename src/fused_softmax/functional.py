@@ -54,8 +54,10 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, o
     >>> softmax(torch.tensor([2.0, 1.0, 0.1]))
     tensor([0.6590, 0.2424, 0.0986])
     """
-    if dtype is None and out is None and (result := eager.forward(input, dim, False)) is not None:
-        return result
+    if dtype is None and out is None:
+        result = eager.forward(input, dim, False)
+        if result is not None:
+            return result
     return _forward(input, dim, dtype, out, False)
 
 
@@ -69,8 +71,10 @@ def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, 
     >>> log_softmax(torch.tensor([2.0, 1.0, 0.1]))
     tensor([-0.4170, -1.4170, -2.3170])
     """
-    if dtype is None and out is None and (result := eager.forward(input, dim, True)) is not None:
-        return result
+    if dtype is None and out is None:
+        result = eager.forward(input, dim, True)
+        if result is not None:
+            return result
     return _forward(input, dim, dtype, out, True)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import rows
+from . import eager, rows
 from .operators import (
     is_plain,
     library,
@@ -33,7 +33,9 @@ class RowSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
-        y = rows.softmax_forward(x, dim, dtype, log)
+        y = eager.forward(x, dim, log) if dtype is x.dtype else None
+        if y is None:
+            y = rows.softmax_forward(x, dim, dtype, log)
         ctx.save_for_backward(y)
         ctx.dim, ctx.input_dtype, ctx.log = dim, x.dtype, log
         ctx.set_materialize_grads(False)
@@ -48,7 +50,10 @@ class RowSoftmax(torch.autograd.Function):
         if torch.is_grad_enabled() or not is_plain(dy) or not is_plain(y) or not torch._C._has_storage(dy):
             operator = log_softmax_backward if ctx.log else softmax_backward
             return operator(dy, y, ctx.dim, ctx.input_dtype), None, None, None
-        return rows.softmax_backward(dy, y, ctx.dim, ctx.input_dtype, ctx.log), None, None, None
+        dx = eager.backward(dy, y, ctx.dim, ctx.log) if ctx.input_dtype is y.dtype else None
+        if dx is None:
+            dx = rows.softmax_backward(dy, y, ctx.dim, ctx.input_dtype, ctx.log)
+        return dx, None, None, None
 
 
 def _save_output(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

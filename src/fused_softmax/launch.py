@@ -185,11 +185,11 @@ def on_device(index: int) -> AbstractContextManager[Any]:
     return _HERE if torch._C._cuda_getDevice() == index else torch.cuda.device(index)
 
 
-def prepared_for(tensors: tuple[Tensor, ...], log: bool, invariant: bool) -> Prepared | None:
-    """The forward's Prepared for row tensors on a GPU, or None where it has no kernels for them."""
+def prepared_for(tensors: tuple[Tensor, ...], log: bool, invariant: bool, *, backward: bool = False) -> Prepared | None:
+    """The Prepared for row tensors on a GPU, or None where it has no kernels for them."""
     if tensors[0].dtype not in DTYPE_NAMES or not isinstance(describe(tensors[0].device), Device):
         return None
-    return _prepared_for(tensors, log, False, invariant, tensors[0].get_device())
+    return _prepared_for(tensors, log, backward, invariant, tensors[0].get_device())
 
 
 def _prepared_for(tensors: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool, index: int) -> Prepared:

@@ -139,7 +139,7 @@ def _forward(x: Tensor, mask: Tensor | None, y: Tensor, scale: float, causal: bo
         expanded = read.expand(x.shape if x.dim() > 1 else (1, *x.shape))
         batch = rows._merge([(n, s) for n, s in zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True) if n != 1])
         if len(batch) > 3:  # no three strides describe it
-            expanded = expanded.contiguous()
+            read = expanded = expanded.contiguous()
             batch = rows._merge(list(zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True)))
         outer, middle, inner = ([(1, 0)] * 3 + batch)[-3:]
         m_query, m_col = expanded.stride()[-2:]

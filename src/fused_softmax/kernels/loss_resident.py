@@ -96,16 +96,11 @@ def cross_entropy_resident(
     for k in tl.static_range(1, CHUNKS):
         m = tl.maximum(m, tl.max(x[k], 2))
     m = tl.maximum(logit(m, 1.0, cap, SOFTCAP), LOWEST)  # [LINES, LANES]
-    if EDGE:
-        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
-        x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
-        z = logit(x_edge, 1.0, cap, SOFTCAP)
-        m = tl.maximum(m, z)
-        s = exp(z - m)
-        t = weigh(z, edge + head, in_edge, weight_ptr, WEIGHTED)
-    else:
-        s = tl.zeros_like(m)
-        t = tl.zeros_like(m)
+    # the target's logit is one of the row's, so it changes no maximum; taken here, it has been read by all who share the
+    # row before any of them can write the gradient over it
+    m = tl.maximum(m, z_target)
+    s = tl.zeros_like(m)
+    t = tl.zeros_like(m)
     for k in tl.static_range(CHUNKS):
         z = logit(opaque(x[k], PTX), 1.0, cap, SOFTCAP)
         s += tl.sum(exp(z - m[:, :, None]), 2)
@@ -114,12 +109,20 @@ def cross_entropy_resident(
             weighted = weigh(z, at + (head + first)[:, :, None], at < width[:, :, None], weight_ptr, WEIGHTED)
             t += tl.sum(weighted, 2)
 
-    # the target's logit is one of the row's, so it changes no maximum; taken here, it has been read by all who share the
-    # row before any of them can write the gradient over it
-    line_max = tl.maximum(tl.max(m, 1), tl.max(z_target, 1))
+    # the ends are summed up by line: a tile of them need not lie in the CTAs as the row does
+    line_max = tl.max(m, 1)
+    if EDGE:
+        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
+        x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
+        z_edge = logit(x_edge, 1.0, cap, SOFTCAP)
+        line_max = tl.maximum(line_max, tl.max(z_edge, 1))
     line_sum = tl.sum(s * exp(m - line_max[:, None]), 1)
+    line_weighted = tl.sum(t, 1)
+    if EDGE:
+        line_sum += tl.sum(exp(z_edge - line_max[:, None]), 1)
+        line_weighted += tl.sum(weigh(z_edge, edge + head, in_edge, weight_ptr, WEIGHTED), 1)
     if SMOOTH:
-        row_max, row_sum, wz_sum = merge_moments_over_cluster(line_max, line_sum, tl.sum(t, 1), True, CTAS, PTX, PARTS)
+        row_max, row_sum, wz_sum = merge_moments_over_cluster(line_max, line_sum, line_weighted, True, CTAS, PTX, PARTS)
         wz_sum = wz_sum[:, None]
     else:
         row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX, PARTS)

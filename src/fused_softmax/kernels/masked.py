@@ -195,9 +195,13 @@ def masked_softmax_forward(
         all_seen -= head
         x_edge = tl.load(x_row + edge, mask=in_edge & (edge < all_seen), other=0.0)
         z_edge = hidden_edge(x_edge, mask_row, all_seen, scale, m_col, edge, in_edge, MASK, MASK_COLS)
-        m, s = accumulate(z_edge[:, :, None], m, s)
+    # the ends are summed up by line: a tile of them need not lie in the CTAs as the row does
     line_max = tl.max(m, 1)
+    if EDGE:
+        line_max = tl.maximum(line_max, tl.max(z_edge, 1))
     line_sum = tl.sum(s * exp(m - line_max[:, None]), 1)
+    if EDGE:
+        line_sum += tl.sum(exp(z_edge - line_max[:, None]), 1)
     row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX, PARTS)
     row_max = row_max[:, None]
     by = reciprocal(row_sum[:, None], ZERO)
@@ -275,8 +279,10 @@ def masked_softmax_backward(
         edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
         y_edge = tl.load(y_row + edge, mask=in_edge, other=0.0).to(tl.float32)
         dy_edge = tl.load(dy_row + edge, mask=in_edge, other=0.0).to(tl.float32)
-        d += y_edge * dy_edge
-    d = sum_over_cluster(tl.sum(d, 1), CTAS, PTX, PARTS)[:, None]
+    d = tl.sum(d, 1)
+    if EDGE:
+        d += tl.sum(y_edge * dy_edge, 1)
+    d = sum_over_cluster(d, CTAS, PTX, PARTS)[:, None]
     for c in tl.static_range(CHUNKS):
         y_c, dy_c = opaque(y[c], PTX).to(tl.float32), opaque(dy[c], PTX).to(tl.float32)
         store_chunk(dx_row + first, width, scale * y_c * (dy_c - d[:, :, None]), c, LINES, 0, LANES, VEC, PARTS)

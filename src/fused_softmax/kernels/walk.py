@@ -127,25 +127,31 @@ def walk(
                 mask = at < width[:, :, None]
                 weighted = weigh(z, at + (head + first)[:, :, None], mask, w_ptr, WEIGHTED)
             m, s, t = accumulate_moments(z, weighted, m, s, t, MOMENT)
+    # the ends are summed up by line: a tile of them need not lie in the CTAs as the row does
+    line_max = tl.max(m, 1)
     if EDGE:
         edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
-        z = logit(tl.load(x_row + edge, mask=in_edge, other=-float("inf")), scale, cap, SOFTCAP)
-        weighted = z
-        if MOMENT == WEIGHTED_SUM:
-            weighted = weigh(z, edge + head, in_edge, w_ptr, WEIGHTED)
-        m, s, t = accumulate_moments(z[:, :, None], weighted[:, :, None], m, s, t, MOMENT)
-
-    line_max = tl.max(m, 1)
+        z_edge = logit(tl.load(x_row + edge, mask=in_edge, other=-float("inf")), scale, cap, SOFTCAP)
+        line_max = tl.minimum(tl.maximum(line_max, tl.max(z_edge, 1)), HIGHEST)
     if MOMENT == ENTROPY_MOMENT:
         m, s, t = shift_moments(m, s, t, line_max[:, None])
     else:
         s = s * exp(m - line_max[:, None])
+    line_sum = tl.sum(s, 1)
+    line_moment = tl.sum(t, 1)
+    if EDGE:
+        d = z_edge - line_max[:, None]
+        line_sum += tl.sum(exp(d), 1)
+        if MOMENT == ENTROPY_MOMENT:
+            line_moment += tl.sum(exp(d) * tl.maximum(d, LOWEST), 1)
+        elif MOMENT == WEIGHTED_SUM:
+            line_moment += tl.sum(weigh(z_edge, edge + head, in_edge, w_ptr, WEIGHTED), 1)
     if MOMENT == NO_MOMENT:
-        row_max, row_sum = merge_over_cluster(line_max, tl.sum(s, 1), CTAS, PTX, PARTS)
+        row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX, PARTS)
         return row_max, row_sum, row_sum
     else:
         PLAIN: tl.constexpr = MOMENT == WEIGHTED_SUM
-        return merge_moments_over_cluster(line_max, tl.sum(s, 1), tl.sum(t, 1), PLAIN, CTAS, PTX, PARTS)
+        return merge_moments_over_cluster(line_max, line_sum, line_moment, PLAIN, CTAS, PTX, PARTS)
 
 
 @triton.jit
