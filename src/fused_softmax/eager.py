@@ -2,8 +2,9 @@
 dimension, no gradient, nobody watching.
 
 Such a call's plan, kernel, grid and output are those of the last call of its shape, dtype, alignment and device, so all
-of it is kept under a key of those: a call is then the checks, one look-up, one allocation, one launch. Every other call,
-and the first of its kind, takes `functional`'s way through `rows` and `launch`. docs/host-time.md counts the microseconds.
+of it is kept under a key of those: a call is then the checks, one look-up, one allocation, one launch. Every other
+call, and the first of its kind, takes `functional`'s way through `rows` and `launch`. docs/host-time.md counts the
+microseconds.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def forward(x: Any, dim: Any, log: bool) -> Tensor | None:
     if type(x) is not Tensor or _compiling() or not x.is_cuda or (x.requires_grad and _grad_enabled()):
         return None
     if _dispatch_modes() or _transform() is not None or _autocast() or forward_ad._current_level >= 0:
-        return None
+        return None  # somebody watches
     address = x.data_ptr()
     index = x.get_device()
     key = (x.shape, x.dtype, dim, log, address & 31, index, _invariant())
@@ -59,6 +60,15 @@ def forward(x: Any, dim: Any, log: bool) -> Tensor | None:
     y = _empty(shape, stride, dtype)
     run(grid, _current_stream(index), address - x_offset, y.data_ptr() - y_offset, n_rows)
     return y
+
+
+def needs_gradient(x: Any, dim: Any, log: bool) -> bool:
+    """Whether x is what `forward` takes but for its gradient, and has been here before."""
+    if type(x) is not Tensor or _compiling() or not (x.requires_grad and x.is_cuda and _grad_enabled()):
+        return False
+    if _dispatch_modes() or _transform() is not None or _autocast() or forward_ad._current_level >= 0:
+        return False
+    return type(_known.get((x.shape, x.dtype, dim, log, x.data_ptr() & 31, x.get_device(), _invariant()))) is tuple
 
 
 def backward(dy: Tensor, y: Tensor, dim: int, log: bool) -> Tensor | None:

@@ -58,6 +58,8 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, o
         result = eager.forward(input, dim, False)
         if result is not None:
             return result
+        if eager.needs_gradient(input, dim, False):
+            return RowSoftmax.apply(input, dim, input.dtype, False)
     return _forward(input, dim, dtype, out, False)
 
 
@@ -75,6 +77,8 @@ def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, 
         result = eager.forward(input, dim, True)
         if result is not None:
             return result
+        if eager.needs_gradient(input, dim, True):
+            return RowSoftmax.apply(input, dim, input.dtype, True)
     return _forward(input, dim, dtype, out, True)
 
 
