@@ -40,10 +40,12 @@ def regimes_for(*widths: int) -> list[tuple[str, int]]:
     return [(regime, n_cols) for n_cols in widths for regime in REGIMES if regime != "tile" or n_cols <= TILE_MAX_COLS]
 
 
-def softmax_by(regime: str, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+def softmax_by(
+    regime: str, x: torch.Tensor, y: torch.Tensor | None = None, *, batch_invariant: bool = False
+) -> torch.Tensor:
     """The shipped softmax over the rows of 2-D x with one regime forced, into y where given."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if y is None else y
-    forced = plan(problem_of(x, y), describe(x.device), regime=regime)
+    forced = plan(problem_of(x, y, batch_invariant=batch_invariant), describe(x.device), regime=regime)
     assert forced.regime == regime
     for launch in softmax_launches(x, y, forced):
         launch()

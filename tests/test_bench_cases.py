@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from fused_softmax.bench.cases import (
     FORWARD_WIDTHS,
     LADDER_WIDTHS,
+    LOSS_SHAPES,
     TABLES,
     load_tensors,
     random_widths,
@@ -19,7 +20,7 @@ from fused_softmax.bench.cases import (
     sweep,
     table,
 )
-from fused_softmax.bench.ops import DTYPES, OPS
+from fused_softmax.bench.ops import DTYPES, OPS, ops_named, parts_of
 
 
 def test_forward_table_has_its_24_widths_in_three_dtypes_at_2_to_the_28_elements():
@@ -81,8 +82,41 @@ def test_input_files_of_each_format(tmp_path: Path):
 def test_inputs_and_references_agree_with_torch(op: str):
     entry = OPS[op]
     inputs = entry.inputs(4, 33, torch.float64, torch.device("cpu"), 0)
-    torch.testing.assert_close(entry.torch_call(*inputs), entry.reference(*inputs))
-    assert sum(entry.elements(4, 33)) == 4 * 33 * (len(inputs) + 1)
+    for name, got, want in zip(
+        entry.parts, parts_of(entry.torch_call(*inputs)), parts_of(entry.reference(*inputs)), strict=True
+    ):
+        torch.testing.assert_close(got, want.sum() if got.dim() == 0 else want, msg=name)
+    assert all(t.shape[0] == 4 for t in inputs[: entry.by_row])
+
+
+def test_bytes_are_those_that_must_move():
+    elements = {name: OPS[name].elements(8, 4) for name in OPS}
+    assert elements["softmax"] == elements["cross_entropy"] == elements["token_logprobs_backward"] == (32, 32)
+    assert elements["softmax_backward"] == (64, 32)
+    assert elements["cross_entropy_forward"] == elements["token_logprobs"] == (32, 0)
+    # two heads of four queries: 1 + 2 + 3 + 4 columns each, and what is hidden is written too
+    assert elements["masked_softmax_causal"] == (20, 32)
+    assert elements["masked_softmax_additive"] == (48, 32)
+
+
+def test_losses_table_has_the_vocabularies_and_each_family_alone():
+    every = table("losses").cases
+    shapes = {(c.n_rows, c.n_cols) for c in every if c.op == "cross_entropy"}
+    assert shapes == set(LOSS_SHAPES) and {(4096, 128256), (8192, 50257), (32768, 4096)} <= shapes
+    by_family = [table("losses", name).cases for name in ("cross_entropy", "token_logprobs", "masked_softmax_causal")]
+    assert [{c.op for c in cases} for cases in by_family] == [
+        {"cross_entropy", "cross_entropy_forward"},
+        {"token_logprobs", "token_logprobs_backward"},
+        {"masked_softmax_causal", "masked_softmax_additive"},
+    ]
+    assert sorted(c.label for cases in by_family for c in cases) == sorted(c.label for c in every)
+
+
+def test_an_op_or_a_family_of_ops_is_named():
+    assert ops_named("cross_entropy") == ("cross_entropy",)
+    assert ops_named("masked_softmax") == ("masked_softmax_causal", "masked_softmax_additive")
+    with pytest.raises(KeyError, match="masked_softmax"):
+        ops_named("sofmax")
 
 
 def test_sweep_respects_rows_and_elements():

@@ -130,14 +130,50 @@ def test_readme_is_written_checked_and_found_stale(repository: Path, head: Heade
     text = (repository / "README.md").read_text()
     assert text.startswith("# top\n") and text.endswith("\nend\n")
     assert "| **`fused_softmax`** | **0.99** |" in text and "| `05_published` | wrong |" in text
-    before = (repository / "docs" / "images" / "ladder.png").read_bytes()
+    before = (repository / "docs" / "images" / "softmax.png").read_bytes()
     readme.write(repository)
     assert (repository / "README.md").read_text() == text
-    assert (repository / "docs" / "images" / "ladder.png").read_bytes() == before
+    assert (repository / "docs" / "images" / "softmax.png").read_bytes() == before
 
     changed = [replace(RECORDS[0], fraction=0.5), *RECORDS[1:]]
     write_atomically(readme.gpu_folder(repository) / "ladder.json", to_json(head, changed))
     assert "not what the results give" in readme.stale(repository)
+
+
+def test_readme_shows_whatever_files_there_are(repository: Path, head: Header):
+    folder = readme.gpu_folder(repository)
+    backward = [replace(r, op="softmax_backward", ceiling=r.ceiling and "add") for r in RECORDS[:3]]
+    write_atomically(folder / "softmax_backward.json", to_json(head, backward))
+
+    def loss(op: str, system: str, ceiling: str, **more: object) -> Record:
+        known: dict[str, object] = {"ms": 0.5, "bytes": 2 * 10**9, "ceiling": ceiling, "ceiling_gbps": 4500.0, **more}
+        return Record(op, system, "bfloat16", 4096, 128256, "ok", **known)  # type: ignore[arg-type]
+
+    losses = [
+        loss("cross_entropy", "fused_softmax", "copy", peak_bytes=1_050_000_000, fraction=0.89),
+        loss("cross_entropy_forward", "fused_softmax", "read", peak_bytes=16_400, fraction=0.96),
+        replace(loss("cross_entropy", "liger", "copy"), status="refused", ms=None),
+    ]
+    write_atomically(folder / "cross_entropy.json", to_json(head, losses))
+    write_atomically(folder / "unknown.json", "not JSON")
+    readme.write(repository)
+    text = (repository / "README.md").read_text()
+    assert readme.stale(repository) == ""
+    assert "| **`fused_softmax`** | **1.12x (1,050)** |" in text and "| `liger` | refused |" in text
+    assert "| **`fused_softmax`** | **0.96 (0.02)** |" in text and "fraction of add" in text
+    # a peak is part of what is shown
+    changed = [replace(losses[0], peak_bytes=1), *losses[1:]]
+    write_atomically(folder / "cross_entropy.json", to_json(head, changed))
+    assert "not what the results give" in readme.stale(repository)
+
+
+def test_plot_of_the_readme_is_ours_and_the_peers(repository: Path, head: Header):
+    drawn = readme.plotted(readme.results(readme.gpu_folder(repository)))
+    assert drawn is not None and {r.system for r in drawn[1]} == {"fused_softmax", "torch", "copy"}
+    forward = [record("quack", 4096, 0.98), replace(record("torch", 4096, 0.5), dtype="float32")]
+    write_atomically(readme.gpu_folder(repository) / "softmax.json", to_json(head, forward))
+    drawn = readme.plotted(readme.results(readme.gpu_folder(repository)))
+    assert drawn is not None and [r.system for r in drawn[1]] == ["quack"]
 
 
 def test_readme_without_results_or_without_markers(tmp_path: Path):

@@ -137,13 +137,21 @@ def test_outcomes_look_through_what_wraps_the_cause():
 
 
 def test_prebuild_deals_every_pair_to_one_worker():
-    pairs = [pair for part in jobs(CASES, ("a", "b", "c"), 4) for pair in part]
-    assert sorted(pairs, key=repr) == sorted(((case, name) for case in CASES for name in "abc"), key=repr)
-    assert len(jobs(CASES, ("a",), 16)) == 2 and jobs(CASES, (), 4) == []
+    pairs = [(case, name) for name in "abc" for case in CASES]
+    parts = jobs(pairs, 4)
+    assert sorted((pair for part in parts for pair in part), key=repr) == sorted(pairs, key=repr) and len(parts) == 4
+    assert len(jobs(pairs[:2], 16)) == 2 and jobs([], 4) == []
 
 
 def test_prebuild_runs_its_list_and_outlives_failures():
     # the first case cannot be made at all: its worker leaves it behind and goes on
     ticks: list[int] = []
-    cases = (Case("softmax", "no such dtype", 2, 8), CASES[0])
-    assert prebuild(cases, ("01_naive",), 1, lambda: ticks.append(1)) == 2 == len(ticks)
+    pairs = ((Case("softmax", "no such dtype", 2, 8), "01_naive"), (CASES[0], "01_naive"))
+    assert prebuild(pairs, 1, lambda: ticks.append(1)) == 2 == len(ticks)
+
+
+def test_a_system_runs_in_its_own_ops_cases_alone():
+    other = System("other", "log_softmax", "lesson", lambda: lambda x: torch.log_softmax(x, -1))
+    cases = (CASES[0], Case("log_softmax", "float32", 3, 9))
+    found = session(RIGHT, other, timed=False).run(cases)
+    assert [(r.op, r.system, r.status) for r in found] == [("softmax", "right", "ok"), ("log_softmax", "other", "ok")]

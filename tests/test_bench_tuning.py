@@ -1,25 +1,38 @@
-"""Tuning picks the fastest plan that is right, and prints a table that is Python."""
+"""Tuning picks the fastest plan that is right, and prints ladders that are Python."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 
+from fused_softmax.bench.ops import OPS
 from fused_softmax.bench.plans import problem_for
 from fused_softmax.bench.resources import compile_one, keys_of
-from fused_softmax.bench.tuning import as_table, choose
-from fused_softmax.plan import DEVICES, plan
+from fused_softmax.bench.tuning import TUNABLE, Choice, as_ladders, choose
+from fused_softmax.plan import DEVICES, Rung, candidates, plan
 
 
 class ByIndex:
-    """The i-th candidate takes 3 - i milliseconds, the copy half of one."""
+    """The i-th candidate takes 3 - i milliseconds, the ceiling half of one."""
 
     describe = "a fake"
 
     def round(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-        return {name: 0.5 if name == "copy" else 3.0 - int(name) for name in calls}
+        return {name: 0.5 if name == "ceiling" else 3.0 - int(name) for name in calls}
+
+
+class Even:
+    """All take as long."""
+
+    describe = "a fake"
+
+    def round(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+        for call in calls.values():
+            call()
+        return dict.fromkeys(calls, 1.0)
 
 
 def test_the_fastest_right_candidate_wins_and_wrong_ones_are_not_timed():
@@ -29,17 +42,38 @@ def test_the_fastest_right_candidate_wins_and_wrong_ones_are_not_timed():
     def make(candidate: Any) -> Callable[..., Any]:
         return torch.empty_like if candidate.regime == "stream" else lambda x: torch.softmax(x, -1)
 
-    choice = choose(torch.randn(3, 4096), candidates, ByIndex(), 0.001, make)
+    choice = choose("softmax", (torch.randn(3, 4096),), candidates, ByIndex(), 0.001, make)
     assert choice is not None and choice.plan is candidates[1] and choice.tried == 3
     assert choice.fraction == 0.25 and choice.runner_up == 0.5 / 3 and len(choice.failed) == 1
-    text = as_table([choice], "a device")
-    names: dict[str, Any] = {}
-    exec(text, names)
-    assert names["TUNED"][0][:2] == ("float32", 4096) and names["TUNED"][0][2]["regime"] == "cluster"
 
 
 def test_no_candidate_no_choice():
-    assert choose(torch.randn(3, 8), [], ByIndex(), 0.001) is None
+    assert choose("softmax", (torch.randn(3, 8),), [], ByIndex(), 0.001) is None
+
+
+def test_ladders_are_python_as_the_planner_has_it():
+    def choice(dtype: str, n_cols: int, regime: str) -> Choice:
+        return Choice(dtype, n_cols, plan(problem_for(n_cols, dtype), DEVICES["sm_90"], regime), 0.9, 0.8, 5, ())
+
+    found = [choice("bfloat16", 32768, "cluster"), choice("bfloat16", 30000, "cluster")]
+    found += [choice("bfloat16", 256, "tile"), choice("float32", 4096, "block")]
+    names: dict[str, Any] = {"Rung": Rung}
+    exec(as_ladders(found, "a device"), names)
+    ladder = names["LADDER"]
+    wide, narrow = found[0].plan, found[3].plan
+    assert ladder[2] == (Rung(32768, wide.ctas, wide.num_warps, wide.recompute),)
+    assert ladder[4] == (Rung(4096, 1, narrow.num_warps),)
+
+
+@pytest.mark.interpreted
+def test_the_planners_candidates_can_be_tried_for_both_ops():
+    for op in TUNABLE:
+        inputs = OPS[op].inputs(2, 2048, torch.bfloat16, torch.device("cpu"), 0)
+        tried = list(
+            candidates(problem_for(2048, "bfloat16", backward=op == "softmax_backward"), DEVICES["interpreter"])
+        )
+        found = choose(op, inputs, tried[:2] + tried[-1:], Even(), 0.001)
+        assert found is not None and found.tried == 3 and found.failed == ()
 
 
 def test_resources_of_what_has_no_kernel_or_does_not_compile():

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from fused_softmax.bench.record import from_json
 from fused_softmax.cli import app
+from fused_softmax.lessons import LESSONS
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI = CliRunner()
@@ -32,7 +33,8 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         (["bench", "--dtype", "int8"], "int8"),
         (["bench", "--widths", "12,x"], "integers"),
         (["bench", "--widths", "0"], "positive"),
-        (["lesson", "99"], "1 to 8"),
+        (["bench", "--op", "sofmax"], "masked_softmax"),
+        (["lesson", "99"], f"1 to {len(LESSONS)}"),
         (["explain", "4096"], "rows x columns"),
         (["tune", "--widths", "x"], "needs a GPU"),
     ],
@@ -46,7 +48,9 @@ def test_bad_arguments_are_refused_with_a_reason(arguments: list[str], said: str
 
 def test_lessons_are_listed():
     result = CLI.invoke(app, ["lesson"])
-    assert result.exit_code == 0 and len(result.output.splitlines()) == 8 and "naive" in result.output.lower()
+    assert (
+        result.exit_code == 0 and len(result.output.splitlines()) == len(LESSONS) and "naive" in result.output.lower()
+    )
 
 
 def test_without_its_extra_the_command_names_it(tmp_path: Path):
@@ -95,6 +99,20 @@ def test_tiny_bench_shows_wrong_as_wrong_and_leaves_its_files(tmp_path: Path):
     assert resources is not None and resources["registers"] > 0 and resources["widest_load_bytes"] == 16
     assert "times need a GPU" in done.stdout and "wrong" in done.stdout
     assert {"index.html", "results.csv"} <= {f.name for f in out.iterdir()}
+
+
+@pytest.mark.interpreted
+def test_several_ops_are_recorded_in_a_file_each(tmp_path: Path):
+    ops = "log_softmax_backward,cross_entropy,cross_entropy_forward,masked_softmax"
+    shape = ["--widths", "33", "--rows", "3", "--dtype", "bf16"]
+    done = command("bench", "--op", ops, *shape, "--out", str(tmp_path / "out"), "--record", str(tmp_path / "kept"))
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = {file.stem: from_json(file.read_text())[1] for file in (tmp_path / "kept").iterdir()}
+    assert set(found) == {"log_softmax_backward", "cross_entropy", "masked_softmax"}
+    assert {r.op for r in found["cross_entropy"]} == {"cross_entropy", "cross_entropy_forward"}
+    assert {r.system for r in found["cross_entropy"]} == {"fused_softmax", "fused_softmax_in_place", "torch"}
+    assert {r.status for records in found.values() for r in records} == {"ok"}
+    assert all(r.plan.startswith("tile: 1 CTA") for r in found["masked_softmax"] if r.system == "fused_softmax")
 
 
 @pytest.mark.interpreted

@@ -1,4 +1,4 @@
-"""cross_entropy against float64, every option with its gradient, and torch's contract: shapes, errors, empty batches."""
+"""cross_entropy against float64, every option with its gradient, and torch's contract: shapes, errors, no targets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def both(x: torch.Tensor, target: torch.Tensor, g: float | None = None, **option
     results = []
     for logits, function in ((ours, fs.cross_entropy), (exact, reference.cross_entropy)):
         loss = function(logits, target, **options)
-        upstream = torch.ones_like(loss) if g is None else torch.linspace(g, g + 1, loss.numel()).view(loss.shape).to(loss)
+        upstream = (
+            torch.ones_like(loss) if g is None else torch.linspace(g, g + 1, loss.numel()).view(loss.shape).to(loss)
+        )
         loss.backward(upstream)
         results += [loss.detach(), logits.grad]
     return results

@@ -110,8 +110,31 @@ def test_every_rung_is_chosen_by_some_width(table, itemsize):
     for rung in rungs:
         assert rung.max_cols > below, f"{rung} comes after {below}"
         got = plan(problem(rung.max_cols, (dtype, dtype), backward="BACKWARD" in table), DEVICES[target])
-        assert (got.ctas, got.num_warps, got.recompute) == (rung.ctas, rung.num_warps, rung.recompute), rung
+        # a float32 row is kept as it is, so exp of it is computed twice at no cost in registers
+        want = (
+            rung.ctas,
+            rung.num_warps,
+            rung.recompute or itemsize == 4,
+            rung.max_registers if got.parts > 1 else None,
+        )
+        assert (got.ctas, got.num_warps, got.recompute, got.max_registers) == want, rung
         below = rung.max_cols
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_every_tile_rung_is_chosen_by_some_width(itemsize):
+    dtype, vec, below = {2: "bfloat16", 4: "float32"}[itemsize], 16 // itemsize, 0
+    rungs = fused_softmax.plan.TILE[itemsize]
+    for rung in rungs:
+        assert below < rung.max_cols, f"{rung} comes after {below}"
+        n_cols = below * vec + vec
+        got = plan(problem(n_cols, (dtype, dtype)), DEVICES["sm_90"])
+        assert (got.regime, got.num_warps) == ("tile", rung.num_warps), rung
+        assert got.rows * got.lanes == rung.num_warps * 32 * rung.rows, rung
+        below = rung.max_cols
+    assert below * vec >= TILE_MAX_COLS > rungs[-2].max_cols * vec
+    scalar = plan(problem(fused_softmax.plan.TILE_SCALAR_COLS, (dtype, dtype), "apart"), DEVICES["sm_90"])
+    assert (scalar.vec, scalar.num_warps) == (1, fused_softmax.plan.TILE_SCALAR_WARPS)
 
 
 # --- every plan covers its row ----------------------------------------------------------------------------------------
@@ -137,10 +160,12 @@ def broken(q: Problem, d: Device, p: Plan) -> str | None:
         return "more warps or CTAs than the device has"
     if p.lanes * p.rows < d.warp_size * p.num_warps:
         return "threads without a lane"
-    if p.regime == "tile" and p.num_warps != 1 or p.rows > 1 and p.regime != "tile":
-        return "a tile is one warp's, and only a tile has several rows"
-    if p.edge and p.lanes < 2 * p.vec:
-        return "head and tail need 2*vec lanes"
+    if p.regime == "tile" and p.rows % p.num_warps or p.rows > 1 and p.regime != "tile":
+        return "a tile's warps have whole rows, and only a tile has several rows"
+    if p.parts not in (1, p.num_warps) or p.parts > 1 and (p.ctas == 1 or p.lanes // p.parts < d.warp_size):
+        return "parts are the warps of a cluster's CTA, each with a warp's lanes"
+    if p.edge and p.lanes // p.parts < 2 * p.vec:
+        return "head and tail need 2*vec lanes of a line"
     if p.edge and not q.in_phase:
         return "head and tail differ between the tensors"
     if not p.edge and (p.vec > q.vec or q.n_cols % p.vec):
@@ -197,6 +222,8 @@ def test_a_forced_regime_covers_its_row_or_is_refused(regime):
         ({"lanes": 8}, "without a lane"),
         ({"edge": True}, "differ between"),
         ({"ctas": 32}, "than the device has"),
+        ({"parts": 2}, "parts are the warps"),
+        ({"rows": 2}, "whole rows"),
     ],
     ids=str,
 )
@@ -206,6 +233,41 @@ def test_the_check_sees_a_broken_plan(changed, why):
     good = plan(asked, device)
     assert broken(asked, device, good) is None
     assert why in str(broken(asked, device, dataclasses.replace(good, **changed)))
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_80", "gfx942"])
+def test_every_column_is_one_lines_and_chunks(target):
+    """The slices as kernels/slices.py cuts them, column by column: each is one CTA's, part's and chunk's, or an end."""
+    device, seen = DEVICES[target], set()
+    for asked, on, p in golden_plans.chosen():
+        key = (asked.n_cols, p.vec, p.edge, p.ctas, p.parts, p.lanes, p.chunks, p.unmasked)
+        if on.name != target or p.regime == "stream" or asked.n_cols > 70000 or key in seen:
+            continue
+        seen.add(key)
+        for head in {0, 1, p.vec - 1} if p.edge else {0}:
+            owners = columns_moved(asked.n_cols, head, p)
+            assert (owners == 1).all(), f"head {head}: {asked} on {device.name}: {p}"
+    assert len(seen) > 40
+
+
+def columns_moved(n_cols: int, head: int, p: Plan) -> torch.Tensor:
+    """How often each column of a row is loaded, by slice_of, part_of, chunk_offsets, load_chunks and edge_of."""
+    interior = (n_cols - head) // p.vec * p.vec
+    even = -(-(interior // p.vec) // p.ctas) * p.vec
+    line = p.lanes // p.parts * p.vec  # columns of one line in one chunk
+    moved = torch.zeros(n_cols, dtype=torch.int32)
+    moved[:head] += 1
+    moved[head + interior :] += 1
+    assert head < 2 * p.vec and n_cols - head - interior < p.vec
+    for rank in range(p.ctas):
+        first, width = rank * even, min(even, interior - rank * even)
+        for part in range(p.parts):
+            for c in range(p.chunks):
+                at = c * p.parts * line + part * line
+                stop = at + line if c < p.unmasked else min(at + line, width)
+                assert stop <= max(width, 0) or c >= p.unmasked
+                moved[head + first + at : head + first + max(at, stop)] += 1
+    return moved
 
 
 def test_an_unknown_regime_is_refused():
@@ -247,7 +309,13 @@ def test_meta_is_what_the_device_takes():
     on_cluster = plan(asked, DEVICES["sm_90"])
     meta = on_cluster.meta(DEVICES["sm_90"], log=True)
     assert meta["PTX"] and meta["LOG"] and meta["EDGE"]
-    assert (meta["num_ctas"], meta["CTAS"], meta["maxnreg"]) == (16, 16, on_cluster.max_registers)
+    assert (meta["num_ctas"], meta["CTAS"], meta["PARTS"]) == (16, 16, on_cluster.num_warps)
+    assert meta["PARTS"] * meta["LANES"] == on_cluster.lanes
+    capped = plan(problem(262144, ("float32", "float32")), DEVICES["sm_90"])
+    assert capped.max_registers is not None
+    # log_softmax takes more registers than softmax, for which the cap was set
+    assert capped.meta(DEVICES["sm_90"], log=False)["maxnreg"] == capped.max_registers
+    assert "maxnreg" not in capped.meta(DEVICES["sm_90"], log=True)
     assert "ROWS" in meta and "ROWS" not in plan(asked, DEVICES["sm_90"], "stream").meta(DEVICES["sm_90"], log=True)
     for name in ("gfx942", "interpreter"):
         meta = plan(asked, DEVICES[name]).meta(DEVICES[name], log=False)
@@ -256,8 +324,9 @@ def test_meta_is_what_the_device_takes():
 
 # 200 widths each; 200 of every alignment need the kernels of aligned and of unaligned rows both
 SWEEPS = {
-    "the tutorial's": (range(256, 256 + 128 * 98, 128), 40),
-    "odd": ([1311 * i + 1 + i % 2 for i in range(200)], 40),
+    "the tutorial's": (range(128, 25601, 128), 40),
+    "odd": ([262144 * i // 200 // 2 * 2 - 1 for i in range(1, 201)], 40),
+    "whole vectors": ([262144 * i // 200 // 16 * 16 for i in range(1, 201)], 40),
     "promised": (PROMISED, 40),
     "mixed": ([1311 * i for i in range(1, 200)], 80),
 }

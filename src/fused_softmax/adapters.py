@@ -1,4 +1,5 @@
-"""The losses under the names and signatures that trainers call: TRL's selective_log_softmax, Hugging Face's loss function.
+"""The losses under the names and signatures that trainers call: TRL's selective_log_softmax, Hugging Face's loss
+function.
 
 Nothing is imported from either: these are functions to hand to them. docs/losses.md says where.
 """
@@ -35,7 +36,8 @@ def causal_lm_loss(outputs: Any, labels: Tensor, num_items_in_batch: int | Tenso
 
     outputs: a mapping or object with logits (batch, length, V); labels: (batch, length) int64, -100 where none.
     The labels are shifted and the logits are not: a shifted view of the logits would have to be copied.
-    num_items_in_batch: what the sum is divided by, as Trainer counts it over accumulated batches; None: this batch's own.
+    num_items_in_batch: what the sum is divided by, as Trainer counts it over accumulated batches; None: this batch's
+    own.
 
     Source: https://huggingface.co/docs/transformers/main_classes/trainer
 

@@ -71,25 +71,27 @@ def bench(
     systems: Annotated[str, typer.Option(help="comma-separated, such as torch,07_online; default all")] = "",
     input: Input = None,
     out: Annotated[Path, typer.Option(help="folder for the table, plot, CSV, JSON and HTML page")] = Path("out"),
-    op: Annotated[str, typer.Option(help="what is computed, such as softmax or log_softmax")] = "softmax",
-    table: Annotated[str, typer.Option(help="ladder, forward, random, few_rows, small, host, cpu; commas")] = "",
+    op: Annotated[str, typer.Option(help="what is computed, such as softmax,log_softmax or cross_entropy")] = "softmax",
+    table: Annotated[str, typer.Option(help="ladder, forward, losses, random, few_rows, small, host, cpu")] = "",
     elements: Annotated[int, typer.Option(min=1, help="elements of each tensor where --rows is not given")] = 2**28,
-    record: Annotated[Path | None, typer.Option(help="also write the JSON here")] = None,
-    workers: Annotated[int, typer.Option(min=0, help="processes that compile everything first (GPU)")] = 0,
+    record: Annotated[Path | None, typer.Option(help="also write the JSON to this .json, or to a folder by op")] = None,
+    workers: Annotated[int | None, typer.Option(min=0, help="processes that compile first (GPU); default: all")] = None,
     seconds: Annotated[float | None, typer.Option(min=0.0, help="seconds for one system in one case")] = None,
 ) -> None:
     """Check every system against float64, then time those that passed beside the device's own copy."""
     wanted = numbers(widths, "--widths"), dtypes(dtype)
     interpret_without_gpu()
-    from fused_softmax.bench.ops import OPS
+    from fused_softmax.bench.ops import ops_named
     from fused_softmax.bench.run import Request, run
 
-    if op not in OPS:
-        raise typer.BadParameter(f"{op!r} is none of {', '.join(OPS)}", param_hint="--op")
+    try:
+        ops = tuple(dict.fromkeys(found for name in names(op) for found in ops_named(name)))
+    except KeyError as error:
+        raise typer.BadParameter(error.args[0], param_hint="--op") from None
     # in a file or a pipe there is no terminal to fit: 80 columns would fold every cell
     console = Console(width=None if sys.stdout.isatty() else 150)
     request = Request(
-        op, names(table), wanted[0], rows, wanted[1], names(systems), input, elements, out, record, workers, seconds
+        ops, names(table), wanted[0], rows, wanted[1], names(systems), input, elements, out, record, workers, seconds
     )
     try:
         records, files = run(request, console)
@@ -154,15 +156,16 @@ def explain(
 def tune(
     widths: Annotated[str, typer.Option(help="comma-separated numbers of columns; default: the forward table's")] = "",
     dtype: Dtype = "bfloat16,float32",
+    op: Annotated[str, typer.Option(help="softmax or softmax_backward")] = "softmax",
     elements: Annotated[int, typer.Option(min=1, help="elements of each tensor")] = 2**28,
 ) -> None:
-    """Time the planner's candidates on this GPU and print the table that the planner would read."""
+    """Time the planner's candidates on this GPU and print the ladders that the planner would read."""
     import torch
     from rich.progress import Progress
 
     from fused_softmax.bench.cases import FORWARD_WIDTHS
     from fused_softmax.bench.systems import device_here
-    from fused_softmax.bench.tuning import as_table
+    from fused_softmax.bench.tuning import TUNABLE, as_ladders
     from fused_softmax.bench.tuning import tune as measure
     from fused_softmax.device import interpreting
 
@@ -172,13 +175,15 @@ def tune(
         raise typer.Exit(2)
     from fused_softmax.plan import candidates
 
+    if op not in TUNABLE:
+        raise typer.BadParameter(f"{op!r} is none of {', '.join(TUNABLE)}", param_hint="--op")
     wanted = numbers(widths, "--widths") or FORWARD_WIDTHS
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("tuning", total=len(wanted) * len(dtypes(dtype)))
         choices = measure(
-            dtypes(dtype), wanted, device_here(), elements, candidates, lambda choice: progress.advance(task)
+            op, dtypes(dtype), wanted, device_here(), elements, candidates, lambda choice: progress.advance(task)
         )
-    print(as_table(choices, torch.cuda.get_device_name()))
+    print(as_ladders(choices, torch.cuda.get_device_name()))
 
 
 @app.command()

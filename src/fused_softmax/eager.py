@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 from torch.autograd import forward_ad
 
 from .launch import prepared_for
@@ -32,12 +33,9 @@ _autocast = torch._C._is_any_autocast_enabled
 _deterministic = torch._C._get_deterministic_algorithms
 _invariant = row_invariance.get
 # the CUDA functions and the allocation behind torch.empty; absent from a build without CUDA, where no tensor is_cuda
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-try:
-    from torch._C._dynamo.guards import _empty_strided_cuda as _empty
-except ImportError:  # an older torch
-    _empty = None
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_empty: Any = getattr(guards, "_empty_strided_cuda", None)  # absent from an older torch, too
 
 
 def forward(x: Any, dim: Any, log: bool) -> Tensor | None:

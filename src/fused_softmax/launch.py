@@ -160,7 +160,7 @@ _lock = threading.RLock()
 def launch_rows(tensors: tuple[Tensor, ...], log: bool, *, backward: bool = False, invariant: bool = False) -> Plan:
     """Runs the op over row tensors (n_rows, n_cols), the last of which it writes, on their device and current stream.
 
-    RuntimeError where the device has no kernels; the caller has checked shapes, dtypes and that there is something to do.
+    RuntimeError where the device has no kernels; the caller has checked shapes, dtypes and that there is work.
     """
     first = tensors[0]
     if first.device.type == "cpu":
@@ -237,8 +237,8 @@ def compile_kernel(
 ) -> Any:
     """The CompiledKernel of a kernel on device `index`: built once for each set of compile-time numbers, loaded once.
 
-    pointers: of each `*_ptr` argument, in order, its dtype and whether it is divisible by 16 bytes: Triton knows that or
-    nothing. meta: constexprs by name, and launch options.
+    pointers: of each `*_ptr` argument, in order, its dtype and whether it is divisible by 16 bytes: Triton knows that
+    or nothing. meta: constexprs by name, and launch options.
     """
     import triton
     from triton.compiler import ASTSource

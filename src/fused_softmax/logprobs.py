@@ -37,8 +37,8 @@ def token_logprobs(
     """log softmax(logits/temperature) at token_ids, and of the same distribution the entropy and the logsumexp.
 
     Args:
-        logits: (..., V); float16, bfloat16 and float32 are ours on a GPU, all else is torch's. Rows that do not share one
-            stride are copied first.
+        logits: (..., V); float16, bfloat16 and float32 are ours on a GPU, all else is torch's. Rows that do not share
+            one stride are copied first.
         token_ids: integers of shape (...,), one a row, or (..., K).
         temperature: a number, or a tensor that broadcasts to (...,): one a row.
         return_entropy: also -sum(p*log p), in nats.
@@ -48,8 +48,8 @@ def token_logprobs(
     logsumexp of shape (...,). float32, or float64 for float64 logits. All are differentiable in the logits. The forward
     allocates O(rows), and a row's bits do not depend on how many rows there are.
 
-    An id outside [0, V) is an IndexError on the CPU; on a GPU, where to know would be to wait, its log-probability is NaN,
-    it adds nothing to the gradient and nothing outside the row is read.
+    An id outside [0, V) is an IndexError on the CPU; on a GPU, where to know would be to wait, its log-probability is
+    NaN, it adds nothing to the gradient and nothing outside the row is read.
 
     Raises: ValueError for shapes that do not fit, TypeError for token_ids that are no integers.
 

@@ -1,8 +1,8 @@
 """Cross-entropy and token log-probabilities in plain PyTorch, differentiable any number of times.
 
-What runs where the kernels do not (float64, probability targets, a CPU tensor, torch.func, torch.compile, whose compiler
-fuses it), and what is differentiated where a gradient of the gradient is asked for. 16-bit logits are widened to
-float32, so that the results' dtype is the kernels'; memory of the logits' size is taken.
+What runs where the kernels do not (float64, probability targets, a CPU tensor, torch.func, torch.compile, whose
+compiler fuses it), and what is differentiated where a gradient of the gradient is asked for. 16-bit logits are widened
+to float32, so that the results' dtype is the kernels'; memory of the logits' size is taken.
 """
 
 from __future__ import annotations

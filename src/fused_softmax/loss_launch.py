@@ -80,10 +80,11 @@ def meta_of(name: str, plan: Plan, device: Device, flags: Flags) -> dict[str, An
             meta["num_ctas"] = plan.ctas
         if plan.max_registers is not None:
             meta["maxnreg"] = plan.max_registers
+    if device.kind != "interpreter":
         if name in ASSERTS:
             meta |= dict(debug=True, sanitize_overflow=False)
-    if name in STAGES and device.kind != "interpreter":
-        meta["num_stages"] = STAGES[name]
+        if name in STAGES:
+            meta["num_stages"] = STAGES[name]
     return meta
 
 

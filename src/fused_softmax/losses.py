@@ -2,9 +2,9 @@
 
     loss_i = -(1 - eps)*w_t*log p_t - eps/C*sum(w*log p) + z_loss*lse^2,   p = softmax(softcap*tanh(x/softcap))
 
-Where a gradient is needed and the loss is a mean or a sum, it is written in the pass that reads the logits, for an upstream
-gradient of 1, and backward mends on the device what came with another one: one read, one write, no host synchronisation.
-Else the forward only reads, and a second kernel writes the gradient.
+Where a gradient is needed and the loss is a mean or a sum, it is written in the pass that reads the logits, for an
+upstream gradient of 1, and backward mends on the device what came with another one: one read, one write, no host
+synchronisation. Else the forward only reads, and a second kernel writes the gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def cross_entropy(
     z_loss: float = 0.0,
     inplace_backward: bool = False,
 ) -> Tensor:
-    """The cross-entropy of logits against class indices: `torch.nn.functional.cross_entropy`, in one read of the logits.
+    """The cross-entropy of logits against class indices: `torch.nn.functional.cross_entropy`, in one read of the
+    logits.
 
     Args:
         logits: (C,), (N, C) or (N, C, d1, ...); float16, bfloat16 and float32 are ours on a GPU, all else is torch's.
@@ -46,17 +47,18 @@ def cross_entropy(
         label_smoothing: in [0, 1], the share of every target that is spread over all classes.
         softcap: c replaces the logits by c*tanh(logits/c) (Gemma 2, arXiv:2408.00118).
         z_loss: adds z_loss*logsumexp(logits)^2 to every row that counts (PaLM, arXiv:2204.02311).
-        inplace_backward: writes the gradient over the logits, which saves memory of their size. They hold nothing of use
-            afterwards, the graph cannot be run through twice, and an upstream gradient other than 1 is multiplied onto
-            the gradient as it was rounded. Only for reductions "mean" and "sum", and for logits that need no copy.
+        inplace_backward: writes the gradient over the logits, which saves memory of their size. They hold nothing of
+            use afterwards, the graph cannot be run through twice, and an upstream gradient other than 1 is multiplied
+            onto the gradient as it was rounded. Without effect for reduction
+            "none", for weights together with smoothing, and for logits that are copied first.
 
     Returns: float32, or float64 for float64 logits (torch returns the logits' dtype, so 16 bits for 16-bit ones): a
     scalar, or for "none" a tensor of target's shape. The gradient has the logits' dtype, for any upstream gradient,
     per-row ones too. Where autograd keeps the gradient that the forward wrote it keeps the logits as well.
 
-    Raises: as torch: ValueError for another reduction or shapes that do not fit, RuntimeError for other integer targets.
-    A target outside the classes is an IndexError on the CPU and a device assertion on a GPU; nothing outside the tensors
-    is read or written.
+    Raises: as torch: ValueError for another reduction or shapes that do not fit, RuntimeError for other integer
+    targets. A target outside the classes is an IndexError on the CPU and a device assertion on a GPU; nothing outside
+    the tensors is read or written.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.cross_entropy.html
 
@@ -146,16 +148,19 @@ def _fits(weight: Tensor, logits: Tensor, n_cols: int) -> bool:
 
 
 class RowCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of rows that need a gradient. Keeps the rows, their lse, and the gradient where it is written already."""
+    """Cross-entropy of rows that need a gradient. Keeps the rows, their lse, and what gradient is written already."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, op: row_losses.CrossEntropy, inplace: bool) -> Tensor:
         n_cols = x.shape[1]
         # two rows that share memory cannot hold two gradients
-        ctx.inplace = inplace and op.reduction != "none" and (x.shape[0] == 1 or x.stride(0) >= n_cols)
+        ctx.inplace = (
+            inplace and op.reduction != "none" and op.weight_sum is None and (x.shape[0] == 1 or x.stride(0) >= n_cols)
+        )
         count = row_losses.count_targets(op, n_cols) if op.reduction == "mean" else None
         dx = None
-        if op.reduction != "none":
+        # weights and smoothing together read a weight for each logit, twice: then the gradient has a kernel of its own
+        if op.reduction != "none" and op.weight_sum is None:
             dx = x.detach() if ctx.inplace else row_losses.gradient_buffer(x)
             if not row_losses.fits_on_chip(x, dx):
                 dx, ctx.inplace = None, False

@@ -2,8 +2,9 @@
 
     z = scale*x, hidden where the mask or causality says so;  y = exp(z - max(z)) / sum(exp(z - max(z)))
 
-Adding a mask to the scores, or filling them, reads and writes all of them once more, and a causal mask takes memory. Here
-a boolean or additive mask is read with its own strides, broadcast ones included, and causality costs no mask at all.
+Adding a mask to the scores, or filling them, reads and writes all of them once more, and a causal mask takes memory.
+Here a boolean or additive mask is read with its own strides, broadcast ones included, and causality costs no mask at
+all.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from . import row_losses, rows
 from .launch import _device_of, problem_of
-from .loss_launch import launch_rows
+from .loss_launch import Flags, launch_rows
 from .operators import is_plain, refusal
 from .plan import MASK_REGISTERS, Device, Plan, Problem, plan_loss
 
@@ -43,12 +44,13 @@ def masked_softmax(
             columns' own, summed to its shape.
         scale: a number by which x is multiplied first.
         causal: query q sees columns 0 to q, also where Q and K differ (aligned at the top left, as torch's is_causal).
-        fully_masked: what a row becomes that sees nothing: "nan", as softmax of -inf is, or "zero", with gradients zero.
+        fully_masked: what a row becomes that sees nothing: "nan", as softmax of -inf is, or "zero", with gradients
+        zero.
 
     Returns: a contiguous tensor of x's shape and dtype. Hidden columns are 0.
 
-    Raises: ValueError for another fully_masked, for a mask that does not broadcast, or causal of one dimension; TypeError
-    for a mask of integers.
+    Raises: ValueError for another fully_masked, for a mask that does not broadcast, or causal of one dimension;
+    TypeError for a mask of integers.
 
     >>> masked_softmax(torch.zeros(2, 2), causal=True)
     tensor([[1.0000, 0.0000],
@@ -132,12 +134,15 @@ def _rows(t: Tensor) -> Tensor:
 def _forward(x: Tensor, mask: Tensor | None, y: Tensor, scale: float, causal: bool, zero: bool) -> None:
     x_rows, y_rows = _rows(x), _rows(y)
     n_queries = x.shape[-2] if x.dim() > 1 else 1
-    kind, cols, vec, numbers, read = 0, 0, 1, (n_queries, 1, 1, 0, 0, 0, 0, 0), y_rows
+    numbers: tuple[int, ...] = (n_queries, 1, 1, 0, 0, 0, 0, 0)
+    kind, cols, vec, read = 0, 0, 1, y_rows
     if mask is not None:
         kind = 1 if mask.dtype is torch.bool else 2
         read = mask.detach().view(torch.uint8) if kind == 1 else mask.detach()
         expanded = read.expand(x.shape if x.dim() > 1 else (1, *x.shape))
-        batch = rows._merge([(n, s) for n, s in zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True) if n != 1])
+        batch = rows._merge(
+            [(n, s) for n, s in zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True) if n != 1]
+        )
         if len(batch) > 3:  # no three strides describe it
             read = expanded = expanded.contiguous()
             batch = rows._merge(list(zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True)))
@@ -149,9 +154,11 @@ def _forward(x: Tensor, mask: Tensor | None, y: Tensor, scale: float, causal: bo
         vec = _mask_vector(expanded, strides) if cols == 1 else 1
         numbers = (n_queries, middle[0], inner[0], *(s // vec for s in strides), m_col)
     chosen = plan_masked(problem_of(x_rows, y_rows), _device_of(x))
-    flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec), ("CAUSAL", causal), ("ZERO", zero))
+    flags: Flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec), ("CAUSAL", causal), ("ZERO", zero))
     flags = (*flags, ("STREAM", chosen.regime == "stream"))
-    launch_rows("masked_softmax_forward", (x_rows, y_rows), (read,), (*numbers, scale), flags, plan_masked, aligned=True)
+    launch_rows(
+        "masked_softmax_forward", (x_rows, y_rows), (read,), (*numbers, scale), flags, plan_masked, aligned=True
+    )
 
 
 def _mask_vector(mask: Tensor, strides: Sequence[int]) -> int:
@@ -171,9 +178,8 @@ def _backward(y: Tensor, dy: Tensor, scale: float, causal: bool) -> Tensor:
         gradient = rows.softmax_backward(dy.to(y.dtype), y, -1, y.dtype, False)
         return gradient if scale == 1.0 else gradient.mul_(scale)
     n_queries = y.shape[-2] if y.dim() > 1 else 1
-    launch_rows(
-        "masked_softmax_backward", (y_rows, dy_rows, dx_rows), (), (n_queries, scale), (("CAUSAL", causal),), _plan_backward
-    )  # fmt: skip
+    tensors, flags = (y_rows, dy_rows, dx_rows), (("CAUSAL", causal),)
+    launch_rows("masked_softmax_backward", tensors, (), (n_queries, scale), flags, _plan_backward)
     return dx
 
 

@@ -53,9 +53,9 @@ DEVICES = {
 class Problem:
     """One row-wise operation, less its number of rows.
 
-    `vec` is the number of elements that every row's start, in every tensor, is a multiple of (a power of two, at most 16
-    bytes of the narrowest dtype); `in_phase` says that though rows start anywhere, all tensors' rows start at the same
-    distance from a 16-byte boundary, so that all but a row's ends can still be read and written in vectors.
+    `vec` is the number of elements that every row's start, in every tensor, is a multiple of (a power of two, at most
+    16 bytes of the narrowest dtype); `in_phase` says that though rows start anywhere, all tensors' rows start at the
+    same distance from a 16-byte boundary, so that all but a row's ends can still be read and written in vectors.
     """
 
     n_cols: int
@@ -77,7 +77,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a row is run. A slice of the row is `chunks` x `lanes` x `vec` columns; slices: `ctas` a row, `rows` a program."""
+    """How a row is run: in `ctas` slices of `chunks` x `lanes` x `vec` columns, `rows` rows a program."""
 
     regime: str
     rows: int
@@ -214,10 +214,8 @@ STREAM_WARPS, STREAM_CHUNKS = 8, 4
 def ladder(problem: Problem, device: Device) -> tuple[Rung, ...]:
     """The rungs beyond the tile regime for this problem on this device."""
     if device.max_cluster >= 16:
-        tables = BACKWARD_CLUSTER if problem.backward else FORWARD_CLUSTER
-    else:
-        tables = BACKWARD_BLOCK if problem.backward else FORWARD_BLOCK
-    return tables[problem.itemsize]
+        return (BACKWARD_CLUSTER if problem.backward else FORWARD_CLUSTER)[problem.itemsize]
+    return (BACKWARD_BLOCK if problem.backward else FORWARD_BLOCK)[problem.itemsize]
 
 
 def candidates(problem: Problem, device: Device) -> Iterator[Plan]:
@@ -329,7 +327,8 @@ def _resident(problem: Problem, device: Device, rung: Rung) -> Plan | None:
     num_warps = max(1, min(rung.num_warps * 32 // device.warp_size, device.max_warps))
     lanes = num_warps * device.warp_size * (problem.full_vec // vec)
     units = problem.n_cols // vec if edge else -(-problem.n_cols // vec)
-    chunks = _round_chunks(max(1, -(-(-(-units // rung.ctas)) // lanes)))
+    slice_units = -(-units // rung.ctas)
+    chunks = _round_chunks(max(1, -(-slice_units // lanes)))
     # a row apart from its ends has less room beside it for exp's results (50,257 columns: .99 of copy against .96)
     recompute = rung.recompute or problem.itemsize == 4 or (edge and chunks > 5)
     if not _fits(problem, rung, chunks, recompute, device) or _staged(problem, rung.ctas * lanes * vec) > STAGED_BYTES:
@@ -430,7 +429,7 @@ def plan_statistics(problem: Problem, device: Device) -> Plan:
 
 
 def plan_elementwise(problem: Problem, device: Device) -> Plan:
-    """The plan of a kernel that reads and writes rows without a reduction: a row is split over as many programs as it takes.
+    """The plan of a kernel that reads and writes rows without a reduction: a row may take several programs.
 
     >>> plan_elementwise(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).ctas
     1
@@ -449,15 +448,15 @@ def _steps(problem: Problem, device: Device, ctas: int, warps: int, chunks: int,
     return Plan("stream", 1, ctas, 1, lanes, vec, chunks, 0, edge, False, num_warps, None, why)
 
 
-# registers that a loss, or a mask, takes beside those that softmax of the same row does; cross-compiled at 128,256 columns
+# registers that a loss, or a mask, takes beside those of softmax of the same row; cross-compiled at 128,256 columns
 LOSS_REGISTERS, MASK_REGISTERS = 16, 40
 
 
 def plan_loss(problem: Problem, device: Device, registers: int = LOSS_REGISTERS) -> Plan:
     """softmax's plan, with the registers that a loss and its gradient take in the same pass.
 
-    >>> plan_loss(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).max_registers
-    128
+    >>> plan_loss(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).regime
+    'cluster'
     """
     chosen = plan(problem, device)
     if chosen.max_registers is None:

@@ -77,9 +77,7 @@ def cross_entropy_forward(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
     return loss, lse
 
 
-def cross_entropy_with_gradient(
-    x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def cross_entropy_with_gradient(x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor | None) -> tuple[Tensor, Tensor]:
     """(each row's loss, its lse), float32, and into dx the gradient for an upstream gradient of 1; dx may be x."""
     loss, lse = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
     vectors = (*op.vectors(lse), lse if count is None else count, loss, lse)
@@ -152,7 +150,8 @@ def statistics(
     picked = None if ids is None else torch.empty(ids.shape, dtype=torch.float32, device=x.device)
     n_picks = 0 if ids is None else ids.shape[1]
     by_row = isinstance(scale, Tensor)
-    vectors = tuple(lse if v is None else v for v in (lse, entropies, ids, picked, scale if by_row else None))
+    scales = scale if isinstance(scale, Tensor) else None
+    vectors = tuple(lse if v is None else v for v in (lse, entropies, ids, picked, scales))
     flags = (("PICKS", _power_of_two(n_picks)), ("ENTROPY", entropy), ("ROW_SCALE", by_row))
     numbers = (n_picks, 1.0 if isinstance(scale, Tensor) else float(scale))
     launch_rows("row_statistics", (x,), vectors, numbers, flags, plan_statistics, invariant=invariant)
@@ -174,7 +173,7 @@ def statistics_backward(
     """Into dx the gradient of what `statistics` returns; an upstream gradient that is None counts for nothing."""
     n_picks = 0 if ids is None or g_picked is None else ids.shape[1]
     by_row = isinstance(scale, Tensor)
-    given = (lse, entropy, g_entropy, ids, g_picked, g_lse, scale if by_row else None)
+    given = (lse, entropy, g_entropy, ids, g_picked, g_lse, scale if isinstance(scale, Tensor) else None)
     flags: Flags = (("PICKS", _power_of_two(n_picks)), ("ENTROPY", g_entropy is not None))
     flags = (*flags, ("LSE", g_lse is not None), ("ROW_SCALE", by_row))
     numbers = (n_picks, 1.0 if isinstance(scale, Tensor) else float(scale))

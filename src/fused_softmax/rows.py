@@ -1,8 +1,8 @@
 """Folds a tensor and a dim into rows, and runs an op over them: ND tensors on this side, (n_rows, n_cols) beyond.
 
 Where a dim's elements are neighbours and all rows share one stride, the row kernels take them as they lie. Other views
-(another dim, transposed, broken strides) go to the strided kernel, which reads up to three row dimensions in place; only
-what has more is copied first. Outputs are contiguous, as torch's are.
+(another dim, transposed, broken strides) go to the strided kernel, which reads up to three row dimensions in place;
+only what has more is copied first. Outputs are contiguous, as torch's are.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def _merge(dims: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out: Tensor | None = None) -> Tensor:
     """softmax or log_softmax of x over dim, by our kernels, into `out` or a new contiguous tensor of out_dtype.
 
-    x: float16, bfloat16 or float32, any shape and strides, dim in [-x.dim(), x.dim()). RuntimeError where x's device has
-    no kernels.
+    x: float16, bfloat16 or float32, any shape and strides, dim in [-x.dim(), x.dim()). RuntimeError where x's device
+    has no kernels.
     """
     y = torch.empty(x.shape, dtype=out_dtype, device=x.device) if out is None else out
     if x.numel() == 0:
@@ -158,7 +158,6 @@ def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool) -> Launch:
 
 def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
-
 
 
 # at the end, as row_losses takes nothing from here: the operators look for them beside softmax's

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from fused_softmax.bench.ops import DTYPES, SHORT
+from fused_softmax.bench.ops import DTYPES, OPS, SHORT, family
 
 TimedBy = Literal["events", "graph", "host"]
 ELEMENTS = 2**28
@@ -27,6 +27,10 @@ FORWARD_WIDTHS = (
 )
 VOCABULARIES = {32000: "Llama 2", 50257: "GPT-2", 100277: "cl100k", 128256: "Llama 3", 151936: "Qwen", 256000: "Gemma"}
 SWEEP = "width sweep"
+LOSS_SHAPES = ((32768, 4096), (8192, 32000), (8192, 50257), (4096, 128256), (4096, 151936), (2048, 262144))
+LOSS_FAMILIES = ("cross_entropy", "token_logprobs", "masked_softmax")
+# columns of square attention scores, heads of them until there are 2^28 elements
+MASKED_WIDTHS = (1024, 2047, 2048, 4096, 8192, 16384)
 # interpreted, a program costs about a millisecond, so a sweep on the CPU has few rows
 CPU_WIDTHS = (256, 1000, 4096, 16384, 50257, 131072)
 CPU_ROWS = 3
@@ -99,7 +103,10 @@ def table(name: str, op: str = "softmax") -> Table:
     if name == "ladder":
         return Table(name, sweep(op, both, LADDER_WIDTHS))
     if name in ("forward", op):
-        return Table("forward", sweep(op, all_dtypes, FORWARD_WIDTHS), PEERS)
+        # 0.06 s are a hundred rounds of the narrow widths' quarter of a millisecond
+        return Table("forward", sweep(op, all_dtypes, FORWARD_WIDTHS), PEERS, 0.06)
+    if name == "losses":
+        return Table(name, loss_cases(op), (), 0.06)
     if name == "random":
         cases = sweep(op, both, random_widths())
         return Table(name, tuple(replace(c, reason="a width that no one tuned for") for c in cases), PEERS)
@@ -119,7 +126,20 @@ def table(name: str, op: str = "softmax") -> Table:
     raise KeyError(f"no table named {name!r}: there are {', '.join(TABLES)}, and {op!r} for 'forward'")
 
 
-TABLES = ("ladder", "forward", "random", "few_rows", "small", "host", "cpu")
+TABLES = ("ladder", "forward", "losses", "random", "few_rows", "small", "host", "cpu")
+
+
+def loss_cases(op: str) -> tuple[Case, ...]:
+    """bfloat16 logits of real vocabularies and square attention scores, of the family of `op`; of all for softmax."""
+    families = {family(op)} & set(LOSS_FAMILIES) or set(LOSS_FAMILIES)
+    found = []
+    for name in (name for name in OPS if family(name) in families):
+        masked = family(name) == "masked_softmax"
+        square = tuple((max(1, ELEMENTS // w**2) * w, w) for w in MASKED_WIDTHS)
+        for n_rows, n_cols in square if masked else LOSS_SHAPES:
+            reason = "square attention scores" if masked else VOCABULARIES.get(n_cols, SWEEP)
+            found.append(Case(name, "bfloat16", n_rows, n_cols, reason))
+    return tuple(found)
 
 
 def cpu_sweep(op: str) -> tuple[Case, ...]:

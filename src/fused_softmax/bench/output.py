@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from fused_softmax.bench.ops import family
 from fused_softmax.bench.page import page
 from fused_softmax.bench.plots import draw
 from fused_softmax.bench.record import Header, Record, to_csv, to_json, write_atomically
@@ -17,16 +18,24 @@ class Output:
     """Where a run is written. JSON and CSV after every case; the page and the plot, which take longer, by `finish`."""
 
     folder: Path
-    record: Path | None = None  # a second copy of the JSON, such as benchmarks/results/h200/ladder.json
+    # a second copy of the JSON, such as benchmarks/results/h200/ladder.json; or a folder, and in it each family's own
+    record: Path | None = None
     recorded: Recorded = field(default_factory=dict)
 
     def save(self, head: Header, records: Sequence[Record]) -> None:
         """Write the results so far."""
-        text = to_json(head, records)
-        write_atomically(self.folder / "results.json", text)
+        write_atomically(self.folder / "results.json", to_json(head, records))
         write_atomically(self.folder / "results.csv", to_csv(records))
-        if self.record is not None:
-            write_atomically(self.record, text)
+        for file, kept in self._recorded_in(records):
+            write_atomically(file, to_json(head, kept))
+
+    def _recorded_in(self, records: Sequence[Record]) -> list[tuple[Path, Sequence[Record]]]:
+        if self.record is None:
+            return []
+        if self.record.suffix == ".json":
+            return [(self.record, records)]
+        families = dict.fromkeys(family(r.op) for r in records)
+        return [(self.record / f"{name}.json", [r for r in records if family(r.op) == name]) for name in families]
 
     def finish(self, head: Header, records: Sequence[Record]) -> list[Path]:
         """Write everything; returns the files, the page first."""
@@ -43,4 +52,4 @@ class Output:
         if plot:
             write_atomically(self.folder / "ladder.png", plot)
             files.append(self.folder / "ladder.png")
-        return files + ([self.record] if self.record else [])
+        return files + [file for file, _ in self._recorded_in(records)]

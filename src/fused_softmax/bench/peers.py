@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fused_softmax.bench import loss_systems
 from fused_softmax.bench.ops import OPS
 
 Build = Callable[[], Callable[..., Any]]
@@ -30,7 +31,11 @@ def _compiled(op: str) -> Build:
     def build() -> Callable[..., Any]:
         # past its recompile limit torch.compile would fall back to eager in silence: start anew, and forbid breaks
         torch._dynamo.reset()
-        return torch.compile(OPS[op].torch_call, dynamic=False, fullgraph=True)
+
+        def compile(function: Callable[..., Any]) -> Callable[..., Any]:
+            return torch.compile(function, dynamic=False, fullgraph=True)
+
+        return loss_systems.compiled(op, compile) or compile(OPS[op].formula or OPS[op].torch_call)
 
     return build
 
@@ -39,24 +44,36 @@ def _liger_softmax() -> Callable[..., Any]:
     return importlib.import_module("liger_kernel.ops.softmax").LigerSoftmaxFunction.apply
 
 
-def _quack(name: str) -> Build:
+def _quack_softmax(*names: str) -> Build:
     def build() -> Callable[..., Any]:
         # quack's package exports functions under the names of its modules: take the module itself
         importlib.import_module("quack.softmax")
         module = sys.modules["quack.softmax"]
-        return getattr(module, f"{name}_fwd" if hasattr(module, f"{name}_fwd") else name)
+        return next(getattr(module, name) for name in names if hasattr(module, name))
 
     return build
 
 
-def _quack_softmax_backward() -> Callable[..., Any]:
-    importlib.import_module("quack.softmax")
-    return sys.modules["quack.softmax"].softmax_bwd
+def _losses(loss: Callable[[], loss_systems.Loss], overwrites: bool) -> dict[str, Build]:
+    return {
+        "cross_entropy": lambda: loss_systems.with_gradient(loss(), overwrites=overwrites),
+        "cross_entropy_forward": lambda: loss_systems.loss_alone(loss()),
+    }
+
+
+def _liger_missing() -> str:
+    return _needs("liger_kernel")
+
+
+def _quack_missing() -> str:
+    return _needs("quack")
 
 
 PEER_SYSTEMS: tuple[tuple[str, str, Build, Callable[[], str], bool], ...] = (
     *(("torch.compile", op, _compiled(op), lambda: _needs(None), False) for op in OPS),
-    ("liger", "softmax", _liger_softmax, lambda: _needs("liger_kernel"), True),
-    ("quack", "softmax", _quack("softmax"), lambda: _needs("quack"), True),
-    ("quack", "softmax_backward", _quack_softmax_backward, lambda: _needs("quack"), True),
+    ("liger", "softmax", _liger_softmax, _liger_missing, True),
+    *(("liger", op, build, _liger_missing, True) for op, build in _losses(loss_systems.liger_loss, True).items()),
+    ("quack", "softmax", _quack_softmax("softmax_fwd", "softmax"), _quack_missing, True),
+    ("quack", "softmax_backward", _quack_softmax("softmax_bwd", "softmax_backward"), _quack_missing, True),
+    *(("quack", op, build, _quack_missing, True) for op, build in _losses(loss_systems.quack_loss, False).items()),
 )

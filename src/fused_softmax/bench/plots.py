@@ -15,6 +15,14 @@ from fused_softmax.bench.report import by_width, system_names
 # ours is black and thick; the others take colours that stay apart for the colour-blind (Okabe and Ito, 2008)
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#8C6D31", "#7F7F7F")
 MARKS = ("o", "s", "^", "v", "D", "P", "X", "<", ">", "*")
+# powers of two that people know, and the vocabularies
+TICKS = (256, 1024, 4096, 16384, 50257, 128256, 262144, 1048576)
+
+
+def _thousands(width: int) -> str:
+    if width % 2**20 == 0:
+        return f"{width >> 20}M"
+    return f"{width >> 10}k" if width % 2**10 == 0 else f"{width:,}"
 
 
 def draw(head: Header, records: Sequence[Record], image: str = "png") -> bytes | None:
@@ -49,6 +57,9 @@ def draw(head: Header, records: Sequence[Record], image: str = "png") -> bytes |
                     )
             panel.axhline(1.0, color="0.6", linewidth=0.8, linestyle=":")
             panel.set_xscale("log", base=2)
+            shown = [w for w in TICKS if min(r.n_cols for r in timed) <= w <= max(r.n_cols for r in timed)]
+            panel.set_xticks(shown, [_thousands(w) for w in shown], rotation=45)
+            panel.minorticks_off()
             panel.set_xlabel("columns")
             panel.set_title(f"{timed[0].op}, {SHORT[dtype]}, {head.device}")
             panel.grid(alpha=0.25)

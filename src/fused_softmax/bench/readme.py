@@ -1,6 +1,6 @@
-"""The README's table and plot, made from benchmarks/results/h200/*.json between markers, and the check for staleness.
+"""README.md's results, made from benchmarks/results/h200/*.json between markers, and the check for staleness.
 
-The opening marker carries a hash of the results; the table is compared as text, the plot by that hash, because pixels
+The opening marker carries a hash of the results; the tables are compared as text, the plot by that hash, because pixels
 differ between versions of matplotlib. Any set of result files will do: what is not there is not shown.
 """
 
@@ -11,15 +11,18 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from fused_softmax.bench.ops import SHORT
+from fused_softmax.bench.cases import LOSS_FAMILIES, PEERS
+from fused_softmax.bench.markdown import ladder_tables, loss_tables, measured_on, peer_tables
 from fused_softmax.bench.plots import draw
 from fused_softmax.bench.record import Header, Record, from_json, write_atomically
-from fused_softmax.bench.report import Recorded, by_width, fraction_cell, system_names
+from fused_softmax.bench.report import Recorded, by_width
 
 MARKED = re.compile(r"<!-- results:begin[^>]*-->.*?<!-- results:end -->", re.DOTALL)
-# narrow, odd, wide, and the vocabularies: the rows that a reader of the README looks for
-SHOWN_WIDTHS = (256, 1000, 4096, 16384, 32768, 50257, 65536, 128256, 151936, 262144)
-SHOWN_DTYPES = ("bfloat16", "float32")
+LADDER = "ladder"
+ROW_OPS = ("softmax", "softmax_backward", "log_softmax", "log_softmax_backward")
+SHOWN_FILES = (LADDER, *ROW_OPS, *LOSS_FAMILIES)
+PLOT = Path("docs") / "images" / "softmax.png"
+Results = dict[str, tuple[Header, list[Record]]]
 
 
 def result_files(folder: Path) -> list[Path]:
@@ -38,80 +41,81 @@ def recorded_results(files: Iterable[Path]) -> Recorded:
     return {(r.op, r.system, r.dtype, r.n_cols): r for r in records}
 
 
-def ladder(folder: Path) -> tuple[Header, list[Record]] | None:
-    """The ladder's results, or any other softmax forward file's when there is no ladder."""
+def results(folder: Path) -> Results:
+    """What the README shows, by file name less its suffix, in the order in which it is shown."""
     files = {file.stem: file for file in result_files(folder)}
-    name = next((n for n in ("ladder", "softmax") if n in files), next(iter(files), None))
-    return from_json(files[name].read_text()) if name else None
+    return {name: from_json(files[name].read_text()) for name in SHOWN_FILES if name in files}
 
 
-def digest(folder: Path) -> str:
+def digest(found: Results) -> str:
     """Hash of the results that the README is made from."""
-    result = ladder(folder)
-    if result is None:
+    if not found:
         return "none"
-    rows = [f"{r.key} {r.status} {r.fraction}" for r in result[1]]
-    return hashlib.sha256("\n".join([result[0].device, *rows]).encode()).hexdigest()[:16]
+    lines = []
+    for name, (head, records) in found.items():
+        lines.append(f"{name} {head.device} {sorted(head.versions.items())}")
+        lines += [f"{r.key} {r.status} {r.ms} {r.fraction} {r.gbps} {r.peak_bytes}" for r in records]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def markdown(head: Header, records: list[Record]) -> str:
-    """A Markdown table for each dtype: systems down, widths across, fractions of copy, ours in bold."""
-    records = by_width(records)
-    ceilings = {r.ceiling for r in records if r.ceiling}
-    names = [name for name in system_names(records) if name not in ceilings]
+def plotted(found: Results) -> tuple[Header, list[Record]] | None:
+    """Ours and the peers, bfloat16, softmax: the forward's records, or the ladder's where there are no others."""
+    name = next((name for name in ("softmax", LADDER) if name in found), None)
+    if name is None:
+        return None
+    head, records = found[name]
+    kept = [r for r in records if r.op == "softmax" and r.dtype == "bfloat16" and r.system in (*PEERS, r.ceiling)]
+    return head, kept
+
+
+def body(found: Results) -> str:
+    """The text between the markers."""
+    if not found:
+        return "No results have been recorded yet."
     parts = []
-    for dtype in SHOWN_DTYPES:
-        by = {(r.system, r.n_cols): r for r in records if r.dtype == dtype and r.op == "softmax"}
-        widths = [w for w in SHOWN_WIDTHS if any(n_cols == w for _, n_cols in by)]
-        if not widths:
-            continue
-        parts.append(f"| {SHORT[dtype]}, columns | " + " | ".join(f"{w:,}" for w in widths) + " |")
-        parts.append("|---|" + "---|" * len(widths))
-        for name in names:
-            cells = [_short(by.get((name, w))) for w in widths]
-            if any(cells):
-                mark = "**" if name == "fused_softmax" else ""
-                shown = [f"{mark}{cell}{mark}" if cell else "" for cell in cells]
-                parts.append(f"| {mark}`{name}`{mark} | {' | '.join(shown)} |")
-        parts.append("")
-    copy = [r.gbps for r in records if r.system == "copy" and r.gbps and r.ms and r.ms > 0.1]
-    measured = f", copy {min(copy):,.0f} to {max(copy):,.0f} GB/s" if copy else ""
-    versions = ", ".join(f"{n} {v}" for n, v in head.versions.items() if n != "numpy")
-    about = (
-        f"Fraction of the device's own copy of the same tensor in the same run: {head.device}{measured}; {versions}."
-    )
-    return "\n".join([about, "", *parts]).rstrip()
+    drawn = plotted(found)
+    if drawn and any(r.fraction for r in drawn[1]):
+        parts.append(f"![fraction of copy against width, softmax of bfloat16 rows]({PLOT.as_posix()})")
+    for name, (head, records) in found.items():
+        make = ladder_tables if name == LADDER else loss_tables if name in LOSS_FAMILIES else peer_tables
+        tables = make(records)
+        if tables:
+            parts += [f"**{_title(name)}** {measured_on(head, records)}", *tables]
+    return "\n\n".join(parts)
 
 
-def _short(record: Record | None) -> str:
-    cell = fraction_cell(record)
-    return f"{record.fraction:.2f}" if record and record.fraction is not None and record.status == "ok" else cell
+def _title(name: str) -> str:
+    return {
+        LADDER: "The ladder.",
+        "softmax": "softmax beside its peers.",
+        "softmax_backward": "softmax's gradient.",
+        "log_softmax": "log_softmax.",
+        "log_softmax_backward": "log_softmax's gradient.",
+        "cross_entropy": "Cross-entropy.",
+        "token_logprobs": "Token log-probabilities, with entropy and logsumexp.",
+        "masked_softmax": "Masked softmax.",
+    }[name]
 
 
 def section(root: Path) -> str:
     """What belongs between the markers now, markers included."""
-    folder = gpu_folder(root)
-    result = ladder(folder)
-    opening = f"<!-- results:begin {digest(folder)} made by `fused-softmax report --readme` -->"
-    if result is None:
-        body = "No results have been recorded yet."
-    else:
-        body = f"![fraction of copy against width](docs/images/ladder.png)\n\n{markdown(*result)}"
-    return f"{opening}\n{body}\n<!-- results:end -->"
+    found = results(gpu_folder(root))
+    opening = f"<!-- results:begin {digest(found)} made by `fused-softmax report --readme` -->"
+    return f"{opening}\n{body(found)}\n<!-- results:end -->"
 
 
 def write(root: Path) -> None:
-    """Rewrite README.md between its markers, and docs/images/ladder.png; raises ValueError without markers."""
+    """Rewrite README.md between its markers, and the plot; raises ValueError without markers."""
     readme = root / "README.md"
     text = readme.read_text()
     if not MARKED.search(text):
         raise ValueError(f"{readme} has no <!-- results:begin --> ... <!-- results:end -->")
     new = section(root)
     write_atomically(readme, MARKED.sub(lambda _: new, text))
-    result = ladder(gpu_folder(root))
-    picture = draw(*result) if result else None
+    drawn = plotted(results(gpu_folder(root)))
+    picture = draw(*drawn) if drawn else None
     if picture:
-        write_atomically(root / "docs" / "images" / "ladder.png", picture)
+        write_atomically(root / PLOT, picture)
 
 
 def stale(root: Path) -> str:
@@ -120,8 +124,7 @@ def stale(root: Path) -> str:
     if not found:
         return "README.md has no markers for the results"
     if found.group(0) != section(root):
-        return "README.md's table is not what the results give: run `fused-softmax report --readme`"
-    result = ladder(gpu_folder(root))
-    if result and any(r.fraction for r in result[1]) and not (root / "docs" / "images" / "ladder.png").is_file():
-        return "docs/images/ladder.png is missing: run `fused-softmax report --readme`"
+        return "README.md's tables are not what the results give: run `fused-softmax report --readme`"
+    if PLOT.as_posix() in found.group(0) and not (root / PLOT).is_file():
+        return f"{PLOT.as_posix()} is missing: run `fused-softmax report --readme`"
     return ""

@@ -55,6 +55,8 @@ class Record:
     # the first call, host time until the device has finished: what it compiles, or loads from caches, is in it
     first_ms: float | None = None
     plan: str = ""
+    # device memory that one call took beyond its inputs, its results included, where it was measured
+    peak_bytes: int | None = None
     case: str = ""
     # what it compiles to (registers, spilled_bytes, shared_bytes, widest_load_bytes), where that was asked
     resources: dict[str, Any] | None = None

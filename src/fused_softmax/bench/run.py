@@ -6,6 +6,7 @@ for an H200 running beside it, and recorded GPU results in the last column.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from fused_softmax.bench.resources import ROWS, CrossCompiler, keys_of
 from fused_softmax.bench.session import Session
 from fused_softmax.bench.systems import System, device_here, interpreted, systems_for
 
+# each worker of the prebuild has tensors of a case's size and a context of its own in the device's memory
+MOST_WORKERS = 16
 # seconds that a run without a GPU waits for kernels still being compiled when the interpreter has finished
 PATIENCE = 90.0
 
@@ -33,7 +36,7 @@ PATIENCE = 90.0
 class Request:
     """What was asked for on the command line; empty means the default."""
 
-    op: str = "softmax"
+    ops: tuple[str, ...] = ("softmax",)
     tables: tuple[str, ...] = ()
     widths: tuple[int, ...] = ()
     rows: int | None = None
@@ -43,41 +46,51 @@ class Request:
     elements: int = ELEMENTS
     out: Path = field(default_factory=lambda: Path("out"))
     record: Path | None = None
-    workers: int = 0
+    workers: int | None = None  # as many as there are cores
     seconds: float | None = None
 
 
 def requested_tables(request: Request, on_gpu: bool) -> list[Table]:
     """The tables to run: --input and --widths make their own; the default is `cpu`, or real logits and the ladder."""
-    found: list[Table] = []
-    if request.input is not None:
-        found.append(Table("input", real_cases(request.op, request.input)))
-    if request.widths or (request.rows is not None and not request.tables and request.input is None):
-        dtypes = request.dtypes or ("bfloat16", "float32")
-        rows = request.rows if request.rows is not None or on_gpu else 3
-        widths = request.widths or tuple(dict.fromkeys(c.n_cols for c in table("cpu").cases if c.source is None))
-        found.append(Table("widths", sweep(request.op, dtypes, widths, request.elements, rows)))
-    found += [table(name, request.op) for name in request.tables]
-    if not found and on_gpu:
-        ladder = table("ladder", request.op)
-        real = real_cases(request.op) if request.op == "softmax" else ()
-        found = [Table("real", real), replace(ladder, cases=_resized(ladder.cases, request.elements))]
-    elif not found:
-        found = [table("cpu", request.op)]
+    found = [t for op in request.ops for t in _tables_of(op, request, on_gpu)]
     if request.dtypes:
         found = [replace(t, cases=tuple(c for c in t.cases if c.dtype in request.dtypes or c.source)) for t in found]
     if request.seconds is not None:
         found = [replace(t, seconds=request.seconds) for t in found]
+    seen: set[Case] = set()
+    for i, t in enumerate(found):
+        # --op of a family with --table losses names each case once for every op
+        found[i] = replace(t, cases=tuple(c for c in t.cases if c not in seen))
+        seen.update(t.cases)
     return [t for t in found if t.cases]
+
+
+def _tables_of(op: str, request: Request, on_gpu: bool) -> list[Table]:
+    found: list[Table] = []
+    if request.input is not None:
+        found.append(Table("input", real_cases(op, request.input)))
+    if request.widths or (request.rows is not None and not request.tables and request.input is None):
+        dtypes = request.dtypes or ("bfloat16", "float32")
+        rows = request.rows if request.rows is not None or on_gpu else 3
+        widths = request.widths or tuple(dict.fromkeys(c.n_cols for c in table("cpu").cases if c.source is None))
+        found.append(Table("widths", sweep(op, dtypes, widths, request.elements, rows)))
+    found += [table(name, op) for name in request.tables]
+    if not found and on_gpu:
+        ladder = table("ladder", op)
+        real = real_cases(op) if op == "softmax" else ()
+        found = [Table("real", real), replace(ladder, cases=_resized(ladder.cases, request.elements))]
+    elif not found:
+        found = [table("cpu", op)]
+    return found
 
 
 def _resized(cases: Sequence[Case], elements: int) -> tuple[Case, ...]:
     return tuple(replace(c, n_rows=max(1, elements // c.n_cols)) for c in cases)
 
 
-def available(op: str, names: tuple[str, ...]) -> tuple[list[System], dict[str, str]]:
+def available(ops: Sequence[str], names: tuple[str, ...]) -> tuple[list[System], dict[str, str]]:
     """Systems that can run here, and the reasons of those that cannot."""
-    chosen = systems_for(op, names)
+    chosen = [system for op in ops for system in systems_for(op, names)]
     missing = {system.name: why for system in chosen if (why := system.missing())}
     return [system for system in chosen if system.name not in missing], missing
 
@@ -99,13 +112,14 @@ def run(request: Request, console: Console) -> tuple[list[Record], list[Path]]:
     recorded = recorded_results(result_files(results / "h200")) if results else {}
     output = Output(request.out, request.record, recorded)
     head = header(device, interpreted())
-    systems, head.unavailable = available(request.op, request.systems)
-    compiled = keys_of(cases, [s.name for s in systems if s.kind in ("ours", "lesson")])
+    systems, head.unavailable = available(list(dict.fromkeys(c.op for c in cases)), request.systems)
+    compiled = keys_of(cases, [s.name for s in systems if s.op == "softmax" and s.kind in ("ours", "lesson")])
     compiler = None if on_gpu else CrossCompiler(compiled)
     session = Session(head, systems, device, timed=on_gpu, save=output.save)
     try:
-        if on_gpu and request.workers:
-            _prebuild(console, tables, systems, request.workers)
+        workers = min(os.cpu_count() or 1, MOST_WORKERS) if request.workers is None else request.workers
+        if on_gpu and workers:
+            _prebuild(console, tables, systems, workers)
         if on_gpu:
             from fused_softmax.bench.ceilings import measured
 
@@ -152,11 +166,19 @@ def _run_tables(
 
 
 def _prebuild(console: Console, tables: Sequence[Table], systems: Sequence[System], workers: int) -> None:
+    pairs = [
+        (case, s.name)
+        for t in tables
+        for s in systems
+        for case in t.cases
+        if s.op == case.op and s.kind != "torch" and (not t.systems or s.name in t.systems)
+    ]
+    began = time.monotonic()
     with _bar(console) as progress:
-        for t in tables:
-            names = [s.name for s in systems if s.kind != "torch" and (not t.systems or s.name in t.systems)]
-            task = progress.add_task(f"compiling {t.name} in {workers} processes", total=len(names) * len(t.cases))
-            prebuild(t.cases, names, workers, lambda task=task: progress.advance(task))  # type: ignore[misc]
+        task = progress.add_task(f"compiling in {workers} processes", total=len(pairs))
+        done = prebuild(pairs, workers, lambda: progress.advance(task))
+    taken = time.monotonic() - began
+    console.print(f"compiled {done} of {len(pairs)} in {taken:.0f} s, {workers} processes", highlight=False)
 
 
 def _wait(console: Console, compiler: CrossCompiler) -> None:

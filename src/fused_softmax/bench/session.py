@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fused_softmax.bench.cases import Case, load_tensors
 from fused_softmax.bench.checking import Judge, WrongShape, run_poisoned
+from fused_softmax.bench.operation import Inputs, one_input
 from fused_softmax.bench.ops import DTYPES, OPS, Op
+from fused_softmax.bench.plans import plan_of
 from fused_softmax.bench.record import Header, Record
 from fused_softmax.bench.systems import DeviceFault, System, outcome
 from fused_softmax.bench.timing import (
@@ -33,7 +34,6 @@ from fused_softmax.bench.timing import (
 from fused_softmax.bench.traffic import traffic
 
 CEILING = "ceiling"
-Inputs = tuple[Tensor, ...]
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
@@ -41,20 +41,10 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     dtype = DTYPES[case.dtype]
     if case.source is None:
         return OPS[case.op].inputs(case.n_rows, case.n_cols, dtype, device, seed)
-    if OPS[case.op].ceiling != "copy":
+    if OPS[case.op].inputs is not one_input:
         raise ValueError(f"{case.op} takes more than one tensor: --input serves the ops of one input")
     file, name = case.source
     return (load_tensors(Path(file))[name].reshape(case.n_rows, case.n_cols).to(device, dtype).contiguous(),)
-
-
-def plan_of(x: Tensor, op: str) -> tuple[str, str]:
-    """(regime, why) of our plan for x, or ('', '') for an op that has no plan."""
-    if op != "softmax":
-        return "", ""
-    import fused_softmax
-
-    plan = fused_softmax.plan_for(x)
-    return plan.regime, plan.why
 
 
 @dataclass
@@ -103,7 +93,7 @@ class Session:
         judge = Judge(op, inputs)
         passed: dict[str, Callable[..., Any]] = {}
         checked: dict[str, Record] = {}
-        for system in self.systems:
+        for system in (s for s in self.systems if s.op == case.op):
             self.progress(case, system.name)
             record = checked[system.name] = _record(case, system.name, "ok")
             try:
@@ -125,12 +115,15 @@ class Session:
         regime = None
         try:
             if system.kind == "ours":
-                regime, record.plan = plan_of(inputs[0], record.op)
+                regime, record.plan = plan_of(record.op, inputs)
             call = system.build()
             began = time.perf_counter()
             y = run_poisoned(call, inputs, deterministic=system.poison_by_mode)
             record.first_ms = 1000 * (time.perf_counter() - began)
-            verdict = judge.judge(y)
+            verdict = judge.judge(y, ours=system.kind == "ours")
+            del y
+            if self.timed and inputs[0].is_cuda:
+                record.peak_bytes = peak_bytes(call, inputs)
         except WrongShape as error:
             record.status, record.note = "wrong", str(error)
             return None
@@ -184,6 +177,19 @@ class Session:
                 record.timed_by = stopwatch.describe
             else:
                 fill_times(by_name[name], taken, moved, ceiling_gbps, op.ceiling, stopwatch.describe)
+
+
+def peak_bytes(call: Callable[..., Any], inputs: Inputs) -> int:
+    """Device memory that a call takes beyond what is allocated before it, its results included."""
+    device = inputs[0].device
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    kept = call(*inputs)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del kept
+    return peak
 
 
 def _record(case: Case, system: str, status: str, note: str = "") -> Record:

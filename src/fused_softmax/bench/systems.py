@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from fused_softmax.bench import loss_systems
 from fused_softmax.bench.ops import OPS
 from fused_softmax.bench.peers import PEER_SYSTEMS
 from fused_softmax.device import interpreting as interpreted
@@ -53,20 +54,25 @@ def _needs_triton() -> str:
     return ""
 
 
+def _gradient(log: bool) -> Callable[[], Callable[..., Any]]:
+    def build() -> Callable[..., Any]:
+        backward = importlib.import_module("fused_softmax.rows").softmax_backward
+        return lambda dy, y: backward(dy, y, -1, y.dtype, log)
+
+    return build
+
+
 def _ours(op: str) -> System:
     def build() -> Callable[..., Any]:
         function = getattr(importlib.import_module("fused_softmax"), op)
         return lambda x: function(x, -1)
 
-    def missing() -> str:
-        has = hasattr(importlib.import_module("fused_softmax"), op)
-        return "" if has else f"fused_softmax has no {op}"
-
-    return System("fused_softmax", op, "ours", build, missing)
+    builds = {"softmax_backward": _gradient(False), "log_softmax_backward": _gradient(True), **loss_systems.OURS}
+    return System("fused_softmax", op, "ours", builds.get(op, build), _needs_triton)
 
 
 def _torch(op: str) -> System:
-    return System("torch", op, "torch", lambda: OPS[op].torch_call)
+    return System("torch", op, "torch", loss_systems.TORCH.get(op, lambda: OPS[op].torch_call))
 
 
 def _lesson(number: int, name: str, mistake: str | None = None) -> System:
@@ -93,11 +99,17 @@ LESSON_SYSTEMS = (
     _lesson(6, "06_three_pass"),
     _lesson(7, "07_online"),
     _lesson(8, "08_many_rows"),
+    _lesson(9, "09_cluster"),
 )
+# the tenth lesson's kernel is the shipped one: it is measured as fused_softmax
 LESSON_NUMBERS = {system.name: int(system.name[:2]) for system in LESSON_SYSTEMS}
 
 SYSTEMS: tuple[System, ...] = (
-    *(_ours(op) for op in ("softmax", "log_softmax")),
+    *(_ours(op) for op in OPS),
+    *(
+        System("fused_softmax_in_place", op, "ours", build, _needs_triton)
+        for op, build in loss_systems.IN_PLACE.items()
+    ),
     *(_torch(op) for op in OPS),
     *(System(n, op, "peer", build, missing, poison_by_mode=by_mode) for n, op, build, missing, by_mode in PEER_SYSTEMS),
     *LESSON_SYSTEMS,

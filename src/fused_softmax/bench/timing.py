@@ -74,26 +74,29 @@ def interleave(
 class EventStopwatch:
     """CUDA events around each eager call.
 
-    The device first waits as long as the host needs to queue the round, so that host time never counts as device time.
+    Before each call the device waits as long as the host needs to queue it, so that host time never counts as device
+    time, not even behind a call that synchronises. A call's own synchronisation counts as its own.
     """
 
     describe = "CUDA events"
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.host_ms = device, 1.0
+        self.device = device
+        self.host_ms: dict[str, float] = {}
         self.ticks_per_ms = _sleep_ticks_per_ms(device)
 
     def round(self, calls: Mapping[str, Call]) -> dict[str, float]:
         """One round; returns milliseconds by name."""
         events = {name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in calls}
         torch.cuda.synchronize(self.device)
-        began = time.perf_counter()
-        torch.cuda._sleep(int(min(2 * self.host_ms, 5.0) * self.ticks_per_ms))
         for name, call in calls.items():
+            began = time.perf_counter()
+            torch.cuda._sleep(int(min(1.5 * self.host_ms.get(name, 1.0) + 0.02, 3.0) * self.ticks_per_ms))
             events[name][0].record()
             call()
             events[name][1].record()
-        self.host_ms = 0.5 * self.host_ms + 0.5 * min(1000 * (time.perf_counter() - began), 10.0)
+            taken = min(1000 * (time.perf_counter() - began), 3.0)
+            self.host_ms[name] = 0.5 * self.host_ms.get(name, taken) + 0.5 * taken
         torch.cuda.synchronize(self.device)
         return {name: start.elapsed_time(end) for name, (start, end) in events.items()}
 

@@ -59,6 +59,7 @@ MODELS: dict[str, Model] = {
     "06_three_pass": three_reads,
     "07_online": two_reads,
     "08_many_rows": one_read,
+    "09_cluster": one_read,
     "liger": one_read,
     "quack": one_read,
 }

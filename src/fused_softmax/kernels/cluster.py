@@ -1,11 +1,11 @@
 """Merging what the programs of a thread-block cluster know about their row, through distributed shared memory.
 
 A row on a cluster is a tile of CTAS x PARTS lines in a launch with num_ctas=CTAS: each CTA holds PARTS lines of it, one
-for each of its warps (or one in all), and each line is reduced by itself. Then all need the row's own numbers. The lanes
-of each warp send the warp's to a slot in every CTA with `st.async`, which counts the bytes on the receiver's mbarrier;
-each CTA waits for its own mbarrier, and each warp merges all slots across its lanes, by operations that commute, so that
-every thread of the cluster holds the same bits. Triton before 3.8 cannot reduce across the CTAs of a cluster; hence the
-inline PTX. No barrier of a CTA and no reduction through its shared memory is left.
+for each of its warps (or one in all), and each line is reduced by itself. Then all need the row's own numbers. The
+lanes of each warp send the warp's to a slot in every CTA with `st.async`, which counts the bytes on the receiver's
+mbarrier; each CTA waits for its own mbarrier, and each warp merges all slots across its lanes, by operations that
+commute, so that every thread of the cluster holds the same bits. Triton before 3.8 cannot reduce across the CTAs of a
+cluster; hence the inline PTX. No barrier of a CTA and no reduction through its shared memory is left.
 
 `open_exchange` must be the kernel's first statement and an exchange is used once per launch: the mbarrier is armed for
 one phase. In between lies the row's load, behind which the cluster's barrier latency hides. Interpreted, there is one
@@ -48,7 +48,7 @@ def _open_ptx(ctas: int, n_values: int, parts: int) -> str:
 
 @triton.constexpr_function
 def _exchange(ctas: int, parts: int, n_values: int, values: str) -> list[str]:
-    """Sends this line's values to its slot in every CTA: lane i < ctas of the line's warp to CTA i. Waits for all slots."""
+    """Sends this line's values to its slot in every CTA: lane i < ctas of its warp to CTA i. Waits for all slots."""
     vector = {1: "", 2: ".v2", 4: ".v4"}[n_values]
     sender = "lane" if parts > 1 else "thread"
     return [
@@ -153,7 +153,7 @@ def _sum_ptx(ctas: int, parts: int) -> str:
 
 @triton.jit
 def open_exchange(CTAS: tl.constexpr, N_VALUES: tl.constexpr, PTX: tl.constexpr, PARTS: tl.constexpr = 1):
-    """Arms this CTA's mbarrier for N_VALUES float32 from each of CTAS x PARTS lines. A kernel's first statement, once."""
+    """Arms this CTA's mbarrier for N_VALUES float32 from each of CTAS x PARTS lines. A kernel's first statement."""
     if CTAS > 1 and PTX:
         ASM: tl.constexpr = _open_ptx(CTAS, N_VALUES, PARTS)
         tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)

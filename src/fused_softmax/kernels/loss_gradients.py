@@ -4,8 +4,8 @@
     A = (1 - eps)*w_t + eps/C*sum(w) + 2*z_loss*lse;  B = (1 - eps)*w_t;  C = eps/C
 
 It runs in backward, where the forward wrote no gradient or wrote it for an upstream gradient of 1 and that is not what
-came: whether it did is asked on the device, row by row, so that no host waits for a number. As many bytes are written as
-read; that is the limit.
+came: whether it did is asked on the device, row by row, so that no host waits for a number. As many bytes are written
+as read; that is the limit.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from .walk import logit
 
 @triton.jit
 def is_target(target, C: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
-    """Which columns of chunk C are the target, counted from the slice's first.  # target: [LINES, 1]; [LINES, LANES, VEC]
+    """Which columns of chunk C are the target, counted from the slice's first.  # target: [LINES, 1]; [LINES, LANES,
+    VEC]
 
-    The comparison is with a vector's own columns, since each thread would keep the row's offsets in registers otherwise:
-    255 of them at 128,256 columns on 8 CTAs of 4 warps.
+    The comparison is with a vector's own columns, since each thread would keep the row's offsets in registers
+    otherwise: 255 of them at 128,256 columns on 8 CTAs of 4 warps.
     """
     of_lane = target.to(tl.int32) - (C * LANES + tl.arange(0, LANES)[None, :]) * VEC
     return of_lane[:, :, None] == tl.arange(0, VEC)[None, None, :]
@@ -105,22 +106,34 @@ def cross_entropy_unit(
         for k in tl.static_range(CHUNKS):
             at = tl.reshape(chunk_offsets(k, LANES, VEC), (1, LANES, VEC))
             dx = cross_entropy_term(
-                x[k], is_target(local_target, k, LANES, VEC), at, lse[:, :, None], a[:, :, None], b[:, :, None], c[:, :, None],
-                w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP,
+                x[k], is_target(local_target, k, LANES, VEC), at, lse[:, :, None], a[:, :, None], b[:, :, None],
+                c[:, :, None], w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP,
             )  # fmt: skip
             dx = tl.where(counts[:, :, None], dx, 0.0)
             store_chunk(dx_row + first, width, dx, k, ROWS, 0, LANES, VEC)
         if EDGE:
             dx = cross_entropy_term(
-                x_edge, edge == target - head, edge, lse, a, b, c, weight_ptr + head, cap, in_edge, WEIGHTED, SMOOTH, SOFTCAP
+                x_edge,
+                edge == target - head,
+                edge,
+                lse,
+                a,
+                b,
+                c,
+                weight_ptr + head,
+                cap,
+                in_edge,
+                WEIGHTED,
+                SMOOTH,
+                SOFTCAP,
             )
             tl.store(dx_row + edge, tl.where(counts, dx, 0.0).to(dx_ptr.dtype.element_ty), mask=in_edge)
 
 
 @triton.jit(
     do_not_specialize=[
-        "n_rows", "n_cols", "x_stride", "dx_stride", "phase", "n_splits", "ignore_index", "g_stride", "smoothing", "cap",
-        "z_loss",
+        "n_rows", "n_cols", "x_stride", "dx_stride", "phase", "n_splits", "ignore_index", "g_stride", "smoothing",
+        "cap", "z_loss",
     ]
 )  # fmt: skip
 def cross_entropy_backward(

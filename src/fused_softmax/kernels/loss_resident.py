@@ -1,4 +1,5 @@
-"""Cross-entropy and its gradient in one pass: the row stays on chip, and the gradient is written where softmax writes y.
+"""Cross-entropy and its gradient in one pass: the row stays on chip, and the gradient is written where softmax writes
+y.
 
     lse = log(sum(exp(z)));  loss and dx as `losses` and `loss_gradients` have them, for an upstream gradient of 1
 
@@ -96,8 +97,8 @@ def cross_entropy_resident(
     for k in tl.static_range(1, CHUNKS):
         m = tl.maximum(m, tl.max(x[k], 2))
     m = tl.maximum(logit(m, 1.0, cap, SOFTCAP), LOWEST)  # [LINES, LANES]
-    # the target's logit is one of the row's, so it changes no maximum; taken here, it has been read by all who share the
-    # row before any of them can write the gradient over it
+    # the target's logit is one of the row's, so it changes no maximum; taken here, it has been read by all who share
+    # the row before any of them can write the gradient over it
     m = tl.maximum(m, z_target)
     s = tl.zeros_like(m)
     t = tl.zeros_like(m)
@@ -143,13 +144,25 @@ def cross_entropy_resident(
     for k in tl.static_range(CHUNKS):
         at = tl.reshape(chunk_offsets(k, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
         dx = cross_entropy_term(
-            opaque(x[k], PTX), is_target(local_target, k * PARTS, LANES, VEC), at, lse[:, :, None], a[:, :, None], b[:, :, None], c[:, :, None],
-            w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP,
+            opaque(x[k], PTX), is_target(local_target, k * PARTS, LANES, VEC), at, lse[:, :, None], a[:, :, None],
+            b[:, :, None], c[:, :, None], w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP,
         )  # fmt: skip
         dx = tl.where(counts[:, :, None], dx, 0.0)
         store_chunk(dx_row + first, width, dx, k, LINES, UNMASKED, LANES, VEC, PARTS)
     if EDGE:
         dx = cross_entropy_term(
-            x_edge, edge == target - head, edge, lse, a, b, c, weight_ptr + head, cap, in_edge, WEIGHTED, SMOOTH, SOFTCAP
+            x_edge,
+            edge == target - head,
+            edge,
+            lse,
+            a,
+            b,
+            c,
+            weight_ptr + head,
+            cap,
+            in_edge,
+            WEIGHTED,
+            SMOOTH,
+            SOFTCAP,
         )
         tl.store(dx_row + edge, tl.where(counts, dx, 0.0).to(dx_ptr.dtype.element_ty), mask=in_edge)

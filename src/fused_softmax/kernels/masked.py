@@ -4,8 +4,8 @@
     dx = scale*y*(dy - sum(y*dy))
 
 The mask is read where it lies, with its own strides (0 where it is broadcast); a second time for the last line, when L2
-has it. Causal rows need no mask: row q sees columns 0..q, reads those alone, and writes zeros beyond. A row with no column
-left has sum 0 and is NaN, or zero where ZERO. What limits is the bytes of x that are seen and of y.
+has it. Causal rows need no mask: row q sees columns 0..q, reads those alone, and writes zeros beyond. A row with no
+column left has sum 0 and is NaN, or zero where ZERO. What limits is the bytes of x that are seen and of y.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def mask_row_of(
     """Where each row's mask begins; strides in units of MASK_VEC.  # row: [LINES, 1]"""
     batch = row // n_queries
     outer = batch // n_inner // n_middle
-    at = outer * m_outer + batch // n_inner % n_middle * m_middle + batch % n_inner * m_inner + row % n_queries * m_query
+    at = (
+        outer * m_outer + batch // n_inner % n_middle * m_middle + batch % n_inner * m_inner + row % n_queries * m_query
+    )
     return mask_ptr + at * MASK_VEC
 
 
@@ -87,7 +89,7 @@ def hidden_chunk(
 
 @triton.jit
 def hidden_edge(x, at_mask, seen, scale, m_col, edge, in_edge, MASK: tl.constexpr, MASK_COLS: tl.constexpr):
-    """z of the row's ends.  # x, edge, in_edge: [LINES, LANES]; at_mask: the row's first aligned column; seen: [LINES, 1]"""
+    """z of the row's ends.  # x, edge, in_edge: [LINES, LANES]; at_mask: the first aligned column; seen: [LINES, 1]"""
     inside = in_edge & (edge < seen)
     mask = inside
     if MASK != NO_MASK:

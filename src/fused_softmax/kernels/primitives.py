@@ -1,7 +1,7 @@
 """The mathematics every kernel shares: a row's exponentials, and how two parts of a row are merged.
 
-A part of a row is summed up by two numbers, (row_max, row_sum) with row_sum = sum(exp(x - row_max)), and two parts merge
-to a third (online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867):
+A part of a row is summed up by two numbers, (row_max, row_sum) with row_sum = sum(exp(x - row_max)), and two parts
+merge to a third (online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867):
 
     m = max(m_a, m_b);  s = s_a*exp(m_a - m) + s_b*exp(m_b - m)
 
@@ -44,8 +44,8 @@ def merge(m_a, s_a, m_b, s_b):
 def shift_moments(m, s, t, m_new):
     """(m, s, t) with s = sum(exp(x - m)) and t = sum(exp(x - m)*(x - m)), as seen from m_new >= m.
 
-    exp(x - m_new)*(x - m_new) = exp(m - m_new)*(exp(x - m)*(x - m) + exp(x - m)*(m - m_new)). The difference is floored,
-    so that a part which counts nothing, or far less than float32 can tell, adds 0 and not 0*(-inf).
+    exp(x - m_new)*(x - m_new) = exp(m - m_new)*(exp(x - m)*(x - m) + exp(x - m)*(m - m_new)). The difference is
+    floored, so that a part which counts nothing, or far less than float32 can tell, adds 0 and not 0*(-inf).
     """
     by = exp(m - m_new)
     s = s * by
@@ -57,8 +57,8 @@ def opaque(x, PTX: tl.constexpr):
     """x, with its origin hidden from the optimiser.
 
     exp(x) is cheaper to compute twice than to keep: the row stays in registers as 16-bit numbers, more programs fit on
-    a multiprocessor, and more bytes are in flight. Unhidden, the compiler would convert once and keep the float32 numbers;
-    a float32 row needs no hiding.
+    a multiprocessor, and more bytes are in flight. Unhidden, the compiler would convert once and keep the float32
+    numbers; a float32 row needs no hiding.
     """
     if PTX and x.dtype.primitive_bitwidth == 16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)

@@ -3,11 +3,11 @@
     m = max(x);  s = sum(exp(x - m));  y = exp(x - m) / s     or   y = (x - m) - log(s)
     d = sum(y*dy);  dx = y*(dy - d)                           or   d = sum(dy);  dx = dy - exp(y)*d
 
-One kernel for three regimes, which differ in numbers only. tile: ROWS short rows in one program, a warp or less for each,
-so that no reduction leaves its warp. block: one row in one program. cluster: one row in the CTAS programs of a
-thread-block cluster, a slice each, merged through distributed shared memory. Each lane keeps its own (max, sum), so that
-no thread waits for another's loads; the row's come from one reduction at the end. The plan picks the numbers by width;
-what limits is the register file, and then the bytes in flight.
+One kernel for three regimes, which differ in numbers only. tile: ROWS short rows in one program, a warp or less for
+each, so that no reduction leaves its warp. block: one row in one program. cluster: one row in the CTAS programs of a
+thread-block cluster, a slice each, merged through distributed shared memory. Each lane keeps its own (max, sum), so
+that no thread waits for another's loads; the row's come from one reduction at the end. The plan picks the numbers by
+width; what limits is the register file, and then the bytes in flight.
 """
 
 from __future__ import annotations
@@ -176,7 +176,9 @@ def softmax_backward_resident(
     for c in tl.static_range(CHUNKS):
         y_c = opaque(y[c], PTX and RECOMPUTE)
         dy_c = opaque(dy[c], PTX and RECOMPUTE)
-        store_chunk(dx_row + first, width, gradient(y_c, dy_c, d[:, :, None], LOG), c, LINES, UNMASKED, LANES, VEC, PARTS)
+        store_chunk(
+            dx_row + first, width, gradient(y_c, dy_c, d[:, :, None], LOG), c, LINES, UNMASKED, LANES, VEC, PARTS
+        )
     if EDGE:
         dx_edge = gradient(y_edge, dy_edge, d, LOG)
         tl.store(dx_row + edge, dx_edge.to(dx_ptr.dtype.element_ty), mask=in_edge)

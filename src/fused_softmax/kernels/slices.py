@@ -1,16 +1,16 @@
 """Where a program's part of its row lies, and how it is read and written: in vectors, and never outside the row.
 
-A program (or each CTA of a cluster) owns one slice of the row. The slice is CHUNKS chunks of LANES x VEC columns, held as
-tiles [LINES, LANES, VEC]: a lane is what one thread holds, VEC columns are one vector access, and the lines are the rows
-of the program, or those who share a row: the PARTS (warps) of each CTA of a cluster, which take turns at vectors within
-their CTA's slice. A row that starts unaligned is read in vectors too, apart from its ends:
+A program (or each CTA of a cluster) owns one slice of the row. The slice is CHUNKS chunks of LANES x VEC columns, held
+as tiles [LINES, LANES, VEC]: a lane is what one thread holds, VEC columns are one vector access, and the lines are the
+rows of the program, or those who share a row: the PARTS (warps) of each CTA of a cluster, which take turns at vectors
+within their CTA's slice. A row that starts unaligned is read in vectors too, apart from its ends:
 
     row          |head|       slice 0        |       slice 1        |tail|      head, tail < VEC columns
     slice                     |chunk 0|chunk 1|chunk 2 (masked)|
 
-Offsets count from the row's first aligned column and are multiples of VEC, so that Triton can prove what a vector access
-needs; widths and strides come in units of VEC for the same reason. Head and tail are one element a lane, and are read
-and written by slice 0.
+Offsets count from the row's first aligned column and are multiples of VEC, so that Triton can prove what a vector
+access needs; widths and strides come in units of VEC for the same reason. Head and tail are one element a lane, and
+are read and written by slice 0.
 """
 
 from __future__ import annotations

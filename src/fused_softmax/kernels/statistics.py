@@ -5,8 +5,8 @@
 
 Forward: one read (`walk`), O(rows) written. Backward: element by element, as lse and H are known, so one read and one
 write, any number of programs a row. A row of nothing but -inf has lse -inf, one with +inf has lse +inf (as
-torch.logsumexp); their log-probabilities are NaN, as torch.log_softmax makes them. An id outside [0, n_cols) is followed
-nowhere: its log-probability is NaN and it adds nothing to the gradient.
+torch.logsumexp); their log-probabilities are NaN, as torch.log_softmax makes them. An id outside [0, n_cols) is
+followed nowhere: its log-probability is NaN and it adds nothing to the gradient.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     first walk:   m' = max(m, x);  s = s*exp(m - m') + sum(exp(x - m'))        (online softmax)
     second walk:  y = exp(x - m) / s                                           backwards, so that what was read last,
                                                                                and still is in L2, is read first
-The plan picks it where no other regime can hold the row. A row is walked by one program or, where there are clusters, by
-the CTAS programs of one, a slice each. Three streams (read, read, write) stand against the two of a copy, less what L2
-gives back; that is the limit.
+The plan picks it where no other regime can hold the row. A row is walked by one program or, where there are clusters,
+by the CTAS programs of one, a slice each. Three streams (read, read, write) stand against the two of a copy, less what
+L2 gives back; that is the limit.
 """
 
 from __future__ import annotations

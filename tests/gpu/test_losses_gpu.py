@@ -1,0 +1,207 @@
+"""Losses, statistics and masks on a GPU: vocabulary widths, CUDA graphs, memory, bad targets, batch independence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fused_softmax as fs
+from fused_softmax import reference
+
+pytestmark = pytest.mark.gpu
+
+VOCABULARIES = (100, 4096, 32000, 50257, 128256, 151936, 262144)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+OPTIONS = {
+    "mean": {},
+    "sum, smoothing": dict(reduction="sum", label_smoothing=0.1),
+    "none, softcap, z_loss": dict(reduction="none", softcap=30.0, z_loss=1e-4),
+    "weight, smoothing": dict(weight=True, label_smoothing=0.1),
+}
+
+
+def batch(n_cols: int, dtype: torch.dtype, n_rows: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(n_rows, n_cols, device="cuda") * 3
+    target = torch.randint(0, n_cols, (n_rows,), device="cuda")
+    target[1] = -100
+    return x.to(dtype), target
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n_cols", VOCABULARIES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_cross_entropy(n_cols, dtype, options):
+    x, target = batch(n_cols, dtype)
+    options = {**options, "weight": torch.rand(n_cols, device="cuda")} if "weight" in options else options
+    for g in (1.0, 0.3):
+        for inplace in (False, True):
+            exact = x.double().requires_grad_()
+            want = reference.cross_entropy(exact, target, **options)
+            ours = x.clone().requires_grad_()
+            loss = fs.cross_entropy(ours, target, inplace_backward=inplace, **options)
+            torch.testing.assert_close(loss.double(), want, rtol=5e-5, atol=5e-5)
+            loss.backward(torch.full_like(loss, g))
+            want.backward(torch.full_like(want, g))
+            largest = exact.grad.abs().max()
+            error = (ours.grad.double() - exact.grad).abs().max()
+            assert error <= TOLERANCE[dtype] * (2 if inplace and g != 1 else 1) * largest
+            assert inplace or torch.equal(ours.detach(), x)
+    with torch.no_grad():
+        torch.testing.assert_close(fs.cross_entropy(x, target, **options), loss.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n_cols", VOCABULARIES)
+def test_token_logprobs(n_cols, dtype):
+    x, _ = batch(n_cols, dtype)
+    ids = torch.randint(0, n_cols, (5, 3), device="cuda")
+    temperature = torch.linspace(0.5, 2, 5, device="cuda")
+    ours, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    got = fs.token_logprobs(ours, ids, temperature=temperature, return_entropy=True, return_logsumexp=True)
+    log_p = torch.log_softmax(exact / temperature.double()[:, None], -1)
+    want = (
+        log_p.gather(-1, ids),
+        -(log_p.exp() * log_p).sum(-1),
+        (exact / temperature.double()[:, None]).logsumexp(-1),
+    )
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=5e-5, atol=5e-5)
+    sum(a.sum() for a in got).backward()
+    sum(b.sum() for b in want).backward()
+    error = (ours.grad.double() - exact.grad).abs().max()
+    assert error <= TOLERANCE[dtype] * exact.grad.abs().max()
+
+
+def test_ids_outside_are_nan_and_nothing_is_read():
+    x = torch.randn(2, 1000, device="cuda", requires_grad=True)
+    got = fs.token_logprobs(x, torch.tensor([[1, 1000], [-1, 1 << 40]], device="cuda"))
+    assert got.isnan().tolist() == [[False, True], [True, True]]
+    got[0, 0].backward()
+    assert x.grad.isfinite().all()
+
+
+def test_memory_of_token_logprobs():
+    x = torch.randn(4096, 128256, device="cuda", dtype=torch.bfloat16)
+    ids = torch.randint(0, 128256, (4096,), device="cuda")
+    fs.token_logprobs(x[:2], ids[:2], return_entropy=True, return_logsumexp=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fs.token_logprobs(x, ids, return_entropy=True, return_logsumexp=True)
+    assert torch.cuda.max_memory_allocated() - before < 1 << 20
+
+
+@pytest.mark.parametrize("n_cols", [4096, 50257, 128256])
+def test_a_rows_bits_do_not_depend_on_the_batch(n_cols):
+    x, target = batch(n_cols, torch.bfloat16, 64)
+    ids = target.clamp(0)
+    whole = fs.token_logprobs(x, ids, return_entropy=True, return_logsumexp=True)
+    losses = fs.cross_entropy(x, target, reduction="none")
+    for n in (1, 8, 33):
+        part = fs.token_logprobs(x[:n], ids[:n], return_entropy=True, return_logsumexp=True)
+        assert all(torch.equal(a, b[:n]) for a, b in zip(part, whole, strict=True))
+        assert torch.equal(fs.cross_entropy(x[:n], target[:n], reduction="none"), losses[:n])
+
+
+def test_cuda_graph_of_a_training_step():
+    x, target = batch(32000, torch.bfloat16, 64)
+    x.requires_grad_()
+
+    def step() -> torch.Tensor:
+        x.grad = None
+        loss = fs.cross_entropy(x, target, z_loss=1e-4) * 0.5
+        loss.backward()
+        return loss
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+        target.random_(0, 32000)
+    graph.replay()
+    exact = x.detach().double().requires_grad_()
+    want = reference.cross_entropy(exact, target, z_loss=1e-4) * 0.5
+    want.backward()
+    torch.testing.assert_close(loss.double(), want, rtol=5e-5, atol=5e-5)
+    assert (x.grad.double() - exact.grad).abs().max() <= 8e-3 * exact.grad.abs().max()
+
+
+def test_no_host_synchronisation():
+    x, target = batch(4096, torch.bfloat16)
+    x.requires_grad_()
+    fs.cross_entropy(x, target).backward()
+    fs.token_logprobs(x, target.clamp(0), return_entropy=True).logprobs.sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fs.cross_entropy(x, target).backward()
+        fs.token_logprobs(x, target.clamp(0), return_entropy=True).logprobs.sum().backward()
+        fs.masked_softmax(x, target[:, None] > 5).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("bad", [5000, -1, 1 << 40])
+def test_a_target_outside_is_a_device_assertion(bad, grad):
+    """In a process of its own: an assertion ends the CUDA context."""
+    script = textwrap.dedent(f"""
+        import torch, fused_softmax as fs
+        x = torch.randn(4, 4096, device="cuda", requires_grad={grad})
+        fs.cross_entropy(x, torch.tensor([1, {bad}, 2, 3], device="cuda"))
+        torch.cuda.synchronize()
+    """)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "device-side assert" in done.stderr and "target out of bounds" in done.stderr
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n_cols", [64, 1000, 1023, 4096, 8192, 33333, 131072])
+@pytest.mark.parametrize("causal", [False, True])
+def test_masked_softmax(n_cols, dtype, causal):
+    x = (torch.randn(2, 3, 4, n_cols, device="cuda") * 2).to(dtype)
+    keep = torch.rand(2, 1, 1, n_cols, device="cuda") > 0.3
+    added = torch.randn(1, 1, 4, n_cols, device="cuda", dtype=dtype)
+    hidden = torch.arange(n_cols, device="cuda") > torch.arange(4, device="cuda")[:, None]
+    for mask in (None, keep, added):
+        ours, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+        z = exact * 0.5
+        if mask is not None:
+            z = z.masked_fill(~mask, -float("inf")) if mask is keep else z + mask.double()
+        z = z.masked_fill(hidden, -float("inf")) if causal else z
+        unseen = (z == -float("inf")).all(-1, keepdim=True)
+        want = torch.softmax(z.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0)
+        y = fs.masked_softmax(ours, mask, scale=0.5, causal=causal, fully_masked="zero")
+        torch.testing.assert_close(y.double(), want, rtol=TOLERANCE[dtype], atol=1e-6)
+        dy = torch.randn_like(x)
+        y.backward(dy)
+        want.backward(dy.double())
+        error = (ours.grad.double() - exact.grad).abs().max()
+        assert error <= 4 * TOLERANCE[dtype] * exact.grad.abs().max() + 1e-6
+
+
+def test_rows_past_two_to_the_31():
+    n_rows, n_cols = 16800, 128256
+    if torch.cuda.mem_get_info()[0] < 10 << 30:
+        pytest.skip("needs 10 GB")
+    x = torch.zeros(n_rows, n_cols, device="cuda", dtype=torch.bfloat16)
+    x[-1].normal_()
+    target = torch.full((n_rows,), -100, device="cuda")
+    target[-1] = 7
+    want = F.cross_entropy(x[-1:].double(), target[-1:])
+    torch.testing.assert_close(fs.cross_entropy(x, target).double(), want, rtol=1e-4, atol=1e-4)
+    x.requires_grad_()
+    fs.cross_entropy(x, target, inplace_backward=True).backward()
+    assert not x.grad[:-1].any() and x.grad[-1, 7] < 0

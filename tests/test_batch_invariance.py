@@ -1,0 +1,147 @@
+"""A row's bits: the same alone, among 3 and among 17, and, for rows on 16 bytes or on request, at any place among them.
+
+A row alone is `x[i:i+1]`, which keeps the stride of the tensor that it was taken from; so it is planned as that tensor's
+rows are. A row that starts unaligned is cut at other columns when it starts elsewhere, and its sum is then added in
+another order: that is what `batch_invariant()` rules out.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import REGIMES, dtype_id, logits, softmax_by
+
+import fused_softmax as fs
+from fused_softmax.device import describe
+from fused_softmax.launch import backward_launches, problem_of
+from fused_softmax.plan import plan
+
+pytestmark = pytest.mark.interpreted
+
+every_regime = pytest.mark.parametrize("regime", REGIMES)
+# float16 is planned as bfloat16 is (test_plan.py)
+every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_id)
+# several chunks, and several steps of a walk; multiples of 8
+COLUMNS = {"tile": 504, "block": 5504, "cluster": 4104, "stream": 16392}
+# (columns beside COLUMNS, columns before a row, columns after it)
+LAYOUTS = {
+    "aligned": (0, 0, 0),
+    "unaligned": (1, 0, 0),
+    "sliced": (0, 1, 2),
+    "sliced, odd": (3, 2, 8),
+    "sliced, aligned": (0, 8, 16),
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+aligned_layouts = pytest.mark.parametrize("layout", ["aligned", "sliced, aligned"])
+odd_layouts = pytest.mark.parametrize("layout", ["unaligned", "sliced", "sliced, odd"])
+
+
+def rows(regime: str, layout: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """17 rows of logits in this layout, and an output that lies as they do."""
+    more, before, after = LAYOUTS[layout]
+    n_cols = COLUMNS[regime] + more
+    field = logits(17, before + n_cols + after, dtype=dtype)
+    own = slice(before, before + n_cols)
+    return field[:, own], torch.empty_like(field)[:, own]
+
+
+@every_dtype
+@every_layout
+@every_regime
+def test_a_row_in_its_place_does_not_know_how_many_there_are(regime, layout, dtype):
+    x, y = rows(regime, layout, dtype)
+    whole = softmax_by(regime, x, y).clone()
+    assert whole.isfinite().all()
+    for n_rows in (1, 3):
+        assert torch.equal(softmax_by(regime, x[:n_rows], y[:n_rows]), whole[:n_rows])
+    for these in (slice(6, 7), slice(16, 17), slice(9, 12)):
+        assert torch.equal(softmax_by(regime, x[these], y[these]), whole[these])
+
+
+@every_dtype
+@aligned_layouts
+@every_regime
+def test_an_aligned_row_does_not_know_its_place(regime, layout, dtype):
+    x, y = rows(regime, layout, dtype)
+    whole = softmax_by(regime, x, y).clone()
+    order = torch.randperm(17)
+    x.copy_(x[order])
+    assert torch.equal(softmax_by(regime, x, y), whole[order])
+
+
+@every_dtype
+@odd_layouts
+@every_regime
+def test_on_request_no_row_knows_its_place(regime, layout, dtype):
+    x, y = rows(regime, layout, dtype)
+    whole = softmax_by(regime, x, y, batch_invariant=True).clone()
+    order = torch.randperm(17)
+    moved = x.clone()[order]
+    x.copy_(moved)
+    assert torch.equal(softmax_by(regime, x, y, batch_invariant=True), whole[order])
+    # alone, into an output of its own
+    assert torch.equal(softmax_by(regime, x[3:4], batch_invariant=True)[0], whole[order[3]])
+
+
+@every_layout
+@every_regime
+def test_nor_does_a_rows_gradient(regime, layout):
+    x, y = rows(regime, layout, torch.float32)
+    y = softmax_by(regime, x, y)
+    dy, dx = rows(regime, layout, torch.float32)
+
+    def gradient(these: slice) -> torch.Tensor:
+        tensors = tuple(t[these] for t in (y, dy, dx))
+        forced = plan(problem_of(*tensors, backward=True), describe(x.device), regime=regime)
+        for launch in backward_launches(*tensors, forced):
+            launch()
+        return dx[these].clone()
+
+    whole = gradient(slice(None))
+    assert whole.isfinite().all()
+    for these in (slice(0, 1), slice(0, 3), slice(6, 7), slice(15, 17)):
+        assert torch.equal(gradient(these), whole[these])
+
+
+@every_dtype
+@pytest.mark.parametrize("n_cols", [1, 5, 33, 104, 257, 1000, 1001, 5504])
+def test_the_public_way(n_cols, dtype):
+    """The output is new, so aligned; the input's first row is too, and stays where it is."""
+    field = logits(17, n_cols + 3, dtype=dtype)
+    for x in (field[:, :n_cols], field[:, :n_cols].contiguous()):
+        whole = fs.softmax(x)
+        for n_rows in (1, 3):
+            assert torch.equal(fs.softmax(x[:n_rows]), whole[:n_rows])
+        assert torch.equal(fs.log_softmax(x[:1]), fs.log_softmax(x[:3])[:1])
+        if x.stride(0) % 8 == 0 and n_cols % 8 == 0:
+            assert all(torch.equal(fs.softmax(x[i : i + 1]), whole[i : i + 1]) for i in (1, 16))
+        with fs.batch_invariant():
+            whole = fs.softmax(x)
+            assert torch.equal(fs.softmax(x[1:2]), whole[1:2])
+            assert torch.equal(fs.softmax(x[9:12]), whole[9:12])
+
+
+def test_unaligned_rows_do_know_their_place_without_it():
+    """What the request is for: the same numbers one place further start at another distance from 16 bytes."""
+    x = logits(1, 5501).expand(4, 5501).contiguous()
+    y = softmax_by("block", x)
+    assert any(not torch.equal(y[0], other) for other in y[1:])
+    y = softmax_by("block", x, batch_invariant=True)
+    assert all(torch.equal(y[0], other) for other in y[1:])
+
+
+def test_the_request_ends_with_its_block_and_is_the_threads_own():
+    import threading
+
+    x = logits(4, 1001)
+    usual, seen = fs.plan_for(x), []
+    with fs.batch_invariant():
+        within = fs.plan_for(x)
+        thread = threading.Thread(target=lambda: seen.append(fs.plan_for(x)))
+        thread.start()
+        thread.join()
+        with fs.batch_invariant():
+            pass
+        assert fs.plan_for(x) == within
+    assert usual.edge and not within.edge
+    assert fs.plan_for(x) == usual and seen == [usual]

@@ -1,0 +1,120 @@
+"""Losses in the benchmark: loss and gradient are both checked, and no coarseness of torch's own excuses ours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_softmax.bench.cases import Case
+from fused_softmax.bench.checking import Judge, WrongShape
+from fused_softmax.bench.loss_ops import IGNORED, loss_and_gradient, token_statistics
+from fused_softmax.bench.loss_systems import backward_alone, with_gradient
+from fused_softmax.bench.ops import OPS, family
+from fused_softmax.bench.record import header
+from fused_softmax.bench.session import Session
+from fused_softmax.bench.systems import systems_for
+
+CPU = torch.device("cpu")
+LOSSES = [op for op in OPS if family(op) in ("cross_entropy", "token_logprobs", "masked_softmax")]
+
+
+def judge(op: str, n_rows: int = 70, n_cols: int = 97, dtype: torch.dtype = torch.bfloat16) -> Judge:
+    return Judge(OPS[op], OPS[op].inputs(n_rows, n_cols, dtype, CPU, 0))
+
+
+def exact(check: Judge, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x, target, _ = check.inputs
+    loss, dx = loss_and_gradient(x.double(), target)
+    return loss.float(), dx.to(dtype)
+
+
+def test_loss_and_gradient_that_are_right_pass_strictly():
+    for dtype in (torch.bfloat16, torch.float32):
+        check = judge("cross_entropy", dtype=dtype)
+        assert (check.inputs[1] == IGNORED).sum() == 2
+        assert check.judge(exact(check, dtype), ours=True).ok
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_wrong_part_is_named(part: int):
+    check = judge("cross_entropy")
+    result = list(exact(check, torch.bfloat16))
+    result[part] = result[part] * 1.05
+    verdict = check.judge(tuple(result), ours=True)
+    assert not verdict.ok and f"of {check.op.parts[part]}" in verdict.why
+
+
+def test_a_gradient_of_the_outliers_alone_is_wrong():
+    # the target's and the outliers' entries are a thousand times the others: by the row's largest all else could be 0
+    check = judge("cross_entropy", 8, 4096)
+    loss, dx = exact(check, torch.bfloat16)
+    dx[dx.abs() < 1e-2 * dx.abs().amax(-1, keepdim=True)] = 0
+    verdict = check.judge((loss, dx), ours=True)
+    assert not verdict.ok and "of gradient" in verdict.why
+
+
+def test_torchs_rounding_is_its_own_excuse_and_not_ours():
+    check = judge("token_logprobs")
+    result = token_statistics(*check.inputs)
+    assert check.judge(result).ok and not check.judge(result, ours=True).ok
+    better = tuple(t.float() for t in token_statistics(check.inputs[0].double(), check.inputs[1]))
+    assert check.judge(better, ours=True).ok
+
+
+def test_missing_parts_and_unwritten_losses():
+    check = judge("cross_entropy")
+    loss, dx = exact(check, torch.bfloat16)
+    with pytest.raises(WrongShape, match="1 results for 2"):
+        check.judge(loss)
+    with pytest.raises(WrongShape, match="float32"):
+        check.judge((loss, dx.float()))
+    verdict = check.judge((loss * float("nan"), dx))
+    assert not verdict.ok and verdict.error == float("inf")
+
+
+def test_chunks_of_rows_give_the_same_verdict(monkeypatch: pytest.MonkeyPatch):
+    for op in LOSSES:
+        whole = judge(op, 194)
+        monkeypatch.setattr("fused_softmax.bench.checking.CHUNK", {"cpu": 1000})
+        parts = judge(op, 194)
+        result = OPS[op].torch_call(*parts.inputs)
+        assert parts.torch_error == pytest.approx(whole.torch_error, rel=1e-9) and parts.judge(result).ok
+        monkeypatch.undo()
+
+
+def test_a_loss_that_writes_over_its_logits_gets_its_own():
+    x, target, count = OPS["cross_entropy"].inputs(4, 33, torch.float32, CPU, 0)
+
+    def overwriting(leaf: Tensor, target: Tensor) -> Tensor:
+        loss = torch.nn.functional.cross_entropy(leaf.clone(), target)
+        leaf.data.zero_()
+        return loss
+
+    before, call = x.clone(), with_gradient(overwriting, overwrites=True)
+    torch.testing.assert_close(call(x, target, count), loss_and_gradient(x, target))
+    assert torch.equal(x, before)
+
+
+def test_backward_alone_keeps_its_graph():
+    made: list[int] = []
+
+    def forward(x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        made.append(1)
+        return token_statistics(x, ids)
+
+    entry = OPS["token_logprobs_backward"]
+    inputs = entry.inputs(3, 17, torch.float64, CPU, 0)
+    call = backward_alone(forward)
+    for _ in range(2):
+        torch.testing.assert_close(call(*inputs), entry.reference(*inputs))
+    assert len(made) == 1
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("op", LOSSES)
+def test_ours_passes_interpreted_and_names_its_plan(op: str):
+    ours = [s for s in systems_for(op) if s.kind == "ours"]
+    run = Session(header(CPU, interpreted=True), ours, CPU, timed=False)
+    for record in run.run([Case(op, "bfloat16", 6, 300), Case(op, "float32", 3, 1025)]):
+        assert (record.status, record.note) == ("ok", "") and " warp" in record.plan
