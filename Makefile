@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV ?= .venv
 OUT ?= out
 ARGS ?=
+# interpreted tests that run at a time
+JOBS ?= 2
 
 OLD_TRITON := 3.6.0
 OLD_TRITON_DIR := $(or $(VENV),.venv)/triton-$(OLD_TRITON)
@@ -51,7 +53,7 @@ types: $(READY)
 	$(PY) -m mypy
 
 interpreted: $(READY)
-	TRITON_INTERPRET=1 $(RUN) -m pytest -q -m "not compiled and not gpu" $(ARGS)
+	TRITON_INTERPRET=1 $(RUN) -m pytest -q -n $(JOBS) -m "not compiled and not gpu" $(ARGS)
 
 compiled: $(READY)
 	env -u TRITON_INTERPRET $(RUN) -m pytest -q -m compiled $(ARGS)

@@ -58,6 +58,12 @@ def test_unknown_table_names_those_there_are():
     assert all(table(name).cases for name in TABLES)
 
 
+def test_real_logits_serve_the_ops_that_take_nothing_else():
+    for op in OPS:
+        cases = table("cpu", op).cases
+        assert any(c.source for c in cases) is (op in ("softmax", "log_softmax")) and any(not c.source for c in cases)
+
+
 def test_excerpt_of_real_logits_comes_with_the_package():
     cases = {case.reason: case for case in real_cases("softmax")}
     assert cases["real: logits"].n_cols == 30522 and cases["real: logits"].dtype == "float16"

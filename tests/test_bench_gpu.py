@@ -9,9 +9,11 @@ import torch
 from rich.console import Console
 
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.ops import OPS
 from fused_softmax.bench.record import from_json, header
 from fused_softmax.bench.session import Session
 from fused_softmax.bench.systems import System, systems_for
+from fused_softmax.bench.timing import EventStopwatch, interleave
 
 pytestmark = pytest.mark.gpu
 NAMES = ("fused_softmax", "torch", "torch.compile", "02_one_row", "05_published")
@@ -51,6 +53,34 @@ def test_what_is_not_written_is_nan_either_way(device: torch.device, by_mode: bo
     run = Session(header(device, False), [unwritten], device, timed=False)
     (record,) = run.run([Case("softmax", "bfloat16", 4096, 4096)])
     assert record.status == "wrong" and "unwritten" in record.note
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op != "softmax"])
+def test_every_op_is_right_and_timed_with_its_peak_memory(device: torch.device, op: str):
+    names = ("fused_softmax", "fused_softmax_in_place", "torch", "torch.compile")
+    run = Session(header(device, False), systems_for(op, names), device, seconds=0.02)
+    found = {r.system: r for r in run.run([Case(op, "bfloat16", 4096, 4096)])}
+    assert run.head.stopped == "" and OPS[op].ceiling in found
+    for record in found.values():
+        assert (record.status, record.note) == ("ok", "") and record.ms is not None
+    peak = found["fused_softmax"].peak_bytes
+    # a matrix of results, or a few numbers for each row
+    assert peak is not None and (peak < 2**20 if OPS[op].ceiling == "read" else 2**25 <= peak < 2**25 + 2**20)
+    if op == "cross_entropy":
+        in_place = found["fused_softmax_in_place"].peak_bytes
+        assert in_place is not None and in_place < 2**20
+
+
+def test_host_time_behind_a_call_that_synchronises_is_nobody_elses(device: torch.device):
+    x = torch.randn(2**25, device=device)
+    y = torch.empty_like(x)
+
+    def synchronises() -> None:
+        float(x[0])
+
+    alone = interleave({"copy": lambda: y.copy_(x)}, EventStopwatch(device), 0.02)["copy"].ms
+    calls = {"synchronises": synchronises, "copy": lambda: y.copy_(x)}
+    assert interleave(calls, EventStopwatch(device), 0.02)["copy"].ms < 1.1 * alone
 
 
 def test_bench_with_workers_from_the_command(device: torch.device, tmp_path: Path):

@@ -157,7 +157,7 @@ def launch_rows(
     pointers = [t.data_ptr() - phase * t.element_size() for t in rows] + [v.data_ptr() for v in vectors]
     n_rows = first.shape[0]
     assert prepared.run is not None
-    with torch.cuda.device(index):
+    with launch.on_device(index):
         stream = torch._C._cuda_getCurrentRawStream(index)
         prepared.run(prepared.programs(n_rows, most), stream, *pointers, n_rows, *prepared.scalars, *numbers)
 
@@ -195,7 +195,7 @@ def launch_flat(name: str, tensors: tuple[Tensor, ...], numbers: tuple[int, ...]
     index = first.get_device()
     key = (name, flags, index, tuple(t.dtype for t in tensors))
     run = _flat.get(key)
-    with torch.cuda.device(index):
+    with launch.on_device(index):
         if run is None:
             pointers = tuple((t.dtype, False) for t in tensors)
             with launch._lock:

@@ -81,7 +81,7 @@ def cross_entropy_with_gradient(x: Tensor, dx: Tensor, op: CrossEntropy, count: 
     """(each row's loss, its lse), float32, and into dx the gradient for an upstream gradient of 1; dx may be x."""
     loss, lse = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
     vectors = (*op.vectors(lse), lse if count is None else count, loss, lse)
-    flags = (("MEAN", count is not None), *op.flags)
+    flags = (("MEAN", count is not None), ("INPLACE", dx.data_ptr() == x.data_ptr()), *op.flags)
     launch_rows("cross_entropy_resident", (x, dx), vectors, (op.ignore_index, *op.numbers), flags, plan_loss)
     return loss, lse
 

@@ -94,8 +94,18 @@ def compiled(op: str, compile: Callable[[Callable[..., Any]], Callable[..., Any]
     if op == "cross_entropy":
         return with_gradient(compile(_formula))
     if op == "token_logprobs_backward":
-        return backward_alone(compile(token_statistics))
+        return backward_alone(_kept(compile(token_statistics)))
     return None
+
+
+def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled function whose backward may run many times: it must not write over what the forward saved for it."""
+
+    def call(*inputs: Tensor) -> Any:
+        with torch._functorch.config.patch(donated_buffer=False):
+            return function(*inputs)
+
+    return call
 
 
 def liger_loss() -> Loss:

@@ -159,6 +159,7 @@ def timings(records: Sequence[Record]) -> Rows:
             "" if r.ms_p10 is None or r.ms_p90 is None else f"{r.ms_p10:.4f} to {r.ms_p90:.4f}",
             "" if r.gbps is None else f"{r.gbps:.0f}",
             "" if r.fraction is None else f"{r.fraction:.3f}",
+            "" if r.peak_bytes is None else f"{r.peak_bytes / 1e6:.3f}",
             _error(r),
             r.timed_by,
             r.note or r.plan,
@@ -166,7 +167,7 @@ def timings(records: Sequence[Record]) -> Rows:
         for r in records
     ]
     columns = (
-        *("op", "shape", "system", "status", "ms", "p10 to p90", "GB/s", "fraction"),
+        *("op", "shape", "system", "status", "ms", "p10 to p90", "GB/s", "fraction", "peak MB"),
         *("max error", "timed by", "note"),
     )
     return Rows("times", columns, tuple(rows))

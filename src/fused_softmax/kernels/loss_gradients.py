@@ -169,7 +169,9 @@ def cross_entropy_backward(
 ):
     pid = tl.program_id(0).to(tl.int64)
     n_units = (n_rows + ROWS - 1) // ROWS * n_splits
-    # UNLESS_ONE: few programs, since most often each has nothing to do but to find that out
+    # UNLESS_ONE: few programs, since most often each has nothing to do but to find that out, once for all rows
+    if UNLESS_ONE:
+        n_units = tl.where((g_stride == 0) & (tl.load(g_ptr) == 1.0), 0, n_units)
     for unit in range(pid, n_units, tl.num_programs(0).to(tl.int64)):
         cross_entropy_unit(
             unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, lse_ptr, g_ptr, n_rows, n_cols,
@@ -196,6 +198,7 @@ def scale_unless_one(
 ):
     """dx *= g, for a gradient that was written over its logits; a row whose g is 1 is not touched."""
     n_units = (n_rows + ROWS - 1) // ROWS * n_splits
+    n_units = tl.where((g_stride == 0) & (tl.load(g_ptr) == 1.0), 0, n_units)
     for unit in range(tl.program_id(0).to(tl.int64), n_units, tl.num_programs(0).to(tl.int64)):
         row = unit // n_splits * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
         split = (unit % n_splits).to(tl.int32)
