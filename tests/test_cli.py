@@ -133,8 +133,13 @@ def test_ctrl_c_leaves_the_results_so_far(tmp_path: Path):
     where = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
     widths = ",".join(["64", *["200000"] * 400])
     line = [sys.executable, "-m", "fused_softmax", "bench", "--widths", widths, "--systems", "torch,06_three_pass"]
+    # a shell starts what it runs in the background with SIGINT ignored, and children inherit that
     process = subprocess.Popen(
-        [*line, "--out", str(tmp_path)], env=where, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*line, "--out", str(tmp_path)],
+        env=where,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         until = time.monotonic() + 120

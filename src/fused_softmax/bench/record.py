@@ -117,7 +117,7 @@ def header(device: torch.device, interpreted: bool) -> Header:
         versions=versions,
         python=platform.python_version(),
         commit=os.environ.get("FUSED_SOFTMAX_COMMIT") or _output("git", "rev-parse", "HEAD"),
-        dirty=bool(_output("git", "status", "--porcelain", "--", ".."))  # the package: what was measured,
+        dirty=bool(_output("git", "status", "--porcelain", "--", "..")),  # of the package: what was measured
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command="fused-softmax " + " ".join(sys.argv[1:]),
         interpreted=interpreted,
