@@ -259,8 +259,8 @@ def compile_kernel(
                     attrs[(position,)] = [["tt.divisibility", 16]]
             else:
                 signature[name] = _NARROW.get(name) or _REAL.get(name, "i64")
-        target = triton.runtime.driver.active.get_current_target()
         try:
+            target = triton.runtime.driver.active.get_current_target()  # builds its own helper on first use
             compiled = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options)
             compiled._init_handles()  # loads it on the current device
         except OSError as error:

@@ -68,7 +68,8 @@ def test_edge_table(regime, n_cols, dtype):
 @every_dtype
 @pytest.mark.parametrize("n_cols", [1, 33, 1000, 4097, 50257, 128256, 151936, 262144, 524288])
 def test_the_plans_own_choice(n_cols, dtype):
-    assert fs.plan_for(torch.empty(3, n_cols, dtype=dtype, device="cuda")).regime != "torch"
+    planned = fs.plan_for(torch.empty(3, n_cols, dtype=dtype, device="cuda"))
+    assert (planned.regime == "torch") == (n_cols < 8), planned.why
     for offset in (0, 1, 3):
         x = logits(1, offset + 7 * n_cols, dtype=dtype, device="cuda")[0, offset:].view(7, n_cols)
         assert_contract(fs.softmax(x), x)
@@ -78,7 +79,7 @@ def test_the_plans_own_choice(n_cols, dtype):
 @every_regime
 def test_sixteen_bit_results_are_the_rounded_float64_results(regime, dtype):
     """Share of elements that are not the nearest 16-bit number to the float64 result, beside torch's own share."""
-    x = torch.randn(4096, 2048, device="cuda").to(dtype)
+    x = torch.randn(4096, 1024, device="cuda").to(dtype)
     want = torch.softmax(x.double(), -1)
 
     def misrounded(y: torch.Tensor) -> torch.Tensor:
@@ -96,7 +97,7 @@ def test_sixteen_bit_results_are_the_rounded_float64_results(regime, dtype):
 @every_dtype
 @every_regime
 @pytest.mark.parametrize("lead", [1, 8])
-@pytest.mark.parametrize("n_cols", [1, 7, 1001, 2048])
+@pytest.mark.parametrize("n_cols", [1, 7, 1001, 1024])
 def test_nothing_is_written_outside(regime, dtype, n_cols, lead):
     around = torch.full((5, lead + n_cols + 9), torch.nan, dtype=dtype, device="cuda")
     x = around[:, lead : lead + n_cols]

@@ -88,7 +88,9 @@ def cross_entropy_resident(
         own = tl.program_id(0).to(tl.int64)
         target, counts = target_of(own, n_rows, target_ptr, ignore_index, columns)
         own_head = span_of(own, x_stride, phase, n_cols, VEC, EDGE)[0]
-        z_target = tl.load(x_ptr + start_of(own, x_stride, phase, VEC, EDGE) - own_head + target, mask=counts, other=0.0)
+        z_target = tl.load(
+            x_ptr + start_of(own, x_stride, phase, VEC, EDGE) - own_head + target, mask=counts, other=0.0
+        )
     else:
         target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
         z_target = tl.load(x_row - head + target, mask=counts, other=0.0)

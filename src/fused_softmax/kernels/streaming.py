@@ -33,9 +33,11 @@ def accumulate(
 ):
     """One step of the online softmax: each lane's (max, sum) with CHUNKS more chunks in it.  # m, s: [LINES, LANES]"""
     x = load_chunks(x_at, width, LINES, CHUNKS, 0, LANES, VEC, -float("inf"), PARTS)
-    m_new = m
+    top = m
     for c in tl.static_range(CHUNKS):
-        m_new = tl.maximum(m_new, tl.max(x[c], 2).to(tl.float32))
+        top = tl.maximum(top, tl.max(x[c], 2).to(tl.float32))
+    # a lane's maximum is followed only when it has moved by 8: any number near it will do, and each move costs a rounding
+    m_new = tl.where(top > m + 8.0, top, m)
     s = s * exp(m - m_new)
     for c in tl.static_range(CHUNKS):
         s += tl.sum(exp(x[c].to(tl.float32) - m_new[:, :, None]), 2)
