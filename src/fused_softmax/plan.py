@@ -1,8 +1,7 @@
 """Problem + Device -> Plan: which regime a row of so many columns takes, and with which numbers. Pure Python, no I/O.
 
 A plan sees columns, dtypes, alignment and device, never the number of rows: a row's bits do not depend on the batch it
-came in. The policy is in the ladders below, tuples of rungs in rising width, each set by a measurement that
-docs/measurements.md describes; `fused-softmax tune` measures a device and prints its own.
+came in. The numbers of the policy are in `ladders`, tuples of rungs in rising width, each set by a measurement.
 
 What makes a rung good, in the order in which it matters (measured on an H200, bfloat16 and float32, 2^28 elements):
 bytes in flight (several programs on each multiprocessor, and few lanes without a column), registers just under the next
@@ -13,6 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+
+from .ladders import (
+    BACKWARD_BLOCK,
+    BACKWARD_CLUSTER,
+    EDGE_MIN_COLS,
+    ELEMENTWISE_CHUNKS,
+    ELEMENTWISE_WARPS,
+    FORWARD_BLOCK,
+    FORWARD_CLUSTER,
+    STATISTICS_STEPS,
+    STREAM_CHUNKS,
+    STREAM_WARPS,
+    TILE,
+    TILE_MAX_COLS,
+    TILE_SCALAR_COLS,
+    TILE_SCALAR_WARPS,
+    Rung,
+)
 
 REGIMES = ("tile", "block", "cluster", "stream")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -104,111 +121,6 @@ class Plan:
             if self.max_registers is not None and not log:
                 meta["maxnreg"] = self.max_registers
         return meta
-
-
-@dataclass(frozen=True)
-class Rung:
-    """Up to `max_cols` columns: so many CTAs a row, warps a CTA, rows a program.
-
-    `recompute` keeps a 16-bit row as loaded and computes exp twice. `max_registers` caps a thread's registers, to reach
-    the next step of occupancy; only where cross-compiling shows that nothing spills.
-    """
-
-    max_cols: int
-    ctas: int
-    num_warps: int
-    recompute: bool = False
-    rows: int = 1
-    max_registers: int | None = None
-
-
-# the tile regime: a row in one warp or less, so that no reduction leaves it. Rungs are in vectors of a row; a row of
-# fewer than 32 vectors takes as many lanes, and `rows` counts rows for each lane set. H200: one vector a thread and
-# 4 warps hold torch's own latency (1.2 to 1.6 us) at every narrow width, and the copy's throughput from 8 columns on
-TILE = {
-    2: (Rung(16, 1, 4), Rung(32, 1, 4, rows=2), Rung(64, 1, 1, rows=2), Rung(128, 1, 2)),
-    4: (Rung(32, 1, 4), Rung(64, 1, 4), Rung(256, 1, 2)),
-}
-TILE_MAX_COLS = 1024
-# rows that are read element by element: up to so many columns, 4 elements a thread of so many warps
-TILE_SCALAR_COLS, TILE_SCALAR_WARPS = 256, 4
-# columns from which rows that start unaligned are read in vectors, with their ends apart
-EDGE_MIN_COLS = {2: 64, 4: 32}
-
-# forward, where there are clusters; H200
-FORWARD_CLUSTER = {
-    2: (
-        Rung(2048, 1, 2),
-        Rung(3072, 1, 1),
-        Rung(4096, 1, 1, True),
-        Rung(5120, 1, 2, True),
-        Rung(6144, 1, 4, True),
-        Rung(10240, 2, 4),
-        Rung(12288, 1, 16),
-        Rung(14336, 2, 8, True),
-        Rung(28672, 4, 4),
-        Rung(32768, 4, 8),
-        Rung(40960, 8, 4),
-        Rung(49152, 4, 8, True),
-        Rung(61440, 8, 4, True),
-        Rung(65536, 8, 8),
-        Rung(114688, 8, 8, True),
-        Rung(131072, 16, 4),
-        Rung(245760, 16, 4, True),
-        Rung(262144, 16, 8, True),
-        Rung(1048576, 16, 16, True),
-    ),
-    4: (
-        Rung(2560, 1, 1),
-        Rung(3584, 1, 4),
-        Rung(8192, 1, 16),
-        Rung(11264, 4, 4),
-        Rung(14336, 1, 16),
-        Rung(24576, 8, 4),
-        Rung(32768, 4, 16),
-        Rung(45056, 8, 8),
-        Rung(65536, 16, 4),
-        Rung(212992, 16, 8),
-        Rung(262144, 16, 8, max_registers=80),
-        Rung(524288, 16, 16),
-    ),
-}
-# backward, where there are clusters; H200
-BACKWARD_CLUSTER = {
-    2: (
-        Rung(3072, 1, 4, True),
-        Rung(6144, 1, 8, True),
-        Rung(12288, 2, 8, True),
-        Rung(16384, 4, 8),
-        Rung(32768, 4, 8),
-        Rung(57344, 8, 4, True),
-        Rung(65536, 8, 8, True),
-        Rung(114688, 16, 4, True),
-        Rung(131072, 16, 8, True),
-        Rung(180224, 16, 4, True),
-        Rung(262144, 16, 8, True, max_registers=96),  # .98 of the add against .86 as the compiler would have it
-    ),
-    4: (
-        Rung(2560, 1, 8),
-        Rung(6144, 1, 16),
-        Rung(12288, 4, 8),
-        Rung(16384, 8, 4),
-        Rung(32768, 8, 8),
-        Rung(212992, 16, 8),
-        Rung(262144, 16, 16),
-    ),
-}
-# where there are none: one program a row as far as its registers reach (the H200's one-program figures)
-FORWARD_BLOCK = {
-    2: (Rung(4096, 1, 4), Rung(16384, 1, 16), Rung(57344, 1, 16, True)),
-    4: (Rung(4096, 1, 4), Rung(16384, 1, 16), Rung(32768, 1, 16)),
-}
-BACKWARD_BLOCK = {
-    2: (Rung(4096, 1, 8, True), Rung(32768, 1, 16, True)),
-    4: (Rung(4096, 1, 8), Rung(16384, 1, 16)),
-}
-# a step of the stream regime: warps and chunks of one program
-STREAM_WARPS, STREAM_CHUNKS = 8, 4
 
 
 def ladder(problem: Problem, device: Device) -> tuple[Rung, ...]:
@@ -347,7 +259,7 @@ def _resident(problem: Problem, device: Device, rung: Rung) -> Plan | None:
         lanes=lanes,
         vec=vec,
         chunks=chunks,
-        unmasked=_unmasked(units, rung.ctas, lanes, chunks, edge),
+        unmasked=_unmasked(units, rung.ctas, lanes, chunks, edge, problem.backward),
         edge=edge,
         recompute=recompute,
         num_warps=num_warps,
@@ -391,11 +303,15 @@ def _round_chunks(chunks: int) -> int:
     return chunks if chunks <= 9 or chunks == 13 else -(-chunks // 2) * 2
 
 
-def _unmasked(units: int, ctas: int, lanes: int, chunks: int, edge: bool) -> int:
+def _unmasked(units: int, ctas: int, lanes: int, chunks: int, edge: bool, backward: bool = False) -> int:
     """Chunks that lie inside every slice: all where the slices divide the row, else all but the last two.
 
     An unaligned row of n columns has n//vec or one vector fewer between its ends, and the last slice is the shortest.
+    Long gradients keep two masks that they do not need: at 262,144 columns of bfloat16, with none, the compiler issues
+    their loads in an order that reaches .86 of the add where this reaches .98.
     """
+    if backward and chunks >= 8:
+        edge = True
     if not edge and units == ctas * lanes * chunks and (chunks <= 9 or chunks == 16):
         return chunks
     shortest = min(u - (ctas - 1) * -(-u // ctas) for u in ((units, units - 1) if edge else (units,)))
@@ -408,13 +324,6 @@ def _power_of_two(n: int) -> int:
 
 
 # --- what is not softmax: walks that write O(rows), and kernels whose columns need nothing of each other --------------
-
-# up to so many columns: CTAs of a row, warps of each, chunks of a step. H200, bfloat16, log-probability with entropy as
-# a fraction of the read ceiling: one warp a row .970 (4,096), .954 (32,000), .970 (50,257) against .94, .945, .948 of
-# four warps; beyond, eight warps are as fast (.987 at 128,256) and leave a single row less to wait for
-STATISTICS_STEPS = ((57344, 1, 1, 8), (1 << 62, 1, 8, 2))
-# warps and chunks of one program, whatever the width
-ELEMENTWISE_WARPS, ELEMENTWISE_CHUNKS = 4, 4
 
 
 def plan_statistics(problem: Problem, device: Device) -> Plan:

@@ -36,7 +36,7 @@ def accumulate(
     top = m
     for c in tl.static_range(CHUNKS):
         top = tl.maximum(top, tl.max(x[c], 2).to(tl.float32))
-    # a lane's maximum is followed only when it has moved by 8: any number near it will do, and each move costs a rounding
+    # a lane's maximum is followed only when it has moved by 8: any number near it will do, and a move costs a rounding
     m_new = tl.where(top > m + 8.0, top, m)
     s = s * exp(m - m_new)
     for c in tl.static_range(CHUNKS):

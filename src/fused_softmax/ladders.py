@@ -1,0 +1,122 @@
+"""The measured tables of the policy: rungs in rising width, one ladder for each kind of device, pass and element size.
+
+Each number was set by a measurement that docs/measurements.md describes; `fused-softmax tune` measures a device and
+prints ladders in this form. What is done with them is `plan`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Up to `max_cols` columns: so many CTAs a row, warps a CTA, rows a program.
+
+    `recompute` keeps a 16-bit row as loaded and computes exp twice. `max_registers` caps a thread's registers, to reach
+    the next step of occupancy; only where cross-compiling shows that nothing spills.
+    """
+
+    max_cols: int
+    ctas: int
+    num_warps: int
+    recompute: bool = False
+    rows: int = 1
+    max_registers: int | None = None
+
+
+# the tile regime: a row in one warp or less, so that no reduction leaves it. Rungs are in vectors of a row; a row of
+# fewer than 32 vectors takes as many lanes, and `rows` counts rows for each lane set. H200: one vector a thread and
+# 4 warps hold torch's own latency (1.2 to 1.6 us) at every narrow width, and the copy's throughput from 8 columns on
+TILE = {
+    2: (Rung(16, 1, 4), Rung(32, 1, 4, rows=2), Rung(64, 1, 1, rows=2), Rung(128, 1, 2)),
+    4: (Rung(32, 1, 4), Rung(64, 1, 4), Rung(256, 1, 2)),
+}
+TILE_MAX_COLS = 1024
+# rows that are read element by element: up to so many columns, 4 elements a thread of so many warps
+TILE_SCALAR_COLS, TILE_SCALAR_WARPS = 256, 4
+# columns from which rows that start unaligned are read in vectors, with their ends apart
+EDGE_MIN_COLS = {2: 64, 4: 32}
+
+# forward, where there are clusters; H200
+FORWARD_CLUSTER = {
+    2: (
+        Rung(2048, 1, 2),
+        Rung(3072, 1, 1),
+        Rung(4096, 1, 1, True),
+        Rung(5120, 1, 2, True),
+        Rung(6144, 1, 4, True),
+        Rung(10240, 2, 4),
+        Rung(12288, 1, 16),
+        Rung(14336, 2, 8, True),
+        Rung(28672, 4, 4),
+        Rung(32768, 4, 8),
+        Rung(40960, 8, 4),
+        Rung(49152, 4, 8, True),
+        Rung(61440, 8, 4, True),
+        Rung(65536, 8, 8),
+        Rung(114688, 8, 8, True),
+        Rung(131072, 16, 4),
+        Rung(245760, 16, 4, True),
+        Rung(262144, 16, 8, True),
+        Rung(1048576, 16, 16, True),
+    ),
+    4: (
+        Rung(2560, 1, 1),
+        Rung(3584, 1, 4),
+        Rung(8192, 1, 16),
+        Rung(11264, 4, 4),
+        Rung(14336, 1, 16),
+        Rung(24576, 8, 4),
+        Rung(32768, 4, 16),
+        Rung(45056, 8, 8),
+        Rung(65536, 16, 4),
+        Rung(212992, 16, 8),
+        Rung(262144, 16, 8, max_registers=80),
+        Rung(524288, 16, 16),
+    ),
+}
+# backward, where there are clusters; H200
+BACKWARD_CLUSTER = {
+    2: (
+        Rung(3072, 1, 4, True),
+        Rung(6144, 1, 8, True),
+        Rung(12288, 2, 8, True),
+        Rung(16384, 4, 8),
+        Rung(32768, 4, 8),
+        Rung(57344, 8, 4, True),
+        Rung(65536, 8, 8, True),
+        Rung(114688, 16, 4, True),
+        Rung(131072, 16, 8, True),
+        Rung(180224, 16, 4, True),
+        Rung(262144, 16, 8, True),
+    ),
+    4: (
+        Rung(2560, 1, 8),
+        Rung(6144, 1, 16),
+        Rung(12288, 4, 8),
+        Rung(16384, 8, 4),
+        Rung(32768, 8, 8),
+        Rung(212992, 16, 8),
+        Rung(262144, 16, 16),
+    ),
+}
+# where there are none: one program a row as far as its registers reach (the H200's one-program figures)
+FORWARD_BLOCK = {
+    2: (Rung(4096, 1, 4), Rung(16384, 1, 16), Rung(57344, 1, 16, True)),
+    4: (Rung(4096, 1, 4), Rung(16384, 1, 16), Rung(32768, 1, 16)),
+}
+BACKWARD_BLOCK = {
+    2: (Rung(4096, 1, 8, True), Rung(32768, 1, 16, True)),
+    4: (Rung(4096, 1, 8), Rung(16384, 1, 16)),
+}
+# a step of the stream regime: warps and chunks of one program
+STREAM_WARPS, STREAM_CHUNKS = 8, 4
+
+# --- what is not softmax ---
+# up to so many columns: CTAs of a row, warps of each, chunks of a step. H200, bfloat16, log-probability with entropy as
+# a fraction of the read ceiling: one warp a row .970 (4,096), .954 (32,000), .970 (50,257) against .94, .945, .948 of
+# four warps; beyond, eight warps are as fast (.987 at 128,256) and leave a single row less to wait for
+STATISTICS_STEPS = ((57344, 1, 1, 8), (1 << 62, 1, 8, 2))
+# warps and chunks of one program, whatever the width
+ELEMENTWISE_WARPS, ELEMENTWISE_CHUNKS = 4, 4
