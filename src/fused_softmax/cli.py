@@ -109,8 +109,8 @@ def verify(input: Input = None) -> None:
     interpret_without_gpu()
     from rich.progress import track
 
-    from fused_softmax.bench.systems import device_here
     from fused_softmax.bench.verify import checks, examine, summary
+    from fused_softmax.device import device_here
 
     console = Console()
     try:
@@ -164,10 +164,9 @@ def tune(
     from rich.progress import Progress
 
     from fused_softmax.bench.cases import FORWARD_WIDTHS
-    from fused_softmax.bench.systems import device_here
     from fused_softmax.bench.tuning import TUNABLE, as_ladders
     from fused_softmax.bench.tuning import tune as measure
-    from fused_softmax.device import interpreting
+    from fused_softmax.device import device_here, interpreting
 
     console = Console(stderr=True)
     if not torch.cuda.is_available() or interpreting():

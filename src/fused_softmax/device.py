@@ -55,3 +55,9 @@ def describe(device: torch.device) -> Device | Unsupported:
         return Unsupported(f"compute capability {properties.major}.{properties.minor}: kernels need 8.0")
     max_cluster = {9: 16, 10: 16}.get(properties.major, 8 if properties.major > 8 else 1)
     return Device(f"sm_{properties.major}{properties.minor}", "cuda", max_cluster=max_cluster)
+
+
+def device_here() -> torch.device:
+    """Where kernels run in this process: the current GPU, or the CPU when interpreted or without one."""
+    usable = torch.cuda.is_available() and not interpreting()
+    return torch.device("cuda", torch.cuda.current_device()) if usable else torch.device("cpu")

@@ -35,7 +35,8 @@ def work(part: Sequence[Pair], done: Any) -> None:
     import torch
 
     from fused_softmax.bench.session import make_inputs
-    from fused_softmax.bench.systems import DeviceFault, device_here, outcome, systems_for
+    from fused_softmax.bench.systems import DeviceFault, outcome, systems_for
+    from fused_softmax.device import device_here
 
     device = device_here()
     for case, name in part:

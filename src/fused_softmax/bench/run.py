@@ -24,7 +24,8 @@ from fused_softmax.bench.record import Record, header, results_folder
 from fused_softmax.bench.report import print_report
 from fused_softmax.bench.resources import ROWS, CrossCompiler, keys_of
 from fused_softmax.bench.session import Session
-from fused_softmax.bench.systems import System, device_here, interpreted, systems_for
+from fused_softmax.bench.systems import System, systems_for
+from fused_softmax.device import device_here, interpreting
 
 # each worker of the prebuild has tensors of a case's size and a context of its own in the device's memory
 MOST_WORKERS = 16
@@ -111,7 +112,7 @@ def run(request: Request, console: Console) -> tuple[list[Record], list[Path]]:
     results = results_folder()
     recorded = recorded_results(result_files(results / "h200")) if results else {}
     output = Output(request.out, request.record, recorded)
-    head = header(device, interpreted())
+    head = header(device, interpreting())
     systems, head.unavailable = available(list(dict.fromkeys(c.op for c in cases)), request.systems)
     compiled = keys_of(cases, [s.name for s in systems if s.op == "softmax" and s.kind in ("ours", "lesson")])
     compiler = None if on_gpu else CrossCompiler(compiled)

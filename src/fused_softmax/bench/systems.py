@@ -18,7 +18,7 @@ import torch
 from fused_softmax.bench import loss_systems
 from fused_softmax.bench.ops import OPS
 from fused_softmax.bench.peers import PEER_SYSTEMS
-from fused_softmax.device import interpreting as interpreted
+from fused_softmax.device import interpreting
 
 Kind = Literal["ours", "torch", "peer", "lesson"]
 
@@ -40,16 +40,10 @@ class System:
     poison_by_mode: bool = True
 
 
-def device_here() -> torch.device:
-    """Where systems run in this process: the GPU, or the CPU when interpreted or without one."""
-    usable = torch.cuda.is_available() and not interpreted()
-    return torch.device("cuda", torch.cuda.current_device()) if usable else torch.device("cpu")
-
-
 def _needs_triton() -> str:
     if find_spec("triton") is None:
         return "needs triton"
-    if not interpreted() and not torch.cuda.is_available():
+    if not interpreting() and not torch.cuda.is_available():
         return "needs a GPU or TRITON_INTERPRET=1"
     return ""
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from fused_softmax import reference
-from fused_softmax.bench.systems import device_here, interpreted
 from fused_softmax.bench.traffic import traffic
 from fused_softmax.compiled import MULTIPROCESSORS, Resources, cross_compile, occupancy
+from fused_softmax.device import device_here, interpreting
 from fused_softmax.lessons import load, module_name, parts, title
 
 # the two worked examples of the write-ups, and what they give to three decimals
@@ -48,7 +48,7 @@ def error(y: Tensor, x: Tensor) -> float:
 
 def resources(n: int, widths: Sequence[int], dtype: str = "bfloat16", target: str = "sm_90") -> list[Resources]:
     """What lesson n's kernel compiles to on `target` for aligned rows of each of `widths` columns."""
-    if interpreted():
+    if interpreting():
         command = [sys.executable, "-m", "fused_softmax.lessons", str(n), "--resources", "--dtype", dtype]
         command += ["--target", target, "--columns", *map(str, widths)]
         plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
