@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._C._dynamo import guards
 from torch.autograd import forward_ad
 
-from .launch import prepared_for
-from .rows import left_to_torch, row_invariance
+from .launch import MAX_COLS, prepared_for
+from .rows import as_rows, left_to_torch, row_invariance
 
 # shapes remembered; a program that meets more starts over
 CAPACITY = 8192
@@ -40,17 +40,20 @@ _empty: Any = getattr(guards, "_empty_strided_cuda", None)  # absent from an old
 
 def forward(x: Any, dim: Any, log: bool) -> Tensor | None:
     """softmax or log_softmax of x over dim, or None where this way is not for it."""
-    if type(x) is not Tensor or _compiling() or not x.is_cuda or (x.requires_grad and _grad_enabled()):
+    if type(x) is not Tensor or type(dim) is not int or _compiling() or not x.is_cuda:
         return None
-    if _dispatch_modes() or _transform() is not None or _autocast() or forward_ad._current_level >= 0:
-        return None  # somebody watches
+    # `_watched`, written out: this is where a call's microseconds go
+    if (x.requires_grad and _grad_enabled()) or _dispatch_modes() or _transform() is not None or _autocast():
+        return None
+    if forward_ad._current_level >= 0 or _tracing() is not None or not x.is_contiguous() or x.is_neg():
+        return None
     address = x.data_ptr()
     index = x.get_device()
-    key = (x.shape, x.dtype, dim, log, address & 31, index, _invariant())
+    key = (x.shape, x.stride(), x.dtype, dim, log, address & 31, index, _invariant())
     known = _known.get(key)
     if known is None:
-        known = _remember(key, x, dim, log)
-    if known is False or not x.is_contiguous() or _current_device() != index or _deterministic() or _tracing():
+        known = _remember(key, x, dim, log, key[-1])
+    if known is False or _current_device() != index or _deterministic():
         return None
     if known is _torch:
         return torch.log_softmax(x, dim) if log else torch.softmax(x, dim)
@@ -62,23 +65,40 @@ def forward(x: Any, dim: Any, log: bool) -> Tensor | None:
 
 def needs_gradient(x: Any, dim: Any, log: bool) -> bool:
     """Whether x is what `forward` takes but for its gradient, and has been here before."""
-    if type(x) is not Tensor or _compiling() or not (x.requires_grad and x.is_cuda and _grad_enabled()):
+    if type(x) is not Tensor or type(dim) is not int or _compiling() or not (x.requires_grad and x.is_cuda):
         return False
-    if _dispatch_modes() or _transform() is not None or _autocast() or forward_ad._current_level >= 0:
+    if not _grad_enabled() or _watched() or not x.is_contiguous() or x.is_neg():
         return False
-    return type(_known.get((x.shape, x.dtype, dim, log, x.data_ptr() & 31, x.get_device(), _invariant()))) is tuple
+    key = (x.shape, x.stride(), x.dtype, dim, log, x.data_ptr() & 31, x.get_device(), _invariant())
+    return type(_known.get(key)) is tuple
 
 
-def backward(dy: Tensor, y: Tensor, dim: int, log: bool) -> Tensor | None:
-    """The gradient from the output y, for plain tensors of one dtype without gradients; None as `forward`."""
+def _watched() -> bool:
+    """Whether somebody would have to see the call: a mode, a transform, autocast, forward AD, a trace."""
+    return (
+        _dispatch_modes() > 0
+        or _transform() is not None
+        or _autocast()
+        or forward_ad._current_level >= 0
+        or _tracing() is not None
+    )
+
+
+def backward(dy: Tensor, y: Tensor, dim: int, log: bool, invariant: bool) -> Tensor | None:
+    """The gradient from the output y, for plain tensors of one dtype without gradients; None as `forward`.
+
+    `invariant` is what the forward ran under: autograd calls from a thread of its own.
+    """
     if not y.is_cuda or dy.dtype is not y.dtype or dy.shape != y.shape:
         return None
+    if type(dim) is not int or not y.is_contiguous() or not dy.is_contiguous() or y.is_neg() or dy.is_neg():
+        return None
     y_address, dy_address, index = y.data_ptr(), dy.data_ptr(), y.get_device()
-    key = (y.shape, y.dtype, dim, log, y_address & 31, dy_address & 31, index, _invariant())
+    key = (y.shape, y.stride(), dy.stride(), y.dtype, dim, log, y_address & 31, dy_address & 31, index, invariant)
     known = _known.get(key)
     if known is None:
-        known = _remember(key, y, dim, log, dy)
-    if known is False or not (y.is_contiguous() and dy.is_contiguous()) or _current_device() != index:
+        known = _remember(key, y, dim, log, invariant, dy)
+    if known is False or _current_device() != index:
         return None
     shape, stride, dtype, y_offset, dy_offset, dx_offset, n_rows, grid, run = known
     dx = _empty(shape, stride, dtype)
@@ -89,27 +109,29 @@ def backward(dy: Tensor, y: Tensor, dim: int, log: bool) -> Tensor | None:
     return dx
 
 
-def _remember(key: tuple[Any, ...], x: Tensor, dim: Any, log: bool, dy: Tensor | None = None) -> Any:
+def _remember(key: tuple[Any, ...], x: Tensor, dim: int, log: bool, invariant: bool, dy: Tensor | None = None) -> Any:
     """What a call like this takes from now on; False where it takes the long way."""
     if len(_known) >= CAPACITY:
         _known.clear()
-    _known[key] = known = _prepare(x, dim, log, dy)
+    _known[key] = known = _prepare(x, dim, log, invariant, dy)
     return known
 
 
-def _prepare(x: Tensor, dim: Any, log: bool, dy: Tensor | None) -> Any:
-    last = type(dim) is int and x.dim() > 0 and dim in (-1, x.dim() - 1)
-    inputs = (x,) if dy is None else (x, dy)
-    if not last or _empty is None or not x.numel() or not all(t.is_contiguous() and not t.is_neg() for t in inputs):
+def _prepare(x: Tensor, dim: int, log: bool, invariant: bool, dy: Tensor | None) -> Any:
+    last = x.dim() > 0 and dim in (-1, x.dim() - 1)
+    if not last or _empty is None or not x.numel() or x.shape[-1] > MAX_COLS:
         return False
     if dy is None and left_to_torch(x, dim, x.dtype):
         return _torch
-    result = torch.empty_like(x)
-    n_rows, n_cols = x.numel() // x.shape[-1], x.shape[-1]
-    prepared = prepared_for(
-        tuple(t.view(n_rows, n_cols) for t in (*inputs, result)), log, _invariant(), backward=dy is not None
-    )
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tensors = (x, result) if dy is None else (x, dy, result)
+    # as_rows and no view: a single row keeps the stride of the tensor that it was taken from
+    folded = [as_rows(t, x.dim() - 1) for t in tensors]
+    if any(t is None for t in folded):
+        return False
+    prepared = prepared_for(tuple(t for t in folded if t is not None), log, invariant, backward=dy is not None)
     if prepared is None or result.data_ptr() % 32:
         return False
+    n_rows = x.numel() // x.shape[-1]
     grid = -(-n_rows // prepared.rows)
-    return (tuple(x.shape), x.stride(), x.dtype, *prepared.offsets, n_rows, grid, prepared.run)
+    return (tuple(x.shape), result.stride(), x.dtype, *prepared.offsets, n_rows, grid, prepared.run)

@@ -8,6 +8,7 @@ torch.func and dispatch modes it goes through the operators, which they understa
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from torch.nn import Parameter
 from . import eager, operators, row_losses, rows
 from .device import describe, interpreting
 from .gradients import RowSoftmax
-from .launch import problem_of
+from .launch import MAX_COLS, problem_of
 from .operators import fuses, is_plain, refusal
 from .plan import Device, Plan
 from .plan import plan as make_plan
@@ -101,7 +102,7 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False, 
     tensor([1.3863, 1.3863])
     """
     dims = _dims(input, dim)
-    if dims is None or type(keepdim) is not bool or _fallback(input, None) is not None:
+    if dims is None or _too_long(input, dims) or type(keepdim) is not bool or _fallback(input, None) is not None:
         if out is None:
             return torch.logsumexp(input, dim, keepdim)
         return torch.logsumexp(input, dim, keepdim, out=out)
@@ -132,9 +133,10 @@ def plan_for(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Plan
         return Fallback(reason)
     device = describe(x.device)
     assert isinstance(device, Device)
-    out_dtype = x.dtype if dtype is None else dtype
+    out_dtype = (torch.float32 if _promotes(x) else x.dtype) if dtype is None else dtype
     folded = rows.as_rows(x, index % x.dim()) if x.dim() else x.view(1, 1)
-    if folded is None or x.numel() == 0 or (x.dim() and index % x.dim() != x.dim() - 1 and folded.shape[0] > 1):
+    result = rows.as_rows(torch.empty(x.shape, device="meta"), index % x.dim()) if x.dim() else folded
+    if folded is None or result is None or x.numel() == 0:
         return Fallback("dim's elements or rows are not neighbours: the strided kernel", regime="strided")
     # the output is new, so aligned and contiguous: a meta tensor stands in for it
     in_dtype = x.dtype if fuses(x.dtype, out_dtype) else out_dtype
@@ -151,7 +153,7 @@ def _forward(input: Tensor, dim: int, dtype: torch.dtype | None, out: Tensor | N
         return own(input, dim, dtype=dtype) if out is None else own(input, dim, dtype=dtype, out=out)
     if dtype is None:
         # autocast, as torch has it on CUDA: float32, from a 16-bit input in the same pass
-        dtype = torch.float32 if input.is_cuda and torch.is_autocast_enabled("cuda") else input.dtype
+        dtype = torch.float32 if out is None and _promotes(input) else input.dtype
     if not fuses(input.dtype, dtype):
         input = input.to(dtype)
     if out is not None:
@@ -163,10 +165,24 @@ def _forward(input: Tensor, dim: int, dtype: torch.dtype | None, out: Tensor | N
     return rows.softmax_forward(input, index, dtype, log)
 
 
+def _too_long(input: Tensor, dims: tuple[int, ...]) -> bool:
+    """Whether dims together hold more than the kernels count in a row."""
+    if torch.compiler.is_compiling() or input.numel() <= MAX_COLS:
+        return False
+    return math.prod([input.shape[d] for d in dims]) > MAX_COLS
+
+
+def _promotes(input: Tensor) -> bool:
+    """Whether autocast makes float32 of this call's result; with out= it does not."""
+    return input.is_cuda and torch.is_autocast_enabled("cuda")
+
+
 def _short(input: Tensor, dim: int, dtype: torch.dtype | None) -> str | None:
-    """Why rows so short are PyTorch's, or None. Under torch.compile, which asks for no addresses, they are ours."""
+    """Why rows so short, or so long, are PyTorch's, or None; under torch.compile, which has no addresses, never."""
     if torch.compiler.is_compiling() or not input.is_cuda or not is_plain(input):
         return None
+    if input.dim() and input.shape[dim] > MAX_COLS:
+        return f"a row of {input.shape[dim]} columns is PyTorch's"
     return rows.left_to_torch(input, dim, input.dtype if dtype is None else dtype)
 
 

@@ -38,6 +38,7 @@ class RowSoftmax(torch.autograd.Function):
             y = rows.softmax_forward(x, dim, dtype, log)
         ctx.save_for_backward(y)
         ctx.dim, ctx.input_dtype, ctx.log = dim, x.dtype, log
+        ctx.invariant = rows.is_batch_invariant()  # backward runs in a thread that does not know
         ctx.set_materialize_grads(False)
         return y
 
@@ -50,9 +51,9 @@ class RowSoftmax(torch.autograd.Function):
         if torch.is_grad_enabled() or not is_plain(dy) or not is_plain(y) or not torch._C._has_storage(dy):
             operator = log_softmax_backward if ctx.log else softmax_backward
             return operator(dy, y, ctx.dim, ctx.input_dtype), None, None, None
-        dx = eager.backward(dy, y, ctx.dim, ctx.log) if ctx.input_dtype is y.dtype else None
+        dx = eager.backward(dy, y, ctx.dim, ctx.log, ctx.invariant) if ctx.input_dtype is y.dtype else None
         if dx is None:
-            dx = rows.softmax_backward(dy, y, ctx.dim, ctx.input_dtype, ctx.log)
+            dx = rows.softmax_backward(dy, y, ctx.dim, ctx.input_dtype, ctx.log, ctx.invariant)
         return dx, None, None, None
 
 

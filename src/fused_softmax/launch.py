@@ -21,6 +21,8 @@ from .device import describe
 from .plan import Device, Plan, Problem
 from .plan import plan as make_plan
 
+MAX_COLS = 2**31 - 2**16  # of one row; offsets between rows have 64 bits
+CAPACITY = 8192  # layouts remembered; a program that meets more starts over, and compiles nothing anew
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _TRITON_TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 _TRITON_TYPES |= {torch.int64: "*i64", torch.uint8: "*u8"}
@@ -58,6 +60,8 @@ def problem_of(*tensors: Tensor, batch_invariant: bool = False, backward: bool =
     A single row has the stride of the tensor that it was taken from, and is planned as that tensor's rows are.
     """
     n_cols = tensors[0].shape[1]
+    if n_cols > MAX_COLS:
+        raise NotImplementedError(f"rows of {n_cols} columns: the kernels count a row's columns in 32 bits")
     item = min(t.element_size() for t in tensors)
     full = 16 // item
     phases, vec = set(), _alignment(n_cols, full)
@@ -216,6 +220,8 @@ def prepare(
         with torch.cuda.device(tensors[0].device):
             compiled = _compile(plan, device, tuple(t.dtype for t in tensors), log, backward, tensors[0].get_device())
         prepared = Prepared(plan, offsets, _bind(compiled, scalars))
+        if len(_prepared) >= CAPACITY:
+            _prepared.clear()
         _prepared[key] = prepared
         return prepared
 

@@ -181,6 +181,8 @@ def _prepare(
         kernel = kernel_named(name)
         with torch.cuda.device(rows[0].device):
             compiled = launch.compile_kernel(kernel, tuple(pointers), meta, rows[0].get_device())
+        if len(_prepared) >= launch.CAPACITY:
+            _prepared.clear()
         _prepared[key] = RowLaunch(kernel, plan, meta, scalars, n_splits, launch._bind(compiled, ()))
         return _prepared[key]
 

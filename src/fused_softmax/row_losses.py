@@ -16,6 +16,7 @@ from torch import Tensor
 from .launch import _device_of, problem_of
 from .loss_launch import FEW_PROGRAMS, Flags, launch_flat, launch_rows
 from .plan import plan_elementwise, plan_loss, plan_statistics
+from .rows import is_batch_invariant
 
 # one program adds up so many losses; more are torch's to add
 ONE_PROGRAM_ROWS = 65536
@@ -56,7 +57,7 @@ class CrossEntropy:
 
 def fits_on_chip(x: Tensor, dx: Tensor) -> bool:
     """Whether a row can be held while its loss is computed, so that the gradient is written in the same pass."""
-    return _resident_plan(problem_of(x, dx), _device_of(x)).regime != "stream"
+    return _resident_plan(problem_of(x, dx, batch_invariant=is_batch_invariant()), _device_of(x)).regime != "stream"
 
 
 def gradient_buffer(x: Tensor) -> Tensor:
@@ -73,7 +74,15 @@ def cross_entropy_forward(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
     """(each row's loss, its lse), float32; no gradient, one read."""
     loss, lse = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
     numbers = (op.ignore_index, *op.numbers)
-    launch_rows("cross_entropy_forward", (x,), (*op.vectors(lse), loss, lse), numbers, op.flags, plan_statistics)
+    launch_rows(
+        "cross_entropy_forward",
+        (x,),
+        (*op.vectors(lse), loss, lse),
+        numbers,
+        op.flags,
+        plan_statistics,
+        invariant=is_batch_invariant(),
+    )
     return loss, lse
 
 
@@ -82,7 +91,15 @@ def cross_entropy_with_gradient(x: Tensor, dx: Tensor, op: CrossEntropy, count: 
     loss, lse = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
     vectors = (*op.vectors(lse), lse if count is None else count, loss, lse)
     flags = (("MEAN", count is not None), ("INPLACE", dx.data_ptr() == x.data_ptr()), *op.flags)
-    launch_rows("cross_entropy_resident", (x, dx), vectors, (op.ignore_index, *op.numbers), flags, plan_loss)
+    launch_rows(
+        "cross_entropy_resident",
+        (x, dx),
+        vectors,
+        (op.ignore_index, *op.numbers),
+        flags,
+        plan_loss,
+        invariant=is_batch_invariant(),
+    )
     return loss, lse
 
 
@@ -154,7 +171,9 @@ def statistics(
     vectors = tuple(lse if v is None else v for v in (lse, entropies, ids, picked, scales))
     flags = (("PICKS", _power_of_two(n_picks)), ("ENTROPY", entropy), ("ROW_SCALE", by_row))
     numbers = (n_picks, 1.0 if isinstance(scale, Tensor) else float(scale))
-    launch_rows("row_statistics", (x,), vectors, numbers, flags, plan_statistics, invariant=invariant)
+    launch_rows(
+        "row_statistics", (x,), vectors, numbers, flags, plan_statistics, invariant=invariant or is_batch_invariant()
+    )
     return lse, entropies, picked
 
 

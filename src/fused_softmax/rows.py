@@ -105,23 +105,32 @@ def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out:
     return y
 
 
-def softmax_backward(dy: Tensor, y: Tensor, dim: int, in_dtype: torch.dtype, log: bool) -> Tensor:
-    """The gradient of softmax or log_softmax over dim from its output y, contiguous, in the forward's input dtype."""
+def softmax_backward(
+    dy: Tensor, y: Tensor, dim: int, in_dtype: torch.dtype, log: bool, invariant: bool | None = None
+) -> Tensor:
+    """The gradient of softmax or log_softmax over dim from its output y, contiguous, in the forward's input dtype.
+
+    `invariant`: whether the forward was batch invariant, where that is not what this thread says.
+    """
+    if invariant is None:
+        invariant = row_invariance.get()
     dx = torch.empty(y.shape, dtype=in_dtype, device=y.device)
     if y.numel() == 0:
         return dx
     if y.dim() == 0:
-        return softmax_backward(dy.view(1), y.view(1), 0, in_dtype, log).view(())
+        return softmax_backward(dy.view(1), y.view(1), 0, in_dtype, log, invariant).view(())
     dim %= y.dim()
     if dim != y.dim() - 1 and math.prod(y.shape[dim + 1 :]) > 1:
         # rows that are not neighbours in memory: the gradient takes them as rows of a transposed copy
-        dx.copy_(softmax_backward(dy.movedim(dim, -1), y.movedim(dim, -1), -1, in_dtype, log).movedim(-1, dim))
+        dx.copy_(
+            softmax_backward(dy.movedim(dim, -1), y.movedim(dim, -1), -1, in_dtype, log, invariant).movedim(-1, dim)
+        )
         return dx
     y_rows, dy_rows, dx_rows = as_rows(y, dim), as_rows(dy, dim), as_rows(dx, dim)
     y_rows = as_rows(y.contiguous(), dim) if y_rows is None else y_rows
     dy_rows = as_rows(dy.contiguous(), dim) if dy_rows is None else dy_rows
     assert y_rows is not None and dy_rows is not None and dx_rows is not None
-    launch_rows((y_rows, dy_rows, dx_rows), log, backward=True, invariant=row_invariance.get())
+    launch_rows((y_rows, dy_rows, dx_rows), log, backward=True, invariant=invariant)
     return dx
 
 
