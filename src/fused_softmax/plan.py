@@ -203,7 +203,7 @@ def _tile(problem: Problem, device: Device) -> Plan | None:
         return None
     vec, edge = _geometry(problem)
     units = max(1, problem.n_cols // vec if edge else -(-problem.n_cols // vec))
-    lanes = min(_power_of_two(units), device.warp_size)
+    lanes = min(power_of_two(units), device.warp_size)
     if vec == problem.full_vec:
         lanes = max(lanes, 2 * vec) if edge else lanes
         rung = next(r for r in TILE[problem.itemsize] if units <= r.max_cols)
@@ -318,7 +318,7 @@ def _unmasked(units: int, ctas: int, lanes: int, chunks: int, edge: bool, backwa
     return max(0, chunks - 2) if shortest >= (chunks - 2) * lanes else 0
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     """The least power of two that is at least n, and at least 1."""
     return 1 << max(0, n - 1).bit_length()
 

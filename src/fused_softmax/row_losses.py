@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .launch import _device_of, problem_of
 from .loss_launch import FEW_PROGRAMS, Flags, launch_flat, launch_rows
-from .plan import plan_elementwise, plan_loss, plan_statistics
+from .plan import plan_elementwise, plan_loss, plan_statistics, power_of_two
 from .rows import is_batch_invariant
 
 # one program adds up so many losses; more are torch's to add
@@ -169,7 +169,7 @@ def statistics(
     by_row = isinstance(scale, Tensor)
     scales = scale if isinstance(scale, Tensor) else None
     vectors = tuple(lse if v is None else v for v in (lse, entropies, ids, picked, scales))
-    flags = (("PICKS", _power_of_two(n_picks)), ("ENTROPY", entropy), ("ROW_SCALE", by_row))
+    flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", entropy), ("ROW_SCALE", by_row))
     numbers = (n_picks, 1.0 if isinstance(scale, Tensor) else float(scale))
     launch_rows(
         "row_statistics", (x,), vectors, numbers, flags, plan_statistics, invariant=invariant or is_batch_invariant()
@@ -193,7 +193,7 @@ def statistics_backward(
     n_picks = 0 if ids is None or g_picked is None else ids.shape[1]
     by_row = isinstance(scale, Tensor)
     given = (lse, entropy, g_entropy, ids, g_picked, g_lse, scale if isinstance(scale, Tensor) else None)
-    flags: Flags = (("PICKS", _power_of_two(n_picks)), ("ENTROPY", g_entropy is not None))
+    flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", g_entropy is not None))
     flags = (*flags, ("LSE", g_lse is not None), ("ROW_SCALE", by_row))
     numbers = (n_picks, 1.0 if isinstance(scale, Tensor) else float(scale))
     vectors = tuple(lse if v is None else v for v in given)
@@ -228,7 +228,3 @@ def rows_of(x: Tensor, n_cols: int) -> Tensor:
     """x as (n_rows, n_cols) with contiguous columns: a view where its strides allow, else a copy. Differentiable."""
     rows = x.reshape(-1, n_cols)
     return rows if n_cols == 1 or rows.stride(1) == 1 else rows.contiguous()
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length() if n else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
@@ -99,9 +99,7 @@ def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out:
     if x_rows is not None and y_rows is not None:
         launch_rows((x_rows, y_rows), log, invariant=row_invariance.get())
     else:
-        on = torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-        with on:
-            strided_launch(x, y, dim, log)()
+        strided_launch(x, y, dim, log)()
     return y
 
 
@@ -157,17 +155,9 @@ def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool) -> Launch:
     if n_cols == 1:
         x_col = y_col = 1
     along_cols = x_col == 1 and x_row != 1
-    cols = min(_power_of_two(n_cols), 1024 if along_cols else 64)
-    rows = max(1, min(_power_of_two(n_rows), STRIDED_TILE // cols))
+    cols = min(plan.power_of_two(n_cols), 1024 if along_cols else 64)
+    rows = max(1, min(plan.power_of_two(n_rows), STRIDED_TILE // cols))
     grid = outer[0] * middle[0] * -(-n_rows // rows)
     args = (x, y, n_rows, n_cols, middle[0], outer[1], middle[1], x_row, x_col, outer[2], middle[2], y_row, y_col)
     meta = dict(LOG=log, ROWS=rows, COLS=cols, ONE_STEP=n_cols <= cols, num_warps=4)
     return Launch(softmax_strided, (grid,), args, meta)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
-# at the end, as row_losses takes nothing from here: the operators look for them beside softmax's
-from .row_losses import logsumexp_backward, logsumexp_forward  # noqa: E402, F401

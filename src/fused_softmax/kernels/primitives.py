@@ -34,13 +34,6 @@ def log(x):
 
 
 @triton.jit
-def merge(m_a, s_a, m_b, s_b):
-    """The (row_max, row_sum) of two parts of a row together."""
-    m = tl.maximum(m_a, m_b)
-    return m, s_a * exp(m_a - m) + s_b * exp(m_b - m)
-
-
-@triton.jit
 def shift_moments(m, s, t, m_new):
     """(m, s, t) with s = sum(exp(x - m)) and t = sum(exp(x - m)*(x - m)), as seen from m_new >= m.
 
