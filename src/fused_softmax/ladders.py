@@ -33,6 +33,8 @@ TILE = {
     4: (Rung(32, 1, 4), Rung(64, 1, 4), Rung(256, 1, 2)),
 }
 TILE_MAX_COLS = 1024
+# columns up to which it is preferred: 1,024 of float32 are .993 of a copy with 4 warps a row, .972 with a warp for each
+TILE_COLS = {2: 1024, 4: 512}
 # rows that are read element by element: up to so many columns, 4 elements a thread of so many warps
 TILE_SCALAR_COLS, TILE_SCALAR_WARPS = 256, 4
 # columns from which rows that start unaligned are read in vectors, with their ends apart
@@ -42,28 +44,35 @@ EDGE_MIN_COLS = {2: 64, 4: 32}
 FORWARD_CLUSTER = {
     2: (
         Rung(2048, 1, 2),
-        Rung(3072, 1, 1),
+        Rung(3072, 1, 8, True),
         Rung(4096, 1, 1, True),
         Rung(5120, 1, 2, True),
         Rung(6144, 1, 4, True),
+        Rung(8192, 1, 16, True),
         Rung(10240, 2, 4),
-        Rung(12288, 1, 16),
+        Rung(12288, 2, 8, True, max_registers=64),
         Rung(14336, 2, 8, True),
+        Rung(20480, 4, 4),
+        Rung(24576, 2, 16, True, max_registers=40),
         Rung(28672, 4, 4),
         Rung(32768, 4, 8),
-        Rung(40960, 8, 4),
+        Rung(40960, 8, 4, True),
         Rung(49152, 4, 8, True),
         Rung(61440, 8, 4, True),
         Rung(65536, 8, 8),
-        Rung(114688, 8, 8, True),
+        Rung(81920, 8, 8),
+        Rung(98304, 8, 8, True),
+        Rung(106496, 8, 4, True, max_registers=96),
+        Rung(114688, 16, 4),
         Rung(131072, 16, 4),
-        Rung(245760, 16, 4, True),
-        Rung(262144, 16, 8, True),
+        Rung(262144, 16, 4, True),
+        Rung(524288, 16, 8, True, max_registers=112),
         Rung(1048576, 16, 16, True),
     ),
     4: (
+        Rung(1024, 1, 4),
         Rung(2560, 1, 1),
-        Rung(3584, 1, 4),
+        Rung(3584, 1, 8),
         Rung(8192, 1, 16),
         Rung(11264, 4, 4),
         Rung(14336, 1, 16),
@@ -79,20 +88,21 @@ FORWARD_CLUSTER = {
 # backward, where there are clusters; H200
 BACKWARD_CLUSTER = {
     2: (
-        Rung(3072, 1, 4, True),
-        Rung(6144, 1, 8, True),
-        Rung(12288, 2, 8, True),
+        Rung(3072, 1, 8, True),
+        Rung(8192, 4, 4, True, max_registers=56),
+        Rung(12288, 4, 8, True),
         Rung(16384, 4, 8),
         Rung(32768, 4, 8),
         Rung(57344, 8, 4, True),
-        Rung(65536, 8, 8, True),
+        Rung(65536, 8, 8, True, max_registers=80),
         Rung(114688, 16, 4, True),
         Rung(131072, 16, 8, True),
-        Rung(180224, 16, 4, True),
+        Rung(212992, 16, 4, True),
         Rung(262144, 16, 8, True),
     ),
     4: (
         Rung(2560, 1, 8),
+        Rung(4096, 4, 4),
         Rung(6144, 1, 16),
         Rung(12288, 4, 8),
         Rung(16384, 8, 4),
@@ -114,9 +124,28 @@ BACKWARD_BLOCK = {
 STREAM_WARPS, STREAM_CHUNKS = 8, 4
 
 # --- what is not softmax ---
-# up to so many columns: CTAs of a row, warps of each, chunks of a step. H200, bfloat16, log-probability with entropy as
-# a fraction of the read ceiling: one warp a row .970 (4,096), .954 (32,000), .970 (50,257) against .94, .945, .948 of
-# four warps; beyond, eight warps are as fast (.987 at 128,256) and leave a single row less to wait for
-STATISTICS_STEPS = ((57344, 1, 1, 8), (1 << 62, 1, 8, 2))
+# a loss with its gradient in the same pass: columns of 16 bits, half as many of float32. H200, bfloat16: 13 to 20
+# vectors a thread and few CTAs are 1.02 to 1.06 of a copy where softmax's own plan is 1.13 to 1.27
+LOSS_CLUSTER = (
+    Rung(3072, 1, 4, True),
+    Rung(8192, 1, 8, True),
+    Rung(12288, 1, 16, True),
+    Rung(16384, 2, 4, True, max_registers=80),
+    Rung(24576, 2, 8, True, max_registers=64),
+    Rung(32768, 2, 8, True, max_registers=72),
+    Rung(40960, 4, 4, True, max_registers=80),
+    Rung(53248, 4, 4, True, max_registers=96),
+    Rung(65536, 4, 4, True, max_registers=112),
+    Rung(81920, 8, 4, True, max_registers=80),
+    Rung(106496, 8, 4, True, max_registers=96),
+    Rung(114688, 8, 4, True, max_registers=112),
+    Rung(131072, 4, 8, True, max_registers=112),
+    Rung(163840, 8, 4, True, max_registers=128),
+    Rung(212992, 16, 4, True, max_registers=96),
+    Rung(262144, 16, 4, True, max_registers=112),
+)
+# up to so many columns: CTAs of a row, warps of each, chunks of a step. H200, bfloat16, GB/s of log-probability with
+# entropy: 4,196 (4,096 columns), 4,263 (32,000), 4,190 (50,257), 4,362 (128,256), 4,424 (262,144)
+STATISTICS_STEPS = ((4096, 1, 2, 8), (57344, 1, 4, 8), (1 << 62, 2, 8, 8))
 # warps and chunks of one program, whatever the width
 ELEMENTWISE_WARPS, ELEMENTWISE_CHUNKS = 4, 4

@@ -10,6 +10,7 @@ all.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,9 +22,11 @@ from . import row_losses, rows
 from .launch import _device_of, problem_of
 from .loss_launch import Flags, launch_rows
 from .operators import is_plain, refusal
-from .plan import MASK_REGISTERS, Device, Plan, Problem, plan_loss
+from .plan import Device, Plan, Problem, plan_masked
 
 FULLY_MASKED = ("nan", "zero")
+# the kernels count rows in 32 bits
+MAX_ROWS = 2**31
 _MASK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -42,7 +45,7 @@ def masked_softmax(
         mask: broadcasts to x's shape and is not expanded in memory. bool: True keeps a column, as in
             `torch.nn.functional.scaled_dot_product_attention`. Floating: added to scale*x; its gradient is the
             columns' own, summed to its shape.
-        scale: a number by which x is multiplied first.
+        scale: a number by which x is multiplied first; unless it is positive and finite, the call is torch's.
         causal: query q sees columns 0 to q, also where Q and K differ (aligned at the top left, as torch's is_causal).
         fully_masked: what a row becomes that sees nothing: "nan", as softmax of -inf is, or "zero", with gradients
         zero.
@@ -67,6 +70,7 @@ def masked_softmax(
             raise ValueError(f"mask {tuple(mask.shape)} does not broadcast to {tuple(x.shape)}")
     zero = fully_masked == "zero"
     ours = x.dim() > 0 and x.numel() > 0 and is_plain(x) and refusal(x, x.dtype) is None
+    ours = ours and 0.0 < scale < math.inf and x.numel() // x.shape[-1] < MAX_ROWS
     if mask is not None:
         known = mask.dtype is torch.bool or mask.dtype in _MASK_DTYPES
         ours = ours and is_plain(mask) and mask.device == x.device and known
@@ -121,10 +125,14 @@ class MaskedSoftmax(torch.autograd.Function):
         return dx if ctx.needs_input_grad[0] else None, d_mask, None, None, None
 
 
-@functools.lru_cache
-def plan_masked(problem: Problem, device: Device) -> Plan:
-    """softmax's plan, with the registers that a mask takes."""
-    return plan_loss(problem, device, MASK_REGISTERS)
+def _planned(problem: Problem, device: Device, masked: bool, backward: bool) -> Plan:
+    return plan_masked(replace(problem, backward=backward), device, masked)
+
+
+# what a launch is planned by; a mask takes as many registers as a second row
+_plan_unmasked = functools.lru_cache(functools.partial(_planned, masked=False, backward=False))
+_plan_masked = functools.lru_cache(functools.partial(_planned, masked=True, backward=False))
+_plan_backward = functools.lru_cache(functools.partial(_planned, masked=False, backward=True))
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -134,7 +142,8 @@ def _rows(t: Tensor) -> Tensor:
 def _forward(x: Tensor, mask: Tensor | None, y: Tensor, scale: float, causal: bool, zero: bool) -> None:
     x_rows, y_rows = _rows(x), _rows(y)
     n_queries = x.shape[-2] if x.dim() > 1 else 1
-    numbers: tuple[int, ...] = (n_queries, 1, 1, 0, 0, 0, 0, 0)
+    order = _order(x_rows.shape[0], n_queries)
+    numbers: tuple[int, ...] = (1, 1, 0, 0, 0, 0, 0)
     kind, cols, vec, read = 0, 0, 1, y_rows
     if mask is not None:
         kind = 1 if mask.dtype is torch.bool else 2
@@ -152,13 +161,20 @@ def _forward(x: Tensor, mask: Tensor | None, y: Tensor, scale: float, causal: bo
         cols = m_col if m_col in (0, 1) else 2
         strides = (outer[1], middle[1], inner[1], m_query)
         vec = _mask_vector(expanded, strides) if cols == 1 else 1
-        numbers = (n_queries, middle[0], inner[0], *(s // vec for s in strides), m_col)
-    chosen = plan_masked(problem_of(x_rows, y_rows), _device_of(x))
+        numbers = (middle[0], inner[0], *(s // vec for s in strides), m_col)
+    planner = _plan_masked if kind else _plan_unmasked
+    chosen = planner(problem_of(x_rows, y_rows), _device_of(x))
     flags: Flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec), ("CAUSAL", causal), ("ZERO", zero))
     flags = (*flags, ("STREAM", chosen.regime == "stream"))
-    launch_rows(
-        "masked_softmax_forward", (x_rows, y_rows), (read,), (*numbers, scale), flags, plan_masked, aligned=True
-    )
+    vectors, given = (read,), (*order, *numbers, scale)
+    launch_rows("masked_softmax_forward", (x_rows, y_rows), vectors, given, flags, planner, aligned=True)
+
+
+def _order(n_rows: int, n_queries: int) -> tuple[int, int, int, int]:
+    """(n_queries, n_batch, magic, power) of the kernels' `row_at` and `divide`."""
+    n_batch = n_rows // n_queries
+    power = 31 + (n_batch - 1).bit_length()
+    return n_queries, n_batch, -(-(1 << power) // n_batch), power
 
 
 def _mask_vector(mask: Tensor, strides: Sequence[int]) -> int:
@@ -173,15 +189,11 @@ def _backward(y: Tensor, dy: Tensor, scale: float, causal: bool) -> Tensor:
     y_rows, dy_rows = _rows(y), _rows(dy.to(y.dtype))
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     dx_rows = _rows(dx)
-    problem = replace(problem_of(y_rows, dy_rows, dx_rows), backward=True)
-    if plan_masked(problem, _device_of(y)).regime == "stream":
+    if _plan_backward(problem_of(y_rows, dy_rows, dx_rows), _device_of(y)).regime == "stream":
         gradient = rows.softmax_backward(dy.to(y.dtype), y, -1, y.dtype, False)
         return gradient if scale == 1.0 else gradient.mul_(scale)
     n_queries = y.shape[-2] if y.dim() > 1 else 1
     tensors, flags = (y_rows, dy_rows, dx_rows), (("CAUSAL", causal),)
-    launch_rows("masked_softmax_backward", tensors, (), (n_queries, scale), flags, _plan_backward)
+    launch_rows("masked_softmax_backward", tensors, (), (*_order(y_rows.shape[0], n_queries), scale), flags, _plan_backward)
     return dx
 
-
-def _plan_backward(problem: Problem, device: Device) -> Plan:
-    return plan_masked(replace(problem, backward=True), device)

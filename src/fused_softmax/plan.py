@@ -21,10 +21,12 @@ from .ladders import (
     ELEMENTWISE_WARPS,
     FORWARD_BLOCK,
     FORWARD_CLUSTER,
+    LOSS_CLUSTER,
     STATISTICS_STEPS,
     STREAM_CHUNKS,
     STREAM_WARPS,
     TILE,
+    TILE_COLS,
     TILE_MAX_COLS,
     TILE_SCALAR_COLS,
     TILE_SCALAR_WARPS,
@@ -118,7 +120,7 @@ class Plan:
             meta |= dict(ROWS=self.rows, UNMASKED=self.unmasked, RECOMPUTE=self.recompute)
         if device.kind == "cuda":
             meta["num_ctas"] = self.ctas
-            if self.max_registers is not None and not log:
+            if self.max_registers is not None:
                 meta["maxnreg"] = self.max_registers
         return meta
 
@@ -180,8 +182,7 @@ def left_to_torch(problem: Problem, device: Device) -> str | None:
 
 def _regimes(problem: Problem, device: Device) -> Iterator[Plan]:
     """The plans worth taking, best first; the last always exists."""
-    tile = _tile(problem, device)
-    if tile is not None:
+    if (tile := _preferred_tile(problem, device)) is not None:
         yield tile
     for rung in ladder(problem, device):
         if problem.n_cols <= rung.max_cols and rung.ctas <= device.max_cluster:
@@ -221,6 +222,10 @@ def _tile(problem: Problem, device: Device) -> Plan | None:
     rows = max(1, num_warps * device.warp_size // lanes * rows_a_thread)
     why = f"{rows} row(s) a program, each in one warp or less: no reduction leaves it"
     return Plan("tile", rows, 1, 1, lanes, vec, chunks, 0, edge, problem.itemsize == 4, num_warps, None, why)
+
+
+def _preferred_tile(problem: Problem, device: Device) -> Plan | None:
+    return _tile(problem, device) if problem.n_cols <= TILE_COLS[problem.itemsize] else None
 
 
 def _widest(problem: Problem, device: Device, ctas: int) -> Rung:
@@ -263,7 +268,7 @@ def _resident(problem: Problem, device: Device, rung: Rung) -> Plan | None:
         edge=edge,
         recompute=recompute,
         num_warps=num_warps,
-        max_registers=rung.max_registers if apart and (problem.backward or not edge) else None,
+        max_registers=rung.max_registers if apart and not edge else None,
         why=why,
     )
 
@@ -359,19 +364,31 @@ def _steps(problem: Problem, device: Device, ctas: int, warps: int, chunks: int,
     return Plan("stream", 1, ctas, 1, lanes, vec, chunks, 0, edge, False, num_warps, None, why)
 
 
-# registers that a loss, or a mask, takes beside those of softmax of the same row; cross-compiled at 128,256 columns
-LOSS_REGISTERS, MASK_REGISTERS = 16, 40
+def plan_loss(problem: Problem, device: Device) -> Plan:
+    """The plan of a loss with its gradient in one pass: the row as loaded in longer slices than softmax's.
 
-
-def plan_loss(problem: Problem, device: Device, registers: int = LOSS_REGISTERS) -> Plan:
-    """softmax's plan, with the registers that a loss and its gradient take in the same pass.
-
-    >>> plan_loss(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).regime
-    'cluster'
+    >>> plan_loss(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).ctas
+    4
     """
-    chosen = plan(problem, device)
-    if chosen.max_registers is None:
-        return chosen
-    threads = chosen.num_warps * device.warp_size
-    programs = max(1, device.registers // (threads * (chosen.max_registers + registers)))
-    return replace(chosen, max_registers=min(255, device.registers // (threads * programs) // 8 * 8))
+    if _preferred_tile(problem, device) is None and device.max_cluster >= 16:
+        for rung in LOSS_CLUSTER:
+            if problem.n_cols * problem.itemsize <= rung.max_cols * 2:
+                chosen = _resident(problem, device, replace(rung, max_registers=None))
+                if chosen is not None:
+                    return replace(chosen, max_registers=rung.max_registers if chosen.vec == problem.full_vec else None)
+    return replace(plan(problem, device), max_registers=None)
+
+
+def plan_masked(problem: Problem, device: Device, masked: bool) -> Plan:
+    """softmax's plan, without caps; a mask takes as much room as a gradient's second row.
+
+    A causal row's ends need three vectors' worth of lanes.
+
+    >>> plan_masked(Problem(2048, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"], masked=False).regime
+    'block'
+    """
+    chosen = plan(replace(problem, backward=problem.backward or masked), device)
+    if chosen.regime == "tile" and chosen.lanes < device.warp_size:
+        chunks = -(-chosen.chunks * chosen.lanes // device.warp_size)
+        chosen = replace(chosen, lanes=device.warp_size, chunks=chunks, rows=chosen.num_warps)
+    return replace(chosen, max_registers=None)

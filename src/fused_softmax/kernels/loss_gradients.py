@@ -1,11 +1,12 @@
 """The gradient of cross-entropy once lse is known: any number of programs share a row.
 
-    p = exp(z - lse);  dz = p*A - [j = t]*B - C*w_j;  dx = g * dz * (1 - (z/cap)^2)
+    p = exp(z - lse);  dz = p*A - C*w_j - [j = t]*B;  dx = g * dz * (1 - (z/cap)^2)
     A = (1 - eps)*w_t + eps/C*sum(w) + 2*z_loss*lse;  B = (1 - eps)*w_t;  C = eps/C
 
 It runs in backward, where the forward wrote no gradient or wrote it for an upstream gradient of 1 and that is not what
 came: whether it did is asked on the device, row by row, so that no host waits for a number. As many bytes are written
-as read; that is the limit.
+as read; that is the limit. The target is one column in C: a comparison for each would cost more than p itself, so all
+columns are written as if they were not, and then the target's again, by the program that wrote it.
 """
 
 from __future__ import annotations
@@ -14,31 +15,19 @@ import triton
 import triton.language as tl
 
 from .losses import target_of
-from .primitives import exp
+from .primitives import exp_about, pivot, widen
 from .slices import chunk_offsets, edge_of, load_chunks, span_of, start_of, store_chunk
 from .walk import logit
 
 
 @triton.jit
-def is_target(target, C: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
-    """Which columns of chunk C are the target, counted from the slice's first.  # target: [LINES, 1]; [LINES, LANES,
-    VEC]
-
-    The comparison is with a vector's own columns, since each thread would keep the row's offsets in registers
-    otherwise: 255 of them at 128,256 columns on 8 CTAs of 4 warps.
-    """
-    of_lane = target.to(tl.int32) - (C * LANES + tl.arange(0, LANES)[None, :]) * VEC
-    return of_lane[:, :, None] == tl.arange(0, VEC)[None, None, :]
-
-
-@triton.jit
 def cross_entropy_term(
-    x, here, at, lse, a, b, c, w_ptr, cap, mask, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr
-):
-    """dx of a tile, for an upstream gradient that is in a, b and c; here: where it is the target, at: its columns."""
+    x, b, at, scale, shift, a, c, w_ptr, cap, mask,
+    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    """dx of a tile x in float32 at columns `at`; g and what `pivot` gives of lse are in a, b, c; b: 0 but at the target."""
     z = logit(x, 1.0, cap, SOFTCAP)
-    dz = exp(z - lse) * a
-    dz = tl.where(here, dz - b, dz)
+    dz = exp_about(z, scale, shift, FUSED) * a - b
     if SMOOTH:
         if WEIGHTED:
             dz -= c * tl.load(w_ptr + at, mask=mask, other=0.0)
@@ -46,8 +35,26 @@ def cross_entropy_term(
             dz -= c
     if SOFTCAP:
         dz *= 1.0 - (z / cap) * (z / cap)
-        dz = tl.where(x.to(tl.float32) == -float("inf"), 0.0, dz)
+        dz = tl.where(x == -float("inf"), 0.0, dz)
     return dz
+
+
+@triton.jit
+def store_target(
+    at, dx, target, width, wanted,
+    LANES: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr = 1,
+):  # fmt: skip
+    """Writes the target's dx over what its line has just written, where `wanted` and the target lies in the line.
+
+    target: from the line's first column, whose address is `at`. The lane that held the column writes it: the line's own
+    CTA, after a barrier of it, so that the two writes come in this order.  # all [LINES, 1]
+    """
+    TURN: tl.constexpr = PARTS * LANES * VEC  # columns from one chunk of a line to its next
+    inside = wanted & (target >= 0) & (target < tl.minimum(width, CHUNKS * TURN))
+    lane = tl.where(inside, target % TURN // VEC, -1)  # of another line's columns: LANES or more
+    owns = lane == tl.arange(0, LANES)[None, :]
+    tl.debug_barrier()
+    tl.store(at + target + tl.zeros_like(owns.to(tl.int32)), dx.to(at.dtype.element_ty), mask=owns)
 
 
 @triton.jit
@@ -69,8 +76,10 @@ def cross_entropy_unit(
     dx_stride, phase, n_splits, ignore_index, g_stride, smoothing, cap, z_loss,
     UNLESS_ONE: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, EDGE: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """The gradient of unit `unit`: CHUNKS chunks of ROWS rows."""
+    FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
     row = unit // n_splits * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     split = (unit % n_splits).to(tl.int32)
     exists = row < n_rows
@@ -89,6 +98,7 @@ def cross_entropy_unit(
             x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
         target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
         lse = tl.load(lse_ptr + row, mask=exists, other=0.0)
+        x_target = tl.load(x_row - head + target, mask=counts, other=0.0).to(tl.float32)
         if WEIGHTED:
             w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
         else:
@@ -101,33 +111,28 @@ def cross_entropy_unit(
         if MEAN:
             g = tl.where(counts, upstream / tl.load(count_ptr), 0.0)
         a, b, c = coefficients(g, lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)
-        local_target = target - head - first
+        scale, shift, by = pivot(lse, FUSED)
+        a *= by
         w_here = weight_ptr + (head + first + 0 * row)[:, :, None]
         for k in tl.static_range(CHUNKS):
             at = tl.reshape(chunk_offsets(k, LANES, VEC), (1, LANES, VEC))
             dx = cross_entropy_term(
-                x[k], is_target(local_target, k, LANES, VEC), at, lse[:, :, None], a[:, :, None], b[:, :, None],
-                c[:, :, None], w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP,
+                widen(x[k], PTX), 0.0, at, scale[:, :, None], shift[:, :, None], a[:, :, None], c[:, :, None], w_here,
+                cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
             dx = tl.where(counts[:, :, None], dx, 0.0)
             store_chunk(dx_row + first, width, dx, k, ROWS, 0, LANES, VEC)
         if EDGE:
+            b_edge = tl.where(edge == target - head, b, 0.0)
             dx = cross_entropy_term(
-                x_edge,
-                edge == target - head,
-                edge,
-                lse,
-                a,
-                b,
-                c,
-                weight_ptr + head,
-                cap,
-                in_edge,
-                WEIGHTED,
-                SMOOTH,
-                SOFTCAP,
-            )
+                x_edge.to(tl.float32), b_edge, edge, scale, shift, a, c, weight_ptr + head,
+                cap, in_edge, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
+            )  # fmt: skip
             tl.store(dx_row + edge, tl.where(counts, dx, 0.0).to(dx_ptr.dtype.element_ty), mask=in_edge)
+        dx = cross_entropy_term(
+            x_target, b, target, scale, shift, a, c, weight_ptr, cap, counts, WEIGHTED, SMOOTH, SOFTCAP, FUSED
+        )
+        store_target(dx_row + first, dx, (target - head - first).to(tl.int32), width, counts, LANES, VEC, CHUNKS)
 
 
 @triton.jit(
@@ -137,7 +142,7 @@ def cross_entropy_unit(
     ]
 )  # fmt: skip
 def cross_entropy_backward(
-    x_ptr,  # aligned to VEC elements, as dx_ptr, which may be x_ptr
+    x_ptr,  # aligned to VEC elements, as dx_ptr
     dx_ptr,
     target_ptr,  # [n_rows] int64
     weight_ptr,  # [n_cols] float32, where WEIGHTED
@@ -166,6 +171,7 @@ def cross_entropy_backward(
     VEC: tl.constexpr,
     CHUNKS: tl.constexpr,
     EDGE: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
     n_units = (n_rows + ROWS - 1) // ROWS * n_splits
@@ -176,7 +182,7 @@ def cross_entropy_backward(
         cross_entropy_unit(
             unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, lse_ptr, g_ptr, n_rows, n_cols,
             x_stride, dx_stride, phase, n_splits, ignore_index, g_stride, smoothing, cap, z_loss,
-            UNLESS_ONE, MEAN, WEIGHTED, SMOOTH, SOFTCAP, ROWS, LANES, VEC, CHUNKS, EDGE,
+            UNLESS_ONE, MEAN, WEIGHTED, SMOOTH, SOFTCAP, ROWS, LANES, VEC, CHUNKS, EDGE, PTX,
         )  # fmt: skip
 
 

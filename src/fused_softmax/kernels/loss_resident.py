@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from .cluster import merge_moments_over_cluster, merge_over_cluster, open_exchange
-from .loss_gradients import coefficients, cross_entropy_term, is_target
+from .loss_gradients import coefficients, cross_entropy_term, store_target
 from .losses import row_loss, target_of
-from .primitives import LOWEST, exp, opaque
+from .primitives import LOWEST, exp, pivot, widen
 from .slices import chunk_offsets, edge_of, lines_of, load_chunks, part_of, slice_of, span_of, start_of, store_chunk
 from .walk import logit, logsumexp, weigh
 
@@ -83,6 +83,9 @@ def cross_entropy_resident(
     columns = n_cols if EDGE else n_cols * VEC
 
     x = load_chunks(x_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, -float("inf"), PARTS)
+    if EDGE:
+        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
+        x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
     if ROWS == 1:
         # one row: its numbers are scalars, which no layout has to carry from warp to warp
         own = tl.program_id(0).to(tl.int64)
@@ -94,7 +97,8 @@ def cross_entropy_resident(
     else:
         target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
         z_target = tl.load(x_row - head + target, mask=counts, other=0.0)
-    z_target = tl.where(counts, logit(z_target, 1.0, cap, SOFTCAP), -float("inf"))
+    x_target = z_target.to(tl.float32)
+    z_target = tl.where(counts, logit(x_target, 1.0, cap, SOFTCAP), -float("inf"))
     if WEIGHTED:
         w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
     else:
@@ -116,7 +120,7 @@ def cross_entropy_resident(
     s = tl.zeros_like(m)
     t = tl.zeros_like(m)
     for k in tl.static_range(CHUNKS):
-        z = logit(opaque(x[k], PTX), 1.0, cap, SOFTCAP)
+        z = logit(widen(x[k], PTX, True), 1.0, cap, SOFTCAP)
         s += tl.sum(exp(z - m[:, :, None]), 2)
         if SMOOTH:
             at = tl.reshape(chunk_offsets(k, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
@@ -126,8 +130,6 @@ def cross_entropy_resident(
     # the ends are summed up by line: a tile of them need not lie in the CTAs as the row does
     line_max = tl.max(m, 1)
     if EDGE:
-        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
-        x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
         z_edge = logit(x_edge, 1.0, cap, SOFTCAP)
         line_max = tl.maximum(line_max, tl.max(z_edge, 1))
     line_sum = tl.sum(s * exp(m - line_max[:, None]), 1)
@@ -147,35 +149,39 @@ def cross_entropy_resident(
     if MEAN:
         g = tl.where(counts, 1.0 / tl.load(count_ptr), 0.0)
     a, b, c = coefficients(g, lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)
-    zero = tl.zeros_like(lse)
-    a, b, c, of_row = a + zero, b + zero, c + zero, counts & (zero == 0.0)
-    local_target = target - head - first
-    w_here = weight_ptr + (head + first)[:, :, None]
-    for k in tl.static_range(CHUNKS):
-        at = tl.reshape(chunk_offsets(k, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
+    FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    scale, shift, by = pivot(row_max[:, None], FUSED)
+    a = tl.where(counts, a * by / row_sum[:, None], 0.0)
+    b, c = b + tl.zeros_like(a), c + tl.zeros_like(a)
+    if ROWS > 1 or counts:
+        w_here = weight_ptr + (head + first)[:, :, None]
+        for k in tl.static_range(CHUNKS):
+            at = tl.reshape(chunk_offsets(k, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
+            dx = cross_entropy_term(
+                widen(x[k], PTX, True), 0.0, at, scale[:, :, None], shift[:, :, None], a[:, :, None], c[:, :, None],
+                w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP, FUSED,
+            )  # fmt: skip
+            if ROWS > 1:
+                dx = tl.where(counts[:, :, None], dx, 0.0)
+            store_chunk(dx_row + first, width, dx, k, LINES, UNMASKED, LANES, VEC, PARTS)
+        if EDGE:
+            b_edge = tl.where(edge == target - head, b, 0.0)
+            dx = cross_entropy_term(
+                x_edge.to(tl.float32), b_edge, edge, scale, shift, a, c, weight_ptr + head,
+                cap, in_edge, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
+            )  # fmt: skip
+            tl.store(dx_row + edge, tl.where(counts, dx, 0.0).to(dx_ptr.dtype.element_ty), mask=in_edge)
         dx = cross_entropy_term(
-            opaque(x[k], PTX), is_target(local_target, k * PARTS, LANES, VEC), at, lse[:, :, None], a[:, :, None],
-            b[:, :, None], c[:, :, None], w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP,
-        )  # fmt: skip
-        dx = tl.where(of_row[:, :, None], dx, 0.0)
-        store_chunk(dx_row + first, width, dx, k, LINES, UNMASKED, LANES, VEC, PARTS)
-    if EDGE:
-        dx = cross_entropy_term(
-            x_edge,
-            edge == target - head,
-            edge,
-            lse,
-            a,
-            b,
-            c,
-            weight_ptr + head,
-            cap,
-            in_edge,
-            WEIGHTED,
-            SMOOTH,
-            SOFTCAP,
+            x_target, b, target, scale, shift, a, c, weight_ptr, cap, counts, WEIGHTED, SMOOTH, SOFTCAP, FUSED
         )
-        tl.store(dx_row + edge, tl.where(of_row, dx, 0.0).to(dx_ptr.dtype.element_ty), mask=in_edge)
+        local_target = (target - head - first).to(tl.int32)
+        store_target(dx_row + first, dx, local_target, width, counts & exists, LANES, VEC, CHUNKS, PARTS)
+    else:  # whatever the row holds
+        zeros = tl.zeros([LINES, LANES, VEC], tl.float32)
+        for k in tl.static_range(CHUNKS):
+            store_chunk(dx_row + first, width, zeros, k, LINES, UNMASKED, LANES, VEC, PARTS)
+        if EDGE:
+            tl.store(dx_row + edge, tl.zeros_like(x_edge).to(dx_ptr.dtype.element_ty), mask=in_edge)
 
     # last, as these numbers change warps to be written
     loss = row_loss(lse, z_target, w_target, w_sum, wz_sum, smoothing, columns, z_loss, SMOOTH)

@@ -78,6 +78,8 @@ def cross_entropy_forward(
         width = tl.where(exists, width, 0)
     columns = n_cols if EDGE else n_cols * VEC
     target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
+    # before the walk, so that nothing waits for it afterwards
+    x_target = tl.load(x_row - head + target, mask=counts, other=0.0)
     MOMENT: tl.constexpr = WEIGHTED_SUM if SMOOTH else NO_MOMENT
     one = 1.0 + 0.0 * row.to(tl.float32)
     row_max, row_sum, wz_sum = walk(
@@ -86,7 +88,7 @@ def cross_entropy_forward(
     )  # fmt: skip
     lse = logsumexp(row_max, row_sum)[:, None]
     lse = tl.where(lse == float("inf"), float("nan"), lse)
-    z = logit(tl.load(x_row - head + target, mask=counts, other=0.0), one, cap, SOFTCAP)
+    z = logit(x_target, one, cap, SOFTCAP)
     if WEIGHTED:
         w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
     else:

@@ -3,9 +3,11 @@
     z = scale*x + mask  or  z = scale*x where mask, else -inf;  y = exp(z - max(z)) / sum(exp(z - max(z)))
     dx = scale*y*(dy - sum(y*dy))
 
-The mask is read where it lies, with its own strides (0 where it is broadcast); a second time for the last line, when L2
-has it. Causal rows need no mask: row q sees columns 0..q, reads those alone, and writes zeros beyond. A row with no
-column left has sum 0 and is NaN, or zero where ZERO. What limits is the bytes of x that are seen and of y.
+Causal rows need no mask: query q sees columns 0..q, so its row is one of q + 1 columns, read in vectors but for its
+ends, and what lies beyond is written as zeros and not read. A mask is read once, where it lies, with its own strides (0
+where it is broadcast). Programs come by query, with the rows of the batch that share its mask next to each other, and
+the longest causal rows first. A row with no column left has sum 0 and is NaN, or zero where ZERO. What limits is the
+bytes of x and mask that are seen, and of y.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .cluster import merge_over_cluster, open_exchange, sum_over_cluster
-from .primitives import LOWEST, exp, opaque
+from .primitives import LOWEST, exp, exp_about, pivot, scaled, widen
 from .slices import chunk_offsets, edge_of, lines_of, load_chunks, part_of, slice_of, span_of, start_of, store_chunk
 
 NO_MASK = tl.constexpr(0)
@@ -23,85 +25,103 @@ ADDITIVE = tl.constexpr(2)
 
 
 @triton.jit
-def mask_row_of(
-    row, mask_ptr, n_queries, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC: tl.constexpr
-):
-    """Where each row's mask begins; strides in units of MASK_VEC.  # row: [LINES, 1]"""
-    batch = row // n_queries
-    outer = batch // n_inner // n_middle
-    at = (
-        outer * m_outer + batch // n_inner % n_middle * m_middle + batch % n_inner * m_inner + row % n_queries * m_query
-    )
-    return mask_ptr + at * MASK_VEC
+def divide(n, d, magic, power):
+    """(n // d, n % d) of n < 2^31 by a multiplication: magic is ceil(2^power/d), and power at least 31 + log2(d).
+
+    A row's loads wait for it, and the machine's own division takes 150 cycles (Granlund and Montgomery 1994).
+    """
+    quotient = (n * magic) >> power
+    return quotient, n - quotient * d
 
 
 @triton.jit
-def seen_of(row, head, first, width, n_queries, VEC: tl.constexpr, CAUSAL: tl.constexpr):
-    """(columns of this slice that the row sees, the same in whole vectors).  # [LINES, 1]"""
+def row_at(place, n_queries, n_batch, batch_magic, batch_power, CAUSAL: tl.constexpr):
+    """(row, batch, query) of the row that comes at `place`: queries in turn, each with all rows of the batch.
+
+    The longest causal rows come first, so that the shortest fill up the end.
+    """
+    query, batch = divide(place, n_batch, batch_magic, batch_power)
     if CAUSAL:
-        seen = (row % n_queries + 1).to(tl.int32) - head - first
-        return tl.minimum(seen, width), tl.minimum((tl.maximum(seen, 0) + (VEC - 1)) // VEC * VEC, width)
+        query = n_queries - 1 - query
+    return batch * n_queries + query, batch, query.to(tl.int32)
+
+
+@triton.jit
+def mask_row_of(
+    batch, query, mask_ptr, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC: tl.constexpr
+):
+    """Where each row's mask begins; strides in units of MASK_VEC.  # batch, query: [LINES, 1]"""
+    batch, n_inner, n_middle = batch.to(tl.int32), n_inner.to(tl.int32), n_middle.to(tl.int32)
+    group, inner = batch // n_inner, batch % n_inner
+    outer, middle = group // n_middle, group % n_middle
+    return mask_ptr + (outer * m_outer + middle * m_middle + inner * m_inner + query * m_query) * MASK_VEC
+
+
+@triton.jit
+def seen_of(query, columns, CAUSAL: tl.constexpr):
+    """How many of its columns a row sees.  # query: [LINES, 1]"""
+    if CAUSAL:
+        return tl.minimum(query + 1, columns)
     else:
-        return width, width
+        return columns + 0 * query
 
 
 @triton.jit
-def recounted(seen, PTX: tl.constexpr):
-    """seen, with its origin hidden: or each element's comparison with it is kept in a register for the last line."""
-    if PTX:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [seen], dtype=tl.int32, is_pure=False, pack=1)
+def ends_of(head, within, interior, columns, owner, LANES: tl.constexpr, VEC: tl.constexpr):
+    """(offsets from the first aligned column, mask) of what is written one element a lane: the head, the vector at
+    `within`, which the row may see in part, and the columns after the last vector where that is another one.
+
+    # head, within, interior, owner: scalar or [LINES, 1]; result [LINES, LANES], LANES >= 3*VEC
+    """
+    lane = tl.arange(0, LANES)[None, :]
+    after = tl.where(lane < 2 * VEC, within + lane - VEC, interior + lane - 2 * VEC)
+    real = (lane < 2 * VEC) | ((lane < 3 * VEC) & (within < interior))
+    offsets = tl.where(lane < VEC, lane - head, after)
+    exists = tl.where(lane < VEC, lane < head, real & (after < columns - head))
+    return offsets, exists & owner
+
+
+@triton.jit
+def hide(x, mask, scale, MASK: tl.constexpr, PTX: tl.constexpr):
+    """z of logits in float32; a hidden one is -inf."""
+    if MASK == ADDITIVE:
+        return tl.fma(x, scale, mask.to(tl.float32))
+    elif MASK == BOOLEAN:
+        return tl.where(mask != 0, x * scale, -float("inf"))
     else:
-        return seen
+        return scaled(x, scale, PTX)
 
 
 @triton.jit
-def hide(x, mask, seen, scale, MASK: tl.constexpr):
-    """z of a tile of logits; -inf where it is not seen."""
-    z = x.to(tl.float32) * scale
-    if MASK == BOOLEAN:
-        seen = seen & (mask != 0)
-    elif MASK == ADDITIVE:
-        z += mask.to(tl.float32)
-    return tl.where(seen, z, -float("inf"))
+def load_masks(
+    at, width, m_col, MASK_COLS: tl.constexpr,
+    LINES: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """The mask of a slice, tile by tile as `load_chunks` has the row.  # at: the slice's first column; [LINES, 1]"""
+    tiles = ()
+    for c in tl.static_range(CHUNKS):
+        offsets = chunk_offsets(c, LANES, VEC, PARTS)
+        if MASK_COLS == 0:
+            tile = tl.load(at, mask=width > 0, other=0)[:, :, None]
+        else:
+            tile = tl.load(at + (offsets if MASK_COLS == 1 else offsets * m_col), mask=offsets < width, other=0)
+            tile = tl.reshape(tile, (LINES, LANES, VEC))
+        tiles = tiles + (tile,)
+    return tiles
 
 
 @triton.jit
-def hidden_chunk(
-    x, at_mask, seen, scale, m_col, C: tl.constexpr, MASK: tl.constexpr, MASK_COLS: tl.constexpr,
+def store_around(
+    at, width, within, y, C: tl.constexpr, CAUSAL: tl.constexpr,
     LINES: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """z of chunk C.  # x: [LINES, LANES, VEC]; at_mask: the slice's first column in the mask, seen: [LINES, 1]"""
-    of_lane = seen - (C * PARTS * LANES + tl.arange(0, LANES)[None, :]) * VEC
-    inside = of_lane[:, :, None] > tl.arange(0, VEC)[None, None, :]
-    mask = inside
-    if MASK != NO_MASK:
+    """Writes chunk C, where CAUSAL without the vector at `within`, which `ends_of` has.  # within: from the slice"""
+    if CAUSAL:
         offsets = chunk_offsets(C, LANES, VEC, PARTS)
-        if MASK_COLS == 0:
-            mask = tl.load(at_mask, mask=seen > 0, other=0)[:, :, None]
-        elif MASK_COLS == 1:
-            in_vectors = (seen + (VEC - 1)) // VEC * VEC
-            mask = tl.reshape(tl.load(at_mask + offsets, mask=offsets < in_vectors, other=0), (LINES, LANES, VEC))
-        else:
-            mask = tl.load(at_mask + offsets * m_col, mask=offsets < seen, other=0)
-            mask = tl.reshape(mask, (LINES, LANES, VEC))
-    return hide(x, mask, inside, scale, MASK)
-
-
-@triton.jit
-def hidden_edge(x, at_mask, seen, scale, m_col, edge, in_edge, MASK: tl.constexpr, MASK_COLS: tl.constexpr):
-    """z of the row's ends.  # x, edge, in_edge: [LINES, LANES]; at_mask: the first aligned column; seen: [LINES, 1]"""
-    inside = in_edge & (edge < seen)
-    mask = inside
-    if MASK != NO_MASK:
-        mask = tl.load(at_mask + edge * (m_col if MASK_COLS == 2 else MASK_COLS), mask=inside, other=0)
-    return hide(x, mask, inside, scale, MASK)
-
-
-@triton.jit
-def accumulate(z, m, s):
-    """Each lane's (max, sum) with one tile more.  # z: [LINES, LANES, VEC]; m, s: [LINES, LANES]"""
-    m_new = tl.maximum(m, tl.max(z, 2))
-    return m_new, s * exp(m - m_new) + tl.sum(exp(z - m_new[:, :, None]), 2)
+        value = tl.reshape(y.to(at.dtype.element_ty), (LINES, LANES * VEC))
+        tl.store(at + offsets, value, mask=(offsets < width) & (offsets // VEC * VEC != within))
+    else:
+        store_chunk(at, width, y, C, LINES, 0, LANES, VEC, PARTS)
 
 
 @triton.jit
@@ -113,22 +133,32 @@ def reciprocal(row_sum, ZERO: tl.constexpr):
         return 1.0 / row_sum
 
 
+@triton.jit
+def accumulate(z, m, s):
+    """Each lane's (max, sum) with one tile more.  # z: [LINES, LANES, VEC]; m, s: [LINES, LANES]"""
+    m_new = tl.maximum(m, tl.max(z, 2))
+    return m_new, s * exp(m - m_new) + tl.sum(exp(z - m_new[:, :, None]), 2)
+
+
 @triton.jit(
     do_not_specialize=[
-        "n_rows", "n_cols", "x_stride", "y_stride", "phase", "n_queries", "n_middle", "n_inner", "m_outer", "m_middle",
-        "m_inner", "m_query", "m_col", "scale",
+        "n_rows", "n_cols", "x_stride", "y_stride", "phase", "n_queries", "n_batch", "batch_magic", "batch_power", "n_middle",
+        "n_inner", "m_outer", "m_middle", "m_inner", "m_query", "m_col", "scale",
     ]
 )  # fmt: skip
 def masked_softmax_forward(
     x_ptr,  # aligned to VEC elements, as y_ptr
     y_ptr,
     mask_ptr,  # uint8 or floating, where MASK
-    n_rows,
+    n_rows,  # fewer than 2^31
     n_cols,  # n_cols and the rows' strides: in units of VEC, or of one element where EDGE
     x_stride,
     y_stride,
     phase,
     n_queries,  # rows are (outer, n_middle, n_inner, n_queries)
+    n_batch,  # n_rows/n_queries, and what `divide` takes of it
+    batch_magic,
+    batch_power,
     n_middle,
     n_inner,
     m_outer,  # the mask's strides, in units of MASK_VEC
@@ -136,7 +166,7 @@ def masked_softmax_forward(
     m_inner,
     m_query,
     m_col,  # where MASK_COLS is 2: elements
-    scale,
+    scale,  # positive
     MASK: tl.constexpr,
     MASK_COLS: tl.constexpr,  # the mask's stride along the columns: 0, 1, or 2 for any other
     MASK_VEC: tl.constexpr,
@@ -155,54 +185,77 @@ def masked_softmax_forward(
     open_exchange(CTAS, 2, PTX, PARTS)
     LINES: tl.constexpr = ROWS * CTAS * PARTS
     STEP: tl.constexpr = CHUNKS * PARTS * LANES * VEC
-    row, rank = lines_of(ROWS, CTAS, PARTS)
+    ENDS: tl.constexpr = EDGE or CAUSAL
+    place, rank = lines_of(ROWS, CTAS, PARTS)
     part = part_of(LINES, PARTS)
-    exists = row < n_rows
+    exists = place < n_rows
+    row, batch, query = row_at(place, n_queries, n_batch, batch_magic, batch_power, CAUSAL)
     head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, EDGE)
     first, width = slice_of(interior, rank, CTAS, VEC)
     first += part * (LANES * VEC)
-    width = tl.where(exists, width - part * (LANES * VEC), 0)
-    seen, in_vectors = seen_of(row, head, first, width, n_queries, VEC, CAUSAL)
-    mask_row = mask_row_of(row, mask_ptr, n_queries, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC)
+    width = tl.where(exists, width - part * (LANES * VEC), 0).to(tl.int32)
+    # what the row sees: in whole vectors, and of this line's slice
+    columns = (n_cols if EDGE else n_cols * VEC).to(tl.int32)
+    seen = seen_of(query, columns, CAUSAL)
+    within = (tl.maximum(seen - head, 0) // VEC * VEC).to(tl.int32)
+    left = tl.minimum(width, within - first).to(tl.int32)
+    mask_row = mask_row_of(batch, query, mask_ptr, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC)
     mask_row += (head * m_col if MASK_COLS == 2 else head * MASK_COLS).to(tl.int64) if EDGE else 0
     at_mask = mask_row + (first.to(tl.int64) * m_col if MASK_COLS == 2 else first * MASK_COLS)
 
     m = tl.zeros([LINES, LANES], tl.float32) + LOWEST
     s = tl.zeros([LINES, LANES], tl.float32)
     zero = tl.zeros([1, 1], tl.int64)
+    kept = ()
+    if not STREAM:
+        x = load_chunks(x_row + first, left, LINES, CHUNKS, 0, LANES, VEC, -float("inf"), PARTS)
+        if MASK != NO_MASK:
+            mask = load_masks(at_mask, left, m_col, MASK_COLS, LINES, CHUNKS, PARTS, LANES, VEC)
+    if ENDS:
+        edge, in_edge = ends_of(head, within, interior, columns, (rank == 0) & (part == 0) & exists, LANES, VEC)
+        visible = in_edge & (edge < seen - head)
+        x_edge = tl.load(x_row + edge, mask=visible, other=-float("inf"))
+        if MASK != NO_MASK:
+            mask_edge = tl.load(mask_row + edge * (m_col if MASK_COLS == 2 else MASK_COLS), mask=visible, other=0)
+        else:
+            mask_edge = x_edge
     if STREAM:
-        most = tl.max(tl.max(tl.maximum(seen, 0), 1), 0)  # of the parts, the first has the most columns
-        for step in range(tl.cdiv(most, STEP)):
+        most = tl.max(tl.max(left, 1), 0)  # of the parts, the first has the most columns
+        for step in range(tl.cdiv(tl.maximum(most, 0), STEP)):
             start = (zero + step) * STEP
-            left = (seen - start).to(tl.int32)
-            x = load_chunks(x_row + first + start, in_vectors - start, LINES, CHUNKS, 0, LANES, VEC, 0.0, PARTS)
-            at = at_mask + (start * m_col if MASK_COLS == 2 else start * MASK_COLS)
+            x = load_chunks(x_row + first + start, left - start, LINES, CHUNKS, 0, LANES, VEC, -float("inf"), PARTS)
+            mask = x
+            if MASK != NO_MASK:
+                at = at_mask + (start * m_col if MASK_COLS == 2 else start * MASK_COLS)
+                mask = load_masks(at, left - start, m_col, MASK_COLS, LINES, CHUNKS, PARTS, LANES, VEC)
             for c in tl.static_range(CHUNKS):
-                z = hidden_chunk(x[c], at, left, scale, m_col, c, MASK, MASK_COLS, LINES, PARTS, LANES, VEC)
-                m, s = accumulate(z, m, s)
+                m, s = accumulate(hide(widen(x[c], PTX), mask[c], scale, MASK, PTX), m, s)
     else:
-        x = load_chunks(x_row + first, in_vectors, LINES, CHUNKS, 0, LANES, VEC, 0.0, PARTS)
-        for c in tl.static_range(CHUNKS):
-            z = hidden_chunk(
-                opaque(x[c], PTX), at_mask, seen, scale, m_col, c, MASK, MASK_COLS, LINES, PARTS, LANES, VEC
-            )
-            m, s = accumulate(z, m, s)
-    if EDGE:
-        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
-        all_seen = tl.where(exists, n_cols, 0)
-        if CAUSAL:
-            all_seen = tl.minimum(all_seen, (row % n_queries + 1).to(tl.int32))
-        all_seen -= head
-        x_edge = tl.load(x_row + edge, mask=in_edge & (edge < all_seen), other=0.0)
-        z_edge = hidden_edge(x_edge, mask_row, all_seen, scale, m_col, edge, in_edge, MASK, MASK_COLS)
+        if MASK == NO_MASK:
+            # scale is positive: the largest x has the largest z
+            top = tl.max(x[0], 2)
+            for c in tl.static_range(1, CHUNKS):
+                top = tl.maximum(top, tl.max(x[c], 2))
+            m = tl.maximum(scaled(top.to(tl.float32), scale, PTX), LOWEST)
+            for c in tl.static_range(CHUNKS):
+                s += tl.sum(exp(scaled(widen(x[c], PTX, True), scale, PTX) - m[:, :, None]), 2)
+        else:
+            z = ()
+            for c in tl.static_range(CHUNKS):
+                z = z + (hide(widen(x[c], PTX), mask[c], scale, MASK, PTX),)
+                m = tl.maximum(m, tl.max(z[c], 2))
+            for c in tl.static_range(CHUNKS):
+                kept = kept + (exp(z[c] - m[:, :, None]),)
+                s += tl.sum(kept[c], 2)
     # the ends are summed up by line: a tile of them need not lie in the CTAs as the row does
     line_max = tl.max(m, 1)
-    if EDGE:
+    if ENDS:
+        z_edge = hide(x_edge.to(tl.float32), mask_edge, scale, MASK, PTX)
         line_max = tl.maximum(line_max, tl.max(z_edge, 1))
     line_sum = tl.sum(s * exp(m - line_max[:, None]), 1)
-    if EDGE:
+    if ENDS:
         line_sum += tl.sum(exp(z_edge - line_max[:, None]), 1)
     row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX, PARTS)
     row_max = row_max[:, None]
@@ -213,28 +266,36 @@ def masked_softmax_forward(
         n_steps = tl.cdiv(widest, STEP)
         for step in range(n_steps):
             start = (zero + n_steps - 1 - step) * STEP
-            left = (seen - start).to(tl.int32)
-            x = load_chunks(x_row + first + start, in_vectors - start, LINES, CHUNKS, 0, LANES, VEC, 0.0, PARTS)
-            at = at_mask + (start * m_col if MASK_COLS == 2 else start * MASK_COLS)
+            x = load_chunks(x_row + first + start, left - start, LINES, CHUNKS, 0, LANES, VEC, -float("inf"), PARTS)
+            mask = x
+            if MASK != NO_MASK:
+                at = at_mask + (start * m_col if MASK_COLS == 2 else start * MASK_COLS)
+                mask = load_masks(at, left - start, m_col, MASK_COLS, LINES, CHUNKS, PARTS, LANES, VEC)
             for c in tl.static_range(CHUNKS):
-                z = hidden_chunk(x[c], at, left, scale, m_col, c, MASK, MASK_COLS, LINES, PARTS, LANES, VEC)
+                z = hide(widen(x[c], PTX), mask[c], scale, MASK, PTX)
                 y = exp(z - row_max[:, :, None]) * by[:, :, None]
-                store_chunk(y_row + first + start, width - start, y, c, LINES, 0, LANES, VEC, PARTS)
-    else:
-        seen = recounted(seen.to(tl.int32), PTX)
+                y_at = y_row + first + start
+                store_around(y_at, width - start, within - first - start, y, c, CAUSAL, LINES, PARTS, LANES, VEC)
+    elif MASK == NO_MASK:
+        FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
+        base, shift, mend = pivot(row_max, FUSED)
+        mend = mend * by
         for c in tl.static_range(CHUNKS):
-            z = hidden_chunk(
-                opaque(x[c], PTX), at_mask, seen, scale, m_col, c, MASK, MASK_COLS, LINES, PARTS, LANES, VEC
-            )
-            y = exp(z - row_max[:, :, None]) * by[:, :, None]
-            store_chunk(y_row + first, width, y, c, LINES, 0, LANES, VEC, PARTS)
-    if EDGE:
+            z = scaled(widen(x[c], PTX, True), scale, PTX)
+            y = exp_about(z, base[:, :, None], shift[:, :, None], FUSED) * mend[:, :, None]
+            store_around(y_row + first, width, within - first, y, c, CAUSAL, LINES, PARTS, LANES, VEC)
+    else:
+        by_lane = exp(m - row_max) * by
+        for c in tl.static_range(CHUNKS):
+            y = kept[c] * by_lane[:, :, None]
+            store_around(y_row + first, width, within - first, y, c, CAUSAL, LINES, PARTS, LANES, VEC)
+    if ENDS:
         y_edge = exp(z_edge - row_max) * by
         tl.store(y_row + edge, y_edge.to(y_ptr.dtype.element_ty), mask=in_edge)
 
 
 @triton.jit(
-    do_not_specialize=["n_rows", "n_cols", "y_stride", "dy_stride", "dx_stride", "phase", "n_queries", "scale"]
+    do_not_specialize=["n_rows", "n_cols", "y_stride", "dy_stride", "dx_stride", "phase", "n_queries", "n_batch", "batch_magic", "batch_power", "scale"]
 )  # fmt: skip
 def masked_softmax_backward(
     y_ptr,  # the forward's output; all pointers: aligned to VEC elements
@@ -247,6 +308,9 @@ def masked_softmax_backward(
     dx_stride,
     phase,
     n_queries,
+    n_batch,
+    batch_magic,
+    batch_power,
     scale,
     CAUSAL: tl.constexpr,
     ROWS: tl.constexpr,
@@ -260,23 +324,26 @@ def masked_softmax_backward(
 ):
     open_exchange(CTAS, 1, PTX, PARTS)
     LINES: tl.constexpr = ROWS * CTAS * PARTS
-    row, rank = lines_of(ROWS, CTAS, PARTS)
+    place, rank = lines_of(ROWS, CTAS, PARTS)
     part = part_of(LINES, PARTS)
-    exists = row < n_rows
+    exists = place < n_rows
+    row, _, query = row_at(place, n_queries, n_batch, batch_magic, batch_power, CAUSAL)
     head, interior = span_of(row, y_stride, phase, n_cols, VEC, EDGE)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, EDGE)
     dy_row = dy_ptr + start_of(row, dy_stride, phase, VEC, EDGE)
     dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
     first, width = slice_of(interior, rank, CTAS, VEC)
     first += part * (LANES * VEC)
-    width = tl.where(exists, width - part * (LANES * VEC), 0)
+    width = tl.where(exists, width - part * (LANES * VEC), 0).to(tl.int32)
     # y is 0 in what a causal row does not see: neither is read there, and dx is 0
-    seen, in_vectors = seen_of(row, head, first, width, n_queries, VEC, CAUSAL)
-    y = load_chunks(y_row + first, in_vectors, LINES, CHUNKS, 0, LANES, VEC, 0.0, PARTS)
-    dy = load_chunks(dy_row + first, in_vectors, LINES, CHUNKS, 0, LANES, VEC, 0.0, PARTS)
-    d = tl.sum(y[0].to(tl.float32) * dy[0].to(tl.float32), 2)
-    for c in tl.static_range(1, CHUNKS):
-        d += tl.sum(y[c].to(tl.float32) * dy[c].to(tl.float32), 2)
+    columns = (n_cols if EDGE else n_cols * VEC).to(tl.int32)
+    within = ((tl.maximum(seen_of(query, columns, CAUSAL) - head, 0) + (VEC - 1)) // VEC * VEC).to(tl.int32)
+    left = tl.minimum(width, within - first).to(tl.int32)
+    y = load_chunks(y_row + first, left, LINES, CHUNKS, 0, LANES, VEC, 0.0, PARTS)
+    dy = load_chunks(dy_row + first, left, LINES, CHUNKS, 0, LANES, VEC, 0.0, PARTS)
+    d = tl.zeros([LINES, LANES], tl.float32)
+    for c in tl.static_range(CHUNKS):
+        d += tl.sum(widen(y[c], PTX) * widen(dy[c], PTX), 2)
     if EDGE:
         edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
         y_edge = tl.load(y_row + edge, mask=in_edge, other=0.0).to(tl.float32)
@@ -286,7 +353,7 @@ def masked_softmax_backward(
         d += tl.sum(y_edge * dy_edge, 1)
     d = sum_over_cluster(d, CTAS, PTX, PARTS)[:, None]
     for c in tl.static_range(CHUNKS):
-        y_c, dy_c = opaque(y[c], PTX).to(tl.float32), opaque(dy[c], PTX).to(tl.float32)
+        y_c, dy_c = widen(y[c], PTX, True), widen(dy[c], PTX, True)
         store_chunk(dx_row + first, width, scale * y_c * (dy_c - d[:, :, None]), c, LINES, 0, LANES, VEC, PARTS)
     if EDGE:
         tl.store(dx_row + edge, (scale * y_edge * (dy_edge - d)).to(dx_ptr.dtype.element_ty), mask=in_edge)

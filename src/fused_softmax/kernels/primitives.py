@@ -46,14 +46,58 @@ def shift_moments(m, s, t, m_new):
 
 
 @triton.jit
-def opaque(x, PTX: tl.constexpr):
-    """x, with its origin hidden from the optimiser.
+def pivot(m, FUSED: tl.constexpr):
+    """(scale, shift, by) with exp(x - m) = exp_about(x, scale, shift)*by: one multiply-add and one exp2 an element.
+
+    shift is m*log2(e), rounded; by gives back, once a row, what the rounding lost. Beyond 2^31 two 16-bit numbers that
+    differ do so by more than exp can tell, and scale is 1, so that nothing overflows. The result is right to a rounding
+    or two of float32, but not exactly 1 where x is m: it is for what is written in 16 bits. Else shift is m itself.
+    """
+    if FUSED:
+        scale = tl.where(tl.abs(m) < 2147483648.0, LOG2E, 1.0)
+        shift = m * scale
+        return scale, shift, tl.exp2(-tl.fma(m, scale, -shift))
+    else:
+        return tl.zeros_like(m) + LOG2E, m, tl.zeros_like(m) + 1.0
+
+
+@triton.jit
+def exp_about(x, scale, shift, FUSED: tl.constexpr):
+    """exp(x - m), but for the factor `by` of `pivot`."""
+    if FUSED:
+        return tl.exp2(tl.fma(x, scale, -shift))
+    else:
+        return exp(x - shift)
+
+
+@triton.jit
+def scaled(x, by, PTX: tl.constexpr):
+    """x*by, rounded to float32 before anything else is done with it.
+
+    Left alone the compiler makes one multiply-add of x*by - m, which is not 0 where x*by is m: among numbers near the
+    end of the range, it is far from 0.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, by], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return x * by
+
+
+@triton.jit
+def widen(x, PTX: tl.constexpr, ANEW: tl.constexpr = False):
+    """x in float32. ANEW: computed again here, whatever the compiler knows of x.
 
     exp(x) is cheaper to compute twice than to keep: the row stays in registers as 16-bit numbers, more programs fit on
-    a multiprocessor, and more bytes are in flight. Unhidden, the compiler would convert once and keep the float32
-    numbers; a float32 row needs no hiding.
+    a multiprocessor, and more bytes are in flight. Left alone, the compiler would convert once and keep the float32
+    numbers; and it takes three instructions where two bfloat16 in a register become two float32 with one each.
     """
-    if PTX and x.dtype.primitive_bitwidth == 16:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    if PTX and x.dtype == tl.bfloat16:
+        ASM: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        return tl.inline_asm_elementwise(ASM, "=r,=r,r", [x], dtype=tl.float32, is_pure=not ANEW, pack=2)
+    elif PTX and ANEW and x.dtype == tl.float16:
+        HALVES: tl.constexpr = "{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;}"
+        return tl.inline_asm_elementwise(HALVES, "=f,=f,r", [x], dtype=tl.float32, is_pure=False, pack=2)
     else:
-        return x
+        return x.to(tl.float32)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .cluster import merge_over_cluster, open_exchange, sum_over_cluster
-from .primitives import LOWEST, exp, log, opaque
+from .primitives import LOWEST, exp, exp_about, log, pivot, widen
 from .slices import edge_of, lines_of, load_chunks, part_of, slice_of, span_of, start_of, store_chunk
 
 
@@ -76,7 +76,7 @@ def softmax_resident(
     s = tl.zeros_like(m)
     kept = ()
     for c in tl.static_range(CHUNKS):
-        e = exp(opaque(x[c], PTX and RECOMPUTE).to(tl.float32) - m[:, :, None])
+        e = exp(widen(x[c], PTX, RECOMPUTE) - m[:, :, None])
         s += tl.sum(e, 2)
         kept = kept + (e,)
 
@@ -92,12 +92,21 @@ def softmax_resident(
     row_sum = row_sum[:, None]
 
     # the formula's last line, and the store
-    scale = exp(m - row_max) * tl.div_rn(1.0, row_sum)
+    FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16 and y_ptr.dtype == x_ptr.dtype
+    if LOG:
+        by = row_sum
+    elif RECOMPUTE:
+        scale, shift, by = pivot(row_max, FUSED)
+        by = by * tl.div_rn(1.0, row_sum)
+    else:
+        by = exp(m - row_max) * tl.div_rn(1.0, row_sum)
     for c in tl.static_range(CHUNKS):
-        if LOG or RECOMPUTE:
-            y = normalize(opaque(x[c], PTX and RECOMPUTE).to(tl.float32), row_max[:, :, None], row_sum[:, :, None], LOG)
+        if LOG:
+            y = normalize(widen(x[c], PTX, RECOMPUTE), row_max[:, :, None], row_sum[:, :, None], LOG)
+        elif RECOMPUTE:
+            y = exp_about(widen(x[c], PTX, True), scale[:, :, None], shift[:, :, None], FUSED) * by[:, :, None]
         else:
-            y = kept[c] * scale[:, :, None]
+            y = kept[c] * by[:, :, None]
         store_chunk(y_row + first, width, y, c, LINES, UNMASKED, LANES, VEC, PARTS)
     if EDGE:
         y_edge = normalize(x_edge, row_max, row_sum, LOG)
@@ -161,9 +170,9 @@ def softmax_backward_resident(
 
     y = load_chunks(y_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, 0.0, PARTS)
     dy = load_chunks(dy_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, 0.0, PARTS)
-    d = tl.sum(gradient_term(y[0], dy[0], LOG), 2)  # [LINES, LANES]
-    for c in tl.static_range(1, CHUNKS):
-        d += tl.sum(gradient_term(y[c], dy[c], LOG), 2)
+    d = tl.zeros([LINES, LANES], tl.float32)
+    for c in tl.static_range(CHUNKS):
+        d += tl.sum(gradient_term(widen(y[c], PTX), widen(dy[c], PTX), LOG), 2)
     if EDGE:
         edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), LANES, VEC)
         y_edge = tl.load(y_row + edge, mask=in_edge, other=0.0)
@@ -174,8 +183,8 @@ def softmax_backward_resident(
     d = sum_over_cluster(d, CTAS, PTX, PARTS)[:, None]
 
     for c in tl.static_range(CHUNKS):
-        y_c = opaque(y[c], PTX and RECOMPUTE)
-        dy_c = opaque(dy[c], PTX and RECOMPUTE)
+        y_c = widen(y[c], PTX, RECOMPUTE)
+        dy_c = widen(dy[c], PTX, RECOMPUTE)
         store_chunk(
             dx_row + first, width, gradient(y_c, dy_c, d[:, :, None], LOG), c, LINES, UNMASKED, LANES, VEC, PARTS
         )

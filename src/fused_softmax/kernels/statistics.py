@@ -62,6 +62,13 @@ def row_statistics(
     else:
         by = scale + 0.0 * row.to(tl.float32)
     columns = n_cols if EDGE else n_cols * VEC
+    writes = (rank == 0) & (part == 0) & exists
+    if PICKS > 0:  # before the walk, so that nothing waits for them afterwards
+        k = tl.arange(0, PICKS)[None, :] + 0 * rank
+        wanted = writes & (k < n_picks)
+        at = tl.load(ids_ptr + row * n_picks + k, mask=wanted, other=-1)
+        inside = wanted & (at >= 0) & (at < columns)
+        x_picked = tl.load(x_row - head + at, mask=inside, other=0.0)
     MOMENT: tl.constexpr = ENTROPY_MOMENT if ENTROPY else NO_MOMENT
     row_max, row_sum, row_moment = walk(
         x_row, first, width, head, interior, columns, exists, rank, part, by, 1.0, x_ptr,
@@ -69,16 +76,11 @@ def row_statistics(
     )  # fmt: skip
 
     lse = logsumexp(row_max, row_sum)[:, None]
-    writes = (rank == 0) & (part == 0) & exists
     tl.store(lse_ptr + row, lse, mask=writes)
     if ENTROPY:
         tl.store(entropy_ptr + row, (log(row_sum) - row_moment / row_sum)[:, None], mask=writes)
     if PICKS > 0:
-        k = tl.arange(0, PICKS)[None, :] + 0 * rank
-        wanted = writes & (k < n_picks)
-        at = tl.load(ids_ptr + row * n_picks + k, mask=wanted, other=-1)
-        inside = wanted & (at >= 0) & (at < columns)
-        z = logit(tl.load(x_row - head + at, mask=inside, other=0.0), by, 1.0, False)
+        z = logit(x_picked, by, 1.0, False)
         picked = tl.where(inside & (lse < float("inf")), z - lse, float("nan"))
         tl.store(picked_ptr + row * n_picks + k, picked, mask=wanted)
 

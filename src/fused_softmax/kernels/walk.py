@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .cluster import merge_moments_over_cluster, merge_over_cluster
-from .primitives import HIGHEST, LOG2E, LOWEST, exp, log, shift_moments
+from .primitives import HIGHEST, LOG2E, LOWEST, exp, log, shift_moments, widen
 from .slices import chunk_offsets, edge_of, load_chunks
 
 # what a walk sums up beside (max, sum): nothing, sum(exp(z - m)*(z - m)), or sum(w*z)
@@ -40,19 +40,28 @@ def logit(x, scale, cap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def accumulate_moments(z, weighted, m, s, t, MOMENT: tl.constexpr):
-    """Each lane's (m, s, t) with one tile more in it.  # z: [LINES, LANES, VEC]; m, s, t: [LINES, LANES]"""
-    m_new = tl.minimum(tl.maximum(m, tl.max(z, 2)), HIGHEST)
-    d = z - m_new[:, :, None]
-    e = exp(d)
+def accumulate(
+    x, scale, cap, m, s, t, MOMENT: tl.constexpr, SOFTCAP: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr
+):
+    """Each lane's (m, s, t) with one step more in it, whose maximum is taken among the logits as they were loaded.
+
+    A weighted sum is its caller's to add.  # x: CHUNKS tiles [LINES, LANES, VEC]; m, s, t: [LINES, LANES]
+    """
+    top = tl.max(x[0], 2)
+    for c in tl.static_range(1, CHUNKS):
+        top = tl.maximum(top, tl.max(x[c], 2))
+    m_new = tl.minimum(tl.maximum(m, logit(top, scale, cap, SOFTCAP)), HIGHEST)
     if MOMENT == ENTROPY_MOMENT:
         m, s, t = shift_moments(m, s, t, m_new)
-        t += tl.sum(e * tl.maximum(d, LOWEST), 2)
     else:
         s = s * exp(m - m_new)
-        if MOMENT == WEIGHTED_SUM:
-            t += tl.sum(weighted, 2)
-    return m_new, s + tl.sum(e, 2), t
+    for c in tl.static_range(CHUNKS):
+        d = logit(widen(x[c], PTX), scale[:, :, None], cap, SOFTCAP) - m_new[:, :, None]
+        e = exp(d)
+        s += tl.sum(e, 2)
+        if MOMENT == ENTROPY_MOMENT:
+            t += tl.sum(e * tl.maximum(d, LOWEST), 2)
+    return m_new, s, t
 
 
 @triton.jit
@@ -100,7 +109,6 @@ def walk(
     m = tl.zeros([LINES, LANES], tl.float32) + LOWEST
     s = tl.zeros([LINES, LANES], tl.float32)
     t = tl.zeros([LINES, LANES], tl.float32)
-    scale_3d = scale[:, :, None]
     zero = tl.zeros([1, 1], tl.int64)
     # whole steps, which every slice has, need no mask; the last slice is the shortest
     units = n_cols // VEC
@@ -111,27 +119,26 @@ def walk(
         whole = whole * 0
     if MOMENT == WEIGHTED_SUM:
         whole = whole * 0
+    if EDGE:  # before the walk, so that nothing waits for it afterwards
+        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
+        x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
     for step in range(whole):
         x = load_chunks(x_row + first + (zero + step) * STEP, width, LINES, CHUNKS, CHUNKS, LANES, VEC, 0.0, PARTS)
-        for c in tl.static_range(CHUNKS):
-            z = logit(x[c], scale_3d, cap, SOFTCAP)
-            m, s, t = accumulate_moments(z, z, m, s, t, MOMENT)
+        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SOFTCAP, CHUNKS, PTX)
     for step in range(whole, tl.cdiv(even * VEC, STEP)):
         start = (zero + step) * STEP
         x = load_chunks(x_row + first + start, width - start, LINES, CHUNKS, 0, LANES, VEC, -float("inf"), PARTS)
-        for c in tl.static_range(CHUNKS):
-            z = logit(x[c], scale_3d, cap, SOFTCAP)
-            weighted = z
-            if MOMENT == WEIGHTED_SUM:
+        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SOFTCAP, CHUNKS, PTX)
+        if MOMENT == WEIGHTED_SUM:
+            for c in tl.static_range(CHUNKS):
+                z = logit(widen(x[c], PTX), scale[:, :, None], cap, SOFTCAP)
                 at = tl.reshape(start + chunk_offsets(c, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
                 mask = at < width[:, :, None]
-                weighted = weigh(z, at + (head + first)[:, :, None], mask, w_ptr, WEIGHTED)
-            m, s, t = accumulate_moments(z, weighted, m, s, t, MOMENT)
+                t += tl.sum(weigh(z, at + (head + first)[:, :, None], mask, w_ptr, WEIGHTED), 2)
     # the ends are summed up by line: a tile of them need not lie in the CTAs as the row does
     line_max = tl.max(m, 1)
     if EDGE:
-        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
-        z_edge = logit(tl.load(x_row + edge, mask=in_edge, other=-float("inf")), scale, cap, SOFTCAP)
+        z_edge = logit(x_edge, scale, cap, SOFTCAP)
         line_max = tl.minimum(tl.maximum(line_max, tl.max(z_edge, 1)), HIGHEST)
     if MOMENT == ENTROPY_MOMENT:
         m, s, t = shift_moments(m, s, t, line_max[:, None])
