@@ -78,7 +78,12 @@ def check_samples(name: str, dtype: torch.dtype, device: str, monkeypatch: pytes
         monkeypatch.setattr(rows, entry, lambda *a, k=kernel, e=entry: (reached.append(e), k(*a))[1])
     count = 0
     for function, arguments, kwargs in samples(name, dtype, device):
-        cotangent = torch.randn_like(run(function, arguments, kwargs, None)[0], dtype=torch.float32)
+        try:
+            cotangent = torch.randn_like(run(function, arguments, kwargs, None)[0], dtype=torch.float32)
+        except RuntimeError as refusal:
+            # torch 2.11 on CUDA refuses its own sample of a float16 gradient from float32: nothing to compare with
+            assert name == "_softmax_backward_data" and "expected scalar type" in str(refusal), refusal
+            continue
         own = run(function, arguments, kwargs, cotangent)
         before = len(reached)
         with fs.patch():

@@ -57,9 +57,13 @@ def forward(x: Any, dim: Any, log: bool) -> Tensor | None:
         return None
     if known is _torch:
         return torch.log_softmax(x, dim) if log else torch.softmax(x, dim)
-    shape, stride, dtype, x_offset, y_offset, n_rows, grid, run = known
+    shape, stride, dtype, x_offset, y_offset, n_rows, grid, call, middle, rest = known
     y = _empty(shape, stride, dtype)
-    run(grid, _current_stream(index), address - x_offset, y.data_ptr() - y_offset, n_rows)
+    # `Binding.run`, written out
+    call(
+        grid, 1, 1, _current_stream(index), *middle,
+        address - x_offset, y.data_ptr() - y_offset, n_rows, *rest,
+    )  # fmt: skip
     return y
 
 
@@ -100,11 +104,11 @@ def backward(dy: Tensor, y: Tensor, dim: int, log: bool, invariant: bool) -> Ten
         known = _remember(key, y, dim, log, invariant, dy)
     if known is False or _current_device() != index:
         return None
-    shape, stride, dtype, y_offset, dy_offset, dx_offset, n_rows, grid, run = known
+    shape, stride, dtype, y_offset, dy_offset, dx_offset, n_rows, grid, call, middle, rest = known
     dx = _empty(shape, stride, dtype)
-    run(
-        grid, _current_stream(index),
-        y_address - y_offset, dy_address - dy_offset, dx.data_ptr() - dx_offset, n_rows,
+    call(
+        grid, 1, 1, _current_stream(index), *middle,
+        y_address - y_offset, dy_address - dy_offset, dx.data_ptr() - dx_offset, n_rows, *rest,
     )  # fmt: skip
     return dx
 
@@ -134,4 +138,4 @@ def _prepare(x: Tensor, dim: int, log: bool, invariant: bool, dy: Tensor | None)
         return False
     n_rows = x.numel() // x.shape[-1]
     grid = -(-n_rows // prepared.rows)
-    return (tuple(x.shape), result.stride(), x.dtype, *prepared.offsets, n_rows, grid, prepared.run)
+    return (tuple(x.shape), result.stride(), x.dtype, *prepared.offsets, n_rows, grid, *prepared.binding)

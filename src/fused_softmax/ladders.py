@@ -139,11 +139,17 @@ LOSS_CLUSTER = (
     Rung(81920, 8, 4, True, max_registers=80),
     Rung(106496, 8, 4, True, max_registers=96),
     Rung(114688, 8, 4, True, max_registers=112),
-    Rung(131072, 4, 8, True, max_registers=112),
+    Rung(131072, 4, 8, True, max_registers=128),
     Rung(163840, 8, 4, True, max_registers=128),
     Rung(212992, 16, 4, True, max_registers=96),
     Rung(262144, 16, 4, True, max_registers=112),
 )
+# masked softmax without a mask (causal), with one, and its gradient: up to 8,192 columns; softmax's beyond
+MASKED = {
+    "unmasked": (Rung(1024, 1, 1), Rung(2048, 1, 2), Rung(4096, 1, 2), Rung(8192, 1, 4)),
+    "masked": (Rung(1024, 1, 1), Rung(2048, 1, 2), Rung(4096, 1, 4), Rung(8192, 1, 8)),
+    "backward": (Rung(1024, 1, 1, True), Rung(2048, 1, 2, True), Rung(4096, 1, 4, True), Rung(8192, 1, 8, True)),
+}
 # up to so many columns: CTAs of a row, warps of each, chunks of a step. H200, bfloat16, GB/s of log-probability with
 # entropy: 4,196 (4,096 columns), 4,263 (32,000), 4,190 (50,257), 4,362 (128,256), 4,424 (262,144)
 STATISTICS_STEPS = ((4096, 1, 2, 8), (57344, 1, 4, 8), (1 << 62, 2, 8, 8))

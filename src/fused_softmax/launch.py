@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,16 +144,31 @@ def _shifted(t: Tensor, phase: int) -> Tensor:
 # --- the hot path -----------------------------------------------------------------------------------------------------
 
 
+class Binding(NamedTuple):
+    """A compiled kernel's launcher: call(grid, 1, 1, stream, *middle, *pointers, n_rows, *rest).
+
+    Whoever counts tenths of a microsecond makes that call; everyone else calls `run`.
+    """
+
+    call: Callable[..., Any]
+    middle: tuple[Any, ...]
+    rest: tuple[Any, ...]
+
+    def run(self, grid: int, stream: int, *pointers_and_rows: int | float) -> None:
+        self.call(grid, 1, 1, stream, *self.middle, *pointers_and_rows, *self.rest)
+
+
 class Prepared:
     """A compiled kernel with all its arguments but the pointers and the number of rows."""
 
-    __slots__ = ("plan", "rows", "offsets", "run")
+    __slots__ = ("binding", "offsets", "plan", "rows", "run")
 
-    def __init__(self, plan: Plan, offsets: tuple[int, ...], run: Callable[..., None]):
+    def __init__(self, plan: Plan, offsets: tuple[int, ...], binding: Binding):
         self.plan = plan
         self.rows = plan.rows
         self.offsets = offsets  # bytes from each tensor's first row back to the aligned address
-        self.run = run  # (grid, stream, *pointers, n_rows)
+        self.binding = binding
+        self.run = binding.run
 
 
 _prepared: dict[tuple[Any, ...], Prepared] = {}
@@ -279,24 +294,16 @@ def compile_kernel(
     return _compiled[key]
 
 
-def _bind(compiled: Any, scalars: tuple[int, ...]) -> Callable[..., None]:
-    """A function (grid, stream, *pointers, n_rows) that launches, with as little in between as this Triton allows."""
-    # Triton skips the constexprs' places; a caller may give scalars that change from call to call after n_rows
+def _bind(compiled: Any, scalars: tuple[int, ...]) -> Binding:
+    """The launcher of a compiled kernel with as little in between as this Triton allows; scalars: the arguments after
+    n_rows, but for those that a caller gives with each call."""
+    # Triton skips the constexprs' places
     rest = scalars + (None,) * sum(kind == "constexpr" for kind in compiled.src.signature.values())
     function, packed, launcher = compiled.function, compiled.packed_metadata, compiled.run
     direct = getattr(launcher, "launch", None)
     if direct is not None and not hasattr(launcher, "arg_annotations") and launcher.global_scratch_size == 0:
         # triton 3.6: the C function behind the launcher, 0.7 us a call less
         cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
-
-        def run(grid: int, stream: int, *pointers_and_rows: int) -> None:
-            direct(
-                grid, 1, 1, stream, function, cooperative, dependent, None, None, packed, None, None, None,
-                *pointers_and_rows, *rest,
-            )  # fmt: skip
-    else:
-
-        def run(grid: int, stream: int, *pointers_and_rows: int) -> None:
-            launcher(grid, 1, 1, stream, function, packed, None, None, None, *pointers_and_rows, *rest)
-
-    return run
+        middle = (function, cooperative, dependent, None, None, packed, None, None, None)
+        return Binding(direct, middle, rest)
+    return Binding(launcher, (function, packed, None, None, None), rest)

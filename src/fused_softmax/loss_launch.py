@@ -72,7 +72,7 @@ def meta_of(name: str, plan: Plan, device: Device, flags: Flags) -> dict[str, An
     """The constexprs that the kernel has, and the launch's own meta-parameters."""
     names = kernel_named(name).arg_names
     meta = dict(ROWS=plan.rows, CTAS=plan.ctas, LANES=plan.lanes // plan.parts, VEC=plan.vec, CHUNKS=plan.chunks)
-    meta |= dict(PARTS=plan.parts, UNMASKED=plan.unmasked, EDGE=plan.edge, PTX=device.ptx)
+    meta |= dict(PARTS=plan.parts, UNMASKED=plan.unmasked, EDGE=plan.edge, PTX=device.ptx, RECOMPUTE=plan.recompute)
     meta = {key: value for key, value in meta.items() if key in names} | dict(flags)
     meta["num_warps"] = plan.num_warps
     if device.kind == "cuda":
@@ -183,7 +183,7 @@ def _prepare(
             compiled = launch.compile_kernel(kernel, tuple(pointers), meta, rows[0].get_device())
         if len(_prepared) >= launch.CAPACITY:
             _prepared.clear()
-        _prepared[key] = RowLaunch(kernel, plan, meta, scalars, n_splits, launch._bind(compiled, ()))
+        _prepared[key] = RowLaunch(kernel, plan, meta, scalars, n_splits, launch._bind(compiled, ()).run)
         return _prepared[key]
 
 
@@ -194,6 +194,7 @@ def launch_flat(name: str, tensors: tuple[Tensor, ...], numbers: tuple[int, ...]
     if first.device.type == "cpu":
         Launch(kernel, (1,), (*tensors, *numbers), meta)()
         return
+    meta["num_ctas"] = meta.get("CTAS", 1)
     index = first.get_device()
     key = (name, flags, index, tuple(t.dtype for t in tensors))
     run = _flat.get(key)
@@ -201,7 +202,7 @@ def launch_flat(name: str, tensors: tuple[Tensor, ...], numbers: tuple[int, ...]
         if run is None:
             pointers = tuple((t.dtype, False) for t in tensors)
             with launch._lock:
-                run = _flat[key] = launch._bind(launch.compile_kernel(kernel, pointers, meta, index), ())
+                run = _flat[key] = launch._bind(launch.compile_kernel(kernel, pointers, meta, index), ()).run
         stream = torch._C._cuda_getCurrentRawStream(index)
         run(1, stream, *(t.data_ptr() for t in tensors), *numbers)
 

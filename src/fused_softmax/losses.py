@@ -162,7 +162,7 @@ class RowCrossEntropy(torch.autograd.Function):
         # weights and smoothing together read a weight for each logit, twice: then the gradient has a kernel of its own
         if op.reduction != "none" and op.weight_sum is None:
             dx = x.detach() if ctx.inplace else row_losses.gradient_buffer(x)
-            if not row_losses.fits_on_chip(x, dx):
+            if not row_losses.fits_on_chip(x, dx, op):
                 dx, ctx.inplace = None, False
         if dx is None:
             losses, lse = row_losses.cross_entropy_forward(x, op)

@@ -194,6 +194,7 @@ def _backward(y: Tensor, dy: Tensor, scale: float, causal: bool) -> Tensor:
         return gradient if scale == 1.0 else gradient.mul_(scale)
     n_queries = y.shape[-2] if y.dim() > 1 else 1
     tensors, flags = (y_rows, dy_rows, dx_rows), (("CAUSAL", causal),)
-    launch_rows("masked_softmax_backward", tensors, (), (*_order(y_rows.shape[0], n_queries), scale), flags, _plan_backward)
+    launch_rows(
+        "masked_softmax_backward", tensors, (), (*_order(y_rows.shape[0], n_queries), scale), flags, _plan_backward
+    )
     return dx
-

@@ -22,6 +22,7 @@ from .ladders import (
     FORWARD_BLOCK,
     FORWARD_CLUSTER,
     LOSS_CLUSTER,
+    MASKED,
     STATISTICS_STEPS,
     STREAM_CHUNKS,
     STREAM_WARPS,
@@ -379,16 +380,36 @@ def plan_loss(problem: Problem, device: Device) -> Plan:
     return replace(plan(problem, device), max_registers=None)
 
 
-def plan_masked(problem: Problem, device: Device, masked: bool) -> Plan:
-    """softmax's plan, without caps; a mask takes as much room as a gradient's second row.
+def plan_smoothed_loss(problem: Problem, device: Device) -> Plan:
+    """The plan of a loss with label smoothing or a softcap, which take registers that `plan_loss` has no room for.
 
-    A causal row's ends need three vectors' worth of lanes.
+    Nor has Triton's planner of clusters for so many operations: slices have 8 chunks at most. Rows that are too wide
+    for that have the stream regime, and a kernel of their own for the gradient.
+
+    >>> plan_smoothed_loss(Problem(128256, "float32", "float32", vec=4), DEVICES["sm_90"]).chunks
+    8
+    """
+    chosen = plan(problem, device)
+    if chosen.chunks > 8 and chosen.regime != "stream":
+        rungs = (Rung(problem.n_cols, device.max_cluster, num_warps, True) for num_warps in (4, 8, 16))
+        wider = (_resident(problem, device, rung) for rung in rungs)
+        chosen = next((p for p in wider if p is not None and p.chunks <= 8), _stream(problem, device))
+    return replace(chosen, max_registers=None)
+
+
+def plan_masked(problem: Problem, device: Device, masked: bool) -> Plan:
+    """The plan of masked softmax, or of its gradient; the ends of a causal row take three vectors' worth of lanes.
 
     >>> plan_masked(Problem(2048, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"], masked=False).regime
     'block'
     """
-    chosen = plan(replace(problem, backward=problem.backward or masked), device)
-    if chosen.regime == "tile" and chosen.lanes < device.warp_size:
+    chosen = _tile(problem, device) if problem.n_cols <= 512 else None
+    if chosen is not None and chosen.lanes < device.warp_size:
         chunks = -(-chosen.chunks * chosen.lanes // device.warp_size)
         chosen = replace(chosen, lanes=device.warp_size, chunks=chunks, rows=chosen.num_warps)
+    for rung in MASKED["backward" if problem.backward else "masked" if masked else "unmasked"]:
+        if chosen is None and problem.n_cols * problem.itemsize <= rung.max_cols * 2:
+            chosen = _resident(problem, device, rung)
+    # a mask takes as much room as a gradient's second row
+    chosen = chosen or plan(replace(problem, backward=problem.backward or masked), device)
     return replace(chosen, max_registers=None)

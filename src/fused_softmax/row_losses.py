@@ -15,14 +15,15 @@ from torch import Tensor
 
 from .launch import _device_of, problem_of
 from .loss_launch import FEW_PROGRAMS, Flags, launch_flat, launch_rows
-from .plan import plan_elementwise, plan_loss, plan_statistics, power_of_two
+from .plan import plan_elementwise, plan_loss, plan_smoothed_loss, plan_statistics, power_of_two
 from .rows import is_batch_invariant
 
 # one program adds up so many losses; more are torch's to add
 ONE_PROGRAM_ROWS = 65536
-# of them at a time: each time waits for memory once, 1 us, and 8 of them are a tenth of the loss of 32,768 x 4,096
-ONE_PROGRAM_BLOCK = 16384
-_resident_plan = functools.lru_cache(plan_loss)
+# more than this many are shared by a cluster
+ONE_CTA_ROWS = 2048
+# whether a loss is smoothed or capped -> its planner
+_PLANNERS = {False: functools.lru_cache(plan_loss), True: functools.lru_cache(plan_smoothed_loss)}
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class CrossEntropy:
     softcap: float | None
     z_loss: float
     denominator: Tensor | None = None  # [1] float32: what a mean divides by, where it is not the targets that count
+
+    @property
+    def smoothed(self) -> bool:
+        """Whether a logit takes more arithmetic than an exponential."""
+        return self.smoothing > 0.0 or self.softcap is not None
 
     @property
     def flags(self) -> Flags:
@@ -57,9 +63,10 @@ class CrossEntropy:
         return self.target, weight, unused if self.weight_sum is None else self.weight_sum
 
 
-def fits_on_chip(x: Tensor, dx: Tensor) -> bool:
+def fits_on_chip(x: Tensor, dx: Tensor, op: CrossEntropy) -> bool:
     """Whether a row can be held while its loss is computed, so that the gradient is written in the same pass."""
-    return _resident_plan(problem_of(x, dx, batch_invariant=is_batch_invariant()), _device_of(x)).regime != "stream"
+    planner = _PLANNERS[op.smoothed]
+    return planner(problem_of(x, dx, batch_invariant=is_batch_invariant()), _device_of(x)).regime != "stream"
 
 
 def gradient_buffer(x: Tensor) -> Tensor:
@@ -99,7 +106,7 @@ def cross_entropy_with_gradient(x: Tensor, dx: Tensor, op: CrossEntropy, count: 
         vectors,
         (op.ignore_index, *op.numbers),
         flags,
-        plan_loss,
+        _PLANNERS[op.smoothed],
         invariant=is_batch_invariant(),
     )
     return loss, lse
@@ -132,8 +139,8 @@ def count_targets(op: CrossEntropy, n_cols: int) -> Tensor:
         return _counted(op, n_cols)
     count = torch.empty(1, dtype=torch.float32, device=op.target.device)
     tensors = (op.target, count if op.weight is None else op.weight, count)
-    flags = (("WEIGHTED", op.weight is not None), ("BLOCK", ONE_PROGRAM_BLOCK))
-    launch_flat("count_targets", tensors, (n_rows, n_cols, op.ignore_index), flags, num_warps=16)
+    flags = (("WEIGHTED", op.weight is not None), *_shared(n_rows, count))
+    launch_flat("count_targets", tensors, (n_rows, n_cols, op.ignore_index), flags, num_warps=8)
     return count
 
 
@@ -148,9 +155,17 @@ def reduce_losses(loss: Tensor, op: CrossEntropy, n_cols: int) -> Tensor:
         return loss.sum() / _counted(op, n_cols)[0] if mean else loss.sum()
     out = torch.empty((), dtype=torch.float32, device=loss.device)
     tensors = (loss, op.target, loss if op.weight is None else op.weight, out)
-    flags = (("MEAN", mean), ("WEIGHTED", op.weight is not None), ("BLOCK", ONE_PROGRAM_BLOCK))
-    launch_flat("reduce_losses", tensors, (n_rows, n_cols, op.ignore_index), flags, num_warps=16)
+    flags = (("MEAN", mean), ("WEIGHTED", op.weight is not None), *_shared(n_rows, out))
+    launch_flat("reduce_losses", tensors, (n_rows, n_cols, op.ignore_index), flags, num_warps=8)
     return out
+
+
+def _shared(n_rows: int, like: Tensor) -> Flags:
+    """How a sum over rows is shared: by the CTAs of a cluster where there are many rows, and clusters."""
+    device = _device_of(like)
+    ctas = 16 if n_rows > ONE_CTA_ROWS and device.max_cluster >= 16 else 1
+    parts, lanes = (8, 32) if ctas > 1 else (1, 256)
+    return (("CTAS", ctas), ("PARTS", parts), ("LANES", lanes), ("EACH", 8), ("PTX", device.ptx))
 
 
 def _counted(op: CrossEntropy, n_cols: int) -> Tensor:

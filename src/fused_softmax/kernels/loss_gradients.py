@@ -25,7 +25,7 @@ def cross_entropy_term(
     x, b, at, scale, shift, a, c, w_ptr, cap, mask,
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """dx of a tile x in float32 at columns `at`; g and what `pivot` gives of lse are in a, b, c; b: 0 but at the target."""
+    """dx of a tile x in float32 at columns `at`; b: 0 but at the target; g, and `by` of the pivot, are in a, b, c."""
     z = logit(x, 1.0, cap, SOFTCAP)
     dz = exp_about(z, scale, shift, FUSED) * a - b
     if SMOOTH:

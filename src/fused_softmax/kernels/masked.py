@@ -47,9 +47,7 @@ def row_at(place, n_queries, n_batch, batch_magic, batch_power, CAUSAL: tl.const
 
 
 @triton.jit
-def mask_row_of(
-    batch, query, mask_ptr, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC: tl.constexpr
-):
+def mask_row_of(batch, query, mask_ptr, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC: tl.constexpr):
     """Where each row's mask begins; strides in units of MASK_VEC.  # batch, query: [LINES, 1]"""
     batch, n_inner, n_middle = batch.to(tl.int32), n_inner.to(tl.int32), n_middle.to(tl.int32)
     group, inner = batch // n_inner, batch % n_inner
@@ -142,8 +140,8 @@ def accumulate(z, m, s):
 
 @triton.jit(
     do_not_specialize=[
-        "n_rows", "n_cols", "x_stride", "y_stride", "phase", "n_queries", "n_batch", "batch_magic", "batch_power", "n_middle",
-        "n_inner", "m_outer", "m_middle", "m_inner", "m_query", "m_col", "scale",
+        "n_rows", "n_cols", "x_stride", "y_stride", "phase", "n_queries", "n_batch", "batch_magic", "batch_power",
+        "n_middle", "n_inner", "m_outer", "m_middle", "m_inner", "m_query", "m_col", "scale",
     ]
 )  # fmt: skip
 def masked_softmax_forward(
@@ -173,6 +171,7 @@ def masked_softmax_forward(
     CAUSAL: tl.constexpr,
     ZERO: tl.constexpr,
     STREAM: tl.constexpr,  # the row does not fit on chip: CHUNKS are a step's
+    RECOMPUTE: tl.constexpr,  # without a mask: keep the row as loaded and compute exp twice
     ROWS: tl.constexpr,
     CTAS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -186,6 +185,7 @@ def masked_softmax_forward(
     LINES: tl.constexpr = ROWS * CTAS * PARTS
     STEP: tl.constexpr = CHUNKS * PARTS * LANES * VEC
     ENDS: tl.constexpr = EDGE or CAUSAL
+    AGAIN: tl.constexpr = RECOMPUTE and MASK == NO_MASK
     place, rank = lines_of(ROWS, CTAS, PARTS)
     part = part_of(LINES, PARTS)
     exists = place < n_rows
@@ -211,6 +211,7 @@ def masked_softmax_forward(
     kept = ()
     if not STREAM:
         x = load_chunks(x_row + first, left, LINES, CHUNKS, 0, LANES, VEC, -float("inf"), PARTS)
+        mask = x
         if MASK != NO_MASK:
             mask = load_masks(at_mask, left, m_col, MASK_COLS, LINES, CHUNKS, PARTS, LANES, VEC)
     if ENDS:
@@ -233,7 +234,7 @@ def masked_softmax_forward(
             for c in tl.static_range(CHUNKS):
                 m, s = accumulate(hide(widen(x[c], PTX), mask[c], scale, MASK, PTX), m, s)
     else:
-        if MASK == NO_MASK:
+        if AGAIN:
             # scale is positive: the largest x has the largest z
             top = tl.max(x[0], 2)
             for c in tl.static_range(1, CHUNKS):
@@ -276,7 +277,7 @@ def masked_softmax_forward(
                 y = exp(z - row_max[:, :, None]) * by[:, :, None]
                 y_at = y_row + first + start
                 store_around(y_at, width - start, within - first - start, y, c, CAUSAL, LINES, PARTS, LANES, VEC)
-    elif MASK == NO_MASK:
+    elif AGAIN:
         FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
         base, shift, mend = pivot(row_max, FUSED)
         mend = mend * by
@@ -295,7 +296,10 @@ def masked_softmax_forward(
 
 
 @triton.jit(
-    do_not_specialize=["n_rows", "n_cols", "y_stride", "dy_stride", "dx_stride", "phase", "n_queries", "n_batch", "batch_magic", "batch_power", "scale"]
+    do_not_specialize=[
+        "n_rows", "n_cols", "y_stride", "dy_stride", "dx_stride", "phase", "n_queries", "n_batch", "batch_magic",
+        "batch_power", "scale",
+    ]
 )  # fmt: skip
 def masked_softmax_backward(
     y_ptr,  # the forward's output; all pointers: aligned to VEC elements
