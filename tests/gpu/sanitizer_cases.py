@@ -1,4 +1,4 @@
-"""A short list for compute-sanitizer: every regime, aligned and not, inside fields that nothing may touch.
+"""A short list for compute-sanitizer: every regime and op, aligned and not, in allocations that end with the tensor.
 
     compute-sanitizer --tool memcheck  python tests/gpu/sanitizer_cases.py
     compute-sanitizer --tool racecheck python tests/gpu/sanitizer_cases.py
@@ -17,7 +17,10 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.nn.functional as F
 from cases import DTYPES, assert_contract, dtype_id, logits, softmax_by
+
+import fused_softmax as fs
 
 CASES = {
     "tile": (1, 33, 1000, 1024),
@@ -27,7 +30,43 @@ CASES = {
 }
 
 
+# widths of tile, block and cluster, for gradients and losses
+OTHERS = (1000, 4097, 8192, 50257)
+
+
+def others(n_cols: int, dtype: torch.dtype) -> None:
+    """Gradients, losses, statistics and masks of rows of n_cols columns, each against torch in float32."""
+    x, target = logits(6, n_cols, dtype=dtype, device="cuda"), torch.arange(6, device="cuda") * (n_cols - 1) // 5
+    for ours, theirs in ((fs.softmax, torch.softmax), (fs.log_softmax, torch.log_softmax)):
+        a, b = (t.detach().clone().requires_grad_() for t in (x, x.float()))
+        dy = torch.randn(x.shape, device="cuda")
+        ours(a, -1).backward(dy.to(dtype))
+        theirs(b, -1).backward(dy.to(dtype).float())
+        torch.testing.assert_close(a.grad.float(), b.grad, rtol=2e-2, atol=2e-2)
+    for options in ({}, {"label_smoothing": 0.1}, {"reduction": "none"}):
+        a, b = (t.detach().clone().requires_grad_() for t in (x, x.float()))
+        fs.cross_entropy(a, target, **options).sum().backward()
+        F.cross_entropy(b, target, **options).sum().backward()
+        torch.testing.assert_close(a.grad.float(), b.grad, rtol=2e-2, atol=2e-2)
+        fs.cross_entropy(x, target, **options)
+    a, b = (t.detach().clone().requires_grad_() for t in (x, x.float()))
+    logprob, entropy = fs.token_logprobs(a, target, return_entropy=True)[:2]
+    (logprob.sum() + entropy.sum()).backward()
+    log_p = torch.log_softmax(b, -1)
+    (log_p[torch.arange(6), target].sum() - (log_p.exp() * log_p).sum()).backward()
+    torch.testing.assert_close(a.grad.float(), b.grad, rtol=2e-2, atol=2e-2)
+    keep = torch.rand(1, n_cols, device="cuda") > 0.3
+    for mask in (None, keep, torch.zeros_like(keep, dtype=dtype)):
+        a = x.view(2, 3, n_cols).clone().requires_grad_()
+        fs.masked_softmax(a, mask, causal=mask is None, scale=0.5).sum().backward()
+        assert a.grad.isfinite().all()
+
+
 def main() -> None:
+    for n_cols in OTHERS:
+        for dtype in DTYPES:
+            others(n_cols, dtype)
+            print("gradients, losses, masks", n_cols, dtype_id(dtype), flush=True)
     for regime, widths in CASES.items():
         for n_cols in widths:
             for dtype in DTYPES:

@@ -57,6 +57,51 @@ def test_cross_entropy(n_cols, dtype, options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n_cols", (130, 1000, 3000, 4096, 8192, 16384, 24576, *VOCABULARIES, 100277, 200019))
+def test_every_target_is_written_last(n_cols, dtype):
+    # all columns are written as if they were not the target, then the target's again, by another thread
+    x = torch.randn(700, n_cols, device="cuda").to(dtype)
+    if n_cols % 2:  # the last row's stride is another one, so that vectors cannot be in phase
+        x = torch.randn(700, n_cols + 1, device="cuda").to(dtype)[:, :n_cols]
+    target = torch.randint(0, n_cols, (700,), device="cuda")
+    target[:8] = torch.tensor([0, 1, 7, 8, n_cols - 1, n_cols - 2, n_cols - 8, n_cols // 2])
+    rows = torch.arange(700, device="cuda")
+    for reduction in ("sum", "none"):
+        ours = x.detach().clone().as_strided(x.shape, x.stride()) if x.is_contiguous() else x.detach()
+        ours.requires_grad_()
+        (dx,) = torch.autograd.grad(fs.cross_entropy(ours, target, reduction=reduction).sum(), ours)
+        at_target = dx[rows, target].float()
+        want = torch.softmax(x[rows].float(), -1)[rows, target] - 1.0
+        torch.testing.assert_close(at_target, want, rtol=1e-2, atol=1e-6)
+        dx[rows, target] = 0
+        assert (dx >= 0).all(), "another column has the target's gradient"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n_cols", (100, 1000, 4096, 8192, 50257, 128256))
+def test_numbers_at_the_end_of_the_range(n_cols, dtype):
+    least, largest = torch.finfo(dtype).min, torch.finfo(dtype).max
+    x = torch.randn(8, n_cols, device="cuda").to(dtype)
+    x[0] = least  # as attention masks a row
+    x[1] = largest
+    x[2, 5:] = least
+    x[3, 7] = largest
+    x[4] *= 1e4
+    x[5] = 6e4
+    x[5, 3] = 6.1e4
+    target = torch.full((8,), 7, device="cuda")
+    for row, scale in ((slice(None), 1.0), (slice(None), 0.1118)):
+        want = torch.softmax(x[row].double() * scale, -1)
+        for y in (fs.masked_softmax(x, scale=scale), *((fs.softmax(x),) if scale == 1.0 else ())):
+            # one rounding of a product near 1e5 is a hundredth, in torch as here
+            torch.testing.assert_close(y.double(), want, rtol=2e-2, atol=2e-5)
+    ours, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    fs.cross_entropy(ours, target, reduction="sum").backward()
+    F.cross_entropy(exact, target, reduction="sum").backward()
+    torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=2e-2, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n_cols", VOCABULARIES)
 def test_token_logprobs(n_cols, dtype):
     x, _ = batch(n_cols, dtype)
