@@ -14,13 +14,19 @@ from fused_softmax.bench.cases import (
     LADDER_WIDTHS,
     LOSS_SHAPES,
     TABLES,
+    TINY,
     load_tensors,
     random_widths,
     real_cases,
     sweep,
     table,
 )
-from fused_softmax.bench.ops import DTYPES, OPS, ops_named, parts_of
+from fused_softmax.bench.ops import DTYPES, OPS, family, ops_named, parts_of
+
+MASKED = (
+    *("masked_softmax_causal", "masked_softmax_additive"),
+    *("masked_softmax_causal_backward", "masked_softmax_additive_backward"),
+)
 
 
 def test_forward_table_has_its_24_widths_in_three_dtypes_at_2_to_the_28_elements():
@@ -56,6 +62,23 @@ def test_unknown_table_names_those_there_are():
     with pytest.raises(KeyError, match="few_rows"):
         table("sofmax")
     assert all(table(name).cases for name in TABLES)
+
+
+def test_host_table_has_forward_and_backward_through_autograd_where_there_is_one():
+    for op, ops in (("softmax", {"softmax", "softmax_autograd"}), ("cross_entropy", {"cross_entropy"})):
+        cases = table("host", op).cases
+        assert {(c.op, c.dtype) for c in cases} == {(o, d) for o in ops for d in DTYPES}
+        assert {(c.n_rows, c.n_cols, c.timed_by) for c in cases} == {(8, 128, "host")}
+    again = table("host", "log_softmax_autograd").cases
+    assert again == table("host", "log_softmax").cases[3:] and {family(c.op) for c in again} == {"log_softmax"}
+
+
+def test_first_calls_are_of_both_directions_and_never_of_what_went_before():
+    first, *cases = table("first_call").cases
+    assert (first.op, first.dtype, first.n_rows, first.n_cols) == ("softmax", *TINY)
+    assert {c.op for c in cases} == {"softmax", "softmax_backward"} and len(cases) == len(set(cases)) == 16
+    assert {128256, 262144} <= {c.n_cols for c in cases} and all(c.dtype != TINY[0] for c in cases)
+    assert {c.timed_by for c in (first, *cases)} == {"first_call"}
 
 
 def test_real_logits_serve_the_ops_that_take_nothing_else():
@@ -103,6 +126,11 @@ def test_bytes_are_those_that_must_move():
     # two heads of four queries: 1 + 2 + 3 + 4 columns each, and what is hidden is written too
     assert elements["masked_softmax_causal"] == (20, 32)
     assert elements["masked_softmax_additive"] == (48, 32)
+    # the result and its gradient as far as they are seen
+    assert elements["masked_softmax_causal_backward"] == (40, 32)
+    assert elements["masked_softmax_additive_backward"] == elements["softmax_backward"]
+    # autograd writes and reads the result in between
+    assert elements["softmax_autograd"] == (32 + 64, 32 + 32)
 
 
 def test_losses_table_has_the_vocabularies_and_each_family_alone():
@@ -113,14 +141,14 @@ def test_losses_table_has_the_vocabularies_and_each_family_alone():
     assert [{c.op for c in cases} for cases in by_family] == [
         {"cross_entropy", "cross_entropy_forward"},
         {"token_logprobs", "token_logprobs_backward"},
-        {"masked_softmax_causal", "masked_softmax_additive"},
+        set(MASKED),
     ]
     assert sorted(c.label for cases in by_family for c in cases) == sorted(c.label for c in every)
 
 
 def test_an_op_or_a_family_of_ops_is_named():
     assert ops_named("cross_entropy") == ("cross_entropy",)
-    assert ops_named("masked_softmax") == ("masked_softmax_causal", "masked_softmax_additive")
+    assert ops_named("masked_softmax") == MASKED
     with pytest.raises(KeyError, match="masked_softmax"):
         ops_named("sofmax")
 

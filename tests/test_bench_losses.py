@@ -81,6 +81,18 @@ def test_missing_parts_and_unwritten_losses():
     assert not verdict.ok and verdict.error == float("inf")
 
 
+def test_a_masked_gradient_without_its_sum_or_its_zeros_is_wrong():
+    for op in ("masked_softmax_causal_backward", "masked_softmax_additive_backward"):
+        check = judge(op, 194)
+        assert check.parts[0].relative < 0.01  # or torch's own rounding would excuse anything
+        dy, y, *_ = check.inputs
+        dx = OPS[op].torch_call(*check.inputs)
+        assert (y == 0).any() and (dx[y == 0] == 0).all() and check.judge(dx, ours=True).ok
+        assert not check.judge(dy * y, ours=True).ok
+        verdict = check.judge(dx.masked_fill(y == 0, float("nan")), ours=True)
+        assert not verdict.ok and "unwritten" in verdict.why
+
+
 def test_chunks_of_rows_give_the_same_verdict(monkeypatch: pytest.MonkeyPatch):
     for op in LOSSES:
         whole = judge(op, 194)

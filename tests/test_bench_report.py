@@ -19,6 +19,7 @@ from fused_softmax.bench.page import page
 from fused_softmax.bench.plots import draw
 from fused_softmax.bench.record import Header, Record, from_json, header, to_csv, to_json, write_atomically
 from fused_softmax.bench.report import by_width, details, matrix, print_report
+from fused_softmax.bench.timing import FIRST_CALL
 
 INF = float("inf")
 
@@ -70,6 +71,12 @@ def test_matrix_shows_statuses_where_there_is_no_time():
     assert rows.columns == ("op", "shape", "fused_softmax", "torch", "05_published", "04_persistent", "copy")
     assert rows.rows[0][2:] == ("0.990", "0.310", "wrong", "", "4200")
     assert rows.rows[1][5] == "out of resources"
+
+
+def test_first_calls_are_shown_in_milliseconds_and_never_against_width():
+    first = record("torch", 4096, ms=812.25, timed_by=FIRST_CALL)
+    assert matrix([first]).rows[0][2:] == ("812.2 ms",)
+    assert by_width([first]) == [] and by_width([*RECORDS, first]) == by_width(RECORDS)
 
 
 def test_details_show_resources_and_recorded_times_beside():

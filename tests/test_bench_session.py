@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from fused_softmax.bench.cases import Case
+from fused_softmax.bench import session as sessions
+from fused_softmax.bench.cases import Case, table
+from fused_softmax.bench.ops import AUTOGRAD, through_autograd
 from fused_softmax.bench.prebuild import jobs, prebuild
 from fused_softmax.bench.record import Header, Record, header
+from fused_softmax.bench.run import prebuilt
 from fused_softmax.bench.session import CEILING, Session
-from fused_softmax.bench.systems import DeviceFault, System, outcome
+from fused_softmax.bench.systems import DeviceFault, System, outcome, systems_for
 from fused_softmax.bench.timing import Call
 
 CPU = torch.device("cpu")
@@ -155,3 +158,59 @@ def test_a_system_runs_in_its_own_ops_cases_alone():
     cases = (CASES[0], Case("log_softmax", "float32", 3, 9))
     found = session(RIGHT, other, timed=False).run(cases)
     assert [(r.op, r.system, r.status) for r in found] == [("softmax", "right", "ok"), ("log_softmax", "other", "ok")]
+
+
+def test_a_gradient_through_autograd_is_checked_and_timed_on_the_host():
+    def through(name: str, forward: Callable[[torch.Tensor], torch.Tensor]) -> System:
+        return System(name, "softmax_autograd", "lesson", lambda: through_autograd(forward))
+
+    systems = (
+        through("right", lambda x: torch.softmax(x, -1)),
+        through("steep", lambda x: torch.softmax(1.01 * x, -1)),
+        through("severed", lambda x: torch.softmax(x, -1).detach()),
+    )
+    run = session(*systems, stopwatch=lambda by, device: SerialStopwatch())
+    found = {r.system: r for r in run.run([Case("softmax_autograd", "float32", 8, 128, timed_by="host")])}
+    assert {name: r.status for name, r in found.items()} == {"right": "ok", "steep": "wrong", "severed": "refused"}
+    right = found["right"]
+    assert (right.ms, right.timed_by, right.bytes, right.ceiling) == (1.0, "a fake", None, "")
+    assert right.rounds is not None and right.rounds >= 7 and found["steep"].ms is None
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_autograd_runs_whatever_the_mode_and_leaves_it(before: bool):
+    x = torch.randn(2, 5, requires_grad=True)
+    with torch.set_grad_enabled(before):
+        dx = through_autograd(lambda t: 3 * t)(x, torch.ones(2, 5))
+        assert torch.is_grad_enabled() is before
+        with pytest.raises(ZeroDivisionError):
+            through_autograd(lambda t: t / (1 // 0))(x, dx)
+        assert torch.is_grad_enabled() is before
+    assert torch.equal(dx, torch.full((2, 5), 3.0)) and x.grad is None
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("op", AUTOGRAD)
+def test_ours_passes_through_autograd(op: str):
+    run = session(*systems_for(op, ("fused_softmax", "torch")), timed=False)
+    found = run.run(Case(op, dtype, 8, 128) for dtype in ("bfloat16", "float16", "float32"))
+    assert len(found) == 6 and {(r.status, r.note) for r in found} == {("ok", "")}
+    assert all(r.plan.startswith("tile") for r in found if r.system == "fused_softmax")
+
+
+def test_first_calls_are_left_to_other_processes_and_never_prebuilt(monkeypatch: pytest.MonkeyPatch):
+    given: list[tuple[Case, list[str]]] = []
+
+    def first_calls(case: Case, names: list[str]) -> list[Record]:
+        given.append((case, names))
+        return [Record(case.op, name, case.dtype, case.n_rows, case.n_cols, "ok") for name in names]
+
+    monkeypatch.setattr(sessions, "first_calls", first_calls)
+    first = Case("softmax", "float32", 3, 9, timed_by="first_call")
+    other = System("other", "log_softmax", "lesson", lambda: lambda x: x)
+    assert [r.system for r in session(RIGHT, other).run([first])] == ["right"] and given == [(first, ["right"])]
+    # without a GPU it is a case as any other
+    assert [r.status for r in session(RIGHT, other, timed=False).run([first])] == ["ok"] and len(given) == 1
+    tables = [table("first_call"), table("host")]
+    ahead = prebuilt(tables, systems_for("softmax", ("fused_softmax", "torch")))
+    assert ahead == [(case, "fused_softmax") for case in tables[1].cases if case.op == "softmax"]

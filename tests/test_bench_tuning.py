@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 from fused_softmax.bench.ops import OPS
 from fused_softmax.bench.plans import problem_for
-from fused_softmax.bench.resources import compile_one, keys_of
+from fused_softmax.bench.record import Record
+from fused_softmax.bench.resources import ROWS, compile_one, keys_of
+from fused_softmax.bench.run import add_resources
 from fused_softmax.bench.tuning import TUNABLE, Choice, as_ladders, choose
 from fused_softmax.plan import DEVICES, Rung, candidates, plan
 
@@ -80,3 +83,10 @@ def test_resources_of_what_has_no_kernel_or_does_not_compile():
     assert "none" in compile_one("01_naive", "float32", 4096, 1000, "sm_90")
     assert "none" in compile_one("torch", "float32", 4096, 1000, "sm_90")
     assert keys_of([], ["02_one_row"]) == []
+
+
+def test_resources_are_put_beside_the_op_that_they_are_of():
+    records = [Record(op, "02_one_row", "float32", 8, 128, "ok") for op in ("softmax", "softmax_backward")]
+    compiler: Any = SimpleNamespace(found={("02_one_row", "float32", ROWS, 128): {"registers": 16}})
+    add_resources(records, compiler)
+    assert [r.resources for r in records] == [{"registers": 16}, None]

@@ -21,6 +21,7 @@ app = typer.Typer(
 DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 Input = Annotated[Path | None, typer.Option(help="real data: .safetensors (every floating tensor), .npy or .pt")]
+Tables = Annotated[str, typer.Option(help="ladder, forward, losses, random, few_rows, small, host, first_call, cpu")]
 Dtype = Annotated[str, typer.Option("--dtype", help="comma-separated: bf16, fp16, fp32 (or the long names)")]
 
 
@@ -72,7 +73,7 @@ def bench(
     input: Input = None,
     out: Annotated[Path, typer.Option(help="folder for the table, plot, CSV, JSON and HTML page")] = Path("out"),
     op: Annotated[str, typer.Option(help="what is computed, such as softmax,log_softmax or cross_entropy")] = "softmax",
-    table: Annotated[str, typer.Option(help="ladder, forward, losses, random, few_rows, small, host, cpu")] = "",
+    table: Tables = "",
     elements: Annotated[int, typer.Option(min=1, help="elements of each tensor where --rows is not given")] = 2**28,
     record: Annotated[Path | None, typer.Option(help="also write the JSON to this .json, or to a folder by op")] = None,
     workers: Annotated[int | None, typer.Option(min=0, help="processes that compile first (GPU); default: all")] = None,

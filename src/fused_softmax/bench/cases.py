@@ -2,7 +2,8 @@
 
 A table fixes the systems it compares, the seconds that one system may take in one case, and how time is taken:
 'events' (CUDA events around eager calls, for cases far larger than the L2), 'graph' (replay of a captured CUDA graph,
-for cases so short that the host would be measured instead) or 'host' (the time until an eager call returns).
+for cases so short that the host would be measured instead), 'host' (the time until an eager call returns) or
+'first_call' (one call in a process that finds no kernel compiled).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Literal
 import torch
 
 from fused_softmax.bench.operation import one_input
-from fused_softmax.bench.ops import DTYPES, OPS, SHORT, family
+from fused_softmax.bench.ops import AUTOGRAD, DTYPES, OPS, SHORT, family
 
-TimedBy = Literal["events", "graph", "host"]
+TimedBy = Literal["events", "graph", "host", "first_call"]
 ELEMENTS = 2**28
 
 LADDER_WIDTHS = (256, 1000, 1024, 4096, 8192, 16384, 32768, 50257, 65536, 128256, 131072, 151936, 262144)
@@ -32,6 +33,10 @@ LOSS_SHAPES = ((32768, 4096), (8192, 32000), (8192, 50257), (4096, 128256), (409
 LOSS_FAMILIES = ("cross_entropy", "token_logprobs", "masked_softmax")
 # columns of square attention scores, heads of them until there are 2^28 elements
 MASKED_WIDTHS = (1024, 2047, 2048, 4096, 8192)
+# (dtype, n_rows, n_cols) that a process calls before it times the first call of another shape
+TINY = ("float16", 8, 128)
+FIRST_ROWS = 64
+FIRST_WIDTHS = {"bfloat16": (4096, 50257, 128256, 262144), "float32": (1024, 50257, 128256, 262144)}
 # interpreted, a program costs about a millisecond, so a sweep on the CPU has few rows
 CPU_WIDTHS = (256, 1000, 4096, 16384, 50257, 131072)
 CPU_ROWS = 3
@@ -120,15 +125,34 @@ def table(name: str, op: str = "softmax") -> Table:
         found = tuple(Case(op, d, r, c, "fusion must not lose here", "graph") for d in all_dtypes for r, c in shapes)
         return Table(name, found, ("fused_softmax", "torch"), 0.03)
     if name == "host":
-        found = tuple(Case(op, d, 8, 128, "host time of one eager call", "host") for d in all_dtypes)
-        return Table(name, found, PEERS, 0.3)
+        return Table(name, host_cases(op, all_dtypes), PEERS, 1.0)
+    if name == "first_call":
+        return Table(name, first_call_cases(op), ("fused_softmax", "torch"))
     if name == "cpu":
         real = real_cases(op) if OPS[op].inputs is one_input else ()
         return Table(name, (*real, *cpu_sweep(op)))
     raise KeyError(f"no table named {name!r}: there are {', '.join(TABLES)}, and {op!r} for 'forward'")
 
 
-TABLES = ("ladder", "forward", "losses", "random", "few_rows", "small", "host", "cpu")
+TABLES = ("ladder", "forward", "losses", "random", "few_rows", "small", "host", "first_call", "cpu")
+
+
+def host_cases(op: str, dtypes: Iterable[str]) -> tuple[Case, ...]:
+    """8 x 128: one eager call; and, for an op that has it, forward and backward through autograd."""
+    found = []
+    for name in (name for name in (op, f"{op}_autograd") if name in OPS):
+        reason = "forward and backward through autograd" if name in AUTOGRAD else "host time of one eager call"
+        found += [Case(name, dtype, 8, 128, reason, "host") for dtype in dtypes]
+    return tuple(found)
+
+
+def first_call_cases(op: str) -> tuple[Case, ...]:
+    """A process's very first call, then first calls of new shapes, of the op and of its backward where it has one."""
+    found = [Case(op, *TINY, "very first call of a process", "first_call")]
+    for name in (name for name in (op, f"{op}_backward") if name in OPS):
+        shapes = [(dtype, FIRST_ROWS, n_cols) for dtype, widths in FIRST_WIDTHS.items() for n_cols in widths]
+        found += [Case(name, *shape, "first call of a new shape", "first_call") for shape in shapes]
+    return tuple(found)
 
 
 def loss_cases(op: str) -> tuple[Case, ...]:

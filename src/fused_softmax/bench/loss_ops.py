@@ -1,4 +1,4 @@
-"""Losses, token log-probabilities and masked softmax as the benchmark knows them.
+"""Losses, token log-probabilities and masked softmax as the benchmark knows them, with their gradients.
 
 Loss and gradient are both results, both checked. torch's calls are what its users write: in bfloat16 they round
 log-probabilities to 8 bits on the way, so its error is no measure for the others' (`coarse`).
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_softmax import reference
-from fused_softmax.bench.operation import Inputs, Op, one_in_one_out, rows_of_logits
+from fused_softmax.bench.operation import Inputs, Op, calm, one_in_one_out, rows_of_logits, two_in_one_out
 
 IGNORED = -100
 
@@ -136,11 +136,50 @@ def _causal_formula(x: Tensor, query: Tensor, hidden: Tensor) -> Tensor:
     return torch.softmax(x.masked_fill(after, -float("inf")), -1)
 
 
-def _causal_elements(n_rows: int, n_cols: int) -> tuple[int, int]:
-    """Columns up to the query are read; all are written, zeros too."""
+def _additive(x: Tensor, query: Tensor, mask: Tensor) -> Tensor:
+    return torch.softmax(heads(x) + mask, -1).view_as(x)
+
+
+def _causal_gradient_inputs(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """(the result's gradient, the result, each row's query, what is hidden of a head)."""
+    x, query, hidden = _causal_inputs(n_rows, n_cols, dtype, device, seed)
+    return rows_of_logits(n_rows, n_cols, dtype, device, seed + 1), _causal(calm(x), query, hidden), query, hidden
+
+
+def _additive_gradient_inputs(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """(the result's gradient, the result)."""
+    x, query, mask = _additive_inputs(n_rows, n_cols, dtype, device, seed)
+    return rows_of_logits(n_rows, n_cols, dtype, device, seed + 1), _additive(calm(x), query, calm(mask))
+
+
+def _gradient(dy: Tensor, y: Tensor) -> Tensor:
+    """What autograd runs of a softmax; a sum's gradient goes to the scores as it is."""
+    return torch._softmax_backward_data(dy, y, -1, y.dtype)
+
+
+def _causal_gradient(dy: Tensor, y: Tensor, query: Tensor, hidden: Tensor) -> Tensor:
+    return heads(_gradient(dy, y)).masked_fill(hidden, 0.0).view_as(y)
+
+
+def _causal_gradient_formula(dy: Tensor, y: Tensor, query: Tensor, hidden: Tensor) -> Tensor:
+    after = torch.arange(y.shape[1], device=y.device) > query[:, None]
+    return _gradient(dy, y).masked_fill(after, 0.0)
+
+
+def _seen(n_rows: int, n_cols: int) -> int:
+    """Elements that causality leaves: of each row the columns up to its query."""
     n_queries = queries(n_rows, n_cols)
-    seen = sum(min(q + 1, n_cols) for q in range(n_queries))
-    return n_rows // max(n_queries, 1) * seen, n_rows * n_cols
+    return n_rows // max(n_queries, 1) * sum(min(q + 1, n_cols) for q in range(n_queries))
+
+
+def _causal_elements(n_rows: int, n_cols: int) -> tuple[int, int]:
+    """What is seen is read; all is written, zeros too."""
+    return _seen(n_rows, n_cols), n_rows * n_cols
+
+
+def _causal_gradient_elements(n_rows: int, n_cols: int) -> tuple[int, int]:
+    """What is seen of the result and of its gradient is read; all is written, zeros too."""
+    return 2 * _seen(n_rows, n_cols), n_rows * n_cols
 
 
 def _additive_elements(n_rows: int, n_cols: int) -> tuple[int, int]:
@@ -211,12 +250,32 @@ LOSS_OPS = (
     Op(
         "masked_softmax_additive",
         _additive_inputs,
-        lambda x, query, mask: torch.softmax(heads(x) + mask, -1).view_as(x),
+        _additive,
         lambda x, query, mask: reference.softmax(x + mask[query].double()),
         _additive_elements,
         "copy",
         by_row=2,
         coarse=True,  # the sum is rounded to the scores' dtype
+        family="masked_softmax",
+    ),
+    Op(
+        "masked_softmax_causal_backward",
+        _causal_gradient_inputs,
+        _causal_gradient,
+        lambda dy, y, query, hidden: reference.softmax_backward(dy, y),
+        _causal_gradient_elements,
+        "add",
+        by_row=3,
+        family="masked_softmax",
+        formula=_causal_gradient_formula,
+    ),
+    Op(
+        "masked_softmax_additive_backward",
+        _additive_gradient_inputs,
+        _gradient,
+        reference.softmax_backward,
+        two_in_one_out,
+        "add",
         family="masked_softmax",
     ),
 )

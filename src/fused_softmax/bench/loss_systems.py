@@ -65,6 +65,12 @@ def _overwriting_loss(x: Tensor, target: Tensor) -> Tensor:
     return _package().cross_entropy(x, target, inplace_backward=True)
 
 
+def _masked_gradient(causal: bool) -> Callable[..., Tensor]:
+    """What our masked_softmax's backward runs where the mask needs no gradient."""
+    backward = importlib.import_module("fused_softmax.masked")._backward
+    return lambda dy, y, *rest: backward(heads(y), heads(dy), 1.0, causal).view_as(y)
+
+
 # op -> how our callable is built
 OURS: dict[str, Callable[[], Callable[..., Any]]] = {
     "cross_entropy": lambda: with_gradient(_package().cross_entropy),
@@ -75,6 +81,8 @@ OURS: dict[str, Callable[[], Callable[..., Any]]] = {
         lambda x, query, hidden: _package().masked_softmax(heads(x), causal=True).view_as(x)
     ),
     "masked_softmax_additive": lambda: lambda x, query, mask: _package().masked_softmax(heads(x), mask).view_as(x),
+    "masked_softmax_causal_backward": lambda: _masked_gradient(causal=True),
+    "masked_softmax_additive_backward": lambda: _masked_gradient(causal=False),
 }
 IN_PLACE: dict[str, Callable[[], Callable[..., Any]]] = {
     "cross_entropy": lambda: with_gradient(_overwriting_loss, overwrites=True),

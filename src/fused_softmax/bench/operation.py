@@ -58,6 +58,11 @@ def rows_of_logits(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.d
     return x
 
 
+def calm(x: Tensor) -> Tensor:
+    """A quarter of the logits: where one column has all of a row but 1%, of its gradient only rounding is left."""
+    return x / 4
+
+
 def one_input(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
     """Logits alone: what a file of real data can stand in for."""
     return (rows_of_logits(n_rows, n_cols, dtype, device, seed),)
@@ -66,6 +71,11 @@ def one_input(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device
 def one_in_one_out(n_rows: int, n_cols: int) -> tuple[int, int]:
     """As a copy."""
     return n_rows * n_cols, n_rows * n_cols
+
+
+def two_in_one_out(n_rows: int, n_cols: int) -> tuple[int, int]:
+    """As an addition."""
+    return 2 * n_rows * n_cols, n_rows * n_cols
 
 
 def parts_of(result: Any) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fused_softmax.bench import loss_systems
-from fused_softmax.bench.ops import OPS
+from fused_softmax.bench.ops import AUTOGRAD, OPS, through_autograd
 
 Build = Callable[[], Callable[..., Any]]
 
@@ -35,7 +35,8 @@ def _compiled(op: str) -> Build:
         def compile(function: Callable[..., Any]) -> Callable[..., Any]:
             return torch.compile(function, dynamic=False, fullgraph=True)
 
-        return loss_systems.compiled(op, compile) or compile(OPS[op].formula or OPS[op].torch_call)
+        compiled = loss_systems.compiled(op, compile) or compile(OPS[op].formula or OPS[op].torch_call)
+        return through_autograd(compiled) if op in AUTOGRAD else compiled
 
     return build
 

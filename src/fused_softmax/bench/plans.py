@@ -63,7 +63,7 @@ def plan_of(op: str, inputs: tuple[Tensor, ...]) -> tuple[str, str]:
     """(regime, the plan in words) of our kernel for an op of the benchmark; ('torch', why) where torch's own runs."""
     from fused_softmax.device import Unsupported, describe
     from fused_softmax.functional import Fallback, plan_for
-    from fused_softmax.plan import plan, plan_elementwise, plan_loss, plan_statistics
+    from fused_softmax.plan import plan, plan_elementwise, plan_loss, plan_masked, plan_statistics
 
     x = inputs[0]
     device = describe(x.device)
@@ -72,7 +72,7 @@ def plan_of(op: str, inputs: tuple[Tensor, ...]) -> tuple[str, str]:
     # a fresh output starts where allocations do, on 16 bytes and more
     y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     problem = problem_of(x, y)
-    if op in ("softmax", "log_softmax"):
+    if op.removesuffix("_autograd") in ("softmax", "log_softmax"):
         found = plan_for(x)
         return ("torch", found.why) if isinstance(found, Fallback) else (found.regime, plan_text(found))
     if op in ("softmax_backward", "log_softmax_backward"):
@@ -85,10 +85,13 @@ def plan_of(op: str, inputs: tuple[Tensor, ...]) -> tuple[str, str]:
         chosen = plan_statistics(problem_of(x), device)
     elif op == "token_logprobs_backward":
         chosen = plan_elementwise(problem, device)
+    elif op in ("masked_softmax_causal_backward", "masked_softmax_additive_backward"):
+        problem = problem_of(*inputs[:2], y, backward=True)
+        chosen = plan_masked(problem, device, masked=False)
+        if chosen.regime == "stream":
+            chosen = plan(problem, device)
     else:
-        from fused_softmax.masked import plan_masked
-
-        chosen = plan_masked(problem, device)
+        chosen = plan_masked(problem, device, masked=op == "masked_softmax_additive")
     return chosen.regime, plan_text(chosen)
 
 

@@ -1,7 +1,7 @@
 """What a run leaves: one Record per case and system, a Header saying where and how, as JSON and CSV.
 
 Files are replaced atomically after every case, so an interrupted run leaves whole files with the results so far.
-Units: ms of one call (median, p10, p90), bytes that any implementation must move, GB/s = bytes / ms / 1e6.
+Units: ms of one call (median, p10, p90 of `rounds`), bytes that any implementation must move, GB/s = bytes / ms / 1e6.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Record:
     ms: float | None = None
     ms_p10: float | None = None
     ms_p90: float | None = None
+    rounds: int | None = None
     bytes: int | None = None
     gbps: float | None = None
     ceiling: str = ""
@@ -86,6 +87,7 @@ class Header:
     stopped: str = ""
     ceilings: dict[str, float] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
+    cpu: str = ""
 
 
 def _output(*command: str) -> str:
@@ -101,6 +103,15 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _cpu() -> str:
+    """The processor, which host times depend on; its architecture where Linux names no model."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def header(device: torch.device, interpreted: bool) -> Header:
@@ -123,6 +134,7 @@ def header(device: torch.device, interpreted: bool) -> Header:
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command="fused-softmax " + " ".join(sys.argv[1:]),
         interpreted=interpreted,
+        cpu=_cpu(),
     )
 
 

@@ -18,7 +18,7 @@ from rich.table import Table as RichTable
 from fused_softmax.bench.cases import SWEEP
 from fused_softmax.bench.ops import SHORT
 from fused_softmax.bench.record import Header, Record
-from fused_softmax.bench.timing import EventStopwatch
+from fused_softmax.bench.timing import FIRST_CALL, EventStopwatch
 
 Recorded = Mapping[tuple[str, str, str, int], Record]  # (op, system, dtype, n_cols) -> a record made on a GPU
 
@@ -38,7 +38,7 @@ def shape(record: Record) -> str:
 
 
 def fraction_cell(record: Record | None) -> str:
-    """The fraction of the ceiling; microseconds where there is no ceiling; the status of what was not timed."""
+    """The fraction of the ceiling; the time where there is no ceiling; the status of what was not timed."""
     if record is None:
         return ""
     if record.status != "ok":
@@ -46,7 +46,7 @@ def fraction_cell(record: Record | None) -> str:
     if record.fraction is not None:
         return f"{record.fraction:.3f}"
     if record.ms is not None:
-        return f"{1000 * record.ms:.1f} us"
+        return f"{1000 * record.ms:.1f} us" if record.timed_by != FIRST_CALL else f"{record.ms:.1f} ms"
     return "not timed" if record.note else "ok"
 
 
@@ -60,8 +60,10 @@ def system_names(records: Sequence[Record]) -> list[str]:
 def by_width(records: Sequence[Record]) -> list[Record]:
     """One record for each op, system, dtype and width, the one with the most rows: what a plot against width can show.
 
-    Cases timed by graph replay or on the host are left out where there are large ones, timed by events.
+    Cases timed by graph replay or on the host are left out where there are large ones, timed by events; first calls
+    always are.
     """
+    records = [r for r in records if r.timed_by != FIRST_CALL]
     large = [r for r in records if r.timed_by == EventStopwatch.describe or r.ms is None]
     found: dict[tuple[str, str, str, int], Record] = {}
     for record in large if any(r.ms for r in large) else records:
@@ -89,7 +91,8 @@ def matrix(records: Sequence[Record]) -> Rows:
                 shown.append(f"{met.gbps:.0f}" if met and name in ceilings and met.gbps else fraction_cell(met))
         rows.append((op, at, *shown))
     title = (
-        "fraction of the ceiling (the ceiling itself in GB/s); us: time of a short call by graph replay, or on the host"
+        "fraction of the ceiling (the ceiling itself in GB/s); us: time of a short call by graph replay, or on the "
+        "host; ms: of a first call"
     )
     return Rows(title, ("op", "shape", *names), tuple(rows))
 
@@ -176,9 +179,8 @@ def timings(records: Sequence[Record]) -> Rows:
 def notes(head: Header, records: Sequence[Record]) -> list[str]:
     """Lines that belong under a table: the machine, what did not run, and why."""
     versions = ", ".join(f"{name} {v}" for name, v in head.versions.items())
-    lines = [
-        f"{head.device}; {versions}; commit {head.commit[:10] or 'unknown'}{' with changes' if head.dirty else ''}"
-    ]
+    machine = ", ".join(part for part in (head.device, head.cpu) if part)
+    lines = [f"{machine}; {versions}; commit {head.commit[:10] or 'unknown'}{' with changes' if head.dirty else ''}"]
     if head.ceilings:
         measured = ", ".join(f"{kind} {gbps:.0f} GB/s" for kind, gbps in head.ceilings.items())
         lines.append(f"this device's own passes over 512 MiB: {measured}")

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fused_softmax.bench.cases import ELEMENTS, Case, Table, real_cases, sweep, table
 from fused_softmax.bench.output import Output
-from fused_softmax.bench.prebuild import prebuild
+from fused_softmax.bench.prebuild import Pair, prebuild
 from fused_softmax.bench.readme import recorded_results, result_files
 from fused_softmax.bench.record import Record, header, results_folder
 from fused_softmax.bench.report import print_report
@@ -166,14 +166,22 @@ def _run_tables(
                 break
 
 
-def _prebuild(console: Console, tables: Sequence[Table], systems: Sequence[System], workers: int) -> None:
-    pairs = [
+def prebuilt(tables: Sequence[Table], systems: Sequence[System]) -> list[Pair]:
+    """What workers compile ahead: all but PyTorch's own, and but first calls, which are timed as they compile."""
+    return [
         (case, s.name)
         for t in tables
         for s in systems
         for case in t.cases
         if s.op == case.op and s.kind != "torch" and (not t.systems or s.name in t.systems)
+        if case.timed_by != "first_call"
     ]
+
+
+def _prebuild(console: Console, tables: Sequence[Table], systems: Sequence[System], workers: int) -> None:
+    pairs = prebuilt(tables, systems)
+    if not pairs:
+        return
     began = time.monotonic()
     with _bar(console) as progress:
         task = progress.add_task(f"compiling in {workers} processes", total=len(pairs))
@@ -191,8 +199,8 @@ def _wait(console: Console, compiler: CrossCompiler) -> None:
 
 
 def add_resources(records: Sequence[Record], compiler: CrossCompiler) -> None:
-    """Put what each kernel compiles to into its records."""
-    for record in records:
+    """Put what each softmax kernel compiles to into its records."""
+    for record in (record for record in records if record.op == "softmax"):
         found = compiler.found.get((record.system, record.dtype, ROWS, record.n_cols))
         if found:
             record.resources = found

@@ -1,7 +1,8 @@
 """One run: for every case make inputs, check every system, time those that passed, record, save.
 
 A system's failure is a record, never the end of the run; only a fault of the device ends it, with the results so far
-kept, as Ctrl-C does. Without a GPU nothing is timed: the same systems are checked in Triton's interpreter.
+kept, as Ctrl-C does. First calls are left to processes of their own. Without a GPU nothing is timed: the same systems
+are checked in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from fused_softmax.bench.cases import Case, load_tensors
 from fused_softmax.bench.checking import Judge, WrongShape, run_poisoned
+from fused_softmax.bench.first_call import first_calls
 from fused_softmax.bench.operation import Inputs, one_input
 from fused_softmax.bench.ops import DTYPES, OPS, Op
 from fused_softmax.bench.plans import plan_of
@@ -87,6 +89,10 @@ class Session:
     @torch.no_grad()
     def case(self, case: Case) -> None:
         """Check, then time, every system in one case; a record is kept as soon as its check is done."""
+        if case.timed_by == "first_call" and self.timed:
+            self.progress(case, "a process with empty caches")
+            self.records += first_calls(case, [s.name for s in self.systems if s.op == case.op])
+            return
         op = OPS[case.op]
         self.progress(case, "inputs and float64 reference")
         inputs = make_inputs(case, self.device)
@@ -172,9 +178,7 @@ class Session:
                 self.records.append(record)
                 fill_times(record, taken, ceiling_bytes, ceiling_gbps, op.ceiling, stopwatch.describe)
             elif case.timed_by == "host":
-                record = by_name[name]
-                record.ms, record.ms_p10, record.ms_p90 = taken.ms, taken.p10, taken.p90
-                record.timed_by = stopwatch.describe
+                _fill_ms(by_name[name], taken, stopwatch.describe)
             else:
                 fill_times(by_name[name], taken, moved, ceiling_gbps, op.ceiling, stopwatch.describe)
 
@@ -200,10 +204,15 @@ def fill_times(
     record: Record, taken: Timing, moved: int, ceiling_gbps: float | None, ceiling: str, timed_by: str
 ) -> None:
     """Put a time into a record, with the GB/s and the fraction of the ceiling that follow from it."""
-    record.ms, record.ms_p10, record.ms_p90 = taken.ms, taken.p10, taken.p90
-    record.bytes, record.gbps, record.timed_by = moved, moved / taken.ms / 1e6, timed_by
+    _fill_ms(record, taken, timed_by)
+    record.bytes, record.gbps = moved, moved / taken.ms / 1e6
     if ceiling_gbps:
         record.ceiling, record.ceiling_gbps, record.fraction = ceiling, ceiling_gbps, record.gbps / ceiling_gbps
+
+
+def _fill_ms(record: Record, taken: Timing, timed_by: str) -> None:
+    record.ms, record.ms_p10, record.ms_p90 = taken.ms, taken.p10, taken.p90
+    record.rounds, record.timed_by = taken.rounds, timed_by
 
 
 def _stopwatch(timed_by: str, device: torch.device) -> Stopwatch:
@@ -220,7 +229,7 @@ def _input_sets(case: Case, inputs: Inputs, device: torch.device) -> Iterator[In
     one = sum(t.numel() * t.element_size() for t in inputs)
     l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 2**26)
     for _ in range(min(15, 3 * l2 // max(one, 1))):
-        yield tuple(t.clone() for t in inputs)
+        yield tuple(t.clone().requires_grad_(t.requires_grad) for t in inputs)
 
 
 def _captured(

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from fused_softmax.bench import loss_systems
-from fused_softmax.bench.ops import OPS
+from fused_softmax.bench.ops import AUTOGRAD, OPS, through_autograd
 from fused_softmax.bench.peers import PEER_SYSTEMS
 from fused_softmax.device import interpreting
 
@@ -58,8 +58,12 @@ def _gradient(log: bool) -> Callable[[], Callable[..., Any]]:
 
 def _ours(op: str) -> System:
     def build() -> Callable[..., Any]:
-        function = getattr(importlib.import_module("fused_softmax"), op)
-        return lambda x: function(x, -1)
+        function = getattr(importlib.import_module("fused_softmax"), op.removesuffix("_autograd"))
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return function(x, -1)
+
+        return through_autograd(forward) if op in AUTOGRAD else forward
 
     builds = {"softmax_backward": _gradient(False), "log_softmax_backward": _gradient(True), **loss_systems.OURS}
     return System("fused_softmax", op, "ours", builds.get(op, build), _needs_triton)
