@@ -62,6 +62,24 @@ def test_what_is_right_is_timed_after_a_tiny_call():
     assert met == [TINY[1:]] and record.ms == 250.0
 
 
+def test_a_first_call_is_over_when_the_device_has_finished(monkeypatch: pytest.MonkeyPatch):
+    now, queued = 0.0, 0.0
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        nonlocal now, queued
+        now, queued = now + 0.125, queued + 1.0
+        return torch.softmax(x, -1)
+
+    def synchronize(device: torch.device) -> None:
+        nonlocal now, queued
+        now, queued = now + queued, 0.0
+
+    monkeypatch.setattr(first_call, "_synchronize", synchronize)
+    # what the tiny call has queued is not this call's, and what this call has queued is
+    (record,) = measure(CASE, [System("a", "softmax", "lesson", lambda: call)], CPU, clock=lambda: now)
+    assert record.ms == 1125.0
+
+
 def test_every_process_has_empty_caches_of_its_own(monkeypatch: pytest.MonkeyPatch):
     folders: list[str] = []
 

@@ -6,14 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_softmax.bench.cases import Case
+from fused_softmax import masked
+from fused_softmax.bench.cases import MASKED_WIDTHS, Case
 from fused_softmax.bench.checking import Judge, WrongShape
 from fused_softmax.bench.loss_ops import IGNORED, loss_and_gradient, token_statistics
 from fused_softmax.bench.loss_systems import backward_alone, with_gradient
 from fused_softmax.bench.ops import OPS, family
+from fused_softmax.bench.plans import plan_of, plan_text
 from fused_softmax.bench.record import header
 from fused_softmax.bench.session import Session
 from fused_softmax.bench.systems import systems_for
+from fused_softmax.launch import problem_of
+from fused_softmax.plan import DEVICES, plan
 
 CPU = torch.device("cpu")
 LOSSES = [op for op in OPS if family(op) in ("cross_entropy", "token_logprobs", "masked_softmax")]
@@ -91,6 +95,36 @@ def test_a_masked_gradient_without_its_sum_or_its_zeros_is_wrong():
         assert not check.judge(dy * y, ours=True).ok
         verdict = check.judge(dx.masked_fill(y == 0, float("nan")), ours=True)
         assert not verdict.ok and "unwritten" in verdict.why
+
+
+def test_our_masked_gradient_is_causal_where_the_op_is(monkeypatch: pytest.MonkeyPatch):
+    # its result alone does not say: what causality hides has y = 0, and so no gradient either way
+    asked: list[tuple[torch.Size, float, bool]] = []
+
+    def backward(y: Tensor, dy: Tensor, scale: float, causal: bool) -> Tensor:
+        asked.append((y.shape, scale, causal))
+        return dy
+
+    monkeypatch.setattr(masked, "_backward", backward)
+    for kind in ("causal", "additive"):
+        op = f"masked_softmax_{kind}_backward"
+        (ours,) = (s for s in systems_for(op) if s.kind == "ours")
+        ours.build()(*OPS[op].inputs(12, 4, torch.float32, CPU, 0))
+    assert asked == [((1, 3, 4, 4), 1.0, True), ((1, 3, 4, 4), 1.0, False)]
+
+
+@pytest.mark.parametrize("op", [op for op in LOSSES if op.startswith("masked_softmax") and op.endswith("_backward")])
+def test_a_masked_gradient_names_the_plan_that_runs_it(op: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fused_softmax.device.describe", lambda device: DEVICES["sm_90"])
+    regimes = set()
+    for n_cols in (*MASKED_WIDTHS, 131072, 524288):
+        dy, y = (torch.empty(n_cols, n_cols, dtype=torch.bfloat16, device="meta") for _ in range(2))
+        runs = masked._plan_backward(problem_of(y, dy, y), DEVICES["sm_90"])
+        if runs.regime == "stream":  # softmax's own gradient takes such rows
+            runs = plan(problem_of(y, dy, y, backward=True), DEVICES["sm_90"])
+        assert plan_of(op, (dy, y)) == (runs.regime, plan_text(runs))
+        regimes.add(runs.regime)
+    assert regimes == {"block", "cluster", "stream"}
 
 
 def test_chunks_of_rows_give_the_same_verdict(monkeypatch: pytest.MonkeyPatch):

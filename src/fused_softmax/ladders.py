@@ -34,7 +34,7 @@ TILE = {
 }
 TILE_MAX_COLS = 1024
 # columns up to which it is preferred: 1,024 of float32 are .993 of a copy with 4 warps a row, .972 with a warp for each
-TILE_COLS = {2: 1024, 4: 512}
+TILE_COLS = {2: 1024, 4: 896}
 # rows that are read element by element: up to so many columns, 4 elements a thread of so many warps
 TILE_SCALAR_COLS, TILE_SCALAR_WARPS = 256, 4
 # columns from which rows that start unaligned are read in vectors, with their ends apart
@@ -44,22 +44,24 @@ EDGE_MIN_COLS = {2: 64, 4: 32}
 FORWARD_CLUSTER = {
     2: (
         Rung(2048, 1, 2),
-        Rung(3072, 1, 8, True),
+        Rung(3072, 1, 1),
         Rung(4096, 1, 1, True),
         Rung(5120, 1, 2, True),
         Rung(6144, 1, 4, True),
+        Rung(7680, 2, 4),
         Rung(8192, 1, 16, True),
         Rung(10240, 2, 4),
         Rung(12288, 2, 8, True, max_registers=64),
         Rung(14336, 2, 8, True),
-        Rung(20480, 4, 4),
+        Rung(22528, 4, 4),
         Rung(24576, 2, 16, True, max_registers=40),
         Rung(28672, 4, 4),
         Rung(32768, 4, 8),
-        Rung(40960, 8, 4, True),
+        Rung(40960, 8, 4),
         Rung(49152, 4, 8, True),
         Rung(61440, 8, 4, True),
         Rung(65536, 8, 8),
+        Rung(77824, 8, 8, True),
         Rung(81920, 8, 8),
         Rung(98304, 8, 8, True),
         Rung(106496, 8, 4, True, max_registers=96),
@@ -72,7 +74,7 @@ FORWARD_CLUSTER = {
     4: (
         Rung(1024, 1, 4),
         Rung(2560, 1, 1),
-        Rung(3584, 1, 8),
+        Rung(3584, 1, 4),
         Rung(8192, 1, 16),
         Rung(11264, 4, 4),
         Rung(14336, 1, 16),
@@ -88,9 +90,10 @@ FORWARD_CLUSTER = {
 # backward, where there are clusters; H200
 BACKWARD_CLUSTER = {
     2: (
-        Rung(3072, 1, 8, True),
+        Rung(2560, 1, 4, True),
+        Rung(6144, 1, 8, True),
         Rung(8192, 4, 4, True, max_registers=56),
-        Rung(12288, 4, 8, True),
+        Rung(12288, 4, 4, True, max_registers=72),
         Rung(16384, 4, 8),
         Rung(32768, 4, 8),
         Rung(57344, 8, 4, True),
@@ -102,7 +105,6 @@ BACKWARD_CLUSTER = {
     ),
     4: (
         Rung(2560, 1, 8),
-        Rung(4096, 4, 4),
         Rung(6144, 1, 16),
         Rung(12288, 4, 8),
         Rung(16384, 8, 4),
@@ -129,7 +131,7 @@ STREAM_WARPS, STREAM_CHUNKS = 8, 4
 LOSS_CLUSTER = (
     Rung(3072, 1, 4, True),
     Rung(8192, 1, 8, True),
-    Rung(12288, 1, 16, True),
+    Rung(12288, 2, 4, True, max_registers=72),
     Rung(16384, 2, 4, True, max_registers=80),
     Rung(24576, 2, 8, True, max_registers=64),
     Rung(32768, 2, 8, True, max_registers=72),

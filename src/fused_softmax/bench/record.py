@@ -120,7 +120,7 @@ def header(device: torch.device, interpreted: bool) -> Header:
     found = torch.cuda.get_device_properties(device) if on_gpu else None
     versions = {package: v for package in PACKAGES if (v := _version(package))}
     versions.setdefault("torch", torch.__version__)
-    commit = _output("git", "rev-parse", "HEAD")
+    commit, named = _output("git", "rev-parse", "HEAD"), os.environ.get("FUSED_SOFTMAX_COMMIT", "")
     return Header(
         device=found.name if found else f"CPU ({platform.machine()})",
         capability=f"{found.major}.{found.minor}" if found else "",
@@ -128,9 +128,9 @@ def header(device: torch.device, interpreted: bool) -> Header:
         driver=_output(*DRIVER).split("\n")[0] if found else "",
         versions=versions,
         python=platform.python_version(),
-        commit=os.environ.get("FUSED_SOFTMAX_COMMIT") or commit,
-        # of the package, which is what was measured; a copy without its history has nothing to differ from
-        dirty=bool(commit and _output("git", "status", "--porcelain", "--", "..")),
+        commit=named or commit,
+        # of the package, which is what was measured; whoever names a commit says that it is this one, unchanged
+        dirty=bool(not named and commit and _output("git", "status", "--porcelain", "--", "..")),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command="fused-softmax " + " ".join(sys.argv[1:]),
         interpreted=interpreted,

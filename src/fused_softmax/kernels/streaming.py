@@ -39,10 +39,11 @@ def accumulate(
     # a lane's maximum is followed only when it has moved by 1: any number near it will do, and a move costs a rounding;
     # far from it, the exponent's own rounding counts (8: 8e-7 in a float32 row that one number dominates)
     m_new = tl.where(top > m + 1.0, top, m)
-    s = s * exp(m - m_new)
+    # a step is added up by itself: the fewer numbers are added to a long sum one by one, the less they round it
+    step = tl.zeros_like(s)
     for c in tl.static_range(CHUNKS):
-        s += tl.sum(exp(x[c].to(tl.float32) - m_new[:, :, None]), 2)
-    return m_new, s
+        step += tl.sum(exp(x[c].to(tl.float32) - m_new[:, :, None]), 2)
+    return m_new, s * exp(m - m_new) + step
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "x_stride", "y_stride", "phase"])

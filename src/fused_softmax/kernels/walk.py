@@ -55,13 +55,16 @@ def accumulate(
         m, s, t = shift_moments(m, s, t, m_new)
     else:
         s = s * exp(m - m_new)
+    # a step is added up by itself: the fewer numbers are added to a long sum one by one, the less they round it
+    step = tl.zeros_like(s)
+    moment = tl.zeros_like(t)
     for c in tl.static_range(CHUNKS):
         d = logit(widen(x[c], PTX), scale[:, :, None], cap, SOFTCAP) - m_new[:, :, None]
         e = exp(d)
-        s += tl.sum(e, 2)
+        step += tl.sum(e, 2)
         if MOMENT == ENTROPY_MOMENT:
-            t += tl.sum(e * tl.maximum(d, LOWEST), 2)
-    return m_new, s, t
+            moment += tl.sum(e * tl.maximum(d, LOWEST), 2)
+    return m_new, s + step, t + moment
 
 
 @triton.jit
