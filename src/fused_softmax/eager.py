@@ -28,7 +28,7 @@ _compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
-_tracing = torch._C._get_tracing_state
+_tracing = torch._C._is_tracing
 _autocast = torch._C._is_any_autocast_enabled
 _deterministic = torch._C._get_deterministic_algorithms
 _invariant = row_invariance.get
@@ -45,7 +45,7 @@ def forward(x: Any, dim: Any, log: bool) -> Tensor | None:
     # `_watched`, written out: this is where a call's microseconds go
     if (x.requires_grad and _grad_enabled()) or _dispatch_modes() or _transform() is not None or _autocast():
         return None
-    if forward_ad._current_level >= 0 or _tracing() is not None or not x.is_contiguous() or x.is_neg():
+    if forward_ad._current_level >= 0 or _tracing() or not x.is_contiguous() or x.is_neg():
         return None
     address = x.data_ptr()
     index = x.get_device()
@@ -80,11 +80,7 @@ def needs_gradient(x: Any, dim: Any, log: bool) -> bool:
 def _watched() -> bool:
     """Whether somebody would have to see the call: a mode, a transform, autocast, forward AD, a trace."""
     return (
-        _dispatch_modes() > 0
-        or _transform() is not None
-        or _autocast()
-        or forward_ad._current_level >= 0
-        or _tracing() is not None
+        _dispatch_modes() > 0 or _transform() is not None or _autocast() or forward_ad._current_level >= 0 or _tracing()
     )
 
 
