@@ -103,6 +103,9 @@ def test_errors():
     for dtype in (torch.float32, torch.bool):
         with pytest.raises(TypeError, match="integers"):
             fs.token_logprobs(x, ids.to(dtype))
+    for temperature in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="temperature must be positive"):
+            fs.token_logprobs(torch.zeros(2, 4), torch.tensor([1, 2]), temperature=temperature)
 
 
 def test_a_rows_bits_do_not_depend_on_the_batch():

@@ -40,7 +40,7 @@ def token_logprobs(
         logits: (..., V); float16, bfloat16 and float32 are ours on a GPU, all else is torch's. Rows that do not share
             one stride are copied first.
         token_ids: integers of shape (...,), one a row, or (..., K).
-        temperature: a number, or a tensor that broadcasts to (...,): one a row.
+        temperature: a positive number, or a tensor of such that broadcasts to (...,): one a row.
         return_entropy: also -sum(p*log p), in nats.
         return_logsumexp: also log(sum(exp(logits/temperature))).
 
@@ -51,7 +51,8 @@ def token_logprobs(
     An id outside [0, V) is an IndexError on the CPU; on a GPU, where to know would be to wait, its log-probability is
     NaN, it adds nothing to the gradient and nothing outside the row is read.
 
-    Raises: ValueError for shapes that do not fit, TypeError for token_ids that are no integers.
+    Raises: ValueError for shapes that do not fit, or a temperature that is not positive; TypeError for token_ids that
+    are no integers.
 
     >>> token_logprobs(torch.zeros(2, 4), torch.tensor([1, 3]))
     tensor([-1.3863, -1.3863])
@@ -88,6 +89,8 @@ def token_logprobs(
 
 def _scale(temperature: float | Tensor, batch: torch.Size, logits: Tensor) -> float | Tensor:
     if not isinstance(temperature, Tensor):
+        if not temperature > 0:
+            raise ValueError(f"temperature must be positive, not {temperature}")
         return 1.0 / temperature
     dtype = logits.dtype if logits.dtype is torch.float64 else torch.float32
     return temperature.to(logits.device, dtype).expand(batch).reciprocal()

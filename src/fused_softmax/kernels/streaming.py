@@ -36,8 +36,8 @@ def accumulate(
     top = m
     for c in tl.static_range(CHUNKS):
         top = tl.maximum(top, tl.max(x[c], 2).to(tl.float32))
-    # a lane's maximum is followed only when it has moved by 1: any number near it will do, and a move costs a rounding;
-    # far from it, the exponent's own rounding counts (8: 8e-7 in a float32 row that one number dominates)
+    # a lane's maximum is followed only when it has moved by 1: any number near it will do, a move costs a rounding, and
+    # the further it is the more the exponent's own rounding counts
     m_new = tl.where(top > m + 1.0, top, m)
     # a step is added up by itself: the fewer numbers are added to a long sum one by one, the less they round it
     step = tl.zeros_like(s)
