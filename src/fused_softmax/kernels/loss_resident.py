@@ -3,9 +3,10 @@ y.
 
     lse = log(sum(exp(z)));  loss and dx as `losses` and `loss_gradients` have them, for an upstream gradient of 1
 
-The regimes and the plan are softmax's (tile, block, cluster); the row is kept as loaded and exp is computed twice. One
-read and one write: what limits it is the copy. The gradient may be written over the logits. With MEAN it is already
-divided by what `count_targets` counted.
+The regimes are softmax's (tile, block, cluster), with a plan of its own: the row is kept as loaded, exp is computed
+twice, and all columns are written as if they were not the target, then the target's again. One read and one write:
+what limits it is the copy. The gradient may be written over the logits. With MEAN it is already divided by what
+`count_targets` counted. A row that does not count has a gradient of zeros, whatever it holds.
 """
 
 from __future__ import annotations
