@@ -1,0 +1,116 @@
+"""What the kernels of losses, statistics and masks compile to on sm_90: no spills that cost, and targets that are safe.
+
+The target's gradient is written over what its own CTA wrote before, so the store of it must lie in the CTAs of the
+cluster as the row's own stores do: by line, the first dimension of both tiles.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+import torch
+
+from fused_softmax import compiled, loss_launch, masked, row_losses
+from fused_softmax.launch import problem_of
+from fused_softmax.plan import DEVICES, plan_statistics
+
+pytestmark = pytest.mark.compiled
+
+SM_90 = DEVICES["sm_90"]
+# a few words of stack, at a cap that makes room for one more program, cost nothing that can be measured
+STACK = 24
+
+
+def rows_like(n_cols: int, dtype: torch.dtype, apart: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and dx; apart: their rows start at different distances from a vector's boundary."""
+    x = torch.empty(3, n_cols, dtype=dtype)
+    return x, torch.empty(3, n_cols + 1, dtype=dtype)[:, :n_cols] if apart else torch.empty_like(x)
+
+
+def cross_entropy_launch(x, dx, smoothing: float, softcap: float | None):
+    target, number = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
+    op = row_losses.CrossEntropy(target, None, None, -100, "mean", smoothing, softcap, 0.0)
+    flags = (("MEAN", True), ("INPLACE", False), *op.flags)
+    plan = row_losses._PLANNERS[op.smoothed](problem_of(x, dx), SM_90)
+    vectors = (target, number, number, number, number, number)
+    numbers = (op.ignore_index, *op.numbers)
+    return loss_launch.row_launch("cross_entropy_resident", (x, dx), vectors, numbers, flags, plan, SM_90), plan
+
+
+@pytest.fixture
+def layouts(monkeypatch) -> list[tuple[str, bool]]:
+    """Of each store of the kernel compiled last, its shape and whether its lines alone are spread over the CTAs."""
+    found: list[tuple[str, bool]] = []
+    read = compiled.resources
+
+    def remember(kernel):
+        text = kernel.asm["ttgir"]
+        spread = dict(re.findall(r"^(#\w+) = #ttg\.blocked<.*?CGALayout = (\[\[.*?\]\])", text, re.M))
+        by_line = {name: not any(any(bit[1:]) for bit in ast.literal_eval(bits)) for name, bits in spread.items()}
+        stores = re.findall(r"tt\.store .*?tensor<(\d+x\d+)x!.*?(#\w+)>", text)
+        found[:] = [(shape, by_line[name]) for shape, name in stores]
+        return read(kernel)
+
+    monkeypatch.setattr(compiled, "resources", remember)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("n_cols", "dtype", "apart"),
+    [
+        (16384, torch.bfloat16, False),
+        (32000, torch.bfloat16, False),
+        (50257, torch.bfloat16, False),
+        (50257, torch.bfloat16, True),
+        (128256, torch.bfloat16, False),
+        (262144, torch.bfloat16, False),
+        (50257, torch.float32, False),
+        (128256, torch.float32, False),
+    ],
+)
+def test_the_target_lies_in_its_lines_cta(n_cols, dtype, apart, layouts):
+    launch, plan = cross_entropy_launch(*rows_like(n_cols, dtype, apart), 0.0, None)
+    assert plan.ctas > 1
+    used = compiled.cross_compile(launch, "sm_90")
+    assert used.spilled_bytes <= STACK
+    lines, lanes = plan.ctas * plan.parts, plan.lanes // plan.parts
+    of_target = [by_line for shape, by_line in layouts if shape == f"{lines}x{lanes}"]
+    of_row = [by_line for shape, by_line in layouts if shape == f"{lines}x{lanes * plan.vec}"]
+    assert of_target and all(of_target)
+    # the zeros of a row that does not count may lie anywhere: nothing is written over them
+    assert sum(of_row) >= plan.chunks
+
+
+@pytest.mark.parametrize("n_cols", [32000, 50257, 128256, 262144])
+@pytest.mark.parametrize(("smoothing", "softcap"), [(0.1, None), (0.1, 30.0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_smoothed_losses_compile(n_cols, smoothing, softcap, dtype):
+    launch, plan = cross_entropy_launch(*rows_like(n_cols, dtype), smoothing, softcap)
+    assert plan.chunks <= 8
+    assert compiled.cross_compile(launch, "sm_90").spilled_bytes <= STACK
+
+
+@pytest.mark.parametrize("n_cols", [1000, 4096, 50257, 128256])
+def test_statistics_do_not_spill(n_cols):
+    x, number, ids = torch.empty(3, n_cols, dtype=torch.bfloat16), torch.zeros(3), torch.zeros(3, 1, dtype=torch.int64)
+    flags = (("PICKS", 1), ("ENTROPY", True), ("ROW_SCALE", False))
+    plan = plan_statistics(problem_of(x), SM_90)
+    vectors = (number, number, ids, number, number)
+    launch = loss_launch.row_launch("row_statistics", (x,), vectors, (1, 1.0), flags, plan, SM_90)
+    assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
+
+
+@pytest.mark.parametrize("n_cols", [100, 1024, 2047, 4096, 8192, 32768])
+@pytest.mark.parametrize(("mask", "causal"), [(0, True), (1, False), (2, False), (2, True)])
+def test_masked_softmax_does_not_spill(n_cols, mask, causal):
+    x = torch.empty(4, n_cols, dtype=torch.bfloat16)
+    of_mask = torch.empty(2, n_cols, dtype=torch.bfloat16 if mask == 2 else torch.uint8)
+    plan = (masked._plan_masked if mask else masked._plan_unmasked)(problem_of(x, x), SM_90)
+    vec = 8 if mask and n_cols % 8 == 0 else 1
+    flags = (("MASK", mask), ("MASK_COLS", int(mask > 0)), ("MASK_VEC", vec), ("CAUSAL", causal), ("ZERO", False))
+    flags = (*flags, ("STREAM", plan.regime == "stream"))
+    numbers = (*masked._order(4, 2), 1, 2, 0, 0, 0, n_cols // vec, 1, 0.5)
+    launch = loss_launch.row_launch("masked_softmax_forward", (x, x), (of_mask,), numbers, flags, plan, SM_90)
+    assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
