@@ -161,14 +161,13 @@ class Binding(NamedTuple):
 class Prepared:
     """A compiled kernel with all its arguments but the pointers and the number of rows."""
 
-    __slots__ = ("binding", "offsets", "plan", "rows", "run")
+    __slots__ = ("binding", "offsets", "plan", "rows")
 
     def __init__(self, plan: Plan, offsets: tuple[int, ...], binding: Binding):
         self.plan = plan
         self.rows = plan.rows
         self.offsets = offsets  # bytes from each tensor's first row back to the aligned address
         self.binding = binding
-        self.run = binding.run
 
 
 _prepared: dict[tuple[Any, ...], Prepared] = {}
@@ -192,7 +191,7 @@ def launch_rows(tensors: tuple[Tensor, ...], log: bool, *, backward: bool = Fals
     n_rows = first.shape[0]
     grid = -(-n_rows // prepared.rows)
     with on_device(index):
-        prepared.run(grid, torch._C._cuda_getCurrentRawStream(index), *pointers, n_rows)
+        prepared.binding.run(grid, torch._C._cuda_getCurrentRawStream(index), *pointers, n_rows)
     return prepared.plan
 
 

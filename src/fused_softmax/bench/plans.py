@@ -88,8 +88,6 @@ def plan_of(op: str, inputs: tuple[Tensor, ...]) -> tuple[str, str]:
     elif op in ("masked_softmax_causal_backward", "masked_softmax_additive_backward"):
         problem = problem_of(*inputs[:2], y, backward=True)
         chosen = plan_masked(problem, device, masked=False)
-        if chosen.regime == "stream":
-            chosen = plan(problem, device)
     else:
         chosen = plan_masked(problem, device, masked=op == "masked_softmax_additive")
     return chosen.regime, plan_text(chosen)

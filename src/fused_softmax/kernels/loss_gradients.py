@@ -40,6 +40,22 @@ def cross_entropy_term(
 
 
 @triton.jit
+def store_edge_gradient(
+    dx_row, x, at, in_edge, target, counts, b, scale, shift, a, c, w_ptr, cap,
+    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    """Writes dx of a row's ends, which are so few that each is compared with the target.
+
+    # x, at, in_edge: [LINES, LANES]; target: from the row's first aligned column, as `at`
+    """
+    b_edge = tl.where(at == target, b, 0.0)
+    dx = cross_entropy_term(
+        x.to(tl.float32), b_edge, at, scale, shift, a, c, w_ptr, cap, in_edge, WEIGHTED, SMOOTH, SOFTCAP, FUSED
+    )
+    tl.store(dx_row + at, tl.where(counts, dx, 0.0).to(dx_row.dtype.element_ty), mask=in_edge)
+
+
+@triton.jit
 def store_target(
     at, dx, target, width, wanted,
     LANES: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr = 1,
@@ -123,12 +139,10 @@ def cross_entropy_unit(
             dx = tl.where(counts[:, :, None], dx, 0.0)
             store_chunk(dx_row + first, width, dx, k, ROWS, 0, LANES, VEC)
         if EDGE:
-            b_edge = tl.where(edge == target - head, b, 0.0)
-            dx = cross_entropy_term(
-                x_edge.to(tl.float32), b_edge, edge, scale, shift, a, c, weight_ptr + head,
-                cap, in_edge, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
+            store_edge_gradient(
+                dx_row, x_edge, edge, in_edge, target - head, counts, b, scale, shift, a, c, weight_ptr + head, cap,
+                WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
-            tl.store(dx_row + edge, tl.where(counts, dx, 0.0).to(dx_ptr.dtype.element_ty), mask=in_edge)
         dx = cross_entropy_term(
             x_target, b, target, scale, shift, a, c, weight_ptr, cap, counts, WEIGHTED, SMOOTH, SOFTCAP, FUSED
         )

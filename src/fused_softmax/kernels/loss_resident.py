@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .cluster import merge_moments_over_cluster, merge_over_cluster, open_exchange
-from .loss_gradients import coefficients, cross_entropy_term, store_target
+from .loss_gradients import coefficients, cross_entropy_term, store_edge_gradient, store_target
 from .losses import row_loss, target_of
 from .primitives import LOWEST, exp, pivot, widen
 from .slices import chunk_offsets, edge_of, lines_of, load_chunks, part_of, slice_of, span_of, start_of, store_chunk
@@ -166,12 +166,10 @@ def cross_entropy_resident(
                 dx = tl.where(counts[:, :, None], dx, 0.0)
             store_chunk(dx_row + first, width, dx, k, LINES, UNMASKED, LANES, VEC, PARTS)
         if EDGE:
-            b_edge = tl.where(edge == target - head, b, 0.0)
-            dx = cross_entropy_term(
-                x_edge.to(tl.float32), b_edge, edge, scale, shift, a, c, weight_ptr + head,
-                cap, in_edge, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
+            store_edge_gradient(
+                dx_row, x_edge, edge, in_edge, target - head, counts, b, scale, shift, a, c, weight_ptr + head, cap,
+                WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
-            tl.store(dx_row + edge, tl.where(counts, dx, 0.0).to(dx_ptr.dtype.element_ty), mask=in_edge)
         dx = cross_entropy_term(
             x_target, b, target, scale, shift, a, c, weight_ptr, cap, counts, WEIGHTED, SMOOTH, SOFTCAP, FUSED
         )
