@@ -14,7 +14,8 @@ import torch
 
 from fused_softmax import compiled, loss_launch, masked, row_losses
 from fused_softmax.launch import problem_of
-from fused_softmax.plan import DEVICES, plan_statistics
+from fused_softmax.loss_plans import plan_statistics
+from fused_softmax.plan import DEVICES
 
 pytestmark = pytest.mark.compiled
 

@@ -21,8 +21,9 @@ from torch import Tensor
 from . import row_losses, rows
 from .launch import _device_of, problem_of
 from .loss_launch import Flags, launch_rows
+from .loss_plans import plan_masked
 from .operators import is_plain, refusal
-from .plan import Device, Plan, Problem, plan_masked
+from .plan import Device, Plan, Problem
 
 FULLY_MASKED = ("nan", "zero")
 # the kernels count rows in 32 bits

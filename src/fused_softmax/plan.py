@@ -17,13 +17,8 @@ from .ladders import (
     BACKWARD_BLOCK,
     BACKWARD_CLUSTER,
     EDGE_MIN_COLS,
-    ELEMENTWISE_CHUNKS,
-    ELEMENTWISE_WARPS,
     FORWARD_BLOCK,
     FORWARD_CLUSTER,
-    LOSS_CLUSTER,
-    MASKED,
-    STATISTICS_STEPS,
     STREAM_CHUNKS,
     STREAM_WARPS,
     TILE,
@@ -135,17 +130,17 @@ def ladder(problem: Problem, device: Device) -> tuple[Rung, ...]:
 
 def candidates(problem: Problem, device: Device) -> Iterator[Plan]:
     """Every plan that could hold the row without spilling: what `fused-softmax tune` measures."""
-    if (tile := _tile(problem, device)) is not None:
+    if (tile := tile_plan(problem, device)) is not None:
         yield tile
     for ctas in (1, 2, 4, 8, 16):
         for num_warps in (1, 2, 4, 8, 16):
             for recompute in (False, True) if problem.itemsize == 2 else (False,):
                 if ctas > device.max_cluster or problem.n_cols < 512 * ctas * num_warps // problem.itemsize:
                     continue
-                found = _resident(problem, device, Rung(problem.n_cols, ctas, num_warps, recompute))
+                found = resident_plan(problem, device, Rung(problem.n_cols, ctas, num_warps, recompute))
                 if found is not None:
                     yield found
-    yield _stream(problem, device)
+    yield stream_plan(problem, device)
 
 
 def plan(problem: Problem, device: Device, regime: str | None = None) -> Plan:
@@ -159,10 +154,10 @@ def plan(problem: Problem, device: Device, regime: str | None = None) -> Plan:
     if regime not in REGIMES:
         raise ValueError(f"regime must be one of {REGIMES}, not {regime!r}")
     chosen = {
-        "tile": _tile,
-        "block": lambda p, d: _resident(p, d, _widest(p, d, 1)),
-        "cluster": lambda p, d: _resident(p, d, _widest(p, d, d.max_cluster)) if d.max_cluster > 1 else None,
-        "stream": _stream,
+        "tile": tile_plan,
+        "block": lambda p, d: resident_plan(p, d, _widest(p, d, 1)),
+        "cluster": lambda p, d: resident_plan(p, d, _widest(p, d, d.max_cluster)) if d.max_cluster > 1 else None,
+        "stream": stream_plan,
     }[regime](problem, device)
     if chosen is None:
         raise ValueError(
@@ -183,27 +178,27 @@ def left_to_torch(problem: Problem, device: Device) -> str | None:
 
 def _regimes(problem: Problem, device: Device) -> Iterator[Plan]:
     """The plans worth taking, best first; the last always exists."""
-    if (tile := _preferred_tile(problem, device)) is not None:
+    if (tile := preferred_tile(problem, device)) is not None:
         yield tile
     for rung in ladder(problem, device):
         if problem.n_cols <= rung.max_cols and rung.ctas <= device.max_cluster:
-            resident = _resident(problem, device, rung)
+            resident = resident_plan(problem, device, rung)
             if resident is not None:
                 yield resident
-    yield _stream(problem, device)
+    yield stream_plan(problem, device)
 
 
-def _geometry(problem: Problem) -> tuple[int, bool]:
+def geometry(problem: Problem) -> tuple[int, bool]:
     """(vec, edge): the width of a vector access, and whether a row's ends are apart."""
     if problem.vec < problem.full_vec and problem.in_phase and problem.n_cols >= EDGE_MIN_COLS[problem.itemsize]:
         return problem.full_vec, True
     return problem.vec, False
 
 
-def _tile(problem: Problem, device: Device) -> Plan | None:
+def tile_plan(problem: Problem, device: Device) -> Plan | None:
     if problem.n_cols > TILE_MAX_COLS:
         return None
-    vec, edge = _geometry(problem)
+    vec, edge = geometry(problem)
     units = max(1, problem.n_cols // vec if edge else -(-problem.n_cols // vec))
     lanes = min(power_of_two(units), device.warp_size)
     if vec == problem.full_vec:
@@ -225,8 +220,8 @@ def _tile(problem: Problem, device: Device) -> Plan | None:
     return Plan("tile", rows, 1, 1, lanes, vec, chunks, 0, edge, problem.itemsize == 4, num_warps, None, why)
 
 
-def _preferred_tile(problem: Problem, device: Device) -> Plan | None:
-    return _tile(problem, device) if problem.n_cols <= TILE_COLS[problem.itemsize] else None
+def preferred_tile(problem: Problem, device: Device) -> Plan | None:
+    return tile_plan(problem, device) if problem.n_cols <= TILE_COLS[problem.itemsize] else None
 
 
 def _widest(problem: Problem, device: Device, ctas: int) -> Rung:
@@ -234,15 +229,15 @@ def _widest(problem: Problem, device: Device, ctas: int) -> Rung:
     own = [r for r in ladder(problem, device) if (r.ctas == 1) == (ctas == 1) and problem.n_cols <= r.max_cols]
     if own:
         return own[0]
-    vec, _ = _geometry(problem)
+    vec, _ = geometry(problem)
     warps = 4
     while warps < 16 and problem.n_cols > ctas * warps * device.warp_size * vec * 8:
         warps *= 2
     return Rung(problem.n_cols, min(ctas, 4 if problem.n_cols < 4096 else ctas), warps, problem.itemsize == 2)
 
 
-def _resident(problem: Problem, device: Device, rung: Rung) -> Plan | None:
-    vec, edge = _geometry(problem)
+def resident_plan(problem: Problem, device: Device, rung: Rung) -> Plan | None:
+    vec, edge = geometry(problem)
     num_warps = max(1, min(rung.num_warps * 32 // device.warp_size, device.max_warps))
     lanes = num_warps * device.warp_size * (problem.full_vec // vec)
     units = problem.n_cols // vec if edge else -(-problem.n_cols // vec)
@@ -274,8 +269,8 @@ def _resident(problem: Problem, device: Device, rung: Rung) -> Plan | None:
     )
 
 
-def _stream(problem: Problem, device: Device) -> Plan:
-    vec, edge = _geometry(problem)
+def stream_plan(problem: Problem, device: Device) -> Plan:
+    vec, edge = geometry(problem)
     num_warps = max(1, STREAM_WARPS * 32 // device.warp_size)
     lanes = num_warps * device.warp_size * (problem.full_vec // vec)
     # 16-bit rows element by element: four chunks of two tensors spill at 255 registers
@@ -290,7 +285,7 @@ def _fits(problem: Problem, rung: Rung, chunks: int, recompute: bool, device: De
     """Whether a thread's registers hold its part of the row and what the arithmetic needs, by cross-compiling."""
     itemsize = ITEMSIZE[problem.dtype]
     kept = problem.full_vec * itemsize // 4 * (2 if itemsize == 2 and not recompute else 1)
-    if _geometry(problem)[0] < problem.full_vec == 8:
+    if geometry(problem)[0] < problem.full_vec == 8:
         kept += 6  # 16-bit rows element by element: 10 to 13 registers a chunk
     needed = (2 if problem.backward else 1) * chunks * kept + 28
     return chunks <= MAX_CHUNKS and needed <= min(255, device.registers // (rung.num_warps * 32) // 8 * 8)
@@ -327,94 +322,3 @@ def _unmasked(units: int, ctas: int, lanes: int, chunks: int, edge: bool, backwa
 def power_of_two(n: int) -> int:
     """The least power of two that is at least n, and at least 1."""
     return 1 << max(0, n - 1).bit_length()
-
-
-# --- what is not softmax: walks that write O(rows), and kernels whose columns need nothing of each other --------------
-
-
-def plan_statistics(problem: Problem, device: Device) -> Plan:
-    """The plan of a kernel that reads rows once, in steps, and writes a few numbers a row; any width.
-
-    >>> plan_statistics(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).regime
-    'stream'
-    """
-    tile = _tile(problem, device)
-    if tile is not None:
-        return tile
-    _, ctas, warps, most = next(step for step in STATISTICS_STEPS if problem.n_cols <= step[0])
-    ctas = min(ctas, device.max_cluster)
-    chosen = _steps(problem, device, ctas, warps, most, "the row is walked once, in steps")
-    # of the longer steps, the one whose last is fullest: 50,257 columns are 50 chunks of 1,024, in tens of 5
-    in_chunks = -(-problem.n_cols // (ctas * chosen.lanes * chosen.vec))
-    chunks = min(range(most, most // 2, -1), key=lambda step: -(-in_chunks // step) * step)
-    return replace(chosen, chunks=chunks)
-
-
-def plan_elementwise(problem: Problem, device: Device) -> Plan:
-    """The plan of a kernel that reads and writes rows without a reduction: a row may take several programs.
-
-    >>> plan_elementwise(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).ctas
-    1
-    """
-    tile = _tile(problem, device)
-    if tile is not None:
-        return tile
-    why = "programs share the row, and need nothing of each other"
-    return _steps(problem, device, 1, ELEMENTWISE_WARPS, ELEMENTWISE_CHUNKS, why)
-
-
-def _steps(problem: Problem, device: Device, ctas: int, warps: int, chunks: int, why: str) -> Plan:
-    vec, edge = _geometry(problem)
-    num_warps = max(1, warps * 32 // device.warp_size)
-    lanes = num_warps * device.warp_size * (problem.full_vec // vec)
-    return Plan("stream", 1, ctas, 1, lanes, vec, chunks, 0, edge, False, num_warps, None, why)
-
-
-def plan_loss(problem: Problem, device: Device) -> Plan:
-    """The plan of a loss with its gradient in one pass: the row as loaded in longer slices than softmax's.
-
-    >>> plan_loss(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).ctas
-    4
-    """
-    if _preferred_tile(problem, device) is None and device.max_cluster >= 16:
-        for rung in LOSS_CLUSTER:
-            if problem.n_cols * problem.itemsize <= rung.max_cols * 2:
-                chosen = _resident(problem, device, replace(rung, max_registers=None))
-                if chosen is not None:
-                    return replace(chosen, max_registers=rung.max_registers if chosen.vec == problem.full_vec else None)
-    return replace(plan(problem, device), max_registers=None)
-
-
-def plan_smoothed_loss(problem: Problem, device: Device) -> Plan:
-    """The plan of a loss with label smoothing or a softcap, which take registers that `plan_loss` has no room for.
-
-    Nor has Triton's planner of clusters for so many operations: slices have 8 chunks at most. Rows that are too wide
-    for that have the stream regime, and a kernel of their own for the gradient.
-
-    >>> plan_smoothed_loss(Problem(128256, "float32", "float32", vec=4), DEVICES["sm_90"]).chunks
-    8
-    """
-    chosen = plan(problem, device)
-    if chosen.chunks > 8 and chosen.regime != "stream":
-        rungs = (Rung(problem.n_cols, device.max_cluster, num_warps, True) for num_warps in (4, 8, 16))
-        wider = (_resident(problem, device, rung) for rung in rungs)
-        chosen = next((p for p in wider if p is not None and p.chunks <= 8), _stream(problem, device))
-    return replace(chosen, max_registers=None)
-
-
-def plan_masked(problem: Problem, device: Device, masked: bool) -> Plan:
-    """The plan of masked softmax, or of its gradient; the ends of a causal row take three vectors' worth of lanes.
-
-    >>> plan_masked(Problem(2048, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"], masked=False).regime
-    'block'
-    """
-    chosen = _tile(problem, device) if problem.n_cols <= 512 else None
-    if chosen is not None and chosen.lanes < device.warp_size:
-        chunks = -(-chosen.chunks * chosen.lanes // device.warp_size)
-        chosen = replace(chosen, lanes=device.warp_size, chunks=chunks, rows=chosen.num_warps)
-    for rung in MASKED["backward" if problem.backward else "masked" if masked else "unmasked"]:
-        if chosen is None and problem.n_cols * problem.itemsize <= rung.max_cols * 2:
-            chosen = _resident(problem, device, rung)
-    # a mask takes as much room as a gradient's second row
-    chosen = chosen or plan(replace(problem, backward=problem.backward or masked), device)
-    return replace(chosen, max_registers=None)

@@ -63,7 +63,8 @@ def plan_of(op: str, inputs: tuple[Tensor, ...]) -> tuple[str, str]:
     """(regime, the plan in words) of our kernel for an op of the benchmark; ('torch', why) where torch's own runs."""
     from fused_softmax.device import Unsupported, describe
     from fused_softmax.functional import Fallback, plan_for
-    from fused_softmax.plan import plan, plan_elementwise, plan_loss, plan_masked, plan_statistics
+    from fused_softmax.loss_plans import plan_elementwise, plan_loss, plan_masked, plan_statistics
+    from fused_softmax.plan import plan
 
     x = inputs[0]
     device = describe(x.device)

@@ -1,7 +1,7 @@
 """`fused-softmax tune`: time the planner's candidates on this device and print the ladders that the planner would read.
 
 For each dtype and width every candidate plan is checked, then timed interleaved with the op's ceiling; the fastest
-becomes a rung. Nothing is changed by it: a person reads the ladders, and puts them in plan.py with the measurement
+becomes a rung. Nothing is changed by it: a person reads the ladders, and puts them in ladders.py with the measurement
 beside them. Every candidate is a kernel to compile: give it minutes, and few widths at a time.
 """
 
@@ -112,7 +112,7 @@ def tune(
 
 
 def as_ladders(choices: Sequence[Choice], device_name: str) -> str:
-    """The choices as plan.py writes its ladders: for each element size a tuple of rungs in rising width.
+    """The choices as ladders.py writes them: for each element size a tuple of rungs in rising width.
 
     Neighbouring widths with the same numbers share a rung. Where the tile regime won there is no rung: it goes first.
     """
