@@ -14,7 +14,10 @@ class Rung:
     """Up to `max_cols` columns: so many CTAs a row, warps a CTA, rows a program.
 
     `recompute` keeps a 16-bit row as loaded and computes exp twice. `max_registers` caps a thread's registers, to reach
-    the next step of occupancy; only where cross-compiling shows that nothing spills.
+    the next step of occupancy; only where cross-compiling shows that nothing spills. `ahead`: of log_softmax's
+    gradient, the chunks of y that are read before the row's sum is known, where it is not all of them. `kept` makes the
+    rung one of the stream regime: so many chunks of a slice stay on chip, and the rest is walked twice, in steps of
+    `step` chunks.
     """
 
     max_cols: int
@@ -23,6 +26,9 @@ class Rung:
     recompute: bool = False
     rows: int = 1
     max_registers: int | None = None
+    ahead: int | None = None
+    kept: int = 0
+    step: int = 4
 
 
 # the tile regime: a row in one warp or less, so that no reduction leaves it. Rungs are in vectors of a row; a row of
@@ -111,6 +117,13 @@ BACKWARD_CLUSTER = {
         Rung(212992, 16, 8),
         Rung(262144, 16, 16),
     ),
+}
+# the ladders where there are clusters, by (backward, log)
+CLUSTER = {
+    (False, False): FORWARD_CLUSTER,
+    (False, True): FORWARD_CLUSTER,
+    (True, False): BACKWARD_CLUSTER,
+    (True, True): BACKWARD_CLUSTER,
 }
 # where there are none: one program a row as far as its registers reach (the H200's one-program figures)
 FORWARD_BLOCK = {

@@ -54,7 +54,7 @@ class Launch:
 # --- what the tensors say ---------------------------------------------------------------------------------------------
 
 
-def problem_of(*tensors: Tensor, batch_invariant: bool = False, backward: bool = False) -> Problem:
+def problem_of(*tensors: Tensor, batch_invariant: bool = False, backward: bool = False, log: bool = False) -> Problem:
     """The Problem of row tensors (n_rows, n_cols) with contiguous columns; the last is the output.
 
     A single row has the stride of the tensor that it was taken from, and is planned as that tensor's rows are.
@@ -72,7 +72,7 @@ def problem_of(*tensors: Tensor, batch_invariant: bool = False, backward: bool =
         phases.add((first % full, stride % full))
     in_phase = len(phases) == 1 and not batch_invariant
     dtypes = [DTYPE_NAMES[t.dtype] for t in (tensors[0], tensors[-1])]
-    return Problem(n_cols, dtypes[0], dtypes[1], vec, in_phase=in_phase, backward=backward)
+    return Problem(n_cols, dtypes[0], dtypes[1], vec, in_phase=in_phase, backward=backward, log=log)
 
 
 def row_stride(t: Tensor) -> int:
@@ -133,7 +133,8 @@ def _launch(plan: Plan, tensors: tuple[Tensor, ...], log: bool, device: Device, 
     starts = tuple(_shifted(t, phase) for t in tensors) if phase else tensors
     n_rows = tensors[0].shape[0]
     args = (*starts, n_rows, *_run_time_arguments(plan, tensors))
-    return Launch(_kernel(plan, backward), (-(-n_rows // plan.rows),), args, plan.meta(device, log=log))
+    meta = plan.meta(device, log=log, backward=backward)
+    return Launch(_kernel(plan, backward), (-(-n_rows // plan.rows),), args, meta)
 
 
 def _shifted(t: Tensor, phase: int) -> Tensor:
@@ -182,7 +183,7 @@ def launch_rows(tensors: tuple[Tensor, ...], log: bool, *, backward: bool = Fals
     """
     first = tensors[0]
     if first.device.type == "cpu":
-        plan = make_plan(problem_of(*tensors, batch_invariant=invariant, backward=backward), _device_of(first))
+        plan = make_plan(problem_of(*tensors, batch_invariant=invariant, backward=backward, log=log), _device_of(first))
         _launch(plan, tensors, log, _device_of(first), backward)()
         return plan
     index = first.get_device()
@@ -228,7 +229,7 @@ def prepare(
         if known is not None:
             return known
         device = _device_of(tensors[0])
-        plan = make_plan(problem_of(*tensors, batch_invariant=invariant, backward=backward), device)
+        plan = make_plan(problem_of(*tensors, batch_invariant=invariant, backward=backward, log=log), device)
         scalars = _run_time_arguments(plan, tensors)
         offsets = tuple(scalars[-1] * t.element_size() for t in tensors)
         with torch.cuda.device(tensors[0].device):
@@ -243,13 +244,13 @@ def prepare(
 def _compile(plan: Plan, device: Device, dtypes: tuple[torch.dtype, ...], log: bool, backward: bool, index: int) -> Any:
     """The CompiledKernel for a plan."""
     pointers = tuple((dtype, plan.vec * dtype.itemsize % 16 == 0) for dtype in dtypes)
-    return compile_kernel(_kernel(plan, backward), pointers, plan.meta(device, log=log), index)
+    return compile_kernel(_kernel(plan, backward), pointers, plan.meta(device, log=log, backward=backward), index)
 
 
 # arguments that are neither pointers nor constexprs: row counts, strides and ignore_index have 64 bits, but for
 _NARROW = {"n_cols": "i32", "phase": "i32", "n_splits": "i32", "n_picks": "i32", "n_classes": "i32"}
 _REAL = {"scale": "fp32", "smoothing": "fp32", "cap": "fp32", "z_loss": "fp32"}
-_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "debug", "sanitize_overflow")
+_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "debug", "sanitize_overflow", "launch_pdl")
 
 
 def compile_kernel(

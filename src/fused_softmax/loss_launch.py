@@ -75,6 +75,8 @@ def meta_of(name: str, plan: Plan, device: Device, flags: Flags) -> dict[str, An
     meta |= dict(PARTS=plan.parts, UNMASKED=plan.unmasked, EDGE=plan.edge, PTX=device.ptx, RECOMPUTE=plan.recompute)
     meta = {key: value for key, value in meta.items() if key in names} | dict(flags)
     meta["num_warps"] = plan.num_warps
+    if "TRIGGER" in names:
+        meta["TRIGGER"] = device.overlaps
     if device.kind == "cuda":
         if "CTAS" in names:
             meta["num_ctas"] = plan.ctas
@@ -194,7 +196,7 @@ def launch_flat(name: str, tensors: tuple[Tensor, ...], numbers: tuple[int, ...]
     if first.device.type == "cpu":
         Launch(kernel, (1,), (*tensors, *numbers), meta)()
         return
-    meta["num_ctas"] = meta.get("CTAS", 1)
+    meta |= dict(num_ctas=meta.get("CTAS", 1), launch_pdl=meta.get("WAITS", False))
     index = first.get_device()
     key = (name, flags, index, tuple(t.dtype for t in tensors))
     run = _flat.get(key)

@@ -23,11 +23,7 @@ def plan_statistics(problem: Problem, device: Device) -> Plan:
         return tile
     _, ctas, warps, most = next(step for step in STATISTICS_STEPS if problem.n_cols <= step[0])
     ctas = min(ctas, device.max_cluster)
-    chosen = _steps(problem, device, ctas, warps, most, "the row is walked once, in steps")
-    # of the longer steps, the one whose last is fullest: 50,257 columns are 50 chunks of 1,024, in tens of 5
-    in_chunks = -(-problem.n_cols // (ctas * chosen.lanes * chosen.vec))
-    chunks = min(range(most, most // 2, -1), key=lambda step: -(-in_chunks // step) * step)
-    return replace(chosen, chunks=chunks)
+    return _steps(problem, device, ctas, warps, most, "the row is walked once, in steps")
 
 
 def plan_elementwise(problem: Problem, device: Device) -> Plan:

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 
 from .ladders import (
     BACKWARD_BLOCK,
-    BACKWARD_CLUSTER,
+    CLUSTER,
     EDGE_MIN_COLS,
     FORWARD_BLOCK,
-    FORWARD_CLUSTER,
     STREAM_CHUNKS,
     STREAM_WARPS,
     TILE,
@@ -52,6 +51,11 @@ class Device:
         """Whether kernels may use inline PTX."""
         return self.kind == "cuda"
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a kernel may be launched before the one that it waits for is done: programmatic dependent launch."""
+        return self.kind == "cuda" and self.max_cluster > 1
+
 
 DEVICES = {
     "sm_80": Device("sm_80", "cuda"),
@@ -79,6 +83,7 @@ class Problem:
     vec: int
     in_phase: bool = False
     backward: bool = False
+    log: bool = False
 
     @property
     def full_vec(self) -> int:
@@ -107,13 +112,20 @@ class Plan:
     num_warps: int
     max_registers: int | None
     why: str
+    ahead: int | None = None  # of a gradient: chunks of y that are read before the row's sum is known; None: all
+    kept: int = 0  # chunks of a slice that stay on chip, where the regime is stream
 
-    def meta(self, device: Device, *, log: bool) -> dict[str, object]:
+    def meta(self, device: Device, *, log: bool, backward: bool = False) -> dict[str, object]:
         """The kernel's constexprs and the launch's own meta-parameters."""
         meta: dict[str, object] = dict(LOG=log, CTAS=self.ctas, PARTS=self.parts, LANES=self.lanes // self.parts)
         meta |= dict(VEC=self.vec, CHUNKS=self.chunks, EDGE=self.edge, PTX=device.ptx, num_warps=self.num_warps)
-        if self.regime != "stream":
+        if self.regime == "stream":
+            meta |= dict(KEPT=self.kept)
+        else:
             meta |= dict(ROWS=self.rows, UNMASKED=self.unmasked, RECOMPUTE=self.recompute)
+        if backward:
+            held = self.kept if self.regime == "stream" else self.chunks
+            meta |= dict(AHEAD=min(held, self.ahead) if log and self.ahead is not None else held)
         if device.kind == "cuda":
             meta["num_ctas"] = self.ctas
             if self.max_registers is not None:
@@ -124,7 +136,7 @@ class Plan:
 def ladder(problem: Problem, device: Device) -> tuple[Rung, ...]:
     """The rungs beyond the tile regime for this problem on this device."""
     if device.max_cluster >= 16:
-        return (BACKWARD_CLUSTER if problem.backward else FORWARD_CLUSTER)[problem.itemsize]
+        return CLUSTER[problem.backward, problem.log][problem.itemsize]
     return (BACKWARD_BLOCK if problem.backward else FORWARD_BLOCK)[problem.itemsize]
 
 
@@ -182,9 +194,9 @@ def _regimes(problem: Problem, device: Device) -> Iterator[Plan]:
         yield tile
     for rung in ladder(problem, device):
         if problem.n_cols <= rung.max_cols and rung.ctas <= device.max_cluster:
-            resident = resident_plan(problem, device, rung)
-            if resident is not None:
-                yield resident
+            found = stream_plan(problem, device, rung) if rung.kept else resident_plan(problem, device, rung)
+            if found is not None:
+                yield found
     yield stream_plan(problem, device)
 
 
@@ -226,7 +238,11 @@ def preferred_tile(problem: Problem, device: Device) -> Plan | None:
 
 def _widest(problem: Problem, device: Device, ctas: int) -> Rung:
     """A rung for a forced regime: as many warps as give each lane a few chunks."""
-    own = [r for r in ladder(problem, device) if (r.ctas == 1) == (ctas == 1) and problem.n_cols <= r.max_cols]
+    own = [
+        r
+        for r in ladder(problem, device)
+        if (r.ctas == 1) == (ctas == 1) and problem.n_cols <= r.max_cols and not r.kept
+    ]
     if own:
         return own[0]
     vec, _ = geometry(problem)
@@ -266,19 +282,29 @@ def resident_plan(problem: Problem, device: Device, rung: Rung) -> Plan | None:
         num_warps=num_warps,
         max_registers=rung.max_registers if apart and not edge else None,
         why=why,
+        ahead=rung.ahead,
     )
 
 
-def stream_plan(problem: Problem, device: Device) -> Plan:
+def stream_plan(problem: Problem, device: Device, rung: Rung | None = None) -> Plan:
+    """The stream regime, keeping what `rung` says of a slice where each of the row's slices is that long."""
     vec, edge = geometry(problem)
-    num_warps = max(1, STREAM_WARPS * 32 // device.warp_size)
+    num_warps = max(1, (STREAM_WARPS if rung is None else rung.num_warps) * 32 // device.warp_size)
     lanes = num_warps * device.warp_size * (problem.full_vec // vec)
     # 16-bit rows element by element: four chunks of two tensors spill at 255 registers
     chunks = STREAM_CHUNKS // 2 if vec < problem.full_vec == 8 else STREAM_CHUNKS
     ctas = device.max_cluster if problem.n_cols >= device.max_cluster * lanes * vec * chunks else 1
-    parts = num_warps if ctas > 1 and vec == problem.full_vec and problem.dtype == problem.out_dtype else 1
-    why = f"the row is walked twice in steps by {ctas} CTA(s): it does not fit on chip"
-    return Plan("stream", 1, ctas, parts, lanes, vec, chunks, 0, edge, False, num_warps, None, why)
+    apart = ctas > 1 and vec == problem.full_vec and problem.dtype == problem.out_dtype
+    shortest = _shortest(problem.n_cols // vec if edge else -(-problem.n_cols // vec), ctas, edge)
+    kept, ahead, max_registers, also = 0, None, None, ""
+    if apart and rung is not None and rung.kept * lanes <= shortest:
+        kept, ahead, chunks, max_registers = rung.kept, rung.ahead, rung.step, rung.max_registers
+        also = f" but for {kept} vector(s) a thread that stay"
+    why = f"the row is walked twice in steps by {ctas} CTA(s){also}: it does not fit on chip"
+    parts = num_warps if apart else 1
+    return Plan(
+        "stream", 1, ctas, parts, lanes, vec, chunks, 0, edge, False, num_warps, max_registers, why, ahead, kept
+    )
 
 
 def _fits(problem: Problem, rung: Rung, chunks: int, recompute: bool, device: Device) -> bool:
@@ -287,7 +313,10 @@ def _fits(problem: Problem, rung: Rung, chunks: int, recompute: bool, device: De
     kept = problem.full_vec * itemsize // 4 * (2 if itemsize == 2 and not recompute else 1)
     if geometry(problem)[0] < problem.full_vec == 8:
         kept += 6  # 16-bit rows element by element: 10 to 13 registers a chunk
-    needed = (2 if problem.backward else 1) * chunks * kept + 28
+    tiles = chunks * (2 if problem.backward else 1)
+    if problem.backward and problem.log and rung.ahead is not None:
+        tiles = chunks + min(chunks, rung.ahead)
+    needed = tiles * kept + 28
     return chunks <= MAX_CHUNKS and needed <= min(255, device.registers // (rung.num_warps * 32) // 8 * 8)
 
 
@@ -315,8 +344,12 @@ def _unmasked(units: int, ctas: int, lanes: int, chunks: int, edge: bool, backwa
         edge = True
     if not edge and units == ctas * lanes * chunks and (chunks <= 9 or chunks == 16):
         return chunks
-    shortest = min(u - (ctas - 1) * -(-u // ctas) for u in ((units, units - 1) if edge else (units,)))
-    return max(0, chunks - 2) if shortest >= (chunks - 2) * lanes else 0
+    return max(0, chunks - 2) if _shortest(units, ctas, edge) >= (chunks - 2) * lanes else 0
+
+
+def _shortest(units: int, ctas: int, edge: bool) -> int:
+    """Vectors of the shortest of a row's slices, the last one; an unaligned row may have one less between its ends."""
+    return min(u - (ctas - 1) * -(-u // ctas) for u in ((units, units - 1) if edge else (units,)))
 
 
 def power_of_two(n: int) -> int:

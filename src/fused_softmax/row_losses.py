@@ -156,7 +156,8 @@ def reduce_losses(loss: Tensor, op: CrossEntropy, n_cols: int) -> Tensor:
         return loss.sum() / _counted(op, n_cols)[0] if mean else loss.sum()
     out = torch.empty((), dtype=torch.float32, device=loss.device)
     tensors = (loss, op.target, loss if op.weight is None else op.weight, out)
-    flags = (("MEAN", mean), ("WEIGHTED", op.weight is not None), *_shared(n_rows, out))
+    waits = ("WAITS", _device_of(out).overlaps)
+    flags = (("MEAN", mean), ("WEIGHTED", op.weight is not None), waits, *_shared(n_rows, out))
     launch_flat("reduce_losses", tensors, (n_rows, n_cols, op.ignore_index), flags, num_warps=8)
     return out
 

@@ -67,8 +67,11 @@ def cross_entropy_resident(
     UNMASKED: tl.constexpr,
     EDGE: tl.constexpr,
     PTX: tl.constexpr,
+    TRIGGER: tl.constexpr,  # whether the kernel after this one may start to wait for it
 ):
     open_exchange(CTAS, 4 if SMOOTH else 2, PTX, PARTS)
+    if TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
     LINES: tl.constexpr = ROWS * CTAS * PARTS
     row, rank = lines_of(ROWS, CTAS, PARTS)
     part = part_of(LINES, PARTS)

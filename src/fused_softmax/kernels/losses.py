@@ -64,8 +64,11 @@ def cross_entropy_forward(
     CHUNKS: tl.constexpr,
     EDGE: tl.constexpr,
     PTX: tl.constexpr,
+    TRIGGER: tl.constexpr,  # whether the kernel after this one may start to wait for it
 ):
     open_exchange(CTAS, 4 if SMOOTH else 2, PTX, PARTS)
+    if TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
     row, rank = lines_of(ROWS, CTAS, PARTS)
     part = part_of(ROWS * CTAS * PARTS, PARTS)
     exists = row < n_rows
@@ -159,11 +162,16 @@ def count_targets(
 @triton.jit(do_not_specialize=["n_rows", "n_classes", "ignore_index"])
 def reduce_losses(
     loss_ptr, target_ptr, weight_ptr, out_ptr, n_rows, n_classes, ignore_index,
-    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, CTAS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr,
-    EACH: tl.constexpr, PTX: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, WAITS: tl.constexpr, CTAS: tl.constexpr, PARTS: tl.constexpr,
+    LANES: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """sum(loss), divided where MEAN by what `count_targets` counts: NaN where nothing does. One program, one order."""
+    """sum(loss), divided where MEAN by what `count_targets` counts: NaN where nothing does. One program, one order.
+
+    WAITS: launched while the kernel that writes the losses still runs, so that no launch lies between the two.
+    """
     open_exchange(CTAS, 4, PTX, PARTS)
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
     out, weight = add_up(
         loss_ptr, target_ptr, weight_ptr, n_rows, n_classes, ignore_index,
         True, WEIGHTED, CTAS, PARTS, LANES, EACH, PTX,

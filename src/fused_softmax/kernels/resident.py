@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .cluster import merge_over_cluster, open_exchange, sum_over_cluster
 from .primitives import LOWEST, exp, exp_about, log, pivot, widen
-from .slices import edge_of, lines_of, load_chunks, part_of, slice_of, span_of, start_of, store_chunk
+from .slices import edge_of, lines_of, load_chunk, load_chunks, part_of, slice_of, span_of, start_of, store_chunk
 
 
 @triton.jit
@@ -149,6 +149,7 @@ def softmax_backward_resident(
     LANES: tl.constexpr,
     VEC: tl.constexpr,
     CHUNKS: tl.constexpr,
+    AHEAD: tl.constexpr,  # chunks of y that are read before the row's sum is known: all but where LOG
     UNMASKED: tl.constexpr,
     EDGE: tl.constexpr,
     RECOMPUTE: tl.constexpr,
@@ -168,11 +169,12 @@ def softmax_backward_resident(
     if ROWS > 1:
         width = tl.where(row < n_rows, width, 0)
 
-    y = load_chunks(y_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, 0.0, PARTS)
+    y = load_chunks(y_row + first, width, LINES, AHEAD, UNMASKED, LANES, VEC, 0.0, PARTS)
     dy = load_chunks(dy_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, 0.0, PARTS)
     d = tl.zeros([LINES, LANES], tl.float32)
     for c in tl.static_range(CHUNKS):
-        d += tl.sum(gradient_term(widen(y[c], PTX), widen(dy[c], PTX), LOG), 2)
+        y_c = y[c if c < AHEAD else 0]  # unused where LOG
+        d += tl.sum(gradient_term(widen(y_c, PTX), widen(dy[c], PTX), LOG), 2)
     if EDGE:
         edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), LANES, VEC)
         y_edge = tl.load(y_row + edge, mask=in_edge, other=0.0)
@@ -183,6 +185,8 @@ def softmax_backward_resident(
     d = sum_over_cluster(d, CTAS, PTX, PARTS)[:, None]
 
     for c in tl.static_range(CHUNKS):
+        if c + AHEAD < CHUNKS:
+            y = y + (load_chunk(y_row + first, width, c + AHEAD, LINES, UNMASKED, LANES, VEC, 0.0, PARTS),)
         y_c = widen(y[c], PTX, RECOMPUTE)
         dy_c = widen(dy[c], PTX, RECOMPUTE)
         store_chunk(

@@ -76,6 +76,30 @@ def chunk_offsets(C: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, PARTS
 
 
 @triton.jit
+def load_chunk(
+    at,
+    width,
+    C: tl.constexpr,
+    LINES: tl.constexpr,
+    UNMASKED: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+    fill,
+    PARTS: tl.constexpr = 1,
+):
+    """Chunk C of the slice as loaded, [LINES, LANES, VEC]; the first UNMASKED are known to lie in it.
+
+    # at, width: [LINES, 1]
+    """
+    offsets = chunk_offsets(C, LANES, VEC, PARTS)
+    if C < UNMASKED:
+        tile = tl.load(at + offsets)
+    else:
+        tile = tl.load(at + offsets, mask=offsets < width, other=fill)
+    return tl.reshape(tile, (LINES, LANES, VEC))
+
+
+@triton.jit
 def load_chunks(
     at,
     width,
@@ -87,18 +111,13 @@ def load_chunks(
     fill,
     PARTS: tl.constexpr = 1,
 ):
-    """The slice as loaded, a tile [LINES, LANES, VEC] for each chunk; the first UNMASKED are known to lie in the slice.
+    """The first CHUNKS chunks of the slice, a tile for each, as `load_chunk` gives them.
 
     All loads are issued before any value is used: the bytes in flight are the speed.  # at, width: [LINES, 1]
     """
     tiles = ()
     for c in tl.static_range(CHUNKS):
-        offsets = chunk_offsets(c, LANES, VEC, PARTS)
-        if c < UNMASKED:
-            tile = tl.load(at + offsets)
-        else:
-            tile = tl.load(at + offsets, mask=offsets < width, other=fill)
-        tiles = tiles + (tl.reshape(tile, (LINES, LANES, VEC)),)
+        tiles = tiles + (load_chunk(at, width, c, LINES, UNMASKED, LANES, VEC, fill, PARTS),)
     return tiles
 
 

@@ -113,7 +113,8 @@ def walk(
     s = tl.zeros([LINES, LANES], tl.float32)
     t = tl.zeros([LINES, LANES], tl.float32)
     zero = tl.zeros([1, 1], tl.int64)
-    # whole steps, which every slice has, need no mask; the last slice is the shortest
+    # whole steps, which every slice has, need no mask; the last slice is the shortest. Little that is left over makes a
+    # step of FEW chunks, as an empty chunk costs as much arithmetic as a full one
     units = n_cols // VEC
     even = tl.cdiv(units, CTAS)
     shortest = tl.maximum(units - (1 if EDGE else 0) - (CTAS - 1) * even, 0)
@@ -122,13 +123,15 @@ def walk(
         whole = whole * 0
     if MOMENT == WEIGHTED_SUM:
         whole = whole * 0
+    FEW: tl.constexpr = 0 if ROWS > 1 or MOMENT == WEIGHTED_SUM else (CHUNKS + 3) // 4
+    n_steps = whole + tl.cdiv(tl.maximum(even * VEC - whole * STEP - FEW * (PARTS * LANES * VEC), 0), STEP)
     if EDGE:  # before the walk, so that nothing waits for it afterwards
         edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
         x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
     for step in range(whole):
         x = load_chunks(x_row + first + (zero + step) * STEP, width, LINES, CHUNKS, CHUNKS, LANES, VEC, 0.0, PARTS)
         m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SOFTCAP, CHUNKS, PTX)
-    for step in range(whole, tl.cdiv(even * VEC, STEP)):
+    for step in range(whole, n_steps):
         start = (zero + step) * STEP
         x = load_chunks(x_row + first + start, width - start, LINES, CHUNKS, 0, LANES, VEC, -float("inf"), PARTS)
         m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SOFTCAP, CHUNKS, PTX)
@@ -138,6 +141,10 @@ def walk(
                 at = tl.reshape(start + chunk_offsets(c, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
                 mask = at < width[:, :, None]
                 t += tl.sum(weigh(z, at + (head + first)[:, :, None], mask, w_ptr, WEIGHTED), 2)
+    if FEW > 0 and even * VEC > n_steps * STEP:
+        start = (zero + n_steps) * STEP
+        x = load_chunks(x_row + first + start, width - start, LINES, FEW, 0, LANES, VEC, -float("inf"), PARTS)
+        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SOFTCAP, FEW, PTX)
     # the ends are summed up by line: a tile of them need not lie in the CTAs as the row does
     line_max = tl.max(m, 1)
     if EDGE:
