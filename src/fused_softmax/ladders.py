@@ -27,6 +27,7 @@ class Rung:
     rows: int = 1
     max_registers: int | None = None
     ahead: int | None = None
+    parked: int = 0
     kept: int = 0
     step: int = 4
 

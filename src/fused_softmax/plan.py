@@ -114,6 +114,7 @@ class Plan:
     why: str
     ahead: int | None = None  # of a gradient: chunks of y that are read before the row's sum is known; None: all
     kept: int = 0  # chunks of a slice that stay on chip, where the regime is stream
+    parked: int = 0  # chunks of a slice that stay in shared memory, not in registers
 
     def meta(self, device: Device, *, log: bool, backward: bool = False) -> dict[str, object]:
         """The kernel's constexprs and the launch's own meta-parameters."""
@@ -122,7 +123,7 @@ class Plan:
         if self.regime == "stream":
             meta |= dict(KEPT=self.kept)
         else:
-            meta |= dict(ROWS=self.rows, UNMASKED=self.unmasked, RECOMPUTE=self.recompute)
+            meta |= dict(ROWS=self.rows, UNMASKED=self.unmasked, PARKED=self.parked, RECOMPUTE=self.recompute)
         if backward:
             held = self.kept if self.regime == "stream" else self.chunks
             meta |= dict(AHEAD=min(held, self.ahead) if log and self.ahead is not None else held)
@@ -261,10 +262,15 @@ def resident_plan(problem: Problem, device: Device, rung: Rung) -> Plan | None:
     chunks = _round_chunks(max(1, -(-slice_units // lanes)))
     # a row apart from its ends has less room beside it for exp's results (50,257 columns: .99 of copy against .96)
     recompute = rung.recompute or problem.itemsize == 4 or (edge and chunks > 5)
-    if not _fits(problem, rung, chunks, recompute, device) or _staged(problem, rung.ctas * lanes * vec) > STAGED_BYTES:
-        return None
-    # a warp's part of the slice is a line of its own where the vectors of all tensors are a thread's
+    # only whole vectors of a row that is on a cluster, so that each thread knows its own
     apart = rung.ctas > 1 and vec == problem.full_vec and problem.dtype == problem.out_dtype
+    unmasked = _unmasked(units, rung.ctas, lanes, chunks, edge, problem.backward)
+    parked = min(rung.parked, unmasked) if apart else 0
+    if (
+        not _fits(problem, rung, chunks - parked, recompute, device)
+        or _staged(problem, rung.ctas * lanes * vec) > STAGED_BYTES
+    ):
+        return None
     regime = "cluster" if rung.ctas > 1 else "block"
     where = f"the {rung.ctas} CTAs of a cluster" if rung.ctas > 1 else "one program"
     why = f"the row stays in {where}, {chunks} vector(s) a thread" + (", exp computed twice" if recompute else "")
@@ -276,13 +282,14 @@ def resident_plan(problem: Problem, device: Device, rung: Rung) -> Plan | None:
         lanes=lanes,
         vec=vec,
         chunks=chunks,
-        unmasked=_unmasked(units, rung.ctas, lanes, chunks, edge, problem.backward),
+        unmasked=unmasked,
         edge=edge,
         recompute=recompute,
         num_warps=num_warps,
         max_registers=rung.max_registers if apart and not edge else None,
         why=why,
         ahead=rung.ahead,
+        parked=parked,
     )
 
 

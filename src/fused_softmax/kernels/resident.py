@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 
 from .cluster import merge_over_cluster, open_exchange, sum_over_cluster
+from .parking import await_parked, chunk_of, load_beside, open_parking, park
 from .primitives import LOWEST, exp, exp_about, log, pivot, widen
-from .slices import edge_of, lines_of, load_chunk, load_chunks, part_of, slice_of, span_of, start_of, store_chunk
+from .slices import edge_of, lines_of, load_chunk, part_of, slice_of, slice_zero, span_of, start_of, store_chunk
 
 
 @triton.jit
@@ -46,11 +47,14 @@ def softmax_resident(
     VEC: tl.constexpr,
     CHUNKS: tl.constexpr,
     UNMASKED: tl.constexpr,
+    PARKED: tl.constexpr,  # chunks in shared memory, unmasked ones
     EDGE: tl.constexpr,
     RECOMPUTE: tl.constexpr,
     PTX: tl.constexpr,
 ):
+    THREADS: tl.constexpr = PARTS * LANES
     open_exchange(CTAS, 2, PTX, PARTS)
+    open_parking(PARKED, THREADS, PTX)
     # locate the row, and this line's slice of it
     LINES: tl.constexpr = ROWS * CTAS * PARTS
     row, rank = lines_of(ROWS, CTAS, PARTS)
@@ -65,18 +69,22 @@ def softmax_resident(
         width = tl.where(row < n_rows, width, 0)
 
     # each lane's own maximum and sum
-    x = load_chunks(x_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, -float("inf"), PARTS)
+    if PARKED > 0:
+        slice_start, slice = slice_zero(x_ptr, x_stride, phase, n_cols, CTAS, VEC, EDGE)
+        park(slice_start, slice, 0, PARKED, THREADS, PTX)
+    x = load_beside(x_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, -float("inf"), PARTS, PARKED, PTX)
     if EDGE:
         edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), LANES, VEC)
         x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf")).to(tl.float32)
-    m = tl.max(x[0], 2)
+    await_parked(PARKED, PTX)
+    m = tl.max(chunk_of(x, 0, 0, PARKED, THREADS, PTX), 2)
     for c in tl.static_range(1, CHUNKS):
-        m = tl.maximum(m, tl.max(x[c], 2))
+        m = tl.maximum(m, tl.max(chunk_of(x, c, 0, PARKED, THREADS, PTX), 2))
     m = tl.maximum(m.to(tl.float32), LOWEST)  # [LINES, LANES]
     s = tl.zeros_like(m)
     kept = ()
     for c in tl.static_range(CHUNKS):
-        e = exp(widen(x[c], PTX, RECOMPUTE) - m[:, :, None])
+        e = exp(widen(chunk_of(x, c, 0, PARKED, THREADS, PTX), PTX, RECOMPUTE) - m[:, :, None])
         s += tl.sum(e, 2)
         kept = kept + (e,)
 
@@ -102,9 +110,11 @@ def softmax_resident(
         by = exp(m - row_max) * tl.div_rn(1.0, row_sum)
     for c in tl.static_range(CHUNKS):
         if LOG:
-            y = normalize(widen(x[c], PTX, RECOMPUTE), row_max[:, :, None], row_sum[:, :, None], LOG)
+            x_c = chunk_of(x, c, 0, PARKED, THREADS, PTX)
+            y = normalize(widen(x_c, PTX, RECOMPUTE), row_max[:, :, None], row_sum[:, :, None], LOG)
         elif RECOMPUTE:
-            y = exp_about(widen(x[c], PTX, True), scale[:, :, None], shift[:, :, None], FUSED) * by[:, :, None]
+            x_c = chunk_of(x, c, 0, PARKED, THREADS, PTX)
+            y = exp_about(widen(x_c, PTX, True), scale[:, :, None], shift[:, :, None], FUSED) * by[:, :, None]
         else:
             y = kept[c] * by[:, :, None]
         store_chunk(y_row + first, width, y, c, LINES, UNMASKED, LANES, VEC, PARTS)
@@ -151,11 +161,15 @@ def softmax_backward_resident(
     CHUNKS: tl.constexpr,
     AHEAD: tl.constexpr,  # chunks of y that are read before the row's sum is known: all but where LOG
     UNMASKED: tl.constexpr,
+    PARKED: tl.constexpr,
     EDGE: tl.constexpr,
     RECOMPUTE: tl.constexpr,
     PTX: tl.constexpr,
 ):
+    THREADS: tl.constexpr = PARTS * LANES
+    Y_PARKED: tl.constexpr = PARKED if AHEAD == CHUNKS else 0
     open_exchange(CTAS, 1, PTX, PARTS)
+    open_parking(PARKED + Y_PARKED, THREADS, PTX)
     LINES: tl.constexpr = ROWS * CTAS * PARTS
     row, rank = lines_of(ROWS, CTAS, PARTS)
     part = part_of(LINES, PARTS)
@@ -169,12 +183,21 @@ def softmax_backward_resident(
     if ROWS > 1:
         width = tl.where(row < n_rows, width, 0)
 
-    y = load_chunks(y_row + first, width, LINES, AHEAD, UNMASKED, LANES, VEC, 0.0, PARTS)
-    dy = load_chunks(dy_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, 0.0, PARTS)
+    if PARKED > 0:
+        slice_start, slice = slice_zero(dy_ptr, dy_stride, phase, n_cols, CTAS, VEC, EDGE)
+        park(slice_start, slice, 0, PARKED, THREADS, PTX)
+        slice_start, slice = slice_zero(y_ptr, y_stride, phase, n_cols, CTAS, VEC, EDGE)
+        park(slice_start, slice, PARKED, Y_PARKED, THREADS, PTX)
+    y = load_beside(y_row + first, width, LINES, AHEAD, UNMASKED, LANES, VEC, 0.0, PARTS, Y_PARKED, PTX)
+    dy = load_beside(dy_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, 0.0, PARTS, PARKED, PTX)
     d = tl.zeros([LINES, LANES], tl.float32)
+    await_parked(PARKED, PTX)
     for c in tl.static_range(CHUNKS):
-        y_c = y[c if c < AHEAD else 0]  # unused where LOG
-        d += tl.sum(gradient_term(widen(y_c, PTX), widen(dy[c], PTX), LOG), 2)
+        dy_c = widen(chunk_of(dy, c, 0, PARKED, THREADS, PTX), PTX)
+        y_c = dy_c  # unused where LOG
+        if not LOG:
+            y_c = widen(chunk_of(y, c, PARKED, Y_PARKED, THREADS, PTX), PTX)
+        d += tl.sum(gradient_term(y_c, dy_c, LOG), 2)
     if EDGE:
         edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), LANES, VEC)
         y_edge = tl.load(y_row + edge, mask=in_edge, other=0.0)
@@ -187,8 +210,8 @@ def softmax_backward_resident(
     for c in tl.static_range(CHUNKS):
         if c + AHEAD < CHUNKS:
             y = y + (load_chunk(y_row + first, width, c + AHEAD, LINES, UNMASKED, LANES, VEC, 0.0, PARTS),)
-        y_c = widen(y[c], PTX, RECOMPUTE)
-        dy_c = widen(dy[c], PTX, RECOMPUTE)
+        y_c = widen(chunk_of(y, c, PARKED, Y_PARKED, THREADS, PTX), PTX, RECOMPUTE)
+        dy_c = widen(chunk_of(dy, c, 0, PARKED, THREADS, PTX), PTX, RECOMPUTE)
         store_chunk(
             dx_row + first, width, gradient(y_c, dy_c, d[:, :, None], LOG), c, LINES, UNMASKED, LANES, VEC, PARTS
         )

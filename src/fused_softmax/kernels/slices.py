@@ -70,6 +70,14 @@ def slice_of(interior, rank, CTAS: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
+def slice_zero(ptr, stride, phase, n_cols, CTAS: tl.constexpr, VEC: tl.constexpr, EDGE: tl.constexpr):
+    """(pointer to the first aligned column, elements of a slice), as scalars, of a program that has but one row."""
+    row = tl.program_id(0).to(tl.int64)
+    _, interior = span_of(row, stride, phase, n_cols, VEC, EDGE)
+    return ptr + start_of(row, stride, phase, VEC, EDGE), (interior // VEC + CTAS - 1) // CTAS * VEC
+
+
+@triton.jit
 def chunk_offsets(C: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, PARTS: tl.constexpr = 1):
     """Offsets of chunk C from its line's first column.  # [1, LANES*VEC]"""
     return C * (PARTS * LANES * VEC) + tl.arange(0, LANES * VEC)[None, :]
