@@ -47,6 +47,7 @@ TILE_SCALAR_COLS, TILE_SCALAR_WARPS = 256, 4
 # columns from which rows that start unaligned are read in vectors, with their ends apart
 EDGE_MIN_COLS = {2: 64, 4: 32}
 
+WIDEST = 1 << 62
 # forward, where there are clusters; H200
 FORWARD_CLUSTER = {
     2: (
@@ -76,7 +77,7 @@ FORWARD_CLUSTER = {
         Rung(245760, 16, 4, True),
         Rung(262144, 16, 8, True),
         Rung(524288, 16, 8, True, max_registers=112),
-        Rung(1048576, 16, 16, True),
+        Rung(1048576, 16, 16, True, max_registers=112),
     ),
     4: (
         Rung(1024, 1, 4),
@@ -92,12 +93,45 @@ FORWARD_CLUSTER = {
         Rung(212992, 16, 8),
         Rung(262144, 16, 8, max_registers=80),
         Rung(524288, 16, 16),
+        Rung(WIDEST, 16, 16, kept=8, step=2, max_registers=64),
+    ),
+}
+
+
+def _beyond(ladder: tuple[Rung, ...], max_cols: int, *rungs: Rung) -> tuple[Rung, ...]:
+    """The rungs of `ladder` up to max_cols, and others from there on."""
+    return (*(rung for rung in ladder if rung.max_cols <= max_cols), *rungs)
+
+
+FORWARD_LOG_CLUSTER = {
+    2: _beyond(
+        FORWARD_CLUSTER[2],
+        131072,
+        Rung(163840, 16, 4, True, max_registers=80),
+        Rung(212992, 16, 4, True, max_registers=96),
+        Rung(262144, 16, 4, True, max_registers=112),
+        Rung(524288, 16, 8, True, max_registers=120),
+        Rung(1048576, 16, 16, True, max_registers=112),
+    ),
+    4: _beyond(
+        FORWARD_CLUSTER[4],
+        65536,
+        Rung(114688, 16, 8),
+        Rung(131072, 8, 16, max_registers=64),
+        Rung(212992, 16, 8),
+        Rung(262144, 16, 16, max_registers=64),
+        Rung(524288, 16, 16),
+        Rung(WIDEST, 16, 16, kept=8, step=2, max_registers=64),
     ),
 }
 # backward, where there are clusters; H200
 BACKWARD_CLUSTER = {
     2: (
+        Rung(1536, 1, 4, True),
+        Rung(2048, 1, 8, True),
         Rung(2560, 1, 4, True),
+        Rung(3584, 1, 8, True),
+        Rung(4096, 2, 4, True),
         Rung(6144, 1, 8, True),
         Rung(8192, 2, 8, True, max_registers=56),
         Rung(12288, 4, 4, True, max_registers=72),
@@ -108,23 +142,51 @@ BACKWARD_CLUSTER = {
         Rung(131072, 16, 8, True),
         Rung(212992, 16, 4, True),
         Rung(262144, 16, 8, True),
+        Rung(524288, 16, 8, True, parked=5, max_registers=128),
+        Rung(655360, 16, 16, kept=8, step=3, max_registers=128),
+        Rung(WIDEST, 16, 16, kept=10, step=3, max_registers=128),
     ),
     4: (
+        Rung(1792, 1, 8),
+        Rung(2048, 2, 8),
         Rung(2560, 1, 8),
+        Rung(3584, 1, 16),
+        Rung(4096, 4, 4),
         Rung(6144, 1, 16),
         Rung(12288, 4, 8),
         Rung(16384, 8, 4),
         Rung(32768, 8, 8),
         Rung(212992, 16, 8),
-        Rung(262144, 16, 16),
+        Rung(262144, 16, 8, parked=3, max_registers=128),
+        Rung(327680, 16, 16, kept=8, step=3, max_registers=128),
+        Rung(WIDEST, 16, 16, kept=10, step=3, max_registers=128),
+    ),
+}
+BACKWARD_LOG_CLUSTER = {
+    2: _beyond(
+        BACKWARD_CLUSTER[2],
+        131072,
+        Rung(163840, 16, 4, True),
+        Rung(212992, 16, 4, True, parked=2, max_registers=128),
+        Rung(262144, 16, 4, True, max_registers=160),
+        Rung(524288, 16, 8, True, parked=4, max_registers=128),
+        Rung(1048576, 16, 16, True, parked=2, ahead=4, max_registers=128),
+        Rung(WIDEST, 16, 8, kept=16, step=4, ahead=4, max_registers=128),
+    ),
+    4: _beyond(
+        BACKWARD_CLUSTER[4],
+        212992,
+        Rung(262144, 16, 16, ahead=2, max_registers=64),
+        Rung(524288, 16, 8, parked=10, ahead=4, max_registers=128),
+        Rung(WIDEST, 16, 8, kept=16, step=4, ahead=4, max_registers=128),
     ),
 }
 # the ladders where there are clusters, by (backward, log)
 CLUSTER = {
     (False, False): FORWARD_CLUSTER,
-    (False, True): FORWARD_CLUSTER,
+    (False, True): FORWARD_LOG_CLUSTER,
     (True, False): BACKWARD_CLUSTER,
-    (True, True): BACKWARD_CLUSTER,
+    (True, True): BACKWARD_LOG_CLUSTER,
 }
 # where there are none: one program a row as far as its registers reach (the H200's one-program figures)
 FORWARD_BLOCK = {
@@ -167,6 +229,6 @@ MASKED = {
 }
 # up to so many columns: CTAs of a row, warps of each, chunks of a step. H200, bfloat16, GB/s of log-probability with
 # entropy: 4,196 (4,096 columns), 4,263 (32,000), 4,190 (50,257), 4,362 (128,256), 4,424 (262,144)
-STATISTICS_STEPS = ((4096, 1, 2, 8), (57344, 1, 4, 8), (1 << 62, 2, 8, 8))
+STATISTICS_STEPS = ((4096, 1, 2, 8), (57344, 1, 4, 8), (WIDEST, 2, 8, 8))
 # warps and chunks of one program, whatever the width
 ELEMENTWISE_WARPS, ELEMENTWISE_CHUNKS = 4, 4

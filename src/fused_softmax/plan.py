@@ -32,6 +32,7 @@ REGIMES = ("tile", "block", "cluster", "stream")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 VECTOR_BYTES = 16
 STAGED_BYTES = 96 << 10  # of shared memory, for a chunk that changes its layout: what every target has
+PARKED_BYTES = 46 << 10  # of shared memory for chunks that stay there; 48 KB is what a kernel may declare
 MAX_CHUNKS = 24  # what a thread's 255 registers hold of a row, in vectors, without spilling
 
 
@@ -265,7 +266,10 @@ def resident_plan(problem: Problem, device: Device, rung: Rung) -> Plan | None:
     # only whole vectors of a row that is on a cluster, so that each thread knows its own
     apart = rung.ctas > 1 and vec == problem.full_vec and problem.dtype == problem.out_dtype
     unmasked = _unmasked(units, rung.ctas, lanes, chunks, edge, problem.backward)
-    parked = min(rung.parked, unmasked) if apart else 0
+    # an unaligned row's ends take room too
+    tensors = 2 if problem.backward and rung.ahead is None else 1
+    room = PARKED_BYTES // (VECTOR_BYTES * lanes * tensors)
+    parked = min(rung.parked + edge, unmasked, room) if apart and rung.parked else 0
     if (
         not _fits(problem, rung, chunks - parked, recompute, device)
         or _staged(problem, rung.ctas * lanes * vec) > STAGED_BYTES
@@ -286,7 +290,7 @@ def resident_plan(problem: Problem, device: Device, rung: Rung) -> Plan | None:
         edge=edge,
         recompute=recompute,
         num_warps=num_warps,
-        max_registers=rung.max_registers if apart and not edge else None,
+        max_registers=rung.max_registers if apart and (parked or not edge) else None,
         why=why,
         ahead=rung.ahead,
         parked=parked,

@@ -26,12 +26,14 @@ def _declare_ptx(n_bytes: int) -> str:
 def _copy_ptx(place: int, parked: int, threads: int) -> str:
     """$1: the address of the row's first aligned column, $2: the bytes of a CTA's slice."""
     chunk = 16 * threads
-    lines = ["{", ".reg .b32 thread, rank, slot;", ".reg .b64 source, slice;"]
+    lines = ["{", ".reg .b32 thread, rank, slot;", ".reg .b64 source, slice, policy;"]
     lines += ["mov.u32 thread, %tid.x;", "mov.u32 rank, %cluster_ctarank;", "mov.u32 slot, row_parked;"]
     lines += ["mad.lo.u32 slot, thread, 16, slot;", "mul.wide.u32 slice, rank, $2;", "cvta.to.global.u64 source, $1;"]
     lines += ["add.s64 source, source, slice;", "mul.wide.u32 slice, thread, 16;", "add.s64 source, source, slice;"]
+    lines += ["createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"]  # as `slices` loads the others
     for c in range(parked):
-        lines.append(f"cp.async.cg.shared.global [slot+{(place + c) * chunk}], [source+{c * chunk}], 16;")
+        at = f"[slot+{(place + c) * chunk}], [source+{c * chunk}]"
+        lines.append(f"cp.async.cg.shared.global.L2::cache_hint {at}, 16, policy;")
     return "\n".join([*lines, "mov.u32 $0, 0;", "}"])
 
 
