@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_softmax import masked
+from fused_softmax import masked, masked_rows
 from fused_softmax.bench.cases import MASKED_WIDTHS, Case
 from fused_softmax.bench.checking import Judge, WrongShape
 from fused_softmax.bench.loss_ops import IGNORED, loss_and_gradient, token_statistics
@@ -119,7 +119,7 @@ def test_a_masked_gradient_names_the_plan_that_runs_it(op: str, monkeypatch: pyt
     regimes = set()
     for n_cols in (*MASKED_WIDTHS, 131072, 524288):
         dy, y = (torch.empty(n_cols, n_cols, dtype=torch.bfloat16, device="meta") for _ in range(2))
-        runs = masked._plan_backward(problem_of(y, dy, y), DEVICES["sm_90"])
+        runs = masked_rows._plan_backward(problem_of(y, dy, y), DEVICES["sm_90"])
         if runs.regime == "stream":  # softmax's own gradient takes such rows
             runs = plan(problem_of(y, dy, y, backward=True), DEVICES["sm_90"])
         assert plan_of(op, (dy, y)) == (runs.regime, plan_text(runs))

@@ -12,7 +12,7 @@ import re
 import pytest
 import torch
 
-from fused_softmax import compiled, loss_launch, masked, row_losses
+from fused_softmax import compiled, loss_launch, masked_rows, row_losses
 from fused_softmax.launch import problem_of
 from fused_softmax.loss_plans import plan_statistics
 from fused_softmax.plan import DEVICES
@@ -108,10 +108,10 @@ def test_statistics_do_not_spill(n_cols):
 def test_masked_softmax_does_not_spill(n_cols, mask, causal):
     x = torch.empty(4, n_cols, dtype=torch.bfloat16)
     of_mask = torch.empty(2, n_cols, dtype=torch.bfloat16 if mask == 2 else torch.uint8)
-    plan = (masked._plan_masked if mask else masked._plan_unmasked)(problem_of(x, x), SM_90)
+    plan = (masked_rows._plan_masked if mask else masked_rows._plan_unmasked)(problem_of(x, x), SM_90)
     vec = 8 if mask and n_cols % 8 == 0 else 1
     flags = (("MASK", mask), ("MASK_COLS", int(mask > 0)), ("MASK_VEC", vec), ("CAUSAL", causal), ("ZERO", False))
     flags = (*flags, ("STREAM", plan.regime == "stream"))
-    numbers = (*masked._order(4, 2), 1, 2, 0, 0, 0, n_cols // vec, 1, 0.5)
+    numbers = (*masked_rows._order(4, 2), 1, 2, 0, 0, 0, n_cols // vec, 1, 0.5)
     launch = loss_launch.row_launch("masked_softmax_forward", (x, x), (of_mask,), numbers, flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0

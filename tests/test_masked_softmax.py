@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fused_softmax as fs
-from fused_softmax import masked
+from fused_softmax import masked_rows
 
 pytestmark = pytest.mark.interpreted
 
@@ -112,7 +112,7 @@ def test_rows_that_do_not_fit_on_chip(causal, monkeypatch):
     from fused_softmax.plan import plan
 
     forced = lambda problem, device, masked: plan(problem, device, regime="stream")  # noqa: E731
-    monkeypatch.setattr(masked, "plan_masked", forced)
+    monkeypatch.setattr(masked_rows, "plan_masked", forced)
     for n_cols in (33, 1001, 9000):
         x = torch.randn(2, n_cols)
         for mask in (None, torch.rand(1, n_cols) > 0.4, torch.randn(2, n_cols)):

@@ -19,10 +19,10 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from . import eager, operators, row_losses, rows
-from .device import describe, interpreting
+from .device import describe
 from .gradients import RowSoftmax
 from .launch import MAX_COLS, problem_of
-from .operators import fuses, is_plain, refusal
+from .operators import fuses, is_plain, is_traced, refusal, refusal_while_compiling
 from .plan import Device, Plan
 from .plan import plan as make_plan
 
@@ -234,22 +234,12 @@ def _dims(input: Any, dim: Any) -> tuple[int, ...] | None:
     return tuple(found) if len(found) == len(indices) else None
 
 
-# device types whose tensors have kernels, for torch.compile: it asks no device while it traces
-_KERNEL_DEVICES = ("cpu",) if interpreting() else ("cuda",)
-
-
 def _fallback(input: Tensor, dtype: torch.dtype | None) -> str | None:
     """Why this call is PyTorch's, or None where it is ours."""
     out_dtype = input.dtype if dtype is None else dtype
     if torch.compiler.is_compiling():
-        # isinstance, not None: dynamo wraps what it finds
-        if isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter):
-            return "a transform of torch.func inside torch.compile is PyTorch's"
-        if input.device.type not in _KERNEL_DEVICES:
-            return f"no kernels for device type {input.device.type!r}"
-        # the operator asks again, on the real tensor
-        return None if out_dtype in (torch.float16, torch.bfloat16, torch.float32) else f"{out_dtype} is PyTorch's"
-    if type(input) is not Tensor and type(input) is not Parameter and not _is_traced(input):
+        return refusal_while_compiling(input, out_dtype)
+    if type(input) is not Tensor and type(input) is not Parameter and not is_traced(input):
         return f"{type(input).__name__} is a subclass of Tensor: only its own class knows what softmax of it is"
     if forward_ad._current_level >= 0:
         return "forward-mode AD is PyTorch's"
@@ -262,11 +252,3 @@ def _differentiates() -> bool:
     """Whether torch.func.grad or a kin is in progress: an operator's autograd formula does not reach there."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return any(interpreter.key() != torch._C._functorch.TransformType.Vmap for interpreter in stack)
-
-
-def _is_traced(input: Tensor) -> bool:
-    """Whether this is a tensor that stands for a plain one while a graph is made of the call."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    return isinstance(input, (FakeTensor, FunctionalTensor))

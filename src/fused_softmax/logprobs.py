@@ -8,13 +8,14 @@ tensor of the logits' size; here a forward writes a few numbers a row, and a bac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import loss_formulas, row_losses
-from .operators import is_plain, refusal
+from . import loss_formulas, loss_operators, row_losses
+from .operators import is_compiled, is_plain, refusal
 from .rows import is_batch_invariant
 
 
@@ -67,19 +68,22 @@ def token_logprobs(
         raise TypeError(f"token_ids must be integers, not {token_ids.dtype}")
     n_cols, batch = logits.shape[-1], logits.shape[:-1]
     ids = (token_ids.unsqueeze(-1) if one else token_ids).long()
-    if ids.device.type == "cpu" and ids.numel() and (ids.min() < 0 or ids.max() >= n_cols):
-        raise IndexError(f"token_ids are out of bounds for {n_cols} columns")
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling():  # what is traced has no values
+        row_losses.check_ids(ids, n_cols)
     scale = _scale(temperature, batch, logits)
     differentiable = isinstance(temperature, Tensor) and temperature.requires_grad
-    plain = is_plain(logits) and is_plain(token_ids)
-    if not plain or differentiable or logits.numel() == 0 or ids.numel() == 0 or refusal(logits, logits.dtype):
-        lse, entropy, picked = loss_formulas.statistics(logits, ids, scale, return_entropy)
-    else:
+    plain = not differentiable and is_plain(logits) and is_plain(token_ids) and logits.numel() > 0 and ids.numel() > 0
+    plain = plain and refusal(logits, logits.dtype) is None
+    compiled = not (plain or differentiable) and is_compiled(logits, token_ids) and ids.device == logits.device
+    if plain or (compiled and n_cols > 0 and ids.shape[-1] > 0):
         rows = row_losses.rows_of(logits, n_cols)
         of_rows = scale.reshape(-1).contiguous() if isinstance(scale, Tensor) else scale
         ids = ids.reshape(-1, ids.shape[-1]).contiguous()
-        picked, lse, entropy = RowStatistics.apply(rows, ids, of_rows, return_entropy)
+        statistics: Callable[..., Any] = RowStatistics.apply if plain else loss_operators.statistics
+        picked, lse, entropy = statistics(rows, ids, of_rows, return_entropy)
         lse, entropy = lse.view(batch), entropy.view(batch) if return_entropy else None
+    else:
+        lse, entropy, picked = loss_formulas.statistics(logits, ids, scale, return_entropy)
     assert picked is not None
     logprobs = picked.view(token_ids.shape)
     if not (return_entropy or return_logsumexp):
@@ -120,11 +124,8 @@ class RowStatistics(torch.autograd.Function):
         if not upstream:
             return None, None, None, None
         if torch.is_grad_enabled() or not all(is_plain(g) for g in upstream):
-            with torch.enable_grad():
-                of_lse, of_entropy, picked = loss_formulas.statistics(x, ids, scale, g_entropy is not None)
-                pairs = ((picked, g_picked), (of_lse, g_lse), (of_entropy, g_entropy))
-                total = sum((out * g).sum() for out, g in pairs if out is not None and g is not None)
-                return torch.autograd.grad(total, x, create_graph=True)[0], None, None, None  # type: ignore[arg-type]
+            dx = loss_formulas.statistics_gradient(g_picked, g_lse, g_entropy, x, ids, scale)
+            return dx, None, None, None
         dx = row_losses.gradient_buffer(x)
         row_losses.statistics_backward(
             x,
@@ -132,9 +133,9 @@ class RowStatistics(torch.autograd.Function):
             lse,
             scale,
             ids=ids,
-            g_picked=None if g_picked is None else g_picked.float().contiguous(),
+            g_picked=g_picked,
             entropy=entropy,
-            g_entropy=None if g_entropy is None else g_entropy.float().contiguous(),
-            g_lse=None if g_lse is None else g_lse.float().contiguous(),
+            g_entropy=g_entropy,
+            g_lse=g_lse,
         )
         return dx, None, None, None

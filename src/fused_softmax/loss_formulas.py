@@ -1,8 +1,9 @@
-"""Cross-entropy and token log-probabilities in plain PyTorch, differentiable any number of times.
+"""The losses and masked_softmax in plain PyTorch, and their gradients written out; all of it differentiable.
 
-What runs where the kernels do not (float64, probability targets, a CPU tensor, torch.func, torch.compile, whose
-compiler fuses it), and what is differentiated where a gradient of the gradient is asked for. 16-bit logits are widened
-to float32, so that the results' dtype is the kernels'; memory of the logits' size is taken.
+What runs where the kernels do not (float64, probability targets, a CPU tensor, torch.func), and what is differentiated
+where a gradient of the gradient is asked for. The gradients are written out because an operator's kernel runs below
+autograd. 16-bit logits are widened to float32, so that the results' dtype is the kernels'; memory of the logits' size
+is taken.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .row_losses import CrossEntropy
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -30,8 +33,15 @@ def cross_entropy(
     label_smoothing: float,
     softcap: float | None,
     z_loss: float,
+    denominator: Tensor | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of capped logits, plus z_loss*lse^2 of every row that counts."""
+    """`torch.nn.functional.cross_entropy` of capped logits, plus z_loss*lse^2 of every row that counts.
+
+    A mean divides by `denominator`, of one element, where there is one.
+    """
+    if denominator is not None and reduction == "mean":
+        summed = cross_entropy(logits, target, weight, ignore_index, "sum", label_smoothing, softcap, z_loss)
+        return summed / denominator.reshape(())
     z = capped(logits, softcap)
     if weight is not None and weight.is_floating_point():
         weight = weight.to(z.dtype)
@@ -53,6 +63,34 @@ def cross_entropy(
     return loss.sum() / of_row.where(counts, 0.0).sum()
 
 
+def cross_entropy_of_rows(x: Tensor, op: CrossEntropy) -> Tensor:
+    return cross_entropy(
+        x, op.target, op.weight, op.ignore_index, op.reduction, op.smoothing, op.softcap, op.z_loss, op.denominator
+    )
+
+
+def cross_entropy_gradient(g: Tensor, x: Tensor, op: CrossEntropy) -> Tensor:
+    """The gradient of `cross_entropy_of_rows` in x, for the upstream gradient g of its result; in x's dtype.
+
+    With p = softmax(z), w the weights, t the target and C columns:
+        dz = p*((1 - eps)*w_t + eps/C*sum(w) + 2*z_loss*lse) - eps/C*w - [j = t]*(1 - eps)*w_t
+    """
+    z = capped(x, op.softcap)
+    counts = (op.target != op.ignore_index).unsqueeze(1)
+    at = op.target.unsqueeze(1).where(counts, 0)
+    weight = z.new_ones(z.shape[1]) if op.weight is None else op.weight.to(z.dtype)
+    w_target, spread = weight[at], op.smoothing / z.shape[1] * weight
+    factor = (1.0 - op.smoothing) * w_target + spread.sum()
+    if op.z_loss:
+        factor = factor + 2.0 * op.z_loss * torch.logsumexp(z, 1, keepdim=True)
+    dz = (torch.softmax(z, 1) * factor - spread).scatter_add(1, at, -(1.0 - op.smoothing) * w_target)
+    if op.softcap is not None:
+        dz = (dz * (1.0 - (z / op.softcap) ** 2)).masked_fill(z == -float("inf"), 0.0)
+    if op.reduction == "mean":
+        g = g / (w_target.where(counts, 0.0).sum() if op.denominator is None else op.denominator.reshape(()))
+    return (dz * g.reshape(-1, 1)).where(counts, 0.0).to(x.dtype)
+
+
 def statistics(
     logits: Tensor, token_ids: Tensor | None, scale: float | Tensor, entropy: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -64,3 +102,46 @@ def statistics(
     # p*log(p) is 0 where p is
     entropies = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1) if entropy else None
     return lse, entropies, picked
+
+
+def statistics_gradient(
+    g_picked: Tensor | None,
+    g_lse: Tensor | None,
+    g_entropy: Tensor | None,
+    x: Tensor,
+    ids: Tensor,
+    scale: float | Tensor,
+) -> Tensor:
+    """The gradient of `statistics` in x, (..., n_cols), for the upstream gradients that there are; in x's dtype."""
+    by_row = scale.unsqueeze(-1) if isinstance(scale, Tensor) else scale
+    log_p = torch.log_softmax(capped(x, None) * by_row, -1)
+    p, dz = log_p.exp(), torch.zeros_like(log_p)
+    if g_lse is not None:
+        dz = dz + p * g_lse.unsqueeze(-1)
+    if g_picked is not None:
+        g_picked = g_picked.to(p.dtype)
+        dz = (dz - p * g_picked.sum(-1, keepdim=True)).scatter_add(-1, ids, g_picked)
+    if g_entropy is not None:
+        log_p = log_p.clamp(min=torch.finfo(log_p.dtype).min)
+        dz = dz - g_entropy.unsqueeze(-1) * p * (log_p - (p * log_p).sum(-1, keepdim=True))
+    return (dz * by_row).to(x.dtype)
+
+
+def masked_softmax(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
+    """softmax(scale*x) over the last dimension of what is not hidden; `zero`: 0, not NaN, for a row that is."""
+    z = (x.float() if x.dtype in (torch.float16, torch.bfloat16) else x) * scale
+    if mask is not None:
+        z = z.masked_fill(~mask, -float("inf")) if mask.dtype is torch.bool else z + mask.to(z.dtype)
+    if causal:
+        z = z.masked_fill(torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1), -float("inf"))
+    if zero and z.shape[-1:].numel():
+        unseen = (z == -float("inf")).all(-1, keepdim=True)
+        return torch.softmax(z.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0).to(x.dtype)
+    return torch.softmax(z, -1).to(x.dtype)
+
+
+def masked_softmax_gradient(y: Tensor, dy: Tensor, scale: float, causal: bool) -> Tensor:
+    """The gradient of `masked_softmax` in x from its result y, whose dtype it has; what is hidden has y = 0."""
+    y_, dy_ = (t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (y, dy))
+    dz = (y_ * (dy_ - (y_ * dy_).sum(-1, keepdim=True))).to(y.dtype)
+    return dz if scale == 1.0 else dz * scale

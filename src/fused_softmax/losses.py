@@ -4,7 +4,7 @@
 
 Where a gradient is needed and the loss is a mean or a sum, it is written in the pass that reads the logits, for an
 upstream gradient of 1, and backward mends on the device what came with another one: one read, one write, no host
-synchronisation. Else the forward only reads, and a second kernel writes the gradient.
+synchronisation. Else, and under torch.compile, the forward only reads, and a second kernel writes the gradient.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import loss_formulas, row_losses
-from .operators import is_plain, refusal
+from . import loss_formulas, loss_operators, row_losses
+from .operators import is_compiled, is_plain, refusal
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -50,7 +50,7 @@ def cross_entropy(
         inplace_backward: writes the gradient over the logits, which saves memory of their size. They hold nothing of
             use afterwards, the graph cannot be run through twice, and an upstream gradient other than 1 is multiplied
             onto the gradient as it was rounded. Without effect for reduction
-            "none", for weights together with smoothing, and for logits that are copied first.
+            "none", for weights together with smoothing, for logits that are copied first, and under torch.compile.
 
     Returns: float32, or float64 for float64 logits (torch returns the logits' dtype, so 16 bits for 16-bit ones): a
     scalar, or for "none" a tensor of target's shape. The gradient has the logits' dtype, for any upstream gradient,
@@ -89,61 +89,63 @@ def cross_entropy_over(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, not {softcap}")
     n_cols = logits.shape[1] if logits.dim() > 1 else logits.numel()
-    if not _is_ours(logits, target, weight, reduction, label_smoothing, n_cols):
-        over = denominator is not None and reduction == "mean"
-        loss = loss_formulas.cross_entropy(
-            logits, target, weight, ignore_index, "sum" if over else reduction, label_smoothing, softcap, z_loss
+    plain = compiled = False
+    if _fits(logits, target, weight, reduction, label_smoothing, n_cols):
+        plain = is_plain(logits) and is_plain(target) and (weight is None or is_plain(weight))
+        plain = plain and logits.numel() > 0 and refusal(logits, logits.dtype) is None
+        compiled = not plain and n_cols > 0 and is_compiled(logits, target, weight)
+    if not (plain or compiled):
+        return loss_formulas.cross_entropy(
+            logits, target, weight, ignore_index, reduction, label_smoothing, softcap, z_loss, denominator
         )
-        return loss / denominator.reshape(()) if over and denominator is not None else loss
     flat = target.reshape(-1).contiguous()
-    if target.device.type == "cpu":
-        outside = (flat != ignore_index) & ((flat < 0) | (flat >= n_cols))
-        if outside.any():
-            raise IndexError(f"Target {int(flat[outside][0])} is out of bounds.")
     if weight is not None:
         weight = weight.detach().float().contiguous()
     if denominator is not None:
         denominator = denominator.to(logits.device, torch.float32).reshape(1)
     weight_sum = weight.sum().view(1) if weight is not None and label_smoothing else None
-    op = row_losses.CrossEntropy(
-        flat, weight, weight_sum, ignore_index, reduction, float(label_smoothing), softcap, float(z_loss), denominator
-    )
     rows = row_losses.rows_of(logits if logits.dim() < 3 else logits.movedim(1, -1), n_cols)
-    if rows.requires_grad and torch.is_grad_enabled():
-        loss = RowCrossEntropy.apply(rows, op, inplace_backward)
+    described = (
+        flat, weight, weight_sum, ignore_index, reduction, float(label_smoothing), softcap, float(z_loss), denominator
+    )  # fmt: skip
+    if compiled:
+        loss, _ = loss_operators.cross_entropy(rows, *described)
     else:
-        losses, _ = row_losses.cross_entropy_forward(rows, op)
-        loss = row_losses.reduce_losses(losses, op, n_cols)
+        if flat.device.type == "cpu":
+            row_losses.check_targets(flat, ignore_index, n_cols)
+        loss = _by_kernels(rows, row_losses.CrossEntropy(*described), inplace_backward)
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-def _is_ours(
+def _by_kernels(x: Tensor, op: row_losses.CrossEntropy, inplace: bool) -> Tensor:
+    if x.requires_grad and torch.is_grad_enabled():
+        return RowCrossEntropy.apply(x, op, inplace)
+    losses, _ = row_losses.cross_entropy_forward(x, op)
+    return row_losses.reduce_losses(losses, op, x.shape[1])
+
+
+def _fits(
     logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, label_smoothing: float, n_cols: int
 ) -> bool:
-    """Whether the kernels take this call; what is wrong with others, torch's own function says."""
+    """Whether shapes and options are the kernels'; what is wrong with others, torch's own function says."""
     shape = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else torch.Size(())
     return (
         logits.dim() > 0
-        and logits.numel() > 0
         and target.dtype is torch.int64
         and target.shape == shape
         and target.device == logits.device
         and reduction in REDUCTIONS
         and 0.0 <= label_smoothing <= 1.0
-        and is_plain(logits)
-        and is_plain(target)
-        and refusal(logits, logits.dtype) is None
-        and (weight is None or _fits(weight, logits, n_cols))
+        and (weight is None or _weighs(weight, logits, n_cols))
     )
 
 
-def _fits(weight: Tensor, logits: Tensor, n_cols: int) -> bool:
+def _weighs(weight: Tensor, logits: Tensor, n_cols: int) -> bool:
     return (
         weight.shape == (n_cols,)
         and weight.device == logits.device
         and weight.dtype in (torch.float32, logits.dtype)
         and not weight.requires_grad
-        and is_plain(weight)
     )
 
 
@@ -184,7 +186,10 @@ class RowCrossEntropy(torch.autograd.Function):
         x, target, weight, weight_sum, lse, count = ctx.saved_tensors
         op = replace(ctx.op, target=target, weight=weight, weight_sum=weight_sum)
         if torch.is_grad_enabled() or not is_plain(g):
-            return _differentiable_gradient(x, op, g, count if ctx.over else None), None, None
+            if x is None:
+                raise RuntimeError(_OVERWRITTEN)
+            op = replace(op, denominator=count if ctx.over else None)
+            return loss_formulas.cross_entropy_gradient(g, x, op), None, None
         written, ctx.written = ctx.written, None
         upstream = g.reshape(-1).float().contiguous()
         if ctx.inplace:
@@ -203,18 +208,3 @@ _OVERWRITTEN = (
     "cross_entropy(inplace_backward=True) wrote the gradient over the logits: one can go backward through it once, "
     "and not differentiate its gradient"
 )
-
-
-def _differentiable_gradient(
-    x: Tensor | None, op: row_losses.CrossEntropy, g: Tensor, denominator: Tensor | None
-) -> Tensor:
-    if x is None:
-        raise RuntimeError(_OVERWRITTEN)
-    with torch.enable_grad():
-        reduction = op.reduction if denominator is None else "sum"
-        loss = loss_formulas.cross_entropy(
-            x, op.target, op.weight, op.ignore_index, reduction, op.smoothing, op.softcap, op.z_loss
-        )
-        if denominator is not None:
-            loss = loss / denominator[0]
-        return torch.autograd.grad(loss, x, g, create_graph=True)[0]

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from . import row_losses, rows
-from .device import describe
+from .device import describe, interpreting
 from .launch import DTYPE_NAMES
 from .plan import Device
 
@@ -57,6 +57,42 @@ def is_plain(x: Tensor) -> bool:
     )
 
 
+# device types whose tensors have kernels, for torch.compile: it asks no device while it traces
+_KERNEL_DEVICES = ("cpu",) if interpreting() else ("cuda",)
+
+
+def refusal_while_compiling(x: Tensor, dtype: torch.dtype) -> str | None:
+    """`refusal` as far as a trace can know it; the operator asks again, on the real tensor."""
+    # isinstance, not None: dynamo wraps what it finds
+    if isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter):
+        return "a transform of torch.func inside torch.compile is PyTorch's"
+    if x.device.type not in _KERNEL_DEVICES:
+        return f"no kernels for device type {x.device.type!r}"
+    return None if dtype in (*_HALVES, torch.float32) else f"{dtype} is PyTorch's"
+
+
+def is_compiled(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether torch.compile is tracing, and an operator of ours may stand in its graph for x and others.
+
+    They must be plain tensors; x's dtype and device type must have kernels. What it takes real tensors to know (empty
+    ones, strides) is left to the operator.
+    """
+    return (
+        torch.compiler.is_compiling()
+        and all(t is None or type(t) is Tensor or type(t) is Parameter or is_traced(t) for t in (x, *others))
+        and forward_ad._current_level < 0
+        and refusal_while_compiling(x, x.dtype) is None
+    )
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether this is a tensor that stands for a plain one while a graph is made of the call."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(x, (FakeTensor, FunctionalTensor))
+
+
 # --- logsumexp's gradient, for what the kernels do not take, and for the gradient of the gradient
 
 
@@ -82,12 +118,22 @@ def probabilities(x: Tensor, lse: Tensor, dim: list[int], keepdim: bool) -> Tens
 library = torch.library.Library("fused_softmax", "DEF")
 
 
-def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator fused_softmax::<schema>, of a kernel for any device and a fake kernel, which knows shapes alone."""
     name = schema.split("(")[0]
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fused_softmax::{name}", fake, lib=library)
     return getattr(torch.ops.fused_softmax, name).default
+
+
+def not_differentiable(name: str) -> None:
+    """Registers that fused_softmax::<name>, a gradient, has none: an error, where torch would warn and go on."""
+
+    def backward(ctx: Any, *upstream: Tensor | None) -> None:
+        raise RuntimeError(f"fused_softmax::{name} is a gradient that cannot be differentiated")
+
+    torch.library.register_autograd(f"fused_softmax::{name}", backward, lib=library)
 
 
 def _in_range(dim: int, n_dims: int) -> None:
@@ -167,22 +213,22 @@ def _logsumexp_backward_fake(g: Tensor, x: Tensor, lse: Tensor, dim: list[int], 
     return x.new_empty(x.shape)
 
 
-softmax = _define("softmax(Tensor x, int dim, ScalarType? dtype=None) -> Tensor", _forward_kernel(False), _forward_fake)
-log_softmax = _define(
+softmax = define("softmax(Tensor x, int dim, ScalarType? dtype=None) -> Tensor", _forward_kernel(False), _forward_fake)
+log_softmax = define(
     "log_softmax(Tensor x, int dim, ScalarType? dtype=None) -> Tensor", _forward_kernel(True), _forward_fake
 )
-softmax_backward = _define(
+softmax_backward = define(
     "softmax_backward(Tensor dy, Tensor y, int dim, ScalarType input_dtype) -> Tensor",
     _backward_kernel(False),
     _backward_fake,
 )
-log_softmax_backward = _define(
+log_softmax_backward = define(
     "log_softmax_backward(Tensor dy, Tensor y, int dim, ScalarType input_dtype) -> Tensor",
     _backward_kernel(True),
     _backward_fake,
 )
-logsumexp = _define("logsumexp(Tensor x, int[] dim, bool keepdim=False) -> Tensor", _logsumexp_kernel, _logsumexp_fake)
-logsumexp_backward = _define(
+logsumexp = define("logsumexp(Tensor x, int[] dim, bool keepdim=False) -> Tensor", _logsumexp_kernel, _logsumexp_fake)
+logsumexp_backward = define(
     "logsumexp_backward(Tensor g, Tensor x, Tensor lse, int[] dim, bool keepdim=False) -> Tensor",
     _logsumexp_backward_kernel,
     _logsumexp_backward_fake,

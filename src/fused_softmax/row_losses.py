@@ -64,6 +64,19 @@ class CrossEntropy:
         return self.target, weight, unused if self.weight_sum is None else self.weight_sum
 
 
+def check_targets(target: Tensor, ignore_index: int, n_cols: int) -> None:
+    """IndexError for a target outside the classes; for the CPU, as a GPU's kernels assert it themselves."""
+    outside = (target != ignore_index) & ((target < 0) | (target >= n_cols))
+    if outside.any():
+        raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
+
+
+def check_ids(ids: Tensor, n_cols: int) -> None:
+    """IndexError for an id outside the columns; for the CPU, as on a GPU to know would be to wait."""
+    if ids.numel() and (ids.min() < 0 or ids.max() >= n_cols):
+        raise IndexError(f"token_ids are out of bounds for {n_cols} columns")
+
+
 def fits_on_chip(x: Tensor, dx: Tensor, op: CrossEntropy) -> bool:
     """Whether a row can be held while its loss is computed, so that the gradient is written in the same pass."""
     planner = _PLANNERS[op.smoothed]
@@ -209,6 +222,7 @@ def statistics_backward(
     g_lse: Tensor | None = None,
 ) -> None:
     """Into dx the gradient of what `statistics` returns; an upstream gradient that is None counts for nothing."""
+    g_picked, g_entropy, g_lse = (None if g is None else g.float().contiguous() for g in (g_picked, g_entropy, g_lse))
     n_picks = 0 if ids is None or g_picked is None else ids.shape[1]
     by_row = isinstance(scale, Tensor)
     given = (lse, entropy, g_entropy, ids, g_picked, g_lse, scale if isinstance(scale, Tensor) else None)
@@ -231,7 +245,7 @@ def logsumexp_backward(g: Tensor, x: Tensor, lse: Tensor, dims: tuple[int, ...],
     """dx = g*exp(x - lse), contiguous, in x's dtype; 0 where a row is nothing but -inf, as torch has it."""
     kept, folded = _folded(x, dims)
     dx = torch.empty(folded.shape, dtype=x.dtype, device=x.device)
-    statistics_backward(folded, dx, lse.reshape(-1).float(), 1.0, g_lse=g.reshape(-1).float().contiguous())
+    statistics_backward(folded, dx, lse.reshape(-1).float(), 1.0, g_lse=g.reshape(-1))
     order = (*kept, *dims)
     back = sorted(range(x.dim()), key=lambda i: order[i])
     return dx.view([x.shape[d] for d in order]).permute(back).contiguous()

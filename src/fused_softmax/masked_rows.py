@@ -1,0 +1,107 @@
+"""masked_softmax over whole tensors, forward and backward: folds scores and mask, and launches.
+
+No autograd and no checks: `masked` and its operator call these with what the kernels take.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from . import row_losses, rows
+from .launch import _device_of, problem_of
+from .loss_launch import Flags, launch_rows
+from .loss_plans import plan_masked
+from .operators import refusal
+from .plan import Device, Plan, Problem
+
+# the kernels count rows in 32 bits
+MAX_ROWS = 2**31
+
+
+def takes(x: Tensor) -> bool:
+    """Whether the kernels take scores x, (..., n_cols)."""
+    return x.dim() > 0 and x.numel() > 0 and refusal(x, x.dtype) is None and x.numel() // x.shape[-1] < MAX_ROWS
+
+
+def _planned(problem: Problem, device: Device, masked: bool, backward: bool) -> Plan:
+    return plan_masked(replace(problem, backward=backward), device, masked)
+
+
+# what a launch is planned by; a mask takes as many registers as a second row
+_plan_unmasked = functools.lru_cache(functools.partial(_planned, masked=False, backward=False))
+_plan_masked = functools.lru_cache(functools.partial(_planned, masked=True, backward=False))
+_plan_backward = functools.lru_cache(functools.partial(_planned, masked=False, backward=True))
+
+
+def _rows(t: Tensor) -> Tensor:
+    return row_losses.rows_of(t, t.shape[-1])
+
+
+def masked_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
+    """softmax(scale*x) of what the mask (bool or floating, of any strides) and causality leave; contiguous."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x_rows, y_rows = _rows(x), _rows(y)
+    n_queries = x.shape[-2] if x.dim() > 1 else 1
+    order = _order(x_rows.shape[0], n_queries)
+    numbers: tuple[int, ...] = (1, 1, 0, 0, 0, 0, 0)
+    kind, cols, vec, read = 0, 0, 1, y_rows
+    if mask is not None:
+        kind = 1 if mask.dtype is torch.bool else 2
+        read = mask.detach().view(torch.uint8) if kind == 1 else mask.detach()
+        expanded = read.expand(x.shape if x.dim() > 1 else (1, *x.shape))
+        batch = rows._merge(
+            [(n, s) for n, s in zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True) if n != 1]
+        )
+        if len(batch) > 3:  # no three strides describe it
+            read = expanded = expanded.contiguous()
+            batch = rows._merge(list(zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True)))
+        outer, middle, inner = ([(1, 0)] * 3 + batch)[-3:]
+        m_query, m_col = expanded.stride()[-2:]
+        m_col = 0 if expanded.shape[-1] == 1 else m_col
+        cols = m_col if m_col in (0, 1) else 2
+        strides = (outer[1], middle[1], inner[1], m_query)
+        vec = _mask_vector(expanded, strides) if cols == 1 else 1
+        numbers = (middle[0], inner[0], *(s // vec for s in strides), m_col)
+    planner = _plan_masked if kind else _plan_unmasked
+    chosen = planner(problem_of(x_rows, y_rows), _device_of(x))
+    flags: Flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec), ("CAUSAL", causal), ("ZERO", zero))
+    flags = (*flags, ("STREAM", chosen.regime == "stream"))
+    vectors, given = (read,), (*order, *numbers, scale)
+    launch_rows("masked_softmax_forward", (x_rows, y_rows), vectors, given, flags, planner, aligned=True)
+    return y
+
+
+def _order(n_rows: int, n_queries: int) -> tuple[int, int, int, int]:
+    """(n_queries, n_batch, magic, power) of the kernels' `row_at` and `divide`."""
+    n_batch = n_rows // n_queries
+    power = 31 + (n_batch - 1).bit_length()
+    return n_queries, n_batch, -(-(1 << power) // n_batch), power
+
+
+def _mask_vector(mask: Tensor, strides: Sequence[int]) -> int:
+    """Elements that the mask's address and all its strides are multiples of: at most 16 bytes, a power of two."""
+    vec = 16 // mask.element_size()
+    while vec > 1 and (mask.data_ptr() % (vec * mask.element_size()) or any(s % vec for s in strides)):
+        vec //= 2
+    return vec
+
+
+def masked_backward(y: Tensor, dy: Tensor, scale: float, causal: bool) -> Tensor:
+    """scale*y*(dy - sum(dy*y)), contiguous, in y's dtype; causal: what the forward hid is not read."""
+    y_rows, dy_rows = _rows(y), _rows(dy.to(y.dtype))
+    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    dx_rows = _rows(dx)
+    if _plan_backward(problem_of(y_rows, dy_rows, dx_rows), _device_of(y)).regime == "stream":
+        gradient = rows.softmax_backward(dy.to(y.dtype), y, -1, y.dtype, False)
+        return gradient if scale == 1.0 else gradient.mul_(scale)
+    n_queries = y.shape[-2] if y.dim() > 1 else 1
+    tensors, flags = (y_rows, dy_rows, dx_rows), (("CAUSAL", causal),)
+    launch_rows(
+        "masked_softmax_backward", tensors, (), (*_order(y_rows.shape[0], n_queries), scale), flags, _plan_backward
+    )
+    return dx
