@@ -18,42 +18,45 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 LEGEND = f"""\
 # What the planner chooses, made by `{COMMAND}`. A cell: regime, rows of a program x CTAs of a row,
 # warps, lanes*vec*chunks; then, where they apply: +n chunks without a mask, edge: head and tail apart, twice: exp
-# computed twice, <=n: registers a thread. "=" is the plan of the device to its left. float16 is planned as bfloat16 is.
+# computed twice, <=n: registers a thread; parked n: chunks in shared memory, kept n: chunks of a row that is walked
+# twice, n ahead: chunks of y read early. "=" is the plan of the device to its left. float16 is planned as bfloat16 is.
 """
 
 
-def cases() -> Iterator[tuple[tuple[str, str], bool, str, int]]:
-    """(dtypes, backward, layout, n_cols): every way rows lie for the forward, contiguous rows for the gradient."""
+def cases() -> Iterator[tuple[tuple[str, str], bool, bool, str, int]]:
+    """(dtypes, backward, log, layout, n_cols): every way rows lie for softmax, contiguous rows for all else."""
     for dtypes in DTYPES:
         if dtypes == ("float16", "float16"):
             continue
-        for backward in (False, True):
-            for layout in LAYOUTS[:1] if backward else LAYOUTS:
+        for backward, log in ((False, False), (True, False), (False, True), (True, True)):
+            for layout in LAYOUTS[:1] if backward or log else LAYOUTS:
                 for n_cols in WIDTHS:
-                    yield dtypes, backward, layout, n_cols
+                    yield dtypes, backward, log, layout, n_cols
 
 
 def chosen() -> Iterator[tuple[Problem, Device, Plan]]:
     """Every plan of the table."""
-    for dtypes, backward, layout, n_cols in cases():
+    for dtypes, backward, log, layout, n_cols in cases():
         for target in TARGETS:
-            asked = problem(n_cols, dtypes, layout, backward)
+            asked = problem(n_cols, dtypes, layout, backward, log)
             yield asked, DEVICES[target], plan(asked, DEVICES[target])
 
 
 def cell(p: Plan) -> str:
     said = f"{p.regime} {p.rows}x{p.ctas} {p.num_warps}w {p.lanes}*{p.vec}*{p.chunks}"
     said += f" +{p.unmasked}" * (p.unmasked > 0) + " edge" * p.edge + " twice" * p.recompute
+    said += f" parked {p.parked}" * (p.parked > 0) + f" kept {p.kept}" * (p.kept > 0)
+    said += f" {p.ahead} ahead" * (p.ahead is not None)
     return said + (f" <={p.max_registers}" if p.max_registers is not None else "")
 
 
 def table() -> str:
     """The whole file."""
     lines, heading = [LEGEND], None
-    for dtypes, backward, layout, n_cols in cases():
-        asked = problem(n_cols, dtypes, layout, backward)
-        if heading != (heading := (dtypes, backward, layout)):
-            op = "softmax backward" if backward else "softmax"
+    for dtypes, backward, log, layout, n_cols in cases():
+        asked = problem(n_cols, dtypes, layout, backward, log)
+        if heading != (heading := (dtypes, backward, log, layout)):
+            op = "log_" * log + "softmax" + " backward" * backward
             lines.append(f"\n{op}, {'->'.join(dict.fromkeys(dtypes))}, {layout} rows")
             lines.append(_line("columns", TARGETS))
         cells = [cell(plan(asked, DEVICES[target])) for target in TARGETS]

@@ -24,12 +24,14 @@ DTYPES = (("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32
 LAYOUTS = ("contiguous", "shifted", "apart")
 
 
-def problem(n_cols: int, dtypes: tuple[str, str], layout: str = "contiguous", backward: bool = False) -> Problem:
+def problem(
+    n_cols: int, dtypes: tuple[str, str], layout: str = "contiguous", backward: bool = False, log: bool = False
+) -> Problem:
     """What launch.problem_of says of rows in this layout. dtypes: the forward's (input, output)."""
     full = 16 // min(ITEMSIZE[dtype] for dtype in dtypes)
     vec = min(full, n_cols & -n_cols) if layout == "contiguous" else 1
     read, written = reversed(dtypes) if backward else dtypes
-    return Problem(n_cols, read, written, vec, in_phase=layout != "apart", backward=backward)
+    return Problem(n_cols, read, written, vec, in_phase=layout != "apart", backward=backward, log=log)
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,15 @@ def kernels(
         for pair in dtypes:
             for backward, log in ops:
                 for layout in layouts:
-                    chosen = plan(problem(n_cols, pair, layout, backward), DEVICES[target])
-                    key = (pair, backward, *compile_time(chosen, DEVICES[target], log=log))
+                    chosen = plan(problem(n_cols, pair, layout, backward, log), DEVICES[target])
+                    key = (pair, backward, *compile_time(chosen, DEVICES[target], log=log, backward=backward))
                     found.setdefault(key, Kernel(target, pair, backward, log, chosen, n_cols))
     return list(found.values())
 
 
-def compile_time(chosen: Plan, device: Device, *, log: bool = False) -> tuple[object, ...]:
+def compile_time(chosen: Plan, device: Device, *, log: bool = False, backward: bool = False) -> tuple[object, ...]:
     """What tells one kernel from another, but for the dtypes."""
-    return (chosen.regime == "stream", chosen.vec, *sorted(chosen.meta(device, log=log).items()))
+    return (chosen.regime == "stream", chosen.vec, *sorted(chosen.meta(device, log=log, backward=backward).items()))
 
 
 def compile_kernel(kernel: Kernel):

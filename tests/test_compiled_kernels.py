@@ -29,7 +29,7 @@ def hungriest(of: Iterable[Kernel]) -> list[Kernel]:
     for k in of:
         p = k.plan
         kind = (k.dtypes, k.backward, k.log, p.regime, p.rows, p.ctas, p.num_warps, p.vec, p.edge, p.recompute)
-        kind += (p.max_registers,)
+        kind += (p.max_registers, p.parked, p.kept, p.ahead)
         longest[kind] = max(longest.get(kind, k), k, key=lambda k: k.plan.chunks * k.plan.lanes)
     return list(longest.values())
 

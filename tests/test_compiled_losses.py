@@ -112,6 +112,6 @@ def test_masked_softmax_does_not_spill(n_cols, mask, causal):
     vec = 8 if mask and n_cols % 8 == 0 else 1
     flags = (("MASK", mask), ("MASK_COLS", int(mask > 0)), ("MASK_VEC", vec), ("CAUSAL", causal), ("ZERO", False))
     flags = (*flags, ("STREAM", plan.regime == "stream"))
-    numbers = (*masked_rows._order(4, 2), 1, 2, 0, 0, 0, n_cols // vec, 1, 0.5)
+    numbers = (*masked_rows._order(x, 2, shared=True), 1, 2, 0, 0, 0, n_cols // vec, 1, 0.5)
     launch = loss_launch.row_launch("masked_softmax_forward", (x, x), (of_mask,), numbers, flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0

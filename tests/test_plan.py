@@ -19,17 +19,24 @@ import torch
 from planned import DTYPES, PROMISED, compile_time, kernels, problem
 
 import fused_softmax.plan
+from fused_softmax import ladders
 from fused_softmax.launch import problem_of
 from fused_softmax.plan import DEVICES, REGIMES, TILE_MAX_COLS, Device, Plan, Problem, plan
 
-TABLES = ("FORWARD_CLUSTER", "BACKWARD_CLUSTER", "FORWARD_BLOCK", "BACKWARD_BLOCK")
+# (target, backward, log) -> its ladders
+TABLES = {
+    **{("sm_90", *which): ladders.CLUSTER[which] for which in ladders.CLUSTER},
+    ("sm_80", False, False): ladders.FORWARD_BLOCK,
+    ("sm_80", True, False): ladders.BACKWARD_BLOCK,
+}
 RANDOM = random.Random(0)
 EDGES = {
     rung.max_cols + by
-    for table in TABLES
-    for rungs in getattr(fused_softmax.plan, table).values()
+    for table in TABLES.values()
+    for rungs in table.values()
     for rung in rungs
     for by in (-8, -1, 0, 1)
+    if rung.max_cols < ladders.WIDEST
 }
 WIDTHS = sorted(
     {*range(1, 300), *range(300, 70000, 211), *EDGES, *(RANDOM.randrange(70000, 1 << 22) for _ in range(60))}
@@ -77,7 +84,10 @@ def test_every_regime_is_chosen(chosen):
         (lambda q, p: p.vec, {1, 2, 4, 8}),
         (lambda q, p: p.ctas, {1, 2, 4, 8, 16}),
         (lambda q, p: (p.regime, p.edge), {(r, edge) for r in REGIMES for edge in (False, True)}),
-        (lambda q, p: (p.recompute, p.max_registers is None), {(False, True), (True, False), (True, True)}),
+        (
+            lambda q, p: (p.recompute, p.max_registers is None),
+            {(False, True), (True, False), (True, True), (False, False)},
+        ),
         (lambda q, p: (q.backward, p.recompute), {(b, r) for b in (False, True) for r in (False, True)}),
         (
             lambda q, p: (p.edge, unmasked_of(p)),
@@ -101,15 +111,21 @@ def unmasked_of(p: Plan) -> str:
     return {0: "none", p.chunks: "all"}.get(p.unmasked, "but two")
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", TABLES, ids=str)
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_every_rung_is_chosen_by_some_width(table, itemsize):
-    target = "sm_90" if "CLUSTER" in table else "sm_80"
+    target, backward, log = table
     dtype = {2: "bfloat16", 4: "float32"}[itemsize]
-    rungs, below = getattr(fused_softmax.plan, table)[itemsize], fused_softmax.plan.TILE_COLS[itemsize]
+    rungs, below = TABLES[table][itemsize], fused_softmax.plan.TILE_COLS[itemsize]
     for rung in rungs:
         assert rung.max_cols > below, f"{rung} comes after {below}"
-        got = plan(problem(rung.max_cols, (dtype, dtype), backward="BACKWARD" in table), DEVICES[target])
+        widest = 2 * below if rung.max_cols == ladders.WIDEST else rung.max_cols
+        got = plan(problem(widest, (dtype, dtype), backward=backward, log=log), DEVICES[target])
+        assert (got.kept, got.ahead, got.regime == "stream") == (rung.kept, rung.ahead, rung.kept > 0), rung
+        assert got.parked == rung.parked, rung
+        if rung.kept:
+            assert (got.ctas, got.num_warps, got.chunks) == (rung.ctas, rung.num_warps, rung.step)
+            continue
         # a float32 row is kept as it is, so exp of it is computed twice at no cost in registers
         want = (
             rung.ctas,
@@ -143,8 +159,8 @@ def test_every_tile_rung_is_chosen_by_some_width(itemsize):
 def problems(n_cols: int):
     """Every Problem of this width: all dtypes, alignments and phases, forward and gradient."""
     for dtypes in DTYPES:
-        for backward in (False, True):
-            widest = problem(n_cols, dtypes, backward=backward)
+        for backward, log in ((False, False), (True, False), (True, True)):
+            widest = problem(n_cols, dtypes, backward=backward, log=log)
             for vec in (v for v in (1, 2, 4, 8) if v <= widest.vec):
                 for in_phase in (False, True):
                     yield dataclasses.replace(widest, vec=vec, in_phase=in_phase)
@@ -172,13 +188,23 @@ def broken(q: Problem, d: Device, p: Plan) -> str | None:
         return "vectors that rows are not aligned to"
     if p.max_registers is not None and p.max_registers * p.num_warps * d.warp_size > d.registers:
         return "more registers than there are"
-    if p.regime == "stream":
-        return None if p.unmasked == 0 else "stream masks every chunk"
+    if p.regime == "stream" and p.unmasked:
+        return "stream masks every chunk of a step"
+    if p.parked and (p.parked > p.unmasked or p.vec < q.full_vec or p.ctas == 1):
+        return "only whole chunks of vectors are parked, on a cluster"
+    if p.parked * p.lanes * 16 * (2 if q.backward and p.ahead is None else 1) > 47 << 10:
+        return "more parked than a kernel may declare"
+    if p.kept and p.regime != "stream" or p.ahead and not (q.backward and q.log):
+        return "rows that are walked twice keep chunks, and only log_softmax's gradient reads y late"
     # a row may start anywhere, so any head that is shorter than a vector
     heads = range(min(p.vec, q.n_cols + 1)) if p.edge else (0,)
     for vectors in {(q.n_cols - head) // p.vec for head in heads}:
         even = -(-vectors // p.ctas)
         slices = [min(even, vectors - rank * even) for rank in range(p.ctas)]
+        if p.regime == "stream":
+            if p.kept and p.kept * p.lanes > min(slices):
+                return f"{p.kept} chunks kept, and a slice of {min(slices)} vectors"
+            continue
         if sum(max(0, s) for s in slices) != vectors or max(slices) > p.lanes * p.chunks:
             return f"{vectors} vectors are not covered"
         if p.unmasked and p.unmasked * p.lanes > min(slices):
@@ -224,6 +250,9 @@ def test_a_forced_regime_covers_its_row_or_is_refused(regime):
         ({"ctas": 32}, "than the device has"),
         ({"parts": 2}, "parts are the warps"),
         ({"rows": 2}, "whole rows"),
+        ({"parked": 7}, "only whole chunks"),
+        ({"kept": 1}, "walked twice keep"),
+        ({"ahead": 1}, "reads y late"),
     ],
     ids=str,
 )
@@ -280,7 +309,7 @@ def test_an_unknown_regime_is_refused():
 
 def test_a_problem_knows_nothing_of_rows():
     fields = {field.name for field in dataclasses.fields(Problem)}
-    assert fields == {"n_cols", "dtype", "out_dtype", "vec", "in_phase", "backward"}
+    assert fields == {"n_cols", "dtype", "out_dtype", "vec", "in_phase", "backward", "log"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -224,7 +224,12 @@ LOSS_CLUSTER = (
 # masked softmax without a mask (causal), with one, and its gradient: up to 8,192 columns; softmax's beyond
 MASKED = {
     "unmasked": (Rung(1024, 1, 1), Rung(2048, 1, 2), Rung(4096, 1, 2), Rung(8192, 1, 4)),
-    "masked": (Rung(1024, 1, 1), Rung(2048, 1, 2), Rung(4096, 1, 4), Rung(8192, 1, 8)),
+    "masked": (
+        Rung(1024, 1, 1),
+        Rung(1536, 1, 2),
+        Rung(3072, 1, 4),
+        Rung(8192, 1, 8),
+    ),
     "backward": (Rung(1024, 1, 1, True), Rung(2048, 1, 2, True), Rung(4096, 1, 4, True), Rung(8192, 1, 8, True)),
 }
 # up to so many columns: CTAs of a row, warps of each, chunks of a step. H200, bfloat16, GB/s of log-probability with

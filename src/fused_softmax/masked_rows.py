@@ -21,6 +21,8 @@ from .plan import Device, Plan, Problem
 
 # the kernels count rows in 32 bits
 MAX_ROWS = 2**31
+# of scores that follow each other in memory before the same of the next batch; H200: 64 KB are 2% slower
+GROUP_BYTES = 2 << 20
 
 
 def takes(x: Tensor) -> bool:
@@ -47,7 +49,7 @@ def masked_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, z
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x_rows, y_rows = _rows(x), _rows(y)
     n_queries = x.shape[-2] if x.dim() > 1 else 1
-    order = _order(x_rows.shape[0], n_queries)
+    order = _order(x_rows, n_queries, shared=mask is not None)
     numbers: tuple[int, ...] = (1, 1, 0, 0, 0, 0, 0)
     kind, cols, vec, read = 0, 0, 1, y_rows
     if mask is not None:
@@ -76,11 +78,21 @@ def masked_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, z
     return y
 
 
-def _order(n_rows: int, n_queries: int) -> tuple[int, int, int, int]:
-    """(n_queries, n_batch, magic, power) of the kernels' `row_at` and `divide`."""
-    n_batch = n_rows // n_queries
-    power = 31 + (n_batch - 1).bit_length()
-    return n_queries, n_batch, -(-(1 << power) // n_batch), power
+def _order(x: Tensor, n_queries: int, shared: bool) -> tuple[int, ...]:
+    """(n_queries, n_group, magic, power, n_batch, magic, power) of the kernels' `row_at` and `divide`.
+
+    x: rows (n_rows, n_cols); shared: whether rows of the batch share a mask, so that they should come soon enough after
+    each other to find it in L2.
+    """
+    n_group = n_queries
+    if shared:
+        most = max(1, GROUP_BYTES // (x.shape[1] * x.element_size()))
+        n_group = next(n for n in range(min(most, n_queries), 0, -1) if n_queries % n == 0)
+    numbers = [n_queries]
+    for n in (n_group, x.shape[0] // n_queries):
+        power = 31 + (n - 1).bit_length()
+        numbers += [n, -(-(1 << power) // n), power]
+    return tuple(numbers)
 
 
 def _mask_vector(mask: Tensor, strides: Sequence[int]) -> int:
@@ -102,6 +114,6 @@ def masked_backward(y: Tensor, dy: Tensor, scale: float, causal: bool) -> Tensor
     n_queries = y.shape[-2] if y.dim() > 1 else 1
     tensors, flags = (y_rows, dy_rows, dx_rows), (("CAUSAL", causal),)
     launch_rows(
-        "masked_softmax_backward", tensors, (), (*_order(y_rows.shape[0], n_queries), scale), flags, _plan_backward
+        "masked_softmax_backward", tensors, (), (*_order(y_rows, n_queries, shared=False), scale), flags, _plan_backward
     )
     return dx

@@ -5,8 +5,8 @@
 
 Causal rows need no mask: query q sees columns 0..q, so its row is one of q + 1 columns, read in vectors but for its
 ends, and what lies beyond is written as zeros and not read. A mask is read once, where it lies, with its own strides (0
-where it is broadcast). Programs come by query, with the rows of the batch that share its mask next to each other, and
-the longest causal rows first. A row with no column left has sum 0 and is NaN, or zero where ZERO. What limits is the
+where it is broadcast). Programs come in groups of rows that lie together, with those that share a mask
+soon after each other. A row with no column left has sum 0 and is NaN, or zero where ZERO. What limits is the
 bytes of x and mask that are seen, and of y.
 """
 
@@ -17,7 +17,18 @@ import triton.language as tl
 
 from .cluster import merge_over_cluster, open_exchange, sum_over_cluster
 from .primitives import LOWEST, exp, exp_about, pivot, scaled, widen
-from .slices import chunk_offsets, edge_of, lines_of, load_chunks, part_of, slice_of, span_of, start_of, store_chunk
+from .slices import (
+    READS,
+    chunk_offsets,
+    edge_of,
+    lines_of,
+    load_chunks,
+    part_of,
+    slice_of,
+    span_of,
+    start_of,
+    store_chunk,
+)
 
 NO_MASK = tl.constexpr(0)
 BOOLEAN = tl.constexpr(1)
@@ -35,12 +46,21 @@ def divide(n, d, magic, power):
 
 
 @triton.jit
-def row_at(place, n_queries, n_batch, batch_magic, batch_power, CAUSAL: tl.constexpr):
-    """(row, batch, query) of the row that comes at `place`: queries in turn, each with all rows of the batch.
+def row_at(
+    place, n_queries, n_group, group_magic, group_power, n_batch, batch_magic, batch_power,
+    GROUPED: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """(row, batch, query) of the row that comes at `place`: where GROUPED n_group neighbours of a batch, then the same
+    of the next batch, so that they find their mask in L2; else all of a batch, n_group of them.
 
-    The longest causal rows come first, so that the shortest fill up the end.
+    Neighbours lie together in memory: rows that are a power of two apart, one after the other, cost a tenth of the
+    bandwidth. The longest causal rows come first.
     """
-    query, batch = divide(place, n_batch, batch_magic, batch_power)
+    turn, query = divide(place, n_group, group_magic, group_power)
+    batch = turn
+    if GROUPED:
+        group, batch = divide(turn, n_batch, batch_magic, batch_power)
+        query += group * n_group
     if CAUSAL:
         query = n_queries - 1 - query
     return batch * n_queries + query, batch, query.to(tl.int32)
@@ -102,7 +122,8 @@ def load_masks(
         if MASK_COLS == 0:
             tile = tl.load(at, mask=width > 0, other=0)[:, :, None]
         else:
-            tile = tl.load(at + (offsets if MASK_COLS == 1 else offsets * m_col), mask=offsets < width, other=0)
+            offsets_here = offsets if MASK_COLS == 1 else offsets * m_col
+            tile = tl.load(at + offsets_here, mask=offsets < width, other=0, eviction_policy=READS)
             tile = tl.reshape(tile, (LINES, LANES, VEC))
         tiles = tiles + (tile,)
     return tiles
@@ -140,8 +161,9 @@ def accumulate(z, m, s):
 
 @triton.jit(
     do_not_specialize=[
-        "n_rows", "n_cols", "x_stride", "y_stride", "phase", "n_queries", "n_batch", "batch_magic", "batch_power",
-        "n_middle", "n_inner", "m_outer", "m_middle", "m_inner", "m_query", "m_col", "scale",
+        "n_rows", "n_cols", "x_stride", "y_stride", "phase", "n_queries", "n_group", "group_magic", "group_power",
+        "n_batch", "batch_magic", "batch_power", "n_middle", "n_inner", "m_outer", "m_middle", "m_inner", "m_query",
+        "m_col", "scale",
     ]
 )  # fmt: skip
 def masked_softmax_forward(
@@ -154,7 +176,10 @@ def masked_softmax_forward(
     y_stride,
     phase,
     n_queries,  # rows are (outer, n_middle, n_inner, n_queries)
-    n_batch,  # n_rows/n_queries, and what `divide` takes of it
+    n_group,  # rows that are neighbours in the order of `row_at`, and what `divide` takes of it
+    group_magic,
+    group_power,
+    n_batch,  # n_rows/n_queries
     batch_magic,
     batch_power,
     n_middle,
@@ -189,7 +214,9 @@ def masked_softmax_forward(
     place, rank = lines_of(ROWS, CTAS, PARTS)
     part = part_of(LINES, PARTS)
     exists = place < n_rows
-    row, batch, query = row_at(place, n_queries, n_batch, batch_magic, batch_power, CAUSAL)
+    row, batch, query = row_at(
+        place, n_queries, n_group, group_magic, group_power, n_batch, batch_magic, batch_power, MASK != NO_MASK, CAUSAL
+    )
     head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, EDGE)
@@ -297,8 +324,8 @@ def masked_softmax_forward(
 
 @triton.jit(
     do_not_specialize=[
-        "n_rows", "n_cols", "y_stride", "dy_stride", "dx_stride", "phase", "n_queries", "n_batch", "batch_magic",
-        "batch_power", "scale",
+        "n_rows", "n_cols", "y_stride", "dy_stride", "dx_stride", "phase", "n_queries", "n_group", "group_magic",
+        "group_power", "n_batch", "batch_magic", "batch_power", "scale",
     ]
 )  # fmt: skip
 def masked_softmax_backward(
@@ -312,6 +339,9 @@ def masked_softmax_backward(
     dx_stride,
     phase,
     n_queries,
+    n_group,
+    group_magic,
+    group_power,
     n_batch,
     batch_magic,
     batch_power,
@@ -331,7 +361,9 @@ def masked_softmax_backward(
     place, rank = lines_of(ROWS, CTAS, PARTS)
     part = part_of(LINES, PARTS)
     exists = place < n_rows
-    row, _, query = row_at(place, n_queries, n_batch, batch_magic, batch_power, CAUSAL)
+    row, _, query = row_at(
+        place, n_queries, n_group, group_magic, group_power, n_batch, batch_magic, batch_power, False, CAUSAL
+    )
     head, interior = span_of(row, y_stride, phase, n_cols, VEC, EDGE)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, EDGE)
     dy_row = dy_ptr + start_of(row, dy_stride, phase, VEC, EDGE)

@@ -41,7 +41,7 @@ def _copy_ptx(place: int, parked: int, threads: int) -> str:
 def _fetch_ptx(place: int, threads: int) -> str:
     lines = ["{", ".reg .b32 thread, slot;", "mov.u32 thread, %tid.x;", "mov.u32 slot, row_parked;"]
     lines += ["mad.lo.u32 slot, thread, 16, slot;"]
-    return "\n".join([*lines, f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [slot+{place * 16 * threads}];", "}"])
+    return "\n".join([*lines, f"ld.volatile.shared.v4.b32 {{$0, $1, $2, $3}}, [slot+{place * 16 * threads}];", "}"])
 
 
 @triton.jit
