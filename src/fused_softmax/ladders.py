@@ -131,7 +131,7 @@ BACKWARD_CLUSTER = {
         Rung(2048, 1, 8, True),
         Rung(2560, 1, 4, True),
         Rung(3584, 1, 8, True),
-        Rung(4096, 2, 4, True),
+        Rung(4096, 2, 2, True),
         Rung(6144, 1, 8, True),
         Rung(8192, 2, 8, True, max_registers=56),
         Rung(12288, 4, 4, True, max_registers=72),
@@ -143,8 +143,8 @@ BACKWARD_CLUSTER = {
         Rung(212992, 16, 4, True),
         Rung(262144, 16, 8, True),
         Rung(524288, 16, 8, True, parked=5, max_registers=128),
-        Rung(655360, 16, 16, kept=8, step=3, max_registers=128),
-        Rung(WIDEST, 16, 16, kept=10, step=3, max_registers=128),
+        Rung(655360, 16, 16, kept=8, step=3),
+        Rung(WIDEST, 16, 16, kept=9, step=3),
     ),
     4: (
         Rung(1792, 1, 8),
@@ -158,8 +158,8 @@ BACKWARD_CLUSTER = {
         Rung(32768, 8, 8),
         Rung(212992, 16, 8),
         Rung(262144, 16, 8, parked=3, max_registers=128),
-        Rung(327680, 16, 16, kept=8, step=3, max_registers=128),
-        Rung(WIDEST, 16, 16, kept=10, step=3, max_registers=128),
+        Rung(327680, 16, 16, kept=8, step=3),
+        Rung(WIDEST, 16, 16, kept=10, step=3),
     ),
 }
 BACKWARD_LOG_CLUSTER = {

@@ -46,6 +46,7 @@ class Device:
     max_warps: int = 32  # of one program
     registers: int = 65536  # of one multiprocessor, 32 bits each
     max_cluster: int = 1  # CTAs in a thread-block cluster; 1: none
+    parks: bool = False  # whether chunks of a row may lie in shared memory: Hopper, where that is measured
 
     @property
     def ptx(self) -> bool:
@@ -60,7 +61,7 @@ class Device:
 
 DEVICES = {
     "sm_80": Device("sm_80", "cuda"),
-    "sm_90": Device("sm_90", "cuda", max_cluster=16),
+    "sm_90": Device("sm_90", "cuda", max_cluster=16, parks=True),
     "sm_100": Device("sm_100", "cuda", max_cluster=16),
     "sm_120": Device("sm_120", "cuda", max_cluster=8),
     "gfx942": Device("gfx942", "hip", warp_size=64, max_warps=16, registers=131072),
@@ -269,7 +270,7 @@ def resident_plan(problem: Problem, device: Device, rung: Rung) -> Plan | None:
     # an unaligned row's ends take room too
     tensors = 2 if problem.backward and rung.ahead is None else 1
     room = PARKED_BYTES // (VECTOR_BYTES * lanes * tensors)
-    parked = min(rung.parked + edge, unmasked, room) if apart and rung.parked else 0
+    parked = min(rung.parked + edge, unmasked, room) if device.parks and apart and rung.parked else 0
     if (
         not _fits(problem, rung, chunks - parked, recompute, device)
         or _staged(problem, rung.ctas * lanes * vec) > STAGED_BYTES
@@ -290,7 +291,7 @@ def resident_plan(problem: Problem, device: Device, rung: Rung) -> Plan | None:
         edge=edge,
         recompute=recompute,
         num_warps=num_warps,
-        max_registers=rung.max_registers if apart and (parked or not edge) else None,
+        max_registers=rung.max_registers if apart and (parked or not (edge or rung.parked)) else None,
         why=why,
         ahead=rung.ahead,
         parked=parked,
@@ -309,7 +310,8 @@ def stream_plan(problem: Problem, device: Device, rung: Rung | None = None) -> P
     shortest = _shortest(problem.n_cols // vec if edge else -(-problem.n_cols // vec), ctas, edge)
     kept, ahead, max_registers, also = 0, None, None, ""
     if apart and rung is not None and rung.kept * lanes <= shortest:
-        kept, ahead, chunks, max_registers = rung.kept, rung.ahead, rung.step, rung.max_registers
+        kept, ahead, chunks = rung.kept, rung.ahead, rung.step
+        max_registers = rung.max_registers
         also = f" but for {kept} vector(s) a thread that stay"
     why = f"the row is walked twice in steps by {ctas} CTA(s){also}: it does not fit on chip"
     parts = num_warps if apart else 1

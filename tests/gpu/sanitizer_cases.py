@@ -32,6 +32,8 @@ CASES = {
 
 # widths of tile, block and cluster, for gradients and losses
 OTHERS = (1000, 4097, 8192, 50257)
+# and of gradients alone
+LONG = (200019, 250001, 262144, 450001, 524288, 700001)
 
 
 def others(n_cols: int, dtype: torch.dtype) -> None:
@@ -62,7 +64,23 @@ def others(n_cols: int, dtype: torch.dtype) -> None:
         assert a.grad.isfinite().all()
 
 
+def long_rows(n_cols: int, dtype: torch.dtype) -> None:
+    """Gradients of rows whose chunks are parked in shared memory, kept from walk to walk, or read late."""
+    y, dy = (torch.softmax(logits(3, n_cols, dtype=dtype, device="cuda"), -1) for _ in range(2))
+    for name, log in (("softmax", False), ("log_softmax", True)):
+        got = getattr(torch.ops.fused_softmax, f"{name}_backward")(dy, y, -1, dtype).float()
+        a, b = y.float(), dy.float()
+        want = b - a.exp() * b.sum(-1, keepdim=True) if log else a * (b - (a * b).sum(-1, keepdim=True))
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-4)
+
+
 def main() -> None:
+    for n_cols in LONG:
+        for dtype in (torch.bfloat16, torch.float32):
+            long_rows(n_cols, dtype)
+            print("long gradients", n_cols, dtype_id(dtype), flush=True)
+    if sys.argv[1:] == ["long"]:
+        return
     for n_cols in OTHERS:
         for dtype in DTYPES:
             others(n_cols, dtype)
