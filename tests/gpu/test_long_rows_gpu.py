@@ -41,25 +41,39 @@ def planned(n_cols: int, dtype: torch.dtype, log: bool, backward: bool) -> plann
 @pytest.mark.parametrize("n_cols", WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_long_rows_and_their_gradients(op, dtype, n_cols):
-    torch.manual_seed(n_cols)
-    own = getattr(fused_softmax, op)
+def test_long_rows(op, dtype, n_cols):
     x = logits(5, n_cols, dtype=dtype, device="cuda")
     x[1, : n_cols // 2] = -float("inf")
+    y, own, want = getattr(fused_softmax, op)(x, -1), OPS[op](x, -1), OPS[op](x.double(), -1)
+    assert torch.equal(y.isfinite(), want.isfinite())
+    assert_no_worse(y, own, want, 0.0)
+
+
+@pytest.mark.parametrize("n_cols", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_long_gradients(op, dtype, n_cols):
+    """Of one and the same output y: what rounding it costs is the forward's."""
+    torch.manual_seed(n_cols)
+    y = OPS[op](logits(5, n_cols, dtype=dtype, device="cuda"), -1)
     dy = torch.randn(5, n_cols, device="cuda").to(dtype)
-    ours, theirs, exact = (x.detach().to(t).requires_grad_() for t in (dtype, dtype, torch.float64))
-    y, of_torch, want = own(ours, -1), OPS[op](theirs, -1), OPS[op](exact, -1)
-    (dx,) = torch.autograd.grad(y, ours, dy)
-    (dx_torch,) = torch.autograd.grad(of_torch, theirs, dy)
-    (dx_want,) = torch.autograd.grad(want, exact, dy.double())
-    for got, peer, right in ((y, of_torch, want), (dx, dx_torch, dx_want)):
-        assert torch.equal(got.isfinite(), right.isfinite())
-        right = right.nan_to_num(0.0, 0.0, 0.0)
-        error, of_peer = ((t.double().nan_to_num(0.0, 0.0, 0.0) - right).abs().amax(-1) for t in (got, peer))
-        assert (error <= 2 * of_peer + 8 * torch.finfo(torch.float32).eps * right.abs().amax(-1)).all(), (
-            error,
-            of_peer,
-        )
+    p, sums = y.double(), dy.double().sum(-1, keepdim=True)
+    if op == "softmax":
+        want = p * (dy.double() - (p * dy.double()).sum(-1, keepdim=True))
+        own, scale = torch._softmax_backward_data(dy, y, -1, dtype), p.amax(-1) * dy.abs().amax(-1)
+    else:
+        want = dy.double() - p.exp() * sums
+        own, scale = torch._log_softmax_backward_data(dy, y, -1, dtype), n_cols**0.5 * p.exp().amax(-1)
+    got = getattr(torch.ops.fused_softmax, f"{op}_backward")(dy, y, -1, dtype)
+    assert_no_worse(got, own, want, scale)
+
+
+def assert_no_worse(got: torch.Tensor, own: torch.Tensor, want: torch.Tensor, scale: torch.Tensor | float) -> None:
+    """At most twice torch's own worst error of the row, and some roundings of float32 of what was added up."""
+    want = want.nan_to_num(0.0, 0.0, 0.0)
+    error, of_torch = ((t.double().nan_to_num(0.0, 0.0, 0.0) - want).abs().amax(-1) for t in (got, own))
+    allowed = 2 * of_torch + 8 * torch.finfo(torch.float32).eps * (want.abs().amax(-1) + scale)
+    assert (error <= allowed).all(), (error, allowed)
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="Hopper's plans")
@@ -89,5 +103,6 @@ def test_long_gradients_write_nothing_outside_and_repeat_bit_for_bit(dtype, n_co
     inside = field[:, 8 : 8 + n_cols]
     launch_rows((y, y, inside), False, backward=True)
     assert (field[:, :8] == 7).all() and (field[:, 8 + n_cols :] == 7).all()
-    alone = torch.ops.fused_softmax.softmax_backward(y[2:3], y[2:3], -1, dtype)
-    assert torch.equal(alone[0], first[2])
+    if n_cols % 8 == 0:  # elsewhere a row starts as far from a vector as its place in the batch says
+        alone = torch.ops.fused_softmax.softmax_backward(y[2:3], y[2:3], -1, dtype)
+        assert torch.equal(alone[0], first[2])
