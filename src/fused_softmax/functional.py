@@ -59,8 +59,9 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, o
         result = eager.forward(input, dim, False)
         if result is not None:
             return result
-        if eager.needs_gradient(input, dim, False):
-            return RowSoftmax.apply(input, dim, input.dtype, False)
+        known = eager.known_but_for_its_gradient(input, dim, False)
+        if known is not None:
+            return RowSoftmax.apply(input, dim, input.dtype, False, known)
     return _forward(input, dim, dtype, out, False)
 
 
@@ -78,8 +79,9 @@ def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, 
         result = eager.forward(input, dim, True)
         if result is not None:
             return result
-        if eager.needs_gradient(input, dim, True):
-            return RowSoftmax.apply(input, dim, input.dtype, True)
+        known = eager.known_but_for_its_gradient(input, dim, True)
+        if known is not None:
+            return RowSoftmax.apply(input, dim, input.dtype, True, known)
     return _forward(input, dim, dtype, out, True)
 
 

@@ -32,10 +32,12 @@ class RowSoftmax(torch.autograd.Function):
     """softmax or log_softmax of a plain tensor that needs a gradient: the rows' kernels, without the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
-        y = eager.forward(x, dim, log) if dtype is x.dtype else None
-        if y is None:
-            y = rows.softmax_forward(x, dim, dtype, log)
+    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype, log: bool, known: Any = None) -> Tensor:
+        if known is not None:
+            y = eager.forward_known(x, known)
+        else:
+            found = eager.forward(x, dim, log) if dtype is x.dtype else None
+            y = rows.softmax_forward(x, dim, dtype, log) if found is None else found
         ctx.save_for_backward(y)
         ctx.dim, ctx.input_dtype, ctx.log = dim, x.dtype, log
         ctx.invariant = rows.is_batch_invariant()  # backward runs in a thread that does not know
@@ -43,18 +45,18 @@ class RowSoftmax(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
         if dy is None:
-            return None, None, None, None
+            return None, None, None, None, None
         (y,) = ctx.saved_tensors
         # no storage: autograd.grad(is_grads_batched=True) hands in all its gradients as one
-        if torch.is_grad_enabled() or not is_plain(dy) or not is_plain(y) or not torch._C._has_storage(dy):
+        if torch.is_grad_enabled() or not is_plain(dy) or type(y) is not Tensor or not torch._C._has_storage(dy):
             operator = log_softmax_backward if ctx.log else softmax_backward
-            return operator(dy, y, ctx.dim, ctx.input_dtype), None, None, None
+            return operator(dy, y, ctx.dim, ctx.input_dtype), None, None, None, None
         dx = eager.backward(dy, y, ctx.dim, ctx.log, ctx.invariant) if ctx.input_dtype is y.dtype else None
         if dx is None:
             dx = rows.softmax_backward(dy, y, ctx.dim, ctx.input_dtype, ctx.log, ctx.invariant)
-        return dx, None, None, None
+        return dx, None, None, None, None
 
 
 def _save_output(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
