@@ -175,3 +175,8 @@ def test_hugging_faces_trainer_loss(n_items):
     got.backward()
     want.backward()
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=3e-5, atol=1e-6)
+
+
+def test_token_ids_on_another_device_are_refused():
+    with pytest.raises(RuntimeError, match="same device.*meta"):
+        fs.token_logprobs(torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64, device="meta"))

@@ -170,3 +170,20 @@ def test_autocast_on_cpu_changes_nothing_as_in_torch():
     x = torch.randn(3, 5).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         assert fs.softmax(x).dtype == torch.softmax(x, -1).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "none", "token_logprobs", "masked_softmax"])
+def test_losses_take_gradients_that_are_batched(loss):
+    """autograd.grad(is_grads_batched=True) hands all upstream gradients in as one tensor without memory."""
+    ids = torch.tensor([1, 5, 2])
+    run = {
+        "cross_entropy": lambda x: fs.cross_entropy(x, ids),
+        "none": lambda x: fs.cross_entropy(x, ids, reduction="none"),
+        "token_logprobs": lambda x: fs.token_logprobs(x, ids, return_entropy=True).entropy,
+        "masked_softmax": lambda x: fs.masked_softmax(x, causal=True),
+    }[loss]
+    x = torch.randn(3, 8, requires_grad=True)
+    upstream = torch.randn(4, *run(x).shape)
+    (got,) = torch.autograd.grad(run(x), x, upstream, is_grads_batched=True)
+    one_by_one = [torch.autograd.grad(run(x), x, g)[0] for g in upstream]
+    torch.testing.assert_close(got, torch.stack(one_by_one))

@@ -49,8 +49,7 @@ class RowSoftmax(torch.autograd.Function):
         if dy is None:
             return None, None, None, None, None
         (y,) = ctx.saved_tensors
-        # no storage: autograd.grad(is_grads_batched=True) hands in all its gradients as one
-        if torch.is_grad_enabled() or not is_plain(dy) or type(y) is not Tensor or not torch._C._has_storage(dy):
+        if torch.is_grad_enabled() or not is_plain(dy) or type(y) is not Tensor:
             operator = log_softmax_backward if ctx.log else softmax_backward
             return operator(dy, y, ctx.dim, ctx.input_dtype), None, None, None, None
         dx = eager.backward(dy, y, ctx.dim, ctx.log, ctx.invariant) if ctx.input_dtype is y.dtype else None

@@ -53,7 +53,7 @@ def token_logprobs(
     NaN, it adds nothing to the gradient and nothing outside the row is read.
 
     Raises: ValueError for shapes that do not fit, or a temperature that is not positive; TypeError for token_ids that
-    are no integers.
+    are no integers; RuntimeError for token_ids on another device than the logits.
 
     >>> token_logprobs(torch.zeros(2, 4), torch.tensor([1, 3]))
     tensor([-1.3863, -1.3863])
@@ -66,6 +66,11 @@ def token_logprobs(
         )
     if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype is torch.bool:
         raise TypeError(f"token_ids must be integers, not {token_ids.dtype}")
+    if token_ids.device != logits.device:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but token_ids is on {token_ids.device} and logits is on "
+            f"{logits.device}"
+        )
     n_cols, batch = logits.shape[-1], logits.shape[:-1]
     ids = (token_ids.unsqueeze(-1) if one else token_ids).long()
     if ids.device.type == "cpu" and not torch.compiler.is_compiling():  # what is traced has no values

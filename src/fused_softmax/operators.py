@@ -43,8 +43,9 @@ def fuses(from_dtype: torch.dtype, to_dtype: torch.dtype) -> bool:
 def is_plain(x: Tensor) -> bool:
     """Whether nothing but autograd watches x: then the dispatcher can be left out.
 
-    False while compiling, tracing, in a dispatch mode, under torch.func or forward-mode AD, for subclasses and for
-    lazily negated views.
+    False while compiling, tracing, in a dispatch mode, under torch.func or forward-mode AD, for subclasses, for lazily
+    negated views and for what has no memory of its own, as the gradients that autograd.grad(is_grads_batched=True)
+    hands in as one.
     """
     return (
         not torch.compiler.is_compiling()
@@ -54,6 +55,7 @@ def is_plain(x: Tensor) -> bool:
         and forward_ad._current_level < 0
         and torch._C._get_tracing_state() is None
         and not x.is_neg()
+        and torch._C._has_storage(x)
     )
 
 
