@@ -98,24 +98,22 @@ FORWARD_CLUSTER = {
 }
 
 
-def _beyond(ladder: tuple[Rung, ...], max_cols: int, *rungs: Rung) -> tuple[Rung, ...]:
-    """The rungs of `ladder` up to max_cols, and others from there on."""
-    return (*(rung for rung in ladder if rung.max_cols <= max_cols), *rungs)
+def _between(ladder: tuple[Rung, ...], above: int, max_cols: int) -> tuple[Rung, ...]:
+    """The rungs of `ladder` for widths from above + 1 to max_cols."""
+    return tuple(rung for rung in ladder if above < rung.max_cols <= max_cols)
 
 
 FORWARD_LOG_CLUSTER = {
-    2: _beyond(
-        FORWARD_CLUSTER[2],
-        131072,
+    2: (
+        *_between(FORWARD_CLUSTER[2], 0, 131072),
         Rung(163840, 16, 4, True, max_registers=80),
         Rung(212992, 16, 4, True, max_registers=96),
         Rung(262144, 16, 4, True, max_registers=112),
         Rung(524288, 16, 8, True, max_registers=120),
         Rung(1048576, 16, 16, True, max_registers=112),
     ),
-    4: _beyond(
-        FORWARD_CLUSTER[4],
-        65536,
+    4: (
+        *_between(FORWARD_CLUSTER[4], 0, 65536),
         Rung(114688, 16, 8),
         Rung(131072, 8, 16, max_registers=64),
         Rung(212992, 16, 8),
@@ -163,9 +161,10 @@ BACKWARD_CLUSTER = {
     ),
 }
 BACKWARD_LOG_CLUSTER = {
-    2: _beyond(
-        BACKWARD_CLUSTER[2],
-        131072,
+    2: (
+        Rung(2560, 1, 4, True),
+        Rung(6144, 1, 8, True),
+        *_between(BACKWARD_CLUSTER[2], 6144, 131072),
         Rung(163840, 16, 4, True),
         Rung(212992, 16, 4, True, parked=2, max_registers=128),
         Rung(262144, 16, 4, True, max_registers=160),
@@ -173,9 +172,10 @@ BACKWARD_LOG_CLUSTER = {
         Rung(1048576, 16, 16, True, parked=2, ahead=4, max_registers=128),
         Rung(WIDEST, 16, 8, kept=16, step=4, ahead=4, max_registers=128),
     ),
-    4: _beyond(
-        BACKWARD_CLUSTER[4],
-        212992,
+    4: (
+        Rung(2560, 1, 8),
+        Rung(6144, 1, 16),
+        *_between(BACKWARD_CLUSTER[4], 6144, 212992),
         Rung(262144, 16, 16, ahead=2, max_registers=64),
         Rung(524288, 16, 8, parked=10, ahead=4, max_registers=128),
         Rung(WIDEST, 16, 8, kept=16, step=4, ahead=4, max_registers=128),

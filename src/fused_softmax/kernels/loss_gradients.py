@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .losses import target_of
 from .primitives import exp_about, pivot, widen
-from .slices import chunk_offsets, edge_of, load_chunks, span_of, start_of, store_chunk
+from .slices import chunk_offsets, edge_of, gradient_reads, load_chunks, span_of, start_of, store_chunk
 from .walk import logit
 
 
@@ -108,7 +108,8 @@ def cross_entropy_unit(
         first = split * (CHUNKS * LANES * VEC)
         width = tl.where(exists, interior - first, 0)
         columns = n_cols if EDGE else n_cols * VEC
-        x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, LANES, VEC, -float("inf"))
+        POLICY: tl.constexpr = gradient_reads(EDGE, x_ptr.dtype.element_ty)
+        x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, LANES, VEC, -float("inf"), 1, POLICY)
         if EDGE:
             edge, in_edge = edge_of(head, interior, n_cols, (split == 0) & exists, LANES, VEC)
             x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))

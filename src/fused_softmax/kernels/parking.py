@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .slices import load_chunk, load_chunks
+from .slices import READS, load_chunk, load_chunks
 
 
 @triton.constexpr_function
@@ -75,15 +75,16 @@ def await_parked(PARKED: tl.constexpr, PTX: tl.constexpr):
 def load_beside(
     at, width, LINES: tl.constexpr, CHUNKS: tl.constexpr, UNMASKED: tl.constexpr, LANES: tl.constexpr,
     VEC: tl.constexpr, fill, PARTS: tl.constexpr, PARKED: tl.constexpr, PTX: tl.constexpr,
+    POLICY: tl.constexpr = READS,
 ):  # fmt: skip
     """The chunks of the slice that are not parked, in tiles, as `load_chunks` gives them."""
     if PTX:
         tiles = ()
         for c in tl.static_range(PARKED, CHUNKS):
-            tiles = tiles + (load_chunk(at, width, c, LINES, UNMASKED, LANES, VEC, fill, PARTS),)
+            tiles = tiles + (load_chunk(at, width, c, LINES, UNMASKED, LANES, VEC, fill, PARTS, POLICY),)
         return tiles
     else:
-        return load_chunks(at, width, LINES, CHUNKS, UNMASKED, LANES, VEC, fill, PARTS)
+        return load_chunks(at, width, LINES, CHUNKS, UNMASKED, LANES, VEC, fill, PARTS, POLICY)
 
 
 @triton.jit

@@ -18,7 +18,18 @@ import triton.language as tl
 from .cluster import merge_over_cluster, open_exchange, sum_over_cluster
 from .parking import await_parked, chunk_of, load_beside, open_parking, park
 from .primitives import LOWEST, exp, exp_about, log, pivot, widen
-from .slices import edge_of, lines_of, load_chunk, part_of, slice_of, slice_zero, span_of, start_of, store_chunk
+from .slices import (
+    edge_of,
+    gradient_reads,
+    lines_of,
+    load_chunk,
+    part_of,
+    slice_of,
+    slice_zero,
+    span_of,
+    start_of,
+    store_chunk,
+)
 
 
 @triton.jit
@@ -167,6 +178,7 @@ def softmax_backward_resident(
     PTX: tl.constexpr,
 ):
     THREADS: tl.constexpr = PARTS * LANES
+    POLICY: tl.constexpr = gradient_reads(EDGE, y_ptr.dtype.element_ty)
     Y_PARKED: tl.constexpr = PARKED if AHEAD == CHUNKS else 0
     open_exchange(CTAS, 1, PTX, PARTS)
     open_parking(PARKED + Y_PARKED, THREADS, PTX)
@@ -188,8 +200,8 @@ def softmax_backward_resident(
         park(slice_start, slice, 0, PARKED, THREADS, PTX)
         slice_start, slice = slice_zero(y_ptr, y_stride, phase, n_cols, CTAS, VEC, EDGE)
         park(slice_start, slice, PARKED, Y_PARKED, THREADS, PTX)
-    y = load_beside(y_row + first, width, LINES, AHEAD, UNMASKED, LANES, VEC, 0.0, PARTS, Y_PARKED, PTX)
-    dy = load_beside(dy_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, 0.0, PARTS, PARKED, PTX)
+    y = load_beside(y_row + first, width, LINES, AHEAD, UNMASKED, LANES, VEC, 0.0, PARTS, Y_PARKED, PTX, POLICY)
+    dy = load_beside(dy_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, 0.0, PARTS, PARKED, PTX, POLICY)
     d = tl.zeros([LINES, LANES], tl.float32)
     await_parked(PARKED, PTX)
     for c in tl.static_range(CHUNKS):
@@ -209,7 +221,7 @@ def softmax_backward_resident(
 
     for c in tl.static_range(CHUNKS):
         if c + AHEAD < CHUNKS:
-            y = y + (load_chunk(y_row + first, width, c + AHEAD, LINES, UNMASKED, LANES, VEC, 0.0, PARTS),)
+            y = y + (load_chunk(y_row + first, width, c + AHEAD, LINES, UNMASKED, LANES, VEC, 0.0, PARTS, POLICY),)
         y_c = widen(chunk_of(y, c, PARKED, Y_PARKED, THREADS, PTX), PTX, RECOMPUTE)
         dy_c = widen(chunk_of(dy, c, 0, PARKED, THREADS, PTX), PTX, RECOMPUTE)
         store_chunk(

@@ -23,6 +23,13 @@ import triton.language as tl
 READS = tl.constexpr("evict_last")
 
 
+@triton.constexpr_function
+def gradient_reads(edge: bool, dtype: tl.dtype) -> str:
+    """The policy of a gradient's reads: rows of 16 bits that start unaligned are faster without one (100,277 columns:
+    .99 of an add against .88 with it)."""
+    return "" if edge and dtype.primitive_bitwidth == 16 else "evict_last"
+
+
 @triton.jit
 def lines_of(ROWS: tl.constexpr, CTAS: tl.constexpr, PARTS: tl.constexpr = 1):
     """(row, rank) of each line of this program's tile.  # [LINES, 1]
@@ -98,6 +105,7 @@ def load_chunk(
     VEC: tl.constexpr,
     fill,
     PARTS: tl.constexpr = 1,
+    POLICY: tl.constexpr = READS,
 ):
     """Chunk C of the slice as loaded, [LINES, LANES, VEC]; the first UNMASKED are known to lie in it.
 
@@ -105,9 +113,9 @@ def load_chunk(
     """
     offsets = chunk_offsets(C, LANES, VEC, PARTS)
     if C < UNMASKED:
-        tile = tl.load(at + offsets, eviction_policy=READS)
+        tile = tl.load(at + offsets, eviction_policy=POLICY)
     else:
-        tile = tl.load(at + offsets, mask=offsets < width, other=fill, eviction_policy=READS)
+        tile = tl.load(at + offsets, mask=offsets < width, other=fill, eviction_policy=POLICY)
     return tl.reshape(tile, (LINES, LANES, VEC))
 
 
@@ -122,6 +130,7 @@ def load_chunks(
     VEC: tl.constexpr,
     fill,
     PARTS: tl.constexpr = 1,
+    POLICY: tl.constexpr = READS,
 ):
     """The first CHUNKS chunks of the slice, a tile for each, as `load_chunk` gives them.
 
@@ -129,7 +138,7 @@ def load_chunks(
     """
     tiles = ()
     for c in tl.static_range(CHUNKS):
-        tiles = tiles + (load_chunk(at, width, c, LINES, UNMASKED, LANES, VEC, fill, PARTS),)
+        tiles = tiles + (load_chunk(at, width, c, LINES, UNMASKED, LANES, VEC, fill, PARTS, POLICY),)
     return tiles
 
 

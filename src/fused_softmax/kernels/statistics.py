@@ -16,7 +16,18 @@ import triton.language as tl
 
 from .cluster import open_exchange
 from .primitives import LOWEST, exp, log
-from .slices import chunk_offsets, edge_of, lines_of, load_chunks, part_of, slice_of, span_of, start_of, store_chunk
+from .slices import (
+    chunk_offsets,
+    edge_of,
+    gradient_reads,
+    lines_of,
+    load_chunks,
+    part_of,
+    slice_of,
+    span_of,
+    start_of,
+    store_chunk,
+)
 from .walk import ENTROPY_MOMENT, NO_MOMENT, logit, logsumexp, walk
 
 
@@ -148,7 +159,8 @@ def row_statistics_backward(
     first = split * (CHUNKS * LANES * VEC)
     width = tl.where(exists, interior - first, 0)
     columns = n_cols if EDGE else n_cols * VEC
-    x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, LANES, VEC, -float("inf"))
+    POLICY: tl.constexpr = gradient_reads(EDGE, x_ptr.dtype.element_ty)
+    x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, LANES, VEC, -float("inf"), 1, POLICY)
     if EDGE:
         edge, in_edge = edge_of(head, interior, n_cols, (split == 0) & exists, LANES, VEC)
         x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
