@@ -117,7 +117,7 @@ def test_our_masked_gradient_is_causal_where_the_op_is(monkeypatch: pytest.Monke
 def test_a_masked_gradient_names_the_plan_that_runs_it(op: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fused_softmax.device.describe", lambda device: DEVICES["sm_90"])
     regimes = set()
-    for n_cols in (*MASKED_WIDTHS, 131072, 524288):
+    for n_cols in (*MASKED_WIDTHS, 131072, 524288, 1048576):
         dy, y = (torch.empty(n_cols, n_cols, dtype=torch.bfloat16, device="meta") for _ in range(2))
         runs = masked_rows._plan_backward(problem_of(y, dy, y), DEVICES["sm_90"])
         if runs.regime == "stream":  # softmax's own gradient takes such rows
@@ -125,6 +125,17 @@ def test_a_masked_gradient_names_the_plan_that_runs_it(op: str, monkeypatch: pyt
         assert plan_of(op, (dy, y)) == (runs.regime, plan_text(runs))
         regimes.add(runs.regime)
     assert regimes == {"block", "cluster", "stream"}
+
+
+def test_log_softmax_names_its_own_plan(monkeypatch: pytest.MonkeyPatch):
+    for module in ("device", "functional", "operators"):
+        monkeypatch.setattr(f"fused_softmax.{module}.describe", lambda device: DEVICES["sm_90"])
+    dy, y = (torch.empty(2, 262144, dtype=torch.float32, device="meta") for _ in range(2))
+    said = {op: plan_of(op, (y,) if "backward" not in op else (dy, y)) for op in OPS if "softmax" in op[:11]}
+    for op, backward in (("log_softmax", False), ("log_softmax_backward", True)):
+        runs = plan(problem_of(*(y,) * (2 + backward), backward=backward, log=True), DEVICES["sm_90"])
+        assert said[op] == (runs.regime, plan_text(runs))
+        assert said[op] != said[op.removeprefix("log_")]
 
 
 def test_chunks_of_rows_give_the_same_verdict(monkeypatch: pytest.MonkeyPatch):

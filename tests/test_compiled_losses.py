@@ -103,7 +103,7 @@ def test_statistics_do_not_spill(n_cols):
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
 
 
-@pytest.mark.parametrize("n_cols", [100, 1024, 2047, 4096, 8192, 32768])
+@pytest.mark.parametrize("n_cols", [100, 1024, 2047, 4096, 8192, 32768, 262144, 524288, 2097152])
 @pytest.mark.parametrize(("mask", "causal"), [(0, True), (1, False), (2, False), (2, True)])
 def test_masked_softmax_does_not_spill(n_cols, mask, causal):
     x = torch.empty(4, n_cols, dtype=torch.bfloat16)

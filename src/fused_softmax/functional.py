@@ -118,8 +118,9 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False, 
     return _written(operators.logsumexp(input, dims, keepdim), out)
 
 
-def plan_for(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Plan | Fallback:
-    """The plan that `softmax(x, dim, dtype)` takes, or a `Fallback` that says why PyTorch's own kernel is called.
+def plan_for(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, log: bool = False) -> Plan | Fallback:
+    """The plan that `softmax(x, dim, dtype)` takes, or `log_softmax` where log, or a `Fallback` that says why PyTorch's
+    own kernel is called.
 
     Nothing is launched and no memory of x's size is taken. Both have `.regime` and `.why`. Errors are `softmax`'s.
 
@@ -144,7 +145,7 @@ def plan_for(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Plan
     in_dtype = x.dtype if fuses(x.dtype, out_dtype) else out_dtype
     out = torch.empty(folded.shape, dtype=out_dtype, device="meta")
     like = folded if in_dtype is x.dtype else torch.empty(folded.shape, dtype=in_dtype, device="meta")
-    return make_plan(problem_of(like, out, batch_invariant=rows.is_batch_invariant()), device)
+    return make_plan(problem_of(like, out, batch_invariant=rows.is_batch_invariant(), log=log), device)
 
 
 def _forward(input: Tensor, dim: int, dtype: torch.dtype | None, out: Tensor | None, log: bool) -> Tensor:

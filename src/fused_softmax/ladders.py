@@ -232,6 +232,8 @@ MASKED = {
     ),
     "backward": (Rung(1024, 1, 1, True), Rung(2048, 1, 2, True), Rung(4096, 1, 4, True), Rung(8192, 1, 8, True)),
 }
+# vectors a thread holds of a longer row: alone, and with as many of a mask or of a gradient's second row beside
+MASKED_CHUNKS = {False: 16, True: 13}
 # up to so many columns: CTAs of a row, warps of each, chunks of a step. H200, bfloat16, GB/s of log-probability with
 # entropy: 4,196 (4,096 columns), 4,263 (32,000), 4,190 (50,257), 4,362 (128,256), 4,424 (262,144)
 STATISTICS_STEPS = ((4096, 1, 2, 8), (57344, 1, 4, 8), (WIDEST, 2, 8, 8))

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .ladders import ELEMENTWISE_CHUNKS, ELEMENTWISE_WARPS, LOSS_CLUSTER, MASKED, STATISTICS_STEPS, Rung
+from .ladders import (
+    ELEMENTWISE_CHUNKS,
+    ELEMENTWISE_WARPS,
+    LOSS_CLUSTER,
+    MASKED,
+    MASKED_CHUNKS,
+    STATISTICS_STEPS,
+    STREAM_CHUNKS,
+    STREAM_WARPS,
+    Rung,
+)
 from .plan import Device, Plan, Problem, geometry, plan, preferred_tile, resident_plan, stream_plan, tile_plan
 
 
@@ -91,6 +101,13 @@ def plan_masked(problem: Problem, device: Device, masked: bool) -> Plan:
     for rung in MASKED["backward" if problem.backward else "masked" if masked else "unmasked"]:
         if chosen is None and problem.n_cols * problem.itemsize <= rung.max_cols * 2:
             chosen = resident_plan(problem, device, rung)
-    # a mask takes as much room as a gradient's second row
-    chosen = chosen or plan(replace(problem, backward=problem.backward or masked), device)
+    if chosen is None:
+        # a mask takes as much room as a gradient's second row; these kernels park nothing, so long rows get more warps
+        held = replace(problem, backward=problem.backward or masked)
+        chosen = plan(held, replace(device, parks=False))
+        if chosen.chunks > MASKED_CHUNKS[held.backward] and not problem.backward:
+            chosen = resident_plan(held, device, Rung(problem.n_cols, device.max_cluster, 16, True)) or chosen
+        if chosen.chunks > MASKED_CHUNKS[held.backward] or chosen.regime == "stream":
+            # by one program: Triton's planner of clusters gives up on this kernel's walk
+            chosen = _steps(problem, device, 1, STREAM_WARPS, STREAM_CHUNKS // 2, "the row is walked twice in steps")
     return replace(chosen, max_registers=None)

@@ -116,7 +116,7 @@ class Plan:
     why: str
     ahead: int | None = None  # of a gradient: chunks of y that are read before the row's sum is known; None: all
     kept: int = 0  # chunks of a slice that stay on chip, where the regime is stream
-    parked: int = 0  # chunks of a slice that stay in shared memory, not in registers
+    parked: int = 0  # of a gradient: chunks of a slice that stay in shared memory, not in registers
 
     def meta(self, device: Device, *, log: bool, backward: bool = False) -> dict[str, object]:
         """The kernel's constexprs and the launch's own meta-parameters."""
@@ -125,10 +125,12 @@ class Plan:
         if self.regime == "stream":
             meta |= dict(KEPT=self.kept)
         else:
-            meta |= dict(ROWS=self.rows, UNMASKED=self.unmasked, PARKED=self.parked, RECOMPUTE=self.recompute)
+            meta |= dict(ROWS=self.rows, UNMASKED=self.unmasked, RECOMPUTE=self.recompute)
         if backward:
             held = self.kept if self.regime == "stream" else self.chunks
             meta |= dict(AHEAD=min(held, self.ahead) if log and self.ahead is not None else held)
+            if self.regime != "stream":
+                meta |= dict(PARKED=self.parked)
         if device.kind == "cuda":
             meta["num_ctas"] = self.ctas
             if self.max_registers is not None:
@@ -211,6 +213,7 @@ def geometry(problem: Problem) -> tuple[int, bool]:
 
 
 def tile_plan(problem: Problem, device: Device) -> Plan | None:
+    """The tile regime, or None for rows that are too wide for it."""
     if problem.n_cols > TILE_MAX_COLS:
         return None
     vec, edge = geometry(problem)
@@ -236,6 +239,7 @@ def tile_plan(problem: Problem, device: Device) -> Plan | None:
 
 
 def preferred_tile(problem: Problem, device: Device) -> Plan | None:
+    """The tile regime where it is the fastest, or None."""
     return tile_plan(problem, device) if problem.n_cols <= TILE_COLS[problem.itemsize] else None
 
 
@@ -256,6 +260,7 @@ def _widest(problem: Problem, device: Device, ctas: int) -> Rung:
 
 
 def resident_plan(problem: Problem, device: Device, rung: Rung) -> Plan | None:
+    """The block or cluster regime as `rung` says, or None where a thread cannot hold its part of the row."""
     vec, edge = geometry(problem)
     num_warps = max(1, min(rung.num_warps * 32 // device.warp_size, device.max_warps))
     lanes = num_warps * device.warp_size * (problem.full_vec // vec)
@@ -279,6 +284,7 @@ def resident_plan(problem: Problem, device: Device, rung: Rung) -> Plan | None:
     regime = "cluster" if rung.ctas > 1 else "block"
     where = f"the {rung.ctas} CTAs of a cluster" if rung.ctas > 1 else "one program"
     why = f"the row stays in {where}, {chunks} vector(s) a thread" + (", exp computed twice" if recompute else "")
+    why += f", {parked} of them in shared memory" if parked else ""
     return Plan(
         regime,
         rows=1,

@@ -74,10 +74,10 @@ def plan_of(op: str, inputs: tuple[Tensor, ...]) -> tuple[str, str]:
     y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     problem = problem_of(x, y)
     if op.removesuffix("_autograd") in ("softmax", "log_softmax"):
-        found = plan_for(x)
+        found = plan_for(x, log=op.startswith("log_softmax"))
         return ("torch", found.why) if isinstance(found, Fallback) else (found.regime, plan_text(found))
     if op in ("softmax_backward", "log_softmax_backward"):
-        chosen = plan(problem_of(*inputs, y, backward=True), device)
+        chosen = plan(problem_of(*inputs, y, backward=True, log=op.startswith("log_softmax")), device)
     elif op == "cross_entropy":
         chosen = plan_loss(problem, device)
         if chosen.regime == "stream":
@@ -89,6 +89,8 @@ def plan_of(op: str, inputs: tuple[Tensor, ...]) -> tuple[str, str]:
     elif op in ("masked_softmax_causal_backward", "masked_softmax_additive_backward"):
         problem = problem_of(*inputs[:2], y, backward=True)
         chosen = plan_masked(problem, device, masked=False)
+        if chosen.regime == "stream":  # softmax's own gradient takes such rows
+            chosen = plan(problem, device)
     else:
         chosen = plan_masked(problem, device, masked=op == "masked_softmax_additive")
     return chosen.regime, plan_text(chosen)

@@ -7,7 +7,8 @@ One kernel for three regimes, which differ in numbers only. tile: ROWS short row
 each, so that no reduction leaves its warp. block: one row in one program. cluster: one row in the CTAS programs of a
 thread-block cluster, a slice each, merged through distributed shared memory. Each lane keeps its own (max, sum), so
 that no thread waits for another's loads; the row's come from one reduction at the end. The plan picks the numbers by
-width; what limits is the register file, and then the bytes in flight.
+width; what limits is the register file, and then the bytes in flight. A gradient holds two rows: of long ones some
+chunks are parked in shared memory (`parking`), and log_softmax's, whose sum needs dy alone, reads y late.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .slices import (
     gradient_reads,
     lines_of,
     load_chunk,
+    load_chunks,
     part_of,
     slice_of,
     slice_zero,
@@ -58,14 +60,11 @@ def softmax_resident(
     VEC: tl.constexpr,
     CHUNKS: tl.constexpr,
     UNMASKED: tl.constexpr,
-    PARKED: tl.constexpr,  # chunks in shared memory, unmasked ones
     EDGE: tl.constexpr,
     RECOMPUTE: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    THREADS: tl.constexpr = PARTS * LANES
     open_exchange(CTAS, 2, PTX, PARTS)
-    open_parking(PARKED, THREADS, PTX)
     # locate the row, and this line's slice of it
     LINES: tl.constexpr = ROWS * CTAS * PARTS
     row, rank = lines_of(ROWS, CTAS, PARTS)
@@ -80,22 +79,18 @@ def softmax_resident(
         width = tl.where(row < n_rows, width, 0)
 
     # each lane's own maximum and sum
-    if PARKED > 0:
-        slice_start, slice = slice_zero(x_ptr, x_stride, phase, n_cols, CTAS, VEC, EDGE)
-        park(slice_start, slice, 0, PARKED, THREADS, PTX)
-    x = load_beside(x_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, -float("inf"), PARTS, PARKED, PTX)
+    x = load_chunks(x_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, -float("inf"), PARTS)
     if EDGE:
         edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), LANES, VEC)
         x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf")).to(tl.float32)
-    await_parked(PARKED, PTX)
-    m = tl.max(chunk_of(x, 0, 0, PARKED, THREADS, PTX), 2)
+    m = tl.max(x[0], 2)
     for c in tl.static_range(1, CHUNKS):
-        m = tl.maximum(m, tl.max(chunk_of(x, c, 0, PARKED, THREADS, PTX), 2))
+        m = tl.maximum(m, tl.max(x[c], 2))
     m = tl.maximum(m.to(tl.float32), LOWEST)  # [LINES, LANES]
     s = tl.zeros_like(m)
     kept = ()
     for c in tl.static_range(CHUNKS):
-        e = exp(widen(chunk_of(x, c, 0, PARKED, THREADS, PTX), PTX, RECOMPUTE) - m[:, :, None])
+        e = exp(widen(x[c], PTX, RECOMPUTE) - m[:, :, None])
         s += tl.sum(e, 2)
         kept = kept + (e,)
 
@@ -121,11 +116,9 @@ def softmax_resident(
         by = exp(m - row_max) * tl.div_rn(1.0, row_sum)
     for c in tl.static_range(CHUNKS):
         if LOG:
-            x_c = chunk_of(x, c, 0, PARKED, THREADS, PTX)
-            y = normalize(widen(x_c, PTX, RECOMPUTE), row_max[:, :, None], row_sum[:, :, None], LOG)
+            y = normalize(widen(x[c], PTX, RECOMPUTE), row_max[:, :, None], row_sum[:, :, None], LOG)
         elif RECOMPUTE:
-            x_c = chunk_of(x, c, 0, PARKED, THREADS, PTX)
-            y = exp_about(widen(x_c, PTX, True), scale[:, :, None], shift[:, :, None], FUSED) * by[:, :, None]
+            y = exp_about(widen(x[c], PTX, True), scale[:, :, None], shift[:, :, None], FUSED) * by[:, :, None]
         else:
             y = kept[c] * by[:, :, None]
         store_chunk(y_row + first, width, y, c, LINES, UNMASKED, LANES, VEC, PARTS)
@@ -172,7 +165,7 @@ def softmax_backward_resident(
     CHUNKS: tl.constexpr,
     AHEAD: tl.constexpr,  # chunks of y that are read before the row's sum is known: all but where LOG
     UNMASKED: tl.constexpr,
-    PARKED: tl.constexpr,
+    PARKED: tl.constexpr,  # chunks in shared memory, unmasked ones
     EDGE: tl.constexpr,
     RECOMPUTE: tl.constexpr,
     PTX: tl.constexpr,
