@@ -120,6 +120,11 @@ def test_the_other_formulas_inside_by_finite_differences():
         assert torch.autograd.gradgradcheck(lambda t, s=scales: ops.token_logprobs(t, ids, s, 0.7, True), x)
     assert torch.autograd.gradcheck(lambda t: ops.masked_softmax(t, None, 0.5, True, False), x)
     assert torch.autograd.gradgradcheck(lambda t: ops.masked_softmax(t, None, 0.5, True, False), x)
+    added = torch.randn(1, 5, dtype=torch.float64, requires_grad=True)
+    g = torch.randn(3, 5, dtype=torch.float64)
+    (got,) = torch.autograd.grad(ops.masked_softmax(x, added, 0.5, False, False), added, g)
+    (want,) = torch.autograd.grad(torch.softmax(x * 0.5 + added, -1), added, g)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)  # nothing in between is float32
 
 
 # --- torch.compile against eager mode and float64 ---------------------------------------------------------------------

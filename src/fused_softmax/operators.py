@@ -107,6 +107,7 @@ def over_rows(t: Tensor, x: Tensor, dim: list[int], keepdim: bool) -> Tensor:
 
 
 def widened(t: Tensor) -> Tensor:
+    """t in float32 at least."""
     return t.float() if t.dtype in _HALVES else t
 
 
