@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.library import opcheck
 
 import fused_softmax as fs
-from fused_softmax import adapters, loss_formulas, reference, row_losses
+from fused_softmax import adapters, loss_formulas, loss_operators, masked_operators, reference, row_losses
 from fused_softmax.losses import cross_entropy_over
 
 pytestmark = pytest.mark.interpreted
@@ -483,6 +483,29 @@ def test_a_target_outside_is_an_index_error_and_nothing_is_read(bad, backend):
     given = (torch.tensor([1, bad]), *fields("mean", 5))
     dx = ops.cross_entropy_backward(torch.tensor(1.0), torch.logsumexp(x, 1), x, *given)
     assert dx[0].any() and not dx[1].any()
+
+
+def test_an_operator_refuses_what_its_kernel_would_read_outside_of():
+    """An exported graph, say, guards the shapes of what it is called with, but not the device."""
+    x, ids, plain = torch.randn(2, 5), torch.tensor([1, 2]), fields("mean", 5)
+    # the kernels themselves: a meta tensor, which stands for another device here, would choose the fake ones
+    for given, message in (
+        ((ids.to("meta"), *plain), "same device.*target is on meta"),
+        ((ids[:1], *plain), r"target must have shape \(2,\)"),
+        ((ids, torch.rand(4), *plain[1:]), r"weight must have shape \(5,\)"),
+        ((ids, *plain[:-1], torch.tensor([2.0], device="meta")), "same device.*denominator is on meta"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            loss_operators._cross_entropy_kernel(x, *given)
+    for given, message in (
+        ((ids[:, None].to("meta"), None), "same device.*ids is on meta"),
+        ((ids[:1, None], None), r"ids must have shape \(2, 1\)"),
+        ((ids[:, None], torch.ones(1)), r"scales must have shape \(2,\)"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            loss_operators._token_logprobs_kernel(x, *given, 1.0, False)
+    with pytest.raises(RuntimeError, match="same device.*mask is on meta"):
+        masked_operators._forward_kernel(x, torch.ones(2, 5, device="meta"), 1.0, False, False)
 
 
 def test_gradients_of_gradients_are_the_formulas_or_an_error():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import loss_formulas, masked_rows
-from .operators import define, library, not_differentiable, widened
+from .operators import define, library, not_differentiable, other_device_error, widened
 
 # (dx, the mask's, then nothing for scale, causal and zero)
 Gradients = tuple[Tensor | None, Tensor | None, None, None, None]
@@ -22,6 +22,8 @@ Gradients = tuple[Tensor | None, Tensor | None, None, None, None]
 
 def _forward_kernel(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
     if masked_rows.takes(x):
+        if mask is not None and mask.device != x.device:
+            raise other_device_error("mask", mask, "x", x)
         return masked_rows.masked_forward(x, mask, scale, causal, zero)
     return loss_formulas.masked_softmax(x, mask, scale, causal, zero).contiguous()
 
