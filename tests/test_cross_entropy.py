@@ -207,6 +207,8 @@ def test_torchs_errors():
         ((x, t), dict(reduction="average")),
         ((x, t), dict(label_smoothing=1.5)),
         ((x.long(), t), {}),
+        ((x, t.to("meta")), {}),
+        ((x, t, torch.ones(5, device="meta")), {}),
     ]
     for arguments, options in cases:
         with pytest.raises(Exception) as own:

@@ -161,3 +161,6 @@ def test_errors():
         fs.masked_softmax(x[0], causal=True)
     with pytest.raises(TypeError, match="bool or floating"):
         fs.masked_softmax(x, torch.ones(3, dtype=torch.int64))
+    for mask in (torch.ones(2, 3, dtype=torch.bool), torch.ones(2, 3)):
+        with pytest.raises(RuntimeError, match="device"):  # torch's own
+            fs.masked_softmax(x, mask.to("meta"))

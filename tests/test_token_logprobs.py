@@ -177,6 +177,13 @@ def test_hugging_faces_trainer_loss(n_items):
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=3e-5, atol=1e-6)
 
 
-def test_token_ids_on_another_device_are_refused():
-    with pytest.raises(RuntimeError, match="same device.*meta"):
-        fs.token_logprobs(torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64, device="meta"))
+def test_what_is_on_another_device_is_refused():
+    x, ids = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="same device.*token_ids is on meta"):
+        fs.token_logprobs(x, ids.to("meta"))
+    for shape in ((), (2,)):
+        with pytest.raises(RuntimeError, match="same device.*temperature is on meta"):
+            fs.token_logprobs(x, ids, temperature=torch.ones(shape, device="meta"))
+    with pytest.raises(RuntimeError, match="same device.*temperature is on cpu"):
+        fs.token_logprobs(x.to("meta"), ids.to("meta"), temperature=torch.ones(2))
+    assert fs.token_logprobs(x.to("meta"), ids.to("meta"), temperature=torch.ones(2, device="meta")).is_meta

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import DTYPES, dtype_id
+from torch._subclasses.fake_tensor import FakeTensorMode
 from watched import both, close, watch
 
 import fused_softmax as fs
@@ -187,3 +188,35 @@ def test_losses_take_gradients_that_are_batched(loss):
     (got,) = torch.autograd.grad(run(x), x, upstream, is_grads_batched=True)
     one_by_one = [torch.autograd.grad(run(x), x, g)[0] for g in upstream]
     torch.testing.assert_close(got, torch.stack(one_by_one))
+
+
+def test_batched_gradients_of_an_additive_mask():
+    x, mask = torch.randn(3, 8, requires_grad=True), torch.randn(1, 8, requires_grad=True)
+    upstream = torch.randn(4, 3, 8)
+    got = torch.autograd.grad(fs.masked_softmax(x, mask, scale=0.5), (x, mask), upstream, is_grads_batched=True)
+    own = torch.autograd.grad(torch.softmax(x * 0.5 + mask, -1), (x, mask), upstream, is_grads_batched=True)
+    torch.testing.assert_close(got, own)
+
+
+def test_jacobians_and_hessians_of_losses_are_vectorized():
+    x, ids = torch.randn(3, 8), torch.tensor([1, 5, 2])
+    functions = {
+        "cross_entropy": (lambda x: fs.cross_entropy(x, ids), lambda x: torch.nn.functional.cross_entropy(x, ids)),
+        "token_logprobs": (lambda x: fs.token_logprobs(x, ids), lambda x: torch.log_softmax(x, -1)[range(3), ids]),
+        "masked_softmax": (lambda x: fs.masked_softmax(x, scale=0.5), lambda x: torch.softmax(x * 0.5, -1)),
+    }
+    for ours, own in functions.values():
+        got, want = (torch.autograd.functional.jacobian(f, x, vectorize=True) for f in (ours, own))
+        torch.testing.assert_close(got, want)
+        got, want = (
+            torch.autograd.functional.hessian(lambda x, f=f: f(x).square().sum(), x, vectorize=True)
+            for f in (ours, own)
+        )
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_token_ids_without_values_are_not_asked_for_them():
+    x, ids = torch.randn(3, 8), torch.tensor([1, 5, 2])
+    close(torch.func.vmap(fs.token_logprobs)(x, ids), fs.token_logprobs(x, ids))
+    with FakeTensorMode() as mode:
+        assert fs.token_logprobs(mode.from_tensor(x), mode.from_tensor(ids)).shape == (3,)

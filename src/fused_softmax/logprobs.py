@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import loss_formulas, loss_operators, row_losses
-from .operators import is_compiled, is_plain, refusal
+from .operators import is_compiled, is_plain, other_device_error, refusal
 from .rows import is_batch_invariant
 
 
@@ -41,7 +41,8 @@ def token_logprobs(
         logits: (..., V); float16, bfloat16 and float32 are ours on a GPU, all else is torch's. Rows that do not share
             one stride are copied first.
         token_ids: integers of shape (...,), one a row, or (..., K).
-        temperature: a positive number, or a tensor of such that broadcasts to (...,): one a row.
+        temperature: a positive number, or a tensor of such that broadcasts to (...,): one a row. It is on the logits'
+            device; one of no dimensions may be on the CPU, and is copied.
         return_entropy: also -sum(p*log p), in nats.
         return_logsumexp: also log(sum(exp(logits/temperature))).
 
@@ -52,8 +53,9 @@ def token_logprobs(
     An id outside [0, V) is an IndexError on the CPU; on a GPU, where to know would be to wait, its log-probability is
     NaN, it adds nothing to the gradient and nothing outside the row is read.
 
-    Raises: ValueError for shapes that do not fit, or a temperature that is not positive; TypeError for token_ids that
-    are no integers; RuntimeError for token_ids on another device than the logits.
+    Raises: ValueError for token_ids that do not fit, or a number as temperature that is not positive; TypeError for
+    token_ids that are no integers; RuntimeError for a temperature that does not broadcast, and for token_ids or a
+    temperature on another device than the logits.
 
     >>> token_logprobs(torch.zeros(2, 4), torch.tensor([1, 3]))
     tensor([-1.3863, -1.3863])
@@ -67,19 +69,17 @@ def token_logprobs(
     if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype is torch.bool:
         raise TypeError(f"token_ids must be integers, not {token_ids.dtype}")
     if token_ids.device != logits.device:
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but token_ids is on {token_ids.device} and logits is on "
-            f"{logits.device}"
-        )
+        raise other_device_error("token_ids", token_ids, "logits", logits)
     n_cols, batch = logits.shape[-1], logits.shape[:-1]
     ids = (token_ids.unsqueeze(-1) if one else token_ids).long()
-    if ids.device.type == "cpu" and not torch.compiler.is_compiling():  # what is traced has no values
+    plain = is_plain(token_ids)
+    if plain and ids.device.type == "cpu":  # what is traced or batched has no values to ask for
         row_losses.check_ids(ids, n_cols)
     scale = _scale(temperature, batch, logits)
     differentiable = isinstance(temperature, Tensor) and temperature.requires_grad
-    plain = not differentiable and is_plain(logits) and is_plain(token_ids) and logits.numel() > 0 and ids.numel() > 0
+    plain = plain and not differentiable and is_plain(logits) and logits.numel() > 0 and ids.numel() > 0
     plain = plain and refusal(logits, logits.dtype) is None
-    compiled = not (plain or differentiable) and is_compiled(logits, token_ids) and ids.device == logits.device
+    compiled = not (plain or differentiable) and is_compiled(logits, token_ids)
     if plain or (compiled and n_cols > 0 and ids.shape[-1] > 0):
         rows = row_losses.rows_of(logits, n_cols)
         of_rows = scale.reshape(-1).contiguous() if isinstance(scale, Tensor) else scale
@@ -97,10 +97,13 @@ def token_logprobs(
 
 
 def _scale(temperature: float | Tensor, batch: torch.Size, logits: Tensor) -> float | Tensor:
+    """1/temperature: a number, or a tensor of shape `batch` in float32, or float64 for float64 logits."""
     if not isinstance(temperature, Tensor):
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, not {temperature}")
         return 1.0 / temperature
+    if temperature.device != logits.device and not (temperature.dim() == 0 and temperature.is_cpu):
+        raise other_device_error("temperature", temperature, "logits", logits)
     dtype = logits.dtype if logits.dtype is torch.float64 else torch.float32
     return temperature.to(logits.device, dtype).expand(batch).reciprocal()
 

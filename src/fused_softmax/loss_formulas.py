@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .operators import widened
 from .row_losses import CrossEntropy
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
     """The logits, in float32 at least, as cap*tanh(logits/cap) where there is a cap; -inf stays."""
-    z = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    z = widened(logits)
     if softcap is None:
         return z
     hidden = z == -float("inf")
@@ -129,7 +130,7 @@ def statistics_gradient(
 
 def masked_softmax(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
     """softmax(scale*x) over the last dimension of what is not hidden; `zero`: 0, not NaN, for a row that is."""
-    z = (x.float() if x.dtype in (torch.float16, torch.bfloat16) else x) * scale
+    z = widened(x) * scale
     if mask is not None:
         z = z.masked_fill(~mask, -float("inf")) if mask.dtype is torch.bool else z + mask.to(z.dtype)
     if causal:
@@ -142,6 +143,6 @@ def masked_softmax(x: Tensor, mask: Tensor | None, scale: float, causal: bool, z
 
 def masked_softmax_gradient(y: Tensor, dy: Tensor, scale: float, causal: bool) -> Tensor:
     """The gradient of `masked_softmax` in x from its result y, whose dtype it has; what is hidden has y = 0."""
-    y_, dy_ = (t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (y, dy))
+    y_, dy_ = widened(y), widened(dy)
     dz = (y_ * (dy_ - (y_ * dy_).sum(-1, keepdim=True))).to(y.dtype)
     return dz if scale == 1.0 else dz * scale

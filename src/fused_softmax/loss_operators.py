@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import loss_formulas, row_losses
-from .operators import define, library, not_differentiable, refusal
+from .operators import define, library, not_differentiable, other_device_error, refusal
 from .row_losses import CrossEntropy
 
 
@@ -27,6 +27,19 @@ def _takes(x: Tensor) -> bool:
 
 def _result_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.dtype is torch.float64 else torch.float32
+
+
+def _expect(name: str, t: Tensor | None, x: Tensor, shape: tuple[int, ...]) -> None:
+    """RuntimeError where t's device or shape would have x's kernel read outside of t; None is as it should be.
+
+    The functions that fold tensors see to both; an exported graph may be called with tensors on any device.
+    """
+    if t is None:
+        return
+    if t.device != x.device:
+        raise other_device_error(name, t, "x", x)
+    if t.shape != shape:
+        raise RuntimeError(f"{name} must have shape {shape}, not {tuple(t.shape)}")
 
 
 # --- cross_entropy of rows (n_rows, n_cols), described by the fields of CrossEntropy ----------------------------------
@@ -46,6 +59,10 @@ def _cross_entropy_kernel(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
     if not _takes(x):
         lse = torch.logsumexp(loss_formulas.capped(x, op.softcap), 1)
         return loss_formulas.cross_entropy_of_rows(x, op), lse
+    _expect("target", op.target, x, (x.shape[0],))
+    _expect("weight", op.weight, x, (n_cols,))
+    _expect("weight_sum", op.weight_sum, x, (1,))
+    _expect("denominator", op.denominator, x, (1,))
     if x.device.type == "cpu":
         row_losses.check_targets(op.target, op.ignore_index, n_cols)
     losses, lse = row_losses.cross_entropy_forward(row_losses.rows_of(x, n_cols), op)
@@ -128,6 +145,8 @@ def _token_logprobs_kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_rows = scale if scales is None else scales.contiguous()
     if _takes(x) and ids.numel():
+        _expect("ids", ids, x, (x.shape[0], ids.shape[-1]))
+        _expect("scales", scales, x, (x.shape[0],))
         if x.device.type == "cpu":
             row_losses.check_ids(ids, x.shape[1])
         x = row_losses.rows_of(x, x.shape[1])

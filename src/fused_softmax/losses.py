@@ -49,16 +49,16 @@ def cross_entropy(
         z_loss: adds z_loss*logsumexp(logits)^2 to every row that counts (PaLM, arXiv:2204.02311).
         inplace_backward: writes the gradient over the logits, which saves memory of their size. They hold nothing of
             use afterwards, the graph cannot be run through twice, and an upstream gradient other than 1 is multiplied
-            onto the gradient as it was rounded. Without effect for reduction
-            "none", for weights together with smoothing, for logits that are copied first, and under torch.compile.
+            onto the gradient as it was rounded. Without effect for reduction "none", for weights together with
+            smoothing, for logits that are copied first, and under torch.compile.
 
     Returns: float32, or float64 for float64 logits (torch returns the logits' dtype, so 16 bits for 16-bit ones): a
     scalar, or for "none" a tensor of target's shape. The gradient has the logits' dtype, for any upstream gradient,
     per-row ones too. Where autograd keeps the gradient that the forward wrote it keeps the logits as well.
 
     Raises: as torch: ValueError for another reduction or shapes that do not fit, RuntimeError for other integer
-    targets. A target outside the classes is an IndexError on the CPU and a device assertion on a GPU; nothing outside
-    the tensors is read or written.
+    targets and for a target or weight on another device. A target outside the classes is an IndexError on the CPU and a
+    device assertion on a GPU; nothing outside the tensors is read or written.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.cross_entropy.html
 
@@ -206,5 +206,5 @@ class RowCrossEntropy(torch.autograd.Function):
 
 _OVERWRITTEN = (
     "cross_entropy(inplace_backward=True) wrote the gradient over the logits: one can go backward through it once, "
-    "and not differentiate its gradient"
+    "for one upstream gradient, and not differentiate its gradient"
 )

@@ -41,12 +41,12 @@ def masked_softmax(
         scale: a number by which x is multiplied first; unless it is positive and finite, the call is torch's.
         causal: query q sees columns 0 to q, also where Q and K differ (aligned at the top left, as torch's is_causal).
         fully_masked: what a row becomes that sees nothing: "nan", as softmax of -inf is, or "zero", with gradients
-        zero.
+            zero.
 
     Returns: a contiguous tensor of x's shape and dtype. Hidden columns are 0.
 
     Raises: ValueError for another fully_masked, for a mask that does not broadcast, or causal of one dimension;
-    TypeError for a mask of integers.
+    TypeError for a mask of integers; RuntimeError, torch's own, for a mask on another device.
 
     >>> masked_softmax(torch.zeros(2, 2), causal=True)
     tensor([[1.0000, 0.0000],

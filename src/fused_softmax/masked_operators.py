@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import loss_formulas, masked_rows
-from .operators import define, library, not_differentiable
+from .operators import define, library, not_differentiable, other_device_error, widened
 
 # (dx, the mask's, then nothing for scale, causal and zero)
 Gradients = tuple[Tensor | None, Tensor | None, None, None, None]
@@ -22,6 +22,8 @@ Gradients = tuple[Tensor | None, Tensor | None, None, None, None]
 
 def _forward_kernel(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
     if masked_rows.takes(x):
+        if mask is not None and mask.device != x.device:
+            raise other_device_error("mask", mask, "x", x)
         return masked_rows.masked_forward(x, mask, scale, causal, zero)
     return loss_formulas.masked_softmax(x, mask, scale, causal, zero).contiguous()
 
@@ -69,7 +71,7 @@ def gradients(ctx: Any, dy: Tensor | None, kernel: Callable[[Tensor, Tensor, flo
     dz = kernel(y, dy, 1.0, ctx.causal)
     dx = None if not ctx.needs_input_grad[0] else dz if ctx.scale == 1.0 else dz * ctx.scale
     shape, dtype = ctx.mask
-    d_mask = dz.float().sum_to_size(shape).to(dtype) if dz.shape != shape else dz.to(dtype)
+    d_mask = widened(dz).sum_to_size(shape).to(dtype) if dz.shape != shape else dz.to(dtype)
     return dx, d_mask, None, None, None
 
 

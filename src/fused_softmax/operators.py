@@ -59,6 +59,13 @@ def is_plain(x: Tensor) -> bool:
     )
 
 
+def other_device_error(name: str, t: Tensor, x_name: str, x: Tensor) -> RuntimeError:
+    """The error, in torch's words, for t on another device than x, whose kernel would take t's address."""
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but {name} is on {t.device} and {x_name} is on {x.device}"
+    )
+
+
 # device types whose tensors have kernels, for torch.compile: it asks no device while it traces
 _KERNEL_DEVICES = ("cpu",) if interpreting() else ("cuda",)
 
@@ -107,6 +114,7 @@ def over_rows(t: Tensor, x: Tensor, dim: list[int], keepdim: bool) -> Tensor:
 
 
 def widened(t: Tensor) -> Tensor:
+    """t in float32 at least."""
     return t.float() if t.dtype in _HALVES else t
 
 
