@@ -15,9 +15,9 @@ class Rung:
 
     `recompute` keeps a 16-bit row as loaded and computes exp twice. `max_registers` caps a thread's registers, to reach
     the next step of occupancy; only where cross-compiling shows that nothing spills. `ahead`: of log_softmax's
-    gradient, the chunks of y that are read before the row's sum is known, where it is not all of them. `kept` makes the
-    rung one of the stream regime: so many chunks of a slice stay on chip, and the rest is walked twice, in steps of
-    `step` chunks.
+    gradient, the chunks of y that are read before the row's sum is known, where it is not all of them. `parked`: of a
+    gradient, the chunks that lie in shared memory. `kept` makes the rung one of the stream regime: so many chunks of a
+    slice stay on chip, and the rest is walked twice, in steps of `step` chunks.
     """
 
     max_cols: int

@@ -78,6 +78,12 @@ def masked_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, z
     return y
 
 
+@functools.lru_cache(maxsize=4096)
+def _divisor(n: int, most: int) -> int:
+    """The largest divisor of n up to `most`, and at least 1: remembered, as every call with a mask asks for it."""
+    return next(d for d in range(max(1, min(most, n)), 0, -1) if n % d == 0)
+
+
 def _order(x: Tensor, n_queries: int, shared: bool) -> tuple[int, ...]:
     """(n_queries, n_group, magic, power, n_batch, magic, power) of the kernels' `row_at` and `divide`.
 
@@ -86,8 +92,7 @@ def _order(x: Tensor, n_queries: int, shared: bool) -> tuple[int, ...]:
     """
     n_group = n_queries
     if shared:
-        most = max(1, GROUP_BYTES // (x.shape[1] * x.element_size()))
-        n_group = next(n for n in range(min(most, n_queries), 0, -1) if n_queries % n == 0)
+        n_group = _divisor(n_queries, GROUP_BYTES // (x.shape[1] * x.element_size()))
     numbers = [n_queries]
     for n in (n_group, x.shape[0] // n_queries):
         power = 31 + (n - 1).bit_length()

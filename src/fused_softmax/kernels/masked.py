@@ -5,9 +5,9 @@
 
 Causal rows need no mask: query q sees columns 0..q, so its row is one of q + 1 columns, read in vectors but for its
 ends, and what lies beyond is written as zeros and not read. A mask is read once, where it lies, with its own strides (0
-where it is broadcast). Programs come in groups of rows that lie together, with those that share a mask
-soon after each other. A row with no column left has sum 0 and is NaN, or zero where ZERO. What limits is the
-bytes of x and mask that are seen, and of y.
+where it is broadcast). Programs come in groups of rows that lie together, with those that share a mask soon after each
+other. A row with no column left has sum 0 and is NaN, or zero where ZERO. What limits is the bytes of x and mask that
+are seen, and of y.
 """
 
 from __future__ import annotations
