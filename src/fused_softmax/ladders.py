@@ -165,8 +165,8 @@ BACKWARD_LOG_CLUSTER = {
         Rung(2560, 1, 4, True),
         Rung(6144, 1, 8, True),
         *_between(BACKWARD_CLUSTER[2], 6144, 131072),
-        Rung(163840, 16, 4, True),
-        Rung(212992, 16, 4, True, parked=2, max_registers=128),
+        Rung(196608, 16, 4, True),
+        Rung(212992, 16, 4, True, parked=1, max_registers=128),
         Rung(262144, 16, 4, True, max_registers=160),
         Rung(524288, 16, 8, True, parked=4, max_registers=128),
         Rung(1048576, 16, 16, True, parked=2, ahead=4, max_registers=128),
@@ -223,7 +223,7 @@ LOSS_CLUSTER = (
 )
 # masked softmax without a mask (causal), with one, and its gradient: up to 8,192 columns; softmax's beyond
 MASKED = {
-    "unmasked": (Rung(1024, 1, 1), Rung(2048, 1, 2), Rung(4096, 1, 2), Rung(8192, 1, 4)),
+    "unmasked": (Rung(1024, 1, 1), Rung(2048, 1, 2), Rung(4096, 1, 2, True), Rung(8192, 1, 4, True)),
     "masked": (
         Rung(1024, 1, 1),
         Rung(1536, 1, 2),
@@ -234,8 +234,21 @@ MASKED = {
 }
 # vectors a thread holds of a longer row: alone, and with as many of a mask or of a gradient's second row beside
 MASKED_CHUNKS = {False: 16, True: 13}
-# up to so many columns: CTAs of a row, warps of each, chunks of a step. H200, bfloat16, GB/s of log-probability with
-# entropy: 4,196 (4,096 columns), 4,263 (32,000), 4,190 (50,257), 4,362 (128,256), 4,424 (262,144)
-STATISTICS_STEPS = ((4096, 1, 2, 8), (57344, 1, 4, 8), (WIDEST, 2, 8, 8))
-# warps and chunks of one program, whatever the width
-ELEMENTWISE_WARPS, ELEMENTWISE_CHUNKS = 4, 4
+# up to so many columns of 16 bits, half as many of float32: CTAs of a row, warps of each, chunks of a step. H200: steps
+# that fit a row, so that little is left over for a last one (12,288 columns: 6 chunks 4,460 GB/s, 8 chunks 4,050)
+STATISTICS_STEPS = (
+    (2048, 1, 1, 8),
+    (4096, 1, 2, 8),
+    (8192, 1, 4, 8),
+    (12288, 1, 4, 6),
+    (24576, 1, 4, 8),
+    (45056, 1, 8, 8),
+    (57344, 1, 8, 5),
+    (73728, 1, 8, 8),
+    (114688, 2, 4, 8),
+    (163840, 2, 8, 8),
+    (229376, 4, 4, 8),
+    (WIDEST, 2, 8, 8),
+)
+# warps of one program, by whether rows start unaligned, and its chunks, whatever the width
+ELEMENTWISE_WARPS, ELEMENTWISE_CHUNKS = {False: 4, True: 2}, 4

@@ -31,7 +31,7 @@ def plan_statistics(problem: Problem, device: Device) -> Plan:
     tile = tile_plan(problem, device)
     if tile is not None:
         return tile
-    _, ctas, warps, most = next(step for step in STATISTICS_STEPS if problem.n_cols <= step[0])
+    _, ctas, warps, most = next(step for step in STATISTICS_STEPS if problem.n_cols * problem.itemsize <= step[0] * 2)
     ctas = min(ctas, device.max_cluster)
     return _steps(problem, device, ctas, warps, most, "the row is walked once, in steps")
 
@@ -46,7 +46,8 @@ def plan_elementwise(problem: Problem, device: Device) -> Plan:
     if tile is not None:
         return tile
     why = "programs share the row, and need nothing of each other"
-    return _steps(problem, device, 1, ELEMENTWISE_WARPS, ELEMENTWISE_CHUNKS, why)
+    _, edge = geometry(problem)
+    return _steps(problem, device, 1, ELEMENTWISE_WARPS[edge], ELEMENTWISE_CHUNKS, why)
 
 
 def _steps(problem: Problem, device: Device, ctas: int, warps: int, chunks: int, why: str) -> Plan:

@@ -190,6 +190,11 @@ def _counted(op: CrossEntropy, n_cols: int) -> Tensor:
     return op.weight[op.target.clamp(0, n_cols - 1)].where(counts, 0.0).sum().view(1)
 
 
+def _scale_flag(scale: float | Tensor) -> int:
+    """How the kernels of statistics scale logits: not at all (0), by one number (1), each row by its own (2)."""
+    return 2 if isinstance(scale, Tensor) else int(scale != 1.0)
+
+
 def statistics(
     x: Tensor, ids: Tensor | None, scale: float | Tensor, entropy: bool, *, invariant: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -198,10 +203,9 @@ def statistics(
     entropies = torch.empty_like(lse) if entropy else None
     picked = None if ids is None else torch.empty(ids.shape, dtype=torch.float32, device=x.device)
     n_picks = 0 if ids is None else ids.shape[1]
-    by_row = isinstance(scale, Tensor)
     scales = scale if isinstance(scale, Tensor) else None
     vectors = tuple(lse if v is None else v for v in (lse, entropies, ids, picked, scales))
-    flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", entropy), ("ROW_SCALE", by_row))
+    flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", entropy), ("SCALE", _scale_flag(scale)))
     numbers = (n_picks, 1.0 if isinstance(scale, Tensor) else float(scale))
     launch_rows(
         "row_statistics", (x,), vectors, numbers, flags, plan_statistics, invariant=invariant or is_batch_invariant()
@@ -224,10 +228,9 @@ def statistics_backward(
     """Into dx the gradient of what `statistics` returns; an upstream gradient that is None counts for nothing."""
     g_picked, g_entropy, g_lse = (None if g is None else g.float().contiguous() for g in (g_picked, g_entropy, g_lse))
     n_picks = 0 if ids is None or g_picked is None else ids.shape[1]
-    by_row = isinstance(scale, Tensor)
     given = (lse, entropy, g_entropy, ids, g_picked, g_lse, scale if isinstance(scale, Tensor) else None)
     flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", g_entropy is not None))
-    flags = (*flags, ("LSE", g_lse is not None), ("ROW_SCALE", by_row))
+    flags = (*flags, ("LSE", g_lse is not None), ("SCALE", _scale_flag(scale)))
     numbers = (n_picks, 1.0 if isinstance(scale, Tensor) else float(scale))
     vectors = tuple(lse if v is None else v for v in given)
     launch_rows("row_statistics_backward", (x, dx), vectors, numbers, flags, plan_elementwise)

@@ -17,17 +17,17 @@ import triton.language as tl
 from .losses import target_of
 from .primitives import exp_about, pivot, widen
 from .slices import chunk_offsets, edge_of, gradient_reads, load_chunks, span_of, start_of, store_chunk
-from .walk import logit
+from .walk import capped
 
 
 @triton.jit
 def cross_entropy_term(
-    x, b, at, scale, shift, a, c, w_ptr, cap, mask,
+    x, b, at, base, shift, a, c, w_ptr, cap, mask,
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """dx of a tile x in float32 at columns `at`; b: 0 but at the target; g, and `by` of the pivot, are in a, b, c."""
-    z = logit(x, 1.0, cap, SOFTCAP)
-    dz = exp_about(z, scale, shift, FUSED) * a - b
+    z = capped(x, cap, SOFTCAP)
+    dz = exp_about(z, base, shift, FUSED) * a - b
     if SMOOTH:
         if WEIGHTED:
             dz -= c * tl.load(w_ptr + at, mask=mask, other=0.0)
@@ -41,7 +41,7 @@ def cross_entropy_term(
 
 @triton.jit
 def store_edge_gradient(
-    dx_row, x, at, in_edge, target, counts, b, scale, shift, a, c, w_ptr, cap,
+    dx_row, x, at, in_edge, target, counts, b, base, shift, a, c, w_ptr, cap,
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """Writes dx of a row's ends, which are so few that each is compared with the target.
@@ -50,7 +50,7 @@ def store_edge_gradient(
     """
     b_edge = tl.where(at == target, b, 0.0)
     dx = cross_entropy_term(
-        x.to(tl.float32), b_edge, at, scale, shift, a, c, w_ptr, cap, in_edge, WEIGHTED, SMOOTH, SOFTCAP, FUSED
+        x.to(tl.float32), b_edge, at, base, shift, a, c, w_ptr, cap, in_edge, WEIGHTED, SMOOTH, SOFTCAP, FUSED
     )
     tl.store(dx_row + at, tl.where(counts, dx, 0.0).to(dx_row.dtype.element_ty), mask=in_edge)
 
@@ -128,24 +128,24 @@ def cross_entropy_unit(
         if MEAN:
             g = tl.where(counts, upstream / tl.load(count_ptr), 0.0)
         a, b, c = coefficients(g, lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)
-        scale, shift, by = pivot(lse, FUSED)
+        base, shift, by = pivot(lse, FUSED)
         a *= by
         w_here = weight_ptr + (head + first + 0 * row)[:, :, None]
         for k in tl.static_range(CHUNKS):
             at = tl.reshape(chunk_offsets(k, LANES, VEC), (1, LANES, VEC))
             dx = cross_entropy_term(
-                widen(x[k], PTX), 0.0, at, scale[:, :, None], shift[:, :, None], a[:, :, None], c[:, :, None], w_here,
+                widen(x[k], PTX), 0.0, at, base[:, :, None], shift[:, :, None], a[:, :, None], c[:, :, None], w_here,
                 cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
             dx = tl.where(counts[:, :, None], dx, 0.0)
             store_chunk(dx_row + first, width, dx, k, ROWS, 0, LANES, VEC)
         if EDGE:
             store_edge_gradient(
-                dx_row, x_edge, edge, in_edge, target - head, counts, b, scale, shift, a, c, weight_ptr + head, cap,
+                dx_row, x_edge, edge, in_edge, target - head, counts, b, base, shift, a, c, weight_ptr + head, cap,
                 WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
         dx = cross_entropy_term(
-            x_target, b, target, scale, shift, a, c, weight_ptr, cap, counts, WEIGHTED, SMOOTH, SOFTCAP, FUSED
+            x_target, b, target, base, shift, a, c, weight_ptr, cap, counts, WEIGHTED, SMOOTH, SOFTCAP, FUSED
         )
         store_target(dx_row + first, dx, (target - head - first).to(tl.int32), width, counts, LANES, VEC, CHUNKS)
 

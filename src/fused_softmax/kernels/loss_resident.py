@@ -16,10 +16,10 @@ import triton.language as tl
 
 from .cluster import merge_moments_over_cluster, merge_over_cluster, open_exchange
 from .loss_gradients import coefficients, cross_entropy_term, store_edge_gradient, store_target
-from .losses import row_loss, target_of
+from .losses import assert_inside, row_loss, target_of
 from .primitives import LOWEST, exp, pivot, widen
 from .slices import chunk_offsets, edge_of, lines_of, load_chunks, part_of, slice_of, span_of, start_of, store_chunk
-from .walk import logit, logsumexp, weigh
+from .walk import capped, logsumexp, weigh
 
 
 @triton.jit(
@@ -94,15 +94,17 @@ def cross_entropy_resident(
         # one row: its numbers are scalars, which no layout has to carry from warp to warp
         own = tl.program_id(0).to(tl.int64)
         target, counts = target_of(own, n_rows, target_ptr, ignore_index, columns)
+        assert_inside(target, ignore_index, columns)
         own_head = span_of(own, x_stride, phase, n_cols, VEC, EDGE)[0]
         z_target = tl.load(
             x_ptr + start_of(own, x_stride, phase, VEC, EDGE) - own_head + target, mask=counts, other=0.0
         )
     else:
         target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
+        assert_inside(target, ignore_index, columns)
         z_target = tl.load(x_row - head + target, mask=counts, other=0.0)
     x_target = z_target.to(tl.float32)
-    z_target = tl.where(counts, logit(x_target, 1.0, cap, SOFTCAP), -float("inf"))
+    z_target = tl.where(counts, capped(x_target, cap, SOFTCAP), -float("inf"))
     if WEIGHTED:
         w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
     else:
@@ -115,7 +117,7 @@ def cross_entropy_resident(
     m = tl.max(x[0], 2)
     for k in tl.static_range(1, CHUNKS):
         m = tl.maximum(m, tl.max(x[k], 2))
-    m = tl.maximum(logit(m, 1.0, cap, SOFTCAP), LOWEST)  # [LINES, LANES]
+    m = tl.maximum(capped(m, cap, SOFTCAP), LOWEST)  # [LINES, LANES]
     if INPLACE:
         # the target's logit is one of the row's, so it changes no maximum; taken here, it has been read by all who
         # share the row before any of them can write the gradient over it. Elsewhere nothing waits for it: two loads,
@@ -124,7 +126,7 @@ def cross_entropy_resident(
     s = tl.zeros_like(m)
     t = tl.zeros_like(m)
     for k in tl.static_range(CHUNKS):
-        z = logit(widen(x[k], PTX, True), 1.0, cap, SOFTCAP)
+        z = capped(widen(x[k], PTX, True), cap, SOFTCAP)
         s += tl.sum(exp(z - m[:, :, None]), 2)
         if SMOOTH:
             at = tl.reshape(chunk_offsets(k, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
@@ -134,7 +136,7 @@ def cross_entropy_resident(
     # the ends are summed up by line: a tile of them need not lie in the CTAs as the row does
     line_max = tl.max(m, 1)
     if EDGE:
-        z_edge = logit(x_edge, 1.0, cap, SOFTCAP)
+        z_edge = capped(x_edge, cap, SOFTCAP)
         line_max = tl.maximum(line_max, tl.max(z_edge, 1))
     line_sum = tl.sum(s * exp(m - line_max[:, None]), 1)
     line_weighted = tl.sum(t, 1)
@@ -154,7 +156,7 @@ def cross_entropy_resident(
         g = tl.where(counts, 1.0 / tl.load(count_ptr), 0.0)
     a, b, c = coefficients(g, lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
-    scale, shift, by = pivot(row_max[:, None], FUSED)
+    base, shift, by = pivot(row_max[:, None], FUSED)
     a = tl.where(counts, a * by / row_sum[:, None], 0.0)
     b, c = b + tl.zeros_like(a), c + tl.zeros_like(a)
     if ROWS > 1 or counts:
@@ -162,7 +164,7 @@ def cross_entropy_resident(
         for k in tl.static_range(CHUNKS):
             at = tl.reshape(chunk_offsets(k, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
             dx = cross_entropy_term(
-                widen(x[k], PTX, True), 0.0, at, scale[:, :, None], shift[:, :, None], a[:, :, None], c[:, :, None],
+                widen(x[k], PTX, True), 0.0, at, base[:, :, None], shift[:, :, None], a[:, :, None], c[:, :, None],
                 w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
             if ROWS > 1:
@@ -170,11 +172,11 @@ def cross_entropy_resident(
             store_chunk(dx_row + first, width, dx, k, LINES, UNMASKED, LANES, VEC, PARTS)
         if EDGE:
             store_edge_gradient(
-                dx_row, x_edge, edge, in_edge, target - head, counts, b, scale, shift, a, c, weight_ptr + head, cap,
+                dx_row, x_edge, edge, in_edge, target - head, counts, b, base, shift, a, c, weight_ptr + head, cap,
                 WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
         dx = cross_entropy_term(
-            x_target, b, target, scale, shift, a, c, weight_ptr, cap, counts, WEIGHTED, SMOOTH, SOFTCAP, FUSED
+            x_target, b, target, base, shift, a, c, weight_ptr, cap, counts, WEIGHTED, SMOOTH, SOFTCAP, FUSED
         )
         local_target = (target - head - first).to(tl.int32)
         store_target(dx_row + first, dx, local_target, width, counts & exists, LANES, VEC, CHUNKS, PARTS)

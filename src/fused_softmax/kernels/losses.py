@@ -14,17 +14,21 @@ import triton.language as tl
 
 from .cluster import merge_moments_over_cluster, open_exchange
 from .slices import lines_of, part_of, slice_of, span_of, start_of
-from .walk import NO_MOMENT, WEIGHTED_SUM, logit, logsumexp, walk
+from .walk import NO_MOMENT, WEIGHTED_SUM, capped, logsumexp, walk
 
 
 @triton.jit
 def target_of(row, n_rows, target_ptr, ignore_index, n_classes):
-    """(target, whether the row counts); a target outside the classes is a device assertion, as torch's is."""
+    """(target, whether the row counts): one outside the classes does not, and `assert_inside` reports it."""
     target = tl.load(target_ptr + row, mask=row < n_rows, other=ignore_index)
-    counts = target != ignore_index
-    inside = (target >= 0) & (target < n_classes)
-    tl.device_assert((counts & ~inside) == 0, "fused_softmax.cross_entropy: target out of bounds")
-    return target, counts & inside
+    return target, (target != ignore_index) & (target >= 0) & (target < n_classes)
+
+
+@triton.jit
+def assert_inside(target, ignore_index, n_classes):
+    """A target outside the classes is a device assertion, as torch's is; all warps wait for it."""
+    inside = (target == ignore_index) | ((target >= 0) & (target < n_classes))
+    tl.device_assert(inside, "fused_softmax.cross_entropy: target out of bounds")
 
 
 @triton.jit
@@ -87,11 +91,11 @@ def cross_entropy_forward(
     one = 1.0 + 0.0 * row.to(tl.float32)
     row_max, row_sum, wz_sum = walk(
         x_row, first, width, head, interior, columns, exists, rank, part, one, cap, weight_ptr,
-        MOMENT, WEIGHTED, SOFTCAP, ROWS, CTAS, PARTS, LANES, VEC, CHUNKS, EDGE, PTX,
+        MOMENT, WEIGHTED, False, SOFTCAP, ROWS, CTAS, PARTS, LANES, VEC, CHUNKS, EDGE, PTX,
     )  # fmt: skip
     lse = logsumexp(row_max, row_sum)[:, None]
     lse = tl.where(lse == float("inf"), float("nan"), lse)
-    z = logit(x_target, one, cap, SOFTCAP)
+    z = capped(x_target, cap, SOFTCAP)
     if WEIGHTED:
         w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
     else:
@@ -101,6 +105,7 @@ def cross_entropy_forward(
     else:
         w_sum = columns
     loss = row_loss(lse, z, w_target, w_sum, wz_sum[:, None], smoothing, columns, z_loss, SMOOTH)
+    assert_inside(target, ignore_index, columns)
     writes = (rank == 0) & (part == 0) & exists
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0), mask=writes)
     tl.store(lse_ptr + row, lse, mask=writes)

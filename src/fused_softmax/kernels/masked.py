@@ -144,12 +144,14 @@ def store_around(
 
 
 @triton.jit
-def reciprocal(row_sum, ZERO: tl.constexpr):
-    """1/row_sum; where ZERO, 0 for a row that sees nothing."""
-    if ZERO:
-        return tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
-    else:
-        return 1.0 / row_sum
+def reciprocal(row_sum, ZERO: tl.constexpr, AGAIN: tl.constexpr):
+    """1/row_sum; where ZERO, 0 for a row that sees nothing.
+
+    Where AGAIN, rounded to nearest: the rare cases of that are a branch, and beyond a branch the compiler does not
+    remember what it has widened. A row of 8 chunks that is widened anew takes 64 registers so, and 96 without.
+    """
+    by = tl.div_rn(1.0, row_sum) if AGAIN else 1.0 / row_sum
+    return tl.where(row_sum == 0.0, 0.0, by) if ZERO else by
 
 
 @triton.jit
@@ -211,6 +213,9 @@ def masked_softmax_forward(
     STEP: tl.constexpr = CHUNKS * PARTS * LANES * VEC
     ENDS: tl.constexpr = EDGE or CAUSAL
     AGAIN: tl.constexpr = RECOMPUTE and MASK == NO_MASK
+    # z is never made: exp(scale*(x - m)) takes a multiply-add and an exp2
+    FUSED: tl.constexpr = AGAIN and PTX and CTAS == 1 and x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    unit = scale if FUSED else 1.0
     place, rank = lines_of(ROWS, CTAS, PARTS)
     part = part_of(LINES, PARTS)
     exists = place < n_rows
@@ -262,13 +267,19 @@ def masked_softmax_forward(
                 m, s = accumulate(hide(widen(x[c], PTX), mask[c], scale, MASK, PTX), m, s)
     else:
         if AGAIN:
-            # scale is positive: the largest x has the largest z
+            # scale is positive: the largest x has the largest z. Where FUSED, m stays what it is in x
             top = tl.max(x[0], 2)
             for c in tl.static_range(1, CHUNKS):
                 top = tl.maximum(top, tl.max(x[c], 2))
-            m = tl.maximum(scaled(top.to(tl.float32), scale, PTX), LOWEST)
+            top = tl.maximum(top.to(tl.float32), LOWEST)
+            m = top if FUSED else tl.maximum(scaled(top, scale, PTX), LOWEST)
+            base, shift, mend = pivot(m, FUSED, scale)
             for c in tl.static_range(CHUNKS):
-                s += tl.sum(exp(scaled(widen(x[c], PTX, True), scale, PTX) - m[:, :, None]), 2)
+                z = widen(x[c], PTX, True)
+                if not FUSED:
+                    z = scaled(z, scale, PTX)
+                s += tl.sum(exp_about(z, base[:, :, None], shift[:, :, None], FUSED), 2)
+            s *= mend
         else:
             z = ()
             for c in tl.static_range(CHUNKS):
@@ -280,14 +291,16 @@ def masked_softmax_forward(
     # the ends are summed up by line: a tile of them need not lie in the CTAs as the row does
     line_max = tl.max(m, 1)
     if ENDS:
-        z_edge = hide(x_edge.to(tl.float32), mask_edge, scale, MASK, PTX)
+        z_edge = x_edge.to(tl.float32)
+        if not FUSED:
+            z_edge = hide(z_edge, mask_edge, scale, MASK, PTX)
         line_max = tl.maximum(line_max, tl.max(z_edge, 1))
-    line_sum = tl.sum(s * exp(m - line_max[:, None]), 1)
+    line_sum = tl.sum(s * exp((m - line_max[:, None]) * unit), 1)
     if ENDS:
-        line_sum += tl.sum(exp(z_edge - line_max[:, None]), 1)
+        line_sum += tl.sum(exp((z_edge - line_max[:, None]) * unit), 1)
     row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX, PARTS)
     row_max = row_max[:, None]
-    by = reciprocal(row_sum[:, None], ZERO)
+    by = reciprocal(row_sum[:, None], ZERO, AGAIN)
 
     if STREAM:
         widest = tl.max(tl.max(width, 1), 0)
@@ -305,11 +318,12 @@ def masked_softmax_forward(
                 y_at = y_row + first + start
                 store_around(y_at, width - start, within - first - start, y, c, CAUSAL, LINES, PARTS, LANES, VEC)
     elif AGAIN:
-        FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
-        base, shift, mend = pivot(row_max, FUSED)
+        base, shift, mend = pivot(row_max, FUSED, scale)
         mend = mend * by
         for c in tl.static_range(CHUNKS):
-            z = scaled(widen(x[c], PTX, True), scale, PTX)
+            z = widen(x[c], PTX, True)
+            if not FUSED:
+                z = scaled(z, scale, PTX)
             y = exp_about(z, base[:, :, None], shift[:, :, None], FUSED) * mend[:, :, None]
             store_around(y_row + first, width, within - first, y, c, CAUSAL, LINES, PARTS, LANES, VEC)
     else:
@@ -318,7 +332,7 @@ def masked_softmax_forward(
             y = kept[c] * by_lane[:, :, None]
             store_around(y_row + first, width, within - first, y, c, CAUSAL, LINES, PARTS, LANES, VEC)
     if ENDS:
-        y_edge = exp(z_edge - row_max) * by
+        y_edge = exp((z_edge - row_max) * unit) * by
         tl.store(y_row + edge, y_edge.to(y_ptr.dtype.element_ty), mask=in_edge)
 
 
@@ -378,8 +392,15 @@ def masked_softmax_backward(
     y = load_chunks(y_row + first, left, LINES, CHUNKS, 0, LANES, VEC, 0.0, PARTS)
     dy = load_chunks(dy_row + first, left, LINES, CHUNKS, 0, LANES, VEC, 0.0, PARTS)
     d = tl.zeros([LINES, LANES], tl.float32)
+    # a chunk that nothing is seen of costs as much as a full one: 4,096 columns .97 of the add, and .99 without it
+    SKIPS: tl.constexpr = CAUSAL and CTAS == 1
+    most = tl.max(tl.max(left, 1), 0) if SKIPS else 0
     for c in tl.static_range(CHUNKS):
-        d += tl.sum(widen(y[c], PTX) * widen(dy[c], PTX), 2)
+        if SKIPS:
+            if c * (PARTS * LANES * VEC) < most:
+                d += tl.sum(widen(y[c], PTX) * widen(dy[c], PTX), 2)
+        else:
+            d += tl.sum(widen(y[c], PTX) * widen(dy[c], PTX), 2)
     if EDGE:
         edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
         y_edge = tl.load(y_row + edge, mask=in_edge, other=0.0).to(tl.float32)

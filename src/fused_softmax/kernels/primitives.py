@@ -46,26 +46,41 @@ def shift_moments(m, s, t, m_new):
 
 
 @triton.jit
-def pivot(m, FUSED: tl.constexpr):
-    """(scale, shift, by) with exp(x - m) = exp_about(x, scale, shift)*by: one multiply-add and one exp2 an element.
+def binade(x):
+    """The largest power of two that is not above x; x is positive."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
-    shift is m*log2(e), rounded; by gives back, once a row, what the rounding lost. Beyond 2^31 two 16-bit numbers that
-    differ do so by more than exp can tell, and scale is 1, so that nothing overflows. The result is right to a rounding
-    or two of float32, but not exactly 1 where x is m: it is for what is written in 16 bits. Else shift is m itself.
+
+@triton.jit
+def pivot(m, FUSED: tl.constexpr, scale=None):
+    """(base, shift, by) with exp(scale*(x - m)) = exp_about(x, base, shift)*by: one multiply-add and one exp2 each.
+
+    For x and m of 16 bits, and a positive scale (None: 1). base is scale*log2(e), shift is m*base, rounded, and by
+    gives back, once a row, what the rounding lost. From scale*m = 2^28 on exp tells no two 16-bit numbers apart, so
+    base is a power of two, which loses nothing; below that the rounding loses 2^4 or less, which neither overflows nor
+    vanishes. The result is right to a rounding or two of float32, but not exactly 1 where x is m: it is for what is
+    written in 16 bits, or is one of many in a sum. Where not FUSED x and m come scaled, of any size, and shift is m.
     """
-    if FUSED:
-        scale = tl.where(tl.abs(m) < 2147483648.0, LOG2E, 1.0)
-        shift = m * scale
-        return scale, shift, tl.exp2(-tl.fma(m, scale, -shift))
+    if FUSED and scale is None:
+        base = tl.where(tl.abs(m) < 268435456.0, LOG2E, 1.0)
+        shift = m * base
+        return base, shift, tl.exp2(-tl.fma(m, base, -shift))
+    elif FUSED:
+        scale = tl.zeros_like(m) + scale
+        small = tl.abs(m) * scale < 268435456.0
+        base = tl.where(small, scale * LOG2E, binade(scale))
+        # a lane that holds nothing has m LOWEST: from -inf nothing may be subtracted
+        shift = tl.maximum(m * base, LOWEST)
+        return base, shift, tl.where(small, tl.exp2(-tl.fma(m, base, -shift)), 1.0)
     else:
         return tl.zeros_like(m) + LOG2E, m, tl.zeros_like(m) + 1.0
 
 
 @triton.jit
-def exp_about(x, scale, shift, FUSED: tl.constexpr):
-    """exp(x - m), but for the factor `by` of `pivot`."""
+def exp_about(x, base, shift, FUSED: tl.constexpr):
+    """exp(scale*(x - m)), but for the factor `by` of `pivot`."""
     if FUSED:
-        return tl.exp2(tl.fma(x, scale, -shift))
+        return tl.exp2(tl.fma(x, base, -shift))
     else:
         return exp(x - shift)
 

@@ -110,7 +110,7 @@ def softmax_resident(
     if LOG:
         by = row_sum
     elif RECOMPUTE:
-        scale, shift, by = pivot(row_max, FUSED)
+        base, shift, by = pivot(row_max, FUSED)
         by = by * tl.div_rn(1.0, row_sum)
     else:
         by = exp(m - row_max) * tl.div_rn(1.0, row_sum)
@@ -118,7 +118,7 @@ def softmax_resident(
         if LOG:
             y = normalize(widen(x[c], PTX, RECOMPUTE), row_max[:, :, None], row_sum[:, :, None], LOG)
         elif RECOMPUTE:
-            y = exp_about(widen(x[c], PTX, True), scale[:, :, None], shift[:, :, None], FUSED) * by[:, :, None]
+            y = exp_about(widen(x[c], PTX, True), base[:, :, None], shift[:, :, None], FUSED) * by[:, :, None]
         else:
             y = kept[c] * by[:, :, None]
         store_chunk(y_row + first, width, y, c, LINES, UNMASKED, LANES, VEC, PARTS)

@@ -30,6 +30,21 @@ from .slices import (
 )
 from .walk import ENTROPY_MOMENT, NO_MOMENT, logit, logsumexp, walk
 
+# what logits are multiplied by: nothing, one number, or each row's own
+UNSCALED = tl.constexpr(0)
+ONE_SCALE = tl.constexpr(1)
+BY_ROW = tl.constexpr(2)
+
+
+@triton.jit
+def scale_of(row, exists, scale_ptr, scale, SCALE: tl.constexpr):
+    """Each row's scale; 1 where SCALE is UNSCALED.  # row, exists: [LINES, 1]"""
+    if SCALE == BY_ROW:
+        return tl.load(scale_ptr + row, mask=exists, other=1.0)
+    else:
+        by = tl.zeros_like(row).to(tl.float32) + 1.0
+        return by * scale if SCALE == ONE_SCALE else by
+
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "x_stride", "phase", "n_picks", "scale"])
 def row_statistics(
@@ -38,7 +53,7 @@ def row_statistics(
     entropy_ptr,  # [n_rows] float32, where ENTROPY
     ids_ptr,  # [n_rows, n_picks] int64, where PICKS
     picked_ptr,  # [n_rows, n_picks] float32, where PICKS: log-probabilities
-    scale_ptr,  # [n_rows] float32, where ROW_SCALE
+    scale_ptr,  # [n_rows] float32, where SCALE is BY_ROW
     n_rows,
     n_cols,  # n_cols and x_stride: in units of VEC, or of one element where EDGE
     x_stride,
@@ -47,7 +62,7 @@ def row_statistics(
     scale,
     PICKS: tl.constexpr,  # a power of two >= n_picks, or 0
     ENTROPY: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
+    SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     CTAS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -68,10 +83,7 @@ def row_statistics(
     width -= part * (LANES * VEC)
     if ROWS > 1:
         width = tl.where(exists, width, 0)
-    if ROW_SCALE:
-        by = tl.load(scale_ptr + row, mask=exists, other=1.0)
-    else:
-        by = scale + 0.0 * row.to(tl.float32)
+    by = scale_of(row, exists, scale_ptr, scale, SCALE)
     columns = n_cols if EDGE else n_cols * VEC
     writes = (rank == 0) & (part == 0) & exists
     if PICKS > 0:  # before the walk, so that nothing waits for them afterwards
@@ -83,7 +95,7 @@ def row_statistics(
     MOMENT: tl.constexpr = ENTROPY_MOMENT if ENTROPY else NO_MOMENT
     row_max, row_sum, row_moment = walk(
         x_row, first, width, head, interior, columns, exists, rank, part, by, 1.0, x_ptr,
-        MOMENT, False, False, ROWS, CTAS, PARTS, LANES, VEC, CHUNKS, EDGE, PTX,
+        MOMENT, False, SCALE != UNSCALED, False, ROWS, CTAS, PARTS, LANES, VEC, CHUNKS, EDGE, PTX,
     )  # fmt: skip
 
     lse = logsumexp(row_max, row_sum)[:, None]
@@ -91,15 +103,15 @@ def row_statistics(
     if ENTROPY:
         tl.store(entropy_ptr + row, (log(row_sum) - row_moment / row_sum)[:, None], mask=writes)
     if PICKS > 0:
-        z = logit(x_picked, by, 1.0, False)
+        z = logit(x_picked, by, 1.0, SCALE != UNSCALED, False)
         picked = tl.where(inside & (lse < float("inf")), z - lse, float("nan"))
         tl.store(picked_ptr + row * n_picks + k, picked, mask=wanted)
 
 
 @triton.jit
-def statistics_term(x, lse, entropy, scale, a, g_entropy, ENTROPY: tl.constexpr):
+def statistics_term(x, lse, entropy, scale, a, g_entropy, ENTROPY: tl.constexpr, SCALED: tl.constexpr):
     """dx/scale of a tile, but for what the picks add; all arguments broadcast."""
-    log_p = x.to(tl.float32) * scale - lse
+    log_p = logit(x, scale, 1.0, SCALED, False) - lse
     p = exp(log_p)
     dz = p * a
     if ENTROPY:
@@ -130,7 +142,7 @@ def row_statistics_backward(
     ids_ptr,  # [n_rows, n_picks] int64, where PICKS, and their upstream gradients, float32
     g_picked_ptr,
     g_lse_ptr,  # [n_rows] float32, where LSE
-    scale_ptr,  # [n_rows] float32, where ROW_SCALE
+    scale_ptr,  # [n_rows] float32, where SCALE is BY_ROW
     n_rows,
     n_cols,  # n_cols and strides: in units of VEC, or of one element where EDGE
     x_stride,
@@ -142,7 +154,7 @@ def row_statistics_backward(
     PICKS: tl.constexpr,  # a power of two >= n_picks, or 0
     ENTROPY: tl.constexpr,
     LSE: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
+    SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
     VEC: tl.constexpr,
@@ -164,9 +176,7 @@ def row_statistics_backward(
     if EDGE:
         edge, in_edge = edge_of(head, interior, n_cols, (split == 0) & exists, LANES, VEC)
         x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
-    by = scale + 0.0 * row.to(tl.float32)
-    if ROW_SCALE:
-        by = tl.load(scale_ptr + row, mask=exists, other=1.0)
+    by = scale_of(row, exists, scale_ptr, scale, SCALE)
     lse = tl.load(lse_ptr + row, mask=exists, other=0.0)
     entropy = tl.zeros_like(lse)
     g_entropy = tl.zeros_like(lse)
@@ -187,15 +197,16 @@ def row_statistics_backward(
     for c in tl.static_range(CHUNKS):
         at = tl.reshape(chunk_offsets(c, LANES, VEC), (1, LANES, VEC))
         dz = statistics_term(
-            x[c], lse[:, :, None], entropy[:, :, None], by[:, :, None], a[:, :, None], g_entropy[:, :, None], ENTROPY
-        )
+            x[c], lse[:, :, None], entropy[:, :, None], by[:, :, None], a[:, :, None], g_entropy[:, :, None],
+            ENTROPY, SCALE != UNSCALED,
+        )  # fmt: skip
         if PICKS > 0:
             low = first + head + 0 * row
             high = first + head + (c + 1) * (LANES * VEC) + 0 * row
             dz = picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_picked_ptr, n_picks)
         store_chunk(dx_row + first, width, dz * by[:, :, None], c, ROWS, 0, LANES, VEC)
     if EDGE:
-        dz = statistics_term(x_edge, lse, entropy, by, a, g_entropy, ENTROPY)
+        dz = statistics_term(x_edge, lse, entropy, by, a, g_entropy, ENTROPY, SCALE != UNSCALED)
         if PICKS > 0:
             dz = picked_gradient(
                 dz[:, :, None], (edge + head)[:, :, None], row, exists, 0 * row, columns + 0 * row,

@@ -1,6 +1,6 @@
 """One walk over a row of logits: its maximum, its sum of exponentials, and one sum more that an op asks for.
 
-    z = softcap(x)*scale;  m = max(z);  s = sum(exp(z - m));  t = sum(exp(z - m)*(z - m))  or  sum(w*z)
+    z = softcap(x) or x*scale;  m = max(z);  s = sum(exp(z - m));  t = sum(exp(z - m)*(z - m))  or  sum(w*z)
 
 The row is read once, in steps that keep nothing, by one program or the CTAS programs of a cluster; several narrow rows
 share a program. What limits it is the read ceiling. -inf adds nothing, NaN spreads, +inf makes s infinite.
@@ -12,13 +12,25 @@ import triton
 import triton.language as tl
 
 from .cluster import merge_moments_over_cluster, merge_over_cluster
-from .primitives import HIGHEST, LOG2E, LOWEST, exp, log, shift_moments, widen
+from .primitives import HIGHEST, LN2, LOG2E, LOWEST, exp, log, pivot, shift_moments, widen
 from .slices import chunk_offsets, edge_of, load_chunks
+
+# nothing is written that L2 could make room for, and nothing is read again. H200: .3 to 1.5% faster than "evict_last"
+READ_ONCE = tl.constexpr("evict_first")
 
 # what a walk sums up beside (max, sum): nothing, sum(exp(z - m)*(z - m)), or sum(w*z)
 NO_MOMENT = tl.constexpr(0)
 ENTROPY_MOMENT = tl.constexpr(1)
 WEIGHTED_SUM = tl.constexpr(2)
+
+
+@triton.jit
+def load_step(
+    at, width, LINES: tl.constexpr, CHUNKS: tl.constexpr, UNMASKED: tl.constexpr, LANES: tl.constexpr,
+    VEC: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """A step's chunks as `load_chunks` gives them."""
+    return load_chunks(at, width, LINES, CHUNKS, UNMASKED, LANES, VEC, -float("inf"), PARTS, READ_ONCE)
 
 
 @triton.jit
@@ -28,21 +40,32 @@ def tanh(x):
 
 
 @triton.jit
-def logit(x, scale, cap, SOFTCAP: tl.constexpr):
-    """What the softmax sees of a raw logit, in float32: cap*tanh(x/cap) where there is a cap, times scale.
-
-    -inf stays -inf under a cap: a masked class is not a small one.
-    """
+def capped(x, cap, SOFTCAP: tl.constexpr):
+    """x in float32, cap*tanh(x/cap) where there is a cap. -inf stays -inf: a masked class is not a small one."""
     x = x.to(tl.float32)
     if SOFTCAP:
         x = tl.where(x == -float("inf"), x, cap * tanh(x / cap))
-    return x * scale
+    return x
+
+
+@triton.jit
+def logit(x, scale, cap, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
+    """What the softmax sees of a raw logit, in float32.
+
+    The product is rounded before anything is subtracted from it: among numbers near the end of the range x*scale - m as
+    one multiply-add is far from 0 where x*scale is m.
+    """
+    x = capped(x, cap, SOFTCAP)
+    if SCALED:
+        x = tl.fma(x, scale, 0.0)
+    return x
 
 
 @triton.jit
 def accumulate(
-    x, scale, cap, m, s, t, MOMENT: tl.constexpr, SOFTCAP: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr
-):
+    x, scale, cap, m, s, t,
+    MOMENT: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     """Each lane's (m, s, t) with one step more in it, whose maximum is taken among the logits as they were loaded.
 
     A weighted sum is its caller's to add.  # x: CHUNKS tiles [LINES, LANES, VEC]; m, s, t: [LINES, LANES]
@@ -50,7 +73,7 @@ def accumulate(
     top = tl.max(x[0], 2)
     for c in tl.static_range(1, CHUNKS):
         top = tl.maximum(top, tl.max(x[c], 2))
-    m_new = tl.minimum(tl.maximum(m, logit(top, scale, cap, SOFTCAP)), HIGHEST)
+    m_new = tl.minimum(tl.maximum(m, logit(top, scale, cap, SCALED, SOFTCAP)), HIGHEST)
     if MOMENT == ENTROPY_MOMENT:
         m, s, t = shift_moments(m, s, t, m_new)
     else:
@@ -58,12 +81,27 @@ def accumulate(
     # a step is added up by itself: the fewer numbers are added to a long sum one by one, the less they round it
     step = tl.zeros_like(s)
     moment = tl.zeros_like(t)
-    for c in tl.static_range(CHUNKS):
-        d = logit(widen(x[c], PTX), scale[:, :, None], cap, SOFTCAP) - m_new[:, :, None]
-        e = exp(d)
-        step += tl.sum(e, 2)
-        if MOMENT == ENTROPY_MOMENT:
-            moment += tl.sum(e * tl.maximum(d, LOWEST), 2)
+    FUSED: tl.constexpr = PTX and x[0].dtype.primitive_bitwidth == 16 and not SOFTCAP
+    if FUSED:
+        # a multiply-add and an exp2 an element: d is (z - m)*base + lost, and what that adds is taken back once a step
+        base, shift, mend = pivot(m_new, True)
+        lost = tl.fma(m_new, base, -shift)
+        for c in tl.static_range(CHUNKS):
+            z = logit(widen(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
+            d = tl.fma(z, base[:, :, None], -shift[:, :, None])
+            e = tl.exp2(d)
+            step += tl.sum(e, 2)
+            if MOMENT == ENTROPY_MOMENT:
+                moment += tl.sum(e * tl.maximum(d, LOWEST), 2)
+        moment = mend * LN2 * (moment - lost * step)
+        step = mend * step
+    else:
+        for c in tl.static_range(CHUNKS):
+            d = logit(widen(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP) - m_new[:, :, None]
+            e = exp(d)
+            step += tl.sum(e, 2)
+            if MOMENT == ENTROPY_MOMENT:
+                moment += tl.sum(e * tl.maximum(d, LOWEST), 2)
     return m_new, s + step, t + moment
 
 
@@ -93,6 +131,7 @@ def walk(
     w_ptr,
     MOMENT: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     CTAS: tl.constexpr,
@@ -129,26 +168,26 @@ def walk(
         edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
         x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
     for step in range(whole):
-        x = load_chunks(x_row + first + (zero + step) * STEP, width, LINES, CHUNKS, CHUNKS, LANES, VEC, 0.0, PARTS)
-        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SOFTCAP, CHUNKS, PTX)
+        x = load_step(x_row + first + (zero + step) * STEP, width, LINES, CHUNKS, CHUNKS, LANES, VEC, PARTS)
+        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, CHUNKS, PTX)
     for step in range(whole, n_steps):
         start = (zero + step) * STEP
-        x = load_chunks(x_row + first + start, width - start, LINES, CHUNKS, 0, LANES, VEC, -float("inf"), PARTS)
-        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SOFTCAP, CHUNKS, PTX)
+        x = load_step(x_row + first + start, width - start, LINES, CHUNKS, 0, LANES, VEC, PARTS)
+        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, CHUNKS, PTX)
         if MOMENT == WEIGHTED_SUM:
             for c in tl.static_range(CHUNKS):
-                z = logit(widen(x[c], PTX), scale[:, :, None], cap, SOFTCAP)
+                z = logit(widen(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
                 at = tl.reshape(start + chunk_offsets(c, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
                 mask = at < width[:, :, None]
                 t += tl.sum(weigh(z, at + (head + first)[:, :, None], mask, w_ptr, WEIGHTED), 2)
     if FEW > 0 and even * VEC > n_steps * STEP:
         start = (zero + n_steps) * STEP
-        x = load_chunks(x_row + first + start, width - start, LINES, FEW, 0, LANES, VEC, -float("inf"), PARTS)
-        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SOFTCAP, FEW, PTX)
+        x = load_step(x_row + first + start, width - start, LINES, FEW, 0, LANES, VEC, PARTS)
+        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, FEW, PTX)
     # the ends are summed up by line: a tile of them need not lie in the CTAs as the row does
     line_max = tl.max(m, 1)
     if EDGE:
-        z_edge = logit(x_edge, scale, cap, SOFTCAP)
+        z_edge = logit(x_edge, scale, cap, SCALED, SOFTCAP)
         line_max = tl.minimum(tl.maximum(line_max, tl.max(z_edge, 1)), HIGHEST)
     if MOMENT == ENTROPY_MOMENT:
         m, s, t = shift_moments(m, s, t, line_max[:, None])
