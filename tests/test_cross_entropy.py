@@ -182,6 +182,17 @@ def test_infinite_and_missing_logits():
             torch.testing.assert_close(fs.cross_entropy(x, t, reduction="none"), b.detach(), equal_nan=True)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("n_cols", [33, 1001, 4097])
+def test_large_logits_lose_nothing(n_cols, grad):
+    # the loss is a small number, though logsumexp is a large one, of which float32 has the first seven digits
+    x = torch.randn(3, n_cols).round_() + torch.tensor([[1e4], [-3e5], [2e6]])
+    target = x.argmax(-1)
+    loss = fs.cross_entropy(x.requires_grad_(grad), target, reduction="none" if not grad else "sum")
+    want = F.cross_entropy(x.detach().double(), target, reduction="none" if not grad else "sum")
+    torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=2e-6)
+
+
 def test_large_logits_under_a_softcap():
     x = torch.tensor([[-1e4, 1e4, 3.0, -float("inf")]])
     loss, dx, exact, exact_dx = both(x, torch.tensor([1]), softcap=30.0)

@@ -85,6 +85,17 @@ def test_many_ids_and_the_same_twice():
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=3e-5, atol=3e-5)
 
 
+@pytest.mark.parametrize("n_cols", [33, 1001, 4097])
+def test_large_logits_lose_nothing(n_cols):
+    # log p is a small number, though logsumexp is a large one, of which float32 has the first seven digits
+    x = torch.randn(3, n_cols).round_() + torch.tensor([[1e4], [-3e5], [2e6]])
+    ids = x.topk(2).indices
+    log_p, entropy, _ = fs.token_logprobs(x, ids, return_entropy=True, return_logsumexp=True)
+    want, want_entropy, _ = exact(x, ids, 1.0)
+    torch.testing.assert_close(log_p.double(), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy.double(), want_entropy, rtol=1e-5, atol=1e-5)
+
+
 def test_infinite_rows():
     x = torch.tensor([[1.0, INF, 0.0], [-INF] * 3, [float("nan"), 0.0, 1.0], [-INF, 0.0, 1.0]])
     got = fs.token_logprobs(x, torch.tensor([0, 0, 1, 0]), return_logsumexp=True)

@@ -102,6 +102,41 @@ def test_numbers_at_the_end_of_the_range(n_cols, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n_cols", (100, 1000, 4096, 8192, 50257, 128256))
+def test_walks_at_the_end_of_the_range(n_cols, dtype):
+    # 16-bit logits take their exponentials in base 2 about a rounded number, which must lose nothing at any size
+    largest = torch.finfo(dtype).max
+    x = (torch.randn(12, n_cols, device="cuda") * 3).to(dtype)
+    ties = torch.zeros(n_cols, dtype=torch.bool, device="cuda")
+    ties[[1, 5, n_cols // 2, n_cols - 1]] = True
+    for row, top in enumerate((3e3, 1.7e4, 6e4, 1.509949440e9, 2.130706432e9, 2.7e8, 1e20, -3e3, 1.0)):
+        top = min(top, largest / 4)
+        x[row] = torch.where(ties, top, top - abs(top) / 4)
+    x[9, ::2] = -float("inf")
+    x[10] = largest
+    x[11] = -largest
+    ids = torch.tensor([[1], [5]], device="cuda").repeat(6, 1)
+    for temperature in (1.0, 0.7):
+        rows = slice(0, 12 if temperature == 1.0 else 10)  # beyond the largest number there is only inf
+        at = x[rows]
+        got, entropy, lse = fs.token_logprobs(
+            at, ids[rows], temperature=temperature, return_entropy=True, return_logsumexp=True
+        )
+        # the product with 1/temperature is rounded to float32, in torch as here
+        z = (at.float() * (1.0 / temperature)).double()
+        log_p = torch.log_softmax(z, -1)
+        torch.testing.assert_close(lse.double(), z.logsumexp(-1), rtol=3e-7, atol=3e-6)
+        torch.testing.assert_close(
+            got.double(), log_p.gather(-1, ids[rows])[:, 0].view(got.shape), rtol=2e-5, atol=2e-5
+        )
+        want = -torch.where(log_p == -float("inf"), 0.0, log_p.exp() * log_p).sum(-1)
+        torch.testing.assert_close(entropy.double(), want, rtol=2e-5, atol=2e-5)
+    loss = fs.cross_entropy(x, ids[:, 0], reduction="none")
+    want = F.cross_entropy(x.double(), ids[:, 0], reduction="none")
+    torch.testing.assert_close(loss.double(), want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n_cols", VOCABULARIES)
 def test_token_logprobs(n_cols, dtype):
     x, _ = batch(n_cols, dtype)
@@ -235,6 +270,29 @@ def test_masked_softmax(n_cols, dtype, causal):
         want.backward(dy.double())
         error = (ours.grad.double() - exact.grad).abs().max()
         assert error <= 4 * TOLERANCE[dtype] * exact.grad.abs().max() + 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n_cols", [1000, 1024, 2047, 2048, 3000, 4096, 6001, 8192])
+def test_causal_scores(n_cols, dtype):
+    # square, so that rows see from one column to all
+    for scale, spread in ((0.1118, 3.0), (3.0, 30.0)):
+        x = (torch.randn(2, n_cols, n_cols, device="cuda") * spread).to(dtype)
+        hidden = torch.ones(n_cols, n_cols, device="cuda", dtype=torch.bool).triu(1)
+        ours = x.clone().requires_grad_()
+        y = fs.masked_softmax(ours, scale=scale, causal=True)
+        dy = torch.randn_like(x)
+        (dx,) = torch.autograd.grad(y, ours, dy)
+        for batch in range(2):
+            want = torch.softmax((x[batch].double() * scale).masked_fill(hidden, -float("inf")), -1)
+            torch.testing.assert_close(y[batch].double(), want, rtol=max(2 * TOLERANCE[dtype], 1e-4), atol=1e-6)
+            assert not y[batch][hidden].any() and not dx[batch][hidden].any()
+            # judged on the y that was saved, as its rounding is not the gradient's error
+            saved = y[batch].detach().double()
+            exact = scale * saved * (dy[batch].double() - (saved * dy[batch].double()).sum(-1, keepdim=True))
+            torch.testing.assert_close(
+                dx[batch].double(), exact, rtol=TOLERANCE[dtype], atol=1e-5 * exact.abs().max().item()
+            )
 
 
 def test_rows_past_two_to_the_31():

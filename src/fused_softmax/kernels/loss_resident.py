@@ -19,7 +19,7 @@ from .loss_gradients import coefficients, cross_entropy_term, store_edge_gradien
 from .losses import assert_inside, row_loss, target_of
 from .primitives import LOWEST, exp, pivot, widen
 from .slices import chunk_offsets, edge_of, lines_of, load_chunks, part_of, slice_of, span_of, start_of, store_chunk
-from .walk import capped, logsumexp, weigh
+from .walk import capped, logsumexp, lost_of, weigh
 
 
 @triton.jit(
@@ -149,7 +149,9 @@ def cross_entropy_resident(
     else:
         row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX, PARTS)
         wz_sum = 0.0
-    lse = logsumexp(row_max, row_sum)[:, None]
+    lse = logsumexp(row_max, row_sum)
+    lost, lse = lost_of(lse, row_max, row_sum)[:, None], lse[:, None]
+    nll = lse - z_target + lost
 
     g = tl.where(counts, 1.0, 0.0)
     if MEAN:
@@ -188,7 +190,7 @@ def cross_entropy_resident(
             tl.store(dx_row + edge, tl.zeros_like(x_edge).to(dx_ptr.dtype.element_ty), mask=in_edge)
 
     # last, as these numbers change warps to be written
-    loss = row_loss(lse, z_target, w_target, w_sum, wz_sum, smoothing, columns, z_loss, SMOOTH)
+    loss = row_loss(nll, lse, w_target, w_sum, wz_sum, smoothing, columns, z_loss, SMOOTH)
     writes = (rank == 0) & (part == 0) & exists
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0), mask=writes)
     tl.store(lse_ptr + row, lse, mask=writes)

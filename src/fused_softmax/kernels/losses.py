@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .cluster import merge_moments_over_cluster, open_exchange
 from .slices import lines_of, part_of, slice_of, span_of, start_of
-from .walk import NO_MOMENT, WEIGHTED_SUM, capped, logsumexp, walk
+from .walk import NO_MOMENT, WEIGHTED_SUM, capped, logsumexp, lost_of, walk
 
 
 @triton.jit
@@ -32,9 +32,9 @@ def assert_inside(target, ignore_index, n_classes):
 
 
 @triton.jit
-def row_loss(lse, z_target, w_target, w_sum, wz_sum, smoothing, n_classes, z_loss, SMOOTH: tl.constexpr):
-    """The formula at the top of this file, for one row."""
-    loss = w_target * (lse - z_target)
+def row_loss(nll, lse, w_target, w_sum, wz_sum, smoothing, n_classes, z_loss, SMOOTH: tl.constexpr):
+    """The formula at the top of this file, for one row; nll is lse - z_t."""
+    loss = w_target * nll
     if SMOOTH:
         loss = (1.0 - smoothing) * loss + smoothing / n_classes * (w_sum * lse - wz_sum)
     # a factor of 0 must not make NaN of an infinite lse
@@ -93,8 +93,9 @@ def cross_entropy_forward(
         x_row, first, width, head, interior, columns, exists, rank, part, one, cap, weight_ptr,
         MOMENT, WEIGHTED, False, SOFTCAP, ROWS, CTAS, PARTS, LANES, VEC, CHUNKS, EDGE, PTX,
     )  # fmt: skip
-    lse = logsumexp(row_max, row_sum)[:, None]
-    lse = tl.where(lse == float("inf"), float("nan"), lse)
+    lse = logsumexp(row_max, row_sum)
+    lost = lost_of(lse, row_max, row_sum)[:, None]
+    lse = tl.where(lse == float("inf"), float("nan"), lse)[:, None]
     z = capped(x_target, cap, SOFTCAP)
     if WEIGHTED:
         w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
@@ -104,7 +105,7 @@ def cross_entropy_forward(
         w_sum = tl.load(weight_sum_ptr)
     else:
         w_sum = columns
-    loss = row_loss(lse, z, w_target, w_sum, wz_sum[:, None], smoothing, columns, z_loss, SMOOTH)
+    loss = row_loss(lse - z + lost, lse, w_target, w_sum, wz_sum[:, None], smoothing, columns, z_loss, SMOOTH)
     assert_inside(target, ignore_index, columns)
     writes = (rank == 0) & (part == 0) & exists
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0), mask=writes)

@@ -28,7 +28,7 @@ from .slices import (
     start_of,
     store_chunk,
 )
-from .walk import ENTROPY_MOMENT, NO_MOMENT, logit, logsumexp, walk
+from .walk import ENTROPY_MOMENT, NO_MOMENT, logit, logsumexp, lost_of, walk
 
 # what logits are multiplied by: nothing, one number, or each row's own
 UNSCALED = tl.constexpr(0)
@@ -98,13 +98,14 @@ def row_statistics(
         MOMENT, False, SCALE != UNSCALED, False, ROWS, CTAS, PARTS, LANES, VEC, CHUNKS, EDGE, PTX,
     )  # fmt: skip
 
-    lse = logsumexp(row_max, row_sum)[:, None]
+    lse = logsumexp(row_max, row_sum)
+    lost, lse = lost_of(lse, row_max, row_sum)[:, None], lse[:, None]
     tl.store(lse_ptr + row, lse, mask=writes)
     if ENTROPY:
         tl.store(entropy_ptr + row, (log(row_sum) - row_moment / row_sum)[:, None], mask=writes)
     if PICKS > 0:
         z = logit(x_picked, by, 1.0, SCALE != UNSCALED, False)
-        picked = tl.where(inside & (lse < float("inf")), z - lse, float("nan"))
+        picked = tl.where(inside & (lse < float("inf")), z - lse - lost, float("nan"))
         tl.store(picked_ptr + row * n_picks + k, picked, mask=wanted)
 
 

@@ -214,3 +214,9 @@ def walk(
 def logsumexp(row_max, row_sum):
     """row_max + log(row_sum), and -inf where nothing was summed."""
     return tl.where(row_sum == 0.0, -float("inf"), row_max + log(row_sum))
+
+
+@triton.jit
+def lost_of(lse, row_max, row_sum):
+    """What row_max + log(row_sum) = lse lost to rounding, which grows with the logits; (lse - z) + lost has it back."""
+    return log(row_sum) - (lse - row_max)
