@@ -13,7 +13,8 @@ import torch
 
 from fused_softmax.device import describe
 from fused_softmax.launch import problem_of, softmax_launches
-from fused_softmax.plan import REGIMES, TILE_MAX_COLS, plan
+from fused_softmax.plan import TILE_MAX_COLS, plan
+from fused_softmax.problem import REGIMES
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDTHS = (1, 2, 3, 31, 32, 33, 127, 1000, 1023, 1024, 1025, 4096, 8191)

@@ -12,7 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
-from fused_softmax.plan import DEVICES, ITEMSIZE, Device, Plan, Problem, plan
+from fused_softmax.plan import plan
+from fused_softmax.problem import DEVICES, ITEMSIZE, Device, Plan, Problem
 
 PROMISED = (
     256, 512, 1000, 1024, 2048, 3000, 4096, 8192, 12288, 16384, 32000, 32768, 50257, 65536, 100277, 128256, 131072,

@@ -164,3 +164,21 @@ def test_losses_of_a_row_do_not_depend_on_the_others(n_cols):
     for n_rows in (1, 3):
         for got, want in zip(results(n_rows), whole, strict=True):
             assert torch.equal(got, want[:n_rows])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_masked_rows_at_any_place_on_request(causal):
+    # batches of 3 queries of 1,001 columns start at every distance from a vector's boundary
+    x, dy = (torch.randn(1, 3, 1001).expand(8, 3, 1001).contiguous() for _ in range(2))
+
+    def both() -> tuple[torch.Tensor, torch.Tensor]:
+        z = x.clone().requires_grad_()
+        y = fs.masked_softmax(z, scale=3.0, causal=causal)
+        return y.detach(), torch.autograd.grad(y, z, dy)[0]
+
+    with fs.batch_invariant():
+        y, dx = both()
+    for batch in range(1, 8):
+        assert torch.equal(y[batch], y[0]) and torch.equal(dx[batch], dx[0])
+    elsewhere, _ = both()
+    assert causal or any(not torch.equal(elsewhere[batch], elsewhere[0]) for batch in range(1, 8))

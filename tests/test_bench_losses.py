@@ -17,7 +17,8 @@ from fused_softmax.bench.record import header
 from fused_softmax.bench.session import Session
 from fused_softmax.bench.systems import systems_for
 from fused_softmax.launch import problem_of
-from fused_softmax.plan import DEVICES, plan
+from fused_softmax.plan import plan
+from fused_softmax.problem import DEVICES
 
 CPU = torch.device("cpu")
 LOSSES = [op for op in OPS if family(op) in ("cross_entropy", "token_logprobs", "masked_softmax")]

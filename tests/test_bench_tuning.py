@@ -15,7 +15,8 @@ from fused_softmax.bench.record import Record
 from fused_softmax.bench.resources import ROWS, compile_one, keys_of
 from fused_softmax.bench.run import add_resources
 from fused_softmax.bench.tuning import TUNABLE, Choice, as_ladders, choose
-from fused_softmax.plan import DEVICES, Rung, candidates, plan
+from fused_softmax.plan import Rung, candidates, plan
+from fused_softmax.problem import DEVICES
 
 
 class ByIndex:

@@ -15,7 +15,7 @@ import torch
 from fused_softmax import compiled, loss_launch, masked_rows, row_losses
 from fused_softmax.launch import problem_of
 from fused_softmax.loss_plans import plan_statistics
-from fused_softmax.plan import DEVICES
+from fused_softmax.problem import DEVICES
 
 pytestmark = pytest.mark.compiled
 

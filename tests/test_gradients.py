@@ -12,7 +12,8 @@ import fused_softmax as fs
 from fused_softmax import rows
 from fused_softmax.device import describe
 from fused_softmax.launch import backward_launches, problem_of
-from fused_softmax.plan import REGIMES, TILE_MAX_COLS, plan
+from fused_softmax.plan import TILE_MAX_COLS, plan
+from fused_softmax.problem import REGIMES
 
 pytestmark = pytest.mark.interpreted
 

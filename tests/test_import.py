@@ -79,6 +79,7 @@ def test_planning_needs_neither_torch_nor_triton():
         sys.modules["torch"] = sys.modules["triton"] = None
         package = sys.modules["pure"] = types.ModuleType("pure")
         package.__path__ = [folder]
-        plan = importlib.import_module("pure.plan")
-        assert {"sm_80", "sm_90", "sm_100", "sm_120", "gfx942"} <= set(plan.DEVICES)
+        plan, told = (importlib.import_module("pure." + name) for name in ("plan", "problem"))
+        assert {"sm_80", "sm_90", "sm_100", "sm_120", "gfx942"} <= set(told.DEVICES)
+        assert plan.plan(told.Problem(50257, "bfloat16", "bfloat16", 1, True), told.DEVICES["sm_90"]).ctas > 1
     """)

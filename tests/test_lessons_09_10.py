@@ -10,7 +10,7 @@ from test_lessons import DTYPES, assert_softmax, interpreted, rows
 
 from fused_softmax import lessons
 from fused_softmax.device import Unsupported
-from fused_softmax.plan import DEVICES
+from fused_softmax.problem import DEVICES
 
 
 def test_a_row_on_a_cluster_says_where_there_is_none(monkeypatch):

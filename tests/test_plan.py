@@ -21,7 +21,8 @@ from planned import DTYPES, PROMISED, compile_time, kernels, problem
 import fused_softmax.plan
 from fused_softmax import ladders
 from fused_softmax.launch import problem_of
-from fused_softmax.plan import DEVICES, REGIMES, TILE_MAX_COLS, Device, Plan, Problem, plan
+from fused_softmax.plan import TILE_MAX_COLS, plan
+from fused_softmax.problem import DEVICES, REGIMES, Device, Plan, Problem
 
 # (target, backward, log) -> its ladders
 TABLES = {
@@ -373,9 +374,10 @@ def test_planning_needs_neither_torch_nor_triton():
     folder = Path(fused_softmax.plan.__file__).parent
     code = (
         "import importlib, sys, types; package = sys.modules['pure'] = types.ModuleType('pure'); "
-        f"package.__path__ = [{str(folder)!r}]; plan = importlib.import_module('pure.plan'); "
-        "asked = plan.Problem(50257, 'bfloat16', 'bfloat16', 1, True); "
-        "print(plan.plan(asked, plan.DEVICES['sm_90']).regime); "
+        f"package.__path__ = [{str(folder)!r}]; "
+        "plan, told = (importlib.import_module('pure.' + name) for name in ('plan', 'problem')); "
+        "asked = told.Problem(50257, 'bfloat16', 'bfloat16', 1, True); "
+        "print(plan.plan(asked, told.DEVICES['sm_90']).regime); "
         "print(sorted({'torch', 'triton', 'numpy'} & sys.modules.keys()))"
     )
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

@@ -11,7 +11,7 @@ from .logprobs import TokenStatistics, token_logprobs
 from .losses import cross_entropy
 from .masked import masked_softmax
 from .patch import patch
-from .plan import Plan
+from .problem import Plan
 from .rows import batch_invariant
 
 __version__ = "0.1.0"

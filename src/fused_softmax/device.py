@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from .plan import DEVICES, Device
+from .problem import DEVICES, Device
 
 
 class Unsupported(str):

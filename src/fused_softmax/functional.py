@@ -23,8 +23,8 @@ from .device import describe
 from .gradients import RowSoftmax
 from .launch import MAX_COLS, problem_of
 from .operators import fuses, is_plain, is_traced, refusal, refusal_while_compiling
-from .plan import Device, Plan
 from .plan import plan as make_plan
+from .problem import Device, Plan
 
 
 @dataclass(frozen=True)

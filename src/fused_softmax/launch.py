@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from .device import describe
-from .plan import Device, Plan, Problem
 from .plan import plan as make_plan
+from .problem import Device, Plan, Problem
 
 MAX_COLS = 2**31 - 2**16  # of one row; offsets between rows have 64 bits
 CAPACITY = 8192  # layouts remembered; a program that meets more starts over, and compiles nothing anew

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import launch
 from .launch import Launch
-from .plan import Device, Plan, Problem
+from .problem import Device, Plan, Problem
 
 # kernel -> its module
 KERNELS = {
@@ -32,7 +32,7 @@ KERNELS = {
     "cross_entropy_backward": "loss_gradients",
     "scale_unless_one": "loss_gradients",
     "masked_softmax_forward": "masked",
-    "masked_softmax_backward": "masked",
+    "masked_softmax_backward": "masked_gradient",
 }
 # targets outside the classes are asserted on the device, as torch's are, where a kernel sees them first
 ASSERTS = ("cross_entropy_forward", "cross_entropy_resident")

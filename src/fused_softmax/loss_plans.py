@@ -19,7 +19,8 @@ from .ladders import (
     STREAM_WARPS,
     Rung,
 )
-from .plan import Device, Plan, Problem, geometry, plan, preferred_tile, resident_plan, stream_plan, tile_plan
+from .plan import geometry, plan, preferred_tile, resident_plan, stream_plan, tile_plan
+from .problem import Device, Plan, Problem
 
 
 def plan_statistics(problem: Problem, device: Device) -> Plan:

@@ -8,12 +8,13 @@ have none take the formulas inside the operator, as only real tensors tell.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import loss_formulas, masked_rows
+from . import loss_formulas, masked_rows, rows
 from .operators import define, library, not_differentiable, other_device_error, widened
 
 # (dx, the mask's, then nothing for scale, causal and zero)
@@ -56,6 +57,7 @@ def remember(ctx: Any, y: Tensor, mask: Tensor | None, scale: float, causal: boo
     """Keeps for `gradients` what they are made of: the output alone."""
     ctx.save_for_backward(y)
     ctx.scale, ctx.causal, ctx.mask = scale, causal, None if mask is None else (mask.shape, mask.dtype)
+    ctx.invariant = rows.is_batch_invariant()  # backward runs in a thread that does not know
     ctx.set_materialize_grads(False)
 
 
@@ -65,10 +67,12 @@ def gradients(ctx: Any, dy: Tensor | None, kernel: Callable[[Tensor, Tensor, flo
         return None, None, None, None, None
     (y,) = ctx.saved_tensors
     kernel = loss_formulas.masked_softmax_gradient if torch.is_grad_enabled() else kernel
-    if not ctx.needs_input_grad[1]:
-        return kernel(y, dy, ctx.scale, ctx.causal), None, None, None, None
     # the mask is added to what is scaled already
-    dz = kernel(y, dy, 1.0, ctx.causal)
+    scale = 1.0 if ctx.needs_input_grad[1] else ctx.scale
+    with rows.batch_invariant() if ctx.invariant else nullcontext():
+        dz = kernel(y, dy, scale, ctx.causal)
+    if not ctx.needs_input_grad[1]:
+        return dz, None, None, None, None
     dx = None if not ctx.needs_input_grad[0] else dz if ctx.scale == 1.0 else dz * ctx.scale
     shape, dtype = ctx.mask
     d_mask = widened(dz).sum_to_size(shape).to(dtype) if dz.shape != shape else dz.to(dtype)

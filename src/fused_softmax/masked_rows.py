@@ -17,7 +17,7 @@ from .launch import _device_of, problem_of
 from .loss_launch import Flags, launch_rows
 from .loss_plans import plan_masked
 from .operators import refusal
-from .plan import Device, Plan, Problem
+from .problem import Device, Plan, Problem
 
 # the kernels count rows in 32 bits
 MAX_ROWS = 2**31
@@ -70,11 +70,14 @@ def masked_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, z
         vec = _mask_vector(expanded, strides) if cols == 1 else 1
         numbers = (middle[0], inner[0], *(s // vec for s in strides), m_col)
     planner = _plan_masked if kind else _plan_unmasked
-    chosen = planner(problem_of(x_rows, y_rows), _device_of(x))
+    invariant = rows.is_batch_invariant()
+    chosen = planner(problem_of(x_rows, y_rows, batch_invariant=invariant), _device_of(x))
     flags: Flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec), ("CAUSAL", causal), ("ZERO", zero))
     flags = (*flags, ("STREAM", chosen.regime == "stream"))
     vectors, given = (read,), (*order, *numbers, scale)
-    launch_rows("masked_softmax_forward", (x_rows, y_rows), vectors, given, flags, planner, aligned=True)
+    launch_rows(
+        "masked_softmax_forward", (x_rows, y_rows), vectors, given, flags, planner, invariant=invariant, aligned=True
+    )
     return y
 
 
@@ -113,12 +116,13 @@ def masked_backward(y: Tensor, dy: Tensor, scale: float, causal: bool) -> Tensor
     y_rows, dy_rows = _rows(y), _rows(dy.to(y.dtype))
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     dx_rows = _rows(dx)
-    if _plan_backward(problem_of(y_rows, dy_rows, dx_rows), _device_of(y)).regime == "stream":
-        gradient = rows.softmax_backward(dy.to(y.dtype), y, -1, y.dtype, False)
+    invariant = rows.is_batch_invariant()
+    problem = problem_of(y_rows, dy_rows, dx_rows, batch_invariant=invariant)
+    if _plan_backward(problem, _device_of(y)).regime == "stream":
+        gradient = rows.softmax_backward(dy.to(y.dtype), y, -1, y.dtype, False, invariant)
         return gradient if scale == 1.0 else gradient.mul_(scale)
     n_queries = y.shape[-2] if y.dim() > 1 else 1
     tensors, flags = (y_rows, dy_rows, dx_rows), (("CAUSAL", causal),)
-    launch_rows(
-        "masked_softmax_backward", tensors, (), (*_order(y_rows, n_queries, shared=False), scale), flags, _plan_backward
-    )
+    given = (*_order(y_rows, n_queries, shared=False), scale)
+    launch_rows("masked_softmax_backward", tensors, (), given, flags, _plan_backward, invariant=invariant)
     return dx

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from . import row_losses, rows
 from .device import describe, interpreting
 from .launch import DTYPE_NAMES
-from .plan import Device
+from .problem import Device
 
 _HALVES = (torch.float16, torch.bfloat16)
 

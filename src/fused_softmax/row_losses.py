@@ -16,7 +16,7 @@ from torch import Tensor
 from .launch import _device_of, problem_of
 from .loss_launch import FEW_PROGRAMS, Flags, launch_flat, launch_rows
 from .loss_plans import plan_elementwise, plan_loss, plan_smoothed_loss, plan_statistics
-from .plan import power_of_two
+from .problem import power_of_two
 from .rows import is_batch_invariant
 
 # one program adds up so many losses; more are torch's to add

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import plan
 from .device import describe
 from .launch import DTYPE_NAMES, Launch, launch_rows, problem_of
-from .plan import Device
+from .problem import Device
 
 row_invariance: ContextVar[bool] = ContextVar("batch_invariant", default=False)
 

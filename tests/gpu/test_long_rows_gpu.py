@@ -8,6 +8,7 @@ from cases import logits
 
 import fused_softmax
 from fused_softmax import plan as planning
+from fused_softmax import problem
 from fused_softmax.device import describe
 from fused_softmax.launch import problem_of
 
@@ -32,7 +33,7 @@ WIDTHS = (
 OPS = {"softmax": torch.softmax, "log_softmax": torch.log_softmax}
 
 
-def planned(n_cols: int, dtype: torch.dtype, log: bool, backward: bool) -> planning.Plan:
+def planned(n_cols: int, dtype: torch.dtype, log: bool, backward: bool) -> problem.Plan:
     rows = torch.empty(2, n_cols, dtype=dtype, device="cuda")
     tensors = (rows, rows, rows) if backward else (rows, rows)
     return planning.plan(problem_of(*tensors, backward=backward, log=log), describe(rows.device))

@@ -9,7 +9,8 @@ from fused_softmax.bench.ops import DTYPES, OPS
 from fused_softmax.bench.plans import problem_for
 from fused_softmax.bench.resources import ROWS, CrossCompiler
 from fused_softmax.bench.traffic import regime_traffic
-from fused_softmax.plan import DEVICES, plan
+from fused_softmax.plan import plan
+from fused_softmax.problem import DEVICES
 
 
 def explain_lines(n_rows: int, n_cols: int, dtype: str, target: str) -> Iterator[str]:

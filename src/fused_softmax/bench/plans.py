@@ -16,7 +16,7 @@ from fused_softmax.launch import backward_launches, problem_of, softmax_launches
 
 if TYPE_CHECKING:
     from fused_softmax.launch import Launch
-    from fused_softmax.plan import Device, Plan, Problem
+    from fused_softmax.problem import Device, Plan, Problem
 
 
 def described_rows(n_rows: int, n_cols: int, dtype: str) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,8 @@ def launches(system: str, dtype: str, n_rows: int, n_cols: int, target: str) -> 
     from fused_softmax.bench.plans import described_rows, launches_for, problem_for
 
     if system == "fused_softmax":
-        from fused_softmax.plan import DEVICES, plan
+        from fused_softmax.plan import plan
+        from fused_softmax.problem import DEVICES
 
         chosen = plan(problem_for(n_cols, dtype), DEVICES[target])
         return launches_for(n_rows, n_cols, dtype, chosen, DEVICES[target])

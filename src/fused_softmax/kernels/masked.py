@@ -1,7 +1,6 @@
-"""Softmax of scaled rows under a mask, and its gradient, the row on chip or walked twice.
+"""Softmax of scaled rows under a mask, the row on chip or walked twice.
 
     z = scale*x + mask  or  z = scale*x where mask, else -inf;  y = exp(z - max(z)) / sum(exp(z - max(z)))
-    dx = scale*y*(dy - sum(y*dy))
 
 Causal rows need no mask: query q sees columns 0..q, so its row is one of q + 1 columns, read in vectors but for its
 ends, and what lies beyond is written as zeros and not read. A mask is read once, where it lies, with its own strides (0
@@ -15,12 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cluster import merge_over_cluster, open_exchange, sum_over_cluster
+from .cluster import merge_over_cluster, open_exchange
+from .order import row_at, seen_of
 from .primitives import LOWEST, exp, exp_about, pivot, scaled, widen
 from .slices import (
     READS,
     chunk_offsets,
-    edge_of,
     lines_of,
     load_chunks,
     part_of,
@@ -36,52 +35,12 @@ ADDITIVE = tl.constexpr(2)
 
 
 @triton.jit
-def divide(n, d, magic, power):
-    """(n // d, n % d) of n < 2^31 by a multiplication: magic is ceil(2^power/d), and power at least 31 + log2(d).
-
-    A row's loads wait for it, and the machine's own division takes 150 cycles (Granlund and Montgomery 1994).
-    """
-    quotient = (n * magic) >> power
-    return quotient, n - quotient * d
-
-
-@triton.jit
-def row_at(
-    place, n_queries, n_group, group_magic, group_power, n_batch, batch_magic, batch_power,
-    GROUPED: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """(row, batch, query) of the row that comes at `place`: where GROUPED n_group neighbours of a batch, then the same
-    of the next batch, so that they find their mask in L2; else all of a batch, n_group of them.
-
-    Neighbours lie together in memory: rows that are a power of two apart, one after the other, cost a tenth of the
-    bandwidth. The longest causal rows come first.
-    """
-    turn, query = divide(place, n_group, group_magic, group_power)
-    batch = turn
-    if GROUPED:
-        group, batch = divide(turn, n_batch, batch_magic, batch_power)
-        query += group * n_group
-    if CAUSAL:
-        query = n_queries - 1 - query
-    return batch * n_queries + query, batch, query.to(tl.int32)
-
-
-@triton.jit
 def mask_row_of(batch, query, mask_ptr, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC: tl.constexpr):
     """Where each row's mask begins; strides in units of MASK_VEC.  # batch, query: [LINES, 1]"""
     batch, n_inner, n_middle = batch.to(tl.int32), n_inner.to(tl.int32), n_middle.to(tl.int32)
     group, inner = batch // n_inner, batch % n_inner
     outer, middle = group // n_middle, group % n_middle
     return mask_ptr + (outer * m_outer + middle * m_middle + inner * m_inner + query * m_query) * MASK_VEC
-
-
-@triton.jit
-def seen_of(query, columns, CAUSAL: tl.constexpr):
-    """How many of its columns a row sees.  # query: [LINES, 1]"""
-    if CAUSAL:
-        return tl.minimum(query + 1, columns)
-    else:
-        return columns + 0 * query
 
 
 @triton.jit
@@ -334,83 +293,3 @@ def masked_softmax_forward(
     if ENDS:
         y_edge = exp((z_edge - row_max) * unit) * by
         tl.store(y_row + edge, y_edge.to(y_ptr.dtype.element_ty), mask=in_edge)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "n_rows", "n_cols", "y_stride", "dy_stride", "dx_stride", "phase", "n_queries", "n_group", "group_magic",
-        "group_power", "n_batch", "batch_magic", "batch_power", "scale",
-    ]
-)  # fmt: skip
-def masked_softmax_backward(
-    y_ptr,  # the forward's output; all pointers: aligned to VEC elements
-    dy_ptr,
-    dx_ptr,
-    n_rows,
-    n_cols,  # n_cols and strides: in units of VEC, or of one element where EDGE
-    y_stride,
-    dy_stride,
-    dx_stride,
-    phase,
-    n_queries,
-    n_group,
-    group_magic,
-    group_power,
-    n_batch,
-    batch_magic,
-    batch_power,
-    scale,
-    CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr,
-    CTAS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LANES: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    EDGE: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    open_exchange(CTAS, 1, PTX, PARTS)
-    LINES: tl.constexpr = ROWS * CTAS * PARTS
-    place, rank = lines_of(ROWS, CTAS, PARTS)
-    part = part_of(LINES, PARTS)
-    exists = place < n_rows
-    row, _, query = row_at(
-        place, n_queries, n_group, group_magic, group_power, n_batch, batch_magic, batch_power, False, CAUSAL
-    )
-    head, interior = span_of(row, y_stride, phase, n_cols, VEC, EDGE)
-    y_row = y_ptr + start_of(row, y_stride, phase, VEC, EDGE)
-    dy_row = dy_ptr + start_of(row, dy_stride, phase, VEC, EDGE)
-    dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
-    first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (LANES * VEC)
-    width = tl.where(exists, width - part * (LANES * VEC), 0).to(tl.int32)
-    # y is 0 in what a causal row does not see: neither is read there, and dx is 0
-    columns = (n_cols if EDGE else n_cols * VEC).to(tl.int32)
-    within = ((tl.maximum(seen_of(query, columns, CAUSAL) - head, 0) + (VEC - 1)) // VEC * VEC).to(tl.int32)
-    left = tl.minimum(width, within - first).to(tl.int32)
-    y = load_chunks(y_row + first, left, LINES, CHUNKS, 0, LANES, VEC, 0.0, PARTS)
-    dy = load_chunks(dy_row + first, left, LINES, CHUNKS, 0, LANES, VEC, 0.0, PARTS)
-    d = tl.zeros([LINES, LANES], tl.float32)
-    # a chunk that nothing is seen of costs as much as a full one: 4,096 columns .97 of the add, and .99 without it
-    SKIPS: tl.constexpr = CAUSAL and CTAS == 1
-    most = tl.max(tl.max(left, 1), 0) if SKIPS else 0
-    for c in tl.static_range(CHUNKS):
-        if SKIPS:
-            if c * (PARTS * LANES * VEC) < most:
-                d += tl.sum(widen(y[c], PTX) * widen(dy[c], PTX), 2)
-        else:
-            d += tl.sum(widen(y[c], PTX) * widen(dy[c], PTX), 2)
-    if EDGE:
-        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
-        y_edge = tl.load(y_row + edge, mask=in_edge, other=0.0).to(tl.float32)
-        dy_edge = tl.load(dy_row + edge, mask=in_edge, other=0.0).to(tl.float32)
-    d = tl.sum(d, 1)
-    if EDGE:
-        d += tl.sum(y_edge * dy_edge, 1)
-    d = sum_over_cluster(d, CTAS, PTX, PARTS)[:, None]
-    for c in tl.static_range(CHUNKS):
-        y_c, dy_c = widen(y[c], PTX, True), widen(dy[c], PTX, True)
-        store_chunk(dx_row + first, width, scale * y_c * (dy_c - d[:, :, None]), c, LINES, 0, LANES, VEC, PARTS)
-    if EDGE:
-        tl.store(dx_row + edge, (scale * y_edge * (dy_edge - d)).to(dx_ptr.dtype.element_ty), mask=in_edge)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .slices import READS, load_chunk, load_chunks
+from .slices import READS, load_chunks
 
 
 @triton.constexpr_function
@@ -78,13 +78,8 @@ def load_beside(
     POLICY: tl.constexpr = READS,
 ):  # fmt: skip
     """The chunks of the slice that are not parked, in tiles, as `load_chunks` gives them."""
-    if PTX:
-        tiles = ()
-        for c in tl.static_range(PARKED, CHUNKS):
-            tiles = tiles + (load_chunk(at, width, c, LINES, UNMASKED, LANES, VEC, fill, PARTS, POLICY),)
-        return tiles
-    else:
-        return load_chunks(at, width, LINES, CHUNKS, UNMASKED, LANES, VEC, fill, PARTS, POLICY)
+    FIRST: tl.constexpr = PARKED if PTX else 0
+    return load_chunks(at, width, LINES, CHUNKS, UNMASKED, LANES, VEC, fill, PARTS, POLICY, FIRST)
 
 
 @triton.jit

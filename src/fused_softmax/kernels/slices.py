@@ -131,13 +131,14 @@ def load_chunks(
     fill,
     PARTS: tl.constexpr = 1,
     POLICY: tl.constexpr = READS,
+    FIRST: tl.constexpr = 0,
 ):
-    """The first CHUNKS chunks of the slice, a tile for each, as `load_chunk` gives them.
+    """Chunks FIRST .. CHUNKS-1 of the slice, a tile for each, as `load_chunk` gives them.
 
     All loads are issued before any value is used: the bytes in flight are the speed.  # at, width: [LINES, 1]
     """
     tiles = ()
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(FIRST, CHUNKS):
         tiles = tiles + (load_chunk(at, width, c, LINES, UNMASKED, LANES, VEC, fill, PARTS, POLICY),)
     return tiles
 

@@ -42,7 +42,7 @@ from fused_softmax.device import describe, interpreting
 from fused_softmax.kernels.cluster import merge_over_cluster, open_exchange
 from fused_softmax.kernels.primitives import LOWEST, exp
 from fused_softmax.launch import Launch
-from fused_softmax.plan import DEVICES, Device
+from fused_softmax.problem import DEVICES, Device
 
 SYSTEM = "09_cluster"
 LINE = 8192  # columns of a CTA before more CTAs join: 32 a thread at 8 warps

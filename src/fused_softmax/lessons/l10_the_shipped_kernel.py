@@ -42,7 +42,8 @@ from torch import Tensor
 
 from fused_softmax.device import describe, interpreting
 from fused_softmax.launch import Launch, problem_of, softmax_launches
-from fused_softmax.plan import DEVICES, Device, Plan, plan
+from fused_softmax.plan import plan
+from fused_softmax.problem import DEVICES, Device, Plan
 
 SYSTEM = "fused_softmax"
 

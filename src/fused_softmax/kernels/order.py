@@ -1,0 +1,50 @@
+"""In which order the rows of masked scores are taken, and what a row sees of its columns where queries are causal.
+
+Programs come in groups of rows that lie together in memory, with those that share a mask soon after each other, and the
+longest of the causal rows first.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def divide(n, d, magic, power):
+    """(n // d, n % d) of n < 2^31 by a multiplication: magic is ceil(2^power/d), and power at least 31 + log2(d).
+
+    A row's loads wait for it, and the machine's own division takes 150 cycles (Granlund and Montgomery 1994).
+    """
+    quotient = (n * magic) >> power
+    return quotient, n - quotient * d
+
+
+@triton.jit
+def row_at(
+    place, n_queries, n_group, group_magic, group_power, n_batch, batch_magic, batch_power,
+    GROUPED: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """(row, batch, query) of the row that comes at `place`: where GROUPED n_group neighbours of a batch, then the same
+    of the next batch, so that they find their mask in L2; else all of a batch, n_group of them.
+
+    Neighbours lie together in memory: rows that are a power of two apart, one after the other, cost a tenth of the
+    bandwidth. The longest causal rows come first.
+    """
+    turn, query = divide(place, n_group, group_magic, group_power)
+    batch = turn
+    if GROUPED:
+        group, batch = divide(turn, n_batch, batch_magic, batch_power)
+        query += group * n_group
+    if CAUSAL:
+        query = n_queries - 1 - query
+    return batch * n_queries + query, batch, query.to(tl.int32)
+
+
+@triton.jit
+def seen_of(query, columns, CAUSAL: tl.constexpr):
+    """How many of its columns a row sees.  # query: [LINES, 1]"""
+    if CAUSAL:
+        return tl.minimum(query + 1, columns)
+    else:
+        return columns + 0 * query

@@ -1,0 +1,116 @@
+"""What the policy is told, a Device and a Problem, and what it answers, a Plan. Pure Python, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+REGIMES = ("tile", "block", "cluster", "stream")
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the policy needs to know of a device; `fused_softmax.device` fills it in, tests write it down."""
+
+    name: str
+    kind: str  # "cuda", "hip" or "interpreter"
+    warp_size: int = 32
+    max_warps: int = 32  # of one program
+    registers: int = 65536  # of one multiprocessor, 32 bits each
+    max_cluster: int = 1  # CTAs in a thread-block cluster; 1: none
+    parks: bool = False  # whether chunks of a row may lie in shared memory: Hopper, where that is measured
+
+    @property
+    def ptx(self) -> bool:
+        """Whether kernels may use inline PTX."""
+        return self.kind == "cuda"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a kernel may be launched before the one that it waits for is done: programmatic dependent launch."""
+        return self.kind == "cuda" and self.max_cluster > 1
+
+
+DEVICES = {
+    "sm_80": Device("sm_80", "cuda"),
+    "sm_90": Device("sm_90", "cuda", max_cluster=16, parks=True),
+    "sm_100": Device("sm_100", "cuda", max_cluster=16),
+    "sm_120": Device("sm_120", "cuda", max_cluster=8),
+    "gfx942": Device("gfx942", "hip", warp_size=64, max_warps=16, registers=131072),
+    # the interpreter runs the kernels of the richest device, with merges in plain Triton
+    "interpreter": Device("interpreter", "interpreter", max_cluster=16),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One row-wise operation, less its number of rows.
+
+    `vec` is the number of elements that every row's start, in every tensor, is a multiple of (a power of two, at most
+    16 bytes of the narrowest dtype); `in_phase` says that though rows start anywhere, all tensors' rows start at the
+    same distance from a 16-byte boundary, so that all but a row's ends can still be read and written in vectors.
+    """
+
+    n_cols: int
+    dtype: str
+    out_dtype: str
+    vec: int
+    in_phase: bool = False
+    backward: bool = False
+    log: bool = False
+
+    @property
+    def full_vec(self) -> int:
+        return VECTOR_BYTES // min(ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype])
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of the narrowest element."""
+        return VECTOR_BYTES // self.full_vec
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a row is run: in `ctas` slices of `chunks` x `lanes` x `vec` columns, `rows` rows a program."""
+
+    regime: str
+    rows: int
+    ctas: int
+    parts: int  # lines that share a CTA's slice of a row: its warps, or one
+    lanes: int  # of a CTA's slice, over all parts
+    vec: int
+    chunks: int  # of a step, where the regime is stream
+    unmasked: int  # chunks that lie inside the row whatever its slice
+    edge: bool  # rows start unaligned: head and tail apart
+    recompute: bool  # keep the row as loaded and compute exp twice
+    num_warps: int
+    max_registers: int | None
+    why: str
+    ahead: int | None = None  # of a gradient: chunks of y that are read before the row's sum is known; None: all
+    kept: int = 0  # chunks of a slice that stay on chip, where the regime is stream
+    parked: int = 0  # of a gradient: chunks of a slice that stay in shared memory, not in registers
+
+    def meta(self, device: Device, *, log: bool, backward: bool = False) -> dict[str, object]:
+        """The kernel's constexprs and the launch's own meta-parameters."""
+        meta: dict[str, object] = dict(LOG=log, CTAS=self.ctas, PARTS=self.parts, LANES=self.lanes // self.parts)
+        meta |= dict(VEC=self.vec, CHUNKS=self.chunks, EDGE=self.edge, PTX=device.ptx, num_warps=self.num_warps)
+        if self.regime == "stream":
+            meta |= dict(KEPT=self.kept)
+        else:
+            meta |= dict(ROWS=self.rows, UNMASKED=self.unmasked, RECOMPUTE=self.recompute)
+        if backward:
+            held = self.kept if self.regime == "stream" else self.chunks
+            meta |= dict(AHEAD=min(held, self.ahead) if log and self.ahead is not None else held)
+            if self.regime != "stream":
+                meta |= dict(PARKED=self.parked)
+        if device.kind == "cuda":
+            meta["num_ctas"] = self.ctas
+            if self.max_registers is not None:
+                meta["maxnreg"] = self.max_registers
+        return meta
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n, and at least 1."""
+    return 1 << max(0, n - 1).bit_length()
