@@ -184,9 +184,23 @@ def walk(
         start = (zero + n_steps) * STEP
         x = load_step(x_row + first + start, width - start, LINES, FEW, 0, LANES, VEC, PARTS)
         m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, FEW, PTX)
-    # the ends are summed up by line: a tile of them need not lie in the CTAs as the row does
+    # the ends are one number more for a lane; but where a line is one of a cluster they are summed up by line, as a tile
+    # of them need not lie in the CTAs as the row does
+    if EDGE and CTAS == 1:
+        z_edge = logit(x_edge, scale, cap, SCALED, SOFTCAP)
+        top = tl.minimum(tl.maximum(m, z_edge), HIGHEST)
+        if MOMENT == ENTROPY_MOMENT:
+            m, s, t = shift_moments(m, s, t, top)
+        else:
+            m, s = top, s * exp(m - top)
+        e = exp(z_edge - m)
+        s += e
+        if MOMENT == ENTROPY_MOMENT:
+            t += e * tl.maximum(z_edge - m, LOWEST)
+        elif MOMENT == WEIGHTED_SUM:
+            t += weigh(z_edge, edge + head, in_edge, w_ptr, WEIGHTED)
     line_max = tl.max(m, 1)
-    if EDGE:
+    if EDGE and CTAS > 1:
         z_edge = logit(x_edge, scale, cap, SCALED, SOFTCAP)
         line_max = tl.minimum(tl.maximum(line_max, tl.max(z_edge, 1)), HIGHEST)
     if MOMENT == ENTROPY_MOMENT:
@@ -195,7 +209,7 @@ def walk(
         s = s * exp(m - line_max[:, None])
     line_sum = tl.sum(s, 1)
     line_moment = tl.sum(t, 1)
-    if EDGE:
+    if EDGE and CTAS > 1:
         d = z_edge - line_max[:, None]
         line_sum += tl.sum(exp(d), 1)
         if MOMENT == ENTROPY_MOMENT:
