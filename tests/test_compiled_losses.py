@@ -93,10 +93,11 @@ def test_smoothed_losses_compile(n_cols, smoothing, softcap, dtype):
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes <= STACK
 
 
+@pytest.mark.parametrize("scale", [0, 1, 2])
 @pytest.mark.parametrize("n_cols", [1000, 4096, 50257, 128256])
-def test_statistics_do_not_spill(n_cols):
+def test_statistics_do_not_spill(n_cols, scale):
     x, number, ids = torch.empty(3, n_cols, dtype=torch.bfloat16), torch.zeros(3), torch.zeros(3, 1, dtype=torch.int64)
-    flags = (("PICKS", 1), ("ENTROPY", True), ("SCALE", False))
+    flags = (("PICKS", 1), ("ENTROPY", True), ("SCALE", scale))
     plan = plan_statistics(problem_of(x), SM_90)
     vectors = (number, number, ids, number, number)
     launch = loss_launch.row_launch("row_statistics", (x,), vectors, (1, 1.0), flags, plan, SM_90)

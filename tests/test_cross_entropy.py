@@ -184,7 +184,7 @@ def test_infinite_and_missing_logits():
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("n_cols", [33, 1001, 4097])
-def test_large_logits_lose_nothing(n_cols, grad):
+def test_the_loss_of_large_logits(n_cols, grad):
     # the loss is a small number, though logsumexp is a large one, of which float32 has the first seven digits
     x = torch.randn(3, n_cols).round_() + torch.tensor([[1e4], [-3e5], [2e6]])
     target = x.argmax(-1)

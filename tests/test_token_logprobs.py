@@ -86,7 +86,7 @@ def test_many_ids_and_the_same_twice():
 
 
 @pytest.mark.parametrize("n_cols", [33, 1001, 4097])
-def test_large_logits_lose_nothing(n_cols):
+def test_log_probabilities_of_large_logits(n_cols):
     # log p is a small number, though logsumexp is a large one, of which float32 has the first seven digits
     x = torch.randn(3, n_cols).round_() + torch.tensor([[1e4], [-3e5], [2e6]])
     ids = x.topk(2).indices

@@ -34,7 +34,7 @@ KERNELS = {
     "masked_softmax_forward": "masked",
     "masked_softmax_backward": "masked_gradient",
 }
-# targets outside the classes are asserted on the device, as torch's are, where a kernel sees them first
+# targets outside the classes are asserted on the device, as torch's are, by the kernels that call `assert_inside`
 ASSERTS = ("cross_entropy_forward", "cross_entropy_resident")
 # kernels that walk a row: their loads are in registers before they are used, not staged in shared memory
 STAGES = {"row_statistics": 3, "cross_entropy_forward": 3, "cross_entropy_backward": 1, "scale_unless_one": 1}

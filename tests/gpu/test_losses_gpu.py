@@ -295,6 +295,44 @@ def test_causal_scores(n_cols, dtype):
             )
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("n_cols", [1000, 2048, 3001, 4096, 6001, 8192])
+@pytest.mark.parametrize("scale", [1e-3, 0.1118, 2.0, 10.0, 1e3])
+def test_scaled_scores_at_the_end_of_the_range(n_cols, dtype, scale):
+    # exp(scale*(x - m)) about a rounded number must neither overflow nor vanish; judged where causal rows see most
+    largest = torch.finfo(dtype).max
+    x = torch.randn(n_cols, n_cols, device="cuda").to(dtype)
+    last = x[-12:]
+    last[0] = 0.6 * largest
+    last[1] = -0.6 * largest
+    last[2] = 1.0
+    last[2, n_cols // 2] = 0.9 * largest
+    for row, near in enumerate((0.9, 1.1, -0.9, -1.1), start=3):  # on both sides of where the base changes
+        top = max(min(near * 2.0**28 / scale, 0.9 * largest), -0.9 * largest)
+        last[row] = top - abs(top) / 4
+        last[row, [1, 7, n_cols // 3]] = top
+    last[7, ::2] = -float("inf")
+    last[8] = -float("inf")
+    last[9, 5] = float("inf")
+    last[10, 5] = float("nan")
+    last[11] = largest
+    scale32 = torch.tensor(scale, dtype=torch.float32).item()
+    for causal in (True, False):
+        z = last.double() * scale32
+        if causal:
+            queries = torch.arange(n_cols - 12, n_cols, device="cuda")[:, None]
+            z = z.masked_fill(torch.arange(n_cols, device="cuda") > queries, -float("inf"))
+        want = torch.softmax(z, -1)
+        for filled in ("nan", "zero"):
+            y = fs.masked_softmax(x, scale=scale, causal=causal, fully_masked=filled)[-12:]
+            assert y[[9, 10]].isnan().all()
+            assert not y[8].any() if filled == "zero" else y[8].isnan().all()
+            for row in (0, 1, 2, 3, 4, 5, 6, 7, 11):
+                finite = last[row].abs().where(last[row].isfinite(), 0.0).double().max() * scale32
+                if finite < torch.finfo(torch.float32).max or not y[row].isnan().all():  # torch's is NaN beyond
+                    torch.testing.assert_close(y[row].double(), want[row], rtol=2 * TOLERANCE[dtype], atol=1e-6)
+
+
 def test_rows_past_two_to_the_31():
     n_rows, n_cols = 16800, 128256
     if torch.cuda.mem_get_info()[0] < 10 << 30:

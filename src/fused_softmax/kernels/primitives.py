@@ -55,7 +55,8 @@ def binade(x):
 def pivot(m, FUSED: tl.constexpr, scale=None):
     """(base, shift, by) with exp(scale*(x - m)) = exp_about(x, base, shift)*by: one multiply-add and one exp2 each.
 
-    For x and m of 16 bits, and a positive scale (None: 1). base is scale*log2(e), shift is m*base, rounded, and by
+    For x and m of 16 bits, or such numbers times one factor, and a positive scale (None: 1); m may also be the row's
+    logsumexp, which from 2^28 on rounds to the largest x. base is scale*log2(e), shift is m*base, rounded, and by
     gives back, once a row, what the rounding lost. From scale*m = 2^28 on exp tells no two 16-bit numbers apart, so
     base is a power of two, which loses nothing; below that the rounding loses 2^4 or less, which neither overflows nor
     vanishes. The result is right to a rounding or two of float32, but not exactly 1 where x is m: it is for what is
@@ -68,9 +69,9 @@ def pivot(m, FUSED: tl.constexpr, scale=None):
     elif FUSED:
         scale = tl.zeros_like(m) + scale
         small = tl.abs(m) * scale < 268435456.0
-        base = tl.where(small, scale * LOG2E, binade(scale))
-        # a lane that holds nothing has m LOWEST: from -inf nothing may be subtracted
-        shift = tl.maximum(m * base, LOWEST)
+        # nor may the product overflow: from 2^64 on 16-bit numbers are 2^56 apart or more, which needs no scale
+        base = tl.where(small, scale * LOG2E, tl.where(tl.abs(m) < 18446744073709551616.0, binade(scale), 1.0))
+        shift = m * base
         return base, shift, tl.where(small, tl.exp2(-tl.fma(m, base, -shift)), 1.0)
     else:
         return tl.zeros_like(m) + LOG2E, m, tl.zeros_like(m) + 1.0

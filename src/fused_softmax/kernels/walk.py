@@ -1,6 +1,6 @@
 """One walk over a row of logits: its maximum, its sum of exponentials, and one sum more that an op asks for.
 
-    z = softcap(x) or x*scale;  m = max(z);  s = sum(exp(z - m));  t = sum(exp(z - m)*(z - m))  or  sum(w*z)
+    z = softcap(x)*scale;  m = max(z);  s = sum(exp(z - m));  t = sum(exp(z - m)*(z - m))  or  sum(w*z)
 
 The row is read once, in steps that keep nothing, by one program or the CTAS programs of a cluster; several narrow rows
 share a program. What limits it is the read ceiling. -inf adds nothing, NaN spreads, +inf makes s infinite.
@@ -184,8 +184,8 @@ def walk(
         start = (zero + n_steps) * STEP
         x = load_step(x_row + first + start, width - start, LINES, FEW, 0, LANES, VEC, PARTS)
         m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, FEW, PTX)
-    # the ends are one number more for a lane; but where a line is one of a cluster they are summed up by line, as a tile
-    # of them need not lie in the CTAs as the row does
+    # the ends are one number more for a lane. On a cluster they are summed up by line: a tile of them need not lie in
+    # its CTAs as the row does
     if EDGE and CTAS == 1:
         z_edge = logit(x_edge, scale, cap, SCALED, SOFTCAP)
         top = tl.minimum(tl.maximum(m, z_edge), HIGHEST)
