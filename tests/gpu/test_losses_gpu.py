@@ -329,8 +329,12 @@ def test_scaled_scores_at_the_end_of_the_range(n_cols, dtype, scale):
             assert not y[8].any() if filled == "zero" else y[8].isnan().all()
             for row in (0, 1, 2, 3, 4, 5, 6, 7, 11):
                 finite = last[row].abs().where(last[row].isfinite(), 0.0).double().max() * scale32
-                if finite < torch.finfo(torch.float32).max or not y[row].isnan().all():  # torch's is NaN beyond
-                    torch.testing.assert_close(y[row].double(), want[row], rtol=2 * TOLERANCE[dtype], atol=1e-6)
+                if finite > torch.finfo(torch.float32).max:
+                    # scale*x is infinite: torch's is NaN, and a row of nothing but -inf is one that sees nothing
+                    nothing = y[row].isnan().all() or (row == 1 and filled == "zero" and not y[row].any())
+                    if nothing:
+                        continue
+                torch.testing.assert_close(y[row].double(), want[row], rtol=2 * TOLERANCE[dtype], atol=1e-6)
 
 
 def test_rows_past_two_to_the_31():
