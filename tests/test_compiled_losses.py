@@ -116,3 +116,15 @@ def test_masked_softmax_does_not_spill(n_cols, mask, causal):
     numbers = (*masked_rows._order(x, 2, shared=True), 1, 2, 0, 0, 0, n_cols // vec, 1, 0.5)
     launch = loss_launch.row_launch("masked_softmax_forward", (x, x), (of_mask,), numbers, flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("n_cols", [100, 1024, 2047, 4096, 8192, 32768])
+@pytest.mark.parametrize("causal", [False, True])
+def test_masked_gradients_do_not_spill(n_cols, causal, dtype):
+    x = torch.empty(4, n_cols, dtype=dtype)
+    plan = masked_rows._plan_backward(problem_of(x, x, x), SM_90)
+    numbers = (*masked_rows._order(x, 2, shared=False), 0.5)
+    flags = (("CAUSAL", causal),)
+    launch = loss_launch.row_launch("masked_softmax_backward", (x, x, x), (), numbers, flags, plan, SM_90)
+    assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0

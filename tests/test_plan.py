@@ -19,7 +19,7 @@ import torch
 from planned import DTYPES, PROMISED, compile_time, kernels, problem
 
 import fused_softmax.plan
-from fused_softmax import ladders
+from fused_softmax import ladders, loss_plans
 from fused_softmax.launch import problem_of
 from fused_softmax.plan import TILE_MAX_COLS, plan
 from fused_softmax.problem import DEVICES, REGIMES, Device, Plan, Problem
@@ -382,3 +382,25 @@ def test_planning_needs_neither_torch_nor_triton():
     )
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert said.split("\n")[:2] == ["cluster", "[]"]
+
+
+@pytest.mark.parametrize("n_cols", [4096, 12288, 32000, 100352, 128256, 262144])
+def test_a_walks_steps_are_by_bytes(n_cols):
+    bf16, fp32 = (
+        loss_plans.plan_statistics(Problem(n_cols * 2 // itemsize, dtype, dtype, vec=16 // itemsize), DEVICES["sm_90"])
+        for dtype, itemsize in (("bfloat16", 2), ("float32", 4))
+    )
+    assert (fp32.ctas, fp32.num_warps, fp32.chunks) == (bf16.ctas, bf16.num_warps, bf16.chunks)
+    # no row is shorter than a step, which costs the same full or empty
+    step = bf16.ctas * bf16.lanes * bf16.vec * bf16.chunks
+    assert step <= n_cols
+
+
+def test_unaligned_rows_take_fewer_warps_where_no_row_is_summed():
+    aligned, unaligned = (
+        loss_plans.plan_elementwise(
+            Problem(n_cols, "bfloat16", "bfloat16", vec=vec, in_phase=True), DEVICES["sm_90"]
+        ).num_warps
+        for n_cols, vec in ((50264, 8), (50257, 1))
+    )
+    assert (aligned, unaligned) == (4, 2)
