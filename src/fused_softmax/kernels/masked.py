@@ -70,6 +70,13 @@ def hide(x, mask, scale, MASK: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def widened(x, scale, FUSED: tl.constexpr, PTX: tl.constexpr):
+    """Logits widened anew, and scaled but where FUSED, as `pivot` has the scale then."""
+    x = widen(x, PTX, True)
+    return x if FUSED else scaled(x, scale, PTX)
+
+
+@triton.jit
 def load_masks(
     at, width, m_col, MASK_COLS: tl.constexpr,
     LINES: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
@@ -234,9 +241,7 @@ def masked_softmax_forward(
             m = top if FUSED else tl.maximum(scaled(top, scale, PTX), LOWEST)
             base, shift, mend = pivot(m, FUSED, scale)
             for c in tl.static_range(CHUNKS):
-                z = widen(x[c], PTX, True)
-                if not FUSED:
-                    z = scaled(z, scale, PTX)
+                z = widened(x[c], scale, FUSED, PTX)
                 s += tl.sum(exp_about(z, base[:, :, None], shift[:, :, None], FUSED), 2)
             s *= mend
         else:
@@ -280,9 +285,7 @@ def masked_softmax_forward(
         base, shift, mend = pivot(row_max, FUSED, scale)
         mend = mend * by
         for c in tl.static_range(CHUNKS):
-            z = widen(x[c], PTX, True)
-            if not FUSED:
-                z = scaled(z, scale, PTX)
+            z = widened(x[c], scale, FUSED, PTX)
             y = exp_about(z, base[:, :, None], shift[:, :, None], FUSED) * mend[:, :, None]
             store_around(y_row + first, width, within - first, y, c, CAUSAL, LINES, PARTS, LANES, VEC)
     else:

@@ -81,27 +81,19 @@ def accumulate(
     # a step is added up by itself: the fewer numbers are added to a long sum one by one, the less they round it
     step = tl.zeros_like(s)
     moment = tl.zeros_like(t)
+    # where FUSED d is in base 2 and about a rounded number, and what that adds is taken back once a step
     FUSED: tl.constexpr = PTX and x[0].dtype.primitive_bitwidth == 16 and not SOFTCAP
+    base, shift, mend = pivot(m_new, FUSED)
+    for c in tl.static_range(CHUNKS):
+        z = logit(widen(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
+        d = tl.fma(z, base[:, :, None], -shift[:, :, None]) if FUSED else z - shift[:, :, None]
+        e = tl.exp2(d) if FUSED else exp(d)
+        step += tl.sum(e, 2)
+        if MOMENT == ENTROPY_MOMENT:
+            moment += tl.sum(e * tl.maximum(d, LOWEST), 2)
     if FUSED:
-        # a multiply-add and an exp2 an element: d is (z - m)*base + lost, and what that adds is taken back once a step
-        base, shift, mend = pivot(m_new, True)
-        lost = tl.fma(m_new, base, -shift)
-        for c in tl.static_range(CHUNKS):
-            z = logit(widen(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
-            d = tl.fma(z, base[:, :, None], -shift[:, :, None])
-            e = tl.exp2(d)
-            step += tl.sum(e, 2)
-            if MOMENT == ENTROPY_MOMENT:
-                moment += tl.sum(e * tl.maximum(d, LOWEST), 2)
-        moment = mend * LN2 * (moment - lost * step)
+        moment = mend * LN2 * (moment - tl.fma(m_new, base, -shift) * step)
         step = mend * step
-    else:
-        for c in tl.static_range(CHUNKS):
-            d = logit(widen(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP) - m_new[:, :, None]
-            e = exp(d)
-            step += tl.sum(e, 2)
-            if MOMENT == ENTROPY_MOMENT:
-                moment += tl.sum(e * tl.maximum(d, LOWEST), 2)
     return m_new, s + step, t + moment
 
 
