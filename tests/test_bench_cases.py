@@ -12,10 +12,14 @@ from safetensors.torch import save_file
 from fused_softmax.bench.cases import (
     FORWARD_WIDTHS,
     LADDER_WIDTHS,
+    LOSS_FAMILIES,
     LOSS_SHAPES,
+    RANDOM_RANGE,
+    RANDOM_RANGES,
     TABLES,
     TINY,
     load_tensors,
+    random_cases,
     random_widths,
     real_cases,
     sweep,
@@ -51,11 +55,41 @@ def test_short_cases_are_timed_by_graph_replay_and_long_ones_by_events():
     assert len(table("few_rows").cases) == 2 * 5 * 3
 
 
-def test_random_widths_are_always_the_same_odd_and_even():
-    widths = random_widths()
-    assert widths == random_widths() and len(set(widths)) == 10
-    assert 3 <= sum(w % 2 for w in widths) <= 7
-    assert all(300 <= w <= 262_144 for w in widths) and not set(widths) & set(FORWARD_WIDTHS)
+def test_random_table_keeps_the_widths_that_were_recorded():
+    widths = {c.n_cols for c in table("random").cases}
+    assert widths == {1579, 1808, 2346, 4822, 7240, 8767, 38457, 41615, 73664, 122191}
+    assert not widths & set(FORWARD_WIDTHS)
+
+
+def test_random_widths_follow_from_the_seed_half_of_them_odd():
+    widths = random_widths(41, 7, 256, 262_144)
+    assert widths == random_widths(41, 7, 256, 262_144) != random_widths(41, 8, 256, 262_144)
+    assert len(set(widths)) == 41 and sum(w % 2 for w in widths) == 20
+    assert 256 <= widths[0] < 700 and 90_000 < widths[-1] <= 262_144
+    # log-uniform: as many below the range's geometric middle as above it, give or take
+    assert 12 <= sum(w < 8192 for w in widths) <= 29
+
+
+@pytest.mark.parametrize("op", ops_named("all"))
+def test_every_op_has_random_cases_of_its_range(op: str):
+    cases = random_cases(op, 40, 3)
+    fewest, most = RANDOM_RANGES.get(family(op), RANDOM_RANGE)
+    widths = {c.n_cols for c in cases}
+    assert len(widths) == 40 and all(fewest <= w <= most for w in widths) and sum(w % 2 for w in widths) == 20
+    losses = family(op) in LOSS_FAMILIES
+    assert {c.dtype for c in cases} == ({"bfloat16"} if losses else {"bfloat16", "float32"})
+    assert {c.timed_by for c in cases} == {"events"} and {c.op for c in cases} == {op}
+    for case in cases:
+        if family(op) == "masked_softmax":
+            assert case.n_rows % case.n_cols == 0 and case.n_rows * case.n_cols > 2**28 - case.n_cols**2
+        else:
+            assert 2**28 - case.n_cols < case.n_rows * case.n_cols <= 2**28
+    assert {c.dtype for c in random_cases(op, 2, 3, ("float16",))} == {"float16"}
+    assert {c.n_rows for c in random_cases(op, 4, 3, n_rows=5)} == {5}
+
+
+def test_all_ops_are_those_that_run_on_the_device_alone():
+    assert set(OPS) - set(ops_named("all")) == {"softmax_autograd", "log_softmax_autograd"}
 
 
 def test_unknown_table_names_those_there_are():

@@ -214,3 +214,28 @@ def test_first_calls_are_left_to_other_processes_and_never_prebuilt(monkeypatch:
     tables = [table("first_call"), table("host")]
     ahead = prebuilt(tables, systems_for("softmax", ("fused_softmax", "torch")))
     assert ahead == [(case, "fused_softmax") for case in tables[1].cases if case.op == "softmax"]
+
+
+@pytest.mark.interpreted
+def test_ours_alone_is_checked_and_stands_beside_a_measured_ceiling():
+    stopwatch = SerialStopwatch()
+    (ours,) = systems_for("log_softmax", ("fused_softmax",))
+    run = session(ours, stopwatch=lambda by, device: stopwatch)
+    records = run.run([Case("log_softmax", "bfloat16", 3, 333)])
+    assert [(r.system, r.status, r.fraction) for r in records] == [("fused_softmax", "ok", 0.5), ("copy", "ok", 1.0)]
+    assert records[0].error is not None and 0 < records[0].error < 0.1
+    wrong = System("fused_softmax", "log_softmax", "ours", lambda: lambda x: torch.log_softmax(x, -1) + 1)
+    (alone,) = session(wrong, stopwatch=lambda by, device: stopwatch).run([Case("log_softmax", "float32", 3, 333)])
+    assert (alone.status, alone.ms) == ("wrong", None)
+
+
+def test_header_names_what_runs_and_what_changed(monkeypatch: pytest.MonkeyPatch):
+    import triton
+
+    # metadata describes another copy where one lies in front of it
+    monkeypatch.setattr(triton, "__version__", "3.99.0")
+    for named, commit, dirty in (("abc1234", "abc1234", False), ("abc1234-dirty", "abc1234", True)):
+        monkeypatch.setenv("FUSED_SOFTMAX_COMMIT", named)
+        found = header(CPU, interpreted=False)
+        assert (found.commit, found.dirty) == (commit, dirty)
+        assert found.versions["triton"] == "3.99.0" and found.versions["torch"] == torch.__version__

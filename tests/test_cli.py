@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from fused_softmax.bench.cases import random_cases
 from fused_softmax.bench.record import from_json
 from fused_softmax.cli import app
 from fused_softmax.lessons import LESSONS
@@ -34,6 +35,8 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         (["bench", "--widths", "12,x"], "integers"),
         (["bench", "--widths", "0"], "positive"),
         (["bench", "--op", "sofmax"], "masked_softmax"),
+        (["bench", "--seed", "3"], "--random-widths"),
+        (["bench", "--random-widths", "-1"], "random-widths"),
         (["lesson", "99"], f"1 to {len(LESSONS)}"),
         (["explain", "4096"], "rows x columns"),
         (["tune", "--widths", "x"], "needs a GPU"),
@@ -113,6 +116,29 @@ def test_several_ops_are_recorded_in_a_file_each(tmp_path: Path):
     assert {r.system for r in found["cross_entropy"]} == {"fused_softmax", "fused_softmax_in_place", "torch"}
     assert {r.status for records in found.values() for r in records} == {"ok"}
     assert all(r.plan.startswith("tile: 1 CTA") for r in found["masked_softmax"] if r.system == "fused_softmax")
+
+
+@pytest.mark.interpreted
+def test_random_widths_are_recorded_with_their_seed(tmp_path: Path):
+    shape = ["--random-widths", "2", "--rows", "2", "--systems", "fused_softmax", "--out", str(tmp_path / "out")]
+    done = command("bench", "--op", "log_softmax_backward,masked_softmax_causal", *shape, "--seed", "5")
+    assert done.returncode == 0, done.stderr + done.stdout
+    head, records = from_json((tmp_path / "out" / "results.json").read_text())
+    drawn = {op: sorted({r.n_cols for r in records if r.op == op}) for op in dict.fromkeys(r.op for r in records)}
+    assert {op: [w % 2 for w in sorted(widths)].count(1) for op, widths in drawn.items()} == dict.fromkeys(drawn, 1)
+    assert drawn == {
+        op: sorted({c.n_cols for c in random_cases(op, 2, 5)})
+        for op in ("log_softmax_backward", "masked_softmax_causal")
+    }
+    assert head.seed == 5 and "--seed 5" in head.command and "seed 5" in done.stdout
+    assert {(r.system, r.status) for r in records} == {("fused_softmax", "ok")} and all(
+        r.error is not None for r in records
+    )
+    done = command("bench", "--op", "cross_entropy_forward", *shape)
+    assert done.returncode == 0, done.stderr + done.stdout
+    head, records = from_json((tmp_path / "out" / "results.json").read_text())
+    assert head.seed is not None and f"seed {head.seed}" in done.stdout
+    assert {r.n_cols for r in records} == {c.n_cols for c in random_cases("cross_entropy_forward", 2, head.seed)}
 
 
 @pytest.mark.interpreted

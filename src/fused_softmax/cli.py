@@ -72,15 +72,25 @@ def bench(
     systems: Annotated[str, typer.Option(help="comma-separated, such as torch,07_online; default all")] = "",
     input: Input = None,
     out: Annotated[Path, typer.Option(help="folder for the table, plot, CSV, JSON and HTML page")] = Path("out"),
-    op: Annotated[str, typer.Option(help="what is computed, such as softmax,log_softmax or cross_entropy")] = "softmax",
+    op: Annotated[
+        str, typer.Option(help="what is computed, such as softmax,log_softmax or cross_entropy, or all")
+    ] = "softmax",
     table: Tables = "",
     elements: Annotated[int, typer.Option(min=1, help="elements of each tensor where --rows is not given")] = 2**28,
     record: Annotated[Path | None, typer.Option(help="also write the JSON to this .json, or to a folder by op")] = None,
     workers: Annotated[int | None, typer.Option(min=0, help="processes that compile first (GPU); default: all")] = None,
     seconds: Annotated[float | None, typer.Option(min=0.0, help="seconds for one system in one case")] = None,
+    random_widths: Annotated[
+        int, typer.Option(min=0, max=1000, help="draw so many widths for each op, half of them odd")
+    ] = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="of --random-widths; default: a new one, kept in the results")
+    ] = None,
 ) -> None:
     """Check every system against float64, then time those that passed beside the device's own copy."""
     wanted = numbers(widths, "--widths"), dtypes(dtype)
+    if seed is not None and not random_widths:
+        raise typer.BadParameter("only --random-widths uses a seed: give --random-widths N too", param_hint="--seed")
     interpret_without_gpu()
     from fused_softmax.bench.ops import ops_named
     from fused_softmax.bench.run import Request, run
@@ -92,7 +102,21 @@ def bench(
     # in a file or a pipe there is no terminal to fit: 80 columns would fold every cell
     console = Console(width=None if sys.stdout.isatty() else 150)
     request = Request(
-        ops, names(table), wanted[0], rows, wanted[1], names(systems), input, elements, out, record, workers, seconds
+        *(
+            ops,
+            names(table),
+            wanted[0],
+            rows,
+            wanted[1],
+            names(systems),
+            input,
+            elements,
+            out,
+            record,
+            workers,
+            seconds,
+        ),
+        *(random_widths, seed),
     )
     try:
         records, files = run(request, console)
@@ -208,15 +232,22 @@ def report(
     check: Annotated[bool, typer.Option("--check", help="fail when README.md is stale")] = False,
     root: Annotated[Path, typer.Option(help="the repository's root")] = Path("."),
     out: Annotated[Path | None, typer.Option(help="write page, plot, CSV and JSON of each file below here")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="OLD NEW", help="compare two results files, or two folders of them, case by case"),
+    ] = None,
     files: Annotated[list[Path] | None, typer.Argument(help="results to show; default: the recorded")] = None,
 ) -> None:
-    """Show recorded results, or make the README's table and plot of them."""
+    """Show recorded results, compare two runs, or make the README's table and plot of the recorded results."""
     from fused_softmax.bench import readme as pages
     from fused_softmax.bench.output import Output
     from fused_softmax.bench.record import from_json
     from fused_softmax.bench.report import print_report
 
     try:
+        if compare is not None:
+            compare_runs(*compare)
+            return
         if readme:
             pages.write(root)
         if readme or check:
@@ -231,3 +262,21 @@ def report(
     except (OSError, ValueError, KeyError) as error:
         print(f"report: {error}")
         raise typer.Exit(2) from None
+
+
+def compare_runs(old: Path, new: Path) -> None:
+    """Print what two runs have in common: machines, fractions of the ceiling, and times of one over the other."""
+    from fused_softmax.bench.report import print_rows
+    from fused_softmax.lab.bench import compare as comparing
+
+    if old.is_dir() != new.is_dir():
+        raise ValueError(f"{old} and {new} are a folder and a file: give two results files, or two folders of them")
+    runs = comparing.read_run(old), comparing.read_run(new)
+    found = comparing.compare(*runs)
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    if found:
+        print_rows(console, comparing.table(found))
+    else:
+        print("the two runs have no timed case in common")
+    for line in (*comparing.machines("OLD", runs[0]), *comparing.machines("NEW", runs[1]), *comparing.unmatched(*runs)):
+        print(line)

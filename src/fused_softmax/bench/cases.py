@@ -9,7 +9,7 @@ for cases so short that the host would be measured instead), 'host' (the time un
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -33,6 +33,13 @@ LOSS_SHAPES = ((32768, 4096), (8192, 32000), (8192, 50257), (4096, 128256), (409
 LOSS_FAMILIES = ("cross_entropy", "token_logprobs", "masked_softmax")
 # columns of square attention scores, heads of them until there are 2^28 elements
 MASKED_WIDTHS = (1024, 2047, 2048, 4096, 8192)
+# (fewest, most) columns that random widths are drawn from, by family of ops
+RANDOM_RANGE = (256, 262_144)
+RANDOM_RANGES = {
+    "cross_entropy": (4096, 262_144),
+    "token_logprobs": (4096, 262_144),
+    "masked_softmax": (256, 16_384),
+}
 # (dtype, n_rows, n_cols) that a process calls before it times the first call of another shape
 TINY = ("float16", 8, 128)
 FIRST_ROWS = 64
@@ -93,11 +100,37 @@ def sweep(
     return tuple(cases)
 
 
-def random_widths(count: int = 10, seed: int = 2024) -> tuple[int, ...]:
-    """Widths that no one tuned for, half of them odd, spread evenly over the logarithm between 300 and 262,144."""
+def random_widths(count: int, seed: int, fewest: int, most: int) -> tuple[int, ...]:
+    """`count` different widths of a seed, half of them odd, log-uniform from `fewest` to `most` columns."""
     pick = random.Random(seed)
-    widths = [int(300 * (262_144 / 300) ** pick.random()) for _ in range(count)]
-    return tuple(sorted(w | 1 if i % 2 else w & ~1 for i, w in enumerate(widths)))
+    widths: list[int] = []
+    while len(widths) < count:
+        width = int(fewest * (most / fewest) ** pick.random())
+        width = width | 1 if len(widths) % 2 else max(fewest, width & ~1)
+        if width not in widths:
+            widths.append(width)
+    return tuple(sorted(widths))
+
+
+def random_cases(
+    op: str,
+    count: int,
+    seed: int,
+    dtypes: Sequence[str] = (),
+    elements: int = ELEMENTS,
+    n_rows: int | None = None,
+) -> tuple[Case, ...]:
+    """An op at `count` random widths of its range, in `dtypes` (default: bfloat16, and float32 but for losses)."""
+    of = family(op)
+    cases = []
+    for n_cols in random_widths(count, seed, *RANDOM_RANGES.get(of, RANDOM_RANGE)):
+        for dtype in dtypes or (("bfloat16",) if of in LOSS_FAMILIES else ("bfloat16", "float32")):
+            rows = max(1, elements // n_cols) if n_rows is None else n_rows
+            if of == "masked_softmax" and n_rows is None and rows >= n_cols:
+                rows -= rows % n_cols  # whole heads of square scores
+            by = timed_by(rows, n_cols, DTYPES[dtype].itemsize)
+            cases.append(Case(op, dtype, rows, n_cols, f"random width, seed {seed}", by))
+    return tuple(cases)
 
 
 PEERS = ("fused_softmax", "torch", "torch.compile", "liger", "quack")
@@ -114,7 +147,7 @@ def table(name: str, op: str = "softmax") -> Table:
     if name == "losses":
         return Table(name, loss_cases(op), (), 0.06)
     if name == "random":
-        cases = sweep(op, both, random_widths())
+        cases = sweep(op, both, random_widths(10, 2024, 300, 262_144))
         return Table(name, tuple(replace(c, reason="a width that no one tuned for") for c in cases), PEERS)
     if name == "few_rows":
         shapes = [(r, c) for c in (32768, 131072, 262144) for r in (1, 4, 16, 64, 256)]

@@ -127,10 +127,12 @@ def family(op: str) -> str:
 
 
 def ops_named(name: str) -> tuple[str, ...]:
-    """An op, or all ops of a family, by name; raises KeyError with the names there are."""
+    """An op, a family of ops, or `all` ops but those through autograd; raises KeyError with the names there are."""
+    if name == "all":
+        return tuple(op for op in OPS if op not in AUTOGRAD)
     if name in OPS:
         return (name,)
     found = tuple(op for op in OPS if family(op) == name)
     if not found:
-        raise KeyError(f"{name!r} is none of {', '.join(dict.fromkeys((*OPS, *map(family, OPS))))}")
+        raise KeyError(f"{name!r} is none of all, {', '.join(dict.fromkeys((*OPS, *map(family, OPS))))}")
     return found

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 
 DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+# ends a commit that `git describe --always --dirty` names, where files were changed
+DIRTY = "-dirty"
 PACKAGES = ("torch", "triton", "numpy", "liger-kernel", "quack-kernels")
 
 
@@ -88,6 +90,8 @@ class Header:
     ceilings: dict[str, float] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
     cpu: str = ""
+    # of the random widths, where there are any: with `command` it says how the run is made again
+    seed: int | None = None
 
 
 def _output(*command: str) -> str:
@@ -119,8 +123,10 @@ def header(device: torch.device, interpreted: bool) -> Header:
     on_gpu = device.type == "cuda"
     found = torch.cuda.get_device_properties(device) if on_gpu else None
     versions = {package: v for package in PACKAGES if (v := _version(package))}
-    versions.setdefault("torch", torch.__version__)
+    # of what runs, which metadata need not describe where one copy lies in front of another
+    versions |= {name: module.__version__ for name in ("torch", "triton") if (module := sys.modules.get(name))}
     commit, named = _output("git", "rev-parse", "HEAD"), os.environ.get("FUSED_SOFTMAX_COMMIT", "")
+    changed = named.endswith(DIRTY) if named else bool(commit and _output("git", "status", "--porcelain", "--", ".."))
     return Header(
         device=found.name if found else f"CPU ({platform.machine()})",
         capability=f"{found.major}.{found.minor}" if found else "",
@@ -128,9 +134,9 @@ def header(device: torch.device, interpreted: bool) -> Header:
         driver=_output(*DRIVER).split("\n")[0] if found else "",
         versions=versions,
         python=platform.python_version(),
-        commit=named or commit,
-        # of the package, which is what was measured; whoever names a commit says that it is this one, unchanged
-        dirty=bool(not named and commit and _output("git", "status", "--porcelain", "--", "..")),
+        commit=named.removesuffix(DIRTY) or commit,
+        # of the package, which is what was measured; whoever names a commit says whether it is this one, unchanged
+        dirty=changed,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command="fused-softmax " + " ".join(sys.argv[1:]),
         interpreted=interpreted,
@@ -176,6 +182,15 @@ def from_json(text: str) -> tuple[Header, list[Record]]:
     for record in records:
         record.error = None if record.error is None else float(record.error)
     return head, records
+
+
+def read_results(file: Path) -> tuple[Header, list[Record]]:
+    """Read a results file; raises OSError where it cannot be read, and ValueError where it is not what a run wrote."""
+    try:
+        return from_json(file.read_text(encoding="utf-8"))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        why = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else f"{error}"
+        raise ValueError(f"{file} is not a results file ({why}): give a .json file of `fused-softmax bench`") from None
 
 
 def to_csv(records: Sequence[Record]) -> str:

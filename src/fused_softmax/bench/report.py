@@ -181,6 +181,8 @@ def notes(head: Header, records: Sequence[Record]) -> list[str]:
     versions = ", ".join(f"{name} {v}" for name, v in head.versions.items())
     machine = ", ".join(part for part in (head.device, head.cpu) if part)
     lines = [f"{machine}; {versions}; commit {head.commit[:10] or 'unknown'}{' with changes' if head.dirty else ''}"]
+    if head.seed is not None:
+        lines.append(f"random widths of seed {head.seed}")
     if head.ceilings:
         measured = ", ".join(f"{kind} {gbps:.0f} GB/s" for kind, gbps in head.ceilings.items())
         lines.append(f"this device's own passes over 512 MiB: {measured}")

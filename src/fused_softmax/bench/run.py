@@ -7,6 +7,7 @@ for an H200 running beside it, and recorded GPU results in the last column.
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fused_softmax.bench.cases import ELEMENTS, Case, Table, real_cases, sweep, table
+from fused_softmax.bench.cases import (
+    CPU_ROWS,
+    ELEMENTS,
+    LOSS_FAMILIES,
+    PEERS,
+    Case,
+    Table,
+    random_cases,
+    real_cases,
+    sweep,
+    table,
+)
+from fused_softmax.bench.ops import family
 from fused_softmax.bench.output import Output
 from fused_softmax.bench.prebuild import Pair, prebuild
 from fused_softmax.bench.readme import recorded_results, result_files
@@ -49,10 +62,15 @@ class Request:
     record: Path | None = None
     workers: int | None = None  # as many as there are cores
     seconds: float | None = None
+    random_widths: int = 0  # how many to draw for each op
+    seed: int | None = None  # of the random widths; None: a new one, which the header names
 
 
 def requested_tables(request: Request, on_gpu: bool) -> list[Table]:
-    """The tables to run: --input and --widths make their own; the default is `cpu`, or real logits and the ladder."""
+    """The tables to run: --input, --widths and --random-widths make their own.
+
+    The default is `cpu`, or real logits and the ladder on a GPU.
+    """
     found = [t for op in request.ops for t in _tables_of(op, request, on_gpu)]
     if request.dtypes:
         found = [replace(t, cases=tuple(c for c in t.cases if c.dtype in request.dtypes or c.source)) for t in found]
@@ -70,11 +88,18 @@ def _tables_of(op: str, request: Request, on_gpu: bool) -> list[Table]:
     found: list[Table] = []
     if request.input is not None:
         found.append(Table("input", real_cases(op, request.input)))
-    if request.widths or (request.rows is not None and not request.tables and request.input is None):
+    other = request.tables or request.input is not None or request.random_widths
+    if request.widths or (request.rows is not None and not other):
         dtypes = request.dtypes or ("bfloat16", "float32")
-        rows = request.rows if request.rows is not None or on_gpu else 3
+        rows = request.rows if request.rows is not None or on_gpu else CPU_ROWS
         widths = request.widths or tuple(dict.fromkeys(c.n_cols for c in table("cpu").cases if c.source is None))
         found.append(Table("widths", sweep(op, dtypes, widths, request.elements, rows)))
+    if request.random_widths:
+        assert request.seed is not None, "run() draws the seed"
+        rows = request.rows if request.rows is not None or on_gpu else CPU_ROWS
+        cases = random_cases(op, request.random_widths, request.seed, request.dtypes, request.elements, rows)
+        # 0.06 s are a hundred rounds, as in the forward table
+        found.append(Table("random widths", cases, () if family(op) in LOSS_FAMILIES else PEERS, 0.06))
     found += [table(name, op) for name in request.tables]
     if not found and on_gpu:
         ladder = table("ladder", op)
@@ -105,6 +130,8 @@ def _bar(console: Console) -> Iterator[Progress]:
 
 def run(request: Request, console: Console) -> tuple[list[Record], list[Path]]:
     """Run the request; returns the records and the files that were written."""
+    if request.random_widths and request.seed is None:
+        request = replace(request, seed=secrets.randbelow(10**6))
     device = device_here()
     on_gpu = device.type == "cuda"
     tables = requested_tables(request, on_gpu)
@@ -113,6 +140,7 @@ def run(request: Request, console: Console) -> tuple[list[Record], list[Path]]:
     recorded = recorded_results(result_files(results / "h200")) if results else {}
     output = Output(request.out, request.record, recorded)
     head = header(device, interpreting())
+    head.seed = request.seed
     systems, head.unavailable = available(list(dict.fromkeys(c.op for c in cases)), request.systems)
     compiled = keys_of(cases, [s.name for s in systems if s.op == "softmax" and s.kind in ("ours", "lesson")])
     compiler = None if on_gpu else CrossCompiler(compiled)

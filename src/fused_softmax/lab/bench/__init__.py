@@ -1,0 +1,1 @@
+"""What reads the records of the benchmark."""
