@@ -99,12 +99,12 @@ def test_command_says_what_it_cannot_compare(tmp_path: Path, head: Header):
     for other, said in (
         (tmp_path / "a", "a folder and a file"),
         (tmp_path / "none.json", "none.json"),
-        (tmp_path / "list.json", "not a results file"),
+        (tmp_path / "list.json", "no header and records"),
     ):
         result = CLI.invoke(app, ["report", "--compare", str(file), str(other)])
         assert result.exit_code == 2 and said in result.output, (said, result.output)
     result = CLI.invoke(app, ["report", "--compare", str(file.parent), str(tmp_path / "empty")])
-    assert result.exit_code == 2 and "no .json file" in result.output
+    assert result.exit_code == 2 and "holds no results" in result.output
     result = CLI.invoke(app, ["report", "--compare", str(file), str(written(tmp_path / "c.json", head, []))])
     assert result.exit_code == 0 and "no timed case in common" in result.output
 

@@ -94,10 +94,10 @@ def test_host_time_behind_a_call_that_synchronises_is_nobody_elses(device: torch
 
 
 def test_bench_with_workers_from_the_command(device: torch.device, tmp_path: Path):
-    from fused_softmax.bench.run import Request, run
+    from fused_softmax.bench.run import Request, prepare, run
 
     request = Request(widths=(1000,), dtypes=("bfloat16",), systems=NAMES, elements=2**26, out=tmp_path, workers=2)
-    records, files = run(request, Console(width=150))
+    _, records, files = run(prepare(request), Console(width=150))
     head, read = from_json((tmp_path / "results.json").read_text())
     assert read == records and head.finished and head.ceilings["copy"] > 100
     assert {f.name for f in files} == {"index.html", "results.json", "results.csv", "ladder.png"}

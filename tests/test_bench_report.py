@@ -200,5 +200,5 @@ def test_what_is_drawn_against_width_are_the_large_cases(repository: Path, head:
         assert by_width(records) == large and draw(head, records) == draw(head, large)
     assert by_width(few) == few
     write_atomically(readme.gpu_folder(repository) / "ladder.json", to_json(head, large + few))
-    found = readme.recorded_results(readme.result_files(readme.gpu_folder(repository)))
+    found = readme.recorded_results(readme.gpu_folder(repository))
     assert found["softmax", "fused_softmax", "bfloat16", 4096].fraction == 0.99

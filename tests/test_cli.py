@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from fused_softmax.bench.cases import random_cases
-from fused_softmax.bench.record import from_json
+from fused_softmax.bench.record import Record, from_json, header, to_json
 from fused_softmax.cli import app
 from fused_softmax.lessons import LESSONS
 
@@ -28,25 +31,143 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     return subprocess.run(line, capture_output=True, text=True, env=where, timeout=300)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["bench", "--dtype", "int8"], "int8"),
-        (["bench", "--widths", "12,x"], "integers"),
-        (["bench", "--widths", "0"], "positive"),
-        (["bench", "--op", "sofmax"], "masked_softmax"),
-        (["bench", "--seed", "3"], "--random-widths"),
-        (["bench", "--random-widths", "-1"], "random-widths"),
-        (["lesson", "99"], f"1 to {len(LESSONS)}"),
-        (["explain", "4096"], "rows x columns"),
-        (["tune", "--widths", "x"], "needs a GPU"),
-    ],
-)
-def test_bad_arguments_are_refused_with_a_reason(arguments: list[str], said: str):
-    if arguments[0] == "tune" and torch.cuda.is_available():
+# what is given, and what the one line on stderr must say; FILES are in the folder that the command runs in
+REFUSED = [
+    ("nosuch", "nosuch"),
+    ("bench --nosuch", "--nosuch"),
+    ("bench extra", "extra"),
+    ("bench --dtype int8", "'int8' is none of bf16"),
+    ("bench --dtype ,", "names nothing"),
+    ("bench --widths 12,x", "integers"),
+    ("bench --widths 0", "positive"),
+    ("bench --widths ,", "names nothing"),
+    ("bench --widths 99999999999999999999", "below 2^60"),
+    ("bench --rows 0", "--rows 0"),
+    ("bench --rows x", "--rows x"),
+    ("bench --rows 9999999999999", "fewer rows"),
+    ("bench --rows 9999999999999 --op masked_softmax", "fewer rows"),
+    ("bench --op sofmax", "masked_softmax"),
+    ("bench --op ''", "--op"),
+    ("bench --op ,", "--op"),
+    ("bench --table nosuch", "few_rows"),
+    ("bench --table losses --dtype fp32", "float32"),
+    ("bench --systems toch", "torch.compile"),
+    ("bench --systems 05_published --op log_softmax", "fused_softmax"),
+    ("bench --elements 0", "--elements 0"),
+    ("bench --seconds=-1", "--seconds"),
+    ("bench --seconds nan", "--seconds"),
+    ("bench --seconds inf", "--seconds"),
+    ("bench --workers=-1", "--workers"),
+    ("bench --seed 3", "--random-widths"),
+    ("bench --random-widths=-1", "--random-widths=-1"),
+    ("bench --widths 4 --out bad.pt", "bad.pt"),
+    ("bench --widths 4 --record bad.pt", "bad.pt"),
+    ("bench --input bad.safetensors", "bad.safetensors cannot be read"),
+    ("bench --input bad.pt", "bad.pt cannot be read"),
+    ("bench --input bad.npy", "bad.npy cannot be read"),
+    ("bench --input empty.pt", "empty.pt cannot be read"),
+    ("bench --input empty.npy", "empty.npy cannot be read"),
+    ("bench --input ids.npy", "ids.npy holds no tensor in float16"),
+    ("bench --input none.npy", "none.npy: no such file"),
+    ("bench --input x.txt", ".safetensors, .npy or .pt"),
+    ("bench --input whole.pt --op cross_entropy", "more than one tensor"),
+    ("verify --input bad.pt", "bad.pt cannot be read"),
+    ("verify --input bad.safetensors", "bad.safetensors cannot be read"),
+    ("verify --input none.npy", "none.npy: no such file"),
+    ("explain", "shape"),
+    ("explain x", "rows x columns"),
+    ("explain 4096x", "rows x columns"),
+    ("explain x4096", "rows x columns"),
+    ("explain 4096", "rows x columns"),
+    ("explain 4x4x4", "rows x columns"),
+    ("explain 0x4", "positive"),
+    ("explain 9999999999x9999999999", "2^60"),
+    ("explain 4x128 bfloat16,float32", "give one of"),
+    ("explain 4x128 ''", "give one of"),
+    ("explain 4x128 int8", "'int8' is none of"),
+    ("explain 4x128 --device sm_1", "gfx942"),
+    ("explain 4x128 --device interpreter", "gfx942"),
+    ("tune --op x", "softmax_backward"),
+    ("tune --widths x", "integers"),
+    ("tune --dtype int8", "'int8' is none of"),
+    ("lesson 99", f"1 to {len(LESSONS)}"),
+    ("lesson 0", "lesson 0"),
+    ("lesson x", "lesson x"),
+    ("report --root none", "--root"),
+    ("report --check --root none", "README.md: no such file"),
+    ("report --readme --root none", "README.md: no such file"),
+    ("report list.json", "list.json has no header and records"),
+    ("report half.json", "half.json is not JSON"),
+    ("report hollow.json", "hollow.json is a damaged results file"),
+    ("report int8.json", "dtype is 'int8'"),
+    ("report text.json", "n_cols is 'many'"),
+    ("report bad.npy", "bad.npy is not JSON"),
+    ("report none.json", "none.json: no such file"),
+    ("report .", "is a directory"),
+    ("report list.json --check", "leave out files"),
+    ("report --compare half.json", "--compare"),
+    ("report --compare half.json half.json", "half.json is not JSON"),
+    ("report --compare half.json none.json", "half.json is not JSON"),
+    ("report --compare half.json half.json other.json", "leave out"),
+]
+
+
+@pytest.fixture(scope="module")
+def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
+    for suffix in ("safetensors", "pt", "npy"):
+        (folder / f"bad.{suffix}").write_text("garbage\n")
+        (folder / f"empty.{suffix}").write_text("")
+    torch.save({"x": torch.randn(2, 3)}, folder / "whole.pt")
+    numpy.save(folder / "ids.npy", numpy.zeros((2, 3), dtype=numpy.int64))
+    (folder / "list.json").write_text("[]")
+    (folder / "half.json").write_text('{"header": ')
+    (folder / "hollow.json").write_text('{"header": {}, "records": []}')
+    head = header(torch.device("cpu"), interpreted=False)
+    record = Record("softmax", "torch", "float32", 2, 3, "ok")
+    (folder / "int8.json").write_text(to_json(head, [replace(record, dtype="int8")]))
+    (folder / "text.json").write_text(to_json(head, [record]).replace('"n_cols": 3', '"n_cols": "many"'))
+    return folder
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("line", "said"), REFUSED)
+def test_a_bad_input_is_one_line_on_stderr_and_status_2(
+    line: str, said: str, bad_files: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(bad_files)
+    result = CLI.invoke(app, shlex.split(line))
+    assert result.exit_code == 2 and result.stdout == "", result.output
+    (only,) = result.stderr.splitlines()
+    assert only.startswith(f"fused-softmax{' ' * (line != 'nosuch')}") and said in only
+    assert line.startswith("nosuch") or only.startswith(f"fused-softmax {line.split()[0]}: ")
+
+
+def test_tune_needs_a_gpu():
+    if torch.cuda.is_available():
         pytest.skip("there is a GPU to tune on")
-    result = CLI.invoke(app, arguments, env={"TERM": "dumb", "COLUMNS": "200"})
-    assert result.exit_code == 2 and said in result.output
+    result = CLI.invoke(app, ["tune"])
+    assert result.exit_code == 2 and "needs a GPU" in result.stderr and result.stdout == ""
+
+
+def test_an_error_of_the_program_is_no_bad_input(monkeypatch: pytest.MonkeyPatch):
+    def broken(number: int) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr("fused_softmax.lessons.run", broken)
+    monkeypatch.setattr("fused_softmax.cli.interpret_without_gpu", lambda: None)
+    assert isinstance(CLI.invoke(app, ["lesson", "1"]).exception, ZeroDivisionError)
+
+
+def test_rows_too_wide_for_the_kernels_are_explained_as_torchs():
+    result = CLI.invoke(app, ["explain", "1x2147483648"])
+    assert result.exit_code == 0 and "PyTorch's own kernel" in result.stdout and "32 bits" in result.stdout
+
+
+def test_without_a_command_the_help_is_shown():
+    result = CLI.invoke(app, [])
+    assert result.exit_code in (0, 2) and all(name in result.output for name in ("bench", "verify", "report"))
+    assert CLI.invoke(app, ["bench", "--help"]).exit_code == 0
 
 
 def test_lessons_are_listed():
@@ -149,9 +270,9 @@ def test_bench_reads_a_file_and_refuses_one_it_cannot_use(tmp_path: Path):
     _, records = from_json((tmp_path / "out" / "results.json").read_text())
     assert {(r.n_rows, r.n_cols, r.case) for r in records} == {(6, 17, "real: scores")}
     done = command("bench", "--input", str(tmp_path / "none.txt"), *options)
-    assert done.returncode == 2 and "none.txt" in done.stdout
+    assert done.returncode == 2 and "none.txt" in done.stderr
     done = command("bench", "--systems", "toch", "--out", str(tmp_path / "out"))
-    assert done.returncode == 2 and "torch" in done.stdout
+    assert done.returncode == 2 and "torch" in done.stderr
 
 
 @pytest.mark.interpreted
@@ -165,6 +286,7 @@ def test_ctrl_c_leaves_the_results_so_far(tmp_path: Path):
         env=where,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
@@ -172,8 +294,20 @@ def test_ctrl_c_leaves_the_results_so_far(tmp_path: Path):
         while not (tmp_path / "results.json").exists() and time.monotonic() < until:
             time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        out, err = process.communicate(timeout=60)
     finally:
         process.kill()
+    assert process.returncode == 130, err
+    assert "Traceback" not in err and "stopped early: interrupted" in out and err.splitlines()[-1] == "interrupted"
     head, records = from_json((tmp_path / "results.json").read_text())
     assert head.stopped == "interrupted" and len(records) >= 2 and (tmp_path / "index.html").exists()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("module", ["fused_softmax lesson", "fused_softmax.lessons"])
+def test_a_reader_that_has_gone_ends_a_lesson_without_a_traceback(module: str):
+    line = f"set -o pipefail; {shlex.quote(sys.executable)} -m {module} 1 | true; exit ${{PIPESTATUS[0]}}"
+    where = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    where["PYTHONPATH"] = str(ROOT / "src")
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=300, env=where)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -3,18 +3,57 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
+
+from fused_softmax.lab.ending import run_main
+
+# packages of the extras in pyproject.toml, by the names that are imported; numpy is what triton's interpreter needs
+EXTRAS = {
+    **dict.fromkeys(("typer", "click", "rich"), "cli"),
+    **dict.fromkeys(("numpy", "matplotlib", "safetensors"), "bench"),
+}
+# what a command imports beyond the command line's own packages
+NEEDS = {"bench": ("safetensors", "numpy"), "verify": ("safetensors", "numpy"), "lesson": ("numpy",)}
+
+
+def _missing(package: str) -> bool:
+    """Whether a package cannot be imported; one that stands in sys.modules as None cannot."""
+    try:
+        return find_spec(package) is None
+    except ValueError:
+        return sys.modules.get(package) is None
+
+
+def advice(missing: str, arguments: list[str]) -> str | None:
+    """What to install where importing `missing` failed for these arguments; None where no extra has it."""
+    package = missing.split(".")[0]
+    command = next((argument for argument in arguments if argument in NEEDS), "")
+    name = " ".join(["fused-softmax", *([command] if command else [])])
+    if package == "triton":
+        return f"{name} needs triton, which has wheels for Linux: pip install triton"
+    if package not in EXTRAS:
+        return None
+    wanted = [package, *(p for p in ("typer", "rich", *NEEDS.get(command, ())) if p != package and _missing(p))]
+    # the extra bench contains the extra cli
+    extra = "bench" if any(EXTRAS[p] == "bench" for p in wanted) else "cli"
+    return f"{name} needs {', '.join(wanted)}: pip install 'fused-softmax[{extra}]'"
 
 
 def main() -> None:
     """Run the command line, or say which extra it needs."""
+    run_main(_main)
+
+
+def _main() -> None:
     try:
         from fused_softmax.cli import app
 
         app()
     except ModuleNotFoundError as missing:
-        if (missing.name or "").split(".")[0] not in ("typer", "rich", "click", "matplotlib", "safetensors"):
+        said = advice(missing.name or "", sys.argv[1:])
+        if said is None:
             raise
-        sys.exit(f"the command line needs {missing.name}: pip install 'fused-softmax[bench]'")
+        sys.exit(said)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ start again with TRITON_INTERPRET=1 before the first kernel is decorated.
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -15,8 +17,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fused_softmax.lab.ending import INTERRUPTED
+from fused_softmax.lab.terminal import Commands, Refused, refusing, terminal
+
 app = typer.Typer(
-    help="Softmax kernels that are checked before they are timed.", no_args_is_help=True, pretty_exceptions_enable=False
+    cls=Commands,
+    help="Softmax kernels that are checked before they are timed.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
 )
 DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -25,29 +33,34 @@ Tables = Annotated[str, typer.Option(help="ladder, forward, losses, random, few_
 Dtype = Annotated[str, typer.Option("--dtype", help="comma-separated: bf16, fp16, fp32 (or the long names)")]
 
 
-def names(text: str) -> tuple[str, ...]:
-    """Split a comma-separated option."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+def names(text: str, option: str) -> tuple[str, ...]:
+    """Split a comma-separated option; an empty one names nothing, which is the default."""
+    found = tuple(part.strip() for part in text.split(",") if part.strip())
+    if text and not found:
+        raise Refused(f"{text!r} names nothing: give names with commas between them", option)
+    return found
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:
     """Split a comma-separated option into positive integers."""
     try:
-        found = tuple(int(part.replace("_", "")) for part in names(text))
+        found = tuple(int(part.replace("_", "")) for part in names(text, option))
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of integers", param_hint=option) from None
-    if any(n < 1 for n in found):
-        raise typer.BadParameter("must be positive", param_hint=option)
+        why = f"{text!r} is not a list of integers: give numbers with commas between them, such as 1024,50257"
+        raise Refused(why, option) from None
+    if any(not 1 <= n < 2**60 for n in found):
+        raise Refused(f"{text!r}: numbers must be positive, and below 2^60", option)
     return found
 
 
-def dtypes(text: str) -> tuple[str, ...]:
+def dtypes(text: str, option: str = "--dtype") -> tuple[str, ...]:
     """Split and widen dtype names."""
-    found = tuple(DTYPE_NAMES.get(name, name) for name in names(text))
+    found = tuple(DTYPE_NAMES.get(name, name) for name in names(text, option))
     for name in found:
         if name not in DTYPE_NAMES.values():
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(DTYPE_NAMES.values())}", param_hint="--dtype")
-    return found
+            allowed = ", ".join((*DTYPE_NAMES, *DTYPE_NAMES.values()))
+            raise Refused(f"{name!r} is none of {allowed}", option)
+    return tuple(dict.fromkeys(found))
 
 
 def interpret_without_gpu() -> None:
@@ -89,41 +102,44 @@ def bench(
 ) -> None:
     """Check every system against float64, then time those that passed beside the device's own copy."""
     wanted = numbers(widths, "--widths"), dtypes(dtype)
+    chosen = names(table, "--table"), names(systems, "--systems")
+    if not op.strip():
+        raise Refused("names no op: give one, such as softmax, a family, or all", "--op")
+    if seconds is not None and not math.isfinite(seconds):
+        raise Refused(f"{seconds} is not a number of seconds, such as 0.1", "--seconds")
     if seed is not None and not random_widths:
-        raise typer.BadParameter("only --random-widths uses a seed: give --random-widths N too", param_hint="--seed")
+        raise Refused("belongs to --random-widths: give --random-widths N too", "--seed")
     interpret_without_gpu()
     from fused_softmax.bench.ops import ops_named
-    from fused_softmax.bench.run import Request, run
+    from fused_softmax.bench.run import Request, prepare, run
 
     try:
-        ops = tuple(dict.fromkeys(found for name in names(op) for found in ops_named(name)))
+        ops = tuple(dict.fromkeys(found for name in names(op, "--op") for found in ops_named(name)))
     except KeyError as error:
-        raise typer.BadParameter(error.args[0], param_hint="--op") from None
-    # in a file or a pipe there is no terminal to fit: 80 columns would fold every cell
-    console = Console(width=None if sys.stdout.isatty() else 150)
+        raise Refused(error.args[0], "--op") from None
     request = Request(
-        *(
-            ops,
-            names(table),
-            wanted[0],
-            rows,
-            wanted[1],
-            names(systems),
-            input,
-            elements,
-            out,
-            record,
-            workers,
-            seconds,
-        ),
-        *(random_widths, seed),
+        ops=ops,
+        tables=chosen[0],
+        widths=wanted[0],
+        rows=rows,
+        dtypes=wanted[1],
+        systems=chosen[1],
+        input=input,
+        elements=elements,
+        out=out,
+        record=record,
+        workers=workers,
+        seconds=seconds,
+        random_widths=random_widths,
+        seed=seed,
     )
-    try:
-        records, files = run(request, console)
-    except (KeyError, ValueError, OSError) as error:
-        console.print(f"bench: {error.args[0] if isinstance(error, KeyError) else error}", markup=False)
-        raise typer.Exit(2) from None
+    with refusing(ValueError, OSError):
+        prepared = prepare(request)
+    console = terminal()
+    head, records, files = run(prepared, console)
     console.print(f"{len(records)} results in {', '.join(str(file) for file in files)}", markup=False, soft_wrap=True)
+    if head.stopped:
+        raise typer.Exit(INTERRUPTED if head.stopped == "interrupted" else 1)
     if any(r.system == "fused_softmax" and r.status in ("wrong", "error") for r in records):
         raise typer.Exit(1)
 
@@ -137,12 +153,9 @@ def verify(input: Input = None) -> None:
     from fused_softmax.bench.verify import checks, examine, summary
     from fused_softmax.device import device_here
 
-    console = Console()
-    try:
+    console = terminal()
+    with refusing(ValueError, OSError):
         wanted = list(checks(device_here(), input))
-    except (ValueError, OSError) as error:
-        console.print(f"verify: {error}", markup=False)
-        raise typer.Exit(2) from None
     found = [examine(check) for check in track(wanted, "checking", console=console, transient=True)]
     for path, name, passed, largest in summary(found):
         console.print(f"{path:24} {name:10} {passed:>12} right, largest error {largest}", markup=False, highlight=False)
@@ -163,18 +176,22 @@ def explain(
     device: Annotated[str, typer.Option(help="sm_80, sm_90, sm_100, sm_120 or gfx942; not needed here")] = "sm_90",
 ) -> None:
     """Say how softmax of this shape would run: the plan, why, the bytes it moves, what it compiles to."""
-    parts = shape.lower().replace("*", "x").split("x")
-    if len(parts) != 2:
-        raise typer.BadParameter("give rows x columns, such as 4096x128256", param_hint="SHAPE")
-    n_rows, n_cols = (numbers(part, "SHAPE")[0] if part else 0 for part in parts)
-    (name,) = dtypes(dtype)
-    from fused_softmax.bench.explain import explain_lines
+    found = re.fullmatch(r"(\d[\d_]*)\s*[x*]\s*(\d[\d_]*)", shape.strip().lower(), re.ASCII)
+    if not found:
+        raise Refused(f"{shape!r}: give rows x columns, such as 4096x128256", "SHAPE")
+    n_rows, n_cols = (numbers(part, "SHAPE")[0] for part in found.groups())
+    if n_rows * n_cols >= 2**60:
+        raise Refused(f"{shape!r}: give fewer than 2^60 elements", "SHAPE")
+    named = dtypes(dtype, "DTYPE")
+    if len(named) != 1:
+        why = f"{dtype!r}: give one of {', '.join(DTYPE_NAMES.values())}"
+        raise Refused(why, "DTYPE")
+    from fused_softmax.bench.explain import TARGETS, explain_lines
 
-    try:
-        for line in explain_lines(n_rows, n_cols, name, device):
-            print(line)
-    except KeyError as error:
-        raise typer.BadParameter(f"no described device {error}", param_hint="--device") from None
+    if device not in TARGETS:
+        raise Refused(f"{device!r} is none of {', '.join(TARGETS)}", "--device")
+    for line in explain_lines(n_rows, n_cols, named[0], device):
+        print(line)
 
 
 @app.command()
@@ -185,6 +202,7 @@ def tune(
     elements: Annotated[int, typer.Option(min=1, help="elements of each tensor")] = 2**28,
 ) -> None:
     """Time the planner's candidates on this GPU and print the ladders that the planner would read."""
+    asked = numbers(widths, "--widths"), dtypes(dtype) or dtypes("bfloat16,float32")
     import torch
     from rich.progress import Progress
 
@@ -194,19 +212,19 @@ def tune(
     from fused_softmax.device import device_here, interpreting
 
     console = Console(stderr=True)
+    if op not in TUNABLE:
+        raise Refused(f"{op!r} is none of {', '.join(TUNABLE)}", "--op")
     if not torch.cuda.is_available() or interpreting():
-        console.print("tune: needs a GPU")
-        raise typer.Exit(2)
+        raise Refused("needs a GPU, and there is none that torch can use here: run it on a machine with one")
     from fused_softmax.plan import candidates
 
-    if op not in TUNABLE:
-        raise typer.BadParameter(f"{op!r} is none of {', '.join(TUNABLE)}", param_hint="--op")
-    wanted = numbers(widths, "--widths") or FORWARD_WIDTHS
+    wanted = asked[0] or FORWARD_WIDTHS
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("tuning", total=len(wanted) * len(dtypes(dtype)))
-        choices = measure(
-            op, dtypes(dtype), wanted, device_here(), elements, candidates, lambda choice: progress.advance(task)
-        )
+        task = progress.add_task("tuning", total=len(wanted) * len(asked[1]))
+        with refusing(ValueError):
+            choices = measure(
+                op, asked[1], wanted, device_here(), elements, candidates, lambda choice: progress.advance(task)
+            )
     print(as_ladders(choices, torch.cuda.get_device_name()))
 
 
@@ -222,7 +240,8 @@ def lesson(number: Annotated[int | None, typer.Argument(min=1, help="without it,
     try:
         lessons.module_name(number)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="N") from None
+        raise Refused(f"{error}: give one of these") from None
+    interpret_without_gpu()
     lessons.run(number)
 
 
@@ -241,10 +260,14 @@ def report(
     """Show recorded results, compare two runs, or make the README's table and plot of the recorded results."""
     from fused_softmax.bench import readme as pages
     from fused_softmax.bench.output import Output
-    from fused_softmax.bench.record import from_json
+    from fused_softmax.bench.record import read_results
     from fused_softmax.bench.report import print_report
 
-    try:
+    if compare is not None and (readme or check or files or out is not None):
+        raise Refused("--compare stands alone: leave out --readme, --check, --out and files")
+    if files and (readme or check):
+        raise Refused("--readme and --check read the recorded results: leave out files")
+    with refusing(OSError, ValueError):
         if compare is not None:
             compare_runs(*compare)
             return
@@ -254,14 +277,14 @@ def report(
             why = pages.stale(root)
             print(why or "README.md is what the results give")
             raise typer.Exit(1 if why else 0)
-        for file in files or pages.result_files(pages.gpu_folder(root)):
-            head, records = from_json(file.read_text())
-            print_report(Console(width=None if sys.stdout.isatty() else 150), head, records, {})
+        folder = pages.gpu_folder(root)
+        found = {file: read_results(file) for file in files} if files else pages.read_folder(folder)
+        if not found:
+            raise ValueError(f"{folder} holds no results: give results files, or the repository's root with --root")
+        for file, (head, records) in found.items():
+            print_report(terminal(), head, records, {})
             if out is not None:
                 Output(out / file.stem).finish(head, records)
-    except (OSError, ValueError, KeyError) as error:
-        print(f"report: {error}")
-        raise typer.Exit(2) from None
 
 
 def compare_runs(old: Path, new: Path) -> None:
@@ -273,9 +296,8 @@ def compare_runs(old: Path, new: Path) -> None:
         raise ValueError(f"{old} and {new} are a folder and a file: give two results files, or two folders of them")
     runs = comparing.read_run(old), comparing.read_run(new)
     found = comparing.compare(*runs)
-    console = Console(width=None if sys.stdout.isatty() else 180)
     if found:
-        print_rows(console, comparing.table(found))
+        print_rows(terminal(180), comparing.table(found))
     else:
         print("the two runs have no timed case in common")
     for line in (*comparing.machines("OLD", runs[0]), *comparing.machines("NEW", runs[1]), *comparing.unmatched(*runs)):

@@ -228,22 +228,40 @@ def real_cases(op: str, file: Path | None = None) -> tuple[Case, ...]:
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Floating tensors of a .safetensors, .npy or .pt file, by name; raises ValueError when there is none to use."""
-    loaded: dict[str, object]
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        loaded = dict(load_file(path))
-    elif path.suffix == ".npy":
-        import numpy
-
-        loaded = {path.stem: torch.from_numpy(numpy.load(path))}
-    elif path.suffix in (".pt", ".pth"):
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        loaded = dict(content) if isinstance(content, dict) else {path.stem: content}
-    else:
-        raise ValueError(f"{path}: give a .safetensors, .npy or .pt file")
-    named = {str(n): t for n, t in loaded.items() if isinstance(t, torch.Tensor) and t.ndim > 0 and t.numel() > 0}
-    tensors = {n: t for n, t in named.items() if str(t.dtype).removeprefix("torch.") in DTYPES}
+    readers = {".safetensors": _safetensors, ".npy": _npy, ".pt": _pt, ".pth": _pt}
+    if path.suffix not in readers:
+        raise ValueError(f"{path} has none of the suffixes that are read: give a .safetensors, .npy or .pt file")
+    with path.open("rb"):  # what cannot be opened is no damaged file
+        pass
+    try:
+        loaded = readers[path.suffix](path)
+    except (ModuleNotFoundError, MemoryError):
+        raise
+    except Exception as error:  # each reader has exceptions of its own for a damaged file
+        why = " ".join(str(error).split()).split(". ")[0][:160] or type(error).__name__
+        raise ValueError(f"{path} cannot be read as {path.suffix} ({why}): give a whole file of that format") from None
+    named = {str(n): t for n, t in loaded.items() if isinstance(t, torch.Tensor) and t.layout is torch.strided}
+    tensors = {
+        n: t for n, t in named.items() if t.ndim > 0 and t.numel() > 0 and not t.is_meta
+        if str(t.dtype).removeprefix("torch.") in DTYPES
+    }  # fmt: skip
     if not tensors:
-        raise ValueError(f"{path} holds no tensor in {', '.join(DTYPES)}")
+        raise ValueError(f"{path} holds no tensor in {', '.join(DTYPES)} with an element and a dimension: give one")
     return tensors
+
+
+def _safetensors(path: Path) -> dict[str, object]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(path))
+
+
+def _npy(path: Path) -> dict[str, object]:
+    import numpy
+
+    return {path.stem: torch.from_numpy(numpy.load(path))}
+
+
+def _pt(path: Path) -> dict[str, object]:
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    return dict(content) if isinstance(content, dict) else {path.stem: content}

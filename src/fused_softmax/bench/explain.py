@@ -12,11 +12,18 @@ from fused_softmax.bench.traffic import regime_traffic
 from fused_softmax.plan import plan
 from fused_softmax.problem import DEVICES
 
+# devices that can be compiled for
+TARGETS = tuple(name for name, device in DEVICES.items() if device.kind != "interpreter")
+
 
 def explain_lines(n_rows: int, n_cols: int, dtype: str, target: str) -> Iterator[str]:
     """Lines for (n_rows, n_cols) contiguous rows of `dtype` on `target`; raises KeyError for an unknown target."""
     device, size = DEVICES[target], DTYPES[dtype].itemsize
-    problem = problem_for(n_cols, dtype)
+    try:
+        problem = problem_for(n_cols, dtype)
+    except NotImplementedError as error:
+        yield f"softmax of {n_rows} x {n_cols} {dtype} on {target}: PyTorch's own kernel runs, because of {error}"
+        return
     chosen = plan(problem, device)
     yield f"softmax of {n_rows} x {n_cols} {dtype} on {target}, rows aligned to {problem.vec * size} bytes"
     yield f"regime   {chosen.regime}: {chosen.why}"

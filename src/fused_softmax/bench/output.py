@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +23,16 @@ class Output:
     # a second copy of the JSON, such as benchmarks/results/h200/ladder.json; or a folder, and in it each family's own
     record: Path | None = None
     recorded: Recorded = field(default_factory=dict)
+
+    def make_folders(self) -> None:
+        """Make the folders that will be written to; raises OSError where that cannot be done."""
+        folders = [self.folder]
+        if self.record is not None:
+            folders.append(self.record.parent if self.record.suffix == ".json" else self.record)
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(errno.EACCES, "no permission to write into", str(folder))
 
     def save(self, head: Header, records: Sequence[Record]) -> None:
         """Write the results so far."""
@@ -43,8 +55,10 @@ class Output:
         try:
             plot = draw(head, records)
             # without times of this run the plot shows the recorded ones
-            if plot is None and self.recorded:
-                plot = draw(replace(head, device="recorded on an H200"), list(self.recorded.values()))
+            if plot is None:
+                ops = {r.op for r in records}
+                kept = [r for r in self.recorded.values() if r.op in ops]
+                plot = draw(replace(head, device="recorded on an H200"), kept)
         except ModuleNotFoundError:  # matplotlib belongs to an extra; the tables do not wait for it
             plot = None
         write_atomically(self.folder / "index.html", page(head, records, self.recorded, plot))

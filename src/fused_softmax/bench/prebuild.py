@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,8 +66,13 @@ def prebuild(pairs: Sequence[Pair], workers: int, tick: Callable[[], None] = lam
     parts = jobs(pairs, workers)
     processes = [context.Process(target=work, args=(part, done), daemon=True) for part in parts]
     finished = 0
-    for process in processes:
-        process.start()
+    # Ctrl-C reaches the whole group; the workers are ended from here, and say nothing
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for process in processes:
+            process.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
     try:
         until = time.monotonic() + LIMIT
         while time.monotonic() < until and (any(p.is_alive() for p in processes) or not done.empty()):

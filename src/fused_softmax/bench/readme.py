@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from fused_softmax.bench.cases import LOSS_FAMILIES, PEERS
 from fused_softmax.bench.markdown import ladder_tables, loss_tables, measured_on, peer_tables
 from fused_softmax.bench.plots import draw
-from fused_softmax.bench.record import Header, Record, from_json, write_atomically
+from fused_softmax.bench.record import Header, NotResults, Record, read_results, write_atomically
 from fused_softmax.bench.report import Recorded, by_width
 
 MARKED = re.compile(r"<!-- results:begin[^>]*-->.*?<!-- results:end -->", re.DOTALL)
@@ -35,16 +35,25 @@ def gpu_folder(root: Path) -> Path:
     return root / "benchmarks" / "results" / "h200"
 
 
-def recorded_results(files: Iterable[Path]) -> Recorded:
+def read_folder(folder: Path) -> dict[Path, tuple[Header, list[Record]]]:
+    """The benchmark's runs in a folder, by file; records of other commands, such as a fuzzer's, are passed over."""
+    found = {}
+    for file in result_files(folder):
+        with suppress(NotResults):
+            found[file] = read_results(file)
+    return found
+
+
+def recorded_results(folder: Path) -> Recorded:
     """Records made on a GPU by (op, system, dtype, n_cols); of several files the later one counts."""
-    records = [record for file in files for record in by_width(from_json(file.read_text())[1])]
+    records = [record for _, run in read_folder(folder).values() for record in by_width(run)]
     return {(r.op, r.system, r.dtype, r.n_cols): r for r in records}
 
 
 def results(folder: Path) -> Results:
     """What the README shows, by file name less its suffix, in the order in which it is shown."""
     files = {file.stem: file for file in result_files(folder)}
-    return {name: from_json(files[name].read_text()) for name in SHOWN_FILES if name in files}
+    return {name: read_results(files[name]) for name in SHOWN_FILES if name in files}
 
 
 def digest(found: Results) -> str:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,11 @@ from typing import Any
 
 import torch
 
+from fused_softmax.bench.operation import DTYPES
+
+# what a value of JSON may be for a name in a field's annotation
+JSON_TYPES: dict[str, Any] = {"str": str, "int": int, "bool": bool, "float": (int, float), "dict": dict}
+JSON_TYPES["None"] = type(None)
 DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 # ends a commit that `git describe --always --dirty` names, where files were changed
 DIRTY = "-dirty"
@@ -180,17 +186,47 @@ def from_json(text: str) -> tuple[Header, list[Record]]:
     head = Header(**{k: v for k, v in content["header"].items() if k in known[0]})
     records = [Record(**{k: v for k, v in r.items() if k in known[1]}) for r in content["records"]]
     for record in records:
-        record.error = None if record.error is None else float(record.error)
+        for name in ("error", "torch_error"):  # without bound they are the text 'inf'
+            value = getattr(record, name)
+            setattr(record, name, None if value is None else float(value))
     return head, records
 
 
+class NotResults(ValueError):
+    """A file of JSON that a benchmark did not write."""
+
+
 def read_results(file: Path) -> tuple[Header, list[Record]]:
-    """Read a results file; raises OSError where it cannot be read, and ValueError where it is not what a run wrote."""
+    """Read a results file; raises OSError where it cannot be read, NotResults or ValueError where it is none."""
+    give = "give a .json file of `fused-softmax bench`"
     try:
-        return from_json(file.read_text(encoding="utf-8"))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        why = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else f"{error}"
-        raise ValueError(f"{file} is not a results file ({why}): give a .json file of `fused-softmax bench`") from None
+        text = file.read_text(encoding="utf-8")
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON ({error}): {give}") from None
+    if not (isinstance(content, dict) and isinstance(content.get("header"), dict) and "records" in content):
+        raise NotResults(f"{file} has no header and records: {give}")
+    records = content["records"]
+    if not (isinstance(records, list) and all(isinstance(r, dict) and "system" in r for r in records)):
+        raise NotResults(f"{file} has records that name no system: {give}")
+    try:
+        head, found = from_json(text)
+        _examine(head)
+        for record in found:
+            _examine(record)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} is a damaged results file ({error}): {give}") from None
+    return head, found
+
+
+def _examine(part: Header | Record) -> None:
+    """Raise ValueError where a field is not what its annotation says."""
+    for f in fields(part):
+        value, declared = getattr(part, f.name), re.findall(r"\w+", re.sub(r"\[.*\]", "", str(f.type)))
+        if not any(isinstance(value, JSON_TYPES[name]) for name in declared):
+            raise ValueError(f"{f.name} is {value!r}")
+    if isinstance(part, Record) and part.dtype not in DTYPES:
+        raise ValueError(f"dtype is {part.dtype!r}")
 
 
 def to_csv(records: Sequence[Record]) -> str:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -29,11 +30,12 @@ from fused_softmax.bench.cases import (
     sweep,
     table,
 )
-from fused_softmax.bench.ops import family
+from fused_softmax.bench.operation import one_input
+from fused_softmax.bench.ops import OPS, family
 from fused_softmax.bench.output import Output
 from fused_softmax.bench.prebuild import Pair, prebuild
-from fused_softmax.bench.readme import recorded_results, result_files
-from fused_softmax.bench.record import Record, header, results_folder
+from fused_softmax.bench.readme import recorded_results
+from fused_softmax.bench.record import Header, Record, header, results_folder
 from fused_softmax.bench.report import print_report
 from fused_softmax.bench.resources import ROWS, CrossCompiler, keys_of
 from fused_softmax.bench.session import Session
@@ -87,6 +89,9 @@ def requested_tables(request: Request, on_gpu: bool) -> list[Table]:
 def _tables_of(op: str, request: Request, on_gpu: bool) -> list[Table]:
     found: list[Table] = []
     if request.input is not None:
+        if OPS[op].inputs is not one_input:
+            served = ", ".join(name for name in OPS if OPS[name].inputs is one_input)
+            raise ValueError(f"{op} takes more than one tensor, and --input gives one: name one of {served} by --op")
         found.append(Table("input", real_cases(op, request.input)))
     other = request.tables or request.input is not None or request.random_widths
     if request.widths or (request.rows is not None and not other):
@@ -100,7 +105,10 @@ def _tables_of(op: str, request: Request, on_gpu: bool) -> list[Table]:
         cases = random_cases(op, request.random_widths, request.seed, request.dtypes, request.elements, rows)
         # 0.06 s are a hundred rounds, as in the forward table
         found.append(Table("random widths", cases, () if family(op) in LOSS_FAMILIES else PEERS, 0.06))
-    found += [table(name, op) for name in request.tables]
+    try:
+        found += [table(name, op) for name in request.tables]
+    except KeyError as error:
+        raise ValueError(error.args[0]) from None
     if not found and on_gpu:
         ladder = table("ladder", op)
         real = real_cases(op) if op == "softmax" else ()
@@ -115,10 +123,65 @@ def _resized(cases: Sequence[Case], elements: int) -> tuple[Case, ...]:
 
 
 def available(ops: Sequence[str], names: tuple[str, ...]) -> tuple[list[System], dict[str, str]]:
-    """Systems that can run here, and the reasons of those that cannot."""
-    chosen = [system for op in ops for system in systems_for(op, names)]
+    """Systems that can run here, and the reasons of those that cannot; ValueError where none can."""
+    try:
+        chosen = [system for op in ops for system in systems_for(op, names)]
+    except KeyError as error:
+        raise ValueError(error.args[0]) from None
     missing = {system.name: why for system in chosen if (why := system.missing())}
-    return [system for system in chosen if system.name not in missing], missing
+    found = [system for system in chosen if system.name not in missing]
+    if not found:
+        why = "; ".join(f"{name} {why}" for name, why in missing.items()) or f"none computes {', '.join(ops)}"
+        known = dict.fromkeys(system.name for op in ops for system in systems_for(op))
+        raise ValueError(f"no system named {', '.join(names)} can run ({why}): there are {', '.join(known)}")
+    return found, missing
+
+
+def fits(cases: Sequence[Case], device: torch.device) -> None:
+    """Raise ValueError for a case whose input and result alone are larger than the memory there is."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for case in cases:
+        needed = 2 * case.n_rows * case.n_cols * case.itemsize
+        if needed > memory:
+            raise ValueError(
+                f"{case.label} needs {needed / 1e9:,.0f} GB for its input and result, and there are "
+                f"{memory / 1e9:,.0f} GB of memory: give fewer rows, columns or elements"
+            )
+
+
+@dataclass
+class Prepared:
+    """A request that can be run: what it comes to on this machine."""
+
+    request: Request
+    device: torch.device
+    tables: list[Table]
+    systems: list[System]
+    missing: dict[str, str]  # systems that cannot run here, and why
+    output: Output
+
+
+def prepare(request: Request) -> Prepared:
+    """Find a request's cases and systems, and its folders; raises ValueError or OSError where it cannot be run."""
+    if request.random_widths and request.seed is None:
+        request = replace(request, seed=secrets.randbelow(10**6))
+    device = device_here()
+    tables = requested_tables(request, device.type == "cuda")
+    cases = [case for t in tables for case in t.cases]
+    if not cases:
+        raise ValueError(
+            f"no case of {', '.join(request.ops)} has a dtype among {', '.join(request.dtypes) or 'all'} in what was "
+            "asked for: give other --dtype or --table, or --widths"
+        )
+    fits(cases, device)
+    systems, missing = available(list(dict.fromkeys(c.op for c in cases)), request.systems)
+    results = results_folder()
+    output = Output(request.out, request.record, recorded_results(results / "h200") if results else {})
+    output.make_folders()
+    return Prepared(request, device, tables, systems, missing, output)
 
 
 @contextmanager
@@ -128,20 +191,14 @@ def _bar(console: Console) -> Iterator[Progress]:
         yield progress
 
 
-def run(request: Request, console: Console) -> tuple[list[Record], list[Path]]:
-    """Run the request; returns the records and the files that were written."""
-    if request.random_widths and request.seed is None:
-        request = replace(request, seed=secrets.randbelow(10**6))
-    device = device_here()
+def run(prepared: Prepared, console: Console) -> tuple[Header, list[Record], list[Path]]:
+    """Run what was prepared; returns header and records, and the files that were written."""
+    request, device, output = prepared.request, prepared.device, prepared.output
+    tables, systems = prepared.tables, prepared.systems
     on_gpu = device.type == "cuda"
-    tables = requested_tables(request, on_gpu)
     cases = [case for t in tables for case in t.cases]
-    results = results_folder()
-    recorded = recorded_results(result_files(results / "h200")) if results else {}
-    output = Output(request.out, request.record, recorded)
     head = header(device, interpreting())
-    head.seed = request.seed
-    systems, head.unavailable = available(list(dict.fromkeys(c.op for c in cases)), request.systems)
+    head.seed, head.unavailable = request.seed, prepared.missing
     compiled = keys_of(cases, [s.name for s in systems if s.op == "softmax" and s.kind in ("ours", "lesson")])
     compiler = None if on_gpu else CrossCompiler(compiled)
     session = Session(head, systems, device, timed=on_gpu, save=output.save)
@@ -164,8 +221,8 @@ def run(request: Request, console: Console) -> tuple[list[Record], list[Path]]:
         if compiler is not None:
             compiler.close()
     files = output.finish(head, session.records)
-    print_report(console, head, session.records, recorded)
-    return session.records, files
+    print_report(console, head, session.records, output.recorded)
+    return head, session.records, files
 
 
 def _run_tables(

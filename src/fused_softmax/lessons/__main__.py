@@ -6,7 +6,8 @@ import argparse
 import json
 from dataclasses import asdict
 
-from fused_softmax.lessons import run
+from fused_softmax.lab.ending import run_main
+from fused_softmax.lessons import LESSONS, run
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -17,6 +18,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--target", default="sm_90")
     asked = parser.parse_args(argv)
+    if not 1 <= asked.lesson <= len(LESSONS):
+        parser.error(f"lesson {asked.lesson} is not one of 1 to {len(LESSONS)}")
     if not asked.resources:
         run(asked.lesson)
         return
@@ -26,4 +29,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 
+from fused_softmax.bench.readme import read_folder
 from fused_softmax.bench.record import Header, Record, read_results
 from fused_softmax.bench.report import Rows, shape
 
@@ -49,17 +50,13 @@ class Comparison:
 
 def read_run(path: Path) -> Run:
     """Read a results file, or every results file of a folder; raises ValueError for what is neither."""
-    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-    if not files:
-        raise ValueError(
-            f"{path} holds no .json file: give a results file of `fused-softmax bench`, or a folder of them"
-        )
     headers, records = {}, {}
-    for file in files:
-        headers[file.name], found = read_results(file)
-        name = file.name if path.is_dir() else ""
+    for file, (head, found) in (read_folder(path) if path.is_dir() else {path: read_results(path)}).items():
+        headers[file.name], name = head, file.name if path.is_dir() else ""
         for r in (r for r in found if r.system == OURS):
             records[name, r.op, r.dtype, r.n_rows, r.n_cols, r.timed_by if r.ms else ""] = r
+    if not headers:
+        raise ValueError(f"{path} holds no results: give a results file of `fused-softmax bench`, or a folder of them")
     return Run(headers, records)
 
 
