@@ -17,7 +17,16 @@ from fused_softmax.bench import readme
 from fused_softmax.bench.output import Output
 from fused_softmax.bench.page import page
 from fused_softmax.bench.plots import draw
-from fused_softmax.bench.record import Header, Record, from_json, header, to_csv, to_json, write_atomically
+from fused_softmax.bench.record import (
+    Header,
+    Record,
+    from_json,
+    header,
+    read_results,
+    to_csv,
+    to_json,
+    write_atomically,
+)
 from fused_softmax.bench.report import by_width, details, matrix, print_report
 from fused_softmax.bench.timing import FIRST_CALL
 
@@ -121,6 +130,53 @@ def test_plot_depends_on_the_records_alone(head: Header):
     assert draw(head, [r for r in RECORDS if r.fraction is None]) is None
 
 
+def test_plot_has_a_panel_for_each_op_and_dtype(head: Header, monkeypatch: pytest.MonkeyPatch):
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k))[1])
+    gradient = [replace(r, op="softmax_backward", dtype="float32", ceiling=r.ceiling and "add") for r in RECORDS[:2]]
+    wide = [record("fused_softmax", 8192, 0.5), replace(record("quack", 1024, 0.25), dtype="float32")]
+    assert draw(head, [*RECORDS, *gradient, *wide]) is not None
+    panels = {axes.get_title(): axes for axes in drawn[0].axes if axes.get_visible()}
+    lines = {
+        title: {
+            str(line.get_label()): list(zip(line.get_xdata(), line.get_ydata(), strict=True))
+            for line in axes.get_lines()
+            if not str(line.get_label()).startswith("_")
+        }
+        for title, axes in panels.items()
+    }
+    assert lines == {
+        "softmax, bf16, NVIDIA H200": {"fused_softmax": [(4096, 0.99), (8192, 0.5)], "torch": [(4096, 0.31)]},
+        "softmax, fp32, NVIDIA H200": {"quack": [(1024, 0.25)]},
+        "softmax_backward, fp32, NVIDIA H200": {"fused_softmax": [(4096, 0.99)], "torch": [(4096, 0.31)]},
+    }
+    labels = [axes.get_ylabel() for axes in panels.values()]
+    assert labels == ["fraction of the device's own copy", "", "fraction of the device's own add"]
+    legends = [axes.get_legend() for axes in panels.values()]
+    named = [[text.get_text() for text in legend.get_texts()] for legend in legends if legend is not None]
+    assert named == [["fused_softmax", "torch", "quack"], ["fused_softmax", "torch"]]
+    # of a second row without that dtype nothing is left to see
+    assert len(drawn[0].axes) == 4
+
+
+def test_without_times_the_plot_is_of_the_recorded_ops_of_this_run(
+    tmp_path: Path, head: Header, monkeypatch: pytest.MonkeyPatch
+):
+    from fused_softmax.bench import output
+
+    recorded = {
+        (op, "torch", "bfloat16", 4096): replace(record("torch", 4096, 0.3), op=op) for op in ("softmax", "log_softmax")
+    }
+    drawn: list[list[str]] = []
+    monkeypatch.setattr(output, "draw", lambda head, records: drawn.append([r.op for r in records]))
+    untimed = Record("log_softmax", "torch", "bfloat16", 3, 4096, "ok")
+    Output(tmp_path, recorded=recorded).finish(head, [untimed])
+    assert drawn == [["log_softmax"], ["log_softmax"]]
+
+
 def test_output_folder(tmp_path: Path, head: Header):
     output = Output(tmp_path / "out", tmp_path / "kept" / "ladder.json")
     output.save(head, RECORDS[:1])
@@ -128,6 +184,26 @@ def test_output_folder(tmp_path: Path, head: Header):
     files = output.finish(head, RECORDS)
     assert {f.name for f in files} == {"index.html", "results.json", "results.csv", "ladder.png", "ladder.json"}
     assert not [f for f in (tmp_path / "out").iterdir() if f.name.startswith(".")]
+
+
+def test_records_of_other_commands_are_passed_over(repository: Path, head: Header):
+    folder = readme.gpu_folder(repository)
+    for name, text in (
+        ("fuzz", '{"header": {"seed": 1}, "records": [{"op": "softmax", "cases": 9}]}'),
+        ("list", "[1]"),
+    ):
+        write_atomically(folder / f"{name}.json", text)
+    assert {file.stem for file in readme.read_folder(folder)} == {"ladder"}
+    assert readme.recorded_results(folder)
+    write_atomically(folder / "half.json", '{"header": ')
+    with pytest.raises(ValueError, match="half.json is not JSON"):
+        readme.recorded_results(folder)
+
+
+def test_infinite_errors_can_be_read_again(tmp_path: Path, head: Header):
+    wrong = replace(RECORDS[2], torch_error=INF)
+    write_atomically(tmp_path / "x.json", to_json(head, [wrong]))
+    assert read_results(tmp_path / "x.json") == (head, [wrong])
 
 
 def test_readme_is_written_checked_and_found_stale(repository: Path, head: Header):

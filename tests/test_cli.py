@@ -177,11 +177,34 @@ def test_lessons_are_listed():
     )
 
 
-def test_without_its_extra_the_command_names_it(tmp_path: Path):
-    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('No module named typer', name='typer')\n")
-    path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
-    done = command("bench", PYTHONPATH=path)
-    assert done.returncode == 1 and "fused-softmax[bench]" in done.stderr and "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "absent", "needs", "extra"),
+    [
+        ("explain 4x128", "typer", "fused-softmax explain needs typer", "cli"),
+        ("report", "rich", "needs rich", "cli"),
+        ("lesson 5", "typer rich numpy", "fused-softmax lesson needs typer, rich, numpy", "bench"),
+        ("lesson 5", "typer rich", "needs typer, rich", "cli"),
+        ("lesson 5", "numpy", "fused-softmax lesson needs numpy", "bench"),
+        ("bench --widths 4 --rows 2", "typer rich safetensors numpy", "needs typer, rich, safetensors, numpy", "bench"),
+        ("verify", "safetensors", "fused-softmax verify needs safetensors", "bench"),
+    ],
+)
+def test_without_an_extra_the_command_names_what_is_missing(
+    arguments: str, absent: str, needs: str, extra: str, tmp_path: Path
+):
+    # for import and find_spec alike these packages are not there
+    hide = f"""
+import sys
+class Hidden:
+    def find_spec(name, path=None, target=None):
+        if name.split(".")[0] in {absent.split()!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hidden)
+"""
+    (tmp_path / "sitecustomize.py").write_text(hide)
+    done = command(*arguments.split(), PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT / "src")]))
+    (said,) = done.stderr.splitlines()
+    assert done.returncode == 1 and said.endswith(f"{needs}: pip install 'fused-softmax[{extra}]'"), done.stderr
 
 
 def test_importing_the_package_needs_no_extra():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 from fused_softmax.bench.ops import SHORT
 from fused_softmax.bench.record import Header, Record
@@ -25,50 +26,79 @@ def _thousands(width: int) -> str:
     return f"{width >> 10}k" if width % 2**10 == 0 else f"{width:,}"
 
 
-def draw(head: Header, records: Sequence[Record], image: str = "png") -> bytes | None:
-    """A picture (png or svg) with one panel per dtype; None when nothing was timed against a ceiling."""
+def panels_of(records: Sequence[Record]) -> dict[str, dict[str, list[Record]]]:
+    """What is drawn, by op and dtype: records timed against a ceiling that passed their check, ceilings left out."""
     records = by_width(records)
     ceilings = {r.ceiling for r in records if r.ceiling}
     timed = [r for r in records if r.fraction is not None and r.status == "ok" and r.system not in ceilings]
-    if not timed:
+    return {
+        op: {d: found for d in SHORT if (found := [r for r in timed if r.op == op and r.dtype == d])}
+        for op in dict.fromkeys(r.op for r in timed)
+    }
+
+
+def draw(head: Header, records: Sequence[Record], image: str = "png") -> bytes | None:
+    """A picture (png or svg), a row of panels for each op, one for each dtype; None when nothing was timed."""
+    by_op = panels_of(records)
+    if not by_op:
         return None
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    dtypes = [d for d in SHORT if any(r.dtype == d for r in timed)]
-    names = system_names(timed)
+    most = max(len(panels) for panels in by_op.values())
+    # a system has the same color in every panel
+    names = system_names([r for panels in by_op.values() for found in panels.values() for r in found])
     with plt.rc_context({"svg.hashsalt": "fused-softmax", "font.size": 9}):
-        figure, panels = plt.subplots(1, len(dtypes), figsize=(6.2 * len(dtypes), 4.2), sharey=True, squeeze=False)
-        for panel, dtype in zip(panels[0], dtypes, strict=True):
-            for i, name in enumerate(names):
-                points = sorted((r.n_cols, r.fraction) for r in timed if r.dtype == dtype and r.system == name)
-                if points:
-                    ours = name == "fused_softmax"
-                    panel.plot(
-                        *zip(*points, strict=True),
-                        label=name,
-                        color="black" if ours else COLOURS[i % len(COLOURS)],
-                        linewidth=2.2 if ours else 1.1,
-                        marker=MARKS[i % len(MARKS)],
-                        markersize=4,
-                        zorder=3 if ours else 2,
-                    )
-            panel.axhline(1.0, color="0.6", linewidth=0.8, linestyle=":")
-            panel.set_xscale("log", base=2)
-            shown = [w for w in TICKS if min(r.n_cols for r in timed) <= w <= max(r.n_cols for r in timed)]
-            panel.set_xticks(shown, [_thousands(w) for w in shown], rotation=45)
-            panel.minorticks_off()
-            panel.set_xlabel("columns")
-            panel.set_title(f"{timed[0].op}, {SHORT[dtype]}, {head.device}")
-            panel.grid(alpha=0.25)
-        panels[0][0].set_ylabel(f"fraction of the device's own {'/'.join(sorted(ceilings)) or 'copy'}")
-        panels[0][0].set_ylim(bottom=0)
-        panels[0][-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+        size = 6.2 * most, 4.2 * len(by_op)
+        figure, grid = plt.subplots(len(by_op), most, figsize=size, sharey="row", squeeze=False)
+        for row, (op, panels) in zip(grid, by_op.items(), strict=True):
+            everything = [r for found in panels.values() for r in found]
+            narrowest, widest = min(r.n_cols for r in everything), max(r.n_cols for r in everything)
+            shown = [w for w in TICKS if narrowest <= w <= widest] or [narrowest]
+            for panel in row[len(panels) :]:
+                panel.set_visible(False)
+            drawn = row[: len(panels)]
+            for panel, (dtype, mine) in zip(drawn, panels.items(), strict=True):
+                _lines(panel, mine, names)
+                panel.set_xticks(shown, [_thousands(w) for w in shown], rotation=45)
+                panel.minorticks_off()
+                panel.set_xlabel("columns")
+                panel.set_title(f"{op}, {SHORT[dtype]}, {head.device}")
+                panel.grid(alpha=0.25)
+            ceilings = sorted({r.ceiling for r in everything if r.ceiling})
+            drawn[0].set_ylabel(f"fraction of the device's own {'/'.join(ceilings) or 'copy'}")
+            drawn[0].set_ylim(bottom=0)
+            # of all panels of the row: a system may be in one dtype alone
+            found = {
+                label: line for panel in drawn for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
+            }
+            order = [name for name in names if name in found]
+            beside = dict(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+            drawn[-1].legend([found[name] for name in order], order, **beside)
         figure.tight_layout()
         out = io.BytesIO()
         metadata = {"Date": None, "Creator": None} if image == "svg" else {"Software": None}
         figure.savefig(out, format=image, dpi=110, metadata=metadata, bbox_inches="tight")
         plt.close(figure)
     return out.getvalue()
+
+
+def _lines(panel: Any, records: Sequence[Record], names: Sequence[str]) -> None:
+    """Width against fraction: one line for each system."""
+    for i, name in enumerate(names):
+        points = sorted((r.n_cols, r.fraction or 0.0) for r in records if r.system == name)
+        if points:
+            ours = name == "fused_softmax"
+            panel.plot(
+                *zip(*points, strict=True),
+                label=name,
+                color="black" if ours else COLOURS[i % len(COLOURS)],
+                linewidth=2.2 if ours else 1.1,
+                marker=MARKS[i % len(MARKS)],
+                markersize=4,
+                zorder=3 if ours else 2,
+            )
+    panel.axhline(1.0, color="0.6", linewidth=0.8, linestyle=":")
+    panel.set_xscale("log", base=2)
