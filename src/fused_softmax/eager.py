@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._dynamo import guards
 from torch.autograd import forward_ad
 
+from .availability import KernelUnavailable
 from .launch import MAX_COLS, prepared_for
 from .rows import as_rows, left_to_torch, row_invariance
 
@@ -141,7 +142,10 @@ def _prepare(x: Tensor, dim: int, log: bool, invariant: bool, dy: Tensor | None)
     folded = [as_rows(t, x.dim() - 1) for t in tensors]
     if any(t is None for t in folded):
         return False
-    prepared = prepared_for(tuple(t for t in folded if t is not None), log, invariant, backward=dy is not None)
+    try:
+        prepared = prepared_for(tuple(t for t in folded if t is not None), log, invariant, backward=dy is not None)
+    except KernelUnavailable:
+        return _torch if dy is None else False
     if prepared is None or result.data_ptr() % 32:
         return False
     n_rows = x.numel() // x.shape[-1]

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from . import eager, operators, row_losses, rows
 from .device import describe
 from .gradients import RowSoftmax
-from .launch import MAX_COLS, problem_of
+from .launch import MAX_COLS, failure, problem_of
 from .operators import fuses, is_plain, is_traced, refusal, refusal_while_compiling
 from .plan import plan as make_plan
 from .problem import Device, Plan
@@ -145,7 +145,9 @@ def plan_for(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, log:
     in_dtype = x.dtype if fuses(x.dtype, out_dtype) else out_dtype
     out = torch.empty(folded.shape, dtype=out_dtype, device="meta")
     like = folded if in_dtype is x.dtype else torch.empty(folded.shape, dtype=in_dtype, device="meta")
-    return make_plan(problem_of(like, out, batch_invariant=rows.is_batch_invariant(), log=log), device)
+    plan = make_plan(problem_of(like, out, batch_invariant=rows.is_batch_invariant(), log=log), device)
+    reason = failure(plan, device, (in_dtype, out_dtype), log, x.get_device())
+    return plan if reason is None else Fallback(reason)
 
 
 def _forward(input: Tensor, dim: int, dtype: torch.dtype | None, out: Tensor | None, log: bool) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from . import rows
+from .availability import KernelUnavailable
 from .device import interpreting, triton_error
 from .operators import fuses, refusal
 
@@ -167,7 +168,10 @@ def _forward(log: bool, original: Kernel) -> Kernel:
         dtype = _out_dtype(x, half_to_float)
         if dtype is None or not _takes(x, dim, dtype):
             return original(x, dim, half_to_float)
-        return rows.softmax_forward(x, dim, dtype, log)
+        try:
+            return rows.forward_by_kernel(x, dim, dtype, log)
+        except KernelUnavailable:
+            return original(x, dim, half_to_float)
 
     return forward
 
@@ -177,7 +181,10 @@ def _forward_out(log: bool, original: Kernel) -> Kernel:
         dtype = _out_dtype(x, half_to_float)
         if dtype is None or not _takes(x, dim, dtype) or not _fits(out, x, dtype):
             return original(x, dim, half_to_float, out=out)
-        return rows.softmax_forward(x, dim, dtype, log, out)
+        try:
+            return rows.forward_by_kernel(x, dim, dtype, log, out)
+        except KernelUnavailable:
+            return original(x, dim, half_to_float, out=out)
 
     return forward_out
 
@@ -191,7 +198,10 @@ def _backward(log: bool, original: Kernel) -> Kernel:
     def backward(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
         if not _takes_backward(dy, y, dim, input_dtype):
             return original(dy, y, dim, input_dtype)
-        return rows.softmax_backward(dy, y, dim, input_dtype, log)
+        try:
+            return rows.backward_by_kernel(dy, y, dim, input_dtype, log)
+        except KernelUnavailable:
+            return original(dy, y, dim, input_dtype)
 
     return backward
 
@@ -204,7 +214,10 @@ def _backward_out(log: bool, original: Kernel) -> Kernel:
         out = outputs[name]
         if not _takes_backward(dy, y, dim, input_dtype) or not _fits(out, y, input_dtype):
             return original(dy, y, dim, input_dtype, **outputs)
-        return out.copy_(rows.softmax_backward(dy, y, dim, input_dtype, log))
+        try:
+            return out.copy_(rows.backward_by_kernel(dy, y, dim, input_dtype, log))
+        except KernelUnavailable:
+            return original(dy, y, dim, input_dtype, **outputs)
 
     return backward_out
 
@@ -214,7 +227,10 @@ def _safe_softmax(original: Kernel) -> Kernel:
         out_dtype = x.dtype if dtype is None else dtype
         if not _takes(x, dim, out_dtype):
             return original(x, dim, dtype)
-        y = rows.softmax_forward(x, dim, out_dtype, False)
+        try:
+            y = rows.forward_by_kernel(x, dim, out_dtype, False)
+        except KernelUnavailable:
+            return original(x, dim, dtype)
         # rows that are masked throughout give 0, not NaN
         return y if x.numel() == 0 else y.masked_fill_(x.amax(dim, keepdim=True) == -float("inf"), 0.0)
 
