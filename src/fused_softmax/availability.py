@@ -16,6 +16,8 @@ from collections.abc import Hashable
 
 import torch
 
+from .torch_ops import torch_private
+
 # The oldest versions whose kernels compile and run; docs/compatibility.md has the runs. pyproject.toml names the same.
 MIN_TORCH = (2, 10)
 MIN_TRITON = (3, 6)
@@ -24,6 +26,7 @@ NEWEST_TRITON = (3, 9)
 CAPACITY = 8192  # failures remembered
 
 _logger = logging.getLogger("fused_softmax")
+_logger.addHandler(logging.NullHandler())  # without a handler of the program's own, the warning alone is printed
 _lock = threading.Lock()
 _warned: set[str] = set()
 _failures: dict[Hashable, str] = {}
@@ -73,6 +76,13 @@ def below_floor() -> str:
     """What is said where a version is too old."""
     floors = f"torch {MIN_TORCH[0]}.{MIN_TORCH[1]} and Triton {MIN_TRITON[0]}.{MIN_TRITON[1]} or later"
     return f"the kernels need {floors}; installed are {versions()}"
+
+
+def lacking() -> str | None:
+    """What is said where this torch lacks what the kernels' host code needs, or None where it has all."""
+    if not torch_private.missing:
+        return None
+    return f"{', '.join(torch_private.missing)} cannot be found; installed are {versions()}"
 
 
 def warn_once(reason: str) -> None:

@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from .availability import below_floor, torch_is_too_old, triton_is_too_old, warn_once
+from .availability import below_floor, lacking, torch_is_too_old, triton_is_too_old, warn_once
 from .problem import DEVICES, Device
 
 
@@ -28,7 +28,7 @@ def triton_error() -> str | None:
         import triton  # noqa: F401
     except Exception as error:  # a broken installation raises more than ImportError
         return f"Triton cannot be imported: {error}"
-    return below_floor() if triton_is_too_old() else None
+    return below_floor() if triton_is_too_old() else lacking()
 
 
 def interpreting() -> bool:

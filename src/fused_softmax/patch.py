@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from . import rows
-from .availability import KernelUnavailable
+from .availability import KernelUnavailable, warn_once
 from .device import interpreting, triton_error
 from .operators import fuses, refusal
+from .torch_ops import torch_private
 
 OPS = ("softmax", "log_softmax", "safe_softmax")
 Kernel = Callable[..., Tensor]
@@ -49,8 +50,9 @@ class patch:
     the very kernel that was there before. On a machine without kernels (no GPU, no Triton) it changes nothing. With
     TRITON_INTERPRET=1 it takes the CPU's kernels.
 
-    Raises: ValueError for an unknown op; RuntimeError for a disable() without its enable(), and where this torch cannot
-    hand out the kernel that was there before (torch.library.get_kernel, since 2.10).
+    Where the kernels cannot run with the installed torch and Triton it changes nothing, and warns once.
+
+    Raises: ValueError for an unknown op; RuntimeError for a disable() without its enable().
 
     >>> with patch(ops=("softmax",)):
     ...     y = torch.softmax(torch.zeros(2, 4), -1)
@@ -113,10 +115,15 @@ def _release(ops: Iterable[str]) -> None:
 
 
 def _install(op: str) -> None:
-    if triton_error() is not None or not (interpreting() or torch.cuda.is_available()):
+    if not (interpreting() or torch.cuda.is_available()):
         return
-    if not hasattr(torch.library, "get_kernel"):
-        raise RuntimeError(f"patch() needs torch.library.get_kernel (torch 2.10 or later), this is {torch.__version__}")
+    error = triton_error()
+    if error is not None:
+        warn_once(error)
+        return
+    if torch_private.get_kernel is None:
+        warn_once(f"patch() needs torch.library.get_kernel (torch 2.10 or later), and this is {torch.__version__}")
+        return
     key = "CPU" if interpreting() else "CUDA"
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -125,7 +132,7 @@ def _install(op: str) -> None:
             warnings.filterwarnings("ignore", message=".*(?s:.*)[Oo]verrid", category=UserWarning)
             for name, ours in _kernels(op).items():
                 library.impl(name, ours(_original(name, key)), key)
-                _kept.append(torch.library.get_kernel(f"aten::{name}", key))
+                _kept.append(torch_private.get_kernel(f"aten::{name}", key))
     except BaseException:
         library._destroy()
         raise
@@ -134,7 +141,7 @@ def _install(op: str) -> None:
 
 def _original(name: str, key: str) -> Kernel:
     """The kernel that is in place now; calling it meets no dispatcher, so it cannot come back here."""
-    kernel = torch.library.get_kernel(f"aten::{name}", key)
+    kernel = torch_private.get_kernel(f"aten::{name}", key)
     return functools.partial(kernel.call_boxed, torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)))
 
 
