@@ -168,7 +168,7 @@ def _forward(input: Tensor, dim: int, dtype: torch.dtype | None, out: Tensor | N
         return (operators.log_softmax if log else operators.softmax)(input, index, dtype)
     if input.requires_grad and torch.is_grad_enabled():
         return RowSoftmax.apply(input, index, dtype, log)
-    return rows.softmax_forward(input, index, dtype, log)
+    return rows.forward_or_torch(input, index, dtype, log)
 
 
 def _too_long(input: Tensor, dims: tuple[int, ...]) -> bool:
@@ -201,7 +201,7 @@ def _into(out: Tensor, input: Tensor, dim: int, dtype: torch.dtype, log: bool) -
         if out.numel():  # torch resizes it, and warns
             return (torch.log_softmax if log else torch.softmax)(input, dim, dtype=dtype, out=out)
         out.resize_(input.shape)
-    rows.softmax_forward(input, dim, dtype, log, out)
+    rows.forward_or_torch(input, dim, dtype, log, out)
     torch.autograd.graph.increment_version(out)
     return out
 

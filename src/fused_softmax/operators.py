@@ -159,7 +159,7 @@ def _forward_kernel(log: bool) -> Callable[..., Tensor]:
         if refusal(x, out_dtype) is not None:
             return (torch.log_softmax if log else torch.softmax)(x, dim, dtype=dtype)
         _in_range(dim, x.dim())
-        return rows.softmax_forward(x if fuses(x.dtype, out_dtype) else x.to(out_dtype), dim, out_dtype, log)
+        return rows.forward_or_torch(x if fuses(x.dtype, out_dtype) else x.to(out_dtype), dim, out_dtype, log)
 
     return kernel
 
@@ -180,8 +180,8 @@ def _backward_kernel(log: bool) -> Callable[..., Tensor]:
             own = torch._log_softmax_backward_data if log else torch._softmax_backward_data
             return own(dy, y, dim, y.dtype).to(input_dtype)
         if not fuses(input_dtype, y.dtype):
-            return rows.softmax_backward(dy, y, dim, y.dtype, log).to(input_dtype)
-        return rows.softmax_backward(dy, y, dim, input_dtype, log)
+            return rows.backward_or_torch(dy, y, dim, y.dtype, log).to(input_dtype)
+        return rows.backward_or_torch(dy, y, dim, input_dtype, log)
 
     return kernel
 

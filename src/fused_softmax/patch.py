@@ -176,7 +176,7 @@ def _forward(log: bool, original: Kernel) -> Kernel:
         if dtype is None or not _takes(x, dim, dtype):
             return original(x, dim, half_to_float)
         try:
-            return rows.forward_by_kernel(x, dim, dtype, log)
+            return rows.softmax_forward(x, dim, dtype, log)
         except KernelUnavailable:
             return original(x, dim, half_to_float)
 
@@ -189,7 +189,7 @@ def _forward_out(log: bool, original: Kernel) -> Kernel:
         if dtype is None or not _takes(x, dim, dtype) or not _fits(out, x, dtype):
             return original(x, dim, half_to_float, out=out)
         try:
-            return rows.forward_by_kernel(x, dim, dtype, log, out)
+            return rows.softmax_forward(x, dim, dtype, log, out)
         except KernelUnavailable:
             return original(x, dim, half_to_float, out=out)
 
@@ -206,7 +206,7 @@ def _backward(log: bool, original: Kernel) -> Kernel:
         if not _takes_backward(dy, y, dim, input_dtype):
             return original(dy, y, dim, input_dtype)
         try:
-            return rows.backward_by_kernel(dy, y, dim, input_dtype, log)
+            return rows.softmax_backward(dy, y, dim, input_dtype, log)
         except KernelUnavailable:
             return original(dy, y, dim, input_dtype)
 
@@ -222,7 +222,7 @@ def _backward_out(log: bool, original: Kernel) -> Kernel:
         if not _takes_backward(dy, y, dim, input_dtype) or not _fits(out, y, input_dtype):
             return original(dy, y, dim, input_dtype, **outputs)
         try:
-            return out.copy_(rows.backward_by_kernel(dy, y, dim, input_dtype, log))
+            return out.copy_(rows.softmax_backward(dy, y, dim, input_dtype, log))
         except KernelUnavailable:
             return original(dy, y, dim, input_dtype, **outputs)
 
@@ -235,7 +235,7 @@ def _safe_softmax(original: Kernel) -> Kernel:
         if not _takes(x, dim, out_dtype):
             return original(x, dim, dtype)
         try:
-            y = rows.forward_by_kernel(x, dim, out_dtype, False)
+            y = rows.softmax_forward(x, dim, out_dtype, False)
         except KernelUnavailable:
             return original(x, dim, dtype)
         # rows that are masked throughout give 0, not NaN

@@ -83,27 +83,27 @@ def _merge(dims: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return merged
 
 
-def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out: Tensor | None = None) -> Tensor:
-    """`forward_by_kernel`, or PyTorch's own kernel where ours does not compile."""
+def forward_or_torch(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out: Tensor | None = None) -> Tensor:
+    """`softmax_forward`, or PyTorch's own kernel where ours does not compile."""
     try:
-        return forward_by_kernel(x, dim, out_dtype, log, out)
+        return softmax_forward(x, dim, out_dtype, log, out)
     except KernelUnavailable:
         own = torch.log_softmax if log else torch.softmax
         return own(x, dim, dtype=out_dtype) if out is None else own(x, dim, dtype=out_dtype, out=out)
 
 
-def softmax_backward(
+def backward_or_torch(
     dy: Tensor, y: Tensor, dim: int, in_dtype: torch.dtype, log: bool, invariant: bool | None = None
 ) -> Tensor:
-    """`backward_by_kernel`, or PyTorch's own kernel where ours does not compile."""
+    """`softmax_backward`, or PyTorch's own kernel where ours does not compile."""
     try:
-        return backward_by_kernel(dy, y, dim, in_dtype, log, invariant)
+        return softmax_backward(dy, y, dim, in_dtype, log, invariant)
     except KernelUnavailable:
         own = torch._log_softmax_backward_data if log else torch._softmax_backward_data
         return own(dy.to(y.dtype), y, dim, y.dtype).to(in_dtype).contiguous()
 
 
-def forward_by_kernel(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out: Tensor | None = None) -> Tensor:
+def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out: Tensor | None = None) -> Tensor:
     """softmax or log_softmax of x over dim, by our kernels, into `out` or a new contiguous tensor of out_dtype.
 
     x: float16, bfloat16 or float32, any shape and strides, dim in [-x.dim(), x.dim()). RuntimeError where x's device
@@ -113,7 +113,7 @@ def forward_by_kernel(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, ou
     if x.numel() == 0:
         return y
     if x.dim() == 0:
-        forward_by_kernel(x.view(1), 0, out_dtype, log, y.view(1))
+        softmax_forward(x.view(1), 0, out_dtype, log, y.view(1))
         return y
     dim %= x.dim()
     x_rows, y_rows = as_rows(x, dim), as_rows(y, dim)
@@ -124,7 +124,7 @@ def forward_by_kernel(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, ou
     return y
 
 
-def backward_by_kernel(
+def softmax_backward(
     dy: Tensor, y: Tensor, dim: int, in_dtype: torch.dtype, log: bool, invariant: bool | None = None
 ) -> Tensor:
     """The gradient of softmax or log_softmax over dim from its output y, contiguous, in the forward's input dtype.
@@ -138,12 +138,12 @@ def backward_by_kernel(
     if y.numel() == 0:
         return dx
     if y.dim() == 0:
-        return backward_by_kernel(dy.view(1), y.view(1), 0, in_dtype, log, invariant).view(())
+        return softmax_backward(dy.view(1), y.view(1), 0, in_dtype, log, invariant).view(())
     dim %= y.dim()
     if dim != y.dim() - 1 and math.prod(y.shape[dim + 1 :]) > 1:
         # rows that are not neighbours in memory: the gradient takes them as rows of a transposed copy
         dx.copy_(
-            backward_by_kernel(dy.movedim(dim, -1), y.movedim(dim, -1), -1, in_dtype, log, invariant).movedim(-1, dim)
+            softmax_backward(dy.movedim(dim, -1), y.movedim(dim, -1), -1, in_dtype, log, invariant).movedim(-1, dim)
         )
         return dx
     y_rows, dy_rows, dx_rows = as_rows(y, dim), as_rows(dy, dim), as_rows(dx, dim)

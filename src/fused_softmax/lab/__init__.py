@@ -1,0 +1,1 @@
+"""Tools that a production user never imports: the library never imports this package."""
