@@ -1,5 +1,6 @@
 # make bench   the ladder on real logits and a sweep of widths; OUT=folder, ARGS="--widths 1024,4096 --dtype bfloat16"
-# make test    the whole CPU suite, what CI runs
+# make test    the whole CPU suite with the pinned versions
+# make test-extended    what takes longer: other versions of torch and Triton, the site, tests marked `extended`
 # Both create VENV with PYTHON and install the pinned requirements, once. With VENV= (empty) PYTHON is used as it is
 # and nothing is installed: for a machine that has torch and triton already.
 PYTHON ?= python3
@@ -9,8 +10,12 @@ ARGS ?=
 # interpreted tests that run at a time
 JOBS ?= 2
 
-OLD_TRITON := 3.6.0
-OLD_TRITON_DIR := $(or $(VENV),.venv)/triton-$(OLD_TRITON)
+# what `make test` runs, in this order; it prints how long each took
+STAGES := lint types interpreted compiled readme-check
+EXTENDED_STAGES := compiled-others below-floor extended docs
+# Tritons that the kernels are compiled with besides the pinned one, and torches below the floor
+OTHER_TRITONS ?= 3.6.0 3.8.0 newest
+OLD_TORCHES ?= 2.4.1 2.6.0 2.8.0
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
@@ -22,7 +27,19 @@ endif
 RUN := PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY)
 PIP = $(PY) -m pip --disable-pip-version-check --no-input
 
-.PHONY: help bench test setup lint types interpreted compiled compiled-old gpu readme readme-check docs clean
+VERSIONS := $(RUN) tests/extended/versions.py
+
+# runs each stage and prints its seconds; stops at the first that fails
+define run_stages
+	@for stage in $(1); do \
+	  start=$$(date +%s); \
+	  $(MAKE) --no-print-directory $$stage || { echo "== $$stage failed after $$(($$(date +%s) - start)) s"; exit 1; }; \
+	  echo "== $$stage: $$(($$(date +%s) - start)) s"; \
+	done
+endef
+
+.PHONY: help bench test test-extended setup lint types interpreted compiled compiled-others below-floor
+.PHONY: interpreted-others extended gpu readme readme-check docs clean
 .NOTPARALLEL:
 
 help:
@@ -31,7 +48,11 @@ help:
 bench: $(READY)
 	$(RUN) -m fused_softmax bench --out $(OUT) $(ARGS)
 
-test: lint types interpreted compiled compiled-old readme-check
+test: $(READY)
+	$(call run_stages,$(STAGES))
+
+test-extended: $(READY)
+	$(call run_stages,$(EXTENDED_STAGES))
 
 setup: $(READY)
 
@@ -53,18 +74,27 @@ types: $(READY)
 	$(PY) -m mypy
 
 interpreted: $(READY)
-	TRITON_INTERPRET=1 $(RUN) -m pytest -q -n $(JOBS) -m "not compiled and not gpu" $(ARGS)
+	TRITON_INTERPRET=1 $(RUN) -m pytest -q -n $(JOBS) -m "not compiled and not gpu and not extended" $(ARGS)
 
 compiled: $(READY)
-	env -u TRITON_INTERPRET $(RUN) -m pytest -q -m compiled $(ARGS)
+	env -u TRITON_INTERPRET $(RUN) -m pytest -q -m "compiled and not extended" $(ARGS)
 
-# the kernels compile under the older triton too; it lies beside the pinned one and is found first
-compiled-old: $(READY) $(OLD_TRITON_DIR)/.installed
-	env -u TRITON_INTERPRET PYTHONPATH=$(OLD_TRITON_DIR):src $(PY) -m pytest -q -m compiled $(ARGS)
+# the compiled tests with other Tritons, each put before the installed one
+compiled-others: $(READY)
+	$(VERSIONS) compiled $(OTHER_TRITONS) $(ARGS)
 
-$(OLD_TRITON_DIR)/.installed: | $(READY)
-	$(PIP) install -q --no-deps --target $(OLD_TRITON_DIR) triton==$(OLD_TRITON)
-	@touch $@
+# fresh environments of torches that are too old for the kernels
+below-floor: $(READY)
+	$(VERSIONS) below-floor $(OLD_TORCHES) $(ARGS)
+
+# fresh environments of other torches that the kernels run with; no part of test-extended, as it takes half an hour
+interpreted-others: $(READY)
+	$(VERSIONS) interpreted 2.10.0 newest --jobs $(JOBS) $(ARGS)
+
+# tests marked `extended`, of both kinds; pytest ends with 5 where there is none of a kind
+extended: $(READY)
+	TRITON_INTERPRET=1 $(RUN) -m pytest -q -n $(JOBS) -m "extended and not compiled and not gpu" || [ $$? = 5 ]
+	env -u TRITON_INTERPRET $(RUN) -m pytest -q -m "extended and compiled" || [ $$? = 5 ]
 
 gpu: $(READY)
 	env -u TRITON_INTERPRET $(RUN) -m pytest -q -m gpu $(ARGS)
@@ -74,6 +104,7 @@ readme: $(READY)
 
 readme-check: $(READY)
 	$(RUN) -m fused_softmax report --check
+	$(RUN) -m fused_softmax.lab.compatibility_page --check
 
 docs: $(READY)
 	$(PIP) install -q -r requirements/docs.txt

@@ -11,6 +11,7 @@ import os
 
 import torch
 
+from .availability import below_floor, lacking, torch_is_too_old, triton_is_too_old, warn_once
 from .problem import DEVICES, Device
 
 
@@ -20,12 +21,14 @@ class Unsupported(str):
 
 @functools.cache
 def triton_error() -> str | None:
-    """Why Triton cannot be used, or None where it can."""
+    """Why Triton, or the torch that it came with, cannot be used; None where both can."""
+    if torch_is_too_old():
+        return below_floor()
     try:
         import triton  # noqa: F401
     except Exception as error:  # a broken installation raises more than ImportError
         return f"Triton cannot be imported: {error}"
-    return None
+    return below_floor() if triton_is_too_old() else lacking()
 
 
 def interpreting() -> bool:
@@ -38,10 +41,11 @@ def describe(device: torch.device) -> Device | Unsupported:
     """The plan's view of `device`, or the reason why its tensors are left to PyTorch."""
     if device.type not in ("cuda", "cpu"):
         return Unsupported(f"no kernels for device type {device.type!r}")
-    if device.type == "cpu" and not interpreting():
+    if device.type == "cpu" and not interpreting() and not torch_is_too_old():
         return Unsupported("a CPU tensor, and TRITON_INTERPRET is not set")
     error = triton_error()
     if error is not None:
+        warn_once(error)
         return Unsupported(error)
     if interpreting():
         return DEVICES["interpreter"] if device.type == "cpu" else Unsupported("TRITON_INTERPRET is set")

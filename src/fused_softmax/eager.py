@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo import guards
-from torch.autograd import forward_ad
 
+from .availability import KernelUnavailable
 from .launch import MAX_COLS, prepared_for
 from .rows import as_rows, left_to_torch, row_invariance
+from .torch_ops import torch_private
+from .torch_ops.torch_private import forward_ad
 
 # shapes remembered; a program that meets more starts over
 CAPACITY = 8192
@@ -26,16 +27,16 @@ _known: dict[tuple[Any, ...], Any] = {}
 _torch: Any = object()  # remembered: torch's own kernel is the better choice
 _compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_transform = torch._C._functorch.peek_interpreter_stack
-_tracing = torch._C._is_tracing
-_autocast = torch._C._is_any_autocast_enabled
-_deterministic = torch._C._get_deterministic_algorithms
+_dispatch_modes = torch_private.dispatch_modes
+_transform = torch_private.innermost_transform
+_tracing = torch_private.is_tracing
+_autocast = torch_private.any_autocast
+_deterministic = torch_private.deterministic_algorithms
 _invariant = row_invariance.get
-# the CUDA functions and the allocation behind torch.empty; absent from a build without CUDA, where no tensor is_cuda
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
-_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_empty: Any = getattr(guards, "_empty_strided_cuda", None)  # absent from an older torch, too
+# None in a build without CUDA, where no tensor is_cuda
+_current_device = torch_private.current_device
+_current_stream = torch_private.current_stream
+_empty = torch_private.empty_strided_cuda
 
 
 def forward(x: Any, dim: Any, log: bool) -> Tensor | None:
@@ -141,7 +142,10 @@ def _prepare(x: Tensor, dim: int, log: bool, invariant: bool, dy: Tensor | None)
     folded = [as_rows(t, x.dim() - 1) for t in tensors]
     if any(t is None for t in folded):
         return False
-    prepared = prepared_for(tuple(t for t in folded if t is not None), log, invariant, backward=dy is not None)
+    try:
+        prepared = prepared_for(tuple(t for t in folded if t is not None), log, invariant, backward=dy is not None)
+    except KernelUnavailable:
+        return _torch if dy is None else False
     if prepared is None or result.data_ptr() % 32:
         return False
     n_rows = x.numel() // x.shape[-1]

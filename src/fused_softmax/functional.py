@@ -15,16 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from . import eager, operators, row_losses, rows
 from .device import describe
 from .gradients import RowSoftmax
-from .launch import MAX_COLS, problem_of
+from .launch import MAX_COLS, failure, problem_of
 from .operators import fuses, is_plain, is_traced, refusal, refusal_while_compiling
 from .plan import plan as make_plan
 from .problem import Device, Plan
+from .torch_ops import torch_private
+from .torch_ops.torch_private import forward_ad
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False, 
             return torch.logsumexp(input, dim, keepdim)
         return torch.logsumexp(input, dim, keepdim, out=out)
     if out is None:
-        watched = torch.is_grad_enabled() and input.requires_grad or torch._C._is_any_autocast_enabled()
+        watched = torch.is_grad_enabled() and input.requires_grad or torch_private.any_autocast()
         if is_plain(input) and not watched and input.dim() and input.numel():
             return row_losses.logsumexp_forward(input, dims, keepdim)
         return operators.logsumexp(input, dims, keepdim)
@@ -145,7 +146,9 @@ def plan_for(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, log:
     in_dtype = x.dtype if fuses(x.dtype, out_dtype) else out_dtype
     out = torch.empty(folded.shape, dtype=out_dtype, device="meta")
     like = folded if in_dtype is x.dtype else torch.empty(folded.shape, dtype=in_dtype, device="meta")
-    return make_plan(problem_of(like, out, batch_invariant=rows.is_batch_invariant(), log=log), device)
+    plan = make_plan(problem_of(like, out, batch_invariant=rows.is_batch_invariant(), log=log), device)
+    reason = failure(plan, device, (in_dtype, out_dtype), log, x.get_device())
+    return plan if reason is None else Fallback(reason)
 
 
 def _forward(input: Tensor, dim: int, dtype: torch.dtype | None, out: Tensor | None, log: bool) -> Tensor:
@@ -165,7 +168,7 @@ def _forward(input: Tensor, dim: int, dtype: torch.dtype | None, out: Tensor | N
         return (operators.log_softmax if log else operators.softmax)(input, index, dtype)
     if input.requires_grad and torch.is_grad_enabled():
         return RowSoftmax.apply(input, index, dtype, log)
-    return rows.softmax_forward(input, index, dtype, log)
+    return rows.forward_or_torch(input, index, dtype, log)
 
 
 def _too_long(input: Tensor, dims: tuple[int, ...]) -> bool:
@@ -198,7 +201,7 @@ def _into(out: Tensor, input: Tensor, dim: int, dtype: torch.dtype, log: bool) -
         if out.numel():  # torch resizes it, and warns
             return (torch.log_softmax if log else torch.softmax)(input, dim, dtype=dtype, out=out)
         out.resize_(input.shape)
-    rows.softmax_forward(input, dim, dtype, log, out)
+    rows.forward_or_torch(input, dim, dtype, log, out)
     torch.autograd.graph.increment_version(out)
     return out
 
@@ -246,12 +249,12 @@ def _fallback(input: Tensor, dtype: torch.dtype | None) -> str | None:
         return f"{type(input).__name__} is a subclass of Tensor: only its own class knows what softmax of it is"
     if forward_ad._current_level >= 0:
         return "forward-mode AD is PyTorch's"
-    if torch._C._functorch.peek_interpreter_stack() is not None and _differentiates():
+    if torch_private.innermost_transform() is not None and _differentiates():
         return "torch.func's gradients are PyTorch's"
     return refusal(input, out_dtype)
 
 
 def _differentiates() -> bool:
     """Whether torch.func.grad or a kin is in progress: an operator's autograd formula does not reach there."""
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    return any(interpreter.key() != torch._C._functorch.TransformType.Vmap for interpreter in stack)
+    stack = torch_private.transforms() or ()
+    return any(interpreter.key() != torch_private.TransformType.Vmap for interpreter in stack)

@@ -37,7 +37,7 @@ class RowSoftmax(torch.autograd.Function):
             y = eager.forward_known(x, known)
         else:
             found = eager.forward(x, dim, log) if dtype is x.dtype else None
-            y = rows.softmax_forward(x, dim, dtype, log) if found is None else found
+            y = rows.forward_or_torch(x, dim, dtype, log) if found is None else found
         ctx.save_for_backward(y)
         ctx.dim, ctx.input_dtype, ctx.log = dim, x.dtype, log
         ctx.invariant = rows.is_batch_invariant()  # backward runs in a thread that does not know
@@ -54,7 +54,7 @@ class RowSoftmax(torch.autograd.Function):
             return operator(dy, y, ctx.dim, ctx.input_dtype), None, None, None, None
         dx = eager.backward(dy, y, ctx.dim, ctx.log, ctx.invariant) if ctx.input_dtype is y.dtype else None
         if dx is None:
-            dx = rows.softmax_backward(dy, y, ctx.dim, ctx.input_dtype, ctx.log, ctx.invariant)
+            dx = rows.backward_or_torch(dy, y, ctx.dim, ctx.input_dtype, ctx.log, ctx.invariant)
         return dx, None, None, None, None
 
 

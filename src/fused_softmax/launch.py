@@ -8,6 +8,7 @@ assumed more. Kernels are compiled from their signature, not by value: no width 
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import availability
 from .device import describe
 from .plan import plan as make_plan
 from .problem import Device, Plan, Problem
@@ -48,7 +50,39 @@ class Launch:
         on = next((a.device for a in self.args if isinstance(a, torch.Tensor) and a.is_cuda), None)
         # interpreted, a launch patches Triton's own modules: one at a time
         with torch.cuda.device(on) if on is not None else _interpreter:
+            if on is not None:
+                self._compile(on.index)
             self.kernel[self.grid](*self.args, **self.meta)
+
+    def _compile(self, index: int) -> None:
+        """Compiles and loads the kernel without a launch, so that a failure is told from an error of the launch."""
+        key = (self.kernel, index, tuple(self.meta.items()), tuple(_specialized(a) for a in self.args))
+        availability.raise_if_failed(key)
+        if key in _ready:
+            return
+        try:
+            self.kernel.warmup(*self.args, grid=self.grid, **self.meta)._init_handles()
+        except Exception as error:
+            raise availability.failed(key, _name(self.kernel), error) from error
+        if len(_ready) >= CAPACITY:
+            _ready.clear()
+        _ready.add(key)
+
+
+_ready: set[tuple[Any, ...]] = set()  # what `Launch._compile` has compiled
+
+
+def _specialized(argument: Any) -> Any:
+    """What Triton may compile a kernel anew for, as an argument changes."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
+    return type(argument)
+
+
+def _name(kernel: Any) -> str:
+    return getattr(kernel, "__name__", None) or str(kernel)
 
 
 # --- what the tensors say ---------------------------------------------------------------------------------------------
@@ -94,13 +128,18 @@ def _run_time_arguments(plan: Plan, tensors: tuple[Tensor, ...]) -> tuple[int, .
 
 
 def _kernel(plan: Plan, backward: bool) -> Any:
-    if plan.regime == "stream":
-        from .kernels import streaming
+    module = "streaming" if plan.regime == "stream" else "resident"
+    suffix = "stream" if plan.regime == "stream" else "resident"
+    return kernel_of(module, f"softmax_backward_{suffix}" if backward else f"softmax_{suffix}")
 
-        return streaming.softmax_backward_stream if backward else streaming.softmax_stream
-    from .kernels import resident
 
-    return resident.softmax_backward_resident if backward else resident.softmax_resident
+def kernel_of(module: str, name: str) -> Any:
+    """A kernel of `kernels`; KernelUnavailable where this Triton cannot even decorate it."""
+    availability.raise_if_failed(module)
+    try:
+        return getattr(importlib.import_module(f".kernels.{module}", __package__), name)
+    except Exception as error:
+        raise availability.failed(module, f"kernels.{module}", error) from error
 
 
 def softmax_launches(
@@ -223,7 +262,10 @@ def _layout_key(t: Tensor) -> tuple[Any, ...]:
 def prepare(
     key: tuple[Any, ...], tensors: tuple[Tensor, ...], log: bool, *, backward: bool, invariant: bool
 ) -> Prepared:
-    """Plans, compiles and remembers what `key` stands for, from the tensors of its first call."""
+    """Plans, compiles and remembers what `key` stands for, from the tensors of its first call.
+
+    KernelUnavailable where the kernel does not compile.
+    """
     with _lock:
         known = _prepared.get(key)
         if known is not None:
@@ -243,8 +285,21 @@ def prepare(
 
 def _compile(plan: Plan, device: Device, dtypes: tuple[torch.dtype, ...], log: bool, backward: bool, index: int) -> Any:
     """The CompiledKernel for a plan."""
-    pointers = tuple((dtype, plan.vec * dtype.itemsize % 16 == 0) for dtype in dtypes)
-    return compile_kernel(_kernel(plan, backward), pointers, plan.meta(device, log=log, backward=backward), index)
+    meta = plan.meta(device, log=log, backward=backward)
+    return compile_kernel(_kernel(plan, backward), _pointers(plan, dtypes), meta, index)
+
+
+def _pointers(plan: Plan, dtypes: tuple[torch.dtype, ...]) -> tuple[tuple[torch.dtype, bool], ...]:
+    return tuple((dtype, plan.vec * dtype.itemsize % 16 == 0) for dtype in dtypes)
+
+
+def failure(plan: Plan, device: Device, dtypes: tuple[torch.dtype, ...], log: bool, index: int) -> str | None:
+    """Why the forward's kernel of this plan failed to compile in this process, or None where it did not."""
+    try:
+        kernel = _kernel(plan, False)
+    except availability.KernelUnavailable as error:
+        return str(error)
+    return availability.failure(_compile_key(kernel, _pointers(plan, dtypes), plan.meta(device, log=log), index))
 
 
 # arguments that are neither pointers nor constexprs: row counts, strides and ignore_index have 64 bits, but for
@@ -259,46 +314,59 @@ def compile_kernel(
     """The CompiledKernel of a kernel on device `index`: built once for each set of compile-time numbers, loaded once.
 
     pointers: of each `*_ptr` argument, in order, its dtype and whether it is divisible by 16 bytes: Triton knows that
-    or nothing. meta: constexprs by name, and launch options.
+    or nothing. meta: constexprs by name, and launch options. KernelUnavailable where it does not compile or load; it is
+    not tried again.
     """
+    key = _compile_key(kernel, pointers, meta, index)
+    if key not in _compiled:
+        availability.raise_if_failed(key)
+        try:
+            compiled = _built(kernel, pointers, meta)
+            compiled._init_handles()  # loads it on the current device
+        except Exception as error:
+            raise availability.failed(key, _name(kernel), error) from error
+        _compiled[key] = compiled
+    return _compiled[key]
+
+
+def _compile_key(
+    kernel: Any, pointers: tuple[tuple[torch.dtype, bool], ...], meta: Mapping[str, Any], index: int
+) -> tuple[Any, ...]:
+    return (kernel, pointers, tuple(meta.items()), index)
+
+
+def _built(kernel: Any, pointers: tuple[tuple[torch.dtype, bool], ...], meta: Mapping[str, Any]) -> Any:
     import triton
     from triton.compiler import ASTSource
 
     options = {name: meta[name] for name in _OPTIONS if name in meta}
     constexprs = {name: value for name, value in meta.items() if name not in options}
-    key = (kernel, pointers, tuple(constexprs.items()), tuple(options.items()), index)
-    if key not in _compiled:
-        of_pointer = iter(pointers)
-        signature, attrs = {}, {}
-        for position, name in enumerate(kernel.arg_names):
-            if name in constexprs:
-                signature[name] = "constexpr"
-            elif name.endswith("_ptr"):
-                dtype, divisible = next(of_pointer)
-                signature[name] = _TRITON_TYPES[dtype]
-                if divisible:
-                    attrs[(position,)] = [["tt.divisibility", 16]]
-            else:
-                signature[name] = _NARROW.get(name) or _REAL.get(name, "i64")
-        try:
-            target = triton.runtime.driver.active.get_current_target()  # builds its own helper on first use
-            compiled = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options)
-            compiled._init_handles()  # loads it on the current device
-        except OSError as error:
-            where = triton.knobs.cache.dir
-            raise RuntimeError(
-                f"Triton cannot keep its compiled kernels in {where}: {error}. Set TRITON_CACHE_DIR to a folder that"
-                " can be written."
-            ) from error
-        _compiled[key] = compiled
-    return _compiled[key]
+    of_pointer = iter(pointers)
+    signature, attrs = {}, {}
+    for position, name in enumerate(kernel.arg_names):
+        if name in constexprs:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            dtype, divisible = next(of_pointer)
+            signature[name] = _TRITON_TYPES[dtype]
+            if divisible:
+                attrs[(position,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = _NARROW.get(name) or _REAL.get(name, "i64")
+    target = triton.runtime.driver.active.get_current_target()  # builds its own helper on first use
+    return triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options)
 
 
 def _bind(compiled: Any, scalars: tuple[int, ...]) -> Binding:
     """The launcher of a compiled kernel with as little in between as this Triton allows; scalars: the arguments after
-    n_rows, but for those that a caller gives with each call."""
+    n_rows, but for those that a caller gives with each call.
+
+    A Triton that is newer than those tested may call its launcher otherwise: then Triton's own public call is used.
+    """
     # Triton skips the constexprs' places
     rest = scalars + (None,) * sum(kind == "constexpr" for kind in compiled.src.signature.values())
+    if availability.triton_is_untested():
+        return Binding(_public_call, (compiled,), rest)
     function, packed, launcher = compiled.function, compiled.packed_metadata, compiled.run
     direct = getattr(launcher, "launch", None)
     if direct is not None and not hasattr(launcher, "arg_annotations") and launcher.global_scratch_size == 0:
@@ -307,3 +375,7 @@ def _bind(compiled: Any, scalars: tuple[int, ...]) -> Binding:
         middle = (function, cooperative, dependent, None, None, packed, None, None, None)
         return Binding(direct, middle, rest)
     return Binding(launcher, (function, packed, None, None, None), rest)
+
+
+def _public_call(gx: int, gy: int, gz: int, stream: int, compiled: Any, *args: Any) -> None:
+    compiled[(gx, gy, gz)](*args, stream=stream)

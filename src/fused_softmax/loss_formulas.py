@@ -8,6 +8,8 @@ is taken.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -70,6 +72,12 @@ def cross_entropy_of_rows(x: Tensor, op: CrossEntropy) -> Tensor:
     )
 
 
+def losses_of_rows(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
+    """(each row's loss, its lse), in float32 at least."""
+    each = replace(op, reduction="none", denominator=None)
+    return cross_entropy_of_rows(x, each), torch.logsumexp(capped(x, op.softcap), 1)
+
+
 def cross_entropy_gradient(g: Tensor, x: Tensor, op: CrossEntropy) -> Tensor:
     """The gradient of `cross_entropy_of_rows` in x, for the upstream gradient g of its result; in x's dtype.
 
@@ -110,7 +118,7 @@ def statistics_gradient(
     g_lse: Tensor | None,
     g_entropy: Tensor | None,
     x: Tensor,
-    ids: Tensor,
+    ids: Tensor | None,
     scale: float | Tensor,
 ) -> Tensor:
     """The gradient of `statistics` in x, (..., n_cols), for the upstream gradients that there are; in x's dtype."""
@@ -119,7 +127,7 @@ def statistics_gradient(
     p, dz = log_p.exp(), torch.zeros_like(log_p)
     if g_lse is not None:
         dz = dz + p * g_lse.unsqueeze(-1)
-    if g_picked is not None:
+    if g_picked is not None and ids is not None:
         g_picked = g_picked.to(p.dtype)
         dz = (dz - p * g_picked.sum(-1, keepdim=True)).scatter_add(-1, ids, g_picked)
     if g_entropy is not None:

@@ -9,7 +9,6 @@ in a CUDA graph.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +64,7 @@ _prepared: dict[tuple[Any, ...], RowLaunch] = {}
 
 
 def kernel_named(name: str) -> Any:
-    return getattr(importlib.import_module(f".kernels.{KERNELS[name]}", __package__), name)
+    return launch.kernel_of(KERNELS[name], name)
 
 
 def meta_of(name: str, plan: Plan, device: Device, flags: Flags) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import loss_formulas, loss_operators, row_losses
+from .availability import KernelUnavailable
 from .operators import is_compiled, is_plain, refusal
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -166,10 +167,13 @@ class RowCrossEntropy(torch.autograd.Function):
             dx = x.detach() if ctx.inplace else row_losses.gradient_buffer(x)
             if not row_losses.fits_on_chip(x, dx, op):
                 dx, ctx.inplace = None, False
+        if dx is not None:
+            try:
+                losses, lse = row_losses.cross_entropy_with_gradient(x, dx, op, count)
+            except KernelUnavailable:
+                dx, ctx.inplace = None, False
         if dx is None:
             losses, lse = row_losses.cross_entropy_forward(x, op)
-        else:
-            losses, lse = row_losses.cross_entropy_with_gradient(x, dx, op, count)
         if ctx.inplace:
             torch.autograd.graph.increment_version(x)
         ctx.written = dx

@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import row_losses, rows
+from . import loss_formulas, row_losses, rows
+from .availability import KernelUnavailable
 from .launch import _device_of, problem_of
 from .loss_launch import Flags, launch_rows
 from .loss_plans import plan_masked
@@ -46,6 +47,13 @@ def _rows(t: Tensor) -> Tensor:
 
 def masked_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
     """softmax(scale*x) of what the mask (bool or floating, of any strides) and causality leave; contiguous."""
+    try:
+        return _forward_by_kernel(x, mask, scale, causal, zero)
+    except KernelUnavailable:
+        return loss_formulas.masked_softmax(x, mask, scale, causal, zero).contiguous()
+
+
+def _forward_by_kernel(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x_rows, y_rows = _rows(x), _rows(y)
     n_queries = x.shape[-2] if x.dim() > 1 else 1
@@ -113,6 +121,13 @@ def _mask_vector(mask: Tensor, strides: Sequence[int]) -> int:
 
 def masked_backward(y: Tensor, dy: Tensor, scale: float, causal: bool) -> Tensor:
     """scale*y*(dy - sum(dy*y)), contiguous, in y's dtype; causal: what the forward hid is not read."""
+    try:
+        return _backward_by_kernel(y, dy, scale, causal)
+    except KernelUnavailable:
+        return loss_formulas.masked_softmax_gradient(y, dy, scale, causal).contiguous()
+
+
+def _backward_by_kernel(y: Tensor, dy: Tensor, scale: float, causal: bool) -> Tensor:
     y_rows, dy_rows = _rows(y), _rows(dy.to(y.dtype))
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     dx_rows = _rows(dx)

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from . import row_losses, rows
 from .device import describe, interpreting
 from .launch import DTYPE_NAMES
 from .problem import Device
+from .torch_ops import torch_private
+from .torch_ops.torch_private import forward_ad
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -50,12 +51,12 @@ def is_plain(x: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and (type(x) is Tensor or type(x) is Parameter)
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch_private.dispatch_modes()
+        and torch_private.innermost_transform() is None
         and forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None
+        and torch_private.tracing_state() is None
         and not x.is_neg()
-        and torch._C._has_storage(x)
+        and torch_private.has_storage(x)
     )
 
 
@@ -73,7 +74,7 @@ _KERNEL_DEVICES = ("cpu",) if interpreting() else ("cuda",)
 def refusal_while_compiling(x: Tensor, dtype: torch.dtype) -> str | None:
     """`refusal` as far as a trace can know it; the operator asks again, on the real tensor."""
     # isinstance, not None: dynamo wraps what it finds
-    if isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter):
+    if isinstance(torch_private.innermost_transform(), torch_private.Transform):
         return "a transform of torch.func inside torch.compile is PyTorch's"
     if x.device.type not in _KERNEL_DEVICES:
         return f"no kernels for device type {x.device.type!r}"
@@ -158,7 +159,7 @@ def _forward_kernel(log: bool) -> Callable[..., Tensor]:
         if refusal(x, out_dtype) is not None:
             return (torch.log_softmax if log else torch.softmax)(x, dim, dtype=dtype)
         _in_range(dim, x.dim())
-        return rows.softmax_forward(x if fuses(x.dtype, out_dtype) else x.to(out_dtype), dim, out_dtype, log)
+        return rows.forward_or_torch(x if fuses(x.dtype, out_dtype) else x.to(out_dtype), dim, out_dtype, log)
 
     return kernel
 
@@ -179,8 +180,8 @@ def _backward_kernel(log: bool) -> Callable[..., Tensor]:
             own = torch._log_softmax_backward_data if log else torch._softmax_backward_data
             return own(dy, y, dim, y.dtype).to(input_dtype)
         if not fuses(input_dtype, y.dtype):
-            return rows.softmax_backward(dy, y, dim, y.dtype, log).to(input_dtype)
-        return rows.softmax_backward(dy, y, dim, input_dtype, log)
+            return rows.backward_or_torch(dy, y, dim, y.dtype, log).to(input_dtype)
+        return rows.backward_or_torch(dy, y, dim, input_dtype, log)
 
     return kernel
 
@@ -332,4 +333,5 @@ for _name, _rule in (
     ("logsumexp", _logsumexp_vmap),
     ("logsumexp_backward", _logsumexp_backward_vmap),
 ):
-    torch.library.register_vmap(f"fused_softmax::{_name}", _rule, lib=library)
+    if torch_private.register_vmap is not None:
+        torch_private.register_vmap(f"fused_softmax::{_name}", _rule, lib=library)

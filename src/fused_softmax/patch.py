@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 from . import rows
+from .availability import KernelUnavailable, warn_once
 from .device import interpreting, triton_error
 from .operators import fuses, refusal
+from .torch_ops import torch_private
 
 OPS = ("softmax", "log_softmax", "safe_softmax")
 Kernel = Callable[..., Tensor]
@@ -48,8 +50,9 @@ class patch:
     the very kernel that was there before. On a machine without kernels (no GPU, no Triton) it changes nothing. With
     TRITON_INTERPRET=1 it takes the CPU's kernels.
 
-    Raises: ValueError for an unknown op; RuntimeError for a disable() without its enable(), and where this torch cannot
-    hand out the kernel that was there before (torch.library.get_kernel, since 2.10).
+    Where the kernels cannot run with the installed torch and Triton it changes nothing, and warns once.
+
+    Raises: ValueError for an unknown op; RuntimeError for a disable() without its enable().
 
     >>> with patch(ops=("softmax",)):
     ...     y = torch.softmax(torch.zeros(2, 4), -1)
@@ -112,10 +115,15 @@ def _release(ops: Iterable[str]) -> None:
 
 
 def _install(op: str) -> None:
-    if triton_error() is not None or not (interpreting() or torch.cuda.is_available()):
+    if not (interpreting() or torch.cuda.is_available()):
         return
-    if not hasattr(torch.library, "get_kernel"):
-        raise RuntimeError(f"patch() needs torch.library.get_kernel (torch 2.10 or later), this is {torch.__version__}")
+    error = triton_error()
+    if error is not None:
+        warn_once(error)
+        return
+    if torch_private.get_kernel is None:
+        warn_once(f"patch() needs torch.library.get_kernel (torch 2.10 or later), and this is {torch.__version__}")
+        return
     key = "CPU" if interpreting() else "CUDA"
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -124,7 +132,7 @@ def _install(op: str) -> None:
             warnings.filterwarnings("ignore", message=".*(?s:.*)[Oo]verrid", category=UserWarning)
             for name, ours in _kernels(op).items():
                 library.impl(name, ours(_original(name, key)), key)
-                _kept.append(torch.library.get_kernel(f"aten::{name}", key))
+                _kept.append(torch_private.get_kernel(f"aten::{name}", key))
     except BaseException:
         library._destroy()
         raise
@@ -133,7 +141,7 @@ def _install(op: str) -> None:
 
 def _original(name: str, key: str) -> Kernel:
     """The kernel that is in place now; calling it meets no dispatcher, so it cannot come back here."""
-    kernel = torch.library.get_kernel(f"aten::{name}", key)
+    kernel = torch_private.get_kernel(f"aten::{name}", key)
     return functools.partial(kernel.call_boxed, torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)))
 
 
@@ -167,7 +175,10 @@ def _forward(log: bool, original: Kernel) -> Kernel:
         dtype = _out_dtype(x, half_to_float)
         if dtype is None or not _takes(x, dim, dtype):
             return original(x, dim, half_to_float)
-        return rows.softmax_forward(x, dim, dtype, log)
+        try:
+            return rows.softmax_forward(x, dim, dtype, log)
+        except KernelUnavailable:
+            return original(x, dim, half_to_float)
 
     return forward
 
@@ -177,7 +188,10 @@ def _forward_out(log: bool, original: Kernel) -> Kernel:
         dtype = _out_dtype(x, half_to_float)
         if dtype is None or not _takes(x, dim, dtype) or not _fits(out, x, dtype):
             return original(x, dim, half_to_float, out=out)
-        return rows.softmax_forward(x, dim, dtype, log, out)
+        try:
+            return rows.softmax_forward(x, dim, dtype, log, out)
+        except KernelUnavailable:
+            return original(x, dim, half_to_float, out=out)
 
     return forward_out
 
@@ -191,7 +205,10 @@ def _backward(log: bool, original: Kernel) -> Kernel:
     def backward(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
         if not _takes_backward(dy, y, dim, input_dtype):
             return original(dy, y, dim, input_dtype)
-        return rows.softmax_backward(dy, y, dim, input_dtype, log)
+        try:
+            return rows.softmax_backward(dy, y, dim, input_dtype, log)
+        except KernelUnavailable:
+            return original(dy, y, dim, input_dtype)
 
     return backward
 
@@ -204,7 +221,10 @@ def _backward_out(log: bool, original: Kernel) -> Kernel:
         out = outputs[name]
         if not _takes_backward(dy, y, dim, input_dtype) or not _fits(out, y, input_dtype):
             return original(dy, y, dim, input_dtype, **outputs)
-        return out.copy_(rows.softmax_backward(dy, y, dim, input_dtype, log))
+        try:
+            return out.copy_(rows.softmax_backward(dy, y, dim, input_dtype, log))
+        except KernelUnavailable:
+            return original(dy, y, dim, input_dtype, **outputs)
 
     return backward_out
 
@@ -214,7 +234,10 @@ def _safe_softmax(original: Kernel) -> Kernel:
         out_dtype = x.dtype if dtype is None else dtype
         if not _takes(x, dim, out_dtype):
             return original(x, dim, dtype)
-        y = rows.softmax_forward(x, dim, out_dtype, False)
+        try:
+            y = rows.softmax_forward(x, dim, out_dtype, False)
+        except KernelUnavailable:
+            return original(x, dim, dtype)
         # rows that are masked throughout give 0, not NaN
         return y if x.numel() == 0 else y.masked_fill_(x.amax(dim, keepdim=True) == -float("inf"), 0.0)
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .availability import KernelUnavailable
 from .launch import _device_of, problem_of
 from .loss_launch import FEW_PROGRAMS, Flags, launch_flat, launch_rows
 from .loss_plans import plan_elementwise, plan_loss, plan_smoothed_loss, plan_statistics
@@ -64,6 +66,13 @@ class CrossEntropy:
         return self.target, weight, unused if self.weight_sum is None else self.weight_sum
 
 
+def _formulas() -> Any:
+    """What computes a row's loss where a kernel does not compile; it imports this module."""
+    from . import loss_formulas
+
+    return loss_formulas
+
+
 def check_targets(target: Tensor, ignore_index: int, n_cols: int) -> None:
     """IndexError for a target outside the classes; for the CPU, as a GPU's kernels assert it themselves."""
     outside = (target != ignore_index) & ((target < 0) | (target >= n_cols))
@@ -97,20 +106,26 @@ def cross_entropy_forward(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
     """(each row's loss, its lse), float32; no gradient, one read."""
     loss, lse = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
     numbers = (op.ignore_index, *op.numbers)
-    launch_rows(
-        "cross_entropy_forward",
-        (x,),
-        (*op.vectors(lse), loss, lse),
-        numbers,
-        op.flags,
-        plan_statistics,
-        invariant=is_batch_invariant(),
-    )
+    try:
+        launch_rows(
+            "cross_entropy_forward",
+            (x,),
+            (*op.vectors(lse), loss, lse),
+            numbers,
+            op.flags,
+            plan_statistics,
+            invariant=is_batch_invariant(),
+        )
+    except KernelUnavailable:
+        return _formulas().losses_of_rows(x, op)
     return loss, lse
 
 
 def cross_entropy_with_gradient(x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(each row's loss, its lse), float32, and into dx the gradient for an upstream gradient of 1; dx may be x."""
+    """(each row's loss, its lse), float32, and into dx the gradient for an upstream gradient of 1; dx may be x.
+
+    KernelUnavailable, with nothing written, where the kernel does not compile.
+    """
     loss, lse = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
     vectors = (*op.vectors(lse), lse if count is None else count, loss, lse)
     flags = (("MEAN", count is not None), ("INPLACE", dx.data_ptr() == x.data_ptr()), *op.flags)
@@ -134,14 +149,19 @@ def cross_entropy_gradient(
     flags = (("UNLESS_ONE", unless_one), ("MEAN", count is not None), *op.flags)
     numbers = (op.ignore_index, int(g.numel() > 1), *op.numbers)
     most = FEW_PROGRAMS if unless_one else None
-    launch_rows("cross_entropy_backward", (x, dx), vectors, numbers, flags, plan_elementwise, most=most)
+    try:
+        launch_rows("cross_entropy_backward", (x, dx), vectors, numbers, flags, plan_elementwise, most=most)
+    except KernelUnavailable:
+        dx.copy_(_formulas().cross_entropy_gradient(g, x, replace(op, denominator=count)))
 
 
 def scale_unless_one(dx: Tensor, g: Tensor) -> None:
     """dx *= g ([1], or [n_rows]; float32), where g is not 1."""
-    launch_rows(
-        "scale_unless_one", (dx,), (g,), (int(g.numel() > 1),), (), plan_elementwise, most=FEW_PROGRAMS
-    )  # fmt: skip
+    numbers = (int(g.numel() > 1),)
+    try:
+        launch_rows("scale_unless_one", (dx,), (g,), numbers, (), plan_elementwise, most=FEW_PROGRAMS)
+    except KernelUnavailable:
+        dx.mul_(g.view(-1, 1))
 
 
 def count_targets(op: CrossEntropy, n_cols: int) -> Tensor:
@@ -154,7 +174,10 @@ def count_targets(op: CrossEntropy, n_cols: int) -> Tensor:
     count = torch.empty(1, dtype=torch.float32, device=op.target.device)
     tensors = (op.target, count if op.weight is None else op.weight, count)
     flags = (("WEIGHTED", op.weight is not None), *_shared(n_rows, count))
-    launch_flat("count_targets", tensors, (n_rows, n_cols, op.ignore_index), flags, num_warps=8)
+    try:
+        launch_flat("count_targets", tensors, (n_rows, n_cols, op.ignore_index), flags, num_warps=8)
+    except KernelUnavailable:
+        return _counted(op, n_cols)
     return count
 
 
@@ -166,13 +189,20 @@ def reduce_losses(loss: Tensor, op: CrossEntropy, n_cols: int) -> Tensor:
         return reduce_losses(loss, replace(op, reduction="sum"), n_cols) / op.denominator[0]
     mean, n_rows = op.reduction == "mean", loss.shape[0]
     if n_rows > ONE_PROGRAM_ROWS:
-        return loss.sum() / _counted(op, n_cols)[0] if mean else loss.sum()
+        return _reduced(loss, op, n_cols)
     out = torch.empty((), dtype=torch.float32, device=loss.device)
     tensors = (loss, op.target, loss if op.weight is None else op.weight, out)
     waits = ("WAITS", _device_of(out).overlaps)
     flags = (("MEAN", mean), ("WEIGHTED", op.weight is not None), waits, *_shared(n_rows, out))
-    launch_flat("reduce_losses", tensors, (n_rows, n_cols, op.ignore_index), flags, num_warps=8)
+    try:
+        launch_flat("reduce_losses", tensors, (n_rows, n_cols, op.ignore_index), flags, num_warps=8)
+    except KernelUnavailable:
+        return _reduced(loss, op, n_cols)
     return out
+
+
+def _reduced(loss: Tensor, op: CrossEntropy, n_cols: int) -> Tensor:
+    return loss.sum() / _counted(op, n_cols)[0] if op.reduction == "mean" else loss.sum()
 
 
 def _shared(n_rows: int, like: Tensor) -> Flags:
@@ -207,9 +237,11 @@ def statistics(
     vectors = tuple(lse if v is None else v for v in (lse, entropies, ids, picked, scales))
     flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", entropy), ("SCALE", _scale_flag(scale)))
     numbers = (n_picks, 1.0 if isinstance(scale, Tensor) else float(scale))
-    launch_rows(
-        "row_statistics", (x,), vectors, numbers, flags, plan_statistics, invariant=invariant or is_batch_invariant()
-    )
+    invariant = invariant or is_batch_invariant()
+    try:
+        launch_rows("row_statistics", (x,), vectors, numbers, flags, plan_statistics, invariant=invariant)
+    except KernelUnavailable:
+        return _formulas().statistics(x, ids, scale, entropy)
     return lse, entropies, picked
 
 
@@ -233,7 +265,10 @@ def statistics_backward(
     flags = (*flags, ("LSE", g_lse is not None), ("SCALE", _scale_flag(scale)))
     numbers = (n_picks, 1.0 if isinstance(scale, Tensor) else float(scale))
     vectors = tuple(lse if v is None else v for v in given)
-    launch_rows("row_statistics_backward", (x, dx), vectors, numbers, flags, plan_elementwise)
+    try:
+        launch_rows("row_statistics_backward", (x, dx), vectors, numbers, flags, plan_elementwise)
+    except KernelUnavailable:
+        dx.copy_(_formulas().statistics_gradient(g_picked, g_lse, g_entropy, x, ids, scale))
 
 
 def logsumexp_forward(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from . import plan
+from .availability import KernelUnavailable
 from .device import describe
-from .launch import DTYPE_NAMES, Launch, launch_rows, problem_of
+from .launch import DTYPE_NAMES, Launch, kernel_of, launch_rows, problem_of
 from .problem import Device
 
 row_invariance: ContextVar[bool] = ContextVar("batch_invariant", default=False)
@@ -82,11 +83,31 @@ def _merge(dims: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return merged
 
 
+def forward_or_torch(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out: Tensor | None = None) -> Tensor:
+    """`softmax_forward`, or PyTorch's own kernel where ours does not compile."""
+    try:
+        return softmax_forward(x, dim, out_dtype, log, out)
+    except KernelUnavailable:
+        own = torch.log_softmax if log else torch.softmax
+        return own(x, dim, dtype=out_dtype) if out is None else own(x, dim, dtype=out_dtype, out=out)
+
+
+def backward_or_torch(
+    dy: Tensor, y: Tensor, dim: int, in_dtype: torch.dtype, log: bool, invariant: bool | None = None
+) -> Tensor:
+    """`softmax_backward`, or PyTorch's own kernel where ours does not compile."""
+    try:
+        return softmax_backward(dy, y, dim, in_dtype, log, invariant)
+    except KernelUnavailable:
+        own = torch._log_softmax_backward_data if log else torch._softmax_backward_data
+        return own(dy.to(y.dtype), y, dim, y.dtype).to(in_dtype).contiguous()
+
+
 def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out: Tensor | None = None) -> Tensor:
     """softmax or log_softmax of x over dim, by our kernels, into `out` or a new contiguous tensor of out_dtype.
 
     x: float16, bfloat16 or float32, any shape and strides, dim in [-x.dim(), x.dim()). RuntimeError where x's device
-    has no kernels.
+    has no kernels; KernelUnavailable, with nothing written, where a kernel does not compile.
     """
     y = torch.empty(x.shape, dtype=out_dtype, device=x.device) if out is None else out
     if x.numel() == 0:
@@ -108,7 +129,8 @@ def softmax_backward(
 ) -> Tensor:
     """The gradient of softmax or log_softmax over dim from its output y, contiguous, in the forward's input dtype.
 
-    `invariant`: whether the forward was batch invariant, where that is not what this thread says.
+    `invariant`: whether the forward was batch invariant, where that is not what this thread says. KernelUnavailable
+    where a kernel does not compile.
     """
     if invariant is None:
         invariant = row_invariance.get()
@@ -138,8 +160,6 @@ STRIDED_TILE = 4096
 
 def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool) -> Launch:
     """The launch that takes x to y over a dim whose elements, or rows, lie anywhere."""
-    from .kernels.strided import softmax_strided
-
     dims = [(x.shape[d], x.stride(d), y.stride(d)) for d in range(x.dim()) if d != dim and x.shape[d] != 1]
     merged = _merge(dims)
     if len(merged) > 3:
@@ -160,4 +180,4 @@ def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool) -> Launch:
     grid = outer[0] * middle[0] * -(-n_rows // rows)
     args = (x, y, n_rows, n_cols, middle[0], outer[1], middle[1], x_row, x_col, outer[2], middle[2], y_row, y_col)
     meta = dict(LOG=log, ROWS=rows, COLS=cols, ONE_STEP=n_cols <= cols, num_warps=4)
-    return Launch(softmax_strided, (grid,), args, meta)
+    return Launch(kernel_of("strided", "softmax_strided"), (grid,), args, meta)

@@ -70,11 +70,16 @@ def run(n: int) -> None:
     """
     import torch
 
+    from fused_softmax.device import triton_error
+
     if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
         from fused_softmax.lessons.shown import show
 
         show(n)
         return
+    reason = triton_error()
+    if reason is not None and n > 1:  # the first lesson has no Triton kernel
+        sys.exit(f"lesson {n} runs Triton kernels: {reason}")
     sys.stdout.flush()
     command = [sys.executable, "-m", __name__, str(n)]
     status = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}).returncode

@@ -1,0 +1,1 @@
+"""How PyTorch sees the ops."""

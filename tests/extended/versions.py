@@ -1,0 +1,195 @@
+"""Runs tests with other versions of torch and Triton than those that are installed, and records what came out.
+
+    versions.py compiled 3.6.0 newest           compiled tests with other Tritons, beside the installed torch
+    versions.py below-floor 2.4.1 2.6.0         a fresh environment for each torch, with its own Triton
+    versions.py interpreted 2.10.0 newest       interpreted tests of the ops, in a fresh environment for each torch
+
+Environments are kept in --folder and used again. --record writes benchmarks/compatibility.json, which the page on
+compatibility is made from. Wheels that cannot be had are said so and skipped; a test that fails is a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+import xml.etree.ElementTree as ET
+from datetime import datetime, timezone
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "src"))
+
+from fused_softmax.lab.version_runs import RECORDS, Run, record  # noqa: E402
+
+# torch -> the Triton that its GPU builds depend on; a CPU build depends on none
+TRITON_OF = {
+    "2.4.1": "3.0.0",
+    "2.6.0": "3.2.0",
+    "2.8.0": "3.4.0",
+    "2.10.0": "3.6.0",
+    "2.13.0": "3.7.1",
+    "2.15.0": "3.9.0",
+}
+NEWEST = "newest"
+# triton's interpreter takes no newer numpy up to 3.6
+TEST_PACKAGES = ("numpy<2.4", "pytest", "pytest-xdist", "hypothesis", "expecttest")
+COMMAND_LINE = ("numpy<2", "typer", "rich", "safetensors", "setuptools")
+CORE_TESTS = tuple(
+    f"tests/test_{name}.py"
+    for name in (
+        "softmax",
+        "cross_entropy",
+        "masked_softmax",
+        "token_logprobs",
+        "logsumexp",
+        "operators",
+        "patch",
+        "transforms",
+        "fallback",
+    )
+)
+
+
+class Unavailable(Exception):
+    """The wheels cannot be had here."""
+
+
+def pip(python: Path, *arguments: str) -> None:
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "-q", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise Unavailable((errors or ["pip failed"])[-1])
+
+
+def environment(folder: Path, torch: str, packages: tuple[str, ...]) -> Path:
+    """The Python of an environment with this torch, its Triton and the packages; made where it is not there."""
+    place = folder / f"torch-{torch}"
+    python = place / "bin" / "python"
+    done = place / ".installed"
+    if torch == NEWEST or not done.exists():
+        if not python.exists():
+            venv.create(place, with_pip=True)
+        versions = ("-U", "torch", "triton") if torch == NEWEST else (f"torch=={torch}", f"triton=={TRITON_OF[torch]}")
+        pip(python, *versions, *packages)
+        done.touch()
+    return python
+
+
+def triton_folder(folder: Path, triton: str) -> Path:
+    """A folder with this Triton and nothing else, to be put first in PYTHONPATH."""
+    place = folder / f"triton-{triton}"
+    done = place / ".installed"
+    if triton == NEWEST or not done.exists():
+        wanted = ("-U", "triton") if triton == NEWEST else (f"triton=={triton}",)
+        pip(Path(sys.executable), "--no-deps", "--target", str(place), *wanted)
+        done.touch()
+    return place
+
+
+def versions_in(python: Path, env: dict[str, str]) -> tuple[str, str, str]:
+    """(torch, Triton, Python) as that process imports them."""
+    code = "import torch, triton, platform; print(torch.__version__, triton.__version__, platform.python_version())"
+    done = subprocess.run([str(python), "-c", code], env=env, capture_output=True, text=True, check=True)
+    torch, triton, version = done.stdout.split()
+    return torch, triton, version
+
+
+def commit() -> str:
+    """The commit's short hash, with + where files differ from it."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, capture_output=True, text=True
+        )
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"
+
+
+def tests(python: Path, env: dict[str, str], *arguments: str) -> tuple[int, int, int]:
+    """(passed, failed, skipped) of a run of pytest, whose output is shown."""
+    with tempfile.TemporaryDirectory() as place:
+        report = Path(place) / "report.xml"
+        command = [str(python), "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
+        status = subprocess.run(command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL).returncode
+        if not report.exists():
+            raise SystemExit(f"pytest ended with status {status} and no report")
+        suite = next(ET.parse(report).getroot().iter("testsuite"))
+    total, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
+    failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+    return total - failed - skipped, failed if status in (0, 1) else max(failed, 1), skipped
+
+
+def checks(python: Path, env: dict[str, str]) -> tuple[int, int, int]:
+    """(passed, failed, 0) of below_floor.py, with and without the interpreter."""
+    failed = 0
+    script = str(ROOT / "tests" / "extended" / "below_floor.py")
+    for mode in ({}, {"TRITON_INTERPRET": "1"}):
+        failed += subprocess.run([str(python), script], env={**env, **mode}, stdin=subprocess.DEVNULL).returncode != 0
+    return 2 - failed, failed, 0
+
+
+def run(what: str, version: str, folder: Path, jobs: int) -> Run:
+    """Runs `what` with a version (of Triton for "compiled", else of torch)."""
+    env = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
+    env["PYTHONPATH"] = str(ROOT / "src")
+    # kernels that another version compiled are not this one's
+    env["TRITON_CACHE_DIR"] = str(folder / f"cache-{what}-{version}")
+    if what == "compiled":
+        python, shown = Path(sys.executable), ("tests",)
+        env["PYTHONPATH"] = os.pathsep.join([str(triton_folder(folder, version)), env["PYTHONPATH"]])
+        counts = tests(python, env, "-m", "compiled and not extended")
+    elif what == "interpreted":
+        python, shown = environment(folder, version, TEST_PACKAGES), CORE_TESTS
+        kept = "not compiled and not gpu and not extended"
+        counts = tests(python, {**env, "TRITON_INTERPRET": "1"}, "-n", str(jobs), "-m", kept, *CORE_TESTS)
+    else:
+        python, shown = environment(folder, version, COMMAND_LINE), ("tests/extended/below_floor.py",)
+        counts = checks(python, env)
+    torch, triton, python_version = versions_in(python, env)
+    names = tuple(re.sub(r"^tests/", "", name) for name in shown)
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Run(what.replace("-", " the "), torch, triton, python_version, *counts, names, commit(), date)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("compiled", "interpreted", "below-floor"))
+    parser.add_argument(
+        "versions", nargs="+", metavar="VERSION", help=f"of Triton for compiled, else of torch; {NEWEST}"
+    )
+    parser.add_argument("--folder", type=Path, default=Path(sys.prefix), help="where environments are kept")
+    parser.add_argument("--record", action="store_true", help=f"write {RECORDS}")
+    parser.add_argument("--jobs", type=int, default=2, help="interpreted tests that run at a time")
+    asked = parser.parse_args()
+    if asked.what != "compiled":
+        unknown = [v for v in asked.versions if v != NEWEST and v not in TRITON_OF]
+        if unknown:
+            parser.error(f"TRITON_OF names no Triton for torch {', '.join(unknown)}")
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    failed = False
+    for version in asked.versions:
+        start = time.monotonic()
+        print(f"== {asked.what} {version}", flush=True)
+        try:
+            found = run(asked.what, version, asked.folder.resolve(), asked.jobs)
+        except Unavailable as error:
+            print(f"== {asked.what} {version}: skipped, the wheels cannot be had here: {error}", flush=True)
+            continue
+        failed = failed or found.failed > 0
+        if asked.record:
+            record(ROOT / RECORDS, found)
+        said = f"{found.passed} passed, {found.failed} failed, {found.skipped} skipped"
+        took = time.monotonic() - start
+        print(f"== {asked.what}, torch {found.torch}, Triton {found.triton}: {said}, {took:.0f} s", flush=True)
+    raise SystemExit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,346 @@
+"""Where kernels cannot run: PyTorch's own results and gradients, one warning, a reason in plan_for, no second attempt.
+
+A kernel that "does not compile" here fails where a real one does: when it is asked for, before anything is launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fused_softmax as fs
+from fused_softmax import availability, device, eager, launch, loss_launch
+
+KERNELS = ("softmax_resident", "softmax_stream", "softmax_backward_resident", "softmax_backward_stream")
+KERNELS = (*KERNELS, "softmax_strided", *loss_launch.KERNELS)
+FORWARD = tuple(name for name in KERNELS if "backward" not in name)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch):
+    """Warnings and failures of one test are unknown to the next."""
+    monkeypatch.setattr(availability, "_warned", set())
+    monkeypatch.setattr(availability, "_failures", {})
+    monkeypatch.setattr(eager, "_known", {})
+
+
+@contextlib.contextmanager
+def broken(*names: str):
+    """Has the named kernels fail to compile, and checks that each is tried once. Yields the names that were tried."""
+    tried: list[str] = []
+    real = launch.kernel_of
+
+    def kernel_of(module: str, name: str):
+        if name not in names:
+            return real(module, name)
+        availability.raise_if_failed(name)
+        tried.append(name)
+        raise availability.failed(name, name, ValueError(f"no lowering in {name}"))
+
+    launch.kernel_of = kernel_of
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(record=True) as given:
+        patched.setattr("fused_softmax.rows.kernel_of", kernel_of)
+        warnings.simplefilter("always")
+        try:
+            yield tried
+        finally:
+            launch.kernel_of = real
+    assert len(set(tried)) == len(tried), "a kernel that failed was tried again"
+    said = [str(w.message) for w in given if "fused_softmax" in str(w.message)]
+    assert len(said) == len(tried), said
+    for text in said:
+        assert f"torch {torch.__version__}" in text and "Triton" in text and "no lowering" in text
+
+
+def both(function, own, *tensors: torch.Tensor, rtol=2e-5, atol=1e-6):
+    """function's result and gradients against own's, of the same tensors, twice."""
+    for _ in range(2):
+        ours = [t.clone().requires_grad_() for t in tensors]
+        theirs = [t.double().requires_grad_() for t in tensors]
+        got, want = function(*ours), own(*theirs)
+        torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol)
+        g = torch.randn_like(want)
+        got.backward(g.to(got.dtype))
+        want.backward(g)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a.grad.double(), b.grad, rtol=rtol, atol=atol)
+
+
+BROKEN = [KERNELS, FORWARD, tuple(name for name in KERNELS if "backward" in name)]
+BROKEN_IDS = ["all", "forward", "backward"]
+interpreted = pytest.mark.interpreted
+
+
+@interpreted
+@pytest.mark.parametrize("names", BROKEN, ids=BROKEN_IDS)
+@pytest.mark.parametrize("dim", [-1, 0])
+@pytest.mark.parametrize("ours, own", [(fs.softmax, torch.softmax), (fs.log_softmax, torch.log_softmax)])
+def test_softmax(names, dim, ours, own):
+    x = torch.randn(5, 37)
+    with broken(*names) as tried:
+        both(lambda t: ours(t, dim), lambda t: own(t, dim), x)
+        half = ours(x.half(), dim, dtype=torch.float32)
+        assert torch.equal(ours(x, dim, out=torch.empty(5, 37)), ours(x, dim))
+    assert tried
+    torch.testing.assert_close(half, own(x.half(), dim, dtype=torch.float32))
+
+
+@interpreted
+@pytest.mark.parametrize("names", BROKEN, ids=BROKEN_IDS)
+def test_logsumexp(names):
+    with broken(*names) as tried:
+        both(lambda t: fs.logsumexp(t, -1), lambda t: torch.logsumexp(t, -1), torch.randn(5, 37))
+    assert tried
+
+
+@interpreted
+@pytest.mark.parametrize("names", BROKEN, ids=BROKEN_IDS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_masked_softmax(names, causal):
+    mask = torch.rand(8, 40) > 0.3
+    mask[:, 0] = True
+    hidden = ~mask | (torch.ones(8, 40, dtype=torch.bool).triu(1) if causal else torch.zeros(8, 40, dtype=torch.bool))
+    with broken(*names) as tried:
+        both(
+            lambda t: fs.masked_softmax(t, mask, scale=0.5, causal=causal),
+            lambda t: torch.softmax((t * 0.5).masked_fill(hidden, -float("inf")), -1),
+            torch.randn(3, 8, 40),
+        )
+    assert tried
+
+
+@interpreted
+@pytest.mark.parametrize("names", [*BROKEN, *((name,) for name in loss_launch.KERNELS if "masked" not in name)])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "options", [{}, {"weight": torch.rand(40) + 0.5, "label_smoothing": 0.1}], ids=["plain", "weighted"]
+)
+def test_cross_entropy(names, reduction, options):
+    target = torch.randint(0, 40, (6,))
+    target[2] = -100
+    double = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    with broken(*names):
+        both(
+            lambda t: fs.cross_entropy(t, target, reduction=reduction, **options),
+            lambda t: F.cross_entropy(t, target, reduction=reduction, **double),
+            torch.randn(6, 40),
+        )
+
+
+@interpreted
+@pytest.mark.parametrize("names", [*BROKEN, ("scale_unless_one",), ("reduce_losses",), ("count_targets",)])
+def test_cross_entropy_in_place(names):
+    """The logits are overwritten, if at all, after everything that can fail to compile and needs them."""
+    x, target = torch.randn(6, 40), torch.randint(0, 40, (6,))
+    with broken(*names):
+        both(
+            lambda t: fs.cross_entropy(t * 1.0, target, inplace_backward=True, z_loss=0.01),
+            lambda t: F.cross_entropy(t, target) + 0.01 * torch.logsumexp(t, 1).pow(2).mean(),
+            x,
+        )
+
+
+@interpreted
+@pytest.mark.parametrize("names", BROKEN, ids=BROKEN_IDS)
+@pytest.mark.parametrize("temperature", [0.7, torch.tensor([0.5, 2.0, 1.3])], ids=["number", "per row"])
+def test_token_logprobs(names, temperature):
+    ids = torch.randint(0, 40, (3, 2))
+
+    def own(x):
+        z = torch.log_softmax(
+            x / (temperature.unsqueeze(-1) if isinstance(temperature, torch.Tensor) else temperature), -1
+        )
+        return z.gather(-1, ids).sum() - 2.0 * (z.exp() * z).sum()
+
+    def ours(x):
+        found = fs.token_logprobs(x, ids, temperature=temperature, return_entropy=True)
+        return found.logprobs.sum() + 2.0 * found.entropy.sum()
+
+    with broken(*names) as tried:
+        both(ours, own, torch.randn(3, 40))
+    assert tried
+
+
+@interpreted
+@pytest.mark.parametrize("names", BROKEN, ids=BROKEN_IDS)
+def test_patch(names):
+    """The kernel that was there before runs; it is not asked for through the dispatcher, which would ask us again."""
+    with broken(*names) as tried, fs.patch():
+        both(lambda t: torch.softmax(t, -1), lambda t: torch.softmax(t, -1), torch.randn(5, 37))
+        both(lambda t: F.log_softmax(t, 0), lambda t: F.log_softmax(t, 0), torch.randn(5, 37))
+        both(lambda t: fs.softmax(t, -1), lambda t: torch.softmax(t, -1), torch.randn(5, 37))
+        hidden = torch.full((2, 3), -float("inf"))
+        assert torch.equal(torch._safe_softmax(hidden, -1), torch.zeros(2, 3))
+        out = torch.empty(2, 4)
+        torch.ops.aten._softmax.out(torch.zeros(2, 4), -1, False, out=out)
+        assert torch.equal(out, torch.full((2, 4), 0.25))
+    assert tried
+
+
+@interpreted
+@pytest.mark.parametrize("names", BROKEN, ids=BROKEN_IDS)
+def test_operators_in_a_graph(names):
+    """The operators that torch.compile puts into its graphs fall back inside."""
+    with broken(*names) as tried:
+        function = torch.compile(lambda t: fs.softmax(t, -1) * 2.0, backend="aot_eager")
+        both(function, lambda t: torch.softmax(t, -1) * 2.0, torch.randn(5, 37))
+    assert tried
+
+
+@interpreted
+def test_plan_for_says_so():
+    x = torch.randn(5, 37)
+    assert fs.plan_for(x).regime != "torch"
+    with broken("softmax_resident"):
+        fs.softmax(x)
+        found = fs.plan_for(x)
+        assert isinstance(found, fs.Fallback)
+        assert f"torch {torch.__version__}" in found.why and "softmax_resident" in found.why
+
+
+@interpreted
+def test_errors_of_users_stay():
+    with broken(*KERNELS):
+        with pytest.raises(IndexError):
+            fs.softmax(torch.randn(2, 3), 2)
+        with pytest.raises(IndexError):
+            fs.cross_entropy(torch.randn(2, 3), torch.tensor([0, 3]))
+        with pytest.raises(NotImplementedError):
+            fs.softmax(torch.ones(2, 3, dtype=torch.int64))
+
+
+# --- compile_kernel ---------------------------------------------------------------------------------------------------
+
+
+class some_kernel:
+    """Stands for a kernel that `_built` is asked for."""
+
+
+def test_a_failure_is_remembered(monkeypatch, caplog):
+    calls = []
+
+    def built(*_):
+        calls.append(1)
+        raise ValueError("cannot lower this\n")
+
+    monkeypatch.setattr(launch, "_built", built)
+    with pytest.warns(UserWarning, match="some_kernel does not compile with torch .* Triton .*cannot lower this"):
+        with caplog.at_level(logging.WARNING, "fused_softmax"), pytest.raises(availability.KernelUnavailable):
+            launch.compile_kernel(some_kernel, (), {"num_warps": 4}, 0)
+    assert "some_kernel" in caplog.text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(availability.KernelUnavailable, match="cannot lower this"):
+            launch.compile_kernel(some_kernel, (), {"num_warps": 4}, 0)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        RuntimeError("Triton Error [CUDA]: device-side assert triggered"),
+        RuntimeError("CUDA error: out of memory"),
+        torch.cuda.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+    ],
+    ids=lambda error: str(error)[:30],
+)
+def test_an_error_of_the_device_is_raised(monkeypatch, error):
+    def built(*_):
+        raise error
+
+    monkeypatch.setattr(launch, "_built", built)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(type(error)) as raised:
+                launch.compile_kernel(some_kernel, (), {"num_warps": 4}, 0)
+            assert raised.value is error
+
+
+def test_a_binary_that_the_driver_does_not_take(monkeypatch):
+    error = RuntimeError("Triton Error [CUDA]: no kernel image is available for execution on the device")
+    monkeypatch.setattr(launch, "_built", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.warns(UserWarning, match="no kernel image"), pytest.raises(availability.KernelUnavailable):
+        launch.compile_kernel(some_kernel, (), {"num_warps": 4}, 0)
+
+
+def test_a_cache_folder_that_cannot_be_written(monkeypatch):
+    monkeypatch.setattr(launch, "_built", lambda *_: (_ for _ in ()).throw(PermissionError(13, "denied", "/cache")))
+    with pytest.warns(UserWarning, match="TRITON_CACHE_DIR"), pytest.raises(availability.KernelUnavailable):
+        launch.compile_kernel(some_kernel, (), {"num_warps": 4}, 0)
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "torch_version, triton_version, usable",
+    [
+        ("2.4.1+cu121", "3.0.0", False),
+        ("2.9.1", "3.5.1", False),
+        ("2.10.0", "3.5.1", False),
+        ("2.8.0", "3.6.0", False),
+        ("2.10.0", "3.6.0", True),
+        ("2.13.0+cpu", "3.7.1", True),
+        ("2.16.0.dev20261201", "3.10.0+git12", True),
+        ("3.0.0", "4.0.0", True),
+    ],
+)
+def test_floors(monkeypatch, torch_version, triton_version, usable):
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(availability, "triton_version", lambda: triton_version)
+    error = device.triton_error.__wrapped__()
+    assert (error is None) == usable
+    if error is not None:
+        assert torch_version in error and triton_version in error and "2.10" in error and "3.6" in error
+
+
+def test_below_the_floor_one_warning(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.4.1")
+    for cached in (device.triton_error, device.describe):
+        cached.cache_clear()
+    x = torch.randn(3, 5)
+    try:
+        with pytest.warns(UserWarning) as given:
+            for _ in range(2):
+                assert torch.equal(fs.softmax(x), torch.softmax(x, -1))
+                with fs.patch():
+                    assert torch.equal(F.softmax(x, 0), torch.softmax(x, 0))
+            assert "torch 2.4.1" in fs.plan_for(x).why
+            assert "torch 2.4.1" in fs.plan_for(x.double()).why or "float64" in fs.plan_for(x.double()).why
+        assert len(given) == 1
+    finally:
+        for cached in (device.triton_error, device.describe):
+            cached.cache_clear()
+
+
+def test_a_newer_triton_is_tried_through_its_public_call(monkeypatch):
+    monkeypatch.setattr(availability, "triton_version", lambda: "99.0.0")
+    calls = []
+
+    class Compiled:
+        class src:
+            signature = {"x_ptr": "*fp32", "n_rows": "i64", "n_cols": "i32", "ROWS": "constexpr"}
+
+        def __getitem__(self, grid):
+            return lambda *args, stream: calls.append((grid, args, stream))
+
+    launch._bind(Compiled(), (40,)).run(7, 11, 1024, 5)
+    assert calls == [((7, 1, 1), (1024, 5, 40, None), 11)]
+
+
+def test_a_torch_without_a_private_symbol(monkeypatch):
+    """A symbol that is gone is named, and the package stays importable without it."""
+    from fused_softmax.torch_ops import torch_private
+
+    monkeypatch.setattr(torch_private, "missing", [])
+    assert torch_private._required("_C._no_such_symbol", torch_private._nothing)() is None
+    error = device.triton_error.__wrapped__()
+    assert error is not None and "torch._C._no_such_symbol" in error
