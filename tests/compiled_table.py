@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python tests/compiled_table.py --triton .venv/triton-3.6.0 --triton .venv/triton-3.9.0 -k softmax
 
-A cell: registers, bytes spilled, machine instructions, CTA barriers + cluster barriers, and the widest and the narrowest
-load and store in bytes. A line is printed where a Triton differs from the first one, or all with --all. Each Triton is
+A cell: registers, bytes spilled, machine instructions, CTA barriers + cluster barriers, and the widths
+of its loads and stores in bytes, each with its count. A line is printed where a Triton differs from the first one, or all with --all. Each Triton is
 a folder that is put first in PYTHONPATH; without one, the installed Triton alone is shown. --json keeps the numbers.
 """
 
@@ -38,7 +38,7 @@ def measured(target: str, pattern: str) -> dict[str, Any]:
             "spilled": used.spilled_bytes,
             "instructions": len(re.findall(r"\t(?!NOP)[@A-Z].*;", sass)),
             "barriers": len(re.findall(r"\bBAR\.", sass)),
-            "cluster_barriers": len(re.findall(r"\bUCGABAR_ARV", sass)),
+            "cluster_barriers": used.cluster_barriers,
             "shared": used.shared_bytes,
             "loads": used.loads,
             "stores": used.stores,

@@ -14,7 +14,7 @@ from launches import cross_compiled, launches
 
 from fused_softmax.compiled import Resources
 from fused_softmax.launch import Launch
-from fused_softmax.problem import DEVICES, Plan
+from fused_softmax.problem import Plan
 
 pytestmark = pytest.mark.compiled
 

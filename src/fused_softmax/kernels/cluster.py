@@ -8,8 +8,8 @@ commute, so that every thread of the cluster holds the same bits. Triton before 
 cluster; hence the inline PTX. No barrier of a CTA and no reduction through its shared memory is left.
 
 `open_exchange` must be the kernel's first statement, `leave_cluster` its last, and an exchange is used once per launch:
-the mbarrier is armed for one phase. In between lies the row's load, behind which the cluster's barrier latency hides. Interpreted, there is one
-program for all lines, and the merge is a reduction over the tile's first axis.
+the mbarrier is armed for one phase. In between lies the row's load, behind which the cluster's barrier latency hides.
+Interpreted, there is one program for all lines, and the merge is a reduction over the tile's first axis.
 """
 
 from __future__ import annotations
@@ -159,6 +159,22 @@ def open_exchange(CTAS: tl.constexpr, N_VALUES: tl.constexpr, PTX: tl.constexpr,
     if CTAS > 1 and PTX:
         ASM: tl.constexpr = _open_ptx(CTAS, N_VALUES, PARTS)
         tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def stay_in_line(x, CTAS: tl.constexpr, PTX: tl.constexpr):
+    """x, as a load that only a reduction uses must pass it on where a row is on a cluster.
+
+    Triton 3.9 gives such a load the CTA layout that its planner likes best for the reduction, in which a line is spread
+    over CTAs: the exchange would then send other lines' values. It leaves alone a load behind an operation that may
+    have side effects; this one is a register move, which ptxas removes.
+    """
+    if CTAS > 1 and PTX and x.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    elif CTAS > 1 and PTX:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+    else:
+        return x
 
 
 @triton.jit
