@@ -93,6 +93,14 @@ def test_vectors_are_all_that_moves_but_for_the_ends(built):
             assert narrow <= ends, f"{used.loads}: {kernel}"
 
 
+def test_the_ctas_of_a_cluster_meet_once(built):
+    """The exchange's own barrier is the only one: none when the kernel ends, and none that carries a tile from one CTA to
+    another, as where a compiler spreads a line over CTAs, which the exchange does not allow."""
+    for kernel, used in built:
+        expected = int(used.num_ctas > 1)
+        assert used.cluster_barriers == expected, f"{used.cluster_barriers} barriers: {kernel}"
+
+
 def test_programs_fit_the_device(built):
     for kernel, used in built:
         limits = MULTIPROCESSORS[used.target]

@@ -66,6 +66,7 @@ class Resources:
     loads: tuple[tuple[int, int], ...]  # (bytes one thread moves in one instruction, instructions), widest first
     stores: tuple[tuple[int, int], ...]
     async_copies: int  # global-to-shared copies among the loads (cp.async), as num_stages > 1 makes them
+    cluster_barriers: int = 0  # in the program text: how often the CTAs of a cluster wait for each other
 
     @property
     def widest_load_bytes(self) -> int:
@@ -147,10 +148,13 @@ def resources(compiled: Any) -> Resources:
         if meta.target.arch >= 90:
             static_shared = max(0, static_shared - 1024)
         loads, stores, copies = _ptx_widths(asm["ptx"])
+        # what follows an exit is not reached; ptxas leaves it out
+        cluster_barriers = len(re.findall(r"\bbarrier\.cluster\.arrive\b", re.split(r"\n\s*exit;", asm["ptx"])[0]))
         target = f"sm_{meta.target.arch}"
     else:
         registers, stack, static_shared = _amdgcn_usage(asm["amdgcn"])
         loads, stores, copies = _amdgcn_widths(asm["amdgcn"])
+        cluster_barriers = 0
         target = str(meta.target.arch)
     return Resources(
         name=meta.name,
@@ -164,6 +168,7 @@ def resources(compiled: Any) -> Resources:
         loads=loads,
         stores=stores,
         async_copies=copies,
+        cluster_barriers=cluster_barriers,
     )
 
 

@@ -305,7 +305,9 @@ def failure(plan: Plan, device: Device, dtypes: tuple[torch.dtype, ...], log: bo
 # arguments that are neither pointers nor constexprs: row counts, strides and ignore_index have 64 bits, but for
 _NARROW = {"n_cols": "i32", "phase": "i32", "n_splits": "i32", "n_picks": "i32", "n_classes": "i32"}
 _REAL = {"scale": "fp32", "smoothing": "fp32", "cap": "fp32", "z_loss": "fp32"}
-_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "debug", "sanitize_overflow", "launch_pdl")
+_OPTIONS = (
+    "num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion", "debug", "sanitize_overflow", "launch_pdl",
+)  # fmt: skip
 
 
 def compile_kernel(

@@ -81,12 +81,9 @@ def meta_of(name: str, plan: Plan, device: Device, flags: Flags) -> dict[str, An
             meta["num_ctas"] = plan.ctas
         if plan.max_registers is not None:
             meta["maxnreg"] = plan.max_registers
-    if device.kind != "interpreter":
-        if name in ASSERTS:
-            meta |= dict(debug=True, sanitize_overflow=False)
-        if name in STAGES:
-            meta["num_stages"] = STAGES[name]
-    return meta
+    if device.kind != "interpreter" and name in ASSERTS:
+        meta |= dict(debug=True, sanitize_overflow=False)
+    return meta | device.options(STAGES.get(name))
 
 
 def describe_launch(
@@ -188,22 +185,33 @@ def _prepare(
         return _prepared[key]
 
 
+def flat_launch(
+    name: str, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], flags: Flags, num_warps: int, device: Device
+) -> Launch:
+    """The launch of a kernel of one program over vectors, as a record."""
+    meta = {**dict(flags), "num_warps": num_warps}
+    if device.kind == "cuda":
+        meta |= dict(num_ctas=meta.get("CTAS", 1), launch_pdl=meta.get("WAITS", False))
+    meta |= device.options()
+    return Launch(kernel_named(name), (1,), (*tensors, *numbers), meta)
+
+
 def launch_flat(name: str, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], flags: Flags, num_warps: int) -> None:
     """Runs a kernel of one program over vectors."""
-    kernel, first = kernel_named(name), tensors[0]
-    meta = {**dict(flags), "num_warps": num_warps}
+    first = tensors[0]
     if first.device.type == "cpu":
-        Launch(kernel, (1,), (*tensors, *numbers), meta)()
+        flat_launch(name, tensors, numbers, flags, num_warps, launch._device_of(first))()
         return
-    meta |= dict(num_ctas=meta.get("CTAS", 1), launch_pdl=meta.get("WAITS", False))
     index = first.get_device()
     key = (name, flags, index, tuple(t.dtype for t in tensors))
     run = _flat.get(key)
     with launch.on_device(index):
         if run is None:
+            made = flat_launch(name, tensors, numbers, flags, num_warps, launch._device_of(first))
             pointers = tuple((t.dtype, False) for t in tensors)
             with launch._lock:
-                run = _flat[key] = launch._bind(launch.compile_kernel(kernel, pointers, meta, index), ()).run
+                compiled = launch.compile_kernel(made.kernel, pointers, made.meta, index)
+                run = _flat[key] = launch._bind(compiled, ()).run
         stream = torch._C._cuda_getCurrentRawStream(index)
         run(1, stream, *(t.data_ptr() for t in tensors), *numbers)
 

@@ -31,6 +31,16 @@ class Device:
         """Whether a kernel may be launched before the one that it waits for is done: programmatic dependent launch."""
         return self.kind == "cuda" and self.max_cluster > 1
 
+    def options(self, num_stages: int | None = None) -> dict[str, object]:
+        """The launch options whose defaults differ between versions of Triton, or may; empty where interpreted.
+
+        enable_fp_fusion: the multiply-adds that exp(x - m) is made of; off by default from Triton 3.10 on. num_stages:
+        of loops; None: what each backend's default was when the kernels were measured.
+        """
+        if self.kind == "interpreter":
+            return {}
+        return {"enable_fp_fusion": True, "num_stages": num_stages or (3 if self.kind == "cuda" else 2)}
+
 
 DEVICES = {
     "sm_80": Device("sm_80", "cuda"),
@@ -108,7 +118,7 @@ class Plan:
             meta["num_ctas"] = self.ctas
             if self.max_registers is not None:
                 meta["maxnreg"] = self.max_registers
-        return meta
+        return meta | device.options()
 
 
 def power_of_two(n: int) -> int:

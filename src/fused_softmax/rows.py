@@ -18,7 +18,7 @@ from torch import Tensor
 from . import plan
 from .availability import KernelUnavailable
 from .device import describe
-from .launch import DTYPE_NAMES, Launch, kernel_of, launch_rows, problem_of
+from .launch import DTYPE_NAMES, Launch, _device_of, kernel_of, launch_rows, problem_of
 from .problem import Device
 
 row_invariance: ContextVar[bool] = ContextVar("batch_invariant", default=False)
@@ -158,8 +158,8 @@ def softmax_backward(
 STRIDED_TILE = 4096
 
 
-def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool) -> Launch:
-    """The launch that takes x to y over a dim whose elements, or rows, lie anywhere."""
+def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | None = None) -> Launch:
+    """The launch that takes x to y over a dim whose elements, or rows, lie anywhere; `device` stands in for x's own."""
     dims = [(x.shape[d], x.stride(d), y.stride(d)) for d in range(x.dim()) if d != dim and x.shape[d] != 1]
     merged = _merge(dims)
     if len(merged) > 3:
@@ -180,4 +180,6 @@ def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool) -> Launch:
     grid = outer[0] * middle[0] * -(-n_rows // rows)
     args = (x, y, n_rows, n_cols, middle[0], outer[1], middle[1], x_row, x_col, outer[2], middle[2], y_row, y_col)
     meta = dict(LOG=log, ROWS=rows, COLS=cols, ONE_STEP=n_cols <= cols, num_warps=4)
+    device = device or _device_of(x)
+    meta |= device.options()
     return Launch(kernel_of("strided", "softmax_strided"), (grid,), args, meta)

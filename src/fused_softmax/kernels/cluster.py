@@ -7,9 +7,9 @@ mbarrier; each CTA waits for its own mbarrier, and each warp merges all slots ac
 commute, so that every thread of the cluster holds the same bits. Triton before 3.8 cannot reduce across the CTAs of a
 cluster; hence the inline PTX. No barrier of a CTA and no reduction through its shared memory is left.
 
-`open_exchange` must be the kernel's first statement and an exchange is used once per launch: the mbarrier is armed for
-one phase. In between lies the row's load, behind which the cluster's barrier latency hides. Interpreted, there is one
-program for all lines, and the merge is a reduction over the tile's first axis.
+`open_exchange` must be the kernel's first statement, `leave_cluster` its last, and an exchange is used once per launch:
+the mbarrier is armed for one phase. In between lies the row's load, behind which the cluster's barrier latency hides.
+Interpreted, there is one program for all lines, and the merge is a reduction over the tile's first axis.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import triton.language as tl
 
 from .primitives import exp, shift_moments
 
+# Triton 3.8 and later end a kernel on a cluster with a barrier of the cluster
+_CLOSING_BARRIER = tl.constexpr(tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 8))
 _LOG2E = "0f3FB8AA3B"  # log2(e) as PTX writes a float32
 _LOWEST = "0fFF7FFFFF"  # the lowest finite float32
 
@@ -157,6 +159,35 @@ def open_exchange(CTAS: tl.constexpr, N_VALUES: tl.constexpr, PTX: tl.constexpr,
     if CTAS > 1 and PTX:
         ASM: tl.constexpr = _open_ptx(CTAS, N_VALUES, PARTS)
         tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def stay_in_line(x, CTAS: tl.constexpr, PTX: tl.constexpr):
+    """x, as a load that only a reduction uses must pass it on where a row is on a cluster.
+
+    Triton 3.9 gives such a load the CTA layout that its planner likes best for the reduction, in which a line is spread
+    over CTAs: the exchange would then send other lines' values. It leaves alone a load behind an operation that may
+    have side effects; this one is a register move, which ptxas removes.
+    """
+    if CTAS > 1 and PTX and x.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    elif CTAS > 1 and PTX:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+    else:
+        return x
+
+
+@triton.jit
+def leave_cluster(CTAS: tl.constexpr, PTX: tl.constexpr):
+    """Ends the kernel without the barrier that Triton 3.8 and later put there. A kernel's last statement.
+
+    That barrier first waits until all of the CTA's stores have reached memory, while its registers hold no other row.
+    It keeps a CTA's shared memory alive for those who still write there. Here nobody does: each CTA has waited for
+    every slot that the others fill, so all writes to its memory have landed, and its own writes are what the others
+    wait for. Threads that have exited count as arrived.
+    """
+    if CTAS > 1 and PTX and _CLOSING_BARRIER:
+        tl.inline_asm_elementwise("mov.u32 $0, 0;\nexit;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

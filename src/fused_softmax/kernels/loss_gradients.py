@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .losses import target_of
 from .primitives import exp_about, pivot, widen
-from .slices import chunk_offsets, edge_of, gradient_reads, load_chunks, span_of, start_of, store_chunk
+from .slices import chunk_offsets, edge_of, gradient_reads, load_chunks, span_of, start_of, store_chunk, width_if
 from .walk import capped
 
 
@@ -106,7 +106,7 @@ def cross_entropy_unit(
         x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
         dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
         first = split * (CHUNKS * LANES * VEC)
-        width = tl.where(exists, interior - first, 0)
+        width = width_if(exists, interior - first)
         columns = n_cols if EDGE else n_cols * VEC
         POLICY: tl.constexpr = gradient_reads(EDGE, x_ptr.dtype.element_ty)
         x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, LANES, VEC, -float("inf"), 1, POLICY)
@@ -229,7 +229,7 @@ def scale_unless_one(
             head, interior = span_of(row, dx_stride, phase, n_cols, VEC, EDGE)
             dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
             first = split * (CHUNKS * LANES * VEC)
-            width = tl.where(exists, interior - first, 0)
+            width = width_if(exists, interior - first)
             dx = load_chunks(dx_row + first, width, ROWS, CHUNKS, 0, LANES, VEC, 0.0)
             for k in tl.static_range(CHUNKS):
                 store_chunk(dx_row + first, width, dx[k].to(tl.float32) * g[:, :, None], k, ROWS, 0, LANES, VEC)

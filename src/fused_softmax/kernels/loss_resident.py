@@ -14,11 +14,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cluster import merge_moments_over_cluster, merge_over_cluster, open_exchange
+from .cluster import leave_cluster, merge_moments_over_cluster, merge_over_cluster, open_exchange
 from .loss_gradients import coefficients, cross_entropy_term, store_edge_gradient, store_target
 from .losses import assert_inside, row_loss, target_of
 from .primitives import LOWEST, exp, pivot, widen
-from .slices import chunk_offsets, edge_of, lines_of, load_chunks, part_of, slice_of, span_of, start_of, store_chunk
+from .slices import (
+    chunk_offsets,
+    edge_of,
+    lines_of,
+    load_chunks,
+    part_of,
+    slice_of,
+    span_of,
+    start_of,
+    store_chunk,
+    width_if,
+)
 from .walk import capped, logsumexp, lost_of, weigh
 
 
@@ -83,7 +94,7 @@ def cross_entropy_resident(
     first += part * (LANES * VEC)
     width -= part * (LANES * VEC)
     if ROWS > 1:
-        width = tl.where(exists, width, 0)
+        width = width_if(exists, width)
     columns = n_cols if EDGE else n_cols * VEC
 
     x = load_chunks(x_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, -float("inf"), PARTS)
@@ -194,3 +205,4 @@ def cross_entropy_resident(
     writes = (rank == 0) & (part == 0) & exists
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0), mask=writes)
     tl.store(lse_ptr + row, lse, mask=writes)
+    leave_cluster(CTAS, PTX)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cluster import merge_moments_over_cluster, open_exchange
-from .slices import lines_of, part_of, slice_of, span_of, start_of
+from .cluster import leave_cluster, merge_moments_over_cluster, open_exchange
+from .slices import lines_of, part_of, slice_of, span_of, start_of, width_if
 from .walk import NO_MOMENT, WEIGHTED_SUM, capped, logsumexp, lost_of, walk
 
 
@@ -82,7 +82,7 @@ def cross_entropy_forward(
     first += part * (LANES * VEC)
     width -= part * (LANES * VEC)
     if ROWS > 1:
-        width = tl.where(exists, width, 0)
+        width = width_if(exists, width)
     columns = n_cols if EDGE else n_cols * VEC
     target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
     # before the walk, so that nothing waits for it afterwards
@@ -110,6 +110,7 @@ def cross_entropy_forward(
     writes = (rank == 0) & (part == 0) & exists
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0), mask=writes)
     tl.store(lse_ptr + row, lse, mask=writes)
+    leave_cluster(CTAS, PTX)
 
 
 @triton.jit
@@ -163,6 +164,7 @@ def count_targets(
     )  # fmt: skip
     line = tl.arange(0, CTAS * PARTS)
     tl.store(count_ptr + line, weight, mask=line == 0)
+    leave_cluster(CTAS, PTX)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_classes", "ignore_index"])
@@ -186,3 +188,4 @@ def reduce_losses(
         out = out / weight
     line = tl.arange(0, CTAS * PARTS)
     tl.store(out_ptr + line, out, mask=line == 0)
+    leave_cluster(CTAS, PTX)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cluster import merge_over_cluster, open_exchange
+from .cluster import leave_cluster, merge_over_cluster, open_exchange
 from .order import row_at, seen_of
 from .primitives import LOWEST, exp, exp_about, pivot, scaled, widen
 from .slices import (
@@ -27,6 +27,7 @@ from .slices import (
     span_of,
     start_of,
     store_chunk,
+    width_if,
 )
 
 NO_MASK = tl.constexpr(0)
@@ -193,7 +194,7 @@ def masked_softmax_forward(
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, EDGE)
     first, width = slice_of(interior, rank, CTAS, VEC)
     first += part * (LANES * VEC)
-    width = tl.where(exists, width - part * (LANES * VEC), 0).to(tl.int32)
+    width = width_if(exists, width - part * (LANES * VEC)).to(tl.int32)
     # what the row sees: in whole vectors, and of this line's slice
     columns = (n_cols if EDGE else n_cols * VEC).to(tl.int32)
     seen = seen_of(query, columns, CAUSAL)
@@ -296,3 +297,4 @@ def masked_softmax_forward(
     if ENDS:
         y_edge = exp((z_edge - row_max) * unit) * by
         tl.store(y_row + edge, y_edge.to(y_ptr.dtype.element_ty), mask=in_edge)
+    leave_cluster(CTAS, PTX)

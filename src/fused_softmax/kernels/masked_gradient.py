@@ -11,10 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cluster import open_exchange, sum_over_cluster
+from .cluster import leave_cluster, open_exchange, sum_over_cluster
 from .order import row_at, seen_of
 from .primitives import widen
-from .slices import edge_of, lines_of, load_chunks, part_of, slice_of, span_of, start_of, store_chunk
+from .slices import edge_of, lines_of, load_chunks, part_of, slice_of, span_of, start_of, store_chunk, width_if
 
 
 @triton.jit(
@@ -65,7 +65,7 @@ def masked_softmax_backward(
     dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
     first, width = slice_of(interior, rank, CTAS, VEC)
     first += part * (LANES * VEC)
-    width = tl.where(exists, width - part * (LANES * VEC), 0).to(tl.int32)
+    width = width_if(exists, width - part * (LANES * VEC)).to(tl.int32)
     # y is 0 in what a causal row does not see: neither is read there, and dx is 0
     columns = (n_cols if EDGE else n_cols * VEC).to(tl.int32)
     within = ((tl.maximum(seen_of(query, columns, CAUSAL) - head, 0) + (VEC - 1)) // VEC * VEC).to(tl.int32)
@@ -95,3 +95,4 @@ def masked_softmax_backward(
         store_chunk(dx_row + first, width, scale * y_c * (dy_c - d[:, :, None]), c, LINES, 0, LANES, VEC, PARTS)
     if EDGE:
         tl.store(dx_row + edge, (scale * y_edge * (dy_edge - d)).to(dx_ptr.dtype.element_ty), mask=in_edge)
+    leave_cluster(CTAS, PTX)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cluster import merge_over_cluster, open_exchange, sum_over_cluster
+from .cluster import leave_cluster, merge_over_cluster, open_exchange, sum_over_cluster
 from .parking import await_parked, chunk_of, load_beside, open_parking, park
 from .primitives import LOWEST, exp, exp_about, log, pivot, widen
 from .slices import (
@@ -31,6 +31,7 @@ from .slices import (
     span_of,
     start_of,
     store_chunk,
+    width_if,
 )
 
 
@@ -76,7 +77,7 @@ def softmax_resident(
     first += part * (LANES * VEC)
     width -= part * (LANES * VEC)
     if ROWS > 1:
-        width = tl.where(row < n_rows, width, 0)
+        width = width_if(row < n_rows, width)
 
     # each lane's own maximum and sum
     x = load_chunks(x_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, -float("inf"), PARTS)
@@ -125,6 +126,7 @@ def softmax_resident(
     if EDGE:
         y_edge = normalize(x_edge, row_max, row_sum, LOG)
         tl.store(y_row + edge, y_edge.to(y_ptr.dtype.element_ty), mask=in_edge)
+    leave_cluster(CTAS, PTX)
 
 
 @triton.jit
@@ -186,7 +188,7 @@ def softmax_backward_resident(
     first += part * (LANES * VEC)
     width -= part * (LANES * VEC)
     if ROWS > 1:
-        width = tl.where(row < n_rows, width, 0)
+        width = width_if(row < n_rows, width)
 
     if PARKED > 0:
         slice_start, slice = slice_zero(dy_ptr, dy_stride, phase, n_cols, CTAS, VEC, EDGE)
@@ -223,3 +225,4 @@ def softmax_backward_resident(
     if EDGE:
         dx_edge = gradient(y_edge, dy_edge, d, LOG)
         tl.store(dx_row + edge, dx_edge.to(dx_ptr.dtype.element_ty), mask=in_edge)
+    leave_cluster(CTAS, PTX)

@@ -81,6 +81,13 @@ def slice_of(interior, rank, CTAS: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
+def width_if(exists, width):
+    """`width`, and 0 where not `exists`: a product. Triton 3.8 and later do not know what a select is divisible by, and
+    a mask made of one has no vectors.  # both [LINES, 1]"""
+    return width * exists.to(tl.int32)
+
+
+@triton.jit
 def slice_zero(ptr, stride, phase, n_cols, CTAS: tl.constexpr, VEC: tl.constexpr, EDGE: tl.constexpr):
     """(pointer to the first aligned column, elements of a slice), as scalars, of a program that has but one row."""
     row = tl.program_id(0).to(tl.int64)

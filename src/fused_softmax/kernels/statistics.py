@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cluster import open_exchange
+from .cluster import leave_cluster, open_exchange
 from .primitives import LOWEST, exp, log
 from .slices import (
     chunk_offsets,
@@ -27,6 +27,7 @@ from .slices import (
     span_of,
     start_of,
     store_chunk,
+    width_if,
 )
 from .walk import ENTROPY_MOMENT, NO_MOMENT, logit, logsumexp, lost_of, walk
 
@@ -82,7 +83,7 @@ def row_statistics(
     first += part * (LANES * VEC)
     width -= part * (LANES * VEC)
     if ROWS > 1:
-        width = tl.where(exists, width, 0)
+        width = width_if(exists, width)
     by = scale_of(row, exists, scale_ptr, scale, SCALE)
     columns = n_cols if EDGE else n_cols * VEC
     writes = (rank == 0) & (part == 0) & exists
@@ -107,6 +108,7 @@ def row_statistics(
         z = logit(x_picked, by, 1.0, SCALE != UNSCALED, False)
         picked = tl.where(inside & (lse < float("inf")), z - lse - lost, float("nan"))
         tl.store(picked_ptr + row * n_picks + k, picked, mask=wanted)
+    leave_cluster(CTAS, PTX)
 
 
 @triton.jit
@@ -170,7 +172,7 @@ def row_statistics_backward(
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
     dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
     first = split * (CHUNKS * LANES * VEC)
-    width = tl.where(exists, interior - first, 0)
+    width = width_if(exists, interior - first)
     columns = n_cols if EDGE else n_cols * VEC
     POLICY: tl.constexpr = gradient_reads(EDGE, x_ptr.dtype.element_ty)
     x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, LANES, VEC, -float("inf"), 1, POLICY)

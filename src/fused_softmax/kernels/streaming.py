@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cluster import merge_over_cluster, open_exchange, sum_over_cluster
+from .cluster import leave_cluster, merge_over_cluster, open_exchange, stay_in_line, sum_over_cluster
 from .primitives import LOWEST, exp, widen
 from .resident import gradient, gradient_term, normalize
 from .slices import edge_of, lines_of, load_chunk, load_chunks, part_of, slice_of, span_of, start_of, store_chunk
@@ -105,6 +105,7 @@ def softmax_stream(
     if EDGE:
         y_edge = normalize(x_edge, row_max, row_sum, LOG)
         tl.store(y_row + edge, y_edge.to(y_ptr.dtype.element_ty), mask=in_edge)
+    leave_cluster(CTAS, PTX)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "y_stride", "dy_stride", "dx_stride", "phase"])
@@ -157,7 +158,8 @@ def softmax_backward_stream(
         y = load_chunks(y_row + first + start, width - start, LINES, CHUNKS, 0, LANES, VEC, 0.0, PARTS)
         dy = load_chunks(dy_row + first + start, width - start, LINES, CHUNKS, 0, LANES, VEC, 0.0, PARTS)
         for c in tl.static_range(CHUNKS):
-            d += tl.sum(gradient_term(y[c], dy[c], LOG), 2)
+            y_c, dy_c = stay_in_line(y[c], CTAS, PTX), stay_in_line(dy[c], CTAS, PTX)
+            d += tl.sum(gradient_term(y_c, dy_c, LOG), 2)
     for c in tl.static_range(KEPT):
         y_c = y_kept[c if c < AHEAD else 0]  # unused where LOG
         d += tl.sum(gradient_term(widen(y_c, PTX, True), widen(dy_kept[c], PTX, True), LOG), 2)
@@ -180,3 +182,4 @@ def softmax_backward_stream(
             store_chunk(dx_row + first + start, width - start, dx, c, LINES, 0, LANES, VEC, PARTS)
     if EDGE:
         tl.store(dx_row + edge, gradient(y_edge, dy_edge, d, LOG).to(dx_ptr.dtype.element_ty), mask=in_edge)
+    leave_cluster(CTAS, PTX)
