@@ -19,6 +19,7 @@ from . import row_losses, rows
 from .device import describe, interpreting
 from .launch import DTYPE_NAMES
 from .problem import Device
+from .untraced import untraced
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -132,7 +133,7 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     """The operator fused_softmax::<schema>, of a kernel for any device and a fake kernel, which knows shapes alone."""
     name = schema.split("(")[0]
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl(name, kernel, "CompositeExplicitAutograd")
+    library.impl(name, untraced(kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"fused_softmax::{name}", fake, lib=library)
     return getattr(torch.ops.fused_softmax, name).default
 

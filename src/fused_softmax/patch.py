@@ -24,6 +24,7 @@ from torch import Tensor
 from . import rows
 from .device import interpreting, triton_error
 from .operators import fuses, refusal
+from .untraced import untraced
 
 OPS = ("softmax", "log_softmax", "safe_softmax")
 Kernel = Callable[..., Tensor]
@@ -123,7 +124,7 @@ def _install(op: str) -> None:
             # torch says once that a kernel was overridden, which is what patch() is for
             warnings.filterwarnings("ignore", message=".*(?s:.*)[Oo]verrid", category=UserWarning)
             for name, ours in _kernels(op).items():
-                library.impl(name, ours(_original(name, key)), key)
+                library.impl(name, untraced(ours(_original(name, key))), key)
                 _kept.append(torch.library.get_kernel(f"aten::{name}", key))
     except BaseException:
         library._destroy()
