@@ -23,6 +23,7 @@ from .device import describe
 from .gradients import RowSoftmax
 from .launch import MAX_COLS, problem_of
 from .operators import fuses, is_plain, is_traced, refusal, refusal_while_compiling
+from .outputs import is_its_own, may_write_while_reading
 from .plan import plan as make_plan
 from .problem import Device, Plan
 
@@ -115,7 +116,10 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False, 
         return operators.logsumexp(input, dims, keepdim)
     if not _takes_out(out, input, input.dtype):
         return torch.logsumexp(input, dim, keepdim, out=out)
-    return _written(operators.logsumexp(input, dims, keepdim), out)
+    result = operators.logsumexp(input, dims, keepdim)
+    if out.shape != result.shape and out.numel():  # torch resizes it, and warns
+        return torch.logsumexp(input, dim, keepdim, out=out)
+    return _written(result, out)
 
 
 def plan_for(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, log: bool = False) -> Plan | Fallback:
@@ -198,6 +202,9 @@ def _into(out: Tensor, input: Tensor, dim: int, dtype: torch.dtype, log: bool) -
         if out.numel():  # torch resizes it, and warns
             return (torch.log_softmax if log else torch.softmax)(input, dim, dtype=dtype, out=out)
         out.resize_(input.shape)
+    if not (is_its_own(out) and may_write_while_reading(out, input)):
+        # copy_ raises, before it writes, where two elements of out share their memory
+        return out.copy_(rows.softmax_forward(input, dim, dtype, log))
     rows.softmax_forward(input, dim, dtype, log, out)
     torch.autograd.graph.increment_version(out)
     return out
@@ -207,7 +214,11 @@ def _takes_out(out: Any, input: Tensor, dtype: torch.dtype) -> bool:
     """Whether out may be written here. What is wrong with it, and what autograd makes of it, is torch's to say."""
     if not isinstance(out, Tensor) or out.dtype is not dtype or out.device != input.device:
         return False
-    return not (torch.is_grad_enabled() and (input.requires_grad or out.requires_grad))
+    if torch.is_grad_enabled() and (input.requires_grad or out.requires_grad):
+        return False
+    if is_plain(out) and out.is_inference() and not torch.is_inference_mode_enabled():
+        out.as_strided((0,), (1,)).zero_()  # raises torch's error; torch.softmax raises it after it wrote
+    return out.layout is torch.strided
 
 
 def _written(result: Tensor, out: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 from . import rows
 from .device import interpreting, triton_error
 from .operators import fuses, refusal
+from .outputs import is_its_own, may_write_while_reading
 from .untraced import untraced
 
 OPS = ("softmax", "log_softmax", "safe_softmax")
@@ -178,6 +179,8 @@ def _forward_out(log: bool, original: Kernel) -> Kernel:
         dtype = _out_dtype(x, half_to_float)
         if dtype is None or not _takes(x, dim, dtype) or not _fits(out, x, dtype):
             return original(x, dim, half_to_float, out=out)
+        if not may_write_while_reading(out, x):
+            return out.copy_(rows.softmax_forward(x, dim, dtype, log))
         return rows.softmax_forward(x, dim, dtype, log, out)
 
     return forward_out
@@ -224,7 +227,7 @@ def _safe_softmax(original: Kernel) -> Kernel:
 
 def _fits(out: Tensor, like: Tensor, dtype: torch.dtype | None) -> bool:
     """Whether out can take the result; an empty one is given its size, other sizes are torch's to resize."""
-    if out.dtype is not dtype or out.device != like.device:
+    if out.dtype is not dtype or out.device != like.device or not is_its_own(out):
         return False
     if out.shape != like.shape and out.numel() == 0:
         out.resize_(like.shape)
