@@ -46,7 +46,12 @@ def causal_lm_loss(outputs: Any, labels: Tensor, num_items_in_batch: int | Tenso
     """
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
     following = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
-    if num_items_in_batch is not None and not isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = torch.full((1,), float(num_items_in_batch), device=logits.device)
+    if num_items_in_batch is not None:
+        # not torch's default dtype, which may have no 70,000
+        dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(logits.device, dtype)
+        else:
+            num_items_in_batch = torch.full((1,), float(num_items_in_batch), dtype=dtype, device=logits.device)
     target = following.reshape(-1).to(logits.device)
     return cross_entropy_over(num_items_in_batch, logits.view(-1, logits.shape[-1]), target)
