@@ -12,6 +12,7 @@ torch.compile's own decompositions, flash attention, other fused ones.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import warnings
 from collections import deque
@@ -49,6 +50,10 @@ class patch:
     It nests and may be used from several threads: an op is torch's own again when the last patch that holds it ends,
     the very kernel that was there before. On a machine without kernels (no GPU, no Triton) it changes nothing. With
     TRITON_INTERPRET=1 it takes the CPU's kernels.
+
+    It decorates functions, coroutine functions and generator functions, asynchronous ones too. A call of these holds
+    the patch while its body runs: from the first step until it returns, raises or is closed, between two steps too, as
+    `with patch():` inside the body would. A copy of a patch, and one that was pickled, starts disabled.
 
     Raises: ValueError for an unknown op; RuntimeError for a disable() without its enable(), and where this torch cannot
     hand out the kernel that was there before (torch.library.get_kernel, since 2.10).
@@ -95,15 +100,63 @@ class patch:
         self.disable()
 
     def __call__(self, function: F) -> F:
-        @functools.wraps(function)
-        def patched(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
+        return _held_while_it_runs(self, function)
 
-        return patched  # type: ignore[return-value]
+    def __reduce__(self) -> tuple[Any, ...]:
+        # what is enabled is this object: a copy holds nothing
+        return type(self), (self.ops,)
 
     def __repr__(self) -> str:
         return f"patch(ops={self.ops!r})"
+
+
+def _held_while_it_runs(held: patch, function: F) -> F:
+    """function, in whose body `held` is enabled: a call of a coroutine or generator function runs no body yet."""
+    patched: Callable[..., Any]
+    if inspect.isasyncgenfunction(function):
+
+        @functools.wraps(function)
+        async def patched(*args: Any, **kwargs: Any) -> Any:
+            with held:
+                steps = function(*args, **kwargs)
+                try:
+                    step = await steps.__anext__()
+                    while True:
+                        try:
+                            sent = yield step
+                        except GeneratorExit:
+                            raise
+                        except BaseException as thrown:
+                            step = await steps.athrow(thrown)
+                        else:
+                            step = await steps.asend(sent)
+                except StopAsyncIteration:
+                    return
+                finally:
+                    await steps.aclose()
+
+    elif inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def patched(*args: Any, **kwargs: Any) -> Any:
+            with held:
+                return await function(*args, **kwargs)
+
+    elif inspect.isgeneratorfunction(function):
+
+        @functools.wraps(function)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            with held:
+                return (yield from function(*args, **kwargs))
+
+    else:
+
+        @functools.wraps(function)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            with held:
+                return function(*args, **kwargs)
+
+    return patched  # type: ignore[return-value]
 
 
 def _release(ops: Iterable[str]) -> None:
