@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.overrides import handle_torch_function
 
 from . import eager, operators, row_losses, rows
+from .arguments import FLOATING, stands_in
 from .device import describe
 from .gradients import RowSoftmax
 from .launch import MAX_COLS, problem_of
@@ -30,7 +32,7 @@ from .problem import Device, Plan
 
 @dataclass(frozen=True)
 class Fallback:
-    """PyTorch's own kernel runs, and `why`."""
+    """No kernel of rows runs, and `why`: PyTorch's own does ("torch"), or the strided one, or none ("empty")."""
 
     why: str
     regime: str = "torch"
@@ -104,6 +106,9 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False, 
     >>> logsumexp(torch.zeros(2, 4), dim=1)
     tensor([1.3863, 1.3863])
     """
+    if not isinstance(input, Tensor) and stands_in(input):
+        written = {} if out is None else {"out": out}
+        return handle_torch_function(logsumexp, (input,), input, dim, keepdim, **written)
     dims = _dims(input, dim)
     if dims is None or _too_long(input, dims) or type(keepdim) is not bool or _fallback(input, None) is not None:
         if out is None:
@@ -126,7 +131,8 @@ def plan_for(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, log:
     """The plan that `softmax(x, dim, dtype)` takes, or `log_softmax` where log, or a `Fallback` that says why PyTorch's
     own kernel is called.
 
-    Nothing is launched and no memory of x's size is taken. Both have `.regime` and `.why`. Errors are `softmax`'s.
+    No memory of x's size is taken. Both have `.regime` and `.why`: "torch", "strided" and "empty" are Fallbacks. Errors
+    are `softmax`'s, those of integers and complex numbers too.
 
     >>> plan_for(torch.zeros(2, 8, dtype=torch.float64)).regime
     'torch'
@@ -137,13 +143,17 @@ def plan_for(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, log:
         return Fallback("only PyTorch's own takes these arguments")
     reason = _fallback(x, dtype) or _short(x, index, dtype)
     if reason is not None:
+        if x.numel() and (x.dtype if dtype is None else dtype) not in FLOATING:
+            torch.softmax(x.new_zeros(1), 0, dtype)  # raises what the call raises
         return Fallback(reason)
+    if x.numel() == 0:
+        return Fallback("the tensor is empty: nothing is launched", regime="empty")
     device = describe(x.device)
     assert isinstance(device, Device)
     out_dtype = (torch.float32 if _promotes(x) else x.dtype) if dtype is None else dtype
     folded = rows.as_rows(x, index % x.dim()) if x.dim() else x.view(1, 1)
     result = rows.as_rows(torch.empty(x.shape, device="meta"), index % x.dim()) if x.dim() else folded
-    if folded is None or result is None or x.numel() == 0:
+    if folded is None or result is None:
         return Fallback("dim's elements or rows are not neighbours: the strided kernel", regime="strided")
     # the output is new, so aligned and contiguous: a meta tensor stands in for it
     in_dtype = x.dtype if fuses(x.dtype, out_dtype) else out_dtype
@@ -153,6 +163,9 @@ def plan_for(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, log:
 
 
 def _forward(input: Tensor, dim: int, dtype: torch.dtype | None, out: Tensor | None, log: bool) -> Tensor:
+    if not isinstance(input, Tensor) and stands_in(input):
+        written = {} if out is None else {"out": out}
+        return handle_torch_function(log_softmax if log else softmax, (input,), input, dim, dtype, **written)
     index = _index(input, dim)
     if index is None or _fallback(input, dtype) is not None or _short(input, index, dtype) is not None:
         # wrong arguments too: the error is torch's own
