@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
+from .arguments import stands_in
 from .logprobs import token_logprobs
 from .losses import cross_entropy_over
 
@@ -26,6 +28,8 @@ def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
     >>> selective_log_softmax(torch.zeros(1, 2, 4), torch.tensor([[1, 3]]))
     tensor([[-1.3863, -1.3863]])
     """
+    if stands_in(logits, index):
+        return handle_torch_function(selective_log_softmax, (logits, index), logits, index)
     logprobs = token_logprobs(logits, index)
     assert isinstance(logprobs, Tensor)
     return logprobs.to(logits.dtype)
@@ -44,9 +48,17 @@ def causal_lm_loss(outputs: Any, labels: Tensor, num_items_in_batch: int | Tenso
     >>> causal_lm_loss({"logits": torch.zeros(1, 3, 4)}, torch.tensor([[0, 1, 2]]))
     tensor(1.3863)
     """
+    if stands_in(outputs, labels, num_items_in_batch):
+        given = (outputs, labels, num_items_in_batch)
+        return handle_torch_function(causal_lm_loss, given, *given)
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
     following = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
-    if num_items_in_batch is not None and not isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = torch.full((1,), float(num_items_in_batch), device=logits.device)
+    if num_items_in_batch is not None:
+        # not torch's default dtype, which may have no 70,000
+        dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(logits.device, dtype)
+        else:
+            num_items_in_batch = torch.full((1,), float(num_items_in_batch), dtype=dtype, device=logits.device)
     target = following.reshape(-1).to(logits.device)
     return cross_entropy_over(num_items_in_batch, logits.view(-1, logits.shape[-1]), target)

@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.overrides import handle_torch_function
 
 from . import eager, operators, row_losses, rows
+from .arguments import FLOATING, stands_in
 from .device import describe
 from .gradients import RowSoftmax
 from .launch import MAX_COLS, failure, problem_of
 from .operators import fuses, is_plain, is_traced, refusal, refusal_while_compiling
+from .outputs import is_its_own, may_write_while_reading
 from .plan import plan as make_plan
 from .problem import Device, Plan
 from .torch_ops import torch_private
@@ -30,7 +33,7 @@ from .torch_ops.torch_private import forward_ad
 
 @dataclass(frozen=True)
 class Fallback:
-    """PyTorch's own kernel runs, and `why`."""
+    """No kernel of rows runs, and `why`: PyTorch's own does ("torch"), or the strided one, or none ("empty")."""
 
     why: str
     regime: str = "torch"
@@ -104,6 +107,9 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False, 
     >>> logsumexp(torch.zeros(2, 4), dim=1)
     tensor([1.3863, 1.3863])
     """
+    if not isinstance(input, Tensor) and stands_in(input):
+        written = {} if out is None else {"out": out}
+        return handle_torch_function(logsumexp, (input,), input, dim, keepdim, **written)
     dims = _dims(input, dim)
     if dims is None or _too_long(input, dims) or type(keepdim) is not bool or _fallback(input, None) is not None:
         if out is None:
@@ -116,14 +122,18 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False, 
         return operators.logsumexp(input, dims, keepdim)
     if not _takes_out(out, input, input.dtype):
         return torch.logsumexp(input, dim, keepdim, out=out)
-    return _written(operators.logsumexp(input, dims, keepdim), out)
+    result = operators.logsumexp(input, dims, keepdim)
+    if out.shape != result.shape and out.numel():  # torch resizes it, and warns
+        return torch.logsumexp(input, dim, keepdim, out=out)
+    return _written(result, out)
 
 
 def plan_for(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, log: bool = False) -> Plan | Fallback:
     """The plan that `softmax(x, dim, dtype)` takes, or `log_softmax` where log, or a `Fallback` that says why PyTorch's
     own kernel is called.
 
-    Nothing is launched and no memory of x's size is taken. Both have `.regime` and `.why`. Errors are `softmax`'s.
+    No memory of x's size is taken. Both have `.regime` and `.why`: "torch", "strided" and "empty" are Fallbacks. Errors
+    are `softmax`'s, those of integers and complex numbers too.
 
     >>> plan_for(torch.zeros(2, 8, dtype=torch.float64)).regime
     'torch'
@@ -134,13 +144,17 @@ def plan_for(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, log:
         return Fallback("only PyTorch's own takes these arguments")
     reason = _fallback(x, dtype) or _short(x, index, dtype)
     if reason is not None:
+        if x.numel() and (x.dtype if dtype is None else dtype) not in FLOATING:
+            torch.softmax(x.new_zeros(1), 0, dtype)  # raises what the call raises
         return Fallback(reason)
+    if x.numel() == 0:
+        return Fallback("the tensor is empty: nothing is launched", regime="empty")
     device = describe(x.device)
     assert isinstance(device, Device)
     out_dtype = (torch.float32 if _promotes(x) else x.dtype) if dtype is None else dtype
     folded = rows.as_rows(x, index % x.dim()) if x.dim() else x.view(1, 1)
     result = rows.as_rows(torch.empty(x.shape, device="meta"), index % x.dim()) if x.dim() else folded
-    if folded is None or result is None or x.numel() == 0:
+    if folded is None or result is None:
         return Fallback("dim's elements or rows are not neighbours: the strided kernel", regime="strided")
     # the output is new, so aligned and contiguous: a meta tensor stands in for it
     in_dtype = x.dtype if fuses(x.dtype, out_dtype) else out_dtype
@@ -152,6 +166,9 @@ def plan_for(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, log:
 
 
 def _forward(input: Tensor, dim: int, dtype: torch.dtype | None, out: Tensor | None, log: bool) -> Tensor:
+    if not isinstance(input, Tensor) and stands_in(input):
+        written = {} if out is None else {"out": out}
+        return handle_torch_function(log_softmax if log else softmax, (input,), input, dim, dtype, **written)
     index = _index(input, dim)
     if index is None or _fallback(input, dtype) is not None or _short(input, index, dtype) is not None:
         # wrong arguments too: the error is torch's own
@@ -201,6 +218,9 @@ def _into(out: Tensor, input: Tensor, dim: int, dtype: torch.dtype, log: bool) -
         if out.numel():  # torch resizes it, and warns
             return (torch.log_softmax if log else torch.softmax)(input, dim, dtype=dtype, out=out)
         out.resize_(input.shape)
+    if not (is_its_own(out) and may_write_while_reading(out, input)):
+        # copy_ raises, before it writes, where two elements of out share their memory
+        return out.copy_(rows.forward_or_torch(input, dim, dtype, log))
     rows.forward_or_torch(input, dim, dtype, log, out)
     torch.autograd.graph.increment_version(out)
     return out
@@ -210,7 +230,11 @@ def _takes_out(out: Any, input: Tensor, dtype: torch.dtype) -> bool:
     """Whether out may be written here. What is wrong with it, and what autograd makes of it, is torch's to say."""
     if not isinstance(out, Tensor) or out.dtype is not dtype or out.device != input.device:
         return False
-    return not (torch.is_grad_enabled() and (input.requires_grad or out.requires_grad))
+    if torch.is_grad_enabled() and (input.requires_grad or out.requires_grad):
+        return False
+    if is_plain(out) and out.is_inference() and not torch.is_inference_mode_enabled():
+        out.as_strided((0,), (1,)).zero_()  # raises torch's error; torch.softmax raises it after it wrote
+    return out.layout is torch.strided
 
 
 def _written(result: Tensor, out: Tensor) -> Tensor:

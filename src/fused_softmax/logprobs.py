@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from . import loss_formulas, loss_operators, row_losses
+from .arguments import expect_flag, expect_floating, expect_tensors, real, stands_in
+from .launch import DTYPE_NAMES
 from .operators import is_compiled, is_plain, other_device_error, refusal
 from .rows import is_batch_invariant
 
@@ -54,12 +57,30 @@ def token_logprobs(
     NaN, it adds nothing to the gradient and nothing outside the row is read.
 
     Raises: ValueError for token_ids that do not fit, or a number as temperature that is not positive; TypeError for
-    token_ids that are no integers; RuntimeError for a temperature that does not broadcast, and for token_ids or a
-    temperature on another device than the logits.
+    token_ids that are no integers and for arguments of other types; NotImplementedError, as softmax, for logits that
+    are not floating; RuntimeError for a temperature that does not broadcast, and for token_ids or a temperature on
+    another device than the logits.
 
     >>> token_logprobs(torch.zeros(2, 4), torch.tensor([1, 3]))
     tensor([-1.3863, -1.3863])
     """
+    if not (isinstance(logits, Tensor) and isinstance(token_ids, Tensor)) or stands_in(temperature):
+        if stands_in(logits, token_ids, temperature):
+            return handle_torch_function(
+                token_logprobs,
+                (logits, token_ids, temperature),
+                logits,
+                token_ids,
+                temperature=temperature,
+                return_entropy=return_entropy,
+                return_logsumexp=return_logsumexp,
+            )
+        expect_tensors("token_logprobs", logits=logits, token_ids=token_ids)
+    if logits.dtype not in DTYPE_NAMES:
+        expect_floating("token_logprobs", "logits", logits)
+    if type(return_entropy) is not bool or type(return_logsumexp) is not bool:
+        expect_flag("token_logprobs", "return_entropy", return_entropy)
+        expect_flag("token_logprobs", "return_logsumexp", return_logsumexp)
     one = token_ids.shape == logits.shape[:-1]
     if logits.dim() == 0 or not (one or token_ids.shape[:-1] == logits.shape[:-1] and token_ids.dim() == logits.dim()):
         raise ValueError(
@@ -77,9 +98,12 @@ def token_logprobs(
         row_losses.check_ids(ids, n_cols)
     scale = _scale(temperature, batch, logits)
     differentiable = isinstance(temperature, Tensor) and temperature.requires_grad
+    plain = plain and (not isinstance(temperature, Tensor) or is_plain(temperature))
     plain = plain and not differentiable and is_plain(logits) and logits.numel() > 0 and ids.numel() > 0
     plain = plain and refusal(logits, logits.dtype) is None
-    compiled = not (plain or differentiable) and is_compiled(logits, token_ids)
+    compiled = not (plain or differentiable) and is_compiled(
+        logits, token_ids, temperature if isinstance(temperature, Tensor) else None
+    )
     if plain or (compiled and n_cols > 0 and ids.shape[-1] > 0):
         rows = row_losses.rows_of(logits, n_cols)
         of_rows = scale.reshape(-1).contiguous() if isinstance(scale, Tensor) else scale
@@ -99,9 +123,13 @@ def token_logprobs(
 def _scale(temperature: float | Tensor, batch: torch.Size, logits: Tensor) -> float | Tensor:
     """1/temperature: a number, or a tensor of shape `batch` in float32, or float64 for float64 logits."""
     if not isinstance(temperature, Tensor):
+        if type(temperature) is not float:
+            temperature = real("token_logprobs", "temperature", temperature)
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, not {temperature}")
         return 1.0 / temperature
+    if temperature.dtype is torch.bool or temperature.is_complex():
+        raise TypeError(f"temperature must hold real numbers, not {temperature.dtype}; temperature.float() makes them")
     if temperature.device != logits.device and not (temperature.dim() == 0 and temperature.is_cpu):
         raise other_device_error("temperature", temperature, "logits", logits)
     dtype = logits.dtype if logits.dtype is torch.float64 else torch.float32

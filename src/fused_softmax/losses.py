@@ -14,19 +14,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import _reduction as _Reduction
+from torch.overrides import handle_torch_function
 
 from . import loss_formulas, loss_operators, row_losses
+from .arguments import expect_flag, expect_floating, expect_tensors, finite, integer, real, stands_in
 from .availability import KernelUnavailable
+from .launch import DTYPE_NAMES
 from .operators import is_compiled, is_plain, refusal
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
 def cross_entropy(
-    logits: Tensor,
+    input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
+    size_average: bool | None = None,
     ignore_index: int = -100,
+    reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     *,
@@ -38,11 +44,12 @@ def cross_entropy(
     logits.
 
     Args:
-        logits: (C,), (N, C) or (N, C, d1, ...); float16, bfloat16 and float32 are ours on a GPU, all else is torch's.
-            Where the classes are not contiguous in memory, as in (N, C, d1, ...), they are copied first.
-        target: int64 class indices of shape (), (N,) or (N, d1, ...), in [0, C) or ignore_index. Probabilities, of the
-            logits' shape and a floating dtype, are torch's.
+        input: the logits, (C,), (N, C) or (N, C, d1, ...); float16, bfloat16 and float32 are ours on a GPU, all else is
+            torch's. Where the classes are not contiguous in memory, as in (N, C, d1, ...), they are copied first.
+        target: int64 or uint8 class indices of shape (), (N,) or (N, d1, ...), in [0, C) or ignore_index.
+            Probabilities, of the logits' shape and a floating dtype, are torch's.
         weight: (C,) of the logits' dtype or float32; the mean divides by the weights of the targets that count.
+        size_average, reduce: deprecated, as in torch: they warn, and replace reduction.
         ignore_index: rows with this target add nothing to the loss, nor to the mean's denominator.
         reduction: "mean", "sum" or "none". If no target counts, the mean is NaN and the sum 0.
         label_smoothing: in [0, 1], the share of every target that is spread over all classes.
@@ -58,7 +65,9 @@ def cross_entropy(
     per-row ones too. Where autograd keeps the gradient that the forward wrote it keeps the logits as well.
 
     Raises: as torch: ValueError for another reduction or shapes that do not fit, RuntimeError for other integer
-    targets and for a target or weight on another device. A target outside the classes is an IndexError on the CPU and a
+    targets and for a target or weight on another device, TypeError for arguments of other types, NotImplementedError
+    for logits that are not floating; ValueError for a softcap that is not positive and finite, or an infinite or NaN
+    z_loss. A target outside the classes is an IndexError on the CPU and a
     device assertion on a GPU; nothing outside the tensors is read or written.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.cross_entropy.html
@@ -66,8 +75,31 @@ def cross_entropy(
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, 3]))
     tensor(1.3863)
     """
+    if not (
+        isinstance(input, Tensor) and isinstance(target, Tensor) and (weight is None or isinstance(weight, Tensor))
+    ):
+        if stands_in(input, target, weight):
+            return handle_torch_function(
+                cross_entropy,
+                (input, target, weight),
+                input,
+                target,
+                weight,
+                size_average=size_average,
+                ignore_index=ignore_index,
+                reduce=reduce,
+                reduction=reduction,
+                label_smoothing=label_smoothing,
+                softcap=softcap,
+                z_loss=z_loss,
+                inplace_backward=inplace_backward,
+            )
+        expect_tensors("cross_entropy", input=input, target=target)
+        expect_tensors("cross_entropy", weight=weight)
+    if size_average is not None or reduce is not None:
+        reduction = _Reduction.legacy_get_string(size_average, reduce)
     return cross_entropy_over(
-        None, logits, target, weight, ignore_index, reduction, label_smoothing, softcap, z_loss, inplace_backward
+        None, input, target, weight, ignore_index, reduction, label_smoothing, softcap, z_loss, inplace_backward
     )
 
 
@@ -87,8 +119,27 @@ def cross_entropy_over(
 
     To divide the sum afterwards would send an upstream gradient other than 1 back, and so write the gradient twice.
     """
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, not {softcap}")
+    if logits.dtype not in DTYPE_NAMES:
+        expect_floating("cross_entropy", "input", logits)
+    if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
+        ignore_index = integer("cross_entropy", "ignore_index", ignore_index)
+    if type(label_smoothing) is not float:
+        # torch takes a bool here
+        smoothing = int(label_smoothing) if label_smoothing is True or label_smoothing is False else label_smoothing
+        label_smoothing = real("cross_entropy", "label_smoothing", smoothing)
+    if softcap is not None:
+        softcap = finite("cross_entropy", "softcap", softcap)
+        if softcap <= 0.0:
+            raise ValueError(f"cross_entropy(): softcap must be positive, or None for no cap, not {softcap}")
+    if type(z_loss) is not float or z_loss:
+        z_loss = finite("cross_entropy", "z_loss", z_loss)
+    if type(inplace_backward) is not bool:
+        expect_flag("cross_entropy", "inplace_backward", inplace_backward)
+    if reduction not in REDUCTIONS:
+        _Reduction.get_enum(reduction)  # raises, or warns that its name for the mean is old
+        reduction = "mean"
+    if target.dtype is torch.uint8:
+        target = target.long()
     n_cols = logits.shape[1] if logits.dim() > 1 else logits.numel()
     plain = compiled = False
     if _fits(logits, target, weight, reduction, label_smoothing, n_cols):

@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from . import loss_formulas, masked_operators, masked_rows
+from .arguments import expect_flag, expect_floating, expect_tensors, real, stands_in
+from .launch import DTYPE_NAMES
 from .masked_rows import masked_backward as _backward
 from .operators import is_compiled, is_plain
 
@@ -46,19 +49,33 @@ def masked_softmax(
     Returns: a contiguous tensor of x's shape and dtype. Hidden columns are 0.
 
     Raises: ValueError for another fully_masked, for a mask that does not broadcast, or causal of one dimension;
-    TypeError for a mask of integers; RuntimeError, torch's own, for a mask on another device.
+    TypeError for a mask of integers and for arguments of other types; NotImplementedError, as softmax, for x that is
+    not floating; RuntimeError, torch's own, for a mask on another device.
 
     >>> masked_softmax(torch.zeros(2, 2), causal=True)
     tensor([[1.0000, 0.0000],
             [0.5000, 0.5000]])
     """
+    if not (isinstance(x, Tensor) and (mask is None or isinstance(mask, Tensor))):
+        if stands_in(x, mask):
+            return handle_torch_function(
+                masked_softmax, (x, mask), x, mask, scale=scale, causal=causal, fully_masked=fully_masked
+            )
+        expect_tensors("masked_softmax", x=x)
+        expect_tensors("masked_softmax", mask=mask)
+    if x.dtype not in DTYPE_NAMES:
+        expect_floating("masked_softmax", "x", x)
+    if type(scale) is not float:
+        scale = real("masked_softmax", "scale", scale)
+    if type(causal) is not bool:
+        expect_flag("masked_softmax", "causal", causal)
     if fully_masked not in FULLY_MASKED:
         raise ValueError(f"fully_masked must be one of {FULLY_MASKED}, not {fully_masked!r}")
     if causal and x.dim() < 2:
         raise ValueError("causal needs queries and columns: x of two dimensions at least")
     if mask is not None:
         if mask.dtype is not torch.bool and not mask.is_floating_point():
-            raise TypeError(f"mask must be bool or floating, not {mask.dtype}")
+            raise TypeError(f"mask must be bool or floating, not {mask.dtype}; mask.bool() keeps what is not 0")
         if mask.dim() > x.dim() or any(m not in (1, n) for m, n in zip(mask.shape[::-1], x.shape[::-1], strict=False)):
             raise ValueError(f"mask {tuple(mask.shape)} does not broadcast to {tuple(x.shape)}")
     zero = fully_masked == "zero"

@@ -20,6 +20,7 @@ from .launch import DTYPE_NAMES
 from .problem import Device
 from .torch_ops import torch_private
 from .torch_ops.torch_private import forward_ad
+from .untraced import untraced
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -133,7 +134,7 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     """The operator fused_softmax::<schema>, of a kernel for any device and a fake kernel, which knows shapes alone."""
     name = schema.split("(")[0]
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl(name, kernel, "CompositeExplicitAutograd")
+    library.impl(name, untraced(kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"fused_softmax::{name}", fake, lib=library)
     return getattr(torch.ops.fused_softmax, name).default
 
@@ -280,8 +281,13 @@ def _batched(t: Tensor, batch_dim: int | None, batch_size: int) -> Tensor:
     return t.expand(batch_size, *t.shape) if batch_dim is None else t.movedim(batch_dim, 0)
 
 
+# The dispatcher leaves out trailing arguments that have their default: the rules have the schemas' defaults too.
+
+
 def _forward_vmap(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
-    def rule(info: Any, in_dims: tuple[Any, ...], x: Tensor, dim: int, dtype: torch.dtype | None) -> tuple[Tensor, int]:
+    def rule(
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, dim: int, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, int]:
         x = x.movedim(in_dims[0], 0)
         if x.dim() == 1:
             _in_range(dim, 0)
@@ -308,16 +314,18 @@ def _dims_past_batch(dim: list[int], n_dims: int) -> list[int]:
 
 
 def _logsumexp_vmap(
-    info: Any, in_dims: tuple[Any, ...], x: Tensor, dim: list[int], keepdim: bool
+    info: Any, in_dims: tuple[Any, ...], x: Tensor, dim: list[int], keepdim: bool = False
 ) -> tuple[Tensor, int]:
     x = x.movedim(in_dims[0], 0)
     if x.dim() == 1:
+        for d in dim:
+            _in_range(d, 0)
         return logsumexp(x.unsqueeze(1), [1], False), 0
     return logsumexp(x, _dims_past_batch(dim, x.dim() - 1), keepdim), 0
 
 
 def _logsumexp_backward_vmap(
-    info: Any, in_dims: tuple[Any, ...], g: Tensor, x: Tensor, lse: Tensor, dim: list[int], keepdim: bool
+    info: Any, in_dims: tuple[Any, ...], g: Tensor, x: Tensor, lse: Tensor, dim: list[int], keepdim: bool = False
 ) -> tuple[Tensor, int]:
     g, x, lse = (_batched(t, d, info.batch_size) for t, d in zip((g, x, lse), in_dims, strict=False))
     if x.dim() == 1:

@@ -12,6 +12,7 @@ torch.compile's own decompositions, flash attention, other fused ones.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import warnings
 from collections import deque
@@ -25,7 +26,9 @@ from . import rows
 from .availability import KernelUnavailable, warn_once
 from .device import interpreting, triton_error
 from .operators import fuses, refusal
+from .outputs import is_its_own, may_write_while_reading
 from .torch_ops import torch_private
+from .untraced import untraced
 
 OPS = ("softmax", "log_softmax", "safe_softmax")
 Kernel = Callable[..., Tensor]
@@ -49,6 +52,10 @@ class patch:
     It nests and may be used from several threads: an op is torch's own again when the last patch that holds it ends,
     the very kernel that was there before. On a machine without kernels (no GPU, no Triton) it changes nothing. With
     TRITON_INTERPRET=1 it takes the CPU's kernels.
+
+    It decorates functions, coroutine functions and generator functions, asynchronous ones too. A call of these holds
+    the patch while its body runs: from the first step until it returns, raises or is closed, between two steps too, as
+    `with patch():` inside the body would. A copy of a patch, and one that was pickled, starts disabled.
 
     Where the kernels cannot run with the installed torch and Triton it changes nothing, and warns once.
 
@@ -96,15 +103,63 @@ class patch:
         self.disable()
 
     def __call__(self, function: F) -> F:
-        @functools.wraps(function)
-        def patched(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
+        return _held_while_it_runs(self, function)
 
-        return patched  # type: ignore[return-value]
+    def __reduce__(self) -> tuple[Any, ...]:
+        # what is enabled is this object: a copy holds nothing
+        return type(self), (self.ops,)
 
     def __repr__(self) -> str:
         return f"patch(ops={self.ops!r})"
+
+
+def _held_while_it_runs(held: patch, function: F) -> F:
+    """function, in whose body `held` is enabled: a call of a coroutine or generator function runs no body yet."""
+    patched: Callable[..., Any]
+    if inspect.isasyncgenfunction(function):
+
+        @functools.wraps(function)
+        async def patched(*args: Any, **kwargs: Any) -> Any:
+            with held:
+                steps = function(*args, **kwargs)
+                try:
+                    step = await steps.__anext__()
+                    while True:
+                        try:
+                            sent = yield step
+                        except GeneratorExit:
+                            raise
+                        except BaseException as thrown:
+                            step = await steps.athrow(thrown)
+                        else:
+                            step = await steps.asend(sent)
+                except StopAsyncIteration:
+                    return
+                finally:
+                    await steps.aclose()
+
+    elif inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def patched(*args: Any, **kwargs: Any) -> Any:
+            with held:
+                return await function(*args, **kwargs)
+
+    elif inspect.isgeneratorfunction(function):
+
+        @functools.wraps(function)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            with held:
+                return (yield from function(*args, **kwargs))
+
+    else:
+
+        @functools.wraps(function)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            with held:
+                return function(*args, **kwargs)
+
+    return patched  # type: ignore[return-value]
 
 
 def _release(ops: Iterable[str]) -> None:
@@ -131,7 +186,7 @@ def _install(op: str) -> None:
             # torch says once that a kernel was overridden, which is what patch() is for
             warnings.filterwarnings("ignore", message=".*(?s:.*)[Oo]verrid", category=UserWarning)
             for name, ours in _kernels(op).items():
-                library.impl(name, ours(_original(name, key)), key)
+                library.impl(name, untraced(ours(_original(name, key))), key)
                 _kept.append(torch_private.get_kernel(f"aten::{name}", key))
     except BaseException:
         library._destroy()
@@ -189,6 +244,8 @@ def _forward_out(log: bool, original: Kernel) -> Kernel:
         if dtype is None or not _takes(x, dim, dtype) or not _fits(out, x, dtype):
             return original(x, dim, half_to_float, out=out)
         try:
+            if not may_write_while_reading(out, x):
+                return out.copy_(rows.softmax_forward(x, dim, dtype, log))
             return rows.softmax_forward(x, dim, dtype, log, out)
         except KernelUnavailable:
             return original(x, dim, half_to_float, out=out)
@@ -246,7 +303,7 @@ def _safe_softmax(original: Kernel) -> Kernel:
 
 def _fits(out: Tensor, like: Tensor, dtype: torch.dtype | None) -> bool:
     """Whether out can take the result; an empty one is given its size, other sizes are torch's to resize."""
-    if out.dtype is not dtype or out.device != like.device:
+    if out.dtype is not dtype or out.device != like.device or not is_its_own(out):
         return False
     if out.shape != like.shape and out.numel() == 0:
         out.resize_(like.shape)

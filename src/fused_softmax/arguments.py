@@ -1,0 +1,84 @@
+"""What arguments may be, and the errors for what they may not: raised before anything is launched or written.
+
+The types are those that torch's own functions raise, and numbers are what torch takes for an int or a float: Python's,
+NumPy's, and tensors of one element that need no gradient. The functions call these for what is not plainly right
+already, so a usual call pays for a type check each.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def stands_in(*arguments: Any) -> bool:
+    """Whether one of them is no tensor and has a `__torch_function__`, as torch.fx's proxies are: it takes the call."""
+    return any(not isinstance(a, Tensor) and hasattr(type(a), "__torch_function__") for a in arguments)
+
+
+def expect_tensors(function: str, **arguments: Any) -> None:
+    """TypeError for what is no tensor."""
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{function}(): {name} must be a Tensor, not {type(value).__name__}")
+
+
+def expect_floating(function: str, name: str, x: Tensor) -> None:
+    """NotImplementedError, as torch.softmax's, for integers, bools, complex numbers and 8-bit floats."""
+    if x.dtype not in FLOATING:
+        raise NotImplementedError(
+            f"{function}() is not implemented for {x.dtype}: {name} must be float16, bfloat16, float32 or float64; "
+            f"cast it first, as in {name}.float()"
+        )
+
+
+def expect_flag(function: str, name: str, value: Any) -> None:
+    """TypeError for what is not True or False."""
+    if type(value) is not bool:
+        raise TypeError(f"{function}(): {name} must be True or False, not {value!r}")
+
+
+def integer(function: str, name: str, value: Any) -> int:
+    """value as an int of 64 bits: TypeError for what is none, as a bool; ValueError for a larger one."""
+    if isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value]
+    is_bool = isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype is torch.bool)
+    try:
+        found = None if is_bool else operator.index(value)
+    except TypeError:
+        found = None
+    if found is None:
+        raise TypeError(f"{function}(): {name} must be an int, not {value!r}")
+    if not -(2**63) <= found < 2**63:
+        raise ValueError(f"{function}(): {name} must fit in 64 bits, {found} does not")
+    return found
+
+
+def real(function: str, name: str, value: Any) -> float:
+    """value as a float: TypeError for what is no number, for a bool, and for a tensor that needs a gradient."""
+    if isinstance(value, torch.SymFloat):
+        return value  # type: ignore[return-value]
+    if isinstance(value, Tensor):
+        takes = (
+            value.dim() == 0 and not value.requires_grad and not value.is_complex() and value.dtype is not torch.bool
+        )
+    else:
+        takes = hasattr(type(value), "__float__") and not isinstance(value, bool)
+    if not takes:
+        given = f"a Tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise TypeError(f"{function}(): {name} must be a number, not {given}; it has no gradient")
+    return float(value)
+
+
+def finite(function: str, name: str, value: Any) -> float:
+    """`real`, and ValueError for NaN and the infinities."""
+    found = real(function, name, value)
+    if not math.isfinite(found):
+        raise ValueError(f"{function}(): {name} must be finite, not {found}")
+    return found

@@ -1,0 +1,38 @@
+"""How the memory of an `out=` tensor overlaps: with itself, and with what is read while it is written."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def is_its_own(out: Tensor) -> bool:
+    """Whether each element of out has memory of its own; False also where the strides do not show it."""
+    if out.is_contiguous():
+        return True
+    reach = 0  # the offset of the last element in the dimensions so far, the closest elements first
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += stride * (size - 1)
+    return True
+
+
+def may_write_while_reading(out: Tensor, x: Tensor) -> bool:
+    """Whether a kernel may write out while it reads x: their memory is apart, or the same element by element.
+
+    Else the result goes through a temporary, as in torch. A kernel reads a row before it writes there, so equal rows
+    are safe. Views that interleave count as overlapping.
+    """
+    start, x_start = out.data_ptr(), x.data_ptr()
+    if start == x_start and out.element_size() == x.element_size() and out.stride() == x.stride():
+        return True
+    return start + _n_bytes(out) <= x_start or x_start + _n_bytes(x) <= start
+
+
+def _n_bytes(t: Tensor) -> int:
+    """Bytes from t's first element to the end of its last; 0 where it is empty."""
+    if t.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return (last + 1) * t.element_size()
