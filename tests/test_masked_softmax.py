@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import fused_softmax as fs
 from fused_softmax import masked_rows
+from fused_softmax.problem import DEVICES, Problem
 
 pytestmark = pytest.mark.interpreted
 
@@ -63,6 +66,38 @@ def test_against_float64(shape, causal, kind):
         is_number = ~want.isnan().any(-1, keepdim=True)  # a row of NaN has a gradient of NaN
         dx, exact_dx = (g.double().where(is_number, 0.0) for g in (ours.grad, theirs.grad))
         torch.testing.assert_close(dx, exact_dx, rtol=4 * tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("k", [16385, 49155])
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("additive", [False, True], ids=["boolean", "additive"])
+def test_one_mask_value_for_each_query_of_long_rows(k, causal, additive):
+    """Unaligned rows, whose head and tail are read apart; some see only a head, or a few vectors."""
+    mask = torch.tensor([True, False, True, True, True])[:, None]
+    if additive:
+        mask = torch.where(mask, torch.randn(5, 1), -INF)
+    x, dy = torch.randn(5, k), torch.randn(5, k)
+    ours, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
+    y = fs.masked_softmax(ours, mask, scale=2.0, causal=causal, fully_masked="zero")
+    want = exact(theirs, mask, 2.0, causal, True)
+    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-9)
+    y.backward(dy)
+    want.backward(dy.double())
+    torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_a_cluster_reads_no_mask_with_a_column_stride():
+    """The layout of its tile would spread a line over warps, which the merge over a cluster cannot take."""
+    chosen = masked_rows._plan_masked(Problem(32768, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"])
+    assert chosen.ctas > 1
+    strided = (torch.rand(6, 32768) > 0.5).t()[:, :1].expand(-1, 6), (torch.rand(32768, 4) > 0.5).t()
+    for mask in (torch.rand(4, 65536) > 0.5)[:, ::2], *strided:
+        read = masked_rows._readable(mask, chosen)
+        assert torch.equal(read, mask) and read.stride(-1) in (0, 1)
+    for mask in torch.ones(4, 32768), torch.ones(4, 1), torch.ones(()):
+        assert masked_rows._readable(mask, chosen) is mask
+    one_cta = replace(chosen, ctas=1)
+    assert masked_rows._readable(strided[1], one_cta) is strided[1]
 
 
 def test_hidden_columns_hide_nan_and_are_zero():

@@ -58,11 +58,14 @@ def _forward_by_kernel(x: Tensor, mask: Tensor | None, scale: float, causal: boo
     x_rows, y_rows = _rows(x), _rows(y)
     n_queries = x.shape[-2] if x.dim() > 1 else 1
     order = _order(x_rows, n_queries, shared=mask is not None)
+    planner = _plan_unmasked if mask is None else _plan_masked
+    invariant = rows.is_batch_invariant()
+    chosen = planner(problem_of(x_rows, y_rows, batch_invariant=invariant), _device_of(x))
     numbers: tuple[int, ...] = (1, 1, 0, 0, 0, 0, 0)
     kind, cols, vec, read = 0, 0, 1, y_rows
     if mask is not None:
         kind = 1 if mask.dtype is torch.bool else 2
-        read = mask.detach().view(torch.uint8) if kind == 1 else mask.detach()
+        read = _readable(mask.detach().view(torch.uint8) if kind == 1 else mask.detach(), chosen)
         expanded = read.expand(x.shape if x.dim() > 1 else (1, *x.shape))
         batch = rows._merge(
             [(n, s) for n, s in zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True) if n != 1]
@@ -77,9 +80,6 @@ def _forward_by_kernel(x: Tensor, mask: Tensor | None, scale: float, causal: boo
         strides = (outer[1], middle[1], inner[1], m_query)
         vec = _mask_vector(expanded, strides) if cols == 1 else 1
         numbers = (middle[0], inner[0], *(s // vec for s in strides), m_col)
-    planner = _plan_masked if kind else _plan_unmasked
-    invariant = rows.is_batch_invariant()
-    chosen = planner(problem_of(x_rows, y_rows, batch_invariant=invariant), _device_of(x))
     flags: Flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec), ("CAUSAL", causal), ("ZERO", zero))
     flags = (*flags, ("STREAM", chosen.regime == "stream"))
     vectors, given = (read,), (*order, *numbers, scale)
@@ -87,6 +87,17 @@ def _forward_by_kernel(x: Tensor, mask: Tensor | None, scale: float, causal: boo
         "masked_softmax_forward", (x_rows, y_rows), vectors, given, flags, planner, invariant=invariant, aligned=True
     )
     return y
+
+
+def _readable(mask: Tensor, plan: Plan) -> Tensor:
+    """The mask as a kernel of this plan may read it: on a cluster its columns are neighbours, or one value.
+
+    Other strides are copied first. Their tile has a layout that spreads a line over warps (Triton 3.6), and the merge
+    over a cluster needs a line to be a warp.
+    """
+    if plan.ctas == 1 or mask.dim() == 0 or mask.shape[-1] == 1 or mask.stride(-1) in (0, 1):
+        return mask
+    return mask.contiguous()
 
 
 @functools.lru_cache(maxsize=4096)

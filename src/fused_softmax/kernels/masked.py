@@ -78,16 +78,29 @@ def widened(x, scale, FUSED: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def load_query_mask(mask_row, exists):
+    """The one value that a row's columns share, where MASK_COLS is 0.  # [LINES, 1]
+
+    It is read once a line, never as a tile of equal addresses. Triton 3.6 gives such a tile a layout that spreads a
+    line over warps, and the merge over a cluster needs a line to be a warp.
+    """
+    return tl.load(mask_row, mask=exists, other=0)
+
+
+@triton.jit
 def load_masks(
     at, width, m_col, MASK_COLS: tl.constexpr,
     LINES: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """The mask of a slice, tile by tile as `load_chunks` has the row.  # at: the slice's first column; [LINES, 1]"""
+    """The mask of a slice, tile by tile as `load_chunks` has the row.  # at: the slice's first column; [LINES, 1]
+
+    Where MASK_COLS is 0, `at` is what `load_query_mask` read.
+    """
     tiles = ()
     for c in tl.static_range(CHUNKS):
         offsets = chunk_offsets(c, LANES, VEC, PARTS)
         if MASK_COLS == 0:
-            tile = tl.load(at, mask=width > 0, other=0)[:, :, None]
+            tile = at[:, :, None]
         else:
             offsets_here = offsets if MASK_COLS == 1 else offsets * m_col
             tile = tl.load(at + offsets_here, mask=offsets < width, other=0, eviction_policy=READS)
@@ -201,8 +214,12 @@ def masked_softmax_forward(
     within = (tl.maximum(seen - head, 0) // VEC * VEC).to(tl.int32)
     left = tl.minimum(width, within - first).to(tl.int32)
     mask_row = mask_row_of(batch, query, mask_ptr, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC)
-    mask_row += (head * m_col if MASK_COLS == 2 else head * MASK_COLS).to(tl.int64) if EDGE else 0
-    at_mask = mask_row + (first.to(tl.int64) * m_col if MASK_COLS == 2 else first * MASK_COLS)
+    if MASK != NO_MASK and MASK_COLS == 0:
+        query_mask = load_query_mask(mask_row, exists)
+        at_mask = query_mask
+    else:
+        mask_row += (head * m_col if MASK_COLS == 2 else head * MASK_COLS).to(tl.int64) if EDGE else 0
+        at_mask = mask_row + (first.to(tl.int64) * m_col if MASK_COLS == 2 else first * MASK_COLS)
 
     m = tl.zeros([LINES, LANES], tl.float32) + LOWEST
     s = tl.zeros([LINES, LANES], tl.float32)
@@ -217,10 +234,12 @@ def masked_softmax_forward(
         edge, in_edge = ends_of(head, within, interior, columns, (rank == 0) & (part == 0) & exists, LANES, VEC)
         visible = in_edge & (edge < seen - head)
         x_edge = tl.load(x_row + edge, mask=visible, other=-float("inf"))
-        if MASK != NO_MASK:
-            mask_edge = tl.load(mask_row + edge * (m_col if MASK_COLS == 2 else MASK_COLS), mask=visible, other=0)
-        else:
+        if MASK == NO_MASK:
             mask_edge = x_edge
+        elif MASK_COLS == 0:
+            mask_edge = query_mask
+        else:
+            mask_edge = tl.load(mask_row + edge * (m_col if MASK_COLS == 2 else MASK_COLS), mask=visible, other=0)
     if STREAM:
         most = tl.max(tl.max(left, 1), 0)  # of the parts, the first has the most columns
         for step in range(tl.cdiv(tl.maximum(most, 0), STEP)):
@@ -228,7 +247,7 @@ def masked_softmax_forward(
             x = load_chunks(x_row + first + start, left - start, LINES, CHUNKS, 0, LANES, VEC, -float("inf"), PARTS)
             mask = x
             if MASK != NO_MASK:
-                at = at_mask + (start * m_col if MASK_COLS == 2 else start * MASK_COLS)
+                at = at_mask if MASK_COLS == 0 else at_mask + start * (m_col if MASK_COLS == 2 else 1)
                 mask = load_masks(at, left - start, m_col, MASK_COLS, LINES, CHUNKS, PARTS, LANES, VEC)
             for c in tl.static_range(CHUNKS):
                 m, s = accumulate(hide(widen(x[c], PTX), mask[c], scale, MASK, PTX), m, s)
@@ -275,7 +294,7 @@ def masked_softmax_forward(
             x = load_chunks(x_row + first + start, left - start, LINES, CHUNKS, 0, LANES, VEC, -float("inf"), PARTS)
             mask = x
             if MASK != NO_MASK:
-                at = at_mask + (start * m_col if MASK_COLS == 2 else start * MASK_COLS)
+                at = at_mask if MASK_COLS == 0 else at_mask + start * (m_col if MASK_COLS == 2 else 1)
                 mask = load_masks(at, left - start, m_col, MASK_COLS, LINES, CHUNKS, PARTS, LANES, VEC)
             for c in tl.static_range(CHUNKS):
                 z = hide(widen(x[c], PTX), mask[c], scale, MASK, PTX)

@@ -57,7 +57,7 @@ def softmax_strided(
         s = tl.zeros([ROWS, COLS], tl.float32)
         for start in range(0, n_cols, COLS):
             inside = (row < n_rows) & (col + start < n_cols)
-            x = tl.load(x_at + start * x_col.to(tl.int64), mask=inside, other=-float("inf")).to(tl.float32)
+            x = tl.load(x_at + start * tl.cast(x_col, tl.int64), mask=inside, other=-float("inf")).to(tl.float32)
             m_new = tl.maximum(m, x)
             s = s * exp(m - m_new) + exp(x - m_new)
             m = m_new
@@ -67,6 +67,6 @@ def softmax_strided(
         for step in range(0, n_cols, COLS):
             start = last - step
             inside = (row < n_rows) & (col + start < n_cols)
-            x = tl.load(x_at + start * x_col.to(tl.int64), mask=inside, other=-float("inf")).to(tl.float32)
+            x = tl.load(x_at + start * tl.cast(x_col, tl.int64), mask=inside, other=-float("inf")).to(tl.float32)
             y = normalize(x, row_max, row_sum, LOG).to(y_ptr.dtype.element_ty)
-            tl.store(y_at + start * y_col.to(tl.int64), y, mask=inside)
+            tl.store(y_at + start * tl.cast(y_col, tl.int64), y, mask=inside)

@@ -1,0 +1,198 @@
+"""What only the compiler decides: which warp holds a row segment, and which arguments become constants.
+
+The interpreter has neither layouts nor specialized arguments, so a kernel that it runs may still be wrong on a GPU, or
+not compile.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from fused_softmax import compiled, loss_launch, masked_rows, row_losses, rows
+from fused_softmax.launch import Launch, problem_of, softmax_launches
+from fused_softmax.loss_plans import plan_statistics
+from fused_softmax.plan import plan
+from fused_softmax.problem import DEVICES, Plan
+
+pytestmark = pytest.mark.compiled
+
+SM_90 = DEVICES["sm_90"]
+
+
+def ttgir_of(launch: Launch) -> str:
+    """The kernel's IR after layouts are chosen."""
+    with captured() as kernels:
+        compiled.cross_compile(launch, "sm_90")
+    return kernels[0].asm["ttgir"]
+
+
+@contextmanager
+def captured() -> Iterator[list]:
+    kernels: list = []
+    read = compiled.resources
+
+    def remember(kernel):
+        kernels.append(kernel)
+        return read(kernel)
+
+    compiled.resources = remember
+    try:
+        yield kernels
+    finally:
+        compiled.resources = read
+
+
+def holds_lines(layout: str, parts: int) -> bool:
+    """Whether all lanes of a warp hold one line (first dimension), and each of a CTA's `parts` lines has its own warp.
+
+    Where `parts` is 1, all warps of a CTA hold its line.
+    """
+    of = dict(re.findall(r"(\w+) = (\[.*?\](?=[,}] ?\w|}))", layout))
+    if "ttg.linear" in layout:
+        bases = {name: ast.literal_eval(of[name]) for name in ("register", "lane", "warp")}
+        lines = {name: 2 ** sum(base[0] != 0 for base in bases[name]) for name in bases}
+        warps = 2 ** len(bases["warp"])
+    else:
+        lines = {
+            "register": ast.literal_eval(of["sizePerThread"])[0],
+            "lane": ast.literal_eval(of["threadsPerWarp"])[0],
+        }
+        lines["warp"] = ast.literal_eval(of["warpsPerCTA"])[0]
+        warps = math.prod(ast.literal_eval(of["warpsPerCTA"]))
+    return lines == {"register": 1, "lane": 1, "warp": parts} and (parts == 1 or warps == parts)
+
+
+def merged_layouts(ttgir: str) -> list[str]:
+    """The layouts of the tiles whose lines the cluster merges, or sums up."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)$", ttgir, re.M))
+    found = []
+    for line in ttgir.splitlines():
+        if "elementwise_inline_asm" in line and "cluster_slots" in line:
+            operands = line.rsplit("} ", 1)[1]
+            found += [layouts[name] for name in re.findall(r"parent = (#(?!ttg)\w+)", operands)]
+    return found
+
+
+def masked_launch(n_cols: int, dtype: torch.dtype, mask: int, cols: int, causal: bool) -> tuple[Launch, Plan]:
+    x = torch.empty(4, n_cols, dtype=dtype)
+    of_mask = torch.empty(2, n_cols, dtype=torch.bfloat16 if mask == 2 else torch.uint8)
+    chosen = masked_rows._plan_masked(problem_of(x, x), SM_90)
+    assert chosen.ctas > 1
+    flags = (("MASK", mask), ("MASK_COLS", cols), ("MASK_VEC", 1), ("CAUSAL", causal), ("ZERO", False))
+    flags = (*flags, ("STREAM", False))
+    numbers = (*masked_rows._order(x, 2, shared=True), 1, 2, 0, 0, 0, n_cols, cols, 0.5)
+    launch = loss_launch.row_launch("masked_softmax_forward", (x, x), (of_mask,), numbers, flags, chosen, SM_90)
+    return launch, chosen
+
+
+@pytest.mark.parametrize(("n_cols", "causal"), [(16385, False), (32768, True)])
+@pytest.mark.parametrize("cols", [0, 1])
+@pytest.mark.parametrize(("mask", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
+def test_masked_lines_are_warps(n_cols, causal, cols, mask, dtype):
+    launch, chosen = masked_launch(n_cols, dtype, mask, cols, causal)
+    layouts = merged_layouts(ttgir_of(launch))
+    assert layouts and all(holds_lines(layout, chosen.parts) for layout in layouts), layouts
+
+
+@pytest.mark.parametrize("n_cols", [50257, 128256])
+@pytest.mark.parametrize("picks", [1, 4])
+def test_the_lines_of_statistics_are_warps(n_cols, picks):
+    x, number, ids = torch.empty(3, n_cols), torch.zeros(6), torch.zeros(3, picks, dtype=torch.int64)
+    flags = (("PICKS", picks), ("ENTROPY", True), ("SCALE", 2))
+    chosen = plan_statistics(problem_of(x), SM_90)
+    vectors = (number, number, ids, number, number)
+    launch = loss_launch.row_launch("row_statistics", (x,), vectors, (picks, 1.0), flags, chosen, SM_90)
+    layouts = merged_layouts(ttgir_of(launch))
+    assert bool(layouts) == (chosen.ctas > 1)
+    assert all(holds_lines(layout, chosen.parts) for layout in layouts), layouts
+
+
+# weights together with smoothing have no kernel that writes the gradient in the forward
+LOSSES = [
+    ("cross_entropy_resident", False, 0.0),
+    ("cross_entropy_resident", True, 0.0),
+    ("cross_entropy_resident", False, 0.1),
+    ("cross_entropy_forward", False, 0.0),
+    ("cross_entropy_forward", True, 0.1),
+]
+
+
+@pytest.mark.parametrize("n_cols", [50257, 128256])
+@pytest.mark.parametrize(("name", "weighted", "smoothing"), LOSSES)
+def test_the_lines_of_a_loss_are_warps(n_cols, name, weighted, smoothing):
+    x = torch.empty(3, n_cols, dtype=torch.bfloat16)
+    target, number = torch.zeros(3, dtype=torch.int64), torch.zeros(6)
+    of_weight = number if weighted else None
+    op = row_losses.CrossEntropy(target, of_weight, of_weight, -100, "mean", smoothing, 30.0, 0.0)
+    numbers = (op.ignore_index, *op.numbers)
+    if name == "cross_entropy_resident":
+        tensors, vectors = (x, x), (target, number, number, number, number, number)
+        flags = (("MEAN", True), ("INPLACE", True), *op.flags)
+        chosen = row_losses._PLANNERS[op.smoothed](problem_of(x, x), SM_90)
+        assert chosen.ctas > 1
+    else:
+        tensors, vectors, flags = (x,), (target, number, number, number, number), op.flags
+        chosen = plan_statistics(problem_of(x), SM_90)
+    launch = loss_launch.row_launch(name, tensors, vectors, numbers, flags, chosen, SM_90)
+    layouts = merged_layouts(ttgir_of(launch))
+    assert bool(layouts) == (chosen.ctas > 1)
+    assert all(holds_lines(layout, chosen.parts) for layout in layouts), layouts
+
+
+@pytest.mark.parametrize("n_cols", [50257, 131072])
+def test_the_lines_of_softmax_are_warps(n_cols):
+    x = torch.empty(3, n_cols)
+    chosen = plan(problem_of(x, x), SM_90)
+    (launch,) = softmax_launches(x, torch.empty_like(x), chosen, device=SM_90)
+    layouts = merged_layouts(ttgir_of(launch))
+    assert layouts and all(holds_lines(layout, chosen.parts) for layout in layouts), layouts
+
+
+# --- the strided kernel is launched through the JIT, which turns a stride of 1 into a constant ------------------------
+
+# x and y of one call: each stride is 1, a multiple of 16, or another number
+STRIDED = {
+    "steps of columns": lambda n: (torch.empty(4, 2 * n)[:, ::2], torch.empty(4, n), 1),
+    "transposed": lambda n: (torch.empty(n, 48).t(), torch.empty(48, n), 1),
+    "transposed, odd strides": lambda n: (torch.empty(n, 37).t(), torch.empty(37, n), 1),
+    "out is transposed": lambda n: (torch.empty(48, n), torch.empty(n, 48).t(), 1),
+    "steps of columns, aligned rows": lambda n: (
+        torch.empty(4, 2 * n + 16)[:, : n * 2 : 2],
+        torch.empty(4, n + 8)[:, :n],
+        1,
+    ),
+    "another dim": lambda n: (torch.empty(n, 48), torch.empty(n, 48), 0),
+    "another dim, odd strides": lambda n: (torch.empty(n, 37), torch.empty(n, 37), 0),
+    "three dims of rows": lambda n: (torch.empty(3, 5, n, 7).transpose(1, 3), torch.empty(3, 7, n, 5), 2),
+    "expanded": lambda n: (torch.empty(n, 1).expand(n, 48), torch.empty(n, 48), 0),
+}
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+@pytest.mark.parametrize("n_cols", [9, 3000], ids=["one step", "several steps"])
+@pytest.mark.parametrize("layout", STRIDED)
+def test_every_stride_compiles(layout, n_cols, log):
+    x, y, dim = STRIDED[layout](n_cols)
+    launch = rows.strided_launch(x, y, dim, log)
+    assert launch.meta["ONE_STEP"] == (n_cols == 9)
+    used = compiled.cross_compile(launch, "sm_90")
+    assert used.fits() and used.loads and used.stores
+
+
+def test_the_strides_reach_each_specialization():
+    """Of the strides along columns and rows, some are 1, some multiples of 16 and some neither."""
+    seen: dict[str, set[str]] = {}
+    for make in STRIDED.values():
+        launch = rows.strided_launch(*make(3000), False)
+        named = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
+        for name in ("x_row", "x_col", "y_row", "y_col"):
+            n = named[name]
+            seen.setdefault(name, set()).add("1" if n == 1 else "16" if n % 16 == 0 else "other")
+    assert all(kinds == {"1", "16", "other"} for kinds in seen.values()), seen
