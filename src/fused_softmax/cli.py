@@ -150,7 +150,7 @@ def fuzz(
     replay: Annotated[str, typer.Option(help="one case, as the JSON that a failure printed")] = "",
     stop: Annotated[bool, typer.Option("--stop", help="stop at the first failure")] = False,
 ) -> None:
-    """Draw calls of every op, way in, dtype, layout and value, and judge them against float64; fails when one is wrong."""
+    """Draw calls of every op, way in, dtype, layout and value; judge them against float64; fail when one is wrong."""
     wanted = names(op), names(way), dtypes(dtype)
     interpret_without_gpu()
     from fused_softmax.lab.fuzz import command

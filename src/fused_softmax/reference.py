@@ -1,8 +1,9 @@
 """The specification: each op of the softmax family in plain PyTorch, in float64, from its formula.
 
 softmax(x)_i = exp(x_i - m) / s with m = max(x), s = sum_j exp(x_j - m); log-domain ops use lse = m + log(s). Every
-input is widened to float64 first, so the results judge float16 to float32 kernels, and autograd's gradients of them
-judge gradients; none calls torch's own softmax, which is wrong on CPU for rows beyond 2^24 columns. A row that holds NaN or +inf, or only -inf, is NaN throughout.
+input is widened to float64 first, so the results judge float16 to float32 kernels, and their gradients by autograd
+judge gradients; none calls torch's own softmax, which is wrong on CPU for rows beyond 2^24 columns. A row that holds
+NaN or +inf, or only -inf, is NaN throughout.
 naive_softmax is the other kind of reference: five eager passes in the input's own dtype, and traffic() counts them.
 """
 

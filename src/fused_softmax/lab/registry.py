@@ -5,8 +5,8 @@
     spec.torch_way(x, **arguments)     # what a torch user writes, in float32 where ours computes in float32
     spec.reference(x, **arguments)     # float64, differentiable
 
-All three take the same arguments and return a tensor, or a tuple as `outputs` names it. `draw` chooses options that JSON
-can hold; `arguments` makes of them what the functions take. To add an op, add one entry to `OPS`.
+All three take the same arguments and return a tensor, or a tuple as `outputs` names it. `draw` chooses options that
+JSON can hold; `arguments` makes of them what the functions take. To add an op, add one entry to `OPS`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The fuzzer: draws calls of every op, by every way in, and judges them against float64.
 
-draw (a case, and how it is drawn), values, layouts and inputs (its tensors), ways (how it reaches our kernels), judge and
-exactness (what is wrong), shrink and program (what is shown), coverage, worker, pool and session (a run), record.
+draw (a case, and how it is drawn), values, layouts and inputs (its tensors), ways (how it reaches our kernels), judge
+and exactness (what is wrong), shrink and program (what is shown), coverage, worker, pool and session (a run), record.
 """
 
 from __future__ import annotations

@@ -22,6 +22,9 @@ DTYPES = ("float16", "bfloat16", "float32")
 # dtypes that are torch's: its result, or its error
 OTHER_DTYPES = ("float64", "int64", "int32", "uint8", "bool")
 DIRECTIONS = ("forward", "gradient", "double")
+# what out= is given: its own memory, x's (all of it, from the second element on, transposed), and what torch refuses
+OUTPUTS = ("fresh", "fresh", "fresh", "fresh", "empty", "same", "partly", "transposed")
+OUTPUTS += ("expanded", "wrong_dtype", "inference")
 UPSTREAMS = ("one", "one", "quarter", "random", "random", "zeros", "expanded")
 
 
@@ -78,10 +81,14 @@ class Budget:
     elements: int = 1 << 18
     rows: int = 64
     columns: int = 1 << 18
+    strided: int = 1 << 18  # columns that do not lie next to each other
+    out_of_range: bool = False  # targets, which end a CUDA context
+    wide: float = 1.0  # the part of the classes that may have so many columns; others have 1/16 at most
 
     @classmethod
     def interpreted(cls) -> Budget:
-        return cls(elements=1 << 14, rows=12, columns=1 << 15)
+        """A program costs milliseconds there, and so does a step of its loop, whatever their size."""
+        return cls(elements=1 << 13, rows=6, columns=1 << 17, strided=1 << 9, wide=0.06, out_of_range=True)
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,8 @@ def draw_width(rng: Random, most: int) -> int:
 
 def draw_class(op: str, dtype: str, seed: int, budget: Budget, widths: tuple[int, int] | None = None) -> DrawClass:
     rng = Random(f"{op} {dtype} {seed}")
-    n_cols = rng.randint(*widths) if widths else draw_width(rng, budget.columns)
+    most = budget.columns if rng.random() < budget.wide else budget.columns >> 5
+    n_cols = rng.randint(*widths) if widths else draw_width(rng, most)
     n_dims = rng.choice((2, 3, 4))
     chosen = tuple(layouts.draw_layout(rng, n_dims) for _ in range(3))
     last = OPS[op].rows == "last" or rng.random() < 0.75
@@ -156,21 +164,49 @@ def _draw(of: DrawClass, way: str, rng: Random, budget: Budget) -> Case | None:
     options = spec.draw(Random(rng.choice(of.flags)), numbers, tuple(shape), dims, of.dtype)
     if way == "module":
         options.pop("dtype", None)
+    if way == "cuda_graph":
+        options.pop("inplace_backward", None)
     if way == "vmap":
         options["batch"] = rng.choice((1, 2, 3))
         options["batch_dim"] = rng.randrange(len(shape) + 1)
-    dtype = of.dtype if rng.random() < 0.97 or way not in ("function", "out") else rng.choice(OTHER_DTYPES)
-    directions = _directions(spec, way, options)
-    direction = rng.choice(directions)
+    dtype = of.dtype if rng.random() < 0.96 or way not in ("function", "out") else rng.choice(OTHER_DTYPES)
+    direction = rng.choice(_directions(spec, way, options)) if dtype == of.dtype else "forward"
+    if way == "out":
+        options["out"] = rng.choice(OUTPUTS)
+        if options["out"] == "transposed":
+            shape = [min(of.n_cols, 70)] * 2
+            dims = (rng.randrange(2),)
+            options = {**options, "dim": dims[0]}
+    if way == "function" and rng.random() < 0.04:
+        odd = _odd(spec, rng, tuple(shape), dims, budget)
+        if odd:
+            options["odd"], direction = odd, "forward"
     kinds = values.KINDS if direction != "double" else values.FINITE
     kind = rng.choice((*values.FINITE, *kinds)) if rng.random() < 0.8 else "normal"
     if direction == "double" and kind in ("wide", "offset"):
         kind = "normal"
     layout = rng.choice(of.layouts)
+    if of.n_cols > budget.strided and (at != n_dims - 1 or layout[0] in ("step", "transposed", "channels_last")):
+        return None
     upstream = rng.choice(UPSTREAMS)
     return Case(
         of.op, way, dtype, tuple(shape), dims, layout, kind, direction, upstream, options, rng.getrandbits(31)
     )  # fmt: skip
+
+
+def _odd(
+    spec: OpSpec, rng: Random, shape: tuple[int, ...], dims: tuple[int, ...], budget: Budget
+) -> dict[str, Any] | None:
+    """An argument that torch refuses, or takes in a way of its own."""
+    if spec.rows in ("dim", "dims"):
+        return {"dim": rng.choice((len(shape) + 1, -len(shape) - 2, 1.0, None, True, "a"))}
+    if spec.rows != "classes":
+        return None
+    odd: list[dict[str, Any]] = [{"ignore_index": rng.choice((1.0, None, "a", True))}, {"reduction": "average"}]
+    odd += [{"label_smoothing": rng.choice((2.0, -0.1))}]
+    odd += [{"target_dtype": rng.choice(("int32", "uint8", "int16", "bool"))}] if shape[dims[0]] < 256 else []
+    odd += [{"target_shift": rng.choice((shape[dims[0]], -shape[dims[0]] - 1))}] if budget.out_of_range else []
+    return rng.choice(odd)
 
 
 def _rows(rng: Random, n_dims: int, most: int) -> list[int]:

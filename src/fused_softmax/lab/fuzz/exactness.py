@@ -2,8 +2,8 @@
 
     error <= 2 x torch's own error + 4 x eps(float32) x scale + half an ulp of the output's dtype
 
-torch's own error is its worst row's, in units of that row's scale. NaN and infinities are where torch has them, or where
-float64 has them. A gradient's errors are also added up over each row, because one large entry would hide the others.
+torch's own error is its worst row's, in units of that row's scale. NaN and infinities are where torch has them, or
+where float64 has them. A gradient's errors are also added up over each row: one large entry would hide the others.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Rule:
     summed: bool = False
     size: float = 0.0
     stores: int = 1
+    roundings: int = 0  # of numbers of the row's scale, in the output's dtype, by torch's formulas
     interpreted: bool = False
     coarsest: torch.dtype | None = None  # a dtype that a gradient went through
 
@@ -70,6 +71,7 @@ def wrong(got: Tensor, own: Tensor, ref: Tensor, rule: Rule) -> tuple[Tensor, Te
         allowed = 2 * worst + 4 * eps * scale + ROW_EPS * eps / EPS
         if rule.scale is not None:
             allowed = allowed + 4 * eps * rule.scale
+    allowed = allowed + rule.roundings * rounding(dtype, rule) * scale
     if coarsest != dtype:
         allowed = allowed + rounding(coarsest, rule) * magnitude + torch.finfo(coarsest).smallest_normal
     if rule.interpreted and torch.bfloat16 in (dtype, coarsest):

@@ -106,7 +106,8 @@ def _output(case: Case, inputs: Inputs, device: str) -> Placed:
         dtype = torch.float64 if dtype != torch.float64 else torch.float32
     if kind == "empty":
         shape = (0,)
-    made = place_output(shape, dtype, case.layout, device)
+    with torch.inference_mode(kind == "inference"):
+        made = place_output(shape, dtype, case.layout, device)
     if kind == "expanded" and len(shape) > 0 and shape[0] > 1:
         return Placed(made.tensor[:1].expand(shape), made.buffer, made.before)
     return made

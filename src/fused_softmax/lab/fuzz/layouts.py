@@ -72,7 +72,7 @@ def strides_of(shape: tuple[int, ...], kind: str, number: int) -> tuple[int, ...
 
 
 def place(values: Tensor, layout: tuple[str, int], device: torch.device | str) -> Placed:
-    """A tensor like `values` (on the CPU), in this layout, on `device`. What overlaps holds other values of the kind."""
+    """A tensor like `values` (on the CPU), in this layout, on `device`; one that overlaps has others of its kind."""
     kind, number = layout
     shape = tuple(values.shape)
     strides = strides_of(shape, kind, number)

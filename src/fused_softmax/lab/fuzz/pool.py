@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -15,6 +16,8 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 
 def _serve(pipe: Connection, device: str) -> None:
+    # inductor would start processes of its own, which a daemon may not have
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     prepare(device)
     while True:
         try:

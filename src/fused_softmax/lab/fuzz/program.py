@@ -18,6 +18,8 @@ def program(case: Case) -> list[str]:
     """Lines that show both results; where the tensors are too long to be written out, they come from the case."""
     inputs = make(case, "cpu")
     lines = ["import torch, fused_softmax as fs", "inf, nan = float('inf'), float('nan')"]
+    if case.op not in ("softmax", "log_softmax", "logsumexp"):
+        lines.insert(1, "from fused_softmax.lab import torch_ways")
     tensors = {"x": inputs.x, **{k: v for k, v in inputs.arguments.items() if isinstance(v, Tensor)}}
     if case.way not in _CALLS or any(len(_storage(t)) > MOST_ELEMENTS for t in tensors.values() if t is not None):
         return [
@@ -45,10 +47,10 @@ _CALLS = {
 
 def _torch_way(case: Case, given: str) -> str:
     if case.way == "vmap":
-        return f"torch.stack([__import__('fused_softmax.lab.registry').lab.registry.OPS['{case.op}'].torch_way(r, {given}) for r in x])"
+        return f"torch.stack([{_torch_way(case.changed(way='function'), given).replace('(x,', '(r,')} for r in x])"
     if case.op in ("softmax", "log_softmax", "logsumexp"):
         return f"torch.{case.op}(x, {given})"
-    return f"__import__('fused_softmax.lab.torch_ways').lab.torch_ways.{case.op}(x, {given})"
+    return f"torch_ways.{case.op}(x, {given})"
 
 
 def _storage(t: Tensor) -> list[Any]:

@@ -30,6 +30,8 @@ def gradient_scale(case: Case, inputs: Inputs, ref: dict[str, Tensor]) -> Tensor
     if case.op in ("softmax", "masked_softmax", "log_softmax"):
         dims = tuple(d + batched for d in case.dims) if y.dim() else (0,)
         p = y.exp() if case.op == "log_softmax" else y
+        if case.op == "log_softmax":  # an error of y counts for exp(y) by its size
+            p = p * (1 + y.abs())
         top = p.nan_to_num(0, 0, 0).amax(dims, keepdim=True) if y.dim() else p.nan_to_num(0, 0, 0)
         if case.op == "log_softmax":
             # dy - p*sum(dy)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from random import Random
 
 import torch
 from rich.console import Console
@@ -87,29 +88,32 @@ def units(request: Request, device: str, budget: Budget) -> Iterator[Unit]:
     """Classes in turn over ops and dtypes, until the counts that are asked for are reached."""
     per_class = PER_CLASS if device == "cuda" else PER_CLASS_INTERPRETED
     drawn: Counter = Counter()
+    groups = [(op, dtype) for op in request.ops or tuple(OPS) for dtype in request.dtypes or DTYPES]
     for index in count():
         given = 0
-        for op in request.ops or tuple(OPS):
-            for dtype in request.dtypes or DTYPES:
-                of = draw_class(op, dtype, request.seed * 1_000_003 + index, budget, request.columns)
-                wanted = []
-                for way in ways_of(op, request, device):
-                    slow = way in SLOW_WAYS
-                    n = max(1, per_class // 8) if slow else per_class
-                    if device == "cpu" and slow and index % 4:
-                        continue
-                    if request.per_cell is not None:
-                        share = request.per_cell // 10 if slow and not request.ways else request.per_cell
-                        n = min(n, share - drawn[op, way, dtype])
-                    if request.cases is not None:
-                        n = min(n, request.cases - drawn.total())
-                    if n > 0:
-                        drawn[op, way, dtype] += n
-                        wanted.append((way, n))
-                if wanted:
-                    given += 1
-                    yield Unit(of, tuple(wanted), budget, device)
-        if not given and not (device == "cpu" and index % 4 and request.per_cell is None and request.cases is None):
+        rng = Random(f"{request.seed} {index}")
+        for op, dtype in rng.sample(groups, len(groups)):
+            of = draw_class(op, dtype, request.seed * 1_000_003 + index, budget, request.columns)
+            wanted = []
+            possible = ways_of(op, request, device)
+            if device == "cpu" and request.per_cell is None:  # few ways of many classes, since a case costs more
+                possible = tuple(rng.sample(possible, min(2, len(possible))))
+            for way in possible:
+                n = max(1, per_class // 8) if way in SLOW_WAYS else per_class
+                if request.per_cell is not None:
+                    share = (
+                        max(1, request.per_cell // 10) if way in SLOW_WAYS and not request.ways else request.per_cell
+                    )
+                    n = min(n, share - drawn[op, way, dtype])
+                if request.cases is not None:
+                    n = min(n, request.cases - drawn.total())
+                if n > 0:
+                    drawn[op, way, dtype] += n
+                    wanted.append((way, n))
+            if wanted:
+                given += 1
+                yield Unit(of, tuple(wanted), budget, device)
+        if not given:
             return
 
 
