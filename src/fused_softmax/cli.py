@@ -170,6 +170,34 @@ def verify(input: Input = None) -> None:
 
 
 @app.command()
+def fuzz(
+    op: Annotated[str, typer.Option(help="comma-separated ops; default all")] = "",
+    way: Annotated[str, typer.Option(help="comma-separated ways in, such as function,vmap; default all")] = "",
+    dtype: Dtype = "",
+    seconds: Annotated[float | None, typer.Option(min=0.0, help="how long; default 60, without a count")] = None,
+    cases: Annotated[int | None, typer.Option(min=1, help="how many cases in all")] = None,
+    per_cell: Annotated[
+        int | None, typer.Option(min=1, help="cases of each op, way and dtype; a tenth compiled")
+    ] = None,
+    columns: Annotated[str, typer.Option(help="widths drawn from LOW:HIGH alone")] = "",
+    seed: Annotated[int, typer.Option(help="the same seed draws the same cases")] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="processes")] = 1,
+    record: Annotated[Path | None, typer.Option(help="write or add to this JSON record")] = None,
+    sanitize: Annotated[str, typer.Option(help="run under compute-sanitizer: memcheck, racecheck, initcheck")] = "",
+    replay: Annotated[str, typer.Option(help="one case, as the JSON that a failure printed")] = "",
+    stop: Annotated[bool, typer.Option("--stop", help="stop at the first failure")] = False,
+) -> None:
+    """Draw calls of every op, way in, dtype, layout and value; judge them against float64; fail when one is wrong."""
+    wanted = names(op), names(way), dtypes(dtype)
+    interpret_without_gpu()
+    from fused_softmax.lab.fuzz import command
+
+    raise typer.Exit(
+        command.fuzz(*wanted, seconds, cases, per_cell, columns, seed, workers, record, sanitize, replay, stop)
+    )
+
+
+@app.command()
 def explain(
     shape: Annotated[str, typer.Argument(help="rows x columns, such as 4096x128256")],
     dtype: Annotated[str, typer.Argument(help="bfloat16, float16 or float32")] = "bfloat16",

@@ -1,8 +1,9 @@
 """The specification: each op of the softmax family in plain PyTorch, in float64, from its formula.
 
 softmax(x)_i = exp(x_i - m) / s with m = max(x), s = sum_j exp(x_j - m); log-domain ops use lse = m + log(s). Every
-input is widened to float64 first, so the results judge float16 to float32 kernels; none calls torch's own softmax,
-which is wrong on CPU for rows beyond 2^24 columns. A row that holds NaN or +inf, or only -inf, is NaN throughout.
+input is widened to float64 first, so the results judge float16 to float32 kernels, and their gradients by autograd
+judge gradients; none calls torch's own softmax, which is wrong on CPU for rows beyond 2^24 columns. A row that holds
+NaN or +inf, or only -inf, is NaN throughout.
 naive_softmax is the other kind of reference: five eager passes in the input's own dtype, and traffic() counts them.
 """
 
@@ -24,21 +25,21 @@ def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tenso
     [0.659, 0.242, 0.099]
     """
     z, total = _shifted(_widen(x, dtype), dim)
-    return z.exp_().div_(total)
+    return z.exp() / total
 
 
 def log_softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
     """float64 log_softmax over `dim`: x - m - log(s). Any shape."""
     z, total = _shifted(_widen(x, dtype), dim)
-    return z.sub_(total.log())
+    return z - total.log()
 
 
-def logsumexp(x: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
+def logsumexp(x: Tensor, dim: int | tuple[int, ...] = -1, keepdim: bool = False) -> Tensor:
     """float64 log(sum(exp(x))) over `dim`, as torch's: -inf for a row of -inf only, +inf where +inf stands in it."""
     x = _widen(x)
-    row_max = x.amax(dim, keepdim=True)
+    row_max = x.detach().amax(dim, keepdim=True)
     shift = torch.where(row_max.isfinite() | row_max.isnan(), row_max, torch.zeros_like(row_max))
-    out = (x - shift).exp_().sum(dim, keepdim=True).log_().add_(shift)
+    out = (x - shift).exp().sum(dim, keepdim=True).log() + shift
     return out if keepdim or not x.ndim else out.squeeze(dim)
 
 
@@ -64,13 +65,17 @@ def cross_entropy(
     *,
     softcap: float | None = None,
     z_loss: float = 0.0,
+    inplace_backward: bool = False,
 ) -> Tensor:
-    """float64 cross entropy of logits (n_rows, n_cols) and int64 targets (n_rows,): torch's, and two terms beside.
+    """float64 cross entropy of logits (C,), (n_rows, C) or (n_rows, C, ...) and int64 targets: torch's, and two terms
+    beside.
 
     softcap c replaces the logits by c * tanh(logits / c) (Gemma 2); z_loss adds z_loss * lse^2 to every row that counts
     (PaLM). reduction is "none", "sum" or "mean"; the mean divides by the summed weight of the targets that count.
     """
     logits = _widen(logits)
+    logits, shape = logits.movedim(min(1, logits.ndim - 1), -1), target.shape
+    logits, target = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     counts = target != ignore_index
@@ -84,30 +89,53 @@ def cross_entropy(
         loss = loss + z_loss * logsumexp(logits, 1) ** 2
     loss = torch.where(counts, loss, torch.zeros_like(loss))
     if reduction == "none":
-        return loss
+        return loss.view(shape)
     total = loss.sum()
     return total if reduction == "sum" else total / torch.where(counts, row_weight, torch.zeros_like(row_weight)).sum()
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """float64 log-probability of token_ids (...,) under softmax(logits (..., n_cols) / temperature)."""
-    return log_softmax(_widen(logits) / temperature).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+def token_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    return_entropy: bool = False,
+    return_logsumexp: bool = False,
+) -> Any:
+    """float64 log-probability of token_ids (...,) or (..., K) under softmax(logits (..., n_cols) / temperature); with
+    the distribution's entropy and logsumexp, as a tuple, where they are asked for."""
+    if isinstance(temperature, Tensor):
+        temperature = _widen(temperature).expand(logits.shape[:-1]).unsqueeze(-1)
+    z = _widen(logits) / temperature
+    logp = log_softmax(z)
+    one = token_ids.ndim < logits.ndim
+    picked = logp.gather(-1, token_ids.unsqueeze(-1) if one else token_ids)
+    picked = picked.squeeze(-1) if one else picked
+    if not (return_entropy or return_logsumexp):
+        return picked
+    # p * log(p) is 0 where p is 0
+    entropy = -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1) if return_entropy else None
+    return picked, entropy, logsumexp(z) if return_logsumexp else None
 
 
 def masked_softmax(
     x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, causal: bool = False, fully_masked: str = "nan"
 ) -> Tensor:
-    """float64 softmax of scale * x over the last dim where `mask` (bool, broadcast) is true, 0 elsewhere.
+    """float64 softmax of scale * x over the last dim where `mask` (bool, broadcast) is true, 0 elsewhere; a floating
+    mask is added to scale * x.
 
     causal hides column j of row i where j > i. A row with no column left is NaN, or 0 with fully_masked="zero".
     """
-    kept = torch.ones(x.shape, dtype=torch.bool, device=x.device) if mask is None else mask.expand(x.shape)
+    z = _widen(x) * scale
+    if mask is not None:
+        z = z.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else z + _widen(mask)
     if causal:
-        kept = kept & torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril()
-    y = softmax((_widen(x) * scale).masked_fill(~kept, float("-inf")))
-    if fully_masked == "zero":
-        y = y.masked_fill(~kept.any(-1, keepdim=True), 0.0)
-    return y
+        kept = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril()
+        z = z.masked_fill(~kept, float("-inf"))
+    if fully_masked != "zero":
+        return softmax(z)
+    unseen = (z == float("-inf")).all(-1, keepdim=True)
+    return softmax(z.masked_fill(unseen, 0.0)).masked_fill(unseen, 0.0)
 
 
 def naive_softmax(x: Tensor) -> Tensor:
@@ -163,5 +191,5 @@ def _shifted(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """x - max over `dim`, a fresh tensor, and the sum of its exponentials; a row with no column has neither."""
     if not x.numel():
         return x.clone(), x.sum(dim, keepdim=True)
-    z = x - x.amax(dim, keepdim=True)
+    z = x - x.detach().amax(dim, keepdim=True)
     return z, z.exp().sum(dim, keepdim=True)

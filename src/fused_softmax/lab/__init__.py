@@ -1,1 +1,4 @@
-"""Tools that a production user never imports: the library never imports this package."""
+"""What a production user never imports: the registry of ops, the fuzzer, and the tools of the command line.
+
+The library never imports this package.
+"""

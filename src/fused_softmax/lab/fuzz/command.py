@@ -1,0 +1,87 @@
+"""`fused-softmax fuzz`: checks what was asked for, runs it, and says how it ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from fused_softmax.lab.registry import OPS, WAYS
+
+TOOLS = ("memcheck", "racecheck", "initcheck")
+
+
+def fuzz(
+    ops: tuple[str, ...], ways: tuple[str, ...], dtypes: tuple[str, ...], seconds: float | None, cases: int | None,
+    per_cell: int | None, columns: str, seed: int, workers: int, record: Path | None, sanitize: str, replayed: str,
+    stop: bool,
+) -> int:  # fmt: skip
+    """The exit status: 0 where nothing is wrong, 1 where a case is, 2 where the request is no request."""
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    from . import record as records
+    from . import replay
+    from .session import Request, run
+
+    try:
+        _known("op", ops, tuple(OPS))
+        _known("way", ways, WAYS)
+        if replayed:
+            from .worker import prepare
+
+            prepare("cuda" if torch.cuda.is_available() else "cpu")
+            return int(bool(replay(replayed)))
+        if sanitize:
+            _known("sanitize", (sanitize,), TOOLS)
+            return _sanitized(sanitize)
+        limits = _columns(columns)
+        if record is not None:
+            records.check(record)
+    except (ValueError, KeyError) as error:
+        console.print(f"fuzz: {error}", markup=False)
+        return 2
+    request = Request(
+        ops, ways, dtypes, seconds, cases, per_cell, seed, workers, limits, record, stop_at_first=stop
+    )  # fmt: skip
+    findings = run(request, console)
+    return int(bool(findings.wrong.total()))
+
+
+def _known(option: str, given: Sequence[str], allowed: Sequence[str]) -> None:
+    unknown = [name for name in given if name not in allowed]
+    if unknown:
+        raise ValueError(f"--{option}: {', '.join(unknown)} is none of {', '.join(allowed)}")
+
+
+def _columns(text: str) -> tuple[int, int] | None:
+    if not text:
+        return None
+    low, _, high = text.partition(":")
+    try:
+        limits = int(low), int(high or low)
+    except ValueError:
+        raise ValueError(f"--columns: {text!r} is not LOW:HIGH") from None
+    if not 1 <= limits[0] <= limits[1]:
+        raise ValueError(f"--columns: {text!r} must be 1 <= LOW <= HIGH")
+    return limits
+
+
+def _sanitized(tool: str) -> int:
+    """The same command, without --sanitize, under compute-sanitizer: exact allocations, one process."""
+    found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(found).exists():
+        raise ValueError("--sanitize needs compute-sanitizer, of the CUDA toolkit, in PATH")
+    arguments, rest = [], iter(sys.argv[1:])
+    for argument in rest:
+        if argument == "--sanitize":
+            next(rest, None)
+        elif not argument.startswith("--sanitize="):
+            arguments.append(argument)
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = [found, "--tool", tool, "--error-exitcode", "3", "--target-processes", "all"]
+    return subprocess.run([*command, sys.executable, "-m", "fused_softmax", *arguments], env=environment).returncode

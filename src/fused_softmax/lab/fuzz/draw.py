@@ -1,0 +1,231 @@
+"""Case: one drawn call, as JSON; and how cases are drawn.
+
+A draw class fixes what kernels are compiled for (width, layouts, flags), its cases draw the rest, so that a run spends
+its time on calls and not on compilations. Classes of one op and dtype are the same for every way in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from fused_softmax.lab.registry import OPS, OpSpec
+
+from . import layouts, values
+
+DTYPES = ("float16", "bfloat16", "float32")
+# dtypes that are torch's: its result, or its error
+OTHER_DTYPES = ("float64", "int64", "int32", "uint8", "bool")
+DIRECTIONS = ("forward", "gradient", "double")
+# what out= is given: its own memory, x's (all of it, from the second element on, transposed), and what torch refuses
+OUTPUTS = ("fresh", "fresh", "fresh", "fresh", "empty", "same", "partly", "transposed")
+OUTPUTS += ("expanded", "wrong_dtype", "inference")
+UPSTREAMS = ("one", "one", "quarter", "random", "random", "zeros", "expanded")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, from which every tensor can be made again. `dims` are a row's; `layout` is (kind, number)."""
+
+    op: str
+    way: str
+    dtype: str
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+    layout: tuple[str, int] = ("contiguous", 1)
+    values: str = "normal"
+    direction: str = "forward"
+    upstream: str = "one"
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def spec(self) -> OpSpec:
+        return OPS[self.op]
+
+    @property
+    def cell(self) -> tuple[str, str, str]:
+        return self.op, self.way, self.dtype
+
+    @property
+    def n_cols(self) -> int:
+        return math.prod(self.shape[d] for d in self.dims) if self.shape else 1
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def changed(self, **changes: Any) -> Case:
+        return dataclasses.replace(self, **changes)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        made = json.loads(text)
+        for name in ("shape", "dims", "layout"):
+            made[name] = tuple(made[name])
+        return cls(**made)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How large a case may be: elements of a tensor, rows of it, columns."""
+
+    elements: int = 1 << 18
+    rows: int = 64
+    columns: int = 1 << 18
+    strided: int = 1 << 18  # columns that do not lie next to each other
+    out_of_range: bool = False  # targets, which end a CUDA context
+    wide: float = 1.0  # the part of the classes that may have so many columns; others have 1/16 at most
+
+    @classmethod
+    def interpreted(cls) -> Budget:
+        """A program costs milliseconds there, and so does a step of its loop, whatever their size."""
+        return cls(elements=1 << 13, rows=6, columns=1 << 17, strided=1 << 9, wide=0.06, out_of_range=True)
+
+
+@dataclass(frozen=True)
+class DrawClass:
+    """What the cases of one class share."""
+
+    op: str
+    dtype: str
+    n_cols: int
+    layouts: tuple[tuple[str, int], ...]
+    last: bool  # whether rows lie along the last dimension
+    flags: tuple[int, ...]  # seeds of the options that kernels are compiled for
+    seed: int
+
+
+# widths at which a kernel's sizes change, and vocabularies
+_BOUNDARIES = (1, 2, 3, 4, 5, 7, 8, 16, 31, 33, 64, 65, 127, 128, 255, 256, 257, 512, 513, 896, 1000, 1024, 1025)
+_BOUNDARIES += (2048, 2560, 3072, 4096, 4097, 6144, 7680, 8192, 8193, 10240, 12289, 14336, 16385, 24576, 32000)
+_BOUNDARIES += (32768, 45056, 50257, 65536, 77824, 98304, 128256, 131072, 151936, 200019, 262144)
+
+
+def draw_width(rng: Random, most: int) -> int:
+    if rng.random() < 0.3:
+        return rng.choice([n for n in _BOUNDARIES if n <= most])
+    return min(most, max(1, round(math.exp(rng.uniform(0.0, math.log(most + 1))))))
+
+
+def draw_class(op: str, dtype: str, seed: int, budget: Budget, widths: tuple[int, int] | None = None) -> DrawClass:
+    rng = Random(f"{op} {dtype} {seed}")
+    most = budget.columns if rng.random() < budget.wide else budget.columns >> 5
+    n_cols = rng.randint(*widths) if widths else draw_width(rng, most)
+    n_dims = rng.choice((2, 3, 4))
+    chosen = tuple(layouts.draw_layout(rng, n_dims) for _ in range(3))
+    last = OPS[op].rows == "last" or rng.random() < 0.75
+    return DrawClass(op, dtype, n_cols, chosen, last, (rng.getrandbits(32), rng.getrandbits(32)), seed)
+
+
+def draw_cases(of: DrawClass, way: str, count: int, budget: Budget) -> Iterator[Case]:
+    """`count` cases of a class, by one way in."""
+    rng = Random(f"{of} {way}")
+    while count > 0:
+        case = _draw(of, way, rng, budget)
+        if case is not None:
+            count -= 1
+            yield case
+
+
+def _draw(of: DrawClass, way: str, rng: Random, budget: Budget) -> Case | None:
+    spec = OPS[of.op]
+    n_dims = rng.choice((0, 1, 2, 2, 2, 2, 3, 3, 3, 4, 5))
+    if n_dims == 0 and (spec.rows in ("last", "classes") or way == "vmap" or rng.random() < 0.7):
+        n_dims = 1
+    most_rows = max(1, min(budget.rows, budget.elements // of.n_cols))
+    shape = list(_rows(rng, max(0, n_dims - 1), most_rows))
+    if spec.rows == "classes":
+        at = min(1, len(shape))
+    elif of.last or not shape:
+        at = len(shape)
+    else:
+        at = rng.randrange(len(shape) + 1)
+    dims = (at,)
+    if n_dims:
+        shape.insert(at, of.n_cols)
+    if spec.rows == "dims" and n_dims > 1 and rng.random() < 0.3:
+        dims = tuple(sorted({at, rng.randrange(n_dims)}))
+    if n_dims and rng.random() < 0.01:  # nothing to compute
+        shape[rng.randrange(n_dims)] = 0
+        if spec.rows in ("classes", "last") and shape[at] == 0:
+            return None
+    if not n_dims:
+        dims = (0,)
+    numbers = Random(rng.getrandbits(32))
+    options = spec.draw(Random(rng.choice(of.flags)), numbers, tuple(shape), dims, of.dtype)
+    if way == "module":
+        options.pop("dtype", None)
+    if way == "cuda_graph":
+        options.pop("inplace_backward", None)
+    if way == "vmap":
+        options["batch"] = rng.choice((1, 2, 3))
+        options["batch_dim"] = rng.randrange(len(shape) + 1)
+    dtype = of.dtype if rng.random() < 0.96 or way not in ("function", "out") else rng.choice(OTHER_DTYPES)
+    direction = rng.choice(_directions(spec, way, options)) if dtype == of.dtype else "forward"
+    if way == "out":
+        options["out"] = rng.choice(OUTPUTS)
+        if options["out"] == "transposed":
+            shape = [min(of.n_cols, 70)] * 2
+            dims = (rng.randrange(2),)
+            options = {**options, "dim": dims[0]}
+    if way == "function" and rng.random() < 0.04:
+        odd = _odd(spec, rng, tuple(shape), dims, budget)
+        if odd:
+            options["odd"], direction = odd, "forward"
+    kinds = values.KINDS if direction != "double" else values.FINITE
+    kind = rng.choice((*values.FINITE, *kinds)) if rng.random() < 0.8 else "normal"
+    if direction == "double" and kind in ("wide", "offset"):
+        kind = "normal"
+    layout = rng.choice(of.layouts)
+    if of.n_cols > budget.strided and (at != n_dims - 1 or layout[0] in ("step", "transposed", "channels_last")):
+        return None
+    upstream = rng.choice(UPSTREAMS)
+    return Case(
+        of.op, way, dtype, tuple(shape), dims, layout, kind, direction, upstream, options, rng.getrandbits(31)
+    )  # fmt: skip
+
+
+def _odd(
+    spec: OpSpec, rng: Random, shape: tuple[int, ...], dims: tuple[int, ...], budget: Budget
+) -> dict[str, Any] | None:
+    """An argument that torch refuses, or takes in a way of its own."""
+    if spec.rows in ("dim", "dims"):
+        return {"dim": rng.choice((len(shape) + 1, -len(shape) - 2, 1.0, None, True, "a"))}
+    if spec.rows != "classes":
+        return None
+    odd: list[dict[str, Any]] = [{"ignore_index": rng.choice((1.0, None, "a", True))}, {"reduction": "average"}]
+    odd += [{"label_smoothing": rng.choice((2.0, -0.1))}]
+    odd += [{"target_dtype": rng.choice(("int32", "uint8", "int16", "bool"))}] if shape[dims[0]] < 256 else []
+    odd += [{"target_shift": rng.choice((shape[dims[0]], -shape[dims[0]] - 1))}] if budget.out_of_range else []
+    return rng.choice(odd)
+
+
+def _rows(rng: Random, n_dims: int, most: int) -> list[int]:
+    sizes = []
+    for left in range(n_dims, 0, -1):
+        n = min(most, max(1, round(math.exp(rng.uniform(0.0, math.log(most + 1) / (1 if left == 1 else 2))))))
+        sizes.append(n)
+        most = max(1, most // n)
+    rng.shuffle(sizes)
+    return sizes
+
+
+def _directions(spec: OpSpec, way: str, options: dict[str, Any]) -> tuple[str, ...]:
+    if way == "out":
+        return ("forward",)
+    if way == "checkpoint":
+        return ("gradient",)
+    if options.get("inplace_backward"):
+        return ("gradient", "forward")
+    if way in ("compile", "cuda_graph", "patch", "vmap"):
+        return ("forward", "gradient", "gradient")
+    return ("forward", "forward", "gradient", "gradient", "gradient", "double")

@@ -1,0 +1,293 @@
+"""Runs a case by torch, by the float64 reference and by ours, and says what is wrong.
+
+What needs no value of a tensor (errors, shapes, dtypes) is known at once. The rest is left on the device as tensors of
+one element, so that many cases wait for the device once: `Outcome.flags`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_softmax.device import interpreting
+
+from . import exactness, ways
+from .differences import excused
+from .draw import Case
+from .inputs import Inputs, make
+from .scales import gradient_scale, gradient_size
+
+
+@dataclass
+class Outcome:
+    """What is known of a case. `flags`: name -> a tensor that is true where that is wrong."""
+
+    case: Case
+    problems: list[str] = field(default_factory=list)
+    flags: dict[str, Tensor] = field(default_factory=dict)
+    excess: dict[str, Tensor] = field(default_factory=dict)
+    error: str = ""  # the error that torch raised, and ours too
+
+    def found(self) -> list[str]:
+        """All that is wrong; waits for the device."""
+        return [*self.problems, *(name for name, flag in self.flags.items() if bool(flag))]
+
+    def largest_excess(self) -> str:
+        return ", ".join(f"{name} {float(e.nan_to_num(nan=torch.inf).amax()):.3g}" for name, e in self.excess.items())
+
+
+def resolve(outcomes: list[Outcome]) -> list[list[str]]:
+    """`found` of many cases, for one wait."""
+    flags = [flag for o in outcomes for flag in o.flags.values()]
+    known = iter(torch.stack(flags).tolist()) if flags else iter(())
+    return [[*o.problems, *(name for name in list(o.flags) if next(known))] for o in outcomes]
+
+
+def upstream_of(case: Case, device: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Upstream gradients for outputs, the same for ours, torch's and the reference's."""
+
+    # kept, since a CUDA graph's capture can make no tensor from the CPU
+    known: dict[tuple[Any, ...], Tensor] = {}
+
+    def draw(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        made = {}
+        for position, (name, t) in enumerate(outputs.items()):
+            key = (name, t.shape, t.dtype)
+            if key in known:
+                made[name] = known[key]
+                continue
+            g = torch.Generator().manual_seed(case.seed + 7 * position + len(name))
+            kind = case.upstream if name != "probe" else "random"
+            if kind == "random":
+                value = torch.randn(t.shape, generator=g)
+            elif kind == "expanded":
+                value = torch.randn((), generator=g).expand(t.shape)
+            else:
+                value = torch.full(t.shape, {"one": 1.0, "quarter": 0.25, "zeros": 0.0}[kind])
+            low = t.dtype if t.dtype != torch.float64 or case.dtype == "float64" else _low(case, name)
+            value = value.to(low).to(device)
+            made[name] = known[key] = value.expand(t.shape).to(t.dtype) if kind != "expanded" else value.to(t.dtype)
+        return made
+
+    return draw
+
+
+def _low(case: Case, name: str) -> torch.dtype:
+    """The dtype that ours and torch's have where the reference has float64."""
+    if case.spec.full_outputs or case.spec.rows == "dims" or name == "probe":
+        if case.way == "autocast" and case.op in ways.AUTOCAST:
+            return torch.float32 if name != "probe" else getattr(torch, case.dtype)
+        return getattr(torch, case.options.get("dtype", case.dtype) if name != "probe" else case.dtype)
+    return torch.float32
+
+
+def _attempt(call: Callable[[], dict[str, Tensor]]) -> tuple[dict[str, Tensor], Exception | None]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return call(), None
+    except (torch.cuda.OutOfMemoryError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        return {}, error
+
+
+def evaluate(case: Case, device: str) -> Outcome:
+    """Run the case three ways and compare."""
+    outcome = Outcome(case)
+    inputs = make(case, device)
+    upstream = upstream_of(case, device)
+    # where a call writes over its input, torch has inputs of its own
+    writes = case.way == "out" or case.options.get("inplace_backward", False)
+    for_torch = make(case, device) if writes else inputs
+    with ways.around(case, device, ours=False):
+        call = ways.function(case, for_torch, device, ours=False)
+        own, torch_error = _attempt(lambda: ways.run(case, call, for_torch, upstream))
+    twice = (
+        case.direction == "gradient" and case.seed % 4 == 1 and case.way in ("function", "module", "batch_invariant")
+    )
+    twice = twice and not case.options.get("inplace_backward")
+    _poison(inputs.x)
+    with ways.around(case, device, ours=True):
+        got, error = _attempt(lambda: _ours(case, inputs, device, upstream, twice))
+    if torch_error is not None or error is not None:
+        _compare_errors(outcome, torch_error, error)
+        if error is not None:
+            _unchanged(outcome, inputs, after_error=True)
+        return outcome
+    _unchanged(outcome, inputs)
+    ref, reference_error = _attempt(lambda: _reference(case, inputs if not writes else make(case, device), upstream))
+    if reference_error is not None:
+        raise RuntimeError(f"the reference of {case} failed") from reference_error
+    _compare(outcome, inputs, got, own, ref)
+    if case.seed % 4 == 0 and not writes and case.way not in ("compile", "cuda_graph"):
+        _same_bits(outcome, case, inputs, device, upstream, got)
+    return outcome
+
+
+def _ours(case: Case, inputs: Inputs, device: str, upstream: Any, twice: bool) -> dict[str, Tensor]:
+    if case.way == "cuda_graph":
+        return ways.run_graph(case, inputs, upstream)
+    return ways.run(case, ways.function(case, inputs, device, ours=True), inputs, upstream, twice=twice)
+
+
+def _poison(like: Tensor) -> None:
+    """Leave NaN in the memory that the allocator hands out next; on a CPU PyTorch's deterministic mode does that."""
+    if like.is_cuda and like.numel():
+        size = like.numel() * max(4, like.element_size())
+        blocks = [torch.full((n // 4 + 1,), torch.nan, device=like.device) for n in (size, size // 2, size, 512)]
+        del blocks
+
+
+def _reference(case: Case, inputs: Inputs, upstream: Any) -> dict[str, Tensor]:
+    arguments = dict(inputs.arguments)
+    x = inputs.x.detach()
+    if "dtype" in arguments:  # a cast comes first, whose gradient has no rounding here
+        x = x.to(arguments.pop("dtype"))
+    wide = Inputs(x.double(), arguments, {}, batch_dim=inputs.batch_dim, in_dims=inputs.in_dims)
+    for name, t in inputs.differentiable.items():
+        if name != "x":
+            arguments[name] = t.detach().double().requires_grad_()
+    if case.direction != "forward":
+        wide.x.requires_grad_()
+    spec = case.spec
+    call = spec.reference if case.way != "vmap" else ways._vmap(spec.reference, inputs, False)
+    return ways.run(case, call, wide, upstream)
+
+
+def _compare_errors(outcome: Outcome, own: Exception | None, ours: Exception | None) -> None:
+    if own is None or ours is None:
+        who, error = ("ours", ours) if own is None else ("torch", own)
+        outcome.problems.append(f"only {who} raises: {type(error).__name__}: {str(error)[:200]}")
+    elif not isinstance(ours, type(own)) and not isinstance(own, type(ours)):
+        outcome.problems.append(
+            f"raises {type(ours).__name__} ({str(ours)[:120]}) where torch has {type(own).__name__}"
+        )
+    else:
+        outcome.error = type(own).__name__
+
+
+def _unchanged(outcome: Outcome, inputs: Inputs, after_error: bool = False) -> None:
+    case = outcome.case
+    shared = inputs.out is not None and inputs.out.buffer is inputs.placed["x"].buffer
+    for name, placed in inputs.placed.items():
+        if name == "x" and not after_error and (shared or case.options.get("inplace_backward")):
+            if not shared:
+                outcome.flags[f"writes next to {name}"] = placed.changed_outside()
+            continue
+        outcome.flags[f"writes to {name}"] = placed.changed()
+    if inputs.out is not None:
+        changed = inputs.out.changed() if after_error else inputs.out.changed_outside()
+        outcome.flags["writes to out before its error" if after_error else "writes next to out"] = changed
+
+
+def _compare(
+    outcome: Outcome, inputs: Inputs, got: dict[str, Tensor], own: dict[str, Tensor], ref: dict[str, Tensor]
+) -> None:
+    case = outcome.case
+    firsts = {name: t for name, t in got.items() if not name.startswith("again_")}
+    if firsts.keys() != own.keys():
+        outcome.problems.append(f"results {sorted(firsts)} where torch has {sorted(own)}")
+        return
+    shift = 0 if inputs.batch_dim is None else 1
+    for name, y in firsts.items():
+        theirs, want = own[name], ref[name]
+        if y.shape != theirs.shape or y.dtype != theirs.dtype:
+            outcome.problems.append(
+                f"{name} is {tuple(y.shape)} {y.dtype} where torch has {tuple(theirs.shape)} {theirs.dtype}"
+            )
+            continue
+        if not case.way == "out" and not shift and theirs.is_contiguous() and not y.is_contiguous():
+            if not name.startswith("d"):
+                outcome.problems.append(f"{name} has strides {y.stride()} where torch's is contiguous")
+        if not name.startswith("d") and y.requires_grad != theirs.requires_grad and case.way != "cuda_graph":
+            outcome.problems.append(f"{name}.requires_grad is {y.requires_grad}")
+        if not y.numel():
+            continue
+        rule = _rule(case, inputs, name, ref, y)
+        bad, excess = exactness.wrong(y, theirs, want, rule)
+        allowed = excused(case, inputs, name, y.detach(), theirs.detach())
+        outcome.flags[name] = (bad if allowed is None else bad & ~allowed).any()
+        outcome.excess[name] = excess
+    for name in got:
+        if name.startswith("again_"):
+            outcome.flags[f"two backwards differ in {name[6:]}"] = _bits_differ(got[name], got[f"d_{name[6:]}"])
+
+
+def _rule(case: Case, inputs: Inputs, name: str, ref: dict[str, Tensor], y: Tensor) -> exactness.Rule:
+    interpreted = interpreting()
+    forward = not name.startswith(("d_", "dd_"))
+    everything = tuple(range(y.dim())) or (0,)
+    if forward and not case.spec.full_outputs:
+        return exactness.Rule((), interpreted=interpreted)
+    if name.startswith("dd_") or name in ("d_mask",):
+        scale = torch.stack([t.detach().abs().nan_to_num(0, 0, 0).amax() for t in ref.values() if t.numel()]).amax()
+        return exactness.Rule(everything, scale.double(), stores=4, roundings=4, interpreted=interpreted)
+    dims = case.dims
+    if inputs.batch_dim is not None:
+        if forward:  # the results of vmap have their items first
+            dims = tuple(d + 1 for d in dims)
+        else:
+            dims = tuple(d + (d >= inputs.batch_dim) for d in dims)
+    if y.dim() == 0:
+        dims = (0,)
+    coarsest = None
+    if not forward and "dtype" in case.options:
+        coarsest = max((y.dtype, getattr(torch, case.options["dtype"])), key=lambda d: torch.finfo(d).eps)
+    if forward:
+        return exactness.Rule(dims, interpreted=interpreted)
+    scale = gradient_scale(case, inputs, ref)
+    return exactness.Rule(dims, scale, True, gradient_size(case), stores=3, interpreted=interpreted, coarsest=coarsest)
+
+
+def _bits_differ(a: Tensor, b: Tensor) -> Tensor:
+    """Whether two tensors of one dtype differ in a bit; every NaN counts as one."""
+    same = (a == b) | (a.isnan() & b.isnan()) if a.is_floating_point() else a == b
+    return (~same).any()
+
+
+def _same_bits(
+    outcome: Outcome, case: Case, inputs: Inputs, device: str, upstream: Any, got: dict[str, Tensor]
+) -> None:
+    """The same call again has the same bits; and a row of its own has the bits that it has among others."""
+    with ways.around(case, device, ours=True):
+        again, error = _attempt(lambda: _ours(case, inputs, device, upstream, False))
+        if error is not None:
+            outcome.problems.append(f"the second call raises {type(error).__name__}: {str(error)[:120]}")
+            return
+        for name, t in again.items():
+            outcome.flags[f"{name} differs from call to call"] = _bits_differ(t, got[name])
+        name = case.spec.outputs[0]
+        if case.direction != "forward" or not _has_rows(case, inputs):
+            return
+        row = case.seed // 4 % case.shape[0]
+        if case.way != "batch_invariant":
+            row = 0  # the first row starts where it starts among others
+        alone = inputs.x.narrow(0, row, 1)
+        given = {
+            key: value.narrow(0, row, 1) if isinstance(value, Tensor) and value.dim() and value.shape[0] > 1 else value
+            for key, value in inputs.arguments.items()
+        }
+        one, error = _attempt(lambda: case.spec.tensors(case.spec.function(alone, **given)))
+        if error is not None:
+            outcome.problems.append(f"one row raises {type(error).__name__}: {str(error)[:120]}")
+        else:
+            outcome.flags["a row's bits depend on the batch"] = _bits_differ(one[name], got[name].narrow(0, row, 1))
+
+
+def _has_rows(case: Case, inputs: Inputs) -> bool:
+    if case.way not in ("function", "batch_invariant") or len(case.shape) < 2 or 0 in case.dims or not case.numel:
+        return False
+    if case.op == "cross_entropy":
+        return case.options.get("reduction") == "none"
+    mask = inputs.arguments.get("mask")
+    if mask is not None and mask.dim() not in (0, len(case.shape)):
+        return False
+    if case.op == "masked_softmax" and case.options.get("causal") and len(case.shape) == 2:
+        return False
+    return case.dims == (len(case.shape) - 1,) and case.layout[0] not in ("transposed", "channels_last", "step")

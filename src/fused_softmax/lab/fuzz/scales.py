@@ -1,0 +1,72 @@
+"""The largest number that a row's gradient is made of: what its error is measured in where a difference cancels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .draw import Case
+from .inputs import Inputs
+
+
+def upstream_bound(case: Case) -> float:
+    """What |dy| hardly exceeds."""
+    return {"one": 1.0, "quarter": 0.25, "zeros": 0.0}.get(case.upstream, 4.0)
+
+
+def gradient_size(case: Case) -> float:
+    """What the entries of a row's gradient are made of, added up; of gradients that are made of a stored output."""
+    if case.op not in ("softmax", "masked_softmax", "log_softmax"):
+        return 0.0
+    n = 2 * case.n_cols if case.op == "log_softmax" else 1
+    return n * upstream_bound(case) * abs(float(case.options.get("scale", 1.0)))
+
+
+def gradient_scale(case: Case, inputs: Inputs, ref: dict[str, Tensor]) -> Tensor | None:
+    """Of each row of x's gradient, broadcasting to it; None where its largest entry says it."""
+    bound = upstream_bound(case)
+    batched = inputs.batch_dim is not None
+    y = next(iter(ref.values())).detach()
+    if case.op in ("softmax", "masked_softmax", "log_softmax"):
+        dims = tuple(d + batched for d in case.dims) if y.dim() else (0,)
+        p = y.exp() if case.op == "log_softmax" else y
+        if case.op == "log_softmax":  # an error of y counts for exp(y) by its size
+            p = p * (1 + y.abs())
+        top = p.nan_to_num(0, 0, 0).amax(dims, keepdim=True) if y.dim() else p.nan_to_num(0, 0, 0)
+        if case.op == "log_softmax":
+            # dy - p*sum(dy)
+            n = case.n_cols
+            top = torch.maximum(top * (n if case.upstream != "random" else 4 * n**0.5), torch.ones_like(top))
+        scale = top * bound * abs(float(case.options.get("scale", 1.0)))
+        return scale.movedim(0, inputs.batch_dim) if batched else scale  # type: ignore[arg-type]
+    if case.op == "cross_entropy":
+        return _of_cross_entropy(case, inputs, y) * bound
+    if case.op == "token_logprobs":
+        temperature = case.options.get("temperature", 1.0)
+        by_rows = inputs.arguments.get("temperature")
+        factor = torch.as_tensor(1.0 / float(temperature))
+        if isinstance(by_rows, Tensor):
+            factor = by_rows.reciprocal().amax() if by_rows.numel() else factor
+        return (factor.double() * bound).to(y.device)
+    return None
+
+
+def _of_cross_entropy(case: Case, inputs: Inputs, loss: Tensor) -> Tensor:
+    weight = inputs.arguments.get("weight")
+    largest = loss.new_ones(()) if weight is None else weight.double().amax()
+    target = inputs.arguments["target"]
+    counts = target != case.options.get("ignore_index", -100)
+    scale = largest
+    z_loss = case.options.get("z_loss", 0.0)
+    if z_loss:
+        x = inputs.x.detach().double()
+        cap = case.options.get("softcap")
+        top = x.abs().nan_to_num(0, 0, 0).amax() if x.numel() else x.sum()
+        scale = scale + 2 * z_loss * ((top.clamp(max=cap) if cap else top) + 12)
+    if case.options.get("reduction", "mean") == "mean":
+        total = (
+            counts.sum() if weight is None else weight.double()[target.where(counts, 0).long()].where(counts, 0.0).sum()
+        )
+        total = total if inputs.batch_dim is None else total / max(1, target.shape[0] if target.dim() else 1)
+        scale = scale / total.double().clamp(min=1e-30)
+    return scale.double()
