@@ -188,7 +188,7 @@ def fuzz(
     stop: Annotated[bool, typer.Option("--stop", help="stop at the first failure")] = False,
 ) -> None:
     """Draw calls of every op, way in, dtype, layout and value; judge them against float64; fail when one is wrong."""
-    wanted = names(op), names(way), dtypes(dtype)
+    wanted = names(op, "--op"), names(way, "--way"), dtypes(dtype)
     interpret_without_gpu()
     from fused_softmax.lab.fuzz import command
 
