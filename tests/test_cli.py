@@ -159,6 +159,18 @@ def test_an_error_of_the_program_is_no_bad_input(monkeypatch: pytest.MonkeyPatch
     assert isinstance(CLI.invoke(app, ["lesson", "1"]).exception, ZeroDivisionError)
 
 
+@pytest.mark.parametrize(("stopped", "status"), [("", 0), ("interrupted", 130), ("device fault: a torch call", 1)])
+def test_bench_ends_with_a_status_of_its_own_for_each_end(
+    stopped: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    head = replace(header(torch.device("cpu"), interpreted=True), stopped=stopped)
+    monkeypatch.setattr("fused_softmax.bench.run.run", lambda prepared, console: (head, [], []))
+    monkeypatch.setattr("fused_softmax.cli.interpret_without_gpu", lambda: None)
+    result = CLI.invoke(app, ["bench", "--systems", "torch", "--widths", "4", "--out", str(tmp_path)])
+    assert result.exit_code == status, result.output
+    assert result.stderr == ("interrupted\n" if status == 130 else "")
+
+
 def test_rows_too_wide_for_the_kernels_are_explained_as_torchs():
     result = CLI.invoke(app, ["explain", "1x2147483648"])
     assert result.exit_code == 0 and "PyTorch's own kernel" in result.stdout and "32 bits" in result.stdout
