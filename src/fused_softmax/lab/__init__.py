@@ -1,1 +1,1 @@
-"""Tools that a production user never imports: the library never imports this package."""
+"""What a production user never imports: the registry of ops and the fuzzer. The library imports nothing from here."""
