@@ -159,6 +159,18 @@ def test_an_error_of_the_program_is_no_bad_input(monkeypatch: pytest.MonkeyPatch
     assert isinstance(CLI.invoke(app, ["lesson", "1"]).exception, ZeroDivisionError)
 
 
+@pytest.mark.parametrize(("stopped", "status"), [("", 0), ("interrupted", 130), ("device fault: a torch call", 1)])
+def test_bench_ends_with_a_status_of_its_own_for_each_end(
+    stopped: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    head = replace(header(torch.device("cpu"), interpreted=True), stopped=stopped)
+    monkeypatch.setattr("fused_softmax.bench.run.run", lambda prepared, console: (head, [], []))
+    monkeypatch.setattr("fused_softmax.cli.interpret_without_gpu", lambda: None)
+    result = CLI.invoke(app, ["bench", "--systems", "torch", "--widths", "4", "--out", str(tmp_path)])
+    assert result.exit_code == status, result.output
+    assert result.stderr == ("interrupted\n" if status == 130 else "")
+
+
 def test_rows_too_wide_for_the_kernels_are_explained_as_torchs():
     result = CLI.invoke(app, ["explain", "1x2147483648"])
     assert result.exit_code == 0 and "PyTorch's own kernel" in result.stdout and "32 bits" in result.stdout
@@ -180,7 +192,7 @@ def test_lessons_are_listed():
 @pytest.mark.parametrize(
     ("arguments", "absent", "needs", "extra"),
     [
-        ("explain 4x128", "typer", "fused-softmax explain needs typer", "cli"),
+        ("explain 4x128", "typer", "fused-softmax needs typer", "cli"),
         ("report", "rich", "needs rich", "cli"),
         ("lesson 5", "typer rich numpy", "fused-softmax lesson needs typer, rich, numpy", "bench"),
         ("lesson 5", "typer rich", "needs typer, rich", "cli"),
@@ -194,16 +206,16 @@ def test_without_an_extra_the_command_names_what_is_missing(
 ):
     # for import and find_spec alike these packages are not there
     hide = f"""
-import sys
-class Hidden:
-    def find_spec(name, path=None, target=None):
-        if name.split(".")[0] in {absent.split()!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Hidden)
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+def found(name, path=None, target=None):
+    return None if name.split(".")[0] in {absent.split()!r} else find(name, path, target)
+PathFinder.find_spec = found
 """
     (tmp_path / "sitecustomize.py").write_text(hide)
     done = command(*arguments.split(), PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT / "src")]))
-    (said,) = done.stderr.splitlines()
+    said = done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
     assert done.returncode == 1 and said.endswith(f"{needs}: pip install 'fused-softmax[{extra}]'"), done.stderr
 
 

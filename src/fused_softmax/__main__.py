@@ -12,8 +12,8 @@ EXTRAS = {
     **dict.fromkeys(("typer", "click", "rich"), "cli"),
     **dict.fromkeys(("numpy", "matplotlib", "safetensors"), "bench"),
 }
-# what a command imports beyond the command line's own packages
-NEEDS = {"bench": ("safetensors", "numpy"), "verify": ("safetensors", "numpy"), "lesson": ("numpy",)}
+# what a command imports beyond the command line's own packages; numpy where it interprets its kernels
+NEEDS = {"bench": ("safetensors",), "verify": ("safetensors",), "lesson": ()}
 
 
 def _missing(package: str) -> bool:
@@ -22,6 +22,12 @@ def _missing(package: str) -> bool:
         return find_spec(package) is None
     except ValueError:
         return sys.modules.get(package) is None
+
+
+def _without_gpu() -> bool:
+    import torch
+
+    return not torch.cuda.is_available()
 
 
 def advice(missing: str, arguments: list[str]) -> str | None:
@@ -33,7 +39,10 @@ def advice(missing: str, arguments: list[str]) -> str | None:
         return f"{name} needs triton, which has wheels for Linux: pip install triton"
     if package not in EXTRAS:
         return None
-    wanted = [package, *(p for p in ("typer", "rich", *NEEDS.get(command, ())) if p != package and _missing(p))]
+    others = ["typer", "rich", *NEEDS.get(command, ())]
+    if command and _missing("numpy") and _without_gpu():
+        others.append("numpy")
+    wanted = [package, *(p for p in others if p != package and _missing(p))]
     # the extra bench contains the extra cli
     extra = "bench" if any(EXTRAS[p] == "bench" for p in wanted) else "cli"
     return f"{name} needs {', '.join(wanted)}: pip install 'fused-softmax[{extra}]'"

@@ -33,7 +33,7 @@ Tables = Annotated[str, typer.Option(help="ladder, forward, losses, random, few_
 Dtype = Annotated[str, typer.Option("--dtype", help="comma-separated: bf16, fp16, fp32 (or the long names)")]
 
 
-def names(text: str, option: str) -> tuple[str, ...]:
+def names(text: str, option: str = "") -> tuple[str, ...]:
     """Split a comma-separated option; an empty one names nothing, which is the default."""
     found = tuple(part.strip() for part in text.split(",") if part.strip())
     if text and not found:
