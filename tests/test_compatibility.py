@@ -34,7 +34,10 @@ def test_a_stale_page_is_found_and_rewritten(tmp_path, capsys):
     assert compatibility_page.main(["--check", *arguments]) == 1
     assert compatibility_page.main(arguments) == 0
     assert compatibility_page.main(["--check", *arguments]) == 0
-    assert "| 2.13.0 | 3.9.0 | 3.12.1 | compiled | all 10 tests pass, 2 skipped | abc, 2026-11-21 |" in page.read_text()
+    assert (
+        "| 2.13.0 | 3.9.0 | 3.12.1 | compiled: tests | all 10 tests pass, 2 skipped | abc, 2026-11-21 |"
+        in page.read_text()
+    )
     page.write_text("no markers")
     with pytest.raises(ValueError, match="markers"):
         compatibility_page.main(arguments)
