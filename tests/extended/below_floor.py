@@ -76,12 +76,9 @@ COMMANDS = {
     ("--help",): (0,),
     ("explain", "64x1000"): (0,),
     ("lesson",): (0,),
-    ("lesson", "1"): (0,),
-    ("lesson", "2"): (0, 1, 2),
     ("lesson", "10"): (0, 1, 2),
     ("verify",): (0, 1, 2),
     ("tune",): (2,),
-    ("report", "--help"): (0,),
 }
 NO_EXTRAS = """
 import sys

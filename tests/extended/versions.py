@@ -118,12 +118,12 @@ def tests(python: Path, env: dict[str, str], *arguments: str) -> tuple[int, int,
         report = Path(place) / "report.xml"
         command = [str(python), "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
         status = subprocess.run(command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL).returncode
-        if not report.exists():
-            raise SystemExit(f"pytest ended with status {status} and no report")
+        if status not in (0, 1) or not report.exists():
+            raise SystemExit(f"pytest ended with status {status} before its tests did: nothing is recorded")
         suite = next(ET.parse(report).getroot().iter("testsuite"))
     total, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
     failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-    return total - failed - skipped, failed if status in (0, 1) else max(failed, 1), skipped
+    return total - failed - skipped, failed, skipped
 
 
 def checks(python: Path, env: dict[str, str]) -> tuple[int, int, int]:
@@ -135,25 +135,25 @@ def checks(python: Path, env: dict[str, str]) -> tuple[int, int, int]:
     return 2 - failed, failed, 0
 
 
-def run(what: str, version: str, folder: Path, jobs: int) -> Run:
-    """Runs `what` with a version (of Triton for "compiled", else of torch)."""
+def run(what: str, version: str, folder: Path, jobs: int, files: tuple[str, ...]) -> Run:
+    """Runs `what` with a version (of Triton for "compiled", else of torch), over the named test files or its own."""
     env = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
     env["PYTHONPATH"] = str(ROOT / "src")
     # kernels that another version compiled are not this one's
     env["TRITON_CACHE_DIR"] = str(folder / f"cache-{what}-{version}")
     if what == "compiled":
-        python, shown = Path(sys.executable), ("tests",)
+        python, shown = Path(sys.executable), files or ("tests",)
         env["PYTHONPATH"] = os.pathsep.join([str(triton_folder(folder, version)), env["PYTHONPATH"]])
-        counts = tests(python, env, "-m", "compiled and not extended")
+        counts = tests(python, env, "-m", "compiled and not extended", *shown)
     elif what == "interpreted":
-        python, shown = environment(folder, version, TEST_PACKAGES), CORE_TESTS
+        python, shown = environment(folder, version, TEST_PACKAGES), files or CORE_TESTS
         kept = "not compiled and not gpu and not extended"
-        counts = tests(python, {**env, "TRITON_INTERPRET": "1"}, "-n", str(jobs), "-m", kept, *CORE_TESTS)
+        counts = tests(python, {**env, "TRITON_INTERPRET": "1"}, "-n", str(jobs), "-m", kept, *shown)
     else:
         python, shown = environment(folder, version, COMMAND_LINE), ("tests/extended/below_floor.py",)
         counts = checks(python, env)
     torch, triton, python_version = versions_in(python, env)
-    names = tuple(re.sub(r"^tests/", "", name) for name in shown)
+    names = tuple(re.sub(r"^tests/(extended/)?(test_)?|\.py$", "", name) for name in shown)
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return Run(what.replace("-", " the "), torch, triton, python_version, *counts, names, commit(), date)
 
@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(sys.prefix), help="where environments are kept")
     parser.add_argument("--record", action="store_true", help=f"write {RECORDS}")
     parser.add_argument("--jobs", type=int, default=2, help="interpreted tests that run at a time")
+    parser.add_argument("--tests", nargs="+", default=(), help="test files in the place of the usual ones")
     asked = parser.parse_args()
     if asked.what != "compiled":
         unknown = [v for v in asked.versions if v != NEWEST and v not in TRITON_OF]
@@ -178,7 +179,7 @@ def main() -> None:
         start = time.monotonic()
         print(f"== {asked.what} {version}", flush=True)
         try:
-            found = run(asked.what, version, asked.folder.resolve(), asked.jobs)
+            found = run(asked.what, version, asked.folder.resolve(), asked.jobs, tuple(asked.tests))
         except Unavailable as error:
             print(f"== {asked.what} {version}: skipped, the wheels cannot be had here: {error}", flush=True)
             continue

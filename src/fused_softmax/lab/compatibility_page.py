@@ -7,11 +7,10 @@ python -m fused_softmax.lab.compatibility_page --check   fails where the page is
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 from fused_softmax.availability import MIN_TORCH, MIN_TRITON, NEWEST_TRITON
-from fused_softmax.lab.compatibility import targets_table
+from fused_softmax.lab.compatibility import measured_targets, targets_table
 from fused_softmax.lab.version_runs import RECORDS, load, measured, version_table
 
 PAGE = Path("docs") / "compatibility.md"
@@ -27,18 +26,24 @@ def floors() -> str:
 
 def tables(root: Path) -> dict[str, str]:
     """What stands between each pair of markers."""
-    runs = [*load(root / RECORDS), *measured(root / "benchmarks" / "results")]
-    return {"floors": floors(), "versions": version_table(runs), "targets": targets_table()}
+    results = root / "benchmarks" / "results"
+    runs = [*load(root / RECORDS), *measured(results)]
+    return {
+        "floors": floors(),
+        "versions": version_table(runs),
+        "targets": targets_table(measured_targets(results)),
+    }
 
 
 def filled(page: str, found: dict[str, str]) -> str:
     """The page with its tables replaced; ValueError where a pair of markers is missing."""
     for name, text in found.items():
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        marked = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        if not marked.search(page):
+        before, found_begin, rest = page.partition(begin)
+        _, found_end, after = rest.partition(end)
+        if not (found_begin and found_end):
             raise ValueError(f"{PAGE} has no markers {begin} and {end}")
-        page = marked.sub(lambda _, inside=f"{begin}\n{text}\n{end}": inside, page)
+        page = f"{before}{begin}\n{text}\n{end}{after}"
     return page
 
 

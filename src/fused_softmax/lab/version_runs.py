@@ -103,7 +103,7 @@ def version_table(runs: Iterable[Run]) -> str:
     """The runs as a table in Markdown, a row for each."""
     lines = ["| torch | Triton | Python | what was run | result | commit, date |", "|---|---|---|---|---|---|"]
     for run in sorted(runs, key=lambda r: r.order):
-        what = f"measured on {run.device}" if run.what == "measured" else run.what
+        what = f"measured on {run.device}" if run.what == "measured" else f"{run.what}: {', '.join(run.tests)}"
         cells = (run.torch, run.triton, run.python, what, outcome(run), f"{run.commit}, {run.date[:10]}")
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", *(f"- {name}: {text}" for name, text in WHAT.items())]
