@@ -2,9 +2,10 @@
 
     PYTHONPATH=src python tests/compiled_table.py --triton .venv/triton-3.6.0 --triton .venv/triton-3.9.0 -k softmax
 
-A cell: registers, bytes spilled, machine instructions, CTA barriers + cluster barriers, and the widths
-of its loads and stores in bytes, each with its count. A line is printed where a Triton differs from the first one, or all with --all. Each Triton is
-a folder that is put first in PYTHONPATH; without one, the installed Triton alone is shown. --json keeps the numbers.
+A cell: registers, bytes spilled, machine instructions, CTA barriers + cluster barriers, and the widths of its loads and
+stores in bytes, each with its count. A line is printed where a Triton differs from the first one, or all with --all.
+Each Triton is a folder that is put first in PYTHONPATH; without one, the installed Triton alone is shown. --json keeps
+the numbers.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ def test_vectors_are_all_that_moves_but_for_the_ends(built):
 
 
 def test_the_ctas_of_a_cluster_meet_once(built):
-    """The exchange's own barrier is the only one: none when the kernel ends, and none that carries a tile from one CTA to
-    another, as where a compiler spreads a line over CTAs, which the exchange does not allow."""
+    """The exchange's own barrier is the only one: none ends the kernel, and no tile goes from one CTA to another, as it
+    does where a compiler spreads a line over CTAs, for which the exchange is not made."""
     for kernel, used in built:
         expected = int(used.num_ctas > 1)
         assert used.cluster_barriers == expected, f"{used.cluster_barriers} barriers: {kernel}"

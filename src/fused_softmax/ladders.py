@@ -90,6 +90,7 @@ FORWARD_CLUSTER = {
         Rung(32768, 4, 16),
         Rung(45056, 8, 8),
         Rung(65536, 16, 4),
+        Rung(131072, 16, 8, max_registers=48),
         Rung(212992, 16, 8),
         Rung(262144, 16, 8, max_registers=80),
         Rung(524288, 16, 16),
