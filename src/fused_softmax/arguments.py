@@ -71,8 +71,11 @@ def real(function: str, name: str, value: Any) -> float:
     else:
         takes = hasattr(type(value), "__float__") and not isinstance(value, bool)
     if not takes:
-        given = f"a Tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise TypeError(f"{function}(): {name} must be a number, not {given}; it has no gradient")
+        given = repr(value)
+        if isinstance(value, Tensor):
+            needs = " that requires grad: it gets no gradient, detach() it" if value.requires_grad else ""
+            given = f"a Tensor of {value.dtype} and shape {tuple(value.shape)}{needs}"
+        raise TypeError(f"{function}(): {name} must be a number, not {given}")
     return float(value)
 
 

@@ -64,7 +64,9 @@ def token_logprobs(
     >>> token_logprobs(torch.zeros(2, 4), torch.tensor([1, 3]))
     tensor([-1.3863, -1.3863])
     """
-    if not (isinstance(logits, Tensor) and isinstance(token_ids, Tensor)) or stands_in(temperature):
+    if not (isinstance(logits, Tensor) and isinstance(token_ids, Tensor)) or (
+        type(temperature) is not float and stands_in(temperature)
+    ):
         if stands_in(logits, token_ids, temperature):
             return handle_torch_function(
                 token_logprobs,

@@ -138,6 +138,11 @@ def cross_entropy_over(
     if reduction not in REDUCTIONS:
         _Reduction.get_enum(reduction)  # raises, or warns that its name for the mean is old
         reduction = "mean"
+    if weight is not None and weight.dtype is not torch.float32 and weight.dtype is not logits.dtype:
+        raise RuntimeError(
+            f"cross_entropy(): weight must be {logits.dtype}, as the logits, or torch.float32, not {weight.dtype}; "
+            "cast it with weight.to(input.dtype)"
+        )
     if target.dtype is torch.uint8:
         target = target.long()
     n_cols = logits.shape[1] if logits.dim() > 1 else logits.numel()
