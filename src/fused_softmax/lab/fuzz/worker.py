@@ -52,7 +52,7 @@ class Report:
 
     cases: Counter = field(default_factory=Counter)
     wrong: Counter = field(default_factory=Counter)
-    seconds: Counter = field(default_factory=Counter)
+    seconds: dict[tuple[str, str, str], float] = field(default_factory=dict)
     errors: Counter = field(default_factory=Counter)  # errors that torch has, and ours
     failures: list[Failure] = field(default_factory=list)
     reached: set[tuple[str, str]] = field(default_factory=set)
@@ -86,7 +86,7 @@ def run_unit(unit: Unit, announce: Callable[[str], Any] | None = None) -> Report
                 _settle(report, waiting, cell, unit)
                 waiting = []
         _settle(report, waiting, cell, unit)
-        report.seconds[cell] += time.perf_counter() - start
+        report.seconds[cell] = report.seconds.get(cell, 0.0) + time.perf_counter() - start
     ways.forget_compiled()
     report.reached = set(coverage.reached)
     return report
