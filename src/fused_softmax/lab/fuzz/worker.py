@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from . import coverage, ways
+from fused_softmax.device import interpreting
+
+from . import coverage, interpreter, ways
 from .draw import Budget, Case, DrawClass, draw_cases
 from .judge import evaluate, resolve
 from .shrink import shrink
@@ -66,6 +68,8 @@ def prepare(device: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     coverage.install()
+    if interpreting():
+        interpreter.patch_once()
     if device == "cpu":
         # torch.empty gives NaN; the GPU's fast path does not run under this mode, so memory is poisoned otherwise there
         torch.use_deterministic_algorithms(True, warn_only=True)
