@@ -70,14 +70,15 @@ def cross_entropy(
     """float64 cross entropy of logits (C,), (n_rows, C) or (n_rows, C, ...) and int64 targets: torch's, and two terms
     beside.
 
-    softcap c replaces the logits by c * tanh(logits / c) (Gemma 2); z_loss adds z_loss * lse^2 to every row that counts
-    (PaLM). reduction is "none", "sum" or "mean"; the mean divides by the summed weight of the targets that count.
+    softcap c replaces the logits by c * tanh(logits / c) (Gemma 2), -inf excepted; z_loss adds z_loss * lse^2 to every
+    row that counts (PaLM). reduction is "none", "sum" or "mean"; the mean divides by the summed weight of the targets
+    that count.
     """
     logits = _widen(logits)
     logits, shape = logits.movedim(min(1, logits.ndim - 1), -1), target.shape
     logits, target = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+        logits = torch.where(logits == float("-inf"), logits, softcap * torch.tanh(logits / softcap))
     counts = target != ignore_index
     index = torch.where(counts, target, torch.zeros_like(target)).unsqueeze(1)
     weights = logits.new_ones(logits.shape[1]) if weight is None else _widen(weight)

@@ -43,7 +43,7 @@ class OpSpec:
     draw: Callable[..., Options]
     arguments: Callable[..., dict[str, Any]]
     ways: tuple[str, ...]
-    module: Callable[..., torch.nn.Module] | None = None
+    module: Callable[..., Callable[[Tensor], Tensor]] | None = None
     operator: Callable[..., Any] | None = None
     # whether an output has a number for each column; else one for each row, in float32
     full_outputs: bool = True

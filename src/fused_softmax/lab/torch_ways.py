@@ -35,10 +35,13 @@ def cross_entropy(
     x: Tensor, target: Tensor, softcap: float | None = None, z_loss: float = 0.0, inplace_backward: bool = False,
     **options: Any,
 ) -> Tensor:  # fmt: skip
-    """F.cross_entropy of softcap*tanh(x/softcap), plus z_loss*logsumexp^2 for each row that counts."""
+    """F.cross_entropy of softcap*tanh(x/softcap), plus z_loss*logsumexp^2 for each row that counts.
+
+    A logit of -inf is a class that is hidden, and stays so under a softcap.
+    """
     z = _upcast(x)
     if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
+        z = torch.where(z == -float("inf"), z, softcap * torch.tanh(z / softcap))
     weight = options.pop("weight", None)
     if weight is not None:
         weight = weight.to(z.dtype)

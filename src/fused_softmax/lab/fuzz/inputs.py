@@ -104,13 +104,14 @@ def _output(case: Case, inputs: Inputs, device: str) -> Placed:
         return Placed(x.detach().as_strided(x.shape, x.stride(), x.storage_offset() + 1), of_x.buffer, of_x.before)
     if kind == "wrong_dtype":
         dtype = torch.float64 if dtype != torch.float64 else torch.float32
-    if kind == "empty":
-        shape = (0,)
+    if kind == "empty":  # its memory will be torch's: no guard
+        made = torch.empty(0, dtype=dtype, device=device)
+        return Placed(made, of_x.buffer, of_x.before)
     with torch.inference_mode(kind == "inference"):
-        made = place_output(shape, dtype, case.layout, device)
+        placed = place_output(shape, dtype, case.layout, device)
     if kind == "expanded" and len(shape) > 0 and shape[0] > 1:
-        return Placed(made.tensor[:1].expand(shape), made.buffer, made.before)
-    return made
+        return Placed(placed.tensor[:1].expand(shape), placed.buffer, placed.before)
+    return placed
 
 
 def result_shape(case: Case) -> tuple[int, ...]:

@@ -36,6 +36,8 @@ class Placed:
         """Whether a byte next to the tensor has changed."""
         inside = torch.zeros_like(self.buffer, dtype=torch.bool)
         t = self.tensor
+        if t.untyped_storage().data_ptr() != self.buffer.untyped_storage().data_ptr():
+            return self.changed()
         inside.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(True)
         return ((self.buffer != self.before) & ~inside).any()
 

@@ -70,18 +70,18 @@ def run_units(units: Iterable[Unit], workers: int, device: str) -> Iterator[Repo
         while busy := [w for w in alive if w.unit is not None]:
             for pipe in wait([w.pipe for w in busy]):
                 worker = next(w for w in busy if w.pipe is pipe)
-                message, unit = _received(worker), worker.unit
-                assert unit is not None
+                message, given = _received(worker), worker.unit
+                assert given is not None
                 if isinstance(message, str) and not message.startswith("!"):
                     worker.last = message
                     continue
                 if isinstance(message, Report):
                     yield message
                 else:
-                    if unit.careful:
+                    if given.careful:
                         yield _death(worker.last, message)
                     else:
-                        again.append(replace(unit, careful=True))
+                        again.append(replace(given, careful=True))
                     worker.stop()
                     alive[alive.index(worker)] = worker = _Worker(device)
                 _next(worker, again, pending)
@@ -92,9 +92,9 @@ def run_units(units: Iterable[Unit], workers: int, device: str) -> Iterator[Repo
 
 def _next(worker: _Worker, again: list[Unit], pending: Iterator[Unit]) -> None:
     worker.unit = None
-    unit = again.pop() if again else next(pending, None)
-    if unit is not None:
-        worker.give(unit)
+    found = again.pop() if again else next(pending, None)
+    if found is not None:
+        worker.give(found)
 
 
 def _received(worker: _Worker) -> Any:

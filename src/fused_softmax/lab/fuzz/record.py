@@ -55,7 +55,7 @@ def write(path: Path, request: Request, findings: Findings) -> None:
     head = asdict(header(torch.device("cuda" if on_gpu else "cpu"), interpreting()))
     rows = {
         cell: {"cases": cases, "wrong": findings.wrong[cell], "errors": findings.errors[cell],
-               "seeds": [request.seed], "seconds": round(findings.seconds[cell], 2)}
+               "seeds": [request.seed], "seconds": round(findings.seconds.get(cell, 0.0), 2)}
         for cell, cases in findings.cases.items()
     }  # fmt: skip
     reached = findings.reached

@@ -54,14 +54,16 @@ class Findings:
 
     cases: Counter = field(default_factory=Counter)
     wrong: Counter = field(default_factory=Counter)
-    seconds: Counter = field(default_factory=Counter)
+    seconds: dict[tuple[str, str, str], float] = field(default_factory=dict)
     errors: Counter = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
     reached: set[tuple[str, str]] = field(default_factory=set)
 
     def add(self, report: Report) -> None:
-        for name in ("cases", "wrong", "seconds", "errors"):
+        for name in ("cases", "wrong", "errors"):
             getattr(self, name).update(getattr(report, name))
+        for cell, seconds in report.seconds.items():
+            self.seconds[cell] = self.seconds.get(cell, 0.0) + seconds
         self.failures += report.failures
         self.reached |= report.reached
 

@@ -42,14 +42,14 @@ def around(case: Case, device: str, ours: bool) -> Iterator[None]:
         yield
 
 
-def function(case: Case, inputs: Inputs, device: str, ours: bool) -> Function:
-    """The call: takes x and the arguments."""
+def function(case: Case, inputs: Inputs, device: str, ours: bool, *, vmapped: bool = False) -> Function:
+    """The call: takes x and the arguments. Torch's is a loop over vmap's items, unless `vmapped`."""
     spec, way = case.spec, case.way
     plain = spec.function if ours else spec.torch_way
     if way == "autocast" and (ours or case.op in AUTOCAST):
         return _autocast(plain, device, case.seed)
     if way == "vmap":
-        return _vmap(spec.operator if ours and spec.operator and case.seed % 3 == 0 else plain, inputs, ours)
+        return _vmap(spec.operator if ours and spec.operator and case.seed % 3 == 0 else plain, inputs, ours or vmapped)
     if way == "out":
         assert inputs.out is not None
         out = inputs.out.tensor

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from . import coverage, ways
+from fused_softmax.device import interpreting
+
+from . import coverage, interpreter, ways
 from .draw import Budget, Case, DrawClass, draw_cases
 from .judge import evaluate, resolve
 from .shrink import shrink
@@ -52,7 +54,7 @@ class Report:
 
     cases: Counter = field(default_factory=Counter)
     wrong: Counter = field(default_factory=Counter)
-    seconds: Counter = field(default_factory=Counter)
+    seconds: dict[tuple[str, str, str], float] = field(default_factory=dict)
     errors: Counter = field(default_factory=Counter)  # errors that torch has, and ours
     failures: list[Failure] = field(default_factory=list)
     reached: set[tuple[str, str]] = field(default_factory=set)
@@ -66,6 +68,8 @@ def prepare(device: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     coverage.install()
+    if interpreting():
+        interpreter.patch_once()
     if device == "cpu":
         # torch.empty gives NaN; the GPU's fast path does not run under this mode, so memory is poisoned otherwise there
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -86,7 +90,7 @@ def run_unit(unit: Unit, announce: Callable[[str], Any] | None = None) -> Report
                 _settle(report, waiting, cell, unit)
                 waiting = []
         _settle(report, waiting, cell, unit)
-        report.seconds[cell] += time.perf_counter() - start
+        report.seconds[cell] = report.seconds.get(cell, 0.0) + time.perf_counter() - start
     ways.forget_compiled()
     report.reached = set(coverage.reached)
     return report
