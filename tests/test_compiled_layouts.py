@@ -180,7 +180,7 @@ STRIDED = {
 @pytest.mark.parametrize("layout", STRIDED)
 def test_every_stride_compiles(layout, n_cols, log):
     x, y, dim = STRIDED[layout](n_cols)
-    launch = rows.strided_launch(x, y, dim, log)
+    launch = rows.strided_launch(x, y, dim, log, DEVICES["sm_90"])
     assert launch.meta["ONE_STEP"] == (n_cols == 9)
     used = compiled.cross_compile(launch, "sm_90")
     assert used.fits() and used.loads and used.stores
@@ -190,7 +190,7 @@ def test_the_strides_reach_each_specialization():
     """Of the strides along columns and rows, some are 1, some multiples of 16 and some neither."""
     seen: dict[str, set[str]] = {}
     for make in STRIDED.values():
-        launch = rows.strided_launch(*make(3000), False)
+        launch = rows.strided_launch(*make(3000), False, DEVICES["sm_90"])
         named = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
         for name in ("x_row", "x_col", "y_row", "y_col"):
             n = named[name]

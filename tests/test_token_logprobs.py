@@ -143,7 +143,7 @@ def test_the_forward_allocates_nothing_of_the_logits_size():
         fs.token_logprobs(x, ids, return_entropy=True, return_logsumexp=True)
     finally:
         torch.empty = empty
-    assert sizes and max(sizes) <= 2
+    assert sizes and max(sizes) <= 4  # two numbers a row
 
 
 def test_gradients_of_gradients_and_of_the_temperature():

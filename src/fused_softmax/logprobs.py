@@ -18,7 +18,7 @@ from torch.overrides import handle_torch_function
 from . import loss_formulas, loss_operators, row_losses
 from .arguments import expect_flag, expect_floating, expect_tensors, real, stands_in
 from .launch import DTYPE_NAMES
-from .operators import is_compiled, is_plain, other_device_error, refusal
+from .operators import is_compiled, is_plain, least_positive, other_device_error, refusal
 from .rows import is_batch_invariant
 
 
@@ -45,7 +45,8 @@ def token_logprobs(
             one stride are copied first.
         token_ids: integers of shape (...,), one a row, or (..., K).
         temperature: a positive number, or a tensor of such that broadcasts to (...,): one a row. It is on the logits'
-            device; one of no dimensions may be on the CPU, and is copied.
+            device; one of no dimensions may be on the CPU, and is copied. At inf all columns are equally likely, except
+            those whose logit is -inf: as at any temperature, they stay hidden.
         return_entropy: also -sum(p*log p), in nats.
         return_logsumexp: also log(sum(exp(logits/temperature))).
 
@@ -129,7 +130,7 @@ def _scale(temperature: float | Tensor, batch: torch.Size, logits: Tensor) -> fl
             temperature = real("token_logprobs", "temperature", temperature)
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, not {temperature}")
-        return 1.0 / temperature
+        return max(1.0 / temperature, least_positive(logits.dtype))
     if temperature.dtype is torch.bool or temperature.is_complex():
         raise TypeError(f"temperature must hold real numbers, not {temperature.dtype}; temperature.float() makes them")
     if temperature.device != logits.device and not (temperature.dim() == 0 and temperature.is_cpu):
@@ -145,9 +146,9 @@ class RowStatistics(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool
     ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        lse, entropies, picked = row_losses.statistics(x, ids, scale, entropy, invariant=is_batch_invariant())
+        lse, entropies, picked, moments = row_losses.statistics(x, ids, scale, entropy, invariant=is_batch_invariant())
         by_row = isinstance(scale, Tensor)
-        ctx.save_for_backward(x, ids, lse, entropies, scale if by_row else None)
+        ctx.save_for_backward(x, ids, moments, entropies, scale if by_row else None)
         ctx.scale = None if by_row else scale
         ctx.set_materialize_grads(False)
         return picked, lse, entropies
@@ -156,7 +157,7 @@ class RowStatistics(torch.autograd.Function):
     def backward(
         ctx: Any, g_picked: Tensor | None, g_lse: Tensor | None, g_entropy: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
-        x, ids, lse, entropy, by_row = ctx.saved_tensors
+        x, ids, moments, entropy, by_row = ctx.saved_tensors
         scale = ctx.scale if by_row is None else by_row
         upstream = [g for g in (g_picked, g_lse, g_entropy) if g is not None]
         if not upstream:
@@ -168,7 +169,7 @@ class RowStatistics(torch.autograd.Function):
         row_losses.statistics_backward(
             x,
             dx,
-            lse,
+            moments,
             scale,
             ids=ids,
             g_picked=g_picked,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .operators import widened
+from .operators import least_positive, widened
 from .row_losses import CrossEntropy
 
 
@@ -63,7 +63,9 @@ def cross_entropy(
     if reduction == "sum":
         return loss.sum()
     of_row = torch.ones_like(loss) if weight is None else weight[target.where(counts, 0)]
-    return loss.sum() / of_row.where(counts, 0.0).sum()
+    total = of_row.where(counts, 0.0).sum()
+    # torch divides each part of a loss by 0, and one part is 0/0
+    return torch.where(total == 0.0, float("nan"), loss.sum() / total)
 
 
 def cross_entropy_of_rows(x: Tensor, op: CrossEntropy) -> Tensor:
@@ -72,10 +74,16 @@ def cross_entropy_of_rows(x: Tensor, op: CrossEntropy) -> Tensor:
     )
 
 
+def moments_of(z: Tensor) -> Tensor:
+    """(row_max, row_sum) of each row of z, (n_rows, 2), as the kernels keep them: row_max is finite or NaN."""
+    row_max = z.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)
+    return torch.cat((row_max, (z - row_max).exp().sum(1, keepdim=True)), 1)
+
+
 def losses_of_rows(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
-    """(each row's loss, its lse), in float32 at least."""
+    """(each row's loss, its moments), in float32 at least."""
     each = replace(op, reduction="none", denominator=None)
-    return cross_entropy_of_rows(x, each), torch.logsumexp(capped(x, op.softcap), 1)
+    return cross_entropy_of_rows(x, each), moments_of(capped(x, op.softcap))
 
 
 def cross_entropy_gradient(g: Tensor, x: Tensor, op: CrossEntropy) -> Tensor:
@@ -94,7 +102,9 @@ def cross_entropy_gradient(g: Tensor, x: Tensor, op: CrossEntropy) -> Tensor:
         factor = factor + 2.0 * op.z_loss * torch.logsumexp(z, 1, keepdim=True)
     dz = (torch.softmax(z, 1) * factor - spread).scatter_add(1, at, -(1.0 - op.smoothing) * w_target)
     if op.softcap is not None:
-        dz = (dz * (1.0 - (z / op.softcap) ** 2)).masked_fill(z == -float("inf"), 0.0)
+        # 1 - tanh(u)^2 = 1/cosh(u)^2, which keeps its digits where tanh is nearly 1
+        u = (widened(x) / op.softcap).clamp(-40.0, 40.0)
+        dz = (dz * u.cosh().reciprocal().square()).masked_fill(z == -float("inf"), 0.0)
     if op.reduction == "mean":
         g = g / (w_target.where(counts, 0.0).sum() if op.denominator is None else op.denominator.reshape(()))
     return (dz * g.reshape(-1, 1)).where(counts, 0.0).to(x.dtype)
@@ -104,13 +114,28 @@ def statistics(
     logits: Tensor, token_ids: Tensor | None, scale: float | Tensor, entropy: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(lse, entropy, log-probabilities of token_ids (..., n_picks)) of logits*scale over the last dim."""
-    z = capped(logits, None) * (scale.unsqueeze(-1) if isinstance(scale, Tensor) else scale)
+    z = capped(logits, None) * _by_row(scale)
     lse = torch.logsumexp(z, -1)
     log_p = torch.log_softmax(z, -1)
     picked = None if token_ids is None else log_p.gather(-1, token_ids)
     # p*log(p) is 0 where p is
     entropies = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1) if entropy else None
     return lse, entropies, picked
+
+
+def statistics_and_moments(
+    x: Tensor, token_ids: Tensor | None, scale: float | Tensor, entropy: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """(lse, entropy, log-probabilities, moments) of rows x*scale, as `row_losses.statistics` returns them."""
+    lse, entropies, picked = statistics(x, token_ids, scale, entropy)
+    return lse, entropies, picked, moments_of(capped(x, None) * _by_row(scale))
+
+
+def _by_row(scale: float | Tensor) -> float | Tensor:
+    """The scale as it broadcasts to (..., n_cols); 0, which an infinite temperature gives, is the least number."""
+    if not isinstance(scale, Tensor):
+        return scale
+    return scale.masked_fill(scale == 0.0, least_positive(scale.dtype)).unsqueeze(-1)
 
 
 def statistics_gradient(
@@ -122,11 +147,14 @@ def statistics_gradient(
     scale: float | Tensor,
 ) -> Tensor:
     """The gradient of `statistics` in x, (..., n_cols), for the upstream gradients that there are; in x's dtype."""
-    by_row = scale.unsqueeze(-1) if isinstance(scale, Tensor) else scale
-    log_p = torch.log_softmax(capped(x, None) * by_row, -1)
+    by_row = _by_row(scale)
+    z = capped(x, None) * by_row
+    log_p = torch.log_softmax(z, -1)
     p, dz = log_p.exp(), torch.zeros_like(log_p)
     if g_lse is not None:
-        dz = dz + p * g_lse.unsqueeze(-1)
+        # in a row with +inf, torch.logsumexp has a gradient where log_softmax is NaN
+        lse = torch.logsumexp(z, -1, keepdim=True)
+        dz = dz + p.where(lse != float("inf"), (z - lse).exp()) * g_lse.unsqueeze(-1)
     if g_picked is not None and ids is not None:
         g_picked = g_picked.to(p.dtype)
         dz = (dz - p * g_picked.sum(-1, keepdim=True)).scatter_add(-1, ids, g_picked)
@@ -138,19 +166,34 @@ def statistics_gradient(
 
 def masked_softmax(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
     """softmax(scale*x) over the last dimension of what is not hidden; `zero`: 0, not NaN, for a row that is."""
-    z = widened(x) * scale
+    z = widened(x) * (max(scale, least_positive(x.dtype)) if scale > 0.0 else scale)
     if mask is not None:
         z = z.masked_fill(~mask, -float("inf")) if mask.dtype is torch.bool else z + mask.to(z.dtype)
     if causal:
-        z = z.masked_fill(torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1), -float("inf"))
+        z = z.masked_fill(causally_hidden(x), -float("inf"))
     if zero and z.shape[-1:].numel():
         unseen = (z == -float("inf")).all(-1, keepdim=True)
         return torch.softmax(z.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0).to(x.dtype)
     return torch.softmax(z, -1).to(x.dtype)
 
 
-def masked_softmax_gradient(y: Tensor, dy: Tensor, scale: float, causal: bool) -> Tensor:
-    """The gradient of `masked_softmax` in x from its result y, whose dtype it has; what is hidden has y = 0."""
+def masked_softmax_gradient(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    """The gradient of `masked_softmax` in x from its result y, whose dtype it has.
+
+    It is exactly 0 where the boolean mask or causality hides, also in a row of NaN, as masked_fill has it.
+    """
     y_, dy_ = widened(y), widened(dy)
-    dz = (y_ * (dy_ - (y_ * dy_).sum(-1, keepdim=True))).to(y.dtype)
+    dz = hide_gradient((y_ * (dy_ - (y_ * dy_).sum(-1, keepdim=True))).to(y.dtype), mask, causal)
     return dz if scale == 1.0 else dz * scale
+
+
+def hide_gradient(dz: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """dz with 0 where the boolean mask or causality hides."""
+    if mask is not None:
+        dz = dz.masked_fill(~mask, 0.0)
+    return dz.masked_fill(causally_hidden(dz), 0.0) if causal else dz
+
+
+def causally_hidden(x: Tensor) -> Tensor:
+    """Where query q, of x (..., Q, K), does not see column k: k > q."""
+    return torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)

@@ -29,6 +29,11 @@ def _result_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.dtype is torch.float64 else torch.float32
 
 
+def _no_moments(x: Tensor) -> Tensor:
+    """Each row's (maximum, sum of exponentials), which only the kernels know; the formulas need none."""
+    return x.new_zeros((x.shape[0], 2), dtype=_result_dtype(x))
+
+
 def _expect(name: str, t: Tensor | None, x: Tensor, shape: tuple[int, ...]) -> None:
     """RuntimeError where t's device or shape would have x's kernel read outside of t; None is as it should be.
 
@@ -57,16 +62,15 @@ def _described(target: Tensor, weight: Tensor | None, *rest: Any) -> CrossEntrop
 def _cross_entropy_kernel(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
     op, n_cols = _described(*fields), x.shape[1]
     if not _takes(x):
-        lse = torch.logsumexp(loss_formulas.capped(x, op.softcap), 1)
-        return loss_formulas.cross_entropy_of_rows(x, op), lse
+        return loss_formulas.cross_entropy_of_rows(x, op), _no_moments(x)
     _expect("target", op.target, x, (x.shape[0],))
     _expect("weight", op.weight, x, (n_cols,))
     _expect("weight_sum", op.weight_sum, x, (1,))
     _expect("denominator", op.denominator, x, (1,))
     if x.device.type == "cpu":
         row_losses.check_targets(op.target, op.ignore_index, n_cols)
-    losses, lse = row_losses.cross_entropy_forward(row_losses.rows_of(x, n_cols), op)
-    return row_losses.reduce_losses(losses, op, n_cols), lse
+    losses, moments = row_losses.cross_entropy_forward(row_losses.rows_of(x, n_cols), op)
+    return row_losses.reduce_losses(losses, op, n_cols), moments
 
 
 def _cross_entropy_fake(
@@ -78,30 +82,30 @@ def _cross_entropy_fake(
     reduction: str,
     *rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    lse = x.new_empty(x.shape[:1], dtype=_result_dtype(x))
-    return lse.new_empty(x.shape[:1] if reduction == "none" else ()), lse
+    moments = _no_moments(x)
+    return moments.new_empty(x.shape[:1] if reduction == "none" else ()), moments
 
 
-def _cross_entropy_backward_kernel(g: Tensor, lse: Tensor, x: Tensor, *fields: Any) -> Tensor:
+def _cross_entropy_backward_kernel(g: Tensor, moments: Tensor, x: Tensor, *fields: Any) -> Tensor:
     op, n_cols = _described(*fields), x.shape[1]
     if not _takes(x):
         return loss_formulas.cross_entropy_gradient(g, x, op).contiguous() if x.numel() else x.new_empty(x.shape)
     count = row_losses.count_targets(op, n_cols) if op.reduction == "mean" else None
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    g, lse = g.reshape(-1).float().contiguous(), lse.contiguous()
-    row_losses.cross_entropy_gradient(row_losses.rows_of(x, n_cols), dx, op, count, lse, g, unless_one=False)
+    g, moments = g.reshape(-1).float().contiguous(), moments.contiguous()
+    row_losses.cross_entropy_gradient(row_losses.rows_of(x, n_cols), dx, op, count, moments, g, unless_one=False)
     return dx
 
 
-def _cross_entropy_backward_fake(g: Tensor, lse: Tensor, x: Tensor, *fields: Any) -> Tensor:
+def _cross_entropy_backward_fake(g: Tensor, moments: Tensor, x: Tensor, *fields: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
 cross_entropy = define(
-    f"cross_entropy(Tensor x, {_FIELDS}) -> (Tensor loss, Tensor lse)", _cross_entropy_kernel, _cross_entropy_fake
+    f"cross_entropy(Tensor x, {_FIELDS}) -> (Tensor loss, Tensor moments)", _cross_entropy_kernel, _cross_entropy_fake
 )
 cross_entropy_backward = define(
-    f"cross_entropy_backward(Tensor g, Tensor lse, Tensor x, {_FIELDS}) -> Tensor",
+    f"cross_entropy_backward(Tensor g, Tensor moments, Tensor x, {_FIELDS}) -> Tensor",
     _cross_entropy_backward_kernel,
     _cross_entropy_backward_fake,
 )
@@ -118,11 +122,11 @@ def _cross_entropy_gradients(ctx: Any, g: Tensor | None, _: None) -> tuple[Tenso
     nothing = (None,) * 9
     if g is None:
         return None, *nothing
-    lse, x, target, weight, weight_sum, denominator = ctx.saved_tensors
+    moments, x, target, weight, weight_sum, denominator = ctx.saved_tensors
     fields = (target, weight, weight_sum, *ctx.options, denominator)
     if torch.is_grad_enabled():
         return loss_formulas.cross_entropy_gradient(g, x, CrossEntropy(*fields)), *nothing
-    return cross_entropy_backward(g, lse, x, *fields), *nothing
+    return cross_entropy_backward(g, moments, x, *fields), *nothing
 
 
 torch.library.register_autograd(
@@ -136,13 +140,13 @@ not_differentiable("cross_entropy_backward")
 def statistics(x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """(log-probabilities, lse, entropy) of rows, as logprobs.RowStatistics has them."""
     by_row = isinstance(scale, Tensor)
-    picked, lse, entropies = token_logprobs(x, ids, scale if by_row else None, 1.0 if by_row else scale, entropy)
+    picked, lse, entropies, _ = token_logprobs(x, ids, scale if by_row else None, 1.0 if by_row else scale, entropy)
     return picked, lse, entropies if entropy else None
 
 
 def _token_logprobs_kernel(
     x: Tensor, ids: Tensor, scales: Tensor | None, scale: float, entropy: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of_rows = scale if scales is None else scales.contiguous()
     if _takes(x) and ids.numel():
         _expect("ids", ids, x, (x.shape[0], ids.shape[-1]))
@@ -150,25 +154,26 @@ def _token_logprobs_kernel(
         if x.device.type == "cpu":
             row_losses.check_ids(ids, x.shape[1])
         x = row_losses.rows_of(x, x.shape[1])
-        lse, entropies, picked = row_losses.statistics(x, ids.contiguous(), of_rows, entropy)
+        lse, entropies, picked, moments = row_losses.statistics(x, ids.contiguous(), of_rows, entropy)
     else:
         lse, entropies, picked = loss_formulas.statistics(x, ids, of_rows, entropy)
-    assert picked is not None
-    return picked, lse, lse.new_empty(0) if entropies is None else entropies
+        moments = _no_moments(x)
+    assert picked is not None and moments is not None
+    return picked, lse, lse.new_empty(0) if entropies is None else entropies, moments
 
 
 def _token_logprobs_fake(
     x: Tensor, ids: Tensor, scales: Tensor | None, scale: float, entropy: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lse = x.new_empty(x.shape[:1], dtype=_result_dtype(x))
-    return lse.new_empty(ids.shape), lse, lse.new_empty(x.shape[:1] if entropy else (0,))
+    return lse.new_empty(ids.shape), lse, lse.new_empty(x.shape[:1] if entropy else (0,)), _no_moments(x)
 
 
 def _token_logprobs_backward_kernel(
     g_picked: Tensor | None,
     g_lse: Tensor | None,
     g_entropy: Tensor | None,
-    lse: Tensor,
+    moments: Tensor,
     entropies: Tensor,
     x: Tensor,
     ids: Tensor,
@@ -182,7 +187,7 @@ def _token_logprobs_backward_kernel(
     row_losses.statistics_backward(
         row_losses.rows_of(x, x.shape[1]),
         dx,
-        lse.contiguous(),
+        moments.contiguous(),
         of_rows,
         ids=ids.contiguous(),
         g_picked=g_picked,
@@ -197,7 +202,7 @@ def _token_logprobs_backward_fake(
     g_picked: Tensor | None,
     g_lse: Tensor | None,
     g_entropy: Tensor | None,
-    lse: Tensor,
+    moments: Tensor,
     entropies: Tensor,
     x: Tensor,
     *rest: Any,
@@ -205,10 +210,10 @@ def _token_logprobs_backward_fake(
     return x.new_empty(x.shape)
 
 
-_UPSTREAM = "Tensor? g_picked, Tensor? g_lse, Tensor? g_entropy, Tensor lse, Tensor entropies"
+_UPSTREAM = "Tensor? g_picked, Tensor? g_lse, Tensor? g_entropy, Tensor moments, Tensor entropies"
 _OF_ROWS = "Tensor x, Tensor ids, Tensor? scales, float scale"
 token_logprobs = define(
-    f"token_logprobs({_OF_ROWS}, bool entropy) -> (Tensor picked, Tensor lse, Tensor entropies)",
+    f"token_logprobs({_OF_ROWS}, bool entropy) -> (Tensor picked, Tensor lse, Tensor entropies, Tensor moments)",
     _token_logprobs_kernel,
     _token_logprobs_fake,
 )
@@ -219,25 +224,24 @@ token_logprobs_backward = define(
 )
 
 
-def _save_token_logprobs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save_token_logprobs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, ids, scales, ctx.scale, entropy = inputs
-    if not entropy:
-        ctx.mark_non_differentiable(output[2])
+    ctx.mark_non_differentiable(*output[3 if entropy else 2 :])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[1:], x, ids, scales)
+    ctx.save_for_backward(*output[2:], x, ids, scales)
 
 
 def _token_logprobs_gradients(
-    ctx: Any, g_picked: Tensor | None, g_lse: Tensor | None, g_entropy: Tensor | None
+    ctx: Any, g_picked: Tensor | None, g_lse: Tensor | None, g_entropy: Tensor | None, _: None
 ) -> tuple[Tensor | None, ...]:
     nothing, upstream = (None,) * 4, (g_picked, g_lse, g_entropy)
     if all(g is None for g in upstream):
         return None, *nothing
-    lse, entropies, x, ids, scales = ctx.saved_tensors
+    entropies, moments, x, ids, scales = ctx.saved_tensors
     if torch.is_grad_enabled():
         of_rows = ctx.scale if scales is None else scales
         return loss_formulas.statistics_gradient(*upstream, x, ids, of_rows), *nothing
-    return token_logprobs_backward(*upstream, lse, entropies, x, ids, scales, ctx.scale), *nothing
+    return token_logprobs_backward(*upstream, moments, entropies, x, ids, scales, ctx.scale), *nothing
 
 
 torch.library.register_autograd(

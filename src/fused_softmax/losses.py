@@ -145,6 +145,10 @@ def cross_entropy_over(
         )
     if target.dtype is torch.uint8:
         target = target.long()
+    if softcap is not None:
+        # a cap above all numbers is none
+        limits = torch.finfo(torch.float64 if logits.dtype is torch.float64 else torch.float32)
+        softcap = None if softcap > limits.max else max(softcap, limits.tiny)
     n_cols = logits.shape[1] if logits.dim() > 1 else logits.numel()
     plain = compiled = False
     if _fits(logits, target, weight, reduction, label_smoothing, n_cols):
@@ -207,7 +211,8 @@ def _weighs(weight: Tensor, logits: Tensor, n_cols: int) -> bool:
 
 
 class RowCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of rows that need a gradient. Keeps the rows, their lse, and what gradient is written already."""
+    """Cross-entropy of rows that need a gradient. Keeps the rows, two numbers a row, and the gradient that the forward
+    wrote: all of it by save_for_backward, where checkpointing and offloading see it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, op: row_losses.CrossEntropy, inplace: bool) -> Tensor:
@@ -225,15 +230,15 @@ class RowCrossEntropy(torch.autograd.Function):
                 dx, ctx.inplace = None, False
         if dx is not None:
             try:
-                losses, lse = row_losses.cross_entropy_with_gradient(x, dx, op, count)
+                losses, moments = row_losses.cross_entropy_with_gradient(x, dx, op, count)
             except KernelUnavailable:
                 dx, ctx.inplace = None, False
         if dx is None:
-            losses, lse = row_losses.cross_entropy_forward(x, op)
+            losses, moments = row_losses.cross_entropy_forward(x, op)
         if ctx.inplace:
             torch.autograd.graph.increment_version(x)
-        ctx.written = dx
-        ctx.save_for_backward(None if ctx.inplace else x, op.target, op.weight, op.weight_sum, lse, count)
+        ctx.save_for_backward(None if ctx.inplace else x, op.target, op.weight, op.weight_sum, moments, count, dx)
+        ctx.unread = [dx is not None]  # popped by the backward that gives away what the forward wrote
         ctx.op = replace(op, target=None, weight=None, weight_sum=None, denominator=None)  # type: ignore[arg-type]
         ctx.over = op.denominator is not None
         ctx.set_materialize_grads(False)
@@ -243,24 +248,24 @@ class RowCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None, None]:
         if g is None:
             return None, None, None
-        x, target, weight, weight_sum, lse, count = ctx.saved_tensors
+        x, target, weight, weight_sum, moments, count, written = ctx.saved_tensors
         op = replace(ctx.op, target=target, weight=weight, weight_sum=weight_sum)
         if torch.is_grad_enabled() or not is_plain(g):
             if x is None:
                 raise RuntimeError(_OVERWRITTEN)
             op = replace(op, denominator=count if ctx.over else None)
             return loss_formulas.cross_entropy_gradient(g, x, op), None, None
-        written, ctx.written = ctx.written, None
+        unread = bool(ctx.unread) and ctx.unread.pop()
         upstream = g.reshape(-1).float().contiguous()
         if ctx.inplace:
-            if written is None:
+            if not unread:
                 raise RuntimeError(_OVERWRITTEN)
             row_losses.scale_unless_one(written, upstream)
             return written, None, None
-        # what the forward wrote is given away with the first backward; any further one starts anew
-        dx = row_losses.gradient_buffer(x) if written is None else written
-        unless_one = written is not None
-        row_losses.cross_entropy_gradient(x, dx, op, count, lse, upstream, unless_one=unless_one)
+        # The first backward gives away what the forward wrote, with a version counter of its own: whoever changes it in
+        # place does not disturb what is saved. Nothing reads the saved one again; a further backward starts anew.
+        dx = written.data if unread else row_losses.gradient_buffer(x)
+        row_losses.cross_entropy_gradient(x, dx, op, count, moments, upstream, unless_one=unread)
         return dx, None, None
 
 

@@ -20,7 +20,7 @@ from . import loss_formulas, masked_operators, masked_rows
 from .arguments import expect_flag, expect_floating, expect_tensors, real, stands_in
 from .launch import DTYPE_NAMES
 from .masked_rows import masked_backward as _backward
-from .operators import is_compiled, is_plain
+from .operators import is_compiled, is_plain, least_positive
 
 FULLY_MASKED = ("nan", "zero")
 _MASK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -46,7 +46,9 @@ def masked_softmax(
         fully_masked: what a row becomes that sees nothing: "nan", as softmax of -inf is, or "zero", with gradients
             zero.
 
-    Returns: a contiguous tensor of x's shape and dtype. Hidden columns are 0.
+    Returns: a contiguous tensor of x's shape and dtype. Hidden columns are 0. The gradient of what a boolean mask or
+    causality hides is 0 in every row, also in a row of NaN. A row that an additive mask of -inf hides has a gradient of
+    NaN, as that of softmax(x + mask) is, unless fully_masked is "zero".
 
     Raises: ValueError for another fully_masked, for a mask that does not broadcast, or causal of one dimension;
     TypeError for a mask of integers and for arguments of other types; NotImplementedError, as softmax, for x that is
@@ -80,6 +82,8 @@ def masked_softmax(
             raise ValueError(f"mask {tuple(mask.shape)} does not broadcast to {tuple(x.shape)}")
     zero = fully_masked == "zero"
     ours = 0.0 < scale < math.inf
+    if ours:
+        scale = max(scale, least_positive(x.dtype))
     if mask is not None:
         ours = ours and mask.device == x.device and (mask.dtype is torch.bool or mask.dtype in _MASK_DTYPES)
     if ours and is_plain(x) and (mask is None or is_plain(mask)) and masked_rows.takes(x):
@@ -90,7 +94,7 @@ def masked_softmax(
 
 
 class MaskedSoftmax(torch.autograd.Function):
-    """Keeps the output alone."""
+    """Keeps the output, and a boolean mask, which is the caller's own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:

@@ -33,13 +33,15 @@ def _forward_fake(x: Tensor, mask: Tensor | None, scale: float, causal: bool, ze
     return x.new_empty(x.shape)
 
 
-def _backward_kernel(y: Tensor, dy: Tensor, scale: float, causal: bool) -> Tensor:
+def _backward_kernel(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     if masked_rows.takes(y):
-        return masked_rows.masked_backward(y, dy, scale, causal)
-    return loss_formulas.masked_softmax_gradient(y, dy, scale, causal).contiguous()
+        if mask is not None and mask.device != y.device:
+            raise other_device_error("mask", mask, "y", y)
+        return masked_rows.masked_backward(y, dy, mask, scale, causal)
+    return loss_formulas.masked_softmax_gradient(y, dy, mask, scale, causal).contiguous()
 
 
-def _backward_fake(y: Tensor, dy: Tensor, scale: float, causal: bool) -> Tensor:
+def _backward_fake(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     return y.new_empty(y.shape)
 
 
@@ -49,28 +51,30 @@ masked_softmax = define(
     _forward_fake,
 )
 masked_softmax_backward = define(
-    "masked_softmax_backward(Tensor y, Tensor dy, float scale, bool causal) -> Tensor", _backward_kernel, _backward_fake
+    "masked_softmax_backward(Tensor y, Tensor dy, Tensor? mask, float scale, bool causal) -> Tensor",
+    _backward_kernel,
+    _backward_fake,
 )
 
 
 def remember(ctx: Any, y: Tensor, mask: Tensor | None, scale: float, causal: bool) -> None:
-    """Keeps for `gradients` what they are made of: the output alone."""
-    ctx.save_for_backward(y)
+    """Keeps for `gradients` what they are made of: the output, and a boolean mask."""
+    ctx.save_for_backward(y, mask if mask is not None and mask.dtype is torch.bool else None)
     ctx.scale, ctx.causal, ctx.mask = scale, causal, None if mask is None else (mask.shape, mask.dtype)
     ctx.invariant = rows.is_batch_invariant()  # backward runs in a thread that does not know
     ctx.set_materialize_grads(False)
 
 
-def gradients(ctx: Any, dy: Tensor | None, kernel: Callable[[Tensor, Tensor, float, bool], Tensor]) -> Gradients:
+def gradients(ctx: Any, dy: Tensor | None, kernel: Callable[..., Tensor]) -> Gradients:
     """The gradients of scores and mask by `kernel`, or by the formula where they are differentiated in their turn."""
     if dy is None:
         return None, None, None, None, None
-    (y,) = ctx.saved_tensors
+    y, boolean = ctx.saved_tensors
     kernel = loss_formulas.masked_softmax_gradient if torch.is_grad_enabled() else kernel
     # the mask is added to what is scaled already
     scale = 1.0 if ctx.needs_input_grad[1] else ctx.scale
     with rows.batch_invariant() if ctx.invariant else nullcontext():
-        dz = kernel(y, dy, scale, ctx.causal)
+        dz = kernel(y, dy, boolean, scale, ctx.causal)
     if not ctx.needs_input_grad[1]:
         return dz, None, None, None, None
     dx = None if not ctx.needs_input_grad[0] else dz if ctx.scale == 1.0 else dz * ctx.scale

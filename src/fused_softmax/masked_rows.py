@@ -61,32 +61,34 @@ def _forward_by_kernel(x: Tensor, mask: Tensor | None, scale: float, causal: boo
     planner = _plan_unmasked if mask is None else _plan_masked
     invariant = rows.is_batch_invariant()
     chosen = planner(problem_of(x_rows, y_rows, batch_invariant=invariant), _device_of(x))
-    numbers: tuple[int, ...] = (1, 1, 0, 0, 0, 0, 0)
-    kind, cols, vec, read = 0, 0, 1, y_rows
-    if mask is not None:
-        kind = 1 if mask.dtype is torch.bool else 2
-        read = _readable(mask.detach().view(torch.uint8) if kind == 1 else mask.detach(), chosen)
-        expanded = read.expand(x.shape if x.dim() > 1 else (1, *x.shape))
-        batch = rows._merge(
-            [(n, s) for n, s in zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True) if n != 1]
-        )
-        if len(batch) > 3:  # no three strides describe it
-            read = expanded = expanded.contiguous()
-            batch = rows._merge(list(zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True)))
-        outer, middle, inner = ([(1, 0)] * 3 + batch)[-3:]
-        m_query, m_col = expanded.stride()[-2:]
-        m_col = 0 if expanded.shape[-1] == 1 else m_col
-        cols = m_col if m_col in (0, 1) else 2
-        strides = (outer[1], middle[1], inner[1], m_query)
-        vec = _mask_vector(expanded, strides) if cols == 1 else 1
-        numbers = (middle[0], inner[0], *(s // vec for s in strides), m_col)
-    flags: Flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec), ("CAUSAL", causal), ("ZERO", zero))
-    flags = (*flags, ("STREAM", chosen.regime == "stream"))
+    read, of_mask, numbers = _described(mask, x, chosen, y_rows)
+    flags: Flags = (*of_mask, ("CAUSAL", causal), ("ZERO", zero), ("STREAM", chosen.regime == "stream"))
     vectors, given = (read,), (*order, *numbers, scale)
     launch_rows(
         "masked_softmax_forward", (x_rows, y_rows), vectors, given, flags, planner, invariant=invariant, aligned=True
     )
     return y
+
+
+def _described(mask: Tensor | None, x: Tensor, plan: Plan, unused: Tensor) -> tuple[Tensor, Flags, tuple[int, ...]]:
+    """(what a kernel of this plan reads, its flags, sizes and strides) of the mask of scores x; `unused` for none."""
+    if mask is None:
+        return unused, (("MASK", 0), ("MASK_COLS", 0), ("MASK_VEC", 1)), (1, 1, 0, 0, 0, 0, 0)
+    kind = 1 if mask.dtype is torch.bool else 2
+    read = _readable(mask.detach().view(torch.uint8) if kind == 1 else mask.detach(), plan)
+    expanded = read.expand(x.shape if x.dim() > 1 else (1, *x.shape))
+    batch = rows._merge([(n, s) for n, s in zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True) if n != 1])
+    if len(batch) > 3:  # no three strides describe it
+        read = expanded = expanded.contiguous()
+        batch = rows._merge(list(zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True)))
+    outer, middle, inner = ([(1, 0)] * 3 + batch)[-3:]
+    m_query, m_col = expanded.stride()[-2:]
+    m_col = 0 if expanded.shape[-1] == 1 else m_col
+    cols = m_col if m_col in (0, 1) else 2
+    strides = (outer[1], middle[1], inner[1], m_query)
+    vec = _mask_vector(expanded, strides) if cols == 1 else 1
+    flags: Flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec))
+    return read, flags, (middle[0], inner[0], *(s // vec for s in strides), m_col)
 
 
 def _readable(mask: Tensor, plan: Plan) -> Tensor:
@@ -130,25 +132,34 @@ def _mask_vector(mask: Tensor, strides: Sequence[int]) -> int:
     return vec
 
 
-def masked_backward(y: Tensor, dy: Tensor, scale: float, causal: bool) -> Tensor:
-    """scale*y*(dy - sum(dy*y)), contiguous, in y's dtype; causal: what the forward hid is not read."""
+def masked_backward(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    """scale*y*(dy - sum(dy*y)), contiguous, in y's dtype; 0 where the boolean mask or causality hides.
+
+    Causal columns that a row does not see are not read, and the mask only for rows whose sum is not finite: in the
+    others y is 0 where it hides.
+    """
     try:
-        return _backward_by_kernel(y, dy, scale, causal)
+        return _backward_by_kernel(y, dy, mask, scale, causal)
     except KernelUnavailable:
-        return loss_formulas.masked_softmax_gradient(y, dy, scale, causal).contiguous()
+        return loss_formulas.masked_softmax_gradient(y, dy, mask, scale, causal).contiguous()
 
 
-def _backward_by_kernel(y: Tensor, dy: Tensor, scale: float, causal: bool) -> Tensor:
+def _backward_by_kernel(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     y_rows, dy_rows = _rows(y), _rows(dy.to(y.dtype))
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     dx_rows = _rows(dx)
     invariant = rows.is_batch_invariant()
     problem = problem_of(y_rows, dy_rows, dx_rows, batch_invariant=invariant)
-    if _plan_backward(problem, _device_of(y)).regime == "stream":
+    chosen = _plan_backward(problem, _device_of(y))
+    if chosen.regime == "stream":
         gradient = rows.softmax_backward(dy.to(y.dtype), y, -1, y.dtype, False, invariant)
+        gradient = loss_formulas.hide_gradient(gradient, mask, causal)
         return gradient if scale == 1.0 else gradient.mul_(scale)
     n_queries = y.shape[-2] if y.dim() > 1 else 1
-    tensors, flags = (y_rows, dy_rows, dx_rows), (("CAUSAL", causal),)
-    given = (*_order(y_rows, n_queries, shared=False), scale)
-    launch_rows("masked_softmax_backward", tensors, (), given, flags, _plan_backward, invariant=invariant)
+    read, of_mask, numbers = _described(mask, y, chosen, y_rows)
+    tensors, flags = (y_rows, dy_rows, dx_rows), (*of_mask, ("CAUSAL", causal))
+    given = (*_order(y_rows, n_queries, shared=False), *numbers, scale)
+    launch_rows(
+        "masked_softmax_backward", tensors, (read,), given, flags, _plan_backward, invariant=invariant, aligned=True
+    )
     return dx

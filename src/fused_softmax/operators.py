@@ -104,6 +104,14 @@ def is_traced(x: Tensor) -> bool:
     return isinstance(x, (FakeTensor, FunctionalTensor))
 
 
+def least_positive(dtype: torch.dtype) -> float:
+    """The least positive number of the dtype that `dtype` is computed in.
+
+    A positive factor that would round to 0 becomes this: 0 times -inf would make NaN of hidden columns.
+    """
+    return 5e-324 if dtype is torch.float64 else 2.0**-149
+
+
 # --- logsumexp's gradient, for what the kernels do not take, and for the gradient of the gradient
 
 
@@ -215,8 +223,6 @@ def _logsumexp_fake(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
 def _logsumexp_backward_kernel(g: Tensor, x: Tensor, lse: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
     if dim and _takes_logsumexp(x):
         dims = tuple(sorted({d % x.dim() for d in dim}))
-        # torch: NaN where the whole row is -inf
-        lse = lse.masked_fill(lse == -float("inf"), float("nan"))
         return row_losses.logsumexp_backward(g.to(x.dtype), x, lse, dims, keepdim)
     return over_rows(g, x, dim, keepdim).mul(probabilities(x, lse, dim, keepdim)).to(x.dtype)
 

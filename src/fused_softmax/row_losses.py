@@ -102,15 +102,25 @@ def gradient_buffer(x: Tensor) -> Tensor:
     return torch.empty((n_rows, stride), dtype=x.dtype, device=x.device)[:, :n_cols]
 
 
+def _loss_and_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for each row's loss, (n_rows,), and for its (row_max, row_sum), (n_rows, 2): float32.
+
+    From these two numbers backward has p = exp(z - row_max)/row_sum with all its digits. One number, the logsumexp, is
+    rounded where it is large.
+    """
+    loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    return loss, torch.empty((x.shape[0], 2), dtype=torch.float32, device=x.device)
+
+
 def cross_entropy_forward(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
-    """(each row's loss, its lse), float32; no gradient, one read."""
-    loss, lse = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
+    """(each row's loss, its moments as `_loss_and_moments` has them); no gradient, one read."""
+    loss, moments = _loss_and_moments(x)
     numbers = (op.ignore_index, *op.numbers)
     try:
         launch_rows(
             "cross_entropy_forward",
             (x,),
-            (*op.vectors(lse), loss, lse),
+            (*op.vectors(loss), loss, moments),
             numbers,
             op.flags,
             plan_statistics,
@@ -118,16 +128,16 @@ def cross_entropy_forward(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
         )
     except KernelUnavailable:
         return _formulas().losses_of_rows(x, op)
-    return loss, lse
+    return loss, moments
 
 
 def cross_entropy_with_gradient(x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(each row's loss, its lse), float32, and into dx the gradient for an upstream gradient of 1; dx may be x.
+    """(each row's loss, its moments), and into dx the gradient for an upstream gradient of 1; dx may be x.
 
     KernelUnavailable, with nothing written, where the kernel does not compile.
     """
-    loss, lse = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
-    vectors = (*op.vectors(lse), lse if count is None else count, loss, lse)
+    loss, moments = _loss_and_moments(x)
+    vectors = (*op.vectors(loss), loss if count is None else count, loss, moments)
     flags = (("MEAN", count is not None), ("INPLACE", dx.data_ptr() == x.data_ptr()), *op.flags)
     launch_rows(
         "cross_entropy_resident",
@@ -138,14 +148,14 @@ def cross_entropy_with_gradient(x: Tensor, dx: Tensor, op: CrossEntropy, count: 
         _PLANNERS[op.smoothed],
         invariant=is_batch_invariant(),
     )
-    return loss, lse
+    return loss, moments
 
 
 def cross_entropy_gradient(
-    x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor | None, lse: Tensor, g: Tensor, *, unless_one: bool
+    x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor | None, moments: Tensor, g: Tensor, *, unless_one: bool
 ) -> None:
     """The gradient for upstream g ([1], or [n_rows]; float32) into dx; unless_one: only where g is not 1."""
-    vectors = (*op.vectors(lse), lse if count is None else count, lse, g)
+    vectors = (*op.vectors(g), g if count is None else count, moments, g)
     flags = (("UNLESS_ONE", unless_one), ("MEAN", count is not None), *op.flags)
     numbers = (op.ignore_index, int(g.numel() > 1), *op.numbers)
     most = FEW_PROGRAMS if unless_one else None
@@ -202,7 +212,10 @@ def reduce_losses(loss: Tensor, op: CrossEntropy, n_cols: int) -> Tensor:
 
 
 def _reduced(loss: Tensor, op: CrossEntropy, n_cols: int) -> Tensor:
-    return loss.sum() / _counted(op, n_cols)[0] if op.reduction == "mean" else loss.sum()
+    if op.reduction == "sum":
+        return loss.sum()
+    count = _counted(op, n_cols)[0]
+    return torch.where(count == 0.0, float("nan"), loss.sum() / count)
 
 
 def _shared(n_rows: int, like: Tensor) -> Flags:
@@ -226,29 +239,35 @@ def _scale_flag(scale: float | Tensor) -> int:
 
 
 def statistics(
-    x: Tensor, ids: Tensor | None, scale: float | Tensor, entropy: bool, *, invariant: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(lse, entropy, log-probabilities of ids) of rows x*scale, float32; ids: (n_rows, n_picks) int64, contiguous."""
+    x: Tensor, ids: Tensor | None, scale: float | Tensor, entropy: bool, *, invariant: bool = False, keeps: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(lse, entropy, log-probabilities of ids, moments) of rows x*scale, float32.
+
+    ids: (n_rows, n_picks) int64, contiguous; moments: (n_rows, 2), each row's maximum and its sum of exponentials, which
+    `statistics_backward` takes, where `keeps`.
+    """
     lse = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     entropies = torch.empty_like(lse) if entropy else None
     picked = None if ids is None else torch.empty(ids.shape, dtype=torch.float32, device=x.device)
     n_picks = 0 if ids is None else ids.shape[1]
     scales = scale if isinstance(scale, Tensor) else None
-    vectors = tuple(lse if v is None else v for v in (lse, entropies, ids, picked, scales))
-    flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", entropy), ("SCALE", _scale_flag(scale)))
+    moments = torch.empty((x.shape[0], 2), dtype=torch.float32, device=x.device) if keeps else None
+    vectors = tuple(lse if v is None else v for v in (lse, moments, entropies, ids, picked, scales))
+    flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", entropy))
+    flags = (*flags, ("SCALE", _scale_flag(scale)), ("KEEPS", keeps))
     numbers = (n_picks, 1.0 if isinstance(scale, Tensor) else float(scale))
     invariant = invariant or is_batch_invariant()
     try:
         launch_rows("row_statistics", (x,), vectors, numbers, flags, plan_statistics, invariant=invariant)
     except KernelUnavailable:
-        return _formulas().statistics(x, ids, scale, entropy)
-    return lse, entropies, picked
+        return _formulas().statistics_and_moments(x, ids, scale, entropy)
+    return lse, entropies, picked, moments
 
 
 def statistics_backward(
     x: Tensor,
     dx: Tensor,
-    lse: Tensor,
+    moments: Tensor,
     scale: float | Tensor,
     *,
     ids: Tensor | None = None,
@@ -257,14 +276,17 @@ def statistics_backward(
     g_entropy: Tensor | None = None,
     g_lse: Tensor | None = None,
 ) -> None:
-    """Into dx the gradient of what `statistics` returns; an upstream gradient that is None counts for nothing."""
+    """Into dx the gradient of what `statistics` returns; an upstream gradient that is None counts for nothing.
+
+    moments: (n_rows, 2), as `statistics` returns them, or (n_rows,), the logsumexp.
+    """
     g_picked, g_entropy, g_lse = (None if g is None else g.float().contiguous() for g in (g_picked, g_entropy, g_lse))
     n_picks = 0 if ids is None or g_picked is None else ids.shape[1]
-    given = (lse, entropy, g_entropy, ids, g_picked, g_lse, scale if isinstance(scale, Tensor) else None)
+    given = (moments, entropy, g_entropy, ids, g_picked, g_lse, scale if isinstance(scale, Tensor) else None)
     flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", g_entropy is not None))
-    flags = (*flags, ("LSE", g_lse is not None), ("SCALE", _scale_flag(scale)))
+    flags = (*flags, ("LSE", g_lse is not None), ("SCALE", _scale_flag(scale)), ("KEPT", moments.dim() == 2))
     numbers = (n_picks, 1.0 if isinstance(scale, Tensor) else float(scale))
-    vectors = tuple(lse if v is None else v for v in given)
+    vectors = tuple(moments if v is None else v for v in given)
     try:
         launch_rows("row_statistics_backward", (x, dx), vectors, numbers, flags, plan_elementwise)
     except KernelUnavailable:
@@ -274,13 +296,13 @@ def statistics_backward(
 def logsumexp_forward(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     """logsumexp of x over dims (rising, each in [0, x.dim())) in x's dtype. x is not empty."""
     kept, folded = _folded(x, dims)
-    lse, _, _ = statistics(folded, None, 1.0, False)
+    lse, *_ = statistics(folded, None, 1.0, False, keeps=False)
     shape = [1 if d in dims else size for d, size in enumerate(x.shape)] if keepdim else [x.shape[d] for d in kept]
     return lse.to(x.dtype).view(shape)
 
 
 def logsumexp_backward(g: Tensor, x: Tensor, lse: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-    """dx = g*exp(x - lse), contiguous, in x's dtype; 0 where a row is nothing but -inf, as torch has it."""
+    """dx = g*exp(x - lse), contiguous, in x's dtype; NaN where a row is nothing but -inf, as torch has it."""
     kept, folded = _folded(x, dims)
     dx = torch.empty(folded.shape, dtype=x.dtype, device=x.device)
     statistics_backward(folded, dx, lse.reshape(-1).float(), 1.0, g_lse=g.reshape(-1))

@@ -179,7 +179,7 @@ def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | N
     rows = max(1, min(plan.power_of_two(n_rows), STRIDED_TILE // cols))
     grid = outer[0] * middle[0] * -(-n_rows // rows)
     args = (x, y, n_rows, n_cols, middle[0], outer[1], middle[1], x_row, x_col, outer[2], middle[2], y_row, y_col)
-    meta = dict(LOG=log, ROWS=rows, COLS=cols, ONE_STEP=n_cols <= cols, num_warps=4)
+    meta: dict[str, object] = dict(LOG=log, ROWS=rows, COLS=cols, ONE_STEP=n_cols <= cols, num_warps=4)
     device = device or _device_of(x)
     meta |= device.options()
     return Launch(kernel_of("strided", "softmax_strided"), (grid,), args, meta)

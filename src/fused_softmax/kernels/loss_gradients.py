@@ -1,11 +1,11 @@
-"""The gradient of cross-entropy once lse is known: any number of programs share a row.
+"""The gradient of cross-entropy once (row_max, row_sum) is known: any number of programs share a row.
 
-    p = exp(z - lse);  dz = p*A - C*w_j - [j = t]*B;  dx = g * dz * (1 - (z/cap)^2)
+    p = exp(z - row_max)/row_sum;  dz = p*A - C*w_j - [j = t]*B;  dx = g * dz * (1 - tanh(x/cap)^2)
     A = (1 - eps)*w_t + eps/C*sum(w) + 2*z_loss*lse;  B = (1 - eps)*w_t;  C = eps/C
 
 It runs in backward, where the forward wrote no gradient or wrote it for an upstream gradient of 1 and that is not what
 came: whether it did is asked on the device, row by row, so that no host waits for a number. As many bytes are written
-as read; that is the limit. The target is one column in C: a comparison for each would cost more than p itself, so all
+as read; that is the limit. The operations are those of `loss_resident`, so that both write the same bits. The target is one column in C: a comparison for each would cost more than p itself, so all
 columns are written as if they were not, and then the target's again, by the program that wrote it.
 """
 
@@ -17,7 +17,7 @@ import triton.language as tl
 from .losses import target_of
 from .primitives import exp_about, pivot, widen
 from .slices import chunk_offsets, edge_of, gradient_reads, load_chunks, span_of, start_of, store_chunk, width_if
-from .walk import capped
+from .walk import capped_with_slope, logsumexp
 
 
 @triton.jit
@@ -26,7 +26,9 @@ def cross_entropy_term(
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """dx of a tile x in float32 at columns `at`; b: 0 but at the target; g, and `by` of the pivot, are in a, b, c."""
-    z = capped(x, cap, SOFTCAP)
+    z, slope = x, 1.0
+    if SOFTCAP:
+        z, slope = capped_with_slope(x, cap)
     dz = exp_about(z, base, shift, FUSED) * a - b
     if SMOOTH:
         if WEIGHTED:
@@ -34,7 +36,7 @@ def cross_entropy_term(
         else:
             dz -= c
     if SOFTCAP:
-        dz *= 1.0 - (z / cap) * (z / cap)
+        dz *= slope
         dz = tl.where(x == -float("inf"), 0.0, dz)
     return dz
 
@@ -88,7 +90,7 @@ def coefficients(g, lse, w_target, w_sum, smoothing, n_classes, z_loss, SMOOTH: 
 
 @triton.jit
 def cross_entropy_unit(
-    unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, lse_ptr, g_ptr, n_rows, n_cols, x_stride,
+    unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, moments_ptr, g_ptr, n_rows, n_cols, x_stride,
     dx_stride, phase, n_splits, ignore_index, g_stride, smoothing, cap, z_loss,
     UNLESS_ONE: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, EDGE: tl.constexpr,
@@ -114,7 +116,9 @@ def cross_entropy_unit(
             edge, in_edge = edge_of(head, interior, n_cols, (split == 0) & exists, LANES, VEC)
             x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
         target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
-        lse = tl.load(lse_ptr + row, mask=exists, other=0.0)
+        row_max = tl.load(moments_ptr + 2 * row, mask=exists, other=0.0)
+        row_sum = tl.load(moments_ptr + 2 * row + 1, mask=exists, other=1.0)
+        lse = logsumexp(row_max, row_sum)
         x_target = tl.load(x_row - head + target, mask=counts, other=0.0).to(tl.float32)
         if WEIGHTED:
             w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
@@ -128,8 +132,8 @@ def cross_entropy_unit(
         if MEAN:
             g = tl.where(counts, upstream / tl.load(count_ptr), 0.0)
         a, b, c = coefficients(g, lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)
-        base, shift, by = pivot(lse, FUSED)
-        a *= by
+        base, shift, by = pivot(row_max, FUSED)
+        a = tl.where(counts, a * by / row_sum, 0.0)
         w_here = weight_ptr + (head + first + 0 * row)[:, :, None]
         for k in tl.static_range(CHUNKS):
             at = tl.reshape(chunk_offsets(k, LANES, VEC), (1, LANES, VEC))
@@ -163,7 +167,7 @@ def cross_entropy_backward(
     weight_ptr,  # [n_cols] float32, where WEIGHTED
     weight_sum_ptr,  # [1] float32, where WEIGHTED and SMOOTH
     count_ptr,  # [1] float32, where MEAN
-    lse_ptr,  # [n_rows] float32
+    moments_ptr,  # [n_rows, 2] float32
     g_ptr,  # upstream gradient: [1] with g_stride 0, or [n_rows] with g_stride 1; float32
     n_rows,
     n_cols,  # n_cols and strides: in units of VEC, or of one element where EDGE
@@ -195,7 +199,7 @@ def cross_entropy_backward(
         n_units = tl.where((g_stride == 0) & (tl.load(g_ptr) == 1.0), 0, n_units)
     for unit in range(pid, n_units, tl.num_programs(0).to(tl.int64)):
         cross_entropy_unit(
-            unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, lse_ptr, g_ptr, n_rows, n_cols,
+            unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, moments_ptr, g_ptr, n_rows, n_cols,
             x_stride, dx_stride, phase, n_splits, ignore_index, g_stride, smoothing, cap, z_loss,
             UNLESS_ONE, MEAN, WEIGHTED, SMOOTH, SOFTCAP, ROWS, LANES, VEC, CHUNKS, EDGE, PTX,
         )  # fmt: skip

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .cluster import leave_cluster, merge_moments_over_cluster, merge_over_cluster, open_exchange
 from .loss_gradients import coefficients, cross_entropy_term, store_edge_gradient, store_target
-from .losses import assert_inside, row_loss, target_of
+from .losses import assert_inside, row_loss, store_moments, target_of
 from .primitives import LOWEST, exp, pivot, widen
 from .slices import (
     chunk_offsets,
@@ -30,7 +30,7 @@ from .slices import (
     store_chunk,
     width_if,
 )
-from .walk import capped, logsumexp, lost_of, weigh
+from .walk import capped, logsumexp, lost_of, reference_of, weigh
 
 
 @triton.jit(
@@ -54,7 +54,7 @@ def cross_entropy_resident(
     weight_sum_ptr,  # [1] float32, where WEIGHTED
     count_ptr,  # [1] float32, where MEAN: the loss's denominator
     loss_ptr,  # [n_rows] float32
-    lse_ptr,  # [n_rows] float32
+    moments_ptr,  # [n_rows, 2] float32
     n_rows,
     n_cols,  # n_cols and strides: in units of VEC, or of one element where EDGE
     x_stride,
@@ -114,6 +114,11 @@ def cross_entropy_resident(
         target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
         assert_inside(target, ignore_index, columns)
         z_target = tl.load(x_row - head + target, mask=counts, other=0.0)
+    # not the target's logit: that takes two loads, one after the other
+    reference = 0.0 * row.to(tl.float32)
+    if SMOOTH:
+        x_first = tl.load(x_row - head, mask=exists, other=0.0)
+        reference = reference_of(x_first, cap, SOFTCAP)
     x_target = z_target.to(tl.float32)
     z_target = tl.where(counts, capped(x_target, cap, SOFTCAP), -float("inf"))
     if WEIGHTED:
@@ -134,6 +139,8 @@ def cross_entropy_resident(
         # share the row before any of them can write the gradient over it. Elsewhere nothing waits for it: two loads,
         # one after the other, would stand between each row and its sum (1.20 x a copy against 1.05, 128,256 columns)
         m = tl.maximum(m, z_target)
+        if SMOOTH:
+            m = tl.maximum(m, tl.where(exists, capped(x_first, cap, SOFTCAP), -float("inf")))
     s = tl.zeros_like(m)
     t = tl.zeros_like(m)
     for k in tl.static_range(CHUNKS):
@@ -141,8 +148,8 @@ def cross_entropy_resident(
         s += tl.sum(exp(z - m[:, :, None]), 2)
         if SMOOTH:
             at = tl.reshape(chunk_offsets(k, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
-            weighted = weigh(z, at + (head + first)[:, :, None], at < width[:, :, None], weight_ptr, WEIGHTED)
-            t += tl.sum(weighted, 2)
+            at_weight, mask = at + (head + first)[:, :, None], at < width[:, :, None]
+            t += tl.sum(weigh(z, reference[:, :, None], at_weight, mask, weight_ptr, WEIGHTED), 2)
 
     # the ends are summed up by line: a tile of them need not lie in the CTAs as the row does
     line_max = tl.max(m, 1)
@@ -153,7 +160,7 @@ def cross_entropy_resident(
     line_weighted = tl.sum(t, 1)
     if EDGE:
         line_sum += tl.sum(exp(z_edge - line_max[:, None]), 1)
-        line_weighted += tl.sum(weigh(z_edge, edge + head, in_edge, weight_ptr, WEIGHTED), 1)
+        line_weighted += tl.sum(weigh(z_edge, reference, edge + head, in_edge, weight_ptr, WEIGHTED), 1)
     if SMOOTH:
         row_max, row_sum, wz_sum = merge_moments_over_cluster(line_max, line_sum, line_weighted, True, CTAS, PTX, PARTS)
         wz_sum = wz_sum[:, None]
@@ -201,8 +208,8 @@ def cross_entropy_resident(
             tl.store(dx_row + edge, tl.zeros_like(x_edge).to(dx_ptr.dtype.element_ty), mask=in_edge)
 
     # last, as these numbers change warps to be written
-    loss = row_loss(nll, lse, w_target, w_sum, wz_sum, smoothing, columns, z_loss, SMOOTH)
+    loss = row_loss(nll, lse, lost, w_target, w_sum, wz_sum, reference, smoothing, columns, z_loss, SMOOTH)
     writes = (rank == 0) & (part == 0) & exists
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0), mask=writes)
-    tl.store(lse_ptr + row, lse, mask=writes)
+    store_moments(moments_ptr, row, row_max[:, None], row_sum[:, None], writes)
     leave_cluster(CTAS, PTX)

@@ -1,7 +1,7 @@
 """Cross-entropy of rows of logits without a gradient, and the small sums before and after it.
 
     lse = log(sum(exp(z))), z = softcap(x)
-    loss = (1 - eps)*w_t*(lse - z_t) + eps/C*sum(w*(lse - z)) + z_loss*lse^2
+    loss = (1 - eps)*w_t*(lse - z_t) + eps/C*(sum(w)*(lse - r) - sum(w*(z - r))) + z_loss*lse^2,  r any one logit
 
 The logits are read once (`walk`), nothing of their size is written. A row with NaN or +inf has loss NaN, as
 torch.log_softmax makes it. A target is followed only where it lies in [0, n_cols): elsewhere it is a device assertion.
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .cluster import leave_cluster, merge_moments_over_cluster, open_exchange
 from .slices import lines_of, part_of, slice_of, span_of, start_of, width_if
-from .walk import NO_MOMENT, WEIGHTED_SUM, capped, logsumexp, lost_of, walk
+from .walk import NO_MOMENT, SMOOTH_UNIT, WEIGHTED_SUM, capped, logsumexp, lost_of, reference_of, walk
 
 
 @triton.jit
@@ -32,11 +32,20 @@ def assert_inside(target, ignore_index, n_classes):
 
 
 @triton.jit
-def row_loss(nll, lse, w_target, w_sum, wz_sum, smoothing, n_classes, z_loss, SMOOTH: tl.constexpr):
-    """The formula at the top of this file, for one row; nll is lse - z_t."""
+def store_moments(moments_ptr, row, row_max, row_sum, mask):
+    """Keeps (row_max, row_sum) for backward, exactly; a row with +inf, whose sum is infinite, is NaN."""
+    tl.store(moments_ptr + 2 * row, row_max, mask=mask)
+    tl.store(moments_ptr + 2 * row + 1, tl.where(row_sum == float("inf"), float("nan"), row_sum), mask=mask)
+
+
+@triton.jit
+def row_loss(nll, lse, lost, w_target, w_sum, wz_sum, reference, smoothing, n_classes, z_loss, SMOOTH: tl.constexpr):
+    """The formula at the top of this file, for one row; nll is lse - z_t, and `lost` what lse lost to rounding."""
     loss = w_target * nll
     if SMOOTH:
-        loss = (1.0 - smoothing) * loss + smoothing / n_classes * (w_sum * lse - wz_sum)
+        above = (tl.fma(lse, SMOOTH_UNIT, -reference) + lost * SMOOTH_UNIT) * w_sum
+        spread = (above - wz_sum) * (1.0 / SMOOTH_UNIT)
+        loss = (1.0 - smoothing) * loss + smoothing / n_classes * spread
     # a factor of 0 must not make NaN of an infinite lse
     return loss + tl.where(z_loss != 0.0, z_loss * lse * lse, 0.0)
 
@@ -48,7 +57,7 @@ def cross_entropy_forward(
     weight_ptr,  # [n_cols] float32, where WEIGHTED
     weight_sum_ptr,  # [1] float32, where WEIGHTED and SMOOTH
     loss_ptr,  # [n_rows] float32
-    lse_ptr,  # [n_rows] float32
+    moments_ptr,  # [n_rows, 2] float32
     n_rows,
     n_cols,  # n_cols and x_stride: in units of VEC, or of one element where EDGE
     x_stride,
@@ -87,10 +96,13 @@ def cross_entropy_forward(
     target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
     # before the walk, so that nothing waits for it afterwards
     x_target = tl.load(x_row - head + target, mask=counts, other=0.0)
+    reference = 0.0 * row.to(tl.float32)
+    if SMOOTH:
+        reference = reference_of(tl.load(x_row - head, mask=exists, other=0.0), cap, SOFTCAP)
     MOMENT: tl.constexpr = WEIGHTED_SUM if SMOOTH else NO_MOMENT
     one = 1.0 + 0.0 * row.to(tl.float32)
     row_max, row_sum, wz_sum = walk(
-        x_row, first, width, head, interior, columns, exists, rank, part, one, cap, weight_ptr,
+        x_row, first, width, head, interior, columns, exists, rank, part, one, cap, reference, weight_ptr,
         MOMENT, WEIGHTED, False, SOFTCAP, ROWS, CTAS, PARTS, LANES, VEC, CHUNKS, EDGE, PTX,
     )  # fmt: skip
     lse = logsumexp(row_max, row_sum)
@@ -105,11 +117,13 @@ def cross_entropy_forward(
         w_sum = tl.load(weight_sum_ptr)
     else:
         w_sum = columns
-    loss = row_loss(lse - z + lost, lse, w_target, w_sum, wz_sum[:, None], smoothing, columns, z_loss, SMOOTH)
+    loss = row_loss(
+        lse - z + lost, lse, lost, w_target, w_sum, wz_sum[:, None], reference, smoothing, columns, z_loss, SMOOTH
+    )
     assert_inside(target, ignore_index, columns)
     writes = (rank == 0) & (part == 0) & exists
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0), mask=writes)
-    tl.store(lse_ptr + row, lse, mask=writes)
+    store_moments(moments_ptr, row, row_max[:, None], row_sum[:, None], writes)
     leave_cluster(CTAS, PTX)
 
 
@@ -185,7 +199,8 @@ def reduce_losses(
         True, WEIGHTED, CTAS, PARTS, LANES, EACH, PTX,
     )  # fmt: skip
     if MEAN:
-        out = out / weight
+        # torch divides each part of a loss by 0, and one part is 0/0
+        out = tl.where(weight == 0.0, float("nan"), out / weight)
     line = tl.arange(0, CTAS * PARTS)
     tl.store(out_ptr + line, out, mask=line == 0)
     leave_cluster(CTAS, PTX)

@@ -1,8 +1,9 @@
 """The gradient of softmax of scaled rows under a mask, the row on chip.
 
-    dx = scale*y*(dy - sum(y*dy))
+    dx = scale*y*(dy - sum(y*dy)), and 0 in what is hidden
 
-y is 0 in what a mask hides, so no mask is read again. What a causal row does not see is not read: dx is 0 there. A row
+y is 0 in what a mask hides, so no mask is read again, except a boolean one for a row whose sum is not finite: a row that
+holds NaN, or sees nothing, is NaN throughout, and its hidden columns have a gradient of 0 all the same. What a causal row does not see is not read: dx is 0 there. A row
 that does not fit on chip is `streaming`'s, whatever hides what.
 """
 
@@ -12,21 +13,35 @@ import triton
 import triton.language as tl
 
 from .cluster import leave_cluster, open_exchange, sum_over_cluster
+from .masked import NO_MASK, load_query_mask, mask_row_of
 from .order import row_at, seen_of
 from .primitives import widen
-from .slices import edge_of, lines_of, load_chunks, part_of, slice_of, span_of, start_of, store_chunk, width_if
+from .slices import (
+    chunk_offsets,
+    edge_of,
+    lines_of,
+    load_chunks,
+    part_of,
+    slice_of,
+    span_of,
+    start_of,
+    store_chunk,
+    width_if,
+)
 
 
 @triton.jit(
     do_not_specialize=[
         "n_rows", "n_cols", "y_stride", "dy_stride", "dx_stride", "phase", "n_queries", "n_group", "group_magic",
-        "group_power", "n_batch", "batch_magic", "batch_power", "scale",
+        "group_power", "n_batch", "batch_magic", "batch_power", "n_middle", "n_inner", "m_outer", "m_middle", "m_inner",
+        "m_query", "m_col", "scale",
     ]
 )  # fmt: skip
 def masked_softmax_backward(
     y_ptr,  # the forward's output; all pointers: aligned to VEC elements
     dy_ptr,
     dx_ptr,
+    mask_ptr,  # uint8, where MASK
     n_rows,
     n_cols,  # n_cols and strides: in units of VEC, or of one element where EDGE
     y_stride,
@@ -40,7 +55,17 @@ def masked_softmax_backward(
     n_batch,
     batch_magic,
     batch_power,
+    n_middle,  # the mask's sizes and strides, as `masked` has them
+    n_inner,
+    m_outer,
+    m_middle,
+    m_inner,
+    m_query,
+    m_col,
     scale,
+    MASK: tl.constexpr,  # none, or a boolean one
+    MASK_COLS: tl.constexpr,
+    MASK_VEC: tl.constexpr,
     CAUSAL: tl.constexpr,
     ROWS: tl.constexpr,
     CTAS: tl.constexpr,
@@ -56,7 +81,7 @@ def masked_softmax_backward(
     place, rank = lines_of(ROWS, CTAS, PARTS)
     part = part_of(LINES, PARTS)
     exists = place < n_rows
-    row, _, query = row_at(
+    row, batch, query = row_at(
         place, n_queries, n_group, group_magic, group_power, n_batch, batch_magic, batch_power, False, CAUSAL
     )
     head, interior = span_of(row, y_stride, phase, n_cols, VEC, EDGE)
@@ -90,9 +115,40 @@ def masked_softmax_backward(
     if EDGE:
         d += tl.sum(y_edge * dy_edge, 1)
     d = sum_over_cluster(d, CTAS, PTX, PARTS)[:, None]
+    if MASK != NO_MASK:
+        odd = exists & ((tl.abs(d) < float("inf")) == 0)
+        mask_row = mask_row_of(batch, query, mask_ptr, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC)
+        if MASK_COLS == 0:
+            query_mask = tl.where(odd, load_query_mask(mask_row, odd), 1)
+        else:
+            mask_row += (head * m_col if MASK_COLS == 2 else head).to(tl.int64) if EDGE else 0
+            at_mask = mask_row + (first.to(tl.int64) * m_col if MASK_COLS == 2 else first)
+    last = (query - head - first).to(tl.int32)[:, :, None]  # that a causal row sees, from the line's first column
     for c in tl.static_range(CHUNKS):
         y_c, dy_c = widen(y[c], PTX, True), widen(dy[c], PTX, True)
-        store_chunk(dx_row + first, width, scale * y_c * (dy_c - d[:, :, None]), c, LINES, 0, LANES, VEC, PARTS)
+        dx = scale * y_c * (dy_c - d[:, :, None])
+        if CAUSAL:
+            # of what a row does not see y is 0 where it is read at all, but 0 times an infinite sum is NaN
+            dx = tl.where(tl.reshape(chunk_offsets(c, LANES, VEC, PARTS), (1, LANES, VEC)) <= last, dx, 0.0)
+        if MASK != NO_MASK:
+            if MASK_COLS == 0:
+                seen = query_mask[:, :, None]
+            else:
+                offsets = chunk_offsets(c, LANES, VEC, PARTS)
+                at = at_mask + (offsets * m_col if MASK_COLS == 2 else offsets)
+                seen = tl.reshape(tl.load(at, mask=odd & (offsets < left), other=1), (LINES, LANES, VEC))
+            dx = tl.where(seen != 0, dx, 0.0)
+        store_chunk(dx_row + first, width, dx, c, LINES, 0, LANES, VEC, PARTS)
     if EDGE:
-        tl.store(dx_row + edge, (scale * y_edge * (dy_edge - d)).to(dx_ptr.dtype.element_ty), mask=in_edge)
+        dx_edge = scale * y_edge * (dy_edge - d)
+        if CAUSAL:
+            dx_edge = tl.where(edge + head <= query, dx_edge, 0.0)
+        if MASK != NO_MASK:
+            if MASK_COLS == 0:
+                seen_edge = query_mask
+            else:
+                at_edge = mask_row + edge * (m_col if MASK_COLS == 2 else 1)
+                seen_edge = tl.load(at_edge, mask=odd & in_edge, other=1)
+            dx_edge = tl.where(seen_edge != 0, dx_edge, 0.0)
+        tl.store(dx_row + edge, dx_edge.to(dx_ptr.dtype.element_ty), mask=in_edge)
     leave_cluster(CTAS, PTX)

@@ -3,9 +3,11 @@
     z = x*scale;  lse = log(sum(exp(z)));  H = lse - sum(p*z);  logprob_k = z[id_k] - lse
     dx = scale*(p*(g_lse - sum(g_k)) - g_H*p*(log p + H)) + scale*sum(g_k at id_k)
 
-Forward: one read (`walk`), O(rows) written. Backward: element by element, as lse and H are known, so one read and one
-write, any number of programs a row. A row of nothing but -inf has lse -inf, one with +inf has lse +inf (as
-torch.logsumexp); their log-probabilities are NaN, as torch.log_softmax makes them. An id outside [0, n_cols) is
+Forward: one read (`walk`), O(rows) written. Backward: element by element, as (row_max, row_sum) and H are known, so one
+read and one write, any number of programs a row: p = exp(z - row_max)/row_sum. A logsumexp is rounded where it is large,
+and p made of it with it. A row of nothing but -inf has lse -inf, one with +inf has lse +inf (as torch.logsumexp); their
+log-probabilities are NaN, as torch.log_softmax makes them, and so is the gradient of those. The gradient of lse is NaN
+in a row of nothing but -inf, and 0 in one with +inf but where that stands, which is NaN. An id outside [0, n_cols) is
 followed nowhere: its log-probability is NaN and it adds nothing to the gradient.
 """
 
@@ -39,9 +41,14 @@ BY_ROW = tl.constexpr(2)
 
 @triton.jit
 def scale_of(row, exists, scale_ptr, scale, SCALE: tl.constexpr):
-    """Each row's scale; 1 where SCALE is UNSCALED.  # row, exists: [LINES, 1]"""
+    """Each row's scale; 1 where SCALE is UNSCALED.  # row, exists: [LINES, 1]
+
+    0, which an infinite temperature gives, becomes the least positive number: -inf, also past a row's end, stays -inf.
+    """
     if SCALE == BY_ROW:
-        return tl.load(scale_ptr + row, mask=exists, other=1.0)
+        by = tl.load(scale_ptr + row, mask=exists, other=1.0)
+        least = (tl.zeros_like(row).to(tl.int32) + 1).to(tl.float32, bitcast=True)
+        return tl.where(by == 0.0, least, by)
     else:
         by = tl.zeros_like(row).to(tl.float32) + 1.0
         return by * scale if SCALE == ONE_SCALE else by
@@ -51,6 +58,7 @@ def scale_of(row, exists, scale_ptr, scale, SCALE: tl.constexpr):
 def row_statistics(
     x_ptr,  # aligned to VEC elements
     lse_ptr,  # [n_rows] float32
+    moments_ptr,  # [n_rows, 2] float32: (row_max, row_sum), where KEEPS
     entropy_ptr,  # [n_rows] float32, where ENTROPY
     ids_ptr,  # [n_rows, n_picks] int64, where PICKS
     picked_ptr,  # [n_rows, n_picks] float32, where PICKS: log-probabilities
@@ -64,6 +72,7 @@ def row_statistics(
     PICKS: tl.constexpr,  # a power of two >= n_picks, or 0
     ENTROPY: tl.constexpr,
     SCALE: tl.constexpr,
+    KEEPS: tl.constexpr,
     ROWS: tl.constexpr,
     CTAS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -95,13 +104,16 @@ def row_statistics(
         x_picked = tl.load(x_row - head + at, mask=inside, other=0.0)
     MOMENT: tl.constexpr = ENTROPY_MOMENT if ENTROPY else NO_MOMENT
     row_max, row_sum, row_moment = walk(
-        x_row, first, width, head, interior, columns, exists, rank, part, by, 1.0, x_ptr,
+        x_row, first, width, head, interior, columns, exists, rank, part, by, 1.0, by, x_ptr,
         MOMENT, False, SCALE != UNSCALED, False, ROWS, CTAS, PARTS, LANES, VEC, CHUNKS, EDGE, PTX,
     )  # fmt: skip
 
     lse = logsumexp(row_max, row_sum)
     lost, lse = lost_of(lse, row_max, row_sum)[:, None], lse[:, None]
     tl.store(lse_ptr + row, lse, mask=writes)
+    if KEEPS:
+        tl.store(moments_ptr + 2 * row, row_max[:, None], mask=writes)
+        tl.store(moments_ptr + 2 * row + 1, row_sum[:, None], mask=writes)
     if ENTROPY:
         tl.store(entropy_ptr + row, (log(row_sum) - row_moment / row_sum)[:, None], mask=writes)
     if PICKS > 0:
@@ -112,14 +124,14 @@ def row_statistics(
 
 
 @triton.jit
-def statistics_term(x, lse, entropy, scale, a, g_entropy, ENTROPY: tl.constexpr, SCALED: tl.constexpr):
-    """dx/scale of a tile, but for what the picks add; all arguments broadcast."""
-    log_p = logit(x, scale, 1.0, SCALED, False) - lse
-    p = exp(log_p)
-    dz = p * a
+def statistics_term(x, row_max, log_sum, entropy, scale, a, g_entropy, ENTROPY: tl.constexpr, SCALED: tl.constexpr):
+    """dx/scale of a tile, without what the picks add; a and g_entropy are over row_sum, and all arguments broadcast."""
+    d = logit(x, scale, 1.0, SCALED, False) - row_max
+    e = exp(d)
+    dz = e * a
     if ENTROPY:
         # p*log(p) is 0 where p is
-        dz -= g_entropy * p * (tl.maximum(log_p, LOWEST) + entropy)
+        dz -= g_entropy * e * (tl.maximum(d - log_sum, LOWEST) + entropy)
     return dz
 
 
@@ -139,7 +151,7 @@ def picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_ptr, n_picks):
 def row_statistics_backward(
     x_ptr,  # aligned to VEC elements, as dx_ptr
     dx_ptr,
-    lse_ptr,  # [n_rows] float32
+    moments_ptr,  # [n_rows, 2] float32: (row_max, row_sum); or [n_rows], the logsumexp, where not KEPT
     entropy_ptr,  # [n_rows] float32, where ENTROPY, as its upstream gradient
     g_entropy_ptr,
     ids_ptr,  # [n_rows, n_picks] int64, where PICKS, and their upstream gradients, float32
@@ -158,6 +170,7 @@ def row_statistics_backward(
     ENTROPY: tl.constexpr,
     LSE: tl.constexpr,
     SCALE: tl.constexpr,
+    KEPT: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
     VEC: tl.constexpr,
@@ -180,16 +193,18 @@ def row_statistics_backward(
         edge, in_edge = edge_of(head, interior, n_cols, (split == 0) & exists, LANES, VEC)
         x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
     by = scale_of(row, exists, scale_ptr, scale, SCALE)
-    lse = tl.load(lse_ptr + row, mask=exists, other=0.0)
-    entropy = tl.zeros_like(lse)
-    g_entropy = tl.zeros_like(lse)
+    if KEPT:
+        row_max = tl.load(moments_ptr + 2 * row, mask=exists, other=0.0)
+        row_sum = tl.load(moments_ptr + 2 * row + 1, mask=exists, other=1.0)
+    else:
+        row_max = tl.load(moments_ptr + row, mask=exists, other=0.0)
+        row_sum = tl.zeros_like(row_max) + 1.0
+    entropy = tl.zeros_like(row_max)
+    g_entropy = tl.zeros_like(row_max)
     if ENTROPY:
         entropy = tl.load(entropy_ptr + row, mask=exists, other=0.0)
         g_entropy = tl.load(g_entropy_ptr + row, mask=exists, other=0.0)
-    elif PICKS == 0:
-        # p is 0 in a row of nothing but -inf, as torch.logsumexp has it
-        lse = tl.where(lse == -float("inf"), 0.0, lse)
-    a = tl.zeros_like(lse)
+    a = tl.zeros_like(row_max)
     if LSE:
         a = tl.load(g_lse_ptr + row, mask=exists, other=0.0)
     if PICKS > 0:
@@ -197,11 +212,16 @@ def row_statistics_backward(
         id = tl.load(ids_ptr + row * n_picks + k, mask=exists & (k < n_picks), other=-1)
         inside = (id >= 0) & (id < columns)
         a -= tl.sum(tl.load(g_picked_ptr + row * n_picks + k, mask=inside, other=0.0), 1)[:, None]
+    if ENTROPY or PICKS > 0:
+        # the log-probabilities of a row with +inf are NaN
+        a = tl.where(row_sum == float("inf"), float("nan"), a)
+    by_sum, log_sum = 1.0 / row_sum, log(row_sum)
+    a, g_entropy = a * by_sum, g_entropy * by_sum
     for c in tl.static_range(CHUNKS):
         at = tl.reshape(chunk_offsets(c, LANES, VEC), (1, LANES, VEC))
         dz = statistics_term(
-            x[c], lse[:, :, None], entropy[:, :, None], by[:, :, None], a[:, :, None], g_entropy[:, :, None],
-            ENTROPY, SCALE != UNSCALED,
+            x[c], row_max[:, :, None], log_sum[:, :, None], entropy[:, :, None], by[:, :, None], a[:, :, None],
+            g_entropy[:, :, None], ENTROPY, SCALE != UNSCALED,
         )  # fmt: skip
         if PICKS > 0:
             low = first + head + 0 * row
@@ -209,7 +229,7 @@ def row_statistics_backward(
             dz = picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_picked_ptr, n_picks)
         store_chunk(dx_row + first, width, dz * by[:, :, None], c, ROWS, 0, LANES, VEC)
     if EDGE:
-        dz = statistics_term(x_edge, lse, entropy, by, a, g_entropy, ENTROPY, SCALE != UNSCALED)
+        dz = statistics_term(x_edge, row_max, log_sum, entropy, by, a, g_entropy, ENTROPY, SCALE != UNSCALED)
         if PICKS > 0:
             dz = picked_gradient(
                 dz[:, :, None], (edge + head)[:, :, None], row, exists, 0 * row, columns + 0 * row,

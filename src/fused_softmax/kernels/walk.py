@@ -1,6 +1,6 @@
 """One walk over a row of logits: its maximum, its sum of exponentials, and one sum more that an op asks for.
 
-    z = softcap(x)*scale;  m = max(z);  s = sum(exp(z - m));  t = sum(exp(z - m)*(z - m))  or  sum(w*z)
+    z = softcap(x)*scale;  m = max(z);  s = sum(exp(z - m));  t = sum(exp(z - m)*(z - m))  or  sum(w*(z - r))
 
 The row is read once, in steps that keep nothing, by one program or the CTAS programs of a cluster; several narrow rows
 share a program. What limits it is the read ceiling. -inf adds nothing, NaN spreads, +inf makes s infinite.
@@ -18,7 +18,17 @@ from .slices import chunk_offsets, edge_of, load_chunks
 # nothing is written that L2 could make room for, and nothing is read again. H200: .3 to 1.5% faster than "evict_last"
 READ_ONCE = tl.constexpr("evict_first")
 
-# what a walk sums up beside (max, sum): nothing, sum(exp(z - m)*(z - m)), or sum(w*z)
+# tanh(u) = u + u*(TANH_3*u^2 + ... + TANH_9*u^8) for |u| < 0.5, within 1.5e-8 of itself
+TANH_3 = tl.constexpr(-0.33333143890895034)
+TANH_5 = tl.constexpr(0.1332587884046698)
+TANH_7 = tl.constexpr(-0.053045486696590094)
+TANH_9 = tl.constexpr(0.01724147638485393)
+
+# the sums of label smoothing are in units of 2^32: a sum of numbers near the end of the range must not overflow before
+# another is subtracted from it
+SMOOTH_UNIT = tl.constexpr(2.0**-32)
+
+# what a walk sums up beside (max, sum): nothing, sum(exp(z - m)*(z - m)), or sum(w*(z - r)) about a reference r
 NO_MOMENT = tl.constexpr(0)
 ENTROPY_MOMENT = tl.constexpr(1)
 WEIGHTED_SUM = tl.constexpr(2)
@@ -34,17 +44,31 @@ def load_step(
 
 
 @triton.jit
-def tanh(x):
-    """tanh(x) = 1 - 2/(exp(2x) + 1), right at both ends."""
-    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+def capped_with_slope(x, cap):
+    """(cap*tanh(x/cap), its derivative 1 - tanh(x/cap)^2) of x in float32, to a few roundings for every cap.
+
+    With u = x/cap, 1 - tanh(|u|) = 2/(exp(2|u|) + 1) = q, and the derivative is q*(2 - q), which keeps its digits where
+    tanh is nearly 1. Near 0 that form of tanh cancels, and tanh(u) = u + u*r with r = u^2*P(u^2); then the result is
+    x + x*r, which tends to x for a large cap. -inf stays -inf: a masked class is not a small one.
+    """
+    u = x * tl.div_rn(1.0, cap)
+    q = 2.0 / (tl.exp2(tl.abs(u) * (2.0 * LOG2E)) + 1.0)
+    u2 = u * u
+    r = u2 * (TANH_3 + u2 * (TANH_5 + u2 * (TANH_7 + u2 * TANH_9)))
+    near = tl.abs(u) < 0.5
+    far = tl.where(u < 0.0, -cap, cap) * (1.0 - q)
+    z = tl.where(near, tl.fma(x, r, x), far)
+    t = tl.fma(u, r, u)
+    slope = tl.where(near, 1.0 - t * t, q * (2.0 - q))
+    return tl.where(x == -float("inf"), x, z), slope
 
 
 @triton.jit
 def capped(x, cap, SOFTCAP: tl.constexpr):
-    """x in float32, cap*tanh(x/cap) where there is a cap. -inf stays -inf: a masked class is not a small one."""
+    """x in float32, cap*tanh(x/cap) where there is a cap."""
     x = x.to(tl.float32)
     if SOFTCAP:
-        x = tl.where(x == -float("inf"), x, cap * tanh(x / cap))
+        x, _ = capped_with_slope(x, cap)
     return x
 
 
@@ -98,8 +122,19 @@ def accumulate(
 
 
 @triton.jit
-def weigh(z, at, mask, w_ptr, WEIGHTED: tl.constexpr):
-    """w*z of a tile, 0 where `mask` is not."""
+def reference_of(x, cap, SOFTCAP: tl.constexpr):
+    """The reference that smoothed logits are summed up about, in units: that of one logit, or 0 if it is infinite.
+
+    A sum of z alone loses the digits of z - lse where all logits are large.
+    """
+    z = capped(x, cap, SOFTCAP)
+    return tl.where(tl.abs(z) <= HIGHEST, z, 0.0) * SMOOTH_UNIT
+
+
+@triton.jit
+def weigh(z, reference, at, mask, w_ptr, WEIGHTED: tl.constexpr):
+    """w*(z - reference) of a tile in units of SMOOTH_UNIT, 0 where `mask` is not."""
+    z = tl.fma(z, SMOOTH_UNIT, -reference)
     if WEIGHTED:
         w = tl.load(w_ptr + at, mask=mask, other=0.0)
         return tl.where(mask, w * z, 0.0)
@@ -120,6 +155,7 @@ def walk(
     part,
     scale,
     cap,
+    reference,  # of WEIGHTED_SUM
     w_ptr,
     MOMENT: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -171,7 +207,8 @@ def walk(
                 z = logit(widen(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
                 at = tl.reshape(start + chunk_offsets(c, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
                 mask = at < width[:, :, None]
-                t += tl.sum(weigh(z, at + (head + first)[:, :, None], mask, w_ptr, WEIGHTED), 2)
+                at_weight = at + (head + first)[:, :, None]
+                t += tl.sum(weigh(z, reference[:, :, None], at_weight, mask, w_ptr, WEIGHTED), 2)
     if FEW > 0 and even * VEC > n_steps * STEP:
         start = (zero + n_steps) * STEP
         x = load_step(x_row + first + start, width - start, LINES, FEW, 0, LANES, VEC, PARTS)
@@ -190,7 +227,7 @@ def walk(
         if MOMENT == ENTROPY_MOMENT:
             t += e * tl.maximum(z_edge - m, LOWEST)
         elif MOMENT == WEIGHTED_SUM:
-            t += weigh(z_edge, edge + head, in_edge, w_ptr, WEIGHTED)
+            t += weigh(z_edge, reference, edge + head, in_edge, w_ptr, WEIGHTED)
     line_max = tl.max(m, 1)
     if EDGE and CTAS > 1:
         z_edge = logit(x_edge, scale, cap, SCALED, SOFTCAP)
@@ -207,7 +244,7 @@ def walk(
         if MOMENT == ENTROPY_MOMENT:
             line_moment += tl.sum(exp(d) * tl.maximum(d, LOWEST), 1)
         elif MOMENT == WEIGHTED_SUM:
-            line_moment += tl.sum(weigh(z_edge, edge + head, in_edge, w_ptr, WEIGHTED), 1)
+            line_moment += tl.sum(weigh(z_edge, reference, edge + head, in_edge, w_ptr, WEIGHTED), 1)
     if MOMENT == NO_MOMENT:
         row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX, PARTS)
         return row_max, row_sum, row_sum
