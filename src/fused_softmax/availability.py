@@ -8,6 +8,7 @@ Triton newer than `NEWEST_TRITON` is tried: its kernels run unless one of these 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import re
 import threading
@@ -148,5 +149,12 @@ def _cause(error: BaseException) -> str:
     lines = [line.strip() for line in str(root).splitlines() if line.strip()]
     said = f"{type(root).__name__}: {lines[-1][:200]}" if lines else type(root).__name__
     if isinstance(error, OSError):
-        return f"{said}. Set TRITON_CACHE_DIR to a folder that can be written"
+        return f"{said}. Triton keeps compiled kernels in {_cache_folder()}: TRITON_CACHE_DIR names another folder"
     return said
+
+
+def _cache_folder() -> str:
+    try:
+        return str(importlib.import_module("triton").knobs.cache.dir)
+    except Exception:  # a Triton that has no knobs
+        return "its cache folder"

@@ -4,8 +4,9 @@
     versions.py below-floor 2.4.1 2.6.0         a fresh environment for each torch, with its own Triton
     versions.py interpreted 2.10.0 newest       interpreted tests of the ops, in a fresh environment for each torch
 
-Environments are kept in --folder and used again. --record writes benchmarks/compatibility.json, which the page on
-compatibility is made from. Wheels that cannot be had are said so and skipped; a test that fails is a failure.
+A fresh environment takes up to 7 GB: it is removed after its run, unless --keep is given. --record writes
+benchmarks/compatibility.json, which the page on compatibility is made from. Wheels that cannot be had are said so and
+skipped; a test that fails is a failure.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,7 +79,7 @@ def environment(folder: Path, torch: str, packages: tuple[str, ...]) -> Path:
         if not python.exists():
             venv.create(place, with_pip=True)
         versions = ("-U", "torch", "triton") if torch == NEWEST else (f"torch=={torch}", f"triton=={TRITON_OF[torch]}")
-        pip(python, *versions, *packages)
+        pip(python, "--no-cache-dir", *versions, *packages)
         done.touch()
     return python
 
@@ -165,6 +167,7 @@ def main() -> None:
         "versions", nargs="+", metavar="VERSION", help=f"of Triton for compiled, else of torch; {NEWEST}"
     )
     parser.add_argument("--folder", type=Path, default=Path(sys.prefix), help="where environments are kept")
+    parser.add_argument("--keep", action="store_true", help="keep a fresh environment, and use it again")
     parser.add_argument("--record", action="store_true", help=f"write {RECORDS}")
     parser.add_argument("--jobs", type=int, default=2, help="interpreted tests that run at a time")
     parser.add_argument("--tests", nargs="+", default=(), help="test files in the place of the usual ones")
@@ -176,13 +179,17 @@ def main() -> None:
     asked.folder.mkdir(parents=True, exist_ok=True)
     failed = False
     for version in asked.versions:
-        start = time.monotonic()
+        start, place = time.monotonic(), asked.folder / f"torch-{version}"
+        temporary = not (asked.keep or place.exists())
         print(f"== {asked.what} {version}", flush=True)
         try:
             found = run(asked.what, version, asked.folder.resolve(), asked.jobs, tuple(asked.tests))
         except Unavailable as error:
             print(f"== {asked.what} {version}: skipped, the wheels cannot be had here: {error}", flush=True)
             continue
+        finally:
+            if temporary:
+                shutil.rmtree(place, ignore_errors=True)
         failed = failed or found.failed > 0
         if asked.record:
             record(ROOT / RECORDS, found)
