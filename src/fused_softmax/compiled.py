@@ -114,7 +114,7 @@ def occupancy(used: Resources, on: Multiprocessor) -> Occupancy:
 
 
 def cross_compile(launch: Launch, target: str) -> Resources:
-    """Compile `launch` for `target` ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", ...) and say what it uses.
+    """Compile `launch` for `target` ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", ...) and say what it uses.
 
     Tensors among its arguments stand for device pointers of their dtype, 16-byte aligned when their data_ptr is; they
     are not read, so CPU and meta tensors will do. Raises RuntimeError in a process where Triton interprets kernels,
