@@ -13,7 +13,7 @@ from fused_softmax import lessons
 from fused_softmax.compiled import MULTIPROCESSORS, Resources, cross_compile, occupancy
 from fused_softmax.launch import Launch
 
-TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 compiled = pytest.mark.compiled
 
 

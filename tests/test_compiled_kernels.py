@@ -18,7 +18,7 @@ from fused_softmax.compiled import MULTIPROCESSORS
 pytestmark = pytest.mark.compiled
 
 ALL = os.environ.get("FUSED_SOFTMAX_ALL_KERNELS") == "1"
-TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 PLAIN = (("bfloat16", "bfloat16"), ("float32", "float32"))
 SOFTMAX, LOG, GRADIENT, LOG_GRADIENT = (False, False), (False, True), (True, False), (True, True)  # (backward, log)
 

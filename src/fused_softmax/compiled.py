@@ -41,9 +41,10 @@ class Multiprocessor:
     warp_size: int = 32
 
 
-# count: A100 108, H200 132, B200 148, RTX 5090 170, MI300X 304
+# count: A100 108, L40S 142, H200 132, B200 148, RTX 5090 170, MI300X 304
 MULTIPROCESSORS: Mapping[str, Multiprocessor] = MappingProxyType({
     "sm_80": Multiprocessor(108, 65536, 256, 164 << 10, 163 << 10, 1024, 64, 32),
+    "sm_89": Multiprocessor(142, 65536, 256, 100 << 10, 99 << 10, 1024, 48, 24),
     "sm_90": Multiprocessor(132, 65536, 256, 228 << 10, 227 << 10, 1024, 64, 32),
     "sm_100": Multiprocessor(148, 65536, 256, 228 << 10, 227 << 10, 1024, 64, 32),
     "sm_120": Multiprocessor(170, 65536, 256, 100 << 10, 99 << 10, 1024, 48, 24),
@@ -113,7 +114,7 @@ def occupancy(used: Resources, on: Multiprocessor) -> Occupancy:
 
 
 def cross_compile(launch: Launch, target: str) -> Resources:
-    """Compile `launch` for `target` ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942", ...) and say what it uses.
+    """Compile `launch` for `target` ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", ...) and say what it uses.
 
     Tensors among its arguments stand for device pointers of their dtype, 16-byte aligned when their data_ptr is; they
     are not read, so CPU and meta tensors will do. Raises RuntimeError in a process where Triton interprets kernels,

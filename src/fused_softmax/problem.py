@@ -44,6 +44,7 @@ class Device:
 
 DEVICES = {
     "sm_80": Device("sm_80", "cuda"),
+    "sm_89": Device("sm_89", "cuda"),
     "sm_90": Device("sm_90", "cuda", max_cluster=16, parks=True),
     "sm_100": Device("sm_100", "cuda", max_cluster=16),
     "sm_120": Device("sm_120", "cuda", max_cluster=8),
