@@ -157,3 +157,14 @@ def test_messages_name_what_was_given():
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             call()
+
+
+def test_numbers_that_torch_compile_makes_dynamic():
+    torch._dynamo.reset()
+
+    def loss(x, cap, z_loss, ignored):
+        return fs.cross_entropy(x, T, softcap=cap, z_loss=z_loss, ignore_index=ignored)
+
+    compiled = torch.compile(loss, backend="eager", fullgraph=True)
+    for numbers in ((3.0, 0.1, -100), (4.0, 0.2, 1), (5.0, 0.3, 2)):
+        torch.testing.assert_close(compiled(X, *numbers), loss(X, *numbers))

@@ -82,6 +82,6 @@ def real(function: str, name: str, value: Any) -> float:
 def finite(function: str, name: str, value: Any) -> float:
     """`real`, and ValueError for NaN and the infinities."""
     found = real(function, name, value)
-    if not math.isfinite(found):
+    if not -math.inf < found < math.inf:  # torch.compile cannot trace math.isfinite of a dynamic number
         raise ValueError(f"{function}(): {name} must be finite, not {found}")
     return found

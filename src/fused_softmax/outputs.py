@@ -31,8 +31,8 @@ def may_write_while_reading(out: Tensor, x: Tensor) -> bool:
 
 
 def _n_bytes(t: Tensor) -> int:
-    """Bytes from t's first element to the end of its last; 0 where it is empty."""
-    if t.numel() == 0:
-        return 0
+    """Bytes from t's first element to the end of its last; 0 where it is empty, which is contiguous."""
+    if t.is_contiguous():
+        return t.numel() * t.element_size()
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return (last + 1) * t.element_size()
