@@ -22,7 +22,7 @@ endif
 RUN := PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY)
 PIP = $(PY) -m pip --disable-pip-version-check --no-input
 
-.PHONY: help bench test setup lint types interpreted compiled compiled-old gpu readme readme-check docs clean
+.PHONY: help bench test test-extended setup lint types interpreted compiled compiled-old gpu readme readme-check docs clean
 .NOTPARALLEL:
 
 help:
@@ -54,6 +54,10 @@ types: $(READY)
 
 interpreted: $(READY)
 	TRITON_INTERPRET=1 $(RUN) -m pytest -q -n $(JOBS) -m "not compiled and not gpu" $(ARGS)
+
+# what takes minutes: every planted fault with three seeds
+test-extended: $(READY)
+	FUSED_SOFTMAX_EXTENDED=1 TRITON_INTERPRET=1 $(RUN) -m pytest -q -n $(JOBS) -m extended $(ARGS)
 
 compiled: $(READY)
 	env -u TRITON_INTERPRET $(RUN) -m pytest -q -m compiled $(ARGS)

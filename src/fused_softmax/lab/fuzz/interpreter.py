@@ -9,8 +9,8 @@ from typing import Any
 def patch_once() -> None:
     """Patch the modules of `triton.language` once in a launch, not again in every call between device functions.
 
-    Triton (3.6 to 3.9) does the latter, which takes two thirds of the time and changes nothing: what such a call patches
-    stays patched until the launch has ended.
+    Triton (3.6 to 3.9) does the latter, which takes half of the time and changes nothing: what such a call patches stays
+    patched until the launch has ended.
     """
     from triton.runtime import interpreter
 
