@@ -1,8 +1,8 @@
 """Faults that are put into a copy of the package, and the process that runs the fuzzer on such copies.
 
 `python tests/planting.py` imports torch and Triton once and then forks for each request, a line of JSON on its standard
-input: {"source": folder of the copy, "op", "way", "dtypes", "columns", "seed", "cases"}. The child writes its process id,
-then each case before it runs, and once more with its problems where it is wrong; the parent how the child has ended.
+input: {"source": folder of the copy, "op", "way", "dtypes", "columns", "seed", "cases"}. The child writes its process
+id, then each case before it runs, and once more with its problems where it is wrong; the parent how the child has ended.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DEFECTS = (
     ),
     Defect(
         "a wrong fill", "resident.py",
-        'LINES, CHUNKS, UNMASKED, LANES, VEC, -float("inf"), PARTS)', "LINES, CHUNKS, UNMASKED, LANES, VEC, 0.0, PARTS)",
+        'CHUNKS, UNMASKED, LANES, VEC, -float("inf"), PARTS)', "CHUNKS, UNMASKED, LANES, VEC, 0.0, PARTS)",
         "softmax", dtypes=("bfloat16",),
     ),
     Defect(
