@@ -93,8 +93,8 @@ interpreted-others: $(READY)
 
 # tests marked `extended`, of both kinds; pytest ends with 5 where there is none of a kind
 extended: $(READY)
-	TRITON_INTERPRET=1 $(RUN) -m pytest -q -n $(JOBS) -m "extended and not compiled and not gpu" || [ $$? = 5 ]
-	env -u TRITON_INTERPRET $(RUN) -m pytest -q -m "extended and compiled" || [ $$? = 5 ]
+	FUSED_SOFTMAX_EXTENDED=1 TRITON_INTERPRET=1 $(RUN) -m pytest -q -n $(JOBS) -m "extended and not compiled and not gpu" || [ $$? = 5 ]
+	FUSED_SOFTMAX_EXTENDED=1 env -u TRITON_INTERPRET $(RUN) -m pytest -q -m "extended and compiled" || [ $$? = 5 ]
 
 gpu: $(READY)
 	env -u TRITON_INTERPRET $(RUN) -m pytest -q -m gpu $(ARGS)

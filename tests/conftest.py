@@ -29,6 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     unmet = {
         "interpreted": None if INTERPRETED else "needs TRITON_INTERPRET=1",
         "compiled": "needs TRITON_INTERPRET unset" if INTERPRETED else None,
+        "extended": None if os.environ.get("FUSED_SOFTMAX_EXTENDED") == "1" else "needs FUSED_SOFTMAX_EXTENDED=1",
         "gpu": None if torch.cuda.is_available() and not INTERPRETED else "needs a CUDA device, and no interpreter",
     }
     for item in items:

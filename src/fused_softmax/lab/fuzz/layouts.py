@@ -13,7 +13,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-GUARD = 64  # elements before and after; a multiple of 16 bytes for every dtype
+GUARD = 1024  # elements before and after; a multiple of 16 bytes for every dtype
 KINDS = ("contiguous", "offset", "padded", "step", "transposed", "expanded", "overlapping", "channels_last")
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # float32: a NaN whose payload no instruction makes; 16 bits: NaN in both formats

@@ -1,0 +1,223 @@
+"""The fuzzer on every op, with a fixed seed and a fresh one; and that its parts do what a run relies on.
+
+A failure prints the case, a program that shows it, and the command that runs it again.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+
+import pytest
+import torch
+from rich.console import Console
+
+from fused_softmax.device import interpreting
+from fused_softmax.lab.fuzz import coverage, exactness, interpreter, layouts, record, session, values
+from fused_softmax.lab.fuzz.draw import Budget, Case, draw_cases, draw_class
+from fused_softmax.lab.fuzz.judge import evaluate
+from fused_softmax.lab.fuzz.program import program
+from fused_softmax.lab.fuzz.shrink import shrink
+from fused_softmax.lab.registry import OPS, WAYS
+
+interpreted = pytest.mark.interpreted
+CASES = 48  # of each op with the fixed seed, and of all with the fresh one
+BUDGET = Budget(elements=1 << 12, rows=4, columns=1 << 15, strided=1 << 8, wide=0.05, out_of_range=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def faster_interpreter():
+    if not interpreting():
+        yield
+        return
+    undo = interpreter.patch_once()
+    yield
+    undo()
+
+
+def run_all(ops: tuple[str, ...], seed: int, cases: int) -> str:
+    """What is wrong, as a run shows it."""
+    out = io.StringIO()
+    request = session.Request(ops, cases=cases, seed=seed)
+    ways = [way for op in ops for way in OPS[op].ways]
+    assert ways
+    for unit in session.units(request, "cpu", BUDGET):
+        for way, count in unit.ways:
+            for case in draw_cases(unit.of, way, count, BUDGET):
+                outcome = evaluate(case, "cpu")
+                if found := outcome.found():
+                    failure = session.Failure(case.to_json(), found, case.to_json(), outcome.largest_excess())
+                    session.show(failure, Console(file=out, width=200))
+    return out.getvalue()
+
+
+@interpreted
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_with_a_fixed_seed(op):
+    assert not (wrong := run_all((op,), 7, CASES)), wrong
+
+
+@interpreted
+def test_all_ops_with_a_fresh_seed():
+    seed = int.from_bytes(os.urandom(3), "big")
+    print(f"seed {seed}")
+    assert not (wrong := run_all(tuple(OPS), seed, CASES)), f"seed {seed}\n{wrong}"
+
+
+def test_a_seed_draws_the_same_cases_and_json_holds_them():
+    first, second = (
+        list(draw_cases(draw_class("masked_softmax", "float32", 5, BUDGET), "vmap", 9, BUDGET)) for _ in "ab"
+    )
+    assert first == second
+    assert [Case.from_json(case.to_json()) for case in first] == first
+    assert len({case.seed for case in first}) == 9
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_way_of_an_op_is_drawn(op):
+    assert set(OPS[op].ways) <= set(WAYS)
+    for way in OPS[op].ways:
+        for case in draw_cases(draw_class(op, "float16", 3, BUDGET), way, 5, BUDGET):
+            assert case.cell == (op, way, "float16") or way in ("function", "out")
+            assert case.n_cols >= 0 and all(0 <= d < max(1, len(case.shape)) for d in case.dims)
+
+
+@pytest.mark.parametrize("kind", layouts.KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool], ids=str)
+def test_a_byte_next_to_a_tensor_is_watched(kind, dtype):
+    dense = values.values("normal", (2, 3, 4, 5), 3, dtype, torch.Generator().manual_seed(1))
+    placed = layouts.place(dense, (kind, 3), "cpu")
+    if kind not in ("expanded", "overlapping"):
+        assert torch.equal(placed.tensor, dense)
+    assert not placed.changed() and not placed.changed_outside()
+    first = placed.tensor.storage_offset()
+    placed.buffer[first - 1] += 1
+    assert placed.changed() and placed.changed_outside()
+    placed.buffer.copy_(placed.before)
+    if kind not in ("expanded", "overlapping"):
+        placed.tensor.fill_(0)
+        placed.buffer[first] += 1
+        assert placed.changed() and not placed.changed_outside()
+
+
+@pytest.mark.parametrize("kind", values.KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_values_are_of_their_kind(kind, dtype):
+    x = values.values(kind, (6, 50), 1, dtype, torch.Generator().manual_seed(2))
+    assert x.dtype == dtype and x.shape == (6, 50)
+    assert bool(x.isfinite().all()) == (kind in (*values.FINITE, "subnormal", "near_max", "far_apart"))
+    if kind == "constant":
+        assert (x == x[:, :1]).all()
+    if kind == "subnormal":
+        assert (x.abs() < torch.finfo(dtype).smallest_normal * 5).all() and (x != 0).any()
+
+
+def changed_function(change):
+    """softmax with a fault, as the registry's function."""
+    real = OPS["softmax"].function
+
+    def function(x, dim=-1, dtype=None, *, out=None):
+        return change(x, real(x, dim, dtype) if out is None else real(x, dim, dtype, out=out))
+
+    return function
+
+
+def write_to_input(x, y):
+    x.detach().view(-1)[0].add_(1.0)
+    return y
+
+
+def write_next_to_input(x, y):
+    x.detach().as_strided((1,), (1,), x.storage_offset() + x.numel()).fill_(0.0)
+    return y
+
+
+class Again:
+    """Other bits with each call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, x, y):
+        self.calls += 1
+        return y * (1 + 2**-23 * self.calls)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "change, what",
+    [
+        (lambda x, y: y * (1 + 1e-5), "y"),
+        (lambda x, y: y.masked_fill(y == y.amax(), float("nan")), "y"),
+        (lambda x, y: y.double(), "y is (3, 8) torch.float64"),
+        (lambda x, y: y.t().contiguous().t(), "y has strides"),
+        (lambda x, y: 1 / 0, "only ours raises: ZeroDivisionError"),
+        (write_to_input, "writes to x"),
+        (write_next_to_input, "writes to x"),
+        (Again(), "y differs from call to call"),
+    ],
+)  # fmt: skip
+def test_the_judge_sees(monkeypatch, change, what):
+    import dataclasses
+
+    case = Case("softmax", "function", "float32", (3, 8), (1,), options={"dim": 1}, seed=4)
+    assert not evaluate(case, "cpu").found()
+    spec = dataclasses.replace(OPS["softmax"], function=changed_function(change))
+    monkeypatch.setitem(OPS, "softmax", spec)
+    assert any(problem.startswith(what) for problem in evaluate(case, "cpu").found())
+
+
+def test_torch_s_errors_are_asked_for():
+    case = Case("softmax", "function", "float32", (3, 8), (1,), options={"dim": 1, "odd": {"dim": 5}}, seed=4)
+    outcome = evaluate(case, "cpu")
+    assert not outcome.found() and outcome.error == "IndexError"
+
+
+def test_the_rule_allows_rounding_and_no_more():
+    ref = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64)
+    for dtype, fine, coarse in ((torch.float32, 1e-7, 1e-6), (torch.bfloat16, 2**-10, 2**-7)):
+        own = ref.to(dtype)
+        for error, expected in ((fine, False), (coarse, True)):
+            bad, _ = exactness.wrong((ref + torch.tensor([[error, 0, 0]])).to(dtype), own, ref, exactness.Rule((1,)))
+            assert bool(bad.any()) == expected, (dtype, error)
+
+
+def test_a_failure_is_made_smaller_and_shown_in_ten_lines():
+    case = Case(
+        "masked_softmax", "function", "float32", (3, 4, 33), (2,), ("padded", 3), "logits", "gradient", "random",
+        {"mask": {"dtype": "bool", "shape": [4, 33], "hidden": "random", "layout": "step"}, "scale": 2.0}, 9,
+    )  # fmt: skip
+    smallest = shrink(case, lambda c: c.shape[-1] >= 5 and "mask" in c.options, 5.0)
+    assert smallest.shape == (1, 5) and smallest.layout == ("contiguous", 1) and "scale" not in smallest.options
+    assert smallest.options["mask"]["shape"] == [1, 5] and smallest.direction == "forward"
+    lines = program(smallest)
+    assert len(lines) <= 10
+    out: dict[str, object] = {}
+    exec("\n".join(lines), out)
+    assert out["x"].shape == (1, 5) and out["mask"].dtype == torch.bool
+
+
+def test_what_was_not_reached_is_named():
+    wanted = coverage.everything()
+    kernels = {name for name, flag in wanted if not flag}
+    assert {"softmax_resident", "softmax_strided", "cross_entropy_resident", "masked_softmax_backward"} <= kernels
+    assert ("softmax_resident", "EDGE=True") in wanted and ("softmax", "regime cluster") in wanted
+    assert ("row_statistics", "PICKS=many") in wanted and ("masked_softmax_forward", "MASK=2") in wanted
+
+
+def test_records_of_one_kernel_hash_add_up_and_others_are_refused(tmp_path):
+    file = tmp_path / "fuzz.json"
+    findings = session.Findings()
+    findings.cases["softmax", "function", "float32"] = 5
+    findings.reached = {("softmax_resident", "")}
+    for seed in (1, 2):
+        record.write(file, session.Request(seed=seed), findings)
+    known = json.loads(file.read_text())
+    (row,) = known["rows"]
+    assert (row["cases"], row["wrong"], row["seeds"]) == (10, 0, [1, 2])
+    assert ["softmax_resident", ""] in known["coverage"]["reached"]
+    assert len(known["header"]["runs"]) == 2 and known["kernel_hash"] == record.kernel_hash()
+    file.write_text(json.dumps({**known, "kernel_hash": "0"}))
+    with pytest.raises(record.OtherKernels, match="other kernels"):
+        record.write(file, session.Request(seed=3), findings)
