@@ -67,6 +67,7 @@ def masked_softmax_backward(
 ):
     open_exchange(CTAS, 1, PTX, PARTS)
     LINES: tl.constexpr = ROWS * CTAS * PARTS
+    scale = tl.cast(scale, tl.float32)
     place, rank = lines_of(ROWS, CTAS, PARTS)
     part = part_of(LINES, PARTS)
     exists = place < n_rows

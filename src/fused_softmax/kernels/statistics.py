@@ -50,7 +50,7 @@ def scale_of(row, exists, scale_ptr, scale, SCALE: tl.constexpr):
         return tl.where(by == 0.0, least, by)
     else:
         by = tl.zeros_like(row).to(tl.float32) + 1.0
-        return by * scale if SCALE == ONE_SCALE else by
+        return by * tl.cast(scale, tl.float32) if SCALE == ONE_SCALE else by
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "x_stride", "phase", "n_picks", "scale"])
