@@ -4,8 +4,8 @@
     dx = scale*(p*(g_lse - sum(g_k)) - g_H*p*(log p + H)) + scale*sum(g_k at id_k)
 
 Forward: one read (`walk`), O(rows) written. Backward: element by element, as (row_max, row_sum) and H are known, so one
-read and one write, any number of programs a row: p = exp(z - row_max)/row_sum. A logsumexp is rounded where it is large,
-and p made of it with it. A row of nothing but -inf has lse -inf, one with +inf has lse +inf (as torch.logsumexp); their
+read and one write, any number of programs a row: p = exp(z - row_max)/row_sum. A large logsumexp is rounded, and so
+would be p made of it. A row of nothing but -inf has lse -inf, one with +inf has lse +inf (as torch.logsumexp); their
 log-probabilities are NaN, as torch.log_softmax makes them, and so is the gradient of those. The gradient of lse is NaN
 in a row of nothing but -inf, and 0 in one with +inf but where that stands, which is NaN. An id outside [0, n_cols) is
 followed nowhere: its log-probability is NaN and it adds nothing to the gradient.
