@@ -101,13 +101,31 @@ def test_masked_lines_are_warps(n_cols, causal, cols, mask, dtype):
     assert layouts and all(holds_lines(layout, chosen.parts) for layout in layouts), layouts
 
 
+@pytest.mark.parametrize(("n_cols", "causal"), [(16385, False), (32768, True)])
+@pytest.mark.parametrize(
+    "mask", [None, torch.ones(2, 1, dtype=torch.bool), torch.ones(1, dtype=torch.bool)], ids=["", "query", "column"]
+)
+def test_the_lines_of_masked_gradients_are_warps(n_cols, causal, mask):
+    x = torch.empty(4, n_cols)
+    chosen = masked_rows._plan_backward(problem_of(x, x, x), SM_90)
+    assert chosen.ctas > 1
+    if mask is not None and mask.dim() == 1:
+        mask = mask.repeat(n_cols)
+    read, of_mask, of_strides = masked_rows._described(mask, x.view(2, 2, n_cols), chosen, x)
+    numbers = (*masked_rows._order(x, 2, shared=False), *of_strides, 0.5)
+    flags = (*of_mask, ("CAUSAL", causal))
+    launch = loss_launch.row_launch("masked_softmax_backward", (x, x, x), (read,), numbers, flags, chosen, SM_90)
+    layouts = merged_layouts(ttgir_of(launch))
+    assert layouts and all(holds_lines(layout, chosen.parts) for layout in layouts), layouts
+
+
 @pytest.mark.parametrize("n_cols", [50257, 128256])
 @pytest.mark.parametrize("picks", [1, 4])
 def test_the_lines_of_statistics_are_warps(n_cols, picks):
     x, number, ids = torch.empty(3, n_cols), torch.zeros(6), torch.zeros(3, picks, dtype=torch.int64)
-    flags = (("PICKS", picks), ("ENTROPY", True), ("SCALE", 2))
+    flags = (("PICKS", picks), ("ENTROPY", True), ("SCALE", 2), ("KEEPS", True))
     chosen = plan_statistics(problem_of(x), SM_90)
-    vectors = (number, number, ids, number, number)
+    vectors = (number, number, number, ids, number, number)
     launch = loss_launch.row_launch("row_statistics", (x,), vectors, (picks, 1.0), flags, chosen, SM_90)
     layouts = merged_layouts(ttgir_of(launch))
     assert bool(layouts) == (chosen.ctas > 1)

@@ -97,9 +97,9 @@ def test_smoothed_losses_compile(n_cols, smoothing, softcap, dtype):
 @pytest.mark.parametrize("n_cols", [1000, 4096, 50257, 128256])
 def test_statistics_do_not_spill(n_cols, scale):
     x, number, ids = torch.empty(3, n_cols, dtype=torch.bfloat16), torch.zeros(3), torch.zeros(3, 1, dtype=torch.int64)
-    flags = (("PICKS", 1), ("ENTROPY", True), ("SCALE", scale))
+    flags = (("PICKS", 1), ("ENTROPY", True), ("SCALE", scale), ("KEEPS", True))
     plan = plan_statistics(problem_of(x), SM_90)
-    vectors = (number, number, ids, number, number)
+    vectors = (number, number, number, ids, number, number)
     launch = loss_launch.row_launch("row_statistics", (x,), vectors, (1, 1.0), flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
 
@@ -121,10 +121,13 @@ def test_masked_softmax_does_not_spill(n_cols, mask, causal):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("n_cols", [100, 1024, 2047, 4096, 8192, 32768])
 @pytest.mark.parametrize("causal", [False, True])
-def test_masked_gradients_do_not_spill(n_cols, causal, dtype):
+@pytest.mark.parametrize("mask_cols", [None, 0, 1])
+def test_masked_gradients_do_not_spill(n_cols, mask_cols, causal, dtype):
     x = torch.empty(4, n_cols, dtype=dtype)
+    mask = None if mask_cols is None else torch.ones(2, n_cols if mask_cols else 1, dtype=torch.bool)
     plan = masked_rows._plan_backward(problem_of(x, x, x), SM_90)
-    numbers = (*masked_rows._order(x, 2, shared=False), 0.5)
-    flags = (("CAUSAL", causal),)
-    launch = loss_launch.row_launch("masked_softmax_backward", (x, x, x), (), numbers, flags, plan, SM_90)
+    read, of_mask, of_strides = masked_rows._described(mask, x.view(2, 2, n_cols), plan, x)
+    numbers = (*masked_rows._order(x, 2, shared=False), *of_strides, 0.5)
+    flags = (*of_mask, ("CAUSAL", causal))
+    launch = loss_launch.row_launch("masked_softmax_backward", (x, x, x), (read,), numbers, flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0

@@ -74,8 +74,8 @@ def test_opcheck_of_cross_entropy(name, dtype):
     given = (x, target, *fields(name))
     check(ops.cross_entropy, given)
     with torch.no_grad():
-        loss, lse = ops.cross_entropy(*given)
-    check(ops.cross_entropy_backward, (torch.rand_like(loss), lse, x.detach(), *given[1:]))
+        loss, moments = ops.cross_entropy(*given)
+    check(ops.cross_entropy_backward, (torch.rand_like(loss), moments, x.detach(), *given[1:]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
@@ -86,10 +86,10 @@ def test_opcheck_of_token_logprobs(by_row, entropy, dtype):
     scale = (torch.rand(4) + 0.5 if by_row else None, 0.7)
     check(ops.token_logprobs, (x, ids, *scale, entropy))
     with torch.no_grad():
-        picked, lse, entropies = ops.token_logprobs(x, ids, *scale, entropy)
+        picked, lse, entropies, moments = ops.token_logprobs(x, ids, *scale, entropy)
     of_entropy = torch.rand_like(entropies) if entropy else None
     for upstream in ((torch.rand_like(picked), None, of_entropy), (None, torch.rand_like(lse), None)):
-        check(ops.token_logprobs_backward, (*upstream, lse, entropies, x.detach(), ids, *scale))
+        check(ops.token_logprobs_backward, (*upstream, moments, entropies, x.detach(), ids, *scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
@@ -99,7 +99,8 @@ def test_opcheck_of_masked_softmax(dtype):
     for mask in (None, torch.rand(2, 1, 7) > 0.3, added):
         check(ops.masked_softmax, (x, mask, 0.5, mask is None, True))
     y = ops.masked_softmax(x, None, 0.5, True, False).detach()
-    check(ops.masked_softmax_backward, (y, torch.randn_like(y), 0.5, True))
+    for mask in (None, torch.rand(2, 1, 7) > 0.3):
+        check(ops.masked_softmax_backward, (y, torch.randn_like(y), mask, 0.5, True))
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -482,7 +483,8 @@ def test_a_target_outside_is_an_index_error_and_nothing_is_read(bad, backend):
         logprobs(x, torch.tensor([1, bad]))
     x = x.detach()
     given = (torch.tensor([1, bad]), *fields("mean", 5))
-    dx = ops.cross_entropy_backward(torch.tensor(1.0), torch.logsumexp(x, 1), x, *given)
+    moments = torch.stack([torch.logsumexp(x, 1), torch.ones(2)], 1)  # exp(x - lse)/1
+    dx = ops.cross_entropy_backward(torch.tensor(1.0), moments, x, *given)
     assert dx[0].any() and not dx[1].any()
 
 
@@ -505,6 +507,17 @@ def test_an_operator_refuses_what_its_kernel_would_read_outside_of():
     ):
         with pytest.raises(RuntimeError, match=message):
             loss_operators._token_logprobs_kernel(x, *given, 1.0, False)
+    moments = torch.ones(2, 1), torch.ones(2), torch.ones(2, 2, device="meta")
+    for of_rows, message in zip(
+        moments, [r"moments must have shape \(2, 2\)"] * 2 + ["moments is on meta"], strict=True
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            loss_operators._cross_entropy_backward_kernel(torch.ones(()), of_rows, x, ids, *plain)
+        with pytest.raises(RuntimeError, match=message):
+            rest = (torch.ones(2), of_rows, torch.ones(0), x, ids[:, None], None, 1.0)
+            loss_operators._token_logprobs_backward_kernel(None, *rest[:1], None, *rest[1:])
+    with pytest.raises(RuntimeError, match="same device.*mask is on meta"):
+        masked_operators._backward_kernel(x, x, torch.ones(2, 5, device="meta"), 1.0, False)
     with pytest.raises(RuntimeError, match="same device.*mask is on meta"):
         masked_operators._forward_kernel(x, torch.ones(2, 5, device="meta"), 1.0, False, False)
 
@@ -519,11 +532,11 @@ def test_gradients_of_gradients_are_the_formulas_or_an_error():
         (dx,) = torch.autograd.grad(loss.sum(), t, create_graph=True)
         seconds.append(torch.autograd.grad(dx.square().sum(), t)[0])
     torch.testing.assert_close(seconds[0].double(), seconds[1], rtol=1e-3, atol=1e-5)
-    assert not ops.cross_entropy(x, target, *given)[1].requires_grad  # the lse is no result to differentiate
+    assert not ops.cross_entropy(x, target, *given)[1].requires_grad  # no result to differentiate
     y = ops.masked_softmax(x, None, 1.0, False, False)
     for op, arguments in (
-        (ops.cross_entropy_backward, (torch.ones(3), torch.logsumexp(x, 1), x, target, *given)),
-        (ops.masked_softmax_backward, (y, torch.ones_like(y), 1.0, False)),
+        (ops.cross_entropy_backward, (torch.ones(3), torch.ones(3, 2), x, target, *given)),
+        (ops.masked_softmax_backward, (y, torch.ones_like(y), None, 1.0, False)),
     ):
         with pytest.raises(RuntimeError, match="cannot be differentiated"):
             op(*arguments).sum().backward()

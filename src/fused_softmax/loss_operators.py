@@ -90,6 +90,7 @@ def _cross_entropy_backward_kernel(g: Tensor, moments: Tensor, x: Tensor, *field
     op, n_cols = _described(*fields), x.shape[1]
     if not _takes(x):
         return loss_formulas.cross_entropy_gradient(g, x, op).contiguous() if x.numel() else x.new_empty(x.shape)
+    _expect("moments", moments, x, (x.shape[0], 2))
     count = row_losses.count_targets(op, n_cols) if op.reduction == "mean" else None
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     g, moments = g.reshape(-1).float().contiguous(), moments.contiguous()
@@ -183,6 +184,7 @@ def _token_logprobs_backward_kernel(
     of_rows = scale if scales is None else scales.contiguous()
     if not (_takes(x) and ids.numel()):
         return loss_formulas.statistics_gradient(g_picked, g_lse, g_entropy, x, ids, of_rows).contiguous()
+    _expect("moments", moments, x, (x.shape[0], 2))
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     row_losses.statistics_backward(
         row_losses.rows_of(x, x.shape[1]),

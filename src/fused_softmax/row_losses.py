@@ -243,8 +243,8 @@ def statistics(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(lse, entropy, log-probabilities of ids, moments) of rows x*scale, float32.
 
-    ids: (n_rows, n_picks) int64, contiguous; moments: (n_rows, 2), each row's maximum and its sum of exponentials, which
-    `statistics_backward` takes, where `keeps`.
+    ids: (n_rows, n_picks) int64, contiguous; moments, where `keeps`: (n_rows, 2), each row's maximum and its sum of
+    exponentials, which `statistics_backward` takes.
     """
     lse = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     entropies = torch.empty_like(lse) if entropy else None

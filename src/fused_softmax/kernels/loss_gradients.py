@@ -5,8 +5,9 @@
 
 It runs in backward, where the forward wrote no gradient or wrote it for an upstream gradient of 1 and that is not what
 came: whether it did is asked on the device, row by row, so that no host waits for a number. As many bytes are written
-as read; that is the limit. The operations are those of `loss_resident`, so that both write the same bits. The target is one column in C: a comparison for each would cost more than p itself, so all
-columns are written as if they were not, and then the target's again, by the program that wrote it.
+as read; that is the limit. The operations are those of `loss_resident`, so that both write the same bits. The target is
+one column in C: a comparison for each would cost more than p itself, so all columns are written as if they were not,
+and then the target's again, by the program that wrote it.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def coefficients(g, lse, w_target, w_sum, smoothing, n_classes, z_loss, SMOOTH: 
 
 @triton.jit
 def cross_entropy_unit(
-    unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, moments_ptr, g_ptr, n_rows, n_cols, x_stride,
-    dx_stride, phase, n_splits, ignore_index, g_stride, smoothing, cap, z_loss,
+    unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, moments_ptr, g_ptr, n_rows, n_cols,
+    x_stride, dx_stride, phase, n_splits, ignore_index, g_stride, smoothing, cap, z_loss,
     UNLESS_ONE: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, EDGE: tl.constexpr,
     PTX: tl.constexpr,

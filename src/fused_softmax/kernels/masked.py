@@ -195,6 +195,7 @@ def masked_softmax_forward(
     AGAIN: tl.constexpr = RECOMPUTE and MASK == NO_MASK
     # z is never made: exp(scale*(x - m)) takes a multiply-add and an exp2
     FUSED: tl.constexpr = AGAIN and PTX and CTAS == 1 and x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    scale = tl.cast(scale, tl.float32)  # interpreted, a subnormal number is a float64
     unit = scale if FUSED else 1.0
     place, rank = lines_of(ROWS, CTAS, PARTS)
     part = part_of(LINES, PARTS)

@@ -2,9 +2,9 @@
 
     dx = scale*y*(dy - sum(y*dy)), and 0 in what is hidden
 
-y is 0 in what a mask hides, so no mask is read again, except a boolean one for a row whose sum is not finite: a row that
-holds NaN, or sees nothing, is NaN throughout, and its hidden columns have a gradient of 0 all the same. What a causal row does not see is not read: dx is 0 there. A row
-that does not fit on chip is `streaming`'s, whatever hides what.
+y is 0 in what a mask hides, so no mask is read again, except a boolean one for a row whose sum is not finite: a row
+that holds NaN, or sees nothing, is NaN throughout, and its hidden columns have a gradient of 0 all the same. What a
+causal row does not see is not read: dx is 0 there. A row that does not fit on chip is `streaming`'s.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def masked_softmax_backward(
 ):
     open_exchange(CTAS, 1, PTX, PARTS)
     LINES: tl.constexpr = ROWS * CTAS * PARTS
+    scale = tl.cast(scale, tl.float32)
     place, rank = lines_of(ROWS, CTAS, PARTS)
     part = part_of(LINES, PARTS)
     exists = place < n_rows

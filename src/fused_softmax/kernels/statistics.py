@@ -4,8 +4,8 @@
     dx = scale*(p*(g_lse - sum(g_k)) - g_H*p*(log p + H)) + scale*sum(g_k at id_k)
 
 Forward: one read (`walk`), O(rows) written. Backward: element by element, as (row_max, row_sum) and H are known, so one
-read and one write, any number of programs a row: p = exp(z - row_max)/row_sum. A logsumexp is rounded where it is large,
-and p made of it with it. A row of nothing but -inf has lse -inf, one with +inf has lse +inf (as torch.logsumexp); their
+read and one write, any number of programs a row: p = exp(z - row_max)/row_sum. A large logsumexp is rounded, and so
+would be p made of it. A row of nothing but -inf has lse -inf, one with +inf has lse +inf (as torch.logsumexp); their
 log-probabilities are NaN, as torch.log_softmax makes them, and so is the gradient of those. The gradient of lse is NaN
 in a row of nothing but -inf, and 0 in one with +inf but where that stands, which is NaN. An id outside [0, n_cols) is
 followed nowhere: its log-probability is NaN and it adds nothing to the gradient.
@@ -51,7 +51,7 @@ def scale_of(row, exists, scale_ptr, scale, SCALE: tl.constexpr):
         return tl.where(by == 0.0, least, by)
     else:
         by = tl.zeros_like(row).to(tl.float32) + 1.0
-        return by * scale if SCALE == ONE_SCALE else by
+        return by * tl.cast(scale, tl.float32) if SCALE == ONE_SCALE else by
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "x_stride", "phase", "n_picks", "scale"])

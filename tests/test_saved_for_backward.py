@@ -1,0 +1,143 @@
+"""What cross_entropy keeps for backward: seen by hooks, freed in time, and good for two backwards of equal bits."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import fused_softmax as fs
+
+pytestmark = pytest.mark.interpreted
+
+TARGET = torch.tensor([3, -100, 5, 0])
+OPTIONS = [
+    {},
+    {"reduction": "sum"},
+    {"label_smoothing": 0.1},
+    {"weight": torch.rand(37)},
+    {"softcap": 5.0, "z_loss": 1e-2},
+    {"reduction": "none"},
+]
+
+
+def logits(dtype: torch.dtype = torch.float32, n_cols: int = 37) -> torch.Tensor:
+    return (torch.randn(4, n_cols) * 3).to(dtype).requires_grad_()
+
+
+def gradient(x: torch.Tensor, **options) -> torch.Tensor:
+    (dx,) = torch.autograd.grad(fs.cross_entropy(x, TARGET, **options).sum(), x)
+    return dx
+
+
+@pytest.mark.parametrize("n_cols", [37, 1024, 5001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_two_backwards_have_equal_bits(options, dtype, n_cols):
+    if "weight" in options:
+        options = {"weight": torch.rand(n_cols)}
+    x = logits(dtype, n_cols)
+    loss = fs.cross_entropy(x, TARGET, **options).sum()
+    first, second, third = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(3))
+    assert len({g.data_ptr() for g in (first, second, third)}) == 3
+    assert torch.equal(first, second) and torch.equal(first, third)
+    (half,), (again,) = (torch.autograd.grad(loss, x, torch.tensor(0.5), retain_graph=True) for _ in range(2))
+    assert torch.equal(half, again)
+
+
+def test_a_changed_gradient_changes_no_other():
+    x = logits()
+    loss = fs.cross_entropy(x, TARGET)
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    want = first.clone()
+    first.mul_(2.0)
+    (second,) = torch.autograd.grad(loss, x, retain_graph=True)
+    second.zero_()
+    (third,) = torch.autograd.grad(loss, x)
+    assert torch.equal(third, want)
+
+
+def test_hooks_see_all_that_has_the_logits_size():
+    x, packed = logits(), []
+
+    def pack(t):
+        packed.append(t.numel() * t.element_size())
+        return t.clone()
+
+    want = gradient(x)
+    with saved_tensors_hooks(pack, lambda t: t.clone()):
+        loss = fs.cross_entropy(x, TARGET)
+    assert sorted(packed)[-2:] == [x.numel() * 4] * 2  # the logits and the gradient
+    for _ in range(2):
+        (dx,) = torch.autograd.grad(loss, x, retain_graph=True)
+        assert torch.equal(dx, want)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_offloading_to_the_cpu(options):
+    x = logits()
+    want = gradient(x, **options)
+    with save_on_cpu():
+        loss = fs.cross_entropy(x, TARGET, **options).sum()
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], want)
+
+
+def memory_of_forward(run) -> list[int]:
+    """The sizes of the tensors of the logits' size that are made in `run` and alive after it."""
+    alive, empty = [], torch.empty
+
+    def counted(*size, **options):
+        t = empty(*size, **options)
+        alive.append(weakref.ref(t.untyped_storage()))
+        return t
+
+    torch.empty = counted
+    try:
+        kept = run()
+    finally:
+        torch.empty = empty
+    gc.collect()
+    sizes = [ref().nbytes() for ref in alive if ref() is not None]
+    del kept
+    return sizes
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant):
+    x = logits()
+    want = gradient(x)
+
+    def run():
+        return checkpoint(lambda x: fs.cross_entropy(x, TARGET), x, use_reentrant=reentrant)
+
+    loss = run()
+    loss.backward()
+    assert torch.equal(x.grad, want)
+    assert max(memory_of_forward(run), default=0) < x.numel() * 4
+
+
+def test_backward_frees_what_the_forward_wrote():
+    x = logits()
+    loss = fs.cross_entropy(x, TARGET)
+    (dx,) = torch.autograd.grad(loss, x)
+    gone = weakref.ref(dx.untyped_storage())
+    del dx
+    gc.collect()
+    assert gone() is None  # the graph, which `loss` holds, does not
+
+
+def test_over_the_logits_there_is_one_backward():
+    base = logits()
+    x = base * 1.0
+    want = gradient(base)
+    with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        loss = fs.cross_entropy(x, TARGET, inplace_backward=True)
+    (dx,) = torch.autograd.grad(loss, x, retain_graph=True)
+    torch.testing.assert_close(dx, want)
+    with pytest.raises(RuntimeError, match="once"):
+        torch.autograd.grad(loss, x)
