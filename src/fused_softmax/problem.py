@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 REGIMES = ("tile", "block", "cluster", "stream")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -31,7 +32,7 @@ class Device:
         """Whether a kernel may be launched before the one that it waits for is done: programmatic dependent launch."""
         return self.kind == "cuda" and self.max_cluster > 1
 
-    def options(self, num_stages: int | None = None) -> dict[str, object]:
+    def options(self, num_stages: int | None = None) -> dict[str, Any]:
         """The launch options whose defaults differ between versions of Triton, or may; empty where interpreted.
 
         enable_fp_fusion: the multiply-adds that exp(x - m) is made of; off by default from Triton 3.10 on. num_stages:
