@@ -2,7 +2,7 @@
 
 `python tests/planting.py` imports torch and Triton once and then forks for each request, a line of JSON on its standard
 input: {"source": folder of the copy, "op", "way", "dtypes", "columns", "seed", "cases"}. The child writes its process
-id, then each case before it runs, and once more with its problems where it is wrong; the parent how the child has ended.
+id, then each case before it runs, and once more with its problems where it is wrong; its parent writes how it ended.
 """
 
 from __future__ import annotations

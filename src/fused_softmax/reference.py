@@ -37,6 +37,8 @@ def log_softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> T
 def logsumexp(x: Tensor, dim: int | tuple[int, ...] = -1, keepdim: bool = False) -> Tensor:
     """float64 log(sum(exp(x))) over `dim`, as torch's: -inf for a row of -inf only, +inf where +inf stands in it."""
     x = _widen(x)
+    if not x.numel():
+        return x.exp().sum(dim, keepdim=keepdim).log()
     row_max = x.detach().amax(dim, keepdim=True)
     shift = torch.where(row_max.isfinite() | row_max.isnan(), row_max, torch.zeros_like(row_max))
     out = (x - shift).exp().sum(dim, keepdim=True).log() + shift
