@@ -14,7 +14,7 @@ import torch
 
 from fused_softmax import compiled, loss_launch, masked_rows, row_losses
 from fused_softmax.launch import problem_of
-from fused_softmax.loss_plans import plan_statistics
+from fused_softmax.loss_plans import plan_elementwise, plan_statistics
 from fused_softmax.problem import DEVICES
 
 pytestmark = pytest.mark.compiled
@@ -130,4 +130,31 @@ def test_masked_gradients_do_not_spill(n_cols, mask_cols, causal, dtype):
     numbers = (*masked_rows._order(x, 2, shared=False), *of_strides, 0.5)
     flags = (*of_mask, ("CAUSAL", causal))
     launch = loss_launch.row_launch("masked_softmax_backward", (x, x, x), (read,), numbers, flags, plan, SM_90)
+    assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("n_cols", [1000, 50257, 128256])
+@pytest.mark.parametrize(("smoothing", "softcap"), [(0.0, None), (0.1, 30.0)])
+def test_gradients_of_losses_do_not_spill(n_cols, smoothing, softcap, dtype):
+    x, number = torch.empty(3, n_cols, dtype=dtype), torch.zeros(6)
+    target = torch.zeros(3, dtype=torch.int64)
+    op = row_losses.CrossEntropy(target, None, None, -100, "mean", smoothing, softcap, 0.0)
+    flags = (("UNLESS_ONE", True), ("MEAN", True), *op.flags)
+    vectors = (target, number, number, number, number, number)
+    plan = plan_elementwise(problem_of(x, x), SM_90)
+    numbers = (op.ignore_index, 0, *op.numbers)
+    launch = loss_launch.row_launch("cross_entropy_backward", (x, x), vectors, numbers, flags, plan, SM_90)
+    assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("n_cols", [1000, 50257])
+@pytest.mark.parametrize("kept", [False, True], ids=["logsumexp", "moments"])
+def test_gradients_of_statistics_do_not_spill(n_cols, kept, dtype):
+    x, number, ids = torch.empty(3, n_cols, dtype=dtype), torch.zeros(6), torch.zeros(3, 1, dtype=torch.int64)
+    flags = (("PICKS", int(kept)), ("ENTROPY", kept), ("LSE", True), ("SCALE", 2 * kept), ("KEPT", kept))
+    vectors = (number, number, number, ids, number, number, number)
+    plan = plan_elementwise(problem_of(x, x), SM_90)
+    launch = loss_launch.row_launch("row_statistics_backward", (x, x), vectors, (1, 1.0), flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
