@@ -34,7 +34,7 @@ def cross_entropy_launch(x, dx, smoothing: float, softcap: float | None):
     target, number = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
     op = row_losses.CrossEntropy(target, None, None, -100, "mean", smoothing, softcap, 0.0)
     flags = (("MEAN", True), ("INPLACE", False), *op.flags)
-    plan = row_losses._PLANNERS[op.smoothed](problem_of(x, dx), SM_90)
+    plan = row_losses._PLANNERS[op.arithmetic](problem_of(x, dx), SM_90)
     vectors = (target, number, number, number, number, number)
     numbers = (op.ignore_index, *op.numbers)
     return loss_launch.row_launch("cross_entropy_resident", (x, dx), vectors, numbers, flags, plan, SM_90), plan
