@@ -153,7 +153,7 @@ def test_the_lines_of_a_loss_are_warps(n_cols, name, weighted, smoothing):
     if name == "cross_entropy_resident":
         tensors, vectors = (x, x), (target, number, number, number, number, number)
         flags = (("MEAN", True), ("INPLACE", True), *op.flags)
-        chosen = row_losses._PLANNERS[op.smoothed](problem_of(x, x), SM_90)
+        chosen = row_losses._PLANNERS[op.arithmetic](problem_of(x, x), SM_90)
         assert chosen.ctas > 1
     else:
         tensors, vectors, flags = (x,), (target, number, number, number, number), op.flags

@@ -34,7 +34,7 @@ def cross_entropy_launch(x, dx, smoothing: float, softcap: float | None):
     target, number = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
     op = row_losses.CrossEntropy(target, None, None, -100, "mean", smoothing, softcap, 0.0)
     flags = (("MEAN", True), ("INPLACE", False), *op.flags)
-    plan = row_losses._PLANNERS[op.smoothed](problem_of(x, dx), SM_90)
+    plan = row_losses._PLANNERS[op.arithmetic](problem_of(x, dx), SM_90)
     vectors = (target, number, number, number, number, number)
     numbers = (op.ignore_index, *op.numbers)
     return loss_launch.row_launch("cross_entropy_resident", (x, dx), vectors, numbers, flags, plan, SM_90), plan
@@ -47,7 +47,8 @@ def layouts(monkeypatch) -> list[tuple[str, bool]]:
     read = compiled.resources
 
     def remember(kernel):
-        text = kernel.asm["ttgir"]
+        # after `else` there are the zeros of a row that does not count, over which nothing is written
+        text = kernel.asm["ttgir"].split("} else {")[0]
         spread = dict(re.findall(r"^(#\w+) = #ttg\.blocked<.*?CGALayout = (\[\[.*?\]\])", text, re.M))
         by_line = {name: not any(any(bit[1:]) for bit in ast.literal_eval(bits)) for name, bits in spread.items()}
         stores = re.findall(r"tt\.store .*?tensor<(\d+x\d+)x!.*?(#\w+)>", text)
@@ -80,8 +81,7 @@ def test_the_target_lies_in_its_lines_cta(n_cols, dtype, apart, layouts):
     of_target = [by_line for shape, by_line in layouts if shape == f"{lines}x{lanes}"]
     of_row = [by_line for shape, by_line in layouts if shape == f"{lines}x{lanes * plan.vec}"]
     assert of_target and all(of_target)
-    # the zeros of a row that does not count may lie anywhere: nothing is written over them
-    assert sum(of_row) >= plan.chunks
+    assert len(of_row) >= plan.chunks and all(of_row)
 
 
 @pytest.mark.parametrize("n_cols", [32000, 50257, 128256, 262144])
