@@ -117,7 +117,8 @@ def accumulate(
         if MOMENT == ENTROPY_MOMENT:
             moment += tl.sum(e * tl.maximum(d, LOWEST), 2)
     if FUSED:
-        moment = mend * LN2 * (moment - tl.fma(m_new, base, -shift) * step)
+        if MOMENT == ENTROPY_MOMENT:
+            moment = mend * LN2 * (moment - tl.fma(m_new, base, -shift) * step)
         step = mend * step
     return m_new, s + step, t + moment
 
