@@ -37,6 +37,17 @@ def plan_statistics(problem: Problem, device: Device) -> Plan:
     return _steps(problem, device, ctas, warps, most, "the row is walked once, in steps")
 
 
+def plan_capped_statistics(problem: Problem, device: Device) -> Plan:
+    """`plan_statistics` of capped logits: one program a row, as a tanh takes more operations than Triton's planner of
+    clusters takes.
+
+    >>> plan_capped_statistics(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).ctas
+    1
+    """
+    chosen = plan_statistics(problem, device)
+    return chosen if chosen.ctas == 1 else _steps(problem, device, 1, STREAM_WARPS, STREAM_CHUNKS, chosen.why)
+
+
 def plan_elementwise(problem: Problem, device: Device) -> Plan:
     """The plan of a kernel that reads and writes rows without a reduction: a row may take several programs.
 

@@ -17,7 +17,14 @@ from torch import Tensor
 from .availability import KernelUnavailable
 from .launch import _device_of, problem_of
 from .loss_launch import FEW_PROGRAMS, Flags, launch_flat, launch_rows
-from .loss_plans import plan_capped_loss, plan_elementwise, plan_loss, plan_smoothed_loss, plan_statistics
+from .loss_plans import (
+    plan_capped_loss,
+    plan_capped_statistics,
+    plan_elementwise,
+    plan_loss,
+    plan_smoothed_loss,
+    plan_statistics,
+)
 from .problem import power_of_two
 from .rows import is_batch_invariant
 
@@ -127,7 +134,7 @@ def cross_entropy_forward(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
             (*op.vectors(loss), loss, moments),
             numbers,
             op.flags,
-            plan_statistics,
+            plan_statistics if op.softcap is None else plan_capped_statistics,
             invariant=is_batch_invariant(),
         )
     except KernelUnavailable:
