@@ -71,7 +71,7 @@ def wrong(got: Tensor, own: Tensor, ref: Tensor, rule: Rule) -> tuple[Tensor, Te
         allowed = 2 * worst + 4 * eps * scale + ROW_EPS * eps / EPS
         if rule.scale is not None:
             allowed = allowed + 4 * eps * rule.scale
-    allowed = allowed + rule.roundings * rounding(dtype, rule) * scale
+    allowed = allowed + rule.roundings * rounding(coarsest, rule) * scale
     if coarsest != dtype:
         allowed = allowed + rounding(coarsest, rule) * magnitude + torch.finfo(coarsest).smallest_normal
     if rule.interpreted and torch.bfloat16 in (dtype, coarsest):

@@ -238,7 +238,8 @@ def _rule(case: Case, inputs: Inputs, name: str, ref: dict[str, Tensor], y: Tens
             # a sum of rows that cancel, each made of stored outputs
             n_rows = inputs.x.numel() / y.numel() / inputs.x.shape[-1]
             scale = scale.clamp(min=upstream_bound(case) * max(1.0, n_rows) ** 0.5)
-        return exactness.Rule(everything, scale, stores=4, roundings=4, interpreted=interpreted)
+        of_x = getattr(torch, case.dtype)
+        return exactness.Rule(everything, scale, stores=4, roundings=4, interpreted=interpreted, coarsest=of_x)
     dims = case.dims
     if inputs.batch_dim is not None:
         if forward:  # the results of vmap have their items first
