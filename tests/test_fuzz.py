@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from fused_softmax.device import interpreting
-from fused_softmax.lab.fuzz import coverage, exactness, interpreter, layouts, record, session, values
+from fused_softmax.lab.fuzz import coverage, exactness, huge, interpreter, layouts, record, session, values
 from fused_softmax.lab.fuzz.draw import Budget, Case, draw_cases, draw_class
 from fused_softmax.lab.fuzz.judge import evaluate
 from fused_softmax.lab.fuzz.program import program
@@ -220,3 +220,19 @@ def test_records_of_one_kernel_hash_add_up_and_others_are_refused(tmp_path):
     file.write_text(json.dumps({**known, "kernel_hash": "0"}))
     with pytest.raises(record.OtherKernels, match="other kernels"):
         record.write(file, session.Request(seed=3), findings)
+
+
+def double_the_last_row(x, y):
+    return torch.cat([y[:-1], y[-1:] * 2]) if y.shape[0] == 70 else y
+
+
+@interpreted
+def test_rows_of_huge_tensors_are_judged_at_both_ends(monkeypatch):
+    report = huge.run_huge(tuple(OPS), 3, n_rows=70, n_cols=40, device="cpu")
+    assert not report.failures
+    assert report.cases.total() == len(OPS) + 3  # three ops take any dim
+    monkeypatch.setitem(
+        OPS, "softmax", dataclasses.replace(OPS["softmax"], function=changed_function(double_the_last_row))
+    )
+    (failure,) = huge.run_huge(("softmax",), 3, n_rows=70, n_cols=40, device="cpu").failures
+    assert failure.problems == ["y of rows 38 to 70", "dx of rows 38 to 70"]

@@ -117,7 +117,7 @@ def token_logprobs(
     if not (return_entropy or return_logsumexp):
         return picked
     # p * log(p) is 0 where p is 0
-    entropy = -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1) if return_entropy else None
+    entropy = -(logp.exp() * logp.masked_fill(logp == float("-inf"), 0.0)).sum(-1) if return_entropy else None
     return picked, entropy, logsumexp(z) if return_logsumexp else None
 
 

@@ -78,5 +78,5 @@ def token_logprobs(
     entropy = None
     if return_entropy:
         # p*log(p) is 0 where p is 0
-        entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
+        entropy = -(log_p.exp() * log_p.masked_fill(log_p == -float("inf"), 0.0)).sum(-1)
     return picked, entropy, torch.logsumexp(z, -1) if return_logsumexp else None

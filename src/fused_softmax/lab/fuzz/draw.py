@@ -203,6 +203,8 @@ def _draw(of: DrawClass, way: str, rng: Random, budget: Budget) -> Case | None:
         options["batch_dim"] = rng.randrange(len(shape) + 1)
     dtype = of.dtype if rng.random() < 0.96 or way not in ("function", "out") else rng.choice(OTHER_DTYPES)
     direction = rng.choice(_directions(spec, way, options)) if dtype == of.dtype else "forward"
+    if isinstance(options.get("weight"), dict) and options["weight"]["dtype"] not in ("float32", dtype):
+        options["weight"]["dtype"] = dtype if dtype == "float64" else "float32"  # torch takes no others
     if way == "out":
         options["out"] = rng.choice(OUTPUTS)
         if options["out"] == "transposed":

@@ -20,7 +20,7 @@ from . import exactness, ways
 from .differences import excused
 from .draw import Case
 from .inputs import Inputs, make
-from .scales import gradient_scale, gradient_size, upstream_bound
+from .scales import gradient_scale, gradient_size, input_scale, upstream_bound
 
 
 @dataclass
@@ -230,7 +230,7 @@ def _rule(case: Case, inputs: Inputs, name: str, ref: dict[str, Tensor], y: Tens
     forward = not name.startswith(("d_", "dd_"))
     everything = tuple(range(y.dim())) or (0,)
     if forward and not case.spec.full_outputs:
-        return exactness.Rule((), interpreted=interpreted)
+        return exactness.Rule((), input_scale(case, inputs), interpreted=interpreted)
     if name.startswith("dd_") or name == "d_mask":
         scale = torch.stack([t.detach().abs().nan_to_num(0, 0, 0).amax() for t in ref.values() if t.numel()]).amax()
         scale = scale.double()
