@@ -68,7 +68,7 @@ def prepare(device: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     # torch says with every call that an operator has no vmap rule of its own
-    torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    getattr(torch._C._functorch, "_set_vmap_fallback_warning_enabled", bool)(False)
     coverage.install()
     if interpreting():
         interpreter.patch_once()
