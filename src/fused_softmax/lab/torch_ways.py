@@ -47,16 +47,16 @@ def cross_entropy(
         weight = weight.to(z.dtype)
     if not z_loss:
         return F.cross_entropy(z, target, weight, **options)
-    reduction = options.pop("reduction", "mean")
-    loss = F.cross_entropy(z, target, weight, reduction="none", **options)
+    reduction = options.get("reduction", "mean")
+    loss = F.cross_entropy(z, target, weight, **options)
     counts = target != options.get("ignore_index", -100)
-    loss = loss + (z_loss * torch.logsumexp(z, 1 if z.dim() > 1 else 0) ** 2).where(counts, 0.0)
+    penalty = (z_loss * torch.logsumexp(z, 1 if z.dim() > 1 else 0) ** 2).where(counts, 0.0)
     if reduction == "none":
-        return loss
+        return loss + penalty
     if reduction == "sum":
-        return loss.sum()
-    of_row = torch.ones_like(loss) if weight is None else weight[target.long().where(counts, 0)]
-    return loss.sum() / of_row.where(counts, 0.0).sum()
+        return loss + penalty.sum()
+    of_row = torch.ones_like(penalty) if weight is None else weight[target.long().where(counts, 0)]
+    return loss + penalty.sum() / of_row.where(counts, 0.0).sum()
 
 
 def token_logprobs(
