@@ -80,7 +80,8 @@ def cross_entropy(
     logits, shape = logits.movedim(min(1, logits.ndim - 1), -1), target.shape
     logits, target = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     if softcap is not None:
-        logits = torch.where(logits == float("-inf"), logits, softcap * torch.tanh(logits / softcap))
+        hidden = logits == float("-inf")
+        logits = (softcap * torch.tanh(logits.masked_fill(hidden, 0.0) / softcap)).masked_fill(hidden, float("-inf"))
     counts = target != ignore_index
     index = torch.where(counts, target, torch.zeros_like(target)).unsqueeze(1)
     weights = logits.new_ones(logits.shape[1]) if weight is None else _widen(weight)

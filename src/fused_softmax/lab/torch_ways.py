@@ -41,7 +41,8 @@ def cross_entropy(
     """
     z = _upcast(x)
     if softcap is not None:
-        z = torch.where(z == -float("inf"), z, softcap * torch.tanh(z / softcap))
+        hidden = z == -float("inf")
+        z = (softcap * torch.tanh(z.masked_fill(hidden, 0.0) / softcap)).masked_fill(hidden, -float("inf"))
     weight = options.pop("weight", None)
     if weight is not None:
         weight = weight.to(z.dtype)
