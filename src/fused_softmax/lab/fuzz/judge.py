@@ -197,6 +197,9 @@ def _rule(case: Case, inputs: Inputs, name: str, ref: dict[str, Tensor], y: Tens
     if name.startswith("dd_") or name == "d_mask":
         scale = torch.stack([t.detach().abs().nan_to_num(0, 0, 0).amax() for t in ref.values() if t.numel()]).amax()
         scale = scale.double()
+        of_gradient = gradient_scale(case, inputs, ref) if name.startswith("dd_") else None
+        if of_gradient is not None and of_gradient.numel():  # what is differentiated again
+            scale = torch.maximum(scale, 4 * of_gradient.nan_to_num(0, 0, 0).amax().to(scale))
         if name == "d_mask" and inputs.x.shape and y.shape[-1:] != inputs.x.shape[-1:]:
             # a sum of rows that cancel, each made of stored outputs
             n_rows = inputs.x.numel() / y.numel() / inputs.x.shape[-1]

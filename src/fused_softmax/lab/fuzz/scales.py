@@ -17,11 +17,13 @@ def upstream_bound(case: Case) -> float:
 def input_scale(case: Case, inputs: Inputs) -> Tensor | None:
     """The largest logit over its temperature, or under its softcap: these are rounded; None where there is neither."""
     temperature, softcap = inputs.arguments.get("temperature"), inputs.arguments.get("softcap")
-    if (temperature is None and softcap is None) or not inputs.x.numel():
+    if not inputs.x.numel():
         return None
     x = inputs.x.detach().double().nan_to_num(0, 0, 0).abs().amax()
     if softcap is not None:
         return 2 * x.clamp(max=softcap)
+    if temperature is None:
+        return None
     if isinstance(temperature, Tensor):
         return x * temperature.double().reciprocal().amax().to(x.device)
     return x / float(temperature)
