@@ -17,7 +17,7 @@ import torch
 
 from fused_softmax import compiled, loss_launch, masked_rows, row_losses, rows
 from fused_softmax.launch import Launch, problem_of, softmax_launches
-from fused_softmax.loss_plans import plan_statistics
+from fused_softmax.loss_plans import plan_capped_statistics, plan_statistics
 from fused_softmax.plan import plan
 from fused_softmax.problem import DEVICES, Plan
 
@@ -153,11 +153,11 @@ def test_the_lines_of_a_loss_are_warps(n_cols, name, weighted, smoothing):
     if name == "cross_entropy_resident":
         tensors, vectors = (x, x), (target, number, number, number, number, number)
         flags = (("MEAN", True), ("INPLACE", True), *op.flags)
-        chosen = row_losses._PLANNERS[op.smoothed](problem_of(x, x), SM_90)
+        chosen = row_losses._PLANNERS[op.arithmetic](problem_of(x, x), SM_90)
         assert chosen.ctas > 1
     else:
         tensors, vectors, flags = (x,), (target, number, number, number, number), op.flags
-        chosen = plan_statistics(problem_of(x), SM_90)
+        chosen = plan_capped_statistics(problem_of(x), SM_90)
     launch = loss_launch.row_launch(name, tensors, vectors, numbers, flags, chosen, SM_90)
     layouts = merged_layouts(ttgir_of(launch))
     assert bool(layouts) == (chosen.ctas > 1)

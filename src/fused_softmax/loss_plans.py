@@ -37,6 +37,17 @@ def plan_statistics(problem: Problem, device: Device) -> Plan:
     return _steps(problem, device, ctas, warps, most, "the row is walked once, in steps")
 
 
+def plan_capped_statistics(problem: Problem, device: Device) -> Plan:
+    """`plan_statistics` of capped logits: one program a row, as a tanh takes more operations than Triton's planner of
+    clusters takes.
+
+    >>> plan_capped_statistics(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).ctas
+    1
+    """
+    chosen = plan_statistics(problem, device)
+    return chosen if chosen.ctas == 1 else _steps(problem, device, 1, STREAM_WARPS, STREAM_CHUNKS, chosen.why)
+
+
 def plan_elementwise(problem: Problem, device: Device) -> Plan:
     """The plan of a kernel that reads and writes rows without a reduction: a row may take several programs.
 
@@ -82,12 +93,26 @@ def plan_smoothed_loss(problem: Problem, device: Device) -> Plan:
     >>> plan_smoothed_loss(Problem(128256, "float32", "float32", vec=4), DEVICES["sm_90"]).chunks
     8
     """
+    return _with_chunks(problem, device, 8)
+
+
+def _with_chunks(problem: Problem, device: Device, most: int) -> Plan:
+    """softmax's plan, with more CTAs and warps where a slice would have more than `most` chunks."""
     chosen = plan(problem, device)
-    if chosen.chunks > 8 and chosen.regime != "stream":
+    if chosen.chunks > most and chosen.regime != "stream":
         rungs = (Rung(problem.n_cols, device.max_cluster, num_warps, True) for num_warps in (4, 8, 16))
         wider = (resident_plan(problem, device, rung) for rung in rungs)
-        chosen = next((p for p in wider if p is not None and p.chunks <= 8), stream_plan(problem, device))
+        chosen = next((p for p in wider if p is not None and p.chunks <= most), stream_plan(problem, device))
     return replace(chosen, max_registers=None)
+
+
+def plan_capped_loss(problem: Problem, device: Device) -> Plan:
+    """The plan of a loss with a softcap, whose tanh takes so many operations that slices have 4 chunks at most.
+
+    >>> plan_capped_loss(Problem(128256, "float32", "float32", vec=4), DEVICES["sm_90"]).chunks
+    4
+    """
+    return _with_chunks(problem, device, 4)
 
 
 def plan_masked(problem: Problem, device: Device, masked: bool) -> Plan:

@@ -17,7 +17,14 @@ from torch import Tensor
 from .availability import KernelUnavailable
 from .launch import _device_of, problem_of
 from .loss_launch import FEW_PROGRAMS, Flags, launch_flat, launch_rows
-from .loss_plans import plan_elementwise, plan_loss, plan_smoothed_loss, plan_statistics
+from .loss_plans import (
+    plan_capped_loss,
+    plan_capped_statistics,
+    plan_elementwise,
+    plan_loss,
+    plan_smoothed_loss,
+    plan_statistics,
+)
 from .problem import power_of_two
 from .rows import is_batch_invariant
 
@@ -25,8 +32,12 @@ from .rows import is_batch_invariant
 ONE_PROGRAM_ROWS = 65536
 # more than this many are shared by a cluster
 ONE_CTA_ROWS = 2048
-# whether a loss is smoothed or capped -> its planner
-_PLANNERS = {False: functools.lru_cache(plan_loss), True: functools.lru_cache(plan_smoothed_loss)}
+# how much arithmetic a logit of a loss takes -> its planner
+_PLANNERS = {
+    "exponential": functools.lru_cache(plan_loss),
+    "smoothed": functools.lru_cache(plan_smoothed_loss),
+    "capped": functools.lru_cache(plan_capped_loss),
+}
 
 
 @dataclass(frozen=True)
@@ -44,9 +55,9 @@ class CrossEntropy:
     denominator: Tensor | None = None  # [1] float32: what a mean divides by, where it is not the targets that count
 
     @property
-    def smoothed(self) -> bool:
-        """Whether a logit takes more arithmetic than an exponential."""
-        return self.smoothing > 0.0 or self.softcap is not None
+    def arithmetic(self) -> str:
+        """What a logit takes: an exponential, more for label smoothing, and most for a softcap."""
+        return "capped" if self.softcap is not None else "smoothed" if self.smoothing > 0.0 else "exponential"
 
     @property
     def flags(self) -> Flags:
@@ -88,7 +99,7 @@ def check_ids(ids: Tensor, n_cols: int) -> None:
 
 def fits_on_chip(x: Tensor, dx: Tensor, op: CrossEntropy) -> bool:
     """Whether a row can be held while its loss is computed, so that the gradient is written in the same pass."""
-    planner = _PLANNERS[op.smoothed]
+    planner = _PLANNERS[op.arithmetic]
     return planner(problem_of(x, dx, batch_invariant=is_batch_invariant()), _device_of(x)).regime != "stream"
 
 
@@ -123,7 +134,7 @@ def cross_entropy_forward(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
             (*op.vectors(loss), loss, moments),
             numbers,
             op.flags,
-            plan_statistics,
+            plan_statistics if op.softcap is None else plan_capped_statistics,
             invariant=is_batch_invariant(),
         )
     except KernelUnavailable:
@@ -145,7 +156,7 @@ def cross_entropy_with_gradient(x: Tensor, dx: Tensor, op: CrossEntropy, count: 
         vectors,
         (op.ignore_index, *op.numbers),
         flags,
-        _PLANNERS[op.smoothed],
+        _PLANNERS[op.arithmetic],
         invariant=is_batch_invariant(),
     )
     return loss, moments

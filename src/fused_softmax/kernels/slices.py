@@ -180,4 +180,5 @@ def edge_of(head, interior, n_cols, owner, LANES: tl.constexpr, VEC: tl.constexp
     lane = tl.arange(0, LANES)[None, :]
     offsets = tl.where(lane < VEC, lane - head, interior + lane - VEC)
     exists = tl.where(lane < VEC, lane < head, lane - VEC < n_cols - head - interior)
-    return offsets, exists & owner
+    # a comparison again: Triton 3.9's interpreter makes int32 of `scalar == 0` and a tile
+    return offsets, exists & (owner != 0)

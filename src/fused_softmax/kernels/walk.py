@@ -66,7 +66,8 @@ def capped_with_slope(x, cap):
     u = x * tl.div_rn(1.0, cap)
     q = 2.0 / (tl.exp2(tl.abs(u) * (2.0 * LOG2E)) + 1.0)
     u2 = u * u
-    r = u2 * (TANH_3 + u2 * (TANH_5 + u2 * (TANH_7 + u2 * TANH_9)))
+    # few operations: Triton's planner of clusters gives up on a kernel of too many
+    r = u2 * tl.fma(u2, tl.fma(u2, tl.fma(u2, TANH_9, TANH_7), TANH_5), TANH_3)
     near = tl.abs(u) < 0.5
     far = tl.where(u < 0.0, -cap, cap) * (1.0 - q)
     z = tl.where(near, tl.fma(x, r, x), far)
@@ -128,7 +129,8 @@ def accumulate(
         if MOMENT == ENTROPY_MOMENT:
             moment += sum_of_vectors(e * tl.maximum(d, LOWEST), PTX)
     if FUSED:
-        moment = mend * LN2 * (moment - tl.fma(m_new, base, -shift) * step)
+        if MOMENT == ENTROPY_MOMENT:
+            moment = mend * LN2 * (moment - tl.fma(m_new, base, -shift) * step)
         step = mend * step
     return m_new, s + step, t + moment
 
