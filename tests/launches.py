@@ -110,7 +110,7 @@ def losses(target: str) -> Iterator[Named]:
                     device,
                 )  # fmt: skip
                 yield f"cross_entropy_forward{name}", as_called(launch), chosen
-                chosen = row_losses._PLANNERS[op.smoothed](problem_of(x, x), device)
+                chosen = row_losses._PLANNERS[op.arithmetic](problem_of(x, x), device)
                 if chosen.regime != "stream":
                     flags = (("MEAN", True), ("INPLACE", False), *op.flags)
                     vectors = (*op.vectors(number), number, number, number)
