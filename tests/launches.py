@@ -83,12 +83,12 @@ def statistics(target: str) -> Iterator[Named]:
             x = rows_like(n_cols, dtype)
             for entropy in (False, True) if n_cols in (1000, 128256) else (False,):
                 chosen = plan_statistics(problem_of(x), device)
-                flags = (("PICKS", 1), ("ENTROPY", entropy), ("SCALE", int(entropy)))
-                vectors = (number, number, ids, number, number)
+                flags = (("PICKS", 1), ("ENTROPY", entropy), ("SCALE", int(entropy)), ("KEEPS", True))
+                vectors = (number, number, number, ids, number, number)
                 launch = loss_launch.row_launch("row_statistics", (x,), vectors, (1, 1.0), flags, chosen, device)
                 yield f"row_statistics{' entropy' * entropy} {dtype} {n_cols}", as_called(launch), chosen
             chosen = plan_elementwise(problem_of(x, x), device)
-            flags = (("PICKS", 1), ("ENTROPY", False), ("LSE", False), ("SCALE", 0))
+            flags = (("PICKS", 1), ("ENTROPY", False), ("LSE", False), ("SCALE", 0), ("KEPT", True))
             vectors = (number, number, number, ids, number, number, number)
             launch = loss_launch.row_launch("row_statistics_backward", (x, x), vectors, (1, 1.0), flags, chosen, device)
             yield f"row_statistics backward {dtype} {n_cols}", as_called(launch), chosen
@@ -110,7 +110,7 @@ def losses(target: str) -> Iterator[Named]:
                     device,
                 )  # fmt: skip
                 yield f"cross_entropy_forward{name}", as_called(launch), chosen
-                chosen = row_losses._PLANNERS[op.smoothed](problem_of(x, x), device)
+                chosen = row_losses._PLANNERS[op.arithmetic](problem_of(x, x), device)
                 if chosen.regime != "stream":
                     flags = (("MEAN", True), ("INPLACE", False), *op.flags)
                     vectors = (*op.vectors(number), number, number, number)
@@ -151,9 +151,11 @@ def masks(target: str) -> Iterator[Named]:
                 yield f"masked_softmax {kind} {dtype} {n_cols}", as_called(launch), chosen
             chosen = masked_rows._plan_backward(problem_of(x, x, x), device)
             if chosen.regime != "stream":
-                numbers = (*masked_rows._order(x, 2, shared=False), 0.5)
+                read, of_mask, of_strides = masked_rows._described(None, x.view(2, 2, n_cols), chosen, x)
+                numbers = (*masked_rows._order(x, 2, shared=False), *of_strides, 0.5)
+                flags = (*of_mask, ("CAUSAL", True))
                 launch = loss_launch.row_launch(
-                    "masked_softmax_backward", (x, x, x), (), numbers, (("CAUSAL", True),), chosen, device
+                    "masked_softmax_backward", (x, x, x), (read,), numbers, flags, chosen, device
                 )
                 yield f"masked_softmax backward {dtype} {n_cols}", as_called(launch), chosen
 

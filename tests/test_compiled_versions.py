@@ -58,6 +58,25 @@ def test_several_rows_a_program_are_moved_16_bytes_at_a_time(name):
     assert not rows_written or used.widest_store_bytes == 16
 
 
+@pytest.mark.parametrize("name", ("softmax backward float32 50257", "softmax backward bfloat16 50257"))
+def test_a_gradient_issues_its_loads_before_it_waits_for_one(name):
+    """The bytes in flight are the speed: adding up what came first is no work to start with."""
+    used, asm = cross_compiled(KERNELS[name][0], "sm_90")
+    assert used.spilled_bytes == 0
+    *before, last = [found.start() for found in re.finditer(r"\bLDG\.", asm["sass"])]
+    assert len(before) + 1 == sum(count for _, count in used.loads)
+    assert "FFMA" not in asm["sass"][before[0] : last]
+
+
+@pytest.mark.parametrize(
+    ("name", "registers"),
+    [("row_statistics torch.bfloat16 50257", 40), ("row_statistics torch.bfloat16 128256", 64)],
+)
+def test_a_walk_keeps_its_programs_on_a_multiprocessor(name, registers):
+    """A reduction in a thread that holds several partial results at a time costs a program of each multiprocessor."""
+    assert cross_compiled(KERNELS[name][0], "sm_90")[0].registers <= registers
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_option_is_left_to_a_version(name):
     """Defaults change: fused multiply-adds are off from Triton 3.10 on, and backends differ in num_stages."""

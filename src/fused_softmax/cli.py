@@ -202,7 +202,9 @@ def fuzz(
 def explain(
     shape: Annotated[str, typer.Argument(help="rows x columns, such as 4096x128256")],
     dtype: Annotated[str, typer.Argument(help="bfloat16, float16 or float32")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="sm_80, sm_90, sm_100, sm_120 or gfx942; not needed here")] = "sm_90",
+    device: Annotated[
+        str, typer.Option(help="sm_80, sm_89, sm_90, sm_100, sm_120 or gfx942; not needed here")
+    ] = "sm_90",
 ) -> None:
     """Say how softmax of this shape would run: the plan, why, the bytes it moves, what it compiles to."""
     found = re.fullmatch(r"(\d[\d_]*)\s*[x*]\s*(\d[\d_]*)", shape.strip().lower(), re.ASCII)

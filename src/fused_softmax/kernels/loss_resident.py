@@ -17,7 +17,7 @@ import triton.language as tl
 from .cluster import leave_cluster, merge_moments_over_cluster, merge_over_cluster, open_exchange
 from .loss_gradients import coefficients, cross_entropy_term, store_edge_gradient, store_target
 from .losses import assert_inside, row_loss, store_moments, target_of
-from .primitives import LOWEST, exp, pivot, widen
+from .primitives import LOWEST, exp, max_of_vectors, pivot, sum_of_vectors, widen
 from .slices import (
     chunk_offsets,
     edge_of,
@@ -130,9 +130,9 @@ def cross_entropy_resident(
     else:
         w_sum = columns
     # softcap is monotonic: the largest logit gives the largest z
-    m = tl.max(x[0], 2)
+    m = max_of_vectors(x[0], PTX)
     for k in tl.static_range(1, CHUNKS):
-        m = tl.maximum(m, tl.max(x[k], 2))
+        m = tl.maximum(m, max_of_vectors(x[k], PTX))
     m = tl.maximum(capped(m, cap, SOFTCAP), LOWEST)  # [LINES, LANES]
     if INPLACE:
         # the target's logit is one of the row's, so it changes no maximum; taken here, it has been read by all who
@@ -145,7 +145,7 @@ def cross_entropy_resident(
     t = tl.zeros_like(m)
     for k in tl.static_range(CHUNKS):
         z = capped(widen(x[k], PTX, True), cap, SOFTCAP)
-        s += tl.sum(exp(z - m[:, :, None]), 2)
+        s += sum_of_vectors(exp(z - m[:, :, None]), PTX)
         if SMOOTH:
             at = tl.reshape(chunk_offsets(k, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
             at_weight, mask = at + (head + first)[:, :, None], at < width[:, :, None]

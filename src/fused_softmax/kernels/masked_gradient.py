@@ -15,7 +15,7 @@ import triton.language as tl
 from .cluster import leave_cluster, open_exchange, sum_over_cluster
 from .masked import NO_MASK, load_query_mask, mask_row_of
 from .order import row_at, seen_of
-from .primitives import widen
+from .primitives import sum_of_vectors, widen
 from .slices import (
     chunk_offsets,
     edge_of,
@@ -105,9 +105,9 @@ def masked_softmax_backward(
     for c in tl.static_range(CHUNKS):
         if SKIPS:
             if c * (PARTS * LANES * VEC) < most:
-                d += tl.sum(widen(y[c], PTX) * widen(dy[c], PTX), 2)
+                d += sum_of_vectors(widen(y[c], PTX) * widen(dy[c], PTX), PTX)
         else:
-            d += tl.sum(widen(y[c], PTX) * widen(dy[c], PTX), 2)
+            d += sum_of_vectors(widen(y[c], PTX) * widen(dy[c], PTX), PTX)
     if EDGE:
         edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
         y_edge = tl.load(y_row + edge, mask=in_edge, other=0.0).to(tl.float32)

@@ -15,6 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Triton 3.9 reduces what one thread holds as a tree, and earlier ones, where `columns_of` is of no use, one by one; 3.8
+# has trees too, but no layout on a cluster for `columns_of`
+_TREES = tl.constexpr(tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 9))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -31,6 +34,62 @@ def exp(x):
 def log(x):
     """log(x) from the hardware's base-2 logarithm."""
     return tl.log2(x) * LN2
+
+
+@triton.jit
+def columns_of(x):
+    """The elements of each vector in their order, one tensor for each.  # x: [LINES, LANES, VEC]; result [LINES, LANES]
+
+    A thread holds whole vectors, so that nothing is moved.
+    """
+    LINES: tl.constexpr = x.shape[0]
+    LANES: tl.constexpr = x.shape[1]
+    if x.shape[2] == 2:
+        return tl.split(x)
+    elif x.shape[2] == 4:
+        even, odd = tl.split(tl.reshape(x, (LINES, LANES, 2, 2)))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        return x0, x1, x2, x3
+    else:
+        even, odd = tl.split(tl.reshape(x, (LINES, LANES, 2, 2, 2)))
+        x04, x26 = tl.split(even)
+        x15, x37 = tl.split(odd)
+        x0, x4 = tl.split(x04)
+        x2, x6 = tl.split(x26)
+        x1, x5 = tl.split(x15)
+        x3, x7 = tl.split(x37)
+        return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def sum_of_vectors(x, PTX: tl.constexpr):
+    """tl.sum(x, 2), one element after the other with every Triton.  # [LINES, LANES, VEC] -> [LINES, LANES]
+
+    A tree holds several partial sums, and needs the last element as early as the first: with 3.9 walks over a row took
+    73 registers for 58, and gradients began to add before their last loads were issued.
+    """
+    if PTX and _TREES and x.shape[2] > 1 and x.shape[2] <= 8:
+        columns = columns_of(x)
+        total = columns[0]
+        for k in tl.static_range(1, x.shape[2]):
+            total += columns[k]
+        return total
+    else:
+        return tl.sum(x, 2)
+
+
+@triton.jit
+def max_of_vectors(x, PTX: tl.constexpr):
+    """tl.max(x, 2), one element after the other, as `sum_of_vectors`.  # [LINES, LANES, VEC] -> [LINES, LANES]"""
+    if PTX and _TREES and x.shape[2] > 1 and x.shape[2] <= 8:
+        columns = columns_of(x)
+        top = columns[0]
+        for k in tl.static_range(1, x.shape[2]):
+            top = tl.maximum(top, columns[k])
+        return top
+    else:
+        return tl.max(x, 2)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from .cluster import leave_cluster, merge_over_cluster, open_exchange, sum_over_cluster
 from .parking import await_parked, chunk_of, load_beside, open_parking, park
-from .primitives import LOWEST, exp, exp_about, log, pivot, widen
+from .primitives import LOWEST, exp, exp_about, log, max_of_vectors, pivot, sum_of_vectors, widen
 from .slices import (
     edge_of,
     gradient_reads,
@@ -84,15 +84,15 @@ def softmax_resident(
     if EDGE:
         edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), LANES, VEC)
         x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf")).to(tl.float32)
-    m = tl.max(x[0], 2)
+    m = max_of_vectors(x[0], PTX)
     for c in tl.static_range(1, CHUNKS):
-        m = tl.maximum(m, tl.max(x[c], 2))
+        m = tl.maximum(m, max_of_vectors(x[c], PTX))
     m = tl.maximum(m.to(tl.float32), LOWEST)  # [LINES, LANES]
     s = tl.zeros_like(m)
     kept = ()
     for c in tl.static_range(CHUNKS):
         e = exp(widen(x[c], PTX, RECOMPUTE) - m[:, :, None])
-        s += tl.sum(e, 2)
+        s += sum_of_vectors(e, PTX)
         kept = kept + (e,)
 
     # the line's, then the row's
@@ -204,7 +204,7 @@ def softmax_backward_resident(
         y_c = dy_c  # unused where LOG
         if not LOG:
             y_c = widen(chunk_of(y, c, PARKED, Y_PARKED, THREADS, PTX), PTX)
-        d += tl.sum(gradient_term(y_c, dy_c, LOG), 2)
+        d += sum_of_vectors(gradient_term(y_c, dy_c, LOG), PTX)
     if EDGE:
         edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), LANES, VEC)
         y_edge = tl.load(y_row + edge, mask=in_edge, other=0.0)

@@ -12,7 +12,19 @@ import triton
 import triton.language as tl
 
 from .cluster import merge_moments_over_cluster, merge_over_cluster
-from .primitives import HIGHEST, LN2, LOG2E, LOWEST, exp, log, pivot, shift_moments, widen
+from .primitives import (
+    HIGHEST,
+    LN2,
+    LOG2E,
+    LOWEST,
+    exp,
+    log,
+    max_of_vectors,
+    pivot,
+    shift_moments,
+    sum_of_vectors,
+    widen,
+)
 from .slices import chunk_offsets, edge_of, load_chunks
 
 # nothing is written that L2 could make room for, and nothing is read again. H200: .3 to 1.5% faster than "evict_last"
@@ -95,9 +107,9 @@ def accumulate(
 
     A weighted sum is its caller's to add.  # x: CHUNKS tiles [LINES, LANES, VEC]; m, s, t: [LINES, LANES]
     """
-    top = tl.max(x[0], 2)
+    top = max_of_vectors(x[0], PTX)
     for c in tl.static_range(1, CHUNKS):
-        top = tl.maximum(top, tl.max(x[c], 2))
+        top = tl.maximum(top, max_of_vectors(x[c], PTX))
     m_new = tl.minimum(tl.maximum(m, logit(top, scale, cap, SCALED, SOFTCAP)), HIGHEST)
     if MOMENT == ENTROPY_MOMENT:
         m, s, t = shift_moments(m, s, t, m_new)
@@ -113,9 +125,9 @@ def accumulate(
         z = logit(widen(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
         d = tl.fma(z, base[:, :, None], -shift[:, :, None]) if FUSED else z - shift[:, :, None]
         e = tl.exp2(d) if FUSED else exp(d)
-        step += tl.sum(e, 2)
+        step += sum_of_vectors(e, PTX)
         if MOMENT == ENTROPY_MOMENT:
-            moment += tl.sum(e * tl.maximum(d, LOWEST), 2)
+            moment += sum_of_vectors(e * tl.maximum(d, LOWEST), PTX)
     if FUSED:
         if MOMENT == ENTROPY_MOMENT:
             moment = mend * LN2 * (moment - tl.fma(m_new, base, -shift) * step)
