@@ -80,6 +80,7 @@ REFUSED = [
     ("accuracy --rows 0", "--rows 0"),
     ("accuracy --seed=-1", "--seed=-1"),
     ("accuracy --record .", "is a directory"),
+    ("accuracy --record bad.pt/x.json", "bad.pt"),
     ("explain", "shape"),
     ("explain x", "rows x columns"),
     ("explain 4096x", "rows x columns"),

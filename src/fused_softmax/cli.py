@@ -218,6 +218,10 @@ def accuracy(
         if name not in OPS:
             raise Refused(f"{name!r} is none of {', '.join(OPS)}", "--op")
     with refusing(OSError):
+        if record is not None:  # before the run, not after it
+            if record.is_dir():
+                raise Refused(f"{record} is a directory: give a .json file", "--record")
+            record.parent.mkdir(parents=True, exist_ok=True)
         infinite = run(Request(*wanted, rows, seed, record, workers), terminal())
     if infinite:
         raise typer.Exit(1)
