@@ -105,6 +105,7 @@ readme: $(READY)
 readme-check: $(READY)
 	$(RUN) -m fused_softmax report --check
 	$(RUN) -m fused_softmax.lab.compatibility_page --check
+	$(RUN) -m fused_softmax.lab.accuracy.page --check
 
 docs: $(READY)
 	$(PIP) install -q -r requirements/docs.txt

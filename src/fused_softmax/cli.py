@@ -199,6 +199,36 @@ def fuzz(
 
 
 @app.command()
+def accuracy(
+    op: Annotated[str, typer.Option(help="comma-separated ops, such as softmax,cross_entropy; default all")] = "",
+    dtype: Dtype = "",
+    rows: Annotated[
+        int | None, typer.Option(min=1, max=2**20, help="rows of each case; default: as many as 2^22 elements give")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="the same seed draws the same inputs")] = 0,
+    record: Annotated[Path | None, typer.Option(help="write this JSON record")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="processes; default: one a core on a GPU, else 1")] = None,
+) -> None:
+    """Measure the largest error in ULP against float64, ours and torch's, by op, dtype and number of columns."""
+    wanted = names(op, "--op"), dtypes(dtype)
+    interpret_without_gpu()
+    from fused_softmax.lab.accuracy.session import Request, run
+    from fused_softmax.lab.registry import OPS
+
+    for name in wanted[0]:
+        if name not in OPS:
+            raise Refused(f"{name!r} is none of {', '.join(OPS)}", "--op")
+    with refusing(OSError):
+        if record is not None:  # before the run, not after it
+            if record.is_dir():
+                raise Refused(f"{record} is a directory: give a .json file", "--record")
+            record.parent.mkdir(parents=True, exist_ok=True)
+        infinite = run(Request(*wanted, rows, seed, record, workers), terminal())
+    if infinite:
+        raise typer.Exit(1)
+
+
+@app.command()
 def explain(
     shape: Annotated[str, typer.Argument(help="rows x columns, such as 4096x128256")],
     dtype: Annotated[str, typer.Argument(help="bfloat16, float16 or float32")] = "bfloat16",

@@ -6,10 +6,10 @@ python -m fused_softmax.lab.compatibility_page --check   fails where the page is
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from fused_softmax.availability import MIN_TORCH, MIN_TRITON, NEWEST_TRITON
+from fused_softmax.lab import pages
 from fused_softmax.lab.compatibility import measured_targets, targets_table
 from fused_softmax.lab.version_runs import RECORDS, load, measured, version_table
 
@@ -35,35 +35,8 @@ def tables(root: Path) -> dict[str, str]:
     }
 
 
-def filled(page: str, found: dict[str, str]) -> str:
-    """The page with its tables replaced; ValueError where a pair of markers is missing."""
-    for name, text in found.items():
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        before, found_begin, rest = page.partition(begin)
-        _, found_end, after = rest.partition(end)
-        if not (found_begin and found_end):
-            raise ValueError(f"{PAGE} has no markers {begin} and {end}")
-        page = f"{before}{begin}\n{text}\n{end}{after}"
-    return page
-
-
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, and fail where the page is stale")
-    parser.add_argument("--root", type=Path, default=Path("."), help="the repository's root")
-    asked = parser.parse_args(arguments)
-    file = asked.root / PAGE
-    now = file.read_text(encoding="utf-8")
-    wanted = filled(now, tables(asked.root))
-    if now == wanted:
-        print(f"{PAGE} is what the records give")
-        return 0
-    if asked.check:
-        print(f"{PAGE} is not what the records give: python -m fused_softmax.lab.compatibility_page rewrites it")
-        return 1
-    file.write_text(wanted, encoding="utf-8")
-    print(f"wrote {PAGE}")
-    return 0
+    return pages.main("fused_softmax.lab.compatibility_page", __doc__, PAGE, tables, arguments)
 
 
 if __name__ == "__main__":

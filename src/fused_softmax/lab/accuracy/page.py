@@ -1,0 +1,44 @@
+"""Writes the tables of docs/numerics.md between their markers, from the recorded run on a GPU.
+
+python -m fused_softmax.lab.accuracy.page           rewrites the page
+python -m fused_softmax.lab.accuracy.page --check   fails where the page is not what the record gives
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fused_softmax.bench.report import Rows
+from fused_softmax.lab import pages
+
+from . import record
+from .table import by_kind, by_width, notes
+
+PAGE = Path("docs") / "numerics.md"
+RECORD = Path("benchmarks") / "results" / "h200" / "accuracy.json"
+
+
+def tables(root: Path) -> dict[str, str]:
+    """What stands between the markers; where no run is recorded the page says so."""
+    found = record.load(root / RECORD)
+    if found is None:
+        return {"accuracy": f"No run is recorded yet: `fused-softmax accuracy --record {RECORD.as_posix()}` on a GPU."}
+    head, rows = found
+    lines = [f"- {line}" for line in notes(head, rows)]
+    lines.append(f"- kernel sources {head['kernel_hash'][:12]}; made by `{head['command']}`")
+    return {"accuracy": "\n\n".join([_markdown(by_width(rows)), _markdown(by_kind(rows)), "\n".join(lines)])}
+
+
+def _markdown(made: Rows) -> str:
+    heads = [f"{head} columns" if " to " in head else head for head in made.columns]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    lines += ["| " + " | ".join(row) + " |" for row in made.rows]
+    return f"{made.title[0].upper()}{made.title[1:]}:\n\n" + "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return pages.main("fused_softmax.lab.accuracy.page", __doc__, PAGE, tables, arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
