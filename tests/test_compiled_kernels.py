@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable
 
 import pytest
+from compiled_checks import narrow_accesses
 from planned import DTYPES, ITEMSIZE, PROMISED, WIDTHS, Kernel, compile_all, kernels
 
 from fused_softmax.compiled import MULTIPROCESSORS
@@ -70,15 +71,7 @@ def test_no_kernel_spills(built):
 
 
 def test_aligned_rows_are_moved_16_bytes_at_a_time(built):
-    narrow, wide = [], 0
-    for kernel, used in built:
-        read, written = reversed(kernel.dtypes) if kernel.backward else kernel.dtypes
-        for access, dtype in (("load", read), ("store", written)):
-            if kernel.plan.vec * ITEMSIZE[dtype] >= 16:
-                widest = getattr(used, f"widest_{access}_bytes")
-                wide += 1
-                if widest < 16:
-                    narrow.append(f"{access}s of {widest} bytes: {kernel}")
+    narrow, wide = narrow_accesses(built)
     assert not narrow, listed(narrow)
     assert wide > len(built) / 2
 

@@ -19,7 +19,7 @@ OPTIONS = [
     {},
     {"reduction": "sum"},
     {"label_smoothing": 0.1},
-    {"weight": torch.rand(37)},
+    {"weight": torch.arange(37) / 37},
     {"softcap": 5.0, "z_loss": 1e-2},
     {"reduction": "none"},
 ]
@@ -36,7 +36,7 @@ def gradient(x: torch.Tensor, **options) -> torch.Tensor:
 
 @pytest.mark.parametrize("n_cols", [37, 1024, 5001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ", ".join(options) or "mean")
 def test_two_backwards_have_equal_bits(options, dtype, n_cols):
     if "weight" in options:
         options = {"weight": torch.rand(n_cols)}
@@ -77,7 +77,7 @@ def test_hooks_see_all_that_has_the_logits_size():
         assert torch.equal(dx, want)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ", ".join(options) or "mean")
 def test_offloading_to_the_cpu(options):
     x = logits()
     want = gradient(x, **options)

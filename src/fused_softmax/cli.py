@@ -185,6 +185,7 @@ def fuzz(
     record: Annotated[Path | None, typer.Option(help="write or add to this JSON record")] = None,
     sanitize: Annotated[str, typer.Option(help="run under compute-sanitizer: memcheck, racecheck, initcheck")] = "",
     replay: Annotated[str, typer.Option(help="one case, as the JSON that a failure printed")] = "",
+    huge: Annotated[bool, typer.Option("--huge", help="also tensors of more than 2^31 elements (GPU)")] = False,
     stop: Annotated[bool, typer.Option("--stop", help="stop at the first failure")] = False,
 ) -> None:
     """Draw calls of every op, way in, dtype, layout and value; judge them against float64; fail when one is wrong."""
@@ -193,7 +194,7 @@ def fuzz(
     from fused_softmax.lab.fuzz import command
 
     raise typer.Exit(
-        command.fuzz(*wanted, seconds, cases, per_cell, columns, seed, workers, record, sanitize, replay, stop)
+        command.fuzz(*wanted, seconds, cases, per_cell, columns, seed, workers, record, sanitize, replay, stop, huge)
     )
 
 

@@ -107,7 +107,8 @@ def cross_entropy_gradient(g: Tensor, x: Tensor, op: CrossEntropy) -> Tensor:
         dz = (dz * u.cosh().reciprocal().square()).masked_fill(z == -float("inf"), 0.0)
     if op.reduction == "mean":
         g = g / (w_target.where(counts, 0.0).sum() if op.denominator is None else op.denominator.reshape(()))
-    return (dz * g.reshape(-1, 1)).where(counts, 0.0).to(x.dtype)
+    # twice: a row that does not count adds nothing to the gradient of this gradient either, whatever g is divided by
+    return (dz * g.reshape(-1, 1).where(counts, 0.0)).where(counts, 0.0).to(x.dtype)
 
 
 def statistics(

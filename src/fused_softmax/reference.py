@@ -80,21 +80,23 @@ def cross_entropy(
     logits, shape = logits.movedim(min(1, logits.ndim - 1), -1), target.shape
     logits, target = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     if softcap is not None:
-        logits = torch.where(logits == float("-inf"), logits, softcap * torch.tanh(logits / softcap))
+        hidden = logits == float("-inf")
+        logits = (softcap * torch.tanh(logits.masked_fill(hidden, 0.0) / softcap)).masked_fill(hidden, float("-inf"))
     counts = target != ignore_index
     index = torch.where(counts, target, torch.zeros_like(target)).unsqueeze(1)
     weights = logits.new_ones(logits.shape[1]) if weight is None else _widen(weight)
     logp, row_weight = log_softmax(logits, 1), weights[index[:, 0]]
-    hard = -logp.gather(1, index)[:, 0] * row_weight
-    smooth = -(logp * weights).sum(1) / logits.shape[1]
-    loss = (1 - label_smoothing) * hard + label_smoothing * smooth if label_smoothing else hard
+    parts = [(1 - label_smoothing) * -logp.gather(1, index)[:, 0] * row_weight]
+    if label_smoothing:
+        parts.append(label_smoothing * -(logp * weights).sum(1) / logits.shape[1])
     if z_loss:
-        loss = loss + z_loss * logsumexp(logits, 1) ** 2
-    loss = torch.where(counts, loss, torch.zeros_like(loss))
+        parts.append(z_loss * logsumexp(logits, 1) ** 2)
+    parts = [torch.where(counts, part, torch.zeros_like(part)) for part in parts]
     if reduction == "none":
-        return loss.view(shape)
-    total = loss.sum()
-    return total if reduction == "sum" else total / torch.where(counts, row_weight, torch.zeros_like(row_weight)).sum()
+        return sum(parts[1:], parts[0]).view(shape)
+    # each part is divided by itself: where all weights are 0 the first is 0/0
+    denominator = torch.where(counts, row_weight, torch.zeros_like(row_weight)).sum() if reduction == "mean" else 1.0
+    return sum((part.sum() / denominator for part in parts[1:]), parts[0].sum() / denominator)
 
 
 def token_logprobs(
@@ -117,7 +119,7 @@ def token_logprobs(
     if not (return_entropy or return_logsumexp):
         return picked
     # p * log(p) is 0 where p is 0
-    entropy = -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1) if return_entropy else None
+    entropy = -(logp.exp() * logp.masked_fill(logp == float("-inf"), 0.0)).sum(-1) if return_entropy else None
     return picked, entropy, logsumexp(z) if return_logsumexp else None
 
 

@@ -41,22 +41,23 @@ def cross_entropy(
     """
     z = _upcast(x)
     if softcap is not None:
-        z = torch.where(z == -float("inf"), z, softcap * torch.tanh(z / softcap))
+        hidden = z == -float("inf")
+        z = (softcap * torch.tanh(z.masked_fill(hidden, 0.0) / softcap)).masked_fill(hidden, -float("inf"))
     weight = options.pop("weight", None)
     if weight is not None:
         weight = weight.to(z.dtype)
     if not z_loss:
         return F.cross_entropy(z, target, weight, **options)
-    reduction = options.pop("reduction", "mean")
-    loss = F.cross_entropy(z, target, weight, reduction="none", **options)
+    reduction = options.get("reduction", "mean")
+    loss = F.cross_entropy(z, target, weight, **options)
     counts = target != options.get("ignore_index", -100)
-    loss = loss + (z_loss * torch.logsumexp(z, 1 if z.dim() > 1 else 0) ** 2).where(counts, 0.0)
+    penalty = (z_loss * torch.logsumexp(z, 1 if z.dim() > 1 else 0) ** 2).where(counts, 0.0)
     if reduction == "none":
-        return loss
+        return loss + penalty
     if reduction == "sum":
-        return loss.sum()
-    of_row = torch.ones_like(loss) if weight is None else weight[target.long().where(counts, 0)]
-    return loss.sum() / of_row.where(counts, 0.0).sum()
+        return loss + penalty.sum()
+    of_row = torch.ones_like(penalty) if weight is None else weight[target.long().where(counts, 0)]
+    return loss + penalty.sum() / of_row.where(counts, 0.0).sum()
 
 
 def token_logprobs(
@@ -78,5 +79,5 @@ def token_logprobs(
     entropy = None
     if return_entropy:
         # p*log(p) is 0 where p is 0
-        entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
+        entropy = -(log_p.exp() * log_p.masked_fill(log_p == -float("inf"), 0.0)).sum(-1)
     return picked, entropy, torch.logsumexp(z, -1) if return_logsumexp else None

@@ -20,7 +20,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck")
 def fuzz(
     ops: tuple[str, ...], ways: tuple[str, ...], dtypes: tuple[str, ...], seconds: float | None, cases: int | None,
     per_cell: int | None, columns: str, seed: int, workers: int, record: Path | None, sanitize: str, replayed: str,
-    stop: bool,
+    stop: bool, huge: bool,
 ) -> int:  # fmt: skip
     """The exit status: 0 where nothing is wrong, 1 where a case is, 2 where the request is no request."""
     console = Console(width=None if sys.stdout.isatty() else 150)
@@ -46,7 +46,7 @@ def fuzz(
         console.print(f"fuzz: {error}", markup=False)
         return 2
     request = Request(
-        ops, ways, dtypes, seconds, cases, per_cell, seed, workers, limits, record, stop_at_first=stop
+        ops, ways, dtypes, seconds, cases, per_cell, seed, workers, limits, record, huge, stop
     )  # fmt: skip
     findings = run(request, console)
     return int(bool(findings.wrong.total()))

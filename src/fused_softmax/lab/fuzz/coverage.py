@@ -91,7 +91,6 @@ def everything() -> Reached:
     """What a run could reach on this device."""
     from fused_softmax.kernels import resident, streaming, strided
 
-    clusters = torch.cuda.get_device_capability() >= (9, 0) if torch.cuda.is_available() else True
     kernels = [resident.softmax_resident, resident.softmax_backward_resident, streaming.softmax_stream]
     kernels += [streaming.softmax_backward_stream, strided.softmax_strided]
     kernels += [loss_launch.kernel_named(name) for name in loss_launch.KERNELS]
@@ -106,7 +105,7 @@ def everything() -> Reached:
             for argument_name, annotation in kernel.fn.__annotations__.items():
                 if "constexpr" in str(annotation):
                     wanted |= {(name, label) for label in _labels(argument_name)}
-    regimes = ("tile", "block", "cluster", "stream") if clusters else ("tile", "block", "stream")
+    regimes = ("tile", "block", "cluster", "stream") if _clusters() else ("tile", "block", "stream")
     softmaxes = ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward")
     wanted |= {(name, f"regime {regime}") for name in softmaxes for regime in regimes}
     return wanted - unreachable()
@@ -124,14 +123,19 @@ def _labels(name: str) -> tuple[str, ...]:
     return tuple(f"{name}={value}" for value in _VALUES.get(name, (False, True)))
 
 
+def _clusters() -> bool:
+    """Whether rows may lie on a thread-block cluster; the interpreter runs such kernels too."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
+
+
 def unreachable() -> Reached:
     """What no plan asks for, here."""
-    never = {
-        # forward-only losses have a plan of their own without a cluster's lines
-        ("masked_softmax_backward", "ROWS=none"),
-    }
+    # a walk's segments are a CTA's, never a warp's
+    never = {("cross_entropy_forward", "PARTS=many"), ("row_statistics", "PARTS=many")}
+    if _clusters():  # which rows that do not fit on chip then always take
+        never |= {("softmax_stream", "CTAS=1"), ("softmax_backward_stream", "CTAS=1")}
     if not torch.cuda.is_available():
-        # chunks are parked in shared memory by PTX alone
+        # chunks are staged in shared memory by PTX alone
         never |= {("softmax_backward_resident", "PARKED=some")}
     return never
 

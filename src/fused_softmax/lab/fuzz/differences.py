@@ -25,7 +25,15 @@ def hidden_columns(case: Case, inputs: Inputs, name: str, got: Tensor) -> Tensor
     return got == 0 if mask is not None and mask.dtype is not torch.bool else None
 
 
-DIFFERENCES = (ignored_rows, hidden_columns)
+def infinite_temperature(case: Case, inputs: Inputs, name: str, got: Tensor) -> Tensor | None:
+    """token_logprobs: a logit of -inf stays hidden at an infinite temperature, where torch has -inf/inf = NaN."""
+    options = case.options
+    if options.get("temperature") != "inf" and options.get("temperature_of_rows") != "with_inf":
+        return None
+    return torch.ones_like(got, dtype=torch.bool) if bool((inputs.x == -torch.inf).any()) else None
+
+
+DIFFERENCES = (ignored_rows, hidden_columns, infinite_temperature)
 
 
 def excused(case: Case, inputs: Inputs, name: str, got: Tensor, own: Tensor) -> Tensor | None:

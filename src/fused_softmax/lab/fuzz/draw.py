@@ -79,16 +79,18 @@ class Budget:
     """How large a case may be: elements of a tensor, rows of it, columns."""
 
     elements: int = 1 << 19
-    rows: int = 64
+    rows: int = 1 << 17
     columns: int = 1 << 18
     strided: int = 1 << 18  # columns that do not lie next to each other
+    widest: float = 0.04  # the part of the classes with 2^18 to 2^21 columns, which no other kernels take
+    many_rows: float = 0.0  # the part of the cases of short rows with thousands of them, whatever `rows` says
     out_of_range: bool = False  # targets, which end a CUDA context
     wide: float = 1.0  # the part of the classes that may have so many columns; others have 1/16 at most
 
     @classmethod
     def interpreted(cls) -> Budget:
         """A program costs milliseconds there, and so does a step of its loop, whatever their size."""
-        return cls(elements=1 << 13, rows=6, columns=1 << 17, strided=1 << 9, wide=0.06, out_of_range=True)
+        return cls(1 << 13, 6, 1 << 17, strided=1 << 9, widest=0.01, many_rows=0.02, out_of_range=True, wide=0.06)
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,8 @@ def draw_class(op: str, dtype: str, seed: int, budget: Budget, widths: tuple[int
     rng = Random(f"{op} {dtype} {seed}")
     most = budget.columns if rng.random() < budget.wide else budget.columns >> 5
     n_cols = rng.randint(*widths) if widths else draw_width(rng, most)
+    if not widths and rng.random() < budget.widest:
+        n_cols = round(2 ** rng.uniform(18, 21))
     n_dims = rng.choice((2, 3, 4))
     chosen = tuple(layouts.draw_layout(rng, n_dims) for _ in range(3))
     last = OPS[op].rows == "last" or rng.random() < 0.75
@@ -166,6 +170,8 @@ def _draw(of: DrawClass, way: str, rng: Random, budget: Budget) -> Case | None:
     if n_dims == 0 and (spec.rows in ("last", "classes") or way == "vmap" or rng.random() < 0.7):
         n_dims = 1
     most_rows = max(1, min(budget.rows, budget.elements // of.n_cols))
+    if of.n_cols <= 16 and rng.random() < budget.many_rows:
+        n_dims, most_rows = 2, 4096
     shape = list(_rows(rng, max(0, n_dims - 1), most_rows))
     if spec.rows == "classes":
         at = min(1, len(shape))
@@ -197,6 +203,8 @@ def _draw(of: DrawClass, way: str, rng: Random, budget: Budget) -> Case | None:
         options["batch_dim"] = rng.randrange(len(shape) + 1)
     dtype = of.dtype if rng.random() < 0.96 or way not in ("function", "out") else rng.choice(OTHER_DTYPES)
     direction = rng.choice(_directions(spec, way, options)) if dtype == of.dtype else "forward"
+    if isinstance(options.get("weight"), dict) and options["weight"]["dtype"] not in ("float32", dtype):
+        options["weight"]["dtype"] = dtype if dtype == "float64" else "float32"  # torch takes no others
     if way == "out":
         options["out"] = rng.choice(OUTPUTS)
         if options["out"] == "transposed":

@@ -70,8 +70,8 @@ def wrong(got: Tensor, own: Tensor, ref: Tensor, rule: Rule) -> tuple[Tensor, Te
         worst = own_error.amax() if ref.numel() else 0.0
         allowed = 2 * worst + 4 * eps * scale + ROW_EPS * eps / EPS
         if rule.scale is not None:
-            allowed = allowed + 4 * eps * rule.scale
-    allowed = allowed + rule.roundings * rounding(dtype, rule) * scale
+            allowed = allowed + eps * rule.scale
+    allowed = allowed + rule.roundings * rounding(coarsest, rule) * scale
     if coarsest != dtype:
         allowed = allowed + rounding(coarsest, rule) * magnitude + torch.finfo(coarsest).smallest_normal
     if rule.interpreted and torch.bfloat16 in (dtype, coarsest):
@@ -81,7 +81,7 @@ def wrong(got: Tensor, own: Tensor, ref: Tensor, rule: Rule) -> tuple[Tensor, Te
     bad = ~((error <= allowed) | same)
     excess = error / allowed
     if rule.summed and rule.dims and ref.dim():
-        total = error.where(finite, 0.0).sum(rule.dims, keepdim=True)
+        total = error.where(finite & ~same, 0.0).sum(rule.dims, keepdim=True)
         size = magnitude.sum(rule.dims, keepdim=True) + rule.size
         of_own = own_error.sum(rule.dims, keepdim=True)
         steps = (rule.stores if rule.interpreted else 1) * rounding(coarsest, rule) + 4 * eps

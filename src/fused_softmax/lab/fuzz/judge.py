@@ -20,7 +20,8 @@ from . import exactness, ways
 from .differences import excused
 from .draw import Case
 from .inputs import Inputs, make
-from .scales import gradient_scale, gradient_size, upstream_bound
+from .scales import gradient_scale, gradient_size, input_scale, upstream_bound
+from .upstream import upstream_of
 
 
 @dataclass
@@ -46,44 +47,6 @@ def resolve(outcomes: list[Outcome]) -> list[list[str]]:
     flags = [flag for o in outcomes for flag in o.flags.values()]
     known = iter(torch.stack(flags).tolist()) if flags else iter(())
     return [[*o.problems, *(name for name in list(o.flags) if next(known))] for o in outcomes]
-
-
-def upstream_of(case: Case, device: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """Upstream gradients for outputs, the same for ours, torch's and the reference's."""
-
-    # kept, since a CUDA graph's capture can make no tensor from the CPU
-    known: dict[tuple[Any, ...], Tensor] = {}
-
-    def draw(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        made = {}
-        for position, (name, t) in enumerate(outputs.items()):
-            key = (name, t.shape, t.dtype)
-            if key in known:
-                made[name] = known[key]
-                continue
-            g = torch.Generator().manual_seed(case.seed + 7 * position + len(name))
-            kind = case.upstream if name != "probe" else "random"
-            if kind == "random":
-                value = torch.randn(t.shape, generator=g)
-            elif kind == "expanded":
-                value = torch.randn((), generator=g).expand(t.shape)
-            else:
-                value = torch.full(t.shape, {"one": 1.0, "quarter": 0.25, "zeros": 0.0}[kind])
-            low = t.dtype if t.dtype != torch.float64 or case.dtype == "float64" else _low(case, name)
-            value = value.to(low).to(device)
-            made[name] = known[key] = value.expand(t.shape).to(t.dtype) if kind != "expanded" else value.to(t.dtype)
-        return made
-
-    return draw
-
-
-def _low(case: Case, name: str) -> torch.dtype:
-    """The dtype that ours and torch's have where the reference has float64."""
-    if case.spec.full_outputs or case.spec.rows == "dims" or name == "probe":
-        if case.way == "autocast" and case.op in ways.AUTOCAST:
-            return torch.float32 if name != "probe" else getattr(torch, case.dtype)
-        return getattr(torch, case.options.get("dtype", case.dtype) if name != "probe" else case.dtype)
-    return torch.float32
 
 
 def _attempt(call: Callable[[], dict[str, Tensor]]) -> tuple[dict[str, Tensor], Exception | None]:
@@ -230,15 +193,19 @@ def _rule(case: Case, inputs: Inputs, name: str, ref: dict[str, Tensor], y: Tens
     forward = not name.startswith(("d_", "dd_"))
     everything = tuple(range(y.dim())) or (0,)
     if forward and not case.spec.full_outputs:
-        return exactness.Rule((), interpreted=interpreted)
+        return exactness.Rule((), input_scale(case, inputs), interpreted=interpreted)
     if name.startswith("dd_") or name == "d_mask":
         scale = torch.stack([t.detach().abs().nan_to_num(0, 0, 0).amax() for t in ref.values() if t.numel()]).amax()
         scale = scale.double()
+        of_gradient = gradient_scale(case, inputs, ref) if name.startswith("dd_") else None
+        if of_gradient is not None and of_gradient.numel():  # what is differentiated again
+            scale = torch.maximum(scale, 4 * of_gradient.nan_to_num(0, 0, 0).amax().to(scale))
         if name == "d_mask" and inputs.x.shape and y.shape[-1:] != inputs.x.shape[-1:]:
             # a sum of rows that cancel, each made of stored outputs
             n_rows = inputs.x.numel() / y.numel() / inputs.x.shape[-1]
             scale = scale.clamp(min=upstream_bound(case) * max(1.0, n_rows) ** 0.5)
-        return exactness.Rule(everything, scale, stores=4, roundings=4, interpreted=interpreted)
+        of_x = getattr(torch, case.dtype)
+        return exactness.Rule(everything, scale, stores=4, roundings=4, interpreted=interpreted, coarsest=of_x)
     dims = case.dims
     if inputs.batch_dim is not None:
         if forward:  # the results of vmap have their items first

@@ -48,6 +48,11 @@ class _Worker:
         self.pipe.send(unit)
 
     def stop(self) -> None:
+        try:
+            self.pipe.send(None)
+            self.process.join(2)
+        except (BrokenPipeError, OSError):
+            pass
         if self.process.is_alive():
             self.process.terminate()
         self.process.join(5)

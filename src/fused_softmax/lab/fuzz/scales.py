@@ -14,6 +14,21 @@ def upstream_bound(case: Case) -> float:
     return {"one": 1.0, "quarter": 0.25, "zeros": 0.0}.get(case.upstream, 4.0)
 
 
+def input_scale(case: Case, inputs: Inputs) -> Tensor | None:
+    """The largest logit over its temperature, or under its softcap: these are rounded; None where there is neither."""
+    temperature, softcap = inputs.arguments.get("temperature"), inputs.arguments.get("softcap")
+    if not inputs.x.numel():
+        return None
+    x = inputs.x.detach().double().nan_to_num(0, 0, 0).abs().amax()
+    if softcap is not None:
+        return 2 * x.clamp(max=softcap)
+    if temperature is None:
+        return None
+    if isinstance(temperature, Tensor):
+        return x * temperature.double().reciprocal().amax().to(x.device)
+    return x / float(temperature)
+
+
 def gradient_size(case: Case) -> float:
     """What the entries of a row's gradient are made of, added up; of gradients that are made of a stored output."""
     if case.op not in ("softmax", "masked_softmax", "log_softmax"):

@@ -19,6 +19,7 @@ from fused_softmax.lab.registry import OPS
 
 from . import record
 from .draw import DTYPES, Budget, Case, draw_class
+from .huge import run_huge
 from .isolated import run_isolated
 from .pool import run_units
 from .program import program
@@ -152,6 +153,11 @@ def run(request: Request, console: Console) -> Findings:
                     show(failure, console)
     if device == "cuda" and "cross_entropy" in (request.ops or OPS) and not request.columns:
         findings.add(run_isolated(request.seed))
+    if request.huge and device == "cuda":
+        report = run_huge(request.ops or tuple(OPS), request.seed)
+        findings.add(report)
+        for failure in report.failures:
+            console.print(f"WRONG {failure.case}: {'; '.join(failure.problems)}", markup=False, soft_wrap=True)
     summarize(request, findings, time.monotonic() - start, console)
     if request.record is not None:
         record.write(request.record, request, findings)

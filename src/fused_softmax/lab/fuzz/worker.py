@@ -67,6 +67,8 @@ def prepare(device: str) -> None:
     """Once in a process: one thread, poisoned memory, counted launches."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    # torch says with every call that an operator has no vmap rule of its own
+    getattr(torch._C._functorch, "_set_vmap_fallback_warning_enabled", bool)(False)
     coverage.install()
     if interpreting():
         interpreter.patch_once()
