@@ -14,7 +14,8 @@ class Rung:
     """Up to `max_cols` columns: so many CTAs a row, warps a CTA, rows a program.
 
     `recompute` keeps a 16-bit row as loaded and computes exp twice. `max_registers` caps a thread's registers, to reach
-    the next step of occupancy; only where cross-compiling shows that nothing spills. `ahead`: of log_softmax's
+    the next step of occupancy; only where cross-compiling shows that nothing spills. `edge_registers` does so for rows
+    that start unaligned, whose ends take registers too. `ahead`: of log_softmax's
     gradient, the chunks of y that are read before the row's sum is known, where it is not all of them. `parked`: of a
     gradient, the chunks that lie in shared memory. `kept` makes the rung one of the stream regime: so many chunks of a
     slice stay on chip, and the rest is walked twice, in steps of `step` chunks.
@@ -30,6 +31,7 @@ class Rung:
     parked: int = 0
     kept: int = 0
     step: int = 4
+    edge_registers: int | None = None
 
 
 # the tile regime: a row in one warp or less, so that no reduction leaves it. Rungs are in vectors of a row; a row of
@@ -106,7 +108,9 @@ def _between(ladder: tuple[Rung, ...], above: int, max_cols: int) -> tuple[Rung,
 
 FORWARD_LOG_CLUSTER = {
     2: (
-        *_between(FORWARD_CLUSTER[2], 0, 131072),
+        *_between(FORWARD_CLUSTER[2], 0, 61440),
+        Rung(65536, 8, 8, edge_registers=48),
+        *_between(FORWARD_CLUSTER[2], 65536, 131072),
         Rung(163840, 16, 4, True, max_registers=80),
         Rung(212992, 16, 4, True, max_registers=96),
         Rung(262144, 16, 4, True, max_registers=112),

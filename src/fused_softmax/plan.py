@@ -177,6 +177,9 @@ def resident_plan(problem: Problem, device: Device, rung: Rung) -> Plan | None:
         or _staged(problem, rung.ctas * lanes * vec) > STAGED_BYTES
     ):
         return None
+    max_registers = rung.edge_registers if edge else rung.max_registers
+    if rung.parked:
+        max_registers = rung.max_registers if parked else None
     regime = "cluster" if rung.ctas > 1 else "block"
     where = f"the {rung.ctas} CTAs of a cluster" if rung.ctas > 1 else "one program"
     why = f"the row stays in {where}, {chunks} vector(s) a thread" + (", exp computed twice" if recompute else "")
@@ -193,7 +196,7 @@ def resident_plan(problem: Problem, device: Device, rung: Rung) -> Plan | None:
         edge=edge,
         recompute=recompute,
         num_warps=num_warps,
-        max_registers=rung.max_registers if apart and (parked or not (edge or rung.parked)) else None,
+        max_registers=max_registers if apart else None,
         why=why,
         ahead=rung.ahead,
         parked=parked,
