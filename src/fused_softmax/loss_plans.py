@@ -13,6 +13,8 @@ from .ladders import (
     ELEMENTWISE_WARPS,
     LOSS_CLUSTER,
     MASKED,
+    MASKED_BACKWARD_REGISTERS,
+    MASKED_BACKWARD_REGISTERS,
     MASKED_CHUNKS,
     STATISTICS_STEPS,
     STREAM_CHUNKS,
@@ -137,4 +139,5 @@ def plan_masked(problem: Problem, device: Device, masked: bool) -> Plan:
         if chosen.chunks > MASKED_CHUNKS[held.backward] or chosen.regime == "stream":
             # by one program: Triton's planner of clusters gives up on this kernel's walk
             chosen = _steps(problem, device, 1, STREAM_WARPS, STREAM_CHUNKS // 2, "the row is walked twice in steps")
-    return replace(chosen, max_registers=None)
+    capped = problem.backward and chosen.ctas > 1 and chosen.chunks <= 4 and problem.itemsize == 2
+    return replace(chosen, max_registers=MASKED_BACKWARD_REGISTERS if capped and chosen.vec == 8 else None)

@@ -62,7 +62,7 @@ def as_rows(t: Tensor, dim: int) -> Tensor | None:
 
 def left_to_torch(x: Tensor, dim: int, out_dtype: torch.dtype) -> str | None:
     """Why torch's own kernel is the better choice for x's rows over dim, or None where ours is; x is on a GPU."""
-    if x.shape[dim] >= 8 or x.dim() == 0 or x.numel() == 0:
+    if x.dim() == 0 or x.shape[dim] >= 8 or x.numel() == 0:
         return None
     x_rows = as_rows(x, dim % x.dim())
     device = describe(x.device)

@@ -124,13 +124,16 @@ def masked_softmax_backward(
         else:
             mask_row += (head * m_col if MASK_COLS == 2 else head).to(tl.int64) if EDGE else 0
             at_mask = mask_row + (first.to(tl.int64) * m_col if MASK_COLS == 2 else first)
-    last = (query - head - first).to(tl.int32)[:, :, None]  # that a causal row sees, from the line's first column
+    # the last column that a causal row sees, from each vector of the line's first chunk: a column's place in its vector is
+    # a constant then, and no register holds it
+    last = ((query - head - first).to(tl.int32) - VEC * tl.arange(0, LANES)[None, :])[:, :, None]
+    place = tl.arange(0, VEC)[None, None, :]
     for c in tl.static_range(CHUNKS):
         y_c, dy_c = widen(y[c], PTX, True), widen(dy[c], PTX, True)
         dx = scale * y_c * (dy_c - d[:, :, None])
         if CAUSAL:
             # of what a row does not see y is 0 where it is read at all, but 0 times an infinite sum is NaN
-            dx = tl.where(tl.reshape(chunk_offsets(c, LANES, VEC, PARTS), (1, LANES, VEC)) <= last, dx, 0.0)
+            dx = tl.where(place <= last - c * (PARTS * LANES * VEC), dx, 0.0)
         if MASK != NO_MASK:
             if MASK_COLS == 0:
                 seen = query_mask[:, :, None]

@@ -20,6 +20,7 @@ def values(kind: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype, g: t
     if not dtype.is_floating_point:
         return x.mul(10).to(dtype)
     largest = torch.finfo(dtype).max
+    x = x.double() if dtype == torch.float64 else x  # which holds its largest number
     if kind == "logits":
         x = x * 3 + 12 * (torch.rand(shape, generator=g) < 0.01)
     elif kind == "wide":
