@@ -204,7 +204,8 @@ def softmax_backward_resident(
         y_c = dy_c  # unused where LOG
         if not LOG:
             y_c = widen(chunk_of(y, c, PARKED, Y_PARKED, THREADS, PTX), PTX)
-        d += sum_of_vectors(gradient_term(y_c, dy_c, LOG), PTX)
+        # where the cap of 128 registers is reached, on one CTA or with parked chunks, only Triton's own order fits
+        d += sum_of_vectors(gradient_term(y_c, dy_c, LOG), PTX and CTAS > 1 and PARKED == 0)
     if EDGE:
         edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), LANES, VEC)
         y_edge = tl.load(y_row + edge, mask=in_edge, other=0.0)
