@@ -238,8 +238,8 @@ MASKED = {
     ),
     "backward": (Rung(1024, 1, 1, True), Rung(2048, 1, 2, True), Rung(4096, 1, 4, True), Rung(8192, 1, 8, True)),
 }
-# of a masked gradient on a cluster whose threads hold 4 vectors of 16 bits of each tensor. H200, bfloat16, causal, 32,000
-# columns: 253 us, and 302 us without a cap; 128,256 columns: 248 us, and 295 us
+# of a masked gradient on a cluster whose threads hold at most 4 vectors of 16 bits a tensor. H200, bfloat16, causal:
+# 253 us for 302 us without a cap at 32,000 columns, 248 us for 295 us at 128,256 (2^28 elements)
 MASKED_BACKWARD_REGISTERS = 80
 # vectors a thread holds of a longer row: alone, and with as many of a mask or of a gradient's second row beside
 MASKED_CHUNKS = {False: 16, True: 13}

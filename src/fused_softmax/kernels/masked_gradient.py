@@ -124,8 +124,8 @@ def masked_softmax_backward(
         else:
             mask_row += (head * m_col if MASK_COLS == 2 else head).to(tl.int64) if EDGE else 0
             at_mask = mask_row + (first.to(tl.int64) * m_col if MASK_COLS == 2 else first)
-    # the last column that a causal row sees, from each vector of the line's first chunk: a column's place in its vector is
-    # a constant then, and no register holds it
+    # the last column that a causal row sees, from each vector of the line's first chunk: a column's place in its
+    # vector is a constant then, and no register holds it
     last = ((query - head - first).to(tl.int32) - VEC * tl.arange(0, LANES)[None, :])[:, :, None]
     place = tl.arange(0, VEC)[None, None, :]
     for c in tl.static_range(CHUNKS):
