@@ -164,6 +164,24 @@ def test_the_lines_of_a_loss_are_warps(n_cols, name, weighted, smoothing):
     assert all(holds_lines(layout, chosen.parts) for layout in layouts), layouts
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", ["count_targets", "reduce_losses"])
+def test_the_lines_of_a_sum_over_rows_are_warps(name, weighted):
+    """A sum over many rows is a cluster's: with weights, which Triton 3.6 lays out otherwise, it is one CTA's."""
+    n_rows = 4096
+    target, number = torch.zeros(n_rows, dtype=torch.int64), torch.zeros(n_rows)
+    op = row_losses.CrossEntropy(target, number if weighted else None, None, -100, "mean", 0.0, None, 0.0)
+    shared = row_losses._shared(n_rows, op, SM_90)
+    flags = (("WEIGHTED", weighted), *shared)
+    tensors = (target, number, number)
+    if name == "reduce_losses":
+        tensors, flags = (number, *tensors), (("MEAN", True), ("WAITS", True), *flags)
+    launch = loss_launch.flat_launch(name, tensors, (n_rows, 1000, -100), flags, 8, SM_90)
+    layouts = merged_layouts(ttgir_of(launch))
+    assert bool(layouts) == (dict(shared)["CTAS"] > 1) == (not weighted)
+    assert all(holds_lines(layout, dict(shared)["PARTS"]) for layout in layouts), layouts
+
+
 @pytest.mark.parametrize("n_cols", [50257, 131072])
 def test_the_lines_of_softmax_are_warps(n_cols):
     x = torch.empty(3, n_cols)

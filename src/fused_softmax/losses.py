@@ -9,6 +9,7 @@ synchronisation. Else, and under torch.compile, the forward only reads, and a se
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from .arguments import expect_flag, expect_floating, expect_tensors, finite, int
 from .availability import KernelUnavailable
 from .launch import DTYPE_NAMES
 from .operators import is_compiled, is_plain, refusal
+from .rows import batch_invariant, is_batch_invariant
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -241,6 +243,7 @@ class RowCrossEntropy(torch.autograd.Function):
         ctx.unread = [dx is not None]  # popped by the backward that gives away what the forward wrote
         ctx.op = replace(op, target=None, weight=None, weight_sum=None, denominator=None)  # type: ignore[arg-type]
         ctx.over = op.denominator is not None
+        ctx.invariant = is_batch_invariant()  # backward runs in a thread that does not know
         ctx.set_materialize_grads(False)
         return row_losses.reduce_losses(losses, op, n_cols)
 
@@ -262,10 +265,18 @@ class RowCrossEntropy(torch.autograd.Function):
                 raise RuntimeError(_OVERWRITTEN)
             row_losses.scale_unless_one(written, upstream)
             return written, None, None
-        # The first backward gives away what the forward wrote, with a version counter of its own: whoever changes it in
-        # place does not disturb what is saved. Nothing reads the saved one again; a further backward starts anew.
-        dx = written.data if unread else row_losses.gradient_buffer(x)
-        row_losses.cross_entropy_gradient(x, dx, op, count, moments, upstream, unless_one=unread)
+        if written is None:
+            dx = row_losses.gradient_buffer(x)
+        elif unread:
+            # The first backward gives away what the forward wrote, with a version counter of its own: a change in place
+            # does not disturb what is saved. Nothing reads the saved one again.
+            dx = written.data
+        else:
+            # a further one runs the forward's kernel again, so that its bits are those of the first
+            dx = row_losses.gradient_buffer(x)
+            with batch_invariant() if ctx.invariant else nullcontext():
+                row_losses.cross_entropy_with_gradient(x, dx, op, count)
+        row_losses.cross_entropy_gradient(x, dx, op, count, moments, upstream, unless_one=written is not None)
         return dx, None, None
 
 

@@ -215,7 +215,9 @@ def stream_plan(problem: Problem, device: Device, rung: Rung | None = None) -> P
     shortest = _shortest(problem.n_cols // vec if edge else -(-problem.n_cols // vec), ctas, edge)
     kept, ahead, max_registers, also = 0, None, None, ""
     if apart and rung is not None and rung.kept * lanes <= shortest:
-        kept, ahead, chunks = rung.kept, rung.ahead, rung.step
+        # an unaligned row's ends take room too, where registers are capped
+        kept = rung.kept - (edge and rung.max_registers is not None)
+        ahead, chunks = rung.ahead, rung.step
         max_registers = rung.max_registers
         also = f" but for {kept} vector(s) a thread that stay"
     why = f"the row is walked twice in steps by {ctas} CTA(s){also}: it does not fit on chip"

@@ -118,7 +118,7 @@ class Plan:
                 meta |= dict(PARKED=self.parked)
         if device.kind == "cuda":
             meta["num_ctas"] = self.ctas
-            if self.max_registers is not None:
+            if self.max_registers is not None and device.parks:  # caps are measured on Hopper, and spill elsewhere
                 meta["maxnreg"] = self.max_registers
         return meta | device.options()
 

@@ -25,7 +25,7 @@ from .loss_plans import (
     plan_smoothed_loss,
     plan_statistics,
 )
-from .problem import power_of_two
+from .problem import Device, power_of_two
 from .rows import is_batch_invariant
 
 # one program adds up so many losses; more are torch's to add
@@ -194,7 +194,7 @@ def count_targets(op: CrossEntropy, n_cols: int) -> Tensor:
         return _counted(op, n_cols)
     count = torch.empty(1, dtype=torch.float32, device=op.target.device)
     tensors = (op.target, count if op.weight is None else op.weight, count)
-    flags = (("WEIGHTED", op.weight is not None), *_shared(n_rows, count))
+    flags = (("WEIGHTED", op.weight is not None), *_shared(n_rows, op, _device_of(count)))
     try:
         launch_flat("count_targets", tensors, (n_rows, n_cols, op.ignore_index), flags, num_warps=8)
     except KernelUnavailable:
@@ -214,7 +214,7 @@ def reduce_losses(loss: Tensor, op: CrossEntropy, n_cols: int) -> Tensor:
     out = torch.empty((), dtype=torch.float32, device=loss.device)
     tensors = (loss, op.target, loss if op.weight is None else op.weight, out)
     waits = ("WAITS", _device_of(out).overlaps)
-    flags = (("MEAN", mean), ("WEIGHTED", op.weight is not None), waits, *_shared(n_rows, out))
+    flags = (("MEAN", mean), ("WEIGHTED", op.weight is not None), waits, *_shared(n_rows, op, _device_of(out)))
     try:
         launch_flat("reduce_losses", tensors, (n_rows, n_cols, op.ignore_index), flags, num_warps=8)
     except KernelUnavailable:
@@ -229,10 +229,13 @@ def _reduced(loss: Tensor, op: CrossEntropy, n_cols: int) -> Tensor:
     return torch.where(count == 0.0, float("nan"), loss.sum() / count)
 
 
-def _shared(n_rows: int, like: Tensor) -> Flags:
-    """How a sum over rows is shared: by the CTAs of a cluster where there are many rows, and clusters."""
-    device = _device_of(like)
-    ctas = 16 if n_rows > ONE_CTA_ROWS and device.max_cluster >= 16 else 1
+def _shared(n_rows: int, op: CrossEntropy, device: Device) -> Flags:
+    """How a sum over rows is shared: by the CTAs of a cluster where there are many rows, and clusters.
+
+    Weights are added up by one CTA: where they are looked up, Triton 3.6 does not keep a line in a warp, which the
+    exchange of a cluster needs.
+    """
+    ctas = 16 if n_rows > ONE_CTA_ROWS and device.max_cluster >= 16 and op.weight is None else 1
     parts, lanes = (8, 32) if ctas > 1 else (1, 256)
     return (("CTAS", ctas), ("PARTS", parts), ("LANES", lanes), ("EACH", 8), ("PTX", device.ptx))
 

@@ -350,3 +350,31 @@ def test_rows_past_two_to_the_31():
     x.requires_grad_()
     fs.cross_entropy(x, target, inplace_backward=True).backward()
     assert not x.grad[:-1].any() and x.grad[-1, 7] < 0
+
+
+@pytest.mark.parametrize("n_rows", [2048, 2049, 9000, 70000])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_mean_of_many_rows(n_rows, weighted):
+    x, target = batch(7, torch.float32, n_rows)
+    weight = torch.rand(7, device="cuda") if weighted else None
+    want = reference.cross_entropy(x.double(), target, weight)
+    leaf = x.clone().requires_grad_()
+    loss = fs.cross_entropy(leaf, target, weight)
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(fs.cross_entropy(x, target, weight).double(), want, rtol=1e-5, atol=1e-6)
+    (dx,) = torch.autograd.grad(loss, leaf)
+    exact = x.double().requires_grad_()
+    (dx_exact,) = torch.autograd.grad(reference.cross_entropy(exact, target, weight), exact)
+    torch.testing.assert_close(dx.double(), dx_exact, rtol=1e-4, atol=1e-5 / n_rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n_cols", (26, 73, *VOCABULARIES))
+@pytest.mark.parametrize("g", [1.0, 0.25])
+def test_backwards_of_one_graph_have_equal_bits(n_cols, dtype, g):
+    x, target = batch(n_cols, dtype)
+    x.requires_grad_()
+    loss = fs.cross_entropy(x, target, label_smoothing=0.1)
+    upstream = torch.full_like(loss, g)
+    first, second, third = (torch.autograd.grad(loss, x, upstream, retain_graph=True)[0] for _ in range(3))
+    assert torch.equal(first, second) and torch.equal(second, third)

@@ -191,3 +191,19 @@ def test_more_than_two_to_the_31_elements():
     # every row was written, and sums to one
     sums = torch.cat([part.float().sum(-1) for part in y.split(4096)])
     torch.testing.assert_close(sums, torch.ones_like(sums), atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("ours, theirs", [(fs.softmax, torch.softmax), (fs.log_softmax, torch.log_softmax)])
+def test_zero_dim(ours, theirs):
+    x = torch.tensor(2.0, device="cuda", requires_grad=True)
+    for dim in (0, -1):
+        assert torch.equal(ours(x, dim), theirs(x, dim))
+        assert torch.autograd.grad(ours(x, dim), x)[0] == 0.0
+
+
+@pytest.mark.parametrize("n_cols", [3000, 12557, 21719])
+def test_columns_that_are_not_neighbours_are_added_up_exactly(n_cols):
+    x = torch.randint(0, 3, (n_cols, 5), device="cuda").float()
+    y = fs.softmax(x.t(), -1).double()
+    exact = torch.softmax(x.t().double(), -1)
+    assert ((y - exact).abs() / exact).max() < 6e-7

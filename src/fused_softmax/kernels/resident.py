@@ -84,15 +84,17 @@ def softmax_resident(
     if EDGE:
         edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), LANES, VEC)
         x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf")).to(tl.float32)
-    m = max_of_vectors(x[0], PTX)
+    # log_softmax of long slices is at its cap of registers, where only Triton's own order fits
+    IN_ORDER: tl.constexpr = PTX and not (LOG and CHUNKS > 8)
+    m = max_of_vectors(x[0], IN_ORDER)
     for c in tl.static_range(1, CHUNKS):
-        m = tl.maximum(m, max_of_vectors(x[c], PTX))
+        m = tl.maximum(m, max_of_vectors(x[c], IN_ORDER))
     m = tl.maximum(m.to(tl.float32), LOWEST)  # [LINES, LANES]
     s = tl.zeros_like(m)
     kept = ()
     for c in tl.static_range(CHUNKS):
         e = exp(widen(x[c], PTX, RECOMPUTE) - m[:, :, None])
-        s += sum_of_vectors(e, PTX)
+        s += sum_of_vectors(e, IN_ORDER)
         kept = kept + (e,)
 
     # the line's, then the row's

@@ -55,11 +55,17 @@ def softmax_strided(
     else:
         m = tl.zeros([ROWS, COLS], tl.float32) + LOWEST
         s = tl.zeros([ROWS, COLS], tl.float32)
+        lost = tl.zeros([ROWS, COLS], tl.float32)  # what s has lost to rounding: a lane adds up hundreds of numbers
         for start in range(0, n_cols, COLS):
             inside = (row < n_rows) & (col + start < n_cols)
             x = tl.load(x_at + start * tl.cast(x_col, tl.int64), mask=inside, other=-float("inf")).to(tl.float32)
             m_new = tl.maximum(m, x)
-            s = s * exp(m - m_new) + exp(x - m_new)
+            by = exp(m - m_new)
+            e = exp(x - m_new) - lost * by
+            total = s * by + e
+            # compensated summation (Kahan 1965)
+            lost = (total - s * by) - e
+            s = total
             m = m_new
         row_max = tl.max(m, 1)[:, None]
         row_sum = tl.sum(s * exp(m - row_max), 1)[:, None]
