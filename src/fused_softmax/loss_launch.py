@@ -79,8 +79,8 @@ def meta_of(name: str, plan: Plan, device: Device, flags: Flags) -> dict[str, An
     if device.kind == "cuda":
         if "CTAS" in names:
             meta["num_ctas"] = plan.ctas
-        if plan.max_registers is not None and device.parks:
-            meta["maxnreg"] = plan.max_registers
+        if plan.max_registers is not None:
+            meta["maxnreg"] = device.registers_within(plan.max_registers, plan.num_warps)
     if device.kind != "interpreter" and name in ASSERTS:
         meta |= dict(debug=True, sanitize_overflow=False)
     return meta | device.options(STAGES.get(name))

@@ -32,6 +32,11 @@ class Device:
         """Whether a kernel may be launched before the one that it waits for is done: programmatic dependent launch."""
         return self.kind == "cuda" and self.max_cluster > 1
 
+    def registers_within(self, cap: int, num_warps: int) -> int:
+        """A cap of registers that was measured on Hopper, as it is here: elsewhere a quarter more, as the same spills."""
+        most = self.registers // (num_warps * self.warp_size)
+        return cap if self.parks else max(cap, min(cap * 5 // 4, most) // 8 * 8)
+
     def options(self, num_stages: int | None = None) -> dict[str, Any]:
         """The launch options whose defaults differ between versions of Triton, or may; empty where interpreted.
 
@@ -118,8 +123,8 @@ class Plan:
                 meta |= dict(PARKED=self.parked)
         if device.kind == "cuda":
             meta["num_ctas"] = self.ctas
-            if self.max_registers is not None and device.parks:  # caps are measured on Hopper, and spill elsewhere
-                meta["maxnreg"] = self.max_registers
+            if self.max_registers is not None:
+                meta["maxnreg"] = device.registers_within(self.max_registers, self.num_warps)
         return meta | device.options()
 
 
