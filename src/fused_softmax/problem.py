@@ -33,9 +33,9 @@ class Device:
         return self.kind == "cuda" and self.max_cluster > 1
 
     def registers_within(self, cap: int, num_warps: int) -> int:
-        """A cap of registers that was measured on Hopper, as it is here: elsewhere a quarter more, as the same spills."""
+        """A cap of registers that was measured on Hopper, here: one step more elsewhere, where a small one spills."""
         most = self.registers // (num_warps * self.warp_size)
-        return cap if self.parks else max(cap, min(cap * 5 // 4, most) // 8 * 8)
+        return cap if self.parks or cap >= 96 else max(cap, min(cap + 8, most))
 
     def options(self, num_stages: int | None = None) -> dict[str, Any]:
         """The launch options whose defaults differ between versions of Triton, or may; empty where interpreted.
