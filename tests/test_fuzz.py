@@ -9,13 +9,16 @@ import dataclasses
 import io
 import json
 import os
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 from rich.console import Console
 
 from fused_softmax.device import interpreting
-from fused_softmax.lab.fuzz import coverage, exactness, huge, interpreter, layouts, record, session, values
+from fused_softmax.lab.fuzz import coverage, exactness, huge, interpreter, layouts, record, session, values, worker
 from fused_softmax.lab.fuzz.draw import Budget, Case, draw_cases, draw_class
 from fused_softmax.lab.fuzz.judge import evaluate
 from fused_softmax.lab.fuzz.program import program
@@ -211,7 +214,8 @@ def test_records_of_one_kernel_hash_add_up_and_others_are_refused(tmp_path):
     findings.cases["softmax", "function", "float32"] = 5
     findings.reached = {("softmax_resident", "")}
     for seed in (1, 2):
-        record.write(file, session.Request(seed=seed), findings)
+        record.write(file, session.Request(seed=seed), session.Findings(), known := record.read(file))
+        record.write(file, session.Request(seed=seed), findings, known)
     known = json.loads(file.read_text())
     (row,) = known["rows"]
     assert (row["cases"], row["wrong"], row["seeds"]) == (10, 0, [1, 2])
@@ -219,7 +223,45 @@ def test_records_of_one_kernel_hash_add_up_and_others_are_refused(tmp_path):
     assert len(known["header"]["runs"]) == 2 and known["kernel_hash"] == record.kernel_hash()
     file.write_text(json.dumps({**known, "kernel_hash": "0"}))
     with pytest.raises(record.OtherKernels, match="other kernels"):
-        record.write(file, session.Request(seed=3), findings)
+        record.read(file)
+
+
+@interpreted
+def test_a_kind_is_made_smaller_once_after_the_record_is_written(monkeypatch, tmp_path):
+    spec = dataclasses.replace(OPS["softmax"], function=changed_function(lambda x, y: y * 1.01))
+    monkeypatch.setitem(OPS, "softmax", spec)
+    file, made_smaller = tmp_path / "fuzz.json", []
+
+    def counted(case, fails, seconds):
+        assert json.loads(file.read_text())["rows"], "the record is not written yet"
+        made_smaller.append(seconds)
+        return shrink(case, fails, 0.5)
+
+    monkeypatch.setattr(worker, "shrink", counted)
+    out = io.StringIO()
+    request = session.Request(("softmax",), ("function",), cases=24, seed=2, record=file)
+    findings = session.run(request, Console(file=out, width=200))
+    assert findings.wrong.total() > len(findings.distinct) == len(made_smaller)
+    assert max(made_smaller) <= session.SHRINK_SECONDS
+    rows = json.loads(file.read_text())["rows"]
+    assert sum(row["cases"] for row in rows) == 24, "the second write adds the run again"
+    *counts, last = out.getvalue().splitlines()[-1 - len(findings.counts) :]
+    assert last.startswith(f"seed 2: 24 cases, {findings.wrong.total()} wrong")
+    assert all(" wrong: softmax, function, " in line for line in counts)
+
+
+@interpreted
+def test_a_run_of_seconds_ends_in_time_and_a_terminated_one_says_what_it_had(tmp_path):
+    file, text = tmp_path / "fuzz.json", [sys.executable, "-m", "fused_softmax", "fuzz", "--workers", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    running = subprocess.Popen(
+        [*text, "--seconds", "300", "--record", str(file)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    time.sleep(15)
+    running.terminate()
+    said, _ = running.communicate(timeout=20)
+    assert running.returncode == 130 and said.rstrip().endswith("interrupted"), said
+    assert "rows" in json.loads(file.read_text())
 
 
 def double_the_last_row(x, y):

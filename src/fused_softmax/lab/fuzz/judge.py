@@ -33,6 +33,7 @@ class Outcome:
     flags: dict[str, Tensor] = field(default_factory=dict)
     excess: dict[str, Tensor] = field(default_factory=dict)
     error: str = ""  # the error that torch raised, and ours too
+    lost: bool = False  # a failed capture: what follows in this process may fail for that reason alone
 
     def found(self) -> list[str]:
         """All that is wrong; waits for the device."""
@@ -84,6 +85,7 @@ def evaluate(case: Case, device: str) -> Outcome:
         _, torch_error = _attempt(lambda: ways.run(case, call, inputs, upstream))
     if torch_error is not None or error is not None:
         _compare_errors(outcome, torch_error, error)
+        outcome.lost = case.way == "cuda_graph" and error is not None
         if error is not None:
             _unchanged(outcome, inputs, after_error=True)
             if writes and inputs.out is not None and for_torch.out is not None:
@@ -132,13 +134,23 @@ def _reference(case: Case, inputs: Inputs, upstream: Any) -> dict[str, Tensor]:
 def _compare_errors(outcome: Outcome, own: Exception | None, ours: Exception | None) -> None:
     if own is None or ours is None:
         who, error = ("ours", ours) if own is None else ("torch", own)
-        outcome.problems.append(f"only {who} raises: {type(error).__name__}: {str(error)[:200]}")
+        outcome.problems.append(f"only {who} raises: {_told(error)}")
     elif not isinstance(ours, type(own)) and not isinstance(own, type(ours)):
         outcome.problems.append(
             f"raises {type(ours).__name__} ({str(ours)[:120]}) where torch has {type(own).__name__}"
         )
     else:
         outcome.error = type(own).__name__
+
+
+def _told(error: Exception | None) -> str:
+    """An error and those that it came from: the end of a failed capture raises another than the one that ended it."""
+    parts: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(parts) < 3:
+        parts.append(f"{type(cause).__name__}: {str(cause).splitlines()[0][:200] if str(cause) else ''}")
+        cause = cause.__cause__ or cause.__context__
+    return "; after ".join(parts)
 
 
 def _unchanged(outcome: Outcome, inputs: Inputs, after_error: bool = False) -> None:
