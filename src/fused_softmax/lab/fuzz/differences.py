@@ -26,11 +26,17 @@ def hidden_columns(case: Case, inputs: Inputs, name: str, got: Tensor) -> Tensor
 
 
 def infinite_temperature(case: Case, inputs: Inputs, name: str, got: Tensor) -> Tensor | None:
-    """token_logprobs: a logit of -inf stays hidden at an infinite temperature, where torch has -inf/inf = NaN."""
-    options = case.options
-    if options.get("temperature") != "inf" and options.get("temperature_of_rows") != "with_inf":
+    """token_logprobs: a logit of -inf stays hidden at an infinite temperature, and one of +inf makes the logsumexp
+    inf, where torch has inf/inf = NaN; only rows that hold an infinity at an infinite temperature."""
+    temperature = inputs.arguments.get("temperature", 1.0)
+    if case.op != "token_logprobs" or not bool(torch.as_tensor(temperature).isinf().any()):
         return None
-    return torch.ones_like(got, dtype=torch.bool) if bool((inputs.x == -torch.inf).any()) else None
+    x = inputs.x.detach() if inputs.batch_dim is None else inputs.x.detach().movedim(inputs.batch_dim, 0)
+    rows = x.isinf().any(-1) & torch.as_tensor(temperature).isinf().to(x.device)
+    if name in ("d_x", "again_x"):
+        of_x = rows.unsqueeze(-1).expand(x.shape)
+        return of_x if inputs.batch_dim is None else of_x.movedim(0, inputs.batch_dim)
+    return rows.view(*rows.shape, *(1,) * (got.dim() - rows.dim()))
 
 
 DIFFERENCES = (ignored_rows, hidden_columns, infinite_temperature)

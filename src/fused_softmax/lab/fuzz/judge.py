@@ -6,6 +6,7 @@ one element, so that many cases wait for the device once: `Outcome.flags`.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from . import exactness, ways
 from .differences import excused
 from .draw import Case
 from .inputs import Inputs, make
-from .scales import gradient_scale, gradient_size, input_scale, upstream_bound
+from .scales import gradient_scale, gradient_size, input_scale, of_scaled_logits, of_stored_logsumexp, upstream_bound
 from .upstream import upstream_of
 
 
@@ -190,7 +191,7 @@ def _compare(
             outcome.problems.append(f"{name}.requires_grad is {y.requires_grad}")
         if not y.numel():
             continue
-        rule = _rule(case, inputs, name, ref, y)
+        rule = _rule(case, inputs, name, ref, y, firsts[case.spec.outputs[0]])
         bad, excess = exactness.wrong(y, theirs, want, rule)
         allowed = excused(case, inputs, name, y.detach(), theirs.detach())
         outcome.flags[name] = (bad if allowed is None else bad & ~allowed).any()
@@ -200,7 +201,7 @@ def _compare(
             outcome.flags[f"two backwards differ in {name[6:]}"] = _bits_differ(got[name], got[f"d_{name[6:]}"])
 
 
-def _rule(case: Case, inputs: Inputs, name: str, ref: dict[str, Tensor], y: Tensor) -> exactness.Rule:
+def _rule(case: Case, inputs: Inputs, name: str, ref: dict[str, Tensor], y: Tensor, first: Tensor) -> exactness.Rule:
     interpreted = interpreting()
     forward = not name.startswith(("d_", "dd_"))
     everything = tuple(range(y.dim())) or (0,)
@@ -234,7 +235,14 @@ def _rule(case: Case, inputs: Inputs, name: str, ref: dict[str, Tensor], y: Tens
     of_row = gradient_scale(case, inputs, ref)
     # torch's own way keeps the output in float32 there, ours as it was stored
     roundings = 2 if case.op == "masked_softmax" else 0
-    return exactness.Rule(dims, of_row, True, gradient_size(case), 3, roundings, interpreted, coarsest)
+    rule = exactness.Rule(dims, of_row, True, gradient_size(case), 3, roundings, interpreted, coarsest)
+    if case.op == "logsumexp":
+        extra = of_stored_logsumexp(case, inputs, ref, exactness.unit_roundoff(first.dtype, rule))
+        of_rows = extra.sum(dims, keepdim=True) if extra.dim() else extra
+        return dataclasses.replace(rule, extra=extra, extra_sum=of_rows)
+    if case.op == "token_logprobs" and (extra_of_row := of_scaled_logits(case, inputs)) is not None:
+        return dataclasses.replace(rule, extra=extra_of_row, extra_sum=2 * extra_of_row)
+    return rule
 
 
 def _bits_differ(a: Tensor, b: Tensor) -> Tensor:

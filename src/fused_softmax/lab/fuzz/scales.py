@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .draw import Case
+from .exactness import EPS
 from .inputs import Inputs
 
 
@@ -88,3 +89,29 @@ def _of_cross_entropy(case: Case, inputs: Inputs, loss: Tensor) -> Tensor:
         total = total if inputs.batch_dim is None else total / max(1, target.shape[0] if target.dim() else 1)
         scale = scale / total.double().clamp(min=1e-30)
     return scale.double()
+
+
+def of_stored_logsumexp(case: Case, inputs: Inputs, ref: dict[str, Tensor], roundoff: float) -> Tensor:
+    """What rounding the stored logsumexp does to each entry of its gradient g*exp(x - lse), ours and torch's.
+
+    An error d of lse is a factor of exp(d), and d is |lse| times one rounding of the output's dtype.
+    """
+    lse = ref["lse"].detach().double()
+    if not case.options.get("keepdim") and case.shape:
+        for d in sorted(case.dims):
+            lse = lse.unsqueeze(d + (inputs.batch_dim is not None))
+    if inputs.batch_dim is not None:
+        lse = lse.movedim(0, inputs.batch_dim)
+    error = (lse.abs().nan_to_num(0, 0, 0) * roundoff).expm1()
+    return ref["d_x"].detach().double().abs().nan_to_num(0, 0, 0) * error
+
+
+def of_scaled_logits(case: Case, inputs: Inputs) -> Tensor | None:
+    """What rounding the logits over their temperature does to an entry of their gradient; in a row's sum, twice that.
+
+    Ours multiplies by 1/temperature, so that x/temperature is rounded once more than torch's. A difference of two
+    logits is off by eps*|x/temperature| at most, and so is p relative to itself; the entries of p add up to 1.
+    """
+    size = input_scale(case, inputs)
+    factor = gradient_scale(case, inputs, {"": inputs.x})
+    return None if size is None or factor is None else EPS * size * factor
