@@ -36,7 +36,7 @@ def infinite_temperature(case: Case, inputs: Inputs, name: str, got: Tensor) -> 
     if name in ("d_x", "again_x"):
         of_x = rows.unsqueeze(-1).expand(x.shape)
         return of_x if inputs.batch_dim is None else of_x.movedim(0, inputs.batch_dim)
-    return rows.view(*rows.shape, *(1,) * (got.dim() - rows.dim()))
+    return rows.reshape((*rows.shape, *(1,) * (got.dim() - rows.dim())))
 
 
 def _nothing_counts(case: Case, inputs: Inputs) -> bool:
