@@ -310,3 +310,15 @@ def test_token_ids_without_values_are_not_asked_for_them():
     close(torch.func.vmap(fs.token_logprobs)(x, ids), fs.token_logprobs(x, ids))
     with FakeTensorMode() as mode:
         assert fs.token_logprobs(mode.from_tensor(x), mode.from_tensor(ids)).shape == (3,)
+
+
+def test_vmap_of_entropies_with_hidden_tokens():
+    """0*log(0) is 0 under an upstream gradient above 1 too."""
+    x = torch.tensor([[-0.5, -torch.inf, -torch.inf], [1.0, 2.0, -3e38]], requires_grad=True)
+    ids = torch.tensor([[1], [2]])
+    entropy = torch.vmap(lambda t, i: fs.token_logprobs(t, i, return_entropy=True).entropy)(x[:, None], ids)
+    (dx,) = torch.autograd.grad(entropy, x, torch.full_like(entropy, 3.0))
+    wide = x.detach().double().clamp(min=-1e4).requires_grad_()
+    p = torch.softmax(wide, -1)
+    (want,) = torch.autograd.grad(-(p * p.clamp(min=1e-300).log()).sum(-1), wide, torch.full((2,), 3.0).double())
+    torch.testing.assert_close(dx.double(), want, atol=1e-6, rtol=1e-5)

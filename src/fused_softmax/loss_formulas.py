@@ -119,9 +119,16 @@ def statistics(
     lse = torch.logsumexp(z, -1)
     log_p = torch.log_softmax(z, -1)
     picked = None if token_ids is None else log_p.gather(-1, token_ids)
-    # p*log(p) is 0 where p is
-    entropies = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1) if entropy else None
+    entropies = -(log_p.exp() * _bounded(log_p)).sum(-1) if entropy else None
     return lse, entropies, picked
+
+
+def _bounded(log_p: Tensor) -> Tensor:
+    """log(p) as a factor of p: 0*log(0) is 0, and so is its gradient, whatever it is multiplied by.
+
+    exp(-1e4) is 0 in float64 too; the dtype's least number would become infinite by an upstream gradient above 1.
+    """
+    return log_p.clamp(min=-1e4)
 
 
 def statistics_and_moments(
@@ -160,7 +167,7 @@ def statistics_gradient(
         g_picked = g_picked.to(p.dtype)
         dz = (dz - p * g_picked.sum(-1, keepdim=True)).scatter_add(-1, ids, g_picked)
     if g_entropy is not None:
-        log_p = log_p.clamp(min=torch.finfo(log_p.dtype).min)
+        log_p = _bounded(log_p)
         dz = dz - g_entropy.unsqueeze(-1) * p * (log_p - (p * log_p).sum(-1, keepdim=True))
     return (dz * by_row).to(x.dtype)
 

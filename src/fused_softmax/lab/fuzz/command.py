@@ -22,7 +22,8 @@ def fuzz(
     per_cell: int | None, columns: str, seed: int, workers: int, record: Path | None, sanitize: str, replayed: str,
     stop: bool, huge: bool,
 ) -> int:  # fmt: skip
-    """The exit status: 0 where nothing is wrong, 1 where a case is, 2 where the request is no request."""
+    """The exit status: 0 where nothing is wrong, 1 where a case is, 2 where the request is no request, 130 where it was
+    interrupted."""
     console = Console(width=None if sys.stdout.isatty() else 150)
     from . import record as records
     from . import replay
@@ -49,7 +50,7 @@ def fuzz(
         ops, ways, dtypes, seconds, cases, per_cell, seed, workers, limits, record, huge, stop
     )  # fmt: skip
     findings = run(request, console)
-    return int(bool(findings.wrong.total()))
+    return 130 if findings.interrupted else int(bool(findings.wrong.total()))
 
 
 def _known(option: str, given: Sequence[str], allowed: Sequence[str]) -> None:

@@ -35,6 +35,9 @@ class Rule:
     roundings: int = 0  # of numbers of the row's scale, in the output's dtype, by torch's formulas
     interpreted: bool = False
     coarsest: torch.dtype | None = None  # a dtype that a gradient went through
+    # allowed beside all this, for each element (broadcasts) and, added up, for a row
+    extra: Tensor | None = None
+    extra_sum: Tensor | None = None
 
 
 def rounding(dtype: torch.dtype, rule: Rule) -> float:
@@ -43,6 +46,11 @@ def rounding(dtype: torch.dtype, rule: Rule) -> float:
     if dtype == torch.bfloat16 and rule.interpreted:
         return eps
     return eps / 2 if dtype in (torch.float16, torch.bfloat16) else 0.0
+
+
+def unit_roundoff(dtype: torch.dtype, rule: Rule) -> float:
+    """What one rounding to any dtype costs, as a part of the number; `rounding` leaves float32's to the 4 x eps."""
+    return rounding(dtype, rule) or torch.finfo(dtype).eps / 2
 
 
 def wrong(got: Tensor, own: Tensor, ref: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -77,6 +85,8 @@ def wrong(got: Tensor, own: Tensor, ref: Tensor, rule: Rule) -> tuple[Tensor, Te
     if rule.interpreted and torch.bfloat16 in (dtype, coarsest):
         allowed = allowed + (rule.stores - 1) * torch.finfo(torch.bfloat16).eps * scale
     allowed = allowed + once * magnitude + tiny
+    if rule.extra is not None:
+        allowed = allowed + rule.extra
     same = (got == own) | (got.isnan() & own.isnan())
     bad = ~((error <= allowed) | same)
     excess = error / allowed
@@ -88,5 +98,8 @@ def wrong(got: Tensor, own: Tensor, ref: Tensor, rule: Rule) -> tuple[Tensor, Te
         n = 1
         for d in rule.dims:
             n *= ref.shape[d]
-        bad = bad | (total > 2 * of_own + steps * size + 64 * eps * scale + n * tiny) & finite
+        most = 2 * of_own + steps * size + 64 * eps * scale + n * tiny
+        if rule.extra_sum is not None:
+            most = most + rule.extra_sum
+        bad = bad | (total > most) & finite
     return bad, excess

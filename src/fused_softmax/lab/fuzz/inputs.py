@@ -95,6 +95,8 @@ def _output(case: Case, inputs: Inputs, device: str) -> Placed:
     if "dtype" in case.options:
         dtype = getattr(torch, case.options["dtype"])
     of_x = inputs.placed["x"]
+    if case.layout[0] == "overlapping" and kind in ("same", "transposed"):
+        kind = "fresh"  # elements of an output that share memory have no defined value, and torch sees only stride 0
     if kind == "same" and shape == x.shape:
         return Placed(x.detach(), of_x.buffer, of_x.before)
     if kind == "transposed" and x.dim() > 1 and shape == x.shape and shape[0] == shape[-1]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from random import Random
 
 from .draw import Case
@@ -34,23 +35,48 @@ else:
 """
 
 
-def run_isolated(seed: int) -> Report:
-    """Targets outside the classes, PROCESSES of them."""
-    rng, report = Random(seed), Report()
-    for _ in range(PROCESSES):
-        n = rng.choice((7, 1000, 32000, 128256))
-        bad = rng.choice((n, -1, n + 5, 1 << 40))
-        dtype, gradient = rng.choice(("float32", "bfloat16", "float16")), rng.random() < 0.5
-        direction = "gradient" if gradient else "forward"
-        case = Case("cross_entropy", "function", dtype, (9, n), (1,), direction=direction, options={"bad_target": bad})
-        text = _PROGRAM.format(n=n, rows=9, bad=bad, dtype=dtype, gradient=gradient)
-        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300)
-        report.cases[case.cell] += 1
-        said = done.stdout.split()
-        if said[:1] == ["ready"] and said[1:] == ["asserted"]:
-            report.errors[case.cell] += 1
-        else:
+class Isolated:
+    """PROCESSES targets outside the classes, all started at once; `report` waits for them."""
+
+    def __init__(self, seed: int) -> None:
+        rng = Random(seed)
+        self.running: list[tuple[Case, int, subprocess.Popen[str]]] = []
+        for _ in range(PROCESSES):
+            n = rng.choice((7, 1000, 32000, 128256))
+            bad = rng.choice((n, -1, n + 5, 1 << 40))
+            dtype, gradient = rng.choice(("float32", "bfloat16", "float16")), rng.random() < 0.5
+            direction = "gradient" if gradient else "forward"
+            case = Case(
+                "cross_entropy", "function", dtype, (9, n), (1,), direction=direction, options={"bad_target": bad}
+            )
+            text = _PROGRAM.format(n=n, rows=9, bad=bad, dtype=dtype, gradient=gradient)
+            command = [sys.executable, "-c", text]
+            self.running.append(
+                (case, n, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            )
+
+    def report(self, seconds: float) -> Report:
+        """What they gave; one that has not ended after `seconds` is ended, and counts as no case."""
+        report, end = Report(), time.monotonic() + seconds
+        for case, n, process in self.running:
+            try:
+                stdout, stderr = process.communicate(timeout=max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.stop()
+                return report
+            report.cases[case.cell] += 1
+            said = stdout.split()
+            if said[:1] == ["ready"] and said[1:] == ["asserted"]:
+                report.errors[case.cell] += 1
+                continue
             report.wrong[case.cell] += 1
-            text = json.dumps([done.stdout[-300:], done.stderr[-300:]])
-            report.failures.append(Failure(case.to_json(), [f"target {bad} of {n}: {text}"], case.to_json()))
-    return report
+            what = json.dumps([stdout[-300:], stderr[-300:]])
+            problem = f"target {case.options['bad_target']} of {n}: {what}"
+            report.failures.append(Failure(case.to_json(), [problem], case.to_json()))
+        return report
+
+    def stop(self) -> None:
+        for _, _, process in self.running:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()

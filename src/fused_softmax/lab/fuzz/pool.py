@@ -1,33 +1,35 @@
-"""Processes that run units, and survive the death of any of them."""
+"""Processes that run units and shrinkings, and survive the death of any of them."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from .draw import Case
-from .worker import Failure, Report, Unit, prepare, run_unit
+from .worker import Failure, Lost, Report, Task, Unit, perform, prepare
 
 _SPAWN = multiprocessing.get_context("spawn")
+GRACE = 5.0  # seconds after a task's end that a case may still take
 
 
 def _serve(pipe: Connection, device: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session ends its processes
     # inductor would start processes of its own, which a daemon may not have
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     prepare(device)
-    while True:
+    while (task := _received(pipe)) is not None:
         try:
-            unit = pipe.recv()
-        except EOFError:
+            for reply in perform(task, pipe.send):
+                pipe.send(reply)
+            pipe.send(None)
+        except Lost:
             return
-        if unit is None:
-            return
-        try:
-            pipe.send(run_unit(unit, lambda case: pipe.send(case)))
         except Exception as error:
             # a lost CUDA context, or a mistake of the fuzzer's own: the process ends, the unit is run again with care
             pipe.send(f"!{type(error).__name__}: {error}")
@@ -40,77 +42,112 @@ class _Worker:
         self.process = _SPAWN.Process(target=_serve, args=(theirs, device), daemon=True)
         self.process.start()
         theirs.close()
-        self.unit: Unit | None = None
+        self.task: Task | None = None
         self.last = ""
 
-    def give(self, unit: Unit) -> None:
-        self.unit, self.last = unit, ""
-        self.pipe.send(unit)
-
-    def stop(self) -> None:
-        try:
-            self.pipe.send(None)
-            self.process.join(2)
-        except (BrokenPipeError, OSError):
-            pass
-        if self.process.is_alive():
-            self.process.terminate()
-        self.process.join(5)
-        self.pipe.close()
+    def give(self, task: Task | None) -> None:
+        self.task, self.last = task, ""
+        if task is not None:
+            self.pipe.send(task)
 
 
-def run_units(units: Iterable[Unit], workers: int, device: str) -> Iterator[Report]:
-    """The report of each unit, as they come. With one worker and no GPU, in this process."""
-    if workers <= 1 and device == "cpu":
-        prepare(device)
-        for unit in units:
-            yield run_unit(unit)
-        return
-    pending = iter(units)
-    again: list[Unit] = []
-    alive = [_Worker(device) for _ in range(max(1, workers))]
-    try:
-        for worker in alive:
-            _next(worker, again, pending)
-        while busy := [w for w in alive if w.unit is not None]:
-            for pipe in wait([w.pipe for w in busy]):
-                worker = next(w for w in busy if w.pipe is pipe)
-                message, given = _received(worker), worker.unit
-                assert given is not None
-                if isinstance(message, str) and not message.startswith("!"):
+class Pool:
+    """`workers` processes; with one worker and no GPU, this process."""
+
+    def __init__(self, workers: int, device: str) -> None:
+        self.device = device
+        here = workers <= 1 and device == "cpu"
+        if here:
+            prepare(device)
+        self.workers = [] if here else [_Worker(device) for _ in range(max(1, workers))]
+
+    def run(self, tasks: Iterable[Task], end: float | None = None) -> Iterator[Report | Failure]:
+        """What each task gives, as it comes; after `end` (time.monotonic) no task is begun, and after GRACE more
+        seconds those that still run are given up."""
+        pending = iter(tasks)
+        again: list[Task] = []
+
+        def following() -> Task | None:
+            if end is not None and time.monotonic() > end:
+                return None
+            return again.pop() if again else next(pending, None)
+
+        if not self.workers:
+            while (task := following()) is not None:
+                yield from perform(task, None)
+            return
+        for worker in self.workers:
+            worker.give(following())
+        while busy := [w for w in self.workers if w.task is not None]:
+            left = None if end is None else max(0.0, end + GRACE - time.monotonic())
+            ready = wait([w.pipe for w in busy], left)
+            if not ready:
+                for worker in busy:
+                    self._replace(worker)
+                return
+            for pipe in ready:
+                worker = next(w for w in self.workers if w.pipe is pipe)
+                task = worker.task
+                assert task is not None
+                message = _received(worker.pipe, "")
+                if isinstance(message, str) and message and not message.startswith("!"):
                     worker.last = message
-                    continue
-                if isinstance(message, Report):
+                elif isinstance(message, Report):
+                    if isinstance(task, Unit):
+                        worker.task = task.without_first_way()
                     yield message
+                elif isinstance(message, Failure):
+                    yield message
+                elif message is None:
+                    worker.give(following())
                 else:
-                    if given.careful:
-                        yield _death(worker.last, message)
-                    else:
-                        again.append(replace(given, careful=True))
-                    worker.stop()
-                    alive[alive.index(worker)] = worker = _Worker(device)
-                _next(worker, again, pending)
-    finally:
-        for worker in alive:
-            worker.stop()
+                    if isinstance(task, Unit) and task.ways:
+                        if task.careful:
+                            yield _death(worker.last, message)
+                        else:
+                            again.append(replace(task, careful=True))
+                    self._replace(worker).give(following())
+
+    def _replace(self, worker: _Worker) -> _Worker:
+        """A fresh process in place of this one."""
+        _end([worker])
+        fresh = self.workers[self.workers.index(worker)] = _Worker(self.device)
+        return fresh
+
+    def close(self) -> None:
+        """End all processes: those that rest by themselves, so that a sanitizer can report."""
+        for worker in self.workers:
+            if worker.task is None:
+                try:
+                    worker.pipe.send(None)
+                except (BrokenPipeError, OSError):
+                    pass
+        end = time.monotonic() + 3.0
+        for worker in self.workers:
+            if worker.task is None:
+                worker.process.join(max(0.0, end - time.monotonic()))
+        _end(self.workers)
+        self.workers = []
 
 
-def _next(worker: _Worker, again: list[Unit], pending: Iterator[Unit]) -> None:
-    worker.unit = None
-    found = again.pop() if again else next(pending, None)
-    if found is not None:
-        worker.give(found)
+def _end(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.process.terminate()
+    for worker in workers:
+        worker.process.join(1)
+        if worker.process.is_alive():
+            worker.process.kill()
+        worker.pipe.close()
 
 
-def _received(worker: _Worker) -> Any:
+def _received(pipe: Connection, ended: Any = None) -> Any:
     try:
-        return worker.pipe.recv()
+        return pipe.recv()
     except (EOFError, ConnectionResetError):
-        worker.process.join(5)
-        return None
+        return ended
 
 
-def _death(case: str, message: str | None) -> Report:
+def _death(case: str, message: str) -> Report:
     """A failure of the case that a process died in."""
     if not case:
         raise RuntimeError(f"a fuzz process ended before its first case: {message or 'killed'}")

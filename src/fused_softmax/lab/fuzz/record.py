@@ -48,9 +48,14 @@ def check(path: Path) -> None:
             )
 
 
-def write(path: Path, request: Request, findings: Findings) -> None:
-    """Write the run, added to what the file has."""
+def read(path: Path) -> dict[str, Any] | None:
+    """What the file has before a run; None where there is none."""
     check(path)
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def write(path: Path, request: Request, findings: Findings, known: dict[str, Any] | None) -> None:
+    """Write the run, added to `known`, which the file had before it: a second write of a run replaces the first."""
     on_gpu = torch.cuda.is_available()
     head = asdict(header(torch.device("cuda" if on_gpu else "cpu"), interpreting()))
     rows = {
@@ -60,8 +65,7 @@ def write(path: Path, request: Request, findings: Findings) -> None:
     }  # fmt: skip
     reached = findings.reached
     failures = [{"problems": f.problems, "case": json.loads(f.smallest)} for f in findings.distinct]
-    if path.exists():
-        known = json.loads(path.read_text())
+    if known is not None:
         head = {**known["header"], "runs": [*known["header"].get("runs", [known["header"]["date"]]), head["date"]]}
         for row in known["rows"]:
             rows[row["op"], row["way"], row["dtype"]] = _sum(row, rows.get((row["op"], row["way"], row["dtype"])))

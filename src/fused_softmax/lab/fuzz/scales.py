@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .draw import Case
+from .exactness import EPS
 from .inputs import Inputs
 
 
@@ -40,9 +41,9 @@ def gradient_size(case: Case) -> float:
     return n * upstream_bound(case) * abs(float(case.options.get("scale", 1.0)))
 
 
-def gradient_scale(case: Case, inputs: Inputs, ref: dict[str, Tensor]) -> Tensor | None:
-    """Of each row of x's gradient, broadcasting to it; None where its largest entry says it."""
-    bound = upstream_bound(case)
+def gradient_scale(case: Case, inputs: Inputs, ref: dict[str, Tensor], bound: float | None = None) -> Tensor | None:
+    """Of each row of x's gradient, broadcasting to it; None where its largest entry says it. For |dy| up to `bound`."""
+    bound = upstream_bound(case) if bound is None else bound
     batched = inputs.batch_dim is not None
     y = next(iter(ref.values())).detach()
     if case.op in ("softmax", "masked_softmax", "log_softmax"):
@@ -88,3 +89,68 @@ def _of_cross_entropy(case: Case, inputs: Inputs, loss: Tensor) -> Tensor:
         total = total if inputs.batch_dim is None else total / max(1, target.shape[0] if target.dim() else 1)
         scale = scale / total.double().clamp(min=1e-30)
     return scale.double()
+
+
+def of_stored_logsumexp(case: Case, inputs: Inputs, ref: dict[str, Tensor], roundoff: float) -> Tensor:
+    """What rounding the stored logsumexp does to each entry of its gradient g*exp(x - lse), ours and torch's.
+
+    An error d of lse is a factor of exp(d), and d is |lse| times one rounding of the output's dtype.
+    """
+    lse = ref["lse"].detach().double()
+    if not case.options.get("keepdim") and case.shape:
+        for d in sorted(case.dims):
+            lse = lse.unsqueeze(d + (inputs.batch_dim is not None))
+    if inputs.batch_dim is not None:
+        lse = lse.movedim(0, inputs.batch_dim)
+    error = (lse.abs().nan_to_num(0, 0, 0) * roundoff).expm1()
+    return ref["d_x"].detach().double().abs().nan_to_num(0, 0, 0) * error
+
+
+def of_scaled_logits(case: Case, inputs: Inputs) -> Tensor | None:
+    """What rounding the logits over their temperature does to an entry of their gradient; in a row's sum, twice that.
+
+    Ours multiplies by 1/temperature, so that x/temperature is rounded once more than torch's. A difference of two
+    logits is off by eps*|x/temperature| at most, and so is p relative to itself; the entries of p add up to 1.
+    """
+    size = input_scale(case, inputs)
+    factor = gradient_scale(case, inputs, {"": inputs.x})
+    return None if size is None or factor is None else EPS * size * factor
+
+
+def second_scale(case: Case, inputs: Inputs, name: str, ref: dict[str, Tensor]) -> Tensor | None:
+    """Of the gradients of the gradient, dd_x and dd_g_*, for a probe h that hardly exceeds 4: one number.
+
+    With s the factor of x (masked_softmax's scale, token_logprobs' 1/temperature) the gradient is s*p*(dy - sum(dy*p)).
+    In dy that is linear, dd_g = s*p*(h - sum(h*p)), whatever dy is. In x it brings s again:
+    dd_x = s*p*(t - sum(t*p)) with t = s*(h*(dy - sum(dy*p)) - dy*sum(h*p)), where p and t are stored.
+    """
+    scale = gradient_scale(case, inputs, ref, 1.0 if name.startswith("dd_g") else None)
+    if scale is None or not scale.numel():
+        return None
+    largest = 4 * scale.nan_to_num(0, 0, 0).amax()
+    if name == "dd_x" and case.op == "masked_softmax":
+        return largest * abs(float(case.options.get("scale", 1.0)))
+    if name == "dd_x" and case.op == "token_logprobs":
+        factor = gradient_scale(case, inputs, ref, 1.0)
+        assert factor is not None
+        return largest * factor.nan_to_num(0, 0, 0)
+    return largest
+
+
+def of_summed_rows(case: Case, inputs: Inputs, y: Tensor, dy: Tensor, of_mask: Tensor, roundoff: float) -> Tensor:
+    """What the roundings of a 16-bit softmax do to a mask's gradient, which is a sum over the rows that share it.
+
+    A row adds p*(dy - D) with D = sum(dy*p). Each p is stored, and is off by u*p: that makes u*p*|dy - D| by the factor
+    and u*p*sum(|dy|*p) by D; the result is stored again: u*p*|dy - D|. Equal rows are off by the same, so that the sum
+    of the rows is off by the sum of these, not by its square root.
+    """
+    p, dims = y.detach().double().nan_to_num(0, 0, 0), (-1,)
+    dy = dy.detach().double()
+    if not p.dim():
+        return p.new_zeros(())
+    centered = (dy - (dy * p).sum(dims, keepdim=True)).abs()
+    of_rows = roundoff * p * (2 * centered + (dy.abs() * p).sum(dims, keepdim=True))
+    items = of_mask.shape[:1] if inputs.batch_dim is not None else ()
+    own = of_mask.shape[len(items) :]
+    aligned = (*items, *(1,) * (p.dim() - len(items) - len(own)), *own)
+    return of_rows.sum_to_size(aligned).view(of_mask.shape)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -9,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,15 +24,21 @@ from fused_softmax.lab.registry import OPS
 from . import record
 from .draw import DTYPES, Budget, Case, draw_class
 from .huge import run_huge
-from .isolated import run_isolated
-from .pool import run_units
+from .isolated import Isolated
+from .pool import Pool
 from .program import program
-from .worker import Failure, Report, Unit
+from .worker import Failure, Report, Shrinking, Unit
 
 # cases of one class and way: eager ones share what was compiled, the others compile or capture for each
 PER_CLASS = 16
 PER_CLASS_INTERPRETED = 4
 SLOW_WAYS = ("compile", "cuda_graph")
+# after drawing: how long failures are made smaller, as a part of a run's seconds, for each kind and where no seconds
+# are given; and how many kinds are
+SHRINK_PART = 0.15
+SHRINK_SECONDS = 5.0
+SHRINK_UNLIMITED = 60.0
+SHRINK_KINDS = 60
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,7 @@ class Findings:
     errors: Counter = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
     reached: set[tuple[str, str]] = field(default_factory=set)
+    interrupted: bool = False
 
     def add(self, report: Report) -> None:
         for name in ("cases", "wrong", "errors"):
@@ -78,6 +89,20 @@ class Findings:
                 found[failure.signature] = failure
         return list(found.values())
 
+    def replace(self, smaller: Failure) -> None:
+        """Put a failure that was made smaller in the place of the one that was drawn."""
+        self.failures = [smaller if f.case == smaller.case else f for f in self.failures]
+
+    @property
+    def counts(self) -> Counter:
+        """How many cases are wrong, by op, way, dtype and problem; a case with two problems counts for each."""
+        found: Counter = Counter()
+        for failure in self.failures:
+            case = Case.from_json(failure.case)
+            for problem in failure.problems:
+                found[case.op, case.way, case.dtype, problem.split("\n")[0][:100]] += 1
+        return found
+
 
 def ways_of(op: str, request: Request, device: str) -> tuple[str, ...]:
     return tuple(
@@ -87,7 +112,7 @@ def ways_of(op: str, request: Request, device: str) -> tuple[str, ...]:
     )
 
 
-def units(request: Request, device: str, budget: Budget) -> Iterator[Unit]:
+def units(request: Request, device: str, budget: Budget, end: float = math.inf) -> Iterator[Unit]:
     """Classes in turn over ops and dtypes, until the counts that are asked for are reached."""
     per_class = PER_CLASS if device == "cuda" else PER_CLASS_INTERPRETED
     drawn: Counter = Counter()
@@ -115,32 +140,79 @@ def units(request: Request, device: str, budget: Budget) -> Iterator[Unit]:
                     wanted.append((way, n))
             if wanted:
                 given += 1
-                yield Unit(of, tuple(wanted), budget, device)
+                yield Unit(of, tuple(wanted), budget, device, end=end)
         if not given:
             return
 
 
 def run(request: Request, console: Console) -> Findings:
-    """Run, print what is wrong as it is found, the table, and what was not reached; write the record."""
+    """Draw and judge; write the record; make smaller what failed; print it, the table, and what was not reached.
+
+    A run of `seconds` ends after 1.2 of them and some 15 more. An interrupt or SIGTERM ends the drawing, and the rest
+    follows, but for the shrinking.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     budget = Budget() if device == "cuda" else Budget.interpreted()
     seconds = request.seconds
     if seconds is None and request.cases is None and request.per_cell is None:
         seconds = 60.0
     start = time.monotonic()
-    findings, shown = Findings(), set()
+    known = record.read(request.record) if request.record is not None else None
+    findings = Findings()
+    handler = _terminates_as_an_interrupt()
+    pool = Pool(request.workers, device)
+    isolated = None
+    if device == "cuda" and "cross_entropy" in (request.ops or OPS) and not request.columns:
+        isolated = Isolated(request.seed)
+    try:
+        try:
+            _draw(request, findings, pool, budget, start, seconds, console)
+            if isolated is not None:
+                findings.add(isolated.report(300.0 if seconds is None else 5.0))
+            if request.huge and device == "cuda":
+                findings.add(run_huge(request.ops or tuple(OPS), request.seed))
+        except KeyboardInterrupt:
+            findings.interrupted = True
+        if request.record is not None:
+            record.write(request.record, request, findings, known)
+        if not findings.interrupted:
+            try:
+                _shrink(findings, pool, SHRINK_UNLIMITED if seconds is None else SHRINK_PART * seconds)
+            except KeyboardInterrupt:
+                findings.interrupted = True
+    finally:
+        pool.close()
+        if isolated is not None:
+            isolated.stop()
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+    for failure in findings.distinct:
+        show(failure, console)
+    if request.record is not None:
+        record.write(request.record, request, findings, known)
+        console.print(f"recorded in {request.record}", markup=False)
+    summarize(request, findings, time.monotonic() - start, console)
+    return findings
 
-    def until_the_end() -> Iterator[Unit]:
-        for unit in units(request, device, budget):
-            if seconds is not None and time.monotonic() - start > seconds:
-                return
+
+def _draw(
+    request: Request, findings: Findings, pool: Pool, budget: Budget, start: float, seconds: float | None,
+    console: Console,
+) -> None:  # fmt: skip
+    """Run units until the end, adding what they give; each kind of failure is named when it is first seen."""
+    end = math.inf if seconds is None else start + seconds
+    shown = set()
+
+    def until_the_first() -> Iterator[Unit]:
+        for unit in units(request, pool.device, budget, end):
             if request.stop_at_first and findings.failures:
                 return
             yield unit
 
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("fuzzing", total=seconds)
-        for report in run_units(until_the_end(), request.workers, device):
+        for report in pool.run(until_the_first(), None if seconds is None else end):
+            assert isinstance(report, Report)
             findings.add(report)
             elapsed = time.monotonic() - start
             progress.update(
@@ -150,30 +222,48 @@ def run(request: Request, console: Console) -> Findings:
             for failure in report.failures:
                 if failure.signature not in shown:
                     shown.add(failure.signature)
-                    show(failure, console)
-    if device == "cuda" and "cross_entropy" in (request.ops or OPS) and not request.columns:
-        findings.add(run_isolated(request.seed))
-    if request.huge and device == "cuda":
-        report = run_huge(request.ops or tuple(OPS), request.seed)
-        findings.add(report)
-        for failure in report.failures:
-            console.print(f"WRONG {failure.case}: {'; '.join(failure.problems)}", markup=False, soft_wrap=True)
-    summarize(request, findings, time.monotonic() - start, console)
-    if request.record is not None:
-        record.write(request.record, request, findings)
-        console.print(f"recorded in {request.record}", markup=False)
-    return findings
+                    console.print("\n".join(described(failure)), markup=False, highlight=False, soft_wrap=True)
 
 
-def show(failure: Failure, console: Console) -> None:
-    """A failure: what is wrong, its seed, and a program that shows it."""
+def _shrink(findings: Findings, pool: Pool, seconds: float) -> None:
+    """Make one failure of each kind smaller, as long as there is time."""
+    end = time.monotonic() + seconds
+    # what ends its process would end another with each step
+    kinds = [f for f in findings.distinct if not f.problems[0].startswith("ends the process")]
+    kinds = [f for f in kinds if "bad_target" not in f.case][:SHRINK_KINDS]
+    tasks = (Shrinking(failure, pool.device, SHRINK_SECONDS, end) for failure in kinds)
+    for smaller in pool.run(tasks, end):
+        assert isinstance(smaller, Failure)
+        findings.replace(smaller)
+
+
+def _terminates_as_an_interrupt() -> Any:
+    """From now on SIGTERM is a KeyboardInterrupt; returns what it was, None where only the main thread may say so."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    return signal.signal(signal.SIGTERM, interrupt)
+
+
+def described(failure: Failure) -> list[str]:
+    """What is wrong with which case."""
     case = Case.from_json(failure.smallest)
     lines = [
         f"WRONG {case.op}, {case.way}, {case.dtype}, {case.shape}, {case.direction}: {'; '.join(failure.problems)}"
     ]
     if failure.excess:
         lines.append(f"  error over what is allowed: {failure.excess}")
-    lines += [f"  replay: fused-softmax fuzz --replay '{failure.smallest}'", *(f"    {line}" for line in program(case))]
+    return [*lines, f"  replay: fused-softmax fuzz --replay '{failure.smallest}'"]
+
+
+def show(failure: Failure, console: Console) -> None:
+    """A failure: what is wrong, its seed, and a program that shows it."""
+    lines = described(failure)
+    if "bad_target" not in failure.case:  # those have a program of their own
+        lines += [f"    {line}" for line in program(Case.from_json(failure.smallest))]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -193,5 +283,8 @@ def summarize(request: Request, findings: Findings, seconds: float, console: Con
     console.print(f"reached {total - len(missing)} of {total} kernels, regimes and flags", markup=False)
     if missing:
         console.print("not reached: " + ", ".join(missing), markup=False, soft_wrap=True)
+    for kind, n in findings.counts.most_common():
+        console.print(f"  {n} wrong: {', '.join(kind)}", markup=False, highlight=False, soft_wrap=True)
     found = f"{findings.cases.total()} cases, {findings.wrong.total()} wrong ({len(findings.distinct)} kinds)"
-    console.print(f"seed {request.seed}: {found}, {seconds:.0f} s", markup=False)
+    ended = ", interrupted" if findings.interrupted else ""
+    console.print(f"seed {request.seed}: {found}, {seconds:.0f} s{ended}", markup=False)

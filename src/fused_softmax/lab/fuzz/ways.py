@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -159,20 +161,38 @@ def run(case: Case, call: Function, inputs: Inputs, upstream: Upstream, *, twice
 
 def run_graph(case: Case, inputs: Inputs, upstream: Upstream) -> dict[str, Tensor]:
     """`run`, captured in a CUDA graph with other numbers in x, and replayed with the case's."""
-    x, others = inputs.placed["x"], make(case, "cuda", other_values=True).placed["x"]
-    values = x.buffer.clone()
-    x.buffer.copy_(others.buffer)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(case, case.spec.function, inputs, upstream)  # compiles
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run(case, case.spec.function, inputs, upstream)
-    x.buffer.copy_(values)
+    placed = inputs.placed["x"]
+    values = placed.buffer.clone()
+    placed.buffer.copy_(make(case, "cuda", other_values=True).placed["x"].buffer)
+    try:
+        inputs = _own_leaves(inputs)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run(case, case.spec.function, inputs, upstream)  # compiles
+        torch.cuda.current_stream().wait_stream(stream)
+        gc.collect()  # torch.cuda.graph no longer does; what is destroyed within a capture may end it
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = run(case, case.spec.function, inputs, upstream)
+    finally:
+        placed.buffer.copy_(values)
     for t in results.values():
         if t.is_floating_point():
             t.detach().fill_(float("nan"))
     graph.replay()
     return {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in results.items()}
+
+
+def _own_leaves(inputs: Inputs) -> Inputs:
+    """The same memory, in tensors that no other graph holds.
+
+    autograd sends a leaf's gradient to the stream that the leaf was first used on, as long as a graph holds it: torch's
+    own results, which were computed on the default stream, do, and a capture must not wait for that stream.
+    """
+
+    def fresh(t: Any) -> Any:
+        return t.detach().requires_grad_() if isinstance(t, Tensor) and t.requires_grad else t
+
+    arguments = {name: fresh(value) for name, value in inputs.arguments.items()}
+    return dataclasses.replace(inputs, x=fresh(inputs.x), arguments=arguments)

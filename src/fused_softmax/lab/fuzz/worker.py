@@ -1,12 +1,13 @@
-"""A process that runs draw classes, judges their cases and shrinks what fails."""
+"""What a fuzz process does: run the cases of draw classes and judge them; make a failing case smaller."""
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,11 +16,10 @@ from fused_softmax.device import interpreting
 
 from . import coverage, interpreter, ways
 from .draw import Budget, Case, DrawClass, draw_cases
-from .judge import evaluate, resolve
+from .judge import Outcome, evaluate, resolve
 from .shrink import shrink
 
 AT_ONCE = 16  # cases that wait for the device together
-SHRINK_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ class Unit:
     budget: Budget
     device: str
     careful: bool = False  # each case is announced first: it may end the process
+    end: float = math.inf  # time.monotonic() after which no case is begun
+
+    def without_first_way(self) -> Unit:
+        return replace(self, ways=self.ways[1:])
 
 
 @dataclass
@@ -60,6 +64,23 @@ class Report:
     reached: set[tuple[str, str]] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class Shrinking:
+    """A failure that is to be made smaller, for `seconds` at most."""
+
+    failure: Failure
+    device: str
+    seconds: float
+    end: float = math.inf
+
+
+Task = Unit | Shrinking
+
+
+class Lost(Exception):
+    """A CUDA graph's capture failed: what follows in this process may fail for that reason alone."""
+
+
 _shown: Counter = Counter()
 
 
@@ -77,47 +98,67 @@ def prepare(device: str) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def run_unit(unit: Unit, announce: Callable[[str], Any] | None = None) -> Report:
-    """Run every way of a class; `announce` is told of each case first where the unit is careful."""
-    report = Report()
+def perform(task: Task, announce: Callable[[str], Any] | None) -> Iterator[Report | Failure]:
+    """Do a task: a report for each way of a unit, or the failure made smaller."""
+    if isinstance(task, Shrinking):
+        yield smaller(task)
+    else:
+        yield from run_unit(task, announce)
+
+
+def run_unit(unit: Unit, announce: Callable[[str], Any] | None = None) -> Iterator[Report]:
+    """Run a class, with a report for each way; `announce` is told of each case first where the unit is careful."""
     at_once = 1 if unit.careful or unit.device == "cpu" else AT_ONCE
     for way, count in unit.ways:
-        start = time.perf_counter()
-        waiting, cell = [], (unit.of.op, way, unit.of.dtype)
+        report, start = Report(), time.perf_counter()
+        waiting, cell, lost = [], (unit.of.op, way, unit.of.dtype), False
         for case in draw_cases(unit.of, way, count, unit.budget):
+            if time.monotonic() > unit.end:
+                break
             if announce is not None and unit.careful:
                 announce(case.to_json())
             waiting.append(evaluate(case, unit.device))
+            lost = lost or waiting[-1].lost
+            if lost:
+                break
             if len(waiting) >= at_once:
-                _settle(report, waiting, cell, unit)
+                _settle(report, waiting, cell)
                 waiting = []
-        _settle(report, waiting, cell, unit)
+        _settle(report, waiting, cell)
         report.seconds[cell] = report.seconds.get(cell, 0.0) + time.perf_counter() - start
+        report.reached = set(coverage.reached)
+        yield report
+        if lost:
+            raise Lost
     ways.forget_compiled()
-    report.reached = set(coverage.reached)
-    return report
 
 
-def _settle(report: Report, waiting: list[Any], cell: tuple[str, str, str], unit: Unit) -> None:
+def _settle(report: Report, waiting: list[Any], cell: tuple[str, str, str]) -> None:
     for outcome, found in zip(waiting, resolve(waiting), strict=True):
         report.cases[cell] += 1
         report.errors[cell] += bool(outcome.error)
         if found:
             report.wrong[cell] += 1
-            report.failures.append(_failure(outcome.case, found, unit))
+            report.failures.append(_failure(outcome, found))
 
 
-def _failure(case: Case, found: list[str], unit: Unit) -> Failure:
-    failure = Failure(case.to_json(), found, case.to_json())
+def _failure(outcome: Outcome, found: list[str]) -> Failure:
+    text = outcome.case.to_json()
+    failure = Failure(text, found, text)
     _shown[failure.signature] += 1
-    if _shown[failure.signature] > 1 or unit.careful:
-        return failure
-    first = found[0].split(":")[0][:40]
-
-    def fails(smaller: Case) -> bool:
-        return any(p.startswith(first) for p in evaluate(smaller, unit.device).found())
-
-    smallest = shrink(case, fails, SHRINK_SECONDS)
-    outcome = evaluate(smallest, unit.device)
-    failure.smallest, failure.excess = smallest.to_json(), outcome.largest_excess()
+    if _shown[failure.signature] == 1:
+        failure.excess = outcome.largest_excess()
     return failure
+
+
+def smaller(task: Shrinking) -> Failure:
+    """The failure with the smallest case that was found to fail in the same way."""
+    failure, first = task.failure, task.failure.problems[0].split(":")[0][:40]
+
+    def fails(case: Case) -> bool:
+        return any(p.startswith(first) for p in evaluate(case, task.device).found())
+
+    smallest = shrink(Case.from_json(failure.case), fails, min(task.seconds, task.end - time.monotonic()))
+    if smallest.to_json() == failure.case:
+        return failure
+    return replace(failure, smallest=smallest.to_json(), excess=evaluate(smallest, task.device).largest_excess())
