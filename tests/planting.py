@@ -62,12 +62,12 @@ DEFECTS = (
     ),
     Defect(
         "16-bit accumulation", "resident.py",
-        "        s += tl.sum(e, 2)\n", "        s += tl.sum(e.to(tl.float16), 2).to(tl.float32)\n", "softmax",
+        "        s += sum_of_vectors(e, PTX)\n", "        s += tl.sum(e.to(tl.float16), 2).to(tl.float32)\n", "softmax",
         columns=(64, 3000),
     ),
     Defect(
         "a row guard left out", "resident.py",
-        "    if ROWS > 1:\n        width = tl.where(row < n_rows, width, 0)\n\n    # each lane's own maximum",
+        "    if ROWS > 1:\n        width = width_if(row < n_rows, width)\n\n    # each lane's own maximum",
         "    # each lane's own maximum", "softmax", way="out", columns=(2, 40),
     ),
     Defect(

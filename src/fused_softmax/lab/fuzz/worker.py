@@ -102,6 +102,8 @@ def perform(task: Task, announce: Callable[[str], Any] | None) -> Iterator[Repor
     """Do a task: a report for each way of a unit, or the failure made smaller."""
     if isinstance(task, Shrinking):
         yield smaller(task)
+        if Case.from_json(task.failure.case).way == "cuda_graph" and announce is not None:
+            raise Lost  # captures failed in this process
     else:
         yield from run_unit(task, announce)
 
