@@ -462,8 +462,8 @@ def test_empty_logits(shape):
     judge(lambda x, ids: fs.token_logprobs(x, ids, return_entropy=True), x, ids)
     judge(lambda x: fs.masked_softmax(x, fully_masked="zero"), x)
     double = torch.empty(0, 5, dtype=torch.float64)
-    loss, lse = ops.cross_entropy(double, ids.new_empty(0), *fields("mean", 5))
-    assert loss.isnan() and lse.shape == (0,)
+    loss, moments = ops.cross_entropy(double, ids.new_empty(0), *fields("mean", 5))
+    assert loss.isnan() and moments.shape == (0, 2)
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------------

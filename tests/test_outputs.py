@@ -118,3 +118,11 @@ def test_what_the_strides_say():
     assert may_write_while_reading(t[:0], t)
     assert not may_write_while_reading(t[:2], t[1:3])
     assert not may_write_while_reading(t[0].t(), t[0, :, :6])
+
+
+def test_an_output_whose_strides_do_not_fold(poisoned_memory):
+    """Four dimensions of rows that the strided kernel cannot walk at once: through new memory."""
+    x = torch.randn(2, 3, 2, 4, 5).permute(3, 1, 2, 0, 4)
+    out = torch.empty(2, 3, 4, 2, 5).permute(2, 1, 3, 0, 4)
+    assert fs.softmax(x, -1, out=out) is out
+    torch.testing.assert_close(out, torch.softmax(x, -1))

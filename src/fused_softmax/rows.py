@@ -120,6 +120,10 @@ def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out:
     if x_rows is not None and y_rows is not None:
         launch_rows((x_rows, y_rows), log, invariant=row_invariance.get())
     else:
+        if len(_row_dims(x, y, dim)) > 3:
+            x = x.contiguous()
+        if len(_row_dims(x, y, dim)) > 3:  # the strides of `out` do not fold: into new memory first
+            return y.copy_(softmax_forward(x, dim, out_dtype, log))
         strided_launch(x, y, dim, log)()
     return y
 
@@ -158,16 +162,17 @@ def softmax_backward(
 STRIDED_TILE = 4096
 
 
+def _row_dims(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:
+    """(size, x's stride, y's stride) of as few dimensions as hold the rows of both; the strided kernel takes three."""
+    return _merge([(x.shape[d], x.stride(d), y.stride(d)) for d in range(x.dim()) if d != dim and x.shape[d] != 1])
+
+
 def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | None = None) -> Launch:
-    """The launch that takes x to y over a dim whose elements, or rows, lie anywhere; `device` stands in for x's own."""
-    dims = [(x.shape[d], x.stride(d), y.stride(d)) for d in range(x.dim()) if d != dim and x.shape[d] != 1]
-    merged = _merge(dims)
-    if len(merged) > 3:
-        x = x.contiguous()
-        merged = _merge(
-            [(x.shape[d], x.stride(d), y.stride(d)) for d in range(x.dim()) if d != dim and x.shape[d] != 1]
-        )
-        assert len(merged) <= 3
+    """The launch that takes x to y over a dim whose elements, or rows, lie anywhere; `device` stands in for x's own.
+
+    x and y have three dimensions of rows at most, as `_row_dims` counts them.
+    """
+    merged = _row_dims(x, y, dim)
     # the rows of a tile are the dimension whose neighbours in memory they are, or the innermost
     order = sorted(range(len(merged)), key=lambda i: (merged[i][1] == 1) + (merged[i][2] == 1))
     outer, middle, (n_rows, x_row, y_row) = ([(1, 0, 0)] * 3 + [merged[i] for i in order])[-3:]
