@@ -62,8 +62,8 @@ DEFECTS = (
     ),
     Defect(
         "16-bit accumulation", "resident.py",
-        "        s += sum_of_vectors(e, PTX)\n", "        s += tl.sum(e.to(tl.float16), 2).to(tl.float32)\n", "softmax",
-        columns=(64, 3000),
+        "        s += sum_of_vectors(e, IN_ORDER)\n", "        s += tl.sum(e.to(tl.float16), 2).to(tl.float32)\n",
+        "softmax", columns=(64, 3000),
     ),
     Defect(
         "a row guard left out", "resident.py",

@@ -168,8 +168,8 @@ def test_losses_of_a_row_do_not_depend_on_the_others(n_cols):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_masked_rows_at_any_place_on_request(causal):
-    # batches of 67 queries and columns, and of 3 of 1,001, start at every distance from a vector's boundary
-    shape = (67, 67) if causal else (3, 1001)
+    # batches of 35 queries and columns, and of 3 of 1,001, start at every distance from a vector's boundary
+    shape = (35, 35) if causal else (3, 1001)
     x, dy = (torch.randn(1, *shape).expand(8, *shape).contiguous() for _ in range(2))
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:

@@ -100,10 +100,10 @@ def test_a_masked_gradient_without_its_sum_or_its_zeros_is_wrong():
 
 def test_our_masked_gradient_is_causal_where_the_op_is(monkeypatch: pytest.MonkeyPatch):
     # its result alone does not say: what causality hides has y = 0, and so no gradient either way
-    asked: list[tuple[torch.Size, float, bool]] = []
+    asked: list[tuple[torch.Size, Tensor | None, float, bool]] = []
 
-    def backward(y: Tensor, dy: Tensor, scale: float, causal: bool) -> Tensor:
-        asked.append((y.shape, scale, causal))
+    def backward(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+        asked.append((y.shape, mask, scale, causal))
         return dy
 
     monkeypatch.setattr(masked, "_backward", backward)
@@ -111,7 +111,7 @@ def test_our_masked_gradient_is_causal_where_the_op_is(monkeypatch: pytest.Monke
         op = f"masked_softmax_{kind}_backward"
         (ours,) = (s for s in systems_for(op) if s.kind == "ours")
         ours.build()(*OPS[op].inputs(12, 4, torch.float32, CPU, 0))
-    assert asked == [((1, 3, 4, 4), 1.0, True), ((1, 3, 4, 4), 1.0, False)]
+    assert asked == [((1, 3, 4, 4), None, 1.0, True), ((1, 3, 4, 4), None, 1.0, False)]
 
 
 @pytest.mark.parametrize("op", [op for op in LOSSES if op.startswith("masked_softmax") and op.endswith("_backward")])

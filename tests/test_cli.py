@@ -284,24 +284,25 @@ def test_several_ops_are_recorded_in_a_file_each(tmp_path: Path):
 @pytest.mark.interpreted
 def test_random_widths_are_recorded_with_their_seed(tmp_path: Path):
     shape = ["--random-widths", "2", "--rows", "2", "--systems", "fused_softmax", "--out", str(tmp_path / "out")]
-    done = command("bench", "--op", "log_softmax_backward,masked_softmax_causal", *shape, "--seed", "5")
+    # this seed's widths are narrow, and so is the range of masked_softmax: the interpreter takes seconds for wide rows
+    done = command("bench", "--op", "log_softmax_backward,masked_softmax_causal", *shape, "--seed", "4")
     assert done.returncode == 0, done.stderr + done.stdout
     head, records = from_json((tmp_path / "out" / "results.json").read_text())
     drawn = {op: sorted({r.n_cols for r in records if r.op == op}) for op in dict.fromkeys(r.op for r in records)}
     assert {op: [w % 2 for w in sorted(widths)].count(1) for op, widths in drawn.items()} == dict.fromkeys(drawn, 1)
     assert drawn == {
-        op: sorted({c.n_cols for c in random_cases(op, 2, 5)})
+        op: sorted({c.n_cols for c in random_cases(op, 2, 4)})
         for op in ("log_softmax_backward", "masked_softmax_causal")
     }
-    assert head.seed == 5 and "--seed 5" in head.command and "seed 5" in done.stdout
+    assert head.seed == 4 and "--seed 4" in head.command and "seed 4" in done.stdout
     assert {(r.system, r.status) for r in records} == {("fused_softmax", "ok")} and all(
         r.error is not None for r in records
     )
-    done = command("bench", "--op", "cross_entropy_forward", *shape)
+    done = command("bench", "--op", "masked_softmax_causal", *shape)
     assert done.returncode == 0, done.stderr + done.stdout
     head, records = from_json((tmp_path / "out" / "results.json").read_text())
     assert head.seed is not None and f"seed {head.seed}" in done.stdout
-    assert {r.n_cols for r in records} == {c.n_cols for c in random_cases("cross_entropy_forward", 2, head.seed)}
+    assert {r.n_cols for r in records} == {c.n_cols for c in random_cases("masked_softmax_causal", 2, head.seed)}
 
 
 @pytest.mark.interpreted

@@ -175,14 +175,14 @@ def test_a_mean_of_weights_that_are_all_zero(smoothing):
 # --- softcap and scales of every size ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cap", [1e-30, 0.5, 5.0, 30.0, 1e4, 1e6, 1e7, 1e20, 3e38, 1e39, INF])
+@pytest.mark.parametrize("cap", [1e-30, 0.5, 5.0, 30.0, 1e4, 1e6, 1e7, 1e20, 3e38, 1e39, 1e300])
 def test_softcap_keeps_its_digits(cap):
     x = torch.randn(3, 200) * 4
     x[0, :4] = torch.tensor([0.0, -INF, 80.0, -80.0])
 
     def exact(x):
         hidden = x == -INF
-        z = cap * torch.tanh(x.masked_fill(hidden, 0.0) / cap) if cap < INF else x.masked_fill(hidden, 0.0)
+        z = cap * torch.tanh(x.masked_fill(hidden, 0.0) / cap)
         return F.cross_entropy(z.masked_fill(hidden, -INF), TARGET, reduction="none")
 
     for reduction in ("none", "mean"):

@@ -179,9 +179,12 @@ def test_sparse_and_nested_tensors_get_torchs_answer(ours, torchs):
 
 
 @both
-def test_symbolic_tracing_sees_torchs_function(ours, torchs):
+def test_symbolic_tracing_keeps_the_call(ours, torchs):
     traced = torch.fx.symbolic_trace(lambda x: ours(x, -1))
-    assert any(node.target is torchs for node in traced.graph.nodes)
+    (call,) = (node for node in traced.graph.nodes if node.op not in ("placeholder", "output"))
+    assert call.op == "call_function" and call.target is ours
+    x = torch.randn(2, 3)
+    close(traced(x), torchs(x, -1))
 
 
 @both
