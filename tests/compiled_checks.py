@@ -43,13 +43,14 @@ def check_strides_of_one() -> list[str]:
     import torch
 
     from fused_softmax.compiled import cross_compile
+    from fused_softmax.problem import DEVICES
     from fused_softmax.rows import strided_launch
 
     wrong = []
     for x, dim in ((torch.empty(9, 40)[:, ::2], 1), (torch.empty(20, 9).t(), 1), (torch.empty(9, 20), 0)):
         y = torch.empty(x.shape)
         try:
-            cross_compile(strided_launch(x, y, dim, False), "sm_90")
+            cross_compile(strided_launch(x, y, dim, False, DEVICES["sm_90"]), "sm_90")
         except Exception as error:
             wrong.append(f"strides {x.stride()} to {y.stride()}, dim {dim}: {str(error.__cause__ or error)[-200:]}")
     return wrong

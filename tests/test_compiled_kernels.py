@@ -3,7 +3,7 @@
 On sm_90 every kernel of the promised and the odd widths is compiled (bfloat16 and float32, softmax and its gradient,
 contiguous rows), elsewhere and for other dtypes, log_softmax and unaligned rows the hungriest of each kind: of kernels
 that differ in their length only, the longest. That is what FUSED_SOFTMAX_EXTENDED=1 compiles (make test-extended);
-without it there are three targets and contiguous rows. FUSED_SOFTMAX_ALL_KERNELS=1 compiles all there are,
+without it there are three targets, each with the hungriest. FUSED_SOFTMAX_ALL_KERNELS=1 compiles all there are,
 some 5,000.
 """
 
@@ -43,9 +43,7 @@ def chosen(target: str) -> list[Kernel]:
     if ALL:
         return kernels(target)
     plain = (SOFTMAX, GRADIENT)
-    if not EXTENDED:
-        return hungriest(kernels(target, PROMISED, PLAIN, plain, ["contiguous"]))
-    if target != "sm_90":
+    if target != "sm_90" or not EXTENDED:
         return hungriest(kernels(target, PROMISED, PLAIN, plain, ["contiguous", "shifted"]))
     out = kernels(target, WIDTHS, PLAIN, plain, ["contiguous"])
     out += hungriest(kernels(target, PROMISED, PLAIN, plain, ["shifted"]))

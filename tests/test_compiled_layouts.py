@@ -107,7 +107,8 @@ def test_masked_lines_are_warps(n_cols, causal, cols, mask, dtype):
 )
 def test_the_lines_of_masked_gradients_are_warps(n_cols, causal, mask):
     x = torch.empty(4, n_cols)
-    chosen = masked_rows._plan_backward(problem_of(x, x, x), SM_90)
+    planner = masked_rows._plan_backward if mask is None else masked_rows._plan_masked_backward
+    chosen = planner(problem_of(x, x, x), SM_90)
     assert chosen.ctas > 1
     if mask is not None and mask.dim() == 1:
         mask = mask.repeat(n_cols)

@@ -125,7 +125,8 @@ def test_masked_softmax_does_not_spill(n_cols, mask, causal):
 def test_masked_gradients_do_not_spill(n_cols, mask_cols, causal, dtype):
     x = torch.empty(4, n_cols, dtype=dtype)
     mask = None if mask_cols is None else torch.ones(2, n_cols if mask_cols else 1, dtype=torch.bool)
-    plan = masked_rows._plan_backward(problem_of(x, x, x), SM_90)
+    planner = masked_rows._plan_backward if mask is None else masked_rows._plan_masked_backward
+    plan = planner(problem_of(x, x, x), SM_90)
     read, of_mask, of_strides = masked_rows._described(mask, x.view(2, 2, n_cols), plan, x)
     numbers = (*masked_rows._order(x, 2, shared=False), *of_strides, 0.5)
     flags = (*of_mask, ("CAUSAL", causal))

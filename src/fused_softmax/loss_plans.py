@@ -138,5 +138,6 @@ def plan_masked(problem: Problem, device: Device, masked: bool) -> Plan:
         if chosen.chunks > MASKED_CHUNKS[held.backward] or chosen.regime == "stream":
             # by one program: Triton's planner of clusters gives up on this kernel's walk
             chosen = _steps(problem, device, 1, STREAM_WARPS, STREAM_CHUNKS // 2, "the row is walked twice in steps")
-    capped = problem.backward and chosen.ctas > 1 and chosen.chunks <= 4 and problem.itemsize == 2
+    # a mask, which is read where a row's sum is not finite, has no room under the cap
+    capped = problem.backward and not masked and chosen.ctas > 1 and chosen.chunks <= 4 and problem.itemsize == 2
     return replace(chosen, max_registers=MASKED_BACKWARD_REGISTERS if capped and chosen.vec == 8 else None)

@@ -39,6 +39,7 @@ def _planned(problem: Problem, device: Device, masked: bool, backward: bool) -> 
 _plan_unmasked = functools.lru_cache(functools.partial(_planned, masked=False, backward=False))
 _plan_masked = functools.lru_cache(functools.partial(_planned, masked=True, backward=False))
 _plan_backward = functools.lru_cache(functools.partial(_planned, masked=False, backward=True))
+_plan_masked_backward = functools.lru_cache(functools.partial(_planned, masked=True, backward=True))
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -150,7 +151,8 @@ def _backward_by_kernel(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float
     dx_rows = _rows(dx)
     invariant = rows.is_batch_invariant()
     problem = problem_of(y_rows, dy_rows, dx_rows, batch_invariant=invariant)
-    chosen = _plan_backward(problem, _device_of(y))
+    planner = _plan_backward if mask is None else _plan_masked_backward
+    chosen = planner(problem, _device_of(y))
     if chosen.regime == "stream":
         gradient = rows.softmax_backward(dy.to(y.dtype), y, -1, y.dtype, False, invariant)
         gradient = loss_formulas.hide_gradient(gradient, mask, causal)
@@ -159,7 +161,5 @@ def _backward_by_kernel(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float
     read, of_mask, numbers = _described(mask, y, chosen, y_rows)
     tensors, flags = (y_rows, dy_rows, dx_rows), (*of_mask, ("CAUSAL", causal))
     given = (*_order(y_rows, n_queries, shared=False), *numbers, scale)
-    launch_rows(
-        "masked_softmax_backward", tensors, (read,), given, flags, _plan_backward, invariant=invariant, aligned=True
-    )
+    launch_rows("masked_softmax_backward", tensors, (read,), given, flags, planner, invariant=invariant, aligned=True)
     return dx
