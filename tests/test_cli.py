@@ -314,8 +314,6 @@ def test_bench_reads_a_file_and_refuses_one_it_cannot_use(tmp_path: Path):
     assert {(r.n_rows, r.n_cols, r.case) for r in records} == {(6, 17, "real: scores")}
     done = command("bench", "--input", str(tmp_path / "none.txt"), *options)
     assert done.returncode == 2 and "none.txt" in done.stderr
-    done = command("bench", "--systems", "toch", "--out", str(tmp_path / "out"))
-    assert done.returncode == 2 and "torch" in done.stderr
 
 
 @pytest.mark.interpreted
