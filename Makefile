@@ -12,9 +12,11 @@ JOBS ?= 2
 
 # what `make test` runs, in this order; it prints how long each took
 STAGES := lint types interpreted compiled readme-check
-EXTENDED_STAGES := compiled-others below-floor extended docs
-# Tritons that the kernels are compiled with besides the pinned one, and torches below the floor
-OTHER_TRITONS ?= 3.6.0 3.8.0 newest
+EXTENDED_STAGES := docs compiled-others extended
+# Tritons that the kernels are compiled with besides the pinned one, by the tests of the planner's kernels and of what
+# versions change; and torches below the floor
+OTHER_TRITONS ?= 3.6.0 newest
+OTHER_TESTS ?= --tests tests/test_compiled_kernels.py tests/test_compiled_versions.py tests/test_compiled_layouts.py
 OLD_TORCHES ?= 2.4.1 2.6.0 2.8.0
 
 ifeq ($(strip $(VENV)),)
@@ -81,9 +83,9 @@ compiled: $(READY)
 
 # the compiled tests with other Tritons, each put before the installed one
 compiled-others: $(READY)
-	$(VERSIONS) compiled $(OTHER_TRITONS) $(ARGS)
+	$(VERSIONS) compiled $(OTHER_TRITONS) $(OTHER_TESTS) $(ARGS)
 
-# fresh environments of torches that are too old for the kernels
+# fresh environments of torches that are too old for the kernels; no part of test-extended, as they download gigabytes
 below-floor: $(READY)
 	$(VERSIONS) below-floor $(OLD_TORCHES) $(ARGS)
 
