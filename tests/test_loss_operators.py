@@ -206,11 +206,11 @@ def test_a_mean_over_another_count_and_the_trainers_loss():
     x, target = rows(6, 20)
     judge(lambda x, t, n: cross_entropy_over(n, x, t), x, target, torch.tensor(5))
     labels = target.view(2, 3)
-    for n in (None, 4, torch.tensor(4)):
-        judge(
-            lambda x, t, n=n: adapters.causal_lm_loss({"logits": x}, t, n),
-            x.detach().view(2, 3, 20).requires_grad_(), labels,
-        )  # fmt: skip
+    judge(
+        lambda x, t: tuple(adapters.causal_lm_loss({"logits": x}, t, n) for n in (None, 4, torch.tensor(4))),
+        x.detach().view(2, 3, 20).requires_grad_(),
+        labels,
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -229,15 +229,22 @@ def test_token_logprobs(temperature, dtype):
 
 def test_shapes_of_token_logprobs():
     x = torch.randn(2, 3, 11, requires_grad=True)
-    judge(lambda x, ids: fs.token_logprobs(x, ids), x, torch.randint(0, 11, (2, 3)))
+    ids = torch.randint(0, 11, (2, 3))
+    judge(
+        lambda x, ids: (
+            fs.token_logprobs(x, ids),
+            fs.token_logprobs(x, ids, return_logsumexp=True).logsumexp,
+            adapters.selective_log_softmax(x, ids),
+        ),
+        x,
+        ids,
+    )
     judge(
         lambda x, ids: fs.token_logprobs(x[:, :-1], ids, return_entropy=True), x, torch.randint(0, 11, (2, 2, 4)).int()
     )
-    judge(lambda x, ids: fs.token_logprobs(x, ids, return_logsumexp=True).logsumexp, x, torch.randint(0, 11, (2, 3)))
-    judge(adapters.selective_log_softmax, x, torch.randint(0, 11, (2, 3)))
     judge(fs.token_logprobs, torch.randn(11, requires_grad=True), torch.tensor(4))
     hot = torch.tensor([0.5, 2.0, 1.0], requires_grad=True)
-    judge(lambda x, ids, t: fs.token_logprobs(x, ids, temperature=t), x, torch.randint(0, 11, (2, 3)), hot)
+    judge(lambda x, ids, t: fs.token_logprobs(x, ids, temperature=t), x, ids, hot)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
