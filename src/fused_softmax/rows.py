@@ -122,8 +122,8 @@ def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out:
     else:
         if len(_row_dims(x, y, dim)) > 3:
             x = x.contiguous()
-        if len(_row_dims(x, y, dim)) > 3:  # the strides of `out` do not fold: into new memory first
-            return y.copy_(softmax_forward(x, dim, out_dtype, log))
+            if len(_row_dims(x, y, dim)) > 3:  # the strides of `out` do not fold: into new memory first
+                return y.copy_(softmax_forward(x, dim, out_dtype, log))
         strided_launch(x, y, dim, log)()
     return y
 
