@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-from fused_softmax import lessons
+from fused_softmax.lab import lessons
 
 HERE = Path(__file__).resolve().parent / "lessons"
 

@@ -11,10 +11,11 @@ import os
 
 import torch
 
-from fused_softmax.device import describe
-from fused_softmax.launch import problem_of, softmax_launches
-from fused_softmax.plan import TILE_MAX_COLS, plan
-from fused_softmax.problem import REGIMES
+from fused_softmax.launch.device import describe
+from fused_softmax.launch.layout import problem_of
+from fused_softmax.launch.softmax import softmax_launch
+from fused_softmax.planning.softmax import TILE_MAX_COLS, plan
+from fused_softmax.planning.types import REGIMES
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDTHS = (1, 2, 3, 31, 32, 33, 127, 1000, 1023, 1024, 1025, 4096, 8191)
@@ -48,8 +49,7 @@ def softmax_by(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if y is None else y
     forced = plan(problem_of(x, y, batch_invariant=batch_invariant), describe(x.device), regime=regime)
     assert forced.regime == regime
-    for launch in softmax_launches(x, y, forced):
-        launch()
+    softmax_launch((x, y), forced)()
     return y
 
 

@@ -42,9 +42,9 @@ def check_strides_of_one() -> list[str]:
     """The strided kernel where columns or rows are neighbours on either side: the JIT makes such strides constants."""
     import torch
 
-    from fused_softmax.compiled import cross_compile
-    from fused_softmax.problem import DEVICES
-    from fused_softmax.rows import strided_launch
+    from fused_softmax.lab.cross_compile import cross_compile
+    from fused_softmax.launch.softmax import strided_launch
+    from fused_softmax.planning.types import DEVICES
 
     wrong = []
     for x, dim in ((torch.empty(9, 40)[:, ::2], 1), (torch.empty(20, 9).t(), 1), (torch.empty(9, 20), 0)):

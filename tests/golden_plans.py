@@ -10,8 +10,8 @@ from pathlib import Path
 
 from planned import DTYPES, LAYOUTS, WIDTHS, problem
 
-from fused_softmax.plan import plan
-from fused_softmax.problem import DEVICES, Device, Plan, Problem
+from fused_softmax.planning.softmax import plan
+from fused_softmax.planning.types import DEVICES, Device, Plan, Problem
 
 GOLDEN = Path(__file__).parent / "golden" / "plans.txt"
 COMMAND = "python tests/golden_plans.py"

@@ -12,11 +12,15 @@ from typing import Any
 import torch
 from planned import problem
 
-from fused_softmax import compiled, loss_launch, masked_rows, row_losses, rows
-from fused_softmax.launch import _NARROW, _REAL, Launch, backward_launches, problem_of, softmax_launches
-from fused_softmax.loss_plans import plan_elementwise, plan_statistics
-from fused_softmax.plan import plan
-from fused_softmax.problem import DEVICES, Plan
+from fused_softmax.lab import cross_compile as compiled
+from fused_softmax.launch import cross_entropy, masked_softmax, token_logprobs
+from fused_softmax.launch.compile import Launch
+from fused_softmax.launch.launcher import flat_launch, row_launch
+from fused_softmax.launch.layout import problem_of
+from fused_softmax.launch.softmax import softmax_launch, strided_launch
+from fused_softmax.planning.losses import plan_elementwise, plan_statistics
+from fused_softmax.planning.softmax import plan
+from fused_softmax.planning.types import DEVICES, Plan
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 FORWARD = (64, 256, 1000, 1024, 4096, 16384, 50257, 128256, 262144, 1048576)
@@ -26,14 +30,12 @@ Named = tuple[str, Launch, Plan | None]
 
 
 def as_called(launch: Launch) -> Launch:
-    """The launch with the argument types that a call compiles for: 64 bits where `compile_kernel` has 64 bits."""
-    names = launch.kernel.arg_names
-
-    def wide(name: str, value: object) -> object:
-        narrow = name in _NARROW or name in _REAL or not isinstance(value, int)
-        return value if narrow else value + (1 << 40)
-
-    args = tuple(wide(name, value) for name, value in zip(names, launch.args, strict=False))
+    """The launch with the argument types that a call compiles for: 64 bits where the kernel declares 64 bits."""
+    declared = launch.kernel.declaration.arguments.values()
+    args = tuple(
+        value + (1 << 40) if argument.type == "i64" and isinstance(value, int) else value
+        for argument, value in zip(declared, launch.args, strict=True)
+    )
     return Launch(launch.kernel, launch.grid, args, launch.meta)
 
 
@@ -65,12 +67,12 @@ def softmax(target: str) -> Iterator[Named]:
             for n_cols in FORWARD if not log else (1000, 50257, 262144):
                 chosen = plan(problem(n_cols, (name, name), log=log), device)
                 x = rows_like(n_cols, dtype)
-                (launch,) = softmax_launches(x, x, chosen, log=log, device=device)
+                launch = softmax_launch((x, x), chosen, log=log, device=device)
                 yield f"{'log_' * log}softmax {name} {n_cols}", as_called(launch), chosen
             for n_cols in BACKWARD if not log else (1000, 50257, 128256, 262144):
                 chosen = plan(problem(n_cols, (name, name), backward=True, log=log), device)
                 x = rows_like(n_cols, dtype)
-                (launch,) = backward_launches(x, x, x, chosen, log=log, device=device)
+                launch = softmax_launch((x, x, x), chosen, log=log, backward=True, device=device)
                 yield f"{'log_' * log}softmax backward {name} {n_cols}", as_called(launch), chosen
 
 
@@ -85,12 +87,12 @@ def statistics(target: str) -> Iterator[Named]:
                 chosen = plan_statistics(problem_of(x), device)
                 flags = (("PICKS", 1), ("ENTROPY", entropy), ("SCALE", int(entropy)), ("KEEPS", True))
                 vectors = (number, number, number, ids, number, number)
-                launch = loss_launch.row_launch("row_statistics", (x,), vectors, (1, 1.0), flags, chosen, device)
+                launch = row_launch(token_logprobs.FORWARD, (x,), vectors, (1, 1.0), flags, chosen, device)
                 yield f"row_statistics{' entropy' * entropy} {dtype} {n_cols}", as_called(launch), chosen
             chosen = plan_elementwise(problem_of(x, x), device)
             flags = (("PICKS", 1), ("ENTROPY", False), ("LSE", False), ("SCALE", 0), ("KEPT", True))
             vectors = (number, number, number, ids, number, number, number)
-            launch = loss_launch.row_launch("row_statistics_backward", (x, x), vectors, (1, 1.0), flags, chosen, device)
+            launch = row_launch(token_logprobs.BACKWARD, (x, x), vectors, (1, 1.0), flags, chosen, device)
             yield f"row_statistics backward {dtype} {n_cols}", as_called(launch), chosen
 
 
@@ -102,31 +104,31 @@ def losses(target: str) -> Iterator[Named]:
         for n_cols in (64, 1000, 4096, 32000, 50257, 128256):
             x = rows_like(n_cols, dtype)
             for smoothing in (0.0, 0.1) if n_cols in (1000, 128256) else (0.0,):
-                op = row_losses.CrossEntropy(ids, None, None, -100, "mean", smoothing, None, 0.0)
+                op = cross_entropy.CrossEntropy(ids, None, None, -100, "mean", smoothing, None, 0.0)
                 chosen = plan_statistics(problem_of(x), device)
                 name, numbers = f"{' smoothed' * (smoothing > 0)} {dtype} {n_cols}", (op.ignore_index, *op.numbers)
-                launch = loss_launch.row_launch(
-                    "cross_entropy_forward", (x,), (*op.vectors(number), number, number), numbers, op.flags, chosen,
-                    device,
+                launch = row_launch(
+                    cross_entropy.FORWARD[op.arithmetic], (x,), (*op.vectors(number), number, number), numbers, op.flags,
+                    chosen, device,
                 )  # fmt: skip
                 yield f"cross_entropy_forward{name}", as_called(launch), chosen
-                chosen = row_losses._PLANNERS[op.arithmetic](problem_of(x, x), device)
+                chosen = cross_entropy.WITH_GRADIENT[op.arithmetic].planner(problem_of(x, x), device)
                 if chosen.regime != "stream":
                     flags = (("MEAN", True), ("INPLACE", False), *op.flags)
                     vectors = (*op.vectors(number), number, number, number)
-                    launch = loss_launch.row_launch(
-                        "cross_entropy_resident", (x, x), vectors, numbers, flags, chosen, device
+                    launch = row_launch(
+                        cross_entropy.WITH_GRADIENT[op.arithmetic], (x, x), vectors, numbers, flags, chosen, device
                     )
                     yield f"cross_entropy_resident{name}", as_called(launch), chosen
                 chosen = plan_elementwise(problem_of(x, x), device)
                 flags = (("UNLESS_ONE", False), ("MEAN", True), *op.flags)
-                launch = loss_launch.row_launch(
-                    "cross_entropy_backward", (x, x), (*op.vectors(number), number, number, number),
+                launch = row_launch(
+                    cross_entropy.BACKWARD, (x, x), (*op.vectors(number), number, number, number),
                     (op.ignore_index, 0, *op.numbers), flags, chosen, device,
                 )  # fmt: skip
                 yield f"cross_entropy_backward{name}", as_called(launch), chosen
         chosen = plan_elementwise(problem_of(x), device)
-        launch = loss_launch.row_launch("scale_unless_one", (x,), (number,), (0,), (), chosen, device)
+        launch = row_launch(cross_entropy.SCALE_UNLESS_ONE, (x,), (number,), (0,), (), chosen, device)
         yield f"scale_unless_one {dtype} {n_cols}", as_called(launch), chosen
 
 
@@ -138,25 +140,21 @@ def masks(target: str) -> Iterator[Named]:
             x = torch.empty(4, n_cols, dtype=dtype)
             for mask, causal in ((0, True), (1, False), (2, False)):
                 of_mask = torch.empty(2, n_cols, dtype=dtype if mask == 2 else torch.uint8)
-                planner = masked_rows._plan_masked if mask else masked_rows._plan_unmasked
-                chosen = planner(problem_of(x, x), device)
+                op = masked_softmax.FORWARD[mask > 0]
+                chosen = op.planner(problem_of(x, x), device)
                 vec = 8 if mask and n_cols % 8 == 0 else 1
                 flags = (("MASK", mask), ("MASK_COLS", int(mask > 0)), ("MASK_VEC", vec), ("CAUSAL", causal))
-                flags = (*flags, ("ZERO", False), ("STREAM", chosen.regime == "stream"))
-                numbers = (*masked_rows._order(x, 2, shared=True), 1, 2, 0, 0, 0, n_cols // vec, 1, 0.5)
-                launch = loss_launch.row_launch(
-                    "masked_softmax_forward", (x, x), (of_mask,), numbers, flags, chosen, device
-                )
+                flags = (*flags, ("ZERO", False))
+                numbers = (*masked_softmax.row_order(x, 2, shared=True), 1, 2, 0, 0, 0, n_cols // vec, 1, 0.5)
+                launch = row_launch(op, (x, x), (of_mask,), numbers, flags, chosen, device)
                 kind = ("causal", "boolean", "additive")[mask]
                 yield f"masked_softmax {kind} {dtype} {n_cols}", as_called(launch), chosen
-            chosen = masked_rows._plan_backward(problem_of(x, x, x), device)
+            chosen = masked_softmax.BACKWARD[False].planner(problem_of(x, x, x, backward=True), device)
             if chosen.regime != "stream":
-                read, of_mask, of_strides = masked_rows._described(None, x.view(2, 2, n_cols), chosen, x)
-                numbers = (*masked_rows._order(x, 2, shared=False), *of_strides, 0.5)
+                read, of_mask, of_strides = masked_softmax.describe_mask(None, x.view(2, 2, n_cols), chosen, x)
+                numbers = (*masked_softmax.row_order(x, 2, shared=False), *of_strides, 0.5)
                 flags = (*of_mask, ("CAUSAL", True))
-                launch = loss_launch.row_launch(
-                    "masked_softmax_backward", (x, x, x), (read,), numbers, flags, chosen, device
-                )
+                launch = row_launch(masked_softmax.BACKWARD[False], (x, x, x), (read,), numbers, flags, chosen, device)
                 yield f"masked_softmax backward {dtype} {n_cols}", as_called(launch), chosen
 
 
@@ -168,15 +166,15 @@ def others(target: str) -> Iterator[Named]:
     shared = (("CTAS", ctas), ("PARTS", parts), ("LANES", lanes), ("EACH", 8), ("PTX", device.ptx))
     numbers = (4096, 1000, -100)
     flags = (("WEIGHTED", False), *shared)
-    launch = loss_launch.flat_launch("count_targets", (ids, number, number), numbers, flags, 8, device)
+    launch = flat_launch(cross_entropy._count_targets, (ids, number, number), numbers, flags, 8, device)
     yield "count_targets", as_called(launch), None
     flags = (("MEAN", True), ("WEIGHTED", False), ("WAITS", device.overlaps), *shared)
-    launch = loss_launch.flat_launch("reduce_losses", (number, ids, number, number), numbers, flags, 8, device)
+    launch = flat_launch(cross_entropy._reduce_losses, (number, ids, number, number), numbers, flags, 8, device)
     yield "reduce_losses", as_called(launch), None
     for dtype in (BFLOAT16, FLOAT32):
         for n_cols in (64, 4096):
             x = torch.empty(2, n_cols, 4096, dtype=dtype, device="meta")
-            yield f"softmax strided {dtype} {n_cols}", rows.strided_launch(x, x, 1, False, device), None
+            yield f"softmax strided {dtype} {n_cols}", strided_launch(x, x, 1, False, device), None
 
 
 def launches(target: str) -> Iterator[Named]:

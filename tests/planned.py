@@ -12,8 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
-from fused_softmax.plan import plan
-from fused_softmax.problem import DEVICES, ITEMSIZE, Device, Plan, Problem
+from fused_softmax.planning.softmax import plan
+from fused_softmax.planning.types import DEVICES, ITEMSIZE, Device, Plan, Problem
 
 PROMISED = (
     256, 512, 1000, 1024, 2048, 3000, 4096, 8192, 12288, 16384, 32000, 32768, 50257, 65536, 100277, 128256, 131072,
@@ -72,7 +72,13 @@ def kernels(
 
 def compile_time(chosen: Plan, device: Device, *, log: bool = False, backward: bool = False) -> tuple[object, ...]:
     """What tells one kernel from another, but for the dtypes."""
-    return (chosen.regime == "stream", chosen.vec, *sorted(chosen.meta(device, log=log, backward=backward).items()))
+    import torch
+
+    from fused_softmax.launch.softmax import softmax_launch
+
+    x = torch.empty((1, 1), device="meta")
+    meta = softmax_launch((x, x, x)[: 2 + backward], chosen, log=log, backward=backward, device=device).meta
+    return (chosen.regime == "stream", chosen.vec, *sorted(meta.items()))
 
 
 def compile_kernel(kernel: Kernel):
@@ -80,8 +86,9 @@ def compile_kernel(kernel: Kernel):
     that the plan may rely on."""
     import torch
 
-    from fused_softmax.compiled import cross_compile
-    from fused_softmax.launch import Launch, backward_launches, softmax_launches
+    from fused_softmax.lab.cross_compile import cross_compile
+    from fused_softmax.launch.compile import Launch
+    from fused_softmax.launch.softmax import softmax_launch
 
     def rows(dtype: str) -> torch.Tensor:
         # an address that is a multiple of vec elements, and of no more than the plan relies on
@@ -94,10 +101,9 @@ def compile_kernel(kernel: Kernel):
     read, written = kernel.dtypes
     if kernel.backward:  # the gradient of a forward from `read` to `written`
         tensors = (rows(written), rows(written), rows(read))
-        (launch,) = backward_launches(*tensors, kernel.plan, log=kernel.log, device=device)
     else:
         tensors = (rows(read), rows(written))
-        (launch,) = softmax_launches(*tensors, kernel.plan, log=kernel.log, device=device)
+    launch = softmax_launch(tensors, kernel.plan, log=kernel.log, backward=kernel.backward, device=device)
     # the launch's own compilation takes n_rows and strides as 64 bits; the binder does, for numbers this large
     scalars = [n + (1 << 40) for n in launch.args[len(tensors) :]]
     scalars[1], scalars[-1] = launch.args[len(tensors) + 1], launch.args[-1]

@@ -11,12 +11,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fused_softmax.cli import app
 from fused_softmax.lab import version_runs
 from fused_softmax.lab.accuracy import measure, page, record, session
 from fused_softmax.lab.accuracy.measure import GRADIENT, KINDS, OPS, WIDTH_CLASSES, Case, Cell, Row, cases, cells
 from fused_softmax.lab.accuracy.table import by_kind, by_width, number
 from fused_softmax.lab.accuracy.ulp import errors, flushed, ulp
+from fused_softmax.lab.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")

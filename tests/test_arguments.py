@@ -8,7 +8,12 @@ import torch
 import torch.nn.functional as F
 
 import fused_softmax as fs
-from fused_softmax import arguments, launch, loss_launch, masked_rows, row_losses, rows
+from fused_softmax.launch import compile as launch
+from fused_softmax.launch import cross_entropy as row_losses
+from fused_softmax.launch import launcher as loss_launch
+from fused_softmax.launch import masked_softmax as masked_rows
+from fused_softmax.launch import softmax as rows
+from fused_softmax.torch_ops import arguments
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.filterwarnings("ignore")]
 

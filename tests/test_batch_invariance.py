@@ -12,9 +12,9 @@ import torch
 from cases import REGIMES, dtype_id, logits, softmax_by
 
 import fused_softmax as fs
-from fused_softmax.device import describe
-from fused_softmax.launch import backward_launches, problem_of
-from fused_softmax.plan import plan
+from fused_softmax.launch.device import describe
+from fused_softmax.launch.layout import problem_of
+from fused_softmax.planning.softmax import plan
 
 pytestmark = pytest.mark.interpreted
 
@@ -92,8 +92,7 @@ def test_nor_does_a_rows_gradient(regime, layout):
     def gradient(these: slice) -> torch.Tensor:
         tensors = tuple(t[these] for t in (y, dy, dx))
         forced = plan(problem_of(*tensors, backward=True), describe(x.device), regime=regime)
-        for launch in backward_launches(*tensors, forced):
-            launch()
+        softmax_launch(tensors, forced, backward=True)()
         return dx[these].clone()
 
     whole = gradient(slice(None))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fused_softmax.bench.cases import (
+from fused_softmax.lab.bench.cases import (
     FORWARD_WIDTHS,
     LADDER_WIDTHS,
     LOSS_FAMILIES,
@@ -25,7 +25,7 @@ from fused_softmax.bench.cases import (
     sweep,
     table,
 )
-from fused_softmax.bench.ops import DTYPES, OPS, family, ops_named, parts_of
+from fused_softmax.lab.bench.ops import DTYPES, OPS, family, ops_named, parts_of
 
 MASKED = (
     *("masked_softmax_causal", "masked_softmax_additive"),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_softmax.bench.checking import Judge, WrongShape, poisoned, run_poisoned
-from fused_softmax.bench.ops import DTYPES, OPS, rows_of_logits
+from fused_softmax.lab.bench.checking import Judge, WrongShape, poisoned, run_poisoned
+from fused_softmax.lab.bench.ops import DTYPES, OPS, rows_of_logits
 
 SOFTMAX = OPS["softmax"]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fused_softmax.bench import readme
-from fused_softmax.bench.record import Header, Record, header, to_json, write_atomically
-from fused_softmax.cli import app
+from fused_softmax.lab.bench import readme
 from fused_softmax.lab.bench.compare import compare, read_run, unmatched
+from fused_softmax.lab.bench.record import Header, Record, header, to_json, write_atomically
+from fused_softmax.lab.cli import app
 
 CLI = CliRunner()
 EVENTS = "CUDA events"

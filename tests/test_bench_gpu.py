@@ -8,13 +8,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from fused_softmax.bench.cases import Case
-from fused_softmax.bench.first_call import first_calls
-from fused_softmax.bench.ops import AUTOGRAD, OPS
-from fused_softmax.bench.record import from_json, header
-from fused_softmax.bench.session import Session
-from fused_softmax.bench.systems import System, systems_for
-from fused_softmax.bench.timing import EventStopwatch, interleave
+from fused_softmax.lab.bench.cases import Case
+from fused_softmax.lab.bench.first_call import first_calls
+from fused_softmax.lab.bench.ops import AUTOGRAD, OPS
+from fused_softmax.lab.bench.record import from_json, header
+from fused_softmax.lab.bench.session import Session
+from fused_softmax.lab.bench.systems import System, systems_for
+from fused_softmax.lab.bench.timing import EventStopwatch, interleave
 
 pytestmark = pytest.mark.gpu
 NAMES = ("fused_softmax", "torch", "torch.compile", "02_one_row", "05_published")
@@ -28,7 +28,7 @@ def device() -> torch.device:
 
 
 def test_ceilings_are_those_of_a_gpu(device: torch.device):
-    from fused_softmax.bench.ceilings import measured
+    from fused_softmax.lab.bench.ceilings import measured
 
     found = measured(device, 2**27)
     assert set(found) == {"copy", "read", "add"} and all(100 < gbps < 20_000 for gbps in found.values())
@@ -94,7 +94,7 @@ def test_host_time_behind_a_call_that_synchronises_is_nobody_elses(device: torch
 
 
 def test_bench_with_workers_from_the_command(device: torch.device, tmp_path: Path):
-    from fused_softmax.bench.run import Request, prepare, run
+    from fused_softmax.lab.bench.run import Request, prepare, run
 
     request = Request(widths=(1000,), dtypes=("bfloat16",), systems=NAMES, elements=2**26, out=tmp_path, workers=2)
     _, records, files = run(prepare(request), Console(width=150))

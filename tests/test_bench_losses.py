@@ -6,19 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_softmax import masked, masked_rows
-from fused_softmax.bench.cases import MASKED_WIDTHS, Case
-from fused_softmax.bench.checking import Judge, WrongShape
-from fused_softmax.bench.loss_ops import IGNORED, loss_and_gradient, token_statistics
-from fused_softmax.bench.loss_systems import backward_alone, with_gradient
-from fused_softmax.bench.ops import OPS, family
-from fused_softmax.bench.plans import plan_of, plan_text
-from fused_softmax.bench.record import header
-from fused_softmax.bench.session import Session
-from fused_softmax.bench.systems import systems_for
-from fused_softmax.launch import problem_of
-from fused_softmax.plan import plan
-from fused_softmax.problem import DEVICES
+from fused_softmax.lab.bench.cases import MASKED_WIDTHS, Case
+from fused_softmax.lab.bench.checking import Judge, WrongShape
+from fused_softmax.lab.bench.loss_ops import IGNORED, loss_and_gradient, token_statistics
+from fused_softmax.lab.bench.loss_systems import backward_alone, with_gradient
+from fused_softmax.lab.bench.ops import OPS, family
+from fused_softmax.lab.bench.plans import plan_of, plan_text
+from fused_softmax.lab.bench.record import header
+from fused_softmax.lab.bench.session import Session
+from fused_softmax.lab.bench.systems import systems_for
+from fused_softmax.launch import masked_softmax as masked_rows
+from fused_softmax.launch.layout import problem_of
+from fused_softmax.planning.softmax import plan
+from fused_softmax.planning.types import DEVICES
+from fused_softmax.torch_ops import masked_softmax as masked
 
 CPU = torch.device("cpu")
 LOSSES = [op for op in OPS if family(op) in ("cross_entropy", "token_logprobs", "masked_softmax")]

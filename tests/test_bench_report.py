@@ -13,11 +13,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from fused_softmax.bench import readme
-from fused_softmax.bench.output import Output
-from fused_softmax.bench.page import page
-from fused_softmax.bench.plots import draw
-from fused_softmax.bench.record import (
+from fused_softmax.lab.bench import readme
+from fused_softmax.lab.bench.output import Output
+from fused_softmax.lab.bench.page import page
+from fused_softmax.lab.bench.plots import draw
+from fused_softmax.lab.bench.record import (
     Header,
     Record,
     from_json,
@@ -27,8 +27,8 @@ from fused_softmax.bench.record import (
     to_json,
     write_atomically,
 )
-from fused_softmax.bench.report import by_width, details, matrix, print_report
-from fused_softmax.bench.timing import FIRST_CALL
+from fused_softmax.lab.bench.report import by_width, details, matrix, print_report
+from fused_softmax.lab.bench.timing import FIRST_CALL
 
 INF = float("inf")
 
@@ -165,7 +165,7 @@ def test_plot_has_a_panel_for_each_op_and_dtype(head: Header, monkeypatch: pytes
 def test_without_times_the_plot_is_of_the_recorded_ops_of_this_run(
     tmp_path: Path, head: Header, monkeypatch: pytest.MonkeyPatch
 ):
-    from fused_softmax.bench import output
+    from fused_softmax.lab.bench import output
 
     recorded = {
         (op, "torch", "bfloat16", 4096): replace(record("torch", 4096, 0.3), op=op) for op in ("softmax", "log_softmax")

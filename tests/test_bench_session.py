@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from fused_softmax.bench import session as sessions
-from fused_softmax.bench.cases import Case, table
-from fused_softmax.bench.ops import AUTOGRAD, through_autograd
-from fused_softmax.bench.prebuild import jobs, prebuild
-from fused_softmax.bench.record import Header, Record, header
-from fused_softmax.bench.run import prebuilt
-from fused_softmax.bench.session import CEILING, Session
-from fused_softmax.bench.systems import DeviceFault, System, outcome, systems_for
-from fused_softmax.bench.timing import Call
+from fused_softmax.lab.bench import session as sessions
+from fused_softmax.lab.bench.cases import Case, table
+from fused_softmax.lab.bench.ops import AUTOGRAD, through_autograd
+from fused_softmax.lab.bench.prebuild import jobs, prebuild
+from fused_softmax.lab.bench.record import Header, Record, header
+from fused_softmax.lab.bench.run import prebuilt
+from fused_softmax.lab.bench.session import CEILING, Session
+from fused_softmax.lab.bench.systems import DeviceFault, System, outcome, systems_for
+from fused_softmax.lab.bench.timing import Call
 
 CPU = torch.device("cpu")
 CASES = (Case("softmax", "float32", 4, 100), Case("softmax", "bfloat16", 3, 33))

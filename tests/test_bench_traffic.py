@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fused_softmax import reference
-from fused_softmax.bench.systems import LESSON_SYSTEMS, SYSTEMS, systems_for
-from fused_softmax.bench.traffic import MODELS, Traffic, naive, regime_traffic, traffic
-from fused_softmax.lessons import LESSONS, load
+from fused_softmax.lab import reference
+from fused_softmax.lab.bench.systems import LESSON_SYSTEMS, SYSTEMS, systems_for
+from fused_softmax.lab.bench.traffic import MODELS, Traffic, naive, regime_traffic, traffic
+from fused_softmax.lab.lessons import LESSONS, load
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 100), (64, 33)])

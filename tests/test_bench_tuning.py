@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from fused_softmax.bench.ops import OPS
-from fused_softmax.bench.plans import problem_for
-from fused_softmax.bench.record import Record
-from fused_softmax.bench.resources import ROWS, compile_one, keys_of
-from fused_softmax.bench.run import add_resources
-from fused_softmax.bench.tuning import TUNABLE, Choice, as_ladders, choose
-from fused_softmax.plan import Rung, candidates, plan
-from fused_softmax.problem import DEVICES
+from fused_softmax.lab.bench.ops import OPS
+from fused_softmax.lab.bench.plans import problem_for
+from fused_softmax.lab.bench.record import Record
+from fused_softmax.lab.bench.resources import ROWS, compile_one, keys_of
+from fused_softmax.lab.bench.run import add_resources
+from fused_softmax.lab.bench.tuning import TUNABLE, Choice, as_ladders, choose
+from fused_softmax.planning.softmax import Rung, candidates, plan
+from fused_softmax.planning.types import DEVICES
 
 
 class ByIndex:

@@ -16,10 +16,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fused_softmax.bench.cases import random_cases
-from fused_softmax.bench.record import Record, from_json, header, to_json
-from fused_softmax.cli import app
-from fused_softmax.lessons import LESSONS
+from fused_softmax.lab.bench.cases import random_cases
+from fused_softmax.lab.bench.record import Record, from_json, header, to_json
+from fused_softmax.lab.cli import app
+from fused_softmax.lab.lessons import LESSONS
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI = CliRunner()

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fused_softmax import availability
 from fused_softmax.lab import compatibility_page, version_runs
 from fused_softmax.lab.compatibility import GPUS, WIDTHS, measured_targets, moved, targets_table
 from fused_softmax.lab.version_runs import Run
+from fused_softmax.launch import availability
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = Run("compiled", "2.13.0", "3.9.0", "3.12.1", 10, 0, 2, ("tests",), "abc", "2026-11-21T00:00:00+00:00")

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_softmax import lessons
-from fused_softmax.compiled import MULTIPROCESSORS, Resources, cross_compile, occupancy
-from fused_softmax.launch import Launch
+from fused_softmax.lab import lessons
+from fused_softmax.lab.cross_compile import MULTIPROCESSORS, Resources, cross_compile, occupancy
+from fused_softmax.launch.compile import Launch
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 compiled = pytest.mark.compiled

@@ -16,8 +16,8 @@ import pytest
 from compiled_checks import narrow_accesses
 from planned import DTYPES, ITEMSIZE, PROMISED, WIDTHS, Kernel, compile_all, kernels
 
-from fused_softmax.compiled import MULTIPROCESSORS
-from fused_softmax.problem import DEVICES
+from fused_softmax.lab.cross_compile import MULTIPROCESSORS
+from fused_softmax.planning.types import DEVICES
 
 pytestmark = pytest.mark.compiled
 

@@ -15,11 +15,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from fused_softmax import compiled, loss_launch, masked_rows, row_losses, rows
-from fused_softmax.launch import Launch, problem_of, softmax_launches
-from fused_softmax.loss_plans import plan_capped_statistics, plan_statistics
-from fused_softmax.plan import plan
-from fused_softmax.problem import DEVICES, Plan
+from fused_softmax.lab import cross_compile as compiled
+from fused_softmax.launch import cross_entropy as row_losses
+from fused_softmax.launch import launcher as loss_launch
+from fused_softmax.launch import masked_softmax as masked_rows
+from fused_softmax.launch import softmax as rows
+from fused_softmax.launch.compile import Launch
+from fused_softmax.launch.layout import problem_of
+from fused_softmax.planning.losses import plan_capped_statistics, plan_statistics
+from fused_softmax.planning.softmax import plan
+from fused_softmax.planning.types import DEVICES, Plan
 
 pytestmark = pytest.mark.compiled
 
@@ -187,7 +192,7 @@ def test_the_lines_of_a_sum_over_rows_are_warps(name, weighted):
 def test_the_lines_of_softmax_are_warps(n_cols):
     x = torch.empty(3, n_cols)
     chosen = plan(problem_of(x, x), SM_90)
-    (launch,) = softmax_launches(x, torch.empty_like(x), chosen, device=SM_90)
+    launch = softmax_launch((x, torch.empty_like(x)), chosen, device=SM_90)
     layouts = merged_layouts(ttgir_of(launch))
     assert layouts and all(holds_lines(layout, chosen.parts) for layout in layouts), layouts
 

@@ -12,10 +12,13 @@ import re
 import pytest
 import torch
 
-from fused_softmax import compiled, loss_launch, masked_rows, row_losses
-from fused_softmax.launch import problem_of
-from fused_softmax.loss_plans import plan_elementwise, plan_statistics
-from fused_softmax.problem import DEVICES
+from fused_softmax.lab import cross_compile as compiled
+from fused_softmax.launch import cross_entropy as row_losses
+from fused_softmax.launch import launcher as loss_launch
+from fused_softmax.launch import masked_softmax as masked_rows
+from fused_softmax.launch.layout import problem_of
+from fused_softmax.planning.losses import plan_elementwise, plan_statistics
+from fused_softmax.planning.types import DEVICES
 
 pytestmark = pytest.mark.compiled
 

@@ -10,7 +10,7 @@ import re
 import pytest
 from launches import cross_compiled, launches
 
-from fused_softmax.launch import compile_kernel
+from fused_softmax.launch.compile import compile_kernel
 
 pytestmark = pytest.mark.compiled
 

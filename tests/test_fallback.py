@@ -14,7 +14,10 @@ import torch
 import torch.nn.functional as F
 
 import fused_softmax as fs
-from fused_softmax import availability, device, eager, launch, loss_launch
+from fused_softmax.launch import availability, device
+from fused_softmax.launch import compile as launch
+from fused_softmax.launch import launcher as loss_launch
+from fused_softmax.launch import prepared_calls as eager
 
 KERNELS = ("softmax_resident", "softmax_stream", "softmax_backward_resident", "softmax_backward_stream")
 KERNELS = (*KERNELS, "softmax_strided", *loss_launch.KERNELS)
@@ -338,7 +341,7 @@ def test_a_newer_triton_is_tried_through_its_public_call(monkeypatch):
 
 def test_a_torch_without_a_private_symbol(monkeypatch):
     """A symbol that is gone is named, and the package stays importable without it."""
-    from fused_softmax.torch_ops import torch_private
+    from fused_softmax.launch import torch_private
 
     monkeypatch.setattr(torch_private, "missing", [])
     assert torch_private._required("_C._no_such_symbol", torch_private._nothing)() is None

@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_softmax import availability, launch, rows
+from fused_softmax.launch import availability
+from fused_softmax.launch import compile as launch
+from fused_softmax.launch import softmax as rows
 
 pytestmark = pytest.mark.compiled
 IMAGE = "Triton Error [CUDA]: device kernel image is invalid"

@@ -17,7 +17,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from fused_softmax.device import interpreting
 from fused_softmax.lab.fuzz import (
     coverage,
     differences,
@@ -37,6 +36,7 @@ from fused_softmax.lab.fuzz.judge import evaluate
 from fused_softmax.lab.fuzz.program import program
 from fused_softmax.lab.fuzz.shrink import shrink
 from fused_softmax.lab.registry import OPS, WAYS
+from fused_softmax.launch.device import interpreting
 
 interpreted = pytest.mark.interpreted
 CASES = 40  # of each op with the fixed seed, and of all with the fresh one

@@ -9,11 +9,11 @@ from exactness import assert_as_exact
 from torch.autograd import gradcheck, gradgradcheck
 
 import fused_softmax as fs
-from fused_softmax import rows
-from fused_softmax.device import describe
-from fused_softmax.launch import backward_launches, problem_of
-from fused_softmax.plan import TILE_MAX_COLS, plan
-from fused_softmax.problem import REGIMES
+from fused_softmax.launch import softmax as rows
+from fused_softmax.launch.device import describe
+from fused_softmax.launch.layout import problem_of
+from fused_softmax.planning.softmax import TILE_MAX_COLS, plan
+from fused_softmax.planning.types import REGIMES
 
 pytestmark = pytest.mark.interpreted
 
@@ -117,8 +117,7 @@ def test_every_regime(n_cols, dtype, log):
             dx = torch.empty_like(y)
             forced = plan(problem_of(y, dy, dx, backward=True), describe(x.device), regime=regime)
             assert forced.regime == regime
-            for launch in backward_launches(y, dy, dx, forced, log=log):
-                launch()
+            softmax_launch((y, dy, dx), forced, log=log, backward=True)()
             judged(dx, dy, y, -1, log)
 
 

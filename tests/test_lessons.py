@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from fused_softmax import lessons, reference
-from fused_softmax.bench.traffic import MODELS, traffic
+from fused_softmax.lab import lessons, reference
+from fused_softmax.lab.bench.traffic import MODELS, traffic
 
 ALL = range(1, len(lessons.LESSONS) + 1)
 LADDER = range(1, 11)  # with a driver and mistakes of their own
@@ -46,7 +46,7 @@ def test_five_parts_each_with_text_and_a_command(n):
 
 @pytest.mark.parametrize("n", ALL)
 def test_the_measurement_names_systems_and_widths_that_bench_knows(n):
-    from fused_softmax.bench import systems
+    from fused_softmax.lab.bench import systems
 
     (command,) = [line for line in lessons.parts(n)["Measurement"].splitlines() if line.startswith("$ ")]
     words = command.split()
@@ -94,7 +94,7 @@ def test_infinities_and_nan_stay_in_their_rows(n):
 @interpreted
 @pytest.mark.parametrize("n", LADDER)
 def test_worked_examples(n):
-    from fused_softmax.lessons.shown import WORKED, WORKED_RESULT
+    from fused_softmax.lab.lessons.shown import WORKED, WORKED_RESULT
 
     y = lessons.load(n).softmax(WORKED)
     assert torch.equal(y.double().round(decimals=3), WORKED_RESULT.double().round(decimals=3))
@@ -103,7 +103,7 @@ def test_worked_examples(n):
 @interpreted
 @pytest.mark.parametrize("n", LADDER)
 def test_every_mistake_is_wrong_and_the_lesson_is_not(n):
-    from fused_softmax.lessons.shown import error, shown_inputs
+    from fused_softmax.lab.lessons.shown import error, shown_inputs
 
     lesson, inputs = lessons.load(n), shown_inputs()
     assert lesson.MISTAKES
@@ -211,7 +211,7 @@ def test_kernels_move_what_their_model_counts(n, monkeypatch):
 
 @interpreted
 def test_a_lesson_prints_itself(capsys):
-    from fused_softmax.lessons import shown
+    from fused_softmax.lab.lessons import shown
 
     shown.show(1)
     said = capsys.readouterr().out

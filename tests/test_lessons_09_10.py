@@ -8,9 +8,9 @@ import pytest
 import torch
 from test_lessons import DTYPES, assert_softmax, interpreted, rows
 
-from fused_softmax import lessons
-from fused_softmax.device import Unsupported
-from fused_softmax.problem import DEVICES
+from fused_softmax.lab import lessons
+from fused_softmax.launch.device import Unsupported
+from fused_softmax.planning.types import DEVICES
 
 
 def test_a_row_on_a_cluster_says_where_there_is_none(monkeypatch):
@@ -74,7 +74,7 @@ def test_what_lies_outside_the_row():
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("n_cols", [3, 4096, 65536, 151936, 524288])
 def test_a_line_of_a_cluster_stays_in_registers(n_cols, dtype, target):
-    from fused_softmax.compiled import cross_compile
+    from fused_softmax.lab.cross_compile import cross_compile
 
     x = torch.empty(1, n_cols, dtype=dtype, device="meta")
     (launch,) = lessons.load(9).launches(x, torch.empty_like(x))
@@ -85,7 +85,7 @@ def test_a_line_of_a_cluster_stays_in_registers(n_cols, dtype, target):
 
 @pytest.mark.compiled
 def test_the_shipped_kernel_needs_no_width_that_is_round():
-    from fused_softmax.compiled import cross_compile
+    from fused_softmax.lab.cross_compile import cross_compile
 
     def loads(n: int, n_cols: int) -> tuple:
         x = torch.empty(2, n_cols, dtype=torch.bfloat16, device="meta")

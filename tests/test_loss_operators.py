@@ -17,8 +17,12 @@ import torch.nn.functional as F
 from torch.library import opcheck
 
 import fused_softmax as fs
-from fused_softmax import adapters, loss_formulas, loss_operators, masked_operators, reference, row_losses
+from fused_softmax import integrations as adapters
+from fused_softmax.lab import reference
+from fused_softmax.launch import cross_entropy as row_losses
 from fused_softmax.losses import cross_entropy_over
+from fused_softmax.torch_ops import decompositions as loss_formulas
+from fused_softmax.torch_ops import loss_operators, masked_operators
 
 pytestmark = pytest.mark.interpreted
 

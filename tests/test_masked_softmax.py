@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fused_softmax as fs
-from fused_softmax import masked_rows
-from fused_softmax.problem import DEVICES, Problem
+from fused_softmax.launch import masked_softmax as masked_rows
+from fused_softmax.planning.types import DEVICES, Problem
 
 pytestmark = pytest.mark.interpreted
 
@@ -144,7 +144,7 @@ def test_rows_that_see_nothing():
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 def test_rows_that_do_not_fit_on_chip(causal, monkeypatch):
     """The walk in steps, forward; backward is softmax's own."""
-    from fused_softmax.plan import plan
+    from fused_softmax.planning.softmax import plan
 
     forced = lambda problem, device, masked: plan(problem, device, regime="stream")  # noqa: E731
     monkeypatch.setattr(masked_rows, "plan_masked", forced)

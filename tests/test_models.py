@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from exactness import assert_as_exact
 
 import fused_softmax as fs
-from fused_softmax import rows
+from fused_softmax.launch import softmax as rows
 
 pytestmark = pytest.mark.interpreted
 

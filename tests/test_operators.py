@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from watched import both, close, watch
 
 import fused_softmax as fs
-from fused_softmax import operators, rows
+from fused_softmax.launch import softmax as rows
+from fused_softmax.torch_ops import operators
 
 pytestmark = pytest.mark.interpreted
 

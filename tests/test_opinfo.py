@@ -17,7 +17,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_map
 
 import fused_softmax as fs
-from fused_softmax import rows
+from fused_softmax.launch import softmax as rows
 
 pytestmark = pytest.mark.interpreted
 

@@ -9,7 +9,7 @@ import torch
 from watched import PAIRS, close
 
 import fused_softmax as fs
-from fused_softmax.outputs import is_its_own, may_write_while_reading
+from fused_softmax.torch_ops.outputs import is_its_own, may_write_while_reading
 
 pytestmark = pytest.mark.interpreted
 

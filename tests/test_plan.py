@@ -18,11 +18,12 @@ import pytest
 import torch
 from planned import DTYPES, PROMISED, compile_time, kernels, problem
 
-import fused_softmax.plan
-from fused_softmax import ladders, loss_plans
-from fused_softmax.launch import problem_of
-from fused_softmax.plan import TILE_MAX_COLS, plan
-from fused_softmax.problem import DEVICES, REGIMES, Device, Plan, Problem
+import fused_softmax.planning.softmax
+from fused_softmax.launch.layout import problem_of
+from fused_softmax.planning import config_tables as ladders
+from fused_softmax.planning import losses as loss_plans
+from fused_softmax.planning.softmax import TILE_MAX_COLS, plan
+from fused_softmax.planning.types import DEVICES, REGIMES, Device, Plan, Problem
 
 # (target, backward, log) -> its ladders
 TABLES = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fused_softmax import reference
+from fused_softmax.lab import reference
 
 torch64 = {"rtol": 1e-12, "atol": 1e-14, "equal_nan": True}
 

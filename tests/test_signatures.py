@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fused_softmax as fs
-from fused_softmax.adapters import causal_lm_loss, selective_log_softmax
+from fused_softmax.integrations import causal_lm_loss, selective_log_softmax
 
 pytestmark = pytest.mark.interpreted
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import fused_softmax as fs
-from fused_softmax import adapters, reference
-from fused_softmax.logprobs import TokenStatistics
+from fused_softmax import integrations as adapters
+from fused_softmax.lab import reference
+from fused_softmax.losses import TokenStatistics
 
 pytestmark = pytest.mark.interpreted
 

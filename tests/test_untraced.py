@@ -99,7 +99,7 @@ def test_a_backward_of_an_eager_graph(name, backend):
 
 def test_the_mark_is_no_wrapper():
     """A call of a marked function costs what it did: it is the function itself."""
-    from fused_softmax.untraced import untraced
+    from fused_softmax.torch_ops.library import untraced
 
     def function():
         pass

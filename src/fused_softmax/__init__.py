@@ -6,13 +6,12 @@ torch.Size([1, 3])
 """
 
 from . import nn
-from .functional import Fallback, log_softmax, logsumexp, plan_for, softmax
-from .logprobs import TokenStatistics, token_logprobs
-from .losses import cross_entropy
-from .masked import masked_softmax
+from .functional import log_softmax, logsumexp, masked_softmax, softmax
+from .launch.context import batch_invariant
+from .losses import TokenStatistics, cross_entropy, token_logprobs
 from .patch import patch
-from .problem import Plan
-from .rows import batch_invariant
+from .plan_for import Fallback, plan_for
+from .planning.types import Plan
 
 __version__ = "0.1.0"
 __all__ = [

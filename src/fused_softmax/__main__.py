@@ -55,7 +55,7 @@ def main() -> None:
 
 def _main() -> None:
     try:
-        from fused_softmax.cli import app
+        from fused_softmax.lab.cli import app
 
         app()
     except ModuleNotFoundError as missing:

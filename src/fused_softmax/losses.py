@@ -1,31 +1,30 @@
-"""cross_entropy: torch's, on logits as wide as a vocabulary, without a tensor of their size beside the gradient.
+"""What a user calls of the losses: cross_entropy and token_logprobs, on logits as wide as a vocabulary.
 
-    loss_i = -(1 - eps)*w_t*log p_t - eps/C*sum(w*log p) + z_loss*lse^2,   p = softmax(softcap*tanh(x/softcap))
-
-Where a gradient is needed and the loss is a mean or a sum, it is written in the pass that reads the logits, for an
-upstream gradient of 1, and backward mends on the device what came with another one: one read, one write, no host
-synchronisation. Else, and under torch.compile, the forward only reads, and a second kernel writes the gradient.
+Neither takes memory of the logits' size, except for the gradient. torch_ops has the routes, launch the kernels' calls.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import _reduction as _Reduction
 from torch.overrides import handle_torch_function
 
-from . import loss_formulas, loss_operators, row_losses
-from .arguments import expect_flag, expect_floating, expect_tensors, finite, integer, real, stands_in
-from .availability import KernelUnavailable
-from .launch import DTYPE_NAMES
-from .operators import is_compiled, is_plain, refusal
-from .rows import batch_invariant, is_batch_invariant
-
-REDUCTIONS = ("mean", "sum", "none")
+from .launch.layout import DTYPE_NAMES
+from .torch_ops.arguments import (
+    expect_flag,
+    expect_floating,
+    expect_tensors,
+    finite,
+    integer,
+    other_device_error,
+    real,
+    stands_in,
+)
+from .torch_ops.cross_entropy import REDUCTIONS, cross_entropy_of
+from .torch_ops.token_logprobs import token_logprobs_of
 
 
 def cross_entropy(
@@ -145,142 +144,94 @@ def cross_entropy_over(
             f"cross_entropy(): weight must be {logits.dtype}, as the logits, or torch.float32, not {weight.dtype}; "
             "cast it with weight.to(input.dtype)"
         )
-    if target.dtype is torch.uint8:
-        target = target.long()
-    if softcap is not None:
-        # a cap above all numbers is none
-        limits = torch.finfo(torch.float64 if logits.dtype is torch.float64 else torch.float32)
-        softcap = None if softcap > limits.max else max(softcap, limits.tiny)
-    n_cols = logits.shape[1] if logits.dim() > 1 else logits.numel()
-    plain = compiled = False
-    if _fits(logits, target, weight, reduction, label_smoothing, n_cols):
-        plain = is_plain(logits) and is_plain(target) and (weight is None or is_plain(weight))
-        plain = plain and logits.numel() > 0 and refusal(logits, logits.dtype) is None
-        compiled = not plain and n_cols > 0 and is_compiled(logits, target, weight)
-    if not (plain or compiled):
-        return loss_formulas.cross_entropy(
-            logits, target, weight, ignore_index, reduction, label_smoothing, softcap, z_loss, denominator
-        )
-    flat = target.reshape(-1).contiguous()
-    if weight is not None:
-        weight = weight.detach().float().contiguous()
-    if denominator is not None:
-        denominator = denominator.to(logits.device, torch.float32).reshape(1)
-    weight_sum = weight.sum().view(1) if weight is not None and label_smoothing else None
-    rows = row_losses.rows_of(logits if logits.dim() < 3 else logits.movedim(1, -1), n_cols)
-    described = (
-        flat, weight, weight_sum, ignore_index, reduction, float(label_smoothing), softcap, float(z_loss), denominator
-    )  # fmt: skip
-    if compiled:
-        loss, _ = loss_operators.cross_entropy(rows, *described)
-    else:
-        if flat.device.type == "cpu":
-            row_losses.check_targets(flat, ignore_index, n_cols)
-        loss = _by_kernels(rows, row_losses.CrossEntropy(*described), inplace_backward)
-    return loss.view(target.shape) if reduction == "none" else loss
-
-
-def _by_kernels(x: Tensor, op: row_losses.CrossEntropy, inplace: bool) -> Tensor:
-    if x.requires_grad and torch.is_grad_enabled():
-        return RowCrossEntropy.apply(x, op, inplace)
-    losses, _ = row_losses.cross_entropy_forward(x, op)
-    return row_losses.reduce_losses(losses, op, x.shape[1])
-
-
-def _fits(
-    logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, label_smoothing: float, n_cols: int
-) -> bool:
-    """Whether shapes and options are the kernels'; what is wrong with others, torch's own function says."""
-    shape = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else torch.Size(())
-    return (
-        logits.dim() > 0
-        and target.dtype is torch.int64
-        and target.shape == shape
-        and target.device == logits.device
-        and reduction in REDUCTIONS
-        and 0.0 <= label_smoothing <= 1.0
-        and (weight is None or _weighs(weight, logits, n_cols))
+    return cross_entropy_of(
+        denominator,
+        logits,
+        target,
+        weight,
+        ignore_index,
+        reduction,
+        label_smoothing,
+        softcap,
+        z_loss,
+        inplace_backward,
     )
 
 
-def _weighs(weight: Tensor, logits: Tensor, n_cols: int) -> bool:
-    return (
-        weight.shape == (n_cols,)
-        and weight.device == logits.device
-        and weight.dtype in (torch.float32, logits.dtype)
-        and not weight.requires_grad
-    )
+class TokenStatistics(NamedTuple):
+    """What token_logprobs returns where more than log-probabilities is asked for; None for what was not."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    logsumexp: Tensor | None
 
 
-class RowCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of rows that need a gradient. Keeps the rows, two numbers a row, and the gradient that the forward
-    wrote: all of it by save_for_backward, where checkpointing and offloading see it."""
+def token_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    return_entropy: bool = False,
+    return_logsumexp: bool = False,
+) -> Tensor | TokenStatistics:
+    """log softmax(logits/temperature) at token_ids, and of the same distribution the entropy and the logsumexp.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, op: row_losses.CrossEntropy, inplace: bool) -> Tensor:
-        n_cols = x.shape[1]
-        # two rows that share memory cannot hold two gradients
-        ctx.inplace = (
-            inplace and op.reduction != "none" and op.weight_sum is None and (x.shape[0] == 1 or x.stride(0) >= n_cols)
+    Args:
+        logits: (..., V); float16, bfloat16 and float32 are ours on a GPU, all else is torch's. Rows that do not share
+            one stride are copied first.
+        token_ids: integers of shape (...,), one a row, or (..., K).
+        temperature: a positive number, or a tensor of such that broadcasts to (...,): one a row. It is on the logits'
+            device; one of no dimensions may be on the CPU, and is copied. At inf all columns are equally likely, except
+            those whose logit is -inf: as at any temperature, they stay hidden.
+        return_entropy: also -sum(p*log p), in nats.
+        return_logsumexp: also log(sum(exp(logits/temperature))).
+
+    Returns: the log-probabilities, of token_ids' shape; or, where more is asked for, `TokenStatistics` with entropy and
+    logsumexp of shape (...,). float32, or float64 for float64 logits. All are differentiable in the logits. The forward
+    allocates O(rows), and a row's bits do not depend on how many rows there are.
+
+    An id outside [0, V) is an IndexError on the CPU; on a GPU, where to know would be to wait, its log-probability is
+    NaN, it adds nothing to the gradient and nothing outside the row is read.
+
+    Raises: ValueError for token_ids that do not fit, or a number as temperature that is not positive; TypeError for
+    token_ids that are no integers and for arguments of other types; NotImplementedError, as softmax, for logits that
+    are not floating; RuntimeError for a temperature that does not broadcast, and for token_ids or a temperature on
+    another device than the logits.
+
+    >>> token_logprobs(torch.zeros(2, 4), torch.tensor([1, 3]))
+    tensor([-1.3863, -1.3863])
+    """
+    if not (isinstance(logits, Tensor) and isinstance(token_ids, Tensor)) or (
+        type(temperature) is not float and stands_in(temperature)
+    ):
+        if stands_in(logits, token_ids, temperature):
+            return handle_torch_function(
+                token_logprobs,
+                (logits, token_ids, temperature),
+                logits,
+                token_ids,
+                temperature=temperature,
+                return_entropy=return_entropy,
+                return_logsumexp=return_logsumexp,
+            )
+        expect_tensors("token_logprobs", logits=logits, token_ids=token_ids)
+    if logits.dtype not in DTYPE_NAMES:
+        expect_floating("token_logprobs", "logits", logits)
+    if type(return_entropy) is not bool or type(return_logsumexp) is not bool:
+        expect_flag("token_logprobs", "return_entropy", return_entropy)
+        expect_flag("token_logprobs", "return_logsumexp", return_logsumexp)
+    one = token_ids.shape == logits.shape[:-1]
+    if logits.dim() == 0 or not (one or token_ids.shape[:-1] == logits.shape[:-1] and token_ids.dim() == logits.dim()):
+        raise ValueError(
+            f"token_ids {tuple(token_ids.shape)} must be {tuple(logits.shape[:-1])} or have one dimension more, "
+            f"for logits {tuple(logits.shape)}"
         )
-        count = row_losses.count_targets(op, n_cols) if op.reduction == "mean" else None
-        dx = None
-        # weights and smoothing together read a weight for each logit, twice: then the gradient has a kernel of its own
-        if op.reduction != "none" and op.weight_sum is None:
-            dx = x.detach() if ctx.inplace else row_losses.gradient_buffer(x)
-            if not row_losses.fits_on_chip(x, dx, op):
-                dx, ctx.inplace = None, False
-        if dx is not None:
-            try:
-                losses, moments = row_losses.cross_entropy_with_gradient(x, dx, op, count)
-            except KernelUnavailable:
-                dx, ctx.inplace = None, False
-        if dx is None:
-            losses, moments = row_losses.cross_entropy_forward(x, op)
-        if ctx.inplace:
-            torch.autograd.graph.increment_version(x)
-        ctx.save_for_backward(None if ctx.inplace else x, op.target, op.weight, op.weight_sum, moments, count, dx)
-        ctx.unread = [dx is not None]  # popped by the backward that gives away what the forward wrote
-        ctx.op = replace(op, target=None, weight=None, weight_sum=None, denominator=None)  # type: ignore[arg-type]
-        ctx.over = op.denominator is not None
-        ctx.invariant = is_batch_invariant()  # backward runs in a thread that does not know
-        ctx.set_materialize_grads(False)
-        return row_losses.reduce_losses(losses, op, n_cols)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None, None]:
-        if g is None:
-            return None, None, None
-        x, target, weight, weight_sum, moments, count, written = ctx.saved_tensors
-        op = replace(ctx.op, target=target, weight=weight, weight_sum=weight_sum)
-        if torch.is_grad_enabled() or not is_plain(g):
-            if x is None:
-                raise RuntimeError(_OVERWRITTEN)
-            op = replace(op, denominator=count if ctx.over else None)
-            return loss_formulas.cross_entropy_gradient(g, x, op), None, None
-        unread = bool(ctx.unread) and ctx.unread.pop()
-        upstream = g.reshape(-1).float().contiguous()
-        if ctx.inplace:
-            if not unread:
-                raise RuntimeError(_OVERWRITTEN)
-            row_losses.scale_unless_one(written, upstream)
-            return written, None, None
-        if written is None:
-            dx = row_losses.gradient_buffer(x)
-        elif unread:
-            # The first backward gives away what the forward wrote, with a version counter of its own: a change in place
-            # does not disturb what is saved. Nothing reads the saved one again.
-            dx = written.data
-        else:
-            # a further one runs the forward's kernel again, so that its bits are those of the first
-            dx = row_losses.gradient_buffer(x)
-            with batch_invariant() if ctx.invariant else nullcontext():
-                row_losses.cross_entropy_with_gradient(x, dx, op, count)
-        row_losses.cross_entropy_gradient(x, dx, op, count, moments, upstream, unless_one=written is not None)
-        return dx, None, None
-
-
-_OVERWRITTEN = (
-    "cross_entropy(inplace_backward=True) wrote the gradient over the logits: one can go backward through it once, "
-    "for one upstream gradient, and not differentiate its gradient"
-)
+    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype is torch.bool:
+        raise TypeError(f"token_ids must be integers, not {token_ids.dtype}")
+    if token_ids.device != logits.device:
+        raise other_device_error("token_ids", token_ids, "logits", logits)
+    picked, entropy, lse = token_logprobs_of(logits, token_ids, one, temperature, return_entropy)
+    logprobs = picked.view(token_ids.shape)
+    if not (return_entropy or return_logsumexp):
+        return logprobs
+    return TokenStatistics(logprobs, entropy, lse if return_logsumexp else None)

@@ -22,13 +22,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import rows
-from .availability import KernelUnavailable, warn_once
-from .device import interpreting, triton_error
-from .operators import fuses, refusal
-from .outputs import is_its_own, may_write_while_reading
-from .torch_ops import torch_private
-from .untraced import untraced
+from .launch import softmax as rows
+from .launch import torch_private
+from .launch.availability import KernelUnavailable, warn_once
+from .launch.device import interpreting, triton_error
+from .torch_ops.library import untraced
+from .torch_ops.outputs import is_its_own, may_write_while_reading
+from .torch_ops.route import supports_fused_cast, unsupported_reason
 
 OPS = ("softmax", "log_softmax", "safe_softmax")
 Kernel = Callable[..., Tensor]
@@ -197,7 +197,7 @@ def _install(op: str) -> None:
 def _original(name: str, key: str) -> Kernel:
     """The kernel that is in place now; calling it meets no dispatcher, so it cannot come back here."""
     kernel = torch_private.get_kernel(f"aten::{name}", key)
-    return functools.partial(kernel.call_boxed, torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)))
+    return functools.partial(kernel.call_boxed, torch_private.DispatchKeySet(getattr(torch_private.DispatchKey, key)))
 
 
 def _kernels(op: str) -> dict[str, Callable[[Kernel], Kernel]]:
@@ -215,7 +215,9 @@ def _kernels(op: str) -> dict[str, Callable[[Kernel], Kernel]]:
 
 def _takes(x: Tensor, dim: int, out_dtype: torch.dtype) -> bool:
     bound = x.dim() or 1
-    return -bound <= dim < bound and fuses(x.dtype, out_dtype) and refusal(x, out_dtype) is None
+    return (
+        -bound <= dim < bound and supports_fused_cast(x.dtype, out_dtype) and unsupported_reason(x, out_dtype) is None
+    )
 
 
 def _out_dtype(x: Tensor, half_to_float: bool) -> torch.dtype | None:
@@ -255,7 +257,7 @@ def _forward_out(log: bool, original: Kernel) -> Kernel:
 
 def _takes_backward(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> bool:
     same = dy.dtype is y.dtype and dy.shape == y.shape and dy.device == y.device
-    return same and fuses(input_dtype, y.dtype) and _takes(y, dim, y.dtype)
+    return same and supports_fused_cast(input_dtype, y.dtype) and _takes(y, dim, y.dtype)
 
 
 def _backward(log: bool, original: Kernel) -> Kernel:

@@ -7,10 +7,10 @@ import torch
 from cases import logits
 
 import fused_softmax
-from fused_softmax import plan as planning
-from fused_softmax import problem
-from fused_softmax.device import describe
-from fused_softmax.launch import problem_of
+from fused_softmax.launch.device import describe
+from fused_softmax.launch.layout import problem_of
+from fused_softmax.planning import softmax as planning
+from fused_softmax.planning import types as problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -99,7 +99,7 @@ def test_long_gradients_write_nothing_outside_and_repeat_bit_for_bit(dtype, n_co
     first = torch.ops.fused_softmax.softmax_backward(y, y, -1, dtype)
     for _ in range(20):
         assert torch.equal(torch.ops.fused_softmax.softmax_backward(y, y, -1, dtype), first)
-    from fused_softmax.launch import launch_rows
+    from fused_softmax.launch.compile import launch_rows
 
     inside = field[:, 8 : 8 + n_cols]
     launch_rows((y, y, inside), False, backward=True)

@@ -14,7 +14,7 @@ import torch._dynamo.testing
 from torch.library import opcheck
 
 import fused_softmax as fs
-from fused_softmax import reference
+from fused_softmax.lab import reference
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import fused_softmax as fs
-from fused_softmax import reference
+from fused_softmax.lab import reference
 
 pytestmark = pytest.mark.gpu
 

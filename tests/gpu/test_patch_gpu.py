@@ -12,7 +12,7 @@ from test_models import LAYERS, VOCABULARY, bert, gpt2, judge
 from test_opinfo import NAMES, check_samples
 
 import fused_softmax as fs
-from fused_softmax import rows
+from fused_softmax.launch import softmax as rows
 
 pytestmark = pytest.mark.gpu
 

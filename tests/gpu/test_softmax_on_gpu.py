@@ -21,7 +21,7 @@ from cases import (
 )
 
 import fused_softmax as fs
-from fused_softmax.device import describe
+from fused_softmax.launch.device import describe
 
 pytestmark = pytest.mark.gpu
 

@@ -6,11 +6,11 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
-from fused_softmax.bench.ops import DTYPES
-from fused_softmax.bench.plans import problem_for
-from fused_softmax.bench.traffic import regime_traffic
-from fused_softmax.plan import plan
-from fused_softmax.problem import DEVICES, Device
+from fused_softmax.lab.bench.ops import DTYPES
+from fused_softmax.lab.bench.plans import problem_for
+from fused_softmax.lab.bench.traffic import regime_traffic
+from fused_softmax.planning.softmax import plan
+from fused_softmax.planning.types import DEVICES, Device
 
 WIDTHS = (50257, 128256, 262144)
 # target -> a GPU that has it

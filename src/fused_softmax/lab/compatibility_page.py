@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fused_softmax.availability import MIN_TORCH, MIN_TRITON, NEWEST_TRITON
 from fused_softmax.lab import pages
 from fused_softmax.lab.compatibility import measured_targets, targets_table
 from fused_softmax.lab.version_runs import RECORDS, load, measured, version_table
+from fused_softmax.launch.availability import MIN_TORCH, MIN_TRITON, NEWEST_TRITON
 
 PAGE = Path("docs") / "compatibility.md"
 

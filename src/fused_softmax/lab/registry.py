@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 import fused_softmax as fs
-from fused_softmax import nn, reference
+from fused_softmax import nn
+from fused_softmax.lab import reference
 
 from . import arguments, torch_ways
 

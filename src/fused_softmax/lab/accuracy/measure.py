@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.device import device_here
 from fused_softmax.lab.fuzz.values import values
 from fused_softmax.lab.registry import OPS, OpSpec
+from fused_softmax.launch.device import device_here
 
 from .ulp import errors, flushed
 

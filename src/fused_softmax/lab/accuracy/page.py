@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fused_softmax.bench.report import Rows
 from fused_softmax.lab import pages
+from fused_softmax.lab.bench.report import Rows
 
 from . import record
 from .table import by_kind, by_width, notes

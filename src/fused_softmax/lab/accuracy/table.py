@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fused_softmax.bench.ops import SHORT
-from fused_softmax.bench.report import Rows
+from fused_softmax.lab.bench.ops import SHORT
+from fused_softmax.lab.bench.report import Rows
 
 from .measure import GRADIENT, INTERPRETED_WIDEST, KINDS, UNITS, WIDTH_CLASSES, Row
 

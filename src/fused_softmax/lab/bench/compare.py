@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 
-from fused_softmax.bench.readme import read_folder
-from fused_softmax.bench.record import Header, Record, read_results
-from fused_softmax.bench.report import Rows, shape
+from fused_softmax.lab.bench.readme import read_folder
+from fused_softmax.lab.bench.record import Header, Record, read_results
+from fused_softmax.lab.bench.report import Rows, shape
 
 OURS = "fused_softmax"
 Key = tuple[str, str, str, int, int, str]  # the file's name where folders are compared, then what makes a case

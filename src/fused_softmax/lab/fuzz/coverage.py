@@ -1,17 +1,21 @@
 """Which kernels, regimes and kernel flags a run has reached, and which it has not.
 
-A fuzz process replaces the three functions that every launch goes through (`Launch.__call__`, `compile_kernel`, the
-planners' callers) by ones that also note the kernel and its constexprs; production code has no counter.
+A fuzz process replaces the three functions that every launch goes through (`Launch.__call__`, `compile_kernel`,
+`meta_of`) by ones that also note the kernel and its constexprs; production code has no counter.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import pkgutil
 from typing import Any
 
 import torch
 
-from fused_softmax import launch, loss_launch
+from fused_softmax import kernels
+from fused_softmax.launch import compile as launch
+from fused_softmax.launch import launcher
 
 # constexprs that are sizes: told apart as one or many, none or some
 _SIZES = {"ROWS", "CTAS", "PARTS"}
@@ -42,7 +46,7 @@ def _label(name: str, value: Any) -> str | None:
 def note(kernel: Any, meta: Any) -> None:
     """Remember one launch's kernel and constexprs."""
     kernel_name = kernel.fn.__name__
-    names = kernel.arg_names
+    names = kernel.declaration.constexprs
     reached.add((kernel_name, ""))
     for name, value in meta.items():
         label = _label(name, value) if name in names else None
@@ -68,47 +72,43 @@ def install() -> None:
 
     launch.Launch.__call__ = counted  # type: ignore[method-assign]
     launch.compile_kernel = compiled
-    for module, name in ((launch, "make_plan"), (loss_launch, "describe_launch")):
-        setattr(module, name, _noting_regime(getattr(module, name)))
+    launcher.meta_of = _noting_regime(launcher.meta_of)
 
 
-def _noting_regime(function: Any) -> Any:
-    @functools.wraps(function)
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        if function.__name__ == "describe_launch":
-            reached.add((args[0], f"regime {args[2].regime}"))
-        else:
-            problem = args[0]
-            name = ("log_" if problem.log else "") + "softmax" + ("_backward" if problem.backward else "")
-            reached.add((name, f"regime {result.regime}"))
-        return result
+def _noting_regime(meta_of: Any) -> Any:
+    @functools.wraps(meta_of)
+    def noting(kernel: Any, plan: Any, device: Any, flags: Any) -> Any:
+        name = kernel.fn.__name__
+        if name.startswith("softmax"):
+            name = ("log_" if dict(flags)["LOG"] else "") + "softmax" + ("_backward" if "backward" in name else "")
+        reached.add((name, f"regime {plan.regime}"))
+        return meta_of(kernel, plan, device, flags)
 
     return noting
 
 
 def everything() -> Reached:
     """What a run could reach on this device."""
-    from fused_softmax.kernels import resident, streaming, strided
-
-    kernels = [resident.softmax_resident, resident.softmax_backward_resident, streaming.softmax_stream]
-    kernels += [streaming.softmax_backward_stream, strided.softmax_strided]
-    kernels += [loss_launch.kernel_named(name) for name in loss_launch.KERNELS]
     wanted: Reached = set()
-    for kernel in kernels:
+    for kernel in all_kernels():
         name = kernel.fn.__name__
         wanted.add((name, ""))
-        for argument in kernel.params if hasattr(kernel, "params") else ():
-            if argument.is_constexpr:
-                wanted |= {(name, label) for label in _labels(argument.name)}
-        if not hasattr(kernel, "params"):  # interpreted: by annotation
-            for argument_name, annotation in kernel.fn.__annotations__.items():
-                if "constexpr" in str(annotation):
-                    wanted |= {(name, label) for label in _labels(argument_name)}
+        for constexpr in kernel.declaration.constexprs:
+            wanted |= {(name, label) for label in _labels(constexpr)}
     regimes = ("tile", "block", "cluster", "stream") if _clusters() else ("tile", "block", "stream")
     softmaxes = ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward")
     wanted |= {(name, f"regime {regime}") for name in softmaxes for regime in regimes}
     return wanted - unreachable()
+
+
+def all_kernels() -> list[Any]:
+    """Every kernel of the package."""
+    found = []
+    for info in pkgutil.iter_modules(kernels.__path__):
+        module = importlib.import_module(f"{kernels.__name__}.{info.name}")
+        own = (value for value in vars(module).values() if hasattr(value, "declaration"))
+        found += [kernel for kernel in own if kernel.fn.__module__ == module.__name__]
+    return found
 
 
 def _labels(name: str) -> tuple[str, ...]:

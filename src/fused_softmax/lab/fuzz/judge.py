@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.device import interpreting
+from fused_softmax.launch.device import interpreting
 
 from . import exactness, ways
 from .differences import excused

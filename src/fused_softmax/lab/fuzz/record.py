@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import fused_softmax
-from fused_softmax.bench.record import header, write_atomically
-from fused_softmax.device import interpreting
+from fused_softmax.lab.bench.record import header, write_atomically
+from fused_softmax.launch.device import interpreting
 
 from . import coverage
 

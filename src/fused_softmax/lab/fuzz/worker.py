@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fused_softmax.device import interpreting
+from fused_softmax.launch.device import interpreting
 
 from . import coverage, interpreter, ways
 from .draw import Budget, Case, DrawClass, draw_cases

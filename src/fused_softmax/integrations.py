@@ -1,0 +1,63 @@
+"""The losses under the names and signatures that trainers call: TRL's selective_log_softmax, Hugging Face's loss
+function.
+
+Nothing is imported from either: these are functions to hand to them. docs/losses.md says where.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+from .losses import cross_entropy_over, token_logprobs
+from .torch_ops.arguments import stands_in
+
+
+def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
+    """log_softmax(logits, -1) gathered at index: `trl.trainer.utils.selective_log_softmax`, in one read of the logits.
+
+    logits: (..., V); index: (...,), or (..., K). Returns index's shape in the logits' dtype, as TRL's own does; it is
+    rounded once, from float32.
+
+    Source: https://github.com/huggingface/trl/blob/main/trl/trainer/utils.py
+
+    >>> selective_log_softmax(torch.zeros(1, 2, 4), torch.tensor([[1, 3]]))
+    tensor([[-1.3863, -1.3863]])
+    """
+    if stands_in(logits, index):
+        return handle_torch_function(selective_log_softmax, (logits, index), logits, index)
+    logprobs = token_logprobs(logits, index)
+    assert isinstance(logprobs, Tensor)
+    return logprobs.to(logits.dtype)
+
+
+def causal_lm_loss(outputs: Any, labels: Tensor, num_items_in_batch: int | Tensor | None = None) -> Tensor:
+    """The next-token loss of a causal language model: `Trainer(compute_loss_func=causal_lm_loss)`.
+
+    outputs: a mapping or object with logits (batch, length, V); labels: (batch, length) int64, -100 where none.
+    The labels are shifted and the logits are not: a shifted view of the logits would have to be copied.
+    num_items_in_batch: what the sum is divided by, as Trainer counts it over accumulated batches; None: this batch's
+    own.
+
+    Source: https://huggingface.co/docs/transformers/main_classes/trainer
+
+    >>> causal_lm_loss({"logits": torch.zeros(1, 3, 4)}, torch.tensor([[0, 1, 2]]))
+    tensor(1.3863)
+    """
+    if stands_in(outputs, labels, num_items_in_batch):
+        given = (outputs, labels, num_items_in_batch)
+        return handle_torch_function(causal_lm_loss, given, *given)
+    logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
+    following = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+    if num_items_in_batch is not None:
+        # not torch's default dtype, which may have no 70,000
+        dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(logits.device, dtype)
+        else:
+            num_items_in_batch = torch.full((1,), float(num_items_in_batch), dtype=dtype, device=logits.device)
+    target = following.reshape(-1).to(logits.device)
+    return cross_entropy_over(num_items_in_batch, logits.view(-1, logits.shape[-1]), target)

@@ -1,0 +1,267 @@
+"""One walk over a row of logits: its maximum, its sum of exponentials, and one sum more that an op asks for.
+
+    z = softcap(x)*scale;  m = max(z);  s = sum(exp(z - m));  t = sum(exp(z - m)*(z - m))  or  sum(w*(z - r))
+
+The row is read once, in steps that keep nothing, by one program or the CTAS programs of a cluster; several narrow rows
+share a program. What limits it is the read ceiling. -inf adds nothing, NaN spreads, +inf makes s infinite.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .cluster import merge_moments_over_cluster, merge_over_cluster
+from .numerics import HIGHEST, LN2, LOG2E, LOWEST, exp, log, max_of_vectors, pivot, shift_moments, sum_of_vectors, widen
+from .tiles import chunk_offsets, edge_of, load_chunks
+
+# nothing is written that L2 could make room for, and nothing is read again. H200: .3 to 1.5% faster than "evict_last"
+READ_ONCE = tl.constexpr("evict_first")
+
+# tanh(u) = u + u*(TANH_3*u^2 + ... + TANH_9*u^8) for |u| < 0.5, within 1.5e-8 of itself
+TANH_3 = tl.constexpr(-0.33333143890895034)
+TANH_5 = tl.constexpr(0.1332587884046698)
+TANH_7 = tl.constexpr(-0.053045486696590094)
+TANH_9 = tl.constexpr(0.01724147638485393)
+
+# the sums of label smoothing are in units of 2^32: a sum of numbers near the end of the range must not overflow before
+# another is subtracted from it
+SMOOTH_UNIT = tl.constexpr(2.0**-32)
+
+# what a walk sums up beside (max, sum): nothing, sum(exp(z - m)*(z - m)), or sum(w*(z - r)) about a reference r
+NO_MOMENT = tl.constexpr(0)
+ENTROPY_MOMENT = tl.constexpr(1)
+WEIGHTED_SUM = tl.constexpr(2)
+
+
+@triton.jit
+def load_step(
+    at, width, LINES: tl.constexpr, CHUNKS: tl.constexpr, UNMASKED: tl.constexpr, LANES: tl.constexpr,
+    VEC: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """A step's chunks as `load_chunks` gives them."""
+    return load_chunks(at, width, LINES, CHUNKS, UNMASKED, LANES, VEC, -float("inf"), PARTS, READ_ONCE)
+
+
+@triton.jit
+def capped_with_slope(x, cap):
+    """(cap*tanh(x/cap), its derivative 1 - tanh(x/cap)^2) of x in float32, to a few roundings for every cap.
+
+    With u = x/cap, 1 - tanh(|u|) = 2/(exp(2|u|) + 1) = q, and the derivative is q*(2 - q), which keeps its digits where
+    tanh is nearly 1. Near 0 that form of tanh cancels, and tanh(u) = u + u*r with r = u^2*P(u^2); then the result is
+    x + x*r, which tends to x for a large cap. -inf stays -inf: a masked class is not a small one.
+    """
+    u = x * tl.div_rn(1.0, cap)
+    q = 2.0 / (tl.exp2(tl.abs(u) * (2.0 * LOG2E)) + 1.0)
+    u2 = u * u
+    # few operations: Triton's planner of clusters gives up on a kernel of too many
+    r = u2 * tl.fma(u2, tl.fma(u2, tl.fma(u2, TANH_9, TANH_7), TANH_5), TANH_3)
+    near = tl.abs(u) < 0.5
+    far = tl.where(u < 0.0, -cap, cap) * (1.0 - q)
+    z = tl.where(near, tl.fma(x, r, x), far)
+    t = tl.fma(u, r, u)
+    slope = tl.where(near, 1.0 - t * t, q * (2.0 - q))
+    return tl.where(x == -float("inf"), x, z), slope
+
+
+@triton.jit
+def capped(x, cap, SOFTCAP: tl.constexpr):
+    """x in float32, cap*tanh(x/cap) where there is a cap."""
+    x = x.to(tl.float32)
+    if SOFTCAP:
+        x, _ = capped_with_slope(x, cap)
+    return x
+
+
+@triton.jit
+def logit(x, scale, cap, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
+    """What the softmax sees of a raw logit, in float32.
+
+    The product is rounded before anything is subtracted from it: among numbers near the end of the range x*scale - m as
+    one multiply-add is far from 0 where x*scale is m.
+    """
+    x = capped(x, cap, SOFTCAP)
+    if SCALED:
+        x = tl.fma(x, scale, 0.0)
+    return x
+
+
+@triton.jit
+def accumulate(
+    x, scale, cap, m, s, t,
+    MOMENT: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Each lane's (m, s, t) with one step more in it, whose maximum is taken among the logits as they were loaded.
+
+    A weighted sum is its caller's to add.  # x: CHUNKS tiles [LINES, LANES, VEC]; m, s, t: [LINES, LANES]
+    """
+    top = max_of_vectors(x[0], PTX)
+    for c in tl.static_range(1, CHUNKS):
+        top = tl.maximum(top, max_of_vectors(x[c], PTX))
+    m_new = tl.minimum(tl.maximum(m, logit(top, scale, cap, SCALED, SOFTCAP)), HIGHEST)
+    if MOMENT == ENTROPY_MOMENT:
+        m, s, t = shift_moments(m, s, t, m_new)
+    else:
+        s = s * exp(m - m_new)
+    # a step is added up by itself: the fewer numbers are added to a long sum one by one, the less they round it
+    step = tl.zeros_like(s)
+    moment = tl.zeros_like(t)
+    # where FUSED d is in base 2 and about a rounded number, and what that adds is taken back once a step
+    FUSED: tl.constexpr = PTX and x[0].dtype.primitive_bitwidth == 16 and not SOFTCAP
+    base, shift, mend = pivot(m_new, FUSED)
+    for c in tl.static_range(CHUNKS):
+        z = logit(widen(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
+        d = tl.fma(z, base[:, :, None], -shift[:, :, None]) if FUSED else z - shift[:, :, None]
+        e = tl.exp2(d) if FUSED else exp(d)
+        step += sum_of_vectors(e, PTX)
+        if MOMENT == ENTROPY_MOMENT:
+            moment += sum_of_vectors(e * tl.maximum(d, LOWEST), PTX)
+    if FUSED:
+        if MOMENT == ENTROPY_MOMENT:
+            moment = mend * LN2 * (moment - tl.fma(m_new, base, -shift) * step)
+        step = mend * step
+    return m_new, s + step, t + moment
+
+
+@triton.jit
+def reference_of(x, cap, SOFTCAP: tl.constexpr):
+    """The reference that smoothed logits are summed up about, in units: that of one logit, or 0 if it is infinite.
+
+    A sum of z alone loses the digits of z - lse where all logits are large.
+    """
+    z = capped(x, cap, SOFTCAP)
+    return tl.where(tl.abs(z) <= HIGHEST, z, 0.0) * SMOOTH_UNIT
+
+
+@triton.jit
+def weigh(z, reference, at, mask, w_ptr, WEIGHTED: tl.constexpr):
+    """w*(z - reference) of a tile in units of SMOOTH_UNIT, 0 where `mask` is not."""
+    z = tl.fma(z, SMOOTH_UNIT, -reference)
+    if WEIGHTED:
+        w = tl.load(w_ptr + at, mask=mask, other=0.0)
+        return tl.where(mask, w * z, 0.0)
+    else:
+        return tl.where(mask, z, 0.0)
+
+
+@triton.jit
+def walk(
+    x_row,
+    first,
+    width,
+    head,
+    interior,
+    n_cols,  # elements
+    exists,
+    rank,
+    part,
+    scale,
+    cap,
+    reference,  # of WEIGHTED_SUM
+    w_ptr,
+    MOMENT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    CTAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EDGE: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """The row's (max, sum, moment), after the one read.  # x_row .. scale: [LINES, 1]; result [LINES]
+
+    first, width: where the line's part of the slice begins, and how many columns it ends after.
+    """
+    LINES: tl.constexpr = ROWS * CTAS * PARTS
+    STEP: tl.constexpr = CHUNKS * PARTS * LANES * VEC
+    m = tl.zeros([LINES, LANES], tl.float32) + LOWEST
+    s = tl.zeros([LINES, LANES], tl.float32)
+    t = tl.zeros([LINES, LANES], tl.float32)
+    zero = tl.zeros([1, 1], tl.int64)
+    # whole steps, which every slice has, need no mask; the last slice is the shortest. Little that is left over makes a
+    # step of FEW chunks, as an empty chunk costs as much arithmetic as a full one
+    units = n_cols // VEC
+    even = tl.cdiv(units, CTAS)
+    shortest = tl.maximum(units - (1 if EDGE else 0) - (CTAS - 1) * even, 0)
+    whole = shortest * VEC // STEP
+    if ROWS > 1:
+        whole = whole * 0
+    if MOMENT == WEIGHTED_SUM:
+        whole = whole * 0
+    FEW: tl.constexpr = 0 if ROWS > 1 or MOMENT == WEIGHTED_SUM else (CHUNKS + 3) // 4
+    n_steps = whole + tl.cdiv(tl.maximum(even * VEC - whole * STEP - FEW * (PARTS * LANES * VEC), 0), STEP)
+    if EDGE:  # before the walk, so that nothing waits for it afterwards
+        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
+        x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
+    for step in range(whole):
+        x = load_step(x_row + first + (zero + step) * STEP, width, LINES, CHUNKS, CHUNKS, LANES, VEC, PARTS)
+        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, CHUNKS, PTX)
+    for step in range(whole, n_steps):
+        start = (zero + step) * STEP
+        x = load_step(x_row + first + start, width - start, LINES, CHUNKS, 0, LANES, VEC, PARTS)
+        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, CHUNKS, PTX)
+        if MOMENT == WEIGHTED_SUM:
+            for c in tl.static_range(CHUNKS):
+                z = logit(widen(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
+                at = tl.reshape(start + chunk_offsets(c, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
+                mask = at < width[:, :, None]
+                at_weight = at + (head + first)[:, :, None]
+                t += tl.sum(weigh(z, reference[:, :, None], at_weight, mask, w_ptr, WEIGHTED), 2)
+    if FEW > 0 and even * VEC > n_steps * STEP:
+        start = (zero + n_steps) * STEP
+        x = load_step(x_row + first + start, width - start, LINES, FEW, 0, LANES, VEC, PARTS)
+        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, FEW, PTX)
+    # the ends are one number more for a lane. On a cluster they are summed up by line: a tile of them need not lie in
+    # its CTAs as the row does
+    if EDGE and CTAS == 1:
+        z_edge = logit(x_edge, scale, cap, SCALED, SOFTCAP)
+        top = tl.minimum(tl.maximum(m, z_edge), HIGHEST)
+        if MOMENT == ENTROPY_MOMENT:
+            m, s, t = shift_moments(m, s, t, top)
+        else:
+            m, s = top, s * exp(m - top)
+        e = exp(z_edge - m)
+        s += e
+        if MOMENT == ENTROPY_MOMENT:
+            t += e * tl.maximum(z_edge - m, LOWEST)
+        elif MOMENT == WEIGHTED_SUM:
+            t += weigh(z_edge, reference, edge + head, in_edge, w_ptr, WEIGHTED)
+    line_max = tl.max(m, 1)
+    if EDGE and CTAS > 1:
+        z_edge = logit(x_edge, scale, cap, SCALED, SOFTCAP)
+        line_max = tl.minimum(tl.maximum(line_max, tl.max(z_edge, 1)), HIGHEST)
+    if MOMENT == ENTROPY_MOMENT:
+        m, s, t = shift_moments(m, s, t, line_max[:, None])
+    else:
+        s = s * exp(m - line_max[:, None])
+    line_sum = tl.sum(s, 1)
+    line_moment = tl.sum(t, 1)
+    if EDGE and CTAS > 1:
+        d = z_edge - line_max[:, None]
+        line_sum += tl.sum(exp(d), 1)
+        if MOMENT == ENTROPY_MOMENT:
+            line_moment += tl.sum(exp(d) * tl.maximum(d, LOWEST), 1)
+        elif MOMENT == WEIGHTED_SUM:
+            line_moment += tl.sum(weigh(z_edge, reference, edge + head, in_edge, w_ptr, WEIGHTED), 1)
+    if MOMENT == NO_MOMENT:
+        row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX, PARTS)
+        return row_max, row_sum, row_sum
+    else:
+        PLAIN: tl.constexpr = MOMENT == WEIGHTED_SUM
+        return merge_moments_over_cluster(line_max, line_sum, line_moment, PLAIN, CTAS, PTX, PARTS)
+
+
+@triton.jit
+def logsumexp(row_max, row_sum):
+    """row_max + log(row_sum), and -inf where nothing was summed."""
+    return tl.where(row_sum == 0.0, -float("inf"), row_max + log(row_sum))
+
+
+@triton.jit
+def lost_of(lse, row_max, row_sum):
+    """What row_max + log(row_sum) = lse lost to rounding, which grows with the logits; (lse - z) + lost has it back."""
+    return log(row_sum) - (lse - row_max)

@@ -1,0 +1,100 @@
+"""Parking: the first chunks of a row's slice in shared memory, where registers have no room for another program.
+
+How many programs share a multiprocessor, and so how many bytes are in flight, is a matter of registers; shared memory
+lies idle beside them. So each thread copies its own vectors of the first chunks there, asynchronously and past its
+registers (cp.async), and fetches one whenever it needs it. No thread reads what another has copied: there is nothing to
+synchronise but each thread with its own copies. A thread's vector is where a tile [LINES, LANES, VEC] has it, whose
+line is a warp's and whose lane a thread's, as in `cluster`.
+
+Interpreted there is nothing to park: the chunks are loaded as all others are.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import READS, load_chunks
+
+
+@triton.constexpr_function
+def _declare_ptx(n_bytes: int) -> str:
+    return f".shared .align 16 .b8 row_parked[{n_bytes}];\nmov.u32 $0, 0;"
+
+
+@triton.constexpr_function
+def _copy_ptx(place: int, parked: int, threads: int) -> str:
+    """$1: the address of the row's first aligned column, $2: the bytes of a CTA's slice."""
+    chunk = 16 * threads
+    lines = ["{", ".reg .b32 thread, rank, slot;", ".reg .b64 source, slice, policy;"]
+    lines += ["mov.u32 thread, %tid.x;", "mov.u32 rank, %cluster_ctarank;", "mov.u32 slot, row_parked;"]
+    lines += ["mad.lo.u32 slot, thread, 16, slot;", "mul.wide.u32 slice, rank, $2;", "cvta.to.global.u64 source, $1;"]
+    lines += ["add.s64 source, source, slice;", "mul.wide.u32 slice, thread, 16;", "add.s64 source, source, slice;"]
+    lines += ["createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"]  # as `slices` loads the others
+    for c in range(parked):
+        at = f"[slot+{(place + c) * chunk}], [source+{c * chunk}]"
+        lines.append(f"cp.async.cg.shared.global.L2::cache_hint {at}, 16, policy;")
+    return "\n".join([*lines, "mov.u32 $0, 0;", "}"])
+
+
+@triton.constexpr_function
+def _fetch_ptx(place: int, threads: int) -> str:
+    lines = ["{", ".reg .b32 thread, slot;", "mov.u32 thread, %tid.x;", "mov.u32 slot, row_parked;"]
+    lines += ["mad.lo.u32 slot, thread, 16, slot;"]
+    return "\n".join([*lines, f"ld.volatile.shared.v4.b32 {{$0, $1, $2, $3}}, [slot+{place * 16 * threads}];", "}"])
+
+
+@triton.jit
+def open_parking(PLACES: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr):
+    """Room for PLACES vectors of each of a CTA's threads."""
+    if PLACES > 0 and PTX:
+        ASM: tl.constexpr = _declare_ptx(16 * PLACES * THREADS)
+        tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def park(row, slice, PLACE: tl.constexpr, PARKED: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr):
+    """Begins to copy the first PARKED chunks of each CTA's slice to its places from PLACE on.
+
+    # row: pointer to the row's first aligned column; slice: elements of each slice but the last
+    """
+    if PARKED > 0 and PTX:
+        ASM: tl.constexpr = _copy_ptx(PLACE, PARKED, THREADS)
+        n_bytes = slice * (row.dtype.element_ty.primitive_bitwidth // 8)
+        tl.inline_asm_elementwise(ASM, "=r,l,r", [row.to(tl.int64), n_bytes], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def await_parked(PARKED: tl.constexpr, PTX: tl.constexpr):
+    """Waits until this thread's copies have arrived."""
+    if PARKED > 0 and PTX:
+        tl.inline_asm_elementwise("cp.async.wait_all; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def load_beside(
+    at, width, LINES: tl.constexpr, CHUNKS: tl.constexpr, UNMASKED: tl.constexpr, LANES: tl.constexpr,
+    VEC: tl.constexpr, fill, PARTS: tl.constexpr, PARKED: tl.constexpr, PTX: tl.constexpr,
+    POLICY: tl.constexpr = READS,
+):  # fmt: skip
+    """The chunks of the slice that are not parked, in tiles, as `load_chunks` gives them."""
+    FIRST: tl.constexpr = PARKED if PTX else 0
+    return load_chunks(at, width, LINES, CHUNKS, UNMASKED, LANES, VEC, fill, PARTS, POLICY, FIRST)
+
+
+@triton.jit
+def chunk_of(
+    tiles, C: tl.constexpr, PLACE: tl.constexpr, PARKED: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr
+):
+    """Chunk C of the slice, from its place or from `load_beside`'s tiles."""
+    if not PTX:
+        return tiles[C]
+    elif C < PARKED:
+        # a tile that is in registers anyway says which thread holds what
+        VEC: tl.constexpr = 128 // tiles[0].dtype.primitive_bitwidth
+        ASM: tl.constexpr = _fetch_ptx(PLACE + C, THREADS)
+        return tl.inline_asm_elementwise(
+            ASM, "=r,=r,=r,=r,r,r,r,r", [tiles[0]], dtype=tiles[0].dtype, is_pure=False, pack=VEC
+        )
+    else:
+        return tiles[C - PARKED]

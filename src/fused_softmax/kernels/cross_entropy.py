@@ -1,0 +1,207 @@
+"""Cross-entropy of rows of logits without a gradient, and the small sums before and after it.
+
+    lse = log(sum(exp(z))), z = softcap(x)
+    loss = (1 - eps)*w_t*(lse - z_t) + eps/C*(sum(w)*(lse - r) - sum(w*(z - r))) + z_loss*lse^2,  r any one logit
+
+The logits are read once (`walk`), nothing of their size is written. A row with NaN or +inf has loss NaN, as
+torch.log_softmax makes it. A target is followed only where it lies in [0, n_cols): elsewhere it is a device assertion.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
+from .common.cluster import leave_cluster, merge_moments_over_cluster, open_exchange
+from .common.online_softmax import NO_MOMENT, SMOOTH_UNIT, WEIGHTED_SUM, capped, logsumexp, lost_of, reference_of, walk
+from .common.tiles import lines_of, part_of, slice_of, span_of, start_of, width_if
+
+
+@triton.jit
+def target_of(row, n_rows, target_ptr, ignore_index, n_classes):
+    """(target, whether the row counts): one outside the classes does not, and `assert_inside` reports it."""
+    target = tl.load(target_ptr + row, mask=row < n_rows, other=ignore_index)
+    return target, (target != ignore_index) & (target >= 0) & (target < n_classes)
+
+
+@triton.jit
+def assert_inside(target, ignore_index, n_classes):
+    """A target outside the classes is a device assertion, as torch's is; all warps wait for it."""
+    inside = (target == ignore_index) | ((target >= 0) & (target < n_classes))
+    tl.device_assert(inside, "fused_softmax.cross_entropy: target out of bounds")
+
+
+@triton.jit
+def store_moments(moments_ptr, row, row_max, row_sum, mask):
+    """Keeps (row_max, row_sum) for backward, exactly; a row with +inf, whose sum is infinite, is NaN."""
+    tl.store(moments_ptr + 2 * row, row_max, mask=mask)
+    tl.store(moments_ptr + 2 * row + 1, tl.where(row_sum == float("inf"), float("nan"), row_sum), mask=mask)
+
+
+@triton.jit
+def row_loss(nll, lse, lost, w_target, w_sum, wz_sum, reference, smoothing, n_classes, z_loss, SMOOTH: tl.constexpr):
+    """The formula at the top of this file, for one row; nll is lse - z_t, and `lost` what lse lost to rounding."""
+    loss = w_target * nll
+    if SMOOTH:
+        above = (tl.fma(lse, SMOOTH_UNIT, -reference) + lost * SMOOTH_UNIT) * w_sum
+        spread = (above - wz_sum) * (1.0 / SMOOTH_UNIT)
+        loss = (1.0 - smoothing) * loss + smoothing / n_classes * spread
+    # a factor of 0 must not make NaN of an infinite lse
+    return loss + tl.where(z_loss != 0.0, z_loss * lse * lse, 0.0)
+
+
+@kernel(num_stages=3, asserts=True)
+def cross_entropy_forward(
+    x_ptr: Rows,  # aligned to VEC elements
+    target_ptr: Vector,  # [n_rows] int64
+    weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
+    weight_sum_ptr: Vector,  # [1] float32, where WEIGHTED and SMOOTH
+    loss_ptr: Vector,  # [n_rows] float32
+    moments_ptr: Vector,  # [n_rows, 2] float32
+    n_rows: Int64,
+    n_cols: Int32,  # n_cols and x_stride: in units of VEC, or of one element where EDGE
+    x_stride: Int64,
+    phase: Int32,
+    ignore_index: Int64,
+    smoothing: Float32,
+    cap: Float32,
+    z_loss: Float32,
+    WEIGHTED: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    CTAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EDGE: tl.constexpr,
+    PTX: tl.constexpr,
+    TRIGGER: tl.constexpr,  # whether the kernel after this one may start to wait for it
+):
+    open_exchange(CTAS, 4 if SMOOTH else 2, PTX, PARTS)
+    if TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
+    row, rank = lines_of(ROWS, CTAS, PARTS)
+    part = part_of(ROWS * CTAS * PARTS, PARTS)
+    exists = row < n_rows
+    head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
+    x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
+    first, width = slice_of(interior, rank, CTAS, VEC)
+    first += part * (LANES * VEC)
+    width -= part * (LANES * VEC)
+    if ROWS > 1:
+        width = width_if(exists, width)
+    columns = n_cols if EDGE else n_cols * VEC
+    target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
+    # before the walk, so that nothing waits for it afterwards
+    x_target = tl.load(x_row - head + target, mask=counts, other=0.0)
+    reference = 0.0 * row.to(tl.float32)
+    if SMOOTH:
+        reference = reference_of(tl.load(x_row - head, mask=exists, other=0.0), cap, SOFTCAP)
+    MOMENT: tl.constexpr = WEIGHTED_SUM if SMOOTH else NO_MOMENT
+    one = 1.0 + 0.0 * row.to(tl.float32)
+    row_max, row_sum, wz_sum = walk(
+        x_row, first, width, head, interior, columns, exists, rank, part, one, cap, reference, weight_ptr,
+        MOMENT, WEIGHTED, False, SOFTCAP, ROWS, CTAS, PARTS, LANES, VEC, CHUNKS, EDGE, PTX,
+    )  # fmt: skip
+    lse = logsumexp(row_max, row_sum)
+    lost = lost_of(lse, row_max, row_sum)[:, None]
+    lse = tl.where(lse == float("inf"), float("nan"), lse)[:, None]
+    z = capped(x_target, cap, SOFTCAP)
+    if WEIGHTED:
+        w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
+    else:
+        w_target = 1.0
+    if WEIGHTED and SMOOTH:
+        w_sum = tl.load(weight_sum_ptr)
+    else:
+        w_sum = columns
+    loss = row_loss(
+        lse - z + lost, lse, lost, w_target, w_sum, wz_sum[:, None], reference, smoothing, columns, z_loss, SMOOTH
+    )
+    assert_inside(target, ignore_index, columns)
+    writes = (rank == 0) & (part == 0) & exists
+    tl.store(loss_ptr + row, tl.where(counts, loss, 0.0), mask=writes)
+    store_moments(moments_ptr, row, row_max[:, None], row_sum[:, None], writes)
+    leave_cluster(CTAS, PTX)
+
+
+@triton.jit
+def add_up(
+    loss_ptr, target_ptr, weight_ptr, n_rows, n_classes, ignore_index,
+    LOSSES: tl.constexpr, WEIGHTED: tl.constexpr, CTAS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr,
+    EACH: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """(sum of the losses where LOSSES, how many targets count or the sum of their weights), in one order.
+
+    All CTAs of a cluster read, as one multiprocessor takes 6 us for 32,768 rows.
+    """
+    LINES: tl.constexpr = CTAS * PARTS
+    TILE: tl.constexpr = LINES * LANES
+    place = tl.arange(0, LINES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    total = tl.zeros([LINES, LANES], tl.float32)
+    weight = tl.zeros([LINES, LANES], tl.float32)
+    for start in range(0, n_rows, EACH * TILE):
+        losses, targets = (), ()
+        for i in tl.static_range(EACH):
+            row = start + i * TILE + place
+            targets = targets + (tl.load(target_ptr + row, mask=row < n_rows, other=ignore_index),)
+            if LOSSES:
+                losses = losses + (tl.load(loss_ptr + row, mask=row < n_rows, other=0.0),)
+        for i in tl.static_range(EACH):
+            counts = (targets[i] != ignore_index) & (targets[i] >= 0) & (targets[i] < n_classes)
+            if LOSSES:
+                total += losses[i]
+            if WEIGHTED:
+                weight += tl.load(weight_ptr + targets[i], mask=counts, other=0.0)
+            else:
+                weight += counts.to(tl.float32)
+    line_total, line_weight = tl.sum(total, 1), tl.sum(weight, 1)
+    _, weight, total = merge_moments_over_cluster(
+        tl.zeros_like(line_total), line_weight, line_total, True, CTAS, PTX, PARTS
+    )
+    return total, weight
+
+
+@kernel()
+def count_targets(
+    target_ptr: Vector, weight_ptr: Vector, count_ptr: Vector, n_rows: Int64, n_classes: Int32, ignore_index: Int64,
+    WEIGHTED: tl.constexpr, CTAS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """The mean's denominator: how many targets count, or the sum of their weights. One program."""
+    open_exchange(CTAS, 4, PTX, PARTS)
+    _, weight = add_up(
+        weight_ptr, target_ptr, weight_ptr, n_rows, n_classes, ignore_index,
+        False, WEIGHTED, CTAS, PARTS, LANES, EACH, PTX,
+    )  # fmt: skip
+    line = tl.arange(0, CTAS * PARTS)
+    tl.store(count_ptr + line, weight, mask=line == 0)
+    leave_cluster(CTAS, PTX)
+
+
+@kernel()
+def reduce_losses(
+    loss_ptr: Vector, target_ptr: Vector, weight_ptr: Vector, out_ptr: Vector, n_rows: Int64, n_classes: Int32,
+    ignore_index: Int64, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, WAITS: tl.constexpr, CTAS: tl.constexpr,
+    PARTS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """sum(loss), divided where MEAN by what `count_targets` counts: NaN where nothing does. One program, one order.
+
+    WAITS: launched while the kernel that writes the losses still runs, so that no launch lies between the two.
+    """
+    open_exchange(CTAS, 4, PTX, PARTS)
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+    out, weight = add_up(
+        loss_ptr, target_ptr, weight_ptr, n_rows, n_classes, ignore_index,
+        True, WEIGHTED, CTAS, PARTS, LANES, EACH, PTX,
+    )  # fmt: skip
+    if MEAN:
+        # torch divides each part of a loss by 0, and one part is 0/0
+        out = tl.where(weight == 0.0, float("nan"), out / weight)
+    line = tl.arange(0, CTAS * PARTS)
+    tl.store(out_ptr + line, out, mask=line == 0)
+    leave_cluster(CTAS, PTX)

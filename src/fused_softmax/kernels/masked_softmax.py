@@ -1,0 +1,315 @@
+"""Softmax of scaled rows under a mask, the row on chip or walked twice.
+
+    z = scale*x + mask  or  z = scale*x where mask, else -inf;  y = exp(z - max(z)) / sum(exp(z - max(z)))
+
+Causal rows need no mask: query q sees columns 0..q, so its row is one of q + 1 columns, read in vectors but for its
+ends, and what lies beyond is written as zeros and not read. A mask is read once, where it lies, with its own strides (0
+where it is broadcast). Programs come in groups of rows that lie together, with those that share a mask soon after each
+other. A row with no column left has sum 0 and is NaN, or zero where ZERO. What limits is the bytes of x and mask that
+are seen, and of y.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
+from .common.cluster import leave_cluster, merge_over_cluster, open_exchange
+from .common.numerics import LOWEST, exp, exp_about, pivot, scaled, widen
+from .common.row_scheduler import row_at, seen_of
+from .common.tiles import (
+    READS,
+    chunk_offsets,
+    lines_of,
+    load_chunks,
+    part_of,
+    slice_of,
+    span_of,
+    start_of,
+    store_chunk,
+    width_if,
+)
+
+NO_MASK = tl.constexpr(0)
+BOOLEAN = tl.constexpr(1)
+ADDITIVE = tl.constexpr(2)
+
+
+@triton.jit
+def mask_row_of(batch, query, mask_ptr, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC: tl.constexpr):
+    """Where each row's mask begins; strides in units of MASK_VEC.  # batch, query: [LINES, 1]"""
+    batch, n_inner, n_middle = batch.to(tl.int32), n_inner.to(tl.int32), n_middle.to(tl.int32)
+    group, inner = batch // n_inner, batch % n_inner
+    outer, middle = group // n_middle, group % n_middle
+    return mask_ptr + (outer * m_outer + middle * m_middle + inner * m_inner + query * m_query) * MASK_VEC
+
+
+@triton.jit
+def ends_of(head, within, interior, columns, owner, LANES: tl.constexpr, VEC: tl.constexpr):
+    """(offsets from the first aligned column, mask) of what is written one element a lane: the head, the vector at
+    `within`, which the row may see in part, and the columns after the last vector where that is another one.
+
+    # head, within, interior, owner: scalar or [LINES, 1]; result [LINES, LANES], LANES >= 3*VEC
+    """
+    lane = tl.arange(0, LANES)[None, :]
+    after = tl.where(lane < 2 * VEC, within + lane - VEC, interior + lane - 2 * VEC)
+    real = (lane < 2 * VEC) | ((lane < 3 * VEC) & (within < interior))
+    offsets = tl.where(lane < VEC, lane - head, after)
+    exists = tl.where(lane < VEC, lane < head, real & (after < columns - head))
+    return offsets, exists & owner
+
+
+@triton.jit
+def hide(x, mask, scale, MASK: tl.constexpr, PTX: tl.constexpr):
+    """z of logits in float32; a hidden one is -inf."""
+    if MASK == ADDITIVE:
+        return tl.fma(x, scale, mask.to(tl.float32))
+    elif MASK == BOOLEAN:
+        return tl.where(mask != 0, x * scale, -float("inf"))
+    else:
+        return scaled(x, scale, PTX)
+
+
+@triton.jit
+def widened(x, scale, FUSED: tl.constexpr, PTX: tl.constexpr):
+    """Logits widened anew, and scaled but where FUSED, as `pivot` has the scale then."""
+    x = widen(x, PTX, True)
+    return x if FUSED else scaled(x, scale, PTX)
+
+
+@triton.jit
+def load_query_mask(mask_row, exists):
+    """The one value that a row's columns share, where MASK_COLS is 0.  # [LINES, 1]
+
+    It is read once a line, never as a tile of equal addresses. Triton 3.6 gives such a tile a layout that spreads a
+    line over warps, and the merge over a cluster needs a line to be a warp.
+    """
+    return tl.load(mask_row, mask=exists, other=0)
+
+
+@triton.jit
+def load_masks(
+    at, width, m_col, MASK_COLS: tl.constexpr,
+    LINES: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """The mask of a slice, tile by tile as `load_chunks` has the row.  # at: the slice's first column; [LINES, 1]
+
+    Where MASK_COLS is 0, `at` is what `load_query_mask` read.
+    """
+    tiles = ()
+    for c in tl.static_range(CHUNKS):
+        offsets = chunk_offsets(c, LANES, VEC, PARTS)
+        if MASK_COLS == 0:
+            tile = at[:, :, None]
+        else:
+            offsets_here = offsets if MASK_COLS == 1 else offsets * m_col
+            tile = tl.load(at + offsets_here, mask=offsets < width, other=0, eviction_policy=READS)
+            tile = tl.reshape(tile, (LINES, LANES, VEC))
+        tiles = tiles + (tile,)
+    return tiles
+
+
+@triton.jit
+def store_around(
+    at, width, within, y, C: tl.constexpr, CAUSAL: tl.constexpr,
+    LINES: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Writes chunk C, where CAUSAL without the vector at `within`, which `ends_of` has.  # within: from the slice"""
+    if CAUSAL:
+        offsets = chunk_offsets(C, LANES, VEC, PARTS)
+        value = tl.reshape(y.to(at.dtype.element_ty), (LINES, LANES * VEC))
+        tl.store(at + offsets, value, mask=(offsets < width) & (offsets // VEC * VEC != within))
+    else:
+        store_chunk(at, width, y, C, LINES, 0, LANES, VEC, PARTS)
+
+
+@triton.jit
+def reciprocal(row_sum, ZERO: tl.constexpr, AGAIN: tl.constexpr):
+    """1/row_sum; where ZERO, 0 for a row that sees nothing.
+
+    Where AGAIN, rounded to nearest: the rare cases of that are a branch, and beyond a branch the compiler does not
+    remember what it has widened. A row of 8 chunks that is widened anew takes 64 registers so, and 96 without.
+    """
+    by = tl.div_rn(1.0, row_sum) if AGAIN else 1.0 / row_sum
+    return tl.where(row_sum == 0.0, 0.0, by) if ZERO else by
+
+
+@triton.jit
+def accumulate(z, m, s):
+    """Each lane's (max, sum) with one tile more.  # z: [LINES, LANES, VEC]; m, s: [LINES, LANES]"""
+    m_new = tl.maximum(m, tl.max(z, 2))
+    return m_new, s * exp(m - m_new) + tl.sum(exp(z - m_new[:, :, None]), 2)
+
+
+@kernel()
+def masked_softmax_forward(
+    x_ptr: Rows,  # aligned to VEC elements, as y_ptr
+    y_ptr: Rows,
+    mask_ptr: Vector,  # uint8 or floating, where MASK
+    n_rows: Int64,  # fewer than 2^31
+    n_cols: Int32,  # n_cols and the rows' strides: in units of VEC, or of one element where EDGE
+    x_stride: Int64,
+    y_stride: Int64,
+    phase: Int32,
+    n_queries: Int64,  # rows are (outer, n_middle, n_inner, n_queries)
+    n_group: Int64,  # rows that are neighbours in the order of `row_at`, and what `divide` takes of it
+    group_magic: Int64,
+    group_power: Int64,
+    n_batch: Int64,  # n_rows/n_queries
+    batch_magic: Int64,
+    batch_power: Int64,
+    n_middle: Int64,
+    n_inner: Int64,
+    m_outer: Int64,  # the mask's strides, in units of MASK_VEC
+    m_middle: Int64,
+    m_inner: Int64,
+    m_query: Int64,
+    m_col: Int64,  # where MASK_COLS is 2: elements
+    scale: Float32,  # positive
+    MASK: tl.constexpr,
+    MASK_COLS: tl.constexpr,  # the mask's stride along the columns: 0, 1, or 2 for any other
+    MASK_VEC: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ZERO: tl.constexpr,
+    STREAM: tl.constexpr,  # the row does not fit on chip: CHUNKS are a step's
+    RECOMPUTE: tl.constexpr,  # without a mask: keep the row as loaded and compute exp twice
+    ROWS: tl.constexpr,
+    CTAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EDGE: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    open_exchange(CTAS, 2, PTX, PARTS)
+    LINES: tl.constexpr = ROWS * CTAS * PARTS
+    STEP: tl.constexpr = CHUNKS * PARTS * LANES * VEC
+    ENDS: tl.constexpr = EDGE or CAUSAL
+    AGAIN: tl.constexpr = RECOMPUTE and MASK == NO_MASK
+    # z is never made: exp(scale*(x - m)) takes a multiply-add and an exp2
+    FUSED: tl.constexpr = AGAIN and PTX and CTAS == 1 and x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    scale = tl.cast(scale, tl.float32)  # interpreted, a subnormal number is a float64
+    unit = scale if FUSED else 1.0
+    place, rank = lines_of(ROWS, CTAS, PARTS)
+    part = part_of(LINES, PARTS)
+    exists = place < n_rows
+    row, batch, query = row_at(
+        place, n_queries, n_group, group_magic, group_power, n_batch, batch_magic, batch_power, MASK != NO_MASK, CAUSAL
+    )
+    head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
+    x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
+    y_row = y_ptr + start_of(row, y_stride, phase, VEC, EDGE)
+    first, width = slice_of(interior, rank, CTAS, VEC)
+    first += part * (LANES * VEC)
+    width = width_if(exists, width - part * (LANES * VEC)).to(tl.int32)
+    # what the row sees: in whole vectors, and of this line's slice
+    columns = (n_cols if EDGE else n_cols * VEC).to(tl.int32)
+    seen = seen_of(query, columns, CAUSAL)
+    within = (tl.maximum(seen - head, 0) // VEC * VEC).to(tl.int32)
+    left = tl.minimum(width, within - first).to(tl.int32)
+    mask_row = mask_row_of(batch, query, mask_ptr, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC)
+    if MASK != NO_MASK and MASK_COLS == 0:
+        query_mask = load_query_mask(mask_row, exists)
+        at_mask = query_mask
+    else:
+        mask_row += (head * m_col if MASK_COLS == 2 else head * MASK_COLS).to(tl.int64) if EDGE else 0
+        at_mask = mask_row + (first.to(tl.int64) * m_col if MASK_COLS == 2 else first * MASK_COLS)
+
+    m = tl.zeros([LINES, LANES], tl.float32) + LOWEST
+    s = tl.zeros([LINES, LANES], tl.float32)
+    zero = tl.zeros([1, 1], tl.int64)
+    kept = ()
+    if not STREAM:
+        x = load_chunks(x_row + first, left, LINES, CHUNKS, 0, LANES, VEC, -float("inf"), PARTS)
+        mask = x
+        if MASK != NO_MASK:
+            mask = load_masks(at_mask, left, m_col, MASK_COLS, LINES, CHUNKS, PARTS, LANES, VEC)
+    if ENDS:
+        edge, in_edge = ends_of(head, within, interior, columns, (rank == 0) & (part == 0) & exists, LANES, VEC)
+        visible = in_edge & (edge < seen - head)
+        x_edge = tl.load(x_row + edge, mask=visible, other=-float("inf"))
+        if MASK == NO_MASK:
+            mask_edge = x_edge
+        elif MASK_COLS == 0:
+            mask_edge = query_mask
+        else:
+            mask_edge = tl.load(mask_row + edge * (m_col if MASK_COLS == 2 else MASK_COLS), mask=visible, other=0)
+    if STREAM:
+        most = tl.max(tl.max(left, 1), 0)  # of the parts, the first has the most columns
+        for step in range(tl.cdiv(tl.maximum(most, 0), STEP)):
+            start = (zero + step) * STEP
+            x = load_chunks(x_row + first + start, left - start, LINES, CHUNKS, 0, LANES, VEC, -float("inf"), PARTS)
+            mask = x
+            if MASK != NO_MASK:
+                at = at_mask if MASK_COLS == 0 else at_mask + start * (m_col if MASK_COLS == 2 else 1)
+                mask = load_masks(at, left - start, m_col, MASK_COLS, LINES, CHUNKS, PARTS, LANES, VEC)
+            for c in tl.static_range(CHUNKS):
+                m, s = accumulate(hide(widen(x[c], PTX), mask[c], scale, MASK, PTX), m, s)
+    else:
+        if AGAIN:
+            # scale is positive: the largest x has the largest z. Where FUSED, m stays what it is in x
+            top = tl.max(x[0], 2)
+            for c in tl.static_range(1, CHUNKS):
+                top = tl.maximum(top, tl.max(x[c], 2))
+            top = tl.maximum(top.to(tl.float32), LOWEST)
+            m = top if FUSED else tl.maximum(scaled(top, scale, PTX), LOWEST)
+            base, shift, mend = pivot(m, FUSED, scale)
+            for c in tl.static_range(CHUNKS):
+                z = widened(x[c], scale, FUSED, PTX)
+                s += tl.sum(exp_about(z, base[:, :, None], shift[:, :, None], FUSED), 2)
+            s *= mend
+        else:
+            z = ()
+            for c in tl.static_range(CHUNKS):
+                z = z + (hide(widen(x[c], PTX), mask[c], scale, MASK, PTX),)
+                m = tl.maximum(m, tl.max(z[c], 2))
+            for c in tl.static_range(CHUNKS):
+                kept = kept + (exp(z[c] - m[:, :, None]),)
+                s += tl.sum(kept[c], 2)
+    # the ends are summed up by line: a tile of them need not lie in the CTAs as the row does
+    line_max = tl.max(m, 1)
+    if ENDS:
+        z_edge = x_edge.to(tl.float32)
+        if not FUSED:
+            z_edge = hide(z_edge, mask_edge, scale, MASK, PTX)
+        line_max = tl.maximum(line_max, tl.max(z_edge, 1))
+    line_sum = tl.sum(s * exp((m - line_max[:, None]) * unit), 1)
+    if ENDS:
+        line_sum += tl.sum(exp((z_edge - line_max[:, None]) * unit), 1)
+    row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX, PARTS)
+    row_max = row_max[:, None]
+    by = reciprocal(row_sum[:, None], ZERO, AGAIN)
+
+    if STREAM:
+        widest = tl.max(tl.max(width, 1), 0)
+        n_steps = tl.cdiv(widest, STEP)
+        for step in range(n_steps):
+            start = (zero + n_steps - 1 - step) * STEP
+            x = load_chunks(x_row + first + start, left - start, LINES, CHUNKS, 0, LANES, VEC, -float("inf"), PARTS)
+            mask = x
+            if MASK != NO_MASK:
+                at = at_mask if MASK_COLS == 0 else at_mask + start * (m_col if MASK_COLS == 2 else 1)
+                mask = load_masks(at, left - start, m_col, MASK_COLS, LINES, CHUNKS, PARTS, LANES, VEC)
+            for c in tl.static_range(CHUNKS):
+                z = hide(widen(x[c], PTX), mask[c], scale, MASK, PTX)
+                y = exp(z - row_max[:, :, None]) * by[:, :, None]
+                y_at = y_row + first + start
+                store_around(y_at, width - start, within - first - start, y, c, CAUSAL, LINES, PARTS, LANES, VEC)
+    elif AGAIN:
+        base, shift, mend = pivot(row_max, FUSED, scale)
+        mend = mend * by
+        for c in tl.static_range(CHUNKS):
+            z = widened(x[c], scale, FUSED, PTX)
+            y = exp_about(z, base[:, :, None], shift[:, :, None], FUSED) * mend[:, :, None]
+            store_around(y_row + first, width, within - first, y, c, CAUSAL, LINES, PARTS, LANES, VEC)
+    else:
+        by_lane = exp(m - row_max) * by
+        for c in tl.static_range(CHUNKS):
+            y = kept[c] * by_lane[:, :, None]
+            store_around(y_row + first, width, within - first, y, c, CAUSAL, LINES, PARTS, LANES, VEC)
+    if ENDS:
+        y_edge = exp((z_edge - row_max) * unit) * by
+        tl.store(y_row + edge, y_edge.to(y_ptr.dtype.element_ty), mask=in_edge)
+    leave_cluster(CTAS, PTX)

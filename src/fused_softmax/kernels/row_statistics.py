@@ -1,0 +1,240 @@
+"""Statistics of rows of logits, and their gradient: logsumexp, entropy, log-probabilities of picked columns.
+
+    z = x*scale;  lse = log(sum(exp(z)));  H = lse - sum(p*z);  logprob_k = z[id_k] - lse
+    dx = scale*(p*(g_lse - sum(g_k)) - g_H*p*(log p + H)) + scale*sum(g_k at id_k)
+
+Forward: one read (`walk`), O(rows) written. Backward: element by element, as (row_max, row_sum) and H are known, so one
+read and one write, any number of programs a row: p = exp(z - row_max)/row_sum. A large logsumexp is rounded, and so
+would be p made of it. A row of nothing but -inf has lse -inf, one with +inf has lse +inf (as torch.logsumexp); their
+log-probabilities are NaN, as torch.log_softmax makes them, and so is the gradient of those. The gradient of lse is NaN
+in a row of nothing but -inf, and 0 in one with +inf but where that stands, which is NaN. An id outside [0, n_cols) is
+followed nowhere: its log-probability is NaN and it adds nothing to the gradient.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
+from .common.cluster import leave_cluster, open_exchange
+from .common.numerics import LOWEST, exp, log
+from .common.online_softmax import ENTROPY_MOMENT, NO_MOMENT, logit, logsumexp, lost_of, walk
+from .common.tiles import (
+    chunk_offsets,
+    edge_of,
+    gradient_reads,
+    lines_of,
+    load_chunks,
+    part_of,
+    slice_of,
+    span_of,
+    start_of,
+    store_chunk,
+    width_if,
+)
+
+# what logits are multiplied by: nothing, one number, or each row's own
+UNSCALED = tl.constexpr(0)
+ONE_SCALE = tl.constexpr(1)
+BY_ROW = tl.constexpr(2)
+
+
+@triton.jit
+def scale_of(row, exists, scale_ptr, scale, SCALE: tl.constexpr):
+    """Each row's scale; 1 where SCALE is UNSCALED.  # row, exists: [LINES, 1]
+
+    0, which an infinite temperature gives, becomes the least positive number: -inf, also past a row's end, stays -inf.
+    """
+    if SCALE == BY_ROW:
+        by = tl.load(scale_ptr + row, mask=exists, other=1.0)
+        least = (tl.zeros_like(row).to(tl.int32) + 1).to(tl.float32, bitcast=True)
+        return tl.where(by == 0.0, least, by)
+    else:
+        by = tl.zeros_like(row).to(tl.float32) + 1.0
+        return by * tl.cast(scale, tl.float32) if SCALE == ONE_SCALE else by
+
+
+@kernel(num_stages=3)
+def row_statistics(
+    x_ptr: Rows,  # aligned to VEC elements
+    lse_ptr: Vector,  # [n_rows] float32
+    moments_ptr: Vector,  # [n_rows, 2] float32: (row_max, row_sum), where KEEPS
+    entropy_ptr: Vector,  # [n_rows] float32, where ENTROPY
+    ids_ptr: Vector,  # [n_rows, n_picks] int64, where PICKS
+    picked_ptr: Vector,  # [n_rows, n_picks] float32, where PICKS: log-probabilities
+    scale_ptr: Vector,  # [n_rows] float32, where SCALE is BY_ROW
+    n_rows: Int64,
+    n_cols: Int32,  # n_cols and x_stride: in units of VEC, or of one element where EDGE
+    x_stride: Int64,
+    phase: Int32,
+    n_picks: Int32,
+    scale: Float32,
+    PICKS: tl.constexpr,  # a power of two >= n_picks, or 0
+    ENTROPY: tl.constexpr,
+    SCALE: tl.constexpr,
+    KEEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CTAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EDGE: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    open_exchange(CTAS, 4 if ENTROPY else 2, PTX, PARTS)
+    row, rank = lines_of(ROWS, CTAS, PARTS)
+    part = part_of(ROWS * CTAS * PARTS, PARTS)
+    exists = row < n_rows
+    head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
+    x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
+    first, width = slice_of(interior, rank, CTAS, VEC)
+    first += part * (LANES * VEC)
+    width -= part * (LANES * VEC)
+    if ROWS > 1:
+        width = width_if(exists, width)
+    by = scale_of(row, exists, scale_ptr, scale, SCALE)
+    columns = n_cols if EDGE else n_cols * VEC
+    writes = (rank == 0) & (part == 0) & exists
+    if PICKS > 0:  # before the walk, so that nothing waits for them afterwards
+        k = tl.arange(0, PICKS)[None, :] + 0 * rank
+        wanted = writes & (k < n_picks)
+        at = tl.load(ids_ptr + row * n_picks + k, mask=wanted, other=-1)
+        inside = wanted & (at >= 0) & (at < columns)
+        x_picked = tl.load(x_row - head + at, mask=inside, other=0.0)
+    MOMENT: tl.constexpr = ENTROPY_MOMENT if ENTROPY else NO_MOMENT
+    row_max, row_sum, row_moment = walk(
+        x_row, first, width, head, interior, columns, exists, rank, part, by, 1.0, by, x_ptr,
+        MOMENT, False, SCALE != UNSCALED, False, ROWS, CTAS, PARTS, LANES, VEC, CHUNKS, EDGE, PTX,
+    )  # fmt: skip
+
+    lse = logsumexp(row_max, row_sum)
+    lost, lse = lost_of(lse, row_max, row_sum)[:, None], lse[:, None]
+    tl.store(lse_ptr + row, lse, mask=writes)
+    if KEEPS:
+        tl.store(moments_ptr + 2 * row, row_max[:, None], mask=writes)
+        tl.store(moments_ptr + 2 * row + 1, row_sum[:, None], mask=writes)
+    if ENTROPY:
+        tl.store(entropy_ptr + row, (log(row_sum) - row_moment / row_sum)[:, None], mask=writes)
+    if PICKS > 0:
+        z = logit(x_picked, by, 1.0, SCALE != UNSCALED, False)
+        picked = tl.where(inside & (lse < float("inf")), z - lse - lost, float("nan"))
+        tl.store(picked_ptr + row * n_picks + k, picked, mask=wanted)
+    leave_cluster(CTAS, PTX)
+
+
+@triton.jit
+def statistics_term(x, row_max, log_sum, entropy, scale, a, g_entropy, ENTROPY: tl.constexpr, SCALED: tl.constexpr):
+    """dx/scale of a tile, without what the picks add; a and g_entropy are over row_sum, and all arguments broadcast."""
+    d = logit(x, scale, 1.0, SCALED, False) - row_max
+    e = exp(d)
+    dz = e * a
+    if ENTROPY:
+        # p*log(p) is 0 where p is
+        dz -= g_entropy * e * (tl.maximum(d - log_sum, LOWEST) + entropy)
+    return dz
+
+
+@triton.jit
+def picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_ptr, n_picks):
+    """dz with the picks' own gradients where they lie among this program's columns.  # dz, at: [ROWS, LANES, VEC]"""
+    for k in range(n_picks):
+        id = tl.load(ids_ptr + row * n_picks + k, mask=exists, other=-1)
+        here = (id >= low) & (id < high)
+        if tl.sum(here.to(tl.int32)) > 0:
+            g = tl.load(g_ptr + row * n_picks + k, mask=here, other=0.0)
+            dz += tl.where(at == (id - low)[:, :, None], g[:, :, None], 0.0)
+    return dz
+
+
+@kernel()
+def row_statistics_backward(
+    x_ptr: Rows,  # aligned to VEC elements, as dx_ptr
+    dx_ptr: Rows,
+    moments_ptr: Vector,  # [n_rows, 2] float32: (row_max, row_sum); or [n_rows], the logsumexp, where not KEPT
+    entropy_ptr: Vector,  # [n_rows] float32, where ENTROPY, as its upstream gradient
+    g_entropy_ptr: Vector,
+    ids_ptr: Vector,  # [n_rows, n_picks] int64, where PICKS, and their upstream gradients, float32
+    g_picked_ptr: Vector,
+    g_lse_ptr: Vector,  # [n_rows] float32, where LSE
+    scale_ptr: Vector,  # [n_rows] float32, where SCALE is BY_ROW
+    n_rows: Int64,
+    n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where EDGE
+    x_stride: Int64,
+    dx_stride: Int64,
+    phase: Int32,
+    n_splits: Int32,  # programs that share a row
+    n_picks: Int32,
+    scale: Float32,
+    PICKS: tl.constexpr,  # a power of two >= n_picks, or 0
+    ENTROPY: tl.constexpr,
+    LSE: tl.constexpr,
+    SCALE: tl.constexpr,
+    KEPT: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    pid = tl.program_id(0).to(tl.int64)
+    row = pid // n_splits * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    split = (pid % n_splits).to(tl.int32)
+    exists = row < n_rows
+    head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
+    x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
+    dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
+    first = split * (CHUNKS * LANES * VEC)
+    width = width_if(exists, interior - first)
+    columns = n_cols if EDGE else n_cols * VEC
+    POLICY: tl.constexpr = gradient_reads(EDGE, x_ptr.dtype.element_ty)
+    x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, LANES, VEC, -float("inf"), 1, POLICY)
+    if EDGE:
+        edge, in_edge = edge_of(head, interior, n_cols, (split == 0) & exists, LANES, VEC)
+        x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
+    by = scale_of(row, exists, scale_ptr, scale, SCALE)
+    if KEPT:
+        row_max = tl.load(moments_ptr + 2 * row, mask=exists, other=0.0)
+        row_sum = tl.load(moments_ptr + 2 * row + 1, mask=exists, other=1.0)
+    else:
+        row_max = tl.load(moments_ptr + row, mask=exists, other=0.0)
+        row_sum = tl.zeros_like(row_max) + 1.0
+    entropy = tl.zeros_like(row_max)
+    g_entropy = tl.zeros_like(row_max)
+    if ENTROPY:
+        entropy = tl.load(entropy_ptr + row, mask=exists, other=0.0)
+        g_entropy = tl.load(g_entropy_ptr + row, mask=exists, other=0.0)
+    a = tl.zeros_like(row_max)
+    if LSE:
+        a = tl.load(g_lse_ptr + row, mask=exists, other=0.0)
+    if PICKS > 0:
+        k = tl.arange(0, PICKS)[None, :] + 0 * row
+        id = tl.load(ids_ptr + row * n_picks + k, mask=exists & (k < n_picks), other=-1)
+        inside = (id >= 0) & (id < columns)
+        a -= tl.sum(tl.load(g_picked_ptr + row * n_picks + k, mask=inside, other=0.0), 1)[:, None]
+    if ENTROPY or PICKS > 0:
+        # the log-probabilities of a row with +inf are NaN
+        a = tl.where(row_sum == float("inf"), float("nan"), a)
+    by_sum, log_sum = 1.0 / row_sum, log(row_sum)
+    a, g_entropy = a * by_sum, g_entropy * by_sum
+    for c in tl.static_range(CHUNKS):
+        at = tl.reshape(chunk_offsets(c, LANES, VEC), (1, LANES, VEC))
+        dz = statistics_term(
+            x[c], row_max[:, :, None], log_sum[:, :, None], entropy[:, :, None], by[:, :, None], a[:, :, None],
+            g_entropy[:, :, None], ENTROPY, SCALE != UNSCALED,
+        )  # fmt: skip
+        if PICKS > 0:
+            low = first + head + 0 * row
+            high = first + head + (c + 1) * (LANES * VEC) + 0 * row
+            dz = picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_picked_ptr, n_picks)
+        store_chunk(dx_row + first, width, dz * by[:, :, None], c, ROWS, 0, LANES, VEC)
+    if EDGE:
+        dz = statistics_term(x_edge, row_max, log_sum, entropy, by, a, g_entropy, ENTROPY, SCALE != UNSCALED)
+        if PICKS > 0:
+            dz = picked_gradient(
+                dz[:, :, None], (edge + head)[:, :, None], row, exists, 0 * row, columns + 0 * row,
+                ids_ptr, g_picked_ptr, n_picks,
+            )  # fmt: skip
+            dz = tl.reshape(dz, (ROWS, LANES))
+        tl.store(dx_row + edge, (dz * by).to(dx_ptr.dtype.element_ty), mask=in_edge)

@@ -1,0 +1,78 @@
+"""Softmax and log_softmax along a dimension whose elements are not neighbours in memory, or whose rows share no stride.
+
+    m' = max(m, x);  s = s*exp(m - m') + exp(x - m');  y = exp(x - m) / s     or   y = (x - m) - log(s)
+
+A program takes ROWS neighbouring rows and walks their columns COLS at a time, so that memory is read along whichever of
+the two is contiguous: Triton lays the tile out by the strides that it is told are 1. Every lane keeps its own
+(max, sum). The plan picks it for dim other than the last, and for views that do not fold into rows of one stride. Where
+the columns fit one step the input is read once, else twice, the second time from L2 where that holds it.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from .common.arguments import AnyTensor, Int32, Int64, Stride, kernel
+from .common.numerics import LOWEST, exp
+from .softmax_resident import normalize
+
+
+@kernel()
+def softmax_strided(
+    x_ptr: AnyTensor,
+    y_ptr: AnyTensor,
+    n_rows: Int64,  # neighbouring rows; rows in all: outer x n_middle x n_rows, outer x n_middle on the grid
+    n_cols: Int32,
+    n_middle: Int64,
+    x_outer: Stride,  # strides, in elements
+    x_middle: Stride,
+    x_row: Stride,
+    x_col: Stride,
+    y_outer: Stride,
+    y_middle: Stride,
+    y_row: Stride,
+    y_col: Stride,
+    LOG: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    ONE_STEP: tl.constexpr,
+):
+    n_blocks = tl.cdiv(n_rows, ROWS)
+    pid = tl.program_id(0)
+    group = (pid // n_blocks).to(tl.int64)
+    outer = group // n_middle
+    middle = group % n_middle
+    row = (pid % n_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    col = tl.arange(0, COLS)[None, :].to(tl.int64)
+    x_at = x_ptr + outer * x_outer + middle * x_middle + row * x_row + col * x_col
+    y_at = y_ptr + outer * y_outer + middle * y_middle + row * y_row + col * y_col
+    if ONE_STEP:
+        inside = (row < n_rows) & (col < n_cols)
+        x = tl.load(x_at, mask=inside, other=-float("inf")).to(tl.float32)
+        row_max = tl.maximum(tl.max(x, 1), LOWEST)[:, None]
+        row_sum = tl.sum(exp(x - row_max), 1)[:, None]
+        tl.store(y_at, normalize(x, row_max, row_sum, LOG).to(y_ptr.dtype.element_ty), mask=inside)
+    else:
+        m = tl.zeros([ROWS, COLS], tl.float32) + LOWEST
+        s = tl.zeros([ROWS, COLS], tl.float32)
+        lost = tl.zeros([ROWS, COLS], tl.float32)  # what s has lost to rounding: a lane adds up hundreds of numbers
+        for start in range(0, n_cols, COLS):
+            inside = (row < n_rows) & (col + start < n_cols)
+            x = tl.load(x_at + start * tl.cast(x_col, tl.int64), mask=inside, other=-float("inf")).to(tl.float32)
+            m_new = tl.maximum(m, x)
+            by = exp(m - m_new)
+            e = exp(x - m_new) - lost * by
+            total = s * by + e
+            # compensated summation (Kahan 1965)
+            lost = (total - s * by) - e
+            s = total
+            m = m_new
+        row_max = tl.max(m, 1)[:, None]
+        row_sum = tl.sum(s * exp(m - row_max), 1)[:, None]
+        last = (n_cols - 1) // COLS * COLS
+        for step in range(0, n_cols, COLS):
+            start = last - step
+            inside = (row < n_rows) & (col + start < n_cols)
+            x = tl.load(x_at + start * tl.cast(x_col, tl.int64), mask=inside, other=-float("inf")).to(tl.float32)
+            y = normalize(x, row_max, row_sum, LOG).to(y_ptr.dtype.element_ty)
+            tl.store(y_at + start * tl.cast(y_col, tl.int64), y, mask=inside)

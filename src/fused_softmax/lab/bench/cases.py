@@ -1,0 +1,267 @@
+"""Which shapes are measured, and why: frozen cases in named tables.
+
+A table fixes the systems it compares, the seconds that one system may take in one case, and how time is taken:
+'events' (CUDA events around eager calls, for cases far larger than the L2), 'graph' (replay of a captured CUDA graph,
+for cases so short that the host would be measured instead), 'host' (the time until an eager call returns) or
+'first_call' (one call in a process that finds no kernel compiled).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from fused_softmax.lab.bench.operation import one_input
+from fused_softmax.lab.bench.ops import AUTOGRAD, DTYPES, OPS, SHORT, family
+
+TimedBy = Literal["events", "graph", "host", "first_call"]
+ELEMENTS = 2**28
+
+LADDER_WIDTHS = (256, 1000, 1024, 4096, 8192, 16384, 32768, 50257, 65536, 128256, 131072, 151936, 262144)
+FORWARD_WIDTHS = (
+    *(256, 512, 1000, 1024, 2048, 3000, 4096, 8192, 12288, 16384, 32000, 32768, 50257, 65536, 100277, 128256),
+    *(131072, 151936, 200019, 202048, 256000, 262144, 524288, 1048576),
+)
+VOCABULARIES = {32000: "Llama 2", 50257: "GPT-2", 100277: "cl100k", 128256: "Llama 3", 151936: "Qwen", 256000: "Gemma"}
+SWEEP = "width sweep"
+LOSS_SHAPES = ((32768, 4096), (8192, 32000), (8192, 50257), (4096, 128256), (4096, 151936), (2048, 262144))
+LOSS_FAMILIES = ("cross_entropy", "token_logprobs", "masked_softmax")
+# columns of square attention scores, heads of them until there are 2^28 elements
+MASKED_WIDTHS = (1024, 2047, 2048, 4096, 8192)
+# (fewest, most) columns that random widths are drawn from, by family of ops
+RANDOM_RANGE = (256, 262_144)
+RANDOM_RANGES = {
+    "cross_entropy": (4096, 262_144),
+    "token_logprobs": (4096, 262_144),
+    "masked_softmax": (256, 16_384),
+}
+# (dtype, n_rows, n_cols) that a process calls before it times the first call of another shape
+TINY = ("float16", 8, 128)
+FIRST_ROWS = 64
+FIRST_WIDTHS = {"bfloat16": (4096, 50257, 128256, 262144), "float32": (1024, 50257, 128256, 262144)}
+# interpreted, a program costs about a millisecond, so a sweep on the CPU has few rows
+CPU_WIDTHS = (256, 1000, 4096, 16384, 50257, 131072)
+CPU_ROWS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape to check and time; `source` is (file, tensor) for real data, None for random normal rows."""
+
+    op: str
+    dtype: str
+    n_rows: int
+    n_cols: int
+    reason: str = ""
+    timed_by: TimedBy = "events"
+    source: tuple[str, str] | None = None
+
+    @property
+    def label(self) -> str:
+        """Such as `softmax bf16 4096x128256`."""
+        return f"{self.op} {SHORT[self.dtype]} {self.n_rows}x{self.n_cols}"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Table:
+    """A named set of cases, the systems it compares (() means all that exist), and seconds per system and case."""
+
+    name: str
+    cases: tuple[Case, ...]
+    systems: tuple[str, ...] = ()
+    seconds: float = 0.2
+
+
+def timed_by(n_rows: int, n_cols: int, itemsize: int) -> TimedBy:
+    """Graph replay below 64 MiB of reads and writes, where launches would hide the kernel; events above."""
+    return "graph" if 2 * n_rows * n_cols * itemsize < 2**26 else "events"
+
+
+def sweep(
+    op: str, dtypes: Iterable[str], widths: Iterable[int], elements: int = ELEMENTS, n_rows: int | None = None
+) -> tuple[Case, ...]:
+    """Cases of about `elements` elements (or of exactly n_rows rows) at each width, in each dtype."""
+    cases = []
+    for dtype in dtypes:
+        for n_cols in widths:
+            rows = n_rows if n_rows is not None else max(1, elements // n_cols)
+            by = timed_by(rows, n_cols, DTYPES[dtype].itemsize)
+            cases.append(Case(op, dtype, rows, n_cols, VOCABULARIES.get(n_cols, SWEEP), by))
+    return tuple(cases)
+
+
+def random_widths(count: int, seed: int, fewest: int, most: int) -> tuple[int, ...]:
+    """`count` different widths of a seed, half of them odd, log-uniform from `fewest` to `most` columns."""
+    pick = random.Random(seed)
+    widths: list[int] = []
+    while len(widths) < count:
+        width = int(fewest * (most / fewest) ** pick.random())
+        width = width | 1 if len(widths) % 2 else max(fewest, width & ~1)
+        if width not in widths:
+            widths.append(width)
+    return tuple(sorted(widths))
+
+
+def random_cases(
+    op: str,
+    count: int,
+    seed: int,
+    dtypes: Sequence[str] = (),
+    elements: int = ELEMENTS,
+    n_rows: int | None = None,
+) -> tuple[Case, ...]:
+    """An op at `count` random widths of its range, in `dtypes` (default: bfloat16, and float32 but for losses)."""
+    of = family(op)
+    cases = []
+    for n_cols in random_widths(count, seed, *RANDOM_RANGES.get(of, RANDOM_RANGE)):
+        for dtype in dtypes or (("bfloat16",) if of in LOSS_FAMILIES else ("bfloat16", "float32")):
+            rows = max(1, elements // n_cols) if n_rows is None else n_rows
+            if of == "masked_softmax" and n_rows is None and rows >= n_cols:
+                rows -= rows % n_cols  # whole heads of square scores
+            by = timed_by(rows, n_cols, DTYPES[dtype].itemsize)
+            cases.append(Case(op, dtype, rows, n_cols, f"random width, seed {seed}", by))
+    return tuple(cases)
+
+
+PEERS = ("fused_softmax", "torch", "torch.compile", "liger", "quack")
+
+
+def table(name: str, op: str = "softmax") -> Table:
+    """The table of that name for an op; raises KeyError with the names there are."""
+    both, all_dtypes = ("bfloat16", "float32"), ("bfloat16", "float16", "float32")
+    if name == "ladder":
+        return Table(name, sweep(op, both, LADDER_WIDTHS))
+    if name in ("forward", op):
+        # 0.06 s are a hundred rounds of the narrow widths' quarter of a millisecond
+        return Table("forward", sweep(op, all_dtypes, FORWARD_WIDTHS), PEERS, 0.06)
+    if name == "losses":
+        return Table(name, loss_cases(op), (), 0.06)
+    if name == "random":
+        cases = sweep(op, both, random_widths(10, 2024, 300, 262_144))
+        return Table(name, tuple(replace(c, reason="a width that no one tuned for") for c in cases), PEERS)
+    if name == "few_rows":
+        shapes = [(r, c) for c in (32768, 131072, 262144) for r in (1, 4, 16, 64, 256)]
+        found = tuple(Case(op, d, r, c, "decoding", "graph") for d in both for r, c in shapes)
+        return Table(name, found, ("fused_softmax", "torch", "torch.compile", "quack"), 0.1)
+    if name == "small":
+        shapes = [(r, c) for c in (1, 5, 33, 100, 257, 1023, 4097) for r in (1, 2, 7, 64, 1000)]
+        found = tuple(Case(op, d, r, c, "fusion must not lose here", "graph") for d in all_dtypes for r, c in shapes)
+        return Table(name, found, ("fused_softmax", "torch"), 0.03)
+    if name == "host":
+        return Table(name, host_cases(op, all_dtypes), PEERS, 1.0)
+    if name == "first_call":
+        return Table(name, first_call_cases(op), ("fused_softmax", "torch"))
+    if name == "cpu":
+        real = real_cases(op) if OPS[op].inputs is one_input else ()
+        return Table(name, (*real, *cpu_sweep(op)))
+    raise KeyError(f"no table named {name!r}: there are {', '.join(TABLES)}, and {op!r} for 'forward'")
+
+
+TABLES = ("ladder", "forward", "losses", "random", "few_rows", "small", "host", "first_call", "cpu")
+
+
+def host_cases(op: str, dtypes: Iterable[str]) -> tuple[Case, ...]:
+    """8 x 128: one eager call; and, for an op that has it, forward and backward through autograd."""
+    found = []
+    for name in (name for name in (op, f"{op}_autograd") if name in OPS):
+        reason = "forward and backward through autograd" if name in AUTOGRAD else "host time of one eager call"
+        found += [Case(name, dtype, 8, 128, reason, "host") for dtype in dtypes]
+    return tuple(found)
+
+
+def first_call_cases(op: str) -> tuple[Case, ...]:
+    """A process's very first call, then first calls of new shapes, of the op and of its backward where it has one."""
+    found = [Case(op, *TINY, "very first call of a process", "first_call")]
+    for name in (name for name in (op, f"{op}_backward") if name in OPS):
+        shapes = [(dtype, FIRST_ROWS, n_cols) for dtype, widths in FIRST_WIDTHS.items() for n_cols in widths]
+        found += [Case(name, *shape, "first call of a new shape", "first_call") for shape in shapes]
+    return tuple(found)
+
+
+def loss_cases(op: str) -> tuple[Case, ...]:
+    """bfloat16 logits of real vocabularies and square attention scores, of the family of `op`; of all for softmax."""
+    families = {family(op)} & set(LOSS_FAMILIES) or set(LOSS_FAMILIES)
+    found = []
+    for name in (name for name in OPS if family(name) in families):
+        masked = family(name) == "masked_softmax"
+        square = tuple((max(1, ELEMENTS // w**2) * w, w) for w in MASKED_WIDTHS)
+        for n_rows, n_cols in square if masked else LOSS_SHAPES:
+            reason = "square attention scores" if masked else VOCABULARIES.get(n_cols, SWEEP)
+            found.append(Case(name, "bfloat16", n_rows, n_cols, reason))
+    return tuple(found)
+
+
+def cpu_sweep(op: str) -> tuple[Case, ...]:
+    """The interpreter's sweep: few rows, the widths that matter; float32 only where it differs (tails, many tiles)."""
+    return (
+        *sweep(op, ("bfloat16",), CPU_WIDTHS, n_rows=CPU_ROWS),
+        *sweep(op, ("float32",), (1000, 50257), n_rows=CPU_ROWS),
+    )
+
+
+def excerpt() -> Path:
+    """The excerpt of real logits that comes with the package (data/README.md has its provenance)."""
+    return Path(__file__).resolve().parent.parent / "data" / "minilm_excerpt.safetensors"
+
+
+def real_cases(op: str, file: Path | None = None) -> tuple[Case, ...]:
+    """One case for each floating tensor of at least one dimension in a .safetensors, .npy or .pt file."""
+    path = excerpt() if file is None else file
+    found = []
+    for name, tensor in load_tensors(path).items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        n_cols = tensor.shape[-1]
+        by = timed_by(tensor.numel() // max(n_cols, 1), n_cols, tensor.element_size())
+        found.append(Case(op, dtype, tensor.numel() // max(n_cols, 1), n_cols, f"real: {name}", by, (str(path), name)))
+    return tuple(found)
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Floating tensors of a .safetensors, .npy or .pt file, by name; raises ValueError when there is none to use."""
+    readers = {".safetensors": _safetensors, ".npy": _npy, ".pt": _pt, ".pth": _pt}
+    if path.suffix not in readers:
+        raise ValueError(f"{path} has none of the suffixes that are read: give a .safetensors, .npy or .pt file")
+    with path.open("rb"):  # what cannot be opened is no damaged file
+        pass
+    try:
+        loaded = readers[path.suffix](path)
+    except (ModuleNotFoundError, MemoryError):
+        raise
+    except Exception as error:  # each reader has exceptions of its own for a damaged file
+        why = " ".join(str(error).split()).split(". ")[0][:160] or type(error).__name__
+        raise ValueError(f"{path} cannot be read as {path.suffix} ({why}): give a whole file of that format") from None
+    named = {str(n): t for n, t in loaded.items() if isinstance(t, torch.Tensor) and t.layout is torch.strided}
+    tensors = {
+        n: t for n, t in named.items() if t.ndim > 0 and t.numel() > 0 and not t.is_meta
+        if str(t.dtype).removeprefix("torch.") in DTYPES
+    }  # fmt: skip
+    if not tensors:
+        raise ValueError(f"{path} holds no tensor in {', '.join(DTYPES)} with an element and a dimension: give one")
+    return tensors
+
+
+def _safetensors(path: Path) -> dict[str, object]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(path))
+
+
+def _npy(path: Path) -> dict[str, object]:
+    import numpy
+
+    return {path.stem: torch.from_numpy(numpy.load(path))}
+
+
+def _pt(path: Path) -> dict[str, object]:
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    return dict(content) if isinstance(content, dict) else {path.stem: content}

@@ -1,0 +1,59 @@
+"""The plain passes that bound a memory-bound operation on this device: copy, read, add.
+
+copy is `y.copy_(x)`; add is `torch.add(a, b, out=c)`; read is a Triton kernel that sums words, because torch.sum
+also pays for its second stage. Each is timed as one more entry of the interleaved rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WORDS = 8192
+
+
+@triton.jit
+def read_kernel(x_ptr, sums_ptr, n_words, WORDS: tl.constexpr):
+    """Each program reads WORDS int32 words and leaves one sum."""
+    program = tl.program_id(0).to(tl.int64)
+    words = program * WORDS + tl.arange(0, WORDS)
+    tl.store(sums_ptr + program, tl.sum(tl.load(x_ptr + words, mask=words < n_words, other=0), axis=0))
+
+
+def read(x: Tensor, sums: Tensor) -> None:
+    """Read all of a contiguous x whose bytes are a multiple of 4."""
+    words = x.view(-1).view(torch.int32)
+    read_kernel[(triton.cdiv(words.numel(), WORDS),)](words, sums, words.numel(), WORDS=WORDS, num_warps=8)
+
+
+def ceiling(kind: str, like: Tensor) -> tuple[Callable[..., Any], int]:
+    """A callable that takes the case's inputs and makes the plain pass of that kind over tensors of `like`'s size.
+
+    Returns it with the bytes that it moves.
+    """
+    size = like.numel() * like.element_size()
+    if kind == "read":
+        sums = torch.empty(size // 4 // WORDS + 1, dtype=torch.int32, device=like.device)
+        even = like.view(-1)[: size // 4 * 4 // like.element_size()]
+        return lambda x, *rest: read(x.view(-1)[: even.numel()], sums), size
+    out = torch.empty_like(like)
+    if kind == "add":
+        return lambda a, b=None, *rest: torch.add(a, a if b is None else b, out=out), 3 * size
+    return lambda x, *rest: out.copy_(x), 2 * size
+
+
+def measured(device: torch.device, n_bytes: int = 2**29) -> dict[str, float]:
+    """GB/s of copy, read and add over tensors of n_bytes, interleaved: what goes into a run's header."""
+    from fused_softmax.lab.bench.timing import EventStopwatch, interleave
+
+    x = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=device)
+    passes = {kind: ceiling(kind, x) for kind in ("copy", "read", "add")}
+    other = torch.zeros_like(x)
+    calls = {kind: (lambda run=run: run(x, other)) for kind, (run, _) in passes.items()}
+    times = interleave(calls, EventStopwatch(device), 0.05)
+    return {kind: passes[kind][1] / times[kind].ms / 1e6 for kind in passes}

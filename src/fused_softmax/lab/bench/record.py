@@ -1,0 +1,248 @@
+"""What a run leaves: one Record per case and system, a Header saying where and how, as JSON and CSV.
+
+Files are replaced atomically after every case, so an interrupted run leaves whole files with the results so far.
+Units: ms of one call (median, p10, p90 of `rounds`), bytes that any implementation must move, GB/s = bytes / ms / 1e6.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fused_softmax.lab.bench.operation import DTYPES
+
+# what a value of JSON may be for a name in a field's annotation
+JSON_TYPES: dict[str, Any] = {"str": str, "int": int, "bool": bool, "float": (int, float), "dict": dict}
+JSON_TYPES["None"] = type(None)
+DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+# ends a commit that `git describe --always --dirty` names, where files were changed
+DIRTY = "-dirty"
+PACKAGES = ("torch", "triton", "numpy", "liger-kernel", "quack-kernels")
+
+
+@dataclass
+class Record:
+    """One system in one case. `status` is ok, wrong, out of resources, refused or error; `note` says why."""
+
+    op: str
+    system: str
+    dtype: str
+    n_rows: int
+    n_cols: int
+    status: str
+    note: str = ""
+    error: float | None = None
+    torch_error: float | None = None
+    ms: float | None = None
+    ms_p10: float | None = None
+    ms_p90: float | None = None
+    rounds: int | None = None
+    bytes: int | None = None
+    gbps: float | None = None
+    ceiling: str = ""
+    ceiling_gbps: float | None = None
+    fraction: float | None = None
+    reads: int | None = None
+    writes: int | None = None
+    timed_by: str = ""
+    # the first call, host time until the device has finished: what it compiles, or loads from caches, is in it
+    first_ms: float | None = None
+    plan: str = ""
+    # device memory that one call took beyond its inputs, its results included, where it was measured
+    peak_bytes: int | None = None
+    case: str = ""
+    # what it compiles to (registers, spilled_bytes, shared_bytes, widest_load_bytes), where that was asked
+    resources: dict[str, Any] | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str, int, int]:
+        """What a record is about."""
+        return self.op, self.system, self.dtype, self.n_rows, self.n_cols
+
+
+@dataclass
+class Header:
+    """Where, when and with what a run was made; `ceilings` are GB/s of copy, read and add over 512 MiB tensors."""
+
+    device: str
+    capability: str
+    sms: int
+    driver: str
+    versions: dict[str, str]
+    python: str
+    commit: str
+    dirty: bool
+    date: str
+    command: str
+    interpreted: bool
+    finished: bool = False
+    stopped: str = ""
+    ceilings: dict[str, float] = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)
+    cpu: str = ""
+    # of the random widths, where there are any: with `command` it says how the run is made again
+    seed: int | None = None
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    """The processor, which host times depend on; its architecture where Linux names no model."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def header(device: torch.device, interpreted: bool) -> Header:
+    """Describe this machine and this run."""
+    on_gpu = device.type == "cuda"
+    found = torch.cuda.get_device_properties(device) if on_gpu else None
+    versions = {package: v for package in PACKAGES if (v := _version(package))}
+    # of what runs, which metadata need not describe where one copy lies in front of another
+    versions |= {name: module.__version__ for name in ("torch", "triton") if (module := sys.modules.get(name))}
+    commit, named = _output("git", "rev-parse", "HEAD"), os.environ.get("FUSED_SOFTMAX_COMMIT", "")
+    changed = named.endswith(DIRTY) if named else bool(commit and _output("git", "status", "--porcelain", "--", ".."))
+    return Header(
+        device=found.name if found else f"CPU ({platform.machine()})",
+        capability=f"{found.major}.{found.minor}" if found else "",
+        sms=found.multi_processor_count if found else 0,
+        driver=_output(*DRIVER).split("\n")[0] if found else "",
+        versions=versions,
+        python=platform.python_version(),
+        commit=named.removesuffix(DIRTY) or commit,
+        # of the package, which is what was measured; whoever names a commit says whether it is this one, unchanged
+        dirty=changed,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command="fused-softmax " + " ".join(sys.argv[1:]),
+        interpreted=interpreted,
+        cpu=_cpu(),
+    )
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that readers see the old one or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _plain(record: Record) -> dict[str, Any]:
+    """Fields that are set, for JSON, which knows no infinity: an error without bound becomes the text 'inf'."""
+    found = {k: v for k, v in asdict(record).items() if v is not None and v != ""}
+    return {k: "inf" if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
+
+
+def to_json(head: Header, records: Sequence[Record]) -> str:
+    """The run as JSON text: the header, then one record a line."""
+    lines = [json.dumps(_plain(record), allow_nan=False) for record in records]
+    body = ",\n    ".join(lines)
+    opening = json.dumps(asdict(head), indent=2).replace("\n", "\n  ")
+    return f'{{\n  "header": {opening},\n  "records": [\n    {body}\n  ]\n}}\n'
+
+
+def from_json(text: str) -> tuple[Header, list[Record]]:
+    """Read what to_json wrote; fields of another version are dropped."""
+    content: Mapping[str, Any] = json.loads(text)
+    known = {f.name for f in fields(Header)}, {f.name for f in fields(Record)}
+    head = Header(**{k: v for k, v in content["header"].items() if k in known[0]})
+    records = [Record(**{k: v for k, v in r.items() if k in known[1]}) for r in content["records"]]
+    for record in records:
+        for name in ("error", "torch_error"):  # without bound they are the text 'inf'
+            value = getattr(record, name)
+            setattr(record, name, None if value is None else float(value))
+    return head, records
+
+
+class NotResults(ValueError):
+    """A file of JSON that a benchmark did not write."""
+
+
+def read_results(file: Path) -> tuple[Header, list[Record]]:
+    """Read a results file; raises OSError where it cannot be read, NotResults or ValueError where it is none."""
+    give = "give a .json file of `fused-softmax bench`"
+    try:
+        text = file.read_text(encoding="utf-8")
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON ({error}): {give}") from None
+    if not (isinstance(content, dict) and isinstance(content.get("header"), dict) and "records" in content):
+        raise NotResults(f"{file} has no header and records: {give}")
+    records = content["records"]
+    if not (isinstance(records, list) and all(isinstance(r, dict) and "system" in r for r in records)):
+        raise NotResults(f"{file} has records that name no system: {give}")
+    try:
+        head, found = from_json(text)
+        _examine(head)
+        for record in found:
+            _examine(record)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} is a damaged results file ({error}): {give}") from None
+    return head, found
+
+
+def _examine(part: Header | Record) -> None:
+    """Raise ValueError where a field is not what its annotation says."""
+    for f in fields(part):
+        value, declared = getattr(part, f.name), re.findall(r"\w+", re.sub(r"\[.*\]", "", str(f.type)))
+        if not any(isinstance(value, JSON_TYPES[name]) for name in declared):
+            raise ValueError(f"{f.name} is {value!r}")
+    if isinstance(part, Record) and part.dtype not in DTYPES:
+        raise ValueError(f"dtype is {part.dtype!r}")
+
+
+def to_csv(records: Sequence[Record]) -> str:
+    """The records as CSV with a column for every field but the nested ones."""
+    names = [f.name for f in fields(Record) if f.name != "resources"]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(record) for record in records)
+    return out.getvalue()
+
+
+def results_folder() -> Path | None:
+    """benchmarks/results of the repository that this package or the current folder lies in, if there is one."""
+    for start in (Path(__file__).resolve(), Path.cwd().resolve() / "-"):
+        for parent in start.parents:
+            if (parent / "benchmarks" / "results").is_dir():
+                return parent / "benchmarks" / "results"
+    return None

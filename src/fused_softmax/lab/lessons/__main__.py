@@ -1,0 +1,32 @@
+"""python -m fused_softmax.lessons N runs lesson N; with --resources it prints what its kernel compiles to, as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from fused_softmax.lab.ending import run_main
+from fused_softmax.lab.lessons import LESSONS, run
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m fused_softmax.lessons", description=__doc__)
+    parser.add_argument("lesson", type=int)
+    parser.add_argument("--resources", action="store_true", help="cross-compile instead of running; needs no GPU")
+    parser.add_argument("--columns", type=int, nargs="+", default=[4096])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--target", default="sm_90")
+    asked = parser.parse_args(argv)
+    if not 1 <= asked.lesson <= len(LESSONS):
+        parser.error(f"lesson {asked.lesson} is not one of 1 to {len(LESSONS)}")
+    if not asked.resources:
+        run(asked.lesson)
+        return
+    from fused_softmax.lab.lessons.shown import resources
+
+    print(json.dumps([asdict(used) for used in resources(asked.lesson, asked.columns, asked.dtype, asked.target)]))
+
+
+if __name__ == "__main__":
+    run_main(main)

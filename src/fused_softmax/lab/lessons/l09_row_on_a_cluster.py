@@ -1,0 +1,131 @@
+"""09. A row on a cluster: the programs of a thread-block cluster hold a slice each and merge through shared memory.
+
+Problem
+    Keeping the row on chip (lessons 02 to 05) saves lesson 07's second read, but one program has 65,536 registers
+    at most: a row of 65,536 float32 columns spills at any number of warps. Vocabularies are wider.
+
+Mechanism
+    From compute capability 9.0 on, up to 16 CTAs on neighbouring multiprocessors form a cluster and can write to
+    each other's shared memory. A launch with num_ctas=CTAS spreads the tile [CTAS, BLOCK] over them, a line each.
+    Every CTA reduces its line to (line_max, line_sum), sends both to all others with st.async, waits until the
+    mbarrier has counted all bytes, and merges what came with lesson 07's line, in the order of the ranks: all then
+    hold the same bits. Triton before 3.8 cannot reduce over the CTAs of a cluster, so kernels/cluster.py does it in
+    inline PTX. The exchange is opened before the row is loaded, so that the load hides the cluster's own barrier.
+
+Resource trade-off
+    Registers of 16 multiprocessors for the second read, at the price of one exchange a row, in which everybody
+    waits for the slowest. A line is a power of two here, so 151,936 columns lie in 16 x 16,384 lanes, of which 10
+    CTAs' are used: padded like that, an early kernel reached 0.72 of the copy on an H200, and with even slices 0.92.
+    Beyond 16 x 32,768 columns a line no longer fits its registers, and this driver refuses.
+
+Common failure mode
+    Forgetting to merge. Every CTA's slice then sums to 1 and looks like a softmax; the row sums to as many as hold
+    a part of it, and a slice of -inf, harmless in its row, is NaN. And exchanging twice through one mbarrier, or
+    leaving before the others' bytes have arrived: both race, which no interpreter and few runs show.
+
+Measurement
+    One read on a cluster against two by one program, at widths that fill their lines and at one that does not:
+    $ fused-softmax bench --systems 07_online,09_cluster --widths 65536,128256,151936,262144
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fused_softmax.kernels.common.cluster import merge_over_cluster, open_exchange
+from fused_softmax.kernels.common.numerics import LOWEST, exp
+from fused_softmax.launch.compile import Launch
+from fused_softmax.launch.device import describe, interpreting
+from fused_softmax.planning.types import DEVICES, Device
+
+SYSTEM = "09_cluster"
+LINE = 8192  # columns of a CTA before more CTAs join: 32 a thread at 8 warps
+MAX_LINE = 32768  # 64 columns a thread at 16 warps, of its 128 registers
+
+
+@triton.jit
+def cluster_kernel(
+    y_ptr, x_ptr, n_cols, CTAS: tl.constexpr, BLOCK: tl.constexpr, MERGE: tl.constexpr, PTX: tl.constexpr
+):
+    open_exchange(CTAS, 2, PTX and MERGE)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, CTAS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # [CTAS, BLOCK], a line a CTA
+    mask = cols < n_cols
+    x = tl.load(x_ptr + row * n_cols + cols, mask=mask, other=-float("inf")).to(tl.float32)
+
+    # floored, so that a line of -inf, or one beyond the row, adds exactly 0
+    line_max = tl.maximum(tl.max(x, axis=1), LOWEST)  # [CTAS]
+    numerator = exp(x - line_max[:, None])
+    line_sum = tl.sum(numerator, axis=1)
+    if MERGE:
+        row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX)
+    else:
+        # the mistake, as code: a line taken for the row
+        row_max, row_sum = line_max, line_sum
+    scale = exp(line_max - row_max) / row_sum
+    tl.store(y_ptr + row * n_cols + cols, (numerator * scale[:, None]).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def device_of(x: Tensor) -> Device:
+    """The GPU that x is on, or the one that stands in for it: an H200 where kernels are only compiled.
+
+    RuntimeError where it has no clusters.
+    """
+    if x.is_cuda:
+        device = describe(x.device)
+        if not isinstance(device, Device) or not device.ptx or device.max_cluster < 2:
+            name = device.name if isinstance(device, Device) else device
+            raise RuntimeError(f"no thread-block clusters on this device ({name}): they need compute capability 9.0")
+        return device
+    return DEVICES["interpreter"] if interpreting() else DEVICES["sm_90"]
+
+
+def launches(x: Tensor, y: Tensor, merge: bool = True) -> list[Launch]:
+    """One launch for contiguous x, y (n_rows, n_cols); RuntimeError on a GPU without clusters.
+
+    ValueError where the row is wider than the cluster's lines: 524,288 columns on an H200.
+    """
+    n_rows, n_cols = x.shape
+    device = device_of(x)
+    if n_cols > device.max_cluster * MAX_LINE:
+        raise ValueError(f"a row of {n_cols} columns does not fit {device.max_cluster} CTAs of {MAX_LINE}")
+    if not x.numel():
+        return []
+    ctas = min(max(2, triton.next_power_of_2(triton.cdiv(n_cols, LINE))), device.max_cluster)
+    block = triton.next_power_of_2(triton.cdiv(n_cols, ctas))
+    num_warps = 4 if block <= 4096 else 8 if block <= LINE else 16
+    meta = {"CTAS": ctas, "BLOCK": block, "MERGE": merge, "PTX": device.ptx, "num_warps": num_warps}
+    if device.ptx:
+        meta["num_ctas"] = ctas
+    return [Launch(cluster_kernel, (n_rows,), (y, x, n_cols), meta)]
+
+
+def softmax(x: Tensor) -> Tensor:
+    """Softmax of the rows of x (n_rows, n_cols), float16, bfloat16 or float32; errors as launches()."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    for launch in launches(x, y):
+        launch()
+    return y
+
+
+def unmerged(x: Tensor) -> Tensor:
+    """Every CTA divides its slice by the slice's own sum."""
+    y = torch.full_like(x, math.nan)
+    for launch in launches(x, y, merge=False):
+        launch()
+    return y
+
+
+MISTAKES: dict[str, Callable[[Tensor], Tensor]] = {"every CTA normalises by its own sum": unmerged}
+
+if __name__ == "__main__":
+    from fused_softmax.lab.lessons import run
+
+    run(9)

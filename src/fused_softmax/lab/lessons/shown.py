@@ -1,0 +1,128 @@
+"""How a lesson is shown: its results beside its mistakes', its traffic and its kernel's resources.
+
+The inputs are made so that every mistake shows on one of them. `resources` compiles a lesson's kernel without a GPU:
+here, or, where this process interprets kernels, in a second one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_softmax.lab import reference
+from fused_softmax.lab.bench.traffic import traffic
+from fused_softmax.lab.cross_compile import MULTIPROCESSORS, Resources, cross_compile, occupancy
+from fused_softmax.lab.lessons import load, module_name, parts, title
+from fused_softmax.launch.device import device_here, interpreting
+
+# the two worked examples of the write-ups, and what they give to three decimals
+WORKED = torch.tensor([[1000.0, 999.0, 998.0], [2.0, 1.0, 0.1]])
+WORKED_RESULT = torch.tensor([[0.665, 0.245, 0.090], [0.659, 0.242, 0.099]])
+
+
+def shown_inputs() -> dict[str, Tensor]:
+    """Small inputs by name, float32 (n_rows, n_cols): on at least one of them each mistake of each lesson is wrong."""
+    rising = torch.stack([torch.linspace(-4, 4, 3000), torch.linspace(-40, 0, 3000)])
+    late = rising.clone()
+    late[:, :2500] = -math.inf  # nothing to see in the first chunk
+    return {"worked examples": WORKED, "rising rows": rising, "rows that begin with -inf": late}
+
+
+def error(y: Tensor, x: Tensor) -> float:
+    """Largest difference from the float64 softmax of x; inf where one is NaN and the other is not."""
+    expected = reference.softmax(x, 1)
+    if not torch.equal(y.isnan(), expected.isnan()):
+        return math.inf
+    return (y.double() - expected).nan_to_num(0.0).abs().max().item()
+
+
+def resources(n: int, widths: Sequence[int], dtype: str = "bfloat16", target: str = "sm_90") -> list[Resources]:
+    """What lesson n's kernel compiles to on `target` for aligned rows of each of `widths` columns."""
+    if interpreting():
+        command = [sys.executable, "-m", "fused_softmax.lessons", str(n), "--resources", "--dtype", dtype]
+        command += ["--target", target, "--columns", *map(str, widths)]
+        plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=plain).stdout
+        return [_from_json(fields) for fields in json.loads(said)]
+    out = []
+    for n_cols in widths:
+        x = torch.empty(1, n_cols, dtype=getattr(torch, dtype), device="meta")
+        (launch,) = load(n).launches(x, torch.empty_like(x))
+        out.append(cross_compile(launch, target))
+    return out
+
+
+def _from_json(fields: dict[str, Any]) -> Resources:
+    # JSON has lists where Resources has tuples
+    pairs = {name: tuple((size, count) for size, count in fields[name]) for name in ("loads", "stores")}
+    return Resources(**{**fields, **pairs})
+
+
+def show(n: int) -> None:
+    """Print lesson n and run it in this process, on the GPU where there is one."""
+    lesson, device = load(n), device_here()
+    print(title(n), module_name(n), sep="\n")
+    for heading, text in parts(n).items():
+        print(f"\n{heading}\n" + "\n".join(f"    {line}".rstrip() for line in text.splitlines()))
+    with warnings.catch_warnings():
+        # the interpreter's numpy warns of the infinities and NaN that are shown here
+        warnings.simplefilter("ignore", RuntimeWarning)
+        _show_results(lesson, device)
+    _show_traffic(lesson.SYSTEM)
+    if hasattr(lesson, "launches"):
+        _show_resources(n)
+
+
+def _show_results(lesson: ModuleType, device: torch.device) -> None:
+    print(f"\nResults on {'the GPU' if device.type == 'cuda' else 'the CPU, through the interpreter'}")
+    inputs = {name: x.to(device) for name, x in shown_inputs().items()}
+    for name, x in inputs.items():
+        print(f"    {name} {tuple(x.shape)}: max difference from float64 {error(lesson.softmax(x), x):.1e}")
+    worked = inputs["worked examples"]
+    for row, y in zip(worked, lesson.softmax(worked), strict=True):
+        print(f"    {_row(row)} -> {_row(y)}")
+
+    print("\nMistakes")
+    for label, mistake in lesson.MISTAKES.items():
+        outputs = {name: mistake(x) for name, x in inputs.items()}
+        errors = {name: error(y, inputs[name]) for name, y in outputs.items()}
+        worst = max(errors, key=lambda name: errors[name])
+        by_row = [error(y[None], x[None]) for y, x in zip(outputs[worst], inputs[worst], strict=True)]
+        i = max(range(len(by_row)), key=lambda i: by_row[i])
+        how = "NaN" if math.isinf(by_row[i]) else f"off by {by_row[i]:.2g}"
+        print(f"    {label}: WRONG on {worst}, row {i} is {how}:")
+        print(f"        {_row(outputs[worst][i])}, right is {_row(reference.softmax(inputs[worst][i]))}")
+
+
+def _row(values: Tensor) -> str:
+    shown = [f"{v:.3f}".removesuffix(".000") for v in values.tolist()]
+    return "[" + ", ".join(shown if len(shown) <= 6 else [*shown[:3], "...", *shown[-3:]]) + "]"
+
+
+def _show_traffic(system: str) -> None:
+    n_rows, n_cols = 1024, 4096
+    if moved := traffic(system, n_rows, n_cols):
+        once = 2 * n_rows * n_cols
+        print(f"\nTraffic for {n_rows} x {n_cols}: reads {moved.reads:,}, writes {moved.writes:,} elements,")
+        print(f"    {(moved.reads + moved.writes) / once:.2f} times what reading and writing each element once takes")
+
+
+def _show_resources(n: int, widths: Sequence[int] = (1000, 4096, 65536), target: str = "sm_90") -> None:
+    print(f"\nCompiled for {target}, bfloat16")
+    for n_cols, used in zip(widths, resources(n, widths, target=target), strict=True):
+        fit = occupancy(used, MULTIPROCESSORS[target])
+        fits = f"resident on a multiprocessor: {fit.programs} ({fit.limiter})" if used.fits() else "out of resources"
+        print(f"    {n_cols:,} columns: {used.num_warps} warps, {used.registers} registers,", end=" ")
+        print(f"{used.shared_bytes:,} bytes of shared memory,")
+        print(f"        {used.spilled_bytes} bytes spilled, loads of {used.widest_load_bytes} and", end=" ")
+        print(f"stores of {used.widest_store_bytes} bytes at most; {fits}")

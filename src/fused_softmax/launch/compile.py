@@ -1,0 +1,178 @@
+"""Kernels -> compiled kernels: what a launch is, as data, and how a kernel is loaded, compiled and bound for calls.
+
+Kernels are compiled from their declaration, not by value: no width ever becomes part of a kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from . import availability
+
+CAPACITY = 8192  # entries of each cache
+lock = threading.RLock()  # held while a kernel is planned, compiled and remembered
+_interpreter = threading.RLock()
+_TRITON_TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+_TRITON_TYPES |= {torch.int64: "*i64", torch.uint8: "*u8"}
+_OPTIONS = (
+    "num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion", "debug", "sanitize_overflow", "launch_pdl",
+)  # fmt: skip
+
+Kernel = Callable[[], Any]  # imports a kernel when it is first needed: the package imports without Triton
+
+
+def kernel_loader(load: Kernel) -> Kernel:
+    """`load`, once; KernelUnavailable where this Triton cannot even decorate the kernel."""
+
+    @functools.wraps(load)
+    def loaded() -> Any:
+        availability.raise_if_failed(load)
+        try:
+            return load()
+        except Exception as error:
+            raise availability.failed(load, f"the kernel of {load.__module__}.{load.__name__}", error) from error
+
+    return loaded
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch as data, so that it can be run, or cross-compiled where there is no GPU.
+
+    `args` are the kernel's positional run-time arguments in its order; `meta` holds its constexprs by name and the
+    launch's own meta-parameters (num_warps, num_stages, num_ctas, ...).
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    meta: Mapping[str, Any]
+
+    def __call__(self) -> None:
+        on = next((a.device for a in self.args if isinstance(a, torch.Tensor) and a.is_cuda), None)
+        # interpreted, a launch patches Triton's own modules: one at a time
+        with torch.cuda.device(on) if on is not None else _interpreter:
+            if on is not None:
+                self._compile(on.index)
+            self.kernel[self.grid](*self.args, **self.meta)
+
+    def _compile(self, index: int) -> None:
+        """Compiles and loads the kernel without a launch, so that a failure is told from an error of the launch."""
+        key = (self.kernel, index, tuple(self.meta.items()), tuple(_specialized(a) for a in self.args))
+        availability.raise_if_failed(key)
+        if key in _ready:
+            return
+        try:
+            self.kernel.warmup(*self.args, grid=self.grid, **self.meta)._init_handles()
+        except Exception as error:
+            raise availability.failed(key, _name(self.kernel), error) from error
+        if len(_ready) >= CAPACITY:
+            _ready.clear()
+        _ready.add(key)
+
+
+_ready: set[tuple[Any, ...]] = set()  # what `Launch._compile` has compiled
+
+
+def _specialized(argument: Any) -> Any:
+    """What Triton may compile a kernel anew for, as an argument changes."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
+    return type(argument)
+
+
+def _name(kernel: Any) -> str:
+    return getattr(kernel, "__name__", None) or str(kernel)
+
+
+Pointers = tuple[tuple[torch.dtype, bool], ...]  # of each pointer argument: dtype, and whether 16 bytes divide it
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def compile_kernel(kernel: Any, pointers: Pointers, meta: Mapping[str, Any], index: int) -> Any:
+    """The CompiledKernel of a kernel on device `index`: built once for each set of compile-time numbers, loaded once.
+
+    meta: constexprs by name, and launch options. KernelUnavailable where it does not compile or load; it is not tried
+    again.
+    """
+    key = _compile_key(kernel, pointers, meta, index)
+    if key not in _compiled:
+        availability.raise_if_failed(key)
+        try:
+            compiled = _built(kernel, pointers, meta)
+            compiled._init_handles()  # loads it on the current device
+        except Exception as error:
+            raise availability.failed(key, _name(kernel), error) from error
+        _compiled[key] = compiled
+    return _compiled[key]
+
+
+def compile_failure(kernel: Any, pointers: Pointers, meta: Mapping[str, Any], index: int) -> str | None:
+    """Why such a kernel failed to compile in this process, or None where it did not."""
+    return availability.failure(_compile_key(kernel, pointers, meta, index))
+
+
+def _compile_key(kernel: Any, pointers: Pointers, meta: Mapping[str, Any], index: int) -> tuple[Any, ...]:
+    return (kernel, pointers, tuple(meta.items()), index)
+
+
+def _built(kernel: Any, pointers: Pointers, meta: Mapping[str, Any]) -> Any:
+    import triton
+    from triton.compiler import ASTSource
+
+    options = {name: meta[name] for name in _OPTIONS if name in meta}
+    constexprs = {name: value for name, value in meta.items() if name not in options}
+    of_pointer = iter(pointers)
+    signature, attrs = {}, {}
+    for position, (name, argument) in enumerate(kernel.declaration.arguments.items()):
+        if argument.type is not None:
+            signature[name] = argument.type
+            continue
+        dtype, divisible = next(of_pointer)
+        signature[name] = _TRITON_TYPES[dtype]
+        if divisible:
+            attrs[(position,)] = [["tt.divisibility", 16]]
+    signature |= dict.fromkeys(kernel.declaration.constexprs, "constexpr")
+    target = triton.runtime.driver.active.get_current_target()  # builds its own helper on first use
+    return triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options)
+
+
+class Binding(NamedTuple):
+    """A compiled kernel's launcher: call(grid, 1, 1, stream, *prefix, *run-time arguments, *trailing)."""
+
+    call: Callable[..., Any]
+    prefix: tuple[Any, ...]
+    trailing: tuple[None, ...]  # Triton skips the constexprs' places
+
+    def run(self, grid: int, stream: int, *arguments: int | float) -> None:
+        self.call(grid, 1, 1, stream, *self.prefix, *arguments, *self.trailing)
+
+
+def bind(compiled: Any) -> Binding:
+    """The launcher of a compiled kernel with as little in between as this Triton allows.
+
+    A Triton that is newer than those tested may call its launcher otherwise: then Triton's own public call is used.
+    """
+    trailing = (None,) * sum(kind == "constexpr" for kind in compiled.src.signature.values())
+    if availability.triton_is_untested():
+        return Binding(_public_call, (compiled,), trailing)
+    function, packed, launcher = compiled.function, compiled.packed_metadata, compiled.run
+    direct = getattr(launcher, "launch", None)
+    if direct is not None and not hasattr(launcher, "arg_annotations") and launcher.global_scratch_size == 0:
+        # triton 3.6: the C function behind the launcher, 0.7 us a call less
+        cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
+        prefix = (function, cooperative, dependent, None, None, packed, None, None, None)
+        return Binding(direct, prefix, trailing)
+    return Binding(launcher, (function, packed, None, None, None), trailing)
+
+
+def _public_call(gx: int, gy: int, gz: int, stream: int, compiled: Any, *args: Any) -> None:
+    compiled[(gx, gy, gz)](*args, stream=stream)

@@ -1,0 +1,68 @@
+"""What the hardware is: the only place that asks, once per device.
+
+`describe(torch_device)` gives the plan's Device, or why there is none; nothing here creates a CUDA context before a
+tensor on that device exists, and importing it asks nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+
+from ..planning.types import DEVICES, Device
+from .availability import below_floor, lacking, torch_is_too_old, triton_is_too_old, warn_once
+
+
+class Unsupported(str):
+    """Why a device's tensors are left to PyTorch."""
+
+
+@functools.cache
+def triton_error() -> str | None:
+    """Why Triton, or the torch that it came with, cannot be used; None where both can."""
+    if torch_is_too_old():
+        return below_floor()
+    try:
+        import triton  # noqa: F401
+    except Exception as error:  # a broken installation raises more than ImportError
+        return f"Triton cannot be imported: {error}"
+    return below_floor() if triton_is_too_old() else lacking()
+
+
+def interpreting() -> bool:
+    """Whether kernels run through Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+@functools.cache
+def describe(device: torch.device) -> Device | Unsupported:
+    """The plan's view of `device`, or the reason why its tensors are left to PyTorch."""
+    if device.type not in ("cuda", "cpu"):
+        return Unsupported(f"no kernels for device type {device.type!r}")
+    if device.type == "cpu" and not interpreting() and not torch_is_too_old():
+        return Unsupported("a CPU tensor, and TRITON_INTERPRET is not set")
+    error = triton_error()
+    if error is not None:
+        warn_once(error)
+        return Unsupported(error)
+    if interpreting():
+        return DEVICES["interpreter"] if device.type == "cpu" else Unsupported("TRITON_INTERPRET is set")
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        name = properties.gcnArchName.split(":")[0]
+        if properties.warp_size != 64:
+            return Unsupported(f"{name} has wavefronts of {properties.warp_size}: the kernels are built for 64")
+        return Device(name, "hip", warp_size=64, max_warps=16, registers=131072)
+    if properties.major < 8:
+        return Unsupported(f"compute capability {properties.major}.{properties.minor}: kernels need 8.0")
+    max_cluster = {9: 16, 10: 16}.get(properties.major, 8 if properties.major > 8 else 1)
+    name = f"sm_{properties.major}{properties.minor}"
+    return Device(name, "cuda", max_cluster=max_cluster, parks=properties.major == 9)
+
+
+def device_here() -> torch.device:
+    """Where kernels run in this process: the current GPU, or the CPU when interpreted or without one."""
+    usable = torch.cuda.is_available() and not interpreting()
+    return torch.device("cuda", torch.cuda.current_device()) if usable else torch.device("cpu")

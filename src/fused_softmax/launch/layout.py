@@ -1,0 +1,114 @@
+"""Tensors -> rows -> Problem: how a tensor and a dimension fold into rows (n_rows, n_cols), and how these rows lie.
+
+Everything here is a view or a number, except `rows_of`, which copies what does not fold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..planning.types import Plan, Problem
+
+MAX_COLS = 2**31 - 2**16  # of one row; offsets between rows have 64 bits
+DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+def as_rows(t: Tensor, dim: int) -> Tensor | None:
+    """t as (n_rows, n_cols) with contiguous columns and one row stride, without a copy; None where it does not fold."""
+    n_cols = t.shape[dim]
+    if n_cols > 1 and t.stride(dim) != 1:
+        return None
+    dims = [(t.shape[d], t.stride(d)) for d in range(t.dim()) if d != dim]
+    merged = merge_dims([d for d in dims if d[0] != 1])
+    if len(merged) > 1:
+        return None
+    # a single row keeps the stride of the tensor that it was taken from, so that it is planned as that tensor's rows
+    n_rows, stride = merged[0] if merged else (1, dims[-1][1] if dims else n_cols)
+    return t.as_strided((n_rows, n_cols), (stride, 1))
+
+
+def rows_of(x: Tensor, n_cols: int) -> Tensor:
+    """x as (n_rows, n_cols) with contiguous columns: a view where its strides allow, else a copy. Differentiable."""
+    rows = x.reshape(-1, n_cols)
+    return rows if n_cols == 1 or rows.stride(1) == 1 else rows.contiguous()
+
+
+def rows_or_copy(x: Tensor) -> Tensor:
+    """`rows_of` over the last dimension, for planning: a meta tensor stands in for a copy."""
+    rows = as_rows(x, x.dim() - 1)
+    n_cols = x.shape[-1]
+    return torch.empty((x.numel() // n_cols, n_cols), dtype=x.dtype, device="meta") if rows is None else rows
+
+
+def gradient_buffer(x: Tensor) -> Tensor:
+    """Uninitialized memory for the gradient of rows x, whose rows start as x's do where that costs little.
+
+    A vocabulary that is padded to a multiple of 64 and cut to its own width keeps its aligned rows that way.
+    """
+    n_rows, n_cols = x.shape
+    stride = x.stride(0) if n_rows > 1 and n_cols < x.stride(0) <= 2 * n_cols else n_cols
+    return torch.empty((n_rows, stride), dtype=x.dtype, device=x.device)[:, :n_cols]
+
+
+def merge_dims(dims: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """(size, *strides) of the fewest dimensions that visit the same elements in the same order."""
+    merged: list[tuple[int, ...]] = []
+    for size, *strides in dims:
+        if merged and all(outer == size * inner for outer, inner in zip(merged[-1][1:], strides, strict=True)):
+            merged[-1] = (merged[-1][0] * size, *strides)
+        else:
+            merged.append((size, *strides))
+    return merged
+
+
+def problem_of(*tensors: Tensor, batch_invariant: bool = False, backward: bool = False, log: bool = False) -> Problem:
+    """The Problem of row tensors (n_rows, n_cols) with contiguous columns; the last is the output.
+
+    A single row has the stride of the tensor that it was taken from, and is planned as that tensor's rows are.
+    NotImplementedError for rows of more than MAX_COLS columns.
+    """
+    n_cols = tensors[0].shape[1]
+    if n_cols > MAX_COLS:
+        raise NotImplementedError(f"rows of {n_cols} columns: the kernels count a row's columns in 32 bits")
+    item = min(t.element_size() for t in tensors)
+    full = 16 // item
+    phases, vec = set(), _alignment(n_cols, full)
+    for t in tensors:
+        first = t.data_ptr() // t.element_size()
+        stride = row_stride(t)
+        vec = min(vec, _alignment(first, full), _alignment(stride, full))
+        phases.add((first % full, stride % full))
+    in_phase = len(phases) == 1 and not batch_invariant
+    dtypes = [DTYPE_NAMES[t.dtype] for t in (tensors[0], tensors[-1])]
+    return Problem(n_cols, dtypes[0], dtypes[1], vec, in_phase=in_phase, backward=backward, log=log)
+
+
+def row_stride(t: Tensor) -> int:
+    """Elements from one row of (n_rows, n_cols) to the next."""
+    return t.stride(0)
+
+
+def layout_key(t: Tensor) -> tuple[torch.dtype, int, int]:
+    """What a plan depends on, of a row tensor, next to its number of columns."""
+    return (t.dtype, row_stride(t), t.data_ptr() % 32)
+
+
+def run_time_arguments(plan: Plan, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """(n_cols, each tensor's stride, phase) in the plan's units, as every row kernel takes them after n_rows."""
+    unit = 1 if plan.edge else plan.vec
+    strides = tuple(row_stride(t) // unit for t in tensors)
+    first = tensors[0].data_ptr() // tensors[0].element_size()
+    return (tensors[0].shape[1] // unit, *strides, first % plan.vec if plan.edge else 0)
+
+
+def starts(tensors: tuple[Tensor, ...], phase: int) -> tuple[Tensor, ...]:
+    """Views that start `phase` elements before each tensor, at an aligned address, within its storage."""
+    return tuple(t.as_strided((1,), (1,), t.storage_offset() - phase) for t in tensors) if phase else tensors
+
+
+def _alignment(n: int, full: int) -> int:
+    """The largest power of two up to `full` that divides n."""
+    return full if n % full == 0 else n & -n

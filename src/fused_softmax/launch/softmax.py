@@ -1,0 +1,199 @@
+"""softmax and log_softmax, forward and backward, over a dim of whole tensors: folds them into rows, and launches.
+
+Where a dim's elements are neighbors and all rows share one stride, the row kernels take them as they lie. Other views
+(another dim, transposed, broken strides) go to the strided kernel, which reads up to three row dimensions in place. A
+view with more is copied first. Outputs are contiguous, as torch's are. No autograd and no checks of arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..planning import softmax as planning
+from ..planning.types import Device, Plan
+from .compile import Launch, kernel_loader
+from .context import is_batch_invariant
+from .device import describe
+from .launcher import Flags, RowOp, device_of, launch_rows, row_launch
+from .layout import DTYPE_NAMES, as_rows, merge_dims, problem_of
+
+
+@kernel_loader
+def _resident() -> Any:
+    from ..kernels.softmax_resident import softmax_resident
+
+    return softmax_resident
+
+
+@kernel_loader
+def _two_pass() -> Any:
+    from ..kernels.softmax_two_pass import softmax_stream
+
+    return softmax_stream
+
+
+@kernel_loader
+def _backward_resident() -> Any:
+    from ..kernels.softmax_resident import softmax_backward_resident
+
+    return softmax_backward_resident
+
+
+@kernel_loader
+def _backward_two_pass() -> Any:
+    from ..kernels.softmax_two_pass import softmax_backward_stream
+
+    return softmax_backward_stream
+
+
+@kernel_loader
+def _strided() -> Any:
+    from ..kernels.softmax_strided import softmax_strided
+
+    return softmax_strided
+
+
+def _forward_kernel(plan: Plan) -> Any:
+    return _two_pass() if plan.regime == "stream" else _resident()
+
+
+def _backward_kernel(plan: Plan) -> Any:
+    return _backward_two_pass() if plan.regime == "stream" else _backward_resident()
+
+
+_OPS = {
+    (log, backward): RowOp(planning.plan, _backward_kernel if backward else _forward_kernel, backward, log)
+    for log in (False, True)
+    for backward in (False, True)
+}
+
+
+def softmax_op(log: bool, backward: bool = False) -> tuple[RowOp, Flags]:
+    """(the op, its flags) of softmax or log_softmax, or of its gradient, over rows (x, y) or (y, dy, dx)."""
+    return _OPS[log, backward], (("LOG", log),)
+
+
+def softmax_launch(
+    tensors: tuple[Tensor, ...], plan: Plan, *, log: bool = False, backward: bool = False, device: Device | None = None
+) -> Launch:
+    """The launch over row tensors, (x, y) or for a gradient (y, dy, dx), as the given plan runs it.
+
+    `device` stands in for the tensors' own where a launch is to be cross-compiled.
+    """
+    op, flags = softmax_op(log, backward)
+    return row_launch(op, tensors, (), (), flags, plan, device or device_of(tensors[0]))
+
+
+def torch_is_faster_reason(x: Tensor, dim: int, out_dtype: torch.dtype) -> str | None:
+    """Why torch's own kernel is the better choice for x's rows over dim, or None where ours is; x is on a GPU."""
+    if x.dim() == 0 or x.shape[dim] >= 8 or x.numel() == 0:
+        return None
+    x_rows = as_rows(x, dim % x.dim())
+    device = describe(x.device)
+    if x_rows is None or not isinstance(device, Device) or x.dtype not in DTYPE_NAMES or out_dtype not in DTYPE_NAMES:
+        return None
+    like = torch.empty(x_rows.shape, dtype=out_dtype, device="meta")
+    return planning.torch_is_faster_reason(problem_of(x_rows, like), device)
+
+
+def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out: Tensor | None = None) -> Tensor:
+    """softmax or log_softmax of x over dim, by our kernels, into `out` or a new contiguous tensor of out_dtype.
+
+    x: float16, bfloat16 or float32, any shape and strides, dim in [-x.dim(), x.dim()). RuntimeError where x's device
+    has no kernels; KernelUnavailable, with nothing written, where a kernel does not compile.
+    """
+    y = torch.empty(x.shape, dtype=out_dtype, device=x.device) if out is None else out
+    if x.numel() == 0:
+        return y
+    if x.dim() == 0:
+        softmax_forward(x.view(1), 0, out_dtype, log, y.view(1))
+        return y
+    dim %= x.dim()
+    x_rows, y_rows = as_rows(x, dim), as_rows(y, dim)
+    if x_rows is not None and y_rows is not None:
+        op, flags = softmax_op(log)
+        launch_rows(op, (x_rows, y_rows), (), (), flags, invariant=is_batch_invariant())
+    else:
+        if len(_row_dims(x, y, dim)) > 3:
+            x = x.contiguous()
+            if len(_row_dims(x, y, dim)) > 3:  # the strides of `out` do not fold: into new memory first
+                return y.copy_(softmax_forward(x, dim, out_dtype, log))
+        strided_launch(x, y, dim, log)()
+    return y
+
+
+def softmax_backward(
+    dy: Tensor, y: Tensor, dim: int, in_dtype: torch.dtype, log: bool, invariant: bool | None = None
+) -> Tensor:
+    """The gradient of softmax or log_softmax over dim from its output y, contiguous, in the forward's input dtype.
+
+    `invariant`: whether the forward was batch invariant, where that is not what this thread says. KernelUnavailable
+    where a kernel does not compile.
+    """
+    if invariant is None:
+        invariant = is_batch_invariant()
+    dx = torch.empty(y.shape, dtype=in_dtype, device=y.device)
+    if y.numel() == 0:
+        return dx
+    if y.dim() == 0:
+        return softmax_backward(dy.view(1), y.view(1), 0, in_dtype, log, invariant).view(())
+    dim %= y.dim()
+    if dim != y.dim() - 1 and math.prod(y.shape[dim + 1 :]) > 1:
+        # rows that are not neighbors in memory: the gradient takes them as rows of a transposed copy
+        dx.copy_(
+            softmax_backward(dy.movedim(dim, -1), y.movedim(dim, -1), -1, in_dtype, log, invariant).movedim(-1, dim)
+        )
+        return dx
+    y_rows, dy_rows, dx_rows = as_rows(y, dim), as_rows(dy, dim), as_rows(dx, dim)
+    y_rows = as_rows(y.contiguous(), dim) if y_rows is None else y_rows
+    dy_rows = as_rows(dy.contiguous(), dim) if dy_rows is None else dy_rows
+    assert y_rows is not None and dy_rows is not None and dx_rows is not None
+    op, flags = softmax_op(log, backward=True)
+    launch_rows(op, (y_rows, dy_rows, dx_rows), (), (), flags, invariant=invariant)
+    return dx
+
+
+def _row_dims(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:
+    """(size, x's stride, y's stride) of the fewest dimensions that hold the rows of both; the strided kernel takes
+    three."""
+    return merge_dims([(x.shape[d], x.stride(d), y.stride(d)) for d in range(x.dim()) if d != dim and x.shape[d] != 1])
+
+
+def _strided_rows(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:
+    """The three dimensions of rows, (size, x's stride, y's stride), that the strided kernel takes."""
+    merged = _row_dims(x, y, dim)
+    # the rows of a tile are the dimension whose neighbors in memory they are, or the innermost
+    order = sorted(range(len(merged)), key=lambda i: (merged[i][1] == 1) + (merged[i][2] == 1))
+    return ([(1, 0, 0)] * 3 + [merged[i] for i in order])[-3:]
+
+
+def strided_plan(x: Tensor, y: Tensor, dim: int) -> Plan:
+    """The plan of softmax over a dim whose elements, or rows, lie anywhere."""
+    if len(_row_dims(x, y, dim)) > 3:  # it is copied first
+        x = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    n_rows, x_row, _ = _strided_rows(x, y, dim)[-1]
+    x_col = 1 if x.shape[dim] == 1 else x.stride(dim)
+    return planning.strided_plan(n_rows, x.shape[dim], along_cols=x_col == 1 and x_row != 1)
+
+
+def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | None = None) -> Launch:
+    """The launch that takes x to y over a dim whose elements, or rows, lie anywhere; `device` stands in for x's own.
+
+    x and y have three dimensions of rows at most, as `_row_dims` counts them.
+    """
+    outer, middle, (n_rows, x_row, y_row) = _strided_rows(x, y, dim)
+    n_cols, x_col, y_col = x.shape[dim], x.stride(dim), y.stride(dim)
+    if n_cols == 1:
+        x_col = y_col = 1
+    plan = strided_plan(x, y, dim)
+    grid = outer[0] * middle[0] * -(-n_rows // plan.rows)
+    args = (x, y, n_rows, n_cols, middle[0], outer[1], middle[1], x_row, x_col, outer[2], middle[2], y_row, y_col)
+    meta: dict[str, object] = dict(LOG=log, ROWS=plan.rows, COLS=plan.lanes, ONE_STEP=plan.chunks == 1)
+    meta |= dict(num_warps=plan.num_warps)
+    device = device or device_of(x)
+    meta |= device.options()
+    return Launch(_strided(), (grid,), args, meta)

@@ -1,0 +1,312 @@
+"""cross_entropy as PyTorch sees it: the routes of a call, the operator and its autograd.
+
+    loss_i = -(1 - eps)*w_t*log p_t - eps/C*sum(w*log p) + z_loss*lse^2,   p = softmax(softcap*tanh(x/softcap))
+
+Where a gradient is needed and the loss is a mean or a sum, the forward writes it in the pass that reads the logits, for
+an upstream gradient of 1. Backward corrects on the device what came with another one: one read, one write, no host
+synchronization. Else, and under torch.compile, the forward only reads, and a second kernel writes the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..launch import cross_entropy as rows
+from ..launch.availability import KernelUnavailable
+from ..launch.context import as_in_forward, is_batch_invariant
+from ..launch.cross_entropy import CrossEntropy
+from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
+from ..planning.types import Plan
+from . import decompositions
+from .arguments import expect_floating, expect_layout
+from .decompositions import no_moments
+from .library import define, differentiable, not_differentiable
+from .route import EMPTY, Fallback, can_bypass_dispatcher, is_compiled, unsupported_reason
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def cross_entropy_of(
+    denominator: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+    inplace_backward: bool,
+) -> Tensor:
+    """cross_entropy of checked arguments, whose mean divides by `denominator`, of one element, where there is one."""
+    if target.dtype is torch.uint8:
+        target = target.long()
+    if softcap is not None:
+        # a cap above all numbers is none
+        limits = torch.finfo(torch.float64 if logits.dtype is torch.float64 else torch.float32)
+        softcap = None if softcap > limits.max else max(softcap, limits.tiny)
+    n_cols = logits.shape[1] if logits.dim() > 1 else logits.numel()
+    plain = compiled = False
+    if _fits(logits, target, weight, reduction, label_smoothing, n_cols):
+        plain = all(t is None or can_bypass_dispatcher(t) for t in (logits, target, weight))
+        plain = plain and logits.numel() > 0 and unsupported_reason(logits, logits.dtype) is None
+        compiled = not plain and n_cols > 0 and is_compiled(logits, target, weight)
+    if not (plain or compiled):
+        return decompositions.cross_entropy(
+            logits, target, weight, ignore_index, reduction, label_smoothing, softcap, z_loss, denominator
+        )
+    flat = target.reshape(-1).contiguous()
+    if weight is not None:
+        weight = weight.detach().float().contiguous()
+    if denominator is not None:
+        denominator = denominator.to(logits.device, torch.float32).reshape(1)
+    weight_sum = weight.sum().view(1) if weight is not None and label_smoothing else None
+    x = rows_of(logits if logits.dim() < 3 else logits.movedim(1, -1), n_cols)
+    described = (
+        flat, weight, weight_sum, ignore_index, reduction, float(label_smoothing), softcap, float(z_loss), denominator
+    )  # fmt: skip
+    if compiled:
+        loss, _ = cross_entropy(x, *described)
+    else:
+        if flat.device.type == "cpu":
+            rows.check_targets(flat, ignore_index, n_cols)
+        loss = _by_kernels(x, CrossEntropy(*described), inplace_backward)
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def planned_cross_entropy(logits: Tensor, backward: bool) -> Plan | Fallback:
+    """What cross_entropy of these logits, by int64 targets, would run; backward: where it needs a gradient."""
+    expect_floating("cross_entropy", "input", logits)
+    reason = unsupported_reason(logits, logits.dtype)
+    if reason is not None:
+        return Fallback(reason)
+    if logits.dim() == 0 or logits.numel() == 0:
+        return EMPTY
+    x = rows_or_copy(logits if logits.dim() < 3 else logits.movedim(1, -1))
+    plan = rows.planned_cross_entropy(x, logits, backward)
+    return Fallback(plan) if isinstance(plan, str) else plan
+
+
+def _by_kernels(x: Tensor, op: CrossEntropy, inplace: bool) -> Tensor:
+    if x.requires_grad and torch.is_grad_enabled():
+        return RowCrossEntropy.apply(x, op, inplace)
+    losses, _ = _forward(x, op)
+    return rows.reduce_losses(losses, op, x.shape[1])
+
+
+def _fits(
+    logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, label_smoothing: float, n_cols: int
+) -> bool:
+    """Whether shapes and options are the kernels'; what is wrong with others, torch's own function says."""
+    shape = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else torch.Size(())
+    return (
+        logits.dim() > 0
+        and target.dtype is torch.int64
+        and target.shape == shape
+        and target.device == logits.device
+        and reduction in REDUCTIONS
+        and 0.0 <= label_smoothing <= 1.0
+        and (weight is None or _weighs(weight, logits, n_cols))
+    )
+
+
+def _weighs(weight: Tensor, logits: Tensor, n_cols: int) -> bool:
+    return (
+        weight.shape == (n_cols,)
+        and weight.device == logits.device
+        and weight.dtype in (torch.float32, logits.dtype)
+        and not weight.requires_grad
+    )
+
+
+def _forward(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
+    try:
+        return rows.cross_entropy_forward(x, op)
+    except KernelUnavailable:
+        return decompositions.losses_of_rows(x, op)
+
+
+def _gradient(
+    x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor | None, moments: Tensor, g: Tensor, *, unless_one: bool
+) -> None:
+    try:
+        rows.cross_entropy_gradient(x, dx, op, count, moments, g, unless_one=unless_one)
+    except KernelUnavailable:
+        dx.copy_(decompositions.cross_entropy_gradient(g, x, replace(op, denominator=count)))
+
+
+def _scale_unless_one(dx: Tensor, g: Tensor) -> None:
+    try:
+        rows.scale_unless_one(dx, g)
+    except KernelUnavailable:
+        dx.mul_(g.view(-1, 1))
+
+
+class RowCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of rows that need a gradient. Keeps the rows, two numbers a row, and the gradient that the forward
+    wrote: all of it by save_for_backward, where checkpointing and offloading see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, op: CrossEntropy, inplace: bool) -> Tensor:
+        n_cols = x.shape[1]
+        # two rows that share memory cannot hold two gradients
+        ctx.inplace = (
+            inplace and op.reduction != "none" and op.weight_sum is None and (x.shape[0] == 1 or x.stride(0) >= n_cols)
+        )
+        count = rows.count_targets(op, n_cols) if op.reduction == "mean" else None
+        dx = None
+        # weights and smoothing together read a weight for each logit, twice: then the gradient has a kernel of its own
+        if op.reduction != "none" and op.weight_sum is None:
+            dx = x.detach() if ctx.inplace else gradient_buffer(x)
+            if not rows.fits_on_chip(x, dx, op):
+                dx, ctx.inplace = None, False
+        if dx is not None:
+            try:
+                losses, moments = rows.cross_entropy_with_gradient(x, dx, op, count)
+            except KernelUnavailable:
+                dx, ctx.inplace = None, False
+        if dx is None:
+            losses, moments = _forward(x, op)
+        if ctx.inplace:
+            torch.autograd.graph.increment_version(x)
+        ctx.save_for_backward(None if ctx.inplace else x, op.target, op.weight, op.weight_sum, moments, count, dx)
+        ctx.unread = [dx is not None]  # popped by the backward that gives away what the forward wrote
+        ctx.op = replace(op, target=None, weight=None, weight_sum=None, denominator=None)  # type: ignore[arg-type]
+        ctx.over = op.denominator is not None
+        ctx.invariant = is_batch_invariant()  # backward runs in a thread that does not know
+        ctx.set_materialize_grads(False)
+        return rows.reduce_losses(losses, op, n_cols)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if g is None:
+            return None, None, None
+        x, target, weight, weight_sum, moments, count, written = ctx.saved_tensors
+        op = replace(ctx.op, target=target, weight=weight, weight_sum=weight_sum)
+        if torch.is_grad_enabled() or not can_bypass_dispatcher(g):
+            if x is None:
+                raise RuntimeError(_OVERWRITTEN)
+            op = replace(op, denominator=count if ctx.over else None)
+            return decompositions.cross_entropy_gradient(g, x, op), None, None
+        unread = bool(ctx.unread) and ctx.unread.pop()
+        upstream = g.reshape(-1).float().contiguous()
+        if ctx.inplace:
+            if not unread:
+                raise RuntimeError(_OVERWRITTEN)
+            _scale_unless_one(written, upstream)
+            return written, None, None
+        if written is None:
+            dx = gradient_buffer(x)
+        elif unread:
+            # The first backward gives away what the forward wrote, with a version counter of its own: a change in place
+            # does not disturb what is saved. Nothing reads the saved one again.
+            dx = written.data
+        else:
+            # a further one runs the forward's kernel again, so that its bits are those of the first
+            dx = gradient_buffer(x)
+            with as_in_forward(ctx.invariant):
+                rows.cross_entropy_with_gradient(x, dx, op, count)
+        _gradient(x, dx, op, count, moments, upstream, unless_one=written is not None)
+        return dx, None, None
+
+
+_OVERWRITTEN = (
+    "cross_entropy(inplace_backward=True) wrote the gradient over the logits: one can go backward through it once, "
+    "for one upstream gradient, and not differentiate its gradient"
+)
+
+
+# --- the operator: of rows (n_rows, n_cols), described by the fields of CrossEntropy ----------------------------------
+
+
+def _takes(x: Tensor) -> bool:
+    return x.numel() > 0 and unsupported_reason(x, x.dtype) is None
+
+
+_FIELDS = (
+    "Tensor target, Tensor? weight, Tensor? weight_sum, int ignore_index, str reduction, float smoothing, "
+    "float? softcap, float z_loss, Tensor? denominator"
+)
+
+
+def _described(target: Tensor, weight: Tensor | None, *rest: Any) -> CrossEntropy:
+    return CrossEntropy(target.contiguous(), None if weight is None else weight.contiguous(), *rest)
+
+
+def _cross_entropy_kernel(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
+    op, n_cols = _described(*fields), x.shape[1]
+    if not _takes(x):
+        return decompositions.cross_entropy_of_rows(x, op), no_moments(x)
+    expect_layout("target", op.target, x, (x.shape[0],))
+    expect_layout("weight", op.weight, x, (n_cols,))
+    expect_layout("weight_sum", op.weight_sum, x, (1,))
+    expect_layout("denominator", op.denominator, x, (1,))
+    if x.device.type == "cpu":
+        rows.check_targets(op.target, op.ignore_index, n_cols)
+    losses, moments = _forward(rows_of(x, n_cols), op)
+    return rows.reduce_losses(losses, op, n_cols), moments
+
+
+def _cross_entropy_fake(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    weight_sum: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    *rest: Any,
+) -> tuple[Tensor, Tensor]:
+    moments = no_moments(x)
+    return moments.new_empty(x.shape[:1] if reduction == "none" else ()), moments
+
+
+def _cross_entropy_backward_kernel(g: Tensor, moments: Tensor, x: Tensor, *fields: Any) -> Tensor:
+    op, n_cols = _described(*fields), x.shape[1]
+    if not _takes(x):
+        return decompositions.cross_entropy_gradient(g, x, op).contiguous() if x.numel() else x.new_empty(x.shape)
+    expect_layout("moments", moments, x, (x.shape[0], 2))
+    count = rows.count_targets(op, n_cols) if op.reduction == "mean" else None
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    g, moments = g.reshape(-1).float().contiguous(), moments.contiguous()
+    _gradient(rows_of(x, n_cols), dx, op, count, moments, g, unless_one=False)
+    return dx
+
+
+def _cross_entropy_backward_fake(g: Tensor, moments: Tensor, x: Tensor, *fields: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+cross_entropy = define(
+    f"cross_entropy(Tensor x, {_FIELDS}) -> (Tensor loss, Tensor moments)", _cross_entropy_kernel, _cross_entropy_fake
+)
+cross_entropy_backward = define(
+    f"cross_entropy_backward(Tensor g, Tensor moments, Tensor x, {_FIELDS}) -> Tensor",
+    _cross_entropy_backward_kernel,
+    _cross_entropy_backward_fake,
+)
+
+
+def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, target, weight, weight_sum, *ctx.options, denominator = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], x, target, weight, weight_sum, denominator)
+
+
+def _cross_entropy_gradients(ctx: Any, g: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * 9
+    if g is None:
+        return None, *nothing
+    moments, x, target, weight, weight_sum, denominator = ctx.saved_tensors
+    fields = (target, weight, weight_sum, *ctx.options, denominator)
+    if torch.is_grad_enabled():
+        return decompositions.cross_entropy_gradient(g, x, CrossEntropy(*fields)), *nothing
+    return cross_entropy_backward(g, moments, x, *fields), *nothing
+
+
+differentiable("cross_entropy", _cross_entropy_gradients, _save_cross_entropy)
+not_differentiable("cross_entropy_backward")

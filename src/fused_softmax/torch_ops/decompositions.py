@@ -1,0 +1,287 @@
+"""The ops' formulas in plain PyTorch, and their gradients written out; all of it differentiable.
+
+What runs where the kernels do not (float64, probability targets, a CPU tensor, torch.func), and what is differentiated
+where a gradient of the gradient is asked for. The gradients are written out because an operator's kernel runs below
+autograd. 16-bit logits are widened to float32, so that the results' dtype is the kernels'; memory of the logits' size
+is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..launch.cross_entropy import CrossEntropy
+from .route import HALVES
+
+
+def widened(t: Tensor) -> Tensor:
+    """t in float32 at least."""
+    return t.float() if t.dtype in HALVES else t
+
+
+def least_positive(dtype: torch.dtype) -> float:
+    """The least positive number of the dtype that `dtype` is computed in.
+
+    A positive factor that would round to 0 becomes this: 0 times -inf would make NaN of hidden columns.
+    """
+    return 5e-324 if dtype is torch.float64 else 2.0**-149
+
+
+# --- softmax, log_softmax and logsumexp: gradients, and gradients of gradients ----------------------------------------
+
+
+def softmax_double_backward(g: Tensor, dy: Tensor, y: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """(the gradient in dy, in y) of dx = y*(dy - sum(dy*y)), for the upstream gradient g of dx."""
+    g_, dy_, y_ = widened(g), widened(dy), widened(y)
+    gy = (g_ * y_).sum(dim, keepdim=True)
+    to_y = g_ * (dy_ - (dy_ * y_).sum(dim, keepdim=True)) - dy_ * gy
+    return (y_ * (g_ - gy)).to(dy.dtype), to_y.to(y.dtype)
+
+
+def log_softmax_double_backward(g: Tensor, dy: Tensor, y: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """(the gradient in dy, in y) of dx = dy - exp(y)*sum(dy), for the upstream gradient g of dx."""
+    g_, dy_, p = widened(g), widened(dy), widened(y).exp()
+    to_dy = g_ - (g_ * p).sum(dim, keepdim=True)
+    return to_dy.to(dy.dtype), (-g_ * p * dy_.sum(dim, keepdim=True)).to(y.dtype)
+
+
+def _over_rows(t: Tensor, x: Tensor, dim: list[int], keepdim: bool) -> Tensor:
+    """t, reduced over dim, as a shape that broadcasts over x; in float32 at least."""
+    if not keepdim:
+        for d in sorted(d % max(1, x.dim()) for d in dim) if dim else range(x.dim()):
+            t = t.unsqueeze(d) if x.dim() else t
+    return widened(t)
+
+
+def _probabilities(x: Tensor, lse: Tensor, dim: list[int], keepdim: bool) -> Tensor:
+    """exp(x - lse); as torch's, NaN where the whole row is -inf."""
+    return (widened(x) - _over_rows(lse, x, dim, keepdim)).exp()
+
+
+def logsumexp_gradient(g: Tensor, x: Tensor, lse: Tensor, dim: list[int], keepdim: bool) -> Tensor:
+    """dx = g*exp(x - lse), in x's dtype."""
+    return _over_rows(g, x, dim, keepdim).mul(_probabilities(x, lse, dim, keepdim)).to(x.dtype)
+
+
+def logsumexp_double_backward(
+    gg: Tensor, g: Tensor, x: Tensor, lse: Tensor, dims: list[int], keepdim: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the gradient in g, in x, in lse) of dx = g*exp(x - lse), for the upstream gradient gg of dx."""
+    gp = widened(gg) * _probabilities(x, lse, dims, keepdim)
+    to_x = gp * _over_rows(g, x, dims, keepdim)
+    reduced = [d % max(1, x.dim()) for d in dims] or list(range(x.dim()))
+    to_g = gp.sum(reduced, keepdim=keepdim) if x.dim() else gp
+    to_lse = -to_x.sum(reduced, keepdim=keepdim) if x.dim() else -to_x
+    return to_g.to(g.dtype), to_x.to(x.dtype), to_lse.to(lse.dtype)
+
+
+# --- cross_entropy ----------------------------------------------------------------------------------------------------
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """The logits, in float32 at least, as cap*tanh(logits/cap) where there is a cap; -inf stays."""
+    z = widened(logits)
+    if softcap is None:
+        return z
+    hidden = z == -float("inf")
+    return (softcap * torch.tanh(z.masked_fill(hidden, 0.0) / softcap)).masked_fill(hidden, -float("inf"))
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+    denominator: Tensor | None = None,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` of capped logits, plus z_loss*lse^2 of every row that counts.
+
+    A mean divides by `denominator`, of one element, where there is one.
+    """
+    if denominator is not None and reduction == "mean":
+        summed = cross_entropy(logits, target, weight, ignore_index, "sum", label_smoothing, softcap, z_loss)
+        return summed / denominator.reshape(())
+    z = capped(logits, softcap)
+    if weight is not None and weight.is_floating_point():
+        weight = weight.to(z.dtype)
+    options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing)
+    if not z_loss:
+        return F.cross_entropy(z, target, weight, reduction=reduction, **options)  # type: ignore[arg-type]
+    penalty = z_loss * torch.logsumexp(z, dim=0 if z.dim() == 1 else 1) ** 2
+    loss = F.cross_entropy(z, target, weight, reduction="none", **options)  # type: ignore[arg-type]
+    if target.is_floating_point():
+        loss = loss + penalty
+        return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+    counts = target != ignore_index
+    loss = loss + penalty.where(counts, 0.0)
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    of_row = torch.ones_like(loss) if weight is None else weight[target.where(counts, 0)]
+    total = of_row.where(counts, 0.0).sum()
+    # torch divides each part of a loss by 0, and one part is 0/0
+    return torch.where(total == 0.0, float("nan"), loss.sum() / total)
+
+
+def result_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of losses and statistics of logits x."""
+    return x.dtype if x.dtype is torch.float64 else torch.float32
+
+
+def no_moments(x: Tensor) -> Tensor:
+    """Zeros for each row's (row_max, row_sum), where no kernel ran: the formulas need none."""
+    return x.new_zeros((x.shape[0], 2), dtype=result_dtype(x))
+
+
+def cross_entropy_of_rows(x: Tensor, op: CrossEntropy) -> Tensor:
+    return cross_entropy(
+        x, op.target, op.weight, op.ignore_index, op.reduction, op.smoothing, op.softcap, op.z_loss, op.denominator
+    )
+
+
+def moments_of(z: Tensor) -> Tensor:
+    """(row_max, row_sum) of each row of z, (n_rows, 2), as the kernels keep them: row_max is finite or NaN."""
+    row_max = z.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)
+    return torch.cat((row_max, (z - row_max).exp().sum(1, keepdim=True)), 1)
+
+
+def losses_of_rows(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
+    """(each row's loss, its moments), in float32 at least."""
+    each = replace(op, reduction="none", denominator=None)
+    return cross_entropy_of_rows(x, each), moments_of(capped(x, op.softcap))
+
+
+def cross_entropy_gradient(g: Tensor, x: Tensor, op: CrossEntropy) -> Tensor:
+    """The gradient of `cross_entropy_of_rows` in x, for the upstream gradient g of its result; in x's dtype.
+
+    With p = softmax(z), w the weights, t the target and C columns:
+        dz = p*((1 - eps)*w_t + eps/C*sum(w) + 2*z_loss*lse) - eps/C*w - [j = t]*(1 - eps)*w_t
+    """
+    z = capped(x, op.softcap)
+    counts = (op.target != op.ignore_index).unsqueeze(1)
+    at = op.target.unsqueeze(1).where(counts, 0)
+    weight = z.new_ones(z.shape[1]) if op.weight is None else op.weight.to(z.dtype)
+    w_target, spread = weight[at], op.smoothing / z.shape[1] * weight
+    factor = (1.0 - op.smoothing) * w_target + spread.sum()
+    if op.z_loss:
+        factor = factor + 2.0 * op.z_loss * torch.logsumexp(z, 1, keepdim=True)
+    dz = (torch.softmax(z, 1) * factor - spread).scatter_add(1, at, -(1.0 - op.smoothing) * w_target)
+    if op.softcap is not None:
+        # 1 - tanh(u)^2 = 1/cosh(u)^2, which keeps its digits where tanh is nearly 1
+        u = (widened(x) / op.softcap).clamp(-40.0, 40.0)
+        dz = (dz * u.cosh().reciprocal().square()).masked_fill(z == -float("inf"), 0.0)
+    if op.reduction == "mean":
+        g = g / (w_target.where(counts, 0.0).sum() if op.denominator is None else op.denominator.reshape(()))
+    # twice: a row that does not count adds nothing to the gradient of this gradient either, whatever g is divided by
+    return (dz * g.reshape(-1, 1).where(counts, 0.0)).where(counts, 0.0).to(x.dtype)
+
+
+# --- token_logprobs ---------------------------------------------------------------------------------------------------
+
+
+def statistics(
+    logits: Tensor, token_ids: Tensor | None, scale: float | Tensor, entropy: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """(log-probabilities of token_ids (..., n_picks), entropy, lse) of logits*scale over the last dim."""
+    z = capped(logits, None) * _by_row(scale)
+    lse = torch.logsumexp(z, -1)
+    log_p = torch.log_softmax(z, -1)
+    picked = None if token_ids is None else log_p.gather(-1, token_ids)
+    entropies = -(log_p.exp() * _bounded(log_p)).sum(-1) if entropy else None
+    return picked, entropies, lse
+
+
+def _bounded(log_p: Tensor) -> Tensor:
+    """log(p) as a factor of p: 0*log(0) is 0, and so is its gradient, whatever it is multiplied by.
+
+    exp(-1e4) is 0 in float64 too; the dtype's least number would become infinite by an upstream gradient above 1.
+    """
+    return log_p.clamp(min=-1e4)
+
+
+def statistics_and_moments(
+    x: Tensor, token_ids: Tensor | None, scale: float | Tensor, entropy: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """(log-probabilities, entropy, lse, moments) of rows x*scale, as `launch.token_logprobs.statistics` has them."""
+    picked, entropies, lse = statistics(x, token_ids, scale, entropy)
+    return picked, entropies, lse, moments_of(capped(x, None) * _by_row(scale))
+
+
+def _by_row(scale: float | Tensor) -> float | Tensor:
+    """The scale as it broadcasts to (..., n_cols); 0, which an infinite temperature gives, is the least number."""
+    if not isinstance(scale, Tensor):
+        return scale
+    return scale.masked_fill(scale == 0.0, least_positive(scale.dtype)).unsqueeze(-1)
+
+
+def statistics_gradient(
+    g_picked: Tensor | None,
+    g_entropy: Tensor | None,
+    g_lse: Tensor | None,
+    x: Tensor,
+    ids: Tensor | None,
+    scale: float | Tensor,
+) -> Tensor:
+    """The gradient of `statistics` in x, (..., n_cols), for the upstream gradients that there are; in x's dtype."""
+    by_row = _by_row(scale)
+    z = capped(x, None) * by_row
+    log_p = torch.log_softmax(z, -1)
+    p, dz = log_p.exp(), torch.zeros_like(log_p)
+    if g_lse is not None:
+        # in a row with +inf, torch.logsumexp has a gradient where log_softmax is NaN
+        lse = torch.logsumexp(z, -1, keepdim=True)
+        dz = dz + p.where(lse != float("inf"), (z - lse).exp()) * g_lse.unsqueeze(-1)
+    if g_picked is not None and ids is not None:
+        g_picked = g_picked.to(p.dtype)
+        dz = (dz - p * g_picked.sum(-1, keepdim=True)).scatter_add(-1, ids, g_picked)
+    if g_entropy is not None:
+        log_p = _bounded(log_p)
+        dz = dz - g_entropy.unsqueeze(-1) * p * (log_p - (p * log_p).sum(-1, keepdim=True))
+    return (dz * by_row).to(x.dtype)
+
+
+# --- masked_softmax ---------------------------------------------------------------------------------------------------
+
+
+def masked_softmax(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
+    """softmax(scale*x) over the last dimension of what is not hidden; `zero`: 0, not NaN, for a row that is."""
+    z = widened(x) * (max(scale, least_positive(x.dtype)) if scale > 0.0 else scale)
+    if mask is not None:
+        z = z.masked_fill(~mask, -float("inf")) if mask.dtype is torch.bool else z + mask.to(z.dtype)
+    if causal:
+        z = z.masked_fill(causally_hidden(x), -float("inf"))
+    if zero and z.shape[-1:].numel():
+        unseen = (z == -float("inf")).all(-1, keepdim=True)
+        return torch.softmax(z.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0).to(x.dtype)
+    return torch.softmax(z, -1).to(x.dtype)
+
+
+def masked_softmax_gradient(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    """The gradient of `masked_softmax` in x from its result y, whose dtype it has.
+
+    It is exactly 0 where the boolean mask or causality hides, also in a row of NaN, as masked_fill has it.
+    """
+    y_, dy_ = widened(y), widened(dy)
+    dz = hide_gradient((y_ * (dy_ - (y_ * dy_).sum(-1, keepdim=True))).to(y.dtype), mask, causal)
+    return dz if scale == 1.0 else dz * scale
+
+
+def hide_gradient(dz: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """dz with 0 where the boolean mask or causality hides."""
+    if mask is not None:
+        dz = dz.masked_fill(~mask, 0.0)
+    return dz.masked_fill(causally_hidden(dz), 0.0) if causal else dz
+
+
+def causally_hidden(x: Tensor) -> Tensor:
+    """Where query q, of x (..., Q, K), does not see column k: k > q."""
+    return torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)

@@ -1,0 +1,94 @@
+"""How every operator fused_softmax::<name> is defined: schema, kernel, fake kernel, autograd and vmap.
+
+The operators are what torch.compile, torch.export, torch.func and dispatch modes see. Their kernels run PyTorch's own
+code for what ours do not take, so an operator works on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..launch import torch_private
+
+F = TypeVar("F", bound=Callable[..., Any])
+NAMESPACE = __package__.split(".")[0]  # the package's own name, so that two copies can live in one process
+
+library = torch.library.Library(NAMESPACE, "DEF")
+
+
+def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator of this schema, of a kernel for any device and a fake kernel, which knows shapes alone."""
+    name = schema.split("(")[0]
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, untraced(kernel), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def differentiable(name: str, gradients: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    """Registers the gradients of an operator; autograd runs them outside of what torch.compile traces."""
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", gradients, setup_context=setup_context, lib=library)
+
+
+def not_differentiable(name: str) -> None:
+    """Registers that an operator, a gradient, has none: an error, where torch would warn and go on."""
+
+    def backward(ctx: Any, *upstream: Tensor | None) -> None:
+        raise RuntimeError(f"{NAMESPACE}::{name} is a gradient that cannot be differentiated")
+
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, lib=library)
+
+
+def batched(name: str, rule: Callable[..., tuple[Tensor, int]]) -> None:
+    """Registers an operator's vmap rule, where this torch has such rules.
+
+    The dispatcher leaves out trailing arguments that have their default: a rule has the schema's defaults too.
+    """
+    if torch_private.register_vmap is not None:
+        torch_private.register_vmap(f"{NAMESPACE}::{name}", rule, lib=library)
+
+
+def under_autocast(name: str, kernel: Callable[..., Any]) -> None:
+    """Registers what an operator does under autocast on CUDA; `kernel` runs with autocast off."""
+
+    def autocast(*args: Any, **kwargs: Any) -> Any:
+        with torch_private.exclude_dispatch_keys(torch_private.autocast_keys):
+            return kernel(*args, **kwargs)
+
+    library.impl(name, autocast, "AutocastCUDA")
+
+
+def untraced(function: F) -> F:
+    """Returns function itself; torch.compile traces neither its frame nor what that calls.
+
+    The dispatcher and autograd call our kernels and gradients from inside frames that torch.compile watches: a
+    backward() in a compiled function, or the rest of one after a graph break. Dynamo would trace such a function as if
+    a user had written it, and it cannot trace a launch. The mark is on the code, so a call costs nothing more;
+    torch.compiler.disable would put a frame before it.
+    """
+    code = getattr(function, "__code__", None)
+    if code is not None and torch_private.skip_code is not None:
+        torch_private.skip_code(code)
+    return function
+
+
+def expect_in_range(dim: int, n_dims: int) -> None:
+    """IndexError, torch's own, for a dim out of range."""
+    bound = max(1, n_dims)
+    if not -bound <= dim < bound:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-bound}, {bound - 1}], but got {dim})")
+
+
+def past_batch(dim: int, n_dims: int) -> int:
+    """dim of a tensor of n_dims as it counts with a batch dimension before them."""
+    expect_in_range(dim, n_dims)
+    return dim % n_dims + 1
+
+
+def with_batch(t: Tensor, batch_dim: int | None, batch_size: int) -> Tensor:
+    """t with its batch dimension first; expanded where it has none."""
+    return t.expand(batch_size, *t.shape) if batch_dim is None else t.movedim(batch_dim, 0)

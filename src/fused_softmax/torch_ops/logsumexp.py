@@ -1,0 +1,178 @@
+"""logsumexp as PyTorch sees it: the routes of a call, the operator, its autograd and vmap rules.
+
+    dx = g * exp(x - lse)
+
+Autograd keeps the input and the result, as torch's does. The gradient of the gradient is a decomposition.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..launch import torch_private
+from ..launch.availability import KernelUnavailable
+from ..launch.layout import rows_or_copy
+from ..launch.logsumexp import logsumexp_backward as backward_by_kernel
+from ..launch.logsumexp import logsumexp_forward as forward_by_kernel
+from ..launch.logsumexp import planned_rows
+from ..planning.types import Plan
+from . import decompositions
+from .library import batched, define, differentiable, expect_in_range, past_batch, under_autocast, with_batch
+from .outputs import takes_out, written
+from .route import (
+    EMPTY,
+    HALVES,
+    Fallback,
+    call_unsupported_reason,
+    can_bypass_dispatcher,
+    too_long_reason,
+    unsupported_reason,
+)
+
+
+def logsumexp_of(x: Tensor, dim: Any, dims: tuple[int, ...] | None, keepdim: bool, out: Tensor | None) -> Tensor:
+    """logsumexp of a tensor over dim, whose rising dims are None where torch's own function judges them."""
+    if (
+        dims is None
+        or too_long_reason(x, *dims) is not None
+        or type(keepdim) is not bool
+        or call_unsupported_reason(x, None) is not None
+    ):
+        if out is None:
+            return torch.logsumexp(x, dim, keepdim)
+        return torch.logsumexp(x, dim, keepdim, out=out)
+    if out is None:
+        watched = torch.is_grad_enabled() and x.requires_grad or torch_private.any_autocast()
+        if can_bypass_dispatcher(x) and not watched and x.dim() and x.numel():
+            return _forward_or_torch(x, dims, keepdim)
+        return logsumexp(x, dims, keepdim)
+    if not takes_out(out, x, x.dtype):
+        return torch.logsumexp(x, dim, keepdim, out=out)
+    result = logsumexp(x, dims, keepdim)
+    if out.shape != result.shape and out.numel():  # torch resizes it, and warns
+        return torch.logsumexp(x, dim, keepdim, out=out)
+    return written(result, out)
+
+
+def planned_logsumexp(x: Tensor, dim: Any, index: int | None, backward: bool) -> Plan | Fallback:
+    """What logsumexp of x over one dimension would run, or its gradient."""
+    if index is None:
+        torch.logsumexp(x, dim)  # says what is wrong
+        return Fallback("only PyTorch's own takes these arguments")
+    reason = call_unsupported_reason(x, None) or too_long_reason(x, index)
+    if reason is not None:
+        if x.is_complex() or not x.dim():
+            torch.logsumexp(x.new_zeros(1), 0)  # raises what the call raises
+        return Fallback(reason)
+    if x.numel() == 0:
+        return EMPTY
+    if x.dim() == 0:
+        return Fallback("a tensor of no dimensions is PyTorch's")
+    index %= x.dim()
+    plan = planned_rows(rows_or_copy(x.movedim(index, -1)), x, backward)
+    return Fallback(plan) if isinstance(plan, str) else plan
+
+
+def _forward_or_torch(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    try:
+        return forward_by_kernel(x, dims, keepdim)
+    except KernelUnavailable:
+        return torch.logsumexp(x, dims, keepdim)
+
+
+def _takes(x: Tensor) -> bool:
+    return x.dim() > 0 and x.numel() > 0 and unsupported_reason(x, x.dtype) is None
+
+
+def _kernel(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+    if not dim or not _takes(x):
+        return torch.logsumexp(x, dim, keepdim)
+    for d in dim:
+        expect_in_range(d, x.dim())
+    return _forward_or_torch(x, tuple(sorted({d % x.dim() for d in dim})), keepdim)
+
+
+def _fake(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+    for d in dim:
+        expect_in_range(d, x.dim())
+    gone = {d % max(1, x.dim()) for d in dim} or set(range(x.dim()))
+    shape = [1 if d in gone else size for d, size in enumerate(x.shape) if keepdim or d not in gone]
+    return x.new_empty(shape, dtype=x.dtype if x.is_floating_point() else torch.get_default_dtype())
+
+
+def _backward_kernel(g: Tensor, x: Tensor, lse: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+    if dim and _takes(x):
+        dims = tuple(sorted({d % x.dim() for d in dim}))
+        try:
+            return backward_by_kernel(g.to(x.dtype), x, lse, dims, keepdim)
+        except KernelUnavailable:
+            pass
+    return decompositions.logsumexp_gradient(g, x, lse, dim, keepdim).contiguous()
+
+
+def _backward_fake(g: Tensor, x: Tensor, lse: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+logsumexp = define("logsumexp(Tensor x, int[] dim, bool keepdim=False) -> Tensor", _kernel, _fake)
+logsumexp_backward = define(
+    "logsumexp_backward(Tensor g, Tensor x, Tensor lse, int[] dim, bool keepdim=False) -> Tensor",
+    _backward_kernel,
+    _backward_fake,
+)
+
+
+def _autocast(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+    return logsumexp(x.float() if x.dtype in HALVES else x, dim, keepdim)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.dims, ctx.keepdim = inputs
+    ctx.save_for_backward(x, output)
+
+
+def _gradient(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None, None]:
+    x, lse = ctx.saved_tensors
+    return (None if g is None else logsumexp_backward(g, x, lse, ctx.dims, ctx.keepdim)), None, None
+
+
+def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    g, x, lse, ctx.dims, ctx.keepdim = inputs
+    ctx.save_for_backward(g, x, lse)
+
+
+def _double_backward(ctx: Any, gg: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    g, x, lse = ctx.saved_tensors
+    return *decompositions.logsumexp_double_backward(gg, g, x, lse, ctx.dims, ctx.keepdim), None, None
+
+
+def _dims_past_batch(dim: list[int], n_dims: int) -> list[int]:
+    return [past_batch(d, n_dims) for d in dim] or list(range(1, n_dims + 1))
+
+
+def _vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, dim: list[int], keepdim: bool = False) -> tuple[Tensor, int]:
+    x = x.movedim(in_dims[0], 0)
+    if x.dim() == 1:
+        for d in dim:
+            expect_in_range(d, 0)
+        return logsumexp(x.unsqueeze(1), [1], False), 0
+    return logsumexp(x, _dims_past_batch(dim, x.dim() - 1), keepdim), 0
+
+
+def _backward_vmap(
+    info: Any, in_dims: tuple[Any, ...], g: Tensor, x: Tensor, lse: Tensor, dim: list[int], keepdim: bool = False
+) -> tuple[Tensor, int]:
+    g, x, lse = (with_batch(t, d, info.batch_size) for t, d in zip((g, x, lse), in_dims, strict=False))
+    if x.dim() == 1:
+        return logsumexp_backward(g, x.unsqueeze(1), lse, [1], False).squeeze(1), 0
+    return logsumexp_backward(g, x, lse, _dims_past_batch(dim, x.dim() - 1), keepdim), 0
+
+
+under_autocast("logsumexp", _autocast)
+differentiable("logsumexp", _gradient, _save)
+differentiable("logsumexp_backward", _double_backward, _save_backward)
+batched("logsumexp", _vmap)
+batched("logsumexp_backward", _backward_vmap)

@@ -1,0 +1,154 @@
+"""Where a call goes: to PyTorch's own kernels, with a reason; to the dispatcher; or directly to our kernels.
+
+Two reasons differ: what our kernels cannot do (`unsupported_reason`) and what torch does faster (`faster_reason`). The
+dispatcher may be bypassed where nothing but autograd would see the call
+(`can_bypass_dispatcher`); while torch.compile traces, an operator of ours stands in the graph (`is_compiled`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..launch import torch_private
+from ..launch.device import describe, interpreting
+from ..launch.layout import DTYPE_NAMES, MAX_COLS
+from ..launch.softmax import torch_is_faster_reason
+from ..launch.torch_private import forward_ad
+from ..planning.types import Device
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """None of our kernels runs, and `why`.
+
+    regime: "torch", PyTorch's own kernel runs, or "empty", none does. reason: "unsupported", our kernels cannot take
+    the call; "torch is faster", they should not; or "empty".
+    """
+
+    why: str
+    regime: str = "torch"
+    reason: str = "unsupported"
+
+
+EMPTY = Fallback("the tensor is empty: nothing is launched", "empty", "empty")
+HALVES = (torch.float16, torch.bfloat16)
+# device types whose tensors have kernels, for torch.compile: it asks no device while it traces
+_KERNEL_DEVICES = ("cpu",) if interpreting() else ("cuda",)
+_is_compiling = torch.compiler.is_compiling
+_dispatch_modes = torch_private.dispatch_modes
+_transform = torch_private.innermost_transform
+_tracing_state = torch_private.tracing_state
+_has_storage = torch_private.has_storage
+
+
+def can_bypass_dispatcher(x: Tensor) -> bool:
+    """Whether nothing but autograd and autocast would see a call with x.
+
+    False while compiling, tracing, in a dispatch mode, under torch.func or forward-mode AD, for subclasses, for lazily
+    negated views and for what has no memory of its own, as the gradients that autograd.grad(is_grads_batched=True)
+    hands in as one.
+    """
+    return (
+        not _is_compiling()
+        and (type(x) is Tensor or type(x) is Parameter)
+        and not _dispatch_modes()
+        and _transform() is None
+        and forward_ad._current_level < 0
+        and _tracing_state() is None
+        and not x.is_neg()
+        and _has_storage(x)
+    )
+
+
+def unsupported_reason(x: Tensor, dtype: torch.dtype) -> str | None:
+    """Why our kernels cannot take x, computed in `dtype`; None where they can."""
+    if dtype not in DTYPE_NAMES:
+        return f"{dtype} is PyTorch's: the kernels compute in float32"
+    if x.dtype is torch.float64:
+        return "float64 is PyTorch's"
+    if x.layout is not torch.strided or x.is_nested:
+        return "sparse and nested tensors are PyTorch's"
+    device = describe(x.device)
+    return None if isinstance(device, Device) else str(device)
+
+
+def supports_fused_cast(from_dtype: torch.dtype, to_dtype: torch.dtype) -> bool:
+    """Whether the kernels read from_dtype and write to_dtype without a cast before them."""
+    return from_dtype is to_dtype or (from_dtype in HALVES and to_dtype is torch.float32)
+
+
+def promotes(x: Tensor) -> bool:
+    """Whether autocast makes float32 of softmax's result; with out= it does not."""
+    return x.is_cuda and torch.is_autocast_enabled("cuda")
+
+
+def call_unsupported_reason(x: Tensor, dtype: torch.dtype | None) -> str | None:
+    """Why this call of softmax or logsumexp is PyTorch's, or None where our kernels or operators take it."""
+    out_dtype = x.dtype if dtype is None else dtype
+    if _is_compiling():
+        return unsupported_while_compiling_reason(x, out_dtype)
+    if type(x) is not Tensor and type(x) is not Parameter and not is_traced(x):
+        return f"{type(x).__name__} is a subclass of Tensor: only its own class knows what softmax of it is"
+    if forward_ad._current_level >= 0:
+        return "forward-mode AD is PyTorch's"
+    if _transform() is not None and _differentiates():
+        return "torch.func's gradients are PyTorch's"
+    return unsupported_reason(x, out_dtype)
+
+
+def too_long_reason(x: Tensor, *dims: int) -> str | None:
+    """Why rows over dims are PyTorch's, where they hold more than the kernels count in a row, or None."""
+    if _is_compiling() or x.numel() <= MAX_COLS:
+        return None
+    n_cols = math.prod([x.shape[d] for d in dims])
+    return f"a row of {n_cols} columns is PyTorch's" if n_cols > MAX_COLS else None
+
+
+def faster_reason(x: Tensor, dim: int, dtype: torch.dtype | None) -> str | None:
+    """Why torch's softmax of so short rows is the better choice; under torch.compile, which has no addresses, None."""
+    if _is_compiling() or not x.is_cuda or not can_bypass_dispatcher(x):
+        return None
+    return torch_is_faster_reason(x, dim, x.dtype if dtype is None else dtype)
+
+
+def unsupported_while_compiling_reason(x: Tensor, dtype: torch.dtype) -> str | None:
+    """`unsupported_reason` as far as a trace can know it; the operator asks again, on the real tensor."""
+    # isinstance, not None: dynamo wraps what it finds
+    if isinstance(torch_private.innermost_transform(), torch_private.Transform):
+        return "a transform of torch.func inside torch.compile is PyTorch's"
+    if x.device.type not in _KERNEL_DEVICES:
+        return f"no kernels for device type {x.device.type!r}"
+    return None if dtype in (*HALVES, torch.float32) else f"{dtype} is PyTorch's"
+
+
+def is_compiled(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether torch.compile is tracing, and an operator of ours may stand in its graph for x and others.
+
+    They must be plain tensors; x's dtype and device type must have kernels. What it takes real tensors to know (empty
+    ones, strides) is left to the operator.
+    """
+    return (
+        torch.compiler.is_compiling()
+        and all(t is None or type(t) is Tensor or type(t) is Parameter or is_traced(t) for t in (x, *others))
+        and forward_ad._current_level < 0
+        and unsupported_while_compiling_reason(x, x.dtype) is None
+    )
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether this is a tensor that stands for a plain one while a graph is made of the call."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(x, (FakeTensor, FunctionalTensor))
+
+
+def _differentiates() -> bool:
+    """Whether torch.func.grad or a kin is in progress: an operator's autograd formula does not reach there."""
+    stack = torch_private.transforms() or ()
+    return any(interpreter.key() != torch_private.TransformType.Vmap for interpreter in stack)

@@ -1,0 +1,311 @@
+"""softmax and log_softmax as PyTorch sees them: the routes of a call, the operators, their autograd and vmap rules.
+
+    dx = y * (dy - sum(dy * y))                softmax, from its output y
+    dx = dy - exp(y) * sum(dy)                 log_softmax, from its output y
+
+These are kernels; the gradients of these gradients are decompositions. What autograd keeps is what torch keeps: the
+output. RowSoftmax is the operators' autograd for a plain tensor, with no dispatcher in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..launch import prepared_calls, torch_private
+from ..launch.availability import KernelUnavailable
+from ..launch.context import is_batch_invariant
+from ..launch.launcher import planned
+from ..launch.layout import DTYPE_NAMES, as_rows, rows_or_copy
+from ..launch.softmax import softmax_backward as backward_by_kernel
+from ..launch.softmax import softmax_forward as forward_by_kernel
+from ..launch.softmax import softmax_op, strided_plan
+from ..planning.types import Plan
+from . import decompositions
+from .arguments import FLOATING
+from .library import batched, define, differentiable, expect_in_range, past_batch, under_autocast, with_batch
+from .outputs import is_its_own, may_write_while_reading, takes_out, written
+from .route import (
+    EMPTY,
+    Fallback,
+    call_unsupported_reason,
+    can_bypass_dispatcher,
+    faster_reason,
+    promotes,
+    supports_fused_cast,
+    too_long_reason,
+    unsupported_reason,
+)
+
+
+def direct_softmax(x: Any, dim: Any, log: bool) -> Tensor | None:
+    """softmax or log_softmax by a prepared call; None where the call takes `softmax_of`'s way."""
+    if type(x) is not Tensor or type(dim) is not int or not can_bypass_dispatcher(x):
+        return None
+    if not x.is_cuda or torch_private.any_autocast():
+        return None
+    known = prepared_calls.forward_call(x, dim, log)
+    if known is None:
+        return None
+    needs_gradient = x.requires_grad and torch.is_grad_enabled()
+    if known is prepared_calls.TORCH:
+        return torchs_own(log)(x, dim)
+    return RowSoftmax.apply(x, dim, x.dtype, log, known) if needs_gradient else prepared_calls.run_forward(x, known)
+
+
+def softmax_of(
+    x: Tensor, dim: Any, index: int | None, dtype: torch.dtype | None, out: Tensor | None, log: bool
+) -> Tensor:
+    """softmax or log_softmax of a tensor over dim, whose index is None where torch's own function judges it."""
+    if (
+        index is None
+        or call_unsupported_reason(x, dtype) is not None
+        or too_long_reason(x, index) is not None
+        or faster_reason(x, index, dtype) is not None
+    ):
+        # wrong arguments too: the error is torch's own
+        own = torchs_own(log)
+        return own(x, dim, dtype=dtype) if out is None else own(x, dim, dtype=dtype, out=out)
+    if dtype is None:
+        # autocast, as torch has it on CUDA: float32, from a 16-bit input in the same pass
+        dtype = torch.float32 if out is None and promotes(x) else x.dtype
+    if not supports_fused_cast(x.dtype, dtype):
+        x = x.to(dtype)
+    if out is not None:
+        return _into(out, x, index, dtype, log)
+    if not can_bypass_dispatcher(x):
+        return (log_softmax if log else softmax)(x, index, dtype)
+    if x.requires_grad and torch.is_grad_enabled():
+        return RowSoftmax.apply(x, index, dtype, log)
+    return forward_or_torch(x, index, dtype, log)
+
+
+def torchs_own(log: bool) -> Callable[..., Tensor]:
+    """PyTorch's own function."""
+    return torch.log_softmax if log else torch.softmax
+
+
+def _into(out: Tensor, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+    if not takes_out(out, x, dtype):
+        return torchs_own(log)(x, dim, dtype=dtype, out=out)
+    if not (can_bypass_dispatcher(x) and can_bypass_dispatcher(out)):
+        return written((log_softmax if log else softmax)(x, dim, dtype), out)
+    if out.shape != x.shape:
+        if out.numel():  # torch resizes it, and warns
+            return torchs_own(log)(x, dim, dtype=dtype, out=out)
+        out.resize_(x.shape)
+    if not (is_its_own(out) and may_write_while_reading(out, x)):
+        # copy_ raises, before it writes, where two elements of out share their memory
+        return out.copy_(forward_or_torch(x, dim, dtype, log))
+    forward_or_torch(x, dim, dtype, log, out)
+    torch.autograd.graph.increment_version(out)
+    return out
+
+
+def forward_or_torch(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out: Tensor | None = None) -> Tensor:
+    """The forward by our kernels, or PyTorch's own where one does not compile."""
+    try:
+        return forward_by_kernel(x, dim, out_dtype, log, out)
+    except KernelUnavailable:
+        own = torchs_own(log)
+        return own(x, dim, dtype=out_dtype) if out is None else own(x, dim, dtype=out_dtype, out=out)
+
+
+def backward_or_torch(
+    dy: Tensor, y: Tensor, dim: int, in_dtype: torch.dtype, log: bool, invariant: bool | None = None
+) -> Tensor:
+    """The gradient by our kernels, or PyTorch's own where one does not compile."""
+    try:
+        return backward_by_kernel(dy, y, dim, in_dtype, log, invariant)
+    except KernelUnavailable:
+        return _torchs_own_backward(dy, y, dim, in_dtype, log).contiguous()
+
+
+def _torchs_own_backward(dy: Tensor, y: Tensor, dim: int, in_dtype: torch.dtype, log: bool) -> Tensor:
+    own = torch_private.log_softmax_backward_data if log else torch_private.softmax_backward_data
+    return own(dy.to(y.dtype), y, dim, y.dtype).to(in_dtype)
+
+
+class RowSoftmax(torch.autograd.Function):
+    """softmax or log_softmax of a plain tensor that needs a gradient: the rows' kernels, without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype, log: bool, known: Any = None) -> Tensor:
+        y = forward_or_torch(x, dim, dtype, log) if known is None else prepared_calls.run_forward(x, known)
+        ctx.save_for_backward(y)
+        ctx.dim, ctx.input_dtype, ctx.log = dim, x.dtype, log
+        ctx.invariant = is_batch_invariant()  # backward runs in a thread that does not know
+        ctx.set_materialize_grads(False)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+        if dy is None:
+            return None, None, None, None, None
+        (y,) = ctx.saved_tensors
+        if torch.is_grad_enabled() or not can_bypass_dispatcher(dy) or type(y) is not Tensor:
+            operator = log_softmax_backward if ctx.log else softmax_backward
+            return operator(dy, y, ctx.dim, ctx.input_dtype), None, None, None, None
+        dx = None
+        if ctx.input_dtype is y.dtype:
+            dx = prepared_calls.backward(dy, y, ctx.dim, ctx.log, ctx.invariant)
+        if dx is None:
+            dx = backward_or_torch(dy, y, ctx.dim, ctx.input_dtype, ctx.log, ctx.invariant)
+        return dx, None, None, None, None
+
+
+def planned_softmax(
+    x: Tensor, dim: Any, index: int | None, dtype: torch.dtype | None, log: bool, backward: bool
+) -> Plan | Fallback:
+    """What `softmax_of` would run, or the backward of such a call for a contiguous upstream gradient."""
+    if index is None:
+        torchs_own(log)(x, dim, dtype=dtype)  # says what is wrong
+        return Fallback("only PyTorch's own takes these arguments")
+    reason = call_unsupported_reason(x, dtype) or too_long_reason(x, index)
+    faster = None if reason else faster_reason(x, index, dtype)
+    if reason is not None or faster is not None:
+        if x.numel() and (x.dtype if dtype is None else dtype) not in FLOATING:
+            torchs_own(log)(x.new_zeros(1), 0, dtype=dtype)  # raises what the call raises
+        return Fallback(reason) if reason is not None else Fallback(str(faster), reason="torch is faster")
+    if x.numel() == 0:
+        return EMPTY
+    out_dtype = (torch.float32 if promotes(x) else x.dtype) if dtype is None else dtype
+    # the output is new, so aligned and contiguous: a meta tensor stands in for it
+    y = torch.empty(x.shape or (1,), dtype=out_dtype, device="meta")
+    x = x if x.dim() else x.view(1)
+    index %= x.dim()
+    in_dtype = x.dtype if supports_fused_cast(x.dtype, out_dtype) else out_dtype
+    op, flags = softmax_op(log, backward)
+    if backward:
+        y = y.movedim(index, -1).contiguous()
+        y_rows = rows_or_copy(y)
+        rows: tuple[Tensor, ...] = (y_rows, y_rows, torch.empty(y_rows.shape, dtype=in_dtype, device="meta"))
+    else:
+        x_rows, out_rows = as_rows(x, index), as_rows(y, index)
+        if x_rows is None or out_rows is None:
+            return strided_plan(x, y, index)
+        rows = (x_rows if in_dtype is x.dtype else torch.empty_like(x_rows, dtype=in_dtype, device="meta"), out_rows)
+    plan = planned(op, rows, (), flags, x)
+    return Fallback(plan) if isinstance(plan, str) else plan
+
+
+# --- the operators ----------------------------------------------------------------------------------------------------
+
+
+def _forward_kernel(log: bool) -> Callable[..., Tensor]:
+    def kernel(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        out_dtype = x.dtype if dtype is None else dtype
+        if unsupported_reason(x, out_dtype) is not None:
+            return torchs_own(log)(x, dim, dtype=dtype)
+        expect_in_range(dim, x.dim())
+        return forward_or_torch(x if supports_fused_cast(x.dtype, out_dtype) else x.to(out_dtype), dim, out_dtype, log)
+
+    return kernel
+
+
+def _forward_fake(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    expect_in_range(dim, x.dim())
+    out_dtype = x.dtype if dtype is None else dtype
+    if not out_dtype.is_floating_point:
+        raise NotImplementedError(f"softmax is not implemented for {out_dtype}")
+    return x.new_empty(x.shape, dtype=out_dtype)
+
+
+def _backward_kernel(log: bool) -> Callable[..., Tensor]:
+    def kernel(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+        expect_in_range(dim, y.dim())
+        dy = dy.to(y.dtype)
+        if unsupported_reason(y, y.dtype) is not None:
+            return _torchs_own_backward(dy, y, dim, input_dtype, log)
+        if not supports_fused_cast(input_dtype, y.dtype):
+            return backward_or_torch(dy, y, dim, y.dtype, log).to(input_dtype)
+        return backward_or_torch(dy, y, dim, input_dtype, log)
+
+    return kernel
+
+
+def _backward_fake(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    expect_in_range(dim, y.dim())
+    return y.new_empty(y.shape, dtype=input_dtype)
+
+
+_FORWARD = "(Tensor x, int dim, ScalarType? dtype=None) -> Tensor"
+_BACKWARD = "_backward(Tensor dy, Tensor y, int dim, ScalarType input_dtype) -> Tensor"
+softmax = define(f"softmax{_FORWARD}", _forward_kernel(False), _forward_fake)
+log_softmax = define(f"log_softmax{_FORWARD}", _forward_kernel(True), _forward_fake)
+softmax_backward = define(f"softmax{_BACKWARD}", _backward_kernel(False), _backward_fake)
+log_softmax_backward = define(f"log_softmax{_BACKWARD}", _backward_kernel(True), _backward_fake)
+
+
+def _autocast(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """float32 on CUDA, as torch; from a 16-bit input in the same pass."""
+    return lambda x, dim, dtype=None: operator(
+        x, dim, torch.float32 if dtype is None and x.dtype in DTYPE_NAMES else dtype
+    )
+
+
+def _save_output(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.dim, _ = inputs
+    ctx.input_dtype = x.dtype
+    ctx.save_for_backward(output)
+
+
+def _gradient_by(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor | None, None, None]]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if dy is None:
+            return None, None, None
+        (y,) = ctx.saved_tensors
+        return operator(dy, y, ctx.dim, ctx.input_dtype), None, None
+
+    return backward
+
+
+def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    dy, y, ctx.dim, _ = inputs
+    ctx.save_for_backward(dy, y)
+
+
+def _double_backward(formula: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return *formula(g, *ctx.saved_tensors, ctx.dim), None, None
+
+    return backward
+
+
+def _forward_vmap(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
+    def rule(
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, dim: int, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, int]:
+        x = x.movedim(in_dims[0], 0)
+        if x.dim() == 1:
+            expect_in_range(dim, 0)
+            return operator(x.unsqueeze(1), 1, dtype).squeeze(1), 0
+        return operator(x, past_batch(dim, x.dim() - 1), dtype), 0
+
+    return rule
+
+
+def _backward_vmap(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
+    def rule(
+        info: Any, in_dims: tuple[Any, ...], dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype
+    ) -> tuple[Tensor, int]:
+        dy, y = with_batch(dy, in_dims[0], info.batch_size), with_batch(y, in_dims[1], info.batch_size)
+        if y.dim() == 1:
+            return operator(dy.unsqueeze(1), y.unsqueeze(1), 1, input_dtype).squeeze(1), 0
+        return operator(dy, y, past_batch(dim, y.dim() - 1), input_dtype), 0
+
+    return rule
+
+
+for _name, _operator, _gradient, _twice in (
+    ("softmax", softmax, softmax_backward, decompositions.softmax_double_backward),
+    ("log_softmax", log_softmax, log_softmax_backward, decompositions.log_softmax_double_backward),
+):
+    under_autocast(_name, _autocast(_operator))
+    differentiable(_name, _gradient_by(_gradient), _save_output)
+    differentiable(f"{_name}_backward", _double_backward(_twice), _save_backward)
+    batched(_name, _forward_vmap(_operator))
+    batched(f"{_name}_backward", _backward_vmap(_gradient))

@@ -1,0 +1,256 @@
+"""token_logprobs as PyTorch sees it: the routes of a call, the operator and its autograd.
+
+    z = logits/temperature;  lse = log(sum(exp(z)));  logprob_k = z[id_k] - lse;  H = lse - sum(p*z)
+
+A forward reads the logits once and writes a few numbers a row; a backward is one read and one write. RowStatistics is
+the operator's autograd for plain tensors, with no dispatcher in between. Results come in the order of TokenStatistics:
+log-probabilities, entropy, logsumexp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..launch import token_logprobs as rows
+from ..launch.availability import KernelUnavailable
+from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
+from ..planning.types import Plan
+from . import decompositions
+from .arguments import expect_floating, expect_layout, other_device_error, real
+from .decompositions import least_positive, no_moments, result_dtype
+from .library import define, differentiable, not_differentiable
+from .route import EMPTY, Fallback, can_bypass_dispatcher, is_compiled, unsupported_reason
+
+
+def token_logprobs_of(
+    logits: Tensor, token_ids: Tensor, one: bool, temperature: float | Tensor, entropy: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(log-probabilities, entropy, logsumexp) of checked arguments; one: token_ids has one id a row.
+
+    The log-probabilities have one element for each id, in any shape; the other two the shape of the rows.
+    """
+    n_cols, batch = logits.shape[-1], logits.shape[:-1]
+    ids = (token_ids.unsqueeze(-1) if one else token_ids).long()
+    plain = can_bypass_dispatcher(token_ids)
+    if plain and ids.device.type == "cpu":  # what is traced or batched has no values to ask for
+        rows.check_ids(ids, n_cols)
+    scale = _scale(temperature, batch, logits)
+    needs_gradient = isinstance(temperature, Tensor) and temperature.requires_grad
+    plain = plain and (not isinstance(temperature, Tensor) or can_bypass_dispatcher(temperature))
+    plain = plain and not needs_gradient and can_bypass_dispatcher(logits) and logits.numel() > 0 and ids.numel() > 0
+    plain = plain and unsupported_reason(logits, logits.dtype) is None
+    compiled = not (plain or needs_gradient) and is_compiled(
+        logits, token_ids, temperature if isinstance(temperature, Tensor) else None
+    )
+    if plain or (compiled and n_cols > 0 and ids.shape[-1] > 0):
+        x = rows_of(logits, n_cols)
+        of_rows = scale.reshape(-1).contiguous() if isinstance(scale, Tensor) else scale
+        ids = ids.reshape(-1, ids.shape[-1]).contiguous()
+        statistics: Callable[..., Any] = RowStatistics.apply if plain else _by_operator
+        picked, entropies, lse = statistics(x, ids, of_rows, entropy)
+        lse, entropies = lse.view(batch), entropies.view(batch) if entropy else None
+    else:
+        picked, entropies, lse = decompositions.statistics(logits, ids, scale, entropy)
+    assert picked is not None
+    return picked, entropies, lse
+
+
+def planned_token_logprobs(logits: Tensor, backward: bool) -> Plan | Fallback:
+    """What token_logprobs of these logits, one id a row, would run, or its gradient."""
+    expect_floating("token_logprobs", "logits", logits)
+    reason = unsupported_reason(logits, logits.dtype)
+    if reason is not None:
+        return Fallback(reason)
+    if logits.dim() == 0 or logits.numel() == 0:
+        return EMPTY
+    plan = rows.planned_statistics(rows_or_copy(logits), logits, 1, backward)
+    return Fallback(plan) if isinstance(plan, str) else plan
+
+
+def _scale(temperature: float | Tensor, batch: torch.Size, logits: Tensor) -> float | Tensor:
+    """1/temperature: a number, or a tensor of shape `batch` in float32, or float64 for float64 logits."""
+    if not isinstance(temperature, Tensor):
+        if type(temperature) is not float:
+            temperature = real("token_logprobs", "temperature", temperature)
+        if not temperature > 0:
+            raise ValueError(f"temperature must be positive, not {temperature}")
+        return max(1.0 / temperature, least_positive(logits.dtype))
+    if temperature.dtype is torch.bool or temperature.is_complex():
+        raise TypeError(f"temperature must hold real numbers, not {temperature.dtype}; temperature.float() makes them")
+    if temperature.device != logits.device and not (temperature.dim() == 0 and temperature.is_cpu):
+        raise other_device_error("temperature", temperature, "logits", logits)
+    dtype = logits.dtype if logits.dtype is torch.float64 else torch.float32
+    return temperature.to(logits.device, dtype).expand(batch).reciprocal()
+
+
+class RowStatistics(torch.autograd.Function):
+    """(log-probabilities, lse, entropy) of rows. Keeps the logits and O(rows) beside."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        picked, entropies, lse, moments = _statistics(x, ids, scale, entropy)
+        by_row = isinstance(scale, Tensor)
+        ctx.save_for_backward(x, ids, moments, entropies, scale if by_row else None)
+        ctx.scale = None if by_row else scale
+        ctx.set_materialize_grads(False)
+        return picked, entropies, lse
+
+    @staticmethod
+    def backward(
+        ctx: Any, g_picked: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
+        x, ids, moments, entropy, by_row = ctx.saved_tensors
+        scale = ctx.scale if by_row is None else by_row
+        upstream = [g for g in (g_picked, g_entropy, g_lse) if g is not None]
+        if not upstream:
+            return None, None, None, None
+        if torch.is_grad_enabled() or not all(can_bypass_dispatcher(g) for g in upstream):
+            dx = decompositions.statistics_gradient(g_picked, g_entropy, g_lse, x, ids, scale)
+            return dx, None, None, None
+        dx = gradient_buffer(x)
+        _gradient(x, dx, moments, scale, ids, entropy, (g_picked, g_entropy, g_lse))
+        return dx, None, None, None
+
+
+def _statistics(
+    x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    try:
+        return rows.statistics(x, ids, scale, entropy)
+    except KernelUnavailable:
+        return decompositions.statistics_and_moments(x, ids, scale, entropy)
+
+
+def _gradient(
+    x: Tensor,
+    dx: Tensor,
+    moments: Tensor,
+    scale: float | Tensor,
+    ids: Tensor,
+    entropy: Tensor | None,
+    upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> None:
+    g_picked, g_entropy, g_lse = upstream
+    given = dict(ids=ids, g_picked=g_picked, entropy=entropy, g_entropy=g_entropy, g_lse=g_lse)
+    try:
+        rows.statistics_backward(x, dx, moments, scale, **given)
+    except KernelUnavailable:
+        dx.copy_(decompositions.statistics_gradient(g_picked, g_entropy, g_lse, x, ids, scale))
+
+
+# --- the operator: of rows (n_rows, n_cols) at ids (n_rows, n_picks), times a scale, or one for each row --------------
+
+
+def _takes(x: Tensor) -> bool:
+    return x.numel() > 0 and unsupported_reason(x, x.dtype) is None
+
+
+def _by_operator(x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(log-probabilities, entropy, lse) of rows, as RowStatistics has them."""
+    by_row = isinstance(scale, Tensor)
+    picked, entropies, lse, _ = token_logprobs(x, ids, scale if by_row else None, 1.0 if by_row else scale, entropy)
+    return picked, entropies if entropy else None, lse
+
+
+def _token_logprobs_kernel(
+    x: Tensor, ids: Tensor, scales: Tensor | None, scale: float, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_rows = scale if scales is None else scales.contiguous()
+    if _takes(x) and ids.numel():
+        expect_layout("ids", ids, x, (x.shape[0], ids.shape[-1]))
+        expect_layout("scales", scales, x, (x.shape[0],))
+        if x.device.type == "cpu":
+            rows.check_ids(ids, x.shape[1])
+        x = rows_of(x, x.shape[1])
+        picked, entropies, lse, moments = _statistics(x, ids.contiguous(), of_rows, entropy)
+    else:
+        picked, entropies, lse = decompositions.statistics(x, ids, of_rows, entropy)
+        moments = no_moments(x)
+    assert picked is not None and moments is not None
+    return picked, lse.new_empty(0) if entropies is None else entropies, lse, moments
+
+
+def _token_logprobs_fake(
+    x: Tensor, ids: Tensor, scales: Tensor | None, scale: float, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lse = x.new_empty(x.shape[:1], dtype=result_dtype(x))
+    return lse.new_empty(ids.shape), lse.new_empty(x.shape[:1] if entropy else (0,)), lse, no_moments(x)
+
+
+def _token_logprobs_backward_kernel(
+    g_picked: Tensor | None,
+    g_entropy: Tensor | None,
+    g_lse: Tensor | None,
+    moments: Tensor,
+    entropies: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    scales: Tensor | None,
+    scale: float,
+) -> Tensor:
+    of_rows = scale if scales is None else scales.contiguous()
+    if not (_takes(x) and ids.numel()):
+        return decompositions.statistics_gradient(g_picked, g_entropy, g_lse, x, ids, of_rows).contiguous()
+    expect_layout("moments", moments, x, (x.shape[0], 2))
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x = rows_of(x, x.shape[1])
+    upstream = (g_picked, g_entropy, g_lse)
+    _gradient(x, dx, moments.contiguous(), of_rows, ids.contiguous(), entropies.contiguous(), upstream)
+    return dx
+
+
+def _token_logprobs_backward_fake(
+    g_picked: Tensor | None,
+    g_entropy: Tensor | None,
+    g_lse: Tensor | None,
+    moments: Tensor,
+    entropies: Tensor,
+    x: Tensor,
+    *rest: Any,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_UPSTREAM = "Tensor? g_picked, Tensor? g_entropy, Tensor? g_lse, Tensor moments, Tensor entropies"
+_OF_ROWS = "Tensor x, Tensor ids, Tensor? scales, float scale"
+token_logprobs = define(
+    f"token_logprobs({_OF_ROWS}, bool entropy) -> (Tensor picked, Tensor entropies, Tensor lse, Tensor moments)",
+    _token_logprobs_kernel,
+    _token_logprobs_fake,
+)
+token_logprobs_backward = define(
+    f"token_logprobs_backward({_UPSTREAM}, {_OF_ROWS}) -> Tensor",
+    _token_logprobs_backward_kernel,
+    _token_logprobs_backward_fake,
+)
+
+
+def _save_token_logprobs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, ids, scales, ctx.scale, entropy = inputs
+    _, entropies, _, moments = output
+    ctx.mark_non_differentiable(*((moments,) if entropy else (entropies, moments)))
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(entropies, moments, x, ids, scales)
+
+
+def _token_logprobs_gradients(
+    ctx: Any, g_picked: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, _: None
+) -> tuple[Tensor | None, ...]:
+    nothing, upstream = (None,) * 4, (g_picked, g_entropy, g_lse)
+    if all(g is None for g in upstream):
+        return None, *nothing
+    entropies, moments, x, ids, scales = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        of_rows = ctx.scale if scales is None else scales
+        return decompositions.statistics_gradient(*upstream, x, ids, of_rows), *nothing
+    return token_logprobs_backward(*upstream, moments, entropies, x, ids, scales, ctx.scale), *nothing
+
+
+differentiable("token_logprobs", _token_logprobs_gradients, _save_token_logprobs)
+not_differentiable("token_logprobs_backward")
