@@ -14,6 +14,7 @@ from cases import REGIMES, dtype_id, logits, softmax_by
 import fused_softmax as fs
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.layout import problem_of
+from fused_softmax.launch.softmax import softmax_launch
 from fused_softmax.planning.softmax import plan
 
 pytestmark = pytest.mark.interpreted

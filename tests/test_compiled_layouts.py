@@ -22,6 +22,7 @@ from fused_softmax.launch import masked_softmax as masked_rows
 from fused_softmax.launch import softmax as rows
 from fused_softmax.launch.compile import Launch
 from fused_softmax.launch.layout import problem_of
+from fused_softmax.launch.softmax import softmax_launch
 from fused_softmax.planning.losses import plan_capped_statistics, plan_statistics
 from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.types import DEVICES, Plan

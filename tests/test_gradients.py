@@ -12,6 +12,7 @@ import fused_softmax as fs
 from fused_softmax.launch import softmax as rows
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.layout import problem_of
+from fused_softmax.launch.softmax import softmax_launch
 from fused_softmax.planning.softmax import TILE_MAX_COLS, plan
 from fused_softmax.planning.types import REGIMES
 
