@@ -14,7 +14,7 @@ import torch
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.launch.softmax import softmax_launch
-from fused_softmax.planning.softmax import TILE_MAX_COLS, plan
+from fused_softmax.planning.softmax import WARP_MAX_COLS, plan
 from fused_softmax.planning.types import REGIMES
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -39,7 +39,7 @@ def logits(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
 
 def regimes_for(*widths: int) -> list[tuple[str, int]]:
     """Every (regime, n_cols) of these widths: the tile regime is made for rows of one warp, the others hold any."""
-    return [(regime, n_cols) for n_cols in widths for regime in REGIMES if regime != "tile" or n_cols <= TILE_MAX_COLS]
+    return [(regime, n_cols) for n_cols in widths for regime in REGIMES if regime != "warp" or n_cols <= WARP_MAX_COLS]
 
 
 def softmax_by(

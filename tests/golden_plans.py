@@ -1,6 +1,6 @@
 """The golden table of plans: `python tests/golden_plans.py` rewrites tests/golden/plans.txt from the planner as it is.
 
-A change to a ladder in plan.py then shows in a diff as what it is: which widths run differently, and on which devices.
+A change to a table in plan.py then shows in a diff as what it is: which widths run differently, and on which devices.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def chosen() -> Iterator[tuple[Problem, Device, Plan]]:
 
 
 def cell(p: Plan) -> str:
-    said = f"{p.regime} {p.rows}x{p.ctas} {p.num_warps}w {p.lanes}*{p.vec}*{p.chunks}"
-    said += f" +{p.unmasked}" * (p.unmasked > 0) + " edge" * p.edge + " twice" * p.recompute
-    said += f" parked {p.parked}" * (p.parked > 0) + f" kept {p.kept}" * (p.kept > 0)
-    said += f" {p.ahead} ahead" * (p.ahead is not None)
+    said = f"{p.regime} {p.rows}x{p.ctas} {p.num_warps}w {p.vectors_per_chunk}*{p.vec}*{p.chunks}"
+    said += f" +{p.unpredicated_chunks}" * (p.unpredicated_chunks > 0) + " edge" * p.unaligned + " twice" * p.recompute
+    said += f" parked {p.smem_staged}" * (p.smem_staged > 0) + f" kept {p.resident_chunks}" * (p.resident_chunks > 0)
+    said += f" {p.prefetched_chunks} ahead" * (p.prefetched_chunks is not None)
     return said + (f" <={p.max_registers}" if p.max_registers is not None else "")
 
 

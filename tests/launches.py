@@ -85,12 +85,12 @@ def statistics(target: str) -> Iterator[Named]:
             x = rows_like(n_cols, dtype)
             for entropy in (False, True) if n_cols in (1000, 128256) else (False,):
                 chosen = plan_statistics(problem_of(x), device)
-                flags = (("PICKS", 1), ("ENTROPY", entropy), ("SCALE", int(entropy)), ("KEEPS", True))
+                flags = (("PICKS", 1), ("ENTROPY", entropy), ("SCALE", int(entropy)), ("KEEP_MOMENTS", True))
                 vectors = (number, number, number, ids, number, number)
                 launch = row_launch(token_logprobs.FORWARD, (x,), vectors, (1, 1.0), flags, chosen, device)
                 yield f"row_statistics{' entropy' * entropy} {dtype} {n_cols}", as_called(launch), chosen
             chosen = plan_elementwise(problem_of(x, x), device)
-            flags = (("PICKS", 1), ("ENTROPY", False), ("LSE", False), ("SCALE", 0), ("KEPT", True))
+            flags = (("PICKS", 1), ("ENTROPY", False), ("LSE", False), ("SCALE", 0), ("HAS_MOMENTS", True))
             vectors = (number, number, number, ids, number, number, number)
             launch = row_launch(token_logprobs.BACKWARD, (x, x), vectors, (1, 1.0), flags, chosen, device)
             yield f"row_statistics backward {dtype} {n_cols}", as_called(launch), chosen
@@ -113,7 +113,7 @@ def losses(target: str) -> Iterator[Named]:
                 )  # fmt: skip
                 yield f"cross_entropy_forward{name}", as_called(launch), chosen
                 chosen = cross_entropy.WITH_GRADIENT[op.arithmetic].planner(problem_of(x, x), device)
-                if chosen.regime != "stream":
+                if chosen.regime != "two_pass":
                     flags = (("MEAN", True), ("INPLACE", False), *op.flags)
                     vectors = (*op.vectors(number), number, number, number)
                     launch = row_launch(
@@ -145,14 +145,14 @@ def masks(target: str) -> Iterator[Named]:
                 vec = 8 if mask and n_cols % 8 == 0 else 1
                 flags = (("MASK", mask), ("MASK_COLS", int(mask > 0)), ("MASK_VEC", vec), ("CAUSAL", causal))
                 flags = (*flags, ("ZERO", False))
-                numbers = (*masked_softmax.row_order(x, 2, shared=True), 1, 2, 0, 0, 0, n_cols // vec, 1, 0.5)
+                numbers = (*masked_softmax.row_schedule(x, 2, shared=True), 1, 2, 0, 0, 0, n_cols // vec, 1, 0.5)
                 launch = row_launch(op, (x, x), (of_mask,), numbers, flags, chosen, device)
                 kind = ("causal", "boolean", "additive")[mask]
                 yield f"masked_softmax {kind} {dtype} {n_cols}", as_called(launch), chosen
             chosen = masked_softmax.BACKWARD[False].planner(problem_of(x, x, x, backward=True), device)
-            if chosen.regime != "stream":
+            if chosen.regime != "two_pass":
                 read, of_mask, of_strides = masked_softmax.describe_mask(None, x.view(2, 2, n_cols), chosen, x)
-                numbers = (*masked_softmax.row_order(x, 2, shared=False), *of_strides, 0.5)
+                numbers = (*masked_softmax.row_schedule(x, 2, shared=False), *of_strides, 0.5)
                 flags = (*of_mask, ("CAUSAL", True))
                 launch = row_launch(masked_softmax.BACKWARD[False], (x, x, x), (read,), numbers, flags, chosen, device)
                 yield f"masked_softmax backward {dtype} {n_cols}", as_called(launch), chosen
@@ -163,12 +163,12 @@ def others(target: str) -> Iterator[Named]:
     device = DEVICES[target]
     ids, number = torch.zeros(4096, dtype=torch.int64), torch.zeros(4096)
     ctas, parts, lanes = (16, 8, 32) if device.max_cluster >= 16 else (1, 1, 256)
-    shared = (("CTAS", ctas), ("PARTS", parts), ("LANES", lanes), ("EACH", 8), ("PTX", device.ptx))
+    shared = (("CTAS", ctas), ("WARPS_PER_ROW", parts), ("VECTORS", lanes), ("EACH", 8), ("PTX", device.ptx))
     numbers = (4096, 1000, -100)
     flags = (("WEIGHTED", False), *shared)
     launch = flat_launch(cross_entropy._count_targets, (ids, number, number), numbers, flags, 8, device)
     yield "count_targets", as_called(launch), None
-    flags = (("MEAN", True), ("WEIGHTED", False), ("WAITS", device.overlaps), *shared)
+    flags = (("MEAN", True), ("WEIGHTED", False), ("WAITS", device.supports_pdl), *shared)
     launch = flat_launch(cross_entropy._reduce_losses, (number, ids, number, number), numbers, flags, 8, device)
     yield "reduce_losses", as_called(launch), None
     for dtype in (BFLOAT16, FLOAT32):

@@ -78,7 +78,7 @@ def compile_time(chosen: Plan, device: Device, *, log: bool = False, backward: b
 
     x = torch.empty((1, 1), device="meta")
     meta = softmax_launch((x, x, x)[: 2 + backward], chosen, log=log, backward=backward, device=device).meta
-    return (chosen.regime == "stream", chosen.vec, *sorted(meta.items()))
+    return (chosen.regime == "two_pass", chosen.vec, *sorted(meta.items()))
 
 
 def compile_kernel(kernel: Kernel):

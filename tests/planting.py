@@ -43,8 +43,8 @@ DEFECTS = (
     ),
     Defect(
         "a stride ignored", "resident.py",
-        "x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)",
-        "x_row = x_ptr + start_of(row, n_cols, phase, VEC, EDGE)", "log_softmax",
+        "x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)",
+        "x_row = x_ptr + start_of(row, n_cols, phase, VEC, UNALIGNED)", "log_softmax",
     ),
     Defect(
         "a missing rescale", "walk.py",
@@ -52,7 +52,7 @@ DEFECTS = (
     ),
     Defect(
         "a wrong fill", "resident.py",
-        'CHUNKS, UNMASKED, LANES, VEC, -float("inf"), PARTS)', "CHUNKS, UNMASKED, LANES, VEC, 0.0, PARTS)",
+        'CHUNKS, UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)', "CHUNKS, UNPREDICATED, VECTORS, VEC, 0.0, WARPS_PER_ROW)",
         "softmax", dtypes=("bfloat16",),
     ),
     Defect(

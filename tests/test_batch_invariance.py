@@ -23,7 +23,7 @@ every_regime = pytest.mark.parametrize("regime", REGIMES)
 # float16 is planned as bfloat16 is (test_plan.py)
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_id)
 # several chunks, and several steps of a walk; multiples of 8
-COLUMNS = {"tile": 504, "block": 5504, "cluster": 4104, "stream": 8200}
+COLUMNS = {"warp": 504, "block": 5504, "cluster": 4104, "two_pass": 8200}
 # (columns beside COLUMNS, columns before a row, columns after it)
 LAYOUTS = {
     "aligned": (0, 0, 0),
@@ -143,7 +143,7 @@ def test_the_request_ends_with_its_block_and_is_the_threads_own():
         with fs.batch_invariant():
             pass
         assert fs.plan_for(x) == within
-    assert usual.edge and not within.edge
+    assert usual.unaligned and not within.unaligned
     assert fs.plan_for(x) == usual and seen == [usual]
 
 

@@ -122,11 +122,11 @@ def test_a_masked_gradient_names_the_plan_that_runs_it(op: str, monkeypatch: pyt
     for n_cols in (*MASKED_WIDTHS, 131072, 524288, 1048576):
         dy, y = (torch.empty(n_cols, n_cols, dtype=torch.bfloat16, device="meta") for _ in range(2))
         runs = masked_rows._plan_backward(problem_of(y, dy, y), DEVICES["sm_90"])
-        if runs.regime == "stream":  # softmax's own gradient takes such rows
+        if runs.regime == "two_pass":  # softmax's own gradient takes such rows
             runs = plan(problem_of(y, dy, y, backward=True), DEVICES["sm_90"])
         assert plan_of(op, (dy, y)) == (runs.regime, plan_text(runs))
         regimes.add(runs.regime)
-    assert regimes == {"block", "cluster", "stream"}
+    assert regimes == {"block", "cluster", "two_pass"}
 
 
 def test_log_softmax_names_its_own_plan(monkeypatch: pytest.MonkeyPatch):

@@ -26,8 +26,8 @@ def test_every_lesson_is_a_system_and_is_counted():
 
 
 def test_regimes_that_keep_the_row_read_it_once():
-    assert {regime_traffic(r, 3, 100) for r in ("tile", "block", "cluster")} == {Traffic(300, 300)}
-    assert traffic("fused_softmax", 3, 100, "stream") == Traffic(600, 300)
+    assert {regime_traffic(r, 3, 100) for r in ("warp", "block", "cluster")} == {Traffic(300, 300)}
+    assert traffic("fused_softmax", 3, 100, "two_pass") == Traffic(600, 300)
     assert traffic("fused_softmax", 3, 100, "torch") is None and traffic("torch", 3, 100) is None
     assert traffic("06_three_pass", 3, 100) == Traffic(900, 300)
     assert traffic("05_published", 3, 4096) == Traffic(3 * 512, 3 * 512)

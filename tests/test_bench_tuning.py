@@ -1,4 +1,4 @@
-"""Tuning picks the fastest plan that is right, and prints ladders that are Python."""
+"""Tuning picks the fastest plan that is right, and prints config_tables that are Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fused_softmax.lab.bench.record import Record
 from fused_softmax.lab.bench.resources import ROWS, compile_one, keys_of
 from fused_softmax.lab.bench.run import add_resources
 from fused_softmax.lab.bench.tuning import TUNABLE, Choice, as_ladders, choose
-from fused_softmax.planning.softmax import Rung, candidates, plan
+from fused_softmax.planning.softmax import KernelConfig, candidates, plan
 from fused_softmax.planning.types import DEVICES
 
 
@@ -41,10 +41,10 @@ class Even:
 
 def test_the_fastest_right_candidate_wins_and_wrong_ones_are_not_timed():
     problem = problem_for(4096, "float32")
-    candidates = [plan(problem, DEVICES["sm_90"], regime=r) for r in ("block", "cluster", "stream")]
+    candidates = [plan(problem, DEVICES["sm_90"], regime=r) for r in ("block", "cluster", "two_pass")]
 
     def make(candidate: Any) -> Callable[..., Any]:
-        return torch.empty_like if candidate.regime == "stream" else lambda x: torch.softmax(x, -1)
+        return torch.empty_like if candidate.regime == "two_pass" else lambda x: torch.softmax(x, -1)
 
     choice = choose("softmax", (torch.randn(3, 4096),), candidates, ByIndex(), 0.001, make)
     assert choice is not None and choice.plan is candidates[1] and choice.tried == 3
@@ -60,13 +60,13 @@ def test_ladders_are_python_as_the_planner_has_it():
         return Choice(dtype, n_cols, plan(problem_for(n_cols, dtype), DEVICES["sm_90"], regime), 0.9, 0.8, 5, ())
 
     found = [choice("bfloat16", 32768, "cluster"), choice("bfloat16", 30000, "cluster")]
-    found += [choice("bfloat16", 256, "tile"), choice("float32", 4096, "block")]
-    names: dict[str, Any] = {"Rung": Rung}
+    found += [choice("bfloat16", 256, "warp"), choice("float32", 4096, "block")]
+    names: dict[str, Any] = {"KernelConfig": KernelConfig}
     exec(as_ladders(found, "a device"), names)
-    ladder = names["LADDER"]
+    table = names["LADDER"]
     wide, narrow = found[0].plan, found[3].plan
-    assert ladder[2] == (Rung(32768, wide.ctas, wide.num_warps, wide.recompute),)
-    assert ladder[4] == (Rung(4096, 1, narrow.num_warps),)
+    assert table[2] == (KernelConfig(32768, wide.ctas, wide.num_warps, wide.recompute),)
+    assert table[4] == (KernelConfig(4096, 1, narrow.num_warps),)
 
 
 @pytest.mark.interpreted

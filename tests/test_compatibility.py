@@ -65,7 +65,7 @@ def test_what_a_target_moves(target):
     for n_cols in WIDTHS:
         n_bytes, over, regime = moved(target, n_cols, "bfloat16")
         assert n_bytes == round(over * 4 * n_cols)
-        assert over == (1.5 if regime.startswith("stream") else 1.0)
+        assert over == (1.5 if regime.startswith("two_pass") else 1.0)
     assert re.search(rf"\| {target} \| .* \| only compiled \|", targets_table())
 
 

@@ -33,9 +33,9 @@ def hungriest(of: Iterable[Kernel]) -> list[Kernel]:
     longest: dict[object, Kernel] = {}
     for k in of:
         p = k.plan
-        kind = (k.dtypes, k.backward, k.log, p.regime, p.rows, p.ctas, p.num_warps, p.vec, p.edge, p.recompute)
-        kind += (p.max_registers, p.parked, p.kept, p.ahead)
-        longest[kind] = max(longest.get(kind, k), k, key=lambda k: k.plan.chunks * k.plan.lanes)
+        kind = (k.dtypes, k.backward, k.log, p.regime, p.rows, p.ctas, p.num_warps, p.vec, p.unaligned, p.recompute)
+        kind += (p.max_registers, p.smem_staged, p.resident_chunks, p.prefetched_chunks)
+        longest[kind] = max(longest.get(kind, k), k, key=lambda k: k.plan.chunks * k.plan.vectors_per_chunk)
     return list(longest.values())
 
 
@@ -84,9 +84,9 @@ def test_vectors_are_all_that_moves_but_for_the_ends(built):
     """A masked chunk is no excuse for narrow accesses: beside the vectors there are only head and tail."""
     for kernel, used in built:
         p = kernel.plan
-        if p.vec * min(ITEMSIZE[d] for d in kernel.dtypes) >= 16 and p.regime != "stream" and used.target != "gfx942":
+        if p.vec * min(ITEMSIZE[d] for d in kernel.dtypes) >= 16 and p.regime != "two_pass" and used.target != "gfx942":
             narrow = sum(count for size, count in used.loads if size < 16)
-            ends = (1 + kernel.backward) * p.rows * p.lanes // (p.num_warps * 32) if p.edge else 0
+            ends = (1 + kernel.backward) * p.rows * p.vectors_per_chunk // (p.num_warps * 32) if p.unaligned else 0
             assert narrow <= ends, f"{used.loads}: {kernel}"
 
 
@@ -119,7 +119,7 @@ def test_what_is_compiled_has_every_variant_of_the_target(target):
     """The selection leaves out lengths, never a kind of kernel, of plain softmax."""
 
     def kinds(of: Iterable[Kernel]) -> set[object]:
-        return {(k.plan.regime, k.plan.ctas, k.plan.edge, k.plan.recompute) for k in of}
+        return {(k.plan.regime, k.plan.ctas, k.plan.unaligned, k.plan.recompute) for k in of}
 
     everything = kernels(target, PROMISED, PLAIN, [SOFTMAX, GRADIENT], ["contiguous", "shifted"])
     assert kinds(everything) <= kinds(chosen(target))

@@ -92,7 +92,7 @@ def masked_launch(n_cols: int, dtype: torch.dtype, mask: int, cols: int, causal:
     chosen = masked_rows._plan_masked(problem_of(x, x), SM_90)
     assert chosen.ctas > 1
     flags = (("MASK", mask), ("MASK_COLS", cols), ("MASK_VEC", 1), ("CAUSAL", causal), ("ZERO", False))
-    flags = (*flags, ("STREAM", False))
+    flags = (*flags, ("TWO_PASS", False))
     numbers = (*masked_rows._order(x, 2, shared=True), 1, 2, 0, 0, 0, n_cols, cols, 0.5)
     launch = loss_launch.row_launch("masked_softmax_forward", (x, x), (of_mask,), numbers, flags, chosen, SM_90)
     return launch, chosen
@@ -104,7 +104,7 @@ def masked_launch(n_cols: int, dtype: torch.dtype, mask: int, cols: int, causal:
 def test_masked_lines_are_warps(n_cols, causal, cols, mask, dtype):
     launch, chosen = masked_launch(n_cols, dtype, mask, cols, causal)
     layouts = merged_layouts(ttgir_of(launch))
-    assert layouts and all(holds_lines(layout, chosen.parts) for layout in layouts), layouts
+    assert layouts and all(holds_lines(layout, chosen.warps_per_row) for layout in layouts), layouts
 
 
 @pytest.mark.parametrize(("n_cols", "causal"), [(16385, False), (32768, True)])
@@ -123,20 +123,20 @@ def test_the_lines_of_masked_gradients_are_warps(n_cols, causal, mask):
     flags = (*of_mask, ("CAUSAL", causal))
     launch = loss_launch.row_launch("masked_softmax_backward", (x, x, x), (read,), numbers, flags, chosen, SM_90)
     layouts = merged_layouts(ttgir_of(launch))
-    assert layouts and all(holds_lines(layout, chosen.parts) for layout in layouts), layouts
+    assert layouts and all(holds_lines(layout, chosen.warps_per_row) for layout in layouts), layouts
 
 
 @pytest.mark.parametrize("n_cols", [50257, 128256])
 @pytest.mark.parametrize("picks", [1, 4])
 def test_the_lines_of_statistics_are_warps(n_cols, picks):
     x, number, ids = torch.empty(3, n_cols), torch.zeros(6), torch.zeros(3, picks, dtype=torch.int64)
-    flags = (("PICKS", picks), ("ENTROPY", True), ("SCALE", 2), ("KEEPS", True))
+    flags = (("PICKS", picks), ("ENTROPY", True), ("SCALE", 2), ("KEEP_MOMENTS", True))
     chosen = plan_statistics(problem_of(x), SM_90)
     vectors = (number, number, number, ids, number, number)
     launch = loss_launch.row_launch("row_statistics", (x,), vectors, (picks, 1.0), flags, chosen, SM_90)
     layouts = merged_layouts(ttgir_of(launch))
     assert bool(layouts) == (chosen.ctas > 1)
-    assert all(holds_lines(layout, chosen.parts) for layout in layouts), layouts
+    assert all(holds_lines(layout, chosen.warps_per_row) for layout in layouts), layouts
 
 
 # weights together with smoothing have no kernel that writes the gradient in the forward
@@ -168,7 +168,7 @@ def test_the_lines_of_a_loss_are_warps(n_cols, name, weighted, smoothing):
     launch = loss_launch.row_launch(name, tensors, vectors, numbers, flags, chosen, SM_90)
     layouts = merged_layouts(ttgir_of(launch))
     assert bool(layouts) == (chosen.ctas > 1)
-    assert all(holds_lines(layout, chosen.parts) for layout in layouts), layouts
+    assert all(holds_lines(layout, chosen.warps_per_row) for layout in layouts), layouts
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -186,7 +186,7 @@ def test_the_lines_of_a_sum_over_rows_are_warps(name, weighted):
     launch = loss_launch.flat_launch(name, tensors, (n_rows, 1000, -100), flags, 8, SM_90)
     layouts = merged_layouts(ttgir_of(launch))
     assert bool(layouts) == (dict(shared)["CTAS"] > 1) == (not weighted)
-    assert all(holds_lines(layout, dict(shared)["PARTS"]) for layout in layouts), layouts
+    assert all(holds_lines(layout, dict(shared)["WARPS_PER_ROW"]) for layout in layouts), layouts
 
 
 @pytest.mark.parametrize("n_cols", [50257, 131072])
@@ -195,7 +195,7 @@ def test_the_lines_of_softmax_are_warps(n_cols):
     chosen = plan(problem_of(x, x), SM_90)
     launch = softmax_launch((x, torch.empty_like(x)), chosen, device=SM_90)
     layouts = merged_layouts(ttgir_of(launch))
-    assert layouts and all(holds_lines(layout, chosen.parts) for layout in layouts), layouts
+    assert layouts and all(holds_lines(layout, chosen.warps_per_row) for layout in layouts), layouts
 
 
 # --- the strided kernel is launched through the JIT, which turns a stride of 1 into a constant ------------------------

@@ -27,10 +27,12 @@ SM_90 = DEVICES["sm_90"]
 STACK = 24
 
 
-def rows_like(n_cols: int, dtype: torch.dtype, apart: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_like(
+    n_cols: int, dtype: torch.dtype, warps_reduce_separately: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x and dx; apart: their rows start at different distances from a vector's boundary."""
     x = torch.empty(3, n_cols, dtype=dtype)
-    return x, torch.empty(3, n_cols + 1, dtype=dtype)[:, :n_cols] if apart else torch.empty_like(x)
+    return x, torch.empty(3, n_cols + 1, dtype=dtype)[:, :n_cols] if warps_reduce_separately else torch.empty_like(x)
 
 
 def cross_entropy_launch(x, dx, smoothing: float, softcap: float | None):
@@ -80,7 +82,7 @@ def test_the_target_lies_in_its_lines_cta(n_cols, dtype, apart, layouts):
     assert plan.ctas > 1
     used = compiled.cross_compile(launch, "sm_90")
     assert used.spilled_bytes <= STACK
-    lines, lanes = plan.ctas * plan.parts, plan.lanes // plan.parts
+    lines, lanes = plan.ctas * plan.warps_per_row, plan.vectors_per_chunk // plan.warps_per_row
     of_target = [by_line for shape, by_line in layouts if shape == f"{lines}x{lanes}"]
     of_row = [by_line for shape, by_line in layouts if shape == f"{lines}x{lanes * plan.vec}"]
     assert of_target and all(of_target)
@@ -100,7 +102,7 @@ def test_smoothed_losses_compile(n_cols, smoothing, softcap, dtype):
 @pytest.mark.parametrize("n_cols", [1000, 4096, 50257, 128256])
 def test_statistics_do_not_spill(n_cols, scale):
     x, number, ids = torch.empty(3, n_cols, dtype=torch.bfloat16), torch.zeros(3), torch.zeros(3, 1, dtype=torch.int64)
-    flags = (("PICKS", 1), ("ENTROPY", True), ("SCALE", scale), ("KEEPS", True))
+    flags = (("PICKS", 1), ("ENTROPY", True), ("SCALE", scale), ("KEEP_MOMENTS", True))
     plan = plan_statistics(problem_of(x), SM_90)
     vectors = (number, number, number, ids, number, number)
     launch = loss_launch.row_launch("row_statistics", (x,), vectors, (1, 1.0), flags, plan, SM_90)
@@ -115,7 +117,7 @@ def test_masked_softmax_does_not_spill(n_cols, mask, causal):
     plan = (masked_rows._plan_masked if mask else masked_rows._plan_unmasked)(problem_of(x, x), SM_90)
     vec = 8 if mask and n_cols % 8 == 0 else 1
     flags = (("MASK", mask), ("MASK_COLS", int(mask > 0)), ("MASK_VEC", vec), ("CAUSAL", causal), ("ZERO", False))
-    flags = (*flags, ("STREAM", plan.regime == "stream"))
+    flags = (*flags, ("TWO_PASS", plan.regime == "two_pass"))
     numbers = (*masked_rows._order(x, 2, shared=True), 1, 2, 0, 0, 0, n_cols // vec, 1, 0.5)
     launch = loss_launch.row_launch("masked_softmax_forward", (x, x), (of_mask,), numbers, flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
@@ -157,7 +159,7 @@ def test_gradients_of_losses_do_not_spill(n_cols, smoothing, softcap, dtype):
 @pytest.mark.parametrize("kept", [False, True], ids=["logsumexp", "moments"])
 def test_gradients_of_statistics_do_not_spill(n_cols, kept, dtype):
     x, number, ids = torch.empty(3, n_cols, dtype=dtype), torch.zeros(6), torch.zeros(3, 1, dtype=torch.int64)
-    flags = (("PICKS", int(kept)), ("ENTROPY", kept), ("LSE", True), ("SCALE", 2 * kept), ("KEPT", kept))
+    flags = (("PICKS", int(kept)), ("ENTROPY", kept), ("LSE", True), ("SCALE", 2 * kept), ("RESIDENT_CHUNKS", kept))
     vectors = (number, number, number, ids, number, number, number)
     plan = plan_elementwise(problem_of(x, x), SM_90)
     launch = loss_launch.row_launch("row_statistics_backward", (x, x), vectors, (1, 1.0), flags, plan, SM_90)

@@ -19,7 +19,7 @@ from fused_softmax.launch import compile as launch
 from fused_softmax.launch import launcher as loss_launch
 from fused_softmax.launch import prepared_calls as eager
 
-KERNELS = ("softmax_resident", "softmax_stream", "softmax_backward_resident", "softmax_backward_stream")
+KERNELS = ("softmax_resident", "softmax_two_pass", "softmax_backward_resident", "softmax_backward_two_pass")
 KERNELS = (*KERNELS, "softmax_strided", *loss_launch.KERNELS)
 FORWARD = tuple(name for name in KERNELS if "backward" not in name)
 

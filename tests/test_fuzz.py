@@ -283,7 +283,7 @@ def test_what_was_not_reached_is_named():
     wanted = coverage.everything()
     kernels = {name for name, flag in wanted if not flag}
     assert {"softmax_resident", "softmax_strided", "cross_entropy_resident", "masked_softmax_backward"} <= kernels
-    assert ("softmax_resident", "EDGE=True") in wanted and ("softmax", "regime cluster") in wanted
+    assert ("softmax_resident", "UNALIGNED=True") in wanted and ("softmax", "regime cluster") in wanted
     assert ("row_statistics", "PICKS=many") in wanted and ("masked_softmax_forward", "MASK=2") in wanted
 
 

@@ -13,7 +13,7 @@ from fused_softmax.launch import softmax as rows
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.launch.softmax import softmax_launch
-from fused_softmax.planning.softmax import TILE_MAX_COLS, plan
+from fused_softmax.planning.softmax import WARP_MAX_COLS, plan
 from fused_softmax.planning.types import REGIMES
 
 pytestmark = pytest.mark.interpreted
@@ -110,7 +110,7 @@ def judged(dx: torch.Tensor, dy: torch.Tensor, y: torch.Tensor, dim: int, log: b
 @pytest.mark.parametrize("n_cols", [1, 2, 31, 33, 1000, 1023, 4097])
 def test_every_regime(n_cols, dtype, log):
     for regime in REGIMES:
-        if regime == "tile" and n_cols > TILE_MAX_COLS:
+        if regime == "warp" and n_cols > WARP_MAX_COLS:
             continue
         for n_rows in (1, 3):
             x, dy = logits(n_rows, n_cols, dtype=dtype), torch.randn(n_rows, n_cols).to(dtype)

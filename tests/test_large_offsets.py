@@ -44,7 +44,7 @@ print("right")
 """
 
 
-@pytest.mark.parametrize("regime", ["tile", "block", "cluster", "stream"])
+@pytest.mark.parametrize("regime", ["warp", "block", "cluster", "two_pass"])
 def test_row_offsets_past_two_to_the_31(regime):
     done = subprocess.run(
         [sys.executable, "-c", CODE, os.path.dirname(__file__), regime],

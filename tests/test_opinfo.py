@@ -50,12 +50,12 @@ def samples(name: str, dtype: torch.dtype, device: str) -> Iterator[tuple]:
 
 
 def in_float64(arguments):
-    def widen(leaf):
+    def upcast(leaf):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
             return leaf.detach().double().requires_grad_(leaf.requires_grad)
         return torch.float64 if leaf in DTYPES else leaf
 
-    return tree_map(widen, arguments)
+    return tree_map(upcast, arguments)
 
 
 def run(function, arguments: tuple, kwargs: dict, cotangent: torch.Tensor | None) -> list[torch.Tensor]:

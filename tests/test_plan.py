@@ -20,25 +20,25 @@ from planned import DTYPES, PROMISED, compile_time, kernels, problem
 
 import fused_softmax.planning.softmax
 from fused_softmax.launch.layout import problem_of
-from fused_softmax.planning import config_tables as ladders
+from fused_softmax.planning import config_tables as config_tables
 from fused_softmax.planning import losses as loss_plans
-from fused_softmax.planning.softmax import TILE_MAX_COLS, plan
+from fused_softmax.planning.softmax import WARP_MAX_COLS, plan
 from fused_softmax.planning.types import DEVICES, REGIMES, Device, Plan, Problem
 
-# (target, backward, log) -> its ladders
+# (target, backward, log) -> its config_tables
 TABLES = {
-    **{("sm_90", *which): ladders.CLUSTER[which] for which in ladders.CLUSTER},
-    ("sm_80", False, False): ladders.FORWARD_BLOCK,
-    ("sm_80", True, False): ladders.BACKWARD_BLOCK,
+    **{("sm_90", *which): config_tables.CLUSTER[which] for which in config_tables.CLUSTER},
+    ("sm_80", False, False): config_tables.FORWARD_BLOCK,
+    ("sm_80", True, False): config_tables.BACKWARD_BLOCK,
 }
 RANDOM = random.Random(0)
 EDGES = {
-    rung.max_cols + by
+    config.max_cols + by
     for table in TABLES.values()
-    for rungs in table.values()
-    for rung in rungs
+    for configs in table.values()
+    for config in configs
     for by in (-8, -1, 0, 1)
-    if rung.max_cols < ladders.WIDEST
+    if config.max_cols < config_tables.WIDEST
 }
 WIDTHS = sorted(
     {*range(1, 300), *range(300, 70000, 211), *EDGES, *(RANDOM.randrange(70000, 1 << 22) for _ in range(60))}
@@ -74,10 +74,10 @@ def test_every_regime_is_chosen(chosen):
             for backward in (False, True):
                 wanted = (target, dtype, backward)
                 regimes = {p.regime for q, d, p in chosen if (d.name, q.dtype, q.backward) == wanted}
-                assert regimes >= {"tile", "cluster", "stream"}
+                assert regimes >= {"warp", "cluster", "two_pass"}
     assert {p.regime for q, d, p in chosen} == set(REGIMES)
     for target in ("sm_80", "gfx942"):
-        assert {p.regime for q, d, p in chosen if d.name == target} == {"tile", "block", "stream"}
+        assert {p.regime for q, d, p in chosen if d.name == target} == {"warp", "block", "two_pass"}
 
 
 @pytest.mark.parametrize(
@@ -85,21 +85,21 @@ def test_every_regime_is_chosen(chosen):
     [
         (lambda q, p: p.vec, {1, 2, 4, 8}),
         (lambda q, p: p.ctas, {1, 2, 4, 8, 16}),
-        (lambda q, p: (p.regime, p.edge), {(r, edge) for r in REGIMES for edge in (False, True)}),
+        (lambda q, p: (p.regime, p.unaligned), {(r, edge) for r in REGIMES for edge in (False, True)}),
         (
             lambda q, p: (p.recompute, p.max_registers is None),
             {(False, True), (True, False), (True, True), (False, False)},
         ),
         (lambda q, p: (q.backward, p.recompute), {(b, r) for b in (False, True) for r in (False, True)}),
         (
-            lambda q, p: (p.edge, unmasked_of(p)),
+            lambda q, p: (p.unaligned, unmasked_of(p)),
             {(False, "all"), *((e, k) for e in (False, True) for k in ("but two", "none"))},
         ),
         (
             lambda q, p: (q.dtype, q.out_dtype, q.backward),
             {(*(d[::-1] if b else d), b) for d in DTYPES for b in (False, True)},
         ),
-        (lambda q, p: p.regime == "tile" and p.rows > 1, {False, True}),
+        (lambda q, p: p.regime == "warp" and p.rows > 1, {False, True}),
     ],
     ids=["vec", "ctas", "edge", "recompute", "backward", "unmasked", "dtypes", "rows"],
 )
@@ -110,7 +110,7 @@ def test_every_compile_time_variant_is_chosen(chosen, of, variants):
 
 
 def unmasked_of(p: Plan) -> str:
-    return {0: "none", p.chunks: "all"}.get(p.unmasked, "but two")
+    return {0: "none", p.chunks: "all"}.get(p.unpredicated_chunks, "but two")
 
 
 @pytest.mark.parametrize("table", TABLES, ids=str)
@@ -118,41 +118,45 @@ def unmasked_of(p: Plan) -> str:
 def test_every_rung_is_chosen_by_some_width(table, itemsize):
     target, backward, log = table
     dtype = {2: "bfloat16", 4: "float32"}[itemsize]
-    rungs, below = TABLES[table][itemsize], fused_softmax.plan.TILE_COLS[itemsize]
-    for rung in rungs:
-        assert rung.max_cols > below, f"{rung} comes after {below}"
-        widest = 2 * below if rung.max_cols == ladders.WIDEST else rung.max_cols
+    configs, below = TABLES[table][itemsize], fused_softmax.plan.WARP_COLS[itemsize]
+    for config in configs:
+        assert config.max_cols > below, f"{config} comes after {below}"
+        widest = 2 * below if config.max_cols == config_tables.WIDEST else config.max_cols
         got = plan(problem(widest, (dtype, dtype), backward=backward, log=log), DEVICES[target])
-        assert (got.kept, got.ahead, got.regime == "stream") == (rung.kept, rung.ahead, rung.kept > 0), rung
-        assert got.parked == rung.parked, rung
-        if rung.kept:
-            assert (got.ctas, got.num_warps, got.chunks) == (rung.ctas, rung.num_warps, rung.step)
+        assert (got.resident_chunks, got.prefetched_chunks, got.regime == "two_pass") == (
+            config.resident_chunks,
+            config.prefetched_chunks,
+            config.resident_chunks > 0,
+        ), config
+        assert got.smem_staged == config.smem_staged, config
+        if config.resident_chunks:
+            assert (got.ctas, got.num_warps, got.chunks) == (config.ctas, config.num_warps, config.step)
             continue
         # a float32 row is kept as it is, so exp of it is computed twice at no cost in registers
         want = (
-            rung.ctas,
-            rung.num_warps,
-            rung.recompute or itemsize == 4,
-            rung.max_registers if got.parts > 1 else None,
+            config.ctas,
+            config.num_warps,
+            config.recompute or itemsize == 4,
+            config.max_registers if got.warps_per_row > 1 else None,
         )
-        assert (got.ctas, got.num_warps, got.recompute, got.max_registers) == want, rung
-        below = rung.max_cols
+        assert (got.ctas, got.num_warps, got.recompute, got.max_registers) == want, config
+        below = config.max_cols
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_every_tile_rung_is_chosen_by_some_width(itemsize):
     dtype, vec, below = {2: "bfloat16", 4: "float32"}[itemsize], 16 // itemsize, 0
-    rungs = fused_softmax.plan.TILE[itemsize]
-    for rung in rungs:
-        assert below < rung.max_cols, f"{rung} comes after {below}"
+    configs = fused_softmax.plan.WARP[itemsize]
+    for config in configs:
+        assert below < config.max_cols, f"{config} comes after {below}"
         n_cols = below * vec + vec
         got = plan(problem(n_cols, (dtype, dtype)), DEVICES["sm_90"])
-        assert (got.regime, got.num_warps) == ("tile", rung.num_warps), rung
-        assert got.rows * got.lanes == rung.num_warps * 32 * rung.rows, rung
-        below = rung.max_cols
-    assert below * vec >= TILE_MAX_COLS > rungs[-2].max_cols * vec
-    scalar = plan(problem(fused_softmax.plan.TILE_SCALAR_COLS, (dtype, dtype), "apart"), DEVICES["sm_90"])
-    assert (scalar.vec, scalar.num_warps) == (1, fused_softmax.plan.TILE_SCALAR_WARPS)
+        assert (got.regime, got.num_warps) == ("warp", config.num_warps), config
+        assert got.rows * got.vectors_per_chunk == config.num_warps * 32 * config.rows, config
+        below = config.max_cols
+    assert below * vec >= WARP_MAX_COLS > configs[-2].max_cols * vec
+    scalar = plan(problem(fused_softmax.plan.WARP_SCALAR_COLS, (dtype, dtype), "apart"), DEVICES["sm_90"])
+    assert (scalar.vec, scalar.num_warps) == (1, fused_softmax.plan.WARP_SCALAR_WARPS)
 
 
 # --- every plan covers its row ----------------------------------------------------------------------------------------
@@ -176,41 +180,45 @@ def broken(q: Problem, d: Device, p: Plan) -> str | None:
             return f"{name} is {value}, and Triton's tiles are powers of two"
     if p.num_warps > d.max_warps or p.ctas > d.max_cluster:
         return "more warps or CTAs than the device has"
-    if p.lanes * p.rows < d.warp_size * p.num_warps:
+    if p.vectors_per_chunk * p.rows < d.warp_size * p.num_warps:
         return "threads without a lane"
-    if p.regime == "tile" and p.rows % p.num_warps or p.rows > 1 and p.regime != "tile":
+    if p.regime == "warp" and p.rows % p.num_warps or p.rows > 1 and p.regime != "warp":
         return "a tile's warps have whole rows, and only a tile has several rows"
-    if p.parts not in (1, p.num_warps) or p.parts > 1 and (p.ctas == 1 or p.lanes // p.parts < d.warp_size):
+    if (
+        p.warps_per_row not in (1, p.num_warps)
+        or p.warps_per_row > 1
+        and (p.ctas == 1 or p.vectors_per_chunk // p.warps_per_row < d.warp_size)
+    ):
         return "parts are the warps of a cluster's CTA, each with a warp's lanes"
-    if p.edge and p.lanes // p.parts < 2 * p.vec:
+    if p.unaligned and p.vectors_per_chunk // p.warps_per_row < 2 * p.vec:
         return "head and tail need 2*vec lanes of a line"
-    if p.edge and not q.in_phase:
+    if p.unaligned and not q.in_phase:
         return "head and tail differ between the tensors"
-    if not p.edge and (p.vec > q.vec or q.n_cols % p.vec):
+    if not p.unaligned and (p.vec > q.vec or q.n_cols % p.vec):
         return "vectors that rows are not aligned to"
     if p.max_registers is not None and p.max_registers * p.num_warps * d.warp_size > d.registers:
         return "more registers than there are"
-    if p.regime == "stream" and p.unmasked:
+    if p.regime == "two_pass" and p.unpredicated_chunks:
         return "stream masks every chunk of a step"
-    if p.parked and (p.parked > p.unmasked or p.vec < q.full_vec or p.ctas == 1):
+    if p.smem_staged and (p.smem_staged > p.unpredicated_chunks or p.vec < q.full_vec or p.ctas == 1):
         return "only whole chunks of vectors are parked, on a cluster"
-    if p.parked * p.lanes * 16 * (2 if q.backward and p.ahead is None else 1) > 47 << 10:
+    if p.smem_staged * p.vectors_per_chunk * 16 * (2 if q.backward and p.prefetched_chunks is None else 1) > 47 << 10:
         return "more parked than a kernel may declare"
-    if p.kept and p.regime != "stream" or p.ahead and not (q.backward and q.log):
+    if p.resident_chunks and p.regime != "two_pass" or p.prefetched_chunks and not (q.backward and q.log):
         return "rows that are walked twice keep chunks, and only log_softmax's gradient reads y late"
     # a row may start anywhere, so any head that is shorter than a vector
-    heads = range(min(p.vec, q.n_cols + 1)) if p.edge else (0,)
+    heads = range(min(p.vec, q.n_cols + 1)) if p.unaligned else (0,)
     for vectors in {(q.n_cols - head) // p.vec for head in heads}:
         even = -(-vectors // p.ctas)
         slices = [min(even, vectors - rank * even) for rank in range(p.ctas)]
-        if p.regime == "stream":
-            if p.kept and p.kept * p.lanes > min(slices):
-                return f"{p.kept} chunks kept, and a slice of {min(slices)} vectors"
+        if p.regime == "two_pass":
+            if p.resident_chunks and p.resident_chunks * p.vectors_per_chunk > min(slices):
+                return f"{p.resident_chunks} chunks kept, and a slice of {min(slices)} vectors"
             continue
-        if sum(max(0, s) for s in slices) != vectors or max(slices) > p.lanes * p.chunks:
+        if sum(max(0, s) for s in slices) != vectors or max(slices) > p.vectors_per_chunk * p.chunks:
             return f"{vectors} vectors are not covered"
-        if p.unmasked and p.unmasked * p.lanes > min(slices):
-            return f"{p.unmasked} chunks without a mask, and a slice of {min(slices)} vectors"
+        if p.unpredicated_chunks and p.unpredicated_chunks * p.vectors_per_chunk > min(slices):
+            return f"{p.unpredicated_chunks} chunks without a mask, and a slice of {min(slices)} vectors"
     return None if p.chunks >= 1 else "no chunks"
 
 
@@ -237,8 +245,8 @@ def test_a_forced_regime_covers_its_row_or_is_refused(regime):
                 else:
                     assert p.regime == regime and "asked for" in p.why
                     assert (why := broken(asked, device, p)) is None, f"{why}: {asked} on {device.name}: {p}"
-                    assert n_cols <= 2 * TILE_MAX_COLS or regime != "tile"
-    assert refused == 0 if regime == "stream" else refused > 0
+                    assert n_cols <= 2 * WARP_MAX_COLS or regime != "warp"
+    assert refused == 0 if regime == "two_pass" else refused > 0
 
 
 @pytest.mark.parametrize(
@@ -271,32 +279,41 @@ def test_every_column_is_one_lines_and_chunks(target):
     """The slices as kernels/slices.py cuts them, column by column: each is one CTA's, part's and chunk's, or an end."""
     device, seen = DEVICES[target], set()
     for asked, on, p in golden_plans.chosen():
-        key = (asked.n_cols, p.vec, p.edge, p.ctas, p.parts, p.lanes, p.chunks, p.unmasked)
-        if on.name != target or p.regime == "stream" or asked.n_cols > 70000 or key in seen:
+        key = (
+            asked.n_cols,
+            p.vec,
+            p.unaligned,
+            p.ctas,
+            p.warps_per_row,
+            p.vectors_per_chunk,
+            p.chunks,
+            p.unpredicated_chunks,
+        )
+        if on.name != target or p.regime == "two_pass" or asked.n_cols > 70000 or key in seen:
             continue
         seen.add(key)
-        for head in {0, 1, p.vec - 1} if p.edge else {0}:
+        for head in {0, 1, p.vec - 1} if p.unaligned else {0}:
             owners = columns_moved(asked.n_cols, head, p)
             assert (owners == 1).all(), f"head {head}: {asked} on {device.name}: {p}"
     assert len(seen) > 40
 
 
 def columns_moved(n_cols: int, head: int, p: Plan) -> torch.Tensor:
-    """How often each column of a row is loaded, by slice_of, part_of, chunk_offsets, load_chunks and edge_of."""
+    """How often each column of a row is loaded, by slice_of, warp_of, chunk_offsets, load_chunks and head_and_tail."""
     interior = (n_cols - head) // p.vec * p.vec
     even = -(-(interior // p.vec) // p.ctas) * p.vec
-    line = p.lanes // p.parts * p.vec  # columns of one line in one chunk
+    line = p.vectors_per_chunk // p.warps_per_row * p.vec  # columns of one line in one chunk
     moved = torch.zeros(n_cols, dtype=torch.int32)
     moved[:head] += 1
     moved[head + interior :] += 1
     assert head < 2 * p.vec and n_cols - head - interior < p.vec
     for rank in range(p.ctas):
         first, width = rank * even, min(even, interior - rank * even)
-        for part in range(p.parts):
+        for part in range(p.warps_per_row):
             for c in range(p.chunks):
-                at = c * p.parts * line + part * line
-                stop = at + line if c < p.unmasked else min(at + line, width)
-                assert stop <= max(width, 0) or c >= p.unmasked
+                at = c * p.warps_per_row * line + part * line
+                stop = at + line if c < p.unpredicated_chunks else min(at + line, width)
+                assert stop <= max(width, 0) or c >= p.unpredicated_chunks
                 moved[head + first + at : head + first + max(at, stop)] += 1
     return moved
 
@@ -339,13 +356,13 @@ def test_meta_is_what_the_device_takes():
     asked = problem(200019, ("bfloat16", "bfloat16"))
     on_cluster = plan(asked, DEVICES["sm_90"])
     meta = on_cluster.meta(DEVICES["sm_90"], log=True)
-    assert meta["PTX"] and meta["LOG"] and meta["EDGE"]
-    assert (meta["num_ctas"], meta["CTAS"], meta["PARTS"]) == (16, 16, on_cluster.num_warps)
-    assert meta["PARTS"] * meta["LANES"] == on_cluster.lanes
+    assert meta["PTX"] and meta["LOG"] and meta["UNALIGNED"]
+    assert (meta["num_ctas"], meta["CTAS"], meta["WARPS_PER_ROW"]) == (16, 16, on_cluster.num_warps)
+    assert meta["WARPS_PER_ROW"] * meta["VECTORS"] == on_cluster.vectors_per_chunk
     capped = plan(problem(262144, ("float32", "float32")), DEVICES["sm_90"])
     assert capped.max_registers is not None
     assert {capped.meta(DEVICES["sm_90"], log=log)["maxnreg"] for log in (False, True)} == {capped.max_registers}
-    assert "ROWS" in meta and "ROWS" not in plan(asked, DEVICES["sm_90"], "stream").meta(DEVICES["sm_90"], log=True)
+    assert "ROWS" in meta and "ROWS" not in plan(asked, DEVICES["sm_90"], "two_pass").meta(DEVICES["sm_90"], log=True)
     for name in ("gfx942", "interpreter"):
         meta = plan(asked, DEVICES[name]).meta(DEVICES[name], log=False)
         assert not meta["PTX"] and not {"num_ctas", "maxnreg"} & meta.keys()
@@ -393,7 +410,7 @@ def test_a_walks_steps_are_by_bytes(n_cols):
     )
     assert (fp32.ctas, fp32.num_warps, fp32.chunks) == (bf16.ctas, bf16.num_warps, bf16.chunks)
     # no row is shorter than a step, which costs the same full or empty
-    step = bf16.ctas * bf16.lanes * bf16.vec * bf16.chunks
+    step = bf16.ctas * bf16.vectors_per_chunk * bf16.vec * bf16.chunks
     assert step <= n_cols
 
 

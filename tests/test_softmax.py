@@ -80,7 +80,7 @@ def test_worked_examples(regime):
     torch.testing.assert_close(softmax_by(regime, x), want, atol=5e-4, rtol=0)
 
 
-@pytest.mark.parametrize("regime", [r for r in REGIMES if r != "tile"])
+@pytest.mark.parametrize("regime", [r for r in REGIMES if r != "warp"])
 def test_real_logits(regime):
     """The excerpt that ships with the package: near-flat logits of a whole vocabulary, and sharp attention scores."""
     safetensors = pytest.importorskip("safetensors.torch")
@@ -187,8 +187,8 @@ def test_rows_out_of_phase(dtype):
 
 
 def test_the_tile_regime_says_what_it_cannot_hold():
-    with pytest.raises(ValueError, match="tile"):
-        softmax_by("tile", logits(2, 8191))
+    with pytest.raises(ValueError, match="warp"):
+        softmax_by("warp", logits(2, 8191))
 
 
 @every_regime

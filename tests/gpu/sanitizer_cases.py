@@ -23,10 +23,10 @@ from cases import DTYPES, assert_contract, dtype_id, logits, softmax_by
 import fused_softmax as fs
 
 CASES = {
-    "tile": (1, 33, 1000, 1024),
+    "warp": (1, 33, 1000, 1024),
     "block": (1000, 4097, 8192),
     "cluster": (4096, 8193, 50257),
-    "stream": (1000, 8191, 20001),
+    "two_pass": (1000, 8191, 20001),
 }
 
 

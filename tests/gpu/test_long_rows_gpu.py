@@ -1,4 +1,4 @@
-"""Rows so long that a plan parks chunks in shared memory, keeps part of a slice, or reads y late: against float64."""
+"""Rows so long that a plan stages chunks in shared memory, keeps part of a slice, or reads y late: against float64."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def test_the_widths_above_have_every_kind_of_plan():
         for log in (False, True)
         for backward in (False, True)
     ]
-    assert any(p.parked for p in plans) and any(p.parked and p.edge for p in plans)
-    assert any(p.kept for p in plans) and any(p.kept and p.edge for p in plans)
-    assert any(p.ahead for p in plans)
+    assert any(p.smem_staged for p in plans) and any(p.smem_staged and p.unaligned for p in plans)
+    assert any(p.resident_chunks for p in plans) and any(p.resident_chunks and p.unaligned for p in plans)
+    assert any(p.prefetched_chunks for p in plans)
 
 
 @pytest.mark.parametrize("n_cols", [256000, 450001, 524288, 1048576])

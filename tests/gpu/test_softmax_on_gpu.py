@@ -27,13 +27,13 @@ pytestmark = pytest.mark.gpu
 
 # widths that each regime is made for, with odd ones and real vocabularies among them
 WIDTHS_OF = {
-    "tile": (1, 2, 5, 33, 257, 1000, 1023, 1024),
+    "warp": (1, 2, 5, 33, 257, 1000, 1023, 1024),
     "block": (1, 33, 1000, 1024, 4097, 8192, 16384, 32000, 32768),
     "cluster": (1000, 4097, 8192, 32768, 50257, 128256, 151936, 200019, 262144),
-    "stream": (1, 33, 1000, 8191, 50257, 131072, 524289, 2**22),
+    "two_pass": (1, 33, 1000, 8191, 50257, 131072, 524289, 2**22),
 }
 REGIME_WIDTHS = [(regime, n_cols) for regime, widths in WIDTHS_OF.items() for n_cols in widths]
-BIG = [("tile", 1024), ("block", 32768), ("cluster", 128256), ("stream", 131072)]
+BIG = [("warp", 1024), ("block", 32768), ("cluster", 128256), ("two_pass", 131072)]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 every_regime = pytest.mark.parametrize("regime", WIDTHS_OF)
 

@@ -13,9 +13,18 @@ import triton
 import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
-from .common.cluster import leave_cluster, merge_moments_over_cluster, open_exchange
-from .common.online_softmax import NO_MOMENT, SMOOTH_UNIT, WEIGHTED_SUM, capped, logsumexp, lost_of, reference_of, walk
-from .common.tiles import lines_of, part_of, slice_of, span_of, start_of, width_if
+from .common.cluster import cluster_reduce_moments, init_cluster_barrier, leave_cluster
+from .common.online_softmax import (
+    NO_MOMENT,
+    SMOOTH_UNIT,
+    WEIGHTED_SUM,
+    capped,
+    logsumexp,
+    online_reduction,
+    reference_of,
+    rounding_residual,
+)
+from .common.tiles import segments_of, slice_of, span_of, start_of, warp_of, width_if
 
 
 @triton.jit
@@ -60,7 +69,7 @@ def cross_entropy_forward(
     loss_ptr: Vector,  # [n_rows] float32
     moments_ptr: Vector,  # [n_rows, 2] float32
     n_rows: Int64,
-    n_cols: Int32,  # n_cols and x_stride: in units of VEC, or of one element where EDGE
+    n_cols: Int32,  # n_cols and x_stride: in units of VEC, or of one element where UNALIGNED
     x_stride: Int64,
     phase: Int32,
     ignore_index: Int64,
@@ -72,28 +81,28 @@ def cross_entropy_forward(
     SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     CTAS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LANES: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr,
+    VECTORS: tl.constexpr,
     VEC: tl.constexpr,
     CHUNKS: tl.constexpr,
-    EDGE: tl.constexpr,
+    UNALIGNED: tl.constexpr,
     PTX: tl.constexpr,
     TRIGGER: tl.constexpr,  # whether the kernel after this one may start to wait for it
 ):
-    open_exchange(CTAS, 4 if SMOOTH else 2, PTX, PARTS)
+    init_cluster_barrier(CTAS, 4 if SMOOTH else 2, PTX, WARPS_PER_ROW)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
-    row, rank = lines_of(ROWS, CTAS, PARTS)
-    part = part_of(ROWS * CTAS * PARTS, PARTS)
+    row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
+    part = warp_of(ROWS * CTAS * WARPS_PER_ROW, WARPS_PER_ROW)
     exists = row < n_rows
-    head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
-    x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
+    head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
+    x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (LANES * VEC)
-    width -= part * (LANES * VEC)
+    first += part * (VECTORS * VEC)
+    width -= part * (VECTORS * VEC)
     if ROWS > 1:
         width = width_if(exists, width)
-    columns = n_cols if EDGE else n_cols * VEC
+    columns = n_cols if UNALIGNED else n_cols * VEC
     target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
     # before the walk, so that nothing waits for it afterwards
     x_target = tl.load(x_row - head + target, mask=counts, other=0.0)
@@ -102,12 +111,12 @@ def cross_entropy_forward(
         reference = reference_of(tl.load(x_row - head, mask=exists, other=0.0), cap, SOFTCAP)
     MOMENT: tl.constexpr = WEIGHTED_SUM if SMOOTH else NO_MOMENT
     one = 1.0 + 0.0 * row.to(tl.float32)
-    row_max, row_sum, wz_sum = walk(
+    row_max, row_sum, wz_sum = online_reduction(
         x_row, first, width, head, interior, columns, exists, rank, part, one, cap, reference, weight_ptr,
-        MOMENT, WEIGHTED, False, SOFTCAP, ROWS, CTAS, PARTS, LANES, VEC, CHUNKS, EDGE, PTX,
+        MOMENT, WEIGHTED, False, SOFTCAP, ROWS, CTAS, WARPS_PER_ROW, VECTORS, VEC, CHUNKS, UNALIGNED, PTX,
     )  # fmt: skip
     lse = logsumexp(row_max, row_sum)
-    lost = lost_of(lse, row_max, row_sum)[:, None]
+    lost = rounding_residual(lse, row_max, row_sum)[:, None]
     lse = tl.where(lse == float("inf"), float("nan"), lse)[:, None]
     z = capped(x_target, cap, SOFTCAP)
     if WEIGHTED:
@@ -131,18 +140,18 @@ def cross_entropy_forward(
 @triton.jit
 def add_up(
     loss_ptr, target_ptr, weight_ptr, n_rows, n_classes, ignore_index,
-    LOSSES: tl.constexpr, WEIGHTED: tl.constexpr, CTAS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr,
+    LOSSES: tl.constexpr, WEIGHTED: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr,
     EACH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """(sum of the losses where LOSSES, how many targets count or the sum of their weights), in one order.
 
     All CTAs of a cluster read, as one multiprocessor takes 6 us for 32,768 rows.
     """
-    LINES: tl.constexpr = CTAS * PARTS
-    TILE: tl.constexpr = LINES * LANES
-    place = tl.arange(0, LINES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    total = tl.zeros([LINES, LANES], tl.float32)
-    weight = tl.zeros([LINES, LANES], tl.float32)
+    SEGMENTS: tl.constexpr = CTAS * WARPS_PER_ROW
+    TILE: tl.constexpr = SEGMENTS * VECTORS
+    place = tl.arange(0, SEGMENTS)[:, None] * VECTORS + tl.arange(0, VECTORS)[None, :]
+    total = tl.zeros([SEGMENTS, VECTORS], tl.float32)
+    weight = tl.zeros([SEGMENTS, VECTORS], tl.float32)
     for start in range(0, n_rows, EACH * TILE):
         losses, targets = (), ()
         for i in tl.static_range(EACH):
@@ -159,8 +168,8 @@ def add_up(
             else:
                 weight += counts.to(tl.float32)
     line_total, line_weight = tl.sum(total, 1), tl.sum(weight, 1)
-    _, weight, total = merge_moments_over_cluster(
-        tl.zeros_like(line_total), line_weight, line_total, True, CTAS, PTX, PARTS
+    _, weight, total = cluster_reduce_moments(
+        tl.zeros_like(line_total), line_weight, line_total, True, CTAS, PTX, WARPS_PER_ROW
     )
     return total, weight
 
@@ -168,16 +177,16 @@ def add_up(
 @kernel()
 def count_targets(
     target_ptr: Vector, weight_ptr: Vector, count_ptr: Vector, n_rows: Int64, n_classes: Int32, ignore_index: Int64,
-    WEIGHTED: tl.constexpr, CTAS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+    WEIGHTED: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, EACH: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     """The mean's denominator: how many targets count, or the sum of their weights. One program."""
-    open_exchange(CTAS, 4, PTX, PARTS)
+    init_cluster_barrier(CTAS, 4, PTX, WARPS_PER_ROW)
     _, weight = add_up(
         weight_ptr, target_ptr, weight_ptr, n_rows, n_classes, ignore_index,
-        False, WEIGHTED, CTAS, PARTS, LANES, EACH, PTX,
+        False, WEIGHTED, CTAS, WARPS_PER_ROW, VECTORS, EACH, PTX,
     )  # fmt: skip
-    line = tl.arange(0, CTAS * PARTS)
+    line = tl.arange(0, CTAS * WARPS_PER_ROW)
     tl.store(count_ptr + line, weight, mask=line == 0)
     leave_cluster(CTAS, PTX)
 
@@ -186,22 +195,22 @@ def count_targets(
 def reduce_losses(
     loss_ptr: Vector, target_ptr: Vector, weight_ptr: Vector, out_ptr: Vector, n_rows: Int64, n_classes: Int32,
     ignore_index: Int64, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, WAITS: tl.constexpr, CTAS: tl.constexpr,
-    PARTS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """sum(loss), divided where MEAN by what `count_targets` counts: NaN where nothing does. One program, one order.
 
     WAITS: launched while the kernel that writes the losses still runs, so that no launch lies between the two.
     """
-    open_exchange(CTAS, 4, PTX, PARTS)
+    init_cluster_barrier(CTAS, 4, PTX, WARPS_PER_ROW)
     if WAITS:
         tl.extra.cuda.gdc_wait()
     out, weight = add_up(
         loss_ptr, target_ptr, weight_ptr, n_rows, n_classes, ignore_index,
-        True, WEIGHTED, CTAS, PARTS, LANES, EACH, PTX,
+        True, WEIGHTED, CTAS, WARPS_PER_ROW, VECTORS, EACH, PTX,
     )  # fmt: skip
     if MEAN:
         # torch divides each part of a loss by 0, and one part is 0/0
         out = tl.where(weight == 0.0, float("nan"), out / weight)
-    line = tl.arange(0, CTAS * PARTS)
+    line = tl.arange(0, CTAS * WARPS_PER_ROW)
     tl.store(out_ptr + line, out, mask=line == 0)
     leave_cluster(CTAS, PTX)

@@ -16,9 +16,18 @@ import triton
 import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
-from .common.numerics import exp_about, pivot, widen
+from .common.numerics import exp2_affine, exp2_fma, upcast
 from .common.online_softmax import capped_with_slope, logsumexp
-from .common.tiles import chunk_offsets, edge_of, gradient_reads, load_chunks, span_of, start_of, store_chunk, width_if
+from .common.tiles import (
+    chunk_offsets,
+    gradient_reads,
+    head_and_tail,
+    load_chunks,
+    span_of,
+    start_of,
+    store_chunk,
+    width_if,
+)
 from .cross_entropy import target_of
 
 
@@ -27,11 +36,11 @@ def cross_entropy_term(
     x, b, at, base, shift, a, c, w_ptr, cap, mask,
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """dx of a tile x in float32 at columns `at`; b: 0 but at the target; g, and `by` of the pivot, are in a, b, c."""
+    """dx of a tile x in float32 at columns `at`; b: 0 but at the target; g, and `by` of the exp2_affine, are in a, b, c."""
     z, slope = x, 1.0
     if SOFTCAP:
         z, slope = capped_with_slope(x, cap)
-    dz = exp_about(z, base, shift, FUSED) * a - b
+    dz = exp2_fma(z, base, shift, FUSED) * a - b
     if SMOOTH:
         if WEIGHTED:
             dz -= c * tl.load(w_ptr + at, mask=mask, other=0.0)
@@ -44,35 +53,35 @@ def cross_entropy_term(
 
 
 @triton.jit
-def store_edge_gradient(
-    dx_row, x, at, in_edge, target, counts, b, base, shift, a, c, w_ptr, cap,
+def store_head_tail_gradient(
+    dx_row, x, at, in_head_tail, target, counts, b, base, shift, a, c, w_ptr, cap,
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """Writes dx of a row's ends, which are so few that each is compared with the target.
 
-    # x, at, in_edge: [LINES, LANES]; target: from the row's first aligned column, as `at`
+    # x, at, in_head_tail: [SEGMENTS, VECTORS]; target: from the row's first aligned column, as `at`
     """
     b_edge = tl.where(at == target, b, 0.0)
     dx = cross_entropy_term(
-        x.to(tl.float32), b_edge, at, base, shift, a, c, w_ptr, cap, in_edge, WEIGHTED, SMOOTH, SOFTCAP, FUSED
+        x.to(tl.float32), b_edge, at, base, shift, a, c, w_ptr, cap, in_head_tail, WEIGHTED, SMOOTH, SOFTCAP, FUSED
     )
-    tl.store(dx_row + at, tl.where(counts, dx, 0.0).to(dx_row.dtype.element_ty), mask=in_edge)
+    tl.store(dx_row + at, tl.where(counts, dx, 0.0).to(dx_row.dtype.element_ty), mask=in_head_tail)
 
 
 @triton.jit
 def store_target(
     at, dx, target, width, wanted,
-    LANES: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr = 1,
+    VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, WARPS_PER_ROW: tl.constexpr = 1,
 ):  # fmt: skip
     """Writes the target's dx over what its line has just written, where `wanted` and the target lies in the line.
 
     target: from the line's first column, whose address is `at`. The lane that held the column writes it: the line's own
-    CTA, after a barrier of it, so that the two writes come in this order.  # all [LINES, 1]
+    CTA, after a barrier of it, so that the two writes come in this order.  # all [SEGMENTS, 1]
     """
-    TURN: tl.constexpr = PARTS * LANES * VEC  # columns from one chunk of a line to its next
+    TURN: tl.constexpr = WARPS_PER_ROW * VECTORS * VEC  # columns from one chunk of a line to its next
     inside = wanted & (target >= 0) & (target < tl.minimum(width, CHUNKS * TURN))
-    lane = tl.where(inside, target % TURN // VEC, -1)  # of another line's columns: LANES or more
-    owns = lane == tl.arange(0, LANES)[None, :]
+    lane = tl.where(inside, target % TURN // VEC, -1)  # of another line's columns: VECTORS or more
+    owns = lane == tl.arange(0, VECTORS)[None, :]
     tl.debug_barrier()
     tl.store(at + target + tl.zeros_like(owns.to(tl.int32)), dx.to(at.dtype.element_ty), mask=owns)
 
@@ -95,7 +104,7 @@ def cross_entropy_unit(
     unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, moments_ptr, g_ptr, n_rows, n_cols,
     x_stride, dx_stride, phase, n_splits, ignore_index, g_stride, smoothing, cap, z_loss,
     UNLESS_ONE: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, EDGE: tl.constexpr,
+    ROWS: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     """The gradient of unit `unit`: CHUNKS chunks of ROWS rows."""
@@ -106,17 +115,17 @@ def cross_entropy_unit(
     upstream = tl.load(g_ptr + row * g_stride, mask=exists, other=1.0)
     needed = tl.sum((upstream != 1.0).to(tl.int32)) > 0
     if needed or not UNLESS_ONE:
-        head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
-        x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
-        dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
-        first = split * (CHUNKS * LANES * VEC)
+        head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
+        x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
+        dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, UNALIGNED)
+        first = split * (CHUNKS * VECTORS * VEC)
         width = width_if(exists, interior - first)
-        columns = n_cols if EDGE else n_cols * VEC
-        POLICY: tl.constexpr = gradient_reads(EDGE, x_ptr.dtype.element_ty)
-        x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, LANES, VEC, -float("inf"), 1, POLICY)
-        if EDGE:
-            edge, in_edge = edge_of(head, interior, n_cols, (split == 0) & exists, LANES, VEC)
-            x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
+        columns = n_cols if UNALIGNED else n_cols * VEC
+        POLICY: tl.constexpr = gradient_reads(UNALIGNED, x_ptr.dtype.element_ty)
+        x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, VECTORS, VEC, -float("inf"), 1, POLICY)
+        if UNALIGNED:
+            edge, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
+            x_head_tail = tl.load(x_row + edge, mask=in_head_tail, other=-float("inf"))
         target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
         row_max = tl.load(moments_ptr + 2 * row, mask=exists, other=0.0)
         row_sum = tl.load(moments_ptr + 2 * row + 1, mask=exists, other=1.0)
@@ -134,26 +143,26 @@ def cross_entropy_unit(
         if MEAN:
             g = tl.where(counts, upstream / tl.load(count_ptr), 0.0)
         a, b, c = coefficients(g, lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)
-        base, shift, by = pivot(row_max, FUSED)
+        base, shift, by = exp2_affine(row_max, FUSED)
         a = tl.where(counts, a * by / row_sum, 0.0)
         w_here = weight_ptr + (head + first + 0 * row)[:, :, None]
         for k in tl.static_range(CHUNKS):
-            at = tl.reshape(chunk_offsets(k, LANES, VEC), (1, LANES, VEC))
+            at = tl.reshape(chunk_offsets(k, VECTORS, VEC), (1, VECTORS, VEC))
             dx = cross_entropy_term(
-                widen(x[k], PTX), 0.0, at, base[:, :, None], shift[:, :, None], a[:, :, None], c[:, :, None], w_here,
+                upcast(x[k], PTX), 0.0, at, base[:, :, None], shift[:, :, None], a[:, :, None], c[:, :, None], w_here,
                 cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
             dx = tl.where(counts[:, :, None], dx, 0.0)
-            store_chunk(dx_row + first, width, dx, k, ROWS, 0, LANES, VEC)
-        if EDGE:
-            store_edge_gradient(
-                dx_row, x_edge, edge, in_edge, target - head, counts, b, base, shift, a, c, weight_ptr + head, cap,
+            store_chunk(dx_row + first, width, dx, k, ROWS, 0, VECTORS, VEC)
+        if UNALIGNED:
+            store_head_tail_gradient(
+                dx_row, x_head_tail, edge, in_head_tail, target - head, counts, b, base, shift, a, c, weight_ptr + head, cap,
                 WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
         dx = cross_entropy_term(
             x_target, b, target, base, shift, a, c, weight_ptr, cap, counts, WEIGHTED, SMOOTH, SOFTCAP, FUSED
         )
-        store_target(dx_row + first, dx, (target - head - first).to(tl.int32), width, counts, LANES, VEC, CHUNKS)
+        store_target(dx_row + first, dx, (target - head - first).to(tl.int32), width, counts, VECTORS, VEC, CHUNKS)
 
 
 @kernel(num_stages=1)
@@ -167,7 +176,7 @@ def cross_entropy_backward(
     moments_ptr: Vector,  # [n_rows, 2] float32
     g_ptr: Vector,  # upstream gradient: [1] with g_stride 0, or [n_rows] with g_stride 1; float32
     n_rows: Int64,
-    n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where EDGE
+    n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
     x_stride: Int64,
     dx_stride: Int64,
     phase: Int32,
@@ -183,10 +192,10 @@ def cross_entropy_backward(
     SMOOTH: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
-    LANES: tl.constexpr,
+    VECTORS: tl.constexpr,
     VEC: tl.constexpr,
     CHUNKS: tl.constexpr,
-    EDGE: tl.constexpr,
+    UNALIGNED: tl.constexpr,
     PTX: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
@@ -198,7 +207,7 @@ def cross_entropy_backward(
         cross_entropy_unit(
             unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, moments_ptr, g_ptr, n_rows, n_cols,
             x_stride, dx_stride, phase, n_splits, ignore_index, g_stride, smoothing, cap, z_loss,
-            UNLESS_ONE, MEAN, WEIGHTED, SMOOTH, SOFTCAP, ROWS, LANES, VEC, CHUNKS, EDGE, PTX,
+            UNLESS_ONE, MEAN, WEIGHTED, SMOOTH, SOFTCAP, ROWS, VECTORS, VEC, CHUNKS, UNALIGNED, PTX,
         )  # fmt: skip
 
 
@@ -213,10 +222,10 @@ def scale_unless_one(
     n_splits: Int32,
     g_stride: Int64,
     ROWS: tl.constexpr,
-    LANES: tl.constexpr,
+    VECTORS: tl.constexpr,
     VEC: tl.constexpr,
     CHUNKS: tl.constexpr,
-    EDGE: tl.constexpr,
+    UNALIGNED: tl.constexpr,
 ):
     """dx *= g, for a gradient that was written over its logits; a row whose g is 1 is not touched."""
     n_units = (n_rows + ROWS - 1) // ROWS * n_splits
@@ -227,14 +236,14 @@ def scale_unless_one(
         exists = row < n_rows
         g = tl.load(g_ptr + row * g_stride, mask=exists, other=1.0)
         if tl.sum((g != 1.0).to(tl.int32)) > 0:
-            head, interior = span_of(row, dx_stride, phase, n_cols, VEC, EDGE)
-            dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
-            first = split * (CHUNKS * LANES * VEC)
+            head, interior = span_of(row, dx_stride, phase, n_cols, VEC, UNALIGNED)
+            dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, UNALIGNED)
+            first = split * (CHUNKS * VECTORS * VEC)
             width = width_if(exists, interior - first)
-            dx = load_chunks(dx_row + first, width, ROWS, CHUNKS, 0, LANES, VEC, 0.0)
+            dx = load_chunks(dx_row + first, width, ROWS, CHUNKS, 0, VECTORS, VEC, 0.0)
             for k in tl.static_range(CHUNKS):
-                store_chunk(dx_row + first, width, dx[k].to(tl.float32) * g[:, :, None], k, ROWS, 0, LANES, VEC)
-            if EDGE:
-                edge, in_edge = edge_of(head, interior, n_cols, (split == 0) & exists, LANES, VEC)
-                at_edge = tl.load(dx_row + edge, mask=in_edge, other=0.0).to(tl.float32) * g
-                tl.store(dx_row + edge, at_edge.to(dx_ptr.dtype.element_ty), mask=in_edge)
+                store_chunk(dx_row + first, width, dx[k].to(tl.float32) * g[:, :, None], k, ROWS, 0, VECTORS, VEC)
+            if UNALIGNED:
+                edge, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
+                at_edge = tl.load(dx_row + edge, mask=in_head_tail, other=0.0).to(tl.float32) * g
+                tl.store(dx_row + edge, at_edge.to(dx_ptr.dtype.element_ty), mask=in_head_tail)

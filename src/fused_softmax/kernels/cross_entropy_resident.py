@@ -14,23 +14,23 @@ from __future__ import annotations
 import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
-from .common.cluster import leave_cluster, merge_moments_over_cluster, merge_over_cluster, open_exchange
-from .common.numerics import LOWEST, exp, max_of_vectors, pivot, sum_of_vectors, widen
-from .common.online_softmax import capped, logsumexp, lost_of, reference_of, weigh
+from .common.cluster import cluster_reduce_max_sum, cluster_reduce_moments, init_cluster_barrier, leave_cluster
+from .common.numerics import LOWEST, exp, exp2_affine, max_of_vectors, sum_of_vectors, upcast
+from .common.online_softmax import capped, logsumexp, reference_of, rounding_residual, weigh
 from .common.tiles import (
     chunk_offsets,
-    edge_of,
-    lines_of,
+    head_and_tail,
     load_chunks,
-    part_of,
+    segments_of,
     slice_of,
     span_of,
     start_of,
     store_chunk,
+    warp_of,
     width_if,
 )
 from .cross_entropy import assert_inside, row_loss, store_moments, target_of
-from .cross_entropy_backward import coefficients, cross_entropy_term, store_edge_gradient, store_target
+from .cross_entropy_backward import coefficients, cross_entropy_term, store_head_tail_gradient, store_target
 
 
 @kernel(asserts=True)
@@ -44,7 +44,7 @@ def cross_entropy_resident(
     loss_ptr: Vector,  # [n_rows] float32
     moments_ptr: Vector,  # [n_rows, 2] float32
     n_rows: Int64,
-    n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where EDGE
+    n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
     x_stride: Int64,
     dx_stride: Int64,
     phase: Int32,
@@ -59,44 +59,44 @@ def cross_entropy_resident(
     SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     CTAS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LANES: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr,
+    VECTORS: tl.constexpr,
     VEC: tl.constexpr,
     CHUNKS: tl.constexpr,
-    UNMASKED: tl.constexpr,
-    EDGE: tl.constexpr,
+    UNPREDICATED: tl.constexpr,
+    UNALIGNED: tl.constexpr,
     PTX: tl.constexpr,
     TRIGGER: tl.constexpr,  # whether the kernel after this one may start to wait for it
 ):
-    open_exchange(CTAS, 4 if SMOOTH else 2, PTX, PARTS)
+    init_cluster_barrier(CTAS, 4 if SMOOTH else 2, PTX, WARPS_PER_ROW)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
-    LINES: tl.constexpr = ROWS * CTAS * PARTS
-    row, rank = lines_of(ROWS, CTAS, PARTS)
-    part = part_of(LINES, PARTS)
+    SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
+    row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
+    part = warp_of(SEGMENTS, WARPS_PER_ROW)
     exists = row < n_rows
-    head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
-    x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
-    dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
+    head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
+    x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
+    dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (LANES * VEC)
-    width -= part * (LANES * VEC)
+    first += part * (VECTORS * VEC)
+    width -= part * (VECTORS * VEC)
     if ROWS > 1:
         width = width_if(exists, width)
-    columns = n_cols if EDGE else n_cols * VEC
+    columns = n_cols if UNALIGNED else n_cols * VEC
 
-    x = load_chunks(x_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, -float("inf"), PARTS)
-    if EDGE:
-        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
-        x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
+    x = load_chunks(x_row + first, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
+    if UNALIGNED:
+        edge, in_head_tail = head_and_tail(head, interior, n_cols, (rank == 0) & (part == 0) & exists, VECTORS, VEC)
+        x_head_tail = tl.load(x_row + edge, mask=in_head_tail, other=-float("inf"))
     if ROWS == 1:
         # one row: its numbers are scalars, which no layout has to carry from warp to warp
         own = tl.program_id(0).to(tl.int64)
         target, counts = target_of(own, n_rows, target_ptr, ignore_index, columns)
         assert_inside(target, ignore_index, columns)
-        own_head = span_of(own, x_stride, phase, n_cols, VEC, EDGE)[0]
+        own_head = span_of(own, x_stride, phase, n_cols, VEC, UNALIGNED)[0]
         z_target = tl.load(
-            x_ptr + start_of(own, x_stride, phase, VEC, EDGE) - own_head + target, mask=counts, other=0.0
+            x_ptr + start_of(own, x_stride, phase, VEC, UNALIGNED) - own_head + target, mask=counts, other=0.0
         )
     else:
         target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
@@ -121,7 +121,7 @@ def cross_entropy_resident(
     m = max_of_vectors(x[0], PTX)
     for k in tl.static_range(1, CHUNKS):
         m = tl.maximum(m, max_of_vectors(x[k], PTX))
-    m = tl.maximum(capped(m, cap, SOFTCAP), LOWEST)  # [LINES, LANES]
+    m = tl.maximum(capped(m, cap, SOFTCAP), LOWEST)  # [SEGMENTS, VECTORS]
     if INPLACE:
         # the target's logit is one of the row's, so it changes no maximum; taken here, it has been read by all who
         # share the row before any of them can write the gradient over it. Elsewhere nothing waits for it: two loads,
@@ -132,31 +132,33 @@ def cross_entropy_resident(
     s = tl.zeros_like(m)
     t = tl.zeros_like(m)
     for k in tl.static_range(CHUNKS):
-        z = capped(widen(x[k], PTX, True), cap, SOFTCAP)
+        z = capped(upcast(x[k], PTX, True), cap, SOFTCAP)
         s += sum_of_vectors(exp(z - m[:, :, None]), PTX)
         if SMOOTH:
-            at = tl.reshape(chunk_offsets(k, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
+            at = tl.reshape(chunk_offsets(k, VECTORS, VEC, WARPS_PER_ROW) + 0 * rank, (SEGMENTS, VECTORS, VEC))
             at_weight, mask = at + (head + first)[:, :, None], at < width[:, :, None]
             t += tl.sum(weigh(z, reference[:, :, None], at_weight, mask, weight_ptr, WEIGHTED), 2)
 
     # the ends are summed up by line: a tile of them need not lie in the CTAs as the row does
     line_max = tl.max(m, 1)
-    if EDGE:
-        z_edge = capped(x_edge, cap, SOFTCAP)
-        line_max = tl.maximum(line_max, tl.max(z_edge, 1))
+    if UNALIGNED:
+        z_head_tail = capped(x_head_tail, cap, SOFTCAP)
+        line_max = tl.maximum(line_max, tl.max(z_head_tail, 1))
     line_sum = tl.sum(s * exp(m - line_max[:, None]), 1)
     line_weighted = tl.sum(t, 1)
-    if EDGE:
-        line_sum += tl.sum(exp(z_edge - line_max[:, None]), 1)
-        line_weighted += tl.sum(weigh(z_edge, reference, edge + head, in_edge, weight_ptr, WEIGHTED), 1)
+    if UNALIGNED:
+        line_sum += tl.sum(exp(z_head_tail - line_max[:, None]), 1)
+        line_weighted += tl.sum(weigh(z_head_tail, reference, edge + head, in_head_tail, weight_ptr, WEIGHTED), 1)
     if SMOOTH:
-        row_max, row_sum, wz_sum = merge_moments_over_cluster(line_max, line_sum, line_weighted, True, CTAS, PTX, PARTS)
+        row_max, row_sum, wz_sum = cluster_reduce_moments(
+            line_max, line_sum, line_weighted, True, CTAS, PTX, WARPS_PER_ROW
+        )
         wz_sum = wz_sum[:, None]
     else:
-        row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX, PARTS)
+        row_max, row_sum = cluster_reduce_max_sum(line_max, line_sum, CTAS, PTX, WARPS_PER_ROW)
         wz_sum = 0.0
     lse = logsumexp(row_max, row_sum)
-    lost, lse = lost_of(lse, row_max, row_sum)[:, None], lse[:, None]
+    lost, lse = rounding_residual(lse, row_max, row_sum)[:, None], lse[:, None]
     nll = lse - z_target + lost
 
     g = tl.where(counts, 1.0, 0.0)
@@ -164,36 +166,36 @@ def cross_entropy_resident(
         g = tl.where(counts, 1.0 / tl.load(count_ptr), 0.0)
     a, b, c = coefficients(g, lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
-    base, shift, by = pivot(row_max[:, None], FUSED)
+    base, shift, by = exp2_affine(row_max[:, None], FUSED)
     a = tl.where(counts, a * by / row_sum[:, None], 0.0)
     b, c = b + tl.zeros_like(a), c + tl.zeros_like(a)
     if ROWS > 1 or counts:
         w_here = weight_ptr + (head + first)[:, :, None]
         for k in tl.static_range(CHUNKS):
-            at = tl.reshape(chunk_offsets(k, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
+            at = tl.reshape(chunk_offsets(k, VECTORS, VEC, WARPS_PER_ROW) + 0 * rank, (SEGMENTS, VECTORS, VEC))
             dx = cross_entropy_term(
-                widen(x[k], PTX, True), 0.0, at, base[:, :, None], shift[:, :, None], a[:, :, None], c[:, :, None],
+                upcast(x[k], PTX, True), 0.0, at, base[:, :, None], shift[:, :, None], a[:, :, None], c[:, :, None],
                 w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
             if ROWS > 1:
                 dx = tl.where(counts[:, :, None], dx, 0.0)
-            store_chunk(dx_row + first, width, dx, k, LINES, UNMASKED, LANES, VEC, PARTS)
-        if EDGE:
-            store_edge_gradient(
-                dx_row, x_edge, edge, in_edge, target - head, counts, b, base, shift, a, c, weight_ptr + head, cap,
+            store_chunk(dx_row + first, width, dx, k, SEGMENTS, UNPREDICATED, VECTORS, VEC, WARPS_PER_ROW)
+        if UNALIGNED:
+            store_head_tail_gradient(
+                dx_row, x_head_tail, edge, in_head_tail, target - head, counts, b, base, shift, a, c, weight_ptr + head, cap,
                 WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
         dx = cross_entropy_term(
             x_target, b, target, base, shift, a, c, weight_ptr, cap, counts, WEIGHTED, SMOOTH, SOFTCAP, FUSED
         )
         local_target = (target - head - first).to(tl.int32)
-        store_target(dx_row + first, dx, local_target, width, counts & exists, LANES, VEC, CHUNKS, PARTS)
+        store_target(dx_row + first, dx, local_target, width, counts & exists, VECTORS, VEC, CHUNKS, WARPS_PER_ROW)
     else:  # whatever the row holds
-        zeros = tl.zeros([LINES, LANES, VEC], tl.float32)
+        zeros = tl.zeros([SEGMENTS, VECTORS, VEC], tl.float32)
         for k in tl.static_range(CHUNKS):
-            store_chunk(dx_row + first, width, zeros, k, LINES, UNMASKED, LANES, VEC, PARTS)
-        if EDGE:
-            tl.store(dx_row + edge, tl.zeros_like(x_edge).to(dx_ptr.dtype.element_ty), mask=in_edge)
+            store_chunk(dx_row + first, width, zeros, k, SEGMENTS, UNPREDICATED, VECTORS, VEC, WARPS_PER_ROW)
+        if UNALIGNED:
+            tl.store(dx_row + edge, tl.zeros_like(x_head_tail).to(dx_ptr.dtype.element_ty), mask=in_head_tail)
 
     # last, as these numbers change warps to be written
     loss = row_loss(nll, lse, lost, w_target, w_sum, wz_sum, reference, smoothing, columns, z_loss, SMOOTH)

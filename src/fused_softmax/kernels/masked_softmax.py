@@ -15,19 +15,19 @@ import triton
 import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
-from .common.cluster import leave_cluster, merge_over_cluster, open_exchange
-from .common.numerics import LOWEST, exp, exp_about, pivot, scaled, widen
-from .common.row_scheduler import row_at, seen_of
+from .common.cluster import cluster_reduce_max_sum, init_cluster_barrier, leave_cluster
+from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, scaled, upcast
+from .common.row_scheduler import scheduled_row, seen_of
 from .common.tiles import (
     READS,
     chunk_offsets,
-    lines_of,
     load_chunks,
-    part_of,
+    segments_of,
     slice_of,
     span_of,
     start_of,
     store_chunk,
+    warp_of,
     width_if,
 )
 
@@ -38,7 +38,7 @@ ADDITIVE = tl.constexpr(2)
 
 @triton.jit
 def mask_row_of(batch, query, mask_ptr, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC: tl.constexpr):
-    """Where each row's mask begins; strides in units of MASK_VEC.  # batch, query: [LINES, 1]"""
+    """Where each row's mask begins; strides in units of MASK_VEC.  # batch, query: [SEGMENTS, 1]"""
     batch, n_inner, n_middle = batch.to(tl.int32), n_inner.to(tl.int32), n_middle.to(tl.int32)
     group, inner = batch // n_inner, batch % n_inner
     outer, middle = group // n_middle, group % n_middle
@@ -46,13 +46,13 @@ def mask_row_of(batch, query, mask_ptr, n_middle, n_inner, m_outer, m_middle, m_
 
 
 @triton.jit
-def ends_of(head, within, interior, columns, owner, LANES: tl.constexpr, VEC: tl.constexpr):
+def ends_of(head, within, interior, columns, owner, VECTORS: tl.constexpr, VEC: tl.constexpr):
     """(offsets from the first aligned column, mask) of what is written one element a lane: the head, the vector at
     `within`, which the row may see in part, and the columns after the last vector where that is another one.
 
-    # head, within, interior, owner: scalar or [LINES, 1]; result [LINES, LANES], LANES >= 3*VEC
+    # head, within, interior, owner: scalar or [SEGMENTS, 1]; result [SEGMENTS, VECTORS], VECTORS >= 3*VEC
     """
-    lane = tl.arange(0, LANES)[None, :]
+    lane = tl.arange(0, VECTORS)[None, :]
     after = tl.where(lane < 2 * VEC, within + lane - VEC, interior + lane - 2 * VEC)
     real = (lane < 2 * VEC) | ((lane < 3 * VEC) & (within < interior))
     offsets = tl.where(lane < VEC, lane - head, after)
@@ -73,14 +73,14 @@ def hide(x, mask, scale, MASK: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def widened(x, scale, FUSED: tl.constexpr, PTX: tl.constexpr):
-    """Logits widened anew, and scaled but where FUSED, as `pivot` has the scale then."""
-    x = widen(x, PTX, True)
+    """Logits widened anew, and scaled but where FUSED, as `exp2_affine` has the scale then."""
+    x = upcast(x, PTX, True)
     return x if FUSED else scaled(x, scale, PTX)
 
 
 @triton.jit
 def load_query_mask(mask_row, exists):
-    """The one value that a row's columns share, where MASK_COLS is 0.  # [LINES, 1]
+    """The one value that a row's columns share, where MASK_COLS is 0.  # [SEGMENTS, 1]
 
     It is read once a line, never as a tile of equal addresses. Triton 3.6 gives such a tile a layout that spreads a
     line over warps, and the merge over a cluster needs a line to be a warp.
@@ -91,21 +91,21 @@ def load_query_mask(mask_row, exists):
 @triton.jit
 def load_masks(
     at, width, m_col, MASK_COLS: tl.constexpr,
-    LINES: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+    SEGMENTS: tl.constexpr, CHUNKS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """The mask of a slice, tile by tile as `load_chunks` has the row.  # at: the slice's first column; [LINES, 1]
+    """The mask of a slice, tile by tile as `load_chunks` has the row.  # at: the slice's first column; [SEGMENTS, 1]
 
     Where MASK_COLS is 0, `at` is what `load_query_mask` read.
     """
     tiles = ()
     for c in tl.static_range(CHUNKS):
-        offsets = chunk_offsets(c, LANES, VEC, PARTS)
+        offsets = chunk_offsets(c, VECTORS, VEC, WARPS_PER_ROW)
         if MASK_COLS == 0:
             tile = at[:, :, None]
         else:
             offsets_here = offsets if MASK_COLS == 1 else offsets * m_col
             tile = tl.load(at + offsets_here, mask=offsets < width, other=0, eviction_policy=READS)
-            tile = tl.reshape(tile, (LINES, LANES, VEC))
+            tile = tl.reshape(tile, (SEGMENTS, VECTORS, VEC))
         tiles = tiles + (tile,)
     return tiles
 
@@ -113,15 +113,15 @@ def load_masks(
 @triton.jit
 def store_around(
     at, width, within, y, C: tl.constexpr, CAUSAL: tl.constexpr,
-    LINES: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+    SEGMENTS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Writes chunk C, where CAUSAL without the vector at `within`, which `ends_of` has.  # within: from the slice"""
     if CAUSAL:
-        offsets = chunk_offsets(C, LANES, VEC, PARTS)
-        value = tl.reshape(y.to(at.dtype.element_ty), (LINES, LANES * VEC))
+        offsets = chunk_offsets(C, VECTORS, VEC, WARPS_PER_ROW)
+        value = tl.reshape(y.to(at.dtype.element_ty), (SEGMENTS, VECTORS * VEC))
         tl.store(at + offsets, value, mask=(offsets < width) & (offsets // VEC * VEC != within))
     else:
-        store_chunk(at, width, y, C, LINES, 0, LANES, VEC, PARTS)
+        store_chunk(at, width, y, C, SEGMENTS, 0, VECTORS, VEC, WARPS_PER_ROW)
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def reciprocal(row_sum, ZERO: tl.constexpr, AGAIN: tl.constexpr):
 
 @triton.jit
 def accumulate(z, m, s):
-    """Each lane's (max, sum) with one tile more.  # z: [LINES, LANES, VEC]; m, s: [LINES, LANES]"""
+    """Each lane's (max, sum) with one tile more.  # z: [SEGMENTS, VECTORS, VEC]; m, s: [SEGMENTS, VECTORS]"""
     m_new = tl.maximum(m, tl.max(z, 2))
     return m_new, s * exp(m - m_new) + tl.sum(exp(z - m_new[:, :, None]), 2)
 
@@ -148,17 +148,17 @@ def masked_softmax_forward(
     y_ptr: Rows,
     mask_ptr: Vector,  # uint8 or floating, where MASK
     n_rows: Int64,  # fewer than 2^31
-    n_cols: Int32,  # n_cols and the rows' strides: in units of VEC, or of one element where EDGE
+    n_cols: Int32,  # n_cols and the rows' strides: in units of VEC, or of one element where UNALIGNED
     x_stride: Int64,
     y_stride: Int64,
     phase: Int32,
     n_queries: Int64,  # rows are (outer, n_middle, n_inner, n_queries)
-    n_group: Int64,  # rows that are neighbours in the order of `row_at`, and what `divide` takes of it
-    group_magic: Int64,
-    group_power: Int64,
+    n_group: Int64,  # rows that are neighbours in the order of `scheduled_row`, and what `fast_divmod` takes of it
+    group_multiplier: Int64,
+    group_shift: Int64,
     n_batch: Int64,  # n_rows/n_queries
-    batch_magic: Int64,
-    batch_power: Int64,
+    batch_multiplier: Int64,
+    batch_shift: Int64,
     n_middle: Int64,
     n_inner: Int64,
     m_outer: Int64,  # the mask's strides, in units of MASK_VEC
@@ -172,40 +172,49 @@ def masked_softmax_forward(
     MASK_VEC: tl.constexpr,
     CAUSAL: tl.constexpr,
     ZERO: tl.constexpr,
-    STREAM: tl.constexpr,  # the row does not fit on chip: CHUNKS are a step's
+    TWO_PASS: tl.constexpr,  # the row does not fit on chip: CHUNKS are a step's
     RECOMPUTE: tl.constexpr,  # without a mask: keep the row as loaded and compute exp twice
     ROWS: tl.constexpr,
     CTAS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LANES: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr,
+    VECTORS: tl.constexpr,
     VEC: tl.constexpr,
     CHUNKS: tl.constexpr,
-    EDGE: tl.constexpr,
+    UNALIGNED: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    open_exchange(CTAS, 2, PTX, PARTS)
-    LINES: tl.constexpr = ROWS * CTAS * PARTS
-    STEP: tl.constexpr = CHUNKS * PARTS * LANES * VEC
-    ENDS: tl.constexpr = EDGE or CAUSAL
+    init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
+    SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
+    STEP: tl.constexpr = CHUNKS * WARPS_PER_ROW * VECTORS * VEC
+    ENDS: tl.constexpr = UNALIGNED or CAUSAL
     AGAIN: tl.constexpr = RECOMPUTE and MASK == NO_MASK
     # z is never made: exp(scale*(x - m)) takes a multiply-add and an exp2
     FUSED: tl.constexpr = AGAIN and PTX and CTAS == 1 and x_ptr.dtype.element_ty.primitive_bitwidth == 16
     scale = tl.cast(scale, tl.float32)  # interpreted, a subnormal number is a float64
     unit = scale if FUSED else 1.0
-    place, rank = lines_of(ROWS, CTAS, PARTS)
-    part = part_of(LINES, PARTS)
+    place, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
+    part = warp_of(SEGMENTS, WARPS_PER_ROW)
     exists = place < n_rows
-    row, batch, query = row_at(
-        place, n_queries, n_group, group_magic, group_power, n_batch, batch_magic, batch_power, MASK != NO_MASK, CAUSAL
+    row, batch, query = scheduled_row(
+        place,
+        n_queries,
+        n_group,
+        group_multiplier,
+        group_shift,
+        n_batch,
+        batch_multiplier,
+        batch_shift,
+        MASK != NO_MASK,
+        CAUSAL,
     )
-    head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
-    x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
-    y_row = y_ptr + start_of(row, y_stride, phase, VEC, EDGE)
+    head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
+    x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
+    y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (LANES * VEC)
-    width = width_if(exists, width - part * (LANES * VEC)).to(tl.int32)
+    first += part * (VECTORS * VEC)
+    width = width_if(exists, width - part * (VECTORS * VEC)).to(tl.int32)
     # what the row sees: in whole vectors, and of this line's slice
-    columns = (n_cols if EDGE else n_cols * VEC).to(tl.int32)
+    columns = (n_cols if UNALIGNED else n_cols * VEC).to(tl.int32)
     seen = seen_of(query, columns, CAUSAL)
     within = (tl.maximum(seen - head, 0) // VEC * VEC).to(tl.int32)
     left = tl.minimum(width, within - first).to(tl.int32)
@@ -214,39 +223,41 @@ def masked_softmax_forward(
         query_mask = load_query_mask(mask_row, exists)
         at_mask = query_mask
     else:
-        mask_row += (head * m_col if MASK_COLS == 2 else head * MASK_COLS).to(tl.int64) if EDGE else 0
+        mask_row += (head * m_col if MASK_COLS == 2 else head * MASK_COLS).to(tl.int64) if UNALIGNED else 0
         at_mask = mask_row + (first.to(tl.int64) * m_col if MASK_COLS == 2 else first * MASK_COLS)
 
-    m = tl.zeros([LINES, LANES], tl.float32) + LOWEST
-    s = tl.zeros([LINES, LANES], tl.float32)
+    m = tl.zeros([SEGMENTS, VECTORS], tl.float32) + LOWEST
+    s = tl.zeros([SEGMENTS, VECTORS], tl.float32)
     zero = tl.zeros([1, 1], tl.int64)
     kept = ()
-    if not STREAM:
-        x = load_chunks(x_row + first, left, LINES, CHUNKS, 0, LANES, VEC, -float("inf"), PARTS)
+    if not TWO_PASS:
+        x = load_chunks(x_row + first, left, SEGMENTS, CHUNKS, 0, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
         mask = x
         if MASK != NO_MASK:
-            mask = load_masks(at_mask, left, m_col, MASK_COLS, LINES, CHUNKS, PARTS, LANES, VEC)
+            mask = load_masks(at_mask, left, m_col, MASK_COLS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC)
     if ENDS:
-        edge, in_edge = ends_of(head, within, interior, columns, (rank == 0) & (part == 0) & exists, LANES, VEC)
-        visible = in_edge & (edge < seen - head)
-        x_edge = tl.load(x_row + edge, mask=visible, other=-float("inf"))
+        edge, in_head_tail = ends_of(head, within, interior, columns, (rank == 0) & (part == 0) & exists, VECTORS, VEC)
+        visible = in_head_tail & (edge < seen - head)
+        x_head_tail = tl.load(x_row + edge, mask=visible, other=-float("inf"))
         if MASK == NO_MASK:
-            mask_edge = x_edge
+            mask_head_tail = x_head_tail
         elif MASK_COLS == 0:
-            mask_edge = query_mask
+            mask_head_tail = query_mask
         else:
-            mask_edge = tl.load(mask_row + edge * (m_col if MASK_COLS == 2 else MASK_COLS), mask=visible, other=0)
-    if STREAM:
+            mask_head_tail = tl.load(mask_row + edge * (m_col if MASK_COLS == 2 else MASK_COLS), mask=visible, other=0)
+    if TWO_PASS:
         most = tl.max(tl.max(left, 1), 0)  # of the parts, the first has the most columns
         for step in range(tl.cdiv(tl.maximum(most, 0), STEP)):
             start = (zero + step) * STEP
-            x = load_chunks(x_row + first + start, left - start, LINES, CHUNKS, 0, LANES, VEC, -float("inf"), PARTS)
+            x = load_chunks(
+                x_row + first + start, left - start, SEGMENTS, CHUNKS, 0, VECTORS, VEC, -float("inf"), WARPS_PER_ROW
+            )
             mask = x
             if MASK != NO_MASK:
                 at = at_mask if MASK_COLS == 0 else at_mask + start * (m_col if MASK_COLS == 2 else 1)
-                mask = load_masks(at, left - start, m_col, MASK_COLS, LINES, CHUNKS, PARTS, LANES, VEC)
+                mask = load_masks(at, left - start, m_col, MASK_COLS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC)
             for c in tl.static_range(CHUNKS):
-                m, s = accumulate(hide(widen(x[c], PTX), mask[c], scale, MASK, PTX), m, s)
+                m, s = accumulate(hide(upcast(x[c], PTX), mask[c], scale, MASK, PTX), m, s)
     else:
         if AGAIN:
             # scale is positive: the largest x has the largest z. Where FUSED, m stays what it is in x
@@ -255,15 +266,15 @@ def masked_softmax_forward(
                 top = tl.maximum(top, tl.max(x[c], 2))
             top = tl.maximum(top.to(tl.float32), LOWEST)
             m = top if FUSED else tl.maximum(scaled(top, scale, PTX), LOWEST)
-            base, shift, mend = pivot(m, FUSED, scale)
+            base, shift, mend = exp2_affine(m, FUSED, scale)
             for c in tl.static_range(CHUNKS):
                 z = widened(x[c], scale, FUSED, PTX)
-                s += tl.sum(exp_about(z, base[:, :, None], shift[:, :, None], FUSED), 2)
+                s += tl.sum(exp2_fma(z, base[:, :, None], shift[:, :, None], FUSED), 2)
             s *= mend
         else:
             z = ()
             for c in tl.static_range(CHUNKS):
-                z = z + (hide(widen(x[c], PTX), mask[c], scale, MASK, PTX),)
+                z = z + (hide(upcast(x[c], PTX), mask[c], scale, MASK, PTX),)
                 m = tl.maximum(m, tl.max(z[c], 2))
             for c in tl.static_range(CHUNKS):
                 kept = kept + (exp(z[c] - m[:, :, None]),)
@@ -271,45 +282,49 @@ def masked_softmax_forward(
     # the ends are summed up by line: a tile of them need not lie in the CTAs as the row does
     line_max = tl.max(m, 1)
     if ENDS:
-        z_edge = x_edge.to(tl.float32)
+        z_head_tail = x_head_tail.to(tl.float32)
         if not FUSED:
-            z_edge = hide(z_edge, mask_edge, scale, MASK, PTX)
-        line_max = tl.maximum(line_max, tl.max(z_edge, 1))
+            z_head_tail = hide(z_head_tail, mask_head_tail, scale, MASK, PTX)
+        line_max = tl.maximum(line_max, tl.max(z_head_tail, 1))
     line_sum = tl.sum(s * exp((m - line_max[:, None]) * unit), 1)
     if ENDS:
-        line_sum += tl.sum(exp((z_edge - line_max[:, None]) * unit), 1)
-    row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX, PARTS)
+        line_sum += tl.sum(exp((z_head_tail - line_max[:, None]) * unit), 1)
+    row_max, row_sum = cluster_reduce_max_sum(line_max, line_sum, CTAS, PTX, WARPS_PER_ROW)
     row_max = row_max[:, None]
     by = reciprocal(row_sum[:, None], ZERO, AGAIN)
 
-    if STREAM:
+    if TWO_PASS:
         widest = tl.max(tl.max(width, 1), 0)
         n_steps = tl.cdiv(widest, STEP)
         for step in range(n_steps):
             start = (zero + n_steps - 1 - step) * STEP
-            x = load_chunks(x_row + first + start, left - start, LINES, CHUNKS, 0, LANES, VEC, -float("inf"), PARTS)
+            x = load_chunks(
+                x_row + first + start, left - start, SEGMENTS, CHUNKS, 0, VECTORS, VEC, -float("inf"), WARPS_PER_ROW
+            )
             mask = x
             if MASK != NO_MASK:
                 at = at_mask if MASK_COLS == 0 else at_mask + start * (m_col if MASK_COLS == 2 else 1)
-                mask = load_masks(at, left - start, m_col, MASK_COLS, LINES, CHUNKS, PARTS, LANES, VEC)
+                mask = load_masks(at, left - start, m_col, MASK_COLS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC)
             for c in tl.static_range(CHUNKS):
-                z = hide(widen(x[c], PTX), mask[c], scale, MASK, PTX)
+                z = hide(upcast(x[c], PTX), mask[c], scale, MASK, PTX)
                 y = exp(z - row_max[:, :, None]) * by[:, :, None]
                 y_at = y_row + first + start
-                store_around(y_at, width - start, within - first - start, y, c, CAUSAL, LINES, PARTS, LANES, VEC)
+                store_around(
+                    y_at, width - start, within - first - start, y, c, CAUSAL, SEGMENTS, WARPS_PER_ROW, VECTORS, VEC
+                )
     elif AGAIN:
-        base, shift, mend = pivot(row_max, FUSED, scale)
+        base, shift, mend = exp2_affine(row_max, FUSED, scale)
         mend = mend * by
         for c in tl.static_range(CHUNKS):
             z = widened(x[c], scale, FUSED, PTX)
-            y = exp_about(z, base[:, :, None], shift[:, :, None], FUSED) * mend[:, :, None]
-            store_around(y_row + first, width, within - first, y, c, CAUSAL, LINES, PARTS, LANES, VEC)
+            y = exp2_fma(z, base[:, :, None], shift[:, :, None], FUSED) * mend[:, :, None]
+            store_around(y_row + first, width, within - first, y, c, CAUSAL, SEGMENTS, WARPS_PER_ROW, VECTORS, VEC)
     else:
         by_lane = exp(m - row_max) * by
         for c in tl.static_range(CHUNKS):
             y = kept[c] * by_lane[:, :, None]
-            store_around(y_row + first, width, within - first, y, c, CAUSAL, LINES, PARTS, LANES, VEC)
+            store_around(y_row + first, width, within - first, y, c, CAUSAL, SEGMENTS, WARPS_PER_ROW, VECTORS, VEC)
     if ENDS:
-        y_edge = exp((z_edge - row_max) * unit) * by
-        tl.store(y_row + edge, y_edge.to(y_ptr.dtype.element_ty), mask=in_edge)
+        y_head_tail = exp((z_head_tail - row_max) * unit) * by
+        tl.store(y_row + edge, y_head_tail.to(y_ptr.dtype.element_ty), mask=in_head_tail)
     leave_cluster(CTAS, PTX)

@@ -17,20 +17,20 @@ import triton
 import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
-from .common.cluster import leave_cluster, open_exchange
+from .common.cluster import init_cluster_barrier, leave_cluster
 from .common.numerics import LOWEST, exp, log
-from .common.online_softmax import ENTROPY_MOMENT, NO_MOMENT, logit, logsumexp, lost_of, walk
+from .common.online_softmax import ENTROPY_MOMENT, NO_MOMENT, logit, logsumexp, online_reduction, rounding_residual
 from .common.tiles import (
     chunk_offsets,
-    edge_of,
     gradient_reads,
-    lines_of,
+    head_and_tail,
     load_chunks,
-    part_of,
+    segments_of,
     slice_of,
     span_of,
     start_of,
     store_chunk,
+    warp_of,
     width_if,
 )
 
@@ -42,7 +42,7 @@ BY_ROW = tl.constexpr(2)
 
 @triton.jit
 def scale_of(row, exists, scale_ptr, scale, SCALE: tl.constexpr):
-    """Each row's scale; 1 where SCALE is UNSCALED.  # row, exists: [LINES, 1]
+    """Each row's scale; 1 where SCALE is UNSCALED.  # row, exists: [SEGMENTS, 1]
 
     0, which an infinite temperature gives, becomes the least positive number: -inf, also past a row's end, stays -inf.
     """
@@ -59,13 +59,13 @@ def scale_of(row, exists, scale_ptr, scale, SCALE: tl.constexpr):
 def row_statistics(
     x_ptr: Rows,  # aligned to VEC elements
     lse_ptr: Vector,  # [n_rows] float32
-    moments_ptr: Vector,  # [n_rows, 2] float32: (row_max, row_sum), where KEEPS
+    moments_ptr: Vector,  # [n_rows, 2] float32: (row_max, row_sum), where KEEP_MOMENTS
     entropy_ptr: Vector,  # [n_rows] float32, where ENTROPY
     ids_ptr: Vector,  # [n_rows, n_picks] int64, where PICKS
     picked_ptr: Vector,  # [n_rows, n_picks] float32, where PICKS: log-probabilities
     scale_ptr: Vector,  # [n_rows] float32, where SCALE is BY_ROW
     n_rows: Int64,
-    n_cols: Int32,  # n_cols and x_stride: in units of VEC, or of one element where EDGE
+    n_cols: Int32,  # n_cols and x_stride: in units of VEC, or of one element where UNALIGNED
     x_stride: Int64,
     phase: Int32,
     n_picks: Int32,
@@ -73,29 +73,29 @@ def row_statistics(
     PICKS: tl.constexpr,  # a power of two >= n_picks, or 0
     ENTROPY: tl.constexpr,
     SCALE: tl.constexpr,
-    KEEPS: tl.constexpr,
+    KEEP_MOMENTS: tl.constexpr,
     ROWS: tl.constexpr,
     CTAS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LANES: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr,
+    VECTORS: tl.constexpr,
     VEC: tl.constexpr,
     CHUNKS: tl.constexpr,
-    EDGE: tl.constexpr,
+    UNALIGNED: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    open_exchange(CTAS, 4 if ENTROPY else 2, PTX, PARTS)
-    row, rank = lines_of(ROWS, CTAS, PARTS)
-    part = part_of(ROWS * CTAS * PARTS, PARTS)
+    init_cluster_barrier(CTAS, 4 if ENTROPY else 2, PTX, WARPS_PER_ROW)
+    row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
+    part = warp_of(ROWS * CTAS * WARPS_PER_ROW, WARPS_PER_ROW)
     exists = row < n_rows
-    head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
-    x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
+    head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
+    x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (LANES * VEC)
-    width -= part * (LANES * VEC)
+    first += part * (VECTORS * VEC)
+    width -= part * (VECTORS * VEC)
     if ROWS > 1:
         width = width_if(exists, width)
     by = scale_of(row, exists, scale_ptr, scale, SCALE)
-    columns = n_cols if EDGE else n_cols * VEC
+    columns = n_cols if UNALIGNED else n_cols * VEC
     writes = (rank == 0) & (part == 0) & exists
     if PICKS > 0:  # before the walk, so that nothing waits for them afterwards
         k = tl.arange(0, PICKS)[None, :] + 0 * rank
@@ -104,15 +104,15 @@ def row_statistics(
         inside = wanted & (at >= 0) & (at < columns)
         x_picked = tl.load(x_row - head + at, mask=inside, other=0.0)
     MOMENT: tl.constexpr = ENTROPY_MOMENT if ENTROPY else NO_MOMENT
-    row_max, row_sum, row_moment = walk(
+    row_max, row_sum, row_moment = online_reduction(
         x_row, first, width, head, interior, columns, exists, rank, part, by, 1.0, by, x_ptr,
-        MOMENT, False, SCALE != UNSCALED, False, ROWS, CTAS, PARTS, LANES, VEC, CHUNKS, EDGE, PTX,
+        MOMENT, False, SCALE != UNSCALED, False, ROWS, CTAS, WARPS_PER_ROW, VECTORS, VEC, CHUNKS, UNALIGNED, PTX,
     )  # fmt: skip
 
     lse = logsumexp(row_max, row_sum)
-    lost, lse = lost_of(lse, row_max, row_sum)[:, None], lse[:, None]
+    lost, lse = rounding_residual(lse, row_max, row_sum)[:, None], lse[:, None]
     tl.store(lse_ptr + row, lse, mask=writes)
-    if KEEPS:
+    if KEEP_MOMENTS:
         tl.store(moments_ptr + 2 * row, row_max[:, None], mask=writes)
         tl.store(moments_ptr + 2 * row + 1, row_sum[:, None], mask=writes)
     if ENTROPY:
@@ -138,7 +138,7 @@ def statistics_term(x, row_max, log_sum, entropy, scale, a, g_entropy, ENTROPY: 
 
 @triton.jit
 def picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_ptr, n_picks):
-    """dz with the picks' own gradients where they lie among this program's columns.  # dz, at: [ROWS, LANES, VEC]"""
+    """dz with the picks' own gradients where they lie among this program's columns.  # dz, at: [ROWS, VECTORS, VEC]"""
     for k in range(n_picks):
         id = tl.load(ids_ptr + row * n_picks + k, mask=exists, other=-1)
         here = (id >= low) & (id < high)
@@ -152,7 +152,7 @@ def picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_ptr, n_picks):
 def row_statistics_backward(
     x_ptr: Rows,  # aligned to VEC elements, as dx_ptr
     dx_ptr: Rows,
-    moments_ptr: Vector,  # [n_rows, 2] float32: (row_max, row_sum); or [n_rows], the logsumexp, where not KEPT
+    moments_ptr: Vector,  # [n_rows, 2] float32: (row_max, row_sum); or [n_rows], the logsumexp, where not HAS_MOMENTS
     entropy_ptr: Vector,  # [n_rows] float32, where ENTROPY, as its upstream gradient
     g_entropy_ptr: Vector,
     ids_ptr: Vector,  # [n_rows, n_picks] int64, where PICKS, and their upstream gradients, float32
@@ -160,7 +160,7 @@ def row_statistics_backward(
     g_lse_ptr: Vector,  # [n_rows] float32, where LSE
     scale_ptr: Vector,  # [n_rows] float32, where SCALE is BY_ROW
     n_rows: Int64,
-    n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where EDGE
+    n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
     x_stride: Int64,
     dx_stride: Int64,
     phase: Int32,
@@ -171,30 +171,30 @@ def row_statistics_backward(
     ENTROPY: tl.constexpr,
     LSE: tl.constexpr,
     SCALE: tl.constexpr,
-    KEPT: tl.constexpr,
+    HAS_MOMENTS: tl.constexpr,
     ROWS: tl.constexpr,
-    LANES: tl.constexpr,
+    VECTORS: tl.constexpr,
     VEC: tl.constexpr,
     CHUNKS: tl.constexpr,
-    EDGE: tl.constexpr,
+    UNALIGNED: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
     row = pid // n_splits * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     split = (pid % n_splits).to(tl.int32)
     exists = row < n_rows
-    head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
-    x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
-    dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
-    first = split * (CHUNKS * LANES * VEC)
+    head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
+    x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
+    dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, UNALIGNED)
+    first = split * (CHUNKS * VECTORS * VEC)
     width = width_if(exists, interior - first)
-    columns = n_cols if EDGE else n_cols * VEC
-    POLICY: tl.constexpr = gradient_reads(EDGE, x_ptr.dtype.element_ty)
-    x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, LANES, VEC, -float("inf"), 1, POLICY)
-    if EDGE:
-        edge, in_edge = edge_of(head, interior, n_cols, (split == 0) & exists, LANES, VEC)
-        x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
+    columns = n_cols if UNALIGNED else n_cols * VEC
+    POLICY: tl.constexpr = gradient_reads(UNALIGNED, x_ptr.dtype.element_ty)
+    x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, VECTORS, VEC, -float("inf"), 1, POLICY)
+    if UNALIGNED:
+        edge, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
+        x_head_tail = tl.load(x_row + edge, mask=in_head_tail, other=-float("inf"))
     by = scale_of(row, exists, scale_ptr, scale, SCALE)
-    if KEPT:
+    if HAS_MOMENTS:
         row_max = tl.load(moments_ptr + 2 * row, mask=exists, other=0.0)
         row_sum = tl.load(moments_ptr + 2 * row + 1, mask=exists, other=1.0)
     else:
@@ -219,22 +219,22 @@ def row_statistics_backward(
     by_sum, log_sum = 1.0 / row_sum, log(row_sum)
     a, g_entropy = a * by_sum, g_entropy * by_sum
     for c in tl.static_range(CHUNKS):
-        at = tl.reshape(chunk_offsets(c, LANES, VEC), (1, LANES, VEC))
+        at = tl.reshape(chunk_offsets(c, VECTORS, VEC), (1, VECTORS, VEC))
         dz = statistics_term(
             x[c], row_max[:, :, None], log_sum[:, :, None], entropy[:, :, None], by[:, :, None], a[:, :, None],
             g_entropy[:, :, None], ENTROPY, SCALE != UNSCALED,
         )  # fmt: skip
         if PICKS > 0:
             low = first + head + 0 * row
-            high = first + head + (c + 1) * (LANES * VEC) + 0 * row
+            high = first + head + (c + 1) * (VECTORS * VEC) + 0 * row
             dz = picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_picked_ptr, n_picks)
-        store_chunk(dx_row + first, width, dz * by[:, :, None], c, ROWS, 0, LANES, VEC)
-    if EDGE:
-        dz = statistics_term(x_edge, row_max, log_sum, entropy, by, a, g_entropy, ENTROPY, SCALE != UNSCALED)
+        store_chunk(dx_row + first, width, dz * by[:, :, None], c, ROWS, 0, VECTORS, VEC)
+    if UNALIGNED:
+        dz = statistics_term(x_head_tail, row_max, log_sum, entropy, by, a, g_entropy, ENTROPY, SCALE != UNSCALED)
         if PICKS > 0:
             dz = picked_gradient(
                 dz[:, :, None], (edge + head)[:, :, None], row, exists, 0 * row, columns + 0 * row,
                 ids_ptr, g_picked_ptr, n_picks,
             )  # fmt: skip
-            dz = tl.reshape(dz, (ROWS, LANES))
-        tl.store(dx_row + edge, (dz * by).to(dx_ptr.dtype.element_ty), mask=in_edge)
+            dz = tl.reshape(dz, (ROWS, VECTORS))
+        tl.store(dx_row + edge, (dz * by).to(dx_ptr.dtype.element_ty), mask=in_head_tail)

@@ -17,21 +17,21 @@ import triton
 import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
-from .common.cluster import leave_cluster, merge_over_cluster, open_exchange, sum_over_cluster
-from .common.numerics import LOWEST, exp, exp_about, log, max_of_vectors, pivot, sum_of_vectors, widen
-from .common.smem_staging import await_parked, chunk_of, load_beside, open_parking, park
+from .common.cluster import cluster_reduce_max_sum, cluster_reduce_sum, init_cluster_barrier, leave_cluster
+from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, log, max_of_vectors, sum_of_vectors, upcast
+from .common.smem_staging import await_staged, chunk_of, declare_staging, load_unstaged, stage
 from .common.tiles import (
-    edge_of,
     gradient_reads,
-    lines_of,
+    head_and_tail,
     load_chunk,
     load_chunks,
-    part_of,
+    segments_of,
     slice_of,
     slice_zero,
     span_of,
     start_of,
     store_chunk,
+    warp_of,
     width_if,
 )
 
@@ -50,62 +50,64 @@ def softmax_resident(
     x_ptr: Rows,  # both pointers: aligned to VEC elements
     y_ptr: Rows,
     n_rows: Int64,
-    n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where EDGE
+    n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
     x_stride: Int64,
     y_stride: Int64,
-    phase: Int32,  # elements from the pointers to the first row, where EDGE
+    phase: Int32,  # elements from the pointers to the first row, where UNALIGNED
     LOG: tl.constexpr,
     ROWS: tl.constexpr,
     CTAS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LANES: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr,
+    VECTORS: tl.constexpr,
     VEC: tl.constexpr,
     CHUNKS: tl.constexpr,
-    UNMASKED: tl.constexpr,
-    EDGE: tl.constexpr,
+    UNPREDICATED: tl.constexpr,
+    UNALIGNED: tl.constexpr,
     RECOMPUTE: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    open_exchange(CTAS, 2, PTX, PARTS)
+    init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
     # locate the row, and this line's slice of it
-    LINES: tl.constexpr = ROWS * CTAS * PARTS
-    row, rank = lines_of(ROWS, CTAS, PARTS)
-    part = part_of(LINES, PARTS)
-    head, interior = span_of(row, x_stride, phase, n_cols, VEC, EDGE)
-    x_row = x_ptr + start_of(row, x_stride, phase, VEC, EDGE)
-    y_row = y_ptr + start_of(row, y_stride, phase, VEC, EDGE)
+    SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
+    row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
+    part = warp_of(SEGMENTS, WARPS_PER_ROW)
+    head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
+    x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
+    y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (LANES * VEC)
-    width -= part * (LANES * VEC)
+    first += part * (VECTORS * VEC)
+    width -= part * (VECTORS * VEC)
     if ROWS > 1:
         width = width_if(row < n_rows, width)
 
     # each lane's own maximum and sum
-    x = load_chunks(x_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, -float("inf"), PARTS)
-    if EDGE:
-        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), LANES, VEC)
-        x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf")).to(tl.float32)
+    x = load_chunks(x_row + first, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
+    if UNALIGNED:
+        edge, in_head_tail = head_and_tail(
+            head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), VECTORS, VEC
+        )
+        x_head_tail = tl.load(x_row + edge, mask=in_head_tail, other=-float("inf")).to(tl.float32)
     # log_softmax of long slices is at its cap of registers, where only Triton's own order fits
     IN_ORDER: tl.constexpr = PTX and not (LOG and CHUNKS > 8)
     m = max_of_vectors(x[0], IN_ORDER)
     for c in tl.static_range(1, CHUNKS):
         m = tl.maximum(m, max_of_vectors(x[c], IN_ORDER))
-    m = tl.maximum(m.to(tl.float32), LOWEST)  # [LINES, LANES]
+    m = tl.maximum(m.to(tl.float32), LOWEST)  # [SEGMENTS, VECTORS]
     s = tl.zeros_like(m)
     kept = ()
     for c in tl.static_range(CHUNKS):
-        e = exp(widen(x[c], PTX, RECOMPUTE) - m[:, :, None])
+        e = exp(upcast(x[c], PTX, RECOMPUTE) - m[:, :, None])
         s += sum_of_vectors(e, IN_ORDER)
         kept = kept + (e,)
 
     # the line's, then the row's
     line_max = tl.max(m, 1)
-    if EDGE:
-        line_max = tl.maximum(line_max, tl.max(x_edge, 1))
+    if UNALIGNED:
+        line_max = tl.maximum(line_max, tl.max(x_head_tail, 1))
     line_sum = tl.sum(s * exp(m - line_max[:, None]), 1)
-    if EDGE:
-        line_sum += tl.sum(exp(x_edge - line_max[:, None]), 1)
-    row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX, PARTS)
+    if UNALIGNED:
+        line_sum += tl.sum(exp(x_head_tail - line_max[:, None]), 1)
+    row_max, row_sum = cluster_reduce_max_sum(line_max, line_sum, CTAS, PTX, WARPS_PER_ROW)
     row_max = row_max[:, None]
     row_sum = row_sum[:, None]
 
@@ -114,21 +116,21 @@ def softmax_resident(
     if LOG:
         by = row_sum
     elif RECOMPUTE:
-        base, shift, by = pivot(row_max, FUSED)
+        base, shift, by = exp2_affine(row_max, FUSED)
         by = by * tl.div_rn(1.0, row_sum)
     else:
         by = exp(m - row_max) * tl.div_rn(1.0, row_sum)
     for c in tl.static_range(CHUNKS):
         if LOG:
-            y = normalize(widen(x[c], PTX, RECOMPUTE), row_max[:, :, None], row_sum[:, :, None], LOG)
+            y = normalize(upcast(x[c], PTX, RECOMPUTE), row_max[:, :, None], row_sum[:, :, None], LOG)
         elif RECOMPUTE:
-            y = exp_about(widen(x[c], PTX, True), base[:, :, None], shift[:, :, None], FUSED) * by[:, :, None]
+            y = exp2_fma(upcast(x[c], PTX, True), base[:, :, None], shift[:, :, None], FUSED) * by[:, :, None]
         else:
             y = kept[c] * by[:, :, None]
-        store_chunk(y_row + first, width, y, c, LINES, UNMASKED, LANES, VEC, PARTS)
-    if EDGE:
-        y_edge = normalize(x_edge, row_max, row_sum, LOG)
-        tl.store(y_row + edge, y_edge.to(y_ptr.dtype.element_ty), mask=in_edge)
+        store_chunk(y_row + first, width, y, c, SEGMENTS, UNPREDICATED, VECTORS, VEC, WARPS_PER_ROW)
+    if UNALIGNED:
+        y_head_tail = normalize(x_head_tail, row_max, row_sum, LOG)
+        tl.store(y_row + edge, y_head_tail.to(y_ptr.dtype.element_ty), mask=in_head_tail)
     leave_cluster(CTAS, PTX)
 
 
@@ -156,7 +158,7 @@ def softmax_backward_resident(
     dy_ptr: Rows,
     dx_ptr: Rows,
     n_rows: Int64,
-    n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where EDGE
+    n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
     y_stride: Int64,
     dy_stride: Int64,
     dx_stride: Int64,
@@ -164,69 +166,118 @@ def softmax_backward_resident(
     LOG: tl.constexpr,
     ROWS: tl.constexpr,
     CTAS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LANES: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr,
+    VECTORS: tl.constexpr,
     VEC: tl.constexpr,
     CHUNKS: tl.constexpr,
-    AHEAD: tl.constexpr,  # chunks of y that are read before the row's sum is known: all but where LOG
-    UNMASKED: tl.constexpr,
-    PARKED: tl.constexpr,  # chunks in shared memory, unmasked ones
-    EDGE: tl.constexpr,
+    PREFETCHED: tl.constexpr,  # chunks of y that are read before the row's sum is known: all but where LOG
+    UNPREDICATED: tl.constexpr,
+    SMEM_STAGED: tl.constexpr,  # chunks in shared memory, unmasked ones
+    UNALIGNED: tl.constexpr,
     RECOMPUTE: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    THREADS: tl.constexpr = PARTS * LANES
-    POLICY: tl.constexpr = gradient_reads(EDGE, y_ptr.dtype.element_ty)
-    Y_PARKED: tl.constexpr = PARKED if AHEAD == CHUNKS else 0
-    open_exchange(CTAS, 1, PTX, PARTS)
-    open_parking(PARKED + Y_PARKED, THREADS, PTX)
-    LINES: tl.constexpr = ROWS * CTAS * PARTS
-    row, rank = lines_of(ROWS, CTAS, PARTS)
-    part = part_of(LINES, PARTS)
-    head, interior = span_of(row, y_stride, phase, n_cols, VEC, EDGE)
-    y_row = y_ptr + start_of(row, y_stride, phase, VEC, EDGE)
-    dy_row = dy_ptr + start_of(row, dy_stride, phase, VEC, EDGE)
-    dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, EDGE)
+    THREADS: tl.constexpr = WARPS_PER_ROW * VECTORS
+    POLICY: tl.constexpr = gradient_reads(UNALIGNED, y_ptr.dtype.element_ty)
+    Y_SMEM_STAGED: tl.constexpr = SMEM_STAGED if PREFETCHED == CHUNKS else 0
+    init_cluster_barrier(CTAS, 1, PTX, WARPS_PER_ROW)
+    declare_staging(SMEM_STAGED + Y_SMEM_STAGED, THREADS, PTX)
+    SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
+    row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
+    part = warp_of(SEGMENTS, WARPS_PER_ROW)
+    head, interior = span_of(row, y_stride, phase, n_cols, VEC, UNALIGNED)
+    y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)
+    dy_row = dy_ptr + start_of(row, dy_stride, phase, VEC, UNALIGNED)
+    dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (LANES * VEC)
-    width -= part * (LANES * VEC)
+    first += part * (VECTORS * VEC)
+    width -= part * (VECTORS * VEC)
     if ROWS > 1:
         width = width_if(row < n_rows, width)
 
-    if PARKED > 0:
-        slice_start, slice = slice_zero(dy_ptr, dy_stride, phase, n_cols, CTAS, VEC, EDGE)
-        park(slice_start, slice, 0, PARKED, THREADS, PTX)
-        slice_start, slice = slice_zero(y_ptr, y_stride, phase, n_cols, CTAS, VEC, EDGE)
-        park(slice_start, slice, PARKED, Y_PARKED, THREADS, PTX)
-    y = load_beside(y_row + first, width, LINES, AHEAD, UNMASKED, LANES, VEC, 0.0, PARTS, Y_PARKED, PTX, POLICY)
-    dy = load_beside(dy_row + first, width, LINES, CHUNKS, UNMASKED, LANES, VEC, 0.0, PARTS, PARKED, PTX, POLICY)
-    d = tl.zeros([LINES, LANES], tl.float32)
-    await_parked(PARKED, PTX)
+    if SMEM_STAGED > 0:
+        slice_start, slice = slice_zero(dy_ptr, dy_stride, phase, n_cols, CTAS, VEC, UNALIGNED)
+        stage(slice_start, slice, 0, SMEM_STAGED, THREADS, PTX)
+        slice_start, slice = slice_zero(y_ptr, y_stride, phase, n_cols, CTAS, VEC, UNALIGNED)
+        stage(slice_start, slice, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX)
+    y = load_unstaged(
+        y_row + first,
+        width,
+        SEGMENTS,
+        PREFETCHED,
+        UNPREDICATED,
+        VECTORS,
+        VEC,
+        0.0,
+        WARPS_PER_ROW,
+        Y_SMEM_STAGED,
+        PTX,
+        POLICY,
+    )
+    dy = load_unstaged(
+        dy_row + first,
+        width,
+        SEGMENTS,
+        CHUNKS,
+        UNPREDICATED,
+        VECTORS,
+        VEC,
+        0.0,
+        WARPS_PER_ROW,
+        SMEM_STAGED,
+        PTX,
+        POLICY,
+    )
+    d = tl.zeros([SEGMENTS, VECTORS], tl.float32)
+    await_staged(SMEM_STAGED, PTX)
     for c in tl.static_range(CHUNKS):
-        dy_c = widen(chunk_of(dy, c, 0, PARKED, THREADS, PTX), PTX)
+        dy_c = upcast(chunk_of(dy, c, 0, SMEM_STAGED, THREADS, PTX), PTX)
         y_c = dy_c  # unused where LOG
         if not LOG:
-            y_c = widen(chunk_of(y, c, PARKED, Y_PARKED, THREADS, PTX), PTX)
+            y_c = upcast(chunk_of(y, c, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX), PTX)
         # where the cap of 128 registers is reached, on one CTA or with parked chunks, only Triton's own order fits
-        d += sum_of_vectors(gradient_term(y_c, dy_c, LOG), PTX and CTAS > 1 and PARKED == 0)
-    if EDGE:
-        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), LANES, VEC)
-        y_edge = tl.load(y_row + edge, mask=in_edge, other=0.0)
-        dy_edge = tl.load(dy_row + edge, mask=in_edge, other=0.0)
+        d += sum_of_vectors(gradient_term(y_c, dy_c, LOG), PTX and CTAS > 1 and SMEM_STAGED == 0)
+    if UNALIGNED:
+        edge, in_head_tail = head_and_tail(
+            head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), VECTORS, VEC
+        )
+        y_head_tail = tl.load(y_row + edge, mask=in_head_tail, other=0.0)
+        dy_head_tail = tl.load(dy_row + edge, mask=in_head_tail, other=0.0)
     d = tl.sum(d, 1)
-    if EDGE:
-        d += tl.sum(gradient_term(y_edge, dy_edge, LOG), 1)
-    d = sum_over_cluster(d, CTAS, PTX, PARTS)[:, None]
+    if UNALIGNED:
+        d += tl.sum(gradient_term(y_head_tail, dy_head_tail, LOG), 1)
+    d = cluster_reduce_sum(d, CTAS, PTX, WARPS_PER_ROW)[:, None]
 
     for c in tl.static_range(CHUNKS):
-        if c + AHEAD < CHUNKS:
-            y = y + (load_chunk(y_row + first, width, c + AHEAD, LINES, UNMASKED, LANES, VEC, 0.0, PARTS, POLICY),)
-        y_c = widen(chunk_of(y, c, PARKED, Y_PARKED, THREADS, PTX), PTX, RECOMPUTE)
-        dy_c = widen(chunk_of(dy, c, 0, PARKED, THREADS, PTX), PTX, RECOMPUTE)
+        if c + PREFETCHED < CHUNKS:
+            y = y + (
+                load_chunk(
+                    y_row + first,
+                    width,
+                    c + PREFETCHED,
+                    SEGMENTS,
+                    UNPREDICATED,
+                    VECTORS,
+                    VEC,
+                    0.0,
+                    WARPS_PER_ROW,
+                    POLICY,
+                ),
+            )
+        y_c = upcast(chunk_of(y, c, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE)
+        dy_c = upcast(chunk_of(dy, c, 0, SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE)
         store_chunk(
-            dx_row + first, width, gradient(y_c, dy_c, d[:, :, None], LOG), c, LINES, UNMASKED, LANES, VEC, PARTS
+            dx_row + first,
+            width,
+            gradient(y_c, dy_c, d[:, :, None], LOG),
+            c,
+            SEGMENTS,
+            UNPREDICATED,
+            VECTORS,
+            VEC,
+            WARPS_PER_ROW,
         )
-    if EDGE:
-        dx_edge = gradient(y_edge, dy_edge, d, LOG)
-        tl.store(dx_row + edge, dx_edge.to(dx_ptr.dtype.element_ty), mask=in_edge)
+    if UNALIGNED:
+        dx_head_tail = gradient(y_head_tail, dy_head_tail, d, LOG)
+        tl.store(dx_row + edge, dx_head_tail.to(dx_ptr.dtype.element_ty), mask=in_head_tail)
     leave_cluster(CTAS, PTX)

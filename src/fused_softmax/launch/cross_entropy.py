@@ -141,7 +141,7 @@ def check_targets(target: Tensor, ignore_index: int, n_cols: int) -> None:
 
 def fits_on_chip(x: Tensor, dx: Tensor, op: CrossEntropy) -> bool:
     """Whether a row can be held while its loss is computed, so that the gradient is written in the same pass."""
-    return WITH_GRADIENT[op.arithmetic].plan((x, dx), device_of(x), is_batch_invariant()).regime != "stream"
+    return WITH_GRADIENT[op.arithmetic].plan((x, dx), device_of(x), is_batch_invariant()).regime != "two_pass"
 
 
 def _loss_and_moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,7 +191,7 @@ def planned_cross_entropy(x: Tensor, on: Tensor, gradient: bool) -> Plan | str:
         dx = torch.empty(x.shape, dtype=x.dtype, device="meta")
         vectors = (torch.int64, real, real, real, real, real)
         plan = planned(WITH_GRADIENT[op], (x, dx), vectors, (("MEAN", True), ("INPLACE", False), *flags), on)
-        if isinstance(plan, str) or plan.regime != "stream":
+        if isinstance(plan, str) or plan.regime != "two_pass":
             return plan
     return planned(FORWARD[op], (x,), (torch.int64, real, real, real, real), flags, on)
 
@@ -229,7 +229,7 @@ def reduce_losses(loss: Tensor, op: CrossEntropy, n_cols: int) -> Tensor:
         return _reduced(loss, op, n_cols)
     out = torch.empty((), dtype=torch.float32, device=loss.device)
     tensors = (loss, op.target, loss if op.weight is None else op.weight, out)
-    waits = ("WAITS", device_of(out).overlaps)
+    waits = ("WAITS", device_of(out).supports_pdl)
     flags = (("MEAN", mean), ("WEIGHTED", op.weight is not None), waits, *_shared(n_rows, op, device_of(out)))
     try:
         launch_flat(_reduce_losses, tensors, (n_rows, n_cols, op.ignore_index), flags, num_warps=8)
@@ -253,7 +253,7 @@ def _shared(n_rows: int, op: CrossEntropy, device: Device) -> Flags:
     """
     ctas = 16 if n_rows > ONE_CTA_ROWS and device.max_cluster >= 16 and op.weight is None else 1
     parts, lanes = (8, 32) if ctas > 1 else (1, 256)
-    return (("CTAS", ctas), ("PARTS", parts), ("LANES", lanes), ("EACH", 8), ("PTX", device.ptx))
+    return (("CTAS", ctas), ("WARPS_PER_ROW", parts), ("VECTORS", lanes), ("EACH", 8), ("PTX", device.ptx))
 
 
 def _counted(op: CrossEntropy, n_cols: int) -> Tensor:

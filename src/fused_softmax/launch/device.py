@@ -59,7 +59,7 @@ def describe(device: torch.device) -> Device | Unsupported:
         return Unsupported(f"compute capability {properties.major}.{properties.minor}: kernels need 8.0")
     max_cluster = {9: 16, 10: 16}.get(properties.major, 8 if properties.major > 8 else 1)
     name = f"sm_{properties.major}{properties.minor}"
-    return Device(name, "cuda", max_cluster=max_cluster, parks=properties.major == 9)
+    return Device(name, "cuda", max_cluster=max_cluster, supports_smem_staging=properties.major == 9)
 
 
 def device_here() -> torch.device:

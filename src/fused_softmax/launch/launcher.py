@@ -84,7 +84,7 @@ def device_of(t: Tensor) -> Device:
 def meta_of(kernel: Any, plan: Plan, device: Device, flags: Flags) -> dict[str, Any]:
     """The constexprs that the kernel has, and the launch's own meta-parameters."""
     declared = kernel.declaration
-    meta = plan.constexprs() | dict(flags) | dict(PTX=device.ptx, TRIGGER=device.overlaps)
+    meta = plan.constexprs() | dict(flags) | dict(PTX=device.ptx, TRIGGER=device.supports_pdl)
     meta = {name: meta[name] for name in declared.constexprs}
     meta["num_warps"] = plan.num_warps
     if device.kind == "cuda":
@@ -103,7 +103,7 @@ def _described(op: RowOp, rows: tuple[Tensor, ...], plan: Plan, device: Device, 
     offsets = tuple(scalars[-1] * t.element_size() for t in rows)
     n_splits = 1
     if "n_splits" in kernel.declaration.arguments:
-        n_splits = max(1, -(-rows[0].shape[1] // (plan.chunks * plan.lanes * plan.vec)))
+        n_splits = max(1, -(-rows[0].shape[1] // (plan.chunks * plan.vectors_per_chunk * plan.vec)))
         scalars = (*scalars, n_splits)
     return Prepared(kernel, plan, meta_of(kernel, plan, device, flags), scalars, n_splits, offsets, None)
 

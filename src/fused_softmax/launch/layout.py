@@ -98,10 +98,10 @@ def layout_key(t: Tensor) -> tuple[torch.dtype, int, int]:
 
 def run_time_arguments(plan: Plan, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
     """(n_cols, each tensor's stride, phase) in the plan's units, as every row kernel takes them after n_rows."""
-    unit = 1 if plan.edge else plan.vec
+    unit = 1 if plan.unaligned else plan.vec
     strides = tuple(row_stride(t) // unit for t in tensors)
     first = tensors[0].data_ptr() // tensors[0].element_size()
-    return (tensors[0].shape[1] // unit, *strides, first % plan.vec if plan.edge else 0)
+    return (tensors[0].shape[1] // unit, *strides, first % plan.vec if plan.unaligned else 0)
 
 
 def starts(tensors: tuple[Tensor, ...], phase: int) -> tuple[Tensor, ...]:

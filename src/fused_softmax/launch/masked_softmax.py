@@ -63,7 +63,7 @@ def masked_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, z
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x_rows, y_rows = _rows(x), _rows(y)
     n_queries = x.shape[-2] if x.dim() > 1 else 1
-    order = row_order(x_rows, n_queries, shared=mask is not None)
+    order = row_schedule(x_rows, n_queries, shared=mask is not None)
     op, invariant = FORWARD[mask is not None], is_batch_invariant()
     plan = op.plan((x_rows, y_rows), device_of(x), invariant)
     read, of_mask, numbers = describe_mask(mask, x, plan, y_rows)
@@ -89,7 +89,7 @@ def planned_backward(x: Tensor, mask: Tensor | None) -> Plan | str:
     boolean = mask is not None and mask.dtype is torch.bool
     op = BACKWARD[boolean]
     plan = op.plan(rows, device_of(x), is_batch_invariant())
-    if plan.regime == "stream":
+    if plan.regime == "two_pass":
         softmax, of_softmax = softmax_op(log=False, backward=True)
         return planned(softmax, rows, (), of_softmax, x)
     read, of_mask, _ = describe_mask(mask if boolean else None, x, plan, rows[0])
@@ -134,8 +134,8 @@ def _divisor(n: int, most: int) -> int:
     return next(d for d in range(max(1, min(most, n)), 0, -1) if n % d == 0)
 
 
-def row_order(x: Tensor, n_queries: int, shared: bool) -> tuple[int, ...]:
-    """(n_queries, n_group, magic, power, n_batch, magic, power) of the kernels' `row_at` and `divide`.
+def row_schedule(x: Tensor, n_queries: int, shared: bool) -> tuple[int, ...]:
+    """(n_queries, n_group, multiplier, power, n_batch, multiplier, power) of the kernels' `scheduled_row` and `fast_divmod`.
 
     x: rows (n_rows, n_cols); shared: whether rows of the batch share a mask, so that they should come soon enough after
     each other to find it in L2.
@@ -170,10 +170,10 @@ def masked_backward(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, ca
     tensors = (y_rows, dy_rows, _rows(dx))
     op, invariant = BACKWARD[mask is not None], is_batch_invariant()
     plan = op.plan(tensors, device_of(y), invariant)
-    if plan.regime == "stream":
+    if plan.regime == "two_pass":
         return None
     n_queries = y.shape[-2] if y.dim() > 1 else 1
     read, of_mask, numbers = describe_mask(mask, y, plan, y_rows)
-    given = (*row_order(y_rows, n_queries, shared=False), *numbers, scale)
+    given = (*row_schedule(y_rows, n_queries, shared=False), *numbers, scale)
     launch_rows(op, tensors, (read,), given, (*of_mask, ("CAUSAL", causal)), invariant=invariant)
     return dx

@@ -31,9 +31,9 @@ def _resident() -> Any:
 
 @kernel_loader
 def _two_pass() -> Any:
-    from ..kernels.softmax_two_pass import softmax_stream
+    from ..kernels.softmax_two_pass import softmax_two_pass
 
-    return softmax_stream
+    return softmax_two_pass
 
 
 @kernel_loader
@@ -45,9 +45,9 @@ def _backward_resident() -> Any:
 
 @kernel_loader
 def _backward_two_pass() -> Any:
-    from ..kernels.softmax_two_pass import softmax_backward_stream
+    from ..kernels.softmax_two_pass import softmax_backward_two_pass
 
-    return softmax_backward_stream
+    return softmax_backward_two_pass
 
 
 @kernel_loader
@@ -58,11 +58,11 @@ def _strided() -> Any:
 
 
 def _forward_kernel(plan: Plan) -> Any:
-    return _two_pass() if plan.regime == "stream" else _resident()
+    return _two_pass() if plan.regime == "two_pass" else _resident()
 
 
 def _backward_kernel(plan: Plan) -> Any:
-    return _backward_two_pass() if plan.regime == "stream" else _backward_resident()
+    return _backward_two_pass() if plan.regime == "two_pass" else _backward_resident()
 
 
 _OPS = {
@@ -192,7 +192,7 @@ def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | N
     plan = strided_plan(x, y, dim)
     grid = outer[0] * middle[0] * -(-n_rows // plan.rows)
     args = (x, y, n_rows, n_cols, middle[0], outer[1], middle[1], x_row, x_col, outer[2], middle[2], y_row, y_col)
-    meta: dict[str, object] = dict(LOG=log, ROWS=plan.rows, COLS=plan.lanes, ONE_STEP=plan.chunks == 1)
+    meta: dict[str, object] = dict(LOG=log, ROWS=plan.rows, COLS=plan.vectors_per_chunk, ONE_STEP=plan.chunks == 1)
     meta |= dict(num_warps=plan.num_warps)
     device = device or device_of(x)
     meta |= device.options()

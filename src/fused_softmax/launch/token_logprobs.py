@@ -63,7 +63,7 @@ def statistics(
     moments = torch.empty((x.shape[0], 2), dtype=torch.float32, device=x.device) if keeps else None
     vectors = tuple(lse if v is None else v for v in (lse, moments, entropies, ids, picked, scales))
     flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", entropy))
-    flags = (*flags, ("SCALE", _scale_flag(scale)), ("KEEPS", keeps))
+    flags = (*flags, ("SCALE", _scale_flag(scale)), ("KEEP_MOMENTS", keeps))
     numbers = (n_picks, 1.0 if isinstance(scale, Tensor) else float(scale))
     invariant = invariant or is_batch_invariant()
     launch_rows(FORWARD, (x,), vectors, numbers, flags, invariant=invariant)
@@ -77,9 +77,9 @@ def planned_statistics(x: Tensor, on: Tensor, n_picks: int, backward: bool) -> P
     if backward:
         flags: Flags = (("PICKS", n_picks), ("ENTROPY", False), ("LSE", not n_picks), ("SCALE", 0))
         dx = torch.empty(x.shape, dtype=x.dtype, device="meta")
-        flags = (*flags, ("KEPT", n_picks > 0))
+        flags = (*flags, ("HAS_MOMENTS", n_picks > 0))
         return planned(BACKWARD, (x, dx), (real, real, real, ids, real, real, real), flags, on)
-    flags = (("PICKS", n_picks), ("ENTROPY", False), ("SCALE", 0), ("KEEPS", n_picks > 0))
+    flags = (("PICKS", n_picks), ("ENTROPY", False), ("SCALE", 0), ("KEEP_MOMENTS", n_picks > 0))
     return planned(FORWARD, (x,), (real, real, real, ids, real, real), flags, on)
 
 
@@ -103,7 +103,7 @@ def statistics_backward(
     n_picks = 0 if ids is None or g_picked is None else ids.shape[1]
     given = (moments, entropy, g_entropy, ids, g_picked, g_lse, scale if isinstance(scale, Tensor) else None)
     flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", g_entropy is not None))
-    flags = (*flags, ("LSE", g_lse is not None), ("SCALE", _scale_flag(scale)), ("KEPT", moments.dim() == 2))
+    flags = (*flags, ("LSE", g_lse is not None), ("SCALE", _scale_flag(scale)), ("HAS_MOMENTS", moments.dim() == 2))
     numbers = (n_picks, 1.0 if isinstance(scale, Tensor) else float(scale))
     vectors = tuple(moments if v is None else v for v in given)
     launch_rows(BACKWARD, (x, dx), vectors, numbers, flags)

@@ -1,7 +1,7 @@
 """Plans of what is not softmax: losses, walks that write a few numbers a row, masks, and kernels without a reduction.
 
 Each starts from the policy of `plan` and says where it departs from it: a loss keeps longer slices, a walk keeps
-nothing, a mask takes the room of a second row. Pure Python, no I/O; the numbers are in `ladders`.
+nothing, a mask takes the room of a second row. Pure Python, no I/O; the numbers are in `config_tables`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .config_tables import (
     MASKED_BACKWARD_REGISTERS,
     MASKED_CHUNKS,
     STATISTICS_STEPS,
-    STREAM_CHUNKS,
-    STREAM_WARPS,
-    Rung,
+    TWO_PASS_CHUNKS,
+    TWO_PASS_WARPS,
+    KernelConfig,
 )
-from .softmax import geometry, plan, preferred_tile, resident_plan, stream_plan, tile_plan
+from .softmax import geometry, plan, preferred_warp_plan, resident_plan, two_pass_plan, warp_plan
 from .types import Device, Plan, Problem
 
 
@@ -28,9 +28,9 @@ def plan_statistics(problem: Problem, device: Device) -> Plan:
     """The plan of a kernel that reads rows once, in steps, and writes a few numbers a row; any width.
 
     >>> plan_statistics(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).regime
-    'stream'
+    'two_pass'
     """
-    tile = tile_plan(problem, device)
+    tile = warp_plan(problem, device)
     if tile is not None:
         return tile
     _, ctas, warps, most = next(step for step in STATISTICS_STEPS if problem.n_cols * problem.itemsize <= step[0] * 2)
@@ -46,7 +46,7 @@ def plan_capped_statistics(problem: Problem, device: Device) -> Plan:
     1
     """
     chosen = plan_statistics(problem, device)
-    return chosen if chosen.ctas == 1 else _steps(problem, device, 1, STREAM_WARPS, STREAM_CHUNKS, chosen.why)
+    return chosen if chosen.ctas == 1 else _steps(problem, device, 1, TWO_PASS_WARPS, TWO_PASS_CHUNKS, chosen.why)
 
 
 def plan_elementwise(problem: Problem, device: Device) -> Plan:
@@ -55,7 +55,7 @@ def plan_elementwise(problem: Problem, device: Device) -> Plan:
     >>> plan_elementwise(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).ctas
     1
     """
-    tile = tile_plan(problem, device)
+    tile = warp_plan(problem, device)
     if tile is not None:
         return tile
     why = "programs share the row, and need nothing of each other"
@@ -67,7 +67,7 @@ def _steps(problem: Problem, device: Device, ctas: int, warps: int, chunks: int,
     vec, edge = geometry(problem)
     num_warps = max(1, warps * 32 // device.warp_size)
     lanes = num_warps * device.warp_size * (problem.full_vec // vec)
-    return Plan("stream", 1, ctas, 1, lanes, vec, chunks, 0, edge, False, num_warps, None, why)
+    return Plan("two_pass", 1, ctas, 1, lanes, vec, chunks, 0, edge, False, num_warps, None, why)
 
 
 def plan_loss(problem: Problem, device: Device) -> Plan:
@@ -76,12 +76,14 @@ def plan_loss(problem: Problem, device: Device) -> Plan:
     >>> plan_loss(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).ctas
     4
     """
-    if preferred_tile(problem, device) is None and device.max_cluster >= 16:
-        for rung in LOSS_CLUSTER:
-            if problem.n_cols * problem.itemsize <= rung.max_cols * 2:
-                chosen = resident_plan(problem, device, replace(rung, max_registers=None))
+    if preferred_warp_plan(problem, device) is None and device.max_cluster >= 16:
+        for config in LOSS_CLUSTER:
+            if problem.n_cols * problem.itemsize <= config.max_cols * 2:
+                chosen = resident_plan(problem, device, replace(config, max_registers=None))
                 if chosen is not None:
-                    return replace(chosen, max_registers=rung.max_registers if chosen.vec == problem.full_vec else None)
+                    return replace(
+                        chosen, max_registers=config.max_registers if chosen.vec == problem.full_vec else None
+                    )
     return replace(plan(problem, device), max_registers=None)
 
 
@@ -100,10 +102,10 @@ def plan_smoothed_loss(problem: Problem, device: Device) -> Plan:
 def _with_chunks(problem: Problem, device: Device, most: int) -> Plan:
     """softmax's plan, with more CTAs and warps where a slice would have more than `most` chunks."""
     chosen = plan(problem, device)
-    if chosen.chunks > most and chosen.regime != "stream":
-        rungs = (Rung(problem.n_cols, device.max_cluster, num_warps, True) for num_warps in (4, 8, 16))
-        wider = (resident_plan(problem, device, rung) for rung in rungs)
-        chosen = next((p for p in wider if p is not None and p.chunks <= most), stream_plan(problem, device))
+    if chosen.chunks > most and chosen.regime != "two_pass":
+        configs = (KernelConfig(problem.n_cols, device.max_cluster, num_warps, True) for num_warps in (4, 8, 16))
+        wider = (resident_plan(problem, device, config) for config in configs)
+        chosen = next((p for p in wider if p is not None and p.chunks <= most), two_pass_plan(problem, device))
     return replace(chosen, max_registers=None)
 
 
@@ -122,22 +124,24 @@ def plan_masked(problem: Problem, device: Device, masked: bool) -> Plan:
     >>> plan_masked(Problem(2048, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"], masked=False).regime
     'block'
     """
-    chosen = tile_plan(problem, device) if problem.n_cols <= 512 else None
-    if chosen is not None and chosen.lanes < device.warp_size:
-        chunks = -(-chosen.chunks * chosen.lanes // device.warp_size)
-        chosen = replace(chosen, lanes=device.warp_size, chunks=chunks, rows=chosen.num_warps)
-    for rung in MASKED["backward" if problem.backward else "masked" if masked else "unmasked"]:
-        if chosen is None and problem.n_cols * problem.itemsize <= rung.max_cols * 2:
-            chosen = resident_plan(problem, device, rung)
+    chosen = warp_plan(problem, device) if problem.n_cols <= 512 else None
+    if chosen is not None and chosen.vectors_per_chunk < device.warp_size:
+        chunks = -(-chosen.chunks * chosen.vectors_per_chunk // device.warp_size)
+        chosen = replace(chosen, vectors_per_chunk=device.warp_size, chunks=chunks, rows=chosen.num_warps)
+    for config in MASKED["backward" if problem.backward else "masked" if masked else "unmasked"]:
+        if chosen is None and problem.n_cols * problem.itemsize <= config.max_cols * 2:
+            chosen = resident_plan(problem, device, config)
     if chosen is None:
         # a mask takes as much room as a gradient's second row; these kernels park nothing, so long rows get more warps
         held = replace(problem, backward=problem.backward or masked)
-        chosen = plan(held, replace(device, parks=False))
+        chosen = plan(held, replace(device, supports_smem_staging=False))
         if chosen.chunks > MASKED_CHUNKS[held.backward] and not problem.backward:
-            chosen = resident_plan(held, device, Rung(problem.n_cols, device.max_cluster, 16, True)) or chosen
-        if chosen.chunks > MASKED_CHUNKS[held.backward] or chosen.regime == "stream":
+            chosen = resident_plan(held, device, KernelConfig(problem.n_cols, device.max_cluster, 16, True)) or chosen
+        if chosen.chunks > MASKED_CHUNKS[held.backward] or chosen.regime == "two_pass":
             # by one program: Triton's planner of clusters gives up on this kernel's walk
-            chosen = _steps(problem, device, 1, STREAM_WARPS, STREAM_CHUNKS // 2, "the row is walked twice in steps")
+            chosen = _steps(
+                problem, device, 1, TWO_PASS_WARPS, TWO_PASS_CHUNKS // 2, "the row is walked twice in steps"
+            )
     # a mask, which is read where a row's sum is not finite, has no room under the cap
     capped = problem.backward and not masked and chosen.ctas > 1 and chosen.chunks <= 4 and problem.itemsize == 2
     return replace(chosen, max_registers=MASKED_BACKWARD_REGISTERS if capped and chosen.vec == 8 else None)

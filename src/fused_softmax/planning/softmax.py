@@ -1,9 +1,9 @@
 """Problem + Device -> Plan: which regime a row of so many columns takes, and with which numbers. Pure Python, no I/O.
 
 A plan sees columns, dtypes, alignment and device, never the number of rows: a row's bits do not depend on the batch it
-came in. The numbers of the policy are in `ladders`, tuples of rungs in rising width, each set by a measurement.
+came in. The numbers of the policy are in `config_tables`, tuples of configs in rising width, each set by a measurement.
 
-What makes a rung good, in the order in which it matters (measured on an H200, bfloat16 and float32, 2^28 elements):
+What makes a config good, in the order in which it matters (measured on an H200, bfloat16 and float32, 2^28 elements):
 bytes in flight (several programs on each multiprocessor, and few lanes without a column), registers just under the next
 step of occupancy, no reduction across warps where a warp can hold the row, no mask where the slice is known to be full.
 """
@@ -16,27 +16,27 @@ from dataclasses import replace
 from .config_tables import (
     BACKWARD_BLOCK,
     CLUSTER,
-    EDGE_MIN_COLS,
     FORWARD_BLOCK,
-    STREAM_CHUNKS,
-    STREAM_WARPS,
-    TILE,
-    TILE_COLS,
-    TILE_MAX_COLS,
-    TILE_SCALAR_COLS,
-    TILE_SCALAR_WARPS,
-    Rung,
+    TWO_PASS_CHUNKS,
+    TWO_PASS_WARPS,
+    UNALIGNED_MIN_COLS,
+    WARP,
+    WARP_COLS,
+    WARP_MAX_COLS,
+    WARP_SCALAR_COLS,
+    WARP_SCALAR_WARPS,
+    KernelConfig,
 )
 from .types import ITEMSIZE, REGIMES, VECTOR_BYTES, Device, Plan, Problem, power_of_two
 
-STAGED_BYTES = 96 << 10  # of shared memory, for a chunk that changes its layout: what every target has
-PARKED_BYTES = 46 << 10  # of shared memory for chunks that stay there; 48 KB is what a kernel may declare
+CONVERSION_BYTES = 96 << 10  # of shared memory, for a chunk that changes its layout: what every target has
+SMEM_STAGED_BYTES = 46 << 10  # of shared memory for chunks that stay there; 48 KB is what a kernel may declare
 STRIDED_TILE = 4096  # elements of a tile of the strided kernel
 MAX_CHUNKS = 24  # what a thread's 255 registers hold of a row, in vectors, without spilling
 
 
-def ladder(problem: Problem, device: Device) -> tuple[Rung, ...]:
-    """The rungs beyond the tile regime for this problem on this device."""
+def config_table(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
+    """The configs beyond the tile regime for this problem on this device."""
     if device.max_cluster >= 16:
         return CLUSTER[problem.backward, problem.log][problem.itemsize]
     return (BACKWARD_BLOCK if problem.backward else FORWARD_BLOCK)[problem.itemsize]
@@ -44,17 +44,17 @@ def ladder(problem: Problem, device: Device) -> tuple[Rung, ...]:
 
 def candidates(problem: Problem, device: Device) -> Iterator[Plan]:
     """Every plan that could hold the row without spilling: what `fused-softmax tune` measures."""
-    if (tile := tile_plan(problem, device)) is not None:
+    if (tile := warp_plan(problem, device)) is not None:
         yield tile
     for ctas in (1, 2, 4, 8, 16):
         for num_warps in (1, 2, 4, 8, 16):
             for recompute in (False, True) if problem.itemsize == 2 else (False,):
                 if ctas > device.max_cluster or problem.n_cols < 512 * ctas * num_warps // problem.itemsize:
                     continue
-                found = resident_plan(problem, device, Rung(problem.n_cols, ctas, num_warps, recompute))
+                found = resident_plan(problem, device, KernelConfig(problem.n_cols, ctas, num_warps, recompute))
                 if found is not None:
                     yield found
-    yield stream_plan(problem, device)
+    yield two_pass_plan(problem, device)
 
 
 def plan(problem: Problem, device: Device, regime: str | None = None) -> Plan:
@@ -68,10 +68,10 @@ def plan(problem: Problem, device: Device, regime: str | None = None) -> Plan:
     if regime not in REGIMES:
         raise ValueError(f"regime must be one of {REGIMES}, not {regime!r}")
     chosen = {
-        "tile": tile_plan,
+        "warp": warp_plan,
         "block": lambda p, d: resident_plan(p, d, _widest(p, d, 1)),
         "cluster": lambda p, d: resident_plan(p, d, _widest(p, d, d.max_cluster)) if d.max_cluster > 1 else None,
-        "stream": stream_plan,
+        "two_pass": two_pass_plan,
     }[regime](problem, device)
     if chosen is None:
         raise ValueError(
@@ -92,38 +92,42 @@ def torch_is_faster_reason(problem: Problem, device: Device) -> str | None:
 
 def _regimes(problem: Problem, device: Device) -> Iterator[Plan]:
     """The plans worth taking, best first; the last always exists."""
-    if (tile := preferred_tile(problem, device)) is not None:
+    if (tile := preferred_warp_plan(problem, device)) is not None:
         yield tile
-    for rung in ladder(problem, device):
-        if problem.n_cols <= rung.max_cols and rung.ctas <= device.max_cluster:
-            found = stream_plan(problem, device, rung) if rung.kept else resident_plan(problem, device, rung)
+    for config in config_table(problem, device):
+        if problem.n_cols <= config.max_cols and config.ctas <= device.max_cluster:
+            found = (
+                two_pass_plan(problem, device, config)
+                if config.resident_chunks
+                else resident_plan(problem, device, config)
+            )
             if found is not None:
                 yield found
-    yield stream_plan(problem, device)
+    yield two_pass_plan(problem, device)
 
 
 def geometry(problem: Problem) -> tuple[int, bool]:
     """(vec, edge): the width of a vector access, and whether a row's ends are apart."""
-    if problem.vec < problem.full_vec and problem.in_phase and problem.n_cols >= EDGE_MIN_COLS[problem.itemsize]:
+    if problem.vec < problem.full_vec and problem.in_phase and problem.n_cols >= UNALIGNED_MIN_COLS[problem.itemsize]:
         return problem.full_vec, True
     return problem.vec, False
 
 
-def tile_plan(problem: Problem, device: Device) -> Plan | None:
+def warp_plan(problem: Problem, device: Device) -> Plan | None:
     """The tile regime, or None for rows that are too wide for it."""
-    if problem.n_cols > TILE_MAX_COLS:
+    if problem.n_cols > WARP_MAX_COLS:
         return None
     vec, edge = geometry(problem)
     units = max(1, problem.n_cols // vec if edge else -(-problem.n_cols // vec))
     lanes = min(power_of_two(units), device.warp_size)
     if vec == problem.full_vec:
         lanes = max(lanes, 2 * vec) if edge else lanes
-        rung = next(r for r in TILE[problem.itemsize] if units <= r.max_cols)
-        num_warps, rows_a_thread = max(1, rung.num_warps * 32 // device.warp_size), rung.rows
+        config = next(r for r in WARP[problem.itemsize] if units <= r.max_cols)
+        num_warps, rows_a_thread = max(1, config.num_warps * 32 // device.warp_size), config.rows
         if edge and lanes == device.warp_size and units <= lanes:
             num_warps, rows_a_thread = 1, 4  # 257 columns of bfloat16: .98 of copy against .93
-    elif problem.n_cols <= TILE_SCALAR_COLS:
-        num_warps = max(1, TILE_SCALAR_WARPS * 32 // device.warp_size)
+    elif problem.n_cols <= WARP_SCALAR_COLS:
+        num_warps = max(1, WARP_SCALAR_WARPS * 32 // device.warp_size)
         rows_a_thread = max(1, 4 * device.warp_size // (lanes * -(-units // lanes)) * lanes // device.warp_size)
     else:  # a warp's vectors, element by element
         num_warps, rows_a_thread = 1, 1
@@ -132,20 +136,20 @@ def tile_plan(problem: Problem, device: Device) -> Plan | None:
     chunks += chunks > 4 and chunks % 2  # widths share kernels
     rows = max(1, num_warps * device.warp_size // lanes * rows_a_thread)
     why = f"{rows} row(s) a program, each in one warp or less: no reduction leaves it"
-    return Plan("tile", rows, 1, 1, lanes, vec, chunks, 0, edge, problem.itemsize == 4, num_warps, None, why)
+    return Plan("warp", rows, 1, 1, lanes, vec, chunks, 0, edge, problem.itemsize == 4, num_warps, None, why)
 
 
-def preferred_tile(problem: Problem, device: Device) -> Plan | None:
+def preferred_warp_plan(problem: Problem, device: Device) -> Plan | None:
     """The tile regime where it is the fastest, or None."""
-    return tile_plan(problem, device) if problem.n_cols <= TILE_COLS[problem.itemsize] else None
+    return warp_plan(problem, device) if problem.n_cols <= WARP_COLS[problem.itemsize] else None
 
 
-def _widest(problem: Problem, device: Device, ctas: int) -> Rung:
-    """A rung for a forced regime: as many warps as give each lane a few chunks."""
+def _widest(problem: Problem, device: Device, ctas: int) -> KernelConfig:
+    """A config for a forced regime: as many warps as give each lane a few chunks."""
     own = [
         r
-        for r in ladder(problem, device)
-        if (r.ctas == 1) == (ctas == 1) and problem.n_cols <= r.max_cols and not r.kept
+        for r in config_table(problem, device)
+        if (r.ctas == 1) == (ctas == 1) and problem.n_cols <= r.max_cols and not r.resident_chunks
     ]
     if own:
         return own[0]
@@ -153,78 +157,82 @@ def _widest(problem: Problem, device: Device, ctas: int) -> Rung:
     warps = 4
     while warps < 16 and problem.n_cols > ctas * warps * device.warp_size * vec * 8:
         warps *= 2
-    return Rung(problem.n_cols, min(ctas, 4 if problem.n_cols < 4096 else ctas), warps, problem.itemsize == 2)
+    return KernelConfig(problem.n_cols, min(ctas, 4 if problem.n_cols < 4096 else ctas), warps, problem.itemsize == 2)
 
 
-def resident_plan(problem: Problem, device: Device, rung: Rung) -> Plan | None:
-    """The block or cluster regime as `rung` says, or None where a thread cannot hold its part of the row."""
+def resident_plan(problem: Problem, device: Device, config: KernelConfig) -> Plan | None:
+    """The block or cluster regime as `config` says, or None where a thread cannot hold its part of the row."""
     vec, edge = geometry(problem)
-    num_warps = max(1, min(rung.num_warps * 32 // device.warp_size, device.max_warps))
+    num_warps = max(1, min(config.num_warps * 32 // device.warp_size, device.max_warps))
     lanes = num_warps * device.warp_size * (problem.full_vec // vec)
     units = problem.n_cols // vec if edge else -(-problem.n_cols // vec)
-    slice_units = -(-units // rung.ctas)
+    slice_units = -(-units // config.ctas)
     chunks = _round_chunks(max(1, -(-slice_units // lanes)))
     # a row apart from its ends has less room beside it for exp's results (50,257 columns: .99 of copy against .96)
-    recompute = rung.recompute or problem.itemsize == 4 or (edge and chunks > 5)
+    recompute = config.recompute or problem.itemsize == 4 or (edge and chunks > 5)
     # only whole vectors of a row that is on a cluster, so that each thread knows its own
-    apart = rung.ctas > 1 and vec == problem.full_vec and problem.dtype == problem.out_dtype
-    unmasked = _unmasked(units, rung.ctas, lanes, chunks, edge, problem.backward)
+    warps_reduce_separately = config.ctas > 1 and vec == problem.full_vec and problem.dtype == problem.out_dtype
+    unmasked = _unmasked(units, config.ctas, lanes, chunks, edge, problem.backward)
     # an unaligned row's ends take room too
-    tensors = 2 if problem.backward and rung.ahead is None else 1
-    room = PARKED_BYTES // (VECTOR_BYTES * lanes * tensors)
-    parked = min(rung.parked + edge, unmasked, room) if device.parks and apart and rung.parked else 0
+    tensors = 2 if problem.backward and config.prefetched_chunks is None else 1
+    room = SMEM_STAGED_BYTES // (VECTOR_BYTES * lanes * tensors)
+    parked = (
+        min(config.smem_staged + edge, unmasked, room)
+        if device.supports_smem_staging and warps_reduce_separately and config.smem_staged
+        else 0
+    )
     if (
-        not _fits(problem, rung, chunks - parked, recompute, device)
-        or _staged(problem, rung.ctas * lanes * vec) > STAGED_BYTES
+        not _fits(problem, config, chunks - parked, recompute, device)
+        or _conversion_bytes(problem, config.ctas * lanes * vec) > CONVERSION_BYTES
     ):
         return None
-    max_registers = rung.edge_registers if edge else rung.max_registers
-    if rung.parked:
-        max_registers = rung.max_registers if parked else None
-    regime = "cluster" if rung.ctas > 1 else "block"
-    where = f"the {rung.ctas} CTAs of a cluster" if rung.ctas > 1 else "one program"
+    max_registers = config.unaligned_registers if edge else config.max_registers
+    if config.smem_staged:
+        max_registers = config.max_registers if parked else None
+    regime = "cluster" if config.ctas > 1 else "block"
+    where = f"the {config.ctas} CTAs of a cluster" if config.ctas > 1 else "one program"
     why = f"the row stays in {where}, {chunks} vector(s) a thread" + (", exp computed twice" if recompute else "")
     why += f", {parked} of them in shared memory" if parked else ""
     return Plan(
         regime,
         rows=1,
-        ctas=rung.ctas,
-        parts=num_warps if apart else 1,
-        lanes=lanes,
+        ctas=config.ctas,
+        warps_per_row=num_warps if warps_reduce_separately else 1,
+        vectors_per_chunk=lanes,
         vec=vec,
         chunks=chunks,
-        unmasked=unmasked,
-        edge=edge,
+        unpredicated_chunks=unmasked,
+        unaligned=edge,
         recompute=recompute,
         num_warps=num_warps,
-        max_registers=max_registers if apart else None,
+        max_registers=max_registers if warps_reduce_separately else None,
         why=why,
-        ahead=rung.ahead if problem.log else None,
-        parked=parked,
+        prefetched_chunks=config.prefetched_chunks if problem.log else None,
+        smem_staged=parked,
     )
 
 
-def stream_plan(problem: Problem, device: Device, rung: Rung | None = None) -> Plan:
-    """The stream regime, keeping what `rung` says of a slice where each of the row's slices is that long."""
+def two_pass_plan(problem: Problem, device: Device, config: KernelConfig | None = None) -> Plan:
+    """The stream regime, keeping what `config` says of a slice where each of the row's slices is that long."""
     vec, edge = geometry(problem)
-    num_warps = max(1, (STREAM_WARPS if rung is None else rung.num_warps) * 32 // device.warp_size)
+    num_warps = max(1, (TWO_PASS_WARPS if config is None else config.num_warps) * 32 // device.warp_size)
     lanes = num_warps * device.warp_size * (problem.full_vec // vec)
     # 16-bit rows element by element: four chunks of two tensors spill at 255 registers
-    chunks = STREAM_CHUNKS // 2 if vec < problem.full_vec == 8 else STREAM_CHUNKS
+    chunks = TWO_PASS_CHUNKS // 2 if vec < problem.full_vec == 8 else TWO_PASS_CHUNKS
     ctas = device.max_cluster if problem.n_cols >= device.max_cluster * lanes * vec * chunks else 1
-    apart = ctas > 1 and vec == problem.full_vec and problem.dtype == problem.out_dtype
+    warps_reduce_separately = ctas > 1 and vec == problem.full_vec and problem.dtype == problem.out_dtype
     shortest = _shortest(problem.n_cols // vec if edge else -(-problem.n_cols // vec), ctas, edge)
     kept, ahead, max_registers, also = 0, None, None, ""
-    if apart and rung is not None and rung.kept * lanes <= shortest:
+    if warps_reduce_separately and config is not None and config.resident_chunks * lanes <= shortest:
         # an unaligned row's ends take room too, where registers are capped
-        kept = rung.kept - (edge and rung.max_registers is not None)
-        ahead, chunks = rung.ahead if problem.log else None, rung.step
-        max_registers = rung.max_registers
+        kept = config.resident_chunks - (edge and config.max_registers is not None)
+        ahead, chunks = config.prefetched_chunks if problem.log else None, config.step
+        max_registers = config.max_registers
         also = f" but for {kept} vector(s) a thread that stay"
     why = f"the row is walked twice in steps by {ctas} CTA(s){also}: it does not fit on chip"
-    parts = num_warps if apart else 1
+    parts = num_warps if warps_reduce_separately else 1
     return Plan(
-        "stream", 1, ctas, parts, lanes, vec, chunks, 0, edge, False, num_warps, max_registers, why, ahead, kept
+        "two_pass", 1, ctas, parts, lanes, vec, chunks, 0, edge, False, num_warps, max_registers, why, ahead, kept
     )
 
 
@@ -240,20 +248,20 @@ def strided_plan(n_rows: int, n_cols: int, along_cols: bool) -> Plan:
     return Plan("strided", rows, 1, 1, cols, 1, steps, 0, False, False, 4, None, why)
 
 
-def _fits(problem: Problem, rung: Rung, chunks: int, recompute: bool, device: Device) -> bool:
+def _fits(problem: Problem, config: KernelConfig, chunks: int, recompute: bool, device: Device) -> bool:
     """Whether a thread's registers hold its part of the row and what the arithmetic needs, by cross-compiling."""
     itemsize = ITEMSIZE[problem.dtype]
     kept = problem.full_vec * itemsize // 4 * (2 if itemsize == 2 and not recompute else 1)
     if geometry(problem)[0] < problem.full_vec == 8:
         kept += 6  # 16-bit rows element by element: 10 to 13 registers a chunk
     tiles = chunks * (2 if problem.backward else 1)
-    if problem.backward and problem.log and rung.ahead is not None:
-        tiles = chunks + min(chunks, rung.ahead)
+    if problem.backward and problem.log and config.prefetched_chunks is not None:
+        tiles = chunks + min(chunks, config.prefetched_chunks)
     needed = tiles * kept + 28
-    return chunks <= MAX_CHUNKS and needed <= min(255, device.registers // (rung.num_warps * 32) // 8 * 8)
+    return chunks <= MAX_CHUNKS and needed <= min(255, device.registers // (config.num_warps * 32) // 8 * 8)
 
 
-def _staged(problem: Problem, columns: int) -> int:
+def _conversion_bytes(problem: Problem, columns: int) -> int:
     """Bytes of shared memory through which a chunk goes on its way from 16-bit vectors to float32 ones.
 
     Triton 3.6 and 3.7 give each CTA of a cluster room for the whole cluster's chunk: 256 KB for 16 CTAs of 16 warps.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-REGIMES = ("tile", "block", "cluster", "stream")
+REGIMES = ("warp", "block", "cluster", "two_pass")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 VECTOR_BYTES = 16
 
@@ -20,7 +20,9 @@ class Device:
     max_warps: int = 32  # of one program
     registers: int = 65536  # of one multiprocessor, 32 bits each
     max_cluster: int = 1  # CTAs in a thread-block cluster; 1: none
-    parks: bool = False  # whether chunks of a row may lie in shared memory: Hopper, where that is measured
+    supports_smem_staging: bool = (
+        False  # whether chunks of a row may lie in shared memory: Hopper, where that is measured
+    )
 
     @property
     def ptx(self) -> bool:
@@ -28,14 +30,14 @@ class Device:
         return self.kind == "cuda"
 
     @property
-    def overlaps(self) -> bool:
+    def supports_pdl(self) -> bool:
         """Whether a kernel may be launched before the one that it waits for is done: programmatic dependent launch."""
         return self.kind == "cuda" and self.max_cluster > 1
 
     def registers_within(self, cap: int, num_warps: int) -> int:
         """A cap of registers that was measured on Hopper, here: one step more elsewhere, where a small one spills."""
         most = self.registers // (num_warps * self.warp_size)
-        return cap if self.parks or cap >= 96 else max(cap, min(cap + 8, most))
+        return cap if self.supports_smem_staging or cap >= 96 else max(cap, min(cap + 8, most))
 
     def options(self, num_stages: int | None = None) -> dict[str, Any]:
         """The launch options whose defaults differ between versions of Triton, or may; empty where interpreted.
@@ -51,7 +53,7 @@ class Device:
 DEVICES = {
     "sm_80": Device("sm_80", "cuda"),
     "sm_89": Device("sm_89", "cuda"),
-    "sm_90": Device("sm_90", "cuda", max_cluster=16, parks=True),
+    "sm_90": Device("sm_90", "cuda", max_cluster=16, supports_smem_staging=True),
     "sm_100": Device("sm_100", "cuda", max_cluster=16),
     "sm_120": Device("sm_120", "cuda", max_cluster=8),
     "gfx942": Device("gfx942", "hip", warp_size=64, max_warps=16, registers=131072),
@@ -94,28 +96,41 @@ class Plan:
     regime: str
     rows: int
     ctas: int
-    parts: int  # lines that share a CTA's slice of a row: its warps, or one
-    lanes: int  # of a CTA's slice, over all parts
+    warps_per_row: int  # lines that share a CTA's slice of a row: its warps, or one
+    vectors_per_chunk: int  # of a CTA's slice, over all parts
     vec: int
     chunks: int  # of a step, where the regime is stream
-    unmasked: int  # chunks that lie inside the row whatever its slice
-    edge: bool  # rows start unaligned: head and tail apart
+    unpredicated_chunks: int  # chunks that lie inside the row whatever its slice
+    unaligned: bool  # rows start unaligned: head and tail apart
     recompute: bool  # keep the row as loaded and compute exp twice
     num_warps: int
     max_registers: int | None
     why: str
-    ahead: int | None = None  # of a gradient: chunks of y that are read before the row's sum is known; None: all
-    kept: int = 0  # chunks of a slice that stay on chip, where the regime is stream
-    parked: int = 0  # of a gradient: chunks of a slice that stay in shared memory, not in registers
+    prefetched_chunks: int | None = (
+        None  # of a gradient: chunks of y that are read before the row's sum is known; None: all
+    )
+    resident_chunks: int = 0  # chunks of a slice that stay on chip, where the regime is stream
+    smem_staged: int = 0  # of a gradient: chunks of a slice that stay in shared memory, not in registers
 
     def constexprs(self) -> dict[str, object]:
         """What any kernel may take of the plan at compile time, by the kernels' names; a kernel takes some of these."""
-        held = self.kept if self.regime == "stream" else self.chunks
-        ahead = held if self.ahead is None else min(held, self.ahead)
-        found: dict[str, object] = dict(ROWS=self.rows, CTAS=self.ctas, PARTS=self.parts)
-        found |= dict(LANES=self.lanes // self.parts, VEC=self.vec, CHUNKS=self.chunks, UNMASKED=self.unmasked)
-        found |= dict(EDGE=self.edge, RECOMPUTE=self.recompute, KEPT=self.kept, AHEAD=ahead, PARKED=self.parked)
-        return found | dict(STREAM=self.regime == "stream")
+        held = self.resident_chunks if self.regime == "two_pass" else self.chunks
+        ahead = held if self.prefetched_chunks is None else min(held, self.prefetched_chunks)
+        found: dict[str, object] = dict(ROWS=self.rows, CTAS=self.ctas, WARPS_PER_ROW=self.warps_per_row)
+        found |= dict(
+            VECTORS=self.vectors_per_chunk // self.warps_per_row,
+            VEC=self.vec,
+            CHUNKS=self.chunks,
+            UNPREDICATED=self.unpredicated_chunks,
+        )
+        found |= dict(
+            UNALIGNED=self.unaligned,
+            RECOMPUTE=self.recompute,
+            RESIDENT_CHUNKS=self.resident_chunks,
+            PREFETCHED=ahead,
+            SMEM_STAGED=self.smem_staged,
+        )
+        return found | dict(TWO_PASS=self.regime == "two_pass")
 
 
 def power_of_two(n: int) -> int:

@@ -1,13 +1,13 @@
 """Merging what the programs of a thread-block cluster know about their row, through distributed shared memory.
 
-A row on a cluster is a tile of CTAS x PARTS lines in a launch with num_ctas=CTAS: each CTA holds PARTS lines of it, one
+A row on a cluster is a tile of CTAS x WARPS_PER_ROW lines in a launch with num_ctas=CTAS: each CTA holds WARPS_PER_ROW lines of it, one
 for each of its warps (or one in all), and each line is reduced by itself. Then all need the row's own numbers. The
 lanes of each warp send the warp's to a slot in every CTA with `st.async`, which counts the bytes on the receiver's
 mbarrier; each CTA waits for its own mbarrier, and each warp merges all slots across its lanes, by operations that
 commute, so that every thread of the cluster holds the same bits. Triton before 3.8 cannot reduce across the CTAs of a
 cluster; hence the inline PTX. No barrier of a CTA and no reduction through its shared memory is left.
 
-`open_exchange` must be the kernel's first statement, `leave_cluster` its last, and an exchange is used once per launch:
+`init_cluster_barrier` must be the kernel's first statement, `leave_cluster` its last, and an exchange is used once per launch:
 the mbarrier is armed for one phase. In between lies the row's load, behind which the cluster's barrier latency hides.
 Interpreted, there is one program for all lines, and the merge is a reduction over the tile's first axis.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .numerics import exp, shift_moments
+from .numerics import exp, rescale_moments
 
 # Triton 3.8 and later end a kernel on a cluster with a barrier of the cluster
 _CLOSING_BARRIER = tl.constexpr(tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 8))
@@ -154,10 +154,12 @@ def _sum_ptx(ctas: int, parts: int) -> str:
 
 
 @triton.jit
-def open_exchange(CTAS: tl.constexpr, N_VALUES: tl.constexpr, PTX: tl.constexpr, PARTS: tl.constexpr = 1):
-    """Arms this CTA's mbarrier for N_VALUES float32 from each of CTAS x PARTS lines. A kernel's first statement."""
+def init_cluster_barrier(
+    CTAS: tl.constexpr, N_VALUES: tl.constexpr, PTX: tl.constexpr, WARPS_PER_ROW: tl.constexpr = 1
+):
+    """Arms this CTA's mbarrier for N_VALUES float32 from each of CTAS x WARPS_PER_ROW lines. A kernel's first statement."""
     if CTAS > 1 and PTX:
-        ASM: tl.constexpr = _open_ptx(CTAS, N_VALUES, PARTS)
+        ASM: tl.constexpr = _open_ptx(CTAS, N_VALUES, WARPS_PER_ROW)
         tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -191,12 +193,12 @@ def leave_cluster(CTAS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def merge_over_cluster(m, s, CTAS: tl.constexpr, PTX: tl.constexpr, PARTS: tl.constexpr = 1):
-    """The row's (row_max, row_sum) from each line's own.  # m, s: [CTAS*PARTS]"""
+def cluster_reduce_max_sum(m, s, CTAS: tl.constexpr, PTX: tl.constexpr, WARPS_PER_ROW: tl.constexpr = 1):
+    """The row's (row_max, row_sum) from each line's own.  # m, s: [CTAS*WARPS_PER_ROW]"""
     if CTAS == 1:
         return m, s
     elif PTX:
-        ASM: tl.constexpr = _merge_ptx(CTAS, PARTS)
+        ASM: tl.constexpr = _merge_ptx(CTAS, WARPS_PER_ROW)
         return tl.inline_asm_elementwise(
             ASM, "=f,=f,f,f", [m, s], dtype=(tl.float32, tl.float32), is_pure=False, pack=1
         )
@@ -207,17 +209,17 @@ def merge_over_cluster(m, s, CTAS: tl.constexpr, PTX: tl.constexpr, PARTS: tl.co
 
 
 @triton.jit
-def merge_moments_over_cluster(
-    m, s, t, PLAIN: tl.constexpr, CTAS: tl.constexpr, PTX: tl.constexpr, PARTS: tl.constexpr = 1
+def cluster_reduce_moments(
+    m, s, t, PLAIN: tl.constexpr, CTAS: tl.constexpr, PTX: tl.constexpr, WARPS_PER_ROW: tl.constexpr = 1
 ):
-    """The row's (row_max, row_sum, moment) from each line's own.  # [CTAS*PARTS]
+    """The row's (row_max, row_sum, moment) from each line's own.  # [CTAS*WARPS_PER_ROW]
 
     The moment is sum(exp(x - row_max)*(x - row_max)), or, where PLAIN, a sum that does not depend on the maximum.
     """
     if CTAS == 1:
         return m, s, t
     elif PTX:
-        ASM: tl.constexpr = _merge_moments_ptx(CTAS, PARTS, PLAIN)
+        ASM: tl.constexpr = _merge_moments_ptx(CTAS, WARPS_PER_ROW, PLAIN)
         return tl.inline_asm_elementwise(
             ASM, "=f,=f,=f,f,f,f", [m, s, t], dtype=(tl.float32, tl.float32, tl.float32), is_pure=False, pack=1
         )
@@ -226,18 +228,18 @@ def merge_moments_over_cluster(
         if PLAIN:
             s = s * exp(m - row_max)
         else:
-            m, s, t = shift_moments(m, s, t, row_max)
+            m, s, t = rescale_moments(m, s, t, row_max)
         zero = tl.zeros_like(m)
         return zero + row_max, zero + tl.sum(s, 0), zero + tl.sum(t, 0)
 
 
 @triton.jit
-def sum_over_cluster(s, CTAS: tl.constexpr, PTX: tl.constexpr, PARTS: tl.constexpr = 1):
-    """The row's sum from each line's own.  # s: [CTAS*PARTS]"""
+def cluster_reduce_sum(s, CTAS: tl.constexpr, PTX: tl.constexpr, WARPS_PER_ROW: tl.constexpr = 1):
+    """The row's sum from each line's own.  # s: [CTAS*WARPS_PER_ROW]"""
     if CTAS == 1:
         return s
     elif PTX:
-        ASM: tl.constexpr = _sum_ptx(CTAS, PARTS)
+        ASM: tl.constexpr = _sum_ptx(CTAS, WARPS_PER_ROW)
         return tl.inline_asm_elementwise(ASM, "=f,f", [s], dtype=tl.float32, is_pure=False, pack=1)
     else:
         return tl.zeros_like(s) + tl.sum(s, 0)

@@ -38,21 +38,21 @@ def log(x):
 
 @triton.jit
 def columns_of(x):
-    """The elements of each vector in their order, one tensor for each.  # x: [LINES, LANES, VEC]; result [LINES, LANES]
+    """The elements of each vector in their order, one tensor for each.  # x: [SEGMENTS, VECTORS, VEC]; result [SEGMENTS, VECTORS]
 
     A thread holds whole vectors, so that nothing is moved.
     """
-    LINES: tl.constexpr = x.shape[0]
-    LANES: tl.constexpr = x.shape[1]
+    SEGMENTS: tl.constexpr = x.shape[0]
+    VECTORS: tl.constexpr = x.shape[1]
     if x.shape[2] == 2:
         return tl.split(x)
     elif x.shape[2] == 4:
-        even, odd = tl.split(tl.reshape(x, (LINES, LANES, 2, 2)))
+        even, odd = tl.split(tl.reshape(x, (SEGMENTS, VECTORS, 2, 2)))
         x0, x2 = tl.split(even)
         x1, x3 = tl.split(odd)
         return x0, x1, x2, x3
     else:
-        even, odd = tl.split(tl.reshape(x, (LINES, LANES, 2, 2, 2)))
+        even, odd = tl.split(tl.reshape(x, (SEGMENTS, VECTORS, 2, 2, 2)))
         x04, x26 = tl.split(even)
         x15, x37 = tl.split(odd)
         x0, x4 = tl.split(x04)
@@ -64,7 +64,7 @@ def columns_of(x):
 
 @triton.jit
 def sum_of_vectors(x, PTX: tl.constexpr):
-    """tl.sum(x, 2), one element after the other with every Triton.  # [LINES, LANES, VEC] -> [LINES, LANES]
+    """tl.sum(x, 2), one element after the other with every Triton.  # [SEGMENTS, VECTORS, VEC] -> [SEGMENTS, VECTORS]
 
     A tree holds several partial sums, and needs the last element as early as the first: with 3.9 walks over a row took
     73 registers for 58, and gradients began to add before their last loads were issued.
@@ -81,7 +81,7 @@ def sum_of_vectors(x, PTX: tl.constexpr):
 
 @triton.jit
 def max_of_vectors(x, PTX: tl.constexpr):
-    """tl.max(x, 2), one element after the other, as `sum_of_vectors`.  # [LINES, LANES, VEC] -> [LINES, LANES]"""
+    """tl.max(x, 2), one element after the other, as `sum_of_vectors`.  # [SEGMENTS, VECTORS, VEC] -> [SEGMENTS, VECTORS]"""
     if PTX and _TREES and x.shape[2] > 1 and x.shape[2] <= 8:
         columns = columns_of(x)
         top = columns[0]
@@ -93,7 +93,7 @@ def max_of_vectors(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def shift_moments(m, s, t, m_new):
+def rescale_moments(m, s, t, m_new):
     """(m, s, t) with s = sum(exp(x - m)) and t = sum(exp(x - m)*(x - m)), as seen from m_new >= m.
 
     exp(x - m_new)*(x - m_new) = exp(m - m_new)*(exp(x - m)*(x - m) + exp(x - m)*(m - m_new)). The difference is
@@ -111,8 +111,8 @@ def binade(x):
 
 
 @triton.jit
-def pivot(m, FUSED: tl.constexpr, scale=None):
-    """(base, shift, by) with exp(scale*(x - m)) = exp_about(x, base, shift)*by: one multiply-add and one exp2 each.
+def exp2_affine(m, FUSED: tl.constexpr, scale=None):
+    """(base, shift, by) with exp(scale*(x - m)) = exp2_fma(x, base, shift)*by: one multiply-add and one exp2 each.
 
     For x and m of 16 bits, or such numbers times one factor, and a positive scale (None: 1); m may also be the row's
     logsumexp, which from 2^28 on rounds to the largest x. base is scale*log2(e), shift is m*base, rounded, and by
@@ -137,8 +137,8 @@ def pivot(m, FUSED: tl.constexpr, scale=None):
 
 
 @triton.jit
-def exp_about(x, base, shift, FUSED: tl.constexpr):
-    """exp(scale*(x - m)), but for the factor `by` of `pivot`."""
+def exp2_fma(x, base, shift, FUSED: tl.constexpr):
+    """exp(scale*(x - m)), but for the factor `by` of `exp2_affine`."""
     if FUSED:
         return tl.exp2(tl.fma(x, base, -shift))
     else:
@@ -161,8 +161,8 @@ def scaled(x, by, PTX: tl.constexpr):
 
 
 @triton.jit
-def widen(x, PTX: tl.constexpr, ANEW: tl.constexpr = False):
-    """x in float32. ANEW: computed again here, whatever the compiler knows of x.
+def upcast(x, PTX: tl.constexpr, REMATERIALIZE: tl.constexpr = False):
+    """x in float32. REMATERIALIZE: computed again here, whatever the compiler knows of x.
 
     exp(x) is cheaper to compute twice than to keep: the row stays in registers as 16-bit numbers, more programs fit on
     a multiprocessor, and more bytes are in flight. Left alone, the compiler would convert once and keep the float32
@@ -170,8 +170,8 @@ def widen(x, PTX: tl.constexpr, ANEW: tl.constexpr = False):
     """
     if PTX and x.dtype == tl.bfloat16:
         ASM: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
-        return tl.inline_asm_elementwise(ASM, "=r,=r,r", [x], dtype=tl.float32, is_pure=not ANEW, pack=2)
-    elif PTX and ANEW and x.dtype == tl.float16:
+        return tl.inline_asm_elementwise(ASM, "=r,=r,r", [x], dtype=tl.float32, is_pure=not REMATERIALIZE, pack=2)
+    elif PTX and REMATERIALIZE and x.dtype == tl.float16:
         HALVES: tl.constexpr = "{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;}"
         return tl.inline_asm_elementwise(HALVES, "=f,=f,r", [x], dtype=tl.float32, is_pure=False, pack=2)
     else:

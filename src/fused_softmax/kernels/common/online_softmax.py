@@ -11,9 +11,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cluster import merge_moments_over_cluster, merge_over_cluster
-from .numerics import HIGHEST, LN2, LOG2E, LOWEST, exp, log, max_of_vectors, pivot, shift_moments, sum_of_vectors, widen
-from .tiles import chunk_offsets, edge_of, load_chunks
+from .cluster import cluster_reduce_max_sum, cluster_reduce_moments
+from .numerics import (
+    HIGHEST,
+    LN2,
+    LOG2E,
+    LOWEST,
+    exp,
+    exp2_affine,
+    log,
+    max_of_vectors,
+    rescale_moments,
+    sum_of_vectors,
+    upcast,
+)
+from .tiles import chunk_offsets, head_and_tail, load_chunks
 
 # nothing is written that L2 could make room for, and nothing is read again. H200: .3 to 1.5% faster than "evict_last"
 READ_ONCE = tl.constexpr("evict_first")
@@ -36,11 +48,11 @@ WEIGHTED_SUM = tl.constexpr(2)
 
 @triton.jit
 def load_step(
-    at, width, LINES: tl.constexpr, CHUNKS: tl.constexpr, UNMASKED: tl.constexpr, LANES: tl.constexpr,
-    VEC: tl.constexpr, PARTS: tl.constexpr,
+    at, width, SEGMENTS: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, VECTORS: tl.constexpr,
+    VEC: tl.constexpr, WARPS_PER_ROW: tl.constexpr,
 ):  # fmt: skip
     """A step's chunks as `load_chunks` gives them."""
-    return load_chunks(at, width, LINES, CHUNKS, UNMASKED, LANES, VEC, -float("inf"), PARTS, READ_ONCE)
+    return load_chunks(at, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW, READ_ONCE)
 
 
 @triton.jit
@@ -93,14 +105,14 @@ def accumulate(
 ):  # fmt: skip
     """Each lane's (m, s, t) with one step more in it, whose maximum is taken among the logits as they were loaded.
 
-    A weighted sum is its caller's to add.  # x: CHUNKS tiles [LINES, LANES, VEC]; m, s, t: [LINES, LANES]
+    A weighted sum is its caller's to add.  # x: CHUNKS tiles [SEGMENTS, VECTORS, VEC]; m, s, t: [SEGMENTS, VECTORS]
     """
     top = max_of_vectors(x[0], PTX)
     for c in tl.static_range(1, CHUNKS):
         top = tl.maximum(top, max_of_vectors(x[c], PTX))
     m_new = tl.minimum(tl.maximum(m, logit(top, scale, cap, SCALED, SOFTCAP)), HIGHEST)
     if MOMENT == ENTROPY_MOMENT:
-        m, s, t = shift_moments(m, s, t, m_new)
+        m, s, t = rescale_moments(m, s, t, m_new)
     else:
         s = s * exp(m - m_new)
     # a step is added up by itself: the fewer numbers are added to a long sum one by one, the less they round it
@@ -108,9 +120,9 @@ def accumulate(
     moment = tl.zeros_like(t)
     # where FUSED d is in base 2 and about a rounded number, and what that adds is taken back once a step
     FUSED: tl.constexpr = PTX and x[0].dtype.primitive_bitwidth == 16 and not SOFTCAP
-    base, shift, mend = pivot(m_new, FUSED)
+    base, shift, mend = exp2_affine(m_new, FUSED)
     for c in tl.static_range(CHUNKS):
-        z = logit(widen(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
+        z = logit(upcast(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
         d = tl.fma(z, base[:, :, None], -shift[:, :, None]) if FUSED else z - shift[:, :, None]
         e = tl.exp2(d) if FUSED else exp(d)
         step += sum_of_vectors(e, PTX)
@@ -145,7 +157,7 @@ def weigh(z, reference, at, mask, w_ptr, WEIGHTED: tl.constexpr):
 
 
 @triton.jit
-def walk(
+def online_reduction(
     x_row,
     first,
     width,
@@ -165,94 +177,98 @@ def walk(
     SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     CTAS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LANES: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr,
+    VECTORS: tl.constexpr,
     VEC: tl.constexpr,
     CHUNKS: tl.constexpr,
-    EDGE: tl.constexpr,
+    UNALIGNED: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """The row's (max, sum, moment), after the one read.  # x_row .. scale: [LINES, 1]; result [LINES]
+    """The row's (max, sum, moment), after the one read.  # x_row .. scale: [SEGMENTS, 1]; result [SEGMENTS]
 
     first, width: where the line's part of the slice begins, and how many columns it ends after.
     """
-    LINES: tl.constexpr = ROWS * CTAS * PARTS
-    STEP: tl.constexpr = CHUNKS * PARTS * LANES * VEC
-    m = tl.zeros([LINES, LANES], tl.float32) + LOWEST
-    s = tl.zeros([LINES, LANES], tl.float32)
-    t = tl.zeros([LINES, LANES], tl.float32)
+    SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
+    STEP: tl.constexpr = CHUNKS * WARPS_PER_ROW * VECTORS * VEC
+    m = tl.zeros([SEGMENTS, VECTORS], tl.float32) + LOWEST
+    s = tl.zeros([SEGMENTS, VECTORS], tl.float32)
+    t = tl.zeros([SEGMENTS, VECTORS], tl.float32)
     zero = tl.zeros([1, 1], tl.int64)
     # whole steps, which every slice has, need no mask; the last slice is the shortest. Little that is left over makes a
     # step of FEW chunks, as an empty chunk costs as much arithmetic as a full one
     units = n_cols // VEC
     even = tl.cdiv(units, CTAS)
-    shortest = tl.maximum(units - (1 if EDGE else 0) - (CTAS - 1) * even, 0)
+    shortest = tl.maximum(units - (1 if UNALIGNED else 0) - (CTAS - 1) * even, 0)
     whole = shortest * VEC // STEP
     if ROWS > 1:
         whole = whole * 0
     if MOMENT == WEIGHTED_SUM:
         whole = whole * 0
     FEW: tl.constexpr = 0 if ROWS > 1 or MOMENT == WEIGHTED_SUM else (CHUNKS + 3) // 4
-    n_steps = whole + tl.cdiv(tl.maximum(even * VEC - whole * STEP - FEW * (PARTS * LANES * VEC), 0), STEP)
-    if EDGE:  # before the walk, so that nothing waits for it afterwards
-        edge, in_edge = edge_of(head, interior, n_cols, (rank == 0) & (part == 0) & exists, LANES, VEC)
-        x_edge = tl.load(x_row + edge, mask=in_edge, other=-float("inf"))
+    n_steps = whole + tl.cdiv(tl.maximum(even * VEC - whole * STEP - FEW * (WARPS_PER_ROW * VECTORS * VEC), 0), STEP)
+    if UNALIGNED:  # before the walk, so that nothing waits for it afterwards
+        edge, in_head_tail = head_and_tail(head, interior, n_cols, (rank == 0) & (part == 0) & exists, VECTORS, VEC)
+        x_head_tail = tl.load(x_row + edge, mask=in_head_tail, other=-float("inf"))
     for step in range(whole):
-        x = load_step(x_row + first + (zero + step) * STEP, width, LINES, CHUNKS, CHUNKS, LANES, VEC, PARTS)
+        x = load_step(
+            x_row + first + (zero + step) * STEP, width, SEGMENTS, CHUNKS, CHUNKS, VECTORS, VEC, WARPS_PER_ROW
+        )
         m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, CHUNKS, PTX)
     for step in range(whole, n_steps):
         start = (zero + step) * STEP
-        x = load_step(x_row + first + start, width - start, LINES, CHUNKS, 0, LANES, VEC, PARTS)
+        x = load_step(x_row + first + start, width - start, SEGMENTS, CHUNKS, 0, VECTORS, VEC, WARPS_PER_ROW)
         m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, CHUNKS, PTX)
         if MOMENT == WEIGHTED_SUM:
             for c in tl.static_range(CHUNKS):
-                z = logit(widen(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
-                at = tl.reshape(start + chunk_offsets(c, LANES, VEC, PARTS) + 0 * rank, (LINES, LANES, VEC))
+                z = logit(upcast(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
+                at = tl.reshape(
+                    start + chunk_offsets(c, VECTORS, VEC, WARPS_PER_ROW) + 0 * rank, (SEGMENTS, VECTORS, VEC)
+                )
                 mask = at < width[:, :, None]
                 at_weight = at + (head + first)[:, :, None]
                 t += tl.sum(weigh(z, reference[:, :, None], at_weight, mask, w_ptr, WEIGHTED), 2)
     if FEW > 0 and even * VEC > n_steps * STEP:
         start = (zero + n_steps) * STEP
-        x = load_step(x_row + first + start, width - start, LINES, FEW, 0, LANES, VEC, PARTS)
+        x = load_step(x_row + first + start, width - start, SEGMENTS, FEW, 0, VECTORS, VEC, WARPS_PER_ROW)
         m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, FEW, PTX)
     # the ends are one number more for a lane. On a cluster they are summed up by line: a tile of them need not lie in
     # its CTAs as the row does
-    if EDGE and CTAS == 1:
-        z_edge = logit(x_edge, scale, cap, SCALED, SOFTCAP)
-        top = tl.minimum(tl.maximum(m, z_edge), HIGHEST)
+    if UNALIGNED and CTAS == 1:
+        z_head_tail = logit(x_head_tail, scale, cap, SCALED, SOFTCAP)
+        top = tl.minimum(tl.maximum(m, z_head_tail), HIGHEST)
         if MOMENT == ENTROPY_MOMENT:
-            m, s, t = shift_moments(m, s, t, top)
+            m, s, t = rescale_moments(m, s, t, top)
         else:
             m, s = top, s * exp(m - top)
-        e = exp(z_edge - m)
+        e = exp(z_head_tail - m)
         s += e
         if MOMENT == ENTROPY_MOMENT:
-            t += e * tl.maximum(z_edge - m, LOWEST)
+            t += e * tl.maximum(z_head_tail - m, LOWEST)
         elif MOMENT == WEIGHTED_SUM:
-            t += weigh(z_edge, reference, edge + head, in_edge, w_ptr, WEIGHTED)
+            t += weigh(z_head_tail, reference, edge + head, in_head_tail, w_ptr, WEIGHTED)
     line_max = tl.max(m, 1)
-    if EDGE and CTAS > 1:
-        z_edge = logit(x_edge, scale, cap, SCALED, SOFTCAP)
-        line_max = tl.minimum(tl.maximum(line_max, tl.max(z_edge, 1)), HIGHEST)
+    if UNALIGNED and CTAS > 1:
+        z_head_tail = logit(x_head_tail, scale, cap, SCALED, SOFTCAP)
+        line_max = tl.minimum(tl.maximum(line_max, tl.max(z_head_tail, 1)), HIGHEST)
     if MOMENT == ENTROPY_MOMENT:
-        m, s, t = shift_moments(m, s, t, line_max[:, None])
+        m, s, t = rescale_moments(m, s, t, line_max[:, None])
     else:
         s = s * exp(m - line_max[:, None])
     line_sum = tl.sum(s, 1)
     line_moment = tl.sum(t, 1)
-    if EDGE and CTAS > 1:
-        d = z_edge - line_max[:, None]
+    if UNALIGNED and CTAS > 1:
+        d = z_head_tail - line_max[:, None]
         line_sum += tl.sum(exp(d), 1)
         if MOMENT == ENTROPY_MOMENT:
             line_moment += tl.sum(exp(d) * tl.maximum(d, LOWEST), 1)
         elif MOMENT == WEIGHTED_SUM:
-            line_moment += tl.sum(weigh(z_edge, reference, edge + head, in_edge, w_ptr, WEIGHTED), 1)
+            line_moment += tl.sum(weigh(z_head_tail, reference, edge + head, in_head_tail, w_ptr, WEIGHTED), 1)
     if MOMENT == NO_MOMENT:
-        row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX, PARTS)
+        row_max, row_sum = cluster_reduce_max_sum(line_max, line_sum, CTAS, PTX, WARPS_PER_ROW)
         return row_max, row_sum, row_sum
     else:
         PLAIN: tl.constexpr = MOMENT == WEIGHTED_SUM
-        return merge_moments_over_cluster(line_max, line_sum, line_moment, PLAIN, CTAS, PTX, PARTS)
+        return cluster_reduce_moments(line_max, line_sum, line_moment, PLAIN, CTAS, PTX, WARPS_PER_ROW)
 
 
 @triton.jit
@@ -262,6 +278,6 @@ def logsumexp(row_max, row_sum):
 
 
 @triton.jit
-def lost_of(lse, row_max, row_sum):
+def rounding_residual(lse, row_max, row_sum):
     """What row_max + log(row_sum) = lse lost to rounding, which grows with the logits; (lse - z) + lost has it back."""
     return log(row_sum) - (lse - row_max)

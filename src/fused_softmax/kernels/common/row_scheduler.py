@@ -11,18 +11,18 @@ import triton.language as tl
 
 
 @triton.jit
-def divide(n, d, magic, power):
-    """(n // d, n % d) of n < 2^31 by a multiplication: magic is ceil(2^power/d), and power at least 31 + log2(d).
+def fast_divmod(n, d, multiplier, power):
+    """(n // d, n % d) of n < 2^31 by a multiplication: multiplier is ceil(2^power/d), and power at least 31 + log2(d).
 
     A row's loads wait for it, and the machine's own division takes 150 cycles (Granlund and Montgomery 1994).
     """
-    quotient = (n * magic) >> power
+    quotient = (n * multiplier) >> power
     return quotient, n - quotient * d
 
 
 @triton.jit
-def row_at(
-    place, n_queries, n_group, group_magic, group_power, n_batch, batch_magic, batch_power,
+def scheduled_row(
+    place, n_queries, n_group, group_multiplier, group_shift, n_batch, batch_multiplier, batch_shift,
     GROUPED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """(row, batch, query) of the row that comes at `place`: where GROUPED n_group neighbours of a batch, then the same
@@ -31,10 +31,10 @@ def row_at(
     Neighbours lie together in memory: rows that are a power of two apart, one after the other, cost a tenth of the
     bandwidth. The longest causal rows come first.
     """
-    turn, query = divide(place, n_group, group_magic, group_power)
+    turn, query = fast_divmod(place, n_group, group_multiplier, group_shift)
     batch = turn
     if GROUPED:
-        group, batch = divide(turn, n_batch, batch_magic, batch_power)
+        group, batch = fast_divmod(turn, n_batch, batch_multiplier, batch_shift)
         query += group * n_group
     if CAUSAL:
         query = n_queries - 1 - query
@@ -43,7 +43,7 @@ def row_at(
 
 @triton.jit
 def seen_of(query, columns, CAUSAL: tl.constexpr):
-    """How many of its columns a row sees.  # query: [LINES, 1]"""
+    """How many of its columns a row sees.  # query: [SEGMENTS, 1]"""
     if CAUSAL:
         return tl.minimum(query + 1, columns)
     else:

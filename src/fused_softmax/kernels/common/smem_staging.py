@@ -3,7 +3,7 @@
 How many programs share a multiprocessor, and so how many bytes are in flight, is a matter of registers; shared memory
 lies idle beside them. So each thread copies its own vectors of the first chunks there, asynchronously and past its
 registers (cp.async), and fetches one whenever it needs it. No thread reads what another has copied: there is nothing to
-synchronise but each thread with its own copies. A thread's vector is where a tile [LINES, LANES, VEC] has it, whose
+synchronise but each thread with its own copies. A thread's vector is where a tile [SEGMENTS, VECTORS, VEC] has it, whose
 line is a warp's and whose lane a thread's, as in `cluster`.
 
 Interpreted there is nothing to park: the chunks are loaded as all others are.
@@ -45,7 +45,7 @@ def _fetch_ptx(place: int, threads: int) -> str:
 
 
 @triton.jit
-def open_parking(PLACES: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr):
+def declare_staging(PLACES: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr):
     """Room for PLACES vectors of each of a CTA's threads."""
     if PLACES > 0 and PTX:
         ASM: tl.constexpr = _declare_ptx(16 * PLACES * THREADS)
@@ -53,43 +53,43 @@ def open_parking(PLACES: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr)
 
 
 @triton.jit
-def park(row, slice, PLACE: tl.constexpr, PARKED: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr):
-    """Begins to copy the first PARKED chunks of each CTA's slice to its places from PLACE on.
+def stage(row, slice, PLACE: tl.constexpr, SMEM_STAGED: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr):
+    """Begins to copy the first SMEM_STAGED chunks of each CTA's slice to its places from PLACE on.
 
     # row: pointer to the row's first aligned column; slice: elements of each slice but the last
     """
-    if PARKED > 0 and PTX:
-        ASM: tl.constexpr = _copy_ptx(PLACE, PARKED, THREADS)
+    if SMEM_STAGED > 0 and PTX:
+        ASM: tl.constexpr = _copy_ptx(PLACE, SMEM_STAGED, THREADS)
         n_bytes = slice * (row.dtype.element_ty.primitive_bitwidth // 8)
         tl.inline_asm_elementwise(ASM, "=r,l,r", [row.to(tl.int64), n_bytes], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def await_parked(PARKED: tl.constexpr, PTX: tl.constexpr):
+def await_staged(SMEM_STAGED: tl.constexpr, PTX: tl.constexpr):
     """Waits until this thread's copies have arrived."""
-    if PARKED > 0 and PTX:
+    if SMEM_STAGED > 0 and PTX:
         tl.inline_asm_elementwise("cp.async.wait_all; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def load_beside(
-    at, width, LINES: tl.constexpr, CHUNKS: tl.constexpr, UNMASKED: tl.constexpr, LANES: tl.constexpr,
-    VEC: tl.constexpr, fill, PARTS: tl.constexpr, PARKED: tl.constexpr, PTX: tl.constexpr,
+def load_unstaged(
+    at, width, SEGMENTS: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, VECTORS: tl.constexpr,
+    VEC: tl.constexpr, fill, WARPS_PER_ROW: tl.constexpr, SMEM_STAGED: tl.constexpr, PTX: tl.constexpr,
     POLICY: tl.constexpr = READS,
 ):  # fmt: skip
     """The chunks of the slice that are not parked, in tiles, as `load_chunks` gives them."""
-    FIRST: tl.constexpr = PARKED if PTX else 0
-    return load_chunks(at, width, LINES, CHUNKS, UNMASKED, LANES, VEC, fill, PARTS, POLICY, FIRST)
+    FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
+    return load_chunks(at, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, fill, WARPS_PER_ROW, POLICY, FIRST)
 
 
 @triton.jit
 def chunk_of(
-    tiles, C: tl.constexpr, PLACE: tl.constexpr, PARKED: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr
+    tiles, C: tl.constexpr, PLACE: tl.constexpr, SMEM_STAGED: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr
 ):
-    """Chunk C of the slice, from its place or from `load_beside`'s tiles."""
+    """Chunk C of the slice, from its place or from `load_unstaged`'s tiles."""
     if not PTX:
         return tiles[C]
-    elif C < PARKED:
+    elif C < SMEM_STAGED:
         # a tile that is in registers anyway says which thread holds what
         VEC: tl.constexpr = 128 // tiles[0].dtype.primitive_bitwidth
         ASM: tl.constexpr = _fetch_ptx(PLACE + C, THREADS)
@@ -97,4 +97,4 @@ def chunk_of(
             ASM, "=r,=r,=r,=r,r,r,r,r", [tiles[0]], dtype=tiles[0].dtype, is_pure=False, pack=VEC
         )
     else:
-        return tiles[C - PARKED]
+        return tiles[C - SMEM_STAGED]

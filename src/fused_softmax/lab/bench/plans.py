@@ -1,6 +1,6 @@
 """Running and describing plans directly: any regime on any rows, on this device or for one that is not here.
 
-`plan_of` says in a line what a benchmark's case runs: what a record keeps, so that a time can be traced to its rung.
+`plan_of` says in a line what a benchmark's case runs: what a record keeps, so that a time can be traced to its config.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def plan_text(plan: Plan) -> str:
     """Such as `cluster: 16 CTAs of 8 warps, 3 chunks of 2048 columns, exp twice; the row stays in ...`."""
     ctas = f"{plan.ctas} CTA{'s' * (plan.ctas > 1)} of {plan.num_warps} warp{'s' * (plan.num_warps > 1)}"
     rows = f", {plan.rows} rows a program" if plan.rows > 1 else ""
-    chunks = f", {plan.chunks} chunk{'s' * (plan.chunks > 1)} of {plan.lanes * plan.vec} columns"
-    more = ", ends apart" * plan.edge + ", exp twice" * plan.recompute
+    chunks = f", {plan.chunks} chunk{'s' * (plan.chunks > 1)} of {plan.vectors_per_chunk * plan.vec} columns"
+    more = ", ends apart" * plan.unaligned + ", exp twice" * plan.recompute
     registers = f", {plan.max_registers} registers" if plan.max_registers else ""
     return f"{plan.regime}: {ctas}{rows}{chunks}{more}{registers}; {plan.why}"

@@ -67,9 +67,9 @@ MODELS: dict[str, Model] = {
 
 def regime_traffic(regime: str, n_rows: int, n_cols: int) -> Traffic | None:
     """Traffic of our softmax by its plan's regime: stream reads the row twice, torch's own is not counted."""
-    if regime == "stream":
+    if regime == "two_pass":
         return two_reads(n_rows, n_cols)
-    return one_read(n_rows, n_cols) if regime in ("tile", "block", "cluster") else None
+    return one_read(n_rows, n_cols) if regime in ("warp", "block", "cluster") else None
 
 
 def traffic(system: str, n_rows: int, n_cols: int, regime: str | None = None) -> Traffic | None:

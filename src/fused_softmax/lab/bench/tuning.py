@@ -1,7 +1,7 @@
-"""`fused-softmax tune`: time the planner's candidates on this device and print the ladders that the planner would read.
+"""`fused-softmax tune`: time the planner's candidates on this device and print the config_tables that the planner would read.
 
 For each dtype and width every candidate plan is checked, then timed interleaved with the op's ceiling; the fastest
-becomes a rung. Nothing is changed by it: a person reads the ladders, and puts them in ladders.py with the measurement
+becomes a config. Nothing is changed by it: a person reads the config_tables, and puts them in config_tables.py with the measurement
 beside them. Every candidate is a kernel to compile: give it minutes, and few widths at a time.
 """
 
@@ -112,9 +112,9 @@ def tune(
 
 
 def as_ladders(choices: Sequence[Choice], device_name: str) -> str:
-    """The choices as ladders.py writes them: for each element size a tuple of rungs in rising width.
+    """The choices as config_tables.py writes them: for each element size a tuple of configs in rising width.
 
-    Neighbouring widths with the same numbers share a rung. Where the tile regime won there is no rung: it goes first.
+    Neighbouring widths with the same numbers share a config. Where the tile regime won there is no config: it goes first.
     """
     lines = [f"# measured on {device_name} by `fused-softmax tune`: fraction of the ceiling, runner-up, candidates"]
     lines.append("LADDER = {")
@@ -123,13 +123,15 @@ def as_ladders(choices: Sequence[Choice], device_name: str) -> str:
         mine = sorted((c for c in choices if DTYPES[c.dtype].itemsize == itemsize), key=lambda c: c.n_cols)
         for i, choice in enumerate(mine):
             plan, note = choice.plan, f"# {choice.fraction:.3f}, {choice.runner_up:.3f}, {choice.tried}"
-            if plan.regime in ("tile", "stream"):
+            if plan.regime in ("warp", "two_pass"):
                 lines.append(f"        {note}: {plan.regime} at {choice.n_cols}")
             elif i + 1 < len(mine) and _numbers(mine[i + 1].plan) == _numbers(plan):
-                lines.append(f"        {note}: the same rung at {choice.n_cols}")
+                lines.append(f"        {note}: the same config at {choice.n_cols}")
             else:
                 recompute = ", True" if plan.recompute and itemsize == 2 else ""
-                lines.append(f"        Rung({choice.n_cols}, {plan.ctas}, {plan.num_warps}{recompute}),  {note}")
+                lines.append(
+                    f"        KernelConfig({choice.n_cols}, {plan.ctas}, {plan.num_warps}{recompute}),  {note}"
+                )
         lines.append("    ),")
     return "\n".join([*lines, "}"])
 

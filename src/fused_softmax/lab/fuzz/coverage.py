@@ -18,12 +18,12 @@ from fused_softmax.launch import compile as launch
 from fused_softmax.launch import launcher
 
 # constexprs that are sizes: told apart as one or many, none or some
-_SIZES = {"ROWS", "CTAS", "PARTS"}
-_COUNTS = {"UNMASKED", "PARKED", "KEPT"}
+_SIZES = {"ROWS", "CTAS", "WARPS_PER_ROW"}
+_COUNTS = {"UNPREDICATED", "SMEM_STAGED", "RESIDENT_CHUNKS"}
 # constexprs of a few values, each of which is told apart
 _VALUES = {"MASK": (0, 1, 2), "MASK_COLS": (0, 1, 2), "SCALE": (0, 1, 2)}
 # what says nothing: the device, lengths, and how launches overlap
-_IGNORED = {"PTX", "LANES", "CHUNKS", "EACH", "COLS", "TRIGGER", "WAITS", "AHEAD", "VEC", "MASK_VEC"}
+_IGNORED = {"PTX", "VECTORS", "CHUNKS", "EACH", "COLS", "TRIGGER", "WAITS", "PREFETCHED", "VEC", "MASK_VEC"}
 
 Reached = set[tuple[str, str]]
 reached: Reached = set()
@@ -95,7 +95,7 @@ def everything() -> Reached:
         wanted.add((name, ""))
         for constexpr in kernel.declaration.constexprs:
             wanted |= {(name, label) for label in _labels(constexpr)}
-    regimes = ("tile", "block", "cluster", "stream") if _clusters() else ("tile", "block", "stream")
+    regimes = ("warp", "block", "cluster", "two_pass") if _clusters() else ("warp", "block", "two_pass")
     softmaxes = ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward")
     wanted |= {(name, f"regime {regime}") for name in softmaxes for regime in regimes}
     return wanted - unreachable()
@@ -131,12 +131,12 @@ def _clusters() -> bool:
 def unreachable() -> Reached:
     """What no plan asks for, here."""
     # a walk's segments are a CTA's, never a warp's
-    never = {("cross_entropy_forward", "PARTS=many"), ("row_statistics", "PARTS=many")}
+    never = {("cross_entropy_forward", "WARPS_PER_ROW=many"), ("row_statistics", "WARPS_PER_ROW=many")}
     if _clusters():  # which rows that do not fit on chip then always take
-        never |= {("softmax_stream", "CTAS=1"), ("softmax_backward_stream", "CTAS=1")}
+        never |= {("softmax_two_pass", "CTAS=1"), ("softmax_backward_two_pass", "CTAS=1")}
     if not torch.cuda.is_available():
         # chunks are staged in shared memory by PTX alone
-        never |= {("softmax_backward_resident", "PARKED=some")}
+        never |= {("softmax_backward_resident", "SMEM_STAGED=some")}
     return never
 
 

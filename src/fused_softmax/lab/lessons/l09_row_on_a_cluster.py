@@ -38,7 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_softmax.kernels.common.cluster import merge_over_cluster, open_exchange
+from fused_softmax.kernels.common.cluster import cluster_reduce_max_sum, init_cluster_barrier
 from fused_softmax.kernels.common.numerics import LOWEST, exp
 from fused_softmax.launch.compile import Launch
 from fused_softmax.launch.device import describe, interpreting
@@ -53,7 +53,7 @@ MAX_LINE = 32768  # 64 columns a thread at 16 warps, of its 128 registers
 def cluster_kernel(
     y_ptr, x_ptr, n_cols, CTAS: tl.constexpr, BLOCK: tl.constexpr, MERGE: tl.constexpr, PTX: tl.constexpr
 ):
-    open_exchange(CTAS, 2, PTX and MERGE)
+    init_cluster_barrier(CTAS, 2, PTX and MERGE)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, CTAS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # [CTAS, BLOCK], a line a CTA
     mask = cols < n_cols
@@ -64,7 +64,7 @@ def cluster_kernel(
     numerator = exp(x - line_max[:, None])
     line_sum = tl.sum(numerator, axis=1)
     if MERGE:
-        row_max, row_sum = merge_over_cluster(line_max, line_sum, CTAS, PTX)
+        row_max, row_sum = cluster_reduce_max_sum(line_max, line_sum, CTAS, PTX)
     else:
         # the mistake, as code: a line taken for the row
         row_max, row_sum = line_max, line_sum

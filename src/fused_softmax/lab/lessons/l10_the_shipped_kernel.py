@@ -6,7 +6,7 @@ Problem
     of an odd number of bfloat16 columns start at any address and are read two bytes at a time by all of them.
 
 Mechanism
-    A row is cut evenly into slices, one a CTA; a slice into chunks of LANES x VEC columns, VEC of which are one
+    A row is cut evenly into slices, one a CTA; a slice into chunks of VECTORS x VEC columns, VEC of which are one
     access of 16 bytes. CHUNKS is any number, so a slice wastes less than a chunk, and only its last two chunks need
     a mask. Every lane keeps its own (max, sum) over the chunks: no thread waits for another's loads, and the row
     takes one reduction, or one exchange, at its end. Rows that start anywhere are read in the same vectors from
@@ -88,7 +88,7 @@ def softmax(x: Tensor) -> Tensor:
 def padded_with_zeros(x: Tensor) -> Tensor:
     """The row as its lanes hold it, those beyond its end with 0 instead of -inf."""
     how = planned(x, x)
-    lanes = how.ctas * how.chunks * how.lanes * how.vec
+    lanes = how.ctas * how.chunks * how.vectors_per_chunk * how.vec
     wide = x.new_zeros(x.shape[0], -(-x.shape[1] // lanes) * lanes)
     wide[:, : x.shape[1]] = x
     return softmax(wide)[:, : x.shape[1]].contiguous()
