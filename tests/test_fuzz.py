@@ -17,14 +17,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from fused_softmax.device import interpreting
 from fused_softmax.lab.fuzz import (
     coverage,
     differences,
     exactness,
     huge,
     inputs,
-    interpreter,
     layouts,
     record,
     session,
@@ -41,16 +39,6 @@ from fused_softmax.lab.registry import OPS, WAYS
 interpreted = pytest.mark.interpreted
 CASES = 40  # of each op with the fixed seed, and of all with the fresh one
 BUDGET = dataclasses.replace(Budget.interpreted(), elements=1 << 12, rows=4, columns=1 << 15, strided=1 << 8, widest=0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def faster_interpreter():
-    if not interpreting():
-        yield
-        return
-    undo = interpreter.patch_once()
-    yield
-    undo()
 
 
 def run_all(ops: tuple[str, ...], seed: int, cases: int) -> str:
