@@ -12,6 +12,10 @@ from collections.abc import Callable, Iterator
 # graphs that an earlier version of the operators was compiled into are not this version's
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
+# the workers of pytest-xdist, and the processes that tests start, share the cores; the tensors are small
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# inductor's pool of processes imports torch in each of them, for graphs of one or two kernels
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
