@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 OUT ?= out
 ARGS ?=
-# interpreted tests that run at a time
+# tests that run at a time
 JOBS ?= 2
 
 # what `make test` runs, in this order; it prints how long each took
@@ -29,15 +29,18 @@ endif
 RUN := PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY)
 PIP = $(PY) -m pip --disable-pip-version-check --no-input
 
+# each process gets neighboring tests, which share a fixture, and takes tests from another when it has none left
+SPREAD := -n $(JOBS) --dist worksteal
+
 VERSIONS := $(RUN) tests/extended/versions.py
 
-# runs each stage and prints its seconds; stops at the first that fails
+# runs each stage and prints its seconds, and those of all; stops at the first that fails
 define run_stages
-	@for stage in $(1); do \
+	@begin=$$(date +%s); for stage in $(1); do \
 	  start=$$(date +%s); \
 	  $(MAKE) --no-print-directory $$stage || { echo "== $$stage failed after $$(($$(date +%s) - start)) s"; exit 1; }; \
 	  echo "== $$stage: $$(($$(date +%s) - start)) s"; \
-	done
+	done; echo "== all: $$(($$(date +%s) - begin)) s"
 endef
 
 .PHONY: help bench test test-extended setup lint types interpreted compiled compiled-others below-floor
@@ -76,10 +79,11 @@ types: $(READY)
 	$(PY) -m mypy
 
 interpreted: $(READY)
-	TRITON_INTERPRET=1 $(RUN) -m pytest -q -n $(JOBS) -m "not compiled and not gpu and not extended" $(ARGS)
+	TRITON_INTERPRET=1 $(RUN) -m pytest -q $(SPREAD) -m "not compiled and not gpu and not extended" $(ARGS)
 
+# a file stays in one process: the kernels that a fixture compiles are those of all tests in it
 compiled: $(READY)
-	env -u TRITON_INTERPRET $(RUN) -m pytest -q -m "compiled and not extended" $(ARGS)
+	env -u TRITON_INTERPRET $(RUN) -m pytest -q -n $(JOBS) --dist loadfile -m "compiled and not extended" $(ARGS)
 
 # the compiled tests with other Tritons, each put before the installed one
 compiled-others: $(READY)
@@ -95,7 +99,7 @@ interpreted-others: $(READY)
 
 # tests marked `extended`; the compiled tests of all six targets are test_compiled* with FUSED_SOFTMAX_EXTENDED=1
 extended: $(READY)
-	FUSED_SOFTMAX_EXTENDED=1 TRITON_INTERPRET=1 $(RUN) -m pytest -q -n $(JOBS) -m "extended and not compiled and not gpu"
+	FUSED_SOFTMAX_EXTENDED=1 TRITON_INTERPRET=1 $(RUN) -m pytest -q $(SPREAD) -m "extended and not compiled and not gpu"
 
 gpu: $(READY)
 	env -u TRITON_INTERPRET $(RUN) -m pytest -q -m gpu $(ARGS)

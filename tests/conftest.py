@@ -7,11 +7,15 @@ TRITON_INTERPRET=1 pytest -m "not compiled and not gpu", then pytest -m compiled
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # graphs that an earlier version of the operators was compiled into are not this version's
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
+# the workers of pytest-xdist, and the processes that tests start, share the cores; the tensors are small
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# inductor's pool of processes imports torch in each of them, for graphs of one or two kernels
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
@@ -40,6 +44,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in unmet.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def faster_interpreter() -> Iterator[list[Callable[[], None]]]:
+    """A quarter of the interpreter's time with the same bits (test_interpreter.py). Yields what undoes it."""
+    if not INTERPRETED:
+        yield []
+        return
+    from fused_softmax.lab.fuzz.interpreter import patch_once
+
+    undo = [patch_once()]
+    yield undo
+    undo.pop()()
 
 
 @pytest.fixture(autouse=True)

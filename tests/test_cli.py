@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from fused_softmax.lab.bench.cases import random_cases
 from fused_softmax.lab.bench.record import Record, from_json, header, to_json
@@ -29,6 +30,17 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     where = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **environment}
     line = [sys.executable, "-m", "fused_softmax", *arguments]
     return subprocess.run(line, capture_output=True, text=True, env=where, timeout=300)
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs a command in this process, which has the imports; `command` is for what the process itself does."""
+
+    def run(*arguments: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["fused-softmax", *arguments])  # what a record says that it was made by
+        return CLI.invoke(app, arguments, catch_exceptions=False)
+
+    return run
 
 
 # what is given, and what the one line on stderr must say; FILES are in the folder that the command runs in
@@ -268,11 +280,11 @@ def test_tiny_bench_shows_wrong_as_wrong_and_leaves_its_files(tmp_path: Path):
 
 
 @pytest.mark.interpreted
-def test_several_ops_are_recorded_in_a_file_each(tmp_path: Path):
+def test_several_ops_are_recorded_in_a_file_each(tmp_path: Path, run_here: Callable[..., Result]):
     ops = "log_softmax_backward,cross_entropy,cross_entropy_forward,masked_softmax"
     shape = ["--widths", "33", "--rows", "3", "--dtype", "bf16"]
-    done = command("bench", "--op", ops, *shape, "--out", str(tmp_path / "out"), "--record", str(tmp_path / "kept"))
-    assert done.returncode == 0, done.stderr + done.stdout
+    done = run_here("bench", "--op", ops, *shape, "--out", str(tmp_path / "out"), "--record", str(tmp_path / "kept"))
+    assert done.exit_code == 0, done.output
     found = {file.stem: from_json(file.read_text())[1] for file in (tmp_path / "kept").iterdir()}
     assert set(found) == {"log_softmax_backward", "cross_entropy", "masked_softmax"}
     assert {r.op for r in found["cross_entropy"]} == {"cross_entropy", "cross_entropy_forward"}
@@ -282,11 +294,11 @@ def test_several_ops_are_recorded_in_a_file_each(tmp_path: Path):
 
 
 @pytest.mark.interpreted
-def test_random_widths_are_recorded_with_their_seed(tmp_path: Path):
+def test_random_widths_are_recorded_with_their_seed(tmp_path: Path, run_here: Callable[..., Result]):
     shape = ["--random-widths", "2", "--rows", "2", "--systems", "fused_softmax", "--out", str(tmp_path / "out")]
     # this seed's widths are narrow, and so is the range of masked_softmax: the interpreter takes seconds for wide rows
-    done = command("bench", "--op", "log_softmax_backward,masked_softmax_causal", *shape, "--seed", "4")
-    assert done.returncode == 0, done.stderr + done.stdout
+    done = run_here("bench", "--op", "log_softmax_backward,masked_softmax_causal", *shape, "--seed", "4")
+    assert done.exit_code == 0, done.output
     head, records = from_json((tmp_path / "out" / "results.json").read_text())
     drawn = {op: sorted({r.n_cols for r in records if r.op == op}) for op in dict.fromkeys(r.op for r in records)}
     assert {op: [w % 2 for w in sorted(widths)].count(1) for op, widths in drawn.items()} == dict.fromkeys(drawn, 1)
@@ -298,22 +310,22 @@ def test_random_widths_are_recorded_with_their_seed(tmp_path: Path):
     assert {(r.system, r.status) for r in records} == {("fused_softmax", "ok")} and all(
         r.error is not None for r in records
     )
-    done = command("bench", "--op", "masked_softmax_causal", *shape)
-    assert done.returncode == 0, done.stderr + done.stdout
+    done = run_here("bench", "--op", "masked_softmax_causal", *shape)
+    assert done.exit_code == 0, done.output
     head, records = from_json((tmp_path / "out" / "results.json").read_text())
     assert head.seed is not None and f"seed {head.seed}" in done.stdout
     assert {r.n_cols for r in records} == {c.n_cols for c in random_cases("masked_softmax_causal", 2, head.seed)}
 
 
 @pytest.mark.interpreted
-def test_bench_reads_a_file_and_refuses_one_it_cannot_use(tmp_path: Path):
+def test_bench_reads_a_file_and_refuses_one_it_cannot_use(tmp_path: Path, run_here: Callable[..., Result]):
     torch.save({"scores": torch.randn(2, 3, 17)}, tmp_path / "x.pt")
     options = ["--systems", "torch,01_naive", "--out", str(tmp_path / "out")]
-    assert command("bench", "--input", str(tmp_path / "x.pt"), *options).returncode == 0
+    assert run_here("bench", "--input", str(tmp_path / "x.pt"), *options).exit_code == 0
     _, records = from_json((tmp_path / "out" / "results.json").read_text())
     assert {(r.n_rows, r.n_cols, r.case) for r in records} == {(6, 17, "real: scores")}
-    done = command("bench", "--input", str(tmp_path / "none.txt"), *options)
-    assert done.returncode == 2 and "none.txt" in done.stderr
+    done = run_here("bench", "--input", str(tmp_path / "none.txt"), *options)
+    assert done.exit_code == 2 and "none.txt" in done.stderr
 
 
 @pytest.mark.interpreted

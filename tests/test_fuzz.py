@@ -23,7 +23,6 @@ from fused_softmax.lab.fuzz import (
     exactness,
     huge,
     inputs,
-    interpreter,
     layouts,
     record,
     session,
@@ -41,16 +40,6 @@ from fused_softmax.launch.device import interpreting
 interpreted = pytest.mark.interpreted
 CASES = 40  # of each op with the fixed seed, and of all with the fresh one
 BUDGET = dataclasses.replace(Budget.interpreted(), elements=1 << 12, rows=4, columns=1 << 15, strided=1 << 8, widest=0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def faster_interpreter():
-    if not interpreting():
-        yield
-        return
-    undo = interpreter.patch_once()
-    yield
-    undo()
 
 
 def run_all(ops: tuple[str, ...], seed: int, cases: int) -> str:
