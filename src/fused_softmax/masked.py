@@ -9,7 +9,6 @@ all.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from . import loss_formulas, masked_operators, masked_rows
 from .arguments import expect_flag, expect_floating, expect_tensors, real, stands_in
 from .launch import DTYPE_NAMES
 from .masked_rows import masked_backward as _backward
-from .operators import is_compiled, is_plain, least_positive
+from .operators import is_compiled, is_plain
 
 FULLY_MASKED = ("nan", "zero")
 _MASK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -41,7 +40,8 @@ def masked_softmax(
         mask: broadcasts to x's shape and is not expanded in memory. bool: True keeps a column, as in
             `torch.nn.functional.scaled_dot_product_attention`. Floating: added to scale*x; its gradient is the
             columns' own, summed to its shape.
-        scale: a number by which x is multiplied first; unless it is positive and finite, the call is torch's.
+        scale: a number by which x is multiplied first; unless it is a positive normal number of float32, the call is
+            torch's.
         causal: query q sees columns 0 to q, also where Q and K differ (aligned at the top left, as torch's is_causal).
         fully_masked: what a row becomes that sees nothing: "nan", as softmax of -inf is, or "zero", with gradients
             zero.
@@ -81,9 +81,7 @@ def masked_softmax(
         if mask.dim() > x.dim() or any(m not in (1, n) for m, n in zip(mask.shape[::-1], x.shape[::-1], strict=False)):
             raise ValueError(f"mask {tuple(mask.shape)} does not broadcast to {tuple(x.shape)}")
     zero = fully_masked == "zero"
-    ours = 0.0 < scale < math.inf
-    if ours:
-        scale = max(scale, least_positive(x.dtype))
+    ours = masked_rows.scales_by(scale)
     if mask is not None:
         ours = ours and mask.device == x.device and (mask.dtype is torch.bool or mask.dtype in _MASK_DTYPES)
     if ours and is_plain(x) and (mask is None or is_plain(mask)) and masked_rows.takes(x):

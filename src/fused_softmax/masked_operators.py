@@ -1,8 +1,8 @@
 """masked_softmax as a PyTorch operator, fused_softmax::masked_softmax, for torch.compile; and its gradients.
 
 Here belong schema, kernel, fake kernel and autograd; masked.MaskedSoftmax, the same for a plain tensor with no
-dispatcher between, shares `remember` and `gradients`. Empty scores, more rows than the kernels count, and devices that
-have none take the formulas inside the operator, as only real tensors tell.
+dispatcher between, shares `remember` and `gradients`. Empty scores, more rows than the kernels count, scales that the
+kernels do not take, and devices that have none take the formulas inside the operator, as only real tensors tell.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Gradients = tuple[Tensor | None, Tensor | None, None, None, None]
 
 
 def _forward_kernel(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
-    if masked_rows.takes(x):
+    if masked_rows.takes(x) and masked_rows.scales_by(scale):
         if mask is not None and mask.device != x.device:
             raise other_device_error("mask", mask, "x", x)
         return masked_rows.masked_forward(x, mask, scale, causal, zero)
@@ -34,7 +34,7 @@ def _forward_fake(x: Tensor, mask: Tensor | None, scale: float, causal: bool, ze
 
 
 def _backward_kernel(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    if masked_rows.takes(y):
+    if masked_rows.takes(y) and masked_rows.scales_by(scale):
         if mask is not None and mask.device != y.device:
             raise other_device_error("mask", mask, "y", y)
         return masked_rows.masked_backward(y, dy, mask, scale, causal)

@@ -31,6 +31,13 @@ def takes(x: Tensor) -> bool:
     return x.dim() > 0 and x.numel() > 0 and refusal(x, x.dtype) is None and x.numel() // x.shape[-1] < MAX_ROWS
 
 
+def scales_by(scale: float) -> bool:
+    """Whether the kernels take this scale: above 0, as the largest x is taken for the largest score, and normal in
+    float32, which has no digits for others."""
+    limits = torch.finfo(torch.float32)
+    return limits.tiny <= scale <= limits.max
+
+
 def _planned(problem: Problem, device: Device, masked: bool, backward: bool) -> Plan:
     return plan_masked(replace(problem, backward=backward), device, masked)
 
