@@ -13,7 +13,7 @@ from cases import REGIMES, dtype_id, logits, softmax_by
 
 import fused_softmax as fs
 from fused_softmax.launch.device import describe
-from fused_softmax.launch.layout import problem_of
+from fused_softmax.launch.layout import gradient_buffer, problem_of, rows_of
 from fused_softmax.launch.softmax import softmax_launch
 from fused_softmax.planning.softmax import plan
 
@@ -186,3 +186,23 @@ def test_masked_rows_at_any_place_on_request(causal):
     (dx,) = torch.autograd.grad(y, z, dy)
     for elsewhere in (y, dx):
         assert any(not torch.equal(elsewhere[batch], elsewhere[0]) for batch in range(1, 8))
+
+
+@pytest.mark.parametrize("shape", [(3, 1032), (3, 1, 1032)], ids=str)
+def test_a_single_row_of_a_loss_keeps_the_stride_of_its_tensor(shape):
+    """A row may start on 16 bytes where not all rows of its tensor do."""
+    stride = shape[-1] + 1
+    x = torch.randn(*shape[:-1], stride).to(torch.bfloat16)[..., : shape[-1]]
+    target, mask = torch.randint(0, shape[-1], shape[:-1]), torch.randn(shape)
+    flat = x if len(shape) == 2 else x[:, 0]
+    smooth = dict(reduction="none", label_smoothing=0.1)
+    with fs.batch_invariant():
+        for one in (slice(0, 1), slice(2, 3)):
+            for function, given in ((fs.masked_softmax, mask), (fs.token_logprobs, target)):
+                assert torch.equal(function(x, given)[one], function(x[one], given[one]))
+            assert torch.equal(fs.logsumexp(x, -1)[one], fs.logsumexp(x[one], -1))
+            losses = fs.cross_entropy(flat, target.flatten(), **smooth)
+            assert torch.equal(losses[one], fs.cross_entropy(flat[one], target.flatten()[one], **smooth))
+    rows = rows_of(x[1:2], shape[-1])
+    assert rows.shape == (1, shape[-1]) and rows.stride() == (stride, 1)
+    assert gradient_buffer(rows).stride() == (stride, 1)

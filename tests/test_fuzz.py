@@ -35,7 +35,6 @@ from fused_softmax.lab.fuzz.judge import evaluate
 from fused_softmax.lab.fuzz.program import program
 from fused_softmax.lab.fuzz.shrink import shrink
 from fused_softmax.lab.registry import OPS, WAYS
-from fused_softmax.launch.device import interpreting
 
 interpreted = pytest.mark.interpreted
 CASES = 40  # of each op with the fixed seed, and of all with the fresh one

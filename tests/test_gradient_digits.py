@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from exactness import assert_as_exact
 
 import fused_softmax as fs
+from fused_softmax.lab import torch_ways
 
 pytestmark = pytest.mark.interpreted
 
@@ -172,6 +173,37 @@ def test_a_mean_of_weights_that_are_all_zero(smoothing):
     assert torch.equal(gradient(ours, x).isfinite(), gradient(theirs, x).isfinite())
 
 
+@pytest.mark.parametrize(
+    "options", [{"z_loss": 1.0}, {"label_smoothing": 0.5}, {"softcap": 0.1, "z_loss": 0.01}], ids=str
+)
+@pytest.mark.parametrize("upstream", [1.0, 0.0])
+def test_a_mean_of_weights_that_are_all_zero_has_no_second_gradient(options, upstream):
+    x, weight = torch.randn(3, 8), torch.rand(8)
+    weight[TARGET] = 0.0
+    results = []
+    for function in (fs.cross_entropy, torch_ways.cross_entropy):
+        leaf, g = x.clone().requires_grad_(), torch.tensor(upstream, requires_grad=True)
+        (dx,) = torch.autograd.grad(function(leaf, TARGET, weight=weight, **options), leaf, g, create_graph=True)
+        results.append((dx, *torch.autograd.grad(dx, (leaf, g), torch.randn(dx.shape))))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.isnan().all() and theirs.isnan().all()
+
+
+def test_a_mean_of_one_row_that_does_not_count_is_nan_on_every_device(monkeypatch):
+    """Of logits of one dimension torch's is 0 on a GPU: it is asked for a batch of one."""
+    real, seen = F.cross_entropy, []
+    monkeypatch.setattr(
+        F, "cross_entropy", lambda z, *rest, **options: (seen.append(z.dim()), real(z, *rest, **options))[1]
+    )
+    x, ignored = torch.randn(5, dtype=torch.float64), torch.tensor(-100)
+    for z_loss in (0.0, 0.1):
+        assert fs.cross_entropy(x, ignored, z_loss=z_loss).isnan()
+        assert torch_ways.cross_entropy(x, ignored, z_loss=z_loss).isnan()
+        losses = fs.cross_entropy(x, ignored, reduction="none", z_loss=z_loss)
+        assert losses.shape == () and losses == 0.0
+    assert seen[0] == 2 and seen[1] == 2
+
+
 # --- softcap and scales of every size ---------------------------------------------------------------------------------
 
 
@@ -222,6 +254,29 @@ def test_an_infinite_temperature_leaves_hidden_columns_hidden():
     got = fs.token_logprobs(x, torch.tensor([1, 4]), temperature=INF, return_logsumexp=True)
     assert got.logprobs.tolist() == pytest.approx([-math.log(3.0), -INF])
     assert got.logsumexp.tolist() == pytest.approx([math.log(3.0)] * 2)
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-50, 1e-42, 1e-39])
+@pytest.mark.parametrize("operator", [False, True])
+def test_the_largest_scores_at_scales_that_are_no_normal_numbers(scale, operator):
+    x = torch.tensor([[3.4e38, -3.4e38, 0.0, -INF, 3.3e38]])
+    ours = (lambda: torch.ops.fused_softmax.masked_softmax(x, None, scale, False, False)) if operator else None
+    y = ours() if ours else fs.masked_softmax(x, scale=scale)
+    torch.testing.assert_close(y.double(), torch.softmax(x.double() * scale, -1), rtol=2e-7, atol=0.0)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0, -0.0, -1e-50, -INF, INF, float("nan")])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_operator_called_by_hand_with_any_scale(scale, masked):
+    x = torch.randn(3, 11)
+    mask = torch.randn(3, 11) if masked else None
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = torch.ops.fused_softmax.masked_softmax(ours, mask, scale, False, False)
+    want = torch_ways.masked_softmax(theirs, mask, scale=scale)
+    torch.testing.assert_close(y, want, equal_nan=True)
+    dy = torch.randn(3, 11)
+    dx, d_want = torch.autograd.grad(y, ours, dy)[0], torch.autograd.grad(want, theirs, dy)[0]
+    torch.testing.assert_close(dx, d_want, equal_nan=True)
 
 
 @pytest.mark.parametrize("scale", [1e-300, 1e-50, 1e-44, 1e-39])

@@ -106,7 +106,8 @@ def masked_softmax(
         mask: broadcasts to x's shape and is not expanded in memory. bool: True keeps a column, as in
             `torch.nn.functional.scaled_dot_product_attention`. Floating: added to scale*x; its gradient is the
             columns' own, summed to its shape.
-        scale: a number by which x is multiplied first; unless it is positive and finite, the call is torch's.
+        scale: a number by which x is multiplied first; unless it is a positive normal number of float32, the call is
+            torch's.
         causal: query q sees columns 0 to q, also where Q and K differ (aligned at the top left, as torch's is_causal).
         fully_masked: what a row becomes that sees nothing: "nan", as softmax of -inf is, or "zero", with gradients
             zero.

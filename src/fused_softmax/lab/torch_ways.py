@@ -43,6 +43,9 @@ def cross_entropy(
     if softcap is not None:
         hidden = z == -float("inf")
         z = (softcap * torch.tanh(z.masked_fill(hidden, 0.0) / softcap)).masked_fill(hidden, -float("inf"))
+    if z.dim() == 1 and target.dim() == 0 and options.get("reduction") != "none":
+        # a batch of one: of one dimension, a mean of nothing is 0 on a GPU, where the contract has NaN, as on a CPU
+        z, target = z.unsqueeze(0), target.unsqueeze(0)
     weight = options.pop("weight", None)
     if weight is not None:
         weight = weight.to(z.dtype)

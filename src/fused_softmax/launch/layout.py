@@ -31,7 +31,13 @@ def as_rows(t: Tensor, dim: int) -> Tensor | None:
 
 
 def rows_of(x: Tensor, n_cols: int) -> Tensor:
-    """x as (n_rows, n_cols) with contiguous columns: a view where its strides allow, else a copy. Differentiable."""
+    """x as (n_rows, n_cols) with contiguous columns: a view where its strides allow, else a copy. Differentiable.
+
+    A single row keeps the stride of the tensor that it was taken from, so that it is planned as that tensor's rows are;
+    `reshape` would forget it.
+    """
+    if 1 < x.dim() and x.shape[-1] == n_cols == x.numel() and x.stride(-1) == 1:
+        return x if x.dim() == 2 else x.squeeze(tuple(range(x.dim() - 2)))
     rows = x.reshape(-1, n_cols)
     return rows if n_cols == 1 or rows.stride(1) == 1 else rows.contiguous()
 
@@ -49,7 +55,7 @@ def gradient_buffer(x: Tensor) -> Tensor:
     A vocabulary that is padded to a multiple of 64 and cut to its own width keeps its aligned rows that way.
     """
     n_rows, n_cols = x.shape
-    stride = x.stride(0) if n_rows > 1 and n_cols < x.stride(0) <= 2 * n_cols else n_cols
+    stride = x.stride(0) if n_cols < x.stride(0) <= 2 * n_cols else n_cols
     return torch.empty((n_rows, stride), dtype=x.dtype, device=x.device)[:, :n_cols]
 
 

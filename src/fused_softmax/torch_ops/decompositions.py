@@ -110,6 +110,9 @@ def cross_entropy(
         summed = cross_entropy(logits, target, weight, ignore_index, "sum", label_smoothing, softcap, z_loss)
         return summed / denominator.reshape(())
     z = capped(logits, softcap)
+    if z.dim() == 1 and target.dim() == 0 and reduction != "none":
+        # one row of two dimensions: of one dimension, torch's mean of nothing is 0 on a GPU, and NaN on a CPU
+        z, target = z.unsqueeze(0), target.unsqueeze(0)
     if weight is not None and weight.is_floating_point():
         weight = weight.to(z.dtype)
     options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing)
@@ -180,7 +183,10 @@ def cross_entropy_gradient(g: Tensor, x: Tensor, op: CrossEntropy) -> Tensor:
         u = (widened(x) / op.softcap).clamp(-40.0, 40.0)
         dz = (dz * u.cosh().reciprocal().square()).masked_fill(z == -float("inf"), 0.0)
     if op.reduction == "mean":
-        g = g / (w_target.where(counts, 0.0).sum() if op.denominator is None else op.denominator.reshape(()))
+        total = w_target.where(counts, 0.0).sum() if op.denominator is None else op.denominator.reshape(())
+        # torch divides each part of a loss by 0, and the part with the target's weight is 0/0
+        nothing = (total == 0.0) & ((w_target == 0.0) & counts).any()
+        g = g / total.masked_fill(nothing, float("nan"))
     # twice: a row that does not count adds nothing to the gradient of this gradient either, whatever g is divided by
     return (dz * g.reshape(-1, 1).where(counts, 0.0)).where(counts, 0.0).to(x.dtype)
 
@@ -252,9 +258,21 @@ def statistics_gradient(
 # --- masked_softmax ---------------------------------------------------------------------------------------------------
 
 
+def scaled(z: Tensor, scale: float) -> Tensor:
+    """z*scale, also of a positive scale that z's dtype holds only as 0 or as a subnormal number of few digits.
+
+    Two factors then: -inf stays -inf, and the largest finite z keeps its digits.
+    """
+    limits = torch.finfo(z.dtype)
+    if not 0.0 < scale < limits.tiny:
+        return z * scale
+    first = limits.tiny**0.5
+    return z * first * max(scale / first, least_positive(z.dtype))
+
+
 def masked_softmax(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
     """softmax(scale*x) over the last dimension of what is not hidden; `zero`: 0, not NaN, for a row that is."""
-    z = widened(x) * (max(scale, least_positive(x.dtype)) if scale > 0.0 else scale)
+    z = scaled(widened(x), scale)
     if mask is not None:
         z = z.masked_fill(~mask, -float("inf")) if mask.dtype is torch.bool else z + mask.to(z.dtype)
     if causal:

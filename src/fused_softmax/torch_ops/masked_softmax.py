@@ -3,12 +3,11 @@
     y = softmax(scale*x + mask);  dx = scale * y * (dy - sum(dy * y))
 
 MaskedSoftmax is the operator's autograd for plain tensors, with no dispatcher in between. Empty scores, more rows than
-the kernels count, scales that are not positive and finite, and devices that have no kernels take the decompositions.
+the kernels count, scales that the kernels do not take, and devices that have none take the decompositions.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from ..launch.softmax import softmax_backward
 from ..planning.types import Plan
 from . import decompositions
 from .arguments import expect_floating, other_device_error
-from .decompositions import least_positive, widened
+from .decompositions import widened
 from .library import define, differentiable, not_differentiable
 from .route import EMPTY, Fallback, can_bypass_dispatcher, is_compiled, unsupported_reason
 
@@ -36,9 +35,7 @@ Gradients = tuple[Tensor | None, Tensor | None, None, None, None]
 
 def masked_softmax_of(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
     """masked_softmax of checked arguments. zero: rows that see nothing are 0, not NaN."""
-    takes = 0.0 < scale < math.inf
-    if takes:
-        scale = max(scale, least_positive(x.dtype))
+    takes = _takes_scale(scale)
     if mask is not None:
         takes = takes and mask.device == x.device and (mask.dtype is torch.bool or mask.dtype in _MASK_DTYPES)
     if takes and can_bypass_dispatcher(x) and (mask is None or can_bypass_dispatcher(mask)) and _takes(x):
@@ -69,6 +66,13 @@ def _takes(x: Tensor) -> bool:
     return (
         x.dim() > 0 and x.numel() > 0 and unsupported_reason(x, x.dtype) is None and x.numel() // x.shape[-1] < MAX_ROWS
     )
+
+
+def _takes_scale(scale: float) -> bool:
+    """Whether the kernels take this scale: above 0, as the largest x is taken for the largest score, and normal in
+    float32, which has no digits for others."""
+    limits = torch.finfo(torch.float32)
+    return limits.tiny <= scale <= limits.max
 
 
 def _forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
@@ -109,7 +113,7 @@ class MaskedSoftmax(torch.autograd.Function):
 
 
 def _forward_kernel(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
-    if _takes(x):
+    if _takes(x) and _takes_scale(scale):
         if mask is not None and mask.device != x.device:
             raise other_device_error("mask", mask, "x", x)
         return _forward(x, mask, scale, causal, zero)
@@ -121,7 +125,7 @@ def _forward_fake(x: Tensor, mask: Tensor | None, scale: float, causal: bool, ze
 
 
 def _backward_kernel(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    if _takes(y):
+    if _takes(y) and _takes_scale(scale):
         if mask is not None and mask.device != y.device:
             raise other_device_error("mask", mask, "y", y)
         return _backward(y, dy, mask, scale, causal)

@@ -194,8 +194,6 @@ def _draw(of: DrawClass, way: str, rng: Random, budget: Budget) -> Case | None:
     options = spec.draw(Random(rng.choice(of.flags)), numbers, tuple(shape), dims, of.dtype)
     if way == "module":
         options.pop("dtype", None)
-    if way in ("operator", "vmap") and not 1e-38 < options.get("scale", 1.0):
-        options.pop("scale")  # the operator's caller sees to that
     if way in ("cuda_graph", "checkpoint"):  # both run the forward again
         options.pop("inplace_backward", None)
     if way == "vmap":

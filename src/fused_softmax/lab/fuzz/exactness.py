@@ -48,11 +48,6 @@ def rounding(dtype: torch.dtype, rule: Rule) -> float:
     return eps / 2 if dtype in (torch.float16, torch.bfloat16) else 0.0
 
 
-def unit_roundoff(dtype: torch.dtype, rule: Rule) -> float:
-    """What one rounding to any dtype costs, as a part of the number; `rounding` leaves float32's to the 4 x eps."""
-    return rounding(dtype, rule) or torch.finfo(dtype).eps / 2
-
-
 def wrong(got: Tensor, own: Tensor, ref: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """(which elements are wrong, error over what the rule allows), each with got's shape."""
     dtype = got.dtype
@@ -89,7 +84,7 @@ def wrong(got: Tensor, own: Tensor, ref: Tensor, rule: Rule) -> tuple[Tensor, Te
         allowed = allowed + rule.extra
     same = (got == own) | (got.isnan() & own.isnan())
     bad = ~((error <= allowed) | same)
-    excess = error / allowed
+    excess = (error / allowed).masked_fill(same, 0.0)
     if rule.summed and rule.dims and ref.dim():
         total = error.where(finite & ~same, 0.0).sum(rule.dims, keepdim=True)
         size = magnitude.sum(rule.dims, keepdim=True) + rule.size

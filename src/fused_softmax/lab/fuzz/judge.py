@@ -27,6 +27,7 @@ from .scales import (
     input_scale,
     of_scaled_logits,
     of_stored_logsumexp,
+    of_stored_softmax,
     of_summed_rows,
     second_scale,
 )
@@ -232,12 +233,14 @@ def _rule(
         # of a gradient of the gradient: p as a factor, and the sums and t that it goes into; a mask's is summed below
         times = 2 if name.startswith("dd_") else 0
         rule = exactness.Rule(everything, scale, stores=4, roundings=times, interpreted=interpreted, coarsest=through)
+        if case.op != "masked_softmax":
+            return rule
+        extra = of_stored_softmax(case, inputs, ref, first, upstream)[name]
         if name == "d_mask":
-            extra = of_summed_rows(
-                case, inputs, ref["y"], upstream({"y": ref["y"]})["y"], y, exactness.rounding(through, rule)
-            )
-            return dataclasses.replace(rule, extra=extra)
-        return rule
+            dy, smallest = upstream({"y": ref["y"]})["y"], torch.finfo(through).smallest_normal
+            roundoff = exactness.rounding(through, rule)
+            extra = extra + of_summed_rows(inputs, ref["y"], dy, y, roundoff, smallest)
+        return dataclasses.replace(rule, extra=extra)
     dims = case.dims
     if inputs.batch_dim is not None:
         if forward:  # the results of vmap have their items first
@@ -255,8 +258,11 @@ def _rule(
     # torch's own way keeps the output in float32 there, ours as it was stored
     roundings = 2 if case.op == "masked_softmax" else 0
     rule = exactness.Rule(dims, of_row, True, gradient_size(case), 3, roundings, interpreted, coarsest)
-    if case.op == "logsumexp":
-        extra = of_stored_logsumexp(case, inputs, ref, exactness.unit_roundoff(first.dtype, rule))
+    if case.op in ("logsumexp", "masked_softmax"):
+        if case.op == "logsumexp":
+            extra = of_stored_logsumexp(case, inputs, ref, first)
+        else:
+            extra = of_stored_softmax(case, inputs, ref, first, upstream)[name]
         of_rows = extra.sum(dims, keepdim=True) if extra.dim() else extra
         return dataclasses.replace(rule, extra=extra, extra_sum=of_rows)
     if case.op == "token_logprobs" and (extra_of_row := of_scaled_logits(case, inputs)) is not None:
@@ -310,8 +316,8 @@ def _same_bits(
 def _has_rows(case: Case, inputs: Inputs) -> bool:
     if case.way not in ("function", "batch_invariant") or len(case.shape) < 2 or 0 in case.dims or not case.numel:
         return False
-    if case.op == "cross_entropy":
-        return case.options.get("reduction") == "none"
+    if case.op == "cross_entropy" and case.options.get("reduction") != "none":
+        return False
     mask: Tensor | None = inputs.arguments.get("mask")
     if mask is not None and mask.dim() not in (0, len(case.shape)):
         return False
