@@ -23,8 +23,8 @@ from .torch_ops.arguments import (
     real,
     stands_in,
 )
-from .torch_ops.cross_entropy import REDUCTIONS, cross_entropy_of
-from .torch_ops.token_logprobs import token_logprobs_of
+from .torch_ops.cross_entropy import REDUCTIONS, cross_entropy_of, direct_cross_entropy
+from .torch_ops.token_logprobs import direct_token_logprobs, token_logprobs_of
 
 
 def cross_entropy(
@@ -76,6 +76,12 @@ def cross_entropy(
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, 3]))
     tensor(1.3863)
     """
+    if weight is None and size_average is None and reduce is None:
+        loss = direct_cross_entropy(
+            input, target, ignore_index, reduction, label_smoothing, softcap, z_loss, inplace_backward
+        )
+        if loss is not None:
+            return loss
     if not (
         isinstance(input, Tensor) and isinstance(target, Tensor) and (weight is None or isinstance(weight, Tensor))
     ):
@@ -201,6 +207,13 @@ def token_logprobs(
     >>> token_logprobs(torch.zeros(2, 4), torch.tensor([1, 3]))
     tensor([-1.3863, -1.3863])
     """
+    found = direct_token_logprobs(logits, token_ids, temperature, return_entropy)
+    if found is not None and type(return_logsumexp) is bool:
+        picked, entropy, lse = found
+        logprobs = picked.view(token_ids.shape)
+        if not (return_entropy or return_logsumexp):
+            return logprobs
+        return TokenStatistics(logprobs, entropy, lse if return_logsumexp else None)
     if not (isinstance(logits, Tensor) and isinstance(token_ids, Tensor)) or (
         type(temperature) is not float and stands_in(temperature)
     ):

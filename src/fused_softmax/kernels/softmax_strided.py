@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from .common.arguments import AnyTensor, Int32, Int64, Stride, kernel
+from .common.arguments import AnyTensor, Count, Stride, kernel
 from .common.numerics import LOWEST, exp
 from .softmax_resident import normalize
 
@@ -21,9 +21,9 @@ from .softmax_resident import normalize
 def softmax_strided(
     x_ptr: AnyTensor,
     y_ptr: AnyTensor,
-    n_rows: Int64,  # neighbouring rows; rows in all: outer x n_middle x n_rows, outer x n_middle on the grid
-    n_cols: Int32,
-    n_middle: Int64,
+    n_rows: Count,  # neighboring rows; rows in all: outer x n_middle x n_rows, outer x n_middle on the grid
+    n_cols: Count,
+    n_middle: Count,
     x_outer: Stride,  # strides, in elements
     x_middle: Stride,
     x_row: Stride,

@@ -9,7 +9,6 @@ log-probabilities, entropy, logsumexp.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,11 +49,48 @@ def token_logprobs_of(
         x = rows_of(logits, n_cols)
         of_rows = scale.reshape(-1).contiguous() if isinstance(scale, Tensor) else scale
         ids = ids.reshape(-1, ids.shape[-1]).contiguous()
-        statistics: Callable[..., Any] = RowStatistics.apply if plain else _by_operator
-        picked, entropies, lse = statistics(x, ids, of_rows, entropy)
-        lse, entropies = lse.view(batch), entropies.view(batch) if entropy else None
+        picked, entropies, lse = (_by_kernels if plain else _by_operator)(x, ids, of_rows, entropy)
+        lse, entropies = lse.view(batch), entropies.view(batch) if entropy and entropies is not None else None
     else:
         picked, entropies, lse = decompositions.statistics(logits, ids, scale, entropy)
+    assert picked is not None
+    return picked, entropies, lse
+
+
+def _by_kernels(
+    x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    if x.requires_grad and torch.is_grad_enabled():
+        return RowStatistics.apply(x, ids, scale, entropy)
+    return _statistics(x, ids, scale, entropy, keeps=False)[:3]
+
+
+def direct_token_logprobs(
+    logits: Any, token_ids: Any, temperature: Any, entropy: Any
+) -> tuple[Tensor, Tensor | None, Tensor] | None:
+    """(log-probabilities, entropy, logsumexp) of rows as they lie, on a GPU, at one id a row; None where the call takes
+    the longer way, which also judges wrong arguments."""
+    if type(logits) is not Tensor or type(token_ids) is not Tensor or not logits.is_cuda:
+        return None
+    shape = logits.shape
+    if (
+        len(shape) != 2
+        or token_ids.shape != shape[:1]
+        or token_ids.dtype is not torch.int64
+        or token_ids.device != logits.device
+        or not token_ids.is_contiguous()
+        or logits.stride(1) != 1
+        or not logits.numel()
+        or type(temperature) is not float
+        or type(entropy) is not bool
+        or not temperature > 0.0
+        or not can_bypass_dispatcher(logits)
+        or not can_bypass_dispatcher(token_ids)
+        or unsupported_reason(logits, logits.dtype) is not None
+    ):
+        return None
+    scale = 1.0 if temperature == 1.0 else max(1.0 / temperature, least_positive(logits.dtype))
+    picked, entropies, lse = _by_kernels(logits, token_ids.view(-1, 1), scale, entropy)
     assert picked is not None
     return picked, entropies, lse
 
@@ -119,10 +155,10 @@ class RowStatistics(torch.autograd.Function):
 
 
 def _statistics(
-    x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool
+    x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool, keeps: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     try:
-        return rows.statistics(x, ids, scale, entropy)
+        return rows.statistics(x, ids, scale, entropy, keeps=keeps)
     except KernelUnavailable:
         return decompositions.statistics_and_moments(x, ids, scale, entropy)
 

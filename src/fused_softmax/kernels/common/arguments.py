@@ -21,8 +21,9 @@ import triton.language as tl
 class Argument:
     """The declared type of an argument.
 
-    type: Triton's name of a scalar's type; None for a pointer, whose type follows the tensor. specialized: whether
-    Triton may compile the kernel again for a value of 1 or for a multiple of 16.
+    type: Triton's name of a scalar's type; "int" for 32 bits where the value fits them, else 64; None for a pointer,
+    whose type follows the tensor. specialized: whether the kernel is compiled again for a value of 1 or for a multiple
+    of 16.
     """
 
     type: str | None
@@ -34,9 +35,10 @@ class Argument:
 Rows = tl.constexpr(Argument(None))
 # A contiguous tensor of O(rows) or O(columns) elements.
 Vector = tl.constexpr(Argument(None))
-# A tensor of any strides, and a stride: for kernels that Triton itself launches.
-AnyTensor = tl.constexpr(Argument(None, specialized=True))
-Stride = tl.constexpr(Argument("i64", specialized=True))
+# A tensor of any strides, a stride of it, and a number of elements.
+AnyTensor = tl.constexpr(Argument(None))
+Stride = tl.constexpr(Argument("int", specialized=True))
+Count = tl.constexpr(Argument("int"))
 Int32 = tl.constexpr(Argument("i32"))
 Int64 = tl.constexpr(Argument("i64"))
 Float32 = tl.constexpr(Argument("fp32"))

@@ -66,9 +66,9 @@ def install() -> None:
         call(self)
 
     @functools.wraps(compile_kernel)
-    def compiled(kernel: Any, pointers: Any, meta: Any, index: int) -> Any:
+    def compiled(kernel: Any, pointers: Any, meta: Any, index: int, counts: Any = ()) -> Any:
         note(kernel, meta)
-        return compile_kernel(kernel, pointers, meta, index)
+        return compile_kernel(kernel, pointers, meta, index, counts)
 
     launch.Launch.__call__ = counted  # type: ignore[method-assign]
     launch.compile_kernel = compiled
