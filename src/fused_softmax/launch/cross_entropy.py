@@ -97,6 +97,17 @@ BACKWARD_UNLESS_ONE = RowOp(plan_elementwise, always(_backward), most=FEW_PROGRA
 SCALE_UNLESS_ONE = RowOp(plan_elementwise, always(_scale_unless_one), most=FEW_PROGRAMS)
 
 
+_KINDS = {
+    (weighted, smooth, capped): (
+        "capped" if capped else "smoothed" if smooth else "exponential",
+        (("WEIGHTED", weighted), ("SMOOTH", smooth), ("SOFTCAP", capped)),
+    )
+    for weighted in (False, True)
+    for smooth in (False, True)
+    for capped in (False, True)
+}
+
+
 class CrossEntropy(NamedTuple):
     """The arguments of a cross-entropy next to its logits. target: (n_rows,) int64; weight: (n_cols,) float32."""
 
@@ -111,21 +122,14 @@ class CrossEntropy(NamedTuple):
     denominator: Tensor | None = None  # [1] float32: what a mean divides by, where it is not the targets that count
 
     @property
-    def arithmetic(self) -> str:
-        """What a logit takes: an exponential, more for label smoothing, and most for a softcap."""
-        return "capped" if self.softcap is not None else "smoothed" if self.smoothing > 0.0 else "exponential"
-
-    @property
-    def flags(self) -> Flags:
-        return (
-            ("WEIGHTED", self.weight is not None),
-            ("SMOOTH", self.smoothing > 0.0),
-            ("SOFTCAP", self.softcap is not None),
-        )
+    def kind(self) -> tuple[str, Flags]:
+        """(the arithmetic that a logit takes, the kernels' flags): an exponential, more for label smoothing, and most
+        for a softcap."""
+        return _KINDS[self.weight is not None, self.smoothing > 0.0, self.softcap is not None]
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        return (float(self.smoothing), 1.0 if self.softcap is None else float(self.softcap), float(self.z_loss))
+        return (self.smoothing, 1.0 if self.softcap is None else self.softcap, self.z_loss)
 
     def vectors(self, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """target, weight and the weights' sum as a kernel takes them; `unused` stands where there are none."""
@@ -144,10 +148,11 @@ def fits_on_chip(x: Tensor, dx: Tensor, op: CrossEntropy) -> bool:
     """Whether a row can be held while its loss is computed, so that the gradient is written in the same pass."""
     invariant = is_batch_invariant()
     layout = (x.dtype, x.shape[1], x.stride(0), x.data_ptr() & 31, dx.stride(0), dx.data_ptr() & 31)
-    key = (op.arithmetic, *layout, x.device, invariant)
+    arithmetic, _ = op.kind
+    key = (arithmetic, *layout, x.device, invariant)
     found = _fits.get(key)
     if found is None:
-        plan = WITH_GRADIENT[op.arithmetic].plan((x, dx), device_of(x), invariant)
+        plan = WITH_GRADIENT[arithmetic].plan((x, dx), device_of(x), invariant)
         found = _fits.remember(key, plan.regime != "two_pass")
     return found
 
@@ -169,7 +174,8 @@ def cross_entropy_forward(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
     """(each row's loss, its moments as `_loss_and_moments` has them); no gradient, one read."""
     loss, moments = _loss_and_moments(x)
     vectors, numbers = (*op.vectors(loss), loss, moments), (op.ignore_index, *op.numbers)
-    launch_rows(FORWARD[op.arithmetic], (x,), vectors, numbers, op.flags, invariant=is_batch_invariant())
+    arithmetic, flags = op.kind
+    launch_rows(FORWARD[arithmetic], (x,), vectors, numbers, flags, invariant=is_batch_invariant())
     return loss, moments
 
 
@@ -177,9 +183,10 @@ def cross_entropy_with_gradient(x: Tensor, dx: Tensor, op: CrossEntropy, count: 
     """(each row's loss, its moments), and into dx the gradient for an upstream gradient of 1; dx may be x."""
     loss, moments = _loss_and_moments(x)
     vectors = (*op.vectors(loss), loss if count is None else count, loss, moments)
-    flags = (("MEAN", count is not None), ("INPLACE", dx.data_ptr() == x.data_ptr()), *op.flags)
+    arithmetic, of_kind = op.kind
+    flags = (("MEAN", count is not None), ("INPLACE", dx.data_ptr() == x.data_ptr()), *of_kind)
     numbers = (op.ignore_index, *op.numbers)
-    launch_rows(WITH_GRADIENT[op.arithmetic], (x, dx), vectors, numbers, flags, invariant=is_batch_invariant())
+    launch_rows(WITH_GRADIENT[arithmetic], (x, dx), vectors, numbers, flags, invariant=is_batch_invariant())
     return loss, moments
 
 
@@ -188,7 +195,7 @@ def cross_entropy_gradient(
 ) -> None:
     """The gradient for upstream g ([1], or [n_rows]; float32) into dx; unless_one: only where g is not 1."""
     vectors = (*op.vectors(g), g if count is None else count, moments, g)
-    flags = (("UNLESS_ONE", unless_one), ("MEAN", count is not None), *op.flags)
+    flags = (("UNLESS_ONE", unless_one), ("MEAN", count is not None), *op.kind[1])
     numbers = (op.ignore_index, int(g.numel() > 1), *op.numbers)
     launch_rows(BACKWARD_UNLESS_ONE if unless_one else BACKWARD, (x, dx), vectors, numbers, flags)
 

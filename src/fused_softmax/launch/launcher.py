@@ -76,7 +76,7 @@ class Described:
 
 
 # run(rows, vectors, numbers): launches over tensors that lie as those that it was prepared for, any number of rows;
-# run.over_pointers(n_rows, *addresses) on a GPU, for ops without vectors and numbers
+# on a GPU, run.parts is what a call is made of
 Run = Any
 
 
@@ -200,15 +200,6 @@ def _runner(found: Described, binding: Binding, index: int) -> Run:
     n_splits, most = found.n_splits, found.most
     shifted = any(offsets)
 
-    def over_pointers(n_rows: int, *pointers: int) -> None:
-        """The launch of an op that takes rows alone, and no numbers."""
-        if current_device() != index:
-            with torch.cuda.device(index):
-                return over_pointers(n_rows, *pointers)
-        if shifted:
-            pointers = tuple([address - offset for address, offset in zip(pointers, offsets, strict=True)])
-        call(-(-n_rows // rows_per_program), 1, 1, current_stream(index), *prefix, *pointers, n_rows, *after_rows)
-
     def run(rows: tuple[Tensor, ...], vectors: tuple[Tensor, ...], numbers: tuple[int | float, ...]) -> None:
         if current_device() != index:
             with torch.cuda.device(index):
@@ -223,8 +214,8 @@ def _runner(found: Described, binding: Binding, index: int) -> Run:
             grid = most
         call(grid, 1, 1, current_stream(index), *prefix, *pointers, n_rows, *scalars, *numbers, *trailing)
 
-    after_rows = (*scalars, *trailing)
-    run.over_pointers = over_pointers  # type: ignore[attr-defined]
+    # for the direct path: the launch of an op that takes rows alone, and no numbers
+    run.parts = (index, call, rows_per_program, prefix, (*scalars, *trailing), offsets)  # type: ignore[attr-defined]
     return run
 
 

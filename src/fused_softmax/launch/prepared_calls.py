@@ -25,16 +25,17 @@ from .layout import DTYPE_NAMES, MAX_COLS, as_rows
 from .softmax import prepare_strided, softmax_op, takes_strided, torch_is_faster_reason
 
 TORCH: Any = object()  # PyTorch's own kernel is the better choice
-Call = Callable[..., Tensor]
+Call = Callable[[Tensor], Tensor]
 
 _calls = Cache()
 _strides = Cache()
 _invariant = row_invariance.get
+_current_device, _current_stream = torch_private.current_device, torch_private.current_stream
 # the allocation behind torch.empty; None in a build without CUDA, where no tensor is_cuda
 _empty = torch_private.empty_strided_cuda
 
 
-def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous tensor of this shape."""
     if len(shape) == 2:
         return (shape[1] or 1, 1)
@@ -47,16 +48,14 @@ def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 def softmax_call(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Call | None:
     """call(x) -> softmax or log_softmax over dim in `dtype`; TORCH; or None where this way is not for it.
 
-    x: a plain tensor on a GPU, not lazily negated; dtype: x's own, or one that the kernels write from x's.
+    x: a plain tensor on a GPU, not lazily negated; dtype: x's own, or one that the kernels write from x's. The call is
+    for x, and for tensors of another number of rows where x has two dimensions and rows.
     """
-    n_dims = x.dim()
-    if n_dims and (dim == -1 or dim == n_dims - 1) and x.is_contiguous():
-        n_cols = x.shape[-1]
-        # a single row keeps the stride of the tensor that it was taken from
-        single = x.stride(-2) if n_dims > 1 and x.numel() == n_cols else None
-        key: tuple[Any, ...] = (log, x.dtype, dtype, n_cols, single, x.data_ptr() & 31, x.get_device(), _invariant())
-    else:
-        key = (log, x.dtype, dtype, dim, x.shape, x.stride(), x.data_ptr() & 31, x.get_device(), _invariant())
+    shape, strides = x.shape, x.stride()
+    sizes: Any = shape
+    if len(shape) == 2 and strides[1] == 1 and (dim == -1 or dim == 1) and shape[0]:
+        sizes = shape[1]  # rows with one stride: the call does not depend on their number
+    key = (sizes, strides, x.dtype, dtype, dim, log, x.data_ptr() & 31, x.get_device(), _invariant())
     found = _calls.get(key)
     if found is None:
         found = _calls.remember(key, _prepare_softmax(x, dim, dtype, log))
@@ -84,36 +83,32 @@ def _prepare_softmax(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Any:
         run = prepare_rows(op, (x_rows, y_rows), (), flags, _invariant())
     except KernelUnavailable:
         return TORCH
-    if dim == n_dims - 1 and x.is_contiguous():
-        return _rows_call(run, dtype)
-    return _folded_call(run, x.shape, dtype, x_rows, y_rows)
+    return _rows_call(run, tuple(x.shape), dtype, x_rows)
 
 
-def _rows_call(run: Any, dtype: torch.dtype) -> Call:
-    rows_of_pointers = run.over_pointers
-
-    def call(x: Tensor) -> Tensor:
-        shape = x.shape
-        y = _empty(shape, contiguous_strides(shape), dtype)
-        rows_of_pointers(x.numel() // shape[-1], x.data_ptr(), y.data_ptr())
-        return y
-
-    return call
-
-
-def _folded_call(run: Any, shape: torch.Size, dtype: torch.dtype, x_rows: Tensor, y_rows: Tensor) -> Call:
-    rows_of_pointers, strides, n_rows = run.over_pointers, contiguous_strides(shape), x_rows.shape[0]
+def _rows_call(run: Any, shape: tuple[int, ...], dtype: torch.dtype, x_rows: Tensor) -> Call:
+    """A call over rows with one stride. A closure over plain locals, as every look-up of an attribute counts here."""
+    index, launch, rows, prefix, after_rows, (x_offset, y_offset) = run.parts
+    strides, known_rows, n_cols = contiguous_strides(shape), x_rows.shape[0], shape[-1]
+    of_two = len(shape) == 2 and x_rows.shape[1] == n_cols
 
     def call(x: Tensor) -> Tensor:
-        y = _empty(shape, strides, dtype)
-        rows_of_pointers(n_rows, x.data_ptr(), y.data_ptr())
+        if _current_device() != index:
+            with torch.cuda.device(index):
+                return call(x)
+        n_rows = x.shape[0] if of_two else known_rows
+        y = _empty((n_rows, n_cols) if of_two else shape, strides, dtype)
+        launch(
+            -(-n_rows // rows), 1, 1, _current_stream(index), *prefix,
+            x.data_ptr() - x_offset, y.data_ptr() - y_offset, n_rows, *after_rows,
+        )  # fmt: skip
         return y
 
     return call
 
 
 def _strided_call(x: Tensor, y: Tensor, dim: int, log: bool) -> Call:
-    run, shape, strides, dtype = prepare_strided(x, y, dim, log), x.shape, y.stride(), y.dtype
+    run, shape, strides, dtype = prepare_strided(x, y, dim, log), tuple(x.shape), y.stride(), y.dtype
 
     def call(x: Tensor) -> Tensor:
         y = _empty(shape, strides, dtype)
@@ -132,19 +127,22 @@ def softmax_backward(dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: b
         return None
     if not (y.dim() and y.is_contiguous() and dy.is_contiguous()):
         return None
-    shape = y.shape
-    n_cols = shape[-1]
-    single = y.numel() == n_cols
-    strides = (y.stride(), dy.stride()) if single else None
-    addresses = y.data_ptr(), dy.data_ptr()
-    key = (log, y.dtype, dtype, n_cols, strides, addresses[0] & 31, addresses[1] & 31, y.get_device(), invariant, "dx")
-    run = _calls.get(key)
-    if run is None:
-        run = _calls.remember(key, _prepare_backward(dy, y, dtype, log, invariant))
-    if run is False:
+    shape, index = tuple(y.shape), y.get_device()
+    y_address, dy_address = y.data_ptr(), dy.data_ptr()
+    # contiguous strides do not tell the number of rows; a single row's may be any
+    key = (shape[-1], y.stride(), dy.stride(), y.dtype, dtype, log, y_address & 31, dy_address & 31, index, invariant)
+    found = _calls.get(key)
+    if found is None:
+        found = _calls.remember(key, _prepare_backward(dy, y, dtype, log, invariant))
+    if found is False or _current_device() != index:
         return None
+    _, launch, rows, prefix, after_rows, offsets = found
     dx = _empty(shape, contiguous_strides(shape), dtype)
-    run.over_pointers(y.numel() // n_cols, *addresses, dx.data_ptr())
+    n_rows = y.numel() // shape[-1]
+    launch(
+        -(-n_rows // rows), 1, 1, _current_stream(index), *prefix,
+        y_address - offsets[0], dy_address - offsets[1], dx.data_ptr() - offsets[2], n_rows, *after_rows,
+    )  # fmt: skip
     return dx
 
 
@@ -157,6 +155,6 @@ def _prepare_backward(dy: Tensor, y: Tensor, dtype: torch.dtype, log: bool, inva
         return False
     op, flags = softmax_op(log, backward=True)
     try:
-        return prepare_rows(op, folded, (), flags, invariant)
+        return prepare_rows(op, folded, (), flags, invariant).parts
     except KernelUnavailable:
         return False

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..launch import cross_entropy as rows
 from ..launch.availability import KernelUnavailable
+from ..launch.cache import Cache
 from ..launch.context import as_in_forward, is_batch_invariant
 from ..launch.cross_entropy import CrossEntropy
 from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
@@ -94,32 +95,42 @@ def direct_cross_entropy(
     """
     if type(logits) is not Tensor or type(target) is not Tensor or not logits.is_cuda:
         return None
-    shape, dtype = logits.shape, logits.dtype
-    if (
-        len(shape) != 2
-        or target.shape != shape[:1]
-        or target.dtype is not torch.int64
-        or target.device != logits.device
-        or not target.is_contiguous()
-        or logits.stride(1) != 1
-        or not logits.numel()
-        or not can_bypass_dispatcher(logits)
-        or not can_bypass_dispatcher(target)
-        or unsupported_reason(logits, dtype) is not None
-    ):
+    shape = logits.shape
+    if len(shape) != 2 or target.shape != shape[:1] or not can_bypass_dispatcher(logits):
         return None
+    layout = (shape[1], logits.stride(), logits.dtype, logits.device, target.stride(), target.dtype, target.device)
+    takes = _direct.get(layout)
+    if takes is None:
+        takes = _direct.remember(layout, _takes_layout(logits, target))
     if (
-        type(ignore_index) is not int
+        not takes
+        or type(ignore_index) is not int
         or type(label_smoothing) is not float
         or type(z_loss) is not float
         or type(inplace_backward) is not bool
         or softcap is not None
         or reduction not in REDUCTIONS
         or not (-(2**63) <= ignore_index < 2**63 and 0.0 <= label_smoothing <= 1.0 and -math.inf < z_loss < math.inf)
+        or not shape[0]
     ):
         return None
     op = CrossEntropy(target, None, None, ignore_index, reduction, label_smoothing, None, z_loss)
     return _by_kernels(logits, op, inplace_backward)
+
+
+_direct = Cache()
+
+
+def _takes_layout(logits: Tensor, target: Tensor) -> bool:
+    """Whether logits and targets that lie so are the kernels' as they are; of what all numbers of rows share."""
+    return (
+        target.dtype is torch.int64
+        and target.stride() == (1,)
+        and target.device == logits.device
+        and logits.stride(1) == 1
+        and logits.shape[1] > 0
+        and unsupported_reason(logits, logits.dtype) is None
+    )
 
 
 def planned_cross_entropy(logits: Tensor, backward: bool) -> Plan | Fallback:

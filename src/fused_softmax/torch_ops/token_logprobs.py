@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..launch import token_logprobs as rows
 from ..launch.availability import KernelUnavailable
+from ..launch.cache import Cache
 from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
 from ..planning.types import Plan
 from . import decompositions
@@ -73,26 +74,34 @@ def direct_token_logprobs(
     if type(logits) is not Tensor or type(token_ids) is not Tensor or not logits.is_cuda:
         return None
     shape = logits.shape
-    if (
-        len(shape) != 2
-        or token_ids.shape != shape[:1]
-        or token_ids.dtype is not torch.int64
-        or token_ids.device != logits.device
-        or not token_ids.is_contiguous()
-        or logits.stride(1) != 1
-        or not logits.numel()
-        or type(temperature) is not float
-        or type(entropy) is not bool
-        or not temperature > 0.0
-        or not can_bypass_dispatcher(logits)
-        or not can_bypass_dispatcher(token_ids)
-        or unsupported_reason(logits, logits.dtype) is not None
-    ):
+    if len(shape) != 2 or token_ids.shape != shape[:1] or not can_bypass_dispatcher(logits):
+        return None
+    layout = (shape[1], logits.stride(), logits.dtype, logits.device)
+    layout = (*layout, token_ids.stride(), token_ids.dtype, token_ids.device)
+    takes = _direct.get(layout)
+    if takes is None:
+        takes = _direct.remember(layout, _takes_layout(logits, token_ids))
+    if not (takes and shape[0] and type(temperature) is float and temperature > 0.0 and type(entropy) is bool):
         return None
     scale = 1.0 if temperature == 1.0 else max(1.0 / temperature, least_positive(logits.dtype))
     picked, entropies, lse = _by_kernels(logits, token_ids.view(-1, 1), scale, entropy)
     assert picked is not None
     return picked, entropies, lse
+
+
+_direct = Cache()
+
+
+def _takes_layout(logits: Tensor, token_ids: Tensor) -> bool:
+    """Whether logits and ids that lie so are the kernels' as they are; of what all numbers of rows share."""
+    return (
+        token_ids.dtype is torch.int64
+        and token_ids.stride() == (1,)
+        and token_ids.device == logits.device
+        and logits.stride(1) == 1
+        and logits.shape[1] > 0
+        and unsupported_reason(logits, logits.dtype) is None
+    )
 
 
 def planned_token_logprobs(logits: Tensor, backward: bool) -> Plan | Fallback:
