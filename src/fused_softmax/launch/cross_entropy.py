@@ -128,6 +128,14 @@ class CrossEntropy(NamedTuple):
         return _KINDS[self.weight is not None, self.smoothing > 0.0, self.softcap is not None]
 
     @property
+    def arithmetic(self) -> str:
+        return self.kind[0]
+
+    @property
+    def flags(self) -> Flags:
+        return self.kind[1]
+
+    @property
     def numbers(self) -> tuple[float, ...]:
         return (self.smoothing, 1.0 if self.softcap is None else self.softcap, self.z_loss)
 

@@ -76,8 +76,8 @@ def direct_token_logprobs(
     shape = logits.shape
     if len(shape) != 2 or token_ids.shape != shape[:1] or not can_bypass_dispatcher(logits):
         return None
-    layout = (shape[1], logits.stride(), logits.dtype, logits.device)
-    layout = (*layout, token_ids.stride(), token_ids.dtype, token_ids.device)
+    of_ids = token_ids.stride(), token_ids.dtype, token_ids.device
+    layout = (shape[1], logits.stride(), logits.dtype, logits.device, *of_ids)
     takes = _direct.get(layout)
     if takes is None:
         takes = _direct.remember(layout, _takes_layout(logits, token_ids))
