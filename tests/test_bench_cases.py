@@ -18,14 +18,14 @@ from fused_softmax.lab.bench.cases import (
     RANDOM_RANGES,
     TABLES,
     TINY,
-    load_tensors,
     random_cases,
     random_widths,
     real_cases,
     sweep,
     table,
 )
-from fused_softmax.lab.bench.ops import DTYPES, OPS, family, ops_named, parts_of
+from fused_softmax.lab.bench.inputs import DTYPES, load_tensors
+from fused_softmax.lab.bench.ops import OPS, family, ops_named, parts_of
 
 MASKED = (
     *("masked_softmax_causal", "masked_softmax_additive"),

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from fused_softmax.lab.bench.checking import Judge, WrongShape, poisoned, run_poisoned
-from fused_softmax.lab.bench.ops import DTYPES, OPS, rows_of_logits
+from fused_softmax.lab.bench.inputs import DTYPES, rows_of_logits
+from fused_softmax.lab.bench.ops import OPS
 
 SOFTMAX = OPS["softmax"]
 
@@ -88,7 +89,7 @@ def test_rows_in_many_chunks_give_the_same_verdict(monkeypatch: pytest.MonkeyPat
     x = rows_of_logits(64, 100, torch.bfloat16, torch.device("cpu"))
     y = torch.softmax(x, -1)
     whole = judge(x).judge(y)
-    monkeypatch.setattr("fused_softmax.bench.checking.CHUNK", {"cpu": 300})
+    monkeypatch.setattr("fused_softmax.lab.bench.checking.CHUNK", {"cpu": 300})
     assert judge(x).judge(y) == whole
 
 

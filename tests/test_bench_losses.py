@@ -8,13 +8,19 @@ from torch import Tensor
 
 from fused_softmax.lab.bench.cases import MASKED_WIDTHS, Case
 from fused_softmax.lab.bench.checking import Judge, WrongShape
-from fused_softmax.lab.bench.loss_ops import IGNORED, loss_and_gradient, token_statistics
-from fused_softmax.lab.bench.loss_systems import backward_alone, with_gradient
-from fused_softmax.lab.bench.ops import OPS, family
-from fused_softmax.lab.bench.plans import plan_of, plan_text
+from fused_softmax.lab.bench.inputs import IGNORED
+from fused_softmax.lab.bench.ops import (
+    OPS,
+    backward_alone,
+    family,
+    plan_of,
+    token_statistics,
+    with_gradient,
+)
 from fused_softmax.lab.bench.record import header
 from fused_softmax.lab.bench.session import Session
 from fused_softmax.lab.bench.systems import systems_for
+from fused_softmax.lab.plans import plan_text
 from fused_softmax.launch import masked_softmax as masked_rows
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.planning.softmax import plan
@@ -29,9 +35,15 @@ def judge(op: str, n_rows: int = 70, n_cols: int = 97, dtype: torch.dtype = torc
     return Judge(OPS[op], OPS[op].inputs(n_rows, n_cols, dtype, CPU, 0))
 
 
+def on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every module that asks for the device get the description of a GPU."""
+    for module in ("launch.launcher", "launch.softmax", "torch_ops.route"):
+        monkeypatch.setattr(f"fused_softmax.{module}.describe", lambda device: DEVICES["sm_90"])
+
+
 def exact(check: Judge, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x, target, _ = check.inputs
-    loss, dx = loss_and_gradient(x.double(), target)
+    loss, dx = OPS["cross_entropy"].torch_call(x.double(), target)
     return loss.float(), dx.to(dtype)
 
 
@@ -117,11 +129,11 @@ def test_our_masked_gradient_is_causal_where_the_op_is(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("op", [op for op in LOSSES if op.startswith("masked_softmax") and op.endswith("_backward")])
 def test_a_masked_gradient_names_the_plan_that_runs_it(op: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fused_softmax.device.describe", lambda device: DEVICES["sm_90"])
+    on_h100(monkeypatch)
     regimes = set()
     for n_cols in (*MASKED_WIDTHS, 131072, 524288, 1048576):
         dy, y = (torch.empty(n_cols, n_cols, dtype=torch.bfloat16, device="meta") for _ in range(2))
-        runs = masked_rows._plan_backward(problem_of(y, dy, y), DEVICES["sm_90"])
+        runs = masked_rows.BACKWARD[False].plan((y, dy, y), DEVICES["sm_90"], False)
         if runs.regime == "two_pass":  # softmax's own gradient takes such rows
             runs = plan(problem_of(y, dy, y, backward=True), DEVICES["sm_90"])
         assert plan_of(op, (dy, y)) == (runs.regime, plan_text(runs))
@@ -130,8 +142,7 @@ def test_a_masked_gradient_names_the_plan_that_runs_it(op: str, monkeypatch: pyt
 
 
 def test_log_softmax_names_its_own_plan(monkeypatch: pytest.MonkeyPatch):
-    for module in ("device", "functional", "operators"):
-        monkeypatch.setattr(f"fused_softmax.{module}.describe", lambda device: DEVICES["sm_90"])
+    on_h100(monkeypatch)
     dy, y = (torch.empty(2, 262144, dtype=torch.float32, device="meta") for _ in range(2))
     said = {op: plan_of(op, (y,) if "backward" not in op else (dy, y)) for op in OPS if "softmax" in op[:11]}
     for op, backward in (("log_softmax", False), ("log_softmax_backward", True)):
@@ -143,7 +154,7 @@ def test_log_softmax_names_its_own_plan(monkeypatch: pytest.MonkeyPatch):
 def test_chunks_of_rows_give_the_same_verdict(monkeypatch: pytest.MonkeyPatch):
     for op in LOSSES:
         whole = judge(op, 194)
-        monkeypatch.setattr("fused_softmax.bench.checking.CHUNK", {"cpu": 1000})
+        monkeypatch.setattr("fused_softmax.lab.bench.checking.CHUNK", {"cpu": 1000})
         parts = judge(op, 194)
         result = OPS[op].torch_call(*parts.inputs)
         assert parts.torch_error == pytest.approx(whole.torch_error, rel=1e-9) and parts.judge(result).ok
@@ -159,7 +170,7 @@ def test_a_loss_that_writes_over_its_logits_gets_its_own():
         return loss
 
     before, call = x.clone(), with_gradient(overwriting, overwrites=True)
-    torch.testing.assert_close(call(x, target, count), loss_and_gradient(x, target))
+    torch.testing.assert_close(call(x, target, count), OPS["cross_entropy"].torch_call(x, target))
     assert torch.equal(x, before)
 
 

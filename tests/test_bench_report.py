@@ -14,8 +14,7 @@ import torch
 from rich.console import Console
 
 from fused_softmax.lab.bench import readme
-from fused_softmax.lab.bench.output import Output
-from fused_softmax.lab.bench.page import page
+from fused_softmax.lab.bench.output import Output, page
 from fused_softmax.lab.bench.plots import draw
 from fused_softmax.lab.bench.record import (
     Header,

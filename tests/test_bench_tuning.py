@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from fused_softmax.lab.bench.ops import OPS
-from fused_softmax.lab.bench.plans import problem_for
 from fused_softmax.lab.bench.record import Record
-from fused_softmax.lab.bench.resources import ROWS, compile_one, keys_of
 from fused_softmax.lab.bench.run import add_resources
-from fused_softmax.lab.bench.tuning import TUNABLE, Choice, as_ladders, choose
+from fused_softmax.lab.plans import problem_for
+from fused_softmax.lab.resources import ROWS, compile_one, keys_of
+from fused_softmax.lab.tune import TUNABLE, Choice, as_ladders, choose
 from fused_softmax.planning.softmax import KernelConfig, candidates, plan
 from fused_softmax.planning.types import DEVICES
 

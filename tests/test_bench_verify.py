@@ -6,9 +6,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fused_softmax.lab.bench import verify
-from fused_softmax.lab.bench.verify import Check, edge_rows, examine, summary
+from fused_softmax.lab import verify
 from fused_softmax.lab.cli import app
+from fused_softmax.lab.verify import Check, edge_rows, examine, summary
 
 CPU = torch.device("cpu")
 

@@ -150,7 +150,7 @@ def verify(input: Input = None) -> None:
     interpret_without_gpu()
     from rich.progress import track
 
-    from fused_softmax.lab.bench.verify import checks, examine, summary
+    from fused_softmax.lab.verify import checks, examine, summary
     from fused_softmax.launch.device import device_here
 
     console = terminal()
@@ -247,7 +247,7 @@ def explain(
     if len(named) != 1:
         why = f"{dtype!r}: give one of {', '.join(DTYPE_NAMES.values())}"
         raise Refused(why, "DTYPE")
-    from fused_softmax.lab.bench.explain import TARGETS, explain_lines
+    from fused_softmax.lab.explain import TARGETS, explain_lines
 
     if device not in TARGETS:
         raise Refused(f"{device!r} is none of {', '.join(TARGETS)}", "--device")
@@ -268,8 +268,8 @@ def tune(
     from rich.progress import Progress
 
     from fused_softmax.lab.bench.cases import FORWARD_WIDTHS
-    from fused_softmax.lab.bench.tuning import TUNABLE, as_ladders
-    from fused_softmax.lab.bench.tuning import tune as measure
+    from fused_softmax.lab.tune import TUNABLE, as_ladders
+    from fused_softmax.lab.tune import tune as measure
     from fused_softmax.launch.device import device_here, interpreting
 
     console = Console(stderr=True)

@@ -6,9 +6,9 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
-from fused_softmax.lab.bench.ops import DTYPES
-from fused_softmax.lab.bench.plans import problem_for
+from fused_softmax.lab.bench.inputs import DTYPES
 from fused_softmax.lab.bench.traffic import regime_traffic
+from fused_softmax.lab.plans import problem_for
 from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.types import DEVICES, Device
 

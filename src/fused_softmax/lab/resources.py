@@ -1,6 +1,6 @@
 """What each system's kernels compile to for a GPU that is not here, in a process that does not interpret.
 
-`python -m fused_softmax.bench.resources TARGET` reads lines of JSON (system, dtype, n_rows, n_cols) and answers each
+`python -m fused_softmax.lab.resources TARGET` reads lines of JSON (system, dtype, n_rows, n_cols) and answers each
 with one line: registers, spilled_bytes, shared_bytes, widest_load_bytes, or `failed` with the reason. The parent
 interprets meanwhile; a process can do only one of the two, because Triton decides when a kernel is decorated.
 """
@@ -25,7 +25,7 @@ ROWS = 4096
 
 def launches(system: str, dtype: str, n_rows: int, n_cols: int, target: str) -> Sequence[Any]:
     """The launches that a system would make for that shape; raises ValueError for a system that has none of ours."""
-    from fused_softmax.lab.bench.plans import described_rows, launches_for, problem_for
+    from fused_softmax.lab.plans import described_rows, launches_for, problem_for
 
     if system == "fused_softmax":
         from fused_softmax.planning.softmax import plan

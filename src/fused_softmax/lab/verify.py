@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fused_softmax.lab.bench.cases import excerpt, load_tensors
 from fused_softmax.lab.bench.checking import Judge, WrongShape, run_poisoned
-from fused_softmax.lab.bench.ops import DTYPES, OPS, rows_of_logits
-from fused_softmax.lab.bench.plans import problem_for, run_plan
+from fused_softmax.lab.bench.inputs import DTYPES, excerpt, load_tensors, rows_of_logits
+from fused_softmax.lab.bench.ops import OPS
+from fused_softmax.lab.plans import problem_for, run_plan
 
 REGIMES = ("warp", "block", "cluster", "two_pass")
 WIDTHS = (1, 3, 31, 32, 33, 127, 256, 1000, 1023, 1025, 4096, 4097, 16384, 50257)

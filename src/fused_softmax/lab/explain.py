@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from fused_softmax.lab.bench.ops import DTYPES, OPS
-from fused_softmax.lab.bench.plans import problem_for
-from fused_softmax.lab.bench.resources import ROWS, CrossCompiler
+from fused_softmax.lab.bench.inputs import DTYPES
+from fused_softmax.lab.bench.ops import OPS
 from fused_softmax.lab.bench.traffic import regime_traffic
+from fused_softmax.lab.plans import problem_for
+from fused_softmax.lab.resources import ROWS, CrossCompiler
 from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.types import DEVICES
 

@@ -1,8 +1,8 @@
-"""`fused-softmax tune`: time the planner's candidates on this device and print the config_tables that the planner would read.
+"""`fused-softmax tune`: time the planner's candidates on this device and print them as a config table.
 
 For each dtype and width every candidate plan is checked, then timed interleaved with the op's ceiling; the fastest
-becomes a config. Nothing is changed by it: a person reads the config_tables, and puts them in config_tables.py with the measurement
-beside them. Every candidate is a kernel to compile: give it minutes, and few widths at a time.
+becomes a config. The command changes no file: a person copies the table into config_tables.py, with the measurement
+next to it. Every candidate is a kernel to compile, so a run takes minutes: give few widths at a time.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from fused_softmax.lab.bench.checking import Judge, run_poisoned
-from fused_softmax.lab.bench.ops import DTYPES, OPS, Inputs
-from fused_softmax.lab.bench.plans import problem_for, run_backward_plan, run_plan
+from fused_softmax.lab.bench.inputs import DTYPES, Inputs
+from fused_softmax.lab.bench.ops import OPS
 from fused_softmax.lab.bench.timing import Stopwatch, interleave
+from fused_softmax.lab.plans import problem_for, run_backward_plan, run_plan
 
 TUNABLE = {"softmax": run_plan, "softmax_backward": run_backward_plan}
 
@@ -114,7 +115,7 @@ def tune(
 def as_ladders(choices: Sequence[Choice], device_name: str) -> str:
     """The choices as config_tables.py writes them: for each element size a tuple of configs in rising width.
 
-    Neighbouring widths with the same numbers share a config. Where the tile regime won there is no config: it goes first.
+    Neighboring widths with the same numbers share a config. A width where the warp regime won has no config.
     """
     lines = [f"# measured on {device_name} by `fused-softmax tune`: fraction of the ceiling, runner-up, candidates"]
     lines.append("LADDER = {")

@@ -1,7 +1,4 @@
-"""Running and describing plans directly: any regime on any rows, on this device or for one that is not here.
-
-`plan_of` says in a line what a benchmark's case runs: what a record keeps, so that a time can be traced to its config.
-"""
+"""Running and describing plans directly: any regime on any rows, on this device or for one that is not here."""
 
 from __future__ import annotations
 
@@ -11,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fused_softmax.lab.bench.ops import DTYPES
+from fused_softmax.lab.bench.inputs import DTYPES
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.launch.softmax import softmax_launch
-from fused_softmax.plan_for import Fallback, plan_for
 
 if TYPE_CHECKING:
     from fused_softmax.launch.compile import Launch
@@ -57,27 +53,6 @@ def run_plan(plan: Plan) -> Callable[..., Any]:
         return y
 
     return call
-
-
-# an op of the benchmark that is part of an op of the package -> (that op, whether it is its gradient)
-_PARTS = {
-    "softmax_autograd": ("softmax", False),
-    "log_softmax_autograd": ("log_softmax", False),
-    "cross_entropy": ("cross_entropy", True),
-    "cross_entropy_forward": ("cross_entropy", False),
-    "masked_softmax_causal": ("masked_softmax", False),
-    "masked_softmax_additive": ("masked_softmax", False),
-    "masked_softmax_causal_backward": ("masked_softmax", True),
-    "masked_softmax_additive_backward": ("masked_softmax", True),
-}
-
-
-def plan_of(op: str, inputs: tuple[Tensor, ...]) -> tuple[str, str]:
-    """(regime, the plan in words) of our kernel for an op of the benchmark; ('torch', why) where torch's own runs."""
-    name, backward = _PARTS.get(op, (op.removesuffix("_backward"), op.endswith("_backward")))
-    mask = inputs[-1] if op == "masked_softmax_additive" else None
-    found = plan_for(inputs[0].detach(), op=name, mask=mask, backward=backward)
-    return ("torch", found.why) if isinstance(found, Fallback) else (found.regime, plan_text(found))
 
 
 def plan_text(plan: Plan) -> str:
