@@ -6,7 +6,9 @@
     spec.reference(x, **arguments)     # float64, differentiable
 
 All three take the same arguments and return a tensor, or a tuple as `outputs` names it. `draw` chooses options that
-JSON can hold; `arguments` makes of them what the functions take. To add an op, add one entry to `OPS`.
+JSON can hold; `arguments` turns them into the functions' arguments. To add an op, add one entry to `OPS`: the fuzzer
+draws it, and the benchmark runs it over the last dimension where it takes no other tensor. Other ops need an entry in
+bench/ops.py too, with their inputs, bytes and ceiling.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ class OpSpec:
     differentiable: tuple[str, ...] = ()
     # arguments with a value for each row: vmap gives each item its own
     by_row: tuple[str, ...] = ()
+    # whether torch's own way computes in float32 under autocast
+    autocasts: bool = True
 
     def tensors(self, result: Any) -> dict[str, Tensor]:
         """The result's tensors by name."""
@@ -111,7 +115,7 @@ OPS: Mapping[str, OpSpec] = {
         OpSpec(
             "masked_softmax", fs.masked_softmax, torch_ways.masked_softmax, reference.masked_softmax, "last", ("y",),
             arguments.draw_masked_softmax, arguments.masked_softmax, _without("module", "out"),
-            operator=_masked_operator, differentiable=("mask",), by_row=("mask",),
+            operator=_masked_operator, differentiable=("mask",), by_row=("mask",), autocasts=False,
         ),
         OpSpec(
             "cross_entropy", fs.cross_entropy, torch_ways.cross_entropy, reference.cross_entropy, "classes", ("loss",),
@@ -122,7 +126,7 @@ OPS: Mapping[str, OpSpec] = {
             "token_logprobs", fs.token_logprobs, torch_ways.token_logprobs, reference.token_logprobs, "last",
             ("logprobs", "entropy", "logsumexp"),
             arguments.draw_token_logprobs, arguments.token_logprobs, _without("module", "out", "operator"),
-            full_outputs=False, by_row=("token_ids",),
+            full_outputs=False, by_row=("token_ids",), autocasts=False,
         ),
     )
 }  # fmt: skip

@@ -68,7 +68,7 @@ MODELS: dict[str, Model] = {
 
 
 def regime_traffic(regime: str, n_rows: int, n_cols: int) -> Traffic | None:
-    """Traffic of our softmax by its plan's regime: stream reads the row twice, torch's own is not counted."""
+    """Traffic of our softmax by its plan's regime: two_pass reads the row twice, torch's own is not counted."""
     if regime == "two_pass":
         return two_reads(n_rows, n_cols)
     return one_read(n_rows, n_cols) if regime in ("warp", "block", "cluster") else None
