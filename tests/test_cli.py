@@ -174,7 +174,7 @@ def test_an_error_of_the_program_is_no_bad_input(monkeypatch: pytest.MonkeyPatch
         raise ZeroDivisionError("a defect")
 
     monkeypatch.setattr("fused_softmax.lab.lessons.run", broken)
-    monkeypatch.setattr("fused_softmax.lab.cli.interpret_without_gpu", lambda: None)
+    monkeypatch.setattr("fused_softmax.lab.cli.options.interpret_without_gpu", lambda: None)
     assert isinstance(CLI.invoke(app, ["lesson", "1"]).exception, ZeroDivisionError)
 
 
@@ -184,7 +184,7 @@ def test_bench_ends_with_a_status_of_its_own_for_each_end(
 ):
     head = replace(header(torch.device("cpu"), interpreted=True), stopped=stopped)
     monkeypatch.setattr("fused_softmax.lab.bench.run.run", lambda prepared, console: (head, [], []))
-    monkeypatch.setattr("fused_softmax.lab.cli.interpret_without_gpu", lambda: None)
+    monkeypatch.setattr("fused_softmax.lab.cli.options.interpret_without_gpu", lambda: None)
     result = CLI.invoke(app, ["bench", "--systems", "torch", "--widths", "4", "--out", str(tmp_path)])
     assert result.exit_code == status, result.output
     assert result.stderr == ("interrupted\n" if status == 130 else "")
@@ -290,7 +290,7 @@ def test_several_ops_are_recorded_in_a_file_each(tmp_path: Path, run_here: Calla
     assert {r.op for r in found["cross_entropy"]} == {"cross_entropy", "cross_entropy_forward"}
     assert {r.system for r in found["cross_entropy"]} == {"fused_softmax", "fused_softmax_in_place", "torch"}
     assert {r.status for records in found.values() for r in records} == {"ok"}
-    assert all(r.plan.startswith("tile: 1 CTA") for r in found["masked_softmax"] if r.system == "fused_softmax")
+    assert all(r.plan.startswith("warp: 1 CTA") for r in found["masked_softmax"] if r.system == "fused_softmax")
 
 
 @pytest.mark.interpreted
