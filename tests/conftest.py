@@ -54,9 +54,13 @@ def faster_interpreter() -> Iterator[list[Callable[[], None]]]:
         return
     from fused_softmax.lab.fuzz.interpreter import patch_once
 
-    undo = [patch_once()]
+    try:
+        undo = [patch_once()]
+    except AttributeError:  # a newer Triton's interpreter has other parts: test_interpreter.py fails, the others run
+        undo = [lambda: None]
     yield undo
-    undo.pop()()
+    for one in undo:
+        one()
 
 
 @pytest.fixture(autouse=True)

@@ -176,7 +176,8 @@ def _fuzz(request: dict[str, Any]) -> None:
 
 def main() -> None:
     import torch
-    import triton  # noqa: F401  # what takes the time of an import
+    import torch._dynamo  # what takes the time of an import
+    import triton  # noqa: F401
 
     torch.set_num_threads(1)
     for line in sys.stdin:

@@ -81,7 +81,7 @@ _ready: set[tuple[Any, ...]] = set()  # what `Launch._compile` has compiled
 
 
 def _specialized(argument: Any) -> Any:
-    """What Triton may compile a kernel anew for, as an argument changes."""
+    """What Triton may compile a kernel again for, as an argument changes."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):

@@ -40,7 +40,7 @@ def _zero(*_: Any) -> int:
     return 0
 
 
-# --- what watches a call: all of these in torch 2.4 to 2.15 -----------------------------------------------------------
+# --- modes, transforms and tracers: all of these in torch 2.4 to 2.15 -----------------------------------------------------------
 
 dispatch_modes = _required("_C._len_torch_dispatch_stack", _zero)
 innermost_transform = _required("_C._functorch.peek_interpreter_stack", _nothing)

@@ -45,8 +45,8 @@ def logsumexp_of(x: Tensor, dim: Any, dims: tuple[int, ...] | None, keepdim: boo
             return torch.logsumexp(x, dim, keepdim)
         return torch.logsumexp(x, dim, keepdim, out=out)
     if out is None:
-        watched = torch.is_grad_enabled() and x.requires_grad or torch_private.any_autocast()
-        if can_bypass_dispatcher(x) and not watched and x.dim() and x.numel():
+        needs_dispatcher = torch.is_grad_enabled() and x.requires_grad or torch_private.any_autocast()
+        if can_bypass_dispatcher(x) and not needs_dispatcher and x.dim() and x.numel():
             return _forward_or_torch(x, dims, keepdim)
         return logsumexp(x, dims, keepdim)
     if not takes_out(out, x, x.dtype):

@@ -88,7 +88,7 @@ def _scale(temperature: float | Tensor, batch: torch.Size, logits: Tensor) -> fl
 
 
 class RowStatistics(torch.autograd.Function):
-    """(log-probabilities, lse, entropy) of rows. Keeps the logits and O(rows) beside."""
+    """(log-probabilities, entropy, lse) of rows. Keeps the logits and O(rows) numbers."""
 
     @staticmethod
     def forward(
