@@ -302,15 +302,15 @@ ENTRIES = (
 )  # fmt: skip
 
 
-def _over_rows(spec: registry.OpSpec) -> Op:
-    """The workload of an op without an entry, over the last dimension; torch's number for a row may be rounded more."""
+def default_workload(spec: registry.OpSpec) -> Op:
+    """The workload of an op without an entry: over the last dimension. Torch rounds numbers of rows to the dtype."""
     if spec.full_outputs:
         return Op(spec.name, made.one_input, moved.one_in_one_out, "copy")
     return Op(spec.name, made.one_input, moved.read_only, "read", coarse=True)
 
 
 _OTHERS = (spec for spec in registry.OPS.values() if spec.rows in ("dim", "dims"))
-OPS: dict[str, Op] = {op.name: op for op in (*map(_over_rows, _OTHERS), *ENTRIES)}
+OPS: dict[str, Op] = {op.name: op for op in (*map(default_workload, _OTHERS), *ENTRIES)}
 # a forward and its backward as a program runs them: where their host time is measured
 AUTOGRAD = tuple(op.name for op in ENTRIES if op.gradient is through_autograd)
 
