@@ -120,10 +120,10 @@ def of_stored_softmax(
     dy = upstream({"y": ref["y"]})["y"].detach().double()
     probe = upstream({"probe": ref["d_x"]})["probe"].detach().double() if "dd_x" in ref else None
     scale = float(case.options.get("scale", 1.0))
-    off = {}
+    off: dict[str, Tensor] = {}
     for p, sign in ((exact, -1.0), (kept, 1.0)):
         for name, t in _gradients_from(p, dy, probe, scale).items():
-            off[name] = off.get(name, 0.0) + sign * t
+            off[name] = sign * t + off[name] if name in off else sign * t
     of_mask = ref.get("d_mask")
     if of_mask is not None:
         off["d_mask"] = _summed_to(off["d_mask"], of_mask, inputs)
