@@ -365,24 +365,37 @@ def test_rows_of_huge_tensors_are_judged_at_both_ends(monkeypatch):
 # --- what the judge allows, and no more -------------------------------------------------------------------------------
 
 
+STORED = {
+    "gradient": {"shape": (2, 124_587), "values": "offset", "upstream": "quarter", "seed": 1425354846},
+    "double": {"shape": (1, 533_072), "values": "constant", "upstream": "expanded", "seed": 962782098},
+}
+
+
 @interpreted
-@pytest.mark.parametrize("direction", ["gradient", "double"])
+@pytest.mark.parametrize("direction", STORED)
 def test_a_gradient_is_made_of_the_output_as_it_is_stored(direction):
-    """100,000 columns of float16 are subnormal; equal ones are all off by the same."""
-    case = Case(
-        "masked_softmax", "function", "float16", (1, 100_000), (1,), values="constant", direction=direction,
-        upstream="quarter", options={"scale": 2.0}, seed=5,
-    )  # fmt: skip
+    """So many columns of float16 are subnormal; equal ones are all off by the same."""
+    case = Case("masked_softmax", "function", "float16", dims=(1,), direction=direction, **STORED[direction])
+    case = case.changed(options={"scale": 2.0} if direction == "double" else {})
     assert not evaluate(case, "cpu").found()
 
 
 @interpreted
 def test_a_mask_of_one_column_has_a_gradient_that_cancels():
-    mask = {"dtype": "float32", "shape": [2, 1], "hidden": "none", "layout": "contiguous", "gradient": True}
+    mask = {"dtype": "float32", "shape": [2, 1, 1, 1], "hidden": "prefix", "layout": "contiguous", "gradient": True}
     case = Case(
-        "masked_softmax", "function", "float32", (2, 6143), (1,), direction="gradient", options={"mask": mask}, seed=1
-    )
+        "masked_softmax", "function", "float32", (2, 1, 1, 6143), (3,), direction="gradient", options={"mask": mask},
+        seed=1744813596,
+    )  # fmt: skip
     assert not evaluate(case, "cpu").found()
+
+
+def test_a_logsumexps_gradient_is_judged_by_the_output_as_it_is_stored():
+    case = Case("logsumexp", "function", "float32", (2, 3), (1,), direction="gradient", options={"dim": 1})
+    lse, d_x = torch.tensor([8.0, 1.0], dtype=torch.float64), torch.full((2, 3), -0.25, dtype=torch.float64)
+    off = scales.of_stored_logsumexp(case, inputs.make(case, "cpu"), {"lse": lse, "d_x": d_x}, torch.tensor([8.5, 1.0]))
+    want = 0.25 * torch.tensor([[0.5], [0.0]], dtype=torch.float64).expm1().expand(2, 3)
+    torch.testing.assert_close(off, want)
 
 
 def test_what_rounding_a_sum_over_rows_may_cost_follows_its_terms():
