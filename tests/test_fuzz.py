@@ -23,8 +23,11 @@ from fused_softmax.lab.fuzz import (
     exactness,
     huge,
     inputs,
+    isolated,
+    judge,
     layouts,
     record,
+    scales,
     session,
     values,
     ways,
@@ -345,3 +348,102 @@ def test_rows_of_huge_tensors_are_judged_at_both_ends(monkeypatch):
     )
     (failure,) = huge.run_huge(("softmax",), 3, n_rows=70, n_cols=40, device="cpu").failures
     assert failure.problems == ["y of rows 38 to 70", "dx of rows 38 to 70"]
+
+
+# --- what the judge allows, and no more -------------------------------------------------------------------------------
+
+
+STORED = {
+    "gradient": {"shape": (2, 124_587), "values": "offset", "upstream": "quarter", "seed": 1425354846},
+    "double": {"shape": (1, 533_072), "values": "constant", "upstream": "expanded", "seed": 962782098},
+}
+
+
+@interpreted
+@pytest.mark.parametrize("direction", STORED)
+def test_a_gradient_is_made_of_the_output_as_it_is_stored(direction):
+    """So many columns of float16 are subnormal; equal ones are all off by the same."""
+    case = Case("masked_softmax", "function", "float16", dims=(1,), direction=direction, **STORED[direction])
+    case = case.changed(options={"scale": 2.0} if direction == "double" else {})
+    assert not evaluate(case, "cpu").found()
+
+
+@interpreted
+def test_a_mask_of_one_column_has_a_gradient_that_cancels():
+    mask = {"dtype": "float32", "shape": [2, 1, 1, 1], "hidden": "prefix", "layout": "contiguous", "gradient": True}
+    case = Case(
+        "masked_softmax", "function", "float32", (2, 1, 1, 6143), (3,), direction="gradient", options={"mask": mask},
+        seed=1744813596,
+    )  # fmt: skip
+    assert not evaluate(case, "cpu").found()
+
+
+def test_a_logsumexps_gradient_is_judged_by_the_output_as_it_is_stored():
+    case = Case("logsumexp", "function", "float32", (2, 3), (1,), direction="gradient", options={"dim": 1})
+    lse, d_x = torch.tensor([8.0, 1.0], dtype=torch.float64), torch.full((2, 3), -0.25, dtype=torch.float64)
+    off = scales.of_stored_logsumexp(case, inputs.make(case, "cpu"), {"lse": lse, "d_x": d_x}, torch.tensor([8.5, 1.0]))
+    want = 0.25 * torch.tensor([[0.5], [0.0]], dtype=torch.float64).expm1().expand(2, 3)
+    torch.testing.assert_close(off, want)
+
+
+def test_what_rounding_a_sum_over_rows_may_cost_follows_its_terms():
+    p, dy = torch.full((3, 4), 0.25, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)
+    given = inputs.Inputs(p, {}, {})
+    for shape, n_terms in (((3, 1), 4), ((1, 1), 12), ((4,), 3)):
+        allowed = scales.of_summed_rows(given, p, dy, torch.empty(shape), 0.0, 0.0)
+        assert allowed.shape == shape
+        torch.testing.assert_close(allowed, torch.full(shape, 4 * exactness.EPS * 0.25 * n_terms, dtype=torch.float64))
+
+
+def test_torchs_own_answer_does_not_lie_on_its_input():
+    case = Case("log_softmax", "out", "float32", (3, 4), (1,), options={"dim": 1, "out": "partly"}, seed=2)
+    given = inputs.make(case, "cpu")
+    theirs = ways.function(case, given, "cpu", ours=False)(given.x, **given.arguments)
+    assert torch.equal(theirs, torch.log_softmax(given.x, 1)) and not given.placed["x"].changed()
+
+
+def test_rows_of_losses_are_compared_where_equal_bits_are_promised():
+    case = Case("cross_entropy", "function", "float32", (2, 5, 3), (1,), options={"reduction": "none"})
+    assert not judge._has_rows(case, inputs.make(case, "cpu"))
+    case = case.changed(shape=(2, 5))
+    assert judge._has_rows(case, inputs.make(case, "cpu"))
+    assert not judge._has_rows(case.changed(layout=("transposed", 1)), inputs.make(case, "cpu"))
+
+
+def test_an_ignored_row_is_excused_for_what_is_in_it_alone():
+    case = Case(
+        "cross_entropy", "function", "float32", (4, 3), (1,), direction="gradient",
+        options={"ignored": "all", "ignore_index": -100},
+    )  # fmt: skip
+    given = inputs.make(case, "cpu")
+    given.x = given.x.detach()
+    given.x[1, 2], given.x[2, 0] = torch.inf, torch.nan
+    zero, nan = torch.zeros(4, 3), torch.full((4, 3), torch.nan)
+    assert differences.excused(case, given, "d_x", zero, nan, nan)[:, 0].tolist() == [False, True, True, False]
+
+
+def test_a_smoothed_loss_may_be_infinite_only_where_log_p_overflows():
+    case = Case("cross_entropy", "function", "float32", (1, 3), (1,), options={"label_smoothing": 0.1})
+    given, inf, nan = inputs.make(case, "cpu"), torch.tensor(torch.inf), torch.tensor(torch.nan)
+    assert not bool(differences.excused(case, given, "loss", inf, nan, nan))
+    given.x[0, 0], given.x[0, 1] = 3e38, -3e38
+    assert bool(differences.excused(case, given, "loss", inf, nan, nan))
+
+
+def test_whatever_ends_an_isolated_process_after_it_is_ready_is_read():
+    compiled = compile(isolated._PROGRAM.format(n=3, rows=9, bad=7, dtype="float32", gradient=True), "", "exec")
+    said: list[str] = []
+
+    def cross_entropy(x, target):
+        if bool((target == 7).any()):
+            raise RuntimeError("Triton Error [CUDA]: device-side assert triggered")
+
+    given = {"print": lambda text, flush: said.append(str(text))}
+    real = {name: getattr(torch, name) for name in ("randn", "zeros")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randn", lambda *shape, device, **options: real["randn"](*shape, **options))
+        patch.setattr(torch, "zeros", lambda *shape, device, **options: real["zeros"](*shape, **options))
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        patch.setattr("fused_softmax.cross_entropy", cross_entropy)
+        exec(compiled, given)
+    assert said == ["ready", "asserted"]
