@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy
@@ -24,7 +25,7 @@ from fused_softmax.lab.bench.cases import (
     sweep,
     table,
 )
-from fused_softmax.lab.bench.inputs import DTYPES, load_tensors
+from fused_softmax.lab.bench.inputs import DTYPES, excerpt, load_tensors
 from fused_softmax.lab.bench.ops import OPS, family, ops_named, parts_of
 
 MASKED = (
@@ -118,13 +119,25 @@ def test_first_calls_are_of_both_directions_and_never_of_what_went_before():
 def test_real_logits_serve_the_ops_that_take_nothing_else():
     for op in OPS:
         cases = table("cpu", op).cases
-        assert any(c.source for c in cases) is (op in ("softmax", "log_softmax", "logsumexp")) and any(not c.source for c in cases)
+        assert any(c.source for c in cases) is (op in ("softmax", "log_softmax", "logsumexp"))
+        assert any(not c.source for c in cases)
 
 
 def test_excerpt_of_real_logits_comes_with_the_package():
     cases = {case.reason: case for case in real_cases("softmax")}
     assert cases["real: logits"].n_cols == 30522 and cases["real: logits"].dtype == "float16"
     assert cases["real: attention_scores"].n_cols == 31 and cases["real: attention_scores"].n_rows == 12 * 31
+
+
+def test_the_wheel_and_the_sdist_take_the_data():
+    root = Path(__file__).resolve().parent.parent
+    (globs,) = re.findall(r"^fused_softmax = \[(.*)\]$", (root / "pyproject.toml").read_text(), re.MULTILINE)
+    package = root / "src" / "fused_softmax"
+    taken = {file for glob in re.findall(r'"(.*?)"', globs) for file in package.glob(glob)}
+    others = {file for file in package.rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")}
+    assert excerpt() in taken and taken == others
+    manifest = (root / "MANIFEST.in").read_text()
+    assert {f"graft {name}" for name in ("tests", "benchmarks", "docs", "requirements")} <= set(manifest.splitlines())
 
 
 def test_input_files_of_each_format(tmp_path: Path):
