@@ -18,9 +18,8 @@ import pytest
 import torch
 from planned import DTYPES, PROMISED, compile_time, kernels, problem
 
-import fused_softmax.planning.softmax
 from fused_softmax.launch.layout import problem_of
-from fused_softmax.planning import config_tables as config_tables
+from fused_softmax.planning import config_tables
 from fused_softmax.planning import losses as loss_plans
 from fused_softmax.planning.softmax import WARP_MAX_COLS, plan
 from fused_softmax.planning.types import DEVICES, REGIMES, Device, Plan, Problem
@@ -118,7 +117,7 @@ def unmasked_of(p: Plan) -> str:
 def test_every_rung_is_chosen_by_some_width(table, itemsize):
     target, backward, log = table
     dtype = {2: "bfloat16", 4: "float32"}[itemsize]
-    configs, below = TABLES[table][itemsize], fused_softmax.plan.WARP_COLS[itemsize]
+    configs, below = TABLES[table][itemsize], config_tables.WARP_COLS[itemsize]
     for config in configs:
         assert config.max_cols > below, f"{config} comes after {below}"
         widest = 2 * below if config.max_cols == config_tables.WIDEST else config.max_cols
@@ -146,7 +145,7 @@ def test_every_rung_is_chosen_by_some_width(table, itemsize):
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_every_tile_rung_is_chosen_by_some_width(itemsize):
     dtype, vec, below = {2: "bfloat16", 4: "float32"}[itemsize], 16 // itemsize, 0
-    configs = fused_softmax.plan.WARP[itemsize]
+    configs = config_tables.WARP[itemsize]
     for config in configs:
         assert below < config.max_cols, f"{config} comes after {below}"
         n_cols = below * vec + vec
@@ -155,8 +154,8 @@ def test_every_tile_rung_is_chosen_by_some_width(itemsize):
         assert got.rows * got.vectors_per_chunk == config.num_warps * 32 * config.rows, config
         below = config.max_cols
     assert below * vec >= WARP_MAX_COLS > configs[-2].max_cols * vec
-    scalar = plan(problem(fused_softmax.plan.WARP_SCALAR_COLS, (dtype, dtype), "apart"), DEVICES["sm_90"])
-    assert (scalar.vec, scalar.num_warps) == (1, fused_softmax.plan.WARP_SCALAR_WARPS)
+    scalar = plan(problem(config_tables.WARP_SCALAR_COLS, (dtype, dtype), "apart"), DEVICES["sm_90"])
+    assert (scalar.vec, scalar.num_warps) == (1, config_tables.WARP_SCALAR_WARPS)
 
 
 # --- every plan covers its row ----------------------------------------------------------------------------------------
@@ -389,11 +388,11 @@ def test_widths_share_kernels(sweep, dtype, target):
 
 
 def test_planning_needs_neither_torch_nor_triton():
-    folder = Path(fused_softmax.plan.__file__).parent
+    folder = Path(config_tables.__file__).parent
     code = (
         "import importlib, sys, types; package = sys.modules['pure'] = types.ModuleType('pure'); "
         f"package.__path__ = [{str(folder)!r}]; "
-        "plan, told = (importlib.import_module('pure.' + name) for name in ('plan', 'problem')); "
+        "plan, told = (importlib.import_module('pure.' + name) for name in ('softmax', 'types')); "
         "asked = told.Problem(50257, 'bfloat16', 'bfloat16', 1, True); "
         "print(plan.plan(asked, told.DEVICES['sm_90']).regime); "
         "print(sorted({'torch', 'triton', 'numpy'} & sys.modules.keys()))"
