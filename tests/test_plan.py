@@ -1,6 +1,6 @@
 """The planner: its golden table, that every variant of a kernel is chosen somewhere, that every plan covers its row.
 
-What a plan promises the kernels is checked here by brute force, from the slices as kernels/slices.py cuts them, over
+What a plan promises the kernels is checked here by brute force, from the slices as kernels/common/tiles.py cuts them, over
 every alignment, dtype and device; nothing of plan.py's own arithmetic is used for that.
 """
 
@@ -18,7 +18,9 @@ import pytest
 import torch
 from planned import DTYPES, PROMISED, compile_time, kernels, problem
 
+from fused_softmax.launch.launcher import meta_of
 from fused_softmax.launch.layout import problem_of
+from fused_softmax.launch.softmax import softmax_op
 from fused_softmax.planning import config_tables
 from fused_softmax.planning import losses as loss_plans
 from fused_softmax.planning.softmax import WARP_MAX_COLS, plan
@@ -173,7 +175,7 @@ def problems(n_cols: int):
 
 def broken(q: Problem, d: Device, p: Plan) -> str | None:
     """What is wrong with the plan, or None."""
-    for name in ("rows", "ctas", "lanes", "vec", "num_warps"):
+    for name in ("rows", "ctas", "vectors_per_chunk", "vec", "num_warps"):
         value = getattr(p, name)
         if value < 1 or value & (value - 1):
             return f"{name} is {value}, and Triton's tiles are powers of two"
@@ -252,16 +254,16 @@ def test_a_forced_regime_covers_its_row_or_is_refused(regime):
     "changed, why",
     [
         ({"chunks": 3}, "not covered"),
-        ({"unmasked": 7}, "without a mask"),
-        ({"lanes": 96}, "powers of two"),
-        ({"lanes": 8}, "without a lane"),
-        ({"edge": True}, "differ between"),
+        ({"unpredicated_chunks": 7}, "without a mask"),
+        ({"vectors_per_chunk": 96}, "powers of two"),
+        ({"vectors_per_chunk": 8}, "without a lane"),
+        ({"unaligned": True}, "differ between"),
         ({"ctas": 32}, "than the device has"),
-        ({"parts": 2}, "parts are the warps"),
+        ({"warps_per_row": 2}, "parts are the warps"),
         ({"rows": 2}, "whole rows"),
-        ({"parked": 7}, "only whole chunks"),
-        ({"kept": 1}, "walked twice keep"),
-        ({"ahead": 1}, "reads y late"),
+        ({"smem_staged": 7}, "only whole chunks"),
+        ({"resident_chunks": 1}, "walked twice keep"),
+        ({"prefetched_chunks": 1}, "reads y late"),
     ],
     ids=str,
 )
@@ -275,7 +277,7 @@ def test_the_check_sees_a_broken_plan(changed, why):
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_80", "gfx942"])
 def test_every_column_is_one_lines_and_chunks(target):
-    """The slices as kernels/slices.py cuts them, column by column: each is one CTA's, part's and chunk's, or an end."""
+    """The slices as kernels/common/tiles.py cuts them, column by column: each is one CTA's, part's and chunk's, or an end."""
     device, seen = DEVICES[target], set()
     for asked, on, p in golden_plans.chosen():
         key = (
@@ -354,16 +356,21 @@ def test_shifted_and_apart_are_what_tensors_can_be(dtype):
 def test_meta_is_what_the_device_takes():
     asked = problem(200019, ("bfloat16", "bfloat16"))
     on_cluster = plan(asked, DEVICES["sm_90"])
-    meta = on_cluster.meta(DEVICES["sm_90"], log=True)
+
+    def meta_for(chosen: Plan, target: str, log: bool) -> dict:
+        op, flags = softmax_op(log)
+        return meta_of(op.kernel(chosen), chosen, DEVICES[target], flags)
+
+    meta = meta_for(on_cluster, "sm_90", True)
     assert meta["PTX"] and meta["LOG"] and meta["UNALIGNED"]
     assert (meta["num_ctas"], meta["CTAS"], meta["WARPS_PER_ROW"]) == (16, 16, on_cluster.num_warps)
     assert meta["WARPS_PER_ROW"] * meta["VECTORS"] == on_cluster.vectors_per_chunk
     capped = plan(problem(262144, ("float32", "float32")), DEVICES["sm_90"])
     assert capped.max_registers is not None
-    assert {capped.meta(DEVICES["sm_90"], log=log)["maxnreg"] for log in (False, True)} == {capped.max_registers}
-    assert "ROWS" in meta and "ROWS" not in plan(asked, DEVICES["sm_90"], "two_pass").meta(DEVICES["sm_90"], log=True)
+    assert {meta_for(capped, "sm_90", log)["maxnreg"] for log in (False, True)} == {capped.max_registers}
+    assert "ROWS" in meta and "ROWS" not in meta_for(plan(asked, DEVICES["sm_90"], "two_pass"), "sm_90", True)
     for name in ("gfx942", "interpreter"):
-        meta = plan(asked, DEVICES[name]).meta(DEVICES[name], log=False)
+        meta = meta_for(plan(asked, DEVICES[name]), name, False)
         assert not meta["PTX"] and not {"num_ctas", "maxnreg"} & meta.keys()
 
 
