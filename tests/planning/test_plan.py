@@ -277,7 +277,7 @@ def test_the_check_sees_a_broken_plan(changed, why):
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_80", "gfx942"])
 def test_every_column_is_one_lines_and_chunks(target):
-    """The slices as kernels/common/tiles.py cuts them, by column: each is one chunk's of one CTA and warp, or an end."""
+    """The slices as kernels/common/tiles.py cuts them, by column: each is a chunk of one CTA and warp, or an end."""
     device, seen = DEVICES[target], set()
     for asked, on, p in golden_plans.chosen():
         key = (
