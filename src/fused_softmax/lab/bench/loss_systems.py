@@ -67,7 +67,7 @@ def _overwriting_loss(x: Tensor, target: Tensor) -> Tensor:
 
 def _masked_gradient(causal: bool) -> Callable[..., Tensor]:
     """What our masked_softmax's backward runs where the mask needs no gradient."""
-    backward = importlib.import_module("fused_softmax.masked")._backward
+    backward = importlib.import_module("fused_softmax.torch_ops.masked_softmax")._backward
     return lambda dy, y, *rest: backward(heads(y), heads(dy), None, 1.0, causal).view_as(y)
 
 

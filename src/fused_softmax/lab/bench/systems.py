@@ -50,7 +50,7 @@ def _needs_triton() -> str:
 
 def _gradient(log: bool) -> Callable[[], Callable[..., Any]]:
     def build() -> Callable[..., Any]:
-        backward = importlib.import_module("fused_softmax.rows").softmax_backward
+        backward = importlib.import_module("fused_softmax.launch.softmax").softmax_backward
         return lambda dy, y: backward(dy, y, -1, y.dtype, log)
 
     return build
@@ -75,11 +75,11 @@ def _torch(op: str) -> System:
 
 def _lesson(number: int, name: str, mistake: str | None = None) -> System:
     def build() -> Callable[..., Any]:
-        module = importlib.import_module("fused_softmax.lessons").load(number)
+        module = importlib.import_module("fused_softmax.lab.lessons").load(number)
         return module.MISTAKES[mistake] if mistake else module.softmax
 
     def missing() -> str:
-        if find_spec("fused_softmax.lessons") is None:
+        if find_spec("fused_softmax.lab.lessons") is None:
             return "has no lessons"
         return _needs_triton() if number > 1 else ""
 
