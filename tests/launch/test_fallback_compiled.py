@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_softmax.kernels.common.arguments import Int32, Rows
+from fused_softmax.kernels.common.arguments import kernel as declared
 from fused_softmax.launch import availability
 from fused_softmax.launch import compile as launch
 from fused_softmax.launch import softmax as launch_softmax
@@ -21,20 +23,20 @@ IMAGE = "Triton Error [CUDA]: device kernel image is invalid"
 FAULT = "Triton Error [CUDA]: an illegal memory access was encountered"
 
 
-@triton.jit
-def copy_numbers(x_ptr, y_ptr, n_cols, COLS: tl.constexpr):
+@declared()
+def copy_numbers(x_ptr: Rows, y_ptr: Rows, n_cols: Int32, COLS: tl.constexpr):
     at = tl.arange(0, COLS)
     tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < n_cols), mask=at < n_cols)
 
 
-@triton.jit
-def copy_numbers_again(x_ptr, y_ptr, n_cols, COLS: tl.constexpr):
+@declared()
+def copy_numbers_again(x_ptr: Rows, y_ptr: Rows, n_cols: Int32, COLS: tl.constexpr):
     at = tl.arange(0, COLS)
     tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < n_cols), mask=at < n_cols)
 
 
-@triton.jit
-def call_what_is_not_there(x_ptr, y_ptr, n_cols, COLS: tl.constexpr):
+@declared()
+def call_what_is_not_there(x_ptr: Rows, y_ptr: Rows, n_cols: Int32, COLS: tl.constexpr):
     tl.store(y_ptr + tl.arange(0, COLS), tl.no_such_function(x_ptr))
 
 
