@@ -135,7 +135,7 @@ def _divisor(n: int, most: int) -> int:
 
 
 def row_schedule(x: Tensor, n_queries: int, shared: bool) -> tuple[int, ...]:
-    """(n_queries, n_group, multiplier, power, n_batch, multiplier, power) of the kernels' `scheduled_row` and `fast_divmod`.
+    """(n_queries, n_group, multiplier, power, n_batch, multiplier, power), as the kernels' `scheduled_row` takes them.
 
     x: rows (n_rows, n_cols); shared: whether rows of the batch share a mask, so that they should come soon enough after
     each other to find it in L2.
