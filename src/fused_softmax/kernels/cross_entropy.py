@@ -15,15 +15,8 @@ import triton.language as tl
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_moments, init_cluster_barrier, leave_cluster
 from .common.online_softmax import (
-    NO_MOMENT,
-    SMOOTH_UNIT,
-    WEIGHTED_SUM,
-    capped,
-    logsumexp,
-    online_reduction,
-    reference_of,
-    rounding_residual,
-)
+    NO_MOMENT, SMOOTH_UNIT, WEIGHTED_SUM, capped, logsumexp, online_reduction, reference_of, rounding_residual,
+)  # fmt: skip
 from .common.tiles import segments_of, slice_of, span_of, start_of, warp_of, width_if
 
 
@@ -49,11 +42,11 @@ def store_moments(moments_ptr, row, row_max, row_sum, mask):
 
 
 @triton.jit
-def row_loss(nll, lse, lost, w_target, w_sum, wz_sum, reference, smoothing, n_classes, z_loss, SMOOTH: tl.constexpr):
-    """The formula at the top of this file, for one row; nll is lse - z_t, and `lost` what lse lost to rounding."""
+def row_loss(nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, n_classes, z_loss, SMOOTH: tl.constexpr):
+    """The formula at the top of this file, for one row; nll is lse - z_t, and `residual` what lse residual to rounding."""
     loss = w_target * nll
     if SMOOTH:
-        above = (tl.fma(lse, SMOOTH_UNIT, -reference) + lost * SMOOTH_UNIT) * w_sum
+        above = (tl.fma(lse, SMOOTH_UNIT, -reference) + residual * SMOOTH_UNIT) * w_sum
         spread = (above - wz_sum) * (1.0 / SMOOTH_UNIT)
         loss = (1.0 - smoothing) * loss + smoothing / n_classes * spread
     # a factor of 0 must not make NaN of an infinite lse
@@ -93,13 +86,13 @@ def cross_entropy_forward(
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
-    part = warp_of(ROWS * CTAS * WARPS_PER_ROW, WARPS_PER_ROW)
+    warp = warp_of(ROWS * CTAS * WARPS_PER_ROW, WARPS_PER_ROW)
     exists = row < n_rows
     head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (VECTORS * VEC)
-    width -= part * (VECTORS * VEC)
+    first += warp * (VECTORS * VEC)
+    width -= warp * (VECTORS * VEC)
     if ROWS > 1:
         width = width_if(exists, width)
     columns = n_cols if UNALIGNED else n_cols * VEC
@@ -112,11 +105,11 @@ def cross_entropy_forward(
     MOMENT: tl.constexpr = WEIGHTED_SUM if SMOOTH else NO_MOMENT
     one = 1.0 + 0.0 * row.to(tl.float32)
     row_max, row_sum, wz_sum = online_reduction(
-        x_row, first, width, head, interior, columns, exists, rank, part, one, cap, reference, weight_ptr,
+        x_row, first, width, head, interior, columns, exists, rank, warp, one, cap, reference, weight_ptr,
         MOMENT, WEIGHTED, False, SOFTCAP, ROWS, CTAS, WARPS_PER_ROW, VECTORS, VEC, CHUNKS, UNALIGNED, PTX,
     )  # fmt: skip
     lse = logsumexp(row_max, row_sum)
-    lost = rounding_residual(lse, row_max, row_sum)[:, None]
+    residual = rounding_residual(lse, row_max, row_sum)[:, None]
     lse = tl.where(lse == float("inf"), float("nan"), lse)[:, None]
     z = capped(x_target, cap, SOFTCAP)
     if WEIGHTED:
@@ -128,10 +121,10 @@ def cross_entropy_forward(
     else:
         w_sum = columns
     loss = row_loss(
-        lse - z + lost, lse, lost, w_target, w_sum, wz_sum[:, None], reference, smoothing, columns, z_loss, SMOOTH
+        lse - z + residual, lse, residual, w_target, w_sum, wz_sum[:, None], reference, smoothing, columns, z_loss, SMOOTH
     )
     assert_inside(target, ignore_index, columns)
-    writes = (rank == 0) & (part == 0) & exists
+    writes = (rank == 0) & (warp == 0) & exists
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0), mask=writes)
     store_moments(moments_ptr, row, row_max[:, None], row_sum[:, None], writes)
     leave_cluster(CTAS, PTX)
@@ -167,9 +160,9 @@ def add_up(
                 weight += tl.load(weight_ptr + targets[i], mask=counts, other=0.0)
             else:
                 weight += counts.to(tl.float32)
-    line_total, line_weight = tl.sum(total, 1), tl.sum(weight, 1)
+    segment_total, segment_weight = tl.sum(total, 1), tl.sum(weight, 1)
     _, weight, total = cluster_reduce_moments(
-        tl.zeros_like(line_total), line_weight, line_total, True, CTAS, PTX, WARPS_PER_ROW
+        tl.zeros_like(segment_total), segment_weight, segment_total, True, CTAS, PTX, WARPS_PER_ROW
     )
     return total, weight
 

@@ -19,15 +19,8 @@ from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.numerics import exp2_affine, exp2_fma, upcast
 from .common.online_softmax import capped_with_slope, logsumexp
 from .common.tiles import (
-    chunk_offsets,
-    gradient_reads,
-    head_and_tail,
-    load_chunks,
-    span_of,
-    start_of,
-    store_chunk,
-    width_if,
-)
+    chunk_offsets, gradient_reads, head_and_tail, load_chunks, span_of, start_of, store_chunk, width_if,
+)  # fmt: skip
 from .cross_entropy import target_of
 
 
@@ -61,9 +54,9 @@ def store_head_tail_gradient(
 
     # x, at, in_head_tail: [SEGMENTS, VECTORS]; target: from the row's first aligned column, as `at`
     """
-    b_edge = tl.where(at == target, b, 0.0)
+    b_head_tail = tl.where(at == target, b, 0.0)
     dx = cross_entropy_term(
-        x.to(tl.float32), b_edge, at, base, shift, a, c, w_ptr, cap, in_head_tail, WEIGHTED, SMOOTH, SOFTCAP, FUSED
+        x.to(tl.float32), b_head_tail, at, base, shift, a, c, w_ptr, cap, in_head_tail, WEIGHTED, SMOOTH, SOFTCAP, FUSED
     )
     tl.store(dx_row + at, tl.where(counts, dx, 0.0).to(dx_row.dtype.element_ty), mask=in_head_tail)
 
@@ -124,8 +117,8 @@ def cross_entropy_unit(
         POLICY: tl.constexpr = gradient_reads(UNALIGNED, x_ptr.dtype.element_ty)
         x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, VECTORS, VEC, -float("inf"), 1, POLICY)
         if UNALIGNED:
-            edge, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
-            x_head_tail = tl.load(x_row + edge, mask=in_head_tail, other=-float("inf"))
+            head_tail, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
+            x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf"))
         target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
         row_max = tl.load(moments_ptr + 2 * row, mask=exists, other=0.0)
         row_sum = tl.load(moments_ptr + 2 * row + 1, mask=exists, other=1.0)
@@ -156,7 +149,7 @@ def cross_entropy_unit(
             store_chunk(dx_row + first, width, dx, k, ROWS, 0, VECTORS, VEC)
         if UNALIGNED:
             store_head_tail_gradient(
-                dx_row, x_head_tail, edge, in_head_tail, target - head, counts, b, base, shift, a, c, weight_ptr + head, cap,
+                dx_row, x_head_tail, head_tail, in_head_tail, target - head, counts, b, base, shift, a, c, weight_ptr + head, cap,
                 WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
         dx = cross_entropy_term(
@@ -187,17 +180,9 @@ def cross_entropy_backward(
     cap: Float32,
     z_loss: Float32,
     UNLESS_ONE: tl.constexpr,  # dx already holds the gradient for an upstream gradient of 1
-    MEAN: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
+    VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     n_units = (n_rows + ROWS - 1) // ROWS * n_splits
     # UNLESS_ONE: few programs, since most often each has nothing to do but to find that out, once for all rows
@@ -215,18 +200,9 @@ def cross_entropy_backward(
 def scale_unless_one(
     dx_ptr: Rows,  # aligned to VEC elements
     g_ptr: Vector,  # as above
-    n_rows: Int64,
-    n_cols: Int32,
-    dx_stride: Int64,
-    phase: Int32,
-    n_splits: Int32,
-    g_stride: Int64,
-    ROWS: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr,
-):
+    n_rows: Int64, n_cols: Int32, dx_stride: Int64, phase: Int32, n_splits: Int32, g_stride: Int64, ROWS: tl.constexpr,
+    VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr,
+):  # fmt: skip
     """dx *= g, for a gradient that was written over its logits; a row whose g is 1 is not touched."""
     n_units = (n_rows + ROWS - 1) // ROWS * n_splits
     n_units = tl.where((g_stride == 0) & (tl.load(g_ptr) == 1.0), 0, n_units)
@@ -244,6 +220,6 @@ def scale_unless_one(
             for k in tl.static_range(CHUNKS):
                 store_chunk(dx_row + first, width, dx[k].to(tl.float32) * g[:, :, None], k, ROWS, 0, VECTORS, VEC)
             if UNALIGNED:
-                edge, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
-                at_edge = tl.load(dx_row + edge, mask=in_head_tail, other=0.0).to(tl.float32) * g
-                tl.store(dx_row + edge, at_edge.to(dx_ptr.dtype.element_ty), mask=in_head_tail)
+                head_tail, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
+                at_head_tail = tl.load(dx_row + head_tail, mask=in_head_tail, other=0.0).to(tl.float32) * g
+                tl.store(dx_row + head_tail, at_head_tail.to(dx_ptr.dtype.element_ty), mask=in_head_tail)

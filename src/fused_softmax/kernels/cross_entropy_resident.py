@@ -18,17 +18,8 @@ from .common.cluster import cluster_reduce_max_sum, cluster_reduce_moments, init
 from .common.numerics import LOWEST, exp, exp2_affine, max_of_vectors, sum_of_vectors, upcast
 from .common.online_softmax import capped, logsumexp, reference_of, rounding_residual, weigh
 from .common.tiles import (
-    chunk_offsets,
-    head_and_tail,
-    load_chunks,
-    segments_of,
-    slice_of,
-    span_of,
-    start_of,
-    store_chunk,
-    warp_of,
-    width_if,
-)
+    chunk_offsets, head_and_tail, load_chunks, segments_of, slice_of, span_of, start_of, store_chunk, warp_of, width_if,
+)  # fmt: skip
 from .cross_entropy import assert_inside, row_loss, store_moments, target_of
 from .cross_entropy_backward import coefficients, cross_entropy_term, store_head_tail_gradient, store_target
 
@@ -73,22 +64,22 @@ def cross_entropy_resident(
         tl.extra.cuda.gdc_launch_dependents()
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
-    part = warp_of(SEGMENTS, WARPS_PER_ROW)
+    warp = warp_of(SEGMENTS, WARPS_PER_ROW)
     exists = row < n_rows
     head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
     dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (VECTORS * VEC)
-    width -= part * (VECTORS * VEC)
+    first += warp * (VECTORS * VEC)
+    width -= warp * (VECTORS * VEC)
     if ROWS > 1:
         width = width_if(exists, width)
     columns = n_cols if UNALIGNED else n_cols * VEC
 
     x = load_chunks(x_row + first, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
     if UNALIGNED:
-        edge, in_head_tail = head_and_tail(head, interior, n_cols, (rank == 0) & (part == 0) & exists, VECTORS, VEC)
-        x_head_tail = tl.load(x_row + edge, mask=in_head_tail, other=-float("inf"))
+        head_tail, in_head_tail = head_and_tail(head, interior, n_cols, (rank == 0) & (warp == 0) & exists, VECTORS, VEC)
+        x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf"))
     if ROWS == 1:
         # one row: its numbers are scalars, which no layout has to carry from warp to warp
         own = tl.program_id(0).to(tl.int64)
@@ -140,26 +131,26 @@ def cross_entropy_resident(
             t += tl.sum(weigh(z, reference[:, :, None], at_weight, mask, weight_ptr, WEIGHTED), 2)
 
     # the ends are summed up by line: a tile of them need not lie in the CTAs as the row does
-    line_max = tl.max(m, 1)
+    segment_max = tl.max(m, 1)
     if UNALIGNED:
         z_head_tail = capped(x_head_tail, cap, SOFTCAP)
-        line_max = tl.maximum(line_max, tl.max(z_head_tail, 1))
-    line_sum = tl.sum(s * exp(m - line_max[:, None]), 1)
-    line_weighted = tl.sum(t, 1)
+        segment_max = tl.maximum(segment_max, tl.max(z_head_tail, 1))
+    segment_sum = tl.sum(s * exp(m - segment_max[:, None]), 1)
+    segment_weighted = tl.sum(t, 1)
     if UNALIGNED:
-        line_sum += tl.sum(exp(z_head_tail - line_max[:, None]), 1)
-        line_weighted += tl.sum(weigh(z_head_tail, reference, edge + head, in_head_tail, weight_ptr, WEIGHTED), 1)
+        segment_sum += tl.sum(exp(z_head_tail - segment_max[:, None]), 1)
+        segment_weighted += tl.sum(weigh(z_head_tail, reference, head_tail + head, in_head_tail, weight_ptr, WEIGHTED), 1)
     if SMOOTH:
         row_max, row_sum, wz_sum = cluster_reduce_moments(
-            line_max, line_sum, line_weighted, True, CTAS, PTX, WARPS_PER_ROW
+            segment_max, segment_sum, segment_weighted, True, CTAS, PTX, WARPS_PER_ROW
         )
         wz_sum = wz_sum[:, None]
     else:
-        row_max, row_sum = cluster_reduce_max_sum(line_max, line_sum, CTAS, PTX, WARPS_PER_ROW)
+        row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)
         wz_sum = 0.0
     lse = logsumexp(row_max, row_sum)
-    lost, lse = rounding_residual(lse, row_max, row_sum)[:, None], lse[:, None]
-    nll = lse - z_target + lost
+    residual, lse = rounding_residual(lse, row_max, row_sum)[:, None], lse[:, None]
+    nll = lse - z_target + residual
 
     g = tl.where(counts, 1.0, 0.0)
     if MEAN:
@@ -182,7 +173,7 @@ def cross_entropy_resident(
             store_chunk(dx_row + first, width, dx, k, SEGMENTS, UNPREDICATED, VECTORS, VEC, WARPS_PER_ROW)
         if UNALIGNED:
             store_head_tail_gradient(
-                dx_row, x_head_tail, edge, in_head_tail, target - head, counts, b, base, shift, a, c, weight_ptr + head, cap,
+                dx_row, x_head_tail, head_tail, in_head_tail, target - head, counts, b, base, shift, a, c, weight_ptr + head, cap,
                 WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
         dx = cross_entropy_term(
@@ -195,11 +186,11 @@ def cross_entropy_resident(
         for k in tl.static_range(CHUNKS):
             store_chunk(dx_row + first, width, zeros, k, SEGMENTS, UNPREDICATED, VECTORS, VEC, WARPS_PER_ROW)
         if UNALIGNED:
-            tl.store(dx_row + edge, tl.zeros_like(x_head_tail).to(dx_ptr.dtype.element_ty), mask=in_head_tail)
+            tl.store(dx_row + head_tail, tl.zeros_like(x_head_tail).to(dx_ptr.dtype.element_ty), mask=in_head_tail)
 
     # last, as these numbers change warps to be written
-    loss = row_loss(nll, lse, lost, w_target, w_sum, wz_sum, reference, smoothing, columns, z_loss, SMOOTH)
-    writes = (rank == 0) & (part == 0) & exists
+    loss = row_loss(nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, columns, z_loss, SMOOTH)
+    writes = (rank == 0) & (warp == 0) & exists
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0), mask=writes)
     store_moments(moments_ptr, row, row_max[:, None], row_sum[:, None], writes)
     leave_cluster(CTAS, PTX)

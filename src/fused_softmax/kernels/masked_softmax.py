@@ -19,17 +19,8 @@ from .common.cluster import cluster_reduce_max_sum, init_cluster_barrier, leave_
 from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, scaled, upcast
 from .common.row_scheduler import scheduled_row, seen_of
 from .common.tiles import (
-    READS,
-    chunk_offsets,
-    load_chunks,
-    segments_of,
-    slice_of,
-    span_of,
-    start_of,
-    store_chunk,
-    warp_of,
-    width_if,
-)
+    READS, chunk_offsets, load_chunks, segments_of, slice_of, span_of, start_of, store_chunk, warp_of, width_if,
+)  # fmt: skip
 
 NO_MASK = tl.constexpr(0)
 BOOLEAN = tl.constexpr(1)
@@ -46,7 +37,7 @@ def mask_row_of(batch, query, mask_ptr, n_middle, n_inner, m_outer, m_middle, m_
 
 
 @triton.jit
-def ends_of(head, within, interior, columns, owner, VECTORS: tl.constexpr, VEC: tl.constexpr):
+def causal_head_and_tail(head, within, interior, columns, owner, VECTORS: tl.constexpr, VEC: tl.constexpr):
     """(offsets from the first aligned column, mask) of what is written one element a lane: the head, the vector at
     `within`, which the row may see in part, and the columns after the last vector where that is another one.
 
@@ -72,8 +63,8 @@ def hide(x, mask, scale, MASK: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def widened(x, scale, FUSED: tl.constexpr, PTX: tl.constexpr):
-    """Logits widened anew, and scaled but where FUSED, as `exp2_affine` has the scale then."""
+def upcast_logits(x, scale, FUSED: tl.constexpr, PTX: tl.constexpr):
+    """Logits upcast_logits anew, and scaled but where FUSED, as `exp2_affine` has the scale then."""
     x = upcast(x, PTX, True)
     return x if FUSED else scaled(x, scale, PTX)
 
@@ -115,7 +106,7 @@ def store_around(
     at, width, within, y, C: tl.constexpr, CAUSAL: tl.constexpr,
     SEGMENTS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Writes chunk C, where CAUSAL without the vector at `within`, which `ends_of` has.  # within: from the slice"""
+    """Writes chunk C, where CAUSAL without the vector at `within`, which `causal_head_and_tail` has.  # within: from the slice"""
     if CAUSAL:
         offsets = chunk_offsets(C, VECTORS, VEC, WARPS_PER_ROW)
         value = tl.reshape(y.to(at.dtype.element_ty), (SEGMENTS, VECTORS * VEC))
@@ -125,13 +116,13 @@ def store_around(
 
 
 @triton.jit
-def reciprocal(row_sum, ZERO: tl.constexpr, AGAIN: tl.constexpr):
+def reciprocal(row_sum, ZERO: tl.constexpr, REMATERIALIZE: tl.constexpr):
     """1/row_sum; where ZERO, 0 for a row that sees nothing.
 
-    Where AGAIN, rounded to nearest: the rare cases of that are a branch, and beyond a branch the compiler does not
-    remember what it has widened. A row of 8 chunks that is widened anew takes 64 registers so, and 96 without.
+    Where REMATERIALIZE, rounded to nearest: the rare cases of that are a branch, and beyond a branch the compiler does not
+    remember what it has upcast_logits. A row of 8 chunks that is upcast_logits anew takes 64 registers so, and 96 without.
     """
-    by = tl.div_rn(1.0, row_sum) if AGAIN else 1.0 / row_sum
+    by = tl.div_rn(1.0, row_sum) if REMATERIALIZE else 1.0 / row_sum
     return tl.where(row_sum == 0.0, 0.0, by) if ZERO else by
 
 
@@ -153,7 +144,7 @@ def masked_softmax_forward(
     y_stride: Int64,
     phase: Int32,
     n_queries: Int64,  # rows are (outer, n_middle, n_inner, n_queries)
-    n_group: Int64,  # rows that are neighbours in the order of `scheduled_row`, and what `fast_divmod` takes of it
+    n_group: Int64,  # rows that are neighbors in the order of `scheduled_row`, and what `fast_divmod` takes of it
     group_multiplier: Int64,
     group_shift: Int64,
     n_batch: Int64,  # n_rows/n_queries
@@ -174,45 +165,31 @@ def masked_softmax_forward(
     ZERO: tl.constexpr,
     TWO_PASS: tl.constexpr,  # the row does not fit on chip: CHUNKS are a step's
     RECOMPUTE: tl.constexpr,  # without a mask: keep the row as loaded and compute exp twice
-    ROWS: tl.constexpr,
-    CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    ROWS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
+    CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     STEP: tl.constexpr = CHUNKS * WARPS_PER_ROW * VECTORS * VEC
-    ENDS: tl.constexpr = UNALIGNED or CAUSAL
-    AGAIN: tl.constexpr = RECOMPUTE and MASK == NO_MASK
+    HEAD_TAIL: tl.constexpr = UNALIGNED or CAUSAL
+    REMATERIALIZE: tl.constexpr = RECOMPUTE and MASK == NO_MASK
     # z is never made: exp(scale*(x - m)) takes a multiply-add and an exp2
-    FUSED: tl.constexpr = AGAIN and PTX and CTAS == 1 and x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    FUSED: tl.constexpr = REMATERIALIZE and PTX and CTAS == 1 and x_ptr.dtype.element_ty.primitive_bitwidth == 16
     scale = tl.cast(scale, tl.float32)  # interpreted, a subnormal number is a float64
     unit = scale if FUSED else 1.0
     place, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
-    part = warp_of(SEGMENTS, WARPS_PER_ROW)
+    warp = warp_of(SEGMENTS, WARPS_PER_ROW)
     exists = place < n_rows
     row, batch, query = scheduled_row(
-        place,
-        n_queries,
-        n_group,
-        group_multiplier,
-        group_shift,
-        n_batch,
-        batch_multiplier,
-        batch_shift,
-        MASK != NO_MASK,
-        CAUSAL,
-    )
+        place, n_queries, n_group, group_multiplier, group_shift, n_batch, batch_multiplier, batch_shift,
+        MASK != NO_MASK, CAUSAL,
+    )  # fmt: skip
     head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (VECTORS * VEC)
-    width = width_if(exists, width - part * (VECTORS * VEC)).to(tl.int32)
+    first += warp * (VECTORS * VEC)
+    width = width_if(exists, width - warp * (VECTORS * VEC)).to(tl.int32)
     # what the row sees: in whole vectors, and of this line's slice
     columns = (n_cols if UNALIGNED else n_cols * VEC).to(tl.int32)
     seen = seen_of(query, columns, CAUSAL)
@@ -229,22 +206,22 @@ def masked_softmax_forward(
     m = tl.zeros([SEGMENTS, VECTORS], tl.float32) + LOWEST
     s = tl.zeros([SEGMENTS, VECTORS], tl.float32)
     zero = tl.zeros([1, 1], tl.int64)
-    kept = ()
+    exps = ()
     if not TWO_PASS:
         x = load_chunks(x_row + first, left, SEGMENTS, CHUNKS, 0, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
         mask = x
         if MASK != NO_MASK:
             mask = load_masks(at_mask, left, m_col, MASK_COLS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC)
-    if ENDS:
-        edge, in_head_tail = ends_of(head, within, interior, columns, (rank == 0) & (part == 0) & exists, VECTORS, VEC)
-        visible = in_head_tail & (edge < seen - head)
-        x_head_tail = tl.load(x_row + edge, mask=visible, other=-float("inf"))
+    if HEAD_TAIL:
+        head_tail, in_head_tail = causal_head_and_tail(head, within, interior, columns, (rank == 0) & (warp == 0) & exists, VECTORS, VEC)
+        visible = in_head_tail & (head_tail < seen - head)
+        x_head_tail = tl.load(x_row + head_tail, mask=visible, other=-float("inf"))
         if MASK == NO_MASK:
             mask_head_tail = x_head_tail
         elif MASK_COLS == 0:
             mask_head_tail = query_mask
         else:
-            mask_head_tail = tl.load(mask_row + edge * (m_col if MASK_COLS == 2 else MASK_COLS), mask=visible, other=0)
+            mask_head_tail = tl.load(mask_row + head_tail * (m_col if MASK_COLS == 2 else MASK_COLS), mask=visible, other=0)
     if TWO_PASS:
         most = tl.max(tl.max(left, 1), 0)  # of the parts, the first has the most columns
         for step in range(tl.cdiv(tl.maximum(most, 0), STEP)):
@@ -259,39 +236,39 @@ def masked_softmax_forward(
             for c in tl.static_range(CHUNKS):
                 m, s = accumulate(hide(upcast(x[c], PTX), mask[c], scale, MASK, PTX), m, s)
     else:
-        if AGAIN:
+        if REMATERIALIZE:
             # scale is positive: the largest x has the largest z. Where FUSED, m stays what it is in x
             top = tl.max(x[0], 2)
             for c in tl.static_range(1, CHUNKS):
                 top = tl.maximum(top, tl.max(x[c], 2))
             top = tl.maximum(top.to(tl.float32), LOWEST)
             m = top if FUSED else tl.maximum(scaled(top, scale, PTX), LOWEST)
-            base, shift, mend = exp2_affine(m, FUSED, scale)
+            base, shift, correction = exp2_affine(m, FUSED, scale)
             for c in tl.static_range(CHUNKS):
-                z = widened(x[c], scale, FUSED, PTX)
+                z = upcast_logits(x[c], scale, FUSED, PTX)
                 s += tl.sum(exp2_fma(z, base[:, :, None], shift[:, :, None], FUSED), 2)
-            s *= mend
+            s *= correction
         else:
             z = ()
             for c in tl.static_range(CHUNKS):
                 z = z + (hide(upcast(x[c], PTX), mask[c], scale, MASK, PTX),)
                 m = tl.maximum(m, tl.max(z[c], 2))
             for c in tl.static_range(CHUNKS):
-                kept = kept + (exp(z[c] - m[:, :, None]),)
-                s += tl.sum(kept[c], 2)
+                exps = exps + (exp(z[c] - m[:, :, None]),)
+                s += tl.sum(exps[c], 2)
     # the ends are summed up by line: a tile of them need not lie in the CTAs as the row does
-    line_max = tl.max(m, 1)
-    if ENDS:
+    segment_max = tl.max(m, 1)
+    if HEAD_TAIL:
         z_head_tail = x_head_tail.to(tl.float32)
         if not FUSED:
             z_head_tail = hide(z_head_tail, mask_head_tail, scale, MASK, PTX)
-        line_max = tl.maximum(line_max, tl.max(z_head_tail, 1))
-    line_sum = tl.sum(s * exp((m - line_max[:, None]) * unit), 1)
-    if ENDS:
-        line_sum += tl.sum(exp((z_head_tail - line_max[:, None]) * unit), 1)
-    row_max, row_sum = cluster_reduce_max_sum(line_max, line_sum, CTAS, PTX, WARPS_PER_ROW)
+        segment_max = tl.maximum(segment_max, tl.max(z_head_tail, 1))
+    segment_sum = tl.sum(s * exp((m - segment_max[:, None]) * unit), 1)
+    if HEAD_TAIL:
+        segment_sum += tl.sum(exp((z_head_tail - segment_max[:, None]) * unit), 1)
+    row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)
     row_max = row_max[:, None]
-    by = reciprocal(row_sum[:, None], ZERO, AGAIN)
+    by = reciprocal(row_sum[:, None], ZERO, REMATERIALIZE)
 
     if TWO_PASS:
         widest = tl.max(tl.max(width, 1), 0)
@@ -312,19 +289,19 @@ def masked_softmax_forward(
                 store_around(
                     y_at, width - start, within - first - start, y, c, CAUSAL, SEGMENTS, WARPS_PER_ROW, VECTORS, VEC
                 )
-    elif AGAIN:
-        base, shift, mend = exp2_affine(row_max, FUSED, scale)
-        mend = mend * by
+    elif REMATERIALIZE:
+        base, shift, correction = exp2_affine(row_max, FUSED, scale)
+        correction = correction * by
         for c in tl.static_range(CHUNKS):
-            z = widened(x[c], scale, FUSED, PTX)
-            y = exp2_fma(z, base[:, :, None], shift[:, :, None], FUSED) * mend[:, :, None]
+            z = upcast_logits(x[c], scale, FUSED, PTX)
+            y = exp2_fma(z, base[:, :, None], shift[:, :, None], FUSED) * correction[:, :, None]
             store_around(y_row + first, width, within - first, y, c, CAUSAL, SEGMENTS, WARPS_PER_ROW, VECTORS, VEC)
     else:
-        by_lane = exp(m - row_max) * by
+        by_vector = exp(m - row_max) * by
         for c in tl.static_range(CHUNKS):
-            y = kept[c] * by_lane[:, :, None]
+            y = exps[c] * by_vector[:, :, None]
             store_around(y_row + first, width, within - first, y, c, CAUSAL, SEGMENTS, WARPS_PER_ROW, VECTORS, VEC)
-    if ENDS:
+    if HEAD_TAIL:
         y_head_tail = exp((z_head_tail - row_max) * unit) * by
-        tl.store(y_row + edge, y_head_tail.to(y_ptr.dtype.element_ty), mask=in_head_tail)
+        tl.store(y_row + head_tail, y_head_tail.to(y_ptr.dtype.element_ty), mask=in_head_tail)
     leave_cluster(CTAS, PTX)

@@ -16,17 +16,8 @@ from .common.cluster import cluster_reduce_sum, init_cluster_barrier, leave_clus
 from .common.numerics import sum_of_vectors, upcast
 from .common.row_scheduler import scheduled_row, seen_of
 from .common.tiles import (
-    chunk_offsets,
-    head_and_tail,
-    load_chunks,
-    segments_of,
-    slice_of,
-    span_of,
-    start_of,
-    store_chunk,
-    warp_of,
-    width_if,
-)
+    chunk_offsets, head_and_tail, load_chunks, segments_of, slice_of, span_of, start_of, store_chunk, warp_of, width_if,
+)  # fmt: skip
 from .masked_softmax import NO_MASK, load_query_mask, mask_row_of
 
 
@@ -58,23 +49,15 @@ def masked_softmax_backward(
     m_col: Int64,
     scale: Float32,
     MASK: tl.constexpr,  # none, or a boolean one
-    MASK_COLS: tl.constexpr,
-    MASK_VEC: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr,
-    CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    MASK_COLS: tl.constexpr, MASK_VEC: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     init_cluster_barrier(CTAS, 1, PTX, WARPS_PER_ROW)
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     scale = tl.cast(scale, tl.float32)
     place, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
-    part = warp_of(SEGMENTS, WARPS_PER_ROW)
+    warp = warp_of(SEGMENTS, WARPS_PER_ROW)
     exists = place < n_rows
     row, batch, query = scheduled_row(
         place, n_queries, n_group, group_multiplier, group_shift, n_batch, batch_multiplier, batch_shift, False, CAUSAL
@@ -84,8 +67,8 @@ def masked_softmax_backward(
     dy_row = dy_ptr + start_of(row, dy_stride, phase, VEC, UNALIGNED)
     dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (VECTORS * VEC)
-    width = width_if(exists, width - part * (VECTORS * VEC)).to(tl.int32)
+    first += warp * (VECTORS * VEC)
+    width = width_if(exists, width - warp * (VECTORS * VEC)).to(tl.int32)
     # y is 0 in what a causal row does not see: neither is read there, and dx is 0
     columns = (n_cols if UNALIGNED else n_cols * VEC).to(tl.int32)
     within = ((tl.maximum(seen_of(query, columns, CAUSAL) - head, 0) + (VEC - 1)) // VEC * VEC).to(tl.int32)
@@ -93,7 +76,7 @@ def masked_softmax_backward(
     y = load_chunks(y_row + first, left, SEGMENTS, CHUNKS, 0, VECTORS, VEC, 0.0, WARPS_PER_ROW)
     dy = load_chunks(dy_row + first, left, SEGMENTS, CHUNKS, 0, VECTORS, VEC, 0.0, WARPS_PER_ROW)
     d = tl.zeros([SEGMENTS, VECTORS], tl.float32)
-    # a chunk that nothing is seen of costs as much as a full one: 4,096 columns .97 of the add, and .99 without it
+    # a chunk that nothing is seen of costs as much as a full one: 4,096 columns 0.97 of the add, and .99 without it
     SKIPS: tl.constexpr = CAUSAL and CTAS == 1
     most = tl.max(tl.max(left, 1), 0) if SKIPS else 0
     for c in tl.static_range(CHUNKS):
@@ -103,9 +86,9 @@ def masked_softmax_backward(
         else:
             d += sum_of_vectors(upcast(y[c], PTX) * upcast(dy[c], PTX), PTX)
     if UNALIGNED:
-        edge, in_head_tail = head_and_tail(head, interior, n_cols, (rank == 0) & (part == 0) & exists, VECTORS, VEC)
-        y_head_tail = tl.load(y_row + edge, mask=in_head_tail, other=0.0).to(tl.float32)
-        dy_head_tail = tl.load(dy_row + edge, mask=in_head_tail, other=0.0).to(tl.float32)
+        head_tail, in_head_tail = head_and_tail(head, interior, n_cols, (rank == 0) & (warp == 0) & exists, VECTORS, VEC)
+        y_head_tail = tl.load(y_row + head_tail, mask=in_head_tail, other=0.0).to(tl.float32)
+        dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0).to(tl.float32)
     d = tl.sum(d, 1)
     if UNALIGNED:
         d += tl.sum(y_head_tail * dy_head_tail, 1)
@@ -140,13 +123,13 @@ def masked_softmax_backward(
     if UNALIGNED:
         dx_head_tail = scale * y_head_tail * (dy_head_tail - d)
         if CAUSAL:
-            dx_head_tail = tl.where(edge + head <= query, dx_head_tail, 0.0)
+            dx_head_tail = tl.where(head_tail + head <= query, dx_head_tail, 0.0)
         if MASK != NO_MASK:
             if MASK_COLS == 0:
-                seen_edge = query_mask
+                seen_head_tail = query_mask
             else:
-                at_edge = mask_row + edge * (m_col if MASK_COLS == 2 else 1)
-                seen_edge = tl.load(at_edge, mask=odd & in_head_tail, other=1)
-            dx_head_tail = tl.where(seen_edge != 0, dx_head_tail, 0.0)
-        tl.store(dx_row + edge, dx_head_tail.to(dx_ptr.dtype.element_ty), mask=in_head_tail)
+                at_head_tail = mask_row + head_tail * (m_col if MASK_COLS == 2 else 1)
+                seen_head_tail = tl.load(at_head_tail, mask=odd & in_head_tail, other=1)
+            dx_head_tail = tl.where(seen_head_tail != 0, dx_head_tail, 0.0)
+        tl.store(dx_row + head_tail, dx_head_tail.to(dx_ptr.dtype.element_ty), mask=in_head_tail)
     leave_cluster(CTAS, PTX)

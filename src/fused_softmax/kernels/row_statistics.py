@@ -21,18 +21,9 @@ from .common.cluster import init_cluster_barrier, leave_cluster
 from .common.numerics import LOWEST, exp, log
 from .common.online_softmax import ENTROPY_MOMENT, NO_MOMENT, logit, logsumexp, online_reduction, rounding_residual
 from .common.tiles import (
-    chunk_offsets,
-    gradient_reads,
-    head_and_tail,
-    load_chunks,
-    segments_of,
-    slice_of,
-    span_of,
-    start_of,
-    store_chunk,
-    warp_of,
-    width_if,
-)
+    chunk_offsets, gradient_reads, head_and_tail, load_chunks, segments_of, slice_of, span_of, start_of, store_chunk,
+    warp_of, width_if,
+)  # fmt: skip
 
 # what logits are multiplied by: nothing, one number, or each row's own
 UNSCALED = tl.constexpr(0)
@@ -71,32 +62,24 @@ def row_statistics(
     n_picks: Int32,
     scale: Float32,
     PICKS: tl.constexpr,  # a power of two >= n_picks, or 0
-    ENTROPY: tl.constexpr,
-    SCALE: tl.constexpr,
-    KEEP_MOMENTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    ENTROPY: tl.constexpr, SCALE: tl.constexpr, KEEP_MOMENTS: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     init_cluster_barrier(CTAS, 4 if ENTROPY else 2, PTX, WARPS_PER_ROW)
     row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
-    part = warp_of(ROWS * CTAS * WARPS_PER_ROW, WARPS_PER_ROW)
+    warp = warp_of(ROWS * CTAS * WARPS_PER_ROW, WARPS_PER_ROW)
     exists = row < n_rows
     head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (VECTORS * VEC)
-    width -= part * (VECTORS * VEC)
+    first += warp * (VECTORS * VEC)
+    width -= warp * (VECTORS * VEC)
     if ROWS > 1:
         width = width_if(exists, width)
     by = scale_of(row, exists, scale_ptr, scale, SCALE)
     columns = n_cols if UNALIGNED else n_cols * VEC
-    writes = (rank == 0) & (part == 0) & exists
+    writes = (rank == 0) & (warp == 0) & exists
     if PICKS > 0:  # before the walk, so that nothing waits for them afterwards
         k = tl.arange(0, PICKS)[None, :] + 0 * rank
         wanted = writes & (k < n_picks)
@@ -105,12 +88,12 @@ def row_statistics(
         x_picked = tl.load(x_row - head + at, mask=inside, other=0.0)
     MOMENT: tl.constexpr = ENTROPY_MOMENT if ENTROPY else NO_MOMENT
     row_max, row_sum, row_moment = online_reduction(
-        x_row, first, width, head, interior, columns, exists, rank, part, by, 1.0, by, x_ptr,
+        x_row, first, width, head, interior, columns, exists, rank, warp, by, 1.0, by, x_ptr,
         MOMENT, False, SCALE != UNSCALED, False, ROWS, CTAS, WARPS_PER_ROW, VECTORS, VEC, CHUNKS, UNALIGNED, PTX,
     )  # fmt: skip
 
     lse = logsumexp(row_max, row_sum)
-    lost, lse = rounding_residual(lse, row_max, row_sum)[:, None], lse[:, None]
+    residual, lse = rounding_residual(lse, row_max, row_sum)[:, None], lse[:, None]
     tl.store(lse_ptr + row, lse, mask=writes)
     if KEEP_MOMENTS:
         tl.store(moments_ptr + 2 * row, row_max[:, None], mask=writes)
@@ -119,7 +102,7 @@ def row_statistics(
         tl.store(entropy_ptr + row, (log(row_sum) - row_moment / row_sum)[:, None], mask=writes)
     if PICKS > 0:
         z = logit(x_picked, by, 1.0, SCALE != UNSCALED, False)
-        picked = tl.where(inside & (lse < float("inf")), z - lse - lost, float("nan"))
+        picked = tl.where(inside & (lse < float("inf")), z - lse - residual, float("nan"))
         tl.store(picked_ptr + row * n_picks + k, picked, mask=wanted)
     leave_cluster(CTAS, PTX)
 
@@ -168,16 +151,9 @@ def row_statistics_backward(
     n_picks: Int32,
     scale: Float32,
     PICKS: tl.constexpr,  # a power of two >= n_picks, or 0
-    ENTROPY: tl.constexpr,
-    LSE: tl.constexpr,
-    SCALE: tl.constexpr,
-    HAS_MOMENTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr,
-):
+    ENTROPY: tl.constexpr, LSE: tl.constexpr, SCALE: tl.constexpr, HAS_MOMENTS: tl.constexpr, ROWS: tl.constexpr,
+    VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     row = pid // n_splits * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     split = (pid % n_splits).to(tl.int32)
@@ -191,8 +167,8 @@ def row_statistics_backward(
     POLICY: tl.constexpr = gradient_reads(UNALIGNED, x_ptr.dtype.element_ty)
     x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, VECTORS, VEC, -float("inf"), 1, POLICY)
     if UNALIGNED:
-        edge, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
-        x_head_tail = tl.load(x_row + edge, mask=in_head_tail, other=-float("inf"))
+        head_tail, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
+        x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf"))
     by = scale_of(row, exists, scale_ptr, scale, SCALE)
     if HAS_MOMENTS:
         row_max = tl.load(moments_ptr + 2 * row, mask=exists, other=0.0)
@@ -233,8 +209,8 @@ def row_statistics_backward(
         dz = statistics_term(x_head_tail, row_max, log_sum, entropy, by, a, g_entropy, ENTROPY, SCALE != UNSCALED)
         if PICKS > 0:
             dz = picked_gradient(
-                dz[:, :, None], (edge + head)[:, :, None], row, exists, 0 * row, columns + 0 * row,
+                dz[:, :, None], (head_tail + head)[:, :, None], row, exists, 0 * row, columns + 0 * row,
                 ids_ptr, g_picked_ptr, n_picks,
             )  # fmt: skip
             dz = tl.reshape(dz, (ROWS, VECTORS))
-        tl.store(dx_row + edge, (dz * by).to(dx_ptr.dtype.element_ty), mask=in_head_tail)
+        tl.store(dx_row + head_tail, (dz * by).to(dx_ptr.dtype.element_ty), mask=in_head_tail)

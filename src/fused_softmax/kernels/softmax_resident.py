@@ -21,19 +21,9 @@ from .common.cluster import cluster_reduce_max_sum, cluster_reduce_sum, init_clu
 from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, log, max_of_vectors, sum_of_vectors, upcast
 from .common.smem_staging import await_staged, chunk_of, declare_staging, load_unstaged, stage
 from .common.tiles import (
-    gradient_reads,
-    head_and_tail,
-    load_chunk,
-    load_chunks,
-    segments_of,
-    slice_of,
-    slice_zero,
-    span_of,
-    start_of,
-    store_chunk,
-    warp_of,
-    width_if,
-)
+    gradient_reads, head_and_tail, load_chunk, load_chunks, segments_of, slice_of, slice_zero, span_of, start_of,
+    store_chunk, warp_of, width_if,
+)  # fmt: skip
 
 
 @triton.jit
@@ -54,39 +44,31 @@ def softmax_resident(
     x_stride: Int64,
     y_stride: Int64,
     phase: Int32,  # elements from the pointers to the first row, where UNALIGNED
-    LOG: tl.constexpr,
-    ROWS: tl.constexpr,
-    CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNPREDICATED: tl.constexpr,
-    UNALIGNED: tl.constexpr,
-    RECOMPUTE: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    LOG: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr,
+    VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr,
+    RECOMPUTE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
     # locate the row, and this line's slice of it
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
-    part = warp_of(SEGMENTS, WARPS_PER_ROW)
+    warp = warp_of(SEGMENTS, WARPS_PER_ROW)
     head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (VECTORS * VEC)
-    width -= part * (VECTORS * VEC)
+    first += warp * (VECTORS * VEC)
+    width -= warp * (VECTORS * VEC)
     if ROWS > 1:
         width = width_if(row < n_rows, width)
 
     # each lane's own maximum and sum
     x = load_chunks(x_row + first, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
     if UNALIGNED:
-        edge, in_head_tail = head_and_tail(
-            head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), VECTORS, VEC
+        head_tail, in_head_tail = head_and_tail(
+            head, interior, n_cols, (rank == 0) & (warp == 0) & (row < n_rows), VECTORS, VEC
         )
-        x_head_tail = tl.load(x_row + edge, mask=in_head_tail, other=-float("inf")).to(tl.float32)
+        x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf")).to(tl.float32)
     # log_softmax of long slices is at its cap of registers, where only Triton's own order fits
     IN_ORDER: tl.constexpr = PTX and not (LOG and CHUNKS > 8)
     m = max_of_vectors(x[0], IN_ORDER)
@@ -94,20 +76,20 @@ def softmax_resident(
         m = tl.maximum(m, max_of_vectors(x[c], IN_ORDER))
     m = tl.maximum(m.to(tl.float32), LOWEST)  # [SEGMENTS, VECTORS]
     s = tl.zeros_like(m)
-    kept = ()
+    exps = ()
     for c in tl.static_range(CHUNKS):
         e = exp(upcast(x[c], PTX, RECOMPUTE) - m[:, :, None])
         s += sum_of_vectors(e, IN_ORDER)
-        kept = kept + (e,)
+        exps = exps + (e,)
 
     # the line's, then the row's
-    line_max = tl.max(m, 1)
+    segment_max = tl.max(m, 1)
     if UNALIGNED:
-        line_max = tl.maximum(line_max, tl.max(x_head_tail, 1))
-    line_sum = tl.sum(s * exp(m - line_max[:, None]), 1)
+        segment_max = tl.maximum(segment_max, tl.max(x_head_tail, 1))
+    segment_sum = tl.sum(s * exp(m - segment_max[:, None]), 1)
     if UNALIGNED:
-        line_sum += tl.sum(exp(x_head_tail - line_max[:, None]), 1)
-    row_max, row_sum = cluster_reduce_max_sum(line_max, line_sum, CTAS, PTX, WARPS_PER_ROW)
+        segment_sum += tl.sum(exp(x_head_tail - segment_max[:, None]), 1)
+    row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)
     row_max = row_max[:, None]
     row_sum = row_sum[:, None]
 
@@ -126,11 +108,11 @@ def softmax_resident(
         elif RECOMPUTE:
             y = exp2_fma(upcast(x[c], PTX, True), base[:, :, None], shift[:, :, None], FUSED) * by[:, :, None]
         else:
-            y = kept[c] * by[:, :, None]
+            y = exps[c] * by[:, :, None]
         store_chunk(y_row + first, width, y, c, SEGMENTS, UNPREDICATED, VECTORS, VEC, WARPS_PER_ROW)
     if UNALIGNED:
         y_head_tail = normalize(x_head_tail, row_max, row_sum, LOG)
-        tl.store(y_row + edge, y_head_tail.to(y_ptr.dtype.element_ty), mask=in_head_tail)
+        tl.store(y_row + head_tail, y_head_tail.to(y_ptr.dtype.element_ty), mask=in_head_tail)
     leave_cluster(CTAS, PTX)
 
 
@@ -173,10 +155,8 @@ def softmax_backward_resident(
     PREFETCHED: tl.constexpr,  # chunks of y that are read before the row's sum is known: all but where LOG
     UNPREDICATED: tl.constexpr,
     SMEM_STAGED: tl.constexpr,  # chunks in shared memory, unmasked ones
-    UNALIGNED: tl.constexpr,
-    RECOMPUTE: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    UNALIGNED: tl.constexpr, RECOMPUTE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     THREADS: tl.constexpr = WARPS_PER_ROW * VECTORS
     POLICY: tl.constexpr = gradient_reads(UNALIGNED, y_ptr.dtype.element_ty)
     Y_SMEM_STAGED: tl.constexpr = SMEM_STAGED if PREFETCHED == CHUNKS else 0
@@ -184,14 +164,14 @@ def softmax_backward_resident(
     declare_staging(SMEM_STAGED + Y_SMEM_STAGED, THREADS, PTX)
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
-    part = warp_of(SEGMENTS, WARPS_PER_ROW)
+    warp = warp_of(SEGMENTS, WARPS_PER_ROW)
     head, interior = span_of(row, y_stride, phase, n_cols, VEC, UNALIGNED)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)
     dy_row = dy_ptr + start_of(row, dy_stride, phase, VEC, UNALIGNED)
     dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (VECTORS * VEC)
-    width -= part * (VECTORS * VEC)
+    first += warp * (VECTORS * VEC)
+    width -= warp * (VECTORS * VEC)
     if ROWS > 1:
         width = width_if(row < n_rows, width)
 
@@ -201,33 +181,13 @@ def softmax_backward_resident(
         slice_start, slice = slice_zero(y_ptr, y_stride, phase, n_cols, CTAS, VEC, UNALIGNED)
         stage(slice_start, slice, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX)
     y = load_unstaged(
-        y_row + first,
-        width,
-        SEGMENTS,
-        PREFETCHED,
-        UNPREDICATED,
-        VECTORS,
-        VEC,
-        0.0,
-        WARPS_PER_ROW,
-        Y_SMEM_STAGED,
-        PTX,
+        y_row + first, width, SEGMENTS, PREFETCHED, UNPREDICATED, VECTORS, VEC, 0.0, WARPS_PER_ROW, Y_SMEM_STAGED, PTX,
         POLICY,
-    )
+    )  # fmt: skip
     dy = load_unstaged(
-        dy_row + first,
-        width,
-        SEGMENTS,
-        CHUNKS,
-        UNPREDICATED,
-        VECTORS,
-        VEC,
-        0.0,
-        WARPS_PER_ROW,
-        SMEM_STAGED,
-        PTX,
+        dy_row + first, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, 0.0, WARPS_PER_ROW, SMEM_STAGED, PTX,
         POLICY,
-    )
+    )  # fmt: skip
     d = tl.zeros([SEGMENTS, VECTORS], tl.float32)
     await_staged(SMEM_STAGED, PTX)
     for c in tl.static_range(CHUNKS):
@@ -238,11 +198,11 @@ def softmax_backward_resident(
         # where the cap of 128 registers is reached, on one CTA or with parked chunks, only Triton's own order fits
         d += sum_of_vectors(gradient_term(y_c, dy_c, LOG), PTX and CTAS > 1 and SMEM_STAGED == 0)
     if UNALIGNED:
-        edge, in_head_tail = head_and_tail(
-            head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), VECTORS, VEC
+        head_tail, in_head_tail = head_and_tail(
+            head, interior, n_cols, (rank == 0) & (warp == 0) & (row < n_rows), VECTORS, VEC
         )
-        y_head_tail = tl.load(y_row + edge, mask=in_head_tail, other=0.0)
-        dy_head_tail = tl.load(dy_row + edge, mask=in_head_tail, other=0.0)
+        y_head_tail = tl.load(y_row + head_tail, mask=in_head_tail, other=0.0)
+        dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0)
     d = tl.sum(d, 1)
     if UNALIGNED:
         d += tl.sum(gradient_term(y_head_tail, dy_head_tail, LOG), 1)
@@ -270,14 +230,9 @@ def softmax_backward_resident(
             dx_row + first,
             width,
             gradient(y_c, dy_c, d[:, :, None], LOG),
-            c,
-            SEGMENTS,
-            UNPREDICATED,
-            VECTORS,
-            VEC,
-            WARPS_PER_ROW,
-        )
+            c, SEGMENTS, UNPREDICATED, VECTORS, VEC, WARPS_PER_ROW,
+        )  # fmt: skip
     if UNALIGNED:
         dx_head_tail = gradient(y_head_tail, dy_head_tail, d, LOG)
-        tl.store(dx_row + edge, dx_head_tail.to(dx_ptr.dtype.element_ty), mask=in_head_tail)
+        tl.store(dx_row + head_tail, dx_head_tail.to(dx_ptr.dtype.element_ty), mask=in_head_tail)
     leave_cluster(CTAS, PTX)

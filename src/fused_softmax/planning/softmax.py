@@ -14,19 +14,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .config_tables import (
-    BACKWARD_BLOCK,
-    CLUSTER,
-    FORWARD_BLOCK,
-    TWO_PASS_CHUNKS,
-    TWO_PASS_WARPS,
-    UNALIGNED_MIN_COLS,
-    WARP,
-    WARP_COLS,
-    WARP_MAX_COLS,
-    WARP_SCALAR_COLS,
-    WARP_SCALAR_WARPS,
-    KernelConfig,
-)
+    BACKWARD_BLOCK, CLUSTER, FORWARD_BLOCK, TWO_PASS_CHUNKS, TWO_PASS_WARPS, UNALIGNED_MIN_COLS, WARP, WARP_COLS,
+    WARP_MAX_COLS, WARP_SCALAR_COLS, WARP_SCALAR_WARPS, KernelConfig,
+)  # fmt: skip
 from .types import ITEMSIZE, REGIMES, VECTOR_BYTES, Device, Plan, Problem, power_of_two
 
 CONVERSION_BYTES = 96 << 10  # of shared memory, for a chunk that changes its layout: what every target has
@@ -194,22 +184,11 @@ def resident_plan(problem: Problem, device: Device, config: KernelConfig) -> Pla
     why = f"the row stays in {where}, {chunks} vector(s) a thread" + (", exp computed twice" if recompute else "")
     why += f", {parked} of them in shared memory" if parked else ""
     return Plan(
-        regime,
-        rows=1,
-        ctas=config.ctas,
-        warps_per_row=num_warps if warps_reduce_separately else 1,
-        vectors_per_chunk=lanes,
-        vec=vec,
-        chunks=chunks,
-        unpredicated_chunks=unmasked,
-        unaligned=edge,
-        recompute=recompute,
-        num_warps=num_warps,
-        max_registers=max_registers if warps_reduce_separately else None,
-        why=why,
-        prefetched_chunks=config.prefetched_chunks if problem.log else None,
-        smem_staged=parked,
-    )
+        regime, rows=1, ctas=config.ctas, warps_per_row=num_warps if warps_reduce_separately else 1,
+        vectors_per_chunk=lanes, vec=vec, chunks=chunks, unpredicated_chunks=unmasked, unaligned=edge,
+        recompute=recompute, num_warps=num_warps, max_registers=max_registers if warps_reduce_separately else None,
+        why=why, prefetched_chunks=config.prefetched_chunks if problem.log else None, smem_staged=parked,
+    )  # fmt: skip
 
 
 def two_pass_plan(problem: Problem, device: Device, config: KernelConfig | None = None) -> Plan:

@@ -118,18 +118,13 @@ class Plan:
         ahead = held if self.prefetched_chunks is None else min(held, self.prefetched_chunks)
         found: dict[str, object] = dict(ROWS=self.rows, CTAS=self.ctas, WARPS_PER_ROW=self.warps_per_row)
         found |= dict(
-            VECTORS=self.vectors_per_chunk // self.warps_per_row,
-            VEC=self.vec,
-            CHUNKS=self.chunks,
+            VECTORS=self.vectors_per_chunk // self.warps_per_row, VEC=self.vec, CHUNKS=self.chunks,
             UNPREDICATED=self.unpredicated_chunks,
-        )
+        )  # fmt: skip
         found |= dict(
-            UNALIGNED=self.unaligned,
-            RECOMPUTE=self.recompute,
-            RESIDENT_CHUNKS=self.resident_chunks,
-            PREFETCHED=ahead,
+            UNALIGNED=self.unaligned, RECOMPUTE=self.recompute, RESIDENT_CHUNKS=self.resident_chunks, PREFETCHED=ahead,
             SMEM_STAGED=self.smem_staged,
-        )
+        )  # fmt: skip
         return found | dict(TWO_PASS=self.regime == "two_pass")
 
 

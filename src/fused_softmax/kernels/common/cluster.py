@@ -164,7 +164,7 @@ def init_cluster_barrier(
 
 
 @triton.jit
-def stay_in_line(x, CTAS: tl.constexpr, PTX: tl.constexpr):
+def keep_segment_layout(x, CTAS: tl.constexpr, PTX: tl.constexpr):
     """x, as a load that only a reduction uses must pass it on where a row is on a cluster.
 
     Triton 3.9 gives such a load the CTA layout that its planner likes best for the reduction, in which a line is spread
