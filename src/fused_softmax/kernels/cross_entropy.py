@@ -15,7 +15,14 @@ import triton.language as tl
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_moments, init_cluster_barrier, leave_cluster
 from .common.online_softmax import (
-    NO_MOMENT, SMOOTH_UNIT, WEIGHTED_SUM, capped, logsumexp, online_reduction, reference_of, rounding_residual,
+    NO_MOMENT,
+    SMOOTH_UNIT,
+    WEIGHTED_SUM,
+    capped,
+    logsumexp,
+    online_reduction,
+    reference_of,
+    rounding_residual,
 )  # fmt: skip
 from .common.tiles import segments_of, slice_of, span_of, start_of, warp_of, width_if
 
@@ -53,7 +60,7 @@ def row_loss(nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, 
     return loss + tl.where(z_loss != 0.0, z_loss * lse * lse, 0.0)
 
 
-@kernel(num_stages=3, asserts=True)
+@kernel(num_stages=3, asserts=True, on_cluster=True)
 def cross_entropy_forward(
     x_ptr: Rows,  # aligned to VEC elements
     target_ptr: Vector,  # [n_rows] int64
@@ -167,7 +174,7 @@ def add_up(
     return total, weight
 
 
-@kernel()
+@kernel(on_cluster=True)
 def count_targets(
     target_ptr: Vector, weight_ptr: Vector, count_ptr: Vector, n_rows: Int64, n_classes: Int32, ignore_index: Int64,
     WEIGHTED: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, EACH: tl.constexpr,
@@ -184,7 +191,7 @@ def count_targets(
     leave_cluster(CTAS, PTX)
 
 
-@kernel()
+@kernel(on_cluster=True)
 def reduce_losses(
     loss_ptr: Vector, target_ptr: Vector, weight_ptr: Vector, out_ptr: Vector, n_rows: Int64, n_classes: Int32,
     ignore_index: Int64, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, WAITS: tl.constexpr, CTAS: tl.constexpr,

@@ -19,7 +19,14 @@ from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.numerics import exp2_affine, exp2_fma, upcast
 from .common.online_softmax import capped_with_slope, logsumexp
 from .common.tiles import (
-    chunk_offsets, gradient_reads, head_and_tail, load_chunks, span_of, start_of, store_chunk, width_if,
+    chunk_offsets,
+    gradient_reads,
+    head_and_tail,
+    load_chunks,
+    span_of,
+    start_of,
+    store_chunk,
+    width_if,
 )  # fmt: skip
 from .cross_entropy import target_of
 
@@ -158,7 +165,7 @@ def cross_entropy_unit(
         store_target(dx_row + first, dx, (target - head - first).to(tl.int32), width, counts, VECTORS, VEC, CHUNKS)
 
 
-@kernel(num_stages=1)
+@kernel(num_stages=1, splits_rows=True)
 def cross_entropy_backward(
     x_ptr: Rows,  # aligned to VEC elements, as dx_ptr
     dx_ptr: Rows,
@@ -196,7 +203,7 @@ def cross_entropy_backward(
         )  # fmt: skip
 
 
-@kernel(num_stages=1)
+@kernel(num_stages=1, splits_rows=True)
 def scale_unless_one(
     dx_ptr: Rows,  # aligned to VEC elements
     g_ptr: Vector,  # as above

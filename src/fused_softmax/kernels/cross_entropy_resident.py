@@ -18,13 +18,22 @@ from .common.cluster import cluster_reduce_max_sum, cluster_reduce_moments, init
 from .common.numerics import LOWEST, exp, exp2_affine, max_of_vectors, sum_of_vectors, upcast
 from .common.online_softmax import capped, logsumexp, reference_of, rounding_residual, weigh
 from .common.tiles import (
-    chunk_offsets, head_and_tail, load_chunks, segments_of, slice_of, span_of, start_of, store_chunk, warp_of, width_if,
+    chunk_offsets,
+    head_and_tail,
+    load_chunks,
+    segments_of,
+    slice_of,
+    span_of,
+    start_of,
+    store_chunk,
+    warp_of,
+    width_if,
 )  # fmt: skip
 from .cross_entropy import assert_inside, row_loss, store_moments, target_of
 from .cross_entropy_backward import coefficients, cross_entropy_term, store_head_tail_gradient, store_target
 
 
-@kernel(asserts=True)
+@kernel(asserts=True, on_cluster=True)
 def cross_entropy_resident(
     x_ptr: Rows,  # aligned to VEC elements, as dx_ptr, which may be x_ptr
     dx_ptr: Rows,

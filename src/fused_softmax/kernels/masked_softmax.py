@@ -19,7 +19,16 @@ from .common.cluster import cluster_reduce_max_sum, init_cluster_barrier, leave_
 from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, scaled, upcast
 from .common.row_scheduler import scheduled_row, seen_of
 from .common.tiles import (
-    READS, chunk_offsets, load_chunks, segments_of, slice_of, span_of, start_of, store_chunk, warp_of, width_if,
+    READS,
+    chunk_offsets,
+    load_chunks,
+    segments_of,
+    slice_of,
+    span_of,
+    start_of,
+    store_chunk,
+    warp_of,
+    width_if,
 )  # fmt: skip
 
 NO_MASK = tl.constexpr(0)
@@ -133,7 +142,7 @@ def accumulate(z, m, s):
     return m_new, s * exp(m - m_new) + tl.sum(exp(z - m_new[:, :, None]), 2)
 
 
-@kernel()
+@kernel(on_cluster=True)
 def masked_softmax_forward(
     x_ptr: Rows,  # aligned to VEC elements, as y_ptr
     y_ptr: Rows,

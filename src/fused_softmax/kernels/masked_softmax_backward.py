@@ -16,12 +16,21 @@ from .common.cluster import cluster_reduce_sum, init_cluster_barrier, leave_clus
 from .common.numerics import sum_of_vectors, upcast
 from .common.row_scheduler import scheduled_row, seen_of
 from .common.tiles import (
-    chunk_offsets, head_and_tail, load_chunks, segments_of, slice_of, span_of, start_of, store_chunk, warp_of, width_if,
+    chunk_offsets,
+    head_and_tail,
+    load_chunks,
+    segments_of,
+    slice_of,
+    span_of,
+    start_of,
+    store_chunk,
+    warp_of,
+    width_if,
 )  # fmt: skip
 from .masked_softmax import NO_MASK, load_query_mask, mask_row_of
 
 
-@kernel()
+@kernel(on_cluster=True)
 def masked_softmax_backward(
     y_ptr: Rows,  # the forward's output; all pointers: aligned to VEC elements
     dy_ptr: Rows,

@@ -3,12 +3,14 @@
     z = x*scale;  lse = log(sum(exp(z)));  H = lse - sum(p*z);  logprob_k = z[id_k] - lse
     dx = scale*(p*(g_lse - sum(g_k)) - g_H*p*(log p + H)) + scale*sum(g_k at id_k)
 
-Forward: one read (`walk`), O(rows) written. Backward: element by element, as (row_max, row_sum) and H are known, so one
-read and one write, any number of programs a row: p = exp(z - row_max)/row_sum. A large logsumexp is rounded, and so
-would be p made of it. A row of nothing but -inf has lse -inf, one with +inf has lse +inf (as torch.logsumexp); their
-log-probabilities are NaN, as torch.log_softmax makes them, and so is the gradient of those. The gradient of lse is NaN
-in a row of nothing but -inf, and 0 in one with +inf but where that stands, which is NaN. An id outside [0, n_cols) is
-followed nowhere: its log-probability is NaN and it adds nothing to the gradient.
+Forward: one read (`online_reduction`), O(rows) written. Backward: one read and one write, element by element, because
+(row_max, row_sum) and H are known; any number of programs may share a row. p = exp(z - row_max)/row_sum, because a
+large logsumexp is rounded, and a p computed from it would be too.
+
+A row of -inf only has lse -inf, and a row with +inf has lse +inf (as torch.logsumexp). Their log-probabilities are NaN,
+as those of torch.log_softmax, and so is the gradient of these. The gradient of lse is NaN in a row of -inf only. In a
+row with +inf it is NaN at +inf and 0 elsewhere. An id outside [0, n_cols) is never dereferenced: its log-probability is
+NaN and it adds nothing to the gradient.
 """
 
 from __future__ import annotations
@@ -21,11 +23,20 @@ from .common.cluster import init_cluster_barrier, leave_cluster
 from .common.numerics import LOWEST, exp, log
 from .common.online_softmax import ENTROPY_MOMENT, NO_MOMENT, logit, logsumexp, online_reduction, rounding_residual
 from .common.tiles import (
-    chunk_offsets, gradient_reads, head_and_tail, load_chunks, segments_of, slice_of, span_of, start_of, store_chunk,
-    warp_of, width_if,
+    chunk_offsets,
+    gradient_reads,
+    head_and_tail,
+    load_chunks,
+    segments_of,
+    slice_of,
+    span_of,
+    start_of,
+    store_chunk,
+    warp_of,
+    width_if,
 )  # fmt: skip
 
-# what logits are multiplied by: nothing, one number, or each row's own
+# the factor of the logits: none, one number, or each row's own
 UNSCALED = tl.constexpr(0)
 ONE_SCALE = tl.constexpr(1)
 BY_ROW = tl.constexpr(2)
@@ -33,9 +44,9 @@ BY_ROW = tl.constexpr(2)
 
 @triton.jit
 def scale_of(row, exists, scale_ptr, scale, SCALE: tl.constexpr):
-    """Each row's scale; 1 where SCALE is UNSCALED.  # row, exists: [SEGMENTS, 1]
+    """Each row's scale, or 1 where SCALE is UNSCALED.  # row, exists: [SEGMENTS, 1]
 
-    0, which an infinite temperature gives, becomes the least positive number: -inf, also past a row's end, stays -inf.
+    An infinite temperature gives 0. It becomes the least positive number, so that -inf, also after a row's end, stays -inf.
     """
     if SCALE == BY_ROW:
         by = tl.load(scale_ptr + row, mask=exists, other=1.0)
@@ -46,7 +57,7 @@ def scale_of(row, exists, scale_ptr, scale, SCALE: tl.constexpr):
         return by * tl.cast(scale, tl.float32) if SCALE == ONE_SCALE else by
 
 
-@kernel(num_stages=3)
+@kernel(num_stages=3, on_cluster=True)
 def row_statistics(
     x_ptr: Rows,  # aligned to VEC elements
     lse_ptr: Vector,  # [n_rows] float32
@@ -80,7 +91,7 @@ def row_statistics(
     by = scale_of(row, exists, scale_ptr, scale, SCALE)
     columns = n_cols if UNALIGNED else n_cols * VEC
     writes = (rank == 0) & (warp == 0) & exists
-    if PICKS > 0:  # before the walk, so that nothing waits for them afterwards
+    if PICKS > 0:  # before the reduction, so that no one waits for them afterwards
         k = tl.arange(0, PICKS)[None, :] + 0 * rank
         wanted = writes & (k < n_picks)
         at = tl.load(ids_ptr + row * n_picks + k, mask=wanted, other=-1)
@@ -109,19 +120,19 @@ def row_statistics(
 
 @triton.jit
 def statistics_term(x, row_max, log_sum, entropy, scale, a, g_entropy, ENTROPY: tl.constexpr, SCALED: tl.constexpr):
-    """dx/scale of a tile, without what the picks add; a and g_entropy are over row_sum, and all arguments broadcast."""
+    """dx/scale of a tile, without the picks' gradients; a and g_entropy are over row_sum, and all arguments broadcast."""
     d = logit(x, scale, 1.0, SCALED, False) - row_max
     e = exp(d)
     dz = e * a
     if ENTROPY:
-        # p*log(p) is 0 where p is
+        # p*log(p) is 0 where p is 0
         dz -= g_entropy * e * (tl.maximum(d - log_sum, LOWEST) + entropy)
     return dz
 
 
 @triton.jit
 def picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_ptr, n_picks):
-    """dz with the picks' own gradients where they lie among this program's columns.  # dz, at: [ROWS, VECTORS, VEC]"""
+    """dz plus the gradients of the picks among this program's columns.  # dz, at: [ROWS, VECTORS, VEC]"""
     for k in range(n_picks):
         id = tl.load(ids_ptr + row * n_picks + k, mask=exists, other=-1)
         here = (id >= low) & (id < high)
@@ -131,7 +142,7 @@ def picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_ptr, n_picks):
     return dz
 
 
-@kernel()
+@kernel(splits_rows=True)
 def row_statistics_backward(
     x_ptr: Rows,  # aligned to VEC elements, as dx_ptr
     dx_ptr: Rows,

@@ -3,12 +3,12 @@
     m = max(x);  s = sum(exp(x - m));  y = exp(x - m) / s     or   y = (x - m) - log(s)
     d = sum(y*dy);  dx = y*(dy - d)                           or   d = sum(dy);  dx = dy - exp(y)*d
 
-One kernel for three regimes, which differ in numbers only. tile: Rows short rows in one program, a warp or less for
-each, so that no reduction leaves its warp. block: one row in one program. cluster: one row in the CTAS programs of a
-thread-block cluster, a slice each, merged through distributed shared memory. Each lane keeps its own (max, sum), so
-that no thread waits for another's loads; the row's come from one reduction at the end. The plan picks the numbers by
-width; what limits is the register file, and then the bytes in flight. A gradient holds two rows: of long ones some
-chunks are parked in shared memory (`parking`), and log_softmax's, whose sum needs dy alone, reads y late.
+One kernel runs three regimes, which differ in numbers only. warp: ROWS short rows in one program, each in one warp or
+less, so that no reduction leaves its warp. block: one row in one program. cluster: one row in the CTAS programs of a
+thread-block cluster, one slice each, reduced through distributed shared memory. Each vector has its own (max, sum), so
+that no thread waits for another's loads. One reduction at the end gives the row's. The plan chooses the numbers by
+width. The register file is the limit, and after it the bytes in flight. A gradient holds two rows: some chunks of long
+rows are staged in shared memory (`smem_staging`). log_softmax's gradient reads y late, because its sum needs dy only.
 """
 
 from __future__ import annotations
@@ -21,21 +21,31 @@ from .common.cluster import cluster_reduce_max_sum, cluster_reduce_sum, init_clu
 from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, log, max_of_vectors, sum_of_vectors, upcast
 from .common.smem_staging import await_staged, chunk_of, declare_staging, load_unstaged, stage
 from .common.tiles import (
-    gradient_reads, head_and_tail, load_chunk, load_chunks, segments_of, slice_of, slice_zero, span_of, start_of,
-    store_chunk, warp_of, width_if,
+    gradient_reads,
+    head_and_tail,
+    load_chunk,
+    load_chunks,
+    segments_of,
+    slice_of,
+    slice_zero,
+    span_of,
+    start_of,
+    store_chunk,
+    warp_of,
+    width_if,
 )  # fmt: skip
 
 
 @triton.jit
 def normalize(x, row_max, row_sum, LOG: tl.constexpr):
-    """The forward's last line, in float32; the arguments broadcast."""
+    """The forward's last formula, in float32. The arguments broadcast."""
     if LOG:
         return (x - row_max) - log(row_sum)
     else:
         return exp(x - row_max) * tl.div_rn(1.0, row_sum)
 
 
-@kernel()
+@kernel(on_cluster=True)
 def softmax_resident(
     x_ptr: Rows,  # both pointers: aligned to VEC elements
     y_ptr: Rows,
@@ -49,7 +59,7 @@ def softmax_resident(
     RECOMPUTE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
-    # locate the row, and this line's slice of it
+    # locate the row, and this segment's part of its slice
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
     warp = warp_of(SEGMENTS, WARPS_PER_ROW)
@@ -62,14 +72,13 @@ def softmax_resident(
     if ROWS > 1:
         width = width_if(row < n_rows, width)
 
-    # each lane's own maximum and sum
+    # each vector's own maximum and sum
     x = load_chunks(x_row + first, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
     if UNALIGNED:
-        head_tail, in_head_tail = head_and_tail(
-            head, interior, n_cols, (rank == 0) & (warp == 0) & (row < n_rows), VECTORS, VEC
-        )
+        owner = (rank == 0) & (warp == 0) & (row < n_rows)
+        head_tail, in_head_tail = head_and_tail(head, interior, n_cols, owner, VECTORS, VEC)
         x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf")).to(tl.float32)
-    # log_softmax of long slices is at its cap of registers, where only Triton's own order fits
+    # log_softmax of long slices reaches its register cap, where only Triton's own order fits
     IN_ORDER: tl.constexpr = PTX and not (LOG and CHUNKS > 8)
     m = max_of_vectors(x[0], IN_ORDER)
     for c in tl.static_range(1, CHUNKS):
@@ -82,7 +91,7 @@ def softmax_resident(
         s += sum_of_vectors(e, IN_ORDER)
         exps = exps + (e,)
 
-    # the line's, then the row's
+    # the segment's, then the row's
     segment_max = tl.max(m, 1)
     if UNALIGNED:
         segment_max = tl.maximum(segment_max, tl.max(x_head_tail, 1))
@@ -93,7 +102,7 @@ def softmax_resident(
     row_max = row_max[:, None]
     row_sum = row_sum[:, None]
 
-    # the formula's last line, and the store
+    # the last formula, and the store
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16 and y_ptr.dtype == x_ptr.dtype
     if LOG:
         by = row_sum
@@ -118,7 +127,7 @@ def softmax_resident(
 
 @triton.jit
 def gradient_term(y, dy, LOG: tl.constexpr):
-    """What the row's d sums up, in float32."""
+    """One term of the row's sum d, in float32."""
     if LOG:
         return dy.to(tl.float32)
     else:
@@ -127,14 +136,14 @@ def gradient_term(y, dy, LOG: tl.constexpr):
 
 @triton.jit
 def gradient(y, dy, d, LOG: tl.constexpr):
-    """The backward's last line, in float32; the arguments broadcast."""
+    """The backward's last formula, in float32. The arguments broadcast."""
     if LOG:
         return dy.to(tl.float32) - exp(y.to(tl.float32)) * d
     else:
         return y.to(tl.float32) * (dy.to(tl.float32) - d)
 
 
-@kernel()
+@kernel(on_cluster=True)
 def softmax_backward_resident(
     y_ptr: Rows,  # the forward's output; all pointers: aligned to VEC elements
     dy_ptr: Rows,
@@ -152,9 +161,9 @@ def softmax_backward_resident(
     VECTORS: tl.constexpr,
     VEC: tl.constexpr,
     CHUNKS: tl.constexpr,
-    PREFETCHED: tl.constexpr,  # chunks of y that are read before the row's sum is known: all but where LOG
+    PREFETCHED: tl.constexpr,  # chunks of y that are read before the row's sum is known: all, or fewer where LOG
     UNPREDICATED: tl.constexpr,
-    SMEM_STAGED: tl.constexpr,  # chunks in shared memory, unmasked ones
+    SMEM_STAGED: tl.constexpr,  # unpredicated chunks in shared memory
     UNALIGNED: tl.constexpr, RECOMPUTE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     THREADS: tl.constexpr = WARPS_PER_ROW * VECTORS
@@ -195,12 +204,11 @@ def softmax_backward_resident(
         y_c = dy_c  # unused where LOG
         if not LOG:
             y_c = upcast(chunk_of(y, c, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX), PTX)
-        # where the cap of 128 registers is reached, on one CTA or with parked chunks, only Triton's own order fits
+        # on one CTA or with staged chunks, the cap of 128 registers is reached, where only Triton's own order fits
         d += sum_of_vectors(gradient_term(y_c, dy_c, LOG), PTX and CTAS > 1 and SMEM_STAGED == 0)
     if UNALIGNED:
-        head_tail, in_head_tail = head_and_tail(
-            head, interior, n_cols, (rank == 0) & (warp == 0) & (row < n_rows), VECTORS, VEC
-        )
+        owner = (rank == 0) & (warp == 0) & (row < n_rows)
+        head_tail, in_head_tail = head_and_tail(head, interior, n_cols, owner, VECTORS, VEC)
         y_head_tail = tl.load(y_row + head_tail, mask=in_head_tail, other=0.0)
         dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0)
     d = tl.sum(d, 1)

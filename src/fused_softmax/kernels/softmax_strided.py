@@ -2,10 +2,11 @@
 
     m' = max(m, x);  s = s*exp(m - m') + exp(x - m');  y = exp(x - m) / s     or   y = (x - m) - log(s)
 
-A program takes ROWS neighboring rows and walks their columns COLS at a time, so that memory is read along whichever of
-the two is contiguous: Triton lays the tile out by the strides that it is told are 1. Every lane keeps its own
-(max, sum). The plan picks it for dim other than the last, and for views that do not fold into rows of one stride. Where
-the columns fit one step the input is read once, else twice, the second time from L2 where that holds it.
+A program takes ROWS neighboring rows and reduces their columns online, COLS at a time. Triton lays out the tile by the
+strides that are 1, so memory is read along rows or columns, whichever are contiguous. Each element of the tile has its
+own (max, sum). The plan chooses this kernel for any dim except the last, and for views that do not fold into rows of
+one stride. Where one step holds all columns, the input is read once. Elsewhere it is read twice, the second time from
+L2 if L2 still holds it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def softmax_strided(
     else:
         m = tl.zeros([ROWS, COLS], tl.float32) + LOWEST
         s = tl.zeros([ROWS, COLS], tl.float32)
-        compensation = tl.zeros([ROWS, COLS], tl.float32)  # what s has compensation to rounding: a lane adds up hundreds of numbers
+        compensation = tl.zeros([ROWS, COLS], tl.float32)  # the rounding error of s, a sum of hundreds of numbers
         for start in range(0, n_cols, COLS):
             inside = (row < n_rows) & (col + start < n_cols)
             x = tl.load(x_at + start * tl.cast(x_col, tl.int64), mask=inside, other=-float("inf")).to(tl.float32)

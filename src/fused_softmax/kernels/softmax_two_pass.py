@@ -1,12 +1,14 @@
-"""The row does not fit on chip: softmax, log_softmax and their gradients, keeping what fits and walking the rest twice.
+"""The row does not fit on chip: softmax, log_softmax and their gradients in two passes, with some resident chunks.
 
-    first walk:   m' = max(m, x);  s = s*exp(m - m') + sum(exp(x - m'))        (online softmax)
-    second walk:  y = exp(x - m) / s                                           backwards, so that what was read last,
-                                                                               and still is in L2, is read first
+    first pass:   m' = max(m, x);  s = s*exp(m - m') + sum(exp(x - m'))        (online softmax)
+    second pass:  y = exp(x - m) / s                                           backwards, because the columns that were
+                                                                               read last are still in L2
     slice         |resident 0|resident 1| ... |step 0: CHUNKS chunks|step 1| ...
-The plan picks it where no other regime can hold the row. A row is walked by one program or, where there are clusters,
-by the CTAS programs of one, a slice each. The first RESIDENT_CHUNKS chunks of a slice stay in registers from the one walk to the
-other; the rest, a third stream beside the two of a copy, comes from L2 where few enough rows are under way.
+
+The plan chooses it where no other regime can hold the row. One program reads a row or, where there are clusters, the
+CTAS programs of one, a slice each. The first RESIDENT_CHUNKS chunks of a slice stay in registers between the passes.
+The rest is read twice: a third stream of data, next to the two of a copy. It comes from L2 where few enough rows are in
+progress.
 """
 
 from __future__ import annotations
@@ -16,32 +18,44 @@ import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
 from .common.cluster import (
-    cluster_reduce_max_sum, cluster_reduce_sum, init_cluster_barrier, leave_cluster, keep_segment_layout,
+    cluster_reduce_max_sum,
+    cluster_reduce_sum,
+    init_cluster_barrier,
+    keep_segment_layout,
+    leave_cluster,
 )  # fmt: skip
 from .common.numerics import LOWEST, exp, upcast
 from .common.tiles import (
-    head_and_tail, load_chunk, load_chunks, segments_of, slice_of, span_of, start_of, store_chunk, warp_of,
+    head_and_tail,
+    load_chunk,
+    load_chunks,
+    segments_of,
+    slice_of,
+    span_of,
+    start_of,
+    store_chunk,
+    warp_of,
 )  # fmt: skip
 from .softmax_resident import gradient, gradient_term, normalize
 
 
 @triton.jit
 def accumulate(x, m, s, CHUNKS: tl.constexpr, PTX: tl.constexpr):
-    """One step of the online softmax: each lane's (max, sum) with the chunks of x in it too.  # m, s: [SEGMENTS, VECTORS]"""
+    """Each vector's (max, sum) after one more step of the online softmax.  # m, s: [SEGMENTS, VECTORS]"""
     top = m
     for c in tl.static_range(CHUNKS):
         top = tl.maximum(top, tl.max(x[c], 2).to(tl.float32))
-    # a lane's maximum is followed only when it has moved by 1: any number near it will do, a move costs a rounding, and
-    # the further it is the more the exponent's own rounding counts
+    # m changes only when the maximum has grown by 1. Any number near the maximum will do, and each change costs a
+    # rounding; but the farther m is, the more the rounding of the exponent counts
     m_new = tl.where(top > m + 1.0, top, m)
-    # a step is added up by itself: the fewer numbers are added to a long sum one by one, the less they round it
+    # a step has its own sum: fewer additions to a long sum cause less rounding
     step = tl.zeros_like(s)
     for c in tl.static_range(CHUNKS):
         step += tl.sum(exp(upcast(x[c], PTX, True) - m_new[:, :, None]), 2)
     return m_new, s * exp(m - m_new) + step
 
 
-@kernel()
+@kernel(on_cluster=True)
 def softmax_two_pass(
     x_ptr: Rows,  # both pointers: aligned to VEC elements
     y_ptr: Rows,
@@ -89,7 +103,7 @@ def softmax_two_pass(
             x_row + first + start, width - start, SEGMENTS, CHUNKS, 0, VECTORS, VEC, -float("inf"), WARPS_PER_ROW
         )
         m, s = accumulate(x, m, s, CHUNKS, PTX)
-    if RESIDENT_CHUNKS > 0:  # first to be asked for, last to be used: none of the steps waits for it
+    if RESIDENT_CHUNKS > 0:  # requested first and used last, so that no step waits for them
         m, s = accumulate(resident, m, s, RESIDENT_CHUNKS, PTX)
 
     segment_max = tl.max(m, 1)
@@ -119,7 +133,7 @@ def softmax_two_pass(
     leave_cluster(CTAS, PTX)
 
 
-@kernel()
+@kernel(on_cluster=True)
 def softmax_backward_two_pass(
     y_ptr: Rows,  # the forward's output; all pointers: aligned to VEC elements
     dy_ptr: Rows,
@@ -196,7 +210,6 @@ def softmax_backward_two_pass(
             dx = gradient(upcast(y[c], PTX), upcast(dy[c], PTX), d[:, :, None], LOG)
             store_chunk(dx_row + first + start, width - start, dx, c, SEGMENTS, 0, VECTORS, VEC, WARPS_PER_ROW)
     if UNALIGNED:
-        tl.store(
-            dx_row + head_tail, gradient(y_head_tail, dy_head_tail, d, LOG).to(dx_ptr.dtype.element_ty), mask=in_head_tail
-        )
+        dx_head_tail = gradient(y_head_tail, dy_head_tail, d, LOG)
+        tl.store(dx_row + head_tail, dx_head_tail.to(dx_ptr.dtype.element_ty), mask=in_head_tail)
     leave_cluster(CTAS, PTX)

@@ -9,8 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .config_tables import (
-    ELEMENTWISE_CHUNKS, ELEMENTWISE_WARPS, LOSS_CLUSTER, MASKED, MASKED_BACKWARD_REGISTERS, MASKED_CHUNKS,
-    STATISTICS_STEPS, TWO_PASS_CHUNKS, TWO_PASS_WARPS, KernelConfig,
+    ELEMENTWISE_CHUNKS,
+    ELEMENTWISE_WARPS,
+    LOSS_CLUSTER,
+    MASKED,
+    MASKED_BACKWARD_REGISTERS,
+    MASKED_CHUNKS,
+    STATISTICS_STEPS,
+    TWO_PASS_CHUNKS,
+    TWO_PASS_WARPS,
+    KernelConfig,
 )  # fmt: skip
 from .softmax import geometry, plan, preferred_warp_plan, resident_plan, two_pass_plan, warp_plan
 from .types import Device, Plan, Problem

@@ -14,8 +14,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .config_tables import (
-    BACKWARD_BLOCK, CLUSTER, FORWARD_BLOCK, TWO_PASS_CHUNKS, TWO_PASS_WARPS, UNALIGNED_MIN_COLS, WARP, WARP_COLS,
-    WARP_MAX_COLS, WARP_SCALAR_COLS, WARP_SCALAR_WARPS, KernelConfig,
+    BACKWARD_BLOCK,
+    CLUSTER,
+    FORWARD_BLOCK,
+    TWO_PASS_CHUNKS,
+    TWO_PASS_WARPS,
+    UNALIGNED_MIN_COLS,
+    WARP,
+    WARP_COLS,
+    WARP_MAX_COLS,
+    WARP_SCALAR_COLS,
+    WARP_SCALAR_WARPS,
+    KernelConfig,
 )  # fmt: skip
 from .types import ITEMSIZE, REGIMES, VECTOR_BYTES, Device, Plan, Problem, power_of_two
 

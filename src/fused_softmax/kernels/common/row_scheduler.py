@@ -26,11 +26,12 @@ def scheduled_row(
     place, n_queries, n_group, group_multiplier, group_shift, n_batch, batch_multiplier, batch_shift,
     GROUPED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """(row, batch, query) of the row that comes at `place`: where GROUPED n_group neighbors of a batch, then the same
-    of the next batch, so that they find their mask in L2; else all of a batch, n_group of them.
+    """(row, batch, query) of the row at `place` in the order.
 
-    Neighbours lie together in memory: rows that are a power of two apart, one after the other, cost a tenth of the
-    bandwidth. The longest causal rows come first.
+    Where GROUPED, n_group neighbors of one batch come first, then the same queries of the next batch, so that they find
+    their mask in L2. Elsewhere all n_group queries of a batch come first. Neighbors lie together in memory: an order that
+    takes rows a power of two apart, one after the other, loses a tenth of the bandwidth. The longest causal rows come
+    first.
     """
     turn, query = fast_divmod(place, n_group, group_multiplier, group_shift)
     batch = turn
