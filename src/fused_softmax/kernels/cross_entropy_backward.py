@@ -1,13 +1,13 @@
-"""The gradient of cross-entropy once (row_max, row_sum) is known: any number of programs share a row.
+"""The gradient of cross-entropy from known (row_max, row_sum): any number of programs share a row.
 
     p = exp(z - row_max)/row_sum;  dz = p*A - C*w_j - [j = t]*B;  dx = g * dz * (1 - tanh(x/cap)^2)
     A = (1 - eps)*w_t + eps/C*sum(w) + 2*z_loss*lse;  B = (1 - eps)*w_t;  C = eps/C
 
-It runs in backward, where the forward wrote no gradient or wrote it for an upstream gradient of 1 and that is not what
-came: whether it did is asked on the device, row by row, so that no host waits for a number. As many bytes are written
-as read; that is the limit. The operations are those of `loss_resident`, so that both write the same bits. The target is
-one column in C: a comparison for each would cost more than p itself, so all columns are written as if they were not,
-and then the target's again, by the program that wrote it.
+It runs in backward where the forward wrote no gradient, or where the forward's gradient is for an upstream gradient of
+1 and another one arrives. The device decides that row by row, so the host never waits for a number. The kernel writes
+as many bytes as it reads, and that is the limit. Its operations are those of `cross_entropy_resident`, so both write
+the same bits. Comparing each column with the target would cost more than p itself. So write every column as a
+non-target; the program that owns the target then overwrites it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def cross_entropy_term(
     x, b, at, base, shift, a, c, w_ptr, cap, mask,
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """dx of a tile x in float32 at columns `at`; b: 0 but at the target; g, and `by` of the exp2_affine, are in a, b, c."""
+    """dx of a tile x in float32 at columns `at`. a, b and c include g and exp2_affine's correction; b is 0 off the target."""
     z, slope = x, 1.0
     if SOFTCAP:
         z, slope = capped_with_slope(x, cap)
@@ -57,7 +57,7 @@ def store_head_tail_gradient(
     dx_row, x, at, in_head_tail, target, counts, b, base, shift, a, c, w_ptr, cap,
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """Writes dx of a row's ends, which are so few that each is compared with the target.
+    """Writes dx of a row's head and tail. They are so few that each is compared with the target.
 
     # x, at, in_head_tail: [SEGMENTS, VECTORS]; target: from the row's first aligned column, as `at`
     """
@@ -73,15 +73,15 @@ def store_target(
     at, dx, target, width, wanted,
     VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, WARPS_PER_ROW: tl.constexpr = 1,
 ):  # fmt: skip
-    """Writes the target's dx over what its line has just written, where `wanted` and the target lies in the line.
+    """Overwrites the target's dx, where `wanted` and the target lies in the segment.  # all [SEGMENTS, 1]
 
-    target: from the line's first column, whose address is `at`. The lane that held the column writes it: the line's own
-    CTA, after a barrier of it, so that the two writes come in this order.  # all [SEGMENTS, 1]
+    target: from the segment's first column, whose address is `at`. The thread that holds the column's vector writes it,
+    after a barrier of its CTA, so that this write comes after the segment's own.
     """
-    TURN: tl.constexpr = WARPS_PER_ROW * VECTORS * VEC  # columns from one chunk of a line to its next
+    TURN: tl.constexpr = WARPS_PER_ROW * VECTORS * VEC  # columns from one chunk of a segment to its next
     inside = wanted & (target >= 0) & (target < tl.minimum(width, CHUNKS * TURN))
-    lane = tl.where(inside, target % TURN // VEC, -1)  # of another line's columns: VECTORS or more
-    owns = lane == tl.arange(0, VECTORS)[None, :]
+    vector = tl.where(inside, target % TURN // VEC, -1)  # in another segment: VECTORS or more
+    owns = vector == tl.arange(0, VECTORS)[None, :]
     tl.debug_barrier()
     tl.store(at + target + tl.zeros_like(owns.to(tl.int32)), dx.to(at.dtype.element_ty), mask=owns)
 
@@ -107,7 +107,7 @@ def cross_entropy_unit(
     ROWS: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of unit `unit`: CHUNKS chunks of ROWS rows."""
+    """Writes the gradient of unit `unit`: CHUNKS chunks of ROWS rows."""
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
     row = unit // n_splits * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     split = (unit % n_splits).to(tl.int32)
@@ -156,8 +156,8 @@ def cross_entropy_unit(
             store_chunk(dx_row + first, width, dx, k, ROWS, 0, VECTORS, VEC)
         if UNALIGNED:
             store_head_tail_gradient(
-                dx_row, x_head_tail, head_tail, in_head_tail, target - head, counts, b, base, shift, a, c, weight_ptr + head, cap,
-                WEIGHTED, SMOOTH, SOFTCAP, FUSED,
+                dx_row, x_head_tail, head_tail, in_head_tail, target - head, counts, b, base, shift, a, c,
+                weight_ptr + head, cap, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
         dx = cross_entropy_term(
             x_target, b, target, base, shift, a, c, weight_ptr, cap, counts, WEIGHTED, SMOOTH, SOFTCAP, FUSED
@@ -192,7 +192,7 @@ def cross_entropy_backward(
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     n_units = (n_rows + ROWS - 1) // ROWS * n_splits
-    # UNLESS_ONE: few programs, since most often each has nothing to do but to find that out, once for all rows
+    # UNLESS_ONE: few programs, because usually each one only finds, once for all rows, that nothing is to do
     if UNLESS_ONE:
         n_units = tl.where((g_stride == 0) & (tl.load(g_ptr) == 1.0), 0, n_units)
     for unit in range(pid, n_units, tl.num_programs(0).to(tl.int64)):
@@ -210,7 +210,7 @@ def scale_unless_one(
     n_rows: Int64, n_cols: Int32, dx_stride: Int64, phase: Int32, n_splits: Int32, g_stride: Int64, ROWS: tl.constexpr,
     VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """dx *= g, for a gradient that was written over its logits; a row whose g is 1 is not touched."""
+    """dx *= g, for a gradient that was written over its logits. A row whose g is 1 is not accessed."""
     n_units = (n_rows + ROWS - 1) // ROWS * n_splits
     n_units = tl.where((g_stride == 0) & (tl.load(g_ptr) == 1.0), 0, n_units)
     for unit in range(tl.program_id(0).to(tl.int64), n_units, tl.num_programs(0).to(tl.int64)):

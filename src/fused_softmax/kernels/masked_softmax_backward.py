@@ -1,10 +1,10 @@
 """The gradient of softmax of scaled rows under a mask, the row on chip.
 
-    dx = scale*y*(dy - sum(y*dy)), and 0 in what is hidden
+    dx = scale*y*(dy - sum(y*dy)), and 0 in hidden columns
 
-y is 0 in what a mask hides, so no mask is read again, except a boolean one for a row whose sum is not finite: a row
-that holds NaN, or sees nothing, is NaN throughout, and its hidden columns have a gradient of 0 all the same. What a
-causal row does not see is not read: dx is 0 there. A row that does not fit on chip is `streaming`'s.
+y is 0 in hidden columns, so no mask is read again, with one exception: a boolean mask for a row whose sum is not
+finite. A row that holds NaN, or sees no column, is NaN throughout, but its hidden columns have a gradient of 0. Columns
+that a causal row does not see are not read: dx is 0 there. `softmax_two_pass` takes rows that do not fit on chip.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def masked_softmax_backward(
     n_batch: Int64,
     batch_multiplier: Int64,
     batch_shift: Int64,
-    n_middle: Int64,  # the mask's sizes and strides, as `masked` has them
+    n_middle: Int64,  # the mask's sizes and strides, as in `masked_softmax`
     n_inner: Int64,
     m_outer: Int64,
     m_middle: Int64,
@@ -78,7 +78,7 @@ def masked_softmax_backward(
     first, width = slice_of(interior, rank, CTAS, VEC)
     first += warp * (VECTORS * VEC)
     width = width_if(exists, width - warp * (VECTORS * VEC)).to(tl.int32)
-    # y is 0 in what a causal row does not see: neither is read there, and dx is 0
+    # y is 0 where a causal row sees nothing: y and dy are not read there, and dx is 0
     columns = (n_cols if UNALIGNED else n_cols * VEC).to(tl.int32)
     within = ((tl.maximum(seen_of(query, columns, CAUSAL) - head, 0) + (VEC - 1)) // VEC * VEC).to(tl.int32)
     left = tl.minimum(width, within - first).to(tl.int32)
@@ -95,7 +95,9 @@ def masked_softmax_backward(
         else:
             d += sum_of_vectors(upcast(y[c], PTX) * upcast(dy[c], PTX), PTX)
     if UNALIGNED:
-        head_tail, in_head_tail = head_and_tail(head, interior, n_cols, (rank == 0) & (warp == 0) & exists, VECTORS, VEC)
+        head_tail, in_head_tail = head_and_tail(
+            head, interior, n_cols, (rank == 0) & (warp == 0) & exists, VECTORS, VEC
+        )
         y_head_tail = tl.load(y_row + head_tail, mask=in_head_tail, other=0.0).to(tl.float32)
         dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0).to(tl.float32)
     d = tl.sum(d, 1)
@@ -110,15 +112,15 @@ def masked_softmax_backward(
         else:
             mask_row += (head * m_col if MASK_COLS == 2 else head).to(tl.int64) if UNALIGNED else 0
             at_mask = mask_row + (first.to(tl.int64) * m_col if MASK_COLS == 2 else first)
-    # the last column that a causal row sees, from each vector of the line's first chunk: a column's place in its
-    # vector is a constant then, and no register holds it
+    # the last column that a causal row sees, counted from each vector of the segment's first chunk. The place of a
+    # column in its vector is then a constant and takes no register
     last = ((query - head - first).to(tl.int32) - VEC * tl.arange(0, VECTORS)[None, :])[:, :, None]
     place = tl.arange(0, VEC)[None, None, :]
     for c in tl.static_range(CHUNKS):
         y_c, dy_c = upcast(y[c], PTX, True), upcast(dy[c], PTX, True)
         dx = scale * y_c * (dy_c - d[:, :, None])
         if CAUSAL:
-            # of what a row does not see y is 0 where it is read at all, but 0 times an infinite sum is NaN
+            # y is 0 in the unseen columns that are read, but 0 times an infinite sum is NaN
             dx = tl.where(place <= last - c * (WARPS_PER_ROW * VECTORS * VEC), dx, 0.0)
         if MASK != NO_MASK:
             if MASK_COLS == 0:

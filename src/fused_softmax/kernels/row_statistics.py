@@ -46,7 +46,8 @@ BY_ROW = tl.constexpr(2)
 def scale_of(row, exists, scale_ptr, scale, SCALE: tl.constexpr):
     """Each row's scale, or 1 where SCALE is UNSCALED.  # row, exists: [SEGMENTS, 1]
 
-    An infinite temperature gives 0. It becomes the least positive number, so that -inf, also after a row's end, stays -inf.
+    An infinite temperature gives 0. It becomes the least positive number, so that -inf, also after a row's end, stays
+    -inf.
     """
     if SCALE == BY_ROW:
         by = tl.load(scale_ptr + row, mask=exists, other=1.0)
@@ -120,7 +121,7 @@ def row_statistics(
 
 @triton.jit
 def statistics_term(x, row_max, log_sum, entropy, scale, a, g_entropy, ENTROPY: tl.constexpr, SCALED: tl.constexpr):
-    """dx/scale of a tile, without the picks' gradients; a and g_entropy are over row_sum, and all arguments broadcast."""
+    """dx/scale of a tile, without the picks' gradients; a and g_entropy are over row_sum. All arguments broadcast."""
     d = logit(x, scale, 1.0, SCALED, False) - row_max
     e = exp(d)
     dz = e * a

@@ -75,8 +75,9 @@ def softmax_resident(
     # each vector's own maximum and sum
     x = load_chunks(x_row + first, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
     if UNALIGNED:
-        owner = (rank == 0) & (warp == 0) & (row < n_rows)
-        head_tail, in_head_tail = head_and_tail(head, interior, n_cols, owner, VECTORS, VEC)
+        head_tail, in_head_tail = head_and_tail(
+            head, interior, n_cols, (rank == 0) & (warp == 0) & (row < n_rows), VECTORS, VEC
+        )
         x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf")).to(tl.float32)
     # log_softmax of long slices reaches its register cap, where only Triton's own order fits
     IN_ORDER: tl.constexpr = PTX and not (LOG and CHUNKS > 8)
@@ -207,8 +208,9 @@ def softmax_backward_resident(
         # on one CTA or with staged chunks, the cap of 128 registers is reached, where only Triton's own order fits
         d += sum_of_vectors(gradient_term(y_c, dy_c, LOG), PTX and CTAS > 1 and SMEM_STAGED == 0)
     if UNALIGNED:
-        owner = (rank == 0) & (warp == 0) & (row < n_rows)
-        head_tail, in_head_tail = head_and_tail(head, interior, n_cols, owner, VECTORS, VEC)
+        head_tail, in_head_tail = head_and_tail(
+            head, interior, n_cols, (rank == 0) & (warp == 0) & (row < n_rows), VECTORS, VEC
+        )
         y_head_tail = tl.load(y_row + head_tail, mask=in_head_tail, other=0.0)
         dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0)
     d = tl.sum(d, 1)

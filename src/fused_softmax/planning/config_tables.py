@@ -14,11 +14,11 @@ class KernelConfig:
     """Up to `max_cols` columns: so many CTAs a row, warps a CTA, rows a program.
 
     `recompute` keeps a 16-bit row as loaded and computes exp twice. `max_registers` caps a thread's registers, to reach
-    the next step of occupancy; only where cross-compiling shows that nothing spills. `unaligned_registers` does so for rows
-    that start unaligned, whose ends take registers too. `ahead`: of log_softmax's
-    gradient, the chunks of y that are read before the row's sum is known, where it is not all of them. `parked`: of a
-    gradient, the chunks that lie in shared memory. `kept` makes the config one of the stream regime: so many chunks of a
-    slice stay on chip, and the rest is walked twice, in steps of `step` chunks.
+    the next step of occupancy; only where cross-compiling shows that nothing spills. `unaligned_registers` does so for
+    rows that start unaligned, whose ends take registers too. `ahead`: of log_softmax's gradient, the chunks of y that
+    are read before the row's sum is known, where it is not all of them. `parked`: of a gradient, the chunks that lie in
+    shared memory. `kept` makes the config one of the stream regime: so many chunks of a slice stay on chip, and the
+    rest is walked twice, in steps of `step` chunks.
     """
 
     max_cols: int

@@ -46,10 +46,10 @@ Float32 = tl.constexpr(Argument("fp32"))
 class Declaration:
     """What a launch needs to know of a kernel.
 
-    arguments: the run-time arguments by name, in order. constexprs: the names of the compile-time arguments. num_stages:
-    of the kernel's loops; None for the backend's default. asserts: whether the kernel checks its input on the device, so
-    that assertions are compiled in. on_cluster: whether the programs of a row may form a thread-block cluster. splits_rows:
-    whether independent programs share a row; their number is the argument after `phase`.
+    arguments: the run-time arguments by name, in order. constexprs: the names of the compile-time arguments.
+    num_stages: of the kernel's loops; None for the backend's default. asserts: whether the kernel checks its input on
+    the device, so that assertions are compiled in. on_cluster: whether the programs of a row may form a thread-block
+    cluster. splits_rows: whether independent programs share a row; their number is the argument after `phase`.
     """
 
     arguments: Mapping[str, Argument]

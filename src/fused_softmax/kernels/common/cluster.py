@@ -158,7 +158,7 @@ def _sum_ptx(ctas: int, parts: int) -> str:
 def init_cluster_barrier(
     CTAS: tl.constexpr, N_VALUES: tl.constexpr, PTX: tl.constexpr, WARPS_PER_ROW: tl.constexpr = 1
 ):
-    """Arms this CTA's mbarrier for N_VALUES float32 from each of CTAS x WARPS_PER_ROW segments. A kernel's first statement."""
+    """Arms this CTA's mbarrier for N_VALUES float32 from each of CTAS x WARPS_PER_ROW segments: a kernel's first statement."""
     if CTAS > 1 and PTX:
         ASM: tl.constexpr = _open_ptx(CTAS, N_VALUES, WARPS_PER_ROW)
         tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
@@ -166,11 +166,11 @@ def init_cluster_barrier(
 
 @triton.jit
 def keep_segment_layout(x, CTAS: tl.constexpr, PTX: tl.constexpr):
-    """x, with a layout that keeps each segment in its CTA: for a load that only a reduction uses, of a row on a cluster.
+    """x, in a layout that keeps each segment in its CTA; for a load that only a reduction uses, where a row is on a cluster.
 
     Triton 3.9 gives such a load the CTA layout that its planner prefers for the reduction, which spreads a segment over
-    CTAs. The exchange would then send other segments' values. Triton leaves a load alone if its user may have side effects.
-    The user here is a register move, which ptxas removes.
+    CTAs. The exchange would then send other segments' values. Triton leaves a load alone if its user may have side
+    effects. The user here is a register move, which ptxas removes.
     """
     if CTAS > 1 and PTX and x.dtype.primitive_bitwidth == 16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
@@ -184,10 +184,10 @@ def keep_segment_layout(x, CTAS: tl.constexpr, PTX: tl.constexpr):
 def leave_cluster(CTAS: tl.constexpr, PTX: tl.constexpr):
     """Ends the kernel without the barrier that Triton 3.8 and later put there. A kernel's last statement.
 
-    That barrier first waits until all of the CTA's stores have reached memory, while its registers hold no other row. It
-    keeps a CTA's shared memory alive for CTAs that still write there. No CTA does so here: each CTA has waited for every
-    slot that the others fill, so all writes to its memory have landed, and the others wait for its own writes. Threads that
-    have exited count as arrived.
+    That barrier first waits until all of the CTA's stores have reached memory, while its registers hold no other row.
+    It keeps a CTA's shared memory alive for CTAs that still write there. No CTA does so here: each CTA has waited for
+    every slot that the others fill, so all writes to its memory have landed, and the others wait for its own writes.
+    Threads that have exited count as arrived.
     """
     if CTAS > 1 and PTX and _CLOSING_BARRIER:
         tl.inline_asm_elementwise("mov.u32 $0, 0;\nexit;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -114,14 +114,14 @@ def binade(x):
 def exp2_affine(m, FUSED: tl.constexpr, scale=None):
     """(base, shift, correction) with exp(scale*(x - m)) = exp2_fma(x, base, shift)*correction.
 
-    Each element then takes one multiply-add and one exp2. x and m have 16 bits, or are such numbers times one factor, and
-    scale is positive (None: 1). m may also be the row's logsumexp, which rounds to the largest x from 2^28 on. base is
-    scale*log2(e). shift is m*base, rounded, and the correction, one number per row, undoes this rounding.
+    Each element then takes one multiply-add and one exp2. x and m have 16 bits, or are such numbers times one factor,
+    and scale is positive (None: 1). m may also be the row's logsumexp, which rounds to the largest x from 2^28 on. base
+    is scale*log2(e). shift is m*base, rounded, and the correction, one number per row, undoes this rounding.
 
-    From scale*m = 2^28 on, exp tells no two 16-bit numbers apart, so base is a power of two and nothing is rounded. Below
-    that the rounding error is 2^4 or less, and the correction neither overflows nor vanishes. The result is right to one
-    or two roundings of float32, but not exactly 1 where x is m. So use it for results of 16 bits, or for one term of many
-    in a sum. Where not FUSED, x and m are already scaled and of any size, and shift is m.
+    From scale*m = 2^28 on, exp tells no two 16-bit numbers apart, so base is a power of two and nothing is rounded.
+    Below that the rounding error is 2^4 or less, and the correction neither overflows nor vanishes. The result is right
+    to one or two roundings of float32, but not exactly 1 where x is m. So use it for results of 16 bits, or for one
+    term of many in a sum. Where not FUSED, x and m are already scaled and of any size, and shift is m.
     """
     if FUSED and scale is None:
         base = tl.where(tl.abs(m) < 268435456.0, LOG2E, 1.0)

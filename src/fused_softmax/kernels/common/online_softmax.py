@@ -60,8 +60,8 @@ def capped_with_slope(x, cap):
     """(cap*tanh(x/cap), its derivative 1 - tanh(x/cap)^2) of x in float32, to a few roundings for every cap.
 
     With u = x/cap, 1 - tanh(|u|) = 2/(exp(2|u|) + 1) = q, and the derivative is q*(2 - q), which keeps its digits where
-    tanh is nearly 1. Near 0 that form of tanh cancels, so tanh(u) = u + u*r with r = u^2*P(u^2) is used. The result is then
-    x + x*r, which tends to x for a large cap. -inf stays -inf, because a masked class is not a small one.
+    tanh is nearly 1. Near 0 that form of tanh cancels, so tanh(u) = u + u*r with r = u^2*P(u^2) is used. The result is
+    then x + x*r, which tends to x for a large cap. -inf stays -inf, because a masked class is not a small one.
     """
     u = x * tl.div_rn(1.0, cap)
     q = 2.0 / (tl.exp2(tl.abs(u) * (2.0 * LOG2E)) + 1.0)
@@ -89,8 +89,8 @@ def capped(x, cap, SOFTCAP: tl.constexpr):
 def logit(x, scale, cap, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
     """The softmax's input for a raw logit, in float32.
 
-    The product is rounded before anything is subtracted from it. As one multiply-add, x*scale - m is not 0 where x*scale
-    rounds to m; for numbers near the largest float32 it is far from 0.
+    The product is rounded before anything is subtracted from it. As one multiply-add, x*scale - m is not 0 where
+    x*scale rounds to m; for numbers near the largest float32 it is far from 0.
     """
     x = capped(x, cap, SOFTCAP)
     if SCALED:
@@ -103,9 +103,10 @@ def accumulate(
     x, scale, cap, m, s, t,
     MOMENT: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Each vector's (m, s, t) after one more step.  # x: CHUNKS tiles [SEGMENTS, VECTORS, VEC]; m, s, t: [SEGMENTS, VECTORS]
+    """Each vector's (m, s, t) after one more step.
 
     The step's maximum is taken of the logits as loaded. The caller adds a weighted sum.
+    # x: CHUNKS tiles [SEGMENTS, VECTORS, VEC]; m, s, t: [SEGMENTS, VECTORS]
     """
     top = max_of_vectors(x[0], PTX)
     for c in tl.static_range(1, CHUNKS):
@@ -198,8 +199,9 @@ def online_reduction(
     FEW: tl.constexpr = 0 if ROWS > 1 or MOMENT == WEIGHTED_SUM else (CHUNKS + 3) // 4
     n_steps = whole + tl.cdiv(tl.maximum(even * VEC - whole * STEP - FEW * (WARPS_PER_ROW * VECTORS * VEC), 0), STEP)
     if UNALIGNED:  # before the loop, so that no one waits for it afterwards
-        owner = (rank == 0) & (warp == 0) & exists
-        head_tail, in_head_tail = head_and_tail(head, interior, n_cols, owner, VECTORS, VEC)
+        head_tail, in_head_tail = head_and_tail(
+            head, interior, n_cols, (rank == 0) & (warp == 0) & exists, VECTORS, VEC
+        )
         x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf"))
     for step in range(whole):
         x = load_step(

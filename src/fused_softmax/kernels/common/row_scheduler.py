@@ -29,9 +29,9 @@ def scheduled_row(
     """(row, batch, query) of the row at `place` in the order.
 
     Where GROUPED, n_group neighbors of one batch come first, then the same queries of the next batch, so that they find
-    their mask in L2. Elsewhere all n_group queries of a batch come first. Neighbors lie together in memory: an order that
-    takes rows a power of two apart, one after the other, loses a tenth of the bandwidth. The longest causal rows come
-    first.
+    their mask in L2. Elsewhere all n_group queries of a batch come first. Neighbors lie together in memory: an order
+    that takes rows a power of two apart, one after the other, loses a tenth of the bandwidth. The longest causal rows
+    come first.
     """
     turn, query = fast_divmod(place, n_group, group_multiplier, group_shift)
     batch = turn

@@ -141,7 +141,10 @@ def store_chunk(
     at, width, value, C: tl.constexpr, SEGMENTS: tl.constexpr, UNPREDICATED: tl.constexpr, VECTORS: tl.constexpr,
     VEC: tl.constexpr, WARPS_PER_ROW: tl.constexpr = 1,
 ):  # fmt: skip
-    """Writes chunk C of the slice in the output's dtype.  # at, width: [SEGMENTS, 1]; value: [SEGMENTS, VECTORS, VEC]"""
+    """Writes chunk C of the slice in the output's dtype.
+
+    # at, width: [SEGMENTS, 1]; value: [SEGMENTS, VECTORS, VEC]
+    """
     offsets = chunk_offsets(C, VECTORS, VEC, WARPS_PER_ROW)
     value = tl.reshape(value.to(at.dtype.element_ty), (SEGMENTS, VECTORS * VEC))
     if C < UNPREDICATED:
