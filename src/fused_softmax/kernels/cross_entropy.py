@@ -52,7 +52,7 @@ def store_moments(moments_ptr, row, row_max, row_sum, mask):
 def row_loss(
     nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, n_classes, z_loss, SMOOTH: tl.constexpr
 ):
-    """One row's loss, by the formula at the top of this file. nll is lse - z_t; residual is the rounding residual of lse."""
+    """One row's loss, by the formula at the top of this file. nll is lse - z_t."""
     loss = w_target * nll
     if SMOOTH:
         above = (tl.fma(lse, SMOOTH_UNIT, -reference) + residual * SMOOTH_UNIT) * w_sum
@@ -129,8 +129,10 @@ def cross_entropy_forward(
         w_sum = tl.load(weight_sum_ptr)
     else:
         w_sum = columns
-    nll = lse - z + residual
-    loss = row_loss(nll, lse, residual, w_target, w_sum, wz_sum[:, None], reference, smoothing, columns, z_loss, SMOOTH)
+    loss = row_loss(
+        lse - z + residual, lse, residual, w_target, w_sum, wz_sum[:, None], reference, smoothing, columns, z_loss,
+        SMOOTH,
+    )  # fmt: skip
     assert_inside(target, ignore_index, columns)
     writes = (rank == 0) & (warp == 0) & exists
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0), mask=writes)

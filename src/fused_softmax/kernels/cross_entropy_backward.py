@@ -36,7 +36,10 @@ def cross_entropy_term(
     x, b, at, base, shift, a, c, w_ptr, cap, mask,
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """dx of a tile x in float32 at columns `at`. a, b and c include g and exp2_affine's correction; b is 0 off the target."""
+    """dx of a tile x in float32 at columns `at`.
+
+    b is 0, except at the target. a, b and c include g and the correction of `exp2_affine`.
+    """
     z, slope = x, 1.0
     if SOFTCAP:
         z, slope = capped_with_slope(x, cap)

@@ -237,8 +237,9 @@ def masked_softmax_forward(
         elif MASK_COLS == 0:
             mask_head_tail = query_mask
         else:
-            at = mask_row + head_tail * (m_col if MASK_COLS == 2 else MASK_COLS)
-            mask_head_tail = tl.load(at, mask=visible, other=0)
+            mask_head_tail = tl.load(
+                mask_row + head_tail * (m_col if MASK_COLS == 2 else MASK_COLS), mask=visible, other=0
+            )
     if TWO_PASS:
         most = tl.max(tl.max(left, 1), 0)  # of a CTA's segments, the first has the most columns
         for step in range(tl.cdiv(tl.maximum(most, 0), STEP)):

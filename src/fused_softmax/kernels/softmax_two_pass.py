@@ -150,7 +150,7 @@ def softmax_backward_two_pass(
     VECTORS: tl.constexpr,
     VEC: tl.constexpr,
     RESIDENT_CHUNKS: tl.constexpr,
-    PREFETCHED: tl.constexpr,  # resident chunks of y that are read before the row's sum is known: all but where LOG
+    PREFETCHED: tl.constexpr,  # resident chunks of y that are read before the row's sum is known: fewer where LOG
     CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 1, PTX, WARPS_PER_ROW)
@@ -210,6 +210,8 @@ def softmax_backward_two_pass(
             dx = gradient(upcast(y[c], PTX), upcast(dy[c], PTX), d[:, :, None], LOG)
             store_chunk(dx_row + first + start, width - start, dx, c, SEGMENTS, 0, VECTORS, VEC, WARPS_PER_ROW)
     if UNALIGNED:
-        dx_head_tail = gradient(y_head_tail, dy_head_tail, d, LOG)
-        tl.store(dx_row + head_tail, dx_head_tail.to(dx_ptr.dtype.element_ty), mask=in_head_tail)
+        tl.store(
+            dx_row + head_tail, gradient(y_head_tail, dy_head_tail, d, LOG).to(dx_ptr.dtype.element_ty),
+            mask=in_head_tail,
+        )  # fmt: skip
     leave_cluster(CTAS, PTX)

@@ -26,22 +26,22 @@ def _declare_ptx(n_bytes: int) -> str:
 def _copy_ptx(place: int, staged: int, threads: int) -> str:
     """$1: the address of the row's first aligned column, $2: the bytes of a CTA's slice."""
     chunk = 16 * threads
-    lines = ["{", ".reg .b32 thread, rank, slot;", ".reg .b64 source, slice, policy;"]
-    lines += ["mov.u32 thread, %tid.x;", "mov.u32 rank, %cluster_ctarank;", "mov.u32 slot, row_parked;"]
-    lines += ["mad.lo.u32 slot, thread, 16, slot;", "mul.wide.u32 slice, rank, $2;", "cvta.to.global.u64 source, $1;"]
-    lines += ["add.s64 source, source, slice;", "mul.wide.u32 slice, thread, 16;", "add.s64 source, source, slice;"]
-    lines += ["createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"]  # as `tiles.READS`
+    ptx = ["{", ".reg .b32 thread, rank, slot;", ".reg .b64 source, slice, policy;"]
+    ptx += ["mov.u32 thread, %tid.x;", "mov.u32 rank, %cluster_ctarank;", "mov.u32 slot, row_parked;"]
+    ptx += ["mad.lo.u32 slot, thread, 16, slot;", "mul.wide.u32 slice, rank, $2;", "cvta.to.global.u64 source, $1;"]
+    ptx += ["add.s64 source, source, slice;", "mul.wide.u32 slice, thread, 16;", "add.s64 source, source, slice;"]
+    ptx += ["createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"]  # as `tiles.READS`
     for c in range(staged):
         at = f"[slot+{(place + c) * chunk}], [source+{c * chunk}]"
-        lines.append(f"cp.async.cg.shared.global.L2::cache_hint {at}, 16, policy;")
-    return "\n".join([*lines, "mov.u32 $0, 0;", "}"])
+        ptx.append(f"cp.async.cg.shared.global.L2::cache_hint {at}, 16, policy;")
+    return "\n".join([*ptx, "mov.u32 $0, 0;", "}"])
 
 
 @triton.constexpr_function
 def _fetch_ptx(place: int, threads: int) -> str:
-    lines = ["{", ".reg .b32 thread, slot;", "mov.u32 thread, %tid.x;", "mov.u32 slot, row_parked;"]
-    lines += ["mad.lo.u32 slot, thread, 16, slot;"]
-    return "\n".join([*lines, f"ld.volatile.shared.v4.b32 {{$0, $1, $2, $3}}, [slot+{place * 16 * threads}];", "}"])
+    ptx = ["{", ".reg .b32 thread, slot;", "mov.u32 thread, %tid.x;", "mov.u32 slot, row_parked;"]
+    ptx += ["mad.lo.u32 slot, thread, 16, slot;"]
+    return "\n".join([*ptx, f"ld.volatile.shared.v4.b32 {{$0, $1, $2, $3}}, [slot+{place * 16 * threads}];", "}"])
 
 
 @triton.jit
