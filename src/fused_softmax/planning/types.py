@@ -1,4 +1,4 @@
-"""What a planner is told, a Device and a Problem, what it answers, a Plan, and the hardware table. Pure Python, no I/O."""
+"""The planners' inputs, Device and Problem, their answer, Plan, and the hardware table. Pure Python, no I/O."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _hardware() -> Iterator[tuple[Device, Multiprocessor]]:
     Source: CUDA C++ programming guide, "Compute Capabilities"; AMD Instinct MI300 instruction set architecture guide.
     """
     rows = (
-        # device, multiprocessors, register unit, shared memory in KiB (all, one program's), reserved bytes, warps, programs
+        # device, multiprocessors, register unit, KiB of shared memory (all, one program's), reserved bytes, warps, programs
         (cuda_device(8, 0), 108, 256, 164, 163, 1024, 64, 32),  # A100
         (cuda_device(8, 9), 142, 256, 100, 99, 1024, 48, 24),  # L40S
         (cuda_device(9, 0), 132, 256, 228, 227, 1024, 64, 32),  # H200
