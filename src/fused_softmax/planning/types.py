@@ -82,7 +82,7 @@ def _hardware() -> Iterator[tuple[Device, Multiprocessor]]:
     Source: CUDA C++ programming guide, "Compute Capabilities"; AMD Instinct MI300 instruction set architecture guide.
     """
     rows = (
-        # device, multiprocessors, register unit, KiB of shared memory (all, one program's), reserved bytes, warps, programs
+        # device, multiprocessors, register unit, KiB of shared memory (all; one program's), reserved, warps, programs
         (cuda_device(8, 0), 108, 256, 164, 163, 1024, 64, 32),  # A100
         (cuda_device(8, 9), 142, 256, 100, 99, 1024, 48, 24),  # L40S
         (cuda_device(9, 0), 132, 256, 228, 227, 1024, 64, 32),  # H200
@@ -131,7 +131,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a row is run: in `ctas` slices of `chunks` x `vectors_per_chunk` x `vec` columns, with `rows` rows per program."""
+    """How a row is run: `ctas` slices of `chunks` x `vectors_per_chunk` x `vec` columns, `rows` rows per program."""
 
     regime: str
     rows: int

@@ -114,8 +114,8 @@ def tune(
 def as_config_table(choices: Sequence[Choice], device_name: str) -> str:
     """The choices as config_tables.py has them: for each element size, a tuple of configs in rising width.
 
-    Neighboring widths with the same numbers share a config. Widths where the warp regime wins have no config, because the
-    planner tries that regime first.
+    Neighboring widths with the same numbers share a config. Widths where the warp regime wins have no config, because
+    the planner tries that regime first.
     """
     lines = [f"# measured on {device_name} by `fused-softmax tune`: fraction of the ceiling, runner-up, candidates"]
     lines.append("CONFIG_TABLE = {")
