@@ -148,7 +148,7 @@ def test_one_nan_is_an_infinite_error_and_status_1(monkeypatch: pytest.MonkeyPat
     def spoil(y: torch.Tensor) -> torch.Tensor:
         return y.index_fill(1, torch.tensor([y.shape[1] - 1]), NAN)
 
-    monkeypatch.setattr("fused_softmax.cli.interpret_without_gpu", lambda: None)
+    monkeypatch.setattr("fused_softmax.lab.cli.interpret_without_gpu", lambda: None)
     monkeypatch.setattr(measure, "WIDTH_CLASSES", ((1, 64),))
     arguments = ["accuracy", "--op", "softmax", "--dtype", "fp32", "--rows", "2", "--workers", "1"]
     perturbed(monkeypatch, lambda y: y)

@@ -115,13 +115,19 @@ def test_our_masked_gradient_is_causal_where_the_op_is(monkeypatch: pytest.Monke
     assert asked == [((1, 3, 4, 4), None, 1.0, True), ((1, 3, 4, 4), None, 1.0, False)]
 
 
+def on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any tensor is planned as if it were on a device of sm_90."""
+    for module in ("launch.launcher", "launch.softmax", "torch_ops.route"):
+        monkeypatch.setattr(f"fused_softmax.{module}.describe", lambda device: DEVICES["sm_90"])
+
+
 @pytest.mark.parametrize("op", [op for op in LOSSES if op.startswith("masked_softmax") and op.endswith("_backward")])
 def test_a_masked_gradient_names_the_plan_that_runs_it(op: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fused_softmax.device.describe", lambda device: DEVICES["sm_90"])
+    on_an_h100(monkeypatch)
     regimes = set()
     for n_cols in (*MASKED_WIDTHS, 131072, 524288, 1048576):
         dy, y = (torch.empty(n_cols, n_cols, dtype=torch.bfloat16, device="meta") for _ in range(2))
-        runs = masked_rows._plan_backward(problem_of(y, dy, y), DEVICES["sm_90"])
+        runs = masked_rows.BACKWARD[False].planner(problem_of(y, dy, y, backward=True), DEVICES["sm_90"])
         if runs.regime == "two_pass":  # softmax's own gradient takes such rows
             runs = plan(problem_of(y, dy, y, backward=True), DEVICES["sm_90"])
         assert plan_of(op, (dy, y)) == (runs.regime, plan_text(runs))
@@ -130,8 +136,7 @@ def test_a_masked_gradient_names_the_plan_that_runs_it(op: str, monkeypatch: pyt
 
 
 def test_log_softmax_names_its_own_plan(monkeypatch: pytest.MonkeyPatch):
-    for module in ("device", "functional", "operators"):
-        monkeypatch.setattr(f"fused_softmax.{module}.describe", lambda device: DEVICES["sm_90"])
+    on_an_h100(monkeypatch)
     dy, y = (torch.empty(2, 262144, dtype=torch.float32, device="meta") for _ in range(2))
     said = {op: plan_of(op, (y,) if "backward" not in op else (dy, y)) for op in OPS if "softmax" in op[:11]}
     for op, backward in (("log_softmax", False), ("log_softmax_backward", True)):
@@ -143,7 +148,7 @@ def test_log_softmax_names_its_own_plan(monkeypatch: pytest.MonkeyPatch):
 def test_chunks_of_rows_give_the_same_verdict(monkeypatch: pytest.MonkeyPatch):
     for op in LOSSES:
         whole = judge(op, 194)
-        monkeypatch.setattr("fused_softmax.bench.checking.CHUNK", {"cpu": 1000})
+        monkeypatch.setattr("fused_softmax.lab.bench.checking.CHUNK", {"cpu": 1000})
         parts = judge(op, 194)
         result = OPS[op].torch_call(*parts.inputs)
         assert parts.torch_error == pytest.approx(whole.torch_error, rel=1e-9) and parts.judge(result).ok

@@ -173,8 +173,8 @@ def test_an_error_of_the_program_is_no_bad_input(monkeypatch: pytest.MonkeyPatch
     def broken(number: int) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr("fused_softmax.lessons.run", broken)
-    monkeypatch.setattr("fused_softmax.cli.interpret_without_gpu", lambda: None)
+    monkeypatch.setattr("fused_softmax.lab.lessons.run", broken)
+    monkeypatch.setattr("fused_softmax.lab.cli.interpret_without_gpu", lambda: None)
     assert isinstance(CLI.invoke(app, ["lesson", "1"]).exception, ZeroDivisionError)
 
 
@@ -183,8 +183,8 @@ def test_bench_ends_with_a_status_of_its_own_for_each_end(
     stopped: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     head = replace(header(torch.device("cpu"), interpreted=True), stopped=stopped)
-    monkeypatch.setattr("fused_softmax.bench.run.run", lambda prepared, console: (head, [], []))
-    monkeypatch.setattr("fused_softmax.cli.interpret_without_gpu", lambda: None)
+    monkeypatch.setattr("fused_softmax.lab.bench.run.run", lambda prepared, console: (head, [], []))
+    monkeypatch.setattr("fused_softmax.lab.cli.interpret_without_gpu", lambda: None)
     result = CLI.invoke(app, ["bench", "--systems", "torch", "--widths", "4", "--out", str(tmp_path)])
     assert result.exit_code == status, result.output
     assert result.stderr == ("interrupted\n" if status == 130 else "")
@@ -357,7 +357,7 @@ def test_ctrl_c_leaves_the_results_so_far(tmp_path: Path):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("module", ["fused_softmax lesson", "fused_softmax.lessons"])
+@pytest.mark.parametrize("module", ["fused_softmax lesson", "fused_softmax.lab.lessons"])
 def test_a_reader_that_has_gone_ends_a_lesson_without_a_traceback(module: str):
     line = f"set -o pipefail; {shlex.quote(sys.executable)} -m {module} 1 | true; exit ${{PIPESTATUS[0]}}"
     where = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

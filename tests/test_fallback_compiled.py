@@ -13,7 +13,8 @@ import triton.language as tl
 
 from fused_softmax.launch import availability
 from fused_softmax.launch import compile as launch
-from fused_softmax.launch import softmax as rows
+from fused_softmax.launch import softmax as launch_softmax
+from fused_softmax.torch_ops.softmax import forward_or_torch
 
 pytestmark = pytest.mark.compiled
 IMAGE = "Triton Error [CUDA]: device kernel image is invalid"
@@ -156,6 +157,6 @@ def test_softmax_of_a_kernel_that_does_not_compile(loader, monkeypatch):
     def launch_rows(*_, **__):
         build(call_what_is_not_there)
 
-    monkeypatch.setattr(rows, "launch_rows", launch_rows)
+    monkeypatch.setattr(launch_softmax, "launch_rows", launch_rows)
     with pytest.warns(UserWarning, match="no_such_function"):
-        assert torch.equal(rows.forward_or_torch(x, -1, torch.float32, False), torch.softmax(x, -1))
+        assert torch.equal(forward_or_torch(x, -1, torch.float32, False), torch.softmax(x, -1))

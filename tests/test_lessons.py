@@ -221,7 +221,7 @@ def test_a_lesson_prints_itself(capsys):
 
 @pytest.mark.compiled
 def test_a_lesson_runs_without_a_gpu_from_a_process_that_does_not_interpret():
-    command = [sys.executable, "-m", "fused_softmax.lessons.l04_persistent"]
+    command = [sys.executable, "-m", "fused_softmax.lab.lessons.l04_persistent"]
     no_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, env=no_gpu).stdout
     assert "through the interpreter" in said and "[0.659, 0.242, 0.099]" in said

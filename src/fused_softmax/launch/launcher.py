@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..planning.types import Device, Plan, Problem
 from . import compile as compiling
+from .availability import KernelUnavailable
 from .compile import Binding, Kernel, Launch, Pointers
 from .context import is_batch_invariant
 from .device import describe
@@ -265,9 +266,12 @@ def planned(
     """
     device = device_of(on)
     plan = op.plan(rows, device, is_batch_invariant())
+    try:
+        kernel = op.kernel(plan)
+    except KernelUnavailable as error:
+        return str(error)
     if device.kind == "interpreter":
         return plan
-    kernel = op.kernel(plan)
     pointers = row_pointers(plan, tuple(t.dtype for t in rows)) + tuple((dtype, op.aligned) for dtype in vectors)
     meta = meta_of(kernel, plan, device, flags)
     return compiling.compile_failure(kernel, pointers, meta, on.get_device()) or plan
