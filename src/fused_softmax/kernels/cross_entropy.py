@@ -43,7 +43,7 @@ def assert_inside(target, ignore_index, n_classes):
 
 @triton.jit
 def store_moments(moments_ptr, row, row_max, row_sum, mask):
-    """Stores (row_max, row_sum) for backward, exactly. A row with +inf, whose sum is infinite, becomes NaN."""
+    """Stores (row_max, row_sum) for backward, exactly. An infinite row_sum, of a row with +inf, becomes NaN."""
     tl.store(moments_ptr + 2 * row, row_max, mask=mask)
     tl.store(moments_ptr + 2 * row + 1, tl.where(row_sum == float("inf"), float("nan"), row_sum), mask=mask)
 

@@ -1,4 +1,4 @@
-"""Softmax and log_softmax along a dimension whose elements are not neighbors in memory, or whose rows share no stride.
+"""Softmax and log_softmax along a dimension that is not contiguous, or over rows that share no stride.
 
     m' = max(m, x);  s = s*exp(m - m') + exp(x - m');  y = exp(x - m) / s     or   y = (x - m) - log(s)
 

@@ -30,10 +30,10 @@ from .config_tables import (
 )  # fmt: skip
 from .types import ITEMSIZE, REGIMES, VECTOR_BYTES, Device, Plan, Problem, power_of_two
 
-CONVERSION_BYTES = 96 << 10  # of shared memory, for a chunk that changes its layout: what every target has
-SMEM_STAGED_BYTES = 46 << 10  # of shared memory for chunks that stay there; 48 KB is what a kernel may declare
+CONVERSION_BYTES = 96 << 10  # of shared memory, for the layout conversion of a chunk; every target has as much
+SMEM_STAGED_BYTES = 46 << 10  # of shared memory, for staged chunks; a kernel may declare 48 KB in all
 STRIDED_TILE = 4096  # elements of a tile of the strided kernel
-MAX_CHUNKS = 24  # what a thread's 255 registers hold of a row, in vectors, without spilling
+MAX_CHUNKS = 24  # vectors of a row that a thread's 255 registers hold without spilling
 
 
 def config_table(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
@@ -44,7 +44,7 @@ def config_table(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
 
 
 def candidates(problem: Problem, device: Device) -> Iterator[Plan]:
-    """Every plan that could hold the row without spilling: what `fused-softmax tune` measures."""
+    """Every plan that could hold the row without spilling. `fused-softmax tune` measures them."""
     if (found := warp_plan(problem, device)) is not None:
         yield found
     for ctas in (1, 2, 4, 8, 16):
@@ -204,7 +204,7 @@ def resident_plan(problem: Problem, device: Device, config: KernelConfig) -> Pla
 
 
 def two_pass_plan(problem: Problem, device: Device, config: KernelConfig | None = None) -> Plan:
-    """The plan of the two_pass regime; `config` has the resident chunks, for rows whose slices are all that long."""
+    """The plan of the two_pass regime. Chunks are resident as `config` says, where every slice is that long."""
     vec, unaligned = geometry(problem)
     num_warps = max(1, (TWO_PASS_WARPS if config is None else config.num_warps) * 32 // device.warp_size)
     vectors = num_warps * device.warp_size * (problem.full_vec // vec)

@@ -40,7 +40,7 @@ class Device:
         return cap if self.supports_smem_staging or cap >= 96 else max(cap, min(cap + 8, most))
 
     def options(self, num_stages: int | None = None) -> dict[str, Any]:
-        """The launch options whose defaults differ between versions of Triton, or may differ; empty where interpreted.
+        """The launch options whose defaults may differ between versions of Triton; empty where interpreted.
 
         enable_fp_fusion: the multiply-adds of exp(x - m), off by default from Triton 3.10 on. num_stages: of loops;
         None: the backend's default at the time of the measurements.

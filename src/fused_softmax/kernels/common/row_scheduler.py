@@ -1,4 +1,4 @@
-"""The row scheduler: the order in which programs take the rows of masked scores, and what a causal row sees.
+"""The row scheduler: the order in which programs take the rows of masked scores, and the columns of causal rows.
 
 Programs take rows in groups that lie together in memory. Groups that share a mask follow each other soon, and the
 longest causal rows come first.
