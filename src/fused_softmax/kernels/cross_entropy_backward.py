@@ -180,15 +180,11 @@ def cross_entropy_backward(
     g_ptr: Vector,  # upstream gradient: [1] with g_stride 0, or [n_rows] with g_stride 1; float32
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
-    x_stride: Int64,
-    dx_stride: Int64,
+    x_stride: Int64, dx_stride: Int64,
     phase: Int32,
     n_splits: Int32,  # units that share a row
-    ignore_index: Int64,
-    g_stride: Int64,
-    smoothing: Float32,
-    cap: Float32,
-    z_loss: Float32,
+    ignore_index: Int64, g_stride: Int64,
+    smoothing: Float32, cap: Float32, z_loss: Float32,
     UNLESS_ONE: tl.constexpr,  # dx already holds the gradient for an upstream gradient of 1
     MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
     VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,

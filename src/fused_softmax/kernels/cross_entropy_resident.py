@@ -44,29 +44,17 @@ def cross_entropy_resident(
     moments_ptr: Vector,  # [n_rows, 2] float32
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
-    x_stride: Int64,
-    dx_stride: Int64,
+    x_stride: Int64, dx_stride: Int64,
     phase: Int32,
     ignore_index: Int64,
-    smoothing: Float32,
-    cap: Float32,
-    z_loss: Float32,
+    smoothing: Float32, cap: Float32, z_loss: Float32,
     MEAN: tl.constexpr,
     INPLACE: tl.constexpr,  # dx_ptr is x_ptr
-    WEIGHTED: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNPREDICATED: tl.constexpr,
-    UNALIGNED: tl.constexpr,
-    PTX: tl.constexpr,
+    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
     TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
-):
+):  # fmt: skip
     init_cluster_barrier(CTAS, 4 if SMOOTH else 2, PTX, WARPS_PER_ROW)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()

@@ -91,8 +91,7 @@ def load_query_mask(mask_row, exists):
 @triton.jit
 def load_masks(
     at, width, m_col, MASK_COLS: tl.constexpr,
-    SEGMENTS: tl.constexpr, CHUNKS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
+    SEGMENTS: tl.constexpr, CHUNKS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """The mask of a slice, tile by tile as `load_chunks` has the row.  # at: the slice's first column; [SEGMENTS, 1]
 
@@ -154,29 +153,20 @@ def masked_softmax_forward(
     mask_ptr: Vector,  # uint8 or floating, where MASK
     n_rows: Int64,  # fewer than 2^31
     n_cols: Int32,  # n_cols and the rows' strides: in units of VEC, or of one element where UNALIGNED
-    x_stride: Int64,
-    y_stride: Int64,
+    x_stride: Int64, y_stride: Int64,
     phase: Int32,
     n_queries: Int64,  # rows are (outer, n_middle, n_inner, n_queries)
     n_group: Int64,  # neighbors in the order of `scheduled_row`, and the numbers of `fast_divmod` for it
-    group_multiplier: Int64,
-    group_shift: Int64,
+    group_multiplier: Int64, group_shift: Int64,
     n_batch: Int64,  # n_rows/n_queries
-    batch_multiplier: Int64,
-    batch_shift: Int64,
-    n_middle: Int64,
-    n_inner: Int64,
+    batch_multiplier: Int64, batch_shift: Int64, n_middle: Int64, n_inner: Int64,
     m_outer: Int64,  # the mask's strides, in units of MASK_VEC
-    m_middle: Int64,
-    m_inner: Int64,
-    m_query: Int64,
+    m_middle: Int64, m_inner: Int64, m_query: Int64,
     m_col: Int64,  # where MASK_COLS is 2: elements
     scale: Float32,  # positive
     MASK: tl.constexpr,
     MASK_COLS: tl.constexpr,  # the mask's stride along the columns: 0, 1, or 2 for any other
-    MASK_VEC: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    ZERO: tl.constexpr,
+    MASK_VEC: tl.constexpr, CAUSAL: tl.constexpr, ZERO: tl.constexpr,
     TWO_PASS: tl.constexpr,  # the row does not fit on chip: CHUNKS are those of a step
     RECOMPUTE: tl.constexpr,  # without a mask: hold the row as loaded and compute exp twice
     ROWS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,

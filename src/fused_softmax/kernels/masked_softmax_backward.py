@@ -33,29 +33,16 @@ from .masked_softmax import NO_MASK, load_query_mask, mask_row_of
 @kernel(on_cluster=True)
 def masked_softmax_backward(
     y_ptr: Rows,  # the forward's output; all pointers: aligned to VEC elements
-    dy_ptr: Rows,
-    dx_ptr: Rows,
+    dy_ptr: Rows, dx_ptr: Rows,
     mask_ptr: Vector,  # uint8, where MASK
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
-    y_stride: Int64,
-    dy_stride: Int64,
-    dx_stride: Int64,
+    y_stride: Int64, dy_stride: Int64, dx_stride: Int64,
     phase: Int32,
-    n_queries: Int64,
-    n_group: Int64,
-    group_multiplier: Int64,
-    group_shift: Int64,
-    n_batch: Int64,
-    batch_multiplier: Int64,
-    batch_shift: Int64,
+    n_queries: Int64, n_group: Int64, group_multiplier: Int64, group_shift: Int64, n_batch: Int64,
+    batch_multiplier: Int64, batch_shift: Int64,
     n_middle: Int64,  # the mask's sizes and strides, as in `masked_softmax`
-    n_inner: Int64,
-    m_outer: Int64,
-    m_middle: Int64,
-    m_inner: Int64,
-    m_query: Int64,
-    m_col: Int64,
+    n_inner: Int64, m_outer: Int64, m_middle: Int64, m_inner: Int64, m_query: Int64, m_col: Int64,
     scale: Float32,
     MASK: tl.constexpr,  # none, or a boolean one
     MASK_COLS: tl.constexpr, MASK_VEC: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,

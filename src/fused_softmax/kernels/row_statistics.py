@@ -70,8 +70,7 @@ def row_statistics(
     n_rows: Int64,
     n_cols: Int32,  # n_cols and x_stride: in units of VEC, or of one element where UNALIGNED
     x_stride: Int64,
-    phase: Int32,
-    n_picks: Int32,
+    phase: Int32, n_picks: Int32,
     scale: Float32,
     PICKS: tl.constexpr,  # a power of two >= n_picks, or 0
     ENTROPY: tl.constexpr, SCALE: tl.constexpr, KEEP_MOMENTS: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
@@ -156,8 +155,7 @@ def row_statistics_backward(
     scale_ptr: Vector,  # [n_rows] float32, where SCALE is BY_ROW
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
-    x_stride: Int64,
-    dx_stride: Int64,
+    x_stride: Int64, dx_stride: Int64,
     phase: Int32,
     n_splits: Int32,  # programs that share a row
     n_picks: Int32,

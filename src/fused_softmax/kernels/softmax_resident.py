@@ -51,8 +51,7 @@ def softmax_resident(
     y_ptr: Rows,
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
-    x_stride: Int64,
-    y_stride: Int64,
+    x_stride: Int64, y_stride: Int64,
     phase: Int32,  # elements from the pointers to the first row, where UNALIGNED
     LOG: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr,
     VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr,
@@ -147,21 +146,13 @@ def gradient(y, dy, d, LOG: tl.constexpr):
 @kernel(on_cluster=True)
 def softmax_backward_resident(
     y_ptr: Rows,  # the forward's output; all pointers: aligned to VEC elements
-    dy_ptr: Rows,
-    dx_ptr: Rows,
+    dy_ptr: Rows, dx_ptr: Rows,
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
-    y_stride: Int64,
-    dy_stride: Int64,
-    dx_stride: Int64,
+    y_stride: Int64, dy_stride: Int64, dx_stride: Int64,
     phase: Int32,
-    LOG: tl.constexpr,
-    ROWS: tl.constexpr,
-    CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    LOG: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr,
+    VEC: tl.constexpr, CHUNKS: tl.constexpr,
     PREFETCHED: tl.constexpr,  # chunks of y that are read before the row's sum is known: all, or fewer where LOG
     UNPREDICATED: tl.constexpr,
     SMEM_STAGED: tl.constexpr,  # unpredicated chunks in shared memory

@@ -20,8 +20,7 @@ from .softmax_resident import normalize
 
 @kernel()
 def softmax_strided(
-    x_ptr: AnyTensor,
-    y_ptr: AnyTensor,
+    x_ptr: AnyTensor, y_ptr: AnyTensor,
     n_rows: Int64,  # neighboring rows; rows in all: outer x n_middle x n_rows, outer x n_middle on the grid
     n_cols: Int32,
     n_middle: Int64,

@@ -61,19 +61,13 @@ def softmax_two_pass(
     y_ptr: Rows,
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
-    x_stride: Int64,
-    y_stride: Int64,
+    x_stride: Int64, y_stride: Int64,
     phase: Int32,  # elements from the pointers to the first row, where UNALIGNED
-    LOG: tl.constexpr,
-    CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
+    LOG: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
     RESIDENT_CHUNKS: tl.constexpr,  # chunks that every slice has
     CHUNKS: tl.constexpr,  # of a step
-    UNALIGNED: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
     SEGMENTS: tl.constexpr = CTAS * WARPS_PER_ROW
     CHUNK: tl.constexpr = WARPS_PER_ROW * VECTORS * VEC
@@ -136,19 +130,12 @@ def softmax_two_pass(
 @kernel(on_cluster=True)
 def softmax_backward_two_pass(
     y_ptr: Rows,  # the forward's output; all pointers: aligned to VEC elements
-    dy_ptr: Rows,
-    dx_ptr: Rows,
+    dy_ptr: Rows, dx_ptr: Rows,
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
-    y_stride: Int64,
-    dy_stride: Int64,
-    dx_stride: Int64,
+    y_stride: Int64, dy_stride: Int64, dx_stride: Int64,
     phase: Int32,
-    LOG: tl.constexpr,
-    CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
+    LOG: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
     RESIDENT_CHUNKS: tl.constexpr,
     PREFETCHED: tl.constexpr,  # resident chunks of y that are read before the row's sum is known: fewer where LOG
     CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
