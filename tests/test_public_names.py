@@ -98,7 +98,7 @@ def test_names_and_signatures():
     assert set(fs.__all__) == {name for name in NAMES if "." not in name} | {"nn"}
     assert found.keys() == NAMES.keys()
     wrong = {name: (found[name], wanted) for name, wanted in NAMES.items() if found[name] != wanted}
-    # annotations of a NamedTuple differ between versions of Python, those of torch's own constructors between its versions
+    # annotations of a NamedTuple differ between versions of Python, those of torch's own between its versions
     for name in ("TokenStatistics", "nn.Softmax", "nn.LogSoftmax"):
         wrong.pop(name, None)
     assert not wrong

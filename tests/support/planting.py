@@ -1,8 +1,9 @@
 """Faults that are put into a copy of the package, and the process that runs the fuzzer on such copies.
 
-`python tests/planting.py` imports torch and Triton once and then forks for each request, a line of JSON on its standard
-input: {"source": folder of the copy, "op", "way", "dtypes", "columns", "seed", "cases"}. The child writes its process
-id, then each case before it runs, and once more with its problems where it is wrong; its parent writes how it ended.
+`python tests/support/planting.py` imports torch and Triton once and then forks for each request, a line of JSON on its
+standard input: {"source": folder of the copy, "op", "way", "dtypes", "columns", "seed", "cases"}. The child writes its
+process id, then each case before it runs, and once more with its problems where it is wrong. Its parent writes how it
+ended.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).resolve().parents[1] / "src" / "fused_softmax"
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "fused_softmax"
 
 
 @dataclass(frozen=True)

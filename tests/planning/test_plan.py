@@ -1,7 +1,7 @@
 """The planner: its golden table, that every variant of a kernel is chosen somewhere, that every plan covers its row.
 
-What a plan promises the kernels is checked here by brute force, from the slices as kernels/common/tiles.py cuts them, over
-every alignment, dtype and device; nothing of plan.py's own arithmetic is used for that.
+What a plan promises the kernels is checked here by brute force, from the slices as kernels/common/tiles.py cuts them,
+over every alignment, dtype and device; nothing of the planner's own arithmetic is used for that.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def test_the_check_sees_a_broken_plan(changed, why):
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_80", "gfx942"])
 def test_every_column_is_one_lines_and_chunks(target):
-    """The slices as kernels/common/tiles.py cuts them, column by column: each is one CTA's, part's and chunk's, or an end."""
+    """The slices as kernels/common/tiles.py cuts them, by column: each is a chunk of one CTA and warp, or an end."""
     device, seen = DEVICES[target], set()
     for asked, on, p in golden_plans.chosen():
         key = (

@@ -12,7 +12,7 @@ from planting import PACKAGE, Defect, plant
 
 pytestmark = pytest.mark.compiled
 
-CHECKS = Path(__file__).with_name("compiled_checks.py")
+CHECKS = Path(__file__).parents[1] / "support" / "compiled_checks.py"
 FAULTS = (
     (
         Defect(
