@@ -151,7 +151,7 @@ def tune(
     from rich.progress import Progress
 
     from fused_softmax.lab.bench.cases import FORWARD_WIDTHS
-    from fused_softmax.lab.tune import TUNABLE, as_ladders
+    from fused_softmax.lab.tune import TUNABLE, as_config_table
     from fused_softmax.lab.tune import tune as measure
     from fused_softmax.launch.device import device_here, interpreting
 
@@ -169,4 +169,4 @@ def tune(
             choices = measure(
                 op, asked[1], wanted, device_here(), elements, candidates, lambda choice: progress.advance(task)
             )
-    print(as_ladders(choices, torch.cuda.get_device_name()))
+    print(as_config_table(choices, torch.cuda.get_device_name()))
