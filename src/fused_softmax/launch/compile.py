@@ -65,7 +65,7 @@ class Launch:
 
     def _compile(self, index: int) -> None:
         """Compiles and loads the kernel without a launch, so that a failure is told from an error of the launch."""
-        key = (self.kernel, index, tuple(self.meta.items()), tuple(_specialized(a) for a in self.args))
+        key = self._key(index)
         availability.raise_if_failed(key)
         if key in _ready:
             return
@@ -74,6 +74,13 @@ class Launch:
         except Exception as error:
             raise availability.failed(key, _name(self.kernel), error) from error
         _ready.remember(key, True)
+
+    def failure(self, index: int) -> str | None:
+        """Why this kernel failed to compile for device `index` in this process, or None where it did not."""
+        return availability.failure(self._key(index))
+
+    def _key(self, index: int) -> tuple[Any, ...]:
+        return (self.kernel, index, tuple(self.meta.items()), tuple(_specialized(a) for a in self.args))
 
 
 _ready = Cache()  # what `Launch._compile` has compiled

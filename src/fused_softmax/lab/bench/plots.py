@@ -9,7 +9,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from fused_softmax.lab.bench.ops import SHORT
+from fused_softmax.lab.bench.inputs import SHORT
 from fused_softmax.lab.bench.record import Header, Record
 from fused_softmax.lab.bench.report import by_width, system_names
 

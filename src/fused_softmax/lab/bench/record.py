@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from fused_softmax.lab.bench.operation import DTYPES
+from fused_softmax.lab.bench.inputs import DTYPES
 
 # what a value of JSON may be for a name in a field's annotation
 JSON_TYPES: dict[str, Any] = {"str": str, "int": int, "bool": bool, "float": (int, float), "dict": dict}

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from fused_softmax.lab.bench.cases import SWEEP
-from fused_softmax.lab.bench.ops import SHORT
+from fused_softmax.lab.bench.inputs import SHORT
 from fused_softmax.lab.bench.record import Header, Record
 from fused_softmax.lab.bench.timing import FIRST_CALL, EventStopwatch
 

@@ -30,16 +30,15 @@ from fused_softmax.lab.bench.cases import (
     sweep,
     table,
 )
-from fused_softmax.lab.bench.operation import one_input
+from fused_softmax.lab.bench.inputs import one_input
 from fused_softmax.lab.bench.ops import OPS, family
 from fused_softmax.lab.bench.output import Output
-from fused_softmax.lab.bench.prebuild import Pair, prebuild
 from fused_softmax.lab.bench.readme import recorded_results
 from fused_softmax.lab.bench.record import Header, Record, header, results_folder
 from fused_softmax.lab.bench.report import print_report
-from fused_softmax.lab.bench.resources import ROWS, CrossCompiler, keys_of
-from fused_softmax.lab.bench.session import Session
+from fused_softmax.lab.bench.session import Pair, Session, prebuild
 from fused_softmax.lab.bench.systems import System, systems_for
+from fused_softmax.lab.resources import ROWS, CrossCompiler, keys_of
 from fused_softmax.launch.device import device_here, interpreting
 
 # each worker of the prebuild has tensors of a case's size and a context of its own in the device's memory

@@ -8,12 +8,14 @@ included), and the host time until an eager call returns. Any object with `round
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any, Protocol
 
 import torch
+
+from fused_softmax.lab.bench.inputs import Inputs
 
 Call = Callable[[], Any]
 # what a record is timed by where no stopwatch takes it: a process of its own does (first_call)
@@ -197,3 +199,34 @@ def rotating(call: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Call:
         return call(*sets[turn])
 
     return next_call
+
+
+def stopwatch_for(timed_by: str, device: torch.device) -> Stopwatch:
+    """The stopwatch of a case's way of timing."""
+    if timed_by == "host":
+        return HostStopwatch(device)
+    return GraphStopwatch(device) if timed_by == "graph" else EventStopwatch(device)
+
+
+def input_sets(inputs: Inputs, timed_by: str, device: torch.device) -> Iterator[Inputs]:
+    """The inputs, and as many copies as make the set larger than three times the L2 where events are used."""
+    yield inputs
+    if device.type != "cuda" or timed_by != "events":
+        return
+    one = sum(t.numel() * t.element_size() for t in inputs)
+    l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 2**26)
+    for _ in range(min(15, 3 * l2 // max(one, 1))):
+        yield tuple(t.clone().requires_grad_(t.requires_grad) for t in inputs)
+
+
+def peak_bytes(call: Callable[..., Any], inputs: Inputs) -> int:
+    """Device memory that a call takes beyond what is allocated before it, its results included."""
+    device = inputs[0].device
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    kept = call(*inputs)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del kept
+    return peak

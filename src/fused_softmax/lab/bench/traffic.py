@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fused_softmax.lab.bench.inputs import queries
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -66,7 +68,7 @@ MODELS: dict[str, Model] = {
 
 
 def regime_traffic(regime: str, n_rows: int, n_cols: int) -> Traffic | None:
-    """Traffic of our softmax by its plan's regime: stream reads the row twice, torch's own is not counted."""
+    """Traffic of our softmax by its plan's regime: two_pass reads the row twice, torch's own is not counted."""
     if regime == "two_pass":
         return two_reads(n_rows, n_cols)
     return one_read(n_rows, n_cols) if regime in ("warp", "block", "cluster") else None
@@ -78,3 +80,47 @@ def traffic(system: str, n_rows: int, n_cols: int, regime: str | None = None) ->
         return regime_traffic(regime, n_rows, n_cols) if regime else None
     model = MODELS.get(system)
     return model(n_rows, n_cols) if model else None
+
+
+# --- elements that any implementation must read and write: (n_rows, n_cols) -> (read, written) ------------------------
+
+
+def one_in_one_out(n_rows: int, n_cols: int) -> tuple[int, int]:
+    """As a copy."""
+    return n_rows * n_cols, n_rows * n_cols
+
+
+def two_in_one_out(n_rows: int, n_cols: int) -> tuple[int, int]:
+    """As an addition."""
+    return 2 * n_rows * n_cols, n_rows * n_cols
+
+
+def read_only(n_rows: int, n_cols: int) -> tuple[int, int]:
+    """As a read."""
+    return n_rows * n_cols, 0
+
+
+def forward_and_backward(n_rows: int, n_cols: int) -> tuple[int, int]:
+    """The forward as a copy, whose result autograd keeps; then result and gradient in, gradient out."""
+    return 3 * n_rows * n_cols, 2 * n_rows * n_cols
+
+
+def _visible(n_rows: int, n_cols: int) -> int:
+    """Elements that causality leaves: of each row the columns up to its query."""
+    n_queries = queries(n_rows, n_cols)
+    return n_rows // max(n_queries, 1) * sum(min(q + 1, n_cols) for q in range(n_queries))
+
+
+def causal(n_rows: int, n_cols: int) -> tuple[int, int]:
+    """Visible elements are read; all are written, zeros too."""
+    return _visible(n_rows, n_cols), n_rows * n_cols
+
+
+def causal_gradient(n_rows: int, n_cols: int) -> tuple[int, int]:
+    """Visible elements of the result and of its gradient are read; all are written, zeros too."""
+    return 2 * _visible(n_rows, n_cols), n_rows * n_cols
+
+
+def additive(n_rows: int, n_cols: int) -> tuple[int, int]:
+    """The scores, and the mask of one head once."""
+    return (n_rows + queries(n_rows, n_cols)) * n_cols, n_rows * n_cols

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +10,6 @@ import torch
 from rich.console import Console
 
 from fused_softmax.lab.registry import OPS, WAYS
-
-TOOLS = ("memcheck", "racecheck", "initcheck")
 
 
 def fuzz(
@@ -27,6 +22,7 @@ def fuzz(
     console = Console(width=None if sys.stdout.isatty() else 150)
     from . import record as records
     from . import replay
+    from . import sanitize as sanitizer
     from .session import Request, run
 
     try:
@@ -37,18 +33,25 @@ def fuzz(
 
             prepare("cuda" if torch.cuda.is_available() else "cpu")
             return int(bool(replay(replayed)))
-        if sanitize:
-            _known("sanitize", (sanitize,), TOOLS)
-            return _sanitized(sanitize)
         limits = _columns(columns)
         if record is not None:
             records.check(record)
+        request = Request(
+            ops, ways, dtypes, seconds, cases, per_cell, seed, workers, limits, record, huge, stop
+        )  # fmt: skip
+        if sanitize:
+            _known("sanitize", (sanitize,), sanitizer.TOOLS)
+            sanitizer.check(request)
+            sanitizer.find()
     except (ValueError, KeyError) as error:
         console.print(f"fuzz: {error}", markup=False)
         return 2
-    request = Request(
-        ops, ways, dtypes, seconds, cases, per_cell, seed, workers, limits, record, huge, stop
-    )  # fmt: skip
+    if sanitize:
+        summary = sanitizer.run(sanitize, request, console)
+        if record is not None:
+            records.add_sanitizer(record, request, summary.row())
+            console.print(f"recorded in {record}", markup=False)
+        return int(not summary.clean)
     findings = run(request, console)
     return 130 if findings.interrupted else int(bool(findings.wrong.total()))
 
@@ -70,19 +73,3 @@ def _columns(text: str) -> tuple[int, int] | None:
     if not 1 <= limits[0] <= limits[1]:
         raise ValueError(f"--columns: {text!r} must be 1 <= LOW <= HIGH")
     return limits
-
-
-def _sanitized(tool: str) -> int:
-    """The same command, without --sanitize, under compute-sanitizer: exact allocations, one process."""
-    found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if not Path(found).exists():
-        raise ValueError("--sanitize needs compute-sanitizer, of the CUDA toolkit, in PATH")
-    arguments, rest = [], iter(sys.argv[1:])
-    for argument in rest:
-        if argument == "--sanitize":
-            next(rest, None)
-        elif not argument.startswith("--sanitize="):
-            arguments.append(argument)
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [found, "--tool", tool, "--error-exitcode", "3", "--target-processes", "all"]
-    return subprocess.run([*command, sys.executable, "-m", "fused_softmax", *arguments], env=environment).returncode

@@ -82,7 +82,7 @@ class Budget:
     rows: int = 1 << 17
     columns: int = 1 << 18
     strided: int = 1 << 18  # columns that do not lie next to each other
-    widest: float = 0.04  # the part of the classes with 2^18 to 2^21 columns, which no other kernels take
+    widest: float = 0.02  # the part of the classes with 2^18 to 2^21 columns, which no other kernels take
     many_rows: float = 0.0  # the part of the cases of short rows with thousands of them, whatever `rows` says
     out_of_range: bool = False  # targets, which end a CUDA context
     wide: float = 1.0  # the part of the classes that may have so many columns; others have 1/16 at most

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .session import Findings, Request
 
 # what decides a kernel's code: the kernels, how they are launched, and the plans
-_SOURCES = ("kernels/*.py", "*launch*.py", "*plan*.py", "ladders.py", "problem.py", "launch/*.py", "planning/*.py")
+_SOURCES = ("kernels/*.py", "kernels/common/*.py", "launch/*.py", "planning/*.py")
 
 
 class OtherKernels(ValueError):
@@ -82,6 +82,21 @@ def write(path: Path, request: Request, findings: Findings, known: dict[str, Any
         },
         "failures": failures,
     }
+    if known is not None and "sanitizers" in known:
+        content["sanitizers"] = known["sanitizers"]
+    write_atomically(path, _dump(content))
+
+
+def add_sanitizer(path: Path, request: Request, row: dict[str, Any]) -> None:
+    """Add what a sanitizer's run gave: one row for each tool and seed; a row of the same seed is replaced."""
+    from .session import Findings
+
+    if not path.exists():
+        write(path, request, Findings(), None)
+    content = read(path)
+    assert content is not None
+    kept = [r for r in content.get("sanitizers", []) if (r["tool"], r["seed"]) != (row["tool"], request.seed)]
+    content["sanitizers"] = [*kept, {**row, "seed": request.seed}]
     write_atomically(path, _dump(content))
 
 

@@ -57,6 +57,7 @@ class Request:
     record: Path | None = None
     huge: bool = False
     stop_at_first: bool = False
+    per_class: int | None = None  # cases of one class and way
 
 
 @dataclass
@@ -114,7 +115,7 @@ def ways_of(op: str, request: Request, device: str) -> tuple[str, ...]:
 
 def units(request: Request, device: str, budget: Budget, end: float = math.inf) -> Iterator[Unit]:
     """Classes in turn over ops and dtypes, until the counts that are asked for are reached."""
-    per_class = PER_CLASS if device == "cuda" else PER_CLASS_INTERPRETED
+    per_class = request.per_class or (PER_CLASS if device == "cuda" else PER_CLASS_INTERPRETED)
     drawn: Counter = Counter()
     groups = [(op, dtype) for op in request.ops or tuple(OPS) for dtype in request.dtypes or DTYPES]
     for index in count():
