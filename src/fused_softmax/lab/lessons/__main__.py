@@ -1,4 +1,4 @@
-"""python -m fused_softmax.lab.lessons N runs lesson N; with --resources it prints what its kernel compiles to, as JSON."""
+"""python -m fused_softmax.lab.lessons N runs lesson N; --resources prints what its kernel compiles to, as JSON."""
 
 from __future__ import annotations
 
