@@ -290,7 +290,7 @@ def test_several_ops_are_recorded_in_a_file_each(tmp_path: Path, run_here: Calla
     assert {r.op for r in found["cross_entropy"]} == {"cross_entropy", "cross_entropy_forward"}
     assert {r.system for r in found["cross_entropy"]} == {"fused_softmax", "fused_softmax_in_place", "torch"}
     assert {r.status for records in found.values() for r in records} == {"ok"}
-    assert all(r.plan.startswith("tile: 1 CTA") for r in found["masked_softmax"] if r.system == "fused_softmax")
+    assert all(r.plan.startswith("warp: 1 CTA") for r in found["masked_softmax"] if r.system == "fused_softmax")
 
 
 @pytest.mark.interpreted

@@ -1,7 +1,7 @@
 """What the first call of a new shape costs: each case has a process of its own, in which no cache holds its kernel.
 
-`python -m fused_softmax.lab.bench.first_call CASE SYSTEM...` makes a context, calls each system on a tiny input of another
-dtype, so that imports and what Triton builds once are paid, and then times one call until the device has finished. The
+`python -m fused_softmax.lab.bench.first_call CASE SYSTEM...` makes a context, calls each system on a tiny input of
+another dtype, so that imports and what Triton builds once are paid, and then times one call until the device has finished. The
 case that is this tiny input is the very first call of its process, with all that in it. Results are checked after.
 """
 

@@ -1,7 +1,7 @@
 """What each system's kernels compile to for a GPU that is not here, in a process that does not interpret.
 
-`python -m fused_softmax.lab.bench.resources TARGET` reads lines of JSON (system, dtype, n_rows, n_cols) and answers each
-with one line: registers, spilled_bytes, shared_bytes, widest_load_bytes, or `failed` with the reason. The parent
+`python -m fused_softmax.lab.bench.resources TARGET` reads lines of JSON (system, dtype, n_rows, n_cols) and answers
+each with one line: registers, spilled_bytes, shared_bytes, widest_load_bytes, or `failed` with the reason. The parent
 interprets meanwhile; a process can do only one of the two, because Triton decides when a kernel is decorated.
 """
 
