@@ -1,8 +1,8 @@
-"""`fused-softmax tune`: time the planner's candidates on this device and print the config_tables that the planner would read.
+"""`fused-softmax tune`: times the planner's candidates on this device and prints config tables for the planner.
 
-For each dtype and width every candidate plan is checked, then timed interleaved with the op's ceiling; the fastest
-becomes a config. Nothing is changed by it: a person reads the config_tables, and puts them in config_tables.py with the measurement
-beside them. Every candidate is a kernel to compile: give it minutes, and few widths at a time.
+For each dtype and width every candidate plan is checked, then timed interleaved with the op's ceiling. The fastest
+becomes a config. The command changes no file: a person reads the tables and puts them in config_tables.py, with the
+measurement next to them. Every candidate is a kernel to compile, so expect minutes, and ask for few widths at a time.
 """
 
 from __future__ import annotations
@@ -111,13 +111,14 @@ def tune(
     return found
 
 
-def as_ladders(choices: Sequence[Choice], device_name: str) -> str:
-    """The choices as config_tables.py writes them: for each element size a tuple of configs in rising width.
+def as_config_table(choices: Sequence[Choice], device_name: str) -> str:
+    """The choices as config_tables.py has them: for each element size, a tuple of configs in rising width.
 
-    Neighbouring widths with the same numbers share a config. Where the tile regime won there is no config: it goes first.
+    Neighboring widths with the same numbers share a config. Widths where the warp regime wins have no config, because
+    the planner tries that regime first.
     """
     lines = [f"# measured on {device_name} by `fused-softmax tune`: fraction of the ceiling, runner-up, candidates"]
-    lines.append("LADDER = {")
+    lines.append("CONFIG_TABLE = {")
     for itemsize in sorted({DTYPES[c.dtype].itemsize for c in choices}):
         lines.append(f"    {itemsize}: (")
         mine = sorted((c for c in choices if DTYPES[c.dtype].itemsize == itemsize), key=lambda c: c.n_cols)
