@@ -53,13 +53,12 @@ DEFECTS = (
     ),
     Defect(
         "a wrong fill", "softmax_resident.py",
-        'CHUNKS, UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)',
-        "CHUNKS, UNPREDICATED, VECTORS, VEC, 0.0, WARPS_PER_ROW)",
+        'UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)', "UNPREDICATED, VECTORS, VEC, 0.0, WARPS_PER_ROW)",
         "softmax", dtypes=("bfloat16",),
     ),
     Defect(
         "a lost tail", "common/tiles.py",
-        "lane - VEC < n_cols - head - interior)", "lane - VEC < n_cols - head - interior - 1)", "softmax",
+        "place - VEC < n_cols - head - interior)", "place - VEC < n_cols - head - interior - 1)", "softmax",
         columns=(65, 3000),
     ),
     Defect(
@@ -69,8 +68,8 @@ DEFECTS = (
     ),
     Defect(
         "a row guard left out", "softmax_resident.py",
-        "    if ROWS > 1:\n        width = width_if(row < n_rows, width)\n\n    # each lane's own maximum",
-        "    # each lane's own maximum", "softmax", way="out", columns=(2, 40),
+        "    if ROWS > 1:\n        width = width_if(row < n_rows, width)\n\n    # each vector's own maximum",
+        "    # each vector's own maximum", "softmax", way="out", columns=(2, 40),
     ),
     Defect(
         "a wrong sign in a gradient", "softmax_resident.py",
@@ -90,7 +89,7 @@ DEFECTS = (
         "return tl.fma(x, scale, mask.to(tl.float32))", "return x + mask.to(tl.float32)", "masked_softmax",
     ),
     Defect(
-        "a row's end ignored where a program walks it", "softmax_strided.py",
+        "a row's end ignored in a loop over steps", "softmax_strided.py",
         "inside = (row < n_rows) & (col + start < n_cols)", "inside = (row < n_rows) & (col + start < n_cols - 1)",
         "log_softmax", columns=(65, 500), times=2,
     ),

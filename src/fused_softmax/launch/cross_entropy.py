@@ -248,12 +248,12 @@ def _reduced(loss: Tensor, op: CrossEntropy, n_cols: int) -> Tensor:
 def _shared(n_rows: int, op: CrossEntropy, device: Device) -> Flags:
     """How a sum over rows is shared: by the CTAs of a cluster where there are many rows, and clusters.
 
-    Weights are added up by one CTA: where they are looked up, Triton 3.6 does not keep a line in a warp, which the
-    exchange of a cluster needs.
+    One CTA adds up weights: where they are looked up, Triton 3.6 does not keep a segment in a warp, which a reduction
+    over a cluster needs.
     """
     ctas = 16 if n_rows > ONE_CTA_ROWS and device.max_cluster >= 16 and op.weight is None else 1
-    parts, lanes = (8, 32) if ctas > 1 else (1, 256)
-    return (("CTAS", ctas), ("WARPS_PER_ROW", parts), ("VECTORS", lanes), ("EACH", 8), ("PTX", device.ptx))
+    warps, vectors = (8, 32) if ctas > 1 else (1, 256)
+    return (("CTAS", ctas), ("WARPS_PER_ROW", warps), ("VECTORS", vectors), ("EACH", 8), ("PTX", device.ptx))
 
 
 def _counted(op: CrossEntropy, n_cols: int) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..planning.losses import plan_masked
+from ..planning.masked_softmax import plan_masked
 from ..planning.types import Plan
 from .compile import kernel_loader
 from .context import is_batch_invariant
@@ -120,8 +120,8 @@ def describe_mask(mask: Tensor | None, x: Tensor, plan: Plan, unused: Tensor) ->
 def _readable(mask: Tensor, plan: Plan) -> Tensor:
     """The mask as a kernel of this plan may read it: on a cluster its columns are neighbours, or one value.
 
-    Other strides are copied first. Their tile has a layout that spreads a line over warps (Triton 3.6), and the merge
-    over a cluster needs a line to be a warp.
+    Other strides are copied first. Triton 3.6 gives their tile a layout that spreads a segment over warps, but a
+    reduction over a cluster needs each segment in one warp.
     """
     if plan.ctas == 1 or mask.dim() == 0 or mask.shape[-1] == 1 or mask.stride(-1) in (0, 1):
         return mask
@@ -135,10 +135,10 @@ def _divisor(n: int, most: int) -> int:
 
 
 def row_schedule(x: Tensor, n_queries: int, shared: bool) -> tuple[int, ...]:
-    """(n_queries, n_group, multiplier, power, n_batch, multiplier, power), as the kernels' `scheduled_row` takes them.
+    """The arguments of `scheduled_row`: (n_queries, n_group, multiplier, power, n_batch, multiplier, power).
 
-    x: rows (n_rows, n_cols); shared: whether rows of the batch share a mask, so that they should come soon enough after
-    each other to find it in L2.
+    The multipliers and powers are for `fast_divmod`. x: rows (n_rows, n_cols). shared: whether rows of the batch share
+    a mask; they then follow each other soon enough to find it in L2.
     """
     n_group = n_queries
     if shared:
