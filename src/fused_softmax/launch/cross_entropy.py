@@ -97,7 +97,7 @@ SCALE_UNLESS_ONE = RowOp(plan_elementwise, always(_scale_unless_one))
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """The arguments of a cross-entropy next to its logits. target: (n_rows,) int64; weight: (n_cols,) float32."""
+    """What a cross-entropy is told beside its logits. target: (n_rows,) int64; weight: (n_cols,) float32."""
 
     target: Tensor
     weight: Tensor | None
@@ -248,8 +248,8 @@ def _reduced(loss: Tensor, op: CrossEntropy, n_cols: int) -> Tensor:
 def _shared(n_rows: int, op: CrossEntropy, device: Device) -> Flags:
     """How a sum over rows is shared: by the CTAs of a cluster where there are many rows, and clusters.
 
-    Weights are added up by one CTA: where they are looked up, Triton 3.6 does not keep a segment in a warp, which the
-    exchange of a cluster needs.
+    One CTA adds up weights: where they are looked up, Triton 3.6 does not keep a segment in a warp, which a reduction
+    over a cluster needs.
     """
     ctas = 16 if n_rows > ONE_CTA_ROWS and device.max_cluster >= 16 and op.weight is None else 1
     warps, vectors = (8, 32) if ctas > 1 else (1, 256)
