@@ -14,7 +14,7 @@ from fused_softmax.lab.bench.record import Record
 from fused_softmax.lab.bench.run import add_resources
 from fused_softmax.lab.plans import problem_for
 from fused_softmax.lab.resources import ROWS, compile_one, keys_of
-from fused_softmax.lab.tune import TUNABLE, Choice, as_ladders, choose
+from fused_softmax.lab.tune import TUNABLE, Choice, as_config_table, choose
 from fused_softmax.planning.softmax import KernelConfig, candidates, plan
 from fused_softmax.planning.types import DEVICES
 
@@ -55,15 +55,15 @@ def test_no_candidate_no_choice():
     assert choose("softmax", (torch.randn(3, 8),), [], ByIndex(), 0.001) is None
 
 
-def test_ladders_are_python_as_the_planner_has_it():
+def test_config_tables_are_python_as_the_planner_has_it():
     def choice(dtype: str, n_cols: int, regime: str) -> Choice:
         return Choice(dtype, n_cols, plan(problem_for(n_cols, dtype), DEVICES["sm_90"], regime), 0.9, 0.8, 5, ())
 
     found = [choice("bfloat16", 32768, "cluster"), choice("bfloat16", 30000, "cluster")]
     found += [choice("bfloat16", 256, "warp"), choice("float32", 4096, "block")]
     names: dict[str, Any] = {"KernelConfig": KernelConfig}
-    exec(as_ladders(found, "a device"), names)
-    table = names["LADDER"]
+    exec(as_config_table(found, "a device"), names)
+    table = names["CONFIGS"]
     wide, narrow = found[0].plan, found[3].plan
     assert table[2] == (KernelConfig(32768, wide.ctas, wide.num_warps, wide.recompute),)
     assert table[4] == (KernelConfig(4096, 1, narrow.num_warps),)

@@ -112,13 +112,13 @@ def tune(
     return found
 
 
-def as_ladders(choices: Sequence[Choice], device_name: str) -> str:
+def as_config_table(choices: Sequence[Choice], device_name: str) -> str:
     """The choices as config_tables.py writes them: for each element size a tuple of configs in rising width.
 
     Neighboring widths with the same numbers share a config. A width where the warp regime won has no config.
     """
     lines = [f"# measured on {device_name} by `fused-softmax tune`: fraction of the ceiling, runner-up, candidates"]
-    lines.append("LADDER = {")
+    lines.append("CONFIGS = {")
     for itemsize in sorted({DTYPES[c.dtype].itemsize for c in choices}):
         lines.append(f"    {itemsize}: (")
         mine = sorted((c for c in choices if DTYPES[c.dtype].itemsize == itemsize), key=lambda c: c.n_cols)
