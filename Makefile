@@ -16,7 +16,7 @@ EXTENDED_STAGES := docs compiled-others extended
 # Tritons that the kernels are compiled with besides the pinned one, by the tests of the planner's kernels and of what
 # versions change; and torches below the floor
 OTHER_TRITONS ?= 3.6.0 newest
-OTHER_TESTS ?= --tests tests/test_compiled_kernels.py tests/test_compiled_versions.py tests/test_compiled_layouts.py
+OTHER_TESTS ?= --tests $(addprefix tests/kernels/test_compiled_,kernels.py versions.py layouts.py)
 OLD_TORCHES ?= 2.4.1 2.6.0 2.8.0
 
 ifeq ($(strip $(VENV)),)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import _reduction as _Reduction
 from torch.overrides import handle_torch_function
 
 from .launch.layout import DTYPE_NAMES
+from .launch.torch_private import check_reduction, legacy_reduction
 from .torch_ops.arguments import (
     expect_flag,
     expect_floating,
@@ -98,7 +98,7 @@ def cross_entropy(
         expect_tensors("cross_entropy", input=input, target=target)
         expect_tensors("cross_entropy", weight=weight)
     if size_average is not None or reduce is not None:
-        reduction = _Reduction.legacy_get_string(size_average, reduce)
+        reduction = legacy_reduction(size_average, reduce)
     return cross_entropy_over(
         None, input, target, weight, ignore_index, reduction, label_smoothing, softcap, z_loss, inplace_backward
     )
@@ -137,7 +137,7 @@ def cross_entropy_over(
     if type(inplace_backward) is not bool:
         expect_flag("cross_entropy", "inplace_backward", inplace_backward)
     if reduction not in REDUCTIONS:
-        _Reduction.get_enum(reduction)  # raises, or warns that its name for the mean is old
+        check_reduction(reduction)  # raises, or warns that its name for the mean is old
         reduction = "mean"
     if weight is not None and weight.dtype is not torch.float32 and weight.dtype is not logits.dtype:
         raise RuntimeError(

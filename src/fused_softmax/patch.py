@@ -166,7 +166,7 @@ def _release(ops: Iterable[str]) -> None:
     for op in ops:
         _enabled[op] -= 1
         if _enabled[op] == 0 and op in _installed:
-            _installed.pop(op)._destroy()
+            torch_private.destroy_library(_installed.pop(op))
 
 
 def _install(op: str) -> None:
@@ -189,7 +189,7 @@ def _install(op: str) -> None:
                 library.impl(name, untraced(ours(_original(name, key))), key)
                 _kept.append(torch_private.get_kernel(f"aten::{name}", key))
     except BaseException:
-        library._destroy()
+        torch_private.destroy_library(library)
         raise
     _installed[op] = library
 

@@ -1,8 +1,8 @@
-"""`fused-softmax tune`: time the planner's candidates on this device and print them as a config table.
+"""`fused-softmax tune`: times the planner's candidates on this device and prints config tables for the planner.
 
-For each dtype and width every candidate plan is checked, then timed interleaved with the op's ceiling; the fastest
-becomes a config. The command changes no file: a person copies the table into config_tables.py, with the measurement
-next to it. Every candidate is a kernel to compile, so a run takes minutes: give few widths at a time.
+For each dtype and width every candidate plan is checked, then timed interleaved with the op's ceiling. The fastest
+becomes a config. The command changes no file: a person reads the tables and puts them in config_tables.py, with the
+measurement next to them. Every candidate is a kernel to compile, so expect minutes, and ask for few widths at a time.
 """
 
 from __future__ import annotations
@@ -113,12 +113,13 @@ def tune(
 
 
 def as_config_table(choices: Sequence[Choice], device_name: str) -> str:
-    """The choices as config_tables.py writes them: for each element size a tuple of configs in rising width.
+    """The choices as config_tables.py has them: for each element size, a tuple of configs in rising width.
 
-    Neighboring widths with the same numbers share a config. A width where the warp regime won has no config.
+    Neighboring widths with the same numbers share a config. Widths where the warp regime wins have no config, because
+    the planner tries that regime first.
     """
     lines = [f"# measured on {device_name} by `fused-softmax tune`: fraction of the ceiling, runner-up, candidates"]
-    lines.append("CONFIGS = {")
+    lines.append("CONFIG_TABLE = {")
     for itemsize in sorted({DTYPES[c.dtype].itemsize for c in choices}):
         lines.append(f"    {itemsize}: (")
         mine = sorted((c for c in choices if DTYPES[c.dtype].itemsize == itemsize), key=lambda c: c.n_cols)

@@ -64,7 +64,7 @@ class Launch:
 
     def _compile(self, index: int) -> None:
         """Compiles and loads the kernel without a launch, so that a failure is told from an error of the launch."""
-        key = (self.kernel, index, tuple(self.meta.items()), tuple(_specialized(a) for a in self.args))
+        key = self._key(index)
         availability.raise_if_failed(key)
         if key in _ready:
             return
@@ -75,6 +75,13 @@ class Launch:
         if len(_ready) >= CAPACITY:
             _ready.clear()
         _ready.add(key)
+
+    def failure(self, index: int) -> str | None:
+        """Why this kernel failed to compile for device `index` in this process, or None where it did not."""
+        return availability.failure(self._key(index))
+
+    def _key(self, index: int) -> tuple[Any, ...]:
+        return (self.kernel, index, tuple(self.meta.items()), tuple(_specialized(a) for a in self.args))
 
 
 _ready: set[tuple[Any, ...]] = set()  # what `Launch._compile` has compiled

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..planning.types import Device, Plan, Problem
 from . import compile as compiling
+from .availability import KernelUnavailable
 from .compile import Binding, Kernel, Launch, Pointers
 from .context import is_batch_invariant
 from .device import describe
@@ -88,7 +89,7 @@ def meta_of(kernel: Any, plan: Plan, device: Device, flags: Flags) -> dict[str, 
     meta = {name: meta[name] for name in declared.constexprs}
     meta["num_warps"] = plan.num_warps
     if device.kind == "cuda":
-        if "CTAS" in meta:
+        if declared.on_cluster:
             meta["num_ctas"] = plan.ctas
         if plan.max_registers is not None:
             meta["maxnreg"] = device.registers_within(plan.max_registers, plan.num_warps)
@@ -102,7 +103,7 @@ def _described(op: RowOp, rows: tuple[Tensor, ...], plan: Plan, device: Device, 
     scalars = run_time_arguments(plan, rows)
     offsets = tuple(scalars[-1] * t.element_size() for t in rows)
     n_splits = 1
-    if "n_splits" in kernel.declaration.arguments:
+    if kernel.declaration.splits_rows:
         n_splits = max(1, -(-rows[0].shape[1] // (plan.chunks * plan.vectors_per_chunk * plan.vec)))
         scalars = (*scalars, n_splits)
     return Prepared(kernel, plan, meta_of(kernel, plan, device, flags), scalars, n_splits, offsets, None)
@@ -223,7 +224,8 @@ def flat_launch(
     """The launch of a kernel of one program over vectors, as a record."""
     meta = {**dict(flags), "num_warps": num_warps}
     if device.kind == "cuda":
-        meta |= dict(num_ctas=meta.get("CTAS", 1), launch_pdl=meta.get("WAITS", False))
+        ctas = meta["CTAS"] if kernel().declaration.on_cluster else 1
+        meta |= dict(num_ctas=ctas, launch_pdl=meta.get("WAITS", False))
     meta |= device.options()
     return Launch(kernel(), (1,), (*tensors, *numbers), meta)
 
@@ -264,9 +266,12 @@ def planned(
     """
     device = device_of(on)
     plan = op.plan(rows, device, is_batch_invariant())
+    try:
+        kernel = op.kernel(plan)
+    except KernelUnavailable as error:
+        return str(error)
     if device.kind == "interpreter":
         return plan
-    kernel = op.kernel(plan)
     pointers = row_pointers(plan, tuple(t.dtype for t in rows)) + tuple((dtype, op.aligned) for dtype in vectors)
     meta = meta_of(kernel, plan, device, flags)
     return compiling.compile_failure(kernel, pointers, meta, on.get_device()) or plan

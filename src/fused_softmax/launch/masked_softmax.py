@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..planning.losses import plan_masked
+from ..planning.masked_softmax import plan_masked
 from ..planning.types import Plan
 from .compile import kernel_loader
 from .context import is_batch_invariant
@@ -135,10 +135,10 @@ def _divisor(n: int, most: int) -> int:
 
 
 def row_schedule(x: Tensor, n_queries: int, shared: bool) -> tuple[int, ...]:
-    """(n_queries, n_group, multiplier, power, n_batch, multiplier, power) of the kernels' `scheduled_row` and `fast_divmod`.
+    """The arguments of `scheduled_row`: (n_queries, n_group, multiplier, power, n_batch, multiplier, power).
 
-    x: rows (n_rows, n_cols); shared: whether rows of the batch share a mask, so that they should come soon enough after
-    each other to find it in L2.
+    The multipliers and powers are for `fast_divmod`. x: rows (n_rows, n_cols). shared: whether rows of the batch share
+    a mask; they then follow each other soon enough to find it in L2.
     """
     n_group = n_queries
     if shared:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..planning import softmax as planning
 from ..planning.types import Device, Plan
+from .availability import KernelUnavailable
 from .compile import Launch, kernel_loader
 from .context import is_batch_invariant
 from .device import describe
@@ -171,10 +172,20 @@ def _strided_rows(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:
     return ([(1, 0, 0)] * 3 + [merged[i] for i in order])[-3:]
 
 
-def strided_plan(x: Tensor, y: Tensor, dim: int) -> Plan:
-    """The plan of softmax over a dim whose elements, or rows, lie anywhere."""
+def planned_strided(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str:
+    """The plan of x over a dim whose elements, or rows, lie anywhere; or why its kernel did not compile. y may be a
+    meta tensor."""
+    device, index = device_of(x), x.get_device()
     if len(_row_dims(x, y, dim)) > 3:  # it is copied first
         x = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    try:
+        launch = strided_launch(x, y, dim, log, device)
+    except KernelUnavailable as error:
+        return str(error)
+    return launch.failure(index) or _strided_plan(x, y, dim)
+
+
+def _strided_plan(x: Tensor, y: Tensor, dim: int) -> Plan:
     n_rows, x_row, _ = _strided_rows(x, y, dim)[-1]
     x_col = 1 if x.shape[dim] == 1 else x.stride(dim)
     return planning.strided_plan(n_rows, x.shape[dim], along_cols=x_col == 1 and x_row != 1)
@@ -189,7 +200,7 @@ def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | N
     n_cols, x_col, y_col = x.shape[dim], x.stride(dim), y.stride(dim)
     if n_cols == 1:
         x_col = y_col = 1
-    plan = strided_plan(x, y, dim)
+    plan = _strided_plan(x, y, dim)
     grid = outer[0] * middle[0] * -(-n_rows // plan.rows)
     args = (x, y, n_rows, n_cols, middle[0], outer[1], middle[1], x_row, x_col, outer[2], middle[2], y_row, y_col)
     meta: dict[str, object] = dict(LOG=log, ROWS=plan.rows, COLS=plan.vectors_per_chunk, ONE_STEP=plan.chunks == 1)

@@ -20,9 +20,9 @@ from ..launch.availability import KernelUnavailable
 from ..launch.context import is_batch_invariant
 from ..launch.launcher import planned
 from ..launch.layout import DTYPE_NAMES, as_rows, rows_or_copy
+from ..launch.softmax import planned_strided, softmax_op
 from ..launch.softmax import softmax_backward as backward_by_kernel
 from ..launch.softmax import softmax_forward as forward_by_kernel
-from ..launch.softmax import softmax_op, strided_plan
 from ..planning.types import Plan
 from . import decompositions
 from .arguments import FLOATING
@@ -186,7 +186,8 @@ def planned_softmax(
     else:
         x_rows, out_rows = as_rows(x, index), as_rows(y, index)
         if x_rows is None or out_rows is None:
-            return strided_plan(x, y, index)
+            strided = planned_strided(x, y, index, log)
+            return Fallback(strided) if isinstance(strided, str) else strided
         rows = (x_rows if in_dtype is x.dtype else torch.empty_like(x_rows, dtype=in_dtype, device="meta"), out_rows)
     plan = planned(op, rows, (), flags, x)
     return Fallback(plan) if isinstance(plan, str) else plan

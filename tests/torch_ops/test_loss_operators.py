@@ -17,12 +17,11 @@ import torch.nn.functional as F
 from torch.library import opcheck
 
 import fused_softmax as fs
-from fused_softmax import integrations as adapters
+from fused_softmax import integrations
 from fused_softmax.lab import reference
-from fused_softmax.launch import cross_entropy as row_losses
+from fused_softmax.launch.context import is_batch_invariant
 from fused_softmax.losses import cross_entropy_over
-from fused_softmax.torch_ops import decompositions as loss_formulas
-from fused_softmax.torch_ops import loss_operators, masked_operators
+from fused_softmax.torch_ops import cross_entropy, decompositions, masked_softmax, token_logprobs
 
 pytestmark = pytest.mark.interpreted
 
@@ -211,7 +210,7 @@ def test_a_mean_over_another_count_and_the_trainers_loss():
     judge(lambda x, t, n: cross_entropy_over(n, x, t), x, target, torch.tensor(5))
     labels = target.view(2, 3)
     judge(
-        lambda x, t: tuple(adapters.causal_lm_loss({"logits": x}, t, n) for n in (None, 4, torch.tensor(4))),
+        lambda x, t: tuple(integrations.causal_lm_loss({"logits": x}, t, n) for n in (None, 4, torch.tensor(4))),
         x.detach().view(2, 3, 20).requires_grad_(),
         labels,
     )
@@ -238,7 +237,7 @@ def test_shapes_of_token_logprobs():
         lambda x, ids: (
             fs.token_logprobs(x, ids),
             fs.token_logprobs(x, ids, return_logsumexp=True).logsumexp,
-            adapters.selective_log_softmax(x, ids),
+            integrations.selective_log_softmax(x, ids),
         ),
         x,
         ids,
@@ -381,11 +380,11 @@ def test_autocast_is_eagers():
 
 def test_batch_invariance_reaches_the_kernels(monkeypatch):
     seen = []
-    forward = row_losses.cross_entropy_forward
+    forward = cross_entropy.rows.cross_entropy_forward
     monkeypatch.setattr(
-        row_losses,
+        cross_entropy.rows,
         "cross_entropy_forward",
-        lambda x, op: (seen.append(row_losses.is_batch_invariant()), forward(x, op))[1],
+        lambda x, op: (seen.append(is_batch_invariant()), forward(x, op))[1],
     )
     compiled = torch.compile(LOSSES["cross_entropy"], backend="aot_eager", fullgraph=True)
     compiled(torch.randn(3, 9))
@@ -522,27 +521,27 @@ def test_an_operator_refuses_what_its_kernel_would_read_outside_of():
         ((ids, *plain[:-1], torch.tensor([2.0], device="meta")), "same device.*denominator is on meta"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            loss_operators._cross_entropy_kernel(x, *given)
+            cross_entropy._cross_entropy_kernel(x, *given)
     for given, message in (
         ((ids[:, None].to("meta"), None), "same device.*ids is on meta"),
         ((ids[:1, None], None), r"ids must have shape \(2, 1\)"),
         ((ids[:, None], torch.ones(1)), r"scales must have shape \(2,\)"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            loss_operators._token_logprobs_kernel(x, *given, 1.0, False)
+            token_logprobs._token_logprobs_kernel(x, *given, 1.0, False)
     moments = torch.ones(2, 1), torch.ones(2), torch.ones(2, 2, device="meta")
     for of_rows, message in zip(
         moments, [r"moments must have shape \(2, 2\)"] * 2 + ["moments is on meta"], strict=True
     ):
         with pytest.raises(RuntimeError, match=message):
-            loss_operators._cross_entropy_backward_kernel(torch.ones(()), of_rows, x, ids, *plain)
+            cross_entropy._cross_entropy_backward_kernel(torch.ones(()), of_rows, x, ids, *plain)
         with pytest.raises(RuntimeError, match=message):
             rest = (torch.ones(2), of_rows, torch.ones(0), x, ids[:, None], None, 1.0)
-            loss_operators._token_logprobs_backward_kernel(None, *rest[:1], None, *rest[1:])
+            token_logprobs._token_logprobs_backward_kernel(None, *rest[:1], None, *rest[1:])
     with pytest.raises(RuntimeError, match="same device.*mask is on meta"):
-        masked_operators._backward_kernel(x, x, torch.ones(2, 5, device="meta"), 1.0, False)
+        masked_softmax._backward_kernel(x, x, torch.ones(2, 5, device="meta"), 1.0, False)
     with pytest.raises(RuntimeError, match="same device.*mask is on meta"):
-        masked_operators._forward_kernel(x, torch.ones(2, 5, device="meta"), 1.0, False, False)
+        masked_softmax._forward_kernel(x, torch.ones(2, 5, device="meta"), 1.0, False, False)
 
 
 def test_gradients_of_gradients_are_the_formulas_or_an_error():
@@ -568,10 +567,10 @@ def test_gradients_of_gradients_are_the_formulas_or_an_error():
 def test_the_gradient_written_out_is_autograds():
     x, target = rows(4, 6, torch.float64)
     given = fields("none, all", 6)
-    op = row_losses.CrossEntropy(target, *given)
+    op = cross_entropy.CrossEntropy(target, *given)
     g = torch.rand(4, dtype=torch.float64)
-    (want,) = torch.autograd.grad(loss_formulas.cross_entropy_of_rows(x, op), x, g)
-    torch.testing.assert_close(loss_formulas.cross_entropy_gradient(g, x, op), want)
+    (want,) = torch.autograd.grad(decompositions.cross_entropy_of_rows(x, op), x, g)
+    torch.testing.assert_close(decompositions.cross_entropy_gradient(g, x, op), want)
     torch.testing.assert_close(
         F.cross_entropy(x, target, reduction="none"), fs.cross_entropy(x, target, reduction="none")
     )

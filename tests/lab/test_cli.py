@@ -22,7 +22,7 @@ from fused_softmax.lab.bench.record import Record, from_json, header, to_json
 from fused_softmax.lab.cli import app
 from fused_softmax.lab.lessons import LESSONS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CLI = CliRunner()
 
 

@@ -11,29 +11,32 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_softmax.kernels.common.arguments import Int32, Rows
+from fused_softmax.kernels.common.arguments import kernel as declared
 from fused_softmax.launch import availability
 from fused_softmax.launch import compile as launch
-from fused_softmax.launch import softmax as rows
+from fused_softmax.launch import softmax as launch_softmax
+from fused_softmax.torch_ops.softmax import forward_or_torch
 
 pytestmark = pytest.mark.compiled
 IMAGE = "Triton Error [CUDA]: device kernel image is invalid"
 FAULT = "Triton Error [CUDA]: an illegal memory access was encountered"
 
 
-@triton.jit
-def copy_numbers(x_ptr, y_ptr, n_cols, COLS: tl.constexpr):
+@declared()
+def copy_numbers(x_ptr: Rows, y_ptr: Rows, n_cols: Int32, COLS: tl.constexpr):
     at = tl.arange(0, COLS)
     tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < n_cols), mask=at < n_cols)
 
 
-@triton.jit
-def copy_numbers_again(x_ptr, y_ptr, n_cols, COLS: tl.constexpr):
+@declared()
+def copy_numbers_again(x_ptr: Rows, y_ptr: Rows, n_cols: Int32, COLS: tl.constexpr):
     at = tl.arange(0, COLS)
     tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < n_cols), mask=at < n_cols)
 
 
-@triton.jit
-def call_what_is_not_there(x_ptr, y_ptr, n_cols, COLS: tl.constexpr):
+@declared()
+def call_what_is_not_there(x_ptr: Rows, y_ptr: Rows, n_cols: Int32, COLS: tl.constexpr):
     tl.store(y_ptr + tl.arange(0, COLS), tl.no_such_function(x_ptr))
 
 
@@ -156,6 +159,6 @@ def test_softmax_of_a_kernel_that_does_not_compile(loader, monkeypatch):
     def launch_rows(*_, **__):
         build(call_what_is_not_there)
 
-    monkeypatch.setattr(rows, "launch_rows", launch_rows)
+    monkeypatch.setattr(launch_softmax, "launch_rows", launch_rows)
     with pytest.warns(UserWarning, match="no_such_function"):
-        assert torch.equal(rows.forward_or_torch(x, -1, torch.float32, False), torch.softmax(x, -1))
+        assert torch.equal(forward_or_torch(x, -1, torch.float32, False), torch.softmax(x, -1))

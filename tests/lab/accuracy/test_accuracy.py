@@ -18,7 +18,7 @@ from fused_softmax.lab.accuracy.table import by_kind, by_width, number
 from fused_softmax.lab.accuracy.ulp import errors, flushed, ulp
 from fused_softmax.lab.cli import app
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
 CLI = CliRunner()
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 
+import cases
 import pytest
 
 pytestmark = pytest.mark.interpreted
@@ -47,7 +48,7 @@ print("right")
 @pytest.mark.parametrize("regime", ["warp", "block", "cluster", "two_pass"])
 def test_row_offsets_past_two_to_the_31(regime):
     done = subprocess.run(
-        [sys.executable, "-c", CODE, os.path.dirname(__file__), regime],
+        [sys.executable, "-c", CODE, os.path.dirname(cases.__file__), regime],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
 """Checks of what kernels compile to, as functions, so that they can also be run against kernels with a planted fault.
 
-`python tests/compiled_checks.py NAME` runs one on the `fused_softmax` that PYTHONPATH finds first, and prints what is
-wrong.
+`python tests/support/compiled_checks.py NAME` runs one on the `fused_softmax` that PYTHONPATH finds first, and prints
+what is wrong.
 """
 
 from __future__ import annotations

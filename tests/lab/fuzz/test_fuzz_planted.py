@@ -42,6 +42,6 @@ def test_the_fuzzer_finds(planter, defect, seed, tmp_path):
 
 
 def test_a_fault_whose_place_is_gone_is_no_fault(tmp_path):
-    gone = Defect("gone", "slices.py", "text that no kernel has", "", "softmax")
+    gone = Defect("gone", "common/tiles.py", "text that no kernel has", "", "softmax")
     with pytest.raises(LookupError, match="0 times"):
         plant(gone, tmp_path)

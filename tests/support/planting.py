@@ -1,8 +1,9 @@
 """Faults that are put into a copy of the package, and the process that runs the fuzzer on such copies.
 
-`python tests/planting.py` imports torch and Triton once and then forks for each request, a line of JSON on its standard
-input: {"source": folder of the copy, "op", "way", "dtypes", "columns", "seed", "cases"}. The child writes its process
-id, then each case before it runs, and once more with its problems where it is wrong; its parent writes how it ended.
+`python tests/support/planting.py` imports torch and Triton once and then forks for each request, a line of JSON on its
+standard input: {"source": folder of the copy, "op", "way", "dtypes", "columns", "seed", "cases"}. The child writes its
+process id, then each case before it runs, and once more with its problems where it is wrong. Its parent writes how it
+ended.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).resolve().parents[1] / "src" / "fused_softmax"
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "fused_softmax"
 
 
 @dataclass(frozen=True)
@@ -38,57 +39,57 @@ class Defect:
 
 DEFECTS = (
     Defect(
-        "a mask off by one", "slices.py",
+        "a mask off by one", "common/tiles.py",
         "mask=offsets < width, other=fill", "mask=offsets < width - 1, other=fill", "softmax",
     ),
     Defect(
-        "a stride ignored", "resident.py",
+        "a stride ignored", "softmax_resident.py",
         "x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)",
         "x_row = x_ptr + start_of(row, n_cols, phase, VEC, UNALIGNED)", "log_softmax",
     ),
     Defect(
-        "a missing rescale", "walk.py",
+        "a missing rescale", "common/online_softmax.py",
         "        s = s * exp(m - m_new)\n", "        s = s * 1.0\n", "logsumexp", columns=(2000, 40000),
     ),
     Defect(
-        "a wrong fill", "resident.py",
-        'CHUNKS, UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)', "CHUNKS, UNPREDICATED, VECTORS, VEC, 0.0, WARPS_PER_ROW)",
+        "a wrong fill", "softmax_resident.py",
+        'UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)', "UNPREDICATED, VECTORS, VEC, 0.0, WARPS_PER_ROW)",
         "softmax", dtypes=("bfloat16",),
     ),
     Defect(
-        "a lost tail", "slices.py",
-        "lane - VEC < n_cols - head - interior)", "lane - VEC < n_cols - head - interior - 1)", "softmax",
+        "a lost tail", "common/tiles.py",
+        "place - VEC < n_cols - head - interior)", "place - VEC < n_cols - head - interior - 1)", "softmax",
         columns=(65, 3000),
     ),
     Defect(
-        "16-bit accumulation", "resident.py",
+        "16-bit accumulation", "softmax_resident.py",
         "        s += sum_of_vectors(e, IN_ORDER)\n", "        s += tl.sum(e.to(tl.float16), 2).to(tl.float32)\n",
         "softmax", columns=(64, 3000),
     ),
     Defect(
-        "a row guard left out", "resident.py",
-        "    if ROWS > 1:\n        width = width_if(row < n_rows, width)\n\n    # each lane's own maximum",
-        "    # each lane's own maximum", "softmax", way="out", columns=(2, 40),
+        "a row guard left out", "softmax_resident.py",
+        "    if ROWS > 1:\n        width = width_if(row < n_rows, width)\n\n    # each vector's own maximum",
+        "    # each vector's own maximum", "softmax", way="out", columns=(2, 40),
     ),
     Defect(
-        "a wrong sign in a gradient", "resident.py",
+        "a wrong sign in a gradient", "softmax_resident.py",
         "return y.to(tl.float32) * (dy.to(tl.float32) - d)", "return y.to(tl.float32) * (dy.to(tl.float32) + d)",
         "softmax", way="module",
     ),
     Defect(
-        "a smoothing term dropped", "loss_gradients.py",
+        "a smoothing term dropped", "cross_entropy_backward.py",
         "        a = b + c * w_sum\n", "        a = b\n", "cross_entropy",
     ),
     Defect(
-        "causality off by one", "order.py",
+        "causality off by one", "common/row_scheduler.py",
         "return tl.minimum(query + 1, columns)", "return tl.minimum(query + 2, columns)", "masked_softmax",
     ),
     Defect(
-        "a scale forgotten", "masked.py",
+        "a scale forgotten", "masked_softmax.py",
         "return tl.fma(x, scale, mask.to(tl.float32))", "return x + mask.to(tl.float32)", "masked_softmax",
     ),
     Defect(
-        "a row's end ignored where a program walks it", "strided.py",
+        "a row's end ignored in a loop over steps", "softmax_strided.py",
         "inside = (row < n_rows) & (col + start < n_cols)", "inside = (row < n_rows) & (col + start < n_cols - 1)",
         "log_softmax", columns=(65, 500), times=2,
     ),

@@ -63,7 +63,7 @@ def test_config_tables_are_python_as_the_planner_has_it():
     found += [choice("bfloat16", 256, "warp"), choice("float32", 4096, "block")]
     names: dict[str, Any] = {"KernelConfig": KernelConfig}
     exec(as_config_table(found, "a device"), names)
-    table = names["CONFIGS"]
+    table = names["CONFIG_TABLE"]
     wide, narrow = found[0].plan, found[3].plan
     assert table[2] == (KernelConfig(32768, wide.ctas, wide.num_warps, wide.recompute),)
     assert table[4] == (KernelConfig(4096, 1, narrow.num_warps),)

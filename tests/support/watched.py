@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fused_softmax as fs
+from fused_softmax.launch import softmax as launch_softmax
 from fused_softmax.torch_ops import logsumexp, softmax
 
 PAIRS = [(fs.softmax, torch.softmax), (fs.log_softmax, torch.log_softmax)]
@@ -35,4 +36,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     watch_one(softmax, "backward_by_kernel")
     watch_one(logsumexp, "forward_by_kernel")
     watch_one(logsumexp, "backward_by_kernel")
+    # patch() finds them here, and so do they each other
+    watch_one(launch_softmax, "softmax_forward")
+    watch_one(launch_softmax, "softmax_backward")
     return seen

@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from fused_softmax.lab import cross_compile as compiled
-from fused_softmax.launch import cross_entropy as row_losses
-from fused_softmax.launch import launcher as loss_launch
-from fused_softmax.launch import masked_softmax as masked_rows
+from fused_softmax.launch import cross_entropy, masked_softmax, token_logprobs
+from fused_softmax.launch.launcher import row_launch
 from fused_softmax.launch.layout import problem_of
-from fused_softmax.planning.losses import plan_elementwise, plan_statistics
 from fused_softmax.planning.types import DEVICES
 
 pytestmark = pytest.mark.compiled
@@ -37,12 +35,13 @@ def rows_like(
 
 def cross_entropy_launch(x, dx, smoothing: float, softcap: float | None):
     target, number = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
-    op = row_losses.CrossEntropy(target, None, None, -100, "mean", smoothing, softcap, 0.0)
+    op = cross_entropy.CrossEntropy(target, None, None, -100, "mean", smoothing, softcap, 0.0)
     flags = (("MEAN", True), ("INPLACE", False), *op.flags)
-    plan = row_losses._PLANNERS[op.arithmetic](problem_of(x, dx), SM_90)
+    row_op = cross_entropy.WITH_GRADIENT[op.arithmetic]
+    plan = row_op.planner(problem_of(x, dx), SM_90)
     vectors = (target, number, number, number, number, number)
     numbers = (op.ignore_index, *op.numbers)
-    return loss_launch.row_launch("cross_entropy_resident", (x, dx), vectors, numbers, flags, plan, SM_90), plan
+    return row_launch(row_op, (x, dx), vectors, numbers, flags, plan, SM_90), plan
 
 
 @pytest.fixture
@@ -103,9 +102,9 @@ def test_smoothed_losses_compile(n_cols, smoothing, softcap, dtype):
 def test_statistics_do_not_spill(n_cols, scale):
     x, number, ids = torch.empty(3, n_cols, dtype=torch.bfloat16), torch.zeros(3), torch.zeros(3, 1, dtype=torch.int64)
     flags = (("PICKS", 1), ("ENTROPY", True), ("SCALE", scale), ("KEEP_MOMENTS", True))
-    plan = plan_statistics(problem_of(x), SM_90)
+    plan = token_logprobs.FORWARD.planner(problem_of(x), SM_90)
     vectors = (number, number, number, ids, number, number)
-    launch = loss_launch.row_launch("row_statistics", (x,), vectors, (1, 1.0), flags, plan, SM_90)
+    launch = row_launch(token_logprobs.FORWARD, (x,), vectors, (1, 1.0), flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
 
 
@@ -114,12 +113,12 @@ def test_statistics_do_not_spill(n_cols, scale):
 def test_masked_softmax_does_not_spill(n_cols, mask, causal):
     x = torch.empty(4, n_cols, dtype=torch.bfloat16)
     of_mask = torch.empty(2, n_cols, dtype=torch.bfloat16 if mask == 2 else torch.uint8)
-    plan = (masked_rows._plan_masked if mask else masked_rows._plan_unmasked)(problem_of(x, x), SM_90)
+    op = masked_softmax.FORWARD[mask > 0]
+    plan = op.planner(problem_of(x, x), SM_90)
     vec = 8 if mask and n_cols % 8 == 0 else 1
     flags = (("MASK", mask), ("MASK_COLS", int(mask > 0)), ("MASK_VEC", vec), ("CAUSAL", causal), ("ZERO", False))
-    flags = (*flags, ("TWO_PASS", plan.regime == "two_pass"))
-    numbers = (*masked_rows._order(x, 2, shared=True), 1, 2, 0, 0, 0, n_cols // vec, 1, 0.5)
-    launch = loss_launch.row_launch("masked_softmax_forward", (x, x), (of_mask,), numbers, flags, plan, SM_90)
+    numbers = (*masked_softmax.row_schedule(x, 2, shared=True), 1, 2, 0, 0, 0, n_cols // vec, 1, 0.5)
+    launch = row_launch(op, (x, x), (of_mask,), numbers, flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
 
 
@@ -130,12 +129,12 @@ def test_masked_softmax_does_not_spill(n_cols, mask, causal):
 def test_masked_gradients_do_not_spill(n_cols, mask_cols, causal, dtype):
     x = torch.empty(4, n_cols, dtype=dtype)
     mask = None if mask_cols is None else torch.ones(2, n_cols if mask_cols else 1, dtype=torch.bool)
-    planner = masked_rows._plan_backward if mask is None else masked_rows._plan_masked_backward
-    plan = planner(problem_of(x, x, x), SM_90)
-    read, of_mask, of_strides = masked_rows._described(mask, x.view(2, 2, n_cols), plan, x)
-    numbers = (*masked_rows._order(x, 2, shared=False), *of_strides, 0.5)
+    op = masked_softmax.BACKWARD[mask is not None]
+    plan = op.planner(problem_of(x, x, x, backward=True), SM_90)
+    read, of_mask, of_strides = masked_softmax.describe_mask(mask, x.view(2, 2, n_cols), plan, x)
+    numbers = (*masked_softmax.row_schedule(x, 2, shared=False), *of_strides, 0.5)
     flags = (*of_mask, ("CAUSAL", causal))
-    launch = loss_launch.row_launch("masked_softmax_backward", (x, x, x), (read,), numbers, flags, plan, SM_90)
+    launch = row_launch(op, (x, x, x), (read,), numbers, flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
 
 
@@ -145,12 +144,12 @@ def test_masked_gradients_do_not_spill(n_cols, mask_cols, causal, dtype):
 def test_gradients_of_losses_do_not_spill(n_cols, smoothing, softcap, dtype):
     x, number = torch.empty(3, n_cols, dtype=dtype), torch.zeros(6)
     target = torch.zeros(3, dtype=torch.int64)
-    op = row_losses.CrossEntropy(target, None, None, -100, "mean", smoothing, softcap, 0.0)
+    op = cross_entropy.CrossEntropy(target, None, None, -100, "mean", smoothing, softcap, 0.0)
     flags = (("UNLESS_ONE", True), ("MEAN", True), *op.flags)
     vectors = (target, number, number, number, number, number)
-    plan = plan_elementwise(problem_of(x, x), SM_90)
+    plan = cross_entropy.BACKWARD.planner(problem_of(x, x), SM_90)
     numbers = (op.ignore_index, 0, *op.numbers)
-    launch = loss_launch.row_launch("cross_entropy_backward", (x, x), vectors, numbers, flags, plan, SM_90)
+    launch = row_launch(cross_entropy.BACKWARD, (x, x), vectors, numbers, flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
 
 
@@ -159,8 +158,8 @@ def test_gradients_of_losses_do_not_spill(n_cols, smoothing, softcap, dtype):
 @pytest.mark.parametrize("kept", [False, True], ids=["logsumexp", "moments"])
 def test_gradients_of_statistics_do_not_spill(n_cols, kept, dtype):
     x, number, ids = torch.empty(3, n_cols, dtype=dtype), torch.zeros(6), torch.zeros(3, 1, dtype=torch.int64)
-    flags = (("PICKS", int(kept)), ("ENTROPY", kept), ("LSE", True), ("SCALE", 2 * kept), ("RESIDENT_CHUNKS", kept))
+    flags = (("PICKS", int(kept)), ("ENTROPY", kept), ("LSE", True), ("SCALE", 2 * kept), ("HAS_MOMENTS", kept))
     vectors = (number, number, number, ids, number, number, number)
-    plan = plan_elementwise(problem_of(x, x), SM_90)
-    launch = loss_launch.row_launch("row_statistics_backward", (x, x), vectors, (1, 1.0), flags, plan, SM_90)
+    plan = token_logprobs.BACKWARD.planner(problem_of(x, x), SM_90)
+    launch = row_launch(token_logprobs.BACKWARD, (x, x), vectors, (1, 1.0), flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from watched import both, close, watch
 
 import fused_softmax as fs
-from fused_softmax.launch import softmax as rows
-from fused_softmax.torch_ops import operators
+from fused_softmax.torch_ops import softmax as torch_softmax
+from fused_softmax.torch_ops.route import can_bypass_dispatcher
 
 pytestmark = pytest.mark.interpreted
 
@@ -115,11 +115,11 @@ def test_only_the_output_is_saved(ours, torchs, through_the_operator):
 def test_eager_calls_leave_the_dispatcher_out(ours, torchs, calls):
     x = torch.randn(3, 8, requires_grad=True)
     name = f"{torchs.__name__}_backward"
-    assert operators.is_plain(x)
+    assert can_bypass_dispatcher(x)
     ours(x).sum().backward()
     assert calls == ["softmax_forward", "softmax_backward"]
     with Ops() as seen:
-        assert not operators.is_plain(x)
+        assert not can_bypass_dispatcher(x)
         ours(x).sum().backward()
     assert f"fused_softmax::{torchs.__name__}" in seen.names
     assert f"fused_softmax::{name}" in seen.names
@@ -129,9 +129,13 @@ def test_eager_calls_leave_the_dispatcher_out(ours, torchs, calls):
 def test_a_half_is_not_cast_on_its_way_to_float(ours, torchs, monkeypatch):
     """dtype=float32 of 16-bit input is fused, both ways round, eager and compiled; other dtypes are cast before."""
     seen = []
-    forward, backward = rows.softmax_forward, rows.softmax_backward
-    monkeypatch.setattr(rows, "softmax_forward", lambda x, *a: (seen.append((x.dtype, a[1])), forward(x, *a))[1])
-    monkeypatch.setattr(rows, "softmax_backward", lambda dy, *a: (seen.append((dy.dtype, a[2])), backward(dy, *a))[1])
+    forward, backward = torch_softmax.forward_by_kernel, torch_softmax.backward_by_kernel
+    monkeypatch.setattr(
+        torch_softmax, "forward_by_kernel", lambda x, *a: (seen.append((x.dtype, a[1])), forward(x, *a))[1]
+    )
+    monkeypatch.setattr(
+        torch_softmax, "backward_by_kernel", lambda dy, *a: (seen.append((dy.dtype, a[2])), backward(dy, *a))[1]
+    )
     half, single, wide = torch.float16, torch.float32, torch.float64
     x = torch.randn(3, 8).half().requires_grad_()
     torch._dynamo.reset()
@@ -164,7 +168,7 @@ def test_subclasses_are_torchs(ours, torchs):
     assert type(y) is Tagged
     close(y.as_subclass(torch.Tensor), torchs(x.as_subclass(torch.Tensor), -1))
     parameter = torch.nn.Parameter(torch.randn(2, 3))
-    assert operators.is_plain(parameter)
+    assert can_bypass_dispatcher(parameter)
 
 
 @both

@@ -108,8 +108,8 @@ def losses(target: str) -> Iterator[Named]:
                 chosen = plan_statistics(problem_of(x), device)
                 name, numbers = f"{' smoothed' * (smoothing > 0)} {dtype} {n_cols}", (op.ignore_index, *op.numbers)
                 launch = row_launch(
-                    cross_entropy.FORWARD[op.arithmetic], (x,), (*op.vectors(number), number, number), numbers, op.flags,
-                    chosen, device,
+                    cross_entropy.FORWARD[op.arithmetic], (x,), (*op.vectors(number), number, number), numbers,
+                    op.flags, chosen, device,
                 )  # fmt: skip
                 yield f"cross_entropy_forward{name}", as_called(launch), chosen
                 chosen = cross_entropy.WITH_GRADIENT[op.arithmetic].planner(problem_of(x, x), device)

@@ -1,4 +1,4 @@
-"""The golden table of plans: `python tests/golden_plans.py` rewrites tests/golden/plans.txt from the planner as it is.
+"""The golden table of plans: `python tests/support/golden_plans.py` rewrites golden/plans.txt from the planner.
 
 A change to a table in plan.py then shows in a diff as what it is: which widths run differently, and on which devices.
 """
@@ -14,7 +14,7 @@ from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.types import DEVICES, Device, Plan, Problem
 
 GOLDEN = Path(__file__).parent / "golden" / "plans.txt"
-COMMAND = "python tests/golden_plans.py"
+COMMAND = "python tests/support/golden_plans.py"
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 LEGEND = f"""\
 # What the planner chooses, made by `{COMMAND}`. A cell: regime, rows of a program x CTAs of a row,

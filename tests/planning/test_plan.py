@@ -1,7 +1,7 @@
 """The planner: its golden table, that every variant of a kernel is chosen somewhere, that every plan covers its row.
 
-What a plan promises the kernels is checked here by brute force, from the slices as kernels/slices.py cuts them, over
-every alignment, dtype and device; nothing of plan.py's own arithmetic is used for that.
+What a plan promises the kernels is checked here by brute force, from the slices as kernels/common/tiles.py cuts them,
+over every alignment, dtype and device; nothing of the planner's own arithmetic is used for that.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import pytest
 import torch
 from planned import DTYPES, PROMISED, compile_time, kernels, problem
 
-import fused_softmax.planning.softmax
+from fused_softmax.launch.launcher import meta_of
 from fused_softmax.launch.layout import problem_of
-from fused_softmax.planning import config_tables as config_tables
+from fused_softmax.launch.softmax import softmax_op
+from fused_softmax.planning import config_tables
 from fused_softmax.planning import losses as loss_plans
 from fused_softmax.planning.softmax import WARP_MAX_COLS, plan
 from fused_softmax.planning.types import DEVICES, REGIMES, Device, Plan, Problem
@@ -118,7 +119,7 @@ def unmasked_of(p: Plan) -> str:
 def test_every_rung_is_chosen_by_some_width(table, itemsize):
     target, backward, log = table
     dtype = {2: "bfloat16", 4: "float32"}[itemsize]
-    configs, below = TABLES[table][itemsize], fused_softmax.plan.WARP_COLS[itemsize]
+    configs, below = TABLES[table][itemsize], config_tables.WARP_COLS[itemsize]
     for config in configs:
         assert config.max_cols > below, f"{config} comes after {below}"
         widest = 2 * below if config.max_cols == config_tables.WIDEST else config.max_cols
@@ -146,7 +147,7 @@ def test_every_rung_is_chosen_by_some_width(table, itemsize):
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_every_tile_rung_is_chosen_by_some_width(itemsize):
     dtype, vec, below = {2: "bfloat16", 4: "float32"}[itemsize], 16 // itemsize, 0
-    configs = fused_softmax.plan.WARP[itemsize]
+    configs = config_tables.WARP[itemsize]
     for config in configs:
         assert below < config.max_cols, f"{config} comes after {below}"
         n_cols = below * vec + vec
@@ -155,8 +156,8 @@ def test_every_tile_rung_is_chosen_by_some_width(itemsize):
         assert got.rows * got.vectors_per_chunk == config.num_warps * 32 * config.rows, config
         below = config.max_cols
     assert below * vec >= WARP_MAX_COLS > configs[-2].max_cols * vec
-    scalar = plan(problem(fused_softmax.plan.WARP_SCALAR_COLS, (dtype, dtype), "apart"), DEVICES["sm_90"])
-    assert (scalar.vec, scalar.num_warps) == (1, fused_softmax.plan.WARP_SCALAR_WARPS)
+    scalar = plan(problem(config_tables.WARP_SCALAR_COLS, (dtype, dtype), "apart"), DEVICES["sm_90"])
+    assert (scalar.vec, scalar.num_warps) == (1, config_tables.WARP_SCALAR_WARPS)
 
 
 # --- every plan covers its row ----------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ def problems(n_cols: int):
 
 def broken(q: Problem, d: Device, p: Plan) -> str | None:
     """What is wrong with the plan, or None."""
-    for name in ("rows", "ctas", "lanes", "vec", "num_warps"):
+    for name in ("rows", "ctas", "vectors_per_chunk", "vec", "num_warps"):
         value = getattr(p, name)
         if value < 1 or value & (value - 1):
             return f"{name} is {value}, and Triton's tiles are powers of two"
@@ -253,16 +254,16 @@ def test_a_forced_regime_covers_its_row_or_is_refused(regime):
     "changed, why",
     [
         ({"chunks": 3}, "not covered"),
-        ({"unmasked": 7}, "without a mask"),
-        ({"lanes": 96}, "powers of two"),
-        ({"lanes": 8}, "without a lane"),
-        ({"edge": True}, "differ between"),
+        ({"unpredicated_chunks": 7}, "without a mask"),
+        ({"vectors_per_chunk": 96}, "powers of two"),
+        ({"vectors_per_chunk": 8}, "without a lane"),
+        ({"unaligned": True}, "differ between"),
         ({"ctas": 32}, "than the device has"),
-        ({"parts": 2}, "parts are the warps"),
+        ({"warps_per_row": 2}, "parts are the warps"),
         ({"rows": 2}, "whole rows"),
-        ({"parked": 7}, "only whole chunks"),
-        ({"kept": 1}, "walked twice keep"),
-        ({"ahead": 1}, "reads y late"),
+        ({"smem_staged": 7}, "only whole chunks"),
+        ({"resident_chunks": 1}, "walked twice keep"),
+        ({"prefetched_chunks": 1}, "reads y late"),
     ],
     ids=str,
 )
@@ -276,7 +277,7 @@ def test_the_check_sees_a_broken_plan(changed, why):
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_80", "gfx942"])
 def test_every_column_is_one_lines_and_chunks(target):
-    """The slices as kernels/slices.py cuts them, column by column: each is one CTA's, part's and chunk's, or an end."""
+    """The slices as kernels/common/tiles.py cuts them, by column: each is a chunk of one CTA and warp, or an end."""
     device, seen = DEVICES[target], set()
     for asked, on, p in golden_plans.chosen():
         key = (
@@ -355,16 +356,21 @@ def test_shifted_and_apart_are_what_tensors_can_be(dtype):
 def test_meta_is_what_the_device_takes():
     asked = problem(200019, ("bfloat16", "bfloat16"))
     on_cluster = plan(asked, DEVICES["sm_90"])
-    meta = on_cluster.meta(DEVICES["sm_90"], log=True)
+
+    def meta_for(chosen: Plan, target: str, log: bool) -> dict:
+        op, flags = softmax_op(log)
+        return meta_of(op.kernel(chosen), chosen, DEVICES[target], flags)
+
+    meta = meta_for(on_cluster, "sm_90", True)
     assert meta["PTX"] and meta["LOG"] and meta["UNALIGNED"]
     assert (meta["num_ctas"], meta["CTAS"], meta["WARPS_PER_ROW"]) == (16, 16, on_cluster.num_warps)
     assert meta["WARPS_PER_ROW"] * meta["VECTORS"] == on_cluster.vectors_per_chunk
     capped = plan(problem(262144, ("float32", "float32")), DEVICES["sm_90"])
     assert capped.max_registers is not None
-    assert {capped.meta(DEVICES["sm_90"], log=log)["maxnreg"] for log in (False, True)} == {capped.max_registers}
-    assert "ROWS" in meta and "ROWS" not in plan(asked, DEVICES["sm_90"], "two_pass").meta(DEVICES["sm_90"], log=True)
+    assert {meta_for(capped, "sm_90", log)["maxnreg"] for log in (False, True)} == {capped.max_registers}
+    assert "ROWS" in meta and "ROWS" not in meta_for(plan(asked, DEVICES["sm_90"], "two_pass"), "sm_90", True)
     for name in ("gfx942", "interpreter"):
-        meta = plan(asked, DEVICES[name]).meta(DEVICES[name], log=False)
+        meta = meta_for(plan(asked, DEVICES[name]), name, False)
         assert not meta["PTX"] and not {"num_ctas", "maxnreg"} & meta.keys()
 
 
@@ -389,11 +395,11 @@ def test_widths_share_kernels(sweep, dtype, target):
 
 
 def test_planning_needs_neither_torch_nor_triton():
-    folder = Path(fused_softmax.plan.__file__).parent
+    folder = Path(config_tables.__file__).parent
     code = (
         "import importlib, sys, types; package = sys.modules['pure'] = types.ModuleType('pure'); "
         f"package.__path__ = [{str(folder)!r}]; "
-        "plan, told = (importlib.import_module('pure.' + name) for name in ('plan', 'problem')); "
+        "plan, told = (importlib.import_module('pure.' + name) for name in ('softmax', 'types')); "
         "asked = told.Problem(50257, 'bfloat16', 'bfloat16', 1, True); "
         "print(plan.plan(asked, told.DEVICES['sm_90']).regime); "
         "print(sorted({'torch', 'triton', 'numpy'} & sys.modules.keys()))"

@@ -12,11 +12,11 @@ from planting import PACKAGE, Defect, plant
 
 pytestmark = pytest.mark.compiled
 
-CHECKS = Path(__file__).with_name("compiled_checks.py")
+CHECKS = Path(__file__).parents[1] / "support" / "compiled_checks.py"
 FAULTS = (
     (
         Defect(
-            "a method of an argument that may be a constant", "strided.py",
+            "a method of an argument that may be a constant", "softmax_strided.py",
             "middle * y_middle + row * y_row + col * y_col\n",
             "middle * y_middle + row * y_row + col * y_col.to(tl.int64)\n", "softmax",
         ),
@@ -25,7 +25,7 @@ FAULTS = (
     (
         # always true, but a comparison of which no two neighbours are known to be alike
         Defect(
-            "a lost vector width", "slices.py",
+            "a lost vector width", "common/tiles.py",
             "mask=offsets < width, other=fill", "mask=(offsets < width) & (offsets != width), other=fill", "softmax",
         ),
         "vectors", "loads of",

@@ -16,14 +16,11 @@ import pytest
 import torch
 
 from fused_softmax.lab import cross_compile as compiled
-from fused_softmax.launch import cross_entropy as row_losses
-from fused_softmax.launch import launcher as loss_launch
-from fused_softmax.launch import masked_softmax as masked_rows
-from fused_softmax.launch import softmax as rows
+from fused_softmax.launch import cross_entropy, masked_softmax, token_logprobs
 from fused_softmax.launch.compile import Launch
+from fused_softmax.launch.launcher import flat_launch, row_launch
 from fused_softmax.launch.layout import problem_of
-from fused_softmax.launch.softmax import softmax_launch
-from fused_softmax.planning.losses import plan_capped_statistics, plan_statistics
+from fused_softmax.launch.softmax import softmax_launch, strided_launch
 from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.types import DEVICES, Plan
 
@@ -89,12 +86,12 @@ def merged_layouts(ttgir: str) -> list[str]:
 def masked_launch(n_cols: int, dtype: torch.dtype, mask: int, cols: int, causal: bool) -> tuple[Launch, Plan]:
     x = torch.empty(4, n_cols, dtype=dtype)
     of_mask = torch.empty(2, n_cols, dtype=torch.bfloat16 if mask == 2 else torch.uint8)
-    chosen = masked_rows._plan_masked(problem_of(x, x), SM_90)
+    op = masked_softmax.FORWARD[True]
+    chosen = op.planner(problem_of(x, x), SM_90)
     assert chosen.ctas > 1
     flags = (("MASK", mask), ("MASK_COLS", cols), ("MASK_VEC", 1), ("CAUSAL", causal), ("ZERO", False))
-    flags = (*flags, ("TWO_PASS", False))
-    numbers = (*masked_rows._order(x, 2, shared=True), 1, 2, 0, 0, 0, n_cols, cols, 0.5)
-    launch = loss_launch.row_launch("masked_softmax_forward", (x, x), (of_mask,), numbers, flags, chosen, SM_90)
+    numbers = (*masked_softmax.row_schedule(x, 2, shared=True), 1, 2, 0, 0, 0, n_cols, cols, 0.5)
+    launch = row_launch(op, (x, x), (of_mask,), numbers, flags, chosen, SM_90)
     return launch, chosen
 
 
@@ -113,15 +110,15 @@ def test_masked_lines_are_warps(n_cols, causal, cols, mask, dtype):
 )
 def test_the_lines_of_masked_gradients_are_warps(n_cols, causal, mask):
     x = torch.empty(4, n_cols)
-    planner = masked_rows._plan_backward if mask is None else masked_rows._plan_masked_backward
-    chosen = planner(problem_of(x, x, x), SM_90)
+    op = masked_softmax.BACKWARD[mask is not None]
+    chosen = op.planner(problem_of(x, x, x, backward=True), SM_90)
     assert chosen.ctas > 1
     if mask is not None and mask.dim() == 1:
         mask = mask.repeat(n_cols)
-    read, of_mask, of_strides = masked_rows._described(mask, x.view(2, 2, n_cols), chosen, x)
-    numbers = (*masked_rows._order(x, 2, shared=False), *of_strides, 0.5)
+    read, of_mask, of_strides = masked_softmax.describe_mask(mask, x.view(2, 2, n_cols), chosen, x)
+    numbers = (*masked_softmax.row_schedule(x, 2, shared=False), *of_strides, 0.5)
     flags = (*of_mask, ("CAUSAL", causal))
-    launch = loss_launch.row_launch("masked_softmax_backward", (x, x, x), (read,), numbers, flags, chosen, SM_90)
+    launch = row_launch(op, (x, x, x), (read,), numbers, flags, chosen, SM_90)
     layouts = merged_layouts(ttgir_of(launch))
     assert layouts and all(holds_lines(layout, chosen.warps_per_row) for layout in layouts), layouts
 
@@ -131,9 +128,9 @@ def test_the_lines_of_masked_gradients_are_warps(n_cols, causal, mask):
 def test_the_lines_of_statistics_are_warps(n_cols, picks):
     x, number, ids = torch.empty(3, n_cols), torch.zeros(6), torch.zeros(3, picks, dtype=torch.int64)
     flags = (("PICKS", picks), ("ENTROPY", True), ("SCALE", 2), ("KEEP_MOMENTS", True))
-    chosen = plan_statistics(problem_of(x), SM_90)
+    chosen = token_logprobs.FORWARD.planner(problem_of(x), SM_90)
     vectors = (number, number, number, ids, number, number)
-    launch = loss_launch.row_launch("row_statistics", (x,), vectors, (picks, 1.0), flags, chosen, SM_90)
+    launch = row_launch(token_logprobs.FORWARD, (x,), vectors, (picks, 1.0), flags, chosen, SM_90)
     layouts = merged_layouts(ttgir_of(launch))
     assert bool(layouts) == (chosen.ctas > 1)
     assert all(holds_lines(layout, chosen.warps_per_row) for layout in layouts), layouts
@@ -141,11 +138,11 @@ def test_the_lines_of_statistics_are_warps(n_cols, picks):
 
 # weights together with smoothing have no kernel that writes the gradient in the forward
 LOSSES = [
-    ("cross_entropy_resident", False, 0.0),
-    ("cross_entropy_resident", True, 0.0),
-    ("cross_entropy_resident", False, 0.1),
-    ("cross_entropy_forward", False, 0.0),
-    ("cross_entropy_forward", True, 0.1),
+    ("with gradient", False, 0.0),
+    ("with gradient", True, 0.0),
+    ("with gradient", False, 0.1),
+    ("forward", False, 0.0),
+    ("forward", True, 0.1),
 ]
 
 
@@ -155,17 +152,19 @@ def test_the_lines_of_a_loss_are_warps(n_cols, name, weighted, smoothing):
     x = torch.empty(3, n_cols, dtype=torch.bfloat16)
     target, number = torch.zeros(3, dtype=torch.int64), torch.zeros(6)
     of_weight = number if weighted else None
-    op = row_losses.CrossEntropy(target, of_weight, of_weight, -100, "mean", smoothing, 30.0, 0.0)
+    op = cross_entropy.CrossEntropy(target, of_weight, of_weight, -100, "mean", smoothing, 30.0, 0.0)
     numbers = (op.ignore_index, *op.numbers)
-    if name == "cross_entropy_resident":
+    if name == "with gradient":
         tensors, vectors = (x, x), (target, number, number, number, number, number)
         flags = (("MEAN", True), ("INPLACE", True), *op.flags)
-        chosen = row_losses._PLANNERS[op.arithmetic](problem_of(x, x), SM_90)
+        row_op = cross_entropy.WITH_GRADIENT[op.arithmetic]
+        chosen = row_op.planner(problem_of(x, x), SM_90)
         assert chosen.ctas > 1
     else:
         tensors, vectors, flags = (x,), (target, number, number, number, number), op.flags
-        chosen = plan_capped_statistics(problem_of(x), SM_90)
-    launch = loss_launch.row_launch(name, tensors, vectors, numbers, flags, chosen, SM_90)
+        row_op = cross_entropy.FORWARD[op.arithmetic]
+        chosen = row_op.planner(problem_of(x), SM_90)
+    launch = row_launch(row_op, tensors, vectors, numbers, flags, chosen, SM_90)
     layouts = merged_layouts(ttgir_of(launch))
     assert bool(layouts) == (chosen.ctas > 1)
     assert all(holds_lines(layout, chosen.warps_per_row) for layout in layouts), layouts
@@ -177,13 +176,14 @@ def test_the_lines_of_a_sum_over_rows_are_warps(name, weighted):
     """A sum over many rows is a cluster's: with weights, which Triton 3.6 lays out otherwise, it is one CTA's."""
     n_rows = 4096
     target, number = torch.zeros(n_rows, dtype=torch.int64), torch.zeros(n_rows)
-    op = row_losses.CrossEntropy(target, number if weighted else None, None, -100, "mean", 0.0, None, 0.0)
-    shared = row_losses._shared(n_rows, op, SM_90)
+    op = cross_entropy.CrossEntropy(target, number if weighted else None, None, -100, "mean", 0.0, None, 0.0)
+    shared = cross_entropy._shared(n_rows, op, SM_90)
     flags = (("WEIGHTED", weighted), *shared)
-    tensors = (target, number, number)
+    kernel, tensors = cross_entropy._count_targets, (target, number, number)
     if name == "reduce_losses":
-        tensors, flags = (number, *tensors), (("MEAN", True), ("WAITS", True), *flags)
-    launch = loss_launch.flat_launch(name, tensors, (n_rows, 1000, -100), flags, 8, SM_90)
+        kernel, tensors = cross_entropy._reduce_losses, (number, *tensors)
+        flags = (("MEAN", True), ("WAITS", True), *flags)
+    launch = flat_launch(kernel, tensors, (n_rows, 1000, -100), flags, 8, SM_90)
     layouts = merged_layouts(ttgir_of(launch))
     assert bool(layouts) == (dict(shared)["CTAS"] > 1) == (not weighted)
     assert all(holds_lines(layout, dict(shared)["WARPS_PER_ROW"]) for layout in layouts), layouts
@@ -223,7 +223,7 @@ STRIDED = {
 @pytest.mark.parametrize("layout", STRIDED)
 def test_every_stride_compiles(layout, n_cols, log):
     x, y, dim = STRIDED[layout](n_cols)
-    launch = rows.strided_launch(x, y, dim, log, DEVICES["sm_90"])
+    launch = strided_launch(x, y, dim, log, DEVICES["sm_90"])
     assert launch.meta["ONE_STEP"] == (n_cols == 9)
     used = compiled.cross_compile(launch, "sm_90")
     assert used.fits() and used.loads and used.stores
@@ -233,7 +233,7 @@ def test_the_strides_reach_each_specialization():
     """Of the strides along columns and rows, some are 1, some multiples of 16 and some neither."""
     seen: dict[str, set[str]] = {}
     for make in STRIDED.values():
-        launch = rows.strided_launch(*make(3000), False, DEVICES["sm_90"])
+        launch = strided_launch(*make(3000), False, DEVICES["sm_90"])
         named = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
         for name in ("x_row", "x_col", "y_row", "y_col"):
             n = named[name]

@@ -16,7 +16,7 @@ from fused_softmax.lab.compatibility import GPUS, WIDTHS, measured_targets, move
 from fused_softmax.lab.version_runs import Run
 from fused_softmax.launch import availability
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RUN = Run("compiled", "2.13.0", "3.9.0", "3.12.1", 10, 0, 2, ("tests",), "abc", "2026-11-21T00:00:00+00:00")
 
 

@@ -1,6 +1,6 @@
-"""What each kernel compiles to under several Tritons, in one table: `python tests/compiled_table.py`.
+"""What each kernel compiles to under several Tritons, in one table: `python tests/support/compiled_table.py`.
 
-    PYTHONPATH=src python tests/compiled_table.py --triton .venv/triton-3.6.0 --triton .venv/triton-3.9.0 -k softmax
+    PYTHONPATH=src python tests/support/compiled_table.py --triton .venv/triton-3.6.0 -k softmax
 
 A cell: registers, bytes spilled, machine instructions, CTA barriers + cluster barriers, and the widths of its loads and
 stores in bytes, each with its count. A line is printed where a Triton differs from the first one, or all with --all.
