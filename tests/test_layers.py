@@ -1,4 +1,5 @@
-"""The levels of the package: each module imports levels below its own, the library never the lab.
+"""The levels of the package: each module imports levels below its own, the library never the lab, and chains of modules
+do not grow.
 
 Read from the imports themselves, those inside of functions too.
 """
@@ -6,6 +7,7 @@ Read from the imports themselves, those inside of functions too.
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,10 @@ BELOW = {
     "planning": set(),
     "kernels": set(),
 }
+
+
+# modules of the longest chain of imports; the aim is 7 and 4
+LONGEST_ABOVE, LONGEST_IN_KERNELS = 11, 6
 
 
 def imports_of(name: str, source: str, modules: frozenset[str], package: bool) -> set[str]:
@@ -79,6 +85,16 @@ LIBRARY = {name: targets for name, targets in MODULES.items() if level_of(name) 
 LIBRARY.pop("fused_softmax.__main__")
 
 
+def chain(names: set[str]) -> list[str]:
+    """The longest chain of imports within these modules."""
+
+    @functools.cache
+    def below(name: str) -> tuple[str, ...]:
+        return max(((name, *below(target)) for target in LIBRARY[name] & names), key=len, default=(name,))
+
+    return list(max(map(below, names), key=len))
+
+
 def test_each_level_imports_only_levels_below():
     assert len(LIBRARY) > 40 and {level_of(name) for name in LIBRARY} == set(LEVELS)
     assert wrong_imports(LIBRARY) == []
@@ -92,6 +108,14 @@ def test_the_library_never_imports_the_lab():
         if file.exists():
             strings = [n.value for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Constant)]
             assert not any(isinstance(s, str) and s.startswith("fused_softmax.lab") for s in strings), name
+
+
+def test_chains_are_short():
+    # the package's own __init__ imports all that is public
+    above = {name for name in LIBRARY if level_of(name) != "kernels" and name != "fused_softmax"}
+    kernels = {name for name in LIBRARY if level_of(name) == "kernels"}
+    assert 4 <= len(chain(above)) <= LONGEST_ABOVE, chain(above)
+    assert 2 <= len(chain(kernels)) <= LONGEST_IN_KERNELS, chain(kernels)
 
 
 @pytest.mark.parametrize(

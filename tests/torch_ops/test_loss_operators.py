@@ -89,9 +89,9 @@ def test_opcheck_of_token_logprobs(by_row, entropy, dtype):
     scale = (torch.rand(4) + 0.5 if by_row else None, 0.7)
     check(ops.token_logprobs, (x, ids, *scale, entropy))
     with torch.no_grad():
-        picked, lse, entropies, moments = ops.token_logprobs(x, ids, *scale, entropy)
+        picked, entropies, lse, moments = ops.token_logprobs(x, ids, *scale, entropy)
     of_entropy = torch.rand_like(entropies) if entropy else None
-    for upstream in ((torch.rand_like(picked), None, of_entropy), (None, torch.rand_like(lse), None)):
+    for upstream in ((torch.rand_like(picked), of_entropy, None), (None, None, torch.rand_like(lse))):
         check(ops.token_logprobs_backward, (*upstream, moments, entropies, x.detach(), ids, *scale))
 
 
@@ -537,7 +537,10 @@ def test_an_operator_refuses_what_its_kernel_would_read_outside_of():
             cross_entropy._cross_entropy_backward_kernel(torch.ones(()), of_rows, x, ids, *plain)
         with pytest.raises(RuntimeError, match=message):
             rest = (torch.ones(2), of_rows, torch.ones(0), x, ids[:, None], None, 1.0)
-            token_logprobs._token_logprobs_backward_kernel(None, *rest[:1], None, *rest[1:])
+            token_logprobs._token_logprobs_backward_kernel(None, None, *rest)
+    with pytest.raises(RuntimeError, match=r"entropies must have shape \(2,\)"):
+        rest = (torch.ones(2), None, torch.ones(2, 2), torch.ones(0), x, ids[:, None], None, 1.0)
+        token_logprobs._token_logprobs_backward_kernel(None, *rest)
     with pytest.raises(RuntimeError, match="same device.*mask is on meta"):
         masked_softmax._backward_kernel(x, x, torch.ones(2, 5, device="meta"), 1.0, False)
     with pytest.raises(RuntimeError, match="same device.*mask is on meta"):

@@ -23,7 +23,7 @@ from .common.online_softmax import (
     online_reduction,
     reference_of,
     rounding_residual,
-)  # fmt: skip
+)
 from .common.tiles import segments_of, slice_of, span_of, start_of, warp_of, width_if
 
 

@@ -27,7 +27,7 @@ from .common.tiles import (
     start_of,
     store_chunk,
     width_if,
-)  # fmt: skip
+)
 from .cross_entropy import target_of
 
 
@@ -81,9 +81,9 @@ def store_target(
     target: from the segment's first column, whose address is `at`. The thread that holds the column's vector writes it,
     after a barrier of its CTA, so that this write comes after the segment's own.
     """
-    TURN: tl.constexpr = WARPS_PER_ROW * VECTORS * VEC  # columns from one chunk of a segment to its next
-    inside = wanted & (target >= 0) & (target < tl.minimum(width, CHUNKS * TURN))
-    vector = tl.where(inside, target % TURN // VEC, -1)  # in another segment: VECTORS or more
+    CHUNK: tl.constexpr = WARPS_PER_ROW * VECTORS * VEC  # columns from one chunk of a segment to its next
+    inside = wanted & (target >= 0) & (target < tl.minimum(width, CHUNKS * CHUNK))
+    vector = tl.where(inside, target % CHUNK // VEC, -1)  # in another segment: VECTORS or more
     owns = vector == tl.arange(0, VECTORS)[None, :]
     tl.debug_barrier()
     tl.store(at + target + tl.zeros_like(owns.to(tl.int32)), dx.to(at.dtype.element_ty), mask=owns)

@@ -27,7 +27,7 @@ from .common.tiles import (
     store_chunk,
     warp_of,
     width_if,
-)  # fmt: skip
+)
 from .cross_entropy import assert_inside, row_loss, store_moments, target_of
 from .cross_entropy_backward import coefficients, cross_entropy_term, store_head_tail_gradient, store_target
 

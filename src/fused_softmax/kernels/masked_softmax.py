@@ -28,7 +28,7 @@ from .common.tiles import (
     store_chunk,
     warp_of,
     width_if,
-)  # fmt: skip
+)
 
 NO_MASK = tl.constexpr(0)
 BOOLEAN = tl.constexpr(1)

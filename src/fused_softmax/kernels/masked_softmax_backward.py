@@ -26,7 +26,7 @@ from .common.tiles import (
     store_chunk,
     warp_of,
     width_if,
-)  # fmt: skip
+)
 from .masked_softmax import NO_MASK, load_query_mask, mask_row_of
 
 
@@ -92,10 +92,10 @@ def masked_softmax_backward(
         d += tl.sum(y_head_tail * dy_head_tail, 1)
     d = cluster_reduce_sum(d, CTAS, PTX, WARPS_PER_ROW)[:, None]
     if MASK != NO_MASK:
-        odd = exists & ((tl.abs(d) < float("inf")) == 0)
+        not_finite = exists & ((tl.abs(d) < float("inf")) == 0)
         mask_row = mask_row_of(batch, query, mask_ptr, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC)
         if MASK_COLS == 0:
-            query_mask = tl.where(odd, load_query_mask(mask_row, odd), 1)
+            query_mask = tl.where(not_finite, load_query_mask(mask_row, not_finite), 1)
         else:
             mask_row += (head * m_col if MASK_COLS == 2 else head).to(tl.int64) if UNALIGNED else 0
             at_mask = mask_row + (first.to(tl.int64) * m_col if MASK_COLS == 2 else first)
@@ -115,7 +115,7 @@ def masked_softmax_backward(
             else:
                 offsets = chunk_offsets(c, VECTORS, VEC, WARPS_PER_ROW)
                 at = at_mask + (offsets * m_col if MASK_COLS == 2 else offsets)
-                seen = tl.reshape(tl.load(at, mask=odd & (offsets < left), other=1), (SEGMENTS, VECTORS, VEC))
+                seen = tl.reshape(tl.load(at, mask=not_finite & (offsets < left), other=1), (SEGMENTS, VECTORS, VEC))
             dx = tl.where(seen != 0, dx, 0.0)
         store_chunk(dx_row + first, width, dx, c, SEGMENTS, 0, VECTORS, VEC, WARPS_PER_ROW)
     if UNALIGNED:
@@ -127,7 +127,7 @@ def masked_softmax_backward(
                 seen_head_tail = query_mask
             else:
                 at_head_tail = mask_row + head_tail * (m_col if MASK_COLS == 2 else 1)
-                seen_head_tail = tl.load(at_head_tail, mask=odd & in_head_tail, other=1)
+                seen_head_tail = tl.load(at_head_tail, mask=not_finite & in_head_tail, other=1)
             dx_head_tail = tl.where(seen_head_tail != 0, dx_head_tail, 0.0)
         tl.store(dx_row + head_tail, dx_head_tail.to(dx_ptr.dtype.element_ty), mask=in_head_tail)
     leave_cluster(CTAS, PTX)

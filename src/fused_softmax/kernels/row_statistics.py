@@ -34,7 +34,7 @@ from .common.tiles import (
     store_chunk,
     warp_of,
     width_if,
-)  # fmt: skip
+)
 
 # the factor of the logits: none, one number, or each row's own
 UNSCALED = tl.constexpr(0)

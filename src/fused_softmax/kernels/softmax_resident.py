@@ -33,7 +33,7 @@ from .common.tiles import (
     store_chunk,
     warp_of,
     width_if,
-)  # fmt: skip
+)
 
 
 @triton.jit

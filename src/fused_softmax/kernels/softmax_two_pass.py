@@ -23,7 +23,7 @@ from .common.cluster import (
     init_cluster_barrier,
     keep_segment_layout,
     leave_cluster,
-)  # fmt: skip
+)
 from .common.numerics import LOWEST, exp, upcast
 from .common.tiles import (
     head_and_tail,
@@ -35,7 +35,7 @@ from .common.tiles import (
     start_of,
     store_chunk,
     warp_of,
-)  # fmt: skip
+)
 from .softmax_resident import gradient, gradient_term, normalize
 
 

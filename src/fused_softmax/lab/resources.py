@@ -66,7 +66,7 @@ def compile_one(system: str, dtype: str, n_rows: int, n_cols: int, target: str) 
 
 
 class CrossCompiler:
-    """Runs the subprocess beside the caller; `found` fills as answers come. Close it, or wait with a limit."""
+    """Runs the subprocess while the caller works; `found` fills as answers come. Close it, or wait with a limit."""
 
     def __init__(self, keys: Iterable[Key], target: str = "sm_90") -> None:
         self.keys = list(dict.fromkeys(keys))

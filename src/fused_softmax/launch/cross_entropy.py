@@ -274,8 +274,8 @@ def _reduced(loss: Tensor, op: CrossEntropy, n_cols: int) -> Tensor:
 def _sum_flags(losses: bool, mean: bool, weighted: bool, many: bool, device: Device) -> Flags:
     """The flags of a sum over rows, which the CTAs of a cluster share where there are many rows, and clusters.
 
-    Weights are added up by one CTA: where they are looked up, Triton 3.6 does not keep a segment in a warp, which the
-    exchange of a cluster needs.
+    One CTA adds up weights: where they are looked up, Triton 3.6 does not keep a segment in a warp, which a reduction
+    over a cluster needs.
     """
     ctas = 16 if many and device.max_cluster >= 16 and not weighted else 1
     warps, vectors = (8, 32) if ctas > 1 else (1, 256)

@@ -123,8 +123,8 @@ def describe_mask(
 def _readable(mask: Tensor, plan: Plan | Callable[[], Plan]) -> Tensor:
     """The mask as a kernel of this plan may read it: on a cluster its columns are neighbors, or one value.
 
-    Other strides are copied first. Their tile has a layout that spreads a segment over warps (Triton 3.6), and the
-    reduction over a cluster needs a segment to be a warp.
+    Other strides are copied first. Triton 3.6 gives their tile a layout that spreads a segment over warps, but a
+    reduction over a cluster needs each segment in one warp.
     """
     if mask.dim() == 0 or mask.shape[-1] == 1 or mask.stride(-1) in (0, 1):
         return mask

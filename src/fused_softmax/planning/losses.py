@@ -16,7 +16,7 @@ from .config_tables import (
     TWO_PASS_CHUNKS,
     TWO_PASS_WARPS,
     KernelConfig,
-)  # fmt: skip
+)
 from .softmax import geometry, plan, preferred_warp_plan, resident_plan, two_pass_plan, warp_plan
 from .types import Device, Plan, Problem
 

@@ -27,7 +27,7 @@ from .config_tables import (
     WARP_SCALAR_COLS,
     WARP_SCALAR_WARPS,
     KernelConfig,
-)  # fmt: skip
+)
 from .types import ITEMSIZE, REGIMES, VECTOR_BYTES, Device, Plan, Problem, power_of_two
 
 CONVERSION_BYTES = 96 << 10  # of shared memory, for the layout conversion of a chunk; every target has as much
@@ -98,11 +98,8 @@ def _regimes(problem: Problem, device: Device) -> Iterator[Plan]:
         yield found
     for config in config_table(problem, device):
         if problem.n_cols <= config.max_cols and config.ctas <= device.max_cluster:
-            found = (
-                two_pass_plan(problem, device, config)
-                if config.resident_chunks
-                else resident_plan(problem, device, config)
-            )
+            make = two_pass_plan if config.resident_chunks else resident_plan
+            found = make(problem, device, config)
             if found is not None:
                 yield found
     yield two_pass_plan(problem, device)
@@ -148,11 +145,8 @@ def preferred_warp_plan(problem: Problem, device: Device) -> Plan | None:
 
 def _widest(problem: Problem, device: Device, ctas: int) -> KernelConfig:
     """A config for a forced regime: enough warps for a few chunks per thread."""
-    own = [
-        c
-        for c in config_table(problem, device)
-        if (c.ctas == 1) == (ctas == 1) and problem.n_cols <= c.max_cols and not c.resident_chunks
-    ]
+    held = [c for c in config_table(problem, device) if problem.n_cols <= c.max_cols and not c.resident_chunks]
+    own = [c for c in held if (c.ctas == 1) == (ctas == 1)]
     if own:
         return own[0]
     vec, _ = geometry(problem)
@@ -223,22 +217,9 @@ def two_pass_plan(problem: Problem, device: Device, config: KernelConfig | None 
     why = f"the row does not fit on chip: {ctas} CTA(s) read it twice in steps{also}"
     warps_per_row = num_warps if warps_reduce_separately else 1
     return Plan(
-        "two_pass",
-        1,
-        ctas,
-        warps_per_row,
-        vectors,
-        vec,
-        chunks,
-        0,
-        unaligned,
-        False,
-        num_warps,
-        max_registers,
-        why,
-        prefetched,
-        resident,
-    )
+        "two_pass", 1, ctas, warps_per_row, vectors, vec, chunks, 0, unaligned, False, num_warps, max_registers, why,
+        prefetched, resident,
+    )  # fmt: skip
 
 
 def strided_plan(n_rows: int, n_cols: int, along_cols: bool) -> Plan:
@@ -258,7 +239,7 @@ def _fits(problem: Problem, config: KernelConfig, chunks: int, recompute: bool, 
     itemsize = ITEMSIZE[problem.dtype]
     registers = problem.full_vec * itemsize // 4 * (2 if itemsize == 2 and not recompute else 1)
     if geometry(problem)[0] < problem.full_vec == 8:
-        registers += 6  # 16-bit rows element by element: 10 to 13 registers a chunk
+        registers += 6  # 16-bit rows element by element: 10 to 13 registers per chunk
     tiles = chunks * (2 if problem.backward else 1)
     if problem.backward and problem.log and config.prefetched_chunks is not None:
         tiles = chunks + min(chunks, config.prefetched_chunks)

@@ -243,6 +243,8 @@ def _token_logprobs_backward_kernel(
     if not (_takes(x) and ids.numel()):
         return decompositions.statistics_gradient(g_picked, g_entropy, g_lse, x, ids, of_rows).contiguous()
     expect_layout("moments", moments, x, (x.shape[0], 2))
+    if g_entropy is not None:
+        expect_layout("entropies", entropies, x, (x.shape[0],))
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x = rows_of(x, x.shape[1])
     upstream = (g_picked, g_entropy, g_lse)

@@ -24,7 +24,7 @@ from .numerics import (
     rescale_moments,
     sum_of_vectors,
     upcast,
-)  # fmt: skip
+)
 from .tiles import chunk_offsets, head_and_tail, load_chunks
 
 # the row is not read again, and no output needs room in L2. H200: 0.3 to 1.5% faster than "evict_last"

@@ -118,7 +118,7 @@ def random_cases(
     elements: int = ELEMENTS,
     n_rows: int | None = None,
 ) -> tuple[Case, ...]:
-    """An op at `count` random widths of its range, in `dtypes` (default: bfloat16, and float32 but for losses)."""
+    """An op at `count` random widths of its range, in `dtypes` (default: bfloat16, and float32 except for losses)."""
     of = family(op)
     cases = []
     for n_cols in random_widths(count, seed, *RANDOM_RANGES.get(of, RANDOM_RANGE)):

@@ -186,7 +186,7 @@ def _by_width(records: Sequence[Record], systems: Sequence[str] | None, dtypes: 
 
 
 def loss_tables(records: Sequence[Record]) -> list[str]:
-    """A table for each op: shapes down, systems across; time over the ceiling's, or fraction; peak memory beside."""
+    """A table for each op: shapes down, systems across; time over the ceiling's, or fraction; then peak memory."""
     tables = []
     for op in dict.fromkeys(r.op for r in records):
         mine = [r for r in records if r.op == op]

@@ -1,7 +1,7 @@
-"""`fused-softmax bench`: choose cases and systems, run the session, show and write what came out.
+"""`fused-softmax bench`: choose cases and systems, run the session, show and write the results.
 
-On a GPU: prebuild in workers, then check and time. Without one: check in Triton's interpreter, with the cross-compiler
-for an H200 running beside it, and recorded GPU results in the last column.
+On a GPU it compiles in workers, then checks and times. Without one it checks in Triton's interpreter while a process
+cross-compiles for an H200, and shows recorded GPU results in the last column.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def _run_tables(
 
 
 def prebuilt(tables: Sequence[Table], systems: Sequence[System]) -> list[Pair]:
-    """What workers compile ahead: all but PyTorch's own, and but first calls, which are timed as they compile."""
+    """What workers compile ahead: not PyTorch's own kernels, and not first calls, which are timed as they compile."""
     return [
         (case, s.name)
         for t in tables

@@ -41,7 +41,7 @@ from fused_softmax.lab.bench.traffic import traffic
 from fused_softmax.launch.device import device_here
 
 CEILING = "ceiling"
-# seconds after which what is still compiling is left to the timed process
+# seconds after which the workers end; the timed process compiles what remains
 PREBUILD_LIMIT = 150.0
 Pair = tuple[Case, str]  # a case and a system's name
 
@@ -233,7 +233,7 @@ def _captured(
 
 
 def jobs(pairs: Sequence[Pair], workers: int) -> list[list[Pair]]:
-    """Deal pairs to workers in turn: neighbours in a list are alike in cost, so they go to different workers."""
+    """Deal pairs to workers in turn: neighbors in a list cost about the same, so they go to different workers."""
     return [part for i in range(workers) if (part := list(pairs[i::workers]))]
 
 

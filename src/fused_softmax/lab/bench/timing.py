@@ -33,7 +33,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
-        """Summarise samples in milliseconds."""
+        """Summarize samples in milliseconds."""
         if len(samples) < 2:
             return cls(samples[0], samples[0], samples[0], len(samples))
         cuts = quantiles(samples, n=10, method="inclusive")
@@ -79,7 +79,7 @@ class EventStopwatch:
     """CUDA events around each eager call.
 
     Before each call the device waits as long as the host needs to queue it, so that host time never counts as device
-    time, not even behind a call that synchronises. A call's own synchronisation counts as its own.
+    time, not even behind a call that synchronizes. A call's own synchronization counts as its own.
     """
 
     describe = "CUDA events"
@@ -159,7 +159,7 @@ class GraphStopwatch:
 
 
 class HostStopwatch:
-    """Host time until an eager call returns: the fastest of a few batches in each round, none synchronised inside.
+    """Host time until an eager call returns: the fastest of a few batches in each round, none synchronized inside.
 
     The device is idle before a batch, and its queue holds more than a batch: it never holds the host back. A tenth of
     a batch goes before untimed, so that the processor's caches hold what this call takes and not what the last one did.

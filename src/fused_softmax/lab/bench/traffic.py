@@ -1,8 +1,10 @@
-"""Elements that each system reads and writes, counted from its algorithm: M rows of N columns.
+"""Elements that each system reads and writes, counted from its algorithm, and elements that any system must move.
+
+M is the number of rows, N the number of columns.
 
 Naive five passes read 5MN + 2M and write 3MN + 2M; one program (or cluster) that keeps the row on chip reads and writes
-MN; three passes over chunks read 3MN, the online form 2MN. Counts are requests to memory: a second read may come from
-the L2, and then costs less than the count says. Systems whose algorithm is not ours to state are not counted (None).
+MN; three passes over chunks read 3MN, the online form 2MN. Counts are requests to memory. A second read may come from
+the L2 and then costs less. Systems with an algorithm that this project does not define have no count (None).
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ def regime_traffic(regime: str, n_rows: int, n_cols: int) -> Traffic | None:
 
 
 def traffic(system: str, n_rows: int, n_cols: int, regime: str | None = None) -> Traffic | None:
-    """Elements moved by one softmax call of `system` (ours: by its plan's regime); None where it is not modelled."""
+    """Elements moved by one softmax call of `system` (ours: by its plan's regime); None without a model of it."""
     if system == "fused_softmax":
         return regime_traffic(regime, n_rows, n_cols) if regime else None
     model = MODELS.get(system)
@@ -106,7 +108,7 @@ def forward_and_backward(n_rows: int, n_cols: int) -> tuple[int, int]:
 
 
 def _visible(n_rows: int, n_cols: int) -> int:
-    """Elements that causality leaves: of each row the columns up to its query."""
+    """Elements that a causal mask does not hide: the columns of each row up to its query."""
     n_queries = queries(n_rows, n_cols)
     return n_rows // max(n_queries, 1) * sum(min(q + 1, n_cols) for q in range(n_queries))
 

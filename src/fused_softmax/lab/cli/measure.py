@@ -37,7 +37,7 @@ def bench(
         int | None, typer.Option(min=0, help="of --random-widths; default: a new one, kept in the results")
     ] = None,
 ) -> None:
-    """Check every system against float64, then time those that passed beside the device's own copy."""
+    """Check every system against float64, then time those that passed and the device's own copy."""
     wanted = numbers(widths, "--widths"), dtypes(dtype)
     chosen = names(table, "--table"), names(systems, "--systems")
     if not op.strip():
@@ -145,7 +145,7 @@ def tune(
     op: Annotated[str, typer.Option(help="softmax or softmax_backward")] = "softmax",
     elements: Annotated[int, typer.Option(min=1, help="elements of each tensor")] = 2**28,
 ) -> None:
-    """Time the planner's candidates on this GPU and print the ladders that the planner would read."""
+    """Time the planner's candidates on this GPU and print the fastest as a config table."""
     asked = numbers(widths, "--widths"), dtypes(dtype) or dtypes("bfloat16,float32")
     import torch
     from rich.progress import Progress
