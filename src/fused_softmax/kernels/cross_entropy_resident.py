@@ -165,8 +165,8 @@ def cross_entropy_resident(
         for k in tl.static_range(CHUNKS):
             at = tl.reshape(chunk_offsets(k, VECTORS, VEC, WARPS_PER_ROW) + 0 * rank, (SEGMENTS, VECTORS, VEC))
             dx = cross_entropy_term(
-                upcast(x[k], PTX, True), 0.0, at, base[:, :, None], shift[:, :, None], a[:, :, None], c[:, :, None],
-                w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP, FUSED,
+                upcast(x[k], PTX, True, True), 0.0, at, base[:, :, None], shift[:, :, None], a[:, :, None],
+                c[:, :, None], w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
             if ROWS > 1:
                 dx = tl.where(counts[:, :, None], dx, 0.0)

@@ -104,7 +104,7 @@ def masked_softmax_backward(
     last = ((query - head - first).to(tl.int32) - VEC * tl.arange(0, VECTORS)[None, :])[:, :, None]
     place = tl.arange(0, VEC)[None, None, :]
     for c in tl.static_range(CHUNKS):
-        y_c, dy_c = upcast(y[c], PTX, True), upcast(dy[c], PTX, True)
+        y_c, dy_c = upcast(y[c], PTX, True, True), upcast(dy[c], PTX, True, True)
         dx = scale * y_c * (dy_c - d[:, :, None])
         if CAUSAL:
             # y is 0 in the unseen columns that are read, but 0 times an infinite sum is NaN

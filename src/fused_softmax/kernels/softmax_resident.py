@@ -113,9 +113,10 @@ def softmax_resident(
         by = exp(m - row_max) * tl.div_rn(1.0, row_sum)
     for c in tl.static_range(CHUNKS):
         if LOG:
-            y = normalize(upcast(x[c], PTX, RECOMPUTE), row_max[:, :, None], row_sum[:, :, None], LOG)
+            y = normalize(upcast(x[c], PTX, RECOMPUTE, True), row_max[:, :, None], row_sum[:, :, None], LOG)
         elif RECOMPUTE:
-            y = exp2_fma(upcast(x[c], PTX, True), base[:, :, None], shift[:, :, None], FUSED) * by[:, :, None]
+            x_c = upcast(x[c], PTX, True, True)
+            y = exp2_fma(x_c, base[:, :, None], shift[:, :, None], FUSED) * by[:, :, None]
         else:
             y = exps[c] * by[:, :, None]
         store_chunk(y_row + first, width, y, c, SEGMENTS, UNPREDICATED, VECTORS, VEC, WARPS_PER_ROW)
@@ -225,8 +226,8 @@ def softmax_backward_resident(
                     POLICY,
                 ),
             )
-        y_c = upcast(chunk_of(y, c, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE)
-        dy_c = upcast(chunk_of(dy, c, 0, SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE)
+        y_c = upcast(chunk_of(y, c, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE, True)
+        dy_c = upcast(chunk_of(dy, c, 0, SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE, True)
         store_chunk(
             dx_row + first,
             width,

@@ -111,7 +111,7 @@ def softmax_two_pass(
     row_sum = row_sum[:, None]
 
     for c in tl.static_range(RESIDENT_CHUNKS):
-        y = normalize(upcast(resident[c], PTX, True), row_max[:, :, None], row_sum[:, :, None], LOG)
+        y = normalize(upcast(resident[c], PTX, True, True), row_max[:, :, None], row_sum[:, :, None], LOG)
         store_chunk(y_row + first, width, y, c, SEGMENTS, RESIDENT_CHUNKS, VECTORS, VEC, WARPS_PER_ROW)
     for step in range(n_steps):
         start = RESIDENT_CHUNKS * CHUNK + (zero + n_steps - 1 - step) * STEP
@@ -187,7 +187,9 @@ def softmax_backward_two_pass(
                     y_row + first, width, c + PREFETCHED, SEGMENTS, RESIDENT_CHUNKS, VECTORS, VEC, 0.0, WARPS_PER_ROW
                 ),
             )
-        dx = gradient(upcast(y_resident[c], PTX, True), upcast(dy_resident[c], PTX, True), d[:, :, None], LOG)
+        dx = gradient(
+            upcast(y_resident[c], PTX, True, True), upcast(dy_resident[c], PTX, True, True), d[:, :, None], LOG
+        )
         store_chunk(dx_row + first, width, dx, c, SEGMENTS, RESIDENT_CHUNKS, VECTORS, VEC, WARPS_PER_ROW)
     for step in range(n_steps):
         start = RESIDENT_CHUNKS * CHUNK + (zero + n_steps - 1 - step) * STEP

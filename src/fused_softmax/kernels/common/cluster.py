@@ -18,10 +18,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .numerics import exp, rescale_moments
+from .numerics import TRITON, exp, rescale_moments
 
 # Triton 3.8 and later end a kernel on a cluster with a cluster barrier
-_CLOSING_BARRIER = tl.constexpr(tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 8))
+_CLOSING_BARRIER = tl.constexpr(TRITON >= (3, 8))
 _LOG2E = "0f3FB8AA3B"  # log2(e) as PTX writes a float32
 _LOWEST = "0fFF7FFFFF"  # the lowest finite float32
 

@@ -12,12 +12,19 @@ spreads through the sum. This is torch's behavior, without a branch.
 
 from __future__ import annotations
 
+import re
+
 import triton
 import triton.language as tl
 
-# Triton 3.9 reduces a thread's own elements as a tree. Earlier versions reduce them one by one, so `columns_of` gains
-# nothing. 3.8 has trees too, but no layout on a cluster for `columns_of`
-_TREES = tl.constexpr(tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 9))
+TRITON = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])  # (major, minor)
+# From 3.8 on, Triton reduces a thread's own elements as a tree. Earlier versions reduce them one by one, so
+# `columns_of` gains nothing. 3.8 has no layout on a cluster for `columns_of`
+_TREES = tl.constexpr(TRITON >= (3, 8))
+_TREES_ON_CLUSTERS = tl.constexpr(TRITON >= (3, 9))
+# ptxas keeps float32 numbers that are computed again by the same instruction. With Triton 3.6 that stays within the
+# occupancy that was measured. Later versions order the arithmetic in other ways, and it takes more registers
+_CONVERTS_IN_TWO_WAYS = tl.constexpr(TRITON >= (3, 7))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -62,14 +69,20 @@ def columns_of(x):
         return x0, x1, x2, x3, x4, x5, x6, x7
 
 
+@triton.constexpr_function
+def _in_order(ptx: bool, trees: bool, vec: int) -> bool:
+    return ptx and trees and 1 < vec <= 8
+
+
 @triton.jit
-def sum_of_vectors(x, PTX: tl.constexpr):
+def sum_of_vectors(x, PTX: tl.constexpr, ONE_CTA: tl.constexpr = False):
     """tl.sum(x, 2), one element after the other with every Triton.  # [SEGMENTS, VECTORS, VEC] -> [SEGMENTS, VECTORS]
 
-    A tree holds several partial sums, and needs the last element as early as the first. With Triton 3.9, online
-    reductions took 73 registers instead of 58, and gradients began to add before their last loads were issued.
+    ONE_CTA: the launch has no clusters. A tree holds several partial sums, and needs the last element as early as the
+    first. With Triton 3.9, online reductions took 73 registers instead of 58, and gradients began to add before their
+    last loads were issued.
     """
-    if PTX and _TREES and x.shape[2] > 1 and x.shape[2] <= 8:
+    if _in_order(PTX, _TREES if ONE_CTA else _TREES_ON_CLUSTERS, x.shape[2]):
         columns = columns_of(x)
         total = columns[0]
         for k in tl.static_range(1, x.shape[2]):
@@ -80,9 +93,9 @@ def sum_of_vectors(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def max_of_vectors(x, PTX: tl.constexpr):
+def max_of_vectors(x, PTX: tl.constexpr, ONE_CTA: tl.constexpr = False):
     """tl.max(x, 2), one element after the other.  # [SEGMENTS, VECTORS, VEC] -> [SEGMENTS, VECTORS]"""
-    if PTX and _TREES and x.shape[2] > 1 and x.shape[2] <= 8:
+    if _in_order(PTX, _TREES if ONE_CTA else _TREES_ON_CLUSTERS, x.shape[2]):
         columns = columns_of(x)
         top = columns[0]
         for k in tl.static_range(1, x.shape[2]):
@@ -163,14 +176,20 @@ def scaled(x, by, PTX: tl.constexpr):
 
 
 @triton.jit
-def upcast(x, PTX: tl.constexpr, REMATERIALIZE: tl.constexpr = False):
-    """x in float32. REMATERIALIZE: convert again here, even where the compiler has x in float32 already.
+def upcast(x, PTX: tl.constexpr, REMATERIALIZE: tl.constexpr = False, SECOND: tl.constexpr = False):
+    """x in float32. REMATERIALIZE: convert again here, even where the compiler has x in float32 already; SECOND: for
+    the second time.
 
     Computing exp(x) twice is cheaper than holding it: the row stays in registers as 16-bit numbers, more programs fit
     on a multiprocessor, and more bytes are in flight. Otherwise the compiler would convert once and hold the float32
     numbers. The assembly also takes one instruction per bfloat16, where the compiler takes three for two of them.
+    ptxas converts once, too, where both conversions are the same instruction, so the second is another one: the
+    gradient of 128,256 columns takes 48 registers with Triton 3.9, and 76 with the same instruction.
     """
-    if PTX and x.dtype == tl.bfloat16:
+    if PTX and REMATERIALIZE and SECOND and _CONVERTS_IN_TWO_WAYS and x.dtype == tl.bfloat16:
+        PERMUTE: tl.constexpr = "prmt.b32 $0, $2, 0, 0x1044; prmt.b32 $1, $2, 0, 0x3244;"
+        return tl.inline_asm_elementwise(PERMUTE, "=r,=r,r", [x], dtype=tl.float32, is_pure=False, pack=2)
+    elif PTX and x.dtype == tl.bfloat16:
         ASM: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
         return tl.inline_asm_elementwise(ASM, "=r,=r,r", [x], dtype=tl.float32, is_pure=not REMATERIALIZE, pack=2)
     elif PTX and REMATERIALIZE and x.dtype == tl.float16:

@@ -101,16 +101,17 @@ def logit(x, scale, cap, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
 @triton.jit
 def accumulate(
     x, scale, cap, m, s, t,
-    MOMENT: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr,
+    MOMENT: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, CHUNKS: tl.constexpr, ONE_CTA: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Each vector's (m, s, t) after one more step.
 
     The step's maximum is taken of the logits as loaded. The caller adds a weighted sum.
     # x: CHUNKS tiles [SEGMENTS, VECTORS, VEC]; m, s, t: [SEGMENTS, VECTORS]
     """
-    top = max_of_vectors(x[0], PTX)
+    top = max_of_vectors(x[0], PTX, ONE_CTA)
     for c in tl.static_range(1, CHUNKS):
-        top = tl.maximum(top, max_of_vectors(x[c], PTX))
+        top = tl.maximum(top, max_of_vectors(x[c], PTX, ONE_CTA))
     m_new = tl.minimum(tl.maximum(m, logit(top, scale, cap, SCALED, SOFTCAP)), HIGHEST)
     if MOMENT == ENTROPY_MOMENT:
         m, s, t = rescale_moments(m, s, t, m_new)
@@ -126,9 +127,9 @@ def accumulate(
         z = logit(upcast(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
         d = tl.fma(z, base[:, :, None], -shift[:, :, None]) if FUSED else z - shift[:, :, None]
         e = tl.exp2(d) if FUSED else exp(d)
-        step += sum_of_vectors(e, PTX)
+        step += sum_of_vectors(e, PTX, ONE_CTA)
         if MOMENT == ENTROPY_MOMENT:
-            moment += sum_of_vectors(e * tl.maximum(d, LOWEST), PTX)
+            moment += sum_of_vectors(e * tl.maximum(d, LOWEST), PTX, ONE_CTA)
     if FUSED:
         if MOMENT == ENTROPY_MOMENT:
             moment = correction * LN2 * (moment - tl.fma(m_new, base, -shift) * step)
@@ -207,11 +208,11 @@ def online_reduction(
         x = load_step(
             x_row + first + (zero + step) * STEP, width, SEGMENTS, CHUNKS, CHUNKS, VECTORS, VEC, WARPS_PER_ROW
         )
-        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, CHUNKS, PTX)
+        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, CHUNKS, CTAS == 1, PTX)
     for step in range(whole, n_steps):
         start = (zero + step) * STEP
         x = load_step(x_row + first + start, width - start, SEGMENTS, CHUNKS, 0, VECTORS, VEC, WARPS_PER_ROW)
-        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, CHUNKS, PTX)
+        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, CHUNKS, CTAS == 1, PTX)
         if MOMENT == WEIGHTED_SUM:
             for c in tl.static_range(CHUNKS):
                 z = logit(upcast(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
@@ -224,7 +225,7 @@ def online_reduction(
     if FEW > 0 and even * VEC > n_steps * STEP:
         start = (zero + n_steps) * STEP
         x = load_step(x_row + first + start, width - start, SEGMENTS, FEW, 0, VECTORS, VEC, WARPS_PER_ROW)
-        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, FEW, PTX)
+        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, FEW, CTAS == 1, PTX)
     # each thread adds one head or tail element to its sums. On a cluster they are reduced with their segment instead,
     # because Triton may place their tile in other CTAs than the row's
     if UNALIGNED and CTAS == 1:
