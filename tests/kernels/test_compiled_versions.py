@@ -8,9 +8,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from launches import cross_compiled, launches
+from launches import BFLOAT16, as_called, cross_compiled, launches, rows_like
 
-from fused_softmax.launch.compile import compile_kernel
+from fused_softmax.availability import version_pair
+from fused_softmax.launch import backward_launches, compile_kernel, problem_of, softmax_launches
+from fused_softmax.plan import plan
+from fused_softmax.problem import DEVICES
 
 pytestmark = pytest.mark.compiled
 
@@ -75,6 +78,32 @@ def test_a_gradient_issues_its_loads_before_it_waits_for_one(name):
 def test_a_walk_keeps_its_programs_on_a_multiprocessor(name, registers):
     """A reduction in a thread that holds several partial results at a time costs a program of each multiprocessor."""
     assert cross_compiled(KERNELS[name][0], "sm_90")[0].registers <= registers
+
+
+@pytest.mark.parametrize(
+    ("op", "n_cols", "registers"),
+    [("softmax backward", 128256, 64), ("log_softmax backward", 171278, 128), ("log_softmax", 131700, 80)],
+)
+def test_what_is_widened_twice_is_not_kept_between(op, n_cols, registers):
+    """A row is kept as loaded. Its float32 numbers, kept as well, cost programs of each multiprocessor: the limits are
+    what Triton 3.6 takes."""
+    x, backward, log = rows_like(n_cols, BFLOAT16), "backward" in op, op.startswith("log")
+    tensors = (x, x, x) if backward else (x, x)
+    chosen = plan(problem_of(*tensors, backward=backward, log=log), DEVICES["sm_90"])
+    assert chosen.recompute and chosen.max_registers is None
+    make = backward_launches if backward else softmax_launches
+    (launch,) = make(*tensors, chosen, log=log, device=DEVICES["sm_90"])
+    used, _ = cross_compiled(as_called(launch), "sm_90")
+    assert used.spilled_bytes == 0 and used.registers <= registers
+
+
+def test_a_loss_of_narrow_rows_keeps_its_programs_on_a_multiprocessor():
+    """8 programs a multiprocessor; Triton 3.7 alone takes 39 or 40 registers, so 6."""
+    import triton
+
+    used, _ = cross_compiled(KERNELS["cross_entropy_resident torch.bfloat16 4096"][0], "sm_90")
+    most = 40 if version_pair(triton.__version__) == (3, 7) else 32
+    assert used.spilled_bytes == 0 and used.registers <= most
 
 
 @pytest.mark.parametrize("name", KERNELS)
