@@ -130,7 +130,7 @@ def test_excerpt_of_real_logits_comes_with_the_package():
 
 
 def test_the_wheel_and_the_sdist_take_the_data():
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[3]
     (globs,) = re.findall(r"^fused_softmax = \[(.*)\]$", (root / "pyproject.toml").read_text(), re.MULTILINE)
     package = root / "src" / "fused_softmax"
     taken = {file for glob in re.findall(r'"(.*?)"', globs) for file in package.glob(glob)}

@@ -37,6 +37,7 @@ from fused_softmax.lab.fuzz.draw import Budget, Case, draw_cases, draw_class
 from fused_softmax.lab.fuzz.judge import evaluate
 from fused_softmax.lab.fuzz.program import program
 from fused_softmax.lab.fuzz.shrink import shrink
+from fused_softmax.lab.lessons import load
 from fused_softmax.lab.registry import OPS, WAYS
 
 interpreted = pytest.mark.interpreted
@@ -447,3 +448,10 @@ def test_whatever_ends_an_isolated_process_after_it_is_ready_is_read():
         patch.setattr("fused_softmax.cross_entropy", cross_entropy)
         exec(compiled, given)
     assert said == ["ready", "asserted"]
+
+
+@interpreted
+def test_a_lessons_kernel_is_no_coverage():
+    before = set(coverage.reached)
+    coverage.note(load(2).one_row_kernel, {"BLOCK": 8})
+    assert coverage.reached == before
