@@ -10,10 +10,11 @@ import re
 import pytest
 from launches import BFLOAT16, as_called, cross_compiled, launches, rows_like
 
-from fused_softmax.availability import version_pair
-from fused_softmax.launch import backward_launches, compile_kernel, problem_of, softmax_launches
-from fused_softmax.plan import plan
-from fused_softmax.problem import DEVICES
+from fused_softmax.launch.availability import version_pair
+from fused_softmax.launch.compile import compile_kernel
+from fused_softmax.launch.layout import problem_of
+from fused_softmax.planning.softmax import plan
+from fused_softmax.planning.types import DEVICES
 
 pytestmark = pytest.mark.compiled
 
@@ -75,7 +76,7 @@ def test_a_gradient_issues_its_loads_before_it_waits_for_one(name):
     ("name", "registers"),
     [("row_statistics torch.bfloat16 50257", 40), ("row_statistics torch.bfloat16 128256", 64)],
 )
-def test_a_walk_keeps_its_programs_on_a_multiprocessor(name, registers):
+def test_an_online_reduction_keeps_its_programs_on_a_multiprocessor(name, registers):
     """A reduction in a thread that holds several partial results at a time costs a program of each multiprocessor."""
     assert cross_compiled(KERNELS[name][0], "sm_90")[0].registers <= registers
 
@@ -84,15 +85,13 @@ def test_a_walk_keeps_its_programs_on_a_multiprocessor(name, registers):
     ("op", "n_cols", "registers"),
     [("softmax backward", 128256, 64), ("log_softmax backward", 171278, 128), ("log_softmax", 131700, 80)],
 )
-def test_what_is_widened_twice_is_not_kept_between(op, n_cols, registers):
-    """A row is kept as loaded. Its float32 numbers, kept as well, cost programs of each multiprocessor: the limits are
-    what Triton 3.6 takes."""
+def test_a_row_that_is_converted_twice_is_held_as_loaded(op, n_cols, registers):
+    """Float32 numbers that are held as well cost programs of each multiprocessor. The limits are what Triton 3.6 takes."""
     x, backward, log = rows_like(n_cols, BFLOAT16), "backward" in op, op.startswith("log")
     tensors = (x, x, x) if backward else (x, x)
     chosen = plan(problem_of(*tensors, backward=backward, log=log), DEVICES["sm_90"])
     assert chosen.recompute and chosen.max_registers is None
-    make = backward_launches if backward else softmax_launches
-    (launch,) = make(*tensors, chosen, log=log, device=DEVICES["sm_90"])
+    launch = softmax_launch(tensors, chosen, log=log, backward=backward, device=DEVICES["sm_90"])
     used, _ = cross_compiled(as_called(launch), "sm_90")
     assert used.spilled_bytes == 0 and used.registers <= registers
 
