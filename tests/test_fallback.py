@@ -53,7 +53,7 @@ def nothing_remembered(monkeypatch):
     """Warnings and failures of one test are unknown to the next."""
     monkeypatch.setattr(availability, "_warned", set())
     monkeypatch.setattr(availability, "_failures", {})
-    monkeypatch.setattr(prepared_calls, "_known", {})
+    monkeypatch.setattr(prepared_calls, "_calls", {})
 
 
 @contextlib.contextmanager

@@ -72,14 +72,14 @@ def test_works_without_triton():
 
 
 def test_planning_needs_neither_torch_nor_triton():
-    """plan.py is pure: it and its tables are loaded without the package, with both blocked."""
+    """planning/ is pure: it is loaded without the package, with both blocked."""
     python("""
         import importlib.util, sys, types
         folder = importlib.util.find_spec("fused_softmax").submodule_search_locations[0]
         sys.modules["torch"] = sys.modules["triton"] = None
         package = sys.modules["pure"] = types.ModuleType("pure")
         package.__path__ = [folder]
-        plan, told = (importlib.import_module("pure." + name) for name in ("plan", "problem"))
+        plan, told = (importlib.import_module("pure.planning." + name) for name in ("softmax", "types"))
         assert {"sm_80", "sm_90", "sm_100", "sm_120", "gfx942"} <= set(told.DEVICES)
         assert plan.plan(told.Problem(50257, "bfloat16", "bfloat16", 1, True), told.DEVICES["sm_90"]).ctas > 1
     """)

@@ -7,7 +7,7 @@ import torch
 
 import fused_softmax as fs
 from fused_softmax.lab import reference
-from fused_softmax.launch.logsumexp import logsumexp_backward, logsumexp_forward
+from fused_softmax.launch.row_statistics import logsumexp_backward, logsumexp_forward
 
 pytestmark = pytest.mark.interpreted
 

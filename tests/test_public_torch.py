@@ -17,8 +17,8 @@ import pytest
 import fused_softmax
 
 PACKAGE = Path(fused_softmax.__file__).parent
-# private attributes of what is not torch's
-OF_TRITON = {"_init_handles"}
+# attributes of Triton and of NamedTuple, which are not torch's
+NOT_TORCHS = {"_init_handles", "_replace"}
 
 
 def private_symbols(source: str) -> list[str]:
@@ -32,7 +32,7 @@ def private_symbols(source: str) -> list[str]:
         elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             text = ast.unparse(node)
             own = text.split(".")[0] in ("self", "cls") and text.count(".") == 1
-            if not own and node.attr not in OF_TRITON:
+            if not own and node.attr not in NOT_TORCHS:
                 found.append("torch." + text.removeprefix("torch."))
         elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
             found.append(ast.unparse(node))

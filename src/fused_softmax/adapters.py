@@ -1,9 +1,12 @@
-"""Deprecated: import from fused_softmax.integrations; this name goes with the next release but one."""
+"""Deprecated: import from fused_softmax.integrations. This name goes with the release after next."""
 
+import importlib
 import warnings
+from typing import Any
 
-from .integrations import causal_lm_loss, selective_log_softmax
 
-__all__ = ["causal_lm_loss", "selective_log_softmax"]
-
-warnings.warn("fused_softmax.adapters is fused_softmax.integrations now", DeprecationWarning, stacklevel=2)
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("fused_softmax.adapters is fused_softmax.integrations now", DeprecationWarning, stacklevel=2)
+    return getattr(importlib.import_module(".integrations", __package__), name)

@@ -27,7 +27,8 @@ from .launch import torch_private
 from .launch.availability import KernelUnavailable, warn_once
 from .launch.context import is_batch_invariant
 from .launch.device import interpreting, triton_error
-from .launch.prepared_calls import TORCH, softmax_backward, softmax_call
+from .launch.options import TORCH
+from .launch.prepared_calls import softmax_backward, softmax_call
 from .torch_ops.library import untraced
 from .torch_ops.outputs import is_its_own, may_write_while_reading
 from .torch_ops.route import supports_fused_cast, unsupported_reason
@@ -233,7 +234,7 @@ def _forward(log: bool, original: Kernel) -> Kernel:
     def forward(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
         dtype = _out_dtype(x, half_to_float)
         if dtype is not None and type(x) is Tensor and x.is_cuda:
-            call = softmax_call(x, dim, dtype, log)
+            call = softmax_call(x, dim, dtype, log, rows.prepare_softmax)
             if call is not None and call is not TORCH:
                 return call(x)
         if dtype is None or not _takes(x, dim, dtype):
@@ -269,7 +270,7 @@ def _takes_backward(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -
 def _backward(log: bool, original: Kernel) -> Kernel:
     def backward(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
         if type(y) is Tensor and type(dy) is Tensor and supports_fused_cast(input_dtype, y.dtype):
-            dx = softmax_backward(dy, y, dim, input_dtype, log, is_batch_invariant())
+            dx = softmax_backward(dy, y, dim, input_dtype, log, is_batch_invariant(), rows.prepare_backward)
             if dx is not None:
                 return dx
         if not _takes_backward(dy, y, dim, input_dtype):

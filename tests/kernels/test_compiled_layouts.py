@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fused_softmax.lab import cross_compile as compiled
-from fused_softmax.launch import cross_entropy, masked_softmax, token_logprobs
+from fused_softmax.launch import cross_entropy, masked_softmax, row_statistics
 from fused_softmax.launch.compile import Launch
 from fused_softmax.launch.launcher import flat_launch, row_launch
 from fused_softmax.launch.layout import problem_of
@@ -128,9 +128,9 @@ def test_the_lines_of_masked_gradients_are_warps(n_cols, causal, mask):
 def test_the_lines_of_statistics_are_warps(n_cols, picks):
     x, number, ids = torch.empty(3, n_cols), torch.zeros(6), torch.zeros(3, picks, dtype=torch.int64)
     flags = (("PICKS", picks), ("ENTROPY", True), ("SCALE", 2), ("KEEP_MOMENTS", True))
-    chosen = token_logprobs.FORWARD.planner(problem_of(x), SM_90)
+    chosen = row_statistics.FORWARD.planner(problem_of(x), SM_90)
     vectors = (number, number, number, ids, number, number)
-    launch = row_launch(token_logprobs.FORWARD, (x,), vectors, (picks, 1.0), flags, chosen, SM_90)
+    launch = row_launch(row_statistics.FORWARD, (x,), vectors, (picks, 1.0), flags, chosen, SM_90)
     layouts = merged_layouts(ttgir_of(launch))
     assert bool(layouts) == (chosen.ctas > 1)
     assert all(holds_lines(layout, chosen.warps_per_row) for layout in layouts), layouts

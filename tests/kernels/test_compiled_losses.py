@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fused_softmax.lab import cross_compile as compiled
-from fused_softmax.launch import cross_entropy, masked_softmax, token_logprobs
+from fused_softmax.launch import cross_entropy, masked_softmax, row_statistics
 from fused_softmax.launch.launcher import row_launch
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.planning.types import DEVICES
@@ -102,9 +102,9 @@ def test_smoothed_losses_compile(n_cols, smoothing, softcap, dtype):
 def test_statistics_do_not_spill(n_cols, scale):
     x, number, ids = torch.empty(3, n_cols, dtype=torch.bfloat16), torch.zeros(3), torch.zeros(3, 1, dtype=torch.int64)
     flags = (("PICKS", 1), ("ENTROPY", True), ("SCALE", scale), ("KEEP_MOMENTS", True))
-    plan = token_logprobs.FORWARD.planner(problem_of(x), SM_90)
+    plan = row_statistics.FORWARD.planner(problem_of(x), SM_90)
     vectors = (number, number, number, ids, number, number)
-    launch = row_launch(token_logprobs.FORWARD, (x,), vectors, (1, 1.0), flags, plan, SM_90)
+    launch = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 1.0), flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
 
 
@@ -160,6 +160,6 @@ def test_gradients_of_statistics_do_not_spill(n_cols, kept, dtype):
     x, number, ids = torch.empty(3, n_cols, dtype=dtype), torch.zeros(6), torch.zeros(3, 1, dtype=torch.int64)
     flags = (("PICKS", int(kept)), ("ENTROPY", kept), ("LSE", True), ("SCALE", 2 * kept), ("HAS_MOMENTS", kept))
     vectors = (number, number, number, ids, number, number, number)
-    plan = token_logprobs.BACKWARD.planner(problem_of(x, x), SM_90)
-    launch = row_launch(token_logprobs.BACKWARD, (x, x), vectors, (1, 1.0), flags, plan, SM_90)
+    plan = row_statistics.BACKWARD.planner(problem_of(x, x), SM_90)
+    launch = row_launch(row_statistics.BACKWARD, (x, x), vectors, (1, 1.0), flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0

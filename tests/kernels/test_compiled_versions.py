@@ -13,6 +13,7 @@ from launches import BFLOAT16, as_called, cross_compiled, launches, rows_like
 from fused_softmax.launch.availability import version_pair
 from fused_softmax.launch.compile import compile_kernel
 from fused_softmax.launch.layout import problem_of
+from fused_softmax.launch.softmax import softmax_launch
 from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.types import DEVICES
 
@@ -86,7 +87,7 @@ def test_an_online_reduction_keeps_its_programs_on_a_multiprocessor(name, regist
     [("softmax backward", 128256, 64), ("log_softmax backward", 171278, 128), ("log_softmax", 131700, 80)],
 )
 def test_a_row_that_is_converted_twice_is_held_as_loaded(op, n_cols, registers):
-    """Float32 numbers that are held as well cost programs of each multiprocessor. The limits are what Triton 3.6 takes."""
+    """Float32 numbers that are held as well cost programs of each multiprocessor. The limits are Triton 3.6's."""
     x, backward, log = rows_like(n_cols, BFLOAT16), "backward" in op, op.startswith("log")
     tensors = (x, x, x) if backward else (x, x)
     chosen = plan(problem_of(*tensors, backward=backward, log=log), DEVICES["sm_90"])

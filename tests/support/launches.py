@@ -13,7 +13,7 @@ import torch
 from planned import problem
 
 from fused_softmax.lab import cross_compile as compiled
-from fused_softmax.launch import cross_entropy, masked_softmax, token_logprobs
+from fused_softmax.launch import cross_entropy, masked_softmax, row_statistics
 from fused_softmax.launch.compile import Launch
 from fused_softmax.launch.launcher import flat_launch, row_launch
 from fused_softmax.launch.layout import problem_of
@@ -87,12 +87,12 @@ def statistics(target: str) -> Iterator[Named]:
                 chosen = plan_statistics(problem_of(x), device)
                 flags = (("PICKS", 1), ("ENTROPY", entropy), ("SCALE", int(entropy)), ("KEEP_MOMENTS", True))
                 vectors = (number, number, number, ids, number, number)
-                launch = row_launch(token_logprobs.FORWARD, (x,), vectors, (1, 1.0), flags, chosen, device)
+                launch = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 1.0), flags, chosen, device)
                 yield f"row_statistics{' entropy' * entropy} {dtype} {n_cols}", as_called(launch), chosen
             chosen = plan_elementwise(problem_of(x, x), device)
             flags = (("PICKS", 1), ("ENTROPY", False), ("LSE", False), ("SCALE", 0), ("HAS_MOMENTS", True))
             vectors = (number, number, number, ids, number, number, number)
-            launch = row_launch(token_logprobs.BACKWARD, (x, x), vectors, (1, 1.0), flags, chosen, device)
+            launch = row_launch(row_statistics.BACKWARD, (x, x), vectors, (1, 1.0), flags, chosen, device)
             yield f"row_statistics backward {dtype} {n_cols}", as_called(launch), chosen
 
 

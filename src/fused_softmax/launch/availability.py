@@ -17,20 +17,18 @@ from collections.abc import Hashable
 
 import torch
 
-from . import torch_private
-from .cache import Cache
-
 # The oldest versions whose kernels compile and run; docs/compatibility.md has the runs. pyproject.toml names the same.
 MIN_TORCH = (2, 10)
 MIN_TRITON = (3, 6)
 # The newest Triton that the compiled tests run with.
 NEWEST_TRITON = (3, 9)
+CAPACITY = 8192  # failures remembered
 
 _logger = logging.getLogger("fused_softmax")
 _logger.addHandler(logging.NullHandler())  # without a handler of the program's own, the warning alone is printed
 _lock = threading.Lock()
 _warned: set[str] = set()
-_failures = Cache()
+_failures: dict[Hashable, str] = {}
 
 
 class KernelUnavailable(RuntimeError):
@@ -79,13 +77,6 @@ def below_floor() -> str:
     return f"the kernels need {floors}; installed are {versions()}"
 
 
-def lacking() -> str | None:
-    """What is said where this torch lacks what the kernels' host code needs, or None where it has all."""
-    if not torch_private.missing:
-        return None
-    return f"{', '.join(torch_private.missing)} cannot be found; installed are {versions()}"
-
-
 def warn_once(reason: str) -> None:
     """Warns that PyTorch's own kernel runs, and logs it, the first time that this reason is given."""
     with _lock:
@@ -120,7 +111,9 @@ def failed(key: Hashable, kernel: str, error: Exception) -> KernelUnavailable:
     if is_device_error(error):
         raise error
     reason = f"{kernel} does not compile with {versions()}: {_cause(error)}"
-    _failures.remember(key, reason)
+    while len(_failures) >= CAPACITY:  # the oldest goes
+        _failures.pop(next(iter(_failures)), None)
+    _failures[key] = reason
     _logger.debug("%s failed", kernel, exc_info=error)
     warn_once(reason)
     return KernelUnavailable(reason)

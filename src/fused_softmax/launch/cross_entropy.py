@@ -7,7 +7,7 @@ the device. KernelUnavailable, with nothing written, where a kernel over rows do
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from .compile import kernel_loader
 from .context import is_batch_invariant
 from .launcher import FEW_PROGRAMS, Flags, RowOp, always, device_of, launch_flat, launch_rows, planned
 from .layout import empty
+from .options import CrossEntropy
 
 
 @kernel_loader
@@ -95,54 +96,6 @@ WITH_GRADIENT = {
 BACKWARD = RowOp(plan_elementwise, always(_backward))
 BACKWARD_UNLESS_ONE = RowOp(plan_elementwise, always(_backward), most=FEW_PROGRAMS)
 SCALE_UNLESS_ONE = RowOp(plan_elementwise, always(_scale_unless_one), most=FEW_PROGRAMS)
-
-
-_KINDS = {
-    (weighted, smooth, capped): (
-        "capped" if capped else "smoothed" if smooth else "exponential",
-        (("WEIGHTED", weighted), ("SMOOTH", smooth), ("SOFTCAP", capped)),
-    )
-    for weighted in (False, True)
-    for smooth in (False, True)
-    for capped in (False, True)
-}
-
-
-class CrossEntropy(NamedTuple):
-    """The arguments of a cross-entropy next to its logits. target: (n_rows,) int64; weight: (n_cols,) float32."""
-
-    target: Tensor
-    weight: Tensor | None
-    weight_sum: Tensor | None  # [1] float32, where there are weights and smoothing
-    ignore_index: int
-    reduction: str
-    smoothing: float
-    softcap: float | None
-    z_loss: float
-    denominator: Tensor | None = None  # [1] float32: what a mean divides by, where it is not the targets that count
-
-    @property
-    def kind(self) -> tuple[str, Flags]:
-        """(the arithmetic that a logit takes, the kernels' flags): an exponential, more for label smoothing, and most
-        for a softcap."""
-        return _KINDS[self.weight is not None, self.smoothing > 0.0, self.softcap is not None]
-
-    @property
-    def arithmetic(self) -> str:
-        return self.kind[0]
-
-    @property
-    def flags(self) -> Flags:
-        return self.kind[1]
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        return (self.smoothing, 1.0 if self.softcap is None else self.softcap, self.z_loss)
-
-    def vectors(self, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """target, weight and the weights' sum as a kernel takes them; `unused` stands where there are none."""
-        weight = unused if self.weight is None else self.weight
-        return self.target, weight, unused if self.weight_sum is None else self.weight_sum
 
 
 def check_targets(target: Tensor, ignore_index: int, n_cols: int) -> None:

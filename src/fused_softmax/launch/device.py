@@ -12,11 +12,19 @@ import os
 import torch
 
 from ..planning.types import DEVICES, Device, cuda_device, hip_device
-from .availability import below_floor, lacking, torch_is_too_old, triton_is_too_old, warn_once
+from . import torch_private
+from .availability import below_floor, torch_is_too_old, triton_is_too_old, versions, warn_once
 
 
 class Unsupported(str):
     """Why a device's tensors are left to PyTorch."""
+
+
+def lacking() -> str | None:
+    """What is said where this torch lacks what the kernels' host code needs, or None where it has all."""
+    if not torch_private.missing:
+        return None
+    return f"{', '.join(torch_private.missing)} cannot be found; installed are {versions()}"
 
 
 @functools.cache

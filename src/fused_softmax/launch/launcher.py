@@ -25,12 +25,11 @@ from .compile import Binding, Kernel, Launch, Pointers
 from .context import is_batch_invariant
 from .device import describe
 from .layout import problem_of, run_time_arguments, starts
+from .options import Flags
 from .torch_private import current_device, current_stream
 
 # programs of a launch that most often has nothing to do; 31 for each of an H200's multiprocessors
 FEW_PROGRAMS = 4096
-
-Flags = tuple[tuple[str, Any], ...]  # the kernel's own constexprs
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,9 @@ from ..planning.types import Plan, Problem
 from .torch_private import current_device
 from .torch_private import empty_strided_cuda as _empty_strided_cuda
 
+_is_compiling = torch.compiler.is_compiling
 MAX_COLS = 2**31 - 2**16  # of one row; offsets between rows have 64 bits
+HALVES = (torch.float16, torch.bfloat16)
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
@@ -38,7 +40,7 @@ def rows_of(x: Tensor, n_cols: int) -> Tensor:
     A single row keeps the stride of the tensor that it was taken from, so that it is planned as that tensor's rows are;
     `reshape` would forget it.
     """
-    if 1 < x.dim() and x.shape[-1] == n_cols == x.numel() and x.stride(-1) == 1:
+    if not _is_compiling() and 1 < x.dim() and x.shape[-1] == n_cols == x.numel() and x.stride(-1) == 1:
         return x if x.dim() == 2 else x.squeeze(tuple(range(x.dim() - 2)))
     rows = x.reshape(-1, n_cols)
     return rows if n_cols == 1 or rows.stride(1) == 1 else rows.contiguous()

@@ -18,7 +18,6 @@ from .compile import kernel_loader
 from .context import is_batch_invariant
 from .launcher import Flags, RowOp, always, device_of, launch_rows, planned
 from .layout import empty, merge_dims, rows_of, rows_or_copy
-from .softmax import softmax_op
 
 
 @kernel_loader
@@ -85,14 +84,16 @@ def planned_forward(x: Tensor, mask: Tensor | None) -> Plan | str:
 
 
 def planned_backward(x: Tensor, mask: Tensor | None) -> Plan | str:
-    """The plan of the gradient of scores x under such a mask, as `planned_forward`; softmax's own for long rows."""
+    """The plan of the gradient of scores x under such a mask, as `planned_forward`.
+
+    A two_pass plan stands for rows that softmax's own gradient takes.
+    """
     rows = (torch.empty((x.numel() // x.shape[-1], x.shape[-1]), dtype=x.dtype, device="meta"),) * 3
     boolean = mask is not None and mask.dtype is torch.bool
     op = BACKWARD[boolean]
     plan = op.plan(rows, device_of(x), is_batch_invariant())
     if plan.regime == "two_pass":
-        softmax, of_softmax = softmax_op(log=False, backward=True)
-        return planned(softmax, rows, (), of_softmax, x)
+        return plan
     read, of_mask, _ = describe_mask(mask if boolean else None, x, plan, rows[0])
     return planned(op, rows, (read.dtype,), (*of_mask, ("CAUSAL", False)), x)
 

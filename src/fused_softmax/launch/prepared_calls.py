@@ -20,12 +20,12 @@ from .availability import KernelUnavailable
 from .cache import Cache
 from .context import row_invariance
 from .device import describe
-from .launcher import prepare_rows
 from .layout import DTYPE_NAMES, MAX_COLS, as_rows
-from .softmax import prepare_strided, softmax_op, takes_strided, torch_is_faster_reason
+from .options import TORCH
 
-TORCH: Any = object()  # PyTorch's own kernel is the better choice
 Call = Callable[[Tensor], Tensor]
+# of launch.softmax: what launches over these tensors; None, or TORCH, where this way is not for them
+Prepare = Callable[..., Any]
 
 _calls = Cache()
 _strides = Cache()
@@ -45,7 +45,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return found
 
 
-def softmax_call(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Call | None:
+def softmax_call(x: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare: Prepare) -> Call | None:
     """call(x) -> softmax or log_softmax over dim in `dtype`; TORCH; or None where this way is not for it.
 
     x: a plain tensor on a GPU, not lazily negated; dtype: x's own, or one that the kernels write from x's. The call is
@@ -58,32 +58,29 @@ def softmax_call(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Call | N
     key = (sizes, strides, x.dtype, dtype, dim, log, x.data_ptr() & 31, x.get_device(), _invariant())
     found = _calls.get(key)
     if found is None:
-        found = _calls.remember(key, _prepare_softmax(x, dim, dtype, log))
+        found = _calls.remember(key, _prepare_softmax(x, dim, dtype, log, prepare))
     return None if found is False else found
 
 
-def _prepare_softmax(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Any:
+def _prepare_softmax(x: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare: Prepare) -> Any:
     """The call; TORCH; or False where this way is not for it."""
     n_dims = x.dim()
     if not -n_dims <= dim < n_dims or _empty is None or not x.numel() or x.shape[dim] > MAX_COLS:
         return False
     if x.dtype not in DTYPE_NAMES or not isinstance(describe(x.device), Device):
         return False
-    if torch_is_faster_reason(x, dim, dtype):
-        return TORCH
-    dim %= n_dims
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if y.data_ptr() % 32:
         return False
-    x_rows, y_rows = as_rows(x, dim), as_rows(y, dim)
+    dim %= n_dims
     try:
-        if x_rows is None or y_rows is None:
-            return _strided_call(x, y, dim, log) if takes_strided(x, y, dim) else False
-        op, flags = softmax_op(log)
-        run = prepare_rows(op, (x_rows, y_rows), (), flags, _invariant())
+        run = prepare(x, y, dim, log)
     except KernelUnavailable:
         return TORCH
-    return _rows_call(run, tuple(x.shape), dtype, x_rows)
+    if run is None or run is TORCH:
+        return run or False
+    x_rows = as_rows(x, dim) if hasattr(run, "parts") else None
+    return _strided_call(run, y) if x_rows is None else _rows_call(run, tuple(x.shape), dtype, x_rows)
 
 
 def _rows_call(run: Any, shape: tuple[int, ...], dtype: torch.dtype, x_rows: Tensor) -> Call:
@@ -107,8 +104,8 @@ def _rows_call(run: Any, shape: tuple[int, ...], dtype: torch.dtype, x_rows: Ten
     return call
 
 
-def _strided_call(x: Tensor, y: Tensor, dim: int, log: bool) -> Call:
-    run, shape, strides, dtype = prepare_strided(x, y, dim, log), tuple(x.shape), y.stride(), y.dtype
+def _strided_call(run: Callable[[Tensor, Tensor], None], like: Tensor) -> Call:
+    shape, strides, dtype = tuple(like.shape), like.stride(), like.dtype
 
     def call(x: Tensor) -> Tensor:
         y = _empty(shape, strides, dtype)
@@ -118,7 +115,9 @@ def _strided_call(x: Tensor, y: Tensor, dim: int, log: bool) -> Call:
     return call
 
 
-def softmax_backward(dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool, invariant: bool) -> Tensor | None:
+def softmax_backward(
+    dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool, invariant: bool, prepare: Prepare
+) -> Tensor | None:
     """The gradient in `dtype` from the output y over its last dimension, for plain tensors; None as `softmax_call`.
 
     `invariant` is what the forward ran under: autograd calls from a thread of its own.
@@ -133,7 +132,7 @@ def softmax_backward(dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: b
     key = (shape[-1], y.stride(), dy.stride(), y.dtype, dtype, log, y_address & 31, dy_address & 31, index, invariant)
     found = _calls.get(key)
     if found is None:
-        found = _calls.remember(key, _prepare_backward(dy, y, dtype, log, invariant))
+        found = _calls.remember(key, _prepare_backward(dy, y, dtype, log, invariant, prepare))
     if found is False or _current_device() != index:
         return None
     _, launch, rows, prefix, after_rows, offsets = found
@@ -146,15 +145,14 @@ def softmax_backward(dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: b
     return dx
 
 
-def _prepare_backward(dy: Tensor, y: Tensor, dtype: torch.dtype, log: bool, invariant: bool) -> Any:
+def _prepare_backward(dy: Tensor, y: Tensor, dtype: torch.dtype, log: bool, invariant: bool, prepare: Prepare) -> Any:
     if _empty is None or not y.numel() or y.shape[-1] > MAX_COLS or y.dtype not in DTYPE_NAMES:
         return False
     dx = torch.empty(y.shape, dtype=dtype, device=y.device)
-    folded = tuple(rows for t in (y, dy, dx) if (rows := as_rows(t, y.dim() - 1)) is not None)
-    if len(folded) < 3 or dx.data_ptr() % 32 or not isinstance(describe(y.device), Device):
+    if dx.data_ptr() % 32 or not isinstance(describe(y.device), Device):
         return False
-    op, flags = softmax_op(log, backward=True)
     try:
-        return prepare_rows(op, folded, (), flags, invariant).parts
+        run = prepare(y, dy, dx, log, invariant)
     except KernelUnavailable:
         return False
+    return False if run is None else run.parts

@@ -21,8 +21,9 @@ from .availability import KernelUnavailable
 from .compile import Launch, kernel_loader
 from .context import is_batch_invariant
 from .device import describe
-from .launcher import Flags, RowOp, device_of, launch_rows, on_device, row_launch
+from .launcher import RowOp, device_of, launch_rows, on_device, prepare_rows, row_launch
 from .layout import DTYPE_NAMES, as_rows, merge_dims, problem_of
+from .options import TORCH, Flags
 from .torch_private import current_device, current_stream
 
 
@@ -128,6 +129,24 @@ def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out:
                 return y.copy_(softmax_forward(x, dim, out_dtype, log))
         _run_strided(x, y, dim, log)
     return y
+
+
+def prepare_softmax(x: Tensor, y: Tensor, dim: int, log: bool) -> Any:
+    """What launches over tensors that lie as x and y do; TORCH; or None where x is copied first."""
+    if torch_is_faster_reason(x, dim, y.dtype):
+        return TORCH
+    x_rows, y_rows = as_rows(x, dim), as_rows(y, dim)
+    if x_rows is None or y_rows is None:
+        return prepare_strided(x, y, dim, log) if takes_strided(x, y, dim) else None
+    op, flags = softmax_op(log)
+    return prepare_rows(op, (x_rows, y_rows), (), flags, is_batch_invariant())
+
+
+def prepare_backward(y: Tensor, dy: Tensor, dx: Tensor, log: bool, invariant: bool) -> Any:
+    """What launches the gradient over the last dimension; None where the tensors do not fold into rows."""
+    folded = tuple(rows for t in (y, dy, dx) if (rows := as_rows(t, t.dim() - 1)) is not None)
+    op, flags = softmax_op(log, backward=True)
+    return prepare_rows(op, folded, (), flags, invariant) if len(folded) == 3 else None
 
 
 def softmax_backward(

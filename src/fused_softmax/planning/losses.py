@@ -17,7 +17,7 @@ from .config_tables import (
     TWO_PASS_WARPS,
     KernelConfig,
 )
-from .softmax import geometry, plan, preferred_warp_plan, resident_plan, two_pass_plan, warp_plan
+from .softmax import geometry, plan, preferred_warp_plan, resident_plan, steps_plan, two_pass_plan, warp_plan
 from .types import Device, Plan, Problem
 
 
@@ -59,14 +59,6 @@ def plan_elementwise(problem: Problem, device: Device) -> Plan:
     why = "independent programs share the row"
     _, unaligned = geometry(problem)
     return steps_plan(problem, device, 1, ELEMENTWISE_WARPS[unaligned], ELEMENTWISE_CHUNKS, why)
-
-
-def steps_plan(problem: Problem, device: Device, ctas: int, warps: int, chunks: int, why: str) -> Plan:
-    """The plan of rows that `ctas` programs read in steps of `chunks` chunks and do not hold."""
-    vec, unaligned = geometry(problem)
-    num_warps = max(1, warps * 32 // device.warp_size)
-    vectors = num_warps * device.warp_size * (problem.full_vec // vec)
-    return Plan("two_pass", 1, ctas, 1, vectors, vec, chunks, 0, unaligned, False, num_warps, None, why)
 
 
 def plan_loss(problem: Problem, device: Device) -> Plan:

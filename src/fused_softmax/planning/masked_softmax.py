@@ -12,8 +12,7 @@ from .config_tables import (
     TWO_PASS_WARPS,
     KernelConfig,
 )
-from .losses import steps_plan
-from .softmax import plan, resident_plan, warp_plan
+from .softmax import plan, resident_plan, steps_plan, warp_plan
 from .types import Device, Plan, Problem
 
 

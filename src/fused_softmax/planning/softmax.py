@@ -222,6 +222,14 @@ def two_pass_plan(problem: Problem, device: Device, config: KernelConfig | None 
     )  # fmt: skip
 
 
+def steps_plan(problem: Problem, device: Device, ctas: int, warps: int, chunks: int, why: str) -> Plan:
+    """The plan of rows that `ctas` programs read in steps of `chunks` chunks and do not hold."""
+    vec, unaligned = geometry(problem)
+    num_warps = max(1, warps * 32 // device.warp_size)
+    vectors = num_warps * device.warp_size * (problem.full_vec // vec)
+    return Plan("two_pass", 1, ctas, 1, vectors, vec, chunks, 0, unaligned, False, num_warps, None, why)
+
+
 def strided_plan(n_rows: int, n_cols: int, along_cols: bool) -> Plan:
     """The plan of rows or columns with any strides: tiles of `rows` rows and `vectors_per_chunk` columns per step.
 

@@ -19,8 +19,8 @@ from ..launch import cross_entropy as rows
 from ..launch.availability import KernelUnavailable
 from ..launch.cache import Cache
 from ..launch.context import as_in_forward, is_batch_invariant
-from ..launch.cross_entropy import CrossEntropy
 from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
+from ..launch.options import CrossEntropy
 from ..planning.types import Plan
 from . import decompositions
 from .arguments import expect_floating, expect_layout

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch.cross_entropy import CrossEntropy
-from .route import HALVES
+from ..launch.layout import HALVES
+from ..launch.options import CrossEntropy
 
 
 def widened(t: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def _bounded(log_p: Tensor) -> Tensor:
 def statistics_and_moments(
     x: Tensor, token_ids: Tensor | None, scale: float | Tensor, entropy: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
-    """(log-probabilities, entropy, lse, moments) of rows x*scale, as `launch.token_logprobs.statistics` has them."""
+    """(log-probabilities, entropy, lse, moments) of rows x*scale, as `launch.row_statistics.statistics` has them."""
     picked, entropies, lse = statistics(x, token_ids, scale, entropy)
     return picked, entropies, lse, moments_of(capped(x, None) * _by_row(scale))
 

@@ -14,17 +14,16 @@ from torch import Tensor
 
 from ..launch import torch_private
 from ..launch.availability import KernelUnavailable
-from ..launch.layout import rows_or_copy
-from ..launch.logsumexp import logsumexp_backward as backward_by_kernel
-from ..launch.logsumexp import logsumexp_forward as forward_by_kernel
-from ..launch.logsumexp import planned_rows
+from ..launch.layout import HALVES, rows_or_copy
+from ..launch.row_statistics import logsumexp_backward as backward_by_kernel
+from ..launch.row_statistics import logsumexp_forward as forward_by_kernel
+from ..launch.row_statistics import planned_statistics
 from ..planning.types import Plan
 from . import decompositions
 from .library import batched, define, differentiable, expect_in_range, past_batch, under_autocast, with_batch
 from .outputs import takes_out, written
 from .route import (
     EMPTY,
-    HALVES,
     Fallback,
     call_unsupported_reason,
     can_bypass_dispatcher,
@@ -73,7 +72,7 @@ def planned_logsumexp(x: Tensor, dim: Any, index: int | None, backward: bool) ->
     if x.dim() == 0:
         return Fallback("a tensor of no dimensions is PyTorch's")
     index %= x.dim()
-    plan = planned_rows(rows_or_copy(x.movedim(index, -1)), x, backward)
+    plan = planned_statistics(rows_or_copy(x.movedim(index, -1)), x, 0, backward)
     return Fallback(plan) if isinstance(plan, str) else plan
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..launch.availability import KernelUnavailable
 from ..launch.context import as_in_forward, is_batch_invariant
+from ..launch.launcher import planned
 from ..launch.masked_softmax import masked_backward, masked_forward, planned_backward, planned_forward
-from ..launch.softmax import softmax_backward
+from ..launch.softmax import softmax_backward, softmax_op
 from ..planning.types import Plan
 from . import decompositions
 from .arguments import expect_floating, other_device_error
@@ -61,6 +62,10 @@ def planned_masked_softmax(x: Tensor, mask: Tensor | None, backward: bool) -> Pl
     if mask is not None and mask.dtype is not torch.bool and mask.dtype not in _MASK_DTYPES:
         return Fallback(f"a mask of {mask.dtype} is PyTorch's")
     plan = planned_backward(x, mask) if backward else planned_forward(x, mask)
+    if backward and isinstance(plan, Plan) and plan.regime == "two_pass":  # softmax's own gradient takes such rows
+        op, flags = softmax_op(log=False, backward=True)
+        rows = (torch.empty((x.numel() // x.shape[-1], x.shape[-1]), dtype=x.dtype, device="meta"),) * 3
+        plan = planned(op, rows, (), flags, x)
     return Fallback(plan) if isinstance(plan, str) else plan
 
 

@@ -1,7 +1,7 @@
 """Where a call goes: to PyTorch's own kernels, with a reason; to the dispatcher; or directly to our kernels.
 
-Two reasons differ: what our kernels cannot do (`unsupported_reason`) and what torch does faster (`faster_reason`). The
-dispatcher may be bypassed where nothing but autograd would see the call
+Two reasons differ: what our kernels cannot do (`unsupported_reason`) and what torch does faster (`faster_reason` of
+torch_ops.softmax). The dispatcher may be bypassed where nothing but autograd would see the call
 (`can_bypass_dispatcher`); while torch.compile traces, an operator of ours stands in the graph (`is_compiled`).
 """
 
@@ -16,8 +16,7 @@ from torch.nn import Parameter
 
 from ..launch import torch_private
 from ..launch.device import describe, interpreting
-from ..launch.layout import DTYPE_NAMES, MAX_COLS
-from ..launch.softmax import torch_is_faster_reason
+from ..launch.layout import DTYPE_NAMES, HALVES, MAX_COLS
 from ..launch.torch_private import in_forward_ad, is_traced
 from ..planning.types import Device
 
@@ -36,7 +35,6 @@ class Fallback:
 
 
 EMPTY = Fallback("the tensor is empty: nothing is launched", "empty", "empty")
-HALVES = (torch.float16, torch.bfloat16)
 # device types whose tensors have kernels, for torch.compile: it asks no device while it traces
 _KERNEL_DEVICES = ("cpu",) if interpreting() else ("cuda",)
 _is_compiling = torch.compiler.is_compiling
@@ -107,13 +105,6 @@ def too_long_reason(x: Tensor, *dims: int) -> str | None:
         return None
     n_cols = math.prod([x.shape[d] for d in dims])
     return f"a row of {n_cols} columns is PyTorch's" if n_cols > MAX_COLS else None
-
-
-def faster_reason(x: Tensor, dim: int, dtype: torch.dtype | None) -> str | None:
-    """Why torch's softmax of so short rows is the better choice; under torch.compile, which has no addresses, None."""
-    if _is_compiling() or not x.is_cuda or not can_bypass_dispatcher(x):
-        return None
-    return torch_is_faster_reason(x, dim, x.dtype if dtype is None else dtype)
 
 
 def unsupported_while_compiling_reason(x: Tensor, dtype: torch.dtype) -> str | None:

@@ -20,9 +20,10 @@ from ..launch.availability import KernelUnavailable
 from ..launch.context import is_batch_invariant
 from ..launch.launcher import planned
 from ..launch.layout import DTYPE_NAMES, as_rows, rows_or_copy
-from ..launch.prepared_calls import TORCH, softmax_call
+from ..launch.options import TORCH
 from ..launch.prepared_calls import softmax_backward as backward_call
-from ..launch.softmax import planned_strided, softmax_op
+from ..launch.prepared_calls import softmax_call
+from ..launch.softmax import planned_strided, prepare_backward, prepare_softmax, softmax_op, torch_is_faster_reason
 from ..launch.softmax import softmax_backward as backward_by_kernel
 from ..launch.softmax import softmax_forward as forward_by_kernel
 from ..planning.types import Plan
@@ -35,7 +36,6 @@ from .route import (
     Fallback,
     call_unsupported_reason,
     can_bypass_dispatcher,
-    faster_reason,
     promotes,
     supports_fused_cast,
     too_long_reason,
@@ -54,7 +54,7 @@ def direct_softmax(x: Any, dim: Any, dtype: torch.dtype | None, log: bool) -> Te
         dtype = torch.float32 if _any_autocast() and promotes(x) else x.dtype
     if dtype is not x.dtype and not supports_fused_cast(x.dtype, dtype):
         return None
-    call = softmax_call(x, dim, dtype, log)
+    call = softmax_call(x, dim, dtype, log, prepare_softmax)
     if call is None:
         return None
     if call is TORCH:
@@ -89,6 +89,13 @@ def softmax_of(
     if x.requires_grad and torch.is_grad_enabled():
         return RowSoftmax.apply(x, index, dtype, log)
     return forward_or_torch(x, index, dtype, log)
+
+
+def faster_reason(x: Tensor, dim: int, dtype: torch.dtype | None) -> str | None:
+    """Why torch's softmax of so short rows is the better choice; under torch.compile, which has no addresses, None."""
+    if torch.compiler.is_compiling() or not x.is_cuda or not can_bypass_dispatcher(x):
+        return None
+    return torch_is_faster_reason(x, dim, x.dtype if dtype is None else dtype)
 
 
 def torchs_own(log: bool) -> Callable[..., Tensor]:
@@ -158,7 +165,7 @@ class RowSoftmax(torch.autograd.Function):
         if _is_grad_enabled() or not can_bypass_dispatcher(dy) or type(y) is not Tensor:
             operator = log_softmax_backward if log else softmax_backward
             return operator(dy, y, dim, dtype), None, None, None, None
-        dx = backward_call(dy, y, dim, dtype, log, invariant)
+        dx = backward_call(dy, y, dim, dtype, log, invariant, prepare_backward)
         if dx is None:
             dx = backward_or_torch(dy, y, dim, dtype, log, invariant)
         return dx, None, None, None, None

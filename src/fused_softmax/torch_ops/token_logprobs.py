@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch import token_logprobs as rows
+from ..launch import row_statistics as rows
 from ..launch.availability import KernelUnavailable
 from ..launch.cache import Cache
 from ..launch.layout import gradient_buffer, rows_of, rows_or_copy

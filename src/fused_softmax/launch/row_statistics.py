@@ -1,11 +1,13 @@
-"""token_logprobs of rows (n_rows, n_cols), forward and backward: log-probabilities of ids, entropy and logsumexp.
+"""Statistics of rows (n_rows, n_cols), forward and backward: what token_logprobs and logsumexp launch.
 
-Allocates what is O(rows), and launches. No mathematics and no autograd; nothing here waits for the device.
-KernelUnavailable, with nothing written, where a kernel does not compile.
+Log-probabilities of ids, entropy and logsumexp come from one kernel, kernels/row_statistics.py. Allocates what is
+O(rows), and launches. No mathematics and no autograd; nothing here waits for the device. KernelUnavailable, with
+nothing written, where a kernel does not compile.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from ..planning.types import Plan, power_of_two
 from .compile import kernel_loader
 from .context import is_batch_invariant
 from .launcher import Flags, RowOp, always, launch_rows, planned
-from .layout import empty
+from .layout import empty, rows_of
 
 
 @kernel_loader
@@ -109,3 +111,30 @@ def statistics_backward(
     numbers = (n_picks, 1.0 if isinstance(scale, Tensor) else float(scale))
     vectors = tuple(moments if v is None else v for v in given)
     launch_rows(BACKWARD, (x, dx), vectors, numbers, flags)
+
+
+# --- logsumexp over dimensions of whole tensors ----------------------------------------------------------------------
+
+
+def logsumexp_forward(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """logsumexp of x over dims (rising, each in [0, x.dim())) in x's dtype. x is not empty."""
+    kept, folded = _folded(x, dims)
+    _, _, lse, _ = statistics(folded, None, 1.0, False, keeps=False)
+    shape = [1 if d in dims else size for d, size in enumerate(x.shape)] if keepdim else [x.shape[d] for d in kept]
+    return lse.to(x.dtype).view(shape)
+
+
+def logsumexp_backward(g: Tensor, x: Tensor, lse: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """dx = g*exp(x - lse), contiguous, in x's dtype; NaN where a row is nothing but -inf, as torch has it."""
+    kept, folded = _folded(x, dims)
+    dx = torch.empty(folded.shape, dtype=x.dtype, device=x.device)
+    statistics_backward(folded, dx, lse.reshape(-1).float(), 1.0, g_lse=g.reshape(-1))
+    order = (*kept, *dims)
+    back = sorted(range(x.dim()), key=lambda i: order[i])
+    return dx.view([x.shape[d] for d in order]).permute(back).contiguous()
+
+
+def _folded(x: Tensor, dims: tuple[int, ...]) -> tuple[list[int], Tensor]:
+    """(the other dims, x as rows over dims), copied only where its strides leave no other way."""
+    kept = [d for d in range(x.dim()) if d not in dims]
+    return kept, rows_of(x.permute(*kept, *dims), math.prod(x.shape[d] for d in dims))

@@ -1,0 +1,57 @@
+"""What an op is told next to its rows, as one value that its launches and its decomposition share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+TORCH: Any = object()  # PyTorch's own kernel is the better choice
+Flags = tuple[tuple[str, Any], ...]  # a kernel's own constexprs
+
+_KINDS = {
+    (weighted, smooth, capped): (
+        "capped" if capped else "smoothed" if smooth else "exponential",
+        (("WEIGHTED", weighted), ("SMOOTH", smooth), ("SOFTCAP", capped)),
+    )
+    for weighted in (False, True)
+    for smooth in (False, True)
+    for capped in (False, True)
+}
+
+
+class CrossEntropy(NamedTuple):
+    """The arguments of a cross-entropy next to its logits. target: (n_rows,) int64; weight: (n_cols,) float32."""
+
+    target: Tensor
+    weight: Tensor | None
+    weight_sum: Tensor | None  # [1] float32, where there are weights and smoothing
+    ignore_index: int
+    reduction: str
+    smoothing: float
+    softcap: float | None
+    z_loss: float
+    denominator: Tensor | None = None  # [1] float32: what a mean divides by, where it is not the targets that count
+
+    @property
+    def kind(self) -> tuple[str, Flags]:
+        """(the arithmetic that a logit takes, the kernels' flags): an exponential, more for label smoothing, and most
+        for a softcap."""
+        return _KINDS[self.weight is not None, self.smoothing > 0.0, self.softcap is not None]
+
+    @property
+    def arithmetic(self) -> str:
+        return self.kind[0]
+
+    @property
+    def flags(self) -> Flags:
+        return self.kind[1]
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        return (self.smoothing, 1.0 if self.softcap is None else self.softcap, self.z_loss)
+
+    def vectors(self, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """target, weight and the weights' sum as a kernel takes them; `unused` stands where there are none."""
+        weight = unused if self.weight is None else self.weight
+        return self.target, weight, unused if self.weight_sum is None else self.weight_sum
