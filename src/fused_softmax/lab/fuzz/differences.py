@@ -48,17 +48,18 @@ def gradient_of_nothing(case: Case, inputs: Inputs, name: str, got: Tensor) -> T
 
 
 def overflow_of_smoothing(case: Case, inputs: Inputs, name: str, got: Tensor) -> Tensor | None:
-    """cross_entropy: smoothed losses of logits that are further apart than float32's largest number, so that log p
-    overflows: infinite, where torch adds infinities of both signs to NaN."""
+    """cross_entropy: smoothed losses of logits whose log p, or its sum over the row, is beyond float32's largest number:
+    infinite, where torch adds infinities of both signs to NaN."""
     if case.op != "cross_entropy" or name != "loss" or not case.options.get("label_smoothing", 0.0) > 0:
         return None
-    x = inputs.x.detach().double()
-    if not x.numel():
+    if not inputs.x.numel():
         return None
     # a logit of -inf or NaN makes another loss of its row
-    return got.isinf() & bool(
-        x.nan_to_num(0, 0, 0).amax() - x.nan_to_num(0, 0, 0).amin() > torch.finfo(torch.float32).max
-    )
+    x, dim = inputs.x.detach().double().nan_to_num(0, 0, 0), case.dims[0]
+    if inputs.batch_dim is not None:
+        x, dim = x.movedim(inputs.batch_dim, 0), dim + 1
+    size = (x.amax(dim, keepdim=True) - x).sum(dim).amax()
+    return got.isinf() & bool(size > torch.finfo(torch.float32).max)
 
 
 DIFFERENCES = (ignored_rows, infinite_temperature, gradient_of_nothing, overflow_of_smoothing)
