@@ -12,6 +12,8 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +28,9 @@ from fused_softmax.lab.fuzz import (
     isolated,
     judge,
     layouts,
+    pool,
     record,
+    request,
     scales,
     session,
     values,
@@ -295,6 +299,89 @@ def test_records_of_one_kernel_hash_add_up_and_others_are_refused(tmp_path):
     file.write_text(json.dumps({**known, "kernel_hash": "0"}))
     with pytest.raises(record.OtherKernels, match="other kernels"):
         record.read(file)
+
+
+def test_a_run_for_each_cell_counts_what_the_record_has_and_stops_where_all_are_full(monkeypatch, tmp_path):
+    """Cases are counted and not run; a unit in five is lost, as in a process that is killed."""
+    given = []
+
+    class Counting:
+        device = "cuda"
+
+        def __init__(self, *_):
+            pass
+
+        def run(self, tasks, end=None):
+            for unit in tasks:
+                given.append(unit)
+                if len(given) % 5:
+                    for way, n in unit.ways:
+                        yield worker.Report(cases=Counter({(unit.of.op, way, unit.of.dtype): n}))
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(session, "Pool", Counting)
+    monkeypatch.setattr(session.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(session, "Isolated", lambda seed: SimpleNamespace(report=lambda s: worker.Report(), stop=print))
+    real = record.header
+    monkeypatch.setattr(record, "header", lambda device, interpreted: real(torch.device("cpu"), interpreted))
+    monkeypatch.setattr(coverage, "everything", set)
+    file, ops = tmp_path / "fuzz.json", ("softmax", "cross_entropy")
+    for seed, per_cell, most in ((1, 60, 60), (2, 100, 100), (3, 100, 100)):
+        given.clear()
+        out = io.StringIO()
+        asked = session.Request(ops, dtypes=("float16",), per_cell=per_cell, seed=seed, record=file)
+        session.run(asked, Console(file=out))
+        assert "short of" not in out.getvalue()
+        for row in json.loads(file.read_text())["rows"]:
+            assert row["cases"] == (most // 10 if row["way"] in request.SLOW_WAYS else most), row
+        assert bool(given) == (seed < 3)  # the last run finds every cell full
+        assert len({unit.of for unit in given}) == len(given)
+    assert len(json.loads(file.read_text())["rows"]) == 11 + 9
+    with pytest.raises(ValueError, match="run of seed 2"):
+        record.check(file, 2)
+    record.check(file, 4)
+
+
+def test_rows_beyond_the_widest_columns_get_few_cases():
+    asked = session.Request(("softmax",), ("function",), ("float32",), per_cell=20_000, seed=1)
+    drawn = list(session.units(asked, "cuda", Budget()))
+    wide = [unit for unit in drawn if unit.of.n_cols > Budget().columns]
+    assert 0.03 * len(drawn) < len(wide) < 0.1 * len(drawn)
+    assert {n for unit in wide for _, n in unit.ways} <= {request.PER_CLASS // 8}
+    whole = [unit.of.n_cols % 64 == 0 for unit in wide]
+    assert any(whole) and not all(whole)
+
+
+def test_workers_take_the_visible_gpus_in_turn(monkeypatch):
+    """Each starts with one GPU in its environment, and so does the one that comes in its place."""
+    started = []
+
+    class Process:
+        def __init__(self, **_):
+            pass
+
+        def start(self):
+            started.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+        def terminate(self):
+            pass
+
+        join = is_alive = lambda *_: False
+
+    monkeypatch.setattr(pool._SPAWN, "Process", Process)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    workers = pool.Pool(5, "cuda")
+    assert started == ["0", "1", "0", "1", "0"] and "CUDA_VISIBLE_DEVICES" not in os.environ
+    workers._replace(workers.workers[3])
+    assert started[5:] == ["1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7, GPU-3b")
+    pool.Pool(3, "cuda")
+    assert started[6:] == ["7", "GPU-3b", "7"] and os.environ["CUDA_VISIBLE_DEVICES"] == "7, GPU-3b"
+    pool.Pool(2, "cpu")
+    assert started[9:] == ["7, GPU-3b"] * 2  # as it is
 
 
 @interpreted

@@ -48,8 +48,8 @@ def gradient_of_nothing(case: Case, inputs: Inputs, name: str, got: Tensor) -> T
 
 
 def overflow_of_smoothing(case: Case, inputs: Inputs, name: str, got: Tensor) -> Tensor | None:
-    """cross_entropy: smoothed losses of logits whose log p, or its sum over the row, is beyond float32's largest number:
-    infinite, where torch adds infinities of both signs to NaN."""
+    """cross_entropy: smoothed losses of logits whose log p, or its sum over the row, is beyond float32's largest
+    number: infinite, where torch adds infinities of both signs to NaN."""
     if case.op != "cross_entropy" or name != "loss" or not case.options.get("label_smoothing", 0.0) > 0:
         return None
     if not inputs.x.numel():

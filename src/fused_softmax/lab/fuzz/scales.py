@@ -237,7 +237,13 @@ def of_summed_losses(case: Case, inputs: Inputs, ref: Tensor, gradient: bool) ->
         return None
     sums = (not gradient) + (reduction == "mean" and weight is not None)
     n_rows = inputs.arguments["target"].numel()
-    return sums * EPS / 2 * additions(n_rows, weight is not None, inputs.x) * ref.detach().double().abs().nan_to_num(0, 0, 0)
+    return (
+        sums
+        * EPS
+        / 2
+        * additions(n_rows, weight is not None, inputs.x)
+        * ref.detach().double().abs().nan_to_num(0, 0, 0)
+    )
 
 
 def additions(n_rows: int, weighted: bool, x: Tensor) -> int:
