@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_softmax.lab.fuzz import (
     coverage,
@@ -527,6 +528,41 @@ def test_a_smoothed_loss_may_be_infinite_only_where_log_p_overflows():
     assert bool(differences.excused(case, given, "loss", inf, nan, nan))
     given.x[0] = torch.tensor([1.0, -3e38, -3e38])  # finite each, but not their sum
     assert bool(differences.excused(case, given, "loss", inf, nan, nan))
+
+
+class Waits(TorchDispatchMode):
+    """Which operators ask for a tensor's value."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_judging_waits_for_no_value(monkeypatch, op):
+    """A value that the host asks for waits for the GPU; a batch of cases waits once."""
+    real, n_judged, waits = judge._compare, 0, Waits()
+
+    def compare(*arguments):
+        nonlocal n_judged
+        n_judged += 1
+        with waits:
+            real(*arguments)
+
+    spec = OPS[op]
+    monkeypatch.setitem(OPS, op, dataclasses.replace(spec, function=spec.torch_way))
+    monkeypatch.setattr(judge, "_compare", compare)
+    for seed in range(24):
+        of = dataclasses.replace(draw_class(op, "float32", seed, BUDGET), n_cols=9)
+        for case in draw_cases(of, "function", 4, BUDGET):
+            if "odd" not in case.options and case.dtype == "float32" and "inplace_backward" not in case.options:
+                evaluate(case.changed(seed=case.seed // 4 * 4 + 2), "cpu")
+    assert n_judged > 50 and not waits.seen
 
 
 def test_whatever_ends_an_isolated_process_after_it_is_ready_is_read():
