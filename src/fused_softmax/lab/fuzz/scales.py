@@ -216,7 +216,7 @@ def of_scores(case: Case, inputs: Inputs, y: Tensor) -> Tensor | None:
     x = inputs.x.detach() if inputs.batch_dim is None else inputs.x.detach().movedim(inputs.batch_dim, 0)
     z = x.double() * scale
     error = z.abs() if scale != 1.0 else torch.zeros_like(z)
-    if added:
+    if mask is not None and added:
         given = mask.detach().double()
         if inputs.in_dims.get("mask") is not None:
             given = given.view(given.shape[0], *(1,) * (z.dim() - given.dim()), *given.shape[1:])
