@@ -12,11 +12,11 @@ JOBS ?= 2
 
 # what `make test` runs, in this order; it prints how long each took
 STAGES := lint types interpreted compiled readme-check
-EXTENDED_STAGES := docs compiled-others extended
+EXTENDED_STAGES := docs compiled-targets compiled-others extended
 # Tritons that the kernels are compiled with besides the pinned one, by the tests of the planner's kernels and of what
 # versions change; and torches below the floor
 OTHER_TRITONS ?= 3.6.0 newest
-OTHER_TESTS ?= --tests tests/test_compiled_kernels.py tests/test_compiled_versions.py tests/test_compiled_layouts.py
+OTHER_TESTS ?= --tests $(addprefix tests/kernels/test_compiled_,kernels.py versions.py layouts.py)
 OLD_TORCHES ?= 2.4.1 2.6.0 2.8.0
 
 ifeq ($(strip $(VENV)),)
@@ -43,7 +43,7 @@ define run_stages
 	done; echo "== all: $$(($$(date +%s) - begin)) s"
 endef
 
-.PHONY: help bench test test-extended setup lint types interpreted compiled compiled-others below-floor
+.PHONY: help bench test test-extended setup lint types interpreted compiled compiled-targets compiled-others below-floor
 .PHONY: interpreted-others extended gpu readme readme-check docs clean
 .NOTPARALLEL:
 
@@ -85,6 +85,10 @@ interpreted: $(READY)
 compiled: $(READY)
 	env -u TRITON_INTERPRET $(RUN) -m pytest -q -n $(JOBS) --dist loadfile -m "compiled and not extended" $(ARGS)
 
+# the planner's kernels for all six targets: 7 minutes of CPU time, on two cores half of that
+compiled-targets: $(READY)
+	env -u TRITON_INTERPRET FUSED_SOFTMAX_EXTENDED=1 $(RUN) -m pytest -q -m compiled tests/kernels/test_compiled_kernels.py $(ARGS)
+
 # the compiled tests with other Tritons, each put before the installed one
 compiled-others: $(READY)
 	$(VERSIONS) compiled $(OTHER_TRITONS) $(OTHER_TESTS) $(ARGS)
@@ -97,7 +101,7 @@ below-floor: $(READY)
 interpreted-others: $(READY)
 	$(VERSIONS) interpreted 2.10.0 newest --jobs $(JOBS) $(ARGS)
 
-# tests marked `extended`; the compiled tests of all six targets are test_compiled* with FUSED_SOFTMAX_EXTENDED=1
+# tests marked `extended`
 extended: $(READY)
 	FUSED_SOFTMAX_EXTENDED=1 TRITON_INTERPRET=1 $(RUN) -m pytest -q $(SPREAD) -m "extended and not compiled and not gpu"
 

@@ -6,7 +6,10 @@ A kernel that "does not compile" here fails where a real one does: when it is as
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
+import pkgutil
+import types
 import warnings
 
 import pytest
@@ -14,13 +17,34 @@ import torch
 import torch.nn.functional as F
 
 import fused_softmax as fs
-from fused_softmax.launch import availability, device
+from fused_softmax.launch import availability, device, prepared_calls
 from fused_softmax.launch import compile as launch
-from fused_softmax.launch import launcher as loss_launch
-from fused_softmax.launch import prepared_calls as eager
 
-KERNELS = ("softmax_resident", "softmax_two_pass", "softmax_backward_resident", "softmax_backward_two_pass")
-KERNELS = (*KERNELS, "softmax_strided", *loss_launch.KERNELS)
+# kernel -> its module
+OF_SOFTMAX = {
+    "softmax_resident": "softmax_resident",
+    "softmax_two_pass": "softmax_two_pass",
+    "softmax_backward_resident": "softmax_resident",
+    "softmax_backward_two_pass": "softmax_two_pass",
+    "softmax_strided": "softmax_strided",
+}
+OF_LOSSES = {
+    "row_statistics": "row_statistics",
+    "row_statistics_backward": "row_statistics",
+    "cross_entropy_forward": "cross_entropy",
+    "count_targets": "cross_entropy",
+    "reduce_losses": "cross_entropy",
+    "cross_entropy_resident": "cross_entropy_resident",
+    "cross_entropy_backward": "cross_entropy_backward",
+    "scale_unless_one": "cross_entropy_backward",
+}
+MODULES = {
+    **OF_SOFTMAX,
+    **OF_LOSSES,
+    "masked_softmax_forward": "masked_softmax",
+    "masked_softmax_backward": "masked_softmax_backward",
+}
+KERNELS = tuple(MODULES)
 FORWARD = tuple(name for name in KERNELS if "backward" not in name)
 
 
@@ -29,30 +53,27 @@ def nothing_remembered(monkeypatch):
     """Warnings and failures of one test are unknown to the next."""
     monkeypatch.setattr(availability, "_warned", set())
     monkeypatch.setattr(availability, "_failures", {})
-    monkeypatch.setattr(eager, "_known", {})
+    monkeypatch.setattr(prepared_calls, "_known", {})
 
 
 @contextlib.contextmanager
 def broken(*names: str):
     """Has the named kernels fail to compile, and checks that each is tried once. Yields the names that were tried."""
     tried: list[str] = []
-    real = launch.kernel_of
 
-    def kernel_of(module: str, name: str):
-        if name not in names:
-            return real(module, name)
-        availability.raise_if_failed(name)
-        tried.append(name)
-        raise availability.failed(name, name, ValueError(f"no lowering in {name}"))
+    class Broken(types.ModuleType):
+        def __getattribute__(self, name: str):
+            if name in names:
+                tried.append(name)
+                raise ValueError(f"no lowering in {name}")
+            return super().__getattribute__(name)
 
-    launch.kernel_of = kernel_of
+    modules = {importlib.import_module(f"fused_softmax.kernels.{MODULES[name]}") for name in names}
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(record=True) as given:
-        patched.setattr("fused_softmax.rows.kernel_of", kernel_of)
+        for module in modules:
+            patched.setattr(module, "__class__", Broken)
         warnings.simplefilter("always")
-        try:
-            yield tried
-        finally:
-            launch.kernel_of = real
+        yield tried
     assert len(set(tried)) == len(tried), "a kernel that failed was tried again"
     said = [str(w.message) for w in given if "fused_softmax" in str(w.message)]
     assert len(said) == len(tried), said
@@ -118,7 +139,7 @@ def test_masked_softmax(names, causal):
 
 
 @interpreted
-@pytest.mark.parametrize("names", [*BROKEN, *((name,) for name in loss_launch.KERNELS if "masked" not in name)])
+@pytest.mark.parametrize("names", [*BROKEN, *((name,) for name in OF_LOSSES)])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(
     "options", [{}, {"weight": torch.rand(40) + 0.5, "label_smoothing": 0.1}], ids=["plain", "weighted"]
@@ -195,15 +216,48 @@ def test_operators_in_a_graph(names):
     assert tried
 
 
+PLANNED = {
+    "softmax_resident": lambda x: fs.plan_for(x),
+    "softmax_backward_resident": lambda x: fs.plan_for(x, op="log_softmax", backward=True),
+    "softmax_strided": lambda x: fs.plan_for(x, 0),
+    "row_statistics": lambda x: fs.plan_for(x, op="logsumexp"),
+    "row_statistics_backward": lambda x: fs.plan_for(x, op="token_logprobs", backward=True),
+    "masked_softmax_forward": lambda x: fs.plan_for(x, op="masked_softmax", mask=x > 0),
+    "masked_softmax_backward": lambda x: fs.plan_for(x, op="masked_softmax", backward=True),
+    "cross_entropy_forward": lambda x: fs.plan_for(x, op="cross_entropy"),
+    "cross_entropy_resident": lambda x: fs.plan_for(x, op="cross_entropy", backward=True),
+}
+
+
 @interpreted
-def test_plan_for_says_so():
+@pytest.mark.parametrize("name", PLANNED)
+def test_plan_for_says_so(name):
     x = torch.randn(5, 37)
     assert fs.plan_for(x).regime != "torch"
-    with broken("softmax_resident"):
-        fs.softmax(x)
-        found = fs.plan_for(x)
-        assert isinstance(found, fs.Fallback)
-        assert f"torch {torch.__version__}" in found.why and "softmax_resident" in found.why
+    assert isinstance(PLANNED[name](x), fs.Plan)
+    with broken(name) as tried:
+        if name == "softmax_resident":
+            fs.softmax(x)
+        for _ in range(2):
+            found = PLANNED[name](x)
+            assert isinstance(found, fs.Fallback) and found.reason == "unsupported"
+            assert f"torch {torch.__version__}" in found.why and name in found.why
+    assert tried == [name]
+
+
+def test_every_kernel_is_broken_here():
+    """The list above has every kernel that the package launches."""
+    package = importlib.import_module("fused_softmax.kernels")
+    found = {}
+    for module in pkgutil.iter_modules(package.__path__):
+        if not module.ispkg:
+            members = vars(importlib.import_module(f"{package.__name__}.{module.name}"))
+            found |= {
+                name: module.name
+                for name, value in members.items()
+                if hasattr(value, "declaration") and value.fn.__module__.endswith(f".{module.name}")
+            }
+    assert found == MODULES
 
 
 @interpreted
@@ -335,7 +389,7 @@ def test_a_newer_triton_is_tried_through_its_public_call(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, stream: calls.append((grid, args, stream))
 
-    launch._bind(Compiled(), (40,)).run(7, 11, 1024, 5)
+    launch.bind(Compiled()).run(7, 11, 1024, 5, 40)
     assert calls == [((7, 1, 1), (1024, 5, 40, None), 11)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_one_mask_value_for_each_query_of_long_rows(k, causal, additive):
 
 def test_a_cluster_reads_no_mask_with_a_column_stride():
     """The layout of its tile would spread a line over warps, which the merge over a cluster cannot take."""
-    chosen = masked_rows._plan_masked(Problem(32768, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"])
+    chosen = masked_rows.FORWARD[True].planner(Problem(32768, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"])
     assert chosen.ctas > 1
     strided = (torch.rand(6, 32768) > 0.5).t()[:, :1].expand(-1, 6), (torch.rand(32768, 4) > 0.5).t()
     for mask in (torch.rand(4, 65536) > 0.5)[:, ::2], *strided:
@@ -147,7 +148,12 @@ def test_rows_that_do_not_fit_on_chip(causal, monkeypatch):
     from fused_softmax.planning.softmax import plan
 
     forced = lambda problem, device, masked: plan(problem, device, regime="two_pass")  # noqa: E731
-    monkeypatch.setattr(masked_rows, "plan_masked", forced)
+    for name in ("FORWARD", "BACKWARD"):
+        ops = {
+            masked: replace(op, planner=partial(forced, masked=masked))
+            for masked, op in getattr(masked_rows, name).items()
+        }
+        monkeypatch.setattr(masked_rows, name, ops)
     for n_cols in (33, 1001, 9000):
         x = torch.randn(2, n_cols)
         for mask in (None, torch.rand(1, n_cols) > 0.4, torch.randn(2, n_cols)):

@@ -84,7 +84,7 @@ def test_worked_examples(regime):
 def test_real_logits(regime):
     """The excerpt that ships with the package: near-flat logits of a whole vocabulary, and sharp attention scores."""
     safetensors = pytest.importorskip("safetensors.torch")
-    file = Path(fs.__file__).parent / "data" / "minilm_excerpt.safetensors"
+    file = Path(fs.__file__).parent / "lab" / "data" / "minilm_excerpt.safetensors"
     assert file.stat().st_size <= 1_000_000
     tensors = safetensors.load_file(file)
     x = tensors["logits"][:3]

@@ -43,8 +43,8 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, o
     >>> softmax(torch.tensor([2.0, 1.0, 0.1]))
     tensor([0.6590, 0.2424, 0.0986])
     """
-    if dtype is None and out is None:
-        result = direct_softmax(input, dim, False)
+    if out is None:
+        result = direct_softmax(input, dim, dtype, False)
         if result is not None:
             return result
     return _softmax(input, dim, dtype, out, False)
@@ -60,8 +60,8 @@ def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, 
     >>> log_softmax(torch.tensor([2.0, 1.0, 0.1]))
     tensor([-0.4170, -1.4170, -2.3170])
     """
-    if dtype is None and out is None:
-        result = direct_softmax(input, dim, True)
+    if out is None:
+        result = direct_softmax(input, dim, dtype, True)
         if result is not None:
             return result
     return _softmax(input, dim, dtype, out, True)

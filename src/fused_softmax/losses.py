@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import _reduction as _Reduction
 from torch.overrides import handle_torch_function
 
 from .launch.layout import DTYPE_NAMES
+from .launch.torch_private import check_reduction, legacy_reduction
 from .torch_ops.arguments import (
     expect_flag,
     expect_floating,
@@ -23,8 +23,8 @@ from .torch_ops.arguments import (
     real,
     stands_in,
 )
-from .torch_ops.cross_entropy import REDUCTIONS, cross_entropy_of
-from .torch_ops.token_logprobs import token_logprobs_of
+from .torch_ops.cross_entropy import REDUCTIONS, cross_entropy_of, direct_cross_entropy
+from .torch_ops.token_logprobs import direct_token_logprobs, token_logprobs_of
 
 
 def cross_entropy(
@@ -76,6 +76,12 @@ def cross_entropy(
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, 3]))
     tensor(1.3863)
     """
+    if weight is None and size_average is None and reduce is None:
+        loss = direct_cross_entropy(
+            input, target, ignore_index, reduction, label_smoothing, softcap, z_loss, inplace_backward
+        )
+        if loss is not None:
+            return loss
     if not (
         isinstance(input, Tensor) and isinstance(target, Tensor) and (weight is None or isinstance(weight, Tensor))
     ):
@@ -98,7 +104,7 @@ def cross_entropy(
         expect_tensors("cross_entropy", input=input, target=target)
         expect_tensors("cross_entropy", weight=weight)
     if size_average is not None or reduce is not None:
-        reduction = _Reduction.legacy_get_string(size_average, reduce)
+        reduction = legacy_reduction(size_average, reduce)
     return cross_entropy_over(
         None, input, target, weight, ignore_index, reduction, label_smoothing, softcap, z_loss, inplace_backward
     )
@@ -137,7 +143,7 @@ def cross_entropy_over(
     if type(inplace_backward) is not bool:
         expect_flag("cross_entropy", "inplace_backward", inplace_backward)
     if reduction not in REDUCTIONS:
-        _Reduction.get_enum(reduction)  # raises, or warns that its name for the mean is old
+        check_reduction(reduction)  # raises, or warns that its name for the mean is old
         reduction = "mean"
     if weight is not None and weight.dtype is not torch.float32 and weight.dtype is not logits.dtype:
         raise RuntimeError(
@@ -201,6 +207,13 @@ def token_logprobs(
     >>> token_logprobs(torch.zeros(2, 4), torch.tensor([1, 3]))
     tensor([-1.3863, -1.3863])
     """
+    found = direct_token_logprobs(logits, token_ids, temperature, return_entropy)
+    if found is not None and type(return_logsumexp) is bool:
+        picked, entropy, lse = found
+        logprobs = picked.view(token_ids.shape)
+        if not (return_entropy or return_logsumexp):
+            return logprobs
+        return TokenStatistics(logprobs, entropy, lse if return_logsumexp else None)
     if not (isinstance(logits, Tensor) and isinstance(token_ids, Tensor)) or (
         type(temperature) is not float and stands_in(temperature)
     ):

@@ -39,7 +39,7 @@ class LogSoftmax(torch.nn.LogSoftmax):
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """`torch.nn.CrossEntropyLoss`, with `cross_entropy`'s softcap, z_loss and inplace_backward. The results are float32.
+    """`torch.nn.CrossEntropyLoss`, with `cross_entropy`'s softcap, z_loss and inplace_backward. float32 results.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
 

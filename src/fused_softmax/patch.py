@@ -25,7 +25,9 @@ from torch import Tensor
 from .launch import softmax as rows
 from .launch import torch_private
 from .launch.availability import KernelUnavailable, warn_once
+from .launch.context import is_batch_invariant
 from .launch.device import interpreting, triton_error
+from .launch.prepared_calls import TORCH, softmax_backward, softmax_call
 from .torch_ops.library import untraced
 from .torch_ops.outputs import is_its_own, may_write_while_reading
 from .torch_ops.route import supports_fused_cast, unsupported_reason
@@ -166,7 +168,7 @@ def _release(ops: Iterable[str]) -> None:
     for op in ops:
         _enabled[op] -= 1
         if _enabled[op] == 0 and op in _installed:
-            _installed.pop(op)._destroy()
+            torch_private.destroy_library(_installed.pop(op))
 
 
 def _install(op: str) -> None:
@@ -189,7 +191,7 @@ def _install(op: str) -> None:
                 library.impl(name, untraced(ours(_original(name, key))), key)
                 _kept.append(torch_private.get_kernel(f"aten::{name}", key))
     except BaseException:
-        library._destroy()
+        torch_private.destroy_library(library)
         raise
     _installed[op] = library
 
@@ -230,6 +232,10 @@ def _out_dtype(x: Tensor, half_to_float: bool) -> torch.dtype | None:
 def _forward(log: bool, original: Kernel) -> Kernel:
     def forward(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
         dtype = _out_dtype(x, half_to_float)
+        if dtype is not None and type(x) is Tensor and x.is_cuda:
+            call = softmax_call(x, dim, dtype, log)
+            if call is not None and call is not TORCH:
+                return call(x)
         if dtype is None or not _takes(x, dim, dtype):
             return original(x, dim, half_to_float)
         try:
@@ -262,6 +268,10 @@ def _takes_backward(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -
 
 def _backward(log: bool, original: Kernel) -> Kernel:
     def backward(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+        if type(y) is Tensor and type(dy) is Tensor and supports_fused_cast(input_dtype, y.dtype):
+            dx = softmax_backward(dy, y, dim, input_dtype, log, is_batch_invariant())
+            if dx is not None:
+                return dx
         if not _takes_backward(dy, y, dim, input_dtype):
             return original(dy, y, dim, input_dtype)
         try:

@@ -43,17 +43,17 @@ NEWEST = "newest"
 TEST_PACKAGES = ("numpy<2.4", "pytest", "pytest-xdist", "hypothesis", "expecttest")
 COMMAND_LINE = ("numpy<2", "typer", "rich", "safetensors", "setuptools")
 CORE_TESTS = tuple(
-    f"tests/test_{name}.py"
+    f"tests/{name}.py"
     for name in (
-        "softmax",
-        "cross_entropy",
-        "masked_softmax",
-        "token_logprobs",
-        "logsumexp",
-        "operators",
-        "patch",
-        "transforms",
-        "fallback",
+        "test_softmax",
+        "test_cross_entropy",
+        "test_masked_softmax",
+        "test_token_logprobs",
+        "test_logsumexp",
+        "torch_ops/test_operators",
+        "test_patch",
+        "torch_ops/test_transforms",
+        "test_fallback",
     )
 )
 
@@ -155,7 +155,7 @@ def run(what: str, version: str, folder: Path, jobs: int, files: tuple[str, ...]
         python, shown = environment(folder, version, COMMAND_LINE), ("tests/extended/below_floor.py",)
         counts = checks(python, env)
     torch, triton, python_version = versions_in(python, env)
-    names = tuple(re.sub(r"^tests/(extended/)?(test_)?|\.py$", "", name) for name in shown)
+    names = tuple(re.sub(r"^tests/(.*/)?(test_)?|\.py$", "", name) for name in shown)
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return Run(what.replace("-", " the "), torch, triton, python_version, *counts, names, commit(), date)
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
 import torch.nn.functional as F

@@ -8,7 +8,9 @@ from cases import logits
 
 import fused_softmax
 from fused_softmax.launch.device import describe
+from fused_softmax.launch.launcher import launch_rows
 from fused_softmax.launch.layout import problem_of
+from fused_softmax.launch.softmax import softmax_op
 from fused_softmax.planning import softmax as planning
 from fused_softmax.planning import types as problem
 
@@ -99,10 +101,9 @@ def test_long_gradients_write_nothing_outside_and_repeat_bit_for_bit(dtype, n_co
     first = torch.ops.fused_softmax.softmax_backward(y, y, -1, dtype)
     for _ in range(20):
         assert torch.equal(torch.ops.fused_softmax.softmax_backward(y, y, -1, dtype), first)
-    from fused_softmax.launch.compile import launch_rows
-
     inside = field[:, 8 : 8 + n_cols]
-    launch_rows((y, y, inside), False, backward=True)
+    op, flags = softmax_op(False, backward=True)
+    launch_rows(op, (y, y, inside), (), (), flags)
     assert (field[:, :8] == 7).all() and (field[:, 8 + n_cols :] == 7).all()
     if n_cols % 8 == 0:  # elsewhere a row starts as far from a vector as its place in the batch says
         alone = torch.ops.fused_softmax.softmax_backward(y[2:3], y[2:3], -1, dtype)

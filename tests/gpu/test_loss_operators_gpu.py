@@ -69,7 +69,7 @@ def test_opcheck(dtype):
     check(ops.token_logprobs, (x, ids, None, 0.7, True))
     *found, moments = ops.token_logprobs(x.detach(), ids, None, 0.7, True)
     upstream = [torch.rand_like(t) for t in found]
-    check(ops.token_logprobs_backward, (*upstream, moments, found[2], x.detach(), ids, None, 0.7))
+    check(ops.token_logprobs_backward, (*upstream, moments, found[1], x.detach(), ids, None, 0.7))
     check(ops.masked_softmax, (x, target[:, None] >= 0, 0.5, True, True))
     y = ops.masked_softmax(x.detach(), None, 0.5, True, False)
     check(ops.masked_softmax_backward, (y, torch.randn_like(y), target[:, None] >= 0, 0.5, True))

@@ -3,8 +3,8 @@
     lse = log(sum(exp(z))), z = softcap(x)
     loss = (1 - eps)*w_t*(lse - z_t) + eps/C*(sum(w)*(lse - r) - sum(w*(z - r))) + z_loss*lse^2,  r any one logit
 
-The logits are read once (`walk`), nothing of their size is written. A row with NaN or +inf has loss NaN, as
-torch.log_softmax makes it. A target is followed only where it lies in [0, n_cols): elsewhere it is a device assertion.
+The logits are read once (`online_reduction`), and nothing of their size is written. A row with NaN or +inf has loss
+NaN, as torch.log_softmax makes it. A target outside [0, n_cols) is a device assertion and is never dereferenced.
 """
 
 from __future__ import annotations
@@ -29,38 +29,40 @@ from .common.tiles import segments_of, slice_of, span_of, start_of, warp_of, wid
 
 @triton.jit
 def target_of(row, n_rows, target_ptr, ignore_index, n_classes):
-    """(target, whether the row counts): one outside the classes does not, and `assert_inside` reports it."""
+    """(target, whether the row counts). A target outside the classes does not count, and `assert_inside` reports it."""
     target = tl.load(target_ptr + row, mask=row < n_rows, other=ignore_index)
     return target, (target != ignore_index) & (target >= 0) & (target < n_classes)
 
 
 @triton.jit
 def assert_inside(target, ignore_index, n_classes):
-    """A target outside the classes is a device assertion, as torch's is; all warps wait for it."""
+    """Asserts on the device, as torch does, that targets are inside the classes. All warps wait for it."""
     inside = (target == ignore_index) | ((target >= 0) & (target < n_classes))
     tl.device_assert(inside, "fused_softmax.cross_entropy: target out of bounds")
 
 
 @triton.jit
 def store_moments(moments_ptr, row, row_max, row_sum, mask):
-    """Keeps (row_max, row_sum) for backward, exactly; a row with +inf, whose sum is infinite, is NaN."""
+    """Stores (row_max, row_sum) for backward, exactly. An infinite row_sum, of a row with +inf, becomes NaN."""
     tl.store(moments_ptr + 2 * row, row_max, mask=mask)
     tl.store(moments_ptr + 2 * row + 1, tl.where(row_sum == float("inf"), float("nan"), row_sum), mask=mask)
 
 
 @triton.jit
-def row_loss(nll, lse, lost, w_target, w_sum, wz_sum, reference, smoothing, n_classes, z_loss, SMOOTH: tl.constexpr):
-    """The formula at the top of this file, for one row; nll is lse - z_t, and `lost` what lse lost to rounding."""
+def row_loss(
+    nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, n_classes, z_loss, SMOOTH: tl.constexpr
+):
+    """One row's loss, by the formula at the top of this file. nll is lse - z_t."""
     loss = w_target * nll
     if SMOOTH:
-        above = (tl.fma(lse, SMOOTH_UNIT, -reference) + lost * SMOOTH_UNIT) * w_sum
+        above = (tl.fma(lse, SMOOTH_UNIT, -reference) + residual * SMOOTH_UNIT) * w_sum
         spread = (above - wz_sum) * (1.0 / SMOOTH_UNIT)
         loss = (1.0 - smoothing) * loss + smoothing / n_classes * spread
-    # a factor of 0 must not make NaN of an infinite lse
+    # a factor of 0 must not turn an infinite lse into NaN
     return loss + tl.where(z_loss != 0.0, z_loss * lse * lse, 0.0)
 
 
-@kernel(num_stages=3, asserts=True)
+@kernel(num_stages=3, asserts=True, on_cluster=True)
 def cross_entropy_forward(
     x_ptr: Rows,  # aligned to VEC elements
     target_ptr: Vector,  # [n_rows] int64
@@ -73,38 +75,28 @@ def cross_entropy_forward(
     x_stride: Int64,
     phase: Int32,
     ignore_index: Int64,
-    smoothing: Float32,
-    cap: Float32,
-    z_loss: Float32,
-    WEIGHTED: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr,
-    PTX: tl.constexpr,
-    TRIGGER: tl.constexpr,  # whether the kernel after this one may start to wait for it
-):
+    smoothing: Float32, cap: Float32, z_loss: Float32,
+    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+    TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
+):  # fmt: skip
     init_cluster_barrier(CTAS, 4 if SMOOTH else 2, PTX, WARPS_PER_ROW)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
-    part = warp_of(ROWS * CTAS * WARPS_PER_ROW, WARPS_PER_ROW)
+    warp = warp_of(ROWS * CTAS * WARPS_PER_ROW, WARPS_PER_ROW)
     exists = row < n_rows
     head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (VECTORS * VEC)
-    width -= part * (VECTORS * VEC)
+    first += warp * (VECTORS * VEC)
+    width -= warp * (VECTORS * VEC)
     if ROWS > 1:
         width = width_if(exists, width)
     columns = n_cols if UNALIGNED else n_cols * VEC
     target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
-    # before the walk, so that nothing waits for it afterwards
+    # before the reduction, so that no one waits for it afterwards
     x_target = tl.load(x_row - head + target, mask=counts, other=0.0)
     reference = 0.0 * row.to(tl.float32)
     if SMOOTH:
@@ -112,11 +104,11 @@ def cross_entropy_forward(
     MOMENT: tl.constexpr = WEIGHTED_SUM if SMOOTH else NO_MOMENT
     one = 1.0 + 0.0 * row.to(tl.float32)
     row_max, row_sum, wz_sum = online_reduction(
-        x_row, first, width, head, interior, columns, exists, rank, part, one, cap, reference, weight_ptr,
+        x_row, first, width, head, interior, columns, exists, rank, warp, one, cap, reference, weight_ptr,
         MOMENT, WEIGHTED, False, SOFTCAP, ROWS, CTAS, WARPS_PER_ROW, VECTORS, VEC, CHUNKS, UNALIGNED, PTX,
     )  # fmt: skip
     lse = logsumexp(row_max, row_sum)
-    lost = rounding_residual(lse, row_max, row_sum)[:, None]
+    residual = rounding_residual(lse, row_max, row_sum)[:, None]
     lse = tl.where(lse == float("inf"), float("nan"), lse)[:, None]
     z = capped(x_target, cap, SOFTCAP)
     if WEIGHTED:
@@ -128,10 +120,11 @@ def cross_entropy_forward(
     else:
         w_sum = columns
     loss = row_loss(
-        lse - z + lost, lse, lost, w_target, w_sum, wz_sum[:, None], reference, smoothing, columns, z_loss, SMOOTH
-    )
+        lse - z + residual, lse, residual, w_target, w_sum, wz_sum[:, None], reference, smoothing, columns, z_loss,
+        SMOOTH,
+    )  # fmt: skip
     assert_inside(target, ignore_index, columns)
-    writes = (rank == 0) & (part == 0) & exists
+    writes = (rank == 0) & (warp == 0) & exists
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0), mask=writes)
     store_moments(moments_ptr, row, row_max[:, None], row_sum[:, None], writes)
     leave_cluster(CTAS, PTX)
@@ -140,12 +133,12 @@ def cross_entropy_forward(
 @triton.jit
 def add_up(
     loss_ptr, target_ptr, weight_ptr, n_rows, n_classes, ignore_index,
-    LOSSES: tl.constexpr, WEIGHTED: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr,
-    EACH: tl.constexpr, PTX: tl.constexpr,
+    LOSSES: tl.constexpr, WEIGHTED: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr,
+    VECTORS: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """(sum of the losses where LOSSES, how many targets count or the sum of their weights), in one order.
+    """(sum of the losses where LOSSES, number of targets that count or the sum of their weights), in one fixed order.
 
-    All CTAs of a cluster read, as one multiprocessor takes 6 us for 32,768 rows.
+    All CTAs of a cluster read, because one multiprocessor takes 6 us for 32,768 rows.
     """
     SEGMENTS: tl.constexpr = CTAS * WARPS_PER_ROW
     TILE: tl.constexpr = SEGMENTS * VECTORS
@@ -167,39 +160,39 @@ def add_up(
                 weight += tl.load(weight_ptr + targets[i], mask=counts, other=0.0)
             else:
                 weight += counts.to(tl.float32)
-    line_total, line_weight = tl.sum(total, 1), tl.sum(weight, 1)
+    segment_total, segment_weight = tl.sum(total, 1), tl.sum(weight, 1)
     _, weight, total = cluster_reduce_moments(
-        tl.zeros_like(line_total), line_weight, line_total, True, CTAS, PTX, WARPS_PER_ROW
+        tl.zeros_like(segment_total), segment_weight, segment_total, True, CTAS, PTX, WARPS_PER_ROW
     )
     return total, weight
 
 
-@kernel()
+@kernel(on_cluster=True)
 def count_targets(
     target_ptr: Vector, weight_ptr: Vector, count_ptr: Vector, n_rows: Int64, n_classes: Int32, ignore_index: Int64,
     WEIGHTED: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, EACH: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """The mean's denominator: how many targets count, or the sum of their weights. One program."""
+    """The mean's denominator: how many targets count, or the sum of their weights. One program or cluster."""
     init_cluster_barrier(CTAS, 4, PTX, WARPS_PER_ROW)
     _, weight = add_up(
         weight_ptr, target_ptr, weight_ptr, n_rows, n_classes, ignore_index,
         False, WEIGHTED, CTAS, WARPS_PER_ROW, VECTORS, EACH, PTX,
     )  # fmt: skip
-    line = tl.arange(0, CTAS * WARPS_PER_ROW)
-    tl.store(count_ptr + line, weight, mask=line == 0)
+    segment = tl.arange(0, CTAS * WARPS_PER_ROW)
+    tl.store(count_ptr + segment, weight, mask=segment == 0)
     leave_cluster(CTAS, PTX)
 
 
-@kernel()
+@kernel(on_cluster=True)
 def reduce_losses(
     loss_ptr: Vector, target_ptr: Vector, weight_ptr: Vector, out_ptr: Vector, n_rows: Int64, n_classes: Int32,
     ignore_index: Int64, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, WAITS: tl.constexpr, CTAS: tl.constexpr,
     WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """sum(loss), divided where MEAN by what `count_targets` counts: NaN where nothing does. One program, one order.
+    """sum(loss), where MEAN over the count of `count_targets`: NaN where no target counts. One program or cluster.
 
-    WAITS: launched while the kernel that writes the losses still runs, so that no launch lies between the two.
+    WAITS: this kernel starts while the kernel that writes the losses still runs, which hides the latency of the launch.
     """
     init_cluster_barrier(CTAS, 4, PTX, WARPS_PER_ROW)
     if WAITS:
@@ -209,8 +202,8 @@ def reduce_losses(
         True, WEIGHTED, CTAS, WARPS_PER_ROW, VECTORS, EACH, PTX,
     )  # fmt: skip
     if MEAN:
-        # torch divides each part of a loss by 0, and one part is 0/0
+        # torch divides each term of a loss by 0, and one of them is 0/0
         out = tl.where(weight == 0.0, float("nan"), out / weight)
-    line = tl.arange(0, CTAS * WARPS_PER_ROW)
-    tl.store(out_ptr + line, out, mask=line == 0)
+    segment = tl.arange(0, CTAS * WARPS_PER_ROW)
+    tl.store(out_ptr + segment, out, mask=segment == 0)
     leave_cluster(CTAS, PTX)

@@ -1,13 +1,13 @@
-"""The gradient of cross-entropy once (row_max, row_sum) is known: any number of programs share a row.
+"""The gradient of cross-entropy from known (row_max, row_sum): any number of programs share a row.
 
     p = exp(z - row_max)/row_sum;  dz = p*A - C*w_j - [j = t]*B;  dx = g * dz * (1 - tanh(x/cap)^2)
     A = (1 - eps)*w_t + eps/C*sum(w) + 2*z_loss*lse;  B = (1 - eps)*w_t;  C = eps/C
 
-It runs in backward, where the forward wrote no gradient or wrote it for an upstream gradient of 1 and that is not what
-came: whether it did is asked on the device, row by row, so that no host waits for a number. As many bytes are written
-as read; that is the limit. The operations are those of `loss_resident`, so that both write the same bits. The target is
-one column in C: a comparison for each would cost more than p itself, so all columns are written as if they were not,
-and then the target's again, by the program that wrote it.
+It runs in backward where the forward wrote no gradient, or where the forward's gradient is for an upstream gradient of
+1 and another one arrives. The device decides that row by row, so the host never waits for a number. The kernel writes
+as many bytes as it reads, and that is the limit. Its operations are those of `cross_entropy_resident`, so both write
+the same bits. Comparing each column with the target would cost more than p itself. So write every column as a
+non-target; the program that owns the target then overwrites it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def cross_entropy_term(
     x, b, at, base, shift, a, c, w_ptr, cap, mask,
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """dx of a tile x in float32 at columns `at`; b: 0 but at the target; g, and `by` of the exp2_affine, are in a, b, c."""
+    """dx of a tile x in float32 at columns `at`.
+
+    b is 0, except at the target. a, b and c include g and the correction of `exp2_affine`.
+    """
     z, slope = x, 1.0
     if SOFTCAP:
         z, slope = capped_with_slope(x, cap)
@@ -57,13 +60,13 @@ def store_head_tail_gradient(
     dx_row, x, at, in_head_tail, target, counts, b, base, shift, a, c, w_ptr, cap,
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """Writes dx of a row's ends, which are so few that each is compared with the target.
+    """Writes dx of a row's head and tail. They are so few that each is compared with the target.
 
     # x, at, in_head_tail: [SEGMENTS, VECTORS]; target: from the row's first aligned column, as `at`
     """
-    b_edge = tl.where(at == target, b, 0.0)
+    b_head_tail = tl.where(at == target, b, 0.0)
     dx = cross_entropy_term(
-        x.to(tl.float32), b_edge, at, base, shift, a, c, w_ptr, cap, in_head_tail, WEIGHTED, SMOOTH, SOFTCAP, FUSED
+        x.to(tl.float32), b_head_tail, at, base, shift, a, c, w_ptr, cap, in_head_tail, WEIGHTED, SMOOTH, SOFTCAP, FUSED
     )
     tl.store(dx_row + at, tl.where(counts, dx, 0.0).to(dx_row.dtype.element_ty), mask=in_head_tail)
 
@@ -73,15 +76,15 @@ def store_target(
     at, dx, target, width, wanted,
     VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, WARPS_PER_ROW: tl.constexpr = 1,
 ):  # fmt: skip
-    """Writes the target's dx over what its line has just written, where `wanted` and the target lies in the line.
+    """Overwrites the target's dx, where `wanted` and the target lies in the segment.  # all [SEGMENTS, 1]
 
-    target: from the line's first column, whose address is `at`. The lane that held the column writes it: the line's own
-    CTA, after a barrier of it, so that the two writes come in this order.  # all [SEGMENTS, 1]
+    target: from the segment's first column, whose address is `at`. The thread that holds the column's vector writes it,
+    after a barrier of its CTA, so that this write comes after the segment's own.
     """
-    TURN: tl.constexpr = WARPS_PER_ROW * VECTORS * VEC  # columns from one chunk of a line to its next
-    inside = wanted & (target >= 0) & (target < tl.minimum(width, CHUNKS * TURN))
-    lane = tl.where(inside, target % TURN // VEC, -1)  # of another line's columns: VECTORS or more
-    owns = lane == tl.arange(0, VECTORS)[None, :]
+    CHUNK: tl.constexpr = WARPS_PER_ROW * VECTORS * VEC  # columns from one chunk of a segment to its next
+    inside = wanted & (target >= 0) & (target < tl.minimum(width, CHUNKS * CHUNK))
+    vector = tl.where(inside, target % CHUNK // VEC, -1)  # in another segment: VECTORS or more
+    owns = vector == tl.arange(0, VECTORS)[None, :]
     tl.debug_barrier()
     tl.store(at + target + tl.zeros_like(owns.to(tl.int32)), dx.to(at.dtype.element_ty), mask=owns)
 
@@ -107,7 +110,7 @@ def cross_entropy_unit(
     ROWS: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of unit `unit`: CHUNKS chunks of ROWS rows."""
+    """Writes the gradient of unit `unit`: CHUNKS chunks of ROWS rows."""
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
     row = unit // n_splits * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     split = (unit % n_splits).to(tl.int32)
@@ -124,8 +127,8 @@ def cross_entropy_unit(
         POLICY: tl.constexpr = gradient_reads(UNALIGNED, x_ptr.dtype.element_ty)
         x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, VECTORS, VEC, -float("inf"), 1, POLICY)
         if UNALIGNED:
-            edge, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
-            x_head_tail = tl.load(x_row + edge, mask=in_head_tail, other=-float("inf"))
+            head_tail, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
+            x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf"))
         target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
         row_max = tl.load(moments_ptr + 2 * row, mask=exists, other=0.0)
         row_sum = tl.load(moments_ptr + 2 * row + 1, mask=exists, other=1.0)
@@ -156,8 +159,8 @@ def cross_entropy_unit(
             store_chunk(dx_row + first, width, dx, k, ROWS, 0, VECTORS, VEC)
         if UNALIGNED:
             store_head_tail_gradient(
-                dx_row, x_head_tail, edge, in_head_tail, target - head, counts, b, base, shift, a, c, weight_ptr + head, cap,
-                WEIGHTED, SMOOTH, SOFTCAP, FUSED,
+                dx_row, x_head_tail, head_tail, in_head_tail, target - head, counts, b, base, shift, a, c,
+                weight_ptr + head, cap, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
         dx = cross_entropy_term(
             x_target, b, target, base, shift, a, c, weight_ptr, cap, counts, WEIGHTED, SMOOTH, SOFTCAP, FUSED
@@ -165,7 +168,7 @@ def cross_entropy_unit(
         store_target(dx_row + first, dx, (target - head - first).to(tl.int32), width, counts, VECTORS, VEC, CHUNKS)
 
 
-@kernel(num_stages=1)
+@kernel(num_stages=1, splits_rows=True)
 def cross_entropy_backward(
     x_ptr: Rows,  # aligned to VEC elements, as dx_ptr
     dx_ptr: Rows,
@@ -177,30 +180,18 @@ def cross_entropy_backward(
     g_ptr: Vector,  # upstream gradient: [1] with g_stride 0, or [n_rows] with g_stride 1; float32
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
-    x_stride: Int64,
-    dx_stride: Int64,
+    x_stride: Int64, dx_stride: Int64,
     phase: Int32,
     n_splits: Int32,  # units that share a row
-    ignore_index: Int64,
-    g_stride: Int64,
-    smoothing: Float32,
-    cap: Float32,
-    z_loss: Float32,
+    ignore_index: Int64, g_stride: Int64,
+    smoothing: Float32, cap: Float32, z_loss: Float32,
     UNLESS_ONE: tl.constexpr,  # dx already holds the gradient for an upstream gradient of 1
-    MEAN: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
+    VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     n_units = (n_rows + ROWS - 1) // ROWS * n_splits
-    # UNLESS_ONE: few programs, since most often each has nothing to do but to find that out, once for all rows
+    # UNLESS_ONE: few programs, because usually each one only finds, once for all rows, that nothing is to do
     if UNLESS_ONE:
         n_units = tl.where((g_stride == 0) & (tl.load(g_ptr) == 1.0), 0, n_units)
     for unit in range(pid, n_units, tl.num_programs(0).to(tl.int64)):
@@ -211,23 +202,14 @@ def cross_entropy_backward(
         )  # fmt: skip
 
 
-@kernel(num_stages=1)
+@kernel(num_stages=1, splits_rows=True)
 def scale_unless_one(
     dx_ptr: Rows,  # aligned to VEC elements
     g_ptr: Vector,  # as above
-    n_rows: Int64,
-    n_cols: Int32,
-    dx_stride: Int64,
-    phase: Int32,
-    n_splits: Int32,
-    g_stride: Int64,
-    ROWS: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr,
-):
-    """dx *= g, for a gradient that was written over its logits; a row whose g is 1 is not touched."""
+    n_rows: Int64, n_cols: Int32, dx_stride: Int64, phase: Int32, n_splits: Int32, g_stride: Int64, ROWS: tl.constexpr,
+    VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr,
+):  # fmt: skip
+    """dx *= g, for a gradient that was written over its logits. A row whose g is 1 is not accessed."""
     n_units = (n_rows + ROWS - 1) // ROWS * n_splits
     n_units = tl.where((g_stride == 0) & (tl.load(g_ptr) == 1.0), 0, n_units)
     for unit in range(tl.program_id(0).to(tl.int64), n_units, tl.num_programs(0).to(tl.int64)):
@@ -244,6 +226,6 @@ def scale_unless_one(
             for k in tl.static_range(CHUNKS):
                 store_chunk(dx_row + first, width, dx[k].to(tl.float32) * g[:, :, None], k, ROWS, 0, VECTORS, VEC)
             if UNALIGNED:
-                edge, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
-                at_edge = tl.load(dx_row + edge, mask=in_head_tail, other=0.0).to(tl.float32) * g
-                tl.store(dx_row + edge, at_edge.to(dx_ptr.dtype.element_ty), mask=in_head_tail)
+                head_tail, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
+                at_head_tail = tl.load(dx_row + head_tail, mask=in_head_tail, other=0.0).to(tl.float32) * g
+                tl.store(dx_row + head_tail, at_head_tail.to(dx_ptr.dtype.element_ty), mask=in_head_tail)

@@ -1,12 +1,11 @@
-"""Cross-entropy and its gradient in one pass: the row stays on chip, and the gradient is written where softmax writes
-y.
+"""Cross-entropy and its gradient in one pass: the row stays on chip, and the gradient takes the place of softmax's y.
 
-    lse = log(sum(exp(z)));  loss and dx as `losses` and `loss_gradients` have them, for an upstream gradient of 1
+    lse = log(sum(exp(z)));  loss as in `cross_entropy`, dx as in `cross_entropy_backward` for an upstream gradient of 1
 
-The regimes are softmax's (tile, block, cluster), with a plan of its own: the row is kept as loaded, exp is computed
-twice, and all columns are written as if they were not the target, then the target's again. One read and one write:
-what limits it is the copy. The gradient may be written over the logits. With MEAN it is already divided by what
-`count_targets` counted. A row that does not count has a gradient of zeros, whatever it holds.
+The regimes are softmax's (warp, block, cluster), with a plan of their own: the row stays as loaded, exp is computed
+twice, every column is written as a non-target, and then the target is overwritten. One read and one write, so the copy
+is the limit. The gradient may be written over the logits. With MEAN it is already divided by the count of
+`count_targets`. A row that does not count has a gradient of zeros, whatever it holds.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from .cross_entropy import assert_inside, row_loss, store_moments, target_of
 from .cross_entropy_backward import coefficients, cross_entropy_term, store_head_tail_gradient, store_target
 
 
-@kernel(asserts=True)
+@kernel(asserts=True, on_cluster=True)
 def cross_entropy_resident(
     x_ptr: Rows,  # aligned to VEC elements, as dx_ptr, which may be x_ptr
     dx_ptr: Rows,
@@ -45,52 +44,42 @@ def cross_entropy_resident(
     moments_ptr: Vector,  # [n_rows, 2] float32
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
-    x_stride: Int64,
-    dx_stride: Int64,
+    x_stride: Int64, dx_stride: Int64,
     phase: Int32,
     ignore_index: Int64,
-    smoothing: Float32,
-    cap: Float32,
-    z_loss: Float32,
+    smoothing: Float32, cap: Float32, z_loss: Float32,
     MEAN: tl.constexpr,
     INPLACE: tl.constexpr,  # dx_ptr is x_ptr
-    WEIGHTED: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNPREDICATED: tl.constexpr,
-    UNALIGNED: tl.constexpr,
-    PTX: tl.constexpr,
-    TRIGGER: tl.constexpr,  # whether the kernel after this one may start to wait for it
-):
+    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+    TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
+):  # fmt: skip
     init_cluster_barrier(CTAS, 4 if SMOOTH else 2, PTX, WARPS_PER_ROW)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
-    part = warp_of(SEGMENTS, WARPS_PER_ROW)
+    warp = warp_of(SEGMENTS, WARPS_PER_ROW)
     exists = row < n_rows
     head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
     dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (VECTORS * VEC)
-    width -= part * (VECTORS * VEC)
+    first += warp * (VECTORS * VEC)
+    width -= warp * (VECTORS * VEC)
     if ROWS > 1:
         width = width_if(exists, width)
     columns = n_cols if UNALIGNED else n_cols * VEC
 
     x = load_chunks(x_row + first, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
     if UNALIGNED:
-        edge, in_head_tail = head_and_tail(head, interior, n_cols, (rank == 0) & (part == 0) & exists, VECTORS, VEC)
-        x_head_tail = tl.load(x_row + edge, mask=in_head_tail, other=-float("inf"))
+        head_tail, in_head_tail = head_and_tail(
+            head, interior, n_cols, (rank == 0) & (warp == 0) & exists, VECTORS, VEC
+        )
+        x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf"))
     if ROWS == 1:
-        # one row: its numbers are scalars, which no layout has to carry from warp to warp
+        # one row: its numbers are scalars, which need no layout conversion between warps
         own = tl.program_id(0).to(tl.int64)
         target, counts = target_of(own, n_rows, target_ptr, ignore_index, columns)
         assert_inside(target, ignore_index, columns)
@@ -102,7 +91,7 @@ def cross_entropy_resident(
         target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
         assert_inside(target, ignore_index, columns)
         z_target = tl.load(x_row - head + target, mask=counts, other=0.0)
-    # not the target's logit: that takes two loads, one after the other
+    # the first logit, not the target's, which takes two dependent loads
     reference = 0.0 * row.to(tl.float32)
     if SMOOTH:
         x_first = tl.load(x_row - head, mask=exists, other=0.0)
@@ -123,9 +112,9 @@ def cross_entropy_resident(
         m = tl.maximum(m, max_of_vectors(x[k], PTX))
     m = tl.maximum(capped(m, cap, SOFTCAP), LOWEST)  # [SEGMENTS, VECTORS]
     if INPLACE:
-        # the target's logit is one of the row's, so it changes no maximum; taken here, it has been read by all who
-        # share the row before any of them can write the gradient over it. Elsewhere nothing waits for it: two loads,
-        # one after the other, would stand between each row and its sum (1.20 x a copy against 1.05, 128,256 columns)
+        # the target's logit is one of the row's, so it changes no maximum. Here every program of the row reads it
+        # before any of them can write the gradient over it. Where not INPLACE, no one waits for it: two dependent loads
+        # would delay each row's sum (time over copy 1.20 instead of 1.05 at 128,256 columns, lower is better)
         m = tl.maximum(m, z_target)
         if SMOOTH:
             m = tl.maximum(m, tl.where(exists, capped(x_first, cap, SOFTCAP), -float("inf")))
@@ -139,27 +128,29 @@ def cross_entropy_resident(
             at_weight, mask = at + (head + first)[:, :, None], at < width[:, :, None]
             t += tl.sum(weigh(z, reference[:, :, None], at_weight, mask, weight_ptr, WEIGHTED), 2)
 
-    # the ends are summed up by line: a tile of them need not lie in the CTAs as the row does
-    line_max = tl.max(m, 1)
+    # head and tail are reduced with their segment: Triton may place their tile in other CTAs than the row's
+    segment_max = tl.max(m, 1)
     if UNALIGNED:
         z_head_tail = capped(x_head_tail, cap, SOFTCAP)
-        line_max = tl.maximum(line_max, tl.max(z_head_tail, 1))
-    line_sum = tl.sum(s * exp(m - line_max[:, None]), 1)
-    line_weighted = tl.sum(t, 1)
+        segment_max = tl.maximum(segment_max, tl.max(z_head_tail, 1))
+    segment_sum = tl.sum(s * exp(m - segment_max[:, None]), 1)
+    segment_weighted = tl.sum(t, 1)
     if UNALIGNED:
-        line_sum += tl.sum(exp(z_head_tail - line_max[:, None]), 1)
-        line_weighted += tl.sum(weigh(z_head_tail, reference, edge + head, in_head_tail, weight_ptr, WEIGHTED), 1)
+        segment_sum += tl.sum(exp(z_head_tail - segment_max[:, None]), 1)
+        segment_weighted += tl.sum(
+            weigh(z_head_tail, reference, head_tail + head, in_head_tail, weight_ptr, WEIGHTED), 1
+        )
     if SMOOTH:
         row_max, row_sum, wz_sum = cluster_reduce_moments(
-            line_max, line_sum, line_weighted, True, CTAS, PTX, WARPS_PER_ROW
+            segment_max, segment_sum, segment_weighted, True, CTAS, PTX, WARPS_PER_ROW
         )
         wz_sum = wz_sum[:, None]
     else:
-        row_max, row_sum = cluster_reduce_max_sum(line_max, line_sum, CTAS, PTX, WARPS_PER_ROW)
+        row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)
         wz_sum = 0.0
     lse = logsumexp(row_max, row_sum)
-    lost, lse = rounding_residual(lse, row_max, row_sum)[:, None], lse[:, None]
-    nll = lse - z_target + lost
+    residual, lse = rounding_residual(lse, row_max, row_sum)[:, None], lse[:, None]
+    nll = lse - z_target + residual
 
     g = tl.where(counts, 1.0, 0.0)
     if MEAN:
@@ -174,16 +165,16 @@ def cross_entropy_resident(
         for k in tl.static_range(CHUNKS):
             at = tl.reshape(chunk_offsets(k, VECTORS, VEC, WARPS_PER_ROW) + 0 * rank, (SEGMENTS, VECTORS, VEC))
             dx = cross_entropy_term(
-                upcast(x[k], PTX, True), 0.0, at, base[:, :, None], shift[:, :, None], a[:, :, None], c[:, :, None],
-                w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP, FUSED,
+                upcast(x[k], PTX, True, True), 0.0, at, base[:, :, None], shift[:, :, None], a[:, :, None],
+                c[:, :, None], w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
             if ROWS > 1:
                 dx = tl.where(counts[:, :, None], dx, 0.0)
             store_chunk(dx_row + first, width, dx, k, SEGMENTS, UNPREDICATED, VECTORS, VEC, WARPS_PER_ROW)
         if UNALIGNED:
             store_head_tail_gradient(
-                dx_row, x_head_tail, edge, in_head_tail, target - head, counts, b, base, shift, a, c, weight_ptr + head, cap,
-                WEIGHTED, SMOOTH, SOFTCAP, FUSED,
+                dx_row, x_head_tail, head_tail, in_head_tail, target - head, counts, b, base, shift, a, c,
+                weight_ptr + head, cap, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
         dx = cross_entropy_term(
             x_target, b, target, base, shift, a, c, weight_ptr, cap, counts, WEIGHTED, SMOOTH, SOFTCAP, FUSED
@@ -195,11 +186,11 @@ def cross_entropy_resident(
         for k in tl.static_range(CHUNKS):
             store_chunk(dx_row + first, width, zeros, k, SEGMENTS, UNPREDICATED, VECTORS, VEC, WARPS_PER_ROW)
         if UNALIGNED:
-            tl.store(dx_row + edge, tl.zeros_like(x_head_tail).to(dx_ptr.dtype.element_ty), mask=in_head_tail)
+            tl.store(dx_row + head_tail, tl.zeros_like(x_head_tail).to(dx_ptr.dtype.element_ty), mask=in_head_tail)
 
-    # last, as these numbers change warps to be written
-    loss = row_loss(nll, lse, lost, w_target, w_sum, wz_sum, reference, smoothing, columns, z_loss, SMOOTH)
-    writes = (rank == 0) & (part == 0) & exists
+    # last, because these numbers move to other warps before they are written
+    loss = row_loss(nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, columns, z_loss, SMOOTH)
+    writes = (rank == 0) & (warp == 0) & exists
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0), mask=writes)
     store_moments(moments_ptr, row, row_max[:, None], row_sum[:, None], writes)
     leave_cluster(CTAS, PTX)

@@ -1,10 +1,10 @@
 """The gradient of softmax of scaled rows under a mask, the row on chip.
 
-    dx = scale*y*(dy - sum(y*dy)), and 0 in what is hidden
+    dx = scale*y*(dy - sum(y*dy)), and 0 in hidden columns
 
-y is 0 in what a mask hides, so no mask is read again, except a boolean one for a row whose sum is not finite: a row
-that holds NaN, or sees nothing, is NaN throughout, and its hidden columns have a gradient of 0 all the same. What a
-causal row does not see is not read: dx is 0 there. A row that does not fit on chip is `streaming`'s.
+y is 0 in hidden columns, so no mask is read again, with one exception: a boolean mask for a row whose sum is not
+finite. A row that holds NaN, or sees no column, is NaN throughout, but its hidden columns have a gradient of 0. Columns
+that a causal row does not see are not read: dx is 0 there. `softmax_two_pass` takes rows that do not fit on chip.
 """
 
 from __future__ import annotations
@@ -30,51 +30,30 @@ from .common.tiles import (
 from .masked_softmax import NO_MASK, load_query_mask, mask_row_of
 
 
-@kernel()
+@kernel(on_cluster=True)
 def masked_softmax_backward(
     y_ptr: Rows,  # the forward's output; all pointers: aligned to VEC elements
-    dy_ptr: Rows,
-    dx_ptr: Rows,
+    dy_ptr: Rows, dx_ptr: Rows,
     mask_ptr: Vector,  # uint8, where MASK
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
-    y_stride: Int64,
-    dy_stride: Int64,
-    dx_stride: Int64,
+    y_stride: Int64, dy_stride: Int64, dx_stride: Int64,
     phase: Int32,
-    n_queries: Int64,
-    n_group: Int64,
-    group_multiplier: Int64,
-    group_shift: Int64,
-    n_batch: Int64,
-    batch_multiplier: Int64,
-    batch_shift: Int64,
-    n_middle: Int64,  # the mask's sizes and strides, as `masked` has them
-    n_inner: Int64,
-    m_outer: Int64,
-    m_middle: Int64,
-    m_inner: Int64,
-    m_query: Int64,
-    m_col: Int64,
+    n_queries: Int64, n_group: Int64, group_multiplier: Int64, group_shift: Int64, n_batch: Int64,
+    batch_multiplier: Int64, batch_shift: Int64,
+    n_middle: Int64,  # the mask's sizes and strides, as in `masked_softmax`
+    n_inner: Int64, m_outer: Int64, m_middle: Int64, m_inner: Int64, m_query: Int64, m_col: Int64,
     scale: Float32,
     MASK: tl.constexpr,  # none, or a boolean one
-    MASK_COLS: tl.constexpr,
-    MASK_VEC: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr,
-    CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    MASK_COLS: tl.constexpr, MASK_VEC: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     init_cluster_barrier(CTAS, 1, PTX, WARPS_PER_ROW)
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     scale = tl.cast(scale, tl.float32)
     place, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
-    part = warp_of(SEGMENTS, WARPS_PER_ROW)
+    warp = warp_of(SEGMENTS, WARPS_PER_ROW)
     exists = place < n_rows
     row, batch, query = scheduled_row(
         place, n_queries, n_group, group_multiplier, group_shift, n_batch, batch_multiplier, batch_shift, False, CAUSAL
@@ -84,16 +63,16 @@ def masked_softmax_backward(
     dy_row = dy_ptr + start_of(row, dy_stride, phase, VEC, UNALIGNED)
     dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (VECTORS * VEC)
-    width = width_if(exists, width - part * (VECTORS * VEC)).to(tl.int32)
-    # y is 0 in what a causal row does not see: neither is read there, and dx is 0
+    first += warp * (VECTORS * VEC)
+    width = width_if(exists, width - warp * (VECTORS * VEC)).to(tl.int32)
+    # y is 0 where a causal row sees nothing: y and dy are not read there, and dx is 0
     columns = (n_cols if UNALIGNED else n_cols * VEC).to(tl.int32)
     within = ((tl.maximum(seen_of(query, columns, CAUSAL) - head, 0) + (VEC - 1)) // VEC * VEC).to(tl.int32)
     left = tl.minimum(width, within - first).to(tl.int32)
     y = load_chunks(y_row + first, left, SEGMENTS, CHUNKS, 0, VECTORS, VEC, 0.0, WARPS_PER_ROW)
     dy = load_chunks(dy_row + first, left, SEGMENTS, CHUNKS, 0, VECTORS, VEC, 0.0, WARPS_PER_ROW)
     d = tl.zeros([SEGMENTS, VECTORS], tl.float32)
-    # a chunk that nothing is seen of costs as much as a full one: 4,096 columns .97 of the add, and .99 without it
+    # an unseen chunk takes as much time as a full one. 4,096 columns: 0.99 of the add with SKIPS, 0.97 without
     SKIPS: tl.constexpr = CAUSAL and CTAS == 1
     most = tl.max(tl.max(left, 1), 0) if SKIPS else 0
     for c in tl.static_range(CHUNKS):
@@ -103,30 +82,32 @@ def masked_softmax_backward(
         else:
             d += sum_of_vectors(upcast(y[c], PTX) * upcast(dy[c], PTX), PTX)
     if UNALIGNED:
-        edge, in_head_tail = head_and_tail(head, interior, n_cols, (rank == 0) & (part == 0) & exists, VECTORS, VEC)
-        y_head_tail = tl.load(y_row + edge, mask=in_head_tail, other=0.0).to(tl.float32)
-        dy_head_tail = tl.load(dy_row + edge, mask=in_head_tail, other=0.0).to(tl.float32)
+        head_tail, in_head_tail = head_and_tail(
+            head, interior, n_cols, (rank == 0) & (warp == 0) & exists, VECTORS, VEC
+        )
+        y_head_tail = tl.load(y_row + head_tail, mask=in_head_tail, other=0.0).to(tl.float32)
+        dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0).to(tl.float32)
     d = tl.sum(d, 1)
     if UNALIGNED:
         d += tl.sum(y_head_tail * dy_head_tail, 1)
     d = cluster_reduce_sum(d, CTAS, PTX, WARPS_PER_ROW)[:, None]
     if MASK != NO_MASK:
-        odd = exists & ((tl.abs(d) < float("inf")) == 0)
+        not_finite = exists & ((tl.abs(d) < float("inf")) == 0)
         mask_row = mask_row_of(batch, query, mask_ptr, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC)
         if MASK_COLS == 0:
-            query_mask = tl.where(odd, load_query_mask(mask_row, odd), 1)
+            query_mask = tl.where(not_finite, load_query_mask(mask_row, not_finite), 1)
         else:
             mask_row += (head * m_col if MASK_COLS == 2 else head).to(tl.int64) if UNALIGNED else 0
             at_mask = mask_row + (first.to(tl.int64) * m_col if MASK_COLS == 2 else first)
-    # the last column that a causal row sees, from each vector of the line's first chunk: a column's place in its
-    # vector is a constant then, and no register holds it
+    # the last column that a causal row sees, counted from each vector of the segment's first chunk. The place of a
+    # column in its vector is then a constant and takes no register
     last = ((query - head - first).to(tl.int32) - VEC * tl.arange(0, VECTORS)[None, :])[:, :, None]
     place = tl.arange(0, VEC)[None, None, :]
     for c in tl.static_range(CHUNKS):
-        y_c, dy_c = upcast(y[c], PTX, True), upcast(dy[c], PTX, True)
+        y_c, dy_c = upcast(y[c], PTX, True, True), upcast(dy[c], PTX, True, True)
         dx = scale * y_c * (dy_c - d[:, :, None])
         if CAUSAL:
-            # of what a row does not see y is 0 where it is read at all, but 0 times an infinite sum is NaN
+            # y is 0 in the unseen columns that are read, but 0 times an infinite sum is NaN
             dx = tl.where(place <= last - c * (WARPS_PER_ROW * VECTORS * VEC), dx, 0.0)
         if MASK != NO_MASK:
             if MASK_COLS == 0:
@@ -134,19 +115,19 @@ def masked_softmax_backward(
             else:
                 offsets = chunk_offsets(c, VECTORS, VEC, WARPS_PER_ROW)
                 at = at_mask + (offsets * m_col if MASK_COLS == 2 else offsets)
-                seen = tl.reshape(tl.load(at, mask=odd & (offsets < left), other=1), (SEGMENTS, VECTORS, VEC))
+                seen = tl.reshape(tl.load(at, mask=not_finite & (offsets < left), other=1), (SEGMENTS, VECTORS, VEC))
             dx = tl.where(seen != 0, dx, 0.0)
         store_chunk(dx_row + first, width, dx, c, SEGMENTS, 0, VECTORS, VEC, WARPS_PER_ROW)
     if UNALIGNED:
         dx_head_tail = scale * y_head_tail * (dy_head_tail - d)
         if CAUSAL:
-            dx_head_tail = tl.where(edge + head <= query, dx_head_tail, 0.0)
+            dx_head_tail = tl.where(head_tail + head <= query, dx_head_tail, 0.0)
         if MASK != NO_MASK:
             if MASK_COLS == 0:
-                seen_edge = query_mask
+                seen_head_tail = query_mask
             else:
-                at_edge = mask_row + edge * (m_col if MASK_COLS == 2 else 1)
-                seen_edge = tl.load(at_edge, mask=odd & in_head_tail, other=1)
-            dx_head_tail = tl.where(seen_edge != 0, dx_head_tail, 0.0)
-        tl.store(dx_row + edge, dx_head_tail.to(dx_ptr.dtype.element_ty), mask=in_head_tail)
+                at_head_tail = mask_row + head_tail * (m_col if MASK_COLS == 2 else 1)
+                seen_head_tail = tl.load(at_head_tail, mask=not_finite & in_head_tail, other=1)
+            dx_head_tail = tl.where(seen_head_tail != 0, dx_head_tail, 0.0)
+        tl.store(dx_row + head_tail, dx_head_tail.to(dx_ptr.dtype.element_ty), mask=in_head_tail)
     leave_cluster(CTAS, PTX)

@@ -3,12 +3,14 @@
     z = x*scale;  lse = log(sum(exp(z)));  H = lse - sum(p*z);  logprob_k = z[id_k] - lse
     dx = scale*(p*(g_lse - sum(g_k)) - g_H*p*(log p + H)) + scale*sum(g_k at id_k)
 
-Forward: one read (`walk`), O(rows) written. Backward: element by element, as (row_max, row_sum) and H are known, so one
-read and one write, any number of programs a row: p = exp(z - row_max)/row_sum. A large logsumexp is rounded, and so
-would be p made of it. A row of nothing but -inf has lse -inf, one with +inf has lse +inf (as torch.logsumexp); their
-log-probabilities are NaN, as torch.log_softmax makes them, and so is the gradient of those. The gradient of lse is NaN
-in a row of nothing but -inf, and 0 in one with +inf but where that stands, which is NaN. An id outside [0, n_cols) is
-followed nowhere: its log-probability is NaN and it adds nothing to the gradient.
+Forward: one read (`online_reduction`), O(rows) written. Backward: one read and one write, element by element, because
+(row_max, row_sum) and H are known; any number of programs may share a row. p = exp(z - row_max)/row_sum, because a
+large logsumexp is rounded, and a p computed from it would be too.
+
+A row of -inf only has lse -inf, and a row with +inf has lse +inf (as torch.logsumexp). Their log-probabilities are NaN,
+as those of torch.log_softmax, and so is the gradient of these. The gradient of lse is NaN in a row of -inf only. In a
+row with +inf it is NaN at +inf and 0 elsewhere. An id outside [0, n_cols) is never dereferenced: its log-probability is
+NaN and it adds nothing to the gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from .common.tiles import (
     width_if,
 )
 
-# what logits are multiplied by: nothing, one number, or each row's own
+# the factor of the logits: none, one number, or each row's own
 UNSCALED = tl.constexpr(0)
 ONE_SCALE = tl.constexpr(1)
 BY_ROW = tl.constexpr(2)
@@ -42,9 +44,10 @@ BY_ROW = tl.constexpr(2)
 
 @triton.jit
 def scale_of(row, exists, scale_ptr, scale, SCALE: tl.constexpr):
-    """Each row's scale; 1 where SCALE is UNSCALED.  # row, exists: [SEGMENTS, 1]
+    """Each row's scale, or 1 where SCALE is UNSCALED.  # row, exists: [SEGMENTS, 1]
 
-    0, which an infinite temperature gives, becomes the least positive number: -inf, also past a row's end, stays -inf.
+    An infinite temperature gives 0. It becomes the least positive number, so that -inf, also after a row's end, stays
+    -inf.
     """
     if SCALE == BY_ROW:
         by = tl.load(scale_ptr + row, mask=exists, other=1.0)
@@ -55,7 +58,7 @@ def scale_of(row, exists, scale_ptr, scale, SCALE: tl.constexpr):
         return by * tl.cast(scale, tl.float32) if SCALE == ONE_SCALE else by
 
 
-@kernel(num_stages=3)
+@kernel(num_stages=3, on_cluster=True)
 def row_statistics(
     x_ptr: Rows,  # aligned to VEC elements
     lse_ptr: Vector,  # [n_rows] float32
@@ -67,37 +70,28 @@ def row_statistics(
     n_rows: Int64,
     n_cols: Int32,  # n_cols and x_stride: in units of VEC, or of one element where UNALIGNED
     x_stride: Int64,
-    phase: Int32,
-    n_picks: Int32,
+    phase: Int32, n_picks: Int32,
     scale: Float32,
     PICKS: tl.constexpr,  # a power of two >= n_picks, or 0
-    ENTROPY: tl.constexpr,
-    SCALE: tl.constexpr,
-    KEEP_MOMENTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    ENTROPY: tl.constexpr, SCALE: tl.constexpr, KEEP_MOMENTS: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     init_cluster_barrier(CTAS, 4 if ENTROPY else 2, PTX, WARPS_PER_ROW)
     row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
-    part = warp_of(ROWS * CTAS * WARPS_PER_ROW, WARPS_PER_ROW)
+    warp = warp_of(ROWS * CTAS * WARPS_PER_ROW, WARPS_PER_ROW)
     exists = row < n_rows
     head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (VECTORS * VEC)
-    width -= part * (VECTORS * VEC)
+    first += warp * (VECTORS * VEC)
+    width -= warp * (VECTORS * VEC)
     if ROWS > 1:
         width = width_if(exists, width)
     by = scale_of(row, exists, scale_ptr, scale, SCALE)
     columns = n_cols if UNALIGNED else n_cols * VEC
-    writes = (rank == 0) & (part == 0) & exists
-    if PICKS > 0:  # before the walk, so that nothing waits for them afterwards
+    writes = (rank == 0) & (warp == 0) & exists
+    if PICKS > 0:  # before the reduction, so that no one waits for them afterwards
         k = tl.arange(0, PICKS)[None, :] + 0 * rank
         wanted = writes & (k < n_picks)
         at = tl.load(ids_ptr + row * n_picks + k, mask=wanted, other=-1)
@@ -105,12 +99,12 @@ def row_statistics(
         x_picked = tl.load(x_row - head + at, mask=inside, other=0.0)
     MOMENT: tl.constexpr = ENTROPY_MOMENT if ENTROPY else NO_MOMENT
     row_max, row_sum, row_moment = online_reduction(
-        x_row, first, width, head, interior, columns, exists, rank, part, by, 1.0, by, x_ptr,
+        x_row, first, width, head, interior, columns, exists, rank, warp, by, 1.0, by, x_ptr,
         MOMENT, False, SCALE != UNSCALED, False, ROWS, CTAS, WARPS_PER_ROW, VECTORS, VEC, CHUNKS, UNALIGNED, PTX,
     )  # fmt: skip
 
     lse = logsumexp(row_max, row_sum)
-    lost, lse = rounding_residual(lse, row_max, row_sum)[:, None], lse[:, None]
+    residual, lse = rounding_residual(lse, row_max, row_sum)[:, None], lse[:, None]
     tl.store(lse_ptr + row, lse, mask=writes)
     if KEEP_MOMENTS:
         tl.store(moments_ptr + 2 * row, row_max[:, None], mask=writes)
@@ -119,26 +113,26 @@ def row_statistics(
         tl.store(entropy_ptr + row, (log(row_sum) - row_moment / row_sum)[:, None], mask=writes)
     if PICKS > 0:
         z = logit(x_picked, by, 1.0, SCALE != UNSCALED, False)
-        picked = tl.where(inside & (lse < float("inf")), z - lse - lost, float("nan"))
+        picked = tl.where(inside & (lse < float("inf")), z - lse - residual, float("nan"))
         tl.store(picked_ptr + row * n_picks + k, picked, mask=wanted)
     leave_cluster(CTAS, PTX)
 
 
 @triton.jit
 def statistics_term(x, row_max, log_sum, entropy, scale, a, g_entropy, ENTROPY: tl.constexpr, SCALED: tl.constexpr):
-    """dx/scale of a tile, without what the picks add; a and g_entropy are over row_sum, and all arguments broadcast."""
+    """dx/scale of a tile, without the picks' gradients; a and g_entropy are over row_sum. All arguments broadcast."""
     d = logit(x, scale, 1.0, SCALED, False) - row_max
     e = exp(d)
     dz = e * a
     if ENTROPY:
-        # p*log(p) is 0 where p is
+        # p*log(p) is 0 where p is 0
         dz -= g_entropy * e * (tl.maximum(d - log_sum, LOWEST) + entropy)
     return dz
 
 
 @triton.jit
 def picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_ptr, n_picks):
-    """dz with the picks' own gradients where they lie among this program's columns.  # dz, at: [ROWS, VECTORS, VEC]"""
+    """dz plus the gradients of the picks among this program's columns.  # dz, at: [ROWS, VECTORS, VEC]"""
     for k in range(n_picks):
         id = tl.load(ids_ptr + row * n_picks + k, mask=exists, other=-1)
         here = (id >= low) & (id < high)
@@ -148,7 +142,7 @@ def picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_ptr, n_picks):
     return dz
 
 
-@kernel()
+@kernel(splits_rows=True)
 def row_statistics_backward(
     x_ptr: Rows,  # aligned to VEC elements, as dx_ptr
     dx_ptr: Rows,
@@ -161,23 +155,15 @@ def row_statistics_backward(
     scale_ptr: Vector,  # [n_rows] float32, where SCALE is BY_ROW
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
-    x_stride: Int64,
-    dx_stride: Int64,
+    x_stride: Int64, dx_stride: Int64,
     phase: Int32,
     n_splits: Int32,  # programs that share a row
     n_picks: Int32,
     scale: Float32,
     PICKS: tl.constexpr,  # a power of two >= n_picks, or 0
-    ENTROPY: tl.constexpr,
-    LSE: tl.constexpr,
-    SCALE: tl.constexpr,
-    HAS_MOMENTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr,
-):
+    ENTROPY: tl.constexpr, LSE: tl.constexpr, SCALE: tl.constexpr, HAS_MOMENTS: tl.constexpr, ROWS: tl.constexpr,
+    VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     row = pid // n_splits * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     split = (pid % n_splits).to(tl.int32)
@@ -191,8 +177,8 @@ def row_statistics_backward(
     POLICY: tl.constexpr = gradient_reads(UNALIGNED, x_ptr.dtype.element_ty)
     x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, VECTORS, VEC, -float("inf"), 1, POLICY)
     if UNALIGNED:
-        edge, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
-        x_head_tail = tl.load(x_row + edge, mask=in_head_tail, other=-float("inf"))
+        head_tail, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
+        x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf"))
     by = scale_of(row, exists, scale_ptr, scale, SCALE)
     if HAS_MOMENTS:
         row_max = tl.load(moments_ptr + 2 * row, mask=exists, other=0.0)
@@ -233,8 +219,8 @@ def row_statistics_backward(
         dz = statistics_term(x_head_tail, row_max, log_sum, entropy, by, a, g_entropy, ENTROPY, SCALE != UNSCALED)
         if PICKS > 0:
             dz = picked_gradient(
-                dz[:, :, None], (edge + head)[:, :, None], row, exists, 0 * row, columns + 0 * row,
+                dz[:, :, None], (head_tail + head)[:, :, None], row, exists, 0 * row, columns + 0 * row,
                 ids_ptr, g_picked_ptr, n_picks,
             )  # fmt: skip
             dz = tl.reshape(dz, (ROWS, VECTORS))
-        tl.store(dx_row + edge, (dz * by).to(dx_ptr.dtype.element_ty), mask=in_head_tail)
+        tl.store(dx_row + head_tail, (dz * by).to(dx_ptr.dtype.element_ty), mask=in_head_tail)

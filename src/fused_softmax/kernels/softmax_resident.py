@@ -3,12 +3,12 @@
     m = max(x);  s = sum(exp(x - m));  y = exp(x - m) / s     or   y = (x - m) - log(s)
     d = sum(y*dy);  dx = y*(dy - d)                           or   d = sum(dy);  dx = dy - exp(y)*d
 
-One kernel for three regimes, which differ in numbers only. tile: Rows short rows in one program, a warp or less for
-each, so that no reduction leaves its warp. block: one row in one program. cluster: one row in the CTAS programs of a
-thread-block cluster, a slice each, merged through distributed shared memory. Each lane keeps its own (max, sum), so
-that no thread waits for another's loads; the row's come from one reduction at the end. The plan picks the numbers by
-width; what limits is the register file, and then the bytes in flight. A gradient holds two rows: of long ones some
-chunks are parked in shared memory (`parking`), and log_softmax's, whose sum needs dy alone, reads y late.
+One kernel runs three regimes, which differ in numbers only. warp: ROWS short rows in one program, each in one warp or
+less, so that no reduction leaves its warp. block: one row in one program. cluster: one row in the CTAS programs of a
+thread-block cluster, one slice each, reduced through distributed shared memory. Each vector has its own (max, sum), so
+that no thread waits for another's loads. One reduction at the end gives the row's. The plan chooses the numbers by
+width. The register file is the limit, and after it the bytes in flight. A gradient holds two rows: some chunks of long
+rows are staged in shared memory (`smem_staging`). log_softmax's gradient reads y late, because its sum needs dy only.
 """
 
 from __future__ import annotations
@@ -38,80 +38,71 @@ from .common.tiles import (
 
 @triton.jit
 def normalize(x, row_max, row_sum, LOG: tl.constexpr):
-    """The forward's last line, in float32; the arguments broadcast."""
+    """The forward's last formula, in float32. The arguments broadcast."""
     if LOG:
         return (x - row_max) - log(row_sum)
     else:
         return exp(x - row_max) * tl.div_rn(1.0, row_sum)
 
 
-@kernel()
+@kernel(on_cluster=True)
 def softmax_resident(
     x_ptr: Rows,  # both pointers: aligned to VEC elements
     y_ptr: Rows,
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
-    x_stride: Int64,
-    y_stride: Int64,
+    x_stride: Int64, y_stride: Int64,
     phase: Int32,  # elements from the pointers to the first row, where UNALIGNED
-    LOG: tl.constexpr,
-    ROWS: tl.constexpr,
-    CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNPREDICATED: tl.constexpr,
-    UNALIGNED: tl.constexpr,
-    RECOMPUTE: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    LOG: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr,
+    VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr,
+    RECOMPUTE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
-    # locate the row, and this line's slice of it
+    # locate the row, and this segment's part of its slice
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
-    part = warp_of(SEGMENTS, WARPS_PER_ROW)
+    warp = warp_of(SEGMENTS, WARPS_PER_ROW)
     head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (VECTORS * VEC)
-    width -= part * (VECTORS * VEC)
+    first += warp * (VECTORS * VEC)
+    width -= warp * (VECTORS * VEC)
     if ROWS > 1:
         width = width_if(row < n_rows, width)
 
-    # each lane's own maximum and sum
+    # each vector's own maximum and sum
     x = load_chunks(x_row + first, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
     if UNALIGNED:
-        edge, in_head_tail = head_and_tail(
-            head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), VECTORS, VEC
+        head_tail, in_head_tail = head_and_tail(
+            head, interior, n_cols, (rank == 0) & (warp == 0) & (row < n_rows), VECTORS, VEC
         )
-        x_head_tail = tl.load(x_row + edge, mask=in_head_tail, other=-float("inf")).to(tl.float32)
-    # log_softmax of long slices is at its cap of registers, where only Triton's own order fits
+        x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf")).to(tl.float32)
+    # log_softmax of long slices reaches its register cap, where only Triton's own order fits
     IN_ORDER: tl.constexpr = PTX and not (LOG and CHUNKS > 8)
     m = max_of_vectors(x[0], IN_ORDER)
     for c in tl.static_range(1, CHUNKS):
         m = tl.maximum(m, max_of_vectors(x[c], IN_ORDER))
     m = tl.maximum(m.to(tl.float32), LOWEST)  # [SEGMENTS, VECTORS]
     s = tl.zeros_like(m)
-    kept = ()
+    exps = ()
     for c in tl.static_range(CHUNKS):
         e = exp(upcast(x[c], PTX, RECOMPUTE) - m[:, :, None])
         s += sum_of_vectors(e, IN_ORDER)
-        kept = kept + (e,)
+        exps = exps + (e,)
 
-    # the line's, then the row's
-    line_max = tl.max(m, 1)
+    # the segment's, then the row's
+    segment_max = tl.max(m, 1)
     if UNALIGNED:
-        line_max = tl.maximum(line_max, tl.max(x_head_tail, 1))
-    line_sum = tl.sum(s * exp(m - line_max[:, None]), 1)
+        segment_max = tl.maximum(segment_max, tl.max(x_head_tail, 1))
+    segment_sum = tl.sum(s * exp(m - segment_max[:, None]), 1)
     if UNALIGNED:
-        line_sum += tl.sum(exp(x_head_tail - line_max[:, None]), 1)
-    row_max, row_sum = cluster_reduce_max_sum(line_max, line_sum, CTAS, PTX, WARPS_PER_ROW)
+        segment_sum += tl.sum(exp(x_head_tail - segment_max[:, None]), 1)
+    row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)
     row_max = row_max[:, None]
     row_sum = row_sum[:, None]
 
-    # the formula's last line, and the store
+    # the last formula, and the store
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16 and y_ptr.dtype == x_ptr.dtype
     if LOG:
         by = row_sum
@@ -122,21 +113,22 @@ def softmax_resident(
         by = exp(m - row_max) * tl.div_rn(1.0, row_sum)
     for c in tl.static_range(CHUNKS):
         if LOG:
-            y = normalize(upcast(x[c], PTX, RECOMPUTE), row_max[:, :, None], row_sum[:, :, None], LOG)
+            y = normalize(upcast(x[c], PTX, RECOMPUTE, True), row_max[:, :, None], row_sum[:, :, None], LOG)
         elif RECOMPUTE:
-            y = exp2_fma(upcast(x[c], PTX, True), base[:, :, None], shift[:, :, None], FUSED) * by[:, :, None]
+            x_c = upcast(x[c], PTX, True, True)
+            y = exp2_fma(x_c, base[:, :, None], shift[:, :, None], FUSED) * by[:, :, None]
         else:
-            y = kept[c] * by[:, :, None]
+            y = exps[c] * by[:, :, None]
         store_chunk(y_row + first, width, y, c, SEGMENTS, UNPREDICATED, VECTORS, VEC, WARPS_PER_ROW)
     if UNALIGNED:
         y_head_tail = normalize(x_head_tail, row_max, row_sum, LOG)
-        tl.store(y_row + edge, y_head_tail.to(y_ptr.dtype.element_ty), mask=in_head_tail)
+        tl.store(y_row + head_tail, y_head_tail.to(y_ptr.dtype.element_ty), mask=in_head_tail)
     leave_cluster(CTAS, PTX)
 
 
 @triton.jit
 def gradient_term(y, dy, LOG: tl.constexpr):
-    """What the row's d sums up, in float32."""
+    """One term of the row's sum d, in float32."""
     if LOG:
         return dy.to(tl.float32)
     else:
@@ -145,38 +137,28 @@ def gradient_term(y, dy, LOG: tl.constexpr):
 
 @triton.jit
 def gradient(y, dy, d, LOG: tl.constexpr):
-    """The backward's last line, in float32; the arguments broadcast."""
+    """The backward's last formula, in float32. The arguments broadcast."""
     if LOG:
         return dy.to(tl.float32) - exp(y.to(tl.float32)) * d
     else:
         return y.to(tl.float32) * (dy.to(tl.float32) - d)
 
 
-@kernel()
+@kernel(on_cluster=True)
 def softmax_backward_resident(
     y_ptr: Rows,  # the forward's output; all pointers: aligned to VEC elements
-    dy_ptr: Rows,
-    dx_ptr: Rows,
+    dy_ptr: Rows, dx_ptr: Rows,
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
-    y_stride: Int64,
-    dy_stride: Int64,
-    dx_stride: Int64,
+    y_stride: Int64, dy_stride: Int64, dx_stride: Int64,
     phase: Int32,
-    LOG: tl.constexpr,
-    ROWS: tl.constexpr,
-    CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PREFETCHED: tl.constexpr,  # chunks of y that are read before the row's sum is known: all but where LOG
+    LOG: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr,
+    VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    PREFETCHED: tl.constexpr,  # chunks of y that are read before the row's sum is known: all, or fewer where LOG
     UNPREDICATED: tl.constexpr,
-    SMEM_STAGED: tl.constexpr,  # chunks in shared memory, unmasked ones
-    UNALIGNED: tl.constexpr,
-    RECOMPUTE: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    SMEM_STAGED: tl.constexpr,  # unpredicated chunks in shared memory
+    UNALIGNED: tl.constexpr, RECOMPUTE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     THREADS: tl.constexpr = WARPS_PER_ROW * VECTORS
     POLICY: tl.constexpr = gradient_reads(UNALIGNED, y_ptr.dtype.element_ty)
     Y_SMEM_STAGED: tl.constexpr = SMEM_STAGED if PREFETCHED == CHUNKS else 0
@@ -184,14 +166,14 @@ def softmax_backward_resident(
     declare_staging(SMEM_STAGED + Y_SMEM_STAGED, THREADS, PTX)
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
-    part = warp_of(SEGMENTS, WARPS_PER_ROW)
+    warp = warp_of(SEGMENTS, WARPS_PER_ROW)
     head, interior = span_of(row, y_stride, phase, n_cols, VEC, UNALIGNED)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)
     dy_row = dy_ptr + start_of(row, dy_stride, phase, VEC, UNALIGNED)
     dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (VECTORS * VEC)
-    width -= part * (VECTORS * VEC)
+    first += warp * (VECTORS * VEC)
+    width -= warp * (VECTORS * VEC)
     if ROWS > 1:
         width = width_if(row < n_rows, width)
 
@@ -201,33 +183,13 @@ def softmax_backward_resident(
         slice_start, slice = slice_zero(y_ptr, y_stride, phase, n_cols, CTAS, VEC, UNALIGNED)
         stage(slice_start, slice, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX)
     y = load_unstaged(
-        y_row + first,
-        width,
-        SEGMENTS,
-        PREFETCHED,
-        UNPREDICATED,
-        VECTORS,
-        VEC,
-        0.0,
-        WARPS_PER_ROW,
-        Y_SMEM_STAGED,
-        PTX,
+        y_row + first, width, SEGMENTS, PREFETCHED, UNPREDICATED, VECTORS, VEC, 0.0, WARPS_PER_ROW, Y_SMEM_STAGED, PTX,
         POLICY,
-    )
+    )  # fmt: skip
     dy = load_unstaged(
-        dy_row + first,
-        width,
-        SEGMENTS,
-        CHUNKS,
-        UNPREDICATED,
-        VECTORS,
-        VEC,
-        0.0,
-        WARPS_PER_ROW,
-        SMEM_STAGED,
-        PTX,
+        dy_row + first, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, 0.0, WARPS_PER_ROW, SMEM_STAGED, PTX,
         POLICY,
-    )
+    )  # fmt: skip
     d = tl.zeros([SEGMENTS, VECTORS], tl.float32)
     await_staged(SMEM_STAGED, PTX)
     for c in tl.static_range(CHUNKS):
@@ -235,14 +197,14 @@ def softmax_backward_resident(
         y_c = dy_c  # unused where LOG
         if not LOG:
             y_c = upcast(chunk_of(y, c, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX), PTX)
-        # where the cap of 128 registers is reached, on one CTA or with parked chunks, only Triton's own order fits
+        # on one CTA or with staged chunks, the cap of 128 registers is reached, where only Triton's own order fits
         d += sum_of_vectors(gradient_term(y_c, dy_c, LOG), PTX and CTAS > 1 and SMEM_STAGED == 0)
     if UNALIGNED:
-        edge, in_head_tail = head_and_tail(
-            head, interior, n_cols, (rank == 0) & (part == 0) & (row < n_rows), VECTORS, VEC
+        head_tail, in_head_tail = head_and_tail(
+            head, interior, n_cols, (rank == 0) & (warp == 0) & (row < n_rows), VECTORS, VEC
         )
-        y_head_tail = tl.load(y_row + edge, mask=in_head_tail, other=0.0)
-        dy_head_tail = tl.load(dy_row + edge, mask=in_head_tail, other=0.0)
+        y_head_tail = tl.load(y_row + head_tail, mask=in_head_tail, other=0.0)
+        dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0)
     d = tl.sum(d, 1)
     if UNALIGNED:
         d += tl.sum(gradient_term(y_head_tail, dy_head_tail, LOG), 1)
@@ -264,20 +226,15 @@ def softmax_backward_resident(
                     POLICY,
                 ),
             )
-        y_c = upcast(chunk_of(y, c, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE)
-        dy_c = upcast(chunk_of(dy, c, 0, SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE)
+        y_c = upcast(chunk_of(y, c, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE, True)
+        dy_c = upcast(chunk_of(dy, c, 0, SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE, True)
         store_chunk(
             dx_row + first,
             width,
             gradient(y_c, dy_c, d[:, :, None], LOG),
-            c,
-            SEGMENTS,
-            UNPREDICATED,
-            VECTORS,
-            VEC,
-            WARPS_PER_ROW,
-        )
+            c, SEGMENTS, UNPREDICATED, VECTORS, VEC, WARPS_PER_ROW,
+        )  # fmt: skip
     if UNALIGNED:
         dx_head_tail = gradient(y_head_tail, dy_head_tail, d, LOG)
-        tl.store(dx_row + edge, dx_head_tail.to(dx_ptr.dtype.element_ty), mask=in_head_tail)
+        tl.store(dx_row + head_tail, dx_head_tail.to(dx_ptr.dtype.element_ty), mask=in_head_tail)
     leave_cluster(CTAS, PTX)

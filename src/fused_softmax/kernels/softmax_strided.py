@@ -1,42 +1,33 @@
-"""Softmax and log_softmax along a dimension whose elements are not neighbours in memory, or whose rows share no stride.
+"""Softmax and log_softmax along a dimension that is not contiguous, or over rows that share no stride.
 
     m' = max(m, x);  s = s*exp(m - m') + exp(x - m');  y = exp(x - m) / s     or   y = (x - m) - log(s)
 
-A program takes ROWS neighbouring rows and walks their columns COLS at a time, so that memory is read along whichever of
-the two is contiguous: Triton lays the tile out by the strides that it is told are 1. Every lane keeps its own
-(max, sum). The plan picks it for dim other than the last, and for views that do not fold into rows of one stride. Where
-the columns fit one step the input is read once, else twice, the second time from L2 where that holds it.
+A program takes ROWS neighboring rows and reduces their columns online, COLS at a time. Triton lays out the tile by the
+strides that are 1, so memory is read along rows or columns, whichever are contiguous. Each element of the tile has its
+own (max, sum). The plan chooses this kernel for any dim except the last, and for views that do not fold into rows of
+one stride. Where one step holds all columns, the input is read once. Elsewhere it is read twice, the second time from
+L2 if L2 still holds it.
 """
 
 from __future__ import annotations
 
 import triton.language as tl
 
-from .common.arguments import AnyTensor, Int32, Int64, Stride, kernel
+from .common.arguments import AnyTensor, Count, Stride, kernel
 from .common.numerics import LOWEST, exp
 from .softmax_resident import normalize
 
 
 @kernel()
 def softmax_strided(
-    x_ptr: AnyTensor,
-    y_ptr: AnyTensor,
-    n_rows: Int64,  # neighbouring rows; rows in all: outer x n_middle x n_rows, outer x n_middle on the grid
-    n_cols: Int32,
-    n_middle: Int64,
+    x_ptr: AnyTensor, y_ptr: AnyTensor,
+    n_rows: Count,  # neighboring rows; rows in all: outer x n_middle x n_rows, outer x n_middle on the grid
+    n_cols: Count,
+    n_middle: Count,
     x_outer: Stride,  # strides, in elements
-    x_middle: Stride,
-    x_row: Stride,
-    x_col: Stride,
-    y_outer: Stride,
-    y_middle: Stride,
-    y_row: Stride,
-    y_col: Stride,
-    LOG: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    ONE_STEP: tl.constexpr,
-):
+    x_middle: Stride, x_row: Stride, x_col: Stride, y_outer: Stride, y_middle: Stride, y_row: Stride, y_col: Stride,
+    LOG: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ONE_STEP: tl.constexpr,
+):  # fmt: skip
     n_blocks = tl.cdiv(n_rows, ROWS)
     pid = tl.program_id(0)
     group = (pid // n_blocks).to(tl.int64)
@@ -55,16 +46,16 @@ def softmax_strided(
     else:
         m = tl.zeros([ROWS, COLS], tl.float32) + LOWEST
         s = tl.zeros([ROWS, COLS], tl.float32)
-        lost = tl.zeros([ROWS, COLS], tl.float32)  # what s has lost to rounding: a lane adds up hundreds of numbers
+        compensation = tl.zeros([ROWS, COLS], tl.float32)  # the rounding error of s, a sum of hundreds of numbers
         for start in range(0, n_cols, COLS):
             inside = (row < n_rows) & (col + start < n_cols)
             x = tl.load(x_at + start * tl.cast(x_col, tl.int64), mask=inside, other=-float("inf")).to(tl.float32)
             m_new = tl.maximum(m, x)
             by = exp(m - m_new)
-            e = exp(x - m_new) - lost * by
+            e = exp(x - m_new) - compensation * by
             total = s * by + e
             # compensated summation (Kahan 1965)
-            lost = (total - s * by) - e
+            compensation = (total - s * by) - e
             s = total
             m = m_new
         row_max = tl.max(m, 1)[:, None]

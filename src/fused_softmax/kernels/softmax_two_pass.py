@@ -1,12 +1,14 @@
-"""The row does not fit on chip: softmax, log_softmax and their gradients, keeping what fits and walking the rest twice.
+"""The row does not fit on chip: softmax, log_softmax and their gradients in two passes, with some resident chunks.
 
-    first walk:   m' = max(m, x);  s = s*exp(m - m') + sum(exp(x - m'))        (online softmax)
-    second walk:  y = exp(x - m) / s                                           backwards, so that what was read last,
-                                                                               and still is in L2, is read first
-    slice         |kept 0|kept 1| ... |step 0: CHUNKS chunks|step 1| ...
-The plan picks it where no other regime can hold the row. A row is walked by one program or, where there are clusters,
-by the CTAS programs of one, a slice each. The first RESIDENT_CHUNKS chunks of a slice stay in registers from the one walk to the
-other; the rest, a third stream beside the two of a copy, comes from L2 where few enough rows are under way.
+    first pass:   m' = max(m, x);  s = s*exp(m - m') + sum(exp(x - m'))        (online softmax)
+    second pass:  y = exp(x - m) / s                                           backwards, because the columns that were
+                                                                               read last are still in L2
+    slice         |resident 0|resident 1| ... |step 0: CHUNKS chunks|step 1| ...
+
+The plan chooses it where no other regime can hold the row. One program reads a row or, where there are clusters, the
+CTAS programs of one, a slice each. The first RESIDENT_CHUNKS chunks of a slice stay in registers between the passes.
+The rest is read twice: a third stream of data, next to the two of a copy. It comes from L2 where few enough rows are in
+progress.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from .common.cluster import (
     cluster_reduce_max_sum,
     cluster_reduce_sum,
     init_cluster_barrier,
+    keep_segment_layout,
     leave_cluster,
-    stay_in_line,
 )
 from .common.numerics import LOWEST, exp, upcast
 from .common.tiles import (
@@ -39,60 +41,54 @@ from .softmax_resident import gradient, gradient_term, normalize
 
 @triton.jit
 def accumulate(x, m, s, CHUNKS: tl.constexpr, PTX: tl.constexpr):
-    """One step of the online softmax: each lane's (max, sum) with the chunks of x in it too.  # m, s: [SEGMENTS, VECTORS]"""
+    """Each vector's (max, sum) after one more step of the online softmax.  # m, s: [SEGMENTS, VECTORS]"""
     top = m
     for c in tl.static_range(CHUNKS):
         top = tl.maximum(top, tl.max(x[c], 2).to(tl.float32))
-    # a lane's maximum is followed only when it has moved by 1: any number near it will do, a move costs a rounding, and
-    # the further it is the more the exponent's own rounding counts
+    # m changes only when the maximum has grown by 1. Any number near the maximum will do, and each change costs a
+    # rounding; but the farther m is, the more the rounding of the exponent counts
     m_new = tl.where(top > m + 1.0, top, m)
-    # a step is added up by itself: the fewer numbers are added to a long sum one by one, the less they round it
+    # a step has its own sum: fewer additions to a long sum cause less rounding
     step = tl.zeros_like(s)
     for c in tl.static_range(CHUNKS):
         step += tl.sum(exp(upcast(x[c], PTX, True) - m_new[:, :, None]), 2)
     return m_new, s * exp(m - m_new) + step
 
 
-@kernel()
+@kernel(on_cluster=True)
 def softmax_two_pass(
     x_ptr: Rows,  # both pointers: aligned to VEC elements
     y_ptr: Rows,
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
-    x_stride: Int64,
-    y_stride: Int64,
+    x_stride: Int64, y_stride: Int64,
     phase: Int32,  # elements from the pointers to the first row, where UNALIGNED
-    LOG: tl.constexpr,
-    CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
+    LOG: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
     RESIDENT_CHUNKS: tl.constexpr,  # chunks that every slice has
     CHUNKS: tl.constexpr,  # of a step
-    UNALIGNED: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
     SEGMENTS: tl.constexpr = CTAS * WARPS_PER_ROW
     CHUNK: tl.constexpr = WARPS_PER_ROW * VECTORS * VEC
     STEP: tl.constexpr = CHUNKS * CHUNK
     row, rank = segments_of(1, CTAS, WARPS_PER_ROW)
-    part = warp_of(SEGMENTS, WARPS_PER_ROW)
+    warp = warp_of(SEGMENTS, WARPS_PER_ROW)
     head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (VECTORS * VEC)
-    width -= part * (VECTORS * VEC)
+    first += warp * (VECTORS * VEC)
+    width -= warp * (VECTORS * VEC)
     zero = tl.zeros([1, 1], tl.int64)
     n_steps = tl.cdiv(tl.cdiv(n_cols // VEC if UNALIGNED else n_cols, CTAS) * VEC - RESIDENT_CHUNKS * CHUNK, STEP)
 
-    kept = load_chunks(
+    resident = load_chunks(
         x_row + first, width, SEGMENTS, RESIDENT_CHUNKS, RESIDENT_CHUNKS, VECTORS, VEC, -float("inf"), WARPS_PER_ROW
     )
     if UNALIGNED:
-        edge, in_head_tail = head_and_tail(head, interior, n_cols, (rank == 0) & (part == 0), VECTORS, VEC)
-        x_head_tail = tl.load(x_row + edge, mask=in_head_tail, other=-float("inf")).to(tl.float32)
+        head_tail, in_head_tail = head_and_tail(head, interior, n_cols, (rank == 0) & (warp == 0), VECTORS, VEC)
+        x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf")).to(tl.float32)
     m = tl.zeros([SEGMENTS, VECTORS], tl.float32) + LOWEST
     s = tl.zeros([SEGMENTS, VECTORS], tl.float32)
     for step in range(n_steps):
@@ -101,21 +97,21 @@ def softmax_two_pass(
             x_row + first + start, width - start, SEGMENTS, CHUNKS, 0, VECTORS, VEC, -float("inf"), WARPS_PER_ROW
         )
         m, s = accumulate(x, m, s, CHUNKS, PTX)
-    if RESIDENT_CHUNKS > 0:  # first to be asked for, last to be used: none of the steps waits for it
-        m, s = accumulate(kept, m, s, RESIDENT_CHUNKS, PTX)
+    if RESIDENT_CHUNKS > 0:  # requested first and used last, so that no step waits for them
+        m, s = accumulate(resident, m, s, RESIDENT_CHUNKS, PTX)
 
-    line_max = tl.max(m, 1)
+    segment_max = tl.max(m, 1)
     if UNALIGNED:
-        line_max = tl.maximum(line_max, tl.max(x_head_tail, 1))
-    line_sum = tl.sum(s * exp(m - line_max[:, None]), 1)
+        segment_max = tl.maximum(segment_max, tl.max(x_head_tail, 1))
+    segment_sum = tl.sum(s * exp(m - segment_max[:, None]), 1)
     if UNALIGNED:
-        line_sum += tl.sum(exp(x_head_tail - line_max[:, None]), 1)
-    row_max, row_sum = cluster_reduce_max_sum(line_max, line_sum, CTAS, PTX, WARPS_PER_ROW)
+        segment_sum += tl.sum(exp(x_head_tail - segment_max[:, None]), 1)
+    row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)
     row_max = row_max[:, None]
     row_sum = row_sum[:, None]
 
     for c in tl.static_range(RESIDENT_CHUNKS):
-        y = normalize(upcast(kept[c], PTX, True), row_max[:, :, None], row_sum[:, :, None], LOG)
+        y = normalize(upcast(resident[c], PTX, True, True), row_max[:, :, None], row_sum[:, :, None], LOG)
         store_chunk(y_row + first, width, y, c, SEGMENTS, RESIDENT_CHUNKS, VECTORS, VEC, WARPS_PER_ROW)
     for step in range(n_steps):
         start = RESIDENT_CHUNKS * CHUNK + (zero + n_steps - 1 - step) * STEP
@@ -127,67 +123,58 @@ def softmax_two_pass(
             store_chunk(y_row + first + start, width - start, y, c, SEGMENTS, 0, VECTORS, VEC, WARPS_PER_ROW)
     if UNALIGNED:
         y_head_tail = normalize(x_head_tail, row_max, row_sum, LOG)
-        tl.store(y_row + edge, y_head_tail.to(y_ptr.dtype.element_ty), mask=in_head_tail)
+        tl.store(y_row + head_tail, y_head_tail.to(y_ptr.dtype.element_ty), mask=in_head_tail)
     leave_cluster(CTAS, PTX)
 
 
-@kernel()
+@kernel(on_cluster=True)
 def softmax_backward_two_pass(
     y_ptr: Rows,  # the forward's output; all pointers: aligned to VEC elements
-    dy_ptr: Rows,
-    dx_ptr: Rows,
+    dy_ptr: Rows, dx_ptr: Rows,
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
-    y_stride: Int64,
-    dy_stride: Int64,
-    dx_stride: Int64,
+    y_stride: Int64, dy_stride: Int64, dx_stride: Int64,
     phase: Int32,
-    LOG: tl.constexpr,
-    CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
+    LOG: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
     RESIDENT_CHUNKS: tl.constexpr,
-    PREFETCHED: tl.constexpr,  # kept chunks of y that are read before the row's sum is known: all but where LOG
-    CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    PREFETCHED: tl.constexpr,  # resident chunks of y that are read before the row's sum is known: fewer where LOG
+    CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     init_cluster_barrier(CTAS, 1, PTX, WARPS_PER_ROW)
     SEGMENTS: tl.constexpr = CTAS * WARPS_PER_ROW
     CHUNK: tl.constexpr = WARPS_PER_ROW * VECTORS * VEC
     STEP: tl.constexpr = CHUNKS * CHUNK
     row, rank = segments_of(1, CTAS, WARPS_PER_ROW)
-    part = warp_of(SEGMENTS, WARPS_PER_ROW)
+    warp = warp_of(SEGMENTS, WARPS_PER_ROW)
     head, interior = span_of(row, y_stride, phase, n_cols, VEC, UNALIGNED)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)
     dy_row = dy_ptr + start_of(row, dy_stride, phase, VEC, UNALIGNED)
     dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
-    first += part * (VECTORS * VEC)
-    width -= part * (VECTORS * VEC)
+    first += warp * (VECTORS * VEC)
+    width -= warp * (VECTORS * VEC)
     zero = tl.zeros([1, 1], tl.int64)
     n_steps = tl.cdiv(tl.cdiv(n_cols // VEC if UNALIGNED else n_cols, CTAS) * VEC - RESIDENT_CHUNKS * CHUNK, STEP)
 
-    dy_kept = load_chunks(
+    dy_resident = load_chunks(
         dy_row + first, width, SEGMENTS, RESIDENT_CHUNKS, RESIDENT_CHUNKS, VECTORS, VEC, 0.0, WARPS_PER_ROW
     )
-    y_kept = load_chunks(y_row + first, width, SEGMENTS, PREFETCHED, PREFETCHED, VECTORS, VEC, 0.0, WARPS_PER_ROW)
+    y_resident = load_chunks(y_row + first, width, SEGMENTS, PREFETCHED, PREFETCHED, VECTORS, VEC, 0.0, WARPS_PER_ROW)
     if UNALIGNED:
-        edge, in_head_tail = head_and_tail(head, interior, n_cols, (rank == 0) & (part == 0), VECTORS, VEC)
-        y_head_tail = tl.load(y_row + edge, mask=in_head_tail, other=0.0)
-        dy_head_tail = tl.load(dy_row + edge, mask=in_head_tail, other=0.0)
+        head_tail, in_head_tail = head_and_tail(head, interior, n_cols, (rank == 0) & (warp == 0), VECTORS, VEC)
+        y_head_tail = tl.load(y_row + head_tail, mask=in_head_tail, other=0.0)
+        dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0)
     d = tl.zeros([SEGMENTS, VECTORS], tl.float32)
     for step in range(n_steps):
         start = RESIDENT_CHUNKS * CHUNK + (zero + step) * STEP
         y = load_chunks(y_row + first + start, width - start, SEGMENTS, CHUNKS, 0, VECTORS, VEC, 0.0, WARPS_PER_ROW)
         dy = load_chunks(dy_row + first + start, width - start, SEGMENTS, CHUNKS, 0, VECTORS, VEC, 0.0, WARPS_PER_ROW)
         for c in tl.static_range(CHUNKS):
-            y_c, dy_c = stay_in_line(y[c], CTAS, PTX), stay_in_line(dy[c], CTAS, PTX)
+            y_c, dy_c = keep_segment_layout(y[c], CTAS, PTX), keep_segment_layout(dy[c], CTAS, PTX)
             d += tl.sum(gradient_term(y_c, dy_c, LOG), 2)
     for c in tl.static_range(RESIDENT_CHUNKS):
-        y_c = y_kept[c if c < PREFETCHED else 0]  # unused where LOG
-        d += tl.sum(gradient_term(upcast(y_c, PTX, True), upcast(dy_kept[c], PTX, True), LOG), 2)
+        y_c = y_resident[c if c < PREFETCHED else 0]  # unused where LOG
+        d += tl.sum(gradient_term(upcast(y_c, PTX, True), upcast(dy_resident[c], PTX, True), LOG), 2)
     d = tl.sum(d, 1)
     if UNALIGNED:
         d += tl.sum(gradient_term(y_head_tail, dy_head_tail, LOG), 1)
@@ -195,12 +182,14 @@ def softmax_backward_two_pass(
 
     for c in tl.static_range(RESIDENT_CHUNKS):
         if c + PREFETCHED < RESIDENT_CHUNKS:
-            y_kept = y_kept + (
+            y_resident = y_resident + (
                 load_chunk(
                     y_row + first, width, c + PREFETCHED, SEGMENTS, RESIDENT_CHUNKS, VECTORS, VEC, 0.0, WARPS_PER_ROW
                 ),
             )
-        dx = gradient(upcast(y_kept[c], PTX, True), upcast(dy_kept[c], PTX, True), d[:, :, None], LOG)
+        dx = gradient(
+            upcast(y_resident[c], PTX, True, True), upcast(dy_resident[c], PTX, True, True), d[:, :, None], LOG
+        )
         store_chunk(dx_row + first, width, dx, c, SEGMENTS, RESIDENT_CHUNKS, VECTORS, VEC, WARPS_PER_ROW)
     for step in range(n_steps):
         start = RESIDENT_CHUNKS * CHUNK + (zero + n_steps - 1 - step) * STEP
@@ -211,6 +200,7 @@ def softmax_backward_two_pass(
             store_chunk(dx_row + first + start, width - start, dx, c, SEGMENTS, 0, VECTORS, VEC, WARPS_PER_ROW)
     if UNALIGNED:
         tl.store(
-            dx_row + edge, gradient(y_head_tail, dy_head_tail, d, LOG).to(dx_ptr.dtype.element_ty), mask=in_head_tail
-        )
+            dx_row + head_tail, gradient(y_head_tail, dy_head_tail, d, LOG).to(dx_ptr.dtype.element_ty),
+            mask=in_head_tail,
+        )  # fmt: skip
     leave_cluster(CTAS, PTX)

@@ -6,9 +6,9 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
-from fused_softmax.lab.bench.ops import DTYPES
-from fused_softmax.lab.bench.plans import problem_for
+from fused_softmax.lab.bench.inputs import DTYPES
 from fused_softmax.lab.bench.traffic import regime_traffic
+from fused_softmax.lab.plans import problem_for
 from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.types import DEVICES, Device
 
@@ -60,6 +60,6 @@ def targets_table(measured: Collection[str] = (), dtype: str = "bfloat16") -> st
     lines += [
         "",
         f"Softmax of {dtype} rows: the bytes that one row asks memory for, over the least possible (one read and one",
-        "write), and the plan's regime. `stream` reads a row twice; the second read may come from the L2 cache.",
+        "write), and the plan's regime. `two_pass` reads a row twice; the second read may come from the L2 cache.",
     ]
     return "\n".join(lines)

@@ -19,37 +19,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from fused_softmax.planning.types import MULTIPROCESSORS, Multiprocessor
+
 if TYPE_CHECKING:
     from fused_softmax.launch.compile import Launch
-
-
-@dataclass(frozen=True)
-class Multiprocessor:
-    """One multiprocessor (SM, or CU) of a target: what its resident programs share. Bytes, and 32-bit registers.
-
-    Source: CUDA C++ programming guide, "Compute Capabilities"; AMD Instinct MI300 instruction set architecture guide.
-    """
-
-    count: int  # multiprocessors on the device that the target stands for
-    registers: int
-    register_unit: int  # a warp's registers are allocated in multiples of this
-    shared: int
-    shared_per_program: int  # the most that one program may ask for
-    shared_reserved: int  # taken by the system from each program's share
-    warps: int
-    programs: int
-    warp_size: int = 32
-
-
-# count: A100 108, L40S 142, H200 132, B200 148, RTX 5090 170, MI300X 304
-MULTIPROCESSORS: Mapping[str, Multiprocessor] = MappingProxyType({
-    "sm_80": Multiprocessor(108, 65536, 256, 164 << 10, 163 << 10, 1024, 64, 32),
-    "sm_89": Multiprocessor(142, 65536, 256, 100 << 10, 99 << 10, 1024, 48, 24),
-    "sm_90": Multiprocessor(132, 65536, 256, 228 << 10, 227 << 10, 1024, 64, 32),
-    "sm_100": Multiprocessor(148, 65536, 256, 228 << 10, 227 << 10, 1024, 64, 32),
-    "sm_120": Multiprocessor(170, 65536, 256, 100 << 10, 99 << 10, 1024, 48, 24),
-    "gfx942": Multiprocessor(304, 131072, 512, 64 << 10, 64 << 10, 0, 32, 32, warp_size=64),
-})  # fmt: skip
 
 
 @dataclass(frozen=True)

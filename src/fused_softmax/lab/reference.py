@@ -69,8 +69,8 @@ def cross_entropy(
     z_loss: float = 0.0,
     inplace_backward: bool = False,
 ) -> Tensor:
-    """float64 cross entropy of logits (C,), (n_rows, C) or (n_rows, C, ...) and int64 targets: torch's, and two terms
-    beside.
+    """float64 cross entropy of logits (C,), (n_rows, C) or (n_rows, C, ...) and int64 targets: torch's, with two more
+    terms.
 
     softcap c replaces the logits by c * tanh(logits / c) (Gemma 2), -inf excepted; z_loss adds z_loss * lse^2 to every
     row that counts (PaLM). reduction is "none", "sum" or "mean"; the mean divides by the summed weight of the targets

@@ -6,14 +6,16 @@
     spec.reference(x, **arguments)     # float64, differentiable
 
 All three take the same arguments and return a tensor, or a tuple as `outputs` names it. `draw` chooses options that
-JSON can hold; `arguments` makes of them what the functions take. To add an op, add one entry to `OPS`.
+JSON can hold; `arguments` turns them into the functions' arguments. To add an op, add one entry to `OPS`: the fuzzer
+draws it, and the benchmark runs it over the last dimension where it takes no other tensor. Other ops need an entry in
+bench/ops.py too, with their inputs, bytes and ceiling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -46,12 +48,20 @@ class OpSpec:
     ways: tuple[str, ...]
     module: Callable[..., Callable[[Tensor], Tensor]] | None = None
     operator: Callable[..., Any] | None = None
-    # whether an output has a number for each column; else one for each row, in float32
-    full_outputs: bool = True
+    # what the outputs hold: a "probability" or a "log-probability" for each column, or a "statistic" for each row, in
+    # float32. A gradient is computed from the first two, and is as exact as they are.
+    holds: Literal["probability", "log-probability", "statistic"] = "probability"
     # arguments that may need a gradient
     differentiable: tuple[str, ...] = ()
     # arguments with a value for each row: vmap gives each item its own
     by_row: tuple[str, ...] = ()
+    # whether torch's own way computes in float32 under autocast
+    autocasts: bool = True
+
+    @property
+    def full_outputs(self) -> bool:
+        """Whether an output has a number for each column, not for each row."""
+        return self.holds != "statistic"
 
     def tensors(self, result: Any) -> dict[str, Tensor]:
         """The result's tensors by name."""
@@ -102,27 +112,28 @@ OPS: Mapping[str, OpSpec] = {
             "log_softmax", fs.log_softmax, torch.log_softmax, reference.log_softmax, "dim", ("y",),
             arguments.draw_softmax, arguments.softmax, WAYS,
             module=lambda dim, dtype=None: nn.LogSoftmax(dim), operator=_log_softmax_operator,
+            holds="log-probability",
         ),
         OpSpec(
             "logsumexp", fs.logsumexp, torch.logsumexp, reference.logsumexp, "dims", ("lse",),
             arguments.draw_logsumexp, arguments.logsumexp, _without("module", "patch"),
-            operator=_logsumexp_operator, full_outputs=False,
+            operator=_logsumexp_operator, holds="statistic",
         ),
         OpSpec(
             "masked_softmax", fs.masked_softmax, torch_ways.masked_softmax, reference.masked_softmax, "last", ("y",),
             arguments.draw_masked_softmax, arguments.masked_softmax, _without("module", "out"),
-            operator=_masked_operator, differentiable=("mask",), by_row=("mask",),
+            operator=_masked_operator, differentiable=("mask",), by_row=("mask",), autocasts=False,
         ),
         OpSpec(
             "cross_entropy", fs.cross_entropy, torch_ways.cross_entropy, reference.cross_entropy, "classes", ("loss",),
             arguments.draw_cross_entropy, arguments.cross_entropy, _without("out", "operator"),
-            module=_cross_entropy_module, full_outputs=False, by_row=("target",),
+            module=_cross_entropy_module, holds="statistic", by_row=("target",),
         ),
         OpSpec(
             "token_logprobs", fs.token_logprobs, torch_ways.token_logprobs, reference.token_logprobs, "last",
             ("logprobs", "entropy", "logsumexp"),
             arguments.draw_token_logprobs, arguments.token_logprobs, _without("module", "out", "operator"),
-            full_outputs=False, by_row=("token_ids",),
+            holds="statistic", by_row=("token_ids",), autocasts=False,
         ),
     )
 }  # fmt: skip

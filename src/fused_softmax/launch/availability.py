@@ -18,19 +18,19 @@ from collections.abc import Hashable
 import torch
 
 from . import torch_private
+from .cache import Cache
 
 # The oldest versions whose kernels compile and run; docs/compatibility.md has the runs. pyproject.toml names the same.
 MIN_TORCH = (2, 10)
 MIN_TRITON = (3, 6)
 # The newest Triton that the compiled tests run with.
 NEWEST_TRITON = (3, 9)
-CAPACITY = 8192  # failures remembered
 
 _logger = logging.getLogger("fused_softmax")
 _logger.addHandler(logging.NullHandler())  # without a handler of the program's own, the warning alone is printed
 _lock = threading.Lock()
 _warned: set[str] = set()
-_failures: dict[Hashable, str] = {}
+_failures = Cache()
 
 
 class KernelUnavailable(RuntimeError):
@@ -120,9 +120,7 @@ def failed(key: Hashable, kernel: str, error: Exception) -> KernelUnavailable:
     if is_device_error(error):
         raise error
     reason = f"{kernel} does not compile with {versions()}: {_cause(error)}"
-    if len(_failures) >= CAPACITY:
-        _failures.clear()
-    _failures[key] = reason
+    _failures.remember(key, reason)
     _logger.debug("%s failed", kernel, exc_info=error)
     warn_once(reason)
     return KernelUnavailable(reason)

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from . import availability
+from .cache import Cache
 
-CAPACITY = 8192  # entries of each cache
 lock = threading.RLock()  # held while a kernel is planned, compiled and remembered
 _interpreter = threading.RLock()
 _TRITON_TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 _TRITON_TYPES |= {torch.int64: "*i64", torch.uint8: "*u8"}
+COUNT = "int"  # the declared type of a count: 32 bits where its value fits
 _OPTIONS = (
     "num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion", "debug", "sanitize_overflow", "launch_pdl",
 )  # fmt: skip
@@ -64,7 +65,7 @@ class Launch:
 
     def _compile(self, index: int) -> None:
         """Compiles and loads the kernel without a launch, so that a failure is told from an error of the launch."""
-        key = (self.kernel, index, tuple(self.meta.items()), tuple(_specialized(a) for a in self.args))
+        key = self._key(index)
         availability.raise_if_failed(key)
         if key in _ready:
             return
@@ -72,12 +73,17 @@ class Launch:
             self.kernel.warmup(*self.args, grid=self.grid, **self.meta)._init_handles()
         except Exception as error:
             raise availability.failed(key, _name(self.kernel), error) from error
-        if len(_ready) >= CAPACITY:
-            _ready.clear()
-        _ready.add(key)
+        _ready.remember(key, True)
+
+    def failure(self, index: int) -> str | None:
+        """Why this kernel failed to compile for device `index` in this process, or None where it did not."""
+        return availability.failure(self._key(index))
+
+    def _key(self, index: int) -> tuple[Any, ...]:
+        return (self.kernel, index, tuple(self.meta.items()), tuple(_specialized(a) for a in self.args))
 
 
-_ready: set[tuple[Any, ...]] = set()  # what `Launch._compile` has compiled
+_ready = Cache()  # what `Launch._compile` has compiled
 
 
 def _specialized(argument: Any) -> Any:
@@ -94,50 +100,65 @@ def _name(kernel: Any) -> str:
 
 
 Pointers = tuple[tuple[torch.dtype, bool], ...]  # of each pointer argument: dtype, and whether 16 bytes divide it
-_compiled: dict[tuple[Any, ...], Any] = {}
+_compiled = Cache()
 
 
-def compile_kernel(kernel: Any, pointers: Pointers, meta: Mapping[str, Any], index: int) -> Any:
+def compile_kernel(
+    kernel: Any, pointers: Pointers, meta: Mapping[str, Any], index: int, counts: tuple[int, ...] = ()
+) -> Any:
     """The CompiledKernel of a kernel on device `index`: built once for each set of compile-time numbers, loaded once.
 
-    meta: constexprs by name, and launch options. KernelUnavailable where it does not compile or load; it is not tried
-    again.
+    meta: constexprs by name, and launch options. counts: the values of the arguments that are declared as a Count or a
+    Stride, in order. KernelUnavailable where it does not compile or load; it is not tried again.
     """
-    key = _compile_key(kernel, pointers, meta, index)
-    if key not in _compiled:
+    key = _compile_key(kernel, pointers, meta, index, counts)
+    compiled = _compiled.get(key)
+    if compiled is None:
         availability.raise_if_failed(key)
         try:
-            compiled = _built(kernel, pointers, meta)
+            compiled = _built(kernel, pointers, meta, counts)
             compiled._init_handles()  # loads it on the current device
         except Exception as error:
             raise availability.failed(key, _name(kernel), error) from error
-        _compiled[key] = compiled
-    return _compiled[key]
+        _compiled.remember(key, compiled)
+    return compiled
 
 
-def compile_failure(kernel: Any, pointers: Pointers, meta: Mapping[str, Any], index: int) -> str | None:
+def compile_failure(
+    kernel: Any, pointers: Pointers, meta: Mapping[str, Any], index: int, counts: tuple[int, ...] = ()
+) -> str | None:
     """Why such a kernel failed to compile in this process, or None where it did not."""
-    return availability.failure(_compile_key(kernel, pointers, meta, index))
+    return availability.failure(_compile_key(kernel, pointers, meta, index, counts))
 
 
-def _compile_key(kernel: Any, pointers: Pointers, meta: Mapping[str, Any], index: int) -> tuple[Any, ...]:
-    return (kernel, pointers, tuple(meta.items()), index)
+def _compile_key(
+    kernel: Any, pointers: Pointers, meta: Mapping[str, Any], index: int, counts: tuple[int, ...]
+) -> tuple[Any, ...]:
+    return (kernel, pointers, tuple(meta.items()), index, tuple(_specialized(n) for n in counts))
 
 
-def _built(kernel: Any, pointers: Pointers, meta: Mapping[str, Any]) -> Any:
+def _built(kernel: Any, pointers: Pointers, meta: Mapping[str, Any], counts: tuple[int, ...]) -> Any:
     import triton
     from triton.compiler import ASTSource
 
     options = {name: meta[name] for name in _OPTIONS if name in meta}
     constexprs = {name: value for name, value in meta.items() if name not in options}
-    of_pointer = iter(pointers)
+    of_pointer, of_count = iter(pointers), iter(counts)
     signature, attrs = {}, {}
     for position, (name, argument) in enumerate(kernel.declaration.arguments.items()):
-        if argument.type is not None:
+        divisible = False
+        if argument.type is None:
+            dtype, divisible = next(of_pointer)
+            signature[name] = _TRITON_TYPES[dtype]
+        elif argument.type == COUNT:
+            count = next(of_count)
+            signature[name] = "i32" if -(2**31) <= count < 2**31 else "i64"
+            divisible = argument.specialized and count % 16 == 0
+            if argument.specialized and count == 1:
+                signature[name] = "constexpr"
+                constexprs[name] = 1
+        else:
             signature[name] = argument.type
-            continue
-        dtype, divisible = next(of_pointer)
-        signature[name] = _TRITON_TYPES[dtype]
         if divisible:
             attrs[(position,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(kernel.declaration.constexprs, "constexpr")
@@ -152,16 +173,13 @@ class Binding(NamedTuple):
     prefix: tuple[Any, ...]
     trailing: tuple[None, ...]  # Triton skips the constexprs' places
 
-    def run(self, grid: int, stream: int, *arguments: int | float) -> None:
-        self.call(grid, 1, 1, stream, *self.prefix, *arguments, *self.trailing)
-
 
 def bind(compiled: Any) -> Binding:
     """The launcher of a compiled kernel with as little in between as this Triton allows.
 
     A Triton that is newer than those tested may call its launcher otherwise: then Triton's own public call is used.
     """
-    trailing = (None,) * sum(kind == "constexpr" for kind in compiled.src.signature.values())
+    trailing = (None,) * len(compiled.src.fn.declaration.constexprs)
     if availability.triton_is_untested():
         return Binding(_public_call, (compiled,), trailing)
     function, packed, launcher = compiled.function, compiled.packed_metadata, compiled.run

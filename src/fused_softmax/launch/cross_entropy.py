@@ -7,8 +7,7 @@ the device. KernelUnavailable, with nothing written, where a kernel over rows do
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +22,11 @@ from ..planning.losses import (
 )
 from ..planning.types import Device, Plan
 from .availability import KernelUnavailable
+from .cache import Cache
 from .compile import kernel_loader
 from .context import is_batch_invariant
 from .launcher import FEW_PROGRAMS, Flags, RowOp, always, device_of, launch_flat, launch_rows, planned
+from .layout import empty
 
 
 @kernel_loader
@@ -92,11 +93,22 @@ WITH_GRADIENT = {
     )
 }
 BACKWARD = RowOp(plan_elementwise, always(_backward))
-SCALE_UNLESS_ONE = RowOp(plan_elementwise, always(_scale_unless_one))
+BACKWARD_UNLESS_ONE = RowOp(plan_elementwise, always(_backward), most=FEW_PROGRAMS)
+SCALE_UNLESS_ONE = RowOp(plan_elementwise, always(_scale_unless_one), most=FEW_PROGRAMS)
 
 
-@dataclass(frozen=True)
-class CrossEntropy:
+_KINDS = {
+    (weighted, smooth, capped): (
+        "capped" if capped else "smoothed" if smooth else "exponential",
+        (("WEIGHTED", weighted), ("SMOOTH", smooth), ("SOFTCAP", capped)),
+    )
+    for weighted in (False, True)
+    for smooth in (False, True)
+    for capped in (False, True)
+}
+
+
+class CrossEntropy(NamedTuple):
     """The arguments of a cross-entropy next to its logits. target: (n_rows,) int64; weight: (n_cols,) float32."""
 
     target: Tensor
@@ -110,21 +122,22 @@ class CrossEntropy:
     denominator: Tensor | None = None  # [1] float32: what a mean divides by, where it is not the targets that count
 
     @property
+    def kind(self) -> tuple[str, Flags]:
+        """(the arithmetic that a logit takes, the kernels' flags): an exponential, more for label smoothing, and most
+        for a softcap."""
+        return _KINDS[self.weight is not None, self.smoothing > 0.0, self.softcap is not None]
+
+    @property
     def arithmetic(self) -> str:
-        """What a logit takes: an exponential, more for label smoothing, and most for a softcap."""
-        return "capped" if self.softcap is not None else "smoothed" if self.smoothing > 0.0 else "exponential"
+        return self.kind[0]
 
     @property
     def flags(self) -> Flags:
-        return (
-            ("WEIGHTED", self.weight is not None),
-            ("SMOOTH", self.smoothing > 0.0),
-            ("SOFTCAP", self.softcap is not None),
-        )
+        return self.kind[1]
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        return (float(self.smoothing), 1.0 if self.softcap is None else float(self.softcap), float(self.z_loss))
+        return (self.smoothing, 1.0 if self.softcap is None else self.softcap, self.z_loss)
 
     def vectors(self, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """target, weight and the weights' sum as a kernel takes them; `unused` stands where there are none."""
@@ -141,7 +154,18 @@ def check_targets(target: Tensor, ignore_index: int, n_cols: int) -> None:
 
 def fits_on_chip(x: Tensor, dx: Tensor, op: CrossEntropy) -> bool:
     """Whether a row can be held while its loss is computed, so that the gradient is written in the same pass."""
-    return WITH_GRADIENT[op.arithmetic].plan((x, dx), device_of(x), is_batch_invariant()).regime != "two_pass"
+    invariant = is_batch_invariant()
+    layout = (x.dtype, x.shape[1], x.stride(0), x.data_ptr() & 31, dx.stride(0), dx.data_ptr() & 31)
+    arithmetic, _ = op.kind
+    key = (arithmetic, *layout, x.device, invariant)
+    found = _fits.get(key)
+    if found is None:
+        plan = WITH_GRADIENT[arithmetic].plan((x, dx), device_of(x), invariant)
+        found = _fits.remember(key, plan.regime != "two_pass")
+    return found
+
+
+_fits = Cache()
 
 
 def _loss_and_moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,15 +174,16 @@ def _loss_and_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     From these two numbers backward has p = exp(z - row_max)/row_sum with all its digits. One number, the logsumexp, is
     rounded where it is large.
     """
-    loss = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    return loss, torch.empty((x.shape[0], 2), dtype=torch.float32, device=x.device)
+    n_rows = x.shape[0]
+    return empty((n_rows,), (1,), torch.float32, x), empty((n_rows, 2), (2, 1), torch.float32, x)
 
 
 def cross_entropy_forward(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
     """(each row's loss, its moments as `_loss_and_moments` has them); no gradient, one read."""
     loss, moments = _loss_and_moments(x)
     vectors, numbers = (*op.vectors(loss), loss, moments), (op.ignore_index, *op.numbers)
-    launch_rows(FORWARD[op.arithmetic], (x,), vectors, numbers, op.flags, invariant=is_batch_invariant())
+    arithmetic, flags = op.kind
+    launch_rows(FORWARD[arithmetic], (x,), vectors, numbers, flags, invariant=is_batch_invariant())
     return loss, moments
 
 
@@ -166,9 +191,10 @@ def cross_entropy_with_gradient(x: Tensor, dx: Tensor, op: CrossEntropy, count: 
     """(each row's loss, its moments), and into dx the gradient for an upstream gradient of 1; dx may be x."""
     loss, moments = _loss_and_moments(x)
     vectors = (*op.vectors(loss), loss if count is None else count, loss, moments)
-    flags = (("MEAN", count is not None), ("INPLACE", dx.data_ptr() == x.data_ptr()), *op.flags)
+    arithmetic, of_kind = op.kind
+    flags = (("MEAN", count is not None), ("INPLACE", dx.data_ptr() == x.data_ptr()), *of_kind)
     numbers = (op.ignore_index, *op.numbers)
-    launch_rows(WITH_GRADIENT[op.arithmetic], (x, dx), vectors, numbers, flags, invariant=is_batch_invariant())
+    launch_rows(WITH_GRADIENT[arithmetic], (x, dx), vectors, numbers, flags, invariant=is_batch_invariant())
     return loss, moments
 
 
@@ -177,9 +203,9 @@ def cross_entropy_gradient(
 ) -> None:
     """The gradient for upstream g ([1], or [n_rows]; float32) into dx; unless_one: only where g is not 1."""
     vectors = (*op.vectors(g), g if count is None else count, moments, g)
-    flags = (("UNLESS_ONE", unless_one), ("MEAN", count is not None), *op.flags)
+    flags = (("UNLESS_ONE", unless_one), ("MEAN", count is not None), *op.kind[1])
     numbers = (op.ignore_index, int(g.numel() > 1), *op.numbers)
-    launch_rows(BACKWARD, (x, dx), vectors, numbers, flags, most=FEW_PROGRAMS if unless_one else None)
+    launch_rows(BACKWARD_UNLESS_ONE if unless_one else BACKWARD, (x, dx), vectors, numbers, flags)
 
 
 def planned_cross_entropy(x: Tensor, on: Tensor, gradient: bool) -> Plan | str:
@@ -198,7 +224,7 @@ def planned_cross_entropy(x: Tensor, on: Tensor, gradient: bool) -> Plan | str:
 
 def scale_unless_one(dx: Tensor, g: Tensor) -> None:
     """dx *= g ([1], or [n_rows]; float32), where g is not 1."""
-    launch_rows(SCALE_UNLESS_ONE, (dx,), (g,), (int(g.numel() > 1),), (), most=FEW_PROGRAMS)
+    launch_rows(SCALE_UNLESS_ONE, (dx,), (g,), (int(g.numel() > 1),), ())
 
 
 def count_targets(op: CrossEntropy, n_cols: int) -> Tensor:
@@ -208,9 +234,9 @@ def count_targets(op: CrossEntropy, n_cols: int) -> Tensor:
     n_rows = op.target.shape[0]
     if n_rows > ONE_PROGRAM_ROWS:
         return _counted(op, n_cols)
-    count = torch.empty(1, dtype=torch.float32, device=op.target.device)
+    count = empty((1,), (1,), torch.float32, op.target)
     tensors = (op.target, count if op.weight is None else op.weight, count)
-    flags = (("WEIGHTED", op.weight is not None), *_shared(n_rows, op, device_of(count)))
+    flags = _sum_flags(False, False, op.weight is not None, n_rows > ONE_CTA_ROWS, device_of(count))
     try:
         launch_flat(_count_targets, tensors, (n_rows, n_cols, op.ignore_index), flags, num_warps=8)
     except KernelUnavailable:
@@ -223,14 +249,13 @@ def reduce_losses(loss: Tensor, op: CrossEntropy, n_cols: int) -> Tensor:
     if op.reduction == "none":
         return loss
     if op.reduction == "mean" and op.denominator is not None:
-        return reduce_losses(loss, replace(op, reduction="sum"), n_cols) / op.denominator[0]
+        return reduce_losses(loss, op._replace(reduction="sum"), n_cols) / op.denominator[0]
     mean, n_rows = op.reduction == "mean", loss.shape[0]
     if n_rows > ONE_PROGRAM_ROWS:
         return _reduced(loss, op, n_cols)
-    out = torch.empty((), dtype=torch.float32, device=loss.device)
+    out = empty((), (), torch.float32, loss)
     tensors = (loss, op.target, loss if op.weight is None else op.weight, out)
-    waits = ("WAITS", device_of(out).supports_pdl)
-    flags = (("MEAN", mean), ("WEIGHTED", op.weight is not None), waits, *_shared(n_rows, op, device_of(out)))
+    flags = _sum_flags(True, mean, op.weight is not None, n_rows > ONE_CTA_ROWS, device_of(out))
     try:
         launch_flat(_reduce_losses, tensors, (n_rows, n_cols, op.ignore_index), flags, num_warps=8)
     except KernelUnavailable:
@@ -245,15 +270,18 @@ def _reduced(loss: Tensor, op: CrossEntropy, n_cols: int) -> Tensor:
     return torch.where(count == 0.0, float("nan"), loss.sum() / count)
 
 
-def _shared(n_rows: int, op: CrossEntropy, device: Device) -> Flags:
-    """How a sum over rows is shared: by the CTAs of a cluster where there are many rows, and clusters.
+@functools.lru_cache
+def _sum_flags(losses: bool, mean: bool, weighted: bool, many: bool, device: Device) -> Flags:
+    """The flags of a sum over rows, which the CTAs of a cluster share where there are many rows, and clusters.
 
-    Weights are added up by one CTA: where they are looked up, Triton 3.6 does not keep a segment in a warp, which the
-    exchange of a cluster needs.
+    One CTA adds up weights: where they are looked up, Triton 3.6 does not keep a segment in a warp, which a reduction
+    over a cluster needs.
     """
-    ctas = 16 if n_rows > ONE_CTA_ROWS and device.max_cluster >= 16 and op.weight is None else 1
+    ctas = 16 if many and device.max_cluster >= 16 and not weighted else 1
     warps, vectors = (8, 32) if ctas > 1 else (1, 256)
-    return (("CTAS", ctas), ("WARPS_PER_ROW", warps), ("VECTORS", vectors), ("EACH", 8), ("PTX", device.ptx))
+    shared = (("CTAS", ctas), ("WARPS_PER_ROW", warps), ("VECTORS", vectors), ("EACH", 8), ("PTX", device.ptx))
+    flags: Flags = (("WEIGHTED", weighted), *shared)
+    return (("MEAN", mean), ("WAITS", device.supports_pdl), *flags) if losses else flags
 
 
 def _counted(op: CrossEntropy, n_cols: int) -> Tensor:

@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from ..planning.types import DEVICES, Device
+from ..planning.types import DEVICES, Device, cuda_device, hip_device
 from .availability import below_floor, lacking, torch_is_too_old, triton_is_too_old, warn_once
 
 
@@ -54,12 +54,10 @@ def describe(device: torch.device) -> Device | Unsupported:
         name = properties.gcnArchName.split(":")[0]
         if properties.warp_size != 64:
             return Unsupported(f"{name} has wavefronts of {properties.warp_size}: the kernels are built for 64")
-        return Device(name, "hip", warp_size=64, max_warps=16, registers=131072)
+        return hip_device(name)
     if properties.major < 8:
         return Unsupported(f"compute capability {properties.major}.{properties.minor}: kernels need 8.0")
-    max_cluster = {9: 16, 10: 16}.get(properties.major, 8 if properties.major > 8 else 1)
-    name = f"sm_{properties.major}{properties.minor}"
-    return Device(name, "cuda", max_cluster=max_cluster, supports_smem_staging=properties.major == 9)
+    return cuda_device(properties.major, properties.minor)
 
 
 def device_here() -> torch.device:

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from ..planning.types import Device, Plan, Problem
 from . import compile as compiling
+from .availability import KernelUnavailable
+from .cache import Cache
 from .compile import Binding, Kernel, Launch, Pointers
 from .context import is_batch_invariant
 from .device import describe
-from .layout import layout_key, problem_of, run_time_arguments, starts
+from .layout import problem_of, run_time_arguments, starts
 from .torch_private import current_device, current_stream
 
 # programs of a launch that most often has nothing to do; 31 for each of an H200's multiprocessors
@@ -36,7 +38,7 @@ class RowOp:
     """A kernel over rows and what plans it.
 
     kernel: loads the kernel that runs a plan. backward, log: what the planner is told of the op. aligned: whether a
-    vector at a multiple of 16 bytes is worth a kernel of its own.
+    vector at a multiple of 16 bytes is worth a kernel of its own. most: a bound on the number of programs.
     """
 
     planner: Callable[[Problem, Device], Plan]
@@ -44,6 +46,7 @@ class RowOp:
     backward: bool = False
     log: bool = False
     aligned: bool = False
+    most: int | None = None
 
     def plan(self, rows: tuple[Tensor, ...], device: Device, invariant: bool) -> Plan:
         """The plan for row tensors (n_rows, n_cols), the last of which is the output."""
@@ -57,8 +60,8 @@ def always(kernel: Kernel) -> Callable[[Plan], Any]:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A launch without its pointers, the number of rows and the op's numbers."""
+class Described:
+    """A launch without its tensors, the number of rows and the op's numbers."""
 
     kernel: Any
     plan: Plan
@@ -66,11 +69,16 @@ class Prepared:
     scalars: tuple[int, ...]  # n_cols, strides, phase, n_splits
     n_splits: int
     offsets: tuple[int, ...]  # bytes from each tensor's first row back to the aligned address
-    binding: Binding | None  # where compiled
+    most: int | None  # programs
 
-    def programs(self, n_rows: int, most: int | None = None) -> int:
+    def programs(self, n_rows: int) -> int:
         needed = -(-n_rows // self.plan.rows) * self.n_splits
-        return needed if most is None else min(needed, most)
+        return needed if self.most is None else min(needed, self.most)
+
+
+# run(rows, vectors, numbers): launches over tensors that lie as those that it was prepared for, any number of rows;
+# on a GPU, run.parts is what a call is made of
+Run = Any
 
 
 def device_of(t: Tensor) -> Device:
@@ -88,7 +96,7 @@ def meta_of(kernel: Any, plan: Plan, device: Device, flags: Flags) -> dict[str, 
     meta = {name: meta[name] for name in declared.constexprs}
     meta["num_warps"] = plan.num_warps
     if device.kind == "cuda":
-        if "CTAS" in meta:
+        if declared.on_cluster:
             meta["num_ctas"] = plan.ctas
         if plan.max_registers is not None:
             meta["maxnreg"] = device.registers_within(plan.max_registers, plan.num_warps)
@@ -97,15 +105,15 @@ def meta_of(kernel: Any, plan: Plan, device: Device, flags: Flags) -> dict[str, 
     return meta | device.options(declared.num_stages)
 
 
-def _described(op: RowOp, rows: tuple[Tensor, ...], plan: Plan, device: Device, flags: Flags) -> Prepared:
+def _described(op: RowOp, rows: tuple[Tensor, ...], plan: Plan, device: Device, flags: Flags) -> Described:
     kernel = op.kernel(plan)
     scalars = run_time_arguments(plan, rows)
     offsets = tuple(scalars[-1] * t.element_size() for t in rows)
     n_splits = 1
-    if "n_splits" in kernel.declaration.arguments:
+    if kernel.declaration.splits_rows:
         n_splits = max(1, -(-rows[0].shape[1] // (plan.chunks * plan.vectors_per_chunk * plan.vec)))
         scalars = (*scalars, n_splits)
-    return Prepared(kernel, plan, meta_of(kernel, plan, device, flags), scalars, n_splits, offsets, None)
+    return Described(kernel, plan, meta_of(kernel, plan, device, flags), scalars, n_splits, offsets, op.most)
 
 
 def row_launch(
@@ -116,8 +124,6 @@ def row_launch(
     flags: Flags,
     plan: Plan,
     device: Device,
-    *,
-    most: int | None = None,
 ) -> Launch:
     """The launch as a record, as the interpreter runs it and as it is cross-compiled."""
     found = _described(op, rows, plan, device, flags)
@@ -125,7 +131,7 @@ def row_launch(
     phase = run_time_arguments(plan, rows)[-1]
     n_rows = rows[0].shape[0]
     args = (*starts(rows, phase), *vectors, n_rows, *found.scalars, *numbers)
-    return Launch(found.kernel, (found.programs(n_rows, most),), args, found.meta)
+    return Launch(found.kernel, (found.programs(n_rows),), args, found.meta)
 
 
 def launch_rows(
@@ -135,55 +141,40 @@ def launch_rows(
     numbers: tuple[int | float, ...],
     flags: Flags,
     *,
-    most: int | None = None,
     invariant: bool = False,
 ) -> None:
     """Runs an op over rows (n_rows, n_cols) with contiguous columns, on their device and current stream.
 
-    vectors: contiguous; one that the flags leave unused may be any tensor. `most` bounds the number of programs.
-    RuntimeError where the device has no kernels; KernelUnavailable, with nothing written, where one does not compile.
+    vectors: contiguous; one that the flags leave unused may be any tensor. RuntimeError where the device has no
+    kernels; KernelUnavailable, with nothing written, where one does not compile.
     """
-    first = rows[0]
-    if first.shape[0] == 0:
-        return
-    if first.device.type == "cpu":
-        device = device_of(first)
-        row_launch(op, rows, vectors, numbers, flags, op.plan(rows, device, invariant), device, most=most)()
-        return
-    prepared = prepare_rows(op, rows, vectors, flags, invariant)
-    assert prepared.binding is not None
-    pointers = [t.data_ptr() - offset for t, offset in zip(rows, prepared.offsets, strict=True)]
-    pointers += [v.data_ptr() for v in vectors]
-    index, n_rows = first.get_device(), first.shape[0]
-    with on_device(index):
-        stream = current_stream(index)
-        prepared.binding.run(
-            prepared.programs(n_rows, most), stream, *pointers, n_rows, *prepared.scalars, *numbers
-        )  # fmt: skip
+    if rows[0].shape[0]:
+        prepare_rows(op, rows, vectors, flags, invariant)(rows, vectors, numbers)
 
 
-_prepared: dict[tuple[Any, ...], Prepared] = {}
+_prepared = Cache()
 
 
 def prepare_rows(
     op: RowOp, rows: tuple[Tensor, ...], vectors: tuple[Tensor, ...], flags: Flags, invariant: bool
-) -> Prepared:
-    """The prepared launch for such rows and vectors on a GPU: planned and compiled the first time, then remembered."""
-    of_vectors = tuple((v.dtype, op.aligned and v.data_ptr() % 16 == 0) for v in vectors)
-    index = rows[0].get_device()
-    key = (op, flags, invariant, index, rows[0].shape[1], *(layout_key(t) for t in rows), of_vectors)
-    return _prepared.get(key) or _prepare(key, op, rows, of_vectors, flags, invariant, index)
+) -> Run:
+    """What launches over such rows and vectors: planned and compiled the first time, then remembered."""
+    first = rows[0]
+    if first.device.type == "cpu":
+        return _interpreted(op, flags, invariant)
+    layouts = tuple([(t.dtype, t.stride(0), t.data_ptr() & 31) for t in rows])
+    if op.aligned:
+        of_vectors = tuple([(v.dtype, v.data_ptr() % 16 == 0) for v in vectors])
+    else:
+        of_vectors = tuple([(v.dtype, False) for v in vectors])
+    key = (op, flags, invariant, first.get_device(), first.shape[1], layouts, of_vectors)
+    return _prepared.get(key) or _prepare(key, op, rows, of_vectors, flags, invariant)
 
 
 def _prepare(
-    key: tuple[Any, ...],
-    op: RowOp,
-    rows: tuple[Tensor, ...],
-    vectors: Pointers,
-    flags: Flags,
-    invariant: bool,
-    index: int,
-) -> Prepared:
+    key: tuple[Any, ...], op: RowOp, rows: tuple[Tensor, ...], vectors: Pointers, flags: Flags, invariant: bool
+) -> Run:
+    index = rows[0].get_device()
     with compiling.lock:
         if key in _prepared:
             return _prepared[key]
@@ -192,13 +183,41 @@ def _prepare(
         with on_device(index):
             pointers = row_pointers(found.plan, tuple(t.dtype for t in rows)) + vectors
             compiled = compiling.compile_kernel(found.kernel, pointers, found.meta, index)
-        if len(_prepared) >= compiling.CAPACITY:
-            _prepared.clear()
-        bound = compiling.bind(compiled)
-        _prepared[key] = Prepared(
-            found.kernel, found.plan, found.meta, found.scalars, found.n_splits, found.offsets, bound
-        )
-        return _prepared[key]
+        return _prepared.remember(key, _runner(found, compiling.bind(compiled), index))
+
+
+def _interpreted(op: RowOp, flags: Flags, invariant: bool) -> Run:
+    def run(rows: tuple[Tensor, ...], vectors: tuple[Tensor, ...], numbers: tuple[int | float, ...]) -> None:
+        device = device_of(rows[0])
+        row_launch(op, rows, vectors, numbers, flags, op.plan(rows, device, invariant), device)()
+
+    return run
+
+
+def _runner(found: Described, binding: Binding, index: int) -> Run:
+    # a closure over plain locals, as every look-up of an attribute counts here
+    call, prefix, trailing = binding
+    scalars, offsets, rows_per_program = found.scalars, found.offsets, found.plan.rows
+    n_splits, most = found.n_splits, found.most
+    shifted = any(offsets)
+
+    def run(rows: tuple[Tensor, ...], vectors: tuple[Tensor, ...], numbers: tuple[int | float, ...]) -> None:
+        if current_device() != index:
+            with torch.cuda.device(index):
+                return run(rows, vectors, numbers)
+        n_rows = rows[0].shape[0]
+        pointers = [t.data_ptr() for t in rows]
+        if shifted:
+            pointers = [address - offset for address, offset in zip(pointers, offsets, strict=True)]
+        pointers += [v.data_ptr() for v in vectors]
+        grid = -(-n_rows // rows_per_program) * n_splits
+        if most is not None and grid > most:
+            grid = most
+        call(grid, 1, 1, current_stream(index), *prefix, *pointers, n_rows, *scalars, *numbers, *trailing)
+
+    # for the direct path: the launch of an op that takes rows alone, and no numbers
+    run.parts = (index, call, rows_per_program, prefix, (*scalars, *trailing), offsets)  # type: ignore[attr-defined]
+    return run
 
 
 def row_pointers(plan: Plan, dtypes: tuple[torch.dtype, ...]) -> Pointers:
@@ -223,7 +242,8 @@ def flat_launch(
     """The launch of a kernel of one program over vectors, as a record."""
     meta = {**dict(flags), "num_warps": num_warps}
     if device.kind == "cuda":
-        meta |= dict(num_ctas=meta.get("CTAS", 1), launch_pdl=meta.get("WAITS", False))
+        ctas = meta["CTAS"] if kernel().declaration.on_cluster else 1
+        meta |= dict(num_ctas=ctas, launch_pdl=meta.get("WAITS", False))
     meta |= device.options()
     return Launch(kernel(), (1,), (*tensors, *numbers), meta)
 
@@ -232,24 +252,38 @@ def launch_flat(
     kernel: Kernel, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], flags: Flags, num_warps: int
 ) -> None:
     """Runs a kernel of one program over vectors; KernelUnavailable as `launch_rows`."""
+    prepare_flat(kernel, tensors, flags, num_warps)(tensors, numbers)
+
+
+_flat = Cache()
+
+
+def prepare_flat(kernel: Kernel, tensors: tuple[Tensor, ...], flags: Flags, num_warps: int) -> Run:
+    """run(tensors, numbers) of a kernel of one program over such vectors."""
     first = tensors[0]
     if first.device.type == "cpu":
-        flat_launch(kernel, tensors, numbers, flags, num_warps, device_of(first))()
-        return
+        return lambda tensors, numbers: flat_launch(kernel, tensors, numbers, flags, num_warps, device_of(first))()
     index = first.get_device()
-    key = (kernel, flags, index, tuple(t.dtype for t in tensors))
-    binding = _flat.get(key)
-    with on_device(index):
-        if binding is None:
-            made = flat_launch(kernel, tensors, numbers, flags, num_warps, device_of(first))
-            pointers = tuple((t.dtype, False) for t in tensors)
-            with compiling.lock:
-                compiled = compiling.compile_kernel(made.kernel, pointers, made.meta, index)
-                binding = _flat[key] = compiling.bind(compiled)
-        binding.run(1, current_stream(index), *(t.data_ptr() for t in tensors), *numbers)
+    key = (kernel, flags, index, tuple([t.dtype for t in tensors]))
+    run = _flat.get(key)
+    if run is None:
+        with compiling.lock, on_device(index):
+            made = flat_launch(kernel, (), (), flags, num_warps, device_of(first))
+            compiled = compiling.compile_kernel(made.kernel, tuple((t.dtype, False) for t in tensors), made.meta, index)
+        run = _flat.remember(key, _flat_runner(compiling.bind(compiled), index))
+    return run
 
 
-_flat: dict[tuple[Any, ...], Binding] = {}
+def _flat_runner(binding: Binding, index: int) -> Run:
+    call, prefix, trailing = binding
+
+    def run(tensors: tuple[Tensor, ...], numbers: tuple[int, ...]) -> None:
+        if current_device() != index:
+            with torch.cuda.device(index):
+                return run(tensors, numbers)
+        call(1, 1, 1, current_stream(index), *prefix, *[t.data_ptr() for t in tensors], *numbers, *trailing)
+
+    return run
 
 
 # --- what a launch would be -------------------------------------------------------------------------------------------
@@ -264,9 +298,12 @@ def planned(
     """
     device = device_of(on)
     plan = op.plan(rows, device, is_batch_invariant())
+    try:
+        kernel = op.kernel(plan)
+    except KernelUnavailable as error:
+        return str(error)
     if device.kind == "interpreter":
         return plan
-    kernel = op.kernel(plan)
     pointers = row_pointers(plan, tuple(t.dtype for t in rows)) + tuple((dtype, op.aligned) for dtype in vectors)
     meta = meta_of(kernel, plan, device, flags)
     return compiling.compile_failure(kernel, pointers, meta, on.get_device()) or plan

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ..planning.types import Plan, Problem
+from .torch_private import current_device
+from .torch_private import empty_strided_cuda as _empty_strided_cuda
 
 MAX_COLS = 2**31 - 2**16  # of one row; offsets between rows have 64 bits
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -42,6 +44,13 @@ def rows_of(x: Tensor, n_cols: int) -> Tensor:
     return rows if n_cols == 1 or rows.stride(1) == 1 else rows.contiguous()
 
 
+def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Uninitialized memory on like's device, by the shortest way that this torch has."""
+    if _empty_strided_cuda is not None and like.is_cuda and current_device() == like.get_device():
+        return _empty_strided_cuda(shape, strides, dtype)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
+
+
 def rows_or_copy(x: Tensor) -> Tensor:
     """`rows_of` over the last dimension, for planning: a meta tensor stands in for a copy."""
     rows = as_rows(x, x.dim() - 1)
@@ -56,7 +65,8 @@ def gradient_buffer(x: Tensor) -> Tensor:
     """
     n_rows, n_cols = x.shape
     stride = x.stride(0) if n_cols < x.stride(0) <= 2 * n_cols else n_cols
-    return torch.empty((n_rows, stride), dtype=x.dtype, device=x.device)[:, :n_cols]
+    memory = empty((n_rows, stride), (stride, 1), x.dtype, x)
+    return memory if stride == n_cols else memory[:, :n_cols]
 
 
 def merge_dims(dims: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -95,11 +105,6 @@ def problem_of(*tensors: Tensor, batch_invariant: bool = False, backward: bool =
 def row_stride(t: Tensor) -> int:
     """Elements from one row of (n_rows, n_cols) to the next."""
     return t.stride(0)
-
-
-def layout_key(t: Tensor) -> tuple[torch.dtype, int, int]:
-    """What a plan depends on, of a row tensor, next to its number of columns."""
-    return (t.dtype, row_stride(t), t.data_ptr() % 32)
 
 
 def run_time_arguments(plan: Plan, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:

@@ -6,18 +6,18 @@ No autograd and no checks: torch_ops calls these with what the kernels take.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..planning.losses import plan_masked
+from ..planning.masked_softmax import plan_masked
 from ..planning.types import Plan
 from .compile import kernel_loader
 from .context import is_batch_invariant
 from .launcher import Flags, RowOp, always, device_of, launch_rows, planned
-from .layout import merge_dims, rows_of, rows_or_copy
+from .layout import empty, merge_dims, rows_of, rows_or_copy
 from .softmax import softmax_op
 
 
@@ -60,13 +60,14 @@ def masked_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, z
 
     KernelUnavailable, with nothing written, where the kernel does not compile.
     """
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    x_rows, y_rows = _rows(x), _rows(y)
+    x_rows = _rows(x)
+    n_rows, n_cols = x_rows.shape
+    y_rows = empty((n_rows, n_cols), (n_cols, 1), x.dtype, x)
+    y = y_rows if x.dim() == 2 else y_rows.view(x.shape)
     n_queries = x.shape[-2] if x.dim() > 1 else 1
     order = row_schedule(x_rows, n_queries, shared=mask is not None)
     op, invariant = FORWARD[mask is not None], is_batch_invariant()
-    plan = op.plan((x_rows, y_rows), device_of(x), invariant)
-    read, of_mask, numbers = describe_mask(mask, x, plan, y_rows)
+    read, of_mask, numbers = describe_mask(mask, x, lambda: op.plan((x_rows, y_rows), device_of(x), invariant), y_rows)
     flags: Flags = (*of_mask, ("CAUSAL", causal), ("ZERO", zero))
     launch_rows(op, (x_rows, y_rows), (read,), (*order, *numbers, scale), flags, invariant=invariant)
     return y
@@ -96,7 +97,9 @@ def planned_backward(x: Tensor, mask: Tensor | None) -> Plan | str:
     return planned(op, rows, (read.dtype,), (*of_mask, ("CAUSAL", False)), x)
 
 
-def describe_mask(mask: Tensor | None, x: Tensor, plan: Plan, unused: Tensor) -> tuple[Tensor, Flags, tuple[int, ...]]:
+def describe_mask(
+    mask: Tensor | None, x: Tensor, plan: Plan | Callable[[], Plan], unused: Tensor
+) -> tuple[Tensor, Flags, tuple[int, ...]]:
     """(what a kernel of this plan reads, its flags, sizes and strides) of the mask of scores x; `unused` for none."""
     if mask is None:
         return unused, (("MASK", 0), ("MASK_COLS", 0), ("MASK_VEC", 1)), (1, 1, 0, 0, 0, 0, 0)
@@ -117,15 +120,16 @@ def describe_mask(mask: Tensor | None, x: Tensor, plan: Plan, unused: Tensor) ->
     return read, flags, (middle[0], inner[0], *(s // vec for s in strides), m_col)
 
 
-def _readable(mask: Tensor, plan: Plan) -> Tensor:
+def _readable(mask: Tensor, plan: Plan | Callable[[], Plan]) -> Tensor:
     """The mask as a kernel of this plan may read it: on a cluster its columns are neighbors, or one value.
 
-    Other strides are copied first. Their tile has a layout that spreads a segment over warps (Triton 3.6), and the
-    reduction over a cluster needs a segment to be a warp.
+    Other strides are copied first. Triton 3.6 gives their tile a layout that spreads a segment over warps, but a
+    reduction over a cluster needs each segment in one warp.
     """
-    if plan.ctas == 1 or mask.dim() == 0 or mask.shape[-1] == 1 or mask.stride(-1) in (0, 1):
+    if mask.dim() == 0 or mask.shape[-1] == 1 or mask.stride(-1) in (0, 1):
         return mask
-    return mask.contiguous()
+    plan = plan if isinstance(plan, Plan) else plan()
+    return mask if plan.ctas == 1 else mask.contiguous()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -135,10 +139,10 @@ def _divisor(n: int, most: int) -> int:
 
 
 def row_schedule(x: Tensor, n_queries: int, shared: bool) -> tuple[int, ...]:
-    """(n_queries, n_group, multiplier, power, n_batch, multiplier, power) of the kernels' `scheduled_row` and `fast_divmod`.
+    """The arguments of `scheduled_row`: (n_queries, n_group, multiplier, power, n_batch, multiplier, power).
 
-    x: rows (n_rows, n_cols); shared: whether rows of the batch share a mask, so that they should come soon enough after
-    each other to find it in L2.
+    The multipliers and powers are for `fast_divmod`. x: rows (n_rows, n_cols). shared: whether rows of the batch share
+    a mask; they then follow each other soon enough to find it in L2.
     """
     n_group = n_queries
     if shared:

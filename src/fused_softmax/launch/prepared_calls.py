@@ -1,13 +1,14 @@
-"""The shortest way from a call to its launch: a contiguous tensor on the current GPU, softmax over its last dimension.
+"""The direct path: a key leads to a prepared call, which allocates the output and launches.
 
-Such a call's plan, kernel, grid and output are those of the last call of its shape, dtype, alignment and device, so all
-of it is kept under a key of those: a call is then one look-up, one allocation and one launch. Every other call, and the
-first of its kind, goes through `launch.softmax`. The caller has made sure that the dispatcher may be bypassed.
+A key holds whatever a kernel or its launch arguments were made for: op, dtypes, columns, strides, alignment, device and
+batch invariance. For rows that lie one after another it does not hold their number, so a new batch size costs nothing.
+Entries hold no tensor and no address. The caller has made sure that the dispatcher may be bypassed.
 docs/host-time.md counts the microseconds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,107 +17,144 @@ from torch import Tensor
 from ..planning.types import Device
 from . import torch_private
 from .availability import KernelUnavailable
-from .compile import CAPACITY
+from .cache import Cache
 from .context import row_invariance
 from .device import describe
 from .launcher import prepare_rows
 from .layout import DTYPE_NAMES, MAX_COLS, as_rows
-from .softmax import softmax_op, torch_is_faster_reason
+from .softmax import prepare_strided, softmax_op, takes_strided, torch_is_faster_reason
 
 TORCH: Any = object()  # PyTorch's own kernel is the better choice
+Call = Callable[[Tensor], Tensor]
 
-_known: dict[tuple[Any, ...], Any] = {}
-_deterministic = torch_private.deterministic_algorithms
+_calls = Cache()
+_strides = Cache()
 _invariant = row_invariance.get
-# None in a build without CUDA, where no tensor is_cuda
-_current_device = torch_private.current_device
-_current_stream = torch_private.current_stream
+_current_device, _current_stream = torch_private.current_device, torch_private.current_stream
+# the allocation behind torch.empty; None in a build without CUDA, where no tensor is_cuda
 _empty = torch_private.empty_strided_cuda
 
 
-def forward_call(x: Tensor, dim: int, log: bool) -> Any:
-    """What `run_forward` takes for softmax or log_softmax of x over dim; TORCH; or None where this way is not for it.
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of this shape."""
+    if len(shape) == 2:
+        return (shape[1] or 1, 1)
+    found = _strides.get(shape)
+    if found is None:
+        found = _strides.remember(shape, torch.empty(shape, device="meta").stride())
+    return found
 
-    x: a plain tensor on a GPU, not lazily negated.
+
+def softmax_call(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Call | None:
+    """call(x) -> softmax or log_softmax over dim in `dtype`; TORCH; or None where this way is not for it.
+
+    x: a plain tensor on a GPU, not lazily negated; dtype: x's own, or one that the kernels write from x's. The call is
+    for x, and for tensors of another number of rows where x has two dimensions and rows.
     """
-    if not x.is_contiguous():
-        return None
-    index = x.get_device()
-    invariant = _invariant()
-    key = (x.shape, x.stride(), x.dtype, dim, log, x.data_ptr() & 31, index, invariant)
-    known = _known.get(key)
-    if known is None:
-        known = _remember(key, x, dim, log, invariant)
-    return None if known is False or _current_device() != index or _deterministic() else known
+    shape, strides = x.shape, x.stride()
+    sizes: Any = shape
+    if len(shape) == 2 and strides[1] == 1 and (dim == -1 or dim == 1) and shape[0]:
+        sizes = shape[1]  # rows with one stride: the call does not depend on their number
+    key = (sizes, strides, x.dtype, dtype, dim, log, x.data_ptr() & 31, x.get_device(), _invariant())
+    found = _calls.get(key)
+    if found is None:
+        found = _calls.remember(key, _prepare_softmax(x, dim, dtype, log))
+    return None if found is False else found
 
 
-def run_forward(x: Tensor, known: Any) -> Tensor:
-    """The forward of x as `forward_call` has it."""
-    shape, stride, dtype, x_offset, y_offset, n_rows, grid, call, prefix, trailing = known
-    y = _empty(shape, stride, dtype)
-    # `Binding.run`, written out
-    call(
-        grid, 1, 1, _current_stream(x.get_device()), *prefix,
-        x.data_ptr() - x_offset, y.data_ptr() - y_offset, n_rows, *trailing,
-    )  # fmt: skip
-    return y
+def _prepare_softmax(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Any:
+    """The call; TORCH; or False where this way is not for it."""
+    n_dims = x.dim()
+    if not -n_dims <= dim < n_dims or _empty is None or not x.numel() or x.shape[dim] > MAX_COLS:
+        return False
+    if x.dtype not in DTYPE_NAMES or not isinstance(describe(x.device), Device):
+        return False
+    if torch_is_faster_reason(x, dim, dtype):
+        return TORCH
+    dim %= n_dims
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if y.data_ptr() % 32:
+        return False
+    x_rows, y_rows = as_rows(x, dim), as_rows(y, dim)
+    try:
+        if x_rows is None or y_rows is None:
+            return _strided_call(x, y, dim, log) if takes_strided(x, y, dim) else False
+        op, flags = softmax_op(log)
+        run = prepare_rows(op, (x_rows, y_rows), (), flags, _invariant())
+    except KernelUnavailable:
+        return TORCH
+    return _rows_call(run, tuple(x.shape), dtype, x_rows)
 
 
-def backward(dy: Tensor, y: Tensor, dim: int, log: bool, invariant: bool) -> Tensor | None:
-    """The gradient from the output y, for plain tensors of one dtype without gradients; None as `forward_call`.
+def _rows_call(run: Any, shape: tuple[int, ...], dtype: torch.dtype, x_rows: Tensor) -> Call:
+    """A call over rows with one stride. A closure over plain locals, as every look-up of an attribute counts here."""
+    index, launch, rows, prefix, after_rows, (x_offset, y_offset) = run.parts
+    strides, known_rows, n_cols = contiguous_strides(shape), x_rows.shape[0], shape[-1]
+    of_two = len(shape) == 2 and x_rows.shape[1] == n_cols
+
+    def call(x: Tensor) -> Tensor:
+        if _current_device() != index:
+            with torch.cuda.device(index):
+                return call(x)
+        n_rows = x.shape[0] if of_two else known_rows
+        y = _empty((n_rows, n_cols) if of_two else shape, strides, dtype)
+        launch(
+            -(-n_rows // rows), 1, 1, _current_stream(index), *prefix,
+            x.data_ptr() - x_offset, y.data_ptr() - y_offset, n_rows, *after_rows,
+        )  # fmt: skip
+        return y
+
+    return call
+
+
+def _strided_call(x: Tensor, y: Tensor, dim: int, log: bool) -> Call:
+    run, shape, strides, dtype = prepare_strided(x, y, dim, log), tuple(x.shape), y.stride(), y.dtype
+
+    def call(x: Tensor) -> Tensor:
+        y = _empty(shape, strides, dtype)
+        run(x, y)
+        return y
+
+    return call
+
+
+def softmax_backward(dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool, invariant: bool) -> Tensor | None:
+    """The gradient in `dtype` from the output y over its last dimension, for plain tensors; None as `softmax_call`.
 
     `invariant` is what the forward ran under: autograd calls from a thread of its own.
     """
-    if not y.is_cuda or dy.dtype is not y.dtype or dy.shape != y.shape:
+    if not y.is_cuda or dy.dtype is not y.dtype or dy.shape != y.shape or not (dim == -1 or dim == y.dim() - 1):
         return None
-    if type(dim) is not int or not y.is_contiguous() or not dy.is_contiguous() or y.is_neg() or dy.is_neg():
+    if not (y.dim() and y.is_contiguous() and dy.is_contiguous()):
         return None
-    y_address, dy_address, index = y.data_ptr(), dy.data_ptr(), y.get_device()
-    key = (y.shape, y.stride(), dy.stride(), y.dtype, dim, log, y_address & 31, dy_address & 31, index, invariant)
-    known = _known.get(key)
-    if known is None:
-        known = _remember(key, y, dim, log, invariant, dy)
-    if known is False or _current_device() != index:
+    shape, index = tuple(y.shape), y.get_device()
+    y_address, dy_address = y.data_ptr(), dy.data_ptr()
+    # contiguous strides do not tell the number of rows; a single row's may be any
+    key = (shape[-1], y.stride(), dy.stride(), y.dtype, dtype, log, y_address & 31, dy_address & 31, index, invariant)
+    found = _calls.get(key)
+    if found is None:
+        found = _calls.remember(key, _prepare_backward(dy, y, dtype, log, invariant))
+    if found is False or _current_device() != index:
         return None
-    shape, stride, dtype, y_offset, dy_offset, dx_offset, n_rows, grid, call, prefix, trailing = known
-    dx = _empty(shape, stride, dtype)
-    call(
-        grid, 1, 1, _current_stream(index), *prefix,
-        y_address - y_offset, dy_address - dy_offset, dx.data_ptr() - dx_offset, n_rows, *trailing,
+    _, launch, rows, prefix, after_rows, offsets = found
+    dx = _empty(shape, contiguous_strides(shape), dtype)
+    n_rows = y.numel() // shape[-1]
+    launch(
+        -(-n_rows // rows), 1, 1, _current_stream(index), *prefix,
+        y_address - offsets[0], dy_address - offsets[1], dx.data_ptr() - offsets[2], n_rows, *after_rows,
     )  # fmt: skip
     return dx
 
 
-def _remember(key: tuple[Any, ...], x: Tensor, dim: int, log: bool, invariant: bool, dy: Tensor | None = None) -> Any:
-    """What a call like this takes from now on; False where it takes the long way."""
-    if len(_known) >= CAPACITY:
-        _known.clear()
-    _known[key] = known = _prepare(x, dim, log, invariant, dy)
-    return known
-
-
-def _prepare(x: Tensor, dim: int, log: bool, invariant: bool, dy: Tensor | None) -> Any:
-    last = x.dim() > 0 and dim in (-1, x.dim() - 1)
-    if not last or _empty is None or not x.numel() or x.shape[-1] > MAX_COLS:
+def _prepare_backward(dy: Tensor, y: Tensor, dtype: torch.dtype, log: bool, invariant: bool) -> Any:
+    if _empty is None or not y.numel() or y.shape[-1] > MAX_COLS or y.dtype not in DTYPE_NAMES:
         return False
-    if x.dtype not in DTYPE_NAMES or not isinstance(describe(x.device), Device):
+    dx = torch.empty(y.shape, dtype=dtype, device=y.device)
+    folded = tuple(rows for t in (y, dy, dx) if (rows := as_rows(t, y.dim() - 1)) is not None)
+    if len(folded) < 3 or dx.data_ptr() % 32 or not isinstance(describe(y.device), Device):
         return False
-    if dy is None and torch_is_faster_reason(x, dim, x.dtype):
-        return TORCH
-    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tensors = (x, result) if dy is None else (x, dy, result)
-    # as_rows and no view: a single row keeps the stride of the tensor that it was taken from
-    folded = tuple(rows for t in tensors if (rows := as_rows(t, x.dim() - 1)) is not None)
-    if len(folded) < len(tensors) or result.data_ptr() % 32:
-        return False
-    op, flags = softmax_op(log, backward=dy is not None)
+    op, flags = softmax_op(log, backward=True)
     try:
-        prepared = prepare_rows(op, folded, (), flags, invariant)
+        return prepare_rows(op, folded, (), flags, invariant).parts
     except KernelUnavailable:
-        return TORCH if dy is None else False
-    n_rows = x.numel() // x.shape[-1]
-    assert prepared.binding is not None
-    call, prefix, nones = prepared.binding
-    trailing = (*prepared.scalars, *nones)
-    shape = tuple(x.shape), result.stride(), x.dtype
-    return (*shape, *prepared.offsets, n_rows, prepared.programs(n_rows), call, prefix, trailing)
+        return False

@@ -8,6 +8,7 @@ view with more is copied first. Outputs are contiguous, as torch's are. No autog
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,11 +16,14 @@ from torch import Tensor
 
 from ..planning import softmax as planning
 from ..planning.types import Device, Plan
+from . import compile as compiling
+from .availability import KernelUnavailable
 from .compile import Launch, kernel_loader
 from .context import is_batch_invariant
 from .device import describe
-from .launcher import Flags, RowOp, device_of, launch_rows, row_launch
+from .launcher import Flags, RowOp, device_of, launch_rows, on_device, row_launch
 from .layout import DTYPE_NAMES, as_rows, merge_dims, problem_of
+from .torch_private import current_device, current_stream
 
 
 @kernel_loader
@@ -118,11 +122,11 @@ def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out:
         op, flags = softmax_op(log)
         launch_rows(op, (x_rows, y_rows), (), (), flags, invariant=is_batch_invariant())
     else:
-        if len(_row_dims(x, y, dim)) > 3:
+        if not takes_strided(x, y, dim):
             x = x.contiguous()
-            if len(_row_dims(x, y, dim)) > 3:  # the strides of `out` do not fold: into new memory first
+            if not takes_strided(x, y, dim):  # the strides of `out` do not fold: into new memory first
                 return y.copy_(softmax_forward(x, dim, out_dtype, log))
-        strided_launch(x, y, dim, log)()
+        _run_strided(x, y, dim, log)
     return y
 
 
@@ -163,6 +167,11 @@ def _row_dims(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:
     return merge_dims([(x.shape[d], x.stride(d), y.stride(d)) for d in range(x.dim()) if d != dim and x.shape[d] != 1])
 
 
+def takes_strided(x: Tensor, y: Tensor, dim: int) -> bool:
+    """Whether the strided kernel takes x to y as they lie."""
+    return len(_row_dims(x, y, dim)) <= 3
+
+
 def _strided_rows(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:
     """The three dimensions of rows, (size, x's stride, y's stride), that the strided kernel takes."""
     merged = _row_dims(x, y, dim)
@@ -171,13 +180,51 @@ def _strided_rows(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:
     return ([(1, 0, 0)] * 3 + [merged[i] for i in order])[-3:]
 
 
-def strided_plan(x: Tensor, y: Tensor, dim: int) -> Plan:
-    """The plan of softmax over a dim whose elements, or rows, lie anywhere."""
-    if len(_row_dims(x, y, dim)) > 3:  # it is copied first
+def planned_strided(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str:
+    """The plan of x over a dim whose elements, or rows, lie anywhere; or why its kernel did not compile. y may be a
+    meta tensor."""
+    device, index = device_of(x), x.get_device()
+    if not takes_strided(x, y, dim):  # it is copied first
         x = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    try:
+        launch = strided_launch(x, y, dim, log, device)
+    except KernelUnavailable as error:
+        return str(error)
+    pointers = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in (x, y))
+    failed = compiling.compile_failure(launch.kernel, pointers, launch.meta, index, launch.args[2:])
+    return failed or launch.failure(index) or _strided_plan(x, y, dim)
+
+
+def _strided_plan(x: Tensor, y: Tensor, dim: int) -> Plan:
     n_rows, x_row, _ = _strided_rows(x, y, dim)[-1]
     x_col = 1 if x.shape[dim] == 1 else x.stride(dim)
     return planning.strided_plan(n_rows, x.shape[dim], along_cols=x_col == 1 and x_row != 1)
+
+
+def _run_strided(x: Tensor, y: Tensor, dim: int, log: bool) -> None:
+    prepare_strided(x, y, dim, log)(x, y)
+
+
+def prepare_strided(x: Tensor, y: Tensor, dim: int, log: bool) -> Callable[[Tensor, Tensor], None]:
+    """What launches the strided kernel over tensors of these shapes, strides and alignments: run(x, y)."""
+    made = strided_launch(x, y, dim, log)
+    if x.device.type == "cpu":
+        return lambda x, y: strided_launch(x, y, dim, log)()
+    index = x.get_device()
+    pointers = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in (x, y))
+    counts = made.args[2:]
+    with compiling.lock, on_device(index):
+        compiled = compiling.compile_kernel(made.kernel, pointers, made.meta, index, counts)
+    call, prefix, trailing = compiling.bind(compiled)
+    (grid,) = made.grid
+
+    def run(x: Tensor, y: Tensor) -> None:
+        if current_device() != index:
+            with torch.cuda.device(index):
+                return run(x, y)
+        call(grid, 1, 1, current_stream(index), *prefix, x.data_ptr(), y.data_ptr(), *counts, *trailing)
+
+    return run
 
 
 def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | None = None) -> Launch:
@@ -189,7 +236,7 @@ def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | N
     n_cols, x_col, y_col = x.shape[dim], x.stride(dim), y.stride(dim)
     if n_cols == 1:
         x_col = y_col = 1
-    plan = strided_plan(x, y, dim)
+    plan = _strided_plan(x, y, dim)
     grid = outer[0] * middle[0] * -(-n_rows // plan.rows)
     args = (x, y, n_rows, n_cols, middle[0], outer[1], middle[1], x_row, x_col, outer[2], middle[2], y_row, y_col)
     meta: dict[str, object] = dict(LOG=log, ROWS=plan.rows, COLS=plan.vectors_per_chunk, ONE_STEP=plan.chunks == 1)

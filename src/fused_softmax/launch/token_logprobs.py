@@ -16,6 +16,7 @@ from ..planning.types import Plan, power_of_two
 from .compile import kernel_loader
 from .context import is_batch_invariant
 from .launcher import Flags, RowOp, always, launch_rows, planned
+from .layout import empty
 
 
 @kernel_loader
@@ -55,12 +56,13 @@ def statistics(
     ids: (n_rows, n_picks) int64, contiguous; moments, where `keeps`: (n_rows, 2), each row's maximum and its sum of
     exponentials, which `statistics_backward` takes.
     """
-    lse = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    entropies = torch.empty_like(lse) if entropy else None
-    picked = None if ids is None else torch.empty(ids.shape, dtype=torch.float32, device=x.device)
+    n_rows, real = x.shape[0], torch.float32
     n_picks = 0 if ids is None else ids.shape[1]
+    lse = empty((n_rows,), (1,), real, x)
+    entropies = empty((n_rows,), (1,), real, x) if entropy else None
+    picked = None if ids is None else empty((n_rows, n_picks), (n_picks, 1), real, x)
     scales = scale if isinstance(scale, Tensor) else None
-    moments = torch.empty((x.shape[0], 2), dtype=torch.float32, device=x.device) if keeps else None
+    moments = empty((n_rows, 2), (2, 1), real, x) if keeps else None
     vectors = tuple(lse if v is None else v for v in (lse, moments, entropies, ids, picked, scales))
     flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", entropy))
     flags = (*flags, ("SCALE", _scale_flag(scale)), ("KEEP_MOMENTS", keeps))

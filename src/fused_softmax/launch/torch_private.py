@@ -1,12 +1,16 @@
-"""Symbols of torch that are private, or that not every torch has: looked up once, here.
+"""Symbols of torch that are private, or that not every torch has: looked up once, here, and nowhere else.
 
 A symbol that the kernels need and this torch lacks is named in `missing`; a harmless one takes its place, so that the
-package imports. `device.describe` then leaves all tensors to PyTorch. Optional symbols are None where they are absent.
+package imports. `device.describe` then leaves all tensors to PyTorch. Other symbols have a public fallback, or are None
+where they are absent. FUSED_SOFTMAX_PUBLIC_TORCH=1 in the environment makes all of these take their fallback, as a
+torch without them would: calls are slower, and their results are the same.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +18,7 @@ import torch
 from torch.autograd import forward_ad as _forward_ad
 
 missing: list[str] = []
+_PUBLIC_ONLY = os.environ.get("FUSED_SOFTMAX_PUBLIC_TORCH") == "1"
 
 
 def _find(path: str) -> Any:
@@ -32,6 +37,12 @@ def _required(path: str, instead: Any) -> Any:
     return found
 
 
+def _or_public(path: str, public: Any) -> Any:
+    """torch.<path>, or what is public in its place."""
+    found = None if _PUBLIC_ONLY else _find(path)
+    return public if found is None else found
+
+
 def _nothing() -> None:
     return None
 
@@ -40,47 +51,112 @@ def _zero(*_: Any) -> int:
     return 0
 
 
-# --- modes, transforms and tracers: all of these in torch 2.4 to 2.15 -----------------------------------------------------------
+# --- modes, transforms and tracers: required, and in torch 2.4 to 2.15 ------------------------------------------------
 
 dispatch_modes = _required("_C._len_torch_dispatch_stack", _zero)
 innermost_transform = _required("_C._functorch.peek_interpreter_stack", _nothing)
 transforms = _required("_C._functorch.get_interpreter_stack", _nothing)
 Transform = _required("_C._functorch.CInterpreter", type("NoTransform", (), {}))
 TransformType = _required("_C._functorch.TransformType", SimpleNamespace(Vmap=None))
-is_tracing = _required("_C._is_tracing", _zero)
-tracing_state = _required("_C._get_tracing_state", _nothing)
-any_autocast = _required("_C._is_any_autocast_enabled", _zero)
-deterministic_algorithms = _required("_C._get_deterministic_algorithms", _zero)
-has_storage = _required("_C._has_storage", _zero)
-forward_ad: Any = _forward_ad
+_level: Any = _forward_ad
 if not hasattr(_forward_ad, "_current_level"):
     missing.append("torch.autograd.forward_ad._current_level")
-    forward_ad = SimpleNamespace(_current_level=-1)
+    _level = SimpleNamespace(_current_level=-1)
 
-# --- CUDA, absent from a build without it, where no tensor is on a GPU ------------------------------------------------
 
-current_device: Any = _find("_C._cuda_getDevice")
-current_stream: Any = _find("_C._cuda_getCurrentRawStream")
-if torch.version.cuda is not None or torch.version.hip is not None:
-    _required("_C._cuda_getDevice", None)
-    _required("_C._cuda_getCurrentRawStream", None)
+def in_forward_ad() -> bool:
+    """Whether a level of forward-mode AD is entered."""
+    return _level._current_level >= 0
+
+
+# --- what watches a call: with public fallbacks; the private ones are in torch 2.4 to 2.15 ----------------------------
+
+
+def _public_has_storage(x: torch.Tensor) -> bool:
+    try:
+        x.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # of a batch that vmap made, for one
+        return False
+    return True
+
+
+tracing_state = _or_public("_C._get_tracing_state", lambda: torch.jit.is_tracing() or None)
+any_autocast = _or_public(
+    "_C._is_any_autocast_enabled", lambda: torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+)
+deterministic_algorithms = _or_public("_C._get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
+has_storage = _or_public("_C._has_storage", _public_has_storage)
+
+
+# fake and functional tensors; where torch's classes are not found, they are subclasses like any other, and PyTorch's
+_traced = tuple(
+    found
+    for path in ("_subclasses.fake_tensor.FakeTensor", "_subclasses.functional_tensor.FunctionalTensor")
+    if (found := _or_public(path, None)) is not None
+)
+
+
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether x stands for a plain tensor while a graph is made of the call."""
+    return isinstance(x, _traced)
+
+
+# --- CUDA: absent from a build without it, where no tensor is on a GPU; torch 2.4 to 2.15 -----------------------------
+
+current_device: Any = _or_public("_C._cuda_getDevice", torch.cuda.current_device)
+current_stream: Any = _or_public(
+    "_C._cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
 # the allocation behind torch.empty; without it a call takes the longer path
-empty_strided_cuda: Any = _find("_C._dynamo.guards._empty_strided_cuda")
+empty_strided_cuda: Any = _or_public("_C._dynamo.guards._empty_strided_cuda", None)
 
 # --- torch.library ----------------------------------------------------------------------------------------------------
 
+# public, but not in every torch
 register_vmap: Any = _find("library.register_vmap")  # torch 2.5; before, vmap of our operators is not supported
 get_kernel: Any = _find("library.get_kernel")  # torch 2.10; without it patch() changes nothing
 
-# --- dispatch keys, torch.compile and aten's own gradients ------------------------------------------------------------
 
-DispatchKey: Any = _required("_C.DispatchKey", SimpleNamespace(AutocastCUDA=None))
-DispatchKeySet: Any = _required("_C.DispatchKeySet", lambda key: None)
-exclude_dispatch_keys: Any = _required("_C._ExcludeDispatchKeyGuard", lambda keys: nullcontext())
-autocast_keys = DispatchKeySet(DispatchKey.AutocastCUDA)
-softmax_backward_data: Any = _required("_softmax_backward_data", None)
-log_softmax_backward_data: Any = _required("_log_softmax_backward_data", None)
-_eval_frame: Any = _find("_C._dynamo.eval_frame")  # set_code_exec_strategy: from torch 2.7 on
+def destroy_library(library: torch.library.Library) -> None:
+    """Takes back what was registered; without torch's own method (2.4 to 2.15), when the last reference goes."""
+    destroy = None if _PUBLIC_ONLY else getattr(library, "_destroy", None)
+    if destroy is not None:
+        destroy()
+
+
+# --- dispatch keys, torch.compile, aten's own gradients and losses; the private ones are in torch 2.4 to 2.15 ---------
+
+DispatchKey: Any = _required("DispatchKey", SimpleNamespace(AutocastCUDA=None))
+DispatchKeySet: Any = _required("DispatchKeySet", lambda key: None)
+
+
+def _without_autocast() -> Callable[[], AbstractContextManager[Any]]:
+    guard = _or_public("_C._ExcludeDispatchKeyGuard", None)
+    if guard is None:
+        return lambda: torch.autocast("cuda", enabled=False)
+    keys = DispatchKeySet(DispatchKey.AutocastCUDA)
+    return lambda: guard(keys)
+
+
+without_autocast = _without_autocast()
+softmax_backward_data: Any = _or_public("_softmax_backward_data", torch.ops.aten._softmax_backward_data.default)
+log_softmax_backward_data: Any = _or_public(
+    "_log_softmax_backward_data", torch.ops.aten._log_softmax_backward_data.default
+)
+# (size_average, reduce), both deprecated -> the reduction that they stand for
+legacy_reduction: Any = _or_public(
+    "nn._reduction.legacy_get_string",
+    lambda average, reduce: torch.nn.CrossEntropyLoss(None, average, -100, reduce).reduction,
+)
+# raises, or warns, as torch does for another reduction than those of today
+check_reduction: Any = _or_public(
+    "nn._reduction.get_enum",
+    lambda reduction: torch.nn.functional.cross_entropy(
+        torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), reduction=reduction
+    ),
+)
+# set_code_exec_strategy: torch 2.7; without it torch.compile may trace frames of ours, and break the graph there
+_eval_frame: Any = _or_public("_C._dynamo.eval_frame", None)
 
 
 def _skip_code(code: Any) -> None:

@@ -1,7 +1,7 @@
 """The measured tables of the policy: configs in rising width, one table for each kind of device, pass and element size.
 
-Each number was set by a measurement that docs/measurements.md describes; `fused-softmax tune` measures a device and
-prints config_tables in this form. What is done with them is `plan`'s.
+docs/measurements.md describes the measurement behind each number. `fused-softmax tune` measures a device and prints a
+table in this form. The planners `softmax`, `losses` and `masked_softmax` use the tables.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Up to `max_cols` columns: so many CTAs a row, warps a CTA, rows a program.
+    """The numbers for rows of up to `max_cols` columns: CTAs per row, warps per CTA, rows per program.
 
-    `recompute` keeps a 16-bit row as loaded and computes exp twice. `max_registers` caps a thread's registers, to reach
-    the next step of occupancy; only where cross-compiling shows that nothing spills. `unaligned_registers` does so for rows
-    that start unaligned, whose ends take registers too. `ahead`: of log_softmax's
-    gradient, the chunks of y that are read before the row's sum is known, where it is not all of them. `parked`: of a
-    gradient, the chunks that lie in shared memory. `kept` makes the config one of the stream regime: so many chunks of a
-    slice stay on chip, and the rest is walked twice, in steps of `step` chunks.
+    recompute: hold a 16-bit row as loaded and compute exp twice. max_registers: a cap on a thread's registers, to reach
+    the next step of occupancy, only where cross-compiling shows no spill. unaligned_registers: the same for unaligned
+    rows, whose head and tail take registers too. prefetched_chunks: of log_softmax's gradient, the chunks of y that are
+    read before the row's sum is known; None: all. smem_staged: of a gradient, the chunks that are staged in shared
+    memory. resident_chunks: not 0 in the two_pass regime; these chunks of a slice stay on chip, and the rest is read
+    twice, in steps of `step` chunks.
     """
 
     max_cols: int
@@ -34,9 +34,9 @@ class KernelConfig:
     unaligned_registers: int | None = None
 
 
-# the tile regime: a row in one warp or less, so that no reduction leaves it. Rungs are in vectors of a row; a row of
-# fewer than 32 vectors takes as many lanes, and `rows` counts rows for each lane set. H200: one vector a thread and
-# 4 warps hold torch's own latency (1.2 to 1.6 us) at every narrow width, and the copy's throughput from 8 columns on
+# the warp regime: a row in one warp or less, so that no reduction leaves its warp. Widths are in vectors per row. A row
+# of n < 32 vectors takes n threads, and `rows` counts rows per such group of threads. H200: one vector per thread and 4
+# warps reach torch's own latency (1.2 to 1.6 us) at every narrow width, and the copy's throughput from 8 columns on
 WARP = {
     2: (
         KernelConfig(16, 1, 4),
@@ -47,11 +47,11 @@ WARP = {
     4: (KernelConfig(32, 1, 4), KernelConfig(64, 1, 4), KernelConfig(256, 1, 2)),
 }
 WARP_MAX_COLS = 1024
-# columns up to which it is preferred: 1,024 of float32 are .993 of a copy with 4 warps a row, .972 with a warp for each
+# columns up to which it is preferred. 1,024 of float32: 0.993 of a copy with 4 warps per row, 0.972 with one
 WARP_COLS = {2: 1024, 4: 896}
-# rows that are read element by element: up to so many columns, 4 elements a thread of so many warps
+# rows that are read element by element: the most columns, and the warps, with 4 elements per thread
 WARP_SCALAR_COLS, WARP_SCALAR_WARPS = 256, 4
-# columns from which rows that start unaligned are read in vectors, with their ends apart
+# columns from which unaligned rows are read in vectors, except head and tail
 UNALIGNED_MIN_COLS = {2: 64, 4: 32}
 
 WIDEST = 1 << 62
@@ -191,14 +191,14 @@ BACKWARD_LOG_CLUSTER = {
         KernelConfig(WIDEST, 16, 8, resident_chunks=16, step=4, prefetched_chunks=4, max_registers=128),
     ),
 }
-# the config_tables where there are clusters, by (backward, log)
+# the tables where there are clusters, by (backward, log)
 CLUSTER = {
     (False, False): FORWARD_CLUSTER,
     (False, True): FORWARD_LOG_CLUSTER,
     (True, False): BACKWARD_CLUSTER,
     (True, True): BACKWARD_LOG_CLUSTER,
 }
-# where there are none: one program a row as far as its registers reach (the H200's one-program figures)
+# without clusters: one program per row as long as its registers hold the row (the H200's figures for one program)
 FORWARD_BLOCK = {
     2: (KernelConfig(4096, 1, 4), KernelConfig(16384, 1, 16), KernelConfig(57344, 1, 16, True)),
     4: (KernelConfig(4096, 1, 4), KernelConfig(16384, 1, 16), KernelConfig(32768, 1, 16)),
@@ -208,12 +208,12 @@ BACKWARD_BLOCK = {
     2: (KernelConfig(4096, 1, 8, True), KernelConfig(28672, 1, 16, True)),
     4: (KernelConfig(4096, 1, 8), KernelConfig(16384, 1, 16)),
 }
-# a step of the stream regime: warps and chunks of one program
+# a step of the two_pass regime: warps and chunks of one program
 TWO_PASS_WARPS, TWO_PASS_CHUNKS = 8, 4
 
-# --- what is not softmax ---
+# --- other ops ---
 # a loss with its gradient in the same pass: columns of 16 bits, half as many of float32. H200, bfloat16: 13 to 20
-# vectors a thread and few CTAs are 1.02 to 1.06 of a copy where softmax's own plan is 1.13 to 1.27
+# vectors per thread and few CTAs take 1.02 to 1.06 times a copy's time, softmax's own plan 1.13 to 1.27
 LOSS_CLUSTER = (
     KernelConfig(3072, 1, 4, True),
     KernelConfig(8192, 1, 8, True),
@@ -233,7 +233,7 @@ LOSS_CLUSTER = (
     KernelConfig(212992, 16, 4, True, max_registers=96),
     KernelConfig(262144, 16, 4, True, max_registers=112),
 )
-# masked softmax without a mask (causal), with one, and its gradient: up to 8,192 columns; softmax's beyond
+# masked softmax without a mask (causal), with one, and its gradient: up to 8,192 columns; wider rows take softmax's
 MASKED = {
     "unmasked": (
         KernelConfig(1024, 1, 1),
@@ -254,13 +254,13 @@ MASKED = {
         KernelConfig(8192, 1, 8, True),
     ),
 }
-# of a masked gradient on a cluster whose threads hold at most 4 vectors of 16 bits a tensor. H200, bfloat16, causal:
-# 253 us for 302 us without a cap at 32,000 columns, 248 us for 295 us at 128,256 (2^28 elements)
+# of a masked gradient on a cluster whose threads hold at most 4 vectors of 16 bits per tensor. H200, bfloat16, causal:
+# 253 us instead of 302 us without a cap at 32,000 columns, 248 us instead of 295 us at 128,256 (2^28 elements)
 MASKED_BACKWARD_REGISTERS = 80
-# vectors a thread holds of a longer row: alone, and with as many of a mask or of a gradient's second row beside
+# vectors per thread of a longer row: alone, and together with as many of a mask or of a gradient's second row
 MASKED_CHUNKS = {False: 16, True: 13}
-# up to so many columns of 16 bits, half as many of float32: CTAs of a row, warps of each, chunks of a step. H200: steps
-# that fit a row, so that little is left over for a last one (12,288 columns: 6 chunks 4,460 GB/s, 8 chunks 4,050)
+# (columns of 16 bits, half as many of float32; CTAs per row; warps per CTA; chunks per step). H200: the steps should
+# divide a row with a small rest (12,288 columns: 6 chunks reach 4,460 GB/s, 8 chunks 4,050)
 STATISTICS_STEPS = (
     (2048, 1, 1, 8),
     (4096, 1, 2, 8),
@@ -276,5 +276,5 @@ STATISTICS_STEPS = (
     (229376, 4, 4, 8),
     (WIDEST, 2, 8, 8),
 )
-# warps of one program, by whether rows start unaligned, and its chunks, whatever the width
+# warps of one program, by whether rows are unaligned, and its chunks, for any width
 ELEMENTWISE_WARPS, ELEMENTWISE_CHUNKS = {False: 4, True: 2}, 4

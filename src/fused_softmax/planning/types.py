@@ -1,8 +1,10 @@
-"""What the policy is told, a Device and a Problem, and what it answers, a Plan. Pure Python, no I/O."""
+"""The planners' inputs, Device and Problem, their answer, Plan, and the hardware table. Pure Python, no I/O."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 REGIMES = ("warp", "block", "cluster", "two_pass")
@@ -12,7 +14,7 @@ VECTOR_BYTES = 16
 
 @dataclass(frozen=True)
 class Device:
-    """What the policy needs to know of a device; `fused_softmax.device` fills it in, tests write it down."""
+    """What a planner needs to know of a device. `launch.device` finds it; tests name one of DEVICES."""
 
     name: str
     kind: str  # "cuda", "hip" or "interpreter"
@@ -20,9 +22,7 @@ class Device:
     max_warps: int = 32  # of one program
     registers: int = 65536  # of one multiprocessor, 32 bits each
     max_cluster: int = 1  # CTAs in a thread-block cluster; 1: none
-    supports_smem_staging: bool = (
-        False  # whether chunks of a row may lie in shared memory: Hopper, where that is measured
-    )
+    supports_smem_staging: bool = False  # of chunks of a row: Hopper, where it is measured
 
     @property
     def ptx(self) -> bool:
@@ -31,44 +31,84 @@ class Device:
 
     @property
     def supports_pdl(self) -> bool:
-        """Whether a kernel may be launched before the one that it waits for is done: programmatic dependent launch."""
+        """Whether a kernel may start before the kernel that it waits for ends: programmatic dependent launch."""
         return self.kind == "cuda" and self.max_cluster > 1
 
     def registers_within(self, cap: int, num_warps: int) -> int:
-        """A cap of registers that was measured on Hopper, here: one step more elsewhere, where a small one spills."""
+        """A register cap that was measured on Hopper, for this device: 8 more elsewhere, where a small cap spills."""
         most = self.registers // (num_warps * self.warp_size)
         return cap if self.supports_smem_staging or cap >= 96 else max(cap, min(cap + 8, most))
 
     def options(self, num_stages: int | None = None) -> dict[str, Any]:
-        """The launch options whose defaults differ between versions of Triton, or may; empty where interpreted.
+        """The launch options whose defaults may differ between versions of Triton; empty where interpreted.
 
-        enable_fp_fusion: the multiply-adds that exp(x - m) is made of; off by default from Triton 3.10 on. num_stages:
-        of loops; None: what each backend's default was when the kernels were measured.
+        enable_fp_fusion: the multiply-adds of exp(x - m), off by default from Triton 3.10 on. num_stages: of loops;
+        None: the backend's default at the time of the measurements.
         """
         if self.kind == "interpreter":
             return {}
         return {"enable_fp_fusion": True, "num_stages": num_stages or (3 if self.kind == "cuda" else 2)}
 
 
-DEVICES = {
-    "sm_80": Device("sm_80", "cuda"),
-    "sm_89": Device("sm_89", "cuda"),
-    "sm_90": Device("sm_90", "cuda", max_cluster=16, supports_smem_staging=True),
-    "sm_100": Device("sm_100", "cuda", max_cluster=16),
-    "sm_120": Device("sm_120", "cuda", max_cluster=8),
-    "gfx942": Device("gfx942", "hip", warp_size=64, max_warps=16, registers=131072),
-    # the interpreter runs the kernels of the richest device, with merges in plain Triton
-    "interpreter": Device("interpreter", "interpreter", max_cluster=16),
-}
+def cuda_device(major: int, minor: int) -> Device:
+    """The Device of a CUDA compute capability, at least 8.0."""
+    max_cluster = {9: 16, 10: 16}.get(major, 8 if major > 8 else 1)
+    return Device(f"sm_{major}{minor}", "cuda", max_cluster=max_cluster, supports_smem_staging=major == 9)
+
+
+def hip_device(name: str) -> Device:
+    """The Device of an AMD GPU with wavefronts of 64."""
+    return Device(name, "hip", warp_size=64, max_warps=16, registers=131072)
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """One multiprocessor (SM or CU): the resources that its resident programs share. Bytes, and 32-bit registers."""
+
+    count: int  # multiprocessors of the device
+    registers: int
+    register_unit: int  # a warp's registers are allocated in multiples of this
+    shared: int
+    shared_per_program: int  # the most that one program may ask for
+    shared_reserved: int  # taken by the system from each program's share
+    warps: int
+    programs: int
+    warp_size: int = 32
+
+
+def _hardware() -> Iterator[tuple[Device, Multiprocessor]]:
+    """The hardware table: one row for each target that plans and cross-compiled kernels are checked for.
+
+    Source: CUDA C++ programming guide, "Compute Capabilities"; AMD Instinct MI300 instruction set architecture guide.
+    """
+    rows = (
+        # device, multiprocessors, register unit, KiB of shared memory (all; one program's), reserved, warps, programs
+        (cuda_device(8, 0), 108, 256, 164, 163, 1024, 64, 32),  # A100
+        (cuda_device(8, 9), 142, 256, 100, 99, 1024, 48, 24),  # L40S
+        (cuda_device(9, 0), 132, 256, 228, 227, 1024, 64, 32),  # H200
+        (cuda_device(10, 0), 148, 256, 228, 227, 1024, 64, 32),  # B200
+        (cuda_device(12, 0), 170, 256, 100, 99, 1024, 48, 24),  # RTX 5090
+        (hip_device("gfx942"), 304, 512, 64, 64, 0, 32, 32),  # MI300X
+    )
+    for device, count, unit, shared, most, reserved, warps, programs in rows:
+        of_program = (shared << 10, most << 10, reserved, warps, programs)
+        yield device, Multiprocessor(count, device.registers, unit, *of_program, device.warp_size)
+
+
+_HARDWARE = {device.name: (device, multiprocessor) for device, multiprocessor in _hardware()}
+MULTIPROCESSORS: Mapping[str, Multiprocessor] = MappingProxyType({name: row[1] for name, row in _HARDWARE.items()})
+# the interpreter runs the kernels of the richest device, with cluster reductions in plain Triton
+DEVICES = {name: row[0] for name, row in _HARDWARE.items()}
+DEVICES["interpreter"] = Device("interpreter", "interpreter", max_cluster=16)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One row-wise operation, less its number of rows.
+    """One row-wise operation, without its number of rows.
 
-    `vec` is the number of elements that every row's start, in every tensor, is a multiple of (a power of two, at most
-    16 bytes of the narrowest dtype); `in_phase` says that though rows start anywhere, all tensors' rows start at the
-    same distance from a 16-byte boundary, so that all but a row's ends can still be read and written in vectors.
+    vec: every row of every tensor starts at a multiple of so many elements (a power of two, at most 16 bytes of the
+    narrowest dtype). in_phase: rows start anywhere, but the rows of all tensors start at the same distance from a
+    16-byte boundary, so that each row can be read and written in vectors, except its head and tail.
     """
 
     n_cols: int
@@ -91,46 +131,36 @@ class Problem:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a row is run: in `ctas` slices of `chunks` x `lanes` x `vec` columns, `rows` rows a program."""
+    """How a row is run: `ctas` slices of `chunks` x `vectors_per_chunk` x `vec` columns, `rows` rows per program."""
 
     regime: str
     rows: int
     ctas: int
-    warps_per_row: int  # lines that share a CTA's slice of a row: its warps, or one
-    vectors_per_chunk: int  # of a CTA's slice, over all parts
+    warps_per_row: int  # segments of a CTA's slice of a row: one for each of its warps, or one
+    vectors_per_chunk: int  # of a CTA's slice, over all segments
     vec: int
-    chunks: int  # of a step, where the regime is stream
-    unpredicated_chunks: int  # chunks that lie inside the row whatever its slice
-    unaligned: bool  # rows start unaligned: head and tail apart
-    recompute: bool  # keep the row as loaded and compute exp twice
+    chunks: int  # of a step, where the regime is two_pass
+    unpredicated_chunks: int  # chunks that lie inside every slice of every row
+    unaligned: bool  # rows have an unaligned head and tail
+    recompute: bool  # hold the row as loaded and compute exp twice
     num_warps: int
     max_registers: int | None
     why: str
-    prefetched_chunks: int | None = (
-        None  # of a gradient: chunks of y that are read before the row's sum is known; None: all
-    )
-    resident_chunks: int = 0  # chunks of a slice that stay on chip, where the regime is stream
+    prefetched_chunks: int | None = None  # of a gradient: chunks of y read before the row's sum is known; None: all
+    resident_chunks: int = 0  # chunks of a slice that stay on chip, where the regime is two_pass
     smem_staged: int = 0  # of a gradient: chunks of a slice that stay in shared memory, not in registers
 
     def constexprs(self) -> dict[str, object]:
-        """What any kernel may take of the plan at compile time, by the kernels' names; a kernel takes some of these."""
+        """The plan's compile-time arguments for any kernel, by the kernels' names; a kernel takes some of these."""
         held = self.resident_chunks if self.regime == "two_pass" else self.chunks
-        ahead = held if self.prefetched_chunks is None else min(held, self.prefetched_chunks)
-        found: dict[str, object] = dict(ROWS=self.rows, CTAS=self.ctas, WARPS_PER_ROW=self.warps_per_row)
-        found |= dict(
-            VECTORS=self.vectors_per_chunk // self.warps_per_row,
-            VEC=self.vec,
-            CHUNKS=self.chunks,
-            UNPREDICATED=self.unpredicated_chunks,
-        )
-        found |= dict(
-            UNALIGNED=self.unaligned,
-            RECOMPUTE=self.recompute,
-            RESIDENT_CHUNKS=self.resident_chunks,
-            PREFETCHED=ahead,
-            SMEM_STAGED=self.smem_staged,
-        )
-        return found | dict(TWO_PASS=self.regime == "two_pass")
+        prefetched = held if self.prefetched_chunks is None else min(held, self.prefetched_chunks)
+        return dict(
+            ROWS=self.rows, CTAS=self.ctas, WARPS_PER_ROW=self.warps_per_row,
+            VECTORS=self.vectors_per_chunk // self.warps_per_row, VEC=self.vec, CHUNKS=self.chunks,
+            UNPREDICATED=self.unpredicated_chunks, UNALIGNED=self.unaligned, RECOMPUTE=self.recompute,
+            RESIDENT_CHUNKS=self.resident_chunks, PREFETCHED=prefetched, SMEM_STAGED=self.smem_staged,
+            TWO_PASS=self.regime == "two_pass",
+        )  # fmt: skip
 
 
 def power_of_two(n: int) -> int:

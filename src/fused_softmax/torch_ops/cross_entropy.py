@@ -9,7 +9,7 @@ synchronization. Else, and under torch.compile, the forward only reads, and a se
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..launch import cross_entropy as rows
 from ..launch.availability import KernelUnavailable
+from ..launch.cache import Cache
 from ..launch.context import as_in_forward, is_batch_invariant
 from ..launch.cross_entropy import CrossEntropy
 from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
@@ -78,6 +79,60 @@ def cross_entropy_of(
     return loss.view(target.shape) if reduction == "none" else loss
 
 
+def direct_cross_entropy(
+    logits: Any,
+    target: Any,
+    ignore_index: Any,
+    reduction: Any,
+    label_smoothing: Any,
+    softcap: Any,
+    z_loss: Any,
+    inplace_backward: Any,
+) -> Tensor | None:
+    """cross_entropy of rows as they lie, on a GPU, without weights; None where the call takes the longer way.
+
+    It asks for what is plainly right; all else, wrong arguments too, is judged by the longer way.
+    """
+    if type(logits) is not Tensor or type(target) is not Tensor or not logits.is_cuda:
+        return None
+    shape = logits.shape
+    if len(shape) != 2 or target.shape != shape[:1] or not can_bypass_dispatcher(logits):
+        return None
+    layout = (shape[1], logits.stride(), logits.dtype, logits.device, target.stride(), target.dtype, target.device)
+    takes = _direct.get(layout)
+    if takes is None:
+        takes = _direct.remember(layout, _takes_layout(logits, target))
+    if (
+        not takes
+        or type(ignore_index) is not int
+        or type(label_smoothing) is not float
+        or type(z_loss) is not float
+        or type(inplace_backward) is not bool
+        or softcap is not None
+        or reduction not in REDUCTIONS
+        or not (-(2**63) <= ignore_index < 2**63 and 0.0 <= label_smoothing <= 1.0 and -math.inf < z_loss < math.inf)
+        or not shape[0]
+    ):
+        return None
+    op = CrossEntropy(target, None, None, ignore_index, reduction, label_smoothing, None, z_loss)
+    return _by_kernels(logits, op, inplace_backward)
+
+
+_direct = Cache()
+
+
+def _takes_layout(logits: Tensor, target: Tensor) -> bool:
+    """Whether logits and targets that lie so are the kernels' as they are; of what all numbers of rows share."""
+    return (
+        target.dtype is torch.int64
+        and target.stride() == (1,)
+        and target.device == logits.device
+        and logits.stride(1) == 1
+        and logits.shape[1] > 0
+        and unsupported_reason(logits, logits.dtype) is None
+    )
+
+
 def planned_cross_entropy(logits: Tensor, backward: bool) -> Plan | Fallback:
     """What cross_entropy of these logits, by int64 targets, would run; backward: where it needs a gradient."""
     expect_floating("cross_entropy", "input", logits)
@@ -136,7 +191,7 @@ def _gradient(
     try:
         rows.cross_entropy_gradient(x, dx, op, count, moments, g, unless_one=unless_one)
     except KernelUnavailable:
-        dx.copy_(decompositions.cross_entropy_gradient(g, x, replace(op, denominator=count)))
+        dx.copy_(decompositions.cross_entropy_gradient(g, x, op._replace(denominator=count)))
 
 
 def _scale_unless_one(dx: Tensor, g: Tensor) -> None:
@@ -154,30 +209,30 @@ class RowCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, op: CrossEntropy, inplace: bool) -> Tensor:
         n_cols = x.shape[1]
         # two rows that share memory cannot hold two gradients
-        ctx.inplace = (
+        inplace = (
             inplace and op.reduction != "none" and op.weight_sum is None and (x.shape[0] == 1 or x.stride(0) >= n_cols)
         )
         count = rows.count_targets(op, n_cols) if op.reduction == "mean" else None
         dx = None
         # weights and smoothing together read a weight for each logit, twice: then the gradient has a kernel of its own
         if op.reduction != "none" and op.weight_sum is None:
-            dx = x.detach() if ctx.inplace else gradient_buffer(x)
+            dx = x.detach() if inplace else gradient_buffer(x)
             if not rows.fits_on_chip(x, dx, op):
-                dx, ctx.inplace = None, False
+                dx, inplace = None, False
         if dx is not None:
             try:
                 losses, moments = rows.cross_entropy_with_gradient(x, dx, op, count)
             except KernelUnavailable:
-                dx, ctx.inplace = None, False
+                dx, inplace = None, False
         if dx is None:
             losses, moments = _forward(x, op)
-        if ctx.inplace:
+        if inplace:
             torch.autograd.graph.increment_version(x)
-        ctx.save_for_backward(None if ctx.inplace else x, op.target, op.weight, op.weight_sum, moments, count, dx)
+        ctx.save_for_backward(None if inplace else x, op.target, op.weight, op.weight_sum, moments, count, dx)
+        # no tensor but those saved; batch invariance too, as backward runs in a thread that does not know
+        options = op._replace(target=None, weight=None, weight_sum=None, denominator=None)  # type: ignore[arg-type]
+        ctx.described = options, op.denominator is not None, inplace, is_batch_invariant()
         ctx.unread = [dx is not None]  # popped by the backward that gives away what the forward wrote
-        ctx.op = replace(op, target=None, weight=None, weight_sum=None, denominator=None)  # type: ignore[arg-type]
-        ctx.over = op.denominator is not None
-        ctx.invariant = is_batch_invariant()  # backward runs in a thread that does not know
         ctx.set_materialize_grads(False)
         return rows.reduce_losses(losses, op, n_cols)
 
@@ -186,15 +241,16 @@ class RowCrossEntropy(torch.autograd.Function):
         if g is None:
             return None, None, None
         x, target, weight, weight_sum, moments, count, written = ctx.saved_tensors
-        op = replace(ctx.op, target=target, weight=weight, weight_sum=weight_sum)
+        options, over, inplace, invariant = ctx.described
+        op = options._replace(target=target, weight=weight, weight_sum=weight_sum)
         if torch.is_grad_enabled() or not can_bypass_dispatcher(g):
             if x is None:
                 raise RuntimeError(_OVERWRITTEN)
-            op = replace(op, denominator=count if ctx.over else None)
+            op = op._replace(denominator=count if over else None)
             return decompositions.cross_entropy_gradient(g, x, op), None, None
         unread = bool(ctx.unread) and ctx.unread.pop()
-        upstream = g.reshape(-1).float().contiguous()
-        if ctx.inplace:
+        upstream = g if g.dtype is torch.float32 and g.is_contiguous() else g.float().contiguous()
+        if inplace:
             if not unread:
                 raise RuntimeError(_OVERWRITTEN)
             _scale_unless_one(written, upstream)
@@ -208,7 +264,7 @@ class RowCrossEntropy(torch.autograd.Function):
         else:
             # a further one runs the forward's kernel again, so that its bits are those of the first
             dx = gradient_buffer(x)
-            with as_in_forward(ctx.invariant):
+            with as_in_forward(invariant):
                 rows.cross_entropy_with_gradient(x, dx, op, count)
         _gradient(x, dx, op, count, moments, upstream, unless_one=written is not None)
         return dx, None, None

@@ -8,8 +8,6 @@ is taken.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -159,7 +157,7 @@ def moments_of(z: Tensor) -> Tensor:
 
 def losses_of_rows(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
     """(each row's loss, its moments), in float32 at least."""
-    each = replace(op, reduction="none", denominator=None)
+    each = op._replace(reduction="none", denominator=None)
     return cross_entropy_of_rows(x, each), moments_of(capped(x, op.softcap))
 
 

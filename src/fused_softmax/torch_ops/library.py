@@ -56,7 +56,7 @@ def under_autocast(name: str, kernel: Callable[..., Any]) -> None:
     """Registers what an operator does under autocast on CUDA; `kernel` runs with autocast off."""
 
     def autocast(*args: Any, **kwargs: Any) -> Any:
-        with torch_private.exclude_dispatch_keys(torch_private.autocast_keys):
+        with torch_private.without_autocast():
             return kernel(*args, **kwargs)
 
     library.impl(name, autocast, "AutocastCUDA")

@@ -45,8 +45,9 @@ def logsumexp_of(x: Tensor, dim: Any, dims: tuple[int, ...] | None, keepdim: boo
             return torch.logsumexp(x, dim, keepdim)
         return torch.logsumexp(x, dim, keepdim, out=out)
     if out is None:
-        needs_dispatcher = torch.is_grad_enabled() and x.requires_grad or torch_private.any_autocast()
-        if can_bypass_dispatcher(x) and not needs_dispatcher and x.dim() and x.numel():
+        if can_bypass_dispatcher(x) and not torch_private.any_autocast() and x.dim() and x.numel():
+            if x.requires_grad and torch.is_grad_enabled():
+                return RowLogsumexp.apply(x, dims, keepdim)
             return _forward_or_torch(x, dims, keepdim)
         return logsumexp(x, dims, keepdim)
     if not takes_out(out, x, x.dtype):
@@ -81,6 +82,28 @@ def _forward_or_torch(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor
         return forward_by_kernel(x, dims, keepdim)
     except KernelUnavailable:
         return torch.logsumexp(x, dims, keepdim)
+
+
+class RowLogsumexp(torch.autograd.Function):
+    """logsumexp of a plain tensor that needs a gradient: the operator's autograd, without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+        lse = _forward_or_torch(x, dims, keepdim)
+        ctx.save_for_backward(x, lse)
+        ctx.described = dims, keepdim
+        ctx.set_materialize_grads(False)
+        return lse
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if g is None:
+            return None, None, None
+        x, lse = ctx.saved_tensors
+        dims, keepdim = ctx.described
+        if torch.is_grad_enabled() or not can_bypass_dispatcher(g):
+            return logsumexp_backward(g, x, lse, list(dims), keepdim), None, None
+        return _backward_kernel(g, x, lse, list(dims), keepdim), None, None
 
 
 def _takes(x: Tensor) -> bool:

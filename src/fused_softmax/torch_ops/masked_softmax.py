@@ -39,7 +39,10 @@ def masked_softmax_of(x: Tensor, mask: Tensor | None, scale: float, causal: bool
     if mask is not None:
         takes = takes and mask.device == x.device and (mask.dtype is torch.bool or mask.dtype in _MASK_DTYPES)
     if takes and can_bypass_dispatcher(x) and (mask is None or can_bypass_dispatcher(mask)) and _takes(x):
-        return MaskedSoftmax.apply(x, mask, float(scale), causal, zero)
+        needs_gradient = x.requires_grad or (mask is not None and mask.requires_grad)
+        if needs_gradient and torch.is_grad_enabled():
+            return MaskedSoftmax.apply(x, mask, float(scale), causal, zero)
+        return _forward(x, mask, float(scale), causal, zero)
     if takes and x.dim() and is_compiled(x, mask):
         return masked_softmax(x, mask, float(scale), causal, zero)
     return decompositions.masked_softmax(x, mask, scale, causal, zero)

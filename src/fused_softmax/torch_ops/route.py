@@ -18,7 +18,7 @@ from ..launch import torch_private
 from ..launch.device import describe, interpreting
 from ..launch.layout import DTYPE_NAMES, MAX_COLS
 from ..launch.softmax import torch_is_faster_reason
-from ..launch.torch_private import forward_ad
+from ..launch.torch_private import in_forward_ad, is_traced
 from ..planning.types import Device
 
 
@@ -58,7 +58,7 @@ def can_bypass_dispatcher(x: Tensor) -> bool:
         and (type(x) is Tensor or type(x) is Parameter)
         and not _dispatch_modes()
         and _transform() is None
-        and forward_ad._current_level < 0
+        and not in_forward_ad()
         and _tracing_state() is None
         and not x.is_neg()
         and _has_storage(x)
@@ -94,7 +94,7 @@ def call_unsupported_reason(x: Tensor, dtype: torch.dtype | None) -> str | None:
         return unsupported_while_compiling_reason(x, out_dtype)
     if type(x) is not Tensor and type(x) is not Parameter and not is_traced(x):
         return f"{type(x).__name__} is a subclass of Tensor: only its own class knows what softmax of it is"
-    if forward_ad._current_level >= 0:
+    if in_forward_ad():
         return "forward-mode AD is PyTorch's"
     if _transform() is not None and _differentiates():
         return "torch.func's gradients are PyTorch's"
@@ -135,17 +135,9 @@ def is_compiled(x: Tensor, *others: Tensor | None) -> bool:
     return (
         torch.compiler.is_compiling()
         and all(t is None or type(t) is Tensor or type(t) is Parameter or is_traced(t) for t in (x, *others))
-        and forward_ad._current_level < 0
+        and not in_forward_ad()
         and unsupported_while_compiling_reason(x, x.dtype) is None
     )
-
-
-def is_traced(x: Tensor) -> bool:
-    """Whether this is a tensor that stands for a plain one while a graph is made of the call."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    return isinstance(x, (FakeTensor, FunctionalTensor))
 
 
 def _differentiates() -> bool:

@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch import prepared_calls, torch_private
+from ..launch import torch_private
 from ..launch.availability import KernelUnavailable
 from ..launch.context import is_batch_invariant
 from ..launch.launcher import planned
 from ..launch.layout import DTYPE_NAMES, as_rows, rows_or_copy
+from ..launch.prepared_calls import TORCH, softmax_call
+from ..launch.prepared_calls import softmax_backward as backward_call
+from ..launch.softmax import planned_strided, softmax_op
 from ..launch.softmax import softmax_backward as backward_by_kernel
 from ..launch.softmax import softmax_forward as forward_by_kernel
-from ..launch.softmax import softmax_op, strided_plan
 from ..planning.types import Plan
 from . import decompositions
 from .arguments import FLOATING
@@ -40,20 +42,26 @@ from .route import (
     unsupported_reason,
 )
 
+_any_autocast = torch_private.any_autocast
+_is_grad_enabled = torch.is_grad_enabled
 
-def direct_softmax(x: Any, dim: Any, log: bool) -> Tensor | None:
+
+def direct_softmax(x: Any, dim: Any, dtype: torch.dtype | None, log: bool) -> Tensor | None:
     """softmax or log_softmax by a prepared call; None where the call takes `softmax_of`'s way."""
-    if type(x) is not Tensor or type(dim) is not int or not can_bypass_dispatcher(x):
+    if type(x) is not Tensor or type(dim) is not int or not x.is_cuda or not can_bypass_dispatcher(x):
         return None
-    if not x.is_cuda or torch_private.any_autocast():
+    if dtype is None:
+        dtype = torch.float32 if _any_autocast() and promotes(x) else x.dtype
+    if dtype is not x.dtype and not supports_fused_cast(x.dtype, dtype):
         return None
-    known = prepared_calls.forward_call(x, dim, log)
-    if known is None:
+    call = softmax_call(x, dim, dtype, log)
+    if call is None:
         return None
-    needs_gradient = x.requires_grad and torch.is_grad_enabled()
-    if known is prepared_calls.TORCH:
-        return torchs_own(log)(x, dim)
-    return RowSoftmax.apply(x, dim, x.dtype, log, known) if needs_gradient else prepared_calls.run_forward(x, known)
+    if call is TORCH:
+        return torchs_own(log)(x, dim, dtype=dtype)
+    if x.requires_grad and _is_grad_enabled():
+        return RowSoftmax.apply(x, dim, dtype, log, call)
+    return call(x)
 
 
 def softmax_of(
@@ -133,11 +141,11 @@ class RowSoftmax(torch.autograd.Function):
     """softmax or log_softmax of a plain tensor that needs a gradient: the rows' kernels, without the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype, log: bool, known: Any = None) -> Tensor:
-        y = forward_or_torch(x, dim, dtype, log) if known is None else prepared_calls.run_forward(x, known)
+    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype, log: bool, call: Any = None) -> Tensor:
+        y = forward_or_torch(x, dim, dtype, log) if call is None else call(x)
         ctx.save_for_backward(y)
-        ctx.dim, ctx.input_dtype, ctx.log = dim, x.dtype, log
-        ctx.invariant = is_batch_invariant()  # backward runs in a thread that does not know
+        # batch invariance too: backward runs in a thread that does not know
+        ctx.described = dim, x.dtype, log, is_batch_invariant()
         ctx.set_materialize_grads(False)
         return y
 
@@ -146,14 +154,13 @@ class RowSoftmax(torch.autograd.Function):
         if dy is None:
             return None, None, None, None, None
         (y,) = ctx.saved_tensors
-        if torch.is_grad_enabled() or not can_bypass_dispatcher(dy) or type(y) is not Tensor:
-            operator = log_softmax_backward if ctx.log else softmax_backward
-            return operator(dy, y, ctx.dim, ctx.input_dtype), None, None, None, None
-        dx = None
-        if ctx.input_dtype is y.dtype:
-            dx = prepared_calls.backward(dy, y, ctx.dim, ctx.log, ctx.invariant)
+        dim, dtype, log, invariant = ctx.described
+        if _is_grad_enabled() or not can_bypass_dispatcher(dy) or type(y) is not Tensor:
+            operator = log_softmax_backward if log else softmax_backward
+            return operator(dy, y, dim, dtype), None, None, None, None
+        dx = backward_call(dy, y, dim, dtype, log, invariant)
         if dx is None:
-            dx = backward_or_torch(dy, y, ctx.dim, ctx.input_dtype, ctx.log, ctx.invariant)
+            dx = backward_or_torch(dy, y, dim, dtype, log, invariant)
         return dx, None, None, None, None
 
 
@@ -186,7 +193,8 @@ def planned_softmax(
     else:
         x_rows, out_rows = as_rows(x, index), as_rows(y, index)
         if x_rows is None or out_rows is None:
-            return strided_plan(x, y, index)
+            strided = planned_strided(x, y, index, log)
+            return Fallback(strided) if isinstance(strided, str) else strided
         rows = (x_rows if in_dtype is x.dtype else torch.empty_like(x_rows, dtype=in_dtype, device="meta"), out_rows)
     plan = planned(op, rows, (), flags, x)
     return Fallback(plan) if isinstance(plan, str) else plan

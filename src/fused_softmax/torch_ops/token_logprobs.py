@@ -9,7 +9,6 @@ log-probabilities, entropy, logsumexp.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ..launch import token_logprobs as rows
 from ..launch.availability import KernelUnavailable
+from ..launch.cache import Cache
 from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
 from ..planning.types import Plan
 from . import decompositions
@@ -50,13 +50,58 @@ def token_logprobs_of(
         x = rows_of(logits, n_cols)
         of_rows = scale.reshape(-1).contiguous() if isinstance(scale, Tensor) else scale
         ids = ids.reshape(-1, ids.shape[-1]).contiguous()
-        statistics: Callable[..., Any] = RowStatistics.apply if plain else _by_operator
-        picked, entropies, lse = statistics(x, ids, of_rows, entropy)
-        lse, entropies = lse.view(batch), entropies.view(batch) if entropy else None
+        picked, entropies, lse = (_by_kernels if plain else _by_operator)(x, ids, of_rows, entropy)
+        lse, entropies = lse.view(batch), entropies.view(batch) if entropy and entropies is not None else None
     else:
         picked, entropies, lse = decompositions.statistics(logits, ids, scale, entropy)
     assert picked is not None
     return picked, entropies, lse
+
+
+def _by_kernels(
+    x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    if x.requires_grad and torch.is_grad_enabled():
+        return RowStatistics.apply(x, ids, scale, entropy)
+    return _statistics(x, ids, scale, entropy, keeps=False)[:3]
+
+
+def direct_token_logprobs(
+    logits: Any, token_ids: Any, temperature: Any, entropy: Any
+) -> tuple[Tensor, Tensor | None, Tensor] | None:
+    """(log-probabilities, entropy, logsumexp) of rows as they lie, on a GPU, at one id a row; None where the call takes
+    the longer way, which also judges wrong arguments."""
+    if type(logits) is not Tensor or type(token_ids) is not Tensor or not logits.is_cuda:
+        return None
+    shape = logits.shape
+    if len(shape) != 2 or token_ids.shape != shape[:1] or not can_bypass_dispatcher(logits):
+        return None
+    of_ids = token_ids.stride(), token_ids.dtype, token_ids.device
+    layout = (shape[1], logits.stride(), logits.dtype, logits.device, *of_ids)
+    takes = _direct.get(layout)
+    if takes is None:
+        takes = _direct.remember(layout, _takes_layout(logits, token_ids))
+    if not (takes and shape[0] and type(temperature) is float and temperature > 0.0 and type(entropy) is bool):
+        return None
+    scale = 1.0 if temperature == 1.0 else max(1.0 / temperature, least_positive(logits.dtype))
+    picked, entropies, lse = _by_kernels(logits, token_ids.view(-1, 1), scale, entropy)
+    assert picked is not None
+    return picked, entropies, lse
+
+
+_direct = Cache()
+
+
+def _takes_layout(logits: Tensor, token_ids: Tensor) -> bool:
+    """Whether logits and ids that lie so are the kernels' as they are; of what all numbers of rows share."""
+    return (
+        token_ids.dtype is torch.int64
+        and token_ids.stride() == (1,)
+        and token_ids.device == logits.device
+        and logits.stride(1) == 1
+        and logits.shape[1] > 0
+        and unsupported_reason(logits, logits.dtype) is None
+    )
 
 
 def planned_token_logprobs(logits: Tensor, backward: bool) -> Plan | Fallback:
@@ -119,10 +164,10 @@ class RowStatistics(torch.autograd.Function):
 
 
 def _statistics(
-    x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool
+    x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool, keeps: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     try:
-        return rows.statistics(x, ids, scale, entropy)
+        return rows.statistics(x, ids, scale, entropy, keeps=keeps)
     except KernelUnavailable:
         return decompositions.statistics_and_moments(x, ids, scale, entropy)
 
@@ -198,6 +243,8 @@ def _token_logprobs_backward_kernel(
     if not (_takes(x) and ids.numel()):
         return decompositions.statistics_gradient(g_picked, g_entropy, g_lse, x, ids, of_rows).contiguous()
     expect_layout("moments", moments, x, (x.shape[0], 2))
+    if g_entropy is not None:
+        expect_layout("entropies", entropies, x, (x.shape[0],))
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x = rows_of(x, x.shape[1])
     upstream = (g_picked, g_entropy, g_lse)

@@ -4,7 +4,7 @@
     def row_statistics(x_ptr: Rows, lse_ptr: Vector, n_rows: Int64, scale: Float32, PICKS: tl.constexpr): ...
 
 A launch compiles a kernel from this declaration, never from the values of a call, so no width becomes a constant. The
-names mean nothing to it: an argument can be renamed.
+names carry no meaning, so any argument can be renamed.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ import triton.language as tl
 class Argument:
     """The declared type of an argument.
 
-    type: Triton's name of a scalar's type; None for a pointer, whose type follows the tensor. specialized: whether
-    Triton may compile the kernel again for a value of 1 or for a multiple of 16.
+    type: Triton's name of a scalar's type; "int" for 32 bits where the value fits them, else 64; None for a pointer,
+    whose type follows the tensor. specialized: whether the kernel is compiled again for a value of 1 or for a multiple
+    of 16.
     """
 
     type: str | None
     specialized: bool = False
 
 
-# constexprs, as Triton evaluates the annotations of a kernel, and knows no other globals there
+# constexprs, because Triton evaluates the annotations of a kernel and accepts no other globals there
 # A tensor (n_rows, n_cols) with contiguous columns. Its address is a multiple of 16 bytes where the plan's vectors are.
 Rows = tl.constexpr(Argument(None))
 # A contiguous tensor of O(rows) or O(columns) elements.
 Vector = tl.constexpr(Argument(None))
-# A tensor of any strides, and a stride: for kernels that Triton itself launches.
-AnyTensor = tl.constexpr(Argument(None, specialized=True))
-Stride = tl.constexpr(Argument("i64", specialized=True))
+# A tensor of any strides, a stride of it, and a number of elements.
+AnyTensor = tl.constexpr(Argument(None))
+Stride = tl.constexpr(Argument("int", specialized=True))
+Count = tl.constexpr(Argument("int"))
 Int32 = tl.constexpr(Argument("i32"))
 Int64 = tl.constexpr(Argument("i64"))
 Float32 = tl.constexpr(Argument("fp32"))
@@ -48,16 +50,21 @@ class Declaration:
 
     arguments: the run-time arguments by name, in order. constexprs: the names of the compile-time arguments.
     num_stages: of the kernel's loops; None for the backend's default. asserts: whether the kernel checks its input on
-    the device, so that assertions are compiled in.
+    the device, so that assertions are compiled in. on_cluster: whether the programs of a row may form a thread-block
+    cluster. splits_rows: whether independent programs share a row; their number is the argument after `phase`.
     """
 
     arguments: Mapping[str, Argument]
     constexprs: tuple[str, ...]
     num_stages: int | None
     asserts: bool
+    on_cluster: bool
+    splits_rows: bool
 
 
-def kernel(*, num_stages: int | None = None, asserts: bool = False) -> Callable[[Callable[..., Any]], Any]:
+def kernel(
+    *, num_stages: int | None = None, asserts: bool = False, on_cluster: bool = False, splits_rows: bool = False
+) -> Callable[[Callable[..., Any]], Any]:
     """`triton.jit` for a kernel whose run-time arguments are annotated with an `Argument`; adds its `declaration`.
 
     Raises TypeError where an argument is annotated with something else.
@@ -77,7 +84,9 @@ def kernel(*, num_stages: int | None = None, asserts: bool = False) -> Callable[
             raise TypeError(f"{function.__name__}: every argument is declared with its type, then the constexprs")
         fixed = [name for name, argument in arguments.items() if argument.type and not argument.specialized]
         jitted = triton.jit(do_not_specialize=fixed)(function)
-        jitted.declaration = Declaration(arguments, tuple(constexprs), num_stages, asserts)
+        jitted.declaration = Declaration(
+            arguments, tuple(constexprs), num_stages, asserts, on_cluster=on_cluster, splits_rows=splits_rows
+        )
         return jitted
 
     return decorate

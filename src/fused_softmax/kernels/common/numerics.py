@@ -1,23 +1,30 @@
-"""The mathematics every kernel shares: a row's exponentials, and how two parts of a row are merged.
+"""The mathematics that all kernels share: a row's exponentials, and how two parts of a row are merged.
 
-A part of a row is summed up by two numbers, (row_max, row_sum) with row_sum = sum(exp(x - row_max)), and two parts
-merge to a third (online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867):
+Two numbers describe any part of a row: (row_max, row_sum) with row_sum = sum(exp(x - row_max)). Two parts merge into
+one (online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867):
 
     m = max(m_a, m_b);  s = s_a*exp(m_a - m) + s_b*exp(m_b - m)
 
-row_max is floored at the lowest finite float32, so that a part with no column of the row, or with nothing but -inf,
-adds exactly nothing: exp(-inf - LOWEST) = 0. A row of nothing but -inf then has row_sum 0 and comes out as 0/0 = NaN;
-+inf gives inf - inf = NaN, and NaN spreads through the sum. That is torch's behaviour, with no branch.
+row_max is at least the lowest finite float32. So a part without a column, or a part of -inf only, adds exactly 0:
+exp(-inf - LOWEST) = 0. A row of -inf only has row_sum 0 and becomes 0/0 = NaN. +inf gives inf - inf = NaN, and NaN
+spreads through the sum. This is torch's behavior, without a branch.
 """
 
 from __future__ import annotations
 
+import re
+
 import triton
 import triton.language as tl
 
-# Triton 3.9 reduces what one thread holds as a tree, and earlier ones, where `columns_of` is of no use, one by one; 3.8
-# has trees too, but no layout on a cluster for `columns_of`
-_TREES = tl.constexpr(tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 9))
+TRITON = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])  # (major, minor)
+# From 3.8 on, Triton reduces a thread's own elements as a tree. Earlier versions reduce them one by one, so
+# `columns_of` gains nothing. 3.8 has no layout on a cluster for `columns_of`
+_TREES = tl.constexpr(TRITON >= (3, 8))
+_TREES_ON_CLUSTERS = tl.constexpr(TRITON >= (3, 9))
+# ptxas keeps float32 numbers that are computed again by the same instruction. With Triton 3.6 that stays within the
+# occupancy that was measured. Later versions order the arithmetic in other ways, and it takes more registers
+_CONVERTS_IN_TWO_WAYS = tl.constexpr(TRITON >= (3, 7))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -26,7 +33,7 @@ HIGHEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def exp(x):
-    """exp(x) as the one instruction the hardware has for it, 2**(x*log2(e)). x is a difference to a row's maximum."""
+    """exp(x) as the hardware's one instruction, 2**(x*log2(e)). x is a difference to a row's maximum."""
     return tl.exp2(x * LOG2E)
 
 
@@ -38,9 +45,9 @@ def log(x):
 
 @triton.jit
 def columns_of(x):
-    """The elements of each vector in their order, one tensor for each.  # x: [SEGMENTS, VECTORS, VEC]; result [SEGMENTS, VECTORS]
+    """The elements of each vector in order, one tensor each.  # [SEGMENTS, VECTORS, VEC] -> VEC x [SEGMENTS, VECTORS]
 
-    A thread holds whole vectors, so that nothing is moved.
+    A thread holds whole vectors, so no data moves.
     """
     SEGMENTS: tl.constexpr = x.shape[0]
     VECTORS: tl.constexpr = x.shape[1]
@@ -62,14 +69,20 @@ def columns_of(x):
         return x0, x1, x2, x3, x4, x5, x6, x7
 
 
+@triton.constexpr_function
+def _in_order(ptx: bool, trees: bool, vec: int) -> bool:
+    return ptx and trees and 1 < vec <= 8
+
+
 @triton.jit
-def sum_of_vectors(x, PTX: tl.constexpr):
+def sum_of_vectors(x, PTX: tl.constexpr, ONE_CTA: tl.constexpr = False):
     """tl.sum(x, 2), one element after the other with every Triton.  # [SEGMENTS, VECTORS, VEC] -> [SEGMENTS, VECTORS]
 
-    A tree holds several partial sums, and needs the last element as early as the first: with 3.9 walks over a row took
-    73 registers for 58, and gradients began to add before their last loads were issued.
+    ONE_CTA: the launch has no clusters. A tree holds several partial sums, and needs the last element as early as the
+    first. With Triton 3.9, online reductions took 73 registers instead of 58, and gradients began to add before their
+    last loads were issued.
     """
-    if PTX and _TREES and x.shape[2] > 1 and x.shape[2] <= 8:
+    if _in_order(PTX, _TREES if ONE_CTA else _TREES_ON_CLUSTERS, x.shape[2]):
         columns = columns_of(x)
         total = columns[0]
         for k in tl.static_range(1, x.shape[2]):
@@ -80,9 +93,9 @@ def sum_of_vectors(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def max_of_vectors(x, PTX: tl.constexpr):
-    """tl.max(x, 2), one element after the other, as `sum_of_vectors`.  # [SEGMENTS, VECTORS, VEC] -> [SEGMENTS, VECTORS]"""
-    if PTX and _TREES and x.shape[2] > 1 and x.shape[2] <= 8:
+def max_of_vectors(x, PTX: tl.constexpr, ONE_CTA: tl.constexpr = False):
+    """tl.max(x, 2), one element after the other.  # [SEGMENTS, VECTORS, VEC] -> [SEGMENTS, VECTORS]"""
+    if _in_order(PTX, _TREES if ONE_CTA else _TREES_ON_CLUSTERS, x.shape[2]):
         columns = columns_of(x)
         top = columns[0]
         for k in tl.static_range(1, x.shape[2]):
@@ -94,10 +107,10 @@ def max_of_vectors(x, PTX: tl.constexpr):
 
 @triton.jit
 def rescale_moments(m, s, t, m_new):
-    """(m, s, t) with s = sum(exp(x - m)) and t = sum(exp(x - m)*(x - m)), as seen from m_new >= m.
+    """(m, s, t) with s = sum(exp(x - m)) and t = sum(exp(x - m)*(x - m)), rescaled from m to m_new >= m.
 
     exp(x - m_new)*(x - m_new) = exp(m - m_new)*(exp(x - m)*(x - m) + exp(x - m)*(m - m_new)). The difference is
-    floored, so that a part which counts nothing, or far less than float32 can tell, adds 0 and not 0*(-inf).
+    floored, so that a part without columns, or one too small for float32, adds 0 and not 0*(-inf).
     """
     by = exp(m - m_new)
     s = s * by
@@ -106,20 +119,22 @@ def rescale_moments(m, s, t, m_new):
 
 @triton.jit
 def binade(x):
-    """The largest power of two that is not above x; x is positive."""
+    """The largest power of two that is at most x; x is positive."""
     return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def exp2_affine(m, FUSED: tl.constexpr, scale=None):
-    """(base, shift, by) with exp(scale*(x - m)) = exp2_fma(x, base, shift)*by: one multiply-add and one exp2 each.
+    """(base, shift, correction) with exp(scale*(x - m)) = exp2_fma(x, base, shift)*correction.
 
-    For x and m of 16 bits, or such numbers times one factor, and a positive scale (None: 1); m may also be the row's
-    logsumexp, which from 2^28 on rounds to the largest x. base is scale*log2(e), shift is m*base, rounded, and by
-    gives back, once a row, what the rounding lost. From scale*m = 2^28 on exp tells no two 16-bit numbers apart, so
-    base is a power of two, which loses nothing; below that the rounding loses 2^4 or less, which neither overflows nor
-    vanishes. The result is right to a rounding or two of float32, but not exactly 1 where x is m: it is for what is
-    written in 16 bits, or is one of many in a sum. Where not FUSED x and m come scaled, of any size, and shift is m.
+    Each element then takes one multiply-add and one exp2. x and m have 16 bits, or are such numbers times one factor,
+    and scale is positive (None: 1). m may also be the row's logsumexp, which rounds to the largest x from 2^28 on. base
+    is scale*log2(e). shift is m*base, rounded, and the correction, one number per row, undoes this rounding.
+
+    From scale*m = 2^28 on, exp tells no two 16-bit numbers apart, so base is a power of two and nothing is rounded.
+    Below that the rounding error is 2^4 or less, and the correction neither overflows nor vanishes. The result is right
+    to one or two roundings of float32, but not exactly 1 where x is m. So use it for results of 16 bits, or for one
+    term of many in a sum. Where not FUSED, x and m are already scaled and of any size, and shift is m.
     """
     if FUSED and scale is None:
         base = tl.where(tl.abs(m) < 268435456.0, LOG2E, 1.0)
@@ -128,7 +143,7 @@ def exp2_affine(m, FUSED: tl.constexpr, scale=None):
     elif FUSED:
         scale = tl.zeros_like(m) + scale
         small = tl.abs(m) * scale < 268435456.0
-        # nor may the product overflow: from 2^64 on 16-bit numbers are 2^56 apart or more, which needs no scale
+        # the product must not overflow either: from 2^64 on, 16-bit numbers differ by 2^56 or more and need no scale
         base = tl.where(small, scale * LOG2E, tl.where(tl.abs(m) < 18446744073709551616.0, binade(scale), 1.0))
         shift = m * base
         return base, shift, tl.where(small, tl.exp2(-tl.fma(m, base, -shift)), 1.0)
@@ -138,7 +153,7 @@ def exp2_affine(m, FUSED: tl.constexpr, scale=None):
 
 @triton.jit
 def exp2_fma(x, base, shift, FUSED: tl.constexpr):
-    """exp(scale*(x - m)), but for the factor `by` of `exp2_affine`."""
+    """exp(scale*(x - m)), without the correction of `exp2_affine`."""
     if FUSED:
         return tl.exp2(tl.fma(x, base, -shift))
     else:
@@ -147,10 +162,10 @@ def exp2_fma(x, base, shift, FUSED: tl.constexpr):
 
 @triton.jit
 def scaled(x, by, PTX: tl.constexpr):
-    """x*by, rounded to float32 before anything else is done with it.
+    """x*by, rounded to float32 before any other operation.
 
-    Left alone the compiler makes one multiply-add of x*by - m, which is not 0 where x*by is m: among numbers near the
-    end of the range, it is far from 0.
+    Otherwise the compiler fuses x*by - m into one multiply-add, which is not 0 where x*by rounds to m. For numbers near
+    the largest float32, it is far from 0.
     """
     if PTX:
         return tl.inline_asm_elementwise(
@@ -161,14 +176,20 @@ def scaled(x, by, PTX: tl.constexpr):
 
 
 @triton.jit
-def upcast(x, PTX: tl.constexpr, REMATERIALIZE: tl.constexpr = False):
-    """x in float32. REMATERIALIZE: computed again here, whatever the compiler knows of x.
+def upcast(x, PTX: tl.constexpr, REMATERIALIZE: tl.constexpr = False, SECOND: tl.constexpr = False):
+    """x in float32. REMATERIALIZE: convert again here, even where the compiler has x in float32 already; SECOND: for
+    the second time.
 
-    exp(x) is cheaper to compute twice than to keep: the row stays in registers as 16-bit numbers, more programs fit on
-    a multiprocessor, and more bytes are in flight. Left alone, the compiler would convert once and keep the float32
-    numbers; and it takes three instructions where two bfloat16 in a register become two float32 with one each.
+    Computing exp(x) twice is cheaper than holding it: the row stays in registers as 16-bit numbers, more programs fit
+    on a multiprocessor, and more bytes are in flight. Otherwise the compiler would convert once and hold the float32
+    numbers. The assembly also takes one instruction per bfloat16, where the compiler takes three for two of them.
+    ptxas converts once, too, where both conversions are the same instruction, so the second is another one: the
+    gradient of 128,256 columns takes 48 registers with Triton 3.9, and 76 with the same instruction.
     """
-    if PTX and x.dtype == tl.bfloat16:
+    if PTX and REMATERIALIZE and SECOND and _CONVERTS_IN_TWO_WAYS and x.dtype == tl.bfloat16:
+        PERMUTE: tl.constexpr = "prmt.b32 $0, $2, 0, 0x1044; prmt.b32 $1, $2, 0, 0x3244;"
+        return tl.inline_asm_elementwise(PERMUTE, "=r,=r,r", [x], dtype=tl.float32, is_pure=False, pack=2)
+    elif PTX and x.dtype == tl.bfloat16:
         ASM: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
         return tl.inline_asm_elementwise(ASM, "=r,=r,r", [x], dtype=tl.float32, is_pure=not REMATERIALIZE, pack=2)
     elif PTX and REMATERIALIZE and x.dtype == tl.float16:

@@ -1,9 +1,9 @@
-"""One walk over a row of logits: its maximum, its sum of exponentials, and one sum more that an op asks for.
+"""The online softmax reduction of a row of logits: maximum, sum of exponentials, and an optional third sum.
 
     z = softcap(x)*scale;  m = max(z);  s = sum(exp(z - m));  t = sum(exp(z - m)*(z - m))  or  sum(w*(z - r))
 
-The row is read once, in steps that keep nothing, by one program or the CTAS programs of a cluster; several narrow rows
-share a program. What limits it is the read ceiling. -inf adds nothing, NaN spreads, +inf makes s infinite.
+One program, or the CTAS programs of a cluster, read the row once, in steps, and hold nothing of it. Several narrow rows
+share a program. The read bandwidth is the limit. -inf adds nothing, NaN spreads, and +inf makes s infinite.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .numerics import (
 )
 from .tiles import chunk_offsets, head_and_tail, load_chunks
 
-# nothing is written that L2 could make room for, and nothing is read again. H200: .3 to 1.5% faster than "evict_last"
+# the row is not read again, and no output needs room in L2. H200: 0.3 to 1.5% faster than "evict_last"
 READ_ONCE = tl.constexpr("evict_first")
 
 # tanh(u) = u + u*(TANH_3*u^2 + ... + TANH_9*u^8) for |u| < 0.5, within 1.5e-8 of itself
@@ -36,11 +36,11 @@ TANH_5 = tl.constexpr(0.1332587884046698)
 TANH_7 = tl.constexpr(-0.053045486696590094)
 TANH_9 = tl.constexpr(0.01724147638485393)
 
-# the sums of label smoothing are in units of 2^32: a sum of numbers near the end of the range must not overflow before
-# another is subtracted from it
+# the sums of label smoothing are in units of 2^32: a sum of numbers near the largest float32 must not overflow before
+# another sum is subtracted from it
 SMOOTH_UNIT = tl.constexpr(2.0**-32)
 
-# what a walk sums up beside (max, sum): nothing, sum(exp(z - m)*(z - m)), or sum(w*(z - r)) about a reference r
+# the third sum of a reduction: none, sum(exp(z - m)*(z - m)), or sum(w*(z - r)) with a reference r
 NO_MOMENT = tl.constexpr(0)
 ENTROPY_MOMENT = tl.constexpr(1)
 WEIGHTED_SUM = tl.constexpr(2)
@@ -51,7 +51,7 @@ def load_step(
     at, width, SEGMENTS: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, VECTORS: tl.constexpr,
     VEC: tl.constexpr, WARPS_PER_ROW: tl.constexpr,
 ):  # fmt: skip
-    """A step's chunks as `load_chunks` gives them."""
+    """A step's chunks, as `load_chunks` returns them."""
     return load_chunks(at, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW, READ_ONCE)
 
 
@@ -60,13 +60,13 @@ def capped_with_slope(x, cap):
     """(cap*tanh(x/cap), its derivative 1 - tanh(x/cap)^2) of x in float32, to a few roundings for every cap.
 
     With u = x/cap, 1 - tanh(|u|) = 2/(exp(2|u|) + 1) = q, and the derivative is q*(2 - q), which keeps its digits where
-    tanh is nearly 1. Near 0 that form of tanh cancels, and tanh(u) = u + u*r with r = u^2*P(u^2); then the result is
-    x + x*r, which tends to x for a large cap. -inf stays -inf: a masked class is not a small one.
+    tanh is nearly 1. Near 0 that form of tanh cancels, so tanh(u) = u + u*r with r = u^2*P(u^2) is used. The result is
+    then x + x*r, which tends to x for a large cap. -inf stays -inf, because a masked class is not a small one.
     """
     u = x * tl.div_rn(1.0, cap)
     q = 2.0 / (tl.exp2(tl.abs(u) * (2.0 * LOG2E)) + 1.0)
     u2 = u * u
-    # few operations: Triton's planner of clusters gives up on a kernel of too many
+    # few operations, because Triton's cluster planner fails on a kernel with too many
     r = u2 * tl.fma(u2, tl.fma(u2, tl.fma(u2, TANH_9, TANH_7), TANH_5), TANH_3)
     near = tl.abs(u) < 0.5
     far = tl.where(u < 0.0, -cap, cap) * (1.0 - q)
@@ -78,7 +78,7 @@ def capped_with_slope(x, cap):
 
 @triton.jit
 def capped(x, cap, SOFTCAP: tl.constexpr):
-    """x in float32, cap*tanh(x/cap) where there is a cap."""
+    """x in float32, or cap*tanh(x/cap) where there is a cap."""
     x = x.to(tl.float32)
     if SOFTCAP:
         x, _ = capped_with_slope(x, cap)
@@ -87,10 +87,10 @@ def capped(x, cap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def logit(x, scale, cap, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
-    """What the softmax sees of a raw logit, in float32.
+    """The softmax's input for a raw logit, in float32.
 
-    The product is rounded before anything is subtracted from it: among numbers near the end of the range x*scale - m as
-    one multiply-add is far from 0 where x*scale is m.
+    The product is rounded before anything is subtracted from it. As one multiply-add, x*scale - m is not 0 where
+    x*scale rounds to m; for numbers near the largest float32 it is far from 0.
     """
     x = capped(x, cap, SOFTCAP)
     if SCALED:
@@ -101,45 +101,47 @@ def logit(x, scale, cap, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
 @triton.jit
 def accumulate(
     x, scale, cap, m, s, t,
-    MOMENT: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr,
+    MOMENT: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, CHUNKS: tl.constexpr, ONE_CTA: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
-    """Each lane's (m, s, t) with one step more in it, whose maximum is taken among the logits as they were loaded.
+    """Each vector's (m, s, t) after one more step.
 
-    A weighted sum is its caller's to add.  # x: CHUNKS tiles [SEGMENTS, VECTORS, VEC]; m, s, t: [SEGMENTS, VECTORS]
+    The step's maximum is taken of the logits as loaded. The caller adds a weighted sum.
+    # x: CHUNKS tiles [SEGMENTS, VECTORS, VEC]; m, s, t: [SEGMENTS, VECTORS]
     """
-    top = max_of_vectors(x[0], PTX)
+    top = max_of_vectors(x[0], PTX, ONE_CTA)
     for c in tl.static_range(1, CHUNKS):
-        top = tl.maximum(top, max_of_vectors(x[c], PTX))
+        top = tl.maximum(top, max_of_vectors(x[c], PTX, ONE_CTA))
     m_new = tl.minimum(tl.maximum(m, logit(top, scale, cap, SCALED, SOFTCAP)), HIGHEST)
     if MOMENT == ENTROPY_MOMENT:
         m, s, t = rescale_moments(m, s, t, m_new)
     else:
         s = s * exp(m - m_new)
-    # a step is added up by itself: the fewer numbers are added to a long sum one by one, the less they round it
+    # a step has its own sum: fewer additions to a long sum cause less rounding
     step = tl.zeros_like(s)
     moment = tl.zeros_like(t)
-    # where FUSED d is in base 2 and about a rounded number, and what that adds is taken back once a step
+    # where FUSED, d is in base 2 and relative to a rounded number; the correction per step undoes that rounding
     FUSED: tl.constexpr = PTX and x[0].dtype.primitive_bitwidth == 16 and not SOFTCAP
-    base, shift, mend = exp2_affine(m_new, FUSED)
+    base, shift, correction = exp2_affine(m_new, FUSED)
     for c in tl.static_range(CHUNKS):
         z = logit(upcast(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
         d = tl.fma(z, base[:, :, None], -shift[:, :, None]) if FUSED else z - shift[:, :, None]
         e = tl.exp2(d) if FUSED else exp(d)
-        step += sum_of_vectors(e, PTX)
+        step += sum_of_vectors(e, PTX, ONE_CTA)
         if MOMENT == ENTROPY_MOMENT:
-            moment += sum_of_vectors(e * tl.maximum(d, LOWEST), PTX)
+            moment += sum_of_vectors(e * tl.maximum(d, LOWEST), PTX, ONE_CTA)
     if FUSED:
         if MOMENT == ENTROPY_MOMENT:
-            moment = mend * LN2 * (moment - tl.fma(m_new, base, -shift) * step)
-        step = mend * step
+            moment = correction * LN2 * (moment - tl.fma(m_new, base, -shift) * step)
+        step = correction * step
     return m_new, s + step, t + moment
 
 
 @triton.jit
 def reference_of(x, cap, SOFTCAP: tl.constexpr):
-    """The reference that smoothed logits are summed up about, in units: that of one logit, or 0 if it is infinite.
+    """The reference of the sum of smoothed logits, in units: that of one logit, or 0 if it is infinite.
 
-    A sum of z alone loses the digits of z - lse where all logits are large.
+    A sum of z without a reference loses the digits of z - lse where all logits are large.
     """
     z = capped(x, cap, SOFTCAP)
     return tl.where(tl.abs(z) <= HIGHEST, z, 0.0) * SMOOTH_UNIT
@@ -147,7 +149,7 @@ def reference_of(x, cap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def weigh(z, reference, at, mask, w_ptr, WEIGHTED: tl.constexpr):
-    """w*(z - reference) of a tile in units of SMOOTH_UNIT, 0 where `mask` is not."""
+    """w*(z - reference) of a tile in units of SMOOTH_UNIT, 0 where `mask` is not set."""
     z = tl.fma(z, SMOOTH_UNIT, -reference)
     if WEIGHTED:
         w = tl.load(w_ptr + at, mask=mask, other=0.0)
@@ -166,27 +168,18 @@ def online_reduction(
     n_cols,  # elements
     exists,
     rank,
-    part,
+    warp,
     scale,
     cap,
     reference,  # of WEIGHTED_SUM
-    w_ptr,
-    MOMENT: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr,
-    VEC: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """The row's (max, sum, moment), after the one read.  # x_row .. scale: [SEGMENTS, 1]; result [SEGMENTS]
+    w_ptr, MOMENT: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
+    CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The row's (max, sum, moment), from one read.  # x_row .. scale: [SEGMENTS, 1]; result [SEGMENTS]
 
-    first, width: where the line's part of the slice begins, and how many columns it ends after.
+    first: the segment's first column. width: the columns from there to the end of its slice. n_cols: in elements.
+    reference: of WEIGHTED_SUM.
     """
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     STEP: tl.constexpr = CHUNKS * WARPS_PER_ROW * VECTORS * VEC
@@ -194,8 +187,8 @@ def online_reduction(
     s = tl.zeros([SEGMENTS, VECTORS], tl.float32)
     t = tl.zeros([SEGMENTS, VECTORS], tl.float32)
     zero = tl.zeros([1, 1], tl.int64)
-    # whole steps, which every slice has, need no mask; the last slice is the shortest. Little that is left over makes a
-    # step of FEW chunks, as an empty chunk costs as much arithmetic as a full one
+    # every slice has `whole` steps, which need no mask; the last slice is the shortest. A short rest is a step of FEW
+    # chunks, because an empty chunk takes as much arithmetic as a full one
     units = n_cols // VEC
     even = tl.cdiv(units, CTAS)
     shortest = tl.maximum(units - (1 if UNALIGNED else 0) - (CTAS - 1) * even, 0)
@@ -206,18 +199,20 @@ def online_reduction(
         whole = whole * 0
     FEW: tl.constexpr = 0 if ROWS > 1 or MOMENT == WEIGHTED_SUM else (CHUNKS + 3) // 4
     n_steps = whole + tl.cdiv(tl.maximum(even * VEC - whole * STEP - FEW * (WARPS_PER_ROW * VECTORS * VEC), 0), STEP)
-    if UNALIGNED:  # before the walk, so that nothing waits for it afterwards
-        edge, in_head_tail = head_and_tail(head, interior, n_cols, (rank == 0) & (part == 0) & exists, VECTORS, VEC)
-        x_head_tail = tl.load(x_row + edge, mask=in_head_tail, other=-float("inf"))
+    if UNALIGNED:  # before the loop, so that no one waits for it afterwards
+        head_tail, in_head_tail = head_and_tail(
+            head, interior, n_cols, (rank == 0) & (warp == 0) & exists, VECTORS, VEC
+        )
+        x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf"))
     for step in range(whole):
         x = load_step(
             x_row + first + (zero + step) * STEP, width, SEGMENTS, CHUNKS, CHUNKS, VECTORS, VEC, WARPS_PER_ROW
         )
-        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, CHUNKS, PTX)
+        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, CHUNKS, CTAS == 1, PTX)
     for step in range(whole, n_steps):
         start = (zero + step) * STEP
         x = load_step(x_row + first + start, width - start, SEGMENTS, CHUNKS, 0, VECTORS, VEC, WARPS_PER_ROW)
-        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, CHUNKS, PTX)
+        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, CHUNKS, CTAS == 1, PTX)
         if MOMENT == WEIGHTED_SUM:
             for c in tl.static_range(CHUNKS):
                 z = logit(upcast(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
@@ -230,9 +225,9 @@ def online_reduction(
     if FEW > 0 and even * VEC > n_steps * STEP:
         start = (zero + n_steps) * STEP
         x = load_step(x_row + first + start, width - start, SEGMENTS, FEW, 0, VECTORS, VEC, WARPS_PER_ROW)
-        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, FEW, PTX)
-    # the ends are one number more for a lane. On a cluster they are summed up by line: a tile of them need not lie in
-    # its CTAs as the row does
+        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, FEW, CTAS == 1, PTX)
+    # each thread adds one head or tail element to its sums. On a cluster they are reduced with their segment instead,
+    # because Triton may place their tile in other CTAs than the row's
     if UNALIGNED and CTAS == 1:
         z_head_tail = logit(x_head_tail, scale, cap, SCALED, SOFTCAP)
         top = tl.minimum(tl.maximum(m, z_head_tail), HIGHEST)
@@ -245,39 +240,42 @@ def online_reduction(
         if MOMENT == ENTROPY_MOMENT:
             t += e * tl.maximum(z_head_tail - m, LOWEST)
         elif MOMENT == WEIGHTED_SUM:
-            t += weigh(z_head_tail, reference, edge + head, in_head_tail, w_ptr, WEIGHTED)
-    line_max = tl.max(m, 1)
+            t += weigh(z_head_tail, reference, head_tail + head, in_head_tail, w_ptr, WEIGHTED)
+    segment_max = tl.max(m, 1)
     if UNALIGNED and CTAS > 1:
         z_head_tail = logit(x_head_tail, scale, cap, SCALED, SOFTCAP)
-        line_max = tl.minimum(tl.maximum(line_max, tl.max(z_head_tail, 1)), HIGHEST)
+        segment_max = tl.minimum(tl.maximum(segment_max, tl.max(z_head_tail, 1)), HIGHEST)
     if MOMENT == ENTROPY_MOMENT:
-        m, s, t = rescale_moments(m, s, t, line_max[:, None])
+        m, s, t = rescale_moments(m, s, t, segment_max[:, None])
     else:
-        s = s * exp(m - line_max[:, None])
-    line_sum = tl.sum(s, 1)
-    line_moment = tl.sum(t, 1)
+        s = s * exp(m - segment_max[:, None])
+    segment_sum = tl.sum(s, 1)
+    segment_moment = tl.sum(t, 1)
     if UNALIGNED and CTAS > 1:
-        d = z_head_tail - line_max[:, None]
-        line_sum += tl.sum(exp(d), 1)
+        d = z_head_tail - segment_max[:, None]
+        segment_sum += tl.sum(exp(d), 1)
         if MOMENT == ENTROPY_MOMENT:
-            line_moment += tl.sum(exp(d) * tl.maximum(d, LOWEST), 1)
+            segment_moment += tl.sum(exp(d) * tl.maximum(d, LOWEST), 1)
         elif MOMENT == WEIGHTED_SUM:
-            line_moment += tl.sum(weigh(z_head_tail, reference, edge + head, in_head_tail, w_ptr, WEIGHTED), 1)
+            segment_moment += tl.sum(weigh(z_head_tail, reference, head_tail + head, in_head_tail, w_ptr, WEIGHTED), 1)
     if MOMENT == NO_MOMENT:
-        row_max, row_sum = cluster_reduce_max_sum(line_max, line_sum, CTAS, PTX, WARPS_PER_ROW)
+        row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)
         return row_max, row_sum, row_sum
     else:
         PLAIN: tl.constexpr = MOMENT == WEIGHTED_SUM
-        return cluster_reduce_moments(line_max, line_sum, line_moment, PLAIN, CTAS, PTX, WARPS_PER_ROW)
+        return cluster_reduce_moments(segment_max, segment_sum, segment_moment, PLAIN, CTAS, PTX, WARPS_PER_ROW)
 
 
 @triton.jit
 def logsumexp(row_max, row_sum):
-    """row_max + log(row_sum), and -inf where nothing was summed."""
+    """row_max + log(row_sum), or -inf for an empty sum."""
     return tl.where(row_sum == 0.0, -float("inf"), row_max + log(row_sum))
 
 
 @triton.jit
 def rounding_residual(lse, row_max, row_sum):
-    """What row_max + log(row_sum) = lse lost to rounding, which grows with the logits; (lse - z) + lost has it back."""
+    """The rounding residual of lse = row_max + log(row_sum): (lse - z) + residual has the digits that lse lost.
+
+    lse rounds more, the larger the logits are.
+    """
     return log(row_sum) - (lse - row_max)

@@ -1,7 +1,7 @@
-"""In which order the rows of masked scores are taken, and what a row sees of its columns where queries are causal.
+"""The row scheduler: the order in which programs take the rows of masked scores, and the columns of causal rows.
 
-Programs come in groups of rows that lie together in memory, with those that share a mask soon after each other, and the
-longest of the causal rows first.
+Programs take rows in groups that lie together in memory. Groups that share a mask follow each other soon, and the
+longest causal rows come first.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import triton.language as tl
 
 @triton.jit
 def fast_divmod(n, d, multiplier, power):
-    """(n // d, n % d) of n < 2^31 by a multiplication: multiplier is ceil(2^power/d), and power at least 31 + log2(d).
+    """(n // d, n % d) of n < 2^31 by a multiplication (Granlund and Montgomery 1994).
 
-    A row's loads wait for it, and the machine's own division takes 150 cycles (Granlund and Montgomery 1994).
+    multiplier is ceil(2^power/d), and power is at least 31 + log2(d). A row's loads wait for the result, and the GPU's
+    own division takes 150 cycles.
     """
     quotient = (n * multiplier) >> power
     return quotient, n - quotient * d
@@ -25,11 +26,12 @@ def scheduled_row(
     place, n_queries, n_group, group_multiplier, group_shift, n_batch, batch_multiplier, batch_shift,
     GROUPED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """(row, batch, query) of the row that comes at `place`: where GROUPED n_group neighbours of a batch, then the same
-    of the next batch, so that they find their mask in L2; else all of a batch, n_group of them.
+    """(row, batch, query) of the row at `place` in the order.
 
-    Neighbours lie together in memory: rows that are a power of two apart, one after the other, cost a tenth of the
-    bandwidth. The longest causal rows come first.
+    Where GROUPED, n_group neighbors of one batch come first, then the same queries of the next batch, so that they find
+    their mask in L2. Elsewhere all n_group queries of a batch come first. Neighbors lie together in memory: an order
+    that takes rows a power of two apart, one after the other, loses a tenth of the bandwidth. The longest causal rows
+    come first.
     """
     turn, query = fast_divmod(place, n_group, group_multiplier, group_shift)
     batch = turn
@@ -43,7 +45,7 @@ def scheduled_row(
 
 @triton.jit
 def seen_of(query, columns, CAUSAL: tl.constexpr):
-    """How many of its columns a row sees.  # query: [SEGMENTS, 1]"""
+    """The number of columns that a row sees.  # query: [SEGMENTS, 1]"""
     if CAUSAL:
         return tl.minimum(query + 1, columns)
     else:

@@ -1,12 +1,12 @@
-"""Parking: the first chunks of a row's slice in shared memory, where registers have no room for another program.
+"""Stages the first chunks of a row's slice in shared memory, where registers have no room for them.
 
-How many programs share a multiprocessor, and so how many bytes are in flight, is a matter of registers; shared memory
-lies idle beside them. So each thread copies its own vectors of the first chunks there, asynchronously and past its
-registers (cp.async), and fetches one whenever it needs it. No thread reads what another has copied: there is nothing to
-synchronise but each thread with its own copies. A thread's vector is where a tile [SEGMENTS, VECTORS, VEC] has it, whose
-line is a warp's and whose lane a thread's, as in `cluster`.
+Registers limit how many programs share a multiprocessor, and so how many bytes are in flight. Shared memory is idle at
+that time. So each thread copies its own vectors of the first chunks there asynchronously, past its registers
+(cp.async), and fetches each vector when it needs it. No thread reads another thread's copies, so each thread waits only
+for its own. A tile [SEGMENTS, VECTORS, VEC] says which vector is whose: a segment belongs to a warp, a vector to a
+thread, as in `cluster`.
 
-Interpreted there is nothing to park: the chunks are loaded as all others are.
+The interpreter stages nothing: it loads these chunks as all others.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ def _declare_ptx(n_bytes: int) -> str:
 
 
 @triton.constexpr_function
-def _copy_ptx(place: int, parked: int, threads: int) -> str:
+def _copy_ptx(place: int, staged: int, threads: int) -> str:
     """$1: the address of the row's first aligned column, $2: the bytes of a CTA's slice."""
     chunk = 16 * threads
-    lines = ["{", ".reg .b32 thread, rank, slot;", ".reg .b64 source, slice, policy;"]
-    lines += ["mov.u32 thread, %tid.x;", "mov.u32 rank, %cluster_ctarank;", "mov.u32 slot, row_parked;"]
-    lines += ["mad.lo.u32 slot, thread, 16, slot;", "mul.wide.u32 slice, rank, $2;", "cvta.to.global.u64 source, $1;"]
-    lines += ["add.s64 source, source, slice;", "mul.wide.u32 slice, thread, 16;", "add.s64 source, source, slice;"]
-    lines += ["createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"]  # as `slices` loads the others
-    for c in range(parked):
+    ptx = ["{", ".reg .b32 thread, rank, slot;", ".reg .b64 source, slice, policy;"]
+    ptx += ["mov.u32 thread, %tid.x;", "mov.u32 rank, %cluster_ctarank;", "mov.u32 slot, row_parked;"]
+    ptx += ["mad.lo.u32 slot, thread, 16, slot;", "mul.wide.u32 slice, rank, $2;", "cvta.to.global.u64 source, $1;"]
+    ptx += ["add.s64 source, source, slice;", "mul.wide.u32 slice, thread, 16;", "add.s64 source, source, slice;"]
+    ptx += ["createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"]  # as `tiles.READS`
+    for c in range(staged):
         at = f"[slot+{(place + c) * chunk}], [source+{c * chunk}]"
-        lines.append(f"cp.async.cg.shared.global.L2::cache_hint {at}, 16, policy;")
-    return "\n".join([*lines, "mov.u32 $0, 0;", "}"])
+        ptx.append(f"cp.async.cg.shared.global.L2::cache_hint {at}, 16, policy;")
+    return "\n".join([*ptx, "mov.u32 $0, 0;", "}"])
 
 
 @triton.constexpr_function
 def _fetch_ptx(place: int, threads: int) -> str:
-    lines = ["{", ".reg .b32 thread, slot;", "mov.u32 thread, %tid.x;", "mov.u32 slot, row_parked;"]
-    lines += ["mad.lo.u32 slot, thread, 16, slot;"]
-    return "\n".join([*lines, f"ld.volatile.shared.v4.b32 {{$0, $1, $2, $3}}, [slot+{place * 16 * threads}];", "}"])
+    ptx = ["{", ".reg .b32 thread, slot;", "mov.u32 thread, %tid.x;", "mov.u32 slot, row_parked;"]
+    ptx += ["mad.lo.u32 slot, thread, 16, slot;"]
+    return "\n".join([*ptx, f"ld.volatile.shared.v4.b32 {{$0, $1, $2, $3}}, [slot+{place * 16 * threads}];", "}"])
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def declare_staging(PLACES: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constex
 def stage(row, slice, PLACE: tl.constexpr, SMEM_STAGED: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr):
     """Begins to copy the first SMEM_STAGED chunks of each CTA's slice to its places from PLACE on.
 
-    # row: pointer to the row's first aligned column; slice: elements of each slice but the last
+    # row: pointer to the row's first aligned column; slice: elements of each slice, except the last
     """
     if SMEM_STAGED > 0 and PTX:
         ASM: tl.constexpr = _copy_ptx(PLACE, SMEM_STAGED, THREADS)
@@ -77,7 +77,7 @@ def load_unstaged(
     VEC: tl.constexpr, fill, WARPS_PER_ROW: tl.constexpr, SMEM_STAGED: tl.constexpr, PTX: tl.constexpr,
     POLICY: tl.constexpr = READS,
 ):  # fmt: skip
-    """The chunks of the slice that are not parked, in tiles, as `load_chunks` gives them."""
+    """The chunks of the slice that are not staged, as `load_chunks` returns them."""
     FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
     return load_chunks(at, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, fill, WARPS_PER_ROW, POLICY, FIRST)
 
@@ -86,11 +86,11 @@ def load_unstaged(
 def chunk_of(
     tiles, C: tl.constexpr, PLACE: tl.constexpr, SMEM_STAGED: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr
 ):
-    """Chunk C of the slice, from its place or from `load_unstaged`'s tiles."""
+    """Chunk C of the slice, from its place in shared memory or from `load_unstaged`'s tiles."""
     if not PTX:
         return tiles[C]
     elif C < SMEM_STAGED:
-        # a tile that is in registers anyway says which thread holds what
+        # the operand is a tile that is in registers anyway: its layout tells which thread holds which vector
         VEC: tl.constexpr = 128 // tiles[0].dtype.primitive_bitwidth
         ASM: tl.constexpr = _fetch_ptx(PLACE + C, THREADS)
         return tl.inline_asm_elementwise(

@@ -39,7 +39,7 @@ UNITS = {
     "row": "ULP at the row's largest reference value, or at the largest term that the row's gradients are differences "
     "of, where that is larger: where a difference cancels, its own ULP says nothing",
 }
-OUTPUT_UNITS = {"softmax": "value", "masked_softmax": "value"}
+OUTPUT_UNITS = {"probability": "value", "log-probability": "log", "statistic": "log"}
 GRADIENT = "gradient"
 LOG_UNIT = torch.finfo(torch.float32).eps
 
@@ -192,13 +192,13 @@ def evaluate(case: Case, device: torch.device) -> list[Row]:
         again = spec.tensors(spec.function(x, **arguments))
     except Exception as error:
         said = f"{case}: raises {type(error).__name__}: {str(error)[:200]}"
-        unit = OUTPUT_UNITS.get(case.op, "log")
+        unit = OUTPUT_UNITS[spec.holds]
         return [Row(case.op, spec.outputs[0], case.dtype, 0, 0, unit, math.inf, 0.0, str(case), infinite=(said,))]
     own = results(spec, spec.torch_way, x, arguments, upstream, g)
     ref = results(spec, spec.reference, x.double(), arguments, upstream, g)
     found = []
     for name, wanted in ref.items():
-        unit = "row" if name == GRADIENT else OUTPUT_UNITS.get(case.op, "log")
+        unit = "row" if name == GRADIENT else OUTPUT_UNITS[spec.holds]
         at_least = row_magnitude(case, ref, upstream) if name == GRADIENT else 0.0
         # without a gradient to come the forward may be another kernel
         ours = [got[name], *([again[name]] if name in again else [])]
@@ -245,10 +245,10 @@ def row_magnitude(case: Case, ref: dict[str, Tensor], upstream: dict[str, Tensor
     """For each row of the gradient the largest number that it holds or is a difference of; (rows, 1), float64."""
     dy = {name: t.double() for name, t in upstream.items()}
     held = ref[GRADIENT].abs().nan_to_num(0.0).amax(1, keepdim=True)
-    if case.op in ("softmax", "masked_softmax"):  # y * (dy - sum(dy * y))
+    if OPS[case.op].holds == "probability":  # y * (dy - sum(dy * y))
         terms = (ref["y"] * dy["y"]).abs().nan_to_num(0.0).amax(1, keepdim=True)
         terms = terms * abs(case.options.get("scale", 1.0))
-    elif case.op == "log_softmax":  # dy - exp(y) * sum(dy)
+    elif OPS[case.op].holds == "log-probability":  # dy - exp(y) * sum(dy)
         terms = dy["y"].abs().amax(1, keepdim=True)
     elif case.op == "logsumexp":  # exp(x - lse) * dy
         return held

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fused_softmax.lab.bench.ops import SHORT
+from fused_softmax.lab.bench.inputs import SHORT
 from fused_softmax.lab.bench.report import Rows
 
 from .measure import GRADIENT, INTERPRETED_WIDEST, KINDS, UNITS, WIDTH_CLASSES, Row

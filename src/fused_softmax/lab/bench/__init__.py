@@ -1,6 +1,6 @@
-"""The benchmark: checks before times, every figure beside the device's own copy (or read, or add) of the same run.
+"""The benchmark: a check before every time, and every figure relative to a copy, read or add of the same run.
 
-cases (which shapes, and why) and systems (what is compared) meet in session, which checks (checking), times (timing)
-and writes records (record); report, plots, page and readme only show what was recorded. Nothing here decides how a
-softmax is computed.
+Workloads (ops, inputs), shapes (cases) and systems meet in session, which checks (checking), times (timing) and writes
+records (record). run chooses what a session does. report, plots, output, readme and compare only show records. Nothing
+here decides how a softmax is computed.
 """

@@ -14,10 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import torch
-
-from fused_softmax.lab.bench.operation import one_input
-from fused_softmax.lab.bench.ops import AUTOGRAD, DTYPES, OPS, SHORT, family
+from fused_softmax.lab.bench.inputs import DTYPES, SHORT, excerpt, load_tensors, one_input
+from fused_softmax.lab.bench.ops import AUTOGRAD, OPS, family
 
 TimedBy = Literal["events", "graph", "host", "first_call"]
 ELEMENTS = 2**28
@@ -120,7 +118,7 @@ def random_cases(
     elements: int = ELEMENTS,
     n_rows: int | None = None,
 ) -> tuple[Case, ...]:
-    """An op at `count` random widths of its range, in `dtypes` (default: bfloat16, and float32 but for losses)."""
+    """An op at `count` random widths of its range, in `dtypes` (default: bfloat16, and float32 except for losses)."""
     of = family(op)
     cases = []
     for n_cols in random_widths(count, seed, *RANDOM_RANGES.get(of, RANDOM_RANGE)):
@@ -209,11 +207,6 @@ def cpu_sweep(op: str) -> tuple[Case, ...]:
     )
 
 
-def excerpt() -> Path:
-    """The excerpt of real logits that comes with the package (data/README.md has its provenance)."""
-    return Path(__file__).resolve().parent.parent / "data" / "minilm_excerpt.safetensors"
-
-
 def real_cases(op: str, file: Path | None = None) -> tuple[Case, ...]:
     """One case for each floating tensor of at least one dimension in a .safetensors, .npy or .pt file."""
     path = excerpt() if file is None else file
@@ -224,44 +217,3 @@ def real_cases(op: str, file: Path | None = None) -> tuple[Case, ...]:
         by = timed_by(tensor.numel() // max(n_cols, 1), n_cols, tensor.element_size())
         found.append(Case(op, dtype, tensor.numel() // max(n_cols, 1), n_cols, f"real: {name}", by, (str(path), name)))
     return tuple(found)
-
-
-def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Floating tensors of a .safetensors, .npy or .pt file, by name; raises ValueError when there is none to use."""
-    readers = {".safetensors": _safetensors, ".npy": _npy, ".pt": _pt, ".pth": _pt}
-    if path.suffix not in readers:
-        raise ValueError(f"{path} has none of the suffixes that are read: give a .safetensors, .npy or .pt file")
-    with path.open("rb"):  # what cannot be opened is no damaged file
-        pass
-    try:
-        loaded = readers[path.suffix](path)
-    except (ModuleNotFoundError, MemoryError):
-        raise
-    except Exception as error:  # each reader has exceptions of its own for a damaged file
-        why = " ".join(str(error).split()).split(". ")[0][:160] or type(error).__name__
-        raise ValueError(f"{path} cannot be read as {path.suffix} ({why}): give a whole file of that format") from None
-    named = {str(n): t for n, t in loaded.items() if isinstance(t, torch.Tensor) and t.layout is torch.strided}
-    tensors = {
-        n: t for n, t in named.items() if t.ndim > 0 and t.numel() > 0 and not t.is_meta
-        if str(t.dtype).removeprefix("torch.") in DTYPES
-    }  # fmt: skip
-    if not tensors:
-        raise ValueError(f"{path} holds no tensor in {', '.join(DTYPES)} with an element and a dimension: give one")
-    return tensors
-
-
-def _safetensors(path: Path) -> dict[str, object]:
-    from safetensors.torch import load_file
-
-    return dict(load_file(path))
-
-
-def _npy(path: Path) -> dict[str, object]:
-    import numpy
-
-    return {path.stem: torch.from_numpy(numpy.load(path))}
-
-
-def _pt(path: Path) -> dict[str, object]:
-    content = torch.load(path, map_location="cpu", weights_only=True)
-    return dict(content) if isinstance(content, dict) else {path.stem: content}

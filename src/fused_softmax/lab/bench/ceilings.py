@@ -19,7 +19,7 @@ WORDS = 8192
 
 @triton.jit
 def read_kernel(x_ptr, sums_ptr, n_words, WORDS: tl.constexpr):
-    """Each program reads WORDS int32 words and leaves one sum."""
+    """Each program reads WORDS int32 words and stores their sum."""
     program = tl.program_id(0).to(tl.int64)
     words = program * WORDS + tl.arange(0, WORDS)
     tl.store(sums_ptr + program, tl.sum(tl.load(x_ptr + words, mask=words < n_words, other=0), axis=0))

@@ -1,8 +1,9 @@
 """What the first call of a new shape costs: each case has a process of its own, in which no cache holds its kernel.
 
-`python -m fused_softmax.bench.first_call CASE SYSTEM...` makes a context, calls each system on a tiny input of another
-dtype, so that imports and what Triton builds once are paid, and then times one call until the device has finished. The
-case that is this tiny input is the very first call of its process, with all that in it. Results are checked after.
+`python -m fused_softmax.lab.bench.first_call CASE SYSTEM...` makes a context and calls each system on a tiny input of
+another dtype, which pays for imports and for what Triton builds once. It then times one call until the device has
+finished. A case of this tiny input is the very first call of its process, with all of that in its time. Results are
+checked afterwards.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ import torch
 
 from fused_softmax.lab.bench.cases import TINY, Case
 from fused_softmax.lab.bench.checking import Judge, WrongShape, poisoned
-from fused_softmax.lab.bench.operation import DTYPES, Inputs
-from fused_softmax.lab.bench.ops import OPS
-from fused_softmax.lab.bench.plans import plan_of
+from fused_softmax.lab.bench.inputs import DTYPES, Inputs
+from fused_softmax.lab.bench.ops import OPS, plan_of
 from fused_softmax.lab.bench.record import Record
 from fused_softmax.lab.bench.systems import System, outcome, systems_for
 from fused_softmax.lab.bench.timing import FIRST_CALL

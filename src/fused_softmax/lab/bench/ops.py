@@ -1,56 +1,119 @@
-"""The operations that can be benchmarked, by name: softmax's own here, losses and masks in loss_ops.
+"""The workloads of the benchmark: an op of the registry or its gradient, with inputs, bytes and a ceiling.
 
-An entry of OPS is all that a new operation needs here; its systems are entries in systems.py.
+The registry gives the public function, torch's own way and the float64 reference; an entry of OPS says how they are
+called. `elements` counts what any implementation must read and write, and everyone's GB/s comes from that count.
+`ceiling` names the plain pass with the same pattern: copy (one tensor in, one out), read (in only), add (two in, one
+out). An op of the registry that takes only a tensor and a dimension needs no entry.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_softmax.lab import reference
-from fused_softmax.lab.bench.loss_ops import LOSS_OPS
-from fused_softmax.lab.bench.operation import (
-    DTYPES,
-    SHORT,
-    Inputs,
-    Op,
-    calm,
-    one_in_one_out,
-    one_input,
-    parts_of,
-    rows_of_logits,
-    two_in_one_out,
-)
+from fused_softmax.lab import reference, registry
+from fused_softmax.lab.bench import inputs as made
+from fused_softmax.lab.bench import traffic as moved
+from fused_softmax.lab.bench.inputs import Inputs, heads
+from fused_softmax.lab.plans import plan_text
+from fused_softmax.launch.softmax import softmax_backward
+from fused_softmax.plan_for import Fallback, plan_for
+from fused_softmax.torch_ops import masked_softmax as masked
 
-__all__ = ["DTYPES", "OPS", "SHORT", "Inputs", "Op", "family", "ops_named", "parts_of", "rows_of_logits"]
-
-# a forward and its backward as a program runs them: where their host time is measured
-AUTOGRAD = ("softmax_autograd", "log_softmax_autograd")
+Call = Callable[..., Any]
 
 
-def _softmax_gradient_inputs(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-    y = torch.softmax(rows_of_logits(n_rows, n_cols, dtype, device, seed), -1)
-    return rows_of_logits(n_rows, n_cols, dtype, device, seed + 1), y
+def over_rows(function: Call) -> Call:
+    """x -> function(x, -1)."""
+    return lambda x: function(x, -1)
 
 
-def _log_softmax_gradient_inputs(
-    n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int
-) -> Inputs:
-    y = torch.log_softmax(rows_of_logits(n_rows, n_cols, dtype, device, seed), -1)
-    return rows_of_logits(n_rows, n_cols, dtype, device, seed + 1), y
+@dataclass(frozen=True)
+class Op:
+    """One workload. A result is a tensor, or a tuple of tensors named by `parts`: rows first, or one number.
+
+    `call` turns a function with the public signature, ours or torch's, into a forward over the inputs. `gradient` turns
+    a forward into a callable that takes the gradient too. `own` and `torch` are forwards that replace those of the
+    registry's functions. `exact` takes float64 rows of the first `by_row` inputs (None: of all) and the other inputs
+    unchanged, and returns float64 rows of every part. Where a system returns one number for a part, that number is the
+    sum of the rows.
+    """
+
+    name: str
+    inputs: Callable[[int, int, torch.dtype, torch.device, int], Inputs]
+    elements: Callable[[int, int], tuple[int, int]]  # (n_rows, n_cols) -> elements that must be (read, written)
+    ceiling: Literal["copy", "read", "add"]
+    of: str = ""  # the registry's op; default: the name
+    call: Callable[[Call], Call] = over_rows
+    gradient: Callable[[Call], Call] | None = None
+    own: Call | None = None
+    torch: Call | None = None
+    exact: Call | None = None
+    formula: Call | None = None  # the forward that torch.compile gets, where that is not torch's
+    outputs: tuple[str, ...] = ()  # default: the registry's
+    by_row: int | None = None
+    # torch rounds intermediate results to the inputs' dtype, so its error does not bound what can be reached
+    coarse: bool = False
+    family: str = ""  # the results file of its records; default: `of`
+    plans_gradient: bool = False  # whether the plan to show is that of the gradient
+    planned: Callable[..., Inputs] = lambda *inputs: inputs[:1]  # what is planned for: x, and a mask
+
+    @property
+    def spec(self) -> registry.OpSpec:
+        """The registry's entry."""
+        return registry.OPS[self.of or self.name]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the results."""
+        return self.outputs or self.spec.outputs
+
+    @property
+    def ours(self) -> Call:
+        """A new callable over the inputs that runs our kernels."""
+        return self.measured(self.own or self.call(self.spec.function))
+
+    @property
+    def torch_call(self) -> Call:
+        """A new callable over the inputs that runs torch's own kernels."""
+        return self.measured(self._torch_forward)
+
+    @property
+    def reference(self) -> Call:
+        """A callable over rows of float64 inputs."""
+        return self.exact or self.measured(self.call(self.spec.reference))
+
+    @property
+    def _torch_forward(self) -> Call:
+        return self.torch or self.call(self.spec.torch_way)
+
+    def compiled(self, compile: Callable[[Call], Call]) -> Call:
+        """A new callable over the inputs that runs what `compile`, such as torch.compile, makes of torch's forward."""
+        return self.measured(compile(self.formula or self._torch_forward))
+
+    def measured(self, forward: Call) -> Call:
+        """What is measured of a forward: itself, or with its gradient."""
+        return self.gradient(forward) if self.gradient else forward
+
+    def bytes_moved(self, n_rows: int, n_cols: int, itemsize: int) -> int:
+        """Bytes that any implementation must read and write: the numerator of everyone's GB/s."""
+        return sum(self.elements(n_rows, n_cols)) * itemsize
 
 
-def _autograd_inputs(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-    """(logits that need a gradient, the result's gradient)."""
-    x = calm(rows_of_logits(n_rows, n_cols, dtype, device, seed))
-    return x.requires_grad_(), rows_of_logits(n_rows, n_cols, dtype, device, seed + 1)
+def parts_of(result: Any) -> tuple[Tensor, ...]:
+    """A result as a tuple of tensors."""
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
-def through_autograd(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+# --- from a forward to what is measured -----------------------------------------------------------------------------
+
+
+def through_autograd(forward: Call) -> Call:
     """(logits that need a gradient, the result's gradient) -> the logits' gradient, forward included."""
 
     def call(x: Tensor, dy: Tensor) -> Tensor:
@@ -65,69 +128,200 @@ def through_autograd(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor, T
     return call
 
 
-def _softmax(x: Tensor) -> Tensor:
-    return F.softmax(x, -1)
+def with_gradient(loss: Call, *, overwrites: bool = False) -> Callable[..., tuple[Tensor, Tensor]]:
+    """(logits, targets, ...) -> (mean loss, the logits' gradient) of a differentiable loss.
+
+    A loss that overwrites its logits gets logits of its own, made at the first call and so outside of every time.
+    """
+    own: dict[int, Tensor] = {}
+
+    def call(x: Tensor, target: Tensor, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if overwrites:
+            if x.data_ptr() not in own:
+                own[x.data_ptr()] = x.clone()
+            x = own[x.data_ptr()]
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            value = loss(leaf, target)
+            (dx,) = torch.autograd.grad(value, leaf)
+        return value.detach(), dx
+
+    return call
 
 
-def _log_softmax(x: Tensor) -> Tensor:
-    return F.log_softmax(x, -1)
+def backward_alone(forward: Call) -> Callable[..., Tensor]:
+    """(logits, ids, upstream gradients) -> gradient, of a graph that is made at the first call and kept."""
+    graphs: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
+
+    def call(x: Tensor, ids: Tensor, *upstream: Tensor) -> Tensor:
+        if x.data_ptr() not in graphs:
+            # a compiled forward must not let its backward, which runs many times, overwrite what was saved for it
+            with torch.enable_grad(), torch._functorch.config.patch(donated_buffer=False):
+                leaf = x.detach().requires_grad_()
+                graphs[x.data_ptr()] = leaf, tuple(forward(leaf, ids))
+        leaf, outputs = graphs[x.data_ptr()]
+        gradients = [g.to(out.dtype) for g, out in zip(upstream, outputs, strict=True)]
+        return torch.autograd.grad(outputs, leaf, gradients, retain_graph=True)[0]
+
+    return call
 
 
-def _there_and_back(n_rows: int, n_cols: int) -> tuple[int, int]:
-    """The forward as a copy, whose result autograd keeps; then result and gradient in, gradient out."""
-    return 3 * n_rows * n_cols, 2 * n_rows * n_cols
+# --- how an op is called, and torch's own way where the registry's is not what its users run ------------------------
+# the registry's losses and masks compute in float32; most programs do not, and round to 8 bits on the way in bfloat16
 
 
-SOFTMAX_OPS = (
-    Op("softmax", one_input, _softmax, reference.softmax, one_in_one_out, "copy"),
-    Op("log_softmax", one_input, _log_softmax, reference.log_softmax, one_in_one_out, "copy"),
-    Op(
-        "softmax_backward",
-        _softmax_gradient_inputs,
-        lambda dy, y: torch._softmax_backward_data(dy, y, -1, y.dtype),
-        reference.softmax_backward,
-        two_in_one_out,
-        "add",
-    ),
-    Op(
-        "log_softmax_backward",
-        _log_softmax_gradient_inputs,
-        lambda dy, y: torch._log_softmax_backward_data(dy, y, -1, y.dtype),
-        reference.log_softmax_backward,
-        two_in_one_out,
-        "add",
-    ),
-    Op(
-        "softmax_autograd",
-        _autograd_inputs,
-        through_autograd(_softmax),
-        lambda x, dy: reference.softmax_backward(dy, reference.softmax(x)),
-        _there_and_back,
-        "add",
-        family="softmax",
-        formula=_softmax,
-    ),
-    Op(
-        "log_softmax_autograd",
-        _autograd_inputs,
-        through_autograd(_log_softmax),
-        lambda x, dy: reference.log_softmax_backward(dy, reference.log_softmax(x)),
-        _there_and_back,
-        "add",
-        family="log_softmax",
-        formula=_log_softmax,
-    ),
+def _loss(function: Call) -> Call:
+    return lambda x, target, count=None: function(x, target)
+
+
+def _loss_rows(x: Tensor, target: Tensor, count: Tensor) -> Tensor:
+    return reference.cross_entropy(x, target, reduction="none") / count
+
+
+def _loss_rows_and_gradient(x: Tensor, target: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        rows = _loss_rows(leaf, target, count)
+        return rows.detach(), torch.autograd.grad(rows.sum(), leaf)[0]
+
+
+def _statistics(function: Call) -> Call:
+    return lambda x, ids: function(x, ids, return_entropy=True, return_logsumexp=True)
+
+
+def token_statistics(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of ids, entropy and logsumexp, as log_softmax and gather give them."""
+    log_p = torch.log_softmax(x, -1)
+    picked = log_p.gather(-1, ids[:, None])
+    lse = x.gather(-1, ids[:, None]) - picked
+    return picked[:, 0], -(log_p.exp() * log_p).sum(-1), lse[:, 0]
+
+
+def _causal_call(function: Call) -> Call:
+    return lambda x, query, hidden: function(heads(x), causal=True).view_as(x)
+
+
+def _causal_formula(x: Tensor, query: Tensor, hidden: Tensor) -> Tensor:
+    """Without a mask tensor: the columns are compared where the scores are read."""
+    after = torch.arange(x.shape[1], device=x.device) > query[:, None]
+    return torch.softmax(x.masked_fill(after, -float("inf")), -1)
+
+
+def _additive_call(function: Call) -> Call:
+    return lambda x, query, mask: function(heads(x), mask).view_as(x)
+
+
+def _gradient(dy: Tensor, y: Tensor) -> Tensor:
+    """What autograd runs for a softmax."""
+    return torch._softmax_backward_data(dy, y, -1, y.dtype)
+
+
+def _causal_gradient(dy: Tensor, y: Tensor, query: Tensor, hidden: Tensor) -> Tensor:
+    return heads(_gradient(dy, y)).masked_fill(hidden, 0.0).view_as(y)
+
+
+def _causal_gradient_formula(dy: Tensor, y: Tensor, query: Tensor, hidden: Tensor) -> Tensor:
+    after = torch.arange(y.shape[1], device=y.device) > query[:, None]
+    return _gradient(dy, y).masked_fill(after, 0.0)
+
+
+def _masked_gradient(causal: bool) -> Call:
+    """What masked_softmax's backward runs where the mask needs no gradient."""
+    return lambda dy, y, *rest: masked._backward(heads(y), heads(dy), None, 1.0, causal).view_as(y)
+
+
+# what most models call, and what the recorded host times were measured with
+_SOFTMAX, _LOG_SOFTMAX = over_rows(F.softmax), over_rows(F.log_softmax)
+_BACKWARD: dict[str, Any] = dict(elements=moved.two_in_one_out, ceiling="add", plans_gradient=True)
+_AUTOGRAD: dict[str, Any] = dict(
+    inputs=made.logits_and_gradient, elements=moved.forward_and_backward, ceiling="add", gradient=through_autograd
 )
-OPS: dict[str, Op] = {op.name: op for op in (*SOFTMAX_OPS, *LOSS_OPS)}
+_LOSS: dict[str, Any] = dict(
+    inputs=made.logits_and_targets, call=_loss, torch=_loss(F.cross_entropy), by_row=2, coarse=True
+)
+_LOGPROBS: dict[str, Any] = dict(call=_statistics, torch=token_statistics, coarse=True)
+_MASKED: dict[str, Any] = dict(of="masked_softmax", planned=lambda x, *rest: (heads(x),))
+
+ENTRIES = (
+    Op("softmax", made.one_input, moved.one_in_one_out, "copy", torch=_SOFTMAX),
+    Op("log_softmax", made.one_input, moved.one_in_one_out, "copy", torch=_LOG_SOFTMAX),
+    Op(
+        "softmax_backward", made.softmax_gradient, of="softmax", family="softmax_backward", **_BACKWARD,
+        own=lambda dy, y: softmax_backward(dy, y, -1, y.dtype, False),
+        torch=_gradient, exact=reference.softmax_backward,
+    ),
+    Op(
+        "log_softmax_backward", made.log_softmax_gradient, of="log_softmax", family="log_softmax_backward", **_BACKWARD,
+        own=lambda dy, y: softmax_backward(dy, y, -1, y.dtype, True),
+        torch=lambda dy, y: torch._log_softmax_backward_data(dy, y, -1, y.dtype),
+        exact=reference.log_softmax_backward,
+    ),
+    Op(
+        "softmax_autograd", of="softmax", **_AUTOGRAD, torch=_SOFTMAX,
+        exact=lambda x, dy: reference.softmax_backward(dy, reference.softmax(x)),
+    ),
+    Op(
+        "log_softmax_autograd", of="log_softmax", **_AUTOGRAD, torch=_LOG_SOFTMAX,
+        exact=lambda x, dy: reference.log_softmax_backward(dy, reference.log_softmax(x)),
+    ),
+    Op(
+        "cross_entropy", **_LOSS, elements=moved.one_in_one_out, ceiling="copy", gradient=with_gradient,
+        exact=_loss_rows_and_gradient, outputs=("loss", "gradient"), plans_gradient=True,
+    ),
+    Op(
+        "cross_entropy_forward", **_LOSS, of="cross_entropy", elements=moved.read_only, ceiling="read",
+        exact=_loss_rows,
+    ),
+    Op("token_logprobs", made.logits_and_ids, moved.read_only, "read", **_LOGPROBS),
+    Op(
+        "token_logprobs_backward", made.logprob_gradients, moved.one_in_one_out, "copy", of="token_logprobs",
+        **_LOGPROBS, gradient=backward_alone, outputs=("gradient",), plans_gradient=True,
+    ),
+    Op(
+        "masked_softmax_causal", made.causal_scores, moved.causal, "copy", **_MASKED, by_row=2,
+        call=_causal_call, torch=made.causal_softmax, formula=_causal_formula,
+        exact=lambda x, query, hidden: reference.masked_softmax(x, ~hidden[query]),
+    ),
+    Op(
+        "masked_softmax_additive", made.biased_scores, moved.additive, "copy", **_MASKED | dict(
+            planned=lambda x, query, mask: (heads(x), mask)
+        ), by_row=2,
+        coarse=True,  # the sum is rounded to the scores' dtype
+        call=_additive_call, torch=made.biased_softmax,
+        exact=lambda x, query, mask: reference.masked_softmax(x, mask[query]),
+    ),
+    Op(
+        "masked_softmax_causal_backward", made.causal_gradient, moved.causal_gradient, "add", **_MASKED, by_row=3,
+        own=_masked_gradient(causal=True), torch=_causal_gradient, formula=_causal_gradient_formula,
+        exact=lambda dy, y, query, hidden: reference.softmax_backward(dy, y), plans_gradient=True,
+    ),
+    Op(
+        "masked_softmax_additive_backward", made.biased_gradient, **_MASKED, **_BACKWARD,
+        own=_masked_gradient(causal=False), torch=_gradient, exact=reference.softmax_backward,
+    ),
+)  # fmt: skip
+
+
+def default_workload(spec: registry.OpSpec) -> Op:
+    """The workload of an op without an entry: over the last dimension. Torch rounds numbers of rows to the dtype."""
+    if spec.full_outputs:
+        return Op(spec.name, made.one_input, moved.one_in_one_out, "copy")
+    return Op(spec.name, made.one_input, moved.read_only, "read", coarse=True)
+
+
+_OTHERS = (spec for spec in registry.OPS.values() if spec.rows in ("dim", "dims"))
+OPS: dict[str, Op] = {op.name: op for op in (*map(default_workload, _OTHERS), *ENTRIES)}
+# a forward and its backward as a program runs them: where their host time is measured
+AUTOGRAD = tuple(op.name for op in ENTRIES if op.gradient is through_autograd)
 
 
 def family(op: str) -> str:
     """The results file that an op's records belong to, less its suffix."""
-    return OPS[op].family or op
+    return OPS[op].family or OPS[op].spec.name
 
 
 def ops_named(name: str) -> tuple[str, ...]:
-    """An op, a family of ops, or `all` ops but those through autograd; raises KeyError with the names there are."""
+    """An op, a family of ops, or `all` ops except those through autograd; raises KeyError with the names there are."""
     if name == "all":
         return tuple(op for op in OPS if op not in AUTOGRAD)
     if name in OPS:
@@ -136,3 +330,11 @@ def ops_named(name: str) -> tuple[str, ...]:
     if not found:
         raise KeyError(f"{name!r} is none of all, {', '.join(dict.fromkeys((*OPS, *map(family, OPS))))}")
     return found
+
+
+def plan_of(op: str, inputs: Inputs) -> tuple[str, str]:
+    """(regime, the plan in words) of our kernel for a workload; ('torch', why) where torch's own kernel runs."""
+    entry = OPS[op]
+    x, *mask = entry.planned(*inputs)
+    found = plan_for(x.detach(), op=entry.spec.name, mask=mask[0] if mask else None, backward=entry.plans_gradient)
+    return ("torch", found.why) if isinstance(found, Fallback) else (found.regime, plan_text(found))

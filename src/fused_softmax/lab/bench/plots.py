@@ -9,12 +9,12 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from fused_softmax.lab.bench.ops import SHORT
+from fused_softmax.lab.bench.inputs import SHORT
 from fused_softmax.lab.bench.record import Header, Record
 from fused_softmax.lab.bench.report import by_width, system_names
 
-# ours is black and thick; the others take colours that stay apart for the colour-blind (Okabe and Ito, 2008)
-COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#8C6D31", "#7F7F7F")
+# ours is black and thick; color-blind readers can tell the others apart (Okabe and Ito, 2008)
+COLORS = ("#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#8C6D31", "#7F7F7F")
 MARKS = ("o", "s", "^", "v", "D", "P", "X", "<", ">", "*")
 # powers of two that people know, and the vocabularies
 TICKS = (256, 1024, 4096, 16384, 50257, 128256, 262144, 1048576)
@@ -75,8 +75,8 @@ def draw(head: Header, records: Sequence[Record], image: str = "png") -> bytes |
                 label: line for panel in drawn for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
             }
             order = [name for name in names if name in found]
-            beside = dict(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
-            drawn[-1].legend([found[name] for name in order], order, **beside)
+            right = dict(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+            drawn[-1].legend([found[name] for name in order], order, **right)
         figure.tight_layout()
         out = io.BytesIO()
         metadata = {"Date": None, "Creator": None} if image == "svg" else {"Software": None}
@@ -94,7 +94,7 @@ def _lines(panel: Any, records: Sequence[Record], names: Sequence[str]) -> None:
             panel.plot(
                 *zip(*points, strict=True),
                 label=name,
-                color="black" if ours else COLOURS[i % len(COLOURS)],
+                color="black" if ours else COLORS[i % len(COLORS)],
                 linewidth=2.2 if ours else 1.1,
                 marker=MARKS[i % len(MARKS)],
                 markersize=4,

@@ -1,6 +1,6 @@
-"""What a run leaves: one Record per case and system, a Header saying where and how, as JSON and CSV.
+"""The results of a run: one Record per case and system, and a Header with the machine and versions, as JSON and CSV.
 
-Files are replaced atomically after every case, so an interrupted run leaves whole files with the results so far.
+Files are replaced atomically after every case, so an interrupted run has whole files with the results so far.
 Units: ms of one call (median, p10, p90 of `rounds`), bytes that any implementation must move, GB/s = bytes / ms / 1e6.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from fused_softmax.lab.bench.operation import DTYPES
+from fused_softmax.lab.bench.inputs import DTYPES
 
 # what a value of JSON may be for a name in a field's annotation
 JSON_TYPES: dict[str, Any] = {"str": str, "int": int, "bool": bool, "float": (int, float), "dict": dict}

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from fused_softmax.lab.bench.cases import SWEEP
-from fused_softmax.lab.bench.ops import SHORT
+from fused_softmax.lab.bench.inputs import SHORT
 from fused_softmax.lab.bench.record import Header, Record
 from fused_softmax.lab.bench.timing import FIRST_CALL, EventStopwatch
 
@@ -127,7 +127,7 @@ def details(records: Sequence[Record], recorded: Recorded) -> Rows:
     rows = []
     for r in records:
         cells = r.n_rows * r.n_cols
-        beside = recorded.get((r.op, r.system, r.dtype, r.n_cols))
+        on_gpu = recorded.get((r.op, r.system, r.dtype, r.n_cols))
         rows.append((
             f"{shape(r)} ({r.case})" if r.case not in ("", SWEEP) else shape(r),
             r.system,
@@ -137,7 +137,7 @@ def details(records: Sequence[Record], recorded: Recorded) -> Rows:
             _count(r.writes, cells),
             *(_resource(r, n) for n in ("registers", "spilled_bytes", "shared_bytes", "widest_load_bytes")),
             on_target(r),
-            fraction_cell(beside),
+            fraction_cell(on_gpu),
         ))  # fmt: skip
     columns = (
         *("shape", "system", "status", "error", "reads", "writes"),

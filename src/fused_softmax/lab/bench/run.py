@@ -1,7 +1,7 @@
-"""`fused-softmax bench`: choose cases and systems, run the session, show and write what came out.
+"""`fused-softmax bench`: choose cases and systems, run the session, show and write the results.
 
-On a GPU: prebuild in workers, then check and time. Without one: check in Triton's interpreter, with the cross-compiler
-for an H200 running beside it, and recorded GPU results in the last column.
+On a GPU it compiles in workers, then checks and times. Without one it checks in Triton's interpreter while a process
+cross-compiles for an H200, and shows recorded GPU results in the last column.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ from fused_softmax.lab.bench.cases import (
     sweep,
     table,
 )
-from fused_softmax.lab.bench.operation import one_input
+from fused_softmax.lab.bench.inputs import one_input
 from fused_softmax.lab.bench.ops import OPS, family
 from fused_softmax.lab.bench.output import Output
-from fused_softmax.lab.bench.prebuild import Pair, prebuild
 from fused_softmax.lab.bench.readme import recorded_results
 from fused_softmax.lab.bench.record import Header, Record, header, results_folder
 from fused_softmax.lab.bench.report import print_report
-from fused_softmax.lab.bench.resources import ROWS, CrossCompiler, keys_of
-from fused_softmax.lab.bench.session import Session
+from fused_softmax.lab.bench.session import Pair, Session, prebuild
 from fused_softmax.lab.bench.systems import System, systems_for
+from fused_softmax.lab.resources import ROWS, CrossCompiler, keys_of
 from fused_softmax.launch.device import device_here, interpreting
 
 # each worker of the prebuild has tensors of a case's size and a context of its own in the device's memory
@@ -252,7 +251,7 @@ def _run_tables(
 
 
 def prebuilt(tables: Sequence[Table], systems: Sequence[System]) -> list[Pair]:
-    """What workers compile ahead: all but PyTorch's own, and but first calls, which are timed as they compile."""
+    """What workers compile ahead: not PyTorch's own kernels, and not first calls, which are timed as they compile."""
     return [
         (case, s.name)
         for t in tables

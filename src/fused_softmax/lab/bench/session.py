@@ -1,41 +1,49 @@
-"""One run: for every case make inputs, check every system, time those that passed, record, save.
+"""One run: compile ahead in workers, then for every case make inputs, check every system, time those that passed, save.
 
-A system's failure is a record, never the end of the run; only a fault of the device ends it, with the results so far
-kept, as Ctrl-C does. First calls are left to processes of their own. Without a GPU nothing is timed: the same systems
-are checked in Triton's interpreter.
+A system's failure is a record and does not end the run. A fault of the device, or Ctrl-C, ends it; the results so far
+are kept. First calls run in processes of their own. Without a GPU nothing is timed: the same systems are checked in
+Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
+import queue
+import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fused_softmax.lab.bench.cases import Case, load_tensors
+from fused_softmax.lab.bench.cases import Case
 from fused_softmax.lab.bench.checking import Judge, WrongShape, run_poisoned
 from fused_softmax.lab.bench.first_call import first_calls
-from fused_softmax.lab.bench.operation import Inputs, one_input
-from fused_softmax.lab.bench.ops import DTYPES, OPS, Op
-from fused_softmax.lab.bench.plans import plan_of
+from fused_softmax.lab.bench.inputs import DTYPES, Inputs, load_tensors, one_input
+from fused_softmax.lab.bench.ops import OPS, Op, plan_of
 from fused_softmax.lab.bench.record import Header, Record
-from fused_softmax.lab.bench.systems import DeviceFault, System, outcome
+from fused_softmax.lab.bench.systems import DeviceFault, System, outcome, systems_for
 from fused_softmax.lab.bench.timing import (
-    EventStopwatch,
     GraphStopwatch,
-    HostStopwatch,
     Stopwatch,
     Timing,
+    input_sets,
     interleave,
+    peak_bytes,
     rotating,
+    stopwatch_for,
 )
 from fused_softmax.lab.bench.traffic import traffic
+from fused_softmax.launch.device import device_here
 
 CEILING = "ceiling"
+# seconds after which the workers end; the timed process compiles what remains
+PREBUILD_LIMIT = 150.0
+Pair = tuple[Case, str]  # a case and a system's name
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
@@ -148,11 +156,11 @@ class Session:
     def _time(
         self, case: Case, op: Op, passed: dict[str, Callable[..., Any]], inputs: Inputs, by_name: dict[str, Record]
     ) -> None:
-        make = self.stopwatch or _stopwatch
+        make = self.stopwatch or stopwatch_for
         stopwatch = make(case.timed_by, self.device)
         entries: dict[str, Callable[[], Any]] = {}
         ceiling_bytes = 0
-        sets = list(_input_sets(case, inputs, self.device))
+        sets = list(input_sets(inputs, case.timed_by, self.device))
         if case.timed_by != "host":
             from fused_softmax.lab.bench.ceilings import ceiling
 
@@ -183,19 +191,6 @@ class Session:
                 fill_times(by_name[name], taken, moved, ceiling_gbps, op.ceiling, stopwatch.describe)
 
 
-def peak_bytes(call: Callable[..., Any], inputs: Inputs) -> int:
-    """Device memory that a call takes beyond what is allocated before it, its results included."""
-    device = inputs[0].device
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    kept = call(*inputs)
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    del kept
-    return peak
-
-
 def _record(case: Case, system: str, status: str, note: str = "") -> Record:
     return Record(case.op, system, case.dtype, case.n_rows, case.n_cols, status, note, case=case.reason)
 
@@ -215,23 +210,6 @@ def _fill_ms(record: Record, taken: Timing, timed_by: str) -> None:
     record.rounds, record.timed_by = taken.rounds, timed_by
 
 
-def _stopwatch(timed_by: str, device: torch.device) -> Stopwatch:
-    if timed_by == "host":
-        return HostStopwatch(device)
-    return GraphStopwatch(device) if timed_by == "graph" else EventStopwatch(device)
-
-
-def _input_sets(case: Case, inputs: Inputs, device: torch.device) -> Iterator[Inputs]:
-    """The inputs, and as many copies as make the set larger than three times the L2 where events are used."""
-    yield inputs
-    if device.type != "cuda" or case.timed_by != "events":
-        return
-    one = sum(t.numel() * t.element_size() for t in inputs)
-    l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 2**26)
-    for _ in range(min(15, 3 * l2 // max(one, 1))):
-        yield tuple(t.clone().requires_grad_(t.requires_grad) for t in inputs)
-
-
 def _captured(
     stopwatch: GraphStopwatch, entries: dict[str, Callable[[], Any]], by_name: dict[str, Record]
 ) -> dict[str, Callable[[], Any]]:
@@ -246,3 +224,68 @@ def _captured(
             if name in by_name:
                 by_name[name].note = f"not timed, capture {status}: {reason}"
     return kept
+
+
+# --- compiling ahead --------------------------------------------------------------------------------------------------
+# Most time on a GPU goes into compiling. Triton, Inductor and QuACK keep what they compile on disk, and the timed
+# process then loads it. The workers use the cases' real shapes, because torch.compile specializes on rows as well, and
+# inputs of their own. They share nothing: a worker that dies leaves only its own part of the list to the timed process.
+
+
+def jobs(pairs: Sequence[Pair], workers: int) -> list[list[Pair]]:
+    """Deal pairs to workers in turn: neighbors in a list cost about the same, so they go to different workers."""
+    return [part for i in range(workers) if (part := list(pairs[i::workers]))]
+
+
+def work(part: Sequence[Pair], done: Any) -> None:
+    """One worker: build and call each pair once; failures are left for the timed process to meet and to record."""
+    # one compile thread each: the workers are the parallelism
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    device = device_here()
+    for case, name in part:
+        try:
+            with torch.no_grad():
+                inputs = make_inputs(case, device)
+                for system in systems_for(case.op, (name,)):
+                    system.build()(*inputs)
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                    del inputs
+                    torch.cuda.empty_cache()
+        except Exception as error:
+            try:
+                outcome(error, "peer")
+            except DeviceFault:
+                return
+        finally:
+            done.put(1)
+
+
+def prebuild(pairs: Sequence[Pair], workers: int, tick: Callable[[], None] = lambda: None) -> int:
+    """Run all pairs over `workers` processes; calls `tick` for each that is done and returns how many were."""
+    context = multiprocessing.get_context("spawn")
+    done: Any = context.Queue()
+    parts = jobs(pairs, workers)
+    processes = [context.Process(target=work, args=(part, done), daemon=True) for part in parts]
+    finished = 0
+    # Ctrl-C reaches the whole group; the workers are ended from here, and say nothing
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for process in processes:
+            process.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        until = time.monotonic() + PREBUILD_LIMIT
+        while time.monotonic() < until and (any(p.is_alive() for p in processes) or not done.empty()):
+            try:
+                done.get(timeout=0.5)
+            except queue.Empty:
+                continue
+            finished += 1
+            tick()
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+    return finished

@@ -1,23 +1,25 @@
-"""What is compared: each system by name, the op it computes, why it may be missing, and how to get a callable.
+"""The systems that are compared: ours, torch's, the peers' and the lessons', each by the workload that it runs.
 
-`build()` imports and compiles lazily and returns a callable over the op's inputs that returns a fresh output. Failures
-are results: `outcome` sorts an exception into 'out of resources', 'refused' or 'error', and a fault of the device
-itself, after which nothing in this process can be trusted, into DeviceFault.
+Every workload of ops.py has ours, torch's and torch.compile's from its entry; what others compute stands in SYSTEMS.
+`build()` imports and compiles lazily and returns a callable over the workload's inputs that returns a fresh output.
+Failures are results: `outcome` sorts an exception into 'out of resources', 'refused' or 'error'. A fault of the device,
+after which nothing in this process can be trusted, becomes DeviceFault.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from fused_softmax.lab.bench import loss_systems
-from fused_softmax.lab.bench.ops import AUTOGRAD, OPS, through_autograd
-from fused_softmax.lab.bench.peers import PEER_SYSTEMS
+import fused_softmax
+from fused_softmax.lab.bench.ops import OPS, with_gradient
 from fused_softmax.launch.device import interpreting
 
 Kind = Literal["ours", "torch", "peer", "lesson"]
@@ -48,39 +50,82 @@ def _needs_triton() -> str:
     return ""
 
 
-def _gradient(log: bool) -> Callable[[], Callable[..., Any]]:
-    def build() -> Callable[..., Any]:
-        backward = importlib.import_module("fused_softmax.rows").softmax_backward
-        return lambda dy, y: backward(dy, y, -1, y.dtype, log)
-
-    return build
-
-
 def _ours(op: str) -> System:
-    def build() -> Callable[..., Any]:
-        function = getattr(importlib.import_module("fused_softmax"), op.removesuffix("_autograd"))
+    return System("fused_softmax", op, "ours", lambda: OPS[op].ours, _needs_triton)
 
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            return function(x, -1)
 
-        return through_autograd(forward) if op in AUTOGRAD else forward
+def _in_place() -> Callable[..., Any]:
+    def loss(x: Tensor, target: Tensor) -> Tensor:
+        return fused_softmax.cross_entropy(x, target, inplace_backward=True)
 
-    builds = {"softmax_backward": _gradient(False), "log_softmax_backward": _gradient(True), **loss_systems.OURS}
-    return System("fused_softmax", op, "ours", builds.get(op, build), _needs_triton)
+    return with_gradient(loss, overwrites=True)
 
 
 def _torch(op: str) -> System:
-    return System("torch", op, "torch", loss_systems.TORCH.get(op, lambda: OPS[op].torch_call))
+    return System("torch", op, "torch", lambda: OPS[op].torch_call)
+
+
+# --- peers: imported only when they are built -------------------------------------------------------------------------
+
+
+def _needs(package: str | None) -> str:
+    if not torch.cuda.is_available():
+        return "needs a GPU"
+    if package and find_spec(package) is None:
+        return f"needs the package {package}"
+    return ""
+
+
+def _compiled(op: str) -> System:
+    def build() -> Callable[..., Any]:
+        # past its recompile limit torch.compile would fall back to eager in silence: start anew, and forbid breaks
+        torch._dynamo.reset()
+        return OPS[op].compiled(lambda function: torch.compile(function, dynamic=False, fullgraph=True))
+
+    return System("torch.compile", op, "peer", build, lambda: _needs(None), poison_by_mode=False)
+
+
+def _liger(op: str, build: Callable[[], Callable[..., Any]]) -> System:
+    return System("liger", op, "peer", build, lambda: _needs("liger_kernel"))
+
+
+def _liger_softmax() -> Callable[..., Any]:
+    return importlib.import_module("liger_kernel.ops.softmax").LigerSoftmaxFunction.apply
+
+
+def _liger_loss() -> Callable[..., Any]:
+    """Liger's cross-entropy, which writes the gradient over the logits."""
+    function = importlib.import_module("liger_kernel.ops.cross_entropy").LigerCrossEntropyFunction
+
+    def loss(x: Tensor, target: Tensor, count: Tensor | None = None) -> Tensor:
+        result = function.apply(x, target, None, -100, 0.0, 0.0, "mean", None, False)
+        return result[0] if isinstance(result, tuple) else result
+
+    return loss
+
+
+def _quack(op: str, module: str, *names: str) -> System:
+    """A function of QuACK, by the first of `names` that its version has."""
+
+    def build() -> Callable[..., Any]:
+        # quack's package exports functions under the names of its modules: take the module itself
+        importlib.import_module(module)
+        found = sys.modules[module]
+        function = next(getattr(found, name) for name in names if hasattr(found, name))
+        # a softmax takes the inputs as they are; a loss is measured as ours is
+        return OPS[op].measured(OPS[op].call(function)) if OPS[op].spec.name == "cross_entropy" else function
+
+    return System("quack", op, "peer", build, lambda: _needs("quack"))
 
 
 def _lesson(number: int, name: str, mistake: str | None = None) -> System:
     def build() -> Callable[..., Any]:
-        module = importlib.import_module("fused_softmax.lessons").load(number)
+        from fused_softmax.lab.lessons import load
+
+        module = load(number)
         return module.MISTAKES[mistake] if mistake else module.softmax
 
     def missing() -> str:
-        if find_spec("fused_softmax.lessons") is None:
-            return "has no lessons"
         return _needs_triton() if number > 1 else ""
 
     return System(name, "softmax", "lesson", build, missing)
@@ -104,12 +149,16 @@ LESSON_NUMBERS = {system.name: int(system.name[:2]) for system in LESSON_SYSTEMS
 
 SYSTEMS: tuple[System, ...] = (
     *(_ours(op) for op in OPS),
-    *(
-        System("fused_softmax_in_place", op, "ours", build, _needs_triton)
-        for op, build in loss_systems.IN_PLACE.items()
-    ),
+    System("fused_softmax_in_place", "cross_entropy", "ours", _in_place, _needs_triton),
     *(_torch(op) for op in OPS),
-    *(System(n, op, "peer", build, missing, poison_by_mode=by_mode) for n, op, build, missing, by_mode in PEER_SYSTEMS),
+    *(_compiled(op) for op in OPS),
+    _liger("softmax", _liger_softmax),
+    _liger("cross_entropy", lambda: with_gradient(_liger_loss(), overwrites=True)),
+    _liger("cross_entropy_forward", _liger_loss),
+    _quack("softmax", "quack.softmax", "softmax_fwd", "softmax"),
+    _quack("softmax_backward", "quack.softmax", "softmax_bwd", "softmax_backward"),
+    _quack("cross_entropy", "quack.cross_entropy", "cross_entropy"),
+    _quack("cross_entropy_forward", "quack.cross_entropy", "cross_entropy"),
     *LESSON_SYSTEMS,
 )
 

@@ -8,12 +8,14 @@ included), and the host time until an eager call returns. Any object with `round
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any, Protocol
 
 import torch
+
+from fused_softmax.lab.bench.inputs import Inputs
 
 Call = Callable[[], Any]
 # what a record is timed by where no stopwatch takes it: a process of its own does (first_call)
@@ -31,7 +33,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
-        """Summarise samples in milliseconds."""
+        """Summarize samples in milliseconds."""
         if len(samples) < 2:
             return cls(samples[0], samples[0], samples[0], len(samples))
         cuts = quantiles(samples, n=10, method="inclusive")
@@ -77,7 +79,7 @@ class EventStopwatch:
     """CUDA events around each eager call.
 
     Before each call the device waits as long as the host needs to queue it, so that host time never counts as device
-    time, not even behind a call that synchronises. A call's own synchronisation counts as its own.
+    time, not even behind a call that synchronizes. A call's own synchronization counts as its own.
     """
 
     describe = "CUDA events"
@@ -157,7 +159,7 @@ class GraphStopwatch:
 
 
 class HostStopwatch:
-    """Host time until an eager call returns: the fastest of a few batches in each round, none synchronised inside.
+    """Host time until an eager call returns: the fastest of a few batches in each round, none synchronized inside.
 
     The device is idle before a batch, and its queue holds more than a batch: it never holds the host back. A tenth of
     a batch goes before untimed, so that the processor's caches hold what this call takes and not what the last one did.
@@ -197,3 +199,34 @@ def rotating(call: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Call:
         return call(*sets[turn])
 
     return next_call
+
+
+def stopwatch_for(timed_by: str, device: torch.device) -> Stopwatch:
+    """The stopwatch of a case's way of timing."""
+    if timed_by == "host":
+        return HostStopwatch(device)
+    return GraphStopwatch(device) if timed_by == "graph" else EventStopwatch(device)
+
+
+def input_sets(inputs: Inputs, timed_by: str, device: torch.device) -> Iterator[Inputs]:
+    """The inputs, and as many copies as make the set larger than three times the L2 where events are used."""
+    yield inputs
+    if device.type != "cuda" or timed_by != "events":
+        return
+    one = sum(t.numel() * t.element_size() for t in inputs)
+    l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 2**26)
+    for _ in range(min(15, 3 * l2 // max(one, 1))):
+        yield tuple(t.clone().requires_grad_(t.requires_grad) for t in inputs)
+
+
+def peak_bytes(call: Callable[..., Any], inputs: Inputs) -> int:
+    """Device memory that a call takes beyond what is allocated before it, its results included."""
+    device = inputs[0].device
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    kept = call(*inputs)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del kept
+    return peak

@@ -1,14 +1,18 @@
-"""Elements that each system reads and writes, counted from its algorithm: M rows of N columns.
+"""Elements that each system reads and writes, counted from its algorithm, and elements that any system must move.
+
+M is the number of rows, N the number of columns.
 
 Naive five passes read 5MN + 2M and write 3MN + 2M; one program (or cluster) that keeps the row on chip reads and writes
-MN; three passes over chunks read 3MN, the online form 2MN. Counts are requests to memory: a second read may come from
-the L2, and then costs less than the count says. Systems whose algorithm is not ours to state are not counted (None).
+MN; three passes over chunks read 3MN, the online form 2MN. Counts are requests to memory. A second read may come from
+the L2 and then costs less. Systems with an algorithm that this project does not define have no count (None).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from fused_softmax.lab.bench.inputs import queries
 
 
 @dataclass(frozen=True)
@@ -66,15 +70,59 @@ MODELS: dict[str, Model] = {
 
 
 def regime_traffic(regime: str, n_rows: int, n_cols: int) -> Traffic | None:
-    """Traffic of our softmax by its plan's regime: stream reads the row twice, torch's own is not counted."""
+    """Traffic of our softmax by its plan's regime: two_pass reads the row twice, torch's own is not counted."""
     if regime == "two_pass":
         return two_reads(n_rows, n_cols)
     return one_read(n_rows, n_cols) if regime in ("warp", "block", "cluster") else None
 
 
 def traffic(system: str, n_rows: int, n_cols: int, regime: str | None = None) -> Traffic | None:
-    """Elements moved by one softmax call of `system` (ours: by its plan's regime); None where it is not modelled."""
+    """Elements moved by one softmax call of `system` (ours: by its plan's regime); None without a model of it."""
     if system == "fused_softmax":
         return regime_traffic(regime, n_rows, n_cols) if regime else None
     model = MODELS.get(system)
     return model(n_rows, n_cols) if model else None
+
+
+# --- elements that any implementation must read and write: (n_rows, n_cols) -> (read, written) ------------------------
+
+
+def one_in_one_out(n_rows: int, n_cols: int) -> tuple[int, int]:
+    """As a copy."""
+    return n_rows * n_cols, n_rows * n_cols
+
+
+def two_in_one_out(n_rows: int, n_cols: int) -> tuple[int, int]:
+    """As an addition."""
+    return 2 * n_rows * n_cols, n_rows * n_cols
+
+
+def read_only(n_rows: int, n_cols: int) -> tuple[int, int]:
+    """As a read."""
+    return n_rows * n_cols, 0
+
+
+def forward_and_backward(n_rows: int, n_cols: int) -> tuple[int, int]:
+    """The forward as a copy, whose result autograd keeps; then result and gradient in, gradient out."""
+    return 3 * n_rows * n_cols, 2 * n_rows * n_cols
+
+
+def _visible(n_rows: int, n_cols: int) -> int:
+    """Elements that a causal mask does not hide: the columns of each row up to its query."""
+    n_queries = queries(n_rows, n_cols)
+    return n_rows // max(n_queries, 1) * sum(min(q + 1, n_cols) for q in range(n_queries))
+
+
+def causal(n_rows: int, n_cols: int) -> tuple[int, int]:
+    """Visible elements are read; all are written, zeros too."""
+    return _visible(n_rows, n_cols), n_rows * n_cols
+
+
+def causal_gradient(n_rows: int, n_cols: int) -> tuple[int, int]:
+    """Visible elements of the result and of its gradient are read; all are written, zeros too."""
+    return 2 * _visible(n_rows, n_cols), n_rows * n_cols
+
+
+def additive(n_rows: int, n_cols: int) -> tuple[int, int]:
+    """The scores, and the mask of one head once."""
+    return (n_rows + queries(n_rows, n_cols)) * n_cols, n_rows * n_cols

@@ -45,6 +45,8 @@ def _label(name: str, value: Any) -> str | None:
 
 def note(kernel: Any, meta: Any) -> None:
     """Remember one launch's kernel and constexprs."""
+    if not hasattr(kernel, "declaration"):  # a lesson's
+        return
     kernel_name = kernel.fn.__name__
     names = kernel.declaration.constexprs
     reached.add((kernel_name, ""))
@@ -66,9 +68,9 @@ def install() -> None:
         call(self)
 
     @functools.wraps(compile_kernel)
-    def compiled(kernel: Any, pointers: Any, meta: Any, index: int) -> Any:
+    def compiled(kernel: Any, pointers: Any, meta: Any, index: int, counts: Any = ()) -> Any:
         note(kernel, meta)
-        return compile_kernel(kernel, pointers, meta, index)
+        return compile_kernel(kernel, pointers, meta, index, counts)
 
     launch.Launch.__call__ = counted  # type: ignore[method-assign]
     launch.compile_kernel = compiled

@@ -21,9 +21,6 @@ N_COLS = 32768
 N_ROWS = 2**31 // N_COLS + 4096
 JUDGED = 32  # rows at each place
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "softmax": {"dim": -1},
-    "log_softmax": {"dim": -1},
-    "logsumexp": {"dim": -1},
     "masked_softmax": {"scale": 0.5},
     "cross_entropy": {"reduction": "none", "label_smoothing": 0.1},
     "token_logprobs": {"temperature": 0.7},
@@ -50,14 +47,14 @@ def run_huge(
 
 
 def _judge(case: Case, n_rows: int, n_cols: int, transposed: bool, device: str) -> Iterator[str]:
-    spec, options = case.spec, dict(_OPTIONS[case.op])
+    spec, options = case.spec, dict(_OPTIONS.get(case.op, {}))
     g = torch.Generator(device).manual_seed(case.seed)
     x = torch.empty(case.shape, dtype=torch.bfloat16, device=device).normal_(generator=g)
     by_row = {}
     if spec.by_row and spec.by_row[0] != "mask":
         by_row[spec.by_row[0]] = torch.randint(n_cols, (n_rows,), device=device, generator=g)
-    if transposed:
-        options["dim"] = 0
+    if spec.rows in ("dim", "dims"):
+        options["dim"] = 0 if transposed else -1
     x.requires_grad_()
     y = spec.function(x, **by_row, **options)
     (dx,) = torch.autograd.grad(y.sum() if y.dim() == 1 else y, x, None if y.dim() == 1 else x.detach())

@@ -1,7 +1,7 @@
 """Triton's interpreter without its repeated work: a fuzz process makes some 10,000 launches.
 
-Triton 3.6 to 3.9 have the code that is replaced here. tests/test_interpreter.py compares every bit with the unchanged
-interpreter.
+Triton 3.6 to 3.9 have the code that is replaced here. tests/lab/fuzz/test_interpreter.py compares every bit
+with the unchanged interpreter.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_softmax.lab import torch_ways
+
 from .draw import Case
 from .inputs import make
 
@@ -18,7 +20,7 @@ def program(case: Case) -> list[str]:
     """Lines that show both results; where the tensors are too long to be written out, they come from the case."""
     inputs = make(case, "cpu")
     lines = ["import torch, fused_softmax as fs", "inf, nan = float('inf'), float('nan')"]
-    if case.op not in ("softmax", "log_softmax", "logsumexp"):
+    if _is_written(case):
         lines.insert(1, "from fused_softmax.lab import torch_ways")
     tensors = {"x": inputs.x, **{k: v for k, v in inputs.arguments.items() if isinstance(v, Tensor)}}
     if case.way not in _CALLS or any(len(_storage(t)) > MOST_ELEMENTS for t in tensors.values() if t is not None):
@@ -48,9 +50,13 @@ _CALLS = {
 def _torch_way(case: Case, given: str) -> str:
     if case.way == "vmap":
         return f"torch.stack([{_torch_way(case.changed(way='function'), given).replace('(x,', '(r,')} for r in x])"
-    if case.op in ("softmax", "log_softmax", "logsumexp"):
-        return f"torch.{case.op}(x, {given})"
-    return f"torch_ways.{case.op}(x, {given})"
+    module, function = ("torch_ways" if _is_written(case) else "torch"), case.spec.torch_way
+    return f"{module}.{function.__name__}(x, {given})"
+
+
+def _is_written(case: Case) -> bool:
+    """Whether torch has no function for the op."""
+    return case.spec.torch_way.__module__ == torch_ways.__name__
 
 
 def _storage(t: Tensor) -> list[Any]:

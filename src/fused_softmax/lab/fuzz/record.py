@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .session import Findings, Request
 
 # what decides a kernel's code: the kernels, how they are launched, and the plans
-_SOURCES = ("kernels/*.py", "*launch*.py", "*plan*.py", "ladders.py", "problem.py", "launch/*.py", "planning/*.py")
+_SOURCES = ("kernels/*.py", "kernels/common/*.py", "launch/*.py", "planning/*.py")
 
 
 class OtherKernels(ValueError):

@@ -38,10 +38,10 @@ def input_scale(case: Case, inputs: Inputs) -> Tensor | None:
 
 def gradient_size(case: Case) -> float:
     """What the entries of a row's gradient are made of, added up; of gradients that are made of a stored output."""
-    if case.op not in ("softmax", "masked_softmax", "log_softmax"):
+    if not case.spec.full_outputs:
         return 0.0
     # dy - exp(y)*sum(dy): y is rounded too, and exp(y)*|y| adds up to the row's entropy, log(n_cols) at most
-    n = case.n_cols * (2 + math.log(max(1, case.n_cols))) if case.op == "log_softmax" else 1
+    n = case.n_cols * (2 + math.log(max(1, case.n_cols))) if case.spec.holds == "log-probability" else 1
     return n * upstream_bound(case) * abs(float(case.options.get("scale", 1.0)))
 
 
@@ -50,13 +50,13 @@ def gradient_scale(case: Case, inputs: Inputs, ref: dict[str, Tensor], bound: fl
     bound = upstream_bound(case) if bound is None else bound
     batched = inputs.batch_dim is not None
     y = next(iter(ref.values())).detach()
-    if case.op in ("softmax", "masked_softmax", "log_softmax"):
+    if case.spec.full_outputs:
         dims = tuple(d + batched for d in case.dims) if y.dim() else (0,)
-        p = y.exp() if case.op == "log_softmax" else y
-        if case.op == "log_softmax":  # an error of y counts for exp(y) by its size
+        p = y.exp() if case.spec.holds == "log-probability" else y
+        if case.spec.holds == "log-probability":  # an error of y counts for exp(y) by its size
             p = p * (1 + y.abs())
         top = p.nan_to_num(0, 0, 0).amax(dims, keepdim=True) if y.dim() else p.nan_to_num(0, 0, 0)
-        if case.op == "log_softmax":
+        if case.spec.holds == "log-probability":
             # dy - p*sum(dy)
             n = case.n_cols
             top = torch.maximum(top * (n if case.upstream != "random" else 4 * n**0.5), torch.ones_like(top))

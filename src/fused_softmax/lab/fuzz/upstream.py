@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ways
 from .draw import Case
 from .layouts import onto
 
@@ -46,7 +45,7 @@ def upstream_of(case: Case, device: str) -> Callable[[dict[str, Tensor]], dict[s
 def _low(case: Case, name: str) -> torch.dtype:
     """The dtype that ours and torch's have where the reference has float64."""
     if case.spec.full_outputs or case.spec.rows == "dims" or name == "probe":
-        if case.way == "autocast" and case.op in ways.AUTOCAST:
+        if case.way == "autocast" and case.spec.autocasts:
             return torch.float32 if name != "probe" else getattr(torch, case.dtype)
         return getattr(torch, case.options.get("dtype", case.dtype) if name != "probe" else case.dtype)
     return torch.float32

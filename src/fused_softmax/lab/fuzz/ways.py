@@ -20,7 +20,6 @@ from .inputs import Inputs, make
 Function = Callable[..., Any]
 Upstream = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 # torch's autocast lists these; what is no torch function keeps its own contract there
-AUTOCAST = ("softmax", "log_softmax", "logsumexp", "cross_entropy")
 _compiled: dict[tuple[str, str], Function] = {}
 
 
@@ -48,7 +47,7 @@ def function(case: Case, inputs: Inputs, device: str, ours: bool, *, vmapped: bo
     """The call: takes x and the arguments. Torch's is a loop over vmap's items, unless `vmapped`."""
     spec, way = case.spec, case.way
     plain = spec.function if ours else spec.torch_way
-    if way == "autocast" and (ours or case.op in AUTOCAST):
+    if way == "autocast" and (ours or spec.autocasts):
         return _autocast(plain, device, case.seed)
     if way == "vmap":
         return _vmap(spec.operator if ours and spec.operator and case.seed % 3 == 0 else plain, inputs, ours or vmapped)

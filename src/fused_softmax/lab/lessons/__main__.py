@@ -1,4 +1,4 @@
-"""python -m fused_softmax.lessons N runs lesson N; with --resources it prints what its kernel compiles to, as JSON."""
+"""`python -m fused_softmax.lab.lessons N` runs lesson N; with --resources it prints what its kernel compiles to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fused_softmax.lab.lessons import LESSONS, run
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m fused_softmax.lessons", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fused_softmax.lab.lessons", description=__doc__)
     parser.add_argument("lesson", type=int)
     parser.add_argument("--resources", action="store_true", help="cross-compile instead of running; needs no GPU")
     parser.add_argument("--columns", type=int, nargs="+", default=[4096])

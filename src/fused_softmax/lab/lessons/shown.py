@@ -49,7 +49,7 @@ def error(y: Tensor, x: Tensor) -> float:
 def resources(n: int, widths: Sequence[int], dtype: str = "bfloat16", target: str = "sm_90") -> list[Resources]:
     """What lesson n's kernel compiles to on `target` for aligned rows of each of `widths` columns."""
     if interpreting():
-        command = [sys.executable, "-m", "fused_softmax.lessons", str(n), "--resources", "--dtype", dtype]
+        command = [sys.executable, "-m", "fused_softmax.lab.lessons", str(n), "--resources", "--dtype", dtype]
         command += ["--target", target, "--columns", *map(str, widths)]
         plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=plain).stdout

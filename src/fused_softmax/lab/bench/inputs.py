@@ -1,0 +1,177 @@
+"""The inputs of the workloads: random rows with outliers, targets, masks, gradients; and tensors of a file.
+
+Outliers stand in the first, middle and last columns, so that a system that skips columns gives a wrong result.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+IGNORED = -100
+Inputs = tuple[Tensor, ...]
+
+
+def rows_of_logits(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    """(n_rows, n_cols) random normal rows with outliers planted in every third row, at the row's start, middle, end."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    x = torch.randn(n_rows, n_cols, dtype=dtype, device=device, generator=generator)
+    if n_rows and n_cols:
+        x[0::3, n_cols - 1] = 12.0
+        x[1::3, n_cols // 2] = 11.0
+        x[2::3, 0] = 10.0
+    return x
+
+
+def _calm(x: Tensor) -> Tensor:
+    """A quarter of the logits. Where one column has 99% of a row, the row's gradient is rounding error only."""
+    return x / 4
+
+
+def one_input(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """Logits alone: a file of real data can replace them."""
+    return (rows_of_logits(n_rows, n_cols, dtype, device, seed),)
+
+
+def softmax_gradient(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """(the result's gradient, the result)."""
+    y = torch.softmax(rows_of_logits(n_rows, n_cols, dtype, device, seed), -1)
+    return rows_of_logits(n_rows, n_cols, dtype, device, seed + 1), y
+
+
+def log_softmax_gradient(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """(the result's gradient, the result)."""
+    y = torch.log_softmax(rows_of_logits(n_rows, n_cols, dtype, device, seed), -1)
+    return rows_of_logits(n_rows, n_cols, dtype, device, seed + 1), y
+
+
+def logits_and_gradient(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """(logits that need a gradient, the result's gradient)."""
+    x = _calm(rows_of_logits(n_rows, n_cols, dtype, device, seed))
+    return x.requires_grad_(), rows_of_logits(n_rows, n_cols, dtype, device, seed + 1)
+
+
+def _classes(n_rows: int, n_cols: int, device: torch.device, seed: int) -> Tensor:
+    generator = torch.Generator(device=device).manual_seed(seed + 7)
+    return torch.randint(0, n_cols, (n_rows,), device=device, generator=generator)
+
+
+def logits_and_targets(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """(logits, targets with one in 64 ignored, the number of targets that count)."""
+    target = _classes(n_rows, n_cols, device, seed)
+    target[5::64] = IGNORED
+    return rows_of_logits(n_rows, n_cols, dtype, device, seed), target, (target != IGNORED).sum().double()
+
+
+def logits_and_ids(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """(logits, token ids)."""
+    return rows_of_logits(n_rows, n_cols, dtype, device, seed), _classes(n_rows, n_cols, device, seed)
+
+
+def logprob_gradients(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """(logits, ids, upstream gradients of log-probabilities, entropies and logsumexps)."""
+    generator = torch.Generator(device=device).manual_seed(seed + 9)
+    upstream = torch.randn(3, n_rows, device=device, generator=generator)
+    return (*logits_and_ids(n_rows, n_cols, dtype, device, seed), *upstream.unbind())
+
+
+def queries(n_rows: int, n_cols: int) -> int:
+    """Queries of one head: n_cols where the rows are whole heads of that many, else all rows belong to one head."""
+    return n_cols if n_cols and n_rows % n_cols == 0 else n_rows
+
+
+def heads(x: Tensor) -> Tensor:
+    """Rows as (1, heads, queries, columns)."""
+    return x.view(1, -1, queries(*x.shape), x.shape[1])
+
+
+def causal_scores(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """(scores, each row's query, the hidden elements of a head)."""
+    n_queries = queries(n_rows, n_cols)
+    query = torch.arange(n_rows, device=device) % max(n_queries, 1)
+    hidden = torch.ones(n_queries, n_cols, dtype=torch.bool, device=device).triu_(1)
+    return rows_of_logits(n_rows, n_cols, dtype, device, seed), query, hidden
+
+
+def biased_scores(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """(scores, each row's query, a bias for every query and column, one in eight -inf)."""
+    x, query, hidden = causal_scores(n_rows, n_cols, dtype, device, seed)
+    mask = rows_of_logits(len(hidden), n_cols, dtype, device, seed + 3)
+    mask[:, 3::8] = -float("inf")
+    return x, query, mask
+
+
+def causal_softmax(x: Tensor, query: Tensor, hidden: Tensor) -> Tensor:
+    """torch's softmax of causal scores."""
+    return torch.softmax(heads(x).masked_fill(hidden, -float("inf")), -1).view_as(x)
+
+
+def biased_softmax(x: Tensor, query: Tensor, mask: Tensor) -> Tensor:
+    """torch's softmax of scores with a bias."""
+    return torch.softmax(heads(x) + mask, -1).view_as(x)
+
+
+def causal_gradient(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """(the result's gradient, the result, each row's query, the hidden elements of a head)."""
+    x, query, hidden = causal_scores(n_rows, n_cols, dtype, device, seed)
+    y = causal_softmax(_calm(x), query, hidden)
+    return rows_of_logits(n_rows, n_cols, dtype, device, seed + 1), y, query, hidden
+
+
+def biased_gradient(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """(the result's gradient, the result)."""
+    x, query, mask = biased_scores(n_rows, n_cols, dtype, device, seed)
+    return rows_of_logits(n_rows, n_cols, dtype, device, seed + 1), biased_softmax(_calm(x), query, _calm(mask))
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def excerpt() -> Path:
+    """The excerpt of real logits in the package (data/README.md names its source)."""
+    return Path(__file__).resolve().parent.parent / "data" / "minilm_excerpt.safetensors"
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Floating tensors of a .safetensors, .npy or .pt file, by name; raises ValueError when there is none to use."""
+    readers = {".safetensors": _safetensors, ".npy": _npy, ".pt": _pt, ".pth": _pt}
+    if path.suffix not in readers:
+        raise ValueError(f"{path} has none of the suffixes that are read: give a .safetensors, .npy or .pt file")
+    with path.open("rb"):  # what cannot be opened is no damaged file
+        pass
+    try:
+        loaded = readers[path.suffix](path)
+    except (ModuleNotFoundError, MemoryError):
+        raise
+    except Exception as error:  # each reader has exceptions of its own for a damaged file
+        why = " ".join(str(error).split()).split(". ")[0][:160] or type(error).__name__
+        raise ValueError(f"{path} cannot be read as {path.suffix} ({why}): give a whole file of that format") from None
+    named = {str(n): t for n, t in loaded.items() if isinstance(t, Tensor) and t.layout is torch.strided}
+    tensors = {
+        n: t for n, t in named.items() if t.ndim > 0 and t.numel() > 0 and not t.is_meta
+        if str(t.dtype).removeprefix("torch.") in DTYPES
+    }  # fmt: skip
+    if not tensors:
+        raise ValueError(f"{path} holds no tensor in {', '.join(DTYPES)} with an element and a dimension: give one")
+    return tensors
+
+
+def _safetensors(path: Path) -> dict[str, object]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(path))
+
+
+def _npy(path: Path) -> dict[str, object]:
+    import numpy
+
+    return {path.stem: torch.from_numpy(numpy.load(path))}
+
+
+def _pt(path: Path) -> dict[str, object]:
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    return dict(content) if isinstance(content, dict) else {path.stem: content}

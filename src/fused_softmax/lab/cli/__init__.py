@@ -1,0 +1,25 @@
+"""The command line: arguments only. The modules of the lab that a command names do the work.
+
+Every command imports its modules when it runs, so that `--help` is quick. A machine without a GPU then starts the
+command again with TRITON_INTERPRET=1 before the first kernel is decorated.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from fused_softmax.lab.cli.check import accuracy, fuzz, verify
+from fused_softmax.lab.cli.measure import bench, report, tune
+from fused_softmax.lab.cli.show import explain, lesson
+from fused_softmax.lab.terminal import Commands
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    cls=Commands,
+    help="Softmax kernels that are checked before they are timed.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+for command in (bench, verify, fuzz, accuracy, explain, tune, lesson, report):
+    app.command()(command)

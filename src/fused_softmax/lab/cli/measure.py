@@ -1,0 +1,172 @@
+"""The commands that measure and show what was measured: bench, report, tune."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fused_softmax.lab.cli import options
+from fused_softmax.lab.cli.options import Dtype, Input, Tables, dtypes, names, numbers
+from fused_softmax.lab.ending import INTERRUPTED
+from fused_softmax.lab.terminal import Refused, refusing, terminal
+
+
+def bench(
+    widths: Annotated[str, typer.Option(help="comma-separated numbers of columns")] = "",
+    rows: Annotated[int | None, typer.Option(min=1, help="rows at every width; default: --elements / columns")] = None,
+    dtype: Dtype = "",
+    systems: Annotated[str, typer.Option(help="comma-separated, such as torch,07_online; default all")] = "",
+    input: Input = None,
+    out: Annotated[Path, typer.Option(help="folder for the table, plot, CSV, JSON and HTML page")] = Path("out"),
+    op: Annotated[
+        str, typer.Option(help="what is computed, such as softmax,log_softmax or cross_entropy, or all")
+    ] = "softmax",
+    table: Tables = "",
+    elements: Annotated[int, typer.Option(min=1, help="elements of each tensor where --rows is not given")] = 2**28,
+    record: Annotated[Path | None, typer.Option(help="also write the JSON to this .json, or to a folder by op")] = None,
+    workers: Annotated[int | None, typer.Option(min=0, help="processes that compile first (GPU); default: all")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.0, help="seconds for one system in one case")] = None,
+    random_widths: Annotated[
+        int, typer.Option(min=0, max=1000, help="draw so many widths for each op, half of them odd")
+    ] = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="of --random-widths; default: a new one, kept in the results")
+    ] = None,
+) -> None:
+    """Check every system against float64, then time those that passed and the device's own copy."""
+    wanted = numbers(widths, "--widths"), dtypes(dtype)
+    chosen = names(table, "--table"), names(systems, "--systems")
+    if not op.strip():
+        raise Refused("names no op: give one, such as softmax, a family, or all", "--op")
+    if seconds is not None and not math.isfinite(seconds):
+        raise Refused(f"{seconds} is not a number of seconds, such as 0.1", "--seconds")
+    if seed is not None and not random_widths:
+        raise Refused("belongs to --random-widths: give --random-widths N too", "--seed")
+    options.interpret_without_gpu()
+    from fused_softmax.lab.bench.ops import ops_named
+    from fused_softmax.lab.bench.run import Request, prepare, run
+
+    try:
+        ops = tuple(dict.fromkeys(found for name in names(op, "--op") for found in ops_named(name)))
+    except KeyError as error:
+        raise Refused(error.args[0], "--op") from None
+    request = Request(
+        ops=ops,
+        tables=chosen[0],
+        widths=wanted[0],
+        rows=rows,
+        dtypes=wanted[1],
+        systems=chosen[1],
+        input=input,
+        elements=elements,
+        out=out,
+        record=record,
+        workers=workers,
+        seconds=seconds,
+        random_widths=random_widths,
+        seed=seed,
+    )
+    with refusing(ValueError, OSError):
+        prepared = prepare(request)
+    console = terminal()
+    head, records, files = run(prepared, console)
+    console.print(f"{len(records)} results in {', '.join(str(file) for file in files)}", markup=False, soft_wrap=True)
+    if head.stopped:
+        raise typer.Exit(INTERRUPTED if head.stopped == "interrupted" else 1)
+    if any(r.system == "fused_softmax" and r.status in ("wrong", "error") for r in records):
+        raise typer.Exit(1)
+
+
+def report(
+    readme: Annotated[bool, typer.Option("--readme", help="rewrite README.md from the results")] = False,
+    check: Annotated[bool, typer.Option("--check", help="fail when README.md is stale")] = False,
+    root: Annotated[Path, typer.Option(help="the repository's root")] = Path("."),
+    out: Annotated[Path | None, typer.Option(help="write page, plot, CSV and JSON of each file below here")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="OLD NEW", help="compare two results files, or two folders of them, case by case"),
+    ] = None,
+    files: Annotated[list[Path] | None, typer.Argument(help="results to show; default: the recorded")] = None,
+) -> None:
+    """Show recorded results, compare two runs, or make the README's table and plot of the recorded results."""
+    from fused_softmax.lab.bench import readme as pages
+    from fused_softmax.lab.bench.output import Output
+    from fused_softmax.lab.bench.record import read_results
+    from fused_softmax.lab.bench.report import print_report
+
+    if compare is not None and (readme or check or files or out is not None):
+        raise Refused("--compare stands alone: leave out --readme, --check, --out and files")
+    if files and (readme or check):
+        raise Refused("--readme and --check read the recorded results: leave out files")
+    with refusing(OSError, ValueError):
+        if compare is not None:
+            compare_runs(*compare)
+            return
+        if readme:
+            pages.write(root)
+        if readme or check:
+            why = pages.stale(root)
+            print(why or "README.md is what the results give")
+            raise typer.Exit(1 if why else 0)
+        folder = pages.gpu_folder(root)
+        found = {file: read_results(file) for file in files} if files else pages.read_folder(folder)
+        if not found:
+            raise ValueError(f"{folder} holds no results: give results files, or the repository's root with --root")
+        for file, (head, records) in found.items():
+            print_report(terminal(), head, records, {})
+            if out is not None:
+                Output(out / file.stem).finish(head, records)
+
+
+def compare_runs(old: Path, new: Path) -> None:
+    """Print what two runs have in common: machines, fractions of the ceiling, and times of one over the other."""
+    from fused_softmax.lab.bench import compare as comparing
+    from fused_softmax.lab.bench.report import print_rows
+
+    if old.is_dir() != new.is_dir():
+        raise ValueError(f"{old} and {new} are a folder and a file: give two results files, or two folders of them")
+    runs = comparing.read_run(old), comparing.read_run(new)
+    found = comparing.compare(*runs)
+    if found:
+        print_rows(terminal(180), comparing.table(found))
+    else:
+        print("the two runs have no timed case in common")
+    for line in (*comparing.machines("OLD", runs[0]), *comparing.machines("NEW", runs[1]), *comparing.unmatched(*runs)):
+        print(line)
+
+
+def tune(
+    widths: Annotated[str, typer.Option(help="comma-separated numbers of columns; default: the forward table's")] = "",
+    dtype: Dtype = "bfloat16,float32",
+    op: Annotated[str, typer.Option(help="softmax or softmax_backward")] = "softmax",
+    elements: Annotated[int, typer.Option(min=1, help="elements of each tensor")] = 2**28,
+) -> None:
+    """Time the planner's candidates on this GPU and print the fastest as a config table."""
+    asked = numbers(widths, "--widths"), dtypes(dtype) or dtypes("bfloat16,float32")
+    import torch
+    from rich.progress import Progress
+
+    from fused_softmax.lab.bench.cases import FORWARD_WIDTHS
+    from fused_softmax.lab.tune import TUNABLE, as_config_table
+    from fused_softmax.lab.tune import tune as measure
+    from fused_softmax.launch.device import device_here, interpreting
+
+    console = Console(stderr=True)
+    if op not in TUNABLE:
+        raise Refused(f"{op!r} is none of {', '.join(TUNABLE)}", "--op")
+    if not torch.cuda.is_available() or interpreting():
+        raise Refused("needs a GPU, and there is none that torch can use here: run it on a machine with one")
+    from fused_softmax.planning.softmax import candidates
+
+    wanted = asked[0] or FORWARD_WIDTHS
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("tuning", total=len(wanted) * len(asked[1]))
+        with refusing(ValueError):
+            choices = measure(
+                op, asked[1], wanted, device_here(), elements, candidates, lambda choice: progress.advance(task)
+            )
+    print(as_config_table(choices, torch.cuda.get_device_name()))

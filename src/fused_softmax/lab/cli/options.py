@@ -1,0 +1,63 @@
+"""Options that several commands share, and how their text becomes numbers and names."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fused_softmax.lab.terminal import Refused
+
+DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+Input = Annotated[Path | None, typer.Option(help="real data: .safetensors (every floating tensor), .npy or .pt")]
+Tables = Annotated[str, typer.Option(help="ladder, forward, losses, random, few_rows, small, host, first_call, cpu")]
+Dtype = Annotated[str, typer.Option("--dtype", help="comma-separated: bf16, fp16, fp32 (or the long names)")]
+
+
+def names(text: str, option: str = "") -> tuple[str, ...]:
+    """Split a comma-separated option; an empty one names nothing, which is the default."""
+    found = tuple(part.strip() for part in text.split(",") if part.strip())
+    if text and not found:
+        raise Refused(f"{text!r} names nothing: give names with commas between them", option)
+    return found
+
+
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """Split a comma-separated option into positive integers."""
+    try:
+        found = tuple(int(part.replace("_", "")) for part in names(text, option))
+    except ValueError:
+        why = f"{text!r} is not a list of integers: give numbers with commas between them, such as 1024,50257"
+        raise Refused(why, option) from None
+    if any(not 1 <= n < 2**60 for n in found):
+        raise Refused(f"{text!r}: numbers must be positive, and below 2^60", option)
+    return found
+
+
+def dtypes(text: str, option: str = "--dtype") -> tuple[str, ...]:
+    """Split and widen dtype names."""
+    found = tuple(DTYPE_NAMES.get(name, name) for name in names(text, option))
+    for name in found:
+        if name not in DTYPE_NAMES.values():
+            allowed = ", ".join((*DTYPE_NAMES, *DTYPE_NAMES.values()))
+            raise Refused(f"{name!r} is none of {allowed}", option)
+    return tuple(dict.fromkeys(found))
+
+
+def interpret_without_gpu() -> None:
+    """Where no GPU is usable, start this command again with Triton's interpreter; kernels must not be imported yet."""
+    import torch
+
+    from fused_softmax.launch.device import interpreting
+
+    # numpy's, from inside the interpreter, on the infinities and NaN that are meant
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
+    if torch.cuda.is_available() or interpreting():
+        return
+    again = [sys.executable, "-m", "fused_softmax", *sys.argv[1:]]
+    os.execve(sys.executable, again, {**os.environ, "TRITON_INTERPRET": "1"})

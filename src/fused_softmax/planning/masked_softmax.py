@@ -1,0 +1,45 @@
+"""Plans of masked softmax and its gradient: a mask takes as much room as the second row of a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .config_tables import (
+    MASKED,
+    MASKED_BACKWARD_REGISTERS,
+    MASKED_CHUNKS,
+    TWO_PASS_CHUNKS,
+    TWO_PASS_WARPS,
+    KernelConfig,
+)
+from .losses import steps_plan
+from .softmax import plan, resident_plan, warp_plan
+from .types import Device, Plan, Problem
+
+
+def plan_masked(problem: Problem, device: Device, masked: bool) -> Plan:
+    """The plan of masked softmax, or of its gradient. A causal row writes up to three vectors element by element.
+
+    >>> plan_masked(Problem(2048, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"], masked=False).regime
+    'block'
+    """
+    chosen = warp_plan(problem, device) if problem.n_cols <= 512 else None
+    if chosen is not None and chosen.vectors_per_chunk < device.warp_size:
+        chunks = -(-chosen.chunks * chosen.vectors_per_chunk // device.warp_size)
+        chosen = replace(chosen, vectors_per_chunk=device.warp_size, chunks=chunks, rows=chosen.num_warps)
+    for config in MASKED["backward" if problem.backward else "masked" if masked else "unmasked"]:
+        if chosen is None and problem.n_cols * problem.itemsize <= config.max_cols * 2:
+            chosen = resident_plan(problem, device, config)
+    if chosen is None:
+        # these kernels stage nothing in shared memory, so long rows get more warps
+        held = replace(problem, backward=problem.backward or masked)
+        chosen = plan(held, replace(device, supports_smem_staging=False))
+        if chosen.chunks > MASKED_CHUNKS[held.backward] and not problem.backward:
+            chosen = resident_plan(held, device, KernelConfig(problem.n_cols, device.max_cluster, 16, True)) or chosen
+        if chosen.chunks > MASKED_CHUNKS[held.backward] or chosen.regime == "two_pass":
+            # by one program: Triton's cluster planner fails on this kernel's loop
+            why = "the row does not fit on chip: it is read twice in steps"
+            chosen = steps_plan(problem, device, 1, TWO_PASS_WARPS, TWO_PASS_CHUNKS // 2, why)
+    # no cap with a mask: it is read where a row's sum is not finite, which takes more registers
+    capped = problem.backward and not masked and chosen.ctas > 1 and chosen.chunks <= 4 and problem.itemsize == 2
+    return replace(chosen, max_registers=MASKED_BACKWARD_REGISTERS if capped and chosen.vec == 8 else None)

@@ -1,0 +1,165 @@
+"""What the kernels of losses, statistics and masks compile to on sm_90: no spills that cost, and targets that are safe.
+
+The target's gradient is written over what its own CTA wrote before, so the store of it must lie in the CTAs of the
+cluster as the row's own stores do: by line, the first dimension of both tiles.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+import torch
+
+from fused_softmax.lab import cross_compile as compiled
+from fused_softmax.launch import cross_entropy, masked_softmax, token_logprobs
+from fused_softmax.launch.launcher import row_launch
+from fused_softmax.launch.layout import problem_of
+from fused_softmax.planning.types import DEVICES
+
+pytestmark = pytest.mark.compiled
+
+SM_90 = DEVICES["sm_90"]
+# a few words of stack, at a cap that makes room for one more program, cost nothing that can be measured
+STACK = 24
+
+
+def rows_like(
+    n_cols: int, dtype: torch.dtype, warps_reduce_separately: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and dx; apart: their rows start at different distances from a vector's boundary."""
+    x = torch.empty(3, n_cols, dtype=dtype)
+    return x, torch.empty(3, n_cols + 1, dtype=dtype)[:, :n_cols] if warps_reduce_separately else torch.empty_like(x)
+
+
+def cross_entropy_launch(x, dx, smoothing: float, softcap: float | None):
+    target, number = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
+    op = cross_entropy.CrossEntropy(target, None, None, -100, "mean", smoothing, softcap, 0.0)
+    flags = (("MEAN", True), ("INPLACE", False), *op.flags)
+    row_op = cross_entropy.WITH_GRADIENT[op.arithmetic]
+    plan = row_op.planner(problem_of(x, dx), SM_90)
+    vectors = (target, number, number, number, number, number)
+    numbers = (op.ignore_index, *op.numbers)
+    return row_launch(row_op, (x, dx), vectors, numbers, flags, plan, SM_90), plan
+
+
+@pytest.fixture
+def layouts(monkeypatch) -> list[tuple[str, bool]]:
+    """Of each store of the kernel compiled last, its shape and whether its lines alone are spread over the CTAs."""
+    found: list[tuple[str, bool]] = []
+    read = compiled.resources
+
+    def remember(kernel):
+        # after `else` there are the zeros of a row that does not count, over which nothing is written
+        text = kernel.asm["ttgir"].split("} else {")[0]
+        spread = dict(re.findall(r"^(#\w+) = #ttg\.blocked<.*?CGALayout = (\[\[.*?\]\])", text, re.M))
+        by_line = {name: not any(any(bit[1:]) for bit in ast.literal_eval(bits)) for name, bits in spread.items()}
+        stores = re.findall(r"tt\.store .*?tensor<(\d+x\d+)x!.*?(#\w+)>", text)
+        found[:] = [(shape, by_line[name]) for shape, name in stores]
+        return read(kernel)
+
+    monkeypatch.setattr(compiled, "resources", remember)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("n_cols", "dtype", "apart"),
+    [
+        (16384, torch.bfloat16, False),
+        (32000, torch.bfloat16, False),
+        (50257, torch.bfloat16, False),
+        (50257, torch.bfloat16, True),
+        (128256, torch.bfloat16, False),
+        (262144, torch.bfloat16, False),
+        (50257, torch.float32, False),
+        (128256, torch.float32, False),
+    ],
+)
+def test_the_target_lies_in_its_lines_cta(n_cols, dtype, apart, layouts):
+    launch, plan = cross_entropy_launch(*rows_like(n_cols, dtype, apart), 0.0, None)
+    assert plan.ctas > 1
+    used = compiled.cross_compile(launch, "sm_90")
+    assert used.spilled_bytes <= STACK
+    lines, lanes = plan.ctas * plan.warps_per_row, plan.vectors_per_chunk // plan.warps_per_row
+    of_target = [by_line for shape, by_line in layouts if shape == f"{lines}x{lanes}"]
+    of_row = [by_line for shape, by_line in layouts if shape == f"{lines}x{lanes * plan.vec}"]
+    assert of_target and all(of_target)
+    assert len(of_row) >= plan.chunks and all(of_row)
+
+
+@pytest.mark.parametrize("n_cols", [32000, 50257, 128256, 262144])
+@pytest.mark.parametrize(("smoothing", "softcap"), [(0.1, None), (0.1, 30.0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_smoothed_losses_compile(n_cols, smoothing, softcap, dtype):
+    launch, plan = cross_entropy_launch(*rows_like(n_cols, dtype), smoothing, softcap)
+    assert plan.chunks <= 8
+    assert compiled.cross_compile(launch, "sm_90").spilled_bytes <= STACK
+
+
+@pytest.mark.parametrize("scale", [0, 1, 2])
+@pytest.mark.parametrize("n_cols", [1000, 4096, 50257, 128256])
+def test_statistics_do_not_spill(n_cols, scale):
+    x, number, ids = torch.empty(3, n_cols, dtype=torch.bfloat16), torch.zeros(3), torch.zeros(3, 1, dtype=torch.int64)
+    flags = (("PICKS", 1), ("ENTROPY", True), ("SCALE", scale), ("KEEP_MOMENTS", True))
+    plan = token_logprobs.FORWARD.planner(problem_of(x), SM_90)
+    vectors = (number, number, number, ids, number, number)
+    launch = row_launch(token_logprobs.FORWARD, (x,), vectors, (1, 1.0), flags, plan, SM_90)
+    assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
+
+
+@pytest.mark.parametrize("n_cols", [100, 1024, 2047, 4096, 8192, 32768, 262144, 524288, 2097152])
+@pytest.mark.parametrize(("mask", "causal"), [(0, True), (1, False), (2, False), (2, True)])
+def test_masked_softmax_does_not_spill(n_cols, mask, causal):
+    x = torch.empty(4, n_cols, dtype=torch.bfloat16)
+    of_mask = torch.empty(2, n_cols, dtype=torch.bfloat16 if mask == 2 else torch.uint8)
+    op = masked_softmax.FORWARD[mask > 0]
+    plan = op.planner(problem_of(x, x), SM_90)
+    vec = 8 if mask and n_cols % 8 == 0 else 1
+    flags = (("MASK", mask), ("MASK_COLS", int(mask > 0)), ("MASK_VEC", vec), ("CAUSAL", causal), ("ZERO", False))
+    numbers = (*masked_softmax.row_schedule(x, 2, shared=True), 1, 2, 0, 0, 0, n_cols // vec, 1, 0.5)
+    launch = row_launch(op, (x, x), (of_mask,), numbers, flags, plan, SM_90)
+    assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("n_cols", [100, 1024, 2047, 4096, 8192, 32768])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask_cols", [None, 0, 1])
+def test_masked_gradients_do_not_spill(n_cols, mask_cols, causal, dtype):
+    x = torch.empty(4, n_cols, dtype=dtype)
+    mask = None if mask_cols is None else torch.ones(2, n_cols if mask_cols else 1, dtype=torch.bool)
+    op = masked_softmax.BACKWARD[mask is not None]
+    plan = op.planner(problem_of(x, x, x, backward=True), SM_90)
+    read, of_mask, of_strides = masked_softmax.describe_mask(mask, x.view(2, 2, n_cols), plan, x)
+    numbers = (*masked_softmax.row_schedule(x, 2, shared=False), *of_strides, 0.5)
+    flags = (*of_mask, ("CAUSAL", causal))
+    launch = row_launch(op, (x, x, x), (read,), numbers, flags, plan, SM_90)
+    assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("n_cols", [1000, 50257, 128256])
+@pytest.mark.parametrize(("smoothing", "softcap"), [(0.0, None), (0.1, 30.0)])
+def test_gradients_of_losses_do_not_spill(n_cols, smoothing, softcap, dtype):
+    x, number = torch.empty(3, n_cols, dtype=dtype), torch.zeros(6)
+    target = torch.zeros(3, dtype=torch.int64)
+    op = cross_entropy.CrossEntropy(target, None, None, -100, "mean", smoothing, softcap, 0.0)
+    flags = (("UNLESS_ONE", True), ("MEAN", True), *op.flags)
+    vectors = (target, number, number, number, number, number)
+    plan = cross_entropy.BACKWARD.planner(problem_of(x, x), SM_90)
+    numbers = (op.ignore_index, 0, *op.numbers)
+    launch = row_launch(cross_entropy.BACKWARD, (x, x), vectors, numbers, flags, plan, SM_90)
+    assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("n_cols", [1000, 50257])
+@pytest.mark.parametrize("kept", [False, True], ids=["logsumexp", "moments"])
+def test_gradients_of_statistics_do_not_spill(n_cols, kept, dtype):
+    x, number, ids = torch.empty(3, n_cols, dtype=dtype), torch.zeros(6), torch.zeros(3, 1, dtype=torch.int64)
+    flags = (("PICKS", int(kept)), ("ENTROPY", kept), ("LSE", True), ("SCALE", 2 * kept), ("HAS_MOMENTS", kept))
+    vectors = (number, number, number, ids, number, number, number)
+    plan = token_logprobs.BACKWARD.planner(problem_of(x, x), SM_90)
+    launch = row_launch(token_logprobs.BACKWARD, (x, x), vectors, (1, 1.0), flags, plan, SM_90)
+    assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0

@@ -1,0 +1,99 @@
+"""The check before the time refuses what is wrong, unwritten, or finite where it must be NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_softmax.lab.bench.checking import Judge, WrongShape, poisoned, run_poisoned
+from fused_softmax.lab.bench.inputs import DTYPES, rows_of_logits
+from fused_softmax.lab.bench.ops import OPS
+
+SOFTMAX = OPS["softmax"]
+
+
+def judge(x: Tensor) -> Judge:
+    return Judge(SOFTMAX, (x,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_torch_passes_its_own_check(dtype: torch.dtype):
+    x = rows_of_logits(5, 1000, dtype, torch.device("cpu"))
+    verdict = judge(x).judge(torch.softmax(x, -1))
+    assert verdict.ok and verdict.error == judge(x).torch_error
+
+
+def test_memory_that_is_not_written_is_nan_and_fails():
+    def half(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        y[:, :32] = torch.softmax(x, -1)[:, :32]
+        return y
+
+    x = rows_of_logits(3, 64, torch.float32, torch.device("cpu"))
+    verdict = judge(x).judge(run_poisoned(half, (x,)))
+    assert not verdict.ok and verdict.error == float("inf") and "unwritten" in verdict.why
+
+
+def test_poison_is_taken_away_again():
+    torch.use_deterministic_algorithms(False)
+    with poisoned(torch.zeros(4)):
+        assert torch.empty(1000).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+    with poisoned(torch.zeros(4), deterministic=False):
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_one_wrong_row_among_sharp_ones_fails_by_its_own_scale():
+    # a nearly one-hot row has a scale of 1; an error of 1% in a flat row would hide below it
+    x = torch.zeros(2, 1000)
+    x[0, 0] = 50.0
+    y = torch.softmax(x, -1)
+    y[1, 0] *= 1.01
+    verdict = judge(x).judge(y)
+    assert not verdict.ok and verdict.why == "1 of 2 rows"
+
+
+def test_nan_belongs_where_torch_has_it_and_nowhere_else():
+    x = torch.zeros(4, 8)
+    x[1, 3] = float("nan")
+    x[2] = -float("inf")
+    x[3, 0] = float("inf")
+    y = torch.softmax(x, -1)
+    assert judge(x).judge(y).ok
+    for row in range(4):
+        bad = y.clone()
+        bad[row, 0] = 0.125 if row else float("nan")
+        assert not judge(x).judge(bad).ok, row
+
+
+def test_negative_infinity_of_log_softmax_must_be_there():
+    x = torch.zeros(2, 8)
+    x[0, 3] = -float("inf")
+    check = Judge(OPS["log_softmax"], (x,))
+    y = torch.log_softmax(x, -1)
+    assert check.judge(y).ok
+    y[0, 3] = -1e30
+    assert not check.judge(y).ok
+
+
+def test_wrong_shape_or_dtype_is_named():
+    x = torch.zeros(2, 8)
+    with pytest.raises(WrongShape, match="float16"):
+        judge(x).judge(torch.zeros(2, 8, dtype=torch.float16))
+    with pytest.raises(WrongShape, match=r"\(2, 7\)"):
+        judge(x).judge(torch.zeros(2, 7))
+
+
+def test_rows_in_many_chunks_give_the_same_verdict(monkeypatch: pytest.MonkeyPatch):
+    x = rows_of_logits(64, 100, torch.bfloat16, torch.device("cpu"))
+    y = torch.softmax(x, -1)
+    whole = judge(x).judge(y)
+    monkeypatch.setattr("fused_softmax.lab.bench.checking.CHUNK", {"cpu": 300})
+    assert judge(x).judge(y) == whole
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+def test_empty_inputs_are_judged_by_shape(shape: tuple[int, int]):
+    x = torch.zeros(shape)
+    assert judge(x).judge(torch.zeros(shape)).ok

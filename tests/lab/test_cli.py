@@ -1,0 +1,366 @@
+"""The command from the outside: arguments, exit statuses, files; a tiny interpreted benchmark end to end."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from fused_softmax.lab.bench.cases import random_cases
+from fused_softmax.lab.bench.record import Record, from_json, header, to_json
+from fused_softmax.lab.cli import app
+from fused_softmax.lab.lessons import LESSONS
+
+ROOT = Path(__file__).resolve().parents[2]
+CLI = CliRunner()
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    where = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **environment}
+    line = [sys.executable, "-m", "fused_softmax", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, env=where, timeout=300)
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs a command in this process, which has the imports; `command` is for what the process itself does."""
+
+    def run(*arguments: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["fused-softmax", *arguments])  # what a record says that it was made by
+        return CLI.invoke(app, arguments, catch_exceptions=False)
+
+    return run
+
+
+# what is given, and what the one line on stderr must say; FILES are in the folder that the command runs in
+REFUSED = [
+    ("nosuch", "nosuch"),
+    ("bench --nosuch", "--nosuch"),
+    ("bench extra", "extra"),
+    ("bench --dtype int8", "'int8' is none of bf16"),
+    ("bench --dtype ,", "names nothing"),
+    ("bench --widths 12,x", "integers"),
+    ("bench --widths 0", "positive"),
+    ("bench --widths ,", "names nothing"),
+    ("bench --widths 99999999999999999999", "below 2^60"),
+    ("bench --rows 0", "--rows 0"),
+    ("bench --rows x", "--rows x"),
+    ("bench --rows 9999999999999", "fewer rows"),
+    ("bench --rows 9999999999999 --op masked_softmax", "fewer rows"),
+    ("bench --op sofmax", "masked_softmax"),
+    ("bench --op ''", "--op"),
+    ("bench --op ,", "--op"),
+    ("bench --table nosuch", "few_rows"),
+    ("bench --table losses --dtype fp32", "float32"),
+    ("bench --systems toch", "torch.compile"),
+    ("bench --systems 05_published --op log_softmax", "fused_softmax"),
+    ("bench --elements 0", "--elements 0"),
+    ("bench --seconds=-1", "--seconds"),
+    ("bench --seconds nan", "--seconds"),
+    ("bench --seconds inf", "--seconds"),
+    ("bench --workers=-1", "--workers"),
+    ("bench --seed 3", "--random-widths"),
+    ("bench --random-widths=-1", "--random-widths=-1"),
+    ("bench --widths 4 --out bad.pt", "bad.pt"),
+    ("bench --widths 4 --record bad.pt", "bad.pt"),
+    ("bench --input bad.safetensors", "bad.safetensors cannot be read"),
+    ("bench --input bad.pt", "bad.pt cannot be read"),
+    ("bench --input bad.npy", "bad.npy cannot be read"),
+    ("bench --input empty.pt", "empty.pt cannot be read"),
+    ("bench --input empty.npy", "empty.npy cannot be read"),
+    ("bench --input ids.npy", "ids.npy holds no tensor in float16"),
+    ("bench --input none.npy", "none.npy: no such file"),
+    ("bench --input x.txt", ".safetensors, .npy or .pt"),
+    ("bench --input whole.pt --op cross_entropy", "more than one tensor"),
+    ("verify --input bad.pt", "bad.pt cannot be read"),
+    ("verify --input bad.safetensors", "bad.safetensors cannot be read"),
+    ("verify --input none.npy", "none.npy: no such file"),
+    ("accuracy --op sofmax", "masked_softmax"),
+    ("accuracy --op ,", "names nothing"),
+    ("accuracy --dtype int8", "'int8' is none of"),
+    ("accuracy --rows 0", "--rows 0"),
+    ("accuracy --seed=-1", "--seed=-1"),
+    ("accuracy --record .", "is a directory"),
+    ("accuracy --record bad.pt/x.json", "bad.pt"),
+    ("explain", "shape"),
+    ("explain x", "rows x columns"),
+    ("explain 4096x", "rows x columns"),
+    ("explain x4096", "rows x columns"),
+    ("explain 4096", "rows x columns"),
+    ("explain 4x4x4", "rows x columns"),
+    ("explain 0x4", "positive"),
+    ("explain 9999999999x9999999999", "2^60"),
+    ("explain 4x128 bfloat16,float32", "give one of"),
+    ("explain 4x128 ''", "give one of"),
+    ("explain 4x128 int8", "'int8' is none of"),
+    ("explain 4x128 --device sm_1", "gfx942"),
+    ("explain 4x128 --device interpreter", "gfx942"),
+    ("tune --op x", "softmax_backward"),
+    ("tune --widths x", "integers"),
+    ("tune --dtype int8", "'int8' is none of"),
+    ("lesson 99", f"1 to {len(LESSONS)}"),
+    ("lesson 0", "lesson 0"),
+    ("lesson x", "lesson x"),
+    ("report --root none", "--root"),
+    ("report --check --root none", "README.md: no such file"),
+    ("report --readme --root none", "README.md: no such file"),
+    ("report list.json", "list.json has no header and records"),
+    ("report half.json", "half.json is not JSON"),
+    ("report hollow.json", "hollow.json is a damaged results file"),
+    ("report int8.json", "dtype is 'int8'"),
+    ("report text.json", "n_cols is 'many'"),
+    ("report bad.npy", "bad.npy is not JSON"),
+    ("report none.json", "none.json: no such file"),
+    ("report .", "is a directory"),
+    ("report list.json --check", "leave out files"),
+    ("report --compare half.json", "--compare"),
+    ("report --compare half.json half.json", "half.json is not JSON"),
+    ("report --compare half.json none.json", "half.json is not JSON"),
+    ("report --compare half.json half.json other.json", "leave out"),
+]
+
+
+@pytest.fixture(scope="module")
+def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
+    for suffix in ("safetensors", "pt", "npy"):
+        (folder / f"bad.{suffix}").write_text("garbage\n")
+        (folder / f"empty.{suffix}").write_text("")
+    torch.save({"x": torch.randn(2, 3)}, folder / "whole.pt")
+    numpy.save(folder / "ids.npy", numpy.zeros((2, 3), dtype=numpy.int64))
+    (folder / "list.json").write_text("[]")
+    (folder / "half.json").write_text('{"header": ')
+    (folder / "hollow.json").write_text('{"header": {}, "records": []}')
+    head = header(torch.device("cpu"), interpreted=False)
+    record = Record("softmax", "torch", "float32", 2, 3, "ok")
+    (folder / "int8.json").write_text(to_json(head, [replace(record, dtype="int8")]))
+    (folder / "text.json").write_text(to_json(head, [record]).replace('"n_cols": 3', '"n_cols": "many"'))
+    return folder
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("line", "said"), REFUSED)
+def test_a_bad_input_is_one_line_on_stderr_and_status_2(
+    line: str, said: str, bad_files: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(bad_files)
+    result = CLI.invoke(app, shlex.split(line))
+    assert result.exit_code == 2 and result.stdout == "", result.output
+    (only,) = result.stderr.splitlines()
+    assert only.startswith(f"fused-softmax{' ' * (line != 'nosuch')}") and said in only
+    assert line.startswith("nosuch") or only.startswith(f"fused-softmax {line.split()[0]}: ")
+
+
+def test_tune_needs_a_gpu():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU to tune on")
+    result = CLI.invoke(app, ["tune"])
+    assert result.exit_code == 2 and "needs a GPU" in result.stderr and result.stdout == ""
+
+
+def test_an_error_of_the_program_is_no_bad_input(monkeypatch: pytest.MonkeyPatch):
+    def broken(number: int) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr("fused_softmax.lab.lessons.run", broken)
+    monkeypatch.setattr("fused_softmax.lab.cli.options.interpret_without_gpu", lambda: None)
+    assert isinstance(CLI.invoke(app, ["lesson", "1"]).exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(("stopped", "status"), [("", 0), ("interrupted", 130), ("device fault: a torch call", 1)])
+def test_bench_ends_with_a_status_of_its_own_for_each_end(
+    stopped: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    head = replace(header(torch.device("cpu"), interpreted=True), stopped=stopped)
+    monkeypatch.setattr("fused_softmax.lab.bench.run.run", lambda prepared, console: (head, [], []))
+    monkeypatch.setattr("fused_softmax.lab.cli.options.interpret_without_gpu", lambda: None)
+    result = CLI.invoke(app, ["bench", "--systems", "torch", "--widths", "4", "--out", str(tmp_path)])
+    assert result.exit_code == status, result.output
+    assert result.stderr == ("interrupted\n" if status == 130 else "")
+
+
+def test_rows_too_wide_for_the_kernels_are_explained_as_torchs():
+    result = CLI.invoke(app, ["explain", "1x2147483648"])
+    assert result.exit_code == 0 and "PyTorch's own kernel" in result.stdout and "32 bits" in result.stdout
+
+
+def test_without_a_command_the_help_is_shown():
+    result = CLI.invoke(app, [])
+    assert result.exit_code in (0, 2) and all(name in result.output for name in ("bench", "verify", "report"))
+    assert CLI.invoke(app, ["bench", "--help"]).exit_code == 0
+
+
+def test_lessons_are_listed():
+    result = CLI.invoke(app, ["lesson"])
+    assert (
+        result.exit_code == 0 and len(result.output.splitlines()) == len(LESSONS) and "naive" in result.output.lower()
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "absent", "needs", "extra"),
+    [
+        ("explain 4x128", "typer", "fused-softmax needs typer", "cli"),
+        ("report", "rich", "needs rich", "cli"),
+        ("lesson 5", "typer rich numpy", "fused-softmax lesson needs typer, rich, numpy", "bench"),
+        ("lesson 5", "typer rich", "needs typer, rich", "cli"),
+        ("lesson 5", "numpy", "fused-softmax lesson needs numpy", "bench"),
+        ("bench --widths 4 --rows 2", "typer rich safetensors numpy", "needs typer, rich, safetensors, numpy", "bench"),
+        ("verify", "safetensors", "fused-softmax verify needs safetensors", "bench"),
+    ],
+)
+def test_without_an_extra_the_command_names_what_is_missing(
+    arguments: str, absent: str, needs: str, extra: str, tmp_path: Path
+):
+    # for import and find_spec alike these packages are not there
+    hide = f"""
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+def found(name, path=None, target=None):
+    return None if name.split(".")[0] in {absent.split()!r} else find(name, path, target)
+PathFinder.find_spec = found
+"""
+    (tmp_path / "sitecustomize.py").write_text(hide)
+    done = command(*arguments.split(), PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT / "src")]))
+    said = done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1 and said.endswith(f"{needs}: pip install 'fused-softmax[{extra}]'"), done.stderr
+
+
+def test_importing_the_package_needs_no_extra():
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['typer', 'rich', 'matplotlib', 'safetensors'])); "
+        "import fused_softmax"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=120).returncode == 0
+
+
+def test_report_check_fails_on_a_stale_readme(tmp_path: Path):
+    (tmp_path / "README.md").write_text("<!-- results:begin -->\n<!-- results:end -->\n")
+    assert CLI.invoke(app, ["report", "--check", "--root", str(tmp_path)]).exit_code == 1
+    assert CLI.invoke(app, ["report", "--readme", "--root", str(tmp_path)]).exit_code == 0
+    assert CLI.invoke(app, ["report", "--check", "--root", str(tmp_path)]).exit_code == 0
+    assert CLI.invoke(app, ["report", "--check", "--root", str(tmp_path / "none")]).exit_code == 2
+
+
+@pytest.mark.interpreted
+def test_tiny_bench_shows_wrong_as_wrong_and_leaves_its_files(tmp_path: Path):
+    out = tmp_path / "out"
+    systems = "torch,01_naive,02_one_row,05_published"
+    done = command(
+        "bench", "--widths", "640", "--rows", "2", "--dtype", "fp32", "--systems", systems, "--out", str(out)
+    )
+    assert done.returncode == 0, done.stderr
+    head, records = from_json((out / "results.json").read_text())
+    assert {r.system: r.status for r in records} == {
+        "torch": "ok",
+        "01_naive": "ok",
+        "02_one_row": "ok",
+        "05_published": "wrong",
+    }
+    assert all(r.ms is None for r in records) and head.interpreted and head.finished
+    by_name = {r.system: r for r in records}
+    assert by_name["02_one_row"].reads == by_name["02_one_row"].writes == 1280
+    resources = by_name["02_one_row"].resources
+    assert resources is not None and resources["registers"] > 0 and resources["widest_load_bytes"] == 16
+    assert "times need a GPU" in done.stdout and "wrong" in done.stdout
+    assert {"index.html", "results.csv"} <= {f.name for f in out.iterdir()}
+
+
+@pytest.mark.interpreted
+def test_several_ops_are_recorded_in_a_file_each(tmp_path: Path, run_here: Callable[..., Result]):
+    ops = "log_softmax_backward,cross_entropy,cross_entropy_forward,masked_softmax"
+    shape = ["--widths", "33", "--rows", "3", "--dtype", "bf16"]
+    done = run_here("bench", "--op", ops, *shape, "--out", str(tmp_path / "out"), "--record", str(tmp_path / "kept"))
+    assert done.exit_code == 0, done.output
+    found = {file.stem: from_json(file.read_text())[1] for file in (tmp_path / "kept").iterdir()}
+    assert set(found) == {"log_softmax_backward", "cross_entropy", "masked_softmax"}
+    assert {r.op for r in found["cross_entropy"]} == {"cross_entropy", "cross_entropy_forward"}
+    assert {r.system for r in found["cross_entropy"]} == {"fused_softmax", "fused_softmax_in_place", "torch"}
+    assert {r.status for records in found.values() for r in records} == {"ok"}
+    assert all(r.plan.startswith("warp: 1 CTA") for r in found["masked_softmax"] if r.system == "fused_softmax")
+
+
+@pytest.mark.interpreted
+def test_random_widths_are_recorded_with_their_seed(tmp_path: Path, run_here: Callable[..., Result]):
+    shape = ["--random-widths", "2", "--rows", "2", "--systems", "fused_softmax", "--out", str(tmp_path / "out")]
+    # this seed's widths are narrow, and so is the range of masked_softmax: the interpreter takes seconds for wide rows
+    done = run_here("bench", "--op", "log_softmax_backward,masked_softmax_causal", *shape, "--seed", "4")
+    assert done.exit_code == 0, done.output
+    head, records = from_json((tmp_path / "out" / "results.json").read_text())
+    drawn = {op: sorted({r.n_cols for r in records if r.op == op}) for op in dict.fromkeys(r.op for r in records)}
+    assert {op: [w % 2 for w in sorted(widths)].count(1) for op, widths in drawn.items()} == dict.fromkeys(drawn, 1)
+    assert drawn == {
+        op: sorted({c.n_cols for c in random_cases(op, 2, 4)})
+        for op in ("log_softmax_backward", "masked_softmax_causal")
+    }
+    assert head.seed == 4 and "--seed 4" in head.command and "seed 4" in done.stdout
+    assert {(r.system, r.status) for r in records} == {("fused_softmax", "ok")} and all(
+        r.error is not None for r in records
+    )
+    done = run_here("bench", "--op", "masked_softmax_causal", *shape)
+    assert done.exit_code == 0, done.output
+    head, records = from_json((tmp_path / "out" / "results.json").read_text())
+    assert head.seed is not None and f"seed {head.seed}" in done.stdout
+    assert {r.n_cols for r in records} == {c.n_cols for c in random_cases("masked_softmax_causal", 2, head.seed)}
+
+
+@pytest.mark.interpreted
+def test_bench_reads_a_file_and_refuses_one_it_cannot_use(tmp_path: Path, run_here: Callable[..., Result]):
+    torch.save({"scores": torch.randn(2, 3, 17)}, tmp_path / "x.pt")
+    options = ["--systems", "torch,01_naive", "--out", str(tmp_path / "out")]
+    assert run_here("bench", "--input", str(tmp_path / "x.pt"), *options).exit_code == 0
+    _, records = from_json((tmp_path / "out" / "results.json").read_text())
+    assert {(r.n_rows, r.n_cols, r.case) for r in records} == {(6, 17, "real: scores")}
+    done = run_here("bench", "--input", str(tmp_path / "none.txt"), *options)
+    assert done.exit_code == 2 and "none.txt" in done.stderr
+
+
+@pytest.mark.interpreted
+def test_ctrl_c_leaves_the_results_so_far(tmp_path: Path):
+    where = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
+    widths = ",".join(["64", *["200000"] * 400])
+    line = [sys.executable, "-m", "fused_softmax", "bench", "--widths", widths, "--systems", "torch,06_three_pass"]
+    # a shell starts what it runs in the background with SIGINT ignored, and children inherit that
+    process = subprocess.Popen(
+        [*line, "--out", str(tmp_path)],
+        env=where,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        until = time.monotonic() + 120
+        while not (tmp_path / "results.json").exists() and time.monotonic() < until:
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert "Traceback" not in err and "stopped early: interrupted" in out and err.splitlines()[-1] == "interrupted"
+    head, records = from_json((tmp_path / "results.json").read_text())
+    assert head.stopped == "interrupted" and len(records) >= 2 and (tmp_path / "index.html").exists()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("module", ["fused_softmax lesson", "fused_softmax.lab.lessons"])
+def test_a_reader_that_has_gone_ends_a_lesson_without_a_traceback(module: str):
+    line = f"set -o pipefail; {shlex.quote(sys.executable)} -m {module} 1 | true; exit ${{PIPESTATUS[0]}}"
+    where = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    where["PYTHONPATH"] = str(ROOT / "src")
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=300, env=where)
+    assert (done.returncode, done.stderr) == (1, "")

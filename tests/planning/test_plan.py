@@ -1,0 +1,430 @@
+"""The planner: its golden table, that every variant of a kernel is chosen somewhere, that every plan covers its row.
+
+What a plan promises the kernels is checked here by brute force, from the slices as kernels/common/tiles.py cuts them,
+over every alignment, dtype and device; nothing of the planner's own arithmetic is used for that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import golden_plans
+import pytest
+import torch
+from planned import DTYPES, PROMISED, compile_time, kernels, problem
+
+from fused_softmax.launch.launcher import meta_of
+from fused_softmax.launch.layout import problem_of
+from fused_softmax.launch.softmax import softmax_op
+from fused_softmax.planning import config_tables
+from fused_softmax.planning import losses as loss_plans
+from fused_softmax.planning.softmax import WARP_MAX_COLS, plan
+from fused_softmax.planning.types import DEVICES, REGIMES, Device, Plan, Problem
+
+# (target, backward, log) -> its config_tables
+TABLES = {
+    **{("sm_90", *which): config_tables.CLUSTER[which] for which in config_tables.CLUSTER},
+    ("sm_80", False, False): config_tables.FORWARD_BLOCK,
+    ("sm_80", True, False): config_tables.BACKWARD_BLOCK,
+}
+RANDOM = random.Random(0)
+EDGES = {
+    config.max_cols + by
+    for table in TABLES.values()
+    for configs in table.values()
+    for config in configs
+    for by in (-8, -1, 0, 1)
+    if config.max_cols < config_tables.WIDEST
+}
+WIDTHS = sorted(
+    {*range(1, 300), *range(300, 70000, 211), *EDGES, *(RANDOM.randrange(70000, 1 << 22) for _ in range(60))}
+)
+
+
+def test_golden_table():
+    expected, got = golden_plans.GOLDEN.read_text(encoding="utf-8"), golden_plans.table()
+    changed = list(difflib.unified_diff(expected.splitlines(), got.splitlines(), n=0, lineterm=""))
+    assert not changed, "\n".join([f"plans changed; if they should, run `{golden_plans.COMMAND}`:", *changed[:40]])
+
+
+def test_float16_is_planned_as_bfloat16_is():
+    for n_cols in WIDTHS[::7]:
+        for backward in (False, True):
+            plans = {
+                plan(problem(n_cols, (d, d), backward=backward), DEVICES["sm_90"]) for d in ("float16", "bfloat16")
+            }
+            assert len(plans) == 1
+
+
+# --- every variant is chosen by some case -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chosen() -> list[tuple[Problem, Device, Plan]]:
+    return list(golden_plans.chosen())
+
+
+def test_every_regime_is_chosen(chosen):
+    for target in ("sm_90", "sm_100"):
+        for dtype in ("bfloat16", "float32"):
+            for backward in (False, True):
+                wanted = (target, dtype, backward)
+                regimes = {p.regime for q, d, p in chosen if (d.name, q.dtype, q.backward) == wanted}
+                assert regimes >= {"warp", "cluster", "two_pass"}
+    assert {p.regime for q, d, p in chosen} == set(REGIMES)
+    for target in ("sm_80", "gfx942"):
+        assert {p.regime for q, d, p in chosen if d.name == target} == {"warp", "block", "two_pass"}
+
+
+@pytest.mark.parametrize(
+    "of, variants",
+    [
+        (lambda q, p: p.vec, {1, 2, 4, 8}),
+        (lambda q, p: p.ctas, {1, 2, 4, 8, 16}),
+        (lambda q, p: (p.regime, p.unaligned), {(r, edge) for r in REGIMES for edge in (False, True)}),
+        (
+            lambda q, p: (p.recompute, p.max_registers is None),
+            {(False, True), (True, False), (True, True), (False, False)},
+        ),
+        (lambda q, p: (q.backward, p.recompute), {(b, r) for b in (False, True) for r in (False, True)}),
+        (
+            lambda q, p: (p.unaligned, unmasked_of(p)),
+            {(False, "all"), *((e, k) for e in (False, True) for k in ("but two", "none"))},
+        ),
+        (
+            lambda q, p: (q.dtype, q.out_dtype, q.backward),
+            {(*(d[::-1] if b else d), b) for d in DTYPES for b in (False, True)},
+        ),
+        (lambda q, p: p.regime == "warp" and p.rows > 1, {False, True}),
+    ],
+    ids=["vec", "ctas", "edge", "recompute", "backward", "unmasked", "dtypes", "rows"],
+)
+def test_every_compile_time_variant_is_chosen(chosen, of, variants):
+    dtypes = {("float16", "float16"): ("bfloat16", "bfloat16")}  # the same plan, see above
+    wanted = {v for v in variants if not (isinstance(v, tuple) and v[:2] in dtypes)}
+    assert {of(q, p) for q, _, p in chosen} == wanted
+
+
+def unmasked_of(p: Plan) -> str:
+    return {0: "none", p.chunks: "all"}.get(p.unpredicated_chunks, "but two")
+
+
+@pytest.mark.parametrize("table", TABLES, ids=str)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_every_rung_is_chosen_by_some_width(table, itemsize):
+    target, backward, log = table
+    dtype = {2: "bfloat16", 4: "float32"}[itemsize]
+    configs, below = TABLES[table][itemsize], config_tables.WARP_COLS[itemsize]
+    for config in configs:
+        assert config.max_cols > below, f"{config} comes after {below}"
+        widest = 2 * below if config.max_cols == config_tables.WIDEST else config.max_cols
+        got = plan(problem(widest, (dtype, dtype), backward=backward, log=log), DEVICES[target])
+        assert (got.resident_chunks, got.prefetched_chunks, got.regime == "two_pass") == (
+            config.resident_chunks,
+            config.prefetched_chunks,
+            config.resident_chunks > 0,
+        ), config
+        assert got.smem_staged == config.smem_staged, config
+        if config.resident_chunks:
+            assert (got.ctas, got.num_warps, got.chunks) == (config.ctas, config.num_warps, config.step)
+            continue
+        # a float32 row is kept as it is, so exp of it is computed twice at no cost in registers
+        want = (
+            config.ctas,
+            config.num_warps,
+            config.recompute or itemsize == 4,
+            config.max_registers if got.warps_per_row > 1 else None,
+        )
+        assert (got.ctas, got.num_warps, got.recompute, got.max_registers) == want, config
+        below = config.max_cols
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_every_tile_rung_is_chosen_by_some_width(itemsize):
+    dtype, vec, below = {2: "bfloat16", 4: "float32"}[itemsize], 16 // itemsize, 0
+    configs = config_tables.WARP[itemsize]
+    for config in configs:
+        assert below < config.max_cols, f"{config} comes after {below}"
+        n_cols = below * vec + vec
+        got = plan(problem(n_cols, (dtype, dtype)), DEVICES["sm_90"])
+        assert (got.regime, got.num_warps) == ("warp", config.num_warps), config
+        assert got.rows * got.vectors_per_chunk == config.num_warps * 32 * config.rows, config
+        below = config.max_cols
+    assert below * vec >= WARP_MAX_COLS > configs[-2].max_cols * vec
+    scalar = plan(problem(config_tables.WARP_SCALAR_COLS, (dtype, dtype), "apart"), DEVICES["sm_90"])
+    assert (scalar.vec, scalar.num_warps) == (1, config_tables.WARP_SCALAR_WARPS)
+
+
+# --- every plan covers its row ----------------------------------------------------------------------------------------
+
+
+def problems(n_cols: int):
+    """Every Problem of this width: all dtypes, alignments and phases, forward and gradient."""
+    for dtypes in DTYPES:
+        for backward, log in ((False, False), (True, False), (True, True)):
+            widest = problem(n_cols, dtypes, backward=backward, log=log)
+            for vec in (v for v in (1, 2, 4, 8) if v <= widest.vec):
+                for in_phase in (False, True):
+                    yield dataclasses.replace(widest, vec=vec, in_phase=in_phase)
+
+
+def broken(q: Problem, d: Device, p: Plan) -> str | None:
+    """What is wrong with the plan, or None."""
+    for name in ("rows", "ctas", "vectors_per_chunk", "vec", "num_warps"):
+        value = getattr(p, name)
+        if value < 1 or value & (value - 1):
+            return f"{name} is {value}, and Triton's tiles are powers of two"
+    if p.num_warps > d.max_warps or p.ctas > d.max_cluster:
+        return "more warps or CTAs than the device has"
+    if p.vectors_per_chunk * p.rows < d.warp_size * p.num_warps:
+        return "threads without a lane"
+    if p.regime == "warp" and p.rows % p.num_warps or p.rows > 1 and p.regime != "warp":
+        return "a tile's warps have whole rows, and only a tile has several rows"
+    if (
+        p.warps_per_row not in (1, p.num_warps)
+        or p.warps_per_row > 1
+        and (p.ctas == 1 or p.vectors_per_chunk // p.warps_per_row < d.warp_size)
+    ):
+        return "parts are the warps of a cluster's CTA, each with a warp's lanes"
+    if p.unaligned and p.vectors_per_chunk // p.warps_per_row < 2 * p.vec:
+        return "head and tail need 2*vec lanes of a line"
+    if p.unaligned and not q.in_phase:
+        return "head and tail differ between the tensors"
+    if not p.unaligned and (p.vec > q.vec or q.n_cols % p.vec):
+        return "vectors that rows are not aligned to"
+    if p.max_registers is not None and p.max_registers * p.num_warps * d.warp_size > d.registers:
+        return "more registers than there are"
+    if p.regime == "two_pass" and p.unpredicated_chunks:
+        return "stream masks every chunk of a step"
+    if p.smem_staged and (p.smem_staged > p.unpredicated_chunks or p.vec < q.full_vec or p.ctas == 1):
+        return "only whole chunks of vectors are parked, on a cluster"
+    if p.smem_staged * p.vectors_per_chunk * 16 * (2 if q.backward and p.prefetched_chunks is None else 1) > 47 << 10:
+        return "more parked than a kernel may declare"
+    if p.resident_chunks and p.regime != "two_pass" or p.prefetched_chunks and not (q.backward and q.log):
+        return "rows that are walked twice keep chunks, and only log_softmax's gradient reads y late"
+    # a row may start anywhere, so any head that is shorter than a vector
+    heads = range(min(p.vec, q.n_cols + 1)) if p.unaligned else (0,)
+    for vectors in {(q.n_cols - head) // p.vec for head in heads}:
+        even = -(-vectors // p.ctas)
+        slices = [min(even, vectors - rank * even) for rank in range(p.ctas)]
+        if p.regime == "two_pass":
+            if p.resident_chunks and p.resident_chunks * p.vectors_per_chunk > min(slices):
+                return f"{p.resident_chunks} chunks kept, and a slice of {min(slices)} vectors"
+            continue
+        if sum(max(0, s) for s in slices) != vectors or max(slices) > p.vectors_per_chunk * p.chunks:
+            return f"{vectors} vectors are not covered"
+        if p.unpredicated_chunks and p.unpredicated_chunks * p.vectors_per_chunk > min(slices):
+            return f"{p.unpredicated_chunks} chunks without a mask, and a slice of {min(slices)} vectors"
+    return None if p.chunks >= 1 else "no chunks"
+
+
+@pytest.mark.parametrize("target", DEVICES)
+def test_every_plan_covers_its_row(target):
+    device = DEVICES[target]
+    for n_cols in WIDTHS:
+        for asked in problems(n_cols):
+            p = plan(asked, device)
+            assert (why := broken(asked, device, p)) is None, f"{why}: {asked} on {target}: {p}"
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_forced_regime_covers_its_row_or_is_refused(regime):
+    refused = 0
+    for device in DEVICES.values():
+        for n_cols in WIDTHS[::5]:
+            for asked in problems(n_cols):
+                try:
+                    p = plan(asked, device, regime)
+                except ValueError as error:
+                    assert regime in str(error) and str(n_cols) in str(error)
+                    refused += 1
+                else:
+                    assert p.regime == regime and "asked for" in p.why
+                    assert (why := broken(asked, device, p)) is None, f"{why}: {asked} on {device.name}: {p}"
+                    assert n_cols <= 2 * WARP_MAX_COLS or regime != "warp"
+    assert refused == 0 if regime == "two_pass" else refused > 0
+
+
+@pytest.mark.parametrize(
+    "changed, why",
+    [
+        ({"chunks": 3}, "not covered"),
+        ({"unpredicated_chunks": 7}, "without a mask"),
+        ({"vectors_per_chunk": 96}, "powers of two"),
+        ({"vectors_per_chunk": 8}, "without a lane"),
+        ({"unaligned": True}, "differ between"),
+        ({"ctas": 32}, "than the device has"),
+        ({"warps_per_row": 2}, "parts are the warps"),
+        ({"rows": 2}, "whole rows"),
+        ({"smem_staged": 7}, "only whole chunks"),
+        ({"resident_chunks": 1}, "walked twice keep"),
+        ({"prefetched_chunks": 1}, "reads y late"),
+    ],
+    ids=str,
+)
+def test_the_check_sees_a_broken_plan(changed, why):
+    asked = dataclasses.replace(problem(50256, ("bfloat16", "bfloat16")), in_phase=False)
+    device = DEVICES["sm_90"]
+    good = plan(asked, device)
+    assert broken(asked, device, good) is None
+    assert why in str(broken(asked, device, dataclasses.replace(good, **changed)))
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_80", "gfx942"])
+def test_every_column_is_one_lines_and_chunks(target):
+    """The slices as kernels/common/tiles.py cuts them, by column: each is a chunk of one CTA and warp, or an end."""
+    device, seen = DEVICES[target], set()
+    for asked, on, p in golden_plans.chosen():
+        key = (
+            asked.n_cols,
+            p.vec,
+            p.unaligned,
+            p.ctas,
+            p.warps_per_row,
+            p.vectors_per_chunk,
+            p.chunks,
+            p.unpredicated_chunks,
+        )
+        if on.name != target or p.regime == "two_pass" or asked.n_cols > 70000 or key in seen:
+            continue
+        seen.add(key)
+        for head in {0, 1, p.vec - 1} if p.unaligned else {0}:
+            owners = columns_moved(asked.n_cols, head, p)
+            assert (owners == 1).all(), f"head {head}: {asked} on {device.name}: {p}"
+    assert len(seen) > 40
+
+
+def columns_moved(n_cols: int, head: int, p: Plan) -> torch.Tensor:
+    """How often each column of a row is loaded, by slice_of, warp_of, chunk_offsets, load_chunks and head_and_tail."""
+    interior = (n_cols - head) // p.vec * p.vec
+    even = -(-(interior // p.vec) // p.ctas) * p.vec
+    line = p.vectors_per_chunk // p.warps_per_row * p.vec  # columns of one line in one chunk
+    moved = torch.zeros(n_cols, dtype=torch.int32)
+    moved[:head] += 1
+    moved[head + interior :] += 1
+    assert head < 2 * p.vec and n_cols - head - interior < p.vec
+    for rank in range(p.ctas):
+        first, width = rank * even, min(even, interior - rank * even)
+        for part in range(p.warps_per_row):
+            for c in range(p.chunks):
+                at = c * p.warps_per_row * line + part * line
+                stop = at + line if c < p.unpredicated_chunks else min(at + line, width)
+                assert stop <= max(width, 0) or c >= p.unpredicated_chunks
+                moved[head + first + at : head + first + max(at, stop)] += 1
+    return moved
+
+
+def test_an_unknown_regime_is_refused():
+    with pytest.raises(ValueError, match="regime must be one of"):
+        plan(problem(128, ("float32", "float32")), DEVICES["sm_90"], "fast")
+
+
+# --- what a plan may not see, and how many kernels it asks for --------------------------------------------------------
+
+
+def test_a_problem_knows_nothing_of_rows():
+    fields = {field.name for field in dataclasses.fields(Problem)}
+    assert fields == {"n_cols", "dtype", "out_dtype", "vec", "in_phase", "backward", "log"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("n_cols", [1, 6, 257, 1000, 1001, 4096])
+def test_one_row_is_the_problem_that_many_are(n_cols, dtype):
+    asked = set()
+    for n_rows in (1, 2, 1000):
+        x = torch.empty(n_rows, n_cols, dtype=dtype, device="meta")
+        asked.add(problem_of(x, torch.empty_like(x)))
+    assert asked == {problem(n_cols, (str(dtype)[6:],) * 2)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_shifted_and_apart_are_what_tensors_can_be(dtype):
+    name, n_cols = (str(dtype)[6:],) * 2, 4096
+    field = torch.zeros(2, n_cols + 16, dtype=dtype)
+    shifted = field[:, 1 : n_cols + 1]
+    assert problem_of(shifted, shifted) == problem(n_cols, name, "shifted")
+    assert problem_of(shifted, torch.empty(2, n_cols, dtype=dtype)) == problem(n_cols, name, "apart")
+    invariant = problem_of(shifted, shifted, batch_invariant=True)
+    assert invariant == problem(n_cols, name, "apart")
+
+
+def test_meta_is_what_the_device_takes():
+    asked = problem(200019, ("bfloat16", "bfloat16"))
+    on_cluster = plan(asked, DEVICES["sm_90"])
+
+    def meta_for(chosen: Plan, target: str, log: bool) -> dict:
+        op, flags = softmax_op(log)
+        return meta_of(op.kernel(chosen), chosen, DEVICES[target], flags)
+
+    meta = meta_for(on_cluster, "sm_90", True)
+    assert meta["PTX"] and meta["LOG"] and meta["UNALIGNED"]
+    assert (meta["num_ctas"], meta["CTAS"], meta["WARPS_PER_ROW"]) == (16, 16, on_cluster.num_warps)
+    assert meta["WARPS_PER_ROW"] * meta["VECTORS"] == on_cluster.vectors_per_chunk
+    capped = plan(problem(262144, ("float32", "float32")), DEVICES["sm_90"])
+    assert capped.max_registers is not None
+    assert {meta_for(capped, "sm_90", log)["maxnreg"] for log in (False, True)} == {capped.max_registers}
+    assert "ROWS" in meta and "ROWS" not in meta_for(plan(asked, DEVICES["sm_90"], "two_pass"), "sm_90", True)
+    for name in ("gfx942", "interpreter"):
+        meta = meta_for(plan(asked, DEVICES[name]), name, False)
+        assert not meta["PTX"] and not {"num_ctas", "maxnreg"} & meta.keys()
+
+
+# 200 widths each; 200 of every alignment need the kernels of aligned and of unaligned rows both
+SWEEPS = {
+    "the tutorial's": (range(128, 25601, 128), 40),
+    "odd": ([262144 * i // 200 // 2 * 2 - 1 for i in range(1, 201)], 40),
+    "whole vectors": ([262144 * i // 200 // 16 * 16 for i in range(1, 201)], 40),
+    "promised": (PROMISED, 40),
+    "mixed": ([1311 * i for i in range(1, 200)], 80),
+}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("sweep", SWEEPS)
+def test_widths_share_kernels(sweep, dtype, target):
+    widths, most = SWEEPS[sweep]
+    found = kernels(target, widths, [(dtype, dtype)], [(False, False)], ["contiguous"])
+    assert len({compile_time(k.plan, DEVICES[target]) for k in found}) == len(found)
+    assert 4 <= len(found) <= most
+
+
+def test_planning_needs_neither_torch_nor_triton():
+    folder = Path(config_tables.__file__).parent
+    code = (
+        "import importlib, sys, types; package = sys.modules['pure'] = types.ModuleType('pure'); "
+        f"package.__path__ = [{str(folder)!r}]; "
+        "plan, told = (importlib.import_module('pure.' + name) for name in ('softmax', 'types')); "
+        "asked = told.Problem(50257, 'bfloat16', 'bfloat16', 1, True); "
+        "print(plan.plan(asked, told.DEVICES['sm_90']).regime); "
+        "print(sorted({'torch', 'triton', 'numpy'} & sys.modules.keys()))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert said.split("\n")[:2] == ["cluster", "[]"]
+
+
+@pytest.mark.parametrize("n_cols", [4096, 12288, 32000, 100352, 128256, 262144])
+def test_a_walks_steps_are_by_bytes(n_cols):
+    bf16, fp32 = (
+        loss_plans.plan_statistics(Problem(n_cols * 2 // itemsize, dtype, dtype, vec=16 // itemsize), DEVICES["sm_90"])
+        for dtype, itemsize in (("bfloat16", 2), ("float32", 4))
+    )
+    assert (fp32.ctas, fp32.num_warps, fp32.chunks) == (bf16.ctas, bf16.num_warps, bf16.chunks)
+    # no row is shorter than a step, which costs the same full or empty
+    step = bf16.ctas * bf16.vectors_per_chunk * bf16.vec * bf16.chunks
+    assert step <= n_cols
+
+
+def test_unaligned_rows_take_fewer_warps_where_no_row_is_summed():
+    aligned, unaligned = (
+        loss_plans.plan_elementwise(
+            Problem(n_cols, "bfloat16", "bfloat16", vec=vec, in_phase=True), DEVICES["sm_90"]
+        ).num_warps
+        for n_cols, vec in ((50264, 8), (50257, 1))
+    )
+    assert (aligned, unaligned) == (4, 2)

@@ -1,0 +1,183 @@
+"""One launch of every kernel of the package, as a call compiles it, for any device of the planner; no GPU is needed.
+
+`launches(target)` yields (name, Launch, Plan or None). The widths are those that differ in kind: narrow rows, rows of
+one program, of a cluster, unaligned ones, and rows that are read twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from planned import problem
+
+from fused_softmax.lab import cross_compile as compiled
+from fused_softmax.launch import cross_entropy, masked_softmax, token_logprobs
+from fused_softmax.launch.compile import Launch
+from fused_softmax.launch.launcher import flat_launch, row_launch
+from fused_softmax.launch.layout import problem_of
+from fused_softmax.launch.softmax import softmax_launch, strided_launch
+from fused_softmax.planning.losses import plan_elementwise, plan_statistics
+from fused_softmax.planning.softmax import plan
+from fused_softmax.planning.types import DEVICES, Plan
+
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+FORWARD = (64, 256, 1000, 1024, 4096, 16384, 50257, 128256, 262144, 1048576)
+BACKWARD = (64, 1000, 4096, 16384, 50257, 128256, 262144, 1048576)
+
+Named = tuple[str, Launch, Plan | None]
+
+
+def as_called(launch: Launch) -> Launch:
+    """The launch with the argument types that a call compiles for: 64 bits where the kernel declares 64 bits."""
+    declared = launch.kernel.declaration.arguments.values()
+    args = tuple(
+        value + (1 << 40) if argument.type == "i64" and isinstance(value, int) else value
+        for argument, value in zip(declared, launch.args, strict=True)
+    )
+    return Launch(launch.kernel, launch.grid, args, launch.meta)
+
+
+def cross_compiled(launch: Launch, target: str) -> tuple[compiled.Resources, Mapping[str, Any]]:
+    """(what the kernel uses, its assembly by stage)."""
+    kept: list[Any] = []
+    read = compiled.resources
+
+    def remember(kernel: Any) -> compiled.Resources:
+        kept.append(kernel)
+        return read(kernel)
+
+    compiled.resources = remember
+    try:
+        return compiled.cross_compile(launch, target), kept[0].asm
+    finally:
+        compiled.resources = read
+
+
+def rows_like(n_cols: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(3, n_cols, dtype=dtype)
+
+
+def softmax(target: str) -> Iterator[Named]:
+    """softmax, log_softmax and their gradients."""
+    device = DEVICES[target]
+    for dtype, name in ((BFLOAT16, "bfloat16"), (FLOAT32, "float32")):
+        for log in (False, True):
+            for n_cols in FORWARD if not log else (1000, 50257, 262144):
+                chosen = plan(problem(n_cols, (name, name), log=log), device)
+                x = rows_like(n_cols, dtype)
+                launch = softmax_launch((x, x), chosen, log=log, device=device)
+                yield f"{'log_' * log}softmax {name} {n_cols}", as_called(launch), chosen
+            for n_cols in BACKWARD if not log else (1000, 50257, 128256, 262144):
+                chosen = plan(problem(n_cols, (name, name), backward=True, log=log), device)
+                x = rows_like(n_cols, dtype)
+                launch = softmax_launch((x, x, x), chosen, log=log, backward=True, device=device)
+                yield f"{'log_' * log}softmax backward {name} {n_cols}", as_called(launch), chosen
+
+
+def statistics(target: str) -> Iterator[Named]:
+    """logsumexp, log-probabilities and entropy, and their gradient."""
+    device = DEVICES[target]
+    number, ids = torch.zeros(3), torch.zeros(3, 1, dtype=torch.int64)
+    for dtype in (BFLOAT16, FLOAT32):
+        for n_cols in (64, 1000, 4096, 50257, 128256):
+            x = rows_like(n_cols, dtype)
+            for entropy in (False, True) if n_cols in (1000, 128256) else (False,):
+                chosen = plan_statistics(problem_of(x), device)
+                flags = (("PICKS", 1), ("ENTROPY", entropy), ("SCALE", int(entropy)), ("KEEP_MOMENTS", True))
+                vectors = (number, number, number, ids, number, number)
+                launch = row_launch(token_logprobs.FORWARD, (x,), vectors, (1, 1.0), flags, chosen, device)
+                yield f"row_statistics{' entropy' * entropy} {dtype} {n_cols}", as_called(launch), chosen
+            chosen = plan_elementwise(problem_of(x, x), device)
+            flags = (("PICKS", 1), ("ENTROPY", False), ("LSE", False), ("SCALE", 0), ("HAS_MOMENTS", True))
+            vectors = (number, number, number, ids, number, number, number)
+            launch = row_launch(token_logprobs.BACKWARD, (x, x), vectors, (1, 1.0), flags, chosen, device)
+            yield f"row_statistics backward {dtype} {n_cols}", as_called(launch), chosen
+
+
+def losses(target: str) -> Iterator[Named]:
+    """cross_entropy without and with its gradient in the same pass, its gradient by itself, and the small sums."""
+    device = DEVICES[target]
+    number, ids = torch.zeros(3), torch.zeros(3, dtype=torch.int64)
+    for dtype in (BFLOAT16, FLOAT32):
+        for n_cols in (64, 1000, 4096, 32000, 50257, 128256):
+            x = rows_like(n_cols, dtype)
+            for smoothing in (0.0, 0.1) if n_cols in (1000, 128256) else (0.0,):
+                op = cross_entropy.CrossEntropy(ids, None, None, -100, "mean", smoothing, None, 0.0)
+                chosen = plan_statistics(problem_of(x), device)
+                name, numbers = f"{' smoothed' * (smoothing > 0)} {dtype} {n_cols}", (op.ignore_index, *op.numbers)
+                launch = row_launch(
+                    cross_entropy.FORWARD[op.arithmetic], (x,), (*op.vectors(number), number, number), numbers,
+                    op.flags, chosen, device,
+                )  # fmt: skip
+                yield f"cross_entropy_forward{name}", as_called(launch), chosen
+                chosen = cross_entropy.WITH_GRADIENT[op.arithmetic].planner(problem_of(x, x), device)
+                if chosen.regime != "two_pass":
+                    flags = (("MEAN", True), ("INPLACE", False), *op.flags)
+                    vectors = (*op.vectors(number), number, number, number)
+                    launch = row_launch(
+                        cross_entropy.WITH_GRADIENT[op.arithmetic], (x, x), vectors, numbers, flags, chosen, device
+                    )
+                    yield f"cross_entropy_resident{name}", as_called(launch), chosen
+                chosen = plan_elementwise(problem_of(x, x), device)
+                flags = (("UNLESS_ONE", False), ("MEAN", True), *op.flags)
+                launch = row_launch(
+                    cross_entropy.BACKWARD, (x, x), (*op.vectors(number), number, number, number),
+                    (op.ignore_index, 0, *op.numbers), flags, chosen, device,
+                )  # fmt: skip
+                yield f"cross_entropy_backward{name}", as_called(launch), chosen
+        chosen = plan_elementwise(problem_of(x), device)
+        launch = row_launch(cross_entropy.SCALE_UNLESS_ONE, (x,), (number,), (0,), (), chosen, device)
+        yield f"scale_unless_one {dtype} {n_cols}", as_called(launch), chosen
+
+
+def masks(target: str) -> Iterator[Named]:
+    """masked_softmax under each kind of mask, and its gradient."""
+    device = DEVICES[target]
+    for dtype in (BFLOAT16, FLOAT32):
+        for n_cols in (64, 1000, 1024, 4096, 16384, 50257, 262144):
+            x = torch.empty(4, n_cols, dtype=dtype)
+            for mask, causal in ((0, True), (1, False), (2, False)):
+                of_mask = torch.empty(2, n_cols, dtype=dtype if mask == 2 else torch.uint8)
+                op = masked_softmax.FORWARD[mask > 0]
+                chosen = op.planner(problem_of(x, x), device)
+                vec = 8 if mask and n_cols % 8 == 0 else 1
+                flags = (("MASK", mask), ("MASK_COLS", int(mask > 0)), ("MASK_VEC", vec), ("CAUSAL", causal))
+                flags = (*flags, ("ZERO", False))
+                numbers = (*masked_softmax.row_schedule(x, 2, shared=True), 1, 2, 0, 0, 0, n_cols // vec, 1, 0.5)
+                launch = row_launch(op, (x, x), (of_mask,), numbers, flags, chosen, device)
+                kind = ("causal", "boolean", "additive")[mask]
+                yield f"masked_softmax {kind} {dtype} {n_cols}", as_called(launch), chosen
+            chosen = masked_softmax.BACKWARD[False].planner(problem_of(x, x, x, backward=True), device)
+            if chosen.regime != "two_pass":
+                read, of_mask, of_strides = masked_softmax.describe_mask(None, x.view(2, 2, n_cols), chosen, x)
+                numbers = (*masked_softmax.row_schedule(x, 2, shared=False), *of_strides, 0.5)
+                flags = (*of_mask, ("CAUSAL", True))
+                launch = row_launch(masked_softmax.BACKWARD[False], (x, x, x), (read,), numbers, flags, chosen, device)
+                yield f"masked_softmax backward {dtype} {n_cols}", as_called(launch), chosen
+
+
+def others(target: str) -> Iterator[Named]:
+    """The small sums of losses, and softmax along a dimension that is not the last."""
+    device = DEVICES[target]
+    ids, number = torch.zeros(4096, dtype=torch.int64), torch.zeros(4096)
+    ctas, parts, lanes = (16, 8, 32) if device.max_cluster >= 16 else (1, 1, 256)
+    shared = (("CTAS", ctas), ("WARPS_PER_ROW", parts), ("VECTORS", lanes), ("EACH", 8), ("PTX", device.ptx))
+    numbers = (4096, 1000, -100)
+    flags = (("WEIGHTED", False), *shared)
+    launch = flat_launch(cross_entropy._count_targets, (ids, number, number), numbers, flags, 8, device)
+    yield "count_targets", as_called(launch), None
+    flags = (("MEAN", True), ("WEIGHTED", False), ("WAITS", device.supports_pdl), *shared)
+    launch = flat_launch(cross_entropy._reduce_losses, (number, ids, number, number), numbers, flags, 8, device)
+    yield "reduce_losses", as_called(launch), None
+    for dtype in (BFLOAT16, FLOAT32):
+        for n_cols in (64, 4096):
+            x = torch.empty(2, n_cols, 4096, dtype=dtype, device="meta")
+            yield f"softmax strided {dtype} {n_cols}", strided_launch(x, x, 1, False, device), None
+
+
+def launches(target: str) -> Iterator[Named]:
+    """A launch of every kernel, by name."""
+    for family in (softmax, statistics, losses, masks, others):
+        yield from family(target)
