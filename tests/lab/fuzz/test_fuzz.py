@@ -32,6 +32,7 @@ from fused_softmax.lab.fuzz import (
     pool,
     record,
     request,
+    rules,
     scales,
     session,
     values,
@@ -675,7 +676,7 @@ ON_A_GPU = {
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Two ops as a GPU computes them, and the judge's rules for one."""
-    monkeypatch.setattr(judge, "interpreting", lambda: False)
+    monkeypatch.setattr(rules, "interpreting", lambda: False)
     for name, function in (("masked_softmax", masked_softmax_of_a_gpu), ("cross_entropy", loss_of_a_gpu)):
         monkeypatch.setitem(OPS, name, dataclasses.replace(OPS[name], function=function))
 
@@ -717,10 +718,10 @@ def test_what_overflows_on_the_way_may_be_nan_or_infinite_alone(monkeypatch):
     nan, large = torch.full((1, 3), torch.nan), torch.tensor([[1.0, 1e5, 2.0]], dtype=torch.float64)
     case = case.changed(shape=(1, 3), dims=(1,))
     ref = {"d_x": large}
-    assert judge._overflows(case, "dd_x", nan, nan, ref).all()
-    assert not judge._overflows(case, "dd_x", torch.zeros(1, 3), nan, ref).any()
-    assert not judge._overflows(case, "dd_x", nan, torch.zeros(1, 3), ref).any()
-    assert not judge._overflows(case, "dd_x", nan, nan, {"d_x": large / 2}).any()
+    assert rules.overflows(case, "dd_x", nan, nan, ref).all()
+    assert not rules.overflows(case, "dd_x", torch.zeros(1, 3), nan, ref).any()
+    assert not rules.overflows(case, "dd_x", nan, torch.zeros(1, 3), ref).any()
+    assert not rules.overflows(case, "dd_x", nan, nan, {"d_x": large / 2}).any()
 
 
 @interpreted

@@ -76,7 +76,8 @@ def strides_of(shape: tuple[int, ...], kind: str, number: int) -> tuple[int, ...
 def onto(t: Tensor, device: torch.device | str) -> Tensor:
     """A CPU tensor on `device`, through pinned memory: a copy from other memory waits for the GPU, which many processes
     share."""
-    return t.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else t.to(device)
+    pins = torch.device(device).type == "cuda" and t.numel() > 0
+    return t.pin_memory().to(device, non_blocking=True) if pins else t.to(device)
 
 
 def place(values: Tensor, layout: tuple[str, int], device: torch.device | str) -> Placed:
