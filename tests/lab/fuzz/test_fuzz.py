@@ -12,10 +12,13 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_softmax.lab.fuzz import (
     coverage,
@@ -26,7 +29,10 @@ from fused_softmax.lab.fuzz import (
     isolated,
     judge,
     layouts,
+    pool,
     record,
+    request,
+    rules,
     scales,
     session,
     values,
@@ -277,6 +283,7 @@ def test_what_was_not_reached_is_named():
     assert {"softmax_resident", "softmax_strided", "cross_entropy_resident", "masked_softmax_backward"} <= kernels
     assert ("softmax_resident", "UNALIGNED=True") in wanted and ("softmax", "regime cluster") in wanted
     assert ("row_statistics", "PICKS=many") in wanted and ("masked_softmax_forward", "MASK=2") in wanted
+    assert ("masked_softmax_backward", "MASK=2") not in wanted
 
 
 def test_records_of_one_kernel_hash_add_up_and_others_are_refused(tmp_path):
@@ -295,6 +302,89 @@ def test_records_of_one_kernel_hash_add_up_and_others_are_refused(tmp_path):
     file.write_text(json.dumps({**known, "kernel_hash": "0"}))
     with pytest.raises(record.OtherKernels, match="other kernels"):
         record.read(file)
+
+
+def test_a_run_for_each_cell_counts_what_the_record_has_and_stops_where_all_are_full(monkeypatch, tmp_path):
+    """Cases are counted and not run; a unit in five is lost, as in a process that is killed."""
+    given = []
+
+    class Counting:
+        device = "cuda"
+
+        def __init__(self, *_):
+            pass
+
+        def run(self, tasks, end=None):
+            for unit in tasks:
+                given.append(unit)
+                if len(given) % 5:
+                    for way, n in unit.ways:
+                        yield worker.Report(cases=Counter({(unit.of.op, way, unit.of.dtype): n}))
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(session, "Pool", Counting)
+    monkeypatch.setattr(session.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(session, "Isolated", lambda seed: SimpleNamespace(report=lambda s: worker.Report(), stop=print))
+    real = record.header
+    monkeypatch.setattr(record, "header", lambda device, interpreted: real(torch.device("cpu"), interpreted))
+    monkeypatch.setattr(coverage, "everything", set)
+    file, ops = tmp_path / "fuzz.json", ("softmax", "cross_entropy")
+    for seed, per_cell, most in ((1, 60, 60), (2, 100, 100), (3, 100, 100)):
+        given.clear()
+        out = io.StringIO()
+        asked = session.Request(ops, dtypes=("float16",), per_cell=per_cell, seed=seed, record=file)
+        session.run(asked, Console(file=out))
+        assert "short of" not in out.getvalue()
+        for row in json.loads(file.read_text())["rows"]:
+            assert row["cases"] == (most // 10 if row["way"] in request.SLOW_WAYS else most), row
+        assert bool(given) == (seed < 3)  # the last run finds every cell full
+        assert len({unit.of for unit in given}) == len(given)
+    assert len(json.loads(file.read_text())["rows"]) == 11 + 9
+    with pytest.raises(ValueError, match="run of seed 2"):
+        record.check(file, 2)
+    record.check(file, 4)
+
+
+def test_rows_beyond_the_widest_columns_get_few_cases():
+    asked = session.Request(("softmax",), ("function",), ("float32",), per_cell=20_000, seed=1)
+    drawn = list(session.units(asked, "cuda", Budget()))
+    wide = [unit for unit in drawn if unit.of.n_cols > Budget().columns]
+    assert 0.03 * len(drawn) < len(wide) < 0.1 * len(drawn)
+    assert {n for unit in wide for _, n in unit.ways} <= {request.PER_CLASS // 8}
+    whole = [unit.of.n_cols % 64 == 0 for unit in wide]
+    assert any(whole) and not all(whole)
+
+
+def test_workers_take_the_visible_gpus_in_turn(monkeypatch):
+    """Each starts with one GPU in its environment, and so does the one that comes in its place."""
+    started = []
+
+    class Process:
+        def __init__(self, **_):
+            pass
+
+        def start(self):
+            started.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+        def terminate(self):
+            pass
+
+        join = is_alive = lambda *_: False
+
+    monkeypatch.setattr(pool._SPAWN, "Process", Process)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    workers = pool.Pool(5, "cuda")
+    assert started == ["0", "1", "0", "1", "0"] and "CUDA_VISIBLE_DEVICES" not in os.environ
+    workers._replace(workers.workers[3])
+    assert started[5:] == ["1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7, GPU-3b")
+    pool.Pool(3, "cuda")
+    assert started[6:] == ["7", "GPU-3b", "7"] and os.environ["CUDA_VISIBLE_DEVICES"] == "7, GPU-3b"
+    pool.Pool(2, "cpu")
+    assert started[9:] == ["7, GPU-3b"] * 2  # as it is
 
 
 @interpreted
@@ -391,7 +481,7 @@ def test_what_rounding_a_sum_over_rows_may_cost_follows_its_terms():
     p, dy = torch.full((3, 4), 0.25, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)
     given = inputs.Inputs(p, {}, {})
     for shape, n_terms in (((3, 1), 4), ((1, 1), 12), ((4,), 3)):
-        allowed = scales.of_summed_rows(given, p, dy, torch.empty(shape), 0.0, 0.0)
+        allowed = scales.of_summed_rows(given, p, p, dy, torch.empty(shape), 0.0, 0.0)
         assert allowed.shape == shape
         torch.testing.assert_close(allowed, torch.full(shape, 4 * exactness.EPS * 0.25 * n_terms, dtype=torch.float64))
 
@@ -401,6 +491,15 @@ def test_torchs_own_answer_does_not_lie_on_its_input():
     given = inputs.make(case, "cpu")
     theirs = ways.function(case, given, "cpu", ours=False)(given.x, **given.arguments)
     assert torch.equal(theirs, torch.log_softmax(given.x, 1)) and not given.placed["x"].changed()
+
+
+@interpreted
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("out", ["same", "transposed"])
+def test_an_output_whose_elements_share_memory_is_refused_as_torch_refuses_it(op, out):
+    case = Case(op, "out", "bfloat16", (2, 2), (1,), ("expanded", 1), options={"dim": -1, "out": out}, seed=2)
+    outcome = evaluate(case, "cpu")
+    assert not outcome.found() and outcome.error == "RuntimeError"
 
 
 def test_rows_of_losses_are_compared_where_equal_bits_are_promised():
@@ -429,6 +528,43 @@ def test_a_smoothed_loss_may_be_infinite_only_where_log_p_overflows():
     assert not bool(differences.excused(case, given, "loss", inf, nan, nan))
     given.x[0, 0], given.x[0, 1] = 3e38, -3e38
     assert bool(differences.excused(case, given, "loss", inf, nan, nan))
+    given.x[0] = torch.tensor([1.0, -3e38, -3e38])  # finite each, but not their sum
+    assert bool(differences.excused(case, given, "loss", inf, nan, nan))
+
+
+class Waits(TorchDispatchMode):
+    """Which operators ask for a tensor's value."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_judging_waits_for_no_value(monkeypatch, op):
+    """A value that the host asks for waits for the GPU; a batch of cases waits once."""
+    real, n_judged, waits = judge._compare, 0, Waits()
+
+    def compare(*arguments):
+        nonlocal n_judged
+        n_judged += 1
+        with waits:
+            real(*arguments)
+
+    spec = OPS[op]
+    monkeypatch.setitem(OPS, op, dataclasses.replace(spec, function=spec.torch_way))
+    monkeypatch.setattr(judge, "_compare", compare)
+    for seed in range(24):
+        of = dataclasses.replace(draw_class(op, "float32", seed, BUDGET), n_cols=9)
+        for case in draw_cases(of, "function", 4, BUDGET):
+            if "odd" not in case.options and case.dtype == "float32" and "inplace_backward" not in case.options:
+                evaluate(case.changed(seed=case.seed // 4 * 4 + 2), "cpu")
+    assert n_judged > 50 and not waits.seen
 
 
 def test_whatever_ends_an_isolated_process_after_it_is_ready_is_read():
@@ -448,6 +584,144 @@ def test_whatever_ends_an_isolated_process_after_it_is_ready_is_read():
         patch.setattr("fused_softmax.cross_entropy", cross_entropy)
         exec(compiled, given)
     assert said == ["ready", "asserted"]
+
+
+# --- results as a GPU has them, which the interpreter rounds otherwise, or adds up in another order -------------------
+
+
+class MaskedSoftmaxOfAGPU(torch.autograd.Function):
+    """Scores by one multiply-add; the output and its gradient are rounded to nearest as they are stored."""
+
+    @staticmethod
+    def forward(ctx, x, mask, scale):
+        z = x.detach().double() * scale
+        z = z if mask is None else z + mask.detach().double()
+        y = torch.softmax(z.float(), -1).to(x.dtype)
+        ctx.save_for_backward(y)
+        ctx.mask = None if mask is None else (mask.shape, mask.dtype)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        y, dy = ctx.saved_tensors[0].float(), dy.float()
+        dz = (y * (dy - (dy * y).sum(-1, keepdim=True))).to(ctx.saved_tensors[0].dtype)
+        shape, dtype = ctx.mask
+        return dz, dz.float().sum_to_size(shape).to(dtype), None
+
+
+class InPlaceOfAGPU(torch.autograd.Function):
+    """A loss whose forward stores its gradient for an upstream of 1, which the backward multiplies."""
+
+    @staticmethod
+    def forward(ctx, x, options):
+        with torch.enable_grad():
+            z = x.detach().requires_grad_()
+            loss = OPS["cross_entropy"].torch_way(z, **options)
+            (d_x,) = torch.autograd.grad(loss, z)
+        ctx.save_for_backward(d_x)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, g):
+        (d_x,) = ctx.saved_tensors
+        return (d_x.float() * g).to(d_x.dtype), None
+
+
+def loss_of_a_gpu(x, target, weight=None, reduction="mean", **options):
+    """Rows' losses added up by 256 lanes in turn, and the lanes by a tree."""
+    if options.get("inplace_backward"):
+        return InPlaceOfAGPU.apply(x, {"target": target, "weight": weight, "reduction": reduction, **options})
+    each = torch.nn.functional.cross_entropy(x.float(), target, weight.float(), reduction="none").view(-1)
+    lanes = torch.nn.functional.pad(each, (0, -len(each) % 256)).view(-1, 256)
+    total = torch.zeros(256)
+    for line in lanes:
+        total = total + line
+    return total.sum()
+
+
+def masked_softmax_of_a_gpu(x, mask=None, scale=1.0):
+    return MaskedSoftmaxOfAGPU.apply(x, mask, scale)
+
+
+def of_mask(dtype, shape, hidden="none"):
+    return {"dtype": dtype, "shape": shape, "hidden": hidden, "layout": "contiguous", "gradient": True}
+
+
+ON_A_GPU = {
+    "a gradient that cancels, of an output that is rounded": Case(
+        "masked_softmax", "function", "bfloat16", (1, 3), (1,), direction="gradient", upstream="expanded",
+        options={"mask": of_mask("bfloat16", [1, 3], "rows")}, seed=957215853,
+    ),
+    "such a gradient, summed over rows": Case(
+        "masked_softmax", "function", "bfloat16", (2, 2, 64), (2,), values="logits", direction="gradient",
+        upstream="expanded", options={"mask": of_mask("bfloat16", [2, 1, 64], "rows")}, seed=612661519,
+    ),
+    "large scores are rounded": Case(
+        "masked_softmax", "function", "float32", (2, 212318), (1,), values="logits",
+        options={"scale": 50.0, "mask": of_mask("float16", [])}, seed=1375942531,
+    ),
+    "equal losses, added up one after the other": Case(
+        "cross_entropy", "function", "float16", (433, 2, 76), (1,), values="constant",
+        options={"reduction": "sum", "weight": {"kind": "random", "dtype": "float16"}}, seed=443821123,
+    ),
+    "a gradient that is stored twice": Case(
+        "cross_entropy", "function", "bfloat16", (3, 8193), (1,), values="offset", direction="gradient",
+        upstream="expanded", seed=622987559,
+        options={"reduction": "sum", "weight": {"kind": "random", "dtype": "bfloat16"}, "z_loss": 0.0001,
+                 "inplace_backward": True, "ignored": "some", "ignore_index": 8192},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Two ops as a GPU computes them, and the judge's rules for one."""
+    monkeypatch.setattr(rules, "interpreting", lambda: False)
+    for name, function in (("masked_softmax", masked_softmax_of_a_gpu), ("cross_entropy", loss_of_a_gpu)):
+        monkeypatch.setitem(OPS, name, dataclasses.replace(OPS[name], function=function))
+
+
+@pytest.mark.parametrize("case", ON_A_GPU.values(), ids=ON_A_GPU)
+def test_what_a_gpu_computes_is_right(on_a_gpu, case):
+    outcome = evaluate(case, "cpu")
+    assert not outcome.found(), outcome.largest_excess()
+
+
+OFF = {"d_mask": 1.03, "y": 1.001, "loss": 1 + 3e-5, "d_x": 1.03}
+
+
+@pytest.mark.parametrize(
+    "case, what", list(zip(ON_A_GPU.values(), ("d_mask", "d_mask", "y", "loss", "d_x"), strict=True)), ids=ON_A_GPU
+)
+def test_what_a_gpu_computes_is_judged_still(on_a_gpu, monkeypatch, case, what):
+    """By some times what the roundings cost."""
+    real = ways.run
+    case = case.changed(upstream="random") if what == "d_mask" else case
+
+    def run(case, call, given, upstream, **options):
+        results = real(case, call, given, upstream, **options)
+        off = call is case.spec.function
+        return {n: t.detach() * OFF[what] if off and n == what else t for n, t in results.items()}
+
+    monkeypatch.setattr(ways, "run", run)
+    assert what in evaluate(case, "cpu").found()
+
+
+@interpreted
+def test_what_overflows_on_the_way_may_be_nan_or_infinite_alone(monkeypatch):
+    """A gradient beyond float16's largest number makes torch's next one NaN throughout, ours infinite."""
+    case = Case(
+        "log_softmax", "operator", "float16", (1, 1, 125233), (2,), values="logits", direction="double",
+        upstream="expanded", options={"dim": -1}, seed=1351624899,
+    )  # fmt: skip
+    assert not evaluate(case, "cpu").found()
+    nan, large = torch.full((1, 3), torch.nan), torch.tensor([[1.0, 1e5, 2.0]], dtype=torch.float64)
+    case = case.changed(shape=(1, 3), dims=(1,))
+    ref = {"d_x": large}
+    assert rules.overflows(case, "dd_x", nan, nan, ref).all()
+    assert not rules.overflows(case, "dd_x", torch.zeros(1, 3), nan, ref).any()
+    assert not rules.overflows(case, "dd_x", nan, torch.zeros(1, 3), ref).any()
+    assert not rules.overflows(case, "dd_x", nan, nan, {"d_x": large / 2}).any()
 
 
 @interpreted

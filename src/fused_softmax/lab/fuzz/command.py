@@ -35,7 +35,7 @@ def fuzz(
             return int(bool(replay(replayed)))
         limits = _columns(columns)
         if record is not None:
-            records.check(record)
+            records.check(record, None if sanitize else seed)
         request = Request(
             ops, ways, dtypes, seconds, cases, per_cell, seed, workers, limits, record, huge, stop
         )  # fmt: skip

@@ -134,6 +134,8 @@ def unreachable() -> Reached:
     """What no plan asks for, here."""
     # a walk's segments are a CTA's, never a warp's
     never = {("cross_entropy_forward", "WARPS_PER_ROW=many"), ("row_statistics", "WARPS_PER_ROW=many")}
+    # a gradient is hidden by a boolean mask; a floating one has been added, and only its output counts
+    never |= {("masked_softmax_backward", "MASK=2")}
     if _clusters():  # which rows that do not fit on chip then always take
         never |= {("softmax_two_pass", "CTAS=1"), ("softmax_backward_two_pass", "CTAS=1")}
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Where we choose to differ from torch: the documented cases, each with the results that it excuses."""
+"""Where we choose to differ from torch: the documented cases, each with the results that it excuses, as tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def infinite_temperature(case: Case, inputs: Inputs, name: str, got: Tensor) -> 
     """token_logprobs: a logit of -inf stays hidden at an infinite temperature, and one of +inf makes the logsumexp
     inf, where torch has inf/inf = NaN; only rows that hold an infinity at an infinite temperature."""
     temperature = inputs.arguments.get("temperature", 1.0)
-    if case.op != "token_logprobs" or not bool(torch.as_tensor(temperature).isinf().any()):
+    if case.op != "token_logprobs" or (not isinstance(temperature, Tensor) and temperature != float("inf")):
         return None
     x = inputs.x.detach() if inputs.batch_dim is None else inputs.x.detach().movedim(inputs.batch_dim, 0)
     rows = x.isinf().any(-1) & torch.as_tensor(temperature).isinf().to(x.device)
@@ -34,31 +34,27 @@ def infinite_temperature(case: Case, inputs: Inputs, name: str, got: Tensor) -> 
     return rows.reshape((*rows.shape, *(1,) * (got.dim() - rows.dim())))
 
 
-def _nothing_counts(case: Case, inputs: Inputs) -> bool:
-    """Whether a mean of cross_entropy has no target that counts."""
-    if case.op != "cross_entropy" or case.options.get("reduction", "mean") != "mean":
-        return False
-    return not bool((inputs.arguments["target"] != case.options.get("ignore_index", -100)).any())
-
-
 def gradient_of_nothing(case: Case, inputs: Inputs, name: str, got: Tensor) -> Tensor | None:
-    """cross_entropy: a mean without a target is NaN, but no logit has a gradient, and so the gradient of the gradient
-    in the upstream is 0; torch makes 0/0 of it."""
-    return got == 0 if name == "dd_g_loss" and _nothing_counts(case, inputs) else None
+    """cross_entropy: a mean without a target is NaN, but no logit has a gradient, and so the gradient of the
+    gradient in the upstream is 0; torch makes 0/0 of it."""
+    if case.op != "cross_entropy" or name != "dd_g_loss" or case.options.get("reduction", "mean") != "mean":
+        return None
+    return (got == 0) & ~(inputs.arguments["target"] != case.options.get("ignore_index", -100)).any()
 
 
 def overflow_of_smoothing(case: Case, inputs: Inputs, name: str, got: Tensor) -> Tensor | None:
-    """cross_entropy: smoothed losses of logits that are further apart than float32's largest number, so that log p
-    overflows: infinite, where torch adds infinities of both signs to NaN."""
+    """cross_entropy: smoothed losses of logits whose log p, or its sum over the row, is beyond float32's largest
+    number: infinite, where torch adds infinities of both signs to NaN."""
     if case.op != "cross_entropy" or name != "loss" or not case.options.get("label_smoothing", 0.0) > 0:
         return None
-    x = inputs.x.detach().double()
-    if not x.numel():
+    if not inputs.x.numel():
         return None
     # a logit of -inf or NaN makes another loss of its row
-    return got.isinf() & bool(
-        x.nan_to_num(0, 0, 0).amax() - x.nan_to_num(0, 0, 0).amin() > torch.finfo(torch.float32).max
-    )
+    x, dim = inputs.x.detach().double().nan_to_num(0, 0, 0), case.dims[0]
+    if inputs.batch_dim is not None:
+        x, dim = x.movedim(inputs.batch_dim, 0), dim + 1
+    size = (x.amax(dim, keepdim=True) - x).sum(dim).amax()
+    return got.isinf() & (size > torch.finfo(torch.float32).max)
 
 
 DIFFERENCES = (ignored_rows, infinite_temperature, gradient_of_nothing, overflow_of_smoothing)

@@ -82,15 +82,18 @@ class Budget:
     rows: int = 1 << 17
     columns: int = 1 << 18
     strided: int = 1 << 18  # columns that do not lie next to each other
-    widest: float = 0.02  # the part of the classes with 2^18 to 2^21 columns, which no other kernels take
+    widest: float = 0.06  # the part of the classes with 2^18 to 2^21 columns, which no other kernels take
     many_rows: float = 0.0  # the part of the cases of short rows with thousands of them, whatever `rows` says
     out_of_range: bool = False  # targets, which end a CUDA context
+    large: float = 0.25  # the part of the cases that may have so many elements; others have 1/8 at most
     wide: float = 1.0  # the part of the classes that may have so many columns; others have 1/16 at most
 
     @classmethod
     def interpreted(cls) -> Budget:
         """A program costs milliseconds there, and so does a step of its loop, whatever their size."""
-        return cls(1 << 13, 6, 1 << 17, strided=1 << 9, widest=0.01, many_rows=0.02, out_of_range=True, wide=0.06)
+        return cls(
+            1 << 13, 6, 1 << 17, strided=1 << 9, widest=0.01, many_rows=0.02, out_of_range=True, large=1.0, wide=0.06
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,7 @@ def draw_class(op: str, dtype: str, seed: int, budget: Budget, widths: tuple[int
     n_cols = rng.randint(*widths) if widths else draw_width(rng, most)
     if not widths and rng.random() < budget.widest:
         n_cols = round(2 ** rng.uniform(18, 21))
+        n_cols -= n_cols % 64 if rng.random() < 0.5 else 0  # other kernels take rows of whole vectors
     n_dims = rng.choice((2, 3, 4))
     chosen = tuple(layouts.draw_layout(rng, n_dims) for _ in range(3))
     last = OPS[op].rows == "last" or rng.random() < 0.75
@@ -169,7 +173,8 @@ def _draw(of: DrawClass, way: str, rng: Random, budget: Budget) -> Case | None:
     n_dims = rng.choice((0, 1, 2, 2, 2, 2, 3, 3, 3, 4, 5))
     if n_dims == 0 and (spec.rows in ("last", "classes") or way == "vmap" or rng.random() < 0.7):
         n_dims = 1
-    most_rows = max(1, min(budget.rows, budget.elements // of.n_cols))
+    elements = budget.elements if budget.large == 1.0 or rng.random() < budget.large else budget.elements >> 3
+    most_rows = max(1, min(budget.rows, elements // of.n_cols))
     if of.n_cols <= 16 and rng.random() < budget.many_rows:
         n_dims, most_rows = 2, 4096
     shape = list(_rows(rng, max(0, n_dims - 1), most_rows))

@@ -75,11 +75,13 @@ def wrong(got: Tensor, own: Tensor, ref: Tensor, rule: Rule) -> tuple[Tensor, Te
         if rule.scale is not None:
             allowed = allowed + eps * rule.scale
     allowed = allowed + rule.roundings * rounding(coarsest, rule) * scale
+    # what a store rounds is as far off as it may be
+    stored = magnitude if rule.extra is None else magnitude + rule.extra
     if coarsest != dtype:
-        allowed = allowed + rounding(coarsest, rule) * magnitude + torch.finfo(coarsest).smallest_normal
+        allowed = allowed + rounding(coarsest, rule) * stored + torch.finfo(coarsest).smallest_normal
     if rule.interpreted and torch.bfloat16 in (dtype, coarsest):
         allowed = allowed + (rule.stores - 1) * torch.finfo(torch.bfloat16).eps * scale
-    allowed = allowed + once * magnitude + tiny
+    allowed = allowed + once * stored + tiny
     if rule.extra is not None:
         allowed = allowed + rule.extra
     same = (got == own) | (got.isnan() & own.isnan())
@@ -95,6 +97,6 @@ def wrong(got: Tensor, own: Tensor, ref: Tensor, rule: Rule) -> tuple[Tensor, Te
             n *= ref.shape[d]
         most = 2 * of_own + steps * size + 64 * eps * scale + n * tiny
         if rule.extra_sum is not None:
-            most = most + rule.extra_sum
+            most = most + (1 + steps) * rule.extra_sum
         bad = bad | (total > most) & finite
     return bad, excess

@@ -6,7 +6,6 @@ one element, so that many cases wait for the device once: `Outcome.flags`.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,22 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.launch.device import interpreting
-
 from . import exactness, ways
 from .differences import excused
 from .draw import Case
 from .inputs import Inputs, make
-from .scales import (
-    gradient_scale,
-    gradient_size,
-    input_scale,
-    of_scaled_logits,
-    of_stored_logsumexp,
-    of_stored_softmax,
-    of_summed_rows,
-    second_scale,
-)
+from .rules import overflows, rule_of
 from .upstream import upstream_of
 
 
@@ -206,69 +194,16 @@ def _compare(
             outcome.problems.append(f"{name}.requires_grad is {y.requires_grad}")
         if not y.numel():
             continue
-        rule = _rule(case, inputs, name, ref, y, firsts[case.spec.outputs[0]], upstream)
+        rule = rule_of(case, inputs, name, ref, y, firsts[case.spec.outputs[0]], upstream)
         bad, excess = exactness.wrong(y, theirs, want, rule)
         allowed = excused(case, inputs, name, y.detach(), theirs.detach(), want.detach())
-        outcome.flags[name] = (bad if allowed is None else bad & ~allowed).any()
+        for excuse in (allowed, overflows(case, name, y.detach(), theirs.detach(), ref)):
+            bad = bad if excuse is None else bad & ~excuse
+        outcome.flags[name] = bad.any()
         outcome.excess[name] = excess
     for name in got:
         if name.startswith("again_"):
             outcome.flags[f"two backwards differ in {name[6:]}"] = _bits_differ(got[name], got[f"d_{name[6:]}"])
-
-
-def _rule(
-    case: Case, inputs: Inputs, name: str, ref: dict[str, Tensor], y: Tensor, first: Tensor, upstream: Any
-) -> exactness.Rule:
-    interpreted = interpreting()
-    forward = not name.startswith(("d_", "dd_"))
-    everything = tuple(range(y.dim())) or (0,)
-    if forward and not case.spec.full_outputs:
-        return exactness.Rule((), input_scale(case, inputs), interpreted=interpreted)
-    if name.startswith("dd_") or name == "d_mask":
-        through = max((y.dtype, getattr(torch, case.dtype), first.dtype), key=lambda d: torch.finfo(d).eps)
-        scale = torch.stack([t.detach().abs().nan_to_num(0, 0, 0).amax() for t in ref.values() if t.numel()]).amax()
-        scale = scale.double()
-        of_second = second_scale(case, inputs, name, ref) if name.startswith("dd_") else None
-        if of_second is not None:
-            scale = torch.maximum(scale, of_second.to(scale))
-        # of a gradient of the gradient: p as a factor, and the sums and t that it goes into; a mask's is summed below
-        times = 2 if name.startswith("dd_") else 0
-        rule = exactness.Rule(everything, scale, stores=4, roundings=times, interpreted=interpreted, coarsest=through)
-        if case.op != "masked_softmax":
-            return rule
-        extra = of_stored_softmax(case, inputs, ref, first, upstream)[name]
-        if name == "d_mask":
-            dy, smallest = upstream({"y": ref["y"]})["y"], torch.finfo(through).smallest_normal
-            roundoff = exactness.rounding(through, rule)
-            extra = extra + of_summed_rows(inputs, ref["y"], dy, y, roundoff, smallest)
-        return dataclasses.replace(rule, extra=extra)
-    dims = case.dims
-    if inputs.batch_dim is not None:
-        if forward:  # the results of vmap have their items first
-            dims = tuple(d + 1 for d in dims)
-        else:
-            dims = tuple(d + (d >= inputs.batch_dim) for d in dims)
-    if y.dim() == 0:
-        dims = (0,)
-    coarsest = None
-    if not forward and "dtype" in case.options:
-        coarsest = max((y.dtype, getattr(torch, case.options["dtype"])), key=lambda d: torch.finfo(d).eps)
-    if forward:
-        return exactness.Rule(dims, interpreted=interpreted)
-    of_row = gradient_scale(case, inputs, ref)
-    # torch's own way keeps the output in float32 there, ours as it was stored
-    roundings = 2 if case.op == "masked_softmax" else 0
-    rule = exactness.Rule(dims, of_row, True, gradient_size(case), 3, roundings, interpreted, coarsest)
-    if case.op in ("logsumexp", "masked_softmax"):
-        if case.op == "logsumexp":
-            extra = of_stored_logsumexp(case, inputs, ref, first)
-        else:
-            extra = of_stored_softmax(case, inputs, ref, first, upstream)[name]
-        of_rows = extra.sum(dims, keepdim=True) if extra.dim() else extra
-        return dataclasses.replace(rule, extra=extra, extra_sum=of_rows)
-    if case.op == "token_logprobs" and (extra_of_row := of_scaled_logits(case, inputs)) is not None:
-        return dataclasses.replace(rule, extra=extra_of_row, extra_sum=2 * extra_of_row)
-    return rule
 
 
 def _bits_differ(a: Tensor, b: Tensor) -> Tensor:

@@ -73,6 +73,13 @@ def strides_of(shape: tuple[int, ...], kind: str, number: int) -> tuple[int, ...
     return tuple(strides)
 
 
+def onto(t: Tensor, device: torch.device | str) -> Tensor:
+    """A CPU tensor on `device`, through pinned memory: a copy from other memory waits for the GPU, which many processes
+    share."""
+    pins = torch.device(device).type == "cuda" and t.numel() > 0
+    return t.pin_memory().to(device, non_blocking=True) if pins else t.to(device)
+
+
 def place(values: Tensor, layout: tuple[str, int], device: torch.device | str) -> Placed:
     """A tensor like `values` (on the CPU), in this layout, on `device`; one that overlaps has others of its kind."""
     kind, number = layout
@@ -89,7 +96,7 @@ def place(values: Tensor, layout: tuple[str, int], device: torch.device | str) -
         floats[first : first + span] = flat[:span] if span <= len(flat) else flat.repeat(-(-span // len(flat)))[:span]
     else:
         floats.as_strided(shape, strides, first).copy_(values)
-    memory = memory.to(device)
+    memory = onto(memory, device)
     return Placed(memory.view(values.dtype).as_strided(shape, strides, first), memory, memory.clone())
 
 

@@ -7,9 +7,12 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import torch
 
 from .draw import Case
 from .worker import Failure, Lost, Report, Task, Unit, perform, prepare
@@ -36,11 +39,35 @@ def _serve(pipe: Connection, device: str) -> None:
             return
 
 
+def visible_devices() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls each GPU that this process sees."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(i) for i in range(torch.cuda.device_count())] if listed is None else listed.split(",")
+    return [name.strip() for name in names[: torch.cuda.device_count()]]
+
+
+@contextmanager
+def _environment(name: str, value: str | None) -> Iterator[None]:
+    """A variable that a process started within inherits; None: as it is."""
+    before = os.environ.get(name)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[name] = before
+        elif value is not None:
+            del os.environ[name]
+
+
 class _Worker:
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, gpu: str | None) -> None:
+        self.gpu = gpu
         self.pipe, theirs = _SPAWN.Pipe()
         self.process = _SPAWN.Process(target=_serve, args=(theirs, device), daemon=True)
-        self.process.start()
+        with _environment("CUDA_VISIBLE_DEVICES", gpu):
+            self.process.start()
         theirs.close()
         self.task: Task | None = None
         self.last = ""
@@ -52,14 +79,15 @@ class _Worker:
 
 
 class Pool:
-    """`workers` processes; with one worker and no GPU, this process."""
+    """`workers` processes, in turn on the GPUs that are visible; with one worker and no GPU, this process."""
 
     def __init__(self, workers: int, device: str) -> None:
         self.device = device
         here = workers <= 1 and device == "cpu"
         if here:
             prepare(device)
-        self.workers = [] if here else [_Worker(device) for _ in range(max(1, workers))]
+        gpus: list[str | None] = [*visible_devices()] if device == "cuda" else [None]
+        self.workers = [] if here else [_Worker(device, gpus[i % len(gpus)]) for i in range(max(1, workers))]
 
     def run(self, tasks: Iterable[Task], end: float | None = None) -> Iterator[Report | Failure]:
         """What each task gives, as it comes; after `end` (time.monotonic) no task is begun, and after GRACE more
@@ -111,7 +139,7 @@ class Pool:
     def _replace(self, worker: _Worker) -> _Worker:
         """A fresh process in place of this one."""
         _end([worker])
-        fresh = self.workers[self.workers.index(worker)] = _Worker(self.device)
+        fresh = self.workers[self.workers.index(worker)] = _Worker(self.device, worker.gpu)
         return fresh
 
     def close(self) -> None:

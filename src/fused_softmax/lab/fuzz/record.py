@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,10 +38,12 @@ def kernel_hash() -> str:
     return digest.hexdigest()
 
 
-def check(path: Path) -> None:
-    """Raise where the file cannot take a run of these kernels: before the run, not after it."""
+def check(path: Path, seed: int | None = None) -> None:
+    """Raise where the file cannot take a run of these kernels, with this seed: before the run, not after it."""
     if path.exists():
         known = json.loads(path.read_text())
+        if any(seed in row["seeds"] for row in known["rows"]):
+            raise ValueError(f"{path} has a run of seed {seed}: its cases would count twice. Give another --seed")
         if known["kernel_hash"] != kernel_hash():
             raise OtherKernels(
                 f"{path} is a record of other kernels ({known['kernel_hash'][:12]}, these are {kernel_hash()[:12]}):"
@@ -52,6 +55,12 @@ def read(path: Path) -> dict[str, Any] | None:
     """What the file has before a run; None where there is none."""
     check(path)
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def counted(known: dict[str, Any] | None) -> Counter:
+    """How many cases of each cell a file has."""
+    rows = [] if known is None else known["rows"]
+    return Counter({(row["op"], row["way"], row["dtype"]): row["cases"] for row in rows})
 
 
 def write(path: Path, request: Request, findings: Findings, known: dict[str, Any] | None) -> None:

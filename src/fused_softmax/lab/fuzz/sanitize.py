@@ -38,7 +38,7 @@ CASES = 2000  # where neither cases nor seconds are asked for
 PER_CLASS = 2  # cases of one class and way: many kernels, each a few times
 GRACE = 180.0  # seconds after its end that a process may take for its last case and its report
 # tensors that a process 20 to 100 times slower takes in a second; a few rows reach every regime
-BUDGET = Budget(1 << 16, 1 << 8, 1 << 17, strided=1 << 12, widest=0.01, wide=0.3)
+BUDGET = Budget(1 << 16, 1 << 8, 1 << 17, strided=1 << 12, widest=0.01, large=1.0, wide=0.3)
 # parts of our kernels' names; other kernels are torch's, and cost time
 KERNELS = (
     "softmax_", "row_statistics", "cross_entropy_", "count_targets", "reduce_losses", "scale_unless_one",

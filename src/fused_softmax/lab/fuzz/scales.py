@@ -8,6 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fused_softmax.launch.cross_entropy import ONE_CTA_ROWS, ONE_PROGRAM_ROWS
+from fused_softmax.launch.launcher import device_of
+
 from .draw import Case
 from .exactness import EPS
 from .inputs import Inputs
@@ -177,21 +180,87 @@ def second_scale(case: Case, inputs: Inputs, name: str, ref: dict[str, Tensor]) 
     return largest
 
 
-def of_summed_rows(inputs: Inputs, y: Tensor, dy: Tensor, of_mask: Tensor, roundoff: float, smallest: float) -> Tensor:
+def of_summed_rows(
+    inputs: Inputs, exact: Tensor, stored: Tensor, dy: Tensor, of_mask: Tensor, roundoff: float, smallest: float
+) -> Tensor:
     """What roundings do to a mask's gradient, which is a sum over the rows, and the columns, that share it.
 
     A row adds p*(dy - D) with D = sum(dy*p). float32's own errors are measured in what these are made of, p*|dy - D|
-    and p*sum(|dy|*p), also where they cancel. A 16-bit result is stored before it is added up, to a part `roundoff` of
-    it, or of the least normal number, `smallest`. Equal rows are off by the same, so that the sum of the rows is off by
-    the sum of these, not by its square root.
+    and p*sum(|dy|*p), also where they cancel. A 16-bit result is made of the stored p and is itself stored before it is
+    added up, to a part `roundoff` of it, or of the least normal number, `smallest`. Equal rows are off by the same, so
+    that the sum of the rows is off by the sum of these, not by its square root.
     """
-    p, dims = y.detach().double().nan_to_num(0, 0, 0), (-1,)
+    if not exact.dim():
+        return exact.new_zeros((), dtype=torch.float64)
     dy = dy.detach().double()
-    if not p.dim():
-        return p.new_zeros(())
-    size = p * (dy - (dy * p).sum(dims, keepdim=True)).abs()
-    stored = roundoff * size.clamp(min=smallest)
-    return _summed_to(stored + 4 * EPS * (size + p * (dy.abs() * p).sum(dims, keepdim=True)), of_mask, inputs)
+    sizes, made_of = [], []
+    for y in (exact, stored):
+        p = y.detach().double().nan_to_num(0, 0, 0)
+        sizes.append(p * (dy - (dy * p).sum(-1, keepdim=True)).abs())
+        made_of.append(p * (dy.abs() * p).sum(-1, keepdim=True))
+    size = torch.maximum(*sizes)
+    lost = roundoff * size.clamp(min=smallest) + 4 * EPS * (size + torch.maximum(*made_of))
+    return _summed_to(lost, of_mask, inputs)
+
+
+def of_scores(case: Case, inputs: Inputs, y: Tensor) -> Tensor | None:
+    """How far masked_softmax's output is off because its scores z = scale*x + mask are rounded; None where they are x.
+
+    Each rounding moves z by half of eps(float32) of what is rounded, scale*x and the sum, and a score's error is a
+    factor of p: its own, and the mean of the row's in the sum that p is divided by.
+    """
+    scale, mask = float(case.options.get("scale", 1.0)), inputs.arguments.get("mask")
+    added = mask is not None and mask.is_floating_point()
+    if case.op != "masked_softmax" or case.dtype == "float64" or (scale == 1.0 and not added) or not y.dim():
+        return None
+    x = inputs.x.detach() if inputs.batch_dim is None else inputs.x.detach().movedim(inputs.batch_dim, 0)
+    z = x.double() * scale
+    error = z.abs() if scale != 1.0 else torch.zeros_like(z)
+    if mask is not None and added:
+        given = mask.detach().double()
+        if inputs.in_dims.get("mask") is not None:
+            given = given.view(given.shape[0], *(1,) * (z.dim() - given.dim()), *given.shape[1:])
+        error = error + (z + given).abs()
+    p = y.detach().double().nan_to_num(0, 0, 0)
+    error = p * error.nan_to_num(0, 0, 0)
+    return EPS / 2 * (error + p * error.sum(-1, keepdim=True))
+
+
+def of_summed_losses(case: Case, inputs: Inputs, ref: Tensor, gradient: bool) -> Tensor | None:
+    """How far a sum of cross_entropy's losses, or what their mean is divided by, is off in float32 as it is added up.
+
+    Each of the additions that a term goes through may round the sum by half of eps. No term is negative. Targets that
+    count are counted exactly; weights are added up as the losses are, and their sum divides the gradient too.
+    """
+    reduction, weight = case.options.get("reduction", "mean"), inputs.arguments.get("weight")
+    if case.op != "cross_entropy" or case.dtype == "float64" or reduction == "none":
+        return None
+    sums = (not gradient) + (reduction == "mean" and weight is not None)
+    n_rows = inputs.arguments["target"].numel()
+    return (
+        sums
+        * EPS
+        / 2
+        * additions(n_rows, weight is not None, inputs.x)
+        * ref.detach().double().abs().nan_to_num(0, 0, 0)
+    )
+
+
+def additions(n_rows: int, weighted: bool, x: Tensor) -> int:
+    """How many additions a loss goes through until all rows are added up: a lane's, then a tree's over the lanes."""
+    if n_rows > ONE_PROGRAM_ROWS:  # torch's sum: a block has 512 threads, and there may be more blocks
+        return -(-n_rows // 512) + n_rows.bit_length()
+    clustered = not weighted and n_rows > ONE_CTA_ROWS and device_of(x).max_cluster >= 16
+    lanes = 16 * 8 * 32 if clustered else 256
+    return -(-n_rows // lanes) + lanes.bit_length()
+
+
+def of_second_store(case: Case, ref: Tensor, roundoff: float, smallest: float) -> Tensor | None:
+    """What storing a gradient in place of the logits costs: the forward stores it for an upstream of 1, and the
+    backward multiplies that by the upstream and stores it again."""
+    if not case.options.get("inplace_backward") or case.upstream == "one":
+        return None
+    return roundoff * ref.detach().double().abs() + upstream_bound(case) * smallest
 
 
 def _summed_to(of_rows: Tensor, of_mask: Tensor, inputs: Inputs) -> Tensor:

@@ -9,9 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
-from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
@@ -22,42 +19,22 @@ from rich.table import Table
 from fused_softmax.lab.registry import OPS
 
 from . import record
-from .draw import DTYPES, Budget, Case, draw_class
+from .draw import DTYPES, Budget, Case
 from .huge import run_huge
 from .isolated import Isolated
 from .pool import Pool
 from .program import program
+from .request import Request, lacking, units
 from .worker import Failure, Report, Shrinking, Unit
 
-# cases of one class and way: eager ones share what was compiled, the others compile or capture for each
-PER_CLASS = 16
-PER_CLASS_INTERPRETED = 4
-SLOW_WAYS = ("compile", "cuda_graph")
+ROUNDS = 3  # cases that a killed process, or a unit that was given up, has not run are drawn again
+CLASSES_OF_A_ROUND = 100_000
 # after drawing: how long failures are made smaller, as a part of a run's seconds, for each kind and where no seconds
 # are given; and how many kinds are
 SHRINK_PART = 0.15
 SHRINK_SECONDS = 5.0
 SHRINK_UNLIMITED = 60.0
 SHRINK_KINDS = 60
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a run is asked for. Without seconds and counts: 60 seconds."""
-
-    ops: tuple[str, ...] = ()
-    ways: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] = ()
-    seconds: float | None = None
-    cases: int | None = None
-    per_cell: int | None = None
-    seed: int = 0
-    workers: int = 1
-    columns: tuple[int, int] | None = None
-    record: Path | None = None
-    huge: bool = False
-    stop_at_first: bool = False
-    per_class: int | None = None  # cases of one class and way
 
 
 @dataclass
@@ -71,6 +48,7 @@ class Findings:
     failures: list[Failure] = field(default_factory=list)
     reached: set[tuple[str, str]] = field(default_factory=set)
     interrupted: bool = False
+    known: Counter = field(default_factory=Counter)  # cases that the record had before the run
 
     def add(self, report: Report) -> None:
         for name in ("cases", "wrong", "errors"):
@@ -105,47 +83,6 @@ class Findings:
         return found
 
 
-def ways_of(op: str, request: Request, device: str) -> tuple[str, ...]:
-    return tuple(
-        way
-        for way in OPS[op].ways
-        if (not request.ways or way in request.ways) and (way != "cuda_graph" or device == "cuda")
-    )
-
-
-def units(request: Request, device: str, budget: Budget, end: float = math.inf) -> Iterator[Unit]:
-    """Classes in turn over ops and dtypes, until the counts that are asked for are reached."""
-    per_class = request.per_class or (PER_CLASS if device == "cuda" else PER_CLASS_INTERPRETED)
-    drawn: Counter = Counter()
-    groups = [(op, dtype) for op in request.ops or tuple(OPS) for dtype in request.dtypes or DTYPES]
-    for index in count():
-        given = 0
-        rng = Random(f"{request.seed} {index}")
-        for op, dtype in rng.sample(groups, len(groups)):
-            of = draw_class(op, dtype, request.seed * 1_000_003 + index, budget, request.columns)
-            wanted = []
-            possible = ways_of(op, request, device)
-            if device == "cpu" and request.per_cell is None:  # few ways of many classes, since a case costs more
-                possible = tuple(rng.sample(possible, min(2, len(possible))))
-            for way in possible:
-                n = max(1, per_class // 8) if way in SLOW_WAYS else per_class
-                if request.per_cell is not None:
-                    share = (
-                        max(1, request.per_cell // 10) if way in SLOW_WAYS and not request.ways else request.per_cell
-                    )
-                    n = min(n, share - drawn[op, way, dtype])
-                if request.cases is not None:
-                    n = min(n, request.cases - drawn.total())
-                if n > 0:
-                    drawn[op, way, dtype] += n
-                    wanted.append((way, n))
-            if wanted:
-                given += 1
-                yield Unit(of, tuple(wanted), budget, device, end=end)
-        if not given:
-            return
-
-
 def run(request: Request, console: Console) -> Findings:
     """Draw and judge; write the record; make smaller what failed; print it, the table, and what was not reached.
 
@@ -159,7 +96,7 @@ def run(request: Request, console: Console) -> Findings:
         seconds = 60.0
     start = time.monotonic()
     known = record.read(request.record) if request.record is not None else None
-    findings = Findings()
+    findings = Findings(known=record.counted(known))
     handler = _terminates_as_an_interrupt()
     pool = Pool(request.workers, device)
     isolated = None
@@ -202,17 +139,27 @@ def _draw(
 ) -> None:  # fmt: skip
     """Run units until the end, adding what they give; each kind of failure is named when it is first seen."""
     end = math.inf if seconds is None else start + seconds
-    shown = set()
+    shown, turn = set(), 0
 
     def until_the_first() -> Iterator[Unit]:
-        for unit in units(request, pool.device, budget, end):
+        for unit in units(
+            request, pool.device, budget, end, findings.known + findings.cases, CLASSES_OF_A_ROUND * turn
+        ):
             if request.stop_at_first and findings.failures:
                 return
             yield unit
 
+    def reports() -> Iterator[Report | Failure]:
+        nonlocal turn
+        yield from pool.run(until_the_first(), None if seconds is None else end)
+        stopped = request.stop_at_first and findings.failures
+        while turn < ROUNDS - 1 and not stopped and lacking(request, pool.device, findings.known + findings.cases):
+            turn += 1
+            yield from pool.run(until_the_first(), None if seconds is None else end)
+
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("fuzzing", total=seconds)
-        for report in pool.run(until_the_first(), None if seconds is None else end):
+        for report in reports():
             assert isinstance(report, Report)
             findings.add(report)
             elapsed = time.monotonic() - start
@@ -287,5 +234,7 @@ def summarize(request: Request, findings: Findings, seconds: float, console: Con
     for kind, n in findings.counts.most_common():
         console.print(f"  {n} wrong: {', '.join(kind)}", markup=False, highlight=False, soft_wrap=True)
     found = f"{findings.cases.total()} cases, {findings.wrong.total()} wrong ({len(findings.distinct)} kinds)"
-    ended = ", interrupted" if findings.interrupted else ""
+    short = lacking(request, "cuda" if torch.cuda.is_available() else "cpu", findings.known + findings.cases)
+    ended = f", {short} short of --per-cell" if short else ""
+    ended += ", interrupted" if findings.interrupted else ""
     console.print(f"seed {request.seed}: {found}, {seconds:.0f} s{ended}", markup=False)

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from .draw import Case
+from .layouts import onto
+
+_CONSTANT = {"one": 1.0, "quarter": 0.25, "zeros": 0.0}  # exact in every dtype
 
 
 def upstream_of(case: Case, device: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
@@ -26,15 +29,14 @@ def upstream_of(case: Case, device: str) -> Callable[[dict[str, Tensor]], dict[s
                 continue
             g = torch.Generator().manual_seed(case.seed + 7 * position + len(name))
             kind = case.upstream if name != "probe" else "random"
-            if kind == "random":
-                value = torch.randn(t.shape, generator=g)
-            elif kind == "expanded":
-                value = torch.randn((), generator=g).expand(t.shape)
-            else:
-                value = torch.full(t.shape, {"one": 1.0, "quarter": 0.25, "zeros": 0.0}[kind])
             low = t.dtype if t.dtype != torch.float64 or case.dtype == "float64" else _low(case, name)
-            value = value.to(low).to(device)
-            made[name] = known[key] = value.expand(t.shape).to(t.dtype) if kind != "expanded" else value.to(t.dtype)
+            if kind in _CONSTANT:
+                value = torch.full(t.shape, _CONSTANT[kind], dtype=t.dtype, device=device)
+            elif kind == "random":
+                value = onto(torch.randn(t.shape, generator=g).to(low), device).to(t.dtype)
+            else:
+                value = torch.randn((), generator=g).to(low).to(device).expand(t.shape).to(t.dtype)
+            made[name] = known[key] = value
         return made
 
     return draw

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 import warnings
@@ -93,6 +94,8 @@ def prepare(device: str) -> None:
     coverage.install()
     if interpreting():
         interpreter.patch_once()
+    gc.collect()
+    gc.freeze()  # a CUDA graph's capture collects garbage first, which takes long among all that was imported
     if device == "cpu":
         # torch.empty gives NaN; the GPU's fast path does not run under this mode, so memory is poisoned otherwise there
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,0 +1,102 @@
+"""Which rule a result is judged by: what its row's scale is, and what its roundings may cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_softmax.launch.device import interpreting
+
+from . import exactness
+from .draw import Case
+from .inputs import Inputs
+from .scales import (
+    gradient_scale,
+    gradient_size,
+    input_scale,
+    of_scaled_logits,
+    of_scores,
+    of_second_store,
+    of_stored_logsumexp,
+    of_stored_softmax,
+    of_summed_losses,
+    of_summed_rows,
+    second_scale,
+)
+
+
+def rule_of(
+    case: Case, inputs: Inputs, name: str, ref: dict[str, Tensor], y: Tensor, first: Tensor, upstream: Any
+) -> exactness.Rule:
+    """How the result `name`, y, is judged; first: the call's first output, as it was stored."""
+    interpreted = interpreting()
+    forward = not name.startswith(("d_", "dd_"))
+    everything = tuple(range(y.dim())) or (0,)
+    if forward and not case.spec.full_outputs:
+        added_up = of_summed_losses(case, inputs, ref[name], gradient=False)
+        return exactness.Rule((), input_scale(case, inputs), interpreted=interpreted, extra=added_up)
+    if name.startswith("dd_") or name == "d_mask":
+        through = max((y.dtype, getattr(torch, case.dtype), first.dtype), key=lambda d: torch.finfo(d).eps)
+        scale = torch.stack([t.detach().abs().nan_to_num(0, 0, 0).amax() for t in ref.values() if t.numel()]).amax()
+        scale = scale.double()
+        of_second = second_scale(case, inputs, name, ref) if name.startswith("dd_") else None
+        if of_second is not None:
+            scale = torch.maximum(scale, of_second.to(scale))
+        # of a gradient of the gradient: p as a factor, and the sums and t that it goes into; a mask's is summed below
+        times = 2 if name.startswith("dd_") else 0
+        rule = exactness.Rule(everything, scale, stores=4, roundings=times, interpreted=interpreted, coarsest=through)
+        if case.op != "masked_softmax":
+            return rule
+        extra = of_stored_softmax(case, inputs, ref, first, upstream)[name]
+        if name == "d_mask":
+            dy, smallest = upstream({"y": ref["y"]})["y"], torch.finfo(through).smallest_normal
+            roundoff = exactness.rounding(through, rule)
+            extra = extra + of_summed_rows(inputs, ref["y"], first, dy, y, roundoff, smallest)
+        return dataclasses.replace(rule, extra=extra)
+    dims = case.dims
+    if inputs.batch_dim is not None:
+        if forward:  # the results of vmap have their items first
+            dims = tuple(d + 1 for d in dims)
+        else:
+            dims = tuple(d + (d >= inputs.batch_dim) for d in dims)
+    if y.dim() == 0:
+        dims = (0,)
+    coarsest = None
+    if not forward and "dtype" in case.options:
+        coarsest = max((y.dtype, getattr(torch, case.options["dtype"])), key=lambda d: torch.finfo(d).eps)
+    if forward:
+        return exactness.Rule(dims, interpreted=interpreted, extra=of_scores(case, inputs, ref[name]))
+    of_row = gradient_scale(case, inputs, ref)
+    # torch's own way keeps the output in float32 there, ours as it was stored
+    roundings = 2 if case.op == "masked_softmax" else 0
+    rule = exactness.Rule(dims, of_row, True, gradient_size(case), 3, roundings, interpreted, coarsest)
+    if case.op in ("logsumexp", "masked_softmax"):
+        if case.op == "logsumexp":
+            extra = of_stored_logsumexp(case, inputs, ref, first)
+        else:
+            extra = of_stored_softmax(case, inputs, ref, first, upstream)[name]
+        of_rows = extra.sum(dims, keepdim=True) if extra.dim() else extra
+        return dataclasses.replace(rule, extra=extra, extra_sum=of_rows)
+    if case.op == "token_logprobs" and (extra_of_row := of_scaled_logits(case, inputs)) is not None:
+        return dataclasses.replace(rule, extra=extra_of_row, extra_sum=2 * extra_of_row)
+    if case.op == "cross_entropy" and y.dim():
+        once, least = exactness.rounding(y.dtype, rule), torch.finfo(y.dtype).tiny * torch.finfo(y.dtype).eps
+        added_up = of_summed_losses(case, inputs, ref[name], gradient=True)
+        parts = [t for t in (added_up, of_second_store(case, ref[name], once, least)) if t is not None]
+        if parts:
+            off = torch.stack(parts).sum(0).nan_to_num(0, 0, 0)
+            return dataclasses.replace(rule, extra=off, extra_sum=off.sum(dims, keepdim=True))
+    return rule
+
+
+def overflows(case: Case, name: str, y: Tensor, own: Tensor, ref: dict[str, Tensor]) -> Tensor | None:
+    """Rows of a gradient of the gradient whose gradient is beyond its dtype: ours and torch's are both made of
+    infinities there, and which of the results are NaN follows from the order of the operations."""
+    if not name.startswith("dd_") or y.shape != ref["d_x"].shape:
+        return None
+    beyond = ref["d_x"].detach().abs() > torch.finfo(getattr(torch, case.dtype)).max
+    beyond = beyond.any(case.dims[0], keepdim=True) if beyond.dim() else beyond
+    return beyond & ~y.isfinite() & ~own.isfinite()
