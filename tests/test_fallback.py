@@ -384,12 +384,13 @@ def test_a_newer_triton_is_tried_through_its_public_call(monkeypatch):
 
     class Compiled:
         class src:
-            signature = {"x_ptr": "*fp32", "n_rows": "i64", "n_cols": "i32", "ROWS": "constexpr"}
+            fn = types.SimpleNamespace(declaration=types.SimpleNamespace(constexprs=("ROWS",)))
 
         def __getitem__(self, grid):
             return lambda *args, stream: calls.append((grid, args, stream))
 
-    launch.bind(Compiled()).run(7, 11, 1024, 5, 40)
+    call, prefix, trailing = launch.bind(Compiled())
+    call(7, 1, 1, 11, *prefix, 1024, 5, 40, *trailing)
     assert calls == [((7, 1, 1), (1024, 5, 40, None), 11)]
 
 
