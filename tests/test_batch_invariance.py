@@ -12,6 +12,7 @@ import torch
 from cases import REGIMES, dtype_id, logits, softmax_by
 
 import fused_softmax as fs
+from fused_softmax.launch import masked_softmax
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.layout import gradient_buffer, problem_of, rows_of
 from fused_softmax.launch.softmax import softmax_launch
@@ -206,3 +207,19 @@ def test_a_single_row_of_a_loss_keeps_the_stride_of_its_tensor(shape):
     rows = rows_of(x[1:2], shape[-1])
     assert rows.shape == (1, shape[-1]) and rows.stride() == (stride, 1)
     assert gradient_buffer(rows).stride() == (stride, 1)
+
+
+@pytest.mark.parametrize("stride", [0, 8, 16])
+@pytest.mark.parametrize("n_cols", [480, 483])
+def test_a_mask_is_read_alike_for_a_batch_and_for_one_of_its_rows(n_cols, stride):
+    """A vector access of another width gives a tile another layout, and a row's sum another order."""
+    x = torch.randn(4, 1, 2, n_cols)
+    mask = (torch.rand(4, 1, 1, n_cols + stride) > 0.3)[..., :n_cols]
+    vectors = []
+    for batch in (slice(None), slice(0, 1)):
+        rows = x[batch].reshape(-1, n_cols)
+        op = masked_softmax.FORWARD[True]
+        chosen = op.plan((rows, rows), describe(x.device), False)
+        _, flags, _ = masked_softmax.describe_mask(mask[batch], x[batch], chosen, rows)
+        vectors.append(dict(flags)["MASK_VEC"])
+    assert vectors[0] == vectors[1] and (vectors[0] == 1) == (n_cols % 2 == 1)

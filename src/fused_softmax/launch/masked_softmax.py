@@ -6,7 +6,7 @@ No autograd and no checks: torch_ops calls these with what the kernels take.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ def describe_mask(
     m_col = 0 if expanded.shape[-1] == 1 else m_col
     cols = m_col if m_col in (0, 1) else 2
     strides = (outer[1], middle[1], inner[1], m_query)
-    vec = _mask_vector(expanded, strides) if cols == 1 else 1
+    vec = _mask_vector(read, x) if cols == 1 else 1
     flags: Flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec))
     return read, flags, (middle[0], inner[0], *(s // vec for s in strides), m_col)
 
@@ -155,10 +155,16 @@ def row_schedule(x: Tensor, n_queries: int, shared: bool) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _mask_vector(mask: Tensor, strides: Sequence[int]) -> int:
-    """Elements that the mask's address and all its strides are multiples of: at most 16 bytes, a power of two."""
+def _mask_vector(mask: Tensor, x: Tensor) -> int:
+    """Elements of a vector access to the mask of scores x: at most 16 bytes, a power of two.
+
+    The mask's address, its width and its strides are multiples of it. The width and the strides of single rows count
+    too: the vector is then the same for a batch and for one of its rows, and so are a row's bits.
+    """
+    before = x.dim() - mask.dim()
+    own = [s for d, s in enumerate(mask.stride()[:-1]) if mask.shape[d] > 1 or x.shape[before + d] == 1]
     vec = 16 // mask.element_size()
-    while vec > 1 and (mask.data_ptr() % (vec * mask.element_size()) or any(s % vec for s in strides)):
+    while vec > 1 and (mask.data_ptr() % (vec * mask.element_size()) or any(n % vec for n in (mask.shape[-1], *own))):
         vec //= 2
     return vec
 
