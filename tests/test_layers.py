@@ -28,7 +28,7 @@ BELOW = {
 
 
 # modules of the longest chain of imports
-LONGEST_ABOVE, LONGEST_IN_KERNELS = 7, 6
+LONGEST_ABOVE, LONGEST_IN_KERNELS = 7, 4
 
 
 def imports_of(name: str, source: str, modules: frozenset[str], package: bool) -> set[str]:
@@ -116,6 +116,11 @@ def test_chains_are_short():
     kernels = {name for name in LIBRARY if level_of(name) == "kernels"}
     assert 4 <= len(chain(above)) <= LONGEST_ABOVE, chain(above)
     assert 2 <= len(chain(kernels)) <= LONGEST_IN_KERNELS, chain(kernels)
+
+
+def test_files_of_kernels_share_only_what_is_common():
+    files = {name for name in LIBRARY if level_of(name) == "kernels" and ".common" not in name}
+    assert len(files) >= 9 and [(name, target) for name in files for target in LIBRARY[name] & files] == []
 
 
 @pytest.mark.parametrize(

@@ -72,12 +72,12 @@ DEFECTS = (
         "    # each vector's own maximum", "softmax", way="out", columns=(2, 40),
     ),
     Defect(
-        "a wrong sign in a gradient", "softmax_resident.py",
+        "a wrong sign in a gradient", "common/softmax_terms.py",
         "return y.to(tl.float32) * (dy.to(tl.float32) - d)", "return y.to(tl.float32) * (dy.to(tl.float32) + d)",
         "softmax", way="module",
     ),
     Defect(
-        "a smoothing term dropped", "cross_entropy_backward.py",
+        "a smoothing term dropped", "common/cross_entropy_terms.py",
         "        a = b + c * w_sum\n", "        a = b\n", "cross_entropy",
     ),
     Defect(
@@ -85,7 +85,7 @@ DEFECTS = (
         "return tl.minimum(query + 1, columns)", "return tl.minimum(query + 2, columns)", "masked_softmax",
     ),
     Defect(
-        "a scale forgotten", "masked_softmax.py",
+        "a scale forgotten", "common/masks.py",
         "return tl.fma(x, scale, mask.to(tl.float32))", "return x + mask.to(tl.float32)", "masked_softmax",
     ),
     Defect(

@@ -14,52 +14,10 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_moments, init_cluster_barrier, leave_cluster
-from .common.online_softmax import (
-    NO_MOMENT,
-    SMOOTH_UNIT,
-    WEIGHTED_SUM,
-    capped,
-    logsumexp,
-    online_reduction,
-    reference_of,
-    rounding_residual,
-)
+from .common.cross_entropy_terms import assert_inside, row_loss, store_moments, target_of
+from .common.logits import capped, logsumexp, reference_of, rounding_residual
+from .common.online_softmax import NO_MOMENT, WEIGHTED_SUM, online_reduction
 from .common.tiles import segments_of, slice_of, span_of, start_of, warp_of, width_if
-
-
-@triton.jit
-def target_of(row, n_rows, target_ptr, ignore_index, n_classes):
-    """(target, whether the row counts). A target outside the classes does not count, and `assert_inside` reports it."""
-    target = tl.load(target_ptr + row, mask=row < n_rows, other=ignore_index)
-    return target, (target != ignore_index) & (target >= 0) & (target < n_classes)
-
-
-@triton.jit
-def assert_inside(target, ignore_index, n_classes):
-    """Asserts on the device, as torch does, that targets are inside the classes. All warps wait for it."""
-    inside = (target == ignore_index) | ((target >= 0) & (target < n_classes))
-    tl.device_assert(inside, "fused_softmax.cross_entropy: target out of bounds")
-
-
-@triton.jit
-def store_moments(moments_ptr, row, row_max, row_sum, mask):
-    """Stores (row_max, row_sum) for backward, exactly. An infinite row_sum, of a row with +inf, becomes NaN."""
-    tl.store(moments_ptr + 2 * row, row_max, mask=mask)
-    tl.store(moments_ptr + 2 * row + 1, tl.where(row_sum == float("inf"), float("nan"), row_sum), mask=mask)
-
-
-@triton.jit
-def row_loss(
-    nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, n_classes, z_loss, SMOOTH: tl.constexpr
-):
-    """One row's loss, by the formula at the top of this file. nll is lse - z_t."""
-    loss = w_target * nll
-    if SMOOTH:
-        above = (tl.fma(lse, SMOOTH_UNIT, -reference) + residual * SMOOTH_UNIT) * w_sum
-        spread = (above - wz_sum) * (1.0 / SMOOTH_UNIT)
-        loss = (1.0 - smoothing) * loss + smoothing / n_classes * spread
-    # a factor of 0 must not turn an infinite lse into NaN
-    return loss + tl.where(z_loss != 0.0, z_loss * lse * lse, 0.0)
 
 
 @kernel(num_stages=3, asserts=True, on_cluster=True)

@@ -16,8 +16,15 @@ import triton
 import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
-from .common.numerics import exp2_affine, exp2_fma, upcast
-from .common.online_softmax import capped_with_slope, logsumexp
+from .common.cross_entropy_terms import (
+    coefficients,
+    cross_entropy_term,
+    store_head_tail_gradient,
+    store_target,
+    target_of,
+)
+from .common.logits import logsumexp
+from .common.numerics import exp2_affine, upcast
 from .common.tiles import (
     chunk_offsets,
     gradient_reads,
@@ -28,78 +35,6 @@ from .common.tiles import (
     store_chunk,
     width_if,
 )
-from .cross_entropy import target_of
-
-
-@triton.jit
-def cross_entropy_term(
-    x, b, at, base, shift, a, c, w_ptr, cap, mask,
-    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
-):  # fmt: skip
-    """dx of a tile x in float32 at columns `at`.
-
-    b is 0, except at the target. a, b and c include g and the correction of `exp2_affine`.
-    """
-    z, slope = x, 1.0
-    if SOFTCAP:
-        z, slope = capped_with_slope(x, cap)
-    dz = exp2_fma(z, base, shift, FUSED) * a - b
-    if SMOOTH:
-        if WEIGHTED:
-            dz -= c * tl.load(w_ptr + at, mask=mask, other=0.0)
-        else:
-            dz -= c
-    if SOFTCAP:
-        dz *= slope
-        dz = tl.where(x == -float("inf"), 0.0, dz)
-    return dz
-
-
-@triton.jit
-def store_head_tail_gradient(
-    dx_row, x, at, in_head_tail, target, counts, b, base, shift, a, c, w_ptr, cap,
-    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
-):  # fmt: skip
-    """Writes dx of a row's head and tail. They are so few that each is compared with the target.
-
-    # x, at, in_head_tail: [SEGMENTS, VECTORS]; target: from the row's first aligned column, as `at`
-    """
-    b_head_tail = tl.where(at == target, b, 0.0)
-    dx = cross_entropy_term(
-        x.to(tl.float32), b_head_tail, at, base, shift, a, c, w_ptr, cap, in_head_tail, WEIGHTED, SMOOTH, SOFTCAP, FUSED
-    )
-    tl.store(dx_row + at, tl.where(counts, dx, 0.0).to(dx_row.dtype.element_ty), mask=in_head_tail)
-
-
-@triton.jit
-def store_target(
-    at, dx, target, width, wanted,
-    VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, WARPS_PER_ROW: tl.constexpr = 1,
-):  # fmt: skip
-    """Overwrites the target's dx, where `wanted` and the target lies in the segment.  # all [SEGMENTS, 1]
-
-    target: from the segment's first column, whose address is `at`. The thread that holds the column's vector writes it,
-    after a barrier of its CTA, so that this write comes after the segment's own.
-    """
-    CHUNK: tl.constexpr = WARPS_PER_ROW * VECTORS * VEC  # columns from one chunk of a segment to its next
-    inside = wanted & (target >= 0) & (target < tl.minimum(width, CHUNKS * CHUNK))
-    vector = tl.where(inside, target % CHUNK // VEC, -1)  # in another segment: VECTORS or more
-    owns = vector == tl.arange(0, VECTORS)[None, :]
-    tl.debug_barrier()
-    tl.store(at + target + tl.zeros_like(owns.to(tl.int32)), dx.to(at.dtype.element_ty), mask=owns)
-
-
-@triton.jit
-def coefficients(g, lse, w_target, w_sum, smoothing, n_classes, z_loss, SMOOTH: tl.constexpr):
-    """(A, B, C) of the formula at the top, times the upstream gradient."""
-    b = w_target * g
-    a = b
-    c = 0.0 * g
-    if SMOOTH:
-        c = smoothing / n_classes * g
-        b = (1.0 - smoothing) * b
-        a = b + c * w_sum
-    return a + tl.where(z_loss != 0.0, 2.0 * z_loss * lse * g, 0.0), b, c
 
 
 @triton.jit

@@ -14,8 +14,18 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_max_sum, cluster_reduce_moments, init_cluster_barrier, leave_cluster
+from .common.cross_entropy_terms import (
+    assert_inside,
+    coefficients,
+    cross_entropy_term,
+    row_loss,
+    store_head_tail_gradient,
+    store_moments,
+    store_target,
+    target_of,
+)
+from .common.logits import capped, logsumexp, reference_of, rounding_residual, weigh
 from .common.numerics import LOWEST, exp, exp2_affine, max_of_vectors, sum_of_vectors, upcast
-from .common.online_softmax import capped, logsumexp, reference_of, rounding_residual, weigh
 from .common.tiles import (
     chunk_offsets,
     head_and_tail,
@@ -28,8 +38,6 @@ from .common.tiles import (
     warp_of,
     width_if,
 )
-from .cross_entropy import assert_inside, row_loss, store_moments, target_of
-from .cross_entropy_backward import coefficients, cross_entropy_term, store_head_tail_gradient, store_target
 
 
 @kernel(asserts=True, on_cluster=True)

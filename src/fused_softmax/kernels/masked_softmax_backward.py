@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_sum, init_cluster_barrier, leave_cluster
+from .common.masks import NO_MASK, load_query_mask, mask_row_of
 from .common.numerics import sum_of_vectors, upcast
 from .common.row_scheduler import scheduled_row, seen_of
 from .common.tiles import (
@@ -27,7 +28,6 @@ from .common.tiles import (
     warp_of,
     width_if,
 )
-from .masked_softmax import NO_MASK, load_query_mask, mask_row_of
 
 
 @kernel(on_cluster=True)

@@ -20,8 +20,9 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import init_cluster_barrier, leave_cluster
+from .common.logits import logit, logsumexp, rounding_residual
 from .common.numerics import LOWEST, exp, log
-from .common.online_softmax import ENTROPY_MOMENT, NO_MOMENT, logit, logsumexp, online_reduction, rounding_residual
+from .common.online_softmax import ENTROPY_MOMENT, NO_MOMENT, online_reduction
 from .common.tiles import (
     chunk_offsets,
     gradient_reads,

@@ -13,13 +13,13 @@ rows are staged in shared memory (`smem_staging`). log_softmax's gradient reads 
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
 from .common.cluster import cluster_reduce_max_sum, cluster_reduce_sum, init_cluster_barrier, leave_cluster
-from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, log, max_of_vectors, sum_of_vectors, upcast
+from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, max_of_vectors, sum_of_vectors, upcast
 from .common.smem_staging import await_staged, chunk_of, declare_staging, load_unstaged, stage
+from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.tiles import (
     gradient_reads,
     head_and_tail,
@@ -34,15 +34,6 @@ from .common.tiles import (
     warp_of,
     width_if,
 )
-
-
-@triton.jit
-def normalize(x, row_max, row_sum, LOG: tl.constexpr):
-    """The forward's last formula, in float32. The arguments broadcast."""
-    if LOG:
-        return (x - row_max) - log(row_sum)
-    else:
-        return exp(x - row_max) * tl.div_rn(1.0, row_sum)
 
 
 @kernel(on_cluster=True)
@@ -124,24 +115,6 @@ def softmax_resident(
         y_head_tail = normalize(x_head_tail, row_max, row_sum, LOG)
         tl.store(y_row + head_tail, y_head_tail.to(y_ptr.dtype.element_ty), mask=in_head_tail)
     leave_cluster(CTAS, PTX)
-
-
-@triton.jit
-def gradient_term(y, dy, LOG: tl.constexpr):
-    """One term of the row's sum d, in float32."""
-    if LOG:
-        return dy.to(tl.float32)
-    else:
-        return y.to(tl.float32) * dy.to(tl.float32)
-
-
-@triton.jit
-def gradient(y, dy, d, LOG: tl.constexpr):
-    """The backward's last formula, in float32. The arguments broadcast."""
-    if LOG:
-        return dy.to(tl.float32) - exp(y.to(tl.float32)) * d
-    else:
-        return y.to(tl.float32) * (dy.to(tl.float32) - d)
 
 
 @kernel(on_cluster=True)

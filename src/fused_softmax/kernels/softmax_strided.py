@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .common.arguments import AnyTensor, Count, Stride, kernel
 from .common.numerics import LOWEST, exp
-from .softmax_resident import normalize
+from .common.softmax_terms import normalize
 
 
 @kernel()

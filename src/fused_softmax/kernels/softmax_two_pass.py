@@ -25,6 +25,7 @@ from .common.cluster import (
     leave_cluster,
 )
 from .common.numerics import LOWEST, exp, upcast
+from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.tiles import (
     head_and_tail,
     load_chunk,
@@ -36,7 +37,6 @@ from .common.tiles import (
     store_chunk,
     warp_of,
 )
-from .softmax_resident import gradient, gradient_term, normalize
 
 
 @triton.jit

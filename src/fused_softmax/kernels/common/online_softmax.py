@@ -12,33 +12,12 @@ import triton
 import triton.language as tl
 
 from .cluster import cluster_reduce_max_sum, cluster_reduce_moments
-from .numerics import (
-    HIGHEST,
-    LN2,
-    LOG2E,
-    LOWEST,
-    exp,
-    exp2_affine,
-    log,
-    max_of_vectors,
-    rescale_moments,
-    sum_of_vectors,
-    upcast,
-)
+from .logits import logit, weigh
+from .numerics import HIGHEST, LN2, LOWEST, exp, exp2_affine, max_of_vectors, rescale_moments, sum_of_vectors, upcast
 from .tiles import chunk_offsets, head_and_tail, load_chunks
 
 # the row is not read again, and no output needs room in L2. H200: 0.3 to 1.5% faster than "evict_last"
 READ_ONCE = tl.constexpr("evict_first")
-
-# tanh(u) = u + u*(TANH_3*u^2 + ... + TANH_9*u^8) for |u| < 0.5, within 1.5e-8 of itself
-TANH_3 = tl.constexpr(-0.33333143890895034)
-TANH_5 = tl.constexpr(0.1332587884046698)
-TANH_7 = tl.constexpr(-0.053045486696590094)
-TANH_9 = tl.constexpr(0.01724147638485393)
-
-# the sums of label smoothing are in units of 2^32: a sum of numbers near the largest float32 must not overflow before
-# another sum is subtracted from it
-SMOOTH_UNIT = tl.constexpr(2.0**-32)
 
 # the third sum of a reduction: none, sum(exp(z - m)*(z - m)), or sum(w*(z - r)) with a reference r
 NO_MOMENT = tl.constexpr(0)
@@ -53,49 +32,6 @@ def load_step(
 ):  # fmt: skip
     """A step's chunks, as `load_chunks` returns them."""
     return load_chunks(at, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW, READ_ONCE)
-
-
-@triton.jit
-def capped_with_slope(x, cap):
-    """(cap*tanh(x/cap), its derivative 1 - tanh(x/cap)^2) of x in float32, to a few roundings for every cap.
-
-    With u = x/cap, 1 - tanh(|u|) = 2/(exp(2|u|) + 1) = q, and the derivative is q*(2 - q), which keeps its digits where
-    tanh is nearly 1. Near 0 that form of tanh cancels, so tanh(u) = u + u*r with r = u^2*P(u^2) is used. The result is
-    then x + x*r, which tends to x for a large cap. -inf stays -inf, because a masked class is not a small one.
-    """
-    u = x * tl.div_rn(1.0, cap)
-    q = 2.0 / (tl.exp2(tl.abs(u) * (2.0 * LOG2E)) + 1.0)
-    u2 = u * u
-    # few operations, because Triton's cluster planner fails on a kernel with too many
-    r = u2 * tl.fma(u2, tl.fma(u2, tl.fma(u2, TANH_9, TANH_7), TANH_5), TANH_3)
-    near = tl.abs(u) < 0.5
-    far = tl.where(u < 0.0, -cap, cap) * (1.0 - q)
-    z = tl.where(near, tl.fma(x, r, x), far)
-    t = tl.fma(u, r, u)
-    slope = tl.where(near, 1.0 - t * t, q * (2.0 - q))
-    return tl.where(x == -float("inf"), x, z), slope
-
-
-@triton.jit
-def capped(x, cap, SOFTCAP: tl.constexpr):
-    """x in float32, or cap*tanh(x/cap) where there is a cap."""
-    x = x.to(tl.float32)
-    if SOFTCAP:
-        x, _ = capped_with_slope(x, cap)
-    return x
-
-
-@triton.jit
-def logit(x, scale, cap, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
-    """The softmax's input for a raw logit, in float32.
-
-    The product is rounded before anything is subtracted from it. As one multiply-add, x*scale - m is not 0 where
-    x*scale rounds to m; for numbers near the largest float32 it is far from 0.
-    """
-    x = capped(x, cap, SOFTCAP)
-    if SCALED:
-        x = tl.fma(x, scale, 0.0)
-    return x
 
 
 @triton.jit
@@ -135,27 +71,6 @@ def accumulate(
             moment = correction * LN2 * (moment - tl.fma(m_new, base, -shift) * step)
         step = correction * step
     return m_new, s + step, t + moment
-
-
-@triton.jit
-def reference_of(x, cap, SOFTCAP: tl.constexpr):
-    """The reference of the sum of smoothed logits, in units: that of one logit, or 0 if it is infinite.
-
-    A sum of z without a reference loses the digits of z - lse where all logits are large.
-    """
-    z = capped(x, cap, SOFTCAP)
-    return tl.where(tl.abs(z) <= HIGHEST, z, 0.0) * SMOOTH_UNIT
-
-
-@triton.jit
-def weigh(z, reference, at, mask, w_ptr, WEIGHTED: tl.constexpr):
-    """w*(z - reference) of a tile in units of SMOOTH_UNIT, 0 where `mask` is not set."""
-    z = tl.fma(z, SMOOTH_UNIT, -reference)
-    if WEIGHTED:
-        w = tl.load(w_ptr + at, mask=mask, other=0.0)
-        return tl.where(mask, w * z, 0.0)
-    else:
-        return tl.where(mask, z, 0.0)
 
 
 @triton.jit
@@ -264,18 +179,3 @@ def online_reduction(
     else:
         PLAIN: tl.constexpr = MOMENT == WEIGHTED_SUM
         return cluster_reduce_moments(segment_max, segment_sum, segment_moment, PLAIN, CTAS, PTX, WARPS_PER_ROW)
-
-
-@triton.jit
-def logsumexp(row_max, row_sum):
-    """row_max + log(row_sum), or -inf for an empty sum."""
-    return tl.where(row_sum == 0.0, -float("inf"), row_max + log(row_sum))
-
-
-@triton.jit
-def rounding_residual(lse, row_max, row_sum):
-    """The rounding residual of lse = row_max + log(row_sum): (lse - z) + residual has the digits that lse lost.
-
-    lse rounds more, the larger the logits are.
-    """
-    return log(row_sum) - (lse - row_max)
