@@ -10,6 +10,7 @@ from watched import PAIRS, close
 
 import fused_softmax as fs
 from fused_softmax.torch_ops.outputs import is_its_own, may_write_while_reading
+from fused_softmax.torch_ops.softmax import cast
 
 pytestmark = pytest.mark.interpreted
 
@@ -126,3 +127,26 @@ def test_an_output_whose_strides_do_not_fold(poisoned_memory):
     out = torch.empty(2, 3, 4, 2, 5).permute(2, 1, 3, 0, 4)
     assert fs.softmax(x, -1, out=out) is out
     torch.testing.assert_close(out, torch.softmax(x, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n_cols", [3, 60])
+def test_an_out_that_overlaps_its_input_in_part(dtype, n_cols):
+    """Where the call is PyTorch's own, too: its result on such memory is wrong on a GPU."""
+    buffer = torch.randn(8 * n_cols).to(dtype)
+    x, out = buffer[: 7 * n_cols].view(7, n_cols), buffer[2 : 7 * n_cols + 2].view(7, n_cols)
+    want = torch.log_softmax(x.double(), 1)
+    calls = []
+    own = torch.log_softmax
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch, "log_softmax", lambda *a, **k: (calls.append(k.get("out")), own(*a, **k))[1])
+        assert fs.log_softmax(x, 1, out=out) is out
+    assert not any(given is not None for given in calls)
+    torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2 if dtype is torch.bfloat16 else 1e-5)
+
+
+def test_a_single_row_that_is_cast_is_planned_as_a_row_of_its_own():
+    x = torch.randn(2, 2667).bfloat16()[:, :2664]
+    assert cast(x[1:2], torch.float16).stride() == (2664, 1)
+    with fs.batch_invariant():
+        assert torch.equal(fs.softmax(x, -1, dtype=torch.float16)[1:2], fs.softmax(x[1:2], -1, dtype=torch.float16))

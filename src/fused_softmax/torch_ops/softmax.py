@@ -74,14 +74,12 @@ def softmax_of(
         or too_long_reason(x, index) is not None
         or faster_reason(x, index, dtype) is not None
     ):
-        # wrong arguments too: the error is torch's own
-        own = torchs_own(log)
-        return own(x, dim, dtype=dtype) if out is None else own(x, dim, dtype=dtype, out=out)
+        return _by_torch(x, dim, dtype, out, log)
     if dtype is None:
         # autocast, as torch has it on CUDA: float32, from a 16-bit input in the same pass
         dtype = torch.float32 if out is None and promotes(x) else x.dtype
     if not supports_fused_cast(x.dtype, dtype):
-        x = x.to(dtype)
+        x = cast(x, dtype)
     if out is not None:
         return _into(out, x, index, dtype, log)
     if not can_bypass_dispatcher(x):
@@ -96,6 +94,27 @@ def faster_reason(x: Tensor, dim: int, dtype: torch.dtype | None) -> str | None:
     if torch.compiler.is_compiling() or not x.is_cuda or not can_bypass_dispatcher(x):
         return None
     return torch_is_faster_reason(x, dim, x.dtype if dtype is None else dtype)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in another dtype, with contiguous strides for a single row too: its copy is not a row of x's tensor."""
+    return x.to(dtype, memory_format=torch.contiguous_format)
+
+
+def _by_torch(x: Tensor, dim: Any, dtype: torch.dtype | None, out: Tensor | None, log: bool) -> Tensor:
+    """PyTorch's own function, whose error wrong arguments get; its result is right where out overlaps x, too."""
+    own = torchs_own(log)
+    if out is None:
+        return own(x, dim, dtype=dtype)
+    apart = (
+        not isinstance(out, Tensor)
+        or out.shape != x.shape
+        or not (can_bypass_dispatcher(x) and can_bypass_dispatcher(out))
+        or not takes_out(out, x, x.dtype if dtype is None else dtype)
+        or not is_its_own(out)
+        or may_write_while_reading(out, x)
+    )
+    return own(x, dim, dtype=dtype, out=out) if apart else out.copy_(own(x, dim, dtype=dtype))
 
 
 def torchs_own(log: bool) -> Callable[..., Tensor]:
@@ -216,7 +235,9 @@ def _forward_kernel(log: bool) -> Callable[..., Tensor]:
         if unsupported_reason(x, out_dtype) is not None:
             return torchs_own(log)(x, dim, dtype=dtype)
         expect_in_range(dim, x.dim())
-        return forward_or_torch(x if supports_fused_cast(x.dtype, out_dtype) else x.to(out_dtype), dim, out_dtype, log)
+        return forward_or_torch(
+            x if supports_fused_cast(x.dtype, out_dtype) else cast(x, out_dtype), dim, out_dtype, log
+        )
 
     return kernel
 
