@@ -176,17 +176,13 @@ def test_the_lines_of_a_sum_over_rows_are_warps(name, weighted):
     """A sum over many rows is a cluster's: with weights, which Triton 3.6 lays out otherwise, it is one CTA's."""
     n_rows = 4096
     target, number = torch.zeros(n_rows, dtype=torch.int64), torch.zeros(n_rows)
-    op = cross_entropy.CrossEntropy(target, number if weighted else None, None, -100, "mean", 0.0, None, 0.0)
-    shared = cross_entropy._shared(n_rows, op, SM_90)
-    flags = (("WEIGHTED", weighted), *shared)
-    kernel, tensors = cross_entropy._count_targets, (target, number, number)
-    if name == "reduce_losses":
-        kernel, tensors = cross_entropy._reduce_losses, (number, *tensors)
-        flags = (("MEAN", True), ("WAITS", True), *flags)
+    losses = name == "reduce_losses"
+    flags = cross_entropy._sum_flags(losses, losses, weighted, n_rows > cross_entropy.ONE_CTA_ROWS, SM_90)
+    tensors = (number, target, number, number) if losses else (target, number, number)
     launch = flat_launch(kernel, tensors, (n_rows, 1000, -100), flags, 8, SM_90)
     layouts = merged_layouts(ttgir_of(launch))
-    assert bool(layouts) == (dict(shared)["CTAS"] > 1) == (not weighted)
-    assert all(holds_lines(layout, dict(shared)["WARPS_PER_ROW"]) for layout in layouts), layouts
+    assert bool(layouts) == (dict(flags)["CTAS"] > 1) == (not weighted)
+    assert all(holds_lines(layout, dict(flags)["WARPS_PER_ROW"]) for layout in layouts), layouts
 
 
 @pytest.mark.parametrize("n_cols", [50257, 131072])
