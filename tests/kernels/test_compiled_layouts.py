@@ -177,6 +177,7 @@ def test_the_lines_of_a_sum_over_rows_are_warps(name, weighted):
     n_rows = 4096
     target, number = torch.zeros(n_rows, dtype=torch.int64), torch.zeros(n_rows)
     losses = name == "reduce_losses"
+    kernel = cross_entropy._reduce_losses if losses else cross_entropy._count_targets
     flags = cross_entropy._sum_flags(losses, losses, weighted, n_rows > cross_entropy.ONE_CTA_ROWS, SM_90)
     tensors = (number, target, number, number) if losses else (target, number, number)
     launch = flat_launch(kernel, tensors, (n_rows, 1000, -100), flags, 8, SM_90)
