@@ -33,8 +33,8 @@ from fused_softmax.lab.fuzz import (
     record,
     request,
     rules,
-    scales,
     session,
+    stored,
     values,
     ways,
     worker,
@@ -472,7 +472,7 @@ def test_a_mask_of_one_column_has_a_gradient_that_cancels():
 def test_a_logsumexps_gradient_is_judged_by_the_output_as_it_is_stored():
     case = Case("logsumexp", "function", "float32", (2, 3), (1,), direction="gradient", options={"dim": 1})
     lse, d_x = torch.tensor([8.0, 1.0], dtype=torch.float64), torch.full((2, 3), -0.25, dtype=torch.float64)
-    off = scales.of_stored_logsumexp(case, inputs.make(case, "cpu"), {"lse": lse, "d_x": d_x}, torch.tensor([8.5, 1.0]))
+    off = stored.of_stored_logsumexp(case, inputs.make(case, "cpu"), {"lse": lse, "d_x": d_x}, torch.tensor([8.5, 1.0]))
     want = 0.25 * torch.tensor([[0.5], [0.0]], dtype=torch.float64).expm1().expand(2, 3)
     torch.testing.assert_close(off, want)
 
@@ -481,7 +481,7 @@ def test_what_rounding_a_sum_over_rows_may_cost_follows_its_terms():
     p, dy = torch.full((3, 4), 0.25, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)
     given = inputs.Inputs(p, {}, {})
     for shape, n_terms in (((3, 1), 4), ((1, 1), 12), ((4,), 3)):
-        allowed = scales.of_summed_rows(given, p, p, dy, torch.empty(shape), 0.0, 0.0)
+        allowed = stored.of_summed_rows(given, p, p, dy, torch.empty(shape), 0.0, 0.0)
         assert allowed.shape == shape
         torch.testing.assert_close(allowed, torch.full(shape, 4 * exactness.EPS * 0.25 * n_terms, dtype=torch.float64))
 

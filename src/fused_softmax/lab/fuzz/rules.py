@@ -19,13 +19,10 @@ from .scales import (
     input_scale,
     of_scaled_logits,
     of_scores,
-    of_second_store,
-    of_stored_logsumexp,
-    of_stored_softmax,
     of_summed_losses,
-    of_summed_rows,
     second_scale,
 )
+from .stored import of_second_store, of_stored_logsumexp, of_stored_softmax, of_summed_rows
 
 
 def rule_of(
