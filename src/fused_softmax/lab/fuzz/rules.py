@@ -17,6 +17,7 @@ from .scales import (
     gradient_scale,
     gradient_size,
     input_scale,
+    of_row_sums,
     of_scaled_logits,
     of_scores,
     of_summed_losses,
@@ -33,8 +34,8 @@ def rule_of(
     forward = not name.startswith(("d_", "dd_"))
     everything = tuple(range(y.dim())) or (0,)
     if forward and not case.spec.full_outputs:
-        added_up = of_summed_losses(case, inputs, ref[name], gradient=False)
-        return exactness.Rule((), input_scale(case, inputs), interpreted=interpreted, extra=added_up)
+        parts = of_row_sums(case, inputs, ref[name]), of_summed_losses(case, inputs, ref[name], gradient=False)
+        return exactness.Rule((), input_scale(case, inputs), interpreted=interpreted, extra=_added(*parts))
     if name.startswith("dd_") or name == "d_mask":
         through = max((y.dtype, getattr(torch, case.dtype), first.dtype), key=lambda d: torch.finfo(d).eps)
         scale = torch.stack([t.detach().abs().nan_to_num(0, 0, 0).amax() for t in ref.values() if t.numel()]).amax()
@@ -82,11 +83,16 @@ def rule_of(
     if case.op == "cross_entropy" and y.dim():
         once, least = exactness.rounding(y.dtype, rule), torch.finfo(y.dtype).tiny * torch.finfo(y.dtype).eps
         added_up = of_summed_losses(case, inputs, ref[name], gradient=True)
-        parts = [t for t in (added_up, of_second_store(case, ref[name], once, least)) if t is not None]
-        if parts:
-            off = torch.stack(parts).sum(0).nan_to_num(0, 0, 0)
+        off = _added(added_up, of_second_store(case, ref[name], once, least))
+        if off is not None:
             return dataclasses.replace(rule, extra=off, extra_sum=off.sum(dims, keepdim=True))
     return rule
+
+
+def _added(*parts: Tensor | None) -> Tensor | None:
+    """Their sum; None where there is none."""
+    known = [t for t in parts if t is not None]
+    return torch.stack(known).sum(0).nan_to_num(0, 0, 0) if known else None
 
 
 def overflows(case: Case, name: str, y: Tensor, own: Tensor, ref: dict[str, Tensor]) -> Tensor | None:

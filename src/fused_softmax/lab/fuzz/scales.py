@@ -87,7 +87,7 @@ def _of_cross_entropy(case: Case, inputs: Inputs, loss: Tensor) -> Tensor:
         scale = scale + 2 * z_loss * ((top.clamp(max=cap) if cap else top) + 12)
     if case.options.get("reduction", "mean") == "mean":
         total = (
-            counts.sum() if weight is None else weight.double()[target.where(counts, 0).long()].where(counts, 0.0).sum()
+            counts.sum() if weight is None else weight.double().take(target.where(counts, 0).long()).where(counts, 0.0).sum()
         )
         total = total if inputs.batch_dim is None else total / max(1, target.shape[0] if target.dim() else 1)
         scale = scale / total.double().clamp(min=1e-30)
@@ -166,6 +166,38 @@ def of_summed_losses(case: Case, inputs: Inputs, ref: Tensor, gradient: bool) ->
         * additions(n_rows, weight is not None, inputs.x)
         * ref.detach().double().abs().nan_to_num(0, 0, 0)
     )
+
+
+def of_row_sums(case: Case, inputs: Inputs, ref: Tensor) -> Tensor | None:
+    """How far cross_entropy's losses are off because each row's sum of exponentials, at least 1, is rounded.
+
+    A row's loss is (row_max - x_t) + log(row_sum) where these count, and no term is negative: their roundings are
+    measured in the loss, but that of row_sum in 1, also where the loss is 0. It moves lse by d, the loss by its weight
+    times d, and z_loss*lse^2 by z_loss*2*|lse|*d, at most z_loss*(1 + lse^2)*d. Equal rows are off by the same, so that
+    the sum of the rows is off by the sum of these. A softcap's logits are rounded in each row too; the rule has that
+    of one row.
+    """
+    if case.op != "cross_entropy" or case.dtype == "float64":
+        return None
+    reduction, weight = case.options.get("reduction", "mean"), inputs.arguments.get("weight")
+    smoothing, z_loss = (float(case.options.get(name, 0.0)) for name in ("label_smoothing", "z_loss"))
+    target = inputs.arguments["target"]
+    counts = target != case.options.get("ignore_index", -100)
+    of_target = counts.double()
+    of_row = of_target * (1.0 + z_loss)
+    if weight is not None:
+        of_target = weight.detach().double().take(target.where(counts, 0).long()) * of_target
+        of_row = (1 - smoothing) * of_target + (smoothing * weight.detach().double().mean() + z_loss) * counts
+    off = 4 * EPS * of_row
+    if reduction != "none":
+        rows = tuple(range(inputs.batch_dim is not None, target.dim()))
+        size = input_scale(case, inputs)
+        if size is not None and reduction == "sum":
+            off = off + EPS * size * of_row
+        off = off.sum(rows) if rows else off
+        if reduction == "mean":
+            off = off / (of_target.sum(rows) if rows else of_target)
+    return (off + 4 * EPS * z_loss * ref.detach().double().abs()).nan_to_num(0, 0, 0)
 
 
 def additions(n_rows: int, weighted: bool, x: Tensor) -> int:
