@@ -23,7 +23,7 @@ from .scales import (
     of_summed_losses,
     second_scale,
 )
-from .stored import of_second_store, of_stored_logsumexp, of_stored_softmax, of_summed_rows
+from .stored import of_second_store, of_store_before_scale, of_stored_logsumexp, of_stored_output, of_summed_rows
 
 
 def rule_of(
@@ -46,14 +46,17 @@ def rule_of(
         # of a gradient of the gradient: p as a factor, and the sums and t that it goes into; a mask's is summed below
         times = 2 if name.startswith("dd_") else 0
         rule = exactness.Rule(everything, scale, stores=4, roundings=times, interpreted=interpreted, coarsest=through)
-        if case.op != "masked_softmax":
+        if not case.spec.full_outputs:
             return rule
-        extra = of_stored_softmax(case, inputs, ref, first, upstream)[name]
+        extra = of_stored_output(case, inputs, ref, first, upstream)[name]
+        # a gradient of the scores has the output's dtype, whatever the mask's is
+        once, limits = exactness.rounding(first.dtype, rule), torch.finfo(first.dtype)
         if name == "d_mask":
-            dy, smallest = upstream({"y": ref["y"]})["y"], torch.finfo(through).smallest_normal
-            roundoff = exactness.rounding(through, rule)
-            extra = extra + of_summed_rows(inputs, ref["y"], first, dy, y, roundoff, smallest)
-        return dataclasses.replace(rule, extra=extra)
+            dy = upstream({"y": ref["y"]})["y"]
+            parts = extra, of_summed_rows(inputs, ref["y"], first, dy, y, once, limits.smallest_normal)
+        else:
+            parts = extra, of_store_before_scale(case, name, ref[name], once, limits.tiny * limits.eps)
+        return dataclasses.replace(rule, extra=_added(*parts))
     dims = case.dims
     if inputs.batch_dim is not None:
         if forward:  # the results of vmap have their items first
@@ -71,11 +74,14 @@ def rule_of(
     # torch's own way keeps the output in float32 there, ours as it was stored
     roundings = 2 if case.op == "masked_softmax" else 0
     rule = exactness.Rule(dims, of_row, True, gradient_size(case), 3, roundings, interpreted, coarsest)
-    if case.op in ("logsumexp", "masked_softmax"):
+    if case.op == "logsumexp" or case.spec.full_outputs:
         if case.op == "logsumexp":
             extra = of_stored_logsumexp(case, inputs, ref, first)
         else:
-            extra = of_stored_softmax(case, inputs, ref, first, upstream)[name]
+            extra = of_stored_output(case, inputs, ref, first, upstream)[name]
+            once, limits = exactness.rounding(first.dtype, rule), torch.finfo(first.dtype)
+            twice = of_store_before_scale(case, name, ref[name], once, limits.tiny * limits.eps)
+            extra = extra if twice is None else extra + twice.nan_to_num(0, 0, 0)
         of_rows = extra.sum(dims, keepdim=True) if extra.dim() else extra
         return dataclasses.replace(rule, extra=extra, extra_sum=of_rows)
     if case.op == "token_logprobs" and (extra_of_row := of_scaled_logits(case, inputs)) is not None:

@@ -87,7 +87,9 @@ def _of_cross_entropy(case: Case, inputs: Inputs, loss: Tensor) -> Tensor:
         scale = scale + 2 * z_loss * ((top.clamp(max=cap) if cap else top) + 12)
     if case.options.get("reduction", "mean") == "mean":
         total = (
-            counts.sum() if weight is None else weight.double().take(target.where(counts, 0).long()).where(counts, 0.0).sum()
+            counts.sum()
+            if weight is None
+            else weight.double().take(target.where(counts, 0).long()).where(counts, 0.0).sum()
         )
         total = total if inputs.batch_dim is None else total / max(1, target.shape[0] if target.dim() else 1)
         scale = scale / total.double().clamp(min=1e-30)

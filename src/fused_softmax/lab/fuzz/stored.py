@@ -28,22 +28,23 @@ def of_stored_logsumexp(case: Case, inputs: Inputs, ref: dict[str, Tensor], stor
     return ref["d_x"].detach().double().abs().nan_to_num(0, 0, 0) * error
 
 
-def of_stored_softmax(
+def of_stored_output(
     case: Case, inputs: Inputs, ref: dict[str, Tensor], stored: Tensor, upstream: Callable[..., dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """How far the gradients of masked_softmax are off because they are made of the stored output, as softmax's are.
+    """How far the gradients of a softmax, masked or not, or of log_softmax are off because they are made of the stored
+    output.
 
     In 16 bits its numbers are spaced apart, those below the least normal number by more than their own rounding: a row
-    of equal numbers is then off by the same everywhere, and so is its sum. torch's own way keeps its output in float32
-    until the end, and says nothing of that. The output itself is judged apart.
+    of equal numbers is then off by the same everywhere, and so is its sum. Nor has torch the same error: it stores
+    dy*y, too, which then adds up to something else, and its own way of a masked one keeps its output in float32 until
+    the end. The output itself is judged apart.
     """
-    exact, kept = (t.detach().double().nan_to_num(0, 0, 0) for t in (ref["y"], stored))
+    exact, kept = ref["y"].detach().double(), stored.detach().double()
     dy = upstream({"y": ref["y"]})["y"].detach().double()
     probe = upstream({"probe": ref["d_x"]})["probe"].detach().double() if "dd_x" in ref else None
-    scale = float(case.options.get("scale", 1.0))
     off: dict[str, Tensor] = {}
-    for p, sign in ((exact, -1.0), (kept, 1.0)):
-        for name, t in _gradients_from(p, dy, probe, scale).items():
+    for y, sign in ((exact, -1.0), (kept, 1.0)):
+        for name, t in _gradients_from(case, inputs, y, dy, probe).items():
             off[name] = off[name] + sign * t if name in off else sign * t
     of_mask = ref.get("d_mask")
     if of_mask is not None:
@@ -53,18 +54,43 @@ def of_stored_softmax(
     return {name: t.abs().nan_to_num(0, 0, 0) for name, t in off.items()}
 
 
-def _gradients_from(p: Tensor, dy: Tensor, probe: Tensor | None, s: float) -> dict[str, Tensor]:
-    """The gradients of y = softmax(s*x + mask) from p, for the upstream dy, and theirs for the probe; `second_scale`
-    has the formulas."""
+def _gradients_from(case: Case, inputs: Inputs, y: Tensor, dy: Tensor, probe: Tensor | None) -> dict[str, Tensor]:
+    """The gradients from the output y, softmax(s*x + mask) or its logarithm, for the upstream dy, and theirs for the
+    probe; `second_scale` has the formulas of a softmax."""
+    s = float(case.options.get("scale", 1.0))
+    dim = case.dims[0] + (inputs.batch_dim is not None) if y.dim() else 0
+    log = case.spec.holds == "log-probability"
+    p = (y.exp() if log else y).nan_to_num(0, 0, 0)
+
+    def total(t: Tensor) -> Tensor:
+        return t.sum(dim, keepdim=True)
 
     def centered(t: Tensor) -> Tensor:
-        return t - (t * p).sum(-1, keepdim=True)
+        return t - total(t * p)
 
+    if log:
+        made = {"d_x": dy - p * total(dy)}
+        if probe is not None:
+            made |= {"dd_x": -total(dy) * p * centered(probe), "dd_g_y": centered(probe)}
+        return made
     made = {"d_x": s * p * centered(dy), "d_mask": p * centered(dy)}
     if probe is not None:
-        t = s * (probe * centered(dy) - dy * (probe * p).sum(-1, keepdim=True))
+        t = s * (probe * centered(dy) - dy * total(probe * p))
         made |= {"dd_x": s * p * centered(t), "dd_g_y": s * p * centered(probe)}
     return made
+
+
+def of_store_before_scale(case: Case, name: str, ref: Tensor, roundoff: float, spacing: float) -> Tensor | None:
+    """What it costs that masked_softmax's gradient of its scores z = scale*x + mask is stored before x's is made of it,
+    as it is where the mask needs it too, and where rows do not fit on chip.
+
+    Such a store is off by a part `roundoff`, or by half of the spacing of subnormal numbers, and the scale multiplies
+    that.
+    """
+    scale = abs(float(case.options.get("scale", 1.0)))
+    if name not in ("d_x", "dd_x") or scale == 1.0:
+        return None
+    return roundoff * ref.detach().double().abs() + scale * spacing / 2
 
 
 def of_summed_rows(
