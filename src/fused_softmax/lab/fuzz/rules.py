@@ -17,15 +17,13 @@ from .scales import (
     gradient_scale,
     gradient_size,
     input_scale,
+    of_row_sums,
     of_scaled_logits,
     of_scores,
-    of_second_store,
-    of_stored_logsumexp,
-    of_stored_softmax,
     of_summed_losses,
-    of_summed_rows,
     second_scale,
 )
+from .stored import of_second_store, of_store_before_scale, of_stored_logsumexp, of_stored_output, of_summed_rows
 
 
 def rule_of(
@@ -36,8 +34,8 @@ def rule_of(
     forward = not name.startswith(("d_", "dd_"))
     everything = tuple(range(y.dim())) or (0,)
     if forward and not case.spec.full_outputs:
-        added_up = of_summed_losses(case, inputs, ref[name], gradient=False)
-        return exactness.Rule((), input_scale(case, inputs), interpreted=interpreted, extra=added_up)
+        parts = of_row_sums(case, inputs, ref[name]), of_summed_losses(case, inputs, ref[name], gradient=False)
+        return exactness.Rule((), input_scale(case, inputs), interpreted=interpreted, extra=_added(*parts))
     if name.startswith("dd_") or name == "d_mask":
         through = max((y.dtype, getattr(torch, case.dtype), first.dtype), key=lambda d: torch.finfo(d).eps)
         scale = torch.stack([t.detach().abs().nan_to_num(0, 0, 0).amax() for t in ref.values() if t.numel()]).amax()
@@ -48,14 +46,17 @@ def rule_of(
         # of a gradient of the gradient: p as a factor, and the sums and t that it goes into; a mask's is summed below
         times = 2 if name.startswith("dd_") else 0
         rule = exactness.Rule(everything, scale, stores=4, roundings=times, interpreted=interpreted, coarsest=through)
-        if case.op != "masked_softmax":
+        if not case.spec.full_outputs:
             return rule
-        extra = of_stored_softmax(case, inputs, ref, first, upstream)[name]
+        extra = of_stored_output(case, inputs, ref, first, upstream)[name]
+        # a gradient of the scores has the output's dtype, whatever the mask's is
+        once, limits = exactness.rounding(first.dtype, rule), torch.finfo(first.dtype)
         if name == "d_mask":
-            dy, smallest = upstream({"y": ref["y"]})["y"], torch.finfo(through).smallest_normal
-            roundoff = exactness.rounding(through, rule)
-            extra = extra + of_summed_rows(inputs, ref["y"], first, dy, y, roundoff, smallest)
-        return dataclasses.replace(rule, extra=extra)
+            dy = upstream({"y": ref["y"]})["y"]
+            parts = extra, of_summed_rows(inputs, ref["y"], first, dy, y, once, limits.smallest_normal)
+        else:
+            parts = extra, of_store_before_scale(case, name, ref[name], once, limits.tiny * limits.eps)
+        return dataclasses.replace(rule, extra=_added(*parts))
     dims = case.dims
     if inputs.batch_dim is not None:
         if forward:  # the results of vmap have their items first
@@ -73,11 +74,14 @@ def rule_of(
     # torch's own way keeps the output in float32 there, ours as it was stored
     roundings = 2 if case.op == "masked_softmax" else 0
     rule = exactness.Rule(dims, of_row, True, gradient_size(case), 3, roundings, interpreted, coarsest)
-    if case.op in ("logsumexp", "masked_softmax"):
+    if case.op == "logsumexp" or case.spec.full_outputs:
         if case.op == "logsumexp":
             extra = of_stored_logsumexp(case, inputs, ref, first)
         else:
-            extra = of_stored_softmax(case, inputs, ref, first, upstream)[name]
+            extra = of_stored_output(case, inputs, ref, first, upstream)[name]
+            once, limits = exactness.rounding(first.dtype, rule), torch.finfo(first.dtype)
+            twice = of_store_before_scale(case, name, ref[name], once, limits.tiny * limits.eps)
+            extra = extra if twice is None else extra + twice.nan_to_num(0, 0, 0)
         of_rows = extra.sum(dims, keepdim=True) if extra.dim() else extra
         return dataclasses.replace(rule, extra=extra, extra_sum=of_rows)
     if case.op == "token_logprobs" and (extra_of_row := of_scaled_logits(case, inputs)) is not None:
@@ -85,11 +89,16 @@ def rule_of(
     if case.op == "cross_entropy" and y.dim():
         once, least = exactness.rounding(y.dtype, rule), torch.finfo(y.dtype).tiny * torch.finfo(y.dtype).eps
         added_up = of_summed_losses(case, inputs, ref[name], gradient=True)
-        parts = [t for t in (added_up, of_second_store(case, ref[name], once, least)) if t is not None]
-        if parts:
-            off = torch.stack(parts).sum(0).nan_to_num(0, 0, 0)
+        off = _added(added_up, of_second_store(case, ref[name], once, least))
+        if off is not None:
             return dataclasses.replace(rule, extra=off, extra_sum=off.sum(dims, keepdim=True))
     return rule
+
+
+def _added(*parts: Tensor | None) -> Tensor | None:
+    """Their sum; None where there is none."""
+    known = [t for t in parts if t is not None]
+    return torch.stack(known).sum(0).nan_to_num(0, 0, 0) if known else None
 
 
 def overflows(case: Case, name: str, y: Tensor, own: Tensor, ref: dict[str, Tensor]) -> Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -88,65 +87,13 @@ def _of_cross_entropy(case: Case, inputs: Inputs, loss: Tensor) -> Tensor:
         scale = scale + 2 * z_loss * ((top.clamp(max=cap) if cap else top) + 12)
     if case.options.get("reduction", "mean") == "mean":
         total = (
-            counts.sum() if weight is None else weight.double()[target.where(counts, 0).long()].where(counts, 0.0).sum()
+            counts.sum()
+            if weight is None
+            else weight.double().take(target.where(counts, 0).long()).where(counts, 0.0).sum()
         )
         total = total if inputs.batch_dim is None else total / max(1, target.shape[0] if target.dim() else 1)
         scale = scale / total.double().clamp(min=1e-30)
     return scale.double()
-
-
-def of_stored_logsumexp(case: Case, inputs: Inputs, ref: dict[str, Tensor], stored: Tensor) -> Tensor:
-    """How far each entry of g*exp(x - lse) is off because lse is the stored output, as torch's is.
-
-    An error d of lse is a factor of exp(d). The output itself is judged apart.
-    """
-    lse, error = ref["lse"].detach().double(), stored.detach().double()
-    error = (error - lse).abs().nan_to_num(0, 0, 0).expm1()
-    if not case.options.get("keepdim") and case.shape:
-        for d in sorted(case.dims):
-            error = error.unsqueeze(d + (inputs.batch_dim is not None))
-    if inputs.batch_dim is not None:
-        error = error.movedim(0, inputs.batch_dim)
-    return ref["d_x"].detach().double().abs().nan_to_num(0, 0, 0) * error
-
-
-def of_stored_softmax(
-    case: Case, inputs: Inputs, ref: dict[str, Tensor], stored: Tensor, upstream: Callable[..., dict[str, Tensor]]
-) -> dict[str, Tensor]:
-    """How far the gradients of masked_softmax are off because they are made of the stored output, as softmax's are.
-
-    In 16 bits its numbers are spaced apart, those below the least normal number by more than their own rounding: a row
-    of equal numbers is then off by the same everywhere, and so is its sum. torch's own way keeps its output in float32
-    until the end, and says nothing of that. The output itself is judged apart.
-    """
-    exact, kept = (t.detach().double().nan_to_num(0, 0, 0) for t in (ref["y"], stored))
-    dy = upstream({"y": ref["y"]})["y"].detach().double()
-    probe = upstream({"probe": ref["d_x"]})["probe"].detach().double() if "dd_x" in ref else None
-    scale = float(case.options.get("scale", 1.0))
-    off: dict[str, Tensor] = {}
-    for p, sign in ((exact, -1.0), (kept, 1.0)):
-        for name, t in _gradients_from(p, dy, probe, scale).items():
-            off[name] = off[name] + sign * t if name in off else sign * t
-    of_mask = ref.get("d_mask")
-    if of_mask is not None:
-        off["d_mask"] = _summed_to(off["d_mask"], of_mask, inputs)
-    if inputs.batch_dim is not None:
-        off["d_x"] = off["d_x"].movedim(0, inputs.batch_dim)
-    return {name: t.abs().nan_to_num(0, 0, 0) for name, t in off.items()}
-
-
-def _gradients_from(p: Tensor, dy: Tensor, probe: Tensor | None, s: float) -> dict[str, Tensor]:
-    """The gradients of y = softmax(s*x + mask) from p, for the upstream dy, and theirs for the probe; `second_scale`
-    has the formulas."""
-
-    def centered(t: Tensor) -> Tensor:
-        return t - (t * p).sum(-1, keepdim=True)
-
-    made = {"d_x": s * p * centered(dy), "d_mask": p * centered(dy)}
-    if probe is not None:
-        t = s * (probe * centered(dy) - dy * (probe * p).sum(-1, keepdim=True))
-        made |= {"dd_x": s * p * centered(t), "dd_g_y": s * p * centered(probe)}
-    return made
 
 
 def of_scaled_logits(case: Case, inputs: Inputs) -> Tensor | None:
@@ -178,29 +125,6 @@ def second_scale(case: Case, inputs: Inputs, name: str, ref: dict[str, Tensor]) 
         assert factor is not None
         return largest * factor.nan_to_num(0, 0, 0)
     return largest
-
-
-def of_summed_rows(
-    inputs: Inputs, exact: Tensor, stored: Tensor, dy: Tensor, of_mask: Tensor, roundoff: float, smallest: float
-) -> Tensor:
-    """What roundings do to a mask's gradient, which is a sum over the rows, and the columns, that share it.
-
-    A row adds p*(dy - D) with D = sum(dy*p). float32's own errors are measured in what these are made of, p*|dy - D|
-    and p*sum(|dy|*p), also where they cancel. A 16-bit result is made of the stored p and is itself stored before it is
-    added up, to a part `roundoff` of it, or of the least normal number, `smallest`. Equal rows are off by the same, so
-    that the sum of the rows is off by the sum of these, not by its square root.
-    """
-    if not exact.dim():
-        return exact.new_zeros((), dtype=torch.float64)
-    dy = dy.detach().double()
-    sizes, made_of = [], []
-    for y in (exact, stored):
-        p = y.detach().double().nan_to_num(0, 0, 0)
-        sizes.append(p * (dy - (dy * p).sum(-1, keepdim=True)).abs())
-        made_of.append(p * (dy.abs() * p).sum(-1, keepdim=True))
-    size = torch.maximum(*sizes)
-    lost = roundoff * size.clamp(min=smallest) + 4 * EPS * (size + torch.maximum(*made_of))
-    return _summed_to(lost, of_mask, inputs)
 
 
 def of_scores(case: Case, inputs: Inputs, y: Tensor) -> Tensor | None:
@@ -246,6 +170,38 @@ def of_summed_losses(case: Case, inputs: Inputs, ref: Tensor, gradient: bool) ->
     )
 
 
+def of_row_sums(case: Case, inputs: Inputs, ref: Tensor) -> Tensor | None:
+    """How far cross_entropy's losses are off because each row's sum of exponentials, at least 1, is rounded.
+
+    A row's loss is (row_max - x_t) + log(row_sum) where these count, and no term is negative: their roundings are
+    measured in the loss, but that of row_sum in 1, also where the loss is 0. It moves lse by d, the loss by its weight
+    times d, and z_loss*lse^2 by z_loss*2*|lse|*d, at most z_loss*(1 + lse^2)*d. Equal rows are off by the same, so that
+    the sum of the rows is off by the sum of these. A softcap's logits are rounded in each row too; the rule has that
+    of one row.
+    """
+    if case.op != "cross_entropy" or case.dtype == "float64":
+        return None
+    reduction, weight = case.options.get("reduction", "mean"), inputs.arguments.get("weight")
+    smoothing, z_loss = (float(case.options.get(name, 0.0)) for name in ("label_smoothing", "z_loss"))
+    target = inputs.arguments["target"]
+    counts = target != case.options.get("ignore_index", -100)
+    of_target = counts.double()
+    of_row = of_target * (1.0 + z_loss)
+    if weight is not None:
+        of_target = weight.detach().double().take(target.where(counts, 0).long()) * of_target
+        of_row = (1 - smoothing) * of_target + (smoothing * weight.detach().double().mean() + z_loss) * counts
+    off = 4 * EPS * of_row
+    if reduction != "none":
+        rows = tuple(range(inputs.batch_dim is not None, target.dim()))
+        size = input_scale(case, inputs)
+        if size is not None and reduction == "sum":
+            off = off + EPS * size * of_row
+        off = off.sum(rows) if rows else off
+        if reduction == "mean":
+            off = off / (of_target.sum(rows) if rows else of_target)
+    return (off + 4 * EPS * z_loss * ref.detach().double().abs()).nan_to_num(0, 0, 0)
+
+
 def additions(n_rows: int, weighted: bool, x: Tensor) -> int:
     """How many additions a loss goes through until all rows are added up: a lane's, then a tree's over the lanes."""
     if n_rows > ONE_PROGRAM_ROWS:  # torch's sum: a block has 512 threads, and there may be more blocks
@@ -253,19 +209,3 @@ def additions(n_rows: int, weighted: bool, x: Tensor) -> int:
     clustered = not weighted and n_rows > ONE_CTA_ROWS and device_of(x).max_cluster >= 16
     lanes = 16 * 8 * 32 if clustered else 256
     return -(-n_rows // lanes) + lanes.bit_length()
-
-
-def of_second_store(case: Case, ref: Tensor, roundoff: float, smallest: float) -> Tensor | None:
-    """What storing a gradient in place of the logits costs: the forward stores it for an upstream of 1, and the
-    backward multiplies that by the upstream and stores it again."""
-    if not case.options.get("inplace_backward") or case.upstream == "one":
-        return None
-    return roundoff * ref.detach().double().abs() + upstream_bound(case) * smallest
-
-
-def _summed_to(of_rows: Tensor, of_mask: Tensor, inputs: Inputs) -> Tensor:
-    """Of the results' shape, vmap's items first -> summed to the shape of the mask's gradient."""
-    items = of_mask.shape[:1] if inputs.batch_dim is not None else ()
-    own = of_mask.shape[len(items) :]
-    aligned = (*items, *(1,) * (of_rows.dim() - len(items) - len(own)), *own)
-    return of_rows.sum_to_size(aligned).view(of_mask.shape)
