@@ -11,6 +11,8 @@ import torch.nn.functional as F
 
 import fused_softmax as fs
 from fused_softmax.integrations import causal_lm_loss, selective_log_softmax
+from fused_softmax.lab.registry import OPS
+from fused_softmax.torch_ops.route import PLANNED
 
 pytestmark = pytest.mark.interpreted
 
@@ -174,3 +176,9 @@ def test_plan_for_says_where_nothing_is_launched():
     assert fs.plan_for(torch.empty(0, 5, dtype=torch.float64)).regime == "torch"
     assert isinstance(fs.plan_for(X.long(), -1, torch.float32), fs.Plan)  # cast first, then ours
     assert fs.plan_for(X, -1, float).regime == "torch"
+
+
+def test_plan_for_knows_every_op_of_the_registry():
+    assert PLANNED.keys() == OPS.keys()
+    with pytest.raises(ValueError, match=f"plan_for\\(\\) knows {', '.join(sorted(OPS))}, not 'softplus'"):
+        fs.plan_for(X, op="softplus")

@@ -26,7 +26,7 @@ from . import decompositions
 from .arguments import expect_floating, expect_layout
 from .decompositions import no_moments
 from .library import define, differentiable, not_differentiable
-from .route import EMPTY, Fallback, can_bypass_dispatcher, is_compiled, unsupported_reason
+from .route import EMPTY, Fallback, can_bypass_dispatcher, is_compiled, planned_by, unsupported_reason
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -366,3 +366,4 @@ def _cross_entropy_gradients(ctx: Any, g: Tensor | None, _: None) -> tuple[Tenso
 
 differentiable("cross_entropy", _cross_entropy_gradients, _save_cross_entropy)
 not_differentiable("cross_entropy_backward")
+planned_by("cross_entropy", lambda asked: planned_cross_entropy(asked.x, asked.backward))

@@ -27,6 +27,7 @@ from .route import (
     Fallback,
     call_unsupported_reason,
     can_bypass_dispatcher,
+    planned_by,
     too_long_reason,
     unsupported_reason,
 )
@@ -198,3 +199,4 @@ differentiable("logsumexp", _gradient, _save)
 differentiable("logsumexp_backward", _double_backward, _save_backward)
 batched("logsumexp", _vmap)
 batched("logsumexp_backward", _backward_vmap)
+planned_by("logsumexp", lambda asked: planned_logsumexp(asked.x, asked.dim, asked.index, asked.backward))

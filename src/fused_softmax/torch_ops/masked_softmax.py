@@ -24,7 +24,7 @@ from . import decompositions
 from .arguments import expect_floating, other_device_error
 from .decompositions import widened
 from .library import define, differentiable, not_differentiable
-from .route import EMPTY, Fallback, can_bypass_dispatcher, is_compiled, unsupported_reason
+from .route import EMPTY, Fallback, can_bypass_dispatcher, is_compiled, planned_by, unsupported_reason
 
 # the kernels count rows in 32 bits
 MAX_ROWS = 2**31
@@ -193,3 +193,4 @@ def _gradients_by_operator(ctx: Any, dy: Tensor | None) -> Gradients:
 
 differentiable("masked_softmax", _gradients_by_operator, _save)
 not_differentiable("masked_softmax_backward")
+planned_by("masked_softmax", lambda asked: planned_masked_softmax(asked.x, asked.mask, asked.backward))

@@ -8,7 +8,9 @@ torch_ops.softmax). The dispatcher may be bypassed where nothing but autograd wo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from ..launch import torch_private
 from ..launch.device import describe, interpreting
 from ..launch.layout import DTYPE_NAMES, HALVES, MAX_COLS
 from ..launch.torch_private import in_forward_ad, is_traced
-from ..planning.types import Device
+from ..planning.types import Device, Plan
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,27 @@ class Fallback:
     why: str
     regime: str = "torch"
     reason: str = "unsupported"
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What `plan_for` asks of an op. index: dim as an int in range; None where torch's own function judges dim."""
+
+    x: Tensor
+    dim: Any
+    index: int | None
+    dtype: torch.dtype | None
+    mask: Tensor | None
+    backward: bool
+
+
+# the ops that `plan_for` knows; each file of torch_ops adds its own
+PLANNED: dict[str, Callable[[PlanRequest], Plan | Fallback]] = {}
+
+
+def planned_by(op: str, answer: Callable[[PlanRequest], Plan | Fallback]) -> None:
+    """Registers what answers `plan_for(x, op=op)`."""
+    PLANNED[op] = answer
 
 
 EMPTY = Fallback("the tensor is empty: nothing is launched", "empty", "empty")

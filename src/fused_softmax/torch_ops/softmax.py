@@ -34,8 +34,10 @@ from .outputs import is_its_own, may_write_while_reading, takes_out, written
 from .route import (
     EMPTY,
     Fallback,
+    PlanRequest,
     call_unsupported_reason,
     can_bypass_dispatcher,
+    planned_by,
     promotes,
     supports_fused_cast,
     too_long_reason,
@@ -224,6 +226,14 @@ def planned_softmax(
         rows = (x_rows if in_dtype is x.dtype else torch.empty_like(x_rows, dtype=in_dtype, device="meta"), out_rows)
     plan = planned(op, rows, (), flags, x)
     return Fallback(plan) if isinstance(plan, str) else plan
+
+
+def _planned_by(log: bool) -> Callable[[PlanRequest], Plan | Fallback]:
+    return lambda asked: planned_softmax(asked.x, asked.dim, asked.index, asked.dtype, log, asked.backward)
+
+
+planned_by("softmax", _planned_by(log=False))
+planned_by("log_softmax", _planned_by(log=True))
 
 
 # --- the operators ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from . import decompositions
 from .arguments import expect_floating, expect_layout, other_device_error, real
 from .decompositions import least_positive, no_moments, result_dtype
 from .library import define, differentiable, not_differentiable
-from .route import EMPTY, Fallback, can_bypass_dispatcher, is_compiled, unsupported_reason
+from .route import EMPTY, Fallback, can_bypass_dispatcher, is_compiled, planned_by, unsupported_reason
 
 
 def token_logprobs_of(
@@ -301,3 +301,4 @@ def _token_logprobs_gradients(
 
 differentiable("token_logprobs", _token_logprobs_gradients, _save_token_logprobs)
 not_differentiable("token_logprobs_backward")
+planned_by("token_logprobs", lambda asked: planned_token_logprobs(asked.x, asked.backward))
