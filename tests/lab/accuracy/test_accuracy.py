@@ -11,7 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fused_softmax.lab import version_runs
+import fused_softmax as fs
+from fused_softmax.lab import reference, version_runs
 from fused_softmax.lab.accuracy import measure, page, record, session
 from fused_softmax.lab.accuracy.measure import GRADIENT, KINDS, OPS, WIDTH_CLASSES, Case, Cell, Row, cases, cells
 from fused_softmax.lab.accuracy.table import by_kind, by_width, number
@@ -221,3 +222,18 @@ def test_a_stale_page_is_found_and_rewritten(tmp_path: Path):
     assert page.main(["--check", *arguments]) == 1
     # such a record is none of the benchmark's
     assert version_runs.measured(tmp_path / "benchmarks" / "results") == []
+
+
+@pytest.mark.interpreted
+def test_an_op_that_only_the_registry_knows_is_measured(monkeypatch: pytest.MonkeyPatch):
+    negated = replace(
+        measure.OPS["softmax"],
+        name="softmin",
+        function=lambda x, dim: fs.softmax(-x, dim),
+        torch_way=torch.nn.functional.softmin,
+        reference=lambda x, dim: reference.softmax(-x, dim),
+    )
+    monkeypatch.setattr(measure, "OPS", {**measure.OPS, "softmin": negated})
+    assert "softmin" in {cell.op for cell in cells((), (), 0, 1, True)}
+    found = measure.measure(replace(CELL, op="softmin", elements=64), CPU)
+    assert [row.output for row in found] == ["y", GRADIENT] and all(0.0 < row.ours < math.inf for row in found)

@@ -43,10 +43,8 @@ OUTPUT_UNITS = {"probability": "value", "log-probability": "log", "statistic": "
 GRADIENT = "gradient"
 LOG_UNIT = torch.finfo(torch.float32).eps
 
+# of ops that take more than a dimension
 _OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
-    "softmax": ({"dim": -1},),
-    "log_softmax": ({"dim": -1},),
-    "logsumexp": ({"dim": -1},),
     "masked_softmax": (
         {},
         {"mask": "bool", "scale": 0.125},
@@ -128,7 +126,7 @@ def cells(ops: tuple[str, ...], dtypes: tuple[str, ...], seed: int, rows: int | 
     return [
         Cell(op, dtype, low, high, seed, elements, rows)
         for low, high in reversed(classes)
-        for op in ops or tuple(_OPTIONS)
+        for op in ops or tuple(OPS)
         for dtype in dtypes or DTYPES
     ]
 
@@ -136,7 +134,7 @@ def cells(ops: tuple[str, ...], dtypes: tuple[str, ...], seed: int, rows: int | 
 def cases(cell: Cell) -> Iterator[Case]:
     """The calls of a cell, the same for the same seed."""
     random = Random(f"{cell.seed} {cell.op} {cell.dtype} {cell.low}")
-    variants = list(_OPTIONS[cell.op])
+    variants = list(_OPTIONS.get(cell.op, ({"dim": -1} if OPS[cell.op].rows in ("dim", "dims") else {},)))
     random.shuffle(variants)
     for i in range(EACH):
         width = random.randint(cell.low, cell.high)
