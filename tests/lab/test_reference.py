@@ -68,6 +68,13 @@ def test_cross_entropy_is_torchs(reduction, smoothing, weighted):
     torch.testing.assert_close(ours, theirs, **torch64)
 
 
+def test_cross_entropy_of_small_integers_ignores_what_they_cannot_hold():
+    logits, target = torch.randn(3, 5), torch.tensor([1, 2, 0])
+    want = reference.cross_entropy(logits, target, softcap=1.0)
+    got = reference.cross_entropy(logits, target.to(torch.uint8), ignore_index=2**40, softcap=1.0)
+    assert torch.equal(got, want)
+
+
 def test_cross_entropy_softcap_and_z_loss():
     logits, target = torch.randn(4, 9, dtype=torch.float64) * 30, torch.tensor([0, 1, 3, 8])
     capped = 5 * torch.tanh(logits / 5)

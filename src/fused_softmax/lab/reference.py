@@ -69,7 +69,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     inplace_backward: bool = False,
 ) -> Tensor:
-    """float64 cross entropy of logits (C,), (n_rows, C) or (n_rows, C, ...) and int64 targets: torch's, with two more
+    """float64 cross entropy of logits (C,), (n_rows, C) or (n_rows, C, ...) and integer targets: torch's, with two more
     terms.
 
     softcap c replaces the logits by c * tanh(logits / c) (Gemma 2), -inf excepted; z_loss adds z_loss * lse^2 to every
@@ -78,7 +78,7 @@ def cross_entropy(
     """
     logits = _widen(logits)
     logits, shape = logits.movedim(min(1, logits.ndim - 1), -1), target.shape
-    logits, target = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    logits, target = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
     if softcap is not None:
         hidden = logits == float("-inf")
         logits = (softcap * torch.tanh(logits.masked_fill(hidden, 0.0) / softcap)).masked_fill(hidden, float("-inf"))

@@ -66,8 +66,8 @@ def record(file: Path, run: Run) -> None:
 
 
 def measured(results: Path) -> list[Run]:
-    """The GPU runs in benchmarks/results: of each device and set of versions how many results, by outcome."""
-    counts: dict[tuple[str, str, str, str], list[object]] = {}
+    """The GPU runs in benchmarks/results: of each folder, device and set of versions how many results, by outcome."""
+    counts: dict[tuple[str, str, str, str, str], list[object]] = {}
     for file in sorted(results.glob("*/*.json")):
         content = json.loads(file.read_text())
         head = content.get("header", {})
@@ -77,13 +77,13 @@ def measured(results: Path) -> list[Run]:
             continue
         ours = [r for r in content["records"] if r.get("system") == "fused_softmax"]
         wrong = sum(r.get("status") in ("wrong", "error") for r in ours)
-        key = (versions["torch"], versions["triton"], head.get("python", ""), head["device"])
+        key = (versions["torch"], versions["triton"], head.get("python", ""), head["device"], file.parent.name)
         passed, failed, files, commit, date = counts.get(key, [0, 0, [], "", ""])
         assert isinstance(passed, int) and isinstance(failed, int) and isinstance(files, list)
         newest = max((str(date), str(commit)), (head["date"], head["commit"]))
         counts[key] = [passed + len(ours) - wrong, failed + wrong, [*files, file.stem], newest[1], newest[0]]
     runs = []
-    for (torch, triton, python, device), (passed, failed, files, commit, date) in counts.items():
+    for (torch, triton, python, device, _), (passed, failed, files, commit, date) in counts.items():
         assert isinstance(passed, int) and isinstance(failed, int) and isinstance(files, list)
         runs.append(
             Run("measured", torch, triton, python, passed, failed, 0, tuple(files), str(commit), str(date), device)

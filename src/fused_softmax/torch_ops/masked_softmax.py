@@ -36,7 +36,7 @@ Gradients = tuple[Tensor | None, Tensor | None, None, None, None]
 
 def masked_softmax_of(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
     """masked_softmax of checked arguments. zero: rows that see nothing are 0, not NaN."""
-    takes = _takes_scale(scale)
+    takes = takes_scale(scale)
     if mask is not None:
         takes = takes and mask.device == x.device and (mask.dtype is torch.bool or mask.dtype in _MASK_DTYPES)
     if takes and can_bypass_dispatcher(x) and (mask is None or can_bypass_dispatcher(mask)) and _takes(x):
@@ -76,7 +76,7 @@ def _takes(x: Tensor) -> bool:
     )
 
 
-def _takes_scale(scale: float) -> bool:
+def takes_scale(scale: float) -> bool:
     """Whether the kernels take this scale: above 0, as the largest x is taken for the largest score, and normal in
     float32, which has no digits for others."""
     limits = torch.finfo(torch.float32)
@@ -121,7 +121,7 @@ class MaskedSoftmax(torch.autograd.Function):
 
 
 def _forward_kernel(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
-    if _takes(x) and _takes_scale(scale):
+    if _takes(x) and takes_scale(scale):
         if mask is not None and mask.device != x.device:
             raise other_device_error("mask", mask, "x", x)
         return _forward(x, mask, scale, causal, zero)
@@ -133,7 +133,7 @@ def _forward_fake(x: Tensor, mask: Tensor | None, scale: float, causal: bool, ze
 
 
 def _backward_kernel(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    if _takes(y) and _takes_scale(scale):
+    if _takes(y) and takes_scale(scale):
         if mask is not None and mask.device != y.device:
             raise other_device_error("mask", mask, "y", y)
         return _backward(y, dy, mask, scale, causal)

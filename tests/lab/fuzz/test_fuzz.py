@@ -503,6 +503,16 @@ def test_an_output_whose_elements_share_memory_is_refused_as_torch_refuses_it(op
     assert not outcome.found() and outcome.error == "RuntimeError"
 
 
+def test_equal_bits_are_asked_where_the_kernels_promise_them():
+    """Not of a scale that only the formula takes, and not where PyTorch's scatter_add adds with atomics."""
+    case = Case("masked_softmax", "batch_invariant", "float32", (2, 5), (1,), options={"scale": 0.5})
+    assert judge._has_rows(case, inputs.make(case, "cpu"))
+    case = case.changed(options={"scale": 1e-50})
+    assert not judge._has_rows(case, inputs.make(case, "cpu"))
+    case = Case("token_logprobs", "function", "float32", (2, 5), (1,), direction="gradient")
+    assert judge._promises_bits(case) and not judge._promises_bits(case.changed(direction="double"))
+
+
 def test_rows_of_losses_are_compared_where_equal_bits_are_promised():
     case = Case("cross_entropy", "function", "float32", (2, 5, 3), (1,), options={"reduction": "none"})
     assert not judge._has_rows(case, inputs.make(case, "cpu"))

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_softmax.torch_ops.masked_softmax import takes_scale
+
 from . import exactness, ways
 from .differences import excused
 from .draw import Case
@@ -213,8 +215,10 @@ def _bits_differ(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _promises_bits(case: Case) -> bool:
-    """patch() leaves what it has no kernels for to torch, whose nll_loss2d on a GPU adds with atomics."""
-    return not (case.op == "cross_entropy" and case.way == "patch")
+    """Not where PyTorch adds with atomics on a GPU: in nll_loss2d, which patch() leaves to it, and in scatter_add, which
+    the formula of token_logprobs' gradient has where that is differentiated."""
+    patched = case.op == "cross_entropy" and case.way == "patch"
+    return not (patched or (case.op == "token_logprobs" and case.direction == "double"))
 
 
 def _same_bits(
@@ -254,6 +258,8 @@ def _has_rows(case: Case, inputs: Inputs) -> bool:
         return False
     if case.op == "cross_entropy" and case.options.get("reduction") != "none":
         return False
+    if case.op == "masked_softmax" and not takes_scale(case.options.get("scale", 1.0)):
+        return False  # the formula's, whose softmax is PyTorch's
     mask: Tensor | None = inputs.arguments.get("mask")
     if mask is not None and mask.dim() not in (0, len(case.shape)):
         return False
