@@ -215,8 +215,8 @@ def _bits_differ(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _promises_bits(case: Case) -> bool:
-    """Not where PyTorch adds with atomics on a GPU: in nll_loss2d, which patch() leaves to it, and in scatter_add, which
-    the formula of token_logprobs' gradient has where that is differentiated."""
+    """Not where PyTorch adds with atomics on a GPU: in nll_loss2d, which patch() leaves to it, and in the scatter_add
+    of token_logprobs' formula, which is differentiated where its gradient is."""
     patched = case.op == "cross_entropy" and case.way == "patch"
     return not (patched or (case.op == "token_logprobs" and case.direction == "double"))
 
