@@ -89,10 +89,18 @@ def rule_of(
     if case.op == "cross_entropy" and y.dim():
         once, least = exactness.rounding(y.dtype, rule), torch.finfo(y.dtype).tiny * torch.finfo(y.dtype).eps
         added_up = of_summed_losses(case, inputs, ref[name], gradient=True)
-        off = _added(added_up, of_second_store(case, ref[name], once, least))
+        off = _added(
+            added_up, of_second_store(case, ref[name], once, least), _of_capped_logits(case, inputs, ref[name])
+        )
         if off is not None:
             return dataclasses.replace(rule, extra=off, extra_sum=off.sum(dims, keepdim=True))
     return rule
+
+
+def _of_capped_logits(case: Case, inputs: Inputs, of: Tensor) -> Tensor | None:
+    """`of_scaled_logits`, of logits under a softcap: ours and torch's tanh round cap*tanh(x/cap) in different ways."""
+    extra = of_scaled_logits(case, inputs) if case.options.get("softcap") else None
+    return None if extra is None else extra.expand(of.shape)
 
 
 def _added(*parts: Tensor | None) -> Tensor | None:

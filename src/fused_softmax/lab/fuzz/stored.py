@@ -14,18 +14,21 @@ from .scales import upstream_bound
 
 
 def of_stored_logsumexp(case: Case, inputs: Inputs, ref: dict[str, Tensor], stored: Tensor) -> Tensor:
-    """How far each entry of g*exp(x - lse) is off because lse is the stored output, as torch's is.
+    """How far each entry of g*exp(x - lse) is off because lse is the stored output, as torch's is, and by its exponent.
 
-    An error d of lse is a factor of exp(d). The output itself is judged apart.
+    An error d of lse is a factor of exp(d); the output itself is judged apart. exp(z) is 2^(z*log2(e)) with the
+    exponent rounded, which is a relative error of eps*|z|, and the hardware's 2^t has one of 2 eps: in a row of equal
+    numbers all entries have the same.
     """
     lse, error = ref["lse"].detach().double(), stored.detach().double()
     error = (error - lse).abs().nan_to_num(0, 0, 0).expm1()
     if not case.options.get("keepdim") and case.shape:
         for d in sorted(case.dims):
-            error = error.unsqueeze(d + (inputs.batch_dim is not None))
+            error, lse = (t.unsqueeze(d + (inputs.batch_dim is not None)) for t in (error, lse))
     if inputs.batch_dim is not None:
-        error = error.movedim(0, inputs.batch_dim)
-    return ref["d_x"].detach().double().abs().nan_to_num(0, 0, 0) * error
+        error, lse = (t.movedim(0, inputs.batch_dim) for t in (error, lse))
+    exponent = (inputs.x.detach().double() - lse).abs().nan_to_num(0, 0, 0)
+    return ref["d_x"].detach().double().abs().nan_to_num(0, 0, 0) * (error + EPS * (exponent + 2))
 
 
 def of_stored_output(
