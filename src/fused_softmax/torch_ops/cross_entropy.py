@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..launch import cross_entropy as rows
 from ..launch.availability import KernelUnavailable
-from ..launch.cache import Cache
 from ..launch.context import as_in_forward, is_batch_invariant
 from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
 from ..launch.options import CrossEntropy
@@ -26,7 +25,16 @@ from . import decompositions
 from .arguments import expect_floating, expect_layout
 from .decompositions import no_moments
 from .library import define, differentiable, not_differentiable
-from .route import EMPTY, Fallback, can_bypass_dispatcher, is_compiled, planned_by, unsupported_reason
+from .route import (
+    EMPTY,
+    Fallback,
+    can_bypass_dispatcher,
+    is_compiled,
+    is_rows_with_ids,
+    is_supported,
+    planned_by,
+    unsupported_reason,
+)
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -54,7 +62,7 @@ def cross_entropy_of(
     plain = compiled = False
     if _fits(logits, target, weight, reduction, label_smoothing, n_cols):
         plain = all(t is None or can_bypass_dispatcher(t) for t in (logits, target, weight))
-        plain = plain and logits.numel() > 0 and unsupported_reason(logits, logits.dtype) is None
+        plain = plain and is_supported(logits)
         compiled = not plain and n_cols > 0 and is_compiled(logits, target, weight)
     if not (plain or compiled):
         return decompositions.cross_entropy(
@@ -91,19 +99,10 @@ def direct_cross_entropy(
 ) -> Tensor | None:
     """cross_entropy of rows as they lie, on a GPU, without weights; None where the call takes the longer way.
 
-    It asks for what is plainly right; all else, wrong arguments too, is judged by the longer way.
+    The longer way judges wrong arguments, too.
     """
-    if type(logits) is not Tensor or type(target) is not Tensor or not logits.is_cuda:
-        return None
-    shape = logits.shape
-    if len(shape) != 2 or target.shape != shape[:1] or not can_bypass_dispatcher(logits):
-        return None
-    layout = (shape[1], logits.stride(), logits.dtype, logits.device, target.stride(), target.dtype, target.device)
-    takes = _direct.get(layout)
-    if takes is None:
-        takes = _direct.remember(layout, _takes_layout(logits, target))
     if (
-        not takes
+        not is_rows_with_ids(logits, target)
         or type(ignore_index) is not int
         or type(label_smoothing) is not float
         or type(z_loss) is not float
@@ -111,26 +110,10 @@ def direct_cross_entropy(
         or softcap is not None
         or reduction not in REDUCTIONS
         or not (-(2**63) <= ignore_index < 2**63 and 0.0 <= label_smoothing <= 1.0 and -math.inf < z_loss < math.inf)
-        or not shape[0]
     ):
         return None
     op = CrossEntropy(target, None, None, ignore_index, reduction, label_smoothing, None, z_loss)
     return _by_kernels(logits, op, inplace_backward)
-
-
-_direct = Cache()
-
-
-def _takes_layout(logits: Tensor, target: Tensor) -> bool:
-    """Whether logits and targets that lie so are the kernels' as they are; of what all numbers of rows share."""
-    return (
-        target.dtype is torch.int64
-        and target.stride() == (1,)
-        and target.device == logits.device
-        and logits.stride(1) == 1
-        and logits.shape[1] > 0
-        and unsupported_reason(logits, logits.dtype) is None
-    )
 
 
 def planned_cross_entropy(logits: Tensor, backward: bool) -> Plan | Fallback:
@@ -279,10 +262,6 @@ _OVERWRITTEN = (
 # --- the operator: of rows (n_rows, n_cols), described by the fields of CrossEntropy ----------------------------------
 
 
-def _takes(x: Tensor) -> bool:
-    return x.numel() > 0 and unsupported_reason(x, x.dtype) is None
-
-
 _FIELDS = (
     "Tensor target, Tensor? weight, Tensor? weight_sum, int ignore_index, str reduction, float smoothing, "
     "float? softcap, float z_loss, Tensor? denominator"
@@ -295,7 +274,7 @@ def _described(target: Tensor, weight: Tensor | None, *rest: Any) -> CrossEntrop
 
 def _cross_entropy_kernel(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
     op, n_cols = _described(*fields), x.shape[1]
-    if not _takes(x):
+    if not is_supported(x):
         return decompositions.cross_entropy_of_rows(x, op), no_moments(x)
     expect_layout("target", op.target, x, (x.shape[0],))
     expect_layout("weight", op.weight, x, (n_cols,))
@@ -322,7 +301,7 @@ def _cross_entropy_fake(
 
 def _cross_entropy_backward_kernel(g: Tensor, moments: Tensor, x: Tensor, *fields: Any) -> Tensor:
     op, n_cols = _described(*fields), x.shape[1]
-    if not _takes(x):
+    if not is_supported(x):
         return decompositions.cross_entropy_gradient(g, x, op).contiguous() if x.numel() else x.new_empty(x.shape)
     expect_layout("moments", moments, x, (x.shape[0], 2))
     count = rows.count_targets(op, n_cols) if op.reduction == "mean" else None

@@ -27,9 +27,9 @@ from .route import (
     Fallback,
     call_unsupported_reason,
     can_bypass_dispatcher,
+    is_supported,
     planned_by,
     too_long_reason,
-    unsupported_reason,
 )
 
 
@@ -107,7 +107,7 @@ class RowLogsumexp(torch.autograd.Function):
 
 
 def _takes(x: Tensor) -> bool:
-    return x.dim() > 0 and x.numel() > 0 and unsupported_reason(x, x.dtype) is None
+    return x.dim() > 0 and is_supported(x)
 
 
 def _kernel(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:

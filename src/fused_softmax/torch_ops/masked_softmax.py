@@ -24,7 +24,7 @@ from . import decompositions
 from .arguments import expect_floating, other_device_error
 from .decompositions import widened
 from .library import define, differentiable, not_differentiable
-from .route import EMPTY, Fallback, can_bypass_dispatcher, is_compiled, planned_by, unsupported_reason
+from .route import EMPTY, Fallback, can_bypass_dispatcher, is_compiled, is_supported, planned_by, unsupported_reason
 
 # the kernels count rows in 32 bits
 MAX_ROWS = 2**31
@@ -71,9 +71,7 @@ def planned_masked_softmax(x: Tensor, mask: Tensor | None, backward: bool) -> Pl
 
 def _takes(x: Tensor) -> bool:
     """Whether the kernels take scores x, (..., n_cols)."""
-    return (
-        x.dim() > 0 and x.numel() > 0 and unsupported_reason(x, x.dtype) is None and x.numel() // x.shape[-1] < MAX_ROWS
-    )
+    return x.dim() > 0 and is_supported(x) and x.numel() // x.shape[-1] < MAX_ROWS
 
 
 def takes_scale(scale: float) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..launch import torch_private
+from ..launch.cache import Cache
 from ..launch.device import describe, interpreting
 from ..launch.layout import DTYPE_NAMES, HALVES, MAX_COLS
 from ..launch.torch_private import in_forward_ad, is_traced
@@ -96,6 +97,41 @@ def unsupported_reason(x: Tensor, dtype: torch.dtype) -> str | None:
         return "sparse and nested tensors are PyTorch's"
     device = describe(x.device)
     return None if isinstance(device, Device) else str(device)
+
+
+def is_supported(x: Tensor) -> bool:
+    """Whether x has elements, and our kernels can take it in its own dtype."""
+    return x.numel() > 0 and unsupported_reason(x, x.dtype) is None
+
+
+_rows_with_ids = Cache()
+
+
+def is_rows_with_ids(x: Any, ids: Any) -> bool:
+    """Whether x, (n_rows, n_cols) on a GPU, and ids, (n_rows,), are plain tensors that our kernels take as they lie.
+
+    It asks for what is plainly right. A loss whose tensors are otherwise has a longer way, which judges wrong ones too.
+    """
+    if type(x) is not Tensor or type(ids) is not Tensor or not x.is_cuda:
+        return False
+    shape = x.shape
+    if len(shape) != 2 or ids.shape != shape[:1] or not shape[0] or not can_bypass_dispatcher(x):
+        return False
+    # whatever all numbers of rows share
+    key = (shape[1], x.stride(), x.dtype, x.device, ids.stride(), ids.dtype, ids.device)
+    found = _rows_with_ids.get(key)
+    return _rows_with_ids.remember(key, _lie_as_kernels_read(x, ids)) if found is None else found
+
+
+def _lie_as_kernels_read(x: Tensor, ids: Tensor) -> bool:
+    return (
+        ids.dtype is torch.int64
+        and ids.stride() == (1,)
+        and ids.device == x.device
+        and x.stride(1) == 1
+        and x.shape[1] > 0
+        and unsupported_reason(x, x.dtype) is None
+    )
 
 
 def supports_fused_cast(from_dtype: torch.dtype, to_dtype: torch.dtype) -> bool:

@@ -16,14 +16,22 @@ from torch import Tensor
 
 from ..launch import row_statistics as rows
 from ..launch.availability import KernelUnavailable
-from ..launch.cache import Cache
 from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
 from ..planning.types import Plan
 from . import decompositions
 from .arguments import expect_floating, expect_layout, other_device_error, real
 from .decompositions import least_positive, no_moments, result_dtype
 from .library import define, differentiable, not_differentiable
-from .route import EMPTY, Fallback, can_bypass_dispatcher, is_compiled, planned_by, unsupported_reason
+from .route import (
+    EMPTY,
+    Fallback,
+    can_bypass_dispatcher,
+    is_compiled,
+    is_rows_with_ids,
+    is_supported,
+    planned_by,
+    unsupported_reason,
+)
 
 
 def token_logprobs_of(
@@ -41,8 +49,7 @@ def token_logprobs_of(
     scale = _scale(temperature, batch, logits)
     needs_gradient = isinstance(temperature, Tensor) and temperature.requires_grad
     plain = plain and (not isinstance(temperature, Tensor) or can_bypass_dispatcher(temperature))
-    plain = plain and not needs_gradient and can_bypass_dispatcher(logits) and logits.numel() > 0 and ids.numel() > 0
-    plain = plain and unsupported_reason(logits, logits.dtype) is None
+    plain = plain and not needs_gradient and can_bypass_dispatcher(logits) and is_supported(logits) and ids.numel() > 0
     compiled = not (plain or needs_gradient) and is_compiled(
         logits, token_ids, temperature if isinstance(temperature, Tensor) else None
     )
@@ -71,37 +78,14 @@ def direct_token_logprobs(
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:
     """(log-probabilities, entropy, logsumexp) of rows as they lie, on a GPU, at one id a row; None where the call takes
     the longer way, which also judges wrong arguments."""
-    if type(logits) is not Tensor or type(token_ids) is not Tensor or not logits.is_cuda:
+    if not is_rows_with_ids(logits, token_ids):
         return None
-    shape = logits.shape
-    if len(shape) != 2 or token_ids.shape != shape[:1] or not can_bypass_dispatcher(logits):
-        return None
-    of_ids = token_ids.stride(), token_ids.dtype, token_ids.device
-    layout = (shape[1], logits.stride(), logits.dtype, logits.device, *of_ids)
-    takes = _direct.get(layout)
-    if takes is None:
-        takes = _direct.remember(layout, _takes_layout(logits, token_ids))
-    if not (takes and shape[0] and type(temperature) is float and temperature > 0.0 and type(entropy) is bool):
+    if not (type(temperature) is float and temperature > 0.0 and type(entropy) is bool):
         return None
     scale = 1.0 if temperature == 1.0 else max(1.0 / temperature, least_positive(logits.dtype))
     picked, entropies, lse = _by_kernels(logits, token_ids.view(-1, 1), scale, entropy)
     assert picked is not None
     return picked, entropies, lse
-
-
-_direct = Cache()
-
-
-def _takes_layout(logits: Tensor, token_ids: Tensor) -> bool:
-    """Whether logits and ids that lie so are the kernels' as they are; of what all numbers of rows share."""
-    return (
-        token_ids.dtype is torch.int64
-        and token_ids.stride() == (1,)
-        and token_ids.device == logits.device
-        and logits.stride(1) == 1
-        and logits.shape[1] > 0
-        and unsupported_reason(logits, logits.dtype) is None
-    )
 
 
 def planned_token_logprobs(logits: Tensor, backward: bool) -> Plan | Fallback:
@@ -192,10 +176,6 @@ def _gradient(
 # --- the operator: of rows (n_rows, n_cols) at ids (n_rows, n_picks), times a scale, or one for each row --------------
 
 
-def _takes(x: Tensor) -> bool:
-    return x.numel() > 0 and unsupported_reason(x, x.dtype) is None
-
-
 def _by_operator(x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
     """(log-probabilities, entropy, lse) of rows, as RowStatistics has them."""
     by_row = isinstance(scale, Tensor)
@@ -207,7 +187,7 @@ def _token_logprobs_kernel(
     x: Tensor, ids: Tensor, scales: Tensor | None, scale: float, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of_rows = scale if scales is None else scales.contiguous()
-    if _takes(x) and ids.numel():
+    if is_supported(x) and ids.numel():
         expect_layout("ids", ids, x, (x.shape[0], ids.shape[-1]))
         expect_layout("scales", scales, x, (x.shape[0],))
         if x.device.type == "cpu":
@@ -240,7 +220,7 @@ def _token_logprobs_backward_kernel(
     scale: float,
 ) -> Tensor:
     of_rows = scale if scales is None else scales.contiguous()
-    if not (_takes(x) and ids.numel()):
+    if not (is_supported(x) and ids.numel()):
         return decompositions.statistics_gradient(g_picked, g_entropy, g_lse, x, ids, of_rows).contiguous()
     expect_layout("moments", moments, x, (x.shape[0], 2))
     if g_entropy is not None:
