@@ -189,7 +189,7 @@ def _install(op: str) -> None:
             # torch says once that a kernel was overridden, which is what patch() is for
             warnings.filterwarnings("ignore", message=".*(?s:.*)[Oo]verrid", category=UserWarning)
             for name, ours in _kernels(op).items():
-                library.impl(name, untraced(ours(_original(name, key))), key)
+                library.impl(name, untraced(ours(_original(name, key))), key, allow_override=True)
                 _kept.append(torch_private.get_kernel(f"aten::{name}", key))
     except BaseException:
         torch_private.destroy_library(library)

@@ -156,13 +156,13 @@ def test_the_lines_of_a_loss_are_warps(n_cols, name, weighted, smoothing):
     numbers = (op.ignore_index, *op.numbers)
     if name == "with gradient":
         tensors, vectors = (x, x), (target, number, number, number, number, number)
-        flags = (("MEAN", True), ("INPLACE", True), *op.flags)
-        row_op = cross_entropy.WITH_GRADIENT[op.arithmetic]
+        flags = (("MEAN", True), ("INPLACE", True), *op.kind.flags)
+        row_op = cross_entropy.WITH_GRADIENT[op.kind.arithmetic]
         chosen = row_op.planner(problem_of(x, x), SM_90)
         assert chosen.ctas > 1
     else:
-        tensors, vectors, flags = (x,), (target, number, number, number, number), op.flags
-        row_op = cross_entropy.FORWARD[op.arithmetic]
+        tensors, vectors, flags = (x,), (target, number, number, number, number), op.kind.flags
+        row_op = cross_entropy.FORWARD[op.kind.arithmetic]
         chosen = row_op.planner(problem_of(x), SM_90)
     launch = row_launch(row_op, tensors, vectors, numbers, flags, chosen, SM_90)
     layouts = merged_layouts(ttgir_of(launch))

@@ -36,8 +36,8 @@ def rows_like(
 def cross_entropy_launch(x, dx, smoothing: float, softcap: float | None):
     target, number = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
     op = cross_entropy.CrossEntropy(target, None, None, -100, "mean", smoothing, softcap, 0.0)
-    flags = (("MEAN", True), ("INPLACE", False), *op.flags)
-    row_op = cross_entropy.WITH_GRADIENT[op.arithmetic]
+    flags = (("MEAN", True), ("INPLACE", False), *op.kind.flags)
+    row_op = cross_entropy.WITH_GRADIENT[op.kind.arithmetic]
     plan = row_op.planner(problem_of(x, dx), SM_90)
     vectors = (target, number, number, number, number, number)
     numbers = (op.ignore_index, *op.numbers)
@@ -145,7 +145,7 @@ def test_gradients_of_losses_do_not_spill(n_cols, smoothing, softcap, dtype):
     x, number = torch.empty(3, n_cols, dtype=dtype), torch.zeros(6)
     target = torch.zeros(3, dtype=torch.int64)
     op = cross_entropy.CrossEntropy(target, None, None, -100, "mean", smoothing, softcap, 0.0)
-    flags = (("UNLESS_ONE", True), ("MEAN", True), *op.flags)
+    flags = (("UNLESS_ONE", True), ("MEAN", True), *op.kind.flags)
     vectors = (target, number, number, number, number, number)
     plan = cross_entropy.BACKWARD.planner(problem_of(x, x), SM_90)
     numbers = (op.ignore_index, 0, *op.numbers)

@@ -108,20 +108,20 @@ def losses(target: str) -> Iterator[Named]:
                 chosen = plan_statistics(problem_of(x), device)
                 name, numbers = f"{' smoothed' * (smoothing > 0)} {dtype} {n_cols}", (op.ignore_index, *op.numbers)
                 launch = row_launch(
-                    cross_entropy.FORWARD[op.arithmetic], (x,), (*op.vectors(number), number, number), numbers,
-                    op.flags, chosen, device,
+                    cross_entropy.FORWARD[op.kind.arithmetic], (x,), (*op.vectors(number), number, number), numbers,
+                    op.kind.flags, chosen, device,
                 )  # fmt: skip
                 yield f"cross_entropy_forward{name}", as_called(launch), chosen
-                chosen = cross_entropy.WITH_GRADIENT[op.arithmetic].planner(problem_of(x, x), device)
+                chosen = cross_entropy.WITH_GRADIENT[op.kind.arithmetic].planner(problem_of(x, x), device)
                 if chosen.regime != "two_pass":
-                    flags = (("MEAN", True), ("INPLACE", False), *op.flags)
+                    flags = (("MEAN", True), ("INPLACE", False), *op.kind.flags)
                     vectors = (*op.vectors(number), number, number, number)
                     launch = row_launch(
-                        cross_entropy.WITH_GRADIENT[op.arithmetic], (x, x), vectors, numbers, flags, chosen, device
+                        cross_entropy.WITH_GRADIENT[op.kind.arithmetic], (x, x), vectors, numbers, flags, chosen, device
                     )
                     yield f"cross_entropy_resident{name}", as_called(launch), chosen
                 chosen = plan_elementwise(problem_of(x, x), device)
-                flags = (("UNLESS_ONE", False), ("MEAN", True), *op.flags)
+                flags = (("UNLESS_ONE", False), ("MEAN", True), *op.kind.flags)
                 launch = row_launch(
                     cross_entropy.BACKWARD, (x, x), (*op.vectors(number), number, number, number),
                     (op.ignore_index, 0, *op.numbers), flags, chosen, device,

@@ -31,7 +31,7 @@ def no_launch(monkeypatch):
 
     monkeypatch.setattr(launch.Launch, "__call__", launched)
     for module in (rows, row_losses, masked_rows, loss_launch):
-        for name in ("launch_rows", "launch_flat"):
+        for name in ("launch_rows", "prepare_rows", "prepare_flat"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, launched)
 

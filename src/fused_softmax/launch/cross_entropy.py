@@ -7,6 +7,8 @@ the device. KernelUnavailable, with nothing written, where a kernel over rows do
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,9 +27,20 @@ from .availability import KernelUnavailable
 from .cache import Cache
 from .compile import kernel_loader
 from .context import is_batch_invariant
-from .launcher import FEW_PROGRAMS, Flags, RowOp, always, device_of, launch_flat, launch_rows, planned
-from .layout import empty
-from .options import CrossEntropy
+from .launcher import (
+    FEW_PROGRAMS,
+    RowOp,
+    Run,
+    Vector,
+    always,
+    device_of,
+    launch_rows,
+    planned,
+    prepare_flat,
+    prepare_rows,
+)
+from .layout import empty, gradient_buffer, places
+from .options import CrossEntropy, Flags
 
 
 @kernel_loader
@@ -105,58 +118,156 @@ def check_targets(target: Tensor, ignore_index: int, n_cols: int) -> None:
         raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
 
 
+@dataclass(frozen=True)
+class _Launches:
+    """What a cross-entropy of rows of one layout launches; each is run(rows, vectors, numbers), or over vectors alone.
+
+    writes: whether the pass that reads the logits writes their gradient. None where PyTorch counts, or adds up.
+    """
+
+    writes: bool
+    loss: Run
+    count: Run | None
+    reduce: Run | None
+
+
+_launches = Cache()
+
+
+def _launches_of(x: Tensor, op: CrossEntropy, training: bool, inplace: bool) -> _Launches:
+    if not x.is_cuda:
+        return _prepare(x[:1], x.shape[0], op, training, inplace)
+    kind, n_rows, invariant = op.kind, x.shape[0], is_batch_invariant()
+    sums = (op.reduction, n_rows > ONE_CTA_ROWS, n_rows > ONE_PROGRAM_ROWS, op.weight_sum is None)
+    layout = (x.shape[1], x.stride(0), x.dtype, x.data_ptr() & 31, x.get_device())
+    key = (layout, kind, sums, op.denominator is None, training, inplace, invariant)
+    found = _launches.get(key)
+    return _launches.remember(key, _prepare(x[:1], n_rows, op, training, inplace)) if found is None else found
+
+
 def fits_on_chip(x: Tensor, dx: Tensor, op: CrossEntropy) -> bool:
     """Whether a row can be held while its loss is computed, so that the gradient is written in the same pass."""
-    invariant = is_batch_invariant()
-    layout = (x.dtype, x.shape[1], x.stride(0), x.data_ptr() & 31, dx.stride(0), dx.data_ptr() & 31)
-    arithmetic, _ = op.kind
-    key = (arithmetic, *layout, x.device, invariant)
-    found = _fits.get(key)
-    if found is None:
-        plan = WITH_GRADIENT[arithmetic].plan((x, dx), device_of(x), invariant)
-        found = _fits.remember(key, plan.regime != "two_pass")
-    return found
+    plan = WITH_GRADIENT[op.kind.arithmetic].plan((x, dx), device_of(x), is_batch_invariant())
+    return plan.regime != "two_pass"
 
 
-_fits = Cache()
+def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: bool) -> _Launches:
+    """The launches for n_rows rows that lie as the first one, x, does."""
+    kind, invariant, device = op.kind, is_batch_invariant(), device_of(x)
+    mean, real = op.reduction == "mean", torch.float32
+    unused = torch.empty(1, dtype=real, device=x.device)
+    vectors = op.vectors(unused)
+    loss = None
+    # weights and smoothing together read a weight for each logit, twice: then the gradient has a kernel of its own
+    if training and op.reduction != "none" and op.weight_sum is None:
+        dx = x if inplace else gradient_buffer(x)
+        if fits_on_chip(x, dx, op):
+            row_op = WITH_GRADIENT[kind.arithmetic]
+            flags = (("MEAN", mean), ("INPLACE", inplace), *kind.flags)
+            with suppress(KernelUnavailable):
+                loss = prepare_rows(row_op, (x, dx), (*vectors, unused, unused, unused), flags, invariant)
+    writes = loss is not None
+    if loss is None:
+        loss = prepare_rows(FORWARD[kind.arithmetic], (x,), (*vectors, unused, unused), kind.flags, invariant)
+    count = reduce = None
+    if op.reduction != "none" and n_rows <= ONE_PROGRAM_ROWS:
+        divided = mean and op.denominator is None
+        with suppress(KernelUnavailable):
+            flags = _sum_flags(True, divided, op.weight is not None, n_rows > ONE_CTA_ROWS, device)
+            reduce = prepare_flat(_reduce_losses, (real, torch.int64, real, real), flags, 8, x)
+            count = _prepare_count(op, n_rows, x) if divided and training else None
+    return _Launches(writes, loss, count, reduce)
 
 
-def _loss_and_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for each row's loss, (n_rows,), and for its (row_max, row_sum), (n_rows, 2): float32.
+def _prepare_count(op: CrossEntropy, n_rows: int, x: Tensor) -> Run:
+    flags = _sum_flags(False, False, op.weight is not None, n_rows > ONE_CTA_ROWS, device_of(x))
+    return prepare_flat(_count_targets, (torch.int64, torch.float32, torch.float32), flags, 8, x)
+
+
+def count_targets(op: CrossEntropy, x: Tensor) -> Tensor:
+    """The mean's denominator: how many targets count, or their weights' sum.  # [1] float32"""
+    n_rows, n_cols = x.shape
+    if op.denominator is None and n_rows <= ONE_PROGRAM_ROWS:
+        count = empty((1,), (1,), torch.float32, x)
+        with suppress(KernelUnavailable):
+            vectors = (op.target, count if op.weight is None else op.weight, count)
+            _prepare_count(op, n_rows, x)(vectors, (n_rows, n_cols, op.ignore_index))
+            return count
+    return counted(op, n_cols)
+
+
+def cross_entropy_forward(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
+    """(the loss, reduced; memory for `moments_and_count`); one read, no gradient."""
+    loss, kept, _ = _forward_pass(x, op, False, False)
+    return loss, kept
+
+
+def cross_entropy_training(x: Tensor, op: CrossEntropy, inplace: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(the loss, reduced; memory for `moments_and_count`; the gradient for an upstream gradient of 1).
+
+    The gradient is written in the pass that reads the logits: over x where `inplace`. It is None where a row does not
+    fit on chip, and for losses that are not reduced.
+    """
+    return _forward_pass(x, op, True, inplace)
+
+
+def _forward_pass(x: Tensor, op: CrossEntropy, training: bool, inplace: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    launches = _launches_of(x, op, training, inplace)
+    n_rows, n_cols = x.shape
+    # one allocation: each row's moments, the mean's denominator, each row's loss
+    kept = empty((3 * n_rows + 1,), (1,), torch.float32, x)
+    moments, count, losses = places(kept, 0, 2 * n_rows, 2 * n_rows + 1)
+    if op.reduction == "none":
+        loss = empty((n_rows,), (1,), torch.float32, x)
+        losses = loss
+    else:
+        loss = empty((), (), torch.float32, x)
+    if training and op.reduction == "mean":
+        if launches.count is None:
+            kept[2 * n_rows : 2 * n_rows + 1].copy_(counted(op, n_cols))
+        else:
+            vectors = (op.target, count if op.weight is None else op.weight, count)
+            launches.count(vectors, (n_rows, n_cols, op.ignore_index))
+    numbers = (op.ignore_index, *op.numbers)
+    dx = None
+    if launches.writes:
+        dx = x.detach() if inplace else gradient_buffer(x)
+        launches.loss((x, dx), (*op.vectors(losses), count, losses, moments), numbers)
+    else:
+        launches.loss((x,), (*op.vectors(losses), losses, moments), numbers)
+    if op.reduction == "none":
+        return loss, kept, dx
+    if launches.reduce is None:
+        loss = kept[2 * n_rows + 1 :].sum()
+    else:
+        of_losses = (losses, op.target, losses if op.weight is None else op.weight, loss)
+        launches.reduce(of_losses, (n_rows, n_cols, op.ignore_index))
+    if op.reduction == "mean" and op.denominator is not None:
+        loss = loss / op.denominator[0]
+    elif op.reduction == "mean" and launches.reduce is None:
+        total = counted(op, n_cols)[0]
+        loss = torch.where(total == 0.0, float("nan"), loss / total)
+    return loss, kept, dx
+
+
+def moments_and_count(kept: Tensor, n_rows: int) -> list[Any]:
+    """What a gradient's launch takes, of what the forward kept: each row's (row_max, row_sum), the mean's denominator.
 
     From these two numbers backward has p = exp(z - row_max)/row_sum with all its digits. One number, the logsumexp, is
     rounded where it is large.
     """
-    n_rows = x.shape[0]
-    return empty((n_rows,), (1,), torch.float32, x), empty((n_rows, 2), (2, 1), torch.float32, x)
-
-
-def cross_entropy_forward(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
-    """(each row's loss, its moments as `_loss_and_moments` has them); no gradient, one read."""
-    loss, moments = _loss_and_moments(x)
-    vectors, numbers = (*op.vectors(loss), loss, moments), (op.ignore_index, *op.numbers)
-    arithmetic, flags = op.kind
-    launch_rows(FORWARD[arithmetic], (x,), vectors, numbers, flags, invariant=is_batch_invariant())
-    return loss, moments
-
-
-def cross_entropy_with_gradient(x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(each row's loss, its moments), and into dx the gradient for an upstream gradient of 1; dx may be x."""
-    loss, moments = _loss_and_moments(x)
-    vectors = (*op.vectors(loss), loss if count is None else count, loss, moments)
-    arithmetic, of_kind = op.kind
-    flags = (("MEAN", count is not None), ("INPLACE", dx.data_ptr() == x.data_ptr()), *of_kind)
-    numbers = (op.ignore_index, *op.numbers)
-    launch_rows(WITH_GRADIENT[arithmetic], (x, dx), vectors, numbers, flags, invariant=is_batch_invariant())
-    return loss, moments
+    return places(kept, 0, 2 * n_rows)
 
 
 def cross_entropy_gradient(
-    x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor | None, moments: Tensor, g: Tensor, *, unless_one: bool
+    x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector, g: Tensor, *, unless_one: bool
 ) -> None:
-    """The gradient for upstream g ([1], or [n_rows]; float32) into dx; unless_one: only where g is not 1."""
-    vectors = (*op.vectors(g), g if count is None else count, moments, g)
-    flags = (("UNLESS_ONE", unless_one), ("MEAN", count is not None), *op.kind[1])
+    """The gradient for upstream g ([1], or [n_rows]; float32) into dx; unless_one: only where g is not 1.
+
+    count: the mean's denominator; for other reductions any vector.
+    """
+    vectors = (*op.vectors(g), count, moments, g)
+    flags = (("UNLESS_ONE", unless_one), ("MEAN", op.reduction == "mean"), *op.kind.flags)
     numbers = (op.ignore_index, int(g.numel() > 1), *op.numbers)
     launch_rows(BACKWARD_UNLESS_ONE if unless_one else BACKWARD, (x, dx), vectors, numbers, flags)
 
@@ -180,49 +291,6 @@ def scale_unless_one(dx: Tensor, g: Tensor) -> None:
     launch_rows(SCALE_UNLESS_ONE, (dx,), (g,), (int(g.numel() > 1),), ())
 
 
-def count_targets(op: CrossEntropy, n_cols: int) -> Tensor:
-    """The mean's denominator: how many targets count, or their weights' sum.  # [1] float32"""
-    if op.denominator is not None:
-        return op.denominator
-    n_rows = op.target.shape[0]
-    if n_rows > ONE_PROGRAM_ROWS:
-        return _counted(op, n_cols)
-    count = empty((1,), (1,), torch.float32, op.target)
-    tensors = (op.target, count if op.weight is None else op.weight, count)
-    flags = _sum_flags(False, False, op.weight is not None, n_rows > ONE_CTA_ROWS, device_of(count))
-    try:
-        launch_flat(_count_targets, tensors, (n_rows, n_cols, op.ignore_index), flags, num_warps=8)
-    except KernelUnavailable:
-        return _counted(op, n_cols)
-    return count
-
-
-def reduce_losses(loss: Tensor, op: CrossEntropy, n_cols: int) -> Tensor:
-    """The rows' losses as `op.reduction` has them: a scalar, or as they are.  # float32"""
-    if op.reduction == "none":
-        return loss
-    if op.reduction == "mean" and op.denominator is not None:
-        return reduce_losses(loss, op._replace(reduction="sum"), n_cols) / op.denominator[0]
-    mean, n_rows = op.reduction == "mean", loss.shape[0]
-    if n_rows > ONE_PROGRAM_ROWS:
-        return _reduced(loss, op, n_cols)
-    out = empty((), (), torch.float32, loss)
-    tensors = (loss, op.target, loss if op.weight is None else op.weight, out)
-    flags = _sum_flags(True, mean, op.weight is not None, n_rows > ONE_CTA_ROWS, device_of(out))
-    try:
-        launch_flat(_reduce_losses, tensors, (n_rows, n_cols, op.ignore_index), flags, num_warps=8)
-    except KernelUnavailable:
-        return _reduced(loss, op, n_cols)
-    return out
-
-
-def _reduced(loss: Tensor, op: CrossEntropy, n_cols: int) -> Tensor:
-    if op.reduction == "sum":
-        return loss.sum()
-    count = _counted(op, n_cols)[0]
-    return torch.where(count == 0.0, float("nan"), loss.sum() / count)
-
-
 @functools.lru_cache
 def _sum_flags(losses: bool, mean: bool, weighted: bool, many: bool, device: Device) -> Flags:
     """The flags of a sum over rows, which the CTAs of a cluster share where there are many rows, and clusters.
@@ -237,7 +305,10 @@ def _sum_flags(losses: bool, mean: bool, weighted: bool, many: bool, device: Dev
     return (("MEAN", mean), ("WAITS", device.supports_pdl), *flags) if losses else flags
 
 
-def _counted(op: CrossEntropy, n_cols: int) -> Tensor:
+def counted(op: CrossEntropy, n_cols: int) -> Tensor:
+    """`count_targets` by PyTorch."""
+    if op.denominator is not None:
+        return op.denominator
     counts = (op.target != op.ignore_index) & (op.target >= 0) & (op.target < n_cols)
     if op.weight is None:
         return counts.sum(dtype=torch.float32).view(1)

@@ -30,6 +30,9 @@ from .torch_private import current_device, current_stream
 
 # programs of a launch that most often has nothing to do; 31 for each of an H200's multiprocessors
 FEW_PROGRAMS = 4096
+# what stands for a vector: a tensor; or, on a GPU, the address of float32 numbers
+Vector = Any
+_REAL = torch.float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +121,7 @@ def _described(op: RowOp, rows: tuple[Tensor, ...], plan: Plan, device: Device, 
 def row_launch(
     op: RowOp,
     rows: tuple[Tensor, ...],
-    vectors: tuple[Tensor, ...],
+    vectors: tuple[Vector, ...],
     numbers: tuple[int | float, ...],
     flags: Flags,
     plan: Plan,
@@ -136,7 +139,7 @@ def row_launch(
 def launch_rows(
     op: RowOp,
     rows: tuple[Tensor, ...],
-    vectors: tuple[Tensor, ...],
+    vectors: tuple[Vector, ...],
     numbers: tuple[int | float, ...],
     flags: Flags,
     *,
@@ -155,17 +158,18 @@ _prepared = Cache()
 
 
 def prepare_rows(
-    op: RowOp, rows: tuple[Tensor, ...], vectors: tuple[Tensor, ...], flags: Flags, invariant: bool
+    op: RowOp, rows: tuple[Tensor, ...], vectors: tuple[Vector, ...], flags: Flags, invariant: bool
 ) -> Run:
     """What launches over such rows and vectors: planned and compiled the first time, then remembered."""
     first = rows[0]
-    if first.device.type == "cpu":
+    if not first.is_cuda:
+        op.kernel(op.plan(rows, device_of(first), invariant))  # raises now, before anything is written
         return _interpreted(op, flags, invariant)
     layouts = tuple([(t.dtype, t.stride(0), t.data_ptr() & 31) for t in rows])
     if op.aligned:
         of_vectors = tuple([(v.dtype, v.data_ptr() % 16 == 0) for v in vectors])
     else:
-        of_vectors = tuple([(v.dtype, False) for v in vectors])
+        of_vectors = tuple([(_REAL if type(v) is int else v.dtype, False) for v in vectors])
     key = (op, flags, invariant, first.get_device(), first.shape[1], layouts, of_vectors)
     return _prepared.get(key) or _prepare(key, op, rows, of_vectors, flags, invariant)
 
@@ -186,7 +190,7 @@ def _prepare(
 
 
 def _interpreted(op: RowOp, flags: Flags, invariant: bool) -> Run:
-    def run(rows: tuple[Tensor, ...], vectors: tuple[Tensor, ...], numbers: tuple[int | float, ...]) -> None:
+    def run(rows: tuple[Tensor, ...], vectors: tuple[Vector, ...], numbers: tuple[int | float, ...]) -> None:
         device = device_of(rows[0])
         row_launch(op, rows, vectors, numbers, flags, op.plan(rows, device, invariant), device)()
 
@@ -200,7 +204,7 @@ def _runner(found: Described, binding: Binding, index: int) -> Run:
     n_splits, most = found.n_splits, found.most
     shifted = any(offsets)
 
-    def run(rows: tuple[Tensor, ...], vectors: tuple[Tensor, ...], numbers: tuple[int | float, ...]) -> None:
+    def run(rows: tuple[Tensor, ...], vectors: tuple[Vector, ...], numbers: tuple[int | float, ...]) -> None:
         if current_device() != index:
             with torch.cuda.device(index):
                 return run(rows, vectors, numbers)
@@ -208,7 +212,7 @@ def _runner(found: Described, binding: Binding, index: int) -> Run:
         pointers = [t.data_ptr() for t in rows]
         if shifted:
             pointers = [address - offset for address, offset in zip(pointers, offsets, strict=True)]
-        pointers += [v.data_ptr() for v in vectors]
+        pointers += [v if type(v) is int else v.data_ptr() for v in vectors]
         grid = -(-n_rows // rows_per_program) * n_splits
         if most is not None and grid > most:
             grid = most
@@ -247,28 +251,22 @@ def flat_launch(
     return Launch(kernel(), (1,), (*tensors, *numbers), meta)
 
 
-def launch_flat(
-    kernel: Kernel, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], flags: Flags, num_warps: int
-) -> None:
-    """Runs a kernel of one program over vectors; KernelUnavailable as `launch_rows`."""
-    prepare_flat(kernel, tensors, flags, num_warps)(tensors, numbers)
-
-
 _flat = Cache()
 
 
-def prepare_flat(kernel: Kernel, tensors: tuple[Tensor, ...], flags: Flags, num_warps: int) -> Run:
-    """run(tensors, numbers) of a kernel of one program over such vectors."""
-    first = tensors[0]
-    if first.device.type == "cpu":
-        return lambda tensors, numbers: flat_launch(kernel, tensors, numbers, flags, num_warps, device_of(first))()
-    index = first.get_device()
-    key = (kernel, flags, index, tuple([t.dtype for t in tensors]))
+def prepare_flat(kernel: Kernel, dtypes: tuple[torch.dtype, ...], flags: Flags, num_warps: int, on: Tensor) -> Run:
+    """run(vectors, numbers) of a kernel of one program over vectors of such dtypes, on the device of `on`."""
+    device = device_of(on)
+    if not on.is_cuda:
+        kernel()  # raises now, before anything is written
+        return lambda vectors, numbers: flat_launch(kernel, vectors, numbers, flags, num_warps, device)()
+    index = on.get_device()
+    key = (kernel, flags, index, dtypes)
     run = _flat.get(key)
     if run is None:
         with compiling.lock, on_device(index):
-            made = flat_launch(kernel, (), (), flags, num_warps, device_of(first))
-            compiled = compiling.compile_kernel(made.kernel, tuple((t.dtype, False) for t in tensors), made.meta, index)
+            made = flat_launch(kernel, (), (), flags, num_warps, device)
+            compiled = compiling.compile_kernel(made.kernel, tuple((t, False) for t in dtypes), made.meta, index)
         run = _flat.remember(key, _flat_runner(compiling.bind(compiled), index))
     return run
 
@@ -276,11 +274,12 @@ def prepare_flat(kernel: Kernel, tensors: tuple[Tensor, ...], flags: Flags, num_
 def _flat_runner(binding: Binding, index: int) -> Run:
     call, prefix, trailing = binding
 
-    def run(tensors: tuple[Tensor, ...], numbers: tuple[int, ...]) -> None:
+    def run(vectors: tuple[Vector, ...], numbers: tuple[int, ...]) -> None:
         if current_device() != index:
             with torch.cuda.device(index):
-                return run(tensors, numbers)
-        call(1, 1, 1, current_stream(index), *prefix, *[t.data_ptr() for t in tensors], *numbers, *trailing)
+                return run(vectors, numbers)
+        pointers = [v if type(v) is int else v.data_ptr() for v in vectors]
+        call(1, 1, 1, current_stream(index), *prefix, *pointers, *numbers, *trailing)
 
     return run
 

@@ -6,6 +6,7 @@ Everything here is a view or a number, except `rows_of`, which copies what does 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,17 @@ def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like
     if _empty_strided_cuda is not None and like.is_cuda and current_device() == like.get_device():
         return _empty_strided_cuda(shape, strides, dtype)
     return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
+
+
+def places(memory: Tensor, *starts: int) -> list[Any]:
+    """What a launch takes for vectors that start at these elements of contiguous float32 memory.
+
+    On a GPU these are addresses, which cost no view; in the interpreter, views.
+    """
+    if memory.is_cuda:
+        address = memory.data_ptr()
+        return [address + 4 * start for start in starts]
+    return [memory[start:] for start in starts]
 
 
 def rows_or_copy(x: Tensor) -> Tensor:

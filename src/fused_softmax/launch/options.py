@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -9,8 +10,18 @@ from torch import Tensor
 TORCH: Any = object()  # PyTorch's own kernel is the better choice
 Flags = tuple[tuple[str, Any], ...]  # a kernel's own constexprs
 
+
+@dataclass(frozen=True, eq=False)
+class LossKind:
+    """arithmetic: what a logit takes, an "exponential", more where "smoothed", and most where "capped". flags: the
+    kernels' own. There is one object of each kind, so a key may hold it."""
+
+    arithmetic: str
+    flags: Flags
+
+
 _KINDS = {
-    (weighted, smooth, capped): (
+    (weighted, smooth, capped): LossKind(
         "capped" if capped else "smoothed" if smooth else "exponential",
         (("WEIGHTED", weighted), ("SMOOTH", smooth), ("SOFTCAP", capped)),
     )
@@ -34,24 +45,15 @@ class CrossEntropy(NamedTuple):
     denominator: Tensor | None = None  # [1] float32: what a mean divides by, where it is not the targets that count
 
     @property
-    def kind(self) -> tuple[str, Flags]:
-        """(the arithmetic that a logit takes, the kernels' flags): an exponential, more for label smoothing, and most
-        for a softcap."""
+    def kind(self) -> LossKind:
+        """What the launches of this loss depend on next to its reduction."""
         return _KINDS[self.weight is not None, self.smoothing > 0.0, self.softcap is not None]
-
-    @property
-    def arithmetic(self) -> str:
-        return self.kind[0]
-
-    @property
-    def flags(self) -> Flags:
-        return self.kind[1]
 
     @property
     def numbers(self) -> tuple[float, ...]:
         return (self.smoothing, 1.0 if self.softcap is None else self.softcap, self.z_loss)
 
-    def vectors(self, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def vectors(self, unused: Any) -> tuple[Tensor, Any, Any]:
         """target, weight and the weights' sum as a kernel takes them; `unused` stands where there are none."""
         weight = unused if self.weight is None else self.weight
         return self.target, weight, unused if self.weight_sum is None else self.weight_sum

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..launch import cross_entropy as rows
 from ..launch.availability import KernelUnavailable
 from ..launch.context import as_in_forward, is_batch_invariant
+from ..launch.launcher import Vector
 from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
 from ..launch.options import CrossEntropy
 from ..planning.types import Plan
@@ -132,8 +133,7 @@ def planned_cross_entropy(logits: Tensor, backward: bool) -> Plan | Fallback:
 def _by_kernels(x: Tensor, op: CrossEntropy, inplace: bool) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
         return RowCrossEntropy.apply(x, op, inplace)
-    losses, _ = _forward(x, op)
-    return rows.reduce_losses(losses, op, x.shape[1])
+    return _forward(x, op)[0]
 
 
 def _fits(
@@ -165,16 +165,21 @@ def _forward(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
     try:
         return rows.cross_entropy_forward(x, op)
     except KernelUnavailable:
-        return decompositions.losses_of_rows(x, op)
+        return _forward_by_torch(x, op)
+
+
+def _forward_by_torch(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
+    moments = decompositions.moments_of(decompositions.capped(x, op.softcap)).view(-1)
+    return decompositions.cross_entropy_of_rows(x, op), torch.cat((moments, rows.counted(op, x.shape[1])))
 
 
 def _gradient(
-    x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor | None, moments: Tensor, g: Tensor, *, unless_one: bool
+    x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector, g: Tensor, *, unless_one: bool
 ) -> None:
     try:
-        rows.cross_entropy_gradient(x, dx, op, count, moments, g, unless_one=unless_one)
+        rows.cross_entropy_gradient(x, dx, op, moments, count, g, unless_one=unless_one)
     except KernelUnavailable:
-        dx.copy_(decompositions.cross_entropy_gradient(g, x, op._replace(denominator=count)))
+        dx.copy_(decompositions.cross_entropy_gradient(g, x, op))
 
 
 def _scale_unless_one(dx: Tensor, g: Tensor) -> None:
@@ -190,46 +195,33 @@ class RowCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, op: CrossEntropy, inplace: bool) -> Tensor:
-        n_cols = x.shape[1]
         # two rows that share memory cannot hold two gradients
-        inplace = (
-            inplace and op.reduction != "none" and op.weight_sum is None and (x.shape[0] == 1 or x.stride(0) >= n_cols)
-        )
-        count = rows.count_targets(op, n_cols) if op.reduction == "mean" else None
-        dx = None
-        # weights and smoothing together read a weight for each logit, twice: then the gradient has a kernel of its own
-        if op.reduction != "none" and op.weight_sum is None:
-            dx = x.detach() if inplace else gradient_buffer(x)
-            if not rows.fits_on_chip(x, dx, op):
-                dx, inplace = None, False
-        if dx is not None:
-            try:
-                losses, moments = rows.cross_entropy_with_gradient(x, dx, op, count)
-            except KernelUnavailable:
-                dx, inplace = None, False
-        if dx is None:
-            losses, moments = _forward(x, op)
+        inplace = inplace and (x.shape[0] == 1 or x.stride(0) >= x.shape[1])
+        try:
+            loss, kept, dx = rows.cross_entropy_training(x, op, inplace)
+        except KernelUnavailable:
+            (loss, kept), dx = _forward_by_torch(x, op), None
+        inplace = inplace and dx is not None
         if inplace:
             torch.autograd.graph.increment_version(x)
-        ctx.save_for_backward(None if inplace else x, op.target, op.weight, op.weight_sum, moments, count, dx)
-        # no tensor but those saved; batch invariance too, as backward runs in a thread that does not know
-        options = op._replace(target=None, weight=None, weight_sum=None, denominator=None)  # type: ignore[arg-type]
-        ctx.described = options, op.denominator is not None, inplace, is_batch_invariant()
+        target, weight, weight_sum, *options, denominator = op
+        ctx.save_for_backward(None if inplace else x, target, weight, weight_sum, kept, denominator, dx)
+        # batch invariance too: backward runs in a thread that does not know
+        ctx.described = options, x.shape[0], inplace, is_batch_invariant()
         ctx.unread = [dx is not None]  # popped by the backward that gives away what the forward wrote
         ctx.set_materialize_grads(False)
-        return rows.reduce_losses(losses, op, n_cols)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None, None]:
         if g is None:
             return None, None, None
-        x, target, weight, weight_sum, moments, count, written = ctx.saved_tensors
-        options, over, inplace, invariant = ctx.described
-        op = options._replace(target=target, weight=weight, weight_sum=weight_sum)
+        x, target, weight, weight_sum, kept, denominator, written = ctx.saved_tensors
+        options, n_rows, inplace, invariant = ctx.described
+        op = CrossEntropy(target, weight, weight_sum, *options, denominator)  # type: ignore[call-arg]
         if torch.is_grad_enabled() or not can_bypass_dispatcher(g):
             if x is None:
                 raise RuntimeError(_OVERWRITTEN)
-            op = op._replace(denominator=count if over else None)
             return decompositions.cross_entropy_gradient(g, x, op), None, None
         unread = bool(ctx.unread) and ctx.unread.pop()
         upstream = g if g.dtype is torch.float32 and g.is_contiguous() else g.float().contiguous()
@@ -238,18 +230,20 @@ class RowCrossEntropy(torch.autograd.Function):
                 raise RuntimeError(_OVERWRITTEN)
             _scale_unless_one(written, upstream)
             return written, None, None
-        if written is None:
-            dx = gradient_buffer(x)
-        elif unread:
+        dx = None
+        if unread:
             # The first backward gives away what the forward wrote, with a version counter of its own: a change in place
             # does not disturb what is saved. Nothing reads the saved one again.
             dx = written.data
-        else:
+        elif written is not None:
             # a further one runs the forward's kernel again, so that its bits are those of the first
-            dx = gradient_buffer(x)
             with as_in_forward(invariant):
-                rows.cross_entropy_with_gradient(x, dx, op, count)
-        _gradient(x, dx, op, count, moments, upstream, unless_one=written is not None)
+                dx = rows.cross_entropy_training(x, op, False)[2]
+        unless_one = dx is not None
+        if dx is None:
+            dx = gradient_buffer(x)
+        moments, count = rows.moments_and_count(kept, n_rows)
+        _gradient(x, dx, op, moments, count, upstream, unless_one=unless_one)
         return dx, None, None
 
 
@@ -282,8 +276,8 @@ def _cross_entropy_kernel(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
     expect_layout("denominator", op.denominator, x, (1,))
     if x.device.type == "cpu":
         rows.check_targets(op.target, op.ignore_index, n_cols)
-    losses, moments = _forward(rows_of(x, n_cols), op)
-    return rows.reduce_losses(losses, op, n_cols), moments
+    loss, kept = _forward(rows_of(x, n_cols), op)
+    return loss, kept[: 2 * x.shape[0]].view(-1, 2)
 
 
 def _cross_entropy_fake(
@@ -304,10 +298,10 @@ def _cross_entropy_backward_kernel(g: Tensor, moments: Tensor, x: Tensor, *field
     if not is_supported(x):
         return decompositions.cross_entropy_gradient(g, x, op).contiguous() if x.numel() else x.new_empty(x.shape)
     expect_layout("moments", moments, x, (x.shape[0], 2))
-    count = rows.count_targets(op, n_cols) if op.reduction == "mean" else None
+    count = rows.count_targets(op, x) if op.reduction == "mean" else moments
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     g, moments = g.reshape(-1).float().contiguous(), moments.contiguous()
-    _gradient(rows_of(x, n_cols), dx, op, count, moments, g, unless_one=False)
+    _gradient(rows_of(x, n_cols), dx, op, moments, count, g, unless_one=False)
     return dx
 
 
