@@ -12,6 +12,7 @@ from .losses import TokenStatistics, cross_entropy, token_logprobs
 from .patch import patch
 from .plan_for import Fallback, plan_for
 from .planning.types import Plan
+from .warmup import warmup
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "plan_for",
     "softmax",
     "token_logprobs",
+    "warmup",
 ]

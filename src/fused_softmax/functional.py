@@ -43,11 +43,8 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, o
     >>> softmax(torch.tensor([2.0, 1.0, 0.1]))
     tensor([0.6590, 0.2424, 0.0986])
     """
-    if out is None:
-        result = direct_softmax(input, dim, dtype, False)
-        if result is not None:
-            return result
-    return _softmax(input, dim, dtype, out, False)
+    result = direct_softmax(input, dim, dtype, False, out)
+    return _softmax(input, dim, dtype, out, False) if result is None else result
 
 
 def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -60,11 +57,8 @@ def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, 
     >>> log_softmax(torch.tensor([2.0, 1.0, 0.1]))
     tensor([-0.4170, -1.4170, -2.3170])
     """
-    if out is None:
-        result = direct_softmax(input, dim, dtype, True)
-        if result is not None:
-            return result
-    return _softmax(input, dim, dtype, out, True)
+    result = direct_softmax(input, dim, dtype, True, out)
+    return _softmax(input, dim, dtype, out, True) if result is None else result
 
 
 def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False, *, out: Tensor | None = None) -> Tensor:

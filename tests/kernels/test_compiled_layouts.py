@@ -90,7 +90,17 @@ def masked_launch(n_cols: int, dtype: torch.dtype, mask: int, cols: int, causal:
     chosen = op.planner(problem_of(x, x), SM_90)
     assert chosen.ctas > 1
     flags = (("MASK", mask), ("MASK_COLS", cols), ("MASK_VEC", 1), ("CAUSAL", causal), ("ZERO", False))
-    numbers = (*masked_softmax.row_schedule(x, 2, shared=True), 1, 2, 0, 0, 0, n_cols, cols, 0.5)
+    numbers = (
+        *masked_softmax.row_schedule(x.shape[0], x.shape[1] * x.element_size(), 2, shared=True),
+        1,
+        2,
+        0,
+        0,
+        0,
+        n_cols,
+        cols,
+        0.5,
+    )
     launch = row_launch(op, (x, x), (of_mask,), numbers, flags, chosen, SM_90)
     return launch, chosen
 
@@ -116,7 +126,11 @@ def test_the_lines_of_masked_gradients_are_warps(n_cols, causal, mask):
     if mask is not None and mask.dim() == 1:
         mask = mask.repeat(n_cols)
     read, of_mask, of_strides = masked_softmax.describe_mask(mask, x.view(2, 2, n_cols), chosen, x)
-    numbers = (*masked_softmax.row_schedule(x, 2, shared=False), *of_strides, 0.5)
+    numbers = (
+        *masked_softmax.row_schedule(x.shape[0], x.shape[1] * x.element_size(), 2, shared=False),
+        *of_strides,
+        0.5,
+    )
     flags = (*of_mask, ("CAUSAL", causal))
     launch = row_launch(op, (x, x, x), (read,), numbers, flags, chosen, SM_90)
     layouts = merged_layouts(ttgir_of(launch))

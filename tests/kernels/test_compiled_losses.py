@@ -117,7 +117,17 @@ def test_masked_softmax_does_not_spill(n_cols, mask, causal):
     plan = op.planner(problem_of(x, x), SM_90)
     vec = 8 if mask and n_cols % 8 == 0 else 1
     flags = (("MASK", mask), ("MASK_COLS", int(mask > 0)), ("MASK_VEC", vec), ("CAUSAL", causal), ("ZERO", False))
-    numbers = (*masked_softmax.row_schedule(x, 2, shared=True), 1, 2, 0, 0, 0, n_cols // vec, 1, 0.5)
+    numbers = (
+        *masked_softmax.row_schedule(x.shape[0], x.shape[1] * x.element_size(), 2, shared=True),
+        1,
+        2,
+        0,
+        0,
+        0,
+        n_cols // vec,
+        1,
+        0.5,
+    )
     launch = row_launch(op, (x, x), (of_mask,), numbers, flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
 
@@ -132,7 +142,11 @@ def test_masked_gradients_do_not_spill(n_cols, mask_cols, causal, dtype):
     op = masked_softmax.BACKWARD[mask is not None]
     plan = op.planner(problem_of(x, x, x, backward=True), SM_90)
     read, of_mask, of_strides = masked_softmax.describe_mask(mask, x.view(2, 2, n_cols), plan, x)
-    numbers = (*masked_softmax.row_schedule(x, 2, shared=False), *of_strides, 0.5)
+    numbers = (
+        *masked_softmax.row_schedule(x.shape[0], x.shape[1] * x.element_size(), 2, shared=False),
+        *of_strides,
+        0.5,
+    )
     flags = (*of_mask, ("CAUSAL", causal))
     launch = row_launch(op, (x, x, x), (read,), numbers, flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0

@@ -145,14 +145,28 @@ def masks(target: str) -> Iterator[Named]:
                 vec = 8 if mask and n_cols % 8 == 0 else 1
                 flags = (("MASK", mask), ("MASK_COLS", int(mask > 0)), ("MASK_VEC", vec), ("CAUSAL", causal))
                 flags = (*flags, ("ZERO", False))
-                numbers = (*masked_softmax.row_schedule(x, 2, shared=True), 1, 2, 0, 0, 0, n_cols // vec, 1, 0.5)
+                numbers = (
+                    *masked_softmax.row_schedule(x.shape[0], x.shape[1] * x.element_size(), 2, shared=True),
+                    1,
+                    2,
+                    0,
+                    0,
+                    0,
+                    n_cols // vec,
+                    1,
+                    0.5,
+                )
                 launch = row_launch(op, (x, x), (of_mask,), numbers, flags, chosen, device)
                 kind = ("causal", "boolean", "additive")[mask]
                 yield f"masked_softmax {kind} {dtype} {n_cols}", as_called(launch), chosen
             chosen = masked_softmax.BACKWARD[False].planner(problem_of(x, x, x, backward=True), device)
             if chosen.regime != "two_pass":
                 read, of_mask, of_strides = masked_softmax.describe_mask(None, x.view(2, 2, n_cols), chosen, x)
-                numbers = (*masked_softmax.row_schedule(x, 2, shared=False), *of_strides, 0.5)
+                numbers = (
+                    *masked_softmax.row_schedule(x.shape[0], x.shape[1] * x.element_size(), 2, shared=False),
+                    *of_strides,
+                    0.5,
+                )
                 flags = (*of_mask, ("CAUSAL", True))
                 launch = row_launch(masked_softmax.BACKWARD[False], (x, x, x), (read,), numbers, flags, chosen, device)
                 yield f"masked_softmax backward {dtype} {n_cols}", as_called(launch), chosen

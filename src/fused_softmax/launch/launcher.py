@@ -218,8 +218,18 @@ def _runner(found: Described, binding: Binding, index: int) -> Run:
             grid = most
         call(grid, 1, 1, current_stream(index), *prefix, *pointers, n_rows, *scalars, *numbers, *trailing)
 
-    # for the direct path: the launch of an op that takes rows alone, and no numbers
+    def at(n_rows: int, rows: tuple[int, ...], vectors: tuple[int, ...], numbers: tuple[int | float, ...]) -> None:
+        """`run` of addresses, on the current device, which must be this one."""
+        if shifted:
+            rows = tuple([address - offset for address, offset in zip(rows, offsets, strict=True)])
+        grid = -(-n_rows // rows_per_program) * n_splits
+        if most is not None and grid > most:
+            grid = most
+        call(grid, 1, 1, current_stream(index), *prefix, *rows, *vectors, n_rows, *scalars, *numbers, *trailing)
+
+    # for the direct path: the launch of an op that takes rows alone, and no numbers; and that of other ops
     run.parts = (index, call, rows_per_program, prefix, (*scalars, *trailing), offsets)  # type: ignore[attr-defined]
+    run.at = at  # type: ignore[attr-defined]
     return run
 
 

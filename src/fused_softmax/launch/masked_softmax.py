@@ -14,10 +14,13 @@ from torch import Tensor
 
 from ..planning.masked_softmax import plan_masked
 from ..planning.types import Plan
+from .cache import Cache
 from .compile import kernel_loader
 from .context import is_batch_invariant
-from .launcher import Flags, RowOp, always, device_of, launch_rows, planned
+from .launcher import RowOp, always, device_of, launch_rows, planned, prepare_rows
 from .layout import empty, merge_dims, rows_of, rows_or_copy
+from .options import Flags
+from .torch_private import current_device, empty_strided_cuda
 
 
 @kernel_loader
@@ -34,6 +37,8 @@ def _backward() -> Any:
     return masked_softmax_backward
 
 
+# the allocation behind torch.empty; None in a build without CUDA, where no tensor is_cuda
+_empty = empty_strided_cuda
 # the kernels count rows in 32 bits
 MAX_ROWS = 2**31
 # of scores that follow each other in memory before the same of the next batch; H200: 64 KB are 2% slower
@@ -59,17 +64,23 @@ def masked_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, z
 
     KernelUnavailable, with nothing written, where the kernel does not compile.
     """
+    call = _call(_prepare_forward, (x,), mask, x, causal, zero) if x.is_cuda and _empty is not None else None
+    if call is not None:
+        return call((x,), mask, scale)
     x_rows = _rows(x)
     n_rows, n_cols = x_rows.shape
     y_rows = empty((n_rows, n_cols), (n_cols, 1), x.dtype, x)
     y = y_rows if x.dim() == 2 else y_rows.view(x.shape)
-    n_queries = x.shape[-2] if x.dim() > 1 else 1
-    order = row_schedule(x_rows, n_queries, shared=mask is not None)
+    order = row_schedule(n_rows, n_cols * x.element_size(), _queries(x), shared=mask is not None)
     op, invariant = FORWARD[mask is not None], is_batch_invariant()
     read, of_mask, numbers = describe_mask(mask, x, lambda: op.plan((x_rows, y_rows), device_of(x), invariant), y_rows)
     flags: Flags = (*of_mask, ("CAUSAL", causal), ("ZERO", zero))
     launch_rows(op, (x_rows, y_rows), (read,), (*order, *numbers, scale), flags, invariant=invariant)
     return y
+
+
+def _queries(x: Tensor) -> int:
+    return x.shape[-2] if x.dim() > 1 else 1
 
 
 def planned_forward(x: Tensor, mask: Tensor | None) -> Plan | str:
@@ -139,20 +150,17 @@ def _divisor(n: int, most: int) -> int:
     return next(d for d in range(max(1, min(most, n)), 0, -1) if n % d == 0)
 
 
-def row_schedule(x: Tensor, n_queries: int, shared: bool) -> tuple[int, ...]:
+def row_schedule(n_rows: int, row_bytes: int, n_queries: int, shared: bool) -> tuple[int, ...]:
     """The arguments of `scheduled_row`: (n_queries, n_group, multiplier, power, n_batch, multiplier, power).
 
-    The multipliers and powers are for `fast_divmod`. x: rows (n_rows, n_cols). shared: whether rows of the batch share
-    a mask; they then follow each other soon enough to find it in L2.
+    The multipliers and powers are for `fast_divmod`. shared: whether rows of the batch share a mask; they then follow
+    each other soon enough to find it in L2.
     """
-    n_group = n_queries
-    if shared:
-        n_group = _divisor(n_queries, GROUP_BYTES // (x.shape[1] * x.element_size()))
-    numbers = [n_queries]
-    for n in (n_group, x.shape[0] // n_queries):
-        power = 31 + (n - 1).bit_length()
-        numbers += [n, -(-(1 << power) // n), power]
-    return tuple(numbers)
+    n_group = _divisor(n_queries, GROUP_BYTES // row_bytes) if shared else n_queries
+    n_batch = n_rows // n_queries
+    power, batch_power = 31 + (n_group - 1).bit_length(), 31 + (n_batch - 1).bit_length()
+    multiplier, batch_multiplier = -(-(1 << power) // n_group), -(-(1 << batch_power) // n_batch)
+    return n_queries, n_group, multiplier, power, n_batch, batch_multiplier, batch_power
 
 
 def _mask_vector(mask: Tensor, x: Tensor) -> int:
@@ -176,15 +184,96 @@ def masked_backward(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, ca
     others y is 0 where it hides. None where a row does not fit on chip, which this kernel does not take;
     KernelUnavailable, with nothing written, where it does not compile.
     """
-    y_rows, dy_rows = _rows(y), _rows(dy.to(y.dtype))
+    tensors = (y, dy)
+    call = _call(_prepare_backward, tensors, mask, y, causal, False) if _direct(y, dy) else None
+    if call is not None:
+        return call(tensors, mask, scale)
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    tensors = (y_rows, dy_rows, _rows(dx))
+    rows = (_rows(y), _rows(dy.to(y.dtype)), _rows(dx))
     op, invariant = BACKWARD[mask is not None], is_batch_invariant()
-    plan = op.plan(tensors, device_of(y), invariant)
+    plan = op.plan(rows, device_of(y), invariant)
     if plan.regime == "two_pass":
         return None
-    n_queries = y.shape[-2] if y.dim() > 1 else 1
-    read, of_mask, numbers = describe_mask(mask, y, plan, y_rows)
-    given = (*row_schedule(y_rows, n_queries, shared=False), *numbers, scale)
-    launch_rows(op, tensors, (read,), given, (*of_mask, ("CAUSAL", causal)), invariant=invariant)
+    read, of_mask, numbers = describe_mask(mask, y, plan, rows[0])
+    order = row_schedule(rows[0].shape[0], y.shape[-1] * y.element_size(), _queries(y), shared=False)
+    launch_rows(op, rows, (read,), (*order, *numbers, scale), (*of_mask, ("CAUSAL", causal)), invariant=invariant)
     return dx
+
+
+def _direct(y: Tensor, dy: Tensor) -> bool:
+    return y.is_cuda and _empty is not None and dy.dtype is y.dtype and dy.shape == y.shape
+
+
+# --- prepared calls ---------------------------------------------------------------------------------------------------
+
+
+_calls = Cache()
+# call(tensors, mask, scale) -> a new contiguous tensor
+Call = Callable[[tuple[Tensor, ...], "Tensor | None", float], Tensor]
+
+
+def _call(
+    prepare: Callable[..., Any], tensors: tuple[Tensor, ...], mask: Tensor | None, x: Tensor, causal: bool, zero: bool
+) -> Call | None:
+    """The call that `prepare` makes for such tensors and mask; None where something is copied first.
+
+    Scores of two dimensions have one call for all numbers of rows, those of more have one for each shape.
+    """
+    sizes: Any = x.shape
+    of_mask = None
+    if mask is not None:
+        of_mask = (mask.shape, mask.stride(), mask.dtype, mask.data_ptr() & 31, mask.get_device())
+    if len(sizes) == 2:
+        if mask is not None and mask.dim() == 2:
+            of_mask = (mask.shape[0] == 1, mask.shape[1], *of_mask[1:])  # type: ignore[index]
+        sizes = (sizes[0] == 1, sizes[1])
+    layouts = tuple([(t.stride(), t.data_ptr() & 31) for t in tensors])
+    key = (prepare, sizes, layouts, of_mask, x.dtype, x.get_device(), causal, zero, is_batch_invariant())
+    found = _calls.get(key)
+    if found is None:
+        found = _calls.remember(key, prepare(tensors, mask, causal, zero))
+    return None if found is False or current_device() != x.get_device() else found
+
+
+def _prepare_forward(tensors: tuple[Tensor, ...], mask: Tensor | None, causal: bool, zero: bool) -> Any:
+    flags: Flags = (("CAUSAL", causal), ("ZERO", zero))
+    return _prepare(FORWARD[mask is not None], tensors, mask, flags, shared=mask is not None)
+
+
+def _prepare_backward(tensors: tuple[Tensor, ...], mask: Tensor | None, causal: bool, zero: bool) -> Any:
+    return _prepare(BACKWARD[mask is not None], tensors, mask, (("CAUSAL", causal),), shared=False)
+
+
+def _prepare(op: RowOp, tensors: tuple[Tensor, ...], mask: Tensor | None, flags: Flags, *, shared: bool) -> Any:
+    """The call; False where one of the tensors is copied first, or a row of a gradient does not fit on chip."""
+    x = tensors[0]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = tuple(_rows(t) for t in (*tensors, out))
+    copied = any(t.data_ptr() != r.data_ptr() for t, r in zip(tensors, rows, strict=False))
+    invariant = is_batch_invariant()
+    plan = op.plan(rows, device_of(x), invariant)
+    if copied or out.data_ptr() % 32 or (op.backward and plan.regime == "two_pass"):
+        return False
+    read, of_mask, numbers = describe_mask(mask, x, plan, rows[-1])
+    if mask is not None and read.data_ptr() != mask.data_ptr():
+        return False
+    launch = prepare_rows(op, rows, (read,), (*of_mask, *flags), invariant).at
+    shape, dtype, n_cols = tuple(x.shape), x.dtype, x.shape[-1]
+    strides, row_bytes = out.stride(), n_cols * x.element_size()
+    n_queries, known_rows, of_two = _queries(x), rows[0].shape[0], x.dim() == 2
+    order = row_schedule(known_rows, row_bytes, n_queries, shared)
+
+    def call(tensors: tuple[Tensor, ...], mask: Tensor | None, scale: float) -> Tensor:
+        if of_two:
+            n_rows = tensors[0].shape[0]
+            y = _empty((n_rows, n_cols), strides, dtype)
+            scheduled = order if n_rows == known_rows else row_schedule(n_rows, row_bytes, n_rows, shared)
+        else:
+            n_rows, scheduled = known_rows, order
+            y = _empty(shape, strides, dtype)
+        address = y.data_ptr()
+        vectors = (address if mask is None else mask.data_ptr(),)
+        launch(n_rows, (*[t.data_ptr() for t in tensors], address), vectors, (*scheduled, *numbers, scale))
+        return y
+
+    return call

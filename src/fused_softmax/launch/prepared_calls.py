@@ -62,6 +62,58 @@ def softmax_call(x: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare: Pr
     return None if found is False else found
 
 
+def softmax_out_call(
+    x: Tensor, out: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare: Prepare
+) -> Callable[[Tensor, Tensor], None] | None:
+    """call(x, out), which writes softmax or log_softmax over dim to `out`; None where this way is not for it.
+
+    x, out: plain tensors, x on a GPU. The call is for contiguous tensors of one shape, in separate memory or the same.
+    """
+    shape, start, out_start = x.shape, x.data_ptr(), out.data_ptr()
+    if out.shape != shape or not x.numel() or not (x.is_contiguous() and out.is_contiguous()) or out.dtype is not dtype:
+        return None
+    n_elements, out_dtype = x.numel(), out.dtype
+    same = start == out_start and x.dtype is out_dtype
+    if not (same or start + n_elements * x.itemsize <= out_start or out_start + n_elements * out.itemsize <= start):
+        return None
+    of_rows = len(shape) == 2 and (dim == -1 or dim == 1)
+    sizes: Any = shape[1] if of_rows else shape
+    devices, alignments = (x.get_device(), out.get_device()), (start & 31, out_start & 31)
+    key = (sizes, x.stride(), out.stride(), x.dtype, out_dtype, dim, log, alignments, devices, _invariant())
+    found = _calls.get(key)
+    if found is None:
+        found = _calls.remember(key, _prepare_out(x, out, dim, log, prepare))
+    return None if found is False else found
+
+
+def _prepare_out(x: Tensor, out: Tensor, dim: int, log: bool, prepare: Prepare) -> Any:
+    n_dims = x.dim()
+    if not -n_dims <= dim < n_dims or not x.numel() or x.shape[dim] > MAX_COLS or out.device != x.device:
+        return False
+    if x.dtype not in DTYPE_NAMES or out.dtype not in DTYPE_NAMES or not isinstance(describe(x.device), Device):
+        return False
+    if x.dtype is not out.dtype and (x.dtype is torch.float32 or out.dtype is not torch.float32):
+        return False
+    dim %= n_dims
+    try:
+        run = prepare(x, out, dim, log)
+    except KernelUnavailable:
+        return False
+    if run is None or run is TORCH:
+        return False
+    if not hasattr(run, "at"):
+        return run
+    launch, n_cols, index = run.at, x.shape[dim], x.get_device()
+
+    def call(x: Tensor, out: Tensor) -> None:
+        if _current_device() != index:
+            with torch.cuda.device(index):
+                return call(x, out)
+        launch(x.numel() // n_cols, (x.data_ptr(), out.data_ptr()), (), ())
+
+    return call
+
+
 def _prepare_softmax(x: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare: Prepare) -> Any:
     """The call; TORCH; or False where this way is not for it."""
     n_dims = x.dim()

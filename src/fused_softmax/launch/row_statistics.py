@@ -15,10 +15,12 @@ from torch import Tensor
 
 from ..planning.losses import plan_elementwise, plan_statistics
 from ..planning.types import Plan, power_of_two
+from .cache import Cache
 from .compile import kernel_loader
 from .context import is_batch_invariant
-from .launcher import Flags, RowOp, always, launch_rows, planned
+from .launcher import RowOp, always, planned, prepare_rows
 from .layout import empty, rows_of
+from .options import Flags
 
 
 @kernel_loader
@@ -50,28 +52,50 @@ def _scale_flag(scale: float | Tensor) -> int:
     return 2 if isinstance(scale, Tensor) else int(scale != 1.0)
 
 
+_forwards = Cache()
+
+
 def statistics(
     x: Tensor, ids: Tensor | None, scale: float | Tensor, entropy: bool, *, invariant: bool = False, keeps: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """(log-probabilities of ids, entropy, lse, moments) of rows x*scale, float32.
 
-    ids: (n_rows, n_picks) int64, contiguous; moments, where `keeps`: (n_rows, 2), each row's maximum and its sum of
-    exponentials, which `statistics_backward` takes.
+    ids: (n_rows,) or (n_rows, n_picks) int64, contiguous, and the log-probabilities have its shape. moments, where
+    `keeps`: (n_rows, 2), each row's maximum and its sum of exponentials, which `statistics_backward` takes.
     """
     n_rows, real = x.shape[0], torch.float32
-    n_picks = 0 if ids is None else ids.shape[1]
+    n_picks, scaled = _picks(ids), _scale_flag(scale)
+    invariant = invariant or is_batch_invariant()
+    key = (_layout(x), n_picks, entropy, scaled, keeps, invariant)
     lse = empty((n_rows,), (1,), real, x)
     entropies = empty((n_rows,), (1,), real, x) if entropy else None
-    picked = None if ids is None else empty((n_rows, n_picks), (n_picks, 1), real, x)
-    scales = scale if isinstance(scale, Tensor) else None
+    picked = None if ids is None else empty(ids.shape, ids.stride(), real, x)
     moments = empty((n_rows, 2), (2, 1), real, x) if keeps else None
-    vectors = tuple(lse if v is None else v for v in (lse, moments, entropies, ids, picked, scales))
-    flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", entropy))
-    flags = (*flags, ("SCALE", _scale_flag(scale)), ("KEEP_MOMENTS", keeps))
-    numbers = (n_picks, 1.0 if isinstance(scale, Tensor) else float(scale))
-    invariant = invariant or is_batch_invariant()
-    launch_rows(FORWARD, (x,), vectors, numbers, flags, invariant=invariant)
+    vectors = (
+        lse,
+        lse if moments is None else moments,
+        lse if entropies is None else entropies,
+        lse if ids is None else ids,
+        lse if picked is None else picked,
+        scale if scaled == 2 else lse,
+    )
+    run = _forwards.get(key)
+    if run is None:
+        flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", entropy))
+        flags = (*flags, ("SCALE", scaled), ("KEEP_MOMENTS", keeps))
+        run = prepare_rows(FORWARD, (x,), vectors, flags, invariant)
+        if x.is_cuda:
+            _forwards.remember(key, run)
+    run((x,), vectors, (n_picks, 1.0 if scaled == 2 else scale))
     return picked, entropies, lse, moments
+
+
+def _picks(ids: Tensor | None) -> int:
+    return 0 if ids is None else 1 if ids.dim() == 1 else ids.shape[1]
+
+
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    return x.shape[1], x.stride(0), x.dtype, x.data_ptr() & 31, x.get_device()
 
 
 def planned_statistics(x: Tensor, on: Tensor, n_picks: int, backward: bool) -> Plan | str:
@@ -103,14 +127,36 @@ def statistics_backward(
 
     moments: (n_rows, 2), as `statistics` returns them, or (n_rows,), the logsumexp.
     """
-    g_picked, g_entropy, g_lse = (None if g is None else g.float().contiguous() for g in (g_picked, g_entropy, g_lse))
-    n_picks = 0 if ids is None or g_picked is None else ids.shape[1]
-    given = (moments, entropy, g_entropy, ids, g_picked, g_lse, scale if isinstance(scale, Tensor) else None)
-    flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", g_entropy is not None))
-    flags = (*flags, ("LSE", g_lse is not None), ("SCALE", _scale_flag(scale)), ("HAS_MOMENTS", moments.dim() == 2))
-    numbers = (n_picks, 1.0 if isinstance(scale, Tensor) else float(scale))
-    vectors = tuple(moments if v is None else v for v in given)
-    launch_rows(BACKWARD, (x, dx), vectors, numbers, flags)
+    n_picks = 0 if g_picked is None else _picks(ids)
+    by_moments, scaled = moments.dim() == 2, _scale_flag(scale)
+    vectors = tuple(
+        moments if v is None else v
+        for v in (
+            moments,
+            entropy,
+            _real(g_entropy),
+            ids,
+            _real(g_picked),
+            _real(g_lse),
+            scale if scaled == 2 else None,
+        )
+    )
+    key = (_layout(x), _layout(dx), n_picks, g_entropy is None, g_lse is None, scaled, by_moments, ids is None)
+    run = _backwards.get(key)
+    if run is None:
+        flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", g_entropy is not None))
+        flags = (*flags, ("LSE", g_lse is not None), ("SCALE", scaled), ("HAS_MOMENTS", by_moments))
+        run = prepare_rows(BACKWARD, (x, dx), vectors, flags, False)
+        if x.is_cuda:
+            _backwards.remember(key, run)
+    run((x, dx), vectors, (n_picks, 1.0 if scaled == 2 else scale))
+
+
+_backwards = Cache()
+
+
+def _real(g: Tensor | None) -> Tensor | None:
+    return g if g is None or g.dtype is torch.float32 and g.is_contiguous() else g.float().contiguous()
 
 
 # --- logsumexp over dimensions of whole tensors ----------------------------------------------------------------------

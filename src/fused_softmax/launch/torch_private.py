@@ -80,6 +80,16 @@ def _public_has_storage(x: torch.Tensor) -> bool:
     return True
 
 
+_profiler: Any = _or_public("autograd.profiler", SimpleNamespace())
+if not hasattr(_profiler, "_is_profiler_enabled"):
+    _profiler = SimpleNamespace(_is_profiler_enabled=False)  # ops have no names of their own in a profile
+
+
+def profiling() -> bool:
+    """Whether a torch profiler is active."""
+    return _profiler._is_profiler_enabled
+
+
 tracing_state = _or_public("_C._get_tracing_state", lambda: torch.jit.is_tracing() or None)
 any_autocast = _or_public(
     "_C._is_any_autocast_enabled", lambda: torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")

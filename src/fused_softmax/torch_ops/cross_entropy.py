@@ -21,6 +21,7 @@ from ..launch.context import as_in_forward, is_batch_invariant
 from ..launch.launcher import Vector
 from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
 from ..launch.options import CrossEntropy
+from ..launch.torch_private import profiling
 from ..planning.types import Plan
 from . import decompositions
 from .arguments import expect_floating, expect_layout
@@ -34,6 +35,7 @@ from .route import (
     is_rows_with_ids,
     is_supported,
     planned_by,
+    recorded,
     unsupported_reason,
 )
 
@@ -131,6 +133,12 @@ def planned_cross_entropy(logits: Tensor, backward: bool) -> Plan | Fallback:
 
 
 def _by_kernels(x: Tensor, op: CrossEntropy, inplace: bool) -> Tensor:
+    if profiling():
+        return recorded("cross_entropy", _apply, x, op, inplace)
+    return _apply(x, op, inplace)
+
+
+def _apply(x: Tensor, op: CrossEntropy, inplace: bool) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
         return RowCrossEntropy.apply(x, op, inplace)
     return _forward(x, op)[0]

@@ -195,13 +195,22 @@ def cross_entropy_gradient(g: Tensor, x: Tensor, op: CrossEntropy) -> Tensor:
 def statistics(
     logits: Tensor, token_ids: Tensor | None, scale: float | Tensor, entropy: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """(log-probabilities of token_ids (..., n_picks), entropy, lse) of logits*scale over the last dim."""
+    """(log-probabilities of token_ids, entropy, lse) of logits*scale over the last dim.
+
+    token_ids: (..., n_picks), or (...,) for one id a row; the log-probabilities have its shape.
+    """
     z = capped(logits, None) * _by_row(scale)
     lse = torch.logsumexp(z, -1)
     log_p = torch.log_softmax(z, -1)
-    picked = None if token_ids is None else log_p.gather(-1, token_ids)
+    picked = None if token_ids is None else _gathered(log_p, token_ids)
     entropies = -(log_p.exp() * _bounded(log_p)).sum(-1) if entropy else None
     return picked, entropies, lse
+
+
+def _gathered(log_p: Tensor, token_ids: Tensor) -> Tensor:
+    if token_ids.dim() == log_p.dim():
+        return log_p.gather(-1, token_ids)
+    return log_p.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
 
 
 def _bounded(log_p: Tensor) -> Tensor:
@@ -245,6 +254,8 @@ def statistics_gradient(
         lse = torch.logsumexp(z, -1, keepdim=True)
         dz = dz + p.where(lse != float("inf"), (z - lse).exp()) * g_lse.unsqueeze(-1)
     if g_picked is not None and ids is not None:
+        if ids.dim() < p.dim():
+            g_picked, ids = g_picked.unsqueeze(-1), ids.unsqueeze(-1)
         g_picked = g_picked.to(p.dtype)
         dz = (dz - p * g_picked.sum(-1, keepdim=True)).scatter_add(-1, ids, g_picked)
     if g_entropy is not None:

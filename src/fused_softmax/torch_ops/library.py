@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ..launch import torch_private
+from .route import NAMESPACE
 
 F = TypeVar("F", bound=Callable[..., Any])
-NAMESPACE = __package__.split(".")[0]  # the package's own name, so that two copies can live in one process
-
 library = torch.library.Library(NAMESPACE, "DEF")
 
 

@@ -29,6 +29,7 @@ from .route import (
     can_bypass_dispatcher,
     is_supported,
     planned_by,
+    recorded,
     too_long_reason,
 )
 
@@ -46,9 +47,9 @@ def logsumexp_of(x: Tensor, dim: Any, dims: tuple[int, ...] | None, keepdim: boo
         return torch.logsumexp(x, dim, keepdim, out=out)
     if out is None:
         if can_bypass_dispatcher(x) and not torch_private.any_autocast() and x.dim() and x.numel():
-            if x.requires_grad and torch.is_grad_enabled():
-                return RowLogsumexp.apply(x, dims, keepdim)
-            return _forward_or_torch(x, dims, keepdim)
+            if torch_private.profiling():
+                return recorded("logsumexp", _apply, x, dims, keepdim)
+            return _apply(x, dims, keepdim)
         return logsumexp(x, dims, keepdim)
     if not takes_out(out, x, x.dtype):
         return torch.logsumexp(x, dim, keepdim, out=out)
@@ -56,6 +57,12 @@ def logsumexp_of(x: Tensor, dim: Any, dims: tuple[int, ...] | None, keepdim: boo
     if out.shape != result.shape and out.numel():  # torch resizes it, and warns
         return torch.logsumexp(x, dim, keepdim, out=out)
     return written(result, out)
+
+
+def _apply(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    if x.requires_grad and torch.is_grad_enabled():
+        return RowLogsumexp.apply(x, dims, keepdim)
+    return _forward_or_torch(x, dims, keepdim)
 
 
 def planned_logsumexp(x: Tensor, dim: Any, index: int | None, backward: bool) -> Plan | Fallback:

@@ -19,12 +19,22 @@ from ..launch.context import as_in_forward, is_batch_invariant
 from ..launch.launcher import planned
 from ..launch.masked_softmax import masked_backward, masked_forward, planned_backward, planned_forward
 from ..launch.softmax import softmax_backward, softmax_op
+from ..launch.torch_private import profiling
 from ..planning.types import Plan
 from . import decompositions
 from .arguments import expect_floating, other_device_error
 from .decompositions import widened
 from .library import define, differentiable, not_differentiable
-from .route import EMPTY, Fallback, can_bypass_dispatcher, is_compiled, is_supported, planned_by, unsupported_reason
+from .route import (
+    EMPTY,
+    Fallback,
+    can_bypass_dispatcher,
+    is_compiled,
+    is_supported,
+    planned_by,
+    recorded,
+    unsupported_reason,
+)
 
 # the kernels count rows in 32 bits
 MAX_ROWS = 2**31
@@ -40,13 +50,18 @@ def masked_softmax_of(x: Tensor, mask: Tensor | None, scale: float, causal: bool
     if mask is not None:
         takes = takes and mask.device == x.device and (mask.dtype is torch.bool or mask.dtype in _MASK_DTYPES)
     if takes and can_bypass_dispatcher(x) and (mask is None or can_bypass_dispatcher(mask)) and _takes(x):
-        needs_gradient = x.requires_grad or (mask is not None and mask.requires_grad)
-        if needs_gradient and torch.is_grad_enabled():
-            return MaskedSoftmax.apply(x, mask, float(scale), causal, zero)
-        return _forward(x, mask, float(scale), causal, zero)
+        if profiling():
+            return recorded("masked_softmax", _apply, x, mask, float(scale), causal, zero)
+        return _apply(x, mask, float(scale), causal, zero)
     if takes and x.dim() and is_compiled(x, mask):
         return masked_softmax(x, mask, float(scale), causal, zero)
     return decompositions.masked_softmax(x, mask, scale, causal, zero)
+
+
+def _apply(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
+    if (x.requires_grad or (mask is not None and mask.requires_grad)) and torch.is_grad_enabled():
+        return MaskedSoftmax.apply(x, mask, scale, causal, zero)
+    return _forward(x, mask, scale, causal, zero)
 
 
 def planned_masked_softmax(x: Tensor, mask: Tensor | None, backward: bool) -> Plan | Fallback:

@@ -23,6 +23,8 @@ from ..launch.layout import DTYPE_NAMES, HALVES, MAX_COLS
 from ..launch.torch_private import in_forward_ad, is_traced
 from ..planning.types import Device, Plan
 
+NAMESPACE = __package__.split(".")[0]  # the package's own name, so that two copies can live in one process
+
 
 @dataclass(frozen=True)
 class Fallback:
@@ -56,6 +58,12 @@ PLANNED: dict[str, Callable[[PlanRequest], Plan | Fallback]] = {}
 def planned_by(op: str, answer: Callable[[PlanRequest], Plan | Fallback]) -> None:
     """Registers what answers `plan_for(x, op=op)`."""
     PLANNED[op] = answer
+
+
+def recorded(op: str, call: Callable[..., Any], *args: Any) -> Any:
+    """call(*args), as `fused_softmax::<op>` in the profile of an active torch profiler."""
+    with torch.profiler.record_function(f"{NAMESPACE}::{op}"):
+        return call(*args)
 
 
 EMPTY = Fallback("the tensor is empty: nothing is launched", "empty", "empty")

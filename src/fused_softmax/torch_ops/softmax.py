@@ -22,10 +22,11 @@ from ..launch.launcher import planned
 from ..launch.layout import DTYPE_NAMES, as_rows, rows_or_copy
 from ..launch.options import TORCH
 from ..launch.prepared_calls import softmax_backward as backward_call
-from ..launch.prepared_calls import softmax_call
+from ..launch.prepared_calls import softmax_call, softmax_out_call
 from ..launch.softmax import planned_strided, prepare_backward, prepare_softmax, softmax_op, torch_is_faster_reason
 from ..launch.softmax import softmax_backward as backward_by_kernel
 from ..launch.softmax import softmax_forward as forward_by_kernel
+from ..launch.torch_private import profiling
 from ..planning.types import Plan
 from . import decompositions
 from .arguments import FLOATING
@@ -39,6 +40,7 @@ from .route import (
     can_bypass_dispatcher,
     planned_by,
     promotes,
+    recorded,
     supports_fused_cast,
     too_long_reason,
     unsupported_reason,
@@ -46,10 +48,14 @@ from .route import (
 
 _any_autocast = torch_private.any_autocast
 _is_grad_enabled = torch.is_grad_enabled
+_increment_version = torch.autograd.graph.increment_version
+NAMES = {False: "softmax", True: "log_softmax"}
 
 
-def direct_softmax(x: Any, dim: Any, dtype: torch.dtype | None, log: bool) -> Tensor | None:
+def direct_softmax(x: Any, dim: Any, dtype: torch.dtype | None, log: bool, out: Any = None) -> Tensor | None:
     """softmax or log_softmax by a prepared call; None where the call takes `softmax_of`'s way."""
+    if out is not None:
+        return _direct_out(x, dim, dtype, log, out)
     if type(x) is not Tensor or type(dim) is not int or not x.is_cuda or not can_bypass_dispatcher(x):
         return None
     if dtype is None:
@@ -61,9 +67,31 @@ def direct_softmax(x: Any, dim: Any, dtype: torch.dtype | None, log: bool) -> Te
         return None
     if call is TORCH:
         return torchs_own(log)(x, dim, dtype=dtype)
+    if profiling():
+        return recorded(NAMES[log], _apply, x, dim, log, call)
+    return _apply(x, dim, log, call)
+
+
+def _apply(x: Tensor, dim: int, log: bool, call: Callable[[Tensor], Tensor]) -> Tensor:
     if x.requires_grad and _is_grad_enabled():
-        return RowSoftmax.apply(x, dim, dtype, log, call)
+        return RowSoftmax.apply(x, dim, log, call)
     return call(x)
+
+
+def _direct_out(x: Any, dim: Any, dtype: Any, log: bool, out: Any) -> Tensor | None:
+    """`direct_softmax` into a tensor of x's shape; both are contiguous, and do not overlap in part."""
+    if type(x) is not Tensor or type(out) is not Tensor or type(dim) is not int or not x.is_cuda:
+        return None
+    if not can_bypass_dispatcher(x) or out.is_neg() or out.is_inference() or profiling():
+        return None
+    if _is_grad_enabled() and (x.requires_grad or out.requires_grad):
+        return None
+    call = softmax_out_call(x, out, dim, x.dtype if dtype is None else dtype, log, prepare_softmax)
+    if call is None:
+        return None
+    call(x, out)
+    _increment_version(out)
+    return out
 
 
 def softmax_of(
@@ -86,9 +114,11 @@ def softmax_of(
         return _into(out, x, index, dtype, log)
     if not can_bypass_dispatcher(x):
         return (log_softmax if log else softmax)(x, index, dtype)
-    if x.requires_grad and torch.is_grad_enabled():
-        return RowSoftmax.apply(x, index, dtype, log)
-    return forward_or_torch(x, index, dtype, log)
+
+    def call(x: Tensor) -> Tensor:
+        return forward_or_torch(x, index, dtype, log)
+
+    return recorded(NAMES[log], _apply, x, index, log, call) if profiling() else _apply(x, index, log, call)
 
 
 def faster_reason(x: Tensor, dim: int, dtype: torch.dtype | None) -> str | None:
@@ -169,8 +199,8 @@ class RowSoftmax(torch.autograd.Function):
     """softmax or log_softmax of a plain tensor that needs a gradient: the rows' kernels, without the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype, log: bool, call: Any = None) -> Tensor:
-        y = forward_or_torch(x, dim, dtype, log) if call is None else call(x)
+    def forward(ctx: Any, x: Tensor, dim: int, log: bool, call: Callable[[Tensor], Tensor]) -> Tensor:
+        y = call(x)
         ctx.save_for_backward(y)
         # batch invariance too: backward runs in a thread that does not know
         ctx.described = dim, x.dtype, log, is_batch_invariant()
@@ -178,18 +208,18 @@ class RowSoftmax(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         if dy is None:
-            return None, None, None, None, None
+            return None, None, None, None
         (y,) = ctx.saved_tensors
         dim, dtype, log, invariant = ctx.described
         if _is_grad_enabled() or not can_bypass_dispatcher(dy) or type(y) is not Tensor:
             operator = log_softmax_backward if log else softmax_backward
-            return operator(dy, y, dim, dtype), None, None, None, None
+            return operator(dy, y, dim, dtype), None, None, None
         dx = backward_call(dy, y, dim, dtype, log, invariant, prepare_backward)
         if dx is None:
             dx = backward_or_torch(dy, y, dim, dtype, log, invariant)
-        return dx, None, None, None, None
+        return dx, None, None, None
 
 
 def planned_softmax(

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..launch import row_statistics as rows
 from ..launch.availability import KernelUnavailable
 from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
+from ..launch.torch_private import profiling
 from ..planning.types import Plan
 from . import decompositions
 from .arguments import expect_floating, expect_layout, other_device_error, real
@@ -30,6 +31,7 @@ from .route import (
     is_rows_with_ids,
     is_supported,
     planned_by,
+    recorded,
     unsupported_reason,
 )
 
@@ -68,6 +70,12 @@ def token_logprobs_of(
 def _by_kernels(
     x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    if profiling():
+        return recorded("token_logprobs", _apply, x, ids, scale, entropy)
+    return _apply(x, ids, scale, entropy)
+
+
+def _apply(x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
     if x.requires_grad and torch.is_grad_enabled():
         return RowStatistics.apply(x, ids, scale, entropy)
     return _statistics(x, ids, scale, entropy, keeps=False)[:3]
@@ -83,7 +91,7 @@ def direct_token_logprobs(
     if not (type(temperature) is float and temperature > 0.0 and type(entropy) is bool):
         return None
     scale = 1.0 if temperature == 1.0 else max(1.0 / temperature, least_positive(logits.dtype))
-    picked, entropies, lse = _by_kernels(logits, token_ids.view(-1, 1), scale, entropy)
+    picked, entropies, lse = _by_kernels(logits, token_ids, scale, entropy)
     assert picked is not None
     return picked, entropies, lse
 
