@@ -58,6 +58,11 @@ NAMES = {
         "(logits: 'Tensor', token_ids: 'Tensor', *, temperature: 'float | Tensor' = 1.0, return_entropy: "
         "'bool' = False, return_logsumexp: 'bool' = False) -> 'Tensor | TokenStatistics'"
     ),
+    "warmup": (
+        "(shapes: 'Any', *, ops: 'str | Iterable[str] | None' = None, dtype: 'torch.dtype | Iterable[torch.dtype] | "
+        "None' = None, backward: 'bool' = True, device: 'torch.device | str | int | None' = None) -> 'dict[tuple[str, "
+        "torch.dtype, int], float]'"
+    ),
     "nn.Softmax": "(dim: int | None = None) -> None",
     "nn.LogSoftmax": "(dim: int | None = None) -> None",
     "nn.CrossEntropyLoss": (

@@ -209,10 +209,9 @@ def token_logprobs(
     """
     found = direct_token_logprobs(logits, token_ids, temperature, return_entropy)
     if found is not None and type(return_logsumexp) is bool:
-        picked, entropy, lse = found
-        logprobs = picked.view(token_ids.shape)
         if not (return_entropy or return_logsumexp):
-            return logprobs
+            return found[0]
+        logprobs, entropy, lse = found
         return TokenStatistics(logprobs, entropy, lse if return_logsumexp else None)
     if not (isinstance(logits, Tensor) and isinstance(token_ids, Tensor)) or (
         type(temperature) is not float and stands_in(temperature)

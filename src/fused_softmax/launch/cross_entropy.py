@@ -7,7 +7,8 @@ the device. KernelUnavailable, with nothing written, where a kernel over rows do
 from __future__ import annotations
 
 import functools
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +36,14 @@ from .launcher import (
     always,
     device_of,
     launch_rows,
+    on_device,
     planned,
     prepare_flat,
     prepare_rows,
 )
-from .layout import empty, gradient_buffer, places
+from .layout import empty, gradient_buffer, places, pointer
 from .options import CrossEntropy, Flags
+from .torch_private import current_device
 
 
 @kernel_loader
@@ -120,15 +123,16 @@ def check_targets(target: Tensor, ignore_index: int, n_cols: int) -> None:
 
 @dataclass(frozen=True)
 class _Launches:
-    """What a cross-entropy of rows of one layout launches; each is run(rows, vectors, numbers), or over vectors alone.
+    """What a cross-entropy of rows of one layout launches.
 
-    writes: whether the pass that reads the logits writes their gradient. None where PyTorch counts, or adds up.
+    writes: whether the pass that reads the logits writes their gradient. loss: `at` of that pass. count, reduce: what
+    `prepare_flat` returns; None where PyTorch counts, or adds up.
     """
 
     writes: bool
-    loss: Run
-    count: Run | None
-    reduce: Run | None
+    loss: Callable[..., None]
+    count: Callable[..., None] | None
+    reduce: Callable[..., None] | None
 
 
 _launches = Cache()
@@ -176,7 +180,7 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
             flags = _sum_flags(True, divided, op.weight is not None, n_rows > ONE_CTA_ROWS, device)
             reduce = prepare_flat(_reduce_losses, (real, torch.int64, real, real), flags, 8, x)
             count = _prepare_count(op, n_rows, x) if divided and training else None
-    return _Launches(writes, loss, count, reduce)
+    return _Launches(writes, loss.at, count, reduce)
 
 
 def _prepare_count(op: CrossEntropy, n_rows: int, x: Tensor) -> Run:
@@ -190,61 +194,65 @@ def count_targets(op: CrossEntropy, x: Tensor) -> Tensor:
     if op.denominator is None and n_rows <= ONE_PROGRAM_ROWS:
         count = empty((1,), (1,), torch.float32, x)
         with suppress(KernelUnavailable):
-            vectors = (op.target, count if op.weight is None else op.weight, count)
-            _prepare_count(op, n_rows, x)(vectors, (n_rows, n_cols, op.ignore_index))
+            run, at = _prepare_count(op, n_rows, x), pointer(x)
+            with on_device(x.get_device()) if x.is_cuda else nullcontext():
+                vectors = (at(op.target), at(count if op.weight is None else op.weight), at(count))
+                run(vectors, (n_rows, n_cols, op.ignore_index))
             return count
     return counted(op, n_cols)
 
 
-def cross_entropy_forward(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
-    """(the loss, reduced; memory for `moments_and_count`); one read, no gradient."""
-    loss, kept, _ = _forward_pass(x, op, False, False)
-    return loss, kept
+def cross_entropy_forward(
+    x: Tensor, op: CrossEntropy, training: bool = False, inplace: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(the loss, reduced; memory for `moments_and_count`; the gradient for an upstream gradient of 1, or None).
 
-
-def cross_entropy_training(x: Tensor, op: CrossEntropy, inplace: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(the loss, reduced; memory for `moments_and_count`; the gradient for an upstream gradient of 1).
-
-    The gradient is written in the pass that reads the logits: over x where `inplace`. It is None where a row does not
-    fit on chip, and for losses that are not reduced.
+    `training`: the gradient is written in the pass that reads the logits, over x where `inplace`. It is None where a
+    row does not fit on chip, and for losses that are not reduced.
     """
-    return _forward_pass(x, op, True, inplace)
-
-
-def _forward_pass(x: Tensor, op: CrossEntropy, training: bool, inplace: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     launches = _launches_of(x, op, training, inplace)
+    if not x.is_cuda or current_device() == x.get_device():
+        return _run(launches, x, op, training, inplace)
+    with torch.cuda.device(x.get_device()):
+        return _run(launches, x, op, training, inplace)
+
+
+def _run(
+    launches: _Launches, x: Tensor, op: CrossEntropy, training: bool, inplace: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     n_rows, n_cols = x.shape
+    target, weight, weight_sum, ignore_index, reduction, smoothing, softcap, z_loss, denominator = op
+    at = pointer(x)
     # one allocation: each row's moments, the mean's denominator, each row's loss
     kept = empty((3 * n_rows + 1,), (1,), torch.float32, x)
     moments, count, losses = places(kept, 0, 2 * n_rows, 2 * n_rows + 1)
-    if op.reduction == "none":
-        loss = empty((n_rows,), (1,), torch.float32, x)
-        losses = loss
-    else:
-        loss = empty((), (), torch.float32, x)
-    if training and op.reduction == "mean":
-        if launches.count is None:
-            kept[2 * n_rows : 2 * n_rows + 1].copy_(counted(op, n_cols))
-        else:
-            vectors = (op.target, count if op.weight is None else op.weight, count)
-            launches.count(vectors, (n_rows, n_cols, op.ignore_index))
-    numbers = (op.ignore_index, *op.numbers)
+    loss = empty((n_rows,) if reduction == "none" else (), (1,) if reduction == "none" else (), torch.float32, x)
+    if reduction == "none":
+        losses = at(loss)
+    targets = at(target)
+    weights = losses if weight is None else at(weight)
+    size = (n_rows, n_cols, ignore_index)
+    if launches.count is not None:
+        launches.count((targets, weights, count), size)
+    elif training and reduction == "mean":
+        kept[2 * n_rows : 2 * n_rows + 1].copy_(counted(op, n_cols))
+    vectors = (targets, weights, losses if weight_sum is None else at(weight_sum))
+    numbers = (ignore_index, smoothing, 1.0 if softcap is None else softcap, z_loss)
     dx = None
     if launches.writes:
         dx = x.detach() if inplace else gradient_buffer(x)
-        launches.loss((x, dx), (*op.vectors(losses), count, losses, moments), numbers)
+        launches.loss(n_rows, (at(x), at(dx)), (*vectors, count, losses, moments), numbers)
     else:
-        launches.loss((x,), (*op.vectors(losses), losses, moments), numbers)
-    if op.reduction == "none":
+        launches.loss(n_rows, (at(x),), (*vectors, losses, moments), numbers)
+    if reduction == "none":
         return loss, kept, dx
-    if launches.reduce is None:
-        loss = kept[2 * n_rows + 1 :].sum()
+    if launches.reduce is not None:
+        launches.reduce((losses, targets, weights, at(loss)), size)
     else:
-        of_losses = (losses, op.target, losses if op.weight is None else op.weight, loss)
-        launches.reduce(of_losses, (n_rows, n_cols, op.ignore_index))
-    if op.reduction == "mean" and op.denominator is not None:
-        loss = loss / op.denominator[0]
-    elif op.reduction == "mean" and launches.reduce is None:
+        loss = kept[2 * n_rows + 1 :].sum()
+    if reduction == "mean" and denominator is not None:
+        loss = loss / denominator[0]
+    elif reduction == "mean" and launches.reduce is None:
         total = counted(op, n_cols)[0]
         loss = torch.where(total == 0.0, float("nan"), loss / total)
     return loss, kept, dx
@@ -259,6 +267,9 @@ def moments_and_count(kept: Tensor, n_rows: int) -> list[Any]:
     return places(kept, 0, 2 * n_rows)
 
 
+_gradients = Cache()
+
+
 def cross_entropy_gradient(
     x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector, g: Tensor, *, unless_one: bool
 ) -> None:
@@ -267,9 +278,16 @@ def cross_entropy_gradient(
     count: the mean's denominator; for other reductions any vector.
     """
     vectors = (*op.vectors(g), count, moments, g)
-    flags = (("UNLESS_ONE", unless_one), ("MEAN", op.reduction == "mean"), *op.kind.flags)
-    numbers = (op.ignore_index, int(g.numel() > 1), *op.numbers)
-    launch_rows(BACKWARD_UNLESS_ONE if unless_one else BACKWARD, (x, dx), vectors, numbers, flags)
+    kind, mean, index = op.kind, op.reduction == "mean", x.get_device()
+    layouts = (x.stride(0), x.data_ptr() & 31, dx.stride(0), dx.data_ptr() & 31)
+    key = (x.shape[1], x.dtype, layouts, index, kind, mean, op.weight_sum is None, unless_one)
+    run = _gradients.get(key)
+    if run is None:
+        flags = (("UNLESS_ONE", unless_one), ("MEAN", mean), *kind.flags)
+        run = prepare_rows(BACKWARD_UNLESS_ONE if unless_one else BACKWARD, (x, dx), vectors, flags, False)
+        if x.is_cuda:
+            _gradients.remember(key, run)
+    run((x, dx), vectors, (op.ignore_index, int(g.numel() > 1), *op.numbers))
 
 
 def planned_cross_entropy(x: Tensor, on: Tensor, gradient: bool) -> Plan | str:

@@ -30,8 +30,7 @@ from .torch_private import current_device, current_stream
 
 # programs of a launch that most often has nothing to do; 31 for each of an H200's multiprocessors
 FEW_PROGRAMS = 4096
-# what stands for a vector: a tensor; or, on a GPU, the address of float32 numbers
-Vector = Any
+Vector = Any  # a tensor; or, on a GPU, the address of float32 numbers
 _REAL = torch.float32
 
 
@@ -78,8 +77,9 @@ class Described:
         return needed if self.most is None else min(needed, self.most)
 
 
-# run(rows, vectors, numbers): launches over tensors that lie as those that it was prepared for, any number of rows;
-# on a GPU, run.parts is what a call is made of
+# run(rows, vectors, numbers): launches over tensors that lie as those that it was prepared for, any number of rows.
+# run.at(n_rows, rows, vectors, numbers) takes pointers, as `layout.pointer` makes them, on the current device.
+# On a GPU, run.parts is what a call is made of.
 Run = Any
 
 
@@ -194,6 +194,7 @@ def _interpreted(op: RowOp, flags: Flags, invariant: bool) -> Run:
         device = device_of(rows[0])
         row_launch(op, rows, vectors, numbers, flags, op.plan(rows, device, invariant), device)()
 
+    run.at = lambda n_rows, rows, vectors, numbers: run(rows, vectors, numbers)  # type: ignore[attr-defined]
     return run
 
 
@@ -265,7 +266,10 @@ _flat = Cache()
 
 
 def prepare_flat(kernel: Kernel, dtypes: tuple[torch.dtype, ...], flags: Flags, num_warps: int, on: Tensor) -> Run:
-    """run(vectors, numbers) of a kernel of one program over vectors of such dtypes, on the device of `on`."""
+    """run(vectors, numbers) of a kernel of one program over vectors of such dtypes, on the device of `on`.
+
+    It takes pointers, as `layout.pointer` makes them, on the current device.
+    """
     device = device_of(on)
     if not on.is_cuda:
         kernel()  # raises now, before anything is written
@@ -285,11 +289,7 @@ def _flat_runner(binding: Binding, index: int) -> Run:
     call, prefix, trailing = binding
 
     def run(vectors: tuple[Vector, ...], numbers: tuple[int, ...]) -> None:
-        if current_device() != index:
-            with torch.cuda.device(index):
-                return run(vectors, numbers)
-        pointers = [v if type(v) is int else v.data_ptr() for v in vectors]
-        call(1, 1, 1, current_stream(index), *prefix, *pointers, *numbers, *trailing)
+        call(1, 1, 1, current_stream(index), *prefix, *vectors, *numbers, *trailing)
 
     return run
 

@@ -5,7 +5,7 @@ Everything here is a view or a number, except `rows_of`, which copies what does 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,14 +55,20 @@ def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like
 
 
 def places(memory: Tensor, *starts: int) -> list[Any]:
-    """What a launch takes for vectors that start at these elements of contiguous float32 memory.
-
-    On a GPU these are addresses, which cost no view; in the interpreter, views.
-    """
+    """Pointers to where vectors start in contiguous float32 memory, at these elements."""
     if memory.is_cuda:
         address = memory.data_ptr()
         return [address + 4 * start for start in starts]
     return [memory[start:] for start in starts]
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t
+
+
+def pointer(x: Tensor) -> Callable[[Tensor], Any]:
+    """What makes a launch's pointer of a tensor on x's device: its address, or in the interpreter the tensor."""
+    return Tensor.data_ptr if x.is_cuda else _itself
 
 
 def rows_or_copy(x: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def statistics(
     key = (_layout(x), n_picks, entropy, scaled, keeps, invariant)
     lse = empty((n_rows,), (1,), real, x)
     entropies = empty((n_rows,), (1,), real, x) if entropy else None
-    picked = None if ids is None else empty(ids.shape, ids.stride(), real, x)
+    picked = None if ids is None else empty(tuple(ids.shape), ids.stride(), real, x)
     moments = empty((n_rows, 2), (2, 1), real, x) if keeps else None
     vectors = (
         lse,

@@ -8,6 +8,7 @@ torch without them would: calls are slower, and their results are the same.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -62,11 +63,13 @@ _level: Any = _forward_ad
 if not hasattr(_forward_ad, "_current_level"):
     missing.append("torch.autograd.forward_ad._current_level")
     _level = SimpleNamespace(_current_level=-1)
+# the innermost level of forward-mode AD that is entered, or -1
+forward_ad_level = functools.partial(getattr, _level, "_current_level")
 
 
 def in_forward_ad() -> bool:
     """Whether a level of forward-mode AD is entered."""
-    return _level._current_level >= 0
+    return forward_ad_level() >= 0
 
 
 # --- what watches a call: with public fallbacks; the private ones are in torch 2.4 to 2.15 ----------------------------
@@ -80,16 +83,11 @@ def _public_has_storage(x: torch.Tensor) -> bool:
     return True
 
 
-_profiler: Any = _or_public("autograd.profiler", SimpleNamespace())
-if not hasattr(_profiler, "_is_profiler_enabled"):
-    _profiler = SimpleNamespace(_is_profiler_enabled=False)  # ops have no names of their own in a profile
-
-
-def profiling() -> bool:
-    """Whether a torch profiler is active."""
-    return _profiler._is_profiler_enabled
-
-
+_profiler: Any = _or_public("autograd.profiler", None)
+if not hasattr(_profiler, "_is_profiler_enabled"):  # then a profile does not name our ops
+    _profiler = SimpleNamespace(_is_profiler_enabled=False)
+# whether a torch profiler is active
+profiling = functools.partial(getattr, _profiler, "_is_profiler_enabled")
 tracing_state = _or_public("_C._get_tracing_state", lambda: torch.jit.is_tracing() or None)
 any_autocast = _or_public(
     "_C._is_any_autocast_enabled", lambda: torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
@@ -119,6 +117,15 @@ current_stream: Any = _or_public(
 )
 # the allocation behind torch.empty; without it a call takes the longer path
 empty_strided_cuda: Any = _or_public("_C._dynamo.guards._empty_strided_cuda", None)
+
+# --- autograd: Function.apply without its part for torch.func; torch 2.4 to 2.15 --------------------------------------
+
+
+def function_apply(function: Any) -> Callable[..., Any]:
+    """function.apply of an autograd.Function, for callers that know that no transform of torch.func is active."""
+    direct = None if _PUBLIC_ONLY else getattr(super(torch.autograd.Function, function), "apply", None)
+    return function.apply if direct is None else direct
+
 
 # --- torch.library ----------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from ..launch.context import as_in_forward, is_batch_invariant
 from ..launch.launcher import Vector
 from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
 from ..launch.options import CrossEntropy
-from ..launch.torch_private import profiling
+from ..launch.torch_private import function_apply, profiling
 from ..planning.types import Plan
 from . import decompositions
 from .arguments import expect_floating, expect_layout
@@ -140,7 +140,7 @@ def _by_kernels(x: Tensor, op: CrossEntropy, inplace: bool) -> Tensor:
 
 def _apply(x: Tensor, op: CrossEntropy, inplace: bool) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
-        return RowCrossEntropy.apply(x, op, inplace)
+        return _row_cross_entropy(x, op, inplace)
     return _forward(x, op)[0]
 
 
@@ -171,7 +171,7 @@ def _weighs(weight: Tensor, logits: Tensor, n_cols: int) -> bool:
 
 def _forward(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
     try:
-        return rows.cross_entropy_forward(x, op)
+        return rows.cross_entropy_forward(x, op)[:2]
     except KernelUnavailable:
         return _forward_by_torch(x, op)
 
@@ -206,7 +206,7 @@ class RowCrossEntropy(torch.autograd.Function):
         # two rows that share memory cannot hold two gradients
         inplace = inplace and (x.shape[0] == 1 or x.stride(0) >= x.shape[1])
         try:
-            loss, kept, dx = rows.cross_entropy_training(x, op, inplace)
+            loss, kept, dx = rows.cross_entropy_forward(x, op, True, inplace)
         except KernelUnavailable:
             (loss, kept), dx = _forward_by_torch(x, op), None
         inplace = inplace and dx is not None
@@ -246,13 +246,16 @@ class RowCrossEntropy(torch.autograd.Function):
         elif written is not None:
             # a further one runs the forward's kernel again, so that its bits are those of the first
             with as_in_forward(invariant):
-                dx = rows.cross_entropy_training(x, op, False)[2]
+                dx = rows.cross_entropy_forward(x, op, True)[2]
         unless_one = dx is not None
         if dx is None:
             dx = gradient_buffer(x)
         moments, count = rows.moments_and_count(kept, n_rows)
         _gradient(x, dx, op, moments, count, upstream, unless_one=unless_one)
         return dx, None, None
+
+
+_row_cross_entropy = function_apply(RowCrossEntropy)
 
 
 _OVERWRITTEN = (

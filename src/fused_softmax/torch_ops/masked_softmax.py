@@ -19,7 +19,7 @@ from ..launch.context import as_in_forward, is_batch_invariant
 from ..launch.launcher import planned
 from ..launch.masked_softmax import masked_backward, masked_forward, planned_backward, planned_forward
 from ..launch.softmax import softmax_backward, softmax_op
-from ..launch.torch_private import profiling
+from ..launch.torch_private import function_apply, profiling
 from ..planning.types import Plan
 from . import decompositions
 from .arguments import expect_floating, other_device_error
@@ -60,7 +60,7 @@ def masked_softmax_of(x: Tensor, mask: Tensor | None, scale: float, causal: bool
 
 def _apply(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
     if (x.requires_grad or (mask is not None and mask.requires_grad)) and torch.is_grad_enabled():
-        return MaskedSoftmax.apply(x, mask, scale, causal, zero)
+        return _masked_softmax(x, mask, scale, causal, zero)
     return _forward(x, mask, scale, causal, zero)
 
 
@@ -128,6 +128,9 @@ class MaskedSoftmax(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None) -> Gradients:
         plain = dy is not None and can_bypass_dispatcher(dy)
         return _gradients(ctx, dy, _backward if plain else decompositions.masked_softmax_gradient)
+
+
+_masked_softmax = function_apply(MaskedSoftmax)
 
 
 # --- the operator ----------------------------------------------------------------------------------------------------

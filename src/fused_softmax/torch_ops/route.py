@@ -70,6 +70,7 @@ EMPTY = Fallback("the tensor is empty: nothing is launched", "empty", "empty")
 # device types whose tensors have kernels, for torch.compile: it asks no device while it traces
 _KERNEL_DEVICES = ("cpu",) if interpreting() else ("cuda",)
 _is_compiling = torch.compiler.is_compiling
+_forward_ad_level = torch_private.forward_ad_level
 _dispatch_modes = torch_private.dispatch_modes
 _transform = torch_private.innermost_transform
 _tracing_state = torch_private.tracing_state
@@ -88,7 +89,7 @@ def can_bypass_dispatcher(x: Tensor) -> bool:
         and (type(x) is Tensor or type(x) is Parameter)
         and not _dispatch_modes()
         and _transform() is None
-        and not in_forward_ad()
+        and _forward_ad_level() < 0
         and _tracing_state() is None
         and not x.is_neg()
         and _has_storage(x)
@@ -126,7 +127,7 @@ def is_rows_with_ids(x: Any, ids: Any) -> bool:
     if len(shape) != 2 or ids.shape != shape[:1] or not shape[0] or not can_bypass_dispatcher(x):
         return False
     # whatever all numbers of rows share
-    key = (shape[1], x.stride(), x.dtype, x.device, ids.stride(), ids.dtype, ids.device)
+    key = (shape[1], x.stride(), x.dtype, x.get_device(), ids.stride(), ids.dtype, ids.get_device())
     found = _rows_with_ids.get(key)
     return _rows_with_ids.remember(key, _lie_as_kernels_read(x, ids)) if found is None else found
 

@@ -26,7 +26,7 @@ from ..launch.prepared_calls import softmax_call, softmax_out_call
 from ..launch.softmax import planned_strided, prepare_backward, prepare_softmax, softmax_op, torch_is_faster_reason
 from ..launch.softmax import softmax_backward as backward_by_kernel
 from ..launch.softmax import softmax_forward as forward_by_kernel
-from ..launch.torch_private import profiling
+from ..launch.torch_private import function_apply, profiling
 from ..planning.types import Plan
 from . import decompositions
 from .arguments import FLOATING
@@ -69,12 +69,14 @@ def direct_softmax(x: Any, dim: Any, dtype: torch.dtype | None, log: bool, out: 
         return torchs_own(log)(x, dim, dtype=dtype)
     if profiling():
         return recorded(NAMES[log], _apply, x, dim, log, call)
-    return _apply(x, dim, log, call)
+    if x.requires_grad and _is_grad_enabled():
+        return _row_softmax(x, dim, log, call)
+    return call(x)
 
 
 def _apply(x: Tensor, dim: int, log: bool, call: Callable[[Tensor], Tensor]) -> Tensor:
     if x.requires_grad and _is_grad_enabled():
-        return RowSoftmax.apply(x, dim, log, call)
+        return _row_softmax(x, dim, log, call)
     return call(x)
 
 
@@ -220,6 +222,9 @@ class RowSoftmax(torch.autograd.Function):
         if dx is None:
             dx = backward_or_torch(dy, y, dim, dtype, log, invariant)
         return dx, None, None, None
+
+
+_row_softmax = function_apply(RowSoftmax)
 
 
 def planned_softmax(

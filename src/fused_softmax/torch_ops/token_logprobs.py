@@ -17,7 +17,7 @@ from torch import Tensor
 from ..launch import row_statistics as rows
 from ..launch.availability import KernelUnavailable
 from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
-from ..launch.torch_private import profiling
+from ..launch.torch_private import function_apply, profiling
 from ..planning.types import Plan
 from . import decompositions
 from .arguments import expect_floating, expect_layout, other_device_error, real
@@ -77,7 +77,7 @@ def _by_kernels(
 
 def _apply(x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
     if x.requires_grad and torch.is_grad_enabled():
-        return RowStatistics.apply(x, ids, scale, entropy)
+        return _row_statistics(x, ids, scale, entropy)
     return _statistics(x, ids, scale, entropy, keeps=False)[:3]
 
 
@@ -153,6 +153,9 @@ class RowStatistics(torch.autograd.Function):
         dx = gradient_buffer(x)
         _gradient(x, dx, moments, scale, ids, entropy, (g_picked, g_entropy, g_lse))
         return dx, None, None, None
+
+
+_row_statistics = function_apply(RowStatistics)
 
 
 def _statistics(
