@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fused_softmax.torch_ops.route import is_rows_with_ids
+from fused_softmax.torch_ops.route import layout_of_rows
 
 pytestmark = pytest.mark.interpreted
 IDS = torch.zeros(3, dtype=torch.int64)
@@ -20,8 +20,18 @@ def claims_a_gpu(monkeypatch):
 def test_rows_with_one_stride_and_their_ids_are_taken(dtype):
     x = torch.zeros(3, 11, dtype=dtype)
     for rows in (x, x[:, :5], x[:, 1:2], x[:1], x.requires_grad_()):
-        assert is_rows_with_ids(rows, IDS[: rows.shape[0]])
-        assert is_rows_with_ids(rows, IDS[: rows.shape[0]])  # and where the answer is known
+        layout = layout_of_rows(rows, IDS[: rows.shape[0]])
+        assert layout is not None
+        assert layout_of_rows(rows, IDS[: rows.shape[0]]) is layout  # and where the answer is known
+
+
+def test_a_layout_tells_apart_what_kernels_depend_on_and_not_the_number_of_rows():
+    x = torch.zeros(3, 24)
+    alike = [layout_of_rows(x[:n, :11], IDS[:n]) for n in (1, 2, 3)]
+    assert alike[0] is alike[1] is alike[2] is not None
+    others = [x[:, :12], x[:, 1:12], x[:, :11].contiguous(), torch.zeros(3, 24, dtype=torch.float16)[:, :11]]
+    layouts = [alike[0], *(layout_of_rows(rows, IDS) for rows in others)]
+    assert len({id(layout) for layout in layouts}) == len(layouts)
 
 
 @pytest.mark.parametrize(
@@ -45,10 +55,10 @@ def test_rows_with_one_stride_and_their_ids_are_taken(dtype):
     ],
 )
 def test_others_take_the_longer_way(x, ids):
-    assert not is_rows_with_ids(x, ids)
-    assert not is_rows_with_ids(x, ids)
+    assert None is layout_of_rows(x, ids)
+    assert None is layout_of_rows(x, ids)
 
 
 def test_a_tensor_that_claims_no_gpu_takes_the_longer_way(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", False)
-    assert not is_rows_with_ids(torch.zeros(3, 11), IDS)
+    assert None is layout_of_rows(torch.zeros(3, 11), IDS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +36,13 @@ from .launcher import (
     always,
     device_of,
     launch_rows,
-    on_device,
+    on_its_device,
     planned,
     prepare_flat,
     prepare_rows,
 )
-from .layout import empty, gradient_buffer, places, pointer
+from .layout import allocator, empty, gradient_buffer, places, pointer
 from .options import CrossEntropy, Flags
-from .torch_private import current_device
 
 
 @kernel_loader
@@ -138,13 +137,17 @@ class _Launches:
 _launches = Cache()
 
 
-def _launches_of(x: Tensor, op: CrossEntropy, training: bool, inplace: bool) -> _Launches:
+def _launches_of(x: Tensor, op: CrossEntropy, training: bool, inplace: bool, layout: object) -> _Launches:
     if not x.is_cuda:
         return _prepare(x[:1], x.shape[0], op, training, inplace)
-    kind, n_rows, invariant = op.kind, x.shape[0], is_batch_invariant()
-    sums = (op.reduction, n_rows > ONE_CTA_ROWS, n_rows > ONE_PROGRAM_ROWS, op.weight_sum is None)
-    layout = (x.shape[1], x.stride(0), x.dtype, x.data_ptr() & 31, x.get_device())
-    key = (layout, kind, sums, op.denominator is None, training, inplace, invariant)
+    n_rows = x.shape[0]
+    size = 0 if n_rows <= ONE_CTA_ROWS else 1 if n_rows <= ONE_PROGRAM_ROWS else 2
+    key: Any = (op.reduction, op.smoothing > 0.0, size, training, inplace, is_batch_invariant())
+    if layout is not None:  # there are no weights, no softcap and no denominator
+        key = (layout, key)
+    else:
+        layout = (x.shape[1], x.stride(0), x.dtype, x.data_ptr() & 31, x.get_device())
+        key = (layout, key, op.kind, op.weight_sum is None, op.denominator is None)
     found = _launches.get(key)
     return _launches.remember(key, _prepare(x[:1], n_rows, op, training, inplace)) if found is None else found
 
@@ -195,26 +198,22 @@ def count_targets(op: CrossEntropy, x: Tensor) -> Tensor:
         count = empty((1,), (1,), torch.float32, x)
         with suppress(KernelUnavailable):
             run, at = _prepare_count(op, n_rows, x), pointer(x)
-            with on_device(x.get_device()) if x.is_cuda else nullcontext():
-                vectors = (at(op.target), at(count if op.weight is None else op.weight), at(count))
-                run(vectors, (n_rows, n_cols, op.ignore_index))
+            vectors = (at(op.target), at(count if op.weight is None else op.weight), at(count))
+            on_its_device(x, run, vectors, (n_rows, n_cols, op.ignore_index))
             return count
     return counted(op, n_cols)
 
 
 def cross_entropy_forward(
-    x: Tensor, op: CrossEntropy, training: bool = False, inplace: bool = False
+    x: Tensor, op: CrossEntropy, training: bool = False, inplace: bool = False, layout: object = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(the loss, reduced; memory for `moments_and_count`; the gradient for an upstream gradient of 1, or None).
 
     `training`: the gradient is written in the pass that reads the logits, over x where `inplace`. It is None where a
-    row does not fit on chip, and for losses that are not reduced.
+    row does not fit on chip, and for losses that are not reduced. layout: where it is given, a key of how x lies.
     """
-    launches = _launches_of(x, op, training, inplace)
-    if not x.is_cuda or current_device() == x.get_device():
-        return _run(launches, x, op, training, inplace)
-    with torch.cuda.device(x.get_device()):
-        return _run(launches, x, op, training, inplace)
+    launches = _launches_of(x, op, training, inplace, layout)
+    return on_its_device(x, _run, launches, x, op, training, inplace)
 
 
 def _run(
@@ -222,13 +221,15 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     n_rows, n_cols = x.shape
     target, weight, weight_sum, ignore_index, reduction, smoothing, softcap, z_loss, denominator = op
-    at = pointer(x)
+    new, at = allocator(x), pointer(x)
     # one allocation: each row's moments, the mean's denominator, each row's loss
-    kept = empty((3 * n_rows + 1,), (1,), torch.float32, x)
+    kept = new((3 * n_rows + 1,), (1,), torch.float32)
     moments, count, losses = places(kept, 0, 2 * n_rows, 2 * n_rows + 1)
-    loss = empty((n_rows,) if reduction == "none" else (), (1,) if reduction == "none" else (), torch.float32, x)
     if reduction == "none":
+        loss = new((n_rows,), (1,), torch.float32)
         losses = at(loss)
+    else:
+        loss = new((), (), torch.float32)
     targets = at(target)
     weights = losses if weight is None else at(weight)
     size = (n_rows, n_cols, ignore_index)

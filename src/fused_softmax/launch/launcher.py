@@ -165,7 +165,7 @@ def prepare_rows(
     if not first.is_cuda:
         op.kernel(op.plan(rows, device_of(first), invariant))  # raises now, before anything is written
         return _interpreted(op, flags, invariant)
-    layouts = tuple([(t.dtype, t.stride(0), t.data_ptr() & 31) for t in rows])
+    layouts = tuple([(t.dtype, t.stride()[0], t.data_ptr() & 31) for t in rows])
     if op.aligned:
         of_vectors = tuple([(v.dtype, v.data_ptr() % 16 == 0) for v in vectors])
     else:
@@ -245,6 +245,14 @@ _HERE = nullcontext()
 def on_device(index: int) -> AbstractContextManager[Any]:
     """The device as the current one, at no cost where it is."""
     return _HERE if current_device() == index else torch.cuda.device(index)
+
+
+def on_its_device(x: Tensor, call: Callable[..., Any], *arguments: Any) -> Any:
+    """call(*arguments) with x's device as the current one."""
+    if not x.is_cuda or current_device() == x.get_device():
+        return call(*arguments)
+    with torch.cuda.device(x.get_device()):
+        return call(*arguments)
 
 
 # --- kernels of one program over vectors ------------------------------------------------------------------------------

@@ -49,9 +49,17 @@ def rows_of(x: Tensor, n_cols: int) -> Tensor:
 
 def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
     """Uninitialized memory on like's device, by the shortest way that this torch has."""
-    if _empty_strided_cuda is not None and like.is_cuda and current_device() == like.get_device():
-        return _empty_strided_cuda(shape, strides, dtype)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
+    return allocator(like)(tuple(shape), tuple(strides), dtype)
+
+
+def allocator(x: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """new(shape, strides, dtype): uninitialized memory on x's device, by the shortest way that this torch has.
+
+    Shape and strides are tuples and no torch.Size, which that way refuses.
+    """
+    if x.is_cuda and _empty_strided_cuda is not None and current_device() == x.get_device():
+        return _empty_strided_cuda
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
 
 
 def places(memory: Tensor, *starts: int) -> list[Any]:

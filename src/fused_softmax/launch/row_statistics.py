@@ -18,8 +18,8 @@ from ..planning.types import Plan, power_of_two
 from .cache import Cache
 from .compile import kernel_loader
 from .context import is_batch_invariant
-from .launcher import RowOp, always, planned, prepare_rows
-from .layout import empty, rows_of
+from .launcher import RowOp, always, on_its_device, planned, prepare_rows
+from .layout import allocator, pointer, rows_of
 from .options import Flags
 
 
@@ -56,37 +56,48 @@ _forwards = Cache()
 
 
 def statistics(
-    x: Tensor, ids: Tensor | None, scale: float | Tensor, entropy: bool, *, invariant: bool = False, keeps: bool = True
+    x: Tensor,
+    ids: Tensor | None,
+    scale: float | Tensor,
+    entropy: bool,
+    *,
+    invariant: bool = False,
+    keeps: bool = True,
+    layout: object = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """(log-probabilities of ids, entropy, lse, moments) of rows x*scale, float32.
 
     ids: (n_rows,) or (n_rows, n_picks) int64, contiguous, and the log-probabilities have its shape. moments, where
-    `keeps`: (n_rows, 2), each row's maximum and its sum of exponentials, which `statistics_backward` takes.
+    `keeps`: (n_rows, 2), each row's maximum and its sum of exponentials, which `statistics_backward` takes. layout:
+    where it is given, a key of how x lies.
     """
     n_rows, real = x.shape[0], torch.float32
     n_picks, scaled = _picks(ids), _scale_flag(scale)
     invariant = invariant or is_batch_invariant()
-    key = (_layout(x), n_picks, entropy, scaled, keeps, invariant)
-    lse = empty((n_rows,), (1,), real, x)
-    entropies = empty((n_rows,), (1,), real, x) if entropy else None
-    picked = None if ids is None else empty(tuple(ids.shape), ids.stride(), real, x)
-    moments = empty((n_rows, 2), (2, 1), real, x) if keeps else None
+    key = (layout or _layout(x), n_picks, entropy, scaled, keeps, invariant)
+    new, at = allocator(x), pointer(x)
+    lse = new((n_rows,), (1,), real)
+    rows_at = at(lse)
+    picked = None if ids is None else new((n_rows,) if ids.dim() == 1 else (n_rows, n_picks), ids.stride(), real)
+    entropies = new((n_rows,), (1,), real) if entropy else None
+    moments = new((n_rows, 2), (2, 1), real) if keeps else None
     vectors = (
-        lse,
-        lse if moments is None else moments,
-        lse if entropies is None else entropies,
-        lse if ids is None else ids,
-        lse if picked is None else picked,
-        scale if scaled == 2 else lse,
+        rows_at,
+        rows_at if moments is None else at(moments),
+        rows_at if entropies is None else at(entropies),
+        rows_at if ids is None else at(ids),
+        rows_at if picked is None else at(picked),
+        at(scale) if isinstance(scale, Tensor) else rows_at,
     )
-    run = _forwards.get(key)
-    if run is None:
+    launch = _forwards.get(key)
+    if launch is None:
         flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", entropy))
         flags = (*flags, ("SCALE", scaled), ("KEEP_MOMENTS", keeps))
-        run = prepare_rows(FORWARD, (x,), vectors, flags, invariant)
+        as_tensors = (lse, lse, lse, lse if ids is None else ids, lse, lse)
+        launch = prepare_rows(FORWARD, (x,), as_tensors, flags, invariant).at
         if x.is_cuda:
-            _forwards.remember(key, run)
-    run((x,), vectors, (n_picks, 1.0 if scaled == 2 else scale))
+            _forwards.remember(key, launch)
+    on_its_device(x, launch, n_rows, (at(x),), vectors, (n_picks, 1.0 if scaled == 2 else scale))
     return picked, entropies, lse, moments
 
 

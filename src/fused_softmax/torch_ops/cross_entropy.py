@@ -32,8 +32,8 @@ from .route import (
     Fallback,
     can_bypass_dispatcher,
     is_compiled,
-    is_rows_with_ids,
     is_supported,
+    layout_of_rows,
     planned_by,
     recorded,
     unsupported_reason,
@@ -104,8 +104,9 @@ def direct_cross_entropy(
 
     The longer way judges wrong arguments, too.
     """
+    layout = layout_of_rows(logits, target)
     if (
-        not is_rows_with_ids(logits, target)
+        layout is None
         or type(ignore_index) is not int
         or type(label_smoothing) is not float
         or type(z_loss) is not float
@@ -116,7 +117,7 @@ def direct_cross_entropy(
     ):
         return None
     op = CrossEntropy(target, None, None, ignore_index, reduction, label_smoothing, None, z_loss)
-    return _by_kernels(logits, op, inplace_backward)
+    return _by_kernels(logits, op, inplace_backward, layout)
 
 
 def planned_cross_entropy(logits: Tensor, backward: bool) -> Plan | Fallback:
@@ -132,16 +133,16 @@ def planned_cross_entropy(logits: Tensor, backward: bool) -> Plan | Fallback:
     return Fallback(plan) if isinstance(plan, str) else plan
 
 
-def _by_kernels(x: Tensor, op: CrossEntropy, inplace: bool) -> Tensor:
+def _by_kernels(x: Tensor, op: CrossEntropy, inplace: bool, layout: object = None) -> Tensor:
     if profiling():
-        return recorded("cross_entropy", _apply, x, op, inplace)
-    return _apply(x, op, inplace)
+        return recorded("cross_entropy", _apply, x, op, inplace, layout)
+    return _apply(x, op, inplace, layout)
 
 
-def _apply(x: Tensor, op: CrossEntropy, inplace: bool) -> Tensor:
+def _apply(x: Tensor, op: CrossEntropy, inplace: bool, layout: object) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
-        return _row_cross_entropy(x, op, inplace)
-    return _forward(x, op)[0]
+        return _row_cross_entropy(x, op, inplace, layout)
+    return _forward(x, op, layout)[0]
 
 
 def _fits(
@@ -169,9 +170,9 @@ def _weighs(weight: Tensor, logits: Tensor, n_cols: int) -> bool:
     )
 
 
-def _forward(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
+def _forward(x: Tensor, op: CrossEntropy, layout: object = None) -> tuple[Tensor, Tensor]:
     try:
-        return rows.cross_entropy_forward(x, op)[:2]
+        return rows.cross_entropy_forward(x, op, layout=layout)[:2]
     except KernelUnavailable:
         return _forward_by_torch(x, op)
 
@@ -202,11 +203,11 @@ class RowCrossEntropy(torch.autograd.Function):
     wrote: all of it by save_for_backward, where checkpointing and offloading see it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, op: CrossEntropy, inplace: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, op: CrossEntropy, inplace: bool, layout: object) -> Tensor:
         # two rows that share memory cannot hold two gradients
         inplace = inplace and (x.shape[0] == 1 or x.stride(0) >= x.shape[1])
         try:
-            loss, kept, dx = rows.cross_entropy_forward(x, op, True, inplace)
+            loss, kept, dx = rows.cross_entropy_forward(x, op, True, inplace, layout)
         except KernelUnavailable:
             (loss, kept), dx = _forward_by_torch(x, op), None
         inplace = inplace and dx is not None
@@ -221,23 +222,23 @@ class RowCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         if g is None:
-            return None, None, None
+            return None, None, None, None
         x, target, weight, weight_sum, kept, denominator, written = ctx.saved_tensors
         options, n_rows, inplace, invariant = ctx.described
         op = CrossEntropy(target, weight, weight_sum, *options, denominator)  # type: ignore[call-arg]
         if torch.is_grad_enabled() or not can_bypass_dispatcher(g):
             if x is None:
                 raise RuntimeError(_OVERWRITTEN)
-            return decompositions.cross_entropy_gradient(g, x, op), None, None
+            return decompositions.cross_entropy_gradient(g, x, op), None, None, None
         unread = bool(ctx.unread) and ctx.unread.pop()
         upstream = g if g.dtype is torch.float32 and g.is_contiguous() else g.float().contiguous()
         if inplace:
             if not unread:
                 raise RuntimeError(_OVERWRITTEN)
             _scale_unless_one(written, upstream)
-            return written, None, None
+            return written, None, None, None
         dx = None
         if unread:
             # The first backward gives away what the forward wrote, with a version counter of its own: a change in place
@@ -252,7 +253,7 @@ class RowCrossEntropy(torch.autograd.Function):
             dx = gradient_buffer(x)
         moments, count = rows.moments_and_count(kept, n_rows)
         _gradient(x, dx, op, moments, count, upstream, unless_one=unless_one)
-        return dx, None, None
+        return dx, None, None, None
 
 
 _row_cross_entropy = function_apply(RowCrossEntropy)

@@ -113,29 +113,34 @@ def is_supported(x: Tensor) -> bool:
     return x.numel() > 0 and unsupported_reason(x, x.dtype) is None
 
 
-_rows_with_ids = Cache()
+_layouts = Cache()
+_INT64 = torch.int64
 
 
-def is_rows_with_ids(x: Any, ids: Any) -> bool:
-    """Whether x, (n_rows, n_cols) on a GPU, and ids, (n_rows,), are plain tensors that our kernels take as they lie.
+def layout_of_rows(x: Any, ids: Any) -> object | None:
+    """What all x, (n_rows, n_cols) on a GPU, and ids, (n_rows,), that lie like these share, as a key; None for others.
 
-    It asks for what is plainly right. A loss whose tensors are otherwise has a longer way, which judges wrong ones too.
+    It is for plain tensors that our kernels take as they lie, and asks for what is plainly right. A loss whose tensors
+    are otherwise has a longer way, which judges wrong ones too.
     """
-    if type(x) is not Tensor or type(ids) is not Tensor or not x.is_cuda:
-        return False
-    shape = x.shape
-    if len(shape) != 2 or ids.shape != shape[:1] or not shape[0] or not can_bypass_dispatcher(x):
-        return False
-    # whatever all numbers of rows share
-    key = (shape[1], x.stride(), x.dtype, x.get_device(), ids.stride(), ids.dtype, ids.get_device())
-    found = _rows_with_ids.get(key)
-    return _rows_with_ids.remember(key, _lie_as_kernels_read(x, ids)) if found is None else found
+    if type(x) is not Tensor or type(ids) is not Tensor or not x.is_cuda or x.dim() != 2 or ids.dim() != 1:
+        return None
+    n_rows, n_cols = x.shape
+    if not n_rows or ids.numel() != n_rows or not can_bypass_dispatcher(x):
+        return None
+    index = x.get_device()
+    if ids.get_device() != index or ids.dtype is not _INT64:
+        return None
+    key = (n_cols, x.stride(), x.dtype, x.data_ptr() & 31, index, ids.stride())
+    found = _layouts.get(key)
+    if found is None:
+        found = _layouts.remember(key, object() if _lie_as_kernels_read(x, ids) else False)
+    return None if found is False else found
 
 
 def _lie_as_kernels_read(x: Tensor, ids: Tensor) -> bool:
     return (
-        ids.dtype is torch.int64
-        and ids.stride() == (1,)
+        ids.stride() == (1,)
         and ids.device == x.device
         and x.stride(1) == 1
         and x.shape[1] > 0

@@ -28,8 +28,8 @@ from .route import (
     Fallback,
     can_bypass_dispatcher,
     is_compiled,
-    is_rows_with_ids,
     is_supported,
+    layout_of_rows,
     planned_by,
     recorded,
     unsupported_reason,
@@ -68,17 +68,19 @@ def token_logprobs_of(
 
 
 def _by_kernels(
-    x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool
+    x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool, layout: object = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     if profiling():
-        return recorded("token_logprobs", _apply, x, ids, scale, entropy)
-    return _apply(x, ids, scale, entropy)
+        return recorded("token_logprobs", _apply, x, ids, scale, entropy, layout)
+    return _apply(x, ids, scale, entropy, layout)
 
 
-def _apply(x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
+def _apply(
+    x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool, layout: object
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     if x.requires_grad and torch.is_grad_enabled():
-        return _row_statistics(x, ids, scale, entropy)
-    return _statistics(x, ids, scale, entropy, keeps=False)[:3]
+        return _row_statistics(x, ids, scale, entropy, layout)
+    return _statistics(x, ids, scale, entropy, layout, keeps=False)[:3]
 
 
 def direct_token_logprobs(
@@ -86,12 +88,11 @@ def direct_token_logprobs(
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:
     """(log-probabilities, entropy, logsumexp) of rows as they lie, on a GPU, at one id a row; None where the call takes
     the longer way, which also judges wrong arguments."""
-    if not is_rows_with_ids(logits, token_ids):
-        return None
-    if not (type(temperature) is float and temperature > 0.0 and type(entropy) is bool):
+    layout = layout_of_rows(logits, token_ids)
+    if layout is None or not (type(temperature) is float and temperature > 0.0 and type(entropy) is bool):
         return None
     scale = 1.0 if temperature == 1.0 else max(1.0 / temperature, least_positive(logits.dtype))
-    picked, entropies, lse = _by_kernels(logits, token_ids, scale, entropy)
+    picked, entropies, lse = _by_kernels(logits, token_ids, scale, entropy, layout)
     assert picked is not None
     return picked, entropies, lse
 
@@ -129,9 +130,9 @@ class RowStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool
+        ctx: Any, x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool, layout: object
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        picked, entropies, lse, moments = _statistics(x, ids, scale, entropy)
+        picked, entropies, lse, moments = _statistics(x, ids, scale, entropy, layout)
         by_row = isinstance(scale, Tensor)
         ctx.save_for_backward(x, ids, moments, entropies, scale if by_row else None)
         ctx.scale = None if by_row else scale
@@ -141,28 +142,28 @@ class RowStatistics(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, g_picked: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, None, None, None, None]:
         x, ids, moments, entropy, by_row = ctx.saved_tensors
         scale = ctx.scale if by_row is None else by_row
         upstream = [g for g in (g_picked, g_entropy, g_lse) if g is not None]
         if not upstream:
-            return None, None, None, None
+            return None, None, None, None, None
         if torch.is_grad_enabled() or not all(can_bypass_dispatcher(g) for g in upstream):
             dx = decompositions.statistics_gradient(g_picked, g_entropy, g_lse, x, ids, scale)
-            return dx, None, None, None
+            return dx, None, None, None, None
         dx = gradient_buffer(x)
         _gradient(x, dx, moments, scale, ids, entropy, (g_picked, g_entropy, g_lse))
-        return dx, None, None, None
+        return dx, None, None, None, None
 
 
 _row_statistics = function_apply(RowStatistics)
 
 
 def _statistics(
-    x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool, keeps: bool = True
+    x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool, layout: object = None, *, keeps: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     try:
-        return rows.statistics(x, ids, scale, entropy, keeps=keeps)
+        return rows.statistics(x, ids, scale, entropy, keeps=keeps, layout=layout)
     except KernelUnavailable:
         return decompositions.statistics_and_moments(x, ids, scale, entropy)
 

@@ -11,6 +11,7 @@ import typer
 from fused_softmax.lab.cli.check import accuracy, fuzz, verify
 from fused_softmax.lab.cli.measure import bench, report, tune
 from fused_softmax.lab.cli.show import explain, lesson
+from fused_softmax.lab.cli.steps import host
 from fused_softmax.lab.terminal import Commands
 
 __all__ = ["app"]
@@ -21,5 +22,5 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (bench, verify, fuzz, accuracy, explain, tune, lesson, report):
+for command in (bench, host, verify, fuzz, accuracy, explain, tune, lesson, report):
     app.command()(command)

@@ -1,0 +1,53 @@
+"""The command that measures what a program waits for: host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fused_softmax.lab.cli.options import Dtype, dtypes
+from fused_softmax.lab.terminal import Refused, terminal
+
+
+def host(
+    dtype: Dtype = "",
+    wall: Annotated[bool, typer.Option("--wall", help="wall time of loops of real steps, not host time")] = False,
+    record: Annotated[Path | None, typer.Option(help="write the results to this .json")] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, max=60.0, help="seconds for one system in one case")] = 0.3,
+) -> None:
+    """Host time of each op's calls next to torch's own way, forward and backward; each is checked before."""
+    wanted = dtypes(dtype)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Refused("needs a GPU: without one, no kernel is launched whose host time could be measured")
+    from fused_softmax.lab import steps
+    from fused_softmax.lab.bench.inputs import DTYPES
+    from fused_softmax.lab.bench.record import Record
+
+    kinds = [DTYPES[name] for name in wanted] if dtype else [torch.bfloat16, torch.float32]
+    device, console = torch.device("cuda", torch.cuda.current_device()), terminal()
+    times: dict[tuple[str, ...], float] = {}
+
+    def show(found: Record) -> None:
+        key = (found.op, found.case, found.dtype, str(found.n_rows), str(found.n_cols))
+        if found.status != "ok":
+            console.print(f"{' '.join(key)}: {found.status}, {found.note}", markup=False)
+        elif found.ms is not None and found.system == "torch" and key in times:
+            ours = times.pop(key)
+            console.print(
+                f"{found.op:16} {found.case:36} {found.dtype:9} {found.n_rows:6} x {found.n_cols:6}  "
+                f"ours {1000 * ours:9.2f} us  torch {1000 * found.ms:9.2f} us  ours/torch {ours / found.ms:5.2f}",
+                markup=False, highlight=False,
+            )  # fmt: skip
+        elif found.ms is not None:
+            times[key] = found.ms
+            if found.system == "copy" or "rows" in found.case or "upstream" in found.case:
+                console.print(
+                    f"{' '.join(key)} {found.system}: {1000 * found.ms:.2f} us", markup=False, highlight=False
+                )
+
+    made = (steps.wall if wall else steps.host)(kinds, device, seconds=seconds)
+    raise typer.Exit(1 if steps.run(made, record, device, show) else 0)
