@@ -231,3 +231,18 @@ def test_checkpointing_and_retained_graphs(ours, torchs):
     y = checkpoint(lambda x: ours(x * 2, -1), x, use_reentrant=False)[:, 0].sum()
     for _ in range(2):
         torch.testing.assert_close(torch.autograd.grad(y, x, retain_graph=True)[0], own)
+
+
+def test_a_second_gradient_that_float16_holds_is_finite():
+    """The gradient of log_softmax's output overflows here; that of its input, which it leads to, does not."""
+    x = torch.zeros(2, 3000, dtype=torch.float16)
+    x[:, 5] = 12.0
+    probe = torch.linspace(1.0, 2.0, 3000).expand(2, 3000)
+    found = []
+    for function, dtype in ((fs.log_softmax, torch.float16), (torch.log_softmax, torch.float64)):
+        leaf = x.to(dtype).requires_grad_()
+        upstream = torch.full_like(leaf, 30.0)
+        (dx,) = torch.autograd.grad(function(leaf, -1), leaf, upstream, create_graph=True)
+        found.append(torch.autograd.grad(dx, leaf, probe.to(dtype))[0].double())
+    assert (30.0 * 3000 * torch.softmax(x.double(), -1) * probe).max() > torch.finfo(torch.float16).max
+    torch.testing.assert_close(*found, rtol=0.02, atol=0.02 * found[1].abs().max().item())

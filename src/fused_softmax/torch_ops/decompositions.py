@@ -43,8 +43,15 @@ def softmax_double_backward(g: Tensor, dy: Tensor, y: Tensor, dim: int) -> tuple
 def log_softmax_double_backward(g: Tensor, dy: Tensor, y: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """(the gradient in dy, in y) of dx = dy - exp(y)*sum(dy), for the upstream gradient g of dx."""
     g_, dy_, p = widened(g), widened(dy), widened(y).exp()
-    to_dy = g_ - (g_ * p).sum(dim, keepdim=True)
-    return to_dy.to(dy.dtype), (-g_ * p * dy_.sum(dim, keepdim=True)).to(y.dtype)
+    gp = (g_ * p).sum(dim, keepdim=True)
+    total = dy_.sum(dim, keepdim=True)
+    to_y = -g_ * p * total
+    if y.dtype is torch.float16 and y.numel():
+        # The gradient of y goes on through log_softmax's own gradient, which maps every multiple of p to 0. A row that
+        # float16 cannot hold is written without its multiple of p: what is left is the gradient of the input itself.
+        lost = to_y.abs().amax(dim, keepdim=True) > torch.finfo(y.dtype).max
+        to_y = -(g_ - gp.where(lost, 0.0)) * p * total
+    return (g_ - gp).to(dy.dtype), to_y.to(y.dtype)
 
 
 def _over_rows(t: Tensor, x: Tensor, dim: list[int], keepdim: bool) -> Tensor:
