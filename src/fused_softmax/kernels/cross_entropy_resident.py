@@ -25,7 +25,7 @@ from .common.cross_entropy_terms import (
     target_of,
 )
 from .common.logits import capped, logsumexp, reference_of, rounding_residual, weigh
-from .common.numerics import LOWEST, exp, exp2_affine, max_of_vectors, sum_of_vectors, upcast
+from .common.numerics import LOWEST, exp, exp2_affine, max_of_vectors, rounded_product, sum_of_vectors, upcast
 from .common.tiles import (
     chunk_offsets,
     head_and_tail,
@@ -141,7 +141,7 @@ def cross_entropy_resident(
     if UNALIGNED:
         z_head_tail = capped(x_head_tail, cap, SOFTCAP)
         segment_max = tl.maximum(segment_max, tl.max(z_head_tail, 1))
-    segment_sum = tl.sum(s * exp(m - segment_max[:, None]), 1)
+    segment_sum = tl.sum(rounded_product(s, exp(m - segment_max[:, None])), 1)
     segment_weighted = tl.sum(t, 1)
     if UNALIGNED:
         segment_sum += tl.sum(exp(z_head_tail - segment_max[:, None]), 1)

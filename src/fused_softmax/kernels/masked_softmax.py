@@ -16,7 +16,7 @@ import triton.language as tl
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_max_sum, init_cluster_barrier, leave_cluster
 from .common.masks import NO_MASK, hide, load_masks, load_query_mask, mask_row_of
-from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, scaled, upcast
+from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, rounded_product, scaled, upcast
 from .common.row_scheduler import scheduled_row, seen_of
 from .common.tiles import (
     chunk_offsets,
@@ -215,7 +215,7 @@ def masked_softmax_forward(
         if not FUSED:
             z_head_tail = hide(z_head_tail, mask_head_tail, scale, MASK, PTX)
         segment_max = tl.maximum(segment_max, tl.max(z_head_tail, 1))
-    segment_sum = tl.sum(s * exp((m - segment_max[:, None]) * unit), 1)
+    segment_sum = tl.sum(rounded_product(s, exp((m - segment_max[:, None]) * unit)), 1)
     if HEAD_TAIL:
         segment_sum += tl.sum(exp((z_head_tail - segment_max[:, None]) * unit), 1)
     row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)

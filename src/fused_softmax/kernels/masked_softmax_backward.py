@@ -14,7 +14,7 @@ import triton.language as tl
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_sum, init_cluster_barrier, leave_cluster
 from .common.masks import NO_MASK, load_query_mask, mask_row_of
-from .common.numerics import sum_of_vectors, upcast
+from .common.numerics import rounded_product, sum_of_vectors, upcast
 from .common.row_scheduler import scheduled_row, seen_of
 from .common.tiles import (
     chunk_offsets,
@@ -89,7 +89,7 @@ def masked_softmax_backward(
         dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0).to(tl.float32)
     d = tl.sum(d, 1)
     if UNALIGNED:
-        d += tl.sum(y_head_tail * dy_head_tail, 1)
+        d += tl.sum(rounded_product(y_head_tail, dy_head_tail), 1)
     d = cluster_reduce_sum(d, CTAS, PTX, WARPS_PER_ROW)[:, None]
     if MASK != NO_MASK:
         not_finite = exists & ((tl.abs(d) < float("inf")) == 0)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
 from .common.cluster import cluster_reduce_max_sum, cluster_reduce_sum, init_cluster_barrier, leave_cluster
-from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, max_of_vectors, sum_of_vectors, upcast
+from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, max_of_vectors, rounded_product, sum_of_vectors, upcast
 from .common.smem_staging import await_staged, chunk_of, declare_staging, load_unstaged, stage
 from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.tiles import (
@@ -86,7 +86,7 @@ def softmax_resident(
     segment_max = tl.max(m, 1)
     if UNALIGNED:
         segment_max = tl.maximum(segment_max, tl.max(x_head_tail, 1))
-    segment_sum = tl.sum(s * exp(m - segment_max[:, None]), 1)
+    segment_sum = tl.sum(rounded_product(s, exp(m - segment_max[:, None])), 1)
     if UNALIGNED:
         segment_sum += tl.sum(exp(x_head_tail - segment_max[:, None]), 1)
     row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)
@@ -180,7 +180,7 @@ def softmax_backward_resident(
         dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0)
     d = tl.sum(d, 1)
     if UNALIGNED:
-        d += tl.sum(gradient_term(y_head_tail, dy_head_tail, LOG), 1)
+        d += tl.sum(gradient_term(y_head_tail, dy_head_tail, LOG, True), 1)
     d = cluster_reduce_sum(d, CTAS, PTX, WARPS_PER_ROW)[:, None]
 
     for c in tl.static_range(CHUNKS):

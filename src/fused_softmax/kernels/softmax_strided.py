@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from .common.arguments import AnyTensor, Count, Stride, kernel
-from .common.numerics import LOWEST, exp
+from .common.numerics import LOWEST, exp, rounded_product
 from .common.softmax_terms import normalize
 
 
@@ -59,7 +59,7 @@ def softmax_strided(
             s = total
             m = m_new
         row_max = tl.max(m, 1)[:, None]
-        row_sum = tl.sum(s * exp(m - row_max), 1)[:, None]
+        row_sum = tl.sum(rounded_product(s, exp(m - row_max)), 1)[:, None]
         last = (n_cols - 1) // COLS * COLS
         for step in range(0, n_cols, COLS):
             start = last - step

@@ -24,7 +24,7 @@ from .common.cluster import (
     keep_segment_layout,
     leave_cluster,
 )
-from .common.numerics import LOWEST, exp, upcast
+from .common.numerics import LOWEST, exp, rounded_product, upcast
 from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.tiles import (
     head_and_tail,
@@ -103,7 +103,7 @@ def softmax_two_pass(
     segment_max = tl.max(m, 1)
     if UNALIGNED:
         segment_max = tl.maximum(segment_max, tl.max(x_head_tail, 1))
-    segment_sum = tl.sum(s * exp(m - segment_max[:, None]), 1)
+    segment_sum = tl.sum(rounded_product(s, exp(m - segment_max[:, None])), 1)
     if UNALIGNED:
         segment_sum += tl.sum(exp(x_head_tail - segment_max[:, None]), 1)
     row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)
@@ -177,7 +177,7 @@ def softmax_backward_two_pass(
         d += tl.sum(gradient_term(upcast(y_c, PTX, True), upcast(dy_resident[c], PTX, True), LOG), 2)
     d = tl.sum(d, 1)
     if UNALIGNED:
-        d += tl.sum(gradient_term(y_head_tail, dy_head_tail, LOG), 1)
+        d += tl.sum(gradient_term(y_head_tail, dy_head_tail, LOG, True), 1)
     d = cluster_reduce_sum(d, CTAS, PTX, WARPS_PER_ROW)[:, None]
 
     for c in tl.static_range(RESIDENT_CHUNKS):

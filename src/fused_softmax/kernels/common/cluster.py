@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .numerics import TRITON, exp, rescale_moments
+from .numerics import TRITON, exp, rescale_moments, rounded_product
 
 # Triton 3.8 and later end a kernel on a cluster with a cluster barrier
 _CLOSING_BARRIER = tl.constexpr(TRITON >= (3, 8))
@@ -213,7 +213,7 @@ def cluster_reduce_max_sum(m, s, CTAS: tl.constexpr, PTX: tl.constexpr, WARPS_PE
         )
     else:
         row_max = tl.max(m, 0)
-        row_sum = tl.sum(s * exp(m - row_max), 0)
+        row_sum = tl.sum(rounded_product(s, exp(m - row_max)), 0)
         return tl.zeros_like(m) + row_max, tl.zeros_like(s) + row_sum
 
 
@@ -235,9 +235,9 @@ def cluster_reduce_moments(
     else:
         row_max = tl.max(m, 0)
         if PLAIN:
-            s = s * exp(m - row_max)
+            s = rounded_product(s, exp(m - row_max))
         else:
-            m, s, t = rescale_moments(m, s, t, row_max)
+            m, s, t = rescale_moments(m, s, t, row_max, True)
         zero = tl.zeros_like(m)
         return zero + row_max, zero + tl.sum(s, 0), zero + tl.sum(t, 0)
 

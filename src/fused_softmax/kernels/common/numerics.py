@@ -106,14 +106,26 @@ def max_of_vectors(x, PTX: tl.constexpr, ONE_CTA: tl.constexpr = False):
 
 
 @triton.jit
-def rescale_moments(m, s, t, m_new):
+def rounded_product(a, b):
+    """a*b, rounded before it enters a sum over lanes.
+
+    Two lanes exchange their products and add. If the compiler fuses a lane's own product with this addition, each lane
+    rounds the other's product only. Their sums then differ in the last bit, and so do equal elements of a row. The
+    product plus 0 is not a plain product, as -0 + 0 = 0, so it stays an operation of its own.
+    """
+    return tl.fma(a, b, tl.zeros_like(a))
+
+
+@triton.jit
+def rescale_moments(m, s, t, m_new, ROUNDED: tl.constexpr = False):
     """(m, s, t) with s = sum(exp(x - m)) and t = sum(exp(x - m)*(x - m)), rescaled from m to m_new >= m.
 
     exp(x - m_new)*(x - m_new) = exp(m - m_new)*(exp(x - m)*(x - m) + exp(x - m)*(m - m_new)). The difference is
-    floored, so that a part without columns, or one too small for float32, adds 0 and not 0*(-inf).
+    floored, so that a part without columns, or one too small for float32, adds 0 and not 0*(-inf). ROUNDED: before a
+    sum over lanes.
     """
     by = exp(m - m_new)
-    s = s * by
+    s = rounded_product(s, by) if ROUNDED else s * by
     return m_new, s, t * by + s * tl.maximum(m - m_new, LOWEST)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .numerics import exp, log
+from .numerics import exp, log, rounded_product
 
 
 @triton.jit
@@ -22,10 +22,12 @@ def normalize(x, row_max, row_sum, LOG: tl.constexpr):
 
 
 @triton.jit
-def gradient_term(y, dy, LOG: tl.constexpr):
-    """One term of the row's sum d, in float32."""
+def gradient_term(y, dy, LOG: tl.constexpr, ROUNDED: tl.constexpr = False):
+    """One term of the row's sum d, in float32. ROUNDED: before a sum over lanes."""
     if LOG:
         return dy.to(tl.float32)
+    elif ROUNDED:
+        return rounded_product(y.to(tl.float32), dy.to(tl.float32))
     else:
         return y.to(tl.float32) * dy.to(tl.float32)
 
