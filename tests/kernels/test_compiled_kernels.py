@@ -74,6 +74,12 @@ def test_no_kernel_spills(built):
     assert not spilled, listed(spilled)
 
 
+def test_lanes_add_rounded_products(built):
+    """Each lane of a warp then has the same sum, so equal elements of a row have equal results."""
+    fused = [f"{used.products_exchanged}: {kernel}" for kernel, used in built if used.products_exchanged]
+    assert not fused, listed(fused)
+
+
 def test_aligned_rows_are_moved_16_bytes_at_a_time(built):
     narrow, wide = narrow_accesses(built)
     assert not narrow, listed(narrow)

@@ -94,7 +94,8 @@ def test_the_target_lies_in_its_lines_cta(n_cols, dtype, apart, layouts):
 def test_smoothed_losses_compile(n_cols, smoothing, softcap, dtype):
     launch, plan = cross_entropy_launch(*rows_like(n_cols, dtype), smoothing, softcap)
     assert plan.chunks <= 8
-    assert compiled.cross_compile(launch, "sm_90").spilled_bytes <= STACK
+    used = compiled.cross_compile(launch, "sm_90")
+    assert used.spilled_bytes <= STACK and used.products_exchanged == 0
 
 
 @pytest.mark.parametrize("scale", [0, 1, 2])
@@ -105,7 +106,8 @@ def test_statistics_do_not_spill(n_cols, scale):
     plan = row_statistics.FORWARD.planner(problem_of(x), SM_90)
     vectors = (number, number, number, ids, number, number)
     launch = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 1.0), flags, plan, SM_90)
-    assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
+    used = compiled.cross_compile(launch, "sm_90")
+    assert used.spilled_bytes == 0 and used.products_exchanged == 0
 
 
 @pytest.mark.parametrize("n_cols", [100, 1024, 2047, 4096, 8192, 32768, 262144, 524288, 2097152])

@@ -41,6 +41,7 @@ class Resources:
     stores: tuple[tuple[int, int], ...]
     async_copies: int  # global-to-shared copies among the loads (cp.async), as num_stages > 1 makes them
     cluster_barriers: int = 0  # in the program text: how often the CTAs of a cluster wait for each other
+    products_exchanged: int = 0  # sums over lanes of plain products: ptxas may fuse a lane's own product with the sum
 
     @property
     def widest_load_bytes(self) -> int:
@@ -124,11 +125,11 @@ def resources(compiled: Any) -> Resources:
         loads, stores, copies = _ptx_widths(asm["ptx"])
         # what follows an exit is not reached; ptxas leaves it out
         cluster_barriers = len(re.findall(r"\bbarrier\.cluster\.arrive\b", re.split(r"\n\s*exit;", asm["ptx"])[0]))
-        target = f"sm_{meta.target.arch}"
+        target, products = f"sm_{meta.target.arch}", _products_exchanged(asm["ptx"])
     else:
         registers, stack, static_shared = _amdgcn_usage(asm["amdgcn"])
         loads, stores, copies = _amdgcn_widths(asm["amdgcn"])
-        cluster_barriers = 0
+        cluster_barriers = products = 0
         target = str(meta.target.arch)
     return Resources(
         name=meta.name,
@@ -143,6 +144,7 @@ def resources(compiled: Any) -> Resources:
         stores=stores,
         async_copies=copies,
         cluster_barriers=cluster_barriers,
+        products_exchanged=products,
     )
 
 
@@ -184,6 +186,20 @@ def _ptx_widths(ptx: str) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int,
     copies = [int(size, 0) for size in _PTX_COPY.findall(ptx)]
     loads.update(copies)
     return _widest_first(loads), _widest_first(stores), len(copies)
+
+
+_PTX_PRODUCT = re.compile(r"\bmul(?:\.rn)?(?:\.ftz)?\.f32\s+(%\w+),")
+_PTX_EXCHANGE = re.compile(r"\bshfl\.sync\.bfly\.b32\s+(%\w+)(?:\|%\w+)?,\s*(%\w+),")
+_PTX_FUSED = re.compile(r"\bfma\.rn(?:\.ftz)?\.f32\s+%\w+,\s*%\w+,\s*%\w+,\s*(%\w+);")
+_PTX_SUM = re.compile(r"\badd(?:\.rn)?(?:\.ftz)?\.f32\s+%\w+,\s*(%\w+),\s*(%\w+);")
+
+
+def _products_exchanged(ptx: str) -> int:
+    """Products that a lane exchanges with another and adds to the other's, fused already or by ptxas."""
+    products = set(_PTX_PRODUCT.findall(ptx))
+    exchanged = {other: own for other, own in _PTX_EXCHANGE.findall(ptx) if own in products}
+    sums = [(a, b) for a, b in _PTX_SUM.findall(ptx) if exchanged.get(a) == b or exchanged.get(b) == a]
+    return len(sums) + sum(other in exchanged for other in _PTX_FUSED.findall(ptx))
 
 
 def _amdgcn_usage(text: str) -> tuple[int, int, int]:

@@ -61,8 +61,11 @@ def _backward(forward: Callable[[Tensor], Tensor], x: Tensor, g: Tensor | None) 
     return call
 
 
-def _ways(x: Tensor, ids: Tensor, keeps: Tensor, package: Any) -> Iterator[tuple[str, str, Call]]:
-    """(op, way, call) by torch, or by the package where it is given, for logits x (n_rows, n_cols)."""
+def _ways(x: Tensor, ids: Tensor, keeps: Tensor, dtype: torch.dtype, package: Any) -> Iterator[tuple[str, str, Call]]:
+    """(op, way, call) by torch, or by the package where it is given, for logits x (n_rows, n_cols).
+
+    dtype: what upstream gradients are rounded to, also where x is float64.
+    """
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
     out, turned = torch.empty_like(x), x.t().contiguous().t()
     ops: Any = torch if package is None else package
@@ -89,7 +92,8 @@ def _ways(x: Tensor, ids: Tensor, keeps: Tensor, package: Any) -> Iterator[tuple
         }
     for name, function in rows.items():
         yield name, "forward", partial(function, x)
-    trained, g = x.detach().clone().requires_grad_(), torch.linspace(-1.0, 1.0, x.numel(), device=x.device).view_as(x)
+    trained = x.detach().clone().requires_grad_()
+    g = torch.randn(x.shape, generator=torch.Generator(x.device).manual_seed(7), device=x.device).to(dtype)
     last: dict[str, Callable[[Tensor], Tensor]] = {
         "softmax": lambda x: ops.softmax(x, -1),
         "log_softmax": lambda x: ops.log_softmax(x, -1),
@@ -108,7 +112,7 @@ def steps(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, se
     x = torch.randn(n_rows, n_cols, generator=made, device=device).to(dtype)
     ids = torch.randint(0, n_cols, (n_rows,), generator=made, device=device)
     keeps = torch.rand(n_rows, n_cols, generator=made, device=device) > 0.3
-    ways = (_ways(x, ids, keeps, fs), _ways(x, ids, keeps, None), _ways(x.double(), ids, keeps, None))
+    ways = [_ways(z, ids, keeps, dtype, package) for z, package in ((x, fs), (x, None), (x.double(), None))]
     return [Step(op, way, ours, own, exact) for (op, way, ours), (_, _, own), (_, _, exact) in zip(*ways, strict=True)]
 
 
