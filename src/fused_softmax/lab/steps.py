@@ -116,21 +116,24 @@ def steps(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, se
     return [Step(op, way, ours, own, exact) for (op, way, ours), (_, _, own), (_, _, exact) in zip(*ways, strict=True)]
 
 
-def difference(step: Step) -> float:
-    """The largest difference of ours from float64, over the largest value; NaN where ours has NaN."""
-    got, want = step.ours().double(), step.exact()
+def difference(call: Call, step: Step) -> float:
+    """The largest difference of a call's result from float64, over the largest value; NaN where it has NaN."""
+    got, want = call().double(), step.exact()
     return ((got - want).abs().max() / want.abs().max().clamp(min=1e-30)).item()
 
 
 def check(step: Step, dtype: torch.dtype, record: Record) -> bool:
     """Whether ours is right, and may be timed; the record says."""
     try:
-        record.error = difference(step)
+        record.error = difference(step.ours, step)
     except Exception as error:
         record.status, record.note = "error", f"{type(error).__name__}: {error}"[:160]
         return False
-    if not record.error <= TOLERANCE[dtype]:
-        record.status, record.note = "wrong", f"{record.error:.2g} of the largest value, at most {TOLERANCE[dtype]:.2g}"
+    # torch's own error, where it is larger: the gradient of a 16-bit logsumexp is made of the rounded result
+    record.torch_error = difference(step.torch, step)
+    allowed = max(TOLERANCE[dtype], 2.0 * record.torch_error)
+    if not record.error <= allowed:
+        record.status, record.note = "wrong", f"{record.error:.2g} of the largest value, at most {allowed:.2g}"
         return False
     return True
 
