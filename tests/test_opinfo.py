@@ -19,7 +19,7 @@ import fused_softmax as fs
 from fused_softmax.launch import softmax as rows
 
 pytest.importorskip("expecttest")  # torch's own tests import it
-from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
+from torch.testing._internal.common_methods_invocations import op_db
 
 pytestmark = pytest.mark.interpreted
 
