@@ -11,7 +11,7 @@ ARGS ?=
 JOBS ?= 2
 
 # what `make test` runs, in this order; it prints how long each took
-STAGES := lint types interpreted compiled readme-check
+STAGES := lint types interpreted compiled pages-check
 EXTENDED_STAGES := docs compiled-targets compiled-others extended
 # Tritons that the kernels are compiled with besides the pinned one, by the tests of the planner's kernels and of what
 # versions change; and torches below the floor
@@ -33,6 +33,7 @@ PIP = $(PY) -m pip --disable-pip-version-check --no-input
 SPREAD := -n $(JOBS) --dist worksteal
 
 VERSIONS := $(RUN) tests/extended/versions.py
+PAGES := PYTHONPATH=src:tools$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY) -m pages
 
 # runs each stage and prints its seconds, and those of all; stops at the first that fails
 define run_stages
@@ -44,7 +45,7 @@ define run_stages
 endef
 
 .PHONY: help bench test test-extended setup lint types interpreted compiled compiled-targets compiled-others below-floor
-.PHONY: interpreted-others extended gpu readme readme-check docs clean
+.PHONY: interpreted-others extended gpu pages pages-check docs clean
 .NOTPARALLEL:
 
 help:
@@ -108,18 +109,17 @@ extended: $(READY)
 gpu: $(READY)
 	env -u TRITON_INTERPRET $(RUN) -m pytest -q -m gpu $(ARGS)
 
-readme: $(READY)
-	$(RUN) -m fused_softmax report --readme
+# README's results and the tables of two pages, from the records
+pages: $(READY)
+	$(PAGES)
 
-readme-check: $(READY)
-	$(RUN) -m fused_softmax report --check
-	$(RUN) -m fused_softmax.lab.compatibility_page --check
-	$(RUN) -m fused_softmax.lab.accuracy.page --check
+pages-check: $(READY)
+	$(PAGES) --check
 
 docs: $(READY)
 	$(PIP) install -q -r requirements/docs.txt
-	$(RUN) docs/write_lessons.py
-	$(PY) -m mkdocs build --strict
+	$(PAGES) --site
+	$(RUN) -m mkdocs build --strict
 
 clean:
 	rm -rf $(OUT) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -25,9 +25,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
-from fused_softmax.lab.version_runs import RECORDS, Run, record  # noqa: E402
+from pages.version_runs import RECORDS, Run, record  # noqa: E402
 
 # torch -> the Triton that its GPU builds depend on; a CPU build depends on none
 TRITON_OF = {

@@ -113,8 +113,6 @@ REFUSED = [
     ("lesson 0", "lesson 0"),
     ("lesson x", "lesson x"),
     ("report --root none", "--root"),
-    ("report --check --root none", "README.md: no such file"),
-    ("report --readme --root none", "README.md: no such file"),
     ("report list.json", "list.json has no header and records"),
     ("report half.json", "half.json is not JSON"),
     ("report hollow.json", "hollow.json is a damaged results file"),
@@ -123,7 +121,6 @@ REFUSED = [
     ("report bad.npy", "bad.npy is not JSON"),
     ("report none.json", "none.json: no such file"),
     ("report .", "is a directory"),
-    ("report list.json --check", "leave out files"),
     ("report --compare half.json", "--compare"),
     ("report --compare half.json half.json", "half.json is not JSON"),
     ("report --compare half.json none.json", "half.json is not JSON"),
@@ -245,14 +242,6 @@ def test_importing_the_package_needs_no_extra():
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=120).returncode == 0
-
-
-def test_report_check_fails_on_a_stale_readme(tmp_path: Path):
-    (tmp_path / "README.md").write_text("<!-- results:begin -->\n<!-- results:end -->\n")
-    assert CLI.invoke(app, ["report", "--check", "--root", str(tmp_path)]).exit_code == 1
-    assert CLI.invoke(app, ["report", "--readme", "--root", str(tmp_path)]).exit_code == 0
-    assert CLI.invoke(app, ["report", "--check", "--root", str(tmp_path)]).exit_code == 0
-    assert CLI.invoke(app, ["report", "--check", "--root", str(tmp_path / "none")]).exit_code == 2
 
 
 @pytest.mark.interpreted

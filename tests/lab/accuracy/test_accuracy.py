@@ -1,4 +1,4 @@
-"""Errors in ULP are as by hand, a wrong result ends the command with 1, and the page is what the record gives."""
+"""Errors in ULP are as by hand, a wrong result ends the command with 1, and a stale page is found."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch
 from typer.testing import CliRunner
 
 import fused_softmax as fs
-from fused_softmax.lab import reference, version_runs
-from fused_softmax.lab.accuracy import measure, page, record, session
+from fused_softmax.lab import reference
+from fused_softmax.lab.accuracy import measure, record, session
 from fused_softmax.lab.accuracy.measure import GRADIENT, KINDS, OPS, WIDTH_CLASSES, Case, Cell, Row, cases, cells
 from fused_softmax.lab.accuracy.table import by_kind, by_width, number
 from fused_softmax.lab.accuracy.ulp import errors, flushed, ulp
 from fused_softmax.lab.cli import app
+from pages import markers, numerics, version_runs
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -198,28 +199,24 @@ def test_tables_have_a_line_for_each_result_and_dtype():
     assert [number(e) for e in (0.0, 0.996, 9.96, 1234.4, INF)] == ["0.00", "1.0", "10", "1,234", "infinite"]
 
 
-def test_the_page_is_what_the_record_gives(capsys: pytest.CaptureFixture[str]):
-    assert page.main(["--check", "--root", str(ROOT)]) == 0, capsys.readouterr().out
-
-
 def test_a_stale_page_is_found_and_rewritten(tmp_path: Path):
     (tmp_path / "docs").mkdir()
-    file, recorded = tmp_path / page.PAGE, tmp_path / page.RECORD
-    file.write_text((ROOT / page.PAGE).read_text())
-    arguments = ["--root", str(tmp_path)]
-    page.main(arguments)
+    file, recorded = tmp_path / numerics.PAGE, tmp_path / numerics.RECORD
+    file.write_text((ROOT / numerics.PAGE).read_text())
+    arguments = tmp_path, numerics.PAGE, numerics.tables
+    markers.update(*arguments, check=False)
     assert "No run is recorded yet" in file.read_text()
     head = session.header(CPU, False)
     fields = {"seed": 5, "rows": None, "elements_of_a_cell": 2048, "widths_of_a_cell": 4, "values": list(KINDS)}
     session.write_atomically(recorded, record.to_json(session.asdict(head) | fields, ROWS))
-    assert page.main(["--check", *arguments]) == 1
-    assert page.main(arguments) == 0
-    assert page.main(["--check", *arguments]) == 0
+    assert not markers.update(*arguments, check=True)
+    assert markers.update(*arguments, check=False)
+    assert markers.update(*arguments, check=True)
     text = file.read_text()
     assert "| softmax | y | bf16 | value | 1.0 / 0.50 | 1.2e+04 / 0.50 |" in text and "seed 5" in text
     assert "No run is recorded yet" not in text and "ours softmax 12; torch's none" in text
     recorded.write_text(recorded.read_text().replace('"ours": 1.04', '"ours": 2.04'))
-    assert page.main(["--check", *arguments]) == 1
+    assert not markers.update(*arguments, check=True)
     # such a record is none of the benchmark's
     assert version_runs.measured(tmp_path / "benchmarks" / "results") == []
 

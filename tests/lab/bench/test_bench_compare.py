@@ -9,7 +9,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fused_softmax.lab.bench import readme
 from fused_softmax.lab.bench.compare import compare, read_run, unmatched
 from fused_softmax.lab.bench.record import Header, Record, header, to_json, write_atomically
 from fused_softmax.lab.cli import app
@@ -107,15 +106,3 @@ def test_command_says_what_it_cannot_compare(tmp_path: Path, head: Header):
     assert result.exit_code == 2 and "holds no results" in result.output
     result = CLI.invoke(app, ["report", "--compare", str(file), str(written(tmp_path / "c.json", head, []))])
     assert result.exit_code == 0 and "no timed case in common" in result.output
-
-
-def test_results_of_another_triton_are_not_in_the_readme(tmp_path: Path, head: Header):
-    (tmp_path / "README.md").write_text("<!-- results:begin -->\n<!-- results:end -->\n")
-    written(readme.gpu_folder(tmp_path) / "softmax.json", head, OLD)
-    readme.write(tmp_path)
-    before = (tmp_path / "README.md").read_text()
-    written(readme.gpu_folder(tmp_path).with_name("h200-triton3.9") / "softmax.json", head, NEW)
-    assert readme.stale(tmp_path) == ""
-    readme.write(tmp_path)
-    assert (tmp_path / "README.md").read_text() == before
-    assert [file.parent.name for file in readme.result_files(readme.gpu_folder(tmp_path))] == ["h200"]

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 
-from fused_softmax.lab.bench.readme import read_folder
-from fused_softmax.lab.bench.record import Header, Record, read_results
+from fused_softmax.lab.bench.record import Header, Record, read_folder, read_results
 from fused_softmax.lab.bench.report import Rows, shape
 
 OURS = "fused_softmax"

@@ -1,82 +1,85 @@
-"""Files of a run: results.json and results.csv after every case, index.html and ladder.png at its end.
+"""Files of a run: results.json and results.csv after every case, index.html at its end.
 
-The page is one self-contained HTML file: the plot as a data URI, tables that sort on a click, nothing from a network.
+The page is one HTML file without a network: plots as inline SVG, tables that sort and filter, light and dark.
 """
 
 from __future__ import annotations
 
-import base64
 import errno
 import os
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from html import escape
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from fused_softmax.lab.bench import plots, report
 from fused_softmax.lab.bench.ops import family
-from fused_softmax.lab.bench.plots import draw
 from fused_softmax.lab.bench.record import Header, Record, to_csv, to_json, write_atomically
-from fused_softmax.lab.bench.report import STYLES, Recorded, Rows, details, matrix, notes, timings
-
-STYLE = """
-body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 90rem; padding: 0 1rem; color: #1b1b1b }
-table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; font-size: 13px }
-th, td { padding: .2rem .6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap }
-th { cursor: pointer; background: #f4f4f4; position: sticky; top: 0 }
-td:first-child, th:first-child, td:nth-child(2), td:last-child { text-align: left }
-td:last-child { white-space: normal; max-width: 30rem }
-.wrong, .error { color: #b00020; font-weight: 600 } .limit { color: #8a5a00 } img { max-width: 100% }
-.scroll { overflow-x: auto }
-"""
-
-# numbers sort as numbers, text as text; a second click turns the order
-SCRIPT = """
-for (const th of document.querySelectorAll("th")) th.addEventListener("click", () => {
-  const body = th.closest("table").tBodies[0], column = th.cellIndex, down = th.dataset.down !== "1";
-  th.dataset.down = down ? "1" : "0";
-  const value = (row) => row.cells[column].textContent, number = (text) => parseFloat(text);
-  [...body.rows].sort((a, b) => {
-    const [x, y] = [value(a), value(b)], both = !isNaN(number(x)) && !isNaN(number(y));
-    return (both ? number(x) - number(y) : x.localeCompare(y)) * (down ? 1 : -1);
-  }).forEach((row) => body.append(row));
-});
-"""
+from fused_softmax.lab.bench.report import Recorded
 
 
-def _cell(text: str) -> str:
-    mark = {"wrong": "wrong", "error": "error"}.get(text, "limit" if text in STYLES else "")
-    return f'<td class="{mark}">{escape(text)}</td>' if mark else f"<td>{escape(text)}</td>"
+@dataclass(frozen=True)
+class Figure:
+    """A plot on the page: its caption's parts and its SVG."""
+
+    op: str
+    dtype: str
+    svg: str
 
 
-def _table(rows: Rows) -> str:
-    top = "".join(f"<th>{escape(column)}</th>" for column in rows.columns)
-    body = "\n".join("<tr>" + "".join(_cell(cell) for cell in row) + "</tr>" for row in rows.rows)
-    return (
-        f'<h2>{escape(rows.title)}</h2><div class="scroll"><table><thead><tr>{top}</tr></thead>'
-        f"<tbody>\n{body}\n</tbody></table></div>"
-    )
+def figures(records: Sequence[Record]) -> list[Figure]:
+    """A plot for each op and dtype of the records; none where matplotlib, of an extra, is not installed."""
+    try:
+        return [
+            Figure(op, dtype, plots.draw(op, dtype, rows))
+            for op, panels in plots.panels_of(records).items()
+            for dtype, rows in panels.items()
+        ]
+    except ModuleNotFoundError:
+        return []
 
 
-def page(head: Header, records: Sequence[Record], recorded: Recorded, plot: bytes | None) -> str:
-    """The page as text; `plot` is a PNG."""
+def page(head: Header, records: Sequence[Record], recorded: Recorded) -> str:
+    """The page as text. Without times of this run it shows the recorded plots of its ops, and says so."""
+    ops = list(dict.fromkeys(r.op for r in records))
     timed = any(r.ms for r in records)
-    tables = [matrix(records), timings(records)] if timed else [details(records, recorded)]
-    picture = ""
-    if plot:
-        uri = f"data:image/png;base64,{base64.b64encode(plot).decode()}"
-        picture = f'<img alt="width against fraction of the ceiling" src="{uri}">'
-    lines = "".join(f"<li>{escape(line)}</li>" for line in notes(head, records))
-    about = escape(f"{head.command}, {head.date}, python {head.python}")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>fused-softmax bench</title>'
-        f"<style>{STYLE}</style></head><body><h1>fused-softmax bench</h1><p>{about}</p>{picture}<ul>{lines}</ul>"
-        f"{''.join(_table(rows) for rows in tables)}<script>{SCRIPT}</script></body></html>\n"
+    kept = [] if timed else [(head, r) for head, r in recorded.values() if r.op in ops]
+    drawn = figures(records) or figures([r for _, r in kept])
+    ours = [
+        r.fraction
+        for panels in plots.panels_of(records).values()
+        for rows in panels.values()
+        for r in rows
+        if r.system == plots.OURS and r.fraction and r.status == "ok"
+    ]
+    colors = plots.css(":root", False), plots.css(":root", True)
+    template = Environment(
+        loader=PackageLoader("fused_softmax.lab.bench", "."), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    ).get_template("page.html")  # fmt: skip
+    return template.render(
+        ops=ops,
+        device=head.device,
+        timed=timed,
+        ours=ours,
+        statuses=Counter(r.status for r in records).most_common(),
+        figures={op: [f for f in drawn if f.op == op] for op in dict.fromkeys(f.op for f in drawn)},
+        recorded={op: sorted({report.origin(head) for head, r in kept if r.op == op}) for op in ops},
+        matrices=report.matrices(records) if timed else [],
+        everything=report.everything(records, recorded),
+        legend=report.LEGEND,
+        environment=report.environment(head),
+        failures=report.failures(records),
+        failing=tuple(report.STYLES),
+        colors=colors,
     )
 
 
 @dataclass
 class Output:
-    """Where a run is written. JSON and CSV after every case; the page and the plot, which take longer, by `finish`."""
+    """Where a run is written. JSON and CSV after every case; the page, which takes longer, by `finish`."""
 
     folder: Path
     # a second copy of the JSON, such as benchmarks/results/h200/ladder.json; or a folder, and in it each family's own
@@ -111,18 +114,6 @@ class Output:
     def finish(self, head: Header, records: Sequence[Record]) -> list[Path]:
         """Write everything; returns the files, the page first."""
         self.save(head, records)
-        try:
-            plot = draw(head, records)
-            # without times of this run the plot shows the recorded ones
-            if plot is None:
-                ops = {r.op for r in records}
-                kept = [r for r in self.recorded.values() if r.op in ops]
-                plot = draw(replace(head, device="recorded on an H200"), kept)
-        except ModuleNotFoundError:  # matplotlib belongs to an extra; the tables do not wait for it
-            plot = None
-        write_atomically(self.folder / "index.html", page(head, records, self.recorded, plot))
+        write_atomically(self.folder / "index.html", page(head, records, self.recorded))
         files = [self.folder / name for name in ("index.html", "results.json", "results.csv")]
-        if plot:
-            write_atomically(self.folder / "ladder.png", plot)
-            files.append(self.folder / "ladder.png")
         return files + [file for file, _ in self._recorded_in(records)]

@@ -1,104 +1,185 @@
-"""The plot that the write-ups draw: width against the fraction of the device's own copy, one line per system.
+"""Plots of a run: columns against the fraction of the ceiling, one SVG for each op and dtype.
 
-Only records that passed their check are drawn. The picture depends on the records alone: no dates in its metadata.
+Only records that passed their check have a line; what was wrong, refused or out of resources is a cross at 0. The SVG
+depends on the records alone. Its colors are CSS variables, so that one picture serves a light and a dark page.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from fused_softmax.lab.bench.inputs import SHORT
-from fused_softmax.lab.bench.record import Header, Record
-from fused_softmax.lab.bench.report import by_width, system_names
+from fused_softmax.lab.bench.record import Record
+from fused_softmax.lab.bench.report import by_width, ceilings_of, plural, system_names
+from fused_softmax.lab.bench.systems import LESSON_NUMBERS
 
-# ours is black and thick; color-blind readers can tell the others apart (Okabe and Ito, 2008)
-COLORS = ("#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#8C6D31", "#7F7F7F")
-MARKS = ("o", "s", "^", "v", "D", "P", "X", "<", ">", "*")
 # powers of two that people know, and the vocabularies
 TICKS = (256, 1024, 4096, 16384, 50257, 128256, 262144, 1048576)
+OURS = "fused_softmax"
 
 
-def _thousands(width: int) -> str:
-    if width % 2**20 == 0:
-        return f"{width >> 20}M"
-    return f"{width >> 10}k" if width % 2**10 == 0 else f"{width:,}"
+@dataclass(frozen=True)
+class Line:
+    """How a system is drawn: colors on a light and on a dark page, marker, dashes, width."""
+
+    light: str
+    dark: str
+    marker: str = ""
+    dashes: str = "-"
+    width: float = 1.3
+
+
+LESSONS = Line("#9a9a9a", "#7d7d7d", width=0.7)
+OTHERS = Line("#5f5f5f", "#b0b0b0", "X", ":")
+LINES: Mapping[str, Line] = {
+    OURS: Line("#c62800", "#ff7b54", "o", width=2.6),
+    f"{OURS}_in_place": Line("#c62800", "#ff7b54", "o", "--", 1.6),
+    "torch": Line("#0067a5", "#5cb3f0", "s"),
+    "torch.compile": Line("#00735c", "#43c59e", "^"),
+    "liger": Line("#7d5f00", "#d8b53a", "v"),
+    "quack": Line("#7440b4", "#bd98f5", "D"),
+}
+# the page's own colors; contrast with the background is at least 4.5 for ink and 3 for lines
+INK, GRID, PAPER = ("#1d1d1f", "#e8e8ea"), ("#dcdce0", "#3a3d44"), ("#ffffff", "#16181d")
+_PALETTE: list[Any] = [*dict.fromkeys((*LINES.values(), LESSONS, OTHERS)), INK, GRID, PAPER]
+# matplotlib draws in these, and each is then replaced by a CSS variable
+_DRAWN = {f"#f5{i:02d}{i:02d}": f"--plot-{i}" for i in range(len(_PALETTE))}
+
+
+def drawn_in(color: Any) -> str:
+    """The color that matplotlib draws in, which `finish` replaces by a CSS variable."""
+    return list(_DRAWN)[_PALETTE.index(color)]
+
+
+def css(selector: str, dark: bool) -> str:
+    """The rule that gives the plots' variables their colors, for a light or a dark page."""
+    pairs = [(c.light, c.dark) if isinstance(c, Line) else c for c in _PALETTE]
+    names = [f"{name}:{pair[dark]}" for name, pair in zip(_DRAWN.values(), pairs, strict=True)]
+    return f"{selector}{{{';'.join(names)}}}"
+
+
+def line_of(system: str) -> Line:
+    """How a system is drawn, on every page."""
+    return LESSONS if system in LESSON_NUMBERS else LINES.get(system, OTHERS)
 
 
 def panels_of(records: Sequence[Record]) -> dict[str, dict[str, list[Record]]]:
-    """What is drawn, by op and dtype: records timed against a ceiling that passed their check, ceilings left out."""
+    """What is drawn, by op and dtype, without the ceilings' own records; only what has a time against a ceiling."""
     records = by_width(records)
-    ceilings = {r.ceiling for r in records if r.ceiling}
-    timed = [r for r in records if r.fraction is not None and r.status == "ok" and r.system not in ceilings]
-    return {
-        op: {d: found for d in SHORT if (found := [r for r in timed if r.op == op and r.dtype == d])}
-        for op in dict.fromkeys(r.op for r in timed)
-    }
+    ceilings = ceilings_of(records)
+    mine = [r for r in records if r.system not in ceilings]
+    found: dict[str, dict[str, list[Record]]] = {}
+    for op in dict.fromkeys(r.op for r in mine):
+        panels = {d: [r for r in mine if r.op == op and r.dtype == d] for d in SHORT}
+        timed = {d: rows for d, rows in panels.items() if any(r.fraction and r.status == "ok" for r in rows)}
+        if timed:
+            found[op] = timed
+    return found
 
 
-def draw(head: Header, records: Sequence[Record], image: str = "png") -> bytes | None:
-    """A picture (png or svg), a row of panels for each op, one for each dtype; None when nothing was timed."""
-    by_op = panels_of(records)
-    if not by_op:
-        return None
+def describe(op: str, dtype: str, records: Sequence[Record]) -> str:
+    """The plot in a sentence, for readers who do not see it."""
+    ours = [r.fraction for r in records if r.system == OURS and r.fraction and r.status == "ok"]
+    mine = f"; {OURS} {min(ours):.2f} to {max(ours):.2f} in {plural(len(ours), 'case')}" if ours else ""
+    what = "/".join(ceilings_of(records)) or "copy"
+    return f"{op}, {SHORT[dtype]}: fraction of the device's own {what} by number of columns (higher is better){mine}"
+
+
+def draw(op: str, dtype: str, records: Sequence[Record], *, standalone: bool = False) -> str:
+    """One plot as SVG. A standalone one brings its colors and background; the others get them from their page."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    most = max(len(panels) for panels in by_op.values())
-    # a system has the same color in every panel
-    names = system_names([r for panels in by_op.values() for found in panels.values() for r in found])
-    with plt.rc_context({"svg.hashsalt": "fused-softmax", "font.size": 9}):
-        size = 6.2 * most, 4.2 * len(by_op)
-        figure, grid = plt.subplots(len(by_op), most, figsize=size, sharey="row", squeeze=False)
-        for row, (op, panels) in zip(grid, by_op.items(), strict=True):
-            everything = [r for found in panels.values() for r in found]
-            narrowest, widest = min(r.n_cols for r in everything), max(r.n_cols for r in everything)
-            shown = [w for w in TICKS if narrowest <= w <= widest] or [narrowest]
-            for panel in row[len(panels) :]:
-                panel.set_visible(False)
-            drawn = row[: len(panels)]
-            for panel, (dtype, mine) in zip(drawn, panels.items(), strict=True):
-                _lines(panel, mine, names)
-                panel.set_xticks(shown, [_thousands(w) for w in shown], rotation=45)
-                panel.minorticks_off()
-                panel.set_xlabel("columns")
-                panel.set_title(f"{op}, {SHORT[dtype]}, {head.device}")
-                panel.grid(alpha=0.25)
-            ceilings = sorted({r.ceiling for r in everything if r.ceiling})
-            drawn[0].set_ylabel(f"fraction of the device's own {'/'.join(ceilings) or 'copy'}")
-            drawn[0].set_ylim(bottom=0)
-            # of all panels of the row: a system may be in one dtype alone
-            found = {
-                label: line for panel in drawn for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
-            }
-            order = [name for name in names if name in found]
-            right = dict(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
-            drawn[-1].legend([found[name] for name in order], order, **right)
-        figure.tight_layout()
-        out = io.BytesIO()
-        metadata = {"Date": None, "Creator": None} if image == "svg" else {"Software": None}
-        figure.savefig(out, format=image, dpi=110, metadata=metadata, bbox_inches="tight")
+    ink, grid = drawn_in(INK), drawn_in(GRID)
+    style: Any = {
+        **{"svg.hashsalt": f"{op} {dtype}", "svg.fonttype": "none", "font.size": 10.5, "axes.titlesize": 11},
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), ink),
+    }
+    what = "/".join(ceilings_of(records)) or "copy"
+    with plt.rc_context(style):
+        figure, panel = plt.subplots(figsize=(5.4, 4.1), facecolor=drawn_in(PAPER) if standalone else "none")
+        panel.set_facecolor("none")
+        highest = _lines(panel, records)
+        panel.axhline(1.0, color=ink, linewidth=1.2, linestyle=(0, (4, 3)), label=f"{what} (ceiling)", zorder=1.5)
+        panel.set_xscale("log", base=2)
+        narrowest, widest = min(r.n_cols for r in records), max(r.n_cols for r in records)
+        shown = [narrowest]
+        for width in (w for w in TICKS if narrowest < w <= widest):
+            if width > 2.5 * shown[-1]:  # nearer ones would touch
+                shown.append(width)
+        panel.set_xticks(shown, [_thousands(w) for w in shown])
+        panel.minorticks_off()
+        panel.set_ylim(-0.03, max(1.1, highest * 1.05))
+        panel.set_title(f"{op}, {SHORT[dtype]}", loc="left", fontweight="bold")
+        panel.set_xlabel("columns")
+        panel.set_ylabel(f"fraction of {what} (higher is better)")
+        panel.grid(color=grid, linewidth=0.7)
+        panel.spines[["top", "right"]].set_visible(False)
+        named = list(zip(*panel.get_legend_handles_labels(), strict=True))
+        handles = {label: line for line, label in sorted(named, key=lambda pair: pair[1] != OURS)}
+        figure.legend(
+            handles.values(), handles.keys(), loc="lower center", ncol=3, frameon=False, fontsize=9.5, columnspacing=1.2
+        )
+        figure.tight_layout(rect=(0, 0.01 + 0.05 * -(-len(handles) // 3), 1, 1))
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
         plt.close(figure)
-    return out.getvalue()
+    return finish(out.getvalue(), describe(op, dtype, records), standalone)
 
 
-def _lines(panel: Any, records: Sequence[Record], names: Sequence[str]) -> None:
-    """Width against fraction: one line for each system."""
-    for i, name in enumerate(names):
-        points = sorted((r.n_cols, r.fraction or 0.0) for r in records if r.system == name)
-        if points:
-            ours = name == "fused_softmax"
-            panel.plot(
-                *zip(*points, strict=True),
-                label=name,
-                color="black" if ours else COLORS[i % len(COLORS)],
-                linewidth=2.2 if ours else 1.1,
-                marker=MARKS[i % len(MARKS)],
-                markersize=4,
-                zorder=3 if ours else 2,
-            )
-    panel.axhline(1.0, color="0.6", linewidth=0.8, linestyle=":")
-    panel.set_xscale("log", base=2)
+def _lines(panel: Any, records: Sequence[Record]) -> float:
+    """Columns against fraction: a line for each system, ours last and so on top; returns the highest fraction."""
+    names = sorted(system_names(records), key=lambda name: (name == OURS, name not in LESSON_NUMBERS))
+    highest, seen = 0.0, False
+    for name in names:
+        line, mine = line_of(name), [r for r in records if r.system == name]
+        points: list[tuple[float, float]] = sorted(
+            (r.n_cols, r.fraction) for r in mine if r.fraction and r.status == "ok"
+        )
+        label = name
+        if line is LESSONS:
+            label, seen = ("_" if seen else "lessons 01 to 09"), True
+        drawn = dict(color=drawn_in(line), linewidth=line.width, linestyle=line.dashes, marker=line.marker or None)
+        panel.plot(*zip(*points or [(float("nan"), float("nan"))], strict=True), label=label, markersize=4, **drawn)
+        failed = sorted({r.n_cols for r in mine if r.status != "ok"})
+        if failed:
+            crosses = dict(linestyle="none", marker="x", markersize=5, color=drawn_in(line), clip_on=False)
+            panel.plot(failed, [0.0] * len(failed), **crosses)
+        highest = max([highest, *(fraction for _, fraction in points)])
+    return highest
+
+
+def _thousands(width: int) -> str:
+    if width % 2**20 == 0:
+        return f"{width >> 20}M"
+    return f"{width >> 10}k" if width % 2**10 == 0 else f"{width / 1000:.0f}k" if width > 9999 else str(width)
+
+
+def finish(svg: str, about: str, standalone: bool) -> str:
+    """matplotlib's SVG with CSS variables for colors, a name for screen readers, the page's font, and less of it."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = re.sub(r"font-family: [^;\"]*|font: ([\d.]+px)[^;\"]*", _font, svg)
+    for color, name in _DRAWN.items():
+        svg = svg.replace(color, f"var({name})")
+    svg = re.sub(r"(\d+\.\d\d)\d+", r"\1", svg)
+    svg = re.sub(r"\s+", " ", svg).replace("> <", "><")
+    # the width comes from the page; a picture of its own keeps matplotlib's
+    opening, rest = svg.split(">", 1)
+    opening = re.sub(r' (height|width)="[^"]*"', "" if not standalone else r"\g<0>", opening)
+    rules = ""
+    if standalone:
+        rules = f"<style>{css('svg', False)}@media(prefers-color-scheme:dark){{{css('svg', True)}}}</style>"
+    return f'{opening} role="img" aria-label="{escape(about)}">{rules}{rest}\n'
+
+
+def _font(found: re.Match[str]) -> str:
+    return f"font: {found[1]} system-ui, sans-serif" if found[1] else "font-family: system-ui, sans-serif"

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -227,6 +228,25 @@ def _examine(part: Header | Record) -> None:
             raise ValueError(f"{f.name} is {value!r}")
     if isinstance(part, Record) and part.dtype not in DTYPES:
         raise ValueError(f"dtype is {part.dtype!r}")
+
+
+def gpu_folder(root: Path) -> Path:
+    """benchmarks/results/h200 of a repository."""
+    return root / "benchmarks" / "results" / "h200"
+
+
+def result_files(folder: Path) -> list[Path]:
+    """Result files of one GPU, by name; none when the folder is not there."""
+    return sorted(folder.glob("*.json")) if folder.is_dir() else []
+
+
+def read_folder(folder: Path) -> dict[Path, tuple[Header, list[Record]]]:
+    """The benchmark's runs in a folder, by file; records of other commands, such as a fuzzer's, are passed over."""
+    found = {}
+    for file in result_files(folder):
+        with suppress(NotResults):
+            found[file] = read_results(file)
+    return found
 
 
 def to_csv(records: Sequence[Record]) -> str:

@@ -1,7 +1,7 @@
-"""Tables of a run: what the terminal, the HTML page and the README show, from the same rows.
+"""Tables of a run: the terminal and the HTML page show the same rows.
 
-`matrix` has one row per shape and one column per system, in fractions of the ceiling (or ms, where there is none);
-`details` has one row per system and shape, with error, traffic, and what the kernel compiles to for an H200.
+`matrix` has a row for each shape of an op and a column for each system, in fractions of the ceiling (or a time, where
+there is no ceiling). `everything` has a row for each record, and the columns that any of them fills.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -17,10 +18,13 @@ from rich.table import Table as RichTable
 
 from fused_softmax.lab.bench.cases import SWEEP
 from fused_softmax.lab.bench.inputs import SHORT
-from fused_softmax.lab.bench.record import Header, Record
+from fused_softmax.lab.bench.record import Header, Record, read_folder
 from fused_softmax.lab.bench.timing import FIRST_CALL, EventStopwatch
 
-Recorded = Mapping[tuple[str, str, str, int], Record]  # (op, system, dtype, n_cols) -> a record made on a GPU
+# (op, system, dtype, n_cols) -> a record made on a GPU, and the header of its run
+Recorded = Mapping[tuple[str, str, str, int], tuple[Header, Record]]
+# a kernel that would not launch on the target is as much of a result as one that did not launch here
+STYLES = {"wrong": "bold red", "out of resources": "yellow", "refused": "yellow", "error": "red"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,11 @@ class Rows:
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+
+
+def plural(count: int, noun: str) -> str:
+    """Such as `1 case` and `1,040 cases`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def shape(record: Record) -> str:
@@ -43,18 +52,22 @@ def fraction_cell(record: Record | None) -> str:
         return ""
     if record.status != "ok":
         return record.status
+    if record.ms is not None and (record.fraction is None or record.timed_by.startswith("CUDA-graph")):
+        return f"{1000 * record.ms:.1f} us" if record.timed_by != FIRST_CALL else f"{record.ms:.1f} ms"
     if record.fraction is not None:
         return f"{record.fraction:.3f}"
-    if record.ms is not None:
-        return f"{1000 * record.ms:.1f} us" if record.timed_by != FIRST_CALL else f"{record.ms:.1f} ms"
     return "not timed" if record.note else "ok"
+
+
+def ceilings_of(records: Sequence[Record]) -> list[str]:
+    """The plain passes that the records are compared with, such as copy."""
+    return sorted({r.ceiling for r in records if r.ceiling})
 
 
 def system_names(records: Sequence[Record]) -> list[str]:
     """Systems in the order in which they appear, ceilings last."""
-    names = dict.fromkeys(r.system for r in records)
-    ceilings = {r.ceiling for r in records if r.ceiling}
-    return [n for n in names if n not in ceilings] + [n for n in names if n in ceilings]
+    ceilings = ceilings_of(records)
+    return sorted(dict.fromkeys(r.system for r in records), key=lambda name: name in ceilings)
 
 
 def by_width(records: Sequence[Record]) -> list[Record]:
@@ -73,44 +86,48 @@ def by_width(records: Sequence[Record]) -> list[Record]:
     return list(found.values())
 
 
-def matrix(records: Sequence[Record]) -> Rows:
-    """One row per shape, one column per system."""
-    names = system_names(records)
-    ceilings = {r.ceiling for r in records if r.ceiling}
-    cells: dict[tuple[str, str], dict[str, Record]] = {}
-    for record in records:
-        cells.setdefault((record.op, shape(record)), {})[record.system] = record
-    rows = []
-    for (op, at), found in cells.items():
-        shown = []
-        for name in names:
-            met = found.get(name)
-            if met and met.ms is not None and met.timed_by.startswith("CUDA-graph"):
-                shown.append(f"{1000 * met.ms:.1f} us")
-            else:
-                shown.append(f"{met.gbps:.0f}" if met and name in ceilings and met.gbps else fraction_cell(met))
-        rows.append((op, at, *shown))
-    title = (
-        "fraction of the ceiling (the ceiling itself in GB/s); us: time of a short call by graph replay, or on the "
-        "host; ms: of a first call"
-    )
-    return Rows(title, ("op", "shape", *names), tuple(rows))
+def recorded_results(folder: Path) -> Recorded:
+    """What plots against width can show of a folder's files; of several files the later one counts."""
+    files = read_folder(folder).values()
+    return {(r.op, r.system, r.dtype, r.n_cols): (head, r) for head, records in files for r in by_width(records)}
+
+
+def origin(head: Header) -> str:
+    """Where and when a run was made, in a few words."""
+    commit = f"commit {head.commit[:7]}{' with changes' if head.dirty else ''}" if head.commit else "commit unknown"
+    versions = ", ".join(f"{name} {head.versions[name]}" for name in ("torch", "triton") if name in head.versions)
+    return f"{head.device}, {versions}, {commit}, {head.date[:10]}"
+
+
+def matrix(op: str, records: Sequence[Record]) -> Rows:
+    """An op's shapes down and its systems across; a ceiling's own column is in GB/s."""
+    mine = [r for r in records if r.op == op]
+    names, ceilings = system_names(mine), ceilings_of(mine)
+    cells: dict[str, dict[str, Record]] = {}
+    for record in mine:
+        cells.setdefault(shape(record), {})[record.system] = record
+
+    def cell(name: str, met: Record | None) -> str:
+        fast = met and name in ceilings and met.gbps and not met.timed_by.startswith("CUDA-graph")
+        return f"{met.gbps:.0f}" if met and fast else fraction_cell(met)
+
+    rows = tuple((at, *(cell(name, found.get(name)) for name in names)) for at, found in cells.items())
+    heads = tuple(f"{name}, GB/s" if name in ceilings else name for name in names)
+    title = f"{op}: fraction of {'/'.join(ceilings)} (higher is better)" if ceilings else f"{op}: status or time"
+    if any(cell.endswith((" us", " ms")) for row in rows for cell in row[1:]):
+        title += "; us: a short call, by graph replay or on the host; ms: a first call (lower is better)"
+    return Rows(title, ("shape", *heads), rows)
+
+
+def matrices(records: Sequence[Record]) -> list[Rows]:
+    """A matrix for each op of the run."""
+    return [matrix(op, records) for op in dict.fromkeys(r.op for r in records)]
 
 
 def _error(record: Record) -> str:
     if record.error is None:
         return ""
     return "NaN" if math.isinf(record.error) else f"{record.error:.1e}"
-
-
-def _count(elements: int | None, of: int) -> str:
-    """Elements in multiples of the matrix."""
-    return "" if elements is None or not of else f"{elements / of:.2f}"
-
-
-def _resource(record: Record, name: str) -> str:
-    value = (record.resources or {}).get(name)
-    return "" if value is None else str(value)
 
 
 def on_target(record: Record) -> str:
@@ -122,109 +139,94 @@ def on_target(record: Record) -> str:
     return "launches" if not failed else "out of resources" if "out of resource" in failed else "fails"
 
 
-def details(records: Sequence[Record], recorded: Recorded) -> Rows:
-    """One row per shape and system: the view without a GPU."""
-    rows = []
-    for r in records:
-        cells = r.n_rows * r.n_cols
-        on_gpu = recorded.get((r.op, r.system, r.dtype, r.n_cols))
-        rows.append((
-            f"{shape(r)} ({r.case})" if r.case not in ("", SWEEP) else shape(r),
-            r.system,
-            r.status,
-            _error(r),
-            _count(r.reads, cells),
-            _count(r.writes, cells),
-            *(_resource(r, n) for n in ("registers", "spilled_bytes", "shared_bytes", "widest_load_bytes")),
-            on_target(r),
-            fraction_cell(on_gpu),
-        ))  # fmt: skip
-    columns = (
-        *("shape", "system", "status", "error", "reads", "writes"),
-        *("registers", "spilled", "shared", "load", "on an H200", "of copy"),
-    )
-    title = (
-        "checked against float64; reads and writes in multiples of the matrix (MN); registers, spilled, shared and "
-        "widest load in bytes as compiled for an H200 (sm_90); of copy: recorded on an H200"
-    )
-    return Rows(title, columns, tuple(rows))
+def _cells(r: Record, recorded: Recorded) -> dict[str, str]:
+    """A record's cells by column, empty where it has no value."""
+    cells, used = r.n_rows * r.n_cols, r.resources or {}
+    found: dict[str, object] = {
+        "op": r.op,
+        "shape": f"{shape(r)} ({r.case})" if r.case.startswith("real") else shape(r),
+        "system": r.system,
+        "status": r.status,
+        "max error": _error(r),
+        "ms": r.ms and f"{r.ms:.4f}",
+        "p10 to p90": r.ms_p10 and r.ms_p90 and f"{r.ms_p10:.4f} to {r.ms_p90:.4f}",
+        "GB/s": r.gbps and f"{r.gbps:.0f}",
+        "fraction": r.fraction and f"{r.fraction:.3f}",
+        "peak MB": r.peak_bytes is not None and f"{r.peak_bytes / 1e6:.3f}",
+        "reads/MN": cells and r.reads is not None and f"{r.reads / cells:.2f}",
+        "writes/MN": cells and r.writes is not None and f"{r.writes / cells:.2f}",
+        **{name.replace("_bytes", " B").replace("_", " "): used.get(name) for name in RESOURCES},
+        "on an H200": on_target(r),
+        "recorded": fraction_cell(recorded[key][1]) if (key := (r.op, r.system, r.dtype, r.n_cols)) in recorded else "",
+        "timed by": r.timed_by,
+        "note": r.note or ("" if r.case == SWEEP and not r.ms else r.plan),
+    }
+    return {name: "" if value is None or value is False else str(value) for name, value in found.items()}
 
 
-def timings(records: Sequence[Record]) -> Rows:
-    """One row per shape and system with milliseconds and their spread: the HTML page's second table."""
-    rows = [
-        (
-            r.op,
-            shape(r),
-            r.system,
-            r.status,
-            "" if r.ms is None else f"{r.ms:.4f}",
-            "" if r.ms_p10 is None or r.ms_p90 is None else f"{r.ms_p10:.4f} to {r.ms_p90:.4f}",
-            "" if r.gbps is None else f"{r.gbps:.0f}",
-            "" if r.fraction is None else f"{r.fraction:.3f}",
-            "" if r.peak_bytes is None else f"{r.peak_bytes / 1e6:.3f}",
-            _error(r),
-            r.timed_by,
-            r.note or r.plan,
-        )
-        for r in records
-    ]
-    columns = (
-        *("op", "shape", "system", "status", "ms", "p10 to p90", "GB/s", "fraction", "peak MB"),
-        *("max error", "timed by", "note"),
-    )
-    return Rows("times", columns, tuple(rows))
+RESOURCES = ("registers", "spilled_bytes", "shared_bytes", "widest_load_bytes")
+LEGEND = (
+    "max error: largest absolute difference from float64; reads/MN and writes/MN: elements moved, over the elements of "
+    "the matrix; registers, spilled, shared and widest load: as compiled for an H200; recorded: fraction on an H200"
+)
 
 
-def notes(head: Header, records: Sequence[Record]) -> list[str]:
-    """Lines that belong under a table: the machine, what did not run, and why."""
-    versions = ", ".join(f"{name} {v}" for name, v in head.versions.items())
-    machine = ", ".join(part for part in (head.device, head.cpu) if part)
-    lines = [f"{machine}; {versions}; commit {head.commit[:10] or 'unknown'}{' with changes' if head.dirty else ''}"]
-    if head.seed is not None:
-        lines.append(f"random widths of seed {head.seed}")
-    if head.ceilings:
-        measured = ", ".join(f"{kind} {gbps:.0f} GB/s" for kind, gbps in head.ceilings.items())
-        lines.append(f"this device's own passes over 512 MiB: {measured}")
-    if not any(r.ms for r in records):
-        lines.append("times need a GPU: here every system was checked in Triton's interpreter, and none was timed")
-    if head.unavailable:
-        lines.append("not run: " + "; ".join(f"{name} ({why})" for name, why in head.unavailable.items()))
-    seen: dict[tuple[str, str], str] = {}
+def everything(records: Sequence[Record], recorded: Recorded) -> Rows:
+    """One row for each record; a column that no record fills is left out."""
+    lines = [_cells(r, recorded) for r in records]
+    columns = tuple(name for name in (lines[0] if lines else {}) if any(line[name] for line in lines))
+    return Rows("every result", columns, tuple(tuple(line[name] for name in columns) for line in lines))
+
+
+def environment(head: Header) -> dict[str, str]:
+    """The machine, the versions and the command of a run, by name."""
+    commit = f"{head.commit[:10] or 'unknown'}{' with changes' if head.dirty else ''}"
+    found = {
+        "device": ", ".join(part for part in (head.device, head.cpu) if part),
+        "versions": ", ".join(f"{name} {v}" for name, v in {**head.versions, "python": head.python}.items()),
+        "commit": commit,
+        "date": head.date,
+        "command": head.command,
+        "random widths": "" if head.seed is None else f"seed {head.seed}",
+        "own passes over 512 MiB": ", ".join(f"{kind} {gbps:.0f} GB/s" for kind, gbps in head.ceilings.items()),
+        "not run": "; ".join(f"{name} ({why})" for name, why in head.unavailable.items()),
+        "stopped early": head.stopped,
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def failures(records: Sequence[Record]) -> list[str]:
+    """A line for each system and status that is not ok: how often, and the first case with its reason."""
+    groups: dict[tuple[str, str], list[Record]] = {}
     for r in records:
         if r.status != "ok":
-            seen.setdefault((r.system, r.status), f"{r.system}, {r.status} at {shape(r)}: {r.note}")
-    if head.stopped:
-        lines.append(f"stopped early: {head.stopped}")
-    return lines + list(seen.values())
-
-
-# a kernel that would not launch on the target is as much of a result as one that did not launch here
-STYLES = {"wrong": "bold red", "out of resources": "yellow", "refused": "yellow", "error": "red"}
+            groups.setdefault((r.system, r.status), []).append(r)
+    return [
+        f"{system}, {status} in {plural(len(met), 'case')}, first {met[0].op} {shape(met[0])}: {met[0].note}"
+        for (system, status), met in groups.items()
+    ]
 
 
 def print_rows(console: Console, rows: Rows) -> None:
-    """Print one table; where the first column is the shape, each shape becomes a heading over its systems."""
-    grouped = rows.columns[0] == "shape"
+    """Print one table."""
     view = RichTable(title=rows.title, box=SIMPLE, pad_edge=False, title_justify="left")
-    for i, column in enumerate(rows.columns[grouped:]):
-        view.add_column(column, justify="left" if i < 2 else "right", no_wrap=i == 0)
-    last = None
+    for i, column in enumerate(rows.columns):
+        view.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
     for row in rows.rows:
-        if grouped and row[0] != last:
-            if last is not None:
-                view.add_section()
-            last = row[0]
-            view.add_row(f"[bold]{escape(last)}[/]")
-        view.add_row(*(f"[{STYLES[c]}]{c}[/]" if c in STYLES else escape(c) for c in row[grouped:]))
+        view.add_row(*(f"[{STYLES[c]}]{c}[/]" if c in STYLES else escape(c) for c in row))
     console.print(view)
 
 
 def print_report(console: Console, head: Header, records: Sequence[Record], recorded: Recorded) -> None:
-    """The whole report on the terminal: the matrix where something was timed, the details where nothing was."""
+    """The whole report on the terminal: matrices where something was timed, every result where nothing was."""
     if not records:
         console.print("no results")
         return
-    print_rows(console, matrix(records) if any(r.ms for r in records) else details(records, recorded))
-    for line in notes(head, records):
-        console.print(line, markup=False, highlight=False)
+    timed = any(r.ms for r in records)
+    for rows in matrices(records) if timed else [everything(records, recorded)]:
+        print_rows(console, rows)
+    lines = [f"{name}: {value}" for name, value in environment(head).items()]
+    if not timed:
+        lines += [LEGEND, "times need a GPU: here Triton's interpreter checked every system, and none was timed"]
+    for line in (*lines, *failures(records)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -33,9 +33,8 @@ from fused_softmax.lab.bench.cases import (
 from fused_softmax.lab.bench.inputs import one_input
 from fused_softmax.lab.bench.ops import OPS, family
 from fused_softmax.lab.bench.output import Output
-from fused_softmax.lab.bench.readme import recorded_results
 from fused_softmax.lab.bench.record import Header, Record, header, results_folder
-from fused_softmax.lab.bench.report import print_report
+from fused_softmax.lab.bench.report import print_report, recorded_results
 from fused_softmax.lab.bench.session import Pair, Session, prebuild
 from fused_softmax.lab.bench.systems import System, systems_for
 from fused_softmax.lab.resources import ROWS, CrossCompiler, keys_of

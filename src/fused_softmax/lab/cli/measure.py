@@ -21,7 +21,7 @@ def bench(
     dtype: Dtype = "",
     systems: Annotated[str, typer.Option(help="comma-separated, such as torch,07_online; default all")] = "",
     input: Input = None,
-    out: Annotated[Path, typer.Option(help="folder for the table, plot, CSV, JSON and HTML page")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="folder for the HTML page, CSV and JSON")] = Path("out"),
     op: Annotated[
         str, typer.Option(help="what is computed, such as softmax,log_softmax or cross_entropy, or all")
     ] = "softmax",
@@ -82,38 +82,27 @@ def bench(
 
 
 def report(
-    readme: Annotated[bool, typer.Option("--readme", help="rewrite README.md from the results")] = False,
-    check: Annotated[bool, typer.Option("--check", help="fail when README.md is stale")] = False,
     root: Annotated[Path, typer.Option(help="the repository's root")] = Path("."),
-    out: Annotated[Path | None, typer.Option(help="write page, plot, CSV and JSON of each file below here")] = None,
+    out: Annotated[Path | None, typer.Option(help="write the page, CSV and JSON of each file below here")] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(metavar="OLD NEW", help="compare two results files, or two folders of them, case by case"),
     ] = None,
     files: Annotated[list[Path] | None, typer.Argument(help="results to show; default: the recorded")] = None,
 ) -> None:
-    """Show recorded results, compare two runs, or make the README's table and plot of the recorded results."""
-    from fused_softmax.lab.bench import readme as pages
+    """Show recorded results, or compare two runs."""
     from fused_softmax.lab.bench.output import Output
-    from fused_softmax.lab.bench.record import read_results
+    from fused_softmax.lab.bench.record import gpu_folder, read_folder, read_results
     from fused_softmax.lab.bench.report import print_report
 
-    if compare is not None and (readme or check or files or out is not None):
-        raise Refused("--compare stands alone: leave out --readme, --check, --out and files")
-    if files and (readme or check):
-        raise Refused("--readme and --check read the recorded results: leave out files")
+    if compare is not None and (files or out is not None):
+        raise Refused("--compare stands alone: leave out --out and files")
     with refusing(OSError, ValueError):
         if compare is not None:
             compare_runs(*compare)
             return
-        if readme:
-            pages.write(root)
-        if readme or check:
-            why = pages.stale(root)
-            print(why or "README.md is what the results give")
-            raise typer.Exit(1 if why else 0)
-        folder = pages.gpu_folder(root)
-        found = {file: read_results(file) for file in files} if files else pages.read_folder(folder)
+        folder = gpu_folder(root)
+        found = {file: read_results(file) for file in files} if files else read_folder(folder)
         if not found:
             raise ValueError(f"{folder} holds no results: give results files, or the repository's root with --root")
         for file, (head, records) in found.items():

@@ -1,18 +1,12 @@
-"""Writes the tables of docs/numerics.md between their markers, from the recorded run on a GPU.
-
-python -m fused_softmax.lab.accuracy.page           rewrites the page
-python -m fused_softmax.lab.accuracy.page --check   fails where the page is not what the record gives
-"""
+"""The tables of docs/numerics.md, from the recorded run of `fused-softmax accuracy` on a GPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from fused_softmax.lab import pages
+from fused_softmax.lab.accuracy import record
+from fused_softmax.lab.accuracy.table import by_kind, by_width, notes
 from fused_softmax.lab.bench.report import Rows
-
-from . import record
-from .table import by_kind, by_width, notes
 
 PAGE = Path("docs") / "numerics.md"
 RECORD = Path("benchmarks") / "results" / "h200" / "accuracy.json"
@@ -34,11 +28,3 @@ def _markdown(made: Rows) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     lines += ["| " + " | ".join(row) + " |" for row in made.rows]
     return f"{made.title[0].upper()}{made.title[1:]}:\n\n" + "\n".join(lines)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return pages.main("fused_softmax.lab.accuracy.page", __doc__, PAGE, tables, arguments)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

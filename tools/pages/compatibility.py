@@ -1,17 +1,12 @@
-"""Writes the tables of docs/compatibility.md between their markers, from recorded runs and from the plans.
-
-python -m fused_softmax.lab.compatibility_page           rewrites the page
-python -m fused_softmax.lab.compatibility_page --check   fails where the page is not what the records give
-"""
+"""The tables of docs/compatibility.md, from recorded runs and from the plans."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from fused_softmax.lab import pages
-from fused_softmax.lab.compatibility import measured_targets, targets_table
-from fused_softmax.lab.version_runs import RECORDS, load, measured, version_table
 from fused_softmax.launch.availability import MIN_TORCH, MIN_TRITON, NEWEST_TRITON
+from pages.targets import measured_targets, targets_table
+from pages.version_runs import RECORDS, load, measured, version_table
 
 PAGE = Path("docs") / "compatibility.md"
 
@@ -33,11 +28,3 @@ def tables(root: Path) -> dict[str, str]:
         "versions": version_table(runs),
         "targets": targets_table(measured_targets(results)),
     }
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return pages.main("fused_softmax.lab.compatibility_page", __doc__, PAGE, tables, arguments)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -11,36 +11,32 @@ from pathlib import Path
 
 import pytest
 
-from fused_softmax.lab import compatibility_page, version_runs
-from fused_softmax.lab.compatibility import GPUS, WIDTHS, measured_targets, moved, targets_table
-from fused_softmax.lab.version_runs import Run
 from fused_softmax.launch import availability
+from pages import compatibility, markers, version_runs
+from pages.targets import GPUS, WIDTHS, measured_targets, moved, targets_table
+from pages.version_runs import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = Run("compiled", "2.13.0", "3.9.0", "3.12.1", 10, 0, 2, ("tests",), "abc", "2026-11-21T00:00:00+00:00")
 
 
-def test_the_page_is_what_the_records_give(capsys):
-    assert compatibility_page.main(["--check", "--root", str(ROOT)]) == 0, capsys.readouterr().out
-
-
-def test_a_stale_page_is_found_and_rewritten(tmp_path, capsys):
+def test_a_stale_page_is_found_and_rewritten(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "benchmarks").mkdir()
-    page = tmp_path / compatibility_page.PAGE
-    page.write_text((ROOT / compatibility_page.PAGE).read_text())
+    page = tmp_path / compatibility.PAGE
+    page.write_text((ROOT / compatibility.PAGE).read_text())
     version_runs.record(tmp_path / version_runs.RECORDS, RUN)
-    arguments = ["--root", str(tmp_path)]
-    assert compatibility_page.main(["--check", *arguments]) == 1
-    assert compatibility_page.main(arguments) == 0
-    assert compatibility_page.main(["--check", *arguments]) == 0
+    arguments = tmp_path, compatibility.PAGE, compatibility.tables
+    assert not markers.update(*arguments, check=True)
+    assert markers.update(*arguments, check=False)
+    assert markers.update(*arguments, check=True)
     assert (
         "| 2.13.0 | 3.9.0 | 3.12.1 | compiled: tests | all 10 tests pass, 2 skipped | abc, 2026-11-21 |"
         in page.read_text()
     )
     page.write_text("no markers")
     with pytest.raises(ValueError, match="markers"):
-        compatibility_page.main(arguments)
+        markers.update(*arguments, check=False)
 
 
 def test_a_run_replaces_an_older_one_of_its_kind(tmp_path):
