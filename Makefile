@@ -12,7 +12,7 @@ JOBS ?= 2
 
 # what `make test` runs, in this order; it prints how long each took
 STAGES := lint types interpreted compiled pages-check
-EXTENDED_STAGES := docs compiled-targets compiled-others extended
+EXTENDED_STAGES := typed-uses docs compiled-targets compiled-others extended
 # Tritons that the kernels are compiled with besides the pinned one, by the tests of the planner's kernels and of what
 # versions change; and torches below the floor
 OTHER_TRITONS ?= 3.6.0 newest
@@ -45,7 +45,7 @@ define run_stages
 endef
 
 .PHONY: help bench test test-extended setup lint types interpreted compiled compiled-targets compiled-others below-floor
-.PHONY: interpreted-others extended gpu pages pages-check docs clean
+.PHONY: interpreted-others extended gpu pages pages-check docs typed-uses clean
 .NOTPARALLEL:
 
 help:
@@ -78,6 +78,10 @@ lint: $(READY)
 
 types: $(READY)
 	$(PY) -m mypy
+
+# what a typed program writes, against the package's annotations
+typed-uses: $(READY)
+	$(RUN) -m mypy --config-file= --strict tests/typed_uses.py
 
 interpreted: $(READY)
 	TRITON_INTERPRET=1 $(RUN) -m pytest -q $(SPREAD) -m "not compiled and not gpu and not extended" $(ARGS)

@@ -54,6 +54,7 @@ NAMES = {
         "(input: 'Tensor', dim: 'int' = -1, dtype: 'torch.dtype | None' = None, *, out: 'Tensor | None' ="
         " None) -> 'Tensor'"
     ),
+    "stats": "() -> 'None'",
     "token_logprobs": (
         "(logits: 'Tensor', token_ids: 'Tensor', *, temperature: 'float | Tensor' = 1.0, return_entropy: "
         "'bool' = False, return_logsumexp: 'bool' = False) -> 'Tensor | TokenStatistics'"

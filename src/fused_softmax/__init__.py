@@ -12,6 +12,7 @@ from .losses import TokenStatistics, cross_entropy, token_logprobs
 from .patch import patch
 from .plan_for import Fallback, plan_for
 from .planning.types import Plan
+from .stats import stats
 from .warmup import warmup
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "patch",
     "plan_for",
     "softmax",
+    "stats",
     "token_logprobs",
     "warmup",
 ]

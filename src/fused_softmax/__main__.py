@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
+from fused_softmax import __version__
 from fused_softmax.lab.ending import run_main
 
 # packages of the extras in pyproject.toml, by the names that are imported; numpy is what triton's interpreter needs
 EXTRAS = {
     **dict.fromkeys(("typer", "click", "rich"), "cli"),
-    **dict.fromkeys(("numpy", "matplotlib", "safetensors"), "bench"),
+    **dict.fromkeys(("numpy", "matplotlib", "safetensors", "jinja2"), "bench"),
 }
 # what a command imports beyond the command line's own packages; numpy where it interprets its kernels
-NEEDS = {"bench": ("safetensors",), "verify": ("safetensors",), "lesson": ()}
+NEEDS = {"bench": ("matplotlib", "safetensors"), "verify": ("safetensors",), "lesson": ()}
 
 
 def _missing(package: str) -> bool:
@@ -54,6 +55,13 @@ def main() -> None:
 
 
 def _main() -> None:
+    if sys.argv[1:] == ["--version"]:
+        print(f"fused-softmax {__version__}")
+        return
+    if sys.argv[1:] == ["doctor"]:  # it says which extra is missing, and so needs none
+        from fused_softmax.lab.doctor import main as doctor
+
+        sys.exit(doctor())
     try:
         from fused_softmax.lab.cli import app
 

@@ -29,9 +29,7 @@ def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
     """
     if stands_in(logits, index):
         return handle_torch_function(selective_log_softmax, (logits, index), logits, index)
-    logprobs = token_logprobs(logits, index)
-    assert isinstance(logprobs, Tensor)
-    return logprobs.to(logits.dtype)
+    return token_logprobs(logits, index).to(logits.dtype)
 
 
 def causal_lm_loss(outputs: Any, labels: Tensor, num_items_in_batch: int | Tensor | None = None) -> Tensor:

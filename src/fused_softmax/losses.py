@@ -5,7 +5,7 @@ Neither takes memory of the logits' size, except for the gradient. torch_ops has
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -172,6 +172,42 @@ class TokenStatistics(NamedTuple):
     logsumexp: Tensor | None
 
 
+@overload
+def token_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    return_entropy: Literal[False] = False,
+    return_logsumexp: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def token_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    return_entropy: Literal[True],
+    return_logsumexp: bool = False,
+) -> TokenStatistics: ...
+@overload
+def token_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    return_entropy: bool = False,
+    return_logsumexp: Literal[True],
+) -> TokenStatistics: ...
+@overload
+def token_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    return_entropy: bool = False,
+    return_logsumexp: bool = False,
+) -> Tensor | TokenStatistics: ...
 def token_logprobs(
     logits: Tensor,
     token_ids: Tensor,

@@ -43,6 +43,8 @@ _installed: dict[str, torch.library.Library] = {}
 # a thread may have been on its way into one of our kernels, waiting for the interpreter's lock, when another took it
 # out: it runs all the same, so the last few thousand outlive their registration (without this, threads crash)
 _kept: deque[object] = deque(maxlen=4096)
+# of fused_softmax.stats, while it counts: called with op, tensor, dim, dtype and backward
+watch: Callable[..., None] | None = None
 
 
 class patch:
@@ -233,6 +235,8 @@ def _out_dtype(x: Tensor, half_to_float: bool) -> torch.dtype | None:
 def _forward(log: bool, original: Kernel) -> Kernel:
     def forward(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
         dtype = _out_dtype(x, half_to_float)
+        if watch is not None:
+            watch("log_softmax" if log else "softmax", x, dim=dim, dtype=dtype)
         if dtype is not None and type(x) is Tensor and x.is_cuda:
             call = softmax_call(x, dim, dtype, log, rows.prepare_softmax)
             if call is not None and call is not TORCH:
@@ -269,6 +273,8 @@ def _takes_backward(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -
 
 def _backward(log: bool, original: Kernel) -> Kernel:
     def backward(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+        if watch is not None:
+            watch("log_softmax" if log else "softmax", y, dim=dim, dtype=y.dtype, backward=True)
         if type(y) is Tensor and type(dy) is Tensor and supports_fused_cast(input_dtype, y.dtype):
             dx = softmax_backward(dy, y, dim, input_dtype, log, is_batch_invariant(), rows.prepare_backward)
             if dx is not None:

@@ -13,7 +13,8 @@ import logging
 import re
 import threading
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ _logger = logging.getLogger("fused_softmax")
 _logger.addHandler(logging.NullHandler())  # without a handler of the program's own, the warning alone is printed
 _lock = threading.Lock()
 _warned: set[str] = set()
+_noted: set[str] = set()
 _failures: dict[Hashable, str] = {}
 
 
@@ -87,6 +89,20 @@ def warn_once(reason: str) -> None:
     warnings.warn(f"fused_softmax: PyTorch's own kernel runs: {reason}", stacklevel=3)
 
 
+def note(reason: str) -> str:
+    """Logs that PyTorch's own kernel takes a call, the first time that this reason is given; returns the reason."""
+    if reason not in _noted:
+        _noted.add(reason)
+        _logger.info("PyTorch's own kernel takes the call: %s", reason)
+    return reason
+
+
+def note_kernel(kernel: str, meta: Mapping[str, Any], index: int, seconds: float) -> None:
+    """Logs that a kernel is ready on a device, the first time that it is prepared."""
+    _logger.info("%s is ready on cuda:%d after %.3f s", kernel, index, seconds)
+    _logger.debug("%s was compiled with %s", kernel, dict(meta))
+
+
 # --- kernels that do not compile or load ------------------------------------------------------------------------------
 
 
@@ -140,11 +156,12 @@ def _cause(error: BaseException) -> str:
     lines = [line.strip() for line in str(root).splitlines() if line.strip()]
     said = f"{type(root).__name__}: {lines[-1][:200]}" if lines else type(root).__name__
     if isinstance(error, OSError):
-        return f"{said}. Triton keeps compiled kernels in {_cache_folder()}: TRITON_CACHE_DIR names another folder"
+        return f"{said}. Triton keeps compiled kernels in {cache_folder()}: TRITON_CACHE_DIR names another folder"
     return said
 
 
-def _cache_folder() -> str:
+def cache_folder() -> str:
+    """Where Triton keeps compiled kernels."""
     try:
         return str(importlib.import_module("triton").knobs.cache.dir)
     except Exception:  # a Triton that has no knobs

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -115,12 +116,14 @@ def compile_kernel(
     compiled = _compiled.get(key)
     if compiled is None:
         availability.raise_if_failed(key)
+        began = time.perf_counter()
         try:
             compiled = _built(kernel, pointers, meta, counts)
             compiled._init_handles()  # loads it on the current device
         except Exception as error:
             raise availability.failed(key, _name(kernel), error) from error
         _compiled.remember(key, compiled)
+        availability.note_kernel(_name(kernel), meta, index, time.perf_counter() - began)
     return compiled
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..launch import torch_private
+from ..launch.availability import note
 from ..launch.cache import Cache
 from ..launch.device import describe, interpreting
 from ..launch.layout import DTYPE_NAMES, HALVES, MAX_COLS
@@ -97,15 +98,15 @@ def can_bypass_dispatcher(x: Tensor) -> bool:
 
 
 def unsupported_reason(x: Tensor, dtype: torch.dtype) -> str | None:
-    """Why our kernels cannot take x, computed in `dtype`; None where they can."""
+    """Why our kernels cannot take x, computed in `dtype`; None where they can. A reason is logged once."""
     if dtype not in DTYPE_NAMES:
-        return f"{dtype} is PyTorch's: the kernels compute in float32"
+        return note(f"{dtype} is PyTorch's: the kernels compute in float32")
     if x.dtype is torch.float64:
-        return "float64 is PyTorch's"
+        return note("float64 is PyTorch's")
     if x.layout is not torch.strided or x.is_nested:
-        return "sparse and nested tensors are PyTorch's"
+        return note("sparse and nested tensors are PyTorch's")
     device = describe(x.device)
-    return None if isinstance(device, Device) else str(device)
+    return None if isinstance(device, Device) else note(str(device))
 
 
 def is_supported(x: Tensor) -> bool:

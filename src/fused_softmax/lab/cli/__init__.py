@@ -6,11 +6,14 @@ command again with TRITON_INTERPRET=1 before the first kernel is decorated.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from fused_softmax import __version__
 from fused_softmax.lab.cli.check import accuracy, fuzz, verify
 from fused_softmax.lab.cli.measure import bench, report, tune
-from fused_softmax.lab.cli.show import explain, lesson
+from fused_softmax.lab.cli.show import doctor, explain, lesson
 from fused_softmax.lab.cli.steps import host
 from fused_softmax.lab.terminal import Commands
 
@@ -22,5 +25,20 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (bench, host, verify, fuzz, accuracy, explain, tune, lesson, report):
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"fused-softmax {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="the version")] = False,
+) -> None:
+    pass
+
+
+for command in (doctor, bench, host, verify, fuzz, accuracy, explain, tune, lesson, report):
     app.command()(command)

@@ -1,4 +1,4 @@
-"""The commands that explain: explain for a shape, lesson for the lessons."""
+"""The commands that explain: explain for a shape, lesson for the lessons, doctor for the machine."""
 
 from __future__ import annotations
 
@@ -52,3 +52,10 @@ def lesson(number: Annotated[int | None, typer.Argument(min=1, help="without it,
         raise Refused(f"{error}: give one of these") from None
     options.interpret_without_gpu()
     lessons.run(number)
+
+
+def doctor() -> None:
+    """Show versions, GPU, regimes, cache folder and extras, and check one kernel; fail where something is broken."""
+    from fused_softmax.lab.doctor import main
+
+    raise typer.Exit(main())
