@@ -1,4 +1,4 @@
-"""fused_softmax: row-wise softmax at the speed of a memory copy, behind PyTorch's own signatures.
+"""The softmax family as Triton kernels that run at the speed of a memory copy, with PyTorch's own signatures.
 
 >>> import torch, fused_softmax
 >>> fused_softmax.softmax(torch.tensor([[2.0, 1.0, 0.1]])).shape

@@ -1,8 +1,8 @@
-"""What a user calls of the softmax family: torch's signatures and torch's errors.
+"""The public functions of the softmax family: torch's signatures and torch's errors.
 
-Our kernels take float16, bfloat16 and float32 on a GPU that Triton supports (or on the CPU, interpreted). All else
-(float64, integers with their errors, subclasses, forward-mode AD, other devices, no Triton) is PyTorch's own, called
-with the same arguments. torch_ops/route.py decides which path a call takes; `plan_for` shows it.
+Our kernels take float16, bfloat16 and float32 on a GPU that Triton supports (or on the CPU, interpreted). PyTorch's own
+function gets every other call with the same arguments: float64, integers with their errors, subclasses, forward-mode
+AD, other devices, no Triton. torch_ops/route.py decides which path a call takes; `plan_for` shows it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,23 @@ FULLY_MASKED = ("nan", "zero")
 
 
 def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
-    """softmax(x) = exp(x - max(x)) / sum(exp(x - max(x))) over `dim`: `torch.softmax`, at the speed of a copy.
+    """Return the softmax over `dim`, as `torch.softmax`: exp(x - max(x)) / sum(exp(x - max(x))).
 
     Args:
-        input: any shape and strides; float16, bfloat16 and float32 are ours on a GPU, all else is torch's.
-        dim: the dimension that sums to 1, in [-input.dim(), input.dim()).
-        dtype: the input is cast to it first. float16 and bfloat16 to float32 costs no pass of its own.
-        out: a tensor to write to, of the result's dtype; it is resized if its shape differs.
+        input: Any shape and strides. float16, bfloat16 and float32 run our kernels on a GPU; the rest runs torch's.
+        dim: The dimension that sums to 1, in [-input.dim(), input.dim()).
+        dtype: The input is cast to it first. float16 and bfloat16 to float32 needs no pass of its own.
+        out: A tensor to write to, of the result's dtype. It is resized if its shape differs.
 
-    Returns: a contiguous tensor of input's shape, in `dtype` or input's. Rows with +inf, NaN or nothing but -inf are
-    NaN. Autograd keeps it, and nothing else; its gradient is one kernel too, and differentiable.
+    Returns:
+        A contiguous tensor of input's shape, in `dtype` or input's dtype. A row with +inf or NaN, or with -inf alone,
+        is NaN. Autograd saves the result and nothing else. The gradient is one kernel, and is differentiable.
 
-    Raises: IndexError for a dim out of range, TypeError for one that is no integer, NotImplementedError for integers
-    without dtype=, RuntimeError for an `out` of another dtype.
+    Raises:
+        IndexError: `dim` is out of range.
+        TypeError: `dim` is no integer.
+        NotImplementedError: `input` holds integers, and `dtype` is not given.
+        RuntimeError: `out` has another dtype than the result.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.softmax.html
 
@@ -48,9 +52,9 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, o
 
 
 def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
-    """log_softmax(x) = x - max(x) - log(sum(exp(x - max(x)))) over `dim`: `torch.log_softmax`, at the speed of a copy.
+    """Return the logarithm of the softmax over `dim`, as `torch.log_softmax`: x - max(x) - log(sum(exp(x - max(x)))).
 
-    Arguments, result and errors as `softmax`'s. -inf among finite values stays -inf.
+    Arguments, result and errors are those of `softmax`. A -inf among finite values stays -inf.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.log_softmax.html
 
@@ -62,17 +66,21 @@ def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, 
 
 
 def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False, *, out: Tensor | None = None) -> Tensor:
-    """log(sum(exp(x))) over one dimension or several: `torch.logsumexp`, in one read.
+    """Return log(sum(exp(x))) over one dimension or several, as `torch.logsumexp`, in one read.
 
     Args:
-        input: any shape and strides; float16, bfloat16 and float32 are ours on a GPU, all else is torch's.
-        dim: an int or a tuple of them, each in [-input.dim(), input.dim()).
-        keepdim: whether the reduced dimensions stay, with size 1.
-        out: a tensor to write to; it is resized if its shape differs.
+        input: Any shape and strides. float16, bfloat16 and float32 run our kernels on a GPU; the rest runs torch's.
+        dim: An int or a tuple of ints, each in [-input.dim(), input.dim()).
+        keepdim: Whether the reduced dimensions stay, with size 1.
+        out: A tensor to write to. It is resized if its shape differs.
 
-    Returns: a tensor of input's dtype: -inf for a row of nothing but -inf, +inf where +inf stands in it, NaN for NaN.
+    Returns:
+        A tensor of input's dtype. A row of -inf alone gives -inf, a row with +inf gives +inf, and a row with NaN NaN.
 
-    Raises: IndexError for a dim out of range, RuntimeError for one that is named twice, TypeError for other types.
+    Raises:
+        IndexError: A dimension is out of range.
+        RuntimeError: A dimension is named twice.
+        TypeError: `dim` has another type.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.logsumexp.html
 
@@ -93,26 +101,30 @@ def masked_softmax(
     causal: bool = False,
     fully_masked: str = "nan",
 ) -> Tensor:
-    """softmax(scale*x) over the last dimension, of what the mask and causality leave.
+    """Return softmax(scale*x) over the last dimension, over the columns that the mask and causality keep.
 
     Args:
-        x: (..., Q, K), or (K,); float16, bfloat16 and float32 are ours on a GPU, all else is torch's. Any K.
-        mask: broadcasts to x's shape and is not expanded in memory. bool: True keeps a column, as in
-            `torch.nn.functional.scaled_dot_product_attention`. Floating: added to scale*x; its gradient is the
-            columns' own, summed to its shape.
-        scale: a number by which x is multiplied first; unless it is a positive normal number of float32, the call is
-            torch's.
-        causal: query q sees columns 0 to q, also where Q and K differ (aligned at the top left, as torch's is_causal).
-        fully_masked: what a row becomes that sees nothing: "nan", as softmax of -inf is, or "zero", with gradients
-            zero.
+        x: (..., Q, K) or (K,), any K. float16, bfloat16 and float32 run our kernels on a GPU; the rest runs torch's
+            formulas.
+        mask: Broadcasts to x's shape, and is not expanded in memory. A bool mask keeps the columns that are True, as in
+            `torch.nn.functional.scaled_dot_product_attention`. A floating mask is added to scale*x; its gradient is
+            summed to its shape.
+        scale: A number that multiplies x first. A scale that is no positive normal number of float32 runs torch's
+            formulas.
+        causal: Query q sees columns 0 to q, also where Q and K differ (aligned at the top left, as torch's is_causal).
+        fully_masked: What a row without a visible column becomes: "nan", as the softmax of -inf alone, or "zero", with
+            gradients of 0.
 
-    Returns: a contiguous tensor of x's shape and dtype. Hidden columns are 0. The gradient of what a boolean mask or
-    causality hides is 0 in every row, also in a row of NaN. A row that an additive mask of -inf hides has a gradient of
-    NaN, as that of softmax(x + mask) is, unless fully_masked is "zero".
+    Returns:
+        A contiguous tensor of x's shape and dtype. Hidden columns are 0. Columns that a bool mask or causality hides
+        have a gradient of 0 in every row, also in a row of NaN. A row that an additive mask of -inf hides has a
+        gradient of NaN, as softmax(x + mask) has, unless fully_masked is "zero".
 
-    Raises: ValueError for another fully_masked, for a mask that does not broadcast, or causal of one dimension;
-    TypeError for a mask of integers and for arguments of other types; NotImplementedError, as softmax, for x that is
-    not floating; RuntimeError, torch's own, for a mask on another device.
+    Raises:
+        ValueError: `fully_masked` is another word, the mask does not broadcast, or `causal` is set for one dimension.
+        TypeError: The mask holds integers, or an argument has another type.
+        NotImplementedError: `x` is not floating.
+        RuntimeError: The mask is on another device.
 
     >>> masked_softmax(torch.zeros(2, 2), causal=True)
     tensor([[1.0000, 0.0000],

@@ -1,7 +1,6 @@
-"""The losses under the names and signatures that trainers call: TRL's selective_log_softmax, Hugging Face's loss
-function.
+"""Losses with the names and signatures that trainers call: TRL's selective_log_softmax, Hugging Face's loss function.
 
-Nothing is imported from either: these are functions to hand to them. docs/losses.md says where.
+Nothing is imported from TRL or transformers. docs/recipes.md shows where the functions go.
 """
 
 from __future__ import annotations
@@ -17,10 +16,14 @@ from .torch_ops.arguments import stands_in
 
 
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
-    """log_softmax(logits, -1) gathered at index: `trl.trainer.utils.selective_log_softmax`, in one read of the logits.
+    """Return log_softmax(logits, -1) gathered at index, as `trl.trainer.utils.selective_log_softmax`, in one read.
 
-    logits: (..., V); index: (...,), or (..., K). Returns index's shape in the logits' dtype, as TRL's own does; it is
-    rounded once, from float32.
+    Args:
+        logits: (..., V).
+        index: (...,) or (..., K).
+
+    Returns:
+        A tensor of index's shape in the logits' dtype, as TRL's own function returns. It is rounded once, from float32.
 
     Source: https://github.com/huggingface/trl/blob/main/trl/trainer/utils.py
 
@@ -33,12 +36,18 @@ def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
 
 
 def causal_lm_loss(outputs: Any, labels: Tensor, num_items_in_batch: int | Tensor | None = None) -> Tensor:
-    """The next-token loss of a causal language model: `Trainer(compute_loss_func=causal_lm_loss)`.
+    """Return the next-token loss of a causal language model, for `Trainer(compute_loss_func=causal_lm_loss)`.
 
-    outputs: a mapping or object with logits (batch, length, V); labels: (batch, length) int64, -100 where none.
-    The labels are shifted and the logits are not: a shifted view of the logits would have to be copied.
-    num_items_in_batch: what the sum is divided by, as Trainer counts it over accumulated batches; None: this batch's
-    own.
+    The labels are shifted, and the logits are not: a shifted view of the logits would have to be copied.
+
+    Args:
+        outputs: A mapping or an object with logits of shape (batch, length, V).
+        labels: (batch, length) int64, -100 for positions without a label.
+        num_items_in_batch: The divisor of the sum, as Trainer counts it over accumulated batches. None: the number of
+            labels in this batch.
+
+    Returns:
+        A float32 scalar.
 
     Source: https://huggingface.co/docs/transformers/main_classes/trainer
 

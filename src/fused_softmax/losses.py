@@ -1,6 +1,7 @@
-"""What a user calls of the losses: cross_entropy and token_logprobs, on logits as wide as a vocabulary.
+"""The public losses, on logits as wide as a vocabulary: cross_entropy and token_logprobs.
 
-Neither takes memory of the logits' size, except for the gradient. torch_ops has the routes, launch the kernels' calls.
+Neither allocates memory of the logits' size, except for the gradient. The routes are in torch_ops, the launches in
+launch.
 """
 
 from __future__ import annotations
@@ -41,35 +42,39 @@ def cross_entropy(
     z_loss: float = 0.0,
     inplace_backward: bool = False,
 ) -> Tensor:
-    """The cross-entropy of logits against class indices: `torch.nn.functional.cross_entropy`, in one read of the
-    logits.
+    """Return the cross-entropy of logits against class indices, as `torch.nn.functional.cross_entropy`, in one read.
 
     Args:
-        input: the logits, (C,), (N, C) or (N, C, d1, ...); float16, bfloat16 and float32 are ours on a GPU, all else is
-            torch's. Where the classes are not contiguous in memory, as in (N, C, d1, ...), they are copied first.
-        target: int64 or uint8 class indices of shape (), (N,) or (N, d1, ...), in [0, C) or ignore_index.
-            Probabilities, of the logits' shape and a floating dtype, are torch's.
-        weight: (C,) of the logits' dtype or float32; the mean divides by the weights of the targets that count.
-        size_average, reduce: deprecated, as in torch: they warn, and replace reduction.
-        ignore_index: rows with this target add nothing to the loss, nor to the mean's denominator.
-        reduction: "mean", "sum" or "none". If no target counts, the mean is NaN and the sum 0.
-        label_smoothing: in [0, 1], the share of every target that is spread over all classes.
-        softcap: c replaces the logits by c*tanh(logits/c) (Gemma 2, arXiv:2408.00118).
-        z_loss: adds z_loss*logsumexp(logits)^2 to every row that counts (PaLM, arXiv:2204.02311).
-        inplace_backward: writes the gradient over the logits, which saves memory of their size. They hold nothing of
-            use afterwards, the graph cannot be run through twice, and an upstream gradient other than 1 is multiplied
-            onto the gradient as it was rounded. Without effect for reduction "none", for weights together with
-            smoothing, for logits that are copied first, and under torch.compile.
+        input: The logits: (C,), (N, C) or (N, C, d1, ...). float16, bfloat16 and float32 run our kernels on a GPU; the
+            rest runs torch's. Classes that are not contiguous in memory, as in (N, C, d1, ...), are copied first.
+        target: int64 or uint8 class indices of shape (), (N,) or (N, d1, ...), in [0, C) or ignore_index. Probabilities
+            of the logits' shape and a floating dtype run torch's.
+        weight: (C,) of the logits' dtype or float32. The mean divides by the weights of the targets that count.
+        size_average: Deprecated, as in torch: it warns, and replaces `reduction`.
+        ignore_index: Rows with this target add nothing to the loss and nothing to the mean's denominator.
+        reduce: Deprecated, as in torch: it warns, and replaces `reduction`.
+        reduction: "mean", "sum" or "none". If no target counts, the mean is NaN and the sum is 0.
+        label_smoothing: In [0, 1], the share of every target that is spread over all classes.
+        softcap: c replaces the logits with c*tanh(logits/c) (Gemma 2, arXiv:2408.00118).
+        z_loss: Adds z_loss*logsumexp(logits)^2 to every row that counts (PaLM, arXiv:2204.02311).
+        inplace_backward: Writes the gradient over the logits, which saves memory of their size. The logits hold nothing
+            of use afterwards, and there is one backward. An upstream gradient other than 1 multiplies the rounded
+            gradient. It has no effect for reduction "none", for weights together with smoothing, for logits that are
+            copied first, and under torch.compile.
 
-    Returns: float32, or float64 for float64 logits (torch returns the logits' dtype, so 16 bits for 16-bit ones): a
-    scalar, or for "none" a tensor of target's shape. The gradient has the logits' dtype, for any upstream gradient,
-    per-row ones too. Where autograd keeps the gradient that the forward wrote it keeps the logits as well.
+    Returns:
+        A scalar, or for "none" a tensor of target's shape. It is float32, or float64 for float64 logits; torch returns
+        the logits' dtype. The gradient has the logits' dtype, for any upstream gradient. Where autograd saves the
+        gradient that the forward wrote, it saves the logits, too.
 
-    Raises: as torch: ValueError for another reduction or shapes that do not fit, RuntimeError for other integer
-    targets and for a target or weight on another device, TypeError for arguments of other types, NotImplementedError
-    for logits that are not floating; ValueError for a softcap that is not positive and finite, or an infinite or NaN
-    z_loss. A target outside the classes is an IndexError on the CPU and a
-    device assertion on a GPU; nothing outside the tensors is read or written.
+    Raises:
+        ValueError: Another reduction, shapes that do not fit, a softcap that is not positive and finite, or a z_loss
+            that is infinite or NaN.
+        RuntimeError: Targets of other integers, or a target or weight on another device.
+        TypeError: An argument has another type.
+        NotImplementedError: The logits are not floating.
+        IndexError: A target is outside the classes, on the CPU. On a GPU that is a device assertion. Nothing outside
+            the tensors is read or written.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.cross_entropy.html
 
@@ -122,9 +127,9 @@ def cross_entropy_over(
     z_loss: float = 0.0,
     inplace_backward: bool = False,
 ) -> Tensor:
-    """`cross_entropy`, whose mean divides by `denominator`, a tensor of one element, where there is one.
+    """Return `cross_entropy`, whose mean divides by `denominator`, a tensor of one element, where one is given.
 
-    To divide the sum afterwards would send an upstream gradient other than 1 back, and so write the gradient twice.
+    A division after the sum would send an upstream gradient other than 1 back, and the gradient would be written twice.
     """
     if logits.dtype not in DTYPE_NAMES:
         expect_floating("cross_entropy", "input", logits)
@@ -165,7 +170,7 @@ def cross_entropy_over(
 
 
 class TokenStatistics(NamedTuple):
-    """What token_logprobs returns where more than log-probabilities is asked for; None for what was not."""
+    """The result of token_logprobs where more than log-probabilities is asked for. Parts not asked for are None."""
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -216,29 +221,30 @@ def token_logprobs(
     return_entropy: bool = False,
     return_logsumexp: bool = False,
 ) -> Tensor | TokenStatistics:
-    """log softmax(logits/temperature) at token_ids, and of the same distribution the entropy and the logsumexp.
+    """Return log softmax(logits/temperature) at token_ids, and on request the entropy and logsumexp of each row.
 
     Args:
-        logits: (..., V); float16, bfloat16 and float32 are ours on a GPU, all else is torch's. Rows that do not share
-            one stride are copied first.
-        token_ids: integers of shape (...,), one a row, or (..., K).
-        temperature: a positive number, or a tensor of such that broadcasts to (...,): one a row. It is on the logits'
-            device; one of no dimensions may be on the CPU, and is copied. At inf all columns are equally likely, except
-            those whose logit is -inf: as at any temperature, they stay hidden.
-        return_entropy: also -sum(p*log p), in nats.
-        return_logsumexp: also log(sum(exp(logits/temperature))).
+        logits: (..., V). float16, bfloat16 and float32 run our kernels on a GPU; the rest runs torch's formulas. Rows
+            that do not share one stride are copied first.
+        token_ids: Integers of shape (...,), one for each row, or (..., K).
+        temperature: A positive number, or a tensor of positive numbers that broadcasts to (...,). A tensor is on the
+            logits' device; one without dimensions may be on the CPU, and is copied. At inf all columns are equally
+            likely. Columns whose logit is -inf stay hidden at every temperature.
+        return_entropy: Also return -sum(p*log p), in nats.
+        return_logsumexp: Also return log(sum(exp(logits/temperature))).
 
-    Returns: the log-probabilities, of token_ids' shape; or, where more is asked for, `TokenStatistics` with entropy and
-    logsumexp of shape (...,). float32, or float64 for float64 logits. All are differentiable in the logits. The forward
-    allocates O(rows), and a row's bits do not depend on how many rows there are.
+    Returns:
+        The log-probabilities, of token_ids' shape. Where more is asked for, `TokenStatistics` with entropy and
+        logsumexp of shape (...,). All are float32, or float64 for float64 logits, and differentiable in the logits. The
+        forward allocates O(rows). A row's bits do not depend on the number of rows. On a GPU an id outside [0, V) gives
+        NaN and adds nothing to the gradient, and nothing outside the row is read.
 
-    An id outside [0, V) is an IndexError on the CPU; on a GPU, where to know would be to wait, its log-probability is
-    NaN, it adds nothing to the gradient and nothing outside the row is read.
-
-    Raises: ValueError for token_ids that do not fit, or a number as temperature that is not positive; TypeError for
-    token_ids that are no integers and for arguments of other types; NotImplementedError, as softmax, for logits that
-    are not floating; RuntimeError for a temperature that does not broadcast, and for token_ids or a temperature on
-    another device than the logits.
+    Raises:
+        ValueError: token_ids do not fit the logits, or a number as temperature is not positive.
+        TypeError: token_ids are no integers, or an argument has another type.
+        NotImplementedError: The logits are not floating.
+        RuntimeError: The temperature does not broadcast, or an argument is on another device than the logits.
+        IndexError: An id is outside [0, V), on the CPU.
 
     >>> token_logprobs(torch.zeros(2, 4), torch.tensor([1, 3]))
     tensor([-1.3863, -1.3863])

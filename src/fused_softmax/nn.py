@@ -1,6 +1,6 @@
-"""torch.nn's modules with our kernels: same constructor, repr, attributes and (empty) state dict, subclasses of them.
+"""Subclasses of torch.nn's modules that run our kernels: same constructor, repr, attributes and (empty) state dict.
 
-A model that was saved with torch's modules loads into these, and the other way round.
+A model that was saved with torch's modules loads into these modules, and the other way round.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .losses import cross_entropy
 
 
 class Softmax(torch.nn.Softmax):
-    """`torch.nn.Softmax`: softmax over `dim`, any shape. dim=None keeps torch's guess, warning and kernel.
+    """`torch.nn.Softmax` with our kernels, over `dim` of any shape. dim=None keeps torch's guess, warning and kernel.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.Softmax.html
 
@@ -26,7 +26,7 @@ class Softmax(torch.nn.Softmax):
 
 
 class LogSoftmax(torch.nn.LogSoftmax):
-    """`torch.nn.LogSoftmax`: log_softmax over `dim`, any shape. dim=None keeps torch's guess, warning and kernel.
+    """`torch.nn.LogSoftmax` with our kernels, over `dim` of any shape. dim=None keeps torch's guess and kernel.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.LogSoftmax.html
 
@@ -39,7 +39,9 @@ class LogSoftmax(torch.nn.LogSoftmax):
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """`torch.nn.CrossEntropyLoss`, with `cross_entropy`'s softcap, z_loss and inplace_backward. float32 results.
+    """`torch.nn.CrossEntropyLoss` with our kernels, and with `cross_entropy`'s softcap, z_loss and inplace_backward.
+
+    The result is float32, as that of `cross_entropy`.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
 

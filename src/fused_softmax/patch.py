@@ -1,12 +1,13 @@
-"""Routes a whole program's softmax through our kernels, by taking the place of PyTorch's own on the GPU, and back.
+"""Routes a whole program's softmax through our kernels: they replace PyTorch's own on the GPU until the patch ends.
 
     with fused_softmax.patch():
         loss = model(tokens).loss          # torch.softmax, F.softmax, F.cross_entropy, attention: all of them
         loss.backward()
-What is replaced are the kernels below autograd (aten::_softmax and kin), so autograd, autocast, vmap and modes stay as
-they are. What ours do not take (float64, say) goes on to the kernel that was there before. The replacement is the
-process's, not the thread's: backward runs in threads of its own. It does not reach what never calls these kernels:
-torch.compile's own decompositions, flash attention, other fused ones.
+
+It replaces the kernels below autograd (aten::_softmax and its relatives), so autograd, autocast, vmap and modes work as
+before. Calls that our kernels do not take, such as float64, go to the kernel that was there before. The replacement
+belongs to the process, not to the thread, because autograd runs backward in its own threads. It does not reach programs
+that never call these kernels: torch.compile's decompositions, flash attention, other fused kernels.
 """
 
 from __future__ import annotations
@@ -48,23 +49,24 @@ watch: Callable[..., None] | None = None
 
 
 class patch:
-    """Routes torch's softmax family on the GPU through ours: a context manager, a decorator, or enable()/disable().
+    """Routes torch's softmax family on the GPU through our kernels, in a `with` block, as a decorator, or by hand.
+
+    It nests, and several threads may use it. When the last patch that holds an op ends, the kernel that was there
+    before is back. On a machine without kernels (no GPU, no Triton) it changes nothing. With TRITON_INTERPRET=1 it
+    replaces the CPU's kernels. Where the installed torch and Triton cannot run the kernels, it changes nothing and
+    warns once.
+
+    It decorates functions, coroutine functions and generator functions, also asynchronous ones. A call holds the patch
+    while the body runs: from the first step until it returns, raises or is closed, also between two steps. A copied or
+    unpickled patch starts disabled.
 
     Args:
-        ops: which of "softmax", "log_softmax" (each with its backward and out= variants) and "safe_softmax" (what
-            scaled_dot_product_attention's math path calls); all of them by default.
+        ops: Any of "softmax", "log_softmax" (each with its backward and its out= variants) and "safe_softmax" (called
+            by the math path of scaled_dot_product_attention). The default is all of them.
 
-    It nests and may be used from several threads: an op is torch's own again when the last patch that holds it ends,
-    the very kernel that was there before. On a machine without kernels (no GPU, no Triton) it changes nothing. With
-    TRITON_INTERPRET=1 it takes the CPU's kernels.
-
-    It decorates functions, coroutine functions and generator functions, asynchronous ones too. A call of these holds
-    the patch while its body runs: from the first step until it returns, raises or is closed, between two steps too, as
-    `with patch():` inside the body would. A copy of a patch, and one that was pickled, starts disabled.
-
-    Where the kernels cannot run with the installed torch and Triton it changes nothing, and warns once.
-
-    Raises: ValueError for an unknown op; RuntimeError for a disable() without its enable().
+    Raises:
+        ValueError: An op is unknown.
+        RuntimeError: disable() was called without its enable().
 
     >>> with patch(ops=("softmax",)):
     ...     y = torch.softmax(torch.zeros(2, 4), -1)
@@ -78,7 +80,7 @@ class patch:
         self._depth = 0
 
     def enable(self) -> None:
-        """Puts our kernels in place until as many disable()s."""
+        """Install our kernels, until disable() is called as often."""
         with _lock:
             taken = []
             try:
@@ -93,7 +95,7 @@ class patch:
             self._depth += 1
 
     def disable(self) -> None:
-        """Takes back one enable()."""
+        """Undo one enable()."""
         with _lock:
             if self._depth == 0:
                 raise RuntimeError("patch.disable() without its enable()")

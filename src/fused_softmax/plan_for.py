@@ -1,4 +1,4 @@
-"""plan_for: which path a call takes, asked of the code that routes the calls."""
+"""plan_for: the path that a call takes, from the code that routes the calls."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ def plan_for(
     backward: bool = False,
     log: bool | None = None,
 ) -> Plan | Fallback:
-    """The plan that a call of `op` with x takes, or a `Fallback` that says why none of our kernels runs.
+    """Return the plan that a call of `op` with x takes, or a `Fallback` that says why none of our kernels runs.
 
     Args:
-        x: the input; the logits of a loss. No memory of its size is taken.
-        dim: the dimension, for the ops that take one. masked_softmax and token_logprobs take the last one,
+        x: The input; the logits of a loss. No memory of its size is allocated.
+        dim: The dimension, for the ops that take one. masked_softmax and token_logprobs take the last dimension,
             cross_entropy the classes.
-        dtype: of the result, for the ops that take one.
-        op: the name of a function of this package that runs a kernel, such as "cross_entropy"; with its default
+        dtype: The dtype of the result, for the ops that take one.
+        op: The name of a function of this package that runs a kernel, such as "cross_entropy", with its default
             options.
-        mask: of masked_softmax.
-        backward: whether to plan the gradient of such a call. For cross_entropy that is the forward which writes the
-            gradient too, where a row fits on chip.
-        log: deprecated; log=True is op="log_softmax".
+        mask: The mask of masked_softmax.
+        backward: Whether to plan the gradient of such a call. For cross_entropy that is the forward that also writes
+            the gradient, where a row fits on chip.
+        log: Deprecated; log=True is op="log_softmax".
 
-    Returns: a `Plan` or a `Fallback`. Both have `.regime` and `.why`. A Fallback's `.reason` is "unsupported" where our
-    kernels cannot take the call, "torch is faster" where PyTorch's should, and "empty" where nothing is launched.
+    Returns:
+        A `Plan` or a `Fallback`. Both have `.regime` and `.why`. A Fallback's `.reason` is "unsupported" where our
+        kernels cannot take the call, "torch is faster" where they should not, and "empty" where nothing is launched.
 
-    Raises: ValueError for another op, with the names of all; what the op itself raises for x, dim and dtype, those of
-    integers and complex numbers too.
+    Raises:
+        ValueError: `op` is none of the names that it lists. The op's own errors for x, dim and dtype are raised, too.
 
     >>> plan_for(torch.zeros(2, 8, dtype=torch.float64)).regime
     'torch'

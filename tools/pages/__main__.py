@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import pages
-from pages import compatibility, lessons, markers, numerics, performance, readme
+from pages import command, compatibility, lessons, markers, numerics, performance, readme
 
 KEPT = {readme.PAGE: readme.tables, numerics.PAGE: numerics.tables, compatibility.PAGE: compatibility.tables}
 
@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=Path("."), help="the repository's root")
     asked = parser.parse_args(arguments)
     if asked.site:
-        for file in (*performance.write(asked.root), *lessons.write(asked.root)):
+        for file in (*performance.write(asked.root), *lessons.write(asked.root), *command.write(asked.root)):
             print(f"wrote {file}")
         return 0
     stale = [page for page, tables in KEPT.items() if not markers.update(asked.root, page, tables, asked.check)]

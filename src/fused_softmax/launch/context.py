@@ -1,4 +1,4 @@
-"""Batch invariance: whether a row's bits may depend on the row's place in the batch, for this thread and context."""
+"""Batch invariance: whether a row's bits may depend on its place in the batch, for the current thread and context."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ row_invariance: ContextVar[bool] = ContextVar("batch_invariant", default=False)
 
 @contextmanager
 def batch_invariant() -> Iterator[None]:
-    """Makes a row's bits independent of its place in the batch, for rows that start unaligned too.
+    """Make a row's bits independent of its place in the batch, also for rows that start unaligned.
 
-    Without it, a row's bits never depend on the number of rows. For rows that start on 16 bytes they do not depend on
-    the place either. Within it, unaligned rows (an odd number of 16-bit columns, say) are read element by element
-    instead of in vectors; the documentation's page on batch invariance has the measured cost.
+    A row's bits never depend on the number of rows. For rows that start on 16 bytes they do not depend on the place,
+    either. Within this block unaligned rows, such as an odd number of 16-bit columns, are read element by element
+    instead of in vectors, which is slower.
 
     >>> with batch_invariant():
     ...     y = torch.softmax(torch.zeros(2, 3), -1)
@@ -26,7 +26,7 @@ def batch_invariant() -> Iterator[None]:
 
 @contextmanager
 def as_in_forward(invariant: bool) -> Iterator[None]:
-    """Batch invariance as a forward had it: autograd runs backward in a thread of its own, which does not know."""
+    """Set batch invariance as the forward had it: autograd runs backward in another thread, which does not know."""
     with _as(invariant):
         yield
 
