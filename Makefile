@@ -12,7 +12,7 @@ JOBS ?= 2
 
 # what `make test` runs, in this order; it prints how long each took
 STAGES := lint types interpreted compiled pages-check
-EXTENDED_STAGES := typed-uses docs compiled-targets compiled-others extended
+EXTENDED_STAGES := typed-uses docs packages compiled-targets compiled-others extended
 # Tritons that the kernels are compiled with besides the pinned one, by the tests of the planner's kernels and of what
 # versions change; and torches below the floor
 OTHER_TRITONS ?= 3.6.0 newest
@@ -45,7 +45,7 @@ define run_stages
 endef
 
 .PHONY: help bench test test-extended setup lint types interpreted compiled compiled-targets compiled-others below-floor
-.PHONY: interpreted-others extended gpu pages pages-check docs typed-uses clean
+.PHONY: interpreted-others extended gpu pages pages-check docs typed-uses packages style clean
 .NOTPARALLEL:
 
 help:
@@ -72,9 +72,13 @@ $(VENV)/.installed: requirements/ci.txt requirements/constraints.txt pyproject.t
 	$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 
-lint: $(READY)
+lint: $(READY) style
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+
+# sentences and words of the pages and docstrings
+style:
+	$(PYTHON) tools/style.py
 
 types: $(READY)
 	$(PY) -m mypy
@@ -108,7 +112,12 @@ interpreted-others: $(READY)
 
 # tests marked `extended`
 extended: $(READY)
+	$(PIP) install -q -r requirements/browser.txt
 	FUSED_SOFTMAX_EXTENDED=1 TRITON_INTERPRET=1 $(RUN) -m pytest -q $(SPREAD) -m "extended and not compiled and not gpu"
+
+# wheel and source distribution, built into dist/ and installed into an empty environment, extra by extra
+packages: $(READY)
+	$(PY) tests/extended/packages.py dist
 
 gpu: $(READY)
 	env -u TRITON_INTERPRET $(RUN) -m pytest -q -m gpu $(ARGS)
