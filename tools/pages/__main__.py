@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 import pages
-from pages import command, compatibility, lessons, markers, numerics, performance, readme
+from pages import command, compatibility, install, lessons, markers, numerics, performance, readme
 
-KEPT = {readme.PAGE: readme.tables, numerics.PAGE: numerics.tables, compatibility.PAGE: compatibility.tables}
+KEPT = {module.PAGE: module.tables for module in (readme, install, numerics, compatibility)}
 
 
 def main(arguments: list[str] | None = None) -> int:
