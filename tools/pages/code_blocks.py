@@ -1,7 +1,7 @@
 """Runs the Python blocks of README and the site, as a reader would: page by page, from the first block to the last.
 
     python -m pages.code_blocks                    runs what runs without a GPU
-    python -m pages.code_blocks --record FILE      on a GPU: runs all, and writes what each block printed
+    python -m pages.code_blocks --record FILE      on a GPU: runs all and doctor, and writes what each printed
     python -m pages.code_blocks --check FILE       fails where a block that needs a GPU is not recorded as it stands
 
 The blocks of a page share their names. A block after a line `<!-- gpu -->` needs a GPU.
@@ -124,7 +124,11 @@ def main(arguments: list[str] | None = None) -> int:
         from fused_softmax.launch.device import device_here
 
         head = asdict(header(device_here(), interpreted=False))
-        write_atomically(asked.record, json.dumps({"header": head, "blocks": results}, indent=1) + "\n")
+        line = [sys.executable, "-m", "fused_softmax", "doctor"]
+        where = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        doctor = subprocess.run(line, capture_output=True, text=True, env=where, timeout=300)
+        content = {"header": head, "doctor": doctor.stdout, "doctor_status": doctor.returncode, "blocks": results}
+        write_atomically(asked.record, json.dumps(content, indent=1) + "\n")
     return int(bool(failed))
 
 

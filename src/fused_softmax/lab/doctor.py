@@ -114,7 +114,8 @@ def _cache() -> tuple[State, str]:
     except OSError as error:
         why = error.strerror or type(error).__name__
         return "broken", f"{folder}: {why.lower()}: set TRITON_CACHE_DIR to a folder that can be written"
-    return "ok", f"{folder} can be written"
+    at = str(folder).replace(str(Path.home()), "~", 1)
+    return "ok", f"{at} can be written"
 
 
 def _kernel() -> tuple[State, str]:
