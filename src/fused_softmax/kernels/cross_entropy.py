@@ -54,7 +54,7 @@ def cross_entropy_forward(
         width = width_if(exists, width)
     columns = n_cols if UNALIGNED else n_cols * VEC
     target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
-    # before the reduction, so that no one waits for it afterwards
+    # before the reduction, so that its latency is hidden
     x_target = tl.load(x_row - head + target, mask=counts, other=0.0)
     reference = 0.0 * row.to(tl.float32)
     if SMOOTH:

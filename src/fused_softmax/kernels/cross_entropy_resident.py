@@ -121,7 +121,7 @@ def cross_entropy_resident(
     m = tl.maximum(capped(m, cap, SOFTCAP), LOWEST)  # [SEGMENTS, VECTORS]
     if INPLACE:
         # the target's logit is one of the row's, so it changes no maximum. Here every program of the row reads it
-        # before any of them can write the gradient over it. Where not INPLACE, no one waits for it: two dependent loads
+        # before any of them can write the gradient over it. If not INPLACE, nothing waits for it: two dependent loads
         # would delay each row's sum (time over copy 1.20 instead of 1.05 at 128,256 columns, lower is better)
         m = tl.maximum(m, z_target)
         if SMOOTH:

@@ -92,7 +92,7 @@ def row_statistics(
     by = scale_of(row, exists, scale_ptr, scale, SCALE)
     columns = n_cols if UNALIGNED else n_cols * VEC
     writes = (rank == 0) & (warp == 0) & exists
-    if PICKS > 0:  # before the reduction, so that no one waits for them afterwards
+    if PICKS > 0:  # before the reduction, so that their latency is hidden
         k = tl.arange(0, PICKS)[None, :] + 0 * rank
         wanted = writes & (k < n_picks)
         at = tl.load(ids_ptr + row * n_picks + k, mask=wanted, other=-1)

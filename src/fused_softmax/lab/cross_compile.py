@@ -1,6 +1,6 @@
 """What a kernel launch compiles to, and how many of its programs fit on a multiprocessor; no GPU is needed for either.
 
-cross_compile(launch, "sm_90") specialises the launch's arguments with Triton's own binder (16-byte alignment,
+cross_compile(launch, "sm_90") specializes the launch's arguments with Triton's own binder (16-byte alignment,
 divisibility, ones that become constants), compiles for that target and reads the result: registers and spills from the
 binary, shared memory from its metadata, the widths of its global loads and stores from its assembly. occupancy() is
 then arithmetic: programs = min(registers, shared memory, warps, slots). Limits: Triton (3.6 and later) must not

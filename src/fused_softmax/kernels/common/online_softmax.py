@@ -125,7 +125,7 @@ def online_reduction(
         whole = whole * 0
     FEW: tl.constexpr = 0 if ROWS > 1 or MOMENT == WEIGHTED_SUM else (CHUNKS + 3) // 4
     n_steps = whole + tl.cdiv(tl.maximum(even * VEC - whole * STEP - FEW * (WARPS_PER_ROW * VECTORS * VEC), 0), STEP)
-    if UNALIGNED:  # before the loop, so that no one waits for it afterwards
+    if UNALIGNED:  # before the loop, so that its latency is hidden
         head_tail, in_head_tail = head_and_tail(
             head, interior, n_cols, (rank == 0) & (warp == 0) & exists, VECTORS, VEC
         )

@@ -86,7 +86,7 @@ class _Part:
     shape: torch.Size
     dtype: torch.dtype
     error: float = 0.0  # PyTorch's largest
-    relative: float = 0.0  # ... in units of its row's scale
+    relative: float = 0.0  # the same, in units of its row's scale
     spread: float = 0.0  # its absolute errors added up over a row, in units of the row's absolute values
     total: float = 0.0
 

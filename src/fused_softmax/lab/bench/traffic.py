@@ -38,12 +38,12 @@ def one_read(n_rows: int, n_cols: int) -> Traffic:
 
 
 def two_reads(n_rows: int, n_cols: int) -> Traffic:
-    """Online softmax: (max, sum) in one walk over the row, the result in a second."""
+    """Online softmax: (max, sum) in one pass over the row, the result in a second."""
     return Traffic(2 * n_rows * n_cols, n_rows * n_cols)
 
 
 def three_reads(n_rows: int, n_cols: int) -> Traffic:
-    """Chunks in three walks: max, then sum of exponentials, then the result."""
+    """Chunks in three passes: max, then sum of exponentials, then the result."""
     return Traffic(3 * n_rows * n_cols, n_rows * n_cols)
 
 

@@ -20,7 +20,7 @@ from fused_softmax.launch import launcher
 # constexprs that are sizes: told apart as one or many, none or some
 _SIZES = {"ROWS", "CTAS", "WARPS_PER_ROW"}
 _COUNTS = {"UNPREDICATED", "SMEM_STAGED", "RESIDENT_CHUNKS"}
-# constexprs of a few values, each of which is told apart
+# constexprs of a few values, which are counted separately
 _VALUES = {"MASK": (0, 1, 2), "MASK_COLS": (0, 1, 2), "SCALE": (0, 1, 2)}
 # what says nothing: the device, lengths, and how launches overlap
 _IGNORED = {"PTX", "VECTORS", "CHUNKS", "EACH", "COLS", "TRIGGER", "WAITS", "PREFETCHED", "VEC", "MASK_VEC"}

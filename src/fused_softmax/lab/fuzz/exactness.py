@@ -35,7 +35,7 @@ class Rule:
     roundings: int = 0  # of numbers of the row's scale, in the output's dtype, by torch's formulas
     interpreted: bool = False
     coarsest: torch.dtype | None = None  # a dtype that a gradient went through
-    # allowed beside all this, for each element (broadcasts) and, added up, for a row
+    # allowed in addition, for each element (broadcasts) and, added up, for a row
     extra: Tensor | None = None
     extra_sum: Tensor | None = None
 

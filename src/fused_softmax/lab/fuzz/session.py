@@ -87,7 +87,7 @@ def run(request: Request, console: Console) -> Findings:
     """Draw and judge; write the record; make smaller what failed; print it, the table, and what was not reached.
 
     A run of `seconds` ends after 1.2 of them and some 15 more. An interrupt or SIGTERM ends the drawing, and the rest
-    follows, but for the shrinking.
+    follows, except the shrinking.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     budget = Budget() if device == "cuda" else Budget.interpreted()

@@ -1,28 +1,27 @@
 """01. Naive passes: softmax as five lines of PyTorch.
 
 Problem
-    softmax(x)_i = exp(x_i - max(x)) / sum_j exp(x_j - max(x)), for each of M rows of N columns. Written line by
-    line in an eager framework, each line is a kernel of its own, and each kernel takes its operands from memory
-    and puts its result back there.
+    softmax(x)_i = exp(x_i - max(x)) / sum_j exp(x_j - max(x)), for each of M rows of N columns. Written line by line
+    in an eager framework, each line is a kernel. Each kernel reads its operands from memory and writes its result
+    back.
 
 Mechanism
-    The row's maximum is subtracted first. It cancels in the fraction, so the result is the same, and no exponent
-    is above 0: [1000, 999, 998] gives [0.665, 0.245, 0.090], where exp(1000) alone is infinite in every format. A
-    row that holds +inf or NaN, or nothing but -inf, comes out NaN.
+    The row's maximum is subtracted first. It cancels in the fraction, so the result is the same, and no exponent is
+    above 0: [1000, 999, 998] gives [0.665, 0.245, 0.090], although exp(1000) is infinite in every format. A row with
+    +inf or NaN, or with -inf alone, gives NaN.
 
 Resource trade-off
-    Nothing is held on chip, so any width works, and memory traffic pays for it: 5MN + 2M elements read and 3MN +
-    2M written (PASSES has them line by line) where one read and one write of each element, 2MN in all, would do:
-    four times as much. An element takes a handful of instructions, far fewer than the bytes that it moves could
-    pay for, so the work is bound by bandwidth and its time is its traffic: about a quarter of the speed of a copy
-    at the very best.
+    Nothing stays on chip, so every width works. The price is memory traffic: 5MN + 2M elements read and 3MN + 2M
+    written (PASSES counts them line by line). One read and one write of each element, 2MN in all, would be enough. An
+    element needs a handful of instructions, which take far less time than its bytes. So bandwidth is the limit, and
+    the best speed is about a quarter of the speed of a copy.
 
 Common failure mode
-    Leaving the maximum out. Below about 88 in float32 nothing shows; above it exp overflows to inf, and inf / inf
-    is NaN. Far below, every exponential underflows to 0, and 0 / 0 is NaN as well.
+    Without the subtraction of the maximum nothing is wrong below about 88 in float32. Above it exp overflows to inf,
+    and inf / inf is NaN. Far below, every exponential underflows to 0, and 0 / 0 is NaN, too.
 
 Measurement
-    Five passes against one that reads once, as fractions of the device's measured copy:
+    Five passes and a kernel that reads once, as fractions of the device's measured copy (higher is better):
     $ fused-softmax bench --systems 01_naive,03_driver --widths 1024,4096
 """
 

@@ -1,30 +1,30 @@
 """02. One row per program: the whole row in one block, read once.
 
 Problem
-    The five passes of lesson 01 move four times the bytes that softmax needs, because each ends in memory. A row
-    is only a few kilobytes: one program can keep it.
+    The five passes of lesson 01 move four times the bytes that softmax needs, because each pass ends in memory. A row
+    is only a few kilobytes: one program can hold it.
 
 Mechanism
-    Program i loads row i into registers, finds the maximum and the sum without leaving the chip, and stores the
-    result: MN elements read, MN written. A Triton block has a power of two of lanes, so BLOCK is the next one at
-    or above n_cols and lanes past the row's end are masked: off in the load, off in the store. In the reductions
-    they still take part, so they must hold what changes neither: -inf, which is never a maximum above another and
-    whose exponential is 0. A row of -inf only is NaN, as in PyTorch: -inf - -inf is NaN.
+    Program i loads row i into registers, computes the maximum and the sum on chip, and stores the result: MN elements
+    read, MN written. A Triton block has a power of two of lanes, so BLOCK is the next power of two from n_cols on. A
+    mask turns off the lanes past the row's end, in the load and in the store. These lanes still take part in the
+    reductions, so they hold -inf: it never raises a maximum, and its exponential is 0. A row of -inf alone is NaN, as
+    in PyTorch: -inf - -inf is NaN.
 
 Resource trade-off
-    Registers for traffic. The row lives in the registers of one program: BLOCK / (32 * num_warps) values a
-    thread, of 255 at most. Rows just above a power of two waste up to half the lanes. Rows beyond what registers
-    hold spill to memory: at 4 warps 65,536 columns are 512 values a thread, and compiled for an H200 they spill
-    3,464 bytes of each thread. Above 2^20 columns Triton allows no block at all.
+    Registers replace traffic. The row lives in one program's registers: BLOCK / (32 * num_warps) values for each
+    thread, of at most 255. Rows just above a power of two waste up to half the lanes. Rows that exceed the registers
+    spill to memory: with 4 warps 65,536 columns are 512 values for each thread, and compiled for an H200 each thread
+    spills 3,464 bytes. Above 2^20 columns Triton allows no block at all.
 
 Common failure mode
-    The fill value of the masked load. +inf becomes the maximum: every exponent is -inf, inf - inf is NaN in the
-    lanes that are masked, and so the sum and the row are NaN. No fill leaves those lanes undefined; where they
-    happen to hold 0, each adds exp(0 - max) to the sum, and the row sums to less than 1. Both stay hidden at
-    widths that are a power of two.
+    A wrong fill value of the masked load. With +inf the fill becomes the maximum: every exponent is -inf, inf - inf
+    is NaN in the masked lanes, and so the sum and the row are NaN. Without a fill those lanes are undefined. If they
+    hold 0, each adds exp(0 - max) to the sum, and the row sums to less than 1. Widths that are a power of two hide
+    both.
 
 Measurement
-    The wrong fills at 1000 columns, and the time against the five passes:
+    The wrong fills at 1000 columns, and the time next to the five passes:
     $ fused-softmax bench --systems 01_naive,02_one_row --widths 1000,1024
 """
 

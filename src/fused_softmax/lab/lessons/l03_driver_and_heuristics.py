@@ -1,28 +1,28 @@
-"""03. Driver and heuristics: what the host decides, and what the kernel is told.
+"""03. Driver and heuristics: the host decides, and the kernel gets arguments.
 
 Problem
-    A kernel cannot know how its tensor lies in memory, nor how many threads suit its width. Lesson 02's assumed
-    contiguous rows and 4 warps for every width: a narrow slice of a wide tensor had to be copied first, and a
-    wide row gives each thread more values than it has registers for.
+    A kernel cannot know how its tensor lies in memory, nor how many threads fit its width. The kernel of lesson 02
+    assumed contiguous rows and 4 warps for every width. A narrow slice of a wide tensor had to be copied first, and a
+    wide row gave each thread more values than it has registers for.
 
 Mechanism
-    The driver (host) reads shapes and strides, picks BLOCK and the warps, makes the output, and launches; the
-    operator (kernel) does arithmetic on pointers that it is given. Row strides are run-time arguments. BLOCK is a
-    constexpr: part of the compiled code, one binary for each value. Beside the kernel's own parameters a launch
-    takes META_PARAMETERS. The ladder: 4 warps, 8 when BLOCK > 2047, 16 when BLOCK > 4095.
+    The driver (host) reads shapes and strides, chooses BLOCK and the warps, allocates the output, and launches. The
+    operator (kernel) does arithmetic on the pointers that it gets. Row strides are run-time arguments. BLOCK is a
+    constexpr, a part of the compiled code: one binary for each value. A launch also takes META_PARAMETERS. The
+    heuristic: 4 warps, 8 if BLOCK > 2047, 16 if BLOCK > 4095.
 
 Resource trade-off
-    More warps split a row into fewer registers a thread, and have more loads in flight, but reductions must then
-    go through shared memory and a barrier, and fewer programs fit on a multiprocessor. Each constexpr value is
-    one more compile; each run-time value is one more register and one less thing the compiler can prove: with a
-    stride that is not a multiple of 16 it must load element by element.
+    More warps split a row into fewer registers for each thread, and have more loads in flight. But reductions then go
+    through shared memory and a barrier, and fewer programs fit on a multiprocessor. Each constexpr value is one more
+    compilation. Each run-time value is one more register, and one fact less for the compiler: with a stride that is
+    not a multiple of 16 it must load element by element.
 
 Common failure mode
-    Taking the row stride for n_cols. All is well until someone passes a slice: row 0 is right, and every later
-    row is read from the wrong place, without an error.
+    The use of n_cols as the row stride. Everything is right until someone passes a slice. Row 0 is then right, and
+    every later row is read from the wrong place, without an error.
 
 Measurement
-    Fixed 4 warps against the ladder:
+    A fixed number of 4 warps next to the heuristic:
     $ fused-softmax bench --systems 02_one_row,03_driver --widths 1024,8192,32768
 """
 

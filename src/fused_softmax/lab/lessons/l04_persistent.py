@@ -1,30 +1,30 @@
-"""04. Persistent: as many programs as fit on the chip, each walking over rows.
+"""04. Persistent: as many programs as fit on the chip, each with many rows.
 
 Problem
-    A program per row (lessons 02 and 03) loads, waits, computes, stores, ends; while it computes it has no load
-    in flight, and only other programs on the same multiprocessor hide its waiting.
+    A program for each row (lessons 02 and 03) loads, waits, computes, stores, ends. While it computes it has no load
+    in flight. Only other programs on the same multiprocessor hide its latency.
 
 Mechanism
-    Triton's tutorial kernel launches only as many programs as are resident at once, and each takes row i, i +
-    programs, i + 2 * programs and so on. That loop can be pipelined: with num_stages the rows to come are copied
-    to shared memory (cp.async) while the present one is computed. How many programs fit is arithmetic on the
-    compiled kernel, see occupancy(): the least of what registers, shared memory, warps and slots allow, times the
-    number of multiprocessors.
+    Triton's tutorial kernel launches only as many programs as are resident at once. Each takes row i, i + programs, i
+    + 2 * programs and so on. This loop can be pipelined: with num_stages the next rows are copied to shared memory
+    (cp.async) while the current row is computed. The compiled kernel determines how many programs fit, see
+    occupancy(): the least of the limits of registers, shared memory, warps and slots, times the number of
+    multiprocessors.
 
 Resource trade-off
-    Shared memory for latency: num_stages stages hold num_stages - 1 blocks there, besides the one in registers.
-    The tutorial takes 4 stages where a program may have more than 200,000 bytes, else 2. On an H200 (227 KB)
-    three blocks of 32,768 bfloat16 columns fit, 192 KB, and of 65,536 do not; of float32 16,384 and not 32,768.
-    In the 99 KB of an RTX 5060, 4 stages fit up to 16,384 bfloat16 columns, 2 up to 32,768, and beyond only
-    num_stages=1, which holds none.
+    Shared memory hides latency: num_stages stages hold num_stages - 1 blocks there, in addition to the block in
+    registers. The tutorial takes 4 stages if a program may have more than 200,000 bytes, otherwise 2. On an H200 (227
+    KB) three blocks of 32,768 bfloat16 columns fit, 192 KB, and three blocks of 65,536 do not; in float32 16,384
+    columns fit, and 32,768 do not. In the 99 KB of an RTX 5060, 4 stages fit up to 16,384 bfloat16 columns, 2 up to
+    32,768, and beyond that only num_stages=1, which holds none.
 
 Common failure mode
-    Asking for what the chip has not: the launch is refused with OutOfResources, at a width, on a device, that
-    nobody tried. Near the limit one program fits on a multiprocessor where lesson 02 had several, and the
-    pipeline loses what it was for. And leaving the loop out: rows beyond the first grid are never written.
+    A request for more than the chip has. The launch fails with OutOfResources, at a width and on a device that was
+    never tested. Near the limit one program fits on a multiprocessor where lesson 02 had several, and the pipeline
+    loses its purpose. The other failure is a missing loop: rows beyond the first grid are never written.
 
 Measurement
-    Against one row per program, up to where it is refused:
+    Next to one row per program, up to the width at which the launch fails:
     $ fused-softmax bench --systems 03_driver,04_persistent --widths 1024,4096,32768,65536
 """
 

@@ -1,28 +1,29 @@
-"""05. Vectorized, as published and mended: a time counts only after the check.
+"""05. Vectorized, as published and fixed: a time counts only after the check.
 
 Problem
-    A GPU moves 16 bytes a thread in one instruction at best. A kernel that asks for single elements issues up to
-    eight times the instructions, and has less in flight for each of them.
+    One instruction moves at most 16 bytes for each thread. A kernel that loads single elements issues up to eight
+    times the instructions, and has fewer bytes in flight for each of them.
 
 Mechanism
-    The block is written as BLOCK_SIZE lanes of VEC adjacent columns each, in the hope of one wide access a lane.
-    It is not the source's shape that decides: Triton lays the block out by what it can prove of contiguity and
-    divisibility. The pointers and the row stride must be multiples of 16, and so must the mask's bound. For an
-    H200 and 4,096 bfloat16 columns the mended launch loads 16 bytes at a time, the published one 8, all that 512
-    columns leave a thread; at 1,000 or 4,097 both load 2, whatever VEC says.
+    The block is written as BLOCK_SIZE lanes of VEC adjacent columns each, in the hope of one wide access for each
+    lane. The source's shape does not decide this. Triton chooses the layout by what it can prove about contiguity and
+    divisibility. The pointers, the row stride and the mask's bound must be multiples of 16. For an H200 and 4,096
+    bfloat16 columns the fixed launch loads 16 bytes at a time. The published one loads 8, because 512 columns leave
+    no more for each thread. At 1,000 or 4,097 columns both load 2 bytes, for every VEC.
 
 Resource trade-off
-    As in lesson 02 the row is held in registers. As published VEC = 4, whatever the width: little register use,
-    many programs a multiprocessor, because little of the row is there. Mended, VEC grows with the row.
+    As in lesson 02 registers hold the row. The published version has VEC = 4 for every width. It uses few registers
+    and has many programs on a multiprocessor, because it holds little of the row. In the fixed version VEC grows with
+    the row.
 
 Common failure mode
-    A grid of rows, a block of 128 x 4 columns, and no loop: columns from 512 on are never read and never written.
-    Of 4,096 columns it does an eighth of the work, was the fastest in its table (0.0655 ms) and differed by 5.0,
-    which no probability can: that is what the output's memory held before. Fill outputs with NaN, compare, and
-    only then time.
+    The published version skips columns: a grid of rows, a block of 128 x 4 columns, and no loop. Columns from 512 on
+    are never read and never written. For 4,096 columns it does an eighth of the work. It was the fastest in its table
+    (0.0655 ms) and differed by 5.0, which no probability can: the output still held the memory's old content. Fill
+    outputs with NaN, compare, and only then time.
 
 Measurement
-    The published launch appears as wrong and is not timed, the mended one is:
+    The published launch appears as wrong and has no time. The fixed launch has one:
     $ fused-softmax bench --systems 05_published,05_vectorized --widths 512,4096
 """
 
@@ -77,7 +78,7 @@ def published_launches(x: Tensor, y: Tensor) -> list[Launch]:
 
 
 def softmax(x: Tensor) -> Tensor:
-    """Softmax of the rows of x (n_rows, n_cols), float16, bfloat16 or float32: mended, so that it covers the row."""
+    """Softmax of the rows of x (n_rows, n_cols), float16, bfloat16 or float32: the fixed version covers the row."""
     x = x.contiguous()
     y = torch.empty_like(x)
     for launch in launches(x, y):

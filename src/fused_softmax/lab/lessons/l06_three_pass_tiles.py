@@ -1,26 +1,26 @@
 """06. Three-pass tiles: any width, at three reads of the row.
 
 Problem
-    A row that must fit one block fits no longer at some width: it spills (lesson 02), is refused (lesson 04), or
-    is beyond Triton's largest block. Vocabularies are 32,000 to 262,144 columns wide.
+    From some width on a row no longer fits one block. It spills (lesson 02), the launch fails (lesson 04), or the
+    width exceeds Triton's largest block. Vocabularies are 32,000 to 262,144 columns wide.
 
 Mechanism
-    One program walks over its row in tiles, three times: the maximum; the sum of exponentials below that maximum;
-    the quotient, stored. Lanes keep a maximum, or a sum, of their own, and are reduced once at the end of a walk.
-    Only the last tile is masked in effect, and its idle lanes hold -inf. A tile of -inf only is harmless: the
-    maximum is the whole row's by the time an exponential is taken. A row of -inf only is NaN.
+    One program reads its row in tiles, three times: for the maximum, for the sum of exponentials below that maximum,
+    and for the quotient, which it stores. Each lane keeps its own maximum or sum, which are reduced once at the end
+    of a pass. In effect only the last tile is masked, and its idle lanes hold -inf. A tile of -inf alone is harmless,
+    because the maximum is the whole row's when an exponential is computed. A row of -inf alone is NaN.
 
 Resource trade-off
-    Traffic for registers: one tile and one accumulator are held whatever the width, and the row is read three
-    times. The second and third read may come from the L2, where it still has the row: all programs' rows together
-    must fit it, and 132 multiprocessors with several rows of 131,072 columns each are more than its 60 MB.
+    Traffic replaces registers: one tile and one accumulator are held for every width, and the row is read three
+    times. The second and third read may come from L2 if the row is still there. For that all programs' rows together
+    must fit L2. 132 multiprocessors with several rows of 131,072 columns each exceed its 60 MB.
 
 Common failure mode
-    Taking a tile's own maximum where the row's is meant: the tiles' sums are then in different units, and the row
-    does not sum to 1. It stays hidden as long as the row fits one tile, or its maximum is in every tile.
+    The use of a tile's own maximum instead of the row's. The tiles' sums then have different units, and the row does
+    not sum to 1. This stays hidden if the row fits one tile, or if its maximum is in every tile.
 
 Measurement
-    Three reads against lesson 07's two, as fractions of the measured copy, from where a row no longer fits one
+    Three reads and lesson 07's two, as fractions of the measured copy, from the width at which a row exceeds one
     block:
     $ fused-softmax bench --systems 06_three_pass,07_online --widths 4096,50257,131072,262144
 """

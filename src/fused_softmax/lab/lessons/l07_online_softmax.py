@@ -1,28 +1,28 @@
-"""07. Online softmax: maximum and sum in one walk, the result in a second.
+"""07. Online softmax: maximum and sum in one pass, the result in a second.
 
 Problem
-    Lesson 06 reads the row three times, the first time only to learn its maximum.
+    Lesson 06 reads the row three times, the first time only for the maximum.
 
 Mechanism
-    Keep the maximum so far and the sum of exponentials below it; when a tile raises the maximum, rescale the sum:
-    m = max(a, b); s = s_a * exp(a - m) + s_b * exp(b - m). The pair is right after every tile, so one walk gives
-    both, and a second stores (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). The
-    same line merges pairs of lanes, of programs or of GPUs, in any order: it is what later lessons share. While
-    nothing but -inf was seen, the sum is 0 below any maximum, so it is taken below 0; a row of -inf only is 0 /
-    0, NaN, as it should be.
+    Keep the maximum so far and the sum of exponentials below it. When a tile raises the maximum, rescale the sum: m =
+    max(a, b); s = s_a * exp(a - m) + s_b * exp(b - m). The pair is right after every tile. So one pass gives both
+    numbers, and a second pass stores (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). The
+    same formula merges pairs of lanes, of programs or of GPUs, in any order, and all later lessons use it. As long as
+    only -inf was seen, the sum is 0 for any maximum, so it is computed relative to 0. A row of -inf alone is 0 / 0,
+    NaN, as it should be.
 
 Resource trade-off
-    One multiplication and one exponential a tile for a whole read of the row: 2MN + MN elements instead of 3MN +
-    MN, 25 per cent fewer. The walk is serial: each step waits for the maximum before, where lesson 06's steps are
-    independent until the end. An element's exponential is still taken twice.
+    One multiplication and one exponential for each tile save a whole read of the row: 2MN + MN elements instead of
+    3MN + MN, 25 per cent fewer. The pass is serial: each step waits for the maximum of the step before. The steps of
+    lesson 06 are independent until the end. Each element still has two exponentials.
 
 Common failure mode
-    Forgetting to rescale. Terms from before the maximum rose are then too large, by exp of the rise: the row sums
-    to less than 1; with a row that falls from its first tile on, nothing shows. And tiles of -inf before the
-    first finite one: -inf - -inf is NaN, which the sum never loses again.
+    No rescaling. Terms from before the maximum rose are then too large, by exp of the rise, and the row sums to less
+    than 1. A row that falls from its first tile on hides this. The other failure is tiles of -inf before the first
+    finite one: -inf - -inf is NaN, which never leaves the sum.
 
 Measurement
-    Two reads against three and against one:
+    Two reads, three reads and one:
     $ fused-softmax bench --systems 03_driver,06_three_pass,07_online --widths 4096,50257,131072
 """
 

@@ -1,28 +1,26 @@
 """08. Many rows per program: a tile of rows for narrow widths.
 
 Problem
-    A row of 256 bfloat16 columns is 512 bytes. A program of its own for each (lesson 03) has 128 threads for 256
-    columns, two reductions over all of them, and ends before its loads have filled anything: on an H200 such a
-    kernel reaches 0.40 of the copy there, against 0.94 at 1,024 columns.
+    A row of 256 bfloat16 columns is 512 bytes. A program for each row (lesson 03) has 128 threads for 256 columns and
+    two reductions over all of them. It ends before its loads have filled the memory pipeline. On an H200 such a
+    kernel reaches 0.40 of the copy, and 0.94 at 1,024 columns (higher is better).
 
 Mechanism
-    A program takes a tile of ROWS x BLOCK_N elements and reduces along axis 1, row by row. All loads of the tile
-    are in flight together. Where a row lies within one warp its reductions are shuffles: no shared memory, no
-    barrier. Rows past the last are masked like columns past the last; they hold -inf, come out NaN, and are not
-    stored.
+    A program takes a tile of ROWS x BLOCK_N elements and reduces along axis 1, row by row. All loads of the tile are
+    in flight together. If a row lies within one warp its reductions are shuffles: no shared memory, no barrier. Rows
+    past the last row are masked like columns past the last column. They hold -inf, give NaN, and are not stored.
 
 Resource trade-off
-    ROWS is bought with registers, and with programs: a tile of 4,096 elements is 32 values a thread at 4 warps,
-    and a batch with fewer rows than ROWS * 132 leaves multiprocessors of an H200 idle. Above 4,096 columns ROWS
-    is 1 and this is lesson 03 again. ROWS follows from the width alone, so a row's result does not depend on its
-    batch.
+    ROWS costs registers and programs. A tile of 4,096 elements is 32 values for each thread with 4 warps. A batch
+    with fewer rows than ROWS * 132 leaves multiprocessors of an H200 idle. Above 4,096 columns ROWS is 1, and this is
+    lesson 03 again. ROWS follows from the width alone, so a row's result does not depend on its batch.
 
 Common failure mode
-    Reducing the tile where the row is meant (an axis left out): every row is then divided by the sum over all
-    ROWS. With one row in the tile, as in a test of one row, nothing shows.
+    A reduction of the tile instead of the row (a missing axis). Every row is then divided by the sum over all ROWS. A
+    test with one row hides this.
 
 Measurement
-    Narrow rows, against one row a program:
+    Narrow rows, next to one row per program:
     $ fused-softmax bench --systems 03_driver,08_many_rows --widths 128,256,1000,4096
 """
 

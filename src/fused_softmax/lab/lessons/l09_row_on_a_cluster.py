@@ -1,30 +1,31 @@
 """09. A row on a cluster: the programs of a thread-block cluster hold a slice each and merge through shared memory.
 
 Problem
-    Keeping the row on chip (lessons 02 to 05) saves lesson 07's second read, but one program has 65,536 registers
-    at most: a row of 65,536 float32 columns spills at any number of warps. Vocabularies are wider.
+    A row on chip (lessons 02 to 05) saves lesson 07's second read. But one program has at most 65,536 registers: a
+    row of 65,536 float32 columns spills with any number of warps. Vocabularies are wider.
 
 Mechanism
-    From compute capability 9.0 on, up to 16 CTAs on neighbouring multiprocessors form a cluster and can write to
-    each other's shared memory. A launch with num_ctas=CTAS spreads the tile [CTAS, BLOCK] over them, a line each.
-    Every CTA reduces its line to (line_max, line_sum), sends both to all others with st.async, waits until the
-    mbarrier has counted all bytes, and merges what came with lesson 07's line, in the order of the ranks: all then
-    hold the same bits. Triton before 3.8 cannot reduce over the CTAs of a cluster, so kernels/cluster.py does it in
-    inline PTX. The exchange is opened before the row is loaded, so that the load hides the cluster's own barrier.
+    From compute capability 9.0 on, up to 16 CTAs on neighboring multiprocessors form a cluster and can write to each
+    other's shared memory. A launch with num_ctas=CTAS spreads the tile [CTAS, BLOCK] over them, one line for each
+    CTA. Every CTA reduces its line to (line_max, line_sum) and sends both to all others with st.async. It waits until
+    the mbarrier has counted all bytes. Then it merges the numbers with lesson 07's formula, in the order of the
+    ranks, so all CTAs hold the same bits. Triton before 3.8 cannot reduce over the CTAs of a cluster, so
+    kernels/common/cluster.py does it in inline PTX. The exchange is opened before the row is loaded, so the load
+    hides the latency of the cluster's own barrier.
 
 Resource trade-off
-    Registers of 16 multiprocessors for the second read, at the price of one exchange a row, in which everybody
-    waits for the slowest. A line is a power of two here, so 151,936 columns lie in 16 x 16,384 lanes, of which 10
-    CTAs' are used: padded like that, an early kernel reached 0.72 of the copy on an H200, and with even slices 0.92.
-    Beyond 16 x 32,768 columns a line no longer fits its registers, and this driver refuses.
+    The registers of 16 multiprocessors replace the second read. The price is one exchange for each row, in which
+    every CTA waits for the slowest. A line is a power of two here, so 151,936 columns lie in 16 x 16,384 lanes, and
+    only 10 CTAs are used. With this padding an early kernel reached 0.72 of the copy on an H200, and with even slices
+    0.92 (higher is better). Beyond 16 x 32,768 columns a line no longer fits its registers, and this driver refuses.
 
 Common failure mode
-    Forgetting to merge. Every CTA's slice then sums to 1 and looks like a softmax; the row sums to as many as hold
-    a part of it, and a slice of -inf, harmless in its row, is NaN. And exchanging twice through one mbarrier, or
-    leaving before the others' bytes have arrived: both race, which no interpreter and few runs show.
+    A missing merge. Every CTA's slice then sums to 1 and looks like a softmax. The row sums to the number of CTAs
+    that hold a part of it. A slice of -inf, harmless in its row, is NaN. The other failures are races: two exchanges
+    through one mbarrier, or an exit before the others' bytes have arrived. No interpreter and few runs show them.
 
 Measurement
-    One read on a cluster against two by one program, at widths that fill their lines and at one that does not:
+    One read on a cluster and two by one program, at widths that fill their lines and at one that does not:
     $ fused-softmax bench --systems 07_online,09_cluster --widths 65536,128256,151936,262144
 """
 

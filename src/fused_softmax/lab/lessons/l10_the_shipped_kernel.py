@@ -1,34 +1,35 @@
 """10. The shipped kernel: slices, chunks and lanes, planned by width.
 
 Problem
-    Every lesson has widths at which it is at the copy and widths at which it is not: narrow rows leave threads
-    idle (02), wide ones spill (02 to 05), are read twice (07), or are padded to the next power of two (09). Rows
-    of an odd number of bfloat16 columns start at any address and are read two bytes at a time by all of them.
+    Every lesson is as fast as the copy at some widths and slower at others. Narrow rows leave threads idle (02). Wide
+    rows spill (02 to 05), are read twice (07), or are padded to the next power of two (09). Rows of an odd number of
+    bfloat16 columns start at any address, and all lessons read them two bytes at a time.
 
 Mechanism
-    A row is cut evenly into slices, one a CTA; a slice into chunks of VECTORS x VEC columns, VEC of which are one
-    access of 16 bytes. CHUNKS is any number, so a slice wastes less than a chunk, and only its last two chunks need
-    a mask. Every lane keeps its own (max, sum) over the chunks: no thread waits for another's loads, and the row
-    takes one reduction, or one exchange, at its end. Rows that start anywhere are read in the same vectors from
-    their first aligned column on; head and tail, shorter than a vector, lie apart, an element a lane. Tile, block
-    and cluster are this one kernel with other numbers (kernels/resident.py); rows that no cluster can hold are walked
-    as in lesson 07 (kernels/streaming.py). plan.py finds the numbers from columns, dtype, alignment and device, and
-    never sees how many rows there are: a row's bits do not depend on its batch.
+    A row is cut evenly into slices, one for each CTA, and a slice into chunks of VECTORS x VEC columns. VEC columns
+    are one access of 16 bytes. CHUNKS is any number, so a slice wastes less than a chunk, and only its last two
+    chunks need a mask. Every lane keeps its own (max, sum) over the chunks. So no thread waits for another's loads,
+    and the row needs one reduction, or one exchange, at its end. Rows that start anywhere are read in the same
+    vectors from their first aligned column on. The head and the tail are shorter than a vector and are separate, one
+    element for each lane. The regimes warp, block and cluster are this one kernel with other numbers
+    (kernels/softmax_resident.py). Rows that no cluster can hold are read as in lesson 07
+    (kernels/softmax_two_pass.py). planning/softmax.py computes the numbers from columns, dtype, alignment and device.
+    It never sees the number of rows, so a row's bits do not depend on its batch.
 
 Resource trade-off
-    Bytes in flight are the speed, and registers hold them. Wide 16-bit rows stay in registers as loaded, and each
-    exponential is computed twice, since float32 results would take twice the registers and halve the programs on a
-    multiprocessor. Registers are capped at a step of occupancy: that alone took 200,019 bfloat16 columns from 0.90
-    of the copy to 0.96 on an H200. What is bought with compile-time numbers is paid in kernels to compile: widths
-    share one wherever chunks and masks agree, and no width is ever compiled in.
+    Bytes in flight make the speed, and registers hold them. Wide 16-bit rows stay in registers as loaded, and each
+    exponential is computed twice: float32 results would take twice the registers and halve the programs on a
+    multiprocessor. Registers are capped at a step of occupancy. That alone took 200,019 bfloat16 columns from 0.90 of
+    the copy to 0.96 on an H200 (higher is better). Compile-time numbers cost kernels to compile. Widths share a
+    kernel if chunks and masks agree, and no width is ever a constant.
 
 Common failure mode
-    What lies outside the row. Lanes beyond its end must read as -inf: a 0 there raises the maximum of a row of
-    negative numbers and counts in the sum. Whole vectors only, and the head and tail are never written. Vectors
-    across the row's end are worse: they write into the next row, and tests of one row see nothing.
+    Columns outside the row. Lanes beyond its end must read as -inf: a 0 there raises the maximum of a row of negative
+    numbers and counts in the sum. With whole vectors only, the head and tail are never written. Vectors across the
+    row's end are worse: they write into the next row, and tests of one row see nothing.
 
 Measurement
-    Against the ladder's best at four widths, one of them odd; `fused-softmax explain` says what was planned:
+    Next to the lessons' best at four widths, one of them odd; `fused-softmax explain` prints the plan:
     $ fused-softmax bench --systems fused_softmax,03_driver,07_online,08_many_rows --widths 256,4096,50257,151936
 """
 

@@ -1,4 +1,4 @@
-"""How a lesson is shown: its results beside its mistakes', its traffic and its kernel's resources.
+"""How a lesson is shown: its results next to its mistakes' results, its traffic and its kernel's resources.
 
 The inputs are made so that every mistake shows on one of them. `resources` compiles a lesson's kernel without a GPU:
 here, or, where this process interprets kernels, in a second one.
