@@ -33,7 +33,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "cross_entropy": _with_ids(cross_entropy),
     "token_logprobs": _with_ids(token_logprobs),
 }
-# what a language model's logits meet
+# the ops that take a language model's logits
 OF_LOGITS = ("softmax", "log_softmax", "cross_entropy", "token_logprobs")
 
 
@@ -45,24 +45,27 @@ def warmup(
     backward: bool = True,
     device: torch.device | str | int | None = None,
 ) -> dict[tuple[str, torch.dtype, int], float]:
-    """Compiles what calls on rows of these widths will run, and loads it on the device.
+    """Compile the kernels that calls on rows of these widths will run, and load them on the device.
 
-    A kernel depends on the columns, the dtype and the alignment of rows, never on how many rows there are. So it is
-    enough to name widths. Triton's disk cache keeps what is compiled: a later process only loads it. Call this before
-    a CUDA graph is captured.
+    A kernel depends on the columns, the dtype and the alignment of rows, never on the number of rows. So widths are
+    enough. Triton's disk cache keeps the compiled kernels, and a later process only loads them. Call this before a CUDA
+    graph is captured.
 
     Args:
-        shapes: a width; a shape, whose last size is the width; a list of widths or shapes; or a model's config, an
+        shapes: A width; a shape, whose last size is the width; a list of widths or shapes; or a model's config, an
             object with `vocab_size` (and `torch_dtype` or `dtype`), such as transformers' PretrainedConfig.
-        ops: names out of "softmax", "log_softmax", "logsumexp", "masked_softmax", "cross_entropy" and
-            "token_logprobs". By default all of them, and those that logits meet for a config.
-        dtype: one dtype or several; by default the config's, or bfloat16, float16 and float32.
-        backward: whether gradients are needed too.
-        device: the GPU; by default the current one. Without one, nothing is compiled and the result is empty.
+        ops: Any of "softmax", "log_softmax", "logsumexp", "masked_softmax", "cross_entropy" and "token_logprobs". The
+            default is all of them, or for a config those that take logits.
+        dtype: One dtype or several. The default is the config's, or bfloat16, float16 and float32.
+        backward: Whether gradients are needed, too.
+        device: The GPU; by default the current one. Without a GPU nothing is compiled and the result is empty.
 
-    Returns: seconds for each (op, dtype, width), the first call and its backward.
+    Returns:
+        Seconds for each (op, dtype, width): the first call and its backward.
 
-    Raises: ValueError for an unknown op; TypeError for shapes of another type; ValueError for a width below 1.
+    Raises:
+        ValueError: An op is unknown, or a width is below 1.
+        TypeError: `shapes` has another type.
     """
     config = shapes if hasattr(shapes, "vocab_size") else None
     widths = [config.vocab_size] if config is not None else _widths(shapes)

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from fused_softmax.lab.bench.inputs import DTYPES
-from fused_softmax.lab.bench.traffic import regime_traffic
 from fused_softmax.lab.plans import problem_for
+from fused_softmax.lab.traffic import regime_traffic
 from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.types import DEVICES, Device
 

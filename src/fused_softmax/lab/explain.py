@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 from fused_softmax.lab.bench.inputs import DTYPES
 from fused_softmax.lab.bench.ops import OPS
-from fused_softmax.lab.bench.traffic import regime_traffic
 from fused_softmax.lab.plans import problem_for
 from fused_softmax.lab.resources import ROWS, CrossCompiler
+from fused_softmax.lab.traffic import regime_traffic
 from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.types import DEVICES
 

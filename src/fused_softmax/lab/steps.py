@@ -86,7 +86,7 @@ def _ways(x: Tensor, ids: Tensor, keeps: Tensor, dtype: torch.dtype, package: An
     else:
         rows = {
             "logsumexp": lambda x: fs.logsumexp(x, -1),
-            "token_logprobs": lambda x: fs.token_logprobs(x, ids),  # type: ignore[dict-item, return-value]
+            "token_logprobs": lambda x: fs.token_logprobs(x, ids),
             "masked_softmax": lambda x: fs.masked_softmax(x, keeps),
             "cross_entropy": lambda x: fs.cross_entropy(x, ids),
         }

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fused_softmax.lab import lessons, reference
-from fused_softmax.lab.bench.traffic import MODELS, traffic
+from fused_softmax.lab.traffic import MODELS, traffic
 
 ALL = range(1, len(lessons.LESSONS) + 1)
 LADDER = range(1, 11)  # with a driver and mistakes of their own

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_softmax.lab import reference, registry
+from fused_softmax.lab import traffic as moved
 from fused_softmax.lab.bench import inputs as made
-from fused_softmax.lab.bench import traffic as moved
 from fused_softmax.lab.bench.inputs import Inputs, heads
 from fused_softmax.lab.plans import plan_text
 from fused_softmax.launch.softmax import softmax_backward

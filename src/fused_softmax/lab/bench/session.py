@@ -22,7 +22,6 @@ import torch
 
 from fused_softmax.lab.bench.cases import Case
 from fused_softmax.lab.bench.checking import Judge, WrongShape, run_poisoned
-from fused_softmax.lab.bench.first_call import first_calls
 from fused_softmax.lab.bench.inputs import DTYPES, Inputs, load_tensors, one_input
 from fused_softmax.lab.bench.ops import OPS, Op, plan_of
 from fused_softmax.lab.bench.record import Header, Record
@@ -37,7 +36,8 @@ from fused_softmax.lab.bench.timing import (
     rotating,
     stopwatch_for,
 )
-from fused_softmax.lab.bench.traffic import traffic
+from fused_softmax.lab.first_call import first_calls
+from fused_softmax.lab.traffic import traffic
 from fused_softmax.launch.device import device_here
 
 CEILING = "ceiling"

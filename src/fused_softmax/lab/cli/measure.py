@@ -113,7 +113,7 @@ def report(
 
 def compare_runs(old: Path, new: Path) -> None:
     """Print what two runs have in common: machines, fractions of the ceiling, and times of one over the other."""
-    from fused_softmax.lab.bench import compare as comparing
+    from fused_softmax.lab import compare as comparing
     from fused_softmax.lab.bench.report import print_rows
 
     if old.is_dir() != new.is_dir():

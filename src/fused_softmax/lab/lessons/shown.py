@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from fused_softmax.lab import reference
-from fused_softmax.lab.bench.traffic import traffic
 from fused_softmax.lab.cross_compile import MULTIPROCESSORS, Resources, cross_compile, occupancy
 from fused_softmax.lab.lessons import load, module_name, parts, title
+from fused_softmax.lab.traffic import traffic
 from fused_softmax.launch.device import device_here, interpreting
 
 # the two worked examples of the write-ups, and what they give to three decimals

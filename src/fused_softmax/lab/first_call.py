@@ -1,6 +1,6 @@
 """What the first call of a new shape costs: each case has a process of its own, in which no cache holds its kernel.
 
-`python -m fused_softmax.lab.bench.first_call CASE SYSTEM...` makes a context and calls each system on a tiny input of
+`python -m fused_softmax.lab.first_call CASE SYSTEM...` makes a context and calls each system on a tiny input of
 another dtype, which pays for imports and for what Triton builds once. It then times one call until the device has
 finished. A case of this tiny input is the very first call of its process, with all of that in its time. Results are
 checked afterwards.

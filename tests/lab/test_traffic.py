@@ -7,8 +7,8 @@ import torch
 
 from fused_softmax.lab import reference
 from fused_softmax.lab.bench.systems import LESSON_SYSTEMS, SYSTEMS, systems_for
-from fused_softmax.lab.bench.traffic import MODELS, Traffic, naive, regime_traffic, traffic
 from fused_softmax.lab.lessons import LESSONS, load
+from fused_softmax.lab.traffic import MODELS, Traffic, naive, regime_traffic, traffic
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 100), (64, 33)])
