@@ -13,7 +13,7 @@ EXTRAS = {
     **dict.fromkeys(("typer", "click", "rich"), "cli"),
     **dict.fromkeys(("numpy", "matplotlib", "safetensors", "jinja2"), "bench"),
 }
-# what a command imports beyond the command line's own packages; numpy where it interprets its kernels
+# packages that a command imports, besides those of the command line; numpy if it interprets its kernels
 NEEDS = {"bench": ("matplotlib", "safetensors"), "verify": ("safetensors",), "lesson": ()}
 
 

@@ -113,7 +113,7 @@ class patch:
         return _held_while_it_runs(self, function)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # what is enabled is this object: a copy holds nothing
+        # this object is enabled, and its copy is not
         return type(self), (self.ops,)
 
     def __repr__(self) -> str:
@@ -228,7 +228,7 @@ def _takes(x: Tensor, dim: int, out_dtype: torch.dtype) -> bool:
 
 
 def _out_dtype(x: Tensor, half_to_float: bool) -> torch.dtype | None:
-    """The output's dtype; None where half_to_float is asked of what is no half."""
+    """The output's dtype; None if half_to_float is set for an input that is not 16-bit."""
     if not half_to_float:
         return x.dtype
     return None if x.dtype is torch.float32 else torch.float32
@@ -292,7 +292,7 @@ def _backward(log: bool, original: Kernel) -> Kernel:
 
 
 def _backward_out(log: bool, original: Kernel) -> Kernel:
-    # the two differ in what they call their output
+    # the two have different names for their output
     name = "out" if log else "grad_input"
 
     def backward_out(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype, **outputs: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ def floors() -> str:
 
 
 def tables(root: Path) -> dict[str, str]:
-    """What stands between each pair of markers."""
+    """The text between each pair of markers."""
     results = root / "benchmarks" / "results"
     runs = [*load(root / RECORDS), *measured(results)]
     return {

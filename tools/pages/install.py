@@ -11,7 +11,7 @@ PAGE = Path("docs") / "install.md"
 
 
 def tables(root: Path) -> dict[str, str]:
-    """What stands between the page's markers."""
+    """The text between the page's markers."""
     file = root / RECORD
     if not file.is_file():
         return {"doctor": "No run on a GPU is recorded yet."}

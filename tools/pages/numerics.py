@@ -13,7 +13,7 @@ RECORD = Path("benchmarks") / "results" / "h200" / "accuracy.json"
 
 
 def tables(root: Path) -> dict[str, str]:
-    """What stands between the markers; where no run is recorded the page says so."""
+    """The text between the markers; the page says so if no run is recorded."""
     found = record.load(root / RECORD)
     if found is None:
         return {"accuracy": f"No run is recorded yet: `fused-softmax accuracy --record {RECORD.as_posix()}` on a GPU."}

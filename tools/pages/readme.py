@@ -79,7 +79,7 @@ def table(recorded: Recorded) -> str:
 
 
 def tables(root: Path) -> dict[str, str]:
-    """What stands between README's markers."""
+    """The text between README's markers."""
     recorded = recorded_results(gpu_folder(root))
     parts = [table(recorded)]
     if plotted(recorded):
@@ -111,7 +111,7 @@ def plotted(recorded: Recorded) -> list[Record]:
 
 
 def digest(records: Iterable[Record]) -> str:
-    """Hash of what the plot shows."""
+    """Hash of the plot's records."""
     lines = sorted(f"{r.key} {r.status} {r.fraction}" for r in records)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -127,7 +127,7 @@ def write_plot(root: Path) -> Path | None:
 
 
 def stale_plot(root: Path) -> str:
-    """'' when README's plot is of the records, else what is out of date."""
+    """'' when README's plot is of the records, else a line that says so."""
     records = plotted(recorded_results(gpu_folder(root)))
     if not records:
         return ""

@@ -1,4 +1,4 @@
-"""What was run with which versions of torch and Triton: the records, and the table that the site shows of them.
+"""Runs with other versions of torch and Triton: the records, and the site's table of them.
 
 A record is written by tests/extended/versions.py when a run ends, and by nothing else. A run with the same `what`,
 torch, Triton and Python replaces an older one.

@@ -1,4 +1,4 @@
-"""What a production user never imports: the registry of ops, the fuzzer, and the tools of the command line.
+"""Tools that a production user never imports: the registry of ops, the fuzzer, and the tools of the command line.
 
 The library never imports this package.
 """

@@ -48,7 +48,7 @@ class Comparison:
 
 
 def read_run(path: Path) -> Run:
-    """Read a results file, or every results file of a folder; raises ValueError for what is neither."""
+    """Read a results file, or every results file of a folder; raises ValueError for any other path."""
     headers, records = {}, {}
     for file, (head, found) in (read_folder(path) if path.is_dir() else {path: read_results(path)}).items():
         headers[file.name], name = head, file.name if path.is_dir() else ""

@@ -1,4 +1,4 @@
-"""What a kernel launch compiles to, and how many of its programs fit on a multiprocessor; no GPU is needed for either.
+"""The resources of a compiled launch, and how many of its programs fit on a multiprocessor; no GPU is needed.
 
 cross_compile(launch, "sm_90") specializes the launch's arguments with Triton's own binder (16-byte alignment,
 divisibility, ones that become constants), compiles for that target and reads the result: registers and spills from the

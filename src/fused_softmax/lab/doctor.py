@@ -39,7 +39,7 @@ State = Literal["ok", "missing", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, its state, and what was found. Only "broken" is a failure."""
+    """One line: a part, its state, and details. Only "broken" is a failure."""
 
     name: str
     state: State

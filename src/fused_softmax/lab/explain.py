@@ -1,4 +1,4 @@
-"""`fused-softmax explain`: the plan for a shape on a described device, why, its traffic, and what it compiles to."""
+"""`fused-softmax explain`: plan for a shape on a described device, its reason, its traffic, and the compiled kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the first call of a new shape costs: each case has a process of its own, in which no cache holds its kernel.
+"""The cost of the first call of a new shape: each case has its own process, in which no cache holds its kernel.
 
 `python -m fused_softmax.lab.first_call CASE SYSTEM...` makes a context and calls each system on a tiny input of
 another dtype, which pays for imports and for what Triton builds once. It then times one call until the device has
@@ -54,7 +54,7 @@ def first_calls(case: Case, names: Sequence[str]) -> list[Record]:
 def measure(
     case: Case, systems: Sequence[System], device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> list[Record]:
-    """Each system's first call of the case in this process, by `clock` in seconds; what is wrong has no time."""
+    """Each system's first call of the case in this process, by `clock` in seconds; a wrong result has no time."""
     op = OPS[case.op]
     inputs, tiny = (
         op.inputs(n_rows, n_cols, DTYPES[dtype], device, 0)

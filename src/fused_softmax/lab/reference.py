@@ -164,7 +164,7 @@ class PassTraffic:
 def traffic(fn: Callable[..., Any], *args: Any) -> list[PassTraffic]:
     """Run fn(*args) and list the passes that PyTorch made, with the elements each read and wrote.
 
-    Counted from the tensors of each aten call: a broadcast operand counts what is stored, a view moves nothing.
+    Counted from the tensors of each aten call: a broadcast operand counts stored elements, a view none.
 
     >>> sum(p.reads for p in traffic(naive_softmax, torch.zeros(3, 100))) == 5 * 3 * 100 + 2 * 3
     True

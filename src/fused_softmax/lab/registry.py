@@ -2,7 +2,7 @@
 
     spec = OPS["masked_softmax"]
     spec.function(x, **arguments)      # ours
-    spec.torch_way(x, **arguments)     # what a torch user writes, in float32 where ours computes in float32
+    spec.torch_way(x, **arguments)     # a torch user's own expression, in float32 where ours computes in float32
     spec.reference(x, **arguments)     # float64, differentiable
 
 All three take the same arguments and return a tensor, or a tuple as `outputs` names it. `draw` chooses options that
@@ -48,7 +48,7 @@ class OpSpec:
     ways: tuple[str, ...]
     module: Callable[..., Callable[[Tensor], Tensor]] | None = None
     operator: Callable[..., Any] | None = None
-    # what the outputs hold: a "probability" or a "log-probability" for each column, or a "statistic" for each row, in
+    # content of the outputs: a "probability" or a "log-probability" for each column, or a "statistic" for each row, in
     # float32. A gradient is computed from the first two, and is as exact as they are.
     holds: Literal["probability", "log-probability", "statistic"] = "probability"
     # arguments that may need a gradient

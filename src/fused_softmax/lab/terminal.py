@@ -1,4 +1,4 @@
-"""How the command line refuses: one line on stderr with what was given, what is allowed and what to do; status 2."""
+"""How the command line refuses: one line on stderr with the argument, the allowed values and advice; status 2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ClickException: Any = typer.BadParameter.__mro__[2]
 
 
 class Refused(UsageError):
-    """A bad input; the message says what was given, what is allowed and what to do."""
+    """A bad input; the message has the argument, the allowed values and advice."""
 
     def __init__(self, why: str, option: str = "") -> None:
         super().__init__(f"{option} {why}" if option else why)
@@ -80,7 +80,7 @@ class Commands(TyperGroup):
                 error.show()
                 sys.exit(error.exit_code)
             path = " ".join([PROGRAM, *(name for name in args[:1] if name in self.commands)])
-            # what the library finds wrong it does not always quote
+            # the library does not always quote the wrong argument
             given = f"; given: {PROGRAM} {shlex.join(args)}; `{path} --help` lists what is allowed"
             advice = "" if isinstance(error, Refused) else given
             print(f"{path}: {' '.join(error.format_message().split()).rstrip('.')}{advice}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What a torch user writes for the ops that torch has no function for; in float32 where ours computes in float32."""
+"""A torch user's own expressions for ops without a torch function, in float32 where ours computes in float32."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ MOST_WORKERS = 16
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for; empty or None means the default."""
+    """The arguments of the command; empty or None means the default."""
 
     ops: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()

@@ -68,7 +68,7 @@ def _cell(pair: Pair | None) -> str:
 
 
 def notes(head: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
-    """Lines under the tables: units, what was flushed to zero, the inputs, the machine."""
+    """Lines under the tables: units, results flushed to zero, the inputs, the machine."""
     used = dict.fromkeys(row.unit for row in rows)
     lines = [f"unit {name}: {text}" for name, text in UNITS.items() if name in used]
     lost = {

@@ -80,7 +80,7 @@ def row_scales(ref: Tensor) -> Tensor:
 
 @dataclass
 class _Part:
-    """What is known of one part of a result: PyTorch's own errors, and the one number."""
+    """PyTorch's own errors for one part of a result, and the one number."""
 
     name: str
     shape: torch.Size

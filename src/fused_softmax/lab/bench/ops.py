@@ -57,11 +57,11 @@ class Op:
     formula: Call | None = None  # the forward that torch.compile gets, where that is not torch's
     outputs: tuple[str, ...] = ()  # default: the registry's
     by_row: int | None = None
-    # torch rounds intermediate results to the inputs' dtype, so its error does not bound what can be reached
+    # torch rounds intermediate results to the inputs' dtype, so its error is no bound for ours
     coarse: bool = False
     family: str = ""  # the results file of its records; default: `of`
     plans_gradient: bool = False  # whether the plan to show is that of the gradient
-    planned: Callable[..., Inputs] = lambda *inputs: inputs[:1]  # what is planned for: x, and a mask
+    planned: Callable[..., Inputs] = lambda *inputs: inputs[:1]  # the inputs that the plan depends on: x, and a mask
 
     @property
     def spec(self) -> registry.OpSpec:
@@ -97,7 +97,7 @@ class Op:
         return self.measured(compile(self.formula or self._torch_forward))
 
     def measured(self, forward: Call) -> Call:
-        """What is measured of a forward: itself, or with its gradient."""
+        """The callable that is timed: the forward, or the forward with its gradient."""
         return self.gradient(forward) if self.gradient else forward
 
     def bytes_moved(self, n_rows: int, n_cols: int, itemsize: int) -> int:
@@ -110,14 +110,14 @@ def parts_of(result: Any) -> tuple[Tensor, ...]:
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
-# --- from a forward to what is measured -----------------------------------------------------------------------------
+# --- from a forward to the timed callable ---------------------------------------------------------------------------
 
 
 def through_autograd(forward: Call) -> Call:
     """(logits that need a gradient, the result's gradient) -> the logits' gradient, forward included."""
 
     def call(x: Tensor, dy: Tensor) -> Tensor:
-        # torch.enable_grad() would be a microsecond of what is measured
+        # torch.enable_grad() would add a microsecond
         before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)
         try:
@@ -155,7 +155,7 @@ def backward_alone(forward: Call) -> Callable[..., Tensor]:
 
     def call(x: Tensor, ids: Tensor, *upstream: Tensor) -> Tensor:
         if x.data_ptr() not in graphs:
-            # a compiled forward must not let its backward, which runs many times, overwrite what was saved for it
+            # a compiled forward must not let its backward, which runs many times, overwrite its saved tensors
             with torch.enable_grad(), torch._functorch.config.patch(donated_buffer=False):
                 leaf = x.detach().requires_grad_()
                 graphs[x.data_ptr()] = leaf, tuple(forward(leaf, ids))
@@ -212,7 +212,7 @@ def _additive_call(function: Call) -> Call:
 
 
 def _gradient(dy: Tensor, y: Tensor) -> Tensor:
-    """What autograd runs for a softmax."""
+    """The function that autograd runs for a softmax."""
     return torch._softmax_backward_data(dy, y, -1, y.dtype)
 
 
@@ -230,7 +230,7 @@ def _masked_gradient(causal: bool) -> Call:
     return lambda dy, y, *rest: masked._backward(heads(y), heads(dy), None, 1.0, causal).view_as(y)
 
 
-# what most models call, and what the recorded host times were measured with
+# most models call these, and the recorded host times are of these
 _SOFTMAX, _LOG_SOFTMAX = over_rows(F.softmax), over_rows(F.log_softmax)
 _BACKWARD: dict[str, Any] = dict(elements=moved.two_in_one_out, ceiling="add", plans_gradient=True)
 _AUTOGRAD: dict[str, Any] = dict(

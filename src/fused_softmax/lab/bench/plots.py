@@ -1,6 +1,6 @@
 """Plots of a run: columns against the fraction of the ceiling, one SVG for each op and dtype.
 
-Only records that passed their check have a line; what was wrong, refused or out of resources is a cross at 0. The SVG
+Only records that passed their check have a line. A wrong, refused or resource-limited record is a cross at 0. The SVG
 depends on the records alone. Its colors are CSS variables, so that one picture serves a light and a dark page.
 """
 
@@ -69,7 +69,7 @@ def line_of(system: str) -> Line:
 
 
 def panels_of(records: Sequence[Record]) -> dict[str, dict[str, list[Record]]]:
-    """What is drawn, by op and dtype, without the ceilings' own records; only what has a time against a ceiling."""
+    """The records of each plot, by op and dtype: those with a time against a ceiling, without the ceiling's own."""
     records = by_width(records)
     ceilings = ceilings_of(records)
     mine = [r for r in records if r.system not in ceilings]

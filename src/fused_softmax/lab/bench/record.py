@@ -28,7 +28,7 @@ import torch
 
 from fused_softmax.lab.bench.inputs import DTYPES
 
-# what a value of JSON may be for a name in a field's annotation
+# types that a value of JSON may have, by the name in a field's annotation
 JSON_TYPES: dict[str, Any] = {"str": str, "int": int, "bool": bool, "float": (int, float), "dict": dict}
 JSON_TYPES["None"] = type(None)
 DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -62,24 +62,24 @@ class Record:
     reads: int | None = None
     writes: int | None = None
     timed_by: str = ""
-    # the first call, host time until the device has finished: what it compiles, or loads from caches, is in it
+    # host time of the first call until the device has finished, including compilation or loads from caches
     first_ms: float | None = None
     plan: str = ""
     # device memory that one call took beyond its inputs, its results included, where it was measured
     peak_bytes: int | None = None
     case: str = ""
-    # what it compiles to (registers, spilled_bytes, shared_bytes, widest_load_bytes), where that was asked
+    # registers, spilled_bytes, shared_bytes and widest_load_bytes of the compiled kernel, if requested
     resources: dict[str, Any] | None = None
 
     @property
     def key(self) -> tuple[str, str, str, int, int]:
-        """What a record is about."""
+        """The case and the system of a record."""
         return self.op, self.system, self.dtype, self.n_rows, self.n_cols
 
 
 @dataclass
 class Header:
-    """Where, when and with what a run was made; `ceilings` are GB/s of copy, read and add over 512 MiB tensors."""
+    """Device, date, versions and command of a run; `ceilings` are GB/s of copy, read and add over 512 MiB tensors."""
 
     device: str
     capability: str
@@ -130,7 +130,7 @@ def header(device: torch.device, interpreted: bool) -> Header:
     on_gpu = device.type == "cuda"
     found = torch.cuda.get_device_properties(device) if on_gpu else None
     versions = {package: v for package in PACKAGES if (v := _version(package))}
-    # of what runs, which metadata need not describe where one copy lies in front of another
+    # of the modules that run: metadata may describe another copy that lies behind
     versions |= {name: module.__version__ for name in ("torch", "triton") if (module := sys.modules.get(name))}
     commit, named = _output("git", "rev-parse", "HEAD"), os.environ.get("FUSED_SOFTMAX_COMMIT", "")
     changed = named.endswith(DIRTY) if named else bool(commit and _output("git", "status", "--porcelain", "--", ".."))
@@ -142,7 +142,7 @@ def header(device: torch.device, interpreted: bool) -> Header:
         versions=versions,
         python=platform.python_version(),
         commit=named.removesuffix(DIRTY) or commit,
-        # of the package, which is what was measured; whoever names a commit says whether it is this one, unchanged
+        # of the measured package; whoever names a commit states whether the copy is unchanged
         dirty=changed,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command="fused-softmax " + " ".join(sys.argv[1:]),

@@ -47,7 +47,7 @@ def shape(record: Record) -> str:
 
 
 def fraction_cell(record: Record | None) -> str:
-    """The fraction of the ceiling; the time where there is no ceiling; the status of what was not timed."""
+    """The fraction of the ceiling; the time if there is no ceiling; the status if there is no time."""
     if record is None:
         return ""
     if record.status != "ok":
@@ -71,7 +71,7 @@ def system_names(records: Sequence[Record]) -> list[str]:
 
 
 def by_width(records: Sequence[Record]) -> list[Record]:
-    """One record for each op, system, dtype and width, the one with the most rows: what a plot against width can show.
+    """One record for each op, system, dtype and width, the one with the most rows, for a plot against width.
 
     Cases timed by graph replay or on the host are left out where there are large ones, timed by events; first calls
     always are.

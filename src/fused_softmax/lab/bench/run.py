@@ -48,7 +48,7 @@ PATIENCE = 90.0
 
 @dataclass
 class Request:
-    """What was asked for on the command line; empty means the default."""
+    """The arguments of the command line; empty means the default."""
 
     ops: tuple[str, ...] = ("softmax",)
     tables: tuple[str, ...] = ()
@@ -152,7 +152,7 @@ def fits(cases: Sequence[Case], device: torch.device) -> None:
 
 @dataclass
 class Prepared:
-    """A request that can be run: what it comes to on this machine."""
+    """A request that can be run, with its cases and systems on this machine."""
 
     request: Request
     device: torch.device
@@ -190,7 +190,7 @@ def _bar(console: Console) -> Iterator[Progress]:
 
 
 def run(prepared: Prepared, console: Console) -> tuple[Header, list[Record], list[Path]]:
-    """Run what was prepared; returns header and records, and the files that were written."""
+    """Run a prepared request; returns header, records, and the written files."""
     request, device, output = prepared.request, prepared.device, prepared.output
     tables, systems = prepared.tables, prepared.systems
     on_gpu = device.type == "cuda"

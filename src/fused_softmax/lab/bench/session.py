@@ -83,7 +83,7 @@ class Session:
                 self.save(self.head, self.records)
                 gc.collect()
                 if i == 0:
-                    gc.freeze()  # what the peers have imported by now would be searched again at every collection
+                    gc.freeze()  # every collection would search the modules that the peers have imported
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()
             self.head.finished = True
@@ -227,7 +227,7 @@ def _captured(
 
 
 # --- compiling ahead --------------------------------------------------------------------------------------------------
-# Most time on a GPU goes into compiling. Triton, Inductor and QuACK keep what they compile on disk, and the timed
+# Most time on a GPU goes into compiling. Triton, Inductor and QuACK keep compiled kernels on disk, and the timed
 # process then loads it. The workers use the cases' real shapes, because torch.compile specializes on rows as well, and
 # inputs of their own. They share nothing: a worker that dies leaves only its own part of the list to the timed process.
 

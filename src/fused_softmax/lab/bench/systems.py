@@ -1,6 +1,6 @@
 """The systems that are compared: ours, torch's, the peers' and the lessons', each by the workload that it runs.
 
-Every workload of ops.py has ours, torch's and torch.compile's from its entry; what others compute stands in SYSTEMS.
+Every workload of ops.py has ours, torch's and torch.compile's from its entry; SYSTEMS lists the others.
 `build()` imports and compiles lazily and returns a callable over the workload's inputs that returns a fresh output.
 Failures are results: `outcome` sorts an exception into 'out of resources', 'refused' or 'error'. A fault of the device,
 after which nothing in this process can be trusted, becomes DeviceFault.

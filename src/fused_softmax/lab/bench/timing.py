@@ -18,7 +18,7 @@ import torch
 from fused_softmax.lab.bench.inputs import Inputs
 
 Call = Callable[[], Any]
-# what a record is timed by where no stopwatch takes it: a process of its own does (first_call)
+# timed_by of a record that a process of its own times (first_call), without a stopwatch
 FIRST_CALL = "first call, empty caches"
 
 
@@ -162,7 +162,7 @@ class HostStopwatch:
     """Host time until an eager call returns: the fastest of a few batches in each round, none synchronized inside.
 
     The device is idle before a batch, and its queue holds more than a batch: it never holds the host back. A tenth of
-    a batch goes before untimed, so that the processor's caches hold what this call takes and not what the last one did.
+    a batch goes before untimed, so that the processor's caches hold this call's data, not the previous call's.
     """
 
     describe = "host time of a call"

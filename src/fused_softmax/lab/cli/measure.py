@@ -1,4 +1,4 @@
-"""The commands that measure and show what was measured: bench, report, tune."""
+"""The commands that measure, and that show results: bench, report, tune."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bench(
     input: Input = None,
     out: Annotated[Path, typer.Option(help="folder for the HTML page, CSV and JSON")] = Path("out"),
     op: Annotated[
-        str, typer.Option(help="what is computed, such as softmax,log_softmax or cross_entropy, or all")
+        str, typer.Option(help="comma-separated ops, such as softmax,log_softmax or cross_entropy, or all")
     ] = "softmax",
     table: Tables = "",
     elements: Annotated[int, typer.Option(min=1, help="elements of each tensor where --rows is not given")] = 2**28,

@@ -19,7 +19,7 @@ def explain(
         str, typer.Option(help="sm_80, sm_89, sm_90, sm_100, sm_120 or gfx942; not needed here")
     ] = "sm_90",
 ) -> None:
-    """Say how softmax of this shape would run: the plan, why, the bytes it moves, what it compiles to."""
+    """Say how softmax of this shape would run: the plan, the reason, the bytes it moves, the compiled kernel."""
     found = re.fullmatch(r"(\d[\d_]*)\s*[x*]\s*(\d[\d_]*)", shape.strip().lower(), re.ASCII)
     if not found:
         raise Refused(f"{shape!r}: give rows x columns, such as 4096x128256", "SHAPE")
