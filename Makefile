@@ -133,6 +133,7 @@ docs: $(READY)
 	$(PIP) install -q -r requirements/docs.txt
 	$(PAGES) --site
 	$(RUN) -m mkdocs build --strict
+	@large=$$(find site -name '*.html' -size +1000k); test -z "$$large" || { echo "pages above 1 MB: $$large"; exit 1; }
 
 clean:
 	rm -rf $(OUT) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

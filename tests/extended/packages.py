@@ -41,7 +41,7 @@ def build(dist: Path) -> tuple[Path, Path]:
     shutil.rmtree(dist, ignore_errors=True)
     dist.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as folder:
-        tracked = call("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")
+        tracked = call("git", "ls-files", "-z", cwd=ROOT).split("\0")
         for name in filter(None, tracked):
             if (ROOT / name).is_file():
                 (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
