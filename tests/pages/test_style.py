@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +53,12 @@ def test_a_long_sentence_is_found_in_readme_and_a_cell_counts_alone(tmp_path: Pa
     assert found(tmp_path, "docs/other.md", f"A {words} more.\n") == []
 
 
-def test_the_command_passes_here_and_fails_with_a_fault(tmp_path: Path):
-    run = [sys.executable, str(ROOT / "tools" / "style.py")]
-    assert subprocess.run(run, capture_output=True, timeout=60).returncode == 0
+def test_the_command_fails_where_something_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(style, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text("# Page\n\nIt is right.\n")
+    assert style.main([]) == 0
+    (tmp_path / "README.md").write_text("# Page\n\nIt is right but for one.\n")
+    assert style.main([]) == 1
+    assert "README.md:3: 'but for': write `except`\n1 files, 1 problems" in capsys.readouterr().out
