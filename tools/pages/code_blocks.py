@@ -123,7 +123,8 @@ def main(arguments: list[str] | None = None) -> int:
         from fused_softmax.lab.bench.record import header, write_atomically
         from fused_softmax.launch.device import device_here
 
-        head = asdict(header(device_here(), interpreted=False))
+        made_by = f"python -m pages.code_blocks --record {asked.record.name}"
+        head = asdict(header(device_here(), interpreted=False)) | {"command": made_by}
         line = [sys.executable, "-m", "fused_softmax", "doctor"]
         where = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         doctor = subprocess.run(line, capture_output=True, text=True, env=where, timeout=300)

@@ -178,6 +178,17 @@ def everything(records: Sequence[Record], recorded: Recorded) -> Rows:
     return Rows("every result", columns, tuple(tuple(line[name] for name in columns) for line in lines))
 
 
+def narrow(records: Sequence[Record], recorded: Recorded) -> list[Rows]:
+    """For a terminal: a table for each op, without the columns that take a line of their own."""
+    tables = []
+    for op in dict.fromkeys(r.op for r in records):
+        rows = everything([r for r in records if r.op == op], recorded)
+        kept = [i for i, name in enumerate(rows.columns) if name not in ("op", "note", "timed by")]
+        lines = tuple(tuple(row[i] for i in kept) for row in rows.rows)
+        tables.append(Rows(op, tuple(rows.columns[i] for i in kept), lines))
+    return tables
+
+
 def environment(head: Header) -> dict[str, str]:
     """The machine, the versions and the command of a run, by name."""
     commit = f"{head.commit[:10] or 'unknown'}{' with changes' if head.dirty else ''}"
@@ -211,7 +222,7 @@ def print_rows(console: Console, rows: Rows) -> None:
     """Print one table."""
     view = RichTable(title=rows.title, box=SIMPLE, pad_edge=False, title_justify="left")
     for i, column in enumerate(rows.columns):
-        view.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
+        view.add_column(column, justify="left" if i == 0 else "right", no_wrap=i < 2)
     for row in rows.rows:
         view.add_row(*(f"[{STYLES[c]}]{c}[/]" if c in STYLES else escape(c) for c in row))
     console.print(view)
@@ -223,7 +234,7 @@ def print_report(console: Console, head: Header, records: Sequence[Record], reco
         console.print("no results")
         return
     timed = any(r.ms for r in records)
-    for rows in matrices(records) if timed else [everything(records, recorded)]:
+    for rows in matrices(records) if timed else narrow(records, recorded):
         print_rows(console, rows)
     lines = [f"{name}: {value}" for name, value in environment(head).items()]
     if not timed:
