@@ -74,7 +74,7 @@ def versions() -> str:
 
 
 def below_floor() -> str:
-    """What is said where a version is too old."""
+    """The message for a version that is too old."""
     floors = f"torch {MIN_TORCH[0]}.{MIN_TORCH[1]} and Triton {MIN_TRITON[0]}.{MIN_TRITON[1]} or later"
     return f"the kernels need {floors}; installed are {versions()}"
 
@@ -119,7 +119,7 @@ def raise_if_failed(key: Hashable) -> None:
 
 
 def failed(key: Hashable, kernel: str, error: Exception) -> KernelUnavailable:
-    """Remembers and warns that `kernel` failed with `error`; returns what is to be raised.
+    """Remembers and warns that `kernel` failed with `error`; returns the exception to raise.
 
     An error of the device itself (a fault in an earlier kernel, no memory left) is raised again as it is: it says
     nothing about this kernel, and hides nothing else.
@@ -135,7 +135,7 @@ def failed(key: Hashable, kernel: str, error: Exception) -> KernelUnavailable:
     return KernelUnavailable(reason)
 
 
-# what a driver says of a binary that it does not take; any other error of a driver is the device's
+# a driver's messages for a binary that it does not take; its other errors are the device's
 _BINARY = re.compile(r"kernel image|PTX|symbol not found|not supported|shared object", re.IGNORECASE)
 
 

@@ -1,4 +1,4 @@
-"""Kernels -> compiled kernels: what a launch is, as data, and how a kernel is loaded, compiled and bound for calls.
+"""Kernels -> compiled kernels: a launch as data, and how a kernel is loaded, compiled and bound for calls.
 
 Kernels are compiled from their declaration, not by value: no width ever becomes part of a kernel.
 """

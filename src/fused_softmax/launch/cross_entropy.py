@@ -1,4 +1,4 @@
-"""cross_entropy of rows (n_rows, n_cols): allocates what is O(rows), and launches.
+"""cross_entropy of rows (n_rows, n_cols): allocates O(rows), and launches.
 
 No mathematics and no autograd: torch_ops folds tensors into rows, checks them, and calls these. Nothing here waits for
 the device. KernelUnavailable, with nothing written, where a kernel over rows does not compile.
@@ -122,7 +122,7 @@ def check_targets(target: Tensor, ignore_index: int, n_cols: int) -> None:
 
 @dataclass(frozen=True)
 class _Launches:
-    """What a cross-entropy of rows of one layout launches.
+    """The launches of a cross-entropy of rows of one layout.
 
     writes: whether the pass that reads the logits writes their gradient. loss: `at` of that pass. count, reduce: what
     `prepare_flat` returns; None where PyTorch counts, or adds up.

@@ -1,4 +1,4 @@
-"""What the hardware is: the only place that asks, once per device.
+"""The hardware: the only module that queries it, once per device.
 
 `describe(torch_device)` gives the plan's Device, or why there is none; nothing here creates a CUDA context before a
 tensor on that device exists, and importing it asks nothing.
@@ -21,7 +21,7 @@ class Unsupported(str):
 
 
 def lacking() -> str | None:
-    """What is said where this torch lacks what the kernels' host code needs, or None where it has all."""
+    """The message if this torch lacks a function that the host code needs, or None."""
     if not torch_private.missing:
         return None
     return f"{', '.join(torch_private.missing)} cannot be found; installed are {versions()}"

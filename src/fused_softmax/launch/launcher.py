@@ -38,7 +38,7 @@ _REAL = torch.float32
 class RowOp:
     """A kernel over rows and what plans it.
 
-    kernel: loads the kernel that runs a plan. backward, log: what the planner is told of the op. aligned: whether a
+    kernel: loads the kernel that runs a plan. backward, log: what the planner knows of the op. aligned: whether a
     vector at a multiple of 16 bytes is worth a kernel of its own. most: a bound on the number of programs.
     """
 
@@ -79,7 +79,7 @@ class Described:
 
 # run(rows, vectors, numbers): launches over tensors that lie as those that it was prepared for, any number of rows.
 # run.at(n_rows, rows, vectors, numbers) takes pointers, as `layout.pointer` makes them, on the current device.
-# On a GPU, run.parts is what a call is made of.
+# On a GPU, run.parts has the parts of a call.
 Run = Any
 
 
@@ -235,7 +235,7 @@ def _runner(found: Described, binding: Binding, index: int) -> Run:
 
 
 def row_pointers(plan: Plan, dtypes: tuple[torch.dtype, ...]) -> Pointers:
-    """What a kernel of this plan is compiled for, of row tensors of such dtypes."""
+    """The pointers that a kernel of this plan is compiled for, for row tensors of such dtypes."""
     return tuple((dtype, plan.vec * dtype.itemsize % 16 == 0) for dtype in dtypes)
 
 
@@ -302,7 +302,7 @@ def _flat_runner(binding: Binding, index: int) -> Run:
     return run
 
 
-# --- what a launch would be -------------------------------------------------------------------------------------------
+# --- the plan of a launch ---------------------------------------------------------------------------------------------
 
 
 def planned(

@@ -1,6 +1,6 @@
 """masked_softmax over whole tensors, forward and backward: folds scores and mask, and launches.
 
-No autograd and no checks: torch_ops calls these with what the kernels take.
+No autograd and no checks: torch_ops calls these with tensors that the kernels take.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def masked_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
-    """softmax(scale*x) of what the mask (bool or floating, of any strides) and causality leave; contiguous.
+    """softmax(scale*x) over the columns that the mask (bool or floating, any strides) and causality keep; contiguous.
 
     KernelUnavailable, with nothing written, where the kernel does not compile.
     """

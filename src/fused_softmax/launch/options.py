@@ -42,11 +42,11 @@ class CrossEntropy(NamedTuple):
     smoothing: float
     softcap: float | None
     z_loss: float
-    denominator: Tensor | None = None  # [1] float32: what a mean divides by, where it is not the targets that count
+    denominator: Tensor | None = None  # [1] float32: the divisor of a mean, if it is not the number of targets
 
     @property
     def kind(self) -> LossKind:
-        """What the launches of this loss depend on next to its reduction."""
+        """The options that the launches of this loss depend on, besides its reduction."""
         return _KINDS[self.weight is not None, self.smoothing > 0.0, self.softcap is not None]
 
     @property

@@ -172,7 +172,7 @@ def softmax_backward(
 ) -> Tensor | None:
     """The gradient in `dtype` from the output y over its last dimension, for plain tensors; None as `softmax_call`.
 
-    `invariant` is what the forward ran under: autograd calls from a thread of its own.
+    `invariant` is the forward's setting: autograd calls from another thread.
     """
     if not y.is_cuda or dy.dtype is not y.dtype or dy.shape != y.shape or not (dim == -1 or dim == y.dim() - 1):
         return None

@@ -39,7 +39,7 @@ def _required(path: str, instead: Any) -> Any:
 
 
 def _or_public(path: str, public: Any) -> Any:
-    """torch.<path>, or what is public in its place."""
+    """torch.<path>, or its public replacement."""
     found = None if _PUBLIC_ONLY else _find(path)
     return public if found is None else found
 
@@ -135,7 +135,7 @@ get_kernel: Any = _find("library.get_kernel")  # torch 2.10; without it patch() 
 
 
 def destroy_library(library: torch.library.Library) -> None:
-    """Takes back what was registered; without torch's own method (2.4 to 2.15), when the last reference goes."""
+    """Undo the registration; without torch's own method (2.4 to 2.15), when the last reference goes."""
     destroy = None if _PUBLIC_ONLY else getattr(library, "_destroy", None)
     if destroy is not None:
         destroy()

@@ -14,7 +14,7 @@ VECTOR_BYTES = 16
 
 @dataclass(frozen=True)
 class Device:
-    """What a planner needs to know of a device. `launch.device` finds it; tests name one of DEVICES."""
+    """A device as a planner sees it. `launch.device` finds it; tests name one of DEVICES."""
 
     name: str
     kind: str  # "cuda", "hip" or "interpreter"

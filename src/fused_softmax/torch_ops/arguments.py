@@ -1,8 +1,8 @@
-"""What arguments may be, and the errors for what they may not: raised before anything is launched or written.
+"""The rules for arguments, and their errors, which are raised before anything is launched or written.
 
-The types are those that torch's own functions raise, and numbers are what torch takes for an int or a float: Python's,
-NumPy's, and tensors of one element that need no gradient. The functions call these for what is not plainly right
-already, so a usual call pays for a type check each.
+The exception types are torch's. A number is anything that torch accepts as an int or a float: Python's, NumPy's, and
+tensors of one element that need no gradient. The functions call these only for arguments of an unusual type, so a usual
+call pays for one type check for each argument.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def stands_in(*arguments: Any) -> bool:
 
 
 def expect_tensors(function: str, **arguments: Any) -> None:
-    """TypeError for what is no tensor."""
+    """TypeError for an argument that is no tensor."""
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{function}(): {name} must be a Tensor, not {type(value).__name__}")
@@ -39,13 +39,13 @@ def expect_floating(function: str, name: str, x: Tensor) -> None:
 
 
 def expect_flag(function: str, name: str, value: Any) -> None:
-    """TypeError for what is not True or False."""
+    """TypeError for an argument that is neither True nor False."""
     if type(value) is not bool:
         raise TypeError(f"{function}(): {name} must be True or False, not {value!r}")
 
 
 def integer(function: str, name: str, value: Any) -> int:
-    """value as an int of 64 bits: TypeError for what is none, as a bool; ValueError for a larger one."""
+    """value as an int of 64 bits: TypeError if it is no int, or a bool; ValueError if it is larger."""
     if isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]
     is_bool = isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype is torch.bool)
@@ -61,7 +61,7 @@ def integer(function: str, name: str, value: Any) -> int:
 
 
 def real(function: str, name: str, value: Any) -> float:
-    """value as a float: TypeError for what is no number, for a bool, and for a tensor that needs a gradient."""
+    """value as a float: TypeError if it is no number, a bool, or a tensor that needs a gradient."""
     if isinstance(value, torch.SymFloat):
         return value  # type: ignore[return-value]
     if isinstance(value, Tensor):

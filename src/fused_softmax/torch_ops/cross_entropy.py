@@ -148,7 +148,7 @@ def _apply(x: Tensor, op: CrossEntropy, inplace: bool, layout: object) -> Tensor
 def _fits(
     logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, label_smoothing: float, n_cols: int
 ) -> bool:
-    """Whether shapes and options are the kernels'; what is wrong with others, torch's own function says."""
+    """Whether the kernels take these shapes and options; torch's own function raises the errors for others."""
     shape = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else torch.Size(())
     return (
         logits.dim() > 0
@@ -217,7 +217,7 @@ class RowCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(None if inplace else x, target, weight, weight_sum, kept, denominator, dx)
         # batch invariance too: backward runs in a thread that does not know
         ctx.described = options, x.shape[0], inplace, is_batch_invariant()
-        ctx.unread = [dx is not None]  # popped by the backward that gives away what the forward wrote
+        ctx.unread = [dx is not None]  # popped by the backward that returns the forward's gradient
         ctx.set_materialize_grads(False)
         return loss
 
@@ -241,7 +241,7 @@ class RowCrossEntropy(torch.autograd.Function):
             return written, None, None, None
         dx = None
         if unread:
-            # The first backward gives away what the forward wrote, with a version counter of its own: a change in place
+            # The first backward returns the forward's gradient, with a version counter of its own: a change in place
             # does not disturb what is saved. Nothing reads the saved one again.
             dx = written.data
         elif written is not None:

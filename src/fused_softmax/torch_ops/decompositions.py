@@ -1,7 +1,7 @@
 """The ops' formulas in plain PyTorch, and their gradients written out; all of it differentiable.
 
-What runs where the kernels do not (float64, probability targets, a CPU tensor, torch.func), and what is differentiated
-where a gradient of the gradient is asked for. The gradients are written out because an operator's kernel runs below
+These formulas run where the kernels do not: float64, probability targets, a CPU tensor, torch.func. Gradients of
+gradients differentiate them. The gradients are written out because an operator's kernel runs below
 autograd. 16-bit logits are widened to float32, so that the results' dtype is the kernels'; memory of the logits' size
 is taken.
 """
@@ -287,7 +287,7 @@ def scaled(z: Tensor, scale: float) -> Tensor:
 
 
 def masked_softmax(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
-    """softmax(scale*x) over the last dimension of what is not hidden; `zero`: 0, not NaN, for a row that is."""
+    """softmax(scale*x) over the last dimension of the visible columns; `zero`: 0, not NaN, for a row without any."""
     z = scaled(widened(x), scale)
     if mask is not None:
         z = z.masked_fill(~mask, -float("inf")) if mask.dtype is torch.bool else z + mask.to(z.dtype)

@@ -1,7 +1,7 @@
 """How every operator fused_softmax::<name> is defined: schema, kernel, fake kernel, autograd and vmap.
 
-The operators are what torch.compile, torch.export, torch.func and dispatch modes see. Their kernels run PyTorch's own
-code for what ours do not take, so an operator works on any device.
+torch.compile, torch.export, torch.func and dispatch modes see the operators. Their kernels run PyTorch's own code for
+calls that ours do not take, so an operator works on any device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
 
 
 def differentiable(name: str, gradients: Callable[..., Any], setup_context: Callable[..., None]) -> None:
-    """Registers the gradients of an operator; autograd runs them outside of what torch.compile traces."""
+    """Register the gradients of an operator; autograd runs them outside of torch.compile's trace."""
     torch.library.register_autograd(f"{NAMESPACE}::{name}", gradients, setup_context=setup_context, lib=library)
 
 

@@ -68,12 +68,12 @@ def _apply(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
 def planned_logsumexp(x: Tensor, dim: Any, index: int | None, backward: bool) -> Plan | Fallback:
     """What logsumexp of x over one dimension would run, or its gradient."""
     if index is None:
-        torch.logsumexp(x, dim)  # says what is wrong
+        torch.logsumexp(x, dim)  # raises torch's error
         return Fallback("only PyTorch's own takes these arguments")
     reason = call_unsupported_reason(x, None) or too_long_reason(x, index)
     if reason is not None:
         if x.is_complex() or not x.dim():
-            torch.logsumexp(x.new_zeros(1), 0)  # raises what the call raises
+            torch.logsumexp(x.new_zeros(1), 0)  # raises the call's error
         return Fallback(reason)
     if x.numel() == 0:
         return EMPTY

@@ -173,7 +173,7 @@ masked_softmax_backward = define(
 
 
 def _remember(ctx: Any, y: Tensor, mask: Tensor | None, scale: float, causal: bool) -> None:
-    """Keeps for `gradients` what they are made of: the output, and a boolean mask."""
+    """Saves the inputs of `gradients`: the output, and a boolean mask."""
     ctx.save_for_backward(y, mask if mask is not None and mask.dtype is torch.bool else None)
     ctx.scale, ctx.causal, ctx.mask = scale, causal, None if mask is None else (mask.shape, mask.dtype)
     ctx.invariant = is_batch_invariant()  # backward runs in a thread that does not know
@@ -186,7 +186,7 @@ def _gradients(ctx: Any, dy: Tensor | None, kernel: Callable[..., Tensor]) -> Gr
         return None, None, None, None, None
     y, boolean = ctx.saved_tensors
     kernel = decompositions.masked_softmax_gradient if torch.is_grad_enabled() else kernel
-    # the mask is added to what is scaled already
+    # the mask is added after the scale
     scale = 1.0 if ctx.needs_input_grad[1] else ctx.scale
     with as_in_forward(ctx.invariant):
         dz = kernel(y, dy, boolean, scale, ctx.causal)

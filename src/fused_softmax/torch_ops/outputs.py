@@ -1,4 +1,4 @@
-"""What an `out=` tensor may be, and how its memory overlaps: with itself, and with what is read while it is written."""
+"""The rules for an `out=` tensor, and how its memory overlaps: with itself, and with an input that is still read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def takes_out(out: Any, x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether out may be written here. What is wrong with it, and what autograd makes of it, is torch's to say."""
+    """Whether out may be written here. torch reports what is wrong with it, and rejects it under autograd."""
     if not isinstance(out, Tensor) or out.dtype is not dtype or out.device != x.device:
         return False
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):

@@ -1,6 +1,6 @@
 """Where a call goes: to PyTorch's own kernels, with a reason; to the dispatcher; or directly to our kernels.
 
-Two reasons differ: what our kernels cannot do (`unsupported_reason`) and what torch does faster (`faster_reason` of
+Two reasons differ: our kernels cannot take a call (`unsupported_reason`), or torch is faster (`faster_reason` of
 torch_ops.softmax). The dispatcher may be bypassed where nothing but autograd would see the call
 (`can_bypass_dispatcher`); while torch.compile traces, an operator of ours stands in the graph (`is_compiled`).
 """
@@ -82,8 +82,8 @@ def can_bypass_dispatcher(x: Tensor) -> bool:
     """Whether nothing but autograd and autocast would see a call with x.
 
     False while compiling, tracing, in a dispatch mode, under torch.func or forward-mode AD, for subclasses, for lazily
-    negated views and for what has no memory of its own, as the gradients that autograd.grad(is_grads_batched=True)
-    hands in as one.
+    negated views and for tensors without memory of their own, such as the batched gradients of
+    autograd.grad(is_grads_batched=True).
     """
     return (
         not _is_compiling()
@@ -183,7 +183,7 @@ def too_long_reason(x: Tensor, *dims: int) -> str | None:
 
 def unsupported_while_compiling_reason(x: Tensor, dtype: torch.dtype) -> str | None:
     """`unsupported_reason` as far as a trace can know it; the operator asks again, on the real tensor."""
-    # isinstance, not None: dynamo wraps what it finds
+    # isinstance, not None: dynamo wraps the object
     if isinstance(torch_private.innermost_transform(), torch_private.Transform):
         return "a transform of torch.func inside torch.compile is PyTorch's"
     if x.device.type not in _KERNEL_DEVICES:

@@ -3,7 +3,7 @@
     dx = y * (dy - sum(dy * y))                softmax, from its output y
     dx = dy - exp(y) * sum(dy)                 log_softmax, from its output y
 
-These are kernels; the gradients of these gradients are decompositions. What autograd keeps is what torch keeps: the
+These are kernels; the gradients of these gradients are decompositions. Autograd saves the same tensor as in torch: the
 output. RowSoftmax is the operators' autograd for a plain tensor, with no dispatcher in between.
 """
 
@@ -232,13 +232,13 @@ def planned_softmax(
 ) -> Plan | Fallback:
     """What `softmax_of` would run, or the backward of such a call for a contiguous upstream gradient."""
     if index is None:
-        torchs_own(log)(x, dim, dtype=dtype)  # says what is wrong
+        torchs_own(log)(x, dim, dtype=dtype)  # raises torch's error
         return Fallback("only PyTorch's own takes these arguments")
     reason = call_unsupported_reason(x, dtype) or too_long_reason(x, index)
     faster = None if reason else faster_reason(x, index, dtype)
     if reason is not None or faster is not None:
         if x.numel() and (x.dtype if dtype is None else dtype) not in FLOATING:
-            torchs_own(log)(x.new_zeros(1), 0, dtype=dtype)  # raises what the call raises
+            torchs_own(log)(x.new_zeros(1), 0, dtype=dtype)  # raises the call's error
         return Fallback(reason) if reason is not None else Fallback(str(faster), reason="torch is faster")
     if x.numel() == 0:
         return EMPTY

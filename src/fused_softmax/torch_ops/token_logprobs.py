@@ -46,7 +46,7 @@ def token_logprobs_of(
     n_cols, batch = logits.shape[-1], logits.shape[:-1]
     ids = (token_ids.unsqueeze(-1) if one else token_ids).long()
     plain = can_bypass_dispatcher(token_ids)
-    if plain and ids.device.type == "cpu":  # what is traced or batched has no values to ask for
+    if plain and ids.device.type == "cpu":  # a traced or batched tensor has no values to check
         rows.check_ids(ids, n_cols)
     scale = _scale(temperature, batch, logits)
     needs_gradient = isinstance(temperature, Tensor) and temperature.requires_grad

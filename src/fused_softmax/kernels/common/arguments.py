@@ -46,7 +46,7 @@ Float32 = tl.constexpr(Argument("fp32"))
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a launch needs to know of a kernel.
+    """A kernel's declaration, as a launch needs it.
 
     arguments: the run-time arguments by name, in order. constexprs: the names of the compile-time arguments.
     num_stages: of the kernel's loops; None for the backend's default. asserts: whether the kernel checks its input on

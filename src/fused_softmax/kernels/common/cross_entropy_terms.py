@@ -1,4 +1,4 @@
-"""What the cross-entropy kernels share: a row's target, its loss, and its gradient.
+"""The shared parts of the cross-entropy kernels: a row's target, its loss, and its gradient.
 
 The formulas are those of `cross_entropy` (the loss) and `cross_entropy_backward` (dx, and its factors A, B and C).
 """
