@@ -214,6 +214,13 @@ def test_records_of_other_commands_are_passed_over(repository: Path, head: Heade
         recorded_results(folder)
 
 
+def test_host_times_do_not_replace_recorded_fractions(repository: Path, head: Header):
+    host = [replace(r, fraction=None, ceiling="", ms=0.006, timed_by="host time of a call") for r in RECORDS[:2]]
+    before = recorded_results(gpu_folder(repository))
+    write_atomically(gpu_folder(repository) / "wall.json", to_json(head, host))
+    assert recorded_results(gpu_folder(repository)) == before
+
+
 def test_infinite_errors_can_be_read_again(tmp_path: Path, head: Header):
     wrong = replace(RECORDS[2], torch_error=INF)
     write_atomically(tmp_path / "x.json", to_json(head, [wrong]))

@@ -87,9 +87,13 @@ def by_width(records: Sequence[Record]) -> list[Record]:
 
 
 def recorded_results(folder: Path) -> Recorded:
-    """What plots against width can show of a folder's files; of several files the later one counts."""
-    files = read_folder(folder).values()
-    return {(r.op, r.system, r.dtype, r.n_cols): (head, r) for head, records in files for r in by_width(records)}
+    """The records of a folder's files for plots against width; of several files the later one counts.
+
+    Runs without a ceiling, such as host times, have no fractions and are left out.
+    """
+    files = [(head, rows) for head, rows in read_folder(folder).values() if any(r.fraction for r in rows)]
+    kept = [(head, r) for head, rows in files for r in by_width(rows) if r.fraction is not None or r.status != "ok"]
+    return {(r.op, r.system, r.dtype, r.n_cols): (head, r) for head, r in kept}
 
 
 def origin(head: Header) -> str:
