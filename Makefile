@@ -125,9 +125,11 @@ gpu: $(READY)
 # README's results and the tables of two pages, from the records
 pages: $(READY)
 	$(PAGES)
+	$(RUN) -m fused_softmax.lab.kernel_count
 
 pages-check: $(READY)
 	$(PAGES) --check
+	$(RUN) -m fused_softmax.lab.kernel_count --check
 
 docs: $(READY)
 	$(PIP) install -q -r requirements/docs.txt
