@@ -68,6 +68,14 @@ def describe(device: torch.device) -> Device | Unsupported:
     return cuda_device(properties.major, properties.minor)
 
 
+def device_of(t: torch.Tensor) -> Device:
+    """The planner's view of t's device; RuntimeError where it has no kernels."""
+    described = describe(t.device)
+    if not isinstance(described, Device):
+        raise RuntimeError(described)
+    return described
+
+
 def device_here() -> torch.device:
     """Where kernels run in this process: the current GPU, or the CPU when interpreted or without one."""
     usable = torch.cuda.is_available() and not interpreting()

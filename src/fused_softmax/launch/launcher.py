@@ -23,7 +23,7 @@ from .availability import KernelUnavailable
 from .cache import Cache
 from .compile import Binding, Kernel, Launch, Pointers
 from .context import is_batch_invariant
-from .device import describe
+from .device import device_of
 from .layout import problem_of, run_time_arguments, starts
 from .options import Flags
 from .torch_private import current_device, current_stream
@@ -81,14 +81,6 @@ class Described:
 # run.at(n_rows, rows, vectors, numbers) takes pointers, as `layout.pointer` makes them, on the current device.
 # On a GPU, run.parts has the parts of a call.
 Run = Any
-
-
-def device_of(t: Tensor) -> Device:
-    """The planner's view of t's device; RuntimeError where it has no kernels."""
-    described = describe(t.device)
-    if not isinstance(described, Device):
-        raise RuntimeError(described)
-    return described
 
 
 def meta_of(kernel: Any, plan: Plan, device: Device, flags: Flags) -> dict[str, Any]:

@@ -1,0 +1,108 @@
+"""Locates a program's tile of a tensor (outer, n_cols, inner), whose softmax runs over n_cols, and reads and writes it.
+
+Neighbors in memory are neighbors along `inner`. Each position along `inner` is a softmax of its own. So a program takes
+INNER neighboring positions, and all or some of their columns: coalesced, whatever the distance between two columns is.
+A chunk is a tile [OUTERS, COLS, INNER] of COLS columns. OUTERS is 1, except where columns and positions are so few that
+a program takes several indices of `outer`. On a cluster the first axis is that of the CTAs instead.
+
+`inner` and all strides come in units of VEC elements, so that Triton can prove the alignment of a vector access.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import READS
+
+
+@triton.jit
+def outer_of(index, n_outer, OUTERS: tl.constexpr):
+    """(index along `outer`, whether it exists): a scalar, or [OUTERS, 1, 1] of a program of several."""
+    if OUTERS == 1:
+        return index.to(tl.int64), True
+    else:
+        outer = index.to(tl.int64) * OUTERS + tl.arange(0, OUTERS)[:, None, None]
+        return outer, outer < n_outer
+
+
+@triton.jit
+def positions_of(block, inner, INNER: tl.constexpr, VEC: tl.constexpr):
+    """(first position, in units of VEC; mask of the positions that exist, [1, 1, INNER]) of a block of positions."""
+    first = block.to(tl.int64) * (INNER // VEC)
+    left = tl.minimum(inner - first, INNER // VEC).to(tl.int32)
+    return first, tl.arange(0, INNER)[None, None, :] < left * VEC
+
+
+@triton.jit
+def columns_of_chunk(CTAS: tl.constexpr, COLS: tl.constexpr):
+    """The columns of chunk 0, COLS for each CTA.  # [CTAS, COLS, 1]"""
+    return tl.arange(0, CTAS)[:, None, None] * COLS + tl.arange(0, COLS)[None, :, None]
+
+
+@triton.jit
+def tile_at(ptr, outer, col_stride, outer_stride, first, column, INNER: tl.constexpr, VEC: tl.constexpr):
+    """Pointers to the tile whose columns are `column`, [1, COLS, 1].  # [OUTERS, COLS, INNER]"""
+    start = ptr + (outer * outer_stride + first) * VEC
+    return start + column.to(tl.int64) * col_stride * VEC + tl.arange(0, INNER)[None, None, :]
+
+
+@triton.jit
+def load_tile(
+    at, C: tl.constexpr, col_stride, column, n_cols, exists, fill, UNPREDICATED: tl.constexpr, COLS: tl.constexpr,
+    VEC: tl.constexpr,
+):  # fmt: skip
+    """Chunk C as loaded, from the pointers to chunk 0. The first UNPREDICATED chunks lie inside the columns."""
+    here = at + (C * COLS * VEC) * col_stride
+    if C < UNPREDICATED:
+        return tl.load(here, mask=exists, other=fill, eviction_policy=READS)
+    else:
+        inside = exists & (column < n_cols - C * COLS)
+        return tl.load(here, mask=inside, other=fill, eviction_policy=READS)
+
+
+@triton.jit
+def load_tiles(
+    at, col_stride, column, n_cols, exists, fill, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr,
+    COLS: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Chunks 0 .. CHUNKS-1, one tile each. All loads are issued before any value is used."""
+    tiles = ()
+    for c in tl.static_range(CHUNKS):
+        tiles = tiles + (load_tile(at, c, col_stride, column, n_cols, exists, fill, UNPREDICATED, COLS, VEC),)
+    return tiles
+
+
+@triton.jit
+def store_tile(
+    at, value, C: tl.constexpr, col_stride, column, n_cols, exists, UNPREDICATED: tl.constexpr, COLS: tl.constexpr,
+    VEC: tl.constexpr,
+):  # fmt: skip
+    """Writes chunk C in the output's dtype, at the pointers to chunk 0."""
+    here = at + (C * COLS * VEC) * col_stride
+    value = value.to(at.dtype.element_ty)
+    if C < UNPREDICATED:
+        tl.store(here, value, mask=exists)
+    else:
+        tl.store(here, value, mask=exists & (column < n_cols - C * COLS))
+
+
+@triton.constexpr_function
+def _levels(cols: int) -> int:
+    return cols.bit_length() - 1
+
+
+@triton.jit
+def sum_over_columns(x, INVARIANT: tl.constexpr):
+    """The sum over a tile's columns.  # [OUTERS, COLS, INNER] -> [OUTERS, INNER]
+
+    INVARIANT: pair by pair, in an order that no layout changes. Else Triton chooses the order by the layout of the
+    tile, which follows INNER and VEC.
+    """
+    if INVARIANT:
+        for _level in tl.static_range(_levels(x.shape[1])):
+            # a sum of two does not depend on their order
+            x = tl.sum(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2, x.shape[2])), 1)
+        return tl.reshape(x, (x.shape[0], x.shape[2]))
+    else:
+        return tl.sum(x, 1)

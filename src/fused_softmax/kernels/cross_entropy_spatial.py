@@ -1,0 +1,179 @@
+"""Cross-entropy of (outer, n_cols, inner) as it lies, such as images (N, C, H, W): loss and gradient in one pass.
+
+    lse = log(sum(exp(z)));  loss as in `cross_entropy`, dx as in `cross_entropy_backward`
+
+Each of the outer x inner positions has a target. The tiles are those of `softmax_spatial`: a program holds all columns
+of INNER positions. It reads each logit once and writes each gradient once. A column is compared with the targets, so
+that a target needs no second, scattered store. The gradient may be written over the logits. A position that
+does not count has a gradient of zeros, whatever it holds.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
+from .common.cross_entropy_terms import assert_inside, coefficients, cross_entropy_term, row_loss
+from .common.logits import capped, logsumexp, reference_of, rounding_residual, weigh
+from .common.numerics import LOWEST, exp, exp2_affine, scaled, upcast
+from .common.spatial_tiles import (
+    columns_of_chunk,
+    load_tiles,
+    outer_of,
+    positions_of,
+    store_tile,
+    sum_over_columns,
+    tile_at,
+)
+
+
+@triton.jit
+def is_inside(target, ignore_index, n_cols):
+    """Whether the target counts."""
+    return (target != ignore_index) & (target >= 0) & (target < n_cols)
+
+
+@kernel(asserts=True)
+def cross_entropy_spatial(
+    x_ptr: Rows,
+    dx_ptr: Rows,  # where GRADIENT; it may be x_ptr
+    target_ptr: Vector,  # [outer, inner] int64
+    weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
+    weight_sum_ptr: Vector,  # [1] float32, where WEIGHTED and SMOOTH
+    count_ptr: Vector,  # [1] float32, where MEAN: the loss's denominator
+    g_ptr: Vector,  # the upstream gradient, float32: [1] where UPSTREAM is 1, [outer, inner] where it is 2
+    loss_ptr: Vector,  # float32: [outer, inner] where LOSS is 1, a sum for each program where it is 2
+    n_outer: Int64,
+    n_cols: Int32,
+    inner: Int64,  # inner and strides: in units of VEC
+    n_blocks: Int32,
+    x_outer: Int64, x_col: Int64, dx_outer: Int64, dx_col: Int64,
+    ignore_index: Int64,
+    smoothing: Float32, cap: Float32, z_loss: Float32,
+    LOSS: tl.constexpr, GRADIENT: tl.constexpr,
+    INPLACE: tl.constexpr,  # dx_ptr is x_ptr: a program must not read what another thread of it has overwritten
+    UPSTREAM: tl.constexpr,
+    UNLESS_ONE: tl.constexpr,  # dx already holds the gradient for an upstream gradient of 1
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
+    OUTERS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    UNPREDICATED: tl.constexpr, INVARIANT: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    needed = True
+    if UNLESS_ONE:
+        needed = tl.load(g_ptr) != 1.0
+    if needed:
+        outer, is_outer = outer_of(pid // n_blocks, n_outer, OUTERS)
+        first, exists = positions_of(pid % n_blocks, inner, INNER, VEC)
+        if OUTERS > 1:
+            exists = exists & is_outer
+        column = columns_of_chunk(1, COLS)
+        x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
+        dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
+        at = (outer * inner + first) * VEC + tl.arange(0, INNER)[None, None, :]  # [OUTERS, 1, INNER]
+
+        x = load_tiles(x_at, x_col, column, n_cols, exists, -float("inf"), CHUNKS, UNPREDICATED, COLS, VEC)
+        target = tl.load(target_ptr + at, mask=exists, other=ignore_index)
+        counts = is_inside(target, ignore_index, n_cols)
+        assert_inside(target, ignore_index, n_cols)
+        if LOSS > 0 and not INPLACE:
+            to_target = tile_at(x_ptr, outer, x_col, x_outer, first, target, INNER, VEC)
+            x_target = tl.load(to_target, mask=counts, other=0.0).to(tl.float32)
+        target = tl.where(counts, target, -1).to(tl.int32)
+        reference = 0.0
+        if SMOOTH:  # the first logit, not the target's, which takes two dependent loads
+            if INPLACE:
+                x_first = tl.sum(tl.where(column == 0, x[0].to(tl.float32), 0.0), 1)[:, None, :]
+            else:
+                to_first = tile_at(x_ptr, outer, x_col, x_outer, first, tl.zeros([1, 1, 1], tl.int32), INNER, VEC)
+                x_first = tl.load(to_first, mask=exists, other=0.0)
+            reference = reference_of(x_first, cap, SOFTCAP)
+        if WEIGHTED:
+            w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
+        else:
+            w_target = 1.0
+        if WEIGHTED and SMOOTH:
+            w_sum = tl.load(weight_sum_ptr)
+        else:
+            w_sum = n_cols
+
+        # softcap is monotonic: the largest logit gives the largest z
+        m = x[0]
+        for c in tl.static_range(1, CHUNKS):
+            m = tl.maximum(m, x[c])
+        m = tl.maximum(capped(m, cap, SOFTCAP), LOWEST)
+        s = tl.zeros_like(m)
+        t = tl.zeros_like(m)
+        x_targets = tl.zeros_like(m)
+        for c in tl.static_range(CHUNKS):
+            x_c = upcast(x[c], PTX, True)
+            z = capped(x_c, cap, SOFTCAP)
+            s += exp(z - m)
+            if LOSS > 0 and INPLACE:
+                x_targets = tl.where(column + c * COLS == target, x_c, x_targets)
+            if LOSS > 0 and SMOOTH:
+                t += weigh(z, reference, column + c * COLS, column < n_cols - c * COLS, weight_ptr, WEIGHTED)
+        top = tl.max(m, 1)[:, None, :]
+        total = sum_over_columns(scaled(s, exp(m - top), PTX), INVARIANT)[:, None, :]
+        lse = logsumexp(top, total)
+
+        if LOSS > 0:
+            residual = rounding_residual(lse, top, total)
+            if INPLACE:  # one column at most is the target's, and all others are 0
+                x_target = tl.sum(x_targets, 1)[:, None, :]
+            nll = lse - capped(x_target, cap, SOFTCAP) + residual
+            wz_sum = 0.0
+            if SMOOTH:
+                wz_sum = sum_over_columns(t, INVARIANT)[:, None, :]
+            loss = row_loss(nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, n_cols, z_loss, SMOOTH)
+            loss = tl.where(counts, loss, 0.0)
+            if LOSS == 1:
+                tl.store(loss_ptr + at, loss, mask=exists)
+            else:
+                tl.store(loss_ptr + pid, tl.sum(tl.reshape(loss, (OUTERS * INNER,)), 0))
+
+        if GRADIENT:
+            g = tl.where(counts, 1.0, 0.0)
+            if UPSTREAM == 1:
+                g = g * tl.load(g_ptr)
+            elif UPSTREAM == 2:
+                g = tl.where(counts, tl.load(g_ptr + at, mask=exists, other=0.0), 0.0)
+            if MEAN:
+                g = tl.where(counts, g / tl.load(count_ptr), 0.0)
+            FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
+            a, b, factor = coefficients(g, lse, w_target, w_sum, smoothing, n_cols, z_loss, SMOOTH)
+            base, shift, by = exp2_affine(top, FUSED)
+            a = tl.where(counts, a * by / total, 0.0)
+            for c in tl.static_range(CHUNKS):
+                b_here = tl.where(column + c * COLS == target, b, 0.0)
+                dx = cross_entropy_term(
+                    upcast(x[c], PTX, True, True), b_here, column + c * COLS, base, shift, a, factor, weight_ptr, cap,
+                    column < n_cols - c * COLS, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
+                )  # fmt: skip
+                dx = tl.where(counts, dx, 0.0)
+                store_tile(dx_at, dx, c, dx_col, column, n_cols, exists, UNPREDICATED, COLS, VEC)
+
+
+@kernel()
+def count_spatial_targets(
+    target_ptr: Vector,  # [n] int64
+    weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
+    count_ptr: Vector,  # [programs] float32
+    n: Int64,
+    n_cols: Int32,
+    ignore_index: Int64,
+    WEIGHTED: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """For each program: how many of its EACH x BLOCK targets count, or the sum of their weights."""
+    start = tl.program_id(0).to(tl.int64) * (EACH * BLOCK)
+    at = tl.arange(0, BLOCK)
+    found = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(EACH):
+        target = tl.load(target_ptr + start + k * BLOCK + at, mask=at < n - start - k * BLOCK, other=ignore_index)
+        counts = is_inside(target, ignore_index, n_cols)
+        if WEIGHTED:
+            found += tl.load(weight_ptr + target, mask=counts, other=0.0)
+        else:
+            found += counts.to(tl.float32)
+    tl.store(count_ptr + tl.program_id(0), tl.sum(found, 0))

@@ -1,0 +1,270 @@
+"""softmax, log_softmax and their gradients over a dimension that is not the last, where the columns do not fit on chip.
+
+    reduce:  a part's  m = max(x), s = sum(exp(x - m))          gradient:  d = sum(y*dy)   or   sum(dy)
+    merge:   the softmax's (m, s) from those of its parts       gradient:  the sum of the parts' d
+    finish:  y = exp(x - m) / s   or   (x - m) - log(s)         gradient:  dx = y*(dy - d)   or   dy - exp(y)*d
+
+Programs share a softmax: each reduces one part of its columns, so that there is work for the whole GPU where there are
+few positions. The tensor is (outer, n_cols, inner) and is read twice. The finish runs backwards, because what was read
+last is still in L2. Parts are merged in a fixed order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common.arguments import Int32, Int64, Rows, Vector, kernel
+from .common.logits import logsumexp
+from .common.numerics import HIGHEST, LOWEST, exp, scaled, upcast
+from .common.softmax_terms import gradient, gradient_term, normalize
+from .common.spatial_tiles import columns_of_chunk, load_tile, positions_of, store_tile, sum_over_columns, tile_at
+
+
+@triton.jit
+def load_step(
+    at, start, col_stride, column, end, exists, fill, CHUNKS: tl.constexpr, COLS: tl.constexpr, VEC: tl.constexpr
+):
+    """The CHUNKS tiles from column `start` on; columns from `end` on are filled."""
+    tiles = ()
+    for c in tl.static_range(CHUNKS):
+        tiles = tiles + (
+            load_tile(at + start * col_stride * VEC, c, col_stride, column, end - start, exists, fill, 0, COLS, VEC),
+        )
+    return tiles
+
+
+@triton.jit
+def part_of(n_blocks, n_parts, part_cols, n_cols):
+    """(outer, part, block, its first column, the column after its last) of this program."""
+    pid = tl.program_id(0)
+    part = pid // n_blocks % n_parts
+    outer = (pid // n_blocks // n_parts).to(tl.int64)
+    start = part * part_cols
+    return outer, part, pid % n_blocks, start, start + tl.minimum(n_cols - start, part_cols)
+
+
+@triton.jit
+def vector_at(row, inner, first, INNER: tl.constexpr, VEC: tl.constexpr):
+    """Offsets of the program's positions in a float32 tensor of rows of `inner` positions.  # [1, INNER]"""
+    return (row * inner + first) * VEC + tl.arange(0, INNER)[None, :]
+
+
+@kernel()
+def softmax_spatial_reduce(
+    x_ptr: Rows,
+    max_ptr: Vector,  # [outer, n_parts, inner] float32; or the logsumexp, in any dtype, where LSE and ONE_PART
+    sum_ptr: Vector,  # [outer, n_parts, inner] float32
+    n_cols: Int32,
+    inner: Int64,  # inner and strides: in units of VEC
+    n_blocks: Int32, n_parts: Int32,
+    part_cols: Int32,  # columns of a part
+    x_outer: Int64, x_col: Int64,
+    COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    LSE: tl.constexpr,  # for a logsumexp: +inf gives a finite maximum and an infinite sum, not NaN
+    ONE_PART: tl.constexpr, INVARIANT: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    outer, part, block, start, end = part_of(n_blocks, n_parts, part_cols, n_cols)
+    first, exists = positions_of(block, inner, INNER, VEC)
+    column = columns_of_chunk(1, COLS)
+    x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
+    m = tl.zeros([1, COLS, INNER], tl.float32) + LOWEST
+    s = tl.zeros([1, COLS, INNER], tl.float32)
+    for at in range(start, end, CHUNKS * COLS):
+        x = load_step(x_at, at, x_col, column, end, exists, -float("inf"), CHUNKS, COLS, VEC)
+        top = x[0]
+        for c in tl.static_range(1, CHUNKS):
+            top = tl.maximum(top, x[c])
+        m_new = tl.maximum(m, top.to(tl.float32))
+        if LSE:
+            m_new = tl.minimum(m_new, HIGHEST)
+        # a step has its own sum: fewer additions to a long sum cause less rounding
+        step = tl.zeros_like(s)
+        for c in tl.static_range(CHUNKS):
+            step += exp(upcast(x[c], PTX) - m_new)
+        s = s * exp(m - m_new) + step
+        m = m_new
+    top = tl.max(m, 1)
+    total = sum_over_columns(scaled(s, exp(m - top[:, None, :]), PTX), INVARIANT)
+    to = vector_at(outer * n_parts + part, inner, first, INNER, VEC)
+    here = tl.reshape(exists, (1, INNER))
+    if LSE and ONE_PART:
+        tl.store(max_ptr + to, logsumexp(top, total).to(max_ptr.dtype.element_ty), mask=here)
+    else:
+        tl.store(max_ptr + to, top, mask=here)
+        tl.store(sum_ptr + to, total, mask=here)
+
+
+@kernel()
+def softmax_spatial_backward_reduce(
+    y_ptr: Rows, dy_ptr: Rows,
+    d_ptr: Vector,  # [outer, n_parts, inner] float32
+    n_cols: Int32,
+    inner: Int64,  # inner and strides: in units of VEC
+    n_blocks: Int32, n_parts: Int32, part_cols: Int32,
+    y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64,
+    LOG: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    INVARIANT: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    outer, part, block, start, end = part_of(n_blocks, n_parts, part_cols, n_cols)
+    first, exists = positions_of(block, inner, INNER, VEC)
+    column = columns_of_chunk(1, COLS)
+    y_at = tile_at(y_ptr, outer, y_col, y_outer, first, column, INNER, VEC)
+    dy_at = tile_at(dy_ptr, outer, dy_col, dy_outer, first, column, INNER, VEC)
+    d = tl.zeros([1, COLS, INNER], tl.float32)
+    for at in range(start, end, CHUNKS * COLS):
+        dy = load_step(dy_at, at, dy_col, column, end, exists, 0.0, CHUNKS, COLS, VEC)
+        y = dy  # unused where LOG
+        if not LOG:
+            y = load_step(y_at, at, y_col, column, end, exists, 0.0, CHUNKS, COLS, VEC)
+        step = tl.zeros_like(d)
+        for c in tl.static_range(CHUNKS):
+            step += gradient_term(upcast(y[c], PTX), upcast(dy[c], PTX), LOG)
+        d += step
+    to = vector_at(outer * n_parts + part, inner, first, INNER, VEC)
+    tl.store(d_ptr + to, sum_over_columns(d, INVARIANT), mask=tl.reshape(exists, (1, INNER)))
+
+
+@kernel()
+def softmax_spatial_merge(
+    parts_max_ptr: Vector, parts_sum_ptr: Vector,  # [outer, n_parts, inner] float32
+    max_ptr: Vector,  # [outer, inner] float32; or the logsumexp, in any dtype, where LSE
+    sum_ptr: Vector,  # [outer, inner] float32
+    inner: Int64,  # in elements
+    n_blocks: Int32, n_parts: Int32,
+    COLS: tl.constexpr, INNER: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    outer, _, block, _, _ = part_of(n_blocks, 1, 0, 0)
+    first, exists = positions_of(block, inner, INNER, 1)
+    part = columns_of_chunk(1, COLS)
+    at = tile_at(parts_max_ptr, outer, inner, inner * n_parts, first, part, INNER, 1)
+    to_sum = tile_at(parts_sum_ptr, outer, inner, inner * n_parts, first, part, INNER, 1)
+    m = tl.zeros([1, COLS, INNER], tl.float32) + LOWEST
+    s = tl.zeros([1, COLS, INNER], tl.float32)
+    for start in range(0, n_parts, COLS):
+        inside = exists & (part < n_parts - start)
+        m_part = tl.load(at + start * inner, mask=inside, other=LOWEST)
+        s_part = tl.load(to_sum + start * inner, mask=inside, other=0.0)
+        m_new = tl.maximum(m, m_part)
+        s = s * exp(m - m_new) + s_part * exp(m_part - m_new)
+        m = m_new
+    top = tl.max(m, 1)
+    total = sum_over_columns(s * exp(m - top[:, None, :]), True)
+    to = vector_at(outer, inner, first, INNER, 1)
+    here = tl.reshape(exists, (1, INNER))
+    if LSE:
+        tl.store(max_ptr + to, logsumexp(top, total).to(max_ptr.dtype.element_ty), mask=here)
+    else:
+        tl.store(max_ptr + to, top, mask=here)
+        tl.store(sum_ptr + to, total, mask=here)
+
+
+@kernel()
+def softmax_spatial_backward_merge(
+    parts_ptr: Vector,  # [outer, n_parts, inner] float32
+    d_ptr: Vector,  # [outer, inner] float32
+    inner: Int64,  # in elements
+    n_blocks: Int32, n_parts: Int32,
+    COLS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    outer, _, block, _, _ = part_of(n_blocks, 1, 0, 0)
+    first, exists = positions_of(block, inner, INNER, 1)
+    part = columns_of_chunk(1, COLS)
+    at = tile_at(parts_ptr, outer, inner, inner * n_parts, first, part, INNER, 1)
+    d = tl.zeros([1, COLS, INNER], tl.float32)
+    for start in range(0, n_parts, COLS):
+        d += tl.load(at + start * inner, mask=exists & (part < n_parts - start), other=0.0)
+    to = vector_at(outer, inner, first, INNER, 1)
+    tl.store(d_ptr + to, sum_over_columns(d, True), mask=tl.reshape(exists, (1, INNER)))
+
+
+@triton.jit
+def last_first(n_blocks, n_steps):
+    """(outer, step of the columns, block) of this program, from the end of the tensor to its start."""
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    return (pid // n_blocks // n_steps).to(tl.int64), pid // n_blocks % n_steps, pid % n_blocks
+
+
+@kernel()
+def softmax_spatial_finish(
+    x_ptr: Rows, y_ptr: Rows,
+    max_ptr: Vector, sum_ptr: Vector,  # [outer, inner] float32
+    n_cols: Int32,
+    inner: Int64,  # inner and strides: in units of VEC
+    n_blocks: Int32,
+    n_steps: Int32,  # programs of a softmax
+    x_outer: Int64, x_col: Int64, y_outer: Int64, y_col: Int64,
+    LOG: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    outer, step, block = last_first(n_blocks, n_steps)
+    first, exists = positions_of(block, inner, INNER, VEC)
+    column = columns_of_chunk(1, COLS)
+    x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
+    y_at = tile_at(y_ptr, outer, y_col, y_outer, first, column, INNER, VEC)
+    start = step.to(tl.int64) * (CHUNKS * COLS)
+    left = (n_cols - start).to(tl.int32)
+    x = load_step(x_at, start, x_col, column, n_cols, exists, -float("inf"), CHUNKS, COLS, VEC)
+    at, here = vector_at(outer, inner, first, INNER, VEC), tl.reshape(exists, (1, INNER))
+    top = tl.load(max_ptr + at, mask=here, other=0.0)[:, None, :]
+    total = tl.load(sum_ptr + at, mask=here, other=1.0)[:, None, :]
+    for c in tl.static_range(CHUNKS):
+        y = normalize(upcast(x[c], PTX), top, total, LOG)
+        store_tile(y_at + start * y_col * VEC, y, c, y_col, column, left, exists, 0, COLS, VEC)
+
+
+@kernel()
+def softmax_spatial_backward_finish(
+    y_ptr: Rows, dy_ptr: Rows, dx_ptr: Rows,
+    d_ptr: Vector,  # [outer, inner] float32
+    n_cols: Int32,
+    inner: Int64,  # inner and strides: in units of VEC
+    n_blocks: Int32, n_steps: Int32,
+    y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64, dx_outer: Int64, dx_col: Int64,
+    LOG: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    outer, step, block = last_first(n_blocks, n_steps)
+    first, exists = positions_of(block, inner, INNER, VEC)
+    column = columns_of_chunk(1, COLS)
+    y_at = tile_at(y_ptr, outer, y_col, y_outer, first, column, INNER, VEC)
+    dy_at = tile_at(dy_ptr, outer, dy_col, dy_outer, first, column, INNER, VEC)
+    dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
+    start = step.to(tl.int64) * (CHUNKS * COLS)
+    left = (n_cols - start).to(tl.int32)
+    dy = load_step(dy_at, start, dy_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
+    y = load_step(y_at, start, y_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
+    d = tl.load(d_ptr + vector_at(outer, inner, first, INNER, VEC), mask=tl.reshape(exists, (1, INNER)), other=0.0)[
+        :, None, :
+    ]
+    for c in tl.static_range(CHUNKS):
+        dx = gradient(upcast(y[c], PTX), upcast(dy[c], PTX), d, LOG)
+        store_tile(dx_at + start * dx_col * VEC, dx, c, dx_col, column, left, exists, 0, COLS, VEC)
+
+
+@kernel()
+def logsumexp_spatial_backward(
+    x_ptr: Rows, dx_ptr: Rows,
+    lse_ptr: Vector,  # [outer, inner], as the forward returned it
+    g_ptr: Vector,  # [outer, inner], the upstream gradient
+    n_cols: Int32,
+    inner: Int64,  # inner and strides: in units of VEC
+    n_blocks: Int32, n_steps: Int32,
+    x_outer: Int64, x_col: Int64, dx_outer: Int64, dx_col: Int64,
+    COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """dx = g*exp(x - lse)"""
+    outer, step, block = last_first(n_blocks, n_steps)
+    first, exists = positions_of(block, inner, INNER, VEC)
+    column = columns_of_chunk(1, COLS)
+    x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
+    dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
+    start = step.to(tl.int64) * (CHUNKS * COLS)
+    left = (n_cols - start).to(tl.int32)
+    x = load_step(x_at, start, x_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
+    at, here = vector_at(outer, inner, first, INNER, VEC), tl.reshape(exists, (1, INNER))
+    lse = tl.load(lse_ptr + at, mask=here, other=0.0).to(tl.float32)[:, None, :]
+    g = tl.load(g_ptr + at, mask=here, other=0.0).to(tl.float32)[:, None, :]
+    for c in tl.static_range(CHUNKS):
+        dx = g * exp(upcast(x[c], PTX) - lse)
+        store_tile(dx_at + start * dx_col * VEC, dx, c, dx_col, column, left, exists, 0, COLS, VEC)

@@ -1,0 +1,360 @@
+"""softmax and its kin over a dimension that is not the last: folds tensors into (outer, n_cols, inner), and launches.
+
+A recipe is what a plan launches, without tensors: a few steps, each a kernel with its numbers, and the workspace that
+they share. It is made once for each layout. `outer` travels with each call.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..planning.spatial import SpatialProblem, plan_spatial
+from ..planning.types import Device, Plan
+from . import compile as compiling
+from .availability import KernelUnavailable
+from .cache import Cache
+from .compile import Kernel, Launch, kernel_loader
+from .context import is_batch_invariant
+from .device import device_of
+from .layout import DTYPE_NAMES, _alignment, empty, merge_dims
+from .torch_private import current_device, current_stream
+
+
+@kernel_loader
+def _resident() -> Any:
+    from ..kernels.softmax_spatial import softmax_spatial
+
+    return softmax_spatial
+
+
+@kernel_loader
+def _backward_resident() -> Any:
+    from ..kernels.softmax_spatial import softmax_spatial_backward
+
+    return softmax_spatial_backward
+
+
+@kernel_loader
+def _cluster() -> Any:
+    from ..kernels.softmax_spatial_cluster import softmax_spatial_cluster
+
+    return softmax_spatial_cluster
+
+
+@kernel_loader
+def _backward_cluster() -> Any:
+    from ..kernels.softmax_spatial_cluster import softmax_spatial_cluster_backward
+
+    return softmax_spatial_cluster_backward
+
+
+def _of_parts(name: str) -> Kernel:
+    def load() -> Any:
+        return getattr(importlib.import_module(f"{__name__.rsplit('.', 2)[0]}.kernels.softmax_spatial_parts"), name)
+
+    load.__name__ = name
+    return kernel_loader(load)
+
+
+# the kernels of columns that are read in parts, by name
+PARTS = {
+    name: _of_parts(name)
+    for name in (
+        "softmax_spatial_reduce",
+        "softmax_spatial_merge",
+        "softmax_spatial_finish",
+        "softmax_spatial_backward_reduce",
+        "softmax_spatial_backward_merge",
+        "softmax_spatial_backward_finish",
+        "logsumexp_spatial_backward",
+    )
+}
+
+
+def as_planes(t: Tensor, dim: int) -> Tensor | None:
+    """t as (outer, n_cols, inner) with contiguous inner, without a copy; None where it does not fold."""
+    before = merge_dims([(t.shape[d], t.stride(d)) for d in range(dim) if t.shape[d] != 1])
+    after = merge_dims([(t.shape[d], t.stride(d)) for d in range(dim + 1, t.dim()) if t.shape[d] != 1])
+    if len(before) > 1 or len(after) > 1:
+        return None
+    inner, step = after[0] if after else (1, 1)
+    if step != 1:
+        return None
+    n_cols, col = t.shape[dim], t.stride(dim) if t.shape[dim] > 1 else inner
+    outer, outer_stride = before[0] if before else (1, n_cols * inner)
+    return t.as_strided((outer, n_cols, inner), (outer_stride, col, 1))
+
+
+def problem_of(
+    *tensors: Tensor, backward: bool = False, log: bool = False, batch_invariant: bool = False
+) -> SpatialProblem:
+    """The SpatialProblem of tensors (outer, n_cols, inner) with contiguous inner; the last is the output."""
+    _, n_cols, inner = tensors[0].shape
+    vec = 16 // min(t.element_size() for t in tensors)
+    for t in tensors:
+        vec = min(vec, *(_alignment(n, vec) for n in (inner, t.stride(0), t.stride(1))))
+        if t.data_ptr() % 16:
+            vec = 1
+    dtypes = [DTYPE_NAMES[t.dtype] for t in (tensors[0], tensors[-1])]
+    return SpatialProblem(n_cols, inner, dtypes[0], dtypes[1], vec, backward, log, batch_invariant)
+
+
+class Step(NamedTuple):
+    """One kernel of a recipe. tensors: indices into the tensors of the call and, after them, the workspaces."""
+
+    kernel: Any
+    meta: Mapping[str, Any]
+    tensors: tuple[int, ...]
+    scalars: tuple[int | None, ...]  # None stands for `outer`
+    programs: int  # for each index of `outer`, or for each group of them
+    outers: int = 1  # indices of `outer` in a group
+
+    def grid(self, outer: int) -> int:
+        return -(-outer // self.outers) * self.programs
+
+    def numbers(self, outer: int) -> tuple[int, ...]:
+        return tuple(outer if n is None else n for n in self.scalars)
+
+
+class Recipe(NamedTuple):
+    """The steps of a plan.
+
+    workspaces: float32 elements of each, for each index of `outer`. overlaps: whether a position may be computed twice,
+    so that the last tensor must not be the first.
+    """
+
+    steps: tuple[Step, ...]
+    workspaces: tuple[int, ...] = ()
+    overlaps: bool = False
+
+
+def _strides(tensors: Sequence[Tensor], vec: int) -> tuple[int, ...]:
+    return tuple(stride // vec for t in tensors for stride in t.stride()[:2])
+
+
+def _meta(kernel: Any, plan: Plan, device: Device, **flags: Any) -> dict[str, Any]:
+    declared = kernel.declaration
+    known = dict(
+        OUTERS=plan.outers, CTAS=plan.ctas, COLS=plan.vectors_per_chunk, INNER=plan.rows, VEC=plan.vec,
+        CHUNKS=plan.chunks, UNPREDICATED=plan.unpredicated_chunks, RECOMPUTE=plan.recompute,
+        TILE=plan.tile_chunks, INVARIANT=plan.invariant, PTX=device.ptx, **flags,
+    )  # fmt: skip
+    meta: dict[str, Any] = {name: known[name] for name in declared.constexprs}
+    meta["num_warps"] = plan.num_warps
+    if device.kind == "cuda":
+        if declared.on_cluster:
+            meta["num_ctas"] = plan.ctas
+        if plan.max_registers is not None:
+            meta["maxnreg"] = device.registers_within(plan.max_registers, plan.num_warps)
+    return meta | device.options(declared.num_stages)
+
+
+# a merge's tile: parts and positions; its programs are few, and their arithmetic is nothing
+MERGE_PARTS, MERGE_POSITIONS, MERGE_WARPS = 32, 32, 4
+
+
+def merge_step(kernel: Any, device: Device, tensors: tuple[int, ...], inner: int, parts: int, **flags: Any) -> Step:
+    """The launch that merges parts, (outer, parts, inner)."""
+    known = dict(COLS=MERGE_PARTS, INNER=MERGE_POSITIONS, **flags)
+    meta = {name: known[name] for name in kernel.declaration.constexprs}
+    meta |= dict(num_warps=MERGE_WARPS * 32 // device.warp_size) | device.options()
+    n_blocks = -(-inner // MERGE_POSITIONS)
+    return Step(kernel, meta, tensors, (inner, n_blocks, parts), n_blocks)
+
+
+def _sizes(t: Tensor, plan: Plan) -> tuple[int, int, int]:
+    """(n_cols, inner in units of the plan's vectors, blocks of positions)."""
+    _, n_cols, inner = t.shape
+    return n_cols, inner // plan.vec, -(-inner // plan.rows)
+
+
+def resident_step(
+    kernel: Any, tensors: tuple[Tensor, ...], n_tensors: int, plan: Plan, device: Device, **flags: Any
+) -> Step:
+    """The one launch over tensors (outer, n_cols, inner) that stay on chip, and over vectors, n_tensors in all."""
+    sizes = _sizes(tensors[0], plan)
+    scalars: tuple[int | None, ...] = (*sizes, *_strides(tensors, plan.vec))
+    if plan.regime == "spatial":
+        scalars = (None, *scalars)
+    return Step(kernel, _meta(kernel, plan, device, **flags), tuple(range(n_tensors)), scalars, sizes[2], plan.outers)
+
+
+def parts_step(
+    kernel: Any, read: tuple[Tensor, ...], tensors: tuple[int, ...], plan: Plan, device: Device, **flags: Any
+) -> Step:
+    """The launch whose programs each reduce one part of the columns."""
+    sizes = _sizes(read[0], plan)
+    parts = -(-sizes[0] // plan.part_cols)
+    scalars = (*sizes, parts, plan.part_cols, *_strides(read, plan.vec))
+    return Step(kernel, _meta(kernel, plan, device, **flags), tensors, scalars, sizes[2] * parts)
+
+
+def sizes_and_steps(
+    kernel: Any, tensors: tuple[Tensor, ...], plan: Plan, device: Device, **flags: Any
+) -> tuple[tuple[int, ...], int, dict[str, Any]]:
+    """(numbers, programs, constexprs) of a launch whose programs each write CHUNKS x COLS columns."""
+    sizes = _sizes(tensors[0], plan)
+    n_steps = -(-sizes[0] // (plan.chunks * plan.vectors_per_chunk))
+    scalars = (*sizes, n_steps, *_strides(tensors, plan.vec))
+    return scalars, sizes[2] * n_steps, _meta(kernel, plan, device, **flags)
+
+
+def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward: bool, device: Device) -> Recipe:
+    """What softmax or log_softmax over (x, y), or the gradient over (y, dy, dx), launches as `plan` says."""
+    n = len(tensors)
+    inner = tensors[0].shape[2]
+    if plan.regime != "spatial_two_pass":
+        on_cluster = _backward_cluster if backward else _cluster
+        kernel = on_cluster() if plan.regime == "spatial_cluster" else _backward_resident() if backward else _resident()
+        overlaps = plan.regime == "spatial_cluster" and inner % plan.rows > 0
+        return Recipe((resident_step(kernel, tensors, n, plan, device, LOG=log),), overlaps=overlaps)
+    kind = "softmax_spatial_backward" if backward else "softmax_spatial"
+    reduce, merge, finish = (PARTS[f"{kind}_{step}"]() for step in ("reduce", "merge", "finish"))
+    parts = -(-tensors[0].shape[1] // plan.part_cols)
+    # what a part, and a softmax, is reduced to: (maximum, sum), or the one sum of a gradient
+    values = (n,) if backward else (n, n + 1)
+    merged = values if parts == 1 else tuple(v + len(values) for v in values)
+    read, given = tensors[:-1], tuple(range(n))
+    flags = dict(LOG=log, LSE=False, ONE_PART=parts == 1)
+    steps = [parts_step(reduce, read, (*given[:-1], *values), plan, device, **flags)]
+    if parts > 1:
+        steps.append(merge_step(merge, device, (*values, *merged), inner, parts, LSE=False))
+    scalars, programs, meta = sizes_and_steps(finish, tensors, plan, device, LOG=log)
+    steps.append(Step(finish, meta, (*given, *merged), scalars, programs))
+    of_parts, of_one = (parts * inner,) * len(values), (inner,) * len(values)
+    return Recipe(tuple(steps), of_one if parts == 1 else of_parts + of_one)
+
+
+def recipe_launches(
+    recipe: Recipe, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...] = (), outer: int | None = None
+) -> list[Launch]:
+    """A recipe's launches as records, over these tensors and a new workspace; `numbers` go last."""
+    outer = tensors[0].shape[0] if outer is None else outer
+    real = dict(dtype=torch.float32, device=tensors[0].device)
+    held = (*tensors, *(torch.empty(outer * size, **real) for size in recipe.workspaces))  # type: ignore[call-overload]
+    return [
+        Launch(s.kernel, (s.grid(outer),), (*(held[i] for i in s.tensors), *s.numbers(outer), *numbers), s.meta)
+        for s in recipe.steps
+    ]
+
+
+Run = Callable[..., None]  # run(tensors, numbers=(), outer=None): the op's own numbers go last
+
+
+def of_layout(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """What a recipe over these tensors depends on, as a key: all except the size of `outer`."""
+    first = tensors[0]
+    lies = tuple([(t.dtype, t.shape[1:], t.stride(), t.data_ptr() % 16 == 0) for t in tensors])
+    return (first.get_device(), lies)
+
+
+def prepare(recipe: Recipe, tensors: tuple[Tensor, ...]) -> Run:
+    """run(tensors): launches a recipe over tensors that lie as these, of any `outer`.
+
+    `outer` is the first tensor's first size, where it is not given. KernelUnavailable, with nothing written, where a
+    kernel does not compile.
+    """
+    if tensors[0].device.type == "cpu":
+        return _interpreted(recipe)
+    index = tensors[0].get_device()
+    pointers = _pointers(recipe, tensors)
+    with compiling.lock, torch.cuda.device(index):
+        bound = [
+            compiling.bind(compiling.compile_kernel(s.kernel, tuple(pointers[i] for i in s.tensors), s.meta, index))
+            for s in recipe.steps
+        ]
+    calls = tuple(zip(recipe.steps, bound, strict=True))
+    workspaces, overlaps = recipe.workspaces, recipe.overlaps
+
+    def run(tensors: tuple[Tensor, ...], numbers: tuple[Any, ...] = (), outer: int | None = None) -> None:
+        if current_device() != index:
+            with torch.cuda.device(index):
+                return run(tensors, numbers, outer)
+        outer = tensors[0].shape[0] if outer is None else outer
+        addresses = [t.data_ptr() for t in tensors]
+        if overlaps and addresses[0] == addresses[-1]:
+            return run((_copy(tensors[0]), *tensors[1:]), numbers, outer)
+        held = [empty((outer * size,), (1,), torch.float32, tensors[0]) for size in workspaces]
+        addresses += [t.data_ptr() for t in held]
+        stream = current_stream(index)
+        for step, (call, prefix, trailing) in calls:
+            at = [addresses[i] for i in step.tensors]
+            call(step.grid(outer), 1, 1, stream, *prefix, *at, *step.numbers(outer), *numbers, *trailing)
+
+    return run
+
+
+def remembered(cache: Cache, key: object, on: Tensor, make: Callable[[], Run]) -> Run:
+    """What `make` prepares: once for a key on a GPU, each time where kernels are interpreted."""
+    if not on.is_cuda:
+        return make()
+    run: Run | None = cache.get(key)
+    return cache.remember(key, make()) if run is None else run
+
+
+def _interpreted(recipe: Recipe) -> Run:
+    def run(tensors: tuple[Tensor, ...], numbers: tuple[Any, ...] = (), outer: int | None = None) -> None:
+        if recipe.overlaps and tensors[0].data_ptr() == tensors[-1].data_ptr():
+            tensors = (_copy(tensors[0]), *tensors[1:])
+        for launch in recipe_launches(recipe, tensors, numbers, outer):
+            launch()
+
+    return run
+
+
+def _copy(t: Tensor) -> Tensor:
+    """t in other memory, with its strides."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+
+
+def _pointers(recipe: Recipe, tensors: tuple[Tensor, ...]) -> compiling.Pointers:
+    given = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in tensors)
+    return given + ((torch.float32, True),) * len(recipe.workspaces)
+
+
+# --- softmax, log_softmax and their gradients ------------------------------------------------------------------------
+
+_softmaxes = Cache()
+
+
+def folded(tensors: tuple[Tensor, ...], dim: int) -> tuple[Tensor, ...] | None:
+    """The tensors as (outer, n_cols, inner); None where one does not fold, or inner is 1: rows have other kernels."""
+    planes = tuple([p for t in tensors if (p := as_planes(t, dim)) is not None])
+    return planes if len(planes) == len(tensors) and planes[0].shape[2] > 1 else None
+
+
+def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool, device: Device) -> Plan:
+    """The plan over (x, y), or over (y, dy, dx) of a gradient."""
+    return plan_spatial(problem_of(*planes, backward=backward, log=log, batch_invariant=invariant), device)
+
+
+def prepare_softmax(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool) -> Run:
+    """run(tensors) over (x, y), or over (y, dy, dx) of a gradient: planned the first time, then remembered."""
+
+    def make() -> Run:
+        device = device_of(planes[0])
+        plan = softmax_plan(planes, log, backward, invariant, device)
+        return prepare(softmax_recipe(planes, plan, log, backward, device), planes)
+
+    return remembered(_softmaxes, (of_layout(planes), log, backward, invariant), planes[0], make)
+
+
+def planned_softmax(planes: tuple[Tensor, ...], log: bool, backward: bool, on: Tensor) -> Plan | str:
+    """The plan of planes, which may be meta tensors, on `on`'s device; or why a kernel did not compile."""
+    device, index = device_of(on), on.get_device()
+    plan = softmax_plan(planes, log, backward, is_batch_invariant(), device)
+    try:
+        recipe = softmax_recipe(planes, plan, log, backward, device)
+    except KernelUnavailable as error:
+        return str(error)
+    pointers = _pointers(recipe, planes)
+    for step in recipe.steps if on.is_cuda else ():
+        failed = compiling.compile_failure(step.kernel, tuple(pointers[i] for i in step.tensors), step.meta, index)
+        if failed:
+            return failed
+    return plan

@@ -1,0 +1,182 @@
+"""SpatialProblem + Device -> Plan: how a softmax over a dimension that is not the last is run. Pure Python, no I/O.
+
+The tensor is (outer, n_cols, inner), and each of the outer x inner positions is a softmax. A plan sees n_cols, inner,
+dtypes, alignment and device, never `outer`; within batch_invariant() what decides a position's bits does not depend on
+`inner` either. In a Plan, `rows` are the positions of a tile, and `vectors_per_chunk` the columns of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from .spatial_tables import (
+    LOSS,
+    MOST_PARTS,
+    ON_CHIP,
+    PART_COLS,
+    PARTS_BYTES,
+    PARTS_CHUNKS,
+    PARTS_WARPS,
+    STATISTICS_CHUNKS,
+    UNALIGNED,
+    SpatialConfig,
+)
+from .types import ITEMSIZE, VECTOR_BYTES, Device, Plan, power_of_two
+
+
+@dataclass(frozen=True)
+class SpatialProblem:
+    """One softmax over n_cols of a tensor (outer, n_cols, inner), without `outer`.
+
+    vec: every run of `inner` elements of every tensor starts at a multiple of so many elements (a power of two, at most
+    16 bytes of the narrowest dtype).
+    """
+
+    n_cols: int
+    inner: int
+    dtype: str
+    out_dtype: str
+    vec: int
+    backward: bool = False
+    log: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def full_vec(self) -> int:
+        return VECTOR_BYTES // min(ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype])
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of the narrowest element."""
+        return VECTOR_BYTES // self.full_vec
+
+    @property
+    def widest(self) -> int:
+        """Bytes of the widest element, which says what registers hold."""
+        return max(ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype])
+
+
+def resident_plan(
+    problem: SpatialProblem, device: Device, inner: int, cols: int, num_warps: int, ctas: int = 1,
+    recompute: bool = False, max_registers: int | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of tiles of `inner` positions and chunks of `cols` columns, or of `cols` for each CTA of a cluster.
+
+    A thread holds 16 bytes of a chunk. Where a chunk has fewer, a program takes several indices of `outer`.
+    """
+    outers = max(1, num_warps * device.warp_size * problem.full_vec // (inner * cols)) if ctas == 1 else 1
+    chunks = -(-problem.n_cols // (cols * ctas))
+    where = f"the {ctas} CTAs of a cluster" if ctas > 1 else "one program"
+    why = f"the columns of {inner} position(s) stay in {where}, in {chunks} chunk(s) of {cols * ctas} columns"
+    return Plan(
+        "spatial" if ctas == 1 else "spatial_cluster", rows=inner, ctas=ctas, warps_per_row=1, vectors_per_chunk=cols,
+        vec=min(problem.vec, inner), chunks=chunks, unpredicated_chunks=problem.n_cols // (cols * ctas),
+        unaligned=False, recompute=recompute, num_warps=num_warps, max_registers=max_registers, why=why, outers=outers,
+        tile_chunks=32 // problem.full_vec if ctas > 1 else 1, invariant=problem.batch_invariant,
+    )  # fmt: skip
+
+
+def parts_plan(problem: SpatialProblem, device: Device, chunks: int = PARTS_CHUNKS) -> Plan:
+    """The plan of columns that programs reduce in parts, merge, and read again; the parts depend on n_cols alone."""
+    widest = PARTS_BYTES // problem.itemsize
+    inner = min(power_of_two(problem.inner), widest)
+    a_warp = device.warp_size * problem.full_vec
+    warps = max(1, PARTS_WARPS * 32 // device.warp_size)
+    if problem.batch_invariant:  # the columns of a chunk do not depend on `inner`
+        cols = max(1, warps * a_warp // widest)
+        warps = max(1, min(warps, cols * inner // a_warp))
+    else:
+        cols = max(1, warps * a_warp // inner)
+    step = cols * chunks
+    wanted = max(PART_COLS, -(-problem.n_cols // MOST_PARTS))
+    part_cols = -(-min(wanted, problem.n_cols) // step) * step
+    parts = -(-problem.n_cols // part_cols)
+    why = f"the columns do not fit on chip: they are read twice, and reduced in {parts} part(s)"
+    return Plan(
+        "spatial_two_pass", rows=inner, ctas=1, warps_per_row=1, vectors_per_chunk=cols, vec=min(problem.vec, inner),
+        chunks=chunks, unpredicated_chunks=0, unaligned=False, recompute=False, num_warps=warps,
+        max_registers=None, why=why, part_cols=part_cols, invariant=problem.batch_invariant,
+    )  # fmt: skip
+
+
+def _padded(problem: SpatialProblem, inner: int) -> int:
+    """Positions, in whole tiles of `inner`."""
+    return -(-problem.inner // inner) * inner
+
+
+def _configured(problem: SpatialProblem, device: Device, config: SpatialConfig) -> Plan:
+    """The plan of tiles as `config` says, with fewer positions where `inner` has fewer."""
+    warps = max(1, config.num_warps * 32 // device.warp_size)
+    cols = max(1, warps * device.warp_size * problem.full_vec // config.inner)
+    recompute = config.recompute and problem.itemsize == 2
+    inner = min(config.inner, power_of_two(problem.inner))
+    # a last block with few positions wastes the time of the others
+    while config.ctas == 1 and inner > 32 and _padded(problem, inner // 2) < 0.85 * _padded(problem, inner):
+        inner //= 2
+    return resident_plan(problem, device, inner, cols, warps, config.ctas, recompute, config.max_registers)
+
+
+def _configs(problem: SpatialProblem, device: Device) -> Iterator[SpatialConfig]:
+    """The configs whose tiles hold the columns, best first."""
+    kind = problem.backward, problem.widest
+    unaligned = problem.vec < problem.full_vec // 2 and not problem.batch_invariant
+    if unaligned:
+        yield from (c for c in UNALIGNED[kind] if problem.n_cols <= c.max_cols)
+    for config in ON_CHIP[kind]:
+        # an exchange over a cluster merges in an order of its own. Its last tile overlaps the one before. Elements that
+        # are read one by one take more registers, and a cast more shared memory than there is
+        on_cluster = device.max_cluster >= config.ctas and problem.inner >= 4 * config.inner and not unaligned
+        on_cluster = on_cluster and problem.dtype == problem.out_dtype
+        if problem.n_cols <= config.max_cols and (config.ctas == 1 or (on_cluster and not problem.batch_invariant)):
+            yield config
+
+
+def _long_and_narrow(problem: SpatialProblem, device: Device) -> Plan | None:
+    """The plan of so few positions that one program's tile holds more columns than the tables say; or None."""
+    inner = power_of_two(problem.inner)
+    for config in ON_CHIP[problem.backward, problem.widest]:
+        if config.ctas == 1 and inner < config.inner and problem.n_cols * inner <= config.max_cols * config.inner:
+            warps = max(1, config.num_warps * 32 // device.warp_size)
+            cols = warps * device.warp_size * problem.full_vec // inner
+            recompute = config.recompute and problem.itemsize == 2
+            return resident_plan(problem, device, inner, cols, warps, 1, recompute, config.max_registers)
+    return None
+
+
+def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = None) -> Plan:
+    """The plan for `problem` on `device`; `regime` forces one (ValueError where it cannot hold such columns).
+
+    >>> plan_spatial(SpatialProblem(19, 4096, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).regime
+    'spatial'
+    """
+    found = None
+    if regime != "spatial_two_pass":
+        plans = (_configured(problem, device, config) for config in _configs(problem, device))
+        found = next((plan for plan in plans if regime is None or plan.regime == regime), None)
+        if found is None and not problem.batch_invariant:
+            found = _long_and_narrow(problem, device)
+    if found is None and regime not in (None, "spatial_two_pass"):
+        what = f"{problem.n_cols} columns of {problem.dtype}"
+        raise ValueError(f"the {regime} regime cannot hold {what} on {device.name}")
+    return parts_plan(problem, device) if found is None else found
+
+
+def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan | None:
+    """The plan of a loss with its gradient in one pass, or None where one program cannot hold the columns."""
+    configs = [c for c in LOSS[problem.itemsize] if problem.n_cols <= c.max_cols]
+    configs += [c for c in _configs(problem, device) if c.ctas == 1]
+    if not configs:
+        return None
+    return replace(_configured(problem, device, configs[0]), recompute=problem.itemsize == 2)
+
+
+def plan_spatial_statistics(problem: SpatialProblem, device: Device) -> Plan:
+    """The plan of a kernel that reads the columns once, in steps, and writes one number for each position."""
+    found = parts_plan(problem, device, STATISTICS_CHUNKS)
+    return replace(found, why="the columns are read once, in steps")
+
+
+def plan_spatial_elementwise(problem: SpatialProblem, device: Device) -> Plan:
+    """The plan of a kernel that reads and writes columns without a reduction."""
+    return replace(parts_plan(problem, device), why="independent programs share the columns")

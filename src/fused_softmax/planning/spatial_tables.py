@@ -1,0 +1,99 @@
+"""The measured tables of softmax over a dimension that is not the last: configs in rising number of columns.
+
+H200, bfloat16 and float32, 2^26 to 2^28 elements; docs/measurements.md says how. `spatial` uses the tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SpatialConfig:
+    """The numbers for up to `max_cols` columns: CTAs for a column, warps of a CTA, and positions of a tile.
+
+    A chunk has as many columns as fill all threads with 16 bytes. recompute: hold 16-bit columns as loaded and compute
+    exp twice. max_registers: a cap on a thread's registers, so that two programs share a multiprocessor.
+    """
+
+    max_cols: int
+    ctas: int
+    num_warps: int
+    inner: int
+    recompute: bool = True
+    max_registers: int | None = None
+
+
+# by (backward, bytes of an element)
+ON_CHIP = {
+    (False, 2): (
+        SpatialConfig(6, 1, 2, 512, recompute=False),
+        SpatialConfig(20, 1, 4, 1024),
+        SpatialConfig(40, 1, 1, 128),
+        SpatialConfig(76, 1, 2, 128),
+        SpatialConfig(152, 1, 2, 64),
+        SpatialConfig(256, 1, 4, 64),
+        SpatialConfig(512, 1, 4, 32, max_registers=128),
+        SpatialConfig(1024, 1, 8, 32, max_registers=128),
+        SpatialConfig(2048, 1, 16, 32),
+    ),
+    (False, 4): (
+        SpatialConfig(6, 1, 2, 256),
+        SpatialConfig(24, 1, 2, 128),
+        SpatialConfig(64, 1, 2, 64),
+        SpatialConfig(152, 1, 4, 64),
+        SpatialConfig(256, 1, 8, 64),
+        SpatialConfig(512, 1, 8, 32),
+        SpatialConfig(1024, 1, 16, 32),
+        SpatialConfig(2048, 1, 16, 16),
+        SpatialConfig(4096, 8, 8, 32, max_registers=128),
+        SpatialConfig(8192, 8, 8, 16, max_registers=128),
+    ),
+    (True, 2): (
+        SpatialConfig(8, 1, 2, 512),
+        SpatialConfig(12, 1, 1, 256),
+        SpatialConfig(44, 1, 2, 128),
+        SpatialConfig(76, 1, 2, 64),
+        SpatialConfig(256, 1, 4, 64),
+        SpatialConfig(512, 1, 8, 64),
+        SpatialConfig(1024, 1, 8, 32),
+        SpatialConfig(2048, 8, 8, 64, max_registers=128),
+        SpatialConfig(4096, 8, 8, 32, max_registers=128),
+    ),
+    (True, 4): (
+        SpatialConfig(12, 1, 1, 128),
+        SpatialConfig(20, 1, 1, 64),
+        SpatialConfig(36, 1, 2, 64),
+        SpatialConfig(64, 1, 4, 64),
+        SpatialConfig(256, 1, 8, 64),
+        SpatialConfig(512, 1, 16, 32),
+        SpatialConfig(1024, 4, 8, 32, max_registers=128),
+        SpatialConfig(1024, 1, 16, 16),
+        SpatialConfig(2048, 8, 8, 32, max_registers=128),
+        SpatialConfig(4096, 8, 8, 16, max_registers=128),
+    ),
+}
+# a loss with its gradient, where it differs from softmax; by bytes of an element
+LOSS = {2: (), 4: (SpatialConfig(24, 1, 4, 512), SpatialConfig(152, 1, 4, 64, max_registers=128))}
+# where runs of positions start anywhere, so that elements are read one by one
+UNALIGNED = {
+    (False, 2): (
+        SpatialConfig(6, 1, 2, 512, recompute=False),
+        SpatialConfig(40, 1, 2, 256),
+        SpatialConfig(192, 1, 4, 32, recompute=False),
+    ),
+    (False, 4): (
+        SpatialConfig(6, 1, 2, 256),
+        SpatialConfig(24, 1, 1, 128),
+        SpatialConfig(40, 1, 4, 64),
+        SpatialConfig(192, 1, 8, 128, max_registers=128),
+    ),
+    (True, 2): (SpatialConfig(8, 1, 2, 512), SpatialConfig(44, 1, 4, 128), SpatialConfig(192, 1, 4, 32)),
+    (True, 4): (SpatialConfig(12, 1, 1, 128), SpatialConfig(40, 1, 4, 64)),
+}
+# a kernel that reads columns in parts: bytes of a tile along `inner`, warps, and chunks of a step
+PARTS_BYTES, PARTS_WARPS, PARTS_CHUNKS = 256, 4, 4
+# columns of a part, at least, and the most parts: their merge takes time, too
+PART_COLS, MOST_PARTS = 1024, 1024
+# a statistic, or a gradient without a reduction, holds fewer numbers
+STATISTICS_CHUNKS = 8
