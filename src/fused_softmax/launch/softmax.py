@@ -1,14 +1,16 @@
 """softmax and log_softmax, forward and backward, over a dim of whole tensors: folds them into rows, and launches.
 
-Where a dim's elements are neighbors and all rows share one stride, the row kernels take them as they lie. Other views
-(another dim, transposed, broken strides) go to the strided kernel, which reads up to three row dimensions in place. A
-view with more is copied first. Outputs are contiguous, as torch's are. No autograd and no checks of arguments.
+Where a dim's elements are neighbors and all rows share one stride, the row kernels take them as they lie. Where the
+dimensions after it are contiguous, the kernels of `spatial` do. Other views (transposed, broken strides) go to the
+strided kernel, which reads up to three row dimensions in place, or are copied first, as the planner chooses. Outputs
+are contiguous, as torch's are. No autograd and no checks of arguments.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,13 +19,15 @@ from torch import Tensor
 from ..planning import softmax as planning
 from ..planning.types import Device, Plan
 from . import compile as compiling
+from . import spatial
 from .availability import KernelUnavailable
 from .compile import Launch, kernel_loader
 from .context import is_batch_invariant
 from .device import describe
-from .launcher import RowOp, device_of, launch_rows, on_device, prepare_rows, row_launch
+from .launcher import RowOp, device_of, launch_rows, on_device, planned, prepare_rows, row_launch
 from .layout import DTYPE_NAMES, as_rows, merge_dims, problem_of
 from .options import TORCH, Flags
+from .spatial import as_planes
 from .torch_private import current_device, current_stream
 
 
@@ -122,12 +126,14 @@ def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out:
     if x_rows is not None and y_rows is not None:
         op, flags = softmax_op(log)
         launch_rows(op, (x_rows, y_rows), (), (), flags, invariant=is_batch_invariant())
-    else:
-        if not takes_strided(x, y, dim):
-            x = x.contiguous()
-            if not takes_strided(x, y, dim):  # the strides of `out` do not fold: into new memory first
-                return y.copy_(softmax_forward(x, dim, out_dtype, log))
+    elif (planes := spatial.folded((x, y), dim)) is not None:
+        spatial.prepare_softmax(planes, log, False, is_batch_invariant())(planes)
+    elif takes_strided(x, y, dim):
         _run_strided(x, y, dim, log)
+    elif not x.is_contiguous():
+        softmax_forward(x.contiguous(), dim, out_dtype, log, y)
+    else:  # the strides of `out` do not fold: into new memory first
+        y.copy_(softmax_forward(x, dim, out_dtype, log))
     return y
 
 
@@ -137,6 +143,10 @@ def prepare_softmax(x: Tensor, y: Tensor, dim: int, log: bool) -> Any:
         return TORCH
     x_rows, y_rows = as_rows(x, dim), as_rows(y, dim)
     if x_rows is None or y_rows is None:
+        planes = spatial.folded((x, y), dim)
+        if planes is not None:
+            run, outer = spatial.prepare_softmax(planes, log, False, is_batch_invariant()), planes[0].shape[0]
+            return lambda x, y: run((x, y), (), outer)
         return prepare_strided(x, y, dim, log) if takes_strided(x, y, dim) else None
     op, flags = softmax_op(log)
     return prepare_rows(op, (x_rows, y_rows), (), flags, is_batch_invariant())
@@ -166,10 +176,10 @@ def softmax_backward(
         return softmax_backward(dy.view(1), y.view(1), 0, in_dtype, log, invariant).view(())
     dim %= y.dim()
     if dim != y.dim() - 1 and math.prod(y.shape[dim + 1 :]) > 1:
-        # rows that are not neighbors in memory: the gradient takes them as rows of a transposed copy
-        dx.copy_(
-            softmax_backward(dy.movedim(dim, -1), y.movedim(dim, -1), -1, in_dtype, log, invariant).movedim(-1, dim)
-        )
+        y, dy = (t if as_planes(t, dim) is not None else t.contiguous() for t in (y, dy))
+        planes = spatial.folded((y, dy, dx), dim)
+        assert planes is not None
+        spatial.prepare_softmax(planes, log, True, invariant)(planes)
         return dx
     y_rows, dy_rows, dx_rows = as_rows(y, dim), as_rows(dy, dim), as_rows(dx, dim)
     y_rows = as_rows(y.contiguous(), dim) if y_rows is None else y_rows
@@ -187,8 +197,13 @@ def _row_dims(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:
 
 
 def takes_strided(x: Tensor, y: Tensor, dim: int) -> bool:
-    """Whether the strided kernel takes x to y as they lie."""
-    return len(_row_dims(x, y, dim)) <= 3
+    """Whether the strided kernel can take x to y as they lie, and is faster than to copy x first."""
+    if len(_row_dims(x, y, dim)) > 3:
+        return False
+    _, x_row, _ = _strided_rows(x, y, dim)[-1]
+    n_cols = x.shape[dim]
+    x_col, y_col = (x.stride(dim), y.stride(dim)) if n_cols > 1 else (1, 1)
+    return planning.strided_is_faster(n_cols, x_row == 1, x_col == 1, y_col == 1)
 
 
 def _strided_rows(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:
@@ -199,12 +214,14 @@ def _strided_rows(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:
     return ([(1, 0, 0)] * 3 + [merged[i] for i in order])[-3:]
 
 
-def planned_strided(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str:
-    """The plan of x over a dim whose elements, or rows, lie anywhere; or why its kernel did not compile. y may be a
-    meta tensor."""
+def planned_elsewhere(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str:
+    """The plan of x over a dim that does not fold into rows; or why its kernel did not compile. y may be on meta."""
+    planes = spatial.folded((x, y), dim)
+    if planes is not None:
+        return spatial.planned_softmax(planes, log, False, x)
+    if not takes_strided(x, y, dim):
+        return _planned_after_copy(x, y, dim, log)
     device, index = device_of(x), x.get_device()
-    if not takes_strided(x, y, dim):  # it is copied first
-        x = torch.empty(x.shape, dtype=x.dtype, device="meta")
     try:
         launch = strided_launch(x, y, dim, log, device)
     except KernelUnavailable as error:
@@ -212,6 +229,31 @@ def planned_strided(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str:
     pointers = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in (x, y))
     failed = compiling.compile_failure(launch.kernel, pointers, launch.meta, index, launch.args[2:])
     return failed or launch.failure(index) or _strided_plan(x, y, dim)
+
+
+def _planned_after_copy(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str:
+    copied = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    rows = as_rows(copied, dim), as_rows(y, dim)
+    if rows[0] is not None and rows[1] is not None:
+        op, flags = softmax_op(log)
+        plan = planned(op, rows, (), flags, x)  # type: ignore[arg-type]
+    else:
+        planes = spatial.folded((copied, y), dim)
+        assert planes is not None
+        plan = spatial.planned_softmax(planes, log, False, x)
+    return plan if isinstance(plan, str) else replace(plan, why=f"after a copy to contiguous memory, {plan.why}")
+
+
+def planned_backward(y: Tensor, in_dtype: torch.dtype, dim: int, log: bool, on: Tensor) -> Plan | str:
+    """The plan of the gradient over dim from a contiguous output y, which may be a meta tensor, for a contiguous dy."""
+    dx = torch.empty(y.shape, dtype=in_dtype, device="meta")
+    planes = spatial.folded((y, y, dx), dim)
+    if planes is not None:
+        return spatial.planned_softmax(planes, log, True, on)
+    y_rows, dx_rows = as_rows(y, dim), as_rows(dx, dim)
+    assert y_rows is not None and dx_rows is not None
+    op, flags = softmax_op(log, backward=True)
+    return planned(op, (y_rows, y_rows, dx_rows), (), flags, on)
 
 
 def _strided_plan(x: Tensor, y: Tensor, dim: int) -> Plan:

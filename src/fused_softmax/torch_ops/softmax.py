@@ -19,11 +19,18 @@ from ..launch import torch_private
 from ..launch.availability import KernelUnavailable
 from ..launch.context import is_batch_invariant
 from ..launch.launcher import planned
-from ..launch.layout import DTYPE_NAMES, as_rows, rows_or_copy
+from ..launch.layout import DTYPE_NAMES, as_rows
 from ..launch.options import TORCH
 from ..launch.prepared_calls import softmax_backward as backward_call
 from ..launch.prepared_calls import softmax_call, softmax_out_call
-from ..launch.softmax import planned_strided, prepare_backward, prepare_softmax, softmax_op, torch_is_faster_reason
+from ..launch.softmax import (
+    planned_backward,
+    planned_elsewhere,
+    prepare_backward,
+    prepare_softmax,
+    softmax_op,
+    torch_is_faster_reason,
+)
 from ..launch.softmax import softmax_backward as backward_by_kernel
 from ..launch.softmax import softmax_forward as forward_by_kernel
 from ..launch.torch_private import function_apply, profiling
@@ -248,17 +255,15 @@ def planned_softmax(
     x = x if x.dim() else x.view(1)
     index %= x.dim()
     in_dtype = x.dtype if supports_fused_cast(x.dtype, out_dtype) else out_dtype
-    op, flags = softmax_op(log, backward)
     if backward:
-        y = y.movedim(index, -1).contiguous()
-        y_rows = rows_or_copy(y)
-        rows: tuple[Tensor, ...] = (y_rows, y_rows, torch.empty(y_rows.shape, dtype=in_dtype, device="meta"))
-    else:
-        x_rows, out_rows = as_rows(x, index), as_rows(y, index)
-        if x_rows is None or out_rows is None:
-            strided = planned_strided(x, y, index, log)
-            return Fallback(strided) if isinstance(strided, str) else strided
-        rows = (x_rows if in_dtype is x.dtype else torch.empty_like(x_rows, dtype=in_dtype, device="meta"), out_rows)
+        plan = planned_backward(y, in_dtype, index, log, x)
+        return Fallback(plan) if isinstance(plan, str) else plan
+    x_rows, out_rows = as_rows(x, index), as_rows(y, index)
+    if x_rows is None or out_rows is None:
+        plan = planned_elsewhere(x, y, index, log)
+        return Fallback(plan) if isinstance(plan, str) else plan
+    rows = (x_rows if in_dtype is x.dtype else torch.empty_like(x_rows, dtype=in_dtype, device="meta"), out_rows)
+    op, flags = softmax_op(log)
     plan = planned(op, rows, (), flags, x)
     return Fallback(plan) if isinstance(plan, str) else plan
 
