@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..launch import logsumexp as as_it_lies
+from ..launch import row_statistics as rows
 from ..launch import torch_private
 from ..launch.availability import KernelUnavailable
 from ..launch.layout import HALVES, rows_or_copy
-from ..launch.row_statistics import logsumexp_backward as backward_by_kernel
-from ..launch.row_statistics import logsumexp_forward as forward_by_kernel
-from ..launch.row_statistics import planned_statistics
 from ..planning.types import Plan
 from . import decompositions
 from .library import batched, define, differentiable, expect_in_range, past_batch, under_autocast, with_batch
@@ -80,8 +79,22 @@ def planned_logsumexp(x: Tensor, dim: Any, index: int | None, backward: bool) ->
     if x.dim() == 0:
         return Fallback("a tensor of no dimensions is PyTorch's")
     index %= x.dim()
-    plan = planned_statistics(rows_or_copy(x.movedim(index, -1)), x, 0, backward)
+    if (found := as_it_lies.planned_logsumexp(x, index, backward)) is not None:
+        return found
+    plan = rows.planned_statistics(rows_or_copy(x.movedim(index, -1)), x, 0, backward)
     return Fallback(plan) if isinstance(plan, str) else plan
+
+
+def forward_by_kernel(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """By the kernels that take x as it lies, or over rows, which may be a copy."""
+    lse = as_it_lies.logsumexp_forward(x, dims, keepdim)
+    return rows.logsumexp_forward(x, dims, keepdim) if lse is None else lse
+
+
+def backward_by_kernel(g: Tensor, x: Tensor, lse: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """The gradient, as `forward_by_kernel`."""
+    dx = as_it_lies.logsumexp_backward(g, x, lse, dims)
+    return rows.logsumexp_backward(g, x, lse, dims, keepdim) if dx is None else dx
 
 
 def _forward_or_torch(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
