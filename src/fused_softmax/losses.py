@@ -25,6 +25,7 @@ from .torch_ops.arguments import (
     stands_in,
 )
 from .torch_ops.cross_entropy import REDUCTIONS, cross_entropy_of, direct_cross_entropy
+from .torch_ops.cross_entropy_spatial import as_it_lies
 from .torch_ops.token_logprobs import direct_token_logprobs, token_logprobs_of
 
 
@@ -166,6 +167,7 @@ def cross_entropy_over(
         softcap,
         z_loss,
         inplace_backward,
+        as_it_lies,
     )
 
 

@@ -10,6 +10,7 @@ synchronization. Else, and under torch.compile, the forward only reads, and a se
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from .arguments import expect_floating, expect_layout
 from .decompositions import no_moments
 from .library import define, differentiable, not_differentiable
 from .route import (
+    AS_THEY_LIE,
     EMPTY,
     Fallback,
     can_bypass_dispatcher,
@@ -53,8 +55,12 @@ def cross_entropy_of(
     softcap: float | None,
     z_loss: float,
     inplace_backward: bool,
+    as_it_lies: Callable[[Tensor, CrossEntropy, bool], Tensor | None],
 ) -> Tensor:
-    """cross_entropy of checked arguments, whose mean divides by `denominator`, of one element, where there is one."""
+    """cross_entropy of checked arguments, whose mean divides by `denominator`, of one element, where there is one.
+
+    as_it_lies: the loss of logits (N, C, d1, ...) without a copy, or None where there is no such way.
+    """
     if target.dtype is torch.uint8:
         target = target.long()
     if softcap is not None:
@@ -77,16 +83,19 @@ def cross_entropy_of(
     if denominator is not None:
         denominator = denominator.to(logits.device, torch.float32).reshape(1)
     weight_sum = weight.sum().view(1) if weight is not None and label_smoothing else None
-    x = rows_of(logits if logits.dim() < 3 else logits.movedim(1, -1), n_cols)
     described = (
         flat, weight, weight_sum, ignore_index, reduction, float(label_smoothing), softcap, float(z_loss), denominator
     )  # fmt: skip
-    if compiled:
-        loss, _ = cross_entropy(x, *described)
-    else:
-        if flat.device.type == "cpu":
-            rows.check_targets(flat, ignore_index, n_cols)
-        loss = _by_kernels(x, CrossEntropy(*described), inplace_backward)
+    if plain and flat.device.type == "cpu":
+        rows.check_targets(flat, ignore_index, n_cols)
+    loss = None
+    if plain and logits.dim() > 2:
+        loss = as_it_lies(logits, CrossEntropy(*described), inplace_backward)
+    if loss is None:
+        x = rows_of(logits if logits.dim() < 3 else logits.movedim(1, -1), n_cols)
+        loss = (
+            cross_entropy(x, *described)[0] if compiled else _by_kernels(x, CrossEntropy(*described), inplace_backward)
+        )
     return loss.view(target.shape) if reduction == "none" else loss
 
 
@@ -128,6 +137,8 @@ def planned_cross_entropy(logits: Tensor, backward: bool) -> Plan | Fallback:
         return Fallback(reason)
     if logits.dim() == 0 or logits.numel() == 0:
         return EMPTY
+    if (found := AS_THEY_LIE["cross_entropy"](logits)) is not None:
+        return found
     x = rows_or_copy(logits if logits.dim() < 3 else logits.movedim(1, -1))
     plan = rows.planned_cross_entropy(x, logits, backward)
     return Fallback(plan) if isinstance(plan, str) else plan
@@ -230,13 +241,13 @@ class RowCrossEntropy(torch.autograd.Function):
         op = CrossEntropy(target, weight, weight_sum, *options, denominator)  # type: ignore[call-arg]
         if torch.is_grad_enabled() or not can_bypass_dispatcher(g):
             if x is None:
-                raise RuntimeError(_OVERWRITTEN)
+                raise RuntimeError(decompositions.OVERWRITTEN)
             return decompositions.cross_entropy_gradient(g, x, op), None, None, None
         unread = bool(ctx.unread) and ctx.unread.pop()
         upstream = g if g.dtype is torch.float32 and g.is_contiguous() else g.float().contiguous()
         if inplace:
             if not unread:
-                raise RuntimeError(_OVERWRITTEN)
+                raise RuntimeError(decompositions.OVERWRITTEN)
             _scale_unless_one(written, upstream)
             return written, None, None, None
         dx = None
@@ -257,12 +268,6 @@ class RowCrossEntropy(torch.autograd.Function):
 
 
 _row_cross_entropy = function_apply(RowCrossEntropy)
-
-
-_OVERWRITTEN = (
-    "cross_entropy(inplace_backward=True) wrote the gradient over the logits: one can go backward through it once, "
-    "for one upstream gradient, and not differentiate its gradient"
-)
 
 
 # --- the operator: of rows (n_rows, n_cols), described by the fields of CrossEntropy ----------------------------------

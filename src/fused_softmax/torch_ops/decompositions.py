@@ -319,3 +319,9 @@ def hide_gradient(dz: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
 def causally_hidden(x: Tensor) -> Tensor:
     """Where query q, of x (..., Q, K), does not see column k: k > q."""
     return torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+
+
+OVERWRITTEN = (
+    "cross_entropy(inplace_backward=True) wrote the gradient over the logits: one can go backward through it once, "
+    "for one upstream gradient, and not differentiate its gradient"
+)

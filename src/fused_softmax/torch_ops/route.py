@@ -56,6 +56,10 @@ class PlanRequest:
 PLANNED: dict[str, Callable[[PlanRequest], Plan | Fallback]] = {}
 
 
+# the plan of logits (N, C, d1, ...) as they lie, by op; None where they are copied. The file that has it registers it
+AS_THEY_LIE: dict[str, Callable[[Tensor], Plan | None]] = {}
+
+
 def planned_by(op: str, answer: Callable[[PlanRequest], Plan | Fallback]) -> None:
     """Registers what answers `plan_for(x, op=op)`."""
     PLANNED[op] = answer

@@ -1,0 +1,153 @@
+"""cross_entropy of logits (outer, n_cols, inner) as they lie: plans, allocates what is O(outer x inner), and launches.
+
+The gradient of a position needs only its logits, because its columns are on chip. So only the mean's denominator is
+kept for backward. A backward for an upstream gradient other than 1 computes the gradient again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..planning.spatial import plan_spatial_loss
+from ..planning.types import Device, Plan
+from .cache import Cache
+from .compile import Launch, kernel_loader
+from .context import is_batch_invariant
+from .device import device_of
+from .layout import empty
+from .options import CrossEntropy
+from .spatial import Recipe, Run, Step, as_planes, of_layout, prepare, problem_of, remembered, resident_step
+
+
+@kernel_loader
+def _loss() -> Any:
+    from ..kernels.cross_entropy_spatial import cross_entropy_spatial
+
+    return cross_entropy_spatial
+
+
+@kernel_loader
+def _count() -> Any:
+    from ..kernels.cross_entropy_spatial import count_spatial_targets
+
+    return count_spatial_targets
+
+
+# targets that one program counts, in blocks of one for each of its threads' 16 bytes
+COUNT_BLOCK, COUNT_EACH, COUNT_WARPS = 512, 8, 8
+NO_LOSS, EACH_LOSS, SUM_OF_LOSSES = 0, 1, 2
+_runs = Cache()
+
+
+def planes_of(logits: Tensor) -> Tensor | None:
+    """Logits (N, C, d1, ...) as (N, C, d1*...) with contiguous positions; None where they do not fold so."""
+    x = as_planes(logits, 1) if logits.dim() > 2 and logits.numel() else None
+    return x if x is not None and x.shape[2] > 1 else None
+
+
+def loss_plan(x: Tensor, dx: Tensor, op: CrossEntropy, invariant: bool, device: Device | None = None) -> Plan | None:
+    """The plan of logits (outer, n_cols, inner), or None where their columns do not fit on chip."""
+    problem = problem_of(x, dx, batch_invariant=invariant)
+    return plan_spatial_loss(problem, device or device_of(x))
+
+
+def loss_recipe(
+    x: Tensor, dx: Tensor, op: CrossEntropy, plan: Plan, device: Device, loss: int, gradient: bool, upstream: int,
+    unless_one: bool, inplace: bool,
+) -> Recipe:  # fmt: skip
+    """The one launch over (x, dx, target, weight, weight_sum, count, g, losses)."""
+    flags = dict(
+        LOSS=loss, GRADIENT=gradient, UPSTREAM=upstream, UNLESS_ONE=unless_one, INPLACE=inplace,
+        MEAN=op.reduction == "mean", **dict(op.kind.flags),
+    )  # fmt: skip
+    return Recipe((resident_step(_loss(), (x, dx), 8, plan, device, **flags),))
+
+
+def count_recipe(op: CrossEntropy, n_cols: int, device: Device) -> Recipe:
+    """The count over (target, weight, partial counts): a partial count for each program."""
+    meta: dict[str, Any] = dict(WEIGHTED=op.weight is not None, EACH=COUNT_EACH, BLOCK=COUNT_BLOCK)
+    meta |= dict(num_warps=COUNT_WARPS * 32 // device.warp_size) | device.options()
+    step = Step(_count(), meta, (0, 1, 2), (None, n_cols, op.ignore_index), 1, COUNT_EACH * COUNT_BLOCK)
+    return Recipe((step,))
+
+
+def _run(
+    x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor, g: Tensor, losses: Tensor, loss: int, gradient: bool,
+    upstream: int, unless_one: bool, invariant: bool,
+) -> None:  # fmt: skip
+    tensors = (x, dx, *op.vectors(count), count, g, losses)
+    form = (loss, gradient, upstream, unless_one, gradient and dx.data_ptr() == x.data_ptr())
+    key = (of_layout(tensors), op.kind, op.reduction == "mean", form, invariant)
+
+    def make() -> Run:
+        plan = loss_plan(x, dx, op, invariant)
+        assert plan is not None
+        return prepare(loss_recipe(x, dx, op, plan, device_of(x), *form), tensors)
+
+    remembered(_runs, key, x, make)(tensors, (op.ignore_index, *op.numbers))
+
+
+def count_targets(op: CrossEntropy, n_cols: int) -> Tensor:
+    """The mean's denominator: how many targets count, or the sum of their weights.  # [1] float32"""
+    if op.denominator is not None:
+        return op.denominator
+    n = op.target.numel()
+    partial = empty((-(-n // (COUNT_EACH * COUNT_BLOCK)),), (1,), torch.float32, op.target)
+    tensors = (op.target, partial if op.weight is None else op.weight, partial)
+    key = (of_layout(tensors[:2]), op.weight is None, n_cols, op.ignore_index)
+
+    def make() -> Run:
+        return prepare(count_recipe(op, n_cols, device_of(op.target)), tensors)
+
+    remembered(_runs, key, partial, make)(tensors, (), n)
+    return partial.sum().view(1)
+
+
+def cross_entropy_pass(
+    x: Tensor, dx: Tensor | None, op: CrossEntropy, invariant: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """(the loss, reduced as `op` says; the mean's denominator), and into dx the gradient for an upstream gradient of 1.
+
+    x, dx: (outer, n_cols, inner) with contiguous inner; dx may be x, or None where no gradient is wanted.
+    """
+    invariant = is_batch_invariant() if invariant is None else invariant
+    n_cols, positions = x.shape[1], x.shape[0] * x.shape[2]
+    count = count_targets(op, n_cols) if op.reduction == "mean" else empty((1,), (1,), torch.float32, x)
+    if op.reduction == "none":
+        losses = empty((positions,), (1,), torch.float32, x)
+    else:
+        plan = loss_plan(x, x if dx is None else dx, op, invariant)
+        assert plan is not None
+        programs = -(-x.shape[0] // plan.outers) * -(-x.shape[2] // plan.rows)
+        losses = empty((programs,), (1,), torch.float32, x)
+    which = EACH_LOSS if op.reduction == "none" else SUM_OF_LOSSES
+    to = x if dx is None else dx
+    _run(x, to, op, count, count, losses, which, dx is not None, 0, False, invariant)
+    if op.reduction == "none":
+        return losses, count
+    total = losses.sum()
+    return (total / count[0] if op.reduction == "mean" else total), count
+
+
+def cross_entropy_gradient(
+    x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor, g: Tensor, *, unless_one: bool, invariant: bool
+) -> None:
+    """The gradient for upstream g ([1], or [outer x inner]; float32) into dx; unless_one: only where g is not 1."""
+    _run(x, dx, op, count, g, g, NO_LOSS, True, 1 if g.numel() == 1 else 2, unless_one and g.numel() == 1, invariant)
+
+
+def loss_launches(x: Tensor, op: CrossEntropy, device: Device, plan: Plan) -> list[Launch]:
+    """The launches of a mean with its gradient, as records: to be cross-compiled, not to be run."""
+    number = torch.empty(1)
+    tensors = (x, x, op.target, *(number,) * 5)
+    recipe = loss_recipe(x, x, op, plan, device, SUM_OF_LOSSES, True, 0, False, False)
+    numbers = (op.ignore_index, *op.numbers)
+    of_loss = [Launch(s.kernel, (1,), (*tensors, *s.numbers(1), *numbers), s.meta) for s in recipe.steps]
+    of_count = [
+        Launch(s.kernel, (1,), (op.target, number, number, *s.numbers(1)), s.meta)
+        for s in count_recipe(op, x.shape[1], device).steps
+    ]
+    return of_loss + of_count

@@ -1,0 +1,117 @@
+"""cross_entropy of logits (N, C, d1, ...) as they lie: autograd over kernels that hold a position's classes on chip.
+
+Where a gradient is needed and the loss is a mean or a sum, the forward writes it in the pass that reads the logits, for
+an upstream gradient of 1. Backward computes it again where another one came. The logits are never copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..launch import cross_entropy_spatial as kernels
+from ..launch.availability import KernelUnavailable
+from ..launch.context import is_batch_invariant
+from ..launch.layout import rows_of
+from ..launch.options import CrossEntropy
+from ..launch.torch_private import profiling
+from ..planning.types import Plan
+from . import decompositions
+from .outputs import is_its_own
+from .route import AS_THEY_LIE, can_bypass_dispatcher, recorded
+
+
+def as_it_lies(logits: Tensor, op: CrossEntropy, inplace: bool) -> Tensor | None:
+    """The loss, as `op` reduces it, of logits (N, C, d1, ...): a scalar, or (N*d1*...,).
+
+    None where the logits do not fold, a position's classes do not fit on chip, or a kernel does not compile.
+    """
+    x = kernels.planes_of(logits)
+    if x is None or kernels.loss_plan(x, x, op, is_batch_invariant()) is None:
+        return None
+    try:
+        return recorded("cross_entropy", _apply, logits, op, inplace) if profiling() else _apply(logits, op, inplace)
+    except KernelUnavailable:
+        return None
+
+
+def planned_as_it_lies(logits: Tensor) -> Plan | None:
+    """The plan of a mean with default options; None as `as_it_lies`."""
+    x = kernels.planes_of(logits)
+    op = CrossEntropy(logits, None, None, -100, "mean", 0.0, None, 0.0)
+    return None if x is None else kernels.loss_plan(x, x, op, is_batch_invariant())
+
+
+def _apply(logits: Tensor, op: CrossEntropy, inplace: bool) -> Tensor:
+    if logits.requires_grad and torch.is_grad_enabled():
+        return SpatialCrossEntropy.apply(logits, op, inplace and is_its_own(logits))
+    return kernels.cross_entropy_pass(_planes(logits), None, op)[0]
+
+
+def _planes(t: Tensor) -> Tensor:
+    x = kernels.planes_of(t)
+    assert x is not None
+    return x
+
+
+class SpatialCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of logits (N, C, d1, ...) that need a gradient. Keeps the logits, and the gradient that the forward
+    wrote, by save_for_backward, where checkpointing and offloading see them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, op: CrossEntropy, inplace: bool) -> Tensor:
+        inplace = inplace and op.reduction != "none"
+        dx = None
+        if op.reduction != "none":
+            dx = logits.detach() if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        loss, count = kernels.cross_entropy_pass(_planes(logits), None if dx is None else _planes(dx), op)
+        if inplace:
+            torch.autograd.graph.increment_version(logits)
+        target, weight, weight_sum, *options, denominator = op
+        ctx.save_for_backward(None if inplace else logits, target, weight, weight_sum, count, denominator, dx)
+        # batch invariance too: backward runs in a thread that does not know
+        ctx.described = options, inplace, is_batch_invariant()
+        ctx.unread = [dx is not None]  # popped by the backward that gives away what the forward wrote
+        ctx.set_materialize_grads(False)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if g is None:
+            return None, None, None
+        logits, target, weight, weight_sum, count, denominator, written = ctx.saved_tensors
+        options, inplace, invariant = ctx.described
+        op = CrossEntropy(target, weight, weight_sum, *options, denominator)  # type: ignore[call-arg]
+        if torch.is_grad_enabled() or not can_bypass_dispatcher(g):
+            if logits is None:
+                raise RuntimeError(decompositions.OVERWRITTEN)
+            return _by_torch(g, logits, op), None, None
+        unread = bool(ctx.unread) and ctx.unread.pop()
+        upstream = g if g.dtype is torch.float32 and g.is_contiguous() else g.float().contiguous()
+        if inplace:
+            if not unread:
+                raise RuntimeError(decompositions.OVERWRITTEN)
+            # the logits are gone
+            return torch.where(upstream == 1.0, written, written * upstream).to(written.dtype), None, None
+        # The first backward gives away what the forward wrote, with a version counter of its own: a change in place
+        # does not disturb what is saved. Nothing reads the saved one again.
+        dx = written.data if unread else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        try:
+            kernels.cross_entropy_gradient(
+                _planes(logits), _planes(dx), op, count, upstream.view(-1), unless_one=unread, invariant=invariant
+            )
+        except KernelUnavailable:
+            dx = _by_torch(g, logits, op)
+        return dx, None, None
+
+
+def _by_torch(g: Tensor, logits: Tensor, op: CrossEntropy) -> Tensor:
+    """The gradient by a decomposition, over rows; it can be differentiated again."""
+    moved = logits.movedim(1, -1)
+    rows = decompositions.cross_entropy_gradient(g.reshape(-1), rows_of(moved, logits.shape[1]), op)
+    return rows.reshape(moved.shape).movedim(-1, 1)
+
+
+AS_THEY_LIE["cross_entropy"] = planned_as_it_lies
