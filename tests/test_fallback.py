@@ -27,6 +27,17 @@ OF_SOFTMAX = {
     "softmax_backward_resident": "softmax_resident",
     "softmax_backward_two_pass": "softmax_two_pass",
     "softmax_strided": "softmax_strided",
+    "softmax_spatial": "softmax_spatial",
+    "softmax_spatial_backward": "softmax_spatial",
+    "softmax_spatial_cluster": "softmax_spatial_cluster",
+    "softmax_spatial_cluster_backward": "softmax_spatial_cluster",
+    "softmax_spatial_reduce": "softmax_spatial_parts",
+    "softmax_spatial_merge": "softmax_spatial_parts",
+    "softmax_spatial_finish": "softmax_spatial_parts",
+    "softmax_spatial_backward_reduce": "softmax_spatial_parts",
+    "softmax_spatial_backward_merge": "softmax_spatial_parts",
+    "softmax_spatial_backward_finish": "softmax_spatial_parts",
+    "logsumexp_spatial_backward": "softmax_spatial_parts",
 }
 OF_LOSSES = {
     "row_statistics": "row_statistics",
@@ -37,6 +48,8 @@ OF_LOSSES = {
     "cross_entropy_resident": "cross_entropy_resident",
     "cross_entropy_backward": "cross_entropy_backward",
     "scale_unless_one": "cross_entropy_backward",
+    "cross_entropy_spatial": "cross_entropy_spatial",
+    "count_spatial_targets": "cross_entropy_spatial",
 }
 MODULES = {
     **OF_SOFTMAX,
@@ -219,7 +232,8 @@ def test_operators_in_a_graph(names):
 PLANNED = {
     "softmax_resident": lambda x: fs.plan_for(x),
     "softmax_backward_resident": lambda x: fs.plan_for(x, op="log_softmax", backward=True),
-    "softmax_strided": lambda x: fs.plan_for(x, 0),
+    "softmax_strided": lambda x: fs.plan_for(x.t(), 1),
+    "softmax_spatial": lambda x: fs.plan_for(x, 0),
     "row_statistics": lambda x: fs.plan_for(x, op="logsumexp"),
     "row_statistics_backward": lambda x: fs.plan_for(x, op="token_logprobs", backward=True),
     "masked_softmax_forward": lambda x: fs.plan_for(x, op="masked_softmax", mask=x > 0),

@@ -13,13 +13,21 @@ import torch
 from planned import problem
 
 from fused_softmax.lab import cross_compile as compiled
-from fused_softmax.launch import cross_entropy, masked_softmax, row_statistics
+from fused_softmax.launch import (
+    cross_entropy,
+    cross_entropy_spatial,
+    logsumexp,
+    masked_softmax,
+    row_statistics,
+    spatial,
+)
 from fused_softmax.launch.compile import Launch
 from fused_softmax.launch.launcher import flat_launch, row_launch
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.launch.softmax import softmax_launch, strided_launch
 from fused_softmax.planning.losses import plan_elementwise, plan_statistics
 from fused_softmax.planning.softmax import plan
+from fused_softmax.planning.spatial import plan_spatial_elementwise
 from fused_softmax.planning.types import DEVICES, Plan
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -191,7 +199,47 @@ def others(target: str) -> Iterator[Named]:
             yield f"softmax strided {dtype} {n_cols}", strided_launch(x, x, 1, False, device), None
 
 
+def spatial_softmax(target: str) -> Iterator[Named]:
+    """softmax, log_softmax and logsumexp over a dimension that is not the last, and their gradients."""
+    device = DEVICES[target]
+    for dtype in (BFLOAT16, FLOAT32):
+        # on chip, on a cluster, in parts, unaligned, several of outer
+        for n_cols, inner in ((19, 4096), (150, 4096), (1000, 4096), (4096, 4096), (50257, 1024), (21, 4097), (3, 7)):
+            x = torch.empty(2, n_cols, inner, dtype=dtype)
+            for log in (False, True) if n_cols in (150, 4096) else (False,):
+                for backward in (False, True):
+                    tensors = (x, x, x) if backward else (x, x)
+                    chosen = spatial.softmax_plan(tensors, log, backward, False, device)
+                    recipe = spatial.softmax_recipe(tensors, chosen, log, backward, device)
+                    for launch in spatial.recipe_launches(recipe, tensors):
+                        name = f"{launch.kernel.fn.__name__}{' log' * log} {dtype} {n_cols} {inner}"
+                        yield name, as_called(launch), chosen
+        x, small = torch.empty(2, 5000, 512, dtype=dtype), torch.empty(2, 512, dtype=dtype)
+        chosen = logsumexp.lse_plan(x, False, device)
+        for launch in spatial.recipe_launches(logsumexp.lse_recipe(x, chosen, device), (x, small)):
+            yield f"logsumexp {launch.kernel.fn.__name__} {dtype}", as_called(launch), chosen
+        chosen = plan_spatial_elementwise(spatial.problem_of(x, x), device)
+        recipe = logsumexp.gradient_recipe(x, x, chosen, device)
+        for launch in spatial.recipe_launches(recipe, (x, x, small, small)):
+            yield f"{launch.kernel.fn.__name__} {dtype}", as_called(launch), chosen
+
+
+def spatial_losses(target: str) -> Iterator[Named]:
+    """cross_entropy of logits (N, C, d1, ...) as they lie, with its gradient, and the count of its targets."""
+    device, ids, weight = DEVICES[target], torch.zeros(4096, dtype=torch.int64), torch.zeros(1000)
+    for dtype in (BFLOAT16, FLOAT32):
+        for n_cols, smoothing in ((19, 0.0), (19, 0.1), (150, 0.0), (1000, 0.0)):
+            x = torch.empty(2, n_cols, 4096, dtype=dtype)
+            op = cross_entropy.CrossEntropy(
+                ids, weight if smoothing else None, None, -100, "mean", smoothing, None, 0.0
+            )
+            chosen = cross_entropy_spatial.loss_plan(x, x, op, False, device)
+            assert chosen is not None
+            for launch in cross_entropy_spatial.loss_launches(x, op, device, chosen):
+                yield f"{launch.kernel.fn.__name__} {dtype} {n_cols} {smoothing}", as_called(launch), chosen
+
+
 def launches(target: str) -> Iterator[Named]:
     """A launch of every kernel, by name."""
-    for family in (softmax, statistics, losses, masks, others):
+    for family in (softmax, statistics, losses, masks, others, spatial_softmax, spatial_losses):
         yield from family(target)

@@ -89,9 +89,9 @@ DEFECTS = (
         "return tl.fma(x, scale, mask.to(tl.float32))", "return x + mask.to(tl.float32)", "masked_softmax",
     ),
     Defect(
-        "a row's end ignored in a loop over steps", "softmax_strided.py",
-        "inside = (row < n_rows) & (col + start < n_cols)", "inside = (row < n_rows) & (col + start < n_cols - 1)",
-        "log_softmax", columns=(65, 500), times=2,
+        "the last column of another dimension ignored", "common/spatial_tiles.py",
+        "inside = exists & (column < n_cols - C * COLS)", "inside = exists & (column < n_cols - C * COLS - 1)",
+        "log_softmax", columns=(65, 500),
     ),
 )  # fmt: skip
 

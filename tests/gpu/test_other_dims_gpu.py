@@ -1,0 +1,70 @@
+"""Softmax, its gradient, logsumexp and cross-entropy over a dimension that is not the last, in each regime."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import assert_contract
+
+import fused_softmax as fs
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = (
+    (3, 19, 1000), (2, 150, 333), (2, 1000, 512), (500, 5, 7), (2, 3000, 512), (1, 4096, 1000), (2, 9000, 65),
+    (1, 300000, 8), (7, 2500, 3),
+)  # fmt: skip
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_softmax_and_its_gradient(shape, dtype):
+    x = torch.randn(shape, device="cuda", dtype=dtype) * 3
+    x[0, 1, 0] = -float("inf")
+    assert_contract(fs.softmax(x, 1), x, 1)
+    assert_contract(fs.softmax(x, 1, dtype=torch.float32), x, 1, torch.float32)
+    dy = torch.randn_like(x)
+    for ours, torchs in ((fs.softmax, torch.softmax), (fs.log_softmax, torch.log_softmax)):
+        leaf, exact = x.detach().requires_grad_(), x.double().requires_grad_()
+        ours(leaf, 1).backward(dy)
+        torchs(exact, 1).backward(dy.double())
+        scale = exact.grad.abs().amax(1, keepdim=True)
+        error = (leaf.grad.double() - exact.grad).abs()
+        assert (error <= 8 * torch.finfo(dtype).eps * (scale + dy.double().sum(1, keepdim=True).abs() * 1e-3)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logsumexp(shape, dtype):
+    x = torch.randn(shape, device="cuda", dtype=dtype) * 3
+    want = torch.logsumexp(x.double(), 1)
+    assert ((fs.logsumexp(x, 1).double() - want).abs() <= torch.finfo(dtype).eps * (1 + want.abs())).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bits_depend_on_neither_outer_nor_inner(shape):
+    x = torch.randn(shape, device="cuda")
+    assert torch.equal(fs.softmax(x[:1], 1), fs.softmax(x, 1)[:1])
+    half = max(1, shape[2] // 2)
+    with fs.batch_invariant():
+        assert torch.equal(fs.softmax(x[:, :, :half].contiguous(), 1), fs.softmax(x, 1)[:, :, :half])
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("classes", [3, 19, 150, 1000])
+def test_cross_entropy_of_images(classes, inplace, dtype):
+    x = torch.randn(2, classes, 31, 33, device="cuda", dtype=dtype) * 2
+    target = torch.randint(0, classes, (2, 31, 33), device="cuda")
+    target[0, :5] = -100
+    exact = x.double().requires_grad_()
+    want = F.cross_entropy(exact, target)
+    (2 * want).backward()
+    leaf = x.clone().requires_grad_()
+    loss = fs.cross_entropy(leaf * 1.0, target, inplace_backward=inplace)
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-6)
+    (2 * loss).backward()
+    scale = exact.grad.abs().max()
+    assert (leaf.grad.double() - exact.grad).abs().max() <= 4 * torch.finfo(dtype).eps * scale

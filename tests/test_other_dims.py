@@ -1,0 +1,218 @@
+"""Softmax and its kin over a dimension that is not the last: each regime, layouts, bits, and losses of images."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import SENTINEL, assert_contract, edge_rows, logits
+
+import fused_softmax as fs
+from fused_softmax.launch import cross_entropy_spatial, spatial
+from fused_softmax.launch.device import describe
+from fused_softmax.planning.spatial import SpatialProblem, parts_plan, plan_spatial, resident_plan
+from fused_softmax.planning.types import DEVICES, Plan
+
+pytestmark = pytest.mark.interpreted
+
+DEVICE = describe(torch.device("cpu"))
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+# (outer, n_cols, inner), positions of a tile, columns of a chunk, warps, CTAs; no CTAs: in parts
+TILES = {
+    "whole columns in a thread": ((2, 19, 40), 64, 1, 1, 1),
+    "merged columns": ((3, 37, 50), 16, 8, 1, 1),
+    "several of outer": ((9, 3, 5), 8, 1, 1, 1),
+    "a cluster": ((2, 70, 50), 16, 4, 1, 4),
+    "parts": ((2, 1100, 6), 0, 0, 0, 0),
+    "one part": ((2, 70, 33), 0, 0, 0, 0),
+}
+
+
+def planned(tile: str, problem: SpatialProblem) -> Plan:
+    _, inner, cols, warps, ctas = TILES[tile]
+    if not ctas:
+        return parts_plan(problem, DEVICE)
+    return resident_plan(problem, DEVICE, inner, cols, warps, ctas, recompute=problem.itemsize == 2)
+
+
+def run(tile: str, tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False, invariant: bool = False):
+    problem = spatial.problem_of(*tensors, log=log, backward=backward, batch_invariant=invariant)
+    recipe = spatial.softmax_recipe(tensors, planned(tile, problem), log, backward, DEVICE)
+    spatial.prepare(recipe, tensors)(tensors)
+
+
+def within(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """An output (outer, n_cols, inner) between sentinels, and all of its memory."""
+    outer, n_cols, inner = shape
+    field = torch.full((outer, n_cols + 2, inner + 16), SENTINEL, dtype=dtype)
+    return field[:, 1:-1, 8:-8], field
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("tile", TILES)
+def test_forward_of_each_regime(tile, dtype, log):
+    shape = TILES[tile][0]
+    x = logits(shape[0], shape[2], shape[1], dtype=dtype).transpose(1, 2).contiguous()
+    x[0, 1, 0] = -float("inf")
+    y, field = within(shape, dtype)
+    run(tile, (x, y), log)
+    got = y.clone()
+    if not log:
+        assert_contract(got, x, 1)
+    else:
+        want = torch.log_softmax(x.double(), 1)
+        finite = want.isfinite()
+        bound = 4 * torch.finfo(FLOAT32).eps + 2 * torch.finfo(dtype).eps
+        assert ((got.double() - want)[finite].abs() <= bound * (1 + want[finite].abs())).all()
+        assert torch.equal(got.double()[~finite], want[~finite])
+    y.fill_(SENTINEL)
+    assert (field == SENTINEL).all(), "written outside the output"
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("tile", TILES)
+def test_gradient_of_each_regime(tile, dtype, log):
+    shape = TILES[tile][0]
+    y = (torch.log_softmax if log else torch.softmax)(torch.randn(shape) * 2, 1).to(dtype)
+    dy = torch.randn(shape).to(dtype)
+    dx, field = within(shape, dtype)
+    run(tile, (y, dy, dx), log, backward=True)
+    g, p = dy.double(), y.double()
+    want = g - p.exp() * g.sum(1, keepdim=True) if log else p * (g - (g * p).sum(1, keepdim=True))
+    scale = 1 + g.sum(1, keepdim=True).abs() if log else p * (g.abs() + (g * p).abs().sum(1, keepdim=True))
+    assert ((dx.double() - want).abs() <= (2e-6 + 2 * torch.finfo(dtype).eps) * scale).all()
+    dx.fill_(SENTINEL)
+    assert (field == SENTINEL).all(), "written outside the output"
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_infinities_and_nan(tile):
+    shape = TILES[tile][0]
+    rows = list(edge_rows(shape[1], FLOAT32).values())
+    x = torch.stack([rows[i % len(rows)] for i in range(shape[0] * shape[2])]).view(shape[0], shape[2], shape[1])
+    x = x.transpose(1, 2).contiguous()
+    y = torch.empty_like(x)
+    run(tile, (x, y), False)
+    assert_contract(y, x, 1)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_bits_do_not_depend_on_outer(tile):
+    shape = TILES[tile][0]
+    x = torch.randn(shape)
+    y, first = torch.empty_like(x), torch.empty_like(x[:1])
+    run(tile, (x, y), False)
+    run(tile, (x[:1], first), False)
+    assert torch.equal(y[:1], first)
+
+
+@pytest.mark.parametrize("n_cols", [19, 150, pytest.param(2100, marks=pytest.mark.extended)])
+def test_bits_do_not_depend_on_inner_within_batch_invariant(n_cols):
+    x = torch.randn(1, n_cols, 96)
+    with fs.batch_invariant():
+        wide = fs.softmax(x, 1)
+        for inner in (2, 33, 64):
+            assert torch.equal(fs.softmax(x[:, :, :inner].contiguous(), 1), wide[:, :, :inner]), inner
+
+
+def test_out_may_be_the_input_on_a_cluster_whose_last_tile_overlaps():
+    x = torch.randn(TILES["a cluster"][0])
+    y, inplace = torch.empty_like(x), x.clone()
+    run("a cluster", (x, y), False)
+    run("a cluster", (inplace, inplace), False)
+    assert torch.equal(inplace, y)
+
+
+def cropped(x: torch.Tensor) -> torch.Tensor:
+    return F.pad(x, (1, 2, 1, 1))[..., 1:-1, 1:-2]
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "every second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "cropped": cropped,
+    "channels of more": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+}
+
+
+@pytest.mark.parametrize(
+    "dim", [1, pytest.param(0, marks=pytest.mark.extended), pytest.param(2, marks=pytest.mark.extended)]
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, dim):
+    x = LAYOUTS[layout](torch.randn(3, 5, 6, 8))
+    assert_contract(fs.softmax(x, dim), x, dim)
+    dy = torch.randn_like(x)
+    leaf, own = x.detach().requires_grad_(), x.detach().requires_grad_()
+    fs.softmax(leaf, dim).backward(dy)
+    torch.softmax(own, dim).backward(dy)
+    torch.testing.assert_close(leaf.grad, own.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(fs.logsumexp(x, dim), torch.logsumexp(x, dim), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1}, {"weight": True}, {"weight": True, "label_smoothing": 0.1}]
+)
+def test_cross_entropy_of_images(reduction, options):
+    x, target = torch.randn(2, 7, 5, 6) * 3, torch.randint(0, 7, (2, 5, 6))
+    target[0, 0] = -100
+    options = dict(options, weight=torch.rand(7) + 0.5) if options.get("weight") else options
+    assert cross_entropy_spatial.planes_of(x) is not None
+    leaf, own = x.clone().requires_grad_(), x.double().requires_grad_()
+    loss = fs.cross_entropy(leaf, target, reduction=reduction, **options)
+    wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    want = F.cross_entropy(own, target, reduction=reduction, **wide)
+    torch.testing.assert_close(loss.double(), want, rtol=2e-6, atol=2e-6)
+    g = torch.rand_like(loss)
+    loss.backward(g)
+    want.backward(g.double())
+    torch.testing.assert_close(leaf.grad.double(), own.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"z_loss": 1e-2}, {"softcap": 5.0, "label_smoothing": 0.1}])
+def test_cross_entropy_of_images_is_that_of_its_rows(options):
+    x, target = torch.randn(2, 7, 5, 6) * 3, torch.randint(0, 7, (2, 5, 6))
+    leaf, rows = x.clone().requires_grad_(), x.clone().requires_grad_()
+    loss = fs.cross_entropy(leaf, target, **options)
+    want = fs.cross_entropy(rows.movedim(1, -1).reshape(-1, 7), target.reshape(-1), **options)
+    torch.testing.assert_close(loss, want, rtol=2e-6, atol=2e-6)
+    loss.backward()
+    want.backward()
+    torch.testing.assert_close(leaf.grad, rows.grad, rtol=1e-5, atol=1e-7)
+    inplace = x.clone().requires_grad_()
+    logits_of = inplace * 1.0
+    fs.cross_entropy(logits_of, target, inplace_backward=True, **options).backward()
+    torch.testing.assert_close(inplace.grad, leaf.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_the_plan_follows_columns_and_positions():
+    def regime(n_cols: int, inner: int, **more) -> str:
+        return plan_spatial(SpatialProblem(n_cols, inner, "float32", "float32", 4, **more), DEVICES["sm_90"]).regime
+
+    assert regime(19, 4096) == "spatial"
+    assert regime(4096, 4096) == "spatial_cluster"
+    assert regime(4096, 4096, batch_invariant=True) == regime(1 << 20, 32) == "spatial_two_pass"
+    assert regime(3371, 3) == "spatial"
+    problem = SpatialProblem(19, 4096, "float32", "float32", 4, batch_invariant=True)
+    for inner in (3, 64, 5000):
+        other = plan_spatial(replace(problem, inner=inner, vec=1), DEVICES["sm_90"])
+        assert other.vectors_per_chunk == plan_spatial(problem, DEVICES["sm_90"]).vectors_per_chunk
+
+
+def test_empty_and_bad_input():
+    for shape in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
+        x = torch.randn(shape)
+        assert fs.softmax(x, 1).shape == shape
+        assert torch.equal(fs.logsumexp(x, 1), torch.logsumexp(x, 1))
+    with pytest.raises(IndexError):
+        fs.softmax(torch.randn(2, 3, 4), 3)
+    with pytest.raises(IndexError, match="out of bounds"):
+        fs.cross_entropy(torch.randn(2, 3, 4), torch.full((2, 4), 3))
