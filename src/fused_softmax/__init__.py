@@ -8,6 +8,7 @@ torch.Size([1, 3])
 from . import nn
 from .functional import log_softmax, logsumexp, masked_softmax, softmax
 from .launch.context import batch_invariant
+from .linear_losses import linear_cross_entropy, linear_token_logprobs
 from .losses import TokenStatistics, cross_entropy, token_logprobs
 from .patch import patch
 from .plan_for import Fallback, plan_for
@@ -22,6 +23,8 @@ __all__ = [
     "TokenStatistics",
     "batch_invariant",
     "cross_entropy",
+    "linear_cross_entropy",
+    "linear_token_logprobs",
     "log_softmax",
     "logsumexp",
     "masked_softmax",

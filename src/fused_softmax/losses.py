@@ -13,18 +13,16 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from .launch.layout import DTYPE_NAMES
-from .launch.torch_private import check_reduction, legacy_reduction
+from .launch.torch_private import legacy_reduction
 from .torch_ops.arguments import (
     expect_flag,
     expect_floating,
     expect_tensors,
-    finite,
-    integer,
+    loss_options,
     other_device_error,
-    real,
     stands_in,
 )
-from .torch_ops.cross_entropy import REDUCTIONS, cross_entropy_of, direct_cross_entropy
+from .torch_ops.cross_entropy import cross_entropy_of, direct_cross_entropy
 from .torch_ops.cross_entropy_spatial import as_it_lies
 from .torch_ops.token_logprobs import direct_token_logprobs, token_logprobs_of
 
@@ -134,41 +132,15 @@ def cross_entropy_over(
     """
     if logits.dtype not in DTYPE_NAMES:
         expect_floating("cross_entropy", "input", logits)
-    if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
-        ignore_index = integer("cross_entropy", "ignore_index", ignore_index)
-    if type(label_smoothing) is not float:
-        # torch takes a bool here
-        smoothing = int(label_smoothing) if label_smoothing is True or label_smoothing is False else label_smoothing
-        label_smoothing = real("cross_entropy", "label_smoothing", smoothing)
-    if softcap is not None:
-        softcap = finite("cross_entropy", "softcap", softcap)
-        if softcap <= 0.0:
-            raise ValueError(f"cross_entropy(): softcap must be positive, or None for no cap, not {softcap}")
-    if type(z_loss) is not float or z_loss:
-        z_loss = finite("cross_entropy", "z_loss", z_loss)
+    options = loss_options("cross_entropy", ignore_index, reduction, label_smoothing, softcap, z_loss)
     if type(inplace_backward) is not bool:
         expect_flag("cross_entropy", "inplace_backward", inplace_backward)
-    if reduction not in REDUCTIONS:
-        check_reduction(reduction)  # raises, or warns that its name for the mean is old
-        reduction = "mean"
     if weight is not None and weight.dtype is not torch.float32 and weight.dtype is not logits.dtype:
         raise RuntimeError(
             f"cross_entropy(): weight must be {logits.dtype}, as the logits, or torch.float32, not {weight.dtype}; "
             "cast it with weight.to(input.dtype)"
         )
-    return cross_entropy_of(
-        denominator,
-        logits,
-        target,
-        weight,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        softcap,
-        z_loss,
-        inplace_backward,
-        as_it_lies,
-    )
+    return cross_entropy_of(denominator, logits, target, weight, *options, inplace_backward, as_it_lies)
 
 
 class TokenStatistics(NamedTuple):

@@ -1,6 +1,7 @@
 """Subclasses of torch.nn's modules that run our kernels: same constructor, repr, attributes and (empty) state dict.
 
-A model that was saved with torch's modules loads into these modules, and the other way round.
+A model that was saved with torch's modules loads into these modules, and the other way round. LinearCrossEntropyLoss
+holds a weight; torch has it from 2.13 on.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .functional import log_softmax, softmax
+from .linear_losses import linear_cross_entropy
 from .losses import cross_entropy
 
 
@@ -77,3 +79,69 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             z_loss=self.z_loss,
             inplace_backward=self.inplace_backward,
         )
+
+
+class LinearCrossEntropyLoss(getattr(torch.nn, "LinearCrossEntropyLoss", torch.nn.Module)):  # type: ignore[misc]
+    """A linear layer and the cross-entropy of its logits, by `linear_cross_entropy`: no memory for all logits.
+
+    Args:
+        in_features, num_classes: H and V. The layer is `linear`, an `nn.Linear`. `loss.linear.weight =
+            embedding.weight` ties it to an embedding.
+        bias, device, dtype: of the layer.
+        reduction, weight, ignore_index, label_smoothing, softcap, z_loss, chunk_rows, accumulate, logits_dtype: as in
+            `linear_cross_entropy`.
+
+    Shapes: input (..., H), target (...). torch's module takes `options` in place of chunk_rows and accumulate, and
+    more dimensions than (V, H), which this one does not have.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.LinearCrossEntropyLoss.html
+
+    >>> LinearCrossEntropyLoss(8, 4)(torch.zeros(2, 8), torch.tensor([1, 3]))
+    tensor(1.3863, grad_fn=<LinearCrossEntropyBackward>)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        reduction: str = "mean",
+        weight: Tensor | None = None,
+        ignore_index: int | None = -100,
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        z_loss: float = 0.0,
+        chunk_rows: int | None = None,
+        accumulate: str = "float32",
+        logits_dtype: torch.dtype | None = None,
+    ) -> None:
+        torch.nn.Module.__init__(self)
+        self.linear = torch.nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+        self.register_buffer("weight", weight)
+        self.num_classes, self.out_features, self.options = num_classes, (), None
+        self.reduction, self.ignore_index, self.label_smoothing = reduction, ignore_index, label_smoothing
+        self.softcap, self.z_loss, self.chunk_rows = softcap, z_loss, chunk_rows
+        self.accumulate, self.logits_dtype = accumulate, logits_dtype
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            input,
+            self.linear.weight,
+            target,
+            linear_bias=self.linear.bias,
+            weight=self.weight,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            softcap=self.softcap,
+            z_loss=self.z_loss,
+            chunk_rows=self.chunk_rows,
+            accumulate=self.accumulate,
+            logits_dtype=self.logits_dtype,
+        )
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, label_smoothing={self.label_smoothing}, accumulate={self.accumulate!r}"

@@ -129,7 +129,7 @@ def losses(target: str) -> Iterator[Named]:
                     )
                     yield f"cross_entropy_resident{name}", as_called(launch), chosen
                 chosen = plan_elementwise(problem_of(x, x), device)
-                flags = (("UNLESS_ONE", False), ("MEAN", True), *op.kind.flags)
+                flags = (("UNLESS_ONE", False), ("MEAN", True), ("INPLACE", n_cols == 1000), *op.kind.flags)
                 launch = row_launch(
                     cross_entropy.BACKWARD, (x, x), (*op.vectors(number), number, number, number),
                     (op.ignore_index, 0, *op.numbers), flags, chosen, device,

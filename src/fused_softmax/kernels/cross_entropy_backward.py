@@ -41,9 +41,9 @@ from .common.tiles import (
 def cross_entropy_unit(
     unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, moments_ptr, g_ptr, n_rows, n_cols,
     x_stride, dx_stride, phase, n_splits, ignore_index, g_stride, smoothing, cap, z_loss,
-    UNLESS_ONE: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr,
-    PTX: tl.constexpr,
+    UNLESS_ONE: tl.constexpr, MEAN: tl.constexpr, INPLACE: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr,
+    SOFTCAP: tl.constexpr, ROWS: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient of unit `unit`: CHUNKS chunks of ROWS rows."""
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
@@ -69,6 +69,10 @@ def cross_entropy_unit(
         row_sum = tl.load(moments_ptr + 2 * row + 1, mask=exists, other=1.0)
         lse = logsumexp(row_max, row_sum)
         x_target = tl.load(x_row - head + target, mask=counts, other=0.0).to(tl.float32)
+        if INPLACE:
+            # every thread has read its program's columns and the target before any thread writes; only the program that
+            # owns the target uses it, so other programs may have overwritten it
+            tl.debug_barrier()
         if WEIGHTED:
             w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
         else:
@@ -106,7 +110,7 @@ def cross_entropy_unit(
 @kernel(num_stages=1, splits_rows=True)
 def cross_entropy_backward(
     x_ptr: Rows,  # aligned to VEC elements, as dx_ptr
-    dx_ptr: Rows,
+    dx_ptr: Rows,  # may be x_ptr
     target_ptr: Vector,  # [n_rows] int64
     weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
     weight_sum_ptr: Vector,  # [1] float32, where WEIGHTED and SMOOTH
@@ -121,7 +125,9 @@ def cross_entropy_backward(
     ignore_index: Int64, g_stride: Int64,
     smoothing: Float32, cap: Float32, z_loss: Float32,
     UNLESS_ONE: tl.constexpr,  # dx already holds the gradient for an upstream gradient of 1
-    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
+    MEAN: tl.constexpr,
+    INPLACE: tl.constexpr,  # dx_ptr is x_ptr
+    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
     VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
@@ -133,7 +139,7 @@ def cross_entropy_backward(
         cross_entropy_unit(
             unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, moments_ptr, g_ptr, n_rows, n_cols,
             x_stride, dx_stride, phase, n_splits, ignore_index, g_stride, smoothing, cap, z_loss,
-            UNLESS_ONE, MEAN, WEIGHTED, SMOOTH, SOFTCAP, ROWS, VECTORS, VEC, CHUNKS, UNALIGNED, PTX,
+            UNLESS_ONE, MEAN, INPLACE, WEIGHTED, SMOOTH, SOFTCAP, ROWS, VECTORS, VEC, CHUNKS, UNALIGNED, PTX,
         )  # fmt: skip
 
 

@@ -284,7 +284,7 @@ def cross_entropy_gradient(
     key = (x.shape[1], x.dtype, layouts, index, kind, mean, op.weight_sum is None, unless_one)
     run = _gradients.get(key)
     if run is None:
-        flags = (("UNLESS_ONE", unless_one), ("MEAN", mean), *kind.flags)
+        flags = (("UNLESS_ONE", unless_one), ("MEAN", mean), ("INPLACE", False), *kind.flags)
         run = prepare_rows(BACKWARD_UNLESS_ONE if unless_one else BACKWARD, (x, dx), vectors, flags, False)
         if x.is_cuda:
             _gradients.remember(key, run)

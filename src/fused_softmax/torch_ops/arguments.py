@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..launch.torch_private import check_reduction
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -105,3 +107,82 @@ def expect_layout(name: str, t: Tensor | None, x: Tensor, shape: tuple[int, ...]
         raise other_device_error(name, t, "x", x)
     if t.shape != shape:
         raise RuntimeError(f"{name} must have shape {shape}, not {tuple(t.shape)}")
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class LossOptions(NamedTuple):
+    """What a cross-entropy is told next to its tensors, checked."""
+
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+    softcap: float | None
+    z_loss: float
+
+
+def loss_options(
+    function: str, ignore_index: Any, reduction: Any, label_smoothing: Any, softcap: Any, z_loss: Any
+) -> LossOptions:
+    """The options of a cross-entropy: ValueError for a reduction that there is not, a softcap that is not positive and
+    finite, and an infinite or NaN z_loss; TypeError for what is no number."""
+    if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
+        ignore_index = integer(function, "ignore_index", ignore_index)
+    if type(label_smoothing) is not float:
+        # torch takes a bool here
+        smoothing = int(label_smoothing) if label_smoothing is True or label_smoothing is False else label_smoothing
+        label_smoothing = real(function, "label_smoothing", smoothing)
+    if softcap is not None:
+        softcap = finite(function, "softcap", softcap)
+        if softcap <= 0.0:
+            raise ValueError(f"{function}(): softcap must be positive, or None for no cap, not {softcap}")
+    if type(z_loss) is not float or z_loss:
+        z_loss = finite(function, "z_loss", z_loss)
+    if reduction not in REDUCTIONS:
+        check_reduction(reduction)  # raises, or warns that its name for the mean is old
+        reduction = "mean"
+    return LossOptions(ignore_index, reduction, label_smoothing, softcap, z_loss)
+
+
+def softcap_of(softcap: float | None, logits: torch.dtype) -> float | None:
+    """The softcap as the logits' arithmetic holds it: a normal number, or none where it is above all numbers."""
+    if softcap is None:
+        return None
+    limits = torch.finfo(torch.float64 if logits is torch.float64 else torch.float32)
+    return None if softcap > limits.max else max(softcap, limits.tiny)
+
+
+def expect_targets(
+    function: str, target: Tensor, weight: Tensor | None, input: Tensor, n_cols: int, options: LossOptions
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(targets (n_rows,) int64, the classes' weights float32, their sum [1] where there is smoothing), as kernels read.
+
+    input: (..., H), whose rows the targets are for. The errors are torch.nn.functional.cross_entropy's.
+    """
+    if target.dtype is not torch.int64 and target.dtype is not torch.uint8:
+        raise RuntimeError(f"{function}(): target must hold int64 class indices, not {target.dtype}; use target.long()")
+    if target.shape != input.shape[:-1]:
+        raise ValueError(
+            f"{function}(): target {tuple(target.shape)} must have the shape {tuple(input.shape[:-1])} of input's rows"
+        )
+    for name, t in (("target", target), ("weight", weight)):
+        if t is not None and t.device != input.device:
+            raise other_device_error(name, t, "input", input)
+    if not 0.0 <= options.label_smoothing <= 1.0:
+        raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {options.label_smoothing}")
+    flat = target.reshape(-1).long().contiguous()
+    if weight is None:
+        return flat, None, None
+    if weight.shape != (n_cols,):
+        raise RuntimeError(
+            f"{function}(): weight must have shape ({n_cols},), one for each class, not {tuple(weight.shape)}"
+        )
+    if weight.dtype is not torch.float32 and weight.dtype is not input.dtype:
+        raise RuntimeError(f"{function}(): weight must be torch.float32, or {input.dtype} as input, not {weight.dtype}")
+    if weight.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(f"{function}(): the derivative for 'weight' is not implemented; weight.detach() it")
+    wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).contiguous()
+    return flat, wide, wide.sum().view(1) if options.label_smoothing else None

@@ -25,7 +25,7 @@ from ..launch.options import CrossEntropy
 from ..launch.torch_private import function_apply, profiling
 from ..planning.types import Plan
 from . import decompositions
-from .arguments import expect_floating, expect_layout
+from .arguments import REDUCTIONS, expect_floating, expect_layout, softcap_of
 from .decompositions import no_moments
 from .library import define, differentiable, not_differentiable
 from .route import (
@@ -40,8 +40,6 @@ from .route import (
     recorded,
     unsupported_reason,
 )
-
-REDUCTIONS = ("mean", "sum", "none")
 
 
 def cross_entropy_of(
@@ -63,10 +61,7 @@ def cross_entropy_of(
     """
     if target.dtype is torch.uint8:
         target = target.long()
-    if softcap is not None:
-        # a cap above all numbers is none
-        limits = torch.finfo(torch.float64 if logits.dtype is torch.float64 else torch.float32)
-        softcap = None if softcap > limits.max else max(softcap, limits.tiny)
+    softcap = softcap_of(softcap, logits.dtype)
     n_cols = logits.shape[1] if logits.dim() > 1 else logits.numel()
     plain = compiled = False
     if _fits(logits, target, weight, reduction, label_smoothing, n_cols):

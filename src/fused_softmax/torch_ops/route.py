@@ -213,3 +213,15 @@ def _differentiates() -> bool:
     """Whether torch.func.grad or a kin is in progress: an operator's autograd formula does not reach there."""
     stack = torch_private.transforms() or ()
     return any(interpreter.key() != torch_private.TransformType.Vmap for interpreter in stack)
+
+
+def operator_takes(*tensors: Tensor) -> bool:
+    """Whether an operator that runs on any device may stand for a call with these: while tracing, and in a mode.
+
+    It is not differentiated by torch.func, and subclasses of Tensor know their own formulas.
+    """
+    return (
+        not isinstance(torch_private.innermost_transform(), torch_private.Transform)
+        and not in_forward_ad()
+        and all(type(t) is Tensor or type(t) is Parameter or is_traced(t) for t in tensors)
+    )

@@ -20,7 +20,7 @@ from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
 from ..launch.torch_private import function_apply, profiling
 from ..planning.types import Plan
 from . import decompositions
-from .arguments import expect_floating, expect_layout, other_device_error, real
+from .arguments import expect_floating, expect_layout
 from .decompositions import least_positive, no_moments, result_dtype
 from .library import define, differentiable, not_differentiable
 from .route import (
@@ -34,6 +34,7 @@ from .route import (
     recorded,
     unsupported_reason,
 )
+from .temperature import scale_of
 
 
 def token_logprobs_of(
@@ -48,7 +49,7 @@ def token_logprobs_of(
     plain = can_bypass_dispatcher(token_ids)
     if plain and ids.device.type == "cpu":  # a traced or batched tensor has no values to check
         rows.check_ids(ids, n_cols)
-    scale = _scale(temperature, batch, logits)
+    scale = scale_of("token_logprobs", temperature, batch, logits)
     needs_gradient = isinstance(temperature, Tensor) and temperature.requires_grad
     plain = plain and (not isinstance(temperature, Tensor) or can_bypass_dispatcher(temperature))
     plain = plain and not needs_gradient and can_bypass_dispatcher(logits) and is_supported(logits) and ids.numel() > 0
@@ -107,22 +108,6 @@ def planned_token_logprobs(logits: Tensor, backward: bool) -> Plan | Fallback:
         return EMPTY
     plan = rows.planned_statistics(rows_or_copy(logits), logits, 1, backward)
     return Fallback(plan) if isinstance(plan, str) else plan
-
-
-def _scale(temperature: float | Tensor, batch: torch.Size, logits: Tensor) -> float | Tensor:
-    """1/temperature: a number, or a tensor of shape `batch` in float32, or float64 for float64 logits."""
-    if not isinstance(temperature, Tensor):
-        if type(temperature) is not float:
-            temperature = real("token_logprobs", "temperature", temperature)
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, not {temperature}")
-        return max(1.0 / temperature, least_positive(logits.dtype))
-    if temperature.dtype is torch.bool or temperature.is_complex():
-        raise TypeError(f"temperature must hold real numbers, not {temperature.dtype}; temperature.float() makes them")
-    if temperature.device != logits.device and not (temperature.dim() == 0 and temperature.is_cpu):
-        raise other_device_error("temperature", temperature, "logits", logits)
-    dtype = logits.dtype if logits.dtype is torch.float64 else torch.float32
-    return temperature.to(logits.device, dtype).expand(batch).reciprocal()
 
 
 class RowStatistics(torch.autograd.Function):

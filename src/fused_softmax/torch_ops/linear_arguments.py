@@ -1,0 +1,133 @@
+"""What the linear losses ask of a weight: that it is a matrix of numbers, whole, of the input's dtype.
+
+A weight that FSDP2 has sharded is gathered once, and its gradient is averaged over the ranks and scattered. Quantized
+weights, and modules in place of weights, are refused: what they hold is not the matrix that makes the logits.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from ..launch.linear import Settings
+from ..launch.torch_private import is_traced
+from .arguments import FLOATING, expect_floating, expect_tensors, integer, other_device_error
+
+
+def expect_matrix(function: str, weight: Any) -> None:
+    """TypeError, with a reason, for what is no plain matrix of floating numbers; RuntimeError for other dimensions."""
+    if isinstance(weight, Module):
+        raise TypeError(
+            f"{function}(): linear_weight must be a Tensor, not the module {type(weight).__name__}: pass its .weight. "
+            "A module that wraps another one, as LoRA's do, computes more than its weight says: merge the adapter first"
+        )
+    expect_tensors(function, linear_weight=weight)
+    if weight.dtype not in FLOATING:
+        raise TypeError(
+            f"{function}(): linear_weight is {weight.dtype}, a quantized weight: its bytes are not the matrix that "
+            "makes the logits; pass weight.dequantize(), or the floating weight that it was made from"
+        )
+    if not (type(weight) is Tensor or type(weight) is Parameter or _is_dtensor(weight) or is_traced(weight)):
+        raise TypeError(
+            f"{function}(): linear_weight is a {type(weight).__name__}, a subclass of Tensor that may be quantized or "
+            "wrapped by an adapter: only its own class knows what it multiplies by; pass a plain tensor, as "
+            "weight.dequantize() or weight.merge() may give one"
+        )
+    if weight.dim() != 2:
+        raise RuntimeError(
+            f"{function}(): linear_weight must be (V, H), one row for each class, not {tuple(weight.shape)}"
+        )
+
+
+def settings_of(
+    function: str,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chunk_rows: Any = None,
+    accumulate: Any = "float32",
+    logits_dtype: Any = None,
+) -> Settings:
+    """How the logits are made; the errors are those of F.linear."""
+    expect_floating(function, "input", input)
+    if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
+        raise RuntimeError(
+            f"{function}(): the last dimension of input {tuple(input.shape)} must be that of linear_weight "
+            f"{tuple(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise RuntimeError(f"{function}(): linear_bias must have shape ({weight.shape[0]},), not {tuple(bias.shape)}")
+    autocast = _autocast_dtype(input)
+    compute = input.dtype if autocast is None else autocast
+    for name, t in (("linear_weight", weight), ("linear_bias", bias)):
+        if t is not None and t.device != input.device:
+            raise other_device_error(name, t, "input", input)
+        if t is not None and t.dtype is not input.dtype and (autocast is None or t.dtype is torch.float64):
+            raise RuntimeError(f"{function}(): expected {name} to have input's dtype {input.dtype}, not {t.dtype}")
+    if chunk_rows is not None:
+        chunk_rows = integer(function, "chunk_rows", chunk_rows)
+        if chunk_rows < 1:
+            raise ValueError(f"{function}(): chunk_rows must be at least 1, or None to plan it, not {chunk_rows}")
+    if accumulate not in ("float32", "weight"):
+        raise ValueError(f'{function}(): accumulate must be "float32" or "weight", not {accumulate!r}')
+    if logits_dtype is None:
+        logits_dtype = compute
+    elif logits_dtype is not compute and (logits_dtype is not torch.float32 or compute is torch.float64):
+        raise ValueError(
+            f"{function}(): logits_dtype must be torch.float32 or the product's dtype {compute}, not {logits_dtype}"
+        )
+    return Settings(compute, logits_dtype, accumulate, chunk_rows)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast makes of F.linear's arguments, or None where it leaves them alone."""
+    device = x.device.type
+    if x.dtype is torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+# --- weights that are sharded over ranks ------------------------------------------------------------------------------
+
+
+def _is_dtensor(t: Tensor) -> bool:
+    # a DTensor exists only where its module was imported
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
+
+
+def expect_local(function: str, **tensors: Tensor | None) -> None:
+    """TypeError for a DTensor: each rank has rows of its own."""
+    for name, t in tensors.items():
+        if t is not None and _is_dtensor(t):
+            raise TypeError(f"{function}(): {name} must be this rank's own tensor, not a DTensor; pass .to_local()")
+
+
+def gathered(t: Tensor) -> Tensor:
+    """t itself; of a DTensor, the whole tensor, whose gradient is averaged over the mesh, as FSDP2's gradients are.
+
+    Where all ranks compute the same, as tensor parallelism does, the average is what each of them has.
+    """
+    if not _is_dtensor(t):
+        return t
+    placements = sys.modules["torch.distributed.tensor"].Partial
+    mesh = t.device_mesh  # type: ignore[attr-defined]
+    full = t.full_tensor(grad_placements=[placements()] * mesh.ndim)  # type: ignore[attr-defined]
+    return _Averaged.apply(full, mesh.size())
+
+
+class _Averaged(torch.autograd.Function):
+    """t, whose gradient is divided by the number of ranks: not every backend can average while it reduces."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, n_ranks: int) -> Tensor:
+        ctx.n_ranks = n_ranks
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g / ctx.n_ranks, None
