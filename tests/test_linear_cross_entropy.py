@@ -1,4 +1,4 @@
-"""linear_cross_entropy against torch on all logits: loss and gradients, options, chunks, and what each gradient costs."""
+"""linear_cross_entropy against torch on all logits: loss, gradients, options, chunks, and what each gradient costs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from cases import INTERPRETED, dtype_id
+from cases import dtype_id
 from linear import assert_as_torch, error, layer, of_logits
 
 import fused_softmax as fs
@@ -65,13 +65,12 @@ def test_options(options):
         check(dtype, reduction, options, bias=True, chunk_rows=4)
 
 
-@pytest.mark.parametrize("dtype", ALL_DTYPES[2:], ids=dtype_id)
-def test_how_the_gradient_is_summed(dtype):
+def test_how_the_gradient_is_summed():
+    # in bfloat16 the interpreter truncates the logits' gradient: tests/gpu has that dtype
+    dtype = torch.float16
     for how in (dict(accumulate="weight"), dict(logits_dtype=torch.float32), dict(logits_dtype=dtype)):
-        if INTERPRETED and dtype is torch.bfloat16 and how.get("logits_dtype") is torch.float32:
-            continue  # the interpreter truncates the logits' gradient, where torch's is not rounded at all
         check(dtype, "mean", {}, shape=(64, 16, 131), chunk_rows=32, **how)
-        check(dtype, "sum", {}, bias=True, shape=(9, 16, 131), chunk_rows=9, **how)
+        check(dtype, "sum", {}, bias=True, shape=(9, 16, 131), chunk_rows=3, **how)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES[1:], ids=dtype_id)
@@ -118,7 +117,7 @@ def test_probabilities_are_torchs():
 
 
 def test_half_gradients_that_float16_could_not_hold():
-    # the mean's gradient in a logit that is no target's is below float16's normal numbers; a GradScaler multiplies later
+    # the mean's gradient in most logits is below float16's normal numbers, and a GradScaler multiplies it later
     x, weight, _ = layer(64, 4, 512, torch.float16)
     target = torch.randint(0, 32, (64,))
     scale = torch.tensor(2.0**16)
@@ -138,13 +137,16 @@ def test_half_gradients_that_float16_could_not_hold():
 def products(monkeypatch) -> list[tuple[int, int, int]]:
     """(rows, inner, columns) of each matrix product, as they are made from now on."""
     made: list[tuple[int, int, int]] = []
-    for name in ("product", "add_product"):
 
-        def counted(a, b, out, *rest, through=getattr(linear, name)):
+    def counting(through):
+        def counted(a, b, out, *rest):
             made.append((a.shape[0], a.shape[1], b.shape[1]))
             through(a, b, out, *rest)
 
-        monkeypatch.setattr(linear, name, counted)
+        return counted
+
+    for name in ("product", "add_product"):
+        monkeypatch.setattr(linear, name, counting(getattr(linear, name)))
     return made
 
 
@@ -267,7 +269,10 @@ def test_autocast_takes_the_weights_own_dtype_for_its_gradient():
     exact = of_logits(lambda z: reference.cross_entropy(z, target), torch.float64, (x, weight, bias), None)
     assert loss.dtype is torch.float32 and abs(loss - own) < 1e-2
     for got, torchs, want in zip(
-        torch.autograd.grad(loss, (x, weight, bias)), torch.autograd.grad(own, (x, weight, bias)), exact[1:], strict=True
+        torch.autograd.grad(loss, (x, weight, bias)),
+        torch.autograd.grad(own, (x, weight, bias)),
+        exact[1:],
+        strict=True,
     ):
         assert got.dtype is torch.float32
         assert error(got, want) <= 3 * error(torchs, want) + 1e-3
@@ -304,8 +309,8 @@ def test_compile_takes_one_operator(reduction):
                 torch.testing.assert_close(ours, own, rtol=3e-3, atol=1e-5)
             frames.append(counter.frame_count)
         assert len(set(frames)) == 1  # all numbers of rows share a graph
-    names = [str(node.target) for node in counter.graphs[0].graph.nodes]
-    assert sum("linear_cross_entropy" in name for name in names) == 1
+    names = [str(node.target) for node in counter.graphs[-1].graph.nodes if node.op == "call_function"]
+    assert sum("linear_cross_entropy" in name for name in names) == 1, names
 
 
 def test_operators_pass_opcheck():

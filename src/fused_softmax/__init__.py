@@ -14,6 +14,7 @@ from .patch import patch
 from .plan_for import Fallback, plan_for
 from .planning.types import Plan
 from .stats import stats
+from .torch_ops import linear_operator as _linear_operator  # noqa: F401, defines it
 from .warmup import warmup
 
 __version__ = "0.1.0"

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from .launch.options import CrossEntropy
-from .losses import TokenStatistics
 from .torch_ops.arguments import (
     expect_flag,
     expect_targets,
@@ -25,6 +24,7 @@ from .torch_ops.linear_arguments import expect_local, expect_matrix, gathered, s
 from .torch_ops.linear_cross_entropy import linear_cross_entropy_of, probabilities_cross_entropy
 from .torch_ops.linear_token_logprobs import linear_token_logprobs_of
 from .torch_ops.temperature import scale_of
+from .torch_ops.token_statistics import TokenStatistics
 
 
 def linear_cross_entropy(

@@ -6,7 +6,7 @@ launch.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from .torch_ops.arguments import (
 from .torch_ops.cross_entropy import cross_entropy_of, direct_cross_entropy
 from .torch_ops.cross_entropy_spatial import as_it_lies
 from .torch_ops.token_logprobs import direct_token_logprobs, token_logprobs_of
+from .torch_ops.token_statistics import TokenStatistics
 
 
 def cross_entropy(
@@ -141,14 +142,6 @@ def cross_entropy_over(
             "cast it with weight.to(input.dtype)"
         )
     return cross_entropy_of(denominator, logits, target, weight, *options, inplace_backward, as_it_lies)
-
-
-class TokenStatistics(NamedTuple):
-    """The result of token_logprobs where more than log-probabilities is asked for. Parts not asked for are None."""
-
-    logprobs: Tensor
-    entropy: Tensor | None
-    logsumexp: Tensor | None
 
 
 @overload

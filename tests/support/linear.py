@@ -48,4 +48,3 @@ def assert_as_torch(got: list[Tensor], torchs: list[Tensor], exact: list[Tensor]
         assert ours.shape == reference_.shape
         found, torchs_own = error(ours, reference_), error(own, reference_)
         assert found <= allowed * torchs_own + SLACK, (found, torchs_own)
-

@@ -1,32 +1,31 @@
-"""linear_cross_entropy as PyTorch sees it: the routes of a call, its autograd, the operator.
+"""linear_cross_entropy as PyTorch sees it: the routes of a call, the loop over chunks, autograd.
 
     logits = x @ weight.T + bias;  loss = cross_entropy(logits, target)
 
 Where a gradient of a mean or a sum is needed, the forward computes it chunk by chunk, for an upstream gradient of 1.
 The kernel writes the logits' gradient over the logits, and two products take it from there. Backward multiplies what
-came with another upstream gradient. For reduction "none" backward makes the logits again. The loop over
-chunks is linear_chunks's.
+came with another upstream gradient. For reduction "none" backward makes the logits again. Where there
+are no kernels, or one does not compile, the same loop runs torch's formulas. linear_operator has the operator.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..launch import cross_entropy as rows
 from ..launch.availability import KernelUnavailable
 from ..launch.context import as_in_forward, is_batch_invariant
-from ..launch.cross_entropy import scale_unless_one
-from ..launch.linear import NONE, Needs, Settings
+from ..launch.linear import FLOAT16_SCALE, NONE, Gradients, Needs, Projection, Settings, put_back, rows_that_count
 from ..launch.options import CrossEntropy
 from ..launch.torch_private import has_storage
 from . import decompositions
 from .arguments import LossOptions
 from .decompositions import result_dtype
-from .library import define, differentiable, not_differentiable
-from .linear_chunks import backward_of_chunks, forward_of_chunks
+from .library import NAMESPACE
 from .route import can_bypass_dispatcher, is_supported, operator_takes
 
 
@@ -41,6 +40,15 @@ def linear_cross_entropy_of(x: Tensor, weight: Tensor, bias: Tensor | None, op: 
         return _by_operator(x, weight, bias, op, how)
     # transforms of torch.func and subclasses of Tensor: torch's formula, which holds all logits
     return decompositions.cross_entropy_of_rows(_all_logits(x, weight, bias, how), op)
+
+
+def _by_operator(x: Tensor, weight: Tensor, bias: Tensor | None, op: CrossEntropy, how: Settings) -> Tensor:
+    enabled = torch.is_grad_enabled()
+    needs = [enabled and t is not None and t.requires_grad for t in (x, weight, bias)]
+    return getattr(torch.ops, NAMESPACE).linear_cross_entropy(
+        x, weight, bias, op.target, op.weight, op.weight_sum, op.denominator, op.ignore_index, op.reduction,
+        op.smoothing, op.softcap, op.z_loss, how.compute, how.logits, how.accumulate, how.chunk_rows, needs,
+    )[0]  # fmt: skip
 
 
 def probabilities_cross_entropy(
@@ -61,10 +69,140 @@ def _all_logits(x: Tensor, weight: Tensor, bias: Tensor | None, how: Settings) -
     return F.linear(x, weight, bias).to(how.logits)
 
 
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+class Result(NamedTuple):
+    """The loss; for "none", each row's moments; the gradients, and what they are still to be divided by."""
+
+    loss: Tensor
+    moments: Tensor | None
+    input: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    divisor: Tensor | None  # [2], of the weight's gradient and of the others; None: nothing
+
+
+def forward_of_chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, op: CrossEntropy, how: Settings, needs: Needs
+) -> Result:
+    """The loss of all rows, and the gradients that are needed; for "none" they are backward's."""
+    n_rows, n_cols = x.shape[0], weight.shape[0]
+    with torch.autocast(x.device.type, enabled=False):
+        counts = op.target != op.ignore_index
+        kept = rows_that_count(counts, x.shape[1], n_cols)
+        x_kept, op_kept = (x, op) if kept is None else (x[kept], op._replace(target=op.target[kept]))
+        by_row = op.reduction == "none"
+        needs, scaled = NONE if by_row else needs, how.compute is torch.float16 and any(needs) and not by_row
+        projection = Projection(x_kept, weight, bias, how, needs, scaled=scaled)
+        of_rows = result_dtype(x_kept.new_empty(0, dtype=how.logits))
+        losses = x.new_empty(x_kept.shape[0], dtype=of_rows)
+        moments = x.new_empty((x_kept.shape[0], 2), dtype=of_rows) if by_row else None
+        if x.device.type == "cpu":
+            rows.check_targets(op.target, op.ignore_index, n_cols)
+        total = _denominator(op, counts, of_rows) if op.reduction == "mean" else None
+        gradients = Gradients(projection, weight) if any(projection.needs) else None
+        # the kernel divides by this: float16 keeps its digits by a factor, and is divided later
+        divides = total
+        if scaled:
+            divides = losses.new_full((1,), 1.0 / FLOAT16_SCALE)
+        for chunk, logits, dlogits in projection.logits():
+            op_chunk = op_kept._replace(target=op_kept.target[chunk], denominator=None)
+            if gradients is None:
+                losses[chunk], of_chunk = _losses(logits, op_chunk)
+                if moments is not None:
+                    moments[chunk] = of_chunk
+            else:
+                losses[chunk] = _losses_and_gradient(logits, dlogits, op_chunk, divides)
+                gradients.add(chunk, dlogits)
+            del logits, dlogits
+        if by_row:
+            assert moments is not None
+            return Result(put_back(losses, kept, (n_rows,)), put_back(moments, kept, (n_rows, 2)), *[None] * 4)
+        loss = losses.sum() if total is None else losses.sum() / total[0]
+        if gradients is None:
+            return Result(loss, *[None] * 5)
+        dx, dweight, dbias = gradients.finish()
+        dx = None if dx is None else put_back(dx, kept, x.shape)
+        divisor = _divisor(total, counts, gradients.weight_alpha, losses) if scaled else None
+        return Result(loss, None, dx, dweight, dbias, divisor)
+
+
+def _divisor(total: Tensor | None, counts: Tensor, alpha: float, like: Tensor) -> Tensor:
+    """What float16's gradients are to be divided by: (the weight's, the others').  # [2] float32"""
+    # where no row counts the gradient is 0, not 0/0
+    by = like.new_ones(1) if total is None else total.masked_fill(~counts.any(), 1.0)
+    return by * FLOAT16_SCALE * torch.stack((by.new_tensor(alpha), by.new_ones(())))
+
+
+def _denominator(op: CrossEntropy, counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a mean divides by: how many targets count, or their weights' sum.  # [1]"""
+    if op.denominator is not None:
+        return op.denominator.to(dtype)
+    if op.weight is None:
+        return counts.sum(dtype=dtype).view(1)
+    inside = counts & (op.target >= 0) & (op.target < op.weight.shape[0])
+    return op.weight.to(dtype)[op.target.where(inside, 0)].where(inside, 0.0).sum().view(1)
+
+
+def _losses(logits: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
+    """(each row's loss, its moments)."""
+    if is_supported(logits):
+        try:
+            return rows.losses_of_chunk(logits, op)
+        except KernelUnavailable:
+            pass
+    return decompositions.losses_of_rows(logits, op)
+
+
+def _losses_and_gradient(logits: Tensor, dlogits: Tensor, op: CrossEntropy, divides: Tensor | None) -> Tensor:
+    """Each row's loss, and into dlogits, which may be logits, the gradient of their sum over `divides`."""
+    if is_supported(logits):
+        try:
+            return rows.losses_and_gradient_of_chunk(logits, dlogits, op, divides)
+        except KernelUnavailable:
+            pass
+    losses = decompositions.cross_entropy_of_rows(logits, op._replace(reduction="none"))
+    op = op._replace(reduction="sum" if divides is None else "mean", denominator=divides)
+    dlogits.copy_(decompositions.cross_entropy_gradient(losses.new_ones(1), logits, op))
+    return losses
+
+
+def _gradient(logits: Tensor, dlogits: Tensor, op: CrossEntropy, moments: Tensor, g: Tensor) -> None:
+    """Into dlogits, which may be logits, the gradient of the rows' losses for their upstream gradients g."""
+    if is_supported(logits):
+        try:
+            return rows.gradient_of_chunk(logits, dlogits, op, None, moments, g)
+        except KernelUnavailable:
+            pass
+    dlogits.copy_(decompositions.cross_entropy_gradient(g, logits, op))
+
+
+def backward_of_chunks(
+    g: Tensor, moments: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, op: CrossEntropy, how: Settings,
+    needs: Needs,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients for reduction "none" and the rows' upstream gradients g: the logits are made again."""
+    shape = x.shape
+    with torch.autocast(x.device.type, enabled=False):
+        kept = rows_that_count(op.target != op.ignore_index, shape[1], weight.shape[0])
+        if kept is not None:
+            x, g, moments, op = x[kept], g[kept], moments[kept], op._replace(target=op.target[kept])
+        projection = Projection(x, weight, bias, how, needs)
+        gradients = Gradients(projection, weight)
+        for chunk, logits, dlogits in projection.logits():
+            op_chunk = op._replace(target=op.target[chunk])
+            _gradient(logits, dlogits, op_chunk, moments[chunk], g[chunk])
+            gradients.add(chunk, dlogits)
+            del logits, dlogits
+        dx, dweight, dbias = gradients.finish()
+        return None if dx is None else put_back(dx, kept, shape), dweight, dbias
+
+
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
-_TWICE = (
+TWICE = (
     "linear_cross_entropy(): its gradient cannot be differentiated again; that of cross_entropy(F.linear(input, "
     "linear_weight), target) can"
 )
@@ -90,7 +228,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if g is None:
             return (None,) * 5
         if torch.is_grad_enabled():
-            raise RuntimeError(_TWICE)
+            raise RuntimeError(TWICE)
         x, weight, bias, target, class_weight, weight_sum, denominator, *rest = ctx.saved_tensors
         options, how, needs, invariant = ctx.described
         op = options._replace(target=target, weight=class_weight, weight_sum=weight_sum, denominator=denominator)
@@ -107,22 +245,22 @@ class LinearCrossEntropy(torch.autograd.Function):
             _, *written, divisor = rest
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         plain = can_bypass_dispatcher(g)
-        by = _upstream(g, divisor)
+        by = upstream_of(g, divisor)
         scaled = (
-            None if t is None else _scaled_in_place(t, g) if plain and divisor is None else _times(t, b, dtype)
+            None if t is None else _scaled_in_place(t, g) if plain and divisor is None else times(t, b, dtype)
             for t, b, dtype in zip(written, by, dtypes, strict=True)
         )  # fmt: skip
         return (*scaled, None, None)
 
 
-def _upstream(g: Tensor, divisor: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def upstream_of(g: Tensor, divisor: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """The factors of the gradients of input, weight and bias."""
     if divisor is None:
         return g, g, g
     return g / divisor[1], g / divisor[0], g / divisor[1]
 
 
-def _times(t: Tensor, g: Tensor, dtype: torch.dtype | None) -> Tensor:
+def times(t: Tensor, g: Tensor, dtype: torch.dtype | None) -> Tensor:
     """t*g, rounded once. g, of no dimensions, would be rounded to t's dtype before it is multiplied."""
     return (t * g.reshape([1] * t.dim())).to(dtype)
 
@@ -135,123 +273,8 @@ def _scaled_in_place(t: Tensor, g: Tensor) -> Tensor:
     t, g = t.data, g.to(torch.promote_types(t.dtype, torch.float32)).reshape(1)
     if t.dim() == 2 and t.stride(1) == 1 and is_supported(t):
         try:
-            scale_unless_one(t, g)
+            rows.scale_unless_one(t, g)
             return t
         except KernelUnavailable:
             pass
     return t.mul_(g.view([1] * t.dim()))
-
-
-# --- the operator -----------------------------------------------------------------------------------------------------
-
-
-_FIELDS = (
-    "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? weight_sum, "
-    "Tensor? denominator, int ignore_index, str reduction, float smoothing, float? softcap, float z_loss, "
-    "ScalarType compute, ScalarType logits, str accumulate, int? chunk_rows, bool[] needs"
-)
-
-
-def _read(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    weight_sum: Tensor | None, denominator: Tensor | None, ignore_index: int, reduction: str, smoothing: float,
-    softcap: float | None, z_loss: float, compute: torch.dtype, logits: torch.dtype, accumulate: str,
-    chunk_rows: int | None, needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor | None, CrossEntropy, Settings, Needs]:  # fmt: skip
-    """The operator's fields as the loop takes them."""
-    op = CrossEntropy(
-        target.contiguous(), None if class_weight is None else class_weight.contiguous(), weight_sum, ignore_index,
-        reduction, smoothing, softcap, z_loss, denominator,
-    )  # fmt: skip
-    return x, weight, bias, op, Settings(compute, logits, accumulate, chunk_rows), Needs(*needs)
-
-
-def _by_operator(x: Tensor, weight: Tensor, bias: Tensor | None, op: CrossEntropy, how: Settings) -> Tensor:
-    enabled = torch.is_grad_enabled()
-    needs = [enabled and t is not None and t.requires_grad for t in (x, weight, bias)]
-    return linear_cross_entropy(
-        x, weight, bias, op.target, op.weight, op.weight_sum, op.denominator, op.ignore_index, op.reduction,
-        op.smoothing, op.softcap, op.z_loss, how.compute, how.logits, how.accumulate, how.chunk_rows, needs,
-    )[0]  # fmt: skip
-
-
-def _linear_cross_entropy_kernel(*fields: Any) -> tuple[Tensor, ...]:
-    found = forward_of_chunks(*_read(*fields))
-    return tuple(found.loss.new_empty(0) if t is None else t for t in found)
-
-
-def _linear_cross_entropy_fake(*fields: Any) -> tuple[Tensor, ...]:
-    x, weight, bias, op, how, needs = _read(*fields)
-    by_row, scaled = op.reduction == "none", how.compute is torch.float16
-    loss = x.new_empty(x.shape[:1] if by_row else (), dtype=result_dtype(x.new_empty(0, dtype=how.logits)))
-    wide = torch.promote_types(how.compute, torch.float32)
-    of_weight = wide if scaled and how.accumulate != "weight" else weight.dtype
-
-    def gradient(t: Tensor | None, needed: bool, dtype: torch.dtype) -> Tensor:
-        return loss.new_empty(0) if t is None or by_row or not needed else torch.empty_like(t, dtype=dtype)
-
-    return (
-        loss,
-        loss.new_empty((x.shape[0], 2) if by_row else 0),
-        gradient(x.contiguous(), needs.input, wide if scaled else x.dtype),
-        gradient(weight, needs.weight, of_weight),
-        gradient(bias, needs.bias, wide if scaled or bias is None else bias.dtype),
-        loss.new_empty(2 if scaled and any(needs) and not by_row else 0),
-    )
-
-
-def _backward_kernel(g: Tensor, moments: Tensor, *fields: Any) -> tuple[Tensor, ...]:
-    x, weight, bias, op, how, needs = _read(*fields)
-    g = g.to(moments.dtype).contiguous()
-    found = backward_of_chunks(g, moments, x, weight, bias, op, how, needs)
-    return tuple(moments.new_empty(0) if t is None else t for t in found)
-
-
-def _backward_fake(g: Tensor, moments: Tensor, *fields: Any) -> tuple[Tensor, ...]:
-    x, weight, bias, _, _, needs = _read(*fields)
-    given = zip((x.contiguous(), weight, bias), needs, strict=True)
-    return tuple(moments.new_empty(0) if t is None or not needed else torch.empty_like(t) for t, needed in given)
-
-
-linear_cross_entropy = define(
-    f"linear_cross_entropy({_FIELDS}) -> (Tensor loss, Tensor moments, Tensor dx, Tensor dweight, Tensor dbias, "
-    "Tensor divisor)",
-    _linear_cross_entropy_kernel,
-    _linear_cross_entropy_fake,
-)
-linear_cross_entropy_backward = define(
-    f"linear_cross_entropy_backward(Tensor g, Tensor moments, {_FIELDS}) -> (Tensor dx, Tensor dweight, Tensor dbias)",
-    _backward_kernel,
-    _backward_fake,
-)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.options = *inputs[:7], inputs[7:]
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output[1:])
-
-
-def _gradients(ctx: Any, g: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * 14
-    if g is None:
-        return None, None, None, *nothing
-    if torch.is_grad_enabled():
-        raise RuntimeError(_TWICE)
-    *tensors, moments, dx, dweight, dbias, divisor = ctx.saved_tensors
-    needs, how_fp16 = ctx.options[-1], ctx.options[5] is torch.float16
-    if ctx.options[1] == "none":
-        found = linear_cross_entropy_backward(g, moments, *tensors, *ctx.options)
-    else:
-        by = _upstream(g, divisor if how_fp16 else None)
-        dtypes = [None if t is None else t.dtype for t in tensors[:3]]
-        found = tuple(
-            _times(t, b, dtype) if needed else None
-            for t, b, dtype, needed in zip((dx, dweight, dbias), by, dtypes, needs, strict=True)
-        )
-    return *(t if needed else None for t, needed in zip(found, needs, strict=True)), *nothing
-
-
-differentiable("linear_cross_entropy", _gradients, _save)
-not_differentiable("linear_cross_entropy_backward")

@@ -1,0 +1,119 @@
+"""The operator of linear_cross_entropy, which torch.compile and modes see: schema, kernel, fake kernel and autograd.
+
+The package imports this file, so that the operator is there when a route names it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..launch.linear import Needs, Settings
+from ..launch.options import CrossEntropy
+from .decompositions import result_dtype
+from .library import define, differentiable, not_differentiable
+from .linear_cross_entropy import TWICE, backward_of_chunks, forward_of_chunks, times, upstream_of
+
+_FIELDS = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? weight_sum, "
+    "Tensor? denominator, int ignore_index, str reduction, float smoothing, float? softcap, float z_loss, "
+    "ScalarType compute, ScalarType logits, str accumulate, int? chunk_rows, bool[] needs"
+)
+
+
+def _read(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    weight_sum: Tensor | None, denominator: Tensor | None, ignore_index: int, reduction: str, smoothing: float,
+    softcap: float | None, z_loss: float, compute: torch.dtype, logits: torch.dtype, accumulate: str,
+    chunk_rows: int | None, needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor | None, CrossEntropy, Settings, Needs]:  # fmt: skip
+    """The operator's fields as the loop takes them."""
+    op = CrossEntropy(
+        target.contiguous(), None if class_weight is None else class_weight.contiguous(), weight_sum, ignore_index,
+        reduction, smoothing, softcap, z_loss, denominator,
+    )  # fmt: skip
+    return x, weight, bias, op, Settings(compute, logits, accumulate, chunk_rows), Needs(*needs)
+
+
+def _linear_cross_entropy_kernel(*fields: Any) -> tuple[Tensor, ...]:
+    found = forward_of_chunks(*_read(*fields))
+    return tuple(found.loss.new_empty(0) if t is None else t for t in found)
+
+
+def _linear_cross_entropy_fake(*fields: Any) -> tuple[Tensor, ...]:
+    x, weight, bias, op, how, needs = _read(*fields)
+    by_row, scaled = op.reduction == "none", how.compute is torch.float16
+    loss = x.new_empty(x.shape[:1] if by_row else (), dtype=result_dtype(x.new_empty(0, dtype=how.logits)))
+    wide = torch.promote_types(how.compute, torch.float32)
+    of_weight = wide if scaled and how.accumulate != "weight" else weight.dtype
+
+    def gradient(t: Tensor | None, needed: bool, dtype: torch.dtype) -> Tensor:
+        return loss.new_empty(0) if t is None or by_row or not needed else torch.empty_like(t, dtype=dtype)
+
+    return (
+        loss,
+        loss.new_empty((x.shape[0], 2) if by_row else 0),
+        gradient(x.contiguous(), needs.input, wide if scaled else x.dtype),
+        gradient(weight, needs.weight, of_weight),
+        gradient(bias, needs.bias, wide if scaled or bias is None else bias.dtype),
+        loss.new_empty(2 if scaled and any(needs) and not by_row else 0),
+    )
+
+
+def _backward_kernel(g: Tensor, moments: Tensor, *fields: Any) -> tuple[Tensor, ...]:
+    x, weight, bias, op, how, needs = _read(*fields)
+    g = g.to(moments.dtype).contiguous()
+    found = backward_of_chunks(g, moments, x, weight, bias, op, how, needs)
+    return tuple(moments.new_empty(0) if t is None else t for t in found)
+
+
+def _backward_fake(g: Tensor, moments: Tensor, *fields: Any) -> tuple[Tensor, ...]:
+    x, weight, bias, _, _, needs = _read(*fields)
+    given = zip((x.contiguous(), weight, bias), needs, strict=True)
+    return tuple(moments.new_empty(0) if t is None or not needed else torch.empty_like(t) for t, needed in given)
+
+
+linear_cross_entropy = define(
+    f"linear_cross_entropy({_FIELDS}) -> (Tensor loss, Tensor moments, Tensor dx, Tensor dweight, Tensor dbias, "
+    "Tensor divisor)",
+    _linear_cross_entropy_kernel,
+    _linear_cross_entropy_fake,
+)
+linear_cross_entropy_backward = define(
+    f"linear_cross_entropy_backward(Tensor g, Tensor moments, {_FIELDS}) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    _backward_kernel,
+    _backward_fake,
+)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.options = *inputs[:7], inputs[7:]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output[1:])
+
+
+def _gradients(ctx: Any, g: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * 14
+    if g is None:
+        return None, None, None, *nothing
+    if torch.is_grad_enabled():
+        raise RuntimeError(TWICE)
+    *tensors, moments, dx, dweight, dbias, divisor = ctx.saved_tensors
+    needs, how_fp16 = ctx.options[-1], ctx.options[5] is torch.float16
+    if ctx.options[1] == "none":
+        found = linear_cross_entropy_backward(g, moments, *tensors, *ctx.options)
+    else:
+        by = upstream_of(g, divisor if how_fp16 else None)
+        dtypes = [None if t is None else t.dtype for t in tensors[:3]]
+        found = tuple(
+            times(t, b, dtype) if needed else None
+            for t, b, dtype, needed in zip((dx, dweight, dbias), by, dtypes, needs, strict=True)
+        )
+    return *(t if needed else None for t, needed in zip(found, needs, strict=True)), *nothing
+
+
+differentiable("linear_cross_entropy", _gradients, _save)
+not_differentiable("linear_cross_entropy_backward")
