@@ -81,6 +81,47 @@ def bench(
         raise typer.Exit(1)
 
 
+def linear(
+    op: Annotated[
+        str,
+        typer.Option(help="comma-separated: linear_cross_entropy, linear_cross_entropy_none, linear_token_logprobs"),
+    ] = "",
+    shapes: Annotated[
+        str, typer.Option(help="comma-separated rows x hidden size x vocabulary, such as 4096x4096x128256")
+    ] = "",
+    systems: Annotated[str, typer.Option(help="semicolon-separated names; default all that are installed")] = "",
+    seconds: Annotated[float, typer.Option(min=0.0, help="seconds for one system in one shape")] = 0.3,
+    large: Annotated[bool, typer.Option("--large", help="also 131,072 rows at once")] = False,
+    out: Annotated[Path, typer.Option(help="the .json that is written")] = Path("out/linear_losses.json"),
+) -> None:
+    """Check the linear losses and their peers against float64, then time them with the plain matrix products."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Refused("needs a GPU: without one the linear losses are checked by the tests")
+    from fused_softmax.lab.bench import linear_losses as bench
+
+    ops = names(op, "--op") or bench.OPS
+    unknown = [name for name in ops if name not in bench.OPS]
+    if unknown:
+        raise Refused(f"{unknown[0]!r} is none of {', '.join(bench.OPS)}", "--op")
+    sizes = bench.SHAPES
+    if shapes:
+        try:
+            sizes = tuple((int(n), int(h), int(v)) for n, h, v in (shape.split("x") for shape in shapes.split(",")))
+        except ValueError:
+            raise Refused(f"{shapes!r} is no list of sizes, such as 4096x4096x128256", "--shapes") from None
+        if any(min(size) < 1 for size in sizes):
+            raise Refused(f"{shapes!r}: sizes are positive", "--shapes")
+    chosen = tuple(name.strip() for name in systems.split(";") if name.strip())
+    console = terminal()
+    show = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
+    _, records = bench.run(tuple(ops), sizes, chosen, seconds, out, large, show)
+    show(f"{len(records)} results in {out}")
+    if any(r.system.startswith("fused_softmax") and r.status != "ok" for r in records):
+        raise typer.Exit(1)
+
+
 def report(
     root: Annotated[Path, typer.Option(help="the repository's root")] = Path("."),
     out: Annotated[Path | None, typer.Option(help="write the page, CSV and JSON of each file below here")] = None,

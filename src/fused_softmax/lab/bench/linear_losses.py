@@ -1,0 +1,336 @@
+"""`fused-softmax linear`: the linear losses against their peers and against the plain matrix products that bound them.
+
+A result is the loss and the gradients of input and weight. It is checked first: each of them against float64, as a norm
+of the error over a norm of the result. Ours may be twice as far off as torch's own, a peer by one rounding more. What
+passes is timed in interleaved rounds with three plain products of the same sizes, on logits padded to 64 columns (four
+where the logits are made twice). Peak memory is what a call takes above its inputs and its results.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fused_softmax as fs
+from fused_softmax.lab import reference
+from fused_softmax.lab.bench.record import Header, Record, header, to_json, write_atomically
+from fused_softmax.lab.bench.systems import Kind, outcome
+from fused_softmax.lab.bench.timing import EventStopwatch, interleave, peak_bytes
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+OPS = ("linear_cross_entropy", "linear_cross_entropy_none", "linear_token_logprobs")
+Shape = tuple[int, int, int]  # rows, hidden size, vocabulary
+SHAPES: tuple[Shape, ...] = (
+    (2048, 4096, 128256),
+    (4096, 4096, 128256),
+    (8192, 4096, 128256),
+    (8192, 2048, 151936),
+    (16384, 1024, 50257),
+)
+LARGE = (131072, 4096, 128256)
+# float64 logits of this many elements at a time
+REFERENCE_ELEMENTS = 2**28
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to compute an op's loss; `build` imports what it needs and returns loss(input, weight, target)."""
+
+    name: str
+    op: str
+    kind: Kind
+    build: Callable[[], Loss]
+    package: str = ""
+
+    def missing(self) -> str:
+        if self.package and find_spec(self.package) is None:
+            return f"needs the package {self.package}"
+        if self.name == "F.linear_cross_entropy" and not hasattr(F, "linear_cross_entropy"):
+            return f"torch {torch.__version__} has none: it needs 2.13"
+        return ""
+
+
+def _ours(**options: Any) -> Loss:
+    return lambda x, weight, target: fs.linear_cross_entropy(x, weight, target, **options)
+
+
+def _torch(reduction: str) -> Loss:
+    return lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target, reduction=reduction)
+
+
+def _log_softmax(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Log-probabilities as most programs take them: in float32, as bfloat16 has too few digits."""
+    return torch.log_softmax(F.linear(x, weight).float(), -1).gather(-1, target[:, None])[:, 0]
+
+
+def _logsumexp(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """As verl's logprobs_from_logits without flash-attn: each row's logit less its logsumexp, in the logits' dtype."""
+    logits = F.linear(x, weight)
+    return logits.gather(-1, target[:, None])[:, 0] - torch.logsumexp(logits, -1)
+
+
+def _compiled(loss: Loss) -> Callable[[], Loss]:
+    def build() -> Loss:
+        torch._dynamo.reset()
+        return torch.compile(loss, dynamic=False, fullgraph=True)
+
+    return build
+
+
+def _torchs_chunked() -> Loss:
+    options = torch.nn.LinearCrossEntropyOptions()
+    return lambda x, weight, target: F.linear_cross_entropy(x, weight, target, options=options)
+
+
+def _liger(**options: Any) -> Callable[[], Loss]:
+    def build() -> Loss:
+        function = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+        return lambda x, weight, target: function(x, weight, target, **options)
+
+    return build
+
+
+def _quack() -> Loss:
+    function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    return lambda x, weight, target: function(x, weight, target)
+
+
+def _cut() -> Loss:
+    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    return lambda x, weight, target: function(x, weight, target)
+
+
+def _token_logprobs(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    found = fs.linear_token_logprobs(x, weight, target)
+    assert isinstance(found, Tensor)
+    return found
+
+
+MEAN, NONE, LOGPROBS = OPS
+SYSTEMS = (
+    System("fused_softmax", MEAN, "ours", lambda: _ours()),
+    System("fused_softmax, 4096 rows a chunk", MEAN, "ours", lambda: _ours(chunk_rows=4096)),
+    System('fused_softmax, accumulate="weight"', MEAN, "ours", lambda: _ours(accumulate="weight")),
+    System("fused_softmax, float32 logits", MEAN, "ours", lambda: _ours(logits_dtype=torch.float32)),
+    System("torch", MEAN, "torch", lambda: _torch("mean")),
+    System("torch.compile", MEAN, "peer", _compiled(_torch("mean"))),
+    System("F.linear_cross_entropy", MEAN, "peer", _torchs_chunked),
+    System("liger", MEAN, "peer", _liger(), "liger_kernel"),
+    System("liger, chunks x 16", MEAN, "peer", _liger(chunk_mem_const=16), "liger_kernel"),
+    System("quack", MEAN, "peer", _quack, "quack"),
+    System("cut_cross_entropy", MEAN, "peer", _cut, "cut_cross_entropy"),
+    System("fused_softmax", NONE, "ours", lambda: _ours(reduction="none")),
+    System("torch", NONE, "torch", lambda: _torch("none")),
+    System("torch.compile", NONE, "peer", _compiled(_torch("none"))),
+    System("fused_softmax", LOGPROBS, "ours", lambda: _token_logprobs),
+    System("torch", LOGPROBS, "torch", lambda: _log_softmax),
+    System("torch.compile", LOGPROBS, "peer", _compiled(_log_softmax)),
+    System("logsumexp, as verl", LOGPROBS, "peer", lambda: _logsumexp),
+)
+
+
+@dataclass
+class Problem:
+    """The inputs of one shape, and what a result should be; gradients are for the upstream gradient `g`."""
+
+    op: str
+    x: Tensor
+    weight: Tensor
+    target: Tensor
+    g: Tensor | None
+    exact: tuple[Tensor, ...] = ()
+    torch_errors: tuple[float, ...] = ()
+
+    def call(self, loss: Loss) -> Callable[[], tuple[Tensor, ...]]:
+        def run() -> tuple[Tensor, ...]:
+            with torch.enable_grad():
+                value = loss(self.x, self.weight, self.target)
+                g = None if self.g is None else self.g.to(value.dtype)
+                return (value.detach(), *torch.autograd.grad(value, (self.x, self.weight), g))
+
+        return run
+
+    def errors(self, result: tuple[Tensor, ...]) -> tuple[float, ...]:
+        return tuple(_error(got, want) for got, want in zip(result, self.exact, strict=True))
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    """The norm of the error over the norm of the exact result, a piece of rows at a time."""
+    if got.shape != want.shape or not bool(got.isfinite().all()):
+        return float("inf")
+    pieces = zip(got.reshape(len(want) if want.dim() else 1, -1).split(8192),
+                 want.reshape(len(want) if want.dim() else 1, -1).split(8192), strict=True)  # fmt: skip
+    squares = [((a.double() - b).square().sum(), b.double().square().sum()) for a, b in pieces]
+    return float((sum(a for a, _ in squares) / sum(b for _, b in squares)).sqrt())
+
+
+def problem(op: str, n_rows: int, hidden: int, n_cols: int, device: torch.device) -> Problem:
+    """Normal hidden states and a weight whose logits have a deviation of 1; every target counts."""
+    generator = torch.Generator(device=device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    x, weight = normal(n_rows, hidden).requires_grad_(), (normal(n_cols, hidden) / hidden**0.5).requires_grad_()
+    target = torch.randint(0, n_cols, (n_rows,), generator=generator, device=device)
+    g = None if op == MEAN else torch.rand(n_rows, generator=generator, device=device) + 0.5
+    return Problem(op, x, weight, target, g)
+
+
+def reference_of(p: Problem) -> tuple[Tensor, ...]:
+    """(loss, dx, dweight) in float64; the gradients are kept in float32, which is exact enough to judge 16 bits."""
+    x, weight = p.x.detach(), p.weight.detach().double()
+    n_rows = x.shape[0]
+    step = max(1, REFERENCE_ELEMENTS // weight.shape[0])
+    losses, dx, dweight = [], [], torch.zeros_like(weight)
+    for start in range(0, n_rows, step):
+        part = x[start : start + step].double()
+        logits, target = part @ weight.t(), p.target[start : start + step]
+        g = torch.full(target.shape, 1.0 / n_rows, device=x.device, dtype=torch.float64)
+        g = g if p.g is None else p.g[start : start + step].double()
+        row_loss = reference.cross_entropy(logits, target, reduction="none")
+        dlogits = torch.softmax(logits, -1) * g[:, None]
+        dlogits.scatter_add_(1, target[:, None], -g[:, None])
+        sign = -1.0 if p.op == LOGPROBS else 1.0
+        losses.append(sign * row_loss)
+        dx.append((sign * dlogits @ weight).float())
+        dweight.addmm_(dlogits.t(), part, alpha=sign)
+        del logits, dlogits
+    loss = torch.cat(losses)
+    return (loss.mean() if p.op == MEAN else loss), torch.cat(dx), dweight.float()
+
+
+def products(p: Problem) -> Callable[[], None]:
+    """The plain products that a loss and its gradients take, into memory that is there: the ceiling."""
+    (n_rows, _), n_cols = p.x.shape, p.weight.shape[0]
+    padded = -(-n_cols // 64) * 64
+    x, weight = p.x.detach(), F.pad(p.weight.detach(), (0, 0, 0, padded - n_cols))
+    logits = torch.empty(n_rows, padded, dtype=x.dtype, device=x.device)
+    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+
+    def run() -> None:
+        for _ in range(1 if p.op == MEAN else 2):
+            torch.mm(x, weight.t(), out=logits)
+        torch.mm(logits, weight, out=dx)
+        torch.mm(logits.t(), x, out=dweight)
+
+    return run
+
+
+def ceiling_name(op: str) -> str:
+    return "three products" if op == MEAN else "four products"
+
+
+def measure(
+    op: str, shape: Shape, systems: tuple[System, ...], seconds: float, device: torch.device
+) -> Iterator[Record]:
+    """Checks every system in one shape, then times those that passed, with the plain products."""
+    n_rows, hidden, n_cols = shape
+    p = problem(op, n_rows, hidden, n_cols, device)
+    p.exact = reference_of(p)
+    _free()
+    p.torch_errors = p.errors(p.call(_log_softmax if op == LOGPROBS else _torch("mean" if op == MEAN else "none"))())
+    of_results = sum(t.numel() * t.element_size() for t in (p.x, p.weight))
+    records, passed = {}, {}
+    for system in systems:
+        _free()
+        record = Record(op, system.name, "bfloat16", n_rows, n_cols, "ok", case=f"hidden size {hidden}")
+        records[system.name] = record
+        record.torch_error = max(p.torch_errors)
+        try:
+            call = p.call(system.build())
+            errors = p.errors(call())
+            record.peak_bytes = peak_bytes(lambda *_, call=call: call(), (p.x,)) - of_results
+        except Exception as error:
+            record.status, record.note = outcome(error, system.kind)
+            continue
+        record.error = max(errors)
+        slack = 2e-6 if system.kind == "ours" else torch.finfo(torch.bfloat16).eps
+        far = [e > 2 * own + slack for e, own in zip(errors, p.torch_errors, strict=True)]
+        # torch rounds a loss to bfloat16; what ours may be off there is float32's
+        record.note = "errors of loss, dx, dweight: " + ", ".join(f"{e:.1e}" for e in errors)
+        if any(far):
+            record.status = "wrong"
+            continue
+        passed[system.name] = call
+    p.exact = ()
+    _free()
+    if passed:
+        bound = ceiling_name(op)
+        stopwatch = EventStopwatch(device)
+        times = interleave({bound: products(p), **passed}, stopwatch, seconds, fewest=9, most=40)
+        records[bound] = Record(op, bound, "bfloat16", n_rows, n_cols, "ok", case=f"hidden size {hidden}")
+        for name, taken in times.items():
+            record = records[name]
+            record.ms, record.ms_p10, record.ms_p90 = taken.ms, taken.p10, taken.p90
+            record.rounds, record.timed_by = taken.rounds, stopwatch.describe
+            record.ceiling, record.fraction = bound, times[bound].ms / taken.ms
+    yield from records.values()
+
+
+def large(device: torch.device) -> Record:
+    """One call on rows whose logits would take 34 GB."""
+    n_rows, hidden, n_cols = LARGE
+    p = problem(MEAN, n_rows, hidden, n_cols, device)
+    record = Record(MEAN, "fused_softmax", "bfloat16", n_rows, n_cols, "ok", case=f"hidden size {hidden}")
+    call = p.call(_ours())
+    value = float(call()[0])
+    record.peak_bytes = peak_bytes(lambda *_: call(), (p.x,))
+    record.peak_bytes -= sum(t.numel() * t.element_size() for t in (p.x, p.weight))
+    taken = interleave({"": call}, EventStopwatch(device), 1.0, fewest=3, most=5)[""]
+    record.ms, record.ms_p10, record.ms_p90, record.rounds = taken.ms, taken.p10, taken.p90, taken.rounds
+    record.note = f"loss {value:.4f}"
+    return record
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def run(
+    ops: tuple[str, ...], shapes: tuple[Shape, ...], names: tuple[str, ...], seconds: float, out: Path,
+    with_large: bool, show: Callable[[str], None],
+) -> tuple[Header, list[Record]]:  # fmt: skip
+    """Runs all ops over all shapes, and writes the results after every shape."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    head, records = header(device, False), []
+    chosen = [s for s in SYSTEMS if s.op in ops and (not names or s.name in names)]
+    head.unavailable = {s.name: why for s in chosen if (why := s.missing())}
+    chosen = [s for s in chosen if not s.missing()]
+    for op in ops:
+        for shape in shapes:
+            found = list(measure(op, shape, tuple(s for s in chosen if s.op == op), seconds, device))
+            records += found
+            for record in found:
+                show(line(record, shape))
+            write_atomically(out, to_json(head, records))
+    if with_large:
+        _free()
+        records.append(large(device))
+        show(line(records[-1], LARGE))
+    head.finished = True
+    write_atomically(out, to_json(head, records))
+    return head, records
+
+
+def line(record: Record, shape: Shape) -> str:
+    """One result as text: shape, system, ms, time over the plain products, GB above inputs and results, error."""
+    parts = [f"{record.op} {'x'.join(map(str, shape))} {record.system}: {record.status}"]
+    if record.ms:
+        parts.append(f"{record.ms:.2f} ms")
+    if record.fraction:
+        parts.append(f"{1 / record.fraction:.3f} of {record.ceiling}")
+    if record.peak_bytes is not None:
+        parts.append(f"{record.peak_bytes / 1e9:.2f} GB")
+    return ", ".join([*parts, *([record.note] if record.note else [])])
