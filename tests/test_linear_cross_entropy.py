@@ -145,7 +145,7 @@ def products(monkeypatch) -> list[tuple[int, int, int]]:
 
         return counted
 
-    for name in ("product", "add_product"):
+    for name in ("product", "biased_product", "add_product"):
         monkeypatch.setattr(linear, name, counting(getattr(linear, name)))
     return made
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..planning.linear_losses import Chunks, even_columns, leaves_out, may_leave_out, plan_chunks
 from .layout import HALVES
-from .products import add_product, product
+from .products import add_product, biased_product, product
 
 # float16 has too few digits below 1 for gradients that are divided by the number of targets: they are multiplied by
 # this instead, and divided once they are in float32
@@ -55,12 +55,15 @@ class Projection:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, needs: Needs = NONE, *,
         scaled: bool = False,
     ) -> None:  # fmt: skip
+        even = even_columns(weight.shape[0], settings.compute.itemsize) if x.is_cuda else weight.shape[0]
+        if bias is not None and even < weight.shape[0]:
+            # cuBLAS rounds a 16-bit sum of a matrix and a product twice
+            settings = settings._replace(logits=torch.promote_types(settings.compute, torch.float32))
         self.settings, self.needs, self.scaled = settings, needs, scaled
         self.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         self.x, self.weight = _as_factor(x, settings.compute), _as_factor(weight, settings.compute)
         self.bias = None if bias is None else bias.to(settings.compute)
         (self.n_rows, hidden), self.n_cols = self.x.shape, self.weight.shape[0]
-        even = even_columns(self.n_cols, settings.compute.itemsize) if x.is_cuda else self.n_cols
         # the fewer columns first: what they add to the input's gradient is rounded before the others' is added
         self.columns: tuple[slice, ...] = (slice(0, self.n_cols),)
         if even < self.n_cols:
@@ -81,19 +84,25 @@ class Projection:
 
     def logits(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """(a chunk's rows, its logits, memory for the gradient of these), one chunk after another."""
-        # torch's products on a CPU read what lies between rows, and multiply it by 0: NaN stays NaN
-        rows, stride = self.chunks.rows, self.chunks.stride if self.x.is_cuda else self.n_cols
-        memory = self.x.new_empty((rows, stride), dtype=self.settings.logits)
+        rows, dtype = self.chunks.rows, self.settings.logits
+        # torch's products on a CPU read what lies between rows, and multiply it by 0: NaN stays NaN. On a GPU a bias is
+        # added before the product is rounded only where rows lie one after another
+        stride = self.chunks.stride if self.x.is_cuda and self.bias is None else self.n_cols
+        memory = self.x.new_empty((rows, stride), dtype=dtype)
         own = memory if self.shares or not any(self.needs) else self.x.new_empty((rows, stride))
         for start in range(0, self.n_rows, rows):
             chunk = slice(start, min(start + rows, self.n_rows))
             n = chunk.stop - start
             logits = memory[:n, : self.n_cols]
-            if self.bias is not None:
+            if self.bias is None:
+                for columns in self.columns:
+                    product(self.x[chunk], self.weight[columns].t(), logits[:, columns])
+            elif self.bias.dtype is dtype and len(self.columns) == 1:
+                biased_product(self.x[chunk], self.weight.t(), logits, self.bias)
+            else:
                 logits.copy_(self.bias)
-            multiply = product if self.bias is None else add_product
-            for columns in self.columns:
-                multiply(self.x[chunk], self.weight[columns].t(), logits[:, columns])
+                for columns in self.columns:
+                    add_product(self.x[chunk], self.weight[columns].t(), logits[:, columns])
             yield chunk, logits, own[:n, : self.n_cols]
 
 

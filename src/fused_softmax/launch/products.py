@@ -34,6 +34,11 @@ def product(a: Tensor, b: Tensor, out: Tensor, alpha: float = 1.0) -> None:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
+def biased_product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor) -> None:
+    """out = a @ b + bias, rounded once where out is contiguous; all of one dtype. bias: (n_columns,)."""
+    torch.addmm(bias, a, b, out=out)
+
+
 def add_product(a: Tensor, b: Tensor, out: Tensor, alpha: float = 1.0) -> None:
     """out += alpha * a @ b, in out's dtype, as `product`."""
     if out.dtype is a.dtype:
