@@ -33,6 +33,18 @@ NAMES = {
         "label_smoothing: 'float' = 0.0, *, softcap: 'float | None' = None, z_loss: 'float' = 0.0, "
         "inplace_backward: 'bool' = False) -> 'Tensor'"
     ),
+    "linear_cross_entropy": (
+        "(input: 'Tensor', linear_weight: 'Tensor', target: 'Tensor', *, linear_bias: 'Tensor | None' = None, "
+        "weight: 'Tensor | None' = None, reduction: 'str' = 'mean', ignore_index: 'int | None' = -100, "
+        "label_smoothing: 'float' = 0.0, softcap: 'float | None' = None, z_loss: 'float' = 0.0, "
+        "chunk_rows: 'int | None' = None, accumulate: 'str' = 'float32', logits_dtype: 'torch.dtype | None' = "
+        "None) -> 'Tensor'"
+    ),
+    "linear_token_logprobs": (
+        "(input: 'Tensor', linear_weight: 'Tensor', token_ids: 'Tensor', *, linear_bias: 'Tensor | None' = "
+        "None, temperature: 'float | Tensor' = 1.0, return_entropy: 'bool' = False, return_logsumexp: 'bool' "
+        "= False, chunk_rows: 'int | None' = None) -> 'Tensor | TokenStatistics'"
+    ),
     "log_softmax": (
         "(input: 'Tensor', dim: 'int' = -1, dtype: 'torch.dtype | None' = None, *, out: 'Tensor | None' ="
         " None) -> 'Tensor'"
@@ -72,6 +84,13 @@ NAMES = {
         " reduce: 'bool | None' = None, reduction: 'str' = 'mean', label_smoothing: 'float' = 0.0, *, "
         "softcap: 'float | None' = None, z_loss: 'float' = 0.0, inplace_backward: 'bool' = False) -> "
         "'None'"
+    ),
+    "nn.LinearCrossEntropyLoss": (
+        "(in_features: 'int', num_classes: 'int', *, bias: 'bool' = False, device: 'torch.device | str | None' "
+        "= None, dtype: 'torch.dtype | None' = None, reduction: 'str' = 'mean', weight: 'Tensor | None' = None, "
+        "ignore_index: 'int | None' = -100, label_smoothing: 'float' = 0.0, softcap: 'float | None' = None, "
+        "z_loss: 'float' = 0.0, chunk_rows: 'int | None' = None, accumulate: 'str' = 'float32', "
+        "logits_dtype: 'torch.dtype | None' = None) -> 'None'"
     ),
     "integrations.selective_log_softmax": "(logits: 'Tensor', index: 'Tensor') -> 'Tensor'",
     "integrations.causal_lm_loss": (
