@@ -1,0 +1,32 @@
+"""Random calls of the linear losses are right, and the judge sees a fault."""
+
+from __future__ import annotations
+
+import pytest
+from cases import INTERPRETED
+
+from fused_softmax.lab.fuzz import linear
+from fused_softmax.torch_ops import linear_cross_entropy
+
+pytestmark = pytest.mark.interpreted
+
+
+def judged(seeds: range) -> dict[int, list[str]]:
+    cases = {seed: linear.draw(seed, most_columns=300, most_rows=8) for seed in seeds}
+    return {seed: wrong for seed, case in cases.items() if (wrong := linear.judge(case, "cpu", INTERPRETED))}
+
+
+def test_random_calls():
+    assert judged(range(12)) == {}
+
+
+@pytest.mark.extended
+def test_many_random_calls():
+    assert judged(range(1000, 1200)) == {}
+
+
+def test_the_judge_sees_a_fault(monkeypatch):
+    through = linear_cross_entropy.put_back
+    monkeypatch.setattr(linear_cross_entropy, "put_back", lambda t, *rest: through(t * 1.01, *rest))
+    found = [seed for seed in range(30) if linear.draw(seed).op == "linear_cross_entropy"][:4]
+    assert any(linear.judge(linear.draw(seed, 300, 8), "cpu", INTERPRETED) for seed in found)
