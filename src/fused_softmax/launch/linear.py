@@ -4,7 +4,7 @@
 
 A chunk's logits lie in memory that all chunks share. On a GPU its rows start on 128 bytes, and the last columns of an
 odd vocabulary have products of their own, as cuBLAS is slow with both together. The user's weight is never copied. No
-loss is computed here. Nothing waits for the device, except `rows_that_count`.
+loss is computed here. Nothing waits for the device, except `of_rows_that_count`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..planning.linear_losses import Chunks, even_columns, leaves_out, may_leave_out, plan_chunks
+from ..planning.linear_losses import Chunks, early_rows, even_columns, leaves_out, may_leave_out, plan_chunks
 from .layout import HALVES
 from .products import add_product, biased_product, product
 
@@ -60,6 +60,8 @@ class Projection:
             # cuBLAS rounds a 16-bit sum of a matrix and a product twice
             settings = settings._replace(logits=torch.promote_types(settings.compute, torch.float32))
         self.settings, self.needs, self.scaled = settings, needs, scaled
+        self._memory: Tensor | None = None
+        self._early = 0  # rows whose logits are made
         self.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         self.x, self.weight = _as_factor(x, settings.compute), _as_factor(weight, settings.compute)
         self.bias = None if bias is None else bias.to(settings.compute)
@@ -82,28 +84,43 @@ class Projection:
             return self.dtypes[1]
         return torch.float32 if n_chunks > 1 or self.scaled else self.dtypes[1]
 
+    def begin(self) -> None:
+        """Queues the logits of the first rows, which `logits` then has: the device has work while the host waits."""
+        n = min(early_rows(self.x.shape[1], self.n_cols), self.chunks.rows)
+        self._memory, self._early = self._allocated(), n
+        self._multiply(slice(0, n), self._memory[:n, : self.n_cols])
+
     def logits(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """(a chunk's rows, its logits, memory for the gradient of these), one chunk after another."""
-        rows, dtype = self.chunks.rows, self.settings.logits
+        rows, early = self.chunks.rows, self._early
+        memory = self._allocated() if self._memory is None else self._memory
+        own = memory if self.shares or not any(self.needs) else self.x.new_empty(memory.shape)
+        self._memory = None
+        for start in range(0, self.n_rows, rows):
+            chunk = slice(start, min(start + rows, self.n_rows))
+            logits = memory[: chunk.stop - start, : self.n_cols]
+            if start or early < chunk.stop:
+                first = 0 if start else early
+                self._multiply(slice(start + first, chunk.stop), logits[first:])
+            yield chunk, logits, own[: chunk.stop - start, : self.n_cols]
+
+    def _allocated(self) -> Tensor:
+        """Memory for a chunk's logits."""
         # torch's products on a CPU read what lies between rows, and multiply it by 0: NaN stays NaN. On a GPU a bias is
         # added before the product is rounded only where rows lie one after another
         stride = self.chunks.stride if self.x.is_cuda and self.bias is None else self.n_cols
-        memory = self.x.new_empty((rows, stride), dtype=dtype)
-        own = memory if self.shares or not any(self.needs) else self.x.new_empty((rows, stride))
-        for start in range(0, self.n_rows, rows):
-            chunk = slice(start, min(start + rows, self.n_rows))
-            n = chunk.stop - start
-            logits = memory[:n, : self.n_cols]
-            if self.bias is None:
-                for columns in self.columns:
-                    product(self.x[chunk], self.weight[columns].t(), logits[:, columns])
-            elif self.bias.dtype is dtype and len(self.columns) == 1:
-                biased_product(self.x[chunk], self.weight.t(), logits, self.bias)
-            else:
-                logits.copy_(self.bias)
-                for columns in self.columns:
-                    add_product(self.x[chunk], self.weight[columns].t(), logits[:, columns])
-            yield chunk, logits, own[:n, : self.n_cols]
+        return self.x.new_empty((self.chunks.rows, stride), dtype=self.settings.logits)
+
+    def _multiply(self, rows: slice, logits: Tensor) -> None:
+        if self.bias is None:
+            for columns in self.columns:
+                product(self.x[rows], self.weight[columns].t(), logits[:, columns])
+        elif self.bias.dtype is logits.dtype and len(self.columns) == 1:
+            biased_product(self.x[rows], self.weight.t(), logits, self.bias)
+        else:
+            logits.copy_(self.bias)
+            for columns in self.columns:
+                add_product(self.x[rows], self.weight[columns].t(), logits[:, columns])
 
 
 def _as_factor(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -154,18 +171,36 @@ class Gradients:
 # --- rows that count --------------------------------------------------------------------------------------------------
 
 
-def rows_that_count(counts: Tensor, hidden: int, n_cols: int) -> Tensor | None:
-    """The rows that count, rising, where the products take so much less without the others; else None.
+def of_rows_that_count(
+    x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, needs: Needs, counts: Tensor, *,
+    scaled: bool = False,
+) -> tuple[Projection, Tensor | None]:  # fmt: skip
+    """(the projection of the rows that count, these rows, rising); or (of all rows, None) where that takes hardly more.
 
-    It waits for the device, except where the products are short, or a CUDA graph is captured.
+    The host waits for the device once, to know how many rows count; not where the products are short, nor while a CUDA
+    graph is captured. The first rows' logits are queued before it waits, so that the device does not.
     """
     n_rows = counts.shape[0]
-    if not may_leave_out(n_rows, hidden, n_cols):
-        return None
-    if counts.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    rows = counts.nonzero().view(-1)
-    return rows if leaves_out(n_rows, rows.shape[0]) else None
+    projection = Projection(x, weight, bias, settings, needs, scaled=scaled)
+    if not may_leave_out(n_rows, x.shape[1], weight.shape[0]):
+        return projection, None
+    if not counts.is_cuda:
+        n_counting = int(counts.sum())
+    elif torch.cuda.is_current_stream_capturing():
+        return projection, None
+    else:
+        answer = torch.empty((), dtype=torch.int64, pin_memory=True)
+        answer.copy_(counts.sum(), non_blocking=True)
+        known = torch.cuda.Event()
+        known.record()
+        projection.begin()
+        known.synchronize()
+        n_counting = int(answer)
+    if not leaves_out(n_rows, n_counting):
+        return projection, None
+    # a stable sort does not wait for the device, and does not change the order
+    rows = torch.sort((~counts).to(torch.uint8), stable=True).indices[:n_counting]
+    return Projection(x[rows], weight, bias, settings, needs, scaled=scaled), rows
 
 
 def put_back(part: Tensor, rows: Tensor | None, shape: Sequence[int]) -> Tensor:

@@ -21,6 +21,7 @@ ROW_BYTES = 128
 # operations of the three products from which on it pays to wait for the number of rows that count
 LEAVE_OUT_OPERATIONS = 2e12
 LEAVE_OUT_SHARE = 16  # at least 1/16 of the rows
+EARLY_OPERATIONS = 7e11
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,15 @@ def plan_chunks(
 def may_leave_out(n_rows: int, hidden: int, n_cols: int) -> bool:
     """Whether the products are long enough to ask the device how many rows count."""
     return 6.0 * n_rows * hidden * n_cols >= LEAVE_OUT_OPERATIONS
+
+
+def early_rows(hidden: int, n_cols: int) -> int:
+    """Rows whose product keeps the device busy for about a millisecond, while the host asks it something.
+
+    >>> early_rows(4096, 128256)
+    640
+    """
+    return max(TILE_ROWS, int(EARLY_OPERATIONS / max(2.0 * hidden * n_cols, 1.0)) // TILE_ROWS * TILE_ROWS)
 
 
 def leaves_out(n_rows: int, n_counting: int) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..launch import cross_entropy as rows
 from ..launch.availability import KernelUnavailable
 from ..launch.context import as_in_forward, is_batch_invariant
-from ..launch.linear import FLOAT16_SCALE, NONE, Gradients, Needs, Projection, Settings, put_back, rows_that_count
+from ..launch.linear import FLOAT16_SCALE, NONE, Gradients, Needs, Settings, of_rows_that_count, put_back
 from ..launch.options import CrossEntropy
 from ..launch.torch_private import has_storage
 from . import decompositions
@@ -90,16 +90,15 @@ def forward_of_chunks(
     n_rows, n_cols = x.shape[0], weight.shape[0]
     with torch.autocast(x.device.type, enabled=False):
         counts = op.target != op.ignore_index
-        kept = rows_that_count(counts, x.shape[1], n_cols)
-        x_kept, op_kept = (x, op) if kept is None else (x[kept], op._replace(target=op.target[kept]))
-        by_row = op.reduction == "none"
-        needs, scaled = NONE if by_row else needs, how.compute is torch.float16 and any(needs) and not by_row
-        projection = Projection(x_kept, weight, bias, how, needs, scaled=scaled)
-        of_rows = result_dtype(x_kept.new_empty(0, dtype=how.logits))
-        losses = x.new_empty(x_kept.shape[0], dtype=of_rows)
-        moments = x.new_empty((x_kept.shape[0], 2), dtype=of_rows) if by_row else None
         if x.device.type == "cpu":
             rows.check_targets(op.target, op.ignore_index, n_cols)
+        by_row = op.reduction == "none"
+        needs, scaled = NONE if by_row else needs, how.compute is torch.float16 and any(needs) and not by_row
+        projection, kept = of_rows_that_count(x, weight, bias, how, needs, counts, scaled=scaled)
+        op_kept = op if kept is None else op._replace(target=op.target[kept])
+        of_rows = result_dtype(x.new_empty(0, dtype=how.logits))
+        losses = x.new_empty(projection.n_rows, dtype=of_rows)
+        moments = x.new_empty((projection.n_rows, 2), dtype=of_rows) if by_row else None
         total = _denominator(op, counts, of_rows) if op.reduction == "mean" else None
         gradients = Gradients(projection, weight) if any(projection.needs) else None
         # the kernel divides by this: float16 keeps its digits by a factor, and is divided later
@@ -185,10 +184,9 @@ def backward_of_chunks(
     """The gradients for reduction "none" and the rows' upstream gradients g: the logits are made again."""
     shape = x.shape
     with torch.autocast(x.device.type, enabled=False):
-        kept = rows_that_count(op.target != op.ignore_index, shape[1], weight.shape[0])
+        projection, kept = of_rows_that_count(x, weight, bias, how, needs, op.target != op.ignore_index)
         if kept is not None:
-            x, g, moments, op = x[kept], g[kept], moments[kept], op._replace(target=op.target[kept])
-        projection = Projection(x, weight, bias, how, needs)
+            g, moments, op = g[kept], moments[kept], op._replace(target=op.target[kept])
         gradients = Gradients(projection, weight)
         for chunk, logits, dlogits in projection.logits():
             op_chunk = op._replace(target=op.target[chunk])

@@ -8,12 +8,14 @@ where the logits are made twice). Peak memory is what a call takes above its inp
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -36,6 +38,8 @@ SHAPES: tuple[Shape, ...] = (
     (8192, 2048, 151936),
     (16384, 1024, 50257),
 )
+# of the ops with a gradient for each row
+ROW_SHAPES = SHAPES[1:4]
 LARGE = (131072, 4096, 128256)
 # float64 logits of this many elements at a time
 REFERENCE_ELEMENTS = 2**28
@@ -130,10 +134,8 @@ SYSTEMS = (
     System("cut_cross_entropy", MEAN, "peer", _cut, "cut_cross_entropy"),
     System("fused_softmax", NONE, "ours", lambda: _ours(reduction="none")),
     System("torch", NONE, "torch", lambda: _torch("none")),
-    System("torch.compile", NONE, "peer", _compiled(_torch("none"))),
     System("fused_softmax", LOGPROBS, "ours", lambda: _token_logprobs),
     System("torch", LOGPROBS, "torch", lambda: _log_softmax),
-    System("torch.compile", LOGPROBS, "peer", _compiled(_log_softmax)),
     System("logsumexp, as verl", LOGPROBS, "peer", lambda: _logsumexp),
 )
 
@@ -226,6 +228,27 @@ def products(p: Problem) -> Callable[[], None]:
     return run
 
 
+class SteadyStopwatch(EventStopwatch):
+    """Events around a call that comes right after the same call, untimed; the systems in another order each round.
+
+    Products this long reach the device's power limit. What ran before then decides at which clock a call runs: a call
+    after a pause, or after a system that mostly moves bytes, would look faster than the same call in a training step.
+    """
+
+    describe = "CUDA events, after the same call, in random order"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.random = Random(0)
+
+    def round(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+        order = list(calls)
+        self.random.shuffle(order)
+        pairs = [(kind, name) for name in order for kind in ("before ", "")]
+        taken = super().round({kind + name: calls[name] for kind, name in pairs})
+        return {name: taken[name] for name in calls}
+
+
 def ceiling_name(op: str) -> str:
     return "three products" if op == MEAN else "four products"
 
@@ -266,8 +289,8 @@ def measure(
     _free()
     if passed:
         bound = ceiling_name(op)
-        stopwatch = EventStopwatch(device)
-        times = interleave({bound: products(p), **passed}, stopwatch, seconds, fewest=9, most=40)
+        stopwatch = SteadyStopwatch(device)
+        times = interleave({bound: products(p), **passed}, stopwatch, seconds, fewest=7, most=40)
         records[bound] = Record(op, bound, "bfloat16", n_rows, n_cols, "ok", case=f"hidden size {hidden}")
         for name, taken in times.items():
             record = records[name]
@@ -275,6 +298,17 @@ def measure(
             record.rounds, record.timed_by = taken.rounds, stopwatch.describe
             record.ceiling, record.fraction = bound, times[bound].ms / taken.ms
     yield from records.values()
+
+
+def warm(shape: Shape, systems: tuple[System, ...], device: torch.device) -> None:
+    """Runs each system once, so that what it compiles is in its caches; what fails is for `measure` to record."""
+    for op in {s.op for s in systems}:
+        p = problem(op, *shape, device)
+        for system in systems:
+            if system.op == op and not system.missing():
+                with contextlib.suppress(Exception):
+                    p.call(system.build())()
+                _free()
 
 
 def large(device: torch.device) -> Record:
@@ -299,17 +333,17 @@ def _free() -> None:
 
 
 def run(
-    ops: tuple[str, ...], shapes: tuple[Shape, ...], names: tuple[str, ...], seconds: float, out: Path,
+    ops: tuple[str, ...], shapes: tuple[Shape, ...] | None, names: tuple[str, ...], seconds: float, out: Path,
     with_large: bool, show: Callable[[str], None],
 ) -> tuple[Header, list[Record]]:  # fmt: skip
-    """Runs all ops over all shapes, and writes the results after every shape."""
+    """Runs all ops over these shapes, or over each op's own, and writes the results after every shape."""
     device = torch.device("cuda", torch.cuda.current_device())
     head, records = header(device, False), []
     chosen = [s for s in SYSTEMS if s.op in ops and (not names or s.name in names)]
     head.unavailable = {s.name: why for s in chosen if (why := s.missing())}
     chosen = [s for s in chosen if not s.missing()]
     for op in ops:
-        for shape in shapes:
+        for shape in shapes or (SHAPES if op == MEAN else ROW_SHAPES):
             found = list(measure(op, shape, tuple(s for s in chosen if s.op == op), seconds, device))
             records += found
             for record in found:

@@ -105,7 +105,7 @@ def linear(
     unknown = [name for name in ops if name not in bench.OPS]
     if unknown:
         raise Refused(f"{unknown[0]!r} is none of {', '.join(bench.OPS)}", "--op")
-    sizes = bench.SHAPES
+    sizes: tuple[bench.Shape, ...] | None = None
     if shapes:
         try:
             sizes = tuple((int(n), int(h), int(v)) for n, h, v in (shape.split("x") for shape in shapes.split(",")))
