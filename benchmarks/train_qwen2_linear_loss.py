@@ -121,7 +121,9 @@ def train(loss_of: Loss, data: Tensor, args: argparse.Namespace) -> dict[str, ob
     """Each step's loss, the peak memory, and tokens a second after the first steps, which compile."""
     torch.manual_seed(0)
     model = Model(args).to(args.device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
+    # without a slow start the curves have spikes, after which any two of them part
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / args.warmup))
     cuda = args.device == "cuda"
     losses: list[Tensor] = []
     began, warm = 0.0, min(5, len(data) - 1)
@@ -138,7 +140,9 @@ def train(loss_of: Loss, data: Tensor, args: argparse.Namespace) -> dict[str, ob
             loss = loss_of(hidden.view(-1, args.width), model.embedding.weight, target.reshape(-1))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         losses.append(loss.detach().float())
     values = [float(loss) for loss in losses]
     seconds = time.perf_counter() - began
@@ -168,11 +172,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--plot", type=Path, default=None, help="the plot's file; default: next to the JSON")
     defaults = dict(
         steps=60, batch=16, length=1024, vocabulary=151936, width=896, layers=8, heads=14, groups=2, inner=4864,
-        prompt=0,
+        prompt=0, warmup=30,
     )  # fmt: skip
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)

@@ -161,11 +161,26 @@ def test_gradients_of_losses_do_not_spill(n_cols, smoothing, softcap, dtype):
     x, number = torch.empty(3, n_cols, dtype=dtype), torch.zeros(6)
     target = torch.zeros(3, dtype=torch.int64)
     op = cross_entropy.CrossEntropy(target, None, None, -100, "mean", smoothing, softcap, 0.0)
-    flags = (("UNLESS_ONE", True), ("MEAN", True), *op.kind.flags)
+    inplace = softcap is None  # as linear_cross_entropy's, which also has every other option
+    flags = (("UNLESS_ONE", not inplace), ("MEAN", True), ("INPLACE", inplace), *op.kind.flags)
     vectors = (target, number, number, number, number, number)
     plan = cross_entropy.BACKWARD.planner(problem_of(x, x), SM_90)
     numbers = (op.ignore_index, 0, *op.numbers)
     launch = row_launch(cross_entropy.BACKWARD, (x, x), vectors, numbers, flags, plan, SM_90)
+    assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
+
+
+@pytest.mark.parametrize(("n_cols", "stride"), [(50257, 50304), (128256, 128256), (151936, 151936), (262144, 262144)])
+def test_float32_logits_with_a_gradient_of_16_bits_compile(n_cols, stride):
+    x, dx = (torch.empty(3, stride, dtype=dtype)[:, :n_cols] for dtype in (torch.float32, torch.bfloat16))
+    number, target = torch.zeros(6), torch.zeros(3, dtype=torch.int64)
+    op = cross_entropy.CrossEntropy(target, None, None, -100, "mean", 0.0, None, 0.0)
+    row_op = cross_entropy.WIDE_WITH_GRADIENT[op.kind.arithmetic]
+    plan = row_op.plan((x, dx), SM_90, False)
+    assert plan.regime == "cluster"
+    flags = (("MEAN", True), ("INPLACE", False), *op.kind.flags)
+    vectors = (target, number, number, number, number, number)
+    launch = row_launch(row_op, (x, dx), vectors, (op.ignore_index, *op.numbers), flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
 
 

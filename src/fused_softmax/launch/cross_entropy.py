@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ..planning.losses import (
     plan_smoothed_loss,
     plan_statistics,
 )
-from ..planning.types import Device, Plan
+from ..planning.types import ITEMSIZE, VECTOR_BYTES, Device, Plan, Problem
 from .availability import KernelUnavailable
 from .cache import Cache
 from .compile import kernel_loader
@@ -346,19 +346,33 @@ def losses_of_chunk(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
     return losses, moments
 
 
+def _planned_as_wide(op: RowOp) -> RowOp:
+    """`op` for float32 rows whose gradient has 16 bits: a plan counts what a row takes on chip, which is the former."""
+
+    def planner(problem: Problem, device: Device) -> Plan:
+        vec = min(problem.vec, VECTOR_BYTES // ITEMSIZE["float32"])
+        return op.planner(replace(problem, dtype="float32", out_dtype="float32", vec=vec), device)
+
+    return RowOp(planner, op.kernel)
+
+
+WIDE_WITH_GRADIENT = {arithmetic: _planned_as_wide(op) for arithmetic, op in WITH_GRADIENT.items()}
+
+
 def losses_and_gradient_of_chunk(x: Tensor, dx: Tensor, op: CrossEntropy, divides: Tensor | None) -> Tensor:
     """Each row's loss, and into dx, which may be x, the gradient of their sum over `divides`, [1] float32.
 
     One read and one write where a row fits on chip.
     """
-    kind = op.kind
+    kind, invariant = op.kind, is_batch_invariant()
+    row_op = (WITH_GRADIENT if dx.dtype is x.dtype else WIDE_WITH_GRADIENT)[kind.arithmetic]
     # weights and smoothing together read a weight for each logit, twice: then the gradient has a kernel of its own
-    if op.weight_sum is None and fits_on_chip(x, dx, op):
+    if op.weight_sum is None and row_op.plan((x, dx), device_of(x), invariant).regime != "two_pass":
         losses, moments = _losses_and_moments(x)
         vectors = (*op.vectors(losses), losses if divides is None else divides, losses, moments)
         flags = (("MEAN", divides is not None), ("INPLACE", dx.data_ptr() == x.data_ptr()), *kind.flags)
         numbers = (op.ignore_index, *op.numbers)
-        launch_rows(WITH_GRADIENT[kind.arithmetic], (x, dx), vectors, numbers, flags, invariant=is_batch_invariant())
+        launch_rows(row_op, (x, dx), vectors, numbers, flags, invariant=invariant)
         return losses
     losses, moments = losses_of_chunk(x, op)
     one = torch.ones(1, dtype=torch.float32, device=x.device)
