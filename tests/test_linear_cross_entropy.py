@@ -11,7 +11,9 @@ from linear import assert_as_torch, error, layer, of_logits
 
 import fused_softmax as fs
 from fused_softmax.lab import reference, torch_ways
+from fused_softmax.launch import cross_entropy as launch_cross_entropy
 from fused_softmax.launch import linear
+from fused_softmax.launch.availability import KernelUnavailable
 from fused_softmax.planning import linear_losses as planning
 
 pytestmark = pytest.mark.interpreted
@@ -321,3 +323,29 @@ def test_operators_pass_opcheck():
         (x, weight, None, targets(4, 20), None, None, None, *options),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+def test_a_dispatch_mode_sees_one_operator():
+    class Names(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x, weight, _ = layer(4, 8, 20, torch.float32)
+    target = targets(4, 20)
+    want = torch.autograd.grad(fs.linear_cross_entropy(x, weight, target), (x, weight))
+    seen: list[str] = []
+    with Names():
+        loss = fs.linear_cross_entropy(x, weight, target)
+    assert "fused_softmax.linear_cross_entropy.default" in seen
+    for got, own in zip(torch.autograd.grad(loss, (x, weight)), want, strict=True):
+        torch.testing.assert_close(got, own)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_kernels_that_do_not_compile(reduction, monkeypatch):
+    def unavailable(*args, **kwargs):
+        raise KernelUnavailable("a planted fault")
+
+    monkeypatch.setattr(launch_cross_entropy, "launch_rows", unavailable)
+    check(torch.float32, reduction, dict(label_smoothing=0.1), bias=True, chunk_rows=3)
