@@ -99,7 +99,7 @@ def linear(
 
     if not torch.cuda.is_available():
         raise Refused("needs a GPU: without one the linear losses are checked by the tests")
-    from fused_softmax.lab.bench import linear_losses as bench
+    from fused_softmax.lab import linear_losses as bench
 
     ops = names(op, "--op") or bench.OPS
     unknown = [name for name in ops if name not in bench.OPS]
