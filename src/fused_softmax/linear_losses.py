@@ -56,7 +56,11 @@ def linear_cross_entropy(
         target: int64 or uint8 class indices of shape (...), in [0, V) or ignore_index. Probabilities, (..., V) of a
             floating dtype, have the logits' size: for them all logits are made, by torch.
         linear_bias: (V,) of input's dtype.
-        weight, reduction, label_smoothing, softcap, z_loss: as in `cross_entropy`.
+        weight: (V,), as in `cross_entropy`.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: as in `cross_entropy`.
+        softcap: as in `cross_entropy`.
+        z_loss: as in `cross_entropy`.
         ignore_index: rows with this target add nothing; None stands for -100, as in torch 2.13. Where at least 1 in 16
             rows is ignored and the products take long, these rows are left out of the products. To know how many there
             are, the host then waits for the device, except while a CUDA graph is captured.
@@ -125,10 +129,12 @@ def linear_token_logprobs(
 
     Args:
         input: hidden states, (..., H); float16, bfloat16, float32 or float64.
-        linear_weight, linear_bias: (V, H) and (V,), as in `linear_cross_entropy`.
+        linear_weight: (V, H), as in `linear_cross_entropy`.
+        linear_bias: (V,), as in `linear_cross_entropy`.
         token_ids: integers of shape (...,), one a row, or (..., K).
         temperature: of the logits, as in `token_logprobs`: a positive number, or a tensor that broadcasts to (...,).
-        return_entropy, return_logsumexp: as in `token_logprobs`.
+        return_entropy: as in `token_logprobs`.
+        return_logsumexp: as in `token_logprobs`.
         chunk_rows: rows of a chunk; None plans it from shapes and dtypes.
 
     Returns: the log-probabilities, of token_ids' shape, or `TokenStatistics`; float32, or float64 for float64 input.

@@ -85,11 +85,14 @@ class LinearCrossEntropyLoss(getattr(torch.nn, "LinearCrossEntropyLoss", torch.n
     """A linear layer and the cross-entropy of its logits, by `linear_cross_entropy`: no memory for all logits.
 
     Args:
-        in_features, num_classes: H and V. The layer is `linear`, an `nn.Linear`. `loss.linear.weight =
-            embedding.weight` ties it to an embedding.
-        bias, device, dtype: of the layer.
-        reduction, weight, ignore_index, label_smoothing, softcap, z_loss, chunk_rows, accumulate, logits_dtype: as in
-            `linear_cross_entropy`.
+        in_features: H. The layer is `linear`, an `nn.Linear`. `loss.linear.weight = embedding.weight` ties it to an
+            embedding.
+        num_classes: V.
+        bias: whether the layer has one.
+        device: of the layer.
+        dtype: of the layer.
+
+    The other arguments are those of `linear_cross_entropy`.
 
     Shapes: input (..., H), target (...). torch's module takes `options` in place of chunk_rows and accumulate, and
     more dimensions than (V, H), which this one does not have.
