@@ -171,7 +171,8 @@ def softmax_backward_resident(
         if not LOG:
             y_c = upcast(chunk_of(y, c, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX), PTX)
         # on one CTA or with staged chunks, the cap of 128 registers is reached, where only Triton's own order fits
-        d += sum_of_vectors(gradient_term(y_c, dy_c, LOG), PTX and CTAS > 1 and SMEM_STAGED == 0)
+        # the elements of a row's only vector may lie in several lanes, which then add products
+        d += sum_of_vectors(gradient_term(y_c, dy_c, LOG, VECTORS == 1), PTX and CTAS > 1 and SMEM_STAGED == 0)
     if UNALIGNED:
         head_tail, in_head_tail = head_and_tail(
             head, interior, n_cols, (rank == 0) & (warp == 0) & (row < n_rows), VECTORS, VEC
