@@ -233,7 +233,7 @@ def spatial_losses(target: str) -> Iterator[Named]:
             op = cross_entropy.CrossEntropy(
                 ids, weight if smoothing else None, None, -100, "mean", smoothing, None, 0.0
             )
-            chosen = cross_entropy_spatial.loss_plan(x, x, op, False, device)
+            chosen = cross_entropy_spatial.loss_plan(x, x, False, device)
             assert chosen is not None
             for launch in cross_entropy_spatial.loss_launches(x, op, device, chosen):
                 yield f"{launch.kernel.fn.__name__} {dtype} {n_cols} {smoothing}", as_called(launch), chosen

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..planning.types import Device, Plan
 from . import availability
 from .cache import Cache
 
@@ -25,6 +26,21 @@ COUNT = "int"  # the declared type of a count: 32 bits where its value fits
 _OPTIONS = (
     "num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion", "debug", "sanitize_overflow", "launch_pdl",
 )  # fmt: skip
+
+
+def launch_options(kernel: Any, plan: Plan, device: Device) -> dict[str, Any]:
+    """The launch's own meta-parameters for a kernel that runs a plan."""
+    declared = kernel.declaration
+    options: dict[str, Any] = {"num_warps": plan.num_warps}
+    if device.kind == "cuda":
+        if declared.on_cluster:
+            options["num_ctas"] = plan.ctas
+        if plan.max_registers is not None:
+            options["maxnreg"] = device.registers_within(plan.max_registers, plan.num_warps)
+    if device.kind != "interpreter" and declared.asserts:
+        options |= dict(debug=True, sanitize_overflow=False)
+    return options | device.options(declared.num_stages)
+
 
 Kernel = Callable[[], Any]  # imports a kernel when it is first needed: the package imports without Triton
 

@@ -41,7 +41,7 @@ from .launcher import (
     prepare_flat,
     prepare_rows,
 )
-from .layout import allocator, empty, gradient_buffer, places, pointer
+from .layout import allocator, empty, gradient_buffer, layout_key, places, pointer
 from .options import CrossEntropy, Flags
 
 
@@ -146,8 +146,7 @@ def _launches_of(x: Tensor, op: CrossEntropy, training: bool, inplace: bool, lay
     if layout is not None:  # there are no weights, no softcap and no denominator
         key = (layout, key)
     else:
-        layout = (x.shape[1], x.stride(0), x.dtype, x.data_ptr() & 31, x.get_device())
-        key = (layout, key, op.kind, op.weight_sum is None, op.denominator is None)
+        key = (layout_key(x), key, op.kind, op.weight_sum is None, op.denominator is None)
     found = _launches.get(key)
     return _launches.remember(key, _prepare(x[:1], n_rows, op, training, inplace)) if found is None else found
 
@@ -272,19 +271,19 @@ _gradients = Cache()
 
 
 def cross_entropy_gradient(
-    x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector, g: Tensor, *, unless_one: bool
+    x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector | None, g: Tensor, *, unless_one: bool
 ) -> None:
-    """The gradient for upstream g ([1], or [n_rows]; float32) into dx; unless_one: only where g is not 1.
+    """The gradient for upstream g ([1], or [n_rows]; float32) into dx, which may be x.
 
-    count: the mean's denominator; for other reductions any vector.
+    unless_one: only where g is not 1. count: what the gradient is divided by, [1] float32, such as a mean's
+    denominator; None: nothing.
     """
-    vectors = (*op.vectors(g), count, moments, g)
-    kind, mean, index = op.kind, op.reduction == "mean", x.get_device()
-    layouts = (x.stride(0), x.data_ptr() & 31, dx.stride(0), dx.data_ptr() & 31)
-    key = (x.shape[1], x.dtype, layouts, index, kind, mean, op.weight_sum is None, unless_one)
+    vectors = (*op.vectors(g), g if count is None else count, moments, g)
+    inplace = dx.data_ptr() == x.data_ptr()
+    key = (layout_key(x), layout_key(dx), op.kind, count is None, inplace, op.weight_sum is None, unless_one)
     run = _gradients.get(key)
     if run is None:
-        flags = (("UNLESS_ONE", unless_one), ("MEAN", mean), ("INPLACE", False), *kind.flags)
+        flags = (("UNLESS_ONE", unless_one), ("MEAN", count is not None), ("INPLACE", inplace), *op.kind.flags)
         run = prepare_rows(BACKWARD_UNLESS_ONE if unless_one else BACKWARD, (x, dx), vectors, flags, False)
         if x.is_cuda:
             _gradients.remember(key, run)
@@ -376,18 +375,8 @@ def losses_and_gradient_of_chunk(x: Tensor, dx: Tensor, op: CrossEntropy, divide
         return losses
     losses, moments = losses_of_chunk(x, op)
     one = torch.ones(1, dtype=torch.float32, device=x.device)
-    gradient_of_chunk(x, dx, op, divides, moments, one)
+    cross_entropy_gradient(x, dx, op, moments, divides, one, unless_one=False)
     return losses
-
-
-def gradient_of_chunk(
-    x: Tensor, dx: Tensor, op: CrossEntropy, divides: Tensor | None, moments: Tensor, g: Tensor
-) -> None:
-    """Into dx, which may be x, the gradient over `divides` for the upstream gradient g, [1] or [n_rows] float32."""
-    vectors = (*op.vectors(g), g if divides is None else divides, moments, g)
-    flags = (("UNLESS_ONE", False), ("MEAN", divides is not None), ("INPLACE", dx.data_ptr() == x.data_ptr()))
-    numbers = (op.ignore_index, int(g.numel() > 1), *op.numbers)
-    launch_rows(BACKWARD, (x, dx), vectors, numbers, (*flags, *op.kind.flags))
 
 
 def _losses_and_moments(x: Tensor) -> tuple[Tensor, Tensor]:

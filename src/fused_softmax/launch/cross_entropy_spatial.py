@@ -48,7 +48,7 @@ def planes_of(logits: Tensor) -> Tensor | None:
     return x if x is not None and x.shape[2] > 1 else None
 
 
-def loss_plan(x: Tensor, dx: Tensor, op: CrossEntropy, invariant: bool, device: Device | None = None) -> Plan | None:
+def loss_plan(x: Tensor, dx: Tensor, invariant: bool, device: Device | None = None) -> Plan | None:
     """The plan of logits (outer, n_cols, inner), or None where their columns do not fit on chip."""
     problem = problem_of(x, dx, batch_invariant=invariant)
     return plan_spatial_loss(problem, device or device_of(x))
@@ -83,7 +83,7 @@ def _run(
     key = (of_layout(tensors), op.kind, op.reduction == "mean", form, invariant)
 
     def make() -> Run:
-        plan = loss_plan(x, dx, op, invariant)
+        plan = loss_plan(x, dx, invariant)
         assert plan is not None
         return prepare(loss_recipe(x, dx, op, plan, device_of(x), *form), tensors)
 
@@ -119,7 +119,7 @@ def cross_entropy_pass(
     if op.reduction == "none":
         losses = empty((positions,), (1,), torch.float32, x)
     else:
-        plan = loss_plan(x, x if dx is None else dx, op, invariant)
+        plan = loss_plan(x, x if dx is None else dx, invariant)
         assert plan is not None
         programs = -(-x.shape[0] // plan.outers) * -(-x.shape[2] // plan.rows)
         losses = empty((programs,), (1,), torch.float32, x)

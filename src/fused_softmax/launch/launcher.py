@@ -21,7 +21,7 @@ from ..planning.types import Device, Plan, Problem
 from . import compile as compiling
 from .availability import KernelUnavailable
 from .cache import Cache
-from .compile import Binding, Kernel, Launch, Pointers
+from .compile import Binding, Kernel, Launch, Pointers, launch_options
 from .context import is_batch_invariant
 from .device import device_of
 from .layout import problem_of, run_time_arguments, starts
@@ -85,18 +85,8 @@ Run = Any
 
 def meta_of(kernel: Any, plan: Plan, device: Device, flags: Flags) -> dict[str, Any]:
     """The constexprs that the kernel has, and the launch's own meta-parameters."""
-    declared = kernel.declaration
     meta = plan.constexprs() | dict(flags) | dict(PTX=device.ptx, TRIGGER=device.supports_pdl)
-    meta = {name: meta[name] for name in declared.constexprs}
-    meta["num_warps"] = plan.num_warps
-    if device.kind == "cuda":
-        if declared.on_cluster:
-            meta["num_ctas"] = plan.ctas
-        if plan.max_registers is not None:
-            meta["maxnreg"] = device.registers_within(plan.max_registers, plan.num_warps)
-    if device.kind != "interpreter" and declared.asserts:
-        meta |= dict(debug=True, sanitize_overflow=False)
-    return meta | device.options(declared.num_stages)
+    return {name: meta[name] for name in kernel.declaration.constexprs} | launch_options(kernel, plan, device)
 
 
 def _described(op: RowOp, rows: tuple[Tensor, ...], plan: Plan, device: Device, flags: Flags) -> Described:
@@ -197,20 +187,6 @@ def _runner(found: Described, binding: Binding, index: int) -> Run:
     n_splits, most = found.n_splits, found.most
     shifted = any(offsets)
 
-    def run(rows: tuple[Tensor, ...], vectors: tuple[Vector, ...], numbers: tuple[int | float, ...]) -> None:
-        if current_device() != index:
-            with torch.cuda.device(index):
-                return run(rows, vectors, numbers)
-        n_rows = rows[0].shape[0]
-        pointers = [t.data_ptr() for t in rows]
-        if shifted:
-            pointers = [address - offset for address, offset in zip(pointers, offsets, strict=True)]
-        pointers += [v if type(v) is int else v.data_ptr() for v in vectors]
-        grid = -(-n_rows // rows_per_program) * n_splits
-        if most is not None and grid > most:
-            grid = most
-        call(grid, 1, 1, current_stream(index), *prefix, *pointers, n_rows, *scalars, *numbers, *trailing)
-
     def at(n_rows: int, rows: tuple[int, ...], vectors: tuple[int, ...], numbers: tuple[int | float, ...]) -> None:
         """`run` of addresses, on the current device, which must be this one."""
         if shifted:
@@ -219,6 +195,13 @@ def _runner(found: Described, binding: Binding, index: int) -> Run:
         if most is not None and grid > most:
             grid = most
         call(grid, 1, 1, current_stream(index), *prefix, *rows, *vectors, n_rows, *scalars, *numbers, *trailing)
+
+    def run(rows: tuple[Tensor, ...], vectors: tuple[Vector, ...], numbers: tuple[int | float, ...]) -> None:
+        if current_device() != index:
+            with torch.cuda.device(index):
+                return run(rows, vectors, numbers)
+        addresses = tuple([v if type(v) is int else v.data_ptr() for v in vectors])
+        at(rows[0].shape[0], tuple([t.data_ptr() for t in rows]), addresses, numbers)
 
     # for the direct path: the launch of an op that takes rows alone, and no numbers; and that of other ops
     run.parts = (index, call, rows_per_program, prefix, (*scalars, *trailing), offsets)  # type: ignore[attr-defined]

@@ -62,6 +62,11 @@ def allocator(x: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dt
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
 
 
+def layout_key(x: Tensor) -> tuple[Any, ...]:
+    """What the launches over rows x depend on: all except their number."""
+    return x.shape[1], x.stride()[0], x.dtype, x.data_ptr() & 31, x.get_device()
+
+
 def places(memory: Tensor, *starts: int) -> list[Any]:
     """Pointers to where vectors start in contiguous float32 memory, at these elements."""
     if memory.is_cuda:

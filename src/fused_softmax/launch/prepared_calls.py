@@ -67,12 +67,13 @@ def softmax_out_call(
 ) -> Callable[[Tensor, Tensor], None] | None:
     """call(x, out), which writes softmax or log_softmax over dim to `out`; None where this way is not for it.
 
-    x, out: plain tensors, x on a GPU. The call is for contiguous tensors of one shape, in separate memory or the same.
+    x, out: plain tensors, x on a GPU; dtype: x's own, or one that the kernels write from x's. The call is for
+    contiguous tensors of one shape, in separate memory or the same.
     """
     shape, start, out_start = x.shape, x.data_ptr(), out.data_ptr()
-    if out.shape != shape or not x.numel() or not (x.is_contiguous() and out.is_contiguous()) or out.dtype is not dtype:
-        return None
     n_elements, out_dtype = x.numel(), out.dtype
+    if out.shape != shape or out_dtype is not dtype or not (x.is_contiguous() and out.is_contiguous()):
+        return None
     same = start == out_start and x.dtype is out_dtype
     if not (same or start + n_elements * x.itemsize <= out_start or out_start + n_elements * out.itemsize <= start):
         return None
@@ -86,15 +87,18 @@ def softmax_out_call(
     return None if found is False else found
 
 
-def _prepare_out(x: Tensor, out: Tensor, dim: int, log: bool, prepare: Prepare) -> Any:
+def _takes(x: Tensor, dim: int) -> bool:
+    """Whether kernels may take x over dim: on a GPU with kernels, not empty, and of no longer rows than they count."""
     n_dims = x.dim()
-    if not -n_dims <= dim < n_dims or not x.numel() or x.shape[dim] > MAX_COLS or out.device != x.device:
+    if not -n_dims <= dim < n_dims or not x.numel() or x.shape[dim] > MAX_COLS:
         return False
-    if x.dtype not in DTYPE_NAMES or out.dtype not in DTYPE_NAMES or not isinstance(describe(x.device), Device):
+    return x.dtype in DTYPE_NAMES and isinstance(describe(x.device), Device)
+
+
+def _prepare_out(x: Tensor, out: Tensor, dim: int, log: bool, prepare: Prepare) -> Any:
+    if out.device != x.device or not _takes(x, dim):
         return False
-    if x.dtype is not out.dtype and (x.dtype is torch.float32 or out.dtype is not torch.float32):
-        return False
-    dim %= n_dims
+    dim %= x.dim()
     try:
         run = prepare(x, out, dim, log)
     except KernelUnavailable:
@@ -116,15 +120,12 @@ def _prepare_out(x: Tensor, out: Tensor, dim: int, log: bool, prepare: Prepare) 
 
 def _prepare_softmax(x: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare: Prepare) -> Any:
     """The call; TORCH; or False where this way is not for it."""
-    n_dims = x.dim()
-    if not -n_dims <= dim < n_dims or _empty is None or not x.numel() or x.shape[dim] > MAX_COLS:
-        return False
-    if x.dtype not in DTYPE_NAMES or not isinstance(describe(x.device), Device):
+    if _empty is None or not _takes(x, dim):
         return False
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if y.data_ptr() % 32:
         return False
-    dim %= n_dims
+    dim %= x.dim()
     try:
         run = prepare(x, y, dim, log)
     except KernelUnavailable:

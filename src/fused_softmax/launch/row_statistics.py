@@ -19,7 +19,7 @@ from .cache import Cache
 from .compile import kernel_loader
 from .context import is_batch_invariant
 from .launcher import RowOp, always, on_its_device, planned, prepare_rows
-from .layout import allocator, pointer, rows_of
+from .layout import allocator, layout_key, pointer, rows_of
 from .options import Flags
 
 
@@ -74,7 +74,7 @@ def statistics(
     n_rows, real = x.shape[0], torch.float32
     n_picks, scaled = _picks(ids), _scale_flag(scale)
     invariant = invariant or is_batch_invariant()
-    key = (layout or _layout(x), n_picks, entropy, scaled, keeps, invariant)
+    key = (layout or layout_key(x), n_picks, entropy, scaled, keeps, invariant)
     new, at = allocator(x), pointer(x)
     lse = new((n_rows,), (1,), real)
     rows_at = at(lse)
@@ -103,10 +103,6 @@ def statistics(
 
 def _picks(ids: Tensor | None) -> int:
     return 0 if ids is None else 1 if ids.dim() == 1 else ids.shape[1]
-
-
-def _layout(x: Tensor) -> tuple[Any, ...]:
-    return x.shape[1], x.stride(0), x.dtype, x.data_ptr() & 31, x.get_device()
 
 
 def planned_statistics(x: Tensor, on: Tensor, n_picks: int, backward: bool) -> Plan | str:
@@ -152,7 +148,7 @@ def statistics_backward(
             scale if scaled == 2 else None,
         )
     )
-    key = (_layout(x), _layout(dx), n_picks, g_entropy is None, g_lse is None, scaled, by_moments, ids is None)
+    key = (layout_key(x), layout_key(dx), n_picks, g_entropy is None, g_lse is None, scaled, by_moments, ids is None)
     run = _backwards.get(key)
     if run is None:
         flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", g_entropy is not None))

@@ -18,7 +18,7 @@ from ..planning.types import Device, Plan
 from . import compile as compiling
 from .availability import KernelUnavailable
 from .cache import Cache
-from .compile import Kernel, Launch, kernel_loader
+from .compile import Kernel, Launch, kernel_loader, launch_options
 from .context import is_batch_invariant
 from .device import device_of
 from .layout import DTYPE_NAMES, _alignment, empty, merge_dims
@@ -138,20 +138,12 @@ def _strides(tensors: Sequence[Tensor], vec: int) -> tuple[int, ...]:
 
 
 def _meta(kernel: Any, plan: Plan, device: Device, **flags: Any) -> dict[str, Any]:
-    declared = kernel.declaration
     known = dict(
         OUTERS=plan.outers, CTAS=plan.ctas, COLS=plan.vectors_per_chunk, INNER=plan.rows, VEC=plan.vec,
         CHUNKS=plan.chunks, UNPREDICATED=plan.unpredicated_chunks, RECOMPUTE=plan.recompute,
         TILE=plan.tile_chunks, INVARIANT=plan.invariant, PTX=device.ptx, **flags,
     )  # fmt: skip
-    meta: dict[str, Any] = {name: known[name] for name in declared.constexprs}
-    meta["num_warps"] = plan.num_warps
-    if device.kind == "cuda":
-        if declared.on_cluster:
-            meta["num_ctas"] = plan.ctas
-        if plan.max_registers is not None:
-            meta["maxnreg"] = device.registers_within(plan.max_registers, plan.num_warps)
-    return meta | device.options(declared.num_stages)
+    return {name: known[name] for name in kernel.declaration.constexprs} | launch_options(kernel, plan, device)
 
 
 # a merge's tile: parts and positions; its programs are few, and their arithmetic is nothing

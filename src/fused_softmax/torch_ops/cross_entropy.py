@@ -189,7 +189,7 @@ def _forward_by_torch(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
 
 
 def _gradient(
-    x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector, g: Tensor, *, unless_one: bool
+    x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector | None, g: Tensor, *, unless_one: bool
 ) -> None:
     try:
         rows.cross_entropy_gradient(x, dx, op, moments, count, g, unless_one=unless_one)
@@ -258,7 +258,8 @@ class RowCrossEntropy(torch.autograd.Function):
         if dx is None:
             dx = gradient_buffer(x)
         moments, count = rows.moments_and_count(kept, n_rows)
-        _gradient(x, dx, op, moments, count, upstream, unless_one=unless_one)
+        divides = count if op.reduction == "mean" else None
+        _gradient(x, dx, op, moments, divides, upstream, unless_one=unless_one)
         return dx, None, None, None
 
 
@@ -310,7 +311,7 @@ def _cross_entropy_backward_kernel(g: Tensor, moments: Tensor, x: Tensor, *field
     if not is_supported(x):
         return decompositions.cross_entropy_gradient(g, x, op).contiguous() if x.numel() else x.new_empty(x.shape)
     expect_layout("moments", moments, x, (x.shape[0], 2))
-    count = rows.count_targets(op, x) if op.reduction == "mean" else moments
+    count = rows.count_targets(op, x) if op.reduction == "mean" else None
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     g, moments = g.reshape(-1).float().contiguous(), moments.contiguous()
     _gradient(rows_of(x, n_cols), dx, op, moments, count, g, unless_one=False)

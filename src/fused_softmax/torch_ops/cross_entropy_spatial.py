@@ -29,7 +29,7 @@ def as_it_lies(logits: Tensor, op: CrossEntropy, inplace: bool) -> Tensor | None
     None where the logits do not fold, a position's classes do not fit on chip, or a kernel does not compile.
     """
     x = kernels.planes_of(logits)
-    if x is None or kernels.loss_plan(x, x, op, is_batch_invariant()) is None:
+    if x is None or kernels.loss_plan(x, x, is_batch_invariant()) is None:
         return None
     try:
         return recorded("cross_entropy", _apply, logits, op, inplace) if profiling() else _apply(logits, op, inplace)
@@ -40,8 +40,7 @@ def as_it_lies(logits: Tensor, op: CrossEntropy, inplace: bool) -> Tensor | None
 def planned_as_it_lies(logits: Tensor) -> Plan | None:
     """The plan of a mean with default options; None as `as_it_lies`."""
     x = kernels.planes_of(logits)
-    op = CrossEntropy(logits, None, None, -100, "mean", 0.0, None, 0.0)
-    return None if x is None else kernels.loss_plan(x, x, op, is_batch_invariant())
+    return None if x is None else kernels.loss_plan(x, x, is_batch_invariant())
 
 
 def _apply(logits: Tensor, op: CrossEntropy, inplace: bool) -> Tensor:

@@ -171,7 +171,7 @@ def _gradient(logits: Tensor, dlogits: Tensor, op: CrossEntropy, moments: Tensor
     """Into dlogits, which may be logits, the gradient of the rows' losses for their upstream gradients g."""
     if is_supported(logits):
         try:
-            return rows.gradient_of_chunk(logits, dlogits, op, None, moments, g)
+            return rows.cross_entropy_gradient(logits, dlogits, op, moments, None, g, unless_one=False)
         except KernelUnavailable:
             pass
     dlogits.copy_(decompositions.cross_entropy_gradient(g, logits, op))

@@ -95,7 +95,10 @@ def _direct_out(x: Any, dim: Any, dtype: Any, log: bool, out: Any) -> Tensor | N
         return None
     if _is_grad_enabled() and (x.requires_grad or out.requires_grad):
         return None
-    call = softmax_out_call(x, out, dim, x.dtype if dtype is None else dtype, log, prepare_softmax)
+    dtype = x.dtype if dtype is None else dtype
+    if not supports_fused_cast(x.dtype, dtype):
+        return None
+    call = softmax_out_call(x, out, dim, dtype, log, prepare_softmax)
     if call is None:
         return None
     call(x, out)
