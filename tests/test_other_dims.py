@@ -193,6 +193,14 @@ def test_cross_entropy_of_images_is_that_of_its_rows(options):
     torch.testing.assert_close(inplace.grad, leaf.grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_a_mean_over_weights_of_zero_is_nan(z_loss):
+    x, target = torch.randn(2, 3, 4), torch.zeros(2, 4, dtype=torch.int64)
+    assert cross_entropy_spatial.planes_of(x) is not None
+    for leaf in (x, x.clone().requires_grad_()):
+        assert fs.cross_entropy(leaf, target, weight=torch.zeros(3), z_loss=z_loss).isnan()
+
+
 def test_the_plan_follows_columns_and_positions():
     def regime(n_cols: int, inner: int, **more) -> str:
         return plan_spatial(SpatialProblem(n_cols, inner, "float32", "float32", 4, **more), DEVICES["sm_90"]).regime

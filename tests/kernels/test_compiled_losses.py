@@ -66,7 +66,7 @@ def layouts(monkeypatch) -> list[tuple[str, bool]]:
 @pytest.mark.parametrize(
     ("n_cols", "dtype", "apart"),
     [
-        (16384, torch.bfloat16, False),
+        (26000, torch.bfloat16, False),
         (32000, torch.bfloat16, False),
         (50257, torch.bfloat16, False),
         (50257, torch.bfloat16, True),

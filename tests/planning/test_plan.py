@@ -16,6 +16,8 @@ from pathlib import Path
 import golden_plans
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from planned import DTYPES, PROMISED, compile_time, kernels, problem
 
 from fused_softmax.launch.launcher import meta_of
@@ -23,8 +25,8 @@ from fused_softmax.launch.layout import problem_of
 from fused_softmax.launch.softmax import softmax_op
 from fused_softmax.planning import config_tables
 from fused_softmax.planning import losses as loss_plans
-from fused_softmax.planning.softmax import WARP_MAX_COLS, plan
-from fused_softmax.planning.types import DEVICES, REGIMES, Device, Plan, Problem
+from fused_softmax.planning.softmax import WARP_MAX_COLS, plan, steps_plan
+from fused_softmax.planning.types import DEVICES, ITEMSIZE, REGIMES, Device, Plan, Problem
 
 # (target, backward, log) -> its config_tables
 TABLES = {
@@ -408,23 +410,34 @@ def test_planning_needs_neither_torch_nor_triton():
     assert said.split("\n")[:2] == ["cluster", "[]"]
 
 
-@pytest.mark.parametrize("n_cols", [4096, 12288, 32000, 100352, 128256, 262144])
-def test_a_walks_steps_are_by_bytes(n_cols):
-    bf16, fp32 = (
-        loss_plans.plan_statistics(Problem(n_cols * 2 // itemsize, dtype, dtype, vec=16 // itemsize), DEVICES["sm_90"])
-        for dtype, itemsize in (("bfloat16", 2), ("float32", 4))
-    )
-    assert (fp32.ctas, fp32.num_warps, fp32.chunks) == (bf16.ctas, bf16.num_warps, bf16.chunks)
-    # no row is shorter than a step, which costs the same full or empty
-    step = bf16.ctas * bf16.vectors_per_chunk * bf16.vec * bf16.chunks
-    assert step <= n_cols
+# (the planner, the least columns, the largest share of the threads' columns that may lie after the row's end)
+STEPPED = {
+    "statistics": (loss_plans.plan_statistics, 2048, 0.25),
+    "elementwise": (loss_plans.plan_elementwise, 2048, 0.25),
+    "loss": (loss_plans.plan_loss, 3072, 0.25),
+}
 
 
-def test_unaligned_rows_take_fewer_warps_where_no_row_is_summed():
-    aligned, unaligned = (
-        loss_plans.plan_elementwise(
-            Problem(n_cols, "bfloat16", "bfloat16", vec=vec, in_phase=True), DEVICES["sm_90"]
-        ).num_warps
-        for n_cols, vec in ((50264, 8), (50257, 1))
-    )
-    assert (aligned, unaligned) == (4, 2)
+@pytest.mark.parametrize("name", STEPPED)
+@given(n_cols=st.integers(2048, 262144), dtype=st.sampled_from(["bfloat16", "float32"]), aligned=st.booleans())
+def test_few_threads_have_no_column(name, n_cols, dtype, aligned):
+    planner, least, share = STEPPED[name]
+    assume(n_cols * ITEMSIZE[dtype] >= least * 2)
+    full = 16 // ITEMSIZE[dtype]
+    problem = Problem(n_cols // full * full, dtype, dtype, full) if aligned else Problem(n_cols, dtype, dtype, 1, True)
+    plan = planner(problem, DEVICES["sm_90"])
+    step = plan.ctas * plan.vectors_per_chunk * plan.vec * plan.chunks
+    steps = -(-(problem.n_cols // plan.vec) // (step // plan.vec))
+    assert steps * step <= problem.n_cols / (1 - share) + full
+    assert plan.regime == "two_pass" or steps == 1
+
+
+def test_steps_divide_a_row_evenly():
+    def steps(n_cols: int, warps: int, most: int) -> tuple[int, int]:
+        problem = Problem(n_cols, "bfloat16", "bfloat16", 8)
+        plan = steps_plan(problem, DEVICES["sm_90"], 1, warps, most, "asked")
+        return plan.chunks, -(-n_cols // (plan.chunks * plan.vectors_per_chunk * plan.vec))
+
+    assert steps(4096, 2, 8) == (8, 1)
+    assert steps(4104, 2, 8) == (5, 2)  # 9 chunks and a few columns: two steps of 5, not of 8
+    assert steps(8, 4, 8) == (1, 1)

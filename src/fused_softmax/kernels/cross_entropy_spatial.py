@@ -131,7 +131,10 @@ def cross_entropy_spatial(
             if LOSS == 1:
                 tl.store(loss_ptr + at, loss, mask=exists)
             else:
-                tl.store(loss_ptr + pid, tl.sum(tl.reshape(loss, (OUTERS * INNER,)), 0))
+                total_loss = tl.sum(tl.reshape(loss, (OUTERS * INNER,)), 0)
+                if MEAN:  # torch divides each term of a loss by 0, and one of them is 0/0
+                    total_loss = tl.where(tl.load(count_ptr) == 0.0, float("nan"), total_loss)
+                tl.store(loss_ptr + pid, total_loss)
 
         if GRADIENT:
             g = tl.where(counts, 1.0, 0.0)

@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .config_tables import (
-    ELEMENTWISE_CHUNKS,
-    ELEMENTWISE_WARPS,
+    ELEMENTWISE,
     LOSS_CLUSTER,
+    LOSS_REGISTERS,
     STATISTICS_STEPS,
     TWO_PASS_CHUNKS,
     TWO_PASS_WARPS,
     KernelConfig,
 )
-from .softmax import geometry, plan, preferred_warp_plan, resident_plan, steps_plan, two_pass_plan, warp_plan
+from .softmax import plan, preferred_warp_plan, resident_plan, steps_plan, two_pass_plan, warp_plan
 from .types import Device, Plan, Problem
 
 
@@ -30,9 +30,8 @@ def plan_statistics(problem: Problem, device: Device) -> Plan:
     found = warp_plan(problem, device)
     if found is not None:
         return found
-    _, ctas, warps, most = next(step for step in STATISTICS_STEPS if problem.n_cols * problem.itemsize <= step[0] * 2)
-    ctas = min(ctas, device.max_cluster)
-    return steps_plan(problem, device, ctas, warps, most, "the row is read once, in steps")
+    _, ctas, warps, most = next(step for step in STATISTICS_STEPS[problem.itemsize] if problem.n_cols <= step[0])
+    return steps_plan(problem, device, min(ctas, device.max_cluster), warps, most, "the row is read once, in steps")
 
 
 def plan_capped_statistics(problem: Problem, device: Device) -> Plan:
@@ -56,26 +55,26 @@ def plan_elementwise(problem: Problem, device: Device) -> Plan:
     found = warp_plan(problem, device)
     if found is not None:
         return found
-    why = "independent programs share the row"
-    _, unaligned = geometry(problem)
-    return steps_plan(problem, device, 1, ELEMENTWISE_WARPS[unaligned], ELEMENTWISE_CHUNKS, why)
+    return steps_plan(problem, device, 1, *ELEMENTWISE[problem.itemsize], "independent programs share the row")
 
 
 def plan_loss(problem: Problem, device: Device) -> Plan:
     """The plan of a loss with its gradient in one pass: the row as loaded, in longer slices than softmax's.
 
     >>> plan_loss(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).ctas
-    4
+    8
     """
     if preferred_warp_plan(problem, device) is None and device.max_cluster >= 16:
-        for config in LOSS_CLUSTER:
-            if problem.n_cols * problem.itemsize <= config.max_cols * 2:
-                chosen = resident_plan(problem, device, replace(config, max_registers=None))
-                if chosen is not None:
-                    return replace(
-                        chosen, max_registers=config.max_registers if chosen.vec == problem.full_vec else None
-                    )
+        for config in LOSS_CLUSTER[problem.itemsize]:
+            if problem.n_cols <= config.max_cols and (chosen := resident_plan(problem, device, config)) is not None:
+                return replace(chosen, max_registers=_loss_registers(problem, chosen))
     return replace(plan(problem, device), max_registers=None)
+
+
+def _loss_registers(problem: Problem, chosen: Plan) -> int | None:
+    if problem.itemsize == 4 or chosen.vec < problem.full_vec or chosen.ctas < 4:
+        return None
+    return next((cap for chunks, cap in LOSS_REGISTERS if chosen.chunks <= chunks), None)
 
 
 def plan_smoothed_loss(problem: Problem, device: Device) -> Plan:

@@ -222,11 +222,19 @@ def two_pass_plan(problem: Problem, device: Device, config: KernelConfig | None 
     )  # fmt: skip
 
 
-def steps_plan(problem: Problem, device: Device, ctas: int, warps: int, chunks: int, why: str) -> Plan:
-    """The plan of rows that `ctas` programs read in steps of `chunks` chunks and do not hold."""
+def steps_plan(problem: Problem, device: Device, ctas: int, warps: int, most: int, why: str) -> Plan:
+    """The plan of rows that `ctas` programs read in steps of at most `most` chunks and do not hold.
+
+    The steps divide the row evenly, so that few threads of the last one have no column. H200, bfloat16, 4,132 columns,
+    log-probabilities with entropy: 0.94 of a read in 3 steps of 6 chunks of a warp, 0.52 in one step of 8 chunks of
+    four warps.
+    """
     vec, unaligned = geometry(problem)
     num_warps = max(1, warps * 32 // device.warp_size)
     vectors = num_warps * device.warp_size * (problem.full_vec // vec)
+    units = max(1, problem.n_cols // vec if unaligned else -(-problem.n_cols // vec))
+    steps = -(-units // (ctas * vectors * most))
+    chunks = -(-units // (ctas * vectors * steps))
     return Plan("two_pass", 1, ctas, 1, vectors, vec, chunks, 0, unaligned, False, num_warps, None, why)
 
 

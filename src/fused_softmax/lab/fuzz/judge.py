@@ -215,10 +215,10 @@ def _bits_differ(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _promises_bits(case: Case) -> bool:
-    """Not where PyTorch adds with atomics on a GPU: in nll_loss2d, which patch() leaves to it, and in the scatter_add
-    of token_logprobs' formula, which is differentiated where its gradient is."""
-    patched = case.op == "cross_entropy" and case.way == "patch"
-    return not (patched or (case.op == "token_logprobs" and case.direction == "double"))
+    """Not where PyTorch adds with atomics on a GPU: in nll_loss2d, which patch() and options outside the kernels'
+    leave to it, and in the scatter_add of token_logprobs' formula, which is differentiated where its gradient is."""
+    by_torch = case.op == "cross_entropy" and (case.way == "patch" or "odd" in case.options)
+    return not (by_torch or (case.op == "token_logprobs" and case.direction == "double"))
 
 
 def _same_bits(
