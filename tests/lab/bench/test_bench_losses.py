@@ -54,6 +54,23 @@ def test_loss_and_gradient_that_are_right_pass_strictly():
         assert check.judge(exact(check, dtype), ours=True).ok
 
 
+def test_a_gradient_is_judged_in_units_of_the_terms_it_is_a_difference_of():
+    check = judge("cross_entropy", dtype=torch.float32)
+    x, target, count = check.inputs
+    x[0], target[0] = 0.0, 7
+    x[0, 7] = 14.0  # p is 0.9999, and the largest value of the row's gradient 8e-5 of its terms
+    check = Judge(OPS["cross_entropy"], check.inputs)
+    loss, dx = exact(check, torch.float32)
+    one_eps = torch.finfo(torch.float32).eps / float(count)
+    for errors, ok in ((3, True), (30, False)):
+        wrong = dx.clone()
+        wrong[0, 7] += errors * one_eps
+        assert check.judge((loss, wrong)).ok == ok
+    wrong = dx.clone()
+    wrong[5] = one_eps  # an ignored row
+    assert (target[5] == IGNORED) and not check.judge((loss, wrong)).ok
+
+
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_wrong_part_is_named(part: int):
     check = judge("cross_entropy")

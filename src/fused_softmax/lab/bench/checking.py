@@ -85,17 +85,27 @@ class _Part:
     name: str
     shape: torch.Size
     dtype: torch.dtype
+    term: float = 0.0  # the largest number that a row's values are differences of; 0: they are no differences
     error: float = 0.0  # PyTorch's largest
     relative: float = 0.0  # the same, in units of its row's scale
     spread: float = 0.0  # its absolute errors added up over a row, in units of the row's absolute values
     total: float = 0.0
 
+    def scales(self, ref: Tensor) -> Tensor:
+        """What a row's error is measured in: its largest value, or the terms whose difference a gradient is.
+
+        The gradient of a cross-entropy is p - 1 at the target. Where p is almost 1, the difference is small, and its
+        error is that of p. A row of zeros has no scale: any other value in it is wrong.
+        """
+        scale = row_scales(ref)
+        if ref.dim() == 1:
+            return scale.clamp(min=1.0)
+        return scale if self.term == 0.0 else torch.where(scale > 0, scale.clamp(min=self.term), 0.0)
+
     def learn(self, y: Tensor, ref: Tensor, spread: bool) -> None:
         """Take a chunk of rows of PyTorch's result."""
         differences = _differences(y, ref)
-        errors, scale = differences.reshape(len(ref), -1).amax(-1), row_scales(ref)
-        if ref.dim() == 1:
-            scale = scale.clamp(min=1.0)
+        errors, scale = differences.reshape(len(ref), -1).amax(-1), self.scales(ref)
         self.error = max(self.error, float(errors.max()))
         self.relative = max(self.relative, _largest(errors, scale))
         if spread:
@@ -119,7 +129,8 @@ class Judge:
         self.op, self.inputs = op, inputs
         with torch.no_grad():
             own = parts_of(op.torch_call(*inputs))
-        self.parts = [_Part(name, y.shape, y.dtype) for name, y in zip(op.parts, own, strict=True)]
+        term = 0.0 if op.largest_term is None else float(op.largest_term(*inputs))
+        self.parts = [_Part(name, y.shape, y.dtype, term) for name, y in zip(op.parts, own, strict=True)]
         # torch's worst row, in units of that row's scale, is what every row may be twice as wrong as: with 10^6 rows
         # there is always one that torch happens to round perfectly
         for rows, refs in self._chunks():
@@ -162,8 +173,7 @@ class Judge:
                 if y.dim() == 0:
                     continue
                 differences = _differences(y[rows], ref)
-                errors, scale = differences.reshape(len(ref), -1).amax(-1), row_scales(ref)
-                scale = scale.clamp(min=1.0) if ref.dim() == 1 else scale
+                errors, scale = differences.reshape(len(ref), -1).amax(-1), part.scales(ref)
                 wrong = errors > part.limit(y, coarse) * scale
                 if self.op.coarse and y.dim() > 1:
                     # rounding alone leaves a quarter of eps on average, the interpreter's truncation half

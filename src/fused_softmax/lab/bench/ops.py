@@ -59,6 +59,8 @@ class Op:
     by_row: int | None = None
     # torch rounds intermediate results to the inputs' dtype, so its error is no bound for ours
     coarse: bool = False
+    # the inputs -> the largest number that a row of the gradient is a difference of: the unit of its errors
+    largest_term: Call | None = None
     family: str = ""  # the results file of its records; default: `of`
     plans_gradient: bool = False  # whether the plan to show is that of the gradient
     planned: Callable[..., Inputs] = lambda *inputs: inputs[:1]  # the inputs that the plan depends on: x, and a mask
@@ -237,7 +239,12 @@ _AUTOGRAD: dict[str, Any] = dict(
     inputs=made.logits_and_gradient, elements=moved.forward_and_backward, ceiling="add", gradient=through_autograd
 )
 _LOSS: dict[str, Any] = dict(
-    inputs=made.logits_and_targets, call=_loss, torch=_loss(F.cross_entropy), by_row=2, coarse=True
+    inputs=made.logits_and_targets,
+    call=_loss,
+    torch=_loss(F.cross_entropy),
+    by_row=2,
+    coarse=True,
+    largest_term=lambda x, target, count: 1.0 / count,
 )
 _LOGPROBS: dict[str, Any] = dict(call=_statistics, torch=token_statistics, coarse=True)
 _MASKED: dict[str, Any] = dict(of="masked_softmax", planned=lambda x, *rest: (heads(x),))
