@@ -34,7 +34,7 @@ def test_softmax_and_its_gradient(shape, dtype):
         ours(leaf, 1).backward(dy)
         torchs(own, 1).backward(dy)
         torchs(exact, 1).backward(dy.double())
-        scale = exact.grad.abs().amax(1, keepdim=True)
+        scale = dy.double().abs().amax(1, keepdim=True)  # the gradient is a difference of numbers of this size
         error, torch_error = ((t.grad.double() - exact.grad).abs().amax(1, keepdim=True) for t in (leaf, own))
         assert (error <= 2 * torch_error + 4 * torch.finfo(dtype).eps * scale).all()
 
@@ -71,7 +71,8 @@ def test_cross_entropy_of_images(classes, inplace, dtype):
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-6)
     (2 * loss).backward()
     scale = exact.grad.abs().max()
-    assert (leaf.grad.double() - exact.grad).abs().max() <= 4 * torch.finfo(dtype).eps * scale
+    error = (leaf.grad.double() - exact.grad).abs().max()
+    assert error <= 8 * torch.finfo(dtype).eps * scale, f"{error / scale / torch.finfo(dtype).eps:.1f} eps"
 
 
 def test_a_target_outside_the_classes_ends_in_a_device_assertion():

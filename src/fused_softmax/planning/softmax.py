@@ -121,6 +121,8 @@ def warp_plan(problem: Problem, device: Device) -> Plan | None:
     vectors = min(power_of_two(units), device.warp_size)
     if vec == problem.full_vec:
         vectors = max(vectors, 2 * vec) if unaligned else vectors
+        if problem.itemsize == 2 and device.warp_size < units <= 3 * device.warp_size // 2:
+            vectors = device.warp_size // 2  # three vectors for each of 16 threads, not one or two for each of 32
         config = next(c for c in WARP[problem.itemsize] if units <= c.max_cols)
         num_warps, rows_a_thread = max(1, config.num_warps * 32 // device.warp_size), config.rows
         if unaligned and vectors == device.warp_size and units <= vectors:
@@ -289,7 +291,7 @@ def _round_chunks(chunks: int) -> int:
 def _unpredicated_chunks(
     units: int, ctas: int, vectors: int, chunks: int, unaligned: bool, backward: bool = False
 ) -> int:
-    """Chunks that lie inside every slice: all where the slices divide the row, else all except the last two.
+    """Chunks that lie inside every slice: all where powers of two divide the row so, else all except the last two.
 
     An unaligned row of n columns has n//vec or one vector fewer between head and tail, and the last slice is the
     shortest. Long gradients keep two predicates that they do not need. Without them, at 262,144 columns of bfloat16,
@@ -297,7 +299,7 @@ def _unpredicated_chunks(
     """
     if backward and chunks >= 8:
         unaligned = True
-    if not unaligned and units == ctas * vectors * chunks and (chunks <= 9 or chunks == 16):
+    if not unaligned and units == ctas * vectors * chunks and chunks in (1, 2, 3, 4, 8, 16):  # widths share kernels
         return chunks
     return max(0, chunks - 2) if _shortest(units, ctas, unaligned) >= (chunks - 2) * vectors else 0
 
