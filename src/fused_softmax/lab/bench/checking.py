@@ -98,8 +98,13 @@ class _Part:
         error is that of p. A row of zeros has no scale: any other value in it is wrong.
         """
         scale = row_scales(ref)
-        if ref.dim() == 1:
-            return scale.clamp(min=1.0)
+        return scale.clamp(min=1.0) if ref.dim() == 1 else self._at_least_term(scale)
+
+    def sizes(self, ref: Tensor) -> Tensor:
+        """What a row's errors, added up, are measured in."""
+        return self._at_least_term(ref.abs().sum(-1))
+
+    def _at_least_term(self, scale: Tensor) -> Tensor:
         return scale if self.term == 0.0 else torch.where(scale > 0, scale.clamp(min=self.term), 0.0)
 
     def learn(self, y: Tensor, ref: Tensor, spread: bool) -> None:
@@ -109,7 +114,7 @@ class _Part:
         self.error = max(self.error, float(errors.max()))
         self.relative = max(self.relative, _largest(errors, scale))
         if spread:
-            self.spread = max(self.spread, _largest(differences.sum(-1), ref.abs().sum(-1)))
+            self.spread = max(self.spread, _largest(differences.sum(-1), self.sizes(ref)))
 
     def limit(self, y: Tensor, coarse: bool) -> float:
         """In units of a row's scale."""
@@ -178,7 +183,7 @@ class Judge:
                 if self.op.coarse and y.dim() > 1:
                     # rounding alone leaves a quarter of eps on average, the interpreter's truncation half
                     limit = torch.finfo(y.dtype).eps * (1 if coarse else 4) + (0.0 if coarse else 2 * part.spread)
-                    wrong |= differences.sum(-1) > limit * ref.abs().sum(-1)
+                    wrong |= differences.sum(-1) > limit * part.sizes(ref)
                 worst = max(worst, float(errors.max()))
                 failed[part.name] += int(wrong.sum())
         for part, y in zip(self.parts, got, strict=True):
