@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fused_softmax.lab.bench.inputs import DTYPES
+from fused_softmax.lab.bench.inputs import DTYPES, IGNORED
+from fused_softmax.launch import cross_entropy, row_statistics
+from fused_softmax.launch.launcher import RowOp, launch_rows
 from fused_softmax.launch.layout import problem_of
-from fused_softmax.launch.softmax import softmax_launch
+from fused_softmax.launch.options import CrossEntropy
+from fused_softmax.launch.softmax import softmax_launch, softmax_op
 
 if TYPE_CHECKING:
     from fused_softmax.launch.compile import Launch
@@ -23,9 +28,9 @@ def described_rows(n_rows: int, n_cols: int, dtype: str) -> tuple[Tensor, Tensor
     return x, torch.empty_like(x)
 
 
-def problem_for(n_cols: int, dtype: str, *, backward: bool = False) -> Problem:
+def problem_for(n_cols: int, dtype: str, *, backward: bool = False, log: bool = False) -> Problem:
     """Softmax, or its backward, of contiguous rows of that width, in tensors that start aligned as allocations do."""
-    return problem_of(*described_rows(2, n_cols, dtype), backward=backward)
+    return problem_of(*described_rows(2, n_cols, dtype), backward=backward, log=log)
 
 
 def launches_for(n_rows: int, n_cols: int, dtype: str, plan: Plan, device: Device) -> list[Launch]:
@@ -33,26 +38,76 @@ def launches_for(n_rows: int, n_cols: int, dtype: str, plan: Plan, device: Devic
     return [softmax_launch(described_rows(n_rows, n_cols, dtype), plan, device=device)]
 
 
-def run_backward_plan(plan: Plan) -> Callable[..., Any]:
-    """A callable that runs softmax's backward, (dy, y) -> dx of 2-D rows, through a given plan."""
+Make = Callable[["Plan"], Callable[..., Any]]  # a plan -> a callable over the inputs of the bench's op
 
-    def call(dy: Tensor, y: Tensor) -> Tensor:
-        dx = torch.empty_like(y)
-        softmax_launch((y, dy, dx), plan, backward=True)()
-        return dx
+
+def run_plan(log: bool = False) -> Make:
+    """Runs softmax of 2-D rows, x -> y, through a given plan."""
+    op, flags = softmax_op(log)
+
+    def make(plan: Plan) -> Callable[..., Any]:
+        def call(x: Tensor) -> Tensor:
+            y = torch.empty_like(x)
+            launch_rows(_fixed(op, plan), (x, y), (), (), flags)
+            return y
+
+        return call
+
+    return make
+
+
+def run_backward_plan(log: bool = False) -> Make:
+    """Runs softmax's gradient of 2-D rows, (dy, y) -> dx, through a given plan."""
+    op, flags = softmax_op(log, backward=True)
+
+    def make(plan: Plan) -> Callable[..., Any]:
+        def call(dy: Tensor, y: Tensor) -> Tensor:
+            dx = torch.empty_like(y)
+            launch_rows(_fixed(op, plan), (y, dy, dx), (), (), flags)
+            return dx
+
+        return call
+
+    return make
+
+
+def run_loss_plan(plan: Plan) -> Callable[..., Any]:
+    """Runs a mean cross-entropy with its gradient, (x, target, count) -> (loss, dx), through a given plan."""
+
+    def call(x: Tensor, target: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        op = CrossEntropy(target, None, None, IGNORED, "mean", 0.0, None, 0.0)
+        dx, losses = torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
+        moments, divides = x.new_empty(x.shape[0], 2, dtype=torch.float32), count.float().view(1)
+        vectors = (*op.vectors(losses), divides, losses, moments)
+        flags = (("MEAN", True), ("INPLACE", False), *op.kind.flags)
+        row_op = _fixed(cross_entropy.WITH_GRADIENT[op.kind.arithmetic], plan)
+        launch_rows(row_op, (x, dx), vectors, (op.ignore_index, *op.numbers), flags)
+        return losses.sum() / divides[0], dx
 
     return call
 
 
-def run_plan(plan: Plan) -> Callable[..., Any]:
-    """A callable that runs softmax of 2-D rows through a given plan."""
+def run_statistics_plan(plan: Plan) -> Callable[..., Any]:
+    """Runs token log-probabilities with entropy and logsumexp, (x, ids) -> all three, through a given plan."""
+    flags = (("PICKS", 1), ("ENTROPY", True), ("SCALE", 0), ("KEEP_MOMENTS", False))
 
-    def call(x: Tensor) -> Tensor:
-        y = torch.empty_like(x)
-        softmax_launch((x, y), plan)()
-        return y
+    def call(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        lse, entropy, picked = x.new_empty(3, x.shape[0], dtype=torch.float32).unbind()
+        vectors = (lse, lse, entropy, ids, picked, lse)
+        launch_rows(_fixed(row_statistics.FORWARD, plan), (x,), vectors, (1, 1.0), flags)
+        return picked, entropy, lse
 
     return call
+
+
+def _fixed(op: RowOp, plan: Plan) -> RowOp:
+    """`op` with this plan for every row."""
+    return replace(op, planner=_planner_of(plan))
+
+
+@functools.cache  # a plan has one planner, so that its launch is prepared once
+def _planner_of(plan: Plan) -> Callable[[Problem, Device], Plan]:
+    return lambda problem, device: plan
 
 
 def plan_text(plan: Plan) -> str:

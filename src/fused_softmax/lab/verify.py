@@ -72,7 +72,7 @@ def forced(x: Tensor, regime: str) -> Callable[[Tensor], Tensor] | str:
     if isinstance(device, Unsupported):
         return str(device)
     try:
-        return run_plan(plan(problem_for(x.shape[1], str(x.dtype).removeprefix("torch.")), device, regime=regime))
+        return run_plan()(plan(problem_for(x.shape[1], str(x.dtype).removeprefix("torch.")), device, regime=regime))
     except ValueError as error:
         return str(error)
 

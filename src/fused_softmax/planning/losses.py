@@ -6,6 +6,7 @@ and without a reduction programs share a row. Pure Python, no I/O. The numbers a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from .config_tables import (
@@ -32,6 +33,30 @@ def plan_statistics(problem: Problem, device: Device) -> Plan:
         return found
     _, ctas, warps, most = next(step for step in STATISTICS_STEPS[problem.itemsize] if problem.n_cols <= step[0])
     return steps_plan(problem, device, min(ctas, device.max_cluster), warps, most, "the row is read once, in steps")
+
+
+def step_candidates(problem: Problem, device: Device) -> Iterator[Plan]:
+    """Plans of a reduction that holds nothing, in steps that divide the row; `fused-softmax tune` measures them."""
+    seen = set()
+    for ctas in (c for c in (1, 2, 4) if c <= device.max_cluster and problem.n_cols >= 8192 * (c - 1)):
+        for warps in (1, 2, 4, 8):
+            for most in range(3, 11):
+                found = steps_plan(problem, device, ctas, warps, most, "a candidate")
+                if found.chunks > 2 and found not in seen:
+                    seen.add(found)
+                    yield found
+
+
+def loss_candidates(problem: Problem, device: Device) -> Iterator[Plan]:
+    """Plans that hold a row of a loss on chip, with and without a register cap; `fused-softmax tune` measures them."""
+    for ctas in (c for c in (1, 2, 4, 8, 16) if c <= device.max_cluster):
+        for warps in (2, 4, 8, 16):
+            found = resident_plan(problem, device, KernelConfig(problem.n_cols, ctas, warps, True))
+            if found is None or not 3 <= found.chunks <= 24:
+                continue
+            yield found
+            if (cap := _loss_registers(problem, found)) is not None:
+                yield replace(found, max_registers=cap)
 
 
 def plan_capped_statistics(problem: Problem, device: Device) -> Plan:
