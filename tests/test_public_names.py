@@ -96,6 +96,11 @@ NAMES = {
     "integrations.causal_lm_loss": (
         "(outputs: 'Any', labels: 'Tensor', num_items_in_batch: 'int | Tensor | None' = None) -> 'Tensor'"
     ),
+    "integrations.apply_to": (
+        "(model: 'Any', *, logits_in_eval: 'bool' = True, chunk_rows: 'int | None' = None, accumulate: 'str' = "
+        "'float32', logits_dtype: 'torch.dtype | None' = None) -> 'AppliedLoss'"
+    ),
+    "integrations.AppliedLoss": "(model: 'Any', before: 'Any', function: 'Any', text: 'str')",
     "patch.enable": "(self) -> 'None'",
     "patch.disable": "(self) -> 'None'",
     "patch.__enter__": "(self) -> 'patch'",

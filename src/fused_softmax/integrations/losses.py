@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from .losses import cross_entropy_over, token_logprobs
-from .torch_ops.arguments import stands_in
+from ..losses import cross_entropy_over, token_logprobs
+from ..torch_ops.arguments import denominator_of, stands_in
 
 
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
@@ -59,12 +59,6 @@ def causal_lm_loss(outputs: Any, labels: Tensor, num_items_in_batch: int | Tenso
         return handle_torch_function(causal_lm_loss, given, *given)
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
     following = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
-    if num_items_in_batch is not None:
-        # not torch's default dtype, which may have no 70,000
-        dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
-        if isinstance(num_items_in_batch, Tensor):
-            num_items_in_batch = num_items_in_batch.to(logits.device, dtype)
-        else:
-            num_items_in_batch = torch.full((1,), float(num_items_in_batch), dtype=dtype, device=logits.device)
+    denominator = denominator_of(num_items_in_batch, logits)
     target = following.reshape(-1).to(logits.device)
-    return cross_entropy_over(num_items_in_batch, logits.view(-1, logits.shape[-1]), target)
+    return cross_entropy_over(denominator, logits.view(-1, logits.shape[-1]), target)

@@ -1,0 +1,16 @@
+"""Our losses inside the programs that people run: transformers, TRL, torchtitan, verl, vLLM.
+
+A function has the name and signature of what it stands for. `apply_to` and the `patch_*` functions put it in place, say
+what they did, and can be undone. They check the names and signatures that they replace, and raise where these have
+changed. Nothing of another package is imported before one of them is called. docs/recipes.md shows each.
+"""
+
+from .causal_lm import AppliedLoss, apply_to
+from .losses import causal_lm_loss, selective_log_softmax
+
+__all__ = ["AppliedLoss", "apply_to", "causal_lm_loss", "selective_log_softmax"]
+
+# the path by which a later release finds what was pickled
+for _name in __all__:
+    globals()[_name].__module__ = __name__
+del _name
