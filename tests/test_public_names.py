@@ -92,7 +92,11 @@ NAMES = {
         "z_loss: 'float' = 0.0, chunk_rows: 'int | None' = None, accumulate: 'str' = 'float32', "
         "logits_dtype: 'torch.dtype | None' = None) -> 'None'"
     ),
-    "integrations.selective_log_softmax": "(logits: 'Tensor', index: 'Tensor') -> 'Tensor'",
+    "integrations.selective_log_softmax": (
+        "(logits: 'Tensor', index: 'Tensor', temperature: 'float' = 1.0, row_mask: 'Tensor | None' = None) -> 'Tensor'"
+    ),
+    "integrations.patch_trl": "() -> 'Replaced'",
+    "integrations.Replaced": "(package: 'str', known: 'str', names: 'Sequence[Name]')",
     "integrations.causal_lm_loss": (
         "(outputs: 'Any', labels: 'Tensor', num_items_in_batch: 'int | Tensor | None' = None) -> 'Tensor'"
     ),

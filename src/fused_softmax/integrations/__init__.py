@@ -6,9 +6,11 @@ changed. Nothing of another package is imported before one of them is called. do
 """
 
 from .causal_lm import AppliedLoss, apply_to
-from .losses import causal_lm_loss, selective_log_softmax
+from .losses import causal_lm_loss
+from .replacing import Replaced
+from .trl_trainers import patch_trl, selective_log_softmax
 
-__all__ = ["AppliedLoss", "apply_to", "causal_lm_loss", "selective_log_softmax"]
+__all__ = ["AppliedLoss", "Replaced", "apply_to", "causal_lm_loss", "patch_trl", "selective_log_softmax"]
 
 # the path by which a later release finds what was pickled
 for _name in __all__:

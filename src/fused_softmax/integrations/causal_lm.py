@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..linear_losses import linear_cross_entropy_over
 from ..torch_ops.arguments import denominator_of
-from .versions import TRANSFORMERS, installed
+from .replacing import TRANSFORMERS, installed
 
 # model_type of the config -> the class of the model. The logits of all are lm_head(hidden), with a softcap where the
 # config has one, and their loss is ForCausalLMLoss.

@@ -1,7 +1,4 @@
-"""Losses with the names and signatures that trainers call: TRL's selective_log_softmax, Hugging Face's loss function.
-
-Nothing is imported from TRL or transformers. docs/recipes.md shows where the functions go.
-"""
+"""The loss that Hugging Face's Trainer takes as compute_loss_func. Nothing is imported from transformers."""
 
 from __future__ import annotations
 
@@ -11,28 +8,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from ..losses import cross_entropy_over, token_logprobs
+from ..losses import cross_entropy_over
 from ..torch_ops.arguments import denominator_of, stands_in
-
-
-def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
-    """Return log_softmax(logits, -1) gathered at index, as `trl.trainer.utils.selective_log_softmax`, in one read.
-
-    Args:
-        logits: (..., V).
-        index: (...,) or (..., K).
-
-    Returns:
-        A tensor of index's shape in the logits' dtype, as TRL's own function returns. It is rounded once, from float32.
-
-    Source: https://github.com/huggingface/trl/blob/main/trl/trainer/utils.py
-
-    >>> selective_log_softmax(torch.zeros(1, 2, 4), torch.tensor([[1, 3]]))
-    tensor([[-1.3863, -1.3863]])
-    """
-    if stands_in(logits, index):
-        return handle_torch_function(selective_log_softmax, (logits, index), logits, index)
-    return token_logprobs(logits, index).to(logits.dtype)
 
 
 def causal_lm_loss(outputs: Any, labels: Tensor, num_items_in_batch: int | Tensor | None = None) -> Tensor:
