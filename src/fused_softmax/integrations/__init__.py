@@ -8,9 +8,24 @@ changed. Nothing of another package is imported before one of them is called. do
 from .causal_lm import AppliedLoss, apply_to
 from .losses import causal_lm_loss
 from .replacing import Replaced
+from .serving import batch_invariant_log_softmax, compute_token_logprobs
+from .trainers import patch_torchtitan, patch_verl, torchtitan_cross_entropy_loss, verl_logprobs_from_logits
 from .trl_trainers import patch_trl, selective_log_softmax
 
-__all__ = ["AppliedLoss", "Replaced", "apply_to", "causal_lm_loss", "patch_trl", "selective_log_softmax"]
+__all__ = [
+    "AppliedLoss",
+    "Replaced",
+    "apply_to",
+    "batch_invariant_log_softmax",
+    "causal_lm_loss",
+    "compute_token_logprobs",
+    "patch_torchtitan",
+    "patch_trl",
+    "patch_verl",
+    "selective_log_softmax",
+    "torchtitan_cross_entropy_loss",
+    "verl_logprobs_from_logits",
+]
 
 # the path by which a later release finds what was pickled
 for _name in __all__:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 # tested: tests/extended/programs.py runs each adapter with the pinned and the newest release
 TRANSFORMERS = "5.17.0 to 5.23.0"
 TRL = "1.14.2 to 1.16.0"
+TORCHTITAN = "0.3.0"
+VERL = "0.9.1"
 
 _logger = logging.getLogger("fused_softmax")
 
