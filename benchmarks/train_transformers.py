@@ -10,6 +10,7 @@ tokens the layers are checkpointed. A system that runs out of memory is recorded
 
 The script fails where ours is missing, or where its loss or gradient norm of a step differs from plain transformers' by
 more than --tolerance or --norm-tolerance, relative. Where plain transformers ran out of memory, Liger is the reference.
+Where that did not run either, ours has to be finite, and the record says that nothing was compared.
 """
 
 from __future__ import annotations
@@ -149,10 +150,11 @@ def judge(case: dict[str, Any], args: argparse.Namespace) -> list[str]:
     name = f"{case['shape']}, {case['tokens']} tokens"
     if OURS not in curves:
         return [f"{name}: ours has no curve: {case['systems'].get(OURS)}"]
-    if reference is None:
-        return [f"{name}: nothing to compare with"]
-    own = curves[reference]
     case["reference"] = reference
+    if reference is None:
+        values = curves[OURS]["loss"] + curves[OURS]["gradient_norm"]
+        return [] if all(map(math.isfinite, values)) else [f"{name}: ours is not finite"]
+    own = curves[reference]
     case["worst_relative_difference"] = {
         which: {what: worst(curve[what], own[what]) for what in ("loss", "gradient_norm")}
         for which, curve in curves.items()
@@ -181,6 +183,16 @@ def told(case: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def cases_of(records: list[Path]) -> list[dict[str, Any]]:
+    """The cases in which ours has a curve; a later record replaces a case of an earlier one."""
+    found = {}
+    for record in records:
+        for case in json.loads(record.read_text())["cases"]:
+            if "loss" in case["systems"].get(OURS, {}):
+                found[case["shape"], case["tokens"]] = case
+    return list(found.values())
+
+
 def plot(cases: list[dict[str, Any]], path: Path) -> None:
     """The curves of each case in the first row, tokens a second and peak memory below."""
     import matplotlib
@@ -192,8 +204,9 @@ def plot(cases: list[dict[str, Any]], path: Path) -> None:
     for column, case in enumerate(cases):
         curves = {name: found for name, found in case["systems"].items() if "loss" in found}
         top, middle, low = axes[:, column]
-        for (name, found), style in zip(curves.items(), ("-", "--", ":"), strict=False):
-            top.plot(found["loss"], style, label=name)
+        for name, found in curves.items():
+            place = (PLAIN, LIGER, OURS).index(name)
+            top.plot(found["loss"], ("-", "--", ":")[place], color=f"C{place}", label=name)
         top.set(title=f"{case['shape']}, {case['tokens']:,} tokens", xlabel="step", ylabel="loss (nats a token)")
         top.legend(fontsize=7)
         names = list(case["systems"])
@@ -201,7 +214,8 @@ def plot(cases: list[dict[str, Any]], path: Path) -> None:
             (middle, "tokens_a_second", "tokens a second (higher is better)"),
             (low, "peak_gib", "peak memory, GiB (lower is better)"),
         ):
-            axis.bar(names, [case["systems"][name].get(what) or 0 for name in names], color=["C0", "C1", "C2"])
+            colors = [f"C{(PLAIN, LIGER, OURS).index(name)}" for name in names]
+            axis.bar(names, [case["systems"][name].get(what) or 0 for name in names], color=colors)
             axis.set_ylabel(label, fontsize=8)
             axis.tick_params(axis="x", labelrotation=20, labelsize=7)
             for place, name in enumerate(names):
@@ -218,6 +232,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=[*SHAPES])
+    parser.add_argument("--systems", nargs="+", choices=(PLAIN, LIGER, OURS), default=[PLAIN, LIGER, OURS])
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 32768], help="of a step")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=20)
@@ -229,10 +244,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="no run starts that may end later than this")
     parser.add_argument("--tiny", action="store_true", help="two layers of width 64, to try the script")
     parser.add_argument("--plot", type=Path, default=None, help="the plot's file; default: next to the JSON")
-    parser.add_argument("--plot-only", type=Path, default=None, help="draw the plot of this record, and run nothing")
+    parser.add_argument("--plot-only", type=Path, nargs="+", help="draw the plot of these records, and run nothing")
     args = parser.parse_args()
     if args.plot_only:
-        plot(json.loads(args.plot_only.read_text())["cases"], args.plot or args.plot_only.with_suffix(".png"))
+        plot(cases_of(args.plot_only), args.plot or args.plot_only[0].with_suffix(".png"))
         return
     began, cases, wrong = time.perf_counter(), [], []
     about = header(torch.device(args.device), False)
@@ -258,6 +273,8 @@ def main() -> None:
             cases.append(case)
             longest = 0.0
             for name, apply in systems(shape).items():
+                if name not in args.systems:
+                    continue
                 start = time.perf_counter()
                 if start - began + longest > args.seconds:
                     case["systems"][name] = {"failed": NO_TIME}
