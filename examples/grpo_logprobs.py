@@ -11,7 +11,7 @@ import fused_softmax as fs
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
-BATCH, LENGTH, HIDDEN, VOCABULARY, TEMPERATURE, CLIP = 8, 16, 64, 2003, 0.9, 0.2
+BATCH, LENGTH, HIDDEN, VOCABULARY, TEMPERATURE, CLIP = 4, 8, 32, 503, 0.9, 0.2
 
 trunk = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, HIDDEN), torch.nn.Linear(HIDDEN, HIDDEN)).to(device)
 head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False, device=device)
@@ -19,7 +19,7 @@ optimizer = torch.optim.AdamW([*trunk.parameters(), *head.parameters()], lr=1e-3
 
 # what a rollout gives: tokens, which of them are completions, and a reward for each sequence of the group
 tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH), device=device)
-is_completion = (torch.arange(LENGTH - 1, device=device) >= 4).expand(BATCH, -1)
+is_completion = (torch.arange(LENGTH - 1, device=device) >= 3).expand(BATCH, -1)
 rewards = torch.randn(BATCH, device=device)
 advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
 

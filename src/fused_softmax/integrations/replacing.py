@@ -77,7 +77,8 @@ class Replaced:
     def _swap(self, name: str, old: Any, new: Any) -> list[str]:
         places = []
         for path, module in list(sys.modules.items()):
-            if path.partition(".")[0] == self._package and vars(module).get(name) is old:
+            # None stands there for a module that must not be imported
+            if path.partition(".")[0] == self._package and getattr(module, "__dict__", {}).get(name) is old:
                 setattr(module, name, new)
                 places.append(path)
         return places
