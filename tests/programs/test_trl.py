@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 
-from fused_softmax.integrations import patch_trl
+from fused_softmax.integrations import patch_trl, trl_trainers
 
 pytest.importorskip("trl")
 utils = importlib.import_module("trl.trainer.utils")
@@ -107,7 +107,7 @@ def test_the_chunked_loss(n_items, softcap):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_sft_trains_the_same(tmp_path):
+def test_sft_trains_the_same(tmp_path, monkeypatch):
     transformers, datasets = pytest.importorskip("transformers"), pytest.importorskip("datasets")
     from tokenizers import Tokenizer, models
     from trl import SFTConfig, SFTTrainer
@@ -140,9 +140,17 @@ def test_sft_trains_the_same(tmp_path):
         names = ("loss", "grad_norm", "entropy", "mean_token_accuracy")
         return [{n: float(e[n]) for n in names} for e in trainer.state.log_history if "loss" in e]
 
+    calls, statistics = [], trl_trainers.head_statistics
+
+    def counted(*given):
+        calls.append(given)
+        return statistics(*given)
+
+    monkeypatch.setattr(trl_trainers, "head_statistics", counted)
     want = train()
+    assert not calls
     with patch_trl():
         got = train()
-    assert len(got) == 2
+    assert len(got) == 2 and len(calls) == 4, "two steps of two batches"
     for step, wanted in zip(got, want, strict=True):
         assert step == pytest.approx(wanted, rel=1e-3, abs=1e-4)
