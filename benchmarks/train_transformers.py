@@ -193,6 +193,26 @@ def cases_of(records: list[Path]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def table(cases: list[dict[str, Any]]) -> str:
+    """A Markdown table of the cases, with a column for each system."""
+    names = (PLAIN, LIGER, OURS)
+    lines = [
+        "| model, tokens a step | " + " | ".join(f"{what}: {name}" for what in ("tokens/s", "GiB") for name in names)
+        + " | loss, norm apart |",
+        "|---" * (2 + 2 * len(names)) + "|",
+    ]  # fmt: skip
+    for case in cases:
+        cells = []
+        for what, shown in (("tokens_a_second", "{:,.0f}"), ("peak_gib", "{:.1f}")):
+            for name in names:
+                found = case["systems"].get(name, {})
+                cells.append(shown.format(found[what]) if what in found else found.get("failed", "not run"))
+        apart = case.get("worst_relative_difference", {}).get(OURS)
+        far = "nothing to compare with" if apart is None else f"{apart['loss']:.1e}, {apart['gradient_norm']:.1e}"
+        lines.append(f"| {case['shape']}, {case['tokens']:,} | {' | '.join(cells)} | {far} |")
+    return "\n".join(lines)
+
+
 def plot(cases: list[dict[str, Any]], path: Path) -> None:
     """The curves of each case in the first row, tokens a second and peak memory below."""
     import matplotlib
@@ -244,10 +264,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="no run starts that may end later than this")
     parser.add_argument("--tiny", action="store_true", help="two layers of width 64, to try the script")
     parser.add_argument("--plot", type=Path, default=None, help="the plot's file; default: next to the JSON")
-    parser.add_argument("--plot-only", type=Path, nargs="+", help="draw the plot of these records, and run nothing")
+    parser.add_argument("--plot-only", type=Path, nargs="+", help="draw the plot and print the table of these records")
     args = parser.parse_args()
     if args.plot_only:
         plot(cases_of(args.plot_only), args.plot or args.plot_only[0].with_suffix(".png"))
+        print(table(cases_of(args.plot_only)))
         return
     began, cases, wrong = time.perf_counter(), [], []
     about = header(torch.device(args.device), False)

@@ -69,3 +69,10 @@ def test_the_training_benchmark_fails_where_a_gradient_is_wrong(benchmark, monke
     monkeypatch.setattr(benchmark, "apply_to", wrong)
     with pytest.raises(SystemExit, match="gradient_norm differs"):
         run(benchmark, monkeypatch, tmp_path)
+
+
+def test_the_page_shows_the_records(benchmark):
+    records = sorted((ROOT / "benchmarks" / "training").glob("h200_transformers*.json"))
+    page = (ROOT / "docs" / "programs.md").read_text(encoding="utf-8")
+    shown = page.split("<!-- table of the records -->")[1].split("<!-- end of the table -->")[0]
+    assert records and shown.strip() == benchmark.table(benchmark.cases_of(records))
