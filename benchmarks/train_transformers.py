@@ -32,7 +32,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from train_qwen2_linear_loss import chains
 
 from fused_softmax.integrations import apply_to
 from fused_softmax.lab.bench.record import header, write_atomically
@@ -76,6 +75,20 @@ def systems(shape: str) -> dict[str, Callable[[Any], object]]:
         found[LIGER] = with_liger(shape)
     found[OURS] = apply_to
     return found
+
+
+def chains(n_steps: int, batch: int, length: int, vocabulary: int, device: str) -> Tensor:
+    """Token ids (n_steps, batch, length + 1): each token has four successors, one of them likely."""
+    generator = torch.Generator().manual_seed(0)
+    known = min(vocabulary, 512)
+    successors = torch.randint(0, known, (known, 4), generator=generator)
+    choices = torch.multinomial(
+        torch.tensor([0.7, 0.1, 0.1, 0.1]), n_steps * batch * length, replacement=True, generator=generator
+    ).view(length, -1)  # fmt: skip
+    tokens = [torch.randint(0, known, (n_steps * batch,), generator=generator)]
+    for choice in choices:
+        tokens.append(successors[tokens[-1], choice])
+    return torch.stack(tokens, -1).view(n_steps, batch, length + 1).to(device)
 
 
 def build(shape: str, args: argparse.Namespace) -> Any:

@@ -20,11 +20,11 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NEWEST = ("transformers", "trl", "accelerate", "kernels")
+NEWEST = ("transformers", "trl", "accelerate", "kernels", "peft")
 TORCHTITAN = ("torchtitan", "spmd_types", "tyro", "docstring-parser")
 # the pinned releases run what depends on them; examples and benchmark run once, with the newest
 PINNED_TESTS = ("test_families.py", "test_trl.py", "test_kernel_hub.py")
-SHOWN = ("torch", "transformers", "trl", "accelerate", "kernels", "torchtitan")
+SHOWN = ("torch", "transformers", "trl", "accelerate", "kernels", "peft", "torchtitan")
 
 
 class Unavailable(Exception):

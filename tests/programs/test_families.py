@@ -127,3 +127,24 @@ def test_a_compiled_model_takes_the_loss():
         loss.backward()
     torch._dynamo.reset()
     assert float(loss.detach()) == pytest.approx(want, rel=1e-5)
+
+
+def test_adapters_of_peft_outside_and_on_lm_head():
+    peft = pytest.importorskip("peft")
+    ids = torch.randint(3, 97, (2, 10))
+
+    def adapted(modules: list[str]):
+        config = model_of("llama").config
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config).train()
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=modules, lora_dropout=0.0))
+
+    model = adapted(["q_proj"])
+    want = model(input_ids=ids, labels=ids).loss
+    with apply_to(model):
+        got = model(input_ids=ids, labels=ids)
+        assert got.logits is None
+        got.loss.backward()
+    torch.testing.assert_close(got.loss.detach(), want.detach())
+    with pytest.raises(TypeError, match="lm_head"):
+        apply_to(adapted(["lm_head"]))

@@ -154,3 +154,12 @@ def test_sft_trains_the_same(tmp_path, monkeypatch):
     assert len(got) == 2 and len(calls) == 4, "two steps of two batches"
     for step, wanted in zip(got, want, strict=True):
         assert step == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.skipif(HEAD is None, reason="TRL before 1.15")
+def test_the_benchmark_calls_trls_head_as_it_is():
+    from fused_softmax.lab import linear_losses
+
+    hidden, weight, _, targets = head_inputs()
+    got, want = (loss(hidden, weight, targets) for loss in (linear_losses._trl(), linear_losses._log_softmax))
+    torch.testing.assert_close(got, want)
