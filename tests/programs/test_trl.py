@@ -107,51 +107,82 @@ def test_the_chunked_loss(n_items, softcap):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_sft_trains_the_same(tmp_path, monkeypatch):
-    transformers, datasets = pytest.importorskip("transformers"), pytest.importorskip("datasets")
-    from tokenizers import Tokenizer, models
-    from trl import SFTConfig, SFTTrainer
+def tiny(transformers):
+    """(a model, a tokenizer of 64 words)."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(64))])}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")),
-        pad_token="<pad>", bos_token="<s>", eos_token="</s>",
-    )  # fmt: skip
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     config = transformers.LlamaConfig(
         vocab_size=67, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
+    return transformers.LlamaForCausalLM(config), transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
+    )
+
+
+def sft_trainer(datasets, model, tokenizer, options):
+    from trl import SFTConfig, SFTTrainer
+
     generator = torch.Generator().manual_seed(0)
     rows = [{"input_ids": torch.randint(3, 67, (6 + i % 3,), generator=generator).tolist()} for i in range(8)]
+    chunked = {} if LOSS is None else {"loss_type": "chunked_nll"}
+    args = SFTConfig(**options, per_device_train_batch_size=2, gradient_accumulation_steps=2, **chunked)
+    return SFTTrainer(model, args=args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer)
+
+
+def grpo_trainer(datasets, model, tokenizer, options):
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completions, **rest):
+        return [float(len(set(completion.split()))) for completion in completions]
+
+    args = GRPOConfig(
+        **options, per_device_train_batch_size=4, num_generations=4, max_completion_length=6, temperature=0.9,
+        num_iterations=2,
+    )  # fmt: skip
+    rows = datasets.Dataset.from_list([{"prompt": "w1 w2 w3"}, {"prompt": "w4 w5"}])
+    return GRPOTrainer(model, reward_funcs=reward, args=args, train_dataset=rows, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (sft_trainer, ("loss", "grad_norm", "entropy", "mean_token_accuracy")),
+        (grpo_trainer, ("loss", "grad_norm", "entropy")),
+    ],
+    ids=["SFT", "GRPO"],
+)
+def test_a_trainer_trains_the_same(make, names, tmp_path, monkeypatch):
+    transformers, datasets = pytest.importorskip("transformers"), pytest.importorskip("datasets")
+    calls = []
+
+    def watch(name: str) -> None:
+        function = getattr(trl_trainers, name)
+        monkeypatch.setattr(
+            trl_trainers, name, lambda *args, **given: (calls.append(name), function(*args, **given))[1]
+        )
+
+    watch("head_statistics")
+    watch("token_logprobs")
 
     def train() -> list[dict[str, float]]:
         torch.manual_seed(0)
-        chunked = {} if LOSS is None else {"loss_type": "chunked_nll"}
-        args = SFTConfig(
-            str(tmp_path), max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
-            report_to=[], save_strategy="no", disable_tqdm=True, bf16=False, use_cpu=True, learning_rate=1e-3,
-            gradient_checkpointing=False, **chunked,
+        options = dict(
+            output_dir=str(tmp_path), max_steps=2, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
+            bf16=False, use_cpu=True, learning_rate=1e-2, gradient_checkpointing=False,
         )  # fmt: skip
-        data = datasets.Dataset.from_list(rows)
-        trainer = SFTTrainer(
-            transformers.LlamaForCausalLM(config), args=args, train_dataset=data, processing_class=tokenizer
-        )
+        trainer = make(datasets, *tiny(transformers), options)
         trainer.train()
-        names = ("loss", "grad_norm", "entropy", "mean_token_accuracy")
         return [{n: float(e[n]) for n in names} for e in trainer.state.log_history if "loss" in e]
 
-    calls, statistics = [], trl_trainers.head_statistics
-
-    def counted(*given):
-        calls.append(given)
-        return statistics(*given)
-
-    monkeypatch.setattr(trl_trainers, "head_statistics", counted)
     want = train()
     assert not calls
     with patch_trl():
         got = train()
-    assert len(got) == 2 and len(calls) == 4, "two steps of two batches"
+    assert len(got) == 2 and len(calls) >= 3, calls
     for step, wanted in zip(got, want, strict=True):
         assert step == pytest.approx(wanted, rel=1e-3, abs=1e-4)
 
