@@ -7,9 +7,9 @@
         layers.py                        ForCausalLMLoss
         metadata.json                    name, version, backend, and an id of the files' contents
 
-Nothing is rewritten but __init__, which also imports the layers. All imports of the core are relative, and its operators
-lie in a namespace with the name of the package. The package that `kernels` loads is named by its id, so it runs next to
-the installed one.
+Only __init__ is rewritten: it also imports the layers. All imports of the core are relative, and its operators lie in a
+namespace with the name of the package. The package that `kernels` loads is named by its id, so it runs next to the
+installed one.
 """
 
 from __future__ import annotations
