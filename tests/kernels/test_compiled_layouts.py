@@ -91,7 +91,7 @@ def masked_launch(n_cols: int, dtype: torch.dtype, mask: int, cols: int, causal:
     assert chosen.ctas > 1
     flags = (("MASK", mask), ("MASK_COLS", cols), ("MASK_VEC", 1), ("CAUSAL", causal), ("ZERO", False))
     numbers = (
-        *masked_softmax.row_schedule(x.shape[0], x.shape[1] * x.element_size(), 2, shared=True),
+        *masked_softmax.row_schedule(2, 2, x.shape[1] * x.element_size(), 2),
         1,
         2,
         0,
@@ -99,6 +99,7 @@ def masked_launch(n_cols: int, dtype: torch.dtype, mask: int, cols: int, causal:
         0,
         n_cols,
         cols,
+        0,
         0.5,
     )
     launch = row_launch(op, (x, x), (of_mask,), numbers, flags, chosen, SM_90)
@@ -127,7 +128,7 @@ def test_the_lines_of_masked_gradients_are_warps(n_cols, causal, mask):
         mask = mask.repeat(n_cols)
     read, of_mask, of_strides = masked_softmax.describe_mask(mask, x.view(2, 2, n_cols), chosen, x)
     numbers = (
-        *masked_softmax.row_schedule(x.shape[0], x.shape[1] * x.element_size(), 2, shared=False),
+        *masked_softmax.row_order(2),
         *of_strides,
         0.5,
     )

@@ -15,9 +15,18 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_max_sum, init_cluster_barrier, leave_cluster
-from .common.masks import NO_MASK, hide, load_masks, load_query_mask, mask_row_of
+from .common.masks import (
+    NO_MASK,
+    SHIFTED,
+    hide,
+    load_masks,
+    load_query_mask,
+    mask_of,
+    mask_row_of,
+    shifted_start,
+)
 from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, rounded_product, scaled, upcast
-from .common.row_scheduler import scheduled_row, seen_of
+from .common.row_scheduler import row_in_order, row_of_shared_mask, seen_of
 from .common.tiles import (
     chunk_offsets,
     load_chunks,
@@ -32,19 +41,27 @@ from .common.tiles import (
 
 
 @triton.jit
-def causal_head_and_tail(head, within, interior, columns, owner, VECTORS: tl.constexpr, VEC: tl.constexpr):
+def head_seen_and_tail(head, within, interior, columns, owner, VECTORS: tl.constexpr, VEC: tl.constexpr):
     """(offsets from the first aligned column, mask) of the columns that are written one element per thread.
 
-    These are the head, the vector at `within`, which the row may see in part, and the columns after the last vector
-    where that is another one.
-    # head, within, interior, owner: scalar or [SEGMENTS, 1]; result [SEGMENTS, VECTORS], VECTORS >= 3*VEC
+    These are the head, the vector at `within`, which the row may see in part, and up to two vectors of columns after
+    the interior.  # head, within, interior, owner: scalar or [SEGMENTS, 1]; result [SEGMENTS, VECTORS],
+    VECTORS >= 4*VEC
     """
     place = tl.arange(0, VECTORS)[None, :]
     after = tl.where(place < 2 * VEC, within + place - VEC, interior + place - 2 * VEC)
-    real = (place < 2 * VEC) | ((place < 3 * VEC) & (within < interior))
+    real = ((place >= 2 * VEC) & (place < 4 * VEC)) | ((place < 2 * VEC) & (within < interior))
     offsets = tl.where(place < VEC, place - head, after)
     exists = tl.where(place < VEC, place < head, real & (after < columns - head))
     return offsets, exists & owner
+
+
+@triton.jit
+def scores(
+    x, mask, shift, scale, MASK: tl.constexpr, MASK_COLS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
+    """z of a chunk and its mask as loaded."""
+    return hide(upcast(x, PTX), mask_of(mask, shift, MASK, MASK_COLS, TYPE, x.shape, PTX), scale, MASK, PTX)
 
 
 @triton.jit
@@ -59,7 +76,7 @@ def store_around(
     at, width, within, y, C: tl.constexpr, CAUSAL: tl.constexpr,
     SEGMENTS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Writes chunk C, where CAUSAL without the vector at `within`, which `causal_head_and_tail` has.
+    """Writes chunk C, where CAUSAL without the vector at `within`, which `head_seen_and_tail` has.
 
     within: from the slice's first column.
     """
@@ -100,16 +117,19 @@ def masked_softmax_forward(
     x_stride: Int64, y_stride: Int64,
     phase: Int32,
     n_queries: Int64,  # rows are (outer, n_middle, n_inner, n_queries)
-    n_group: Int64,  # neighbors in the order of `scheduled_row`, and the numbers of `fast_divmod` for it
-    group_multiplier: Int64, group_shift: Int64,
-    n_batch: Int64,  # n_rows/n_queries
-    batch_multiplier: Int64, batch_shift: Int64, n_middle: Int64, n_inner: Int64,
+    # the order of the rows: `row_of_shared_mask`. The last rows have the other numbers of `fast_divmod`
+    n_span: Int64, span_multiplier: Int64, span_power: Int64, span_stride: Int64,
+    n_block: Int64, block_multiplier: Int64, block_power: Int64, shared_stride: Int64,
+    n_group: Int64, group_multiplier: Int64, group_power: Int64,
+    n_last: Int64, last_multiplier: Int64, last_power: Int64,
+    n_middle: Int64, n_inner: Int64,
     m_outer: Int64,  # the mask's strides, in units of MASK_VEC
     m_middle: Int64, m_inner: Int64, m_query: Int64,
     m_col: Int64,  # where MASK_COLS is 2: elements
+    m_phase: Int32,  # elements from mask_ptr, which is aligned where MASK_COLS is 3, to the mask
     scale: Float32,  # positive
     MASK: tl.constexpr,
-    MASK_COLS: tl.constexpr,  # the mask's stride along the columns: 0, 1, or 2 for any other
+    MASK_COLS: tl.constexpr,  # how the mask's columns lie: `common.masks` names the numbers
     MASK_VEC: tl.constexpr, CAUSAL: tl.constexpr, ZERO: tl.constexpr,
     TWO_PASS: tl.constexpr,  # the row does not fit on chip: CHUNKS are those of a step
     RECOMPUTE: tl.constexpr,  # without a mask: hold the row as loaded and compute exp twice
@@ -119,7 +139,10 @@ def masked_softmax_forward(
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     STEP: tl.constexpr = CHUNKS * WARPS_PER_ROW * VECTORS * VEC
-    HEAD_TAIL: tl.constexpr = UNALIGNED or CAUSAL
+    TYPE: tl.constexpr = mask_ptr.dtype.element_ty
+    BITS: tl.constexpr = TYPE.primitive_bitwidth
+    IS_SHIFTED: tl.constexpr = MASK != NO_MASK and MASK_COLS == SHIFTED
+    HEAD_TAIL: tl.constexpr = UNALIGNED or CAUSAL or IS_SHIFTED
     REMATERIALIZE: tl.constexpr = RECOMPUTE and MASK == NO_MASK
     # z is never computed: exp(scale*(x - m)) takes one multiply-add and one exp2
     FUSED: tl.constexpr = REMATERIALIZE and PTX and CTAS == 1 and x_ptr.dtype.element_ty.primitive_bitwidth == 16
@@ -128,11 +151,16 @@ def masked_softmax_forward(
     place, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
     warp = warp_of(SEGMENTS, WARPS_PER_ROW)
     exists = place < n_rows
-    row, batch, query = scheduled_row(
-        place, n_queries, n_group, group_multiplier, group_shift, n_batch, batch_multiplier, batch_shift,
-        MASK != NO_MASK, CAUSAL,
-    )  # fmt: skip
+    if MASK == NO_MASK:
+        row, batch, query = row_in_order(place, n_queries, span_multiplier, span_power, CAUSAL)
+    else:
+        row, batch, query = row_of_shared_mask(
+            place, n_queries, n_span, span_multiplier, span_power, span_stride, n_block, block_multiplier, block_power,
+            shared_stride, n_group, group_multiplier, group_power, n_last, last_multiplier, last_power, CAUSAL,
+        )  # fmt: skip
     head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
+    if IS_SHIFTED:  # the last vector's columns are a tail, so that no vector of the mask reaches beyond its row
+        interior = tl.maximum(interior - VEC, 0)
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
@@ -143,13 +171,19 @@ def masked_softmax_forward(
     seen = seen_of(query, columns, CAUSAL)
     within = (tl.maximum(seen - head, 0) // VEC * VEC).to(tl.int32)
     left = tl.minimum(width, within - first).to(tl.int32)
-    mask_row = mask_row_of(batch, query, mask_ptr, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC)
-    if MASK != NO_MASK and MASK_COLS == 0:
-        query_mask = load_query_mask(mask_row, exists)
-        at_mask = query_mask
+    mask_row = mask_row_of(batch, query, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC)
+    COL: tl.constexpr = 1 if IS_SHIFTED else MASK_COLS
+    if IS_SHIFTED:
+        mask_row += m_phase + head
+        at_mask, shift = shifted_start(mask_ptr, mask_row, first, VEC)
+        mask_row = mask_ptr + mask_row
+    elif MASK != NO_MASK and MASK_COLS == 0:
+        query_mask = load_query_mask(mask_ptr + mask_row, exists)
+        at_mask, shift = query_mask, 0
     else:
-        mask_row += (head * m_col if MASK_COLS == 2 else head * MASK_COLS).to(tl.int64) if UNALIGNED else 0
-        at_mask = mask_row + (first.to(tl.int64) * m_col if MASK_COLS == 2 else first * MASK_COLS)
+        mask_row = mask_ptr + mask_row
+        mask_row += (head * m_col if COL == 2 else head * COL).to(tl.int64) if UNALIGNED else 0
+        at_mask, shift = mask_row + (first.to(tl.int64) * m_col if COL == 2 else first * COL), 0
 
     m = tl.zeros([SEGMENTS, VECTORS], tl.float32) + LOWEST
     s = tl.zeros([SEGMENTS, VECTORS], tl.float32)
@@ -159,9 +193,11 @@ def masked_softmax_forward(
         x = load_chunks(x_row + first, left, SEGMENTS, CHUNKS, 0, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
         mask = x
         if MASK != NO_MASK:
-            mask = load_masks(at_mask, left, m_col, MASK_COLS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC)
+            mask = load_masks(
+                at_mask, shift, left, m_col, MASK_COLS, BITS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC
+            )
     if HEAD_TAIL:
-        head_tail, in_head_tail = causal_head_and_tail(
+        head_tail, in_head_tail = head_seen_and_tail(
             head, within, interior, columns, (rank == 0) & (warp == 0) & exists, VECTORS, VEC
         )
         visible = in_head_tail & (head_tail < seen - head)
@@ -171,9 +207,7 @@ def masked_softmax_forward(
         elif MASK_COLS == 0:
             mask_head_tail = query_mask
         else:
-            mask_head_tail = tl.load(
-                mask_row + head_tail * (m_col if MASK_COLS == 2 else MASK_COLS), mask=visible, other=0
-            )
+            mask_head_tail = tl.load(mask_row + head_tail * (m_col if COL == 2 else COL), mask=visible, other=0)
     if TWO_PASS:
         most = tl.max(tl.max(left, 1), 0)  # of a CTA's segments, the first has the most columns
         for step in range(tl.cdiv(tl.maximum(most, 0), STEP)):
@@ -184,9 +218,13 @@ def masked_softmax_forward(
             mask = x
             if MASK != NO_MASK:
                 at = at_mask if MASK_COLS == 0 else at_mask + start * (m_col if MASK_COLS == 2 else 1)
-                mask = load_masks(at, left - start, m_col, MASK_COLS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC)
+                if IS_SHIFTED:
+                    at = at_mask + start // VEC * (VEC * BITS // 32)
+                mask = load_masks(
+                    at, shift, left - start, m_col, MASK_COLS, BITS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC
+                )
             for c in tl.static_range(CHUNKS):
-                m, s = accumulate(hide(upcast(x[c], PTX), mask[c], scale, MASK, PTX), m, s)
+                m, s = accumulate(scores(x[c], mask[c], shift, scale, MASK, MASK_COLS, TYPE, PTX), m, s)
     else:
         if REMATERIALIZE:
             # scale is positive, so the largest x has the largest z. Where FUSED, m is in units of x
@@ -203,7 +241,7 @@ def masked_softmax_forward(
         else:
             z = ()
             for c in tl.static_range(CHUNKS):
-                z = z + (hide(upcast(x[c], PTX), mask[c], scale, MASK, PTX),)
+                z = z + (scores(x[c], mask[c], shift, scale, MASK, MASK_COLS, TYPE, PTX),)
                 m = tl.maximum(m, tl.max(z[c], 2))
             for c in tl.static_range(CHUNKS):
                 exps = exps + (exp(z[c] - m[:, :, None]),)
@@ -233,9 +271,13 @@ def masked_softmax_forward(
             mask = x
             if MASK != NO_MASK:
                 at = at_mask if MASK_COLS == 0 else at_mask + start * (m_col if MASK_COLS == 2 else 1)
-                mask = load_masks(at, left - start, m_col, MASK_COLS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC)
+                if IS_SHIFTED:
+                    at = at_mask + start // VEC * (VEC * BITS // 32)
+                mask = load_masks(
+                    at, shift, left - start, m_col, MASK_COLS, BITS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC
+                )
             for c in tl.static_range(CHUNKS):
-                z = hide(upcast(x[c], PTX), mask[c], scale, MASK, PTX)
+                z = scores(x[c], mask[c], shift, scale, MASK, MASK_COLS, TYPE, PTX)
                 y = exp(z - row_max[:, :, None]) * by[:, :, None]
                 y_at = y_row + first + start
                 store_around(

@@ -15,7 +15,7 @@ from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_sum, init_cluster_barrier, leave_cluster
 from .common.masks import NO_MASK, load_query_mask, mask_row_of
 from .common.numerics import rounded_product, sum_of_vectors, upcast
-from .common.row_scheduler import scheduled_row, seen_of
+from .common.row_scheduler import row_in_order, seen_of
 from .common.tiles import (
     chunk_offsets,
     head_and_tail,
@@ -39,8 +39,9 @@ def masked_softmax_backward(
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
     y_stride: Int64, dy_stride: Int64, dx_stride: Int64,
     phase: Int32,
-    n_queries: Int64, n_group: Int64, group_multiplier: Int64, group_shift: Int64, n_batch: Int64,
-    batch_multiplier: Int64, batch_shift: Int64,
+    n_queries: Int64,
+    multiplier: Int64,  # the numbers of `fast_divmod` for n_queries
+    power: Int64,
     n_middle: Int64,  # the mask's sizes and strides, as in `masked_softmax`
     n_inner: Int64, m_outer: Int64, m_middle: Int64, m_inner: Int64, m_query: Int64, m_col: Int64,
     scale: Float32,
@@ -55,9 +56,7 @@ def masked_softmax_backward(
     place, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
     warp = warp_of(SEGMENTS, WARPS_PER_ROW)
     exists = place < n_rows
-    row, batch, query = scheduled_row(
-        place, n_queries, n_group, group_multiplier, group_shift, n_batch, batch_multiplier, batch_shift, False, CAUSAL
-    )
+    row, batch, query = row_in_order(place, n_queries, multiplier, power, CAUSAL)
     head, interior = span_of(row, y_stride, phase, n_cols, VEC, UNALIGNED)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)
     dy_row = dy_ptr + start_of(row, dy_stride, phase, VEC, UNALIGNED)
@@ -93,7 +92,9 @@ def masked_softmax_backward(
     d = cluster_reduce_sum(d, CTAS, PTX, WARPS_PER_ROW)[:, None]
     if MASK != NO_MASK:
         not_finite = exists & ((tl.abs(d) < float("inf")) == 0)
-        mask_row = mask_row_of(batch, query, mask_ptr, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC)
+        mask_row = mask_ptr + mask_row_of(
+            batch, query, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC
+        )
         if MASK_COLS == 0:
             query_mask = tl.where(not_finite, load_query_mask(mask_row, not_finite), 1)
         else:
