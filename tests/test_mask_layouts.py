@@ -9,6 +9,7 @@ import torch
 
 import fused_softmax as fs
 from fused_softmax.launch import masked_softmax as masked_rows
+from fused_softmax.launch import masks
 from fused_softmax.launch.device import device_of
 from fused_softmax.launch.layout import rows_of
 
@@ -35,7 +36,7 @@ def columns_of(mask: torch.Tensor, x: torch.Tensor) -> int:
     """How the kernel reads the mask: 3 in vectors that are shifted."""
     rows = rows_of(x, x.shape[-1])
     plan = masked_rows.FORWARD[True].plan((rows, rows), device_of(x), False)
-    _, flags, _ = masked_rows.describe_mask(mask, x, plan, rows, shifts=True)
+    _, flags, _ = masks.describe_mask(mask, x, plan, rows, forward=True)
     return dict(flags)["MASK_COLS"]
 
 
@@ -70,7 +71,7 @@ def test_bits_do_not_depend_on_the_rows_around(width, first):
 )
 def test_batches_that_share_a_mask(mask_shape, causal, monkeypatch):
     """Blocks of two queries of each batch, and a last one of one query."""
-    monkeypatch.setattr(masked_rows, "GROUP_BYTES", 2 * 40 * 4)
+    monkeypatch.setattr(masks, "GROUP_BYTES", 2 * 40 * 4)
     x, mask = torch.randn(2, 3, 7, 40), torch.randn(mask_shape)
     want = mask.expand(x.shape)
     if causal:
@@ -78,22 +79,23 @@ def test_batches_that_share_a_mask(mask_shape, causal, monkeypatch):
     torch.testing.assert_close(fs.masked_softmax(x, mask, causal=causal).double(), exact(x, want), rtol=1e-5, atol=1e-7)
 
 
-def test_batches_that_share_a_mask_are_counted():
+def test_the_order_of_rows_follows_what_batches_share():
     x = torch.empty(4, 3, 7, 40)
-    for shape, expected in {
-        (7, 40): (12, True), (1, 3, 7, 40): (4, False), (4, 1, 7, 40): (3, True), (4, 3, 7, 40): (1, True),
-        (4, 1, 1, 40): (1, True),
+    plan = masked_rows.FORWARD[True].plan((x.view(84, 40),) * 2, device_of(x), False)
+    for shape, (rows, n_shared, span_stride, shared_stride) in {
+        (7, 40): (1, 12, 12, 1), (1, 3, 7, 40): (1, 4, 1, 3), (4, 1, 7, 40): (1, 3, 3, 1), (4, 3, 7, 40): (0, 1, 1, 1),
+        (4, 1, 1, 40): (1, 3, 3, 1), (40,): (0, 1, 1, 1), (4, 3, 1, 40): (1, 1, 1, 1),
     }.items():  # fmt: skip
-        assert masked_rows.shared_batches(torch.empty(shape), x) == expected, shape
-    assert masked_rows.shared_batches(None, x) == (1, True)
+        _, flags, numbers = masks.describe_mask(torch.empty(shape), x, plan, x, forward=True)
+        found = (dict(flags)["MASK_ROWS"], numbers[1] // 7, numbers[4], numbers[8])
+        assert found == (rows, n_shared, span_stride, shared_stride), shape
 
 
 @pytest.mark.parametrize(
     ("n_queries", "n_batch", "n_shared", "inner"), [(7, 6, 3, True), (5, 6, 2, False), (8, 4, 4, True)]
 )
-def test_every_row_has_one_place_and_a_block_shares_its_mask(n_queries, n_batch, n_shared, inner, monkeypatch):
-    monkeypatch.setattr(masked_rows, "GROUP_BYTES", 2 * 100)
-    numbers = masked_rows.row_schedule(n_queries, n_batch, 100, n_shared, inner=inner)
+def test_every_row_has_one_place_and_a_block_shares_its_mask(n_queries, n_batch, n_shared, inner):
+    numbers = masks.row_schedule(n_queries, n_batch, n_shared, 2, inner=inner)
     (
         queries, n_span, *of_span, span_stride, n_block, block_multiplier, block_power, shared_stride,
         n_group, group_multiplier, group_power, n_last, last_multiplier, last_power,
@@ -101,8 +103,8 @@ def test_every_row_has_one_place_and_a_block_shares_its_mask(n_queries, n_batch,
     assert queries == n_queries
 
     def divmod_by(n: int, d: int, multiplier: int, power: int) -> tuple[int, int]:
-        assert n * multiplier < 2**63
-        quotient = n * multiplier >> power
+        assert multiplier < 2**32
+        quotient = (2 * n * multiplier >> 32) >> power
         assert (quotient, n - quotient * d) == divmod(n, d)
         return divmod(n, d)
 
@@ -118,3 +120,11 @@ def test_every_row_has_one_place_and_a_block_shares_its_mask(n_queries, n_batch,
     assert sorted(seen) == list(itertools.product(range(n_batch), range(n_queries)))
     kept = {(batch // n_shared if inner else batch % (n_batch // n_shared), query) for batch, query in seen[:n_block]}
     assert len(kept) == n_group
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 5, 641, 65537, 2**30 + 1, 2**31 - 1])
+def test_a_division_is_exact_below_2_to_the_31(d):
+    _, multiplier, power = masks.row_order(d)
+    assert multiplier < 2**32
+    for n in (0, 1, d - 1, d, 2**30, (2**31 - 1) // d * d - 1, (2**31 - 1) // d * d, 2**31 - 2, 2**31 - 1):
+        assert (2 * n * multiplier >> 32) >> power == n // d

@@ -24,6 +24,7 @@ from fused_softmax.launch import (
 from fused_softmax.launch.compile import Launch
 from fused_softmax.launch.launcher import flat_launch, row_launch
 from fused_softmax.launch.layout import problem_of
+from fused_softmax.launch.masks import describe_mask, row_order
 from fused_softmax.launch.softmax import softmax_launch, strided_launch
 from fused_softmax.planning.losses import plan_elementwise, plan_statistics
 from fused_softmax.planning.softmax import plan
@@ -151,18 +152,18 @@ def masks(target: str) -> Iterator[Named]:
                 chosen = op.planner(problem_of(x, x), device)
                 mask = torch.empty(2, n_cols, dtype=torch.bool if kind == "boolean" else dtype)
                 scores = x.view(2, 2, n_cols)
-                read, of_mask, of_strides = masked_softmax.describe_mask(
-                    None if kind == "causal" else mask, scores, chosen, x, shifts=True
+                read, of_mask, of_strides = describe_mask(
+                    None if kind == "causal" else mask, scores, chosen, x, forward=True
                 )
                 flags = (*of_mask, ("CAUSAL", kind == "causal"), ("ZERO", False))
-                numbers = (*masked_softmax.row_schedule(2, 2, n_cols * x.element_size(), 2), *of_strides, 0.5)
+                numbers = (*of_strides, 0.5)
                 launch = row_launch(op, (x, x), (read,), numbers, flags, chosen, device)
                 yield f"masked_softmax {kind} {dtype} {n_cols}", as_called(launch), chosen
             chosen = masked_softmax.BACKWARD[False].planner(problem_of(x, x, x, backward=True), device)
             if chosen.regime != "two_pass":
-                read, of_mask, of_strides = masked_softmax.describe_mask(None, x.view(2, 2, n_cols), chosen, x)
+                read, of_mask, of_strides = describe_mask(None, x.view(2, 2, n_cols), chosen, x)
                 numbers = (
-                    *masked_softmax.row_order(2),
+                    *row_order(2),
                     *of_strides,
                     0.5,
                 )

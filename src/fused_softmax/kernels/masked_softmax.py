@@ -17,6 +17,8 @@ from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_max_sum, init_cluster_barrier, leave_cluster
 from .common.masks import (
     NO_MASK,
+    OWN,
+    SHARED,
     SHIFTED,
     hide,
     load_masks,
@@ -28,12 +30,12 @@ from .common.masks import (
 from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, rounded_product, scaled, upcast
 from .common.row_scheduler import row_in_order, row_of_shared_mask, seen_of
 from .common.tiles import (
+    aligned_start,
     chunk_offsets,
     load_chunks,
+    log2,
     segments_of,
     slice_of,
-    span_of,
-    start_of,
     store_chunk,
     warp_of,
     width_if,
@@ -130,6 +132,7 @@ def masked_softmax_forward(
     scale: Float32,  # positive
     MASK: tl.constexpr,
     MASK_COLS: tl.constexpr,  # how the mask's columns lie: `common.masks` names the numbers
+    MASK_ROWS: tl.constexpr,  # how the mask's rows lie
     MASK_VEC: tl.constexpr, CAUSAL: tl.constexpr, ZERO: tl.constexpr,
     TWO_PASS: tl.constexpr,  # the row does not fit on chip: CHUNKS are those of a step
     RECOMPUTE: tl.constexpr,  # without a mask: hold the row as loaded and compute exp twice
@@ -142,27 +145,44 @@ def masked_softmax_forward(
     TYPE: tl.constexpr = mask_ptr.dtype.element_ty
     BITS: tl.constexpr = TYPE.primitive_bitwidth
     IS_SHIFTED: tl.constexpr = MASK != NO_MASK and MASK_COLS == SHIFTED
-    HEAD_TAIL: tl.constexpr = UNALIGNED or CAUSAL or IS_SHIFTED
     REMATERIALIZE: tl.constexpr = RECOMPUTE and MASK == NO_MASK
+    HEAD_TAIL: tl.constexpr = UNALIGNED or CAUSAL or IS_SHIFTED
+    # head and tail are one element more for a thread. On a cluster they are reduced with their segment instead: Triton
+    # may place their tile in other CTAs than the row's
+    FOLDED: tl.constexpr = HEAD_TAIL and CTAS == 1 and not TWO_PASS and MASK != NO_MASK
     # z is never computed: exp(scale*(x - m)) takes one multiply-add and one exp2
-    FUSED: tl.constexpr = REMATERIALIZE and PTX and CTAS == 1 and x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    FUSED: tl.constexpr = (
+        MASK == NO_MASK and not TWO_PASS and PTX and CTAS == 1 and x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    )
+    CHUNK: tl.constexpr = WARPS_PER_ROW * VECTORS * VEC
+    # a causal row passes over the chunks that it does not see: an unseen chunk takes as many instructions as a full one
+    SKIPS: tl.constexpr = CAUSAL and REMATERIALIZE and ROWS * CTAS == 1 and CHUNKS > 1
     scale = tl.cast(scale, tl.float32)  # the interpreter makes a float64 of a subnormal number
     unit = scale if FUSED else 1.0
     place, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
     warp = warp_of(SEGMENTS, WARPS_PER_ROW)
     exists = place < n_rows
-    if MASK == NO_MASK:
-        row, batch, query = row_in_order(place, n_queries, span_multiplier, span_power, CAUSAL)
-    else:
-        row, batch, query = row_of_shared_mask(
+    span = place
+    if MASK_ROWS != OWN:
+        row, span, batch, query = row_of_shared_mask(
             place, n_queries, n_span, span_multiplier, span_power, span_stride, n_block, block_multiplier, block_power,
             shared_stride, n_group, group_multiplier, group_power, n_last, last_multiplier, last_power, CAUSAL,
         )  # fmt: skip
-    head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
+    elif CAUSAL:
+        row, batch, query = row_in_order(place, n_queries, span_multiplier, span_power, CAUSAL)
+    else:
+        row, batch, query = place, place, place
+    if UNALIGNED:
+        x_start, head = aligned_start(row, x_stride, phase, VEC)
+        y_start, _ = aligned_start(row, y_stride, phase, VEC)
+        head = tl.minimum(head, n_cols)
+        interior = (n_cols - head >> log2(VEC)) * VEC
+    else:
+        x_start, y_start = row * x_stride * VEC, row * y_stride * VEC
+        head, interior = 0, n_cols * VEC
+    x_row, y_row = x_ptr + x_start, y_ptr + y_start
     if IS_SHIFTED:  # the last vector's columns are a tail, so that no vector of the mask reaches beyond its row
         interior = tl.maximum(interior - VEC, 0)
-    x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
-    y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)
     first, width = slice_of(interior, rank, CTAS, VEC)
     first += warp * (VECTORS * VEC)
     width = width_if(exists, width - warp * (VECTORS * VEC)).to(tl.int32)
@@ -171,19 +191,24 @@ def masked_softmax_forward(
     seen = seen_of(query, columns, CAUSAL)
     within = (tl.maximum(seen - head, 0) // VEC * VEC).to(tl.int32)
     left = tl.minimum(width, within - first).to(tl.int32)
-    mask_row = mask_row_of(batch, query, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC)
+    if MASK_ROWS == OWN:
+        mask_row = row * m_query * MASK_VEC
+    elif MASK_ROWS == SHARED:
+        mask_row = (span * m_outer + query * m_query) * MASK_VEC
+    else:
+        mask_row = mask_row_of(batch, query, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC)
     COL: tl.constexpr = 1 if IS_SHIFTED else MASK_COLS
     if IS_SHIFTED:
         mask_row += m_phase + head
-        at_mask, shift = shifted_start(mask_ptr, mask_row, first, VEC)
+        at_mask, to_mask = shifted_start(mask_ptr, mask_row, first, VEC)
         mask_row = mask_ptr + mask_row
     elif MASK != NO_MASK and MASK_COLS == 0:
         query_mask = load_query_mask(mask_ptr + mask_row, exists)
-        at_mask, shift = query_mask, 0
+        at_mask, to_mask = query_mask, 0
     else:
         mask_row = mask_ptr + mask_row
         mask_row += (head * m_col if COL == 2 else head * COL).to(tl.int64) if UNALIGNED else 0
-        at_mask, shift = mask_row + (first.to(tl.int64) * m_col if COL == 2 else first * COL), 0
+        at_mask, to_mask = mask_row + (first.to(tl.int64) * m_col if COL == 2 else first * COL), 0
 
     m = tl.zeros([SEGMENTS, VECTORS], tl.float32) + LOWEST
     s = tl.zeros([SEGMENTS, VECTORS], tl.float32)
@@ -194,7 +219,7 @@ def masked_softmax_forward(
         mask = x
         if MASK != NO_MASK:
             mask = load_masks(
-                at_mask, shift, left, m_col, MASK_COLS, BITS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC
+                at_mask, to_mask, left, m_col, MASK_COLS, BITS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC
             )
     if HEAD_TAIL:
         head_tail, in_head_tail = head_seen_and_tail(
@@ -208,6 +233,9 @@ def masked_softmax_forward(
             mask_head_tail = query_mask
         else:
             mask_head_tail = tl.load(mask_row + head_tail * (m_col if COL == 2 else COL), mask=visible, other=0)
+        z_head_tail = x_head_tail.to(tl.float32)
+        if not FUSED:
+            z_head_tail = hide(z_head_tail, mask_head_tail, scale, MASK, PTX)
     if TWO_PASS:
         most = tl.max(tl.max(left, 1), 0)  # of a CTA's segments, the first has the most columns
         for step in range(tl.cdiv(tl.maximum(most, 0), STEP)):
@@ -221,40 +249,52 @@ def masked_softmax_forward(
                 if IS_SHIFTED:
                     at = at_mask + start // VEC * (VEC * BITS // 32)
                 mask = load_masks(
-                    at, shift, left - start, m_col, MASK_COLS, BITS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC
+                    at, to_mask, left - start, m_col, MASK_COLS, BITS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC
                 )
             for c in tl.static_range(CHUNKS):
-                m, s = accumulate(scores(x[c], mask[c], shift, scale, MASK, MASK_COLS, TYPE, PTX), m, s)
+                m, s = accumulate(scores(x[c], mask[c], to_mask, scale, MASK, MASK_COLS, TYPE, PTX), m, s)
     else:
-        if REMATERIALIZE:
+        most = tl.max(tl.max(left, 1), 0) if SKIPS else 0
+        if REMATERIALIZE or FUSED:
             # scale is positive, so the largest x has the largest z. Where FUSED, m is in units of x
             top = tl.max(x[0], 2)
             for c in tl.static_range(1, CHUNKS):
-                top = tl.maximum(top, tl.max(x[c], 2))
-            top = tl.maximum(top.to(tl.float32), LOWEST)
+                if SKIPS:
+                    if c * CHUNK < most:
+                        top = tl.maximum(top, tl.max(x[c], 2))
+                else:
+                    top = tl.maximum(top, tl.max(x[c], 2))
+            top = tl.maximum((tl.maximum(top, x_head_tail) if FOLDED else top).to(tl.float32), LOWEST)
             m = top if FUSED else tl.maximum(scaled(top, scale, PTX), LOWEST)
             base, shift, correction = exp2_affine(m, FUSED, scale)
+            base, shift = base[:, :, None], shift[:, :, None]
             for c in tl.static_range(CHUNKS):
-                z = upcast_logits(x[c], scale, FUSED, PTX)
-                s += tl.sum(exp2_fma(z, base[:, :, None], shift[:, :, None], FUSED), 2)
+                if SKIPS:
+                    if c * CHUNK < most:
+                        s += tl.sum(exp2_fma(upcast_logits(x[c], scale, FUSED, PTX), base, shift, FUSED), 2)
+                else:
+                    e = exp2_fma(upcast_logits(x[c], scale, FUSED, PTX), base, shift, FUSED)
+                    s += tl.sum(e, 2)
+                    exps = exps if REMATERIALIZE else exps + (e,)
             s *= correction
         else:
             z = ()
             for c in tl.static_range(CHUNKS):
-                z = z + (scores(x[c], mask[c], shift, scale, MASK, MASK_COLS, TYPE, PTX),)
+                z = z + (scores(x[c], mask[c], to_mask, scale, MASK, MASK_COLS, TYPE, PTX),)
                 m = tl.maximum(m, tl.max(z[c], 2))
+            if FOLDED:
+                m = tl.maximum(m, z_head_tail)
             for c in tl.static_range(CHUNKS):
                 exps = exps + (exp(z[c] - m[:, :, None]),)
                 s += tl.sum(exps[c], 2)
-    # head and tail are reduced with their segment: Triton may place their tile in other CTAs than the row's
+    if FOLDED:
+        exp_head_tail = exp((z_head_tail - m) * unit)
+        s += exp_head_tail
     segment_max = tl.max(m, 1)
-    if HEAD_TAIL:
-        z_head_tail = x_head_tail.to(tl.float32)
-        if not FUSED:
-            z_head_tail = hide(z_head_tail, mask_head_tail, scale, MASK, PTX)
+    if HEAD_TAIL and not FOLDED:
         segment_max = tl.maximum(segment_max, tl.max(z_head_tail, 1))
     segment_sum = tl.sum(rounded_product(s, exp((m - segment_max[:, None]) * unit)), 1)
-    if HEAD_TAIL:
+    if HEAD_TAIL and not FOLDED:
         segment_sum += tl.sum(exp((z_head_tail - segment_max[:, None]) * unit), 1)
     row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)
     row_max = row_max[:, None]
@@ -274,10 +314,10 @@ def masked_softmax_forward(
                 if IS_SHIFTED:
                     at = at_mask + start // VEC * (VEC * BITS // 32)
                 mask = load_masks(
-                    at, shift, left - start, m_col, MASK_COLS, BITS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC
+                    at, to_mask, left - start, m_col, MASK_COLS, BITS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC
                 )
             for c in tl.static_range(CHUNKS):
-                z = scores(x[c], mask[c], shift, scale, MASK, MASK_COLS, TYPE, PTX)
+                z = scores(x[c], mask[c], to_mask, scale, MASK, MASK_COLS, TYPE, PTX)
                 y = exp(z - row_max[:, :, None]) * by[:, :, None]
                 y_at = y_row + first + start
                 store_around(
@@ -285,17 +325,28 @@ def masked_softmax_forward(
                 )
     elif REMATERIALIZE:
         base, shift, correction = exp2_affine(row_max, FUSED, scale)
-        correction = correction * by
+        base, shift, correction = base[:, :, None], shift[:, :, None], (correction * by)[:, :, None]
         for c in tl.static_range(CHUNKS):
-            z = upcast_logits(x[c], scale, FUSED, PTX)
-            y = exp2_fma(z, base[:, :, None], shift[:, :, None], FUSED) * correction[:, :, None]
+            if SKIPS:
+                y = tl.zeros([SEGMENTS, VECTORS, VEC], tl.float32) * correction  # NaN where the row is
+                if c * CHUNK < most:
+                    z = upcast_logits(x[c], scale, FUSED, PTX)
+                    y = exp2_fma(z, base, shift, FUSED) * correction
+            else:
+                z = upcast_logits(x[c], scale, FUSED, PTX)
+                y = exp2_fma(z, base, shift, FUSED) * correction
             store_around(y_row + first, width, within - first, y, c, CAUSAL, SEGMENTS, WARPS_PER_ROW, VECTORS, VEC)
     else:
-        by_vector = exp(m - row_max) * by
+        by_vector = exp((m - row_max) * unit) * by
+        if FOLDED:
+            y_head_tail = exp_head_tail * by_vector
+        if FUSED:
+            by_vector *= correction
         for c in tl.static_range(CHUNKS):
             y = exps[c] * by_vector[:, :, None]
             store_around(y_row + first, width, within - first, y, c, CAUSAL, SEGMENTS, WARPS_PER_ROW, VECTORS, VEC)
     if HEAD_TAIL:
-        y_head_tail = exp((z_head_tail - row_max) * unit) * by
+        if not FOLDED:
+            y_head_tail = exp((z_head_tail - row_max) * unit) * by
         tl.store(y_row + head_tail, y_head_tail.to(y_ptr.dtype.element_ty), mask=in_head_tail)
     leave_cluster(CTAS, PTX)

@@ -9,6 +9,7 @@ that a causal row does not see are not read: dx is 0 there. `softmax_two_pass` t
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
@@ -28,6 +29,12 @@ from .common.tiles import (
     warp_of,
     width_if,
 )
+
+
+@triton.jit
+def gradient_of(y, dy, d, scale, PTX: tl.constexpr):
+    """scale*y*(dy - d) of a chunk, whose numbers are converted to float32 again."""
+    return scale * upcast(y, PTX, True, True) * (upcast(dy, PTX, True, True) - d)
 
 
 @kernel(on_cluster=True)
@@ -104,12 +111,18 @@ def masked_softmax_backward(
     # column in its vector is then a constant and takes no register
     last = ((query - head - first).to(tl.int32) - VEC * tl.arange(0, VECTORS)[None, :])[:, :, None]
     place = tl.arange(0, VEC)[None, None, :]
+    d_of_row = d[:, :, None]
     for c in tl.static_range(CHUNKS):
-        y_c, dy_c = upcast(y[c], PTX, True, True), upcast(dy[c], PTX, True, True)
-        dx = scale * y_c * (dy_c - d[:, :, None])
-        if CAUSAL:
-            # y is 0 in the unseen columns that are read, but 0 times an infinite sum is NaN
-            dx = tl.where(place <= last - c * (WARPS_PER_ROW * VECTORS * VEC), dx, 0.0)
+        # y is 0 in the unseen columns that are read, but 0 times an infinite sum is NaN
+        if SKIPS and MASK == NO_MASK:
+            dx = tl.zeros([SEGMENTS, VECTORS, VEC], tl.float32)
+            if c * (WARPS_PER_ROW * VECTORS * VEC) < most:
+                dx = gradient_of(y[c], dy[c], d_of_row, scale, PTX)
+                dx = tl.where(place <= last - c * (WARPS_PER_ROW * VECTORS * VEC), dx, 0.0)
+        else:
+            dx = gradient_of(y[c], dy[c], d_of_row, scale, PTX)
+            if CAUSAL:
+                dx = tl.where(place <= last - c * (WARPS_PER_ROW * VECTORS * VEC), dx, 0.0)
         if MASK != NO_MASK:
             if MASK_COLS == 0:
                 seen = query_mask[:, :, None]

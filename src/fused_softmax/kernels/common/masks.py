@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .numerics import columns_of, scaled
-from .tiles import READS, chunk_offsets
+from .tiles import READS, chunk_offsets, log2
 
 # the kind of a mask: none, uint8 that is 0 where a column is hidden, or floating numbers to add
 NO_MASK = tl.constexpr(0)
@@ -20,6 +20,10 @@ ONE_VALUE = tl.constexpr(0)
 NEIGHBORS = tl.constexpr(1)
 STRIDED = tl.constexpr(2)
 SHIFTED = tl.constexpr(3)
+# how its rows lie: as the scores' rows, one stride apart; one stride for the batches that do not share it; any strides
+OWN = tl.constexpr(0)
+SHARED = tl.constexpr(1)
+ANY_STRIDES = tl.constexpr(2)
 
 
 @triton.jit
@@ -60,7 +64,7 @@ def load_masks(
             tile = at[:, :, None]
         elif MASK_COLS == SHIFTED:
             words = chunk_offsets(c, VECTORS, WORDS, WARPS_PER_ROW)
-            inside = words < width // VEC * WORDS
+            inside = words < (width >> log2(VEC)) * WORDS
             own = tl.load(at + words, mask=inside, other=0, eviction_policy=READS)
             after = tl.load(at + words + WORDS, mask=inside & (shift > 0), other=0, eviction_policy=READS)
             tile = (tl.reshape(own, (SEGMENTS, VECTORS, WORDS)), tl.reshape(after, (SEGMENTS, VECTORS, WORDS)))
@@ -80,9 +84,9 @@ def shifted_start(mask_ptr, column, first, VEC: tl.constexpr):
     bytes, and shifted to the row's vectors in registers.  # column: the row's first aligned one, from mask_ptr
     """
     WORDS: tl.constexpr = VEC * mask_ptr.dtype.element_ty.primitive_bitwidth // 32
-    vector = column // VEC
+    vector = column >> log2(VEC)
     words = mask_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    return words + (vector + (first // VEC).to(tl.int64)) * WORDS, (column - vector * VEC).to(tl.int32)
+    return words + (vector + (first >> log2(VEC)).to(tl.int64)) * WORDS, (column - vector * VEC).to(tl.int32)
 
 
 @triton.jit
