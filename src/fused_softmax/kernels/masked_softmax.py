@@ -10,11 +10,11 @@ and is NaN, or zero where ZERO. The limit is the bytes of the visible x and mask
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_max_sum, init_cluster_barrier, leave_cluster
+from .common.masked_rows import accumulate, head_seen_and_tail, reciprocal, scores, store_around, upcast_logits
 from .common.masks import (
     NO_MASK,
     OWN,
@@ -23,90 +23,20 @@ from .common.masks import (
     hide,
     load_masks,
     load_query_mask,
-    mask_of,
     mask_row_of,
     shifted_start,
 )
-from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, rounded_product, scaled, upcast
+from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, rounded_product, scaled
 from .common.row_scheduler import row_in_order, row_of_shared_mask, seen_of
 from .common.tiles import (
     aligned_start,
-    chunk_offsets,
     load_chunks,
     log2,
     segments_of,
     slice_of,
-    store_chunk,
     warp_of,
     width_if,
 )
-
-
-@triton.jit
-def head_seen_and_tail(head, within, interior, columns, owner, VECTORS: tl.constexpr, VEC: tl.constexpr):
-    """(offsets from the first aligned column, mask) of the columns that are written one element per thread.
-
-    These are the head, the vector at `within`, which the row may see in part, and up to two vectors of columns after
-    the interior.  # head, within, interior, owner: scalar or [SEGMENTS, 1]; result [SEGMENTS, VECTORS],
-    VECTORS >= 4*VEC
-    """
-    place = tl.arange(0, VECTORS)[None, :]
-    after = tl.where(place < 2 * VEC, within + place - VEC, interior + place - 2 * VEC)
-    real = ((place >= 2 * VEC) & (place < 4 * VEC)) | ((place < 2 * VEC) & (within < interior))
-    offsets = tl.where(place < VEC, place - head, after)
-    exists = tl.where(place < VEC, place < head, real & (after < columns - head))
-    return offsets, exists & owner
-
-
-@triton.jit
-def scores(
-    x, mask, shift, scale, MASK: tl.constexpr, MASK_COLS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr
-):  # fmt: skip
-    """z of a chunk and its mask as loaded."""
-    return hide(upcast(x, PTX), mask_of(mask, shift, MASK, MASK_COLS, TYPE, x.shape, PTX), scale, MASK, PTX)
-
-
-@triton.jit
-def upcast_logits(x, scale, FUSED: tl.constexpr, PTX: tl.constexpr):
-    """Logits in float32, converted again; scaled too, except where FUSED, because `exp2_affine` then has the scale."""
-    x = upcast(x, PTX, True)
-    return x if FUSED else scaled(x, scale, PTX)
-
-
-@triton.jit
-def store_around(
-    at, width, within, y, C: tl.constexpr, CAUSAL: tl.constexpr,
-    SEGMENTS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    """Writes chunk C, where CAUSAL without the vector at `within`, which `head_seen_and_tail` has.
-
-    within: from the slice's first column.
-    """
-    if CAUSAL:
-        offsets = chunk_offsets(C, VECTORS, VEC, WARPS_PER_ROW)
-        value = tl.reshape(y.to(at.dtype.element_ty), (SEGMENTS, VECTORS * VEC))
-        tl.store(at + offsets, value, mask=(offsets < width) & (offsets // VEC * VEC != within))
-    else:
-        store_chunk(at, width, y, C, SEGMENTS, 0, VECTORS, VEC, WARPS_PER_ROW)
-
-
-@triton.jit
-def reciprocal(row_sum, ZERO: tl.constexpr, REMATERIALIZE: tl.constexpr):
-    """1/row_sum; where ZERO, 0 for a row that sees nothing.
-
-    Where REMATERIALIZE it is rounded to nearest. The rare cases of that division are a branch, and the compiler does
-    not carry converted values across a branch. A row of 8 chunks whose logits are converted again then takes 64
-    registers instead of 96.
-    """
-    by = tl.div_rn(1.0, row_sum) if REMATERIALIZE else 1.0 / row_sum
-    return tl.where(row_sum == 0.0, 0.0, by) if ZERO else by
-
-
-@triton.jit
-def accumulate(z, m, s):
-    """Each vector's (max, sum) after one more tile.  # z: [SEGMENTS, VECTORS, VEC]; m, s: [SEGMENTS, VECTORS]"""
-    m_new = tl.maximum(m, tl.max(z, 2))
-    return m_new, s * exp(m - m_new) + tl.sum(exp(z - m_new[:, :, None]), 2)
 
 
 @kernel(on_cluster=True)
@@ -119,7 +49,7 @@ def masked_softmax_forward(
     x_stride: Int64, y_stride: Int64,
     phase: Int32,
     n_queries: Int64,  # rows are (outer, n_middle, n_inner, n_queries)
-    # the order of the rows: `row_of_shared_mask`. The last rows have the other numbers of `fast_divmod`
+    # the order of the rows: `row_of_shared_mask`, and the numbers of `fast_divmod` for it
     n_span: Int64, span_multiplier: Int64, span_power: Int64, span_stride: Int64,
     n_block: Int64, block_multiplier: Int64, block_power: Int64, shared_stride: Int64,
     n_group: Int64, group_multiplier: Int64, group_power: Int64,
