@@ -242,7 +242,7 @@ LOSS_REGISTERS = ((10, 80), (14, 96), (16, 112), (22, 128), (24, 160))
 # 3,943 columns) at 1.04 with 4 chunks, at 0.88 with 2. rows: as many warps have a row each
 MASKED = {
     "unmasked": (
-        KernelConfig(768, 1, 2, rows=2),
+        KernelConfig(1024, 1, 2, rows=2),
         KernelConfig(2048, 1, 1, True),
         KernelConfig(4608, 1, 2, True),
         KernelConfig(12288, 1, 4, True),
@@ -252,8 +252,7 @@ MASKED = {
         KernelConfig(1536, 1, 1),
         KernelConfig(3072, 1, 2),
         KernelConfig(6144, 1, 4),
-        KernelConfig(12288, 1, 8),
-        KernelConfig(16384, 1, 16),
+        KernelConfig(16384, 1, 8),
     ),
     "backward": (
         KernelConfig(1792, 1, 1, True),
