@@ -237,9 +237,9 @@ LOSS_CLUSTER = {
 # columns take 1.03 of a copy's time with 96 registers and 1.09 without a cap
 LOSS_REGISTERS = ((10, 80), (14, 96), (16, 112), (22, 128), (24, 160))
 # masked softmax without a mask (causal), with one, and its gradient; wider rows take softmax's. Few warps with many
-# vectors per thread are the fastest. H200, bfloat16, fraction of a copy: causal 10,266 x 10,266 runs at 0.89 with 4 warps
-# and 11 chunks, at 0.62 with 16 warps and 3; an additive mask for each of 3,943 columns at 1.04 with 4 warps, at 0.88
-# with 8. rows: as many warps have a row each
+# vectors per thread are the fastest. H200, bfloat16, fraction of a copy: causal 10,266 x 10,266 runs at 0.89 with 4
+# warps and 11 chunks, at 0.62 with 16 warps and 3; an additive mask of 3,943 columns at 1.04 with 4 warps, at 0.88 with
+# 8. rows: as many warps have a row each
 MASKED = {
     "unmasked": (
         KernelConfig(1024, 1, 2, rows=2),
