@@ -12,7 +12,7 @@ import torch
 from cases import REGIMES, dtype_id, logits, softmax_by
 
 import fused_softmax as fs
-from fused_softmax.launch import masked_softmax
+from fused_softmax.launch import masked_softmax, masks
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.layout import gradient_buffer, problem_of, rows_of
 from fused_softmax.launch.softmax import softmax_launch
@@ -220,6 +220,6 @@ def test_a_mask_is_read_alike_for_a_batch_and_for_one_of_its_rows(n_cols, stride
         rows = x[batch].reshape(-1, n_cols)
         op = masked_softmax.FORWARD[True]
         chosen = op.plan((rows, rows), describe(x.device), False)
-        _, flags, _ = masked_softmax.describe_mask(mask[batch], x[batch], chosen, rows)
+        _, flags, _ = masks.describe_mask(mask[batch], x[batch], chosen, rows)
         vectors.append(dict(flags)["MASK_VEC"])
     assert vectors[0] == vectors[1] and (vectors[0] == 1) == (n_cols % 2 == 1)

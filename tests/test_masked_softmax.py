@@ -10,6 +10,7 @@ import torch
 
 import fused_softmax as fs
 from fused_softmax.launch import masked_softmax as masked_rows
+from fused_softmax.launch.masks import readable
 from fused_softmax.planning.types import DEVICES, Problem
 
 pytestmark = pytest.mark.interpreted
@@ -93,12 +94,12 @@ def test_a_cluster_reads_no_mask_with_a_column_stride():
     assert chosen.ctas > 1
     strided = (torch.rand(6, 32768) > 0.5).t()[:, :1].expand(-1, 6), (torch.rand(32768, 4) > 0.5).t()
     for mask in (torch.rand(4, 65536) > 0.5)[:, ::2], *strided:
-        read = masked_rows._readable(mask, chosen)
+        read = readable(mask, chosen)
         assert torch.equal(read, mask) and read.stride(-1) in (0, 1)
     for mask in torch.ones(4, 32768), torch.ones(4, 1), torch.ones(()):
-        assert masked_rows._readable(mask, chosen) is mask
+        assert readable(mask, chosen) is mask
     one_cta = replace(chosen, ctas=1)
-    assert masked_rows._readable(strided[1], one_cta) is strided[1]
+    assert readable(strided[1], one_cta) is strided[1]
 
 
 def test_hidden_columns_hide_nan_and_are_zero():

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fused_softmax.lab import cross_compile as compiled
-from fused_softmax.launch import cross_entropy, masked_softmax, row_statistics
+from fused_softmax.launch import cross_entropy, masked_softmax, masks, row_statistics
 from fused_softmax.launch.compile import Launch
 from fused_softmax.launch.launcher import flat_launch, row_launch
 from fused_softmax.launch.layout import problem_of
@@ -89,9 +89,16 @@ def masked_launch(n_cols: int, dtype: torch.dtype, mask: int, cols: int, causal:
     op = masked_softmax.FORWARD[True]
     chosen = op.planner(problem_of(x, x), SM_90)
     assert chosen.ctas > 1
-    flags = (("MASK", mask), ("MASK_COLS", cols), ("MASK_VEC", 1), ("CAUSAL", causal), ("ZERO", False))
+    flags = (
+        ("MASK", mask),
+        ("MASK_COLS", cols),
+        ("MASK_VEC", 1),
+        ("MASK_ROWS", 2),
+        ("CAUSAL", causal),
+        ("ZERO", False),
+    )
     numbers = (
-        *masked_softmax.row_schedule(x.shape[0], x.shape[1] * x.element_size(), 2, shared=True),
+        *masks.row_schedule(2, 2, 2),
         1,
         2,
         0,
@@ -99,6 +106,7 @@ def masked_launch(n_cols: int, dtype: torch.dtype, mask: int, cols: int, causal:
         0,
         n_cols,
         cols,
+        0,
         0.5,
     )
     launch = row_launch(op, (x, x), (of_mask,), numbers, flags, chosen, SM_90)
@@ -125,9 +133,9 @@ def test_the_lines_of_masked_gradients_are_warps(n_cols, causal, mask):
     assert chosen.ctas > 1
     if mask is not None and mask.dim() == 1:
         mask = mask.repeat(n_cols)
-    read, of_mask, of_strides = masked_softmax.describe_mask(mask, x.view(2, 2, n_cols), chosen, x)
+    read, of_mask, of_strides = masks.describe_mask(mask, x.view(2, 2, n_cols), chosen, x)
     numbers = (
-        *masked_softmax.row_schedule(x.shape[0], x.shape[1] * x.element_size(), 2, shared=False),
+        *masks.row_order(2),
         *of_strides,
         0.5,
     )

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fused_softmax.lab import cross_compile as compiled
-from fused_softmax.launch import cross_entropy, masked_softmax, row_statistics
+from fused_softmax.launch import cross_entropy, masked_softmax, masks, row_statistics
 from fused_softmax.launch.launcher import row_launch
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.planning.types import DEVICES
@@ -114,23 +114,13 @@ def test_statistics_do_not_spill(n_cols, scale):
 @pytest.mark.parametrize(("mask", "causal"), [(0, True), (1, False), (2, False), (2, True)])
 def test_masked_softmax_does_not_spill(n_cols, mask, causal):
     x = torch.empty(4, n_cols, dtype=torch.bfloat16)
-    of_mask = torch.empty(2, n_cols, dtype=torch.bfloat16 if mask == 2 else torch.uint8)
     op = masked_softmax.FORWARD[mask > 0]
     plan = op.planner(problem_of(x, x), SM_90)
-    vec = 8 if mask and n_cols % 8 == 0 else 1
-    flags = (("MASK", mask), ("MASK_COLS", int(mask > 0)), ("MASK_VEC", vec), ("CAUSAL", causal), ("ZERO", False))
-    numbers = (
-        *masked_softmax.row_schedule(x.shape[0], x.shape[1] * x.element_size(), 2, shared=True),
-        1,
-        2,
-        0,
-        0,
-        0,
-        n_cols // vec,
-        1,
-        0.5,
-    )
-    launch = row_launch(op, (x, x), (of_mask,), numbers, flags, plan, SM_90)
+    given = None if mask == 0 else torch.empty(2, n_cols, dtype=torch.bfloat16 if mask == 2 else torch.bool)
+    read, of_mask, of_strides = masks.describe_mask(given, x.view(2, 2, n_cols), plan, x, forward=True)
+    flags = (*of_mask, ("CAUSAL", causal), ("ZERO", False))
+    numbers = (*of_strides, 0.5)
+    launch = row_launch(op, (x, x), (read,), numbers, flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
 
 
@@ -143,9 +133,9 @@ def test_masked_gradients_do_not_spill(n_cols, mask_cols, causal, dtype):
     mask = None if mask_cols is None else torch.ones(2, n_cols if mask_cols else 1, dtype=torch.bool)
     op = masked_softmax.BACKWARD[mask is not None]
     plan = op.planner(problem_of(x, x, x, backward=True), SM_90)
-    read, of_mask, of_strides = masked_softmax.describe_mask(mask, x.view(2, 2, n_cols), plan, x)
+    read, of_mask, of_strides = masks.describe_mask(mask, x.view(2, 2, n_cols), plan, x)
     numbers = (
-        *masked_softmax.row_schedule(x.shape[0], x.shape[1] * x.element_size(), 2, shared=False),
+        *masks.row_order(2),
         *of_strides,
         0.5,
     )

@@ -24,6 +24,7 @@ from fused_softmax.launch import (
 from fused_softmax.launch.compile import Launch
 from fused_softmax.launch.launcher import flat_launch, row_launch
 from fused_softmax.launch.layout import problem_of
+from fused_softmax.launch.masks import describe_mask, row_order
 from fused_softmax.launch.softmax import softmax_launch, strided_launch
 from fused_softmax.planning.losses import plan_elementwise, plan_statistics
 from fused_softmax.planning.softmax import plan
@@ -144,34 +145,25 @@ def masks(target: str) -> Iterator[Named]:
     """masked_softmax under each kind of mask, and its gradient."""
     device = DEVICES[target]
     for dtype in (BFLOAT16, FLOAT32):
-        for n_cols in (64, 1000, 1024, 4096, 16384, 50257, 262144):
+        for n_cols in (64, 1001, 1024, 4096, 16384, 50257, 262144):
             x = torch.empty(4, n_cols, dtype=dtype)
-            for mask, causal in ((0, True), (1, False), (2, False)):
-                of_mask = torch.empty(2, n_cols, dtype=dtype if mask == 2 else torch.uint8)
-                op = masked_softmax.FORWARD[mask > 0]
+            for kind in ("causal", "boolean", "additive"):
+                op = masked_softmax.FORWARD[kind != "causal"]
                 chosen = op.planner(problem_of(x, x), device)
-                vec = 8 if mask and n_cols % 8 == 0 else 1
-                flags = (("MASK", mask), ("MASK_COLS", int(mask > 0)), ("MASK_VEC", vec), ("CAUSAL", causal))
-                flags = (*flags, ("ZERO", False))
-                numbers = (
-                    *masked_softmax.row_schedule(x.shape[0], x.shape[1] * x.element_size(), 2, shared=True),
-                    1,
-                    2,
-                    0,
-                    0,
-                    0,
-                    n_cols // vec,
-                    1,
-                    0.5,
+                mask = torch.empty(2, n_cols, dtype=torch.bool if kind == "boolean" else dtype)
+                scores = x.view(2, 2, n_cols)
+                read, of_mask, of_strides = describe_mask(
+                    None if kind == "causal" else mask, scores, chosen, x, forward=True
                 )
-                launch = row_launch(op, (x, x), (of_mask,), numbers, flags, chosen, device)
-                kind = ("causal", "boolean", "additive")[mask]
+                flags = (*of_mask, ("CAUSAL", kind == "causal"), ("ZERO", False))
+                numbers = (*of_strides, 0.5)
+                launch = row_launch(op, (x, x), (read,), numbers, flags, chosen, device)
                 yield f"masked_softmax {kind} {dtype} {n_cols}", as_called(launch), chosen
             chosen = masked_softmax.BACKWARD[False].planner(problem_of(x, x, x, backward=True), device)
             if chosen.regime != "two_pass":
-                read, of_mask, of_strides = masked_softmax.describe_mask(None, x.view(2, 2, n_cols), chosen, x)
+                read, of_mask, of_strides = describe_mask(None, x.view(2, 2, n_cols), chosen, x)
                 numbers = (
-                    *masked_softmax.row_schedule(x.shape[0], x.shape[1] * x.element_size(), 2, shared=False),
+                    *row_order(2),
                     *of_strides,
                     0.5,
                 )

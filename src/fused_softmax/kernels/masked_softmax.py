@@ -10,84 +10,33 @@ and is NaN, or zero where ZERO. The limit is the bytes of the visible x and mask
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_max_sum, init_cluster_barrier, leave_cluster
-from .common.masks import NO_MASK, hide, load_masks, load_query_mask, mask_row_of
-from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, rounded_product, scaled, upcast
-from .common.row_scheduler import scheduled_row, seen_of
+from .common.masked_rows import accumulate, head_seen_and_tail, reciprocal, scores, store_around, upcast_logits
+from .common.masks import (
+    NO_MASK,
+    OWN,
+    SHARED,
+    SHIFTED,
+    hide,
+    load_masks,
+    load_query_mask,
+    mask_row_of,
+    shifted_start,
+)
+from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, rounded_product, scaled
+from .common.row_scheduler import row_in_order, row_of_shared_mask, seen_of
 from .common.tiles import (
-    chunk_offsets,
+    aligned_start,
     load_chunks,
+    log2,
     segments_of,
     slice_of,
-    span_of,
-    start_of,
-    store_chunk,
     warp_of,
     width_if,
 )
-
-
-@triton.jit
-def causal_head_and_tail(head, within, interior, columns, owner, VECTORS: tl.constexpr, VEC: tl.constexpr):
-    """(offsets from the first aligned column, mask) of the columns that are written one element per thread.
-
-    These are the head, the vector at `within`, which the row may see in part, and the columns after the last vector
-    where that is another one.
-    # head, within, interior, owner: scalar or [SEGMENTS, 1]; result [SEGMENTS, VECTORS], VECTORS >= 3*VEC
-    """
-    place = tl.arange(0, VECTORS)[None, :]
-    after = tl.where(place < 2 * VEC, within + place - VEC, interior + place - 2 * VEC)
-    real = (place < 2 * VEC) | ((place < 3 * VEC) & (within < interior))
-    offsets = tl.where(place < VEC, place - head, after)
-    exists = tl.where(place < VEC, place < head, real & (after < columns - head))
-    return offsets, exists & owner
-
-
-@triton.jit
-def upcast_logits(x, scale, FUSED: tl.constexpr, PTX: tl.constexpr):
-    """Logits in float32, converted again; scaled too, except where FUSED, because `exp2_affine` then has the scale."""
-    x = upcast(x, PTX, True)
-    return x if FUSED else scaled(x, scale, PTX)
-
-
-@triton.jit
-def store_around(
-    at, width, within, y, C: tl.constexpr, CAUSAL: tl.constexpr,
-    SEGMENTS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    """Writes chunk C, where CAUSAL without the vector at `within`, which `causal_head_and_tail` has.
-
-    within: from the slice's first column.
-    """
-    if CAUSAL:
-        offsets = chunk_offsets(C, VECTORS, VEC, WARPS_PER_ROW)
-        value = tl.reshape(y.to(at.dtype.element_ty), (SEGMENTS, VECTORS * VEC))
-        tl.store(at + offsets, value, mask=(offsets < width) & (offsets // VEC * VEC != within))
-    else:
-        store_chunk(at, width, y, C, SEGMENTS, 0, VECTORS, VEC, WARPS_PER_ROW)
-
-
-@triton.jit
-def reciprocal(row_sum, ZERO: tl.constexpr, REMATERIALIZE: tl.constexpr):
-    """1/row_sum; where ZERO, 0 for a row that sees nothing.
-
-    Where REMATERIALIZE it is rounded to nearest. The rare cases of that division are a branch, and the compiler does
-    not carry converted values across a branch. A row of 8 chunks whose logits are converted again then takes 64
-    registers instead of 96.
-    """
-    by = tl.div_rn(1.0, row_sum) if REMATERIALIZE else 1.0 / row_sum
-    return tl.where(row_sum == 0.0, 0.0, by) if ZERO else by
-
-
-@triton.jit
-def accumulate(z, m, s):
-    """Each vector's (max, sum) after one more tile.  # z: [SEGMENTS, VECTORS, VEC]; m, s: [SEGMENTS, VECTORS]"""
-    m_new = tl.maximum(m, tl.max(z, 2))
-    return m_new, s * exp(m - m_new) + tl.sum(exp(z - m_new[:, :, None]), 2)
 
 
 @kernel(on_cluster=True)
@@ -100,16 +49,20 @@ def masked_softmax_forward(
     x_stride: Int64, y_stride: Int64,
     phase: Int32,
     n_queries: Int64,  # rows are (outer, n_middle, n_inner, n_queries)
-    n_group: Int64,  # neighbors in the order of `scheduled_row`, and the numbers of `fast_divmod` for it
-    group_multiplier: Int64, group_shift: Int64,
-    n_batch: Int64,  # n_rows/n_queries
-    batch_multiplier: Int64, batch_shift: Int64, n_middle: Int64, n_inner: Int64,
+    # the order of the rows: `row_of_shared_mask`, and the numbers of `fast_divmod` for it
+    n_span: Int64, span_multiplier: Int64, span_power: Int64, span_stride: Int64,
+    n_block: Int64, block_multiplier: Int64, block_power: Int64, shared_stride: Int64,
+    n_group: Int64, group_multiplier: Int64, group_power: Int64,
+    n_last: Int64, last_multiplier: Int64, last_power: Int64,
+    n_middle: Int64, n_inner: Int64,
     m_outer: Int64,  # the mask's strides, in units of MASK_VEC
     m_middle: Int64, m_inner: Int64, m_query: Int64,
     m_col: Int64,  # where MASK_COLS is 2: elements
+    m_phase: Int32,  # elements from mask_ptr, which is aligned where MASK_COLS is 3, to the mask
     scale: Float32,  # positive
     MASK: tl.constexpr,
-    MASK_COLS: tl.constexpr,  # the mask's stride along the columns: 0, 1, or 2 for any other
+    MASK_COLS: tl.constexpr,  # how the mask's columns lie: `common.masks` names the numbers
+    MASK_ROWS: tl.constexpr,  # how the mask's rows lie
     MASK_VEC: tl.constexpr, CAUSAL: tl.constexpr, ZERO: tl.constexpr,
     TWO_PASS: tl.constexpr,  # the row does not fit on chip: CHUNKS are those of a step
     RECOMPUTE: tl.constexpr,  # without a mask: hold the row as loaded and compute exp twice
@@ -119,22 +72,47 @@ def masked_softmax_forward(
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     STEP: tl.constexpr = CHUNKS * WARPS_PER_ROW * VECTORS * VEC
-    HEAD_TAIL: tl.constexpr = UNALIGNED or CAUSAL
+    TYPE: tl.constexpr = mask_ptr.dtype.element_ty
+    BITS: tl.constexpr = TYPE.primitive_bitwidth
+    IS_SHIFTED: tl.constexpr = MASK != NO_MASK and MASK_COLS == SHIFTED
     REMATERIALIZE: tl.constexpr = RECOMPUTE and MASK == NO_MASK
+    HEAD_TAIL: tl.constexpr = UNALIGNED or CAUSAL or IS_SHIFTED
+    # head and tail are one element more for a thread. On a cluster they are reduced with their segment instead: Triton
+    # may place their tile in other CTAs than the row's
+    FOLDED: tl.constexpr = HEAD_TAIL and CTAS == 1 and not TWO_PASS and MASK != NO_MASK
     # z is never computed: exp(scale*(x - m)) takes one multiply-add and one exp2
-    FUSED: tl.constexpr = REMATERIALIZE and PTX and CTAS == 1 and x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    FUSED: tl.constexpr = (
+        MASK == NO_MASK and not TWO_PASS and PTX and CTAS == 1 and x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    )
+    CHUNK: tl.constexpr = WARPS_PER_ROW * VECTORS * VEC
+    # a causal row passes over the chunks that it does not see: an unseen chunk takes as many instructions as a full one
+    SKIPS: tl.constexpr = CAUSAL and REMATERIALIZE and ROWS * CTAS == 1 and CHUNKS > 1
     scale = tl.cast(scale, tl.float32)  # the interpreter makes a float64 of a subnormal number
     unit = scale if FUSED else 1.0
     place, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
     warp = warp_of(SEGMENTS, WARPS_PER_ROW)
     exists = place < n_rows
-    row, batch, query = scheduled_row(
-        place, n_queries, n_group, group_multiplier, group_shift, n_batch, batch_multiplier, batch_shift,
-        MASK != NO_MASK, CAUSAL,
-    )  # fmt: skip
-    head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
-    x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
-    y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)
+    span = place
+    if MASK_ROWS != OWN:
+        row, span, batch, query = row_of_shared_mask(
+            place, n_queries, n_span, span_multiplier, span_power, span_stride, n_block, block_multiplier, block_power,
+            shared_stride, n_group, group_multiplier, group_power, n_last, last_multiplier, last_power, CAUSAL,
+        )  # fmt: skip
+    elif CAUSAL:
+        row, batch, query = row_in_order(place, n_queries, span_multiplier, span_power, CAUSAL)
+    else:
+        row, batch, query = place, place, place
+    if UNALIGNED:
+        x_start, head = aligned_start(row, x_stride, phase, VEC)
+        y_start, _ = aligned_start(row, y_stride, phase, VEC)
+        head = tl.minimum(head, n_cols)
+        interior = (n_cols - head >> log2(VEC)) * VEC
+    else:
+        x_start, y_start = row * x_stride * VEC, row * y_stride * VEC
+        head, interior = 0, n_cols * VEC
+    x_row, y_row = x_ptr + x_start, y_ptr + y_start
+    if IS_SHIFTED:  # the last vector's columns are a tail, so that no vector of the mask reaches beyond its row
+        interior = tl.maximum(interior - VEC, 0)
     first, width = slice_of(interior, rank, CTAS, VEC)
     first += warp * (VECTORS * VEC)
     width = width_if(exists, width - warp * (VECTORS * VEC)).to(tl.int32)
@@ -143,13 +121,24 @@ def masked_softmax_forward(
     seen = seen_of(query, columns, CAUSAL)
     within = (tl.maximum(seen - head, 0) // VEC * VEC).to(tl.int32)
     left = tl.minimum(width, within - first).to(tl.int32)
-    mask_row = mask_row_of(batch, query, mask_ptr, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC)
-    if MASK != NO_MASK and MASK_COLS == 0:
-        query_mask = load_query_mask(mask_row, exists)
-        at_mask = query_mask
+    if MASK_ROWS == OWN:
+        mask_row = row * m_query * MASK_VEC
+    elif MASK_ROWS == SHARED:
+        mask_row = (span * m_outer + query * m_query) * MASK_VEC
     else:
-        mask_row += (head * m_col if MASK_COLS == 2 else head * MASK_COLS).to(tl.int64) if UNALIGNED else 0
-        at_mask = mask_row + (first.to(tl.int64) * m_col if MASK_COLS == 2 else first * MASK_COLS)
+        mask_row = mask_row_of(batch, query, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC)
+    COL: tl.constexpr = 1 if IS_SHIFTED else MASK_COLS
+    if IS_SHIFTED:
+        mask_row += m_phase + head
+        at_mask, to_mask = shifted_start(mask_ptr, mask_row, first, VEC)
+        mask_row = mask_ptr + mask_row
+    elif MASK != NO_MASK and MASK_COLS == 0:
+        query_mask = load_query_mask(mask_ptr + mask_row, exists)
+        at_mask, to_mask = query_mask, 0
+    else:
+        mask_row = mask_ptr + mask_row
+        mask_row += (head * m_col if COL == 2 else head * COL).to(tl.int64) if UNALIGNED else 0
+        at_mask, to_mask = mask_row + (first.to(tl.int64) * m_col if COL == 2 else first * COL), 0
 
     m = tl.zeros([SEGMENTS, VECTORS], tl.float32) + LOWEST
     s = tl.zeros([SEGMENTS, VECTORS], tl.float32)
@@ -159,9 +148,11 @@ def masked_softmax_forward(
         x = load_chunks(x_row + first, left, SEGMENTS, CHUNKS, 0, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
         mask = x
         if MASK != NO_MASK:
-            mask = load_masks(at_mask, left, m_col, MASK_COLS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC)
+            mask = load_masks(
+                at_mask, to_mask, left, m_col, MASK_COLS, BITS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC
+            )
     if HEAD_TAIL:
-        head_tail, in_head_tail = causal_head_and_tail(
+        head_tail, in_head_tail = head_seen_and_tail(
             head, within, interior, columns, (rank == 0) & (warp == 0) & exists, VECTORS, VEC
         )
         visible = in_head_tail & (head_tail < seen - head)
@@ -171,9 +162,10 @@ def masked_softmax_forward(
         elif MASK_COLS == 0:
             mask_head_tail = query_mask
         else:
-            mask_head_tail = tl.load(
-                mask_row + head_tail * (m_col if MASK_COLS == 2 else MASK_COLS), mask=visible, other=0
-            )
+            mask_head_tail = tl.load(mask_row + head_tail * (m_col if COL == 2 else COL), mask=visible, other=0)
+        z_head_tail = x_head_tail.to(tl.float32)
+        if not FUSED:
+            z_head_tail = hide(z_head_tail, mask_head_tail, scale, MASK, PTX)
     if TWO_PASS:
         most = tl.max(tl.max(left, 1), 0)  # of a CTA's segments, the first has the most columns
         for step in range(tl.cdiv(tl.maximum(most, 0), STEP)):
@@ -184,39 +176,55 @@ def masked_softmax_forward(
             mask = x
             if MASK != NO_MASK:
                 at = at_mask if MASK_COLS == 0 else at_mask + start * (m_col if MASK_COLS == 2 else 1)
-                mask = load_masks(at, left - start, m_col, MASK_COLS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC)
+                if IS_SHIFTED:
+                    at = at_mask + start // VEC * (VEC * BITS // 32)
+                mask = load_masks(
+                    at, to_mask, left - start, m_col, MASK_COLS, BITS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC
+                )
             for c in tl.static_range(CHUNKS):
-                m, s = accumulate(hide(upcast(x[c], PTX), mask[c], scale, MASK, PTX), m, s)
+                m, s = accumulate(scores(x[c], mask[c], to_mask, scale, MASK, MASK_COLS, TYPE, PTX), m, s)
     else:
-        if REMATERIALIZE:
+        most = tl.max(tl.max(left, 1), 0) if SKIPS else 0
+        if REMATERIALIZE or FUSED:
             # scale is positive, so the largest x has the largest z. Where FUSED, m is in units of x
             top = tl.max(x[0], 2)
             for c in tl.static_range(1, CHUNKS):
-                top = tl.maximum(top, tl.max(x[c], 2))
-            top = tl.maximum(top.to(tl.float32), LOWEST)
+                if SKIPS:
+                    if c * CHUNK < most:
+                        top = tl.maximum(top, tl.max(x[c], 2))
+                else:
+                    top = tl.maximum(top, tl.max(x[c], 2))
+            top = tl.maximum((tl.maximum(top, x_head_tail) if FOLDED else top).to(tl.float32), LOWEST)
             m = top if FUSED else tl.maximum(scaled(top, scale, PTX), LOWEST)
             base, shift, correction = exp2_affine(m, FUSED, scale)
+            base, shift = base[:, :, None], shift[:, :, None]
             for c in tl.static_range(CHUNKS):
-                z = upcast_logits(x[c], scale, FUSED, PTX)
-                s += tl.sum(exp2_fma(z, base[:, :, None], shift[:, :, None], FUSED), 2)
+                if SKIPS:
+                    if c * CHUNK < most:
+                        s += tl.sum(exp2_fma(upcast_logits(x[c], scale, FUSED, PTX), base, shift, FUSED), 2)
+                else:
+                    e = exp2_fma(upcast_logits(x[c], scale, FUSED, PTX), base, shift, FUSED)
+                    s += tl.sum(e, 2)
+                    exps = exps if REMATERIALIZE else exps + (e,)
             s *= correction
         else:
             z = ()
             for c in tl.static_range(CHUNKS):
-                z = z + (hide(upcast(x[c], PTX), mask[c], scale, MASK, PTX),)
+                z = z + (scores(x[c], mask[c], to_mask, scale, MASK, MASK_COLS, TYPE, PTX),)
                 m = tl.maximum(m, tl.max(z[c], 2))
+            if FOLDED:
+                m = tl.maximum(m, z_head_tail)
             for c in tl.static_range(CHUNKS):
                 exps = exps + (exp(z[c] - m[:, :, None]),)
                 s += tl.sum(exps[c], 2)
-    # head and tail are reduced with their segment: Triton may place their tile in other CTAs than the row's
+    if FOLDED:
+        exp_head_tail = exp((z_head_tail - m) * unit)
+        s += exp_head_tail
     segment_max = tl.max(m, 1)
-    if HEAD_TAIL:
-        z_head_tail = x_head_tail.to(tl.float32)
-        if not FUSED:
-            z_head_tail = hide(z_head_tail, mask_head_tail, scale, MASK, PTX)
+    if HEAD_TAIL and not FOLDED:
         segment_max = tl.maximum(segment_max, tl.max(z_head_tail, 1))
     segment_sum = tl.sum(rounded_product(s, exp((m - segment_max[:, None]) * unit)), 1)
-    if HEAD_TAIL:
+    if HEAD_TAIL and not FOLDED:
         segment_sum += tl.sum(exp((z_head_tail - segment_max[:, None]) * unit), 1)
     row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)
     row_max = row_max[:, None]
@@ -233,9 +241,13 @@ def masked_softmax_forward(
             mask = x
             if MASK != NO_MASK:
                 at = at_mask if MASK_COLS == 0 else at_mask + start * (m_col if MASK_COLS == 2 else 1)
-                mask = load_masks(at, left - start, m_col, MASK_COLS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC)
+                if IS_SHIFTED:
+                    at = at_mask + start // VEC * (VEC * BITS // 32)
+                mask = load_masks(
+                    at, to_mask, left - start, m_col, MASK_COLS, BITS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC
+                )
             for c in tl.static_range(CHUNKS):
-                z = hide(upcast(x[c], PTX), mask[c], scale, MASK, PTX)
+                z = scores(x[c], mask[c], to_mask, scale, MASK, MASK_COLS, TYPE, PTX)
                 y = exp(z - row_max[:, :, None]) * by[:, :, None]
                 y_at = y_row + first + start
                 store_around(
@@ -243,17 +255,28 @@ def masked_softmax_forward(
                 )
     elif REMATERIALIZE:
         base, shift, correction = exp2_affine(row_max, FUSED, scale)
-        correction = correction * by
+        base, shift, correction = base[:, :, None], shift[:, :, None], (correction * by)[:, :, None]
         for c in tl.static_range(CHUNKS):
-            z = upcast_logits(x[c], scale, FUSED, PTX)
-            y = exp2_fma(z, base[:, :, None], shift[:, :, None], FUSED) * correction[:, :, None]
+            if SKIPS:
+                y = tl.zeros([SEGMENTS, VECTORS, VEC], tl.float32) * correction  # NaN where the row is
+                if c * CHUNK < most:
+                    z = upcast_logits(x[c], scale, FUSED, PTX)
+                    y = exp2_fma(z, base, shift, FUSED) * correction
+            else:
+                z = upcast_logits(x[c], scale, FUSED, PTX)
+                y = exp2_fma(z, base, shift, FUSED) * correction
             store_around(y_row + first, width, within - first, y, c, CAUSAL, SEGMENTS, WARPS_PER_ROW, VECTORS, VEC)
     else:
-        by_vector = exp(m - row_max) * by
+        by_vector = exp((m - row_max) * unit) * by
+        if FOLDED:
+            y_head_tail = exp_head_tail * by_vector
+        if FUSED:
+            by_vector *= correction
         for c in tl.static_range(CHUNKS):
             y = exps[c] * by_vector[:, :, None]
             store_around(y_row + first, width, within - first, y, c, CAUSAL, SEGMENTS, WARPS_PER_ROW, VECTORS, VEC)
     if HEAD_TAIL:
-        y_head_tail = exp((z_head_tail - row_max) * unit) * by
+        if not FOLDED:
+            y_head_tail = exp((z_head_tail - row_max) * unit) * by
         tl.store(y_row + head_tail, y_head_tail.to(y_ptr.dtype.element_ty), mask=in_head_tail)
     leave_cluster(CTAS, PTX)

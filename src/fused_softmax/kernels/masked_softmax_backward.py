@@ -9,13 +9,14 @@ that a causal row does not see are not read: dx is 0 there. `softmax_two_pass` t
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_sum, init_cluster_barrier, leave_cluster
 from .common.masks import NO_MASK, load_query_mask, mask_row_of
 from .common.numerics import rounded_product, sum_of_vectors, upcast
-from .common.row_scheduler import scheduled_row, seen_of
+from .common.row_scheduler import row_in_order, seen_of
 from .common.tiles import (
     chunk_offsets,
     head_and_tail,
@@ -30,6 +31,12 @@ from .common.tiles import (
 )
 
 
+@triton.jit
+def gradient_of(y, dy, d, scale, PTX: tl.constexpr):
+    """scale*y*(dy - d) of a chunk, whose numbers are converted to float32 again."""
+    return scale * upcast(y, PTX, True, True) * (upcast(dy, PTX, True, True) - d)
+
+
 @kernel(on_cluster=True)
 def masked_softmax_backward(
     y_ptr: Rows,  # the forward's output; all pointers: aligned to VEC elements
@@ -39,8 +46,9 @@ def masked_softmax_backward(
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
     y_stride: Int64, dy_stride: Int64, dx_stride: Int64,
     phase: Int32,
-    n_queries: Int64, n_group: Int64, group_multiplier: Int64, group_shift: Int64, n_batch: Int64,
-    batch_multiplier: Int64, batch_shift: Int64,
+    n_queries: Int64,
+    multiplier: Int64,  # the numbers of `fast_divmod` for n_queries
+    power: Int64,
     n_middle: Int64,  # the mask's sizes and strides, as in `masked_softmax`
     n_inner: Int64, m_outer: Int64, m_middle: Int64, m_inner: Int64, m_query: Int64, m_col: Int64,
     scale: Float32,
@@ -55,9 +63,7 @@ def masked_softmax_backward(
     place, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
     warp = warp_of(SEGMENTS, WARPS_PER_ROW)
     exists = place < n_rows
-    row, batch, query = scheduled_row(
-        place, n_queries, n_group, group_multiplier, group_shift, n_batch, batch_multiplier, batch_shift, False, CAUSAL
-    )
+    row, batch, query = row_in_order(place, n_queries, multiplier, power, CAUSAL)
     head, interior = span_of(row, y_stride, phase, n_cols, VEC, UNALIGNED)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)
     dy_row = dy_ptr + start_of(row, dy_stride, phase, VEC, UNALIGNED)
@@ -93,7 +99,9 @@ def masked_softmax_backward(
     d = cluster_reduce_sum(d, CTAS, PTX, WARPS_PER_ROW)[:, None]
     if MASK != NO_MASK:
         not_finite = exists & ((tl.abs(d) < float("inf")) == 0)
-        mask_row = mask_row_of(batch, query, mask_ptr, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC)
+        mask_row = mask_ptr + mask_row_of(
+            batch, query, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC
+        )
         if MASK_COLS == 0:
             query_mask = tl.where(not_finite, load_query_mask(mask_row, not_finite), 1)
         else:
@@ -103,12 +111,18 @@ def masked_softmax_backward(
     # column in its vector is then a constant and takes no register
     last = ((query - head - first).to(tl.int32) - VEC * tl.arange(0, VECTORS)[None, :])[:, :, None]
     place = tl.arange(0, VEC)[None, None, :]
+    d_of_row = d[:, :, None]
     for c in tl.static_range(CHUNKS):
-        y_c, dy_c = upcast(y[c], PTX, True, True), upcast(dy[c], PTX, True, True)
-        dx = scale * y_c * (dy_c - d[:, :, None])
-        if CAUSAL:
-            # y is 0 in the unseen columns that are read, but 0 times an infinite sum is NaN
-            dx = tl.where(place <= last - c * (WARPS_PER_ROW * VECTORS * VEC), dx, 0.0)
+        # y is 0 in the unseen columns that are read, but 0 times an infinite sum is NaN
+        if SKIPS and MASK == NO_MASK:
+            dx = tl.zeros([SEGMENTS, VECTORS, VEC], tl.float32)
+            if c * (WARPS_PER_ROW * VECTORS * VEC) < most:
+                dx = gradient_of(y[c], dy[c], d_of_row, scale, PTX)
+                dx = tl.where(place <= last - c * (WARPS_PER_ROW * VECTORS * VEC), dx, 0.0)
+        else:
+            dx = gradient_of(y[c], dy[c], d_of_row, scale, PTX)
+            if CAUSAL:
+                dx = tl.where(place <= last - c * (WARPS_PER_ROW * VECTORS * VEC), dx, 0.0)
         if MASK != NO_MASK:
             if MASK_COLS == 0:
                 seen = query_mask[:, :, None]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fused_softmax.lab.bench.inputs import queries
+from fused_softmax.lab.bench.inputs import batches, queries
 
 
 @dataclass(frozen=True)
@@ -126,3 +126,13 @@ def causal_gradient(n_rows: int, n_cols: int) -> tuple[int, int]:
 def additive(n_rows: int, n_cols: int) -> tuple[int, int]:
     """The scores, and the mask of one head once."""
     return (n_rows + queries(n_rows, n_cols)) * n_cols, n_rows * n_cols
+
+
+def biased(n_rows: int, n_cols: int) -> tuple[int, int]:
+    """The scores, and the bias of one batch once."""
+    return (n_rows + n_rows // batches(n_rows, n_cols)) * n_cols, n_rows * n_cols
+
+
+def boolean_mask(n_rows: int, n_cols: int) -> int:
+    """Bytes of the mask of one head."""
+    return queries(n_rows, n_cols) * n_cols

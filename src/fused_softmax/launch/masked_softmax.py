@@ -18,7 +18,8 @@ from .cache import Cache
 from .compile import kernel_loader
 from .context import is_batch_invariant
 from .launcher import RowOp, always, device_of, launch_rows, planned, prepare_rows
-from .layout import empty, merge_dims, rows_of, rows_or_copy
+from .layout import empty, rows_of, rows_or_copy, starts
+from .masks import ORDER, describe_mask, queries_of, row_order, row_schedule
 from .options import Flags
 from .torch_private import current_device, empty_strided_cuda
 
@@ -41,8 +42,6 @@ def _backward() -> Any:
 _empty = empty_strided_cuda
 # the kernels count rows in 32 bits
 MAX_ROWS = 2**31
-# of scores that follow each other in memory before the same of the next batch; H200: 64 KB are 2% slower
-GROUP_BYTES = 2 << 20
 
 
 def _op(kernel: Any, masked: bool, backward: bool) -> RowOp:
@@ -71,16 +70,13 @@ def masked_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, z
     n_rows, n_cols = x_rows.shape
     y_rows = empty((n_rows, n_cols), (n_cols, 1), x.dtype, x)
     y = y_rows if x.dim() == 2 else y_rows.view(x.shape)
-    order = row_schedule(n_rows, n_cols * x.element_size(), _queries(x), shared=mask is not None)
     op, invariant = FORWARD[mask is not None], is_batch_invariant()
-    read, of_mask, numbers = describe_mask(mask, x, lambda: op.plan((x_rows, y_rows), device_of(x), invariant), y_rows)
+    plan = op.plan((x_rows, y_rows), device_of(x), invariant)
+    read, of_mask, numbers = describe_mask(mask, x, plan, y_rows, forward=True)
+    (read,) = starts((read,), numbers[-1])
     flags: Flags = (*of_mask, ("CAUSAL", causal), ("ZERO", zero))
-    launch_rows(op, (x_rows, y_rows), (read,), (*order, *numbers, scale), flags, invariant=invariant)
+    launch_rows(op, (x_rows, y_rows), (read,), (*numbers, scale), flags, invariant=invariant)
     return y
-
-
-def _queries(x: Tensor) -> int:
-    return x.shape[-2] if x.dim() > 1 else 1
 
 
 def planned_forward(x: Tensor, mask: Tensor | None) -> Plan | str:
@@ -89,7 +85,7 @@ def planned_forward(x: Tensor, mask: Tensor | None) -> Plan | str:
     y_rows = torch.empty(x_rows.shape, dtype=x.dtype, device="meta")
     op = FORWARD[mask is not None]
     plan = op.plan((x_rows, y_rows), device_of(x), is_batch_invariant())
-    read, of_mask, _ = describe_mask(mask, x, plan, y_rows)
+    read, of_mask, _ = describe_mask(mask, x, plan, y_rows, forward=True)
     flags = (*of_mask, ("CAUSAL", False), ("ZERO", False))
     return planned(op, (x_rows, y_rows), (read.dtype,), flags, x)
 
@@ -107,74 +103,6 @@ def planned_backward(x: Tensor, mask: Tensor | None) -> Plan | str:
         return plan
     read, of_mask, _ = describe_mask(mask if boolean else None, x, plan, rows[0])
     return planned(op, rows, (read.dtype,), (*of_mask, ("CAUSAL", False)), x)
-
-
-def describe_mask(
-    mask: Tensor | None, x: Tensor, plan: Plan | Callable[[], Plan], unused: Tensor
-) -> tuple[Tensor, Flags, tuple[int, ...]]:
-    """(what a kernel of this plan reads, its flags, sizes and strides) of the mask of scores x; `unused` for none."""
-    if mask is None:
-        return unused, (("MASK", 0), ("MASK_COLS", 0), ("MASK_VEC", 1)), (1, 1, 0, 0, 0, 0, 0)
-    kind = 1 if mask.dtype is torch.bool else 2
-    read = _readable(mask.detach().view(torch.uint8) if kind == 1 else mask.detach(), plan)
-    expanded = read.expand(x.shape if x.dim() > 1 else (1, *x.shape))
-    batch = merge_dims([(n, s) for n, s in zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True) if n != 1])
-    if len(batch) > 3:  # no three strides describe it
-        read = expanded = expanded.contiguous()
-        batch = merge_dims(list(zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True)))
-    outer, middle, inner = ([(1, 0)] * 3 + batch)[-3:]
-    m_query, m_col = expanded.stride()[-2:]
-    m_col = 0 if expanded.shape[-1] == 1 else m_col
-    cols = m_col if m_col in (0, 1) else 2
-    strides = (outer[1], middle[1], inner[1], m_query)
-    vec = _mask_vector(read, x) if cols == 1 else 1
-    flags: Flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec))
-    return read, flags, (middle[0], inner[0], *(s // vec for s in strides), m_col)
-
-
-def _readable(mask: Tensor, plan: Plan | Callable[[], Plan]) -> Tensor:
-    """The mask as a kernel of this plan may read it: on a cluster its columns are neighbors, or one value.
-
-    Other strides are copied first. Triton 3.6 gives their tile a layout that spreads a segment over warps, but a
-    reduction over a cluster needs each segment in one warp.
-    """
-    if mask.dim() == 0 or mask.shape[-1] == 1 or mask.stride(-1) in (0, 1):
-        return mask
-    plan = plan if isinstance(plan, Plan) else plan()
-    return mask if plan.ctas == 1 else mask.contiguous()
-
-
-@functools.lru_cache(maxsize=4096)
-def _divisor(n: int, most: int) -> int:
-    """The largest divisor of n up to `most`, and at least 1: remembered, as every call with a mask asks for it."""
-    return next(d for d in range(max(1, min(most, n)), 0, -1) if n % d == 0)
-
-
-def row_schedule(n_rows: int, row_bytes: int, n_queries: int, shared: bool) -> tuple[int, ...]:
-    """The arguments of `scheduled_row`: (n_queries, n_group, multiplier, power, n_batch, multiplier, power).
-
-    The multipliers and powers are for `fast_divmod`. shared: whether rows of the batch share a mask; they then follow
-    each other soon enough to find it in L2.
-    """
-    n_group = _divisor(n_queries, GROUP_BYTES // row_bytes) if shared else n_queries
-    n_batch = n_rows // n_queries
-    power, batch_power = 31 + (n_group - 1).bit_length(), 31 + (n_batch - 1).bit_length()
-    multiplier, batch_multiplier = -(-(1 << power) // n_group), -(-(1 << batch_power) // n_batch)
-    return n_queries, n_group, multiplier, power, n_batch, batch_multiplier, batch_power
-
-
-def _mask_vector(mask: Tensor, x: Tensor) -> int:
-    """Elements of a vector access to the mask of scores x: at most 16 bytes, a power of two.
-
-    The mask's address, its width and its strides are multiples of it. The width and the strides of single rows count
-    too: the vector is then the same for a batch and for one of its rows, and so are a row's bits.
-    """
-    before = x.dim() - mask.dim()
-    own = [s for d, s in enumerate(mask.stride()[:-1]) if mask.shape[d] > 1 or x.shape[before + d] == 1]
-    vec = 16 // mask.element_size()
-    while vec > 1 and (mask.data_ptr() % (vec * mask.element_size()) or any(n % vec for n in (mask.shape[-1], *own))):
-        vec //= 2
-    return vec
 
 
 def masked_backward(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor | None:
@@ -195,7 +123,7 @@ def masked_backward(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, ca
     if plan.regime == "two_pass":
         return None
     read, of_mask, numbers = describe_mask(mask, y, plan, rows[0])
-    order = row_schedule(rows[0].shape[0], y.shape[-1] * y.element_size(), _queries(y), shared=False)
+    order = row_order(queries_of(y))
     launch_rows(op, rows, (read,), (*order, *numbers, scale), (*of_mask, ("CAUSAL", causal)), invariant=invariant)
     return dx
 
@@ -237,14 +165,14 @@ def _call(
 
 def _prepare_forward(tensors: tuple[Tensor, ...], mask: Tensor | None, causal: bool, zero: bool) -> Any:
     flags: Flags = (("CAUSAL", causal), ("ZERO", zero))
-    return _prepare(FORWARD[mask is not None], tensors, mask, flags, shared=mask is not None)
+    return _prepare(FORWARD[mask is not None], tensors, mask, flags)
 
 
 def _prepare_backward(tensors: tuple[Tensor, ...], mask: Tensor | None, causal: bool, zero: bool) -> Any:
-    return _prepare(BACKWARD[mask is not None], tensors, mask, (("CAUSAL", causal),), shared=False)
+    return _prepare(BACKWARD[mask is not None], tensors, mask, (("CAUSAL", causal),))
 
 
-def _prepare(op: RowOp, tensors: tuple[Tensor, ...], mask: Tensor | None, flags: Flags, *, shared: bool) -> Any:
+def _prepare(op: RowOp, tensors: tuple[Tensor, ...], mask: Tensor | None, flags: Flags) -> Any:
     """The call; False where one of the tensors is copied first, or a row of a gradient does not fit on chip."""
     x = tensors[0]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -254,26 +182,31 @@ def _prepare(op: RowOp, tensors: tuple[Tensor, ...], mask: Tensor | None, flags:
     plan = op.plan(rows, device_of(x), invariant)
     if copied or out.data_ptr() % 32 or (op.backward and plan.regime == "two_pass"):
         return False
-    read, of_mask, numbers = describe_mask(mask, x, plan, rows[-1])
+    read, of_mask, numbers = describe_mask(mask, x, plan, rows[-1], forward=not op.backward)
     if mask is not None and read.data_ptr() != mask.data_ptr():
         return False
+    to_mask = 0 if op.backward else numbers[-1] * read.element_size()
+    if to_mask:
+        (read,) = starts((read,), numbers[-1])
     launch = prepare_rows(op, rows, (read,), (*of_mask, *flags), invariant).at
     shape, dtype, n_cols = tuple(x.shape), x.dtype, x.shape[-1]
-    strides, row_bytes = out.stride(), n_cols * x.element_size()
-    n_queries, known_rows, of_two = _queries(x), rows[0].shape[0], x.dim() == 2
-    order = row_schedule(known_rows, row_bytes, n_queries, shared)
+    strides = out.stride()
+    known_rows, of_two, backward = rows[0].shape[0], x.dim() == 2, op.backward
+    order, of_rows = (row_order(queries_of(x)), numbers) if backward else (numbers[:ORDER], numbers[ORDER:])
 
     def call(tensors: tuple[Tensor, ...], mask: Tensor | None, scale: float) -> Tensor:
         if of_two:
             n_rows = tensors[0].shape[0]
             y = _empty((n_rows, n_cols), strides, dtype)
-            scheduled = order if n_rows == known_rows else row_schedule(n_rows, row_bytes, n_rows, shared)
+            scheduled = order
+            if n_rows != known_rows:
+                scheduled = row_order(n_rows) if backward else row_schedule(n_rows)
         else:
             n_rows, scheduled = known_rows, order
             y = _empty(shape, strides, dtype)
         address = y.data_ptr()
-        vectors = (address if mask is None else mask.data_ptr(),)
-        launch(n_rows, (*[t.data_ptr() for t in tensors], address), vectors, (*scheduled, *numbers, scale))
+        vectors = (address if mask is None else mask.data_ptr() - to_mask,)
+        launch(n_rows, (*[t.data_ptr() for t in tensors], address), vectors, (*scheduled, *of_rows, scale))
         return y
 
     return call

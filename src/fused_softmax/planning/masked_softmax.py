@@ -8,6 +8,7 @@ from .config_tables import (
     MASKED,
     MASKED_BACKWARD_REGISTERS,
     MASKED_CHUNKS,
+    MASKED_NARROW_ROWS,
     TWO_PASS_CHUNKS,
     TWO_PASS_WARPS,
     KernelConfig,
@@ -23,12 +24,16 @@ def plan_masked(problem: Problem, device: Device, masked: bool) -> Plan:
     'block'
     """
     chosen = warp_plan(problem, device) if problem.n_cols <= 512 else None
-    if chosen is not None and chosen.vectors_per_chunk < device.warp_size:
+    if chosen is not None and chosen.vectors_per_chunk <= device.warp_size:
         chunks = -(-chosen.chunks * chosen.vectors_per_chunk // device.warp_size)
-        chosen = replace(chosen, vectors_per_chunk=device.warp_size, chunks=chunks, rows=chosen.num_warps)
+        chosen = _rows_of_warps(chosen, chunks, chosen.num_warps, device)
+        if chunks in MASKED_NARROW_ROWS and chosen.vec == problem.full_vec:
+            chosen = replace(chosen, num_warps=1, rows=MASKED_NARROW_ROWS[chunks])
     for config in MASKED["backward" if problem.backward else "masked" if masked else "unmasked"]:
         if chosen is None and problem.n_cols * problem.itemsize <= config.max_cols * 2:
-            chosen = resident_plan(problem, device, config)
+            chosen = resident_plan(problem, device, config if config.rows == 1 else replace(config, num_warps=1))
+            if chosen is not None and config.rows > 1:
+                chosen = _rows_of_warps(chosen, chosen.chunks, config.num_warps, device)
     if chosen is None:
         # these kernels stage nothing in shared memory, so long rows get more warps
         held = replace(problem, backward=problem.backward or masked)
@@ -42,3 +47,12 @@ def plan_masked(problem: Problem, device: Device, masked: bool) -> Plan:
     # no cap with a mask: it is read where a row's sum is not finite, which takes more registers
     capped = problem.backward and not masked and chosen.ctas > 1 and chosen.chunks <= 4 and problem.itemsize == 2
     return replace(chosen, max_registers=MASKED_BACKWARD_REGISTERS if capped and chosen.vec == 8 else None)
+
+
+def _rows_of_warps(plan: Plan, chunks: int, num_warps: int, device: Device) -> Plan:
+    """The plan of `num_warps` rows for each program, each in `chunks` chunks of a warp."""
+    why = f"{num_warps} row(s) per program, each in one warp: no reduction leaves its warp"
+    return replace(
+        plan, regime="warp", rows=num_warps, num_warps=num_warps, vectors_per_chunk=device.warp_size, chunks=chunks,
+        unpredicated_chunks=0, why=why,
+    )  # fmt: skip

@@ -25,11 +25,11 @@ from fused_softmax.lab.bench.cases import (
     sweep,
     table,
 )
-from fused_softmax.lab.bench.inputs import DTYPES, excerpt, load_tensors
+from fused_softmax.lab.bench.inputs import DTYPES, batches, excerpt, load_tensors
 from fused_softmax.lab.bench.ops import OPS, family, ops_named, parts_of
 
 MASKED = (
-    *("masked_softmax_causal", "masked_softmax_additive"),
+    *("masked_softmax_causal", "masked_softmax_additive", "masked_softmax_boolean", "masked_softmax_bias"),
     *("masked_softmax_causal_backward", "masked_softmax_additive_backward"),
 )
 
@@ -173,6 +173,10 @@ def test_bytes_are_those_that_must_move():
     # two heads of four queries: 1 + 2 + 3 + 4 columns each, and what is hidden is written too
     assert elements["masked_softmax_causal"] == (20, 32)
     assert elements["masked_softmax_additive"] == (48, 32)
+    # a bias for both heads and, of one head, a byte for each of its 16 columns
+    assert elements["masked_softmax_bias"] == (48, 32) and batches(8, 4) == 2
+    assert elements["masked_softmax_boolean"] == (32, 32)
+    assert OPS["masked_softmax_boolean"].bytes_moved(8, 4, 2) == 2 * 64 + 16
     # the result and its gradient as far as they are seen
     assert elements["masked_softmax_causal_backward"] == (40, 32)
     assert elements["masked_softmax_additive_backward"] == elements["softmax_backward"]

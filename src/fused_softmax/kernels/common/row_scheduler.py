@@ -12,35 +12,57 @@ import triton.language as tl
 
 @triton.jit
 def fast_divmod(n, d, multiplier, power):
-    """(n // d, n % d) of n < 2^31 by a multiplication (Granlund and Montgomery 1994).
+    """(n // d, n % d) of n < 2^31 by a multiplication (Granlund and Montgomery 1994), int32.
 
-    multiplier is ceil(2^power/d), and power is at least 31 + log2(d). A row's loads wait for the result, and the GPU's
-    own division takes 150 cycles.
+    power is log2(d), rounded up, and multiplier is ceil(2^(31 + power)/d). A row's loads wait for the result, and the
+    GPU's own division takes 150 cycles.
     """
-    quotient = (n * multiplier) >> power
-    return quotient, n - quotient * d
+    twice = n.to(tl.uint32) * 2
+    quotient = (tl.umulhi(twice, multiplier.to(tl.uint32)) >> power.to(tl.uint32)).to(tl.int32)
+    return quotient, n.to(tl.int32) - quotient * d.to(tl.int32)
 
 
 @triton.jit
-def scheduled_row(
-    place, n_queries, n_group, group_multiplier, group_shift, n_batch, batch_multiplier, batch_shift,
-    GROUPED: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """(row, batch, query) of the row at `place` in the order.
+def row_in_order(place, n_queries, multiplier, power, CAUSAL: tl.constexpr):
+    """(row, batch, query) of the row at `place`: the batches in order, and the longest causal rows of each one first.
 
-    Where GROUPED, n_group neighbors of one batch come first, then the same queries of the next batch, so that they find
-    their mask in L2. Elsewhere all n_group queries of a batch come first. Neighbors lie together in memory: an order
-    that takes rows a power of two apart, one after the other, loses a tenth of the bandwidth. The longest causal rows
-    come first.
+    multiplier, power: the numbers of `fast_divmod` for n_queries.
     """
-    turn, query = fast_divmod(place, n_group, group_multiplier, group_shift)
-    batch = turn
-    if GROUPED:
-        group, batch = fast_divmod(turn, n_batch, batch_multiplier, batch_shift)
-        query += group * n_group
+    batch, query = fast_divmod(place, n_queries, multiplier, power)
     if CAUSAL:
-        query = n_queries - 1 - query
-    return batch * n_queries + query, batch, query.to(tl.int32)
+        first = place - query
+        query = n_queries.to(tl.int32) - 1 - query
+        place = first + query
+    return place, batch, query
+
+
+@triton.jit
+def row_of_shared_mask(
+    place, n_queries, n_span, span_multiplier, span_power, span_stride, n_block, block_multiplier, block_power,
+    shared_stride, n_group, group_multiplier, group_power, n_last, last_multiplier, last_power, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """(row, span, batch, query) of the row at `place`, where several batches share a mask and find it in L2.
+
+    A span has the n_span rows of all batches that share a mask. A block of a span has n_group neighbors of one batch,
+    then the same queries of the next batch, n_block rows in all; the last block has n_last of each batch. Neighbors lie
+    together in memory: an order that takes rows a power of two apart, one after the other, loses a tenth of the
+    bandwidth. The strides are in batches.
+    """
+    span, rest = fast_divmod(place, n_span, span_multiplier, span_power)
+    block, rest = fast_divmod(rest, n_block, block_multiplier, block_power)
+    first = block * n_group.to(tl.int32)
+    is_last = n_queries.to(tl.int32) - first <= n_last.to(tl.int32)
+    shared, query = fast_divmod(
+        rest,
+        tl.where(is_last, n_last, n_group),
+        tl.where(is_last, last_multiplier, group_multiplier),
+        tl.where(is_last, last_power, group_power),
+    )
+    batch = span * span_stride.to(tl.int32) + shared * shared_stride.to(tl.int32)
+    query += first
+    if CAUSAL:
+        query = n_queries.to(tl.int32) - 1 - query
+    return batch.to(tl.int64) * n_queries + query, span, batch, query
 
 
 @triton.jit

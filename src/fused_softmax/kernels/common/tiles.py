@@ -73,6 +73,20 @@ def span_of(row, stride, phase, n_cols, VEC: tl.constexpr, UNALIGNED: tl.constex
         return 0, n_cols * VEC
 
 
+@triton.constexpr_function
+def log2(n: int) -> int:
+    """The logarithm of a power of two."""
+    return n.bit_length() - 1
+
+
+@triton.jit
+def aligned_start(row, stride, phase, VEC: tl.constexpr):
+    """(`start_of` an unaligned row, columns before it), by shifts: a signed division takes twice the instructions."""
+    first = phase + row * stride
+    start = (first + (VEC - 1) >> log2(VEC)) * VEC
+    return start, (start - first).to(tl.int32)
+
+
 @triton.jit
 def slice_of(interior, rank, CTAS: tl.constexpr, VEC: tl.constexpr):
     """(first offset, width) of the even slice that belongs to CTA `rank` of CTAS."""

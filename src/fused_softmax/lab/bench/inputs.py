@@ -105,6 +105,35 @@ def biased_scores(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.de
     return x, query, mask
 
 
+def kept_scores(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """(scores, each row's query, a boolean mask for every query and column, which hides one in eight)."""
+    x, query, hidden = causal_scores(n_rows, n_cols, dtype, device, seed)
+    generator = torch.Generator(device=device).manual_seed(seed + 3)
+    kept = torch.rand(hidden.shape, device=device, generator=generator) >= 0.125
+    kept[:, :1] = True  # no row without a column
+    return x, query, kept
+
+
+def batches(n_rows: int, n_cols: int) -> int:
+    """Batches that share a bias for each head: up to 4, so that they divide the heads."""
+    n_heads = n_rows // max(queries(n_rows, n_cols), 1)
+    return next(n for n in (4, 3, 2, 1) if n_heads % n == 0)
+
+
+def scores_of_biased_heads(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """(scores, each row's place in the bias, a bias for every head, query and column of a batch, one in eight -inf)."""
+    x = rows_of_logits(n_rows, n_cols, dtype, device, seed)
+    of_batch = n_rows // max(batches(n_rows, n_cols), 1)
+    bias = rows_of_logits(of_batch, n_cols, dtype, device, seed + 3)
+    bias[:, 3::8] = -float("inf")
+    return x, torch.arange(n_rows, device=device) % max(of_batch, 1), bias
+
+
+def in_batches(x: Tensor) -> Tensor:
+    """Rows as (batches, heads, queries, columns)."""
+    return x.view(batches(*x.shape), -1, queries(*x.shape), x.shape[1])
+
+
 def causal_softmax(x: Tensor, query: Tensor, hidden: Tensor) -> Tensor:
     """torch's softmax of causal scores."""
     return torch.softmax(heads(x).masked_fill(hidden, -float("inf")), -1).view_as(x)
@@ -113,6 +142,17 @@ def causal_softmax(x: Tensor, query: Tensor, hidden: Tensor) -> Tensor:
 def biased_softmax(x: Tensor, query: Tensor, mask: Tensor) -> Tensor:
     """torch's softmax of scores with a bias."""
     return torch.softmax(heads(x) + mask, -1).view_as(x)
+
+
+def kept_softmax(x: Tensor, query: Tensor, kept: Tensor) -> Tensor:
+    """torch's softmax of scores under a boolean mask."""
+    return torch.softmax(heads(x).masked_fill(~kept, -float("inf")), -1).view_as(x)
+
+
+def softmax_of_biased_heads(x: Tensor, row: Tensor, bias: Tensor) -> Tensor:
+    """torch's softmax of scores with a bias for each head."""
+    scores = in_batches(x)
+    return torch.softmax(scores + bias.view(1, *scores.shape[1:]), -1).view_as(x)
 
 
 def causal_gradient(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:

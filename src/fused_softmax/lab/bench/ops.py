@@ -19,7 +19,7 @@ from torch import Tensor
 from fused_softmax.lab import reference, registry
 from fused_softmax.lab import traffic as moved
 from fused_softmax.lab.bench import inputs as made
-from fused_softmax.lab.bench.inputs import Inputs, heads
+from fused_softmax.lab.bench.inputs import Inputs, heads, in_batches
 from fused_softmax.lab.plans import plan_text
 from fused_softmax.launch.softmax import softmax_backward
 from fused_softmax.plan_for import Fallback, plan_for
@@ -48,6 +48,7 @@ class Op:
     inputs: Callable[[int, int, torch.dtype, torch.device, int], Inputs]
     elements: Callable[[int, int], tuple[int, int]]  # (n_rows, n_cols) -> elements that must be (read, written)
     ceiling: Literal["copy", "read", "add"]
+    mask_bytes: Callable[[int, int], int] = lambda n_rows, n_cols: 0  # of a boolean mask, which is read too
     of: str = ""  # the registry's op; default: the name
     call: Callable[[Call], Call] = over_rows
     gradient: Callable[[Call], Call] | None = None
@@ -104,7 +105,7 @@ class Op:
 
     def bytes_moved(self, n_rows: int, n_cols: int, itemsize: int) -> int:
         """Bytes that any implementation must read and write: the numerator of everyone's GB/s."""
-        return sum(self.elements(n_rows, n_cols)) * itemsize
+        return sum(self.elements(n_rows, n_cols)) * itemsize + self.mask_bytes(n_rows, n_cols)
 
 
 def parts_of(result: Any) -> tuple[Tensor, ...]:
@@ -213,6 +214,19 @@ def _additive_call(function: Call) -> Call:
     return lambda x, query, mask: function(heads(x), mask).view_as(x)
 
 
+def _bias_call(function: Call) -> Call:
+    def call(x: Tensor, row: Tensor, bias: Tensor) -> Tensor:
+        scores = in_batches(x)
+        return function(scores, bias.view(1, *scores.shape[1:])).view_as(x)
+
+    return call
+
+
+def _planned_with_bias(x: Tensor, row: Tensor, bias: Tensor) -> Inputs:
+    scores = in_batches(x)
+    return scores, bias.view(1, *scores.shape[1:])
+
+
 def _gradient(dy: Tensor, y: Tensor) -> Tensor:
     """The function that autograd runs for a softmax."""
     return torch._softmax_backward_data(dy, y, -1, y.dtype)
@@ -296,6 +310,19 @@ ENTRIES = (
         coarse=True,  # the sum is rounded to the scores' dtype
         call=_additive_call, torch=made.biased_softmax,
         exact=lambda x, query, mask: reference.masked_softmax(x, mask[query]),
+    ),
+    Op(
+        "masked_softmax_boolean", made.kept_scores, moved.one_in_one_out, "copy", mask_bytes=moved.boolean_mask,
+        **_MASKED | dict(planned=lambda x, query, kept: (heads(x), kept)), by_row=2,
+        call=_additive_call, torch=made.kept_softmax,
+        exact=lambda x, query, kept: reference.masked_softmax(x, kept[query]),
+    ),
+    Op(
+        "masked_softmax_bias", made.scores_of_biased_heads, moved.biased, "copy",
+        **_MASKED | dict(planned=_planned_with_bias), by_row=2,
+        coarse=True,  # the sum is rounded to the scores' dtype
+        call=_bias_call, torch=made.softmax_of_biased_heads,
+        exact=lambda x, row, bias: reference.masked_softmax(x, bias[row]),
     ),
     Op(
         "masked_softmax_causal_backward", made.causal_gradient, moved.causal_gradient, "add", **_MASKED, by_row=3,

@@ -21,7 +21,7 @@ from fused_softmax.launch import launcher
 _SIZES = {"ROWS", "CTAS", "WARPS_PER_ROW", "OUTERS"}
 _COUNTS = {"UNPREDICATED", "SMEM_STAGED", "RESIDENT_CHUNKS"}
 # constexprs of a few values, which are counted separately
-_VALUES = dict.fromkeys(("MASK", "MASK_COLS", "SCALE", "LOSS", "UPSTREAM"), (0, 1, 2))
+_VALUES = dict.fromkeys(("MASK", "SCALE", "LOSS", "UPSTREAM"), (0, 1, 2)) | {"MASK_COLS": (0, 1, 2, 3)}
 # what says nothing: the device, lengths, and how launches overlap
 _IGNORED = {"PTX", "VECTORS", "CHUNKS", "EACH", "COLS", "TRIGGER", "WAITS", "PREFETCHED", "VEC", "MASK_VEC"}
 _IGNORED |= {"INNER", "TILE", "BLOCK"}
@@ -137,6 +137,8 @@ def unreachable() -> Reached:
     never = {("cross_entropy_forward", "WARPS_PER_ROW=many"), ("row_statistics", "WARPS_PER_ROW=many")}
     # a gradient is hidden by a boolean mask; a floating one has been added, and only its output counts
     never |= {("masked_softmax_backward", "MASK=2")}
+    # and it reads the mask of few rows, element by element
+    never |= {("masked_softmax_backward", "MASK_COLS=3")}
     # a kernel of its own for columns on a cluster; a loss that is not reduced has its gradient by itself
     never |= {("softmax_spatial_cluster", "CTAS=1"), ("softmax_spatial_cluster_backward", "CTAS=1")}
     if _clusters():  # which rows that do not fit on chip then always take

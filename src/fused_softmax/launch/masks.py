@@ -1,0 +1,156 @@
+"""How a mask lies for the kernels of masked softmax: its flags and strides, and the order of the rows under it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..planning.types import VECTOR_BYTES, Plan
+from .layout import merge_dims
+from .options import Flags
+
+# of scores that follow each other in memory before the same of the next batch; H200: 64 KB are 2% slower
+GROUP_BYTES = 2 << 20
+# bytes of 8 elements of float32, the widest vector of a mask
+MASK_ALIGNMENT = 32
+Numbers = tuple[int, ...]
+
+
+def queries_of(x: Tensor) -> int:
+    """The queries of scores x: rows that a batch has."""
+    return x.shape[-2] if x.dim() > 1 else 1
+
+
+def describe_mask(
+    mask: Tensor | None, x: Tensor, plan: Plan, unused: Tensor, *, forward: bool = False
+) -> tuple[Tensor, Flags, Numbers]:
+    """(what a kernel of this plan reads, its flags, sizes and strides) of the mask of scores x; `unused` for none.
+
+    forward: for the forward kernel, which has an order of rows for shared masks, and takes masks whose vectors are not
+    its rows'. The numbers then begin with those of `row_schedule` and end with the elements from the aligned address,
+    which that kernel takes, to the mask.
+    """
+    n_queries = queries_of(x)
+    if mask is None:
+        flags: Flags = (("MASK", 0), ("MASK_COLS", 0), ("MASK_VEC", 1))
+        numbers: Numbers = (1, 1, 0, 0, 0, 0, 0)
+        return unused, _with_rows(flags, 0, forward), (*row_schedule(n_queries), *numbers, 0) if forward else numbers
+    kind = 1 if mask.dtype is torch.bool else 2
+    read = readable(mask.detach().view(torch.uint8) if kind == 1 else mask.detach(), plan)
+    expanded = read.expand(x.shape if x.dim() > 1 else (1, *x.shape))
+    batch = merge_dims([(n, s) for n, s in zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True) if n != 1])
+    if len(batch) > 3:  # no three strides describe it
+        read = expanded = expanded.contiguous()
+        batch = merge_dims(list(zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True)))
+    outer, middle, inner = ([(1, 0)] * 3 + batch)[-3:]
+    m_query, m_col = expanded.stride()[-2:]
+    m_col = 0 if expanded.shape[-1] == 1 else m_col
+    cols = m_col if m_col in (0, 1) else 2
+    strides = (outer[1], middle[1], inner[1], m_query)
+    vec = _mask_vector(read, x) if cols == 1 else 1
+    if not forward:
+        flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec))
+        return read, flags, (middle[0], inner[0], *(s // vec for s in strides), m_col)
+    phase = 0
+    if cols == 1 and plan.ctas == 1 and plan.vec * x.element_size() == VECTOR_BYTES:
+        # of the row's vector: its elements and its bytes in the mask, of which a thread reads at most 16 at once
+        in_vector = plan.vec * read.element_size()
+        in_phase = not plan.unaligned and vec * read.element_size() >= min(in_vector, VECTOR_BYTES)
+        if not in_phase and read.untyped_storage().data_ptr() % MASK_ALIGNMENT == 0:
+            cols, vec, phase = 3, 1, read.data_ptr() % MASK_ALIGNMENT // read.element_size()
+    order, rows, strides = _order(x, batch, strides)
+    flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec))
+    numbers = (middle[0], inner[0], *(s // vec for s in strides), m_col, phase)
+    return read, _with_rows(flags, rows, forward), (*order, *numbers)
+
+
+def _with_rows(flags: Flags, rows: int, forward: bool) -> Flags:
+    return (*flags, ("MASK_ROWS", rows)) if forward else flags
+
+
+def _order(
+    x: Tensor, batch: list[tuple[int, ...]], strides: tuple[int, int, int, int]
+) -> tuple[Numbers, int, tuple[int, int, int, int]]:
+    """(the order of scores x, how their mask's rows lie, its strides for that); batch: (size, the mask's stride)."""
+    n_queries, row_bytes, m_query = queries_of(x), x.shape[-1] * x.element_size(), strides[-1]
+    queries = [(n_queries, m_query)] if n_queries > 1 else []
+    if len(merge_dims([*batch, *queries])) <= 1:  # one stride for all rows
+        return row_schedule(n_queries), 0, (0, 0, 0, m_query if queries else batch[-1][1] if batch else 0)
+    n_batch = math.prod(n for n, *_ in batch)
+    n_shared, inner = _shared_batches([(n, s) for n, s in batch])
+    # one row of a mask for all queries: every order finds it in L2
+    order = row_schedule(n_queries, n_batch, n_shared, GROUP_BYTES // row_bytes if m_query else None, inner=inner)
+    kept = merge_dims([(n, s) for n, s in batch if s])
+    if len(kept) > 1 or math.prod(n for n, *_ in kept) * n_shared != n_batch:
+        return order, 2, strides
+    return order, 1, (kept[0][1] if kept else 0, 0, 0, m_query)
+
+
+def readable(mask: Tensor, plan: Plan) -> Tensor:
+    """The mask as a kernel of this plan may read it: on a cluster its columns are neighbors, or one value.
+
+    Other strides are copied first. Triton 3.6 gives their tile a layout that spreads a segment over warps, but a
+    reduction over a cluster needs each segment in one warp.
+    """
+    if mask.dim() == 0 or mask.shape[-1] == 1 or mask.stride(-1) in (0, 1):
+        return mask
+    return mask if plan.ctas == 1 else mask.contiguous()
+
+
+def row_order(n_queries: int) -> Numbers:
+    """(n_queries, multiplier, power): the arguments of `row_in_order`."""
+    return n_queries, *_divides(n_queries)
+
+
+def row_schedule(
+    n_queries: int, n_batch: int = 1, n_shared: int = 1, n_group: int | None = None, *, inner: bool = True
+) -> Numbers:
+    """The arguments of `row_of_shared_mask`, which begin with those of `row_in_order` where nothing is shared.
+
+    n_shared: batches that share a mask. inner: whether they are neighbors, or n_batch/n_shared batches apart. n_group:
+    queries of a batch that follow each other; None: all.
+    """
+    n_group = n_queries if n_group is None else max(1, min(n_group, n_queries))
+    n_last = (n_queries - 1) % n_group + 1
+    n_span, n_block = n_queries * n_shared, n_group * n_shared
+    strides = (n_shared, 1) if inner else (1, n_batch // n_shared)
+    return (
+        n_queries, n_span, *_divides(n_span), strides[0], n_block, *_divides(n_block), strides[1],
+        n_group, *_divides(n_group), n_last, *_divides(n_last),
+    )  # fmt: skip
+
+
+def _divides(n: int) -> tuple[int, int]:
+    """The multiplier and power of `fast_divmod` for n."""
+    power = (n - 1).bit_length()
+    return -(-(1 << 31 + power) // n), power
+
+
+ORDER = len(row_schedule(1))  # how many numbers they are
+
+
+def _shared_batches(batch: Sequence[tuple[int, int]]) -> tuple[int, bool]:
+    """How many batches, of dimensions (size, the mask's stride), share a mask, and whether they are neighbors."""
+    ends = []
+    for dims in (batch, batch[::-1]):
+        kept = next((i for i, (_, stride) in enumerate(dims) if stride), len(dims))
+        ends.append(math.prod(n for n, _ in dims[:kept]))
+    outer, inner = ends
+    return (inner, True) if inner >= outer else (outer, False)
+
+
+def _mask_vector(mask: Tensor, x: Tensor) -> int:
+    """Elements of a vector access to the mask of scores x: at most 16 bytes, a power of two.
+
+    The mask's address, its width and its strides are multiples of it. The width and the strides of single rows count
+    too: the vector is then the same for a batch and for one of its rows, and so are a row's bits.
+    """
+    before = x.dim() - mask.dim()
+    own = [s for d, s in enumerate(mask.stride()[:-1]) if mask.shape[d] > 1 or x.shape[before + d] == 1]
+    vec = 16 // mask.element_size()
+    while vec > 1 and (mask.data_ptr() % (vec * mask.element_size()) or any(n % vec for n in (mask.shape[-1], *own))):
+        vec //= 2
+    return vec

@@ -1,0 +1,130 @@
+"""masked_softmax with masks that lie anywhere: out of phase with their rows, and shared by several batches."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import fused_softmax as fs
+from fused_softmax.launch import masked_softmax as masked_rows
+from fused_softmax.launch import masks
+from fused_softmax.launch.device import device_of
+from fused_softmax.launch.layout import rows_of
+
+pytestmark = pytest.mark.interpreted
+
+INF = float("inf")
+# elements between the mask of one query and that of the next: unaligned rows, aligned ones, rows of several chunks
+WIDTHS = [101, 104, 523]
+
+
+def placed(mask: torch.Tensor, first: int) -> torch.Tensor:
+    """The mask, `first` elements from a multiple of 64 bytes, with NaN or True around it."""
+    around = torch.full((mask.numel() + first + 64,), True if mask.dtype is torch.bool else float("nan")).to(mask.dtype)
+    around[first : first + mask.numel()] = mask.flatten()
+    return around[first : first + mask.numel()].view(mask.shape)
+
+
+def exact(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    z = x.double().masked_fill(~mask, -INF) if mask.dtype is torch.bool else x.double() + mask.double()
+    return torch.softmax(z, -1)
+
+
+def columns_of(mask: torch.Tensor, x: torch.Tensor) -> int:
+    """How the kernel reads the mask: 3 in vectors that are shifted."""
+    rows = rows_of(x, x.shape[-1])
+    plan = masked_rows.FORWARD[True].plan((rows, rows), device_of(x), False)
+    _, flags, _ = masks.describe_mask(mask, x, plan, rows, forward=True)
+    return dict(flags)["MASK_COLS"]
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("n_cols", WIDTHS)
+def test_masks_out_of_phase_with_their_rows(n_cols, dtype, mask_dtype):
+    x = torch.randn(2, 3, n_cols).to(dtype)
+    values = torch.randn(3, n_cols)
+    for first in (1, 4, 6, 7):
+        mask = placed(values > -1.0 if mask_dtype is torch.bool else values.to(mask_dtype), first)
+        assert columns_of(mask, x) == 3 or (n_cols == 104 and first == 4)
+        y = fs.masked_softmax(x, mask)
+        tolerance = 1e-6 if dtype is torch.float32 else 1e-2
+        torch.testing.assert_close(y.double(), exact(x, mask), rtol=tolerance, atol=tolerance / 100)
+
+
+@pytest.mark.parametrize("width", [160, 2000])
+@pytest.mark.parametrize("first", [0, 3])
+def test_bits_do_not_depend_on_the_rows_around(width, first):
+    """The first row, the last row and a row alone read the same columns of their mask by the same threads."""
+    x = torch.randn(5, width + 3)[:, :width]
+    mask = placed(torch.randn(5, width), first)
+    y = fs.masked_softmax(x, mask)
+    for row in range(5):
+        assert torch.equal(y[row : row + 1], fs.masked_softmax(x[row : row + 1], mask[row : row + 1]))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize(
+    "mask_shape", [(7, 40), (1, 3, 7, 40), (2, 1, 7, 40), (2, 3, 7, 40), (2, 1, 1, 40), (2, 3, 7, 1)], ids=str
+)
+def test_batches_that_share_a_mask(mask_shape, causal, monkeypatch):
+    """Blocks of two queries of each batch, and a last one of one query."""
+    monkeypatch.setattr(masks, "GROUP_BYTES", 2 * 40 * 4)
+    x, mask = torch.randn(2, 3, 7, 40), torch.randn(mask_shape)
+    want = mask.expand(x.shape)
+    if causal:
+        want = want.masked_fill(torch.ones(7, 40, dtype=torch.bool).triu(1), -INF)
+    torch.testing.assert_close(fs.masked_softmax(x, mask, causal=causal).double(), exact(x, want), rtol=1e-5, atol=1e-7)
+
+
+def test_the_order_of_rows_follows_what_batches_share():
+    x = torch.empty(4, 3, 7, 40)
+    plan = masked_rows.FORWARD[True].plan((x.view(84, 40),) * 2, device_of(x), False)
+    for shape, (rows, n_shared, span_stride, shared_stride) in {
+        (7, 40): (1, 12, 12, 1), (1, 3, 7, 40): (1, 4, 1, 3), (4, 1, 7, 40): (1, 3, 3, 1), (4, 3, 7, 40): (0, 1, 1, 1),
+        (4, 1, 1, 40): (1, 3, 3, 1), (40,): (0, 1, 1, 1), (4, 3, 1, 40): (1, 1, 1, 1),
+    }.items():  # fmt: skip
+        _, flags, numbers = masks.describe_mask(torch.empty(shape), x, plan, x, forward=True)
+        found = (dict(flags)["MASK_ROWS"], numbers[1] // 7, numbers[4], numbers[8])
+        assert found == (rows, n_shared, span_stride, shared_stride), shape
+
+
+@pytest.mark.parametrize(
+    ("n_queries", "n_batch", "n_shared", "inner"), [(7, 6, 3, True), (5, 6, 2, False), (8, 4, 4, True)]
+)
+def test_every_row_has_one_place_and_a_block_shares_its_mask(n_queries, n_batch, n_shared, inner):
+    numbers = masks.row_schedule(n_queries, n_batch, n_shared, 2, inner=inner)
+    (
+        queries, n_span, *of_span, span_stride, n_block, block_multiplier, block_power, shared_stride,
+        n_group, group_multiplier, group_power, n_last, last_multiplier, last_power,
+    ) = numbers  # fmt: skip
+    assert queries == n_queries
+
+    def divmod_by(n: int, d: int, multiplier: int, power: int) -> tuple[int, int]:
+        assert multiplier < 2**32
+        quotient = (2 * n * multiplier >> 32) >> power
+        assert (quotient, n - quotient * d) == divmod(n, d)
+        return divmod(n, d)
+
+    seen = []
+    for place in range(n_queries * n_batch):
+        span, rest = divmod_by(place, n_span, *of_span)
+        block, rest = divmod_by(rest, n_block, block_multiplier, block_power)
+        last = n_queries - block * n_group <= n_last
+        shared, query = divmod_by(
+            rest, *((n_last, last_multiplier, last_power) if last else (n_group, group_multiplier, group_power))
+        )
+        seen.append((span * span_stride + shared * shared_stride, block * n_group + query))
+    assert sorted(seen) == list(itertools.product(range(n_batch), range(n_queries)))
+    kept = {(batch // n_shared if inner else batch % (n_batch // n_shared), query) for batch, query in seen[:n_block]}
+    assert len(kept) == n_group
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 5, 641, 65537, 2**30 + 1, 2**31 - 1])
+def test_a_division_is_exact_below_2_to_the_31(d):
+    _, multiplier, power = masks.row_order(d)
+    assert multiplier < 2**32
+    for n in (0, 1, d - 1, d, 2**30, (2**31 - 1) // d * d - 1, (2**31 - 1) // d * d, 2**31 - 2, 2**31 - 1):
+        assert (2 * n * multiplier >> 32) >> power == n // d
