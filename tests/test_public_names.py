@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fused_softmax as fs
-from fused_softmax import integrations, nn
+from fused_softmax import integrations, nn, parallel
 
 NAMES = {
     "Fallback": "(why: 'str', regime: 'str' = 'torch', reason: 'str' = 'unsupported') -> None",
@@ -106,7 +106,7 @@ NAMES = {
 
 def signatures() -> dict[str, str]:
     """Each public name that can be called, with its signature."""
-    found = {name: getattr(fs, name) for name in fs.__all__ if name != "nn"}
+    found = {name: getattr(fs, name) for name in fs.__all__ if name not in ("nn", "parallel")}
     for module in (nn, integrations):
         short = module.__name__.rpartition(".")[2]
         found |= {
@@ -114,6 +114,7 @@ def signatures() -> dict[str, str]:
             for name, value in vars(module).items()
             if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
         }
+    found |= {f"parallel.{name}": getattr(parallel, name) for name in parallel.__all__}
     for name in ("enable", "disable", "__enter__", "__exit__", "__call__"):
         found[f"patch.{name}"] = getattr(fs.patch, name)
     return {name: str(inspect.signature(value)) for name, value in found.items()}

@@ -34,13 +34,13 @@ header = define(
 def gather(pieces: Sequence[Tensor], call: Call, shard: Shard, check: bool) -> tuple[list[Tensor], Tensor | None]:
     """Each piece of all ranks, (ranks, *its shape), and whether a rank made another call, a bool on the device or None.
 
-    pieces: of one real dtype. On a CPU, with `check` and at the first call of a kind, the host compares the headers and
+    pieces: of one real dtype; the first is (segments, n_rows, 2). On a CPU, with `check` and at the first call of a kind, the host compares the headers and
     RuntimeError is raised on every rank. Later calls on a GPU do not wait for the device, which compares them instead.
     """
     words = call.words(shard.start, shard.width)
     like = pieces[0]
     if check:
-        counted = call._replace(n_rows=like.shape[0]).words(shard.start, shard.width)
+        counted = call._replace(n_rows=like.shape[1]).words(shard.start, shard.width)
         expect_agreement(words_of(_all_gather(header_tensor(counted, like.dtype, like.device), shard)))
     compiling = torch.compiler.is_compiling()
     head = header(like, words) if compiling else header_tensor(words, like.dtype, like.device)

@@ -65,7 +65,8 @@ def entropy(rows: Rows, entropies: Tensor) -> Tensor:
     """
     log_q = rows.difference + (rows.shard_sum.log() - rows.log_sum)
     terms = log_q.exp() * (in_order(entropies) - log_q)
-    return torch.where(rows.shard_sum == 0.0, 0.0, terms).sum(0) + 0.0 * rows.row_sum
+    # 0/0: a row of -inf only has none, and a row with +inf neither
+    return torch.where(rows.shard_sum == 0.0, 0.0, terms).sum(0) + (0.0 * rows.row_sum) / rows.row_sum
 
 
 def spread(rows: Rows, spreads: Tensor, weights: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ class RowStatistics(torch.autograd.Function):
             picks=0 if ids is None else ids.shape[1], scale=number, entropy=entropy,
         )  # fmt: skip
         # as long as cross_entropy's payload, so that ranks that call different ops meet in one collective
-        fill = moments[0, :, 0], moments[:, 0, 0]
+        fill = moments[0, :, 0], moments.new_zeros(shard.segments)
         (moments, z, entropies, *_), disagrees = gather((moments, z, entropies, *fill), call, shard, check)
         merged = merge(moments, disagrees)
         of_rows, lse = merged.moments, merged.lse

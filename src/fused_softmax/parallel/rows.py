@@ -158,4 +158,4 @@ def weight_sums(weight: Tensor | None, shard: Shard, like: Tensor) -> Tensor:
         return like.new_full((shard.segments,), shard.width / shard.segments)
     if not shard.width:
         return like.new_zeros(shard.segments)
-    return torch.stack([weight[columns].sum() for columns, _ in shard.pieces()]).to(like.dtype)
+    return torch.stack([weight[columns].to(like.dtype).sum() for columns, _ in shard.pieces()])

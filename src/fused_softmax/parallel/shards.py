@@ -52,6 +52,8 @@ def process_group(function: str, group: Any) -> Any:
                 'mesh["tp"]'
             )
         return group.get_group()
+    if group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"parallel.{function}(): this process is not in the group")
     if not isinstance(group, torch.distributed.ProcessGroup):
         raise TypeError(
             f"parallel.{function}(): group must be a ProcessGroup, a DeviceMesh of one dimension or None, "
@@ -67,9 +69,7 @@ def shard_of(function: str, width: int, group: Any, vocab_start: Any, vocab_size
     as torch.chunk and DTensor cut vocab_size columns. ValueError for columns that do not fit.
     """
     group = process_group(function, group)
-    rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    if rank < 0:
-        raise ValueError(f"parallel.{function}(): this process is not in the group")
+    rank, ranks = group.rank(), group.size()
     size = None if vocab_size is None else integer(f"parallel.{function}", "vocab_size", vocab_size)
     if vocab_start is not None:
         start = integer(f"parallel.{function}", "vocab_start", vocab_start)

@@ -90,7 +90,7 @@ class Softmax(torch.autograd.Function):
             [rows.statistics(x[:, columns], 1.0, False, shard.invariant)[0] for columns, _ in shard.pieces()]
         )
         # as long as cross_entropy's payload, so that ranks that call different ops meet in one collective
-        fill = moments[0, :, 0], moments[..., 0], moments[0, :, 0], moments[:, 0, 0]
+        fill = moments[0, :, 0], moments[..., 0], moments[0, :, 0], moments.new_zeros(shard.segments)
         call = Call(function, x.dtype, shard.size, shard.segments)
         (moments, *_), disagrees = gather((moments, *fill), call, shard, check)
         merged = merge(moments, disagrees)
