@@ -34,8 +34,9 @@ header = define(
 def gather(pieces: Sequence[Tensor], call: Call, shard: Shard, check: bool) -> tuple[list[Tensor], Tensor | None]:
     """Each piece of all ranks, (ranks, *its shape), and whether a rank made another call, a bool on the device or None.
 
-    pieces: of one real dtype; the first is (segments, n_rows, 2). On a CPU, with `check` and at the first call of a kind, the host compares the headers and
-    RuntimeError is raised on every rank. Later calls on a GPU do not wait for the device, which compares them instead.
+    pieces: of one real dtype; the first is (segments, n_rows, 2). On a CPU, with `check`, and at the first call of a
+    kind, the host compares the headers, and RuntimeError is raised on every rank. Later calls on a GPU do not wait for
+    the device, which compares them instead.
     """
     words = call.words(shard.start, shard.width)
     like = pieces[0]
