@@ -18,7 +18,7 @@ def of_rank(rank, ranks, device):
     at = Place(rank, ranks, n_cols // ranks, mesh)
     x = (3 * torch.randn(n_rows, at.width, generator=torch.Generator().manual_seed(rank))).bfloat16()
     target = torch.randint(0, n_cols, (n_rows,), generator=torch.Generator().manual_seed(9))
-    names = set()
+    names, counts = set(), {}
     for op in OPS:
         want = measure.exact(x, target, at)
         for system in SYSTEMS:
@@ -31,7 +31,14 @@ def of_rank(rank, ranks, device):
             ours = system.name.startswith(("fused_softmax", "all_gather"))
             assert each[0] <= measure.TOLERANCE["loss" if ours else "bfloat16 loss"], (op, system.name, each)
             assert all(e <= measure.TOLERANCE["gradient"] for e in each[1:]), (op, system.name, each)
+            with measure.Collectives() as seen:
+                measure.caller(op, system, local, target, at)()
+            counts[system.name] = (len(seen.names), seen.sent)
     assert len(names) == 5
+    each_row = 4 * n_rows
+    assert counts["fused_softmax"][0] == 1 and counts["fused_softmax"][1] <= 7 * each_row + 200
+    assert counts["megatron"] == (2, 3 * each_row)
+    assert counts["torch loss_parallel"][0] >= 3 and counts["all_gather, one-GPU op"] == (1, 2 * x.numel())
     # a mean of this rank's columns alone is no result
     wrong = System("wrong", {OPS[0]: lambda x, target, at: torch.logsumexp(x.float(), 1).mean()})
     local = x.clone().requires_grad_()

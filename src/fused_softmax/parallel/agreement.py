@@ -139,3 +139,12 @@ def header_tensor(words: Sequence[int], dtype: torch.dtype, device: torch.device
 def words_of(headers: torch.Tensor) -> list[list[int]]:
     """The words of gathered headers (ranks, n); the host waits for the device."""
     return headers.detach().cpu().contiguous().view(torch.int64).tolist()
+
+
+def constant(value: float, like: torch.Tensor) -> torch.Tensor:
+    """One number as a tensor [1] of like's dtype and device, which nobody writes; made once outside of traces."""
+    if torch.compiler.is_compiling() or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return like.new_full((1,), value)
+    key = (value, like.dtype, like.device)
+    found = _made.get(key)
+    return _made.remember(key, like.new_full((1,), value)) if found is None else found

@@ -23,7 +23,7 @@ from ..torch_ops.arguments import (
     softcap_of,
 )
 from ..torch_ops.decompositions import OVERWRITTEN, result_dtype
-from .agreement import call_of_loss
+from .agreement import call_of_loss, constant
 from .exchange import gather
 from .gradients import write_loss_gradient
 from .loss import factors_of, loss_of, targets_of
@@ -105,7 +105,7 @@ class CrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, shard: Shard, options: LossOptions, inplace: bool,
         check: bool,
     ) -> Tensor:  # fmt: skip
-        zero = torch.zeros(1, dtype=result_dtype(x), device=x.device)
+        zero = constant(0.0, x.new_empty(0, dtype=result_dtype(x)))
         ids, counts = targets_of(target, options.ignore_index, shard.start, shard.size, zero)
         pieces = (*read_loss(x, ids, weight, shard, options), weight_sums(weight, shard, zero))
         call = call_of_loss("cross_entropy", x.dtype, shard.size, shard.segments, weight is not None, options)

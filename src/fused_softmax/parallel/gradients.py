@@ -41,16 +41,16 @@ class Upstream(NamedTuple):
 
 def _statistics_gradient_kernel(
     dx: Tensor, x: Tensor, moments: Tensor, scales: Tensor | None, scale: float, ids: Tensor | None,
-    g_picked: Tensor | None, entropy: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor,
+    g_picked: Tensor | None, entropy: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None,
 ) -> None:  # fmt: skip
     if not x.numel():
         return
     by = scale if scales is None else scales.contiguous()
     if ids is not None and g_picked is not None:
         # the kernel takes the gradients of its own columns' ids from g_lse; those of others are taken here
-        outside = (ids < 0) | (ids >= x.shape[1])
-        elsewhere = torch.where(outside, g_picked, 0.0)
-        g_lse = g_lse - (elsewhere.squeeze(1) if ids.shape[1] == 1 else elsewhere.sum(1))
+        elsewhere = torch.where(ids.clamp(0, x.shape[1] - 1) == ids, 0.0, g_picked)
+        elsewhere = elsewhere.squeeze(1) if ids.shape[1] == 1 else elsewhere.sum(1)
+        g_lse = -elsewhere if g_lse is None else g_lse - elsewhere
     if is_supported(x):
         try:
             row_statistics.statistics_backward(
@@ -61,6 +61,7 @@ def _statistics_gradient_kernel(
             return
         except KernelUnavailable:
             pass
+    assert g_lse is not None
     dx.copy_(formulas.statistics_gradient(x, moments, by, ids, g_picked, entropy, g_entropy, g_lse))
 
 
@@ -123,7 +124,7 @@ def _functional(kernel: Any) -> Any:
 
 _statistics_gradient = define(
     "parallel_statistics_gradient(Tensor x, Tensor moments, Tensor? scales, float scale, Tensor? ids, "
-    "Tensor? g_picked, Tensor? entropy, Tensor? g_entropy, Tensor g_lse) -> Tensor",
+    "Tensor? g_picked, Tensor? entropy, Tensor? g_entropy, Tensor? g_lse) -> Tensor",
     _functional(_statistics_gradient_kernel),
     lambda x, *rest: x.new_empty(x.shape),
 )
@@ -143,7 +144,7 @@ def statistics_gradient(
 ) -> None:  # fmt: skip
     """Into dx, which may be x, the gradient of a row's numbers in these columns. ids: from the first of them."""
     scales, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
-    g_lse = moments.new_zeros(moments.shape[0]) if g.lse is None else g.lse
+    g_lse = moments.new_zeros(moments.shape[0]) if g.lse is None and g.picked is None else g.lse
     given = (x, moments, scales, number, ids, g.picked, entropy, g.entropy, g_lse)
     if torch.compiler.is_compiling():
         dx.copy_(_statistics_gradient(*given))

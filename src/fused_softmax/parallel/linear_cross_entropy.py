@@ -19,7 +19,7 @@ from ..launch.linear import FLOAT16_SCALE, Gradients, Needs, Projection, Setting
 from ..torch_ops.arguments import LossOptions, expect_flag, expect_targets, expect_tensors, loss_options, softcap_of
 from ..torch_ops.decompositions import result_dtype
 from ..torch_ops.linear_arguments import expect_local, expect_matrix, settings_of
-from .agreement import call_of_loss
+from .agreement import call_of_loss, constant
 from .exchange import gather, sum_over_ranks
 from .gradients import write_loss_gradient
 from .loss import factors_of, loss_of, targets_of
@@ -96,7 +96,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
         shard: Shard, options: LossOptions, how: Settings, check: bool,
     ) -> Tensor:  # fmt: skip
-        zero = torch.zeros(1, dtype=result_dtype(x.new_empty(0, dtype=how.logits)), device=x.device)
+        zero = constant(0.0, x.new_empty(0, dtype=result_dtype(x.new_empty(0, dtype=how.logits))))
         ids, counts = targets_of(target, options.ignore_index, shard.start, shard.size, zero)
         with torch.autocast(x.device.type, enabled=False):
             found = [

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..torch_ops.arguments import LossOptions
-from .merge import Rows, log_probability, spread
+from .merge import Rows, spread, surprise
 
 
 class Targets(NamedTuple):
@@ -75,7 +75,7 @@ def loss_of(
     z: (n_rows,), the targets' logits; weight: (n_rows,), their weights; spreads, weights: as `merge.spread` takes them.
     """
     eps = options.label_smoothing
-    loss = -log_probability(rows, z)
+    loss = surprise(rows, z)
     if weight is not None:
         loss = loss * weight
     if eps:

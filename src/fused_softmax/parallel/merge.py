@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+SEGMENTS = 8  # of a row, within batch_invariant()
+
 
 class Rows(NamedTuple):
     """The rows of all columns: (n_rows,), and of their shards: (shards, n_rows)."""
@@ -33,8 +35,11 @@ class Rows(NamedTuple):
         return torch.stack((self.row_max, self.row_sum), 1)
 
 
-def merge(moments: Tensor, disagrees: Tensor | None) -> Rows:
-    """moments: (ranks, segments, n_rows, 2), each segment's (m_r, s_r)."""
+def merge(moments: Tensor, disagrees: Tensor | None, *, infinite: bool = False) -> Rows:
+    """moments: (ranks, segments, n_rows, 2), each segment's (m_r, s_r).
+
+    infinite: a row with +inf keeps its infinite sum; otherwise it is NaN, as its probabilities are.
+    """
     moments = in_order(moments)
     m, s = moments[..., 0], moments[..., 1]
     row_max = m.amax(0)
@@ -42,20 +47,29 @@ def merge(moments: Tensor, disagrees: Tensor | None) -> Rows:
     row_sum = (s * difference.exp()).sum(0)
     if disagrees is not None:
         row_sum = torch.where(disagrees, float("nan"), row_sum)
+    if not infinite:
+        row_sum = row_sum.nan_to_num(nan=float("nan"), posinf=float("nan"))
     return Rows(row_max, row_sum, row_sum.log(), difference, s)
 
 
 def in_order(t: Tensor) -> Tensor:
-    """(ranks, segments, ...) as (shards, ...), in one layout, so that sums over shards have one order."""
-    return t.flatten(0, 1).contiguous()
+    """(ranks, segments, ...) as (shards, ...).
+
+    8 shards are the segments of batch_invariant(), which lie in one way, so that sums over them have one order.
+    """
+    t = t.flatten(0, 1)
+    return t.contiguous() if t.shape[0] == SEGMENTS else t
 
 
 def log_probability(rows: Rows, z: Tensor) -> Tensor:
-    """log p of logits z: (n_rows,) or (n_rows, n_picks); NaN in a row with +inf, as torch.log_softmax has it."""
-    row_max, log_sum = rows.row_max, torch.where(rows.row_sum == float("inf"), float("nan"), rows.log_sum)
-    if z.dim() > 1:
-        row_max, log_sum = row_max.unsqueeze(1), log_sum.unsqueeze(1)
-    return (z - row_max) - log_sum
+    """log p of logits z, (n_rows, n_picks); NaN in a row with +inf, as torch.log_softmax has it."""
+    log_sum = rows.log_sum.nan_to_num(nan=float("nan"), posinf=float("nan"), neginf=-float("inf"))
+    return (z - rows.row_max.unsqueeze(1)) - log_sum.unsqueeze(1)
+
+
+def surprise(rows: Rows, z: Tensor) -> Tensor:
+    """-log p of logits z, (n_rows,), of rows whose sums are not infinite."""
+    return rows.log_sum - (z - rows.row_max)
 
 
 def entropy(rows: Rows, entropies: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from ..torch_ops.decompositions import least_positive
 from ..torch_ops.temperature import scale_of
 from ..torch_ops.token_statistics import TokenStatistics
 from . import rows
-from .agreement import Call
+from .agreement import Call, constant
 from .exchange import gather
 from .gradients import Upstream, statistics_gradient
 from .merge import entropy as merged_entropy
@@ -133,19 +133,19 @@ class RowStatistics(torch.autograd.Function):
         ctx: Any, x: Tensor, ids: Tensor | None, scale: float | Tensor, entropy: bool, shard: Shard, check: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         found = [rows.statistics(x[:, columns], scale, entropy, shard.invariant) for columns, _ in shard.pieces()]
-        moments = torch.stack([m for m, _ in found])
-        entropies = torch.stack([e if entropy else m[:, 0] for m, e in found])
+        moments = rows.joined([m for m, _ in found])
+        entropies = rows.joined([e if entropy else m[:, 0] for m, e in found])
         local = None if ids is None else ids - shard.start
-        z = moments[0, :, :1] if local is None else rows.picked(x, local, scale, None)
+        z = moments[0, :, :1] if local is None else rows.picked(x, local, scale, None, moments)
         by_row, number = (scale, float("nan")) if isinstance(scale, Tensor) else (None, scale)
         call = Call(
             "logsumexp" if ids is None else "token_logprobs", x.dtype, shard.size, shard.segments,
             picks=0 if ids is None else ids.shape[1], scale=number, entropy=entropy,
         )  # fmt: skip
         # as long as cross_entropy's payload, so that ranks that call different ops meet in one collective
-        fill = moments[0, :, 0], moments.new_zeros(shard.segments)
+        fill = moments[0, :, 0], constant(0.0, moments).expand(shard.segments)
         (moments, z, entropies, *_), disagrees = gather((moments, z, entropies, *fill), call, shard, check)
-        merged = merge(moments, disagrees)
+        merged = merge(moments, disagrees, infinite=True)
         of_rows, lse = merged.moments, merged.lse
         picked = valid = None
         if ids is not None:

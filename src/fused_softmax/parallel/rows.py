@@ -18,10 +18,11 @@ from ..launch.context import as_in_forward, is_batch_invariant
 from ..launch.layout import rows_of
 from ..launch.options import CrossEntropy
 from ..torch_ops.arguments import LossOptions
-from ..torch_ops.decompositions import capped, result_dtype
+from ..torch_ops.decompositions import capped, result_dtype, widened
 from ..torch_ops.library import define, not_differentiable
 from ..torch_ops.route import is_supported
 from . import formulas
+from .agreement import constant
 from .loss import Smoothing, smoothing_of
 from .shards import Shard
 
@@ -112,17 +113,25 @@ def smoothed(x: Tensor, how: Smoothing, invariant: bool) -> tuple[Tensor, Tensor
     return _smoothed(*given) if torch.compiler.is_compiling() else _smoothed_kernel(*given)
 
 
-def picked(x: Tensor, ids: Tensor, scale: float | Tensor, softcap: float | None) -> Tensor:
-    """The logits z at ids of these columns, 0 at others.  # ids, result: (n_rows, n_picks)"""
+def picked(x: Tensor, ids: Tensor, scale: float | Tensor, softcap: float | None, like: Tensor) -> Tensor:
+    """The logits z at ids of these columns, 0 at others, in the moments' dtype.  # ids, result: (n_rows, n_picks)"""
     if not x.shape[1]:
         return x.new_zeros(ids.shape, dtype=result_dtype(x))
     at = ids.clamp(0, x.shape[1] - 1)
-    z = capped(x.gather(1, at), softcap)
+    z = x.gather(1, at)
+    if softcap is not None:
+        z = capped(z, softcap)
     if isinstance(scale, Tensor):
         z = z * scale.unsqueeze(1)
     elif scale != 1.0:
-        z = z * scale
-    return torch.where(at == ids, z, 0.0)
+        z = widened(z) * scale
+    # where() widens 16-bit logits in the same pass
+    return torch.where(at == ids, z, constant(0.0, like))
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """torch.stack, which copies, unless there is one part."""
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
 
 
 def read_loss(
@@ -143,19 +152,19 @@ def read_loss(
             found, extra = smoothed(x[:, columns], how, shard.invariant)
         moments.append(found)
         spreads.append(extra if options.label_smoothing else found[:, 0])
-    z = picked(x, ids, 1.0, options.softcap).squeeze(1)
+    z = picked(x, ids, 1.0, options.softcap, moments[0]).squeeze(1)
     weights = z
     if weight is not None:
         target = ids.squeeze(1)
         at = target.clamp(0, max(shard.width - 1, 0))
         weights = torch.where(at == target, weight[at], 0.0).to(z.dtype) if shard.width else torch.zeros_like(z)
-    return torch.stack(moments), z, torch.stack(spreads), weights
+    return joined(moments), z, joined(spreads), weights
 
 
 def weight_sums(weight: Tensor | None, shard: Shard, like: Tensor) -> Tensor:
     """The weights' sum in each of the rank's segments, or its number of columns.  # (segments,)"""
     if weight is None:
-        return like.new_full((shard.segments,), shard.width / shard.segments)
+        return constant(shard.width / shard.segments, like).expand(shard.segments)
     if not shard.width:
         return like.new_zeros(shard.segments)
     return torch.stack([weight[columns].to(like.dtype).sum() for columns, _ in shard.pieces()])

@@ -14,8 +14,7 @@ import torch
 
 from ..launch.context import is_batch_invariant
 from ..torch_ops.arguments import integer
-
-SEGMENTS = 8  # of a row, within batch_invariant()
+from .merge import SEGMENTS
 
 
 class Shard(NamedTuple):

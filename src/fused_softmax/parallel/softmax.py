@@ -19,7 +19,7 @@ from ..torch_ops.arguments import expect_flag, expect_floating, expect_tensors
 from ..torch_ops.decompositions import widened
 from ..torch_ops.route import supports_fused_cast
 from . import rows
-from .agreement import Call
+from .agreement import Call, constant
 from .exchange import gather, sum_of_segments, sum_over_ranks
 from .gradients import Upstream, statistics_gradient
 from .merge import merge
@@ -86,24 +86,22 @@ class Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, function: str, shard: Shard, check: bool) -> Tensor:
-        moments = torch.stack(
+        moments = rows.joined(
             [rows.statistics(x[:, columns], 1.0, False, shard.invariant)[0] for columns, _ in shard.pieces()]
         )
         # as long as cross_entropy's payload, so that ranks that call different ops meet in one collective
-        fill = moments[0, :, 0], moments[..., 0], moments[0, :, 0], moments.new_zeros(shard.segments)
+        fill = moments[0, :, 0], moments[..., 0], moments[0, :, 0], constant(0.0, moments).expand(shard.segments)
         call = Call(function, x.dtype, shard.size, shard.segments)
         (moments, *_), disagrees = gather((moments, *fill), call, shard, check)
         merged = merge(moments, disagrees)
-        # softmax of a row with +inf is NaN
-        row_sum = torch.where(merged.row_sum == float("inf"), float("nan"), merged.row_sum)
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
         if function == "softmax":
-            of_rows = torch.stack((merged.row_max, row_sum), 1)
-            upstream = Upstream(lse=torch.ones_like(row_sum))
+            of_rows = merged.moments
+            upstream = Upstream(lse=torch.ones_like(merged.row_sum))
             for columns, _ in shard.pieces():
                 statistics_gradient(x[:, columns], y[:, columns], of_rows, 1.0, None, None, upstream)
         else:
-            row_max, log_sum = merged.row_max.unsqueeze(1), row_sum.log().unsqueeze(1)
+            row_max, log_sum = merged.row_max.unsqueeze(1), merged.log_sum.unsqueeze(1)
             for part in _parts(x):
                 y[part] = (widened(x[part]) - row_max[part]) - log_sum[part]
         ctx.save_for_backward(y)
