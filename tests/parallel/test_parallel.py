@@ -54,7 +54,7 @@ class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func)
-        if name.startswith(("c10d", "_c10d_functional")) and "wait_tensor" not in name:
+        if name.startswith(("c10d.", "_c10d_functional.")) and "wait_tensor" not in name:
             self.names.append(name.split(".")[1])
             self.elements += args[0].numel()
         return func(*args, **(kwargs or {}))

@@ -142,7 +142,7 @@ def words_of(headers: torch.Tensor) -> list[list[int]]:
 
 
 def constant(value: float, like: torch.Tensor) -> torch.Tensor:
-    """One number as a tensor [1] of like's dtype and device, which nobody writes; made once outside of traces."""
+    """One number as a tensor [1] of like's dtype and device, never written; made once outside of traces."""
     if torch.compiler.is_compiling() or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
         return like.new_full((1,), value)
     key = (value, like.dtype, like.device)

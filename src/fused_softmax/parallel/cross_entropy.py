@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..launch.cross_entropy import check_targets
-from ..launch.layout import gradient_buffer, rows_of
+from ..launch.layout import rows_of
 from ..torch_ops.arguments import (
     LossOptions,
     expect_flag,
@@ -25,7 +25,7 @@ from ..torch_ops.arguments import (
 from ..torch_ops.decompositions import OVERWRITTEN, result_dtype
 from .agreement import call_of_loss, constant
 from .exchange import gather
-from .gradients import write_loss_gradient
+from .gradients import buffer, loss_gradient
 from .loss import factors_of, loss_of, targets_of
 from .merge import merge
 from .rows import read_loss, weight_sums
@@ -129,8 +129,9 @@ class CrossEntropy(torch.autograd.Function):
         if inplace and not (ctx.unread and ctx.unread.pop()):
             raise RuntimeError(OVERWRITTEN)
         f = factors_of(g, moments, counts, of_target, total, weight_sum, options, shard.size)
-        dx = x.detach() if inplace else gradient_buffer(x)
-        write_loss_gradient(x, dx, moments, ids, counts, f, weight, shard, options)
+        dx = loss_gradient(
+            x, x.detach() if inplace else buffer(x, x.dtype), moments, ids, counts, f, weight, shard, options
+        )
         if inplace:
             torch.autograd.graph.increment_version(x)
         return dx, None, None, None, None, None, None

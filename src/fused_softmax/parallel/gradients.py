@@ -19,7 +19,7 @@ from torch import Tensor
 from ..launch import cross_entropy as losses
 from ..launch import row_statistics
 from ..launch.availability import KernelUnavailable
-from ..launch.layout import rows_of
+from ..launch.layout import gradient_buffer, rows_of
 from ..launch.options import CrossEntropy
 from ..torch_ops.arguments import LossOptions
 from ..torch_ops.library import define, not_differentiable
@@ -111,72 +111,92 @@ def _by_loss_kernel(
     return True
 
 
-def _functional(kernel: Any) -> Any:
-    """The kernel as an operator without a result in place, for traces."""
+def _new_statistics_gradient(x: Tensor, *rest: Any) -> Tensor:
+    *given, dtype = rest
+    dx = torch.empty(x.shape, dtype=dtype, device=x.device)
+    _statistics_gradient_kernel(dx, rows_of(x, x.shape[1]) if x.numel() else x, *given)
+    return dx
 
-    def call(x: Tensor, *rest: Any) -> Tensor:
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        kernel(dx, rows_of(x, x.shape[1]) if x.numel() else x, *rest)
-        return dx
 
-    return call
+def _new_smoothed_gradient(x: Tensor, *rest: Any) -> Tensor:
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _smoothed_gradient_kernel(dx, rows_of(x, x.shape[1]) if x.numel() else x, *rest)
+    return dx
 
 
 _statistics_gradient = define(
     "parallel_statistics_gradient(Tensor x, Tensor moments, Tensor? scales, float scale, Tensor? ids, "
-    "Tensor? g_picked, Tensor? entropy, Tensor? g_entropy, Tensor? g_lse) -> Tensor",
-    _functional(_statistics_gradient_kernel),
-    lambda x, *rest: x.new_empty(x.shape),
+    "Tensor? g_picked, Tensor? entropy, Tensor? g_entropy, Tensor? g_lse, ScalarType dtype) -> Tensor",
+    _new_statistics_gradient,
+    lambda x, *rest: x.new_empty(x.shape, dtype=rest[-1]),
 )
 _smoothed_gradient = define(
     "parallel_smoothed_gradient(Tensor x, Tensor moments, Tensor ids, Tensor counts, Tensor a, Tensor b, Tensor? c, "
     "Tensor? weight, float? softcap) -> Tensor",
-    _functional(_smoothed_gradient_kernel),
+    _new_smoothed_gradient,
     lambda x, *rest: x.new_empty(x.shape),
 )
 not_differentiable("parallel_statistics_gradient")
 not_differentiable("parallel_smoothed_gradient")
 
 
+def buffer(x: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Memory for what is written for rows x; None in a trace, where an operator returns memory of its own."""
+    if torch.compiler.is_compiling():
+        return None
+    return gradient_buffer(x) if dtype is x.dtype else torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
 def statistics_gradient(
-    x: Tensor, dx: Tensor, moments: Tensor, scale: float | Tensor, ids: Tensor | None, entropy: Tensor | None,
-    g: Upstream,
-) -> None:  # fmt: skip
-    """Into dx, which may be x, the gradient of a row's numbers in these columns. ids: from the first of them."""
+    x: Tensor, dx: Tensor | None, moments: Tensor, scale: float | Tensor, ids: Tensor | None, entropy: Tensor | None,
+    g: Upstream, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """The gradient of a row's numbers in these columns, in dx, which may be x; in a trace, new, in dtype or x's.
+
+    ids: from the first of the columns.
+    """
     scales, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
     g_lse = moments.new_zeros(moments.shape[0]) if g.lse is None and g.picked is None else g.lse
     given = (x, moments, scales, number, ids, g.picked, entropy, g.entropy, g_lse)
-    if torch.compiler.is_compiling():
-        dx.copy_(_statistics_gradient(*given))
-    else:
-        _statistics_gradient_kernel(dx, *given)
+    if dx is None:
+        return _statistics_gradient(*given, x.dtype if dtype is None else dtype)
+    _statistics_gradient_kernel(dx, *given)
+    return dx
 
 
 def smoothed_gradient(
-    x: Tensor, dx: Tensor, moments: Tensor, ids: Tensor, counts: Tensor, a: Tensor, b: Tensor, c: Tensor | None,
+    x: Tensor, dx: Tensor | None, moments: Tensor, ids: Tensor, counts: Tensor, a: Tensor, b: Tensor, c: Tensor | None,
     how: Smoothing,
-) -> None:  # fmt: skip
-    """Into dx, which may be x, the gradient of a smoothed or capped loss. ids: (n_rows, 1), from the first column.
+) -> Tensor:  # fmt: skip
+    """The gradient of a smoothed or capped loss in these columns, as `statistics_gradient`. ids: (n_rows, 1).
 
     a, b, c: (n_rows,), the formula's factors times the upstream gradient; c is None without smoothing.
     """
     given = (x, moments, ids, counts, a, b, c, how.weight, how.softcap)
-    if torch.compiler.is_compiling():
-        dx.copy_(_smoothed_gradient(*given))
-    else:
-        _smoothed_gradient_kernel(dx, *given)
+    if dx is None:
+        return _smoothed_gradient(*given)
+    _smoothed_gradient_kernel(dx, *given)
+    return dx
 
 
-def write_loss_gradient(
-    x: Tensor, dx: Tensor, moments: Tensor, ids: Tensor, counts: Tensor, f: Factors, weight: Tensor | None,
+def loss_gradient(
+    x: Tensor, dx: Tensor | None, moments: Tensor, ids: Tensor, counts: Tensor, f: Factors, weight: Tensor | None,
     shard: Shard, options: LossOptions,
-) -> None:  # fmt: skip
-    """Into dx, which may be x, the gradient of a loss in a rank's columns. ids: (n_rows, 1), from the first of them."""
+) -> Tensor:  # fmt: skip
+    """The gradient of a loss in a rank's columns, in dx, which may be x; in a trace, new, of one piece.
+
+    ids: (n_rows, 1), from the first of the columns.
+    """
+    found = dx
     for columns, first in shard.pieces():
-        x_, dx_, at = x[:, columns], dx[:, columns], ids - (first - shard.start) if first > shard.start else ids
+        at = ids - (first - shard.start) if first > shard.start else ids
+        x_, dx_ = x[:, columns], None if dx is None else dx[:, columns]
         how = smoothing_of(options, weight, columns)
         if how is None:
             upstream = Upstream(picked=-f.b.unsqueeze(1), lse=f.of_lse)
-            statistics_gradient(x_, dx_, moments, 1.0, at, None, upstream)
+            piece = statistics_gradient(x_, dx_, moments, 1.0, at, None, upstream)
         else:
-            smoothed_gradient(x_, dx_, moments, at, counts, f.a, f.b, f.c, how)
+            piece = smoothed_gradient(x_, dx_, moments, at, counts, f.a, f.b, f.c, how)
+        found = piece if dx is None else dx
+    assert found is not None
+    return found

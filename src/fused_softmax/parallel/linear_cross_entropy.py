@@ -18,10 +18,11 @@ from ..launch.cross_entropy import check_targets
 from ..launch.linear import FLOAT16_SCALE, Gradients, Needs, Projection, Settings
 from ..torch_ops.arguments import LossOptions, expect_flag, expect_targets, expect_tensors, loss_options, softcap_of
 from ..torch_ops.decompositions import result_dtype
+from ..torch_ops.library import untraced
 from ..torch_ops.linear_arguments import expect_local, expect_matrix, settings_of
 from .agreement import call_of_loss, constant
 from .exchange import gather, sum_over_ranks
-from .gradients import write_loss_gradient
+from .gradients import loss_gradient
 from .loss import factors_of, loss_of, targets_of
 from .merge import merge
 from .rows import read_loss, weight_sums
@@ -84,8 +85,16 @@ def linear_cross_entropy(
     if flat.device.type == "cpu":
         check_targets(flat, options.ignore_index, shard.size)
     rows = input.reshape(-1, input.shape[-1])
-    loss = LinearCrossEntropy.apply(rows, local_weight, local_bias, flat, weight, shard, options, how, check)
+    loss = _eagerly(rows, local_weight, local_bias, flat, weight, shard, options, how, check)
     return loss.view(target.shape) if options.reduction == "none" else loss
+
+
+def _eagerly(*arguments: Any) -> Tensor:
+    """torch.compile breaks its graph here: the chunks' products are not traced."""
+    return LinearCrossEntropy.apply(*arguments)
+
+
+untraced(_eagerly)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -138,7 +147,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             gradients = Gradients(projection, weight)
             for chunk, logits, dlogits in projection.logits():
                 of_chunk = moments[chunk], ids[chunk], counts[chunk], f.of_rows(chunk)
-                write_loss_gradient(logits, dlogits, *of_chunk, class_weight, shard, options)
+                loss_gradient(logits, dlogits, *of_chunk, class_weight, shard, options)
                 gradients.add(chunk, dlogits)
             alpha = gradients.weight_alpha
             dx, dweight, dbias = gradients.finish()

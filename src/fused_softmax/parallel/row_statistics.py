@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch.layout import gradient_buffer, rows_of
+from ..launch.layout import rows_of
 from ..launch.row_statistics import check_ids
 from ..torch_ops.arguments import expect_flag, expect_floating, expect_tensors, other_device_error
 from ..torch_ops.decompositions import least_positive
@@ -20,7 +20,7 @@ from ..torch_ops.token_statistics import TokenStatistics
 from . import rows
 from .agreement import Call, constant
 from .exchange import gather
-from .gradients import Upstream, statistics_gradient
+from .gradients import Upstream, buffer, statistics_gradient
 from .merge import entropy as merged_entropy
 from .merge import log_probability, merge
 from .shards import Shard, shard_of
@@ -177,10 +177,11 @@ class RowStatistics(torch.autograd.Function):
         if g_picked is not None:
             g_picked = torch.where(valid, g_picked, 0.0)
         upstream = Upstream(g_picked, g_entropy, g_lse)
-        dx = gradient_buffer(x)
+        scaled = scale if by_row is None else by_row
+        dx = found = buffer(x, x.dtype)
         for columns, first in shard.pieces():
             ids = None if g_picked is None else local - (first - shard.start)
-            statistics_gradient(
-                x[:, columns], dx[:, columns], moments, scale if by_row is None else by_row, ids, entropies, upstream
-            )
-        return (dx,) + (None,) * 5
+            at = None if dx is None else dx[:, columns]
+            piece = statistics_gradient(x[:, columns], at, moments, scaled, ids, entropies, upstream)
+            found = piece if dx is None else dx
+        return (found,) + (None,) * 5

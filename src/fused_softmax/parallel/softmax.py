@@ -94,13 +94,16 @@ class Softmax(torch.autograd.Function):
         call = Call(function, x.dtype, shard.size, shard.segments)
         (moments, *_), disagrees = gather((moments, *fill), call, shard, check)
         merged = merge(moments, disagrees)
-        y = torch.empty(x.shape, dtype=dtype, device=x.device)
         if function == "softmax":
-            of_rows = merged.moments
-            upstream = Upstream(lse=torch.ones_like(merged.row_sum))
+            # softmax is the gradient of logsumexp
+            of_rows, upstream = merged.moments, Upstream(lse=torch.ones_like(merged.row_sum))
+            memory = None if torch.compiler.is_compiling() else torch.empty(x.shape, dtype=dtype, device=x.device)
             for columns, _ in shard.pieces():
-                statistics_gradient(x[:, columns], y[:, columns], of_rows, 1.0, None, None, upstream)
+                at = None if memory is None else memory[:, columns]
+                piece = statistics_gradient(x[:, columns], at, of_rows, 1.0, None, None, upstream, dtype)
+                y = piece if memory is None else memory
         else:
+            y = torch.empty(x.shape, dtype=dtype, device=x.device)
             row_max, log_sum = merged.row_max.unsqueeze(1), merged.log_sum.unsqueeze(1)
             for part in _parts(x):
                 y[part] = (widened(x[part]) - row_max[part]) - log_sum[part]
@@ -120,9 +123,7 @@ class Softmax(torch.autograd.Function):
             found = [_product(of_piece[0][part], None if log else of_piece[1][part]) for part in _parts(of_piece[1])]
             sums.append(torch.cat([f.sum(1) for f in found]) if found else widened(y).new_zeros(0))
         each = torch.stack(sums)
-        total = (
-            sum_of_segments(each, shard) if shard.segments > 1 or shard.invariant else sum_over_ranks(each[0], shard)
-        )
+        total = sum_of_segments(each, shard) if shard.invariant else sum_over_ranks(each[0], shard)
         dx, total = torch.empty(y.shape, dtype=dtype, device=y.device), total.unsqueeze(1)
         for part in _parts(y):
             g, of_rows = widened(dy[part]), widened(y[part])

@@ -49,7 +49,7 @@ class Collectives(TorchDispatchMode):
         if any(t is DTensor for t in types):
             return NotImplemented  # its collectives are those of its local tensors
         name = str(func)
-        if name.startswith(("c10d", "_c10d_functional")) and "wait_tensor" not in name:
+        if name.startswith(("c10d.", "_c10d_functional.", "_dtensor.")) and "wait_tensor" not in name:
             self.names.append(name.split(".")[1].strip("_"))
             tensors = [a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else [arg])]
             given = [t for t in tensors if isinstance(t, Tensor)]
@@ -153,8 +153,7 @@ def bound(op: str, x: Tensor, target: Tensor, at: Place, payload: int) -> Callab
         wait_tensor(all_gather_into_tensor(sent, at.ranks, name))
         if op == LOSS:
             dx = torch.empty_like(x)
-            statistics_gradient(x, dx, moments, 1.0, ids, None, Upstream(picked=-g.unsqueeze(1)))
-            return dx
+            return statistics_gradient(x, dx, moments, 1.0, ids, None, Upstream(picked=-g.unsqueeze(1)))
         return moments
 
     return call
@@ -201,7 +200,7 @@ def measure(
             found_errors = errors(op, found, x, target, at, want)
             del found
         except Exception as error:
-            status, note = "error", f"{type(error).__name__}: {error}"[:300]
+            status, note = "error", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:160]
         of_ranks: list[Any] = [None] * place.ranks
         dist.all_gather_object(of_ranks, (status, note, found_errors, record.peak_bytes))
         worst = next((r for r in of_ranks if r[0] != "ok"), None)
