@@ -39,6 +39,13 @@ def test_four_processes(plain, tmp_path):
 
 
 @pytest.mark.extended
+def test_without_private_symbols_of_torch(plain, monkeypatch, tmp_path):
+    """The public collectives."""
+    monkeypatch.setenv("FUSED_SOFTMAX_PUBLIC_TORCH", "1")
+    spawn(checks.check_all, 2, tmp_path, 6, 40, (torch.float32,), True)
+
+
+@pytest.mark.extended
 @pytest.mark.interpreted
 def test_processes_whose_kernels_are_interpreted(tmp_path):
     spawn(checks.check_all, 2, tmp_path, 3, 40, (torch.float32, torch.bfloat16), False)
