@@ -31,6 +31,7 @@ from fused_softmax.parallel.rows import statistics
 BOUND = "row statistics + gradient + all_gather"
 COLUMNS = (131072, 262144, 1048576)
 ROWS = 8192
+NO_EXCHANGE = ("wait_tensor", "wrap_tensor")  # functional operators that exchange nothing
 CHECKED = 64  # rows whose gradients are compared
 ROUNDS = 7
 # of the largest value: a bfloat16 gradient, and a loss in float32; others' losses may be rounded to bfloat16
@@ -49,7 +50,9 @@ class Collectives(TorchDispatchMode):
         if any(t is DTensor for t in types):
             return NotImplemented  # its collectives are those of its local tensors
         name = str(func)
-        if name.startswith(("c10d.", "_c10d_functional.", "_dtensor.")) and "wait_tensor" not in name:
+        if name.startswith(("c10d.", "_c10d_functional.", "_dtensor.")) and not name.split(".")[1].startswith(
+            NO_EXCHANGE
+        ):
             self.names.append(name.split(".")[1].strip("_"))
             tensors = [a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else [arg])]
             given = [t for t in tensors if isinstance(t, Tensor)]
