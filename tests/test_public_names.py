@@ -92,10 +92,33 @@ NAMES = {
         "z_loss: 'float' = 0.0, chunk_rows: 'int | None' = None, accumulate: 'str' = 'float32', "
         "logits_dtype: 'torch.dtype | None' = None) -> 'None'"
     ),
-    "integrations.selective_log_softmax": "(logits: 'Tensor', index: 'Tensor') -> 'Tensor'",
+    "integrations.selective_log_softmax": (
+        "(logits: 'Tensor', index: 'Tensor', temperature: 'float' = 1.0, row_mask: 'Tensor | None' = None) -> 'Tensor'"
+    ),
+    "integrations.patch_trl": "() -> 'Replaced'",
+    "integrations.patch_torchtitan": "() -> 'Replaced'",
+    "integrations.patch_verl": "() -> 'Replaced'",
+    "integrations.torchtitan_cross_entropy_loss": (
+        "(pred: 'Tensor', labels: 'Tensor', *, global_vocab_size: 'int | None' = None) -> 'Tensor'"
+    ),
+    "integrations.verl_logprobs_from_logits": (
+        "(logits: 'Tensor', labels: 'Tensor', inplace_backward: 'bool' = True) -> 'Tensor'"
+    ),
+    "integrations.compute_token_logprobs": (
+        "(logits: 'Tensor', token_ids: 'Tensor', *, return_rank: 'bool' = False) -> 'Tensor | tuple[Tensor, Tensor]'"
+    ),
+    "integrations.batch_invariant_log_softmax": (
+        "(input: 'Tensor', dim: 'int', half_to_float: 'bool' = False) -> 'Tensor'"
+    ),
+    "integrations.Replaced": "(package: 'str', known: 'str', names: 'Sequence[Name]')",
     "integrations.causal_lm_loss": (
         "(outputs: 'Any', labels: 'Tensor', num_items_in_batch: 'int | Tensor | None' = None) -> 'Tensor'"
     ),
+    "integrations.apply_to": (
+        "(model: 'Any', *, logits_in_eval: 'bool' = True, chunk_rows: 'int | None' = None, accumulate: 'str' = "
+        "'float32', logits_dtype: 'torch.dtype | None' = None) -> 'AppliedLoss'"
+    ),
+    "integrations.AppliedLoss": "(model: 'Any', before: 'Any', function: 'Any', text: 'str')",
     "parallel.cross_entropy": (
         "(local_logits: 'Tensor', target: 'Tensor', weight: 'Tensor | None' = None, *, group: 'Any' = None, "
         "vocab_start: 'int | None' = None, vocab_size: 'int | None' = None, ignore_index: 'int' = -100, "

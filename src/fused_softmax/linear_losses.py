@@ -86,13 +86,40 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(torch.zeros(2, 8), torch.zeros(4, 8), torch.tensor([1, 3]))
     tensor(1.3863)
     """
-    name, given = "linear_cross_entropy", (input, linear_weight, target, linear_bias, weight)
+    given = (input, linear_weight, target, linear_bias, weight)
     if stands_in(*(t for t in given if t is not None)):
         return handle_torch_function(
             linear_cross_entropy, given, input, linear_weight, target, linear_bias=linear_bias, weight=weight,
             reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
             z_loss=z_loss, chunk_rows=chunk_rows, accumulate=accumulate, logits_dtype=logits_dtype,
         )  # fmt: skip
+    return linear_cross_entropy_over(
+        None, input, linear_weight, target, linear_bias, weight, reduction, ignore_index, label_smoothing, softcap,
+        z_loss, chunk_rows, accumulate, logits_dtype,
+    )  # fmt: skip
+
+
+def linear_cross_entropy_over(
+    denominator: Tensor | None,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    chunk_rows: int | None = None,
+    accumulate: str = "float32",
+    logits_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return `linear_cross_entropy`, whose mean divides by `denominator`, a tensor of one element, where one is given.
+
+    A division after the sum would send an upstream gradient other than 1 back, and all gradients would be multiplied.
+    """
+    name = "linear_cross_entropy"
     expect_matrix(name, linear_weight)
     expect_tensors(name, input=input, target=target)
     expect_tensors(name, **{n: t for n, t in (("linear_bias", linear_bias), ("weight", weight)) if t is not None})
@@ -109,7 +136,10 @@ def linear_cross_entropy(
         return probabilities_cross_entropy(rows, linear_weight, linear_bias, target, weight, options, how)
     flat, weight, weight_sum = expect_targets(name, target, weight, input, n_cols, options)
     smoothing, cap = options.label_smoothing, softcap_of(options.softcap, how.logits)
-    op = CrossEntropy(flat, weight, weight_sum, options.ignore_index, options.reduction, smoothing, cap, options.z_loss)
+    denominator = None if denominator is None else denominator.reshape(1)
+    op = CrossEntropy(
+        flat, weight, weight_sum, options.ignore_index, options.reduction, smoothing, cap, options.z_loss, denominator
+    )
     loss = linear_cross_entropy_of(rows, linear_weight, linear_bias, op, how)
     return loss.view(target.shape) if options.reduction == "none" else loss
 

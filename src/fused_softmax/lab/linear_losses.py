@@ -113,6 +113,14 @@ def _cut() -> Loss:
     return lambda x, weight, target: function(x, weight, target)
 
 
+def _trl() -> Loss:
+    """TRL's fused head, as its trainers call it: chunks of 4,096 rows by 32,768 columns, float32 sums of gradients."""
+    function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    return lambda x, weight, target: function.apply(
+        x, weight, None, target, 1.0, 32768, None, 1.0, ("log_probs",)
+    )[0]  # fmt: skip
+
+
 def _token_logprobs(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     found = fs.linear_token_logprobs(x, weight, target)
     assert isinstance(found, Tensor)
@@ -137,6 +145,7 @@ SYSTEMS = (
     System("fused_softmax", LOGPROBS, "ours", lambda: _token_logprobs),
     System("torch", LOGPROBS, "torch", lambda: _log_softmax),
     System("logsumexp, as verl", LOGPROBS, "peer", lambda: _logsumexp),
+    System("trl", LOGPROBS, "peer", _trl, "trl"),
 )
 
 

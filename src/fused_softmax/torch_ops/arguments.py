@@ -193,3 +193,14 @@ def expect_targets(
         raise NotImplementedError(f"{function}(): the derivative for 'weight' is not implemented; weight.detach() it")
     wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).contiguous()
     return flat, wide, wide.sum().view(1) if options.label_smoothing else None
+
+
+def denominator_of(num_items: int | Tensor | None, like: Tensor) -> Tensor | None:
+    """The number of items as a tensor on the device of `like`: a scalar or (1,), of the dtype of the loss."""
+    if num_items is None:
+        return None
+    # not torch's default dtype, which may have no 70,000
+    dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
+    if isinstance(num_items, Tensor):
+        return num_items.to(like.device, dtype)
+    return torch.full((1,), float(num_items), dtype=dtype, device=like.device)

@@ -8,6 +8,7 @@ over them. Results come in the order of TokenStatistics: log-probabilities, entr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,20 +26,32 @@ from .library import define, differentiable, not_differentiable
 from .route import can_bypass_dispatcher, is_supported, operator_takes
 
 Statistics = tuple[Tensor, Tensor | None, Tensor]
+Watch = Callable[[slice, Tensor], None]
+
+
+def is_direct(*given: Tensor | None) -> bool:
+    """Whether a call of these tensors runs the loop below itself: no tracing, no transform, no subclass of Tensor."""
+    return all(can_bypass_dispatcher(t) for t in given if t is not None)
 
 
 def linear_token_logprobs_of(
-    x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, scale: float | Tensor, entropy: bool, how: Settings
-) -> Statistics:
-    """(log-probabilities, entropy, lse) of rows x (n_rows, hidden) at ids (n_rows, n_picks), by checked arguments."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, scale: float | Tensor, entropy: bool, how: Settings,
+    watch: Watch | None = None,
+) -> Statistics:  # fmt: skip
+    """(log-probabilities, entropy, lse) of rows x (n_rows, hidden) at ids (n_rows, n_picks), by checked arguments.
+
+    watch: called in the forward with each chunk's rows and its logits (rows, n_cols), before these are dropped. It
+    reads them again, and may not keep or change them. Only calls that `is_direct` allows.
+    """
     by_row = scale if isinstance(scale, Tensor) else None
     given = [t for t in (x, weight, bias, ids, by_row) if t is not None]
     # a temperature with a gradient is for torch to differentiate
     ours = by_row is None or not (by_row.requires_grad and torch.is_grad_enabled())
     if ours and all(can_bypass_dispatcher(t) for t in given):
         if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-            return LinearTokenLogprobs.apply(x, weight, bias, ids, scale, entropy, how)
-        return _forward(x, weight, bias, ids, scale, entropy, how)[:3]
+            return LinearTokenLogprobs.apply(x, weight, bias, ids, scale, entropy, how, watch)
+        return _forward(x, weight, bias, ids, scale, entropy, how, watch)[:3]
+    assert watch is None, "nothing watches the logits of a traced or transformed call"
     if ours and operator_takes(*given):
         enabled = torch.is_grad_enabled()
         needs = [enabled and t is not None and t.requires_grad for t in (x, weight, bias)]
@@ -58,8 +71,9 @@ def _of_chunk(scale: float | Tensor, chunk: slice) -> float | Tensor:
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, scale: float | Tensor, entropy: bool, how: Settings
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, scale: float | Tensor, entropy: bool, how: Settings,
+    watch: Watch | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """(log-probabilities, entropy, lse, moments) of all rows."""
     n_rows, dtype = x.shape[0], result_dtype(x)
     if ids.device.type == "cpu":
@@ -73,6 +87,8 @@ def _forward(
             for whole, part in zip((picked, entropies, lse, moments), found, strict=True):
                 if whole is not None and part is not None:
                     whole[chunk] = part
+            if watch is not None:
+                watch(chunk, logits)
             del logits
     return picked, entropies, lse, moments
 
@@ -131,9 +147,9 @@ class LinearTokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, scale: float | Tensor, entropy: bool,
-        how: Settings,
+        how: Settings, watch: Watch | None = None,
     ) -> Statistics:  # fmt: skip
-        picked, entropies, lse, moments = _forward(x, weight, bias, ids, scale, entropy, how)
+        picked, entropies, lse, moments = _forward(x, weight, bias, ids, scale, entropy, how, watch)
         by_row = isinstance(scale, Tensor)
         ctx.save_for_backward(x, weight, bias, ids, scale if by_row else None, entropies, moments)
         ctx.described = None if by_row else scale, how, Needs(*ctx.needs_input_grad[:3]), is_batch_invariant()
@@ -144,7 +160,7 @@ class LinearTokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [g for g in upstream if g is not None]
         if not given:
-            return (None,) * 7
+            return (None,) * 8
         if torch.is_grad_enabled():
             raise RuntimeError(_TWICE)
         if not all(has_storage(g) for g in given):
@@ -154,7 +170,7 @@ class LinearTokenLogprobs(torch.autograd.Function):
         scale = by_row if scale is None else scale
         with as_in_forward(invariant):
             found = _backward(upstream, moments, entropies, x, weight, bias, ids, scale, how, needs)
-        return (*found, None, None, None, None)
+        return (*found, None, None, None, None, None)
 
 
 # --- the operator -----------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ JSON_TYPES["None"] = type(None)
 DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 # ends a commit that `git describe --always --dirty` names, where files were changed
 DIRTY = "-dirty"
-PACKAGES = ("torch", "triton", "numpy", "liger-kernel", "quack-kernels", "cut-cross-entropy")
+PACKAGES = ("torch", "triton", "numpy", "liger-kernel", "quack-kernels", "cut-cross-entropy", "trl")
 
 
 @dataclass

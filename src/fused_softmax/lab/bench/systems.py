@@ -104,6 +104,17 @@ def _liger_loss() -> Callable[..., Any]:
     return loss
 
 
+def _trl() -> Callable[..., Any]:
+    """TRL's log-probability kernel. It keeps the logsumexp to itself: a gather and a subtraction give it again."""
+    function = importlib.import_module("trl.kernels.logprob_entropy").selective_log_softmax_and_entropy
+
+    def statistics(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        picked, entropy = function(logits, ids)
+        return picked, entropy, logits.gather(-1, ids[:, None])[:, 0] - picked
+
+    return statistics
+
+
 def _quack(op: str, module: str, *names: str) -> System:
     """A function of QuACK, by the first of `names` that its version has."""
 
@@ -155,6 +166,7 @@ SYSTEMS: tuple[System, ...] = (
     _liger("softmax", _liger_softmax),
     _liger("cross_entropy", lambda: with_gradient(_liger_loss(), overwrites=True)),
     _liger("cross_entropy_forward", _liger_loss),
+    System("trl", "token_logprobs", "peer", _trl, lambda: _needs("trl")),
     _quack("softmax", "quack.softmax", "softmax_fwd", "softmax"),
     _quack("softmax_backward", "quack.softmax", "softmax_bwd", "softmax_backward"),
     _quack("cross_entropy", "quack.cross_entropy", "cross_entropy"),
