@@ -16,10 +16,11 @@ import fused_softmax
 
 PACKAGE = Path(fused_softmax.__file__).parent
 # from the top down; a module imports its own level and those below
-LEVELS = ("public", "torch_ops", "launch", "planning", "kernels")
+LEVELS = ("public", "parallel", "torch_ops", "launch", "planning", "kernels")
 # what each level may import of the package, besides itself
 BELOW = {
-    "public": {"torch_ops", "launch", "planning"},
+    "public": {"parallel", "torch_ops", "launch", "planning"},
+    "parallel": {"torch_ops", "launch", "planning"},
     "torch_ops": {"launch", "planning"},
     "launch": {"planning", "kernels"},
     "planning": set(),
@@ -137,6 +138,8 @@ def test_files_of_kernels_share_only_what_is_common():
         ),
         ("fused_softmax.kernels.softmax_resident", "from ..planning.types import Plan", "fused_softmax.planning.types"),
         ("fused_softmax.torch_ops.route", "from .. import patch", "fused_softmax.patch"),
+        ("fused_softmax.torch_ops.route", "from ..parallel import merge", "fused_softmax.parallel.merge"),
+        ("fused_softmax.parallel.merge", "from ..losses import cross_entropy", "fused_softmax.losses"),
         ("fused_softmax.plan_for", "from fused_softmax.lab.registry import OPS", "fused_softmax.lab.registry"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fused_softmax as fs
-from fused_softmax import integrations, nn
+from fused_softmax import integrations, nn, parallel
 
 NAMES = {
     "Fallback": "(why: 'str', regime: 'str' = 'torch', reason: 'str' = 'unsupported') -> None",
@@ -119,6 +119,37 @@ NAMES = {
         "'float32', logits_dtype: 'torch.dtype | None' = None) -> 'AppliedLoss'"
     ),
     "integrations.AppliedLoss": "(model: 'Any', before: 'Any', function: 'Any', text: 'str')",
+    "parallel.cross_entropy": (
+        "(local_logits: 'Tensor', target: 'Tensor', weight: 'Tensor | None' = None, *, group: 'Any' = None, "
+        "vocab_start: 'int | None' = None, vocab_size: 'int | None' = None, ignore_index: 'int' = -100, "
+        "reduction: 'str' = 'mean', label_smoothing: 'float' = 0.0, softcap: 'float | None' = None, z_loss: "
+        "'float' = 0.0, inplace_backward: 'bool' = False, check: 'bool' = False) -> 'Tensor'"
+    ),
+    "parallel.linear_cross_entropy": (
+        "(input: 'Tensor', local_weight: 'Tensor', target: 'Tensor', *, local_bias: 'Tensor | None' = None, "
+        "weight: 'Tensor | None' = None, group: 'Any' = None, vocab_start: 'int | None' = None, vocab_size: "
+        "'int | None' = None, reduction: 'str' = 'mean', ignore_index: 'int' = -100, label_smoothing: 'float'"
+        " = 0.0, softcap: 'float | None' = None, z_loss: 'float' = 0.0, chunk_rows: 'int | None' = None, "
+        "accumulate: 'str' = 'float32', logits_dtype: 'torch.dtype | None' = None, check: 'bool' = False) -> "
+        "'Tensor'"
+    ),
+    "parallel.log_softmax": (
+        "(local_logits: 'Tensor', *, group: 'Any' = None, vocab_start: 'int | None' = None, vocab_size: 'int "
+        "| None' = None, dtype: 'torch.dtype | None' = None, check: 'bool' = False) -> 'Tensor'"
+    ),
+    "parallel.logsumexp": (
+        "(local_logits: 'Tensor', *, group: 'Any' = None, vocab_start: 'int | None' = None, vocab_size: 'int "
+        "| None' = None, keepdim: 'bool' = False, check: 'bool' = False) -> 'Tensor'"
+    ),
+    "parallel.softmax": (
+        "(local_logits: 'Tensor', *, group: 'Any' = None, vocab_start: 'int | None' = None, vocab_size: 'int "
+        "| None' = None, dtype: 'torch.dtype | None' = None, check: 'bool' = False) -> 'Tensor'"
+    ),
+    "parallel.token_logprobs": (
+        "(local_logits: 'Tensor', token_ids: 'Tensor', *, group: 'Any' = None, vocab_start: 'int | None' = "
+        "None, vocab_size: 'int | None' = None, temperature: 'float | Tensor' = 1.0, return_entropy: 'bool' ="
+        " False, return_logsumexp: 'bool' = False, check: 'bool' = False) -> 'Tensor | TokenStatistics'"
+    ),
     "patch.enable": "(self) -> 'None'",
     "patch.disable": "(self) -> 'None'",
     "patch.__enter__": "(self) -> 'patch'",
@@ -129,7 +160,7 @@ NAMES = {
 
 def signatures() -> dict[str, str]:
     """Each public name that can be called, with its signature."""
-    found = {name: getattr(fs, name) for name in fs.__all__ if name != "nn"}
+    found = {name: getattr(fs, name) for name in fs.__all__ if name not in ("nn", "parallel")}
     for module in (nn, integrations):
         short = module.__name__.rpartition(".")[2]
         found |= {
@@ -137,6 +168,7 @@ def signatures() -> dict[str, str]:
             for name, value in vars(module).items()
             if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
         }
+    found |= {f"parallel.{name}": getattr(parallel, name) for name in parallel.__all__}
     for name in ("enable", "disable", "__enter__", "__exit__", "__call__"):
         found[f"patch.{name}"] = getattr(fs.patch, name)
     return {name: str(inspect.signature(value)) for name, value in found.items()}
@@ -144,7 +176,7 @@ def signatures() -> dict[str, str]:
 
 def test_names_and_signatures():
     found = signatures()
-    assert set(fs.__all__) == {name for name in NAMES if "." not in name} | {"nn"}
+    assert set(fs.__all__) == {name for name in NAMES if "." not in name} | {"nn", "parallel"}
     assert found.keys() == NAMES.keys()
     wrong = {name: (found[name], wanted) for name, wanted in NAMES.items() if found[name] != wanted}
     # annotations of a NamedTuple differ between versions of Python, those of torch's own between its versions
@@ -153,7 +185,7 @@ def test_names_and_signatures():
     assert not wrong
     assert [*inspect.signature(nn.Softmax).parameters] == [*inspect.signature(nn.LogSoftmax).parameters] == ["dim"]
     assert fs.TokenStatistics._fields == ("logprobs", "entropy", "logsumexp")
-    assert all(callable(getattr(fs, name)) for name in fs.__all__ if name != "nn")
+    assert all(callable(getattr(fs, name)) for name in fs.__all__ if name not in ("nn", "parallel"))
 
 
 MODULES = {

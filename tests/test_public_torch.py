@@ -18,7 +18,7 @@ import fused_softmax
 
 PACKAGE = Path(fused_softmax.__file__).parent
 # attributes of Triton and of NamedTuple, which are not torch's
-NOT_TORCHS = {"_init_handles", "_replace"}
+NOT_TORCHS = {"_init_handles", "_replace", "_fields"}
 
 
 def private_symbols(source: str) -> list[str]:

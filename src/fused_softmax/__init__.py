@@ -5,7 +5,7 @@
 torch.Size([1, 3])
 """
 
-from . import nn
+from . import nn, parallel
 from .functional import log_softmax, logsumexp, masked_softmax, softmax
 from .launch.context import batch_invariant
 from .linear_losses import linear_cross_entropy, linear_token_logprobs
@@ -30,6 +30,7 @@ __all__ = [
     "logsumexp",
     "masked_softmax",
     "nn",
+    "parallel",
     "patch",
     "plan_for",
     "softmax",

@@ -18,6 +18,7 @@ from .launch.layout import DTYPE_NAMES
 from .torch_ops.arguments import expect_flag, expect_floating, expect_tensors, real, stands_in
 from .torch_ops.logsumexp import logsumexp_of
 from .torch_ops.masked_softmax import masked_softmax_of
+from .torch_ops.route import of_dtensor
 from .torch_ops.softmax import direct_softmax, softmax_of
 
 FULLY_MASKED = ("nan", "zero")
@@ -90,7 +91,8 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False, 
     if not isinstance(input, Tensor) and stands_in(input):
         written = {} if out is None else {"out": out}
         return handle_torch_function(logsumexp, (input,), input, dim, keepdim, **written)
-    return logsumexp_of(input, dim, _dims(input, dim), keepdim, out)
+    found = of_dtensor("logsumexp", logsumexp, input, dim, keepdim) if out is None else None
+    return logsumexp_of(input, dim, _dims(input, dim), keepdim, out) if found is None else found
 
 
 def masked_softmax(
@@ -159,6 +161,11 @@ def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None, out: Tensor | N
     if not isinstance(input, Tensor) and stands_in(input):
         written = {} if out is None else {"out": out}
         return handle_torch_function(log_softmax if log else softmax, (input,), input, dim, dtype, **written)
+    if out is None:
+        name, public = ("log_softmax", log_softmax) if log else ("softmax", softmax)
+        found = of_dtensor(name, public, input, dim, dtype)
+        if found is not None:
+            return found
     return softmax_of(input, dim, _index(input, dim), dtype, out, log)
 
 

@@ -24,6 +24,7 @@ from .torch_ops.arguments import (
 )
 from .torch_ops.cross_entropy import cross_entropy_of, direct_cross_entropy
 from .torch_ops.cross_entropy_spatial import as_it_lies
+from .torch_ops.route import of_dtensor
 from .torch_ops.token_logprobs import direct_token_logprobs, token_logprobs_of
 from .torch_ops.token_statistics import TokenStatistics
 
@@ -110,6 +111,13 @@ def cross_entropy(
         expect_tensors("cross_entropy", weight=weight)
     if size_average is not None or reduce is not None:
         reduction = legacy_reduction(size_average, reduce)
+    options = dict(
+        ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss,
+        inplace_backward=inplace_backward,
+    )  # fmt: skip
+    found = of_dtensor("cross_entropy", cross_entropy, input, target, weight, reduction, options)
+    if found is not None:
+        return found
     return cross_entropy_over(
         None, input, target, weight, ignore_index, reduction, label_smoothing, softcap, z_loss, inplace_backward
     )
@@ -251,6 +259,11 @@ def token_logprobs(
         raise TypeError(f"token_ids must be integers, not {token_ids.dtype}")
     if token_ids.device != logits.device:
         raise other_device_error("token_ids", token_ids, "logits", logits)
+    spread = of_dtensor(
+        "token_logprobs", token_logprobs, logits, token_ids, temperature, return_entropy, return_logsumexp
+    )
+    if spread is not None:
+        return spread
     picked, entropy, lse = token_logprobs_of(logits, token_ids, one, temperature, return_entropy)
     logprobs = picked.view(token_ids.shape)
     if not (return_entropy or return_logsumexp):

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 import pages
-from pages import command, compatibility, install, lessons, markers, numerics, performance, readme
+from pages import command, compatibility, install, lessons, markers, numerics, parallel, performance, readme
 
-KEPT = {module.PAGE: module.tables for module in (readme, install, numerics, compatibility)}
+KEPT = {module.PAGE: module.tables for module in (readme, install, numerics, compatibility, parallel)}
 
 
 def main(arguments: list[str] | None = None) -> int:

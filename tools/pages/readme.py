@@ -93,8 +93,10 @@ def where(root: Path) -> str:
     results = root / "benchmarks" / "results"
     runs = measured(results)
     lines = []
-    for device in dict.fromkeys(run.device for run in runs):
-        pairs = sorted({(run.torch.split("+")[0], run.triton) for run in runs if run.device == device})
+    # a run on several GPUs names their number first
+    one = {run: re.sub(r"^\d+ x ", "", run.device) for run in runs}
+    for device in dict.fromkeys(one.values()):
+        pairs = sorted({(run.torch.split("+")[0], run.triton) for run in runs if one[run] == device})
         lines.append(
             f"- **Measured**: {device}, with " + ", ".join(f"torch {t} and Triton {v}" for t, v in pairs) + "."
         )

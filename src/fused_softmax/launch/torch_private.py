@@ -182,3 +182,40 @@ def _skip_code(code: Any) -> None:
 
 
 skip_code: Any = _skip_code if hasattr(_eval_frame, "set_code_exec_strategy") else None
+
+
+# --- functional collectives: private in torch 2.4 to 2.15; the public ones are not traced by torch.compile ------------
+
+
+def all_gather_into_tensor(t: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    """Each rank's t, one after another, on the current stream; `wait_tensor` of it may be read."""
+    if _functional() is not None:
+        return _functional().all_gather_into_tensor(t, ranks, group)
+    found = t.new_empty(ranks * t.shape[0], *t.shape[1:])
+    torch.distributed.all_gather_into_tensor(found, t, group=_group_named(group))
+    return found
+
+
+def all_reduce(t: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    """t reduced over the ranks by `op`, "sum" for one; `wait_tensor` of it may be read."""
+    if _functional() is not None:
+        return _functional().all_reduce(t, op, group)
+    found = t.clone()
+    torch.distributed.all_reduce(found, getattr(torch.distributed.ReduceOp, op.upper()), group=_group_named(group))
+    return found
+
+
+def wait_tensor(t: torch.Tensor) -> torch.Tensor:
+    """t, once its collective has run."""
+    return t if _functional() is None else _functional().wait_tensor(t)
+
+
+def _functional() -> Any:
+    return None if _PUBLIC_ONLY else getattr(torch.ops, "_c10d_functional", None)
+
+
+def _group_named(name: str) -> Any:
+    for group in torch.distributed.distributed_c10d._pg_map:
+        if group.group_name == name:
+            return group
+    raise RuntimeError(f"there is no process group {name!r}")

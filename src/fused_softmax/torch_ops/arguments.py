@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,12 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def stands_in(*arguments: Any) -> bool:
     """Whether one of them is no tensor and has a `__torch_function__`, as torch.fx's proxies are: it takes the call."""
     return any(not isinstance(a, Tensor) and hasattr(type(a), "__torch_function__") for a in arguments)
+
+
+def is_dtensor(t: Any) -> bool:
+    """Whether t is a torch.distributed.tensor.DTensor, which exists only where its module was imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
 
 
 def expect_tensors(function: str, **arguments: Any) -> None:

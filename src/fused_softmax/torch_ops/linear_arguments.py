@@ -15,7 +15,7 @@ from torch.nn import Module, Parameter
 
 from ..launch.linear import Settings
 from ..launch.torch_private import is_traced
-from .arguments import FLOATING, expect_floating, expect_tensors, integer, other_device_error
+from .arguments import FLOATING, expect_floating, expect_tensors, integer, is_dtensor, other_device_error
 
 
 def expect_matrix(function: str, weight: Any) -> None:
@@ -31,7 +31,7 @@ def expect_matrix(function: str, weight: Any) -> None:
             f"{function}(): linear_weight is {weight.dtype}, a quantized weight: its bytes are not the matrix that "
             "makes the logits; pass weight.dequantize(), or the floating weight that it was made from"
         )
-    if not (type(weight) is Tensor or type(weight) is Parameter or _is_dtensor(weight) or is_traced(weight)):
+    if not (type(weight) is Tensor or type(weight) is Parameter or is_dtensor(weight) or is_traced(weight)):
         raise TypeError(
             f"{function}(): linear_weight is a {type(weight).__name__}, a subclass of Tensor that may be quantized or "
             "wrapped by an adapter: only its own class knows what it multiplies by; pass a plain tensor, as "
@@ -94,16 +94,10 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 # --- weights that are sharded over ranks ------------------------------------------------------------------------------
 
 
-def _is_dtensor(t: Tensor) -> bool:
-    # a DTensor exists only where its module was imported
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(t, module.DTensor)
-
-
 def expect_local(function: str, **tensors: Tensor | None) -> None:
     """TypeError for a DTensor: each rank has rows of its own."""
     for name, t in tensors.items():
-        if t is not None and _is_dtensor(t):
+        if t is not None and is_dtensor(t):
             raise TypeError(f"{function}(): {name} must be this rank's own tensor, not a DTensor; pass .to_local()")
 
 
@@ -112,7 +106,7 @@ def gathered(t: Tensor) -> Tensor:
 
     Where all ranks compute the same, as tensor parallelism does, the average is what each of them has.
     """
-    if not _is_dtensor(t):
+    if not is_dtensor(t):
         return t
     placements = sys.modules["torch.distributed.tensor"].Partial
     mesh = t.device_mesh  # type: ignore[attr-defined]

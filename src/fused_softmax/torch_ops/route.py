@@ -23,6 +23,7 @@ from ..launch.device import describe, interpreting
 from ..launch.layout import DTYPE_NAMES, HALVES, MAX_COLS
 from ..launch.torch_private import in_forward_ad, is_traced
 from ..planning.types import Device, Plan
+from .arguments import is_dtensor
 
 NAMESPACE = __package__.split(".")[0]  # the package's own name, so that two copies can live in one process
 
@@ -58,6 +59,16 @@ PLANNED: dict[str, Callable[[PlanRequest], Plan | Fallback]] = {}
 
 # the plan of logits (N, C, d1, ...) as they lie, by op; None where they are copied. The file that has it registers it
 AS_THEY_LIE: dict[str, Callable[[Tensor], Plan | None]] = {}
+
+
+# what a public function makes of a DTensor, by op; `parallel` registers it
+SHARDED: dict[str, Callable[..., Any]] = {}
+
+
+def of_dtensor(op: str, public: Callable[..., Any], x: Any, *args: Any) -> Any:
+    """The result of a public function for a DTensor, as `parallel.dtensor` has it; None for all else, and where it is
+    PyTorch's."""
+    return SHARDED[op](public, x, *args) if is_dtensor(x) else None
 
 
 def planned_by(op: str, answer: Callable[[PlanRequest], Plan | Fallback]) -> None:

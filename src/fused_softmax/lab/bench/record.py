@@ -70,6 +70,8 @@ class Record:
     case: str = ""
     # registers, spilled_bytes, shared_bytes and widest_load_bytes of the compiled kernel, if requested
     resources: dict[str, Any] | None = None
+    # of a call on several GPUs: the collectives' names, and the bytes that a rank gives to them
+    collectives: dict[str, Any] | None = None
 
     @property
     def key(self) -> tuple[str, str, str, int, int]:
@@ -251,7 +253,7 @@ def read_folder(folder: Path) -> dict[Path, tuple[Header, list[Record]]]:
 
 def to_csv(records: Sequence[Record]) -> str:
     """The records as CSV with a column for every field but the nested ones."""
-    names = [f.name for f in fields(Record) if f.name != "resources"]
+    names = [f.name for f in fields(Record) if f.name not in ("resources", "collectives")]
     out = io.StringIO()
     writer = csv.DictWriter(out, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()

@@ -27,6 +27,7 @@ LESSONS: tuple[str, ...] = (
     "l08_many_rows_per_program",
     "l09_row_on_a_cluster",
     "l10_the_shipped_kernel",
+    "l11_a_row_over_gpus",
 )
 PARTS = ("Problem", "Mechanism", "Resource trade-off", "Common failure mode", "Measurement")
 

@@ -1,0 +1,187 @@
+"""logsumexp and token_logprobs of logits whose columns are spread over ranks.
+
+Forward: one read of the local logits, one all_gather of O(rows). Backward: no collective, one read and one write.
+Keeps the logits and O(rows).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..launch.layout import rows_of
+from ..launch.row_statistics import check_ids
+from ..torch_ops.arguments import expect_flag, expect_floating, expect_tensors, other_device_error
+from ..torch_ops.decompositions import least_positive
+from ..torch_ops.temperature import scale_of
+from ..torch_ops.token_statistics import TokenStatistics
+from . import rows
+from .agreement import Call, constant
+from .exchange import gather
+from .gradients import Upstream, buffer, statistics_gradient
+from .merge import entropy as merged_entropy
+from .merge import log_probability, merge
+from .shards import Shard, shard_of
+
+
+def logsumexp(
+    local_logits: Tensor,
+    *,
+    group: Any = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    keepdim: bool = False,
+    check: bool = False,
+) -> Tensor:
+    """Return logsumexp over the columns of all ranks, from this rank's columns, (..., width).
+
+    group, vocab_start, vocab_size and check are as in `parallel.cross_entropy`.
+
+    Returns: (...), or (..., 1) with keepdim, the same on every rank; float32, or float64 for float64 logits. The
+    gradient of this rank's logits takes no collective.
+
+    Raises: as `parallel.cross_entropy`.
+    """
+    x, shard = _rows_and_shard("logsumexp", local_logits, group, vocab_start, vocab_size, check)
+    expect_flag("parallel.logsumexp", "keepdim", keepdim)
+    lse = RowStatistics.apply(x, None, 1.0, False, shard, check)[2]
+    return lse.view(*local_logits.shape[:-1], 1) if keepdim else lse.view(local_logits.shape[:-1])
+
+
+def token_logprobs(
+    local_logits: Tensor,
+    token_ids: Tensor,
+    *,
+    group: Any = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    temperature: float | Tensor = 1.0,
+    return_entropy: bool = False,
+    return_logsumexp: bool = False,
+    check: bool = False,
+) -> Tensor | TokenStatistics:
+    """Return `fused_softmax.token_logprobs` of logits whose columns are spread over the ranks of a group.
+
+    Args:
+        local_logits: (..., width), this rank's columns.
+        token_ids: Integers of shape (...), or (..., K), in [0, vocab_size); the same on every rank.
+        group: As in `parallel.cross_entropy`, and so are vocab_start, vocab_size and check.
+        temperature: A positive number, or a tensor that broadcasts to (...); the same on every rank.
+        return_entropy: Also return -sum(p*log p) over all columns.
+        return_logsumexp: Also return logsumexp over all columns.
+
+    Returns:
+        As `fused_softmax.token_logprobs`, the same on every rank. An id outside the vocabulary gives NaN on a GPU.
+
+    Raises:
+        As `parallel.cross_entropy` and `fused_softmax.token_logprobs`.
+    """
+    name = "parallel.token_logprobs"
+    expect_tensors(name, local_logits=local_logits, token_ids=token_ids)
+    expect_flag(name, "return_entropy", return_entropy)
+    expect_flag(name, "return_logsumexp", return_logsumexp)
+    x, shard = _rows_and_shard("token_logprobs", local_logits, group, vocab_start, vocab_size, check)
+    batch = local_logits.shape[:-1]
+    if token_ids.shape != batch and not (token_ids.shape[:-1] == batch and token_ids.dim() == local_logits.dim()):
+        raise ValueError(
+            f"{name}(): token_ids {tuple(token_ids.shape)} must be {tuple(batch)} or have one dimension more, for "
+            f"local_logits {tuple(local_logits.shape)}"
+        )
+    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype is torch.bool:
+        raise TypeError(f"{name}(): token_ids must be integers, not {token_ids.dtype}")
+    if token_ids.device != local_logits.device:
+        raise other_device_error("token_ids", token_ids, "local_logits", local_logits)
+    ids = token_ids.long().reshape(x.shape[0], -1 if token_ids.numel() else token_ids.shape[-1])
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_ids(ids, shard.size)
+    scale = scale_of(name, temperature, batch, local_logits)
+    if isinstance(scale, Tensor):
+        if scale.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(f"{name}(): the temperature gets no gradient; temperature.detach() it")
+        # an infinite temperature gives 0, and 0 times -inf would show hidden columns
+        scale = scale.masked_fill(scale == 0.0, least_positive(scale.dtype)).reshape(-1).contiguous()
+    picked, entropy, lse = RowStatistics.apply(x, ids, scale, return_entropy, shard, check)
+    logprobs = picked.view(token_ids.shape)
+    if not (return_entropy or return_logsumexp):
+        return logprobs
+    return TokenStatistics(
+        logprobs, entropy.view(batch) if return_entropy else None, lse.view(batch) if return_logsumexp else None
+    )
+
+
+def _rows_and_shard(
+    function: str, x: Any, group: Any, vocab_start: Any, vocab_size: Any, check: Any
+) -> tuple[Tensor, Shard]:
+    name = f"parallel.{function}"
+    expect_tensors(name, local_logits=x)
+    expect_floating(name, "local_logits", x)
+    expect_flag(name, "check", check)
+    if x.dim() == 0:
+        raise ValueError(f"{name}(): local_logits must be (..., width), not a tensor of no dimensions")
+    width = x.shape[-1]
+    shard = shard_of(function, width, group, vocab_start, vocab_size)
+    return rows_of(x, width) if x.numel() else x.reshape(x.shape[:-1].numel(), width), shard
+
+
+class RowStatistics(torch.autograd.Function):
+    """(log-probabilities or a 0, entropy or a 0, logsumexp) of rows (n_rows, width). Keeps the logits and O(rows)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ids: Tensor | None, scale: float | Tensor, entropy: bool, shard: Shard, check: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found = [rows.statistics(x[:, columns], scale, entropy, shard.invariant) for columns, _ in shard.pieces()]
+        moments = rows.joined([m for m, _ in found])
+        entropies = rows.joined([e if entropy else m[:, 0] for m, e in found])
+        local = None if ids is None else ids - shard.start
+        z = moments[0, :, :1] if local is None else rows.picked(x, local, scale, None, moments)
+        by_row, number = (scale, float("nan")) if isinstance(scale, Tensor) else (None, scale)
+        call = Call(
+            "logsumexp" if ids is None else "token_logprobs", x.dtype, shard.size, shard.segments,
+            picks=0 if ids is None else ids.shape[1], scale=number, entropy=entropy,
+        )  # fmt: skip
+        # as long as cross_entropy's payload, so that ranks that call different ops meet in one collective
+        fill = moments[0, :, 0], constant(0.0, moments).expand(shard.segments)
+        (moments, z, entropies, *_), disagrees = gather((moments, z, entropies, *fill), call, shard, check)
+        merged = merge(moments, disagrees, infinite=True)
+        of_rows, lse = merged.moments, merged.lse
+        picked = valid = None
+        if ids is not None:
+            valid = ids.clamp(0, max(shard.size - 1, 0)) == ids
+            picked = torch.where(valid, log_probability(merged, z.sum(0)), float("nan"))
+        of_all = merged_entropy(merged, entropies) if entropy else None
+        ctx.save_for_backward(x, local, valid, of_rows, of_all, by_row)
+        ctx.described = shard, number
+        ctx.set_materialize_grads(False)
+        nothing = lse.new_zeros(0)
+        return nothing if picked is None else picked, nothing.clone() if of_all is None else of_all, lse
+
+    @staticmethod
+    def backward(
+        ctx: Any, g_picked: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "parallel.token_logprobs() and logsumexp(): their gradient cannot be differentiated again"
+            )
+        x, local, valid, moments, entropies, by_row = ctx.saved_tensors
+        shard, scale = ctx.described
+        if local is None:
+            g_picked = None
+        if entropies is None:
+            g_entropy = None
+        if g_picked is None and g_entropy is None and g_lse is None:
+            return (None,) * 6
+        if g_picked is not None:
+            g_picked = torch.where(valid, g_picked, 0.0)
+        upstream = Upstream(g_picked, g_entropy, g_lse)
+        scaled = scale if by_row is None else by_row
+        dx = found = buffer(x, x.dtype)
+        for columns, first in shard.pieces():
+            ids = None if g_picked is None else local - (first - shard.start)
+            at = None if dx is None else dx[:, columns]
+            piece = statistics_gradient(x[:, columns], at, moments, scaled, ids, entropies, upstream)
+            found = piece if dx is None else dx
+        return (found,) + (None,) * 5

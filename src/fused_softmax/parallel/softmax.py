@@ -1,0 +1,144 @@
+"""softmax and log_softmax of logits whose columns are spread over ranks.
+
+    softmax: dx = y*(dy - sum(dy*y));  log_softmax: dx = dy - exp(y)*sum(dy);  the sums are over all columns
+
+Forward: two reads and one write of the local logits, one all_gather of O(rows). Backward: one all_reduce of O(rows).
+Keeps the local result and nothing else. log_softmax's write and both gradients are PyTorch's, some rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..launch.layout import rows_of
+from ..torch_ops.arguments import expect_flag, expect_floating, expect_tensors
+from ..torch_ops.decompositions import widened
+from ..torch_ops.route import supports_fused_cast
+from . import rows
+from .agreement import Call, constant
+from .exchange import gather, sum_of_segments, sum_over_ranks
+from .gradients import Upstream, statistics_gradient
+from .merge import merge
+from .shards import Shard, shard_of
+
+CHUNK = 2**24  # elements that PyTorch's formulas widen at a time
+
+
+def softmax(
+    local_logits: Tensor,
+    *,
+    group: Any = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    check: bool = False,
+) -> Tensor:
+    """Return this rank's columns of softmax over the columns of all ranks, from its own logits, (..., width).
+
+    group, vocab_start, vocab_size and check are as in `parallel.cross_entropy`; dtype as in `torch.softmax`.
+
+    Returns: (..., width) in `dtype`, or in the logits' dtype.
+
+    Raises: as `parallel.cross_entropy`.
+    """
+    return _softmax("softmax", local_logits, group, vocab_start, vocab_size, dtype, check)
+
+
+def log_softmax(
+    local_logits: Tensor,
+    *,
+    group: Any = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    check: bool = False,
+) -> Tensor:
+    """Return this rank's columns of log_softmax over the columns of all ranks; the arguments are `parallel.softmax`'s.
+
+    Its write of the result is PyTorch's, in two operations for some rows at a time.
+    """
+    return _softmax("log_softmax", local_logits, group, vocab_start, vocab_size, dtype, check)
+
+
+def _softmax(
+    function: str, x: Any, group: Any, vocab_start: Any, vocab_size: Any, dtype: torch.dtype | None, check: Any
+) -> Tensor:
+    name = f"parallel.{function}"
+    expect_tensors(name, local_logits=x)
+    if dtype is not None and not supports_fused_cast(x.dtype, dtype):
+        x = x.to(dtype)
+    expect_floating(name, "local_logits", x)
+    expect_flag(name, "check", check)
+    if x.dim() == 0:
+        raise ValueError(f"{name}(): local_logits must be (..., width), not a tensor of no dimensions")
+    width = x.shape[-1]
+    shard = shard_of(function, width, group, vocab_start, vocab_size)
+    of_rows = rows_of(x, width) if x.numel() else x.reshape(x.shape[:-1].numel(), width)
+    return Softmax.apply(of_rows, x.dtype if dtype is None else dtype, function, shard, check).view(x.shape)
+
+
+class Softmax(torch.autograd.Function):
+    """softmax or log_softmax of rows (n_rows, width). Keeps its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, function: str, shard: Shard, check: bool) -> Tensor:
+        moments = rows.joined(
+            [rows.statistics(x[:, columns], 1.0, False, shard.invariant)[0] for columns, _ in shard.pieces()]
+        )
+        # as long as cross_entropy's payload, so that ranks that call different ops meet in one collective
+        fill = moments[0, :, 0], moments[..., 0], moments[0, :, 0], constant(0.0, moments).expand(shard.segments)
+        call = Call(function, x.dtype, shard.size, shard.segments)
+        (moments, *_), disagrees = gather((moments, *fill), call, shard, check)
+        merged = merge(moments, disagrees)
+        if function == "softmax":
+            # softmax is the gradient of logsumexp
+            of_rows, upstream = merged.moments, Upstream(lse=torch.ones_like(merged.row_sum))
+            memory = None if torch.compiler.is_compiling() else torch.empty(x.shape, dtype=dtype, device=x.device)
+            for columns, _ in shard.pieces():
+                at = None if memory is None else memory[:, columns]
+                piece = statistics_gradient(x[:, columns], at, of_rows, 1.0, None, None, upstream, dtype)
+                y = piece if memory is None else memory
+        else:
+            y = torch.empty(x.shape, dtype=dtype, device=x.device)
+            row_max, log_sum = merged.row_max.unsqueeze(1), merged.log_sum.unsqueeze(1)
+            for part in _parts(x):
+                y[part] = (widened(x[part]) - row_max[part]) - log_sum[part]
+        ctx.save_for_backward(y)
+        ctx.described = x.dtype, function, shard
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        dtype, function, shard = ctx.described
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(f"parallel.{function}(): its gradient cannot be differentiated again")
+        log, sums = function == "log_softmax", []
+        for columns, _ in shard.pieces():
+            of_piece = dy[:, columns], y[:, columns]
+            found = [_product(of_piece[0][part], None if log else of_piece[1][part]) for part in _parts(of_piece[1])]
+            sums.append(torch.cat([f.sum(1) for f in found]) if found else widened(y).new_zeros(0))
+        each = torch.stack(sums)
+        total = sum_of_segments(each, shard) if shard.invariant else sum_over_ranks(each[0], shard)
+        dx, total = torch.empty(y.shape, dtype=dtype, device=y.device), total.unsqueeze(1)
+        for part in _parts(y):
+            g, of_rows = widened(dy[part]), widened(y[part])
+            dx[part] = g - of_rows.exp() * total[part] if log else of_rows * (g - total[part])
+        return dx, None, None, None, None
+
+
+def _product(dy: Tensor, y: Tensor | None) -> Tensor:
+    """dy, or dy*y, in float32 at least, contiguous: the order of its sum does not depend on how the tensors lie."""
+    dy = widened(dy)
+    return (dy.clone(memory_format=torch.contiguous_format) if y is None else dy * widened(y)).contiguous()
+
+
+def _parts(t: Tensor) -> Iterator[slice]:
+    """Slices of rows that hold about CHUNK elements each."""
+    each = max(1, CHUNK // max(1, t.shape[1]))
+    for start in range(0, t.shape[0], each):
+        yield slice(start, min(start + each, t.shape[0]))

@@ -1,0 +1,52 @@
+"""The benchmark of parallel losses: the others' ways are right, on gloo, and a wrong one is seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.ranks import spawn
+
+pytestmark = pytest.mark.extended
+
+
+def of_rank(rank, ranks, device):
+    from fused_softmax.lab.parallel import measure
+    from fused_softmax.lab.parallel.systems import LOGPROBS, OPS, SYSTEMS, Place, System
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (ranks,))
+    n_rows, n_cols = 24, 64
+    at = Place(rank, ranks, n_cols // ranks, mesh)
+    x = (3 * torch.randn(n_rows, at.width, generator=torch.Generator().manual_seed(rank))).bfloat16()
+    target = torch.randint(0, n_cols, (n_rows,), generator=torch.Generator().manual_seed(9))
+    names, counts = set(), {}
+    for op in OPS:
+        want = measure.exact(x, target, at)
+        for system in SYSTEMS:
+            if op not in system.ways or "compiled" in system.name:
+                continue
+            names.add(system.name)
+            local = x.clone().requires_grad_(op != LOGPROBS)
+            found = measure.caller(op, system, local, target, at)()
+            each = measure.errors(op, found, local, target, at, want)
+            ours = system.name.startswith(("fused_softmax", "all_gather"))
+            assert each[0] <= measure.TOLERANCE["loss" if ours else "bfloat16 loss"], (op, system.name, each)
+            assert all(e <= measure.TOLERANCE["gradient"] for e in each[1:]), (op, system.name, each)
+            with measure.Collectives() as seen:
+                measure.caller(op, system, local, target, at)()
+            counts[system.name] = (len(seen.names), seen.sent)
+    assert len(names) == 5
+    each_row = 4 * n_rows
+    assert counts["fused_softmax"][0] == 1 and counts["fused_softmax"][1] <= 7 * each_row + 200
+    assert counts["megatron"] == (2, 3 * each_row)
+    assert counts["torch loss_parallel"][0] >= 3 and counts["all_gather, one-GPU op"] == (1, 2 * x.numel())
+    # a mean of this rank's columns alone is no result
+    wrong = System("wrong", {OPS[0]: lambda x, target, at: torch.logsumexp(x.float(), 1).mean()})
+    local = x.clone().requires_grad_()
+    each = measure.errors(OPS[0], measure.caller(OPS[0], wrong, local, target, at)(), local, target, at, want)
+    assert each[0] > measure.TOLERANCE["bfloat16 loss"]
+    assert measure.bound(OPS[0], x, target, at, 400)().shape == x.shape
+
+
+def test_every_way_is_right(monkeypatch, tmp_path):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    spawn(of_rank, 2, tmp_path)
