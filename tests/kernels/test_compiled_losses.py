@@ -88,6 +88,15 @@ def test_the_target_lies_in_its_lines_cta(n_cols, dtype, apart, layouts):
     assert len(of_row) >= plan.chunks and all(of_row)
 
 
+@pytest.mark.parametrize("n_cols", [22000, 40001, 83343, 173599])
+def test_a_slice_of_padded_logits_compiles(n_cols):
+    """Rows of logits and of their gradient, which is contiguous, lie differently: they are read element by element."""
+    x, dx = torch.empty(3, n_cols + 47, dtype=torch.bfloat16)[:, :n_cols], torch.empty(3, n_cols, dtype=torch.bfloat16)
+    launch, plan = cross_entropy_launch(x, dx, 0.0, None)
+    assert plan.vec == 1 and plan.regime != "two_pass"
+    assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
+
+
 @pytest.mark.parametrize("n_cols", [32000, 50257, 128256, 262144])
 @pytest.mark.parametrize(("smoothing", "softcap"), [(0.1, None), (0.1, 30.0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -49,7 +49,7 @@ def cross_entropy(
     weight = options.pop("weight", None)
     if weight is not None:
         weight = weight.to(z.dtype)
-        if options.get("label_smoothing"):  # torch gathers weights, and gather refuses the uint8 of nll_loss
+        if options.get("label_smoothing") and target.dtype is torch.uint8:  # torch gathers weights by targets
             target = target.long()
     if not z_loss:
         return F.cross_entropy(z, target, weight, **options)

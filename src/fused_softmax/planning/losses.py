@@ -91,9 +91,15 @@ def plan_loss(problem: Problem, device: Device) -> Plan:
     """
     if preferred_warp_plan(problem, device) is None and device.max_cluster >= 16:
         for config in LOSS_CLUSTER[problem.itemsize]:
-            if problem.n_cols <= config.max_cols and (chosen := resident_plan(problem, device, config)) is not None:
+            chosen = resident_plan(problem, device, config) if problem.n_cols <= config.max_cols else None
+            if chosen is not None and _compiles(problem, chosen):
                 return replace(chosen, max_registers=_loss_registers(problem, chosen))
     return replace(plan(problem, device), max_registers=None)
+
+
+def _compiles(problem: Problem, chosen: Plan) -> bool:
+    """Triton's cluster planner fails on this kernel where rows are read element by element in long slices."""
+    return chosen.ctas == 1 or chosen.vec == problem.full_vec or chosen.chunks <= 16
 
 
 def _loss_registers(problem: Problem, chosen: Plan) -> int | None:
