@@ -20,6 +20,6 @@ def page(n: int) -> str:
 def write(root: Path) -> list[Path]:
     """Write a page for each lesson; returns the files."""
     files = [root / FOLDER / f"{name}.md" for name in lessons.LESSONS]
-    for n, file in enumerate(files, start=1):
+    for n, file in zip(lessons.numbers(), files, strict=True):
         file.write_text(page(n), encoding="utf-8")
     return files

@@ -13,7 +13,7 @@ import torch
 from fused_softmax.lab import lessons, reference
 from fused_softmax.lab.traffic import MODELS, traffic
 
-ALL = range(1, len(lessons.LESSONS) + 1)
+ALL = lessons.numbers()
 LADDER = range(1, 11)  # with a driver and mistakes of their own
 KERNELS = range(2, 11)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -55,9 +55,9 @@ def test_the_measurement_names_systems_and_widths_that_bench_knows(n):
     assert all(int(width) > 0 for width in words[words.index("--widths") + 1].split(","))
 
 
-@pytest.mark.parametrize("n", [0, len(lessons.LESSONS) + 1])
+@pytest.mark.parametrize("n", [0, 99])
 def test_no_such_lesson(n):
-    with pytest.raises(ValueError, match="is not one of 1 to"):
+    with pytest.raises(ValueError, match="is not one of 1, 2, "):
         lessons.load(n)
 
 

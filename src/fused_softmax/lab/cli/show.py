@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fused_softmax.lab.cli import options
 from fused_softmax.lab.cli.options import DTYPE_NAMES, dtypes, numbers
-from fused_softmax.lab.terminal import Refused
+from fused_softmax.lab.terminal import Refused, refusing
 
 
 def explain(
@@ -38,20 +40,69 @@ def explain(
         print(line)
 
 
-def lesson(number: Annotated[int | None, typer.Argument(min=1, help="without it, the list of lessons")] = None) -> None:
-    """Print a lesson's five parts and run it: its kernel against float64, then the mistakes it warns of."""
+def lesson(
+    number: Annotated[int | None, typer.Argument(min=1, help="without it, the list of lessons")] = None,
+    puzzle: Annotated[bool, typer.Option("--puzzle", help="write the lesson's kernel with its core left out")] = False,
+    out: Annotated[Path | None, typer.Option(help="the puzzle's file; lesson_NN.py without it")] = None,
+    tried: Annotated[Path | None, typer.Option("--try", help="grade this file; status 1 where it is not right")] = None,
+) -> None:
+    """Print a lesson's five parts and run it: its kernel against float64, then the mistakes it warns of.
+
+    --puzzle writes a file to fill in, and --try grades it, in a process of its own and without a GPU, too.
+    """
     from fused_softmax.lab import lessons
 
     if number is None:
-        for n in range(1, len(lessons.LESSONS) + 1):
+        if puzzle or tried is not None:
+            raise Refused("needs the number of a lesson: give one", "--puzzle" if puzzle else "--try")
+        for n in lessons.numbers():
             print(lessons.title(n))
         return
-    try:
+    with refusing(ValueError):
         lessons.module_name(number)
-    except ValueError as error:
-        raise Refused(f"{error}: give one of these") from None
+    if puzzle:
+        _write_puzzle(number, out or Path(f"lesson_{number:02}.py"))
+    if tried is not None:
+        _grade(number, tried)
+    if puzzle or tried is not None:
+        return
     options.interpret_without_gpu()
     lessons.run(number)
+
+
+def _write_puzzle(number: int, file: Path) -> None:
+    from fused_softmax.lab import grading
+
+    with refusing(ValueError, OSError):
+        text = grading.puzzle(number)
+        if file.exists():
+            raise Refused(f"{file} exists already: move it, or give another file by --out", "--puzzle")
+        file.write_text(text, encoding="utf-8")
+    print(f"wrote {file}. Fill in the marked lines, then: fused-softmax lesson {number} --try {file}")
+
+
+def _grade(number: int, file: Path) -> None:
+    import torch
+
+    from fused_softmax.lab import grading
+    from fused_softmax.launch.device import triton_error
+
+    if not file.is_file():
+        raise Refused(f"{file} is no file: give the file that --puzzle wrote", "--try")
+    with refusing(ValueError):
+        grading.answer(number)
+    reason = triton_error()
+    if reason is not None and number > 1:  # the first lesson has no Triton kernel
+        raise typer.Exit(_said(f"lesson {number} runs Triton kernels: {reason}"))
+    found = grading.grade(number, file, gpu=torch.cuda.is_available())
+    for line in found.lines:
+        print(line)
+    raise typer.Exit(0 if found.right else 1)
+
+
+def _said(message: str) -> int:
+    print(message, file=sys.stderr)
+    return 1
 
 
 def doctor() -> None:

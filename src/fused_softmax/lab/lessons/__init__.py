@@ -32,11 +32,17 @@ LESSONS: tuple[str, ...] = (
 PARTS = ("Problem", "Mechanism", "Resource trade-off", "Common failure mode", "Measurement")
 
 
+def numbers() -> tuple[int, ...]:
+    """The lessons' numbers, from their names: a number may be missing."""
+    return tuple(int(name[1:3]) for name in LESSONS)
+
+
 def module_name(n: int) -> str:
-    """Lesson n's dotted name, n from 1; ValueError says which lessons there are."""
-    if not 1 <= n <= len(LESSONS):
-        raise ValueError(f"lesson {n} is not one of 1 to {len(LESSONS)}")
-    return f"{__name__}.{LESSONS[n - 1]}"
+    """Lesson n's dotted name; ValueError says which lessons there are."""
+    named = dict(zip(numbers(), LESSONS, strict=True))
+    if n not in named:
+        raise ValueError(f"lesson {n} is not one of {', '.join(map(str, named))}")
+    return f"{__name__}.{named[n]}"
 
 
 def load(n: int) -> ModuleType:

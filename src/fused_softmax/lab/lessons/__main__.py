@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 
 from fused_softmax.lab.ending import run_main
-from fused_softmax.lab.lessons import LESSONS, run
+from fused_softmax.lab.lessons import module_name, run
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -18,8 +18,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--target", default="sm_90")
     asked = parser.parse_args(argv)
-    if not 1 <= asked.lesson <= len(LESSONS):
-        parser.error(f"lesson {asked.lesson} is not one of 1 to {len(LESSONS)}")
+    try:
+        module_name(asked.lesson)
+    except ValueError as error:
+        parser.error(str(error))
     if not asked.resources:
         run(asked.lesson)
         return
