@@ -108,7 +108,7 @@ OF_LESSON: dict[int, tuple[Mistake, ...]] = {
     5: (
         Mistake(
             "as published: 512 columns of the row",
-            "BLOCK_SIZE * VEC is 512 for every width. Columns beyond it are never read and never written. Let VEC grow with "
+            "BLOCK_SIZE * VEC is 512 for every width. Columns beyond it are never read or written. Let VEC grow with "
             "n_cols.",
             (first_columns(lambda n: min(n, 512)),),
         ),
