@@ -66,6 +66,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
         "a100": replace(_gpu("A100 80GB SXM", "sm_80", 2039, 1.41, 40), lanes=64),
         "l40s": _gpu("L40S", "sm_89", 864, 2.52, 96),
         "rtx4090": _gpu("RTX 4090", "sm_89", 1008, 2.52, 72, count=128),
+        "rtx5090": _gpu("RTX 5090", "sm_120", 1792, 2.41, 96),
         "b200": _gpu("B200", "sm_100", 8000, 1.965, 126),
         "mi300x": _gpu("MI300X", "gfx942", 5300, 2.1, 256),
     }
@@ -86,7 +87,7 @@ def this_gpu() -> Gpu:
     if device.name not in MULTIPROCESSORS:
         raise RuntimeError(f"{device.name} is not in the hardware table: {', '.join(MULTIPROCESSORS)}")
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    like = next(gpu for gpu in GPUS.values() if gpu.target == device.name or device.name == "sm_120")
+    like = next(gpu for gpu in GPUS.values() if gpu.target == device.name)
     gbps = measured_copy()
     return replace(
         like, name=found.name, target=device.name, multiprocessors=found.multi_processor_count, datasheet_gbps=gbps,

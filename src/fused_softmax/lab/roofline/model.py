@@ -87,10 +87,9 @@ def floor(
     cycles_us = 1e-3 / gpu.ghz
     found = {"bandwidth": moved / gpu.gbps / 1e3, "launch": gpu.launch_us}
     if in_flight is not None and in_flight.bytes:
-        # of reads only: a store waits for nothing
-        found["latency"] = found["bandwidth"] * min(1e3, in_flight.needed / in_flight.bytes)
-        if in_flight.enough:
-            found["latency"] = gpu.latency_ns / 1e3
+        found["latency"] = gpu.latency_ns / 1e3  # of one load
+        if not in_flight.enough:
+            found["latency"] = max(found["latency"], found["bandwidth"] * in_flight.needed / in_flight.bytes)
     special = exponentials * elements / (gpu.special * gpu.multiprocessors) * cycles_us
     started = (instructions or SOFTMAX_OPERATIONS) * elements / (gpu.lanes * gpu.multiprocessors) * cycles_us
     found["arithmetic"] = max(special, started)
