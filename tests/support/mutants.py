@@ -147,4 +147,48 @@ MUTANTS: tuple[Mutant, ...] = (
         (" + tl.sum(numerator_end)", ""),
     ),
     _m(10, WRITES, ("in_body = lanes < body", "in_body = lanes < n_cols")),
+    _m(12, "the row's sum is left out", ("y * (dy - row_sum)", "y * dy")),
+    _m(12, "the sum of dy, not of dy * y", ("tl.sum(dy * y, axis=0)", "tl.sum(dy, axis=0)")),
+    _m(12, "the sum is subtracted outside of the product", ("y * (dy - row_sum)", "y * dy - row_sum")),
+    _m(12, "the mean in place of the sum", ("tl.sum(dy * y, axis=0)", "tl.sum(dy * y, axis=0) / n_cols")),
+    _m(13, "1 is not subtracted at the target", (" - tl.where(cols == target, 1.0, 0.0)", "")),
+    _m(13, "the gradient is not divided by the count", ("dx / count", "dx")),
+    _m(13, "rows that do not count have a gradient", ("tl.where(counts, dx / count, 0.0)", "dx / count")),
+    _m(13, "the mean is over all rows", ("(target != -100).sum()", "torch.ones_like(target).sum()")),
+    _m(
+        13,
+        "the row is read again",
+        (
+            "    numerator = tl.exp(z)\n",
+            "    x = tl.load(x_ptr + row * n_cols + cols, mask=mask)\n    numerator = tl.exp(z)\n",
+        ),
+    ),
+    _m(14, "a query does not see itself", ("row % n_queries + 1", "row % n_queries")),
+    _m(14, "a query sees one column too many", ("row % n_queries + 1", "tl.minimum(row % n_queries + 2, n_queries)")),
+    _m(14, "the row is taken for the query", ("row % n_queries + 1", "tl.minimum(row + 1, n_queries)")),
+    _m(14, "hidden scores are 0, not -inf", (FILL, "")),
+    _m(14, "hidden columns are not written", ("denominator, mask=cols < n_cols", "denominator, mask=cols < visible")),
+    _m(
+        14,
+        "the mask comes after the softmax",
+        ("mask=cols < visible", "mask=cols < n_cols"),
+        ("numerator / denominator", "tl.where(cols < visible, numerator / denominator, 0.0)"),
+    ),
+    _m(
+        14,
+        "hidden columns are read",
+        ("mask=cols < visible", "mask=cols < n_cols"),
+        ("    numerator =", "    x = tl.where(cols < visible, x, -float('inf'))\n    numerator ="),
+    ),
+    _m(15, "the loads are not coalesced", ("min(128, max(1, 16384 // block), triton.next_power_of_2(n_pixels))", "1")),
+    _m(
+        15,
+        "the tile is reduced along its pixels",
+        ("tl.max(x, axis=0)[None, :]", "tl.max(x, axis=1)[:, None]"),
+        ("tl.sum(numerator, axis=0)[None, :]", "tl.sum(numerator, axis=1)[:, None]"),
+    ),
+    _m(
+        15, "the whole tile is reduced", ("tl.max(x, axis=0)[None, :]", "tl.max(x)"), ("axis=0)[None, :]", "axis=None)")
+    ),
+    _m(15, UNFILLED, (FILL, "")),
 )

@@ -210,6 +210,32 @@ def test_kernels_move_what_their_model_counts(n, monkeypatch):
 
 
 @interpreted
+@pytest.mark.parametrize("n", [n for n in ALL if n > 11])
+def test_lessons_on_other_ops_are_right_and_their_mistakes_wrong(n):
+    from fused_softmax.lab.lessons.shown import other_error, shown_inputs
+
+    lesson = lessons.load(n)
+    function, subject = getattr(lesson, lesson.SUBJECT.function), lesson.SUBJECT
+    inputs = [subject.arguments(x) for x in shown_inputs().values()]
+    assert max(other_error(function(*a), subject.exact(*a)) for a in inputs) < 1e-5
+    for label, mistake in lesson.MISTAKES.items():
+        assert max(other_error(mistake(*a), subject.exact(*a)) for a in inputs) > 5e-3, label
+    with pytest.raises(ValueError, match="at most 1048576"):
+        lesson.launches_for(torch.empty(1, 2**20 + 1, device="meta"))
+
+
+@interpreted
+@pytest.mark.parametrize("n", [14])
+def test_a_lesson_on_another_op_prints_itself(n, capsys):
+    from fused_softmax.lab.lessons import shown
+
+    shown.show(n)
+    said = capsys.readouterr().out
+    assert all(f"\n{heading}\n" in said for heading in lessons.PARTS)
+    assert "Results of causal_softmax" in said and said.count("WRONG") == 2 and "Compiled for sm_90" in said
+
+
+@interpreted
 def test_a_lesson_prints_itself(capsys):
     from fused_softmax.lab.lessons import shown
 

@@ -102,7 +102,7 @@ def _report(found: dict[str, Any]) -> list[str]:
 
 def _times(milliseconds: dict[str, float]) -> list[str]:
     copy = milliseconds["copy"]
-    lines = ["on the GPU, 16,384 x 4,096 bfloat16 (fraction of the copy, higher is better)"]
+    lines = ["on the GPU, 2^26 elements of bfloat16 (fraction of a copy, higher is better)"]
     for name, label in (("copy", "copy"), ("lesson", "the lesson's kernel"), ("yours", "yours")):
         ms = milliseconds[name]
         lines.append(f"    {label:20} {1000 * ms:8.1f} us   {copy / ms:.2f}")

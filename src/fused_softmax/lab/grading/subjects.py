@@ -27,6 +27,11 @@ class Subject:
     rtol: float = 4e-6
     # whether float16 and bfloat16 are tried; five passes round to them five times
     rounds_once: bool = True
+    atol: float = 1e-7
+    # whether a load must use the sectors that it touches
+    coalesced: bool = False
+    # the rows that are timed on a GPU, bfloat16
+    timed: tuple[int, int] = (16384, 4096)
 
 
 def subject_of(n: int) -> Subject:
@@ -78,3 +83,60 @@ def inputs() -> dict[str, Tensor]:
         "float16": _random(3, 515, 9).half(),
         "bfloat16": _random(3, 515, 10).bfloat16(),
     }
+
+
+# --- arguments and references of the lessons from 12 on, from rows x --------------------------------------------------
+
+IGNORED = -100  # a target that does not count
+
+
+def upstream(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(dy, y): the gradient of a softmax's result, and the result."""
+    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(11)).to(device=x.device, dtype=x.dtype)
+    return dy, reference.softmax(x).to(x.dtype)
+
+
+def logits_and_targets(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(x, target): a finite column of each row; every third row, from the second on, does not count."""
+    finite = x.isfinite()
+    # the column two thirds into the finite ones, 0 where there is none
+    place = (2 * finite.sum(1) // 3).clamp(min=1)
+    target = ((finite.cumsum(1) == place[:, None]) & finite).to(torch.int64).argmax(1)
+    if len(target) > 1:
+        target[1::3] = IGNORED
+    return x, target
+
+
+def exact_loss(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """(mean loss, its gradient) in float64."""
+    counts = target != IGNORED
+    index = target.clamp(min=0)[:, None]
+    rows = -reference.log_softmax(x, 1).gather(1, index)[:, 0]
+    dx = reference.softmax(x, 1)
+    dx.scatter_add_(1, index, torch.full_like(index, -1, dtype=torch.float64))
+    count = counts.sum().double()
+    return rows[counts].sum() / count, torch.where(counts[:, None], dx / count, 0.0)
+
+
+def seen(n_rows: int, n_cols: int) -> list[int]:
+    """The number of columns that each row's query sees."""
+    n_queries = min(n_rows, n_cols)
+    return [n_cols - n_queries + row % n_queries + 1 for row in range(n_rows)]
+
+
+def scores(x: Tensor) -> tuple[Tensor, int]:
+    """(x, n_queries): as many queries as rows, and at most as many as columns."""
+    return x, min(x.shape)
+
+
+def exact_causal(x: Tensor, n_queries: int) -> Tensor:
+    """float64 softmax of the columns that each row's query sees, and 0 elsewhere; NaN as softmax."""
+    rows, cols = torch.arange(x.shape[0], device=x.device), torch.arange(x.shape[1], device=x.device)
+    visible = x.shape[1] - n_queries + rows % n_queries + 1
+    hidden = cols >= visible[:, None]
+    return reference.softmax(x.double().masked_fill(hidden, -math.inf), 1)
+
+
+def columns(x: Tensor) -> tuple[Tensor]:
+    """(x transposed,): each row of x is one softmax over the first dimension."""
+    return (x.T.contiguous(),)

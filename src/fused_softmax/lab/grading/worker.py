@@ -97,7 +97,7 @@ def judge(n: int, function: Callable[..., Any], subject: Subject, text: str) -> 
         inputs=len(trials),
     )
     strict = n == 1 and any(t.watched.reads != t.moves[0] for t in trials)
-    moved = more_reads(trials) or any(t.watched.rewritten for t in trials) or strict
+    moved = more_reads(trials) or any(t.watched.rewritten or t.uncoalesced for t in trials) or strict
     if not wrong and not moved:
         return found
     found.right = False

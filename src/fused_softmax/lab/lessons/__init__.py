@@ -1,8 +1,12 @@
-"""The lab: one file a lesson, in rising order, from five eager passes to the shipped kernel.
+"""The lab: one file a lesson, in rising order, from five eager passes to the shipped kernel, and other ops after it.
 
-Each lesson's docstring holds five parts (problem, mechanism, resource trade-off, common failure mode, measurement);
-then come its kernel, `launches(x, y)`, the driver `softmax(x)` for 2-D rows, and MISTAKES: what its failure mode looks
-like when it runs. run(n) prints and runs a lesson; parts(n) needs neither Triton nor a GPU.
+Each lesson's docstring holds five parts (problem, mechanism, resource trade-off, common failure mode, measurement).
+Then come its kernel, `launches(x, y)`, the driver `softmax(x)` for 2-D rows, and MISTAKES: what its failure mode looks
+like when it runs. A lesson on another op has a SUBJECT that names its function, and `launches_for(x)`. run(n) prints
+and runs a lesson; parts(n) needs neither Triton nor a GPU.
+
+To add a lesson: its file here, its name in LESSONS (the number is part of the name), and, for `lesson N --puzzle`, a
+right answer in puzzles/ and its classic mistakes in fused_softmax.lab.grading.
 """
 
 from __future__ import annotations
@@ -28,6 +32,10 @@ LESSONS: tuple[str, ...] = (
     "l09_row_on_a_cluster",
     "l10_the_shipped_kernel",
     "l11_a_row_over_gpus",
+    "l12_the_gradient",
+    "l13_cross_entropy_in_one_pass",
+    "l14_masks",
+    "l15_another_dimension",
 )
 PARTS = ("Problem", "Mechanism", "Resource trade-off", "Common failure mode", "Measurement")
 

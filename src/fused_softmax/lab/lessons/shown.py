@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fused_softmax.lab import reference
 from fused_softmax.lab.cross_compile import MULTIPROCESSORS, Resources, cross_compile, occupancy
+from fused_softmax.lab.grading.trials import as_tuple
 from fused_softmax.lab.lessons import load, module_name, parts, title
 from fused_softmax.lab.traffic import traffic
 from fused_softmax.launch.device import device_here, interpreting
@@ -57,7 +58,8 @@ def resources(n: int, widths: Sequence[int], dtype: str = "bfloat16", target: st
     out = []
     for n_cols in widths:
         x = torch.empty(1, n_cols, dtype=getattr(torch, dtype), device="meta")
-        (launch,) = load(n).launches(x, torch.empty_like(x))
+        lesson = load(n)
+        (launch,) = lesson.launches_for(x) if hasattr(lesson, "SUBJECT") else lesson.launches(x, torch.empty_like(x))
         out.append(cross_compile(launch, target))
     return out
 
@@ -77,8 +79,8 @@ def show(n: int) -> None:
     with warnings.catch_warnings():
         # the interpreter's numpy warns of the infinities and NaN that are shown here
         warnings.simplefilter("ignore", RuntimeWarning)
-        _show_results(lesson, device)
-    _show_traffic(lesson.SYSTEM)
+        (_show_other_results if hasattr(lesson, "SUBJECT") else _show_results)(lesson, device)
+    _show_traffic(n)
     if hasattr(lesson, "launches"):
         _show_resources(n)
 
@@ -109,9 +111,42 @@ def _row(values: Tensor) -> str:
     return "[" + ", ".join(shown if len(shown) <= 6 else [*shown[:3], "...", *shown[-3:]]) + "]"
 
 
-def _show_traffic(system: str) -> None:
+def _show_other_results(lesson: ModuleType, device: torch.device) -> None:
+    """The results of a lesson on another op than softmax of rows: its SUBJECT says how it is called."""
+    subject, function = lesson.SUBJECT, getattr(lesson, lesson.SUBJECT.function)
+    print(f"\nResults of {subject.function} on {'the GPU' if device.type == 'cuda' else 'the CPU, interpreted'}")
+    shown = shown_inputs()
+    inputs = {name: subject.arguments(x.to(device)) for name, x in shown.items() if name != "worked examples"}
+    for name, arguments in inputs.items():
+        worst = other_error(function(*arguments), subject.exact(*arguments))
+        print(f"    {name} {tuple(arguments[0].shape)}: max difference from float64 {worst:.1e}")
+    print("\nMistakes")
+    for label, mistake in lesson.MISTAKES.items():
+        errors = {name: other_error(mistake(*a), subject.exact(*a)) for name, a in inputs.items()}
+        worst_on = max(errors, key=lambda name: errors[name])
+        how = "NaN" if math.isinf(errors[worst_on]) else f"off by {errors[worst_on]:.2g}"
+        print(f"    {label}: WRONG on {worst_on}, where it is {how}")
+
+
+def other_error(outputs: Any, expected: Any) -> float:
+    """The largest difference of any output from its float64 reference; inf where one is NaN and the other is not."""
+    pairs = zip(as_tuple(outputs), as_tuple(expected), strict=True)
+    return max(_difference(y.double(), right) for y, right in pairs)
+
+
+def _difference(y: Tensor, right: Tensor) -> float:
+    if not torch.equal(y.isnan(), right.isnan()) or not torch.equal(y.isinf(), right.isinf()):
+        return math.inf
+    return (y - right).nan_to_num(0.0).abs().max().item()
+
+
+def _show_traffic(n: int) -> None:
     n_rows, n_cols = 1024, 4096
-    if moved := traffic(system, n_rows, n_cols):
+    lesson = load(n)
+    if hasattr(lesson, "SUBJECT"):
+        moved = lesson.SUBJECT.moves(n_rows, n_cols)
+        print(f"\nTraffic for {n_rows} x {n_cols}: reads {moved.reads:,}, writes {moved.writes:,} elements")
+    elif moved := traffic(lesson.SYSTEM, n_rows, n_cols):
         once = 2 * n_rows * n_cols
         print(f"\nTraffic for {n_rows} x {n_cols}: reads {moved.reads:,}, writes {moved.writes:,} elements,")
         print(f"    {(moved.reads + moved.writes) / once:.2f} times what reading and writing each element once takes")
