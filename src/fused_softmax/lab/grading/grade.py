@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def grade(n: int, file: Path, *, gpu: bool = False, seconds: float = INTERPRETED
         if isinstance(on_gpu, str):
             return Grade(False, on_gpu, [*lines, f"on the GPU: {on_gpu}"])
         right = bool(on_gpu["right"])
-        lines += _times(on_gpu["milliseconds"]) if right else _report(on_gpu)
+        lines += _times(on_gpu["milliseconds"], on_gpu["moved"]) if right else _report(on_gpu)
     return Grade(right, found["mistake"], lines)
 
 
@@ -68,10 +69,9 @@ def _run(n: int, file: Path, changes: dict[str, str | None], seconds: float) -> 
         return f"the process ended by {name}: an address outside of all tensors is the usual cause"
     lines = [line for line in out.splitlines() if line.startswith("{")]
     if process.returncode or not lines:
-        last = next((line for line in reversed(err.splitlines()) if line.strip()), "")
-        return f"the file ended its process with status {process.returncode}" + (
-            f": {last.strip()[:200]}" if last else ""
-        )
+        said = [line.strip() for line in err.splitlines() if line.strip()]
+        last = next((line for line in reversed(said) if re.match(r"[\w.]*Error: ", line)), said[-1] if said else "")
+        return f"the file ended its process with status {process.returncode}" + (f": {last[:200]}" if last else "")
     return json.loads(lines[-1])
 
 
@@ -100,10 +100,11 @@ def _report(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _times(milliseconds: dict[str, float]) -> list[str]:
+def _times(milliseconds: dict[str, float], moved: float) -> list[str]:
+    """`moved`: elements that the lesson's op must move, over those that the copy moves."""
     copy = milliseconds["copy"]
-    lines = ["on the GPU, 2^26 elements of bfloat16 (fraction of a copy, higher is better)"]
+    lines = ["on the GPU, 2^26 elements of bfloat16 (speed as a fraction of the copy's, higher is better)"]
     for name, label in (("copy", "copy"), ("lesson", "the lesson's kernel"), ("yours", "yours")):
         ms = milliseconds[name]
-        lines.append(f"    {label:20} {1000 * ms:8.1f} us   {copy / ms:.2f}")
+        lines.append(f"    {label:20} {1000 * ms:8.1f} us   {(1.0 if name == 'copy' else moved) * copy / ms:.2f}")
     return lines

@@ -39,6 +39,7 @@ class Finding:
     model_writes: int = 0
     inputs: int = 0
     milliseconds: dict[str, float] = field(default_factory=dict)
+    moved: float = 1.0  # elements that the op must move, over those of a copy
 
 
 class NoFunction(Exception):
@@ -132,12 +133,30 @@ def interpreted(n: int, file: Path) -> Finding:
         from fused_softmax.lab.fuzz.interpreter import patch_once
 
         patch_once()
+    _accept_new_numpy()
     torch.use_deterministic_algorithms(True, warn_only=True)
     # unwritten elements are NaN
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     subject = subject_of(n)
     return judge(n, load_function(file, subject.function), subject, file.read_text(encoding="utf-8"))
+
+
+def _accept_new_numpy() -> None:
+    """The interpreter of Triton 3.6 makes integers of arrays with one element, which numpy 2.4 and later refuse."""
+    from triton.runtime import interpreter
+
+    from fused_softmax.kernels.common.numerics import TRITON
+
+    if TRITON > (3, 6):
+        return
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, *more: Any) -> None:
+        patch(tensor, *more)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
 
 
 def main() -> None:

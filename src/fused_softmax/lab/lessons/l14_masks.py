@@ -15,7 +15,8 @@ Mechanism
 Resource trade-off
     Of square scores only half is read: 0.5MN + MN elements move instead of 2MN. Rows have different lengths, so
     programs end at different times. The GPU starts another one in the place of each, and nothing waits. Every row
-    still pays for the whole block's lanes.
+    still pays for the whole block's lanes. And visible is no multiple of 16, so the compiler loads element by element:
+    2 bytes at a time, next to stores of 16. The shipped kernel loads whole vectors, and hides lanes in registers.
 
 Common failure mode
     An error of one: with j < q a query does not see itself, and the first row is empty, which is NaN. The other failure
