@@ -18,6 +18,18 @@ from torch import Tensor
 MOST_EVENTS = 5
 
 
+@dataclass(frozen=True)
+class Access:
+    """One load or store of one program: the tensor, and the range of its elements, by their order in memory."""
+
+    program: int
+    kind: str  # "read" or "write"
+    tensor: str
+    first: int
+    last: int
+    elements: int
+
+
 @dataclass
 class Watched:
     """The accesses of all launches of one call."""
@@ -31,6 +43,7 @@ class Watched:
     rewritten: int = 0  # stores to an element that was written before in the same launch
     sectors: int = 0  # of 32 bytes: distinct ones of each load and store, added up
     needed: int = 0  # bytes of those loads and stores
+    log: list[Access] | None = None  # each access, where that is asked for
 
 
 @dataclass
@@ -40,6 +53,13 @@ class _Memory:
     addresses: Any
     names: list[tuple[int, int, str, Tensor]]
     written: set[int] = field(default_factory=set)
+
+    def access(self, kind: str, where: Any, program: int) -> Access:
+        """An access to these addresses, which lie in one tensor."""
+        low, high = int(where.min()), int(where.max())
+        begin, _, name, tensor = max((n for n in self.names if n[0] <= low), key=lambda n: n[0], default=self.names[0])
+        size = tensor.element_size()
+        return Access(program, kind, name, (low - begin) // size, (high - begin) // size, int(where.size))
 
     def describe(self, address: int) -> str:
         """Where an address lies, next to the nearest tensor."""
@@ -99,6 +119,8 @@ class _Watch:
             fresh = set(where.tolist())
             seen.rewritten += len(fresh & memory.written)
             memory.written |= fresh
+        if seen.log is not None:
+            seen.log.append(memory.access(kind, where, builder.grid_idx[0]))
         size = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
         seen.sectors += len(numpy.unique(where // 32))
         seen.needed += where.size * size
@@ -116,11 +138,12 @@ class _Watch:
 
 
 @contextmanager
-def watching() -> Iterator[Watched]:
-    """Watch the launches of this block, in a process that interprets kernels."""
+def watching(log: bool = False) -> Iterator[Watched]:
+    """Watch the launches of this block, in a process that interprets kernels; with `log`, keep each access."""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
     watch = _Watch()
+    watch.seen.log = [] if log else None
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     initialize = GridExecutor._init_args_hst
 

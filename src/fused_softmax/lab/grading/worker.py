@@ -67,14 +67,17 @@ def load_function(file: Path, name: str) -> Callable[..., Any]:
     return function
 
 
-def mistakes_of(n: int) -> tuple[Mistake, ...]:
-    """The mistakes that are looked for in lesson n's puzzle, in that order."""
+def lesson_mistakes(n: int) -> tuple[Mistake, ...]:
+    """The classic mistakes of lesson n, without the traces that any kernel may leave."""
     from fused_softmax.lab.grading.more_mistakes import OF_NEW_LESSON
     from fused_softmax.lab.grading.softmax_mistakes import OF_LESSON, OF_SOFTMAX
 
-    if n in OF_NEW_LESSON:
-        return (*OF_NEW_LESSON[n], *TRACES)
-    return (*OF_LESSON.get(n, ()), *OF_SOFTMAX, *TRACES)
+    return OF_NEW_LESSON[n] if n in OF_NEW_LESSON else (*OF_LESSON.get(n, ()), *OF_SOFTMAX)
+
+
+def mistakes_of(n: int) -> tuple[Mistake, ...]:
+    """The mistakes that are looked for in lesson n's puzzle, in that order."""
+    return (*lesson_mistakes(n), *TRACES)
 
 
 def judge(n: int, function: Callable[..., Any], subject: Subject, text: str) -> Finding:
