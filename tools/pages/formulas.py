@@ -11,7 +11,7 @@ def _i(name: str) -> str:
 
 
 def _o(sign: str) -> str:
-    return f"<mo>{escape(sign)}</mo>"
+    return f'<mo stretchy="false">{escape(sign)}</mo>'
 
 
 def _n(number: int) -> str:

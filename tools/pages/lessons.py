@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from fused_softmax.lab import lessons
-from fused_softmax.lab.bench.record import Record, gpu_folder, read_folder
+from fused_softmax.lab.bench.record import Header, Record, gpu_folder, read_folder
 from fused_softmax.lab.grading.accesses import Diagram, diagrams
 from fused_softmax.lab.grading.puzzle import answer, core_lines
 from fused_softmax.lab.grading.worker import lesson_mistakes
 from fused_softmax.lab.roofline.counters import STALLS
+from pages import performance
 from pages.formulas import FORMULAS
 from pages.lesson_pictures import bars_svg, diagram_svg
 
@@ -146,6 +147,41 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
 
 
+def counted(record: Mapping[str, Any]) -> str:
+    """The page of predictions next to what was counted and timed, from the record of `fused-softmax profile`."""
+    head = record["header"]
+    rows = ["| kernel | shape | counted, MB | model, MB | counted over model |", "|---|---|---|---|---|"]
+    for p in record["profiles"]:
+        name, shape = f"`{p['system']}`", f"{p['n_rows']:,} x {p['n_cols']:,}"
+        if p["failed"]:
+            rows.append(f"| {name} | {shape} | {p['failed']} | | |")
+            continue
+        both = p["read"] + p["written"], p["predicted_read"] + p["predicted_written"]
+        rows.append(f"| {name} | {shape} | {both[0] / 1e6:,.0f} | {both[1] / 1e6:,.0f} | {p['over_model']:.3f} |")
+    floors = ["| shape | floor, us | measured, us | measured over floor | binds |", "|---|---|---|---|---|"]
+    for f in record["floors"]:
+        shape = f"{f['n_rows']:,} x {f['n_cols']:,}"
+        floors.append(f"| {shape} | {f['floor']:.1f} | {f['measured']:.1f} | {f['over']:.3f} | {f['binds']} |")
+    versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
+    text = (
+        "# Predicted and counted\n\n"
+        f"{head['device']}, driver {head['driver']}, {versions}, commit {head['commit'][:7]}, {head['date'][:10]}.\n\n"
+        "## Bytes between L2 and memory\n\n"
+        "Nsight Compute's count, read and written together, next to the model's. The last lines of a result stay in "
+        "the L2 when a kernel ends, so up to 2 per cent of the written bytes are not counted.\n\n"
+    )
+    return (
+        text
+        + "\n".join(rows)
+        + "\n\n## Time of the shipped kernel\n\nThe floor that `fused-softmax explain` predicts, "
+        "and the median that was measured.\n\n" + "\n".join(floors) + f"\n\n    {performance.command(_header(head))}\n"
+    )
+
+
+def _header(head: Mapping[str, Any]) -> Header:
+    return Header(**head)
+
+
 def recorded(root: Path) -> tuple[list[Record], list[Mapping[str, Any]]]:
     """The benchmark's records, the lessons' run first, and the profiles."""
     runs = read_folder(gpu_folder(root))
@@ -163,5 +199,9 @@ def write(root: Path) -> list[Path]:
     for n, name in zip(lessons.numbers(), lessons.LESSONS, strict=True):
         file = root / FOLDER / f"{name}.md"
         file.write_text(page(n, shown[n], records, profiles), encoding="utf-8")
+        files.append(file)
+    if (root / PROFILE).exists():
+        file = root / FOLDER / "l_predicted_and_counted.md"
+        file.write_text(counted(json.loads((root / PROFILE).read_text(encoding="utf-8"))), encoding="utf-8")
         files.append(file)
     return files

@@ -72,10 +72,15 @@ def _from_json(fields: dict[str, Any]) -> Resources:
 
 def show(n: int) -> None:
     """Print lesson n and run it in this process, on the GPU where there is one."""
-    lesson, device = load(n), device_here()
     print(title(n), module_name(n), sep="\n")
     for heading, text in parts(n).items():
         print(f"\n{heading}\n" + "\n".join(f"    {line}".rstrip() for line in text.splitlines()))
+    show_results(n)
+
+
+def show_results(n: int) -> None:
+    """Run lesson n in this process: its results, its mistakes, its traffic, and what its kernel compiles to."""
+    lesson, device = load(n), device_here()
     with warnings.catch_warnings():
         # the interpreter's numpy warns of the infinities and NaN that are shown here
         warnings.simplefilter("ignore", RuntimeWarning)
