@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,7 +14,7 @@ from fused_softmax.lab.grading.accesses import Diagram, diagram
 from fused_softmax.lab.traffic import MODELS
 from pages import lesson_pictures
 from pages.formulas import FORMULAS
-from pages.lessons import core_lines, kernel_source, page, profiled, recorded
+from pages.lessons import PROFILE, core_lines, counted, kernel_source, page, profiled, recorded
 
 ROOT = Path(__file__).resolve().parents[2]
 interpreted = pytest.mark.interpreted
@@ -73,3 +74,17 @@ def test_counters_stand_next_to_the_model():
     ])  # fmt: skip
     assert "| 8,192 x 131,072 | 4,295 (4,295) | 2,128 (2,147) | 0.79 | 34% | 16.0 | waits for the other warps" in found
     assert profiled(7, []) == "" and set(FORMULAS) <= set(lessons.numbers())
+
+
+def test_what_was_recorded_holds_and_is_shown():
+    """Bytes within 3 per cent of the model for every lesson; the shipped kernel within a tenth of its floor."""
+    record = json.loads((ROOT / PROFILE).read_text())
+    assert record["header"]["finished"] and record["header"]["device"] == "NVIDIA H200"
+    by_system = {p["system"] for p in record["profiles"]}
+    assert {lessons.load(n).SYSTEM for n in range(1, 11)} <= by_system
+    assert all(abs(p["over_model"] - 1) < 0.03 and p["holds"] for p in record["profiles"])
+    assert [f["n_cols"] for f in record["floors"]][::10] == [1024, 262144]
+    assert all(abs(f["over"] - 1) < 0.1 for f in record["floors"])
+    text = counted(record)
+    assert "| `06_three_pass` | 8,192 x 131,072 |" in text and "fused-softmax profile --floors" in text
+    assert "/" not in text.split("fused-softmax profile")[1]  # no folder of the machine

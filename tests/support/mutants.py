@@ -30,6 +30,8 @@ class Mutant:
 
 FILL = ', other=-float("inf")'
 STORE_MASK = "denominator, mask=mask)"
+OWN_MAXIMUM = "+= tl.exp(xs[c] - tl.max(xs[c]))"
+ROUNDED_DOWN = "max(1, n_cols // (vectors * vec))"
 SCALE = "exp(line_max - row_max) / row_sum"
 STORE_ENDS = "    tl.store(y_ptr + start + end_cols, numerator_end / row_sum, mask=in_ends)\n"
 FOUR_PASSES = (
@@ -180,7 +182,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("mask=cols < visible", "mask=cols < n_cols"),
         ("    numerator =", "    x = tl.where(cols < visible, x, -float('inf'))\n    numerator ="),
     ),
-    _m(15, "the loads are not coalesced", ("min(128, max(1, 16384 // block), triton.next_power_of_2(n_pixels))", "1")),
+    _m(15, "the loads are not coalesced", ("min(64, max(1, 16384 // block), triton.next_power_of_2(n_pixels))", "1")),
     _m(
         15,
         "the tile is reduced along its pixels",
@@ -191,4 +193,16 @@ MUTANTS: tuple[Mutant, ...] = (
         15, "the whole tile is reduced", ("tl.max(x, axis=0)[None, :]", "tl.max(x)"), ("axis=0)[None, :]", "axis=None)")
     ),
     _m(15, UNFILLED, (FILL, "")),
+    _m(
+        16,
+        "the number of chunks is rounded down",
+        ("triton.cdiv(n_cols, vectors * vec)", ROUNDED_DOWN),
+    ),
+    _m(
+        16,
+        "each chunk's sum is below its own maximum",
+        ("+= tl.exp(xs[c] - row_max)", "+= tl.exp(xs[c] - tl.max(xs[c]))"),
+    ),
+    _m(16, "the maximum is the first chunk's", ("tl.maximum(lane_max, xs[c])", "lane_max")),
+    _m(16, UNFILLED, (FILL, "")),
 )

@@ -220,8 +220,34 @@ def test_lessons_on_other_ops_are_right_and_their_mistakes_wrong(n):
     assert max(other_error(function(*a), subject.exact(*a)) for a in inputs) < 1e-5
     for label, mistake in lesson.MISTAKES.items():
         assert max(other_error(mistake(*a), subject.exact(*a)) for a in inputs) > 5e-3, label
-    with pytest.raises(ValueError, match="at most 1048576"):
+    with pytest.raises(ValueError, match="at most"):
         lesson.launches_for(torch.empty(1, 2**20 + 1, device="meta"))
+
+
+@interpreted
+@pytest.mark.parametrize("n_cols", [1, 7, 1023, 1025, 2055, 5000])
+def test_each_step_of_lesson_16_is_right(n_cols):
+    lesson = lessons.load(16)
+    for step in lesson.STEPS:
+        for dtype in (torch.float32, torch.bfloat16):
+            x = rows(3, n_cols, dtype)
+            assert_softmax(lesson.softmax(x, step), x)
+    (launch,) = lesson.launches(x, torch.empty_like(x))
+    covered = launch.meta["CHUNKS"] * launch.meta["VECTORS"] * launch.meta["VEC"]
+    assert launch.meta["UNPREDICATED"] < launch.meta["CHUNKS"] and n_cols <= covered < n_cols + 4096
+
+
+@pytest.mark.compiled
+def test_lesson_16_reads_an_odd_width_in_vectors_from_the_step_that_says_so():
+    from fused_softmax.lab.cross_compile import cross_compile
+
+    lesson, x = lessons.load(16), torch.empty(3, 1025, dtype=torch.bfloat16, device="meta")
+    widest = {}
+    for step in lesson.STEPS:
+        used = cross_compile(lesson.launches(x, torch.empty_like(x), step)[0], "sm_90")
+        widest[step] = used.widest_load_bytes
+        assert used.spilled_bytes == 0
+    assert widest == {"one block": 2, "chunks": 2, "own sums": 2, "head and tail": 16, "eviction hints": 16}
 
 
 @interpreted

@@ -154,7 +154,7 @@ def lines(x: Tensor, how: str) -> Tensor:
     """Lesson 09's lines [rows, CTAS, BLOCK] with a part of the merge left out."""
     n_cols = x.shape[1]
     ctas = min(max(2, power_of_two(-(-n_cols // 8192))), 16)
-    block = power_of_two(-(-n_cols // ctas))
+    block = max(128, power_of_two(-(-n_cols // ctas)))
     line = padded(x, ctas * block, -math.inf).view(-1, ctas, block)
     top = line.amax(2, keepdim=True)
     top = top if how == "not floored" else top.clamp(min=torch.finfo(torch.float32).min)

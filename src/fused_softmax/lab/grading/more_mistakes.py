@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax.lab.grading.formulas import padded, plain, power_of_two
-from fused_softmax.lab.grading.mistakes import Mistake, Trials
+from fused_softmax.lab.grading.mistakes import Mistake, Trials, raised
 from fused_softmax.lab.grading.subjects import IGNORED
 
 
@@ -66,15 +66,40 @@ def over_first(x: Tensor, how: str) -> Tensor:
     if how == "pixels":
         n_classes, n_pixels = x.shape
         block = power_of_two(n_classes)
-        inner = min(128, max(1, 16384 // block), power_of_two(n_pixels))
+        inner = min(64, max(1, 16384 // block), power_of_two(n_pixels))
         parts = [plain(padded(part, inner, -math.inf))[:, : part.shape[1]] for part in x.float().split(inner, 1)]
         return torch.cat(parts, 1)
     if how == "tile":
         n_classes, n_pixels = x.shape
-        inner = min(128, max(1, 16384 // power_of_two(n_classes)), power_of_two(n_pixels))
+        inner = min(64, max(1, 16384 // power_of_two(n_classes)), power_of_two(n_pixels))
         return torch.cat([plain(part, (0, 1)) for part in x.float().split(inner, 1)], 1)
     zeros = power_of_two(x.shape[0]) - x.shape[0]
     return plain(torch.cat([x.float(), torch.zeros(zeros, x.shape[1])]), 0)[: x.shape[0]]
+
+
+def chunk_of(x: Tensor) -> int:
+    """The columns of a chunk of lesson 16's puzzle."""
+    vec = 16 // x.element_size()
+    warps = 4 if x.shape[1] <= 4096 else 16
+    return vec * min(32 * warps, power_of_two(-(-x.shape[1] // vec)))
+
+
+def chunked(x: Tensor, how: str) -> Tensor:
+    """A row in chunks, with a part done wrongly."""
+    n_cols, chunk = x.shape[1], chunk_of(x)
+    if how == "rounded down":
+        kept, y = min(n_cols, max(1, n_cols // chunk) * chunk), torch.full(x.shape, math.nan)
+        y[:, :kept] = plain(x[:, :kept].float())
+        return y
+    if how == "zeros":
+        return plain(padded(x, -(-n_cols // chunk) * chunk, 0.0))[:, :n_cols]
+    x = x.float()
+    parts = [padded(part, chunk, -math.inf) for part in x.split(chunk, 1)]
+    if how == "first maximum":
+        shift = parts[0].amax(1, keepdim=True)
+        return torch.exp(x - shift) / sum(torch.exp(part - shift).sum(1, keepdim=True) for part in parts)
+    total = sum(torch.exp(part - part.amax(1, keepdim=True)).sum(1, keepdim=True) for part in parts)
+    return torch.exp(x - x.amax(1, keepdim=True)) / total
 
 
 def _wasted_sectors(trials: Trials) -> bool:
@@ -90,6 +115,33 @@ def _reads_twice(trials: Trials) -> bool:
 
 
 OF_NEW_LESSON: dict[int, tuple[Mistake, ...]] = {
+    16: (
+        Mistake(
+            "the number of chunks is rounded down",
+            "The columns after the last whole chunk are never read or written: use triton.cdiv.",
+            (functools.partial(chunked, how="rounded down"),),
+        ),
+        Mistake(
+            "there is no chunk",
+            "A row shorter than a chunk is one chunk, and not none: use triton.cdiv.",
+            shows=raised("index out of range"),
+        ),
+        Mistake(
+            "each chunk's sum is below its own maximum",
+            "The sums then have different units: take the maximum of all chunks first.",
+            (functools.partial(chunked, how="own maximum"),),
+        ),
+        Mistake(
+            "the maximum is the first chunk's",
+            "Merge the chunks' maxima by tl.maximum, lane by lane.",
+            (functools.partial(chunked, how="first maximum"),),
+        ),
+        Mistake(
+            "masked lanes hold 0",
+            "A masked load without `other` is undefined. Lanes outside the row must hold -inf.",
+            (functools.partial(chunked, how="zeros"),),
+        ),
+    ),
     12: (
         Mistake(
             "the row's sum is left out",

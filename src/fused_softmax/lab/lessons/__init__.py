@@ -36,6 +36,7 @@ LESSONS: tuple[str, ...] = (
     "l13_cross_entropy_in_one_pass",
     "l14_masks",
     "l15_another_dimension",
+    "l16_one_idea_at_a_time",
 )
 PARTS = ("Problem", "Mechanism", "Resource trade-off", "Common failure mode", "Measurement")
 

@@ -6,6 +6,7 @@ here, or, where this process interprets kernels, in a second one.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -86,8 +87,10 @@ def show_results(n: int) -> None:
         warnings.simplefilter("ignore", RuntimeWarning)
         (_show_other_results if hasattr(lesson, "SUBJECT") else _show_results)(lesson, device)
     _show_traffic(n)
+    if hasattr(lesson, "STEPS"):
+        _show_steps(n, device)
     if hasattr(lesson, "launches"):
-        _show_resources(n)
+        _show_resources(n, (1000, 4096, 16384) if hasattr(lesson, "STEPS") else (1000, 4096, 65536))
 
 
 def _show_results(lesson: ModuleType, device: torch.device) -> None:
@@ -109,6 +112,39 @@ def _show_results(lesson: ModuleType, device: torch.device) -> None:
         how = "NaN" if math.isinf(by_row[i]) else f"off by {by_row[i]:.2g}"
         print(f"    {label}: WRONG on {worst}, row {i} is {how}:")
         print(f"        {_row(outputs[worst][i])}, right is {_row(reference.softmax(inputs[worst][i]))}")
+
+
+def time_steps(n: int, elements: int = 2**28, seconds: float = 0.1) -> list[dict[str, Any]]:
+    """Each of lesson n's STEPS on this GPU, bfloat16: microseconds, and the speed as a fraction of a copy's."""
+    from fused_softmax.lab.bench.timing import EventStopwatch, interleave
+
+    lesson, found = load(n), []
+    stopwatch = EventStopwatch(torch.device("cuda"))
+    for n_cols in lesson.STEP_WIDTHS:
+        x = torch.randn(elements // n_cols, n_cols, device="cuda").to(torch.bfloat16)
+        y = torch.empty_like(x)
+        calls: dict[str, Any] = {step: lesson.launches(x, y, step)[0] for step in lesson.STEPS}
+        for step, launch in calls.items():
+            y.fill_(math.nan)
+            launch()
+            if error(y[:64], x[:64]) > 1e-2:  # wrong results have no time
+                raise RuntimeError(f"{step} is wrong at {n_cols} columns")
+        times = interleave({**calls, "copy": functools.partial(y.copy_, x)}, stopwatch, seconds)
+        copy = times["copy"].ms
+        steps = [{"step": step, "us": 1e3 * times[step].ms, "fraction": copy / times[step].ms} for step in lesson.STEPS]
+        found.append({"n_rows": x.shape[0], "n_cols": n_cols, "copy_us": 1e3 * copy, "steps": steps})
+    return found
+
+
+def _show_steps(n: int, device: torch.device) -> None:
+    if device.type != "cuda":
+        print("\nSteps: their times need a GPU")
+        return
+    print("\nSteps, speed as a fraction of the copy's (higher is better)")
+    for case in time_steps(n):
+        print(f"    {case['n_rows']:,} x {case['n_cols']:,}")
+        for step in case["steps"]:
+            print(f"        {step['step']:16} {step['us']:8.1f} us   {step['fraction']:.2f}")
 
 
 def _row(values: Tensor) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fused_softmax.kernels.common.cluster import cluster_reduce_max_sum, init_cluster_barrier
 from fused_softmax.kernels.common.numerics import LOWEST, exp
-from fused_softmax.lab.lessons.l09_row_on_a_cluster import LINE, device_of
+from fused_softmax.lab.lessons.l09_row_on_a_cluster import LINE, MIN_LINE, device_of
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def softmax(x: Tensor) -> Tensor:
     n_rows, n_cols = x.shape
     device = device_of(x)
     ctas = min(max(2, triton.next_power_of_2(triton.cdiv(n_cols, LINE))), device.max_cluster)
-    block = triton.next_power_of_2(triton.cdiv(n_cols, ctas))
+    block = max(MIN_LINE, triton.next_power_of_2(triton.cdiv(n_cols, ctas)))
     meta = {"CTAS": ctas, "BLOCK": block, "PTX": device.ptx, "num_warps": 4 if block <= 4096 else 8}
     if device.ptx:
         meta["num_ctas"] = ctas

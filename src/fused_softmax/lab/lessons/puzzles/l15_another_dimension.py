@@ -31,8 +31,9 @@ def softmax_over_classes(x: Tensor) -> Tensor:
     n_classes, n_pixels = x.shape
     block = triton.next_power_of_2(n_classes)
     # write: inner, a power of two: how many neighboring pixels a program takes
-    inner = min(128, max(1, 16384 // block), triton.next_power_of_2(n_pixels))
+    inner = min(64, max(1, 16384 // block), triton.next_power_of_2(n_pixels))
     # end
+    num_warps = min(8, max(1, block * inner // 2048))
     grid = (triton.cdiv(n_pixels, inner),)
-    columns_kernel[grid](y, x, n_classes, n_pixels, BLOCK=block, INNER=inner, num_warps=8)
+    columns_kernel[grid](y, x, n_classes, n_pixels, BLOCK=block, INNER=inner, num_warps=num_warps)
     return y
