@@ -21,7 +21,9 @@ interpreted = pytest.mark.interpreted
 
 
 @interpreted
-@pytest.mark.parametrize("n", [2, 7, 14])
+@pytest.mark.parametrize(
+    "n", [7, pytest.param(2, marks=pytest.mark.extended), pytest.param(14, marks=pytest.mark.extended)]
+)
 def test_a_page_holds_everything_and_its_svg_is_well_formed(n: int):
     records, profiles = recorded(ROOT)
     text = page(n, diagram(n), records, profiles)

@@ -225,7 +225,7 @@ def test_lessons_on_other_ops_are_right_and_their_mistakes_wrong(n):
 
 
 @interpreted
-@pytest.mark.parametrize("n_cols", [1, 7, 1023, 1025, 2055, 5000])
+@pytest.mark.parametrize("n_cols", [1, 1025, 5000])
 def test_each_step_of_lesson_16_is_right(n_cols):
     lesson = lessons.load(16)
     for step in lesson.STEPS:

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from fused_softmax.lab import explain
 from fused_softmax.lab.cli import app
-from fused_softmax.lab.roofline.compiled import has_loops, instructions_by_kind
+from fused_softmax.lab.roofline import predict
+from fused_softmax.lab.roofline.compiled import Compiled, has_loops, instructions_by_kind
 
 extended = pytest.mark.extended
 CLI = CliRunner()
@@ -45,7 +46,32 @@ def test_instructions_are_counted_by_kind():
     assert has_loops(SASS) and not has_loops(SASS.replace("@P0 BRA LBB0", "@P0 BRA LBB1"))
 
 
-def test_one_call_in_words_in_data_and_as_a_picture(tmp_path: Path):
+@pytest.fixture
+def known_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel as if it had been compiled: nothing is compiled."""
+    resources = dict(
+        name="k", target="sm_90", registers=96, spilled_bytes=0, shared_bytes=0, num_warps=1, num_ctas=1, num_stages=3,
+        loads=[[16, 16]], stores=[[16, 16]], async_copies=0,
+    )  # fmt: skip
+    made = Compiled(resources, instructions_by_kind(SASS))
+    monkeypatch.setattr(predict, "cross_compiled", lambda *shape: made)
+
+
+def test_words_data_and_occupancy_of_a_known_kernel(known_kernel: None):
+    said = explain.predicted(65536, 4096, "bfloat16", "h200")
+    text = "\n".join(explain.lines(said))
+    assert "20 programs on a multiprocessor: registers allow no more" in text  # 65,536 / (96 * 32), by fours
+    assert "8,192 bytes for each program" in text and text.endswith("enough")
+    data = explain.as_data(said)
+    assert (
+        data["in_flight"]["bytes"] == 20 * 132 * 8192 and data["compiled"]["instructions_per_element"] == 10 * 32 / 4096
+    )
+    few = explain.predicted(8, 4096, "bfloat16", "h200")
+    assert few.in_flight is not None and not few.in_flight.enough and few.floor.binds == "launch"
+
+
+@extended
+def test_one_call_in_words_in_data_and_as_a_picture():
     """One compilation serves the three."""
     said = explain.predicted(65536, 4096, "bfloat16", "h100")
     text = "\n".join(explain.lines(said))

@@ -133,6 +133,7 @@ def _write_puzzle(number: int, file: Path) -> None:
 
 
 def _grade(number: int, file: Path) -> None:
+    import numpy  # noqa: F401  # the interpreter's: a missing one is named before a process starts
     import torch
 
     from fused_softmax.lab import grading
