@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from fused_softmax.lab import lessons
+from fused_softmax.lab.grading import has_puzzle
 from fused_softmax.lab.grading.accesses import Diagram, diagram
 from fused_softmax.lab.traffic import MODELS
 from pages import lesson_pictures
@@ -36,7 +37,7 @@ def test_a_page_holds_everything_and_its_svg_is_well_formed(n: int):
     assert 'hl_lines="' in text and "| mistake | what to do |" in text
 
 
-@pytest.mark.parametrize("n", lessons.numbers())
+@pytest.mark.parametrize("n", [n for n in lessons.numbers() if has_puzzle(n)])
 def test_each_kernel_has_important_lines(n: int):
     source, marked = kernel_source(n)
     lines = source.splitlines()
@@ -54,6 +55,13 @@ def test_a_diagram_counts_what_the_model_counts(n: int):
     assert [a[3] for a in reads] == ([0, 2048, 4096] * 3 if n == 6 else [0])
     svg = lesson_pictures.diagram_svg(shown)
     assert svg.count("program 0") == 1 and 'class="write"' in svg
+
+
+@interpreted
+def test_a_lesson_without_a_kernel_and_without_a_puzzle_has_a_page(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pages.lessons.has_puzzle", lambda n: False)
+    text = page(1, Diagram(1, (3, 4), [], 0, 0), [], [])
+    assert "Write it yourself" not in text and "What is read" not in text and "The whole file" in text
 
 
 def test_areas_of_rectangles_and_of_runs():

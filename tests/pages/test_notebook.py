@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fused_softmax.lab import lessons
+from fused_softmax.lab.grading import has_puzzle
 from pages import notebook
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +21,7 @@ def test_the_notebook_is_current_and_valid():
     kept = json.loads((ROOT / notebook.NOTEBOOK).read_text(encoding="utf-8"))
     assert notebook.update(ROOT, check=True)
     assert kept["nbformat"] == 4 and len({cell["id"] for cell in kept["cells"]}) == len(kept["cells"])
-    assert len(notebook.code(kept["cells"])) == 1 + 3 * len(lessons.numbers())
+    assert len(notebook.code(kept["cells"])) == 1 + sum(1 + 2 * has_puzzle(n) for n in lessons.numbers())
     for text in notebook.code(kept["cells"]):
         compile(text, "cell", "exec")
 
@@ -41,5 +42,8 @@ def test_the_notebook_runs_without_a_gpu(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "No GPU: kernels are interpreted" in done.stdout and "not on this GPU" not in done.stdout
-    assert done.stdout.count("the core is still empty") == len(lessons.numbers()) and "WRONG" in done.stdout
-    assert len(list(tmp_path.glob("lesson_*.py"))) == len(lessons.numbers())
+    assert (
+        done.stdout.count("the core is still empty") == len(list(tmp_path.glob("lesson_*.py")))
+        and "WRONG" in done.stdout
+    )
+    assert len(list(tmp_path.glob("lesson_*.py"))) == sum(map(has_puzzle, lessons.numbers()))

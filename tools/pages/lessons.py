@@ -15,7 +15,7 @@ from typing import Any
 from fused_softmax.lab import lessons
 from fused_softmax.lab.bench.record import Header, Record, gpu_folder, read_folder
 from fused_softmax.lab.grading.accesses import Diagram, diagrams
-from fused_softmax.lab.grading.puzzle import answer, core_lines
+from fused_softmax.lab.grading.puzzle import answer, core_lines, has_puzzle
 from fused_softmax.lab.grading.worker import lesson_mistakes
 from fused_softmax.lab.roofline.counters import STALLS
 from pages import performance
@@ -82,10 +82,28 @@ def profiled(n: int, profiles: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def stepped(n: int, root: Path) -> list[str]:
+    """Bars of a lesson's steps, from their record where there is one."""
+    file = root / PROFILE.with_name(f"steps_{n}.json")
+    if not file.exists():
+        return []
+    out = []
+    for case in json.loads(file.read_text(encoding="utf-8"))["cases"]:
+        title = f"{case['n_rows']:,} x {case['n_cols']:,}, fraction of the copy (higher is better)"
+        last = case["steps"][-1]["step"]
+        out.append(bars_svg(title, [(s["step"], s["fraction"], s["step"] == last) for s in case["steps"]]))
+    return out
+
+
 def kernel_source(n: int) -> tuple[str, list[int]]:
-    """The lesson's kernel, or where it has none that of its puzzle's answer, and the numbers of its important lines."""
-    kernel = _function(inspect.getsource(lessons.load(n))) or _function(answer(n))
-    assert kernel is not None, f"lesson {n} has nothing to show"
+    """The lesson's kernel, or where it has none that of its puzzle's answer, and the numbers of its important lines.
+
+    A lesson without a kernel and without a puzzle has neither: its file is shown as a whole.
+    """
+    kernel = _function(inspect.getsource(lessons.load(n)))
+    if not has_puzzle(n):
+        return "\n".join(kernel or ()), []
+    kernel = kernel or _function(answer(n)) or []
     core = core_lines(n)
     marked = [i for i, line in enumerate(kernel, 1) if line.split("  #")[0].strip() in core]
     return "\n".join(kernel), marked
@@ -102,7 +120,9 @@ def _function(source: str) -> list[str] | None:
     return source.splitlines()[first - 1 : chosen.end_lineno]
 
 
-def page(n: int, shown: Diagram, records: Sequence[Record], profiles: Sequence[Mapping[str, Any]]) -> str:
+def page(
+    n: int, shown: Diagram, records: Sequence[Record], profiles: Sequence[Mapping[str, Any]], root: Path = Path(".")
+) -> str:
     """The page of lesson n as Markdown."""
     parts = lessons.parts(n)
     source, marked = kernel_source(n)
@@ -112,27 +132,32 @@ def page(n: int, shown: Diagram, records: Sequence[Record], profiles: Sequence[M
     out.append(f"## Mechanism\n\n{parts['Mechanism']}")
     if n in FORMULAS:
         out.append(f'<div class="scrolls">{FORMULAS[n]}</div>')
-    out.append(
-        "## What is read and written, and when\n\n"
-        f"The accesses of the kernel on {shown.shape[0]:,} x {shown.shape[1]:,} elements, in order: {moved}. Each "
-        "rectangle is the whole tensor; the filled part is what one access touches.\n\n"
-        f'<div class="scrolls">{diagram_svg(shown)}</div>'
-    )
-    whole = f" It runs one idea of `{SHIPPED}`, for one program." if n == 10 else ""
-    out.append(f"## The kernel\n\nThe marked lines are its core.{whole}\n\n```{{.python{lines}}}\n{source}\n```")
+    if shown.accesses:
+        out.append(
+            "## What is read and written, and when\n\n"
+            f"The accesses of the kernel on {shown.shape[0]:,} x {shown.shape[1]:,} elements, in order: {moved}. Each "
+            "rectangle is the whole tensor; the filled part is what one access touches.\n\n"
+            f'<div class="scrolls">{diagram_svg(shown)}</div>'
+        )
+    if source:
+        whole = f" It runs one idea of `{SHIPPED}`, for one program." if n == 10 else ""
+        out.append(f"## The kernel\n\nThe marked lines are its core.{whole}\n\n```{{.python{lines}}}\n{source}\n```")
     out.append(f"## Resource trade-off\n\n{parts['Resource trade-off']}")
     out.append(f"## Common failure mode\n\n{parts['Common failure mode']}")
-    named = "\n".join(f"| {m.name} | {m.hint} |" for m in lesson_mistakes(n))
-    out.append(
-        "## Write it yourself\n\nThe first command writes the kernel with its core left out. The second grades what "
-        "you wrote, without a GPU, too.\n\n"
-        f"    fused-softmax lesson {n} --puzzle\n    fused-softmax lesson {n} --try lesson_{n:02}.py\n\n"
-        f"The grader knows these mistakes by name:\n\n| mistake | what to do |\n|---|---|\n{named}"
-    )
+    if has_puzzle(n):
+        named = "\n".join(f"| {m.name} | {m.hint} |" for m in lesson_mistakes(n))
+        out.append(
+            "## Write it yourself\n\nThe first command writes the kernel with its core left out. The second grades "
+            "what you wrote, without a GPU, too.\n\n"
+            f"    fused-softmax lesson {n} --puzzle\n    fused-softmax lesson {n} --try lesson_{n:02}.py\n\n"
+            f"The grader knows these mistakes by name:\n\n| mistake | what to do |\n|---|---|\n{named}"
+        )
     measurement = parts["Measurement"].replace(_command(n), f"\n    {_command(n)[2:]}")
     out.append(f"## Measurement\n\n{measurement}")
     if bars := results(n, records):
         out.append(f'Recorded on one H200, bfloat16:\n\n<div class="scrolls">{"<br>".join(bars)}</div>')
+    if steps := stepped(n, root):
+        out.append(f'The steps, recorded on one H200, bfloat16:\n\n<div class="scrolls">{"<br>".join(steps)}</div>')
     if table := profiled(n, profiles):
         out.append(
             "Counted by Nsight Compute on one H200 (`fused-softmax profile`), next to the bytes that the model of "
@@ -198,7 +223,7 @@ def write(root: Path) -> list[Path]:
     files = []
     for n, name in zip(lessons.numbers(), lessons.LESSONS, strict=True):
         file = root / FOLDER / f"{name}.md"
-        file.write_text(page(n, shown[n], records, profiles), encoding="utf-8")
+        file.write_text(page(n, shown[n], records, profiles, root), encoding="utf-8")
         files.append(file)
     if (root / PROFILE).exists():
         file = root / FOLDER / "l_predicted_and_counted.md"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fused_softmax.lab import lessons
+from fused_softmax.lab.grading import has_puzzle
 
 NOTEBOOK = Path("notebooks") / "lessons.ipynb"
 INTRODUCTION = """# Softmax kernels, lesson by lesson
@@ -65,6 +66,8 @@ def cells() -> list[dict[str, Any]]:
         text = "\n\n".join(f"### {heading}\n\n{part}" for heading, part in parts.items() if heading != "Measurement")
         found.append(_cell("markdown", f"lesson-{n:02}", f"## {lessons.title(n)}\n\n{text}"))
         found.append(_cell("code", f"run-{n:02}", RUN.format(n=n)))
+        if not has_puzzle(n):
+            continue
         puzzle = "### The puzzle\n\nThe file has the kernel with its core left out. Fill it in, and grade it."
         found.append(_cell("markdown", f"puzzle-{n:02}", puzzle))
         found.append(_cell("code", f"write-{n:02}", PUZZLE.format(n=n)))

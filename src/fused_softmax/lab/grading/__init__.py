@@ -5,6 +5,6 @@ interpreted on the CPU, where every access to memory is watched, then on the GPU
 """
 
 from fused_softmax.lab.grading.grade import Grade, grade
-from fused_softmax.lab.grading.puzzle import answer, puzzle
+from fused_softmax.lab.grading.puzzle import answer, has_puzzle, puzzle
 
-__all__ = ["Grade", "answer", "grade", "puzzle"]
+__all__ = ["Grade", "answer", "grade", "has_puzzle", "puzzle"]

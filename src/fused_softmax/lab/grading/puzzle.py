@@ -21,6 +21,14 @@ def answer_file(n: int) -> Path:
     return Path(spec.origin)
 
 
+def has_puzzle(n: int) -> bool:
+    """Whether lesson n has a puzzle."""
+    try:
+        return answer_file(n).exists()
+    except ValueError:
+        return False
+
+
 def answer(n: int) -> str:
     """A right answer to lesson n's puzzle: the text of a Python file."""
     return answer_file(n).read_text(encoding="utf-8")

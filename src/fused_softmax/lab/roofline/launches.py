@@ -53,7 +53,7 @@ def plan_of(op: str, n_cols: int, dtype: str, device: Device) -> Plan:
 
 
 def op_launch(op: str, n_cols: int, dtype: str, device: Device) -> Launch:
-    """The launch of an op's main kernel with its default options."""
+    """The launch of an op's main kernel with its default options; a mask's order of rows is left out."""
     rows = tuple(torch.empty(4, n_cols, dtype=DTYPES[dtype]) for _ in range(EXPLAINED[op]))
     plan, number, ids = plan_of(op, n_cols, dtype, device), torch.zeros(4), torch.zeros(4, dtype=torch.int64)
     if op.startswith(("softmax", "log_softmax")):
@@ -70,18 +70,29 @@ def op_launch(op: str, n_cols: int, dtype: str, device: Device) -> Launch:
         return row_launch(
             row_op(op), rows, (number, number, number, ids[:, None], number, number), (1, 1.0), flags, plan, device
         )
-    x = rows[0].view(2, 2, n_cols)
-    read, of_mask, of_strides = masked_softmax.describe_mask(None, x, plan, rows[0])
-    schedule = masked_softmax.row_schedule(4, n_cols * x.element_size(), 2, shared=not op.endswith("backward"))
-    flags = (*of_mask, ("CAUSAL", True), *((("ZERO", False),) if not op.endswith("backward") else ()))
-    return row_launch(row_op(op), rows, (read,), (*schedule, *of_strides, 0.5), flags, plan, device)
+    flags = (("MASK", 0), ("MASK_COLS", 0), ("MASK_VEC", 1), ("CAUSAL", True), ("ZERO", False))
+    return row_launch(row_op(op), rows, (rows[0],), (), flags, plan, device)
+
+
+def as_called(launch: Launch) -> Launch:
+    """The launch with the argument types that a call compiles for, and a value for each number that it lacks.
+
+    Kernels are compiled from their declaration. Here Triton takes a type from a value: 64 bits need a large one.
+    """
+    large, args = 1 << 40, list(launch.args)
+    for i, argument in enumerate(launch.kernel.declaration.arguments.values()):
+        if i >= len(args):
+            args.append(0.5 if argument.type == "fp32" else 3)
+        if argument.type == "i64" and isinstance(args[i], int):
+            args[i] += large
+    return Launch(launch.kernel, launch.grid, tuple(args), launch.meta)
 
 
 def launches_of(request: Mapping[str, Any]) -> Sequence[Launch]:
     """The launches of a request {system, op, dtype, n_rows, n_cols, target}."""
     device, n_cols, dtype = DEVICES[request["target"]], request["n_cols"], request["dtype"]
     if request["system"] == "fused_softmax":
-        return [op_launch(request["op"], n_cols, dtype, device)]
+        return [as_called(op_launch(request["op"], n_cols, dtype, device))]
     from fused_softmax.lab.resources import launches
 
     return launches(request["system"], dtype, request["n_rows"], n_cols, request["target"])
