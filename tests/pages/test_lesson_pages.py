@@ -15,7 +15,7 @@ from fused_softmax.lab.grading.accesses import Diagram, diagram
 from fused_softmax.lab.traffic import MODELS
 from pages import lesson_pictures
 from pages.formulas import FORMULAS
-from pages.lessons import PROFILE, core_lines, counted, kernel_source, page, profiled, recorded
+from pages.lessons import PROFILE, core_lines, counted, kernel_source, page, profiled, recorded, stepped
 
 ROOT = Path(__file__).resolve().parents[2]
 interpreted = pytest.mark.interpreted
@@ -98,3 +98,13 @@ def test_what_was_recorded_holds_and_is_shown():
     text = counted(record)
     assert "| `06_three_pass` | 8,192 x 131,072 |" in text and "fused-softmax profile --floors" in text
     assert "/" not in text.split("fused-softmax profile")[1]  # no folder of the machine
+
+
+def test_the_steps_that_lesson_16_speaks_of_are_those_recorded():
+    cases = json.loads((ROOT / PROFILE).with_name("steps_16.json").read_text())["cases"]
+    found = {c["n_cols"]: {s["step"]: round(s["fraction"], 2) for s in c["steps"]} for c in cases}
+    assert (found[8191]["own sums"], found[8191]["head and tail"]) == (0.72, 0.93)
+    assert (found[16384]["chunks"], found[16384]["own sums"]) == (0.69, 0.95)
+    assert max(found[1000], key=lambda step: found[1000][step]) in ("one block", "chunks")
+    assert all(f["eviction hints"] <= f["head and tail"] + 0.005 for f in found.values())
+    assert len(stepped(16, ROOT)) == len(cases) and stepped(2, ROOT) == []

@@ -17,7 +17,9 @@ Resource trade-off
     CHUNKS is a compile-time number: each new one is a kernel to compile. The chunks stay in registers as float32, 2
     bytes of bfloat16 become 4. So this kernel stops at about 16,384 columns with 16 warps, and a cluster must hold
     wider rows (lesson 09). The shipped kernel keeps wide 16-bit rows as they were loaded, and computes each exponential
-    twice: it recomputes instead of holding results.
+    twice: it recomputes instead of holding results. No idea pays at every width. On an H200 and 8,191 columns the head
+    and the tail take this kernel from 0.72 of the copy to 0.93, and own sums take 16,384 columns from 0.69 to 0.95
+    (higher is better). At 1,000 columns one block is the fastest, and the hints gain nothing at any of these widths.
 
 Common failure mode
     A head and a tail that are written, but not summed, or the reverse. The results are right for every aligned width,
