@@ -19,7 +19,8 @@ Resource trade-off
     wider rows (lesson 09). The shipped kernel keeps wide 16-bit rows as they were loaded, and computes each exponential
     twice: it recomputes instead of holding results. No idea pays at every width. On an H200 and 8,191 columns the head
     and the tail take this kernel from 0.72 of the copy to 0.93, and own sums take 16,384 columns from 0.69 to 0.95
-    (higher is better). At 1,000 columns one block is the fastest, and the hints gain nothing at any of these widths.
+    (higher is better). At 1,000 columns the first two steps are the fastest. The hints gain nothing at any of these
+    widths.
 
 Common failure mode
     A head and a tail that are written, but not summed, or the reverse. The results are right for every aligned width,
