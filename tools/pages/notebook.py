@@ -35,7 +35,7 @@ from fused_softmax.lab.lessons import shown
 
 if torch.cuda.is_available():
     capability = torch.cuda.get_device_capability()
-    print(torch.cuda.get_device_name(), "compute capability %d.%d" % capability)
+    print(torch.cuda.get_device_name(), "compute capability", ".".join(map(str, capability)))
     if capability < (8, 0):
         print("Kernels need 8.0: set TRITON_INTERPRET=1 before this notebook starts, and all lessons are interpreted.")
     elif capability < (9, 0):
