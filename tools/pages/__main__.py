@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import pages
-from pages import command, compatibility, install, lessons, markers, numerics, parallel, performance, readme
+from pages import command, compatibility, install, lessons, markers, notebook, numerics, parallel, performance, readme
 
 KEPT = {module.PAGE: module.tables for module in (readme, install, numerics, compatibility, parallel)}
 
@@ -23,6 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"wrote {file}")
         return 0
     stale = [page for page, tables in KEPT.items() if not markers.update(asked.root, page, tables, asked.check)]
+    if not notebook.update(asked.root, asked.check):
+        stale.append(notebook.NOTEBOOK)
     if asked.check and (why := readme.stale_plot(asked.root)):
         stale.append(readme.PLOT)
         print(why)

@@ -88,7 +88,12 @@ def occupancy(used: Resources, on: Multiprocessor) -> Occupancy:
 
 
 def cross_compile(launch: Launch, target: str) -> Resources:
-    """Compile `launch` for `target` ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", ...) and say what it uses.
+    """Compile `launch` for `target` and say what it uses; errors as compile_for's."""
+    return resources(compile_for(launch, target))
+
+
+def compile_for(launch: Launch, target: str) -> Any:
+    """The triton CompiledKernel of `launch` for `target` ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", ...).
 
     Tensors among its arguments stand for device pointers of their dtype, 16-byte aligned when their data_ptr is; they
     are not read, so CPU and meta tensors will do. Raises RuntimeError in a process where Triton interprets kernels,
@@ -111,7 +116,7 @@ def cross_compile(launch: Launch, target: str) -> Resources:
     bound, specialization, _ = binder(*launch.args, **meta)
     options, signature, constexprs, attrs = kernel._pack_args(backend, meta, bound, specialization, None)
     source = ASTSource(kernel, signature, constexprs, attrs)
-    return resources(triton.compile(source, target=gpu, options=options.__dict__))
+    return triton.compile(source, target=gpu, options=options.__dict__)
 
 
 def resources(compiled: Any) -> Resources:

@@ -13,7 +13,7 @@ import torch
 from fused_softmax.lab import lessons, reference
 from fused_softmax.lab.traffic import MODELS, traffic
 
-ALL = range(1, len(lessons.LESSONS) + 1)
+ALL = lessons.numbers()
 LADDER = range(1, 11)  # with a driver and mistakes of their own
 KERNELS = range(2, 11)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -55,9 +55,9 @@ def test_the_measurement_names_systems_and_widths_that_bench_knows(n):
     assert all(int(width) > 0 for width in words[words.index("--widths") + 1].split(","))
 
 
-@pytest.mark.parametrize("n", [0, len(lessons.LESSONS) + 1])
+@pytest.mark.parametrize("n", [0, 99])
 def test_no_such_lesson(n):
-    with pytest.raises(ValueError, match="is not one of 1 to"):
+    with pytest.raises(ValueError, match="is not one of 1, 2, "):
         lessons.load(n)
 
 
@@ -207,6 +207,58 @@ def test_kernels_move_what_their_model_counts(n, monkeypatch):
     lesson.softmax(torch.randn(m, n_cols))
     model = traffic(lesson.SYSTEM, m, n_cols, regime="cluster")  # of the shipped kernel; a lesson has but one
     assert moved == {"reads": model.reads, "writes": model.writes}
+
+
+@interpreted
+@pytest.mark.parametrize("n", [n for n in ALL if n > 11])
+def test_lessons_on_other_ops_are_right_and_their_mistakes_wrong(n):
+    from fused_softmax.lab.lessons.shown import other_error, shown_inputs
+
+    lesson = lessons.load(n)
+    function, subject = getattr(lesson, lesson.SUBJECT.function), lesson.SUBJECT
+    inputs = [subject.arguments(x) for x in shown_inputs().values()]
+    assert max(other_error(function(*a), subject.exact(*a)) for a in inputs) < 1e-5
+    for label, mistake in lesson.MISTAKES.items():
+        assert max(other_error(mistake(*a), subject.exact(*a)) for a in inputs) > 5e-3, label
+    with pytest.raises(ValueError, match="at most"):
+        lesson.launches_for(torch.empty(1, 2**20 + 1, device="meta"))
+
+
+@interpreted
+@pytest.mark.parametrize("n_cols", [1, 1025, 5000])
+def test_each_step_of_lesson_16_is_right(n_cols):
+    lesson = lessons.load(16)
+    for step in lesson.STEPS:
+        for dtype in (torch.float32, torch.bfloat16):
+            x = rows(3, n_cols, dtype)
+            assert_softmax(lesson.softmax(x, step), x)
+    (launch,) = lesson.launches(x, torch.empty_like(x))
+    covered = launch.meta["CHUNKS"] * launch.meta["VECTORS"] * launch.meta["VEC"]
+    assert launch.meta["UNPREDICATED"] < launch.meta["CHUNKS"] and n_cols <= covered < n_cols + 4096
+
+
+@pytest.mark.compiled
+def test_lesson_16_reads_an_odd_width_in_vectors_from_the_step_that_says_so():
+    from fused_softmax.lab.cross_compile import cross_compile
+
+    lesson, x = lessons.load(16), torch.empty(3, 1025, dtype=torch.bfloat16, device="meta")
+    widest = {}
+    for step in lesson.STEPS:
+        used = cross_compile(lesson.launches(x, torch.empty_like(x), step)[0], "sm_90")
+        widest[step] = used.widest_load_bytes
+        assert used.spilled_bytes == 0
+    assert widest == {"one block": 2, "chunks": 2, "own sums": 2, "head and tail": 16, "eviction hints": 16}
+
+
+@interpreted
+@pytest.mark.parametrize("n", [14])
+def test_a_lesson_on_another_op_prints_itself(n, capsys):
+    from fused_softmax.lab.lessons import shown
+
+    shown.show(n)
+    said = capsys.readouterr().out
+    assert all(f"\n{heading}\n" in said for heading in lessons.PARTS)
+    assert "Results of causal_softmax" in said and said.count("WRONG") == 2 and "Compiled for sm_90" in said
 
 
 @interpreted

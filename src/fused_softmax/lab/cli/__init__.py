@@ -12,7 +12,7 @@ import typer
 
 from fused_softmax import __version__
 from fused_softmax.lab.cli.check import accuracy, fuzz, verify
-from fused_softmax.lab.cli.measure import bench, linear, report, tune
+from fused_softmax.lab.cli.measure import bench, linear, profile, report, tune
 from fused_softmax.lab.cli.parallel import parallel
 from fused_softmax.lab.cli.show import doctor, explain, lesson
 from fused_softmax.lab.cli.steps import host
@@ -41,5 +41,5 @@ def _options(
     pass
 
 
-for command in (doctor, bench, linear, parallel, host, verify, fuzz, accuracy, explain, tune, lesson, report):
+for command in (doctor, bench, linear, parallel, host, verify, fuzz, accuracy, explain, profile, tune, lesson, report):
     app.command()(command)

@@ -1,8 +1,9 @@
-"""The commands that measure, and that show results: bench, report, tune."""
+"""The commands that measure, and that show results: bench, report, tune, profile."""
 
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from rich.console import Console
 
 from fused_softmax.lab.cli import options
-from fused_softmax.lab.cli.options import Dtype, Input, Tables, dtypes, names, numbers
+from fused_softmax.lab.cli.options import DTYPE_NAMES, Dtype, Input, Tables, dtypes, names, numbers
 from fused_softmax.lab.ending import INTERRUPTED
 from fused_softmax.lab.terminal import Refused, refusing, terminal
 
@@ -205,3 +206,63 @@ def tune(
                 op, asked[1], wanted, device_here(), elements, lambda choice: progress.advance(task), workers
             )
     print(as_config_table(choices, torch.cuda.get_device_name()))
+
+
+def profile(
+    systems: Annotated[str, typer.Option(help="comma-separated: lessons such as 07_online, and fused_softmax")] = "",
+    widths: Annotated[str, typer.Option(help="comma-separated; 4096 without it, and 131072 for some lessons")] = "",
+    dtype: Dtype = "bfloat16",
+    elements: Annotated[int, typer.Option(min=1, help="elements of each tensor: many times the L2")] = 2**30,
+    floors: Annotated[bool, typer.Option("--floors", help="also time the shipped kernel next to its floor")] = False,
+    record: Annotated[Path | None, typer.Option(help="write what was found to this file, as JSON")] = None,
+) -> None:
+    """Count what kernels do on this GPU with Nsight Compute, and compare with the model: bytes, peak, L2, stalls.
+
+    The status is 1 where a kernel's bytes differ from the model's by more than 3 per cent.
+    """
+    asked, named = numbers(widths, "--widths"), names(systems, "--systems")
+    found = dtypes(dtype)
+    if len(found) != 1:
+        raise Refused(f"{dtype!r}: give one of {', '.join(DTYPE_NAMES.values())}", "--dtype")
+    import torch
+
+    from fused_softmax.lab.roofline import profile as profiling
+    from fused_softmax.launch.device import interpreting
+
+    runs = profiling.default_runs()
+    known = tuple(dict.fromkeys(name for name, _ in runs))
+    if unknown := [name for name in named if name not in known]:
+        raise Refused(f"{unknown[0]!r} is none of {', '.join(known)}", "--systems")
+    if not torch.cuda.is_available() or interpreting():
+        raise Refused("needs a GPU, and there is none that torch can use here: run it on a machine with one")
+    from fused_softmax.lab.roofline import session
+    from fused_softmax.lab.roofline.counters import NoProfiler
+
+    if named or asked:
+        runs = [(name, n_cols) for n_cols in asked or (4096,) for name in named or known]
+    gpu, profiles, timed, stopped = _gpu_here(), [], [], ""
+    try:
+        profiles = profiling.profile(runs, found[0], elements, gpu)
+    except NoProfiler as error:
+        stopped = str(error)
+        print(f"no counters: {stopped}", file=sys.stderr)
+    for one in profiles:
+        print("\n".join(profiling.lines(one)))
+    if floors:
+        timed = list(session.time_floors(session.FLOOR_WIDTHS, found[0], min(elements, 2**28), gpu))
+        print("\n".join(session.floor_lines(timed)))
+    if record is not None:
+        with refusing(OSError):
+            session.record(record, profiles, timed, stopped)
+    if stopped or not all(one.holds for one in profiles if not one.failed):
+        raise typer.Exit(1)
+
+
+def _gpu_here() -> str:
+    """The name of this GPU in the table, or "this", whose copy is then measured."""
+    import torch
+
+    from fused_softmax.lab.roofline.gpus import GPUS
+
+    here = torch.cuda.get_device_name()
+    return next((name for name, gpu in GPUS.items() if here == f"NVIDIA {gpu.name}"), "this")

@@ -1,8 +1,12 @@
-"""The lab: one file a lesson, in rising order, from five eager passes to the shipped kernel.
+"""The lab: one file a lesson, in rising order, from five eager passes to the shipped kernel, and other ops after it.
 
-Each lesson's docstring holds five parts (problem, mechanism, resource trade-off, common failure mode, measurement);
-then come its kernel, `launches(x, y)`, the driver `softmax(x)` for 2-D rows, and MISTAKES: what its failure mode looks
-like when it runs. run(n) prints and runs a lesson; parts(n) needs neither Triton nor a GPU.
+Each lesson's docstring holds five parts (problem, mechanism, resource trade-off, common failure mode, measurement).
+Then come its kernel, `launches(x, y)`, the driver `softmax(x)` for 2-D rows, and MISTAKES: what its failure mode looks
+like when it runs. A lesson on another op has a SUBJECT that names its function, and `launches_for(x)`. run(n) prints
+and runs a lesson; parts(n) needs neither Triton nor a GPU.
+
+To add a lesson: its file here, its name in LESSONS (the number is part of the name), and, for `lesson N --puzzle`, a
+right answer in puzzles/ and its classic mistakes in fused_softmax.lab.grading.
 """
 
 from __future__ import annotations
@@ -28,15 +32,26 @@ LESSONS: tuple[str, ...] = (
     "l09_row_on_a_cluster",
     "l10_the_shipped_kernel",
     "l11_a_row_over_gpus",
+    "l12_the_gradient",
+    "l13_cross_entropy_in_one_pass",
+    "l14_masks",
+    "l15_another_dimension",
+    "l16_one_idea_at_a_time",
 )
 PARTS = ("Problem", "Mechanism", "Resource trade-off", "Common failure mode", "Measurement")
 
 
+def numbers() -> tuple[int, ...]:
+    """The lessons' numbers, from their names: a number may be missing."""
+    return tuple(int(name[1:3]) for name in LESSONS)
+
+
 def module_name(n: int) -> str:
-    """Lesson n's dotted name, n from 1; ValueError says which lessons there are."""
-    if not 1 <= n <= len(LESSONS):
-        raise ValueError(f"lesson {n} is not one of 1 to {len(LESSONS)}")
-    return f"{__name__}.{LESSONS[n - 1]}"
+    """Lesson n's dotted name; ValueError says which lessons there are."""
+    named = dict(zip(numbers(), LESSONS, strict=True))
+    if n not in named:
+        raise ValueError(f"lesson {n} is not one of {', '.join(map(str, named))}")
+    return f"{__name__}.{named[n]}"
 
 
 def load(n: int) -> ModuleType:

@@ -47,6 +47,7 @@ from fused_softmax.planning.types import DEVICES, Device
 
 SYSTEM = "09_cluster"
 LINE = 8192  # columns of a CTA before more CTAs join: 32 a thread at 8 warps
+MIN_LINE = 128  # a column for each thread: Triton spreads a smaller tile in two ways, and converting needs the cluster
 MAX_LINE = 32768  # 64 columns a thread at 16 warps, of its 128 registers
 
 
@@ -99,7 +100,7 @@ def launches(x: Tensor, y: Tensor, merge: bool = True) -> list[Launch]:
     if not x.numel():
         return []
     ctas = min(max(2, triton.next_power_of_2(triton.cdiv(n_cols, LINE))), device.max_cluster)
-    block = triton.next_power_of_2(triton.cdiv(n_cols, ctas))
+    block = max(MIN_LINE, triton.next_power_of_2(triton.cdiv(n_cols, ctas)))
     num_warps = 4 if block <= 4096 else 8 if block <= LINE else 16
     meta = {"CTAS": ctas, "BLOCK": block, "MERGE": merge, "PTX": device.ptx, "num_warps": num_warps}
     if device.ptx:

@@ -1,0 +1,130 @@
+"""13. Cross-entropy with its gradient in one pass.
+
+Problem
+    A language model's loss reads logits of 4,096 tokens x 128,256 words, 1 GB in bfloat16. PyTorch computes
+    log_softmax, keeps it, picks one number of each row, and in the backward reads and writes tensors of that size
+    again.
+
+Mechanism
+    The loss of a row is lse - x_t, where lse = max + log(sum) and t is the target. Its gradient is softmax(x) -
+    onehot(t), divided by the number of rows that count. Both need the same maximum and the same sum. So one program
+    reads its row once, stores one number for the loss, and stores the gradient at once, in the forward. The backward
+    then only scales. The target's logit is not loaded again: the column that equals t is taken from the registers. The
+    loss is computed as log(sum) - (x_t - max). The logits may be 1000, and the loss 0.01: lse - x_t would lose its
+    digits.
+
+Resource trade-off
+    MN elements are read and MN written, as in a copy. PyTorch reads and writes several times as many. The price is the
+    gradient's memory, which is held from the forward on, and work that is lost if no gradient is asked for. The
+    upstream gradient is not known yet: for a mean it is one number, and a scalar can be applied later.
+
+Common failure mode
+    The 1 is not subtracted at the target: every logit is then pushed down, and the loss still falls for a while. The
+    other failure is the mean. Rows whose target is ignore_index (-100) have no loss and no gradient, and the divisor is
+    the number of the other rows. If it is n_rows, training runs, with a learning rate that depends on the padding.
+
+Measurement
+    The shipped loss with its gradient next to PyTorch's, as fractions of the measured copy (higher is better):
+    $ fused-softmax bench --op cross_entropy --systems fused_softmax,torch --widths 32000,128256
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fused_softmax.lab.grading.subjects import IGNORED, Subject, exact_loss, logits_and_targets
+from fused_softmax.lab.traffic import Traffic
+from fused_softmax.launch.compile import Launch
+
+SYSTEM = "13_cross_entropy"
+MAX_BLOCK = 2**20  # triton's limit on the elements of a block
+
+
+@triton.jit
+def loss_kernel(
+    loss_ptr, dx_ptr, x_ptr, target_ptr, count_ptr, n_cols, BLOCK: tl.constexpr, ONE: tl.constexpr, SKIP: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < n_cols
+    target = tl.load(target_ptr + row)
+    counts = target != -100
+    x = tl.load(x_ptr + row * n_cols + cols, mask=mask, other=-float("inf")).to(tl.float32)  # [BLOCK]
+    z = x - tl.max(x, axis=0)
+    numerator = tl.exp(z)
+    row_sum = tl.sum(numerator, axis=0)
+    # the target's column from the registers: no second load
+    z_target = tl.sum(tl.where(cols == target, z, 0.0), axis=0)
+    tl.store(loss_ptr + row, tl.where(counts, tl.log(row_sum) - z_target, 0.0))
+    dx = numerator / row_sum
+    if ONE:
+        dx -= tl.where(cols == target, 1.0, 0.0)
+    dx /= tl.load(count_ptr)
+    if SKIP:
+        dx = tl.where(counts, dx, 0.0)
+    tl.store(dx_ptr + row * n_cols + cols, dx, mask=mask)
+
+
+def launches(
+    x: Tensor, target: Tensor, loss: Tensor, dx: Tensor, count: Tensor, one: bool = True, skip: bool = True
+) -> list[Launch]:
+    """One launch for contiguous x and dx (n_rows, n_cols), loss (n_rows,) and count () in float32."""
+    n_rows, n_cols = x.shape
+    if n_cols > MAX_BLOCK:
+        raise ValueError(f"a row of {n_cols} columns does not fit one block: at most {MAX_BLOCK}")
+    if not x.numel():
+        return []
+    block = triton.next_power_of_2(n_cols)
+    meta: dict[str, Any] = {"BLOCK": block, "ONE": one, "SKIP": skip}
+    meta["num_warps"] = 32 if block > 32768 else 16 if block > 4095 else 4
+    return [Launch(loss_kernel, (n_rows,), (loss, dx, x, target, count, n_cols), meta)]
+
+
+def launches_for(x: Tensor) -> list[Launch]:
+    """The launch for rows like x: to be compiled, not to be run."""
+    rows = x.new_empty(x.shape[0], dtype=torch.float32)
+    return launches(x, rows.to(torch.int64), rows, torch.empty_like(x), rows)
+
+
+def cross_entropy(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """(mean loss (), its gradient for x (n_rows, n_cols)); target (n_rows,) int64, -100 for rows that do not count."""
+    return _run(x, target)
+
+
+def _run(x: Tensor, target: Tensor, all_rows: bool = False, **parts: bool) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    dx, rows = torch.empty_like(x), torch.empty(x.shape[0], device=x.device)
+    count = torch.full_like(target, len(target)).sum() / len(target) if all_rows else (target != IGNORED).sum()
+    count = count.to(torch.float32)
+    for launch in launches(x, target, rows, dx, count, **parts):
+        launch()
+    return rows.sum() / count, dx
+
+
+SUBJECT = Subject(
+    "cross_entropy",
+    # a target and the count for each row, in addition to the logits
+    lambda n_rows, n_cols: Traffic(n_rows * n_cols + 2 * n_rows, n_rows * n_cols + n_rows),
+    logits_and_targets,
+    exact_loss,
+    ("loss", "dx"),
+    rtol=1e-5,
+    atol=1e-6,
+)
+MISTAKES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "1 is not subtracted at the target": functools.partial(_run, one=False),
+    "rows that do not count have a gradient": functools.partial(_run, skip=False),
+    "the mean is over all rows": functools.partial(_run, all_rows=True),
+}
+
+if __name__ == "__main__":
+    from fused_softmax.lab.lessons import run
+
+    run(13)

@@ -1,0 +1,151 @@
+"""The prediction for one call: its plan, its bytes, what it compiles to, and its least time on a described GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fused_softmax.lab.bench.inputs import DTYPES
+from fused_softmax.lab.cross_compile import MULTIPROCESSORS, Occupancy, Resources, occupancy
+from fused_softmax.lab.roofline import model
+from fused_softmax.lab.roofline.compiled import Compiled, cross_compiled
+from fused_softmax.lab.roofline.gpus import GPUS, Gpu, this_gpu
+from fused_softmax.lab.roofline.launches import EXPLAINED, moved_elements, plan_of
+from fused_softmax.lab.traffic import MODELS, Traffic
+from fused_softmax.planning.types import DEVICES, Plan
+
+OURS = "fused_softmax"
+# float32 operations for each element, by the formula of each op: the exponential counts as one
+OPERATIONS: Mapping[str, int] = {
+    "softmax": 5, "log_softmax": 6, "softmax_backward": 4, "log_softmax_backward": 4, "cross_entropy": 7,
+    "cross_entropy_forward": 5, "token_logprobs": 5, "masked_softmax_causal": 6, "masked_softmax_causal_backward": 4,
+}  # fmt: skip
+NO_EXPONENTIAL = ("softmax_backward", "masked_softmax_causal_backward")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a call of one system must do. `plan` is of the shipped kernel; `compiled` and `in_flight` where asked."""
+
+    system: str
+    op: str
+    dtype: str
+    n_rows: int
+    n_cols: int
+    gpu: Gpu
+    plan: Plan | None
+    least: Traffic  # elements that any implementation must move
+    asked: Traffic  # elements that this one requests
+    dram: model.DramBytes
+    operations: int  # for each element, by the formula
+    exponentials: int
+    floor: model.Floor
+    compiled: Compiled | None = None
+    fit: Occupancy | None = None
+    in_flight: model.InFlight | None = None
+    instructions: float | None = None  # for each element, of one thread; None where a loop hides it
+    launches: int = 1
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def intensity(self) -> float:
+        return model.intensity(self.operations * self.n_rows * self.n_cols, self.dram.all)
+
+
+def gpu_named(name: str) -> Gpu:
+    """The GPU of that name, or this machine's for "this"; KeyError with the names, RuntimeError where there is none."""
+    if name == "this":
+        return _this()
+    if name not in GPUS:
+        raise KeyError(f"{name!r} is none of {', '.join(GPUS)}, this")
+    return GPUS[name]
+
+
+@functools.cache
+def _this() -> Gpu:
+    return this_gpu()
+
+
+def predict(
+    system: str, n_rows: int, n_cols: int, dtype: str, gpu: str | Gpu, op: str = "softmax", compile: bool = False
+) -> Prediction:
+    """Predict a call of `system` ("fused_softmax" or a lesson's) on contiguous, aligned rows.
+
+    NotImplementedError where PyTorch's own kernel runs. With `compile` the kernel is compiled, in another process.
+    """
+    on = gpu_named(gpu) if isinstance(gpu, str) else gpu
+    itemsize, cells = DTYPES[dtype].itemsize, n_rows * n_cols
+    plan = plan_of(op, n_cols, dtype, DEVICES[on.target]) if system == OURS else None
+    least = Traffic(*moved_elements(op, n_rows, n_cols))
+    asked = _asked(system, op, plan, least, n_rows, n_cols)
+    again = asked.reads > least.reads and system != "01_naive"
+    kernel = fit = in_flight = None
+    if (compile or again) and system != "01_naive":
+        kernel = cross_compiled(system, dtype, n_rows, n_cols, on.target, op)
+    used = _resources(kernel)
+    if used is not None:
+        fit = occupancy(used, MULTIPROCESSORS[on.target])
+        in_flight = _in_flight(used, fit, plan, n_rows, n_cols, itemsize, on)
+    rows = (fit.programs if fit else 1) * on.multiprocessors // (plan.ctas if plan else 1)
+    footprint = n_rows if system == "01_naive" else min(n_rows, max(1, rows))
+    first = Traffic(least.reads, least.writes)
+    dram = model.dram_bytes(asked, first.reads, itemsize, footprint, n_cols * itemsize, on)
+    if system == "01_naive":  # five tensors pass through memory, unless all of them fit the L2
+        dram = model.DramBytes(asked.reads * itemsize, asked.writes * itemsize)
+    if system == "05_published":  # it leaves columns unwritten, so the benchmark fills its output with NaN first
+        dram = model.DramBytes(dram.read, dram.written + cells * itemsize)
+    instructions = _instructions(kernel, used, plan, n_cols)
+    exponentials = 0 if op in NO_EXPONENTIAL else 2 if plan is not None and plan.recompute else 1
+    return Prediction(
+        system, op, dtype, n_rows, n_cols, on, plan, least, asked, dram, OPERATIONS[op], exponentials,
+        model.floor(
+            dram.all, cells, on, instructions=instructions or OPERATIONS[op], exponentials=exponentials,
+            in_flight=in_flight,
+        ),
+        kernel, fit, in_flight, instructions, {"01_naive": 5, "05_published": 2}.get(system, 1),
+    )  # fmt: skip
+
+
+def _asked(system: str, op: str, plan: Plan | None, least: Traffic, n_rows: int, n_cols: int) -> Traffic:
+    if system != OURS:
+        return MODELS[system](n_rows, n_cols)
+    assert plan is not None
+    if plan.regime != "two_pass" or op in ("cross_entropy_forward", "token_logprobs"):
+        return least
+    # what is resident is read once
+    share = 1 - min(1.0, plan.resident_chunks * plan.vectors_per_chunk * plan.vec * plan.ctas / n_cols)
+    return Traffic(least.reads + int(share * least.reads), least.writes)
+
+
+def _resources(kernel: Compiled | None) -> Resources | None:
+    if kernel is None or kernel.failed:
+        return None
+    pairs = {name: tuple((size, n) for size, n in kernel.resources[name]) for name in ("loads", "stores")}
+    return Resources(**{**kernel.resources, **pairs})
+
+
+def _in_flight(
+    used: Resources, fit: Occupancy, plan: Plan | None, n_rows: int, n_cols: int, itemsize: int, gpu: Gpu
+) -> model.InFlight:
+    """Bytes that all resident programs have requested before they wait: their rows, or the loads of one step."""
+    threads = used.num_warps * MULTIPROCESSORS[gpu.target].warp_size
+    text = threads * sum(size * count for size, count in used.loads)  # every load of the program text, once
+    rows = plan.rows if plan is not None else 1
+    slices = used.num_ctas
+    each = min(text, max(1, rows * n_cols * itemsize // slices)) if text else n_cols * itemsize // slices
+    programs = min(fit.programs * gpu.multiprocessors, -(-n_rows // rows) * slices)
+    return model.InFlight(fit.programs, fit.limiter, each, float(programs * each), gpu.bytes_in_flight, fit.by)
+
+
+def _instructions(kernel: Compiled | None, used: Resources | None, plan: Plan | None, n_cols: int) -> float | None:
+    if kernel is None or used is None or not kernel.instructions or kernel.loops:
+        return None
+    threads = used.num_warps * 32 * used.num_ctas
+    return sum(kernel.instructions.values()) * threads / (n_cols * (plan.rows if plan is not None else 1))
+
+
+__all__ = ["EXPLAINED", "Prediction", "gpu_named", "predict"]

@@ -1,0 +1,200 @@
+"""`fused-softmax profile`: Nsight Compute's counters of each kernel next to the model's, in words and numbers.
+
+A process of its own runs each system once under ncu: `python -m fused_softmax.lab.roofline.profile JOB`, where JOB is
+JSON. A kernel that does nothing marks the beginning of each system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from fused_softmax.lab.roofline import counters
+from fused_softmax.lab.roofline.counters import METRICS, NEEDED, STALLS, Kernel, NoProfiler
+from fused_softmax.lab.roofline.predict import Prediction, predict
+
+SECONDS = 300
+WIDE = ("06_three_pass", "07_online", "09_cluster", "fused_softmax")
+SAID = "profiled: "
+MARKER = "spin_kernel"  # of torch.cuda._sleep
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """One system on one shape: the sums over its kernels, and the model's claim."""
+
+    system: str
+    dtype: str
+    n_rows: int
+    n_cols: int
+    kernels: tuple[str, ...]
+    read: float  # bytes from memory
+    written: float
+    microseconds: float
+    predicted_read: int
+    predicted_written: int
+    # of the kernel that takes longest
+    counters: Mapping[str, float] = field(default_factory=dict)
+    failed: str = ""
+
+    @property
+    def over_model(self) -> float:
+        """Counted bytes over predicted bytes."""
+        return (self.read + self.written) / max(1, self.predicted_read + self.predicted_written)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the model's claim held: its bytes within 3 per cent."""
+        return not self.failed and abs(self.over_model - 1) <= 0.03
+
+
+def run_ncu(job: Mapping[str, Any]) -> tuple[list[list[Any]], list[Kernel]]:
+    """(system, shape and failure of each run; all kernels, markers too) of a job; NoProfiler where ncu cannot count."""
+    ncu, metrics = counters.find_ncu(), dict(METRICS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", __name__, json.dumps(job)]
+    # the process alone first: it compiles the kernels, and tells its own errors from the profiler's
+    alone = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=SECONDS)
+    if alone.returncode:
+        raise NoProfiler(f"the kernels do not run without the profiler: {_last(alone.stderr)}")
+    while True:
+        line = [ncu, *counters.arguments(list(metrics.values())), *command]
+        done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=SECONDS)
+        said = done.stdout + done.stderr
+        absent = counters.unknown_metrics(said)
+        kept = {name: metric for name, metric in metrics.items() if metric not in absent}
+        if len(kept) == len(metrics):
+            break
+        metrics = kept
+        if not all(name in metrics for name in NEEDED):
+            raise NoProfiler(f"this GPU has no counter {', '.join(sorted(absent))}")
+    kernels = counters.read_csv(done.stdout)
+    if not kernels:
+        raise NoProfiler(counters.refusal(said) or f"ncu counted nothing: {_last(said)}")
+    runs = [json.loads(line[len(SAID) :]) for line in done.stdout.splitlines() if line.startswith(SAID)]
+    return runs, kernels
+
+
+def _last(said: str) -> str:
+    return next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no message")[:300]
+
+
+def default_runs() -> list[tuple[str, int]]:
+    """(system, width): every lesson at 4,096 columns, and at 131,072 those whose claim is about wide rows."""
+    from fused_softmax.lab.bench.systems import LESSON_SYSTEMS
+
+    every = (*(system.name for system in LESSON_SYSTEMS), "fused_softmax")
+    return [*((name, 4096) for name in every), *((name, 131072) for name in every if name in WIDE)]
+
+
+def profile(runs: Sequence[tuple[str, int]], dtype: str, elements: int, gpu: str) -> list[Profiled]:
+    """Profile (system, width) pairs on this GPU; NoProfiler where that cannot be done."""
+    shapes = [(system, max(1, elements // n_cols), n_cols) for system, n_cols in runs]
+    with ThreadPoolExecutor(8) as pool:  # some predictions compile, in processes of their own
+        said = pool.map(lambda shape: predict(shape[0], shape[1], shape[2], dtype, gpu), shapes)
+        predictions = dict(zip(shapes, said, strict=True))
+    ran, kernels = run_ncu({"shapes": shapes, "dtype": dtype})
+    groups = grouped(kernels)
+    if len(groups) != len(ran):
+        raise NoProfiler(f"{len(ran)} systems ran, and ncu saw {len(groups)}")
+    return [
+        _profiled((system, n_rows, n_cols), dtype, mine, predictions[system, n_rows, n_cols], failed)
+        for (system, n_rows, n_cols, failed), mine in zip(ran, groups, strict=True)
+    ]
+
+
+def grouped(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
+    """The kernels of each system: those after each marker."""
+    groups: list[list[Kernel]] = []
+    for kernel in kernels:
+        if MARKER in kernel.name:
+            groups.append([])
+        elif groups:
+            groups[-1].append(kernel)
+    return groups
+
+
+def _profiled(
+    shape: tuple[str, int, int], dtype: str, kernels: Sequence[Kernel], said: Prediction, failed: str
+) -> Profiled:
+    longest = max(kernels, key=lambda k: k.values.get("nanoseconds", 0.0), default=Kernel("", {}))
+    return Profiled(
+        shape[0], dtype, shape[1], shape[2], tuple(k.name for k in kernels),
+        read=sum(k.values.get("read", 0.0) for k in kernels),
+        written=sum(k.values.get("written", 0.0) for k in kernels),
+        microseconds=sum(k.values.get("nanoseconds", 0.0) for k in kernels) / 1e3,
+        predicted_read=said.dram.read, predicted_written=said.dram.written,
+        counters=dict(longest.values), failed=failed,
+    )  # fmt: skip
+
+
+def lines(found: Profiled) -> list[str]:
+    """A profile in words and numbers."""
+    head = f"{found.system}, {found.n_rows:,} x {found.n_cols:,} {found.dtype}"
+    if found.failed:
+        return [f"{head}: {found.failed}"]
+    many = f"{len(found.kernels)} kernels" if len(found.kernels) > 1 else found.kernels[0]
+    out = [f"{head}: {many}, {found.microseconds:,.1f} us under the profiler"]
+    verdict = "the model's claim held" if found.holds else "the model's claim did not hold"
+    for name, counted, said in (
+        ("read", found.read, found.predicted_read),
+        ("written", found.written, found.predicted_written),
+    ):
+        out.append(f"    {name:8} {counted / 1e6:12,.1f} MB, the model says {said / 1e6:,.1f} MB")
+    out.append(f"    memory   {found.over_model:.3f} of the model's bytes: {verdict}")
+    c = found.counters
+    if "peak" in c:
+        out.append(f"    peak     {c['peak'] / 100:.2f} of the memory's peak throughput (higher is better)")
+    if "l2_hits" in c:
+        out.append(f"    L2       {c['l2_hits']:.0f} per cent of the sectors hit")
+    if "load_sectors" in c and "store_sectors" in c:
+        out.append(
+            f"    sectors  {c['load_sectors']:.1f} for each load of a warp, {c['store_sectors']:.1f} for each store"
+        )
+    stalls = sorted(((v, name[6:]) for name, v in c.items() if name.startswith("stall_")), reverse=True)
+    total = sum(v for v, _ in stalls)
+    for value, name in stalls[:3]:
+        out.append(f"    a warp   {value / total:.2f} of the time: {STALLS[name]} ({name})")
+    return out
+
+
+# --- the process under ncu --------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run each system once without the profiler, and once with it, after a kernel that marks its beginning."""
+    import torch
+
+    from fused_softmax.lab.bench.systems import systems_for
+
+    job = json.loads(sys.argv[1])
+    dtype = getattr(torch, job["dtype"])
+    for system, n_rows, n_cols in job["shapes"]:
+        (entry,) = systems_for("softmax", (system,))
+        x = torch.randn(n_rows, n_cols, device="cuda", dtype=dtype)
+        failed = ""
+        try:
+            call = entry.build()
+            call(x)
+        except Exception as error:  # out of resources is a result
+            failed = (str(error) or type(error).__name__).splitlines()[0][:160]
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        torch.cuda._sleep(1)
+        if not failed:
+            call(x)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+        print(SAID + json.dumps([system, n_rows, n_cols, failed]), flush=True)
+        del x
+
+
+if __name__ == "__main__":
+    main()

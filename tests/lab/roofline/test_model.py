@@ -1,0 +1,82 @@
+"""The model's arithmetic, and its floor next to the times that were recorded on an H200."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fused_softmax.lab.roofline import model
+from fused_softmax.lab.roofline.gpus import GPUS, Gpu
+from fused_softmax.lab.roofline.predict import predict
+from fused_softmax.lab.traffic import Traffic, three_reads
+from fused_softmax.planning.types import MULTIPROCESSORS
+
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "h200" / "softmax.json"
+H200 = GPUS["h200"]
+
+
+def recorded() -> list[dict]:
+    """The shipped kernel's cases of 2^28 bfloat16 elements, timed on an H200."""
+    records = json.loads(RESULTS.read_text())["records"]
+    mine = [r for r in records if r["op"] == "softmax" and r["system"] == "fused_softmax" and r.get("ms")]
+    big = [r for r in mine if r["n_rows"] * r["n_cols"] > 2**27 and r["dtype"] == "bfloat16"]
+    return [r for r in big if r["timed_by"] == "CUDA events" and 1024 <= r["n_cols"] <= 262144]
+
+
+def test_the_floor_is_within_a_tenth_of_what_was_measured():
+    found = recorded()
+    assert len(found) > 20
+    for r in found:
+        said = predict("fused_softmax", r["n_rows"], r["n_cols"], r["dtype"], "h200")
+        assert said.floor.binds == "bandwidth"
+        assert 0.9 < said.floor.least / (1000 * r["ms"]) < 1.1, (r["n_cols"], said.floor.least, r["ms"])
+
+
+def test_the_copy_of_the_table_is_the_recorded_one():
+    copies = [r["ceiling_gbps"] for r in recorded() if r.get("ceiling") == "copy"]
+    assert abs(H200.gbps / sorted(copies)[len(copies) // 2] - 1) < 0.02
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+def test_each_gpu_is_in_the_hardware_table(gpu: Gpu):
+    assert gpu.target in MULTIPROCESSORS and gpu.gbps < gpu.datasheet_gbps and gpu.measured == (gpu.name == "H200")
+    assert 5 < gpu.ridge < 200 and 3e5 < gpu.bytes_in_flight < 1e7
+
+
+def test_what_is_read_again_comes_from_the_l2_if_it_fits():
+    asked = three_reads(1 << 16, 4096)
+    cells = asked.writes
+    near = model.dram_bytes(asked, cells, 2, 1056, 8192, H200)
+    assert near == model.DramBytes(2 * cells, 2 * cells, 4 * cells) and near.all == 4 * cells
+    far = model.dram_bytes(asked, cells, 2, 1056, 1 << 18, H200)
+    assert far == model.DramBytes(6 * cells, 2 * cells) and far.kept == 0
+    assert model.dram_bytes(Traffic(cells, cells), cells, 2, 10**6, 1 << 18, H200).kept == 0
+
+
+def test_each_time_can_bind():
+    few = model.InFlight(1, "registers", 1000, 1e5, H200.bytes_in_flight)
+    enough = replace(few, bytes=1e8)
+    big = 2**30
+    assert model.floor(big, big // 4, H200, in_flight=enough).binds == "bandwidth"
+    assert model.floor(big, big // 4, H200, in_flight=few).binds == "latency"
+    assert model.floor(big, big // 4, H200, in_flight=enough, instructions=100).binds == "arithmetic"
+    assert model.floor(1024, 256, H200, in_flight=few).binds == "launch"
+    # the exponentials alone: 16 a cycle on each multiprocessor
+    found = model.floor(0, 16 * 132 * 1980, H200, exponentials=1.0, instructions=0.1)
+    assert found.microseconds["arithmetic"] == pytest.approx(1.0)
+
+
+def test_naive_passes_move_eight_elements_for_each():
+    said = predict("01_naive", 4096, 4096, "bfloat16", "h200")
+    assert (said.dram.read, said.dram.written) == (2 * (5 * 2**24 + 2 * 4096), 2 * (3 * 2**24 + 2 * 4096))
+    assert said.launches == 5 and said.plan is None and said.compiled is None
+
+
+def test_unknown_gpus_are_named():
+    with pytest.raises(KeyError, match="h200, h100"):
+        predict("fused_softmax", 4, 4, "bfloat16", "nosuch")
+    with pytest.raises(RuntimeError):
+        predict("fused_softmax", 4, 4, "bfloat16", "this")

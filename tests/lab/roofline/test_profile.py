@@ -1,0 +1,127 @@
+"""Nsight Compute's answers, as text: its table, its refusals, and counters that a version does not have."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fused_softmax.lab.roofline import counters, profile
+from fused_softmax.lab.roofline.counters import COUNTERS, METRICS, NoProfiler
+
+FIXED = ["ID", "Process ID", "Process Name", "Kernel Name", "Device"]
+NAMES = ["read", "written", "nanoseconds", "peak", "l2_hits", "load_sectors", "store_sectors"]
+
+
+def table(*rows: tuple[str, float, float]) -> str:
+    """A table as `ncu --csv --page raw` writes it: names, units, and a line for each launch."""
+
+    def line(values: list[Any]) -> str:
+        return ",".join(f'"{value}"' for value in values)
+
+    stall = METRICS["stall_long_scoreboard"], METRICS["stall_barrier"]
+    out = ["==PROF== Connected to process 7", line([*FIXED, *(COUNTERS[name] for name in NAMES), *stall])]
+    out.append(line(["", "", "", "", "", "byte", "byte", "ns", "%", "%", "", "", "", ""]))
+    for i, (name, read, written) in enumerate(rows):
+        values = [f"{read:,.0f}", f"{written:,.0f}", "250,000", "91.5", "0.2", "16", "16", "9", "1"]
+        out.append(line([i, 7, "python3", name, 0, *values]))
+    return "\n".join([*out, "==PROF== Disconnected from process 7"])
+
+
+def said(*runs: tuple[str, int, int, str]) -> str:
+    return "".join(f"{profile.SAID}{json.dumps(list(run))}\n" for run in runs)
+
+
+class Answers(list):
+    """The commands that were run; `answers` are given in turn."""
+
+    answers: list[tuple[int, str]]
+
+
+@pytest.fixture
+def profiler(monkeypatch: pytest.MonkeyPatch) -> Answers:
+    commands = Answers()
+    commands.answers = []
+
+    def run(command: list[str], **more: Any) -> Any:
+        commands.append(command)
+        status, out = commands.answers.pop(0) if command[0] == "ncu" else (0, "")
+        return SimpleNamespace(returncode=status, stdout=out, stderr="")
+
+    monkeypatch.setattr(counters.shutil, "which", lambda name: "ncu")
+    monkeypatch.setattr(profile.subprocess, "run", run)
+    return commands
+
+
+def test_profiles_are_told_apart_by_the_marker_and_compared_with_the_model(profiler: Answers):
+    cells = 2**28
+    rows, columns = cells // 4096, 4096
+    runs = [
+        ("02_one_row", rows, columns, ""),
+        ("01_naive", rows, columns, ""),
+        ("04_persistent", rows, columns, "no room"),
+    ]
+    kernels = [
+        ("void spin_kernel(long)", 0, 0), ("one_row_kernel", 2 * cells * 1.01, 2 * cells * 0.98),
+        ("spin_kernel", 0, 0), ("reduce", 4 * cells, 0), ("divide", 10 * cells, 6 * cells),
+        ("spin_kernel", 0, 0),
+    ]  # fmt: skip
+    profiler.answers.append((0, said(*runs) + table(*kernels)))
+    asked = [(system, n_cols) for system, _, n_cols, _ in runs]
+    one, naive, refused = profile.profile(asked, "bfloat16", cells, "h200")
+    assert one.kernels == ("one_row_kernel",) and one.holds and one.over_model == pytest.approx(0.995)
+    assert one.counters["peak"] == 91.5 and one.microseconds == 250.0
+    assert len(naive.kernels) == 2 and not naive.holds and naive.read == 14 * cells
+    assert refused.failed == "no room" and not refused.holds
+    text = "\n".join(profile.lines(one))
+    assert "the model's claim held" in text and re.search(r"0\.9[12] of the memory's peak", text)
+    assert "waits for data from memory or L2 (long_scoreboard)" in text and "a warp   0.90 of the time" in text
+    assert "did not hold" in "\n".join(profile.lines(naive)) and profile.lines(refused) == [
+        f"04_persistent, {rows:,} x 4,096 bfloat16: no room"
+    ]
+    command = profiler[1]
+    assert command[:3] == ["ncu", "--clock-control", "none"] and "--profile-from-start" in command
+
+
+def test_counters_that_a_version_lacks_are_left_out(profiler: Answers):
+    absent = METRICS["stall_imc_miss"]
+    profiler.answers.append((1, f"==ERROR== Failed to find metric {absent}\n"))
+    profiler.answers.append((0, said(("02_one_row", 1, 8, "")) + table(("spin_kernel", 0, 0), ("k", 1, 1))))
+    runs, kernels = profile.run_ncu({})
+    assert len(kernels) == 2 and runs == [["02_one_row", 1, 8, ""]]
+    asked = [command[command.index("--metrics") + 1].split(",") for command in profiler if command[0] == "ncu"]
+    assert absent in asked[0] and absent not in asked[1] and len(asked[1]) == len(METRICS) - 1
+    profiler.answers.append((1, f"==ERROR== Failed to find metric {METRICS['read']}\n"))
+    with pytest.raises(NoProfiler, match="no counter dram__bytes_read.sum"):
+        profile.run_ncu({})
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", "run as root"),
+        ("==ERROR== Failed to initialize the profiler: LibraryNotLoaded", "a sandbox or a container"),
+        ("==WARNING== No kernels were profiled.", "no kernel was profiled"),
+        ("==ERROR== Something new", "Something new"),
+        ("", "no message"),
+    ],
+)
+def test_a_profiler_that_counts_nothing_says_why(text: str, why: str, profiler: Answers):
+    profiler.answers.append((1, text))
+    with pytest.raises(NoProfiler, match=why):
+        profile.run_ncu({})
+
+
+def test_no_ncu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(counters.shutil, "which", lambda name: None)
+    with pytest.raises(NoProfiler, match="install NVIDIA Nsight Compute"):
+        profile.run_ncu({})
+
+
+def test_every_lesson_is_profiled():
+    runs = profile.default_runs()
+    assert {name for name, n in runs if n == 4096} >= {"01_naive", "05_vectorized", "09_cluster", "fused_softmax"}
+    assert ("06_three_pass", 131072) in runs and len(runs) == len(set(runs))
