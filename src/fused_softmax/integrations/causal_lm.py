@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..launch.torch_private import has_forward_hooks
 from ..linear_losses import linear_cross_entropy_over
 from ..torch_ops.arguments import denominator_of
 from .replacing import TRANSFORMERS, installed
@@ -162,7 +163,7 @@ def _expect_head(model: Any) -> torch.nn.Linear:
             f"apply_to(): lm_head is a {type(head).__name__}, not a plain torch.nn.Linear: its weight alone may not "
             "make the logits; merge or remove the adapter, or dequantize the layer"
         )
-    if head._forward_hooks or head._forward_pre_hooks or hasattr(head, "_hf_hook"):
+    if has_forward_hooks(head) or hasattr(head, "_hf_hook"):
         raise RuntimeError("apply_to(): lm_head has forward hooks, which would not run; remove them first")
     return head
 

@@ -219,3 +219,8 @@ def _group_named(name: str) -> Any:
         if group.group_name == name:
             return group
     raise RuntimeError(f"there is no process group {name!r}")
+
+
+def has_forward_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module has hooks that its call runs and its parameters alone do not; in torch 2.4 to 2.15."""
+    return bool(getattr(module, "_forward_hooks", None) or getattr(module, "_forward_pre_hooks", None))
