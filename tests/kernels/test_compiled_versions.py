@@ -24,8 +24,8 @@ ON_CLUSTERS = (
     "softmax bfloat16 50257", "softmax float32 1048576", "softmax backward bfloat16 128256",
     "softmax backward bfloat16 1048576", "softmax backward float32 1048576", "log_softmax backward float32 262144",
     "row_statistics torch.bfloat16 128256", "cross_entropy_forward torch.bfloat16 128256",
-    "cross_entropy_resident torch.bfloat16 50257", "masked_softmax additive torch.bfloat16 16384",
-    "masked_softmax backward torch.bfloat16 16384", "count_targets", "reduce_losses",
+    "cross_entropy_resident torch.bfloat16 50257", "masked_softmax additive torch.bfloat16 50257",
+    "masked_softmax backward torch.bfloat16 50257", "count_targets", "reduce_losses",
 )  # fmt: skip
 # one of each kernel that takes several rows a program, whose width is 0 for a row that does not exist
 SEVERAL_ROWS = (

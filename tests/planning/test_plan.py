@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import random
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from fused_softmax.launch.layout import problem_of
 from fused_softmax.launch.softmax import softmax_op
 from fused_softmax.planning import config_tables
 from fused_softmax.planning import losses as loss_plans
+from fused_softmax.planning.masked_softmax import plan_masked
 from fused_softmax.planning.softmax import WARP_MAX_COLS, plan, steps_plan
 from fused_softmax.planning.types import DEVICES, ITEMSIZE, REGIMES, Device, Plan, Problem
 
@@ -441,3 +443,28 @@ def test_steps_divide_a_row_evenly():
     assert steps(4096, 2, 8) == (8, 1)
     assert steps(4104, 2, 8) == (5, 2)  # 9 chunks and a few columns: two steps of 5, not of 8
     assert steps(8, 4, 8) == (1, 1)
+
+
+OTHER_PLANNERS = {
+    "masked": lambda problem, device: plan_masked(problem, device, True),
+    "unmasked": lambda problem, device: plan_masked(problem, device, False),
+    "loss": loss_plans.plan_loss,
+    "smoothed loss": loss_plans.plan_smoothed_loss,
+    "capped loss": loss_plans.plan_capped_loss,
+}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942", "interpreter"])
+@pytest.mark.parametrize("name", OTHER_PLANNERS)
+def test_plans_of_other_ops_hold_the_whole_row(name, target):
+    planner, device = OTHER_PLANNERS[name], DEVICES[target]
+    widths = (*range(1, 2100, 13), *(RANDOM.randrange(2100, 300_000) for _ in range(150)))
+    for n_cols, dtype, lies, backward in itertools.product(
+        widths, ("bfloat16", "float32"), ("aligned", "in phase", "element by element"), (False, True)
+    ):
+        full = 16 // ITEMSIZE[dtype]
+        vec, wide = (full, n_cols * full) if lies == "aligned" else (1, n_cols)
+        found = planner(Problem(wide, dtype, dtype, vec, lies == "in phase", backward and "mask" in name), device)
+        if found.regime != "two_pass":
+            units = wide // found.vec if found.unaligned else -(-wide // found.vec)
+            assert found.ctas * found.chunks * found.vectors_per_chunk >= units, (wide, dtype, lies, backward)

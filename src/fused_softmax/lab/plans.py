@@ -115,6 +115,6 @@ def plan_text(plan: Plan) -> str:
     ctas = f"{plan.ctas} CTA{'s' * (plan.ctas > 1)} of {plan.num_warps} warp{'s' * (plan.num_warps > 1)}"
     rows = f", {plan.rows} rows a program" if plan.rows > 1 else ""
     chunks = f", {plan.chunks} chunk{'s' * (plan.chunks > 1)} of {plan.vectors_per_chunk * plan.vec} columns"
-    more = ", ends apart" * plan.unaligned + ", exp twice" * plan.recompute
+    more = ", unaligned head and tail" * plan.unaligned + ", exp twice" * plan.recompute
     registers = f", {plan.max_registers} registers" if plan.max_registers else ""
     return f"{plan.regime}: {ctas}{rows}{chunks}{more}{registers}; {plan.why}"

@@ -13,7 +13,7 @@ from .config_tables import (
     TWO_PASS_WARPS,
     KernelConfig,
 )
-from .softmax import plan, resident_plan, steps_plan, warp_plan
+from .softmax import geometry, plan, resident_plan, steps_plan, warp_plan
 from .types import Device, Plan, Problem
 
 
@@ -29,10 +29,12 @@ def plan_masked(problem: Problem, device: Device, masked: bool) -> Plan:
         chosen = _rows_of_warps(chosen, chunks, chosen.num_warps, device)
         if chunks in MASKED_NARROW_ROWS and chosen.vec == problem.full_vec:
             chosen = replace(chosen, num_warps=1, rows=MASKED_NARROW_ROWS[chunks])
+    in_vectors = geometry(problem)[0] == problem.full_vec
     for config in MASKED["backward" if problem.backward else "masked" if masked else "unmasked"]:
         if chosen is None and problem.n_cols * problem.itemsize <= config.max_cols * 2:
-            chosen = resident_plan(problem, device, config if config.rows == 1 else replace(config, num_warps=1))
-            if chosen is not None and config.rows > 1:
+            by_warps = config.rows > 1 and in_vectors
+            chosen = resident_plan(problem, device, replace(config, num_warps=1) if by_warps else config)
+            if chosen is not None and by_warps:
                 chosen = _rows_of_warps(chosen, chosen.chunks, config.num_warps, device)
     if chosen is None:
         # these kernels stage nothing in shared memory, so long rows get more warps
