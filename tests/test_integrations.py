@@ -237,3 +237,31 @@ def test_apply_to_raises_where_the_forward_has_another_signature(llama, monkeypa
     monkeypatch.setattr(type(llama), "forward", forward)
     with pytest.raises(RuntimeError, match=r"has no logits_to_keep, \*\*kwargs in transformers .* knows versions 5"):
         integrations.apply_to(llama)
+
+
+def test_apply_to_sees_what_comes_before_and_after_it(llama):
+    ids = torch.randint(3, 67, (2, 6))
+    prepared = copy.deepcopy(llama)
+    prepared.forward = prepared.forward
+    with pytest.raises(RuntimeError, match="prepare"):
+        integrations.apply_to(prepared)
+    seen = copy.deepcopy(llama)
+    seen.lm_head.register_full_backward_hook(lambda *given: None)
+    with pytest.raises(RuntimeError, match="hooks"):
+        integrations.apply_to(seen)
+    later = copy.deepcopy(llama)
+    applied = integrations.apply_to(later)
+    later.lm_head.register_forward_hook(lambda *given: None)
+    with pytest.raises(RuntimeError, match="hooks"):
+        later(input_ids=ids, labels=ids)
+    later.forward = later.forward
+    with pytest.raises(ValueError, match="the user's own"), applied:
+        raise ValueError("the user's own")
+
+
+def test_undo_says_what_it_could_not_restore(package):
+    replaced = Replaced("planted", "1.0 to 1.2", [Name("planted", "f", ("a", "b"), ours)])
+    package.f = sys.modules["planted.user"].f = lambda a, b: "another's"
+    with pytest.raises(RuntimeError, match="something else replaced it"):
+        replaced.undo()
+    assert package.f(1, 2) == "another's"

@@ -118,7 +118,7 @@ NAMES = {
         "(model: 'Any', *, logits_in_eval: 'bool' = True, chunk_rows: 'int | None' = None, accumulate: 'str' = "
         "'float32', logits_dtype: 'torch.dtype | None' = None) -> 'AppliedLoss'"
     ),
-    "integrations.AppliedLoss": "(model: 'Any', before: 'Any', function: 'Any', text: 'str')",
+    "integrations.AppliedLoss": "(model: 'Any', function: 'Any', text: 'str')",
     "parallel.cross_entropy": (
         "(local_logits: 'Tensor', target: 'Tensor', weight: 'Tensor | None' = None, *, group: 'Any' = None, "
         "vocab_start: 'int | None' = None, vocab_size: 'int | None' = None, ignore_index: 'int' = -100, "

@@ -228,10 +228,18 @@ def test_lessons_are_listed():
         ("explain 4x128", "typer", "fused-softmax needs typer", "cli"),
         ("report", "rich", "needs rich", "cli"),
         ("lesson 5", "typer rich numpy", "fused-softmax lesson needs typer, rich, numpy", "bench"),
-        ("lesson 5", "typer rich", "needs typer, rich", "cli"),
-        ("lesson 5", "numpy", "fused-softmax lesson needs numpy", "bench"),
-        ("bench --widths 4 --rows 2", "typer rich safetensors numpy", "needs typer, rich, safetensors, numpy", "bench"),
-        ("verify", "safetensors", "fused-softmax verify needs safetensors", "bench"),
+        pytest.param("lesson 5", "typer rich", "needs typer, rich", "cli", marks=pytest.mark.extended),
+        pytest.param("lesson 5", "numpy", "fused-softmax lesson needs numpy", "bench", marks=pytest.mark.extended),
+        pytest.param(
+            "bench --widths 4 --rows 2",
+            "typer rich safetensors numpy",
+            "needs typer, rich, safetensors, numpy",
+            "bench",
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
+            "verify", "safetensors", "fused-softmax verify needs safetensors", "bench", marks=pytest.mark.extended
+        ),
     ],
 )
 def test_without_an_extra_the_command_names_what_is_missing(

@@ -280,3 +280,101 @@ def test_arguments(monkeypatch):
 
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         one(twice)
+
+
+# --- corners that a reader found --------------------------------------------------------------------------------------
+
+
+def shared(call, ranks, monkeypatch):
+    """call(where, rank) on simulated ranks, whose results are equal; that of the first."""
+    found = simulated(lambda group: call(dict(group=group), group.rank()), ranks, monkeypatch)
+    assert all(torch.equal(found[0], other) for other in found)
+    return found[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"z_loss": 0.1}])
+def test_smoothing_where_a_rank_has_no_columns(options, monkeypatch):
+    x, target = torch.randn(4, 10), torch.randint(0, 10, (4,))
+    options = dict(options, label_smoothing=0.1)
+
+    def call(where, rank):
+        local = x if rank == 0 else x[:, :0]
+        return parallel.cross_entropy(local, target, vocab_start=10 * rank, vocab_size=10, **where, **options)
+
+    torch.testing.assert_close(shared(call, 2, monkeypatch), fs.cross_entropy(x, target, **options))
+
+
+def test_an_entropy_of_shards_far_apart(monkeypatch):
+    x = torch.full((1, 10), -3.4e38)
+    x[0, 5:] = 3e38
+
+    def call(where, rank):
+        ids = torch.zeros(1, dtype=torch.int64)
+        return parallel.token_logprobs(x[:, 5 * rank : 5 * rank + 5], ids, return_entropy=True, **where).entropy
+
+    torch.testing.assert_close(shared(call, 2, monkeypatch), torch.tensor([5.0]).log())
+
+
+def test_rows_that_share_memory_are_not_overwritten(monkeypatch):
+    memory, target = torch.randn(50), torch.randint(0, 40, (3,))
+
+    def gradient(inplace):
+        def call(where, rank):
+            x = memory.clone().as_strided((3, 40), (2, 1)).requires_grad_()
+            parallel.cross_entropy(x, target, inplace_backward=inplace, **where).backward()
+            return x.grad
+
+        return simulated(lambda group: call(dict(group=group), 0), 1, monkeypatch)[0]
+
+    torch.testing.assert_close(gradient(True), gradient(False))
+
+
+def test_a_fake_call_leaves_nothing_behind():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from fused_softmax.parallel.agreement import constant, header_tensor
+
+    for _ in range(2):
+        with FakeTensorMode():
+            like = torch.empty(0)
+            fakes = constant(0.375, like), header_tensor([1, 2, 375], like)
+        like = torch.empty(0)
+        made = constant(0.375, like), header_tensor([1, 2, 375], like)
+        assert all(type(t) is not torch.Tensor for t in fakes) and all(type(t) is torch.Tensor for t in made)
+
+
+def test_a_row_has_the_bits_that_it_has_alone(monkeypatch):
+    x, ids = torch.randn(300, 64), torch.zeros(300, dtype=torch.int64)
+
+    def of(rows):
+        def call(where, rank):
+            with fs.batch_invariant():
+                found = parallel.token_logprobs(x[rows], ids[rows], return_entropy=True, **where)
+            return torch.stack((found.logprobs, found.entropy))
+
+        return shared(call, 1, monkeypatch)
+
+    whole = of(slice(None))
+    assert all(torch.equal(of(slice(i, i + 1))[:, 0], whole[:, i]) for i in range(0, 300, 20))
+
+
+def test_what_is_returned_is_not_what_is_kept(monkeypatch):
+    def call(where, rank):
+        x = torch.randn(3, 8, requires_grad=True)
+        found = parallel.token_logprobs(x, torch.zeros(3, dtype=torch.int64), return_entropy=True, **where)
+        loss = found.entropy.sum()
+        with torch.no_grad():
+            found.entropy.mul_(2)
+        loss.backward()
+        return x.grad
+
+    assert shared(call, 1, monkeypatch).isfinite().all()
+
+
+def test_class_probabilities_and_dtensors_are_refused(monkeypatch):
+    def call(where, rank):
+        with pytest.raises(NotImplementedError, match="class probabilities"):
+            parallel.cross_entropy(torch.randn(2, 8), torch.rand(2), **where)
+        return torch.zeros(1)
+
+    shared(call, 1, monkeypatch)

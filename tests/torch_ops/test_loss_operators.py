@@ -416,7 +416,7 @@ def test_on_a_cpu_without_the_interpreter_inductor_fuses_the_formulas():
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("marked", [pytest.param(True, marks=pytest.mark.extended), False])
 @pytest.mark.parametrize("backend", BACKENDS)
 @each
 def test_one_graph_serves_every_width(name, backend, marked):

@@ -2,7 +2,7 @@
 
 A function has the name and signature of what it stands for. `apply_to` and the `patch_*` functions put it in place, say
 what they did, and can be undone. They check the names and signatures that they replace, and raise where these have
-changed. Nothing of another package is imported before one of them is called. docs/recipes.md shows each.
+changed. Nothing of another package is imported before one of them is called. docs/programs.md shows each.
 """
 
 from .causal_lm import AppliedLoss, apply_to

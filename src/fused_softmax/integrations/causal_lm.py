@@ -1,8 +1,8 @@
 """apply_to: linear_cross_entropy in the place of lm_head and loss of a causal language model of transformers.
 
 In training, the model's forward runs the model below lm_head and hands its hidden states, with lm_head's own weight, to
-linear_cross_entropy: the logits are never held. Calls without labels, generation among them, run the forward that was
-there before. What is not as this file expects it raises before anything is changed.
+linear_cross_entropy: the logits are never held. Calls without labels, generation among them, run the model's own
+forward. What is not as this file expects it raises before anything is changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch.torch_private import has_forward_hooks
+from ..launch.torch_private import has_hooks
 from ..linear_losses import linear_cross_entropy_over
 from ..torch_ops.arguments import denominator_of
 from .replacing import TRANSFORMERS, installed
@@ -43,8 +43,8 @@ _logger = logging.getLogger("fused_softmax")
 class AppliedLoss:
     """What `apply_to` did to a model. `undo()` restores it, as the end of a `with` block does."""
 
-    def __init__(self, model: Any, before: Any, function: Any, text: str):
-        self.model, self._before, self._function, self._text = model, before, function, text
+    def __init__(self, model: Any, function: Any, text: str):
+        self.model, self._function, self._text = model, function, text
 
     def undo(self) -> None:
         """Restore the model's forward.
@@ -52,21 +52,22 @@ class AppliedLoss:
         Raises:
             RuntimeError: It was restored already, or something else replaced the forward since.
         """
-        ours = self.model.__dict__.get("forward")
-        if getattr(ours, "__func__", None) is not self._function:
+        if not self._is_ours():
             raise RuntimeError(
                 "AppliedLoss.undo(): the model's forward is not the one that apply_to() installed: it was undone "
-                "already, or something else replaced it since; undo that first"
+                "already, or something else replaced it since, as accelerate's prepare() does; undo that first"
             )
         del self.model.forward
-        if self._before is not None:
-            self.model.forward = self._before
+
+    def _is_ours(self) -> bool:
+        return getattr(self.model.__dict__.get("forward"), "__func__", None) is self._function
 
     def __enter__(self) -> AppliedLoss:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.undo()
+        if exception[0] is None or self._is_ours():
+            self.undo()
 
     def __repr__(self) -> str:
         return self._text
@@ -102,7 +103,7 @@ def apply_to(
         NotImplementedError: The family is not known, or its loss is not transformers' ForCausalLMLoss.
         TypeError: lm_head is not a plain Linear: it is quantized, or an adapter wraps it.
         RuntimeError: Another version of transformers has another forward, the loss is applied already, or lm_head has
-            hooks, which would not run.
+            hooks, which would not run, or the model's forward was replaced before.
 
     Source: https://huggingface.co/docs/transformers/model_doc/llama
     """
@@ -113,11 +114,10 @@ def apply_to(
     head = _expect_head(model)
     softcap = getattr(config, "final_logit_softcapping", None)
     options = dict(softcap=softcap, chunk_rows=chunk_rows, accumulate=accumulate, logits_dtype=logits_dtype)
-    before = model.__dict__.get("forward")
-    function = _forward_of(model, before, logits_in_eval, options)
+    function = _forward_of(model, logits_in_eval, options)
     # a method, so that a copy of the model calls the copy
     model.forward = types.MethodType(function, model)
-    applied = AppliedLoss(model, before, function, _told(model, config, head, softcap, logits_in_eval))
+    applied = AppliedLoss(model, function, _told(model, config, head, softcap, logits_in_eval))
     _logger.info("%s", applied)
     return applied
 
@@ -143,6 +143,11 @@ def _expect_family(model: Any, config: Any) -> None:
 def _expect_forward(model: Any) -> None:
     if getattr(model.__dict__.get("forward"), "fused_softmax", False):
         raise RuntimeError("apply_to(): it was applied to this model already; undo() that first")
+    if "forward" in model.__dict__:
+        raise RuntimeError(
+            "apply_to(): something else replaced this model's forward, as accelerate's prepare() and device_map do. It "
+            "would not run in training; call apply_to() before that"
+        )
     parameters = inspect.signature(type(model).forward).parameters
     wanted = {"labels", "logits_to_keep"} - set(parameters)
     takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -163,7 +168,7 @@ def _expect_head(model: Any) -> torch.nn.Linear:
             f"apply_to(): lm_head is a {type(head).__name__}, not a plain torch.nn.Linear: its weight alone may not "
             "make the logits; merge or remove the adapter, or dequantize the layer"
         )
-    if has_forward_hooks(head) or hasattr(head, "_hf_hook"):
+    if has_hooks(head) or hasattr(head, "_hf_hook"):
         raise RuntimeError("apply_to(): lm_head has forward hooks, which would not run; remove them first")
     return head
 
@@ -183,7 +188,7 @@ def _told(model: Any, config: Any, head: torch.nn.Linear, softcap: float | None,
     )
 
 
-def _forward_of(model: Any, before: Any, logits_in_eval: bool, options: dict[str, Any]) -> Any:
+def _forward_of(model: Any, logits_in_eval: bool, options: dict[str, Any]) -> Any:
     """The forward that apply_to installs; it holds no model, so a copied model calls itself."""
     original = type(model).forward
     names = [*inspect.signature(original).parameters][1:]
@@ -191,11 +196,11 @@ def _forward_of(model: Any, before: Any, logits_in_eval: bool, options: dict[str
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False), **kwargs)
-        labels, shifted = given.get("labels"), given.get("shift_labels")
+        labels = given.get("labels")
         kept = given.get("logits_to_keep", 0)
-        plain = (labels is None and shifted is None) or not (type(kept) is int and kept == 0)
+        plain = labels is None or not (type(kept) is int and kept == 0)
         if plain or (logits_in_eval and not self.training):
-            return original(self, *args, **kwargs) if before is None else before(*args, **kwargs)
+            return original(self, *args, **kwargs)
         return _loss_of_hidden_states(self, given, options)
 
     forward.fused_softmax = True  # type: ignore[attr-defined]
@@ -205,6 +210,9 @@ def _forward_of(model: Any, before: Any, logits_in_eval: bool, options: dict[str
 def _loss_of_hidden_states(model: Any, given: dict[str, Any], options: dict[str, Any]) -> Any:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
+    head = model.get_output_embeddings()
+    if type(head) is torch.nn.Linear or not isinstance(head, torch.nn.Linear):  # fully_shard makes a subclass
+        _expect_head(model)  # an adapter or a hook may have come since
     labels, as_dict = given.pop("labels", None), given.pop("return_dict", None)
     given.pop("logits_to_keep", None)
     shifted, n_items, ignore_index = (given.pop(name, None) for name in _OF_THE_LOSS)
@@ -214,7 +222,6 @@ def _loss_of_hidden_states(model: Any, given: dict[str, Any], options: dict[str,
     if shifted is None:
         # the labels are shifted, not the hidden states, which would have to be copied
         shifted = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    head = model.get_output_embeddings()
     hidden = hidden.to(head.weight.device)
     loss: Tensor = linear_cross_entropy_over(
         denominator_of(n_items, hidden), hidden.reshape(-1, hidden.shape[-1]), head.weight,

@@ -38,4 +38,4 @@ def causal_lm_loss(outputs: Any, labels: Tensor, num_items_in_batch: int | Tenso
     following = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
     denominator = denominator_of(num_items_in_batch, logits)
     target = following.reshape(-1).to(logits.device)
-    return cross_entropy_over(denominator, logits.view(-1, logits.shape[-1]), target)
+    return cross_entropy_over(denominator, logits.reshape(-1, logits.shape[-1]), target)

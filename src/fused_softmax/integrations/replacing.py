@@ -92,14 +92,22 @@ class Replaced:
         if self._done:
             raise RuntimeError(f"what was replaced in {self._package} was restored already")
         self._done = True
-        for name, theirs in self._names:
-            self._swap(name.name, name.ours, theirs)
+        lost = [name.name for name, theirs in self._names if not self._swap(name.name, name.ours, theirs)]
+        if lost:
+            raise RuntimeError(
+                f"{', '.join(lost)} in {self._package}: something else replaced it since, and it is left as it is; "
+                "undo what came last first"
+            )
 
     def __enter__(self) -> Replaced:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.undo()
+        try:
+            self.undo()
+        except RuntimeError:
+            if exception[0] is None:
+                raise
 
     def __repr__(self) -> str:
         told = "; ".join(

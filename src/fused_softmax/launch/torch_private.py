@@ -221,6 +221,10 @@ def _group_named(name: str) -> Any:
     raise RuntimeError(f"there is no process group {name!r}")
 
 
-def has_forward_hooks(module: torch.nn.Module) -> bool:
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
     """Whether a module has hooks that its call runs and its parameters alone do not; in torch 2.4 to 2.15."""
-    return bool(getattr(module, "_forward_hooks", None) or getattr(module, "_forward_pre_hooks", None))
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name, None) for name in names)

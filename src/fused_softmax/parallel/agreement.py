@@ -61,7 +61,7 @@ WORDS = 2 + 1 + len(Call._fields)
 
 
 def _bits(number: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+    return int(struct.unpack("<q", struct.pack("<d", number + 0.0))[0])  # -0.0 as 0.0
 
 
 def _number(bits: int) -> float:
@@ -127,12 +127,14 @@ def _named(ranks: list[int]) -> str:
 _made = Cache()
 
 
-def header_tensor(words: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The words' bits as numbers of `dtype` (float32 or float64) on the device; made once for equal words."""
-    key = (tuple(words), dtype, device)
-    found = _made.get(key)
+def header_tensor(words: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """The words' bits as numbers of like's dtype (float32 or float64) on its device; made once for equal words."""
+    key = (tuple(words), like.dtype, like.device)
+    found = _made.get(key) if type(like) is torch.Tensor else None
     if found is None:
-        found = _made.remember(key, torch.tensor(words, dtype=torch.int64).view(dtype).to(device))
+        found = torch.tensor(words, dtype=torch.int64).view(like.dtype).to(like.device)
+        if type(found) is torch.Tensor:  # not a mode's stand-in
+            _made.remember(key, found)
     return found
 
 
@@ -143,7 +145,8 @@ def words_of(headers: torch.Tensor) -> list[list[int]]:
 
 def constant(value: float, like: torch.Tensor) -> torch.Tensor:
     """One number as a tensor [1] of like's dtype and device, never written; made once outside of traces."""
-    if torch.compiler.is_compiling() or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+    plain = type(like) is torch.Tensor and not torch.compiler.is_compiling()
+    if not plain or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
         return like.new_full((1,), value)
     key = (value, like.dtype, like.device)
     found = _made.get(key)

@@ -23,6 +23,7 @@ from ..torch_ops.arguments import (
     softcap_of,
 )
 from ..torch_ops.decompositions import OVERWRITTEN, result_dtype
+from ..torch_ops.linear_arguments import expect_local
 from .agreement import call_of_loss, constant
 from .exchange import gather
 from .gradients import buffer, loss_gradient
@@ -80,7 +81,10 @@ def cross_entropy(
     expect_tensors(name, local_logits=local_logits, target=target)
     if weight is not None:
         expect_tensors(name, weight=weight)
+    expect_local(name, local_logits=local_logits, target=target, weight=weight)
     expect_floating(name, "local_logits", local_logits)
+    if target.is_floating_point():
+        raise NotImplementedError(f"{name}(): class probabilities are not supported; target must hold class indices")
     if local_logits.dim() == 0:
         raise ValueError(f"{name}(): local_logits must be (..., width), not a tensor of no dimensions")
     options = loss_options(name, ignore_index, reduction, label_smoothing, softcap, z_loss)
@@ -115,7 +119,8 @@ class CrossEntropy(torch.autograd.Function):
         loss, total = loss_of(merged, z.sum(0), of_target, spreads, sums, counts, options, shard.size)
         weight_sum = sums.flatten().sum() if weight is not None and options.label_smoothing else None
         ctx.save_for_backward(x, ids, counts, weight, merged.moments, of_target, total, weight_sum)
-        ctx.described = shard, options, inplace
+        # rows that share memory cannot be overwritten
+        ctx.described = shard, options, inplace and (x.shape[0] == 1 or x.stride(0) >= x.shape[1])
         ctx.unread = [True]  # popped by the backward that overwrites the logits
         return loss
 

@@ -139,6 +139,11 @@ def _cross_entropy(parallel_op: Op) -> Op:
                 spread = [Shard(0) if i == layout.held else Replicate() for i in range(layout.mesh.ndim)]
                 weight = weight.redistribute(layout.mesh, spread).to_local()
             elif weight is not None:
+                if weight.shape != (where["vocab_size"],):
+                    raise RuntimeError(
+                        f"cross_entropy(): weight {tuple(weight.shape)} must have one number for each of the "
+                        f"{where['vocab_size']} classes"
+                    )
                 start = -(-where["vocab_size"] // where["group"].size()) * where["group"].rank()
                 weight = weight[start : start + local.shape[-1]]
             loss = parallel_op(local, at, weight, **options, **where)

@@ -14,6 +14,7 @@ from ..launch.cache import Cache
 from ..launch.torch_private import all_gather_into_tensor, all_reduce, wait_tensor
 from ..torch_ops.library import define
 from .agreement import WORDS, Call, expect_agreement, header_tensor, words_of
+from .merge import added
 from .shards import Shard
 
 _COMMON = WORDS - 2  # words that must be equal on all ranks
@@ -21,7 +22,7 @@ _agreed = Cache()
 
 
 def _header(like: Tensor, words: list[int]) -> Tensor:
-    return header_tensor(words, like.dtype, like.device).clone()
+    return header_tensor(words, like).clone()
 
 
 header = define(
@@ -42,9 +43,9 @@ def gather(pieces: Sequence[Tensor], call: Call, shard: Shard, check: bool) -> t
     like = pieces[0]
     if check:
         counted = call._replace(n_rows=like.shape[1]).words(shard.start, shard.width)
-        expect_agreement(words_of(_all_gather(header_tensor(counted, like.dtype, like.device), shard)))
+        expect_agreement(words_of(_all_gather(header_tensor(counted, like), shard)))
     compiling = torch.compiler.is_compiling()
-    head = header(like, words) if compiling else header_tensor(words, like.dtype, like.device)
+    head = header(like, words) if compiling else header_tensor(words, like)
     flat = _all_gather(torch.cat([head, *(p.reshape(-1) for p in pieces)]), shard)
     sizes = [head.numel(), *(p.numel() for p in pieces)]
     headers, *parts = flat.split(sizes, 1)
@@ -75,4 +76,4 @@ def sum_over_ranks(t: Tensor, shard: Shard) -> Tensor:
 
 def sum_of_segments(t: Tensor, shard: Shard) -> Tensor:
     """The sum of (segments, n) of all ranks, added in the vocabulary's order; one all_gather."""
-    return _all_gather(t.reshape(-1), shard).reshape(-1, t.shape[1]).sum(0)
+    return added(_all_gather(t.reshape(-1), shard).reshape(-1, t.shape[1]))

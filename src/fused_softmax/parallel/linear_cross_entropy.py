@@ -79,7 +79,7 @@ def linear_cross_entropy(
     flat, weight, _ = expect_targets(name, target, weight, input, width, options)
     options = options._replace(softcap=softcap_of(options.softcap, how.logits))
     # a product's bits depend on its shape
-    shard = shard_of("linear_cross_entropy", width, group, vocab_start, vocab_size)._replace(segments=1)
+    shard = shard_of("linear_cross_entropy", width, group, vocab_start, vocab_size, segmented=False)
     if not width:
         raise ValueError(f"{name}(): rank {shard.rank} has no rows of the weight; give every rank at least one")
     if flat.device.type == "cpu":

@@ -61,8 +61,10 @@ def targets_of(target: Tensor, ignore_index: int, start: int, size: int, zero: T
     """
     counts = target != ignore_index
     at = torch.where(counts, target, 0)
-    if target.is_cuda and size:
-        zero.expand(size).gather(0, at)
+    if size and (target.is_cuda or torch.compiler.is_compiling()):
+        found = zero.expand(size).gather(0, at)
+        if torch.compiler.is_compiling():  # which drops what nothing uses
+            at = at + found.to(at.dtype)
     return Targets((at - start).unsqueeze(1), counts)
 
 

@@ -1,4 +1,4 @@
-"""What the shards' numbers say of whole rows, in O(rows). Nothing here reads logits or talks to other ranks.
+"""Merge the shards' numbers into those of whole rows, in O(rows). Nothing here reads logits or talks to other ranks.
 
     M = max(m_r);  S = sum(s_r*exp(m_r - M));  lse = M + log(S);  log p_t = (z_t - M) - log(S)
 
@@ -8,6 +8,7 @@ they have the same bits. Within batch_invariant() the shards are the row's 8 seg
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ def merge(moments: Tensor, disagrees: Tensor | None, *, infinite: bool = False) 
     m, s = moments[..., 0], moments[..., 1]
     row_max = m.amax(0)
     difference = m - row_max
-    row_sum = (s * difference.exp()).sum(0)
+    row_sum = added(s * difference.exp())
     if disagrees is not None:
         row_sum = torch.where(disagrees, float("nan"), row_sum)
     if not infinite:
@@ -59,6 +60,11 @@ def in_order(t: Tensor) -> Tensor:
     """
     t = t.flatten(0, 1)
     return t.contiguous() if t.shape[0] == SEGMENTS else t
+
+
+def added(t: Tensor) -> Tensor:
+    """The sum over the shards, (shards, ...). The 8 segments are added one by one, whatever the number of rows."""
+    return functools.reduce(torch.add, t.unbind(0)) if t.shape[0] == SEGMENTS else t.sum(0)
 
 
 def log_probability(rows: Rows, z: Tensor) -> Tensor:
@@ -78,17 +84,18 @@ def entropy(rows: Rows, entropies: Tensor) -> Tensor:
     q_r is a shard's share of the row. A shard of -inf only has none of it.
     """
     log_q = rows.difference + (rows.shard_sum.log() - rows.log_sum)
+    log_q = log_q.clamp(min=torch.finfo(log_q.dtype).min)  # a share of 0 times -inf is NaN
     terms = log_q.exp() * (in_order(entropies) - log_q)
     # 0/0: a row of -inf only has none, and a row with +inf neither
-    return torch.where(rows.shard_sum == 0.0, 0.0, terms).sum(0) + (0.0 * rows.row_sum) / rows.row_sum
+    return added(torch.where(rows.shard_sum == 0.0, 0.0, terms)) + (0.0 * rows.row_sum) / rows.row_sum
 
 
 def spread(rows: Rows, spreads: Tensor, weights: Tensor) -> Tensor:
     """sum(w*(lse - z)) over all columns, which label smoothing takes.
 
-    spreads: (ranks, segments, n_rows), each shard's sum of w*(lse_r - z); weights: (ranks, segments), its sum of w.
+    spreads: (ranks, segments, n_rows), each shard's sum of w*(lse_r - z), infinite where all its logits are -inf and 0
+    where it has no columns; weights: (ranks, segments), its sum of w.
     """
     above = rows.log_sum - (rows.difference + rows.shard_sum.log())  # lse - lse_r
-    terms = in_order(spreads) + in_order(weights).unsqueeze(1) * above
-    # a shard of -inf only has no logsumexp: each of its terms is infinite
-    return torch.where(rows.shard_sum == 0.0, float("inf"), terms).sum(0)
+    own = in_order(spreads)
+    return added(torch.where(rows.shard_sum == 0.0, own, own + in_order(weights).unsqueeze(1) * above))

@@ -15,6 +15,7 @@ from ..launch.layout import rows_of
 from ..launch.row_statistics import check_ids
 from ..torch_ops.arguments import expect_flag, expect_floating, expect_tensors, other_device_error
 from ..torch_ops.decompositions import least_positive
+from ..torch_ops.linear_arguments import expect_local
 from ..torch_ops.temperature import scale_of
 from ..torch_ops.token_statistics import TokenStatistics
 from . import rows
@@ -116,6 +117,7 @@ def _rows_and_shard(
 ) -> tuple[Tensor, Shard]:
     name = f"parallel.{function}"
     expect_tensors(name, local_logits=x)
+    expect_local(name, local_logits=x)
     expect_floating(name, "local_logits", x)
     expect_flag(name, "check", check)
     if x.dim() == 0:
@@ -156,7 +158,7 @@ class RowStatistics(torch.autograd.Function):
         ctx.described = shard, number
         ctx.set_materialize_grads(False)
         nothing = lse.new_zeros(0)
-        return nothing if picked is None else picked, nothing.clone() if of_all is None else of_all, lse
+        return nothing if picked is None else picked, nothing.clone() if of_all is None else of_all.clone(), lse
 
     @staticmethod
     def backward(

@@ -150,6 +150,8 @@ def read_loss(
             found, extra = statistics(x[:, columns], 1.0, False, shard.invariant)
         else:
             found, extra = smoothed(x[:, columns], how, shard.invariant)
+            if options.label_smoothing:  # -inf only: each term is infinite. No columns: there are no terms
+                extra = torch.where(found[:, 1] == 0.0, float("inf") if shard.width else 0.0, extra)
         moments.append(found)
         spreads.append(extra if options.label_smoothing else found[:, 0])
     z = picked(x, ids, 1.0, options.softcap, moments[0]).squeeze(1)

@@ -61,11 +61,14 @@ def process_group(function: str, group: Any) -> Any:
     return group
 
 
-def shard_of(function: str, width: int, group: Any, vocab_start: Any, vocab_size: Any) -> Shard:
+def shard_of(
+    function: str, width: int, group: Any, vocab_start: Any, vocab_size: Any, *, segmented: bool = True
+) -> Shard:
     """The shard of this rank, whose local tensor has `width` columns.
 
     Without vocab_start the shards lie in rank order: all of `width` columns where vocab_size is not given either, else
-    as torch.chunk and DTensor cut vocab_size columns. ValueError for columns that do not fit.
+    as torch.chunk and DTensor cut vocab_size columns. segmented: whether the op has equal bits within
+    batch_invariant(). ValueError for columns that do not fit.
     """
     group = process_group(function, group)
     rank, ranks = group.rank(), group.size()
@@ -90,7 +93,7 @@ def shard_of(function: str, width: int, group: Any, vocab_start: Any, vocab_size
         )
     # torch.compile cannot trace a look-up in the context: a compiled call within it is an error of its operators
     invariant = not torch.compiler.is_compiling() and is_batch_invariant()
-    segments = _segments(function, start, width, size) if invariant else 1
+    segments = _segments(function, start, width, size) if invariant and segmented else 1
     return Shard(group.group_name, rank, ranks, start, width, size, segments, invariant)
 
 

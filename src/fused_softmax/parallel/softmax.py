@@ -17,6 +17,7 @@ from torch import Tensor
 from ..launch.layout import rows_of
 from ..torch_ops.arguments import expect_flag, expect_floating, expect_tensors
 from ..torch_ops.decompositions import widened
+from ..torch_ops.linear_arguments import expect_local
 from ..torch_ops.route import supports_fused_cast
 from . import rows
 from .agreement import Call, constant
@@ -69,6 +70,7 @@ def _softmax(
 ) -> Tensor:
     name = f"parallel.{function}"
     expect_tensors(name, local_logits=x)
+    expect_local(name, local_logits=x)
     if dtype is not None and not supports_fused_cast(x.dtype, dtype):
         x = x.to(dtype)
     expect_floating(name, "local_logits", x)

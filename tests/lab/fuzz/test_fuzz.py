@@ -423,6 +423,7 @@ def test_a_kind_is_made_smaller_once_after_the_record_is_written(monkeypatch, tm
     assert all(" wrong: softmax, function, " in line for line in counts)
 
 
+@pytest.mark.extended
 @interpreted
 def test_a_run_of_seconds_ends_in_time_and_a_terminated_one_says_what_it_had(tmp_path):
     file, text = tmp_path / "fuzz.json", [sys.executable, "-m", "fused_softmax", "fuzz", "--workers", "2"]
