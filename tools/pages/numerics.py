@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from fused_softmax.lab.accuracy import record
@@ -19,7 +20,10 @@ def tables(root: Path) -> dict[str, str]:
         return {"accuracy": f"No run is recorded yet: `fused-softmax accuracy --record {RECORD.as_posix()}` on a GPU."}
     head, rows = found
     lines = [f"- {line}" for line in notes(head, rows)]
-    lines.append(f"- kernel sources {head['kernel_hash'][:12]}; made by `{head['command']}`")
+    command = re.sub(
+        r" --(out|record)[ =]\S+", "", head["command"]
+    )  # without the folders of the machine that it ran on
+    lines.append(f"- kernel sources {head['kernel_hash'][:12]}; made by `{command}`")
     return {"accuracy": "\n\n".join([_markdown(by_width(rows)), _markdown(by_kind(rows)), "\n".join(lines)])}
 
 

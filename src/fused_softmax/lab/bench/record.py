@@ -147,7 +147,8 @@ def header(device: torch.device, interpreted: bool) -> Header:
         # of the measured package; whoever names a commit states whether the copy is unchanged
         dirty=changed,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        command="fused-softmax " + " ".join(sys.argv[1:]),
+        # where a run put its files says nothing of the run, and names a machine's folders
+        command="fused-softmax " + re.sub(r" ?--(out|record)[ =]\S+", "", " ".join(sys.argv[1:])),
         interpreted=interpreted,
         cpu=_cpu(),
     )
