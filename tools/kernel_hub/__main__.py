@@ -25,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parents[1] / "src" / "fused_softmax"
 NAME = "fused-softmax"
 BACKENDS = ("cuda", "cpu")
+IMPORTED = "from . import nn, parallel\n"  # of the package's __init__
 # what a kernel repository does without
 LEFT_OUT = {"lab", "integrations", "adapters.py", "__main__.py"}
 
@@ -37,7 +38,7 @@ def sources() -> dict[str, str]:
         if path.parts[0] not in LEFT_OUT:
             found[str(path)] = file.read_text()
     found["layers.py"] = (HERE / "layers.py").read_text()
-    found["__init__.py"] = found["__init__.py"].replace("from . import nn\n", "from . import layers, nn\n")
+    found["__init__.py"] = found["__init__.py"].replace(IMPORTED, IMPORTED.replace("nn", "layers, nn"))
     return found
 
 
@@ -57,7 +58,8 @@ def write(out: Path) -> list[Path]:
     files = sources()
     if wrong := absolute_imports(files):
         raise SystemExit(f"absolute imports of {PACKAGE.name}: {', '.join(wrong)}")
-    assert "from . import layers, nn\n" in files["__init__.py"]
+    if "layers" not in files["__init__.py"]:
+        raise SystemExit(f"the package's __init__ has no line {IMPORTED!r} to put the layers next to")
     digest = hashlib.sha256("".join(f"{path}\0{text}\0" for path, text in files.items()).encode()).hexdigest()[:10]
     folders = []
     for backend in BACKENDS:

@@ -76,8 +76,7 @@ def token_logprobs(
     Returns:
         As `fused_softmax.token_logprobs`, the same on every rank. An id outside the vocabulary gives NaN on a GPU.
 
-    Raises:
-        As `parallel.cross_entropy` and `fused_softmax.token_logprobs`.
+    Raises: as `parallel.cross_entropy` and `fused_softmax.token_logprobs`.
     """
     name = "parallel.token_logprobs"
     expect_tensors(name, local_logits=local_logits, token_ids=token_ids)
