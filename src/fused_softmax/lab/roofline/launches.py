@@ -70,7 +70,7 @@ def op_launch(op: str, n_cols: int, dtype: str, device: Device) -> Launch:
         return row_launch(
             row_op(op), rows, (number, number, number, ids[:, None], number, number), (1, 1.0), flags, plan, device
         )
-    flags = (("MASK", 0), ("MASK_COLS", 0), ("MASK_VEC", 1), ("CAUSAL", True), ("ZERO", False))
+    flags = (("MASK", 0), ("MASK_COLS", 0), ("MASK_VEC", 1), ("MASK_ROWS", 0), ("CAUSAL", True), ("ZERO", False))
     return row_launch(row_op(op), rows, (rows[0],), (), flags, plan, device)
 
 
