@@ -137,7 +137,7 @@ BACKWARD_CLUSTER = {
         KernelConfig(10240, 1, 8, True),
         KernelConfig(12288, 2, 4, True),
         KernelConfig(24576, 2, 8, True),
-        KernelConfig(32768, 4, 4, True, max_registers=96, unaligned_registers=96),
+        KernelConfig(32768, 4, 4, True, max_registers=96),
         KernelConfig(57344, 8, 4, True),
         KernelConfig(65536, 8, 8, True, max_registers=80),
         KernelConfig(114688, 16, 4, True),
