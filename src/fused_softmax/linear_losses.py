@@ -13,6 +13,7 @@ from torch.overrides import handle_torch_function
 from .launch.options import CrossEntropy
 from .torch_ops.arguments import (
     expect_flag,
+    expect_local,
     expect_targets,
     expect_tensors,
     loss_options,
@@ -20,7 +21,7 @@ from .torch_ops.arguments import (
     softcap_of,
     stands_in,
 )
-from .torch_ops.linear_arguments import expect_local, expect_matrix, gathered, settings_of
+from .torch_ops.linear_arguments import expect_matrix, gathered, settings_of
 from .torch_ops.linear_cross_entropy import linear_cross_entropy_of, probabilities_cross_entropy
 from .torch_ops.linear_token_logprobs import linear_token_logprobs_of
 from .torch_ops.temperature import scale_of

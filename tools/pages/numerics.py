@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from fused_softmax.lab.accuracy import record
 from fused_softmax.lab.accuracy.table import by_kind, by_width, notes
+from fused_softmax.lab.bench.record import without_folders
 from fused_softmax.lab.bench.report import Rows
 
 PAGE = Path("docs") / "numerics.md"
@@ -20,10 +20,8 @@ def tables(root: Path) -> dict[str, str]:
         return {"accuracy": f"No run is recorded yet: `fused-softmax accuracy --record {RECORD.as_posix()}` on a GPU."}
     head, rows = found
     lines = [f"- {line}" for line in notes(head, rows)]
-    command = re.sub(
-        r" --(out|record)[ =]\S+", "", head["command"]
-    )  # without the folders of the machine that it ran on
-    lines.append(f"- kernel sources {head['kernel_hash'][:12]}; made by `{command}`")
+    made_by = without_folders(head["command"])
+    lines.append(f"- kernel sources {head['kernel_hash'][:12]}; made by `{made_by}`")
     return {"accuracy": "\n\n".join([_markdown(by_width(rows)), _markdown(by_kind(rows)), "\n".join(lines)])}
 
 

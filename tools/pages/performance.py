@@ -6,7 +6,6 @@ An op without a recorded result has no page, and no op or number stands here by 
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
@@ -15,7 +14,7 @@ from typing import Any
 from fused_softmax.lab.bench import plots
 from fused_softmax.lab.bench.inputs import SHORT
 from fused_softmax.lab.bench.ops import OPS
-from fused_softmax.lab.bench.record import Header, Record, gpu_folder, read_folder
+from fused_softmax.lab.bench.record import Header, Record, gpu_folder, read_folder, without_folders
 from fused_softmax.lab.bench.report import Rows, by_width, ceilings_of, matrix, plural, shape, system_names
 from pages.readme import origins
 
@@ -105,7 +104,7 @@ def markdown(rows: Rows) -> str:
 
 def command(head: Header) -> str:
     """The command of a run, without the folders of the machine that it ran on."""
-    return re.sub(r" --(out|record)[ =]\S+", "", head.command)
+    return without_folders(head.command)
 
 
 def page(op: str, runs: Runs) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..losses import cross_entropy, token_logprobs
-from ..torch_ops.linear_arguments import expect_local
+from ..torch_ops.arguments import expect_local
 from .replacing import TORCHTITAN, VERL, Name, Replaced
 
 

@@ -17,16 +17,16 @@ from ..torch_ops.arguments import (
     LossOptions,
     expect_flag,
     expect_floating,
+    expect_local,
     expect_targets,
     expect_tensors,
     loss_options,
     softcap_of,
 )
 from ..torch_ops.decompositions import OVERWRITTEN, result_dtype
-from ..torch_ops.linear_arguments import expect_local
 from .agreement import call_of_loss, constant
 from .exchange import gather
-from .gradients import buffer, loss_gradient
+from .gradients import buffer, expect_once, loss_gradient
 from .loss import factors_of, loss_of, targets_of
 from .merge import merge
 from .rows import read_loss, weight_sums
@@ -126,8 +126,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError("parallel.cross_entropy(): its gradient cannot be differentiated again")
+        expect_once("cross_entropy")
         x, ids, counts, weight, moments, of_target, total, weight_sum = ctx.saved_tensors
         shard, options, inplace = ctx.described
         inplace = inplace and not torch.compiler.is_compiling()

@@ -31,6 +31,12 @@ from .shards import Shard
 IGNORED = -1  # the target of a row that does not count
 
 
+def expect_once(function: str) -> None:
+    """RuntimeError where a gradient is to be differentiated again."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"parallel.{function}(): its gradient cannot be differentiated again")
+
+
 class Upstream(NamedTuple):
     """The gradients of a row's numbers: of log-probabilities (n_rows, n_picks), of the others (n_rows,)."""
 

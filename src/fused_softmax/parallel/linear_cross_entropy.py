@@ -16,13 +16,21 @@ from torch import Tensor
 
 from ..launch.cross_entropy import check_targets
 from ..launch.linear import FLOAT16_SCALE, Gradients, Needs, Projection, Settings
-from ..torch_ops.arguments import LossOptions, expect_flag, expect_targets, expect_tensors, loss_options, softcap_of
+from ..torch_ops.arguments import (
+    LossOptions,
+    expect_flag,
+    expect_local,
+    expect_targets,
+    expect_tensors,
+    loss_options,
+    softcap_of,
+)
 from ..torch_ops.decompositions import result_dtype
 from ..torch_ops.library import untraced
-from ..torch_ops.linear_arguments import expect_local, expect_matrix, settings_of
+from ..torch_ops.linear_arguments import expect_matrix, settings_of
 from .agreement import call_of_loss, constant
 from .exchange import gather, sum_over_ranks
-from .gradients import loss_gradient
+from .gradients import expect_once, loss_gradient
 from .loss import factors_of, loss_of, targets_of
 from .merge import merge
 from .rows import read_loss, weight_sums
@@ -133,8 +141,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("parallel.linear_cross_entropy(): its gradient cannot be differentiated again")
+        expect_once("linear_cross_entropy")
         x, weight, bias, ids, counts, class_weight, moments, of_target, total, weight_sum = ctx.saved_tensors
         shard, options, how = ctx.described
         needs = Needs(*ctx.needs_input_grad[:3])

@@ -11,20 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch.layout import rows_of
 from ..launch.row_statistics import check_ids
-from ..torch_ops.arguments import expect_flag, expect_floating, expect_tensors, other_device_error
+from ..torch_ops.arguments import expect_flag, expect_tensors, other_device_error
 from ..torch_ops.decompositions import least_positive
-from ..torch_ops.linear_arguments import expect_local
 from ..torch_ops.temperature import scale_of
 from ..torch_ops.token_statistics import TokenStatistics
 from . import rows
 from .agreement import Call, constant
 from .exchange import gather
-from .gradients import Upstream, buffer, statistics_gradient
+from .gradients import Upstream, buffer, expect_once, statistics_gradient
 from .merge import entropy as merged_entropy
 from .merge import log_probability, merge
-from .shards import Shard, shard_of
+from .shards import Shard, rows_and_shard
 
 
 def logsumexp(
@@ -45,7 +43,7 @@ def logsumexp(
 
     Raises: as `parallel.cross_entropy`.
     """
-    x, shard = _rows_and_shard("logsumexp", local_logits, group, vocab_start, vocab_size, check)
+    x, shard = rows_and_shard("logsumexp", local_logits, group, vocab_start, vocab_size, check)
     expect_flag("parallel.logsumexp", "keepdim", keepdim)
     lse = RowStatistics.apply(x, None, 1.0, False, shard, check)[2]
     return lse.view(*local_logits.shape[:-1], 1) if keepdim else lse.view(local_logits.shape[:-1])
@@ -82,7 +80,7 @@ def token_logprobs(
     expect_tensors(name, local_logits=local_logits, token_ids=token_ids)
     expect_flag(name, "return_entropy", return_entropy)
     expect_flag(name, "return_logsumexp", return_logsumexp)
-    x, shard = _rows_and_shard("token_logprobs", local_logits, group, vocab_start, vocab_size, check)
+    x, shard = rows_and_shard("token_logprobs", local_logits, group, vocab_start, vocab_size, check)
     batch = local_logits.shape[:-1]
     if token_ids.shape != batch and not (token_ids.shape[:-1] == batch and token_ids.dim() == local_logits.dim()):
         raise ValueError(
@@ -109,21 +107,6 @@ def token_logprobs(
     return TokenStatistics(
         logprobs, entropy.view(batch) if return_entropy else None, lse.view(batch) if return_logsumexp else None
     )
-
-
-def _rows_and_shard(
-    function: str, x: Any, group: Any, vocab_start: Any, vocab_size: Any, check: Any
-) -> tuple[Tensor, Shard]:
-    name = f"parallel.{function}"
-    expect_tensors(name, local_logits=x)
-    expect_local(name, local_logits=x)
-    expect_floating(name, "local_logits", x)
-    expect_flag(name, "check", check)
-    if x.dim() == 0:
-        raise ValueError(f"{name}(): local_logits must be (..., width), not a tensor of no dimensions")
-    width = x.shape[-1]
-    shard = shard_of(function, width, group, vocab_start, vocab_size)
-    return rows_of(x, width) if x.numel() else x.reshape(x.shape[:-1].numel(), width), shard
 
 
 class RowStatistics(torch.autograd.Function):
@@ -163,11 +146,8 @@ class RowStatistics(torch.autograd.Function):
     def backward(
         ctx: Any, g_picked: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "parallel.token_logprobs() and logsumexp(): their gradient cannot be differentiated again"
-            )
         x, local, valid, moments, entropies, by_row = ctx.saved_tensors
+        expect_once("logsumexp" if local is None else "token_logprobs")
         shard, scale = ctx.described
         if local is None:
             g_picked = None

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..launch.context import is_batch_invariant
-from ..torch_ops.arguments import integer
+from ..launch.layout import rows_of
+from ..torch_ops.arguments import expect_flag, expect_floating, expect_local, expect_tensors, integer
 from .merge import SEGMENTS
 
 
@@ -95,6 +97,22 @@ def shard_of(
     invariant = not torch.compiler.is_compiling() and is_batch_invariant()
     segments = _segments(function, start, width, size) if invariant and segmented else 1
     return Shard(group.group_name, rank, ranks, start, width, size, segments, invariant)
+
+
+def rows_and_shard(
+    function: str, x: Any, group: Any, vocab_start: Any, vocab_size: Any, check: Any
+) -> tuple[Tensor, Shard]:
+    """(rows (n_rows, width) of this rank's checked logits, their shard)."""
+    name = f"parallel.{function}"
+    expect_tensors(name, local_logits=x)
+    expect_local(name, local_logits=x)
+    expect_floating(name, "local_logits", x)
+    expect_flag(name, "check", check)
+    if x.dim() == 0:
+        raise ValueError(f"{name}(): local_logits must be (..., width), not a tensor of no dimensions")
+    width = x.shape[-1]
+    shard = shard_of(function, width, group, vocab_start, vocab_size)
+    return rows_of(x, width) if x.numel() else x.reshape(x.shape[:-1].numel(), width), shard
 
 
 def _segments(function: str, start: int, width: int, size: int) -> int:

@@ -14,17 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch.layout import rows_of
-from ..torch_ops.arguments import expect_flag, expect_floating, expect_tensors
+from ..torch_ops.arguments import expect_tensors
 from ..torch_ops.decompositions import widened
-from ..torch_ops.linear_arguments import expect_local
 from ..torch_ops.route import supports_fused_cast
 from . import rows
 from .agreement import Call, constant
 from .exchange import gather, sum_of_segments, sum_over_ranks
-from .gradients import Upstream, statistics_gradient
+from .gradients import Upstream, expect_once, statistics_gradient
 from .merge import merge
-from .shards import Shard, shard_of
+from .shards import Shard, rows_and_shard
 
 CHUNK = 2**24  # elements that PyTorch's formulas widen at a time
 
@@ -68,18 +66,10 @@ def log_softmax(
 def _softmax(
     function: str, x: Any, group: Any, vocab_start: Any, vocab_size: Any, dtype: torch.dtype | None, check: Any
 ) -> Tensor:
-    name = f"parallel.{function}"
-    expect_tensors(name, local_logits=x)
-    expect_local(name, local_logits=x)
+    expect_tensors(f"parallel.{function}", local_logits=x)
     if dtype is not None and not supports_fused_cast(x.dtype, dtype):
         x = x.to(dtype)
-    expect_floating(name, "local_logits", x)
-    expect_flag(name, "check", check)
-    if x.dim() == 0:
-        raise ValueError(f"{name}(): local_logits must be (..., width), not a tensor of no dimensions")
-    width = x.shape[-1]
-    shard = shard_of(function, width, group, vocab_start, vocab_size)
-    of_rows = rows_of(x, width) if x.numel() else x.reshape(x.shape[:-1].numel(), width)
+    of_rows, shard = rows_and_shard(function, x, group, vocab_start, vocab_size, check)
     return Softmax.apply(of_rows, x.dtype if dtype is None else dtype, function, shard, check).view(x.shape)
 
 
@@ -117,12 +107,11 @@ class Softmax(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (y,) = ctx.saved_tensors
         dtype, function, shard = ctx.described
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(f"parallel.{function}(): its gradient cannot be differentiated again")
+        expect_once(function)
         log, sums = function == "log_softmax", []
         for columns, _ in shard.pieces():
-            of_piece = dy[:, columns], y[:, columns]
-            found = [_product(of_piece[0][part], None if log else of_piece[1][part]) for part in _parts(of_piece[1])]
+            dy_here, y_here = dy[:, columns], y[:, columns]
+            found = [_product(dy_here[part], None if log else y_here[part]) for part in _parts(y_here)]
             sums.append(torch.cat([f.sum(1) for f in found]) if found else widened(y).new_zeros(0))
         each = torch.stack(sums)
         total = sum_of_segments(each, shard) if shard.invariant else sum_over_ranks(each[0], shard)

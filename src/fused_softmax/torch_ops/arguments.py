@@ -31,6 +31,13 @@ def is_dtensor(t: Any) -> bool:
     return module is not None and isinstance(t, module.DTensor)
 
 
+def expect_local(function: str, **tensors: Tensor | None) -> None:
+    """TypeError for a DTensor: each rank has rows of its own."""
+    for name, t in tensors.items():
+        if t is not None and is_dtensor(t):
+            raise TypeError(f"{function}(): {name} must be this rank's own tensor, not a DTensor; pass .to_local()")
+
+
 def expect_tensors(function: str, **arguments: Any) -> None:
     """TypeError for an argument that is no tensor."""
     for name, value in arguments.items():

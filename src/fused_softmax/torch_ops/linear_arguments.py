@@ -94,13 +94,6 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 # --- weights that are sharded over ranks ------------------------------------------------------------------------------
 
 
-def expect_local(function: str, **tensors: Tensor | None) -> None:
-    """TypeError for a DTensor: each rank has rows of its own."""
-    for name, t in tensors.items():
-        if t is not None and is_dtensor(t):
-            raise TypeError(f"{function}(): {name} must be this rank's own tensor, not a DTensor; pass .to_local()")
-
-
 def gathered(t: Tensor) -> Tensor:
     """t itself; of a DTensor, the whole tensor, whose gradient is averaged over the mesh, as FSDP2's gradients are.
 

@@ -129,9 +129,10 @@ def scores_of_biased_heads(n_rows: int, n_cols: int, dtype: torch.dtype, device:
     return x, torch.arange(n_rows, device=device) % max(of_batch, 1), bias
 
 
-def in_batches(x: Tensor) -> Tensor:
-    """Rows as (batches, heads, queries, columns)."""
-    return x.view(batches(*x.shape), -1, queries(*x.shape), x.shape[1])
+def biased_heads(x: Tensor, row: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """(scores (batches, heads, queries, columns), their bias (1, heads, queries, columns))."""
+    scores = x.view(batches(*x.shape), -1, queries(*x.shape), x.shape[1])
+    return scores, bias.view(1, *scores.shape[1:])
 
 
 def causal_softmax(x: Tensor, query: Tensor, hidden: Tensor) -> Tensor:
@@ -146,13 +147,13 @@ def biased_softmax(x: Tensor, query: Tensor, mask: Tensor) -> Tensor:
 
 def kept_softmax(x: Tensor, query: Tensor, kept: Tensor) -> Tensor:
     """torch's softmax of scores under a boolean mask."""
-    return torch.softmax(heads(x).masked_fill(~kept, -float("inf")), -1).view_as(x)
+    return causal_softmax(x, query, ~kept)
 
 
 def softmax_of_biased_heads(x: Tensor, row: Tensor, bias: Tensor) -> Tensor:
     """torch's softmax of scores with a bias for each head."""
-    scores = in_batches(x)
-    return torch.softmax(scores + bias.view(1, *scores.shape[1:]), -1).view_as(x)
+    scores, bias = biased_heads(x, row, bias)
+    return torch.softmax(scores + bias, -1).view_as(x)
 
 
 def causal_gradient(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:

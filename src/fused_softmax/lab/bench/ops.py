@@ -19,7 +19,7 @@ from torch import Tensor
 from fused_softmax.lab import reference, registry
 from fused_softmax.lab import traffic as moved
 from fused_softmax.lab.bench import inputs as made
-from fused_softmax.lab.bench.inputs import Inputs, heads, in_batches
+from fused_softmax.lab.bench.inputs import Inputs, heads
 from fused_softmax.lab.plans import plan_text
 from fused_softmax.launch.softmax import softmax_backward
 from fused_softmax.plan_for import Fallback, plan_for
@@ -215,16 +215,7 @@ def _additive_call(function: Call) -> Call:
 
 
 def _bias_call(function: Call) -> Call:
-    def call(x: Tensor, row: Tensor, bias: Tensor) -> Tensor:
-        scores = in_batches(x)
-        return function(scores, bias.view(1, *scores.shape[1:])).view_as(x)
-
-    return call
-
-
-def _planned_with_bias(x: Tensor, row: Tensor, bias: Tensor) -> Inputs:
-    scores = in_batches(x)
-    return scores, bias.view(1, *scores.shape[1:])
+    return lambda x, row, bias: function(*made.biased_heads(x, row, bias)).view_as(x)
 
 
 def _gradient(dy: Tensor, y: Tensor) -> Tensor:
@@ -319,7 +310,7 @@ ENTRIES = (
     ),
     Op(
         "masked_softmax_bias", made.scores_of_biased_heads, moved.biased, "copy",
-        **_MASKED | dict(planned=_planned_with_bias), by_row=2,
+        **_MASKED | dict(planned=made.biased_heads), by_row=2,
         coarse=True,  # the sum is rounded to the scores' dtype
         call=_bias_call, torch=made.softmax_of_biased_heads,
         exact=lambda x, row, bias: reference.masked_softmax(x, bias[row]),

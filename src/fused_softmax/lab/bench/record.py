@@ -127,6 +127,11 @@ def _cpu() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def without_folders(command: str) -> str:
+    """A command without the folders that its run wrote to: they say nothing of the run, and are a machine's own."""
+    return re.sub(r" --(out|record)[ =]\S+", "", command)
+
+
 def header(device: torch.device, interpreted: bool) -> Header:
     """Describe this machine and this run."""
     on_gpu = device.type == "cuda"
@@ -147,8 +152,7 @@ def header(device: torch.device, interpreted: bool) -> Header:
         # of the measured package; whoever names a commit states whether the copy is unchanged
         dirty=changed,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        # where a run put its files says nothing of the run, and names a machine's folders
-        command="fused-softmax " + re.sub(r" ?--(out|record)[ =]\S+", "", " ".join(sys.argv[1:])),
+        command=without_folders("fused-softmax " + " ".join(sys.argv[1:])),
         interpreted=interpreted,
         cpu=_cpu(),
     )

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from fused_softmax.lab.roofline.gpus import Gpu
 from fused_softmax.lab.traffic import Traffic
 
-SECTOR = 32
 # float32 operations for each element by the formula: compare, subtract, scale, exponential, add, multiply
 SOFTMAX_OPERATIONS = 6
 # part of the L2 that data which is read again may take: the rest holds what is written, and other programs' lines
