@@ -6,6 +6,7 @@ one program, of a cluster, unaligned ones, and rows that are read twice.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from fused_softmax.launch import (
     masked_softmax,
     row_statistics,
     spatial,
+    vocab_shards,
 )
 from fused_softmax.launch.compile import Launch
 from fused_softmax.launch.launcher import flat_launch, row_launch
@@ -99,10 +101,12 @@ def statistics(target: str) -> Iterator[Named]:
                 launch = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 1.0), flags, chosen, device)
                 yield f"row_statistics{' entropy' * entropy} {dtype} {n_cols}", as_called(launch), chosen
             chosen = plan_elementwise(problem_of(x, x), device)
-            flags = (("PICKS", 1), ("ENTROPY", False), ("LSE", False), ("SCALE", 0), ("HAS_MOMENTS", True))
             vectors = (number, number, number, ids, number, number, number)
-            launch = row_launch(row_statistics.BACKWARD, (x, x), vectors, (1, 1.0), flags, chosen, device)
-            yield f"row_statistics backward {dtype} {n_cols}", as_called(launch), chosen
+            for sharded in (False, True):
+                flags = (("PICKS", 1), ("ENTROPY", False), ("LSE", False), ("SCALE", 0), ("HAS_MOMENTS", True))
+                flags = (*flags, ("SHARDED", sharded))
+                launch = row_launch(row_statistics.BACKWARD, (x, x), vectors, (1, 0, 0, 1.0), flags, chosen, device)
+                yield f"row_statistics backward{' of a shard' * sharded} {dtype} {n_cols}", as_called(launch), chosen
 
 
 def losses(target: str) -> Iterator[Named]:
@@ -130,15 +134,45 @@ def losses(target: str) -> Iterator[Named]:
                     )
                     yield f"cross_entropy_resident{name}", as_called(launch), chosen
                 chosen = plan_elementwise(problem_of(x, x), device)
-                flags = (("UNLESS_ONE", False), ("MEAN", True), ("INPLACE", n_cols == 1000), *op.kind.flags)
-                launch = row_launch(
-                    cross_entropy.BACKWARD, (x, x), (*op.vectors(number), number, number, number),
-                    (op.ignore_index, 0, *op.numbers), flags, chosen, device,
-                )  # fmt: skip
-                yield f"cross_entropy_backward{name}", as_called(launch), chosen
+                for sharded in (False, True):
+                    flags = (("UNLESS_ONE", False), ("MEAN", not sharded), ("INPLACE", n_cols == 1000))
+                    flags = (*flags, ("SHARDED", sharded), *op.kind.flags)
+                    launch = row_launch(
+                        cross_entropy.BACKWARD, (x, x), (*op.vectors(number), number, number, number),
+                        (op.ignore_index, 0, 0, *op.numbers), flags, chosen, device,
+                    )  # fmt: skip
+                    yield f"cross_entropy_backward{' of a shard' * sharded}{name}", as_called(launch), chosen
         chosen = plan_elementwise(problem_of(x), device)
         launch = row_launch(cross_entropy.SCALE_UNLESS_ONE, (x,), (number,), (0,), (), chosen, device)
         yield f"scale_unless_one {dtype} {n_cols}", as_called(launch), chosen
+
+
+def shards(target: str) -> Iterator[Named]:
+    """What a rank packs of rows whose columns are spread over ranks, their merge, and a loss's factors."""
+    device = DEVICES[target]
+    number, ids = torch.zeros(64), torch.zeros(64, dtype=torch.int64)
+    flat = functools.partial(flat_launch, num_warps=vocab_shards.WARPS, device=device)
+    for dtype in (BFLOAT16, FLOAT32):
+        for loss in (False, True):
+            tensors = (torch.zeros(64, 64, dtype=dtype), ids, *(number,) * 8)
+            flags = (("LOSS", loss), ("SCALE", 0 if loss else 2), ("WEIGHTED", loss), ("SMOOTH", loss))
+            flags = (*flags, ("SOFTCAP", loss), ("HEAD", 35), ("PADDED", 64))
+            launch = flat(vocab_shards._pack, tensors, (64, 64, 64, 64, 0, 64, -100, 1, 1, 1.0, 1.0), flags)
+            yield f"pack_shard{' loss' * loss} {dtype}", as_called(launch), None
+    header = (("COMMON", 30), ("PADDED", 32), ("HEAD", 35))
+    for full in (False, True):
+        flags = (("WEIGHTED", full), ("SMOOTH", full), *header)
+        tensors = (number, ids, number, number, number)
+        launch = flat(vocab_shards._merge_loss, tensors, (4, 64, 64, -100, 4, 1, 0.1, 0.1), flags)
+        yield f"merge_loss{' smoothed' * full}", as_called(launch), None
+        flags = (("PICKS", full), ("ENTROPY", full), ("INFINITE", full), *header)
+        tensors = (number, ids, number, number, number, number)
+        launch = flat(vocab_shards._merge_statistics, tensors, (4, 64, 64, 4, 1, 1), flags)
+        yield f"merge_statistics{' entropy' * full}", as_called(launch), None
+        flags = (("MEAN", full), ("WEIGHTED", full), ("SMOOTH", full))
+        tensors = (number, ids, number, number, number, number, number)
+        launch = flat(vocab_shards._factors, tensors, (4, -100, 64, 0, 0.1, 0.1), flags)
+        yield f"loss_factors{' smoothed' * full}", as_called(launch), None
 
 
 def masks(target: str) -> Iterator[Named]:
@@ -233,5 +267,5 @@ def spatial_losses(target: str) -> Iterator[Named]:
 
 def launches(target: str) -> Iterator[Named]:
     """A launch of every kernel, by name."""
-    for family in (softmax, statistics, losses, masks, others, spatial_softmax, spatial_losses):
+    for family in (softmax, statistics, losses, shards, masks, others, spatial_softmax, spatial_losses):
         yield from family(target)

@@ -159,7 +159,7 @@ def fits_on_chip(x: Tensor, dx: Tensor, op: CrossEntropy) -> bool:
 
 def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: bool) -> _Launches:
     """The launches for n_rows rows that lie as the first one, x, does."""
-    kind, invariant, device = op.kind, is_batch_invariant(), device_of(x)
+    kind, invariant = op.kind, is_batch_invariant()
     mean, real = op.reduction == "mean", torch.float32
     unused = torch.empty(1, dtype=real, device=x.device)
     vectors = op.vectors(unused)
@@ -179,10 +179,15 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
     if op.reduction != "none" and n_rows <= ONE_PROGRAM_ROWS:
         divided = mean and op.denominator is None
         with suppress(KernelUnavailable):
-            flags = _sum_flags(True, divided, op.weight is not None, n_rows > ONE_CTA_ROWS, device)
-            reduce = prepare_flat(_reduce_losses, (real, torch.int64, real, real), flags, 8, x)
+            reduce = prepare_reduction(x, n_rows, divided, op.weight is not None)
             count = _prepare_count(op, n_rows, x) if divided and training else None
     return _Launches(writes, loss.at, count, reduce)
+
+
+def prepare_reduction(on: Tensor, n_rows: int, divided: bool, weighted: bool) -> Run:
+    """What adds up the losses of at most ONE_PROGRAM_ROWS rows; `divided`: over the number of targets that count."""
+    flags = _sum_flags(True, divided, weighted, n_rows > ONE_CTA_ROWS, device_of(on))
+    return prepare_flat(_reduce_losses, (torch.float32, torch.int64, torch.float32, torch.float32), flags, 8, on)
 
 
 def _prepare_count(op: CrossEntropy, n_rows: int, x: Tensor) -> Run:
@@ -190,15 +195,15 @@ def _prepare_count(op: CrossEntropy, n_rows: int, x: Tensor) -> Run:
     return prepare_flat(_count_targets, (torch.int64, torch.float32, torch.float32), flags, 8, x)
 
 
-def count_targets(op: CrossEntropy, x: Tensor) -> Tensor:
-    """The mean's denominator: how many targets count, or their weights' sum.  # [1] float32"""
-    n_rows, n_cols = x.shape
+def count_targets(op: CrossEntropy, on: Tensor, n_cols: int) -> Tensor:
+    """The mean's denominator: how many targets count, or their weights' sum.  # [1] float32 on the device of `on`"""
+    n_rows = op.target.shape[0]
     if op.denominator is None and n_rows <= ONE_PROGRAM_ROWS:
-        count = empty((1,), (1,), torch.float32, x)
+        count = empty((1,), (1,), torch.float32, on)
         with suppress(KernelUnavailable):
-            run, at = _prepare_count(op, n_rows, x), pointer(x)
+            run, at = _prepare_count(op, n_rows, on), pointer(on)
             vectors = (at(op.target), at(count if op.weight is None else op.weight), at(count))
-            on_its_device(x, run, vectors, (n_rows, n_cols, op.ignore_index))
+            on_its_device(on, run, vectors, (n_rows, n_cols, op.ignore_index))
             return count
     return counted(op, n_cols)
 
@@ -283,11 +288,12 @@ def cross_entropy_gradient(
     key = (layout_key(x), layout_key(dx), op.kind, count is None, inplace, op.weight_sum is None, unless_one)
     run = _gradients.get(key)
     if run is None:
-        flags = (("UNLESS_ONE", unless_one), ("MEAN", count is not None), ("INPLACE", inplace), *op.kind.flags)
+        flags: Flags = (("UNLESS_ONE", unless_one), ("MEAN", count is not None), ("INPLACE", inplace))
+        flags = (*flags, ("SHARDED", False), *op.kind.flags)
         run = prepare_rows(BACKWARD_UNLESS_ONE if unless_one else BACKWARD, (x, dx), vectors, flags, False)
         if x.is_cuda:
             _gradients.remember(key, run)
-    run((x, dx), vectors, (op.ignore_index, int(g.numel() > 1), *op.numbers))
+    run((x, dx), vectors, (op.ignore_index, int(g.numel() > 1), 0, *op.numbers))
 
 
 def planned_cross_entropy(x: Tensor, on: Tensor, gradient: bool) -> Plan | str:
@@ -333,16 +339,34 @@ def counted(op: CrossEntropy, n_cols: int) -> Tensor:
     return op.weight[op.target.clamp(0, n_cols - 1)].where(counts, 0.0).sum().view(1)
 
 
+def reduce_losses(losses: Tensor, op: CrossEntropy, size: int) -> tuple[Tensor, Tensor | None]:
+    """(the rows' losses, reduced; what a mean divides by, [1]). op: of all `size` columns, without weights."""
+    n_rows, mean = losses.shape[0], op.reduction == "mean"
+    count = count_targets(op, losses, size) if mean else None
+    if n_rows > ONE_PROGRAM_ROWS:
+        total = losses.sum()
+        return (total if count is None else torch.where(count[0] == 0.0, float("nan"), total / count[0])), count
+    loss, at = torch.empty((), dtype=torch.float32, device=losses.device), pointer(losses)
+    run = prepare_reduction(losses, n_rows, mean, False)
+    on_its_device(losses, run, (at(losses), at(op.target), at(losses), at(loss)), (n_rows, size, op.ignore_index))
+    return loss, count
+
+
 # --- a chunk of rows, whose losses are reduced over all chunks: linear_cross_entropy ----------------------------------
 
 
 def losses_of_chunk(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
     """(each row's loss, its (row_max, row_sum)), float32; one read."""
     losses, moments = _losses_and_moments(x)
+    write_losses(x, op, losses, moments)
+    return losses, moments
+
+
+def write_losses(x: Tensor, op: CrossEntropy, losses: Vector, moments: Vector) -> None:
+    """`losses_of_chunk` into memory."""
     vectors, numbers = (*op.vectors(losses), losses, moments), (op.ignore_index, *op.numbers)
     kind = op.kind
     launch_rows(FORWARD[kind.arithmetic], (x,), vectors, numbers, kind.flags, invariant=is_batch_invariant())
-    return losses, moments
 
 
 def _planned_as_wide(op: RowOp) -> RowOp:

@@ -17,12 +17,12 @@ from torch import Tensor
 from ..torch_ops.arguments import expect_tensors
 from ..torch_ops.decompositions import widened
 from ..torch_ops.route import supports_fused_cast
-from . import rows
-from .agreement import Call, constant
+from .agreement import Call
 from .exchange import gather, sum_of_segments, sum_over_ranks
 from .gradients import Upstream, expect_once, statistics_gradient
-from .merge import merge
+from .rows import read_statistics
 from .shards import Shard, rows_and_shard
+from .whole_rows import merge_statistics
 
 CHUNK = 2**24  # elements that PyTorch's formulas widen at a time
 
@@ -78,25 +78,17 @@ class Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, function: str, shard: Shard, check: bool) -> Tensor:
-        moments = rows.joined(
-            [rows.statistics(x[:, columns], 1.0, False, shard.invariant)[0] for columns, _ in shard.pieces()]
-        )
-        # as long as cross_entropy's payload, so that ranks that call different ops meet in one collective
-        fill = moments[0, :, 0], moments[..., 0], moments[0, :, 0], constant(0.0, moments).expand(shard.segments)
         call = Call(function, x.dtype, shard.size, shard.segments)
-        (moments, *_), disagrees = gather((moments, *fill), call, shard, check)
-        merged = merge(moments, disagrees)
+        payload = read_statistics(x, None, 1.0, call.words(shard.start, shard.width), shard, False)
+        gathered, compares = gather(payload, x.shape[0], call, shard, check)
+        _, _, lse, moments = merge_statistics(gathered, None, x.shape[0], compares, shard, False, infinite=False)
         if function == "softmax":
             # softmax is the gradient of logsumexp
-            of_rows, upstream = merged.moments, Upstream(lse=torch.ones_like(merged.row_sum))
-            memory = None if torch.compiler.is_compiling() else torch.empty(x.shape, dtype=dtype, device=x.device)
-            for columns, _ in shard.pieces():
-                at = None if memory is None else memory[:, columns]
-                piece = statistics_gradient(x[:, columns], at, of_rows, 1.0, None, None, upstream, dtype)
-                y = piece if memory is None else memory
+            upstream = Upstream(lse=torch.ones_like(lse))
+            y = statistics_gradient(x, moments, 1.0, None, None, upstream, shard, dtype)
         else:
             y = torch.empty(x.shape, dtype=dtype, device=x.device)
-            row_max, log_sum = merged.row_max.unsqueeze(1), merged.log_sum.unsqueeze(1)
+            row_max, log_sum = moments[:, :1], moments[:, 1:].log()
             for part in _parts(x):
                 y[part] = (widened(x[part]) - row_max[part]) - log_sum[part]
         ctx.save_for_backward(y)

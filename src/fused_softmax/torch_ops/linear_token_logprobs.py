@@ -127,7 +127,7 @@ def _statistics_gradient(
 ) -> None:  # fmt: skip
     """Into dlogits, which may be logits, the gradient of the statistics for their upstream gradients."""
     if is_supported(logits) and ids.numel():
-        given = dict(ids=ids, g_picked=g_picked, entropy=entropy, g_entropy=g_entropy, g_lse=g_lse)
+        given: dict[str, Any] = dict(ids=ids, g_picked=g_picked, entropy=entropy, g_entropy=g_entropy, g_lse=g_lse)
         try:
             return rows.statistics_backward(logits, dlogits, moments, scale, **given)
         except KernelUnavailable:

@@ -24,9 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fused_softmax.lab.bench.record import Header, Record, header, to_json, write_atomically
 from fused_softmax.lab.bench.timing import Timing, interleave
 from fused_softmax.lab.parallel.systems import LOGPROBS, LOSS, SYSTEMS, Place, System
+from fused_softmax.launch.row_statistics import statistics, statistics_backward
 from fused_softmax.launch.torch_private import all_gather_into_tensor, wait_tensor
-from fused_softmax.parallel.gradients import Upstream, statistics_gradient
-from fused_softmax.parallel.rows import statistics
 
 BOUND = "row statistics + gradient + all_gather"
 COLUMNS = (131072, 262144, 1048576)
@@ -146,17 +145,18 @@ def bound(op: str, x: Tensor, target: Tensor, at: Place, payload: int) -> Callab
     """The kernels on this rank's shard, and a bare all_gather of the payload's bytes."""
     sent = torch.zeros(payload // 4, device=x.device)
     x, ids = x.detach(), (target - at.start).unsqueeze(1)
-    g = torch.full((x.shape[0],), 1.0 / x.shape[0], device=x.device)
+    g = torch.full(ids.shape, -1.0 / x.shape[0], device=x.device)
     group = dist.group.WORLD
     assert group is not None
     name = group.group_name
 
     def call() -> Any:
-        moments, _ = statistics(x, 1.0, False, False)
+        moments = statistics(x, None, 1.0, False)[3]
+        assert moments is not None
         wait_tensor(all_gather_into_tensor(sent, at.ranks, name))
         if op == LOSS:
             dx = torch.empty_like(x)
-            return statistics_gradient(x, dx, moments, 1.0, ids, None, Upstream(picked=-g.unsqueeze(1)))
+            statistics_backward(x, dx, moments, 1.0, ids=ids, g_picked=g)
         return moments
 
     return call
