@@ -20,6 +20,7 @@ from fused_softmax.launch import (
     logsumexp,
     masked_softmax,
     row_statistics,
+    softmax_shards,
     spatial,
     vocab_shards,
 )
@@ -175,6 +176,19 @@ def shards(target: str) -> Iterator[Named]:
         yield f"loss_factors{' smoothed' * full}", as_called(launch), None
 
 
+def shards_of_softmax(target: str) -> Iterator[Named]:
+    """softmax and log_softmax of rows whose columns are spread over ranks."""
+    device, number = DEVICES[target], torch.zeros(6)
+    for dtype in (BFLOAT16, FLOAT32):
+        for n_cols in (64, 1000, 50257, 65536):
+            x = rows_like(n_cols, dtype)
+            for op, n in ((softmax_shards.SUMS, 2), (softmax_shards.GRADIENT, 3), (softmax_shards.LOG_SOFTMAX, 2)):
+                rows = (x,) * n
+                chosen = op.plan(rows, device, False)
+                launch = row_launch(op, rows, (number,), (), (("LOG", n_cols == 1000),), chosen, device)
+                yield f"{launch.kernel.fn.__name__} {dtype} {n_cols}", as_called(launch), chosen
+
+
 def masks(target: str) -> Iterator[Named]:
     """masked_softmax under each kind of mask, and its gradient."""
     device = DEVICES[target]
@@ -267,5 +281,6 @@ def spatial_losses(target: str) -> Iterator[Named]:
 
 def launches(target: str) -> Iterator[Named]:
     """A launch of every kernel, by name."""
-    for family in (softmax, statistics, losses, shards, masks, others, spatial_softmax, spatial_losses):
+    over_ranks = shards, shards_of_softmax
+    for family in (softmax, statistics, losses, *over_ranks, masks, others, spatial_softmax, spatial_losses):
         yield from family(target)

@@ -45,7 +45,7 @@ class Columns(NamedTuple):
         return (slice(i * each, (i + 1) * each) for i in range(self.segments))
 
 
-def _canonical(x: Tensor, invariant: bool) -> Tensor:
+def canonical(x: Tensor, invariant: bool) -> Tensor:
     """x, as a copy where equal bits need it: the kernels read vectors as wide as the address and the stride allow."""
     if not invariant:
         if is_batch_invariant():
@@ -83,7 +83,7 @@ def write_loss(
     for i, columns in enumerate(at.pieces(width)):
         of_piece = None if weight is None else weight[columns]
         found, extra = formulas.smoothed(
-            _canonical(x[:, columns], at.invariant), of_piece, options.softcap, options.label_smoothing > 0.0
+            canonical(x[:, columns], at.invariant), of_piece, options.softcap, options.label_smoothing > 0.0
         )
         part.moments[i, rows] = found
         if options.label_smoothing:  # -inf only: each term is infinite. No columns: there are no terms
@@ -103,7 +103,7 @@ def _write_loss(
 ) -> None:  # fmt: skip
     n_rows, smooth = x.shape[0], options.label_smoothing > 0.0
     for i, columns in enumerate(at.pieces(x.shape[1])):
-        piece, row = _canonical(x[:, columns], at.invariant), i * layout.n_rows + first_row
+        piece, row = canonical(x[:, columns], at.invariant), i * layout.n_rows + first_row
         moments, spreads, unused = places(
             payload, layout.head + 2 * row, layout.spreads + row, layout.picked + first_row
         )
@@ -126,7 +126,7 @@ def _write_loss(
 def write_sums(payload: Tensor, layout: Layout, weight: Tensor | None, width: int) -> None:
     """Into a payload each segment's sum of weights; without weights the header has their numbers of columns."""
     if weight is not None and width:
-        payload[layout.header : layout.head] = weight.view(layout.segments, -1).sum(1).to(payload.dtype)
+        payload[layout.header : layout.head] = weight.to(payload.dtype).view(layout.segments, -1).sum(1)
 
 
 def _read_loss(
@@ -188,7 +188,7 @@ def _read_statistics(
     payload[: layout.head].copy_(header)
     part = parts_of(payload, layout)
     for i, columns in enumerate(at.pieces(x.shape[1])):
-        found, entropies = formulas.statistics(_canonical(x[:, columns], invariant), by, entropy)
+        found, entropies = formulas.statistics(canonical(x[:, columns], invariant), by, entropy)
         part.moments[i] = found
         if entropy:
             part.spreads[i] = entropies
@@ -202,7 +202,7 @@ def _write_statistics(
     entropy: bool,
 ) -> None:  # fmt: skip
     for i, columns in enumerate(at.pieces(x.shape[1])):
-        piece, row = _canonical(x[:, columns], at.invariant), i * layout.n_rows
+        piece, row = canonical(x[:, columns], at.invariant), i * layout.n_rows
         moments, entropies, unused = places(payload, layout.head + 2 * row, layout.spreads + row, layout.picked)
         into = unused, moments, entropies if entropy else None
         row_statistics.write_statistics(rows_of(piece, piece.shape[1]), into, None, by, at.invariant)
