@@ -126,7 +126,9 @@ def _write_loss(
 def write_sums(payload: Tensor, layout: Layout, weight: Tensor | None, width: int) -> None:
     """Into a payload each segment's sum of weights; without weights the header has their numbers of columns."""
     if weight is not None and width:
-        payload[layout.header : layout.head] = weight.to(payload.dtype).view(layout.segments, -1).sum(1)
+        # one sum for each segment: the order of a sum over several rows depends on their number
+        parts = weight.to(payload.dtype).split(width // layout.segments)
+        payload[layout.header : layout.head] = torch.stack([part.sum() for part in parts])
 
 
 def _read_loss(

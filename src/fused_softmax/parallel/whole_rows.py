@@ -65,7 +65,7 @@ def _merge_loss(
     layout = layout_of(gathered.dtype, n_rows, segments)
     part, options = parts_of(gathered, layout), LossOptions(ignore_index, reduction, label_smoothing, None, z_loss)
     nothing = gathered.new_empty(0)
-    weight_sum = part.sums.sum().view(1) if weighted and label_smoothing else nothing
+    weight_sum = merge.added(merge.in_order(part.sums)).view(1) if weighted and label_smoothing else nothing
     if n_rows and is_supported(gathered):
         losses, moments = gathered.new_empty(n_rows), gathered.new_empty(n_rows, 2)
         weights = gathered.new_empty(n_rows) if weighted else nothing
