@@ -129,9 +129,9 @@ def planned_statistics(x: Tensor, on: Tensor, n_picks: int, backward: bool) -> P
     real = torch.float32
     ids = torch.int64 if n_picks else real
     if backward:
-        flags: Flags = (("PICKS", n_picks), ("SHARDED", False), ("ENTROPY", False), ("LSE", not n_picks), ("SCALE", 0))
+        flags: Flags = (("PICKS", n_picks), ("ENTROPY", False), ("LSE", not n_picks), ("SCALE", 0))
         dx = torch.empty(x.shape, dtype=x.dtype, device="meta")
-        flags = (*flags, ("HAS_MOMENTS", n_picks > 0))
+        flags = (*flags, ("HAS_MOMENTS", n_picks > 0), ("SHARDED", False))
         return planned(BACKWARD, (x, dx), (real, real, real, ids, real, real, real), flags, on)
     flags = (("PICKS", n_picks), ("ENTROPY", False), ("SCALE", 0), ("KEEP_MOMENTS", n_picks > 0))
     return planned(FORWARD, (x,), (real, real, real, ids, real, real), flags, on)
