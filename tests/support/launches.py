@@ -230,8 +230,8 @@ def others(target: str) -> Iterator[Named]:
     flags = (("WEIGHTED", False), *shared)
     launch = flat_launch(cross_entropy._count_targets, (ids, number, number), numbers, flags, 8, device)
     yield "count_targets", as_called(launch), None
-    flags = (("MEAN", True), ("WEIGHTED", False), ("WAITS", device.supports_pdl), *shared)
-    launch = flat_launch(cross_entropy._reduce_losses, (number, ids, number, number), numbers, flags, 8, device)
+    flags = (("MEAN", True), ("KEEPS_COUNT", True), ("WEIGHTED", False), ("WAITS", device.supports_pdl), *shared)
+    launch = flat_launch(cross_entropy._reduce_losses, (number, ids, number, number, number), numbers, flags, 8, device)
     yield "reduce_losses", as_called(launch), None
     for dtype in (BFLOAT16, FLOAT32):
         for n_cols in (64, 4096):

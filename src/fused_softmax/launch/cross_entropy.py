@@ -179,15 +179,17 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
     if op.reduction != "none" and n_rows <= ONE_PROGRAM_ROWS:
         divided = mean and op.denominator is None
         with suppress(KernelUnavailable):
-            reduce = prepare_reduction(x, n_rows, divided, op.weight is not None)
+            reduce = _prepare_reduction(x, n_rows, divided, op.weight is not None)
             count = _prepare_count(op, n_rows, x) if divided and training else None
     return _Launches(writes, loss.at, count, reduce)
 
 
-def prepare_reduction(on: Tensor, n_rows: int, divided: bool, weighted: bool) -> Run:
+def _prepare_reduction(on: Tensor, n_rows: int, divided: bool, weighted: bool, keeps_count: bool = False) -> Run:
     """What adds up the losses of at most ONE_PROGRAM_ROWS rows; `divided`: over the number of targets that count."""
+    real = torch.float32
     flags = _sum_flags(True, divided, weighted, n_rows > ONE_CTA_ROWS, device_of(on))
-    return prepare_flat(_reduce_losses, (torch.float32, torch.int64, torch.float32, torch.float32), flags, 8, on)
+    flags = (("KEEPS_COUNT", keeps_count), *flags)
+    return prepare_flat(_reduce_losses, (real, torch.int64, real, real, real), flags, 8, on)
 
 
 def _prepare_count(op: CrossEntropy, n_rows: int, x: Tensor) -> Run:
@@ -195,15 +197,15 @@ def _prepare_count(op: CrossEntropy, n_rows: int, x: Tensor) -> Run:
     return prepare_flat(_count_targets, (torch.int64, torch.float32, torch.float32), flags, 8, x)
 
 
-def count_targets(op: CrossEntropy, on: Tensor, n_cols: int) -> Tensor:
-    """The mean's denominator: how many targets count, or their weights' sum.  # [1] float32 on the device of `on`"""
-    n_rows = op.target.shape[0]
+def count_targets(op: CrossEntropy, x: Tensor) -> Tensor:
+    """The mean's denominator: how many targets count, or their weights' sum.  # [1] float32"""
+    n_rows, n_cols = x.shape
     if op.denominator is None and n_rows <= ONE_PROGRAM_ROWS:
-        count = empty((1,), (1,), torch.float32, on)
+        count = empty((1,), (1,), torch.float32, x)
         with suppress(KernelUnavailable):
-            run, at = _prepare_count(op, n_rows, on), pointer(on)
+            run, at = _prepare_count(op, n_rows, x), pointer(x)
             vectors = (at(op.target), at(count if op.weight is None else op.weight), at(count))
-            on_its_device(on, run, vectors, (n_rows, n_cols, op.ignore_index))
+            on_its_device(x, run, vectors, (n_rows, n_cols, op.ignore_index))
             return count
     return counted(op, n_cols)
 
@@ -252,7 +254,7 @@ def _run(
     if reduction == "none":
         return loss, kept, dx
     if launches.reduce is not None:
-        launches.reduce((losses, targets, weights, at(loss)), size)
+        launches.reduce((losses, targets, weights, at(loss), at(loss)), size)
     else:
         loss = kept[2 * n_rows + 1 :].sum()
     if reduction == "mean" and denominator is not None:
@@ -342,13 +344,14 @@ def counted(op: CrossEntropy, n_cols: int) -> Tensor:
 def reduce_losses(losses: Tensor, op: CrossEntropy, size: int) -> tuple[Tensor, Tensor | None]:
     """(the rows' losses, reduced; what a mean divides by, [1]). op: of all `size` columns, without weights."""
     n_rows, mean = losses.shape[0], op.reduction == "mean"
-    count = count_targets(op, losses, size) if mean else None
     if n_rows > ONE_PROGRAM_ROWS:
-        total = losses.sum()
+        total, count = losses.sum(), counted(op, size) if mean else None
         return (total if count is None else torch.where(count[0] == 0.0, float("nan"), total / count[0])), count
-    loss, at = torch.empty((), dtype=torch.float32, device=losses.device), pointer(losses)
-    run = prepare_reduction(losses, n_rows, mean, False)
-    on_its_device(losses, run, (at(losses), at(op.target), at(losses), at(loss)), (n_rows, size, op.ignore_index))
+    loss, at = empty((), (), torch.float32, losses), pointer(losses)
+    count = empty((1,), (1,), torch.float32, losses) if mean else None
+    run = _prepare_reduction(losses, n_rows, mean, False, mean)
+    vectors = tuple(at(t) for t in (losses, op.target, losses, loss, loss if count is None else count))
+    on_its_device(losses, run, vectors, (n_rows, size, op.ignore_index))
     return loss, count
 
 

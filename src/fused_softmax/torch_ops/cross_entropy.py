@@ -311,7 +311,7 @@ def _cross_entropy_backward_kernel(g: Tensor, moments: Tensor, x: Tensor, *field
     if not is_supported(x):
         return decompositions.cross_entropy_gradient(g, x, op).contiguous() if x.numel() else x.new_empty(x.shape)
     expect_layout("moments", moments, x, (x.shape[0], 2))
-    count = rows.count_targets(op, x, x.shape[1]) if op.reduction == "mean" else None
+    count = rows.count_targets(op, x) if op.reduction == "mean" else None
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     g, moments = g.reshape(-1).float().contiguous(), moments.contiguous()
     _gradient(rows_of(x, n_cols), dx, op, moments, count, g, unless_one=False)

@@ -39,9 +39,7 @@ def fuzz(
             refused = dict(columns=columns, record=record, sanitize=sanitize, huge=huge, per_cell=per_cell)
             given = ", ".join("--" + name.replace("_", "-") for name, value in refused.items() if value)
             if ops or given:
-                raise ValueError(
-                    f"--op: {', '.join(linear_ops)} runs without {given or ', '.join(ops)}"
-                )
+                raise ValueError(f"--op: {', '.join(linear_ops)} runs without {given or ', '.join(ops)}")
             from . import linear
 
             return int(linear.run(linear_ops, ways, dtypes, seconds, cases, seed, stop, _shown(console)) > 0)

@@ -11,6 +11,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_softmax.lab.bench.record import Header, Record, header, to_json, write_atomically
 from fused_softmax.lab.bench.timing import Timing, interleave
+from fused_softmax.lab.parallel.equality import check
 from fused_softmax.lab.parallel.systems import LOGPROBS, LOSS, SYSTEMS, Place, System
 from fused_softmax.launch.row_statistics import statistics, statistics_backward
 from fused_softmax.launch.torch_private import all_gather_into_tensor, wait_tensor
@@ -245,16 +247,26 @@ def free() -> None:
 
 
 def run(
-    ops: tuple[str, ...], columns: tuple[int, ...], n_rows: int, compiled: tuple[int, ...], rounds: int, out: Path
+    ops: tuple[str, ...], columns: tuple[int, ...], n_rows: int, compiled: tuple[int, ...], rounds: int, out: Path,
+    equality: Path | None = None,
 ) -> tuple[Header, list[Record]]:  # fmt: skip
     """On every rank of the default group: all ops and widths; rank 0 shows and writes. compiled: the widths at which
-    compiled systems run, too."""
+    compiled systems run, too. equality: where the record of `equality.check` goes, which runs first."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device())
     mesh = dist.device_mesh.init_device_mesh("cuda", (ranks,))
     place = Place(rank, ranks, 0, mesh)
     head, records = header(device, False), []
     head.device = f"{ranks} x {head.device}"
+    if equality is not None:
+        records_of_bits = []
+        for record in check(rank, ranks, device):
+            records_of_bits.append(record)
+            if rank == 0:
+                print(line(record), flush=True)
+        if rank == 0:
+            write_atomically(equality, to_json(replace(head, finished=True), records_of_bits))
+        free()
     eager = tuple(s for s in SYSTEMS if "compiled" not in s.name)
     cases = [(n_cols, op, eager) for n_cols in columns for op in ops]
     traced = tuple(s for s in SYSTEMS if "compiled" in s.name)
