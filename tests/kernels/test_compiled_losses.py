@@ -114,7 +114,7 @@ def test_statistics_do_not_spill(n_cols, scale):
     flags = (("PICKS", 1), ("ENTROPY", True), ("SCALE", scale), ("KEEP_MOMENTS", True))
     plan = row_statistics.FORWARD.planner(problem_of(x), SM_90)
     vectors = (number, number, number, ids, number, number)
-    launch = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 0, 0, 1.0), flags, plan, SM_90)
+    launch = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 1.0), flags, plan, SM_90)
     used = compiled.cross_compile(launch, "sm_90")
     assert used.spilled_bytes == 0 and used.products_exchanged == 0
 
