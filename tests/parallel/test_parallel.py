@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from cases import INTERPRETED
 from support import parallel_checks as checks
 from support.ranks import simulated, spawn
 
@@ -368,6 +369,41 @@ def test_what_is_returned_is_not_what_is_kept(monkeypatch):
         return x.grad
 
     assert shared(call, 1, monkeypatch).isfinite().all()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("missing", ["_pack", "_merge_loss", "_merge_statistics", "_factors", "_gradient"])
+def test_a_kernel_that_does_not_compile(missing, monkeypatch):
+    """PyTorch's formulas take its place, for one that is right by itself."""
+    from fused_softmax.launch import vocab_shards
+    from fused_softmax.launch.availability import KernelUnavailable
+
+    x, target, weight = checks.logits(4, 32, torch.float32, torch.device("cpu"))
+
+    def of(group):
+        columns = slice(16 * group.rank(), 16 * group.rank() + 16)
+        local = x[:, columns].clone().requires_grad_()
+        loss = parallel.cross_entropy(local, target, weight[columns], group=group, label_smoothing=0.1, z_loss=0.1)
+        logp = parallel.token_logprobs(local, target.clamp(min=0), group=group)
+        (loss + logp.sum()).backward()
+        return loss.detach(), logp.detach(), local.grad
+
+    want = simulated(of, 2, monkeypatch)
+
+    def unavailable():
+        called.append(missing)
+        raise KernelUnavailable(missing)
+
+    called = []
+    if missing == "_gradient":
+        op = vocab_shards.GRADIENT
+        monkeypatch.setattr(vocab_shards, "GRADIENT", type(op)(op.planner, lambda plan: unavailable()))
+    else:
+        monkeypatch.setattr(vocab_shards, missing, unavailable)
+    for got, known in zip(simulated(of, 2, monkeypatch), want, strict=True):
+        for a, b in zip(got, known, strict=True):
+            torch.testing.assert_close(a, b, msg=lambda m: f"{missing}: {m}")
+    assert bool(called) == INTERPRETED
 
 
 def test_class_probabilities_and_dtensors_are_refused(monkeypatch):

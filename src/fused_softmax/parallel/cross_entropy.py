@@ -109,8 +109,9 @@ class CrossEntropy(torch.autograd.Function):
         check: bool,
     ) -> Tensor:  # fmt: skip
         call = call_of_loss("cross_entropy", x.dtype, shard.size, shard.segments, weight is not None, options)
-        payload = read_loss(x, target, weight, call.words(shard.start, shard.width), shard, options)
-        gathered, compares = gather(payload, x.shape[0], call, shard, check)
+        words = call.words(shard.start, shard.width)
+        payload = read_loss(x, target, weight, words, shard, options)
+        gathered, compares = gather(payload, words, x.shape[0], call, shard, check)
         found = merge_loss(gathered, target, weight is not None, compares, shard, options)
         ctx.save_for_backward(x, target, weight, *found[1:])
         # rows that share memory cannot be overwritten

@@ -5,6 +5,8 @@ Both are functional collectives, so torch.compile, profilers and CommDebugMode s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,19 +19,23 @@ from .shards import Shard
 _agreed = Cache()
 
 
-def gather(payload: Tensor, n_rows: int, call: Call, shard: Shard, check: bool) -> tuple[Tensor, bool]:
+def gather(
+    payload: Tensor, words: Sequence[int], n_rows: int, call: Call, shard: Shard, check: bool
+) -> tuple[Tensor, bool]:
     """(every rank's payload, (ranks, length); whether the headers are still to be compared, on the device).
+
+    words: of the payload's header, which says what `call` is.
 
     On a CPU, with `check`, and at the first call of a kind, the host compares the headers, and RuntimeError is raised
     on every rank. Later calls on a GPU do not wait for the device, which compares them instead.
     """
-    words, on_gpu = call.words(shard.start, shard.width), payload.is_cuda
     if check:
         counted = call._replace(n_rows=n_rows).words(shard.start, shard.width)
         expect_agreement(words_of(_all_gather(header_tensor(counted, 1, payload), shard)))
     gathered = _all_gather(payload, shard)
     if shard.ranks == 1 or check:
         return gathered, False
+    on_gpu = payload.is_cuda
     key = (shard.group, shard.ranks, payload.device, *words)
     if torch.compiler.is_compiling() or key in _agreed or (on_gpu and torch.cuda.is_current_stream_capturing()):
         return gathered, True

@@ -119,7 +119,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         dtype = result_dtype(x.new_empty(0, dtype=how.logits))
         layout = layout_of(dtype, x.shape[0], shard.segments)
         payload = torch.empty(layout.length, dtype=dtype, device=x.device)
-        header = header_tensor(call.words(shard.start, shard.width), shard.segments, payload)
+        words = call.words(shard.start, shard.width)
+        header = header_tensor(words, shard.segments, payload)
         payload[: layout.head].copy_(header)  # here, too, as there may be no rows
         at = Columns(shard.start, shard.size, shard.segments, shard.invariant)
         with torch.autocast(x.device.type, enabled=False):
@@ -128,7 +129,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 write_loss(payload, layout, chunk.start, *of_chunk, at, options)
         if options.label_smoothing:
             write_sums(payload, layout, class_weight, shard.width)
-        gathered, compares = gather(payload, x.shape[0], call, shard, check)
+        gathered, compares = gather(payload, words, x.shape[0], call, shard, check)
         loss, *of_rows = merge_loss(gathered, target, class_weight is not None, compares, shard, options)
         ctx.save_for_backward(x, weight, bias, target, class_weight, *of_rows)
         ctx.described = shard, options, how

@@ -120,8 +120,9 @@ class RowStatistics(torch.autograd.Function):
             "logsumexp" if ids is None else "token_logprobs", x.dtype, shard.size, shard.segments,
             picks=0 if ids is None else ids.shape[1], scale=number, entropy=entropy,
         )  # fmt: skip
-        payload = read_statistics(x, ids, scale, call.words(shard.start, shard.width), shard, entropy)
-        gathered, compares = gather(payload, x.shape[0], call, shard, check)
+        words = call.words(shard.start, shard.width)
+        payload = read_statistics(x, ids, scale, words, shard, entropy)
+        gathered, compares = gather(payload, words, x.shape[0], call, shard, check)
         found = merge_statistics(gathered, ids, x.shape[0], compares, shard, entropy)
         ctx.save_for_backward(x, ids, found.moments, found.entropy if entropy else None, by_row)
         ctx.described = shard, number

@@ -80,8 +80,9 @@ class Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, function: str, shard: Shard, check: bool) -> Tensor:
         call = Call(function, x.dtype, shard.size, shard.segments)
-        payload = read_statistics(x, None, 1.0, call.words(shard.start, shard.width), shard, False)
-        gathered, compares = gather(payload, x.shape[0], call, shard, check)
+        words = call.words(shard.start, shard.width)
+        payload = read_statistics(x, None, 1.0, words, shard, False)
+        gathered, compares = gather(payload, words, x.shape[0], call, shard, check)
         _, _, lse, moments = merge_statistics(gathered, None, x.shape[0], compares, shard, False, infinite=False)
         if function == "softmax":
             # softmax is the gradient of logsumexp

@@ -6,6 +6,7 @@ both in a graph. Every rank makes the same choice, which depends on the payloads
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from ..launch import cross_entropy as rows
 from ..launch import vocab_shards
 from ..launch.availability import KernelUnavailable
 from ..launch.options import CrossEntropy
+from ..launch.payload import Layout
 from ..torch_ops.arguments import LossOptions
 from ..torch_ops.library import define, not_differentiable
 from ..torch_ops.route import is_supported
@@ -63,38 +65,48 @@ def _merge_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n_rows = target.shape[0]
     layout = layout_of(gathered.dtype, n_rows, segments)
-    part, options = parts_of(gathered, layout), LossOptions(ignore_index, reduction, label_smoothing, None, z_loss)
-    nothing = gathered.new_empty(0)
-    weight_sum = merge.added(merge.in_order(part.sums)).view(1) if weighted and label_smoothing else nothing
+    found, common = None, _common(gathered) if compares else 0
     if n_rows and is_supported(gathered):
-        losses, moments = gathered.new_empty(n_rows), gathered.new_empty(n_rows, 2)
-        weights = gathered.new_empty(n_rows) if weighted else nothing
-        try:
-            vocab_shards.merge_loss(
-                gathered, layout, target, losses, moments, weights if weighted else None,
-                _common(gathered) if compares else 0, size, ignore_index, label_smoothing, z_loss,
-            )  # fmt: skip
-            if reduction == "none":
-                return losses, moments, weights, nothing, weight_sum
-            if not weighted:
-                op = CrossEntropy(target, None, None, ignore_index, reduction, 0.0, None, 0.0)
-                loss, count = rows.reduce_losses(losses, op, size)
-                return loss, moments, weights, nothing if count is None else count, weight_sum
-            loss, count = losses.sum(), nothing
-            if reduction == "mean":
-                count = weights.sum().view(1)
-                loss = torch.where(count[0] == 0.0, float("nan"), loss / count[0])
-            return loss, moments, weights, count, weight_sum
-        except KernelUnavailable:
-            pass
-    merged = merge.merge(part.moments, _disagrees(gathered, compares))
-    counts = target != ignore_index
-    of_target = torch.where(counts, part.weights.sum(0), 0.0) if weighted else None
-    loss, count = loss_of(
-        merged, part.picked.sum(0).squeeze(1), of_target, part.spreads, part.sums, counts, options, size
-    )  # fmt: skip
-    weights = nothing if of_target is None else of_target
-    return loss, merged.moments, weights, nothing if count is None else count.view(1), weight_sum
+        with suppress(KernelUnavailable):
+            of_loss = weighted, ignore_index, reduction, label_smoothing, z_loss
+            found = _by_kernels(gathered, layout, target, size, common, *of_loss)
+    if found is None:
+        part, options = parts_of(gathered, layout), LossOptions(ignore_index, reduction, label_smoothing, None, z_loss)
+        merged = merge.merge(part.moments, _disagrees(gathered, compares))
+        counts = target != ignore_index
+        weights = torch.where(counts, part.weights.sum(0), 0.0) if weighted else None
+        z = part.picked.sum(0).squeeze(1)
+        loss, count = loss_of(merged, z, weights, part.spreads, part.sums, counts, options, size)
+        found = loss, merged.moments, weights, None if count is None else count.view(1)
+    weight_sum = None
+    if weighted and label_smoothing:
+        weight_sum = merge.added(merge.in_order(parts_of(gathered, layout).sums)).view(1)
+    loss, moments, *others = *found, weight_sum
+    weights, count, weight_sum = (gathered.new_empty(0) if t is None else t for t in others)
+    return loss, moments, weights, count, weight_sum
+
+
+def _by_kernels(
+    gathered: Tensor, layout: Layout, target: Tensor, size: int, common: int, weighted: bool, ignore_index: int,
+    reduction: str, label_smoothing: float, z_loss: float,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """(the loss, moments, weights of targets, what a mean divides by)."""
+    n_rows = layout.n_rows
+    losses, moments = gathered.new_empty(n_rows), gathered.new_empty(n_rows, 2)
+    weights = gathered.new_empty(n_rows) if weighted else None
+    vocab_shards.merge_loss(
+        gathered, layout, target, losses, moments, weights, common, size, ignore_index, label_smoothing, z_loss
+    )
+    if reduction == "none":
+        return losses, moments, weights, None
+    if weights is None:
+        op = CrossEntropy(target, None, None, ignore_index, reduction, 0.0, None, 0.0)
+        loss, count = rows.reduce_losses(losses, op, size)
+        return loss, moments, None, count
+    if reduction == "sum":
+        return losses.sum(), moments, weights, None
+    count = weights.sum().view(1)
+    return torch.where(count[0] == 0.0, float("nan"), losses.sum() / count[0]), moments, weights, count
 
 
 def _fake_loss(gathered: Tensor, target: Tensor, *rest: object) -> tuple[Tensor, ...]:
@@ -137,27 +149,25 @@ def _merge_statistics(
     infinite: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layout = layout_of(gathered.dtype, n_rows, segments, 1 if ids is None else ids.shape[1])
-    nothing, ids = gathered.new_empty(0), None if ids is None else ids.contiguous()
+    new, ids = gathered.new_empty, None if ids is None else ids.contiguous()
     if n_rows and is_supported(gathered):
-        picked = nothing if ids is None else gathered.new_empty(ids.shape)
-        entropies = gathered.new_empty(n_rows if entropy else 0)
-        lse, moments = gathered.new_empty(n_rows), gathered.new_empty(n_rows, 2)
+        picked, entropies = new(0) if ids is None else new(ids.shape), new(n_rows if entropy else 0)
+        lse, moments, has_picks = new(n_rows), new(n_rows, 2), picked.numel() > 0
         try:
             vocab_shards.merge_statistics(
-                gathered, layout, ids if picked.numel() else None, picked if picked.numel() else None,
-                entropies if entropy else None, lse, moments, infinite,
-                _common(gathered) if compares else 0, size,
+                gathered, layout, ids if has_picks else None, picked if has_picks else None,
+                entropies if entropy else None, lse, moments, infinite, _common(gathered) if compares else 0, size,
             )  # fmt: skip
             return picked, entropies, lse, moments
         except KernelUnavailable:
             pass
     part = parts_of(gathered, layout)
     merged = merge.merge(part.moments, _disagrees(gathered, compares), infinite=infinite)
-    picked = nothing
+    picked = new(0)
     if ids is not None:
         valid = ids.clamp(0, max(size - 1, 0)) == ids
         picked = torch.where(valid, merge.log_probability(merged, part.picked.sum(0)), float("nan"))
-    return picked, merge.entropy(merged, part.spreads) if entropy else nothing, merged.lse, merged.moments
+    return picked, merge.entropy(merged, part.spreads) if entropy else new(0), merged.lse, merged.moments
 
 
 def _fake_statistics(gathered: Tensor, ids: Tensor | None, n_rows: int, *rest: object) -> tuple[Tensor, ...]:
