@@ -128,22 +128,24 @@ def losses(target: str) -> Iterator[Named]:
                 yield f"cross_entropy_forward{name}", as_called(launch), chosen
                 chosen = cross_entropy.WITH_GRADIENT[op.kind.arithmetic].planner(problem_of(x, x), device)
                 if chosen.regime != "two_pass":
-                    flags = (("MEAN", True), ("INPLACE", False), *op.kind.flags)
+                    flags = (("MEAN", True), ("INPLACE", False), ("WAITS", device.supports_pdl), *op.kind.flags)
                     vectors = (*op.vectors(number), number, number, number)
                     launch = row_launch(
                         cross_entropy.WITH_GRADIENT[op.kind.arithmetic], (x, x), vectors, numbers, flags, chosen, device
                     )
                     yield f"cross_entropy_resident{name}", as_called(launch), chosen
-                chosen = plan_elementwise(problem_of(x, x), device)
-                for sharded in (False, True):
-                    flags = (("UNLESS_ONE", False), ("MEAN", not sharded), ("INPLACE", n_cols == 1000))
+                for unless_one, sharded in ((False, False), (True, False), (False, True)):
+                    row_op = cross_entropy.BACKWARD_UNLESS_ONE if unless_one else cross_entropy.BACKWARD
+                    chosen = row_op.planner(problem_of(x, x), device)
+                    flags = (("UNLESS_ONE", unless_one), ("MEAN", not sharded), ("INPLACE", n_cols == 1000))
                     flags = (*flags, ("SHARDED", sharded), *op.kind.flags)
                     launch = row_launch(
-                        cross_entropy.BACKWARD, (x, x), (*op.vectors(number), number, number, number),
+                        row_op, (x, x), (*op.vectors(number), number, number, number),
                         (op.ignore_index, 0, 0, *op.numbers), flags, chosen, device,
                     )  # fmt: skip
-                    yield f"cross_entropy_backward{' of a shard' * sharded}{name}", as_called(launch), chosen
-        chosen = plan_elementwise(problem_of(x), device)
+                    kind = " unless one" * unless_one + " of a shard" * sharded
+                    yield f"cross_entropy_backward{name}{kind}", as_called(launch), chosen
+        chosen = cross_entropy.SCALE_UNLESS_ONE.planner(problem_of(x), device)
         launch = row_launch(cross_entropy.SCALE_UNLESS_ONE, (x,), (number,), (0,), (), chosen, device)
         yield f"scale_unless_one {dtype} {n_cols}", as_called(launch), chosen
 
@@ -227,7 +229,7 @@ def others(target: str) -> Iterator[Named]:
     ctas, parts, lanes = (16, 8, 32) if device.max_cluster >= 16 else (1, 1, 256)
     shared = (("CTAS", ctas), ("WARPS_PER_ROW", parts), ("VECTORS", lanes), ("EACH", 8), ("PTX", device.ptx))
     numbers = (4096, 1000, -100)
-    flags = (("WEIGHTED", False), *shared)
+    flags = (("WEIGHTED", False), ("TRIGGER", device.supports_pdl), *shared)
     launch = flat_launch(cross_entropy._count_targets, (ids, number, number), numbers, flags, 8, device)
     yield "count_targets", as_called(launch), None
     flags = (("MEAN", True), ("KEEPS_COUNT", True), ("WEIGHTED", False), ("WAITS", device.supports_pdl), *shared)

@@ -149,7 +149,7 @@ def cross_entropy_backward(
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     n_units = (n_rows + ROWS - 1) // ROWS * n_splits
-    # UNLESS_ONE: few programs, because usually each one only finds, once for all rows, that nothing is to do
+    # UNLESS_ONE: few programs, because most often each one only finds, once for all rows, that nothing is to do
     if UNLESS_ONE:
         n_units = tl.where((g_stride == 0) & (tl.load(g_ptr) == 1.0), 0, n_units)
     for unit in range(pid, n_units, tl.num_programs(0).to(tl.int64)):

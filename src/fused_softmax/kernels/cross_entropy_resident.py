@@ -58,6 +58,7 @@ def cross_entropy_resident(
     smoothing: Float32, cap: Float32, z_loss: Float32,
     MEAN: tl.constexpr,
     INPLACE: tl.constexpr,  # dx_ptr is x_ptr
+    WAITS: tl.constexpr,  # `count_targets` may still run: this kernel started before its end
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
     WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
     UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
@@ -161,6 +162,8 @@ def cross_entropy_resident(
     nll = lse - z_target + residual
 
     g = tl.where(counts, 1.0, 0.0)
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
     if MEAN:
         g = tl.where(counts, 1.0 / tl.load(count_ptr), 0.0)
     a, b, c = coefficients(g, lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)

@@ -19,6 +19,7 @@ from ..planning.losses import (
     plan_capped_loss,
     plan_capped_statistics,
     plan_elementwise,
+    plan_few_programs,
     plan_loss,
     plan_smoothed_loss,
     plan_statistics,
@@ -29,7 +30,7 @@ from .cache import Cache
 from .compile import kernel_loader
 from .context import is_batch_invariant
 from .launcher import (
-    FEW_PROGRAMS,
+    FEW_WARPS,
     RowOp,
     Run,
     Vector,
@@ -109,8 +110,8 @@ WITH_GRADIENT = {
     )
 }
 BACKWARD = RowOp(plan_elementwise, always(_backward))
-BACKWARD_UNLESS_ONE = RowOp(plan_elementwise, always(_backward), most=FEW_PROGRAMS)
-SCALE_UNLESS_ONE = RowOp(plan_elementwise, always(_scale_unless_one), most=FEW_PROGRAMS)
+BACKWARD_UNLESS_ONE = RowOp(plan_few_programs, always(_backward), most_warps=FEW_WARPS)
+SCALE_UNLESS_ONE = RowOp(plan_few_programs, always(_scale_unless_one), most_warps=FEW_WARPS)
 
 
 def check_targets(target: Tensor, ignore_index: int, n_cols: int) -> None:
@@ -163,24 +164,24 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
     mean, real = op.reduction == "mean", torch.float32
     unused = torch.empty(1, dtype=real, device=x.device)
     vectors = op.vectors(unused)
-    loss = None
-    # weights and smoothing together read a weight for each logit, twice: then the gradient has a kernel of its own
-    if training and op.reduction != "none" and op.weight_sum is None:
-        dx = x if inplace else gradient_buffer(x)
-        if fits_on_chip(x, dx, op):
-            row_op = WITH_GRADIENT[kind.arithmetic]
-            flags = (("MEAN", mean), ("INPLACE", inplace), *kind.flags)
-            with suppress(KernelUnavailable):
-                loss = prepare_rows(row_op, (x, dx), (*vectors, unused, unused, unused), flags, invariant)
-    writes = loss is not None
-    if loss is None:
-        loss = prepare_rows(FORWARD[kind.arithmetic], (x,), (*vectors, unused, unused), kind.flags, invariant)
-    count = reduce = None
+    count = reduce = loss = None
     if op.reduction != "none" and n_rows <= ONE_PROGRAM_ROWS:
         divided = mean and op.denominator is None
         with suppress(KernelUnavailable):
             reduce = _prepare_reduction(x, n_rows, divided, op.weight is not None)
             count = _prepare_count(op, n_rows, x) if divided and training else None
+    # weights and smoothing together read a weight for each logit, twice: then the gradient has a kernel of its own
+    if training and op.reduction != "none" and op.weight_sum is None:
+        dx = x if inplace else gradient_buffer(x)
+        if fits_on_chip(x, dx, op):
+            row_op = WITH_GRADIENT[kind.arithmetic]
+            waits = count is not None and device_of(x).supports_pdl
+            flags = (("MEAN", mean), ("INPLACE", inplace), ("WAITS", waits), *kind.flags)
+            with suppress(KernelUnavailable):
+                loss = prepare_rows(row_op, (x, dx), (*vectors, unused, unused, unused), flags, invariant)
+    writes = loss is not None
+    if loss is None:
+        loss = prepare_rows(FORWARD[kind.arithmetic], (x,), (*vectors, unused, unused), kind.flags, invariant)
     return _Launches(writes, loss.at, count, reduce)
 
 
@@ -328,7 +329,8 @@ def _sum_flags(losses: bool, mean: bool, weighted: bool, many: bool, device: Dev
     warps, vectors = (8, 32) if ctas > 1 else (1, 256)
     shared = (("CTAS", ctas), ("WARPS_PER_ROW", warps), ("VECTORS", vectors), ("EACH", 8), ("PTX", device.ptx))
     flags: Flags = (("WEIGHTED", weighted), *shared)
-    return (("MEAN", mean), ("WAITS", device.supports_pdl), *flags) if losses else flags
+    pdl = device.supports_pdl
+    return (("MEAN", mean), ("WAITS", pdl), *flags) if losses else (("TRIGGER", pdl), *flags)
 
 
 def counted(op: CrossEntropy, n_cols: int) -> Tensor:

@@ -28,8 +28,8 @@ from .layout import problem_of, run_time_arguments, starts
 from .options import Flags
 from .torch_private import current_device, current_stream
 
-# programs of a launch that most often has nothing to do; 31 for each of an H200's multiprocessors
-FEW_PROGRAMS = 4096
+# warps of a launch that most often has nothing to do; 32 for each of an H200's multiprocessors
+FEW_WARPS = 4224
 Vector = Any  # a tensor; or, on a GPU, the address of float32 numbers
 _REAL = torch.float32
 
@@ -39,7 +39,7 @@ class RowOp:
     """A kernel over rows and what plans it.
 
     kernel: loads the kernel that runs a plan. backward, log: what the planner knows of the op. aligned: whether a
-    vector at a multiple of 16 bytes is worth a kernel of its own. most: a bound on the number of programs.
+    vector at a multiple of 16 bytes is worth a kernel of its own. most_warps: a bound on the warps of a launch.
     """
 
     planner: Callable[[Problem, Device], Plan]
@@ -47,7 +47,7 @@ class RowOp:
     backward: bool = False
     log: bool = False
     aligned: bool = False
-    most: int | None = None
+    most_warps: int | None = None
 
     def plan(self, rows: tuple[Tensor, ...], device: Device, invariant: bool) -> Plan:
         """The plan for row tensors (n_rows, n_cols), the last of which is the output."""
@@ -85,8 +85,9 @@ Run = Any
 
 def meta_of(kernel: Any, plan: Plan, device: Device, flags: Flags) -> dict[str, Any]:
     """The constexprs that the kernel has, and the launch's own meta-parameters."""
-    meta = plan.constexprs() | dict(flags) | dict(PTX=device.ptx, TRIGGER=device.supports_pdl)
-    return {name: meta[name] for name in kernel.declaration.constexprs} | launch_options(kernel, plan, device)
+    meta = plan.constexprs() | dict(PTX=device.ptx, TRIGGER=device.supports_pdl, WAITS=False) | dict(flags)
+    options = launch_options(kernel, plan, device) | ({"launch_pdl": True} if meta["WAITS"] else {})
+    return {name: meta[name] for name in kernel.declaration.constexprs} | options
 
 
 def _described(op: RowOp, rows: tuple[Tensor, ...], plan: Plan, device: Device, flags: Flags) -> Described:
@@ -97,7 +98,8 @@ def _described(op: RowOp, rows: tuple[Tensor, ...], plan: Plan, device: Device, 
     if kernel.declaration.splits_rows:
         n_splits = max(1, -(-rows[0].shape[1] // (plan.chunks * plan.vectors_per_chunk * plan.vec)))
         scalars = (*scalars, n_splits)
-    return Described(kernel, plan, meta_of(kernel, plan, device, flags), scalars, n_splits, offsets, op.most)
+    most = None if op.most_warps is None else op.most_warps // plan.num_warps
+    return Described(kernel, plan, meta_of(kernel, plan, device, flags), scalars, n_splits, offsets, most)
 
 
 def row_launch(

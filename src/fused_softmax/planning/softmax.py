@@ -231,12 +231,44 @@ def steps_plan(problem: Problem, device: Device, ctas: int, warps: int, most: in
     log-probabilities with entropy: 0.94 of a read in 3 steps of 6 chunks of a warp, 0.52 in one step of 8 chunks of
     four warps.
     """
+    num_warps, vectors, units = _step_geometry(problem, device, warps)
+    steps = -(-units // (ctas * vectors * most))
+    return _stepped(problem, ctas, num_warps, vectors, -(-units // (ctas * vectors * steps)), why)
+
+
+def looped_steps_plan(
+    problem: Problem, device: Device, ctas: int, warps: int, chunks: tuple[int, int], why: str
+) -> Plan:
+    """`steps_plan` of a reduction, whose last step is shorter where few columns are left (`online_reduction`).
+
+    Of the fewest to the most `chunks` per step, those with the least work: chunks, empty ones too, and 0.2 of a chunk
+    for each step. H200, bfloat16, 56,606 columns, log-probabilities with entropy: 1.00 of a read in 4 steps of 7
+    chunks of 8 warps, 0.97 in 6 steps of 5.
+    """
+    num_warps, vectors, units = _step_geometry(problem, device, warps)
+    slice_units = -(-units // ctas)
+
+    def work(chunks: int) -> float:
+        few = -(-chunks // 4)
+        whole = slice_units // (chunks * vectors)
+        rest = -(-(slice_units - whole * chunks * vectors) // vectors)  # chunks
+        last = 0 if not rest else few if rest <= few else chunks
+        return whole * chunks + last + 0.2 * (whole + (last > 0))
+
+    fewest, most = min(chunks[0], -(-slice_units // vectors)), chunks[1]
+    return _stepped(problem, ctas, num_warps, vectors, min(range(most, fewest - 1, -1), key=work), why)
+
+
+def _step_geometry(problem: Problem, device: Device, warps: int) -> tuple[int, int, int]:
+    """Warps of a program, vectors of a chunk, vectors of a row."""
     vec, unaligned = geometry(problem)
     num_warps = max(1, warps * 32 // device.warp_size)
-    vectors = num_warps * device.warp_size * (problem.full_vec // vec)
     units = max(1, problem.n_cols // vec if unaligned else -(-problem.n_cols // vec))
-    steps = -(-units // (ctas * vectors * most))
-    chunks = -(-units // (ctas * vectors * steps))
+    return num_warps, num_warps * device.warp_size * (problem.full_vec // vec), units
+
+
+def _stepped(problem: Problem, ctas: int, num_warps: int, vectors: int, chunks: int, why: str) -> Plan:
+    vec, unaligned = geometry(problem)
     return Plan("two_pass", 1, ctas, 1, vectors, vec, chunks, 0, unaligned, False, num_warps, None, why)
 
 

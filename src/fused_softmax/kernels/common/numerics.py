@@ -22,9 +22,6 @@ TRITON = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])  # (m
 # `columns_of` gains nothing. 3.8 has no layout on a cluster for `columns_of`
 _TREES = tl.constexpr(TRITON >= (3, 8))
 _TREES_ON_CLUSTERS = tl.constexpr(TRITON >= (3, 9))
-# ptxas keeps float32 numbers that are computed again by the same instruction. With Triton 3.6 that stays within the
-# occupancy that was measured. Later versions order the arithmetic in other ways, and it takes more registers
-_CONVERTS_IN_TWO_WAYS = tl.constexpr(TRITON >= (3, 7))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -195,10 +192,11 @@ def upcast(x, PTX: tl.constexpr, REMATERIALIZE: tl.constexpr = False, SECOND: tl
     Computing exp(x) twice is cheaper than holding it: the row stays in registers as 16-bit numbers, more programs fit
     on a multiprocessor, and more bytes are in flight. Otherwise the compiler would convert once and hold the float32
     numbers. The assembly also takes one instruction per bfloat16, where the compiler takes three for two of them.
-    ptxas converts once, too, where both conversions are the same instruction, so the second is another one: the
-    gradient of 128,256 columns takes 48 registers with Triton 3.9, and 76 with the same instruction.
+    ptxas converts once, too, where both conversions are the same instruction, so the second is another one. With Triton
+    3.6 a loss of 32,000 columns takes 96 registers, and 155 with the same instruction; with 3.9 the gradient of 128,256
+    columns takes 48, and 76.
     """
-    if PTX and REMATERIALIZE and SECOND and _CONVERTS_IN_TWO_WAYS and x.dtype == tl.bfloat16:
+    if PTX and REMATERIALIZE and SECOND and x.dtype == tl.bfloat16:
         PERMUTE: tl.constexpr = "prmt.b32 $0, $2, 0, 0x1044; prmt.b32 $1, $2, 0, 0x3244;"
         return tl.inline_asm_elementwise(PERMUTE, "=r,=r,r", [x], dtype=tl.float32, is_pure=False, pack=2)
     elif PTX and x.dtype == tl.bfloat16:
