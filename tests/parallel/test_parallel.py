@@ -305,6 +305,20 @@ def test_smoothing_where_a_rank_has_no_columns(options, monkeypatch):
     torch.testing.assert_close(shared(call, 2, monkeypatch), fs.cross_entropy(x, target, **options))
 
 
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.1}])
+def test_an_ignored_row_has_no_gradient_whatever_it_holds(options, monkeypatch):
+    x, target = torch.randn(4, 16), torch.tensor([-100, 3, -100, 12])
+    x[0, 3], x[2, 9] = float("nan"), float("inf")
+
+    def of(group):
+        local = x[:, 8 * group.rank() : 8 * group.rank() + 8].clone().requires_grad_()
+        parallel.cross_entropy(local, target, group=group, **options).backward()
+        return local.grad
+
+    dx = torch.cat(simulated(of, 2, monkeypatch), 1)
+    assert (dx[::2] == 0.0).all() and dx[1::2].isfinite().all() and (dx[1::2] != 0.0).any()
+
+
 def test_an_entropy_of_shards_far_apart(monkeypatch):
     x = torch.full((1, 10), -3.4e38)
     x[0, 5:] = 3e38
