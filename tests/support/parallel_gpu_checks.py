@@ -29,6 +29,7 @@ def check_compiled(rank, ranks, device):
         lambda x: parallel.token_logprobs(x, target.clamp(min=0), return_entropy=True)[0].sum(),
         lambda x: parallel.logsumexp(x).sum(),
         lambda x: parallel.softmax(x).float().square().sum(),
+        lambda x: parallel.log_softmax(x, dtype=torch.float32).square().mean(),
     )
     for i, call in enumerate(calls):
         eager, compiled = (x[:, columns].clone().requires_grad_() for _ in range(2))
