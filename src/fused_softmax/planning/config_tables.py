@@ -233,9 +233,10 @@ LOSS_CLUSTER = {
         KernelConfig(262144, 16, 16, True),
     ),
 }
-# (vectors of 16 bits per thread, the cap on its registers), on clusters of at least 4 CTAs. H200, bfloat16: 50,257
-# columns take 1.03 of a copy's time with 96 registers and 1.09 without a cap
-LOSS_REGISTERS = ((10, 80), (14, 96), (16, 112), (22, 128), (24, 160))
+# (vectors of 16 bits per thread, the cap on its registers, the same for unaligned rows), on clusters. H200, bfloat16,
+# 2^28 elements, fraction of a copy: 236,656 columns (16 vectors) 0.95 with 96 registers, 0.90 with 112; 184,474 (24) 0.98
+# with 128, 0.94 without a cap; 131,700 (18) 0.96 with 96, which spills 24 to 32 bytes, 0.95 with 112
+LOSS_REGISTERS = ((14, 96, 96), (18, 96, 112), (24, 128, 128))
 # masked softmax without a mask (causal), with one, and its gradient; wider rows take softmax's. Few warps with many
 # vectors per thread are the fastest. H200, bfloat16, fraction of a copy: causal 10,266 x 10,266 runs at 0.89 with 4
 # warps and 11 chunks, at 0.62 with 16 warps and 3; an additive mask of 3,943 columns at 1.04 with 4 warps, at 0.88 with

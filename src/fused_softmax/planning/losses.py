@@ -119,9 +119,10 @@ def _compiles(problem: Problem, chosen: Plan) -> bool:
 
 
 def _loss_registers(problem: Problem, chosen: Plan) -> int | None:
-    if problem.itemsize == 4 or chosen.vec < problem.full_vec or chosen.ctas < 4:
+    if problem.itemsize == 4 or chosen.vec < problem.full_vec or chosen.ctas == 1:
         return None
-    return next((cap for chunks, cap in LOSS_REGISTERS if chosen.chunks <= chunks), None)
+    caps = next((caps for chunks, *caps in LOSS_REGISTERS if chosen.chunks <= chunks), None)
+    return None if caps is None else caps[chosen.unaligned]
 
 
 def plan_smoothed_loss(problem: Problem, device: Device) -> Plan:
