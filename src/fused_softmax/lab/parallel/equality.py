@@ -21,12 +21,12 @@ from fused_softmax.lab.bench.record import Record
 # rows, columns, dtype; segments of 6,282 columns do not start on 16 bytes
 CASES = ((64, 131072, torch.bfloat16), (64, 131072, torch.float32), (33, 50256, torch.bfloat16))
 HIDDEN = 256  # of the linear loss
-# of the largest value: of numbers in float32, which two orders of adding up may give; and of one rounding of a dtype
+# of the largest value, for numbers in float32: sums in two orders differ by less
 LIMIT = 1e-5
 
 
 class Problem(NamedTuple):
-    """Whole rows, targets, one of which is ignored, weights, and a linear loss's inputs; the same on every rank."""
+    """Whole rows, targets, weights, and a linear loss's inputs; the same on every rank. One target is ignored."""
 
     x: Tensor
     target: Tensor
