@@ -251,22 +251,13 @@ def run(
     equality: Path | None = None,
 ) -> tuple[Header, list[Record]]:  # fmt: skip
     """On every rank of the default group: all ops and widths; rank 0 shows and writes. compiled: the widths at which
-    compiled systems run, too. equality: where the record of `equality.check` goes, which runs first."""
+    compiled systems run, too. equality: where the record of `equality.check` goes, which runs last."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device())
     mesh = dist.device_mesh.init_device_mesh("cuda", (ranks,))
     place = Place(rank, ranks, 0, mesh)
     head, records = header(device, False), []
     head.device = f"{ranks} x {head.device}"
-    if equality is not None:
-        records_of_bits = []
-        for record in check(rank, ranks, device):
-            records_of_bits.append(record)
-            if rank == 0:
-                print(line(record), flush=True)
-        if rank == 0:
-            write_atomically(equality, to_json(replace(head, finished=True), records_of_bits))
-        free()
     eager = tuple(s for s in SYSTEMS if "compiled" not in s.name)
     cases = [(n_cols, op, eager) for n_cols in columns for op in ops]
     traced = tuple(s for s in SYSTEMS if "compiled" in s.name)
@@ -282,7 +273,22 @@ def run(
     head.finished = True
     if rank == 0:
         write_atomically(out, to_json(head, records))
+    if equality is not None:
+        record_equality(rank, ranks, device, replace(head, finished=False), equality)
     return head, records
+
+
+def record_equality(rank: int, ranks: int, device: torch.device, head: Header, out: Path) -> None:
+    """`equality.check`, shown and written as it goes."""
+    found: list[Record] = []
+    for record in check(rank, ranks, device):
+        found.append(record)
+        if rank == 0:
+            print(line(record), flush=True)
+            write_atomically(out, to_json(head, found))
+    head.finished = True
+    if rank == 0:
+        write_atomically(out, to_json(head, found))
 
 
 def line(record: Record) -> str:
