@@ -17,7 +17,17 @@ import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
 from .common.cluster import cluster_reduce_max_sum, cluster_reduce_sum, init_cluster_barrier, leave_cluster
-from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, max_of_vectors, rounded_product, sum_of_vectors, upcast
+from .common.numerics import (
+    GRADIENT_CONVERTS_TWICE,
+    LOWEST,
+    exp,
+    exp2_affine,
+    exp2_fma,
+    max_of_vectors,
+    rounded_product,
+    sum_of_vectors,
+    upcast,
+)
 from .common.smem_staging import await_staged, chunk_of, declare_staging, load_unstaged, stage
 from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.tiles import (
@@ -200,8 +210,8 @@ def softmax_backward_resident(
                     POLICY,
                 ),
             )
-        y_c = upcast(chunk_of(y, c, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE, True)
-        dy_c = upcast(chunk_of(dy, c, 0, SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE, True)
+        y_c = upcast(chunk_of(y, c, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE, GRADIENT_CONVERTS_TWICE)
+        dy_c = upcast(chunk_of(dy, c, 0, SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE, GRADIENT_CONVERTS_TWICE)
         store_chunk(
             dx_row + first,
             width,

@@ -234,8 +234,8 @@ LOSS_CLUSTER = {
     ),
 }
 # (vectors of 16 bits per thread, the cap on its registers, the same for unaligned rows), on clusters. H200, bfloat16,
-# 2^28 elements, fraction of a copy: 236,656 columns (16 vectors) 0.95 with 96 registers, 0.90 with 112; 184,474 (24) 0.98
-# with 128, 0.94 without a cap; 131,700 (18) 0.96 with 96, which spills 24 to 32 bytes, 0.95 with 112
+# 2^28 elements, fraction of a copy: 236,656 columns (16 vectors) 0.95 with 96 registers, 0.90 with 112; 184,474 columns
+# (24) 0.98 with 128, 0.94 without a cap; 131,700 columns (18) 0.96 with 96, which spills 24 to 32 bytes, 0.95 with 112
 LOSS_REGISTERS = ((14, 96, 96), (18, 96, 112), (24, 128, 128))
 # masked softmax without a mask (causal), with one, and its gradient; wider rows take softmax's. Few warps with many
 # vectors per thread are the fastest. H200, bfloat16, fraction of a copy: causal 10,266 x 10,266 runs at 0.89 with 4
