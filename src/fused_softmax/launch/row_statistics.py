@@ -149,11 +149,12 @@ def statistics_backward(
     g_entropy: Tensor | None = None,
     g_lse: Tensor | None = None,
     shard: tuple[int, int] | None = None,
+    invariant: bool = False,
 ) -> None:
     """Into dx the gradient of what `statistics` returns; an upstream gradient that is None counts for nothing.
 
     moments: (n_rows, 2), as `statistics` returns them, or (n_rows,), the logsumexp. shard: (start, size) where x has
-    columns from `start` on of `size`, which all else is of.
+    columns from `start` on of `size`, which all else is of. invariant: the plan does not depend on where rows start.
     """
     n_picks = 0 if g_picked is None else _picks(ids)
     by_moments, scaled = moments.dim() == 2, _scale_flag(scale)
@@ -169,14 +170,14 @@ def statistics_backward(
             scale if scaled == 2 else None,
         )
     )
-    given = (g_entropy is None, g_lse is None, ids is None, shard is None)
+    given = (g_entropy is None, g_lse is None, ids is None, shard is None, invariant)
     key = (layout_key(x), layout_key(dx), n_picks, scaled, by_moments, given)
     run = _backwards.get(key)
     if run is None:
         flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", g_entropy is not None))
         flags = (*flags, ("LSE", g_lse is not None), ("SCALE", scaled), ("HAS_MOMENTS", by_moments))
         flags = (*flags, ("SHARDED", shard is not None))
-        run = prepare_rows(BACKWARD, (x, dx), vectors, flags, False)
+        run = prepare_rows(BACKWARD, (x, dx), vectors, flags, invariant)
         if x.is_cuda:
             _backwards.remember(key, run)
     run((x, dx), vectors, (n_picks, *(shard or (0, 0)), 1.0 if scaled == 2 else scale))

@@ -46,11 +46,11 @@ def gradient_sums(y: Tensor, dy: Tensor, sums: Vector, log: bool, invariant: boo
     launch_rows(SUMS, (dy if log else y, dy), (sums,), (), (("LOG", log),), invariant=invariant)
 
 
-def gradient(y: Tensor, dy: Tensor, dx: Tensor, sums: Vector, log: bool) -> None:
+def gradient(y: Tensor, dy: Tensor, dx: Tensor, sums: Vector, log: bool, invariant: bool) -> None:
     """Into dx the gradient for sums of all columns, (n_rows,) float32."""
-    launch_rows(GRADIENT, (y, dy, dx), (sums,), (), (("LOG", log),))
+    launch_rows(GRADIENT, (y, dy, dx), (sums,), (), (("LOG", log),), invariant=invariant)
 
 
-def log_softmax(x: Tensor, y: Tensor, moments: Vector) -> None:
+def log_softmax(x: Tensor, y: Tensor, moments: Vector, invariant: bool) -> None:
     """Into y, for the (row_max, row_sum) of all columns, (n_rows, 2) float32."""
-    launch_rows(LOG_SOFTMAX, (x, y), (moments,), (), ())
+    launch_rows(LOG_SOFTMAX, (x, y), (moments,), (), (), invariant=invariant)

@@ -157,18 +157,21 @@ _gradients = Cache()
 
 def loss_gradient(
     x: Tensor, dx: Tensor, target: Tensor, moments: Tensor, factors: Tensor, weight: Tensor | None, start: int,
-    ignore_index: int, smooth: bool, softcap: float | None,
+    ignore_index: int, smooth: bool, softcap: float | None, invariant: bool,
 ) -> None:  # fmt: skip
-    """Into dx, which may be x, the gradient in columns from `start` on. weight: of these columns, where `smooth`."""
+    """Into dx, which may be x, the gradient in columns from `start` on. weight: of these columns, where `smooth`.
+
+    invariant: the plan does not depend on where rows start.
+    """
     weight = weight if smooth else None
     vectors = (target, *(factors if t is None else t for t in (weight, None, None)), moments, factors)
     inplace = dx.data_ptr() == x.data_ptr()
-    key = (layout_key(x), layout_key(dx), inplace, weight is None, smooth, softcap is None)
+    key = (layout_key(x), layout_key(dx), inplace, weight is None, smooth, softcap is None, invariant)
     run = _gradients.get(key)
     if run is None:
         flags: Flags = (("UNLESS_ONE", False), ("MEAN", False), ("INPLACE", inplace), ("SHARDED", True))
         flags = (*flags, ("WEIGHTED", weight is not None), ("SMOOTH", smooth), ("SOFTCAP", softcap is not None))
-        run = prepare_rows(GRADIENT, (x, dx), vectors, flags, False)
+        run = prepare_rows(GRADIENT, (x, dx), vectors, flags, invariant)
         if x.is_cuda:
             _gradients.remember(key, run)
     run((x, dx), vectors, (ignore_index, 3, start, 0.0, 1.0 if softcap is None else softcap, 0.0))

@@ -24,7 +24,7 @@ from ..torch_ops.library import define, not_differentiable
 from ..torch_ops.route import is_supported
 from . import formulas
 from .loss import factors_of
-from .shards import Shard
+from .shards import Shard, canonical
 
 
 def expect_once(function: str) -> None:
@@ -33,11 +33,16 @@ def expect_once(function: str) -> None:
         raise RuntimeError(f"parallel.{function}(): its gradient cannot be differentiated again")
 
 
-def buffer(x: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Memory for what is written for rows x; None in a trace, where an operator returns memory of its own."""
+def buffer(x: Tensor, dtype: torch.dtype, invariant: bool) -> Tensor | None:
+    """Memory for what is written for rows x; None in a trace, where an operator returns memory of its own.
+
+    invariant: its rows start alike on every number of ranks, so that they have one plan.
+    """
     if torch.compiler.is_compiling():
         return None
-    return gradient_buffer(x) if dtype is x.dtype else torch.empty(x.shape, dtype=dtype, device=x.device)
+    return (
+        gradient_buffer(x) if dtype is x.dtype and not invariant else torch.empty(x.shape, dtype=dtype, device=x.device)
+    )
 
 
 def _in_rows(x: Tensor) -> Tensor:
@@ -58,7 +63,7 @@ class Upstream(NamedTuple):
 def _write_statistics_gradient(
     dx: Tensor, x: Tensor, moments: Tensor, scales: Tensor | None, scale: float, ids: Tensor | None,
     g_picked: Tensor | None, entropy: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, start: int,
-    size: int,
+    size: int, invariant: bool = False,
 ) -> None:  # fmt: skip
     if not x.numel():
         return
@@ -68,7 +73,7 @@ def _write_statistics_gradient(
             row_statistics.statistics_backward(
                 x, dx, moments.contiguous(), by,
                 ids=None if ids is None else ids.contiguous(), g_picked=g_picked, entropy=entropy, g_entropy=g_entropy,
-                g_lse=g_lse, shard=(start, size),
+                g_lse=g_lse, shard=(start, size), invariant=invariant,
             )  # fmt: skip
             return
         except KernelUnavailable:
@@ -103,11 +108,12 @@ def statistics_gradient(
     scales, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
     dtype = x.dtype if dtype is None else dtype
     given = (moments, scales, number, ids, g.picked, entropy, g.entropy, g.lse)
-    dx = buffer(x, dtype)
+    dx = buffer(x, dtype, shard.invariant)
     if dx is None:
         return _statistics_gradient(x, *given, shard.start, shard.size, dtype)
     for columns, first in shard.pieces():
-        _write_statistics_gradient(dx[:, columns], x[:, columns], *given, first, shard.size)
+        piece = canonical(x[:, columns], shard.invariant)
+        _write_statistics_gradient(dx[:, columns], piece, *given, first, shard.size, shard.invariant)
     return dx
 
 
@@ -142,7 +148,7 @@ def loss_factors(
 
 def write_loss_gradient(
     dx: Tensor, x: Tensor, moments: Tensor, target: Tensor, factors: Tensor, weight: Tensor | None, start: int,
-    options: LossOptions,
+    options: LossOptions, invariant: bool = False,
 ) -> None:  # fmt: skip
     """Into dx, which may be x, a loss's gradient in columns from `start` on."""
     if not x.numel():
@@ -151,8 +157,9 @@ def write_loss_gradient(
     if is_supported(x):
         try:
             vocab_shards.loss_gradient(
-                x, dx, target, moments, factors, weight, start, options.ignore_index, smooth, options.softcap
-            )
+                x, dx, target, moments, factors, weight, start, options.ignore_index, smooth, options.softcap,
+                invariant,
+            )  # fmt: skip
             return
         except KernelUnavailable:
             pass
@@ -191,7 +198,7 @@ def loss_gradient(
 
     weight: of these columns.
     """
-    dx = x.detach() if inplace else buffer(x, x.dtype)
+    dx = x.detach() if inplace else buffer(x, x.dtype, shard.invariant)
     if dx is None:
         return _loss_gradient(
             x, g, moments, target, *of_rows, weight, shard.start, shard.size, options.ignore_index,
@@ -200,5 +207,7 @@ def loss_gradient(
     factors = loss_factors(g, moments, target, of_rows, options, shard.size)
     for columns, first in shard.pieces():
         of_piece = None if weight is None else weight[columns]
-        write_loss_gradient(dx[:, columns], x[:, columns], moments, target, factors, of_piece, first, options)
+        piece = x[:, columns] if inplace else canonical(x[:, columns], shard.invariant)
+        given = (moments, target, factors, of_piece, first, options, shard.invariant)
+        write_loss_gradient(dx[:, columns], piece, *given)
     return dx

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..launch import cross_entropy as losses
 from ..launch import row_statistics, vocab_shards
 from ..launch.availability import KernelUnavailable
-from ..launch.context import as_in_forward, is_batch_invariant
+from ..launch.context import as_in_forward
 from ..launch.layout import places, rows_of
 from ..launch.options import CrossEntropy
 from ..launch.payload import Layout
@@ -27,7 +27,7 @@ from ..torch_ops.route import is_supported
 from . import formulas
 from .agreement import header_tensor
 from .payload import layout_of, parts_of
-from .shards import Shard
+from .shards import Shard, canonical
 
 COUNTS, IGNORED = 0, -1  # targets of a smoothed loss's kernel: the first column, or none
 
@@ -43,20 +43,6 @@ class Columns(NamedTuple):
     def pieces(self, width: int) -> Iterator[slice]:
         each = width // self.segments
         return (slice(i * each, (i + 1) * each) for i in range(self.segments))
-
-
-def canonical(x: Tensor, invariant: bool) -> Tensor:
-    """x, as a copy where equal bits need it: the kernels read vectors as wide as the address and the stride allow."""
-    if not invariant:
-        if is_batch_invariant():
-            raise RuntimeError("fused_softmax.parallel: within batch_invariant() call it outside of torch.compile")
-        return x
-    if not x.numel():
-        return x
-    item = x.element_size()
-    row = x.shape[1] * item
-    vector = min(16, row & -row)
-    return x.clone(memory_format=torch.contiguous_format) if (x.data_ptr() | x.stride(0) * item) % vector else x
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from ..torch_ops.route import is_supported, supports_fused_cast
 from .agreement import Call
 from .exchange import gather, sum_of_segments, sum_over_ranks
 from .gradients import Upstream, expect_once, statistics_gradient
-from .rows import canonical, read_statistics
-from .shards import Shard, rows_and_shard
+from .rows import read_statistics
+from .shards import Shard, canonical, rows_and_shard
 from .whole_rows import merge_statistics
 
 CHUNK = 2**24  # elements that PyTorch's formulas widen at a time
@@ -88,7 +88,9 @@ class Softmax(torch.autograd.Function):
             # softmax is the gradient of logsumexp
             y = statistics_gradient(x, moments, 1.0, None, None, Upstream(lse=torch.ones_like(lse)), shard, dtype)
         else:
-            y = (_log_softmax_operator if torch.compiler.is_compiling() else _log_softmax)(x, moments, dtype)
+            y = (_log_softmax_operator if torch.compiler.is_compiling() else _log_softmax)(
+                x, moments, dtype, shard.segments, shard.invariant
+            )
         ctx.save_for_backward(y)
         ctx.described = x.dtype, function, shard
         return y
@@ -101,32 +103,39 @@ class Softmax(torch.autograd.Function):
         compiling, log = torch.compiler.is_compiling(), function == "log_softmax"
         sums = (_sums_operator if compiling else _sums)(y, dy, log, shard.segments, shard.invariant)
         total = sum_of_segments(sums, shard) if shard.invariant else sum_over_ranks(sums[0], shard)
-        return (_gradient_operator if compiling else _gradient)(y, dy, total, log, dtype), None, None, None, None
+        write = _gradient_operator if compiling else _gradient
+        return write(y, dy, total, log, dtype, shard.segments, shard.invariant), None, None, None, None
 
 
 def _rows(t: Tensor) -> Tensor:
     return rows_of(t, t.shape[1])
 
 
-def _log_softmax(x: Tensor, moments: Tensor, dtype: torch.dtype) -> Tensor:
+def _pieces(t: Tensor, segments: int) -> list[Tensor]:
+    """The segments' columns, as views."""
+    return list(t.split(max(1, t.shape[1] // segments), 1)) if t.shape[1] else []
+
+
+def _log_softmax(x: Tensor, moments: Tensor, dtype: torch.dtype, segments: int, invariant: bool) -> Tensor:
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if is_supported(x):
-        try:
-            softmax_shards.log_softmax(_rows(x), y, moments.contiguous())
-            return y
-        except KernelUnavailable:
-            pass
-    row_max, log_sum = moments[:, :1], moments[:, 1:].log()
-    for part in _parts(x):
-        y[part] = (widened(x[part]) - row_max[part]) - log_sum[part]
+    for x_here, y_here in zip(_pieces(x, segments), _pieces(y, segments), strict=True):
+        x_here = canonical(x_here, invariant)
+        if is_supported(x_here):
+            try:
+                softmax_shards.log_softmax(_rows(x_here), y_here, moments.contiguous(), invariant)
+                continue
+            except KernelUnavailable:
+                pass
+        row_max, log_sum = moments[:, :1], moments[:, 1:].log()
+        for part in _parts(x_here):
+            y_here[part] = (widened(x_here[part]) - row_max[part]) - log_sum[part]
     return y
 
 
 def _sums(y: Tensor, dy: Tensor, log: bool, segments: int, invariant: bool) -> Tensor:
-    each, sums = y.shape[1] // segments, torch.empty((segments, y.shape[0]), dtype=result_dtype(y), device=y.device)
-    for i in range(segments):
-        columns = slice(i * each, (i + 1) * each)
-        y_here, dy_here = canonical(y[:, columns], invariant), canonical(dy[:, columns], invariant)
+    sums = torch.zeros((segments, y.shape[0]), dtype=result_dtype(y), device=y.device)
+    for i, (y_here, dy_here) in enumerate(zip(_pieces(y, segments), _pieces(dy, segments), strict=True)):
+        y_here, dy_here = canonical(y_here, invariant), canonical(dy_here, invariant)
         if is_supported(y_here):
             try:
                 softmax_shards.gradient_sums(_rows(y_here), _rows(dy_here), sums[i], log, invariant)
@@ -139,18 +148,21 @@ def _sums(y: Tensor, dy: Tensor, log: bool, segments: int, invariant: bool) -> T
     return sums
 
 
-def _gradient(y: Tensor, dy: Tensor, total: Tensor, log: bool, dtype: torch.dtype) -> Tensor:
+def _gradient(
+    y: Tensor, dy: Tensor, total: Tensor, log: bool, dtype: torch.dtype, segments: int, invariant: bool
+) -> Tensor:
     dx = torch.empty(y.shape, dtype=dtype, device=y.device)
-    if is_supported(y):
-        try:
-            softmax_shards.gradient(_rows(y), _rows(dy), dx, total.contiguous(), log)
-            return dx
-        except KernelUnavailable:
-            pass
-    total = total.unsqueeze(1)
-    for part in _parts(y):
-        g, of_rows = widened(dy[part]), widened(y[part])
-        dx[part] = g - of_rows.exp() * total[part] if log else of_rows * (g - total[part])
+    for y_here, dy_here, dx_here in zip(*(_pieces(t, segments) for t in (y, dy, dx)), strict=True):
+        y_here, dy_here = canonical(y_here, invariant), canonical(dy_here, invariant)
+        if is_supported(y_here):
+            try:
+                softmax_shards.gradient(_rows(y_here), _rows(dy_here), dx_here, total.contiguous(), log, invariant)
+                continue
+            except KernelUnavailable:
+                pass
+        for part in _parts(y_here):
+            g, of_rows, of_all = widened(dy_here[part]), widened(y_here[part]), total[part].unsqueeze(1)
+            dx_here[part] = g - of_rows.exp() * of_all if log else of_rows * (g - of_all)
     return dx
 
 
@@ -162,9 +174,9 @@ def _parts(t: Tensor) -> Iterator[slice]:
 
 
 _log_softmax_operator = define(
-    "parallel_log_softmax(Tensor x, Tensor moments, ScalarType dtype) -> Tensor",
+    "parallel_log_softmax(Tensor x, Tensor moments, ScalarType dtype, int segments, bool invariant) -> Tensor",
     _log_softmax,
-    lambda x, moments, dtype: x.new_empty(x.shape, dtype=dtype),
+    lambda x, moments, dtype, *rest: x.new_empty(x.shape, dtype=dtype),
 )
 _sums_operator = define(
     "parallel_softmax_sums(Tensor y, Tensor dy, bool log, int segments, bool invariant) -> Tensor",
@@ -172,9 +184,10 @@ _sums_operator = define(
     lambda y, dy, log, segments, invariant: y.new_empty((segments, y.shape[0]), dtype=result_dtype(y)),
 )
 _gradient_operator = define(
-    "parallel_softmax_gradient(Tensor y, Tensor dy, Tensor total, bool log, ScalarType dtype) -> Tensor",
+    "parallel_softmax_gradient(Tensor y, Tensor dy, Tensor total, bool log, ScalarType dtype, int segments, "
+    "bool invariant) -> Tensor",
     _gradient,
-    lambda y, dy, total, log, dtype: y.new_empty(y.shape, dtype=dtype),
+    lambda y, dy, total, log, dtype, *rest: y.new_empty(y.shape, dtype=dtype),
 )
 for _name in ("parallel_log_softmax", "parallel_softmax_sums", "parallel_softmax_gradient"):
     not_differentiable(_name)
