@@ -386,10 +386,10 @@ def test_what_is_returned_is_not_what_is_kept(monkeypatch):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("missing", ["_pack", "_merge_loss", "_merge_statistics", "_factors", "_gradient"])
+@pytest.mark.parametrize("missing", ["_pack", "_merge_loss", "_merge_statistics", "_factors", "GRADIENT", "of softmax"])
 def test_a_kernel_that_does_not_compile(missing, monkeypatch):
     """PyTorch's formulas take its place, for one that is right by itself."""
-    from fused_softmax.launch import vocab_shards
+    from fused_softmax.launch import softmax_shards, vocab_shards
     from fused_softmax.launch.availability import KernelUnavailable
 
     x, target, weight = checks.logits(4, 32, torch.float32, torch.device("cpu"))
@@ -397,6 +397,11 @@ def test_a_kernel_that_does_not_compile(missing, monkeypatch):
     def of(group):
         columns = slice(16 * group.rank(), 16 * group.rank() + 16)
         local = x[:, columns].clone().requires_grad_()
+        if missing == "of softmax":
+            with fs.batch_invariant():  # whose sums are gathered: the simulated group adds nothing up
+                y = parallel.log_softmax(local, group=group)
+                (y.square() + parallel.softmax(local, group=group)).sum().backward()
+            return y.detach(), local.grad
         loss = parallel.cross_entropy(local, target, weight[columns], group=group, label_smoothing=0.1, z_loss=0.1)
         logp = parallel.token_logprobs(local, target.clamp(min=0), group=group)
         (loss + logp.sum()).backward()
@@ -404,16 +409,15 @@ def test_a_kernel_that_does_not_compile(missing, monkeypatch):
 
     want = simulated(of, 2, monkeypatch)
 
-    def unavailable():
+    def unavailable(*plan):
         called.append(missing)
         raise KernelUnavailable(missing)
 
     called = []
-    if missing == "_gradient":
-        op = vocab_shards.GRADIENT
-        monkeypatch.setattr(vocab_shards, "GRADIENT", type(op)(op.planner, lambda plan: unavailable()))
-    else:
-        monkeypatch.setattr(vocab_shards, missing, unavailable)
+    for name in ("SUMS", "GRADIENT", "LOG_SOFTMAX") if missing == "of softmax" else (missing,):
+        module = softmax_shards if missing == "of softmax" else vocab_shards
+        op = getattr(module, name)
+        monkeypatch.setattr(module, name, type(op)(op.planner, unavailable) if name.isupper() else unavailable)
     for got, known in zip(simulated(of, 2, monkeypatch), want, strict=True):
         for a, b in zip(got, known, strict=True):
             torch.testing.assert_close(a, b, msg=lambda m: f"{missing}: {m}")
