@@ -12,10 +12,11 @@ import pytest
 from fused_softmax.lab import lessons
 from fused_softmax.lab.grading import has_puzzle
 from fused_softmax.lab.grading.accesses import Diagram, diagram
+from fused_softmax.lab.roofline.launches import EXPLAINED
 from fused_softmax.lab.traffic import MODELS
 from pages import lesson_pictures
 from pages.formulas import FORMULAS
-from pages.lessons import PROFILE, core_lines, counted, kernel_source, page, profiled, recorded, stepped
+from pages.lessons import FLOORS, PROFILE, core_lines, counted, kernel_source, page, profiled, recorded, stepped
 
 ROOT = Path(__file__).resolve().parents[2]
 interpreted = pytest.mark.interpreted
@@ -78,8 +79,8 @@ def test_long_diagrams_are_cut():
 
 def test_counters_stand_next_to_the_model():
     found = profiled(7, [
-        {"system": "07_online", "failed": "", "n_rows": 8192, "n_cols": 131072, "read": 4.295e9, "written": 2.128e9,
-         "predicted_read": 4294967296, "predicted_written": 2147483648,
+        {"system": "07_online", "op": "softmax", "failed": "", "n_rows": 8192, "n_cols": 131072,
+         "read": 4.295e9, "written": 2.128e9, "predicted_read": 4294967296, "predicted_written": 2147483648,
          "counters": {"peak": 79.0, "l2_hits": 34.0, "load_sectors": 16.0, "stall_barrier": 1.0, "stall_wait": 0.5}}
     ])  # fmt: skip
     assert "| 8,192 x 131,072 | 4,295 (4,295) | 2,128 (2,147) | 0.79 | 34% | 16.0 | waits for the other warps" in found
@@ -87,17 +88,23 @@ def test_counters_stand_next_to_the_model():
 
 
 def test_what_was_recorded_holds_and_is_shown():
-    """Bytes within 3 per cent of the model for every lesson; the shipped kernel within a tenth of its floor."""
-    record = json.loads((ROOT / PROFILE).read_text())
-    assert record["header"]["finished"] and record["header"]["device"] == "NVIDIA H200"
-    by_system = {p["system"] for p in record["profiles"]}
-    assert {lessons.load(n).SYSTEM for n in range(1, 11)} <= by_system
-    assert all(abs(p["over_model"] - 1) < 0.03 and p["holds"] for p in record["profiles"])
-    assert [f["n_cols"] for f in record["floors"]][::10] == [1024, 262144]
-    assert all(abs(f["over"] - 1) < 0.1 for f in record["floors"])
-    text = counted(record)
+    """Bytes within 3 per cent of the model for every lesson; ops that are one kernel within a tenth of their floor."""
+    profiles, floors = (json.loads((ROOT / path).read_text()) for path in (PROFILE, FLOORS))
+    for record in (profiles, floors):
+        assert record["header"]["finished"] and record["header"]["device"] == "NVIDIA H200"
+    assert {lessons.load(n).SYSTEM for n in lessons.numbers()} <= {p["system"] for p in profiles["profiles"]}
+    assert {p["op"] for p in profiles["profiles"] if p["system"] == "fused_softmax"} == set(EXPLAINED)
+    assert all(abs(p["over_model"] - 1) < 0.03 and p["holds"] for p in profiles["profiles"])
+    found: dict[str, dict[int, float]] = {}
+    for f in floors["floors"]:
+        found.setdefault(f["op"] if f["system"] == "fused_softmax" else f["system"], {})[f["n_cols"]] = f["over"]
+    for op in ("softmax", "log_softmax", "logsumexp", "softmax_backward", "log_softmax_backward"):
+        assert [*found[op]][::10] == [1024, 262144] and all(abs(over - 1) < 0.1 for over in found[op].values()), op
+    text = counted(profiles, floors)
     assert "| `06_three_pass` | 8,192 x 131,072 |" in text and "fused-softmax profile --floors" in text
-    assert "/" not in text.split("fused-softmax profile")[1]  # no folder of the machine
+    assert "| `14_masks` | 65,536 x 4,096 |" in text and "| cross_entropy |" in text
+    for command in text.split("\n    fused-softmax profile")[1:]:
+        assert "/" not in command.splitlines()[0]  # no folder of the machine
 
 
 def test_the_steps_that_lesson_16_speaks_of_are_those_recorded():

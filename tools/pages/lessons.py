@@ -17,13 +17,16 @@ from fused_softmax.lab.bench.record import Header, Record, gpu_folder, read_fold
 from fused_softmax.lab.grading.accesses import Diagram, diagrams
 from fused_softmax.lab.grading.puzzle import answer, core_lines, has_puzzle
 from fused_softmax.lab.grading.worker import lesson_mistakes
+from fused_softmax.lab.lessons.sources import SOURCES
 from fused_softmax.lab.roofline.counters import STALLS
+from fused_softmax.lab.roofline.predict import OURS
 from pages import performance
 from pages.formulas import FORMULAS
 from pages.lesson_pictures import bars_svg, diagram_svg
 
 FOLDER = Path("docs") / "lessons"
 PROFILE = Path("benchmarks") / "results" / "h200-profile" / "profile.json"
+FLOORS = PROFILE.with_name("floors.json")
 DTYPE = "bfloat16"
 MOST_WIDTHS = 4
 SHIPPED = "kernels/softmax_resident.py"
@@ -64,7 +67,9 @@ def results(n: int, records: Sequence[Record]) -> list[str]:
 
 def profiled(n: int, profiles: Sequence[Mapping[str, Any]]) -> str:
     """A table of Nsight Compute's counters of this lesson, or nothing where none are recorded."""
-    mine = [p for p in profiles if p["system"] == lessons.load(n).SYSTEM and not p["failed"]]
+    # the tenth lesson's kernel is the shipped softmax; its other ops are not the lesson's
+    system = lessons.load(n).SYSTEM
+    mine = [p for p in profiles if p["system"] == system and not p["failed"] and (n != 10 or p["op"] == "softmax")]
     if not mine:
         return ""
     rows = [
@@ -163,6 +168,8 @@ def page(
             "Counted by Nsight Compute on one H200 (`fused-softmax profile`), next to the bytes that the model of "
             f"`fused-softmax explain` counts:\n\n{table}"
         )
+    cited = "\n".join(f"- {source.text}: {what}. <{source.url}>" for source, what in SOURCES[n])
+    out.append(f"## Sources\n\n{cited}")
     text = inspect.getsource(lessons.load(n)).rstrip()
     out.append(f'??? note "The whole file"\n\n    ```python\n{_indented(text)}\n    ```')
     return "\n\n".join(out) + "\n"
@@ -172,35 +179,62 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
 
 
-def counted(record: Mapping[str, Any]) -> str:
-    """The page of predictions next to what was counted and timed, from the record of `fused-softmax profile`."""
-    head = record["header"]
+def _named(one: Mapping[str, Any]) -> str:
+    return f"`{one['system']}`" + (f" {one['op']}" if one["system"] == OURS else "")
+
+
+def counted(profiles: Mapping[str, Any], floors: Mapping[str, Any]) -> str:
+    """The page of predictions next to what was counted and timed, from two records of `fused-softmax profile`."""
     rows = ["| kernel | shape | counted, MB | model, MB | counted over model |", "|---|---|---|---|---|"]
-    for p in record["profiles"]:
-        name, shape = f"`{p['system']}`", f"{p['n_rows']:,} x {p['n_cols']:,}"
+    for p in profiles["profiles"]:
+        name, shape = _named(p), f"{p['n_rows']:,} x {p['n_cols']:,}"
         if p["failed"]:
             rows.append(f"| {name} | {shape} | {p['failed']} | | |")
             continue
         both = p["read"] + p["written"], p["predicted_read"] + p["predicted_written"]
         rows.append(f"| {name} | {shape} | {both[0] / 1e6:,.0f} | {both[1] / 1e6:,.0f} | {p['over_model']:.3f} |")
-    floors = ["| shape | floor, us | measured, us | measured over floor | binds |", "|---|---|---|---|---|"]
-    for f in record["floors"]:
-        shape = f"{f['n_rows']:,} x {f['n_cols']:,}"
-        floors.append(f"| {shape} | {f['floor']:.1f} | {f['measured']:.1f} | {f['over']:.3f} | {f['binds']} |")
-    versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
-    text = (
-        "# Predicted and counted\n\n"
-        f"{head['device']}, driver {head['driver']}, {versions}, commit {head['commit'][:7]}, {head['date'][:10]}.\n\n"
+    return (
+        f"# Predicted and counted\n\n{_machine(profiles)}\n\n"
         "## Bytes between L2 and memory\n\n"
         "Nsight Compute's count, read and written together, next to the model's. The last lines of a result stay in "
         "the L2 when a kernel ends, so up to 2 per cent of the written bytes are not counted.\n\n"
-    )
-    return (
-        text
         + "\n".join(rows)
-        + "\n\n## Time of the shipped kernel\n\nThe floor that `fused-softmax explain` predicts, "
-        "and the median that was measured.\n\n" + "\n".join(floors) + f"\n\n    {performance.command(_header(head))}\n"
+        + f"\n\n    {performance.command(_header(profiles['header']))}\n\n## Times\n\n"
+        "The median that was measured over the floor that `fused-softmax explain` predicts (lower is better). Above "
+        "1.1 the model misses something: the launches around a kernel, rows whose length differs, or a plan that is not "
+        f"good enough.\n\n{_machine(floors)}\n\n{_over_floors(floors['floors'])}\n\n"
+        f"    {performance.command(_header(floors['header']))}\n"
     )
+
+
+def _machine(record: Mapping[str, Any]) -> str:
+    head = record["header"]
+    versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
+    return f"{head['device']}, driver {head['driver']}, {versions}, commit {head['commit'][:7]}, {head['date'][:10]}."
+
+
+def _over_floors(floors: Sequence[Mapping[str, Any]]) -> str:
+    """Our ops by width, then the lessons, each at its width."""
+    ours: dict[str, dict[int, float]] = {}
+    for f in floors:
+        if f["system"] == OURS:
+            ours.setdefault(f["op"], {})[f["n_cols"]] = f["over"]
+    widths = sorted({n_cols for found in ours.values() for n_cols in found})
+    rows = [f"| op | {' | '.join(f'{w:,}' for w in widths)} |", "|---" * (1 + len(widths)) + "|"]
+    for op, found in ours.items():
+        cells = (f"{found[w]:.2f}" if w in found else "" for w in widths)
+        rows.append(f"| {op} | {' | '.join(cells)} |")
+    rows += [
+        "",
+        "| lesson | shape | floor, us | measured, us | measured over floor | binds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for f in floors:
+        if f["system"] != OURS:
+            shape = f"{f['n_rows']:,} x {f['n_cols']:,}"
+            times = f"{f['floor']:.1f} | {f['measured']:.1f} | {f['over']:.2f}"
+            rows.append(f"| `{f['system']}` | {shape} | {times} | {f['binds']} |")
+    return "\n".join(rows)
 
 
 def _header(head: Mapping[str, Any]) -> Header:
@@ -227,6 +261,7 @@ def write(root: Path) -> list[Path]:
         files.append(file)
     if (root / PROFILE).exists():
         file = root / FOLDER / "l_predicted_and_counted.md"
-        file.write_text(counted(json.loads((root / PROFILE).read_text(encoding="utf-8"))), encoding="utf-8")
+        records = (json.loads((root / path).read_text(encoding="utf-8")) for path in (PROFILE, FLOORS))
+        file.write_text(counted(*records), encoding="utf-8")
         files.append(file)
     return files

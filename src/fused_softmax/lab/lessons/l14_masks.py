@@ -18,7 +18,10 @@ Resource trade-off
     still pays for the whole block's lanes: half of the exponentials are of hidden columns. `visible` is no multiple of
     8. With it as the load's limit the compiler loads element by element, 2 bytes at a time: 31 instructions for each
     element, so that arithmetic binds (`fused-softmax explain --system 14_masks` counts them). Whole groups of 8 columns
-    are one load of 16 bytes. They cost no more memory, because memory moves whole sectors of 32 bytes.
+    are one load of 16 bytes. They cost no more memory, because memory moves whole sectors of 32 bytes. On an H200 and
+    4,096 columns this took the kernel from 0.55 of the speed of its floor to 0.87 (higher is better). The rest are the
+    hidden lanes' arithmetic and the barriers of the reductions. The shipped kernel's row has chunks, and it reaches
+    0.97.
 
 Common failure mode
     An error of one: with j < q a query does not see itself, and the first row is empty, which is NaN. The other failure
@@ -111,7 +114,7 @@ def moves(n_rows: int, n_cols: int) -> Traffic:
     return Traffic(sum(min(n_cols, -(-n // 8) * 8) for n in seen(n_rows, n_cols)), n_rows * n_cols)
 
 
-SUBJECT = Subject("causal_softmax", moves, scores, exact_causal)
+SUBJECT = Subject("causal_softmax", moves, scores, exact_causal, timed=(65536, 4096))
 MISTAKES: dict[str, Callable[..., Tensor]] = {
     "a query does not see itself": functools.partial(wrongly, shift=1),
     "the mask comes after the softmax": functools.partial(wrongly, after=True),

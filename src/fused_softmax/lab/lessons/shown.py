@@ -19,7 +19,7 @@ from fused_softmax.lab import reference
 from fused_softmax.lab.compiling import compiled
 from fused_softmax.lab.cross_compile import MULTIPROCESSORS, Resources, occupancy
 from fused_softmax.lab.grading.trials import as_tuple
-from fused_softmax.lab.lessons import load, module_name, parts, title
+from fused_softmax.lab.lessons import load, module_name, parts, sources, title
 from fused_softmax.lab.traffic import traffic
 from fused_softmax.launch.device import device_here
 
@@ -60,6 +60,7 @@ def show(n: int) -> None:
     print(title(n), module_name(n), sep="\n")
     for heading, text in parts(n).items():
         print(f"\n{heading}\n" + "\n".join(f"    {line}".rstrip() for line in text.splitlines()))
+    print("\nSources\n" + "\n".join(f"    {line}" for line in sources.lines(n)))
     show_results(n)
 
 

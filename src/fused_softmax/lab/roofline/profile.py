@@ -27,7 +27,7 @@ from fused_softmax.lab.roofline.predict import EXPLAINED, OURS, Prediction, pred
 SECONDS = 300
 Run = tuple[str, str, int]  # system, op and width
 # systems whose claim is about wide rows, or about narrow ones
-WIDE = ("06_three_pass", "07_online", "09_cluster", OURS)
+WIDE = ("06_three_pass", "07_online", "09_cluster", "11_over_gpus", OURS)
 NARROW = ("15_another_dimension",)
 SAID = "profiled: "
 MARKER = "spin_kernel"  # of torch.cuda._sleep

@@ -67,10 +67,10 @@ def softmax(x: Tensor) -> Tensor:
     pairs = torch.tensor([-math.inf, 0.0], device=x.device).repeat(RANKS, n_rows, 1)
     for shard, pair in zip(shards, pairs, strict=True):
         if shard.numel():
-            pair_kernel[(n_rows,)](pair, shard, shard.stride(0), shard.shape[1], BLOCK=BLOCK, num_warps=4)
+            pair_kernel[(n_rows,)](pair, shard, shard.stride(0), shard.shape[1], BLOCK=BLOCK, num_warps=1)
     shift, row_sum = merged(*pairs.unbind(2))
     for shard, part in zip(shards, parts, strict=True):
         if shard.numel():
             strides = y.stride(0), x.stride(0)
-            part_kernel[(n_rows,)](part, shard, shift, row_sum, *strides, shard.shape[1], BLOCK=BLOCK, num_warps=4)
+            part_kernel[(n_rows,)](part, shard, shift, row_sum, *strides, shard.shape[1], BLOCK=BLOCK, num_warps=1)
     return y
