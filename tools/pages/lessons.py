@@ -201,7 +201,7 @@ def counted(profiles: Mapping[str, Any], floors: Mapping[str, Any]) -> str:
         + "\n".join(rows)
         + f"\n\n    {performance.command(_header(profiles['header']))}\n\n## Times\n\n"
         "The median that was measured over the floor that `fused-softmax explain` predicts (lower is better). Above "
-        "1.1 the model misses something: the launches around a kernel, rows whose length differs, or a plan that is not "
+        "1.1 the model misses something: launches around a kernel, rows of different lengths, or a plan that is not "
         f"good enough.\n\n{_machine(floors)}\n\n{_over_floors(floors['floors'])}\n\n"
         f"    {performance.command(_header(floors['header']))}\n"
     )
