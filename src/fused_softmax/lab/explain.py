@@ -13,6 +13,7 @@ from fused_softmax.lab.grading.subjects import SUBJECTS
 from fused_softmax.lab.plans import plan_text
 from fused_softmax.lab.roofline.gpus import GPUS, Gpu
 from fused_softmax.lab.roofline.launches import EXPLAINED
+from fused_softmax.lab.roofline.linear import LINEAR
 from fused_softmax.lab.roofline.predict import OURS, Prediction, gpu_named, predict
 from fused_softmax.lab.traffic import MODELS
 from fused_softmax.planning.types import VECTOR_BYTES
@@ -22,7 +23,7 @@ TARGETS: Mapping[str, str] = {gpu.target: name for name, gpu in reversed(list(GP
 OPERATIONS = tuple(EXPLAINED)
 PASSES = {"copy": "a copy", "read": "a read", "add": "an addition of two tensors"}
 SYSTEMS = (OURS, *(name for name in MODELS if name[0].isdigit()), *SUBJECTS)
-__all__ = ["GPUS", "OPERATIONS", "SYSTEMS", "TARGETS", "as_data", "explain_lines", "lines", "predicted"]
+__all__ = ["GPUS", "LINEAR", "OPERATIONS", "SYSTEMS", "TARGETS", "as_data", "explain_lines", "lines", "predicted"]
 
 
 def predicted(
