@@ -261,7 +261,7 @@ def write(root: Path) -> list[Path]:
         files.append(file)
     if (root / PROFILE).exists():
         file = root / FOLDER / "l_predicted_and_counted.md"
-        records = (json.loads((root / path).read_text(encoding="utf-8")) for path in (PROFILE, FLOORS))
-        file.write_text(counted(*records), encoding="utf-8")
+        found = (json.loads((root / path).read_text(encoding="utf-8")) for path in (PROFILE, FLOORS))
+        file.write_text(counted(*found), encoding="utf-8")
         files.append(file)
     return files
