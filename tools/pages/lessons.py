@@ -16,6 +16,7 @@ from fused_softmax.lab import lessons
 from fused_softmax.lab.bench.record import Header, Record, gpu_folder, read_folder
 from fused_softmax.lab.grading.accesses import Diagram, diagrams
 from fused_softmax.lab.grading.puzzle import answer, core_lines, has_puzzle
+from fused_softmax.lab.grading.subjects import subject_of
 from fused_softmax.lab.grading.worker import lesson_mistakes
 from fused_softmax.lab.lessons.sources import SOURCES
 from fused_softmax.lab.roofline.counters import STALLS
@@ -30,6 +31,8 @@ FLOORS = PROFILE.with_name("floors.json")
 DTYPE = "bfloat16"
 MOST_WIDTHS = 4
 SHIPPED = "kernels/softmax_resident.py"
+# lessons on another op than softmax -> the shipped op
+SHIPPED_OPS = {12: "softmax_backward", 13: "cross_entropy", 14: "masked_softmax_causal", 15: ""}
 
 
 def systems_of(n: int) -> tuple[str, ...]:
@@ -100,6 +103,25 @@ def stepped(n: int, root: Path) -> list[str]:
     return out
 
 
+def timed(n: int, root: Path) -> str:
+    """Bars of the lesson's time and of the shipped op's over their floors, or nothing where they are not recorded."""
+    file = root / FLOORS
+    if not file.exists():
+        return ""
+    floors = json.loads(file.read_text(encoding="utf-8"))["floors"]
+    system = lessons.load(n).SYSTEM
+    mine = [f for f in floors if f["system"] == system and f["op"] == subject_of(n).function]
+    if n == 10 or not mine:
+        return ""
+    own = mine[0]
+    rows = [(system, 1 / own["over"], True)]
+    for f in floors:
+        if f["system"] == OURS and f["op"] == SHIPPED_OPS.get(n, "softmax") and f["n_cols"] == own["n_cols"]:
+            rows.append((f"shipped {f['op']}", 1 / f["over"], False))
+    title = f"{own['n_rows']:,} x {own['n_cols']:,}, fraction of the floor's speed (higher is better)"
+    return bars_svg(title, rows)
+
+
 def kernel_source(n: int) -> tuple[str, list[int]]:
     """The lesson's kernel, or where it has none that of its puzzle's answer, and the numbers of its important lines.
 
@@ -163,6 +185,11 @@ def page(
         out.append(f'Recorded on one H200, bfloat16:\n\n<div class="scrolls">{"<br>".join(bars)}</div>')
     if steps := stepped(n, root):
         out.append(f'The steps, recorded on one H200, bfloat16:\n\n<div class="scrolls">{"<br>".join(steps)}</div>')
+    if bars := timed(n, root):
+        out.append(
+            "The call timed on one H200, bfloat16, next to the shipped op where there is one; the floor is the one that "
+            f'`fused-softmax explain` predicts.\n\n<div class="scrolls">{bars}</div>'
+        )
     if table := profiled(n, profiles):
         out.append(
             "Counted by Nsight Compute on one H200 (`fused-softmax profile`), next to the bytes that the model of "

@@ -18,8 +18,8 @@ Resource trade-off
     upstream gradient is not known yet: for a mean it is one number, and a scalar can be applied later. A row has as
     little arithmetic as it must: 1 / (sum * count) is one division for the row. With two divisions for each element, a
     third reduction that finds the target's logit, and 8 elements for each of 512 threads, 47 instructions for each
-    element bound this kernel, and not memory: with 131,072 rows of 4,096 columns on an H200 it took 1.5 times the
-    copy's time (explain's floor). Now 20 instructions are left, and the kernel alone takes 1.04 times the copy's time.
+    element bound an earlier version of this kernel, and not memory: `explain` counts 1.5 times the copy's time for them
+    on an H200. Now 20 are left, and the kernel alone takes 1.04 times the copy's time (131,072 x 4,096, bfloat16).
     The call also counts rows and adds losses by PyTorch, in 6 kernels of O(M): with 65,536 rows a seventh of the call's
     time. The shipped loss has two kernels of its own for them.
 

@@ -1,4 +1,4 @@
-"""14. Masks: hidden columns are neither read nor computed.
+"""14. Masks: hidden columns are not read.
 
 Problem
     In attention a query may see only the keys up to its own place. PyTorch adds a tensor of 0 and -inf to the scores,
@@ -7,8 +7,9 @@ Problem
 
 Mechanism
     The causal mask is a rule, not data: column j of query q is visible if j <= q. A program knows q from its row, so it
-    makes the mask itself. It loads with the mask `cols < visible`, where visible = offset + q + 1, and hidden lanes
-    hold -inf, as the lanes outside the row do. The store is wider than the load: hidden columns of the result are 0,
+    makes the mask itself. It loads up to the last visible column, where visible = offset + q + 1, and hidden lanes
+    hold -inf, as the lanes outside the row do. The load ends at a multiple of 8 columns, so the columns between are
+    loaded, and hidden in registers. The store is wider than the load: hidden columns of the result are 0,
     and must be written. The offset lets the last query see all keys: with fewer queries than keys, as in decoding, the
     queries are the last ones. A mask that is data, such as padding, is loaded as bytes next to the scores.
 

@@ -20,13 +20,14 @@ def causal_kernel(y_ptr, x_ptr, n_cols, n_queries, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
     # write: the number of visible columns, the load, the softmax, the store
     visible = (n_cols - n_queries + row % n_queries + 1).to(tl.int32)
+    hidden = cols >= visible
     needed = (visible + 7) // 8 * 8
-    inside = (cols < needed) & (cols < n_cols)
-    x = tl.load(x_ptr + row * n_cols + cols, mask=inside, other=0.0).to(tl.float32)
-    x = tl.where(cols < visible, x, -float("inf"))
+    loaded = (cols < needed) & (cols < n_cols)
+    x = tl.load(x_ptr + row * n_cols + cols, mask=loaded, other=-float("inf")).to(tl.float32)
+    x = tl.where(hidden, -float("inf"), x)
     numerator = tl.exp(x - tl.max(x, axis=0))
-    denominator = tl.sum(numerator, axis=0)
-    tl.store(y_ptr + row * n_cols + cols, numerator / denominator, mask=cols < n_cols)
+    y = numerator * (1.0 / tl.sum(numerator, axis=0))
+    tl.store(y_ptr + row * n_cols + cols, y, mask=cols < n_cols)
     # end
 
 
