@@ -185,10 +185,10 @@ def page(
         out.append(f'Recorded on one H200, bfloat16:\n\n<div class="scrolls">{"<br>".join(bars)}</div>')
     if steps := stepped(n, root):
         out.append(f'The steps, recorded on one H200, bfloat16:\n\n<div class="scrolls">{"<br>".join(steps)}</div>')
-    if bars := timed(n, root):
+    if drawn := timed(n, root):
         out.append(
-            "The call timed on one H200, bfloat16, next to the shipped op where there is one; the floor is the one that "
-            f'`fused-softmax explain` predicts.\n\n<div class="scrolls">{bars}</div>'
+            "The call timed on one H200, bfloat16, next to the shipped op where there is one. The floor is predicted by "
+            f'`fused-softmax explain`.\n\n<div class="scrolls">{drawn}</div>'
         )
     if table := profiled(n, profiles):
         out.append(
