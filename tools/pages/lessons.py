@@ -187,7 +187,7 @@ def page(
         out.append(f'The steps, recorded on one H200, bfloat16:\n\n<div class="scrolls">{"<br>".join(steps)}</div>')
     if drawn := timed(n, root):
         out.append(
-            "The call timed on one H200, bfloat16, next to the shipped op where there is one. The floor is predicted by "
+            "The call timed on one H200, bfloat16, next to the shipped op if there is one. The floor is predicted by "
             f'`fused-softmax explain`.\n\n<div class="scrolls">{drawn}</div>'
         )
     if table := profiled(n, profiles):
