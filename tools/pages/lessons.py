@@ -144,7 +144,9 @@ def _function(source: str) -> list[str] | None:
         return None
     chosen = (kernels or functions)[0]
     first = chosen.decorator_list[0].lineno if chosen.decorator_list else chosen.lineno
-    return source.splitlines()[first - 1 : chosen.end_lineno]
+    lines = source.splitlines()[first - 1 : chosen.end_lineno]
+    # a puzzle's marks around its core
+    return [line for line in lines if not line.strip().startswith("# write: ") and line.strip() != "# end"]
 
 
 def page(

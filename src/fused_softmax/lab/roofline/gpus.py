@@ -69,7 +69,7 @@ def _gpu(
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
-        "h200": _gpu("H200", "sm_90", 4800, 1.98, 50, measured=True),
+        "h200": _gpu("H200", "sm_90", 4800, 1.98, 60, measured=True),  # the L2 as PyTorch reports it
         "h100": _gpu("H100 SXM", "sm_90", 3350, 1.98, 50),
         "a100": replace(_gpu("A100 80GB SXM", "sm_80", 2039, 1.41, 40), lanes=64),
         "l40s": _gpu("L40S", "sm_89", 864, 2.52, 96),
