@@ -49,10 +49,28 @@ def load_step(
 
 
 @triton.jit
+def count_at_least(
+    x, reference, left, C: tl.constexpr, MASKED: tl.constexpr, WARPS_PER_ROW: tl.constexpr, PTX: tl.constexpr,
+    ONE_CTA: tl.constexpr,
+):  # fmt: skip
+    """Each vector's number of logits of chunk C that are at least the reference, float32.
+
+    What is masked holds -inf, and the reference may be -inf: such columns are left out by their place.
+    # x: [SEGMENTS, VECTORS, VEC]; reference, left: [SEGMENTS, 1]; result [SEGMENTS, VECTORS]
+    """
+    least = x >= reference[:, :, None]
+    if MASKED:
+        at = chunk_offsets(C, x.shape[1], x.shape[2], WARPS_PER_ROW) < left
+        least = least & tl.reshape(at, (x.shape[0], x.shape[1], x.shape[2]))
+    return sum_of_vectors(tl.where(least, 1.0, 0.0), PTX, ONE_CTA)
+
+
+@triton.jit
 def accumulate(
     x, scale, cap, m, s, t,
-    MOMENT: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, CHUNKS: tl.constexpr, ONE_CTA: tl.constexpr,
-    PTX: tl.constexpr,
+    reference, left,  # of RANK_MOMENT: and the columns from the step's first on, where MASKED
+    MASKED: tl.constexpr, WARPS_PER_ROW: tl.constexpr, MOMENT: tl.constexpr, SCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr, CHUNKS: tl.constexpr, ONE_CTA: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Each vector's (m, s, t) after one more step.
 
@@ -74,7 +92,10 @@ def accumulate(
     FUSED: tl.constexpr = PTX and x[0].dtype.primitive_bitwidth == 16 and not SOFTCAP
     base, shift, correction = exp2_affine(m_new, FUSED)
     for c in tl.static_range(CHUNKS):
-        z = logit(upcast(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
+        wide = upcast(x[c], PTX)
+        if MOMENT == RANK_MOMENT:
+            moment += count_at_least(wide, reference, left, c, MASKED, WARPS_PER_ROW, PTX, ONE_CTA)
+        z = logit(wide, scale[:, :, None], cap, SCALED, SOFTCAP)
         d = tl.fma(z, base[:, :, None], -shift[:, :, None]) if FUSED else z - shift[:, :, None]
         e = tl.exp2(d) if FUSED else exp(d)
         step += sum_of_vectors(e, PTX, ONE_CTA)
@@ -85,29 +106,6 @@ def accumulate(
             moment = correction * LN2 * (moment - tl.fma(m_new, base, -shift) * step)
         step = correction * step
     return m_new, s + step, t + moment
-
-
-@triton.jit
-def count_at_least(
-    x, reference, start, width, CHUNKS: tl.constexpr, MASKED: tl.constexpr, WARPS_PER_ROW: tl.constexpr,
-    ONE_CTA: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Each vector's number of logits that are at least the reference, float32. What is masked holds -inf, and the
-    reference may be -inf: such columns are left out by their place.
-
-    # x: CHUNKS tiles [SEGMENTS, VECTORS, VEC]; reference, start, width: [SEGMENTS, 1]; result [SEGMENTS, VECTORS]
-    """
-    SEGMENTS: tl.constexpr = x[0].shape[0]
-    VECTORS: tl.constexpr = x[0].shape[1]
-    VEC: tl.constexpr = x[0].shape[2]
-    found = tl.zeros([SEGMENTS, VECTORS], tl.float32)
-    for c in tl.static_range(CHUNKS):
-        least = upcast(x[c], PTX) >= reference[:, :, None]
-        if MASKED:
-            at = tl.reshape(start + chunk_offsets(c, VECTORS, VEC, WARPS_PER_ROW), (SEGMENTS, VECTORS, VEC))
-            least = least & (at < width[:, :, None])
-        found += sum_of_vectors(tl.where(least, 1.0, 0.0), PTX, ONE_CTA)
-    return found
 
 
 @triton.jit
@@ -159,13 +157,17 @@ def online_reduction(
         x = load_step(
             x_row + first + (zero + step) * STEP, width, SEGMENTS, CHUNKS, CHUNKS, VECTORS, VEC, WARPS_PER_ROW
         )
-        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, CHUNKS, CTAS == 1, PTX)
-        if MOMENT == RANK_MOMENT:
-            t += count_at_least(x, reference, zero, width, CHUNKS, False, WARPS_PER_ROW, CTAS == 1, PTX)
+        m, s, t = accumulate(
+            x, scale, cap, m, s, t, reference, width, False, WARPS_PER_ROW, MOMENT, SCALED, SOFTCAP, CHUNKS, CTAS == 1,
+            PTX,
+        )  # fmt: skip
     for step in range(whole, n_steps):
         start = (zero + step) * STEP
         x = load_step(x_row + first + start, width - start, SEGMENTS, CHUNKS, 0, VECTORS, VEC, WARPS_PER_ROW)
-        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, CHUNKS, CTAS == 1, PTX)
+        m, s, t = accumulate(
+            x, scale, cap, m, s, t, reference, width - start, True, WARPS_PER_ROW, MOMENT, SCALED, SOFTCAP, CHUNKS,
+            CTAS == 1, PTX,
+        )  # fmt: skip
         if MOMENT == WEIGHTED_SUM:
             for c in tl.static_range(CHUNKS):
                 z = logit(upcast(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
@@ -175,14 +177,13 @@ def online_reduction(
                 mask = at < width[:, :, None]
                 at_weight = at + (head + first)[:, :, None]
                 t += tl.sum(weigh(z, reference[:, :, None], at_weight, mask, w_ptr, WEIGHTED), 2)
-        elif MOMENT == RANK_MOMENT:
-            t += count_at_least(x, reference, start + 0 * rank, width, CHUNKS, True, WARPS_PER_ROW, CTAS == 1, PTX)
     if FEW > 0 and even * VEC > n_steps * STEP:
         start = (zero + n_steps) * STEP
         x = load_step(x_row + first + start, width - start, SEGMENTS, FEW, 0, VECTORS, VEC, WARPS_PER_ROW)
-        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, FEW, CTAS == 1, PTX)
-        if MOMENT == RANK_MOMENT:
-            t += count_at_least(x, reference, start + 0 * rank, width, FEW, True, WARPS_PER_ROW, CTAS == 1, PTX)
+        m, s, t = accumulate(
+            x, scale, cap, m, s, t, reference, width - start, True, WARPS_PER_ROW, MOMENT, SCALED, SOFTCAP, FEW,
+            CTAS == 1, PTX,
+        )  # fmt: skip
     # each thread adds one head or tail element to its sums. On a cluster they are reduced with their segment instead,
     # because Triton may place their tile in other CTAs than the row's
     if UNALIGNED and CTAS == 1:
