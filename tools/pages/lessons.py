@@ -212,10 +212,23 @@ def _named(one: Mapping[str, Any]) -> str:
     return f"`{one['system']}`" + (f" {one['op']}" if one["system"] == OURS else "")
 
 
-def counted(profiles: Mapping[str, Any], floors: Mapping[str, Any]) -> str:
-    """The page of predictions next to what was counted and timed, from two records of `fused-softmax profile`."""
+def profile_records(root: Path) -> list[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
+    """(header, profiles) of each record of `fused-softmax profile`, the oldest first."""
+    files = sorted((root / PROFILE).parent.glob(f"{PROFILE.stem}*.json"))
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return sorted(((one["header"], one["profiles"]) for one in found), key=lambda one: one[0]["date"])
+
+
+def newest(profiles: Sequence[Sequence[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
+    """Each system, op and width from the last record that has it."""
+    return list({(p["system"], p["op"], p["n_cols"]): p for record in profiles for p in record}.values())
+
+
+def counted(records: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]], floors: Mapping[str, Any]) -> str:
+    """The page of predictions next to what was counted and timed, from records of `fused-softmax profile`."""
+    machines = "\n\n".join(_machine(head) for head, _ in records)
     rows = ["| kernel | shape | counted, MB | model, MB | counted over model |", "|---|---|---|---|---|"]
-    for p in profiles["profiles"]:
+    for p in newest([profiles for _, profiles in records]):
         name, shape = _named(p), f"{p['n_rows']:,} x {p['n_cols']:,}"
         if p["failed"]:
             rows.append(f"| {name} | {shape} | {p['failed']} | | |")
@@ -223,21 +236,22 @@ def counted(profiles: Mapping[str, Any], floors: Mapping[str, Any]) -> str:
         both = p["read"] + p["written"], p["predicted_read"] + p["predicted_written"]
         rows.append(f"| {name} | {shape} | {both[0] / 1e6:,.0f} | {both[1] / 1e6:,.0f} | {p['over_model']:.3f} |")
     return (
-        f"# Predicted and counted\n\n{_machine(profiles)}\n\n"
+        f"# Predicted and counted\n\n{machines}\n\n"
         "## Bytes between L2 and memory\n\n"
         "Nsight Compute's count, read and written together, next to the model's. The last lines of a result stay in "
-        "the L2 when a kernel ends, so up to 2 per cent of the written bytes are not counted.\n\n"
+        "the L2 when a kernel ends, so up to 2 per cent of the written bytes are not counted. `05_published` has two "
+        "kernels, and its output is filled first.\n\n"
         + "\n".join(rows)
-        + f"\n\n    {performance.command(_header(profiles['header']))}\n\n## Times\n\n"
+        + "".join(f"\n\n    {performance.command(_header(head))}" for head, _ in records)
+        + "\n\n## Times\n\n"
         "The median that was measured over the floor that `fused-softmax explain` predicts (lower is better). Above "
         "1.1 the model misses something: launches around a kernel, rows of different lengths, or a plan that is not "
-        f"good enough.\n\n{_machine(floors)}\n\n{_over_floors(floors['floors'])}\n\n"
+        f"good enough.\n\n{_machine(floors['header'])}\n\n{_over_floors(floors['floors'])}\n\n"
         f"    {performance.command(_header(floors['header']))}\n"
     )
 
 
-def _machine(record: Mapping[str, Any]) -> str:
-    head = record["header"]
+def _machine(head: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
     return f"{head['device']}, driver {head['driver']}, {versions}, commit {head['commit'][:7]}, {head['date'][:10]}."
 
@@ -274,9 +288,7 @@ def recorded(root: Path) -> tuple[list[Record], list[Mapping[str, Any]]]:
     """The benchmark's records, the lessons' run first, and the profiles."""
     runs = read_folder(gpu_folder(root))
     ordered = sorted(runs.items(), key=lambda run: run[0].stem != "ladder")
-    file = root / PROFILE
-    profiles = json.loads(file.read_text(encoding="utf-8"))["profiles"] if file.exists() else []
-    return [r for _, (_, records) in ordered for r in records], profiles
+    return [r for _, (_, records) in ordered for r in records], newest([p for _, p in profile_records(root)])
 
 
 def write(root: Path) -> list[Path]:
@@ -290,7 +302,7 @@ def write(root: Path) -> list[Path]:
         files.append(file)
     if (root / PROFILE).exists():
         file = root / FOLDER / "l_predicted_and_counted.md"
-        found = (json.loads((root / path).read_text(encoding="utf-8")) for path in (PROFILE, FLOORS))
-        file.write_text(counted(*found), encoding="utf-8")
+        floors = json.loads((root / FLOORS).read_text(encoding="utf-8"))
+        file.write_text(counted(profile_records(root), floors), encoding="utf-8")
         files.append(file)
     return files

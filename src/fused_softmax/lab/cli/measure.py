@@ -211,7 +211,7 @@ def tune(
 def profile(
     systems: Annotated[str, typer.Option(help="comma-separated: lessons such as 07_online, and fused_softmax")] = "",
     widths: Annotated[str, typer.Option(help="comma-separated; 4096 without it, and 131072 for some lessons")] = "",
-    op: Annotated[str, typer.Option(help="of fused_softmax: an op, or all; softmax without it")] = "",
+    op: Annotated[str, typer.Option(help="of fused_softmax: an op, or all")] = "",
     dtype: Dtype = "bfloat16",
     elements: Annotated[int, typer.Option(min=1, help="elements of each tensor: many times the L2")] = 2**30,
     floors: Annotated[
@@ -243,11 +243,13 @@ def profile(
     from fused_softmax.lab.roofline import session
     from fused_softmax.lab.roofline.counters import NoProfiler
 
-    ops = tuple(profiling.EXPLAINED) if op == "all" else (op or "softmax",)
-    if named or asked or op:
-        of = {profiling.OURS: ops}  # a lesson has one op
-        wanted = named or ((profiling.OURS,) if op else known)
-        runs = [(name, o, n_cols) for n_cols in asked or (4096,) for name in wanted for o in of.get(name, ("softmax",))]
+    ops = (op,) if op not in ("", "all") else tuple(profiling.EXPLAINED)
+    wanted = named or ((profiling.OURS,) if op else known)
+    if asked:  # a lesson has one op
+        of = {profiling.OURS: ops if op else ("softmax",)}
+        runs = [(name, o, n_cols) for n_cols in asked for name in wanted for o in of.get(name, ("softmax",))]
+    else:
+        runs = [run for run in runs if run[0] in wanted and (run[0] != profiling.OURS or run[1] in ops)]
     gpu, profiles, timed, stopped = _gpu_here(), [], [], ""
     if floors:
         runs = runs if named or asked or op else session.floor_runs()
