@@ -34,8 +34,11 @@ def launches(system: str, dtype: str, n_rows: int, n_cols: int, target: str) -> 
         chosen = plan(problem_for(n_cols, dtype), DEVICES[target])
         return launches_for(n_rows, n_cols, dtype, chosen, DEVICES[target])
     from fused_softmax.lab.bench.systems import LESSON_NUMBERS
+    from fused_softmax.lab.grading.subjects import SUBJECTS
     from fused_softmax.lab.lessons import load
 
+    if system in SUBJECTS:
+        return load(SUBJECTS[system]).launches_for(described_rows(n_rows, n_cols, dtype)[0])
     if system not in LESSON_NUMBERS:
         raise ValueError("not a kernel of this package")
     lesson = load(LESSON_NUMBERS[system])
