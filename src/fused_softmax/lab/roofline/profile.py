@@ -206,6 +206,7 @@ def main() -> None:
             call(*arguments)
         except Exception as error:  # out of resources is a result
             failed = (str(error) or type(error).__name__).splitlines()[0][:160]
+        torch.cuda.empty_cache()  # the profiler saves what is allocated before each of its passes
         torch.cuda.synchronize()
         torch.cuda.profiler.start()
         torch.cuda._sleep(1)
