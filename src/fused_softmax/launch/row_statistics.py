@@ -53,6 +53,7 @@ def _scale_flag(scale: float | Tensor) -> int:
 
 
 _forwards = Cache()
+MOST_RANKED = 2**24  # columns: a rank is a float32, which holds no more exactly
 
 
 def statistics(
@@ -64,8 +65,11 @@ def statistics(
     invariant: bool = False,
     keeps: bool = True,
     layout: object = None,
+    rank: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """(log-probabilities of ids, entropy, lse, moments) of rows x*scale, float32.
+
+    rank: in place of the entropy, the rank of each row's first id: how many logits of the row are at least its own.
 
     ids: (n_rows,) or (n_rows, n_picks) int64, contiguous, and the log-probabilities have its shape. moments, where
     `keeps`: (n_rows, 2), each row's maximum and its sum of exponentials, which `statistics_backward` takes. layout:
@@ -74,12 +78,12 @@ def statistics(
     n_rows, real = x.shape[0], torch.float32
     n_picks, scaled = _picks(ids), _scale_flag(scale)
     invariant = invariant or is_batch_invariant()
-    key = (layout or layout_key(x), n_picks, entropy, scaled, keeps, invariant)
+    key = (layout or layout_key(x), n_picks, entropy, scaled, keeps, invariant, rank)
     new, at = allocator(x), pointer(x)
     lse = new((n_rows,), (1,), real)
     rows_at = at(lse)
     picked = None if ids is None else new((n_rows,) if ids.dim() == 1 else (n_rows, n_picks), ids.stride(), real)
-    entropies = new((n_rows,), (1,), real) if entropy else None
+    entropies = new((n_rows,), (1,), real) if entropy or rank else None
     moments = new((n_rows, 2), (2, 1), real) if keeps else None
     vectors = (
         rows_at,
@@ -92,7 +96,7 @@ def statistics(
     launch = _forwards.get(key)
     if launch is None:
         flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", entropy))
-        flags = (*flags, ("SCALE", scaled), ("KEEP_MOMENTS", keeps))
+        flags = (*flags, ("RANK", rank), ("SCALE", scaled), ("KEEP_MOMENTS", keeps))
         as_tensors = (lse, lse, lse, lse if ids is None else ids, lse, lse)
         launch = prepare_rows(FORWARD, (x,), as_tensors, flags, invariant).at
         if x.is_cuda:
@@ -114,7 +118,7 @@ def planned_statistics(x: Tensor, on: Tensor, n_picks: int, backward: bool) -> P
         dx = torch.empty(x.shape, dtype=x.dtype, device="meta")
         flags = (*flags, ("HAS_MOMENTS", n_picks > 0))
         return planned(BACKWARD, (x, dx), (real, real, real, ids, real, real, real), flags, on)
-    flags = (("PICKS", n_picks), ("ENTROPY", False), ("SCALE", 0), ("KEEP_MOMENTS", n_picks > 0))
+    flags = (("PICKS", n_picks), ("ENTROPY", False), ("RANK", False), ("SCALE", 0), ("KEEP_MOMENTS", n_picks > 0))
     return planned(FORWARD, (x,), (real, real, real, ids, real, real), flags, on)
 
 
