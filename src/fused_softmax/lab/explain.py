@@ -96,8 +96,8 @@ def _compiled(said: Prediction) -> Iterator[str]:
     if kernel is None:
         yield "compiled     five passes of PyTorch: no kernel of this package"
         return
-    if kernel.failed:
-        yield f"compiled     {kernel.failed}"
+    if kernel.failed or kernel.none:
+        yield f"compiled     {kernel.failed or kernel.none}"
         return
     used = kernel.resources
     widest = {name: used[name][0][0] if used[name] else 0 for name in ("loads", "stores")}

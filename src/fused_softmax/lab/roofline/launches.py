@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 
+from fused_softmax.lab import lessons
 from fused_softmax.lab.bench.inputs import DTYPES
 from fused_softmax.lab.bench.ops import OPS
+from fused_softmax.lab.bench.systems import LESSON_NUMBERS
+from fused_softmax.lab.grading.subjects import SUBJECTS
+from fused_softmax.lab.plans import described_rows
 from fused_softmax.launch import cross_entropy, masked_softmax, row_statistics
 from fused_softmax.launch.compile import Launch
 from fused_softmax.launch.launcher import RowOp, row_launch
@@ -112,14 +116,25 @@ def as_called(launch: Launch) -> Launch:
     return Launch(launch.kernel, launch.grid, tuple(args), launch.meta)
 
 
-def launches_of(request: Mapping[str, Any]) -> Sequence[Launch]:
-    """The launches of a request {system, op, dtype, n_rows, n_cols, target}."""
-    device, n_cols, dtype = DEVICES[request["target"]], request["n_cols"], request["dtype"]
-    if request["system"] == "fused_softmax":
-        return [as_called(op_launch(request["op"], n_cols, dtype, device))]
-    from fused_softmax.lab.resources import launches
+class NoKernel(Exception):
+    """A system that launches no kernel of this package; the message says why."""
 
-    return launches(request["system"], dtype, request["n_rows"], n_cols, request["target"])
+
+def launches_of(request: Mapping[str, Any]) -> Sequence[Launch]:
+    """The launches of a request {system, op, dtype, n_rows, n_cols, target}; NoKernel where there are none."""
+    system, n_cols, dtype = request["system"], request["n_cols"], request["dtype"]
+    if system == "fused_softmax":
+        return [as_called(op_launch(request["op"], n_cols, dtype, DEVICES[request["target"]]))]
+    x, y = described_rows(request["n_rows"], n_cols, dtype)
+    if system in SUBJECTS:
+        return lessons.load(SUBJECTS[system]).launches_for(x)
+    if system not in LESSON_NUMBERS:
+        raise NoKernel("not a kernel of this package")
+    lesson = lessons.load(LESSON_NUMBERS[system])
+    make = lesson.published_launches if system == "05_published" else getattr(lesson, "launches", None)
+    if make is None:
+        raise NoKernel("eager passes: no kernel of its own")
+    return make(x, y)
 
 
 def moved_elements(op: str, n_rows: int, n_cols: int) -> tuple[int, int]:

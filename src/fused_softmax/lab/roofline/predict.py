@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from fused_softmax.lab.bench.inputs import DTYPES
 from fused_softmax.lab.bench.ops import OPS
+from fused_softmax.lab.compiling import compiled
 from fused_softmax.lab.cross_compile import MULTIPROCESSORS, Occupancy, Resources, occupancy
 from fused_softmax.lab.grading.subjects import subject_named
 from fused_softmax.lab.roofline import model
-from fused_softmax.lab.roofline.compiled import Compiled, cross_compiled
+from fused_softmax.lab.roofline.compiled import Compiled
 from fused_softmax.lab.roofline.gpus import GPUS, Gpu, this_gpu
 from fused_softmax.lab.roofline.launches import EXPLAINED, moved_elements, plan_of
 from fused_softmax.lab.traffic import MODELS, Traffic
@@ -94,8 +95,8 @@ def predict(
     again = asked.reads > least.reads and system != "01_naive"
     kernel = fit = in_flight = None
     if (compile or again) and system != "01_naive":
-        kernel = cross_compiled(system, dtype, n_rows, n_cols, on.target, op)
-    used = _resources(kernel)
+        kernel = compiled(system, dtype, n_rows, n_cols, on.target, op)
+    used = kernel.used if kernel is not None else None
     if used is not None:
         fit = occupancy(used, MULTIPROCESSORS[on.target])
         in_flight = _in_flight(used, fit, plan, n_rows, n_cols, itemsize, on)
@@ -131,13 +132,6 @@ def _asked(system: str, op: str, plan: Plan | None, least: Traffic, n_rows: int,
     # what is resident is read once
     share = 1 - min(1.0, plan.resident_chunks * plan.vectors_per_chunk * plan.vec * plan.ctas / n_cols)
     return Traffic(least.reads + int(share * least.reads), least.writes)
-
-
-def _resources(kernel: Compiled | None) -> Resources | None:
-    if kernel is None or kernel.failed:
-        return None
-    pairs = {name: tuple((size, n) for size, n in kernel.resources[name]) for name in ("loads", "stores")}
-    return Resources(**{**kernel.resources, **pairs})
 
 
 def _in_flight(
