@@ -34,7 +34,7 @@ import transformers
 from torch import Tensor
 
 from fused_softmax.integrations import apply_to
-from fused_softmax.lab.bench.record import header, write_atomically
+from fused_softmax.lab.bench.record import header, without_folders, write_atomically
 
 PLAIN, LIGER, OURS = "transformers", "liger", "fused_softmax"
 OUT_OF_MEMORY, NO_TIME = "out of memory", "not run: no time left"
@@ -294,8 +294,8 @@ def main() -> None:
     record: dict[str, Any] = {
         "device": about.device, "driver": about.driver, "versions": {**about.versions, **packages},
         "python": about.python, "commit": about.commit, "dirty": about.dirty, "date": about.date,
-        "command": " ".join(["benchmarks/train_transformers.py", *sys.argv[1:]]),
-        "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items() if v != math.inf},
+        "command": without_folders(" ".join(["benchmarks/train_transformers.py", *sys.argv[1:]])),
+        "settings": {name: v for name, v in vars(args).items() if v != math.inf and not isinstance(v, Path)},
         "cases": cases,
     }  # fmt: skip
     path = args.out / "train_transformers.json"

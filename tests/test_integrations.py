@@ -14,6 +14,7 @@ import torch
 
 from fused_softmax import integrations
 from fused_softmax.integrations.replacing import Name, Replaced
+from fused_softmax.torch_ops import token_logprobs as statistics_ops
 
 pytestmark = pytest.mark.interpreted
 
@@ -42,6 +43,65 @@ def test_token_logprobs_and_ranks_are_vllms(dtype, ids_dtype):
     torch.testing.assert_close(logprobs, want)
     assert torch.equal(ranks, want_ranks) and int(ranks[1]) == 2
     assert torch.equal(integrations.compute_token_logprobs(logits, ids), logprobs)
+
+
+def rows_in(layout: str, n_rows: int, n_cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random rows that are contiguous, that start off an aligned address, or that are padded."""
+    made = torch.Generator().manual_seed(n_cols)
+    before, after = {"contiguous": (0, 0), "shifted": (1, 0), "padded": (1, 2)}[layout]
+    flat = torch.randn(n_rows * (n_cols + after) + before, generator=made) * 3
+    return flat.to(dtype)[before:].view(n_rows, n_cols + after)[:, :n_cols]
+
+
+CHEAP = {(1, "contiguous"), (31, "shifted"), (1000, "padded"), (5003, "shifted"), (33333, "contiguous")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("n_cols", "layout"),
+    [
+        (n, layout) if (n, layout) in CHEAP else pytest.param(n, layout, marks=pytest.mark.extended)
+        for n in (1, 31, 100, 1000, 5003, 33333)
+        for layout in ("contiguous", "shifted", "padded")
+    ],
+)
+def test_ranks_come_from_the_same_read(n_cols, dtype, layout):
+    logits = rows_in(layout, 4, n_cols, dtype)
+    ids = torch.stack([torch.arange(4) % n_cols, torch.arange(4) * 7 % n_cols], 1)
+    logits[0, ids[0, 0]] = -torch.inf  # every column is at least that
+    logits[1, ::2] = -torch.inf
+    logits[2, n_cols - 1] = logits[2].max()  # a tie
+    ids[2, 0] = n_cols - 1
+    logits[3, n_cols // 2] = torch.nan
+    found = statistics_ops.token_logprobs_and_rank(logits, ids)
+    assert found is not None
+    want, ranks = vllms_token_logprobs(logits, ids)
+    torch.testing.assert_close(found[0], want, equal_nan=True, rtol=1e-4, atol=1e-4)
+    assert found[1].dtype is torch.int64 and torch.equal(found[1], ranks)
+    for i in range(4):  # the same bits without the other rows
+        alone = integrations.compute_token_logprobs(logits[i : i + 1], ids[i : i + 1], return_rank=True)
+        assert torch.equal(alone[0].nan_to_num(7.0), found[0][i : i + 1].nan_to_num(7.0))
+        assert torch.equal(alone[1], found[1][i : i + 1])
+
+
+def test_ranks_where_the_kernel_does_not_count(monkeypatch):
+    logits, ids = torch.randn(3, 50), torch.tensor([[4, 1], [49, 0], [0, 2]])
+    want = vllms_token_logprobs(logits, ids)
+    for given in (logits.clone().requires_grad_(), logits.double()):
+        assert statistics_ops.token_logprobs_and_rank(given, ids) is None
+        logprobs, ranks = integrations.compute_token_logprobs(given, ids, return_rank=True)
+        torch.testing.assert_close(logprobs.detach(), want[0])
+        assert torch.equal(ranks, want[1])
+    with pytest.raises(IndexError):
+        integrations.compute_token_logprobs(logits, ids + 1, return_rank=True)
+    with pytest.raises(TypeError, match="integers"):
+        integrations.compute_token_logprobs(logits, ids.float(), return_rank=True)
+    with pytest.raises(ValueError, match="token_ids"):
+        integrations.compute_token_logprobs(logits, ids[:2], return_rank=True)
+    assert integrations.compute_token_logprobs(logits[:0], ids[:0], return_rank=True)[1].shape == (0,)
+    monkeypatch.setattr(statistics_ops.rows, "MOST_RANKED", 49)  # a float32 would not hold a larger rank exactly
+    assert statistics_ops.token_logprobs_and_rank(logits, ids) is None
+    assert torch.equal(integrations.compute_token_logprobs(logits, ids, return_rank=True)[1], want[1])
 
 
 def test_token_logprobs_want_two_dimensions():

@@ -149,7 +149,7 @@ def test_the_lines_of_masked_gradients_are_warps(n_cols, causal, mask):
 @pytest.mark.parametrize("picks", [1, 4])
 def test_the_lines_of_statistics_are_warps(n_cols, picks):
     x, number, ids = torch.empty(3, n_cols), torch.zeros(6), torch.zeros(3, picks, dtype=torch.int64)
-    flags = (("PICKS", picks), ("ENTROPY", True), ("SCALE", 2), ("KEEP_MOMENTS", True))
+    flags = (("PICKS", picks), ("ENTROPY", True), ("RANK", False), ("SCALE", 2), ("KEEP_MOMENTS", True))
     chosen = row_statistics.FORWARD.planner(problem_of(x), SM_90)
     vectors = (number, number, number, ids, number, number)
     launch = row_launch(row_statistics.FORWARD, (x,), vectors, (picks, 1.0), flags, chosen, SM_90)

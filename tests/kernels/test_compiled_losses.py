@@ -23,6 +23,8 @@ pytestmark = pytest.mark.compiled
 SM_90 = DEVICES["sm_90"]
 # a few words of stack, at a cap that makes room for one more program, cost nothing that can be measured
 STACK = 24
+# columns of rows whose kernel also counts a rank
+RANKED = (1000, 5003, 50257, 128256)
 
 
 def rows_like(
@@ -107,11 +109,13 @@ def test_smoothed_losses_compile(n_cols, smoothing, softcap, dtype):
     assert used.spilled_bytes <= STACK and used.products_exchanged == 0
 
 
-@pytest.mark.parametrize("scale", [0, 1, 2])
-@pytest.mark.parametrize("n_cols", [1000, 4096, 50257, 128256])
-def test_statistics_do_not_spill(n_cols, scale):
+@pytest.mark.parametrize(
+    ("n_cols", "scale", "rank"),
+    [*((n, scale, False) for n in (1000, 4096, 50257, 128256) for scale in (0, 1, 2)), *((n, 0, True) for n in RANKED)],
+)
+def test_statistics_do_not_spill(n_cols, scale, rank):
     x, number, ids = torch.empty(3, n_cols, dtype=torch.bfloat16), torch.zeros(3), torch.zeros(3, 1, dtype=torch.int64)
-    flags = (("PICKS", 1), ("ENTROPY", True), ("SCALE", scale), ("KEEP_MOMENTS", True))
+    flags = (("PICKS", 1), ("ENTROPY", not rank), ("SCALE", scale), ("KEEP_MOMENTS", not rank), ("RANK", rank))
     plan = row_statistics.FORWARD.planner(problem_of(x), SM_90)
     vectors = (number, number, number, ids, number, number)
     launch = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 1.0), flags, plan, SM_90)

@@ -95,12 +95,13 @@ def statistics(target: str) -> Iterator[Named]:
     for dtype in (BFLOAT16, FLOAT32):
         for n_cols in (64, 1000, 4096, 50257, 128256):
             x = rows_like(n_cols, dtype)
-            for entropy in (False, True) if n_cols in (1000, 128256) else (False,):
-                chosen = plan_statistics(problem_of(x), device)
+            for third in ("", " entropy", " rank") if n_cols in (1000, 128256) else ("",):
+                chosen, entropy = plan_statistics(problem_of(x), device), third == " entropy"
                 flags = (("PICKS", 1), ("ENTROPY", entropy), ("SCALE", int(entropy)), ("KEEP_MOMENTS", True))
+                flags = (*flags, ("RANK", third == " rank"))
                 vectors = (number, number, number, ids, number, number)
                 launch = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 1.0), flags, chosen, device)
-                yield f"row_statistics{' entropy' * entropy} {dtype} {n_cols}", as_called(launch), chosen
+                yield f"row_statistics{third} {dtype} {n_cols}", as_called(launch), chosen
             chosen = plan_elementwise(problem_of(x, x), device)
             vectors = (number, number, number, ids, number, number, number)
             for sharded in (False, True):

@@ -16,17 +16,23 @@ from fused_softmax.lab import lessons
 from fused_softmax.lab.bench.record import Header, Record, gpu_folder, read_folder
 from fused_softmax.lab.grading.accesses import Diagram, diagrams
 from fused_softmax.lab.grading.puzzle import answer, core_lines, has_puzzle
+from fused_softmax.lab.grading.subjects import subject_of
 from fused_softmax.lab.grading.worker import lesson_mistakes
+from fused_softmax.lab.lessons.sources import SOURCES
 from fused_softmax.lab.roofline.counters import STALLS
+from fused_softmax.lab.roofline.predict import OURS
 from pages import performance
 from pages.formulas import FORMULAS
 from pages.lesson_pictures import bars_svg, diagram_svg
 
 FOLDER = Path("docs") / "lessons"
 PROFILE = Path("benchmarks") / "results" / "h200-profile" / "profile.json"
+FLOORS = PROFILE.with_name("floors.json")
 DTYPE = "bfloat16"
 MOST_WIDTHS = 4
 SHIPPED = "kernels/softmax_resident.py"
+# lessons on another op than softmax -> the shipped op
+SHIPPED_OPS = {12: "softmax_backward", 13: "cross_entropy", 14: "masked_softmax_causal", 15: ""}
 
 
 def systems_of(n: int) -> tuple[str, ...]:
@@ -64,7 +70,9 @@ def results(n: int, records: Sequence[Record]) -> list[str]:
 
 def profiled(n: int, profiles: Sequence[Mapping[str, Any]]) -> str:
     """A table of Nsight Compute's counters of this lesson, or nothing where none are recorded."""
-    mine = [p for p in profiles if p["system"] == lessons.load(n).SYSTEM and not p["failed"]]
+    # the tenth lesson's kernel is the shipped softmax; its other ops are not the lesson's
+    system = lessons.load(n).SYSTEM
+    mine = [p for p in profiles if p["system"] == system and not p["failed"] and (n != 10 or p["op"] == "softmax")]
     if not mine:
         return ""
     rows = [
@@ -95,6 +103,25 @@ def stepped(n: int, root: Path) -> list[str]:
     return out
 
 
+def timed(n: int, root: Path) -> str:
+    """Bars of the lesson's time and of the shipped op's over their floors, or nothing where they are not recorded."""
+    file = root / FLOORS
+    if not file.exists():
+        return ""
+    floors = json.loads(file.read_text(encoding="utf-8"))["floors"]
+    system = lessons.load(n).SYSTEM
+    mine = [f for f in floors if f["system"] == system and f["op"] == subject_of(n).function]
+    if n == 10 or not mine:
+        return ""
+    own = mine[0]
+    rows = [(system, 1 / own["over"], True)]
+    for f in floors:
+        if f["system"] == OURS and f["op"] == SHIPPED_OPS.get(n, "softmax") and f["n_cols"] == own["n_cols"]:
+            rows.append((f"shipped {f['op']}", 1 / f["over"], False))
+    title = f"{own['n_rows']:,} x {own['n_cols']:,}, fraction of the floor's speed (higher is better)"
+    return bars_svg(title, rows)
+
+
 def kernel_source(n: int) -> tuple[str, list[int]]:
     """The lesson's kernel, or where it has none that of its puzzle's answer, and the numbers of its important lines.
 
@@ -117,7 +144,9 @@ def _function(source: str) -> list[str] | None:
         return None
     chosen = (kernels or functions)[0]
     first = chosen.decorator_list[0].lineno if chosen.decorator_list else chosen.lineno
-    return source.splitlines()[first - 1 : chosen.end_lineno]
+    lines = source.splitlines()[first - 1 : chosen.end_lineno]
+    # a puzzle's marks around its core
+    return [line for line in lines if not line.strip().startswith("# write: ") and line.strip() != "# end"]
 
 
 def page(
@@ -158,11 +187,18 @@ def page(
         out.append(f'Recorded on one H200, bfloat16:\n\n<div class="scrolls">{"<br>".join(bars)}</div>')
     if steps := stepped(n, root):
         out.append(f'The steps, recorded on one H200, bfloat16:\n\n<div class="scrolls">{"<br>".join(steps)}</div>')
+    if drawn := timed(n, root):
+        out.append(
+            "The call timed on one H200, bfloat16, next to the shipped op if there is one. The floor is predicted by "
+            f'`fused-softmax explain`.\n\n<div class="scrolls">{drawn}</div>'
+        )
     if table := profiled(n, profiles):
         out.append(
             "Counted by Nsight Compute on one H200 (`fused-softmax profile`), next to the bytes that the model of "
             f"`fused-softmax explain` counts:\n\n{table}"
         )
+    cited = "\n".join(f"- {source.text}: {what}. <{source.url}>" for source, what in SOURCES[n])
+    out.append(f"## Sources\n\n{cited}")
     text = inspect.getsource(lessons.load(n)).rstrip()
     out.append(f'??? note "The whole file"\n\n    ```python\n{_indented(text)}\n    ```')
     return "\n\n".join(out) + "\n"
@@ -172,35 +208,76 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
 
 
-def counted(record: Mapping[str, Any]) -> str:
-    """The page of predictions next to what was counted and timed, from the record of `fused-softmax profile`."""
-    head = record["header"]
+def _named(one: Mapping[str, Any]) -> str:
+    return f"`{one['system']}`" + (f" {one['op']}" if one["system"] == OURS else "")
+
+
+def profile_records(root: Path) -> list[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
+    """(header, profiles) of each record of `fused-softmax profile`, the oldest first."""
+    files = sorted((root / PROFILE).parent.glob(f"{PROFILE.stem}*.json"))
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return sorted(((one["header"], one["profiles"]) for one in found), key=lambda one: one[0]["date"])
+
+
+def newest(profiles: Sequence[Sequence[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
+    """Each system, op and width from the last record that has it."""
+    return list({(p["system"], p["op"], p["n_cols"]): p for record in profiles for p in record}.values())
+
+
+def counted(records: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]], floors: Mapping[str, Any]) -> str:
+    """The page of predictions next to what was counted and timed, from records of `fused-softmax profile`."""
+    machines = "\n\n".join(_machine(head) for head, _ in records)
     rows = ["| kernel | shape | counted, MB | model, MB | counted over model |", "|---|---|---|---|---|"]
-    for p in record["profiles"]:
-        name, shape = f"`{p['system']}`", f"{p['n_rows']:,} x {p['n_cols']:,}"
+    for p in newest([profiles for _, profiles in records]):
+        name, shape = _named(p), f"{p['n_rows']:,} x {p['n_cols']:,}"
         if p["failed"]:
             rows.append(f"| {name} | {shape} | {p['failed']} | | |")
             continue
         both = p["read"] + p["written"], p["predicted_read"] + p["predicted_written"]
         rows.append(f"| {name} | {shape} | {both[0] / 1e6:,.0f} | {both[1] / 1e6:,.0f} | {p['over_model']:.3f} |")
-    floors = ["| shape | floor, us | measured, us | measured over floor | binds |", "|---|---|---|---|---|"]
-    for f in record["floors"]:
-        shape = f"{f['n_rows']:,} x {f['n_cols']:,}"
-        floors.append(f"| {shape} | {f['floor']:.1f} | {f['measured']:.1f} | {f['over']:.3f} | {f['binds']} |")
-    versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
-    text = (
-        "# Predicted and counted\n\n"
-        f"{head['device']}, driver {head['driver']}, {versions}, commit {head['commit'][:7]}, {head['date'][:10]}.\n\n"
+    return (
+        f"# Predicted and counted\n\n{machines}\n\n"
         "## Bytes between L2 and memory\n\n"
         "Nsight Compute's count, read and written together, next to the model's. The last lines of a result stay in "
-        "the L2 when a kernel ends, so up to 2 per cent of the written bytes are not counted.\n\n"
-    )
-    return (
-        text
+        "the L2 when a kernel ends, so up to 2 per cent of the written bytes are not counted. `05_published` has two "
+        "kernels, and its output is filled first.\n\n"
         + "\n".join(rows)
-        + "\n\n## Time of the shipped kernel\n\nThe floor that `fused-softmax explain` predicts, "
-        "and the median that was measured.\n\n" + "\n".join(floors) + f"\n\n    {performance.command(_header(head))}\n"
+        + "".join(f"\n\n    {performance.command(_header(head))}" for head, _ in records)
+        + "\n\n## Times\n\n"
+        "The median that was measured over the floor that `fused-softmax explain` predicts (lower is better). Above "
+        "1.1 the model misses something: launches around a kernel, rows of different lengths, or a plan that is not "
+        f"good enough.\n\n{_machine(floors['header'])}\n\n{_over_floors(floors['floors'])}\n\n"
+        f"    {performance.command(_header(floors['header']))}\n"
     )
+
+
+def _machine(head: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
+    return f"{head['device']}, driver {head['driver']}, {versions}, commit {head['commit'][:7]}, {head['date'][:10]}."
+
+
+def _over_floors(floors: Sequence[Mapping[str, Any]]) -> str:
+    """Our ops by width, then the lessons, each at its width."""
+    ours: dict[str, dict[int, float]] = {}
+    for f in floors:
+        if f["system"] == OURS:
+            ours.setdefault(f["op"], {})[f["n_cols"]] = f["over"]
+    widths = sorted({n_cols for found in ours.values() for n_cols in found})
+    rows = [f"| op | {' | '.join(f'{w:,}' for w in widths)} |", "|---" * (1 + len(widths)) + "|"]
+    for op, found in ours.items():
+        cells = (f"{found[w]:.2f}" if w in found else "" for w in widths)
+        rows.append(f"| {op} | {' | '.join(cells)} |")
+    rows += [
+        "",
+        "| lesson | shape | floor, us | measured, us | measured over floor | binds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for f in floors:
+        if f["system"] != OURS:
+            shape = f"{f['n_rows']:,} x {f['n_cols']:,}"
+            times = f"{f['floor']:.1f} | {f['measured']:.1f} | {f['over']:.2f}"
+            rows.append(f"| `{f['system']}` | {shape} | {times} | {f['binds']} |")
+    return "\n".join(rows)
 
 
 def _header(head: Mapping[str, Any]) -> Header:
@@ -211,9 +288,7 @@ def recorded(root: Path) -> tuple[list[Record], list[Mapping[str, Any]]]:
     """The benchmark's records, the lessons' run first, and the profiles."""
     runs = read_folder(gpu_folder(root))
     ordered = sorted(runs.items(), key=lambda run: run[0].stem != "ladder")
-    file = root / PROFILE
-    profiles = json.loads(file.read_text(encoding="utf-8"))["profiles"] if file.exists() else []
-    return [r for _, (_, records) in ordered for r in records], profiles
+    return [r for _, (_, records) in ordered for r in records], newest([p for _, p in profile_records(root)])
 
 
 def write(root: Path) -> list[Path]:
@@ -227,6 +302,7 @@ def write(root: Path) -> list[Path]:
         files.append(file)
     if (root / PROFILE).exists():
         file = root / FOLDER / "l_predicted_and_counted.md"
-        file.write_text(counted(json.loads((root / PROFILE).read_text(encoding="utf-8"))), encoding="utf-8")
+        floors = json.loads((root / FLOORS).read_text(encoding="utf-8"))
+        file.write_text(counted(profile_records(root), floors), encoding="utf-8")
         files.append(file)
     return files

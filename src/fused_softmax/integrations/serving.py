@@ -1,7 +1,7 @@
 """Drop-ins for serving: vLLM's token log-probabilities with ranks, and its batch-invariant log_softmax.
 
 vLLM reads the logits twice for the log-probabilities and a third time for the rank. compute_token_logprobs reads them
-once. The rank is a second read by PyTorch: our kernel does not count yet.
+once for both.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 from ..functional import log_softmax
 from ..launch.context import batch_invariant
 from ..losses import token_logprobs
+from ..torch_ops.token_logprobs import token_logprobs_and_rank
 
 
 def compute_token_logprobs(
@@ -23,7 +24,8 @@ def compute_token_logprobs(
         logits: (B, V).
         token_ids: Integers, (B, K).
         return_rank: Also return how many logits of the row are at least that of its first token, which is 1 for the
-            largest. PyTorch counts them, by further reads of the logits.
+            largest. Ties count. The rank comes from the same read of the logits. Rows of more than 2^24 columns,
+            logits that need a gradient, and traced calls take further reads by PyTorch.
 
     Returns:
         Log-probabilities (B, K) in float32, and with return_rank the ranks (B,) in int64.
@@ -42,6 +44,10 @@ def compute_token_logprobs(
             f"compute_token_logprobs(): logits {tuple(logits.shape)} must be (B, V), and token_ids "
             f"{tuple(token_ids.shape)} (B, K)"
         )
+    if return_rank:
+        both = token_logprobs_and_rank(logits, token_ids)
+        if both is not None:
+            return both
     logprobs = token_logprobs(logits, token_ids)
     logprobs = logprobs if logprobs.dtype is torch.float32 else logprobs.float()
     if not return_rank:

@@ -11,6 +11,9 @@ A row of -inf only has lse -inf, and a row with +inf has lse +inf (as torch.logs
 as those of torch.log_softmax, and so is the gradient of these. The gradient of lse is NaN in a row of -inf only. In a
 row with +inf it is NaN at +inf and 0 elsewhere. An id outside [0, n_cols) is never dereferenced: its log-probability is
 NaN and it adds nothing to the gradient.
+
+The rank of a row's first id is the number of logits that are at least its own: 1 for the largest, and ties count. NaN
+counts nowhere, and an id outside has rank 0. It is exact up to 2^24 columns.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import init_cluster_barrier, leave_cluster
 from .common.logits import logit, logsumexp, rounding_residual
 from .common.numerics import LOWEST, exp, log
-from .common.online_softmax import ENTROPY_MOMENT, NO_MOMENT, online_reduction
+from .common.online_softmax import ENTROPY_MOMENT, NO_MOMENT, RANK_MOMENT, online_reduction
 from .common.tiles import (
     chunk_offsets,
     gradient_reads,
@@ -64,7 +67,7 @@ def row_statistics(
     x_ptr: Rows,  # aligned to VEC elements
     lse_ptr: Vector,  # [n_rows] float32
     moments_ptr: Vector,  # [n_rows, 2] float32: (row_max, row_sum), where KEEP_MOMENTS
-    entropy_ptr: Vector,  # [n_rows] float32, where ENTROPY
+    entropy_ptr: Vector,  # [n_rows] float32, where ENTROPY; the rank of the first id, where RANK
     ids_ptr: Vector,  # [n_rows, n_picks] int64, where PICKS
     picked_ptr: Vector,  # [n_rows, n_picks] float32, where PICKS: log-probabilities
     scale_ptr: Vector,  # [n_rows] float32, where SCALE is BY_ROW
@@ -74,11 +77,14 @@ def row_statistics(
     phase: Int32, n_picks: Int32,
     scale: Float32,
     PICKS: tl.constexpr,  # a power of two >= n_picks, or 0
-    ENTROPY: tl.constexpr, SCALE: tl.constexpr, KEEP_MOMENTS: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    RANK: tl.constexpr,  # in place of ENTROPY, and with PICKS
+    SCALE: tl.constexpr, KEEP_MOMENTS: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
     WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
     UNALIGNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    init_cluster_barrier(CTAS, 4 if ENTROPY else 2, PTX, WARPS_PER_ROW)
+    tl.static_assert(not RANK or (PICKS > 0 and not ENTROPY))
+    init_cluster_barrier(CTAS, 4 if ENTROPY or RANK else 2, PTX, WARPS_PER_ROW)
     row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
     warp = warp_of(ROWS * CTAS * WARPS_PER_ROW, WARPS_PER_ROW)
     exists = row < n_rows
@@ -98,9 +104,14 @@ def row_statistics(
         at = tl.load(ids_ptr + row * n_picks + k, mask=wanted, other=-1)
         inside = wanted & (at >= 0) & (at < columns)
         x_picked = tl.load(x_row - head + at, mask=inside, other=0.0)
-    MOMENT: tl.constexpr = ENTROPY_MOMENT if ENTROPY else NO_MOMENT
+    reference = by
+    if RANK:
+        first_id = tl.load(ids_ptr + row * n_picks, mask=exists, other=-1)
+        known = (first_id >= 0) & (first_id < columns)
+        reference = tl.load(x_row - head + first_id, mask=known, other=float("nan")).to(tl.float32)
+    MOMENT: tl.constexpr = ENTROPY_MOMENT if ENTROPY else RANK_MOMENT if RANK else NO_MOMENT
     row_max, row_sum, row_moment = online_reduction(
-        x_row, first, width, head, interior, columns, exists, rank, warp, by, 1.0, by, x_ptr,
+        x_row, first, width, head, interior, columns, exists, rank, warp, by, 1.0, reference, x_ptr,
         MOMENT, False, SCALE != UNSCALED, False, ROWS, CTAS, WARPS_PER_ROW, VECTORS, VEC, CHUNKS, UNALIGNED, PTX,
     )  # fmt: skip
 
@@ -112,6 +123,8 @@ def row_statistics(
         tl.store(moments_ptr + 2 * row + 1, row_sum[:, None], mask=writes)
     if ENTROPY:
         tl.store(entropy_ptr + row, (log(row_sum) - row_moment / row_sum)[:, None], mask=writes)
+    elif RANK:
+        tl.store(entropy_ptr + row, row_moment[:, None], mask=writes)
     if PICKS > 0:
         z = logit(x_picked, by, 1.0, SCALE != UNSCALED, False)
         picked = tl.where(inside & (lse < float("inf")), z - lse - residual, float("nan"))

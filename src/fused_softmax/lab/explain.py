@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from fused_softmax.lab.grading.subjects import SUBJECTS
 from fused_softmax.lab.plans import plan_text
 from fused_softmax.lab.roofline.gpus import GPUS, Gpu
 from fused_softmax.lab.roofline.launches import EXPLAINED
+from fused_softmax.lab.roofline.linear import LINEAR
 from fused_softmax.lab.roofline.predict import OURS, Prediction, gpu_named, predict
 from fused_softmax.lab.traffic import MODELS
 from fused_softmax.planning.types import VECTOR_BYTES
@@ -19,8 +21,9 @@ from fused_softmax.planning.types import VECTOR_BYTES
 # devices that can be compiled for -> the GPU that stands for each
 TARGETS: Mapping[str, str] = {gpu.target: name for name, gpu in reversed(list(GPUS.items()))}
 OPERATIONS = tuple(EXPLAINED)
-SYSTEMS = (OURS, *(name for name in MODELS if name[0].isdigit()))
-__all__ = ["GPUS", "OPERATIONS", "SYSTEMS", "TARGETS", "as_data", "explain_lines", "lines", "predicted"]
+PASSES = {"copy": "a copy", "read": "a read", "add": "an addition of two tensors"}
+SYSTEMS = (OURS, *(name for name in MODELS if name[0].isdigit()), *SUBJECTS)
+__all__ = ["GPUS", "LINEAR", "OPERATIONS", "SYSTEMS", "TARGETS", "as_data", "explain_lines", "lines", "predicted"]
 
 
 def predicted(
@@ -66,7 +69,7 @@ def lines(said: Prediction) -> Iterator[str]:
     yield f"floor        {said.floor.least:,.1f} us: {said.floor.binds} binds"
     source = "measured" if gpu.measured else f"an estimate from the datasheet's {gpu.datasheet_gbps:,.0f}"
     notes = {
-        "bandwidth": f"the bytes at the {gpu.gbps:,.0f} GB/s of a copy ({source})",
+        "bandwidth": f"the bytes at the {gpu.rate(said.passes):,.0f} GB/s of {PASSES[said.passes]} ({source})",
         "arithmetic": "instructions and exponentials at the rate of all multiprocessors",
         "latency": "by Little's law, with the bytes that are in flight",
         "launch": "a kernel that does nothing",
@@ -94,8 +97,8 @@ def _compiled(said: Prediction) -> Iterator[str]:
     if kernel is None:
         yield "compiled     five passes of PyTorch: no kernel of this package"
         return
-    if kernel.failed:
-        yield f"compiled     {kernel.failed}"
+    if kernel.failed or kernel.none:
+        yield f"compiled     {kernel.failed or kernel.none}"
         return
     used = kernel.resources
     widest = {name: used[name][0][0] if used[name] else 0 for name in ("loads", "stores")}

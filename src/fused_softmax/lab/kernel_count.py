@@ -50,7 +50,7 @@ def _softmax(log: bool, backward: bool) -> Find:
 
 
 def _statistics(picks: int) -> Find:
-    flags = (("PICKS", picks), ("ENTROPY", False), ("SCALE", 0), ("KEEP_MOMENTS", False))
+    flags = (("PICKS", picks), ("ENTROPY", False), ("RANK", False), ("SCALE", 0), ("KEEP_MOMENTS", False))
     return lambda x, device: (row_statistics.FORWARD, (x,), flags)
 
 

@@ -89,7 +89,7 @@ def run_loss_plan(plan: Plan) -> Callable[..., Any]:
 
 def run_statistics_plan(plan: Plan) -> Callable[..., Any]:
     """Runs token log-probabilities with entropy and logsumexp, (x, ids) -> all three, through a given plan."""
-    flags = (("PICKS", 1), ("ENTROPY", True), ("SCALE", 0), ("KEEP_MOMENTS", False))
+    flags = (("PICKS", 1), ("ENTROPY", True), ("RANK", False), ("SCALE", 0), ("KEEP_MOMENTS", False))
 
     def call(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         lse, entropy, picked = x.new_empty(3, x.shape[0], dtype=torch.float32).unbind()

@@ -53,6 +53,7 @@ def _scale_flag(scale: float | Tensor) -> int:
 
 
 _forwards = Cache()
+MOST_RANKED = 2**24  # columns: a rank is a float32, which holds no more exactly
 
 
 def statistics(
@@ -64,8 +65,11 @@ def statistics(
     invariant: bool = False,
     keeps: bool = True,
     layout: object = None,
+    rank: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """(log-probabilities of ids, entropy, lse, moments) of rows x*scale, float32.
+
+    rank: in place of the entropy, the rank of each row's first id: how many logits of the row are at least its own.
 
     ids: (n_rows,) or (n_rows, n_picks) int64, contiguous, and the log-probabilities have its shape. moments, where
     `keeps`: (n_rows, 2), each row's maximum and its sum of exponentials, which `statistics_backward` takes. layout:
@@ -78,18 +82,18 @@ def statistics(
     if ids is not None:
         picked = new((n_rows,) if ids.dim() == 1 else (n_rows, _picks(ids)), ids.stride(), real)
         of_ids = ids, at(picked)
-    if entropy:
+    if entropy or rank:
         entropies = new((n_rows,), (1,), real)
     if keeps:
         moments = new((n_rows, 2), (2, 1), real)
     into = at(lse), None if moments is None else at(moments), None if entropies is None else at(entropies)
-    write_statistics(x, into, of_ids, scale, invariant, layout)
+    write_statistics(x, into, of_ids, scale, invariant, layout, rank)
     return picked, entropies, lse, moments
 
 
 def write_statistics(
     x: Tensor, into: tuple[Any, Any, Any], of_ids: tuple[Tensor, Any] | None, scale: float | Tensor, invariant: bool,
-    layout: object = None,
+    layout: object = None, rank: bool = False,
 ) -> None:  # fmt: skip
     """`statistics` into memory: (lse, moments or None, entropies or None), and (ids, log-probabilities) or None.
 
@@ -99,8 +103,8 @@ def write_statistics(
     ids = None if of_ids is None else of_ids[0]
     n_picks, scaled, at = _picks(ids), _scale_flag(scale), pointer(x)
     invariant = invariant or is_batch_invariant()
-    entropy, keeps = entropies is not None, moments is not None
-    key = (layout or layout_key(x), n_picks, entropy, scaled, keeps, invariant)
+    entropy, keeps = entropies is not None and not rank, moments is not None
+    key = (layout or layout_key(x), n_picks, entropy, scaled, keeps, invariant, rank)
     vectors = (
         lse,
         lse if moments is None else moments,
@@ -112,7 +116,7 @@ def write_statistics(
     launch = _forwards.get(key)
     if launch is None:
         flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", entropy))
-        flags = (*flags, ("SCALE", scaled), ("KEEP_MOMENTS", keeps))
+        flags = (*flags, ("RANK", rank), ("SCALE", scaled), ("KEEP_MOMENTS", keeps))
         as_tensors = (lse, lse, lse, lse if ids is None else ids, lse, lse)
         launch = prepare_rows(FORWARD, (x,), as_tensors, flags, invariant).at
         if x.is_cuda:
@@ -133,7 +137,7 @@ def planned_statistics(x: Tensor, on: Tensor, n_picks: int, backward: bool) -> P
         dx = torch.empty(x.shape, dtype=x.dtype, device="meta")
         flags = (*flags, ("HAS_MOMENTS", n_picks > 0), ("SHARDED", False))
         return planned(BACKWARD, (x, dx), (real, real, real, ids, real, real, real), flags, on)
-    flags = (("PICKS", n_picks), ("ENTROPY", False), ("SCALE", 0), ("KEEP_MOMENTS", n_picks > 0))
+    flags = (("PICKS", n_picks), ("ENTROPY", False), ("RANK", False), ("SCALE", 0), ("KEEP_MOMENTS", n_picks > 0))
     return planned(FORWARD, (x,), (real, real, real, ids, real, real), flags, on)
 
 

@@ -68,6 +68,29 @@ def token_logprobs_of(
     return picked, entropies, lse
 
 
+def token_logprobs_and_rank(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(log-probabilities (n_rows, n_picks), the rank of each row's first id, int64) from one read of logits
+    (n_rows, n_cols); None where the kernel does not take them, or they do not fit each other."""
+    n_cols = logits.shape[1]
+    plain = can_bypass_dispatcher(logits) and can_bypass_dispatcher(token_ids) and is_supported(logits)
+    if not plain or profiling() or not token_ids.numel() or not 0 < n_cols <= rows.MOST_RANKED:
+        return None
+    if token_ids.dtype not in (torch.int64, torch.int32) or token_ids.device != logits.device:
+        return None
+    if token_ids.shape[0] != logits.shape[0] or (logits.requires_grad and torch.is_grad_enabled()):
+        return None
+    ids = token_ids.long()
+    if ids.device.type == "cpu":
+        rows.check_ids(ids, n_cols)
+    try:
+        x = rows_of(logits, n_cols)
+        picked, rank, _, _ = rows.statistics(x, ids.contiguous(), 1.0, False, keeps=False, rank=True)
+    except KernelUnavailable:
+        return None
+    assert picked is not None and rank is not None
+    return picked, rank.long()
+
+
 def _by_kernels(
     x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool, layout: object = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:

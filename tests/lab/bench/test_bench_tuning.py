@@ -13,7 +13,8 @@ from fused_softmax.lab.bench.ops import OPS
 from fused_softmax.lab.bench.record import Record
 from fused_softmax.lab.bench.run import add_resources
 from fused_softmax.lab.plans import problem_for
-from fused_softmax.lab.resources import ROWS, compile_one, keys_of
+from fused_softmax.lab.resources import ROWS, fields_of, keys_of
+from fused_softmax.lab.roofline.compiled import Compiled, compile_kernel
 from fused_softmax.lab.tune import TUNABLE, Choice, as_config_table, choose
 from fused_softmax.planning.softmax import KernelConfig, plan
 from fused_softmax.planning.types import DEVICES
@@ -81,8 +82,13 @@ def test_candidates_run_and_todays_plan_is_among_them(op: str):
 
 
 def test_resources_of_what_has_no_kernel_or_does_not_compile():
-    assert "none" in compile_one("01_naive", "float32", 4096, 1000, "sm_90")
-    assert "none" in compile_one("torch", "float32", 4096, 1000, "sm_90")
+    for system in ("01_naive", "torch"):
+        found = compile_kernel(dict(system=system, dtype="float32", n_rows=4096, n_cols=1000, target="sm_90"))
+        assert list(fields_of(found, "sm_90")) == ["none"]
+    assert fields_of(Compiled(failed="no such target"), "sm_90") == {"failed": "sm_90: no such target"}
+    used = dict(registers=9, spilled_bytes=0, shared_bytes=300_000, num_warps=4, num_ctas=1, loads=[[16, 2]])
+    found = fields_of(Compiled(used), "sm_90")
+    assert found["widest_load_bytes"] == 16 and found["failed"].startswith("out of resources on sm_90")
     assert keys_of([], ["02_one_row"]) == []
 
 

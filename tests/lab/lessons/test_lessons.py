@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fused_softmax.lab import lessons, reference
+from fused_softmax.lab.lessons import sources
 from fused_softmax.lab.traffic import MODELS, traffic
 
 ALL = lessons.numbers()
@@ -53,6 +54,14 @@ def test_the_measurement_names_systems_and_widths_that_bench_knows(n):
     assert words[1:3] == ["fused-softmax", "bench"]
     assert set(words[words.index("--systems") + 1].split(",")) <= {system.name for system in systems.SYSTEMS}
     assert all(int(width) > 0 for width in words[words.index("--widths") + 1].split(","))
+
+
+@pytest.mark.parametrize("n", ALL)
+def test_every_lesson_cites_its_sources(n):
+    cited = sources.SOURCES[n]
+    assert cited and len({source.url for source, _ in cited}) == len(cited)
+    for (source, what), line in zip(cited, sources.lines(n), strict=True):
+        assert source.url.startswith("https://") and source.url in line and len(what.split()) >= 2
 
 
 @pytest.mark.parametrize("n", [0, 99])

@@ -54,7 +54,7 @@ def known_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         loads=[[16, 16]], stores=[[16, 16]], async_copies=0,
     )  # fmt: skip
     made = Compiled(resources, instructions_by_kind(SASS))
-    monkeypatch.setattr(predict, "cross_compiled", lambda *shape: made)
+    monkeypatch.setattr(predict, "compiled", lambda *shape: made)
 
 
 def test_words_data_and_occupancy_of_a_known_kernel(known_kernel: None):
@@ -94,7 +94,7 @@ def test_one_call_in_words_in_data_and_as_a_picture():
 @extended
 @pytest.mark.parametrize("op", explain.OPERATIONS)
 def test_every_op_is_explained(op: str):
-    for n_cols in (64, 1000, 50257, 128256):
+    for n_cols in (64, 50257, 128256):  # several rows a program, unaligned, a cluster or two passes
         said = explain.predicted(4096, n_cols, "bfloat16", "h200", op)
         assert said.compiled is not None and not said.compiled.failed, said.compiled
         assert said.floor.least > 0 and said.in_flight is not None

@@ -10,6 +10,7 @@ import pytest
 
 from fused_softmax.lab.roofline import model
 from fused_softmax.lab.roofline.gpus import GPUS, Gpu
+from fused_softmax.lab.roofline.linear import DATASHEET_TFLOPS, LINEAR, as_data, lines, predict_linear
 from fused_softmax.lab.roofline.predict import predict
 from fused_softmax.lab.traffic import Traffic, three_reads
 from fused_softmax.planning.types import MULTIPROCESSORS
@@ -73,6 +74,26 @@ def test_naive_passes_move_eight_elements_for_each():
     said = predict("01_naive", 4096, 4096, "bfloat16", "h200")
     assert (said.dram.read, said.dram.written) == (2 * (5 * 2**24 + 2 * 4096), 2 * (3 * 2**24 + 2 * 4096))
     assert said.launches == 5 and said.plan is None and said.compiled is None
+
+
+def test_the_floor_of_linear_losses_is_within_a_tenth_of_what_was_measured():
+    records = json.loads((RESULTS.parents[1] / "h200-linear" / "linear_losses.json").read_text())["records"]
+    mine = [r for r in records if r["system"] == "fused_softmax" and r["op"] in LINEAR and r.get("ms")]
+    assert len(mine) >= 8
+    for r in mine:
+        said = predict_linear(r["op"], r["n_rows"], r["n_cols"], int(r["case"].split()[-1]), r["dtype"], "h200")
+        assert 0.9 < said.floor_us / (1000 * r["ms"]) < 1.1, (r["op"], r["n_rows"], said.floor_us, r["ms"])
+
+
+def test_linear_losses_in_words():
+    said = predict_linear("linear_cross_entropy", 131072, 128256, 4096, "bfloat16", "h200")
+    text = "\n".join(lines(said))
+    assert "32 of 4,096 rows: 1,050.7 MB of logits are held, and not 33,621.5 MB" in text
+    assert "3 of 1.38e+14 operations" in text and "2 passes over the logits" in text and "(measured)" in text
+    assert as_data(said)["floor_us"] == said.products_us + said.kernels_us
+    assert set(DATASHEET_TFLOPS) == {gpu.name for gpu in GPUS.values()}
+    with pytest.raises(ValueError, match="float32"):
+        predict_linear("linear_cross_entropy", 8, 8, 8, "float32", "h200")
 
 
 def test_unknown_gpus_are_named():

@@ -8,9 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from fused_softmax.lab import lessons
+from fused_softmax.lab.grading.subjects import SUBJECTS, subject_named
+from fused_softmax.lab.grading.trials import as_tuple
 from fused_softmax.lab.roofline import counters, profile
 from fused_softmax.lab.roofline.counters import COUNTERS, METRICS, NoProfiler
+from fused_softmax.lab.roofline.launches import EXPLAINED
 
 FIXED = ["ID", "Process ID", "Process Name", "Kernel Name", "Device"]
 NAMES = ["read", "written", "nanoseconds", "peak", "l2_hits", "load_sectors", "store_sectors"]
@@ -31,7 +36,7 @@ def table(*rows: tuple[str, float, float]) -> str:
     return "\n".join([*out, "==PROF== Disconnected from process 7"])
 
 
-def said(*runs: tuple[str, int, int, str]) -> str:
+def said(*runs: tuple[str, str, int, int, str]) -> str:
     return "".join(f"{profile.SAID}{json.dumps(list(run))}\n" for run in runs)
 
 
@@ -60,9 +65,9 @@ def test_profiles_are_told_apart_by_the_marker_and_compared_with_the_model(profi
     cells = 2**28
     rows, columns = cells // 4096, 4096
     runs = [
-        ("02_one_row", rows, columns, ""),
-        ("01_naive", rows, columns, ""),
-        ("04_persistent", rows, columns, "no room"),
+        ("02_one_row", "softmax", rows, columns, ""),
+        ("01_naive", "softmax", rows, columns, ""),
+        ("04_persistent", "softmax", rows, columns, "no room"),
     ]
     kernels = [
         ("void spin_kernel(long)", 0, 0), ("one_row_kernel", 2 * cells * 1.01, 2 * cells * 0.98),
@@ -70,7 +75,7 @@ def test_profiles_are_told_apart_by_the_marker_and_compared_with_the_model(profi
         ("spin_kernel", 0, 0),
     ]  # fmt: skip
     profiler.answers.append((0, said(*runs) + table(*kernels)))
-    asked = [(system, n_cols) for system, _, n_cols, _ in runs]
+    asked = [(system, op, n_cols) for system, op, _, n_cols, _ in runs]
     one, naive, refused = profile.profile(asked, "bfloat16", cells, "h200")
     assert one.kernels == ("one_row_kernel",) and one.holds and one.over_model == pytest.approx(0.995)
     assert one.counters["peak"] == 91.5 and one.microseconds == 250.0
@@ -80,7 +85,7 @@ def test_profiles_are_told_apart_by_the_marker_and_compared_with_the_model(profi
     assert "the model's claim held" in text and re.search(r"0\.9[12] of the memory's peak", text)
     assert "waits for data from memory or L2 (long_scoreboard)" in text and "a warp   0.90 of the time" in text
     assert "did not hold" in "\n".join(profile.lines(naive)) and profile.lines(refused) == [
-        f"04_persistent, {rows:,} x 4,096 bfloat16: no room"
+        f"04_persistent, softmax of {rows:,} x 4,096 bfloat16: no room"
     ]
     command = profiler[1]
     assert command[:3] == ["ncu", "--clock-control", "none"] and "--profile-from-start" in command
@@ -89,9 +94,9 @@ def test_profiles_are_told_apart_by_the_marker_and_compared_with_the_model(profi
 def test_counters_that_a_version_lacks_are_left_out(profiler: Answers):
     absent = METRICS["stall_imc_miss"]
     profiler.answers.append((1, f"==ERROR== Failed to find metric {absent}\n"))
-    profiler.answers.append((0, said(("02_one_row", 1, 8, "")) + table(("spin_kernel", 0, 0), ("k", 1, 1))))
+    profiler.answers.append((0, said(("02_one_row", "softmax", 1, 8, "")) + table(("spin_kernel", 0, 0), ("k", 1, 1))))
     runs, kernels = profile.run_ncu({})
-    assert len(kernels) == 2 and runs == [["02_one_row", 1, 8, ""]]
+    assert len(kernels) == 2 and runs == [["02_one_row", "softmax", 1, 8, ""]]
     asked = [command[command.index("--metrics") + 1].split(",") for command in profiler if command[0] == "ncu"]
     assert absent in asked[0] and absent not in asked[1] and len(asked[1]) == len(METRICS) - 1
     profiler.answers.append((1, f"==ERROR== Failed to find metric {METRICS['read']}\n"))
@@ -123,5 +128,22 @@ def test_no_ncu(monkeypatch: pytest.MonkeyPatch):
 
 def test_every_lesson_is_profiled():
     runs = profile.default_runs()
-    assert {name for name, n in runs if n == 4096} >= {"01_naive", "05_vectorized", "09_cluster", "fused_softmax"}
-    assert ("06_three_pass", 131072) in runs and len(runs) == len(set(runs))
+    numbered = {int(name[:2]) for name, _, _ in runs if name != "fused_softmax"}
+    assert numbered == set(lessons.numbers()) - {10}  # lesson 10's kernel is the shipped one
+    assert {op for name, op, n in runs if name == "fused_softmax" and n == 4096} == set(EXPLAINED)
+    assert ("06_three_pass", "softmax", 131072) in runs and len(runs) == len(set(runs))
+
+
+def test_the_systems_of_other_ops_are_their_lessons():
+    for system, n in SUBJECTS.items():
+        assert lessons.load(n).SYSTEM == system and subject_named(system) is lessons.load(n).SUBJECT
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("system", "op"), [("11_over_gpus", "softmax"), ("13_cross_entropy", "softmax"), ("07_online", "softmax")]
+)
+def test_what_is_run_runs(system: str, op: str):
+    call, arguments = profile.runnable(system, op, 4, 96, torch.float32, torch.device("cpu"))
+    result = call(*arguments)
+    assert as_tuple(result)[-1].shape == (4, 96)

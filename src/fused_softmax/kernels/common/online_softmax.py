@@ -1,6 +1,7 @@
 """The online softmax reduction of a row of logits: maximum, sum of exponentials, and an optional third sum.
 
-    z = softcap(x)*scale;  m = max(z);  s = sum(exp(z - m));  t = sum(exp(z - m)*(z - m))  or  sum(w*(z - r))
+    z = softcap(x)*scale;  m = max(z);  s = sum(exp(z - m))
+    t = sum(exp(z - m)*(z - m)), or sum(w*(z - r)), or the number of x >= r
 
 One program, or the CTAS programs of a cluster, read the row once, in steps, and hold nothing of it. Several narrow rows
 share a program. The read bandwidth is the limit. -inf adds nothing, NaN spreads, and +inf makes s infinite.
@@ -30,10 +31,12 @@ from .tiles import chunk_offsets, head_and_tail, load_chunks
 # the row is not read again, and no output needs room in L2. H200: 0.3 to 1.5% faster than "evict_last"
 READ_ONCE = tl.constexpr("evict_first")
 
-# the third sum of a reduction: none, sum(exp(z - m)*(z - m)), or sum(w*(z - r)) with a reference r
+# the third sum of a reduction: none, sum(exp(z - m)*(z - m)), sum(w*(z - r)) with a reference r, or the number of
+# logits, as they were loaded, that are at least r
 NO_MOMENT = tl.constexpr(0)
 ENTROPY_MOMENT = tl.constexpr(1)
 WEIGHTED_SUM = tl.constexpr(2)
+RANK_MOMENT = tl.constexpr(3)
 
 
 @triton.jit
@@ -46,10 +49,28 @@ def load_step(
 
 
 @triton.jit
+def count_at_least(
+    x, reference, left, C: tl.constexpr, MASKED: tl.constexpr, WARPS_PER_ROW: tl.constexpr, PTX: tl.constexpr,
+    ONE_CTA: tl.constexpr,
+):  # fmt: skip
+    """Each vector's number of logits of chunk C that are at least the reference, float32.
+
+    What is masked holds -inf, and the reference may be -inf: such columns are left out by their place.
+    # x: [SEGMENTS, VECTORS, VEC]; reference, left: [SEGMENTS, 1]; result [SEGMENTS, VECTORS]
+    """
+    least = x >= reference[:, :, None]
+    if MASKED:
+        at = chunk_offsets(C, x.shape[1], x.shape[2], WARPS_PER_ROW) < left
+        least = least & tl.reshape(at, (x.shape[0], x.shape[1], x.shape[2]))
+    return sum_of_vectors(tl.where(least, 1.0, 0.0), PTX, ONE_CTA)
+
+
+@triton.jit
 def accumulate(
     x, scale, cap, m, s, t,
-    MOMENT: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, CHUNKS: tl.constexpr, ONE_CTA: tl.constexpr,
-    PTX: tl.constexpr,
+    reference, left,  # of RANK_MOMENT: and the columns from the step's first on, where MASKED
+    MASKED: tl.constexpr, WARPS_PER_ROW: tl.constexpr, MOMENT: tl.constexpr, SCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr, CHUNKS: tl.constexpr, ONE_CTA: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Each vector's (m, s, t) after one more step.
 
@@ -71,7 +92,10 @@ def accumulate(
     FUSED: tl.constexpr = PTX and x[0].dtype.primitive_bitwidth == 16 and not SOFTCAP
     base, shift, correction = exp2_affine(m_new, FUSED)
     for c in tl.static_range(CHUNKS):
-        z = logit(upcast(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
+        wide = upcast(x[c], PTX)
+        if MOMENT == RANK_MOMENT:
+            moment += count_at_least(wide, reference, left, c, MASKED, WARPS_PER_ROW, PTX, ONE_CTA)
+        z = logit(wide, scale[:, :, None], cap, SCALED, SOFTCAP)
         d = tl.fma(z, base[:, :, None], -shift[:, :, None]) if FUSED else z - shift[:, :, None]
         e = tl.exp2(d) if FUSED else exp(d)
         step += sum_of_vectors(e, PTX, ONE_CTA)
@@ -97,7 +121,7 @@ def online_reduction(
     warp,
     scale,
     cap,
-    reference,  # of WEIGHTED_SUM
+    reference,  # of WEIGHTED_SUM and RANK_MOMENT
     w_ptr, MOMENT: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
     CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
@@ -105,7 +129,6 @@ def online_reduction(
     """The row's (max, sum, moment), from one read.  # x_row .. scale: [SEGMENTS, 1]; result [SEGMENTS]
 
     first: the segment's first column. width: the columns from there to the end of its slice. n_cols: in elements.
-    reference: of WEIGHTED_SUM.
     """
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     STEP: tl.constexpr = CHUNKS * WARPS_PER_ROW * VECTORS * VEC
@@ -134,11 +157,17 @@ def online_reduction(
         x = load_step(
             x_row + first + (zero + step) * STEP, width, SEGMENTS, CHUNKS, CHUNKS, VECTORS, VEC, WARPS_PER_ROW
         )
-        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, CHUNKS, CTAS == 1, PTX)
+        m, s, t = accumulate(
+            x, scale, cap, m, s, t, reference, width, False, WARPS_PER_ROW, MOMENT, SCALED, SOFTCAP, CHUNKS, CTAS == 1,
+            PTX,
+        )  # fmt: skip
     for step in range(whole, n_steps):
         start = (zero + step) * STEP
         x = load_step(x_row + first + start, width - start, SEGMENTS, CHUNKS, 0, VECTORS, VEC, WARPS_PER_ROW)
-        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, CHUNKS, CTAS == 1, PTX)
+        m, s, t = accumulate(
+            x, scale, cap, m, s, t, reference, width - start, True, WARPS_PER_ROW, MOMENT, SCALED, SOFTCAP, CHUNKS,
+            CTAS == 1, PTX,
+        )  # fmt: skip
         if MOMENT == WEIGHTED_SUM:
             for c in tl.static_range(CHUNKS):
                 z = logit(upcast(x[c], PTX), scale[:, :, None], cap, SCALED, SOFTCAP)
@@ -151,7 +180,10 @@ def online_reduction(
     if FEW > 0 and even * VEC > n_steps * STEP:
         start = (zero + n_steps) * STEP
         x = load_step(x_row + first + start, width - start, SEGMENTS, FEW, 0, VECTORS, VEC, WARPS_PER_ROW)
-        m, s, t = accumulate(x, scale, cap, m, s, t, MOMENT, SCALED, SOFTCAP, FEW, CTAS == 1, PTX)
+        m, s, t = accumulate(
+            x, scale, cap, m, s, t, reference, width - start, True, WARPS_PER_ROW, MOMENT, SCALED, SOFTCAP, FEW,
+            CTAS == 1, PTX,
+        )  # fmt: skip
     # each thread adds one head or tail element to its sums. On a cluster they are reduced with their segment instead,
     # because Triton may place their tile in other CTAs than the row's
     if UNALIGNED and CTAS == 1:
@@ -167,6 +199,8 @@ def online_reduction(
             t += e * tl.maximum(z_head_tail - m, LOWEST)
         elif MOMENT == WEIGHTED_SUM:
             t += weigh(z_head_tail, reference, head_tail + head, in_head_tail, w_ptr, WEIGHTED)
+        elif MOMENT == RANK_MOMENT:
+            t += tl.where(in_head_tail & (x_head_tail.to(tl.float32) >= reference), 1.0, 0.0)
     segment_max = tl.max(m, 1)
     if UNALIGNED and CTAS > 1:
         z_head_tail = logit(x_head_tail, scale, cap, SCALED, SOFTCAP)
@@ -184,9 +218,11 @@ def online_reduction(
             segment_moment += tl.sum(rounded_product(exp(d), tl.maximum(d, LOWEST)), 1)
         elif MOMENT == WEIGHTED_SUM:
             segment_moment += tl.sum(weigh(z_head_tail, reference, head_tail + head, in_head_tail, w_ptr, WEIGHTED), 1)
+        elif MOMENT == RANK_MOMENT:
+            segment_moment += tl.sum(tl.where(in_head_tail & (x_head_tail.to(tl.float32) >= reference), 1.0, 0.0), 1)
     if MOMENT == NO_MOMENT:
         row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)
         return row_max, row_sum, row_sum
     else:
-        PLAIN: tl.constexpr = MOMENT == WEIGHTED_SUM
+        PLAIN: tl.constexpr = MOMENT == WEIGHTED_SUM or MOMENT == RANK_MOMENT
         return cluster_reduce_moments(segment_max, segment_sum, segment_moment, PLAIN, CTAS, PTX, WARPS_PER_ROW)

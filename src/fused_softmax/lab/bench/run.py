@@ -277,7 +277,7 @@ def _wait(console: Console, compiler: CrossCompiler) -> None:
     with _bar(console) as progress:
         task = progress.add_task("compiling for sm_90", total=len(compiler.keys))
         until = time.monotonic() + PATIENCE
-        while not compiler.wait(0.3) and time.monotonic() < until and compiler.reader.is_alive():
+        while not compiler.wait(0.3) and time.monotonic() < until and compiler.thread.is_alive():
             progress.update(task, completed=len(compiler.found))
 
 

@@ -211,9 +211,12 @@ def tune(
 def profile(
     systems: Annotated[str, typer.Option(help="comma-separated: lessons such as 07_online, and fused_softmax")] = "",
     widths: Annotated[str, typer.Option(help="comma-separated; 4096 without it, and 131072 for some lessons")] = "",
+    op: Annotated[str, typer.Option(help="of fused_softmax: an op, or all")] = "",
     dtype: Dtype = "bfloat16",
     elements: Annotated[int, typer.Option(min=1, help="elements of each tensor: many times the L2")] = 2**30,
-    floors: Annotated[bool, typer.Option("--floors", help="also time the shipped kernel next to its floor")] = False,
+    floors: Annotated[
+        bool, typer.Option("--floors", help="time them next to their floors, in place of counting")
+    ] = False,
     record: Annotated[Path | None, typer.Option(help="write what was found to this file, as JSON")] = None,
 ) -> None:
     """Count what kernels do on this GPU with Nsight Compute, and compare with the model: bytes, peak, L2, stalls.
@@ -230,7 +233,9 @@ def profile(
     from fused_softmax.launch.device import interpreting
 
     runs = profiling.default_runs()
-    known = tuple(dict.fromkeys(name for name, _ in runs))
+    known = tuple(dict.fromkeys(name for name, _, _ in runs))
+    if op not in ("", "all", *profiling.EXPLAINED):
+        raise Refused(f"{op!r} is none of all, {', '.join(profiling.EXPLAINED)}", "--op")
     if unknown := [name for name in named if name not in known]:
         raise Refused(f"{unknown[0]!r} is none of {', '.join(known)}", "--systems")
     if not torch.cuda.is_available() or interpreting():
@@ -238,19 +243,26 @@ def profile(
     from fused_softmax.lab.roofline import session
     from fused_softmax.lab.roofline.counters import NoProfiler
 
-    if named or asked:
-        runs = [(name, n_cols) for n_cols in asked or (4096,) for name in named or known]
+    ops = (op,) if op not in ("", "all") else tuple(profiling.EXPLAINED)
+    wanted = named or ((profiling.OURS,) if op else known)
+    if asked:  # a lesson has one op
+        of = {profiling.OURS: ops if op else ("softmax",)}
+        runs = [(name, o, n_cols) for n_cols in asked for name in wanted for o in of.get(name, ("softmax",))]
+    else:
+        runs = [run for run in runs if run[0] in wanted and (run[0] != profiling.OURS or run[1] in ops)]
     gpu, profiles, timed, stopped = _gpu_here(), [], [], ""
-    try:
-        profiles = profiling.profile(runs, found[0], elements, gpu)
-    except NoProfiler as error:
-        stopped = str(error)
-        print(f"no counters: {stopped}", file=sys.stderr)
-    for one in profiles:
-        print("\n".join(profiling.lines(one)))
     if floors:
-        timed = list(session.time_floors(session.FLOOR_WIDTHS, found[0], min(elements, 2**28), gpu))
+        runs = runs if named or asked or op else session.floor_runs()
+        timed = list(session.time_floors(runs, found[0], min(elements, 2**28), gpu))
         print("\n".join(session.floor_lines(timed)))
+    else:
+        try:
+            profiles = profiling.profile(runs, found[0], elements, gpu)
+        except NoProfiler as error:
+            stopped = str(error)
+            print(f"no counters: {stopped}", file=sys.stderr)
+        for one in profiles:
+            print("\n".join(profiling.lines(one)))
     if record is not None:
         with refusing(OSError):
             session.record(record, profiles, timed, stopped)

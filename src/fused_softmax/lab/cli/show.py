@@ -24,6 +24,7 @@ def explain(
     system: Annotated[str, typer.Option(help="fused_softmax, or a lesson's kernel, such as 07_online")] = "",
     gpu: Annotated[str, typer.Option(help="h200, h100, a100, l40s, rtx4090, rtx5090, b200, mi300x or this")] = "",
     device: Annotated[str, typer.Option(help="in place of --gpu: sm_80, sm_89, sm_90, sm_100, sm_120 or gfx942")] = "",
+    hidden: Annotated[int, typer.Option(min=0, help="hidden size, of the linear losses")] = 0,
     json: Annotated[bool, typer.Option("--json", help="print plain data")] = False,
     svg: Annotated[Path | None, typer.Option(help="draw the roofline to this file")] = None,
 ) -> None:
@@ -42,8 +43,10 @@ def explain(
         raise Refused("says what --gpu says: give one of the two", "--device")
     if device and device not in explaining.TARGETS:
         raise Refused(f"{device!r} is none of {', '.join(explaining.TARGETS)}", "--device")
-    if op not in explaining.OPERATIONS:
-        raise Refused(f"{op!r} is none of {', '.join(explaining.OPERATIONS)}", "--op")
+    if op not in (*explaining.OPERATIONS, *explaining.LINEAR):
+        raise Refused(f"{op!r} is none of {', '.join((*explaining.OPERATIONS, *explaining.LINEAR))}", "--op")
+    if (op in explaining.LINEAR) != (hidden > 0):
+        raise Refused(f"goes with {' and '.join(explaining.LINEAR)}, and only with them", "--hidden")
     if system not in ("", *explaining.SYSTEMS):
         raise Refused(f"{system!r} is none of {', '.join(explaining.SYSTEMS)}", "--system")
     if system not in ("", "fused_softmax") and op != "softmax":
@@ -55,6 +58,9 @@ def explain(
         explaining.gpu_named(on)
     except RuntimeError as error:
         raise Refused(f"this: {error}: give one of {', '.join(explaining.GPUS)}", "--gpu") from None
+    if hidden:
+        _explain_linear(op, n_rows, n_cols, hidden, named[0], on, json, svg)
+        return
     arguments = (n_rows, n_cols, named[0], on, op, system or "fused_softmax")
     try:
         said = explaining.predicted(*arguments)
@@ -73,6 +79,20 @@ def explain(
 
         with refusing(OSError):
             svg.write_text(roofline_svg(said), encoding="utf-8")
+
+
+def _explain_linear(
+    op: str, n_rows: int, n_cols: int, hidden: int, dtype: str, gpu: str, json: bool, svg: Path | None
+) -> None:
+    from json import dumps
+
+    from fused_softmax.lab.roofline import linear
+
+    if svg is not None:
+        raise Refused("draws one kernel: leave it out for a linear loss", "--svg")
+    with refusing(ValueError):
+        said = linear.predict_linear(op, n_rows, n_cols, hidden, dtype, gpu)
+    print(dumps(linear.as_data(said), indent=1) if json else "\n".join(linear.lines(said)))
 
 
 def _shape(shape: str, rows: str, cols: str) -> tuple[int, int]:

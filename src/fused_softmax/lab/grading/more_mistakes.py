@@ -1,4 +1,4 @@
-"""The classic mistakes of the lessons from 12 on: the gradient, cross-entropy, masks, another dimension."""
+"""The classic mistakes of the lessons from 11 on: several GPUs, gradients, cross-entropy, masks, another dimension."""
 
 from __future__ import annotations
 
@@ -11,6 +11,29 @@ from torch import Tensor
 from fused_softmax.lab.grading.formulas import padded, plain, power_of_two
 from fused_softmax.lab.grading.mistakes import Mistake, Trials, raised
 from fused_softmax.lab.grading.subjects import IGNORED
+
+
+def over_gpus(x: Tensor, how: str, ranks: int = 4, tile: int = 512) -> Tensor:
+    """Lesson 11's shards of a row, with a part of what they keep or of the merge left out."""
+    maxima, sums = [], []
+    for shard in x.float().tensor_split(ranks, 1):
+        top, total = torch.full((len(x), 1), -math.inf), torch.zeros(len(x), 1)
+        for part in shard.split(tile, 1) if shard.shape[1] else ():
+            new = torch.maximum(top, part.amax(1, keepdim=True))
+            shift = new if how == "tiles unguarded" else torch.where(new == -math.inf, 0.0, new)
+            kept = total if how == "tiles not rescaled" else total * torch.exp(top - shift)
+            total = kept + torch.exp(padded(part, tile, -math.inf) - shift).sum(1, keepdim=True)
+            top = new
+        maxima.append(top)
+        sums.append(total)
+    top, total = torch.stack(maxima), torch.stack(sums)
+    shift = top[0] if how == "first" else top.amax(0)
+    shift = torch.where(shift == -math.inf, 0.0, shift)
+    row_sum = (total if how == "as they are" else total * torch.exp(top - shift)).sum(0)
+    if how == "alone":
+        parts = [torch.exp(s.float() - m) / t for s, m, t in zip(x.tensor_split(ranks, 1), maxima, sums, strict=True)]
+        return torch.cat(parts, 1)
+    return torch.exp(x.float() - shift) / row_sum
 
 
 def gradient(dy: Tensor, y: Tensor, how: str) -> Tensor:
@@ -115,6 +138,33 @@ def _reads_twice(trials: Trials) -> bool:
 
 
 OF_NEW_LESSON: dict[int, tuple[Mistake, ...]] = {
+    11: (
+        Mistake(
+            "the GPUs' sums are added as they are",
+            "Each sum is below its own GPU's maximum. Multiply it by exp(m_r - m) first.",
+            (functools.partial(over_gpus, how="as they are"),),
+        ),
+        Mistake(
+            "each GPU normalizes by its own sum",
+            "The row then sums to the number of GPUs. Divide by the merged sum.",
+            (functools.partial(over_gpus, how="alone"),),
+        ),
+        Mistake(
+            "the maximum is the first GPU's",
+            "The merged maximum is that of all GPUs: maxima.amax(0).",
+            (functools.partial(over_gpus, how="first"),),
+        ),
+        Mistake(
+            "a tile does not rescale the running sum",
+            "Within a GPU's columns, a tile that raises the maximum rescales the sum, as in lesson 07.",
+            (functools.partial(over_gpus, how="tiles not rescaled"),),
+        ),
+        Mistake(
+            "no guard for tiles of -inf",
+            "As long as a GPU saw only -inf, -inf - -inf is NaN. Subtract 0 instead of a maximum of -inf.",
+            (functools.partial(over_gpus, how="tiles unguarded"),),
+        ),
+    ),
     16: (
         Mistake(
             "the number of chunks is rounded down",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,22 @@ def subject_of(n: int) -> Subject:
     return Subject("softmax", MODELS.get(lesson.SYSTEM, one_read), rounds_once=n > 1)
 
 
+# the systems of lessons that have a subject of their own, and the lessons' numbers
+SUBJECTS: Mapping[str, int] = {
+    "11_over_gpus": 11,
+    "12_gradient": 12,
+    "13_cross_entropy": 13,
+    "14_masks": 14,
+    "15_another_dimension": 15,
+    "16_one_idea_at_a_time": 16,
+}
+
+
+def subject_named(system: str) -> Subject | None:
+    """The subject of a lesson's system, or None: it computes softmax of rows, or is no lesson."""
+    return subject_of(SUBJECTS[system]) if system in SUBJECTS else None
+
+
 def inputs_of(subject: Subject) -> dict[str, Tensor]:
     """The rows that a subject is tried on, by name."""
     return {name: x for name, x in inputs().items() if subject.rounds_once or x.dtype == torch.float32}
@@ -56,7 +72,7 @@ def _random(n_rows: int, n_cols: int, seed: int) -> Tensor:
 
 def inputs() -> dict[str, Tensor]:
     """Rows by name, chosen so that each classic mistake shows on one of them. Small: the interpreter is slow."""
-    rising = torch.stack([torch.linspace(-4, 4, 5000), torch.linspace(-40, 0, 5000), torch.linspace(3, -9, 5000)])
+    rising = torch.stack([torch.linspace(-4, 4, 5000), torch.linspace(-200, 0, 5000), torch.linspace(3, -9, 5000)])
     late = rising[:2].clone()
     late[:, :2500] = -math.inf
     early = rising[:2].clone()
@@ -92,8 +108,10 @@ IGNORED = -100  # a target that does not count
 
 def upstream(x: Tensor) -> tuple[Tensor, Tensor]:
     """(dy, y): the gradient of a softmax's result, and the result."""
-    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(11)).to(device=x.device, dtype=x.dtype)
-    return dy, reference.softmax(x).to(x.dtype)
+    # large rows are random where they lie: on the CPU that takes seconds
+    on = x.device if x.numel() > 2**24 else "cpu"
+    dy = torch.randn(x.shape, generator=torch.Generator(on).manual_seed(11), device=on).to(x.device, x.dtype)
+    return dy, (torch.softmax(x, -1) if x.numel() > 2**24 else reference.softmax(x).to(x.dtype))
 
 
 def logits_and_targets(x: Tensor) -> tuple[Tensor, Tensor]:

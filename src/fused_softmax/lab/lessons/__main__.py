@@ -1,4 +1,4 @@
-"""`python -m fused_softmax.lab.lessons N` runs lesson N; with --resources it prints what its kernel compiles to."""
+"""`python -m fused_softmax.lab.lessons N` runs lesson N; with --record-steps it times the lesson's steps."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from fused_softmax.lab.lessons import module_name, run
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m fused_softmax.lab.lessons", description=__doc__)
     parser.add_argument("lesson", type=int)
-    parser.add_argument("--resources", action="store_true", help="cross-compile instead of running; needs no GPU")
     parser.add_argument("--record-steps", type=Path, help="time the steps of a lesson that has some, to this JSON; GPU")
-    parser.add_argument("--columns", type=int, nargs="+", default=[4096])
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--target", default="sm_90")
     asked = parser.parse_args(argv)
     try:
         module_name(asked.lesson)
@@ -27,12 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     if asked.record_steps:
         record_steps(asked.lesson, asked.record_steps)
         return
-    if not asked.resources:
-        run(asked.lesson)
-        return
-    from fused_softmax.lab.lessons.shown import resources
-
-    print(json.dumps([asdict(used) for used in resources(asked.lesson, asked.columns, asked.dtype, asked.target)]))
+    run(asked.lesson)
 
 
 def record_steps(n: int, file: Path) -> None:

@@ -1,17 +1,12 @@
 """How a lesson is shown: its results next to its mistakes' results, its traffic and its kernel's resources.
 
-The inputs are made so that every mistake shows on one of them. `resources` compiles a lesson's kernel without a GPU:
-here, or, where this process interprets kernels, in a second one.
+The inputs are made so that every mistake shows on one of them. `resources` compiles a lesson's kernel without a GPU.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import math
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
@@ -21,11 +16,12 @@ import torch
 from torch import Tensor
 
 from fused_softmax.lab import reference
-from fused_softmax.lab.cross_compile import MULTIPROCESSORS, Resources, cross_compile, occupancy
+from fused_softmax.lab.compiling import compiled
+from fused_softmax.lab.cross_compile import MULTIPROCESSORS, Resources, occupancy
 from fused_softmax.lab.grading.trials import as_tuple
-from fused_softmax.lab.lessons import load, module_name, parts, title
+from fused_softmax.lab.lessons import load, module_name, parts, sources, title
 from fused_softmax.lab.traffic import traffic
-from fused_softmax.launch.device import device_here, interpreting
+from fused_softmax.launch.device import device_here
 
 # the two worked examples of the write-ups, and what they give to three decimals
 WORKED = torch.tensor([[1000.0, 999.0, 998.0], [2.0, 1.0, 0.1]])
@@ -49,26 +45,14 @@ def error(y: Tensor, x: Tensor) -> float:
 
 
 def resources(n: int, widths: Sequence[int], dtype: str = "bfloat16", target: str = "sm_90") -> list[Resources]:
-    """What lesson n's kernel compiles to on `target` for aligned rows of each of `widths` columns."""
-    if interpreting():
-        command = [sys.executable, "-m", "fused_softmax.lab.lessons", str(n), "--resources", "--dtype", dtype]
-        command += ["--target", target, "--columns", *map(str, widths)]
-        plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=plain).stdout
-        return [_from_json(fields) for fields in json.loads(said)]
-    out = []
-    for n_cols in widths:
-        x = torch.empty(1, n_cols, dtype=getattr(torch, dtype), device="meta")
-        lesson = load(n)
-        (launch,) = lesson.launches_for(x) if hasattr(lesson, "SUBJECT") else lesson.launches(x, torch.empty_like(x))
-        out.append(cross_compile(launch, target))
-    return out
+    """What lesson n's kernel compiles to on `target` for aligned rows of each of `widths` columns.
 
-
-def _from_json(fields: dict[str, Any]) -> Resources:
-    # JSON has lists where Resources has tuples
-    pairs = {name: tuple((size, count) for size, count in fields[name]) for name in ("loads", "stores")}
-    return Resources(**{**fields, **pairs})
+    RuntimeError with the reason where it does not compile.
+    """
+    found = [compiled(load(n).SYSTEM, dtype, 1, n_cols, target) for n_cols in widths]
+    if failed := [one.failed or one.none for one in found if one.used is None]:
+        raise RuntimeError(failed[0])
+    return [one.used for one in found if one.used is not None]
 
 
 def show(n: int) -> None:
@@ -76,6 +60,7 @@ def show(n: int) -> None:
     print(title(n), module_name(n), sep="\n")
     for heading, text in parts(n).items():
         print(f"\n{heading}\n" + "\n".join(f"    {line}".rstrip() for line in text.splitlines()))
+    print("\nSources\n" + "\n".join(f"    {line}" for line in sources.lines(n)))
     show_results(n)
 
 

@@ -1,22 +1,14 @@
-"""What a launch compiles to for a GPU that is not here, with its instructions by kind.
-
-`python -m fused_softmax.lab.roofline.compiled` reads one line of JSON and answers with one: a process that interprets
-kernels cannot compile them.
-"""
+"""What a launch compiles to for a GPU that is not here, with its instructions by kind."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SECONDS = 180
+from fused_softmax.lab.cross_compile import Resources
 
 # the kinds of SASS instructions, by the beginning of their names; the first that fits counts
 KINDS: tuple[tuple[str, str], ...] = (
@@ -41,6 +33,16 @@ class Compiled:
     instructions: dict[str, int] = field(default_factory=dict)
     loops: bool = False
     failed: str = ""
+    none: str = ""  # why there is no kernel
+
+    @property
+    def used(self) -> Resources | None:
+        """The resources, or None where nothing was compiled."""
+        if self.failed or self.none:
+            return None
+        # JSON has lists where Resources has tuples
+        pairs = {name: tuple((size, n) for size, n in self.resources[name]) for name in ("loads", "stores")}
+        return Resources(**{**self.resources, **pairs})
 
 
 _LINE = re.compile(r"^(?:[\w-]+:){4}\d+\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
@@ -66,52 +68,21 @@ def has_loops(sass: str) -> bool:
 
 
 def compile_kernel(request: Mapping[str, Any]) -> Compiled:
-    """Compile one kernel as the request names it: {system, dtype, n_rows, n_cols, target, op}."""
+    """Compile a system's most demanding kernel: {system, dtype, n_rows, n_cols, target, op}. Must not interpret."""
     from fused_softmax.lab import cross_compile as cross
-    from fused_softmax.lab.roofline.launches import launches_of
+    from fused_softmax.lab.roofline.launches import NoKernel, launches_of
 
-    launches = launches_of(request)
-    if not launches:
-        return Compiled(failed="nothing to launch")
-    best: tuple[cross.Resources, Any] | None = None
-    for launch in launches:
-        kernel = cross.compile_for(launch, request["target"])
-        used = cross.resources(kernel)
-        if best is None or used.registers > best[0].registers:
-            best = used, kernel
-    assert best is not None
-    sass = best[1].asm["sass"] if "cubin" in best[1].asm else ""
-    return Compiled(asdict(best[0]), instructions_by_kind(sass), has_loops(sass))
-
-
-def cross_compiled(system: str, dtype: str, n_rows: int, n_cols: int, target: str, op: str = "softmax") -> Compiled:
-    """What the system's kernel compiles to, in another process; `failed` says why it does not."""
-    request = dict(system=system, dtype=dtype, n_rows=n_rows, n_cols=n_cols, target=target, op=op)
-    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    plain["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
-        said = subprocess.run(
-            [sys.executable, "-m", __name__], input=json.dumps(request), capture_output=True, text=True, env=plain,
-            timeout=SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return Compiled(failed=f"not compiled within {SECONDS} seconds")
-    lines = [line for line in said.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        last = next((line for line in reversed(said.stderr.splitlines()) if line.strip()), "no answer")
-        return Compiled(failed=last.strip()[:200])
-    return Compiled(**json.loads(lines[-1]))
-
-
-def main() -> None:
-    """Answer the line of standard input."""
-    try:
-        found = compile_kernel(json.loads(sys.stdin.read()))
+        launches = launches_of(request)
+        kernels = [cross.compile_for(launch, request["target"]) for launch in launches]
+        if not kernels:
+            return Compiled(none="nothing to launch")
+        used = [cross.resources(kernel) for kernel in kernels]
+    except NoKernel as error:
+        return Compiled(none=str(error))
     except Exception as error:  # a target that this Triton cannot compile for is an answer
-        lines = str(error).splitlines() or [type(error).__name__]
-        found = Compiled(failed=f"{type(error).__name__}: {lines[0]}"[:200])
-    print(json.dumps(asdict(found)), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        return Compiled(failed=f"{type(error).__name__}: {lines[0]}"[:200])
+    worst = max(range(len(used)), key=lambda i: (used[i].spilled_bytes, used[i].registers))
+    sass = kernels[worst].asm["sass"] if "cubin" in kernels[worst].asm else ""
+    return Compiled(asdict(used[worst]), instructions_by_kind(sass), has_loops(sass))

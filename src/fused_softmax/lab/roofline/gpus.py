@@ -1,9 +1,9 @@
 """The numbers of each GPU that bound a kernel. `explain` says which of them were measured.
 
-Sources: the vendors' datasheets (bandwidth, clock, L2) and the hardware table of planning/types.py. The bandwidth of a
-copy is measured on an H200 (benchmarks/results/h200). For the other GPUs it is the datasheet's bandwidth times the
-fraction that the H200's copy reaches. The latencies are estimates: published microbenchmarks give 500 to 900 ns for a
-load from memory.
+Sources: the vendors' datasheets (bandwidth, clock, L2) and the hardware table of planning/types.py. The bandwidths of a
+copy, of a read and of an addition are measured on an H200 (benchmarks/results/h200). For the other GPUs they are the
+datasheet's bandwidth times the fraction that the H200 reaches. The latencies are estimates: published microbenchmarks
+give 500 to 900 ns for a load from memory.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from fused_softmax.planning.types import MULTIPROCESSORS
 
 # of an H200: the median over the cases of benchmarks/results/h200/softmax.json, and its datasheet's bandwidth
 COPY_GBPS, COPY_OF = 4207.0, 4800.0
+# a pass that only reads, and an addition of two tensors: the same record's header
+READ_GBPS, ADD_GBPS = 4217.5, 4407.3
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,12 @@ class Gpu:
     launch_us: float = 2.2  # of a kernel that does nothing, on the device
     lanes: int = 128  # float32 operations that a multiprocessor starts in a cycle
     special: int = 16  # exponentials that it starts in a cycle
+    read_over_copy: float = READ_GBPS / COPY_GBPS
+    add_over_copy: float = ADD_GBPS / COPY_GBPS
+
+    def rate(self, passes: str) -> float:
+        """The bandwidth of a plain pass: a "copy", a "read" or an "add", in 10^9 bytes a second."""
+        return self.gbps * {"copy": 1.0, "read": self.read_over_copy, "add": self.add_over_copy}[passes]
 
     @property
     def gflops(self) -> float:
@@ -61,7 +69,7 @@ def _gpu(
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
-        "h200": _gpu("H200", "sm_90", 4800, 1.98, 50, measured=True),
+        "h200": _gpu("H200", "sm_90", 4800, 1.98, 60, measured=True),  # the L2 as PyTorch reports it
         "h100": _gpu("H100 SXM", "sm_90", 3350, 1.98, 50),
         "a100": replace(_gpu("A100 80GB SXM", "sm_80", 2039, 1.41, 40), lanes=64),
         "l40s": _gpu("L40S", "sm_89", 864, 2.52, 96),
@@ -74,9 +82,10 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 
 
 def this_gpu() -> Gpu:
-    """The GPU of this machine, with its copy measured; RuntimeError where there is none, or none that has kernels."""
+    """The GPU of this machine, its bandwidths measured; RuntimeError where there is none, or none with kernels."""
     import torch
 
+    from fused_softmax.lab.bench import ceilings
     from fused_softmax.launch.device import Device, describe
 
     if not torch.cuda.is_available():
@@ -88,20 +97,10 @@ def this_gpu() -> Gpu:
         raise RuntimeError(f"{device.name} is not in the hardware table: {', '.join(MULTIPROCESSORS)}")
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
     like = next(gpu for gpu in GPUS.values() if gpu.target == device.name)
-    gbps = measured_copy()
+    rates = ceilings.measured(torch.device("cuda", torch.cuda.current_device()))
+    gbps = rates["copy"]
     return replace(
         like, name=found.name, target=device.name, multiprocessors=found.multi_processor_count, datasheet_gbps=gbps,
-        gbps=gbps, measured=True, l2_bytes=found.L2_cache_size,
+        gbps=gbps, measured=True, l2_bytes=found.L2_cache_size, read_over_copy=rates["read"] / gbps,
+        add_over_copy=rates["add"] / gbps,
     )  # fmt: skip
-
-
-def measured_copy() -> float:
-    """The bandwidth of a copy of 512 MiB on the current GPU, 10^9 bytes a second."""
-    import torch
-
-    from fused_softmax.lab.bench.timing import EventStopwatch, interleave
-
-    x = torch.randn(2**28, device="cuda").to(torch.bfloat16)
-    y = torch.empty_like(x)
-    times = interleave({"copy": lambda: y.copy_(x)}, EventStopwatch(torch.device("cuda")), 0.1)
-    return 2 * x.numel() * x.element_size() / times["copy"].ms / 1e6

@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 
+from fused_softmax.lab import lessons
 from fused_softmax.lab.bench.inputs import DTYPES
 from fused_softmax.lab.bench.ops import OPS
+from fused_softmax.lab.bench.systems import LESSON_NUMBERS
+from fused_softmax.lab.grading.subjects import SUBJECTS
+from fused_softmax.lab.plans import described_rows
 from fused_softmax.launch import cross_entropy, masked_softmax, row_statistics
 from fused_softmax.launch.compile import Launch
 from fused_softmax.launch.launcher import RowOp, row_launch
+from fused_softmax.launch.masks import describe_mask
 from fused_softmax.launch.softmax import softmax_launch, softmax_op
 from fused_softmax.planning.types import DEVICES, Device, Plan
 
@@ -19,31 +24,44 @@ from fused_softmax.planning.types import DEVICES, Device, Plan
 EXPLAINED: Mapping[str, int] = {
     "softmax": 2,
     "log_softmax": 2,
+    "logsumexp": 1,
     "softmax_backward": 3,
     "log_softmax_backward": 3,
     "cross_entropy": 2,
     "cross_entropy_forward": 1,
     "token_logprobs": 1,
     "masked_softmax_causal": 2,
+    "masked_softmax_additive": 2,
+    "masked_softmax_boolean": 2,
+    "masked_softmax_bias": 2,
     "masked_softmax_causal_backward": 3,
+    "masked_softmax_additive_backward": 3,
+}
+# masks that are data: (dtype, or None for the scores'; its shape next to scores of 2 x 2 x 4 rows)
+_MASKS: Mapping[str, tuple[torch.dtype | None, tuple[int, ...]]] = {
+    "masked_softmax_additive": (None, (4,)),
+    "masked_softmax_boolean": (torch.bool, (4,)),
+    "masked_softmax_bias": (None, (1, 2, 4)),
 }
 
 
 def row_op(op: str) -> RowOp:
     """The planner and the kernel of an op; KeyError for an op that is not explained."""
-    softmax = {
-        f"{'log_' * log}softmax{'_backward' * backward}": softmax_op(log, backward)[0]
-        for log in (False, True)
-        for backward in (False, True)
-    }
+    if op in SOFTMAX:
+        return softmax_op(*SOFTMAX[op])[0]
+    if op.startswith("masked"):
+        # a gradient reads no additive mask
+        return masked_softmax.BACKWARD[False] if op.endswith("backward") else masked_softmax.FORWARD[op in _MASKS]
     others = {
         "cross_entropy": cross_entropy.WITH_GRADIENT["exponential"],
         "cross_entropy_forward": cross_entropy.FORWARD["exponential"],
         "token_logprobs": row_statistics.FORWARD,
-        "masked_softmax_causal": masked_softmax.FORWARD[False],
-        "masked_softmax_causal_backward": masked_softmax.BACKWARD[False],
+        "logsumexp": row_statistics.FORWARD,
     }
-    return {**softmax, **others}[op]
+    return others[op]
+
+
+SOFTMAX = {f"{'log_' * log}softmax{'_backward' * back}": (log, back) for log in (False, True) for back in (False, True)}
 
 
 def plan_of(op: str, n_cols: int, dtype: str, device: Device) -> Plan:
@@ -53,11 +71,12 @@ def plan_of(op: str, n_cols: int, dtype: str, device: Device) -> Plan:
 
 
 def op_launch(op: str, n_cols: int, dtype: str, device: Device) -> Launch:
-    """The launch of an op's main kernel with its default options; a mask's order of rows is left out."""
-    rows = tuple(torch.empty(4, n_cols, dtype=DTYPES[dtype]) for _ in range(EXPLAINED[op]))
-    plan, number, ids = plan_of(op, n_cols, dtype, device), torch.zeros(4), torch.zeros(4, dtype=torch.int64)
-    if op.startswith(("softmax", "log_softmax")):
-        return softmax_launch(rows, plan, log=op.startswith("log"), backward=op.endswith("backward"), device=device)
+    """The launch of an op's main kernel with its default options."""
+    rows = tuple(torch.empty(16, n_cols, dtype=DTYPES[dtype]) for _ in range(EXPLAINED[op]))
+    plan, number, ids = plan_of(op, n_cols, dtype, device), torch.zeros(16), torch.zeros(16, dtype=torch.int64)
+    if op in SOFTMAX:
+        log, backward = SOFTMAX[op]
+        return softmax_launch(rows, plan, log=log, backward=backward, device=device)
     if op.startswith("cross_entropy"):
         loss = cross_entropy.CrossEntropy(ids, None, None, -100, "mean", 0.0, None, 0.0)
         numbers, vectors = (loss.ignore_index, *loss.numbers), (*loss.vectors(number), number, number)
@@ -65,13 +84,22 @@ def op_launch(op: str, n_cols: int, dtype: str, device: Device) -> Launch:
             return row_launch(row_op(op), rows, vectors, numbers, loss.kind.flags, plan, device)
         flags = (("MEAN", True), ("INPLACE", False), *loss.kind.flags)
         return row_launch(row_op(op), rows, (*vectors, number), numbers, flags, plan, device)
-    if op == "token_logprobs":
-        flags = (("PICKS", 1), ("ENTROPY", False), ("SCALE", 0), ("KEEP_MOMENTS", True))
-        return row_launch(
-            row_op(op), rows, (number, number, number, ids[:, None], number, number), (1, 1.0), flags, plan, device
-        )
-    flags = (("MASK", 0), ("MASK_COLS", 0), ("MASK_VEC", 1), ("MASK_ROWS", 0), ("CAUSAL", True), ("ZERO", False))
-    return row_launch(row_op(op), rows, (rows[0],), (), flags, plan, device)
+    if op in ("token_logprobs", "logsumexp"):
+        picks = op == "token_logprobs"
+        flags = (("PICKS", int(picks)), ("ENTROPY", False), ("RANK", False), ("SCALE", 0), ("KEEP_MOMENTS", picks))
+        read = (number, number, number, ids[:, None] if picks else number, number, number)
+        return row_launch(row_op(op), rows, read, (int(picks), 1.0), flags, plan, device)
+    return _masked_launch(op, rows, plan, device)
+
+
+def _masked_launch(op: str, rows: tuple[torch.Tensor, ...], plan: Plan, device: Device) -> Launch:
+    x, mask, forward = rows[0].view(2, 2, 4, -1), None, not op.endswith("backward")
+    if op in _MASKS:
+        dtype, shape = _MASKS[op]
+        mask = torch.zeros(*shape, x.shape[-1], dtype=dtype or x.dtype)
+    read, flags, _ = describe_mask(mask, x, plan, rows[0], forward=forward)
+    flags = (*flags, ("CAUSAL", "causal" in op), *((("ZERO", False),) if forward else ()))
+    return row_launch(row_op(op), rows, (read,), (), flags, plan, device)
 
 
 def as_called(launch: Launch) -> Launch:
@@ -88,14 +116,25 @@ def as_called(launch: Launch) -> Launch:
     return Launch(launch.kernel, launch.grid, tuple(args), launch.meta)
 
 
-def launches_of(request: Mapping[str, Any]) -> Sequence[Launch]:
-    """The launches of a request {system, op, dtype, n_rows, n_cols, target}."""
-    device, n_cols, dtype = DEVICES[request["target"]], request["n_cols"], request["dtype"]
-    if request["system"] == "fused_softmax":
-        return [as_called(op_launch(request["op"], n_cols, dtype, device))]
-    from fused_softmax.lab.resources import launches
+class NoKernel(Exception):
+    """A system that launches no kernel of this package; the message says why."""
 
-    return launches(request["system"], dtype, request["n_rows"], n_cols, request["target"])
+
+def launches_of(request: Mapping[str, Any]) -> Sequence[Launch]:
+    """The launches of a request {system, op, dtype, n_rows, n_cols, target}; NoKernel where there are none."""
+    system, n_cols, dtype = request["system"], request["n_cols"], request["dtype"]
+    if system == "fused_softmax":
+        return [as_called(op_launch(request["op"], n_cols, dtype, DEVICES[request["target"]]))]
+    x, y = described_rows(request["n_rows"], n_cols, dtype)
+    if system in SUBJECTS:
+        return lessons.load(SUBJECTS[system]).launches_for(x)
+    if system not in LESSON_NUMBERS:
+        raise NoKernel("not a kernel of this package")
+    lesson = lessons.load(LESSON_NUMBERS[system])
+    make = lesson.published_launches if system == "05_published" else getattr(lesson, "launches", None)
+    if make is None:
+        raise NoKernel("eager passes: no kernel of its own")
+    return make(x, y)
 
 
 def moved_elements(op: str, n_rows: int, n_cols: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """From bytes and instructions to the least time: what binds a kernel on a described GPU. Pure Python.
 
-Four times bound a call from below. The bytes over the bandwidth of a copy. The instructions over the rate at which
-multiprocessors start them, and the exponentials over the rate of the unit for them. Little's law: bytes in flight over
-the latency. And the time of a launch.
+Four times bound a call from below. The bytes over the bandwidth of a plain pass with the same pattern. The instructions
+over the rate at which multiprocessors start them, and the exponentials over the rate of the unit for them. Little's
+law: bytes in flight over the latency. And the time of a launch.
 """
 
 from __future__ import annotations
@@ -81,10 +81,14 @@ def floor(
     instructions: float | None = None,
     exponentials: float = 1.0,
     in_flight: InFlight | None = None,
+    passes: str = "copy",
 ) -> Floor:
-    """The least times of a call that moves so many bytes; `instructions` and `exponentials` are for each element."""
+    """The least times of a call that moves so many bytes; `instructions` and `exponentials` are for each element.
+
+    passes: the plain pass with the call's pattern, whose bandwidth is meant.
+    """
     cycles_us = 1e-3 / gpu.ghz
-    found = {"bandwidth": moved / gpu.gbps / 1e3, "launch": gpu.launch_us}
+    found = {"bandwidth": moved / gpu.rate(passes) / 1e3, "launch": gpu.launch_us}
     if in_flight is not None and in_flight.bytes:
         found["latency"] = gpu.latency_ns / 1e3  # of one load
         if not in_flight.enough:

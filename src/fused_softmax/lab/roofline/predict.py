@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fused_softmax.lab.bench.inputs import DTYPES
+from fused_softmax.lab.bench.ops import OPS
+from fused_softmax.lab.compiling import compiled
 from fused_softmax.lab.cross_compile import MULTIPROCESSORS, Occupancy, Resources, occupancy
+from fused_softmax.lab.grading.subjects import subject_named
 from fused_softmax.lab.roofline import model
-from fused_softmax.lab.roofline.compiled import Compiled, cross_compiled
+from fused_softmax.lab.roofline.compiled import Compiled
 from fused_softmax.lab.roofline.gpus import GPUS, Gpu, this_gpu
 from fused_softmax.lab.roofline.launches import EXPLAINED, moved_elements, plan_of
 from fused_softmax.lab.traffic import MODELS, Traffic
@@ -18,10 +21,14 @@ from fused_softmax.planning.types import DEVICES, Plan
 OURS = "fused_softmax"
 # float32 operations for each element, by the formula of each op: the exponential counts as one
 OPERATIONS: Mapping[str, int] = {
-    "softmax": 5, "log_softmax": 6, "softmax_backward": 4, "log_softmax_backward": 4, "cross_entropy": 7,
-    "cross_entropy_forward": 5, "token_logprobs": 5, "masked_softmax_causal": 6, "masked_softmax_causal_backward": 4,
+    "softmax": 5, "log_softmax": 6, "logsumexp": 4, "softmax_backward": 4, "log_softmax_backward": 4,
+    "cross_entropy": 7, "cross_entropy_forward": 5, "token_logprobs": 5, "masked_softmax_causal": 6,
+    "masked_softmax_additive": 6, "masked_softmax_boolean": 6, "masked_softmax_bias": 6,
+    "masked_softmax_causal_backward": 4, "masked_softmax_additive_backward": 4,
 }  # fmt: skip
-NO_EXPONENTIAL = ("softmax_backward", "masked_softmax_causal_backward")
+NO_EXPONENTIAL = ("softmax_backward", "masked_softmax_causal_backward", "masked_softmax_additive_backward")
+# the plain pass that a lesson is like, if not a copy
+PASSES: Mapping[str, str] = {"12_gradient": "add"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class Prediction:
     in_flight: model.InFlight | None = None
     instructions: float | None = None  # for each element, of one thread; None where a loop hides it
     launches: int = 1
+    passes: str = "copy"  # the plain pass with the same pattern: copy, read or add
 
     @property
     def itemsize(self) -> int:
@@ -80,13 +88,15 @@ def predict(
     on = gpu_named(gpu) if isinstance(gpu, str) else gpu
     itemsize, cells = DTYPES[dtype].itemsize, n_rows * n_cols
     plan = plan_of(op, n_cols, dtype, DEVICES[on.target]) if system == OURS else None
-    least = Traffic(*moved_elements(op, n_rows, n_cols))
-    asked = _asked(system, op, plan, least, n_rows, n_cols)
+    subject = subject_named(system)
+    least = subject.moves(n_rows, n_cols) if subject else Traffic(*moved_elements(op, n_rows, n_cols))
+    asked = least if subject else _asked(system, op, plan, least, n_rows, n_cols)
+    passes = OPS[op].ceiling if system == OURS else PASSES.get(system, "copy")
     again = asked.reads > least.reads and system != "01_naive"
     kernel = fit = in_flight = None
     if (compile or again) and system != "01_naive":
-        kernel = cross_compiled(system, dtype, n_rows, n_cols, on.target, op)
-    used = _resources(kernel)
+        kernel = compiled(system, dtype, n_rows, n_cols, on.target, op)
+    used = kernel.used if kernel is not None else None
     if used is not None:
         fit = occupancy(used, MULTIPROCESSORS[on.target])
         in_flight = _in_flight(used, fit, plan, n_rows, n_cols, itemsize, on)
@@ -98,15 +108,18 @@ def predict(
         dram = model.DramBytes(asked.reads * itemsize, asked.writes * itemsize)
     if system == "05_published":  # it leaves columns unwritten, so the benchmark fills its output with NaN first
         dram = model.DramBytes(dram.read, dram.written + cells * itemsize)
+    if system == OURS and (mask := OPS[op].mask_bytes(n_rows, n_cols)):
+        dram = model.DramBytes(dram.read + mask, dram.written, dram.kept)
     instructions = _instructions(kernel, used, plan, n_cols)
     exponentials = 0 if op in NO_EXPONENTIAL else 2 if plan is not None and plan.recompute else 1
     return Prediction(
-        system, op, dtype, n_rows, n_cols, on, plan, least, asked, dram, OPERATIONS[op], exponentials,
+        system, subject.function if subject else op, dtype, n_rows, n_cols, on, plan, least, asked, dram,
+        OPERATIONS[op], exponentials,
         model.floor(
             dram.all, cells, on, instructions=instructions or OPERATIONS[op], exponentials=exponentials,
-            in_flight=in_flight,
+            in_flight=in_flight, passes=passes,
         ),
-        kernel, fit, in_flight, instructions, {"01_naive": 5, "05_published": 2}.get(system, 1),
+        kernel, fit, in_flight, instructions, {"01_naive": 5, "05_published": 2}.get(system, 1), passes,
     )  # fmt: skip
 
 
@@ -114,18 +127,11 @@ def _asked(system: str, op: str, plan: Plan | None, least: Traffic, n_rows: int,
     if system != OURS:
         return MODELS[system](n_rows, n_cols)
     assert plan is not None
-    if plan.regime != "two_pass" or op in ("cross_entropy_forward", "token_logprobs"):
+    if plan.regime != "two_pass" or OPS[op].ceiling == "read":
         return least
     # what is resident is read once
     share = 1 - min(1.0, plan.resident_chunks * plan.vectors_per_chunk * plan.vec * plan.ctas / n_cols)
     return Traffic(least.reads + int(share * least.reads), least.writes)
-
-
-def _resources(kernel: Compiled | None) -> Resources | None:
-    if kernel is None or kernel.failed:
-        return None
-    pairs = {name: tuple((size, n) for size, n in kernel.resources[name]) for name in ("loads", "stores")}
-    return Resources(**{**kernel.resources, **pairs})
 
 
 def _in_flight(

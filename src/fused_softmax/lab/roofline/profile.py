@@ -10,17 +10,25 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from fused_softmax.lab import lessons
+from fused_softmax.lab.bench.ops import OPS
+from fused_softmax.lab.grading.subjects import SUBJECTS, subject_of
 from fused_softmax.lab.roofline import counters
 from fused_softmax.lab.roofline.counters import METRICS, NEEDED, STALLS, Kernel, NoProfiler
-from fused_softmax.lab.roofline.predict import Prediction, predict
+from fused_softmax.lab.roofline.predict import EXPLAINED, OURS, Prediction, predict
 
 SECONDS = 300
-WIDE = ("06_three_pass", "07_online", "09_cluster", "fused_softmax")
+Run = tuple[str, str, int]  # system, op and width
+# systems whose claim is about wide rows, or about narrow ones
+WIDE = ("06_three_pass", "07_online", "09_cluster", "11_over_gpus", OURS)
+NARROW = ("15_another_dimension",)
 SAID = "profiled: "
 MARKER = "spin_kernel"  # of torch.cuda._sleep
 
@@ -30,6 +38,7 @@ class Profiled:
     """One system on one shape: the sums over its kernels, and the model's claim."""
 
     system: str
+    op: str
     dtype: str
     n_rows: int
     n_cols: int
@@ -86,27 +95,33 @@ def _last(said: str) -> str:
     return next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no message")[:300]
 
 
-def default_runs() -> list[tuple[str, int]]:
-    """(system, width): every lesson at 4,096 columns, and at 131,072 those whose claim is about wide rows."""
+def lesson_systems() -> tuple[str, ...]:
+    """The systems of all lessons, in their order."""
     from fused_softmax.lab.bench.systems import LESSON_SYSTEMS
 
-    every = (*(system.name for system in LESSON_SYSTEMS), "fused_softmax")
-    return [*((name, 4096) for name in every), *((name, 131072) for name in every if name in WIDE)]
+    return tuple(sorted((*(system.name for system in LESSON_SYSTEMS), *SUBJECTS)))
 
 
-def profile(runs: Sequence[tuple[str, int]], dtype: str, elements: int, gpu: str) -> list[Profiled]:
-    """Profile (system, width) pairs on this GPU; NoProfiler where that cannot be done."""
-    shapes = [(system, max(1, elements // n_cols), n_cols) for system, n_cols in runs]
+def default_runs() -> list[Run]:
+    """(system, op, width): every lesson and every op of ours, and at 131,072 columns what is about wide rows."""
+    every = [*((name, "softmax") for name in lesson_systems()), *((OURS, op) for op in EXPLAINED)]
+    runs = [(name, op, 64 if name in NARROW else 4096) for name, op in every]
+    return [*runs, *((name, op, 131072) for name, op in every if name in WIDE and not op.startswith("masked"))]
+
+
+def profile(runs: Sequence[Run], dtype: str, elements: int, gpu: str) -> list[Profiled]:
+    """Profile (system, op, width) on this GPU; NoProfiler where that cannot be done."""
+    shapes = [(system, op, max(1, elements // n_cols), n_cols) for system, op, n_cols in runs]
     with ThreadPoolExecutor(8) as pool:  # some predictions compile, in processes of their own
-        said = pool.map(lambda shape: predict(shape[0], shape[1], shape[2], dtype, gpu), shapes)
+        said = pool.map(lambda shape: predict(shape[0], shape[2], shape[3], dtype, gpu, shape[1]), shapes)
         predictions = dict(zip(shapes, said, strict=True))
     ran, kernels = run_ncu({"shapes": shapes, "dtype": dtype})
     groups = grouped(kernels)
     if len(groups) != len(ran):
         raise NoProfiler(f"{len(ran)} systems ran, and ncu saw {len(groups)}")
     return [
-        _profiled((system, n_rows, n_cols), dtype, mine, predictions[system, n_rows, n_cols], failed)
-        for (system, n_rows, n_cols, failed), mine in zip(ran, groups, strict=True)
+        _profiled(dtype, mine, predictions[tuple(shape)], failed)
+        for (*shape, failed), mine in zip(ran, groups, strict=True)
     ]
 
 
@@ -121,12 +136,10 @@ def grouped(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
     return groups
 
 
-def _profiled(
-    shape: tuple[str, int, int], dtype: str, kernels: Sequence[Kernel], said: Prediction, failed: str
-) -> Profiled:
+def _profiled(dtype: str, kernels: Sequence[Kernel], said: Prediction, failed: str) -> Profiled:
     longest = max(kernels, key=lambda k: k.values.get("nanoseconds", 0.0), default=Kernel("", {}))
     return Profiled(
-        shape[0], dtype, shape[1], shape[2], tuple(k.name for k in kernels),
+        said.system, said.op, dtype, said.n_rows, said.n_cols, tuple(k.name for k in kernels),
         read=sum(k.values.get("read", 0.0) for k in kernels),
         written=sum(k.values.get("written", 0.0) for k in kernels),
         microseconds=sum(k.values.get("nanoseconds", 0.0) for k in kernels) / 1e3,
@@ -137,7 +150,7 @@ def _profiled(
 
 def lines(found: Profiled) -> list[str]:
     """A profile in words and numbers."""
-    head = f"{found.system}, {found.n_rows:,} x {found.n_cols:,} {found.dtype}"
+    head = f"{found.system}, {found.op} of {found.n_rows:,} x {found.n_cols:,} {found.dtype}"
     if found.failed:
         return [f"{head}: {found.failed}"]
     many = f"{len(found.kernels)} kernels" if len(found.kernels) > 1 else found.kernels[0]
@@ -168,32 +181,41 @@ def lines(found: Profiled) -> list[str]:
 # --- the process under ncu --------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    """Run each system once without the profiler, and once with it, after a kernel that marks its beginning."""
-    import torch
-
+def runnable(
+    system: str, op: str, n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What is run for a system, and its arguments: random ones."""
     from fused_softmax.lab.bench.systems import systems_for
 
+    if system in SUBJECTS:
+        subject, lesson = subject_of(SUBJECTS[system]), lessons.load(SUBJECTS[system])
+        x = torch.randn(n_rows, n_cols, device=device, dtype=dtype)
+        return getattr(lesson, subject.function), subject.arguments(x)
+    (entry,) = systems_for(op, (system,))
+    return entry.build(), OPS[op].inputs(n_rows, n_cols, dtype, device, 0)
+
+
+def main() -> None:
+    """Run each system once without the profiler, and once with it, after a kernel that marks its beginning."""
     job = json.loads(sys.argv[1])
     dtype = getattr(torch, job["dtype"])
-    for system, n_rows, n_cols in job["shapes"]:
-        (entry,) = systems_for("softmax", (system,))
-        x = torch.randn(n_rows, n_cols, device="cuda", dtype=dtype)
-        failed = ""
+    for system, op, n_rows, n_cols in job["shapes"]:
+        failed, call, arguments = "", None, ()
         try:
-            call = entry.build()
-            call(x)
+            call, arguments = runnable(system, op, n_rows, n_cols, dtype, torch.device("cuda"))
+            call(*arguments)
         except Exception as error:  # out of resources is a result
             failed = (str(error) or type(error).__name__).splitlines()[0][:160]
+        torch.cuda.empty_cache()  # the profiler saves what is allocated before each of its passes
         torch.cuda.synchronize()
         torch.cuda.profiler.start()
         torch.cuda._sleep(1)
-        if not failed:
-            call(x)
+        if call is not None and not failed:
+            call(*arguments)
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
-        print(SAID + json.dumps([system, n_rows, n_cols, failed]), flush=True)
-        del x
+        print(SAID + json.dumps([system, op, n_rows, n_cols, failed]), flush=True)
+        del call, arguments
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The runs of `fused-softmax profile`: counters of each system, and the shipped kernel's time next to its floor.
+"""The runs of `fused-softmax profile`: counters of each system, and its time next to its floor.
 
 A record is JSON: the header of a benchmark run, `profiles` (roofline.profile.Profiled) and `floors` (Floored).
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from fused_softmax.lab.roofline.predict import OURS, predict
-from fused_softmax.lab.roofline.profile import Profiled
+from fused_softmax.lab.roofline.profile import EXPLAINED, Profiled, Run, default_runs, runnable
 
 # 1,024 to 262,144 columns: powers of two, and the vocabularies
 FLOOR_WIDTHS = (1024, 2048, 4096, 8192, 16384, 32768, 50257, 65536, 128256, 151936, 262144)
@@ -21,15 +21,18 @@ SECONDS = 0.15  # of each width's timing
 
 @dataclass(frozen=True)
 class Floored:
-    """The shipped kernel's predicted floor and its measured median, in microseconds, next to a copy in the same run."""
+    """A kernel's predicted floor and its measured median, in microseconds, next to a plain pass in the same run."""
 
+    system: str
+    op: str
     dtype: str
     n_rows: int
     n_cols: int
     floor: float
     binds: str
     measured: float
-    copy: float
+    passes: str  # the plain pass with the same pattern, and its time for as many bytes
+    plain: float
 
     @property
     def over(self) -> float:
@@ -37,37 +40,44 @@ class Floored:
         return self.measured / self.floor
 
 
-def time_floors(widths: Sequence[int], dtype: str, elements: int, gpu: str) -> Iterator[Floored]:
-    """Time fused_softmax.softmax at each width on this GPU, next to what the model predicts for `gpu`."""
+def floor_runs(ops: Sequence[str] = tuple(EXPLAINED)) -> list[Run]:
+    """Our ops at FLOOR_WIDTHS, softmax first, and each lesson at its width."""
+    ours = [(OURS, op, n_cols) for op in ops for n_cols in FLOOR_WIDTHS]
+    return [*ours, *((name, op, n_cols) for name, op, n_cols in default_runs() if name != OURS and n_cols <= 4096)]
+
+
+def time_floors(runs: Sequence[Run], dtype: str, elements: int, gpu: str) -> Iterator[Floored]:
+    """Time each (system, op, width) on this GPU, next to what the model predicts for `gpu`."""
     import torch
 
-    import fused_softmax
+    from fused_softmax.lab.bench.ceilings import ceiling
     from fused_softmax.lab.bench.inputs import DTYPES
     from fused_softmax.lab.bench.timing import EventStopwatch, interleave
 
-    stopwatch = EventStopwatch(torch.device("cuda"))
-    for n_cols in widths:
-        n_rows = max(1, elements // n_cols)
-        said = predict(OURS, n_rows, n_cols, dtype, gpu)
-        x = torch.randn(n_rows, n_cols, device="cuda").to(DTYPES[dtype])
-        y = torch.empty_like(x)
-
-        def copy(x: Any = x, y: Any = y) -> None:
-            y.copy_(x)
-
-        def softmax(x: Any = x) -> None:
-            fused_softmax.softmax(x, -1)
-
-        found = interleave({OURS: softmax, "copy": copy}, stopwatch, SECONDS)
-        taken = {name: 1000 * timing.ms for name, timing in found.items()}
-        yield Floored(dtype, n_rows, n_cols, said.floor.least, said.floor.binds, taken[OURS], taken["copy"])
+    device = torch.device("cuda")
+    stopwatch = EventStopwatch(device)
+    shapes = [(system, op, max(1, elements // n_cols), n_cols) for system, op, n_cols in runs]
+    with ThreadPoolExecutor(8) as pool:  # some predictions compile, in processes of their own
+        predictions = list(pool.map(lambda s: predict(s[0], s[2], s[3], dtype, gpu, s[1]), shapes))
+    for (system, op, n_rows, n_cols), said in zip(shapes, predictions, strict=True):
+        call, inputs = runnable(system, op, n_rows, n_cols, DTYPES[dtype], device)
+        plain, moved = ceiling(said.passes, inputs[0])
+        calls = {"it": lambda f=call, a=inputs: f(*a), "plain": lambda f=plain, x=inputs[0]: f(x)}
+        found = interleave(calls, stopwatch, SECONDS)
+        scaled = 1000 * found["plain"].ms * said.dram.all / moved
+        measured = 1000 * found["it"].ms
+        yield Floored(
+            system, said.op, dtype, n_rows, n_cols, said.floor.least, said.floor.binds, measured, said.passes, scaled
+        )
 
 
 def floor_lines(found: Sequence[Floored]) -> list[str]:
     """The floors as a table of text."""
-    out = [f"{'columns':>9} {'floor, us':>10} {'measured':>10} {'over floor':>11} {'copy':>8}   binds"]
+    head = f"{'floor, us':>10} {'measured':>10} {'over floor':>11} {'plain pass':>11}   binds"
+    out = [f"{'kernel':36} {'columns':>9} {head}"]
     for f in found:
-        out.append(f"{f.n_cols:9,} {f.floor:10.1f} {f.measured:10.1f} {f.over:11.3f} {f.copy:8.1f}   {f.binds}")
+        times = f"{f.floor:10.1f} {f.measured:10.1f} {f.over:11.3f} {f.plain:11.1f}"
+        out.append(f"{f.op if f.system == OURS else f.system:36} {f.n_cols:9,} {times}   {f.binds}")
     return out
 
 

@@ -2,7 +2,7 @@
 
 A row's loss is log(sum) - (x_t - max), where t is its target, and 0 if the target is -100. Its gradient is
 (softmax(x) - onehot(t)) / count, where count is the number of rows whose target is not -100, and 0 in every column if
-the row does not count. The row is loaded for you.
+the row does not count. The row, the logit x_t and 1 / count are loaded for you.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ def loss_kernel(loss_ptr, dx_ptr, x_ptr, target_ptr, count_ptr, n_cols, BLOCK: t
     mask = cols < n_cols
     target = tl.load(target_ptr + row)
     counts = target != -100
-    count = tl.load(count_ptr)
+    column = tl.minimum(tl.maximum(target, 0), n_cols - 1)
+    x_target = tl.load(x_ptr + row * n_cols + column).to(tl.float32)
+    weight = 1.0 / tl.load(count_ptr)
     x = tl.load(x_ptr + row * n_cols + cols, mask=mask, other=-float("inf")).to(tl.float32)
     # write: the sum, the loss and its store, the gradient and its store
-    z = x - tl.max(x, axis=0)
-    numerator = tl.exp(z)
+    row_max = tl.max(x, axis=0)
+    numerator = tl.exp(x - row_max)
     row_sum = tl.sum(numerator, axis=0)
-    z_target = tl.sum(tl.where(cols == target, z, 0.0), axis=0)
-    tl.store(loss_ptr + row, tl.where(counts, tl.log(row_sum) - z_target, 0.0))
-    dx = numerator / row_sum - tl.where(cols == target, 1.0, 0.0)
-    dx = tl.where(counts, dx / count, 0.0)
+    tl.store(loss_ptr + row, tl.where(counts, tl.log(row_sum) - (x_target - row_max), 0.0))
+    dx = numerator * (weight / row_sum)
+    dx = tl.where(cols == target, dx - weight, dx)
+    dx = tl.where(counts, dx, 0.0)
     tl.store(dx_ptr + row * n_cols + cols, dx, mask=mask)
     # end
 
@@ -40,6 +42,6 @@ def cross_entropy(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     count = (target != -100).sum().to(torch.float32)
     n_rows, n_cols = x.shape
     block = triton.next_power_of_2(n_cols)
-    num_warps = 32 if block > 32768 else 16 if block > 4095 else 4
+    num_warps = 32 if block > 16384 else 8 if block > 4096 else 4
     loss_kernel[(n_rows,)](rows, dx, x, target, count, n_cols, BLOCK=block, num_warps=num_warps)
     return rows.sum() / count, dx
