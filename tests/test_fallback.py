@@ -58,6 +58,11 @@ MODULES = {
     "masked_softmax_backward": "masked_softmax_backward",
 }
 KERNELS = tuple(MODULES)
+# of rows that are spread over ranks: tests/parallel breaks these
+OF_RANKS = {
+    **dict.fromkeys(("pack_shard", "merge_loss", "merge_statistics", "loss_factors"), "vocab_shards"),
+    **dict.fromkeys(("shard_gradient_sums", "shard_gradient", "log_softmax_shard"), "softmax_shards"),
+}
 FORWARD = tuple(name for name in KERNELS if "backward" not in name)
 
 
@@ -271,7 +276,7 @@ def test_every_kernel_is_broken_here():
                 for name, value in members.items()
                 if hasattr(value, "declaration") and value.fn.__module__.endswith(f".{module.name}")
             }
-    assert found == MODULES
+    assert found == MODULES | OF_RANKS
 
 
 @interpreted

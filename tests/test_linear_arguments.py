@@ -134,3 +134,24 @@ def test_a_chunk_is_bounded(sums):
                 logits = found.rows * n_cols * 2
                 most = (1 << 30) + 4096 * n_cols * 2 + (4 * hidden * n_cols if sums else 0)
                 assert logits <= most and found.rows * found.count >= n_rows > found.rows * (found.count - 1)
+
+
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_token_logprobs"])
+def test_transforms_of_torch_func(name):
+    """vmap over rows and over weights, and torch.func.grad, by torch's formula on all logits."""
+    made = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(3, 5, 8, generator=made), torch.randn(2, 11, 8, generator=made)
+    ids, function = torch.randint(0, 11, (3, 5), generator=made), getattr(fs, name)
+
+    def call(x, weight, ids):
+        return function(x, weight, ids).sum()
+
+    got = torch.vmap(call, in_dims=(0, None, 0))(x, weight[0], ids)
+    torch.testing.assert_close(got, torch.stack([call(x[i], weight[0], ids[i]) for i in range(3)]))
+    got = torch.vmap(call, in_dims=(None, 0, None))(x[0], weight, ids[0])
+    torch.testing.assert_close(got, torch.stack([call(x[0], w, ids[0]) for w in weight]))
+    leaf = weight[0].clone().requires_grad_()
+    call(x[0], leaf, ids[0]).backward()
+    torch.testing.assert_close(torch.func.grad(call, argnums=1)(x[0], weight[0], ids[0]), leaf.grad)
+    of_each = torch.vmap(torch.func.grad(call, argnums=1), in_dims=(0, None, 0))(x, weight[0], ids)
+    torch.testing.assert_close(of_each[0], leaf.grad)

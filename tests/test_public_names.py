@@ -60,8 +60,8 @@ NAMES = {
     "patch": "(ops: 'Iterable[str] | None' = None)",
     "plan_for": (
         "(x: 'Tensor', dim: 'int' = -1, dtype: 'torch.dtype | None' = None, *, op: 'str' = 'softmax', "
-        "mask: 'Tensor | None' = None, backward: 'bool' = False, log: 'bool | None' = None) -> 'Plan | "
-        "Fallback'"
+        "mask: 'Tensor | None' = None, backward: 'bool' = False, log: 'bool | None' = None, "
+        "linear_weight: 'Tensor | None' = None) -> 'Plan | Fallback'"
     ),
     "softmax": (
         "(input: 'Tensor', dim: 'int' = -1, dtype: 'torch.dtype | None' = None, *, out: 'Tensor | None' ="

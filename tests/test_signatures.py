@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import fused_softmax as fs
 from fused_softmax.integrations import causal_lm_loss, selective_log_softmax
-from fused_softmax.lab.registry import OPS
+from fused_softmax.lab.registry import LINEAR_OPS, OPS
 from fused_softmax.torch_ops.route import PLANNED
 
 pytestmark = pytest.mark.interpreted
@@ -179,6 +179,22 @@ def test_plan_for_says_where_nothing_is_launched():
 
 
 def test_plan_for_knows_every_op_of_the_registry():
-    assert PLANNED.keys() == OPS.keys()
-    with pytest.raises(ValueError, match=f"plan_for\\(\\) knows {', '.join(sorted(OPS))}, not 'softplus'"):
+    assert PLANNED.keys() == OPS.keys() | LINEAR_OPS.keys()
+    with pytest.raises(ValueError, match=f"plan_for\\(\\) knows {', '.join(sorted(PLANNED))}, not 'softplus'"):
         fs.plan_for(X, op="softplus")
+
+
+def test_plan_for_linear_losses_is_the_plan_of_a_chunk():
+    x, weight = torch.empty(9000, 16), torch.empty(50257, 16)
+    for op, of_logits in (("linear_cross_entropy", "cross_entropy"), ("linear_token_logprobs", "token_logprobs")):
+        for backward in (False, True):
+            found = fs.plan_for(x, op=op, linear_weight=weight, backward=backward)
+            of_chunk = fs.plan_for(torch.empty(1, 50257), op=of_logits, backward=backward)
+            assert found.why.endswith(f"rows of logits: {of_chunk.why}") and found.chunks == of_chunk.chunks
+        found = fs.plan_for(x.double(), op=op, linear_weight=weight.double())
+        assert found.regime == "torch" and "torch.float64" in found.why
+        assert fs.plan_for(x[:0], op=op, linear_weight=weight).regime == "empty"
+        with pytest.raises(ValueError, match=rf'plan_for\(op="{op}"\) needs linear_weight'):
+            fs.plan_for(x, op=op)
+        with pytest.raises(RuntimeError, match="the last dimension of input"):
+            fs.plan_for(x[:, :8], op=op, linear_weight=weight)

@@ -24,11 +24,12 @@ def plan_for(
     mask: Tensor | None = None,
     backward: bool = False,
     log: bool | None = None,
+    linear_weight: Tensor | None = None,
 ) -> Plan | Fallback:
     """Return the plan that a call of `op` with x takes, or a `Fallback` that says why none of our kernels runs.
 
     Args:
-        x: The input; the logits of a loss. No memory of its size is allocated.
+        x: The input; the logits of a loss; the hidden states of a linear loss. No memory of its size is allocated.
         dim: The dimension, for the ops that take one. masked_softmax and token_logprobs take the last dimension,
             cross_entropy the classes.
         dtype: The dtype of the result, for the ops that take one.
@@ -38,6 +39,9 @@ def plan_for(
         backward: Whether to plan the gradient of such a call. For cross_entropy that is the forward that also writes
             the gradient, where a row fits on chip.
         log: Deprecated; log=True is op="log_softmax".
+        linear_weight: (V, H), the weight of linear_cross_entropy and linear_token_logprobs. The answer is the plan of
+            a chunk's logits; `.why` says how many rows a chunk has. The products are cuBLAS's, with any plan. backward
+            counts the gradients of input and weight as needed.
 
     Returns:
         A `Plan` or a `Fallback`. Both have `.regime` and `.why`. A Fallback's `.reason` is "unsupported" where our
@@ -55,7 +59,7 @@ def plan_for(
     # the package has imported every op by now
     if op not in PLANNED:
         raise ValueError(f"plan_for() knows {', '.join(sorted(PLANNED))}, not {op!r}")
-    return PLANNED[op](PlanRequest(x, dim, _index(x, dim), dtype, mask, backward))
+    return PLANNED[op](PlanRequest(x, dim, _index(x, dim), dtype, mask, backward, linear_weight))
 
 
 def _index(x: Tensor, dim: Any) -> int | None:

@@ -201,7 +201,8 @@ def test_the_lines_of_a_sum_over_rows_are_warps(name, weighted):
     losses = name == "reduce_losses"
     kernel = cross_entropy._reduce_losses if losses else cross_entropy._count_targets
     flags = cross_entropy._sum_flags(losses, losses, weighted, n_rows > cross_entropy.ONE_CTA_ROWS, SM_90)
-    tensors = (number, target, number, number) if losses else (target, number, number)
+    flags = (*flags, ("KEEPS_COUNT", True)) if losses else flags
+    tensors = (number, target, number, number, number) if losses else (target, number, number)
     launch = flat_launch(kernel, tensors, (n_rows, 1000, -100), flags, 8, SM_90)
     layouts = merged_layouts(ttgir_of(launch))
     assert bool(layouts) == (dict(flags)["CTAS"] > 1) == (not weighted)

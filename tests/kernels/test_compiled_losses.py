@@ -165,10 +165,12 @@ def test_gradients_of_losses_do_not_spill(n_cols, smoothing, softcap, dtype):
     target = torch.zeros(3, dtype=torch.int64)
     op = cross_entropy.CrossEntropy(target, None, None, -100, "mean", smoothing, softcap, 0.0)
     inplace = softcap is None  # as linear_cross_entropy's, which also has every other option
-    flags = (("UNLESS_ONE", not inplace), ("MEAN", True), ("INPLACE", inplace), *op.kind.flags)
+    sharded = n_cols == 50257  # as vocab-parallel losses have it
+    flags = (("UNLESS_ONE", not (inplace or sharded)), ("MEAN", not sharded), ("INPLACE", inplace))
+    flags = (*flags, ("SHARDED", sharded), *op.kind.flags)
     vectors = (target, number, number, number, number, number)
     plan = cross_entropy.BACKWARD.planner(problem_of(x, x), SM_90)
-    numbers = (op.ignore_index, 0, *op.numbers)
+    numbers = (op.ignore_index, 0, 0, *op.numbers)
     launch = row_launch(cross_entropy.BACKWARD, (x, x), vectors, numbers, flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
 
@@ -193,7 +195,8 @@ def test_float32_logits_with_a_gradient_of_16_bits_compile(n_cols, stride):
 def test_gradients_of_statistics_do_not_spill(n_cols, kept, dtype):
     x, number, ids = torch.empty(3, n_cols, dtype=dtype), torch.zeros(6), torch.zeros(3, 1, dtype=torch.int64)
     flags = (("PICKS", int(kept)), ("ENTROPY", kept), ("LSE", True), ("SCALE", 2 * kept), ("HAS_MOMENTS", kept))
+    flags = (*flags, ("SHARDED", kept))
     vectors = (number, number, number, ids, number, number, number)
     plan = row_statistics.BACKWARD.planner(problem_of(x, x), SM_90)
-    launch = row_launch(row_statistics.BACKWARD, (x, x), vectors, (1, 1.0), flags, plan, SM_90)
+    launch = row_launch(row_statistics.BACKWARD, (x, x), vectors, (1, 0, 0, 1.0), flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0

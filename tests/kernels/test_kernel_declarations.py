@@ -20,10 +20,10 @@ from fused_softmax.planning.types import DEVICES
 
 KERNELS = (
     (softmax_resident, "softmax_resident", plan, 2, 0),
-    (row_statistics, "row_statistics_backward", plan_elementwise, 2, 2),
+    (row_statistics, "row_statistics_backward", plan_elementwise, 2, 4),
     (cross_entropy_backward, "scale_unless_one", plan_elementwise, 1, 1),
 )
-FLAGS = dict(PICKS=0, ENTROPY=False, LSE=True, SCALE=0, HAS_MOMENTS=True, LOG=False)
+FLAGS = dict(PICKS=0, ENTROPY=False, LSE=True, SCALE=0, HAS_MOMENTS=True, SHARDED=False, LOG=False)
 
 
 def renamed(module, name, folder):

@@ -44,7 +44,29 @@ def of_rank(rank, ranks, device):
     local = x.clone().requires_grad_()
     each = measure.errors(OPS[0], measure.caller(OPS[0], wrong, local, target, at)(), local, target, at, want)
     assert each[0] > measure.TOLERANCE["bfloat16 loss"]
-    assert measure.bound(OPS[0], x, target, at, 400)().shape == x.shape
+
+
+def equality_of_rank(rank, ranks, device):
+    from fused_softmax.lab.parallel import equality
+
+    cases = ((5, 64, torch.float32), (4, 72, torch.bfloat16))
+    records = list(equality.check(rank, ranks, device, cases))
+    assert len(records) == len(cases) * len(equality.PARALLEL) and {r.status for r in records} == {"ok"}, records
+    assert sum("bits equal on 1, 2 ranks" in r.note for r in records) == len(cases) * (len(equality.PARALLEL) - 1)
+    # a result that is off is seen, and so are bits that depend on the number of ranks
+    through = equality.parallel.logsumexp
+    equality.PARALLEL = {"logsumexp": lambda p, x, at, w: through(x, **w) * (1.0 + 1e-6 * w["group"].size())}
+    equality.PARALLEL |= {"cross_entropy": lambda p, x, at, w: 1.01 * equality.parallel.cross_entropy(x, p.target, **w)}
+    where = equality.found
+    equality.found = lambda name, ways, p, at, w: where(name, ways, p, at, {"group": torch.distributed.group.WORLD} | w)
+    records = list(equality.check(rank, ranks, device, cases[:1]))
+    assert [r.status for r in records] == ["wrong", "wrong"], records
+    assert "DIFFER" in records[0].note and records[1].error > 1.0
+
+
+def test_equality_with_one_gpu(monkeypatch, tmp_path):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    spawn(equality_of_rank, 2, tmp_path)
 
 
 def test_every_way_is_right(monkeypatch, tmp_path):

@@ -24,6 +24,7 @@ def check(rank, ranks, device):
         "logprobs": lambda x: parallel.token_logprobs(x, ids.clamp(min=0), return_entropy=True, **where)[1].sum(),
         "logsumexp": lambda x: parallel.logsumexp(x, **where).sum(),
         "softmax": lambda x: parallel.softmax(x, **where).square().sum(),
+        "log_softmax": lambda x: parallel.log_softmax(x, **where).square().sum(),
         "softmax in float32": lambda x: parallel.softmax(x, dtype=torch.float32, **where).square().sum(),
     }
     for name, call in calls.items():

@@ -133,3 +133,46 @@ def check_colwise(mesh):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_dtensors(ranks, plain, tmp_path):
     spawn(check, ranks, tmp_path)
+
+
+def check_rules(rank, ranks, device):
+    """The operators as such, of DTensors whose rows are sharded: results and gradients, and nothing is exchanged."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    from fused_softmax.parallel import sharding_rules
+
+    sharding_rules.register()
+    mesh, ops = init_device_mesh("cpu", (ranks,)), torch.ops.fused_softmax
+    x, ids, _ = inputs()
+    options = (None, None, -100)
+    rest = (0.0, None, 0.0, None)
+    calls = {
+        "softmax": (lambda x, i: ops.softmax(x, -1), True),
+        "log_softmax": (lambda x, i: ops.log_softmax(x, 1), True),
+        "token_logprobs": (lambda x, i: ops.token_logprobs(x, i.unsqueeze(1), None, 0.7, False)[0], True),
+        "none": (lambda x, i: ops.cross_entropy(x, i, *options, "none", *rest)[0], True),
+        "sum": (lambda x, i: ops.cross_entropy(x, i, *options, "sum", *rest)[0], True),
+        "mean": (lambda x, i: ops.cross_entropy(x, i, *options, "mean", *rest)[0], False),
+        "over rows": (lambda x, i: ops.softmax(x, 0), False),
+    }
+    for name, (call, stays) in calls.items():
+        whole = x.clone().requires_grad_()
+        want = call(whole, ids)
+        want.square().sum().backward()
+        local = distribute_tensor(x.clone(), mesh, [Shard(0)]).requires_grad_()
+        of_rows = distribute_tensor(ids, mesh, [Shard(0)])
+        with CommDebugMode() as seen:
+            got = call(local, of_rows)
+        assert (seen.get_total_counts() == 0) == stays, name
+        close(got, want)
+        if stays and name != "sum":
+            assert got.placements == (Shard(0),), name
+        got = got.redistribute(mesh, [Replicate()]) if got.dim() == 0 else got
+        got.square().sum().backward()
+        close(local.grad, whole.grad)
+
+
+def test_sharding_rules(plain, tmp_path):
+    spawn(check_rules, 2, tmp_path)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from cases import INTERPRETED
 from support import parallel_checks as checks
 from support.ranks import simulated, spawn
 
@@ -304,6 +305,20 @@ def test_smoothing_where_a_rank_has_no_columns(options, monkeypatch):
     torch.testing.assert_close(shared(call, 2, monkeypatch), fs.cross_entropy(x, target, **options))
 
 
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.1}])
+def test_an_ignored_row_has_no_gradient_whatever_it_holds(options, monkeypatch):
+    x, target = torch.randn(4, 16), torch.tensor([-100, 3, -100, 12])
+    x[0, 3], x[2, 9] = float("nan"), float("inf")
+
+    def of(group):
+        local = x[:, 8 * group.rank() : 8 * group.rank() + 8].clone().requires_grad_()
+        parallel.cross_entropy(local, target, group=group, **options).backward()
+        return local.grad
+
+    dx = torch.cat(simulated(of, 2, monkeypatch), 1)
+    assert (dx[::2] == 0.0).all() and dx[1::2].isfinite().all() and (dx[1::2] != 0.0).any()
+
+
 def test_an_entropy_of_shards_far_apart(monkeypatch):
     x = torch.full((1, 10), -3.4e38)
     x[0, 5:] = 3e38
@@ -332,15 +347,14 @@ def test_rows_that_share_memory_are_not_overwritten(monkeypatch):
 def test_a_fake_call_leaves_nothing_behind():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from fused_softmax.parallel.agreement import constant, header_tensor
+    from fused_softmax.parallel.agreement import header_tensor
 
     for _ in range(2):
         with FakeTensorMode():
             like = torch.empty(0)
-            fakes = constant(0.375, like), header_tensor([1, 2, 375], like)
-        like = torch.empty(0)
-        made = constant(0.375, like), header_tensor([1, 2, 375], like)
-        assert all(type(t) is not torch.Tensor for t in fakes) and all(type(t) is torch.Tensor for t in made)
+            fake = header_tensor([1, 2, 375], 1, like)
+        made = header_tensor([1, 2, 375], 1, torch.empty(0))
+        assert type(fake) is not torch.Tensor and type(made) is torch.Tensor
 
 
 def test_a_row_has_the_bits_that_it_has_alone(monkeypatch):
@@ -369,6 +383,45 @@ def test_what_is_returned_is_not_what_is_kept(monkeypatch):
         return x.grad
 
     assert shared(call, 1, monkeypatch).isfinite().all()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("missing", ["_pack", "_merge_loss", "_merge_statistics", "_factors", "GRADIENT", "of softmax"])
+def test_a_kernel_that_does_not_compile(missing, monkeypatch):
+    """PyTorch's formulas take its place, for one that is right by itself."""
+    from fused_softmax.launch import softmax_shards, vocab_shards
+    from fused_softmax.launch.availability import KernelUnavailable
+
+    x, target, weight = checks.logits(4, 32, torch.float32, torch.device("cpu"))
+
+    def of(group):
+        columns = slice(16 * group.rank(), 16 * group.rank() + 16)
+        local = x[:, columns].clone().requires_grad_()
+        if missing == "of softmax":
+            with fs.batch_invariant():  # whose sums are gathered: the simulated group adds nothing up
+                y = parallel.log_softmax(local, group=group)
+                (y.square() + parallel.softmax(local, group=group)).sum().backward()
+            return y.detach(), local.grad
+        loss = parallel.cross_entropy(local, target, weight[columns], group=group, label_smoothing=0.1, z_loss=0.1)
+        logp = parallel.token_logprobs(local, target.clamp(min=0), group=group)
+        (loss + logp.sum()).backward()
+        return loss.detach(), logp.detach(), local.grad
+
+    want = simulated(of, 2, monkeypatch)
+
+    def unavailable(*plan):
+        called.append(missing)
+        raise KernelUnavailable(missing)
+
+    called = []
+    for name in ("SUMS", "GRADIENT", "LOG_SOFTMAX") if missing == "of softmax" else (missing,):
+        module = softmax_shards if missing == "of softmax" else vocab_shards
+        op = getattr(module, name)
+        monkeypatch.setattr(module, name, type(op)(op.planner, unavailable) if name.isupper() else unavailable)
+    for got, known in zip(simulated(of, 2, monkeypatch), want, strict=True):
+        for a, b in zip(got, known, strict=True):
+            torch.testing.assert_close(a, b, msg=lambda m: f"{missing}: {m}")
+    assert bool(called) == INTERPRETED
 
 
 def test_class_probabilities_and_dtensors_are_refused(monkeypatch):

@@ -6,6 +6,7 @@ one program, of a cluster, unaligned ones, and rows that are read twice.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,7 +20,9 @@ from fused_softmax.launch import (
     logsumexp,
     masked_softmax,
     row_statistics,
+    softmax_shards,
     spatial,
+    vocab_shards,
 )
 from fused_softmax.launch.compile import Launch
 from fused_softmax.launch.launcher import flat_launch, row_launch
@@ -100,10 +103,12 @@ def statistics(target: str) -> Iterator[Named]:
                 launch = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 1.0), flags, chosen, device)
                 yield f"row_statistics{third} {dtype} {n_cols}", as_called(launch), chosen
             chosen = plan_elementwise(problem_of(x, x), device)
-            flags = (("PICKS", 1), ("ENTROPY", False), ("LSE", False), ("SCALE", 0), ("HAS_MOMENTS", True))
             vectors = (number, number, number, ids, number, number, number)
-            launch = row_launch(row_statistics.BACKWARD, (x, x), vectors, (1, 1.0), flags, chosen, device)
-            yield f"row_statistics backward {dtype} {n_cols}", as_called(launch), chosen
+            for sharded in (False, True):
+                flags = (("PICKS", 1), ("ENTROPY", False), ("LSE", False), ("SCALE", 0), ("HAS_MOMENTS", True))
+                flags = (*flags, ("SHARDED", sharded))
+                launch = row_launch(row_statistics.BACKWARD, (x, x), vectors, (1, 0, 0, 1.0), flags, chosen, device)
+                yield f"row_statistics backward{' of a shard' * sharded} {dtype} {n_cols}", as_called(launch), chosen
 
 
 def losses(target: str) -> Iterator[Named]:
@@ -130,18 +135,61 @@ def losses(target: str) -> Iterator[Named]:
                         cross_entropy.WITH_GRADIENT[op.kind.arithmetic], (x, x), vectors, numbers, flags, chosen, device
                     )
                     yield f"cross_entropy_resident{name}", as_called(launch), chosen
-                for unless_one in (False, True):
+                for unless_one, sharded in ((False, False), (True, False), (False, True)):
                     row_op = cross_entropy.BACKWARD_UNLESS_ONE if unless_one else cross_entropy.BACKWARD
                     chosen = row_op.planner(problem_of(x, x), device)
-                    flags = (("UNLESS_ONE", unless_one), ("MEAN", True), ("INPLACE", n_cols == 1000), *op.kind.flags)
+                    flags = (("UNLESS_ONE", unless_one), ("MEAN", not sharded), ("INPLACE", n_cols == 1000))
+                    flags = (*flags, ("SHARDED", sharded), *op.kind.flags)
                     launch = row_launch(
                         row_op, (x, x), (*op.vectors(number), number, number, number),
-                        (op.ignore_index, 0, *op.numbers), flags, chosen, device,
+                        (op.ignore_index, 0, 0, *op.numbers), flags, chosen, device,
                     )  # fmt: skip
-                    yield f"cross_entropy_backward{name}{' unless one' * unless_one}", as_called(launch), chosen
+                    kind = " unless one" * unless_one + " of a shard" * sharded
+                    yield f"cross_entropy_backward{name}{kind}", as_called(launch), chosen
         chosen = cross_entropy.SCALE_UNLESS_ONE.planner(problem_of(x), device)
         launch = row_launch(cross_entropy.SCALE_UNLESS_ONE, (x,), (number,), (0,), (), chosen, device)
         yield f"scale_unless_one {dtype} {n_cols}", as_called(launch), chosen
+
+
+def shards(target: str) -> Iterator[Named]:
+    """What a rank packs of rows whose columns are spread over ranks, their merge, and a loss's factors."""
+    device = DEVICES[target]
+    number, ids = torch.zeros(64), torch.zeros(64, dtype=torch.int64)
+    flat = functools.partial(flat_launch, num_warps=vocab_shards.WARPS, device=device)
+    for dtype in (BFLOAT16, FLOAT32):
+        for loss in (False, True):
+            tensors = (torch.zeros(64, 64, dtype=dtype), ids, *(number,) * 8)
+            flags = (("LOSS", loss), ("SCALE", 0 if loss else 2), ("WEIGHTED", loss), ("SMOOTH", loss))
+            flags = (*flags, ("SOFTCAP", loss), ("HEAD", 35), ("PADDED", 64))
+            launch = flat(vocab_shards._pack, tensors, (64, 64, 64, 64, 0, 64, -100, 1, 1, 1.0, 1.0), flags)
+            yield f"pack_shard{' loss' * loss} {dtype}", as_called(launch), None
+    header = (("COMMON", 30), ("PADDED", 32), ("HEAD", 35))
+    for full in (False, True):
+        flags = (("WEIGHTED", full), ("SMOOTH", full), *header)
+        tensors = (number, ids, number, number, number)
+        launch = flat(vocab_shards._merge_loss, tensors, (4, 64, 64, -100, 4, 1, 0.1, 0.1), flags)
+        yield f"merge_loss{' smoothed' * full}", as_called(launch), None
+        flags = (("PICKS", full), ("ENTROPY", full), ("INFINITE", full), *header)
+        tensors = (number, ids, number, number, number, number)
+        launch = flat(vocab_shards._merge_statistics, tensors, (4, 64, 64, 4, 1, 1), flags)
+        yield f"merge_statistics{' entropy' * full}", as_called(launch), None
+        flags = (("MEAN", full), ("WEIGHTED", full), ("SMOOTH", full))
+        tensors = (number, ids, number, number, number, number, number)
+        launch = flat(vocab_shards._factors, tensors, (4, -100, 64, 0, 0.1, 0.1), flags)
+        yield f"loss_factors{' smoothed' * full}", as_called(launch), None
+
+
+def shards_of_softmax(target: str) -> Iterator[Named]:
+    """softmax and log_softmax of rows whose columns are spread over ranks."""
+    device, number = DEVICES[target], torch.zeros(6)
+    for dtype in (BFLOAT16, FLOAT32):
+        for n_cols in (64, 1000, 50257, 65536):
+            x = rows_like(n_cols, dtype)
+            for op, n in ((softmax_shards.SUMS, 2), (softmax_shards.GRADIENT, 3), (softmax_shards.LOG_SOFTMAX, 2)):
+                rows = (x,) * n
+                chosen = op.plan(rows, device, False)
+                launch = row_launch(op, rows, (number,), (), (("LOG", n_cols == 1000),), chosen, device)
+                yield f"{launch.kernel.fn.__name__} {dtype} {n_cols}", as_called(launch), chosen
 
 
 def masks(target: str) -> Iterator[Named]:
@@ -185,8 +233,8 @@ def others(target: str) -> Iterator[Named]:
     flags = (("WEIGHTED", False), ("TRIGGER", device.supports_pdl), *shared)
     launch = flat_launch(cross_entropy._count_targets, (ids, number, number), numbers, flags, 8, device)
     yield "count_targets", as_called(launch), None
-    flags = (("MEAN", True), ("WEIGHTED", False), ("WAITS", device.supports_pdl), *shared)
-    launch = flat_launch(cross_entropy._reduce_losses, (number, ids, number, number), numbers, flags, 8, device)
+    flags = (("MEAN", True), ("KEEPS_COUNT", True), ("WEIGHTED", False), ("WAITS", device.supports_pdl), *shared)
+    launch = flat_launch(cross_entropy._reduce_losses, (number, ids, number, number, number), numbers, flags, 8, device)
     yield "reduce_losses", as_called(launch), None
     for dtype in (BFLOAT16, FLOAT32):
         for n_cols in (64, 4096):
@@ -236,5 +284,6 @@ def spatial_losses(target: str) -> Iterator[Named]:
 
 def launches(target: str) -> Iterator[Named]:
     """A launch of every kernel, by name."""
-    for family in (softmax, statistics, losses, masks, others, spatial_softmax, spatial_losses):
+    over_ranks = shards, shards_of_softmax
+    for family in (softmax, statistics, losses, *over_ranks, masks, others, spatial_softmax, spatial_losses):
         yield from family(target)

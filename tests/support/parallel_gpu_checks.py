@@ -7,18 +7,15 @@ from support import parallel_checks as checks
 
 from fused_softmax import parallel
 
-DTYPES = (torch.float32, torch.bfloat16)
-# even, rows, columns, dtypes
-SHAPES = ((False, 6, 40, DTYPES), (True, 64, 16384, DTYPES), (False, 33, 50257, (torch.bfloat16,)))
-INVARIANT_SHAPES = ((33, 4096), (5, 72), (8, 131072))
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
 
-def of_rank(rank, ranks, device):
-    for even, n_rows, n_cols, dtypes in SHAPES:
-        checks.check_all(rank, ranks, device, n_rows, n_cols, dtypes, even)
-    checks.check_equal_bits(rank, ranks, device, INVARIANT_SHAPES, DTYPES)
-    check_compiled(rank, ranks, device)
-    check_graph(rank, ranks, device)
+def check_results(even, n_rows, n_cols, dtype):
+    return lambda rank, ranks, device: checks.check_all(rank, ranks, device, n_rows, n_cols, (dtype,), even)
+
+
+def check_bits(shapes, *dtypes):
+    return lambda rank, ranks, device: checks.check_equal_bits(rank, ranks, device, shapes, dtypes)
 
 
 def check_compiled(rank, ranks, device):
@@ -32,6 +29,7 @@ def check_compiled(rank, ranks, device):
         lambda x: parallel.token_logprobs(x, target.clamp(min=0), return_entropy=True)[0].sum(),
         lambda x: parallel.logsumexp(x).sum(),
         lambda x: parallel.softmax(x).float().square().sum(),
+        lambda x: parallel.log_softmax(x, dtype=torch.float32).square().mean(),
     )
     for i, call in enumerate(calls):
         eager, compiled = (x[:, columns].clone().requires_grad_() for _ in range(2))
@@ -72,3 +70,19 @@ def check_graph(rank, ranks, device):
     got = loss.clone(), written.clone()
     want = step()
     assert torch.equal(got[0], want) and torch.equal(got[1], local.grad)
+
+
+PARTS = {
+    "uneven shards": check_results(False, 6, 40, FLOAT32),
+    "long rows": check_results(True, 64, 16384, BFLOAT16),
+    "unaligned rows": check_results(False, 33, 50257, BFLOAT16),
+    "bits of long rows": check_bits(((33, 4096), (8, 131072)), BFLOAT16),
+    "bits of float32": check_bits(((8, 131072), (5, 72)), FLOAT32),
+    "bits of unaligned rows": check_bits(((5, 72),), BFLOAT16),
+    "compiled": check_compiled,
+    "graph": check_graph,
+}
+
+
+def of_rank(rank, ranks, device, part):
+    PARTS[part](rank, ranks, device)

@@ -1,4 +1,4 @@
-"""The tables of docs/parallel.md, from the records of 2 and 4 GPUs, and the model that they check."""
+"""The tables of docs/parallel.md, from the records of 2, 4 and 8 GPUs, and the model that they check."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ PAYLOAD = 163980  # bytes that a rank gives for 8,192 rows
 
 def load(root: Path) -> dict[int, list[Record]]:
     """The records by number of GPUs."""
-    return {n: read_results(root / RESULTS / f"h200x{n}" / "parallel.json")[1] for n in (2, 4)}
+    files = {n: root / RESULTS / f"h200x{n}" / "parallel.json" for n in (2, 4, 8)}
+    return {n: read_results(file)[1] for n, file in files.items() if file.exists()}
 
 
 def _found(records: list[Record], op: str, n_cols: int) -> dict[str, Record]:
@@ -83,22 +84,36 @@ def exchange(n: int) -> float:
     return (inside - 2) * PAYLOAD / WITHIN + (n - inside) * PAYLOAD / BETWEEN + (n - 2) * HOP
 
 
+def equality(root: Path) -> str:
+    """What the records of equality say: the largest difference from one GPU, and on how many ranks bits are equal."""
+    lines = ["| GPUs | op | off from one GPU, over what is allowed | bits |", "|---|---|---|---|"]
+    for n in (2, 4, 8):
+        file = root / RESULTS / f"h200x{n}" / "parallel_equality.json"
+        records = read_results(file)[1] if file.exists() else []
+        for op in dict.fromkeys(r.op for r in records):
+            of_op = [r for r in records if r.op == op]
+            bits = {r.note.rpartition("; ")[2].removeprefix("bits ") for r in of_op}
+            worst = max(r.error or 0.0 for r in of_op)
+            lines.append(f"| {n} | {op} | {worst:.2f} | {'; '.join(sorted(bits))} |")
+    return "\n".join(lines)
+
+
 def model(found: dict[int, list[Record]]) -> str:
-    """The fit to 2 GPUs, what it says of 4, and of more."""
+    """The fit to 2 GPUs, what it says of 4 and 8, and of more."""
     fixed, slope = fit(found[2], 2)
     lines = [
         f"For 8,192 rows of bfloat16 and cross_entropy forward and backward, the three points of 2 GPUs give T = "
         f"{fixed:.0f} us + {slope * 1000:.2f} ns x local columns: {3 * 2 * 8192 / slope / 1e6:.2f} TB/s for one read, "
         f"and one read and one write. The fixed time is that of {fixed / slope:,.0f} local columns.",
         "",
-        "| 4 GPUs, columns | model, ms | measured, ms |",
-        "|---|---|---|",
+        "| GPUs | columns | model, ms | measured, ms |",
+        "|---|---|---|---|",
     ]
-    for n_cols in _columns(found[4]):
-        said = fixed + slope * n_cols / 4 + exchange(4)
-        lines.append(
-            f"| {n_cols:,} | {said / 1000:.2f} | {_found(found[4], 'cross_entropy', n_cols)['fused_softmax'].ms:.2f} |"
-        )
+    for n in found:
+        for n_cols in _columns(found[n]) if n > 2 else ():
+            said = (fixed + slope * n_cols / n + exchange(n)) / 1000
+            measured = _found(found[n], "cross_entropy", n_cols)["fused_softmax"].ms
+            lines.append(f"| {n} | {n_cols:,} | {said:.2f} | {measured:.2f} |")
     lines += [
         "",
         "| GPUs | fixed and exchange, us | share of 262,144 columns | share of 1,048,576 columns |",
@@ -120,4 +135,5 @@ def tables(root: Path) -> dict[str, str]:
         "compiled": compiled(found),
         "memory": memory(found),
         "model": model(found),
+        "equality": equality(root),
     }

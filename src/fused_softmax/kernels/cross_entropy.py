@@ -146,11 +146,14 @@ def count_targets(
 
 @kernel(on_cluster=True)
 def reduce_losses(
-    loss_ptr: Vector, target_ptr: Vector, weight_ptr: Vector, out_ptr: Vector, n_rows: Int64, n_classes: Int32,
-    ignore_index: Int64, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, WAITS: tl.constexpr, CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
+    loss_ptr: Vector, target_ptr: Vector, weight_ptr: Vector, out_ptr: Vector, count_ptr: Vector, n_rows: Int64,
+    n_classes: Int32, ignore_index: Int64, MEAN: tl.constexpr, KEEPS_COUNT: tl.constexpr, WEIGHTED: tl.constexpr,
+    WAITS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, EACH: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """sum(loss), where MEAN over the count of `count_targets`: NaN where no target counts. One program or cluster.
+
+    KEEPS_COUNT: that count is written, too.
 
     WAITS: this kernel starts while the kernel that writes the losses still runs, which hides the latency of the launch.
     """
@@ -165,5 +168,7 @@ def reduce_losses(
         # torch divides each term of a loss by 0, and one of them is 0/0
         out = tl.where(weight == 0.0, float("nan"), out / weight)
     segment = tl.arange(0, CTAS * WARPS_PER_ROW)
+    if KEEPS_COUNT:
+        tl.store(count_ptr + segment, weight, mask=segment == 0)
     tl.store(out_ptr + segment, out, mask=segment == 0)
     leave_cluster(CTAS, PTX)

@@ -40,10 +40,10 @@ from .common.tiles import (
 @triton.jit
 def cross_entropy_unit(
     unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, moments_ptr, g_ptr, n_rows, n_cols,
-    x_stride, dx_stride, phase, n_splits, ignore_index, g_stride, smoothing, cap, z_loss,
-    UNLESS_ONE: tl.constexpr, MEAN: tl.constexpr, INPLACE: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr,
-    SOFTCAP: tl.constexpr, ROWS: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+    x_stride, dx_stride, phase, n_splits, ignore_index, g_stride, start, smoothing, cap, z_loss,
+    UNLESS_ONE: tl.constexpr, MEAN: tl.constexpr, INPLACE: tl.constexpr, SHARDED: tl.constexpr, WEIGHTED: tl.constexpr,
+    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
+    CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient of unit `unit`: CHUNKS chunks of ROWS rows."""
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
@@ -64,27 +64,39 @@ def cross_entropy_unit(
         if UNALIGNED:
             head_tail, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
             x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf"))
-        target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
+        if SHARDED:
+            target = tl.load(target_ptr + row, mask=exists, other=ignore_index)
+            counts = target != ignore_index
+            target -= start
+            here = counts & (target >= 0) & (target < columns)
+        else:
+            target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
+            here = counts
         row_max = tl.load(moments_ptr + 2 * row, mask=exists, other=0.0)
         row_sum = tl.load(moments_ptr + 2 * row + 1, mask=exists, other=1.0)
         lse = logsumexp(row_max, row_sum)
-        x_target = tl.load(x_row - head + target, mask=counts, other=0.0).to(tl.float32)
+        x_target = tl.load(x_row - head + target, mask=here, other=0.0).to(tl.float32)
         if INPLACE:
             # every thread has read its program's columns and the target before any thread writes; only the program that
             # owns the target uses it, so other programs may have overwritten it
             tl.debug_barrier()
-        if WEIGHTED:
-            w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
+        if SHARDED:
+            a = upstream
+            b = tl.load(g_ptr + row * g_stride + 1, mask=exists, other=0.0)
+            c = tl.load(g_ptr + row * g_stride + 2, mask=exists, other=0.0)
         else:
-            w_target = 1.0
-        if WEIGHTED and SMOOTH:
-            w_sum = tl.load(weight_sum_ptr)
-        else:
-            w_sum = columns
-        g = tl.where(counts, upstream, 0.0)
-        if MEAN:
-            g = tl.where(counts, upstream / tl.load(count_ptr), 0.0)
-        a, b, c = coefficients(g, lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)
+            if WEIGHTED:
+                w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
+            else:
+                w_target = 1.0
+            if WEIGHTED and SMOOTH:
+                w_sum = tl.load(weight_sum_ptr)
+            else:
+                w_sum = columns
+            g = tl.where(counts, upstream, 0.0)
+            if MEAN:
+                g = tl.where(counts, upstream / tl.load(count_ptr), 0.0)
+            a, b, c = coefficients(g, lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)
         base, shift, by = exp2_affine(row_max, FUSED)
         a = tl.where(counts, a * by / row_sum, 0.0)
         w_here = weight_ptr + (head + first + 0 * row)[:, :, None]
@@ -102,9 +114,10 @@ def cross_entropy_unit(
                 weight_ptr + head, cap, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
         dx = cross_entropy_term(
-            x_target, b, target, base, shift, a, c, weight_ptr, cap, counts, WEIGHTED, SMOOTH, SOFTCAP, FUSED
+            x_target, b, target, base, shift, a, c, weight_ptr, cap, here, WEIGHTED, SMOOTH, SOFTCAP, FUSED
         )
-        store_target(dx_row + first, dx, (target - head - first).to(tl.int32), width, counts, VECTORS, VEC, CHUNKS)
+        at = tl.where(here, target - head - first, -1) if SHARDED else target - head - first
+        store_target(dx_row + first, dx, at.to(tl.int32), width, here, VECTORS, VEC, CHUNKS)
 
 
 @kernel(num_stages=1, splits_rows=True)
@@ -116,17 +129,21 @@ def cross_entropy_backward(
     weight_sum_ptr: Vector,  # [1] float32, where WEIGHTED and SMOOTH
     count_ptr: Vector,  # [1] float32, where MEAN
     moments_ptr: Vector,  # [n_rows, 2] float32
-    g_ptr: Vector,  # upstream gradient: [1] with g_stride 0, or [n_rows] with g_stride 1; float32
+    # upstream gradient: [1] with g_stride 0, or [n_rows] with g_stride 1; float32. Where SHARDED each row's A, B and C
+    # times the upstream gradient: [n_rows, 3] with g_stride 3
+    g_ptr: Vector,
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
     x_stride: Int64, dx_stride: Int64,
     phase: Int32,
     n_splits: Int32,  # units that share a row
     ignore_index: Int64, g_stride: Int64,
+    start: Int64,  # the first of these columns, where SHARDED
     smoothing: Float32, cap: Float32, z_loss: Float32,
     UNLESS_ONE: tl.constexpr,  # dx already holds the gradient for an upstream gradient of 1
     MEAN: tl.constexpr,
     INPLACE: tl.constexpr,  # dx_ptr is x_ptr
+    SHARDED: tl.constexpr,  # other ranks have more columns of the rows, and the moments are of all
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
     VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -138,8 +155,8 @@ def cross_entropy_backward(
     for unit in range(pid, n_units, tl.num_programs(0).to(tl.int64)):
         cross_entropy_unit(
             unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, moments_ptr, g_ptr, n_rows, n_cols,
-            x_stride, dx_stride, phase, n_splits, ignore_index, g_stride, smoothing, cap, z_loss,
-            UNLESS_ONE, MEAN, INPLACE, WEIGHTED, SMOOTH, SOFTCAP, ROWS, VECTORS, VEC, CHUNKS, UNALIGNED, PTX,
+            x_stride, dx_stride, phase, n_splits, ignore_index, g_stride, start, smoothing, cap, z_loss,
+            UNLESS_ONE, MEAN, INPLACE, SHARDED, WEIGHTED, SMOOTH, SOFTCAP, ROWS, VECTORS, VEC, CHUNKS, UNALIGNED, PTX,
         )  # fmt: skip
 
 

@@ -145,10 +145,13 @@ def statistics_term(x, row_max, log_sum, entropy, scale, a, g_entropy, ENTROPY: 
 
 
 @triton.jit
-def picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_ptr, n_picks):
-    """dz plus the gradients of the picks among this program's columns.  # dz, at: [ROWS, VECTORS, VEC]"""
+def picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_ptr, n_picks, start):
+    """dz plus the gradients of the picks among this program's columns, which count from `start`.
+
+    # dz, at: [ROWS, VECTORS, VEC]
+    """
     for k in range(n_picks):
-        id = tl.load(ids_ptr + row * n_picks + k, mask=exists, other=-1)
+        id = tl.load(ids_ptr + row * n_picks + k, mask=exists, other=-1) - start
         here = (id >= low) & (id < high)
         if tl.sum(here.to(tl.int32)) > 0:
             g = tl.load(g_ptr + row * n_picks + k, mask=here, other=0.0)
@@ -173,8 +176,10 @@ def row_statistics_backward(
     phase: Int32,
     n_splits: Int32,  # programs that share a row
     n_picks: Int32,
+    start: Int64, size: Int64,  # where SHARDED: these are columns from `start` on of `size`
     scale: Float32,
     PICKS: tl.constexpr,  # a power of two >= n_picks, or 0
+    SHARDED: tl.constexpr,  # other ranks have more columns of the rows, and all that is known of a row is of all
     ENTROPY: tl.constexpr, LSE: tl.constexpr, SCALE: tl.constexpr, HAS_MOMENTS: tl.constexpr, ROWS: tl.constexpr,
     VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -211,11 +216,12 @@ def row_statistics_backward(
     if PICKS > 0:
         k = tl.arange(0, PICKS)[None, :] + 0 * row
         id = tl.load(ids_ptr + row * n_picks + k, mask=exists & (k < n_picks), other=-1)
-        inside = (id >= 0) & (id < columns)
+        inside = (id >= 0) & (id < (size if SHARDED else columns))
         a -= tl.sum(tl.load(g_picked_ptr + row * n_picks + k, mask=inside, other=0.0), 1)[:, None]
     if ENTROPY or PICKS > 0:
         # the log-probabilities of a row with +inf are NaN
         a = tl.where(row_sum == float("inf"), float("nan"), a)
+    of_here = start if SHARDED else 0
     by_sum, log_sum = 1.0 / row_sum, log(row_sum)
     a, g_entropy = a * by_sum, g_entropy * by_sum
     for c in tl.static_range(CHUNKS):
@@ -227,14 +233,14 @@ def row_statistics_backward(
         if PICKS > 0:
             low = first + head + 0 * row
             high = first + head + (c + 1) * (VECTORS * VEC) + 0 * row
-            dz = picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_picked_ptr, n_picks)
+            dz = picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_picked_ptr, n_picks, of_here)
         store_chunk(dx_row + first, width, dz * by[:, :, None], c, ROWS, 0, VECTORS, VEC)
     if UNALIGNED:
         dz = statistics_term(x_head_tail, row_max, log_sum, entropy, by, a, g_entropy, ENTROPY, SCALE != UNSCALED)
         if PICKS > 0:
             dz = picked_gradient(
                 dz[:, :, None], (head_tail + head)[:, :, None], row, exists, 0 * row, columns + 0 * row,
-                ids_ptr, g_picked_ptr, n_picks,
+                ids_ptr, g_picked_ptr, n_picks, of_here,
             )  # fmt: skip
             dz = tl.reshape(dz, (ROWS, VECTORS))
         tl.store(dx_row + head_tail, (dz * by).to(dx_ptr.dtype.element_ty), mask=in_head_tail)

@@ -8,7 +8,7 @@
 All three take the same arguments and return a tensor, or a tuple as `outputs` names it. `draw` chooses options that
 JSON can hold; `arguments` turns them into the functions' arguments. To add an op, add one entry to `OPS`: the fuzzer
 draws it, and the benchmark runs it over the last dimension where it takes no other tensor. Other ops need an entry in
-bench/ops.py too, with their inputs, bytes and ceiling.
+bench/ops.py too, with their inputs, bytes and ceiling. `LINEAR_OPS` has the losses that make their own logits.
 """
 
 from __future__ import annotations
@@ -100,6 +100,31 @@ def _cross_entropy_module(target: Tensor, **options: Any) -> Callable[[Tensor], 
     return lambda x: module(x, target)
 
 
+@dataclass(frozen=True)
+class LinearSpec:
+    """A loss that makes its own logits: `of`, an op of OPS, on x @ linear_weight.T + linear_bias.
+
+    Each result is a sum of products, so it is judged by norms and not by a row's own arithmetic: fuzz/linear.py.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    of: str
+    ways: tuple[str, ...]
+
+
+LINEAR_OPS: Mapping[str, LinearSpec] = {
+    spec.name: spec
+    for spec in (
+        LinearSpec(
+            "linear_cross_entropy", fs.linear_cross_entropy, "cross_entropy",
+            ("function", "module", "checkpoint", "compile"),
+        ),
+        LinearSpec(
+            "linear_token_logprobs", fs.linear_token_logprobs, "token_logprobs", ("function", "checkpoint", "compile")
+        ),
+    )
+}  # fmt: skip
 OPS: Mapping[str, OpSpec] = {
     spec.name: spec
     for spec in (

@@ -37,9 +37,13 @@ def launch_options(kernel: Any, plan: Plan, device: Device) -> dict[str, Any]:
             options["num_ctas"] = plan.ctas
         if plan.max_registers is not None:
             options["maxnreg"] = device.registers_within(plan.max_registers, plan.num_warps)
-    if device.kind != "interpreter" and declared.asserts:
-        options |= dict(debug=True, sanitize_overflow=False)
-    return options | device.options(declared.num_stages)
+    return options | assert_options(kernel, device) | device.options(declared.num_stages)
+
+
+def assert_options(kernel: Any, device: Device) -> dict[str, Any]:
+    """What compiles the assertions of a kernel that has any."""
+    asserts = kernel.declaration.asserts and device.kind != "interpreter"
+    return dict(debug=True, sanitize_overflow=False) if asserts else {}
 
 
 Kernel = Callable[[], Any]  # imports a kernel when it is first needed: the package imports without Triton

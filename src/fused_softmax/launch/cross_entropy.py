@@ -160,7 +160,7 @@ def fits_on_chip(x: Tensor, dx: Tensor, op: CrossEntropy) -> bool:
 
 def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: bool) -> _Launches:
     """The launches for n_rows rows that lie as the first one, x, does."""
-    kind, invariant, device = op.kind, is_batch_invariant(), device_of(x)
+    kind, invariant = op.kind, is_batch_invariant()
     mean, real = op.reduction == "mean", torch.float32
     unused = torch.empty(1, dtype=real, device=x.device)
     vectors = op.vectors(unused)
@@ -168,15 +168,14 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
     if op.reduction != "none" and n_rows <= ONE_PROGRAM_ROWS:
         divided = mean and op.denominator is None
         with suppress(KernelUnavailable):
-            flags = _sum_flags(True, divided, op.weight is not None, n_rows > ONE_CTA_ROWS, device)
-            reduce = prepare_flat(_reduce_losses, (real, torch.int64, real, real), flags, 8, x)
+            reduce = _prepare_reduction(x, n_rows, divided, op.weight is not None)
             count = _prepare_count(op, n_rows, x) if divided and training else None
     # weights and smoothing together read a weight for each logit, twice: then the gradient has a kernel of its own
     if training and op.reduction != "none" and op.weight_sum is None:
         dx = x if inplace else gradient_buffer(x)
         if fits_on_chip(x, dx, op):
             row_op = WITH_GRADIENT[kind.arithmetic]
-            waits = count is not None and device.supports_pdl
+            waits = count is not None and device_of(x).supports_pdl
             flags = (("MEAN", mean), ("INPLACE", inplace), ("WAITS", waits), *kind.flags)
             with suppress(KernelUnavailable):
                 loss = prepare_rows(row_op, (x, dx), (*vectors, unused, unused, unused), flags, invariant)
@@ -184,6 +183,14 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
     if loss is None:
         loss = prepare_rows(FORWARD[kind.arithmetic], (x,), (*vectors, unused, unused), kind.flags, invariant)
     return _Launches(writes, loss.at, count, reduce)
+
+
+def _prepare_reduction(on: Tensor, n_rows: int, divided: bool, weighted: bool, keeps_count: bool = False) -> Run:
+    """What adds up the losses of at most ONE_PROGRAM_ROWS rows; `divided`: over the number of targets that count."""
+    real = torch.float32
+    flags = _sum_flags(True, divided, weighted, n_rows > ONE_CTA_ROWS, device_of(on))
+    flags = (("KEEPS_COUNT", keeps_count), *flags)
+    return prepare_flat(_reduce_losses, (real, torch.int64, real, real, real), flags, 8, on)
 
 
 def _prepare_count(op: CrossEntropy, n_rows: int, x: Tensor) -> Run:
@@ -248,7 +255,7 @@ def _run(
     if reduction == "none":
         return loss, kept, dx
     if launches.reduce is not None:
-        launches.reduce((losses, targets, weights, at(loss)), size)
+        launches.reduce((losses, targets, weights, at(loss), at(loss)), size)
     else:
         loss = kept[2 * n_rows + 1 :].sum()
     if reduction == "mean" and denominator is not None:
@@ -284,11 +291,12 @@ def cross_entropy_gradient(
     key = (layout_key(x), layout_key(dx), op.kind, count is None, inplace, op.weight_sum is None, unless_one)
     run = _gradients.get(key)
     if run is None:
-        flags = (("UNLESS_ONE", unless_one), ("MEAN", count is not None), ("INPLACE", inplace), *op.kind.flags)
+        flags: Flags = (("UNLESS_ONE", unless_one), ("MEAN", count is not None), ("INPLACE", inplace))
+        flags = (*flags, ("SHARDED", False), *op.kind.flags)
         run = prepare_rows(BACKWARD_UNLESS_ONE if unless_one else BACKWARD, (x, dx), vectors, flags, False)
         if x.is_cuda:
             _gradients.remember(key, run)
-    run((x, dx), vectors, (op.ignore_index, int(g.numel() > 1), *op.numbers))
+    run((x, dx), vectors, (op.ignore_index, int(g.numel() > 1), 0, *op.numbers))
 
 
 def planned_cross_entropy(x: Tensor, on: Tensor, gradient: bool) -> Plan | str:
@@ -335,16 +343,35 @@ def counted(op: CrossEntropy, n_cols: int) -> Tensor:
     return op.weight[op.target.clamp(0, n_cols - 1)].where(counts, 0.0).sum().view(1)
 
 
+def reduce_losses(losses: Tensor, op: CrossEntropy, size: int) -> tuple[Tensor, Tensor | None]:
+    """(the rows' losses, reduced; what a mean divides by, [1]). op: of all `size` columns, without weights."""
+    n_rows, mean = losses.shape[0], op.reduction == "mean"
+    if n_rows > ONE_PROGRAM_ROWS:
+        total, count = losses.sum(), counted(op, size) if mean else None
+        return (total if count is None else torch.where(count[0] == 0.0, float("nan"), total / count[0])), count
+    loss, at = empty((), (), torch.float32, losses), pointer(losses)
+    count = empty((1,), (1,), torch.float32, losses) if mean else None
+    run = _prepare_reduction(losses, n_rows, mean, False, mean)
+    vectors = tuple(at(t) for t in (losses, op.target, losses, loss, loss if count is None else count))
+    on_its_device(losses, run, vectors, (n_rows, size, op.ignore_index))
+    return loss, count
+
+
 # --- a chunk of rows, whose losses are reduced over all chunks: linear_cross_entropy ----------------------------------
 
 
 def losses_of_chunk(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
     """(each row's loss, its (row_max, row_sum)), float32; one read."""
     losses, moments = _losses_and_moments(x)
+    write_losses(x, op, losses, moments)
+    return losses, moments
+
+
+def write_losses(x: Tensor, op: CrossEntropy, losses: Vector, moments: Vector) -> None:
+    """`losses_of_chunk` into memory."""
     vectors, numbers = (*op.vectors(losses), losses, moments), (op.ignore_index, *op.numbers)
     kind = op.kind
     launch_rows(FORWARD[kind.arithmetic], (x,), vectors, numbers, kind.flags, invariant=is_batch_invariant())
-    return losses, moments
 
 
 def _planned_as_wide(op: RowOp) -> RowOp:

@@ -21,7 +21,7 @@ from ..planning.types import Device, Plan, Problem
 from . import compile as compiling
 from .availability import KernelUnavailable
 from .cache import Cache
-from .compile import Binding, Kernel, Launch, Pointers, launch_options
+from .compile import Binding, Kernel, Launch, Pointers, assert_options, launch_options
 from .context import is_batch_invariant
 from .device import device_of
 from .layout import problem_of, run_time_arguments, starts
@@ -232,33 +232,39 @@ def on_its_device(x: Tensor, call: Callable[..., Any], *arguments: Any) -> Any:
         return call(*arguments)
 
 
-# --- kernels of one program over vectors ------------------------------------------------------------------------------
+# --- kernels over vectors, which need no plan -------------------------------------------------------------------------
 
 
 def flat_launch(
-    kernel: Kernel, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], flags: Flags, num_warps: int, device: Device
-) -> Launch:
-    """The launch of a kernel of one program over vectors, as a record."""
+    kernel: Kernel, tensors: tuple[Tensor, ...], numbers: tuple[int | float, ...], flags: Flags, num_warps: int,
+    device: Device, programs: int = 1,
+) -> Launch:  # fmt: skip
+    """The launch of a kernel over vectors, as a record."""
+    declared = kernel().declaration
     meta = {**dict(flags), "num_warps": num_warps}
     if device.kind == "cuda":
-        ctas = meta["CTAS"] if kernel().declaration.on_cluster else 1
+        ctas = meta["CTAS"] if declared.on_cluster else 1
         meta |= dict(num_ctas=ctas, launch_pdl=meta.get("WAITS", False))
-    meta |= device.options()
-    return Launch(kernel(), (1,), (*tensors, *numbers), meta)
+    meta |= assert_options(kernel(), device) | device.options()
+    return Launch(kernel(), (programs,), (*tensors, *numbers), meta)
 
 
 _flat = Cache()
 
 
 def prepare_flat(kernel: Kernel, dtypes: tuple[torch.dtype, ...], flags: Flags, num_warps: int, on: Tensor) -> Run:
-    """run(vectors, numbers) of a kernel of one program over vectors of such dtypes, on the device of `on`.
+    """run(vectors, numbers, programs=1) of a kernel over vectors of such dtypes, on the device of `on`.
 
     It takes pointers, as `layout.pointer` makes them, on the current device.
     """
     device = device_of(on)
     if not on.is_cuda:
         kernel()  # raises now, before anything is written
-        return lambda vectors, numbers: flat_launch(kernel, vectors, numbers, flags, num_warps, device)()
+
+        def interpreted(vectors: tuple[Tensor, ...], numbers: tuple[int | float, ...], programs: int = 1) -> None:
+            flat_launch(kernel, vectors, numbers, flags, num_warps, device, programs)()
+
+        return interpreted
     index = on.get_device()
     key = (kernel, flags, index, dtypes)
     run = _flat.get(key)
@@ -273,8 +279,8 @@ def prepare_flat(kernel: Kernel, dtypes: tuple[torch.dtype, ...], flags: Flags, 
 def _flat_runner(binding: Binding, index: int) -> Run:
     call, prefix, trailing = binding
 
-    def run(vectors: tuple[Vector, ...], numbers: tuple[int, ...]) -> None:
-        call(1, 1, 1, current_stream(index), *prefix, *vectors, *numbers, *trailing)
+    def run(vectors: tuple[Vector, ...], numbers: tuple[int | float, ...], programs: int = 1) -> None:
+        call(programs, 1, 1, current_stream(index), *prefix, *vectors, *numbers, *trailing)
 
     return run
 

@@ -76,22 +76,42 @@ def statistics(
     where it is given, a key of how x lies.
     """
     n_rows, real = x.shape[0], torch.float32
-    n_picks, scaled = _picks(ids), _scale_flag(scale)
-    invariant = invariant or is_batch_invariant()
-    key = (layout or layout_key(x), n_picks, entropy, scaled, keeps, invariant, rank)
     new, at = allocator(x), pointer(x)
     lse = new((n_rows,), (1,), real)
-    rows_at = at(lse)
-    picked = None if ids is None else new((n_rows,) if ids.dim() == 1 else (n_rows, n_picks), ids.stride(), real)
-    entropies = new((n_rows,), (1,), real) if entropy or rank else None
-    moments = new((n_rows, 2), (2, 1), real) if keeps else None
+    picked = entropies = moments = of_ids = None
+    if ids is not None:
+        picked = new((n_rows,) if ids.dim() == 1 else (n_rows, _picks(ids)), ids.stride(), real)
+        of_ids = ids, at(picked)
+    if entropy or rank:
+        entropies = new((n_rows,), (1,), real)
+    if keeps:
+        moments = new((n_rows, 2), (2, 1), real)
+    into = at(lse), None if moments is None else at(moments), None if entropies is None else at(entropies)
+    write_statistics(x, into, of_ids, scale, invariant, layout, rank)
+    return picked, entropies, lse, moments
+
+
+def write_statistics(
+    x: Tensor, into: tuple[Any, Any, Any], of_ids: tuple[Tensor, Any] | None, scale: float | Tensor, invariant: bool,
+    layout: object = None, rank: bool = False,
+) -> None:  # fmt: skip
+    """`statistics` into memory: (lse, moments or None, entropies or None), and (ids, log-probabilities) or None.
+
+    Memory is float32 and contiguous; it comes as `layout.pointer` makes pointers.
+    """
+    lse, moments, entropies = into
+    ids = None if of_ids is None else of_ids[0]
+    n_picks, scaled, at = _picks(ids), _scale_flag(scale), pointer(x)
+    invariant = invariant or is_batch_invariant()
+    entropy, keeps = entropies is not None and not rank, moments is not None
+    key = (layout or layout_key(x), n_picks, entropy, scaled, keeps, invariant, rank)
     vectors = (
-        rows_at,
-        rows_at if moments is None else at(moments),
-        rows_at if entropies is None else at(entropies),
-        rows_at if ids is None else at(ids),
-        rows_at if picked is None else at(picked),
-        at(scale) if isinstance(scale, Tensor) else rows_at,
+        lse,
+        lse if moments is None else moments,
+        lse if entropies is None else entropies,
+        lse if of_ids is None else at(of_ids[0]),
+        lse if of_ids is None else of_ids[1],
+        at(scale) if isinstance(scale, Tensor) else lse,
     )
     launch = _forwards.get(key)
     if launch is None:
@@ -101,8 +121,7 @@ def statistics(
         launch = prepare_rows(FORWARD, (x,), as_tensors, flags, invariant).at
         if x.is_cuda:
             _forwards.remember(key, launch)
-    on_its_device(x, launch, n_rows, (at(x),), vectors, (n_picks, 1.0 if scaled == 2 else scale))
-    return picked, entropies, lse, moments
+    on_its_device(x, launch, x.shape[0], (at(x),), vectors, (n_picks, 1.0 if scaled == 2 else scale))
 
 
 def _picks(ids: Tensor | None) -> int:
@@ -116,7 +135,7 @@ def planned_statistics(x: Tensor, on: Tensor, n_picks: int, backward: bool) -> P
     if backward:
         flags: Flags = (("PICKS", n_picks), ("ENTROPY", False), ("LSE", not n_picks), ("SCALE", 0))
         dx = torch.empty(x.shape, dtype=x.dtype, device="meta")
-        flags = (*flags, ("HAS_MOMENTS", n_picks > 0))
+        flags = (*flags, ("HAS_MOMENTS", n_picks > 0), ("SHARDED", False))
         return planned(BACKWARD, (x, dx), (real, real, real, ids, real, real, real), flags, on)
     flags = (("PICKS", n_picks), ("ENTROPY", False), ("RANK", False), ("SCALE", 0), ("KEEP_MOMENTS", n_picks > 0))
     return planned(FORWARD, (x,), (real, real, real, ids, real, real), flags, on)
@@ -133,10 +152,13 @@ def statistics_backward(
     entropy: Tensor | None = None,
     g_entropy: Tensor | None = None,
     g_lse: Tensor | None = None,
+    shard: tuple[int, int] | None = None,
+    invariant: bool = False,
 ) -> None:
     """Into dx the gradient of what `statistics` returns; an upstream gradient that is None counts for nothing.
 
-    moments: (n_rows, 2), as `statistics` returns them, or (n_rows,), the logsumexp.
+    moments: (n_rows, 2), as `statistics` returns them, or (n_rows,), the logsumexp. shard: (start, size) where x has
+    columns from `start` on of `size`, which all else is of. invariant: the plan does not depend on where rows start.
     """
     n_picks = 0 if g_picked is None else _picks(ids)
     by_moments, scaled = moments.dim() == 2, _scale_flag(scale)
@@ -152,15 +174,17 @@ def statistics_backward(
             scale if scaled == 2 else None,
         )
     )
-    key = (layout_key(x), layout_key(dx), n_picks, g_entropy is None, g_lse is None, scaled, by_moments, ids is None)
+    given = (g_entropy is None, g_lse is None, ids is None, shard is None, invariant)
+    key = (layout_key(x), layout_key(dx), n_picks, scaled, by_moments, given)
     run = _backwards.get(key)
     if run is None:
         flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", g_entropy is not None))
         flags = (*flags, ("LSE", g_lse is not None), ("SCALE", scaled), ("HAS_MOMENTS", by_moments))
-        run = prepare_rows(BACKWARD, (x, dx), vectors, flags, False)
+        flags = (*flags, ("SHARDED", shard is not None))
+        run = prepare_rows(BACKWARD, (x, dx), vectors, flags, invariant)
         if x.is_cuda:
             _backwards.remember(key, run)
-    run((x, dx), vectors, (n_picks, 1.0 if scaled == 2 else scale))
+    run((x, dx), vectors, (n_picks, *(shard or (0, 0)), 1.0 if scaled == 2 else scale))
 
 
 _backwards = Cache()

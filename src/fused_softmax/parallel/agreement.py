@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..launch.cache import Cache
 from ..torch_ops.arguments import LossOptions
@@ -58,6 +59,7 @@ def call_of_loss(op: str, dtype: torch.dtype, size: int, segments: int, weighted
 
 
 WORDS = 2 + 1 + len(Call._fields)
+COMMON = WORDS - 2  # words that must be equal on all ranks
 
 
 def _bits(number: float) -> int:
@@ -127,27 +129,24 @@ def _named(ranks: list[int]) -> str:
 _made = Cache()
 
 
-def header_tensor(words: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """The words' bits as numbers of like's dtype (float32 or float64) on its device; made once for equal words."""
-    key = (tuple(words), like.dtype, like.device)
-    found = _made.get(key) if type(like) is torch.Tensor else None
+def header_size(dtype: torch.dtype) -> int:
+    """How many numbers of dtype (float32 or float64) a header takes."""
+    return WORDS * 8 // dtype.itemsize
+
+
+def header_tensor(words: Sequence[int], segments: int, like: Tensor) -> Tensor:
+    """The words' bits as numbers of like's dtype (float32 or float64) on its device, and for each segment its number of
+    columns; made once for equal words."""
+    key = (tuple(words), segments, like.dtype, like.device)
+    found = _made.get(key) if type(like) is Tensor else None
     if found is None:
-        found = torch.tensor(words, dtype=torch.int64).view(like.dtype).to(like.device)
-        if type(found) is torch.Tensor:  # not a mode's stand-in
+        bits = torch.tensor(words, dtype=torch.int64).view(like.dtype)
+        found = torch.cat((bits, bits.new_full((segments,), words[-1] / segments))).to(like.device)
+        if type(found) is Tensor:  # not a mode's stand-in
             _made.remember(key, found)
     return found
 
 
-def words_of(headers: torch.Tensor) -> list[list[int]]:
-    """The words of gathered headers (ranks, n); the host waits for the device."""
-    return headers.detach().cpu().contiguous().view(torch.int64).tolist()
-
-
-def constant(value: float, like: torch.Tensor) -> torch.Tensor:
-    """One number as a tensor [1] of like's dtype and device, never written; made once outside of traces."""
-    plain = type(like) is torch.Tensor and not torch.compiler.is_compiling()
-    if not plain or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return like.new_full((1,), value)
-    key = (value, like.dtype, like.device)
-    found = _made.get(key)
-    return _made.remember(key, like.new_full((1,), value)) if found is None else found
+def words_of(payloads: Tensor) -> list[list[int]]:
+    """The words that gathered payloads (ranks, n) begin with; the host waits for the device."""
+    return payloads[:, : header_size(payloads.dtype)].detach().cpu().contiguous().view(torch.int64).tolist()

@@ -23,14 +23,13 @@ from ..torch_ops.arguments import (
     loss_options,
     softcap_of,
 )
-from ..torch_ops.decompositions import OVERWRITTEN, result_dtype
-from .agreement import call_of_loss, constant
+from ..torch_ops.decompositions import OVERWRITTEN
+from .agreement import call_of_loss
 from .exchange import gather
-from .gradients import buffer, expect_once, loss_gradient
-from .loss import factors_of, loss_of, targets_of
-from .merge import merge
-from .rows import read_loss, weight_sums
+from .gradients import expect_once, loss_gradient
+from .rows import read_loss
 from .shards import Shard, shard_of
+from .whole_rows import merge_loss
 
 
 def cross_entropy(
@@ -109,33 +108,26 @@ class CrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, shard: Shard, options: LossOptions, inplace: bool,
         check: bool,
     ) -> Tensor:  # fmt: skip
-        zero = constant(0.0, x.new_empty(0, dtype=result_dtype(x)))
-        ids, counts = targets_of(target, options.ignore_index, shard.start, shard.size, zero)
-        pieces = (*read_loss(x, ids, weight, shard, options), weight_sums(weight, shard, zero))
         call = call_of_loss("cross_entropy", x.dtype, shard.size, shard.segments, weight is not None, options)
-        (moments, z, spreads, weights, sums), disagrees = gather(pieces, call, shard, check)
-        merged = merge(moments, disagrees)
-        of_target = weights.sum(0) if weight is not None else None
-        loss, total = loss_of(merged, z.sum(0), of_target, spreads, sums, counts, options, shard.size)
-        weight_sum = sums.flatten().sum() if weight is not None and options.label_smoothing else None
-        ctx.save_for_backward(x, ids, counts, weight, merged.moments, of_target, total, weight_sum)
+        words = call.words(shard.start, shard.width)
+        payload = read_loss(x, target, weight, words, shard, options)
+        gathered, compares = gather(payload, words, x.shape[0], call, shard, check)
+        found = merge_loss(gathered, target, weight is not None, compares, shard, options)
+        ctx.save_for_backward(x, target, weight, *found[1:])
         # rows that share memory cannot be overwritten
         ctx.described = shard, options, inplace and (x.shape[0] == 1 or x.stride(0) >= x.shape[1])
         ctx.unread = [True]  # popped by the backward that overwrites the logits
-        return loss
+        return found.loss
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         expect_once("cross_entropy")
-        x, ids, counts, weight, moments, of_target, total, weight_sum = ctx.saved_tensors
+        x, target, weight, moments, *of_rows = ctx.saved_tensors
         shard, options, inplace = ctx.described
         inplace = inplace and not torch.compiler.is_compiling()
         if inplace and not (ctx.unread and ctx.unread.pop()):
             raise RuntimeError(OVERWRITTEN)
-        f = factors_of(g, moments, counts, of_target, total, weight_sum, options, shard.size)
-        dx = loss_gradient(
-            x, x.detach() if inplace else buffer(x, x.dtype), moments, ids, counts, f, weight, shard, options
-        )
+        dx = loss_gradient(x, g, moments, target, tuple(of_rows), weight, shard, options, inplace)
         if inplace:
             torch.autograd.graph.increment_version(x)
         return dx, None, None, None, None, None, None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..torch_ops.route import SHARDED
 from ..torch_ops.token_statistics import TokenStatistics
+from . import sharding_rules
 
 Op = Callable[..., Any]
 
@@ -71,6 +72,7 @@ def layout_of(x: Any, dim: int) -> Layout | None:
     """The layout of a DTensor, if its placements are whole or sharded, and one mesh dimension at most splits dim."""
     from torch.distributed.tensor import Shard
 
+    sharding_rules.register()
     held, dim = None, dim % max(1, x.dim())
     for i, p in enumerate(x.placements):
         if p.is_replicate():
@@ -180,6 +182,7 @@ def _token_logprobs(parallel_op: Op) -> Op:
 
 def register(softmax: Op, log_softmax: Op, logsumexp: Op, cross_entropy: Op, token_logprobs: Op) -> None:
     """Lets the public functions hand DTensors to these ops of this package."""
+    sharding_rules.register_if_loaded()
     SHARDED.update(
         softmax=_softmax(softmax),
         log_softmax=_softmax(log_softmax),

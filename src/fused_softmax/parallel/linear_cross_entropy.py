@@ -28,13 +28,13 @@ from ..torch_ops.arguments import (
 from ..torch_ops.decompositions import result_dtype
 from ..torch_ops.library import untraced
 from ..torch_ops.linear_arguments import expect_matrix, settings_of
-from .agreement import call_of_loss, constant
+from .agreement import call_of_loss, header_tensor
 from .exchange import gather, sum_over_ranks
-from .gradients import expect_once, loss_gradient
-from .loss import factors_of, loss_of, targets_of
-from .merge import merge
-from .rows import read_loss, weight_sums
+from .gradients import expect_once, loss_factors, write_loss_gradient
+from .payload import layout_of
+from .rows import Columns, write_loss, write_sums
 from .shards import Shard, shard_of
+from .whole_rows import merge_loss
 
 
 def linear_cross_entropy(
@@ -113,48 +113,43 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
         shard: Shard, options: LossOptions, how: Settings, check: bool,
     ) -> Tensor:  # fmt: skip
-        zero = constant(0.0, x.new_empty(0, dtype=result_dtype(x.new_empty(0, dtype=how.logits))))
-        ids, counts = targets_of(target, options.ignore_index, shard.start, shard.size, zero)
-        with torch.autocast(x.device.type, enabled=False):
-            found = [
-                read_loss(logits, ids[chunk], class_weight, shard, options)
-                for chunk, logits, _ in Projection(x, weight, bias, how).logits()
-            ]
-        if not found:
-            found = [read_loss(x.new_empty((0, shard.width), dtype=how.logits), ids, class_weight, shard, options)]
-        dims = (1, 0, 1, 0)
-        pieces = [torch.cat(parts, dim) for parts, dim in zip(zip(*found, strict=True), dims, strict=True)]
-        pieces.append(weight_sums(class_weight, shard, zero))
         call = call_of_loss(
             "linear_cross_entropy", how.logits, shard.size, shard.segments, class_weight is not None, options
         )
-        (moments, z, spreads, weights, sums), disagrees = gather(pieces, call, shard, check)
-        merged = merge(moments, disagrees)
-        of_target = weights.sum(0) if class_weight is not None else None
-        loss, total = loss_of(merged, z.sum(0), of_target, spreads, sums, counts, options, shard.size)
-        weight_sum = sums.flatten().sum() if class_weight is not None and options.label_smoothing else None
-        ctx.save_for_backward(
-            x, weight, bias, ids, counts, class_weight, merged.moments, of_target, total, weight_sum
-        )  # fmt: skip
+        dtype = result_dtype(x.new_empty(0, dtype=how.logits))
+        layout = layout_of(dtype, x.shape[0], shard.segments)
+        payload = torch.empty(layout.length, dtype=dtype, device=x.device)
+        words = call.words(shard.start, shard.width)
+        header = header_tensor(words, shard.segments, payload)
+        payload[: layout.head].copy_(header)  # here, too, as there may be no rows
+        at = Columns(shard.start, shard.size, shard.segments, shard.invariant)
+        with torch.autocast(x.device.type, enabled=False):
+            for chunk, logits, _ in Projection(x, weight, bias, how).logits():
+                of_chunk = header, logits, target[chunk], class_weight
+                write_loss(payload, layout, chunk.start, *of_chunk, at, options)
+        if options.label_smoothing:
+            write_sums(payload, layout, class_weight, shard.width)
+        gathered, compares = gather(payload, words, x.shape[0], call, shard, check)
+        loss, *of_rows = merge_loss(gathered, target, class_weight is not None, compares, shard, options)
+        ctx.save_for_backward(x, weight, bias, target, class_weight, *of_rows)
         ctx.described = shard, options, how
         return loss
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         expect_once("linear_cross_entropy")
-        x, weight, bias, ids, counts, class_weight, moments, of_target, total, weight_sum = ctx.saved_tensors
+        x, weight, bias, target, class_weight, moments, *of_rows = ctx.saved_tensors
         shard, options, how = ctx.described
         needs = Needs(*ctx.needs_input_grad[:3])
         # float16 has too few digits below 1 for gradients that are divided by the number of targets
         scaled = how.compute is torch.float16
-        f = factors_of(g * FLOAT16_SCALE if scaled else g, moments, counts, of_target, total, weight_sum, options,
-                       shard.size)  # fmt: skip
+        factors = loss_factors(g * FLOAT16_SCALE if scaled else g, moments, target, tuple(of_rows), options, shard.size)
         with torch.autocast(x.device.type, enabled=False):
             projection = Projection(x, weight, bias, how, needs, scaled=scaled)
             gradients = Gradients(projection, weight)
             for chunk, logits, dlogits in projection.logits():
-                of_chunk = moments[chunk], ids[chunk], counts[chunk], f.of_rows(chunk)
-                loss_gradient(logits, dlogits, *of_chunk, class_weight, shard, options)
+                of_chunk = moments[chunk], target[chunk], factors[chunk]
+                write_loss_gradient(dlogits, logits, *of_chunk, class_weight, shard.start, options)
                 gradients.add(chunk, dlogits)
             alpha = gradients.weight_alpha
             dx, dweight, dbias = gradients.finish()

@@ -16,13 +16,12 @@ from ..torch_ops.arguments import expect_flag, expect_tensors, other_device_erro
 from ..torch_ops.decompositions import least_positive
 from ..torch_ops.temperature import scale_of
 from ..torch_ops.token_statistics import TokenStatistics
-from . import rows
-from .agreement import Call, constant
+from .agreement import Call
 from .exchange import gather
-from .gradients import Upstream, buffer, expect_once, statistics_gradient
-from .merge import entropy as merged_entropy
-from .merge import log_probability, merge
+from .gradients import Upstream, expect_once, statistics_gradient
+from .rows import read_statistics
 from .shards import Shard, rows_and_shard
+from .whole_rows import merge_statistics
 
 
 def logsumexp(
@@ -116,53 +115,34 @@ class RowStatistics(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, ids: Tensor | None, scale: float | Tensor, entropy: bool, shard: Shard, check: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        found = [rows.statistics(x[:, columns], scale, entropy, shard.invariant) for columns, _ in shard.pieces()]
-        moments = rows.joined([m for m, _ in found])
-        entropies = rows.joined([e if entropy else m[:, 0] for m, e in found])
-        local = None if ids is None else ids - shard.start
-        z = moments[0, :, :1] if local is None else rows.picked(x, local, scale, None, moments)
         by_row, number = (scale, float("nan")) if isinstance(scale, Tensor) else (None, scale)
         call = Call(
             "logsumexp" if ids is None else "token_logprobs", x.dtype, shard.size, shard.segments,
             picks=0 if ids is None else ids.shape[1], scale=number, entropy=entropy,
         )  # fmt: skip
-        # as long as cross_entropy's payload, so that ranks that call different ops meet in one collective
-        fill = moments[0, :, 0], constant(0.0, moments).expand(shard.segments)
-        (moments, z, entropies, *_), disagrees = gather((moments, z, entropies, *fill), call, shard, check)
-        merged = merge(moments, disagrees, infinite=True)
-        of_rows, lse = merged.moments, merged.lse
-        picked = valid = None
-        if ids is not None:
-            valid = ids.clamp(0, max(shard.size - 1, 0)) == ids
-            picked = torch.where(valid, log_probability(merged, z.sum(0)), float("nan"))
-        of_all = merged_entropy(merged, entropies) if entropy else None
-        ctx.save_for_backward(x, local, valid, of_rows, of_all, by_row)
+        words = call.words(shard.start, shard.width)
+        payload = read_statistics(x, ids, scale, words, shard, entropy)
+        gathered, compares = gather(payload, words, x.shape[0], call, shard, check)
+        found = merge_statistics(gathered, ids, x.shape[0], compares, shard, entropy)
+        ctx.save_for_backward(x, ids, found.moments, found.entropy if entropy else None, by_row)
         ctx.described = shard, number
         ctx.set_materialize_grads(False)
-        nothing = lse.new_zeros(0)
-        return nothing if picked is None else picked, nothing.clone() if of_all is None else of_all.clone(), lse
+        return found.logprobs, found.entropy.clone(), found.logsumexp
 
     @staticmethod
     def backward(
         ctx: Any, g_picked: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        x, local, valid, moments, entropies, by_row = ctx.saved_tensors
-        expect_once("logsumexp" if local is None else "token_logprobs")
+        x, ids, moments, entropies, by_row = ctx.saved_tensors
+        expect_once("logsumexp" if ids is None else "token_logprobs")
         shard, scale = ctx.described
-        if local is None:
+        if ids is None:
             g_picked = None
         if entropies is None:
             g_entropy = None
         if g_picked is None and g_entropy is None and g_lse is None:
             return (None,) * 6
-        if g_picked is not None:
-            g_picked = torch.where(valid, g_picked, 0.0)
         upstream = Upstream(g_picked, g_entropy, g_lse)
+        of_ids = None if g_picked is None else ids
         scaled = scale if by_row is None else by_row
-        dx = found = buffer(x, x.dtype)
-        for columns, first in shard.pieces():
-            ids = None if g_picked is None else local - (first - shard.start)
-            at = None if dx is None else dx[:, columns]
-            piece = statistics_gradient(x[:, columns], at, moments, scaled, ids, entropies, upstream)
-            found = piece if dx is None else dx
-        return (found,) + (None,) * 5
+        return statistics_gradient(x, moments, scaled, of_ids, entropies, upstream, shard), *(None,) * 5

@@ -1,172 +1,226 @@
-"""What a rank reads of its own columns: each row's numbers, in one read, in O(rows) memory.
+"""What a rank reads of its own columns: each row's numbers, in one read, as the payload of a collective.
 
-The kernels are those of the one-GPU ops. The logits of targets are gathered by PyTorch; a target in another rank's
-columns adds nothing here. Where there are no kernels, or one does not compile, `formulas` has the same in PyTorch.
+The kernels are those of the one-GPU ops, which write into the payload, and one that packs what belongs to targets. A
+target in another rank's columns adds nothing here. Where there are no kernels, or one does not compile, `formulas` has
+the same in PyTorch. The operators stand for both in a graph.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..launch import cross_entropy as losses
-from ..launch import row_statistics
+from ..launch import row_statistics, vocab_shards
 from ..launch.availability import KernelUnavailable
-from ..launch.context import as_in_forward, is_batch_invariant
-from ..launch.layout import rows_of
+from ..launch.context import as_in_forward
+from ..launch.layout import places, rows_of
 from ..launch.options import CrossEntropy
+from ..launch.payload import Layout
 from ..torch_ops.arguments import LossOptions
-from ..torch_ops.decompositions import capped, result_dtype, widened
+from ..torch_ops.decompositions import result_dtype
 from ..torch_ops.library import define, not_differentiable
 from ..torch_ops.route import is_supported
 from . import formulas
-from .agreement import constant
-from .loss import Smoothing, smoothing_of
-from .shards import Shard
+from .agreement import header_tensor
+from .payload import layout_of, parts_of
+from .shards import Shard, canonical
 
 COUNTS, IGNORED = 0, -1  # targets of a smoothed loss's kernel: the first column, or none
 
 
-def _canonical(x: Tensor, invariant: bool) -> Tensor:
-    """x, as a copy where equal bits need it: the kernels read vectors as wide as the address and the stride allow."""
-    if not invariant:
-        if is_batch_invariant():
-            raise RuntimeError("fused_softmax.parallel: within batch_invariant() call it outside of torch.compile")
-        return x
-    if not x.numel():
-        return x
-    item = x.element_size()
-    row = x.shape[1] * item
-    vector = min(16, row & -row)
-    return x.clone(memory_format=torch.contiguous_format) if (x.data_ptr() | x.stride(0) * item) % vector else x
+class Columns(NamedTuple):
+    """Which columns of `size` x has: those from `start` on, in `segments` equal pieces, each read as a row."""
+
+    start: int
+    size: int
+    segments: int
+    invariant: bool
+
+    def pieces(self, width: int) -> Iterator[slice]:
+        each = width // self.segments
+        return (slice(i * each, (i + 1) * each) for i in range(self.segments))
 
 
-def _statistics_kernel(x: Tensor, scales: Tensor | None, scale: float, entropy: bool, invariant: bool) -> Any:
-    x, by = _canonical(x, invariant), scale if scales is None else scales.contiguous()
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+def write_loss(
+    payload: Tensor, layout: Layout, first_row: int, header: Tensor, x: Tensor, target: Tensor, weight: Tensor | None,
+    at: Columns, options: LossOptions,
+) -> None:  # fmt: skip
+    """Into a payload, from its row `first_row` on, what a rank adds to a loss of rows x. target: of all columns.
+
+    Moments; the logits of targets; the sums of w*(lse - z) over each segment, where smoothing takes them; the weights
+    of targets, where there are weights. Every op's payload is as long, so that ranks that call different ones meet in
+    one collective. A target outside is an IndexError, and on a GPU a device assertion.
+    """
     if is_supported(x):
         try:
-            _, entropies, lse, moments = row_statistics.statistics(
-                rows_of(x, x.shape[1]), None, by, entropy, invariant=invariant
-            )
-            assert moments is not None
-            return moments, lse.new_empty(0) if entropies is None else entropies
+            _write_loss(payload, layout, first_row, header, x, target, weight, at, options)
+            return
         except KernelUnavailable:
             pass
-    return formulas.statistics(x, by, entropy)
-
-
-def _smoothed_kernel(x: Tensor, weight: Tensor | None, softcap: float | None, smooth: bool, invariant: bool) -> Any:
-    n_rows, n_cols = x.shape
-    x = _canonical(x, invariant)
-    if is_supported(x):
-        target = torch.full((n_rows,), COUNTS if smooth else IGNORED, dtype=torch.int64, device=x.device)
-        total = None if weight is None or not smooth else weight.sum().view(1)
-        loss = CrossEntropy(
-            target, weight if smooth else None, total, IGNORED, "none", 1.0 if smooth else 0.0, softcap, 0.0
+    payload[: layout.head].copy_(header)
+    part, rows, width = parts_of(payload, layout), slice(first_row, first_row + x.shape[0]), x.shape[1]
+    for i, columns in enumerate(at.pieces(width)):
+        of_piece = None if weight is None else weight[columns]
+        found, extra = formulas.smoothed(
+            canonical(x[:, columns], at.invariant), of_piece, options.softcap, options.label_smoothing > 0.0
         )
-        try:
-            with as_in_forward(invariant):
-                found, moments = losses.losses_of_chunk(rows_of(x, n_cols), loss)
-        except KernelUnavailable:
-            pass
-        else:
-            if not smooth:
-                return moments, found.new_empty(0)
-            # the kernel's loss is a mean over the columns; at -inf its target's part is 0*inf
-            first = x[:, 0] == -float("inf")
-            at_first = float("inf") if weight is None else torch.where(weight[0] == 0.0, float("nan"), float("inf"))
-            return moments, torch.where(first, at_first, found * n_cols)
-    return formulas.smoothed(x, weight, softcap, smooth)
+        part.moments[i, rows] = found
+        if options.label_smoothing:  # -inf only: each term is infinite. No columns: there are no terms
+            part.spreads[i, rows] = torch.where(found[:, 1] == 0.0, float("inf") if width else 0.0, extra)
+    counts = target != options.ignore_index
+    if at.size:  # torch.gather knows whether a target is inside
+        payload.new_zeros(1).expand(at.size).gather(0, torch.where(counts, target, 0))
+    local = formulas.local_ids(target, at.start, width).masked_fill(~counts, -1)
+    part.picked[rows] = formulas.picked(x, local.unsqueeze(1), 1.0, options.softcap)
+    if weight is not None:
+        part.weights[rows] = torch.where(local >= 0, weight[local.clamp(min=0)], 0.0) if width else 0.0
 
 
-def _two_fake(extra: bool, x: Tensor) -> tuple[Tensor, Tensor]:
-    moments = x.new_empty((x.shape[0], 2), dtype=result_dtype(x))
-    return moments, moments.new_empty(x.shape[0] if extra else 0)
+def _write_loss(
+    payload: Tensor, layout: Layout, first_row: int, header: Tensor, x: Tensor, target: Tensor, weight: Tensor | None,
+    at: Columns, options: LossOptions,
+) -> None:  # fmt: skip
+    n_rows, smooth = x.shape[0], options.label_smoothing > 0.0
+    for i, columns in enumerate(at.pieces(x.shape[1])):
+        piece, row = canonical(x[:, columns], at.invariant), i * layout.n_rows + first_row
+        moments, spreads, unused = places(
+            payload, layout.head + 2 * row, layout.spreads + row, layout.picked + first_row
+        )
+        rows = rows_of(piece, piece.shape[1])
+        if not smooth and options.softcap is None:
+            row_statistics.write_statistics(rows, (unused, moments, None), None, 1.0, at.invariant)
+            continue
+        of_piece = weight[columns] if smooth and weight is not None else None
+        total = None if of_piece is None else of_piece.sum().view(1)
+        targets = torch.full((n_rows,), COUNTS if smooth else IGNORED, dtype=torch.int64, device=x.device)
+        loss = CrossEntropy(targets, of_piece, total, IGNORED, "none", float(smooth), options.softcap, 0.0)
+        with as_in_forward(at.invariant):
+            losses.write_losses(rows, loss, spreads, moments)
+    vocab_shards.pack_shard(
+        x, payload, layout, first_row, header, target, weight, 1.0, at.start, at.size, options.ignore_index, smooth,
+        options.softcap,
+    )  # fmt: skip
 
 
-_statistics = define(
-    "parallel_statistics(Tensor x, Tensor? scales, float scale, bool entropy, bool invariant) -> (Tensor, Tensor)",
-    _statistics_kernel,
-    lambda x, scales, scale, entropy, invariant: _two_fake(entropy, x),
+def write_sums(payload: Tensor, layout: Layout, weight: Tensor | None, width: int) -> None:
+    """Into a payload each segment's sum of weights; without weights the header has their numbers of columns."""
+    if weight is not None and width:
+        # one sum for each segment: the order of a sum over several rows depends on their number
+        parts = weight.to(payload.dtype).split(width // layout.segments)
+        payload[layout.header : layout.head] = torch.stack([part.sum() for part in parts])
+
+
+def _read_loss(
+    x: Tensor, target: Tensor, weight: Tensor | None, words: Sequence[int], start: int, size: int, segments: int,
+    invariant: bool, ignore_index: int, label_smoothing: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    dtype = result_dtype(x)
+    layout = layout_of(dtype, x.shape[0], segments)
+    payload = torch.empty(layout.length, dtype=dtype, device=x.device)
+    options = LossOptions(ignore_index, "none", label_smoothing, softcap, 0.0)
+    at = Columns(start, size, segments, invariant)
+    x = rows_of(x, x.shape[1]) if x.numel() else x
+    write_loss(payload, layout, 0, header_tensor(words, segments, payload), x, target, weight, at, options)
+    if label_smoothing:
+        write_sums(payload, layout, weight, x.shape[1])
+    return payload
+
+
+_read_loss_operator = define(
+    "parallel_read_loss(Tensor x, Tensor target, Tensor? weight, SymInt[] words, SymInt start, SymInt size, "
+    "int segments, bool invariant, int ignore_index, float label_smoothing, float? softcap) -> Tensor",
+    _read_loss,
+    lambda x, target, weight, words, start, size, segments, *rest: x.new_empty(
+        layout_of(result_dtype(x), x.shape[0], segments).length, dtype=result_dtype(x)
+    ),
 )
-_smoothed = define(
-    "parallel_smoothed(Tensor x, Tensor? weight, float? softcap, bool smooth, bool invariant) -> (Tensor, Tensor)",
-    _smoothed_kernel,
-    lambda x, weight, softcap, smooth, invariant: _two_fake(smooth, x),
-)
-not_differentiable("parallel_statistics")
-not_differentiable("parallel_smoothed")
-
-
-def statistics(x: Tensor, scale: float | Tensor, entropy: bool, invariant: bool) -> tuple[Tensor, Tensor]:
-    """((row_max, row_sum) of x*scale, (n_rows, 2); the entropy over these columns, (n_rows,), or nothing)."""
-    scales, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
-    given = (x, scales, number, entropy, invariant)
-    return _statistics(*given) if torch.compiler.is_compiling() else _statistics_kernel(*given)
-
-
-def smoothed(x: Tensor, how: Smoothing, invariant: bool) -> tuple[Tensor, Tensor]:
-    """((row_max, row_sum) of the capped logits; the sum of w*(lse - z) over these columns, or nothing)."""
-    given = (x, how.weight, how.softcap, how.smooth, invariant)
-    return _smoothed(*given) if torch.compiler.is_compiling() else _smoothed_kernel(*given)
-
-
-def picked(x: Tensor, ids: Tensor, scale: float | Tensor, softcap: float | None, like: Tensor) -> Tensor:
-    """The logits z at ids of these columns, 0 at others, in the moments' dtype.  # ids, result: (n_rows, n_picks)"""
-    if not x.shape[1]:
-        return x.new_zeros(ids.shape, dtype=result_dtype(x))
-    at = ids.clamp(0, x.shape[1] - 1)
-    z = x.gather(1, at)
-    if softcap is not None:
-        z = capped(z, softcap)
-    if isinstance(scale, Tensor):
-        z = z * scale.unsqueeze(1)
-    elif scale != 1.0:
-        z = widened(z) * scale
-    # where() widens 16-bit logits in the same pass
-    return torch.where(at == ids, z, constant(0.0, like))
-
-
-def joined(parts: list[Tensor]) -> Tensor:
-    """torch.stack, which copies, unless there is one part."""
-    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
+not_differentiable("parallel_read_loss")
 
 
 def read_loss(
-    x: Tensor, ids: Tensor, weight: Tensor | None, shard: Shard, options: LossOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a rank adds to a loss's payload for each row.
-
-    (segments, n_rows, 2) moments; (n_rows,) logits of targets; (segments, n_rows) sums of w*(lse - z), where smoothing
-    takes them; (n_rows,) weights of targets, where there are weights. Every op's payload is as long, so that ranks that
-    call different ones meet in one collective. ids: (n_rows, 1), from the rank's first column.
-    """
-    moments, spreads = [], []
-    for columns, _ in shard.pieces():
-        how = smoothing_of(options, weight, columns)
-        if how is None:
-            found, extra = statistics(x[:, columns], 1.0, False, shard.invariant)
-        else:
-            found, extra = smoothed(x[:, columns], how, shard.invariant)
-            if options.label_smoothing:  # -inf only: each term is infinite. No columns: there are no terms
-                extra = torch.where(found[:, 1] == 0.0, float("inf") if shard.width else 0.0, extra)
-        moments.append(found)
-        spreads.append(extra if options.label_smoothing else found[:, 0])
-    z = picked(x, ids, 1.0, options.softcap, moments[0]).squeeze(1)
-    weights = z
-    if weight is not None:
-        target = ids.squeeze(1)
-        at = target.clamp(0, max(shard.width - 1, 0))
-        weights = torch.where(at == target, weight[at], 0.0).to(z.dtype) if shard.width else torch.zeros_like(z)
-    return joined(moments), z, joined(spreads), weights
+    x: Tensor, target: Tensor, weight: Tensor | None, words: Sequence[int], shard: Shard, options: LossOptions
+) -> Tensor:
+    """The payload of a loss of rows x, (n_rows, width), as `write_loss` says."""
+    read = _read_loss_operator if torch.compiler.is_compiling() else _read_loss
+    return read(
+        x, target, weight, words, shard.start, shard.size, shard.segments, shard.invariant, options.ignore_index,
+        options.label_smoothing, options.softcap,
+    )  # fmt: skip
 
 
-def weight_sums(weight: Tensor | None, shard: Shard, like: Tensor) -> Tensor:
-    """The weights' sum in each of the rank's segments, or its number of columns.  # (segments,)"""
-    if weight is None:
-        return constant(shard.width / shard.segments, like).expand(shard.segments)
-    if not shard.width:
-        return like.new_zeros(shard.segments)
-    return torch.stack([weight[columns].to(like.dtype).sum() for columns, _ in shard.pieces()])
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def _read_statistics(
+    x: Tensor, ids: Tensor | None, scales: Tensor | None, scale: float, words: Sequence[int], start: int, size: int,
+    segments: int, invariant: bool, entropy: bool,
+) -> Tensor:  # fmt: skip
+    dtype, by = result_dtype(x), scale if scales is None else scales.contiguous()
+    layout = layout_of(dtype, x.shape[0], segments, 1 if ids is None else ids.shape[1])
+    payload = torch.empty(layout.length, dtype=dtype, device=x.device)
+    header, at = header_tensor(words, segments, payload), Columns(start, size, segments, invariant)
+    x = rows_of(x, x.shape[1]) if x.numel() else x
+    if is_supported(x):
+        try:
+            _write_statistics(payload, layout, header, x, ids, by, at, entropy)
+            return payload
+        except KernelUnavailable:
+            pass
+    payload[: layout.head].copy_(header)
+    part = parts_of(payload, layout)
+    for i, columns in enumerate(at.pieces(x.shape[1])):
+        found, entropies = formulas.statistics(canonical(x[:, columns], invariant), by, entropy)
+        part.moments[i] = found
+        if entropy:
+            part.spreads[i] = entropies
+    if ids is not None and ids.numel():
+        part.picked.copy_(formulas.picked(x, formulas.local_ids(ids, start, x.shape[1]), by, None))
+    return payload
+
+
+def _write_statistics(
+    payload: Tensor, layout: Layout, header: Tensor, x: Tensor, ids: Tensor | None, by: float | Tensor, at: Columns,
+    entropy: bool,
+) -> None:  # fmt: skip
+    for i, columns in enumerate(at.pieces(x.shape[1])):
+        piece, row = canonical(x[:, columns], at.invariant), i * layout.n_rows
+        moments, entropies, unused = places(payload, layout.head + 2 * row, layout.spreads + row, layout.picked)
+        into = unused, moments, entropies if entropy else None
+        row_statistics.write_statistics(rows_of(piece, piece.shape[1]), into, None, by, at.invariant)
+    if ids is None or not ids.numel():
+        payload[: layout.head].copy_(header)
+    else:
+        vocab_shards.pack_shard(
+            x, payload, layout, 0, header, ids.contiguous(), None, by, at.start, at.size, None, False, None
+        )
+
+
+_read_statistics_operator = define(
+    "parallel_read_statistics(Tensor x, Tensor? ids, Tensor? scales, float scale, SymInt[] words, SymInt start, "
+    "SymInt size, int segments, bool invariant, bool entropy) -> Tensor",
+    _read_statistics,
+    lambda x, ids, scales, scale, words, start, size, segments, *rest: x.new_empty(
+        layout_of(result_dtype(x), x.shape[0], segments, 1 if ids is None else ids.shape[1]).length,
+        dtype=result_dtype(x),
+    ),
+)
+not_differentiable("parallel_read_statistics")
+
+
+def read_statistics(
+    x: Tensor, ids: Tensor | None, scale: float | Tensor, words: Sequence[int], shard: Shard, entropy: bool
+) -> Tensor:
+    """The payload of statistics of rows x*scale: moments, the logits of ids (n_rows, picks), and each segment's own
+    entropy where there is `entropy`."""
+    read = _read_statistics_operator if torch.compiler.is_compiling() else _read_statistics
+    scales, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
+    return read(
+        x, ids, scales, number, words, shard.start, shard.size, shard.segments, shard.invariant, entropy
+    )  # fmt: skip

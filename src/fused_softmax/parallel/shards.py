@@ -38,6 +38,20 @@ class Shard(NamedTuple):
             yield slice(i * each, (i + 1) * each), self.start + i * each
 
 
+def canonical(x: Tensor, invariant: bool) -> Tensor:
+    """x, as a copy where equal bits need it: the kernels read vectors as wide as the address and the stride allow."""
+    if not invariant:
+        if is_batch_invariant():
+            raise RuntimeError("fused_softmax.parallel: within batch_invariant() call it outside of torch.compile")
+        return x
+    if not x.numel():
+        return x
+    item = x.element_size()
+    row = x.shape[1] * item
+    vector = min(16, row & -row)
+    return x.clone(memory_format=torch.contiguous_format) if (x.data_ptr() | x.stride(0) * item) % vector else x
+
+
 def process_group(function: str, group: Any) -> Any:
     """The process group that `group` stands for: itself, the only one of a DeviceMesh, or the default one for None."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

@@ -2,8 +2,8 @@
 
     softmax: dx = y*(dy - sum(dy*y));  log_softmax: dx = dy - exp(y)*sum(dy);  the sums are over all columns
 
-Forward: two reads and one write of the local logits, one all_gather of O(rows). Backward: one all_reduce of O(rows).
-Keeps the local result and nothing else. log_softmax's write and both gradients are PyTorch's, some rows at a time.
+Forward: two reads and one write of the local logits, one all_gather of O(rows). Backward: one all_reduce of O(rows),
+between a read for the sums and a read and write. Keeps the local result and nothing else.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..launch import softmax_shards
+from ..launch.availability import KernelUnavailable
+from ..launch.layout import rows_of
 from ..torch_ops.arguments import expect_tensors
-from ..torch_ops.decompositions import widened
-from ..torch_ops.route import supports_fused_cast
-from . import rows
-from .agreement import Call, constant
+from ..torch_ops.decompositions import result_dtype, widened
+from ..torch_ops.library import define, not_differentiable
+from ..torch_ops.route import is_supported, supports_fused_cast
+from .agreement import Call
 from .exchange import gather, sum_of_segments, sum_over_ranks
 from .gradients import Upstream, expect_once, statistics_gradient
-from .merge import merge
-from .shards import Shard, rows_and_shard
+from .rows import read_statistics
+from .shards import Shard, canonical, rows_and_shard
+from .whole_rows import merge_statistics
 
 CHUNK = 2**24  # elements that PyTorch's formulas widen at a time
 
@@ -56,10 +60,7 @@ def log_softmax(
     dtype: torch.dtype | None = None,
     check: bool = False,
 ) -> Tensor:
-    """Return this rank's columns of log_softmax over the columns of all ranks; the arguments are `parallel.softmax`'s.
-
-    Its write of the result is PyTorch's, in two operations for some rows at a time.
-    """
+    """Return this rank's columns of log_softmax over the columns of all ranks; arguments are `parallel.softmax`'s."""
     return _softmax("log_softmax", local_logits, group, vocab_start, vocab_size, dtype, check)
 
 
@@ -78,27 +79,18 @@ class Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, function: str, shard: Shard, check: bool) -> Tensor:
-        moments = rows.joined(
-            [rows.statistics(x[:, columns], 1.0, False, shard.invariant)[0] for columns, _ in shard.pieces()]
-        )
-        # as long as cross_entropy's payload, so that ranks that call different ops meet in one collective
-        fill = moments[0, :, 0], moments[..., 0], moments[0, :, 0], constant(0.0, moments).expand(shard.segments)
         call = Call(function, x.dtype, shard.size, shard.segments)
-        (moments, *_), disagrees = gather((moments, *fill), call, shard, check)
-        merged = merge(moments, disagrees)
+        words = call.words(shard.start, shard.width)
+        payload = read_statistics(x, None, 1.0, words, shard, False)
+        gathered, compares = gather(payload, words, x.shape[0], call, shard, check)
+        _, _, lse, moments = merge_statistics(gathered, None, x.shape[0], compares, shard, False, infinite=False)
         if function == "softmax":
             # softmax is the gradient of logsumexp
-            of_rows, upstream = merged.moments, Upstream(lse=torch.ones_like(merged.row_sum))
-            memory = None if torch.compiler.is_compiling() else torch.empty(x.shape, dtype=dtype, device=x.device)
-            for columns, _ in shard.pieces():
-                at = None if memory is None else memory[:, columns]
-                piece = statistics_gradient(x[:, columns], at, of_rows, 1.0, None, None, upstream, dtype)
-                y = piece if memory is None else memory
+            y = statistics_gradient(x, moments, 1.0, None, None, Upstream(lse=torch.ones_like(lse)), shard, dtype)
         else:
-            y = torch.empty(x.shape, dtype=dtype, device=x.device)
-            row_max, log_sum = merged.row_max.unsqueeze(1), merged.log_sum.unsqueeze(1)
-            for part in _parts(x):
-                y[part] = (widened(x[part]) - row_max[part]) - log_sum[part]
+            y = (_log_softmax_operator if torch.compiler.is_compiling() else _log_softmax)(
+                x, moments, dtype, shard.segments, shard.invariant
+            )
         ctx.save_for_backward(y)
         ctx.described = x.dtype, function, shard
         return y
@@ -108,24 +100,70 @@ class Softmax(torch.autograd.Function):
         (y,) = ctx.saved_tensors
         dtype, function, shard = ctx.described
         expect_once(function)
-        log, sums = function == "log_softmax", []
-        for columns, _ in shard.pieces():
-            dy_here, y_here = dy[:, columns], y[:, columns]
-            found = [_product(dy_here[part], None if log else y_here[part]) for part in _parts(y_here)]
-            sums.append(torch.cat([f.sum(1) for f in found]) if found else widened(y).new_zeros(0))
-        each = torch.stack(sums)
-        total = sum_of_segments(each, shard) if shard.invariant else sum_over_ranks(each[0], shard)
-        dx, total = torch.empty(y.shape, dtype=dtype, device=y.device), total.unsqueeze(1)
-        for part in _parts(y):
-            g, of_rows = widened(dy[part]), widened(y[part])
-            dx[part] = g - of_rows.exp() * total[part] if log else of_rows * (g - total[part])
-        return dx, None, None, None, None
+        compiling, log = torch.compiler.is_compiling(), function == "log_softmax"
+        sums = (_sums_operator if compiling else _sums)(y, dy, log, shard.segments, shard.invariant)
+        total = sum_of_segments(sums, shard) if shard.invariant else sum_over_ranks(sums[0], shard)
+        write = _gradient_operator if compiling else _gradient
+        return write(y, dy, total, log, dtype, shard.segments, shard.invariant), None, None, None, None
 
 
-def _product(dy: Tensor, y: Tensor | None) -> Tensor:
-    """dy, or dy*y, in float32 at least, contiguous: the order of its sum does not depend on how the tensors lie."""
-    dy = widened(dy)
-    return (dy.clone(memory_format=torch.contiguous_format) if y is None else dy * widened(y)).contiguous()
+def _rows(t: Tensor) -> Tensor:
+    return rows_of(t, t.shape[1])
+
+
+def _pieces(t: Tensor, segments: int) -> list[Tensor]:
+    """The segments' columns, as views."""
+    return list(t.split(max(1, t.shape[1] // segments), 1)) if t.shape[1] else []
+
+
+def _log_softmax(x: Tensor, moments: Tensor, dtype: torch.dtype, segments: int, invariant: bool) -> Tensor:
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    for x_here, y_here in zip(_pieces(x, segments), _pieces(y, segments), strict=True):
+        x_here = canonical(x_here, invariant)
+        if is_supported(x_here):
+            try:
+                softmax_shards.log_softmax(_rows(x_here), y_here, moments.contiguous(), invariant)
+                continue
+            except KernelUnavailable:
+                pass
+        row_max, log_sum = moments[:, :1], moments[:, 1:].log()
+        for part in _parts(x_here):
+            y_here[part] = (widened(x_here[part]) - row_max[part]) - log_sum[part]
+    return y
+
+
+def _sums(y: Tensor, dy: Tensor, log: bool, segments: int, invariant: bool) -> Tensor:
+    sums = torch.zeros((segments, y.shape[0]), dtype=result_dtype(y), device=y.device)
+    for i, (y_here, dy_here) in enumerate(zip(_pieces(y, segments), _pieces(dy, segments), strict=True)):
+        y_here, dy_here = canonical(y_here, invariant), canonical(dy_here, invariant)
+        if is_supported(y_here):
+            try:
+                softmax_shards.gradient_sums(_rows(y_here), _rows(dy_here), sums[i], log, invariant)
+                continue
+            except KernelUnavailable:
+                pass
+        for part in _parts(y_here):
+            g = widened(dy_here[part])
+            sums[i, part] = (g if log else g * widened(y_here[part])).contiguous().sum(1)
+    return sums
+
+
+def _gradient(
+    y: Tensor, dy: Tensor, total: Tensor, log: bool, dtype: torch.dtype, segments: int, invariant: bool
+) -> Tensor:
+    dx = torch.empty(y.shape, dtype=dtype, device=y.device)
+    for y_here, dy_here, dx_here in zip(*(_pieces(t, segments) for t in (y, dy, dx)), strict=True):
+        y_here, dy_here = canonical(y_here, invariant), canonical(dy_here, invariant)
+        if is_supported(y_here):
+            try:
+                softmax_shards.gradient(_rows(y_here), _rows(dy_here), dx_here, total.contiguous(), log, invariant)
+                continue
+            except KernelUnavailable:
+                pass
+        for part in _parts(y_here):
+            g, of_rows, of_all = widened(dy_here[part]), widened(y_here[part]), total[part].unsqueeze(1)
+            dx_here[part] = g - of_rows.exp() * of_all if log else of_rows * (g - of_all)
+    return dx
 
 
 def _parts(t: Tensor) -> Iterator[slice]:
@@ -133,3 +171,23 @@ def _parts(t: Tensor) -> Iterator[slice]:
     each = max(1, CHUNK // max(1, t.shape[1]))
     for start in range(0, t.shape[0], each):
         yield slice(start, min(start + each, t.shape[0]))
+
+
+_log_softmax_operator = define(
+    "parallel_log_softmax(Tensor x, Tensor moments, ScalarType dtype, int segments, bool invariant) -> Tensor",
+    _log_softmax,
+    lambda x, moments, dtype, *rest: x.new_empty(x.shape, dtype=dtype),
+)
+_sums_operator = define(
+    "parallel_softmax_sums(Tensor y, Tensor dy, bool log, int segments, bool invariant) -> Tensor",
+    _sums,
+    lambda y, dy, log, segments, invariant: y.new_empty((segments, y.shape[0]), dtype=result_dtype(y)),
+)
+_gradient_operator = define(
+    "parallel_softmax_gradient(Tensor y, Tensor dy, Tensor total, bool log, ScalarType dtype, int segments, "
+    "bool invariant) -> Tensor",
+    _gradient,
+    lambda y, dy, total, log, dtype, *rest: y.new_empty(y.shape, dtype=dtype),
+)
+for _name in ("parallel_log_softmax", "parallel_softmax_sums", "parallel_softmax_gradient"):
+    not_differentiable(_name)

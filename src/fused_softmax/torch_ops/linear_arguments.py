@@ -7,15 +7,19 @@ weights, and modules in place of weights, are refused: what they hold is not the
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ..launch.linear import Settings
+from ..launch.linear import Needs, Projection, Settings
 from ..launch.torch_private import is_traced
+from ..planning.types import Plan
 from .arguments import FLOATING, expect_floating, expect_tensors, integer, is_dtensor, other_device_error
+from .route import EMPTY, Fallback, PlanRequest, unsupported_reason
 
 
 def expect_matrix(function: str, weight: Any) -> None:
@@ -89,6 +93,33 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     if x.dtype is torch.float64 or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
+
+
+# --- plan_for ---------------------------------------------------------------------------------------------------------
+
+
+def planned_linear(asked: PlanRequest, op: str, plan: Callable[[Tensor, Tensor], Plan | str]) -> Plan | Fallback:
+    """What a linear loss runs on a chunk's logits. plan(logits, on): the plan for these logits, a meta tensor."""
+    weight, x = asked.linear_weight, asked.x
+    if weight is None:
+        raise ValueError(f'plan_for(op="{op}") needs linear_weight, which makes the logits of x')
+    expect_matrix(op, weight)
+    expect_tensors(op, input=x)
+    how = settings_of(op, x, weight, None)
+    if not x.numel() or not weight.numel():
+        return EMPTY
+    reason = unsupported_reason(x, how.logits)
+    if reason is not None:
+        return Fallback(f"the logits' rows are computed by PyTorch's formulas: {reason}")
+    rows = torch.empty((x.numel() // x.shape[-1], x.shape[-1]), dtype=x.dtype, device="meta")
+    on_meta = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+    chunks = Projection(rows, on_meta, None, how, Needs(asked.backward, asked.backward, False)).chunks
+    stride = chunks.stride if x.is_cuda else weight.shape[0]
+    logits = torch.empty((chunks.rows, stride), dtype=how.logits, device="meta")[:, : weight.shape[0]]
+    found = plan(logits, x)
+    if isinstance(found, str):
+        return Fallback(found)
+    return replace(found, why=f"{chunks.count} chunk(s) of at most {chunks.rows} rows of logits: {found.why}")
 
 
 # --- weights that are sharded over ranks ------------------------------------------------------------------------------

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..launch.cross_entropy import planned_cross_entropy
 from ..launch.linear import Needs, Settings
 from ..launch.options import CrossEntropy
 from .decompositions import result_dtype
 from .library import define, differentiable, not_differentiable
+from .linear_arguments import planned_linear
 from .linear_cross_entropy import TWICE, backward_of_chunks, forward_of_chunks, times, upstream_of
+from .route import planned_by
 
 _FIELDS = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? weight_sum, "
@@ -117,3 +120,9 @@ def _gradients(ctx: Any, g: Tensor | None, *_: None) -> tuple[Tensor | None, ...
 
 differentiable("linear_cross_entropy", _gradients, _save)
 not_differentiable("linear_cross_entropy_backward")
+planned_by(
+    "linear_cross_entropy",
+    lambda asked: planned_linear(
+        asked, "linear_cross_entropy", lambda logits, on: planned_cross_entropy(logits, on, asked.backward)
+    ),
+)

@@ -23,7 +23,8 @@ from ..launch.torch_private import has_storage
 from . import decompositions
 from .decompositions import result_dtype
 from .library import define, differentiable, not_differentiable
-from .route import can_bypass_dispatcher, is_supported, operator_takes
+from .linear_arguments import planned_linear
+from .route import can_bypass_dispatcher, is_supported, operator_takes, planned_by
 
 Statistics = tuple[Tensor, Tensor | None, Tensor]
 Watch = Callable[[slice, Tensor], None]
@@ -127,7 +128,7 @@ def _statistics_gradient(
 ) -> None:  # fmt: skip
     """Into dlogits, which may be logits, the gradient of the statistics for their upstream gradients."""
     if is_supported(logits) and ids.numel():
-        given = dict(ids=ids, g_picked=g_picked, entropy=entropy, g_entropy=g_entropy, g_lse=g_lse)
+        given: dict[str, Any] = dict(ids=ids, g_picked=g_picked, entropy=entropy, g_entropy=g_entropy, g_lse=g_lse)
         try:
             return rows.statistics_backward(logits, dlogits, moments, scale, **given)
         except KernelUnavailable:
@@ -259,3 +260,9 @@ def _gradients(
 
 differentiable("linear_token_logprobs", _gradients, _save)
 not_differentiable("linear_token_logprobs_backward")
+planned_by(
+    "linear_token_logprobs",
+    lambda asked: planned_linear(
+        asked, "linear_token_logprobs", lambda logits, on: rows.planned_statistics(logits, on, 1, asked.backward)
+    ),
+)

@@ -51,6 +51,7 @@ class PlanRequest:
     dtype: torch.dtype | None
     mask: Tensor | None
     backward: bool
+    linear_weight: Tensor | None = None
 
 
 # the ops that `plan_for` knows; each file of torch_ops adds its own

@@ -186,7 +186,7 @@ def _gradient(
     upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> None:
     g_picked, g_entropy, g_lse = upstream
-    given = dict(ids=ids, g_picked=g_picked, entropy=entropy, g_entropy=g_entropy, g_lse=g_lse)
+    given: dict[str, Any] = dict(ids=ids, g_picked=g_picked, entropy=entropy, g_entropy=g_entropy, g_lse=g_lse)
     try:
         rows.statistics_backward(x, dx, moments, scale, **given)
     except KernelUnavailable:

@@ -129,7 +129,7 @@ def _cpu() -> str:
 
 def without_folders(command: str) -> str:
     """A command without the folders that its run wrote to: they say nothing of the run, and are a machine's own."""
-    return re.sub(r" --(out|record)[ =]\S+", "", command)
+    return re.sub(r" --(out|record|equality)[ =]\S+", "", command)
 
 
 def header(device: torch.device, interpreted: bool) -> Header:

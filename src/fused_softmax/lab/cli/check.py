@@ -37,7 +37,9 @@ def verify(input: Input = None) -> None:
 
 
 def fuzz(
-    op: Annotated[str, typer.Option(help="comma-separated ops; default all")] = "",
+    op: Annotated[
+        str, typer.Option(help="comma-separated ops; default all, without the linear losses, which run by themselves")
+    ] = "",
     way: Annotated[str, typer.Option(help="comma-separated ways in, such as function,vmap; default all")] = "",
     dtype: Dtype = "",
     seconds: Annotated[float | None, typer.Option(min=0.0, help="how long; default 60, without a count")] = None,

@@ -21,6 +21,9 @@ def parallel(
     ranks: Annotated[int | None, typer.Option(min=2, help="GPUs; default: all that torch sees")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="timed rounds of each system")] = 7,
     out: Annotated[Path, typer.Option(help="the .json that is written")] = Path("out/parallel.json"),
+    equality: Annotated[
+        Path | None, typer.Option(help="compare every op with one GPU's, and bits on 1, 2, 4, 8 ranks; this record")
+    ] = None,
 ) -> None:
     """Check and time losses of rows spread over the GPUs of this machine; torchrun starts it as well."""
     import torch
@@ -41,4 +44,4 @@ def parallel(
     if uneven:
         raise Refused(f"{uneven[0]} columns are not even over {wanted} GPUs", "--columns")
     with_compiled = sizes if not compiled else () if compiled == "0" else numbers(compiled, "--compiled")
-    measure.launch(wanted, (tuple(ops), tuple(sizes), rows, tuple(with_compiled), rounds, out))
+    measure.launch(wanted, (tuple(ops), tuple(sizes), rows, tuple(with_compiled), rounds, out, equality))

@@ -9,11 +9,19 @@ from __future__ import annotations
 
 def replay(text: str) -> list[str]:
     """Run one case again, from its JSON; print and return what is wrong with it."""
+    import json
+
     import torch
 
+    from . import linear
     from .draw import Case
     from .judge import evaluate
 
+    fields = json.loads(text)
+    if fields.get("op") in linear.LINEAR_OPS:
+        wrong = linear.replay(fields)
+        print("; ".join(wrong) or "right")
+        return wrong
     outcome = evaluate(Case.from_json(text), "cuda" if torch.cuda.is_available() else "cpu")
     found = outcome.found()
     print("; ".join(found) or "right", f"(error over what is allowed: {outcome.largest_excess()})")

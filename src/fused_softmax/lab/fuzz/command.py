@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from fused_softmax.lab.registry import OPS, WAYS
+from fused_softmax.lab.registry import LINEAR_OPS, OPS, WAYS
 
 
 def fuzz(
@@ -26,7 +26,7 @@ def fuzz(
     from .session import Request, run
 
     try:
-        _known("op", ops, tuple(OPS))
+        _known("op", ops, (*OPS, *LINEAR_OPS))
         _known("way", ways, WAYS)
         if replayed:
             from .worker import prepare
@@ -34,6 +34,15 @@ def fuzz(
             prepare("cuda" if torch.cuda.is_available() else "cpu")
             return int(bool(replay(replayed)))
         limits = _columns(columns)
+        linear_ops, ops = tuple(op for op in ops if op in LINEAR_OPS), tuple(op for op in ops if op in OPS)
+        if linear_ops:
+            refused = dict(columns=columns, record=record, sanitize=sanitize, huge=huge, per_cell=per_cell)
+            given = ", ".join("--" + name.replace("_", "-") for name, value in refused.items() if value)
+            if ops or given:
+                raise ValueError(f"--op: {', '.join(linear_ops)} runs without {given or ', '.join(ops)}")
+            from . import linear
+
+            return int(linear.run(linear_ops, ways, dtypes, seconds, cases, seed, stop, _shown(console)) > 0)
         if record is not None:
             records.check(record, None if sanitize else seed)
         request = Request(
@@ -54,6 +63,10 @@ def fuzz(
         return int(not summary.clean)
     findings = run(request, console)
     return 130 if findings.interrupted else int(bool(findings.wrong.total()))
+
+
+def _shown(console: Console) -> Callable[[str], None]:
+    return lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _known(option: str, given: Sequence[str], allowed: Sequence[str]) -> None:

@@ -8,7 +8,12 @@ products are drawn too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import count, islice
 from random import Random
 from typing import Any
 
@@ -18,10 +23,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fused_softmax as fs
-from fused_softmax.lab import reference, torch_ways
+from fused_softmax.lab.registry import LINEAR_OPS, OPS
+from fused_softmax.launch.device import interpreting
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-WAYS = ("function", "function", "function", "module", "checkpoint", "compile")
+# how often each way is drawn
+WEIGHTS = {"function": 3}
 # roundings of float32 that a norm may be off by, and of the dtype where Triton's interpreter truncates
 SLACK = 4e-6
 TRUNCATED = 1.5
@@ -62,12 +69,51 @@ def draw(seed: int, most_columns: int = 4099, most_rows: int = 40) -> LinearCase
         options |= rng.choice(({}, {"temperature": 0.7}, {"temperature": "rows"}))
         options |= {"return_entropy": rng.random() < 0.5, "picks": rng.choice((None, None, 1, 3))}
     frozen = rng.choice(((), (), ("weight",), ("input",), ("bias",)))
-    way = rng.choice(WAYS) if op == "linear_cross_entropy" else rng.choice(("function", "checkpoint"))
+    ways = LINEAR_OPS[op].ways
+    way = rng.choices(ways, [WEIGHTS.get(way, 1) for way in ways])[0]
     return LinearCase(
         op, way, rng.choice(DTYPES), rng.randint(1, most_rows), rng.choice((1, 8, 16, 33)), n_cols,
         rng.random() < 0.4, frozen, rng.random() < 0.3, rng.choice((0.0, 0.0, 0.4, 1.0)), rng.random() < 0.3, options,
         seed,
     )  # fmt: skip
+
+
+def drawn(ops: tuple[str, ...], ways: tuple[str, ...], dtypes: tuple[str, ...], seed: int) -> Iterator[LinearCase]:
+    """The cases of a run's seed that are of these ops, ways and dtypes; empty: all. It does not end."""
+    for index in count():
+        case = draw(seed * 1_000_003 + index)
+        wanted = ((ops, case.op), (ways, case.way), (dtypes, case.dtype))
+        if all(not names or name in names for names, name in wanted):
+            yield case
+
+
+def run(
+    ops: tuple[str, ...], ways: tuple[str, ...], dtypes: tuple[str, ...], seconds: float | None, cases: int | None,
+    seed: int, stop: bool, show: Callable[[str], None],
+) -> int:  # fmt: skip
+    """Judges cases until so many are done or the time is over (60 seconds without a count); how many are wrong."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    end = math.inf if seconds is None and cases else time.monotonic() + (60.0 if seconds is None else seconds)
+    wrong = done = 0
+    for case in islice(drawn(ops, ways, dtypes, seed), cases):
+        done += 1
+        try:
+            found = judge(case, device, interpreting())
+        except Exception as error:  # a call that raises is a finding as well
+            found = [f"{type(error).__name__}: {error}"]
+        if found:
+            wrong += 1
+            show(f"WRONG {'; '.join(found)}\n  --replay '{json.dumps(asdict(case))}'")
+        if time.monotonic() > end or (stop and wrong):
+            break
+    show(f"linear losses: {done} cases, {wrong} wrong")
+    return wrong
+
+
+def replay(fields: dict[str, Any]) -> list[str]:
+    """What is wrong with the case of these fields, as JSON has them."""
+    case = LinearCase(**fields | dict(frozen=tuple(fields["frozen"])))
+    return judge(case, "cuda" if torch.cuda.is_available() else "cpu", interpreting())
 
 
 def judge(case: LinearCase, device: str, interpreted: bool = False) -> list[str]:
@@ -114,9 +160,9 @@ def _judge(case: LinearCase, device: str, interpreted: bool) -> list[str]:
     upstream = [torch.randn(t.shape, generator=generator).to(device) for t in ours]
     got = _with_gradients(ours, upstream, leaves)
     of_logits = {k: v for k, v in options.items() if k not in ("chunk_rows", "accumulate")}
-    name = case.op.removeprefix("linear_")
-    exact = _on_logits(getattr(reference, name), torch.float64, tensors, case.frozen, ids, of_logits, upstream)
-    own = _on_logits(getattr(torch_ways, name), dtype, tensors, case.frozen, ids, of_logits, upstream)
+    of = OPS[LINEAR_OPS[case.op].of]
+    exact = _on_logits(of.reference, torch.float64, tensors, case.frozen, ids, of_logits, upstream)
+    own = _on_logits(of.torch_way, dtype, tensors, case.frozen, ids, of_logits, upstream)
     wrong = []
     for key in exact:
         if key not in got or got[key].shape != exact[key].shape:
@@ -136,7 +182,7 @@ def _judge(case: LinearCase, device: str, interpreted: bool) -> list[str]:
 def _call(
     case: LinearCase, leaves: dict[str, Tensor], ids: Tensor, options: dict[str, Any], bias: Tensor | None
 ) -> Any:
-    function = getattr(fs, case.op)
+    function = LINEAR_OPS[case.op].function
     x, weight = leaves["input"], leaves["weight"]
     if case.way == "module":
         module = fs.nn.LinearCrossEntropyLoss(case.hidden, case.n_cols, bias=case.bias, **options)

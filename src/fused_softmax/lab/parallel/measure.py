@@ -11,6 +11,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_softmax.lab.bench.record import Header, Record, header, to_json, write_atomically
 from fused_softmax.lab.bench.timing import Timing, interleave
+from fused_softmax.lab.parallel.equality import check
 from fused_softmax.lab.parallel.systems import LOGPROBS, LOSS, SYSTEMS, Place, System
+from fused_softmax.launch.row_statistics import statistics, statistics_backward
 from fused_softmax.launch.torch_private import all_gather_into_tensor, wait_tensor
-from fused_softmax.parallel.gradients import Upstream, statistics_gradient
-from fused_softmax.parallel.rows import statistics
 
 BOUND = "row statistics + gradient + all_gather"
 COLUMNS = (131072, 262144, 1048576)
@@ -146,17 +147,18 @@ def bound(op: str, x: Tensor, target: Tensor, at: Place, payload: int) -> Callab
     """The kernels on this rank's shard, and a bare all_gather of the payload's bytes."""
     sent = torch.zeros(payload // 4, device=x.device)
     x, ids = x.detach(), (target - at.start).unsqueeze(1)
-    g = torch.full((x.shape[0],), 1.0 / x.shape[0], device=x.device)
+    g = torch.full(ids.shape, -1.0 / x.shape[0], device=x.device)
     group = dist.group.WORLD
     assert group is not None
     name = group.group_name
 
     def call() -> Any:
-        moments, _ = statistics(x, 1.0, False, False)
+        moments = statistics(x, None, 1.0, False)[3]
+        assert moments is not None
         wait_tensor(all_gather_into_tensor(sent, at.ranks, name))
         if op == LOSS:
             dx = torch.empty_like(x)
-            return statistics_gradient(x, dx, moments, 1.0, ids, None, Upstream(picked=-g.unsqueeze(1)))
+            statistics_backward(x, dx, moments, 1.0, ids=ids, g_picked=g)
         return moments
 
     return call
@@ -245,10 +247,11 @@ def free() -> None:
 
 
 def run(
-    ops: tuple[str, ...], columns: tuple[int, ...], n_rows: int, compiled: tuple[int, ...], rounds: int, out: Path
+    ops: tuple[str, ...], columns: tuple[int, ...], n_rows: int, compiled: tuple[int, ...], rounds: int, out: Path,
+    equality: Path | None = None,
 ) -> tuple[Header, list[Record]]:  # fmt: skip
     """On every rank of the default group: all ops and widths; rank 0 shows and writes. compiled: the widths at which
-    compiled systems run, too."""
+    compiled systems run, too. equality: where the record of `equality.check` goes, which runs last."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device())
     mesh = dist.device_mesh.init_device_mesh("cuda", (ranks,))
@@ -270,7 +273,22 @@ def run(
     head.finished = True
     if rank == 0:
         write_atomically(out, to_json(head, records))
+    if equality is not None:
+        record_equality(rank, ranks, device, replace(head, finished=False), equality)
     return head, records
+
+
+def record_equality(rank: int, ranks: int, device: torch.device, head: Header, out: Path) -> None:
+    """`equality.check`, shown and written as it goes."""
+    found: list[Record] = []
+    for record in check(rank, ranks, device):
+        found.append(record)
+        if rank == 0:
+            print(line(record), flush=True)
+            write_atomically(out, to_json(head, found))
+    head.finished = True
+    if rank == 0:
+        write_atomically(out, to_json(head, found))
 
 
 def line(record: Record) -> str:
