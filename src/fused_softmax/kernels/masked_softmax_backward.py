@@ -91,8 +91,9 @@ def masked_softmax_backward(
     edges, in_edges, y_edges, dy_edges = (), (), (), ()
     for t in tl.static_range(EDGES):
         edge, in_edge = edge_tile(
-            t, head, within, interior, columns, (rank == 0) & (warp == 0) & exists, UNALIGNED, False, False, VECTORS, VEC
-        )
+            t, head, within, interior, columns, (rank == 0) & (warp == 0) & exists, UNALIGNED, False, False,
+            VECTORS, VEC,
+        )  # fmt: skip
         edges, in_edges = edges + (edge,), in_edges + (in_edge,)
         y_edges = y_edges + (tl.load(y_row + edge, mask=in_edge, other=0.0).to(tl.float32),)
         dy_edges = dy_edges + (tl.load(dy_row + edge, mask=in_edge, other=0.0).to(tl.float32),)

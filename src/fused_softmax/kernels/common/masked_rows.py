@@ -9,7 +9,6 @@ from .masks import hide, mask_of
 from .numerics import exp, scaled, upcast
 from .tiles import chunk_offsets, store_chunk
 
-
 HEAD = tl.constexpr(0)
 SEEN_IN_PART = tl.constexpr(1)
 TAIL = tl.constexpr(2)
