@@ -79,7 +79,7 @@ def masked_softmax_forward(
     EDGES: tl.constexpr = edge_tiles(UNALIGNED, CAUSAL, IS_SHIFTED, VECTORS, VEC)
     # an edge tile is one element more for a thread. On a cluster it is reduced with its segment instead: Triton may
     # place the tile in other CTAs than the row's
-    FOLDED: tl.constexpr = EDGES > 0 and CTAS == 1 and not TWO_PASS and (MASK != NO_MASK or not REMATERIALIZE)
+    FOLDED: tl.constexpr = EDGES > 0 and CTAS == 1 and not TWO_PASS and not REMATERIALIZE
     # z is never computed: exp(scale*(x - m)) takes one multiply-add and one exp2
     FUSED: tl.constexpr = (
         MASK == NO_MASK and not TWO_PASS and PTX and CTAS == 1 and x_ptr.dtype.element_ty.primitive_bitwidth == 16
@@ -202,8 +202,9 @@ def masked_softmax_forward(
                 for t in tl.static_range(EDGES):
                     top = tl.maximum(top, z_edges[t])
             m = top if FUSED else tl.maximum(scaled(top, scale, PTX), LOWEST)
-            base, shift, correction = exp2_affine(m, FUSED, scale)
-            base, shift = base[:, :, None], shift[:, :, None]
+            # with the shape of a chunk: Triton 3.6 fails where it must move the correction of [SEGMENTS, VECTORS]
+            base, shift, correction = exp2_affine(m[:, :, None], FUSED, scale)
+            correction = tl.reshape(correction, m.shape)
             for c in tl.static_range(CHUNKS):
                 if SKIPS:
                     if c * CHUNK < most:
