@@ -86,7 +86,7 @@ def store_around(
     at, width, within, y, C: tl.constexpr, CAUSAL: tl.constexpr,
     SEGMENTS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Writes chunk C, where CAUSAL without the vector at `within`, which `head_seen_and_tail` has.
+    """Writes chunk C, where CAUSAL without the vector at `within`, which an `edge_tile` has.
 
     within: from the slice's first column.
     """
