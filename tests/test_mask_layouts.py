@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,6 +53,32 @@ def test_masks_out_of_phase_with_their_rows(n_cols, dtype, mask_dtype):
         y = fs.masked_softmax(x, mask)
         tolerance = 1e-6 if dtype is torch.float32 else 1e-2
         torch.testing.assert_close(y.double(), exact(x, mask), rtol=tolerance, atol=tolerance / 100)
+
+
+@pytest.mark.parametrize(("n_cols", "threads"), [(101, 8), (101, 16), (101, 32), (104, 8)])
+@pytest.mark.parametrize("kind", ["causal", "additive", "both"])
+def test_any_number_of_threads_holds_a_row(kind, n_cols, threads, monkeypatch):
+    """Head, tail and the vector that a row sees in part are up to four vectors, in one tile or in several."""
+    causal, masked = kind != "additive", kind != "causal"
+
+    def with_threads(op):
+        def planner(problem, device):
+            chosen = op.planner(problem, device)
+            chunks = -(-chosen.chunks * chosen.vectors_per_chunk // threads)
+            return replace(chosen, vectors_per_chunk=threads, chunks=chunks, rows=4)
+
+        return replace(op, planner=planner)
+
+    for ops, key in ((masked_rows.FORWARD, masked), (masked_rows.BACKWARD, False)):
+        monkeypatch.setitem(ops, key, with_threads(ops[key]))
+    x, dy = torch.randn(2, 2, 13, n_cols).bfloat16()
+    mask = placed(torch.randn(13, n_cols).bfloat16(), 3) if masked else torch.zeros(13, n_cols)
+    seen = torch.ones(13, n_cols, dtype=torch.bool).tril(0 if causal else n_cols)
+    y = fs.masked_softmax(x, mask if masked else None, causal=causal)
+    torch.testing.assert_close(y.double(), exact(x.double() + mask.double(), seen), rtol=1e-2, atol=1e-4)
+    dx = masked_rows.masked_backward(y, dy, None, 1.0, causal)
+    want = y.double() * (dy.double() - (y.double() * dy.double()).sum(-1, keepdim=True))
+    torch.testing.assert_close(dx.double(), want.masked_fill(~seen, 0.0), rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("width", [160, 2000])

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_max_sum, init_cluster_barrier, leave_cluster
-from .common.masked_rows import accumulate, head_seen_and_tail, reciprocal, scores, store_around, upcast_logits
+from .common.masked_rows import accumulate, edge_tile, edge_tiles, reciprocal, scores, store_around, upcast_logits
 from .common.masks import (
     NO_MASK,
     OWN,
@@ -76,10 +76,10 @@ def masked_softmax_forward(
     BITS: tl.constexpr = TYPE.primitive_bitwidth
     IS_SHIFTED: tl.constexpr = MASK != NO_MASK and MASK_COLS == SHIFTED
     REMATERIALIZE: tl.constexpr = RECOMPUTE and MASK == NO_MASK
-    HEAD_TAIL: tl.constexpr = UNALIGNED or CAUSAL or IS_SHIFTED
-    # head and tail are one element more for a thread. On a cluster they are reduced with their segment instead: Triton
-    # may place their tile in other CTAs than the row's
-    FOLDED: tl.constexpr = HEAD_TAIL and CTAS == 1 and not TWO_PASS and MASK != NO_MASK
+    EDGES: tl.constexpr = edge_tiles(UNALIGNED, CAUSAL, IS_SHIFTED, VECTORS, VEC)
+    # an edge tile is one element more for a thread. On a cluster it is reduced with its segment instead: Triton may
+    # place the tile in other CTAs than the row's
+    FOLDED: tl.constexpr = EDGES > 0 and CTAS == 1 and not TWO_PASS and not REMATERIALIZE
     # z is never computed: exp(scale*(x - m)) takes one multiply-add and one exp2
     FUSED: tl.constexpr = (
         MASK == NO_MASK and not TWO_PASS and PTX and CTAS == 1 and x_ptr.dtype.element_ty.primitive_bitwidth == 16
@@ -151,21 +151,24 @@ def masked_softmax_forward(
             mask = load_masks(
                 at_mask, to_mask, left, m_col, MASK_COLS, BITS, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC
             )
-    if HEAD_TAIL:
-        head_tail, in_head_tail = head_seen_and_tail(
-            head, within, interior, columns, (rank == 0) & (warp == 0) & exists, VECTORS, VEC
-        )
-        visible = in_head_tail & (head_tail < seen - head)
-        x_head_tail = tl.load(x_row + head_tail, mask=visible, other=-float("inf"))
+    edges, in_edges, z_edges = (), (), ()
+    for t in tl.static_range(EDGES):
+        edge, in_edge = edge_tile(
+            t, head, within, interior, columns, (rank == 0) & (warp == 0) & exists, UNALIGNED, CAUSAL, IS_SHIFTED,
+            VECTORS, VEC,
+        )  # fmt: skip
+        visible = in_edge & (edge < seen - head)
+        z_edge = tl.load(x_row + edge, mask=visible, other=-float("inf"))
         if MASK == NO_MASK:
-            mask_head_tail = x_head_tail
+            mask_edge = z_edge
         elif MASK_COLS == 0:
-            mask_head_tail = query_mask
+            mask_edge = query_mask
         else:
-            mask_head_tail = tl.load(mask_row + head_tail * (m_col if COL == 2 else COL), mask=visible, other=0)
-        z_head_tail = x_head_tail.to(tl.float32)
+            mask_edge = tl.load(mask_row + edge * (m_col if COL == 2 else COL), mask=visible, other=0)
+        z_edge = z_edge.to(tl.float32)
         if not FUSED:
-            z_head_tail = hide(z_head_tail, mask_head_tail, scale, MASK, PTX)
+            z_edge = hide(z_edge, mask_edge, scale, MASK, PTX)
+        edges, in_edges, z_edges = edges + (edge,), in_edges + (in_edge,), z_edges + (z_edge,)
     if TWO_PASS:
         most = tl.max(tl.max(left, 1), 0)  # of a CTA's segments, the first has the most columns
         for step in range(tl.cdiv(tl.maximum(most, 0), STEP)):
@@ -194,10 +197,14 @@ def masked_softmax_forward(
                         top = tl.maximum(top, tl.max(x[c], 2))
                 else:
                     top = tl.maximum(top, tl.max(x[c], 2))
-            top = tl.maximum((tl.maximum(top, x_head_tail) if FOLDED else top).to(tl.float32), LOWEST)
+            top = tl.maximum(top.to(tl.float32), LOWEST)
+            if FOLDED:
+                for t in tl.static_range(EDGES):
+                    top = tl.maximum(top, z_edges[t])
             m = top if FUSED else tl.maximum(scaled(top, scale, PTX), LOWEST)
-            base, shift, correction = exp2_affine(m, FUSED, scale)
-            base, shift = base[:, :, None], shift[:, :, None]
+            # with the shape of a chunk: Triton 3.6 fails where it must move the correction of [SEGMENTS, VECTORS]
+            base, shift, correction = exp2_affine(m[:, :, None], FUSED, scale)
+            correction = tl.reshape(correction, m.shape)
             for c in tl.static_range(CHUNKS):
                 if SKIPS:
                     if c * CHUNK < most:
@@ -213,19 +220,24 @@ def masked_softmax_forward(
                 z = z + (scores(x[c], mask[c], to_mask, scale, MASK, MASK_COLS, TYPE, PTX),)
                 m = tl.maximum(m, tl.max(z[c], 2))
             if FOLDED:
-                m = tl.maximum(m, z_head_tail)
+                for t in tl.static_range(EDGES):
+                    m = tl.maximum(m, z_edges[t])
             for c in tl.static_range(CHUNKS):
                 exps = exps + (exp(z[c] - m[:, :, None]),)
                 s += tl.sum(exps[c], 2)
+    exp_edges = ()
     if FOLDED:
-        exp_head_tail = exp((z_head_tail - m) * unit)
-        s += exp_head_tail
+        for t in tl.static_range(EDGES):
+            exp_edges = exp_edges + (exp((z_edges[t] - m) * unit),)
+            s += exp_edges[t]
     segment_max = tl.max(m, 1)
-    if HEAD_TAIL and not FOLDED:
-        segment_max = tl.maximum(segment_max, tl.max(z_head_tail, 1))
+    if not FOLDED:
+        for t in tl.static_range(EDGES):
+            segment_max = tl.maximum(segment_max, tl.max(z_edges[t], 1))
     segment_sum = tl.sum(rounded_product(s, exp((m - segment_max[:, None]) * unit)), 1)
-    if HEAD_TAIL and not FOLDED:
-        segment_sum += tl.sum(exp((z_head_tail - segment_max[:, None]) * unit), 1)
+    if not FOLDED:
+        for t in tl.static_range(EDGES):
+            segment_sum += tl.sum(exp((z_edges[t] - segment_max[:, None]) * unit), 1)
     row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)
     row_max = row_max[:, None]
     by = reciprocal(row_sum[:, None], ZERO, REMATERIALIZE)
@@ -268,15 +280,15 @@ def masked_softmax_forward(
             store_around(y_row + first, width, within - first, y, c, CAUSAL, SEGMENTS, WARPS_PER_ROW, VECTORS, VEC)
     else:
         by_vector = exp((m - row_max) * unit) * by
-        if FOLDED:
-            y_head_tail = exp_head_tail * by_vector
+        y_edges = ()
+        for t in tl.static_range(EDGES if FOLDED else 0):
+            y_edges = y_edges + (exp_edges[t] * by_vector,)
         if FUSED:
             by_vector *= correction
         for c in tl.static_range(CHUNKS):
             y = exps[c] * by_vector[:, :, None]
             store_around(y_row + first, width, within - first, y, c, CAUSAL, SEGMENTS, WARPS_PER_ROW, VECTORS, VEC)
-    if HEAD_TAIL:
-        if not FOLDED:
-            y_head_tail = exp((z_head_tail - row_max) * unit) * by
-        tl.store(y_row + head_tail, y_head_tail.to(y_ptr.dtype.element_ty), mask=in_head_tail)
+    for t in tl.static_range(EDGES):
+        y_edge = y_edges[t] if FOLDED else exp((z_edges[t] - row_max) * unit) * by
+        tl.store(y_row + edges[t], y_edge.to(y_ptr.dtype.element_ty), mask=in_edges[t])
     leave_cluster(CTAS, PTX)

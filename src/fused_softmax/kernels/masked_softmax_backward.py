@@ -14,12 +14,12 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_sum, init_cluster_barrier, leave_cluster
+from .common.masked_rows import edge_tile, edge_tiles
 from .common.masks import NO_MASK, load_query_mask, mask_row_of
 from .common.numerics import rounded_product, sum_of_vectors, upcast
 from .common.row_scheduler import row_in_order, seen_of
 from .common.tiles import (
     chunk_offsets,
-    head_and_tail,
     load_chunks,
     segments_of,
     slice_of,
@@ -59,6 +59,7 @@ def masked_softmax_backward(
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 1, PTX, WARPS_PER_ROW)
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
+    EDGES: tl.constexpr = edge_tiles(UNALIGNED, False, False, VECTORS, VEC)
     scale = tl.cast(scale, tl.float32)
     place, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
     warp = warp_of(SEGMENTS, WARPS_PER_ROW)
@@ -87,15 +88,21 @@ def masked_softmax_backward(
                 d += sum_of_vectors(upcast(y[c], PTX) * upcast(dy[c], PTX), PTX)
         else:
             d += sum_of_vectors(upcast(y[c], PTX) * upcast(dy[c], PTX), PTX)
-    if UNALIGNED:
-        head_tail, in_head_tail = head_and_tail(
-            head, interior, n_cols, (rank == 0) & (warp == 0) & exists, VECTORS, VEC
-        )
-        y_head_tail = tl.load(y_row + head_tail, mask=in_head_tail, other=0.0).to(tl.float32)
-        dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0).to(tl.float32)
+    edges, in_edges, y_edges, dy_edges = (), (), (), ()
+    for t in tl.static_range(EDGES):
+        edge, in_edge = edge_tile(
+            t, head, within, interior, columns, (rank == 0) & (warp == 0) & exists, UNALIGNED, False, False,
+            VECTORS, VEC,
+        )  # fmt: skip
+        edges, in_edges = edges + (edge,), in_edges + (in_edge,)
+        y_edges = y_edges + (tl.load(y_row + edge, mask=in_edge, other=0.0).to(tl.float32),)
+        dy_edges = dy_edges + (tl.load(dy_row + edge, mask=in_edge, other=0.0).to(tl.float32),)
+        if CTAS == 1:
+            d += rounded_product(y_edges[t], dy_edges[t])
     d = tl.sum(d, 1)
-    if UNALIGNED:
-        d += tl.sum(rounded_product(y_head_tail, dy_head_tail), 1)
+    if CTAS > 1:  # Triton may place these tiles in other CTAs than the row's
+        for t in tl.static_range(EDGES):
+            d += tl.sum(rounded_product(y_edges[t], dy_edges[t]), 1)
     d = cluster_reduce_sum(d, CTAS, PTX, WARPS_PER_ROW)[:, None]
     if MASK != NO_MASK:
         not_finite = exists & ((tl.abs(d) < float("inf")) == 0)
@@ -132,16 +139,16 @@ def masked_softmax_backward(
                 seen = tl.reshape(tl.load(at, mask=not_finite & (offsets < left), other=1), (SEGMENTS, VECTORS, VEC))
             dx = tl.where(seen != 0, dx, 0.0)
         store_chunk(dx_row + first, width, dx, c, SEGMENTS, 0, VECTORS, VEC, WARPS_PER_ROW)
-    if UNALIGNED:
-        dx_head_tail = scale * y_head_tail * (dy_head_tail - d)
+    for t in tl.static_range(EDGES):
+        dx_edge = scale * y_edges[t] * (dy_edges[t] - d)
         if CAUSAL:
-            dx_head_tail = tl.where(head_tail + head <= query, dx_head_tail, 0.0)
+            dx_edge = tl.where(edges[t] + head <= query, dx_edge, 0.0)
         if MASK != NO_MASK:
             if MASK_COLS == 0:
-                seen_head_tail = query_mask
+                seen_edge = query_mask
             else:
-                at_head_tail = mask_row + head_tail * (m_col if MASK_COLS == 2 else 1)
-                seen_head_tail = tl.load(at_head_tail, mask=not_finite & in_head_tail, other=1)
-            dx_head_tail = tl.where(seen_head_tail != 0, dx_head_tail, 0.0)
-        tl.store(dx_row + head_tail, dx_head_tail.to(dx_ptr.dtype.element_ty), mask=in_head_tail)
+                at_edge = mask_row + edges[t] * (m_col if MASK_COLS == 2 else 1)
+                seen_edge = tl.load(at_edge, mask=not_finite & in_edges[t], other=1)
+            dx_edge = tl.where(seen_edge != 0, dx_edge, 0.0)
+        tl.store(dx_row + edges[t], dx_edge.to(dx_ptr.dtype.element_ty), mask=in_edges[t])
     leave_cluster(CTAS, PTX)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fused_softmax.lab.bench.inputs import batches, queries
+from fused_softmax.lab.bench.inputs import Scores, batches, queries
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ def traffic(system: str, n_rows: int, n_cols: int, regime: str | None = None) ->
 # --- elements that any implementation must read and write: (n_rows, n_cols) -> (read, written) ------------------------
 
 
-def one_in_one_out(n_rows: int, n_cols: int) -> tuple[int, int]:
+def one_in_one_out(n_rows: int, n_cols: int, scores: Scores | None = None) -> tuple[int, int]:
     """As a copy."""
     return n_rows * n_cols, n_rows * n_cols
 
 
-def two_in_one_out(n_rows: int, n_cols: int) -> tuple[int, int]:
+def two_in_one_out(n_rows: int, n_cols: int, scores: Scores | None = None) -> tuple[int, int]:
     """As an addition."""
     return 2 * n_rows * n_cols, n_rows * n_cols
 
@@ -107,32 +107,32 @@ def forward_and_backward(n_rows: int, n_cols: int) -> tuple[int, int]:
     return 3 * n_rows * n_cols, 2 * n_rows * n_cols
 
 
-def _visible(n_rows: int, n_cols: int) -> int:
+def _visible(n_rows: int, n_cols: int, scores: Scores | None) -> int:
     """Elements that a causal mask does not hide: the columns of each row up to its query."""
-    n_queries = queries(n_rows, n_cols)
+    n_queries = queries(n_rows, n_cols, scores)
     return n_rows // max(n_queries, 1) * sum(min(q + 1, n_cols) for q in range(n_queries))
 
 
-def causal(n_rows: int, n_cols: int) -> tuple[int, int]:
+def causal(n_rows: int, n_cols: int, scores: Scores | None = None) -> tuple[int, int]:
     """Visible elements are read; all are written, zeros too."""
-    return _visible(n_rows, n_cols), n_rows * n_cols
+    return _visible(n_rows, n_cols, scores), n_rows * n_cols
 
 
-def causal_gradient(n_rows: int, n_cols: int) -> tuple[int, int]:
+def causal_gradient(n_rows: int, n_cols: int, scores: Scores | None = None) -> tuple[int, int]:
     """Visible elements of the result and of its gradient are read; all are written, zeros too."""
-    return 2 * _visible(n_rows, n_cols), n_rows * n_cols
+    return 2 * _visible(n_rows, n_cols, scores), n_rows * n_cols
 
 
-def additive(n_rows: int, n_cols: int) -> tuple[int, int]:
+def additive(n_rows: int, n_cols: int, scores: Scores | None = None) -> tuple[int, int]:
     """The scores, and the mask of one head once."""
-    return (n_rows + queries(n_rows, n_cols)) * n_cols, n_rows * n_cols
+    return (n_rows + queries(n_rows, n_cols, scores)) * n_cols, n_rows * n_cols
 
 
-def biased(n_rows: int, n_cols: int) -> tuple[int, int]:
+def biased(n_rows: int, n_cols: int, scores: Scores | None = None) -> tuple[int, int]:
     """The scores, and the bias of one batch once."""
-    return (n_rows + n_rows // batches(n_rows, n_cols)) * n_cols, n_rows * n_cols
+    return (n_rows + n_rows // batches(n_rows, n_cols, scores)) * n_cols, n_rows * n_cols
 
 
-def boolean_mask(n_rows: int, n_cols: int) -> int:
+def boolean_mask(n_rows: int, n_cols: int, scores: Scores | None = None) -> int:
     """Bytes of the mask of one head."""
-    return queries(n_rows, n_cols) * n_cols
+    return queries(n_rows, n_cols, scores) * n_cols

@@ -8,7 +8,8 @@ from .config_tables import (
     MASKED,
     MASKED_BACKWARD_REGISTERS,
     MASKED_CHUNKS,
-    MASKED_NARROW_ROWS,
+    MASKED_FEW_CHUNKS,
+    MASKED_LANES,
     TWO_PASS_CHUNKS,
     TWO_PASS_WARPS,
     KernelConfig,
@@ -23,13 +24,14 @@ def plan_masked(problem: Problem, device: Device, masked: bool) -> Plan:
     >>> plan_masked(Problem(2048, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"], masked=False).regime
     'block'
     """
-    chosen = warp_plan(problem, device) if problem.n_cols <= 512 else None
-    if chosen is not None and chosen.vectors_per_chunk <= device.warp_size:
-        chunks = -(-chosen.chunks * chosen.vectors_per_chunk // device.warp_size)
-        chosen = _rows_of_warps(chosen, chunks, chosen.num_warps, device)
-        if chunks in MASKED_NARROW_ROWS and chosen.vec == problem.full_vec:
-            chosen = replace(chosen, num_warps=1, rows=MASKED_NARROW_ROWS[chunks])
     in_vectors = geometry(problem)[0] == problem.full_vec
+    if in_vectors:
+        chosen = _narrow_plan(problem, device)
+    else:
+        chosen = warp_plan(problem, device) if problem.n_cols <= 512 else None
+        if chosen is not None and chosen.vectors_per_chunk <= device.warp_size:
+            chunks = -(-chosen.chunks * chosen.vectors_per_chunk // device.warp_size)
+            chosen = _rows_of_warps(chosen, chunks, chosen.num_warps, device)
     for config in MASKED["backward" if problem.backward else "masked" if masked else "unmasked"]:
         if chosen is None and problem.n_cols * problem.itemsize <= config.max_cols * 2:
             by_warps = config.rows > 1 and in_vectors
@@ -49,6 +51,20 @@ def plan_masked(problem: Problem, device: Device, masked: bool) -> Plan:
     # no cap with a mask: it is read where a row's sum is not finite, which takes more registers
     capped = problem.backward and not masked and chosen.ctas > 1 and chosen.chunks <= 4 and problem.itemsize == 2
     return replace(chosen, max_registers=MASKED_BACKWARD_REGISTERS if capped and chosen.vec == 8 else None)
+
+
+def _narrow_plan(problem: Problem, device: Device) -> Plan | None:
+    """The plan of rows that a part of a warp holds, as many as its other parts; None for wider rows."""
+    vec, unaligned = geometry(problem)
+    units = problem.n_cols // vec if unaligned else -(-problem.n_cols // vec)
+    lanes = next((lanes for most, lanes in MASKED_LANES[problem.itemsize] if units <= most), None)
+    if lanes is None:
+        return None
+    chunks = max(1, -(-units // lanes))
+    num_warps = 4 if chunks <= MASKED_FEW_CHUNKS else 1
+    rows = num_warps * device.warp_size // lanes
+    why = f"{rows} rows per program, each in {lanes} threads of a warp: no reduction leaves them"
+    return Plan("warp", rows, 1, 1, lanes, vec, chunks, 0, unaligned, False, num_warps, None, why)
 
 
 def _rows_of_warps(plan: Plan, chunks: int, num_warps: int, device: Device) -> Plan:

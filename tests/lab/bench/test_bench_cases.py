@@ -30,7 +30,7 @@ from fused_softmax.lab.bench.ops import OPS, family, ops_named, parts_of
 
 MASKED = (
     *("masked_softmax_causal", "masked_softmax_additive", "masked_softmax_boolean", "masked_softmax_bias"),
-    *("masked_softmax_causal_backward", "masked_softmax_additive_backward"),
+    *("masked_softmax_causal_backward", "masked_softmax_additive_backward", "masked_softmax_boolean_backward"),
 )
 
 
@@ -53,7 +53,8 @@ def test_short_cases_are_timed_by_graph_replay_and_long_ones_by_events():
     assert {case.timed_by for case in table("small").cases} == {"graph"}
     assert {case.timed_by for case in table("forward").cases} == {"events"}
     assert len(table("small").cases) == 3 * 5 * 7
-    assert len(table("few_rows").cases) == 2 * 5 * 3
+    assert {case.timed_by for case in table("few_rows_cold").cases} == {"graph_cold"}
+    assert len(table("few_rows").cases) == len(table("few_rows_cold").cases) == 2 * 5 * 12
 
 
 def test_random_table_keeps_the_widths_that_were_recorded():
@@ -82,9 +83,16 @@ def test_every_op_has_random_cases_of_its_range(op: str):
     assert {c.timed_by for c in cases} == {"events"} and {c.op for c in cases} == {op}
     for case in cases:
         if family(op) == "masked_softmax":
-            assert case.n_rows % case.n_cols == 0 and case.n_rows * case.n_cols > 2**28 - case.n_cols**2
+            n_batches, n_heads, n_queries = case.scores
+            assert case.n_rows == n_batches * n_heads * n_queries and case.n_rows * case.n_cols >= 2**28
         else:
             assert 2**28 - case.n_cols < case.n_rows * case.n_cols <= 2**28
+    if family(op) == "masked_softmax":
+        assert 5 < sum(case.scores[2] == case.n_cols for case in cases) < 25 and {c.scores[0] for c in cases} == {
+            1,
+            2,
+            4,
+        }
     assert {c.dtype for c in random_cases(op, 2, 3, ("float16",))} == {"float16"}
     assert {c.n_rows for c in random_cases(op, 4, 3, n_rows=5)} == {5}
 
@@ -165,6 +173,17 @@ def test_inputs_and_references_agree_with_torch(op: str):
     assert all(t.shape[0] == 4 for t in inputs[: entry.by_row])
 
 
+@pytest.mark.parametrize("op", [op for op in OPS if family(op) == "masked_softmax"])
+def test_scores_of_any_batches_heads_and_queries(op: str):
+    entry = OPS[op]
+    inputs = entry.inputs(2 * 3 * 5, 7, torch.float64, torch.device("cpu"), 0, scores=(2, 3, 5))
+    scores, *_ = entry.planned(*inputs)
+    assert scores.shape[-2:] == (5, 7) and scores.numel() == 2 * 3 * 5 * 7
+    if op == "masked_softmax_bias":
+        assert inputs[-1].shape == (3, 5, 7)
+    torch.testing.assert_close(entry.torch_call(*inputs), entry.reference(*inputs))
+
+
 def test_bytes_are_those_that_must_move():
     elements = {name: OPS[name].elements(8, 4) for name in OPS}
     assert elements["softmax"] == elements["cross_entropy"] == elements["token_logprobs_backward"] == (32, 32)
@@ -180,6 +199,12 @@ def test_bytes_are_those_that_must_move():
     # the result and its gradient as far as they are seen
     assert elements["masked_softmax_causal_backward"] == (40, 32)
     assert elements["masked_softmax_additive_backward"] == elements["softmax_backward"]
+    # two batches of three heads of five queries and four columns: queries see 1, 2, 3, 4 and 4 columns
+    of = (30, 4, (2, 3, 5))
+    assert OPS["masked_softmax_causal"].elements(*of) == (6 * 14, 120)
+    assert OPS["masked_softmax_additive"].elements(*of) == (120 + 20, 120)
+    assert OPS["masked_softmax_bias"].elements(*of) == (120 + 60, 120)
+    assert OPS["masked_softmax_boolean"].bytes_moved(30, 4, 2, (2, 3, 5)) == 2 * 240 + 20
     # autograd writes and reads the result in between
     assert elements["softmax_autograd"] == (32 + 64, 32 + 32)
 

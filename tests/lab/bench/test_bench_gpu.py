@@ -34,7 +34,7 @@ def test_ceilings_are_those_of_a_gpu(device: torch.device):
     assert set(found) == {"copy", "read", "add"} and all(100 < gbps < 20_000 for gbps in found.values())
 
 
-@pytest.mark.parametrize("timed_by", ["events", "graph", "host"])
+@pytest.mark.parametrize("timed_by", ["events", "graph", "graph_cold", "host"])
 def test_each_stopwatch_times_what_passed(device: torch.device, timed_by: str):
     case = Case("softmax", "bfloat16", 4096, 4096, timed_by=timed_by)  # type: ignore[arg-type]
     run = Session(header(device, False), systems_for("softmax", NAMES), device, seconds=0.02)

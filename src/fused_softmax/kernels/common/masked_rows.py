@@ -9,20 +9,60 @@ from .masks import hide, mask_of
 from .numerics import exp, scaled, upcast
 from .tiles import chunk_offsets, store_chunk
 
+HEAD = tl.constexpr(0)
+SEEN_IN_PART = tl.constexpr(1)
+TAIL = tl.constexpr(2)
+
+
+@triton.constexpr_function
+def edge_tiles(unaligned: bool, causal: bool, shifted: bool, vectors: int, vec: int) -> int:
+    """How many tiles of `vectors` columns hold the columns that are written one element per thread."""
+    edges = unaligned + causal + (unaligned or shifted) + (unaligned and shifted)
+    return -(-edges * vec // vectors)
+
+
+@triton.constexpr_function
+def edge_at(place: int, unaligned: bool, causal: bool, shifted: bool) -> int:
+    """Which VEC columns lie at this place of an edge tile: HEAD, SEEN_IN_PART, TAIL or TAIL + 1; -1 for none."""
+    edges = (0,) * unaligned + (1,) * causal + (2,) * (unaligned or shifted) + (3,) * (unaligned and shifted)
+    return edges[place] if place < len(edges) else -1
+
 
 @triton.jit
-def head_seen_and_tail(head, within, interior, columns, owner, VECTORS: tl.constexpr, VEC: tl.constexpr):
-    """(offsets from the first aligned column, mask) of the columns that are written one element per thread.
+def edge_columns(EDGE: tl.constexpr, place, head, within, interior, columns, VEC: tl.constexpr):
+    """(offsets from the first aligned column, whether they exist) of the VEC columns of an edge, at place 0..VEC-1."""
+    if EDGE == HEAD:
+        return place - head, place < head
+    elif EDGE == SEEN_IN_PART:
+        return within + place, within + 0 * place < interior
+    else:
+        at = interior + place + (EDGE - TAIL) * VEC
+        return at, (at < columns - head) & (EDGE >= TAIL)
 
-    These are the head, the vector at `within`, which the row may see in part, and up to two vectors of columns after
-    the interior.  # head, within, interior, owner: scalar or [SEGMENTS, 1]; result [SEGMENTS, VECTORS],
-    VECTORS >= 4*VEC
+
+@triton.jit
+def edge_tile(
+    T: tl.constexpr, head, within, interior, columns, owner, UNALIGNED: tl.constexpr, CAUSAL: tl.constexpr,
+    SHIFTED: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """(offsets from the first aligned column, mask) of tile T of the columns that are written one element per thread.
+
+    These are the head, the vector at `within`, which the row may see in part, and the columns after the interior: up to
+    two vectors of them where the mask is SHIFTED.  # head, within, interior, owner: scalar or [SEGMENTS, 1]; result
+    [SEGMENTS, VECTORS], VECTORS >= VEC
     """
+    EDGES: tl.constexpr = VECTORS // VEC
     place = tl.arange(0, VECTORS)[None, :]
-    after = tl.where(place < 2 * VEC, within + place - VEC, interior + place - 2 * VEC)
-    real = ((place >= 2 * VEC) & (place < 4 * VEC)) | ((place < 2 * VEC) & (within < interior))
-    offsets = tl.where(place < VEC, place - head, after)
-    exists = tl.where(place < VEC, place < head, real & (after < columns - head))
+    offsets, exists = edge_columns(
+        edge_at(T * EDGES, UNALIGNED, CAUSAL, SHIFTED), place, head, within, interior, columns, VEC
+    )
+    for k in tl.static_range(1, EDGES if EDGES < 4 else 4):
+        at, real = edge_columns(
+            edge_at(T * EDGES + k, UNALIGNED, CAUSAL, SHIFTED), place - k * VEC, head, within, interior, columns, VEC
+        )
+        offsets, exists = tl.where(place < k * VEC, offsets, at), tl.where(place < k * VEC, exists, real)
+    if EDGES > 4:
+        exists = exists & (place < 4 * VEC)
     return offsets, exists & owner
 
 
@@ -46,7 +86,7 @@ def store_around(
     at, width, within, y, C: tl.constexpr, CAUSAL: tl.constexpr,
     SEGMENTS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Writes chunk C, where CAUSAL without the vector at `within`, which `head_seen_and_tail` has.
+    """Writes chunk C, where CAUSAL without the vector at `within`, which an `edge_tile` has.
 
     within: from the slice's first column.
     """

@@ -20,10 +20,10 @@ ONE_VALUE = tl.constexpr(0)
 NEIGHBORS = tl.constexpr(1)
 STRIDED = tl.constexpr(2)
 SHIFTED = tl.constexpr(3)
-# how its rows lie: as the scores' rows, one stride apart; one stride for the batches that do not share it; any strides
+# how its rows lie: as the scores' rows, one stride apart; one stride for the batches that do not share it; 2 for any
+# strides
 OWN = tl.constexpr(0)
 SHARED = tl.constexpr(1)
-ANY_STRIDES = tl.constexpr(2)
 
 
 @triton.jit

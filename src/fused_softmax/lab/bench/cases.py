@@ -2,22 +2,23 @@
 
 A table fixes the systems it compares, the seconds that one system may take in one case, and how time is taken:
 'events' (CUDA events around eager calls, for cases far larger than the L2), 'graph' (replay of a captured CUDA graph,
-for cases so short that the host would be measured instead), 'host' (the time until an eager call returns) or
-'first_call' (one call in a process that finds no kernel compiled).
+for cases so short that the host would be measured instead), 'graph_cold' (the same with nothing of the case in the L2),
+'host' (the time until an eager call returns) or 'first_call' (one call in a process that finds no kernel compiled).
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from fused_softmax.lab.bench.inputs import DTYPES, SHORT, excerpt, load_tensors, one_input
+from fused_softmax.lab.bench.inputs import DTYPES, SHORT, Scores, excerpt, load_tensors, one_input
 from fused_softmax.lab.bench.ops import AUTOGRAD, OPS, family
 
-TimedBy = Literal["events", "graph", "host", "first_call"]
+TimedBy = Literal["events", "graph", "graph_cold", "host", "first_call"]
 ELEMENTS = 2**28
 
 LADDER_WIDTHS = (256, 1000, 1024, 4096, 8192, 16384, 32768, 50257, 65536, 128256, 131072, 151936, 262144)
@@ -31,6 +32,8 @@ LOSS_SHAPES = ((32768, 4096), (8192, 32000), (8192, 50257), (4096, 128256), (409
 LOSS_FAMILIES = ("cross_entropy", "token_logprobs", "masked_softmax")
 # columns of square attention scores, heads of them until there are 2^28 elements
 MASKED_WIDTHS = (1024, 2047, 2048, 4096, 8192)
+FEW_ROWS = (1, 16, 128, 512, 1024)
+FEW_ROWS_WIDTHS = (256, 1000, 2048, 4096, 8192, 16384, 32000, 50257, 65536, 128256, 151936, 262144)
 # (fewest, most) columns that random widths are drawn from, by family of ops
 RANDOM_RANGE = (256, 262_144)
 RANDOM_RANGES = {
@@ -58,6 +61,7 @@ class Case:
     reason: str = ""
     timed_by: TimedBy = "events"
     source: tuple[str, str] | None = None
+    scores: Scores | None = None  # of attention scores that are not square heads: batches, heads, queries
 
     @property
     def label(self) -> str:
@@ -110,6 +114,13 @@ def random_widths(count: int, seed: int, fewest: int, most: int) -> tuple[int, .
     return tuple(sorted(widths))
 
 
+def random_scores(n_cols: int, elements: int, pick: random.Random) -> Scores:
+    """Batches, heads and queries of scores of n_cols columns, at least `elements` in all; one in three is square."""
+    n_queries = n_cols if pick.random() < 1 / 3 else int(16 * 512 ** pick.random())
+    n_batches = pick.choice((1, 2, 4))
+    return n_batches, max(1, -(-elements // (n_batches * n_queries * n_cols))), n_queries
+
+
 def random_cases(
     op: str,
     count: int,
@@ -118,16 +129,21 @@ def random_cases(
     elements: int = ELEMENTS,
     n_rows: int | None = None,
 ) -> tuple[Case, ...]:
-    """An op at `count` random widths of its range, in `dtypes` (default: bfloat16, and float32 except for losses)."""
-    of = family(op)
+    """An op at `count` random widths of its range, in `dtypes` (default: bfloat16, and float32 except for losses).
+
+    Attention scores have random batches, heads and queries too, where n_rows is not given.
+    """
+    of, pick = family(op), random.Random(seed)
     cases = []
     for n_cols in random_widths(count, seed, *RANDOM_RANGES.get(of, RANDOM_RANGE)):
+        scores = random_scores(n_cols, elements, pick) if of == "masked_softmax" and n_rows is None else None
+        rows = math.prod(scores) if scores else max(1, elements // n_cols) if n_rows is None else n_rows
+        why = f"random width, seed {seed}"
+        if scores:
+            why = f"random batches, heads, queries and columns {(*scores, n_cols)}, seed {seed}"
         for dtype in dtypes or (("bfloat16",) if of in LOSS_FAMILIES else ("bfloat16", "float32")):
-            rows = max(1, elements // n_cols) if n_rows is None else n_rows
-            if of == "masked_softmax" and n_rows is None and rows >= n_cols:
-                rows -= rows % n_cols  # whole heads of square scores
             by = timed_by(rows, n_cols, DTYPES[dtype].itemsize)
-            cases.append(Case(op, dtype, rows, n_cols, f"random width, seed {seed}", by))
+            cases.append(Case(op, dtype, rows, n_cols, why, by, scores=scores))
     return tuple(cases)
 
 
@@ -147,10 +163,10 @@ def table(name: str, op: str = "softmax") -> Table:
     if name == "random":
         cases = sweep(op, both, random_widths(10, 2024, 300, 262_144))
         return Table(name, tuple(replace(c, reason="a width that no one tuned for") for c in cases), PEERS)
-    if name == "few_rows":
-        shapes = [(r, c) for c in (32768, 131072, 262144) for r in (1, 4, 16, 64, 256)]
-        found = tuple(Case(op, d, r, c, "decoding", "graph") for d in both for r, c in shapes)
-        return Table(name, found, ("fused_softmax", "torch", "torch.compile", "quack"), 0.1)
+    if name in ("few_rows", "few_rows_cold"):
+        by: TimedBy = "graph" if name == "few_rows" else "graph_cold"
+        shapes = [(r, c) for c in FEW_ROWS_WIDTHS for r in FEW_ROWS]
+        return Table(name, tuple(Case(op, d, r, c, "few rows", by) for d in both for r, c in shapes), PEERS, 0.02)
     if name == "small":
         shapes = [(r, c) for c in (1, 5, 33, 100, 257, 1023, 4097) for r in (1, 2, 7, 64, 1000)]
         found = tuple(Case(op, d, r, c, "fusion must not lose here", "graph") for d in all_dtypes for r, c in shapes)
@@ -165,7 +181,7 @@ def table(name: str, op: str = "softmax") -> Table:
     raise KeyError(f"no table named {name!r}: there are {', '.join(TABLES)}, and {op!r} for 'forward'")
 
 
-TABLES = ("ladder", "forward", "losses", "random", "few_rows", "small", "host", "first_call", "cpu")
+TABLES = ("ladder", "forward", "losses", "random", "few_rows", "few_rows_cold", "small", "host", "first_call", "cpu")
 
 
 def host_cases(op: str, dtypes: Iterable[str]) -> tuple[Case, ...]:

@@ -14,6 +14,8 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 IGNORED = -100
 Inputs = tuple[Tensor, ...]
+# of attention scores: batches, heads, queries
+Scores = tuple[int, int, int]
 
 
 def rows_of_logits(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
@@ -79,70 +81,82 @@ def logprob_gradients(n_rows: int, n_cols: int, dtype: torch.dtype, device: torc
     return (*logits_and_ids(n_rows, n_cols, dtype, device, seed), *upstream.unbind())
 
 
-def queries(n_rows: int, n_cols: int) -> int:
+def queries(n_rows: int, n_cols: int, scores: Scores | None = None) -> int:
     """Queries of one head: n_cols where the rows are whole heads of that many, else all rows belong to one head."""
+    if scores is not None:
+        return scores[2]
     return n_cols if n_cols and n_rows % n_cols == 0 else n_rows
 
 
-def heads(x: Tensor) -> Tensor:
-    """Rows as (1, heads, queries, columns)."""
-    return x.view(1, -1, queries(*x.shape), x.shape[1])
+def heads(x: Tensor, mask: Tensor) -> Tensor:
+    """Rows as (1, heads, queries, columns), for a mask (queries, columns)."""
+    return x.view(1, -1, *mask.shape)
 
 
-def causal_scores(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+def causal_scores(
+    n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int, scores: Scores | None = None
+) -> Inputs:
     """(scores, each row's query, the hidden elements of a head)."""
-    n_queries = queries(n_rows, n_cols)
+    n_queries = queries(n_rows, n_cols, scores)
     query = torch.arange(n_rows, device=device) % max(n_queries, 1)
     hidden = torch.ones(n_queries, n_cols, dtype=torch.bool, device=device).triu_(1)
     return rows_of_logits(n_rows, n_cols, dtype, device, seed), query, hidden
 
 
-def biased_scores(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+def biased_scores(
+    n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int, scores: Scores | None = None
+) -> Inputs:
     """(scores, each row's query, a bias for every query and column, one in eight -inf)."""
-    x, query, hidden = causal_scores(n_rows, n_cols, dtype, device, seed)
+    x, query, hidden = causal_scores(n_rows, n_cols, dtype, device, seed, scores)
     mask = rows_of_logits(len(hidden), n_cols, dtype, device, seed + 3)
     mask[:, 3::8] = -float("inf")
     return x, query, mask
 
 
-def kept_scores(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+def kept_scores(
+    n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int, scores: Scores | None = None
+) -> Inputs:
     """(scores, each row's query, a boolean mask for every query and column, which hides one in eight)."""
-    x, query, hidden = causal_scores(n_rows, n_cols, dtype, device, seed)
+    x, query, hidden = causal_scores(n_rows, n_cols, dtype, device, seed, scores)
     generator = torch.Generator(device=device).manual_seed(seed + 3)
     kept = torch.rand(hidden.shape, device=device, generator=generator) >= 0.125
     kept[:, :1] = True  # no row without a column
     return x, query, kept
 
 
-def batches(n_rows: int, n_cols: int) -> int:
+def batches(n_rows: int, n_cols: int, scores: Scores | None = None) -> int:
     """Batches that share a bias for each head: up to 4, so that they divide the heads."""
+    if scores is not None:
+        return scores[0]
     n_heads = n_rows // max(queries(n_rows, n_cols), 1)
     return next(n for n in (4, 3, 2, 1) if n_heads % n == 0)
 
 
-def scores_of_biased_heads(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-    """(scores, each row's place in the bias, a bias for every head, query and column of a batch, one in eight -inf)."""
+def scores_of_biased_heads(
+    n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int, scores: Scores | None = None
+) -> Inputs:
+    """(scores, each row's place in the bias, a bias (heads, queries, columns) of a batch, one in eight -inf)."""
     x = rows_of_logits(n_rows, n_cols, dtype, device, seed)
-    of_batch = n_rows // max(batches(n_rows, n_cols), 1)
+    of_batch = n_rows // max(batches(n_rows, n_cols, scores), 1)
     bias = rows_of_logits(of_batch, n_cols, dtype, device, seed + 3)
     bias[:, 3::8] = -float("inf")
-    return x, torch.arange(n_rows, device=device) % max(of_batch, 1), bias
+    n_queries = max(queries(n_rows, n_cols, scores), 1)
+    return x, torch.arange(n_rows, device=device) % max(of_batch, 1), bias.view(-1, n_queries, n_cols)
 
 
 def biased_heads(x: Tensor, row: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """(scores (batches, heads, queries, columns), their bias (1, heads, queries, columns))."""
-    scores = x.view(batches(*x.shape), -1, queries(*x.shape), x.shape[1])
-    return scores, bias.view(1, *scores.shape[1:])
+    return x.view(-1, *bias.shape), bias[None]
 
 
 def causal_softmax(x: Tensor, query: Tensor, hidden: Tensor) -> Tensor:
     """torch's softmax of causal scores."""
-    return torch.softmax(heads(x).masked_fill(hidden, -float("inf")), -1).view_as(x)
+    return torch.softmax(heads(x, hidden).masked_fill(hidden, -float("inf")), -1).view_as(x)
 
 
 def biased_softmax(x: Tensor, query: Tensor, mask: Tensor) -> Tensor:
     """torch's softmax of scores with a bias."""
-    return torch.softmax(heads(x) + mask, -1).view_as(x)
+    return torch.softmax(heads(x, mask) + mask, -1).view_as(x)
 
 
 def kept_softmax(x: Tensor, query: Tensor, kept: Tensor) -> Tensor:
@@ -156,17 +170,31 @@ def softmax_of_biased_heads(x: Tensor, row: Tensor, bias: Tensor) -> Tensor:
     return torch.softmax(scores + bias, -1).view_as(x)
 
 
-def causal_gradient(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+def causal_gradient(
+    n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int, scores: Scores | None = None
+) -> Inputs:
     """(the result's gradient, the result, each row's query, the hidden elements of a head)."""
-    x, query, hidden = causal_scores(n_rows, n_cols, dtype, device, seed)
+    x, query, hidden = causal_scores(n_rows, n_cols, dtype, device, seed, scores)
     y = causal_softmax(_calm(x), query, hidden)
     return rows_of_logits(n_rows, n_cols, dtype, device, seed + 1), y, query, hidden
 
 
-def biased_gradient(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-    """(the result's gradient, the result)."""
-    x, query, mask = biased_scores(n_rows, n_cols, dtype, device, seed)
-    return rows_of_logits(n_rows, n_cols, dtype, device, seed + 1), biased_softmax(_calm(x), query, _calm(mask))
+def biased_gradient(
+    n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int, scores: Scores | None = None
+) -> Inputs:
+    """(the result's gradient, the result, each row's query, the bias)."""
+    x, query, mask = biased_scores(n_rows, n_cols, dtype, device, seed, scores)
+    y = biased_softmax(_calm(x), query, _calm(mask))
+    return rows_of_logits(n_rows, n_cols, dtype, device, seed + 1), y, query, mask
+
+
+def kept_gradient(
+    n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int, scores: Scores | None = None
+) -> Inputs:
+    """(the result's gradient, the result, each row's query, the boolean mask)."""
+    x, query, kept = kept_scores(n_rows, n_cols, dtype, device, seed, scores)
+    y = kept_softmax(_calm(x), query, kept)
+    return rows_of_logits(n_rows, n_cols, dtype, device, seed + 1), y, query, kept
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 from fused_softmax.lab import reference, registry
 from fused_softmax.lab import traffic as moved
 from fused_softmax.lab.bench import inputs as made
-from fused_softmax.lab.bench.inputs import Inputs, heads
+from fused_softmax.lab.bench.inputs import Inputs, Scores, heads
 from fused_softmax.lab.plans import plan_text
 from fused_softmax.launch.softmax import softmax_backward
 from fused_softmax.plan_for import Fallback, plan_for
@@ -45,10 +45,10 @@ class Op:
     """
 
     name: str
-    inputs: Callable[[int, int, torch.dtype, torch.device, int], Inputs]
-    elements: Callable[[int, int], tuple[int, int]]  # (n_rows, n_cols) -> elements that must be (read, written)
+    inputs: Callable[..., Inputs]  # of (n_rows, n_cols, dtype, device, seed), and of `scores` where the case has some
+    elements: Callable[..., tuple[int, int]]  # (n_rows, n_cols[, scores]) -> elements that must be (read, written)
     ceiling: Literal["copy", "read", "add"]
-    mask_bytes: Callable[[int, int], int] = lambda n_rows, n_cols: 0  # of a boolean mask, which is read too
+    mask_bytes: Callable[..., int] = lambda n_rows, n_cols, scores=None: 0  # of a boolean mask, which is read too
     of: str = ""  # the registry's op; default: the name
     call: Callable[[Call], Call] = over_rows
     gradient: Callable[[Call], Call] | None = None
@@ -103,9 +103,10 @@ class Op:
         """The callable that is timed: the forward, or the forward with its gradient."""
         return self.gradient(forward) if self.gradient else forward
 
-    def bytes_moved(self, n_rows: int, n_cols: int, itemsize: int) -> int:
+    def bytes_moved(self, n_rows: int, n_cols: int, itemsize: int, scores: Scores | None = None) -> int:
         """Bytes that any implementation must read and write: the numerator of everyone's GB/s."""
-        return sum(self.elements(n_rows, n_cols)) * itemsize + self.mask_bytes(n_rows, n_cols)
+        of = (n_rows, n_cols) if scores is None else (n_rows, n_cols, scores)
+        return sum(self.elements(*of)) * itemsize + self.mask_bytes(*of)
 
 
 def parts_of(result: Any) -> tuple[Tensor, ...]:
@@ -201,7 +202,7 @@ def token_statistics(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _causal_call(function: Call) -> Call:
-    return lambda x, query, hidden: function(heads(x), causal=True).view_as(x)
+    return lambda x, query, hidden: function(heads(x, hidden), causal=True).view_as(x)
 
 
 def _causal_formula(x: Tensor, query: Tensor, hidden: Tensor) -> Tensor:
@@ -211,7 +212,7 @@ def _causal_formula(x: Tensor, query: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _additive_call(function: Call) -> Call:
-    return lambda x, query, mask: function(heads(x), mask).view_as(x)
+    return lambda x, query, mask: function(heads(x, mask), mask).view_as(x)
 
 
 def _bias_call(function: Call) -> Call:
@@ -224,7 +225,7 @@ def _gradient(dy: Tensor, y: Tensor) -> Tensor:
 
 
 def _causal_gradient(dy: Tensor, y: Tensor, query: Tensor, hidden: Tensor) -> Tensor:
-    return heads(_gradient(dy, y)).masked_fill(hidden, 0.0).view_as(y)
+    return heads(_gradient(dy, y), hidden).masked_fill(hidden, 0.0).view_as(y)
 
 
 def _causal_gradient_formula(dy: Tensor, y: Tensor, query: Tensor, hidden: Tensor) -> Tensor:
@@ -232,9 +233,14 @@ def _causal_gradient_formula(dy: Tensor, y: Tensor, query: Tensor, hidden: Tenso
     return _gradient(dy, y).masked_fill(after, 0.0)
 
 
-def _masked_gradient(causal: bool) -> Call:
+def _masked_gradient(causal: bool = False, boolean: bool = False) -> Call:
     """What masked_softmax's backward runs where the mask needs no gradient."""
-    return lambda dy, y, *rest: masked._backward(heads(y), heads(dy), None, 1.0, causal).view_as(y)
+
+    def call(dy: Tensor, y: Tensor, query: Tensor, mask: Tensor) -> Tensor:
+        kept = mask if boolean else None
+        return masked._backward(heads(y, mask), heads(dy, mask), kept, 1.0, causal).view_as(y)
+
+    return call
 
 
 # most models call these, and the recorded host times are of these
@@ -252,7 +258,9 @@ _LOSS: dict[str, Any] = dict(
     largest_term=lambda x, target, count: 1.0 / count,
 )
 _LOGPROBS: dict[str, Any] = dict(call=_statistics, torch=token_statistics, coarse=True)
-_MASKED: dict[str, Any] = dict(of="masked_softmax", planned=lambda x, *rest: (heads(x),))
+_MASKED_BACKWARD = _BACKWARD | dict(by_row=3, exact=lambda dy, y, *rest: reference.softmax_backward(dy, y))
+_MASKED: dict[str, Any] = dict(of="masked_softmax", planned=lambda *inputs: (heads(inputs[0], inputs[-1]),))
+_UNDER_MASK: dict[str, Any] = _MASKED | dict(planned=lambda *inputs: (heads(inputs[0], inputs[-1]), inputs[-1]))
 
 ENTRIES = (
     Op("softmax", made.one_input, moved.one_in_one_out, "copy", torch=_SOFTMAX),
@@ -295,16 +303,14 @@ ENTRIES = (
         exact=lambda x, query, hidden: reference.masked_softmax(x, ~hidden[query]),
     ),
     Op(
-        "masked_softmax_additive", made.biased_scores, moved.additive, "copy", **_MASKED | dict(
-            planned=lambda x, query, mask: (heads(x), mask)
-        ), by_row=2,
+        "masked_softmax_additive", made.biased_scores, moved.additive, "copy", **_UNDER_MASK, by_row=2,
         coarse=True,  # the sum is rounded to the scores' dtype
         call=_additive_call, torch=made.biased_softmax,
         exact=lambda x, query, mask: reference.masked_softmax(x, mask[query]),
     ),
     Op(
         "masked_softmax_boolean", made.kept_scores, moved.one_in_one_out, "copy", mask_bytes=moved.boolean_mask,
-        **_MASKED | dict(planned=lambda x, query, kept: (heads(x), kept)), by_row=2,
+        **_UNDER_MASK, by_row=2,
         call=_additive_call, torch=made.kept_softmax,
         exact=lambda x, query, kept: reference.masked_softmax(x, kept[query]),
     ),
@@ -313,7 +319,7 @@ ENTRIES = (
         **_MASKED | dict(planned=made.biased_heads), by_row=2,
         coarse=True,  # the sum is rounded to the scores' dtype
         call=_bias_call, torch=made.softmax_of_biased_heads,
-        exact=lambda x, row, bias: reference.masked_softmax(x, bias[row]),
+        exact=lambda x, row, bias: reference.masked_softmax(x, bias.flatten(0, 1)[row]),
     ),
     Op(
         "masked_softmax_causal_backward", made.causal_gradient, moved.causal_gradient, "add", **_MASKED, by_row=3,
@@ -321,8 +327,13 @@ ENTRIES = (
         exact=lambda dy, y, query, hidden: reference.softmax_backward(dy, y), plans_gradient=True,
     ),
     Op(
-        "masked_softmax_additive_backward", made.biased_gradient, **_MASKED, **_BACKWARD,
-        own=_masked_gradient(causal=False), torch=_gradient, exact=reference.softmax_backward,
+        "masked_softmax_additive_backward", made.biased_gradient, **_MASKED, **_MASKED_BACKWARD,
+        own=_masked_gradient(), torch=lambda dy, y, *rest: _gradient(dy, y),
+    ),
+    Op(
+        "masked_softmax_boolean_backward", made.kept_gradient, **_UNDER_MASK, **_MASKED_BACKWARD,
+        own=_masked_gradient(boolean=True),
+        torch=lambda dy, y, query, kept: _causal_gradient(dy, y, query, ~kept),
     ),
 )  # fmt: skip
 

@@ -50,7 +50,8 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     """The case's inputs on the device: its tensor of the file that it names, or random rows with planted outliers."""
     dtype = DTYPES[case.dtype]
     if case.source is None:
-        return OPS[case.op].inputs(case.n_rows, case.n_cols, dtype, device, seed)
+        of = {} if case.scores is None else {"scores": case.scores}
+        return OPS[case.op].inputs(case.n_rows, case.n_cols, dtype, device, seed, **of)
     if OPS[case.op].inputs is not one_input:
         raise ValueError(f"{case.op} takes more than one tensor: --input serves the ops of one input")
     file, name = case.source
@@ -178,7 +179,7 @@ class Session:
                 by_name[name].note = by_name[name].note or f"not timed: {reason}"[:160]
             return
         ceiling_gbps = ceiling_bytes / times[CEILING].ms / 1e6 if CEILING in times else None
-        moved = op.bytes_moved(case.n_rows, case.n_cols, case.itemsize)
+        moved = op.bytes_moved(case.n_rows, case.n_cols, case.itemsize, case.scores)
         for name, taken in times.items():
             if name == CEILING:
                 record = _record(case, op.ceiling, "ok")

@@ -8,6 +8,7 @@ included), and the host time until an eager call returns. Any object with `round
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
@@ -20,6 +21,8 @@ from fused_softmax.lab.bench.inputs import Inputs
 Call = Callable[[], Any]
 # timed_by of a record that a process of its own times (first_call), without a stopwatch
 FIRST_CALL = "first call, empty caches"
+# calls of a graph that finds a cold L2, and the bytes that are written before it: several times any GPU's L2
+COLD_CALLS, FLUSHED_BYTES = 16, 2**29
 
 
 @dataclass(frozen=True)
@@ -120,13 +123,17 @@ def _sleep_ticks_per_ms(device: torch.device) -> float:
 class GraphStopwatch:
     """Replay of CUDA graphs that hold `per_graph` calls each: device time per call, on data that stays in the L2.
 
-    Calls of one graph run one after another with no host in between; the gaps between kernels are counted.
+    Calls of one graph run one after another with no host in between; the gaps between kernels are counted. Where cold,
+    each call reads other inputs (`input_sets`) and writes to other memory, and the L2 is overwritten before a replay.
     """
 
     describe = "CUDA-graph replay, warm L2"
 
-    def __init__(self, device: torch.device, per_graph: int = 40) -> None:
-        self.device, self.per_graph = device, per_graph
+    def __init__(self, device: torch.device, cold: bool = False) -> None:
+        self.device, self.per_graph = device, COLD_CALLS if cold else 40
+        self.flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device) if cold else None
+        if cold:
+            self.describe = "CUDA-graph replay, cold L2"
         self.graphs: dict[str, tuple[torch.cuda.CUDAGraph, Any]] = {}
 
     def capture(self, name: str, call: Call) -> None:
@@ -135,13 +142,18 @@ class GraphStopwatch:
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             for _ in range(2):
-                call()
+                result = call()
         torch.cuda.current_stream(self.device).wait_stream(side)
         torch.cuda.synchronize(self.device)
-        graph, kept = torch.cuda.CUDAGraph(), None
+        # a result that is dropped gives its memory to the next one
+        parts = result if isinstance(result, tuple) else (result,)
+        size = sum(t.numel() * t.element_size() for t in parts)
+        kept: deque[Any] = deque(maxlen=1 if self.flushed is None else 1 + FLUSHED_BYTES // max(size, 1))
+        del result, parts
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(self.per_graph):
-                kept = call()
+                kept.append(call())
         self.graphs[name] = graph, kept
 
     def round(self, calls: Mapping[str, Call]) -> dict[str, float]:
@@ -150,7 +162,10 @@ class GraphStopwatch:
         torch.cuda.synchronize(self.device)
         for name in calls:
             graph = self.graphs[name][0]
-            graph.replay()  # fills the caches, and keeps the device busy while the host queues the timed one
+            if self.flushed is None:
+                graph.replay()  # fills the caches, and keeps the device busy while the host queues the timed one
+            else:
+                self.flushed.fill_(1)
             events[name][0].record()
             graph.replay()
             events[name][1].record()
@@ -205,17 +220,22 @@ def stopwatch_for(timed_by: str, device: torch.device) -> Stopwatch:
     """The stopwatch of a case's way of timing."""
     if timed_by == "host":
         return HostStopwatch(device)
-    return GraphStopwatch(device) if timed_by == "graph" else EventStopwatch(device)
+    if timed_by in ("graph", "graph_cold"):
+        return GraphStopwatch(device, cold=timed_by == "graph_cold")
+    return EventStopwatch(device)
 
 
 def input_sets(inputs: Inputs, timed_by: str, device: torch.device) -> Iterator[Inputs]:
-    """The inputs, and as many copies as make the set larger than three times the L2 where events are used."""
+    """The inputs, and as many copies as make the set larger than three times the L2 where no call may find them there.
+
+    A graph of a cold L2 has a copy for each of its calls, or several calls for each of fewer, larger copies.
+    """
     yield inputs
-    if device.type != "cuda" or timed_by != "events":
+    if device.type != "cuda" or timed_by not in ("events", "graph_cold"):
         return
     one = sum(t.numel() * t.element_size() for t in inputs)
     l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 2**26)
-    for _ in range(min(15, 3 * l2 // max(one, 1))):
+    for _ in range(min((COLD_CALLS if timed_by == "graph_cold" else 16) - 1, 3 * l2 // max(one, 1))):
         yield tuple(t.clone().requires_grad_(t.requires_grad) for t in inputs)
 
 
