@@ -18,9 +18,10 @@ from ..planning.types import Plan, power_of_two
 from .cache import Cache
 from .compile import kernel_loader
 from .context import is_batch_invariant
-from .launcher import RowOp, always, on_its_device, planned, prepare_rows
-from .layout import allocator, layout_key, pointer, rows_of
+from .launcher import RowOp, always, planned, prepare_rows
+from .layout import allocator, allocator_here, expect_rows, layout_key, pointer, rows_of
 from .options import Flags
+from .torch_private import current_device
 
 
 @kernel_loader
@@ -52,6 +53,7 @@ def _scale_flag(scale: float | Tensor) -> int:
     return 2 if isinstance(scale, Tensor) else int(scale != 1.0)
 
 
+_REAL = torch.float32
 _forwards = Cache()
 
 
@@ -63,31 +65,32 @@ def statistics(
     *,
     invariant: bool = False,
     keeps: bool = True,
+    rounded: bool = False,
     layout: object = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """(log-probabilities of ids, entropy, lse, moments) of rows x*scale, float32.
 
     ids: (n_rows,) or (n_rows, n_picks) int64, contiguous, and the log-probabilities have its shape. moments, where
-    `keeps`: (n_rows, 2), each row's maximum and its sum of exponentials, which `statistics_backward` takes. layout:
-    where it is given, a key of how x lies.
+    `keeps`: (n_rows, 2), each row's maximum and its sum of exponentials, which `statistics_backward` takes. rounded:
+    lse has x's dtype; nothing else is asked for. layout: where it is given, a key of how x lies.
     """
-    n_rows, real = x.shape[0], torch.float32
-    n_picks, scaled = _picks(ids), _scale_flag(scale)
+    n_rows, n_picks, scaled = x.shape[0], _picks(ids), _scale_flag(scale)
     invariant = invariant or is_batch_invariant()
-    key = (layout or layout_key(x), n_picks, entropy, scaled, keeps, invariant)
-    new, at = allocator(x), pointer(x)
-    lse = new((n_rows,), (1,), real)
+    key = (layout or layout_key(x), n_picks, entropy, scaled, keeps, rounded, invariant)
+    on_another = x.is_cuda and current_device() != x.get_device()
+    new, at = allocator(x) if on_another else allocator_here(x), pointer(x)
+    lse = new((n_rows,), (1,), x.dtype if rounded else _REAL)
     rows_at = at(lse)
-    picked = None if ids is None else new((n_rows,) if ids.dim() == 1 else (n_rows, n_picks), ids.stride(), real)
-    entropies = new((n_rows,), (1,), real) if entropy else None
-    moments = new((n_rows, 2), (2, 1), real) if keeps else None
+    picked = None if ids is None else new((n_rows,) if ids.dim() == 1 else (n_rows, n_picks), ids.stride(), _REAL)
+    entropies = new((n_rows,), (1,), _REAL) if entropy else None
+    moments = new((n_rows, 2), (2, 1), _REAL) if keeps else None
     vectors = (
         rows_at,
         rows_at if moments is None else at(moments),
         rows_at if entropies is None else at(entropies),
         rows_at if ids is None else at(ids),
         rows_at if picked is None else at(picked),
-        at(scale) if isinstance(scale, Tensor) else rows_at,
+        at(scale) if scaled == 2 else rows_at,  # type: ignore[arg-type]
     )
     launch = _forwards.get(key)
     if launch is None:
@@ -97,7 +100,12 @@ def statistics(
         launch = prepare_rows(FORWARD, (x,), as_tensors, flags, invariant).at
         if x.is_cuda:
             _forwards.remember(key, launch)
-    on_its_device(x, launch, n_rows, (at(x),), vectors, (n_picks, 1.0 if scaled == 2 else scale))
+    numbers = (n_picks, 1.0 if scaled == 2 else scale)
+    if on_another:
+        with torch.cuda.device(x.get_device()):
+            launch(n_rows, (at(x),), vectors, numbers)
+    else:
+        launch(n_rows, (at(x),), vectors, numbers)
     return picked, entropies, lse, moments
 
 
@@ -107,7 +115,7 @@ def _picks(ids: Tensor | None) -> int:
 
 def planned_statistics(x: Tensor, on: Tensor, n_picks: int, backward: bool) -> Plan | str:
     """The plan of rows x, which may be a meta tensor, on `on`'s device; or why its kernel did not compile."""
-    real = torch.float32
+    real = _REAL if n_picks else x.dtype
     ids = torch.int64 if n_picks else real
     if backward:
         flags: Flags = (("PICKS", n_picks), ("ENTROPY", False), ("LSE", not n_picks), ("SCALE", 0))
@@ -132,7 +140,8 @@ def statistics_backward(
 ) -> None:
     """Into dx the gradient of what `statistics` returns; an upstream gradient that is None counts for nothing.
 
-    moments: (n_rows, 2), as `statistics` returns them, or (n_rows,), the logsumexp.
+    moments: (n_rows, 2), as `statistics` returns them, or (n_rows,), the logsumexp, which may have x's dtype, as g_lse
+    then may.
     """
     n_picks = 0 if g_picked is None else _picks(ids)
     by_moments, scaled = moments.dim() == 2, _scale_flag(scale)
@@ -144,13 +153,18 @@ def statistics_backward(
             _real(g_entropy),
             ids,
             _real(g_picked),
-            _real(g_lse),
+            _real(g_lse) if by_moments else g_lse,
             scale if scaled == 2 else None,
         )
     )
-    key = (layout_key(x), layout_key(dx), n_picks, g_entropy is None, g_lse is None, scaled, by_moments, ids is None)
+    of_lse = None if by_moments or g_lse is None else (moments.dtype, g_lse.dtype)
+    key = (
+        layout_key(x), layout_key(dx), n_picks, g_entropy is None, g_lse is None, scaled, by_moments, ids is None,
+        of_lse,
+    )  # fmt: skip
     run = _backwards.get(key)
     if run is None:
+        expect_rows(x)
         flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", g_entropy is not None))
         flags = (*flags, ("LSE", g_lse is not None), ("SCALE", scaled), ("HAS_MOMENTS", by_moments))
         run = prepare_rows(BACKWARD, (x, dx), vectors, flags, False)
@@ -169,19 +183,32 @@ def _real(g: Tensor | None) -> Tensor | None:
 # --- logsumexp over dimensions of whole tensors ----------------------------------------------------------------------
 
 
+def logsumexp_of_rows(x: Tensor, layout: object = None) -> Tensor:
+    """logsumexp of rows x in x's dtype.  # [n_rows]"""
+    return statistics(x, None, 1.0, False, keeps=False, rounded=True, layout=layout)[2]
+
+
+def gradient_of_rows(g: Tensor, x: Tensor, lse: Tensor) -> Tensor:
+    """dx = g*exp(x - lse) of rows x, contiguous; g, lse: (n_rows,) in x's dtype."""
+    n_rows, n_cols = x.shape
+    dx = allocator(x)((n_rows, n_cols), (n_cols, 1), x.dtype)
+    statistics_backward(x, dx, lse.contiguous(), 1.0, g_lse=g.contiguous())
+    return dx
+
+
 def logsumexp_forward(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     """logsumexp of x over dims (rising, each in [0, x.dim())) in x's dtype. x is not empty."""
     kept, folded = _folded(x, dims)
-    _, _, lse, _ = statistics(folded, None, 1.0, False, keeps=False)
+    lse = logsumexp_of_rows(folded)
     shape = [1 if d in dims else size for d, size in enumerate(x.shape)] if keepdim else [x.shape[d] for d in kept]
-    return lse.to(x.dtype).view(shape)
+    return lse.view(shape)
 
 
 def logsumexp_backward(g: Tensor, x: Tensor, lse: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     """dx = g*exp(x - lse), contiguous, in x's dtype; NaN where a row is nothing but -inf, as torch has it."""
     kept, folded = _folded(x, dims)
     dx = torch.empty(folded.shape, dtype=x.dtype, device=x.device)
-    statistics_backward(folded, dx, lse.reshape(-1).float(), 1.0, g_lse=g.reshape(-1))
+    statistics_backward(folded, dx, lse.reshape(-1).contiguous(), 1.0, g_lse=g.reshape(-1).contiguous())
     order = (*kept, *dims)
     back = sorted(range(x.dim()), key=lambda i: order[i])
     return dx.view([x.shape[d] for d in order]).permute(back).contiguous()

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..launch import cross_entropy as losses
 from ..launch import row_statistics
 from ..launch.availability import KernelUnavailable
+from ..launch.cross_entropy_gradient import cross_entropy_gradient
 from ..launch.layout import gradient_buffer, rows_of
 from ..launch.options import CrossEntropy
 from ..torch_ops.arguments import LossOptions
@@ -111,7 +111,7 @@ def _by_loss_kernel(
     loss = CrossEntropy(target, weight, total, IGNORED, "none", smoothing, softcap, 0.0)
     of_rows = torch.stack((moments[:, 0], row_sum), 1)
     try:
-        losses.cross_entropy_gradient(x, dx, loss, of_rows, None, g.contiguous(), unless_one=False)
+        cross_entropy_gradient(x, dx, loss, of_rows, None, g.contiguous(), unless_one=False)
     except KernelUnavailable:
         return False
     return True

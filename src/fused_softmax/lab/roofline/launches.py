@@ -63,7 +63,7 @@ def op_launch(op: str, n_cols: int, dtype: str, device: Device) -> Launch:
         numbers, vectors = (loss.ignore_index, *loss.numbers), (*loss.vectors(number), number, number)
         if op == "cross_entropy_forward":
             return row_launch(row_op(op), rows, vectors, numbers, loss.kind.flags, plan, device)
-        flags = (("MEAN", True), ("INPLACE", False), *loss.kind.flags)
+        flags = cross_entropy.with_gradient_flags(loss.kind)
         return row_launch(row_op(op), rows, (*vectors, number), numbers, flags, plan, device)
     if op == "token_logprobs":
         flags = (("PICKS", 1), ("ENTROPY", False), ("SCALE", 0), ("KEEP_MOMENTS", True))
