@@ -16,10 +16,10 @@ from torch.overrides import handle_torch_function
 
 from .launch.layout import DTYPE_NAMES
 from .torch_ops.arguments import expect_flag, expect_floating, expect_tensors, real, stands_in
-from .torch_ops.logsumexp import logsumexp_of
+from .torch_ops.logsumexp import direct_logsumexp, logsumexp_of
 from .torch_ops.masked_softmax import masked_softmax_of
 from .torch_ops.route import of_dtensor
-from .torch_ops.softmax import direct_softmax, softmax_of
+from .torch_ops.softmax import direct_out, direct_softmax, softmax_of
 
 FULLY_MASKED = ("nan", "zero")
 
@@ -48,7 +48,7 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, o
     >>> softmax(torch.tensor([2.0, 1.0, 0.1]))
     tensor([0.6590, 0.2424, 0.0986])
     """
-    result = direct_softmax(input, dim, dtype, False, out)
+    result = direct_softmax(input, dim, dtype, False) if out is None else direct_out(input, dim, dtype, False, out)
     return _softmax(input, dim, dtype, out, False) if result is None else result
 
 
@@ -62,7 +62,7 @@ def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, 
     >>> log_softmax(torch.tensor([2.0, 1.0, 0.1]))
     tensor([-0.4170, -1.4170, -2.3170])
     """
-    result = direct_softmax(input, dim, dtype, True, out)
+    result = direct_softmax(input, dim, dtype, True) if out is None else direct_out(input, dim, dtype, True, out)
     return _softmax(input, dim, dtype, out, True) if result is None else result
 
 
@@ -88,6 +88,8 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False, 
     >>> logsumexp(torch.zeros(2, 4), dim=1)
     tensor([1.3863, 1.3863])
     """
+    if out is None and (direct := direct_logsumexp(input, dim, keepdim)) is not None:
+        return direct
     if not isinstance(input, Tensor) and stands_in(input):
         written = {} if out is None else {"out": out}
         return handle_torch_function(logsumexp, (input,), input, dim, keepdim, **written)

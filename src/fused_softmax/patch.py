@@ -29,7 +29,7 @@ from .launch.availability import KernelUnavailable, warn_once
 from .launch.context import is_batch_invariant
 from .launch.device import interpreting, triton_error
 from .launch.options import TORCH
-from .launch.prepared_calls import softmax_backward, softmax_call
+from .launch.prepared_calls import softmax_backward, softmax_result
 from .torch_ops.library import untraced
 from .torch_ops.outputs import is_its_own, may_write_while_reading
 from .torch_ops.route import supports_fused_cast, unsupported_reason
@@ -240,9 +240,9 @@ def _forward(log: bool, original: Kernel) -> Kernel:
         if watch is not None:
             watch("log_softmax" if log else "softmax", x, dim=dim, dtype=dtype)
         if dtype is not None and type(x) is Tensor and x.is_cuda:
-            call = softmax_call(x, dim, dtype, log, rows.prepare_softmax)
-            if call is not None and call is not TORCH:
-                return call(x)
+            y = softmax_result(x, dim, dtype, log, rows.prepare_softmax)
+            if y is not None and y is not TORCH:
+                return y
         if dtype is None or not _takes(x, dim, dtype):
             return original(x, dim, half_to_float)
         try:

@@ -178,7 +178,7 @@ def test_the_lines_of_a_loss_are_warps(n_cols, name, weighted, smoothing):
     numbers = (op.ignore_index, *op.numbers)
     if name == "with gradient":
         tensors, vectors = (x, x), (target, number, number, number, number, number)
-        flags = (("MEAN", True), ("INPLACE", True), *op.kind.flags)
+        flags = cross_entropy.with_gradient_flags(op.kind, inplace=True)
         row_op = cross_entropy.WITH_GRADIENT[op.kind.arithmetic]
         chosen = row_op.planner(problem_of(x, x), SM_90)
         assert chosen.ctas > 1

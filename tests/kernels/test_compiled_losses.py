@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fused_softmax.lab import cross_compile as compiled
-from fused_softmax.launch import cross_entropy, masked_softmax, masks, row_statistics
+from fused_softmax.launch import cross_entropy, cross_entropy_gradient, masked_softmax, masks, row_statistics
 from fused_softmax.launch.launcher import row_launch
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.planning.types import DEVICES
@@ -38,7 +38,7 @@ def rows_like(
 def cross_entropy_launch(x, dx, smoothing: float, softcap: float | None):
     target, number = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
     op = cross_entropy.CrossEntropy(target, None, None, -100, "mean", smoothing, softcap, 0.0)
-    flags = (("MEAN", True), ("INPLACE", False), *op.kind.flags)
+    flags = cross_entropy.with_gradient_flags(op.kind)
     row_op = cross_entropy.WITH_GRADIENT[op.kind.arithmetic]
     plan = row_op.planner(problem_of(x, dx), SM_90)
     vectors = (target, number, number, number, number, number)
@@ -166,12 +166,11 @@ def test_gradients_of_losses_do_not_spill(n_cols, smoothing, softcap, dtype):
     op = cross_entropy.CrossEntropy(target, None, None, -100, "mean", smoothing, softcap, 0.0)
     inplace = softcap is None  # as linear_cross_entropy's, which also has every other option
     sharded = n_cols == 50257  # as vocab-parallel losses have it
-    flags = (("UNLESS_ONE", not (inplace or sharded)), ("MEAN", not sharded), ("INPLACE", inplace))
-    flags = (*flags, ("SHARDED", sharded), *op.kind.flags)
+    flags = cross_entropy_gradient.gradient_flags(op.kind, not (inplace or sharded), not sharded, inplace, sharded)
     vectors = (target, number, number, number, number, number)
-    plan = cross_entropy.BACKWARD.planner(problem_of(x, x), SM_90)
+    plan = cross_entropy_gradient.BACKWARD.planner(problem_of(x, x), SM_90)
     numbers = (op.ignore_index, 0, 0, *op.numbers)
-    launch = row_launch(cross_entropy.BACKWARD, (x, x), vectors, numbers, flags, plan, SM_90)
+    launch = row_launch(cross_entropy_gradient.BACKWARD, (x, x), vectors, numbers, flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
 
 
@@ -183,7 +182,7 @@ def test_float32_logits_with_a_gradient_of_16_bits_compile(n_cols, stride):
     row_op = cross_entropy.WIDE_WITH_GRADIENT[op.kind.arithmetic]
     plan = row_op.plan((x, dx), SM_90, False)
     assert plan.regime == "cluster"
-    flags = (("MEAN", True), ("INPLACE", False), *op.kind.flags)
+    flags = cross_entropy.with_gradient_flags(op.kind)
     vectors = (target, number, number, number, number, number)
     launch = row_launch(row_op, (x, dx), vectors, (op.ignore_index, *op.numbers), flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
@@ -196,7 +195,8 @@ def test_gradients_of_statistics_do_not_spill(n_cols, kept, dtype):
     x, number, ids = torch.empty(3, n_cols, dtype=dtype), torch.zeros(6), torch.zeros(3, 1, dtype=torch.int64)
     flags = (("PICKS", int(kept)), ("ENTROPY", kept), ("LSE", True), ("SCALE", 2 * kept), ("HAS_MOMENTS", kept))
     flags = (*flags, ("SHARDED", kept))
-    vectors = (number, number, number, ids, number, number, number)
+    number = number if kept else number.to(dtype)  # logsumexp's result and its upstream gradient have x's dtype
+    vectors = (number, number, number, ids if kept else number, number, number, number)
     plan = row_statistics.BACKWARD.planner(problem_of(x, x), SM_90)
     launch = row_launch(row_statistics.BACKWARD, (x, x), vectors, (1, 0, 0, 1.0), flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0

@@ -16,6 +16,7 @@ from planned import problem
 from fused_softmax.lab import cross_compile as compiled
 from fused_softmax.launch import (
     cross_entropy,
+    cross_entropy_gradient,
     cross_entropy_spatial,
     logsumexp,
     masked_softmax,
@@ -102,6 +103,11 @@ def statistics(target: str) -> Iterator[Named]:
                 vectors = (number, number, number, ids, number, number)
                 launch = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 1.0), flags, chosen, device)
                 yield f"row_statistics{third} {dtype} {n_cols}", as_called(launch), chosen
+            if dtype is BFLOAT16 and n_cols in (1000, 128256):  # logsumexp writes 16 bits, and its gradient reads them
+                chosen, rounded = plan_statistics(problem_of(x), device), torch.zeros(3, dtype=dtype)
+                flags = (("PICKS", 0), ("ENTROPY", False), ("RANK", False), ("SCALE", 0), ("KEEP_MOMENTS", False))
+                launch = row_launch(row_statistics.FORWARD, (x,), (rounded,) * 6, (0, 1.0), flags, chosen, device)
+                yield f"logsumexp {dtype} {n_cols}", as_called(launch), chosen
             chosen = plan_elementwise(problem_of(x, x), device)
             vectors = (number, number, number, ids, number, number, number)
             for sharded in (False, True):
@@ -129,25 +135,28 @@ def losses(target: str) -> Iterator[Named]:
                 yield f"cross_entropy_forward{name}", as_called(launch), chosen
                 chosen = cross_entropy.WITH_GRADIENT[op.kind.arithmetic].planner(problem_of(x, x), device)
                 if chosen.regime != "two_pass":
-                    flags = (("MEAN", True), ("INPLACE", False), ("WAITS", device.supports_pdl), *op.kind.flags)
+                    flags = cross_entropy.with_gradient_flags(op.kind, waits=device.supports_pdl)
                     vectors = (*op.vectors(number), number, number, number)
                     launch = row_launch(
                         cross_entropy.WITH_GRADIENT[op.kind.arithmetic], (x, x), vectors, numbers, flags, chosen, device
                     )
                     yield f"cross_entropy_resident{name}", as_called(launch), chosen
                 for unless_one, sharded in ((False, False), (True, False), (False, True)):
-                    row_op = cross_entropy.BACKWARD_UNLESS_ONE if unless_one else cross_entropy.BACKWARD
+                    row_op = (
+                        cross_entropy_gradient.BACKWARD_UNLESS_ONE if unless_one else cross_entropy_gradient.BACKWARD
+                    )
                     chosen = row_op.planner(problem_of(x, x), device)
-                    flags = (("UNLESS_ONE", unless_one), ("MEAN", not sharded), ("INPLACE", n_cols == 1000))
-                    flags = (*flags, ("SHARDED", sharded), *op.kind.flags)
+                    flags = cross_entropy_gradient.gradient_flags(
+                        op.kind, unless_one, not sharded, n_cols == 1000, sharded
+                    )
                     launch = row_launch(
                         row_op, (x, x), (*op.vectors(number), number, number, number),
                         (op.ignore_index, 0, 0, *op.numbers), flags, chosen, device,
                     )  # fmt: skip
                     kind = " unless one" * unless_one + " of a shard" * sharded
                     yield f"cross_entropy_backward{name}{kind}", as_called(launch), chosen
-        chosen = cross_entropy.SCALE_UNLESS_ONE.planner(problem_of(x), device)
-        launch = row_launch(cross_entropy.SCALE_UNLESS_ONE, (x,), (number,), (0,), (), chosen, device)
+        chosen = cross_entropy_gradient.SCALE_UNLESS_ONE.planner(problem_of(x), device)
+        launch = row_launch(cross_entropy_gradient.SCALE_UNLESS_ONE, (x,), (number,), (0,), (), chosen, device)
         yield f"scale_unless_one {dtype} {n_cols}", as_called(launch), chosen
 
 

@@ -65,7 +65,7 @@ def scale_of(row, exists, scale_ptr, scale, SCALE: tl.constexpr):
 @kernel(num_stages=3, on_cluster=True)
 def row_statistics(
     x_ptr: Rows,  # aligned to VEC elements
-    lse_ptr: Vector,  # [n_rows] float32
+    lse_ptr: Vector,  # [n_rows] float32, or of x's dtype
     moments_ptr: Vector,  # [n_rows, 2] float32: (row_max, row_sum), where KEEP_MOMENTS
     entropy_ptr: Vector,  # [n_rows] float32, where ENTROPY; the rank of the first id, where RANK
     ids_ptr: Vector,  # [n_rows, n_picks] int64, where PICKS
@@ -163,12 +163,12 @@ def picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_ptr, n_picks, sta
 def row_statistics_backward(
     x_ptr: Rows,  # aligned to VEC elements, as dx_ptr
     dx_ptr: Rows,
-    moments_ptr: Vector,  # [n_rows, 2] float32: (row_max, row_sum); or [n_rows], the logsumexp, where not HAS_MOMENTS
+    moments_ptr: Vector,  # [n_rows, 2] float32: (row_max, row_sum); or [n_rows], lse, where not HAS_MOMENTS
     entropy_ptr: Vector,  # [n_rows] float32, where ENTROPY, as its upstream gradient
     g_entropy_ptr: Vector,
     ids_ptr: Vector,  # [n_rows, n_picks] int64, where PICKS, and their upstream gradients, float32
     g_picked_ptr: Vector,
-    g_lse_ptr: Vector,  # [n_rows] float32, where LSE
+    g_lse_ptr: Vector,  # [n_rows] float32, or of x's dtype, where LSE
     scale_ptr: Vector,  # [n_rows] float32, where SCALE is BY_ROW
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
@@ -203,7 +203,7 @@ def row_statistics_backward(
         row_max = tl.load(moments_ptr + 2 * row, mask=exists, other=0.0)
         row_sum = tl.load(moments_ptr + 2 * row + 1, mask=exists, other=1.0)
     else:
-        row_max = tl.load(moments_ptr + row, mask=exists, other=0.0)
+        row_max = tl.load(moments_ptr + row, mask=exists, other=0.0).to(tl.float32)
         row_sum = tl.zeros_like(row_max) + 1.0
     entropy = tl.zeros_like(row_max)
     g_entropy = tl.zeros_like(row_max)
@@ -212,7 +212,7 @@ def row_statistics_backward(
         g_entropy = tl.load(g_entropy_ptr + row, mask=exists, other=0.0)
     a = tl.zeros_like(row_max)
     if LSE:
-        a = tl.load(g_lse_ptr + row, mask=exists, other=0.0)
+        a = tl.load(g_lse_ptr + row, mask=exists, other=0.0).to(tl.float32)
     if PICKS > 0:
         k = tl.arange(0, PICKS)[None, :] + 0 * row
         id = tl.load(ids_ptr + row * n_picks + k, mask=exists & (k < n_picks), other=-1)

@@ -39,7 +39,7 @@ def _loss(gradient: bool) -> Find:
         op = CrossEntropy(x, None, None, -100, "mean", 0.0, None, 0.0)
         written = cross_entropy.WITH_GRADIENT[op.kind.arithmetic]
         if gradient and written.plan((x, x), device, False).regime != "two_pass":
-            return written, (x, x), (("MEAN", True), ("INPLACE", False), *op.kind.flags)
+            return written, (x, x), cross_entropy.with_gradient_flags(op.kind)
         return cross_entropy.FORWARD[op.kind.arithmetic], (x,), op.kind.flags
 
     return find

@@ -79,7 +79,7 @@ def run_loss_plan(plan: Plan) -> Callable[..., Any]:
         dx, losses = torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
         moments, divides = x.new_empty(x.shape[0], 2, dtype=torch.float32), count.float().view(1)
         vectors = (*op.vectors(losses), divides, losses, moments)
-        flags = (("MEAN", True), ("INPLACE", False), *op.kind.flags)
+        flags = cross_entropy.with_gradient_flags(op.kind)
         row_op = _fixed(cross_entropy.WITH_GRADIENT[op.kind.arithmetic], plan)
         launch_rows(row_op, (x, dx), vectors, (op.ignore_index, *op.numbers), flags)
         return losses.sum() / divides[0], dx

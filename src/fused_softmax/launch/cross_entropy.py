@@ -18,8 +18,6 @@ from torch import Tensor
 from ..planning.losses import (
     plan_capped_loss,
     plan_capped_statistics,
-    plan_elementwise,
-    plan_few_programs,
     plan_loss,
     plan_smoothed_loss,
     plan_statistics,
@@ -30,7 +28,6 @@ from .cache import Cache
 from .compile import kernel_loader
 from .context import is_batch_invariant
 from .launcher import (
-    FEW_WARPS,
     RowOp,
     Run,
     Vector,
@@ -42,8 +39,9 @@ from .launcher import (
     prepare_flat,
     prepare_rows,
 )
-from .layout import allocator, empty, gradient_buffer, layout_key, places, pointer
-from .options import CrossEntropy, Flags
+from .layout import allocator_here, empty, gradient_buffer, layout_key, places, pointer
+from .options import CrossEntropy, Flags, LossKind
+from .torch_private import current_device
 
 
 @kernel_loader
@@ -58,20 +56,6 @@ def _resident() -> Any:
     from ..kernels.cross_entropy_resident import cross_entropy_resident
 
     return cross_entropy_resident
-
-
-@kernel_loader
-def _backward() -> Any:
-    from ..kernels.cross_entropy_backward import cross_entropy_backward
-
-    return cross_entropy_backward
-
-
-@kernel_loader
-def _scale_unless_one() -> Any:
-    from ..kernels.cross_entropy_backward import scale_unless_one
-
-    return scale_unless_one
 
 
 @kernel_loader
@@ -109,9 +93,6 @@ WITH_GRADIENT = {
         ("capped", plan_capped_loss),
     )
 }
-BACKWARD = RowOp(plan_elementwise, always(_backward))
-BACKWARD_UNLESS_ONE = RowOp(plan_few_programs, always(_backward), most_warps=FEW_WARPS)
-SCALE_UNLESS_ONE = RowOp(plan_few_programs, always(_scale_unless_one), most_warps=FEW_WARPS)
 
 
 def check_targets(target: Tensor, ignore_index: int, n_cols: int) -> None:
@@ -139,9 +120,9 @@ _launches = Cache()
 
 
 def _launches_of(x: Tensor, op: CrossEntropy, training: bool, inplace: bool, layout: object) -> _Launches:
-    if not x.is_cuda:
-        return _prepare(x[:1], x.shape[0], op, training, inplace)
     n_rows = x.shape[0]
+    if not x.is_cuda:
+        return _prepare(x[:1], n_rows, op, training, inplace)
     size = 0 if n_rows <= ONE_CTA_ROWS else 1 if n_rows <= ONE_PROGRAM_ROWS else 2
     key: Any = (op.reduction, op.smoothing > 0.0, size, training, inplace, is_batch_invariant())
     if layout is not None:  # there are no weights, no softcap and no denominator
@@ -156,6 +137,11 @@ def fits_on_chip(x: Tensor, dx: Tensor, op: CrossEntropy) -> bool:
     """Whether a row can be held while its loss is computed, so that the gradient is written in the same pass."""
     plan = WITH_GRADIENT[op.kind.arithmetic].plan((x, dx), device_of(x), is_batch_invariant())
     return plan.regime != "two_pass"
+
+
+def with_gradient_flags(kind: LossKind, mean: bool = True, inplace: bool = False, waits: bool = False) -> Flags:
+    """The flags of the kernel that writes the gradient in the pass that reads the logits."""
+    return (("MEAN", mean), ("INPLACE", inplace), ("WAITS", waits), *kind.flags)
 
 
 def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: bool) -> _Launches:
@@ -176,7 +162,7 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
         if fits_on_chip(x, dx, op):
             row_op = WITH_GRADIENT[kind.arithmetic]
             waits = count is not None and device_of(x).supports_pdl
-            flags = (("MEAN", mean), ("INPLACE", inplace), ("WAITS", waits), *kind.flags)
+            flags = with_gradient_flags(kind, mean, inplace, waits)
             with suppress(KernelUnavailable):
                 loss = prepare_rows(row_op, (x, dx), (*vectors, unused, unused, unused), flags, invariant)
     writes = loss is not None
@@ -220,7 +206,10 @@ def cross_entropy_forward(
     row does not fit on chip, and for losses that are not reduced. layout: where it is given, a key of how x lies.
     """
     launches = _launches_of(x, op, training, inplace, layout)
-    return on_its_device(x, _run, launches, x, op, training, inplace)
+    if x.is_cuda and current_device() != x.get_device():
+        with torch.cuda.device(x.get_device()):
+            return _run(launches, x, op, training, inplace)
+    return _run(launches, x, op, training, inplace)
 
 
 def _run(
@@ -228,10 +217,14 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     n_rows, n_cols = x.shape
     target, weight, weight_sum, ignore_index, reduction, smoothing, softcap, z_loss, denominator = op
-    new, at = allocator(x), pointer(x)
+    new, at = allocator_here(x), pointer(x)
     # one allocation: each row's moments, the mean's denominator, each row's loss
     kept = new((3 * n_rows + 1,), (1,), torch.float32)
-    moments, count, losses = places(kept, 0, 2 * n_rows, 2 * n_rows + 1)
+    if x.is_cuda:
+        moments: Any = kept.data_ptr()
+        count, losses = moments + 8 * n_rows, moments + 8 * n_rows + 4
+    else:
+        moments, count, losses = places(kept, 0, 2 * n_rows, 2 * n_rows + 1)
     if reduction == "none":
         loss = new((n_rows,), (1,), torch.float32)
         losses = at(loss)
@@ -266,39 +259,6 @@ def _run(
     return loss, kept, dx
 
 
-def moments_and_count(kept: Tensor, n_rows: int) -> list[Any]:
-    """What a gradient's launch takes, of what the forward kept: each row's (row_max, row_sum), the mean's denominator.
-
-    From these two numbers backward has p = exp(z - row_max)/row_sum with all its digits. One number, the logsumexp, is
-    rounded where it is large.
-    """
-    return places(kept, 0, 2 * n_rows)
-
-
-_gradients = Cache()
-
-
-def cross_entropy_gradient(
-    x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector | None, g: Tensor, *, unless_one: bool
-) -> None:
-    """The gradient for upstream g ([1], or [n_rows]; float32) into dx, which may be x.
-
-    unless_one: only where g is not 1. count: what the gradient is divided by, [1] float32, such as a mean's
-    denominator; None: nothing.
-    """
-    vectors = (*op.vectors(g), g if count is None else count, moments, g)
-    inplace = dx.data_ptr() == x.data_ptr()
-    key = (layout_key(x), layout_key(dx), op.kind, count is None, inplace, op.weight_sum is None, unless_one)
-    run = _gradients.get(key)
-    if run is None:
-        flags: Flags = (("UNLESS_ONE", unless_one), ("MEAN", count is not None), ("INPLACE", inplace))
-        flags = (*flags, ("SHARDED", False), *op.kind.flags)
-        run = prepare_rows(BACKWARD_UNLESS_ONE if unless_one else BACKWARD, (x, dx), vectors, flags, False)
-        if x.is_cuda:
-            _gradients.remember(key, run)
-    run((x, dx), vectors, (op.ignore_index, int(g.numel() > 1), 0, *op.numbers))
-
-
 def planned_cross_entropy(x: Tensor, on: Tensor, gradient: bool) -> Plan | str:
     """The plan of rows x, which may be a meta tensor, on `on`'s device, for a mean with default options; or why its
     kernel did not compile. gradient: the forward writes it, where a row fits on chip."""
@@ -307,15 +267,11 @@ def planned_cross_entropy(x: Tensor, on: Tensor, gradient: bool) -> Plan | str:
     if gradient:
         dx = torch.empty(x.shape, dtype=x.dtype, device="meta")
         vectors = (torch.int64, real, real, real, real, real)
-        plan = planned(WITH_GRADIENT[op], (x, dx), vectors, (("MEAN", True), ("INPLACE", False), *flags), on)
+        of_call = (("MEAN", True), ("INPLACE", False))
+        plan = planned(WITH_GRADIENT[op], (x, dx), vectors, (*of_call, *flags), on)
         if isinstance(plan, str) or plan.regime != "two_pass":
             return plan
     return planned(FORWARD[op], (x,), (torch.int64, real, real, real, real), flags, on)
-
-
-def scale_unless_one(dx: Tensor, g: Tensor) -> None:
-    """dx *= g ([1], or [n_rows]; float32), where g is not 1."""
-    launch_rows(SCALE_UNLESS_ONE, (dx,), (g,), (int(g.numel() > 1),), ())
 
 
 @functools.lru_cache
@@ -387,10 +343,12 @@ def _planned_as_wide(op: RowOp) -> RowOp:
 WIDE_WITH_GRADIENT = {arithmetic: _planned_as_wide(op) for arithmetic, op in WITH_GRADIENT.items()}
 
 
-def losses_and_gradient_of_chunk(x: Tensor, dx: Tensor, op: CrossEntropy, divides: Tensor | None) -> Tensor:
-    """Each row's loss, and into dx, which may be x, the gradient of their sum over `divides`, [1] float32.
+def losses_and_gradient_of_chunk(
+    x: Tensor, dx: Tensor, op: CrossEntropy, divides: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(each row's loss, None), and into dx, which may be x, the gradient of their sum over `divides`, [1] float32.
 
-    One read and one write where a row fits on chip.
+    Where a row does not fit on chip: (each row's loss, its moments), and the gradient is `cross_entropy_gradient`'s.
     """
     kind, invariant = op.kind, is_batch_invariant()
     row_op = (WITH_GRADIENT if dx.dtype is x.dtype else WIDE_WITH_GRADIENT)[kind.arithmetic]
@@ -398,14 +356,11 @@ def losses_and_gradient_of_chunk(x: Tensor, dx: Tensor, op: CrossEntropy, divide
     if op.weight_sum is None and row_op.plan((x, dx), device_of(x), invariant).regime != "two_pass":
         losses, moments = _losses_and_moments(x)
         vectors = (*op.vectors(losses), losses if divides is None else divides, losses, moments)
-        flags = (("MEAN", divides is not None), ("INPLACE", dx.data_ptr() == x.data_ptr()), *kind.flags)
+        flags = with_gradient_flags(kind, divides is not None, dx.data_ptr() == x.data_ptr())
         numbers = (op.ignore_index, *op.numbers)
         launch_rows(row_op, (x, dx), vectors, numbers, flags, invariant=invariant)
-        return losses
-    losses, moments = losses_of_chunk(x, op)
-    one = torch.ones(1, dtype=torch.float32, device=x.device)
-    cross_entropy_gradient(x, dx, op, moments, divides, one, unless_one=False)
-    return losses
+        return losses, None
+    return losses_of_chunk(x, op)
 
 
 def _losses_and_moments(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..planning.types import Plan, Problem
+from .availability import KernelUnavailable
 from .torch_private import current_device
 from .torch_private import empty_strided_cuda as _empty_strided_cuda
 
@@ -52,19 +53,39 @@ def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like
     return allocator(like)(tuple(shape), tuple(strides), dtype)
 
 
-def allocator(x: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+
+
+def allocator(x: Tensor) -> Allocator:
     """new(shape, strides, dtype): uninitialized memory on x's device, by the shortest way that this torch has.
 
     Shape and strides are tuples and no torch.Size, which that way refuses.
     """
-    if x.is_cuda and _empty_strided_cuda is not None and current_device() == x.get_device():
-        return _empty_strided_cuda
+    return allocator_here(x) if not x.is_cuda or current_device() == x.get_device() else _anywhere(x)
+
+
+def allocator_here(x: Tensor) -> Allocator:
+    """`allocator` of a tensor on the current device, or not on a GPU."""
+    return _empty_strided_cuda if x.is_cuda and _empty_strided_cuda is not None else _anywhere(x)
+
+
+def _anywhere(x: Tensor) -> Allocator:
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
 
 
 def layout_key(x: Tensor) -> tuple[Any, ...]:
     """What the launches over rows x depend on: all except their number."""
-    return x.shape[1], x.stride()[0], x.dtype, x.data_ptr() & 31, x.get_device()
+    return x.shape[1], x.stride(), x.dtype, x.data_ptr() & 31, x.get_device()
+
+
+def expect_rows(*tensors: Tensor) -> None:
+    """KernelUnavailable where the columns of (n_rows, n_cols) are not contiguous.
+
+    A gradient takes what it saved as rows, and hooks of saved tensors may give it back with other strides.
+    """
+    for t in tensors:
+        if t.shape[1] > 1 and t.stride()[1] != 1:
+            raise KernelUnavailable("a tensor came back from a hook of saved tensors with other strides")
 
 
 def places(memory: Tensor, *starts: int) -> list[Any]:
@@ -97,8 +118,10 @@ def gradient_buffer(x: Tensor) -> Tensor:
     A vocabulary that is padded to a multiple of 64 and cut to its own width keeps its aligned rows that way.
     """
     n_rows, n_cols = x.shape
-    stride = x.stride(0) if n_cols < x.stride(0) <= 2 * n_cols else n_cols
-    memory = empty((n_rows, stride), (stride, 1), x.dtype, x)
+    stride, _ = x.stride()
+    if not n_cols < stride <= 2 * n_cols:
+        stride = n_cols
+    memory = allocator(x)((n_rows, stride), (stride, 1), x.dtype)
     return memory if stride == n_cols else memory[:, :n_cols]
 
 

@@ -23,7 +23,8 @@ from .device import describe
 from .layout import DTYPE_NAMES, MAX_COLS, as_rows
 from .options import TORCH
 
-Call = Callable[[Tensor], Tensor]
+# call(x, n_rows, address) -> the result for x at this address; n_rows counts where rows have one stride, and is 0 else
+Call = Callable[[Tensor, int, int], Tensor]
 # of launch.softmax: what launches over these tensors; None, or TORCH, where this way is not for them
 Prepare = Callable[..., Any]
 
@@ -45,46 +46,67 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return found
 
 
-def softmax_call(x: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare: Prepare) -> Call | None:
-    """call(x) -> softmax or log_softmax over dim in `dtype`; TORCH; or None where this way is not for it.
+def softmax_result(
+    x: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare: Prepare, around: Callable[..., Tensor] | None = None
+) -> Any:
+    """softmax or log_softmax of x over dim in `dtype`; TORCH; or None where this way is not for it.
 
-    x: a plain tensor on a GPU, not lazily negated; dtype: x's own, or one that the kernels write from x's. The call is
-    for x, and for tensors of another number of rows where x has two dimensions and rows.
+    x: a plain tensor on a GPU, not lazily negated; dtype: x's own, or one that the kernels write from x's. around: what
+    calls the prepared call, `around(call, *arguments)`. None for a tensor without memory of its own, too.
     """
-    shape, strides = x.shape, x.stride()
-    sizes: Any = shape
-    if len(shape) == 2 and strides[1] == 1 and (dim == -1 or dim == 1) and shape[0]:
-        sizes = shape[1]  # rows with one stride: the call does not depend on their number
-    key = (sizes, strides, x.dtype, dtype, dim, log, x.data_ptr() & 31, x.get_device(), _invariant())
-    found = _calls.get(key)
-    if found is None:
-        found = _calls.remember(key, _prepare_softmax(x, dim, dtype, log, prepare))
-    return None if found is False else found
+    try:
+        address, shape = x.data_ptr(), x.shape
+    except RuntimeError:  # it has no memory of its own
+        return None
+    key: Any
+    if len(shape) == 2 and (dim == -1 or dim == 1) and shape[0] > 1 and x.is_contiguous():
+        n_rows, n_cols = shape  # rows with one stride: the call does not depend on their number
+        key = (n_cols, x.dtype, dtype, log, address & 31, x.get_device(), _invariant())
+    else:
+        sizes: Any = shape
+        n_rows, strides = 0, x.stride()
+        if len(shape) == 2 and strides[1] == 1 and (dim == -1 or dim == 1) and shape[0]:
+            n_rows, sizes = shape
+        key = (sizes, strides, x.dtype, dtype, dim, log, address & 31, x.get_device(), _invariant())
+    call = _calls.get(key)
+    if call is None:
+        call = _calls.remember(key, _prepare_softmax(x, dim, dtype, log, prepare))
+    if call is False:
+        return None
+    if call is TORCH:
+        return TORCH
+    return call(x, n_rows, address) if around is None else around(call, x, n_rows, address)
 
 
-def softmax_out_call(
-    x: Tensor, out: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare: Prepare
-) -> Callable[[Tensor, Tensor], None] | None:
-    """call(x, out), which writes softmax or log_softmax over dim to `out`; None where this way is not for it.
+def softmax_into(x: Tensor, out: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare: Prepare) -> bool:
+    """Writes softmax or log_softmax over dim to `out`; False, with nothing written, where this way is not for it.
 
-    x, out: plain tensors, x on a GPU; dtype: x's own, or one that the kernels write from x's. The call is for
+    x, out: plain tensors, x on a GPU; dtype: x's own, or one that the kernels write from x's. This way is for
     contiguous tensors of one shape, in separate memory or the same.
     """
-    shape, start, out_start = x.shape, x.data_ptr(), out.data_ptr()
-    n_elements, out_dtype = x.numel(), out.dtype
-    if out.shape != shape or out_dtype is not dtype or not (x.is_contiguous() and out.is_contiguous()):
-        return None
-    same = start == out_start and x.dtype is out_dtype
-    if not (same or start + n_elements * x.itemsize <= out_start or out_start + n_elements * out.itemsize <= start):
-        return None
-    of_rows = len(shape) == 2 and (dim == -1 or dim == 1)
-    sizes: Any = shape[1] if of_rows else shape
-    devices, alignments = (x.get_device(), out.get_device()), (start & 31, out_start & 31)
-    key = (sizes, x.stride(), out.stride(), x.dtype, out_dtype, dim, log, alignments, devices, _invariant())
-    found = _calls.get(key)
-    if found is None:
-        found = _calls.remember(key, _prepare_out(x, out, dim, log, prepare))
-    return None if found is False else found
+    try:
+        address, out_address, shape = x.data_ptr(), out.data_ptr(), x.shape
+    except RuntimeError:  # one of them has no memory of its own
+        return False
+    if out.shape != shape or not (x.is_contiguous() and out.is_contiguous()):
+        return False
+    key: Any
+    if len(shape) == 2 and (dim == -1 or dim == 1) and shape[0] > 1:
+        n_rows, n_cols = shape
+        key = (
+            n_cols, x.dtype, out.dtype, dtype, log, address & 31, out_address & 31,
+            x.get_device(), out.get_device(), _invariant(),
+        )  # fmt: skip
+    else:
+        n_rows = 0
+        key = (
+            shape, x.stride(), out.stride(), x.dtype, out.dtype, dtype, dim, log, address & 31, out_address & 31,
+            x.get_device(), out.get_device(), _invariant(),
+        )  # fmt: skip
+    call = _calls.get(key)
+    if call is None:
+        call = _calls.remember(key, _prepare_into(x, out, dim, dtype, log, prepare))
+    return call is not False and call(x, out, n_rows, address, out_address)
 
 
 def _takes(x: Tensor, dim: int) -> bool:
@@ -95,9 +117,11 @@ def _takes(x: Tensor, dim: int) -> bool:
     return x.dtype in DTYPE_NAMES and isinstance(describe(x.device), Device)
 
 
-def _prepare_out(x: Tensor, out: Tensor, dim: int, log: bool, prepare: Prepare) -> Any:
-    if out.device != x.device or not _takes(x, dim):
+def _prepare_into(x: Tensor, out: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare: Prepare) -> Any:
+    """call(x, out, n_rows, address, out_address) -> whether it wrote; False where this way is not for them."""
+    if out.device != x.device or out.dtype is not dtype or not _takes(x, dim):
         return False
+    shape = x.shape
     dim %= x.dim()
     try:
         run = prepare(x, out, dim, log)
@@ -105,17 +129,44 @@ def _prepare_out(x: Tensor, out: Tensor, dim: int, log: bool, prepare: Prepare) 
         return False
     if run is None or run is TORCH:
         return False
-    if not hasattr(run, "at"):
-        return run
-    launch, n_cols, index = run.at, x.shape[dim], x.get_device()
+    launch, index, known_rows = _launch_of(run), x.get_device(), x.numel() // shape[dim]
+    same, bytes_of_row, bytes_of_out_row = x.dtype is dtype, shape[dim] * x.itemsize, shape[dim] * out.itemsize
 
-    def call(x: Tensor, out: Tensor) -> None:
+    def call(x: Tensor, out: Tensor, n_rows: int, address: int, out_address: int) -> bool:
+        n_rows = n_rows or known_rows
+        if not (same and address == out_address) and (
+            out_address < address + n_rows * bytes_of_row and address < out_address + n_rows * bytes_of_out_row
+        ):
+            return False
         if _current_device() != index:
             with torch.cuda.device(index):
-                return call(x, out)
-        launch(x.numel() // n_cols, (x.data_ptr(), out.data_ptr()), (), ())
+                return call(x, out, n_rows, address, out_address)
+        launch(x, out, n_rows, address, out_address)
+        return True
 
     return call
+
+
+def _launch_of(run: Any) -> Callable[[Tensor, Tensor, int, int, int], None]:
+    """launch(x, y, n_rows, address of x, address of y), on the current device, of what `prepare` returned."""
+    if hasattr(run, "parts"):
+        index, launch, rows, prefix, after_rows, (x_offset, y_offset) = run.parts
+
+        def over_rows(x: Tensor, y: Tensor, n_rows: int, address: int, y_address: int) -> None:
+            launch(
+                -(-n_rows // rows), 1, 1, _current_stream(index), *prefix,
+                address - x_offset, y_address - y_offset, n_rows, *after_rows,
+            )  # fmt: skip
+
+        return over_rows
+    if hasattr(run, "one"):
+        index, launch, grid, prefix, rest = run.one
+
+        def of_one_shape(x: Tensor, y: Tensor, n_rows: int, address: int, y_address: int) -> None:
+            launch(grid, 1, 1, _current_stream(index), *prefix, address, y_address, *rest)
+
+        return of_one_shape
+    return lambda x, y, n_rows, address, y_address: run(x, y)
 
 
 def _prepare_softmax(x: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare: Prepare) -> Any:
@@ -140,29 +191,34 @@ def _rows_call(run: Any, shape: tuple[int, ...], dtype: torch.dtype, x_rows: Ten
     """A call over rows with one stride. A closure over plain locals, as every look-up of an attribute counts here."""
     index, launch, rows, prefix, after_rows, (x_offset, y_offset) = run.parts
     strides, known_rows, n_cols = contiguous_strides(shape), x_rows.shape[0], shape[-1]
-    of_two = len(shape) == 2 and x_rows.shape[1] == n_cols
 
-    def call(x: Tensor) -> Tensor:
+    def call(x: Tensor, n_rows: int, address: int) -> Tensor:
         if _current_device() != index:
             with torch.cuda.device(index):
-                return call(x)
-        n_rows = x.shape[0] if of_two else known_rows
-        y = _empty((n_rows, n_cols) if of_two else shape, strides, dtype)
+                return call(x, n_rows, address)
+        if n_rows:
+            y = _empty((n_rows, n_cols), strides, dtype)
+        else:
+            y, n_rows = _empty(shape, strides, dtype), known_rows
         launch(
             -(-n_rows // rows), 1, 1, _current_stream(index), *prefix,
-            x.data_ptr() - x_offset, y.data_ptr() - y_offset, n_rows, *after_rows,
+            address - x_offset, y.data_ptr() - y_offset, n_rows, *after_rows,
         )  # fmt: skip
         return y
 
     return call
 
 
-def _strided_call(run: Callable[[Tensor, Tensor], None], like: Tensor) -> Call:
+def _strided_call(run: Any, like: Tensor) -> Call:
     shape, strides, dtype = tuple(like.shape), like.stride(), like.dtype
+    index, launch = like.get_device(), _launch_of(run)
 
-    def call(x: Tensor) -> Tensor:
+    def call(x: Tensor, n_rows: int, address: int) -> Tensor:
+        if _current_device() != index:
+            with torch.cuda.device(index):
+                return call(x, n_rows, address)
         y = _empty(shape, strides, dtype)
-        run(x, y)
+        launch(x, y, n_rows, address, y.data_ptr())
         return y
 
     return call
@@ -175,22 +231,29 @@ def softmax_backward(
 
     `invariant` is the forward's setting: autograd calls from another thread.
     """
-    if not y.is_cuda or dy.dtype is not y.dtype or dy.shape != y.shape or not (dim == -1 or dim == y.dim() - 1):
+    shape, y_address, dy_address, given = y.shape, y.data_ptr(), dy.data_ptr(), y.dtype
+    if not y.is_cuda or dy.dtype is not given or dy.shape != shape or not (y.is_contiguous() and dy.is_contiguous()):
         return None
-    if not (y.dim() and y.is_contiguous() and dy.is_contiguous()):
-        return None
-    shape, index = tuple(y.shape), y.get_device()
-    y_address, dy_address = y.data_ptr(), dy.data_ptr()
-    # contiguous strides do not tell the number of rows; a single row's may be any
-    key = (shape[-1], y.stride(), dy.stride(), y.dtype, dtype, log, y_address & 31, dy_address & 31, index, invariant)
+    index = y.get_device()
+    key: Any
+    if len(shape) == 2 and shape[0] > 1:
+        n_rows, n_cols = shape
+        key = (n_cols, given, dtype, dim, log, y_address & 31, dy_address & 31, index, invariant)
+    else:
+        n_rows = n_cols = 0
+        key = (
+            shape, y.stride(), dy.stride(), given, dtype, dim, log, y_address & 31, dy_address & 31, index, invariant
+        )  # fmt: skip
     found = _calls.get(key)
     if found is None:
-        found = _calls.remember(key, _prepare_backward(dy, y, dtype, log, invariant, prepare))
+        found = _calls.remember(key, _prepare_backward(dy, y, dim, dtype, log, invariant, prepare))
     if found is False or _current_device() != index:
         return None
-    _, launch, rows, prefix, after_rows, offsets = found
-    dx = _empty(shape, contiguous_strides(shape), dtype)
-    n_rows = y.numel() // shape[-1]
+    (_, launch, rows, prefix, after_rows, offsets), known_shape, known_strides, known_rows = found
+    if n_rows:
+        dx = _empty((n_rows, n_cols), known_strides, dtype)
+    else:
+        dx, n_rows = _empty(known_shape, known_strides, dtype), known_rows
     launch(
         -(-n_rows // rows), 1, 1, _current_stream(index), *prefix,
         y_address - offsets[0], dy_address - offsets[1], dx.data_ptr() - offsets[2], n_rows, *after_rows,
@@ -198,8 +261,14 @@ def softmax_backward(
     return dx
 
 
-def _prepare_backward(dy: Tensor, y: Tensor, dtype: torch.dtype, log: bool, invariant: bool, prepare: Prepare) -> Any:
-    if _empty is None or not y.numel() or y.shape[-1] > MAX_COLS or y.dtype not in DTYPE_NAMES:
+def _prepare_backward(
+    dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool, invariant: bool, prepare: Prepare
+) -> Any:
+    """(parts of the launch, the shape, its strides, its rows); False where this way is not for them."""
+    shape, strides = tuple(y.shape), contiguous_strides(tuple(y.shape))
+    if _empty is None or not y.numel() or shape[-1] > MAX_COLS or y.dtype not in DTYPE_NAMES:
+        return False
+    if not (dim == -1 or dim == len(shape) - 1):
         return False
     dx = torch.empty(y.shape, dtype=dtype, device=y.device)
     if dx.data_ptr() % 32 or not isinstance(describe(y.device), Device):
@@ -208,4 +277,4 @@ def _prepare_backward(dy: Tensor, y: Tensor, dtype: torch.dtype, log: bool, inva
         run = prepare(y, dy, dx, log, invariant)
     except KernelUnavailable:
         return False
-    return False if run is None else run.parts
+    return False if run is None else (run.parts, shape, strides, y.numel() // shape[-1])

@@ -18,9 +18,10 @@ from ..planning.types import Plan, power_of_two
 from .cache import Cache
 from .compile import kernel_loader
 from .context import is_batch_invariant
-from .launcher import RowOp, always, on_its_device, planned, prepare_rows
-from .layout import allocator, layout_key, pointer, rows_of
+from .launcher import RowOp, always, planned, prepare_rows
+from .layout import allocator, allocator_here, expect_rows, layout_key, pointer, rows_of
 from .options import Flags
+from .torch_private import current_device
 
 
 @kernel_loader
@@ -52,6 +53,7 @@ def _scale_flag(scale: float | Tensor) -> int:
     return 2 if isinstance(scale, Tensor) else int(scale != 1.0)
 
 
+_REAL = torch.float32
 _forwards = Cache()
 MOST_RANKED = 2**24  # columns: a rank is a float32, which holds no more exactly
 
@@ -64,6 +66,7 @@ def statistics(
     *,
     invariant: bool = False,
     keeps: bool = True,
+    rounded: bool = False,
     layout: object = None,
     rank: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
@@ -72,39 +75,40 @@ def statistics(
     rank: in place of the entropy, the rank of each row's first id: how many logits of the row are at least its own.
 
     ids: (n_rows,) or (n_rows, n_picks) int64, contiguous, and the log-probabilities have its shape. moments, where
-    `keeps`: (n_rows, 2), each row's maximum and its sum of exponentials, which `statistics_backward` takes. layout:
-    where it is given, a key of how x lies.
+    `keeps`: (n_rows, 2), each row's maximum and its sum of exponentials, which `statistics_backward` takes. rounded:
+    lse has x's dtype; nothing else is asked for. layout: where it is given, a key of how x lies.
     """
-    n_rows, real = x.shape[0], torch.float32
-    new, at = allocator(x), pointer(x)
-    lse = new((n_rows,), (1,), real)
+    n_rows = x.shape[0]
+    on_another = x.is_cuda and current_device() != x.get_device()
+    new, at = allocator(x) if on_another else allocator_here(x), pointer(x)
+    lse = new((n_rows,), (1,), x.dtype if rounded else _REAL)
     picked = entropies = moments = of_ids = None
     if ids is not None:
-        picked = new((n_rows,) if ids.dim() == 1 else (n_rows, _picks(ids)), ids.stride(), real)
+        picked = new((n_rows,) if ids.dim() == 1 else (n_rows, _picks(ids)), ids.stride(), _REAL)
         of_ids = ids, at(picked)
     if entropy or rank:
-        entropies = new((n_rows,), (1,), real)
+        entropies = new((n_rows,), (1,), _REAL)
     if keeps:
-        moments = new((n_rows, 2), (2, 1), real)
+        moments = new((n_rows, 2), (2, 1), _REAL)
     into = at(lse), None if moments is None else at(moments), None if entropies is None else at(entropies)
-    write_statistics(x, into, of_ids, scale, invariant, layout, rank)
+    write_statistics(x, into, of_ids, scale, invariant, layout, rank, rounded)
     return picked, entropies, lse, moments
 
 
 def write_statistics(
     x: Tensor, into: tuple[Any, Any, Any], of_ids: tuple[Tensor, Any] | None, scale: float | Tensor, invariant: bool,
-    layout: object = None, rank: bool = False,
+    layout: object = None, rank: bool = False, rounded: bool = False,
 ) -> None:  # fmt: skip
     """`statistics` into memory: (lse, moments or None, entropies or None), and (ids, log-probabilities) or None.
 
-    Memory is float32 and contiguous; it comes as `layout.pointer` makes pointers.
+    Memory is contiguous and float32, but for an lse that is `rounded`; it comes as `layout.pointer` makes pointers.
     """
     lse, moments, entropies = into
     ids = None if of_ids is None else of_ids[0]
     n_picks, scaled, at = _picks(ids), _scale_flag(scale), pointer(x)
     invariant = invariant or is_batch_invariant()
     entropy, keeps = entropies is not None and not rank, moments is not None
-    key = (layout or layout_key(x), n_picks, entropy, scaled, keeps, invariant, rank)
+    key = (layout or layout_key(x), n_picks, entropy, scaled, keeps, rounded, invariant, rank)
     vectors = (
         lse,
         lse if moments is None else moments,
@@ -117,11 +121,17 @@ def write_statistics(
     if launch is None:
         flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", entropy))
         flags = (*flags, ("RANK", rank), ("SCALE", scaled), ("KEEP_MOMENTS", keeps))
-        as_tensors = (lse, lse, lse, lse if ids is None else ids, lse, lse)
+        shown = x if rounded else lse  # its dtype is all that counts
+        as_tensors = (shown, shown, shown, shown if ids is None else ids, shown, shown)
         launch = prepare_rows(FORWARD, (x,), as_tensors, flags, invariant).at
         if x.is_cuda:
             _forwards.remember(key, launch)
-    on_its_device(x, launch, x.shape[0], (at(x),), vectors, (n_picks, 1.0 if scaled == 2 else scale))
+    numbers = (n_picks, 1.0 if scaled == 2 else scale)
+    if x.is_cuda and current_device() != x.get_device():
+        with torch.cuda.device(x.get_device()):
+            launch(x.shape[0], (at(x),), vectors, numbers)
+    else:
+        launch(x.shape[0], (at(x),), vectors, numbers)
 
 
 def _picks(ids: Tensor | None) -> int:
@@ -130,7 +140,7 @@ def _picks(ids: Tensor | None) -> int:
 
 def planned_statistics(x: Tensor, on: Tensor, n_picks: int, backward: bool) -> Plan | str:
     """The plan of rows x, which may be a meta tensor, on `on`'s device; or why its kernel did not compile."""
-    real = torch.float32
+    real = _REAL if n_picks else x.dtype
     ids = torch.int64 if n_picks else real
     if backward:
         flags: Flags = (("PICKS", n_picks), ("ENTROPY", False), ("LSE", not n_picks), ("SCALE", 0))
@@ -157,8 +167,9 @@ def statistics_backward(
 ) -> None:
     """Into dx the gradient of what `statistics` returns; an upstream gradient that is None counts for nothing.
 
-    moments: (n_rows, 2), as `statistics` returns them, or (n_rows,), the logsumexp. shard: (start, size) where x has
-    columns from `start` on of `size`, which all else is of. invariant: the plan does not depend on where rows start.
+    moments: (n_rows, 2), as `statistics` returns them, or (n_rows,), the logsumexp, which may have x's dtype, as g_lse
+    then may. shard: (start, size) where x has columns from `start` on of `size`, which all else is of. invariant: the
+    plan does not depend on where rows start.
     """
     n_picks = 0 if g_picked is None else _picks(ids)
     by_moments, scaled = moments.dim() == 2, _scale_flag(scale)
@@ -170,14 +181,16 @@ def statistics_backward(
             _real(g_entropy),
             ids,
             _real(g_picked),
-            _real(g_lse),
+            _real(g_lse) if by_moments else g_lse,
             scale if scaled == 2 else None,
         )
     )
-    given = (g_entropy is None, g_lse is None, ids is None, shard is None, invariant)
+    of_lse = None if by_moments or g_lse is None else (moments.dtype, g_lse.dtype)
+    given = (g_entropy is None, g_lse is None, ids is None, shard is None, invariant, of_lse)
     key = (layout_key(x), layout_key(dx), n_picks, scaled, by_moments, given)
     run = _backwards.get(key)
     if run is None:
+        expect_rows(x)
         flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", g_entropy is not None))
         flags = (*flags, ("LSE", g_lse is not None), ("SCALE", scaled), ("HAS_MOMENTS", by_moments))
         flags = (*flags, ("SHARDED", shard is not None))
@@ -197,19 +210,32 @@ def _real(g: Tensor | None) -> Tensor | None:
 # --- logsumexp over dimensions of whole tensors ----------------------------------------------------------------------
 
 
+def logsumexp_of_rows(x: Tensor, layout: object = None) -> Tensor:
+    """logsumexp of rows x in x's dtype.  # [n_rows]"""
+    return statistics(x, None, 1.0, False, keeps=False, rounded=True, layout=layout)[2]
+
+
+def gradient_of_rows(g: Tensor, x: Tensor, lse: Tensor) -> Tensor:
+    """dx = g*exp(x - lse) of rows x, contiguous; g, lse: (n_rows,) in x's dtype."""
+    n_rows, n_cols = x.shape
+    dx = allocator(x)((n_rows, n_cols), (n_cols, 1), x.dtype)
+    statistics_backward(x, dx, lse.contiguous(), 1.0, g_lse=g.contiguous())
+    return dx
+
+
 def logsumexp_forward(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     """logsumexp of x over dims (rising, each in [0, x.dim())) in x's dtype. x is not empty."""
     kept, folded = _folded(x, dims)
-    _, _, lse, _ = statistics(folded, None, 1.0, False, keeps=False)
+    lse = logsumexp_of_rows(folded)
     shape = [1 if d in dims else size for d, size in enumerate(x.shape)] if keepdim else [x.shape[d] for d in kept]
-    return lse.to(x.dtype).view(shape)
+    return lse.view(shape)
 
 
 def logsumexp_backward(g: Tensor, x: Tensor, lse: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     """dx = g*exp(x - lse), contiguous, in x's dtype; NaN where a row is nothing but -inf, as torch has it."""
     kept, folded = _folded(x, dims)
     dx = torch.empty(folded.shape, dtype=x.dtype, device=x.device)
-    statistics_backward(folded, dx, lse.reshape(-1).float(), 1.0, g_lse=g.reshape(-1))
+    statistics_backward(folded, dx, lse.reshape(-1).contiguous(), 1.0, g_lse=g.reshape(-1).contiguous())
     order = (*kept, *dims)
     back = sorted(range(x.dim()), key=lambda i: order[i])
     return dx.view([x.shape[d] for d in order]).permute(back).contiguous()

@@ -145,11 +145,25 @@ def prepare_softmax(x: Tensor, y: Tensor, dim: int, log: bool) -> Any:
     if x_rows is None or y_rows is None:
         planes = spatial.folded((x, y), dim)
         if planes is not None:
-            run, outer = spatial.prepare_softmax(planes, log, False, is_batch_invariant()), planes[0].shape[0]
-            return lambda x, y: run((x, y), (), outer)
+            run = spatial.prepare_softmax(planes, log, False, is_batch_invariant())
+            return _of_one_shape(run, x.get_device(), planes[0].shape[0])
         return prepare_strided(x, y, dim, log) if takes_strided(x, y, dim) else None
     op, flags = softmax_op(log)
     return prepare_rows(op, (x_rows, y_rows), (), flags, is_batch_invariant())
+
+
+def _of_one_shape(run: spatial.Run, index: int, outer: int) -> Callable[..., None]:
+    """run(x, y) over tensors (x, y) of one `outer`; where it is one launch, its `one` has the parts of it."""
+
+    def shaped(x: Tensor, y: Tensor) -> None:
+        run((x, y), (), outer)
+
+    steps = getattr(run, "steps", ())
+    for step, (call, prefix, trailing) in steps:
+        if step.tensors == (0, 1):
+            one = (index, call, step.grid(outer), prefix, (*step.numbers(outer), *trailing))
+            shaped.one = one  # type: ignore[attr-defined]
+    return shaped
 
 
 def prepare_backward(y: Tensor, dy: Tensor, dx: Tensor, log: bool, invariant: bool) -> Any:
@@ -269,7 +283,7 @@ def _run_strided(x: Tensor, y: Tensor, dim: int, log: bool) -> None:
 def prepare_strided(x: Tensor, y: Tensor, dim: int, log: bool) -> Callable[[Tensor, Tensor], None]:
     """What launches the strided kernel over tensors of these shapes, strides and alignments: run(x, y)."""
     made = strided_launch(x, y, dim, log)
-    if x.device.type == "cpu":
+    if not x.is_cuda:
         return lambda x, y: strided_launch(x, y, dim, log)()
     index = x.get_device()
     pointers = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in (x, y))
@@ -285,6 +299,7 @@ def prepare_strided(x: Tensor, y: Tensor, dim: int, log: bool) -> Callable[[Tens
                 return run(x, y)
         call(grid, 1, 1, current_stream(index), *prefix, x.data_ptr(), y.data_ptr(), *counts, *trailing)
 
+    run.one = (index, call, grid, prefix, (*counts, *trailing))  # type: ignore[attr-defined]
     return run
 
 

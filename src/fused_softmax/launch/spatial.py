@@ -251,7 +251,7 @@ def prepare(recipe: Recipe, tensors: tuple[Tensor, ...]) -> Run:
     `outer` is the first tensor's first size, where it is not given. KernelUnavailable, with nothing written, where a
     kernel does not compile.
     """
-    if tensors[0].device.type == "cpu":
+    if not tensors[0].is_cuda:
         return _interpreted(recipe)
     index = tensors[0].get_device()
     pointers = _pointers(recipe, tensors)
@@ -278,6 +278,8 @@ def prepare(recipe: Recipe, tensors: tuple[Tensor, ...]) -> Run:
             at = [addresses[i] for i in step.tensors]
             call(step.grid(outer), 1, 1, stream, *prefix, *at, *step.numbers(outer), *numbers, *trailing)
 
+    if len(calls) == 1 and not (workspaces or overlaps):  # one launch, whatever memory the tensors have
+        run.steps = calls  # type: ignore[attr-defined]
     return run
 
 

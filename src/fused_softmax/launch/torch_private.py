@@ -8,7 +8,6 @@ torch without them would: calls are slower, and their results are the same.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,7 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad as _forward_ad
+from torch.nn import Parameter
 
 missing: list[str] = []
 _PUBLIC_ONLY = os.environ.get("FUSED_SOFTMAX_PUBLIC_TORCH") == "1"
@@ -63,13 +64,11 @@ _level: Any = _forward_ad
 if not hasattr(_forward_ad, "_current_level"):
     missing.append("torch.autograd.forward_ad._current_level")
     _level = SimpleNamespace(_current_level=-1)
-# the innermost level of forward-mode AD that is entered, or -1
-forward_ad_level = functools.partial(getattr, _level, "_current_level")
 
 
 def in_forward_ad() -> bool:
     """Whether a level of forward-mode AD is entered."""
-    return forward_ad_level() >= 0
+    return _level._current_level >= 0
 
 
 # --- what watches a call: with public fallbacks; the private ones are in torch 2.4 to 2.15 ----------------------------
@@ -86,14 +85,38 @@ def _public_has_storage(x: torch.Tensor) -> bool:
 _profiler: Any = _or_public("autograd.profiler", None)
 if not hasattr(_profiler, "_is_profiler_enabled"):  # then a profile does not name our ops
     _profiler = SimpleNamespace(_is_profiler_enabled=False)
-# whether a torch profiler is active
-profiling = functools.partial(getattr, _profiler, "_is_profiler_enabled")
-tracing_state = _or_public("_C._get_tracing_state", lambda: torch.jit.is_tracing() or None)
+_is_tracing: Any = _or_public("_C._is_tracing", torch.jit.is_tracing)
+# cheaper than is_compiling: what else is being compiled has tensors of other classes, and modes
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+
+def profiling() -> bool:
+    """Whether a torch profiler is active."""
+    return _profiler._is_profiler_enabled
+
+
 any_autocast = _or_public(
     "_C._is_any_autocast_enabled", lambda: torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
 )
 deterministic_algorithms = _or_public("_C._get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
 has_storage = _or_public("_C._has_storage", _public_has_storage)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether nothing but autograd and autocast would see a call with x, which may have no memory of its own.
+
+    False while compiling, tracing, in a dispatch mode, under torch.func or forward-mode AD, for subclasses and for
+    lazily negated views.
+    """
+    return (
+        not _is_dynamo_compiling()
+        and (type(x) is Tensor or type(x) is Parameter)
+        and not dispatch_modes()
+        and innermost_transform() is None
+        and _level._current_level < 0
+        and not _is_tracing()
+        and not x.is_neg()
+    )
 
 
 # fake and functional tensors; where torch's classes are not found, they are subclasses like any other, and PyTorch's
@@ -126,6 +149,22 @@ def function_apply(function: Any) -> Callable[..., Any]:
     direct = None if _PUBLIC_ONLY else getattr(super(torch.autograd.Function, function), "apply", None)
     return function.apply if direct is None else direct
 
+
+def _incremented_by_c() -> Any:
+    """increment_version without its frame and its type check, where torch's C function takes a tuple."""
+    increment = _or_public("_C._increment_version", None)
+    if increment is None:
+        return torch.autograd.graph.increment_version
+    t = torch.empty(0)
+    try:
+        increment((t,))
+    except TypeError:
+        return torch.autograd.graph.increment_version
+    return lambda t: increment((t,))
+
+
+# counts a write that autograd did not see
+increment_version: Any = _incremented_by_c()
 
 # --- torch.library ----------------------------------------------------------------------------------------------------
 

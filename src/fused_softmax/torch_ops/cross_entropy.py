@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..launch import cross_entropy as rows
+from ..launch import cross_entropy_gradient as gradients
 from ..launch.availability import KernelUnavailable
 from ..launch.context import as_in_forward, is_batch_invariant
 from ..launch.launcher import Vector
@@ -147,7 +148,7 @@ def _by_kernels(x: Tensor, op: CrossEntropy, inplace: bool, layout: object = Non
 
 def _apply(x: Tensor, op: CrossEntropy, inplace: bool, layout: object) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
-        return _row_cross_entropy(x, op, inplace, layout)
+        return _row_cross_entropy(x, (op, inplace, layout))
     return _forward(x, op, layout)[0]
 
 
@@ -192,14 +193,14 @@ def _gradient(
     x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector | None, g: Tensor, *, unless_one: bool
 ) -> None:
     try:
-        rows.cross_entropy_gradient(x, dx, op, moments, count, g, unless_one=unless_one)
+        gradients.cross_entropy_gradient(x, dx, op, moments, count, g, unless_one=unless_one)
     except KernelUnavailable:
         dx.copy_(decompositions.cross_entropy_gradient(g, x, op))
 
 
 def _scale_unless_one(dx: Tensor, g: Tensor) -> None:
     try:
-        rows.scale_unless_one(dx, g)
+        gradients.scale_unless_one(dx, g)
     except KernelUnavailable:
         dx.mul_(g.view(-1, 1))
 
@@ -209,7 +210,8 @@ class RowCrossEntropy(torch.autograd.Function):
     wrote: all of it by save_for_backward, where checkpointing and offloading see it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, op: CrossEntropy, inplace: bool, layout: object) -> Tensor:
+    def forward(ctx: Any, x: Tensor, described: tuple[CrossEntropy, bool, object]) -> Tensor:
+        op, inplace, layout = described
         # two rows that share memory cannot hold two gradients
         inplace = inplace and (x.shape[0] == 1 or x.stride(0) >= x.shape[1])
         try:
@@ -228,23 +230,23 @@ class RowCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None]:
         if g is None:
-            return None, None, None, None
+            return None, None
         x, target, weight, weight_sum, kept, denominator, written = ctx.saved_tensors
         options, n_rows, inplace, invariant = ctx.described
         op = CrossEntropy(target, weight, weight_sum, *options, denominator)  # type: ignore[call-arg]
         if torch.is_grad_enabled() or not can_bypass_dispatcher(g):
             if x is None:
                 raise RuntimeError(decompositions.OVERWRITTEN)
-            return decompositions.cross_entropy_gradient(g, x, op), None, None, None
+            return decompositions.cross_entropy_gradient(g, x, op), None
         unread = bool(ctx.unread) and ctx.unread.pop()
         upstream = g if g.dtype is torch.float32 and g.is_contiguous() else g.float().contiguous()
         if inplace:
             if not unread:
                 raise RuntimeError(decompositions.OVERWRITTEN)
             _scale_unless_one(written, upstream)
-            return written, None, None, None
+            return written, None
         dx = None
         if unread:
             # The first backward returns the forward's gradient, with a version counter of its own: a change in place
@@ -257,10 +259,10 @@ class RowCrossEntropy(torch.autograd.Function):
         unless_one = dx is not None
         if dx is None:
             dx = gradient_buffer(x)
-        moments, count = rows.moments_and_count(kept, n_rows)
+        moments, count = gradients.moments_and_count(kept, n_rows)
         divides = count if op.reduction == "mean" else None
         _gradient(x, dx, op, moments, divides, upstream, unless_one=unless_one)
-        return dx, None, None, None
+        return dx, None
 
 
 _row_cross_entropy = function_apply(RowCrossEntropy)

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..launch import cross_entropy as rows
 from ..launch.availability import KernelUnavailable
 from ..launch.context import as_in_forward, is_batch_invariant
+from ..launch.cross_entropy_gradient import cross_entropy_gradient, scale_unless_one
 from ..launch.linear import FLOAT16_SCALE, NONE, Gradients, Needs, Settings, of_rows_that_count, put_back
 from ..launch.options import CrossEntropy
 from ..launch.torch_private import has_storage
@@ -158,7 +159,11 @@ def _losses_and_gradient(logits: Tensor, dlogits: Tensor, op: CrossEntropy, divi
     """Each row's loss, and into dlogits, which may be logits, the gradient of their sum over `divides`."""
     if is_supported(logits):
         try:
-            return rows.losses_and_gradient_of_chunk(logits, dlogits, op, divides)
+            losses, moments = rows.losses_and_gradient_of_chunk(logits, dlogits, op, divides)
+            if moments is not None:
+                one = losses.new_ones(1)
+                cross_entropy_gradient(logits, dlogits, op, moments, divides, one, unless_one=False)
+            return losses
         except KernelUnavailable:
             pass
     losses = decompositions.cross_entropy_of_rows(logits, op._replace(reduction="none"))
@@ -171,7 +176,7 @@ def _gradient(logits: Tensor, dlogits: Tensor, op: CrossEntropy, moments: Tensor
     """Into dlogits, which may be logits, the gradient of the rows' losses for their upstream gradients g."""
     if is_supported(logits):
         try:
-            return rows.cross_entropy_gradient(logits, dlogits, op, moments, None, g, unless_one=False)
+            return cross_entropy_gradient(logits, dlogits, op, moments, None, g, unless_one=False)
         except KernelUnavailable:
             pass
     dlogits.copy_(decompositions.cross_entropy_gradient(g, logits, op))
@@ -271,7 +276,7 @@ def _scaled_in_place(t: Tensor, g: Tensor) -> Tensor:
     t, g = t.data, g.to(torch.promote_types(t.dtype, torch.float32)).reshape(1)
     if t.dim() == 2 and t.stride(1) == 1 and is_supported(t):
         try:
-            rows.scale_unless_one(t, g)
+            scale_unless_one(t, g)
             return t
         except KernelUnavailable:
             pass

@@ -17,6 +17,7 @@ from ..launch import row_statistics as rows
 from ..launch import torch_private
 from ..launch.availability import KernelUnavailable
 from ..launch.layout import HALVES, rows_or_copy
+from ..launch.torch_private import function_apply
 from ..planning.types import Plan
 from . import decompositions
 from .library import batched, define, differentiable, expect_in_range, past_batch, under_autocast, with_batch
@@ -27,10 +28,25 @@ from .route import (
     call_unsupported_reason,
     can_bypass_dispatcher,
     is_supported,
+    layout_of_rows,
     planned_by,
     recorded,
     too_long_reason,
 )
+
+
+def direct_logsumexp(x: Any, dim: Any, keepdim: Any) -> Tensor | None:
+    """logsumexp over the columns of rows as they lie, on a GPU; None where the call takes `logsumexp_of`'s way."""
+    if type(dim) is not int or not (dim == -1 or dim == 1) or keepdim is not False or torch_private.profiling():
+        return None
+    layout = layout_of_rows(x)
+    if layout is None or (x.dtype in HALVES and torch_private.any_autocast()):
+        return None
+    try:
+        lse = rows.logsumexp_of_rows(x, layout)
+    except KernelUnavailable:
+        return None
+    return _row_logsumexp(x, ((1,), False, lse)) if x.requires_grad and torch.is_grad_enabled() else lse
 
 
 def logsumexp_of(x: Tensor, dim: Any, dims: tuple[int, ...] | None, keepdim: bool, out: Tensor | None) -> Tensor:
@@ -60,7 +76,7 @@ def logsumexp_of(x: Tensor, dim: Any, dims: tuple[int, ...] | None, keepdim: boo
 
 def _apply(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
-        return RowLogsumexp.apply(x, dims, keepdim)
+        return _row_logsumexp(x, (dims, keepdim, None))
     return _forward_or_torch(x, dims, keepdim)
 
 
@@ -105,25 +121,37 @@ def _forward_or_torch(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor
 
 
 class RowLogsumexp(torch.autograd.Function):
-    """logsumexp of a plain tensor that needs a gradient: the operator's autograd, without the dispatcher."""
+    """logsumexp of a plain tensor that needs a gradient: the operator's autograd, without the dispatcher.
+
+    It takes dims, keepdim, and the result of rows that the kernels take as they lie, or None where it is to be made.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-        lse = _forward_or_torch(x, dims, keepdim)
+    def forward(ctx: Any, x: Tensor, described: tuple[tuple[int, ...], bool, Tensor | None]) -> Tensor:
+        dims, keepdim, made = described
+        lse = _forward_or_torch(x, dims, keepdim) if made is None else made
         ctx.save_for_backward(x, lse)
-        ctx.described = dims, keepdim
+        ctx.described = dims, keepdim, made is not None
         ctx.set_materialize_grads(False)
         return lse
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None]:
         if g is None:
-            return None, None, None
+            return None, None
         x, lse = ctx.saved_tensors
-        dims, keepdim = ctx.described
+        dims, keepdim, of_rows = ctx.described
         if torch.is_grad_enabled() or not can_bypass_dispatcher(g):
-            return logsumexp_backward(g, x, lse, list(dims), keepdim), None, None
-        return _backward_kernel(g, x, lse, list(dims), keepdim), None, None
+            return logsumexp_backward(g, x, lse, list(dims), keepdim), None
+        if of_rows:
+            try:
+                return rows.gradient_of_rows(g, x, lse), None
+            except KernelUnavailable:
+                pass
+        return _backward_kernel(g, x, lse, list(dims), keepdim), None
+
+
+_row_logsumexp = function_apply(RowLogsumexp)
 
 
 def _takes(x: Tensor) -> bool:

@@ -60,7 +60,7 @@ def masked_softmax_of(x: Tensor, mask: Tensor | None, scale: float, causal: bool
 
 def _apply(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
     if (x.requires_grad or (mask is not None and mask.requires_grad)) and torch.is_grad_enabled():
-        return _masked_softmax(x, mask, scale, causal, zero)
+        return _masked_softmax(x, mask, (scale, causal, zero))
     return _forward(x, mask, scale, causal, zero)
 
 
@@ -119,15 +119,17 @@ class MaskedSoftmax(torch.autograd.Function):
     """Keeps the output, and a boolean mask, which is the caller's own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mask: Tensor | None, options: tuple[float, bool, bool]) -> Tensor:
+        scale, causal, zero = options
         y = _forward(x, mask, scale, causal, zero)
         _remember(ctx, y, mask, scale, causal)
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> Gradients:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         plain = dy is not None and can_bypass_dispatcher(dy)
-        return _gradients(ctx, dy, _backward if plain else decompositions.masked_softmax_gradient)
+        dx, d_mask, *_ = _gradients(ctx, dy, _backward if plain else decompositions.masked_softmax_gradient)
+        return dx, d_mask, None
 
 
 _masked_softmax = function_apply(MaskedSoftmax)

@@ -21,7 +21,7 @@ from ..launch.availability import note
 from ..launch.cache import Cache
 from ..launch.device import describe, interpreting
 from ..launch.layout import DTYPE_NAMES, HALVES, MAX_COLS
-from ..launch.torch_private import in_forward_ad, is_traced
+from ..launch.torch_private import in_forward_ad, is_plain, is_traced
 from ..planning.types import Device, Plan
 from .arguments import is_dtensor
 
@@ -87,30 +87,16 @@ EMPTY = Fallback("the tensor is empty: nothing is launched", "empty", "empty")
 # device types whose tensors have kernels, for torch.compile: it asks no device while it traces
 _KERNEL_DEVICES = ("cpu",) if interpreting() else ("cuda",)
 _is_compiling = torch.compiler.is_compiling
-_forward_ad_level = torch_private.forward_ad_level
-_dispatch_modes = torch_private.dispatch_modes
 _transform = torch_private.innermost_transform
-_tracing_state = torch_private.tracing_state
 _has_storage = torch_private.has_storage
 
 
 def can_bypass_dispatcher(x: Tensor) -> bool:
-    """Whether nothing but autograd and autocast would see a call with x.
+    """Whether nothing but autograd and autocast would see a call with x, which has memory of its own.
 
-    False while compiling, tracing, in a dispatch mode, under torch.func or forward-mode AD, for subclasses, for lazily
-    negated views and for tensors without memory of their own, such as the batched gradients of
-    autograd.grad(is_grads_batched=True).
+    Tensors without it are the batched gradients of autograd.grad(is_grads_batched=True), for one.
     """
-    return (
-        not _is_compiling()
-        and (type(x) is Tensor or type(x) is Parameter)
-        and not _dispatch_modes()
-        and _transform() is None
-        and _forward_ad_level() < 0
-        and _tracing_state() is None
-        and not x.is_neg()
-        and _has_storage(x)
-    )
+    return is_plain(x) and _has_storage(x)
 
 
 def unsupported_reason(x: Tensor, dtype: torch.dtype) -> str | None:
@@ -134,33 +120,36 @@ _layouts = Cache()
 _INT64 = torch.int64
 
 
-def layout_of_rows(x: Any, ids: Any) -> object | None:
+def layout_of_rows(x: Any, ids: Any = None) -> object | None:
     """What all x, (n_rows, n_cols) on a GPU, and ids, (n_rows,), that lie like these share, as a key; None for others.
 
-    It is for plain tensors that our kernels take as they lie, and asks for what is plainly right. A loss whose tensors
-    are otherwise has a longer way, which judges wrong ones too.
+    It is for plain tensors that our kernels take as they lie, and asks for what is plainly right. An op whose tensors
+    are otherwise has a longer way, which judges wrong ones too. ids: None where the op has none.
     """
-    if type(x) is not Tensor or type(ids) is not Tensor or not x.is_cuda or x.dim() != 2 or ids.dim() != 1:
+    if type(x) is not Tensor or not x.is_cuda or x.dim() != 2 or not can_bypass_dispatcher(x):
         return None
     n_rows, n_cols = x.shape
-    if not n_rows or ids.numel() != n_rows or not can_bypass_dispatcher(x):
+    index, of_ids = x.get_device(), None
+    if ids is not None:
+        if type(ids) is not Tensor or ids.dim() != 1 or ids.numel() != n_rows:
+            return None
+        if ids.get_device() != index or ids.dtype is not _INT64:
+            return None
+        of_ids = ids.stride()
+    if not n_rows:
         return None
-    index = x.get_device()
-    if ids.get_device() != index or ids.dtype is not _INT64:
-        return None
-    key = (n_cols, x.stride(), x.dtype, x.data_ptr() & 31, index, ids.stride())
+    key = (n_cols, x.stride(), x.dtype, x.data_ptr() & 31, index, of_ids)
     found = _layouts.get(key)
     if found is None:
         found = _layouts.remember(key, object() if _lie_as_kernels_read(x, ids) else False)
     return None if found is False else found
 
 
-def _lie_as_kernels_read(x: Tensor, ids: Tensor) -> bool:
+def _lie_as_kernels_read(x: Tensor, ids: Tensor | None) -> bool:
     return (
-        ids.stride() == (1,)
-        and ids.device == x.device
+        (ids is None or (ids.stride() == (1,) and ids.device == x.device))
         and x.stride(1) == 1
-        and x.shape[1] > 0
+        and 0 < x.shape[1] <= MAX_COLS
         and unsupported_reason(x, x.dtype) is None
     )
 

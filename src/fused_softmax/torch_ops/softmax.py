@@ -9,6 +9,7 @@ output. RowSoftmax is the operators' autograd for a plain tensor, with no dispat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..launch.launcher import planned
 from ..launch.layout import DTYPE_NAMES, as_rows
 from ..launch.options import TORCH
 from ..launch.prepared_calls import softmax_backward as backward_call
-from ..launch.prepared_calls import softmax_call, softmax_out_call
+from ..launch.prepared_calls import softmax_into, softmax_result
 from ..launch.softmax import (
     planned_backward,
     planned_elsewhere,
@@ -33,7 +34,7 @@ from ..launch.softmax import (
 )
 from ..launch.softmax import softmax_backward as backward_by_kernel
 from ..launch.softmax import softmax_forward as forward_by_kernel
-from ..launch.torch_private import function_apply, profiling
+from ..launch.torch_private import function_apply, is_plain, profiling
 from ..planning.types import Plan
 from . import decompositions
 from .arguments import FLOATING
@@ -55,39 +56,30 @@ from .route import (
 
 _any_autocast = torch_private.any_autocast
 _is_grad_enabled = torch.is_grad_enabled
-_increment_version = torch.autograd.graph.increment_version
+_increment_version = torch_private.increment_version
+_FLOAT32 = torch.float32
 NAMES = {False: "softmax", True: "log_softmax"}
+_RECORDED = {log: functools.partial(recorded, name) for log, name in NAMES.items()}
 
 
-def direct_softmax(x: Any, dim: Any, dtype: torch.dtype | None, log: bool, out: Any = None) -> Tensor | None:
+def direct_softmax(x: Any, dim: Any, dtype: torch.dtype | None, log: bool) -> Tensor | None:
     """softmax or log_softmax by a prepared call; None where the call takes `softmax_of`'s way."""
-    if out is not None:
-        return _direct_out(x, dim, dtype, log, out)
-    if type(x) is not Tensor or type(dim) is not int or not x.is_cuda or not can_bypass_dispatcher(x):
+    if type(x) is not Tensor or type(dim) is not int or not x.is_cuda or not is_plain(x):
         return None
+    given = x.dtype
     if dtype is None:
-        dtype = torch.float32 if _any_autocast() and promotes(x) else x.dtype
-    if dtype is not x.dtype and not supports_fused_cast(x.dtype, dtype):
+        dtype = given if given is _FLOAT32 or not (_any_autocast() and promotes(x)) else _FLOAT32
+    elif dtype is not given and not supports_fused_cast(given, dtype):
         return None
-    call = softmax_call(x, dim, dtype, log, prepare_softmax)
-    if call is None:
-        return None
-    if call is TORCH:
+    y = softmax_result(x, dim, dtype, log, prepare_softmax, _RECORDED[log] if profiling() else None)
+    if y is TORCH:
         return torchs_own(log)(x, dim, dtype=dtype)
-    if profiling():
-        return recorded(NAMES[log], _apply, x, dim, log, call)
-    if x.requires_grad and _is_grad_enabled():
-        return _row_softmax(x, dim, log, call)
-    return call(x)
+    if y is not None and x.requires_grad and _is_grad_enabled():
+        return _row_softmax(x, (y, dim, log))
+    return y
 
 
-def _apply(x: Tensor, dim: int, log: bool, call: Callable[[Tensor], Tensor]) -> Tensor:
-    if x.requires_grad and _is_grad_enabled():
-        return _row_softmax(x, dim, log, call)
-    return call(x)
-
-
-def _direct_out(x: Any, dim: Any, dtype: Any, log: bool, out: Any) -> Tensor | None:
+def direct_out(x: Any, dim: Any, dtype: Any, log: bool, out: Any) -> Tensor | None:
     """`direct_softmax` into a tensor of x's shape; both are contiguous, and do not overlap in part."""
     if type(x) is not Tensor or type(out) is not Tensor or type(dim) is not int or not x.is_cuda:
         return None
@@ -95,13 +87,13 @@ def _direct_out(x: Any, dim: Any, dtype: Any, log: bool, out: Any) -> Tensor | N
         return None
     if _is_grad_enabled() and (x.requires_grad or out.requires_grad):
         return None
-    dtype = x.dtype if dtype is None else dtype
-    if not supports_fused_cast(x.dtype, dtype):
+    given = x.dtype
+    if dtype is None:
+        dtype = given
+    elif dtype is not given and not supports_fused_cast(given, dtype):
         return None
-    call = softmax_out_call(x, out, dim, dtype, log, prepare_softmax)
-    if call is None:
+    if not softmax_into(x, out, dim, dtype, log, prepare_softmax):
         return None
-    call(x, out)
     _increment_version(out)
     return out
 
@@ -127,10 +119,15 @@ def softmax_of(
     if not can_bypass_dispatcher(x):
         return (log_softmax if log else softmax)(x, index, dtype)
 
-    def call(x: Tensor) -> Tensor:
-        return forward_or_torch(x, index, dtype, log)
+    return recorded(NAMES[log], _apply, x, index, dtype, log) if profiling() else _apply(x, index, dtype, log)
 
-    return recorded(NAMES[log], _apply, x, index, log, call) if profiling() else _apply(x, index, log, call)
+
+def _apply(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+    if x.requires_grad and _is_grad_enabled():
+        with torch.no_grad():
+            y = forward_or_torch(x, dim, dtype, log)
+        return _row_softmax(x, (y, dim, log))
+    return forward_or_torch(x, dim, dtype, log)
 
 
 def faster_reason(x: Tensor, dim: int, dtype: torch.dtype | None) -> str | None:
@@ -179,7 +176,7 @@ def _into(out: Tensor, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Te
         # copy_ raises, before it writes, where two elements of out share their memory
         return out.copy_(forward_or_torch(x, dim, dtype, log))
     forward_or_torch(x, dim, dtype, log, out)
-    torch.autograd.graph.increment_version(out)
+    _increment_version(out)
     return out
 
 
@@ -208,11 +205,14 @@ def _torchs_own_backward(dy: Tensor, y: Tensor, dim: int, in_dtype: torch.dtype,
 
 
 class RowSoftmax(torch.autograd.Function):
-    """softmax or log_softmax of a plain tensor that needs a gradient: the rows' kernels, without the dispatcher."""
+    """softmax or log_softmax of a plain tensor that needs a gradient, without the dispatcher.
+
+    The result is made before: what comes in a tuple is no input, and is returned as it is.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, log: bool, call: Callable[[Tensor], Tensor]) -> Tensor:
-        y = call(x)
+    def forward(ctx: Any, x: Tensor, made: tuple[Tensor, int, bool]) -> Tensor:
+        y, dim, log = made
         ctx.save_for_backward(y)
         # batch invariance too: backward runs in a thread that does not know
         ctx.described = dim, x.dtype, log, is_batch_invariant()
@@ -220,18 +220,18 @@ class RowSoftmax(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None]:
         if dy is None:
-            return None, None, None, None
+            return None, None
         (y,) = ctx.saved_tensors
         dim, dtype, log, invariant = ctx.described
         if _is_grad_enabled() or not can_bypass_dispatcher(dy) or type(y) is not Tensor:
             operator = log_softmax_backward if log else softmax_backward
-            return operator(dy, y, dim, dtype), None, None, None
+            return operator(dy, y, dim, dtype), None
         dx = backward_call(dy, y, dim, dtype, log, invariant, prepare_backward)
         if dx is None:
             dx = backward_or_torch(dy, y, dim, dtype, log, invariant)
-        return dx, None, None, None
+        return dx, None
 
 
 _row_softmax = function_apply(RowSoftmax)

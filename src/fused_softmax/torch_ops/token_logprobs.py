@@ -103,7 +103,7 @@ def _apply(
     x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool, layout: object
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     if x.requires_grad and torch.is_grad_enabled():
-        return _row_statistics(x, ids, scale, entropy, layout)
+        return _row_statistics(x, (ids, scale, entropy, layout))
     return _statistics(x, ids, scale, entropy, layout, keeps=False)[:3]
 
 
@@ -138,8 +138,9 @@ class RowStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool, layout: object
+        ctx: Any, x: Tensor, described: tuple[Tensor, float | Tensor, bool, object]
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        ids, scale, entropy, layout = described
         picked, entropies, lse, moments = _statistics(x, ids, scale, entropy, layout)
         by_row = isinstance(scale, Tensor)
         ctx.save_for_backward(x, ids, moments, entropies, scale if by_row else None)
@@ -150,18 +151,18 @@ class RowStatistics(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, g_picked: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, None]:
         x, ids, moments, entropy, by_row = ctx.saved_tensors
         scale = ctx.scale if by_row is None else by_row
         upstream = [g for g in (g_picked, g_entropy, g_lse) if g is not None]
         if not upstream:
-            return None, None, None, None, None
+            return None, None
         if torch.is_grad_enabled() or not all(can_bypass_dispatcher(g) for g in upstream):
             dx = decompositions.statistics_gradient(g_picked, g_entropy, g_lse, x, ids, scale)
-            return dx, None, None, None, None
+            return dx, None
         dx = gradient_buffer(x)
         _gradient(x, dx, moments, scale, ids, entropy, (g_picked, g_entropy, g_lse))
-        return dx, None, None, None, None
+        return dx, None
 
 
 _row_statistics = function_apply(RowStatistics)

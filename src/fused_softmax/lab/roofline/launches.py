@@ -82,7 +82,7 @@ def op_launch(op: str, n_cols: int, dtype: str, device: Device) -> Launch:
         numbers, vectors = (loss.ignore_index, *loss.numbers), (*loss.vectors(number), number, number)
         if op == "cross_entropy_forward":
             return row_launch(row_op(op), rows, vectors, numbers, loss.kind.flags, plan, device)
-        flags = (("MEAN", True), ("INPLACE", False), *loss.kind.flags)
+        flags = cross_entropy.with_gradient_flags(loss.kind)
         return row_launch(row_op(op), rows, (*vectors, number), numbers, flags, plan, device)
     if op in ("token_logprobs", "logsumexp"):
         picks = op == "token_logprobs"
