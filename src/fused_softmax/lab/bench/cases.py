@@ -13,10 +13,11 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fused_softmax.lab.bench.inputs import DTYPES, SHORT, Scores, excerpt, load_tensors, one_input
-from fused_softmax.lab.bench.ops import AUTOGRAD, OPS, family
+from fused_softmax.lab.bench.ops import AUTOGRAD, OPS, Op, family
+from fused_softmax.lab.bench.shapes import LAYOUTS, MOST, OF_IMAGES, random_shapes, shaped
 
 TimedBy = Literal["events", "graph", "graph_cold", "host", "first_call"]
 ELEMENTS = 2**28
@@ -62,16 +63,34 @@ class Case:
     timed_by: TimedBy = "events"
     source: tuple[str, str] | None = None
     scores: Scores | None = None  # of attention scores that are not square heads: batches, heads, queries
+    # of a tensor (outer, n_cols, inner), which has outer x inner softmaxes, and how it lies; None: rows
+    outer: int | None = None
+    inner: int | None = None
+    layout: str = ""
 
     @property
     def label(self) -> str:
-        """Such as `softmax bf16 4096x128256`."""
-        return f"{self.op} {SHORT[self.dtype]} {self.n_rows}x{self.n_cols}"
+        """Such as `softmax bf16 4096x128256`, or `softmax bf16 8x19x4096` of a tensor (outer, n_cols, inner)."""
+        return f"{self.op} {SHORT[self.dtype]} {shape_text(self)}"
 
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return DTYPES[self.dtype].itemsize
+
+
+def shape_text(of: Any) -> str:
+    """Such as `4096x128256`, or `8x19x4096 transposed`, of a case or a record."""
+    if of.inner is None:
+        return f"{of.n_rows}x{of.n_cols}"
+    return f"{of.outer}x{of.n_cols}x{of.inner} {of.layout}".rstrip()
+
+
+def workload(case: Case) -> Op:
+    """The workload of a case: its op's entry, over rows or over a tensor (outer, n_cols, inner)."""
+    if case.outer is None or case.inner is None:
+        return OPS[case.op]
+    return shaped(case.op, case.outer, case.inner, case.layout)
 
 
 @dataclass(frozen=True)
@@ -147,7 +166,22 @@ def random_cases(
     return tuple(cases)
 
 
+def shaped_cases(op: str, count: int, seed: int, dtypes: Sequence[str] = (), elements: int = MOST) -> tuple[Case, ...]:
+    """An op at `count` random shapes, in `dtypes` (default: one that is drawn for each shape)."""
+    layouts = OF_IMAGES if op == "cross_entropy" else tuple(LAYOUTS)
+    cases = []
+    for s in random_shapes(count, seed, elements, layouts):
+        n_rows = s.outer * s.inner
+        for dtype in dtypes or (s.dtype,):
+            by = timed_by(n_rows, s.n_cols, DTYPES[dtype].itemsize)
+            reason = f"random shape, seed {seed}"
+            cases.append(Case(op, dtype, n_rows, s.n_cols, reason, by, outer=s.outer, inner=s.inner, layout=s.layout))
+    return tuple(cases)
+
+
 PEERS = ("fused_softmax", "torch", "torch.compile", "liger", "quack")
+# the table of random shapes, and the systems that take more than rows
+SHAPES, SHAPE_PEERS = "random shapes", ("fused_softmax", "torch", "torch.compile")
 
 
 def table(name: str, op: str = "softmax") -> Table:
