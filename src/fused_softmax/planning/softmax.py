@@ -289,9 +289,10 @@ def strided_is_faster(n_cols: int, along_rows: bool, along_cols: bool, out_along
 
     along_rows, along_cols: whether rows, or columns, are neighbors in memory. H200, 2^26 elements: for a transposed
     matrix it takes 0.46 of that time (float32, 1,024 columns), for every second column 2.9 of it (bfloat16, 2,048
-    columns), and for columns whose result is written transposed 1.4 of it (bfloat16, 1,000 columns).
+    columns), and for columns whose result is written transposed 1.4 of it (bfloat16, 1,000 columns). A program takes
+    whole rows, so few long ones keep few programs busy: 32 neighbors of 296,854 columns took 9 times torch's time.
     """
-    return along_rows or (along_cols and (out_along_cols or n_cols <= 256))
+    return (along_rows and n_cols <= 1024) or (along_cols and (out_along_cols or n_cols <= 256))
 
 
 def _fits(problem: Problem, config: KernelConfig, chunks: int, recompute: bool, device: Device) -> bool:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 class SpatialConfig:
     """The numbers for up to `max_cols` columns: CTAs for a column, warps of a CTA, and positions of a tile.
 
-    A chunk has as many columns as fill all threads with 16 bytes. recompute: hold 16-bit columns as loaded and compute
-    exp twice. max_registers: a cap on a thread's registers, so that two programs share a multiprocessor.
+    A chunk has as many columns as fill all threads with thread_bytes. recompute: hold 16-bit columns as loaded and
+    compute exp twice. max_registers: a cap on a thread's registers, so that two programs share a multiprocessor.
+    thread_bytes: with 8, a thread has half as many positions, and keeps half as many numbers of each.
     """
 
     max_cols: int
@@ -22,6 +23,7 @@ class SpatialConfig:
     inner: int
     recompute: bool = True
     max_registers: int | None = None
+    thread_bytes: int = 16
 
 
 # by (backward, bytes of an element)
@@ -95,5 +97,5 @@ UNALIGNED = {
 PARTS_BYTES, PARTS_WARPS, PARTS_CHUNKS = 256, 4, 4
 # columns of a part, at least, and the most parts: their merge takes time, too
 PART_COLS, MOST_PARTS = 1024, 1024
-# a statistic, or a gradient without a reduction, holds fewer numbers
-STATISTICS_CHUNKS = 8
+# a statistic, or a gradient without a reduction, holds fewer numbers; up to so many columns it takes one step
+STATISTICS_CHUNKS, ONE_STEP = 8, 128
