@@ -32,9 +32,8 @@ from .common.spatial_tiles import (
 
 
 @triton.jit
-def checked_target(target, ignore_index, n_cols):
-    """The target in int32, or -1 where it does not count. Asserts that it is a class or ignored."""
-    assert_inside(target, ignore_index, n_cols)
+def class_of(target, ignore_index, n_cols):
+    """The target in int32, or -1 where it does not count."""
     return tl.where((target != ignore_index) & (target >= 0) & (target < n_cols), target, -1).to(tl.int32)
 
 
@@ -86,9 +85,9 @@ def block_of_losses(
     if target_ptr.dtype.element_ty == tl.int16:
         target = tl.load(target_ptr + at + column * 0, mask=reads, other=-1).to(tl.int32)
     else:
-        target = checked_target(
-            tl.load(target_ptr + at + column * 0, mask=reads, other=ignore_index), ignore_index, n_cols
-        )
+        target = tl.load(target_ptr + at + column * 0, mask=reads, other=ignore_index)
+        assert_inside(target, ignore_index, n_cols)
+        target = class_of(target, ignore_index, n_cols)
     w_target = 1.0
     if WEIGHTED:
         w_target = tl.sum(tl.load(weight_ptr + target, mask=target >= 0, other=0.0), 1)[:, None, :]
@@ -219,6 +218,38 @@ def cross_entropy_spatial(
         )  # fmt: skip
 
 
+@triton.jit
+def prepare_block(
+    target_ptr, weight_ptr, to_ptr, start, n, n_cols, ignore_index, WEIGHTED: tl.constexpr, EACH: tl.constexpr,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Writes the targets from `start` on in 16 bits. Returns how many count, or the sum of their weights."""
+    at = start + tl.arange(0, BLOCK)
+    targets = ()
+    for k in tl.static_range(EACH):
+        if MASKED:
+            target = tl.load(target_ptr + at + k * BLOCK, mask=at < n - k * BLOCK, other=ignore_index)
+        else:
+            target = tl.load(target_ptr + at + k * BLOCK)
+        targets = targets + (target,)
+    found = tl.zeros([BLOCK], tl.float32)
+    wrong = tl.zeros([BLOCK], tl.int64) + ignore_index
+    for k in tl.static_range(EACH):
+        target = class_of(targets[k], ignore_index, n_cols)
+        # one assertion for all: the warps wait for each
+        wrong = tl.where((target < 0) & (targets[k] != ignore_index), targets[k], wrong)
+        if WEIGHTED:
+            found += tl.load(weight_ptr + target, mask=target >= 0, other=0.0)
+        else:
+            found += (target >= 0).to(tl.float32)
+        if MASKED:
+            tl.store(to_ptr + at + k * BLOCK, target.to(tl.int16), mask=at < n - k * BLOCK)
+        else:
+            tl.store(to_ptr + at + k * BLOCK, target.to(tl.int16))
+    assert_inside(wrong, ignore_index, n_cols)
+    return tl.sum(found, 0)
+
+
 @kernel(asserts=True)
 def prepare_spatial_targets(
     target_ptr: Vector,  # [n] int64
@@ -232,16 +263,12 @@ def prepare_spatial_targets(
 ):  # fmt: skip
     """For each program: its EACH x BLOCK targets in 16 bits, and how many count, or the sum of their weights."""
     start = tl.program_id(0).to(tl.int64) * (EACH * BLOCK)
-    at = start + tl.arange(0, BLOCK)
-    targets = ()
-    for k in tl.static_range(EACH):
-        targets = targets + (tl.load(target_ptr + at + k * BLOCK, mask=at < n - k * BLOCK, other=ignore_index),)
-    found = tl.zeros([BLOCK], tl.float32)
-    for k in tl.static_range(EACH):
-        target = checked_target(targets[k], ignore_index, n_cols)
-        if WEIGHTED:
-            found += tl.load(weight_ptr + target, mask=target >= 0, other=0.0)
-        else:
-            found += (target >= 0).to(tl.float32)
-        tl.store(to_ptr + at + k * BLOCK, target.to(tl.int16), mask=at < n - k * BLOCK)
-    tl.store(count_ptr + tl.program_id(0), tl.sum(found, 0))
+    if start + EACH * BLOCK <= n:  # without masks, so that a thread reads 16 bytes at a time
+        found = prepare_block(
+            target_ptr, weight_ptr, to_ptr, start, n, n_cols, ignore_index, WEIGHTED, EACH, BLOCK, MASKED=False
+        )
+    else:
+        found = prepare_block(
+            target_ptr, weight_ptr, to_ptr, start, n, n_cols, ignore_index, WEIGHTED, EACH, BLOCK, MASKED=True
+        )
+    tl.store(count_ptr + tl.program_id(0), found)

@@ -147,12 +147,13 @@ def cross_entropy_gradient(
 def loss_launches(x: Tensor, op: CrossEntropy, device: Device, plan: Plan) -> list[Launch]:
     """The launches of a mean with its gradient, as records: to be cross-compiled, not to be run."""
     number = torch.empty(1)
-    tensors = (x, x, op.target, *(number,) * 5)
+    prepared = op.target.to(torch.int16)
+    tensors = (x, x, prepared, *(number,) * 5)
     recipe = loss_recipe(x, x, op, plan, device, SUM_OF_LOSSES, True, 0, False, False)
     numbers = (op.ignore_index, *op.numbers)
     of_loss = [Launch(s.kernel, (1,), (*tensors, *s.numbers(1), *numbers), s.meta) for s in recipe.steps]
     of_targets = [
-        Launch(s.kernel, (1,), (op.target, number, op.target.to(torch.int16), number, *s.numbers(1)), s.meta)
+        Launch(s.kernel, (1,), (op.target, number, prepared, number, *s.numbers(1)), s.meta)
         for s in prepare_recipe(op, x.shape[1], device).steps
     ]
     return of_loss + of_targets

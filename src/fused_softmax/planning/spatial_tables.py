@@ -76,7 +76,18 @@ ON_CHIP = {
     ),
 }
 # a loss with its gradient, where it differs from softmax; by bytes of an element
-LOSS = {2: (), 4: (SpatialConfig(24, 1, 4, 512), SpatialConfig(152, 1, 4, 64, max_registers=128))}
+LOSS = {
+    2: (
+        SpatialConfig(20, 1, 4, 512, thread_bytes=8),
+        SpatialConfig(40, 1, 1, 64, thread_bytes=8),
+        SpatialConfig(76, 1, 2, 64, thread_bytes=8),
+        SpatialConfig(152, 1, 4, 64, thread_bytes=8),
+        SpatialConfig(304, 1, 8, 64, thread_bytes=8),
+        SpatialConfig(608, 1, 8, 32, thread_bytes=8),
+        SpatialConfig(1024, 1, 8, 32, max_registers=128),
+    ),
+    4: (SpatialConfig(24, 1, 4, 512), SpatialConfig(152, 1, 4, 64, max_registers=128)),
+}
 # where runs of positions start anywhere, so that elements are read one by one
 UNALIGNED = {
     (False, 2): (
