@@ -281,6 +281,20 @@ def test_the_plan_follows_columns_and_positions():
         assert other.vectors_per_chunk == plan_spatial(problem, DEVICES["sm_90"]).vectors_per_chunk
 
 
+def test_parts_keep_the_gpu_busy_whatever_the_number_of_positions():
+    def programs(n_cols: int, inner: int, **more) -> tuple[int, int]:
+        problem = SpatialProblem(n_cols, inner, "bfloat16", "bfloat16", 8, **more)
+        plan = parts_plan(problem, DEVICES["sm_90"])
+        return -(-inner // plan.rows) * -(-n_cols // plan.part_cols), plan.part_cols
+
+    assert programs(50257, 65536)[1] == 1024
+    assert programs(50257, 1024)[0] > 1000 and programs(50257, 1024)[1] < 1024
+    assert programs(1 << 22, 32)[0] > 1000
+    assert programs(3893, 1480)[1] == 256
+    # within batch_invariant() the parts, which decide the bits, do not follow from the positions
+    assert len({programs(50257, inner, batch_invariant=True)[1] for inner in (32, 1024, 65536)}) == 1
+
+
 def test_empty_and_bad_input():
     for shape in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
         x = torch.randn(shape)

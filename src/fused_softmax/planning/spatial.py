@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from .spatial_tables import (
+    ENOUGH_PROGRAMS,
+    LEAST_PART_COLS,
     LOSS,
     MOST_PARTS,
     ON_CHIP,
@@ -92,6 +94,10 @@ def parts_plan(problem: SpatialProblem, device: Device, chunks: int = PARTS_CHUN
         cols = max(1, warps * a_warp // inner)
     step = cols * chunks
     wanted = max(PART_COLS, -(-problem.n_cols // MOST_PARTS))
+    if not problem.batch_invariant:  # short parts keep the GPU busy where there are few positions
+        blocks = -(-problem.inner // inner)
+        while wanted > LEAST_PART_COLS and blocks * -(-problem.n_cols // wanted) < ENOUGH_PROGRAMS:
+            wanted //= 2
     part_cols = -(-min(wanted, problem.n_cols) // step) * step
     parts = -(-problem.n_cols // part_cols)
     why = f"the columns do not fit on chip: they are read twice, and reduced in {parts} part(s)"

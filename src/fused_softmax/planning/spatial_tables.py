@@ -106,7 +106,9 @@ UNALIGNED = {
 }
 # a kernel that reads columns in parts: bytes of a tile along `inner`, warps, and chunks of a step
 PARTS_BYTES, PARTS_WARPS, PARTS_CHUNKS = 256, 4, 4
-# columns of a part, at least, and the most parts: their merge takes time, too
+# columns of a part, at least, and the most parts: their merge takes time, too. Parts are shorter where one index of
+# `outer` has fewer programs than a few for each multiprocessor
 PART_COLS, MOST_PARTS = 1024, 1024
+LEAST_PART_COLS, ENOUGH_PROGRAMS = 256, 1024
 # a statistic, or a gradient without a reduction, holds fewer numbers; up to so many columns it takes one step
 STATISTICS_CHUNKS, ONE_STEP = 8, 128
