@@ -123,6 +123,11 @@ def test_the_table_of_random_shapes():
     assert {c.layout for c in loss.cases} <= set(OF_IMAGES)
     both = requested_tables(replace(request, ops=("softmax",), dtypes=("bfloat16", "float32")), on_gpu=True)
     assert [c.dtype for c in both[0].cases] == ["bfloat16", "float32"] * 20
+    named = requested_tables(Request(ops=("cross_entropy",), tables=("shapes",)), on_gpu=True)[0]
+    assert [shape_text(c) for c in named.cases[:2]] == ["16x19x524288"] * 2
+    assert all(c.n_cols <= 1000 for c in named.cases) and named.systems == softmax.systems
+    with pytest.raises(ValueError, match="takes rows only"):
+        requested_tables(Request(ops=("token_logprobs",), tables=("shapes",)), on_gpu=True)
     with pytest.raises(ValueError, match="takes rows only"):
         requested_tables(replace(request, ops=("token_logprobs",)), on_gpu=True)
 

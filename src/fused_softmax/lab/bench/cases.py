@@ -169,19 +169,26 @@ def random_cases(
 def shaped_cases(op: str, count: int, seed: int, dtypes: Sequence[str] = (), elements: int = MOST) -> tuple[Case, ...]:
     """An op at `count` random shapes, in `dtypes` (default: one that is drawn for each shape)."""
     layouts = OF_IMAGES if op == "cross_entropy" else tuple(LAYOUTS)
-    cases = []
-    for s in random_shapes(count, seed, elements, layouts):
-        n_rows = s.outer * s.inner
-        for dtype in dtypes or (s.dtype,):
-            by = timed_by(n_rows, s.n_cols, DTYPES[dtype].itemsize)
-            reason = f"random shape, seed {seed}"
-            cases.append(Case(op, dtype, n_rows, s.n_cols, reason, by, outer=s.outer, inner=s.inner, layout=s.layout))
-    return tuple(cases)
+    return tuple(
+        _shaped(op, dtype, s.outer, s.n_cols, s.inner, s.layout, f"random shape, seed {seed}")
+        for s in random_shapes(count, seed, elements, layouts)
+        for dtype in dtypes or (s.dtype,)
+    )
+
+
+def _shaped(op: str, dtype: str, outer: int, n_cols: int, inner: int, layout: str, reason: str) -> Case:
+    by = timed_by(outer * inner, n_cols, DTYPES[dtype].itemsize)
+    return Case(op, dtype, outer * inner, n_cols, reason, by, outer=outer, inner=inner, layout=layout)
 
 
 PEERS = ("fused_softmax", "torch", "torch.compile", "liger", "quack")
-# the table of random shapes, and the systems that take more than rows
-SHAPES, SHAPE_PEERS = "random shapes", ("fused_softmax", "torch", "torch.compile")
+# the systems that take more than rows
+SHAPE_PEERS = ("fused_softmax", "torch", "torch.compile")
+# (outer, n_cols, inner): images with few and many classes, long columns, tall and narrow, odd sizes
+SHAPES = (
+    *((16, 19, 2**19), (256, 64, 2**14), (8, 150, 2**18), (64, 1000, 1024), (32, 2048, 1024), (1, 4096, 32768)),
+    *((2, 50257, 1024), (1, 2**22, 32), (16, 21, 513 * 513)),
+)
 
 
 def table(name: str, op: str = "softmax") -> Table:
@@ -197,6 +204,12 @@ def table(name: str, op: str = "softmax") -> Table:
     if name == "random":
         cases = sweep(op, both, random_widths(10, 2024, 300, 262_144))
         return Table(name, tuple(replace(c, reason="a width that no one tuned for") for c in cases), PEERS)
+    if name == "shapes":
+        # one program holds the classes of a loss
+        named = [shape for shape in SHAPES if op != "cross_entropy" or shape[1] <= 1000]
+        return Table(
+            name, tuple(_shaped(op, d, *shape, "", "named") for shape in named for d in both), SHAPE_PEERS, 0.1
+        )
     if name in ("few_rows", "few_rows_cold"):
         by: TimedBy = "graph" if name == "few_rows" else "graph_cold"
         shapes = [(r, c) for c in FEW_ROWS_WIDTHS for r in FEW_ROWS]
@@ -215,7 +228,9 @@ def table(name: str, op: str = "softmax") -> Table:
     raise KeyError(f"no table named {name!r}: there are {', '.join(TABLES)}, and {op!r} for 'forward'")
 
 
-TABLES = ("ladder", "forward", "losses", "random", "few_rows", "few_rows_cold", "small", "host", "first_call", "cpu")
+TABLES = (
+    "ladder", "forward", "losses", "random", "shapes", "few_rows", "few_rows_cold", "small", "host", "first_call", "cpu",
+)  # fmt: skip
 
 
 def host_cases(op: str, dtypes: Iterable[str]) -> tuple[Case, ...]:

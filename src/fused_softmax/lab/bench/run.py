@@ -24,7 +24,6 @@ from fused_softmax.lab.bench.cases import (
     LOSS_FAMILIES,
     PEERS,
     SHAPE_PEERS,
-    SHAPES,
     Case,
     Table,
     random_cases,
@@ -116,8 +115,10 @@ def _tables_of(op: str, request: Request, on_gpu: bool) -> list[Table]:
             raise ValueError(f"{op} takes rows only: --random-shapes serves {', '.join(SHAPED_OPS)}")
         most = min(request.elements, MOST) if on_gpu else CPU_ELEMENTS
         cases = shaped_cases(op, request.random_shapes, request.seed, request.dtypes, most)
-        found.append(Table(SHAPES, cases, SHAPE_PEERS, 0.06))
+        found.append(Table("random shapes", cases, SHAPE_PEERS, 0.06))
     try:
+        if "shapes" in request.tables and op not in SHAPED_OPS:
+            raise ValueError(f"{op} takes rows only: --table shapes serves {', '.join(SHAPED_OPS)}")
         found += [table(name, op) for name in request.tables]
     except KeyError as error:
         raise ValueError(error.args[0]) from None
@@ -256,7 +257,7 @@ def _run_tables(
         session.progress = show
         for t in tables:
             # a table's own choice of systems holds unless systems were named
-            only = () if named and t.name != SHAPES else t.systems
+            only = t.systems if not named or t.systems == SHAPE_PEERS else ()
             session.systems = [s for s in systems if not only or s.name in only]
             session.seconds = t.seconds
             session.run(t.cases)
