@@ -198,22 +198,14 @@ def cross_entropy_spatial(
     OUTERS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
     UNPREDICATED: tl.constexpr, INVARIANT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
+    needed = True
     if UNLESS_ONE:
-        if tl.load(g_ptr) != 1.0:
-            # few programs, because most calls need none
-            for block in range(pid, n_blocks * tl.cdiv(n_outer, OUTERS), tl.num_programs(0)):
-                block_of_losses(
-                    block, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr, n_outer,
-                    n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, ignore_index, smoothing, cap, z_loss,
-                    LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, OUTERS, COLS, INNER, VEC,
-                    CHUNKS, UNPREDICATED, INVARIANT, PTX,
-                )  # fmt: skip
-    else:
+        needed = tl.load(g_ptr) != 1.0
+    if needed:
         block_of_losses(
-            pid, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr, n_outer,
-            n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, ignore_index, smoothing, cap, z_loss, LOSS,
-            GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, OUTERS, COLS, INNER, VEC, CHUNKS,
+            tl.program_id(0), x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr,
+            n_outer, n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, ignore_index, smoothing, cap, z_loss,
+            LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, OUTERS, COLS, INNER, VEC, CHUNKS,
             UNPREDICATED, INVARIANT, PTX,
         )  # fmt: skip
 

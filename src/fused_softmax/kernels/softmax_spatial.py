@@ -52,28 +52,25 @@ def softmax_spatial(
     for c in tl.static_range(1, CHUNKS):
         m = tl.maximum(m, x[c])
     m = tl.maximum(m.to(tl.float32), LOWEST)
-    FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16 and y_ptr.dtype == x_ptr.dtype
-    # a logarithm of the sum must not be positive where one column has it all, so its terms are exact
-    base, shift, by = exp2_affine(m, FUSED and not LOG)
     s = tl.zeros_like(m)
     exps = ()
     for c in tl.static_range(CHUNKS):
-        e = exp2_fma(upcast(x[c], PTX, RECOMPUTE), base, shift, FUSED and not LOG)
+        e = exp(upcast(x[c], PTX, RECOMPUTE) - m)
         s += e
         exps = exps + (e,)
 
     top = tl.max(m, 1)[:, None, :]
-    to_top = exp(m - top) * by
     # rounded before the sum: whether a product and a sum are fused depends on the layout
-    total = sum_over_columns(scaled(s, to_top, PTX), INVARIANT)[:, None, :]
+    total = sum_over_columns(scaled(s, exp(m - top), PTX), INVARIANT)[:, None, :]
 
+    FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16 and y_ptr.dtype == x_ptr.dtype
     if LOG:
         by = total
     elif RECOMPUTE:
         base, shift, by = exp2_affine(top, FUSED)
         by = by * tl.div_rn(1.0, total)
     else:
-        by = to_top * tl.div_rn(1.0, total)
+        by = exp(m - top) * tl.div_rn(1.0, total)
     for c in tl.static_range(CHUNKS):
         if LOG:
             y = normalize(upcast(x[c], PTX, RECOMPUTE, True), top, total, LOG)

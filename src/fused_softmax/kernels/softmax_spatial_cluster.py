@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
-from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, upcast
+from .common.numerics import LOWEST, exp, upcast
 from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_sum, leave_exchange
 from .common.tiles import READS
@@ -121,12 +121,9 @@ def softmax_spatial_cluster(
     for t in tl.static_range(1, TILES):
         m = tl.maximum(m, tl.max(x[t], 1).to(tl.float32))
     m = tl.maximum(m, LOWEST)  # [CTAS, COLS*INNER]
-    FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16 and not LOG
-    base, shift, by = exp2_affine(m, FUSED)
     s = tl.zeros_like(m)
     for t in tl.static_range(TILES):
-        s += tl.sum(exp2_fma(upcast(x[t], PTX, True), base[:, None, :], shift[:, None, :], FUSED), 1)
-    s = s * by
+        s += tl.sum(exp(upcast(x[t], PTX, True) - m[:, None, :]), 1)
     # the CTA's, then the cluster's
     m, s = tl.reshape(m, (CTAS, COLS, INNER)), tl.reshape(s, (CTAS, COLS, INNER))
     top = tl.max(m, 1)
@@ -134,14 +131,13 @@ def softmax_spatial_cluster(
     top, total = exchange_max_sum(top, total, CTAS, COLS, PTX)
     top, total = top[:, None, :], total[:, None, :]
 
-    base, shift, by = exp2_affine(top, FUSED)
-    by = by * tl.div_rn(1.0, total)
+    by = tl.div_rn(1.0, total)
     for t in tl.static_range(TILES):
         x_t = upcast(x[t], PTX, True, True)
         if LOG:
             y = normalize(x_t, top, total, LOG)
         else:
-            y = exp2_fma(x_t, base, shift, FUSED) * by
+            y = exp(x_t - top) * by
         store_tile(y_ptr, y, t, outer, y_col, y_outer, first, n_cols, CTAS, COLS, INNER, VEC, CHUNKS, TILE)
     leave_exchange(PTX)
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, Vector, kernel
 from .common.logits import logsumexp
-from .common.numerics import HIGHEST, LOWEST, exp, exp2_affine, exp2_fma, scaled, upcast
+from .common.numerics import HIGHEST, LOWEST, exp, scaled, upcast
 from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.spatial_tiles import columns_of_chunk, load_tile, positions_of, store_tile, sum_over_columns, tile_at
 
@@ -179,10 +179,10 @@ def softmax_spatial_backward_merge(
 
 
 @triton.jit
-def last_first(n_blocks, n_shares, share):
-    """(outer, first column, block) of this program, which has `share` columns: from the tensor's end to its start."""
+def last_first(n_blocks, n_steps):
+    """(outer, step of the columns, block) of this program, from the end of the tensor to its start."""
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
-    return (pid // n_blocks // n_shares).to(tl.int64), (pid // n_blocks % n_shares).to(tl.int64) * share, pid % n_blocks
+    return (pid // n_blocks // n_steps).to(tl.int64), pid // n_blocks % n_steps, pid % n_blocks
 
 
 @kernel()
@@ -192,32 +192,25 @@ def softmax_spatial_finish(
     n_cols: Int32,
     inner: Int64,  # inner and strides: in units of VEC
     n_blocks: Int32,
-    n_shares: Int32,  # programs of a softmax
+    n_steps: Int32,  # programs of a softmax
     x_outer: Int64, x_col: Int64, y_outer: Int64, y_col: Int64,
     LOG: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    STEPS: tl.constexpr,  # of a program
     PTX: tl.constexpr,
 ):  # fmt: skip
-    outer, begin, block = last_first(n_blocks, n_shares, STEPS * CHUNKS * COLS)
+    outer, step, block = last_first(n_blocks, n_steps)
     first, exists = positions_of(block, inner, INNER, VEC)
     column = columns_of_chunk(1, COLS)
     x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
     y_at = tile_at(y_ptr, outer, y_col, y_outer, first, column, INNER, VEC)
+    start = step.to(tl.int64) * (CHUNKS * COLS)
+    left = (n_cols - start).to(tl.int32)
+    x = load_step(x_at, start, x_col, column, n_cols, exists, -float("inf"), CHUNKS, COLS, VEC)
     at, here = vector_at(outer, inner, first, INNER, VEC), tl.reshape(exists, (1, INNER))
     top = tl.load(max_ptr + at, mask=here, other=0.0)[:, None, :]
     total = tl.load(sum_ptr + at, mask=here, other=1.0)[:, None, :]
-    FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16 and y_ptr.dtype == x_ptr.dtype
-    base, shift, by = exp2_affine(top, FUSED)
-    by = by * tl.div_rn(1.0, total)
-    for start in range(begin, tl.minimum(begin + STEPS * CHUNKS * COLS, n_cols), CHUNKS * COLS):
-        x = load_step(x_at, start, x_col, column, n_cols, exists, -float("inf"), CHUNKS, COLS, VEC)
-        left = (n_cols - start).to(tl.int32)
-        for c in tl.static_range(CHUNKS):
-            if LOG:
-                y = normalize(upcast(x[c], PTX), top, total, LOG)
-            else:
-                y = exp2_fma(upcast(x[c], PTX), base, shift, FUSED) * by
-            store_tile(y_at + start * y_col * VEC, y, c, y_col, column, left, exists, 0, COLS, VEC)
+    for c in tl.static_range(CHUNKS):
+        y = normalize(upcast(x[c], PTX), top, total, LOG)
+        store_tile(y_at + start * y_col * VEC, y, c, y_col, column, left, exists, 0, COLS, VEC)
 
 
 @kernel()
@@ -226,28 +219,27 @@ def softmax_spatial_backward_finish(
     d_ptr: Vector,  # [outer, inner] float32
     n_cols: Int32,
     inner: Int64,  # inner and strides: in units of VEC
-    n_blocks: Int32, n_shares: Int32,
+    n_blocks: Int32, n_steps: Int32,
     y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64, dx_outer: Int64, dx_col: Int64,
     LOG: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    STEPS: tl.constexpr,  # of a program
     PTX: tl.constexpr,
 ):  # fmt: skip
-    outer, begin, block = last_first(n_blocks, n_shares, STEPS * CHUNKS * COLS)
+    outer, step, block = last_first(n_blocks, n_steps)
     first, exists = positions_of(block, inner, INNER, VEC)
     column = columns_of_chunk(1, COLS)
     y_at = tile_at(y_ptr, outer, y_col, y_outer, first, column, INNER, VEC)
     dy_at = tile_at(dy_ptr, outer, dy_col, dy_outer, first, column, INNER, VEC)
     dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
+    start = step.to(tl.int64) * (CHUNKS * COLS)
+    left = (n_cols - start).to(tl.int32)
+    dy = load_step(dy_at, start, dy_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
+    y = load_step(y_at, start, y_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
     d = tl.load(d_ptr + vector_at(outer, inner, first, INNER, VEC), mask=tl.reshape(exists, (1, INNER)), other=0.0)[
         :, None, :
     ]
-    for start in range(begin, tl.minimum(begin + STEPS * CHUNKS * COLS, n_cols), CHUNKS * COLS):
-        dy = load_step(dy_at, start, dy_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
-        y = load_step(y_at, start, y_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
-        left = (n_cols - start).to(tl.int32)
-        for c in tl.static_range(CHUNKS):
-            dx = gradient(upcast(y[c], PTX), upcast(dy[c], PTX), d, LOG)
-            store_tile(dx_at + start * dx_col * VEC, dx, c, dx_col, column, left, exists, 0, COLS, VEC)
+    for c in tl.static_range(CHUNKS):
+        dx = gradient(upcast(y[c], PTX), upcast(dy[c], PTX), d, LOG)
+        store_tile(dx_at + start * dx_col * VEC, dx, c, dx_col, column, left, exists, 0, COLS, VEC)
 
 
 @kernel()
@@ -257,23 +249,22 @@ def logsumexp_spatial_backward(
     g_ptr: Vector,  # [outer, inner], the upstream gradient
     n_cols: Int32,
     inner: Int64,  # inner and strides: in units of VEC
-    n_blocks: Int32, n_shares: Int32,
+    n_blocks: Int32, n_steps: Int32,
     x_outer: Int64, x_col: Int64, dx_outer: Int64, dx_col: Int64,
-    COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr,
-    PTX: tl.constexpr,
+    COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """dx = g*exp(x - lse)"""
-    outer, begin, block = last_first(n_blocks, n_shares, STEPS * CHUNKS * COLS)
+    outer, step, block = last_first(n_blocks, n_steps)
     first, exists = positions_of(block, inner, INNER, VEC)
     column = columns_of_chunk(1, COLS)
     x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
     dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
+    start = step.to(tl.int64) * (CHUNKS * COLS)
+    left = (n_cols - start).to(tl.int32)
+    x = load_step(x_at, start, x_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
     at, here = vector_at(outer, inner, first, INNER, VEC), tl.reshape(exists, (1, INNER))
     lse = tl.load(lse_ptr + at, mask=here, other=0.0).to(tl.float32)[:, None, :]
     g = tl.load(g_ptr + at, mask=here, other=0.0).to(tl.float32)[:, None, :]
-    for start in range(begin, tl.minimum(begin + STEPS * CHUNKS * COLS, n_cols), CHUNKS * COLS):
-        x = load_step(x_at, start, x_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
-        left = (n_cols - start).to(tl.int32)
-        for c in tl.static_range(CHUNKS):
-            dx = g * exp(upcast(x[c], PTX) - lse)
-            store_tile(dx_at + start * dx_col * VEC, dx, c, dx_col, column, left, exists, 0, COLS, VEC)
+    for c in tl.static_range(CHUNKS):
+        dx = g * exp(upcast(x[c], PTX) - lse)
+        store_tile(dx_at + start * dx_col * VEC, dx, c, dx_col, column, left, exists, 0, COLS, VEC)

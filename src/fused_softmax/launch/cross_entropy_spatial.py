@@ -38,8 +38,6 @@ def _prepare() -> Any:
 
 # targets that one program prepares, in blocks of one for each of its threads' 16 bytes
 PREPARED_BLOCK, PREPARED_EACH, PREPARED_WARPS = 512, 8, 8
-# programs of a backward that has nothing to do where the upstream gradient is 1
-MOST_PROGRAMS = 1024
 NO_LOSS, EACH_LOSS, SUM_OF_LOSSES = 0, 1, 2
 _runs = Cache()
 
@@ -65,8 +63,7 @@ def loss_recipe(
         LOSS=loss, GRADIENT=gradient, UPSTREAM=upstream, UNLESS_ONE=unless_one, INPLACE=inplace,
         MEAN=op.reduction == "mean", **dict(op.kind.flags),
     )  # fmt: skip
-    step = resident_step(_loss(), (x, dx), 8, plan, device, **flags)
-    return Recipe((step._replace(most=MOST_PROGRAMS) if unless_one else step,))
+    return Recipe((resident_step(_loss(), (x, dx), 8, plan, device, **flags),))
 
 
 def prepare_recipe(op: CrossEntropy, n_cols: int, device: Device) -> Recipe:

@@ -113,11 +113,9 @@ class Step(NamedTuple):
     scalars: tuple[int | None, ...]  # None stands for `outer`
     programs: int  # for each index of `outer`, or for each group of them
     outers: int = 1  # indices of `outer` in a group
-    most: int | None = None  # programs at most, of a kernel whose programs share all work
 
     def grid(self, outer: int) -> int:
-        programs = -(-outer // self.outers) * self.programs
-        return programs if self.most is None else min(self.most, programs)
+        return -(-outer // self.outers) * self.programs
 
     def numbers(self, outer: int) -> tuple[int, ...]:
         return tuple(outer if n is None else n for n in self.scalars)
@@ -148,8 +146,6 @@ def _meta(kernel: Any, plan: Plan, device: Device, **flags: Any) -> dict[str, An
     return {name: known[name] for name in kernel.declaration.constexprs} | launch_options(kernel, plan, device)
 
 
-# steps of a program that writes what was reduced: it reads the numbers of its positions once
-STEPS = 4
 # a merge's tile: parts and positions; its programs are few, and their arithmetic is nothing
 MERGE_PARTS, MERGE_POSITIONS, MERGE_WARPS = 32, 32, 4
 
@@ -193,11 +189,11 @@ def parts_step(
 def sizes_and_steps(
     kernel: Any, tensors: tuple[Tensor, ...], plan: Plan, device: Device, **flags: Any
 ) -> tuple[tuple[int, ...], int, dict[str, Any]]:
-    """(numbers, programs, constexprs) of a launch whose programs each write STEPS x CHUNKS x COLS columns."""
+    """(numbers, programs, constexprs) of a launch whose programs each write CHUNKS x COLS columns."""
     sizes = _sizes(tensors[0], plan)
-    n_shares = -(-sizes[0] // (STEPS * plan.chunks * plan.vectors_per_chunk))
-    scalars = (*sizes, n_shares, *_strides(tensors, plan.vec))
-    return scalars, sizes[2] * n_shares, _meta(kernel, plan, device, STEPS=STEPS, **flags)
+    n_steps = -(-sizes[0] // (plan.chunks * plan.vectors_per_chunk))
+    scalars = (*sizes, n_steps, *_strides(tensors, plan.vec))
+    return scalars, sizes[2] * n_steps, _meta(kernel, plan, device, **flags)
 
 
 def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward: bool, device: Device) -> Recipe:

@@ -78,13 +78,13 @@ ON_CHIP = {
 # a loss with its gradient, where it differs from softmax; by bytes of an element
 LOSS = {
     2: (
-        SpatialConfig(20, 1, 4, 512, thread_bytes=8),
+        SpatialConfig(24, 1, 4, 512, thread_bytes=8),
         SpatialConfig(40, 1, 1, 64, thread_bytes=8),
         SpatialConfig(76, 1, 2, 64, thread_bytes=8),
         SpatialConfig(152, 1, 4, 64, thread_bytes=8),
         SpatialConfig(304, 1, 8, 64, thread_bytes=8),
         SpatialConfig(608, 1, 8, 32, thread_bytes=8),
-        SpatialConfig(1024, 1, 8, 32, max_registers=128),
+        SpatialConfig(1024, 1, 8, 16, thread_bytes=8),
     ),
     4: (SpatialConfig(24, 1, 4, 512), SpatialConfig(152, 1, 4, 64, max_registers=128)),
 }
@@ -109,6 +109,6 @@ PARTS_BYTES, PARTS_WARPS, PARTS_CHUNKS = 256, 4, 4
 # columns of a part, at least, and the most parts: their merge takes time, too. Parts are shorter where one index of
 # `outer` has fewer programs than a few for each multiprocessor
 PART_COLS, MOST_PARTS = 1024, 1024
-LEAST_PART_COLS, ENOUGH_PROGRAMS = 256, 1024
+LEAST_PART_COLS, ENOUGH_PROGRAMS = 256, 256
 # a statistic, or a gradient without a reduction, holds fewer numbers; up to so many columns it takes one step
 STATISTICS_CHUNKS, ONE_STEP = 8, 128
