@@ -229,7 +229,8 @@ def table(name: str, op: str = "softmax") -> Table:
 
 
 TABLES = (
-    "ladder", "forward", "losses", "random", "shapes", "few_rows", "few_rows_cold", "small", "host", "first_call", "cpu",
+    "ladder", "forward", "losses", "random", "shapes", "few_rows", "few_rows_cold", "small", "host", "first_call",
+    "cpu",
 )  # fmt: skip
 
 
