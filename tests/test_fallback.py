@@ -49,7 +49,7 @@ OF_LOSSES = {
     "cross_entropy_backward": "cross_entropy_backward",
     "scale_unless_one": "cross_entropy_backward",
     "cross_entropy_spatial": "cross_entropy_spatial",
-    "count_spatial_targets": "cross_entropy_spatial",
+    "prepare_spatial_targets": "cross_entropy_spatial",
 }
 MODULES = {
     **OF_SOFTMAX,

@@ -10,9 +10,17 @@ import torch.nn.functional as F
 from cases import SENTINEL, assert_contract, edge_rows, logits
 
 import fused_softmax as fs
-from fused_softmax.launch import cross_entropy_spatial, spatial
+from fused_softmax.launch import cross_entropy_spatial, logsumexp, spatial
 from fused_softmax.launch.device import describe
-from fused_softmax.planning.spatial import SpatialProblem, parts_plan, plan_spatial, resident_plan
+from fused_softmax.launch.options import CrossEntropy
+from fused_softmax.planning.softmax import strided_is_faster
+from fused_softmax.planning.spatial import (
+    SpatialProblem,
+    parts_plan,
+    plan_spatial,
+    plan_spatial_statistics,
+    resident_plan,
+)
 from fused_softmax.planning.types import DEVICES, Plan
 
 pytestmark = pytest.mark.interpreted
@@ -193,6 +201,56 @@ def test_cross_entropy_of_images_is_that_of_its_rows(options):
     torch.testing.assert_close(inplace.grad, leaf.grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_targets_are_packed_and_counted(weighted):
+    target = torch.randint(0, 300, (9000,))
+    target[::5] = -100
+    weight = torch.rand(300) if weighted else None
+    op = CrossEntropy(target, weight, None, -100, "mean", 0.0, None, 0.0)
+    packed, count = cross_entropy_spatial.prepare_targets(op, 300)
+    assert packed.target.dtype == torch.int16 and torch.equal(packed.target.long(), target.clamp(min=-1))
+    want = (target >= 0).sum() if weight is None else weight[target[target >= 0]].sum()
+    torch.testing.assert_close(count, want.float().view(1))
+
+
+@pytest.mark.parametrize("value", [-float("inf"), float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+def test_a_position_that_does_not_count_has_no_gradient(dtype, value):
+    x, target = torch.randn(2, 7, 20, dtype=dtype), torch.randint(0, 7, (2, 20))
+    target[:, 3] = -100
+    x[:, :4, 3] = value
+    leaf = x.requires_grad_()
+    loss = fs.cross_entropy(leaf, target, reduction="sum", label_smoothing=0.0)
+    loss.backward()
+    assert (leaf.grad[:, :, 3] == 0).all() and leaf.grad.isfinite().all()
+    kept = [i for i in range(20) if i != 3]
+    want = F.cross_entropy(x.detach()[..., kept].double(), target[:, kept], reduction="sum")
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(6, 40), (2, 6, 40)])
+def test_logsumexp_reads_transposed_rows_as_they_lie(shape, monkeypatch):
+    x = torch.randn(shape).transpose(-1, -2)
+    read: list[torch.Size] = []
+    forward = logsumexp._forward
+    monkeypatch.setattr(logsumexp, "_forward", lambda x, lse: (read.append(x.shape), forward(x, lse)))
+    torch.testing.assert_close(fs.logsumexp(x, -1), torch.logsumexp(x, -1), rtol=1e-6, atol=1e-6)
+    assert read == [(x.numel() // 240, 6, 40)]
+
+
+def test_statistics_of_few_columns_take_one_step():
+    def found(n_cols: int, **more) -> Plan:
+        return plan_spatial_statistics(
+            SpatialProblem(n_cols, 4096, "bfloat16", "bfloat16", 8, **more), DEVICES["sm_90"]
+        )
+
+    for n_cols in (3, 8, 19, 64):
+        plan = found(n_cols)
+        # no more than a chunk is read in vain
+        assert n_cols <= plan.part_cols < n_cols + plan.vectors_per_chunk and plan.outers == 1
+    assert found(5000).part_cols < 5000 and found(3, batch_invariant=True).vectors_per_chunk == 8
+
+
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 def test_a_mean_over_weights_of_zero_is_nan(z_loss):
     x, target = torch.randn(2, 3, 4), torch.zeros(2, 4, dtype=torch.int64)
@@ -213,6 +271,31 @@ def test_the_plan_follows_columns_and_positions():
     for inner in (3, 64, 5000):
         other = plan_spatial(replace(problem, inner=inner, vec=1), DEVICES["sm_90"])
         assert other.vectors_per_chunk == plan_spatial(problem, DEVICES["sm_90"]).vectors_per_chunk
+
+
+def test_parts_keep_the_gpu_busy_whatever_the_number_of_positions():
+    def programs(n_cols: int, inner: int, **more) -> tuple[int, int]:
+        problem = SpatialProblem(n_cols, inner, "bfloat16", "bfloat16", 8, **more)
+        plan = parts_plan(problem, DEVICES["sm_90"])
+        return -(-inner // plan.rows) * -(-n_cols // plan.part_cols), plan.part_cols
+
+    assert programs(50257, 65536)[1] == programs(50257, 1024)[1] == 1024
+    assert programs(1 << 22, 32)[0] > 256
+    assert programs(3893, 1480)[1] == 256 and programs(20000, 1024) == (320, 512)
+    # within batch_invariant() the parts, which decide the bits, do not follow from the positions
+    assert len({programs(50257, inner, batch_invariant=True)[1] for inner in (32, 1024, 65536)}) == 1
+
+
+def test_few_long_transposed_rows_are_copied_first():
+    def strided(n_rows: int | None, n_cols: int) -> bool:
+        return strided_is_faster(n_cols, n_rows, along_rows=True, along_cols=False, out_along_cols=True)
+
+    assert strided(8192, 16384) and strided(1760, 1959) and strided(4, 1000)
+    assert not strided(32, 296854) and not strided(160, 94525)
+    assert strided(None, 296854)  # within batch_invariant(), where the number of rows must not matter
+    x = torch.randn(2, 1500, 3).transpose(1, 2)
+    assert "after a copy" in fs.plan_for(x, -1).why
+    assert_contract(fs.softmax(x, -1), x, -1)
 
 
 def test_empty_and_bad_input():

@@ -6,9 +6,21 @@ import argparse
 from pathlib import Path
 
 import pages
-from pages import command, compatibility, install, lessons, markers, notebook, numerics, parallel, performance, readme
+from pages import (
+    command,
+    compatibility,
+    install,
+    lessons,
+    markers,
+    notebook,
+    numerics,
+    parallel,
+    performance,
+    readme,
+    shapes,
+)
 
-KEPT = {module.PAGE: module.tables for module in (readme, install, numerics, compatibility, parallel)}
+KEPT = {module.PAGE: module.tables for module in (readme, install, numerics, compatibility, parallel, shapes)}
 
 
 def main(arguments: list[str] | None = None) -> int:

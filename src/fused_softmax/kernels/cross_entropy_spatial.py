@@ -6,6 +6,9 @@ Each of the outer x inner positions has a target. The tiles are those of `softma
 of INNER positions. It reads each logit once and writes each gradient once. A column is compared with the targets, so
 that a target needs no second, scattered store. The gradient may be written over the logits. A position that
 does not count has a gradient of zeros, whatever it holds.
+
+A mean needs the number of targets before the first gradient. `prepare_spatial_targets` counts them, and writes them
+again in 16 bits, which L2 still holds when this kernel reads them.
 """
 
 from __future__ import annotations
@@ -29,16 +32,152 @@ from .common.spatial_tiles import (
 
 
 @triton.jit
-def is_inside(target, ignore_index, n_cols):
-    """Whether the target counts."""
-    return (target != ignore_index) & (target >= 0) & (target < n_cols)
+def class_of(target, ignore_index, n_cols):
+    """The target in int32, or -1 where it does not count."""
+    return tl.where((target != ignore_index) & (target >= 0) & (target < n_cols), target, -1).to(tl.int32)
+
+
+@triton.jit
+def kept_or_zero(keep):
+    """What `upcast_kept` keeps or zeroes an element by, int32: a permutation, and a mask of the upper half."""
+    return tl.where(keep, -61372, 0x4444)  # 0xFFFF1044: bytes (0, 0, 1st, 2nd); 0x4444: four bytes of 0
+
+
+@triton.jit
+def upcast_kept(x, selector, PTX: tl.constexpr):
+    """x in float32, or 0 where `selector` says so, whatever x holds. A bfloat16 takes one instruction, as `upcast`'s.
+
+    The compiler converts again here, and does not hold the float32 numbers of a first `upcast`.
+    """
+    if PTX and x.dtype == tl.bfloat16:
+        ASM: tl.constexpr = (
+            "prmt.b32 $0, $2, 0, $3; {.reg .b32 upper; and.b32 upper, $2, 0xffff0000; and.b32 $1, upper, $4;}"
+        )
+        x, selector = tl.broadcast(x, selector)
+        return tl.inline_asm_elementwise(ASM, "=r,=r,r,r,r", [x, selector], dtype=tl.float32, is_pure=False, pack=2)
+    else:
+        return tl.where(selector < 0, upcast(x, PTX, True, True), 0.0)
+
+
+@triton.jit
+def block_of_losses(
+    pid, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr, n_outer, n_cols, inner,
+    n_blocks, x_outer, x_col, dx_outer, dx_col, ignore_index, smoothing, cap, z_loss,
+    LOSS: tl.constexpr, GRADIENT: tl.constexpr, INPLACE: tl.constexpr, UPSTREAM: tl.constexpr, MEAN: tl.constexpr,
+    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, OUTERS: tl.constexpr, COLS: tl.constexpr,
+    INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, INVARIANT: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """The loss and the gradient of block `pid` of positions."""
+    outer, is_outer = outer_of(pid // n_blocks, n_outer, OUTERS)
+    first, exists = positions_of(pid % n_blocks, inner, INNER, VEC)
+    if OUTERS > 1:
+        exists = exists & is_outer
+    column = columns_of_chunk(1, COLS)
+    x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
+    dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
+    at = (outer * inner + first) * VEC + tl.arange(0, INNER)[None, None, :]  # [OUTERS, 1, INNER]
+
+    x = load_tiles(x_at, x_col, column, n_cols, exists, -float("inf"), CHUNKS, UNPREDICATED, COLS, VEC)
+    # The threads of column 0 read the targets, and a reduction gives them to the others. A tensor without columns
+    # would have a layout of its own, and each chunk would be converted to it through shared memory.
+    reads = exists & (column == 0)  # [OUTERS, COLS, INNER]
+    if target_ptr.dtype.element_ty == tl.int16:
+        target = tl.load(target_ptr + at + column * 0, mask=reads, other=-1).to(tl.int32)
+    else:
+        target = tl.load(target_ptr + at + column * 0, mask=reads, other=ignore_index)
+        assert_inside(target, ignore_index, n_cols)
+        target = class_of(target, ignore_index, n_cols)
+    w_target = 1.0
+    if WEIGHTED:
+        w_target = tl.sum(tl.load(weight_ptr + target, mask=target >= 0, other=0.0), 1)[:, None, :]
+    target = tl.max(target, 1)[:, None, :]
+    counts = target >= 0
+    if LOSS > 0 and not INPLACE:
+        to_target = tile_at(x_ptr, outer, x_col, x_outer, first, target, INNER, VEC)
+        x_target = tl.load(to_target, mask=counts, other=0.0).to(tl.float32)
+    reference = 0.0
+    if SMOOTH:  # the first logit, not the target's, which takes two dependent loads
+        if INPLACE:
+            x_first = tl.sum(tl.where(column == 0, x[0].to(tl.float32), 0.0), 1)[:, None, :]
+        else:
+            to_first = tile_at(x_ptr, outer, x_col, x_outer, first, tl.zeros([1, 1, 1], tl.int32), INNER, VEC)
+            x_first = tl.load(to_first, mask=exists, other=0.0)
+        reference = reference_of(x_first, cap, SOFTCAP)
+    if WEIGHTED and SMOOTH:
+        w_sum = tl.load(weight_sum_ptr)
+    else:
+        w_sum = n_cols
+
+    # softcap is monotonic: the largest logit gives the largest z
+    m = x[0]
+    for c in tl.static_range(1, CHUNKS):
+        m = tl.maximum(m, x[c])
+    m = tl.maximum(capped(m, cap, SOFTCAP), LOWEST)
+    s = tl.zeros_like(m)
+    t = tl.zeros_like(m)
+    x_targets = tl.zeros_like(m)
+    for c in tl.static_range(CHUNKS):
+        x_c = upcast(x[c], PTX, True)
+        z = capped(x_c, cap, SOFTCAP)
+        s += exp(z - m)
+        if LOSS > 0 and INPLACE:
+            x_targets = tl.where(column + c * COLS == target, x_c, x_targets)
+        if LOSS > 0 and SMOOTH:
+            t += weigh(z, reference, column + c * COLS, column < n_cols - c * COLS, weight_ptr, WEIGHTED)
+    top = tl.max(m, 1)[:, None, :]
+    total = sum_over_columns(scaled(s, exp(m - top), PTX), INVARIANT)[:, None, :]
+    lse = logsumexp(top, total)
+
+    if LOSS > 0:
+        residual = rounding_residual(lse, top, total)
+        if INPLACE:  # one column at most is the target's, and all others are 0
+            x_target = tl.sum(x_targets, 1)[:, None, :]
+        nll = lse - capped(x_target, cap, SOFTCAP) + residual
+        wz_sum = 0.0
+        if SMOOTH:
+            wz_sum = sum_over_columns(t, INVARIANT)[:, None, :]
+        loss = row_loss(nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, n_cols, z_loss, SMOOTH)
+        loss = tl.where(counts, loss, 0.0)
+        if LOSS == 1:
+            tl.store(loss_ptr + at, loss, mask=exists)
+        else:
+            total_loss = tl.sum(tl.reshape(loss, (OUTERS * INNER,)), 0)
+            if MEAN:  # torch divides each term of a loss by 0, and one of them is 0/0
+                count = tl.load(count_ptr)
+                total_loss = tl.where(count == 0.0, float("nan"), tl.div_rn(total_loss, count))
+            tl.store(loss_ptr + pid, total_loss)
+
+    if GRADIENT:
+        g = 1.0
+        if UPSTREAM == 1:
+            g = tl.load(g_ptr)
+        elif UPSTREAM == 2:
+            g = tl.sum(tl.load(g_ptr + at + column * 0, mask=reads & counts, other=0.0), 1)[:, None, :]
+        if MEAN:
+            g = g / tl.load(count_ptr)
+        FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
+        # a position that does not count: logits of 0, and factors of 0
+        a, b, factor = coefficients(g, lse, w_target, w_sum, smoothing, n_cols, z_loss, SMOOTH)
+        base, shift, by = exp2_affine(tl.where(counts, top, 0.0), FUSED)
+        a = tl.where(counts, a * by / total, 0.0)
+        selector = kept_or_zero(counts)
+        for c in tl.static_range(CHUNKS):
+            b_here = tl.where(column + c * COLS == target, b, 0.0)
+            dx = cross_entropy_term(
+                upcast_kept(x[c], selector, PTX), b_here, column + c * COLS, base, shift, a, factor, weight_ptr,
+                cap, column < n_cols - c * COLS, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
+            )  # fmt: skip
+            if SMOOTH:
+                dx = tl.where(counts, dx, 0.0)
+            store_tile(dx_at, dx, c, dx_col, column, n_cols, exists, UNPREDICATED, COLS, VEC)
 
 
 @kernel(asserts=True)
 def cross_entropy_spatial(
     x_ptr: Rows,
     dx_ptr: Rows,  # where GRADIENT; it may be x_ptr
-    target_ptr: Vector,  # [outer, inner] int64
+    target_ptr: Vector,  # [outer, inner] int64; or int16, as `prepare_spatial_targets` writes them
     weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
     weight_sum_ptr: Vector,  # [1] float32, where WEIGHTED and SMOOTH
     count_ptr: Vector,  # [1] float32, where MEAN: the loss's denominator
@@ -59,124 +198,69 @@ def cross_entropy_spatial(
     OUTERS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
     UNPREDICATED: tl.constexpr, INVARIANT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
     needed = True
     if UNLESS_ONE:
         needed = tl.load(g_ptr) != 1.0
     if needed:
-        outer, is_outer = outer_of(pid // n_blocks, n_outer, OUTERS)
-        first, exists = positions_of(pid % n_blocks, inner, INNER, VEC)
-        if OUTERS > 1:
-            exists = exists & is_outer
-        column = columns_of_chunk(1, COLS)
-        x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
-        dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
-        at = (outer * inner + first) * VEC + tl.arange(0, INNER)[None, None, :]  # [OUTERS, 1, INNER]
+        block_of_losses(
+            tl.program_id(0), x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr,
+            n_outer, n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, ignore_index, smoothing, cap, z_loss,
+            LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, OUTERS, COLS, INNER, VEC, CHUNKS,
+            UNPREDICATED, INVARIANT, PTX,
+        )  # fmt: skip
 
-        x = load_tiles(x_at, x_col, column, n_cols, exists, -float("inf"), CHUNKS, UNPREDICATED, COLS, VEC)
-        target = tl.load(target_ptr + at, mask=exists, other=ignore_index)
-        counts = is_inside(target, ignore_index, n_cols)
-        assert_inside(target, ignore_index, n_cols)
-        if LOSS > 0 and not INPLACE:
-            to_target = tile_at(x_ptr, outer, x_col, x_outer, first, target, INNER, VEC)
-            x_target = tl.load(to_target, mask=counts, other=0.0).to(tl.float32)
-        target = tl.where(counts, target, -1).to(tl.int32)
-        reference = 0.0
-        if SMOOTH:  # the first logit, not the target's, which takes two dependent loads
-            if INPLACE:
-                x_first = tl.sum(tl.where(column == 0, x[0].to(tl.float32), 0.0), 1)[:, None, :]
-            else:
-                to_first = tile_at(x_ptr, outer, x_col, x_outer, first, tl.zeros([1, 1, 1], tl.int32), INNER, VEC)
-                x_first = tl.load(to_first, mask=exists, other=0.0)
-            reference = reference_of(x_first, cap, SOFTCAP)
+
+@triton.jit
+def prepare_block(
+    target_ptr, weight_ptr, to_ptr, start, n, n_cols, ignore_index, WEIGHTED: tl.constexpr, EACH: tl.constexpr,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Writes the targets from `start` on in 16 bits. Returns how many count, or the sum of their weights."""
+    at = start + tl.arange(0, BLOCK)
+    targets = ()
+    for k in tl.static_range(EACH):
+        if MASKED:
+            target = tl.load(target_ptr + at + k * BLOCK, mask=at < n - k * BLOCK, other=ignore_index)
+        else:
+            target = tl.load(target_ptr + at + k * BLOCK)
+        targets = targets + (target,)
+    found = tl.zeros([BLOCK], tl.float32)
+    wrong = tl.zeros([BLOCK], tl.int64) + ignore_index
+    for k in tl.static_range(EACH):
+        target = class_of(targets[k], ignore_index, n_cols)
+        # one assertion for all: the warps wait for each
+        wrong = tl.where((target < 0) & (targets[k] != ignore_index), targets[k], wrong)
         if WEIGHTED:
-            w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
+            found += tl.load(weight_ptr + target, mask=target >= 0, other=0.0)
         else:
-            w_target = 1.0
-        if WEIGHTED and SMOOTH:
-            w_sum = tl.load(weight_sum_ptr)
+            found += (target >= 0).to(tl.float32)
+        if MASKED:
+            tl.store(to_ptr + at + k * BLOCK, target.to(tl.int16), mask=at < n - k * BLOCK)
         else:
-            w_sum = n_cols
-
-        # softcap is monotonic: the largest logit gives the largest z
-        m = x[0]
-        for c in tl.static_range(1, CHUNKS):
-            m = tl.maximum(m, x[c])
-        m = tl.maximum(capped(m, cap, SOFTCAP), LOWEST)
-        s = tl.zeros_like(m)
-        t = tl.zeros_like(m)
-        x_targets = tl.zeros_like(m)
-        for c in tl.static_range(CHUNKS):
-            x_c = upcast(x[c], PTX, True)
-            z = capped(x_c, cap, SOFTCAP)
-            s += exp(z - m)
-            if LOSS > 0 and INPLACE:
-                x_targets = tl.where(column + c * COLS == target, x_c, x_targets)
-            if LOSS > 0 and SMOOTH:
-                t += weigh(z, reference, column + c * COLS, column < n_cols - c * COLS, weight_ptr, WEIGHTED)
-        top = tl.max(m, 1)[:, None, :]
-        total = sum_over_columns(scaled(s, exp(m - top), PTX), INVARIANT)[:, None, :]
-        lse = logsumexp(top, total)
-
-        if LOSS > 0:
-            residual = rounding_residual(lse, top, total)
-            if INPLACE:  # one column at most is the target's, and all others are 0
-                x_target = tl.sum(x_targets, 1)[:, None, :]
-            nll = lse - capped(x_target, cap, SOFTCAP) + residual
-            wz_sum = 0.0
-            if SMOOTH:
-                wz_sum = sum_over_columns(t, INVARIANT)[:, None, :]
-            loss = row_loss(nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, n_cols, z_loss, SMOOTH)
-            loss = tl.where(counts, loss, 0.0)
-            if LOSS == 1:
-                tl.store(loss_ptr + at, loss, mask=exists)
-            else:
-                total_loss = tl.sum(tl.reshape(loss, (OUTERS * INNER,)), 0)
-                if MEAN:  # torch divides each term of a loss by 0, and one of them is 0/0
-                    total_loss = tl.where(tl.load(count_ptr) == 0.0, float("nan"), total_loss)
-                tl.store(loss_ptr + pid, total_loss)
-
-        if GRADIENT:
-            g = tl.where(counts, 1.0, 0.0)
-            if UPSTREAM == 1:
-                g = g * tl.load(g_ptr)
-            elif UPSTREAM == 2:
-                g = tl.where(counts, tl.load(g_ptr + at, mask=exists, other=0.0), 0.0)
-            if MEAN:
-                g = tl.where(counts, g / tl.load(count_ptr), 0.0)
-            FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
-            a, b, factor = coefficients(g, lse, w_target, w_sum, smoothing, n_cols, z_loss, SMOOTH)
-            base, shift, by = exp2_affine(top, FUSED)
-            a = tl.where(counts, a * by / total, 0.0)
-            for c in tl.static_range(CHUNKS):
-                b_here = tl.where(column + c * COLS == target, b, 0.0)
-                dx = cross_entropy_term(
-                    upcast(x[c], PTX, True, True), b_here, column + c * COLS, base, shift, a, factor, weight_ptr, cap,
-                    column < n_cols - c * COLS, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
-                )  # fmt: skip
-                dx = tl.where(counts, dx, 0.0)
-                store_tile(dx_at, dx, c, dx_col, column, n_cols, exists, UNPREDICATED, COLS, VEC)
+            tl.store(to_ptr + at + k * BLOCK, target.to(tl.int16))
+    assert_inside(wrong, ignore_index, n_cols)
+    return tl.sum(found, 0)
 
 
-@kernel()
-def count_spatial_targets(
+@kernel(asserts=True)
+def prepare_spatial_targets(
     target_ptr: Vector,  # [n] int64
     weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
+    to_ptr: Vector,  # [n] int16: the target, or -1 where it does not count
     count_ptr: Vector,  # [programs] float32
     n: Int64,
     n_cols: Int32,
     ignore_index: Int64,
     WEIGHTED: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For each program: how many of its EACH x BLOCK targets count, or the sum of their weights."""
+    """For each program: its EACH x BLOCK targets in 16 bits, and how many count, or the sum of their weights."""
     start = tl.program_id(0).to(tl.int64) * (EACH * BLOCK)
-    at = tl.arange(0, BLOCK)
-    found = tl.zeros([BLOCK], tl.float32)
-    for k in tl.static_range(EACH):
-        target = tl.load(target_ptr + start + k * BLOCK + at, mask=at < n - start - k * BLOCK, other=ignore_index)
-        counts = is_inside(target, ignore_index, n_cols)
-        if WEIGHTED:
-            found += tl.load(weight_ptr + target, mask=counts, other=0.0)
-        else:
-            found += counts.to(tl.float32)
-    tl.store(count_ptr + tl.program_id(0), tl.sum(found, 0))
+    if start + EACH * BLOCK <= n:  # without masks, so that a thread reads 16 bytes at a time
+        found = prepare_block(
+            target_ptr, weight_ptr, to_ptr, start, n, n_cols, ignore_index, WEIGHTED, EACH, BLOCK, MASKED=False
+        )
+    else:
+        found = prepare_block(
+            target_ptr, weight_ptr, to_ptr, start, n, n_cols, ignore_index, WEIGHTED, EACH, BLOCK, MASKED=True
+        )
+    tl.store(count_ptr + tl.program_id(0), found)

@@ -15,7 +15,7 @@ from fused_softmax.lab.bench.record import Header, Record, read_folder, read_res
 from fused_softmax.lab.bench.report import Rows, shape
 
 OURS = "fused_softmax"
-Key = tuple[str, str, str, int, int, str]  # the file's name where folders are compared, then what makes a case
+Key = tuple[str, str, str, str]  # the file's name where folders are compared, then what makes a case
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def read_run(path: Path) -> Run:
     for file, (head, found) in (read_folder(path) if path.is_dir() else {path: read_results(path)}).items():
         headers[file.name], name = head, file.name if path.is_dir() else ""
         for r in (r for r in found if r.system == OURS):
-            records[name, r.op, r.dtype, r.n_rows, r.n_cols, r.timed_by if r.ms else ""] = r
+            records[name, r.op, shape(r), r.timed_by if r.ms else ""] = r
     if not headers:
         raise ValueError(f"{path} holds no results: give a results file of `fused-softmax bench`, or a folder of them")
     return Run(headers, records)

@@ -103,7 +103,7 @@ def _check(record: Record, system: System, judge: Judge, y: Any, ms: float) -> N
         return
     record.ms, record.rounds, record.timed_by = ms, 1, FIRST_CALL
     if ours:
-        record.plan = plan_of(record.op, judge.inputs)[1]
+        record.plan = plan_of(judge.op, judge.inputs)[1]
 
 
 def _synchronize(device: torch.device) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..planning.spatial import plan_spatial_loss
 from ..planning.types import Device, Plan
 from .cache import Cache
-from .compile import Launch, kernel_loader
+from .compile import Launch, assert_options, kernel_loader
 from .context import is_batch_invariant
 from .device import device_of
 from .layout import empty
@@ -30,14 +30,14 @@ def _loss() -> Any:
 
 
 @kernel_loader
-def _count() -> Any:
-    from ..kernels.cross_entropy_spatial import count_spatial_targets
+def _prepare() -> Any:
+    from ..kernels.cross_entropy_spatial import prepare_spatial_targets
 
-    return count_spatial_targets
+    return prepare_spatial_targets
 
 
-# targets that one program counts, in blocks of one for each of its threads' 16 bytes
-COUNT_BLOCK, COUNT_EACH, COUNT_WARPS = 512, 8, 8
+# targets that one program prepares, in blocks of one for each of its threads' 16 bytes
+PREPARED_BLOCK, PREPARED_EACH, PREPARED_WARPS = 512, 8, 8
 NO_LOSS, EACH_LOSS, SUM_OF_LOSSES = 0, 1, 2
 _runs = Cache()
 
@@ -66,11 +66,13 @@ def loss_recipe(
     return Recipe((resident_step(_loss(), (x, dx), 8, plan, device, **flags),))
 
 
-def count_recipe(op: CrossEntropy, n_cols: int, device: Device) -> Recipe:
-    """The count over (target, weight, partial counts): a partial count for each program."""
-    meta: dict[str, Any] = dict(WEIGHTED=op.weight is not None, EACH=COUNT_EACH, BLOCK=COUNT_BLOCK)
-    meta |= dict(num_warps=COUNT_WARPS * 32 // device.warp_size) | device.options()
-    step = Step(_count(), meta, (0, 1, 2), (None, n_cols, op.ignore_index), 1, COUNT_EACH * COUNT_BLOCK)
+def prepare_recipe(op: CrossEntropy, n_cols: int, device: Device) -> Recipe:
+    """What prepares targets, over (target, weight, targets in 16 bits, a partial count for each program)."""
+    meta: dict[str, Any] = dict(WEIGHTED=op.weight is not None, EACH=PREPARED_EACH, BLOCK=PREPARED_BLOCK)
+    meta |= (
+        dict(num_warps=PREPARED_WARPS * 32 // device.warp_size) | device.options() | assert_options(_prepare(), device)
+    )
+    step = Step(_prepare(), meta, (0, 1, 2, 3), (None, n_cols, op.ignore_index), 1, PREPARED_EACH * PREPARED_BLOCK)
     return Recipe((step,))
 
 
@@ -90,20 +92,19 @@ def _run(
     remembered(_runs, key, x, make)(tensors, (op.ignore_index, *op.numbers))
 
 
-def count_targets(op: CrossEntropy, n_cols: int) -> Tensor:
-    """The mean's denominator: how many targets count, or the sum of their weights.  # [1] float32"""
-    if op.denominator is not None:
-        return op.denominator
+def prepare_targets(op: CrossEntropy, n_cols: int) -> tuple[CrossEntropy, Tensor]:
+    """(op with targets in 16 bits, -1 where one does not count; how many count, or the sum of their weights, [1])."""
     n = op.target.numel()
-    partial = empty((-(-n // (COUNT_EACH * COUNT_BLOCK)),), (1,), torch.float32, op.target)
-    tensors = (op.target, partial if op.weight is None else op.weight, partial)
+    prepared = torch.empty(op.target.shape, dtype=torch.int16, device=op.target.device)
+    partial = empty((-(-n // (PREPARED_EACH * PREPARED_BLOCK)),), (1,), torch.float32, op.target)
+    tensors = (op.target, partial if op.weight is None else op.weight, prepared, partial)
     key = (of_layout(tensors[:2]), op.weight is None, n_cols, op.ignore_index)
 
     def make() -> Run:
-        return prepare(count_recipe(op, n_cols, device_of(op.target)), tensors)
+        return prepare(prepare_recipe(op, n_cols, device_of(op.target)), tensors)
 
     remembered(_runs, key, partial, make)(tensors, (), n)
-    return partial.sum().view(1)
+    return op._replace(target=prepared), partial.sum().view(1)
 
 
 def cross_entropy_pass(
@@ -115,7 +116,9 @@ def cross_entropy_pass(
     """
     invariant = is_batch_invariant() if invariant is None else invariant
     n_cols, positions = x.shape[1], x.shape[0] * x.shape[2]
-    count = count_targets(op, n_cols) if op.reduction == "mean" else empty((1,), (1,), torch.float32, x)
+    count = empty((1,), (1,), torch.float32, x) if op.denominator is None else op.denominator
+    if op.reduction == "mean" and op.denominator is None:
+        op, count = prepare_targets(op, n_cols)
     if op.reduction == "none":
         losses = empty((positions,), (1,), torch.float32, x)
     else:
@@ -128,8 +131,7 @@ def cross_entropy_pass(
     _run(x, to, op, count, count, losses, which, dx is not None, 0, False, invariant)
     if op.reduction == "none":
         return losses, count
-    total = losses.sum()
-    return (total / count[0] if op.reduction == "mean" else total), count
+    return losses.sum(), count
 
 
 def cross_entropy_gradient(
@@ -142,12 +144,13 @@ def cross_entropy_gradient(
 def loss_launches(x: Tensor, op: CrossEntropy, device: Device, plan: Plan) -> list[Launch]:
     """The launches of a mean with its gradient, as records: to be cross-compiled, not to be run."""
     number = torch.empty(1)
-    tensors = (x, x, op.target, *(number,) * 5)
+    prepared = op.target.to(torch.int16)
+    tensors = (x, x, prepared, *(number,) * 5)
     recipe = loss_recipe(x, x, op, plan, device, SUM_OF_LOSSES, True, 0, False, False)
     numbers = (op.ignore_index, *op.numbers)
     of_loss = [Launch(s.kernel, (1,), (*tensors, *s.numbers(1), *numbers), s.meta) for s in recipe.steps]
-    of_count = [
-        Launch(s.kernel, (1,), (op.target, number, number, *s.numbers(1)), s.meta)
-        for s in count_recipe(op, x.shape[1], device).steps
+    of_targets = [
+        Launch(s.kernel, (1,), (op.target, number, prepared, number, *s.numbers(1)), s.meta)
+        for s in prepare_recipe(op, x.shape[1], device).steps
     ]
-    return of_loss + of_count
+    return of_loss + of_targets

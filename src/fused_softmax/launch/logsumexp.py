@@ -14,6 +14,7 @@ from ..planning.types import Device, Plan
 from .cache import Cache
 from .context import is_batch_invariant
 from .device import device_of
+from .layout import merge_dims
 from .spatial import (
     PARTS,
     Recipe,
@@ -102,9 +103,21 @@ def planes_over(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
     return planes if planes is not None and planes.shape[2] > 1 else None
 
 
+def _read_over(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
+    """x as (outer, n_cols, inner) to be read alone: as `planes_over`, and where neighbors in memory lie before dims."""
+    planes = planes_over(x, dims)
+    if planes is None and len(dims) == 1:
+        rest = merge_dims([(x.shape[d], x.stride(d)) for d in range(x.dim()) if d != dims[0] and x.shape[d] != 1])
+        if rest and rest[-1][1] == 1 and len(rest) <= 2 and x.shape[dims[0]] > 1:
+            outer, outer_stride = rest[0] if len(rest) == 2 else (1, x.numel())
+            n_cols, col = x.shape[dims[0]], x.stride(dims[0])
+            planes = x.as_strided((outer, n_cols, rest[-1][0]), (outer_stride, col, 1))
+    return planes
+
+
 def planned_logsumexp(x: Tensor, dim: int, backward: bool) -> Plan | None:
     """The plan of logsumexp of x over one dimension, or of its gradient; None where it is not for here."""
-    planes = planes_over(x, (dim,))
+    planes = planes_over(x, (dim,)) if backward else _read_over(x, (dim,))
     if planes is None:
         return None
     problem, device = problem_of(planes, batch_invariant=is_batch_invariant()), device_of(x)
@@ -113,7 +126,7 @@ def planned_logsumexp(x: Tensor, dim: int, backward: bool) -> Plan | None:
 
 def logsumexp_forward(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor | None:
     """logsumexp of x over dims (rising, each in [0, x.dim())) in x's dtype; None where it is not for here."""
-    planes = planes_over(x, dims)
+    planes = _read_over(x, dims)
     if planes is None:
         return None
     shape = [1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims]

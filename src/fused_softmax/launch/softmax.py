@@ -214,10 +214,11 @@ def takes_strided(x: Tensor, y: Tensor, dim: int) -> bool:
     """Whether the strided kernel can take x to y as they lie, and is faster than to copy x first."""
     if len(_row_dims(x, y, dim)) > 3:
         return False
-    _, x_row, _ = _strided_rows(x, y, dim)[-1]
+    n_rows, x_row, _ = _strided_rows(x, y, dim)[-1]
     n_cols = x.shape[dim]
     x_col, y_col = (x.stride(dim), y.stride(dim)) if n_cols > 1 else (1, 1)
-    return planning.strided_is_faster(n_cols, x_row == 1, x_col == 1, y_col == 1)
+    neighbors = None if is_batch_invariant() else n_rows
+    return planning.strided_is_faster(n_cols, neighbors, x_row == 1, x_col == 1, y_col == 1)
 
 
 def _strided_rows(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:

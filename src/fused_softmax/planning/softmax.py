@@ -284,14 +284,20 @@ def strided_plan(n_rows: int, n_cols: int, along_cols: bool) -> Plan:
     return Plan("strided", rows, 1, 1, cols, 1, steps, 0, False, False, 4, None, why)
 
 
-def strided_is_faster(n_cols: int, along_rows: bool, along_cols: bool, out_along_cols: bool) -> bool:
+def strided_is_faster(
+    n_cols: int, n_rows: int | None, along_rows: bool, along_cols: bool, out_along_cols: bool
+) -> bool:
     """Whether the strided kernel takes less time than a copy and a kernel over its contiguous result.
 
-    along_rows, along_cols: whether rows, or columns, are neighbors in memory. H200, 2^26 elements: for a transposed
-    matrix it takes 0.46 of that time (float32, 1,024 columns), for every second column 2.9 of it (bfloat16, 2,048
-    columns), and for columns whose result is written transposed 1.4 of it (bfloat16, 1,000 columns).
+    n_rows: neighbors along one dimension; None where the choice must not depend on it. along_rows, along_cols: whether
+    rows, or columns, are neighbors in memory. H200, 2^26 elements: for a transposed matrix it takes 0.46 of that time
+    (float32, 1,024 columns), for every second column 2.9 of it (bfloat16, 2,048 columns), and for columns whose
+    result is written transposed 1.4 of it (bfloat16, 1,000 columns). A program takes whole rows, so few long ones keep
+    few programs busy: 14 times 32 neighbors of 296,854 columns took 9 times torch's time, and 8,192 neighbors of
+    16,384 columns 0.95 of that of a copy first.
     """
-    return along_rows or (along_cols and (out_along_cols or n_cols <= 256))
+    many = n_rows is None or n_cols <= max(1024, 16 * n_rows)
+    return (along_rows and many) or (along_cols and (out_along_cols or n_cols <= 256))
 
 
 def _fits(problem: Problem, config: KernelConfig, chunks: int, recompute: bool, device: Device) -> bool:

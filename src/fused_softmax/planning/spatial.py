@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from .spatial_tables import (
+    ENOUGH_PROGRAMS,
+    LEAST_PART_COLS,
     LOSS,
     MOST_PARTS,
     ON_CHIP,
+    ONE_STEP,
     PART_COLS,
     PARTS_BYTES,
     PARTS_CHUNKS,
@@ -59,13 +62,14 @@ class SpatialProblem:
 
 def resident_plan(
     problem: SpatialProblem, device: Device, inner: int, cols: int, num_warps: int, ctas: int = 1,
-    recompute: bool = False, max_registers: int | None = None,
+    recompute: bool = False, max_registers: int | None = None, thread_bytes: int = VECTOR_BYTES,
 ) -> Plan:  # fmt: skip
     """The plan of tiles of `inner` positions and chunks of `cols` columns, or of `cols` for each CTA of a cluster.
 
-    A thread holds 16 bytes of a chunk. Where a chunk has fewer, a program takes several indices of `outer`.
+    A thread holds thread_bytes of a chunk. Where a chunk has fewer, a program takes several indices of `outer`.
     """
-    outers = max(1, num_warps * device.warp_size * problem.full_vec // (inner * cols)) if ctas == 1 else 1
+    elements = num_warps * device.warp_size * thread_bytes // problem.itemsize
+    outers = max(1, elements // (inner * cols)) if ctas == 1 else 1
     chunks = -(-problem.n_cols // (cols * ctas))
     where = f"the {ctas} CTAs of a cluster" if ctas > 1 else "one program"
     why = f"the columns of {inner} position(s) stay in {where}, in {chunks} chunk(s) of {cols * ctas} columns"
@@ -90,6 +94,10 @@ def parts_plan(problem: SpatialProblem, device: Device, chunks: int = PARTS_CHUN
         cols = max(1, warps * a_warp // inner)
     step = cols * chunks
     wanted = max(PART_COLS, -(-problem.n_cols // MOST_PARTS))
+    if not problem.batch_invariant:  # short parts keep the GPU busy where there are few positions
+        blocks = -(-problem.inner // inner)
+        while wanted > LEAST_PART_COLS and blocks * -(-problem.n_cols // wanted) < ENOUGH_PROGRAMS:
+            wanted //= 2
     part_cols = -(-min(wanted, problem.n_cols) // step) * step
     parts = -(-problem.n_cols // part_cols)
     why = f"the columns do not fit on chip: they are read twice, and reduced in {parts} part(s)"
@@ -108,13 +116,15 @@ def _padded(problem: SpatialProblem, inner: int) -> int:
 def _configured(problem: SpatialProblem, device: Device, config: SpatialConfig) -> Plan:
     """The plan of tiles as `config` says, with fewer positions where `inner` has fewer."""
     warps = max(1, config.num_warps * 32 // device.warp_size)
-    cols = max(1, warps * device.warp_size * problem.full_vec // config.inner)
+    cols = max(1, warps * device.warp_size * config.thread_bytes // problem.itemsize // config.inner)
     recompute = config.recompute and problem.itemsize == 2
     inner = min(config.inner, power_of_two(problem.inner))
     # a last block with few positions wastes the time of the others
     while config.ctas == 1 and inner > 32 and _padded(problem, inner // 2) < 0.85 * _padded(problem, inner):
         inner //= 2
-    return resident_plan(problem, device, inner, cols, warps, config.ctas, recompute, config.max_registers)
+    return resident_plan(
+        problem, device, inner, cols, warps, config.ctas, recompute, config.max_registers, config.thread_bytes
+    )
 
 
 def _configs(problem: SpatialProblem, device: Device) -> Iterator[SpatialConfig]:
@@ -173,10 +183,25 @@ def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan | None:
 
 def plan_spatial_statistics(problem: SpatialProblem, device: Device) -> Plan:
     """The plan of a kernel that reads the columns once, in steps, and writes one number for each position."""
-    found = parts_plan(problem, device, STATISTICS_CHUNKS)
+    found = _in_one_step(problem, device) or parts_plan(problem, device, STATISTICS_CHUNKS)
     return replace(found, why="the columns are read once, in steps")
 
 
 def plan_spatial_elementwise(problem: SpatialProblem, device: Device) -> Plan:
     """The plan of a kernel that reads and writes columns without a reduction."""
-    return replace(parts_plan(problem, device), why="independent programs share the columns")
+    found = _in_one_step(problem, device) or parts_plan(problem, device)
+    return replace(found, why="independent programs share the columns")
+
+
+def _in_one_step(problem: SpatialProblem, device: Device) -> Plan | None:
+    """The plan of one part of one step, in the tiles of a softmax of so few columns; None where there are more."""
+    config = next(_configs(problem, device), None)
+    if config is None or config.ctas > 1 or problem.n_cols > ONE_STEP or problem.batch_invariant:
+        return None
+    found = _configured(problem, device, config)
+    # its kernels take one index of `outer`
+    warps = max(1, found.num_warps // found.outers)
+    part_cols = found.chunks * found.vectors_per_chunk
+    return replace(
+        found, regime="spatial_two_pass", num_warps=warps, outers=1, unpredicated_chunks=0, part_cols=part_cols
+    )

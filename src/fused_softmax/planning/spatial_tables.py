@@ -12,8 +12,9 @@ from dataclasses import dataclass
 class SpatialConfig:
     """The numbers for up to `max_cols` columns: CTAs for a column, warps of a CTA, and positions of a tile.
 
-    A chunk has as many columns as fill all threads with 16 bytes. recompute: hold 16-bit columns as loaded and compute
-    exp twice. max_registers: a cap on a thread's registers, so that two programs share a multiprocessor.
+    A chunk has as many columns as fill all threads with thread_bytes. recompute: hold 16-bit columns as loaded and
+    compute exp twice. max_registers: a cap on a thread's registers, so that two programs share a multiprocessor.
+    thread_bytes: with 8, a thread has half as many positions, and keeps half as many numbers of each.
     """
 
     max_cols: int
@@ -22,6 +23,7 @@ class SpatialConfig:
     inner: int
     recompute: bool = True
     max_registers: int | None = None
+    thread_bytes: int = 16
 
 
 # by (backward, bytes of an element)
@@ -74,7 +76,18 @@ ON_CHIP = {
     ),
 }
 # a loss with its gradient, where it differs from softmax; by bytes of an element
-LOSS = {2: (), 4: (SpatialConfig(24, 1, 4, 512), SpatialConfig(152, 1, 4, 64, max_registers=128))}
+LOSS = {
+    2: (
+        SpatialConfig(24, 1, 4, 512, thread_bytes=8),
+        SpatialConfig(40, 1, 1, 64, thread_bytes=8),
+        SpatialConfig(76, 1, 2, 64, thread_bytes=8),
+        SpatialConfig(152, 1, 4, 64, thread_bytes=8),
+        SpatialConfig(304, 1, 8, 64, thread_bytes=8),
+        SpatialConfig(608, 1, 8, 32, thread_bytes=8),
+        SpatialConfig(1024, 1, 8, 16, thread_bytes=8),
+    ),
+    4: (SpatialConfig(24, 1, 4, 512), SpatialConfig(152, 1, 4, 64, max_registers=128)),
+}
 # where runs of positions start anywhere, so that elements are read one by one
 UNALIGNED = {
     (False, 2): (
@@ -93,7 +106,9 @@ UNALIGNED = {
 }
 # a kernel that reads columns in parts: bytes of a tile along `inner`, warps, and chunks of a step
 PARTS_BYTES, PARTS_WARPS, PARTS_CHUNKS = 256, 4, 4
-# columns of a part, at least, and the most parts: their merge takes time, too
+# columns of a part, at least, and the most parts: their merge takes time, too. Parts are shorter where one index of
+# `outer` has fewer programs than a few for each multiprocessor
 PART_COLS, MOST_PARTS = 1024, 1024
-# a statistic, or a gradient without a reduction, holds fewer numbers
-STATISTICS_CHUNKS = 8
+LEAST_PART_COLS, ENOUGH_PROGRAMS = 256, 256
+# a statistic, or a gradient without a reduction, holds fewer numbers; up to so many columns it takes one step
+STATISTICS_CHUNKS, ONE_STEP = 8, 128

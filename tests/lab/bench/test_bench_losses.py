@@ -159,7 +159,7 @@ def test_a_masked_gradient_names_the_plan_that_runs_it(op: str, monkeypatch: pyt
         runs = masked_rows.BACKWARD[False].plan((y, dy, y), DEVICES["sm_90"], False)
         if runs.regime == "two_pass":  # softmax's own gradient takes such rows
             runs = plan(problem_of(y, dy, y, backward=True), DEVICES["sm_90"])
-        assert plan_of(op, (dy, y)) == (runs.regime, plan_text(runs))
+        assert plan_of(OPS[op], (dy, y)) == (runs.regime, plan_text(runs))
         regimes.add(runs.regime)
     assert regimes == {"block", "cluster", "two_pass"}
 
@@ -167,7 +167,7 @@ def test_a_masked_gradient_names_the_plan_that_runs_it(op: str, monkeypatch: pyt
 def test_log_softmax_names_its_own_plan(monkeypatch: pytest.MonkeyPatch):
     on_h100(monkeypatch)
     dy, y = (torch.empty(2, 262144, dtype=torch.float32, device="meta") for _ in range(2))
-    said = {op: plan_of(op, (y,) if "backward" not in op else (dy, y)) for op in OPS if "softmax" in op[:11]}
+    said = {op: plan_of(OPS[op], (y,) if "backward" not in op else (dy, y)) for op in OPS if "softmax" in op[:11]}
     for op, backward in (("log_softmax", False), ("log_softmax_backward", True)):
         runs = plan(problem_of(*(y,) * (2 + backward), backward=backward, log=True), DEVICES["sm_90"])
         assert said[op] == (runs.regime, plan_text(runs))

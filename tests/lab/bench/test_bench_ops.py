@@ -94,7 +94,7 @@ def test_the_plan_that_is_named_is_one_that_runs(op: str, monkeypatch: pytest.Mo
 
     for n_cols in (64, 5003):
         inputs = OPS[op].inputs(6, n_cols, torch.bfloat16, CPU, 0)
-        named = plan_of(op, inputs)
+        named = plan_of(OPS[op], inputs)
         prepared_calls._calls.clear()
         with monkeypatch.context() as patched:
             patched.setattr(RowOp, "plan", recorded)

@@ -13,10 +13,11 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fused_softmax.lab.bench.inputs import DTYPES, SHORT, Scores, excerpt, load_tensors, one_input
-from fused_softmax.lab.bench.ops import AUTOGRAD, OPS, family
+from fused_softmax.lab.bench.ops import AUTOGRAD, OPS, Op, family
+from fused_softmax.lab.bench.shapes import LAYOUTS, MOST, OF_IMAGES, random_shapes, shaped
 
 TimedBy = Literal["events", "graph", "graph_cold", "host", "first_call"]
 ELEMENTS = 2**28
@@ -62,16 +63,34 @@ class Case:
     timed_by: TimedBy = "events"
     source: tuple[str, str] | None = None
     scores: Scores | None = None  # of attention scores that are not square heads: batches, heads, queries
+    # of a tensor (outer, n_cols, inner), which has outer x inner softmaxes, and how it lies; None: rows
+    outer: int | None = None
+    inner: int | None = None
+    layout: str = ""
 
     @property
     def label(self) -> str:
-        """Such as `softmax bf16 4096x128256`."""
-        return f"{self.op} {SHORT[self.dtype]} {self.n_rows}x{self.n_cols}"
+        """Such as `softmax bf16 4096x128256`, or `softmax bf16 8x19x4096` of a tensor (outer, n_cols, inner)."""
+        return f"{self.op} {SHORT[self.dtype]} {shape_text(self)}"
 
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return DTYPES[self.dtype].itemsize
+
+
+def shape_text(of: Any) -> str:
+    """Such as `4096x128256`, or `8x19x4096 transposed`, of a case or a record."""
+    if of.inner is None:
+        return f"{of.n_rows}x{of.n_cols}"
+    return f"{of.outer}x{of.n_cols}x{of.inner} {of.layout}".rstrip()
+
+
+def workload(case: Case) -> Op:
+    """The workload of a case: its op's entry, over rows or over a tensor (outer, n_cols, inner)."""
+    if case.outer is None or case.inner is None:
+        return OPS[case.op]
+    return shaped(case.op, case.outer, case.inner, case.layout)
 
 
 @dataclass(frozen=True)
@@ -147,7 +166,29 @@ def random_cases(
     return tuple(cases)
 
 
+def shaped_cases(op: str, count: int, seed: int, dtypes: Sequence[str] = (), elements: int = MOST) -> tuple[Case, ...]:
+    """An op at `count` random shapes, in `dtypes` (default: one that is drawn for each shape)."""
+    layouts = OF_IMAGES if op == "cross_entropy" else tuple(LAYOUTS)
+    return tuple(
+        _shaped(op, dtype, s.outer, s.n_cols, s.inner, s.layout, f"random shape, seed {seed}")
+        for s in random_shapes(count, seed, elements, layouts)
+        for dtype in dtypes or (s.dtype,)
+    )
+
+
+def _shaped(op: str, dtype: str, outer: int, n_cols: int, inner: int, layout: str, reason: str) -> Case:
+    by = timed_by(outer * inner, n_cols, DTYPES[dtype].itemsize)
+    return Case(op, dtype, outer * inner, n_cols, reason, by, outer=outer, inner=inner, layout=layout)
+
+
 PEERS = ("fused_softmax", "torch", "torch.compile", "liger", "quack")
+# the systems that take more than rows
+SHAPE_PEERS = ("fused_softmax", "torch", "torch.compile")
+# (outer, n_cols, inner): images with few and many classes, long columns, tall and narrow, odd sizes
+SHAPES = (
+    *((16, 19, 2**19), (256, 64, 2**14), (8, 150, 2**18), (64, 1000, 1024), (32, 2048, 1024), (1, 4096, 32768)),
+    *((2, 50257, 1024), (1, 2**22, 32), (16, 21, 513 * 513)),
+)
 
 
 def table(name: str, op: str = "softmax") -> Table:
@@ -163,6 +204,12 @@ def table(name: str, op: str = "softmax") -> Table:
     if name == "random":
         cases = sweep(op, both, random_widths(10, 2024, 300, 262_144))
         return Table(name, tuple(replace(c, reason="a width that no one tuned for") for c in cases), PEERS)
+    if name == "shapes":
+        # one program holds the classes of a loss
+        named = [shape for shape in SHAPES if op != "cross_entropy" or shape[1] <= 1000]
+        return Table(
+            name, tuple(_shaped(op, d, *shape, "", "named") for shape in named for d in both), SHAPE_PEERS, 0.1
+        )
     if name in ("few_rows", "few_rows_cold"):
         by: TimedBy = "graph" if name == "few_rows" else "graph_cold"
         shapes = [(r, c) for c in FEW_ROWS_WIDTHS for r in FEW_ROWS]
@@ -181,7 +228,10 @@ def table(name: str, op: str = "softmax") -> Table:
     raise KeyError(f"no table named {name!r}: there are {', '.join(TABLES)}, and {op!r} for 'forward'")
 
 
-TABLES = ("ladder", "forward", "losses", "random", "few_rows", "few_rows_cold", "small", "host", "first_call", "cpu")
+TABLES = (
+    "ladder", "forward", "losses", "random", "shapes", "few_rows", "few_rows_cold", "small", "host", "first_call",
+    "cpu",
+)  # fmt: skip
 
 
 def host_cases(op: str, dtypes: Iterable[str]) -> tuple[Case, ...]:

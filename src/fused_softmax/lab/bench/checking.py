@@ -131,9 +131,10 @@ class Judge:
     """Judges outputs of one op on one set of inputs (rows first); PyTorch's own error is measured once, here."""
 
     def __init__(self, op: Op, inputs: tuple[Tensor, ...]) -> None:
-        self.op, self.inputs = op, inputs
+        self.op = op
         with torch.no_grad():
-            own = parts_of(op.torch_call(*inputs))
+            own = self._as_rows(parts_of(op.torch_call(*inputs)))
+        self.inputs = (*self._as_rows(inputs[: op.by_row]), *inputs[len(inputs[: op.by_row]) :])
         term = 0.0 if op.largest_term is None else float(op.largest_term(*inputs))
         self.parts = [_Part(name, y.shape, y.dtype, term) for name, y in zip(op.parts, own, strict=True)]
         # torch's worst row, in units of that row's scale, is what every row may be twice as wrong as: with 10^6 rows
@@ -150,6 +151,9 @@ class Judge:
                 part.relative = part.error / max(1.0, abs(part.total))
         self.torch_error = max(part.error for part in self.parts)
 
+    def _as_rows(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(self.op.as_rows(t) for t in tensors)
+
     def _chunks(self) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
         first, by_row = self.inputs[0], self.op.by_row
         if first.numel() == 0:
@@ -163,7 +167,7 @@ class Judge:
 
     def judge(self, result: Any, *, ours: bool = False) -> Verdict:
         """Compare a result with float64; raises WrongShape. `ours` has no allowance where PyTorch's own is coarse."""
-        got = parts_of(result)
+        got = self._as_rows(parts_of(result))
         if len(got) != len(self.parts):
             raise WrongShape(f"{len(got)} results for {len(self.parts)}")
         for part, y in zip(self.parts, got, strict=True):

@@ -48,7 +48,8 @@ class Op:
     inputs: Callable[..., Inputs]  # of (n_rows, n_cols, dtype, device, seed), and of `scores` where the case has some
     elements: Callable[..., tuple[int, int]]  # (n_rows, n_cols[, scores]) -> elements that must be (read, written)
     ceiling: Literal["copy", "read", "add"]
-    mask_bytes: Callable[..., int] = lambda n_rows, n_cols, scores=None: 0  # of a boolean mask, which is read too
+    # of a boolean mask or of targets, which are read too
+    mask_bytes: Callable[..., int] = lambda n_rows, n_cols, scores=None: 0
     of: str = ""  # the registry's op; default: the name
     call: Callable[[Call], Call] = over_rows
     gradient: Callable[[Call], Call] | None = None
@@ -65,6 +66,9 @@ class Op:
     family: str = ""  # the results file of its records; default: `of`
     plans_gradient: bool = False  # whether the plan to show is that of the gradient
     planned: Callable[..., Inputs] = lambda *inputs: inputs[:1]  # the inputs that the plan depends on: x, and a mask
+    # over another dimension than the last: an input or a result -> its rows, by which results are judged
+    as_rows: Callable[[Tensor], Tensor] = lambda t: t
+    dim: int = -1
 
     @property
     def spec(self) -> registry.OpSpec:
@@ -368,9 +372,10 @@ def ops_named(name: str) -> tuple[str, ...]:
     return found
 
 
-def plan_of(op: str, inputs: Inputs) -> tuple[str, str]:
+def plan_of(entry: Op, inputs: Inputs) -> tuple[str, str]:
     """(regime, the plan in words) of our kernel for a workload; ('torch', why) where torch's own kernel runs."""
-    entry = OPS[op]
     x, *mask = entry.planned(*inputs)
-    found = plan_for(x.detach(), op=entry.spec.name, mask=mask[0] if mask else None, backward=entry.plans_gradient)
+    found = plan_for(
+        x.detach(), entry.dim, op=entry.spec.name, mask=mask[0] if mask else None, backward=entry.plans_gradient
+    )
     return ("torch", found.why) if isinstance(found, Fallback) else (found.regime, plan_text(found))

@@ -70,13 +70,17 @@ class Record:
     case: str = ""
     # registers, spilled_bytes, shared_bytes and widest_load_bytes of the compiled kernel, if requested
     resources: dict[str, Any] | None = None
+    # of a tensor (outer, n_cols, inner), which has n_rows = outer x inner softmaxes; layout: "" where it is contiguous
+    outer: int | None = None
+    inner: int | None = None
+    layout: str = ""
     # of a call on several GPUs: the collectives' names, and the bytes that a rank gives to them
     collectives: dict[str, Any] | None = None
 
     @property
-    def key(self) -> tuple[str, str, str, int, int]:
+    def key(self) -> tuple[Any, ...]:
         """The case and the system of a record."""
-        return self.op, self.system, self.dtype, self.n_rows, self.n_cols
+        return self.op, self.system, self.dtype, self.n_rows, self.n_cols, self.outer, self.layout
 
 
 @dataclass
@@ -99,7 +103,7 @@ class Header:
     ceilings: dict[str, float] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
     cpu: str = ""
-    # of the random widths, where there are any: with `command` it says how the run is made again
+    # of the random widths or shapes, where there are any: with `command` it says how the run is made again
     seed: int | None = None
 
 

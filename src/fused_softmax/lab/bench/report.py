@@ -10,15 +10,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from fused_softmax.lab.bench.cases import SWEEP
+from fused_softmax.lab.bench.cases import SWEEP, shape_text
 from fused_softmax.lab.bench.inputs import SHORT
 from fused_softmax.lab.bench.record import Header, Record, read_folder
+from fused_softmax.lab.bench.shapes import CLASSES, LAYOUTS, class_of
 from fused_softmax.lab.bench.timing import FIRST_CALL, EventStopwatch
 
 # (op, system, dtype, n_cols) -> a record made on a GPU, and the header of its run
@@ -42,8 +44,8 @@ def plural(count: int, noun: str) -> str:
 
 
 def shape(record: Record) -> str:
-    """Such as `bf16 4096x128256`."""
-    return f"{SHORT[record.dtype]} {record.n_rows}x{record.n_cols}"
+    """Such as `bf16 4096x128256`, or `bf16 8x19x4096` of a tensor (outer, n_cols, inner)."""
+    return f"{SHORT[record.dtype]} {shape_text(record)}"
 
 
 def fraction_cell(record: Record | None) -> str:
@@ -76,7 +78,7 @@ def by_width(records: Sequence[Record]) -> list[Record]:
     Cases timed by graph replay or on the host are left out where there are large ones, timed by events; first calls
     always are.
     """
-    records = [r for r in records if r.timed_by != FIRST_CALL]
+    records = [r for r in records if r.timed_by != FIRST_CALL and r.inner is None]
     large = [r for r in records if r.timed_by == EventStopwatch.describe or r.ms is None]
     found: dict[tuple[str, str, str, int], Record] = {}
     for record in large if any(r.ms for r in large) else records:
@@ -126,6 +128,41 @@ def matrix(op: str, records: Sequence[Record]) -> Rows:
 def matrices(records: Sequence[Record]) -> list[Rows]:
     """A matrix for each op of the run."""
     return [matrix(op, records) for op in dict.fromkeys(r.op for r in records)]
+
+
+SLOWEST = 10
+
+
+def shape_classes(records: Sequence[Record]) -> list[Rows]:
+    """Of random shapes: fractions of the ceiling by class, and the shapes with the most time next to torch's.
+
+    A class has the shapes whose tensors are far larger than the L2. All shapes are compared with torch.
+    """
+    mine = [r for r in records if r.inner is not None and r.system == "fused_softmax" and r.ms]
+    torch_ms = {(r.op, shape(r)): r.ms for r in records if r.system == "torch" and r.ms}
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for r in mine:
+        if r.fraction is not None and r.timed_by == EventStopwatch.describe:
+            key = r.op, SHORT[r.dtype], class_of(r.n_cols, r.inner or 0, r.layout)
+            groups.setdefault(key, []).append(r)
+    order = [*CLASSES, *LAYOUTS]
+    lines = []
+    for key in sorted(groups, key=lambda key: (*key[:2], order.index(key[2]))):
+        met = groups[key]
+        worst = min(met, key=lambda r: r.fraction or 0.0)
+        mean = geometric_mean([r.fraction or 0.0 for r in met])
+        lines.append((*key, str(len(met)), f"{worst.fraction:.3f}", shape_text(worst), f"{mean:.3f}"))
+    ratios = [((r.ms or 0.0) / torch_ms[at], r) for r in mine if (at := (r.op, shape(r))) in torch_ms]
+    slowest = sorted(ratios, key=lambda pair: pair[0], reverse=True)[:SLOWEST]
+    tables = []
+    if lines:
+        columns = ("op", "dtype", "class", "shapes", "worst", "at", "mean")
+        tables.append(Rows("fraction of the ceiling by class (higher is better)", columns, tuple(lines)))
+    if slowest:
+        cells = tuple((r.op, shape(r), f"{ratio:.2f}", r.plan) for ratio, r in slowest)
+        title = f"time over torch's, the {len(cells)} largest of {plural(len(ratios), 'shape')} (lower is better)"
+        tables.append(Rows(title, ("op", "shape", "ratio", "plan"), cells))
+    return tables
 
 
 def _error(record: Record) -> str:
@@ -202,7 +239,7 @@ def environment(head: Header) -> dict[str, str]:
         "commit": commit,
         "date": head.date,
         "command": head.command,
-        "random widths": "" if head.seed is None else f"seed {head.seed}",
+        "random": "" if head.seed is None else f"seed {head.seed}",
         "own passes over 512 MiB": ", ".join(f"{kind} {gbps:.0f} GB/s" for kind, gbps in head.ceilings.items()),
         "not run": "; ".join(f"{name} ({why})" for name, why in head.unavailable.items()),
         "stopped early": head.stopped,
@@ -239,6 +276,8 @@ def print_report(console: Console, head: Header, records: Sequence[Record], reco
         return
     timed = any(r.ms for r in records)
     for rows in matrices(records) if timed else narrow(records, recorded):
+        print_rows(console, rows)
+    for rows in shape_classes(records) if timed else ():
         print_rows(console, rows)
     lines = [f"{name}: {value}" for name, value in environment(head).items()]
     if not timed:

@@ -23,10 +23,12 @@ from fused_softmax.lab.bench.cases import (
     ELEMENTS,
     LOSS_FAMILIES,
     PEERS,
+    SHAPE_PEERS,
     Case,
     Table,
     random_cases,
     real_cases,
+    shaped_cases,
     sweep,
     table,
 )
@@ -36,12 +38,15 @@ from fused_softmax.lab.bench.output import Output
 from fused_softmax.lab.bench.record import Header, Record, header, results_folder
 from fused_softmax.lab.bench.report import print_report, recorded_results
 from fused_softmax.lab.bench.session import Pair, Session, prebuild
+from fused_softmax.lab.bench.shapes import MOST, SHAPED_OPS
 from fused_softmax.lab.bench.systems import System, systems_for
 from fused_softmax.lab.resources import ROWS, CrossCompiler, keys_of
 from fused_softmax.launch.device import device_here, interpreting
 
 # each worker of the prebuild has tensors of a case's size and a context of its own in the device's memory
 MOST_WORKERS = 16
+# interpreted, a random shape has at most so many elements
+CPU_ELEMENTS = 2**14
 # seconds that a run without a GPU waits for kernels still being compiled when the interpreter has finished
 PATIENCE = 90.0
 
@@ -63,7 +68,8 @@ class Request:
     workers: int | None = None  # as many as there are cores
     seconds: float | None = None
     random_widths: int = 0  # how many to draw for each op
-    seed: int | None = None  # of the random widths; None: a new one, which the header names
+    random_shapes: int = 0  # the same, of shapes (outer, n_cols, inner)
+    seed: int | None = None  # of the random widths and shapes; None: a new one, which the header names
 
 
 def requested_tables(request: Request, on_gpu: bool) -> list[Table]:
@@ -91,7 +97,7 @@ def _tables_of(op: str, request: Request, on_gpu: bool) -> list[Table]:
             served = ", ".join(name for name in OPS if OPS[name].inputs is one_input)
             raise ValueError(f"{op} takes more than one tensor, and --input gives one: name one of {served} by --op")
         found.append(Table("input", real_cases(op, request.input)))
-    other = request.tables or request.input is not None or request.random_widths
+    other = request.tables or request.input is not None or request.random_widths or request.random_shapes
     if request.widths or (request.rows is not None and not other):
         dtypes = request.dtypes or ("bfloat16", "float32")
         rows = request.rows if request.rows is not None or on_gpu else CPU_ROWS
@@ -103,7 +109,16 @@ def _tables_of(op: str, request: Request, on_gpu: bool) -> list[Table]:
         cases = random_cases(op, request.random_widths, request.seed, request.dtypes, request.elements, rows)
         # 0.06 s are a hundred rounds, as in the forward table
         found.append(Table("random widths", cases, () if family(op) in LOSS_FAMILIES else PEERS, 0.06))
+    if request.random_shapes:
+        assert request.seed is not None, "run() draws the seed"
+        if op not in SHAPED_OPS:
+            raise ValueError(f"{op} takes rows only: --random-shapes serves {', '.join(SHAPED_OPS)}")
+        most = min(request.elements, MOST) if on_gpu else CPU_ELEMENTS
+        cases = shaped_cases(op, request.random_shapes, request.seed, request.dtypes, most)
+        found.append(Table("random shapes", cases, SHAPE_PEERS, 0.06))
     try:
+        if "shapes" in request.tables and op not in SHAPED_OPS:
+            raise ValueError(f"{op} takes rows only: --table shapes serves {', '.join(SHAPED_OPS)}")
         found += [table(name, op) for name in request.tables]
     except KeyError as error:
         raise ValueError(error.args[0]) from None
@@ -164,7 +179,7 @@ class Prepared:
 
 def prepare(request: Request) -> Prepared:
     """Find a request's cases and systems, and its folders; raises ValueError or OSError where it cannot be run."""
-    if request.random_widths and request.seed is None:
+    if (request.random_widths or request.random_shapes) and request.seed is None:
         request = replace(request, seed=secrets.randbelow(10**6))
     device = device_here()
     tables = requested_tables(request, device.type == "cuda")
@@ -242,7 +257,8 @@ def _run_tables(
         session.progress = show
         for t in tables:
             # a table's own choice of systems holds unless systems were named
-            session.systems = [s for s in systems if named or not t.systems or s.name in t.systems]
+            only = t.systems if not named or t.systems == SHAPE_PEERS else ()
+            session.systems = [s for s in systems if not only or s.name in only]
             session.seconds = t.seconds
             session.run(t.cases)
             if session.head.stopped:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fused_softmax.lab.bench.cases import Case
+from fused_softmax.lab.bench.cases import Case, workload
 from fused_softmax.lab.bench.checking import Judge, WrongShape, run_poisoned
 from fused_softmax.lab.bench.inputs import DTYPES, Inputs, load_tensors, one_input
 from fused_softmax.lab.bench.ops import OPS, Op, plan_of
@@ -51,7 +51,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     dtype = DTYPES[case.dtype]
     if case.source is None:
         of = {} if case.scores is None else {"scores": case.scores}
-        return OPS[case.op].inputs(case.n_rows, case.n_cols, dtype, device, seed, **of)
+        return workload(case).inputs(case.n_rows, case.n_cols, dtype, device, seed, **of)
     if OPS[case.op].inputs is not one_input:
         raise ValueError(f"{case.op} takes more than one tensor: --input serves the ops of one input")
     file, name = case.source
@@ -102,7 +102,7 @@ class Session:
             self.progress(case, "a process with empty caches")
             self.records += first_calls(case, [s.name for s in self.systems if s.op == case.op])
             return
-        op = OPS[case.op]
+        op = workload(case)
         self.progress(case, "inputs and float64 reference")
         inputs = make_inputs(case, self.device)
         judge = Judge(op, inputs)
@@ -112,7 +112,7 @@ class Session:
             self.progress(case, system.name)
             record = checked[system.name] = _record(case, system.name, "ok")
             try:
-                call = self._check(system, judge, inputs, record)
+                call = self._check(case, system, judge, inputs, record)
             except DeviceFault as fault:
                 record.status, record.note = "error", f"device fault: {fault}"
                 self.records.append(record)
@@ -124,14 +124,16 @@ class Session:
             self.progress(case, "timing")
             self._time(case, op, passed, inputs, checked)
 
-    def _check(self, system: System, judge: Judge, inputs: Inputs, record: Record) -> Callable[..., Any] | None:
+    def _check(
+        self, case: Case, system: System, judge: Judge, inputs: Inputs, record: Record
+    ) -> Callable[..., Any] | None:
         """Run once on poisoned memory and compare; returns the callable when it may be timed."""
         record.torch_error = judge.torch_error
         regime = None
         try:
             if system.kind == "ours":
-                regime, record.plan = plan_of(record.op, inputs)
-            call = system.build()
+                regime, record.plan = plan_of(judge.op, inputs)
+            call = system.made_for(case)
             began = time.perf_counter()
             y = run_poisoned(call, inputs, deterministic=system.poison_by_mode)
             record.first_ms = 1000 * (time.perf_counter() - began)
@@ -146,7 +148,8 @@ class Session:
             record.status, record.note = outcome(error, system.kind)
             return None
         record.error = verdict.error
-        counted = traffic(system.name, record.n_rows, record.n_cols, regime) if record.op == "softmax" else None
+        over_rows = record.op == "softmax" and case.inner is None
+        counted = traffic(system.name, record.n_rows, record.n_cols, regime) if over_rows else None
         if counted:
             record.reads, record.writes = counted.reads, counted.writes
         if not verdict.ok:
@@ -193,7 +196,10 @@ class Session:
 
 
 def _record(case: Case, system: str, status: str, note: str = "") -> Record:
-    return Record(case.op, system, case.dtype, case.n_rows, case.n_cols, status, note, case=case.reason)
+    return Record(
+        case.op, system, case.dtype, case.n_rows, case.n_cols, status, note, case=case.reason,
+        outer=case.outer, inner=case.inner, layout=case.layout,
+    )  # fmt: skip
 
 
 def fill_times(
@@ -248,7 +254,7 @@ def work(part: Sequence[Pair], done: Any) -> None:
             with torch.no_grad():
                 inputs = make_inputs(case, device)
                 for system in systems_for(case.op, (name,)):
-                    system.build()(*inputs)
+                    system.made_for(case)(*inputs)
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                     del inputs

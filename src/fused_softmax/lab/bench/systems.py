@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 import fused_softmax
-from fused_softmax.lab.bench.ops import OPS, with_gradient
+from fused_softmax.lab.bench.cases import Case, workload
+from fused_softmax.lab.bench.ops import OPS, Op, with_gradient
 from fused_softmax.launch.device import interpreting
 
 Kind = Literal["ours", "torch", "peer", "lesson"]
@@ -40,6 +41,15 @@ class System:
     missing: Callable[[], str] = lambda: ""
     # torch.compile guards on PyTorch's deterministic mode; such a system is poisoned through the allocator alone
     poison_by_mode: bool = True
+    # builds it for a workload in another shape than rows; None: it takes rows only
+    over: Callable[[Op], Callable[..., Any]] | None = None
+
+    def made_for(self, case: Case) -> Callable[..., Any]:
+        """The callable over a case's inputs."""
+        if case.inner is None:
+            return self.build()
+        assert self.over is not None, f"{self.name} takes rows only"
+        return self.over(workload(case))
 
 
 def _needs_triton() -> str:
@@ -50,8 +60,20 @@ def _needs_triton() -> str:
     return ""
 
 
+def _made_from(
+    name: str,
+    op: str,
+    kind: Kind,
+    make: Callable[[Op], Callable[..., Any]],
+    missing: Callable[[], str] = lambda: "",
+    poison_by_mode: bool = True,
+) -> System:
+    """A system that is made from the workload's entry alone, in whatever shape."""
+    return System(name, op, kind, lambda: make(OPS[op]), missing, poison_by_mode, make)
+
+
 def _ours(op: str) -> System:
-    return System("fused_softmax", op, "ours", lambda: OPS[op].ours, _needs_triton)
+    return _made_from("fused_softmax", op, "ours", lambda entry: entry.ours, _needs_triton)
 
 
 def _in_place() -> Callable[..., Any]:
@@ -62,7 +84,7 @@ def _in_place() -> Callable[..., Any]:
 
 
 def _torch(op: str) -> System:
-    return System("torch", op, "torch", lambda: OPS[op].torch_call)
+    return _made_from("torch", op, "torch", lambda entry: entry.torch_call)
 
 
 # --- peers: imported only when they are built -------------------------------------------------------------------------
@@ -77,12 +99,12 @@ def _needs(package: str | None) -> str:
 
 
 def _compiled(op: str) -> System:
-    def build() -> Callable[..., Any]:
+    def make(entry: Op) -> Callable[..., Any]:
         # past its recompile limit torch.compile would fall back to eager in silence: start anew, and forbid breaks
         torch._dynamo.reset()
-        return OPS[op].compiled(lambda function: torch.compile(function, dynamic=False, fullgraph=True))
+        return entry.compiled(lambda function: torch.compile(function, dynamic=False, fullgraph=True))
 
-    return System("torch.compile", op, "peer", build, lambda: _needs(None), poison_by_mode=False)
+    return _made_from("torch.compile", op, "peer", make, lambda: _needs(None), poison_by_mode=False)
 
 
 def _liger(op: str, build: Callable[[], Callable[..., Any]]) -> System:

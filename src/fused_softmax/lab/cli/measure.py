@@ -34,8 +34,11 @@ def bench(
     random_widths: Annotated[
         int, typer.Option(min=0, max=1000, help="draw so many widths for each op, half of them odd")
     ] = 0,
+    random_shapes: Annotated[
+        int, typer.Option(min=0, max=1000, help="draw so many shapes (outer, n_cols, inner) and layouts for each op")
+    ] = 0,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="of --random-widths; default: a new one, kept in the results")
+        int | None, typer.Option(min=0, help="of what is drawn; default: a new one, kept in the results")
     ] = None,
 ) -> None:
     """Check every system against float64, then time those that passed and the device's own copy."""
@@ -45,8 +48,8 @@ def bench(
         raise Refused("names no op: give one, such as softmax, a family, or all", "--op")
     if seconds is not None and not math.isfinite(seconds):
         raise Refused(f"{seconds} is not a number of seconds, such as 0.1", "--seconds")
-    if seed is not None and not random_widths:
-        raise Refused("belongs to --random-widths: give --random-widths N too", "--seed")
+    if seed is not None and not (random_widths or random_shapes):
+        raise Refused("belongs to --random-widths and --random-shapes: give one of them too", "--seed")
     options.interpret_without_gpu()
     from fused_softmax.lab.bench.ops import ops_named
     from fused_softmax.lab.bench.run import Request, prepare, run
@@ -69,6 +72,7 @@ def bench(
         workers=workers,
         seconds=seconds,
         random_widths=random_widths,
+        random_shapes=random_shapes,
         seed=seed,
     )
     with refusing(ValueError, OSError):

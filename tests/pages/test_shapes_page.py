@@ -1,0 +1,36 @@
+"""The page of other dimensions shows what the records of random shapes say, by class."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from torch import device
+
+from fused_softmax.lab.bench.record import Record, header, to_json, write_atomically
+from pages import shapes
+
+
+def record(system: str, n_cols: int, inner: int, ms: float, dtype: str = "bfloat16", **more: object) -> Record:
+    fields = dict(ms=ms, timed_by="CUDA events", fraction=0.1 / ms, ceiling="copy", outer=4, inner=inner) | more
+    return Record("softmax", system, dtype, 4 * inner, n_cols, "ok", **fields)  # type: ignore[arg-type]
+
+
+def test_the_page_has_a_table_by_class(tmp_path: Path):
+    assert shapes.tables(tmp_path) == {"shapes": "No run is recorded yet."}
+    head = replace(header(device("cpu"), False), seed=9, command="fused-softmax bench --random-shapes 3 --seed 9")
+    records = [
+        record("fused_softmax", 5000, 2048, 0.2),
+        record("torch", 5000, 2048, 4.0),
+        record("fused_softmax", 19, 4096, 0.125),
+        record("fused_softmax", 20, 4096, 0.2, dtype="float32"),
+        record("torch", 19, 4096, 0.25),
+    ]
+    write_atomically(tmp_path / shapes.RESULTS / "softmax.json", to_json(head, records))
+    text = shapes.tables(tmp_path)["shapes"]
+    table = text[text.index("| `softmax`") :].split("\n\n")[0].splitlines()
+    assert table[2:] == [
+        "| up to 64 columns | 0.800 / 0.800 (1) | 0.500 / 0.500 (1) |",
+        "| more columns | 0.500 / 0.500 (1) |  |",
+    ]
+    assert "| softmax | bf16 4x19x4096 | 0.50 |" in text and "--random-shapes 3 --seed 9" in text
