@@ -139,3 +139,16 @@ def test_hooks_may_give_saved_tensors_back_with_other_strides(launches, op, upst
     g = upstream * logits(*y.shape, seed=1) if y.dim() else torch.tensor(upstream)
     (dx,), (dz,) = torch.autograd.grad(y, x, g), torch.autograd.grad(z, exact, g.double())
     assert is_close(dx, dz, torch.float32)
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (1, 7), (3, 1), (0, 4), (3, 0), (2, 3, 5), (2, 1, 1)])
+def test_gradients_of_tensors_of_any_rank(launches, op, shape):
+    x = torch.randn(shape, requires_grad=True)
+    leaf = x.detach().requires_grad_()
+    y, expected = getattr(fs, op)(x, -1), getattr(torch, op)(leaf, -1)
+    upstream = torch.randn(shape)
+    y.backward(upstream)
+    expected.backward(upstream)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(x.grad, leaf.grad)
