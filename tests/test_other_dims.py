@@ -185,6 +185,20 @@ def test_cross_entropy_of_images(reduction, options):
     torch.testing.assert_close(leaf.grad.double(), own.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cross_entropy_of_images_of_any_layout(layout):
+    target = torch.randint(0, 7, (2, 5, 6))
+    leaf = torch.randn(2, 7, 5, 6).requires_grad_()
+    x = LAYOUTS[layout](leaf)
+    own = x.detach().double().requires_grad_()
+    loss, want = fs.cross_entropy(x, target), F.cross_entropy(own, target)
+    torch.testing.assert_close(loss.double(), want, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(torch.autograd.grad(loss, x)[0].double(), torch.autograd.grad(want, own)[0])
+    # channels last are rows; what is neither planes nor rows is copied first
+    copied = layout in ("transposed", "every second", "cropped")
+    assert ("after a copy" in fs.plan_for(x, 1, op="cross_entropy").why) is copied
+
+
 @pytest.mark.parametrize("options", [{"softcap": 5.0}, {"z_loss": 1e-2}, {"softcap": 5.0, "label_smoothing": 0.1}])
 def test_cross_entropy_of_images_is_that_of_its_rows(options):
     x, target = torch.randn(2, 7, 5, 6) * 3, torch.randint(0, 7, (2, 5, 6))

@@ -161,3 +161,16 @@ def test_a_hook_that_changes_a_dtype_spoils_no_later_gradient(launches, op):
             y = ours(fs, x).sum() * 0.5
         (dx,) = torch.autograd.grad(y, x)
         assert (dx - dz).abs().max() < 3e-3
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (1, 7), (3, 1), (0, 4), (3, 0), (2, 3, 5), (2, 1, 1)])
+def test_gradients_of_tensors_of_any_rank(launches, op, shape):
+    x = torch.randn(shape, requires_grad=True)
+    leaf = x.detach().requires_grad_()
+    y, expected = getattr(fs, op)(x, -1), getattr(torch, op)(leaf, -1)
+    upstream = torch.randn(shape)
+    y.backward(upstream)
+    expected.backward(upstream)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(x.grad, leaf.grad)

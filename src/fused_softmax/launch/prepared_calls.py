@@ -266,7 +266,7 @@ def _prepare_backward(
 ) -> Any:
     """(parts of the launch, the shape, its strides, its rows); False where this way is not for them."""
     shape, strides = tuple(y.shape), contiguous_strides(tuple(y.shape))
-    if _empty is None or not y.numel() or shape[-1] > MAX_COLS or y.dtype not in DTYPE_NAMES:
+    if _empty is None or not shape or not y.numel() or shape[-1] > MAX_COLS or y.dtype not in DTYPE_NAMES:
         return False
     if not (dim == -1 or dim == len(shape) - 1):
         return False

@@ -101,7 +101,7 @@ def write_statistics(
 ) -> None:  # fmt: skip
     """`statistics` into memory: (lse, moments or None, entropies or None), and (ids, log-probabilities) or None.
 
-    Memory is contiguous and float32, but for an lse that is `rounded`; it comes as `layout.pointer` makes pointers.
+    Memory is contiguous and float32, except for an lse that is `rounded`; it comes as `layout.pointer` makes pointers.
     """
     lse, moments, entropies = into
     ids = None if of_ids is None else of_ids[0]

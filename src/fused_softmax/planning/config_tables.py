@@ -266,8 +266,8 @@ MASKED_BACKWARD_REGISTERS = 80
 MASKED_CHUNKS = {False: 16, True: 13}
 # of a reduction that holds nothing, by element size: (columns, CTAs per row, warps per CTA, the fewest and the most
 # chunks per step). H200, bfloat16, log-probabilities with entropy, 2^28 elements, 8 random widths, 20 to 50 plans each:
-# these reach 0.96 to 1.01 of a read and are within 0.6% of the best, but for 1.7% at 184,474 columns. With one warp for
-# wider rows some are faster, but a single row takes longer
+# these reach 0.96 to 1.01 of a read and are within 0.8% of the best. With one warp for wider rows some are faster, but
+# a single row takes longer
 STATISTICS_STEPS = {
     2: (
         (5632, 1, 1, 4, 8),

@@ -1,11 +1,13 @@
 """cross_entropy of logits (N, C, d1, ...) as they lie: autograd over kernels that hold a position's classes on chip.
 
 Where a gradient is needed and the loss is a mean or a sum, the forward writes it in the pass that reads the logits, for
-an upstream gradient of 1. Backward computes it again where another one came. The logits are never copied.
+an upstream gradient of 1. Backward computes it again where another one came. Logits are copied only where they fold
+neither to planes nor to rows.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,9 +28,12 @@ from .route import AS_THEY_LIE, can_bypass_dispatcher, recorded
 def as_it_lies(logits: Tensor, op: CrossEntropy, inplace: bool) -> Tensor | None:
     """The loss, as `op` reduces it, of logits (N, C, d1, ...): a scalar, or (N*d1*...,).
 
-    None where the logits do not fold, a position's classes do not fit on chip, or a kernel does not compile.
+    None where a position's classes do not fit on chip, where a kernel does not compile, and where logits fold to rows.
     """
     x = kernels.planes_of(logits)
+    if x is None and kernels.is_copied_first(logits):
+        logits = logits.contiguous()
+        x = kernels.planes_of(logits)
     if x is None or kernels.loss_plan(x, x, is_batch_invariant()) is None:
         return None
     try:
@@ -40,6 +45,10 @@ def as_it_lies(logits: Tensor, op: CrossEntropy, inplace: bool) -> Tensor | None
 def planned_as_it_lies(logits: Tensor) -> Plan | None:
     """The plan of a mean with default options; None as `as_it_lies`."""
     x = kernels.planes_of(logits)
+    if x is None and kernels.is_copied_first(logits):
+        x = kernels.planes_of(torch.empty_like(logits, memory_format=torch.contiguous_format))
+        plan = None if x is None else kernels.loss_plan(x, x, is_batch_invariant())
+        return None if plan is None else replace(plan, why=f"after a copy to contiguous memory, {plan.why}")
     return None if x is None else kernels.loss_plan(x, x, is_batch_invariant())
 
 
