@@ -141,6 +141,28 @@ def test_hooks_may_give_saved_tensors_back_with_other_strides(launches, op, upst
     assert is_close(dx, dz, torch.float32)
 
 
+@pytest.mark.parametrize("op", ["cross_entropy", "token_logprobs", "linear_cross_entropy"])
+def test_a_hook_that_changes_a_dtype_spoils_no_later_gradient(launches, op):
+    """A prepared gradient takes addresses: targets in int32, or moments in float16, must not reach it."""
+    weight = torch.eye(11)
+    ours, own = OPS.get(op) or (
+        lambda p, x: p.linear_cross_entropy(x, weight, IDS, reduction="none"),
+        lambda x: F.cross_entropy(x, IDS, reduction="none"),
+    )
+    exact = logits(6, 11).double().requires_grad_()
+    (dz,) = torch.autograd.grad(own(exact).sum() * 0.5, exact)
+
+    def half(t):
+        return t.int() if t.dtype is torch.int64 else t.half() if t.numel() < 40 else t
+
+    for back in (half, lambda t: t, half):
+        x = logits(6, 11).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, back):
+            y = ours(fs, x).sum() * 0.5
+        (dx,) = torch.autograd.grad(y, x)
+        assert (dx - dz).abs().max() < 3e-3
+
+
 @pytest.mark.parametrize("op", ["softmax", "log_softmax"])
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (1, 7), (3, 1), (0, 4), (3, 0), (2, 3, 5), (2, 1, 1)])
 def test_gradients_of_tensors_of_any_rank(launches, op, shape):

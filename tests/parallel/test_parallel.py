@@ -319,6 +319,24 @@ def test_an_ignored_row_has_no_gradient_whatever_it_holds(options, monkeypatch):
     assert (dx[::2] == 0.0).all() and dx[1::2].isfinite().all() and (dx[1::2] != 0.0).any()
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "reduction": "sum"}])
+def test_hooks_may_give_saved_tensors_back_with_other_strides(options, monkeypatch):
+    x, target = torch.randn(4, 16), torch.tensor([1, 9, -100, 15])
+    exact = x.double().requires_grad_()
+    (wanted,) = torch.autograd.grad(torch.nn.functional.cross_entropy(exact, target, **options), exact)
+    spread = lambda t: t.repeat_interleave(2, -1)[..., ::2] if t.dim() else t  # noqa: E731
+
+    def of(group):
+        local = x[:, 8 * group.rank() : 8 * group.rank() + 8].clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, spread):
+            loss = parallel.cross_entropy(local, target, group=group, **options)
+        loss.backward()
+        return local.grad
+
+    torch.testing.assert_close(torch.cat(simulated(of, 2, monkeypatch), 1), wanted.float())
+
+
 def test_an_entropy_of_shards_far_apart(monkeypatch):
     x = torch.full((1, 10), -3.4e38)
     x[0, 5:] = 3e38

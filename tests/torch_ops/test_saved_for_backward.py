@@ -141,3 +141,14 @@ def test_over_the_logits_there_is_one_backward():
     torch.testing.assert_close(dx, want)
     with pytest.raises(RuntimeError, match="once"):
         torch.autograd.grad(loss, x)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_images_whose_hooks_give_them_back_with_other_strides(reduction):
+    x, target = torch.randn(2, 5, 4, 3, requires_grad=True), torch.randint(0, 5, (2, 4, 3))
+    exact = x.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(torch.nn.functional.cross_entropy(exact, target, reduction=reduction).sum(), exact)
+    with saved_tensors_hooks(lambda t: t, lambda t: t.repeat_interleave(2, -1)[..., ::2] if t.dim() else t):
+        loss = fs.cross_entropy(x, target, reduction=reduction).sum()
+    for _ in range(2):
+        torch.testing.assert_close(torch.autograd.grad(loss, x, retain_graph=True)[0], wanted.float())

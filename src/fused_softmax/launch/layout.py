@@ -79,13 +79,21 @@ def layout_key(x: Tensor) -> tuple[Any, ...]:
 
 
 def expect_rows(*tensors: Tensor) -> None:
-    """KernelUnavailable where the columns of (n_rows, n_cols) are not contiguous.
+    """KernelUnavailable where the columns of (n_rows, n_cols) are not contiguous, or the kernels do not read the dtype.
 
-    A gradient takes what it saved as rows, and hooks of saved tensors may give it back with other strides.
+    A gradient takes what it saved as rows, and hooks of saved tensors may give it back otherwise.
     """
     for t in tensors:
-        if t.shape[1] > 1 and t.stride()[1] != 1:
-            raise KernelUnavailable("a tensor came back from a hook of saved tensors with other strides")
+        if t.dtype not in DTYPE_NAMES or (t.shape[1] > 1 and t.stride()[1] != 1):
+            raise KernelUnavailable("a tensor came back from a hook of saved tensors with other strides or dtype")
+
+
+def restored(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """A saved vector as it was saved, contiguous and in `dtype`: a hook of saved tensors may give it back otherwise.
+
+    Keys of prepared gradients hold neither, because a launch takes the vector's address alone.
+    """
+    return t if t.dtype is dtype and t.is_contiguous() else t.to(dtype).contiguous()
 
 
 def places(memory: Tensor, *starts: int) -> list[Any]:

@@ -19,7 +19,7 @@ from .cache import Cache
 from .compile import kernel_loader
 from .context import is_batch_invariant
 from .launcher import RowOp, always, planned, prepare_rows
-from .layout import allocator, allocator_here, expect_rows, layout_key, pointer, rows_of
+from .layout import allocator, allocator_here, expect_rows, layout_key, pointer, restored, rows_of
 from .options import Flags
 from .torch_private import current_device
 
@@ -173,6 +173,9 @@ def statistics_backward(
     """
     n_picks = 0 if g_picked is None else _picks(ids)
     by_moments, scaled = moments.dim() == 2, _scale_flag(scale)
+    moments = restored(moments, _REAL if by_moments else moments.dtype)
+    ids = None if ids is None else restored(ids, torch.int64)
+    entropy = None if entropy is None else restored(entropy, _REAL)
     vectors = tuple(
         moments if v is None else v
         for v in (

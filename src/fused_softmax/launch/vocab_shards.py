@@ -15,7 +15,7 @@ from ..planning.types import power_of_two
 from .cache import Cache
 from .compile import kernel_loader
 from .launcher import RowOp, Vector, always, on_its_device, prepare_flat, prepare_rows
-from .layout import layout_key, places, pointer
+from .layout import expect_rows, layout_key, places, pointer, restored
 from .options import Flags
 from .payload import Layout
 
@@ -136,7 +136,7 @@ def loss_factors(
     weight_sum: Tensor | None, ignore_index: int, size: int, smoothing: float, z_loss: float,
 ) -> Tensor:  # fmt: skip
     """(n_rows, 3) float32: the factors of a loss's gradient for upstream g, of no dimensions or (n_rows,)."""
-    n_rows = target.shape[0]
+    n_rows, target, moments = target.shape[0], restored(target, _I), restored(moments, _F)
     factors = torch.empty((n_rows, 3), dtype=_F, device=target.device)
     g = g.to(_F)
     stride = 0 if g.dim() == 0 else g.stride(0)
@@ -145,7 +145,8 @@ def loss_factors(
     flags = (("MEAN", count is not None), ("WEIGHTED", weights is not None), ("SMOOTH", smoothing > 0.0))
     run = prepare_flat(_factors, (_F, _I, _F, _F, _F, _F, _F), flags, WARPS, target)
     at = pointer(target)
-    given = (g, target, moments, weights, count, weight_sum, factors)
+    of_rows = tuple(None if t is None else restored(t, _F) for t in (weights, count, weight_sum))
+    given = (g, target, moments, *of_rows, factors)
     vectors = tuple(at(factors if t is None else t) for t in given)
     numbers = (n_rows, ignore_index, size, stride, smoothing, z_loss)
     on_its_device(target, run, vectors, numbers, -(-n_rows // BLOCK))
@@ -163,12 +164,14 @@ def loss_gradient(
 
     invariant: the plan does not depend on where rows start.
     """
-    weight = weight if smooth else None
+    weight = restored(weight, _F) if smooth and weight is not None else None
+    target, moments = restored(target, _I), restored(moments, _F)
     vectors = (target, *(factors if t is None else t for t in (weight, None, None)), moments, factors)
     inplace = dx.data_ptr() == x.data_ptr()
     key = (layout_key(x), layout_key(dx), inplace, weight is None, smooth, softcap is None, invariant)
     run = _gradients.get(key)
     if run is None:
+        expect_rows(x, dx)
         flags: Flags = (("UNLESS_ONE", False), ("MEAN", False), ("INPLACE", inplace), ("SHARDED", True))
         flags = (*flags, ("WEIGHTED", weight is not None), ("SMOOTH", smooth), ("SOFTCAP", softcap is not None))
         run = prepare_rows(GRADIENT, (x, dx), vectors, flags, invariant)

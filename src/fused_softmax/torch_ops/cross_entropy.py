@@ -21,7 +21,7 @@ from ..launch import cross_entropy_gradient as gradients
 from ..launch.availability import KernelUnavailable
 from ..launch.context import as_in_forward, is_batch_invariant
 from ..launch.launcher import Vector
-from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
+from ..launch.layout import gradient_buffer, restored, rows_of, rows_or_copy
 from ..launch.options import CrossEntropy
 from ..launch.torch_private import function_apply, profiling
 from ..planning.types import Plan
@@ -235,6 +235,9 @@ class RowCrossEntropy(torch.autograd.Function):
             return None, None
         x, target, weight, weight_sum, kept, denominator, written = ctx.saved_tensors
         options, n_rows, inplace, invariant = ctx.described
+        target, kept = restored(target, torch.int64), restored(kept, torch.float32)
+        if weight is not None:
+            weight = restored(weight, torch.float32)
         op = CrossEntropy(target, weight, weight_sum, *options, denominator)  # type: ignore[call-arg]
         if torch.is_grad_enabled() or not can_bypass_dispatcher(g):
             if x is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..launch import cross_entropy_spatial as kernels
 from ..launch.availability import KernelUnavailable
 from ..launch.context import is_batch_invariant
-from ..launch.layout import rows_of
+from ..launch.layout import DTYPE_NAMES, restored, rows_of
 from ..launch.options import CrossEntropy
 from ..launch.torch_private import profiling
 from ..planning.types import Plan
@@ -91,6 +91,9 @@ class SpatialCrossEntropy(torch.autograd.Function):
             return None, None, None
         logits, target, weight, weight_sum, count, denominator, written = ctx.saved_tensors
         options, inplace, invariant = ctx.described
+        target, count = restored(target, torch.int64), restored(count, torch.float32)
+        if weight is not None:
+            weight = restored(weight, torch.float32)
         op = CrossEntropy(target, weight, weight_sum, *options, denominator)  # type: ignore[call-arg]
         if torch.is_grad_enabled() or not can_bypass_dispatcher(g):
             if logits is None:
@@ -106,9 +109,12 @@ class SpatialCrossEntropy(torch.autograd.Function):
         # The first backward gives away what the forward wrote, with a version counter of its own: a change in place
         # does not disturb what is saved. Nothing reads the saved one again.
         dx = written.data if unread else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        x, dx_planes = kernels.planes_of(logits), kernels.planes_of(dx)
+        if x is None or dx_planes is None or logits.dtype not in DTYPE_NAMES or dx.dtype not in DTYPE_NAMES:
+            return _by_torch(g, logits, op), None, None  # a hook of saved tensors gave them back otherwise
         try:
             kernels.cross_entropy_gradient(
-                _planes(logits), _planes(dx), op, count, upstream.view(-1), unless_one=unread, invariant=invariant
+                x, dx_planes, op, count, upstream.view(-1), unless_one=unread, invariant=invariant
             )
         except KernelUnavailable:
             dx = _by_torch(g, logits, op)

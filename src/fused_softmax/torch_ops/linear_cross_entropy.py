@@ -20,6 +20,7 @@ from ..launch import cross_entropy as rows
 from ..launch.availability import KernelUnavailable
 from ..launch.context import as_in_forward, is_batch_invariant
 from ..launch.cross_entropy_gradient import cross_entropy_gradient, scale_unless_one
+from ..launch.layout import restored
 from ..launch.linear import FLOAT16_SCALE, NONE, Gradients, Needs, Settings, of_rows_that_count, put_back
 from ..launch.options import CrossEntropy
 from ..launch.torch_private import has_storage
@@ -234,13 +235,15 @@ class LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError(TWICE)
         x, weight, bias, target, class_weight, weight_sum, denominator, *rest = ctx.saved_tensors
         options, how, needs, invariant = ctx.described
+        target = restored(target, torch.int64)
         op = options._replace(target=target, weight=class_weight, weight_sum=weight_sum, denominator=denominator)
         with as_in_forward(invariant):
             if op.reduction == "none":
                 if not has_storage(g):
                     raise NotImplementedError("linear_cross_entropy(): batched upstream gradients need a mean or a sum")
                 dtype = result_dtype(x)
-                found = backward_of_chunks(g.to(dtype).contiguous(), rest[0], x, weight, bias, op, how, needs)
+                moments = restored(rest[0], dtype)
+                found = backward_of_chunks(g.to(dtype).contiguous(), moments, x, weight, bias, op, how, needs)
                 return (*found, None, None)
             if not (ctx.unread and ctx.unread.pop()):
                 # a further backward makes all of it again: what the forward wrote was given away
