@@ -180,6 +180,11 @@ def destroy_library(library: torch.library.Library) -> None:
         destroy()
 
 
+def results_of(operator: Any) -> int:
+    """How many results an operator returns."""
+    return len(operator._schema.returns)
+
+
 # --- dispatch keys, torch.compile, aten's own gradients and losses; the private ones are in torch 2.4 to 2.15 ---------
 
 DispatchKey: Any = _required("DispatchKey", SimpleNamespace(AutocastCUDA=None))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..launch.torch_private import results_of
 from ..torch_ops.library import NAMESPACE
 
 Rule = tuple[list[Any], list[Any]]  # placements of the outputs; of each argument, None for what is no tensor
@@ -37,7 +38,7 @@ def register() -> None:
         return
     for name, rows in _RULES.items():
         operator = getattr(getattr(torch.ops, NAMESPACE), name).default
-        register_sharding(operator)(_with_replicated(rows, len(operator._schema.returns)))
+        register_sharding(operator)(_with_replicated(rows, results_of(operator)))
 
 
 def _with_replicated(rows: Callable[..., Iterator[Rule]], n_outputs: int) -> Callable[..., list[Rule]]:
