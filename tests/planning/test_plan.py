@@ -28,6 +28,7 @@ from fused_softmax.planning import config_tables
 from fused_softmax.planning import losses as loss_plans
 from fused_softmax.planning.masked_softmax import plan_masked
 from fused_softmax.planning.softmax import WARP_MAX_COLS, plan, steps_plan
+from fused_softmax.planning.spatial import SpatialProblem, plan_spatial_loss
 from fused_softmax.planning.types import DEVICES, ITEMSIZE, REGIMES, Device, Plan, Problem
 
 # (target, backward, log) -> its config_tables
@@ -470,3 +471,12 @@ def test_plans_of_other_ops_hold_the_whole_row(name, target):
         if found.regime != "two_pass":
             units = wide // found.vec if found.unaligned else -(-wide // found.vec)
             assert found.ctas * found.chunks * found.vectors_per_chunk >= units, (wide, dtype, lies, backward)
+
+
+def test_targets_of_images_fit_in_16_bits():
+    """The kernels of images take targets as int16."""
+    for device in DEVICES.values():
+        for dtype in ("bfloat16", "float32"):
+            for inner in (1, 64, 4096):
+                problem = SpatialProblem(2**15, inner, dtype, dtype, 16 // ITEMSIZE[dtype])
+                assert plan_spatial_loss(problem, device) is None
