@@ -404,10 +404,10 @@ def test_what_is_returned_is_not_what_is_kept(monkeypatch):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("missing", ["_pack", "_merge_loss", "_merge_statistics", "_factors", "GRADIENT", "of softmax"])
+@pytest.mark.parametrize("missing", ["_pack", "_merge_loss", "_merge_statistics", "_factors", "BACKWARD", "of softmax"])
 def test_a_kernel_that_does_not_compile(missing, monkeypatch):
     """PyTorch's formulas take its place, for one that is right by itself."""
-    from fused_softmax.launch import softmax_shards, vocab_shards
+    from fused_softmax.launch import cross_entropy_gradient, softmax_shards, vocab_shards
     from fused_softmax.launch.availability import KernelUnavailable
 
     x, target, weight = checks.logits(4, 32, torch.float32, torch.device("cpu"))
@@ -433,7 +433,7 @@ def test_a_kernel_that_does_not_compile(missing, monkeypatch):
 
     called = []
     for name in ("SUMS", "GRADIENT", "LOG_SOFTMAX") if missing == "of softmax" else (missing,):
-        module = softmax_shards if missing == "of softmax" else vocab_shards
+        module = {"of softmax": softmax_shards, "BACKWARD": cross_entropy_gradient}.get(missing, vocab_shards)
         op = getattr(module, name)
         monkeypatch.setattr(module, name, type(op)(op.planner, unavailable) if name.isupper() else unavailable)
     for got, known in zip(simulated(of, 2, monkeypatch), want, strict=True):

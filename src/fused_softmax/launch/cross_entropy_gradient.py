@@ -13,10 +13,9 @@ from torch import Tensor
 from ..planning.losses import plan_elementwise, plan_few_programs
 from .cache import Cache
 from .compile import kernel_loader
-from .launcher import FEW_WARPS, RowOp, Vector, always, launch_rows, prepare_rows
-from .layout import expect_rows, places
-from .options import CrossEntropy, Flags, LossKind
-from .torch_private import current_device
+from .launcher import FEW_WARPS, RowOp, Vector, always, launch_rows, on_its_device, prepare_rows
+from .layout import expect_rows, layout_key, places, pointer, restored
+from .options import LOSS_KINDS, CrossEntropy, Flags, LossKind
 
 
 @kernel_loader
@@ -44,9 +43,6 @@ def moments_and_count(kept: Tensor, n_rows: int) -> list[Any]:
     From these two numbers backward has p = exp(z - row_max)/row_sum with all its digits. One number, the logsumexp, is
     rounded where it is large.
     """
-    if kept.is_cuda:
-        address = kept.data_ptr()
-        return [address, address + 8 * n_rows]
     return places(kept, 0, 2 * n_rows)
 
 
@@ -66,37 +62,47 @@ def cross_entropy_gradient(
     unless_one: only where g is not 1. count: what the gradient is divided by, [1] float32, such as a mean's
     denominator; None: nothing.
     """
-    address, dx_address, index = x.data_ptr(), dx.data_ptr(), x.get_device()
-    inplace, kind = dx_address == address, op.kind
-    key = (
-        x.shape[1], x.stride(), dx.stride(), x.dtype, dx.dtype, address & 31, dx_address & 31, index,
-        kind, count is None, inplace, op.weight_sum is None, unless_one,
-    )  # fmt: skip
+    kind, inplace = op.kind, dx.data_ptr() == x.data_ptr()
+    vectors = (*op.vectors(g), g if count is None else count, moments, g)
+    key = (layout_key(x), layout_key(dx), kind, count is None, inplace, op.weight_sum is None, unless_one)
     launch = _gradients.get(key)
     if launch is None:
         expect_rows(x, dx)
-        vectors = (*op.vectors(g), g if count is None else count, moments, g)
         flags = gradient_flags(kind, unless_one, count is not None, inplace)
         launch = prepare_rows(BACKWARD_UNLESS_ONE if unless_one else BACKWARD, (x, dx), vectors, flags, False).at
         if x.is_cuda:
             _gradients.remember(key, launch)
+    at = pointer(x)
+    addresses = tuple([v if type(v) is int else at(v) for v in vectors])
     numbers = (op.ignore_index, int(g.numel() > 1), 0, *op.numbers)
-    if not x.is_cuda:
-        vectors = (*op.vectors(g), g if count is None else count, moments, g)
-        return launch(x.shape[0], (x, dx), vectors, numbers)
-    upstream = g.data_ptr()
-    given = (
-        op.target.data_ptr(),
-        upstream if op.weight is None else op.weight.data_ptr(),
-        upstream if op.weight_sum is None else op.weight_sum.data_ptr(),
-        upstream if count is None else count if type(count) is int else count.data_ptr(),
-        moments if type(moments) is int else moments.data_ptr(),
-        upstream,
-    )
-    if current_device() != index:
-        with torch.cuda.device(index):
-            return launch(x.shape[0], (address, dx_address), given, numbers)
-    return launch(x.shape[0], (address, dx_address), given, numbers)
+    on_its_device(x, launch, x.shape[0], (at(x), at(dx)), addresses, numbers)
+
+
+_of_shards = Cache()
+
+
+def shard_gradient(
+    x: Tensor, dx: Tensor, target: Tensor, moments: Tensor, factors: Tensor, weight: Tensor | None, start: int,
+    ignore_index: int, smooth: bool, softcap: float | None, invariant: bool,
+) -> None:  # fmt: skip
+    """A rank's part of the gradient, in columns from `start` on, into dx, which may be x.
+
+    weight: of these columns, where `smooth`. invariant: the plan does not depend on where rows start.
+    """
+    weight = restored(weight, torch.float32) if smooth and weight is not None else None
+    target, moments = restored(target, torch.int64), restored(moments, torch.float32)
+    vectors = (target, *(factors if t is None else t for t in (weight, None, None)), moments, factors)
+    inplace = dx.data_ptr() == x.data_ptr()
+    key = (layout_key(x), layout_key(dx), inplace, weight is None, smooth, softcap is None, invariant)
+    run = _of_shards.get(key)
+    if run is None:
+        expect_rows(x, dx)
+        kind = LOSS_KINDS[weight is not None, smooth, softcap is not None]
+        flags = gradient_flags(kind, unless_one=False, mean=False, inplace=inplace, sharded=True)
+        run = prepare_rows(BACKWARD, (x, dx), vectors, flags, invariant)
+        if x.is_cuda:
+            _of_shards.remember(key, run)
+    run((x, dx), vectors, (ignore_index, 3, start, 0.0, 1.0 if softcap is None else softcap, 0.0))
 
 
 def scale_unless_one(dx: Tensor, g: Tensor) -> None:

@@ -54,16 +54,16 @@ def loss_plan(x: Tensor, dx: Tensor, invariant: bool, device: Device | None = No
     return plan_spatial_loss(problem, device or device_of(x))
 
 
-def is_copied_first(logits: Tensor) -> bool:
-    """Whether logits that `planes_of` refuses are copied to contiguous memory, which has planes.
+def plan_of_copy(logits: Tensor) -> Plan | None:
+    """The plan of a contiguous copy of logits that `planes_of` refuses; None where they are rows, or do not fit.
 
-    So are those that are no rows either, such as cropped images: a copy to rows would move neighbors apart. H200,
-    (188, 5, 1848) cropped from wider images: such a copy to rows took 2.3 times as long as PyTorch's whole loss.
+    What is neither planes nor rows, such as cropped images, is copied so: a copy to rows would move neighbors apart.
+    H200, (188, 5, 1848) cropped from wider images: such a copy to rows took 2.3 times as long as PyTorch's whole loss.
     """
     if logits.dim() < 3 or not logits.numel() or as_rows(logits.movedim(1, -1), logits.dim() - 1) is not None:
-        return False
+        return None
     copy = planes_of(torch.empty(logits.shape, dtype=logits.dtype, device="meta"))
-    return copy is not None and loss_plan(copy, copy, is_batch_invariant(), device_of(logits)) is not None
+    return None if copy is None else loss_plan(copy, copy, is_batch_invariant(), device_of(logits))
 
 
 def loss_recipe(

@@ -20,7 +20,8 @@ class LossKind:
     flags: Flags
 
 
-_KINDS = {
+# by (weighted, smooth, capped)
+LOSS_KINDS = {
     (weighted, smooth, capped): LossKind(
         "capped" if capped else "smoothed" if smooth else "exponential",
         (("WEIGHTED", weighted), ("SMOOTH", smooth), ("SOFTCAP", capped)),
@@ -47,7 +48,7 @@ class CrossEntropy(NamedTuple):
     @property
     def kind(self) -> LossKind:
         """The options that the launches of this loss depend on, besides its reduction."""
-        return _KINDS[self.weight is not None, self.smoothing > 0.0, self.softcap is not None]
+        return LOSS_KINDS[self.weight is not None, self.smoothing > 0.0, self.softcap is not None]
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -57,3 +58,8 @@ class CrossEntropy(NamedTuple):
         """target, weight and the weights' sum as a kernel takes them; `unused` stands where there are none."""
         weight = unused if self.weight is None else self.weight
         return self.target, weight, unused if self.weight_sum is None else self.weight_sum
+
+
+def scale_flag(scale: float | Tensor) -> int:
+    """How the kernels of statistics scale logits: not at all (0), by one number (1), each row by its own (2)."""
+    return 2 if isinstance(scale, Tensor) else int(scale != 1.0)

@@ -18,10 +18,9 @@ from ..planning.types import Plan, power_of_two
 from .cache import Cache
 from .compile import kernel_loader
 from .context import is_batch_invariant
-from .launcher import RowOp, always, planned, prepare_rows
-from .layout import allocator, allocator_here, expect_rows, layout_key, pointer, restored, rows_of
-from .options import Flags
-from .torch_private import current_device
+from .launcher import RowOp, always, on_its_device, planned, prepare_rows
+from .layout import allocator, expect_rows, layout_key, pointer, restored, rows_of
+from .options import Flags, scale_flag
 
 
 @kernel_loader
@@ -46,11 +45,6 @@ def check_ids(ids: Tensor, n_cols: int) -> None:
     """IndexError for an id outside the columns; for the CPU, as on a GPU to know would be to wait."""
     if ids.numel() and (ids.min() < 0 or ids.max() >= n_cols):
         raise IndexError(f"token_ids are out of bounds for {n_cols} columns")
-
-
-def _scale_flag(scale: float | Tensor) -> int:
-    """How the kernels of statistics scale logits: not at all (0), by one number (1), each row by its own (2)."""
-    return 2 if isinstance(scale, Tensor) else int(scale != 1.0)
 
 
 _REAL = torch.float32
@@ -79,8 +73,7 @@ def statistics(
     lse has x's dtype; nothing else is asked for. layout: where it is given, a key of how x lies.
     """
     n_rows = x.shape[0]
-    on_another = x.is_cuda and current_device() != x.get_device()
-    new, at = allocator(x) if on_another else allocator_here(x), pointer(x)
+    new, at = allocator(x), pointer(x)
     lse = new((n_rows,), (1,), x.dtype if rounded else _REAL)
     picked = entropies = moments = of_ids = None
     if ids is not None:
@@ -105,7 +98,7 @@ def write_statistics(
     """
     lse, moments, entropies = into
     ids = None if of_ids is None else of_ids[0]
-    n_picks, scaled, at = _picks(ids), _scale_flag(scale), pointer(x)
+    n_picks, scaled, at = _picks(ids), scale_flag(scale), pointer(x)
     invariant = invariant or is_batch_invariant()
     entropy, keeps = entropies is not None and not rank, moments is not None
     key = (layout or layout_key(x), n_picks, entropy, scaled, keeps, rounded, invariant, rank)
@@ -126,12 +119,7 @@ def write_statistics(
         launch = prepare_rows(FORWARD, (x,), as_tensors, flags, invariant).at
         if x.is_cuda:
             _forwards.remember(key, launch)
-    numbers = (n_picks, 1.0 if scaled == 2 else scale)
-    if x.is_cuda and current_device() != x.get_device():
-        with torch.cuda.device(x.get_device()):
-            launch(x.shape[0], (at(x),), vectors, numbers)
-    else:
-        launch(x.shape[0], (at(x),), vectors, numbers)
+    on_its_device(x, launch, x.shape[0], (at(x),), vectors, (n_picks, 1.0 if scaled == 2 else scale))
 
 
 def _picks(ids: Tensor | None) -> int:
@@ -172,7 +160,7 @@ def statistics_backward(
     plan does not depend on where rows start.
     """
     n_picks = 0 if g_picked is None else _picks(ids)
-    by_moments, scaled = moments.dim() == 2, _scale_flag(scale)
+    by_moments, scaled = moments.dim() == 2, scale_flag(scale)
     moments = restored(moments, _REAL if by_moments else moments.dtype)
     ids = None if ids is None else restored(ids, torch.int64)
     entropy = None if entropy is None else restored(entropy, _REAL)

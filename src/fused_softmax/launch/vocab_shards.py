@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..planning.losses import plan_elementwise
 from ..planning.types import power_of_two
-from .cache import Cache
 from .compile import kernel_loader
-from .launcher import RowOp, Vector, always, on_its_device, prepare_flat, prepare_rows
-from .layout import expect_rows, layout_key, places, pointer, restored
-from .options import Flags
+from .launcher import Vector, on_its_device, prepare_flat
+from .layout import places, pointer, restored
+from .options import Flags, scale_flag
 from .payload import Layout
 
 BLOCK = 128  # rows of a program, as the kernels have it
@@ -51,14 +49,6 @@ def _factors() -> Any:
     return loss_factors
 
 
-@kernel_loader
-def _gradient() -> Any:
-    from ..kernels.cross_entropy_backward import cross_entropy_backward
-
-    return cross_entropy_backward
-
-
-GRADIENT = RowOp(plan_elementwise, always(_gradient))
 _F, _I = torch.float32, torch.int64
 
 
@@ -74,7 +64,7 @@ def pack_shard(
     these columns, where it is to be written. The moments and the kernel's smoothed sums are there already.
     """
     n_rows, n_cols = x.shape
-    loss, scaled = ignore_index is not None, 2 if isinstance(scale, Tensor) else int(scale != 1.0)
+    loss, scaled = ignore_index is not None, scale_flag(scale)
     flags: Flags = (("LOSS", loss), ("SCALE", scaled), ("WEIGHTED", weight is not None))
     flags = (*flags, ("SMOOTH", smooth), ("SOFTCAP", softcap is not None), ("HEAD", layout.head))
     flags = (*flags, ("PADDED", power_of_two(layout.head)))
@@ -151,30 +141,3 @@ def loss_factors(
     numbers = (n_rows, ignore_index, size, stride, smoothing, z_loss)
     on_its_device(target, run, vectors, numbers, -(-n_rows // BLOCK))
     return factors
-
-
-_gradients = Cache()
-
-
-def loss_gradient(
-    x: Tensor, dx: Tensor, target: Tensor, moments: Tensor, factors: Tensor, weight: Tensor | None, start: int,
-    ignore_index: int, smooth: bool, softcap: float | None, invariant: bool,
-) -> None:  # fmt: skip
-    """Into dx, which may be x, the gradient in columns from `start` on. weight: of these columns, where `smooth`.
-
-    invariant: the plan does not depend on where rows start.
-    """
-    weight = restored(weight, _F) if smooth and weight is not None else None
-    target, moments = restored(target, _I), restored(moments, _F)
-    vectors = (target, *(factors if t is None else t for t in (weight, None, None)), moments, factors)
-    inplace = dx.data_ptr() == x.data_ptr()
-    key = (layout_key(x), layout_key(dx), inplace, weight is None, smooth, softcap is None, invariant)
-    run = _gradients.get(key)
-    if run is None:
-        expect_rows(x, dx)
-        flags: Flags = (("UNLESS_ONE", False), ("MEAN", False), ("INPLACE", inplace), ("SHARDED", True))
-        flags = (*flags, ("WEIGHTED", weight is not None), ("SMOOTH", smooth), ("SOFTCAP", softcap is not None))
-        run = prepare_rows(GRADIENT, (x, dx), vectors, flags, invariant)
-        if x.is_cuda:
-            _gradients.remember(key, run)
-    run((x, dx), vectors, (ignore_index, 3, start, 0.0, 1.0 if softcap is None else softcap, 0.0))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..launch import row_statistics, vocab_shards
 from ..launch.availability import KernelUnavailable
+from ..launch.cross_entropy_gradient import shard_gradient
 from ..launch.layout import gradient_buffer, rows_of
 from ..torch_ops.arguments import LossOptions
 from ..torch_ops.library import define, not_differentiable
@@ -156,7 +157,7 @@ def write_loss_gradient(
     smooth = options.label_smoothing > 0.0
     if is_supported(x):
         try:
-            vocab_shards.loss_gradient(
+            shard_gradient(
                 x, dx, target, moments, factors, weight, start, options.ignore_index, smooth, options.softcap,
                 invariant,
             )  # fmt: skip

@@ -32,9 +32,10 @@ def plan_statistics(problem: Problem, device: Device) -> Plan:
     found = warp_plan(problem, device)
     if found is not None:
         return found
-    _, ctas, warps, *chunks = next(step for step in STATISTICS_STEPS[problem.itemsize] if problem.n_cols <= step[0])
+    steps = STATISTICS_STEPS[problem.itemsize]
+    _, ctas, warps, fewest, most = next(step for step in steps if problem.n_cols <= step[0])
     why = "the row is read once, in steps"
-    return looped_steps_plan(problem, device, min(ctas, device.max_cluster), warps, (chunks[0], chunks[1]), why)
+    return looped_steps_plan(problem, device, min(ctas, device.max_cluster), warps, fewest, most, why)
 
 
 def step_candidates(problem: Problem, device: Device) -> Iterator[Plan]:

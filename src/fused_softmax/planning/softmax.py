@@ -237,11 +237,11 @@ def steps_plan(problem: Problem, device: Device, ctas: int, warps: int, most: in
 
 
 def looped_steps_plan(
-    problem: Problem, device: Device, ctas: int, warps: int, chunks: tuple[int, int], why: str
+    problem: Problem, device: Device, ctas: int, warps: int, fewest: int, most: int, why: str
 ) -> Plan:
     """`steps_plan` of a reduction, whose last step is shorter where few columns are left (`online_reduction`).
 
-    Of the fewest to the most `chunks` per step, those with the least work: chunks, empty ones too, and half a chunk
+    Of `fewest` to `most` chunks per step, those with the least work: chunks, empty ones too, and half a chunk
     for each step. H200, bfloat16, 56,606 columns, log-probabilities with entropy: 1.00 of a read in 4 steps of 7
     chunks of 8 warps, 0.97 in 6 steps of 5.
     """
@@ -255,7 +255,7 @@ def looped_steps_plan(
         last = 0 if not rest else few if rest <= few else chunks
         return whole * chunks + last + 0.5 * (whole + (last > 0))
 
-    fewest, most = min(chunks[0], -(-slice_units // vectors)), chunks[1]
+    fewest = min(fewest, -(-slice_units // vectors))
     return _stepped(problem, ctas, num_warps, vectors, min(range(most, fewest - 1, -1), key=work), why)
 
 

@@ -31,7 +31,7 @@ def as_it_lies(logits: Tensor, op: CrossEntropy, inplace: bool) -> Tensor | None
     None where a position's classes do not fit on chip, where a kernel does not compile, and where logits fold to rows.
     """
     x = kernels.planes_of(logits)
-    if x is None and kernels.is_copied_first(logits):
+    if x is None and kernels.plan_of_copy(logits) is not None:
         logits = logits.contiguous()
         x = kernels.planes_of(logits)
     if x is None or kernels.loss_plan(x, x, is_batch_invariant()) is None:
@@ -45,11 +45,10 @@ def as_it_lies(logits: Tensor, op: CrossEntropy, inplace: bool) -> Tensor | None
 def planned_as_it_lies(logits: Tensor) -> Plan | None:
     """The plan of a mean with default options; None as `as_it_lies`."""
     x = kernels.planes_of(logits)
-    if x is None and kernels.is_copied_first(logits):
-        x = kernels.planes_of(torch.empty_like(logits, memory_format=torch.contiguous_format))
-        plan = None if x is None else kernels.loss_plan(x, x, is_batch_invariant())
-        return None if plan is None else replace(plan, why=f"after a copy to contiguous memory, {plan.why}")
-    return None if x is None else kernels.loss_plan(x, x, is_batch_invariant())
+    if x is not None:
+        return kernels.loss_plan(x, x, is_batch_invariant())
+    plan = kernels.plan_of_copy(logits)
+    return None if plan is None else replace(plan, why=f"after a copy to contiguous memory, {plan.why}")
 
 
 def _apply(logits: Tensor, op: CrossEntropy, inplace: bool) -> Tensor:

@@ -5,6 +5,7 @@ Outliers stand in the first, middle and last columns, so that a system that skip
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -170,31 +171,22 @@ def softmax_of_biased_heads(x: Tensor, row: Tensor, bias: Tensor) -> Tensor:
     return torch.softmax(scores + bias, -1).view_as(x)
 
 
-def causal_gradient(
-    n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int, scores: Scores | None = None
-) -> Inputs:
-    """(the result's gradient, the result, each row's query, the hidden elements of a head)."""
-    x, query, hidden = causal_scores(n_rows, n_cols, dtype, device, seed, scores)
-    y = causal_softmax(_calm(x), query, hidden)
-    return rows_of_logits(n_rows, n_cols, dtype, device, seed + 1), y, query, hidden
+def _gradient_of(scores_of: Callable[..., Inputs], softmax: Callable[..., Tensor]) -> Callable[..., Inputs]:
+    """What makes (the result's gradient, the result, each row's query, the mask), where `scores_of` makes scores."""
+
+    def inputs(
+        n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int, scores: Scores | None = None
+    ) -> Inputs:
+        x, query, mask = scores_of(n_rows, n_cols, dtype, device, seed, scores)
+        y = softmax(_calm(x), query, mask)
+        return rows_of_logits(n_rows, n_cols, dtype, device, seed + 1), y, query, mask
+
+    return inputs
 
 
-def biased_gradient(
-    n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int, scores: Scores | None = None
-) -> Inputs:
-    """(the result's gradient, the result, each row's query, the bias)."""
-    x, query, mask = biased_scores(n_rows, n_cols, dtype, device, seed, scores)
-    y = biased_softmax(_calm(x), query, _calm(mask))
-    return rows_of_logits(n_rows, n_cols, dtype, device, seed + 1), y, query, mask
-
-
-def kept_gradient(
-    n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int, scores: Scores | None = None
-) -> Inputs:
-    """(the result's gradient, the result, each row's query, the boolean mask)."""
-    x, query, kept = kept_scores(n_rows, n_cols, dtype, device, seed, scores)
-    y = kept_softmax(_calm(x), query, kept)
-    return rows_of_logits(n_rows, n_cols, dtype, device, seed + 1), y, query, kept
+causal_gradient = _gradient_of(causal_scores, causal_softmax)
+biased_gradient = _gradient_of(biased_scores, lambda x, query, mask: biased_softmax(x, query, _calm(mask)))
+kept_gradient = _gradient_of(kept_scores, kept_softmax)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
