@@ -34,7 +34,7 @@ import transformers
 from torch import Tensor
 
 from fused_softmax.integrations import apply_to
-from fused_softmax.lab.bench.record import header, without_folders, write_atomically
+from fused_softmax.lab.record import header, without_folders, write_atomically
 
 PLAIN, LIGER, OURS = "transformers", "liger", "fused_softmax"
 OUT_OF_MEMORY, NO_TIME = "out of memory", "not run: no time left"

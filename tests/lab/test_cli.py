@@ -18,9 +18,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 from fused_softmax.lab.bench.cases import random_cases
-from fused_softmax.lab.bench.record import Record, from_json, header, to_json
 from fused_softmax.lab.cli import app
 from fused_softmax.lab.lessons import LESSONS
+from fused_softmax.lab.record import Record, from_json, header, to_json
 
 ROOT = Path(__file__).resolve().parents[2]
 CLI = CliRunner()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fused_softmax.lab.bench.record import Header, Record, header, to_json, write_atomically
 from fused_softmax.lab.cli import app
 from fused_softmax.lab.compare import compare, read_run, unmatched
+from fused_softmax.lab.record import Header, Record, header, to_json, write_atomically
 
 CLI = CliRunner()
 EVENTS = "CUDA events"

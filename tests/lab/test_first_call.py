@@ -14,10 +14,10 @@ import torch
 
 from fused_softmax.lab import first_call
 from fused_softmax.lab.bench.cases import TINY, Case
-from fused_softmax.lab.bench.record import Record
 from fused_softmax.lab.bench.systems import System
-from fused_softmax.lab.bench.timing import FIRST_CALL
 from fused_softmax.lab.first_call import first_calls, measure
+from fused_softmax.lab.record import Record
+from fused_softmax.lab.timing import FIRST_CALL
 
 CPU = torch.device("cpu")
 CASE = Case("softmax", "float32", 3, 100, "a new shape", "first_call")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fused_softmax.lab import steps
-from fused_softmax.lab.bench.record import Record, from_json
+from fused_softmax.lab.record import Record, from_json
 
 CPU = torch.device("cpu")
 WAYS = {"forward", "dim 0", "dtype=", "out=", "transposed", "forward and backward"}

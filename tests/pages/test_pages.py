@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_softmax.lab.bench.record import Header, Record, gpu_folder, header, to_json, write_atomically
+from fused_softmax.lab.record import Header, Record, header, to_json, write_atomically
+from fused_softmax.lab.results import gpu_folder
 from pages import markers, performance, readme
 
 ROOT = Path(__file__).resolve().parents[2]

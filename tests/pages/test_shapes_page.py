@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import device
 
-from fused_softmax.lab.bench.record import Record, header, to_json, write_atomically
+from fused_softmax.lab.record import Record, header, to_json, write_atomically
 from pages import shapes
 
 

@@ -189,8 +189,8 @@ def test_a_trainer_trains_the_same(make, names, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(HEAD is None, reason="TRL before 1.15")
 def test_the_benchmark_calls_trls_head_as_it_is():
-    from fused_softmax.lab import linear_losses
+    from fused_softmax.lab.linear import systems
 
     hidden, weight, _, targets = head_inputs()
-    got, want = (loss(hidden, weight, targets) for loss in (linear_losses._trl(), linear_losses._log_softmax))
+    got, want = (loss(hidden, weight, targets) for loss in (systems.trl(), systems.log_softmax))
     torch.testing.assert_close(got, want)

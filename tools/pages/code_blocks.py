@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{result['page']}: {result['error']}")
     print(f"{len(results) - len(failed)} blocks run, {len(failed)} failed")
     if asked.record is not None:
-        from fused_softmax.lab.bench.record import header, write_atomically
+        from fused_softmax.lab.record import header, write_atomically
         from fused_softmax.launch.device import device_here
 
         made_by = f"python -m pages.code_blocks --record {asked.record.name}"

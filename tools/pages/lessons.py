@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from fused_softmax.lab import lessons
-from fused_softmax.lab.bench.record import Header, Record, gpu_folder, read_folder
 from fused_softmax.lab.grading.accesses import Diagram, diagrams
 from fused_softmax.lab.grading.puzzle import answer, core_lines, has_puzzle
 from fused_softmax.lab.grading.subjects import subject_of
 from fused_softmax.lab.grading.worker import lesson_mistakes
 from fused_softmax.lab.lessons.sources import SOURCES
+from fused_softmax.lab.record import Header, Record
+from fused_softmax.lab.results import gpu_folder, read_folder
 from fused_softmax.lab.roofline.counters import STALLS
 from fused_softmax.lab.roofline.predict import OURS
 from pages import performance

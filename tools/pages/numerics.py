@@ -6,8 +6,8 @@ from pathlib import Path
 
 from fused_softmax.lab.accuracy import record
 from fused_softmax.lab.accuracy.table import by_kind, by_width, notes
-from fused_softmax.lab.bench.record import without_folders
 from fused_softmax.lab.bench.report import Rows
+from fused_softmax.lab.record import without_folders
 
 PAGE = Path("docs") / "numerics.md"
 RECORD = Path("benchmarks") / "results" / "h200" / "accuracy.json"

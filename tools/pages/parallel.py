@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fused_softmax.lab.bench.record import Record, read_results
+from fused_softmax.lab.record import Record
+from fused_softmax.lab.results import read_results
 
 PAGE = Path("docs") / "parallel.md"
 RESULTS = Path("benchmarks") / "results"

@@ -14,8 +14,9 @@ from typing import Any
 from fused_softmax.lab.bench import plots
 from fused_softmax.lab.bench.inputs import SHORT
 from fused_softmax.lab.bench.ops import OPS
-from fused_softmax.lab.bench.record import Header, Record, gpu_folder, read_folder, without_folders
 from fused_softmax.lab.bench.report import Rows, by_width, ceilings_of, matrix, plural, shape, system_names
+from fused_softmax.lab.record import Header, Record, without_folders
+from fused_softmax.lab.results import gpu_folder, read_folder
 from pages.readme import origins
 
 FOLDER = Path("docs") / "performance"

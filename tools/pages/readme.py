@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fused_softmax.lab.bench import plots
-from fused_softmax.lab.bench.record import Header, Record, gpu_folder, write_atomically
 from fused_softmax.lab.bench.report import Recorded, fraction_cell, recorded_results
+from fused_softmax.lab.record import Header, Record, write_atomically
+from fused_softmax.lab.results import gpu_folder
 from pages.compatibility import floors
 from pages.targets import GPUS, measured_targets
 from pages.version_runs import measured

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fused_softmax.lab.bench.record import Header, Record, read_folder
 from fused_softmax.lab.bench.report import Rows, shape_classes
 from fused_softmax.lab.bench.shapes import CLASSES, LAYOUTS
+from fused_softmax.lab.record import Header, Record
+from fused_softmax.lab.results import read_folder
 from pages.performance import command, markdown
 from pages.readme import origins
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 
-from fused_softmax.lab.bench.record import Header, Record, read_folder, read_results
 from fused_softmax.lab.bench.report import Rows, shape
+from fused_softmax.lab.record import Header, Record
+from fused_softmax.lab.results import read_folder, read_results
 
 OURS = "fused_softmax"
 Key = tuple[str, str, str, str]  # the file's name where folders are compared, then what makes a case

@@ -24,9 +24,9 @@ from fused_softmax.lab.bench.cases import TINY, Case
 from fused_softmax.lab.bench.checking import Judge, WrongShape, poisoned
 from fused_softmax.lab.bench.inputs import DTYPES, Inputs
 from fused_softmax.lab.bench.ops import OPS, plan_of
-from fused_softmax.lab.bench.record import Record
 from fused_softmax.lab.bench.systems import System, outcome, systems_for
-from fused_softmax.lab.bench.timing import FIRST_CALL
+from fused_softmax.lab.record import Record
+from fused_softmax.lab.timing import FIRST_CALL
 from fused_softmax.launch.device import device_here
 
 # seconds after which a process is given up

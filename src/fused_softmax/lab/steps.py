@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fused_softmax as fs
-from fused_softmax.lab.bench import record as records
 from fused_softmax.lab.bench.ceilings import ceiling, measured
-from fused_softmax.lab.bench.record import Record
-from fused_softmax.lab.bench.timing import EventStopwatch, HostStopwatch, Timing, interleave, peak_bytes
+from fused_softmax.lab.record import Record, Results, header
+from fused_softmax.lab.timing import EventStopwatch, HostStopwatch, interleave, peak_bytes
+from fused_softmax.launch.device import interpreting
 
 HOST_SHAPE = (8, 128)
 WALL_SHAPES = (
@@ -138,12 +138,6 @@ def check(step: Step, dtype: torch.dtype, record: Record) -> bool:
     return True
 
 
-def _timed(record: Record, taken: Timing, how: str) -> Record:
-    record.ms, record.ms_p10, record.ms_p90 = taken.ms, taken.p10, taken.p90
-    record.rounds, record.timed_by = taken.rounds, how
-    return record
-
-
 class WallStopwatch:
     """Wall time of a step in a loop that waits for the device only at its end: 50 steps, or 20 ms of longer ones."""
 
@@ -169,8 +163,8 @@ class WallStopwatch:
         return 1000 * (time.perf_counter() - began) / n_steps
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _record(op: str, system: str, dtype: torch.dtype, shape: tuple[int, int], case: str) -> Record:
+    return Record(op, system, str(dtype).removeprefix("torch."), *shape, "ok", case=case)
 
 
 def host(dtypes: Iterable[torch.dtype], device: torch.device, seconds: float = 0.3) -> Iterator[Record]:
@@ -178,23 +172,18 @@ def host(dtypes: Iterable[torch.dtype], device: torch.device, seconds: float = 0
     stopwatch, shape = HostStopwatch(device), HOST_SHAPE
     for dtype in dtypes:
         for step in steps(*shape, dtype, device):
-            ours, own = (
-                Record(step.op, s, _name(dtype), *shape, "ok", case=step.way) for s in ("fused_softmax", "torch")
-            )
+            ours, own = (_record(step.op, system, dtype, shape, step.way) for system in ("fused_softmax", "torch"))
             if check(step, dtype, ours):
                 took = interleave({"ours": step.ours, "torch": step.torch}, stopwatch, seconds)
-                _timed(own, took["torch"], stopwatch.describe)
-                _timed(ours, took["ours"], stopwatch.describe)
+                own.take(took["torch"], stopwatch.describe)
+                ours.take(took["ours"], stopwatch.describe)
             yield from (ours, own)
         x = torch.randn(shape, device=device).to(dtype)
         took = interleave({"torch": partial(torch.softmax, x, -1)}, stopwatch, seconds)
-        yield _timed(
-            Record("softmax", "torch", _name(dtype), *shape, "ok", case="patch()"), took["torch"], stopwatch.describe
-        )
+        yield _record("softmax", "torch", dtype, shape, "patch()").take(took["torch"], stopwatch.describe)
         with fs.patch():
             took = interleave({"ours": partial(torch.softmax, x, -1)}, stopwatch, seconds)
-        found = Record("softmax", "fused_softmax", _name(dtype), *shape, "ok", case="patch()")
-        yield _timed(found, took["ours"], stopwatch.describe)
+        yield _record("softmax", "fused_softmax", dtype, shape, "patch()").take(took["ours"], stopwatch.describe)
         yield from _new_rows(dtype, device, stopwatch, seconds)
 
 
@@ -226,8 +215,8 @@ def _new_rows(dtype: torch.dtype, device: torch.device, stopwatch: HostStopwatch
         took = interleave({"new": new, "same": same}, stopwatch, seconds)
         for which, words in (("new", "a new number of rows each call"), ("same", "the same number of rows")):
             op, _, way = name.partition(" ")
-            found = Record(op, "fused_softmax", _name(dtype), *HOST_SHAPE, "ok", case=f"{way} {words}".strip())
-            yield _timed(found, took[which], stopwatch.describe)
+            found = _record(op, "fused_softmax", dtype, HOST_SHAPE, f"{way} {words}".strip())
+            yield found.take(took[which], stopwatch.describe)
 
 
 def wall(
@@ -239,19 +228,19 @@ def wall(
     for dtype in dtypes:
         for shape in shapes:
             for step in (s for s in steps(*shape, dtype, device) if s.way in ("forward", "forward and backward")):
-                ours = Record(step.op, "fused_softmax", _name(dtype), *shape, "ok", case=step.way)
+                ours = _record(step.op, "fused_softmax", dtype, shape, step.way)
                 if not check(step, dtype, ours):
                     yield ours
                     continue
                 ours.peak_bytes = peak_bytes(lambda _, step=step: step.ours(), (torch.empty(0, device=device),))
                 took = interleave({"ours": step.ours, "torch": step.torch}, loop, seconds, fewest=5)
-                yield _timed(ours, took["ours"], loop.describe)
-                own = Record(step.op, "torch", _name(dtype), *shape, "ok", case=step.way)
-                yield _timed(own, took["torch"], loop.describe)
+                yield ours.take(took["ours"], loop.describe)
+                own = _record(step.op, "torch", dtype, shape, step.way)
+                yield own.take(took["torch"], loop.describe)
                 took = interleave({"ours": step.ours, "torch": step.torch}, events, seconds / 2, fewest=5)
                 for name, system in (("ours", "fused_softmax"), ("torch", "torch")):
-                    found = Record(step.op, system, _name(dtype), *shape, "ok", case=f"{step.way}, device time")
-                    yield _timed(found, took[name], events.describe)
+                    found = _record(step.op, system, dtype, shape, f"{step.way}, device time")
+                    yield found.take(took[name], events.describe)
             yield from _upstream(shape, dtype, device, events, seconds)
             torch.cuda.empty_cache()
 
@@ -274,9 +263,7 @@ def _upstream(
 
         return call
 
-    found = Record(
-        "cross_entropy", "fused_softmax", _name(dtype), *shape, "ok", case=f"upstream {UPSTREAM}, device time"
-    )
+    found = _record("cross_entropy", "fused_softmax", dtype, shape, f"upstream {UPSTREAM}, device time")
     exact = torch.autograd.grad(F.cross_entropy(x[:16].double(), ids[:16], reduction="sum"), x)[0][:16].double()
     got = with_upstream(UPSTREAM)()
     assert got is not None
@@ -289,29 +276,18 @@ def _upstream(
     # one upstream gradient at a time, as in a program
     copy = partial(copied, x.detach())
     took = interleave({"ours": with_upstream(UPSTREAM), "copy": copy}, events, seconds, fewest=5)
-    yield _timed(found, took["ours"], events.describe)
-    one = Record("cross_entropy", "fused_softmax", _name(dtype), *shape, "ok", case="upstream 1, device time")
+    yield found.take(took["ours"], events.describe)
     took_one = interleave({"ours": with_upstream(1.0), "copy": copy}, events, seconds, fewest=5)
-    yield _timed(one, took_one["ours"], events.describe)
-    yield _timed(
-        Record("cross_entropy", "copy", _name(dtype), *shape, "ok", case="device time"), took["copy"], events.describe
-    )
+    one = _record("cross_entropy", "fused_softmax", dtype, shape, "upstream 1, device time")
+    yield one.take(took_one["ours"], events.describe)
+    yield _record("cross_entropy", "copy", dtype, shape, "device time").take(took["copy"], events.describe)
 
 
 def run(found: Iterable[Record], file: Path | None, device: torch.device, seen: Callable[[Record], None]) -> int:
     """Writes the records to `file` as they come, shows each, and returns how many are not right."""
-    from fused_softmax.launch.device import interpreting
-
-    head = records.header(device, interpreting())
+    results = Results(header(device, interpreting()), file, seen)
     if device.type == "cuda":
-        head.ceilings = measured(device)
-    kept: list[Record] = []
+        results.head.ceilings = measured(device)
     for record in found:
-        kept.append(record)
-        seen(record)
-        if file is not None:
-            records.write_atomically(file, records.to_json(head, kept))
-    head.finished = True
-    if file is not None:
-        records.write_atomically(file, records.to_json(head, kept))
-    return sum(record.status != "ok" for record in kept)
+        results.add(record)
+    return sum(record.status != "ok" for record in results.finish())

@@ -20,7 +20,7 @@ from fused_softmax.lab import plans
 from fused_softmax.lab.bench.checking import Judge, run_poisoned
 from fused_softmax.lab.bench.inputs import DTYPES, Inputs
 from fused_softmax.lab.bench.ops import OPS
-from fused_softmax.lab.bench.timing import Stopwatch, interleave
+from fused_softmax.lab.timing import Stopwatch, interleave
 from fused_softmax.planning import losses, softmax
 from fused_softmax.planning.types import Device, Plan, Problem
 
@@ -151,7 +151,7 @@ def tune(
     workers: int = 0,
 ) -> list[Choice]:
     """Choose for each dtype and width on this device, a GPU."""
-    from fused_softmax.lab.bench.timing import EventStopwatch
+    from fused_softmax.lab.timing import EventStopwatch
     from fused_softmax.launch.device import Unsupported, describe
 
     described = describe(device)

@@ -26,7 +26,8 @@ from fused_softmax.lab.bench.cases import (
     table,
 )
 from fused_softmax.lab.bench.inputs import DTYPES, batches, excerpt, load_tensors
-from fused_softmax.lab.bench.ops import OPS, family, ops_named, parts_of
+from fused_softmax.lab.bench.ops import OPS, family, ops_named
+from fused_softmax.lab.bench.workload import parts_of
 
 MASKED = (
     *("masked_softmax_causal", "masked_softmax_additive", "masked_softmax_boolean", "masked_softmax_bias"),

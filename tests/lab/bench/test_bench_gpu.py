@@ -10,11 +10,11 @@ from rich.console import Console
 
 from fused_softmax.lab.bench.cases import Case
 from fused_softmax.lab.bench.ops import AUTOGRAD, OPS
-from fused_softmax.lab.bench.record import from_json, header
 from fused_softmax.lab.bench.session import Session
 from fused_softmax.lab.bench.systems import System, systems_for
-from fused_softmax.lab.bench.timing import EventStopwatch, interleave
 from fused_softmax.lab.first_call import first_calls
+from fused_softmax.lab.record import from_json, header
+from fused_softmax.lab.timing import EventStopwatch, interleave
 
 pytestmark = pytest.mark.gpu
 NAMES = ("fused_softmax", "torch", "torch.compile", "02_one_row", "05_published")

@@ -9,18 +9,12 @@ from torch import Tensor
 from fused_softmax.lab.bench.cases import MASKED_WIDTHS, Case
 from fused_softmax.lab.bench.checking import Judge, WrongShape
 from fused_softmax.lab.bench.inputs import IGNORED
-from fused_softmax.lab.bench.ops import (
-    OPS,
-    backward_alone,
-    family,
-    plan_of,
-    token_statistics,
-    with_gradient,
-)
-from fused_softmax.lab.bench.record import header
+from fused_softmax.lab.bench.ops import OPS, family, plan_of, token_statistics
 from fused_softmax.lab.bench.session import Session
 from fused_softmax.lab.bench.systems import systems_for
+from fused_softmax.lab.bench.workload import backward_alone, with_gradient
 from fused_softmax.lab.plans import plan_text
+from fused_softmax.lab.record import header
 from fused_softmax.launch import masked_softmax as masked_rows
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.planning.softmax import plan

@@ -15,8 +15,9 @@ from torch import Tensor
 import fused_softmax as fs
 from fused_softmax.lab import reference, registry
 from fused_softmax.lab.bench.checking import Judge
-from fused_softmax.lab.bench.ops import OPS, Op, default_workload, plan_of
+from fused_softmax.lab.bench.ops import OPS, default_workload, plan_of
 from fused_softmax.lab.bench.systems import SYSTEMS, System
+from fused_softmax.lab.bench.workload import Op
 from fused_softmax.lab.fuzz.draw import Budget, draw_cases, draw_class
 from fused_softmax.lab.fuzz.judge import evaluate
 from fused_softmax.lab.plans import plan_text

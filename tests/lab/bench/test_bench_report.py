@@ -16,18 +16,6 @@ from rich.console import Console
 from fused_softmax.lab.bench import plots
 from fused_softmax.lab.bench.output import Output, page
 from fused_softmax.lab.bench.plots import draw, panels_of
-from fused_softmax.lab.bench.record import (
-    Header,
-    Record,
-    from_json,
-    gpu_folder,
-    header,
-    read_folder,
-    read_results,
-    to_csv,
-    to_json,
-    write_atomically,
-)
 from fused_softmax.lab.bench.report import (
     by_width,
     everything,
@@ -38,7 +26,9 @@ from fused_softmax.lab.bench.report import (
     recorded_results,
 )
 from fused_softmax.lab.bench.systems import LESSON_NUMBERS
-from fused_softmax.lab.bench.timing import FIRST_CALL
+from fused_softmax.lab.record import Header, Record, from_json, header, to_csv, to_json, write_atomically
+from fused_softmax.lab.results import gpu_folder, read_folder, read_results
+from fused_softmax.lab.timing import FIRST_CALL
 
 INF = float("inf")
 

@@ -10,12 +10,13 @@ import torch
 
 from fused_softmax.lab.bench import session as sessions
 from fused_softmax.lab.bench.cases import Case, table
-from fused_softmax.lab.bench.ops import AUTOGRAD, through_autograd
-from fused_softmax.lab.bench.record import Header, Record, header
+from fused_softmax.lab.bench.ops import AUTOGRAD
 from fused_softmax.lab.bench.run import prebuilt
 from fused_softmax.lab.bench.session import CEILING, Session, jobs, prebuild
 from fused_softmax.lab.bench.systems import DeviceFault, System, outcome, systems_for
-from fused_softmax.lab.bench.timing import Call
+from fused_softmax.lab.bench.workload import through_autograd
+from fused_softmax.lab.record import Header, Record, header
+from fused_softmax.lab.timing import Call
 
 CPU = torch.device("cpu")
 CASES = (Case("softmax", "float32", 4, 100), Case("softmax", "bfloat16", 3, 33))

@@ -10,7 +10,6 @@ import torch
 from fused_softmax.lab.bench.cases import Case, shape_text, shaped_cases, workload
 from fused_softmax.lab.bench.checking import Judge
 from fused_softmax.lab.bench.ops import OPS
-from fused_softmax.lab.bench.record import Record, from_json, header, to_json
 from fused_softmax.lab.bench.report import shape_classes
 from fused_softmax.lab.bench.run import Request, requested_tables
 from fused_softmax.lab.bench.shapes import (
@@ -23,7 +22,8 @@ from fused_softmax.lab.bench.shapes import (
     class_of,
     random_shapes,
 )
-from fused_softmax.lab.bench.timing import EventStopwatch, input_sets
+from fused_softmax.lab.record import Record, from_json, header, to_json
+from fused_softmax.lab.timing import EventStopwatch, input_sets
 
 CPU = torch.device("cpu")
 OUTER, N_COLS, INNER = 3, 7, 12

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fused_softmax.lab.bench.ops import OPS
-from fused_softmax.lab.bench.record import Record
 from fused_softmax.lab.bench.run import add_resources
 from fused_softmax.lab.plans import problem_for
+from fused_softmax.lab.record import Record
 from fused_softmax.lab.resources import ROWS, fields_of, keys_of
 from fused_softmax.lab.roofline.compiled import Compiled, compile_kernel
 from fused_softmax.lab.tune import TUNABLE, Choice, as_config_table, choose

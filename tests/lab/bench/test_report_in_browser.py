@@ -17,8 +17,9 @@ import pytest
 
 from fused_softmax.lab.bench import plots
 from fused_softmax.lab.bench.output import Output
-from fused_softmax.lab.bench.record import Header, Record, gpu_folder, read_folder
 from fused_softmax.lab.bench.report import recorded_results
+from fused_softmax.lab.record import Header, Record
+from fused_softmax.lab.results import gpu_folder, read_folder
 
 pytestmark = pytest.mark.extended
 ROOT = Path(__file__).resolve().parents[3]

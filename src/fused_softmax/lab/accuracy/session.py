@@ -16,9 +16,9 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from fused_softmax.lab.bench.record import header, write_atomically
 from fused_softmax.lab.bench.report import print_rows
 from fused_softmax.lab.fuzz import interpreter
+from fused_softmax.lab.record import header, write_atomically
 from fused_softmax.launch.device import device_here, interpreting
 
 from .measure import EACH, KINDS, Cell, Row, cells, measure

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fused_softmax.lab.bench.inputs import DTYPES, SHORT, Scores, excerpt, load_tensors, one_input
-from fused_softmax.lab.bench.ops import AUTOGRAD, OPS, Op, family
+from fused_softmax.lab.bench.ops import AUTOGRAD, OPS, family
 from fused_softmax.lab.bench.shapes import LAYOUTS, MOST, OF_IMAGES, random_shapes, shaped
+from fused_softmax.lab.bench.workload import Op
 
 TimedBy = Literal["events", "graph", "graph_cold", "host", "first_call"]
 ELEMENTS = 2**28

@@ -53,7 +53,7 @@ def ceiling(kind: str, like: Tensor) -> tuple[Callable[..., Any], int]:
 
 def measured(device: torch.device, n_bytes: int = 2**29) -> dict[str, float]:
     """GB/s of copy, read and add over tensors of n_bytes, interleaved, for a run's header."""
-    from fused_softmax.lab.bench.timing import EventStopwatch, interleave
+    from fused_softmax.lab.timing import EventStopwatch, interleave
 
     x = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=device)
     passes = {kind: ceiling(kind, x) for kind in ("copy", "read", "add")}

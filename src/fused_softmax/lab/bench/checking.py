@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.lab.bench.ops import Op, parts_of
+from fused_softmax.lab.bench.workload import Op, parts_of
 
 CHUNK = {"cuda": 2**24, "cpu": 2**21}
 # eps that a statistic of a whole row (a loss, an entropy) may be off when it is summed in float32

@@ -16,8 +16,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fused_softmax.lab.bench import plots, report
 from fused_softmax.lab.bench.ops import family
-from fused_softmax.lab.bench.record import Header, Record, to_csv, to_json, write_atomically
 from fused_softmax.lab.bench.report import Recorded
+from fused_softmax.lab.record import Header, Record, to_csv, to_json, write_atomically
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from html import escape
 from typing import Any
 
 from fused_softmax.lab.bench.inputs import SHORT
-from fused_softmax.lab.bench.record import Record
 from fused_softmax.lab.bench.report import by_width, ceilings_of, plural, system_names
 from fused_softmax.lab.bench.systems import LESSON_NUMBERS
+from fused_softmax.lab.record import Record
 
 # powers of two that people know, and the vocabularies
 TICKS = (256, 1024, 4096, 16384, 50257, 128256, 262144, 1048576)

@@ -19,9 +19,10 @@ from rich.table import Table as RichTable
 
 from fused_softmax.lab.bench.cases import SWEEP, shape_text
 from fused_softmax.lab.bench.inputs import SHORT
-from fused_softmax.lab.bench.record import Header, Record, read_folder
 from fused_softmax.lab.bench.shapes import CLASSES, LAYOUTS, class_of
-from fused_softmax.lab.bench.timing import FIRST_CALL, EventStopwatch
+from fused_softmax.lab.record import Header, Record
+from fused_softmax.lab.results import read_folder
+from fused_softmax.lab.timing import FIRST_CALL, EventStopwatch
 
 # (op, system, dtype, n_cols) -> a record made on a GPU, and the header of its run
 Recorded = Mapping[tuple[str, str, str, int], tuple[Header, Record]]

@@ -35,12 +35,13 @@ from fused_softmax.lab.bench.cases import (
 from fused_softmax.lab.bench.inputs import one_input
 from fused_softmax.lab.bench.ops import OPS, family
 from fused_softmax.lab.bench.output import Output
-from fused_softmax.lab.bench.record import Header, Record, header, results_folder
 from fused_softmax.lab.bench.report import print_report, recorded_results
 from fused_softmax.lab.bench.session import Pair, Session, prebuild
 from fused_softmax.lab.bench.shapes import MOST, SHAPED_OPS
 from fused_softmax.lab.bench.systems import System, systems_for
+from fused_softmax.lab.record import Header, Record, header
 from fused_softmax.lab.resources import ROWS, CrossCompiler, keys_of
+from fused_softmax.lab.results import results_folder
 from fused_softmax.launch.device import device_here, interpreting
 
 # each worker of the prebuild has tensors of a case's size and a context of its own in the device's memory

@@ -23,10 +23,12 @@ import torch
 from fused_softmax.lab.bench.cases import Case, workload
 from fused_softmax.lab.bench.checking import Judge, WrongShape, run_poisoned
 from fused_softmax.lab.bench.inputs import DTYPES, Inputs, load_tensors, one_input
-from fused_softmax.lab.bench.ops import OPS, Op, plan_of
-from fused_softmax.lab.bench.record import Header, Record
+from fused_softmax.lab.bench.ops import OPS, plan_of
 from fused_softmax.lab.bench.systems import DeviceFault, System, outcome, systems_for
-from fused_softmax.lab.bench.timing import (
+from fused_softmax.lab.bench.workload import Op
+from fused_softmax.lab.first_call import first_calls
+from fused_softmax.lab.record import Header, Record
+from fused_softmax.lab.timing import (
     GraphStopwatch,
     Stopwatch,
     Timing,
@@ -36,7 +38,6 @@ from fused_softmax.lab.bench.timing import (
     rotating,
     stopwatch_for,
 )
-from fused_softmax.lab.first_call import first_calls
 from fused_softmax.lab.traffic import traffic
 from fused_softmax.launch.device import device_here
 
@@ -190,7 +191,7 @@ class Session:
                 self.records.append(record)
                 fill_times(record, taken, ceiling_bytes, ceiling_gbps, op.ceiling, stopwatch.describe)
             elif case.timed_by == "host":
-                _fill_ms(by_name[name], taken, stopwatch.describe)
+                by_name[name].take(taken, stopwatch.describe)
             else:
                 fill_times(by_name[name], taken, moved, ceiling_gbps, op.ceiling, stopwatch.describe)
 
@@ -206,15 +207,10 @@ def fill_times(
     record: Record, taken: Timing, moved: int, ceiling_gbps: float | None, ceiling: str, timed_by: str
 ) -> None:
     """Put a time into a record, with the GB/s and the fraction of the ceiling that follow from it."""
-    _fill_ms(record, taken, timed_by)
+    record.take(taken, timed_by)
     record.bytes, record.gbps = moved, moved / taken.ms / 1e6
     if ceiling_gbps:
         record.ceiling, record.ceiling_gbps, record.fraction = ceiling, ceiling_gbps, record.gbps / ceiling_gbps
-
-
-def _fill_ms(record: Record, taken: Timing, timed_by: str) -> None:
-    record.ms, record.ms_p10, record.ms_p90 = taken.ms, taken.p10, taken.p90
-    record.rounds, record.timed_by = taken.rounds, timed_by
 
 
 def _captured(

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_softmax.lab.bench.inputs import Inputs
-from fused_softmax.lab.bench.ops import OPS, Call, Op
+from fused_softmax.lab.bench.ops import OPS
+from fused_softmax.lab.bench.workload import Call, Op
 from fused_softmax.launch.softmax import softmax_backward
 
 FEWEST, MOST = 2**20, 2**27  # elements

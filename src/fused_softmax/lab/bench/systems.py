@@ -20,7 +20,8 @@ from torch import Tensor
 
 import fused_softmax
 from fused_softmax.lab.bench.cases import Case, workload
-from fused_softmax.lab.bench.ops import OPS, Op, with_gradient
+from fused_softmax.lab.bench.ops import OPS
+from fused_softmax.lab.bench.workload import Op, with_gradient
 from fused_softmax.launch.device import interpreting
 
 Kind = Literal["ours", "torch", "peer", "lesson"]

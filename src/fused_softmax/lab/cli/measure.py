@@ -104,12 +104,14 @@ def linear(
 
     if not torch.cuda.is_available():
         raise Refused("needs a GPU: without one the linear losses are checked by the tests")
-    from fused_softmax.lab import linear_losses as bench
+    from fused_softmax.lab.linear import measure as bench
+    from fused_softmax.lab.linear.systems import OPS
+    from fused_softmax.lab.record import in_words
 
-    ops = names(op, "--op") or bench.OPS
-    unknown = [name for name in ops if name not in bench.OPS]
+    ops = names(op, "--op") or OPS
+    unknown = [name for name in ops if name not in OPS]
     if unknown:
-        raise Refused(f"{unknown[0]!r} is none of {', '.join(bench.OPS)}", "--op")
+        raise Refused(f"{unknown[0]!r} is none of {', '.join(OPS)}", "--op")
     sizes: tuple[bench.Shape, ...] | None = None
     if shapes:
         try:
@@ -121,7 +123,7 @@ def linear(
     chosen = tuple(name.strip() for name in systems.split(";") if name.strip())
     console = terminal()
     show = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
-    _, records = bench.run(tuple(ops), sizes, chosen, seconds, out, large, show)
+    records = bench.run(tuple(ops), sizes, chosen, seconds, out, large, lambda record: show(in_words(record)))
     show(f"{len(records)} results in {out}")
     if any(r.system.startswith("fused_softmax") and r.status != "ok" for r in records):
         raise typer.Exit(1)
@@ -138,8 +140,8 @@ def report(
 ) -> None:
     """Show recorded results, or compare two runs."""
     from fused_softmax.lab.bench.output import Output
-    from fused_softmax.lab.bench.record import gpu_folder, read_folder, read_results
     from fused_softmax.lab.bench.report import print_report
+    from fused_softmax.lab.results import gpu_folder, read_folder, read_results
 
     if compare is not None and (files or out is not None):
         raise Refused("--compare stands alone: leave out --out and files")

@@ -25,7 +25,7 @@ def host(
         raise Refused("needs a GPU: without one, no kernel is launched whose host time could be measured")
     from fused_softmax.lab import steps
     from fused_softmax.lab.bench.inputs import DTYPES
-    from fused_softmax.lab.bench.record import Record
+    from fused_softmax.lab.record import Record
 
     kinds = [DTYPES[name] for name in wanted] if dtype else [torch.bfloat16, torch.float32]
     device, console = torch.device("cuda", torch.cuda.current_device()), terminal()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import fused_softmax
-from fused_softmax.lab.bench.record import header, write_atomically
+from fused_softmax.lab.record import header, write_atomically
 from fused_softmax.launch.device import interpreting
 
 from . import coverage

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from fused_softmax.lab import lessons
-from fused_softmax.lab.bench.timing import EventStopwatch, interleave
 from fused_softmax.lab.grading.subjects import inputs_of, subject_of
 from fused_softmax.lab.grading.trials import as_tuple, close
 from fused_softmax.lab.grading.worker import Finding, load_function
+from fused_softmax.lab.timing import EventStopwatch, interleave
 
 SECONDS = 0.15
 

@@ -30,8 +30,8 @@ def record_steps(n: int, file: Path) -> None:
     """Time lesson n's steps and write them, with the machine and the versions."""
     import torch
 
-    from fused_softmax.lab.bench.record import header, write_atomically
     from fused_softmax.lab.lessons.shown import time_steps
+    from fused_softmax.lab.record import header, write_atomically
 
     found = time_steps(n)
     head = header(torch.device("cuda"), interpreted=False)

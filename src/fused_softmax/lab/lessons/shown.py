@@ -101,7 +101,7 @@ def _show_results(lesson: ModuleType, device: torch.device) -> None:
 
 def time_steps(n: int, elements: int = 2**28, seconds: float = 0.1) -> list[dict[str, Any]]:
     """Each of lesson n's STEPS on this GPU, bfloat16: microseconds, and the speed as a fraction of a copy's."""
-    from fused_softmax.lab.bench.timing import EventStopwatch, interleave
+    from fused_softmax.lab.timing import EventStopwatch, interleave
 
     lesson, found = load(n), []
     stopwatch = EventStopwatch(torch.device("cuda"))

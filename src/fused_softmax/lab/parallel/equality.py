@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fused_softmax as fs
 from fused_softmax import parallel
-from fused_softmax.lab.bench.record import Record
+from fused_softmax.lab.record import Record
 
 # rows, columns, dtype; segments of 6,282 columns do not start on 16 bytes
 CASES = ((64, 131072, torch.bfloat16), (64, 131072, torch.float32), (33, 50256, torch.bfloat16))

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_softmax.lab.bench.record import Header, Record, header, to_json, write_atomically
-from fused_softmax.lab.bench.timing import Timing, interleave
 from fused_softmax.lab.parallel.equality import check
 from fused_softmax.lab.parallel.systems import LOGPROBS, LOSS, SYSTEMS, Place, System
+from fused_softmax.lab.record import Header, Record, header, to_json, write_atomically
+from fused_softmax.lab.timing import Timing, interleave
 from fused_softmax.launch.row_statistics import statistics, statistics_backward
 from fused_softmax.launch.torch_private import all_gather_into_tensor, wait_tensor
 

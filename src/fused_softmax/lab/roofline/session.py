@@ -52,7 +52,7 @@ def time_floors(runs: Sequence[Run], dtype: str, elements: int, gpu: str) -> Ite
 
     from fused_softmax.lab.bench.ceilings import ceiling
     from fused_softmax.lab.bench.inputs import DTYPES
-    from fused_softmax.lab.bench.timing import EventStopwatch, interleave
+    from fused_softmax.lab.timing import EventStopwatch, interleave
 
     device = torch.device("cuda")
     stopwatch = EventStopwatch(device)
@@ -85,7 +85,7 @@ def record(file: Path, profiles: Sequence[Profiled], floors: Sequence[Floored], 
     """Write the record, with the machine and the versions."""
     import torch
 
-    from fused_softmax.lab.bench.record import header, write_atomically
+    from fused_softmax.lab.record import header, write_atomically
 
     head = header(torch.device("cuda"), interpreted=False)
     head.finished, head.stopped = not stopped, stopped

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fused_softmax.lab.bench import timing
-from fused_softmax.lab.bench.timing import Call, HostStopwatch, Timing, interleave, rotating
+from fused_softmax.lab import timing
+from fused_softmax.lab.timing import Call, HostStopwatch, Timing, interleave, rotating
 
 
 class FakeStopwatch:

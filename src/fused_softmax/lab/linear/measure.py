@@ -8,12 +8,9 @@ where the logits are made twice). Peak memory is what a call takes above its inp
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,14 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import fused_softmax as fs
 from fused_softmax.lab import reference
-from fused_softmax.lab.bench.record import Header, Record, header, to_json, write_atomically
-from fused_softmax.lab.bench.systems import Kind, outcome
-from fused_softmax.lab.bench.timing import EventStopwatch, interleave, peak_bytes
+from fused_softmax.lab.bench.systems import outcome
+from fused_softmax.lab.linear.systems import LOGPROBS, MEAN, SYSTEMS, Loss, System, log_softmax, ours, plain
+from fused_softmax.lab.record import Record, Results, header
+from fused_softmax.lab.timing import EventStopwatch, interleave, peak_bytes
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-OPS = ("linear_cross_entropy", "linear_cross_entropy_none", "linear_token_logprobs")
 Shape = tuple[int, int, int]  # rows, hidden size, vocabulary
 SHAPES: tuple[Shape, ...] = (
     (2048, 4096, 128256),
@@ -43,116 +38,6 @@ ROW_SHAPES = SHAPES[1:4]
 LARGE = (131072, 4096, 128256)
 # float64 logits of this many elements at a time
 REFERENCE_ELEMENTS = 2**28
-
-
-@dataclass(frozen=True)
-class System:
-    """A way to compute an op's loss; `build` imports what it needs and returns loss(input, weight, target)."""
-
-    name: str
-    op: str
-    kind: Kind
-    build: Callable[[], Loss]
-    package: str = ""
-
-    def missing(self) -> str:
-        if self.package and find_spec(self.package) is None:
-            return f"needs the package {self.package}"
-        if self.name == "F.linear_cross_entropy" and not hasattr(F, "linear_cross_entropy"):
-            return f"torch {torch.__version__} has none: it needs 2.13"
-        return ""
-
-
-def _ours(**options: Any) -> Loss:
-    return lambda x, weight, target: fs.linear_cross_entropy(x, weight, target, **options)
-
-
-def _torch(reduction: str) -> Loss:
-    return lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target, reduction=reduction)
-
-
-def _log_softmax(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Log-probabilities as most programs take them: in float32, as bfloat16 has too few digits."""
-    return torch.log_softmax(F.linear(x, weight).float(), -1).gather(-1, target[:, None])[:, 0]
-
-
-def _logsumexp(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """As verl's logprobs_from_logits without flash-attn: each row's logit less its logsumexp, in the logits' dtype."""
-    logits = F.linear(x, weight)
-    return logits.gather(-1, target[:, None])[:, 0] - torch.logsumexp(logits, -1)
-
-
-def _compiled(loss: Loss) -> Callable[[], Loss]:
-    def build() -> Loss:
-        torch._dynamo.reset()
-        return torch.compile(loss, dynamic=False, fullgraph=True)
-
-    return build
-
-
-def _torchs_chunked() -> Loss:
-    options = torch.nn.LinearCrossEntropyOptions()
-    return lambda x, weight, target: F.linear_cross_entropy(x, weight, target, options=options)
-
-
-def _liger(**options: Any) -> Callable[[], Loss]:
-    def build() -> Loss:
-        function = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
-        return lambda x, weight, target: function(x, weight, target, **options)
-
-    return build
-
-
-def _quack(tuned: bool) -> Callable[[], Loss]:
-    """tuned: it times its products' tiles for each shape at the first call, which takes minutes."""
-
-    def build() -> Loss:
-        function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
-        return lambda x, weight, target: function(x, weight, target, tuned=tuned)
-
-    return build
-
-
-def _cut() -> Loss:
-    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-    return lambda x, weight, target: function(x, weight, target)
-
-
-def _trl() -> Loss:
-    """TRL's fused head, as its trainers call it: chunks of 4,096 rows by 32,768 columns, float32 sums of gradients."""
-    function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
-    return lambda x, weight, target: function.apply(
-        x, weight, None, target, 1.0, 32768, None, 1.0, ("log_probs",)
-    )[0]  # fmt: skip
-
-
-def _token_logprobs(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    found = fs.linear_token_logprobs(x, weight, target)
-    assert isinstance(found, Tensor)
-    return found
-
-
-MEAN, NONE, LOGPROBS = OPS
-SYSTEMS = (
-    System("fused_softmax", MEAN, "ours", lambda: _ours()),
-    System("fused_softmax, 4096 rows a chunk", MEAN, "ours", lambda: _ours(chunk_rows=4096)),
-    System('fused_softmax, accumulate="weight"', MEAN, "ours", lambda: _ours(accumulate="weight")),
-    System("fused_softmax, float32 logits", MEAN, "ours", lambda: _ours(logits_dtype=torch.float32)),
-    System("torch", MEAN, "torch", lambda: _torch("mean")),
-    System("torch.compile", MEAN, "peer", _compiled(_torch("mean"))),
-    System("F.linear_cross_entropy", MEAN, "peer", _torchs_chunked),
-    System("liger", MEAN, "peer", _liger(), "liger_kernel"),
-    System("liger, chunks x 16", MEAN, "peer", _liger(chunk_mem_const=16), "liger_kernel"),
-    System("quack", MEAN, "peer", _quack(True), "quack"),
-    System("quack, not tuned", MEAN, "peer", _quack(False), "quack"),
-    System("cut_cross_entropy", MEAN, "peer", _cut, "cut_cross_entropy"),
-    System("fused_softmax", NONE, "ours", lambda: _ours(reduction="none")),
-    System("torch", NONE, "torch", lambda: _torch("none")),
-    System("fused_softmax", LOGPROBS, "ours", lambda: _token_logprobs),
-    System("torch", LOGPROBS, "torch", lambda: _log_softmax),
-    System("logsumexp, as verl", LOGPROBS, "peer", lambda: _logsumexp),
-    System("trl", LOGPROBS, "peer", _trl, "trl"),
-)
 
 
 @dataclass
@@ -276,7 +161,7 @@ def measure(
     p = problem(op, n_rows, hidden, n_cols, device)
     p.exact = reference_of(p)
     _free()
-    p.torch_errors = p.errors(p.call(_log_softmax if op == LOGPROBS else _torch("mean" if op == MEAN else "none"))())
+    p.torch_errors = p.errors(p.call(log_softmax if op == LOGPROBS else plain("mean" if op == MEAN else "none"))())
     of_results = sum(t.numel() * t.element_size() for t in (p.x, p.weight))
     records, passed = {}, {}
     for system in systems:
@@ -308,22 +193,9 @@ def measure(
         times = interleave({bound: products(p), **passed}, stopwatch, seconds, fewest=7, most=40)
         records[bound] = Record(op, bound, "bfloat16", n_rows, n_cols, "ok", case=f"hidden size {hidden}")
         for name, taken in times.items():
-            record = records[name]
-            record.ms, record.ms_p10, record.ms_p90 = taken.ms, taken.p10, taken.p90
-            record.rounds, record.timed_by = taken.rounds, stopwatch.describe
+            record = records[name].take(taken, stopwatch.describe)
             record.ceiling, record.fraction = bound, times[bound].ms / taken.ms
     yield from records.values()
-
-
-def warm(shape: Shape, systems: tuple[System, ...], device: torch.device) -> None:
-    """Runs each system once, so that what it compiles is in its caches; what fails is for `measure` to record."""
-    for op in {s.op for s in systems}:
-        p = problem(op, *shape, device)
-        for system in systems:
-            if system.op == op and not system.missing():
-                with contextlib.suppress(Exception):
-                    p.call(system.build())()
-                _free()
 
 
 def large(device: torch.device) -> Record:
@@ -331,14 +203,13 @@ def large(device: torch.device) -> Record:
     n_rows, hidden, n_cols = LARGE
     p = problem(MEAN, n_rows, hidden, n_cols, device)
     record = Record(MEAN, "fused_softmax", "bfloat16", n_rows, n_cols, "ok", case=f"hidden size {hidden}")
-    call = p.call(_ours())
+    call = p.call(ours())
     value = float(call()[0])
     record.peak_bytes = peak_bytes(lambda *_: call(), (p.x,))
     record.peak_bytes -= sum(t.numel() * t.element_size() for t in (p.x, p.weight))
-    taken = interleave({"": call}, EventStopwatch(device), 1.0, fewest=3, most=5)[""]
-    record.ms, record.ms_p10, record.ms_p90, record.rounds = taken.ms, taken.p10, taken.p90, taken.rounds
     record.note = f"loss {value:.4f}"
-    return record
+    stopwatch = EventStopwatch(device)
+    return record.take(interleave({"": call}, stopwatch, 1.0, fewest=3, most=5)[""], stopwatch.describe)
 
 
 def _free() -> None:
@@ -349,37 +220,18 @@ def _free() -> None:
 
 def run(
     ops: tuple[str, ...], shapes: tuple[Shape, ...] | None, names: tuple[str, ...], seconds: float, out: Path,
-    with_large: bool, show: Callable[[str], None],
-) -> tuple[Header, list[Record]]:  # fmt: skip
+    with_large: bool, show: Callable[[Record], None],
+) -> list[Record]:  # fmt: skip
     """Runs all ops over these shapes, or over each op's own, and writes the results after every shape."""
     device = torch.device("cuda", torch.cuda.current_device())
-    head, records = header(device, False), []
+    results = Results(header(device, False), out, show)
     chosen = [s for s in SYSTEMS if s.op in ops and (not names or s.name in names)]
-    head.unavailable = {s.name: why for s in chosen if (why := s.missing())}
+    results.head.unavailable = {s.name: why for s in chosen if (why := s.missing())}
     chosen = [s for s in chosen if not s.missing()]
     for op in ops:
         for shape in shapes or (SHAPES if op == MEAN else ROW_SHAPES):
-            found = list(measure(op, shape, tuple(s for s in chosen if s.op == op), seconds, device))
-            records += found
-            for record in found:
-                show(line(record, shape))
-            write_atomically(out, to_json(head, records))
+            results.add(*measure(op, shape, tuple(s for s in chosen if s.op == op), seconds, device))
     if with_large:
         _free()
-        records.append(large(device))
-        show(line(records[-1], LARGE))
-    head.finished = True
-    write_atomically(out, to_json(head, records))
-    return head, records
-
-
-def line(record: Record, shape: Shape) -> str:
-    """One result as text: shape, system, ms, time over the plain products, GB above inputs and results, error."""
-    parts = [f"{record.op} {'x'.join(map(str, shape))} {record.system}: {record.status}"]
-    if record.ms:
-        parts.append(f"{record.ms:.2f} ms")
-    if record.fraction:
-        parts.append(f"{1 / record.fraction:.3f} of {record.ceiling}")
-    if record.peak_bytes is not None:
-        parts.append(f"{record.peak_bytes / 1e9:.2f} GB")
-    return ", ".join([*parts, *([record.note] if record.note else [])])
+        results.add(large(device))
+    return results.finish()

@@ -1,6 +1,7 @@
 """The results of a run: one Record per case and system, and a Header with the machine and versions, as JSON and CSV.
 
 Files are replaced atomically after every case, so an interrupted run has whole files with the results so far.
+`results.py` reads them.
 Units: ms of one call (median, p10, p90 of `rounds`), bytes that any implementation must move, GB/s = bytes / ms / 1e6.
 """
 
@@ -16,8 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -26,11 +26,8 @@ from typing import Any
 
 import torch
 
-from fused_softmax.lab.bench.inputs import DTYPES
+from fused_softmax.lab.timing import Timing
 
-# types that a value of JSON may have, by the name in a field's annotation
-JSON_TYPES: dict[str, Any] = {"str": str, "int": int, "bool": bool, "float": (int, float), "dict": dict}
-JSON_TYPES["None"] = type(None)
 DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 # ends a commit that `git describe --always --dirty` names, where files were changed
 DIRTY = "-dirty"
@@ -76,6 +73,12 @@ class Record:
     layout: str = ""
     # of a call on several GPUs: the collectives' names, and the bytes that a rank gives to them
     collectives: dict[str, Any] | None = None
+
+    def take(self, taken: Timing, timed_by: str) -> Record:
+        """Put in a time; returns this record."""
+        self.ms, self.ms_p10, self.ms_p90, self.rounds = taken.ms, taken.p10, taken.p90, taken.rounds
+        self.timed_by = timed_by
+        return self
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -204,62 +207,6 @@ def from_json(text: str) -> tuple[Header, list[Record]]:
     return head, records
 
 
-class NotResults(ValueError):
-    """A file of JSON that a benchmark did not write."""
-
-
-def read_results(file: Path) -> tuple[Header, list[Record]]:
-    """Read a results file; raises OSError where it cannot be read, NotResults or ValueError where it is none."""
-    give = "give a .json file of `fused-softmax bench`"
-    try:
-        text = file.read_text(encoding="utf-8")
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON ({error}): {give}") from None
-    if not (isinstance(content, dict) and isinstance(content.get("header"), dict) and "records" in content):
-        raise NotResults(f"{file} has no header and records: {give}")
-    records = content["records"]
-    if not (isinstance(records, list) and all(isinstance(r, dict) and "system" in r for r in records)):
-        raise NotResults(f"{file} has records that name no system: {give}")
-    try:
-        head, found = from_json(text)
-        _examine(head)
-        for record in found:
-            _examine(record)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} is a damaged results file ({error}): {give}") from None
-    return head, found
-
-
-def _examine(part: Header | Record) -> None:
-    """Raise ValueError where a field is not what its annotation says."""
-    for f in fields(part):
-        value, declared = getattr(part, f.name), re.findall(r"\w+", re.sub(r"\[.*\]", "", str(f.type)))
-        if not any(isinstance(value, JSON_TYPES[name]) for name in declared):
-            raise ValueError(f"{f.name} is {value!r}")
-    if isinstance(part, Record) and part.dtype not in DTYPES:
-        raise ValueError(f"dtype is {part.dtype!r}")
-
-
-def gpu_folder(root: Path) -> Path:
-    """benchmarks/results/h200 of a repository."""
-    return root / "benchmarks" / "results" / "h200"
-
-
-def result_files(folder: Path) -> list[Path]:
-    """Result files of one GPU, by name; none when the folder is not there."""
-    return sorted(folder.glob("*.json")) if folder.is_dir() else []
-
-
-def read_folder(folder: Path) -> dict[Path, tuple[Header, list[Record]]]:
-    """The benchmark's runs in a folder, by file; records of other commands, such as a fuzzer's, are passed over."""
-    found = {}
-    for file in result_files(folder):
-        with suppress(NotResults):
-            found[file] = read_results(file)
-    return found
-
-
 def to_csv(records: Sequence[Record]) -> str:
     """The records as CSV with a column for every field but the nested ones."""
     names = [f.name for f in fields(Record) if f.name not in ("resources", "collectives")]
@@ -270,10 +217,40 @@ def to_csv(records: Sequence[Record]) -> str:
     return out.getvalue()
 
 
-def results_folder() -> Path | None:
-    """benchmarks/results of the repository that this package or the current folder lies in, if there is one."""
-    for start in (Path(__file__).resolve(), Path.cwd().resolve() / "-"):
-        for parent in start.parents:
-            if (parent / "benchmarks" / "results").is_dir():
-                return parent / "benchmarks" / "results"
-    return None
+def in_words(record: Record) -> str:
+    """A record of a command that shows one result a line."""
+    parts = [f"{record.op} {record.n_rows}x{record.n_cols} {record.case} {record.system}: {record.status}"]
+    if record.ms is not None:
+        parts.append(f"{record.ms:.3f} ms")
+    if record.fraction:
+        parts.append(f"{1 / record.fraction:.3f} of {record.ceiling}")
+    if record.peak_bytes is not None:
+        parts.append(f"{record.peak_bytes / 1e9:.2f} GB")
+    if record.collectives:
+        parts.append(f"{len(record.collectives['names'])} collectives, {record.collectives['bytes_given']} bytes")
+    return ", ".join([*parts, *([record.note] if record.note else [])])
+
+
+class Results:
+    """The header and the records of a run; `file`, where there is one, has all of them after each `add`."""
+
+    def __init__(self, head: Header, file: Path | None, show: Callable[[Record], None] = lambda record: None) -> None:
+        self.head, self.file, self.show = head, file, show
+        self.records: list[Record] = []
+
+    def add(self, *records: Record) -> None:
+        """Keep, show and write more records."""
+        self.records += records
+        for record in records:
+            self.show(record)
+        self._write()
+
+    def finish(self) -> list[Record]:
+        """Write that the run came to its end; returns all records."""
+        self.head.finished = True
+        self._write()
+        return self.records
+
+    def _write(self) -> None:
+        if self.file is not None:
+            write_atomically(self.file, to_json(self.head, self.records))

@@ -1,0 +1,1 @@
+"""Losses that make their own logits, against their peers and against the matrix products that bound them."""
