@@ -13,15 +13,13 @@ from typing import Any
 import torch
 
 from . import functional, losses
-from .patch import patch
 from .plan_for import plan_for
+from .torch_ops import aten_kernels
 from .torch_ops.route import PLANNED
 
 # what enters the routes of torch_ops: functions of these modules that are named direct_<op> or <op>_of
 _PUBLIC: tuple[ModuleType, ...] = (functional, losses)
 _INPUTS = ("x", "logits", "input")
-# the module; the package's attribute of this name is the class
-_PATCH: Any = inspect.getmodule(patch)
 
 _lock = threading.Lock()
 _active: list[stats] = []
@@ -117,10 +115,10 @@ def _install() -> None:
             if (direct or of) and getattr(value, "__module__", "").startswith(f"{__package__}.torch_ops."):
                 _replaced.append((module, name, value))
                 setattr(module, name, _watched(name.removeprefix("direct_").removesuffix("_of"), value, direct))
-    _PATCH.watch = _watch_patched
+    aten_kernels.watch = _watch_patched
 
 
 def _restore() -> None:
     while _replaced:
         setattr(*_replaced.pop())
-    _PATCH.watch = None
+    aten_kernels.watch = None
