@@ -222,7 +222,7 @@ def logsumexp_forward(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor
     return lse.view(shape)
 
 
-def logsumexp_backward(g: Tensor, x: Tensor, lse: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+def logsumexp_backward(g: Tensor, x: Tensor, lse: Tensor, dims: tuple[int, ...]) -> Tensor:
     """dx = g*exp(x - lse), contiguous, in x's dtype; NaN where a row is nothing but -inf, as torch has it."""
     kept, folded = _folded(x, dims)
     dx = torch.empty(folded.shape, dtype=x.dtype, device=x.device)

@@ -110,7 +110,7 @@ def forward_by_kernel(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor
 def backward_by_kernel(g: Tensor, x: Tensor, lse: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     """The gradient, as `forward_by_kernel`."""
     dx = as_it_lies.logsumexp_backward(g, x, lse, dims)
-    return rows.logsumexp_backward(g, x, lse, dims, keepdim) if dx is None else dx
+    return rows.logsumexp_backward(g, x, lse, dims) if dx is None else dx
 
 
 def _forward_or_torch(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:

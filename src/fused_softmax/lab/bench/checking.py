@@ -67,12 +67,6 @@ def _differences(y: Tensor, ref: Tensor) -> Tensor:
     return torch.where(same, 0.0, (y - ref).abs()).nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
-def row_errors(y: Tensor, ref: Tensor) -> Tensor:
-    """Largest absolute error of each row, float64; inf for a row with a NaN or an infinity out of place."""
-    error = _differences(y, ref)
-    return error.reshape(error.shape[0], -1).amax(-1)
-
-
 def row_scales(ref: Tensor) -> Tensor:
     """Largest finite absolute value of each row, float64."""
     return torch.where(ref.isfinite(), ref.abs(), 0.0).reshape(ref.shape[0], -1).amax(-1)

@@ -21,7 +21,6 @@ from . import layouts, values
 DTYPES = ("float16", "bfloat16", "float32")
 # dtypes that are torch's: its result, or its error
 OTHER_DTYPES = ("float64", "int64", "int32", "uint8", "bool")
-DIRECTIONS = ("forward", "gradient", "double")
 # what out= is given: its own memory, x's (all of it, from the second element on, transposed), and what torch refuses
 OUTPUTS: tuple[str, ...] = ("fresh", "fresh", "fresh", "fresh", "empty", "same", "partly", "transposed")
 OUTPUTS += ("expanded", "wrong_dtype", "inference")
@@ -205,7 +204,7 @@ def _draw(of: DrawClass, way: str, rng: Random, budget: Budget) -> Case | None:
         options["batch"] = rng.choice((1, 2, 3))
         options["batch_dim"] = rng.randrange(len(shape) + 1)
     dtype = of.dtype if rng.random() < 0.96 or way not in ("function", "out") else rng.choice(OTHER_DTYPES)
-    direction = rng.choice(_directions(spec, way, options)) if dtype == of.dtype else "forward"
+    direction = rng.choice(_directions(way, options)) if dtype == of.dtype else "forward"
     if isinstance(options.get("weight"), dict) and options["weight"]["dtype"] not in ("float32", dtype):
         options["weight"]["dtype"] = dtype if dtype == "float64" else "float32"  # torch takes no others
     if way == "out":
@@ -259,7 +258,7 @@ def _rows(rng: Random, n_dims: int, most: int) -> list[int]:
     return sizes
 
 
-def _directions(spec: OpSpec, way: str, options: dict[str, Any]) -> tuple[str, ...]:
+def _directions(way: str, options: dict[str, Any]) -> tuple[str, ...]:
     if way == "out":
         return ("forward",)
     if way == "checkpoint":

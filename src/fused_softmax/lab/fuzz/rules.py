@@ -35,7 +35,7 @@ def rule_of(
     everything = tuple(range(y.dim())) or (0,)
     if forward and not case.spec.full_outputs:
         parts = of_row_sums(case, inputs, ref[name]), of_summed_losses(case, inputs, ref[name], gradient=False)
-        return exactness.Rule((), input_scale(case, inputs), interpreted=interpreted, extra=_added(*parts))
+        return exactness.Rule((), input_scale(inputs), interpreted=interpreted, extra=_added(*parts))
     if name.startswith("dd_") or name == "d_mask":
         through = max((y.dtype, getattr(torch, case.dtype), first.dtype), key=lambda d: torch.finfo(d).eps)
         scale = torch.stack([t.detach().abs().nan_to_num(0, 0, 0).amax() for t in ref.values() if t.numel()]).amax()

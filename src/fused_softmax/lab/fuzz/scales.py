@@ -20,7 +20,7 @@ def upstream_bound(case: Case) -> float:
     return {"one": 1.0, "quarter": 0.25, "zeros": 0.0}.get(case.upstream, 4.0)
 
 
-def input_scale(case: Case, inputs: Inputs) -> Tensor | None:
+def input_scale(inputs: Inputs) -> Tensor | None:
     """The largest logit over its temperature, or under its softcap: these are rounded; None where there is neither."""
     temperature, softcap = inputs.arguments.get("temperature"), inputs.arguments.get("softcap")
     if not inputs.x.numel():
@@ -102,7 +102,7 @@ def of_scaled_logits(case: Case, inputs: Inputs) -> Tensor | None:
     Ours multiplies by 1/temperature, so that x/temperature is rounded once more than torch's. A difference of two
     logits is off by eps*|x/temperature| at most, and so is p relative to itself; the entries of p add up to 1.
     """
-    size = input_scale(case, inputs)
+    size = input_scale(inputs)
     factor = gradient_scale(case, inputs, {"": inputs.x})
     return None if size is None or factor is None else EPS * size * factor
 
@@ -193,7 +193,7 @@ def of_row_sums(case: Case, inputs: Inputs, ref: Tensor) -> Tensor | None:
     off = 4 * EPS * of_row
     if reduction != "none":
         rows = tuple(range(inputs.batch_dim is not None, target.dim()))
-        size = input_scale(case, inputs)
+        size = input_scale(inputs)
         if size is not None and reduction == "sum":
             off = off + EPS * size * of_row
         off = off.sum(rows) if rows else off

@@ -38,15 +38,9 @@ SHRINK_KINDS = 60
 
 
 @dataclass
-class Findings:
+class Findings(Report):
     """What a run gave, summed over its units."""
 
-    cases: Counter = field(default_factory=Counter)
-    wrong: Counter = field(default_factory=Counter)
-    seconds: dict[tuple[str, str, str], float] = field(default_factory=dict)
-    errors: Counter = field(default_factory=Counter)
-    failures: list[Failure] = field(default_factory=list)
-    reached: set[tuple[str, str]] = field(default_factory=set)
     interrupted: bool = False
     known: Counter = field(default_factory=Counter)  # cases that the record had before the run
 

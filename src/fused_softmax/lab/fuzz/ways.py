@@ -31,12 +31,12 @@ def forget_compiled() -> None:
 
 
 @contextmanager
-def around(case: Case, device: str, ours: bool) -> Iterator[None]:
-    """What surrounds the call and its backward."""
-    if ours and case.way == "patch":
+def around_ours(case: Case) -> Iterator[None]:
+    """What surrounds our call and its backward."""
+    if case.way == "patch":
         with fs.patch():
             yield
-    elif ours and case.way == "batch_invariant":
+    elif case.way == "batch_invariant":
         with fs.batch_invariant():
             yield
     else:
