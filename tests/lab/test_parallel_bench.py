@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from support.ranks import spawn
+
+from fused_softmax.parallel import exchange
 
 pytestmark = pytest.mark.extended
 
@@ -72,3 +76,21 @@ def test_equality_with_one_gpu(monkeypatch, tmp_path):
 def test_every_way_is_right(monkeypatch, tmp_path):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     spawn(of_rank, 2, tmp_path)
+
+
+def test_compiling_ahead_makes_every_call(monkeypatch, capsys):
+    """On a group whose collectives exchange nothing; a call that fails says so and counts."""
+    from fused_softmax.lab.parallel import ahead, equality
+
+    counted = types.SimpleNamespace(n=0)
+    counted.put = lambda one: setattr(counted, "n", counted.n + one)
+    monkeypatch.setattr(ahead, "CASES", ((9, 128, torch.bfloat16),))
+    monkeypatch.setattr(exchange, "expect_agreement", exchange.expect_agreement)
+    calls = [("equality", 0, name) for name in (*equality.PARALLEL, "none such")]
+    try:
+        ahead.work([(0, 4), *calls], counted)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert counted.n == len(calls)
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not compiled ahead")]
+    assert len(failed) == 1 and "none such" in failed[0]

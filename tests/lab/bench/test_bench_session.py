@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from fused_softmax.lab.bench import session as sessions
+from fused_softmax.lab.bench.ahead import jobs
 from fused_softmax.lab.bench.cases import Case, table
 from fused_softmax.lab.bench.ops import AUTOGRAD, through_autograd
 from fused_softmax.lab.bench.record import Header, Record, header
 from fused_softmax.lab.bench.run import prebuilt
-from fused_softmax.lab.bench.session import CEILING, Session, jobs, prebuild
+from fused_softmax.lab.bench.session import CEILING, Session, prebuild
 from fused_softmax.lab.bench.systems import DeviceFault, System, outcome, systems_for
 from fused_softmax.lab.bench.timing import Call
 

@@ -43,32 +43,61 @@ def _ids(p: Problem) -> Tensor:
     return p.target.clamp(min=0)
 
 
+def _several(p: Problem) -> Tensor:
+    """Three ids of each row."""
+    return torch.stack([(_ids(p) + k) % p.x.shape[1] for k in (0, 1, 7)], 1)
+
+
+def _temperatures(p: Problem) -> Tensor:
+    return torch.linspace(0.5, 2.0, p.x.shape[0], device=p.x.device)
+
+
+STATISTICS: dict[str, Any] = dict(return_entropy=True, return_logsumexp=True)
 # ours of these columns, given the group; and of whole rows
 PARALLEL: dict[str, Call] = {
     "cross_entropy": lambda p, x, at, w: parallel.cross_entropy(x, p.target, **w),
+    "cross_entropy, in place": lambda p, x, at, w: parallel.cross_entropy(x, p.target, inplace_backward=True, **w),
+    "cross_entropy, weight, none": lambda p, x, at, w: parallel.cross_entropy(
+        x, p.target, p.weight[at].clone(), reduction="none", **w
+    ),
     "cross_entropy, every option": lambda p, x, at, w: parallel.cross_entropy(
         x, p.target, p.weight[at].clone(), **OPTIONS, **w
     ),
-    "token_logprobs": lambda p, x, at, w: parallel.token_logprobs(
-        x, _ids(p), temperature=0.7, return_entropy=True, return_logsumexp=True, **w
+    "cross_entropy, every option, in place": lambda p, x, at, w: parallel.cross_entropy(
+        x, p.target, p.weight[at].clone(), inplace_backward=True, **OPTIONS, **w
+    ),
+    "token_logprobs": lambda p, x, at, w: parallel.token_logprobs(x, _ids(p), temperature=0.7, **STATISTICS, **w),
+    "token_logprobs, 3 ids": lambda p, x, at, w: parallel.token_logprobs(
+        x, _several(p), temperature=_temperatures(p), **w
     ),
     "logsumexp": lambda p, x, at, w: parallel.logsumexp(x, **w),
     "softmax": lambda p, x, at, w: parallel.softmax(x, **w),
     "log_softmax": lambda p, x, at, w: parallel.log_softmax(x, **w),
+    "softmax, float32": lambda p, x, at, w: parallel.softmax(x, dtype=torch.float32, **w),
+    "log_softmax, float32": lambda p, x, at, w: parallel.log_softmax(x, dtype=torch.float32, **w),
     "linear_cross_entropy": lambda p, x, at, w: parallel.linear_cross_entropy(p.hidden, x, p.target, **w),
 }
 WHOLE: dict[str, Call] = {
     "cross_entropy": lambda p, x, at, w: fs.cross_entropy(x, p.target),
+    "cross_entropy, in place": lambda p, x, at, w: fs.cross_entropy(x, p.target),
+    "cross_entropy, weight, none": lambda p, x, at, w: fs.cross_entropy(x, p.target, p.weight, reduction="none"),
     "cross_entropy, every option": lambda p, x, at, w: fs.cross_entropy(x, p.target, p.weight, **OPTIONS),
-    "token_logprobs": lambda p, x, at, w: fs.token_logprobs(
-        x, _ids(p), temperature=0.7, return_entropy=True, return_logsumexp=True
-    ),
+    "cross_entropy, every option, in place": lambda p, x, at, w: fs.cross_entropy(x, p.target, p.weight, **OPTIONS),
+    "token_logprobs": lambda p, x, at, w: fs.token_logprobs(x, _ids(p), temperature=0.7, **STATISTICS),
+    "token_logprobs, 3 ids": lambda p, x, at, w: fs.token_logprobs(x, _several(p), temperature=_temperatures(p)),
     "logsumexp": lambda p, x, at, w: fs.logsumexp(x.float(), -1),  # which has the logits' dtype
     "softmax": lambda p, x, at, w: fs.softmax(x, -1),
     "log_softmax": lambda p, x, at, w: fs.log_softmax(x, -1),
+    "softmax, float32": lambda p, x, at, w: fs.softmax(x, -1, dtype=torch.float32),
+    "log_softmax, float32": lambda p, x, at, w: fs.log_softmax(x, -1, dtype=torch.float32),
     "linear_cross_entropy": lambda p, x, at, w: fs.linear_cross_entropy(p.hidden, x, p.target),
 }
-SHARDED = ("softmax", "log_softmax")  # ops whose result is this rank's columns
+SHARDED = (
+    "softmax",
+    "log_softmax",
+    "softmax, float32",
+    "log_softmax, float32",
+)  # ops whose result is this rank's columns
 WITHOUT_BITS = ("linear_cross_entropy",)  # a product's bits depend on its shape
 
 
@@ -151,16 +180,19 @@ def check(rank: int, ranks: int, device: torch.device, cases: Any = CASES) -> It
             )  # fmt: skip
 
 
-def _equal_bits(name: str, p: Problem, rank: int, groups: dict[int, Any], alone: Any) -> bool:
-    n_cols, equal = p.x.shape[1], True
+def invariant(name: str, p: Problem, rank: int, size: int, group: Any) -> list[Tensor]:
+    """`found` of a rank's columns within batch_invariant(), in a group of `size` ranks."""
+    each = p.x.shape[1] // size
     with fs.batch_invariant():
-        want = found(name, PARALLEL, p, slice(0, n_cols), dict(group=alone))
-        for size, group in groups.items():
-            if rank < size:
-                each = n_cols // size
-                columns = slice(rank * each, (rank + 1) * each)
-                got = found(name, PARALLEL, p, columns, dict(group=group))
-                last = len(want) - 1
-                parts = [part_of(name, w, i == last, columns) for i, w in enumerate(want)]
-                equal &= all(torch.equal(g, w) for g, w in zip(got, parts, strict=True))
+        return found(name, PARALLEL, p, slice(rank * each, (rank + 1) * each), dict(group=group))
+
+
+def _equal_bits(name: str, p: Problem, rank: int, groups: dict[int, Any], alone: Any) -> bool:
+    want, equal = invariant(name, p, 0, 1, alone), True
+    for size, group in groups.items():
+        if rank < size:
+            got, each = invariant(name, p, rank, size, group), p.x.shape[1] // size
+            columns = slice(rank * each, (rank + 1) * each)
+            parts = [part_of(name, w, i == len(want) - 1, columns) for i, w in enumerate(want)]
+            equal &= all(torch.equal(g, w) for g, w in zip(got, parts, strict=True))
     return equal
