@@ -66,6 +66,10 @@ def equality_of_rank(rank, ranks, device):
     records = list(equality.check(rank, ranks, device, cases[:1]))
     assert [r.status for r in records] == ["wrong", "wrong"], records
     assert "DIFFER" in records[0].note and records[1].error > 1.0
+    # a call that raises is a record, and the others follow
+    equality.PARALLEL = {"softmax": lambda p, x, at, w: x[:, 10**6], "logsumexp": equality.PARALLEL["logsumexp"]}
+    records = list(equality.check(rank, ranks, device, cases[:1]))
+    assert [r.status for r in records] == ["error", "wrong"] and "IndexError" in records[0].note, records
 
 
 def test_equality_with_one_gpu(monkeypatch, tmp_path):

@@ -1,7 +1,7 @@
 """Compiles what a run of `parallel` launches in many processes, before its ranks start.
 
 A process plays one rank of a group whose collectives exchange nothing. Its results mean nothing, and its kernels stay
-on disk for the ranks, each of which would otherwise compile them all, one after another. Rows are few: no kernel
+on disk for the ranks. Without them each rank would compile every kernel, one after another. Rows are few: no kernel
 depends on their number.
 """
 

@@ -153,31 +153,50 @@ def check(rank: int, ranks: int, device: torch.device, cases: Any = CASES) -> It
     alone = [dist.new_group([r]) for r in range(ranks)][rank]
     for n_rows, n_cols, dtype in cases:
         p = problem(n_rows, n_cols, dtype, device)
-        each = n_cols // ranks
-        columns = slice(rank * each, (rank + 1) * each)
         for name in PARALLEL:
-            want = found(name, WHOLE, p, slice(0, n_cols), {})
-            got = found(name, PARALLEL, p, columns, {})
-            last = len(want) - 1
-            pairs = [(t, part_of(name, w, i == last, columns)) for i, (t, w) in enumerate(zip(got, want, strict=True))]
-            # a gradient is made of the rounded result, which is exponentiated: 2 has 4 roundings of 1
-            of_result = [4 if name in SHARDED and i == last else 1 for i in range(len(pairs))]
-            off = [difference(*pair, n) for pair, n in zip(pairs, of_result, strict=True)]
-            same = None if name in WITHOUT_BITS else _equal_bits(name, p, rank, groups, alone)
+            try:
+                mine = (*_compare(name, p, rank, ranks, groups, alone), "")
+            except Exception as error:  # the other ranks meet it too
+                mine = [], None, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:160]
             of_ranks: list[Any] = [None] * ranks
-            dist.all_gather_object(of_ranks, (off, same))
-            worst = [max(o[0][i] for o in of_ranks) for i in range(len(off))]
+            dist.all_gather_object(of_ranks, mine)
+            record = Record(
+                name, "fused_softmax", str(dtype).removeprefix("torch."), n_rows, n_cols, "ok", case=f"{ranks} GPUs"
+            )
+            failed = next((error for *_, error in of_ranks if error), "")
+            if failed:
+                record.status, record.note = "error", failed
+                yield record
+                continue
+            worst = [max(each) for each in zip(*(off for off, *_ in of_ranks), strict=True)]
             bits = "no equal bits promised"
-            if same is not None:
-                equal = all(o[1] for o in of_ranks)
+            if name not in WITHOUT_BITS:
+                equal = all(same for _, same, _ in of_ranks)
                 bits = f"bits {'equal' if equal else 'DIFFER'} on {', '.join(map(str, sizes))} ranks"
-            wrong = max(worst) > 1.0 or "DIFFER" in bits
-            yield Record(
-                name, "fused_softmax", str(dtype).removeprefix("torch."), n_rows, n_cols, "wrong" if wrong else "ok",
-                case=f"{ranks} GPUs", error=max(worst),
-                note="off from one GPU over what is allowed (1e-5 of the largest value, or a rounding): results "
-                + ", ".join(f"{w:.1e}" for w in worst[:-1]) + f", gradient {worst[-1]:.1e}; {bits}",
+            record.error = max(worst)
+            record.status = "wrong" if record.error > 1.0 or "DIFFER" in bits else "ok"
+            record.note = (
+                "off from one GPU over what is allowed (1e-5 of the largest value, or a rounding): results "
+                + ", ".join(f"{w:.1e}" for w in worst[:-1]) + f", gradient {worst[-1]:.1e}; {bits}"
             )  # fmt: skip
+            yield record
+
+
+def _compare(
+    name: str, p: Problem, rank: int, ranks: int, groups: dict[int, Any], alone: Any
+) -> tuple[list[float], bool | None]:
+    """(each result's and the gradient's difference over what is allowed, whether bits are equal, where promised)."""
+    n_cols = p.x.shape[1]
+    each = n_cols // ranks
+    columns = slice(rank * each, (rank + 1) * each)
+    want = found(name, WHOLE, p, slice(0, n_cols), {})
+    got = found(name, PARALLEL, p, columns, {})
+    last = len(want) - 1
+    pairs = [(t, part_of(name, w, i == last, columns)) for i, (t, w) in enumerate(zip(got, want, strict=True))]
+    # a gradient is made of the rounded result, which is exponentiated: 2 has 4 roundings of 1
+    roundings = [4 if name in SHARDED and i == last else 1 for i in range(len(pairs))]
+    off = [difference(*pair, n) for pair, n in zip(pairs, roundings, strict=True)]
+    return off, None if name in WITHOUT_BITS else _equal_bits(name, p, rank, groups, alone)
 
 
 def invariant(name: str, p: Problem, rank: int, size: int, group: Any) -> list[Tensor]:
