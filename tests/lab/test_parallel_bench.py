@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from support.ranks import spawn
+
+from fused_softmax.parallel import exchange
 
 pytestmark = pytest.mark.extended
 
@@ -62,6 +66,10 @@ def equality_of_rank(rank, ranks, device):
     records = list(equality.check(rank, ranks, device, cases[:1]))
     assert [r.status for r in records] == ["wrong", "wrong"], records
     assert "DIFFER" in records[0].note and records[1].error > 1.0
+    # a call that raises is a record, and the others follow
+    equality.PARALLEL = {"softmax": lambda p, x, at, w: x[:, 10**6], "logsumexp": equality.PARALLEL["logsumexp"]}
+    records = list(equality.check(rank, ranks, device, cases[:1]))
+    assert [r.status for r in records] == ["error", "wrong"] and "IndexError" in records[0].note, records
 
 
 def test_equality_with_one_gpu(monkeypatch, tmp_path):
@@ -72,3 +80,21 @@ def test_equality_with_one_gpu(monkeypatch, tmp_path):
 def test_every_way_is_right(monkeypatch, tmp_path):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     spawn(of_rank, 2, tmp_path)
+
+
+def test_compiling_ahead_makes_every_call(monkeypatch, capsys):
+    """On a group whose collectives exchange nothing; a call that fails says so and counts."""
+    from fused_softmax.lab.parallel import ahead, equality
+
+    counted = types.SimpleNamespace(n=0)
+    counted.put = lambda one: setattr(counted, "n", counted.n + one)
+    monkeypatch.setattr(ahead, "CASES", ((9, 128, torch.bfloat16),))
+    monkeypatch.setattr(exchange, "expect_agreement", exchange.expect_agreement)
+    calls = [("equality", 0, name) for name in (*equality.PARALLEL, "none such")]
+    try:
+        ahead.work([(0, 4), *calls], counted)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert counted.n == len(calls)
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not compiled ahead")]
+    assert len(failed) == 1 and "none such" in failed[0]

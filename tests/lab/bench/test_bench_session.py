@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from fused_softmax.lab.bench import session as sessions
+from fused_softmax.lab.bench.ahead import jobs
 from fused_softmax.lab.bench.cases import Case, table
 from fused_softmax.lab.bench.ops import AUTOGRAD
 from fused_softmax.lab.bench.run import prebuilt
-from fused_softmax.lab.bench.session import CEILING, Session, jobs, prebuild
+from fused_softmax.lab.bench.session import CEILING, Session, prebuild
 from fused_softmax.lab.bench.systems import DeviceFault, System, outcome, systems_for
 from fused_softmax.lab.bench.workload import through_autograd
 from fused_softmax.lab.record import Header, Record, header

@@ -8,10 +8,7 @@ Triton's interpreter.
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
-import queue
-import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fused_softmax.lab.bench.ahead import in_processes, jobs
 from fused_softmax.lab.bench.cases import Case, workload
 from fused_softmax.lab.bench.checking import Judge, WrongShape, run_poisoned
 from fused_softmax.lab.bench.inputs import DTYPES, Inputs, load_tensors, one_input
@@ -42,8 +40,6 @@ from fused_softmax.lab.traffic import traffic
 from fused_softmax.launch.device import device_here
 
 CEILING = "ceiling"
-# seconds after which the workers end; the timed process compiles what remains
-PREBUILD_LIMIT = 150.0
 Pair = tuple[Case, str]  # a case and a system's name
 
 
@@ -235,11 +231,6 @@ def _captured(
 # inputs of their own. They share nothing: a worker that dies leaves only its own part of the list to the timed process.
 
 
-def jobs(pairs: Sequence[Pair], workers: int) -> list[list[Pair]]:
-    """Deal pairs to workers in turn: neighbors in a list cost about the same, so they go to different workers."""
-    return [part for i in range(workers) if (part := list(pairs[i::workers]))]
-
-
 def work(part: Sequence[Pair], done: Any) -> None:
     """One worker: build and call each pair once; failures are left for the timed process to meet and to record."""
     # one compile thread each: the workers are the parallelism
@@ -266,29 +257,4 @@ def work(part: Sequence[Pair], done: Any) -> None:
 
 def prebuild(pairs: Sequence[Pair], workers: int, tick: Callable[[], None] = lambda: None) -> int:
     """Run all pairs over `workers` processes; calls `tick` for each that is done and returns how many were."""
-    context = multiprocessing.get_context("spawn")
-    done: Any = context.Queue()
-    parts = jobs(pairs, workers)
-    processes = [context.Process(target=work, args=(part, done), daemon=True) for part in parts]
-    finished = 0
-    # Ctrl-C reaches the whole group; the workers are ended from here, and say nothing
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        for process in processes:
-            process.start()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    try:
-        until = time.monotonic() + PREBUILD_LIMIT
-        while time.monotonic() < until and (any(p.is_alive() for p in processes) or not done.empty()):
-            try:
-                done.get(timeout=0.5)
-            except queue.Empty:
-                continue
-            finished += 1
-            tick()
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join()
-    return finished
+    return in_processes(work, jobs(pairs, workers), tick)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -13,13 +14,16 @@ from fused_softmax.lab.terminal import Refused
 
 def parallel(
     op: Annotated[str, typer.Option(help="comma-separated: cross_entropy, token_logprobs")] = "",
-    columns: Annotated[str, typer.Option(help="comma-separated numbers of columns of all GPUs")] = "",
+    columns: Annotated[str, typer.Option(help="comma-separated numbers of columns of all GPUs; 0: no times")] = "",
     rows: Annotated[int, typer.Option(min=1, help="rows")] = 8192,
     compiled: Annotated[
         str, typer.Option(help="columns at which compiled systems run too, comma-separated; default: all; 0: none")
     ] = "",
     ranks: Annotated[int | None, typer.Option(min=2, help="GPUs; default: all that torch sees")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="timed rounds of each system")] = 7,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="processes that compile first; default: as many as cores, up to 48")
+    ] = None,
     out: Annotated[Path, typer.Option(help="the .json that is written")] = Path("out/parallel.json"),
     equality: Annotated[
         Path | None, typer.Option(help="compare every op with one GPU's, and bits on 1, 2, 4, 8 ranks; this record")
@@ -39,9 +43,11 @@ def parallel(
     unknown = [name for name in ops if name not in OPS]
     if unknown:
         raise Refused(f"{unknown[0]!r} is none of {', '.join(OPS)}", "--op")
-    sizes = numbers(columns, "--columns") or measure.COLUMNS
+    sizes = () if columns == "0" else numbers(columns, "--columns") or measure.COLUMNS
     uneven = [n for n in sizes if n % wanted]
     if uneven:
         raise Refused(f"{uneven[0]} columns are not even over {wanted} GPUs", "--columns")
     with_compiled = sizes if not compiled else () if compiled == "0" else numbers(compiled, "--compiled")
-    measure.launch(wanted, (tuple(ops), tuple(sizes), rows, tuple(with_compiled), rounds, out, equality))
+    with_compiled = with_compiled if sizes else ()
+    arguments = (tuple(ops), tuple(sizes), rows, tuple(with_compiled), rounds, out, equality)
+    measure.launch(wanted, arguments, min(os.cpu_count() or 1, 48) if workers is None else workers)

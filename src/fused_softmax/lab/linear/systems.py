@@ -78,12 +78,32 @@ def _liger(**options: Any) -> Callable[[], Loss]:
     return build
 
 
-def _quack(tuned: bool) -> Callable[[], Loss]:
-    """tuned: it times its products' tiles for each shape at the first call, which takes minutes."""
+def _liger_cute(result: Loss) -> Callable[[], Loss]:
+    """Liger's CuTe kernels, which hold no logits. result: of (-log-probabilities of targets, weight, target)."""
 
     def build() -> Loss:
-        function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
-        return lambda x, weight, target: function(x, weight, target, tuned=tuned)
+        module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+        function = module.LigerFusedLinearScaledCrossEntropyFunction
+        return lambda x, weight, target: result(function.apply(x, weight, target), weight, target)
+
+    return build
+
+
+def _quack(**options: Any) -> Callable[[], Loss]:
+    """As its module calls it: in chunks, where all sizes are multiples of 8.
+
+    tuned=True would time its plain products' tiles at the first call of a shape, which takes minutes.
+    """
+
+    def build() -> Loss:
+        module = importlib.import_module("quack.linear_cross_entropy")
+
+        def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+            if any(size % 8 for size in (*x.shape, weight.shape[0])):
+                return module.linear_cross_entropy_func(x, weight, None, target)
+            return module.chunked_linear_cross_entropy(x, weight, target, tuned=False, **options)
+
+        return loss
 
     return build
 
@@ -117,13 +137,16 @@ SYSTEMS = (
     System("F.linear_cross_entropy", MEAN, "peer", _torchs_chunked),
     System("liger", MEAN, "peer", _liger(), "liger_kernel"),
     System("liger, chunks x 16", MEAN, "peer", _liger(chunk_mem_const=16), "liger_kernel"),
-    System("quack", MEAN, "peer", _quack(True), "quack"),
-    System("quack, not tuned", MEAN, "peer", _quack(False), "quack"),
+    System("liger, CuTe", MEAN, "peer", _liger_cute(lambda nll, *_: nll.mean()), "cutlass"),
+    System("quack", MEAN, "peer", _quack(), "quack"),
+    System("quack, plain products", MEAN, "peer", _quack(use_scaled_exp=False), "quack"),
     System("cut_cross_entropy", MEAN, "peer", _cut, "cut_cross_entropy"),
     System("fused_softmax", NONE, "ours", lambda: ours(reduction="none")),
     System("torch", NONE, "torch", lambda: plain("none")),
+    System("liger, CuTe", NONE, "peer", _liger_cute(lambda nll, *_: nll), "cutlass"),
     System("fused_softmax", LOGPROBS, "ours", lambda: _token_logprobs),
     System("torch", LOGPROBS, "torch", lambda: log_softmax),
     System("logsumexp, as verl", LOGPROBS, "peer", lambda: _logsumexp),
+    System("liger, CuTe", LOGPROBS, "peer", _liger_cute(lambda nll, *_: -nll), "cutlass"),
     System("trl", LOGPROBS, "peer", trl, "trl"),
 )

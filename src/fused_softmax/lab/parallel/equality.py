@@ -43,32 +43,61 @@ def _ids(p: Problem) -> Tensor:
     return p.target.clamp(min=0)
 
 
+def _several(p: Problem) -> Tensor:
+    """Three ids of each row."""
+    return torch.stack([(_ids(p) + k) % p.x.shape[1] for k in (0, 1, 7)], 1)
+
+
+def _temperatures(p: Problem) -> Tensor:
+    return torch.linspace(0.5, 2.0, p.x.shape[0], device=p.x.device)
+
+
+STATISTICS: dict[str, Any] = dict(return_entropy=True, return_logsumexp=True)
 # ours of these columns, given the group; and of whole rows
 PARALLEL: dict[str, Call] = {
     "cross_entropy": lambda p, x, at, w: parallel.cross_entropy(x, p.target, **w),
+    "cross_entropy, in place": lambda p, x, at, w: parallel.cross_entropy(x, p.target, inplace_backward=True, **w),
+    "cross_entropy, weight, none": lambda p, x, at, w: parallel.cross_entropy(
+        x, p.target, p.weight[at].clone(), reduction="none", **w
+    ),
     "cross_entropy, every option": lambda p, x, at, w: parallel.cross_entropy(
         x, p.target, p.weight[at].clone(), **OPTIONS, **w
     ),
-    "token_logprobs": lambda p, x, at, w: parallel.token_logprobs(
-        x, _ids(p), temperature=0.7, return_entropy=True, return_logsumexp=True, **w
+    "cross_entropy, every option, in place": lambda p, x, at, w: parallel.cross_entropy(
+        x, p.target, p.weight[at].clone(), inplace_backward=True, **OPTIONS, **w
+    ),
+    "token_logprobs": lambda p, x, at, w: parallel.token_logprobs(x, _ids(p), temperature=0.7, **STATISTICS, **w),
+    "token_logprobs, 3 ids": lambda p, x, at, w: parallel.token_logprobs(
+        x, _several(p), temperature=_temperatures(p), **w
     ),
     "logsumexp": lambda p, x, at, w: parallel.logsumexp(x, **w),
     "softmax": lambda p, x, at, w: parallel.softmax(x, **w),
     "log_softmax": lambda p, x, at, w: parallel.log_softmax(x, **w),
+    "softmax, float32": lambda p, x, at, w: parallel.softmax(x, dtype=torch.float32, **w),
+    "log_softmax, float32": lambda p, x, at, w: parallel.log_softmax(x, dtype=torch.float32, **w),
     "linear_cross_entropy": lambda p, x, at, w: parallel.linear_cross_entropy(p.hidden, x, p.target, **w),
 }
 WHOLE: dict[str, Call] = {
     "cross_entropy": lambda p, x, at, w: fs.cross_entropy(x, p.target),
+    "cross_entropy, in place": lambda p, x, at, w: fs.cross_entropy(x, p.target),
+    "cross_entropy, weight, none": lambda p, x, at, w: fs.cross_entropy(x, p.target, p.weight, reduction="none"),
     "cross_entropy, every option": lambda p, x, at, w: fs.cross_entropy(x, p.target, p.weight, **OPTIONS),
-    "token_logprobs": lambda p, x, at, w: fs.token_logprobs(
-        x, _ids(p), temperature=0.7, return_entropy=True, return_logsumexp=True
-    ),
+    "cross_entropy, every option, in place": lambda p, x, at, w: fs.cross_entropy(x, p.target, p.weight, **OPTIONS),
+    "token_logprobs": lambda p, x, at, w: fs.token_logprobs(x, _ids(p), temperature=0.7, **STATISTICS),
+    "token_logprobs, 3 ids": lambda p, x, at, w: fs.token_logprobs(x, _several(p), temperature=_temperatures(p)),
     "logsumexp": lambda p, x, at, w: fs.logsumexp(x.float(), -1),  # which has the logits' dtype
     "softmax": lambda p, x, at, w: fs.softmax(x, -1),
     "log_softmax": lambda p, x, at, w: fs.log_softmax(x, -1),
+    "softmax, float32": lambda p, x, at, w: fs.softmax(x, -1, dtype=torch.float32),
+    "log_softmax, float32": lambda p, x, at, w: fs.log_softmax(x, -1, dtype=torch.float32),
     "linear_cross_entropy": lambda p, x, at, w: fs.linear_cross_entropy(p.hidden, x, p.target),
 }
-SHARDED = ("softmax", "log_softmax")  # ops whose result is this rank's columns
+SHARDED = (
+    "softmax",
+    "log_softmax",
+    "softmax, float32",
+    "log_softmax, float32",
+)  # ops whose result is this rank's columns
 WITHOUT_BITS = ("linear_cross_entropy",)  # a product's bits depend on its shape
 
 
@@ -124,43 +153,65 @@ def check(rank: int, ranks: int, device: torch.device, cases: Any = CASES) -> It
     alone = [dist.new_group([r]) for r in range(ranks)][rank]
     for n_rows, n_cols, dtype in cases:
         p = problem(n_rows, n_cols, dtype, device)
-        each = n_cols // ranks
-        columns = slice(rank * each, (rank + 1) * each)
         for name in PARALLEL:
-            want = found(name, WHOLE, p, slice(0, n_cols), {})
-            got = found(name, PARALLEL, p, columns, {})
-            last = len(want) - 1
-            pairs = [(t, part_of(name, w, i == last, columns)) for i, (t, w) in enumerate(zip(got, want, strict=True))]
-            # a gradient is made of the rounded result, which is exponentiated: 2 has 4 roundings of 1
-            of_result = [4 if name in SHARDED and i == last else 1 for i in range(len(pairs))]
-            off = [difference(*pair, n) for pair, n in zip(pairs, of_result, strict=True)]
-            same = None if name in WITHOUT_BITS else _equal_bits(name, p, rank, groups, alone)
+            try:
+                mine = (*_compare(name, p, rank, ranks, groups, alone), "")
+            except Exception as error:  # the other ranks meet it too
+                mine = [], None, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:160]
             of_ranks: list[Any] = [None] * ranks
-            dist.all_gather_object(of_ranks, (off, same))
-            worst = [max(o[0][i] for o in of_ranks) for i in range(len(off))]
+            dist.all_gather_object(of_ranks, mine)
+            record = Record(
+                name, "fused_softmax", str(dtype).removeprefix("torch."), n_rows, n_cols, "ok", case=f"{ranks} GPUs"
+            )
+            failed = next((error for *_, error in of_ranks if error), "")
+            if failed:
+                record.status, record.note = "error", failed
+                yield record
+                continue
+            worst = [max(each) for each in zip(*(off for off, *_ in of_ranks), strict=True)]
             bits = "no equal bits promised"
-            if same is not None:
-                equal = all(o[1] for o in of_ranks)
+            if name not in WITHOUT_BITS:
+                equal = all(same for _, same, _ in of_ranks)
                 bits = f"bits {'equal' if equal else 'DIFFER'} on {', '.join(map(str, sizes))} ranks"
-            wrong = max(worst) > 1.0 or "DIFFER" in bits
-            yield Record(
-                name, "fused_softmax", str(dtype).removeprefix("torch."), n_rows, n_cols, "wrong" if wrong else "ok",
-                case=f"{ranks} GPUs", error=max(worst),
-                note="off from one GPU over what is allowed (1e-5 of the largest value, or a rounding): results "
-                + ", ".join(f"{w:.1e}" for w in worst[:-1]) + f", gradient {worst[-1]:.1e}; {bits}",
+            record.error = max(worst)
+            record.status = "wrong" if record.error > 1.0 or "DIFFER" in bits else "ok"
+            record.note = (
+                "off from one GPU over what is allowed (1e-5 of the largest value, or a rounding): results "
+                + ", ".join(f"{w:.1e}" for w in worst[:-1]) + f", gradient {worst[-1]:.1e}; {bits}"
             )  # fmt: skip
+            yield record
+
+
+def _compare(
+    name: str, p: Problem, rank: int, ranks: int, groups: dict[int, Any], alone: Any
+) -> tuple[list[float], bool | None]:
+    """(each result's and the gradient's difference over what is allowed, whether bits are equal, where promised)."""
+    n_cols = p.x.shape[1]
+    each = n_cols // ranks
+    columns = slice(rank * each, (rank + 1) * each)
+    want = found(name, WHOLE, p, slice(0, n_cols), {})
+    got = found(name, PARALLEL, p, columns, {})
+    last = len(want) - 1
+    pairs = [(t, part_of(name, w, i == last, columns)) for i, (t, w) in enumerate(zip(got, want, strict=True))]
+    # a gradient is made of the rounded result, which is exponentiated: 2 has 4 roundings of 1
+    roundings = [4 if name in SHARDED and i == last else 1 for i in range(len(pairs))]
+    off = [difference(*pair, n) for pair, n in zip(pairs, roundings, strict=True)]
+    return off, None if name in WITHOUT_BITS else _equal_bits(name, p, rank, groups, alone)
+
+
+def invariant(name: str, p: Problem, rank: int, size: int, group: Any) -> list[Tensor]:
+    """`found` of a rank's columns within batch_invariant(), in a group of `size` ranks."""
+    each = p.x.shape[1] // size
+    with fs.batch_invariant():
+        return found(name, PARALLEL, p, slice(rank * each, (rank + 1) * each), dict(group=group))
 
 
 def _equal_bits(name: str, p: Problem, rank: int, groups: dict[int, Any], alone: Any) -> bool:
-    n_cols, equal = p.x.shape[1], True
-    with fs.batch_invariant():
-        want = found(name, PARALLEL, p, slice(0, n_cols), dict(group=alone))
-        for size, group in groups.items():
-            if rank < size:
-                each = n_cols // size
-                columns = slice(rank * each, (rank + 1) * each)
-                got = found(name, PARALLEL, p, columns, dict(group=group))
-                last = len(want) - 1
-                parts = [part_of(name, w, i == last, columns) for i, w in enumerate(want)]
-                equal &= all(torch.equal(g, w) for g, w in zip(got, parts, strict=True))
+    want, equal = invariant(name, p, 0, 1, alone), True
+    for size, group in groups.items():
+        if rank < size:
+            got, each = invariant(name, p, rank, size, group), p.x.shape[1] // size
+            columns = slice(rank * each, (rank + 1) * each)
+            parts = [part_of(name, w, i == len(want) - 1, columns) for i, w in enumerate(want)]
+            equal &= all(torch.equal(g, w) for g, w in zip(got, parts, strict=True))
     return equal

@@ -22,14 +22,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fused_softmax.lab.parallel.ahead import compile_ahead
+from fused_softmax.lab.parallel.bounds import BOUND, bounds
 from fused_softmax.lab.parallel.equality import check
 from fused_softmax.lab.parallel.systems import LOGPROBS, LOSS, SYSTEMS, Place, System
 from fused_softmax.lab.record import Header, Record, header, to_json, write_atomically
 from fused_softmax.lab.timing import Timing, interleave
-from fused_softmax.launch.row_statistics import statistics, statistics_backward
-from fused_softmax.launch.torch_private import all_gather_into_tensor, wait_tensor
 
-BOUND = "row statistics + gradient + all_gather"
 COLUMNS = (131072, 262144, 1048576)
 ROWS = 8192
 NO_EXCHANGE = ("wait_tensor", "wrap_tensor")  # functional operators that exchange nothing
@@ -50,11 +49,10 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(t is DTensor for t in types):
             return NotImplemented  # its collectives are those of its local tensors
-        name = str(func)
-        if name.startswith(("c10d.", "_c10d_functional.", "_dtensor.")) and not name.split(".")[1].startswith(
-            NO_EXCHANGE
-        ):
-            self.names.append(name.split(".")[1].strip("_"))
+        library, _, rest = str(func).partition(".")
+        name = rest.partition(".")[0].strip("_")
+        if library in ("c10d", "_c10d_functional", "_dtensor") and not name.startswith(NO_EXCHANGE):
+            self.names.append(name)
             tensors = [a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else [arg])]
             given = [t for t in tensors if isinstance(t, Tensor)]
             self.sent += min((t.numel() * t.element_size() for t in given), default=0)
@@ -143,27 +141,6 @@ def caller(op: str, system: System, x: Tensor, target: Tensor, at: Place) -> Cal
     return call
 
 
-def bound(op: str, x: Tensor, target: Tensor, at: Place, payload: int) -> Callable[[], Any]:
-    """The kernels on this rank's shard, and a bare all_gather of the payload's bytes."""
-    sent = torch.zeros(payload // 4, device=x.device)
-    x, ids = x.detach(), (target - at.start).unsqueeze(1)
-    g = torch.full(ids.shape, -1.0 / x.shape[0], device=x.device)
-    group = dist.group.WORLD
-    assert group is not None
-    name = group.group_name
-
-    def call() -> Any:
-        moments = statistics(x, None, 1.0, False)[3]
-        assert moments is not None
-        wait_tensor(all_gather_into_tensor(sent, at.ranks, name))
-        if op == LOSS:
-            dx = torch.empty_like(x)
-            statistics_backward(x, dx, moments, 1.0, ids=ids, g_picked=g)
-        return moments
-
-    return call
-
-
 def measure(
     op: str, n_rows: int, n_cols: int, systems: tuple[System, ...], place: Place, device: torch.device, rounds: int
 ) -> list[Record]:
@@ -225,8 +202,10 @@ def measure(
             continue
         passed[system.name] = call
     free()
-    calls = {BOUND: bound(op, x, target, at, payload), **passed}
-    records[BOUND] = Record(op, BOUND, "bfloat16", n_rows, n_cols, "ok", case=f"{place.ranks} GPUs")
+    least = bounds(op, x, target, at, payload)
+    calls = {**least, **passed}
+    for name in least:
+        records[name] = Record(op, name, "bfloat16", n_rows, n_cols, "ok", case=f"{place.ranks} GPUs")
     stopwatch = AlignedStopwatch(device)
     # as many rounds on every rank
     mine = interleave(calls, stopwatch, 0.0, fewest=rounds, most=rounds)
@@ -251,13 +230,15 @@ def run(
     equality: Path | None = None,
 ) -> tuple[Header, list[Record]]:  # fmt: skip
     """On every rank of the default group: all ops and widths; rank 0 shows and writes. compiled: the widths at which
-    compiled systems run, too. equality: where the record of `equality.check` goes, which runs last."""
+    compiled systems run, too. equality: where the record of `equality.check` goes, which runs first."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device())
     mesh = dist.device_mesh.init_device_mesh("cuda", (ranks,))
     place = Place(rank, ranks, 0, mesh)
     head, records = header(device, False), []
     head.device = f"{ranks} x {head.device}"
+    if equality is not None:
+        record_equality(rank, ranks, device, replace(head), equality)
     eager = tuple(s for s in SYSTEMS if "compiled" not in s.name)
     cases = [(n_cols, op, eager) for n_cols in columns for op in ops]
     traced = tuple(s for s in SYSTEMS if "compiled" in s.name)
@@ -271,10 +252,8 @@ def run(
                 print(line(record), flush=True)
             write_atomically(out, to_json(head, records))
     head.finished = True
-    if rank == 0:
+    if rank == 0 and cases:
         write_atomically(out, to_json(head, records))
-    if equality is not None:
-        record_equality(rank, ranks, device, replace(head, finished=False), equality)
     return head, records
 
 
@@ -316,12 +295,16 @@ def start(rank: int, ranks: int, where: str, arguments: tuple[Any, ...]) -> None
         dist.destroy_process_group()
 
 
-def launch(ranks: int, arguments: tuple[Any, ...]) -> None:
-    """`run` on so many GPUs of this machine: in this process under torchrun, else in processes of their own."""
+def launch(ranks: int, arguments: tuple[Any, ...], workers: int) -> None:
+    """`run` on so many GPUs of this machine: in this process under torchrun, else in processes of their own, after
+    `workers` processes compiled the kernels."""
     if "RANK" in os.environ:
         start(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", arguments)
         return
     import tempfile
 
+    if workers:
+        ops, columns, *_, equality = arguments
+        print(compile_ahead(ranks, ops, columns, equality is not None, workers), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(start, (ranks, f"file://{folder}/store", arguments), nprocs=ranks)

@@ -200,5 +200,10 @@ SYSTEMS = (
     System("fused_softmax, compiled", {LOSS: _ours, LOGPROBS: _our_logprobs}, compiled=True),
     System("megatron, pieces compiled", {LOSS: _megatron(True, 1.0, True), LOGPROBS: _megatron(True, -1.0, False)}),
     System("torchtitan, compiled", {LOSS: _torchtitans}, compiled=True, around=_loss_parallel),
-    System("torch loss_parallel, compiled", {LOSS: _torchs}, compiled=True, around=_loss_parallel),
+    System(
+        "torch loss_parallel, compiled",
+        {LOSS: _torchs, LOGPROBS: _torchs_logprobs},
+        compiled=True,
+        around=_loss_parallel,
+    ),  # fmt: skip
 )
