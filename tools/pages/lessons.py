@@ -239,9 +239,9 @@ def counted(records: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any
     return (
         f"# Predicted and counted\n\n{machines}\n\n"
         "## Bytes between L2 and memory\n\n"
-        "Nsight Compute's count, read and written together, next to the model's. The last lines of a result stay in "
-        "the L2 when a kernel ends, so up to 2 per cent of the written bytes are not counted. `05_published` has two "
-        "kernels, and its output is filled first.\n\n"
+        "Nsight Compute's count, read and written together, next to the model's. The last lines of a result are in the "
+        "L2 when a kernel ends, and are not counted: the model says 22 MB for each kernel that writes a tensor on an "
+        "H200. `05_published` has two such kernels, because its output is filled first.\n\n"
         + "\n".join(rows)
         + "".join(f"\n\n    {performance.command(_header(head))}" for head, _ in records)
         + "\n\n## Times\n\n"

@@ -16,6 +16,7 @@ from fused_softmax.lab.traffic import Traffic, three_reads
 from fused_softmax.planning.types import MULTIPROCESSORS
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "h200" / "softmax.json"
+PROFILE = RESULTS.parents[1] / "h200-profile" / "profile.json"
 H200 = GPUS["h200"]
 
 
@@ -55,6 +56,23 @@ def test_what_is_read_again_comes_from_the_l2_if_it_fits():
     far = model.dram_bytes(asked, cells, 2, 1056, 1 << 18, H200)
     assert far == model.DramBytes(6 * cells, 2 * cells) and far.kept == 0
     assert model.dram_bytes(Traffic(cells, cells), cells, 2, 10**6, 1 << 18, H200).kept == 0
+
+
+def test_what_a_kernel_leaves_in_the_l2_is_not_counted_for_it():
+    left = model.unsent_bytes([2**30], H200)
+    assert 0.1 * H200.l2_bytes < left < 0.5 * H200.l2_bytes
+    assert model.unsent_bytes([2**30, 2**30, 1000, 0], H200) == 2 * left + 1000
+    assert predict("01_naive", 4096, 4096, "bfloat16", "h200").dram.unsent == 3 * left
+    assert predict("05_published", 4096, 65536, "bfloat16", "h200").dram.unsent == left + 4096 * 512 * 2
+
+
+def test_bytes_that_ncu_counted_are_within_3_per_cent_of_the_model():
+    profiles = json.loads(PROFILE.read_text())["profiles"]
+    assert len(profiles) > 40
+    for p in profiles:
+        op = p["op"] if p["system"] == "fused_softmax" else "softmax"
+        said = predict(p["system"], p["n_rows"], p["n_cols"], p["dtype"], "h200", op).dram
+        assert (p["read"] + p["written"]) / (said.all - said.unsent) == pytest.approx(1, abs=0.03), p
 
 
 def test_each_time_can_bind():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fused_softmax.lab.bench.inputs import DTYPES
 from fused_softmax.lab.bench.ops import OPS
@@ -110,6 +110,10 @@ def predict(
         dram = model.DramBytes(dram.read, dram.written + cells * itemsize)
     if system == OURS and (mask := OPS[op].mask_bytes(n_rows, n_cols)):
         dram = model.DramBytes(dram.read + mask, dram.written, dram.kept)
+    # kernels that write a tensor each; the other kernels of a call write a number for each row
+    tensors = cells * itemsize, asked.writes * itemsize
+    writers = {"01_naive": tensors[:1] * 3, "05_published": tensors}.get(system, tensors[1:])
+    dram = replace(dram, unsent=model.unsent_bytes(writers, on))
     instructions = _instructions(kernel, used, plan, n_cols)
     exponentials = 0 if op in NO_EXPONENTIAL else 2 if plan is not None and plan.recompute else 1
     return Prediction(

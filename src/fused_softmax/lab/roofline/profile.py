@@ -143,7 +143,7 @@ def _profiled(dtype: str, kernels: Sequence[Kernel], said: Prediction, failed: s
         read=sum(k.values.get("read", 0.0) for k in kernels),
         written=sum(k.values.get("written", 0.0) for k in kernels),
         microseconds=sum(k.values.get("nanoseconds", 0.0) for k in kernels) / 1e3,
-        predicted_read=said.dram.read, predicted_written=said.dram.written,
+        predicted_read=said.dram.read, predicted_written=said.dram.written - said.dram.unsent,
         counters=dict(longest.values), failed=failed,
     )  # fmt: skip
 
