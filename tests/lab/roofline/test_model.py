@@ -66,6 +66,7 @@ def test_what_a_kernel_leaves_in_the_l2_is_not_counted_for_it():
     assert predict("05_published", 4096, 65536, "bfloat16", "h200").dram.unsent == left + 4096 * 512 * 2
 
 
+@pytest.mark.extended
 def test_bytes_that_ncu_counted_are_within_3_per_cent_of_the_model():
     profiles = json.loads(PROFILE.read_text())["profiles"]
     assert len(profiles) > 40
