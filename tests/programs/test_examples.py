@@ -14,8 +14,7 @@ import torch
 pytestmark = [pytest.mark.extended, pytest.mark.interpreted]
 
 ROOT = Path(__file__).resolve().parents[2]
-# tests/parallel runs the one that needs torchrun
-EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / "vocab_parallel_lm.py"})
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NEEDS = {"patch_transformers": ("transformers",), "trainer": ("transformers", "accelerate")}
 
 

@@ -91,7 +91,7 @@ def _bytes(said: Prediction) -> Iterator[str]:
     kept = f"; {said.dram.kept / 1e6:,.1f} MB of the reads come from the L2" if said.dram.kept else ""
     yield f"bytes        {said.dram.read / 1e6:,.1f} MB from memory and {said.dram.written / 1e6:,.1f} MB to it{kept}"
     if said.dram.unsent:
-        yield f"             {said.dram.unsent / 1e6:,.1f} MB of the writes are in the L2 when it ends, and go out later"
+        yield f"             {said.dram.unsent / 1e6:,.1f} MB of the writes are in the L2 when it ends"
 
 
 def _compiled(said: Prediction) -> Iterator[str]:
@@ -138,7 +138,9 @@ def as_data(said: Prediction) -> dict[str, Any]:
         "plan": asdict(said.plan) if said.plan is not None else None,
         "elements": {"read": said.asked.reads, "written": said.asked.writes},
         "least_elements": {"read": said.least.reads, "written": said.least.writes},
-        "bytes": {"read": said.dram.read, "written": said.dram.written, "from_l2": said.dram.kept, "unsent": said.dram.unsent},
+        "bytes": {
+            "read": said.dram.read, "written": said.dram.written, "from_l2": said.dram.kept, "unsent": said.dram.unsent,
+        },
         "operations": said.operations, "intensity": said.intensity,
         "floor": {"us": said.floor.least, "binds": said.floor.binds, "by": dict(said.floor.microseconds)},
         "compiled": None, "occupancy": None, "in_flight": None,

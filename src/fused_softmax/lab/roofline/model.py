@@ -25,7 +25,7 @@ L2_UNSENT = 0.35
 class DramBytes:
     """Bytes between L2 and memory. `kept` of the requested reads come from the L2, because a read before left them.
 
-    `unsent` of the written bytes are still in the L2 when the call's kernels end. Another kernel's lines drive them out.
+    `unsent` of the written bytes are still in the L2 when the call's kernels end: later calls send them.
     """
 
     read: int

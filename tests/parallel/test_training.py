@@ -1,4 +1,4 @@
-"""The example of a language model whose output layer is spread over ranks runs, and checks itself."""
+"""The training of a language model whose output layer is spread over ranks runs, and checks itself."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.extended
-EXAMPLE = Path(__file__).parents[2] / "examples" / "vocab_parallel_lm.py"
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "train_vocab_parallel.py"
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_example(ranks, tmp_path):
+def test_training_over_ranks(ranks, tmp_path):
     plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(EXAMPLE), "--steps", "30", "--out", str(tmp_path / "curves.json")]
+    command += [str(PROGRAM), "--steps", "30", "--out", str(tmp_path / "curves.json")]
     done = subprocess.run(command, env={**plain, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 collective forward" in done.stdout

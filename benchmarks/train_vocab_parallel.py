@@ -1,7 +1,7 @@
 """Trains a small language model whose output layer is spread over ranks, next to the same model on one rank.
 
-    torchrun --nproc-per-node 2 examples/vocab_parallel_lm.py                       # GPUs, or gloo without them
-    torchrun --nproc-per-node 2 examples/vocab_parallel_lm.py --out curves.json --plot curves.svg
+    torchrun --nproc-per-node 2 benchmarks/train_vocab_parallel.py                       # GPUs, or gloo without them
+    torchrun --nproc-per-node 2 benchmarks/train_vocab_parallel.py --out curves.json --plot curves.svg
 
 The output layer is a ColwiseParallel layer, so each rank holds some columns of every row of logits, and
 `fused_softmax.cross_entropy` exchanges a few numbers for each row. The other model holds all columns on every rank.
