@@ -98,3 +98,30 @@ def test_compiling_ahead_makes_every_call(monkeypatch, capsys):
     assert counted.n == len(calls)
     failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not compiled ahead")]
     assert len(failed) == 1 and "none such" in failed[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_is_written_and_shown_by_rank_0_alone(rank, monkeypatch, tmp_path, capsys):
+    from fused_softmax.lab.parallel import measure
+    from fused_softmax.lab.record import Record, from_json, header
+
+    def recorded(op, n_cols):
+        times = dict(ms=2.0, ceiling="a", fraction=0.5)
+        return Record(op, "fused_softmax", "bfloat16", 8, n_cols, "ok", case="2 GPUs", **times)
+
+    monkeypatch.setattr(measure.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(measure.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(measure.dist, "device_mesh", types.SimpleNamespace(init_device_mesh=lambda kind, shape: None))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(measure, "header", lambda device, interpreted: header(torch.device("cpu"), interpreted))
+    monkeypatch.setattr(measure, "free", lambda: None)
+    monkeypatch.setattr(measure, "check", lambda *of: iter([recorded("softmax", 64)]))
+    monkeypatch.setattr(measure, "measure", lambda op, rows, n_cols, *more: [recorded(op, n_cols)])
+    out, equality = tmp_path / "times.json", tmp_path / "equality.json"
+    measure.run(("cross_entropy", "token_logprobs"), (128,), 8, (128,), 7, out, equality)
+    assert out.exists() == equality.exists() == (rank == 0)
+    if rank == 0:
+        head, records = from_json(out.read_text())
+        assert head.finished and head.device.startswith("2 x ") and len(records) == 4
+        assert len(from_json(equality.read_text())[1]) == 1
+        assert "softmax 8x64 2 GPUs fused_softmax: ok, 2.000 ms, 2.000 of a" in capsys.readouterr().out

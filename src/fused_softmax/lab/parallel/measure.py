@@ -26,7 +26,7 @@ from fused_softmax.lab.parallel.ahead import compile_ahead
 from fused_softmax.lab.parallel.bounds import BOUND, bounds
 from fused_softmax.lab.parallel.equality import check
 from fused_softmax.lab.parallel.systems import LOGPROBS, LOSS, SYSTEMS, Place, System
-from fused_softmax.lab.record import Header, Record, header, to_json, write_atomically
+from fused_softmax.lab.record import Record, Results, header, in_words
 from fused_softmax.lab.timing import Timing, interleave
 
 COLUMNS = (131072, 262144, 1048576)
@@ -213,9 +213,7 @@ def measure(
     dist.all_gather_object(of_all, mine)
     slowest: dict[str, Timing] = {name: max((o[name] for o in of_all), key=lambda t: t.ms) for name in mine}
     for name, taken in slowest.items():
-        record = records[name]
-        record.ms, record.ms_p10, record.ms_p90 = taken.ms, taken.p10, taken.p90
-        record.rounds, record.timed_by = taken.rounds, stopwatch.describe
+        record = records[name].take(taken, stopwatch.describe)
         record.ceiling, record.fraction = BOUND, slowest[BOUND].ms / taken.ms
     return list(records.values())
 
@@ -228,58 +226,41 @@ def free() -> None:
 def run(
     ops: tuple[str, ...], columns: tuple[int, ...], n_rows: int, compiled: tuple[int, ...], rounds: int, out: Path,
     equality: Path | None = None,
-) -> tuple[Header, list[Record]]:  # fmt: skip
+) -> None:  # fmt: skip
     """On every rank of the default group: all ops and widths; rank 0 shows and writes. compiled: the widths at which
     compiled systems run, too. equality: where the record of `equality.check` goes, which runs first."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device())
     mesh = dist.device_mesh.init_device_mesh("cuda", (ranks,))
     place = Place(rank, ranks, 0, mesh)
-    head, records = header(device, False), []
+    head = header(device, False)
     head.device = f"{ranks} x {head.device}"
+
+    def results(file: Path) -> Results:
+        """Of rank 0, which alone shows and writes."""
+        return Results(replace(head), file if rank == 0 else None, show if rank == 0 else lambda record: None)
+
     if equality is not None:
-        record_equality(rank, ranks, device, replace(head), equality)
+        found = results(equality)
+        for record in check(rank, ranks, device):
+            found.add(record)
+        found.finish()
     eager = tuple(s for s in SYSTEMS if "compiled" not in s.name)
     cases = [(n_cols, op, eager) for n_cols in columns for op in ops]
     traced = tuple(s for s in SYSTEMS if "compiled" in s.name)
     cases += [(n_cols, op, traced) for n_cols in compiled for op in ops]
+    if not cases:
+        return
+    found = results(out)
     for n_cols, op, systems in cases:
-        found = measure(op, n_rows, n_cols, systems, place, device, rounds)
-        records += found
+        found.add(*measure(op, n_rows, n_cols, systems, place, device, rounds))
         free()
-        if rank == 0:
-            for record in found:
-                print(line(record), flush=True)
-            write_atomically(out, to_json(head, records))
-    head.finished = True
-    if rank == 0 and cases:
-        write_atomically(out, to_json(head, records))
-    return head, records
+    found.finish()
 
 
-def record_equality(rank: int, ranks: int, device: torch.device, head: Header, out: Path) -> None:
-    """`equality.check`, shown and written as it goes."""
-    found: list[Record] = []
-    for record in check(rank, ranks, device):
-        found.append(record)
-        if rank == 0:
-            print(line(record), flush=True)
-            write_atomically(out, to_json(head, found))
-    head.finished = True
-    if rank == 0:
-        write_atomically(out, to_json(head, found))
-
-
-def line(record: Record) -> str:
-    """One result as text."""
-    parts = [f"{record.op} {record.n_rows}x{record.n_cols} {record.case} {record.system}: {record.status}"]
-    if record.ms is not None and record.fraction:
-        parts.append(f"{record.ms:.3f} ms, {1 / record.fraction:.2f} of the bound")
-    if record.peak_bytes is not None:
-        parts.append(f"{record.peak_bytes / 1e9:.2f} GB")
-    if record.collectives:
-        parts.append(f"{len(record.collectives['names'])} collectives, {record.collectives['bytes_given']} bytes")
-    return ", ".join([*parts, *([record.note] if record.note else [])])
+def show(record: Record) -> None:
+    """One result as a line of text."""
+    print(in_words(record), flush=True)
 
 
 def start(rank: int, ranks: int, where: str, arguments: tuple[Any, ...]) -> None:
