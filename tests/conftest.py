@@ -7,7 +7,9 @@ TRITON_INTERPRET=1 pytest -m "not compiled and not gpu", then pytest -m compiled
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
+from typing import Any
 
 # graphs that an earlier version of the operators was compiled into are not this version's
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
@@ -44,6 +46,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in unmet.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Chromium, by playwright."""
+    program = shutil.which(os.environ.get("CHROMIUM", "chromium"))
+    assert program, "no Chromium: apt-get install chromium, or name one by CHROMIUM"
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield opened
+        opened.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,13 +7,12 @@ the page does not scroll sideways, and it is below 1 MB and open within a second
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.browser import open_within
 
 from fused_softmax.lab.bench import plots
 from fused_softmax.lab.bench.output import Output
@@ -56,18 +55,6 @@ def pages(runs: dict[str, tuple[Header, list[Record]]], tmp_path_factory: pytest
     return {name: Output(folder / name, recorded=recorded).finish(*run)[0] for name, run in runs.items()}
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    program = shutil.which(os.environ.get("CHROMIUM", "chromium"))
-    assert program, "no Chromium: apt-get install chromium, or name one by CHROMIUM"
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
 def drawn_ops(records: list[Record]) -> dict[str, list[str]]:
     return {op: list(panels) for op, panels in plots.panels_of(records).items()}
 
@@ -88,12 +75,7 @@ def test_the_report_is_right_at_every_width_and_in_both_schemes(
         errors: list[str] = []
         page.on("console", lambda message, errors=errors: errors.append(message.text) if message.type == "error" else 0)
         page.on("pageerror", lambda error, errors=errors: errors.append(str(error)))
-        taken = SLOWEST
-        for _ in range(3):  # other tests share the cores
-            if taken >= SLOWEST:
-                page.goto(pages[name].as_uri())
-                taken = page.evaluate("performance.getEntriesByType('navigation')[0].domComplete") / 1000
-        assert taken < SLOWEST, f"{taken} s"
+        open_within(SLOWEST, page, pages[name])
         if SHOTS:
             Path(SHOTS).mkdir(parents=True, exist_ok=True)
             page.screenshot(path=Path(SHOTS) / f"{name}-{width}-{scheme}.png")
