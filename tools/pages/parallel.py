@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fused_softmax.lab.parallel.bounds import BOUND, CHUNKS, EXCHANGE
 from fused_softmax.lab.record import Record
 from fused_softmax.lab.results import read_results
 
 PAGE = Path("docs") / "parallel.md"
 RESULTS = Path("benchmarks") / "results"
-BOUND = "row statistics + gradient + all_gather"
 SYSTEMS = ("fused_softmax", "torch loss_parallel", "megatron", "torchtitan", "all_gather, one-GPU op")
 # assumptions of the model, not measured here: bytes a microsecond and GPU within a host of 8, and between hosts; and
 # microseconds that each further rank adds to a ring
@@ -19,8 +19,13 @@ PAYLOAD = 163980  # bytes that a rank gives for 8,192 rows
 
 def load(root: Path) -> dict[int, list[Record]]:
     """The records by number of GPUs."""
-    files = {n: root / RESULTS / f"h200x{n}" / "parallel.json" for n in (2, 4, 8)}
-    return {n: read_results(file)[1] for n, file in files.items() if file.exists()}
+    found: dict[int, list[Record]] = {}
+    for n in (2, 4, 8):
+        for name in ("parallel.json", "parallel_compiled.json"):
+            file = root / RESULTS / f"h200x{n}" / name
+            if file.exists():
+                found.setdefault(n, []).extend(read_results(file)[1])
+    return found
 
 
 def _found(records: list[Record], op: str, n_cols: int) -> dict[str, Record]:
@@ -57,6 +62,23 @@ def compiled(found: dict[int, list[Record]]) -> str:
             if "compiled" in r.system and r.op == "cross_entropy" and r.ms is not None:
                 taken = "" if r.peak_bytes is None else f"{r.peak_bytes / 1e9:.1f}"
                 lines.append(f"| {n} | {r.n_cols:,} | {r.system} | {r.ms:.2f} | {taken} |")
+    return "\n".join(lines)
+
+
+def chunks(found: dict[int, list[Record]]) -> str:
+    """The bound in one piece and in chunks of rows, whose exchanges overlap the next chunk's read, in us."""
+    names = (EXCHANGE, BOUND, *(f"{BOUND}, in {n} chunks" for n in CHUNKS))
+    lines = [
+        "| GPUs | op | columns | all_gather alone | bound | in 2 chunks | in 4 chunks |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for n, records in found.items():
+        for op in ("token_logprobs", "cross_entropy"):
+            for n_cols in _columns(records):
+                rows = _found(records, op, n_cols)
+                cells = [f"{1000 * r.ms:.0f}" if (r := rows.get(s)) and r.ms is not None else "" for s in names]
+                if all(cells):
+                    lines.append(f"| {n} | {op} | {n_cols:,} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -110,11 +132,12 @@ def model(found: dict[int, list[Record]]) -> str:
         "| GPUs | columns | model, ms | measured, ms |",
         "|---|---|---|---|",
     ]
-    for n in found:
-        for n_cols in _columns(found[n]) if n > 2 else ():
+    for n in (4, 8):
+        for n_cols in _columns(found[2]):
             said = (fixed + slope * n_cols / n + exchange(n)) / 1000
-            measured = _found(found[n], "cross_entropy", n_cols)["fused_softmax"].ms
-            lines.append(f"| {n} | {n_cols:,} | {said:.2f} | {measured:.2f} |")
+            ours = _found(found.get(n, []), "cross_entropy", n_cols).get("fused_softmax")
+            measured = "not measured" if ours is None or ours.ms is None else f"{ours.ms:.2f}"
+            lines.append(f"| {n} | {n_cols:,} | {said:.2f} | {measured} |")
     lines += [
         "",
         "| GPUs | fixed and exchange, us | share of 262,144 columns | share of 1,048,576 columns |",
@@ -134,6 +157,7 @@ def tables(root: Path) -> dict[str, str]:
         "cross_entropy": times(found, "cross_entropy"),
         "token_logprobs": times(found, "token_logprobs"),
         "compiled": compiled(found),
+        "chunks": chunks(found),
         "memory": memory(found),
         "model": model(found),
         "equality": equality(root),

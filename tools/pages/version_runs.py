@@ -105,7 +105,9 @@ def version_table(runs: Iterable[Run]) -> str:
     lines = ["| torch | Triton | Python | what was run | result | commit, date |", "|---|---|---|---|---|---|"]
     for run in sorted(runs, key=lambda r: r.order):
         what = f"measured on {run.device}" if run.what == "measured" else f"{run.what}: {', '.join(run.tests)}"
-        cells = (run.torch, run.triton, run.python, what, outcome(run), f"{run.commit}, {run.date[:10]}")
+        # a + says that the tree had changes
+        commit = run.commit if run.commit.endswith("+") else run.commit[:7]
+        cells = (run.torch, run.triton, run.python, what, outcome(run), f"{commit}, {run.date[:10]}")
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", *(f"- {name}: {text}" for name, text in WHAT.items())]
     return "\n".join(lines)

@@ -20,6 +20,7 @@ from .common.cluster import cluster_reduce_max_sum, cluster_reduce_sum, init_clu
 from .common.numerics import (
     GRADIENT_CONVERTS_TWICE,
     LOWEST,
+    TREES_ALWAYS,
     exp,
     exp2_affine,
     exp2_fma,
@@ -194,6 +195,8 @@ def softmax_backward_resident(
         d += tl.sum(gradient_term(y_head_tail, dy_head_tail, LOG, True), 1)
     d = cluster_reduce_sum(d, CTAS, PTX, WARPS_PER_ROW)[:, None]
 
+    # 8 chunks of both inputs spill where trees hold partial sums
+    TWICE: tl.constexpr = GRADIENT_CONVERTS_TWICE and not (TREES_ALWAYS and CTAS > 1 and CHUNKS == 8)
     for c in tl.static_range(CHUNKS):
         if c + PREFETCHED < CHUNKS:
             y = y + (
@@ -210,8 +213,8 @@ def softmax_backward_resident(
                     POLICY,
                 ),
             )
-        y_c = upcast(chunk_of(y, c, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE, GRADIENT_CONVERTS_TWICE)
-        dy_c = upcast(chunk_of(dy, c, 0, SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE, GRADIENT_CONVERTS_TWICE)
+        y_c = upcast(chunk_of(y, c, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE, TWICE)
+        dy_c = upcast(chunk_of(dy, c, 0, SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE, TWICE)
         store_chunk(
             dx_row + first,
             width,

@@ -25,6 +25,8 @@ _TREES_ON_CLUSTERS = tl.constexpr(TRITON >= (3, 9))
 # whether a row's gradient converts bfloat16 in two ways (`upcast`). With Triton 3.6 it has the registers that its plans
 # were measured with: 0.992 of an add on average over 16 widths, 0.987 with the second way
 GRADIENT_CONVERTS_TWICE = tl.constexpr(TRITON >= (3, 7))
+# reduces as a tree on clusters too, which takes more registers
+TREES_ALWAYS = tl.constexpr(_TREES.value and not _TREES_ON_CLUSTERS.value)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
