@@ -177,6 +177,7 @@ def test_the_lines_of_a_loss_are_warps(n_cols, name, weighted, smoothing):
     op = cross_entropy.CrossEntropy(target, of_weight, of_weight, -100, "mean", smoothing, 30.0, 0.0)
     numbers = (op.ignore_index, *op.numbers)
     if name == "with gradient":
+        numbers = cross_entropy.with_gradient_numbers(op)
         tensors, vectors = (x, x), (target, number, number, number, number, number)
         flags = cross_entropy.with_gradient_flags(op.kind, inplace=True)
         row_op = cross_entropy.WITH_GRADIENT[op.kind.arithmetic]

@@ -135,25 +135,23 @@ def losses(target: str) -> Iterator[Named]:
                 yield f"cross_entropy_forward{name}", as_called(launch), chosen
                 chosen = cross_entropy.WITH_GRADIENT[op.kind.arithmetic].planner(problem_of(x, x), device)
                 if chosen.regime != "two_pass":
-                    flags = cross_entropy.with_gradient_flags(op.kind, waits=device.supports_pdl)
+                    flags = cross_entropy.with_gradient_flags(op.kind, keeps_upstream=True, waits=device.supports_pdl)
                     vectors = (*op.vectors(number), number, number, number)
                     launch = row_launch(
-                        cross_entropy.WITH_GRADIENT[op.kind.arithmetic], (x, x), vectors, numbers, flags, chosen, device
-                    )
+                        cross_entropy.WITH_GRADIENT[op.kind.arithmetic], (x, x), vectors,
+                        cross_entropy.with_gradient_numbers(op), flags, chosen, device,
+                    )  # fmt: skip
                     yield f"cross_entropy_resident{name}", as_called(launch), chosen
-                for unless_one, sharded in ((False, False), (True, False), (False, True)):
-                    row_op = (
-                        cross_entropy_gradient.BACKWARD_UNLESS_ONE if unless_one else cross_entropy_gradient.BACKWARD
-                    )
+                for unless, sharded in ((False, False), (True, False), (False, True)):
+                    backward = cross_entropy_gradient
+                    row_op = backward.BACKWARD_UNLESS_WRITTEN if unless else backward.BACKWARD
                     chosen = row_op.planner(problem_of(x, x), device)
-                    flags = cross_entropy_gradient.gradient_flags(
-                        op.kind, unless_one, not sharded, n_cols == 1000, sharded
-                    )
+                    flags = backward.gradient_flags(op.kind, not sharded, n_cols == 1000, sharded, unless, unless)
                     launch = row_launch(
-                        row_op, (x, x), (*op.vectors(number), number, number, number),
+                        row_op, (x, x), (*op.vectors(number), number, number, number, number, number),
                         (op.ignore_index, 0, 0, *op.numbers), flags, chosen, device,
                     )  # fmt: skip
-                    kind = " unless one" * unless_one + " of a shard" * sharded
+                    kind = " unless written" * unless + " of a shard" * sharded
                     yield f"cross_entropy_backward{name}{kind}", as_called(launch), chosen
         chosen = cross_entropy_gradient.SCALE_UNLESS_ONE.planner(problem_of(x), device)
         launch = row_launch(cross_entropy_gradient.SCALE_UNLESS_ONE, (x,), (number,), (0,), (), chosen, device)

@@ -81,7 +81,7 @@ def run_loss_plan(plan: Plan) -> Callable[..., Any]:
         vectors = (*op.vectors(losses), divides, losses, moments)
         flags = cross_entropy.with_gradient_flags(op.kind)
         row_op = _fixed(cross_entropy.WITH_GRADIENT[op.kind.arithmetic], plan)
-        launch_rows(row_op, (x, dx), vectors, (op.ignore_index, *op.numbers), flags)
+        launch_rows(row_op, (x, dx), vectors, cross_entropy.with_gradient_numbers(op), flags)
         return losses.sum() / divides[0], dx
 
     return call

@@ -27,6 +27,7 @@ from .availability import KernelUnavailable
 from .cache import Cache
 from .compile import kernel_loader
 from .context import is_batch_invariant
+from .last_upstream import LastUpstream, new_slot
 from .launcher import (
     RowOp,
     Run,
@@ -40,8 +41,7 @@ from .launcher import (
     prepare_rows,
 )
 from .layout import allocator_here, empty, gradient_buffer, layout_key, places, pointer
-from .options import CrossEntropy, Flags, LossKind
-from .torch_private import current_device
+from .options import LOSS_KINDS, CrossEntropy, Flags, LossKind
 
 
 @kernel_loader
@@ -107,13 +107,15 @@ class _Launches:
     """The launches of a cross-entropy of rows of one layout.
 
     writes: whether the pass that reads the logits writes their gradient. loss: `at` of that pass. count, reduce: what
-    `prepare_flat` returns; None where PyTorch counts, or adds up.
+    `prepare_flat` returns; None where PyTorch counts, or adds up. last: what the gradient is written for; None: for an
+    upstream gradient of 1.
     """
 
     writes: bool
     loss: Callable[..., None]
     count: Callable[..., None] | None
     reduce: Callable[..., None] | None
+    last: LastUpstream | None
 
 
 _launches = Cache()
@@ -139,9 +141,17 @@ def fits_on_chip(x: Tensor, dx: Tensor, op: CrossEntropy) -> bool:
     return plan.regime != "two_pass"
 
 
-def with_gradient_flags(kind: LossKind, mean: bool = True, inplace: bool = False, waits: bool = False) -> Flags:
+def with_gradient_flags(
+    kind: LossKind, mean: bool = True, inplace: bool = False, keeps_upstream: bool = False, waits: bool = False
+) -> Flags:
     """The flags of the kernel that writes the gradient in the pass that reads the logits."""
-    return (("MEAN", mean), ("INPLACE", inplace), ("WAITS", waits), *kind.flags)
+    of_call = (("MEAN", mean), ("INPLACE", inplace), ("KEEPS_UPSTREAM", keeps_upstream), ("WAITS", waits))
+    return (*of_call, *kind.flags)
+
+
+def with_gradient_numbers(op: CrossEntropy, upstream: float = 1.0) -> tuple[int | float, ...]:
+    """That kernel's numbers. upstream: the upstream gradient that the gradient is for."""
+    return (op.ignore_index, *op.numbers, upstream)
 
 
 def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: bool) -> _Launches:
@@ -162,13 +172,14 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
         if fits_on_chip(x, dx, op):
             row_op = WITH_GRADIENT[kind.arithmetic]
             waits = count is not None and device_of(x).supports_pdl
-            flags = with_gradient_flags(kind, mean, inplace, waits)
+            flags = with_gradient_flags(kind, mean, inplace, not inplace, waits)
             with suppress(KernelUnavailable):
                 loss = prepare_rows(row_op, (x, dx), (*vectors, unused, unused, unused), flags, invariant)
     writes = loss is not None
     if loss is None:
         loss = prepare_rows(FORWARD[kind.arithmetic], (x,), (*vectors, unused, unused), kind.flags, invariant)
-    return _Launches(writes, loss.at, count, reduce)
+    last = new_slot() if writes and not inplace and x.is_cuda else None
+    return _Launches(writes, loss.at, count, reduce, last)
 
 
 def _prepare_reduction(on: Tensor, n_rows: int, divided: bool, weighted: bool, keeps_count: bool = False) -> Run:
@@ -199,32 +210,26 @@ def count_targets(op: CrossEntropy, x: Tensor) -> Tensor:
 
 def cross_entropy_forward(
     x: Tensor, op: CrossEntropy, training: bool = False, inplace: bool = False, layout: object = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(the loss, reduced; memory for `moments_and_count`; the gradient for an upstream gradient of 1, or None).
+) -> tuple[Tensor, Tensor, Tensor | None, LastUpstream | None]:
+    """(the loss, reduced; memory for `parts_of`; the gradient, or None; where another upstream gradient is reported).
 
-    `training`: the gradient is written in the pass that reads the logits, over x where `inplace`. It is None where a
-    row does not fit on chip, and for losses that are not reduced. layout: where it is given, a key of how x lies.
+    `training`: the gradient is written in the pass that reads the logits, for an upstream gradient that this memory
+    has: the last one that was reported, or 1. `inplace`: over x, for 1. It is None where a row does not fit on chip,
+    and for losses that are not reduced. layout: where it is given, a key of how x lies.
     """
     launches = _launches_of(x, op, training, inplace, layout)
-    if x.is_cuda and current_device() != x.get_device():
-        with torch.cuda.device(x.get_device()):
-            return _run(launches, x, op, training, inplace)
-    return _run(launches, x, op, training, inplace)
+    return on_its_device(x, _run, launches, x, op, training, inplace)
 
 
 def _run(
     launches: _Launches, x: Tensor, op: CrossEntropy, training: bool, inplace: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, LastUpstream | None]:
     n_rows, n_cols = x.shape
     target, weight, weight_sum, ignore_index, reduction, smoothing, softcap, z_loss, denominator = op
     new, at = allocator_here(x), pointer(x)
-    # one allocation: each row's moments, the mean's denominator, each row's loss
-    kept = new((3 * n_rows + 1,), (1,), torch.float32)
-    if x.is_cuda:
-        moments: Any = kept.data_ptr()
-        count, losses = moments + 8 * n_rows, moments + 8 * n_rows + 4
-    else:
-        moments, count, losses = places(kept, 0, 2 * n_rows, 2 * n_rows + 1)
+    # one allocation: each row's moments, the mean's denominator, the upstream gradient of dx, each row's loss
+    kept = new((3 * n_rows + 2,), (1,), torch.float32)
+    moments, count, losses = places(kept, 0, 2 * n_rows, 2 * n_rows + 2)
     if reduction == "none":
         loss = new((n_rows,), (1,), torch.float32)
         losses = at(loss)
@@ -242,36 +247,37 @@ def _run(
     dx = None
     if launches.writes:
         dx = x.detach() if inplace else gradient_buffer(x)
-        launches.loss(n_rows, (at(x), at(dx)), (*vectors, count, losses, moments), numbers)
+        upstream = 1.0 if launches.last is None else launches.last.expected()
+        launches.loss(n_rows, (at(x), at(dx)), (*vectors, count, losses, moments), (*numbers, upstream))
     else:
         launches.loss(n_rows, (at(x),), (*vectors, losses, moments), numbers)
     if reduction == "none":
-        return loss, kept, dx
+        return loss, kept, dx, None
     if launches.reduce is not None:
         launches.reduce((losses, targets, weights, at(loss), at(loss)), size)
     else:
-        loss = kept[2 * n_rows + 1 :].sum()
+        loss = kept[2 * n_rows + 2 :].sum()
     if reduction == "mean" and denominator is not None:
         loss = loss / denominator[0]
     elif reduction == "mean" and launches.reduce is None:
         total = counted(op, n_cols)[0]
         loss = torch.where(total == 0.0, float("nan"), loss / total)
-    return loss, kept, dx
+    return loss, kept, dx, launches.last
 
 
 def planned_cross_entropy(x: Tensor, on: Tensor, gradient: bool) -> Plan | str:
     """The plan of rows x, which may be a meta tensor, on `on`'s device, for a mean with default options; or why its
     kernel did not compile. gradient: the forward writes it, where a row fits on chip."""
     real, op = torch.float32, "exponential"
-    flags: Flags = (("WEIGHTED", False), ("SMOOTH", False), ("SOFTCAP", False))
+    kind = LOSS_KINDS[False, False, False]
     if gradient:
         dx = torch.empty(x.shape, dtype=x.dtype, device="meta")
         vectors = (torch.int64, real, real, real, real, real)
-        of_call = (("MEAN", True), ("INPLACE", False))
-        plan = planned(WITH_GRADIENT[op], (x, dx), vectors, (*of_call, *flags), on)
+        flags = with_gradient_flags(kind, keeps_upstream=True, waits=device_of(on).supports_pdl)
+        plan = planned(WITH_GRADIENT[op], (x, dx), vectors, flags, on)
         if isinstance(plan, str) or plan.regime != "two_pass":
             return plan
-    return planned(FORWARD[op], (x,), (torch.int64, real, real, real, real), flags, on)
+    return planned(FORWARD[op], (x,), (torch.int64, real, real, real, real), kind.flags, on)
 
 
 @functools.lru_cache
@@ -357,8 +363,7 @@ def losses_and_gradient_of_chunk(
         losses, moments = _losses_and_moments(x)
         vectors = (*op.vectors(losses), losses if divides is None else divides, losses, moments)
         flags = with_gradient_flags(kind, divides is not None, dx.data_ptr() == x.data_ptr())
-        numbers = (op.ignore_index, *op.numbers)
-        launch_rows(row_op, (x, dx), vectors, numbers, flags, invariant=invariant)
+        launch_rows(row_op, (x, dx), vectors, with_gradient_numbers(op), flags, invariant=invariant)
         return losses, None
     return losses_of_chunk(x, op)
 

@@ -3,8 +3,9 @@
     loss_i = -(1 - eps)*w_t*log p_t - eps/C*sum(w*log p) + z_loss*lse^2,   p = softmax(softcap*tanh(x/softcap))
 
 Where a gradient is needed and the loss is a mean or a sum, the forward writes it in the pass that reads the logits, for
-an upstream gradient of 1. Backward corrects on the device what came with another one: one read, one write, no host
-synchronization. Else, and under torch.compile, the forward only reads, and a second kernel writes the gradient.
+the upstream gradient that came last (`launch/last_upstream.py`), at first 1. If another one arrives, backward writes
+the gradient again: one read, one write, no host synchronization, and the same bits. Else, and under torch.compile, the
+forward only reads, and a second kernel writes the gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import Tensor
 from ..launch import cross_entropy as rows
 from ..launch import cross_entropy_gradient as gradients
 from ..launch.availability import KernelUnavailable
-from ..launch.context import as_in_forward, is_batch_invariant
+from ..launch.context import is_batch_invariant
+from ..launch.last_upstream import LastUpstream
 from ..launch.launcher import Vector
 from ..launch.layout import gradient_buffer, restored, rows_of, rows_or_copy
 from ..launch.options import CrossEntropy
@@ -190,10 +192,11 @@ def _forward_by_torch(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
 
 
 def _gradient(
-    x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector | None, g: Tensor, *, unless_one: bool
-) -> None:
+    x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector | None, g: Tensor,
+    written: Vector | None = None, last: LastUpstream | None = None,
+) -> None:  # fmt: skip
     try:
-        gradients.cross_entropy_gradient(x, dx, op, moments, count, g, unless_one=unless_one)
+        gradients.cross_entropy_gradient(x, dx, op, moments, count, g, written, last)
     except KernelUnavailable:
         dx.copy_(decompositions.cross_entropy_gradient(g, x, op))
 
@@ -215,16 +218,15 @@ class RowCrossEntropy(torch.autograd.Function):
         # two rows that share memory cannot hold two gradients
         inplace = inplace and (x.shape[0] == 1 or x.stride(0) >= x.shape[1])
         try:
-            loss, kept, dx = rows.cross_entropy_forward(x, op, True, inplace, layout)
+            loss, kept, dx, last = rows.cross_entropy_forward(x, op, True, inplace, layout)
         except KernelUnavailable:
-            (loss, kept), dx = _forward_by_torch(x, op), None
+            (loss, kept), dx, last = _forward_by_torch(x, op), None, None
         inplace = inplace and dx is not None
         if inplace:
             torch.autograd.graph.increment_version(x)
         target, weight, weight_sum, *options, denominator = op
         ctx.save_for_backward(None if inplace else x, target, weight, weight_sum, kept, denominator, dx)
-        # batch invariance too: backward runs in a thread that does not know
-        ctx.described = options, x.shape[0], inplace, is_batch_invariant()
+        ctx.described = options, x.shape[0], inplace, last
         ctx.unread = [dx is not None]  # popped by the backward that returns the forward's gradient
         ctx.set_materialize_grads(False)
         return loss
@@ -234,7 +236,7 @@ class RowCrossEntropy(torch.autograd.Function):
         if g is None:
             return None, None
         x, target, weight, weight_sum, kept, denominator, written = ctx.saved_tensors
-        options, n_rows, inplace, invariant = ctx.described
+        options, n_rows, inplace, last = ctx.described
         target, kept = restored(target, torch.int64), restored(kept, torch.float32)
         if weight is not None:
             weight = restored(weight, torch.float32)
@@ -250,21 +252,16 @@ class RowCrossEntropy(torch.autograd.Function):
                 raise RuntimeError(decompositions.OVERWRITTEN)
             _scale_unless_one(written, upstream)
             return written, None
-        dx = None
+        moments, count, expected = gradients.parts_of(kept, n_rows)
+        divides = count if op.reduction == "mean" else None
         if unread:
             # The first backward returns the forward's gradient, with a version counter of its own: a change in place
             # does not disturb what is saved. Nothing reads the saved one again.
             dx = written.data
-        elif written is not None:
-            # a further one runs the forward's kernel again, so that its bits are those of the first
-            with as_in_forward(invariant):
-                dx = rows.cross_entropy_forward(x, op, True)[2]
-        unless_one = dx is not None
-        if dx is None:
+            _gradient(x, dx, op, moments, divides, upstream, expected, last)
+        else:
             dx = gradient_buffer(x)
-        moments, count = gradients.moments_and_count(kept, n_rows)
-        divides = count if op.reduction == "mean" else None
-        _gradient(x, dx, op, moments, divides, upstream, unless_one=unless_one)
+            _gradient(x, dx, op, moments, divides, upstream)
         return dx, None
 
 
@@ -319,7 +316,7 @@ def _cross_entropy_backward_kernel(g: Tensor, moments: Tensor, x: Tensor, *field
     count = rows.count_targets(op, x) if op.reduction == "mean" else None
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     g, moments = g.reshape(-1).float().contiguous(), moments.contiguous()
-    _gradient(rows_of(x, n_cols), dx, op, moments, count, g, unless_one=False)
+    _gradient(rows_of(x, n_cols), dx, op, moments, count, g)
     return dx
 
 

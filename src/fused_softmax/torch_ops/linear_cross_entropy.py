@@ -163,7 +163,7 @@ def _losses_and_gradient(logits: Tensor, dlogits: Tensor, op: CrossEntropy, divi
             losses, moments = rows.losses_and_gradient_of_chunk(logits, dlogits, op, divides)
             if moments is not None:
                 one = losses.new_ones(1)
-                cross_entropy_gradient(logits, dlogits, op, moments, divides, one, unless_one=False)
+                cross_entropy_gradient(logits, dlogits, op, moments, divides, one)
             return losses
         except KernelUnavailable:
             pass
@@ -177,7 +177,7 @@ def _gradient(logits: Tensor, dlogits: Tensor, op: CrossEntropy, moments: Tensor
     """Into dlogits, which may be logits, the gradient of the rows' losses for their upstream gradients g."""
     if is_supported(logits):
         try:
-            return cross_entropy_gradient(logits, dlogits, op, moments, None, g, unless_one=False)
+            return cross_entropy_gradient(logits, dlogits, op, moments, None, g)
         except KernelUnavailable:
             pass
     dlogits.copy_(decompositions.cross_entropy_gradient(g, logits, op))

@@ -83,6 +83,7 @@ def op_launch(op: str, n_cols: int, dtype: str, device: Device) -> Launch:
         if op == "cross_entropy_forward":
             return row_launch(row_op(op), rows, vectors, numbers, loss.kind.flags, plan, device)
         flags = cross_entropy.with_gradient_flags(loss.kind)
+        numbers = cross_entropy.with_gradient_numbers(loss)
         return row_launch(row_op(op), rows, (*vectors, number), numbers, flags, plan, device)
     if op in ("token_logprobs", "logsumexp"):
         picks = op == "token_logprobs"
