@@ -1,7 +1,8 @@
 """Cross-entropy and its gradient in one pass: the row stays on chip, and the gradient takes the place of softmax's y.
 
-    lse = log(sum(exp(z)));  loss as in `cross_entropy`, dx as in `cross_entropy_backward`, for the upstream gradient that
-                             is expected: 1, or what backward got last
+    lse = log(sum(exp(z)));  loss as in `cross_entropy`, dx as in `cross_entropy_backward`
+
+dx is for the upstream gradient that the host expects: 1, or the one that came last.
 
 The regimes are softmax's (warp, block, cluster), with a plan of their own: the row stays as loaded, exp is computed
 twice, every column is written as a non-target, and then the target is overwritten. One read and one write, so the copy

@@ -26,7 +26,7 @@ from ..planning.types import ITEMSIZE, VECTOR_BYTES, Device, Plan, Problem
 from .availability import KernelUnavailable
 from .cache import Cache
 from .compile import kernel_loader
-from .context import is_batch_invariant
+from .context import is_batch_invariant, row_invariance
 from .last_upstream import LastUpstream, new_slot
 from .launcher import (
     RowOp,
@@ -40,7 +40,7 @@ from .launcher import (
     prepare_flat,
     prepare_rows,
 )
-from .layout import allocator_here, empty, gradient_buffer, layout_key, places, pointer
+from .layout import Allocator, allocator_here, empty, gradient_buffer, layout_key, places, pointer
 from .options import LOSS_KINDS, CrossEntropy, Flags, LossKind
 
 
@@ -108,7 +108,7 @@ class _Launches:
 
     writes: whether the pass that reads the logits writes their gradient. loss: `at` of that pass. count, reduce: what
     `prepare_flat` returns; None where PyTorch counts, or adds up. last: what the gradient is written for; None: for an
-    upstream gradient of 1.
+    upstream gradient of 1. new, at: what allocates on this device, and what makes pointers of its tensors.
     """
 
     writes: bool
@@ -116,17 +116,19 @@ class _Launches:
     count: Callable[..., None] | None
     reduce: Callable[..., None] | None
     last: LastUpstream | None
+    new: Allocator
+    at: Callable[[Tensor], Any]
 
 
 _launches = Cache()
+_invariant = row_invariance.get
 
 
-def _launches_of(x: Tensor, op: CrossEntropy, training: bool, inplace: bool, layout: object) -> _Launches:
-    n_rows = x.shape[0]
+def _launches_of(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: bool, layout: object) -> _Launches:
     if not x.is_cuda:
         return _prepare(x[:1], n_rows, op, training, inplace)
     size = 0 if n_rows <= ONE_CTA_ROWS else 1 if n_rows <= ONE_PROGRAM_ROWS else 2
-    key: Any = (op.reduction, op.smoothing > 0.0, size, training, inplace, is_batch_invariant())
+    key: Any = (op.reduction, op.smoothing > 0.0, size, training, inplace, _invariant())
     if layout is not None:  # there are no weights, no softcap and no denominator
         key = (layout, key)
     else:
@@ -179,7 +181,7 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
     if loss is None:
         loss = prepare_rows(FORWARD[kind.arithmetic], (x,), (*vectors, unused, unused), kind.flags, invariant)
     last = new_slot() if writes and not inplace and x.is_cuda else None
-    return _Launches(writes, loss.at, count, reduce, last)
+    return _Launches(writes, loss.at, count, reduce, last, allocator_here(x), pointer(x))
 
 
 def _prepare_reduction(on: Tensor, n_rows: int, divided: bool, weighted: bool, keeps_count: bool = False) -> Run:
@@ -217,16 +219,16 @@ def cross_entropy_forward(
     has: the last one that was reported, or 1. `inplace`: over x, for 1. It is None where a row does not fit on chip,
     and for losses that are not reduced. layout: where it is given, a key of how x lies.
     """
-    launches = _launches_of(x, op, training, inplace, layout)
-    return on_its_device(x, _run, launches, x, op, training, inplace)
+    n_rows, n_cols = x.shape
+    launches = _launches_of(x, n_rows, op, training, inplace, layout)
+    return on_its_device(x, _run, launches, x, n_rows, n_cols, op, training, inplace)
 
 
 def _run(
-    launches: _Launches, x: Tensor, op: CrossEntropy, training: bool, inplace: bool
+    launches: _Launches, x: Tensor, n_rows: int, n_cols: int, op: CrossEntropy, training: bool, inplace: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, LastUpstream | None]:
-    n_rows, n_cols = x.shape
     target, weight, weight_sum, ignore_index, reduction, smoothing, softcap, z_loss, denominator = op
-    new, at = allocator_here(x), pointer(x)
+    new, at = launches.new, launches.at
     # one allocation: each row's moments, the mean's denominator, the upstream gradient of dx, each row's loss
     kept = new((3 * n_rows + 2,), (1,), torch.float32)
     moments, count, losses = places(kept, 0, 2 * n_rows, 2 * n_rows + 2)
@@ -254,7 +256,8 @@ def _run(
     if reduction == "none":
         return loss, kept, dx, None
     if launches.reduce is not None:
-        launches.reduce((losses, targets, weights, at(loss), at(loss)), size)
+        reduced = at(loss)
+        launches.reduce((losses, targets, weights, reduced, reduced), size)
     else:
         loss = kept[2 * n_rows + 2 :].sum()
     if reduction == "mean" and denominator is not None:

@@ -145,9 +145,17 @@ empty_strided_cuda: Any = _or_public("_C._dynamo.guards._empty_strided_cuda", No
 
 
 def function_apply(function: Any) -> Callable[..., Any]:
-    """function.apply of an autograd.Function, for callers that know that no transform of torch.func is active."""
+    """function.apply of an autograd.Function, for callers that know that no transform of torch.func is active.
+
+    The engine then calls function.backward itself, without the frames that look for it at each call.
+    """
     direct = None if _PUBLIC_ONLY else getattr(super(torch.autograd.Function, function), "apply", None)
-    return function.apply if direct is None else direct
+    if direct is None:
+        return function.apply
+    node = getattr(function, "_backward_cls", None)
+    if hasattr(node, "apply"):
+        node.apply = function.backward
+    return direct
 
 
 def _incremented_by_c() -> Any:

@@ -20,7 +20,6 @@ from torch import Tensor
 from ..launch import cross_entropy as rows
 from ..launch import cross_entropy_gradient as gradients
 from ..launch.availability import KernelUnavailable
-from ..launch.context import is_batch_invariant
 from ..launch.last_upstream import LastUpstream
 from ..launch.launcher import Vector
 from ..launch.layout import gradient_buffer, restored, rows_of, rows_or_copy
@@ -151,7 +150,10 @@ def _by_kernels(x: Tensor, op: CrossEntropy, inplace: bool, layout: object = Non
 def _apply(x: Tensor, op: CrossEntropy, inplace: bool, layout: object) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
         return _row_cross_entropy(x, (op, inplace, layout))
-    return _forward(x, op, layout)[0]
+    try:
+        return rows.cross_entropy_forward(x, op, layout=layout)[0]
+    except KernelUnavailable:
+        return decompositions.cross_entropy_of_rows(x, op)
 
 
 def _fits(
@@ -177,13 +179,6 @@ def _weighs(weight: Tensor, logits: Tensor, n_cols: int) -> bool:
         and weight.dtype in (torch.float32, logits.dtype)
         and not weight.requires_grad
     )
-
-
-def _forward(x: Tensor, op: CrossEntropy, layout: object = None) -> tuple[Tensor, Tensor]:
-    try:
-        return rows.cross_entropy_forward(x, op, layout=layout)[:2]
-    except KernelUnavailable:
-        return _forward_by_torch(x, op)
 
 
 def _forward_by_torch(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
@@ -291,7 +286,10 @@ def _cross_entropy_kernel(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
     expect_layout("denominator", op.denominator, x, (1,))
     if x.device.type == "cpu":
         rows.check_targets(op.target, op.ignore_index, n_cols)
-    loss, kept = _forward(rows_of(x, n_cols), op)
+    try:
+        loss, kept, *_ = rows.cross_entropy_forward(rows_of(x, n_cols), op)
+    except KernelUnavailable:
+        loss, kept = _forward_by_torch(rows_of(x, n_cols), op)
     return loss, kept[: 2 * x.shape[0]].view(-1, 2)
 
 

@@ -126,9 +126,15 @@ def layout_of_rows(x: Any, ids: Any = None) -> object | None:
     It is for plain tensors that our kernels take as they lie, and asks for what is plainly right. An op whose tensors
     are otherwise has a longer way, which judges wrong ones too. ids: None where the op has none.
     """
-    if type(x) is not Tensor or not x.is_cuda or x.dim() != 2 or not can_bypass_dispatcher(x):
+    if type(x) is not Tensor or not x.is_cuda or not is_plain(x):
         return None
-    n_rows, n_cols = x.shape
+    try:
+        address, shape = x.data_ptr(), x.shape
+    except RuntimeError:  # it has no memory of its own
+        return None
+    if len(shape) != 2:
+        return None
+    n_rows, n_cols = shape
     index, of_ids = x.get_device(), None
     if ids is not None:
         if type(ids) is not Tensor or ids.dim() != 1 or ids.numel() != n_rows:
@@ -138,7 +144,7 @@ def layout_of_rows(x: Any, ids: Any = None) -> object | None:
         of_ids = ids.stride()
     if not n_rows:
         return None
-    key = (n_cols, x.stride(), x.dtype, x.data_ptr() & 31, index, of_ids)
+    key = (n_cols, x.stride(), x.dtype, address & 31, index, of_ids)
     found = _layouts.get(key)
     if found is None:
         found = _layouts.remember(key, object() if _lie_as_kernels_read(x, ids) else False)

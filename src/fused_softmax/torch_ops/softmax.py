@@ -34,7 +34,7 @@ from ..launch.softmax import (
 )
 from ..launch.softmax import softmax_backward as backward_by_kernel
 from ..launch.softmax import softmax_forward as forward_by_kernel
-from ..launch.torch_private import function_apply, is_plain, profiling
+from ..launch.torch_private import function_apply, has_storage, is_plain, profiling
 from ..planning.types import Plan
 from . import decompositions
 from .arguments import FLOATING
@@ -71,7 +71,7 @@ def direct_softmax(x: Any, dim: Any, dtype: torch.dtype | None, log: bool) -> Te
         dtype = given if given is _FLOAT32 or not (_any_autocast() and promotes(x)) else _FLOAT32
     elif dtype is not given and not supports_fused_cast(given, dtype):
         return None
-    y = softmax_result(x, dim, dtype, log, prepare_softmax, _RECORDED[log] if profiling() else None)
+    y = softmax_result(x, dim, given, dtype, log, prepare_softmax, _RECORDED[log] if profiling() else None)
     if y is TORCH:
         return torchs_own(log)(x, dim, dtype=dtype)
     if y is not None and x.requires_grad and _is_grad_enabled():
@@ -83,7 +83,7 @@ def direct_out(x: Any, dim: Any, dtype: Any, log: bool, out: Any) -> Tensor | No
     """`direct_softmax` into a tensor of x's shape; both are contiguous, and do not overlap in part."""
     if type(x) is not Tensor or type(out) is not Tensor or type(dim) is not int or not x.is_cuda:
         return None
-    if not can_bypass_dispatcher(x) or out.is_neg() or out.is_inference() or profiling():
+    if not is_plain(x) or out.is_neg() or out.is_inference() or profiling():
         return None
     if _is_grad_enabled() and (x.requires_grad or out.requires_grad):
         return None
@@ -92,7 +92,7 @@ def direct_out(x: Any, dim: Any, dtype: Any, log: bool, out: Any) -> Tensor | No
         dtype = given
     elif dtype is not given and not supports_fused_cast(given, dtype):
         return None
-    if not softmax_into(x, out, dim, dtype, log, prepare_softmax):
+    if not softmax_into(x, out, dim, given, dtype, log, prepare_softmax):
         return None
     _increment_version(out)
     return out
@@ -225,13 +225,13 @@ class RowSoftmax(torch.autograd.Function):
             return None, None
         (y,) = ctx.saved_tensors
         dim, dtype, log, invariant = ctx.described
-        if _is_grad_enabled() or not can_bypass_dispatcher(dy) or type(y) is not Tensor:
-            operator = log_softmax_backward if log else softmax_backward
-            return operator(dy, y, dim, dtype), None
-        dx = backward_call(dy, y, dim, dtype, log, invariant, prepare_backward)
-        if dx is None:
-            dx = backward_or_torch(dy, y, dim, dtype, log, invariant)
-        return dx, None
+        plain = not _is_grad_enabled() and is_plain(dy) and type(y) is Tensor
+        dx = backward_call(dy, y, dim, dtype, log, invariant, prepare_backward) if plain else None
+        if dx is not None:
+            return dx, None
+        if plain and has_storage(dy):
+            return backward_or_torch(dy, y, dim, dtype, log, invariant), None
+        return (log_softmax_backward if log else softmax_backward)(dy, y, dim, dtype), None
 
 
 _row_softmax = function_apply(RowSoftmax)
