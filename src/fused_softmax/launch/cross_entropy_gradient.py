@@ -71,7 +71,7 @@ def cross_entropy_gradient(
     where both are equal. last: where another g is reported.
     """
     kind, inplace = op.kind, dx.data_ptr() == x.data_ptr()
-    vectors = (
+    vectors: tuple[Vector, ...] = (
         *op.vectors(g), g if count is None else count, moments, g, g if written is None else written,
         g if last is None else last.vector,
     )  # fmt: skip

@@ -152,7 +152,7 @@ def function_apply(function: Any) -> Callable[..., Any]:
     direct = None if _PUBLIC_ONLY else getattr(super(torch.autograd.Function, function), "apply", None)
     if direct is None:
         return function.apply
-    node = getattr(function, "_backward_cls", None)
+    node: Any = getattr(function, "_backward_cls", None)
     if hasattr(node, "apply"):
         node.apply = function.backward
     return direct
