@@ -23,9 +23,9 @@ from ..planning.losses import (
     plan_statistics,
 )
 from ..planning.types import ITEMSIZE, VECTOR_BYTES, Device, Plan, Problem
+from . import loss_kernels as kernels
 from .availability import KernelUnavailable
 from .cache import Cache
-from .compile import kernel_loader
 from .context import is_batch_invariant, row_invariance
 from .last_upstream import LastUpstream, new_slot
 from .launcher import (
@@ -41,36 +41,7 @@ from .launcher import (
     prepare_rows,
 )
 from .layout import Allocator, allocator_here, empty, gradient_buffer, layout_key, places, pointer
-from .options import LOSS_KINDS, CrossEntropy, Flags, LossKind
-
-
-@kernel_loader
-def _forward() -> Any:
-    from ..kernels.cross_entropy import cross_entropy_forward
-
-    return cross_entropy_forward
-
-
-@kernel_loader
-def _resident() -> Any:
-    from ..kernels.cross_entropy_resident import cross_entropy_resident
-
-    return cross_entropy_resident
-
-
-@kernel_loader
-def _count_targets() -> Any:
-    from ..kernels.cross_entropy import count_targets
-
-    return count_targets
-
-
-@kernel_loader
-def _reduce_losses() -> Any:
-    from ..kernels.cross_entropy import reduce_losses
-
-    return reduce_losses
-
+from .options import LOSS_KINDS, CrossEntropy
 
 # one program adds up so many losses; more are torch's to add
 ONE_PROGRAM_ROWS = 65536
@@ -78,7 +49,7 @@ ONE_PROGRAM_ROWS = 65536
 ONE_CTA_ROWS = 2048
 # how much arithmetic a logit takes -> the loss alone, and the loss with its gradient in the same pass
 FORWARD = {
-    arithmetic: RowOp(planner, always(_forward))
+    arithmetic: RowOp(planner, always(kernels.forward))
     for arithmetic, planner in (
         ("exponential", plan_statistics),
         ("smoothed", plan_statistics),
@@ -86,7 +57,7 @@ FORWARD = {
     )
 }
 WITH_GRADIENT = {
-    arithmetic: RowOp(functools.lru_cache(planner), always(_resident))
+    arithmetic: RowOp(functools.lru_cache(planner), always(kernels.resident))
     for arithmetic, planner in (
         ("exponential", plan_loss),
         ("smoothed", plan_smoothed_loss),
@@ -143,19 +114,6 @@ def fits_on_chip(x: Tensor, dx: Tensor, op: CrossEntropy) -> bool:
     return plan.regime != "two_pass"
 
 
-def with_gradient_flags(
-    kind: LossKind, mean: bool = True, inplace: bool = False, keeps_upstream: bool = False, waits: bool = False
-) -> Flags:
-    """The flags of the kernel that writes the gradient in the pass that reads the logits."""
-    of_call = (("MEAN", mean), ("INPLACE", inplace), ("KEEPS_UPSTREAM", keeps_upstream), ("WAITS", waits))
-    return (*of_call, *kind.flags)
-
-
-def with_gradient_numbers(op: CrossEntropy, upstream: float = 1.0) -> tuple[int | float, ...]:
-    """That kernel's numbers. upstream: the upstream gradient that the gradient is for."""
-    return (op.ignore_index, *op.numbers, upstream)
-
-
 def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: bool) -> _Launches:
     """The launches for n_rows rows that lie as the first one, x, does."""
     kind, invariant = op.kind, is_batch_invariant()
@@ -174,7 +132,7 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
         if fits_on_chip(x, dx, op):
             row_op = WITH_GRADIENT[kind.arithmetic]
             waits = count is not None and device_of(x).supports_pdl
-            flags = with_gradient_flags(kind, mean, inplace, not inplace, waits)
+            flags = kernels.with_gradient_flags(kind, mean, inplace, not inplace, waits)
             with suppress(KernelUnavailable):
                 loss = prepare_rows(row_op, (x, dx), (*vectors, unused, unused, unused), flags, invariant)
     writes = loss is not None
@@ -187,14 +145,14 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
 def _prepare_reduction(on: Tensor, n_rows: int, divided: bool, weighted: bool, keeps_count: bool = False) -> Run:
     """What adds up the losses of at most ONE_PROGRAM_ROWS rows; `divided`: over the number of targets that count."""
     real = torch.float32
-    flags = _sum_flags(True, divided, weighted, n_rows > ONE_CTA_ROWS, device_of(on))
+    flags = kernels.sum_flags(True, divided, weighted, n_rows > ONE_CTA_ROWS, device_of(on))
     flags = (("KEEPS_COUNT", keeps_count), *flags)
-    return prepare_flat(_reduce_losses, (real, torch.int64, real, real, real), flags, 8, on)
+    return prepare_flat(kernels.reduce_losses, (real, torch.int64, real, real, real), flags, 8, on)
 
 
 def _prepare_count(op: CrossEntropy, n_rows: int, x: Tensor) -> Run:
-    flags = _sum_flags(False, False, op.weight is not None, n_rows > ONE_CTA_ROWS, device_of(x))
-    return prepare_flat(_count_targets, (torch.int64, torch.float32, torch.float32), flags, 8, x)
+    flags = kernels.sum_flags(False, False, op.weight is not None, n_rows > ONE_CTA_ROWS, device_of(x))
+    return prepare_flat(kernels.count_targets, (torch.int64, torch.float32, torch.float32), flags, 8, x)
 
 
 def count_targets(op: CrossEntropy, x: Tensor) -> Tensor:
@@ -276,26 +234,11 @@ def planned_cross_entropy(x: Tensor, on: Tensor, gradient: bool) -> Plan | str:
     if gradient:
         dx = torch.empty(x.shape, dtype=x.dtype, device="meta")
         vectors = (torch.int64, real, real, real, real, real)
-        flags = with_gradient_flags(kind, keeps_upstream=True, waits=device_of(on).supports_pdl)
+        flags = kernels.with_gradient_flags(kind, keeps_upstream=True, waits=device_of(on).supports_pdl)
         plan = planned(WITH_GRADIENT[op], (x, dx), vectors, flags, on)
         if isinstance(plan, str) or plan.regime != "two_pass":
             return plan
     return planned(FORWARD[op], (x,), (torch.int64, real, real, real, real), kind.flags, on)
-
-
-@functools.lru_cache
-def _sum_flags(losses: bool, mean: bool, weighted: bool, many: bool, device: Device) -> Flags:
-    """The flags of a sum over rows, which the CTAs of a cluster share where there are many rows, and clusters.
-
-    One CTA adds up weights: where they are looked up, Triton 3.6 does not keep a segment in a warp, which a reduction
-    over a cluster needs.
-    """
-    ctas = 16 if many and device.max_cluster >= 16 and not weighted else 1
-    warps, vectors = (8, 32) if ctas > 1 else (1, 256)
-    shared = (("CTAS", ctas), ("WARPS_PER_ROW", warps), ("VECTORS", vectors), ("EACH", 8), ("PTX", device.ptx))
-    flags: Flags = (("WEIGHTED", weighted), *shared)
-    pdl = device.supports_pdl
-    return (("MEAN", mean), ("WAITS", pdl), *flags) if losses else (("TRIGGER", pdl), *flags)
 
 
 def counted(op: CrossEntropy, n_cols: int) -> Tensor:
@@ -365,8 +308,8 @@ def losses_and_gradient_of_chunk(
     if op.weight_sum is None and row_op.plan((x, dx), device_of(x), invariant).regime != "two_pass":
         losses, moments = _losses_and_moments(x)
         vectors = (*op.vectors(losses), losses if divides is None else divides, losses, moments)
-        flags = with_gradient_flags(kind, divides is not None, dx.data_ptr() == x.data_ptr())
-        launch_rows(row_op, (x, dx), vectors, with_gradient_numbers(op), flags, invariant=invariant)
+        flags = kernels.with_gradient_flags(kind, divides is not None, dx.data_ptr() == x.data_ptr())
+        launch_rows(row_op, (x, dx), vectors, kernels.with_gradient_numbers(op), flags, invariant=invariant)
         return losses, None
     return losses_of_chunk(x, op)
 
