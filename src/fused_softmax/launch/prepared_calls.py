@@ -80,38 +80,6 @@ def softmax_result(
     return call(x, n_rows, address) if around is None else around(call, x, n_rows, address)
 
 
-def softmax_into(
-    x: Tensor, out: Tensor, dim: int, given: torch.dtype, dtype: torch.dtype, log: bool, prepare: Prepare
-) -> bool:
-    """Writes softmax or log_softmax over dim to `out`; False, with nothing written, where this way is not for it.
-
-    x, out: plain tensors, x on a GPU and of dtype `given`; out's dtype must be `dtype`, which is this one, or one that
-    the kernels write from it. This way is for contiguous tensors of one shape, in separate memory or the same.
-    """
-    try:
-        address, out_address, shape = x.data_ptr(), out.data_ptr(), x.shape
-    except RuntimeError:  # one of them has no memory of its own
-        return False
-    if out.dtype is not dtype or out.shape != shape or not (x.is_contiguous() and out.is_contiguous()):
-        return False
-    key: Any
-    if len(shape) == 2 and (dim == -1 or dim == 1) and shape[0] > 1:
-        n_rows, n_cols = shape
-        key = (
-            n_cols, given, dtype, log, address & 31, out_address & 31, x.get_device(), out.get_device(), _invariant()
-        )  # fmt: skip
-    else:
-        n_rows = 0
-        key = (
-            shape, x.stride(), out.stride(), given, dtype, dim, log, address & 31, out_address & 31, x.get_device(),
-            out.get_device(), _invariant(),
-        )  # fmt: skip
-    call = _calls.get(key)
-    if call is None:
-        call = _calls.remember(key, _prepare_into(x, out, dim, dtype, log, prepare))
-    return call is not False and call(x, out, n_rows, address, out_address)
-
-
 def _takes(x: Tensor, dim: int) -> bool:
     """Whether kernels may take x over dim: on a GPU with kernels, not empty, and of no longer rows than they count."""
     n_dims = x.dim()
@@ -120,8 +88,12 @@ def _takes(x: Tensor, dim: int) -> bool:
     return x.dtype in DTYPE_NAMES and isinstance(describe(x.device), Device)
 
 
-def _prepare_into(x: Tensor, out: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare: Prepare) -> Any:
-    """call(x, out, n_rows, address, out_address) -> whether it wrote; False where this way is not for them."""
+def prepare_into(x: Tensor, out: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare: Prepare) -> Any:
+    """call(x, out, n_rows, address, out_address) -> whether it wrote softmax or log_softmax to out; or False.
+
+    It is for contiguous tensors that lie as x and out do, of one shape, in separate memory or the same. It is False
+    where this way is not for them, and writes nothing where they overlap otherwise. dtype: out's.
+    """
     if out.device != x.device or not _takes(x, dim):
         return False
     shape = x.shape
@@ -132,7 +104,8 @@ def _prepare_into(x: Tensor, out: Tensor, dim: int, dtype: torch.dtype, log: boo
         return False
     if run is None or run is TORCH:
         return False
-    launch, index, known_rows = _launch_of(run), x.get_device(), x.numel() // shape[dim]
+    index, known_rows = x.get_device(), x.numel() // shape[dim]
+    launch = _launch_of(run)
     same, bytes_of_row, bytes_of_out_row = x.dtype is dtype, shape[dim] * x.itemsize, shape[dim] * out.itemsize
 
     def call(x: Tensor, out: Tensor, n_rows: int, address: int, out_address: int) -> bool:

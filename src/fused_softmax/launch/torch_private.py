@@ -158,21 +158,23 @@ def function_apply(function: Any) -> Callable[..., Any]:
     return direct
 
 
+def _public_increment_versions(tensors: tuple[Tensor, ...]) -> None:
+    for t in tensors:
+        torch.autograd.graph.increment_version(t)
+
+
 def _incremented_by_c() -> Any:
     """increment_version without its frame and its type check, where torch's C function takes a tuple."""
-    increment = _or_public("_C._increment_version", None)
-    if increment is None:
-        return torch.autograd.graph.increment_version
-    t = torch.empty(0)
+    increment = _or_public("_C._increment_version", _public_increment_versions)
     try:
-        increment((t,))
+        increment((torch.empty(0),))
     except TypeError:
-        return torch.autograd.graph.increment_version
-    return lambda t: increment((t,))
+        return _public_increment_versions
+    return increment
 
 
-# counts a write that autograd did not see
-increment_version: Any = _incremented_by_c()
+# counts a write to each of a tuple of tensors that autograd did not see
+increment_versions: Any = _incremented_by_c()
 
 # --- torch.library ----------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..launch.torch_private import check_reduction
 
+NAMESPACE = __package__.split(".")[0]  # the package's own name, so that two copies can live in one process
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

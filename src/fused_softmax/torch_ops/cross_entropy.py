@@ -43,6 +43,8 @@ from .route import (
     unsupported_reason,
 )
 
+_of_fields = tuple.__new__
+
 
 def cross_entropy_of(
     denominator: Tensor | None,
@@ -122,7 +124,8 @@ def direct_cross_entropy(
         or not (-(2**63) <= ignore_index < 2**63 and 0.0 <= label_smoothing <= 1.0 and -math.inf < z_loss < math.inf)
     ):
         return None
-    op = CrossEntropy(target, None, None, ignore_index, reduction, label_smoothing, None, z_loss)
+    # without the Python frame of a NamedTuple's constructor
+    op = _of_fields(CrossEntropy, (target, None, None, ignore_index, reduction, label_smoothing, None, z_loss, None))
     return _by_kernels(logits, op, inplace_backward, layout)
 
 
@@ -235,7 +238,7 @@ class RowCrossEntropy(torch.autograd.Function):
         target, kept = restored(target, torch.int64), restored(kept, torch.float32)
         if weight is not None:
             weight = restored(weight, torch.float32)
-        op = CrossEntropy(target, weight, weight_sum, *options, denominator)  # type: ignore[call-arg]
+        op = _of_fields(CrossEntropy, (target, weight, weight_sum, *options, denominator))
         if torch.is_grad_enabled() or not can_bypass_dispatcher(g):
             if x is None:
                 raise RuntimeError(decompositions.OVERWRITTEN)

@@ -25,9 +25,8 @@ from ..launch.linear import FLOAT16_SCALE, NONE, Gradients, Needs, Settings, of_
 from ..launch.options import CrossEntropy
 from ..launch.torch_private import has_storage
 from . import decompositions
-from .arguments import LossOptions
+from .arguments import NAMESPACE, LossOptions
 from .decompositions import result_dtype
-from .library import NAMESPACE
 from .route import can_bypass_dispatcher, is_supported, operator_takes
 
 
