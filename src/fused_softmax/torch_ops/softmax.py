@@ -100,25 +100,17 @@ def direct_out(x: Any, dim: Any, dtype: Any, log: bool, out: Any) -> Tensor | No
     if out.dtype is not dtype or out.shape != shape or not (x.is_contiguous() and out.is_contiguous()):
         return None
     key: Any
-    places = address & 31, out_address & 31
     if len(shape) == 2 and (dim == -1 or dim == 1) and shape[0] > 1:
         n_rows, n_cols = shape  # rows with one stride: the call does not depend on their number
-        key = (n_cols, given, dtype, log, places, x.get_device(), out.get_device(), _invariant())
+        key = (
+            n_cols, given, dtype, log, address & 31, out_address & 31, x.get_device(), out.get_device(), _invariant()
+        )  # fmt: skip
     else:
         n_rows = 0
         key = (
-            shape,
-            x.stride(),
-            out.stride(),
-            given,
-            dtype,
-            dim,
-            log,
-            places,
-            x.get_device(),
-            out.get_device(),
-            _invariant(),
-        )
+            shape, x.stride(), out.stride(), given, dtype, dim, log, address & 31, out_address & 31, x.get_device(),
+            out.get_device(), _invariant(),
+        )  # fmt: skip
     call = _calls_into.get(key)
     if call is None:
         taken = supports_fused_cast(given, dtype)
