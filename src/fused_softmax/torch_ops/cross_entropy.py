@@ -27,7 +27,7 @@ from ..launch.options import CrossEntropy
 from ..launch.torch_private import function_apply, profiling
 from ..planning.types import Plan
 from . import decompositions
-from .arguments import REDUCTIONS, expect_floating, expect_layout, softcap_of
+from .arguments import REDUCTIONS, expect_floating, expect_layout, kernels_take_loss, softcap_of
 from .decompositions import no_moments
 from .library import define, differentiable, not_differentiable
 from .route import (
@@ -68,7 +68,7 @@ def cross_entropy_of(
     softcap = softcap_of(softcap, logits.dtype)
     n_cols = logits.shape[1] if logits.dim() > 1 else logits.numel()
     plain = compiled = False
-    if _fits(logits, target, weight, reduction, label_smoothing, n_cols):
+    if kernels_take_loss(logits, target, weight, reduction, label_smoothing, n_cols):
         plain = all(t is None or can_bypass_dispatcher(t) for t in (logits, target, weight))
         plain = plain and is_supported(logits)
         compiled = not plain and n_cols > 0 and is_compiled(logits, target, weight)
@@ -157,31 +157,6 @@ def _apply(x: Tensor, op: CrossEntropy, inplace: bool, layout: object) -> Tensor
         return rows.cross_entropy_forward(x, op, layout=layout)[0]
     except KernelUnavailable:
         return decompositions.cross_entropy_of_rows(x, op)
-
-
-def _fits(
-    logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, label_smoothing: float, n_cols: int
-) -> bool:
-    """Whether the kernels take these shapes and options; torch's own function raises the errors for others."""
-    shape = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else torch.Size(())
-    return (
-        logits.dim() > 0
-        and target.dtype is torch.int64
-        and target.shape == shape
-        and target.device == logits.device
-        and reduction in REDUCTIONS
-        and 0.0 <= label_smoothing <= 1.0
-        and (weight is None or _weighs(weight, logits, n_cols))
-    )
-
-
-def _weighs(weight: Tensor, logits: Tensor, n_cols: int) -> bool:
-    return (
-        weight.shape == (n_cols,)
-        and weight.device == logits.device
-        and weight.dtype in (torch.float32, logits.dtype)
-        and not weight.requires_grad
-    )
 
 
 def _forward_by_torch(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
