@@ -217,7 +217,7 @@ def denominator_of(num_items: int | Tensor | None, like: Tensor) -> Tensor | Non
 def kernels_take_loss(
     logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, label_smoothing: float, n_cols: int
 ) -> bool:
-    """Whether kernels of cross_entropy take these shapes and options; torch's own function raises the errors for others."""
+    """Whether a loss's kernels take these shapes and options; torch's own function raises the errors for others."""
     shape = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else torch.Size(())
     return (
         logits.dim() > 0
