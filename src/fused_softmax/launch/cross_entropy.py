@@ -138,7 +138,9 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
     writes = loss is not None
     if loss is None:
         loss = prepare_rows(FORWARD[kind.arithmetic], (x,), (*vectors, unused, unused), kind.flags, invariant)
-    last = new_slot() if writes and not inplace and x.is_cuda else None
+    # with weights or smoothing, compilers may fuse a product of backward's kernel otherwise than this one's: other bits
+    expects = writes and not inplace and op.weight is None and op.smoothing == 0.0 and x.is_cuda
+    last = new_slot() if expects else None
     return _Launches(writes, loss.at, count, reduce, last, allocator_here(x), pointer(x))
 
 

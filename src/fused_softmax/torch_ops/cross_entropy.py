@@ -20,6 +20,7 @@ from torch import Tensor
 from ..launch import cross_entropy as rows
 from ..launch import cross_entropy_gradient as gradients
 from ..launch.availability import KernelUnavailable
+from ..launch.context import as_in_forward, is_batch_invariant
 from ..launch.last_upstream import LastUpstream
 from ..launch.launcher import Vector
 from ..launch.layout import gradient_buffer, restored, rows_of, rows_or_copy
@@ -199,7 +200,8 @@ class RowCrossEntropy(torch.autograd.Function):
             torch.autograd.graph.increment_version(x)
         target, weight, weight_sum, *options, denominator = op
         ctx.save_for_backward(None if inplace else x, target, weight, weight_sum, kept, denominator, dx)
-        ctx.described = options, x.shape[0], inplace, last
+        # batch invariance too: backward runs in a thread that does not know
+        ctx.described = options, x.shape[0], inplace, last, is_batch_invariant()
         ctx.unread = [dx is not None]  # popped by the backward that returns the forward's gradient
         ctx.set_materialize_grads(False)
         return loss
@@ -209,7 +211,7 @@ class RowCrossEntropy(torch.autograd.Function):
         if g is None:
             return None, None
         x, target, weight, weight_sum, kept, denominator, written = ctx.saved_tensors
-        options, n_rows, inplace, last = ctx.described
+        options, n_rows, inplace, last, invariant = ctx.described
         target, kept = restored(target, torch.int64), restored(kept, torch.float32)
         if weight is not None:
             weight = restored(weight, torch.float32)
@@ -225,16 +227,22 @@ class RowCrossEntropy(torch.autograd.Function):
                 raise RuntimeError(decompositions.OVERWRITTEN)
             _scale_unless_one(written, upstream)
             return written, None
-        moments, count, expected = gradients.parts_of(kept, n_rows)
-        divides = count if op.reduction == "mean" else None
+        dx = None
         if unread:
             # The first backward returns the forward's gradient, with a version counter of its own: a change in place
             # does not disturb what is saved. Nothing reads the saved one again.
             dx = written.data
-            _gradient(x, dx, op, moments, divides, upstream, expected, last)
-        else:
+        elif written is not None:
+            # a further one runs the forward's kernel again, so that its bits are those of the first
+            with as_in_forward(invariant):
+                _, kept, dx, last = rows.cross_entropy_forward(x, op, True)
+        moments, count, expected = gradients.parts_of(kept, n_rows)
+        divides = count if op.reduction == "mean" else None
+        if dx is None:
             dx = gradient_buffer(x)
             _gradient(x, dx, op, moments, divides, upstream)
+        else:
+            _gradient(x, dx, op, moments, divides, upstream, expected, last)
         return dx, None
 
 
