@@ -5,9 +5,9 @@
 
 It runs in backward where the forward wrote no gradient, or where another upstream gradient arrives than the forward's
 gradient is for. The device decides that, so the host never waits for a number. The kernel writes as many bytes as it
-reads, and that is the limit. Its operations are those of `cross_entropy_resident`. Both write the same bits, except with
-weights or smoothing, where a compiler may fuse other products. Comparing each column with the target would cost more than
-p itself. So write every column as a non-target; the program that owns the target then overwrites it.
+reads, and that is the limit. Its operations are those of `cross_entropy_resident`. Both write the same bits, except
+with weights or smoothing, where a compiler may fuse other products. Comparing each column with the target would cost
+more than p itself. So write every column as a non-target; the program that owns the target then overwrites it.
 """
 
 from __future__ import annotations
