@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fused_softmax.lab import cross_compile as compiled
-from fused_softmax.launch import cross_entropy, masked_softmax, masks, row_statistics
+from fused_softmax.launch import cross_entropy, loss_kernels, masked_softmax, masks, row_statistics
 from fused_softmax.launch.compile import Launch
 from fused_softmax.launch.launcher import flat_launch, row_launch
 from fused_softmax.launch.layout import problem_of
@@ -177,8 +177,9 @@ def test_the_lines_of_a_loss_are_warps(n_cols, name, weighted, smoothing):
     op = cross_entropy.CrossEntropy(target, of_weight, of_weight, -100, "mean", smoothing, 30.0, 0.0)
     numbers = (op.ignore_index, *op.numbers)
     if name == "with gradient":
+        numbers = loss_kernels.with_gradient_numbers(op)
         tensors, vectors = (x, x), (target, number, number, number, number, number)
-        flags = cross_entropy.with_gradient_flags(op.kind, inplace=True)
+        flags = loss_kernels.with_gradient_flags(op.kind, inplace=True)
         row_op = cross_entropy.WITH_GRADIENT[op.kind.arithmetic]
         chosen = row_op.planner(problem_of(x, x), SM_90)
         assert chosen.ctas > 1
@@ -199,8 +200,8 @@ def test_the_lines_of_a_sum_over_rows_are_warps(name, weighted):
     n_rows = 4096
     target, number = torch.zeros(n_rows, dtype=torch.int64), torch.zeros(n_rows)
     losses = name == "reduce_losses"
-    kernel = cross_entropy._reduce_losses if losses else cross_entropy._count_targets
-    flags = cross_entropy._sum_flags(losses, losses, weighted, n_rows > cross_entropy.ONE_CTA_ROWS, SM_90)
+    kernel = loss_kernels.reduce_losses if losses else loss_kernels.count_targets
+    flags = loss_kernels.sum_flags(losses, losses, weighted, n_rows > cross_entropy.ONE_CTA_ROWS, SM_90)
     flags = (*flags, ("KEEPS_COUNT", True)) if losses else flags
     tensors = (number, target, number, number, number) if losses else (target, number, number)
     launch = flat_launch(kernel, tensors, (n_rows, 1000, -100), flags, 8, SM_90)

@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from fused_softmax.lab import cross_compile as compiled
-from fused_softmax.launch import cross_entropy, cross_entropy_gradient, masked_softmax, masks, row_statistics
+from fused_softmax.launch import (
+    cross_entropy,
+    cross_entropy_gradient,
+    loss_kernels,
+    masked_softmax,
+    masks,
+    row_statistics,
+)
 from fused_softmax.launch.launcher import row_launch
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.planning.types import DEVICES
@@ -38,11 +45,11 @@ def rows_like(
 def cross_entropy_launch(x, dx, smoothing: float, softcap: float | None):
     target, number = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
     op = cross_entropy.CrossEntropy(target, None, None, -100, "mean", smoothing, softcap, 0.0)
-    flags = cross_entropy.with_gradient_flags(op.kind)
+    flags = loss_kernels.with_gradient_flags(op.kind)
     row_op = cross_entropy.WITH_GRADIENT[op.kind.arithmetic]
     plan = row_op.planner(problem_of(x, dx), SM_90)
     vectors = (target, number, number, number, number, number)
-    numbers = (op.ignore_index, *op.numbers)
+    numbers = loss_kernels.with_gradient_numbers(op)
     return row_launch(row_op, (x, dx), vectors, numbers, flags, plan, SM_90), plan
 
 
@@ -166,8 +173,9 @@ def test_gradients_of_losses_do_not_spill(n_cols, smoothing, softcap, dtype):
     op = cross_entropy.CrossEntropy(target, None, None, -100, "mean", smoothing, softcap, 0.0)
     inplace = softcap is None  # as linear_cross_entropy's, which also has every other option
     sharded = n_cols == 50257  # as vocab-parallel losses have it
-    flags = cross_entropy_gradient.gradient_flags(op.kind, not (inplace or sharded), not sharded, inplace, sharded)
-    vectors = (target, number, number, number, number, number)
+    unless = not (inplace or sharded)
+    flags = cross_entropy_gradient.gradient_flags(op.kind, not sharded, inplace, sharded, unless, unless)
+    vectors = (target, number, number, number, number, number, number, number)
     plan = cross_entropy_gradient.BACKWARD.planner(problem_of(x, x), SM_90)
     numbers = (op.ignore_index, 0, 0, *op.numbers)
     launch = row_launch(cross_entropy_gradient.BACKWARD, (x, x), vectors, numbers, flags, plan, SM_90)
@@ -182,9 +190,9 @@ def test_float32_logits_with_a_gradient_of_16_bits_compile(n_cols, stride):
     row_op = cross_entropy.WIDE_WITH_GRADIENT[op.kind.arithmetic]
     plan = row_op.plan((x, dx), SM_90, False)
     assert plan.regime == "cluster"
-    flags = cross_entropy.with_gradient_flags(op.kind)
+    flags = loss_kernels.with_gradient_flags(op.kind)
     vectors = (target, number, number, number, number, number)
-    launch = row_launch(row_op, (x, dx), vectors, (op.ignore_index, *op.numbers), flags, plan, SM_90)
+    launch = row_launch(row_op, (x, dx), vectors, loss_kernels.with_gradient_numbers(op), flags, plan, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
 
 

@@ -19,6 +19,7 @@ from fused_softmax.launch import (
     cross_entropy_gradient,
     cross_entropy_spatial,
     logsumexp,
+    loss_kernels,
     masked_softmax,
     row_statistics,
     softmax_shards,
@@ -135,25 +136,23 @@ def losses(target: str) -> Iterator[Named]:
                 yield f"cross_entropy_forward{name}", as_called(launch), chosen
                 chosen = cross_entropy.WITH_GRADIENT[op.kind.arithmetic].planner(problem_of(x, x), device)
                 if chosen.regime != "two_pass":
-                    flags = cross_entropy.with_gradient_flags(op.kind, waits=device.supports_pdl)
+                    flags = loss_kernels.with_gradient_flags(op.kind, keeps_upstream=True, waits=device.supports_pdl)
                     vectors = (*op.vectors(number), number, number, number)
                     launch = row_launch(
-                        cross_entropy.WITH_GRADIENT[op.kind.arithmetic], (x, x), vectors, numbers, flags, chosen, device
-                    )
+                        cross_entropy.WITH_GRADIENT[op.kind.arithmetic], (x, x), vectors,
+                        loss_kernels.with_gradient_numbers(op), flags, chosen, device,
+                    )  # fmt: skip
                     yield f"cross_entropy_resident{name}", as_called(launch), chosen
-                for unless_one, sharded in ((False, False), (True, False), (False, True)):
-                    row_op = (
-                        cross_entropy_gradient.BACKWARD_UNLESS_ONE if unless_one else cross_entropy_gradient.BACKWARD
-                    )
+                for unless, sharded in ((False, False), (True, False), (False, True)):
+                    backward = cross_entropy_gradient
+                    row_op = backward.BACKWARD_UNLESS_WRITTEN if unless else backward.BACKWARD
                     chosen = row_op.planner(problem_of(x, x), device)
-                    flags = cross_entropy_gradient.gradient_flags(
-                        op.kind, unless_one, not sharded, n_cols == 1000, sharded
-                    )
+                    flags = backward.gradient_flags(op.kind, not sharded, n_cols == 1000, sharded, unless, unless)
                     launch = row_launch(
-                        row_op, (x, x), (*op.vectors(number), number, number, number),
+                        row_op, (x, x), (*op.vectors(number), number, number, number, number, number),
                         (op.ignore_index, 0, 0, *op.numbers), flags, chosen, device,
                     )  # fmt: skip
-                    kind = " unless one" * unless_one + " of a shard" * sharded
+                    kind = " unless written" * unless + " of a shard" * sharded
                     yield f"cross_entropy_backward{name}{kind}", as_called(launch), chosen
         chosen = cross_entropy_gradient.SCALE_UNLESS_ONE.planner(problem_of(x), device)
         launch = row_launch(cross_entropy_gradient.SCALE_UNLESS_ONE, (x,), (number,), (0,), (), chosen, device)
@@ -240,10 +239,10 @@ def others(target: str) -> Iterator[Named]:
     shared = (("CTAS", ctas), ("WARPS_PER_ROW", parts), ("VECTORS", lanes), ("EACH", 8), ("PTX", device.ptx))
     numbers = (4096, 1000, -100)
     flags = (("WEIGHTED", False), ("TRIGGER", device.supports_pdl), *shared)
-    launch = flat_launch(cross_entropy._count_targets, (ids, number, number), numbers, flags, 8, device)
+    launch = flat_launch(loss_kernels.count_targets, (ids, number, number), numbers, flags, 8, device)
     yield "count_targets", as_called(launch), None
     flags = (("MEAN", True), ("KEEPS_COUNT", True), ("WEIGHTED", False), ("WAITS", device.supports_pdl), *shared)
-    launch = flat_launch(cross_entropy._reduce_losses, (number, ids, number, number, number), numbers, flags, 8, device)
+    launch = flat_launch(loss_kernels.reduce_losses, (number, ids, number, number, number), numbers, flags, 8, device)
     yield "reduce_losses", as_called(launch), None
     for dtype in (BFLOAT16, FLOAT32):
         for n_cols in (64, 4096):

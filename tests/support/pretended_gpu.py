@@ -14,7 +14,7 @@ import sys
 import torch
 
 from fused_softmax.launch import compile as compiling
-from fused_softmax.launch import torch_private
+from fused_softmax.launch import last_upstream, torch_private
 
 DEVICE = -1  # what get_device() of a CPU tensor says
 
@@ -42,6 +42,9 @@ def pretend(monkeypatch):
             elif isinstance(value, compiling.Cache):
                 monkeypatch.setattr(module, name, compiling.Cache())
     monkeypatch.setattr(torch.Tensor, "is_cuda", torch._C.TensorBase.is_cpu)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
+    monkeypatch.setattr(last_upstream, "_memory", [])
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(compiling, "compile_kernel", lambda kernel, pointers, meta, *_: (kernel, pointers, meta))
     monkeypatch.setattr(compiling, "bind", lambda compiled: compiling.Binding(launch, compiled, ()))

@@ -3,11 +3,11 @@
     p = exp(z - row_max)/row_sum;  dz = p*A - C*w_j - [j = t]*B;  dx = g * dz * (1 - tanh(x/cap)^2)
     A = (1 - eps)*w_t + eps/C*sum(w) + 2*z_loss*lse;  B = (1 - eps)*w_t;  C = eps/C
 
-It runs in backward where the forward wrote no gradient, or where the forward's gradient is for an upstream gradient of
-1 and another one arrives. The device decides that row by row, so the host never waits for a number. The kernel writes
-as many bytes as it reads, and that is the limit. Its operations are those of `cross_entropy_resident`, so both write
-the same bits. Comparing each column with the target would cost more than p itself. So write every column as a
-non-target; the program that owns the target then overwrites it.
+It runs in backward where the forward wrote no gradient, or where another upstream gradient arrives than the forward's
+gradient is for. The device decides that, so the host never waits for a number. The kernel writes as many bytes as it
+reads, and that is the limit. Its operations are those of `cross_entropy_resident`. Both write the same bits, except
+with weights or smoothing, where a compiler may fuse other products. Comparing each column with the target would cost
+more than p itself. So write every column as a non-target; the program that owns the target then overwrites it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from .common.tiles import (
 def cross_entropy_unit(
     unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, moments_ptr, g_ptr, n_rows, n_cols,
     x_stride, dx_stride, phase, n_splits, ignore_index, g_stride, start, smoothing, cap, z_loss,
-    UNLESS_ONE: tl.constexpr, MEAN: tl.constexpr, INPLACE: tl.constexpr, SHARDED: tl.constexpr, WEIGHTED: tl.constexpr,
-    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
-    CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+    MEAN: tl.constexpr, INPLACE: tl.constexpr, SHARDED: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr,
+    SOFTCAP: tl.constexpr, ROWS: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient of unit `unit`: CHUNKS chunks of ROWS rows."""
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
@@ -51,73 +51,71 @@ def cross_entropy_unit(
     split = (unit % n_splits).to(tl.int32)
     exists = row < n_rows
     upstream = tl.load(g_ptr + row * g_stride, mask=exists, other=1.0)
-    needed = tl.sum((upstream != 1.0).to(tl.int32)) > 0
-    if needed or not UNLESS_ONE:
-        head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
-        x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
-        dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, UNALIGNED)
-        first = split * (CHUNKS * VECTORS * VEC)
-        width = width_if(exists, interior - first)
-        columns = n_cols if UNALIGNED else n_cols * VEC
-        POLICY: tl.constexpr = gradient_reads(UNALIGNED, x_ptr.dtype.element_ty)
-        x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, VECTORS, VEC, -float("inf"), 1, POLICY)
-        if UNALIGNED:
-            head_tail, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
-            x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf"))
-        if SHARDED:
-            target = tl.load(target_ptr + row, mask=exists, other=ignore_index)
-            counts = target != ignore_index
-            target -= start
-            here = counts & (target >= 0) & (target < columns)
+    head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
+    x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
+    dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, UNALIGNED)
+    first = split * (CHUNKS * VECTORS * VEC)
+    width = width_if(exists, interior - first)
+    columns = n_cols if UNALIGNED else n_cols * VEC
+    POLICY: tl.constexpr = gradient_reads(UNALIGNED, x_ptr.dtype.element_ty)
+    x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, VECTORS, VEC, -float("inf"), 1, POLICY)
+    if UNALIGNED:
+        head_tail, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
+        x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf"))
+    if SHARDED:
+        target = tl.load(target_ptr + row, mask=exists, other=ignore_index)
+        counts = target != ignore_index
+        target -= start
+        here = counts & (target >= 0) & (target < columns)
+    else:
+        target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
+        here = counts
+    row_max = tl.load(moments_ptr + 2 * row, mask=exists, other=0.0)
+    row_sum = tl.load(moments_ptr + 2 * row + 1, mask=exists, other=1.0)
+    lse = logsumexp(row_max, row_sum)
+    x_target = tl.load(x_row - head + target, mask=here, other=0.0).to(tl.float32)
+    if INPLACE:
+        # every thread has read its program's columns and the target before any thread writes; only the program that
+        # owns the target uses it, so other programs may have overwritten it
+        tl.debug_barrier()
+    if SHARDED:
+        a = upstream
+        b = tl.load(g_ptr + row * g_stride + 1, mask=exists, other=0.0)
+        c = tl.load(g_ptr + row * g_stride + 2, mask=exists, other=0.0)
+    else:
+        if WEIGHTED:
+            w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
         else:
-            target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
-            here = counts
-        row_max = tl.load(moments_ptr + 2 * row, mask=exists, other=0.0)
-        row_sum = tl.load(moments_ptr + 2 * row + 1, mask=exists, other=1.0)
-        lse = logsumexp(row_max, row_sum)
-        x_target = tl.load(x_row - head + target, mask=here, other=0.0).to(tl.float32)
-        if INPLACE:
-            # every thread has read its program's columns and the target before any thread writes; only the program that
-            # owns the target uses it, so other programs may have overwritten it
-            tl.debug_barrier()
-        if SHARDED:
-            a = upstream
-            b = tl.load(g_ptr + row * g_stride + 1, mask=exists, other=0.0)
-            c = tl.load(g_ptr + row * g_stride + 2, mask=exists, other=0.0)
+            w_target = 1.0
+        if WEIGHTED and SMOOTH:
+            w_sum = tl.load(weight_sum_ptr)
         else:
-            if WEIGHTED:
-                w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
-            else:
-                w_target = 1.0
-            if WEIGHTED and SMOOTH:
-                w_sum = tl.load(weight_sum_ptr)
-            else:
-                w_sum = columns
-            g = tl.where(counts, upstream, 0.0)
-            if MEAN:
-                g = tl.where(counts, upstream / tl.load(count_ptr), 0.0)
-            a, b, c = coefficients(g, lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)
-        base, shift, by = exp2_affine(row_max, FUSED)
-        a = tl.where(counts, a * by / row_sum, 0.0)
-        w_here = weight_ptr + (head + first + 0 * row)[:, :, None]
-        for k in tl.static_range(CHUNKS):
-            at = tl.reshape(chunk_offsets(k, VECTORS, VEC), (1, VECTORS, VEC))
-            dx = cross_entropy_term(
-                upcast(x[k], PTX), 0.0, at, base[:, :, None], shift[:, :, None], a[:, :, None], c[:, :, None], w_here,
-                cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP, FUSED,
-            )  # fmt: skip
-            dx = tl.where(counts[:, :, None], dx, 0.0)
-            store_chunk(dx_row + first, width, dx, k, ROWS, 0, VECTORS, VEC)
-        if UNALIGNED:
-            store_head_tail_gradient(
-                dx_row, x_head_tail, head_tail, in_head_tail, target - head, counts, b, base, shift, a, c,
-                weight_ptr + head, cap, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
-            )  # fmt: skip
+            w_sum = columns
+        g = tl.where(counts, upstream, 0.0)
+        if MEAN:
+            g = tl.where(counts, upstream / tl.load(count_ptr), 0.0)
+        a, b, c = coefficients(g, lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)
+    base, shift, by = exp2_affine(row_max, FUSED)
+    a = tl.where(counts, a * by / row_sum, 0.0)
+    w_here = weight_ptr + (head + first + 0 * row)[:, :, None]
+    for k in tl.static_range(CHUNKS):
+        at = tl.reshape(chunk_offsets(k, VECTORS, VEC), (1, VECTORS, VEC))
         dx = cross_entropy_term(
-            x_target, b, target, base, shift, a, c, weight_ptr, cap, here, WEIGHTED, SMOOTH, SOFTCAP, FUSED
-        )
-        at = tl.where(here, target - head - first, -1) if SHARDED else target - head - first
-        store_target(dx_row + first, dx, at.to(tl.int32), width, here, VECTORS, VEC, CHUNKS)
+            upcast(x[k], PTX), 0.0, at, base[:, :, None], shift[:, :, None], a[:, :, None], c[:, :, None], w_here,
+            cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP, FUSED,
+        )  # fmt: skip
+        dx = tl.where(counts[:, :, None], dx, 0.0)
+        store_chunk(dx_row + first, width, dx, k, ROWS, 0, VECTORS, VEC)
+    if UNALIGNED:
+        store_head_tail_gradient(
+            dx_row, x_head_tail, head_tail, in_head_tail, target - head, counts, b, base, shift, a, c,
+            weight_ptr + head, cap, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
+        )  # fmt: skip
+    dx = cross_entropy_term(
+        x_target, b, target, base, shift, a, c, weight_ptr, cap, here, WEIGHTED, SMOOTH, SOFTCAP, FUSED
+    )
+    at = tl.where(here, target - head - first, -1) if SHARDED else target - head - first
+    store_target(dx_row + first, dx, at.to(tl.int32), width, here, VECTORS, VEC, CHUNKS)
 
 
 @kernel(num_stages=1, splits_rows=True)
@@ -132,6 +130,8 @@ def cross_entropy_backward(
     # upstream gradient: [1] with g_stride 0, or [n_rows] with g_stride 1; float32. Where SHARDED each row's A, B and C
     # times the upstream gradient: [n_rows, 3] with g_stride 3
     g_ptr: Vector,
+    written_ptr: Vector,  # [1] float32, where UNLESS_WRITTEN: the upstream gradient that dx holds the gradient for
+    last_ptr: Vector,  # [1] float32, where REPORTS: takes the upstream gradient, if it is another one
     n_rows: Int64,
     n_cols: Int32,  # n_cols and strides: in units of VEC, or of one element where UNALIGNED
     x_stride: Int64, dx_stride: Int64,
@@ -140,7 +140,8 @@ def cross_entropy_backward(
     ignore_index: Int64, g_stride: Int64,
     start: Int64,  # the first of these columns, where SHARDED
     smoothing: Float32, cap: Float32, z_loss: Float32,
-    UNLESS_ONE: tl.constexpr,  # dx already holds the gradient for an upstream gradient of 1
+    UNLESS_WRITTEN: tl.constexpr,  # dx already holds the gradient for one upstream gradient; g_stride is 0
+    REPORTS: tl.constexpr,
     MEAN: tl.constexpr,
     INPLACE: tl.constexpr,  # dx_ptr is x_ptr
     SHARDED: tl.constexpr,  # other ranks have more columns of the rows, and the moments are of all
@@ -149,14 +150,17 @@ def cross_entropy_backward(
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     n_units = (n_rows + ROWS - 1) // ROWS * n_splits
-    # UNLESS_ONE: few programs, because most often each one only finds, once for all rows, that nothing is to do
-    if UNLESS_ONE:
-        n_units = tl.where((g_stride == 0) & (tl.load(g_ptr) == 1.0), 0, n_units)
+    # few programs, because most often each one only finds that nothing is to do
+    if UNLESS_WRITTEN:
+        upstream, written = tl.load(g_ptr), tl.load(written_ptr)
+        if REPORTS:
+            tl.store(last_ptr, upstream, mask=(pid == 0) & (upstream != written))
+        n_units = tl.where(upstream == written, 0, n_units)
     for unit in range(pid, n_units, tl.num_programs(0).to(tl.int64)):
         cross_entropy_unit(
             unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, moments_ptr, g_ptr, n_rows, n_cols,
             x_stride, dx_stride, phase, n_splits, ignore_index, g_stride, start, smoothing, cap, z_loss,
-            UNLESS_ONE, MEAN, INPLACE, SHARDED, WEIGHTED, SMOOTH, SOFTCAP, ROWS, VECTORS, VEC, CHUNKS, UNALIGNED, PTX,
+            MEAN, INPLACE, SHARDED, WEIGHTED, SMOOTH, SOFTCAP, ROWS, VECTORS, VEC, CHUNKS, UNALIGNED, PTX,
         )  # fmt: skip
 
 

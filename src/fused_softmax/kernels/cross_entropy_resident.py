@@ -1,6 +1,8 @@
 """Cross-entropy and its gradient in one pass: the row stays on chip, and the gradient takes the place of softmax's y.
 
-    lse = log(sum(exp(z)));  loss as in `cross_entropy`, dx as in `cross_entropy_backward` for an upstream gradient of 1
+    lse = log(sum(exp(z)));  loss as in `cross_entropy`, dx as in `cross_entropy_backward`
+
+dx is for the upstream gradient that the host expects: 1, or the one that came last.
 
 The regimes are softmax's (warp, block, cluster), with a plan of their own: the row stays as loaded, exp is computed
 twice, every column is written as a non-target, and then the target is overwritten. One read and one write, so the copy
@@ -47,7 +49,7 @@ def cross_entropy_resident(
     target_ptr: Vector,  # [n_rows] int64
     weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
     weight_sum_ptr: Vector,  # [1] float32, where WEIGHTED
-    count_ptr: Vector,  # [1] float32, where MEAN: the loss's denominator
+    count_ptr: Vector,  # [2] float32: where MEAN, the loss's denominator; takes `upstream`, where KEEPS_UPSTREAM
     loss_ptr: Vector,  # [n_rows] float32
     moments_ptr: Vector,  # [n_rows, 2] float32
     n_rows: Int64,
@@ -56,8 +58,10 @@ def cross_entropy_resident(
     phase: Int32,
     ignore_index: Int64,
     smoothing: Float32, cap: Float32, z_loss: Float32,
+    upstream: Float32,  # the upstream gradient that the gradient is for
     MEAN: tl.constexpr,
     INPLACE: tl.constexpr,  # dx_ptr is x_ptr
+    KEEPS_UPSTREAM: tl.constexpr,
     WAITS: tl.constexpr,  # `count_targets` may still run: this kernel started before its end
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
     WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
@@ -161,11 +165,11 @@ def cross_entropy_resident(
     residual, lse = rounding_residual(lse, row_max, row_sum)[:, None], lse[:, None]
     nll = lse - z_target + residual
 
-    g = tl.where(counts, 1.0, 0.0)
+    g = tl.where(counts, upstream, 0.0)
     if WAITS:
         tl.extra.cuda.gdc_wait()
     if MEAN:
-        g = tl.where(counts, 1.0 / tl.load(count_ptr), 0.0)
+        g = tl.where(counts, upstream / tl.load(count_ptr), 0.0)
     a, b, c = coefficients(g, lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
     base, shift, by = exp2_affine(row_max[:, None], FUSED)
@@ -204,4 +208,6 @@ def cross_entropy_resident(
     writes = (rank == 0) & (warp == 0) & exists
     tl.store(loss_ptr + row, tl.where(counts, loss, 0.0), mask=writes)
     store_moments(moments_ptr, row, row_max[:, None], row_sum[:, None], writes)
+    if KEEPS_UPSTREAM:
+        tl.store(count_ptr + 1 + 0 * row, upstream + 0.0 * row.to(tl.float32), mask=writes & (row == 0))
     leave_cluster(CTAS, PTX)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.launch import cross_entropy, masked_softmax, row_statistics
+from fused_softmax.launch import cross_entropy, loss_kernels, masked_softmax, row_statistics
 from fused_softmax.launch.launcher import RowOp, meta_of, row_pointers
 from fused_softmax.launch.options import CrossEntropy, Flags
 from fused_softmax.launch.softmax import softmax_op
@@ -39,7 +39,7 @@ def _loss(gradient: bool) -> Find:
         op = CrossEntropy(x, None, None, -100, "mean", 0.0, None, 0.0)
         written = cross_entropy.WITH_GRADIENT[op.kind.arithmetic]
         if gradient and written.plan((x, x), device, False).regime != "two_pass":
-            return written, (x, x), cross_entropy.with_gradient_flags(op.kind)
+            return written, (x, x), loss_kernels.with_gradient_flags(op.kind)
         return cross_entropy.FORWARD[op.kind.arithmetic], (x,), op.kind.flags
 
     return find

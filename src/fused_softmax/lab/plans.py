@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax.lab.bench.inputs import DTYPES, IGNORED
-from fused_softmax.launch import cross_entropy, row_statistics
+from fused_softmax.launch import cross_entropy, loss_kernels, row_statistics
 from fused_softmax.launch.launcher import RowOp, launch_rows
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.launch.options import CrossEntropy
@@ -79,9 +79,9 @@ def run_loss_plan(plan: Plan) -> Callable[..., Any]:
         dx, losses = torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
         moments, divides = x.new_empty(x.shape[0], 2, dtype=torch.float32), count.float().view(1)
         vectors = (*op.vectors(losses), divides, losses, moments)
-        flags = cross_entropy.with_gradient_flags(op.kind)
+        flags = loss_kernels.with_gradient_flags(op.kind)
         row_op = _fixed(cross_entropy.WITH_GRADIENT[op.kind.arithmetic], plan)
-        launch_rows(row_op, (x, dx), vectors, (op.ignore_index, *op.numbers), flags)
+        launch_rows(row_op, (x, dx), vectors, loss_kernels.with_gradient_numbers(op), flags)
         return losses.sum() / divides[0], dx
 
     return call

@@ -23,10 +23,11 @@ from ..planning.losses import (
     plan_statistics,
 )
 from ..planning.types import ITEMSIZE, VECTOR_BYTES, Device, Plan, Problem
+from . import loss_kernels as kernels
 from .availability import KernelUnavailable
 from .cache import Cache
-from .compile import kernel_loader
-from .context import is_batch_invariant
+from .context import is_batch_invariant, row_invariance
+from .last_upstream import LastUpstream, new_slot
 from .launcher import (
     RowOp,
     Run,
@@ -39,38 +40,8 @@ from .launcher import (
     prepare_flat,
     prepare_rows,
 )
-from .layout import allocator_here, empty, gradient_buffer, layout_key, places, pointer
-from .options import CrossEntropy, Flags, LossKind
-from .torch_private import current_device
-
-
-@kernel_loader
-def _forward() -> Any:
-    from ..kernels.cross_entropy import cross_entropy_forward
-
-    return cross_entropy_forward
-
-
-@kernel_loader
-def _resident() -> Any:
-    from ..kernels.cross_entropy_resident import cross_entropy_resident
-
-    return cross_entropy_resident
-
-
-@kernel_loader
-def _count_targets() -> Any:
-    from ..kernels.cross_entropy import count_targets
-
-    return count_targets
-
-
-@kernel_loader
-def _reduce_losses() -> Any:
-    from ..kernels.cross_entropy import reduce_losses
-
-    return reduce_losses
-
+from .layout import Allocator, allocator_here, empty, gradient_buffer, layout_key, places, pointer
+from .options import LOSS_KINDS, CrossEntropy
 
 # one program adds up so many losses; more are torch's to add
 ONE_PROGRAM_ROWS = 65536
@@ -78,7 +49,7 @@ ONE_PROGRAM_ROWS = 65536
 ONE_CTA_ROWS = 2048
 # how much arithmetic a logit takes -> the loss alone, and the loss with its gradient in the same pass
 FORWARD = {
-    arithmetic: RowOp(planner, always(_forward))
+    arithmetic: RowOp(planner, always(kernels.forward))
     for arithmetic, planner in (
         ("exponential", plan_statistics),
         ("smoothed", plan_statistics),
@@ -86,7 +57,7 @@ FORWARD = {
     )
 }
 WITH_GRADIENT = {
-    arithmetic: RowOp(functools.lru_cache(planner), always(_resident))
+    arithmetic: RowOp(functools.lru_cache(planner), always(kernels.resident))
     for arithmetic, planner in (
         ("exponential", plan_loss),
         ("smoothed", plan_smoothed_loss),
@@ -107,24 +78,28 @@ class _Launches:
     """The launches of a cross-entropy of rows of one layout.
 
     writes: whether the pass that reads the logits writes their gradient. loss: `at` of that pass. count, reduce: what
-    `prepare_flat` returns; None where PyTorch counts, or adds up.
+    `prepare_flat` returns; None where PyTorch counts, or adds up. last: what the gradient is written for; None: for an
+    upstream gradient of 1. new, at: what allocates on this device, and what makes pointers of its tensors.
     """
 
     writes: bool
     loss: Callable[..., None]
     count: Callable[..., None] | None
     reduce: Callable[..., None] | None
+    last: LastUpstream | None
+    new: Allocator
+    at: Callable[[Tensor], Any]
 
 
 _launches = Cache()
+_invariant = row_invariance.get
 
 
-def _launches_of(x: Tensor, op: CrossEntropy, training: bool, inplace: bool, layout: object) -> _Launches:
-    n_rows = x.shape[0]
+def _launches_of(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: bool, layout: object) -> _Launches:
     if not x.is_cuda:
         return _prepare(x[:1], n_rows, op, training, inplace)
     size = 0 if n_rows <= ONE_CTA_ROWS else 1 if n_rows <= ONE_PROGRAM_ROWS else 2
-    key: Any = (op.reduction, op.smoothing > 0.0, size, training, inplace, is_batch_invariant())
+    key: Any = (op.reduction, op.smoothing > 0.0, size, training, inplace, _invariant())
     if layout is not None:  # there are no weights, no softcap and no denominator
         key = (layout, key)
     else:
@@ -137,11 +112,6 @@ def fits_on_chip(x: Tensor, dx: Tensor, op: CrossEntropy) -> bool:
     """Whether a row can be held while its loss is computed, so that the gradient is written in the same pass."""
     plan = WITH_GRADIENT[op.kind.arithmetic].plan((x, dx), device_of(x), is_batch_invariant())
     return plan.regime != "two_pass"
-
-
-def with_gradient_flags(kind: LossKind, mean: bool = True, inplace: bool = False, waits: bool = False) -> Flags:
-    """The flags of the kernel that writes the gradient in the pass that reads the logits."""
-    return (("MEAN", mean), ("INPLACE", inplace), ("WAITS", waits), *kind.flags)
 
 
 def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: bool) -> _Launches:
@@ -162,26 +132,29 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
         if fits_on_chip(x, dx, op):
             row_op = WITH_GRADIENT[kind.arithmetic]
             waits = count is not None and device_of(x).supports_pdl
-            flags = with_gradient_flags(kind, mean, inplace, waits)
+            flags = kernels.with_gradient_flags(kind, mean, inplace, not inplace, waits)
             with suppress(KernelUnavailable):
                 loss = prepare_rows(row_op, (x, dx), (*vectors, unused, unused, unused), flags, invariant)
     writes = loss is not None
     if loss is None:
         loss = prepare_rows(FORWARD[kind.arithmetic], (x,), (*vectors, unused, unused), kind.flags, invariant)
-    return _Launches(writes, loss.at, count, reduce)
+    # with weights or smoothing, compilers may fuse a product of backward's kernel otherwise than this one's: other bits
+    expects = writes and not inplace and op.weight is None and op.smoothing == 0.0 and x.is_cuda
+    last = new_slot() if expects else None
+    return _Launches(writes, loss.at, count, reduce, last, allocator_here(x), pointer(x))
 
 
 def _prepare_reduction(on: Tensor, n_rows: int, divided: bool, weighted: bool, keeps_count: bool = False) -> Run:
     """What adds up the losses of at most ONE_PROGRAM_ROWS rows; `divided`: over the number of targets that count."""
     real = torch.float32
-    flags = _sum_flags(True, divided, weighted, n_rows > ONE_CTA_ROWS, device_of(on))
+    flags = kernels.sum_flags(True, divided, weighted, n_rows > ONE_CTA_ROWS, device_of(on))
     flags = (("KEEPS_COUNT", keeps_count), *flags)
-    return prepare_flat(_reduce_losses, (real, torch.int64, real, real, real), flags, 8, on)
+    return prepare_flat(kernels.reduce_losses, (real, torch.int64, real, real, real), flags, 8, on)
 
 
 def _prepare_count(op: CrossEntropy, n_rows: int, x: Tensor) -> Run:
-    flags = _sum_flags(False, False, op.weight is not None, n_rows > ONE_CTA_ROWS, device_of(x))
-    return prepare_flat(_count_targets, (torch.int64, torch.float32, torch.float32), flags, 8, x)
+    flags = kernels.sum_flags(False, False, op.weight is not None, n_rows > ONE_CTA_ROWS, device_of(x))
+    return prepare_flat(kernels.count_targets, (torch.int64, torch.float32, torch.float32), flags, 8, x)
 
 
 def count_targets(op: CrossEntropy, x: Tensor) -> Tensor:
@@ -199,32 +172,26 @@ def count_targets(op: CrossEntropy, x: Tensor) -> Tensor:
 
 def cross_entropy_forward(
     x: Tensor, op: CrossEntropy, training: bool = False, inplace: bool = False, layout: object = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(the loss, reduced; memory for `moments_and_count`; the gradient for an upstream gradient of 1, or None).
+) -> tuple[Tensor, Tensor, Tensor | None, LastUpstream | None]:
+    """(the loss, reduced; memory for `parts_of`; the gradient, or None; where another upstream gradient is reported).
 
-    `training`: the gradient is written in the pass that reads the logits, over x where `inplace`. It is None where a
-    row does not fit on chip, and for losses that are not reduced. layout: where it is given, a key of how x lies.
+    `training`: the gradient is written in the pass that reads the logits, for an upstream gradient that this memory
+    has: the last one that was reported, or 1. `inplace`: over x, for 1. It is None where a row does not fit on chip,
+    and for losses that are not reduced. layout: where it is given, a key of how x lies.
     """
-    launches = _launches_of(x, op, training, inplace, layout)
-    if x.is_cuda and current_device() != x.get_device():
-        with torch.cuda.device(x.get_device()):
-            return _run(launches, x, op, training, inplace)
-    return _run(launches, x, op, training, inplace)
+    n_rows, n_cols = x.shape
+    launches = _launches_of(x, n_rows, op, training, inplace, layout)
+    return on_its_device(x, _run, launches, x, n_rows, n_cols, op, training, inplace)
 
 
 def _run(
-    launches: _Launches, x: Tensor, op: CrossEntropy, training: bool, inplace: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    n_rows, n_cols = x.shape
+    launches: _Launches, x: Tensor, n_rows: int, n_cols: int, op: CrossEntropy, training: bool, inplace: bool
+) -> tuple[Tensor, Tensor, Tensor | None, LastUpstream | None]:
     target, weight, weight_sum, ignore_index, reduction, smoothing, softcap, z_loss, denominator = op
-    new, at = allocator_here(x), pointer(x)
-    # one allocation: each row's moments, the mean's denominator, each row's loss
-    kept = new((3 * n_rows + 1,), (1,), torch.float32)
-    if x.is_cuda:
-        moments: Any = kept.data_ptr()
-        count, losses = moments + 8 * n_rows, moments + 8 * n_rows + 4
-    else:
-        moments, count, losses = places(kept, 0, 2 * n_rows, 2 * n_rows + 1)
+    new, at = launches.new, launches.at
+    # one allocation: each row's moments, the mean's denominator, the upstream gradient of dx, each row's loss
+    kept = new((3 * n_rows + 2,), (1,), torch.float32)
+    moments, count, losses = places(kept, 0, 2 * n_rows, 2 * n_rows + 2)
     if reduction == "none":
         loss = new((n_rows,), (1,), torch.float32)
         losses = at(loss)
@@ -242,51 +209,38 @@ def _run(
     dx = None
     if launches.writes:
         dx = x.detach() if inplace else gradient_buffer(x)
-        launches.loss(n_rows, (at(x), at(dx)), (*vectors, count, losses, moments), numbers)
+        upstream = 1.0 if launches.last is None else launches.last.expected()
+        launches.loss(n_rows, (at(x), at(dx)), (*vectors, count, losses, moments), (*numbers, upstream))
     else:
         launches.loss(n_rows, (at(x),), (*vectors, losses, moments), numbers)
     if reduction == "none":
-        return loss, kept, dx
+        return loss, kept, dx, None
     if launches.reduce is not None:
-        launches.reduce((losses, targets, weights, at(loss), at(loss)), size)
+        reduced = at(loss)
+        launches.reduce((losses, targets, weights, reduced, reduced), size)
     else:
-        loss = kept[2 * n_rows + 1 :].sum()
+        loss = kept[2 * n_rows + 2 :].sum()
     if reduction == "mean" and denominator is not None:
         loss = loss / denominator[0]
     elif reduction == "mean" and launches.reduce is None:
         total = counted(op, n_cols)[0]
         loss = torch.where(total == 0.0, float("nan"), loss / total)
-    return loss, kept, dx
+    return loss, kept, dx, launches.last
 
 
 def planned_cross_entropy(x: Tensor, on: Tensor, gradient: bool) -> Plan | str:
     """The plan of rows x, which may be a meta tensor, on `on`'s device, for a mean with default options; or why its
     kernel did not compile. gradient: the forward writes it, where a row fits on chip."""
     real, op = torch.float32, "exponential"
-    flags: Flags = (("WEIGHTED", False), ("SMOOTH", False), ("SOFTCAP", False))
+    kind = LOSS_KINDS[False, False, False]
     if gradient:
         dx = torch.empty(x.shape, dtype=x.dtype, device="meta")
         vectors = (torch.int64, real, real, real, real, real)
-        of_call = (("MEAN", True), ("INPLACE", False))
-        plan = planned(WITH_GRADIENT[op], (x, dx), vectors, (*of_call, *flags), on)
+        flags = kernels.with_gradient_flags(kind, keeps_upstream=True, waits=device_of(on).supports_pdl)
+        plan = planned(WITH_GRADIENT[op], (x, dx), vectors, flags, on)
         if isinstance(plan, str) or plan.regime != "two_pass":
             return plan
-    return planned(FORWARD[op], (x,), (torch.int64, real, real, real, real), flags, on)
-
-
-@functools.lru_cache
-def _sum_flags(losses: bool, mean: bool, weighted: bool, many: bool, device: Device) -> Flags:
-    """The flags of a sum over rows, which the CTAs of a cluster share where there are many rows, and clusters.
-
-    One CTA adds up weights: where they are looked up, Triton 3.6 does not keep a segment in a warp, which a reduction
-    over a cluster needs.
-    """
-    ctas = 16 if many and device.max_cluster >= 16 and not weighted else 1
-    warps, vectors = (8, 32) if ctas > 1 else (1, 256)
-    shared = (("CTAS", ctas), ("WARPS_PER_ROW", warps), ("VECTORS", vectors), ("EACH", 8), ("PTX", device.ptx))
-    flags: Flags = (("WEIGHTED", weighted), *shared)
-    pdl = device.supports_pdl
-    return (("MEAN", mean), ("WAITS", pdl), *flags) if losses else (("TRIGGER", pdl), *flags)
+    return planned(FORWARD[op], (x,), (torch.int64, real, real, real, real), kind.flags, on)
 
 
 def counted(op: CrossEntropy, n_cols: int) -> Tensor:
@@ -356,9 +310,8 @@ def losses_and_gradient_of_chunk(
     if op.weight_sum is None and row_op.plan((x, dx), device_of(x), invariant).regime != "two_pass":
         losses, moments = _losses_and_moments(x)
         vectors = (*op.vectors(losses), losses if divides is None else divides, losses, moments)
-        flags = with_gradient_flags(kind, divides is not None, dx.data_ptr() == x.data_ptr())
-        numbers = (op.ignore_index, *op.numbers)
-        launch_rows(row_op, (x, dx), vectors, numbers, flags, invariant=invariant)
+        flags = kernels.with_gradient_flags(kind, divides is not None, dx.data_ptr() == x.data_ptr())
+        launch_rows(row_op, (x, dx), vectors, kernels.with_gradient_numbers(op), flags, invariant=invariant)
         return losses, None
     return losses_of_chunk(x, op)
 

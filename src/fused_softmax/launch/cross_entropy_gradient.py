@@ -13,6 +13,7 @@ from torch import Tensor
 from ..planning.losses import plan_elementwise, plan_few_programs
 from .cache import Cache
 from .compile import kernel_loader
+from .last_upstream import LastUpstream
 from .launcher import FEW_WARPS, RowOp, Vector, always, launch_rows, on_its_device, prepare_rows
 from .layout import expect_rows, layout_key, places, pointer, restored
 from .options import LOSS_KINDS, CrossEntropy, Flags, LossKind
@@ -33,43 +34,54 @@ def _scale_unless_one() -> Any:
 
 
 BACKWARD = RowOp(plan_elementwise, always(_backward))
-BACKWARD_UNLESS_ONE = RowOp(plan_few_programs, always(_backward), most_warps=FEW_WARPS)
+BACKWARD_UNLESS_WRITTEN = RowOp(plan_few_programs, always(_backward), most_warps=FEW_WARPS)
 SCALE_UNLESS_ONE = RowOp(plan_few_programs, always(_scale_unless_one), most_warps=FEW_WARPS)
 
 
-def moments_and_count(kept: Tensor, n_rows: int) -> list[Any]:
-    """What a gradient's launch takes, of what the forward kept: each row's (row_max, row_sum), the mean's denominator.
+def parts_of(kept: Tensor, n_rows: int) -> list[Any]:
+    """What a gradient's launch takes, of what the forward kept: each row's (row_max, row_sum), the mean's denominator,
+    and the upstream gradient that the forward's gradient is for.
 
     From these two numbers backward has p = exp(z - row_max)/row_sum with all its digits. One number, the logsumexp, is
     rounded where it is large.
     """
-    return places(kept, 0, 2 * n_rows)
+    return places(kept, 0, 2 * n_rows, 2 * n_rows + 1)
 
 
-def gradient_flags(kind: LossKind, unless_one: bool, mean: bool, inplace: bool, sharded: bool = False) -> Flags:
+def gradient_flags(
+    kind: LossKind, mean: bool, inplace: bool, sharded: bool = False, unless_written: bool = False,
+    reports: bool = False,
+) -> Flags:  # fmt: skip
     """The flags of the kernel that writes the gradient from known moments; sharded: of a part of the columns."""
-    return (("UNLESS_ONE", unless_one), ("MEAN", mean), ("INPLACE", inplace), ("SHARDED", sharded), *kind.flags)
+    of_call = (("UNLESS_WRITTEN", unless_written), ("REPORTS", reports), ("MEAN", mean), ("INPLACE", inplace))
+    return (*of_call, ("SHARDED", sharded), *kind.flags)
 
 
 _gradients = Cache()
 
 
 def cross_entropy_gradient(
-    x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector | None, g: Tensor, *, unless_one: bool
-) -> None:
+    x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector | None, g: Tensor,
+    written: Vector | None = None, last: LastUpstream | None = None,
+) -> None:  # fmt: skip
     """The gradient for upstream g ([1], or [n_rows]; float32) into dx, which may be x.
 
-    unless_one: only where g is not 1. count: what the gradient is divided by, [1] float32, such as a mean's
-    denominator; None: nothing.
+    count: what the gradient is divided by, [1] float32, such as a mean's denominator; None: nothing. written: an
+    upstream gradient, [1] float32, that dx already holds the gradient for; then g has one element, and nothing is done
+    where both are equal. last: where another g is reported.
     """
     kind, inplace = op.kind, dx.data_ptr() == x.data_ptr()
-    vectors = (*op.vectors(g), g if count is None else count, moments, g)
-    key = (layout_key(x), layout_key(dx), kind, count is None, inplace, op.weight_sum is None, unless_one)
+    vectors: tuple[Vector, ...] = (
+        *op.vectors(g), g if count is None else count, moments, g, g if written is None else written,
+        g if last is None else last.vector,
+    )  # fmt: skip
+    unless = written is not None
+    key = (layout_key(x), layout_key(dx), kind, count is None, inplace, op.weight_sum is None, unless, last is None)
     launch = _gradients.get(key)
     if launch is None:
         expect_rows(x, dx)
-        flags = gradient_flags(kind, unless_one, count is not None, inplace)
-        launch = prepare_rows(BACKWARD_UNLESS_ONE if unless_one else BACKWARD, (x, dx), vectors, flags, False).at
+        flags = gradient_flags(kind, count is not None, inplace, False, unless, last is not None)
+        launch = prepare_rows(BACKWARD_UNLESS_WRITTEN if unless else BACKWARD, (x, dx), vectors, flags, False).at
         if x.is_cuda:
             _gradients.remember(key, launch)
     at = pointer(x)
@@ -91,14 +103,14 @@ def shard_gradient(
     """
     weight = restored(weight, torch.float32) if smooth and weight is not None else None
     target, moments = restored(target, torch.int64), restored(moments, torch.float32)
-    vectors = (target, *(factors if t is None else t for t in (weight, None, None)), moments, factors)
+    vectors = (target, *(factors if t is None else t for t in (weight, None, None)), moments, factors, factors, factors)
     inplace = dx.data_ptr() == x.data_ptr()
     key = (layout_key(x), layout_key(dx), inplace, weight is None, smooth, softcap is None, invariant)
     run = _of_shards.get(key)
     if run is None:
         expect_rows(x, dx)
         kind = LOSS_KINDS[weight is not None, smooth, softcap is not None]
-        flags = gradient_flags(kind, unless_one=False, mean=False, inplace=inplace, sharded=True)
+        flags = gradient_flags(kind, mean=False, inplace=inplace, sharded=True)
         run = prepare_rows(BACKWARD, (x, dx), vectors, flags, invariant)
         if x.is_cuda:
             _of_shards.remember(key, run)

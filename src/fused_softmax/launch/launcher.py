@@ -86,8 +86,13 @@ Run = Any
 def meta_of(kernel: Any, plan: Plan, device: Device, flags: Flags) -> dict[str, Any]:
     """The constexprs that the kernel has, and the launch's own meta-parameters."""
     meta = plan.constexprs() | dict(PTX=device.ptx, TRIGGER=device.supports_pdl, WAITS=False) | dict(flags)
-    options = launch_options(kernel, plan, device) | ({"launch_pdl": True} if meta["WAITS"] else {})
+    options = launch_options(kernel, plan, device) | _early_start(meta)
     return {name: meta[name] for name in kernel.declaration.constexprs} | options
+
+
+def _early_start(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What has a kernel that WAITS start before the one in front of it ends: programmatic dependent launch."""
+    return {"launch_pdl": True} if meta.get("WAITS", False) else {}
 
 
 def _described(op: RowOp, rows: tuple[Tensor, ...], plan: Plan, device: Device, flags: Flags) -> Described:
@@ -243,8 +248,7 @@ def flat_launch(
     declared = kernel().declaration
     meta = {**dict(flags), "num_warps": num_warps}
     if device.kind == "cuda":
-        ctas = meta["CTAS"] if declared.on_cluster else 1
-        meta |= dict(num_ctas=ctas, launch_pdl=meta.get("WAITS", False))
+        meta |= dict(num_ctas=meta["CTAS"] if declared.on_cluster else 1) | _early_start(meta)
     meta |= assert_options(kernel(), device) | device.options()
     return Launch(kernel(), (programs,), (*tensors, *numbers), meta)
 

@@ -47,12 +47,14 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def softmax_result(
-    x: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare: Prepare, around: Callable[..., Tensor] | None = None
-) -> Any:
+    x: Tensor, dim: int, given: torch.dtype, dtype: torch.dtype, log: bool, prepare: Prepare,
+    around: Callable[..., Tensor] | None = None,
+) -> Any:  # fmt: skip
     """softmax or log_softmax of x over dim in `dtype`; TORCH; or None where this way is not for it.
 
-    x: a plain tensor on a GPU, not lazily negated; dtype: x's own, or one that the kernels write from x's. around: what
-    calls the prepared call, `around(call, *arguments)`. None for a tensor without memory of its own, too.
+    x: a plain tensor on a GPU, not lazily negated, of dtype `given`; dtype: this one, or one that the kernels write
+    from it. around: what calls the prepared call, `around(call, *arguments)`. None for a tensor without memory of its
+    own, too.
     """
     try:
         address, shape = x.data_ptr(), x.shape
@@ -61,13 +63,13 @@ def softmax_result(
     key: Any
     if len(shape) == 2 and (dim == -1 or dim == 1) and shape[0] > 1 and x.is_contiguous():
         n_rows, n_cols = shape  # rows with one stride: the call does not depend on their number
-        key = (n_cols, x.dtype, dtype, log, address & 31, x.get_device(), _invariant())
+        key = (n_cols, given, dtype, log, address & 31, x.get_device(), _invariant())
     else:
         sizes: Any = shape
         n_rows, strides = 0, x.stride()
         if len(shape) == 2 and strides[1] == 1 and (dim == -1 or dim == 1) and shape[0]:
             n_rows, sizes = shape
-        key = (sizes, strides, x.dtype, dtype, dim, log, address & 31, x.get_device(), _invariant())
+        key = (sizes, strides, given, dtype, dim, log, address & 31, x.get_device(), _invariant())
     call = _calls.get(key)
     if call is None:
         call = _calls.remember(key, _prepare_softmax(x, dim, dtype, log, prepare))
@@ -78,37 +80,6 @@ def softmax_result(
     return call(x, n_rows, address) if around is None else around(call, x, n_rows, address)
 
 
-def softmax_into(x: Tensor, out: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare: Prepare) -> bool:
-    """Writes softmax or log_softmax over dim to `out`; False, with nothing written, where this way is not for it.
-
-    x, out: plain tensors, x on a GPU; dtype: x's own, or one that the kernels write from x's. This way is for
-    contiguous tensors of one shape, in separate memory or the same.
-    """
-    try:
-        address, out_address, shape = x.data_ptr(), out.data_ptr(), x.shape
-    except RuntimeError:  # one of them has no memory of its own
-        return False
-    if out.shape != shape or not (x.is_contiguous() and out.is_contiguous()):
-        return False
-    key: Any
-    if len(shape) == 2 and (dim == -1 or dim == 1) and shape[0] > 1:
-        n_rows, n_cols = shape
-        key = (
-            n_cols, x.dtype, out.dtype, dtype, log, address & 31, out_address & 31,
-            x.get_device(), out.get_device(), _invariant(),
-        )  # fmt: skip
-    else:
-        n_rows = 0
-        key = (
-            shape, x.stride(), out.stride(), x.dtype, out.dtype, dtype, dim, log, address & 31, out_address & 31,
-            x.get_device(), out.get_device(), _invariant(),
-        )  # fmt: skip
-    call = _calls.get(key)
-    if call is None:
-        call = _calls.remember(key, _prepare_into(x, out, dim, dtype, log, prepare))
-    return call is not False and call(x, out, n_rows, address, out_address)
-
-
 def _takes(x: Tensor, dim: int) -> bool:
     """Whether kernels may take x over dim: on a GPU with kernels, not empty, and of no longer rows than they count."""
     n_dims = x.dim()
@@ -117,9 +88,13 @@ def _takes(x: Tensor, dim: int) -> bool:
     return x.dtype in DTYPE_NAMES and isinstance(describe(x.device), Device)
 
 
-def _prepare_into(x: Tensor, out: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare: Prepare) -> Any:
-    """call(x, out, n_rows, address, out_address) -> whether it wrote; False where this way is not for them."""
-    if out.device != x.device or out.dtype is not dtype or not _takes(x, dim):
+def prepare_into(x: Tensor, out: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare: Prepare) -> Any:
+    """call(x, out, n_rows, address, out_address) -> whether it wrote softmax or log_softmax to out; or False.
+
+    It is for contiguous tensors that lie as x and out do, of one shape, in separate memory or the same. It is False
+    where this way is not for them, and writes nothing where they overlap otherwise. dtype: out's.
+    """
+    if out.device != x.device or not _takes(x, dim):
         return False
     shape = x.shape
     dim %= x.dim()
@@ -129,14 +104,13 @@ def _prepare_into(x: Tensor, out: Tensor, dim: int, dtype: torch.dtype, log: boo
         return False
     if run is None or run is TORCH:
         return False
-    launch, index, known_rows = _launch_of(run), x.get_device(), x.numel() // shape[dim]
+    index, known_rows = x.get_device(), x.numel() // shape[dim]
+    launch = _launch_of(run)
     same, bytes_of_row, bytes_of_out_row = x.dtype is dtype, shape[dim] * x.itemsize, shape[dim] * out.itemsize
 
     def call(x: Tensor, out: Tensor, n_rows: int, address: int, out_address: int) -> bool:
-        n_rows = n_rows or known_rows
-        if not (same and address == out_address) and (
-            out_address < address + n_rows * bytes_of_row and address < out_address + n_rows * bytes_of_out_row
-        ):
+        n_rows, distance = n_rows or known_rows, out_address - address
+        if distance < n_rows * bytes_of_row and -distance < n_rows * bytes_of_out_row and (distance or not same):
             return False
         if _current_device() != index:
             with torch.cuda.device(index):
@@ -227,11 +201,14 @@ def _strided_call(run: Any, like: Tensor) -> Call:
 def softmax_backward(
     dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool, invariant: bool, prepare: Prepare
 ) -> Tensor | None:
-    """The gradient in `dtype` from the output y over its last dimension, for plain tensors; None as `softmax_call`.
+    """The gradient in `dtype` from the output y over its last dimension, for plain tensors; None as `softmax_result`.
 
     `invariant` is the forward's setting: autograd calls from another thread.
     """
-    shape, y_address, dy_address, given = y.shape, y.data_ptr(), dy.data_ptr(), y.dtype
+    try:
+        shape, y_address, dy_address, given = y.shape, y.data_ptr(), dy.data_ptr(), y.dtype
+    except RuntimeError:  # one of them has no memory of its own
+        return None
     if not y.is_cuda or dy.dtype is not given or dy.shape != shape or not (y.is_contiguous() and dy.is_contiguous()):
         return None
     index = y.get_device()

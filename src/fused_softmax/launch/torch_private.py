@@ -145,26 +145,36 @@ empty_strided_cuda: Any = _or_public("_C._dynamo.guards._empty_strided_cuda", No
 
 
 def function_apply(function: Any) -> Callable[..., Any]:
-    """function.apply of an autograd.Function, for callers that know that no transform of torch.func is active."""
+    """function.apply of an autograd.Function, for callers that know that no transform of torch.func is active.
+
+    The engine then calls function.backward itself, without the frames that look for it at each call.
+    """
     direct = None if _PUBLIC_ONLY else getattr(super(torch.autograd.Function, function), "apply", None)
-    return function.apply if direct is None else direct
+    if direct is None:
+        return function.apply
+    node: Any = getattr(function, "_backward_cls", None)
+    if hasattr(node, "apply"):
+        node.apply = function.backward
+    return direct
+
+
+def _public_increment_versions(tensors: tuple[Tensor, ...]) -> None:
+    for t in tensors:
+        torch.autograd.graph.increment_version(t)
 
 
 def _incremented_by_c() -> Any:
     """increment_version without its frame and its type check, where torch's C function takes a tuple."""
-    increment = _or_public("_C._increment_version", None)
-    if increment is None:
-        return torch.autograd.graph.increment_version
-    t = torch.empty(0)
+    increment = _or_public("_C._increment_version", _public_increment_versions)
     try:
-        increment((t,))
+        increment((torch.empty(0),))
     except TypeError:
-        return torch.autograd.graph.increment_version
-    return lambda t: increment((t,))
+        return _public_increment_versions
+    return increment
 
 
-# counts a write that autograd did not see
-increment_version: Any = _incremented_by_c()
+# counts a write to each of a tuple of tensors that autograd did not see
+increment_versions: Any = _incremented_by_c()
 
 # --- torch.library ----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..launch.torch_private import results_of
-from ..torch_ops.library import NAMESPACE
+from ..torch_ops.arguments import NAMESPACE
 
 Rule = tuple[list[Any], list[Any]]  # placements of the outputs; of each argument, None for what is no tensor
 _registered: list[bool] = []

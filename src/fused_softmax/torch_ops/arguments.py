@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..launch.torch_private import check_reduction
 
+NAMESPACE = __package__.split(".")[0]  # the package's own name, so that two copies can live in one process
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -211,3 +212,28 @@ def denominator_of(num_items: int | Tensor | None, like: Tensor) -> Tensor | Non
     if isinstance(num_items, Tensor):
         return num_items.to(like.device, dtype)
     return torch.full((1,), float(num_items), dtype=dtype, device=like.device)
+
+
+def kernels_take_loss(
+    logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, label_smoothing: float, n_cols: int
+) -> bool:
+    """Whether a loss's kernels take these shapes and options; torch's own function raises the errors for others."""
+    shape = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else torch.Size(())
+    return (
+        logits.dim() > 0
+        and target.dtype is torch.int64
+        and target.shape == shape
+        and target.device == logits.device
+        and reduction in REDUCTIONS
+        and 0.0 <= label_smoothing <= 1.0
+        and (weight is None or _weighs(weight, logits, n_cols))
+    )
+
+
+def _weighs(weight: Tensor, logits: Tensor, n_cols: int) -> bool:
+    return (
+        weight.shape == (n_cols,)
+        and weight.device == logits.device
+        and weight.dtype in (torch.float32, logits.dtype)
+        and not weight.requires_grad
+    )

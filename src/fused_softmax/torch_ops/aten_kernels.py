@@ -92,7 +92,7 @@ def _forward(log: bool, original: Kernel) -> Kernel:
         if watch is not None:
             watch("log_softmax" if log else "softmax", x, dim=dim, dtype=dtype)
         if dtype is not None and type(x) is Tensor and x.is_cuda:
-            y = softmax_result(x, dim, dtype, log, rows.prepare_softmax)
+            y = softmax_result(x, dim, x.dtype, dtype, log, rows.prepare_softmax)
             if y is not None and y is not TORCH:
                 return y
         if dtype is None or not _takes(x, dim, dtype):

@@ -3,8 +3,9 @@
     loss_i = -(1 - eps)*w_t*log p_t - eps/C*sum(w*log p) + z_loss*lse^2,   p = softmax(softcap*tanh(x/softcap))
 
 Where a gradient is needed and the loss is a mean or a sum, the forward writes it in the pass that reads the logits, for
-an upstream gradient of 1. Backward corrects on the device what came with another one: one read, one write, no host
-synchronization. Else, and under torch.compile, the forward only reads, and a second kernel writes the gradient.
+the upstream gradient that came last (`launch/last_upstream.py`), at first 1. If another one arrives, backward writes
+the gradient again: one read, one write, no host synchronization, and the same bits. Else, and under torch.compile, the
+forward only reads, and a second kernel writes the gradient.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from ..launch import cross_entropy as rows
 from ..launch import cross_entropy_gradient as gradients
 from ..launch.availability import KernelUnavailable
 from ..launch.context import as_in_forward, is_batch_invariant
+from ..launch.last_upstream import LastUpstream
 from ..launch.launcher import Vector
 from ..launch.layout import gradient_buffer, restored, rows_of, rows_or_copy
 from ..launch.options import CrossEntropy
 from ..launch.torch_private import function_apply, profiling
 from ..planning.types import Plan
 from . import decompositions
-from .arguments import REDUCTIONS, expect_floating, expect_layout, softcap_of
+from .arguments import REDUCTIONS, expect_floating, expect_layout, kernels_take_loss, softcap_of
 from .decompositions import no_moments
 from .library import define, differentiable, not_differentiable
 from .route import (
@@ -41,6 +43,8 @@ from .route import (
     recorded,
     unsupported_reason,
 )
+
+_of_fields = tuple.__new__
 
 
 def cross_entropy_of(
@@ -65,7 +69,7 @@ def cross_entropy_of(
     softcap = softcap_of(softcap, logits.dtype)
     n_cols = logits.shape[1] if logits.dim() > 1 else logits.numel()
     plain = compiled = False
-    if _fits(logits, target, weight, reduction, label_smoothing, n_cols):
+    if kernels_take_loss(logits, target, weight, reduction, label_smoothing, n_cols):
         plain = all(t is None or can_bypass_dispatcher(t) for t in (logits, target, weight))
         plain = plain and is_supported(logits)
         compiled = not plain and n_cols > 0 and is_compiled(logits, target, weight)
@@ -121,7 +125,8 @@ def direct_cross_entropy(
         or not (-(2**63) <= ignore_index < 2**63 and 0.0 <= label_smoothing <= 1.0 and -math.inf < z_loss < math.inf)
     ):
         return None
-    op = CrossEntropy(target, None, None, ignore_index, reduction, label_smoothing, None, z_loss)
+    # without the Python frame of a NamedTuple's constructor
+    op = _of_fields(CrossEntropy, (target, None, None, ignore_index, reduction, label_smoothing, None, z_loss, None))
     return _by_kernels(logits, op, inplace_backward, layout)
 
 
@@ -149,39 +154,10 @@ def _by_kernels(x: Tensor, op: CrossEntropy, inplace: bool, layout: object = Non
 def _apply(x: Tensor, op: CrossEntropy, inplace: bool, layout: object) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
         return _row_cross_entropy(x, (op, inplace, layout))
-    return _forward(x, op, layout)[0]
-
-
-def _fits(
-    logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, label_smoothing: float, n_cols: int
-) -> bool:
-    """Whether the kernels take these shapes and options; torch's own function raises the errors for others."""
-    shape = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else torch.Size(())
-    return (
-        logits.dim() > 0
-        and target.dtype is torch.int64
-        and target.shape == shape
-        and target.device == logits.device
-        and reduction in REDUCTIONS
-        and 0.0 <= label_smoothing <= 1.0
-        and (weight is None or _weighs(weight, logits, n_cols))
-    )
-
-
-def _weighs(weight: Tensor, logits: Tensor, n_cols: int) -> bool:
-    return (
-        weight.shape == (n_cols,)
-        and weight.device == logits.device
-        and weight.dtype in (torch.float32, logits.dtype)
-        and not weight.requires_grad
-    )
-
-
-def _forward(x: Tensor, op: CrossEntropy, layout: object = None) -> tuple[Tensor, Tensor]:
     try:
-        return rows.cross_entropy_forward(x, op, layout=layout)[:2]
+        return rows.cross_entropy_forward(x, op, layout=layout)[0]
     except KernelUnavailable:
-        return _forward_by_torch(x, op)
+        return decompositions.cross_entropy_of_rows(x, op)
 
 
 def _forward_by_torch(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
@@ -190,10 +166,11 @@ def _forward_by_torch(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
 
 
 def _gradient(
-    x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector | None, g: Tensor, *, unless_one: bool
-) -> None:
+    x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector | None, g: Tensor,
+    written: Vector | None = None, last: LastUpstream | None = None,
+) -> None:  # fmt: skip
     try:
-        gradients.cross_entropy_gradient(x, dx, op, moments, count, g, unless_one=unless_one)
+        gradients.cross_entropy_gradient(x, dx, op, moments, count, g, written, last)
     except KernelUnavailable:
         dx.copy_(decompositions.cross_entropy_gradient(g, x, op))
 
@@ -215,16 +192,16 @@ class RowCrossEntropy(torch.autograd.Function):
         # two rows that share memory cannot hold two gradients
         inplace = inplace and (x.shape[0] == 1 or x.stride(0) >= x.shape[1])
         try:
-            loss, kept, dx = rows.cross_entropy_forward(x, op, True, inplace, layout)
+            loss, kept, dx, last = rows.cross_entropy_forward(x, op, True, inplace, layout)
         except KernelUnavailable:
-            (loss, kept), dx = _forward_by_torch(x, op), None
+            (loss, kept), dx, last = _forward_by_torch(x, op), None, None
         inplace = inplace and dx is not None
         if inplace:
             torch.autograd.graph.increment_version(x)
         target, weight, weight_sum, *options, denominator = op
         ctx.save_for_backward(None if inplace else x, target, weight, weight_sum, kept, denominator, dx)
         # batch invariance too: backward runs in a thread that does not know
-        ctx.described = options, x.shape[0], inplace, is_batch_invariant()
+        ctx.described = options, x.shape[0], inplace, last, is_batch_invariant()
         ctx.unread = [dx is not None]  # popped by the backward that returns the forward's gradient
         ctx.set_materialize_grads(False)
         return loss
@@ -234,11 +211,11 @@ class RowCrossEntropy(torch.autograd.Function):
         if g is None:
             return None, None
         x, target, weight, weight_sum, kept, denominator, written = ctx.saved_tensors
-        options, n_rows, inplace, invariant = ctx.described
+        options, n_rows, inplace, last, invariant = ctx.described
         target, kept = restored(target, torch.int64), restored(kept, torch.float32)
         if weight is not None:
             weight = restored(weight, torch.float32)
-        op = CrossEntropy(target, weight, weight_sum, *options, denominator)  # type: ignore[call-arg]
+        op = _of_fields(CrossEntropy, (target, weight, weight_sum, *options, denominator))
         if torch.is_grad_enabled() or not can_bypass_dispatcher(g):
             if x is None:
                 raise RuntimeError(decompositions.OVERWRITTEN)
@@ -258,13 +235,14 @@ class RowCrossEntropy(torch.autograd.Function):
         elif written is not None:
             # a further one runs the forward's kernel again, so that its bits are those of the first
             with as_in_forward(invariant):
-                dx = rows.cross_entropy_forward(x, op, True)[2]
-        unless_one = dx is not None
+                _, kept, dx, last = rows.cross_entropy_forward(x, op, True)
+        moments, count, expected = gradients.parts_of(kept, n_rows)
+        divides = count if op.reduction == "mean" else None
         if dx is None:
             dx = gradient_buffer(x)
-        moments, count = gradients.moments_and_count(kept, n_rows)
-        divides = count if op.reduction == "mean" else None
-        _gradient(x, dx, op, moments, divides, upstream, unless_one=unless_one)
+            _gradient(x, dx, op, moments, divides, upstream)
+        else:
+            _gradient(x, dx, op, moments, divides, upstream, expected, last)
         return dx, None
 
 
@@ -294,7 +272,10 @@ def _cross_entropy_kernel(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
     expect_layout("denominator", op.denominator, x, (1,))
     if x.device.type == "cpu":
         rows.check_targets(op.target, op.ignore_index, n_cols)
-    loss, kept = _forward(rows_of(x, n_cols), op)
+    try:
+        loss, kept, *_ = rows.cross_entropy_forward(rows_of(x, n_cols), op)
+    except KernelUnavailable:
+        loss, kept = _forward_by_torch(rows_of(x, n_cols), op)
     return loss, kept[: 2 * x.shape[0]].view(-1, 2)
 
 
@@ -319,7 +300,7 @@ def _cross_entropy_backward_kernel(g: Tensor, moments: Tensor, x: Tensor, *field
     count = rows.count_targets(op, x) if op.reduction == "mean" else None
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     g, moments = g.reshape(-1).float().contiguous(), moments.contiguous()
-    _gradient(rows_of(x, n_cols), dx, op, moments, count, g, unless_one=False)
+    _gradient(rows_of(x, n_cols), dx, op, moments, count, g)
     return dx
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..launch import torch_private
-from .route import NAMESPACE
+from .arguments import NAMESPACE
 
 F = TypeVar("F", bound=Callable[..., Any])
 library = torch.library.Library(NAMESPACE, "DEF")

@@ -25,9 +25,8 @@ from ..launch.linear import FLOAT16_SCALE, NONE, Gradients, Needs, Settings, of_
 from ..launch.options import CrossEntropy
 from ..launch.torch_private import has_storage
 from . import decompositions
-from .arguments import LossOptions
+from .arguments import NAMESPACE, LossOptions
 from .decompositions import result_dtype
-from .library import NAMESPACE
 from .route import can_bypass_dispatcher, is_supported, operator_takes
 
 
@@ -163,7 +162,7 @@ def _losses_and_gradient(logits: Tensor, dlogits: Tensor, op: CrossEntropy, divi
             losses, moments = rows.losses_and_gradient_of_chunk(logits, dlogits, op, divides)
             if moments is not None:
                 one = losses.new_ones(1)
-                cross_entropy_gradient(logits, dlogits, op, moments, divides, one, unless_one=False)
+                cross_entropy_gradient(logits, dlogits, op, moments, divides, one)
             return losses
         except KernelUnavailable:
             pass
@@ -177,7 +176,7 @@ def _gradient(logits: Tensor, dlogits: Tensor, op: CrossEntropy, moments: Tensor
     """Into dlogits, which may be logits, the gradient of the rows' losses for their upstream gradients g."""
     if is_supported(logits):
         try:
-            return cross_entropy_gradient(logits, dlogits, op, moments, None, g, unless_one=False)
+            return cross_entropy_gradient(logits, dlogits, op, moments, None, g)
         except KernelUnavailable:
             pass
     dlogits.copy_(decompositions.cross_entropy_gradient(g, logits, op))

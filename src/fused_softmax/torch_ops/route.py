@@ -23,9 +23,7 @@ from ..launch.device import describe, interpreting
 from ..launch.layout import DTYPE_NAMES, HALVES, MAX_COLS
 from ..launch.torch_private import in_forward_ad, is_plain, is_traced
 from ..planning.types import Device, Plan
-from .arguments import is_dtensor
-
-NAMESPACE = __package__.split(".")[0]  # the package's own name, so that two copies can live in one process
+from .arguments import NAMESPACE, is_dtensor
 
 
 @dataclass(frozen=True)
@@ -126,19 +124,26 @@ def layout_of_rows(x: Any, ids: Any = None) -> object | None:
     It is for plain tensors that our kernels take as they lie, and asks for what is plainly right. An op whose tensors
     are otherwise has a longer way, which judges wrong ones too. ids: None where the op has none.
     """
-    if type(x) is not Tensor or not x.is_cuda or x.dim() != 2 or not can_bypass_dispatcher(x):
+    if type(x) is not Tensor or not x.is_cuda or not is_plain(x):
         return None
-    n_rows, n_cols = x.shape
-    index, of_ids = x.get_device(), None
+    try:
+        address, shape = x.data_ptr(), x.shape
+    except RuntimeError:  # it has no memory of its own
+        return None
+    if len(shape) != 2:
+        return None
+    n_rows, n_cols = shape
+    index = x.get_device()
     if ids is not None:
-        if type(ids) is not Tensor or ids.dim() != 1 or ids.numel() != n_rows:
+        if type(ids) is not Tensor or ids.dim() != 1 or ids.numel() != n_rows or not ids.is_contiguous():
             return None
         if ids.get_device() != index or ids.dtype is not _INT64:
             return None
-        of_ids = ids.stride()
     if not n_rows:
         return None
-    key = (n_cols, x.stride(), x.dtype, x.data_ptr() & 31, index, of_ids)
+    # a single row has the stride of the tensor that it was taken from
+    strides = None if n_rows > 1 and x.is_contiguous() else x.stride()
+    key = (n_cols, strides, x.dtype, address & 31, index, ids is None)
     found = _layouts.get(key)
     if found is None:
         found = _layouts.remember(key, object() if _lie_as_kernels_read(x, ids) else False)
@@ -147,7 +152,7 @@ def layout_of_rows(x: Any, ids: Any = None) -> object | None:
 
 def _lie_as_kernels_read(x: Tensor, ids: Tensor | None) -> bool:
     return (
-        (ids is None or (ids.stride() == (1,) and ids.device == x.device))
+        (ids is None or ids.device == x.device)
         and x.stride(1) == 1
         and 0 < x.shape[1] <= MAX_COLS
         and unsupported_reason(x, x.dtype) is None

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from ..launch import torch_private
 from ..launch.availability import KernelUnavailable
-from ..launch.context import is_batch_invariant
+from ..launch.cache import Cache
+from ..launch.context import row_invariance
 from ..launch.launcher import planned
-from ..launch.layout import DTYPE_NAMES, as_rows
+from ..launch.layout import as_rows
 from ..launch.options import TORCH
+from ..launch.prepared_calls import prepare_into, softmax_result
 from ..launch.prepared_calls import softmax_backward as backward_call
-from ..launch.prepared_calls import softmax_into, softmax_result
 from ..launch.softmax import (
     planned_backward,
     planned_elsewhere,
@@ -34,11 +35,12 @@ from ..launch.softmax import (
 )
 from ..launch.softmax import softmax_backward as backward_by_kernel
 from ..launch.softmax import softmax_forward as forward_by_kernel
-from ..launch.torch_private import function_apply, is_plain, profiling
+from ..launch.torch_private import function_apply, has_storage, is_plain, profiling
 from ..planning.types import Plan
 from . import decompositions
+from . import softmax_rules as rules
 from .arguments import FLOATING
-from .library import batched, define, differentiable, expect_in_range, past_batch, under_autocast, with_batch
+from .library import batched, define, differentiable, expect_in_range, under_autocast
 from .outputs import is_its_own, may_write_while_reading, takes_out, written
 from .route import (
     EMPTY,
@@ -56,7 +58,9 @@ from .route import (
 
 _any_autocast = torch_private.any_autocast
 _is_grad_enabled = torch.is_grad_enabled
-_increment_version = torch_private.increment_version
+_increment_versions = torch_private.increment_versions
+_calls_into = Cache()  # the prepared calls of out=
+_invariant = row_invariance.get
 _FLOAT32 = torch.float32
 NAMES = {False: "softmax", True: "log_softmax"}
 _RECORDED = {log: functools.partial(recorded, name) for log, name in NAMES.items()}
@@ -71,7 +75,7 @@ def direct_softmax(x: Any, dim: Any, dtype: torch.dtype | None, log: bool) -> Te
         dtype = given if given is _FLOAT32 or not (_any_autocast() and promotes(x)) else _FLOAT32
     elif dtype is not given and not supports_fused_cast(given, dtype):
         return None
-    y = softmax_result(x, dim, dtype, log, prepare_softmax, _RECORDED[log] if profiling() else None)
+    y = softmax_result(x, dim, given, dtype, log, prepare_softmax, _RECORDED[log] if profiling() else None)
     if y is TORCH:
         return torchs_own(log)(x, dim, dtype=dtype)
     if y is not None and x.requires_grad and _is_grad_enabled():
@@ -81,20 +85,39 @@ def direct_softmax(x: Any, dim: Any, dtype: torch.dtype | None, log: bool) -> Te
 
 def direct_out(x: Any, dim: Any, dtype: Any, log: bool, out: Any) -> Tensor | None:
     """`direct_softmax` into a tensor of x's shape; both are contiguous, and do not overlap in part."""
-    if type(x) is not Tensor or type(out) is not Tensor or type(dim) is not int or not x.is_cuda:
+    if type(x) is not Tensor or type(out) is not Tensor or type(dim) is not int or not x.is_cuda or not is_plain(x):
         return None
-    if not can_bypass_dispatcher(x) or out.is_neg() or out.is_inference() or profiling():
+    if out.is_neg() or out.is_inference() or profiling():
         return None
-    if _is_grad_enabled() and (x.requires_grad or out.requires_grad):
+    if (x.requires_grad or out.requires_grad) and _is_grad_enabled():
         return None
-    given = x.dtype
+    try:
+        address, out_address, shape, given = x.data_ptr(), out.data_ptr(), x.shape, x.dtype
+    except RuntimeError:  # one of them has no memory of its own
+        return None
     if dtype is None:
         dtype = given
-    elif dtype is not given and not supports_fused_cast(given, dtype):
+    if out.dtype is not dtype or out.shape != shape or not (x.is_contiguous() and out.is_contiguous()):
         return None
-    if not softmax_into(x, out, dim, dtype, log, prepare_softmax):
+    key: Any
+    if len(shape) == 2 and (dim == -1 or dim == 1) and shape[0] > 1:
+        n_rows, n_cols = shape  # rows with one stride: the call does not depend on their number
+        key = (
+            n_cols, given, dtype, log, address & 31, out_address & 31, x.get_device(), out.get_device(), _invariant()
+        )  # fmt: skip
+    else:
+        n_rows = 0
+        key = (
+            shape, x.stride(), out.stride(), given, dtype, dim, log, address & 31, out_address & 31, x.get_device(),
+            out.get_device(), _invariant(),
+        )  # fmt: skip
+    call = _calls_into.get(key)
+    if call is None:
+        taken = supports_fused_cast(given, dtype)
+        call = _calls_into.remember(key, taken and prepare_into(x, out, dim, dtype, log, prepare_softmax))
+    if call is False or not call(x, out, n_rows, address, out_address):
         return None
-    _increment_version(out)
+    _increment_versions((out,))
     return out
 
 
@@ -176,7 +199,7 @@ def _into(out: Tensor, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Te
         # copy_ raises, before it writes, where two elements of out share their memory
         return out.copy_(forward_or_torch(x, dim, dtype, log))
     forward_or_torch(x, dim, dtype, log, out)
-    _increment_version(out)
+    _increment_versions((out,))
     return out
 
 
@@ -215,7 +238,7 @@ class RowSoftmax(torch.autograd.Function):
         y, dim, log = made
         ctx.save_for_backward(y)
         # batch invariance too: backward runs in a thread that does not know
-        ctx.described = dim, x.dtype, log, is_batch_invariant()
+        ctx.described = dim, x.dtype, log, _invariant()
         ctx.set_materialize_grads(False)
         return y
 
@@ -225,13 +248,13 @@ class RowSoftmax(torch.autograd.Function):
             return None, None
         (y,) = ctx.saved_tensors
         dim, dtype, log, invariant = ctx.described
-        if _is_grad_enabled() or not can_bypass_dispatcher(dy) or type(y) is not Tensor:
-            operator = log_softmax_backward if log else softmax_backward
-            return operator(dy, y, dim, dtype), None
-        dx = backward_call(dy, y, dim, dtype, log, invariant, prepare_backward)
-        if dx is None:
-            dx = backward_or_torch(dy, y, dim, dtype, log, invariant)
-        return dx, None
+        plain = not _is_grad_enabled() and is_plain(dy) and type(y) is Tensor
+        dx = backward_call(dy, y, dim, dtype, log, invariant, prepare_backward) if plain else None
+        if dx is not None:
+            return dx, None
+        if plain and has_storage(dy):
+            return backward_or_torch(dy, y, dim, dtype, log, invariant), None
+        return (log_softmax_backward if log else softmax_backward)(dy, y, dim, dtype), None
 
 
 _row_softmax = function_apply(RowSoftmax)
@@ -295,14 +318,6 @@ def _forward_kernel(log: bool) -> Callable[..., Tensor]:
     return kernel
 
 
-def _forward_fake(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    expect_in_range(dim, x.dim())
-    out_dtype = x.dtype if dtype is None else dtype
-    if not out_dtype.is_floating_point:
-        raise NotImplementedError(f"softmax is not implemented for {out_dtype}")
-    return x.new_empty(x.shape, dtype=out_dtype)
-
-
 def _backward_kernel(log: bool) -> Callable[..., Tensor]:
     def kernel(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
         expect_in_range(dim, y.dim())
@@ -316,85 +331,20 @@ def _backward_kernel(log: bool) -> Callable[..., Tensor]:
     return kernel
 
 
-def _backward_fake(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    expect_in_range(dim, y.dim())
-    return y.new_empty(y.shape, dtype=input_dtype)
-
-
 _FORWARD = "(Tensor x, int dim, ScalarType? dtype=None) -> Tensor"
 _BACKWARD = "_backward(Tensor dy, Tensor y, int dim, ScalarType input_dtype) -> Tensor"
-softmax = define(f"softmax{_FORWARD}", _forward_kernel(False), _forward_fake)
-log_softmax = define(f"log_softmax{_FORWARD}", _forward_kernel(True), _forward_fake)
-softmax_backward = define(f"softmax{_BACKWARD}", _backward_kernel(False), _backward_fake)
-log_softmax_backward = define(f"log_softmax{_BACKWARD}", _backward_kernel(True), _backward_fake)
-
-
-def _autocast(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """float32 on CUDA, as torch; from a 16-bit input in the same pass."""
-    return lambda x, dim, dtype=None: operator(
-        x, dim, torch.float32 if dtype is None and x.dtype in DTYPE_NAMES else dtype
-    )
-
-
-def _save_output(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.dim, _ = inputs
-    ctx.input_dtype = x.dtype
-    ctx.save_for_backward(output)
-
-
-def _gradient_by(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor | None, None, None]]:
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None, None]:
-        if dy is None:
-            return None, None, None
-        (y,) = ctx.saved_tensors
-        return operator(dy, y, ctx.dim, ctx.input_dtype), None, None
-
-    return backward
-
-
-def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    dy, y, ctx.dim, _ = inputs
-    ctx.save_for_backward(dy, y)
-
-
-def _double_backward(formula: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return *formula(g, *ctx.saved_tensors, ctx.dim), None, None
-
-    return backward
-
-
-def _forward_vmap(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
-    def rule(
-        info: Any, in_dims: tuple[Any, ...], x: Tensor, dim: int, dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, int]:
-        x = x.movedim(in_dims[0], 0)
-        if x.dim() == 1:
-            expect_in_range(dim, 0)
-            return operator(x.unsqueeze(1), 1, dtype).squeeze(1), 0
-        return operator(x, past_batch(dim, x.dim() - 1), dtype), 0
-
-    return rule
-
-
-def _backward_vmap(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
-    def rule(
-        info: Any, in_dims: tuple[Any, ...], dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype
-    ) -> tuple[Tensor, int]:
-        dy, y = with_batch(dy, in_dims[0], info.batch_size), with_batch(y, in_dims[1], info.batch_size)
-        if y.dim() == 1:
-            return operator(dy.unsqueeze(1), y.unsqueeze(1), 1, input_dtype).squeeze(1), 0
-        return operator(dy, y, past_batch(dim, y.dim() - 1), input_dtype), 0
-
-    return rule
+softmax = define(f"softmax{_FORWARD}", _forward_kernel(False), rules.forward_fake)
+log_softmax = define(f"log_softmax{_FORWARD}", _forward_kernel(True), rules.forward_fake)
+softmax_backward = define(f"softmax{_BACKWARD}", _backward_kernel(False), rules.backward_fake)
+log_softmax_backward = define(f"log_softmax{_BACKWARD}", _backward_kernel(True), rules.backward_fake)
 
 
 for _name, _operator, _gradient, _twice in (
     ("softmax", softmax, softmax_backward, decompositions.softmax_double_backward),
     ("log_softmax", log_softmax, log_softmax_backward, decompositions.log_softmax_double_backward),
 ):
-    under_autocast(_name, _autocast(_operator))
-    differentiable(_name, _gradient_by(_gradient), _save_output)
-    differentiable(f"{_name}_backward", _double_backward(_twice), _save_backward)
-    batched(_name, _forward_vmap(_operator))
-    batched(f"{_name}_backward", _backward_vmap(_gradient))
+    under_autocast(_name, rules.autocast(_operator))
+    differentiable(_name, rules.gradient_by(_gradient), rules.save_output)
+    differentiable(f"{_name}_backward", rules.double_backward(_twice), rules.save_backward)
+    batched(_name, rules.forward_vmap(_operator))
+    batched(f"{_name}_backward", rules.backward_vmap(_gradient))

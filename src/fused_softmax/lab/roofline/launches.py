@@ -13,7 +13,7 @@ from fused_softmax.lab.bench.ops import OPS
 from fused_softmax.lab.bench.systems import LESSON_NUMBERS
 from fused_softmax.lab.grading.subjects import SUBJECTS
 from fused_softmax.lab.plans import described_rows
-from fused_softmax.launch import cross_entropy, masked_softmax, row_statistics
+from fused_softmax.launch import cross_entropy, loss_kernels, masked_softmax, row_statistics
 from fused_softmax.launch.compile import Launch
 from fused_softmax.launch.launcher import RowOp, row_launch
 from fused_softmax.launch.masks import describe_mask
@@ -82,7 +82,8 @@ def op_launch(op: str, n_cols: int, dtype: str, device: Device) -> Launch:
         numbers, vectors = (loss.ignore_index, *loss.numbers), (*loss.vectors(number), number, number)
         if op == "cross_entropy_forward":
             return row_launch(row_op(op), rows, vectors, numbers, loss.kind.flags, plan, device)
-        flags = cross_entropy.with_gradient_flags(loss.kind)
+        flags = loss_kernels.with_gradient_flags(loss.kind)
+        numbers = loss_kernels.with_gradient_numbers(loss)
         return row_launch(row_op(op), rows, (*vectors, number), numbers, flags, plan, device)
     if op in ("token_logprobs", "logsumexp"):
         picks = op == "token_logprobs"

@@ -1,0 +1,66 @@
+"""The kernels of cross_entropy of rows, and what each of them is told: its flags and numbers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ..planning.types import Device
+from .compile import kernel_loader
+from .options import CrossEntropy, Flags, LossKind
+
+
+@kernel_loader
+def forward() -> Any:
+    from ..kernels.cross_entropy import cross_entropy_forward
+
+    return cross_entropy_forward
+
+
+@kernel_loader
+def resident() -> Any:
+    from ..kernels.cross_entropy_resident import cross_entropy_resident
+
+    return cross_entropy_resident
+
+
+@kernel_loader
+def count_targets() -> Any:
+    from ..kernels.cross_entropy import count_targets
+
+    return count_targets
+
+
+@kernel_loader
+def reduce_losses() -> Any:
+    from ..kernels.cross_entropy import reduce_losses
+
+    return reduce_losses
+
+
+def with_gradient_flags(
+    kind: LossKind, mean: bool = True, inplace: bool = False, keeps_upstream: bool = False, waits: bool = False
+) -> Flags:
+    """The flags of the kernel that writes the gradient in the pass that reads the logits."""
+    of_call = (("MEAN", mean), ("INPLACE", inplace), ("KEEPS_UPSTREAM", keeps_upstream), ("WAITS", waits))
+    return (*of_call, *kind.flags)
+
+
+def with_gradient_numbers(op: CrossEntropy, upstream: float = 1.0) -> tuple[int | float, ...]:
+    """That kernel's numbers. upstream: the upstream gradient that the gradient is for."""
+    return (op.ignore_index, *op.numbers, upstream)
+
+
+@functools.lru_cache
+def sum_flags(losses: bool, mean: bool, weighted: bool, many: bool, device: Device) -> Flags:
+    """The flags of a sum over rows, which the CTAs of a cluster share where there are many rows, and clusters.
+
+    One CTA adds up weights: where they are looked up, Triton 3.6 does not keep a segment in a warp, which a reduction
+    over a cluster needs.
+    """
+    ctas = 16 if many and device.max_cluster >= 16 and not weighted else 1
+    warps, vectors = (8, 32) if ctas > 1 else (1, 256)
+    shared = (("CTAS", ctas), ("WARPS_PER_ROW", warps), ("VECTORS", vectors), ("EACH", 8), ("PTX", device.ptx))
+    flags: Flags = (("WEIGHTED", weighted), *shared)
+    pdl = device.supports_pdl
+    return (("MEAN", mean), ("WAITS", pdl), *flags) if losses else (("TRIGGER", pdl), *flags)
