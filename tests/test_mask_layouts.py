@@ -36,7 +36,7 @@ def exact(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def columns_of(mask: torch.Tensor, x: torch.Tensor) -> int:
     """How the kernel reads the mask: 3 in vectors that are shifted."""
     rows = rows_of(x, x.shape[-1])
-    plan = masked_rows.FORWARD[True].plan((rows, rows), device_of(x), False)
+    plan = masked_rows.FORWARD[masks.kind_of(mask)].plan((rows, rows), device_of(x), False)
     _, flags, _ = masks.describe_mask(mask, x, plan, rows, forward=True)
     return dict(flags)["MASK_COLS"]
 
@@ -53,6 +53,12 @@ def test_masks_out_of_phase_with_their_rows(n_cols, dtype, mask_dtype):
         y = fs.masked_softmax(x, mask)
         tolerance = 1e-6 if dtype is torch.float32 else 1e-2
         torch.testing.assert_close(y.double(), exact(x, mask), rtol=tolerance, atol=tolerance / 100)
+
+
+def test_a_long_row_of_float32_reads_its_mask_by_elements():
+    x, mask = torch.randn(2, 1, 9001), torch.randn(1, 9001)
+    assert columns_of(mask, x) == 1 and columns_of(mask.bfloat16(), x) == columns_of(mask > 0, x) == 3
+    torch.testing.assert_close(fs.masked_softmax(x, mask).double(), exact(x, mask), rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize(("n_cols", "threads"), [(101, 8), (101, 16), (101, 32), (104, 8)])

@@ -449,8 +449,9 @@ def test_steps_divide_a_row_evenly():
 
 
 OTHER_PLANNERS = {
-    "masked": lambda problem, device: plan_masked(problem, device, True),
-    "unmasked": lambda problem, device: plan_masked(problem, device, False),
+    "boolean mask": lambda problem, device: plan_masked(problem, device, 1),
+    "additive mask": lambda problem, device: plan_masked(problem, device, 2),
+    "unmasked": lambda problem, device: plan_masked(problem, device, 0),
     "loss": loss_plans.plan_loss,
     "smoothed loss": loss_plans.plan_smoothed_loss,
     "capped loss": loss_plans.plan_capped_loss,
@@ -471,6 +472,22 @@ def test_plans_of_other_ops_hold_the_whole_row(name, target):
         if found.regime != "two_pass":
             units = wide // found.vec if found.unaligned else -(-wide // found.vec)
             assert found.ctas * found.chunks * found.vectors_per_chunk >= units, (wide, dtype, lies, backward)
+
+
+def test_plans_differ_by_the_kind_of_mask():
+    def planned(n_cols: int, dtype: str, mask: int, backward: bool = False) -> Plan:
+        return plan_masked(Problem(n_cols, dtype, dtype, 1, True, backward), DEVICES["sm_90"], mask)
+
+    # loads of narrow rows wait for each other unless the compiler is told how many registers it may take
+    assert [planned(371, "bfloat16", mask).max_registers for mask in (0, 1, 2)] == [None, None, 80]
+    assert planned(475, "bfloat16", 2).max_registers is None  # a row of 8 chunks would spill
+    assert [planned(573, "bfloat16", mask).vectors_per_chunk for mask in (0, 1, 2)] == [8, 16, 8]
+    # an additive mask takes more registers, so fewer warps hold as many chunks, and none is empty
+    assert [planned(10697, "bfloat16", mask).num_warps for mask in (1, 2)] == [8, 4]
+    assert planned(10697, "bfloat16", 2).chunks == 11
+    # no cluster: its CTAs read an unaligned mask by elements, and those that see nothing of a causal row wait
+    for mask, backward in ((0, False), (1, False), (2, False), (0, True), (1, True)):
+        assert planned(8895, "float32", mask, backward).ctas == 1
 
 
 def test_targets_of_images_fit_in_16_bits():

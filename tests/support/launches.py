@@ -207,7 +207,7 @@ def masks(target: str) -> Iterator[Named]:
         for n_cols in (64, 1001, 1024, 4096, 16384, 50257, 262144):
             x = torch.empty(4, n_cols, dtype=dtype)
             for kind in ("causal", "boolean", "additive"):
-                op = masked_softmax.FORWARD[kind != "causal"]
+                op = masked_softmax.FORWARD[("causal", "boolean", "additive").index(kind)]
                 chosen = op.planner(problem_of(x, x), device)
                 mask = torch.empty(2, n_cols, dtype=torch.bool if kind == "boolean" else dtype)
                 scores = x.view(2, 2, n_cols)

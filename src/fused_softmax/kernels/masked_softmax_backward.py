@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_sum, init_cluster_barrier, leave_cluster
-from .common.masked_rows import edge_tile, edge_tiles
+from .common.masked_rows import edge_tile, edge_tiles, store_around
 from .common.masks import NO_MASK, load_query_mask, mask_row_of
 from .common.numerics import rounded_product, sum_of_vectors, upcast
 from .common.row_scheduler import row_in_order, seen_of
@@ -25,7 +25,6 @@ from .common.tiles import (
     slice_of,
     span_of,
     start_of,
-    store_chunk,
     warp_of,
     width_if,
 )
@@ -35,6 +34,22 @@ from .common.tiles import (
 def gradient_of(y, dy, d, scale, PTX: tl.constexpr):
     """scale*y*(dy - d) of a chunk, whose numbers are converted to float32 again."""
     return scale * upcast(y, PTX, True, True) * (upcast(dy, PTX, True, True) - d)
+
+
+@triton.jit
+def load_edges(
+    y_row, dy_row, head, within, interior, columns, seen, owner, EDGES: tl.constexpr, UNALIGNED: tl.constexpr,
+    CAUSAL: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """(offsets, masks, y, dy) of the columns that are moved one by one, as `edge_tile` has them; 0 where not seen."""
+    edges, in_edges, y_edges, dy_edges = (), (), (), ()
+    for t in tl.static_range(EDGES):
+        edge, in_edge = edge_tile(t, head, within, interior, columns, owner, UNALIGNED, CAUSAL, False, VECTORS, VEC)
+        edges, in_edges = edges + (edge,), in_edges + (in_edge,)
+        visible = in_edge & (edge < seen - head) if CAUSAL else in_edge
+        y_edges = y_edges + (tl.load(y_row + edge, mask=visible, other=0.0).to(tl.float32),)
+        dy_edges = dy_edges + (tl.load(dy_row + edge, mask=visible, other=0.0).to(tl.float32),)
+    return edges, in_edges, y_edges, dy_edges
 
 
 @kernel(on_cluster=True)
@@ -59,7 +74,8 @@ def masked_softmax_backward(
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 1, PTX, WARPS_PER_ROW)
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
-    EDGES: tl.constexpr = edge_tiles(UNALIGNED, False, False, VECTORS, VEC)
+    CHUNK: tl.constexpr = WARPS_PER_ROW * VECTORS * VEC
+    EDGES: tl.constexpr = edge_tiles(UNALIGNED, CAUSAL, False, VECTORS, VEC)
     scale = tl.cast(scale, tl.float32)
     place, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
     warp = warp_of(SEGMENTS, WARPS_PER_ROW)
@@ -74,30 +90,32 @@ def masked_softmax_backward(
     width = width_if(exists, width - warp * (VECTORS * VEC)).to(tl.int32)
     # y is 0 where a causal row sees nothing: y and dy are not read there, and dx is 0
     columns = (n_cols if UNALIGNED else n_cols * VEC).to(tl.int32)
-    within = ((tl.maximum(seen_of(query, columns, CAUSAL) - head, 0) + (VEC - 1)) // VEC * VEC).to(tl.int32)
+    seen = seen_of(query, columns, CAUSAL)
+    within = (tl.maximum(seen - head, 0) // VEC * VEC).to(tl.int32)
     left = tl.minimum(width, within - first).to(tl.int32)
     y = load_chunks(y_row + first, left, SEGMENTS, CHUNKS, 0, VECTORS, VEC, 0.0, WARPS_PER_ROW)
     dy = load_chunks(dy_row + first, left, SEGMENTS, CHUNKS, 0, VECTORS, VEC, 0.0, WARPS_PER_ROW)
+    owner = (rank == 0) & (warp == 0) & exists
+    SKIPS: tl.constexpr = CAUSAL and CTAS == 1
+    if SKIPS:  # the compiler moves no load over the branches that follow
+        edges, in_edges, y_edges, dy_edges = load_edges(
+            y_row, dy_row, head, within, interior, columns, seen, owner, EDGES, UNALIGNED, CAUSAL, VECTORS, VEC
+        )
     d = tl.zeros([SEGMENTS, VECTORS], tl.float32)
     # an unseen chunk takes as much time as a full one. 4,096 columns: 0.99 of the add with SKIPS, 0.97 without
-    SKIPS: tl.constexpr = CAUSAL and CTAS == 1
     most = tl.max(tl.max(left, 1), 0) if SKIPS else 0
     for c in tl.static_range(CHUNKS):
         if SKIPS:
-            if c * (WARPS_PER_ROW * VECTORS * VEC) < most:
+            if c * CHUNK < most:
                 d += sum_of_vectors(upcast(y[c], PTX) * upcast(dy[c], PTX), PTX)
         else:
             d += sum_of_vectors(upcast(y[c], PTX) * upcast(dy[c], PTX), PTX)
-    edges, in_edges, y_edges, dy_edges = (), (), (), ()
-    for t in tl.static_range(EDGES):
-        edge, in_edge = edge_tile(
-            t, head, within, interior, columns, (rank == 0) & (warp == 0) & exists, UNALIGNED, False, False,
-            VECTORS, VEC,
-        )  # fmt: skip
-        edges, in_edges = edges + (edge,), in_edges + (in_edge,)
-        y_edges = y_edges + (tl.load(y_row + edge, mask=in_edge, other=0.0).to(tl.float32),)
-        dy_edges = dy_edges + (tl.load(dy_row + edge, mask=in_edge, other=0.0).to(tl.float32),)
-        if CTAS == 1:
+    if not SKIPS:
+        edges, in_edges, y_edges, dy_edges = load_edges(
+            y_row, dy_row, head, within, interior, columns, seen, owner, EDGES, UNALIGNED, CAUSAL, VECTORS, VEC
+        )
+    if CTAS == 1:
+        for t in tl.static_range(EDGES):
             d += rounded_product(y_edges[t], dy_edges[t])
     d = tl.sum(d, 1)
     if CTAS > 1:  # Triton may place these tiles in other CTAs than the row's
@@ -114,41 +132,37 @@ def masked_softmax_backward(
         else:
             mask_row += (head * m_col if MASK_COLS == 2 else head).to(tl.int64) if UNALIGNED else 0
             at_mask = mask_row + (first.to(tl.int64) * m_col if MASK_COLS == 2 else first)
-    # the last column that a causal row sees, counted from each vector of the segment's first chunk. The place of a
-    # column in its vector is then a constant and takes no register
-    last = ((query - head - first).to(tl.int32) - VEC * tl.arange(0, VECTORS)[None, :])[:, :, None]
-    place = tl.arange(0, VEC)[None, None, :]
+    vector = VEC * tl.arange(0, VECTORS)[None, :]
     d_of_row = d[:, :, None]
     for c in tl.static_range(CHUNKS):
-        # y is 0 in the unseen columns that are read, but 0 times an infinite sum is NaN
+        dx = tl.zeros([SEGMENTS, VECTORS, VEC], tl.float32)
+        if CAUSAL:  # y and dy are 0 in a vector that the row does not see, but 0 times an infinite sum is NaN
+            d_of_row = tl.where(vector < left - c * CHUNK, d, 0.0)[:, :, None]
         if SKIPS and MASK == NO_MASK:
-            dx = tl.zeros([SEGMENTS, VECTORS, VEC], tl.float32)
-            if c * (WARPS_PER_ROW * VECTORS * VEC) < most:
+            if c * CHUNK < most:
                 dx = gradient_of(y[c], dy[c], d_of_row, scale, PTX)
-                dx = tl.where(place <= last - c * (WARPS_PER_ROW * VECTORS * VEC), dx, 0.0)
         else:
             dx = gradient_of(y[c], dy[c], d_of_row, scale, PTX)
-            if CAUSAL:
-                dx = tl.where(place <= last - c * (WARPS_PER_ROW * VECTORS * VEC), dx, 0.0)
         if MASK != NO_MASK:
             if MASK_COLS == 0:
-                seen = query_mask[:, :, None]
+                kept = query_mask[:, :, None]
             else:
                 offsets = chunk_offsets(c, VECTORS, VEC, WARPS_PER_ROW)
                 at = at_mask + (offsets * m_col if MASK_COLS == 2 else offsets)
-                seen = tl.reshape(tl.load(at, mask=not_finite & (offsets < left), other=1), (SEGMENTS, VECTORS, VEC))
-            dx = tl.where(seen != 0, dx, 0.0)
-        store_chunk(dx_row + first, width, dx, c, SEGMENTS, 0, VECTORS, VEC, WARPS_PER_ROW)
+                kept = tl.load(at, mask=not_finite & (offsets < left), other=1)
+                kept = tl.reshape(kept, (SEGMENTS, VECTORS, VEC))
+            dx = tl.where(kept != 0, dx, 0.0)
+        store_around(dx_row + first, width, within - first, dx, c, CAUSAL, SEGMENTS, WARPS_PER_ROW, VECTORS, VEC)
     for t in tl.static_range(EDGES):
         dx_edge = scale * y_edges[t] * (dy_edges[t] - d)
-        if CAUSAL:
-            dx_edge = tl.where(edges[t] + head <= query, dx_edge, 0.0)
+        if CAUSAL:  # 0 times an infinite sum is NaN
+            dx_edge = tl.where(edges[t] < seen - head, dx_edge, 0.0)
         if MASK != NO_MASK:
             if MASK_COLS == 0:
-                seen_edge = query_mask
+                kept_edge = query_mask
             else:
                 at_edge = mask_row + edges[t] * (m_col if MASK_COLS == 2 else 1)
-                seen_edge = tl.load(at_edge, mask=not_finite & in_edges[t], other=1)
-            dx_edge = tl.where(seen_edge != 0, dx_edge, 0.0)
+                kept_edge = tl.load(at_edge, mask=not_finite & in_edges[t], other=1)
+            dx_edge = tl.where(kept_edge != 0, dx_edge, 0.0)
         tl.store(dx_row + edges[t], dx_edge.to(dx_ptr.dtype.element_ty), mask=in_edges[t])
     leave_cluster(CTAS, PTX)

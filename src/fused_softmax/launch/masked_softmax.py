@@ -19,7 +19,7 @@ from .compile import kernel_loader
 from .context import is_batch_invariant
 from .launcher import RowOp, always, device_of, launch_rows, planned, prepare_rows
 from .layout import empty, rows_of, rows_or_copy, starts
-from .masks import ORDER, describe_mask, queries_of, row_order, row_schedule
+from .masks import ORDER, describe_mask, kind_of, queries_of, row_order, row_schedule
 from .options import Flags
 from .torch_private import current_device, empty_strided_cuda
 
@@ -44,14 +44,14 @@ _empty = empty_strided_cuda
 MAX_ROWS = 2**31
 
 
-def _op(kernel: Any, masked: bool, backward: bool) -> RowOp:
-    planner = functools.lru_cache(functools.partial(plan_masked, masked=masked))
+def _op(kernel: Any, mask: int, backward: bool) -> RowOp:
+    planner = functools.lru_cache(functools.partial(plan_masked, mask=mask))
     return RowOp(planner, always(kernel), backward=backward, aligned=True)
 
 
-# by whether there is a mask, which takes as many registers as a second row
-FORWARD = {masked: _op(_forward, masked, False) for masked in (False, True)}
-BACKWARD = {masked: _op(_backward, masked, True) for masked in (False, True)}
+# by the kind of mask that they read (`kind_of`), as masks take registers
+FORWARD = {kind: _op(_forward, kind, False) for kind in (0, 1, 2)}
+BACKWARD = {kind: _op(_backward, kind, True) for kind in (0, 1)}
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def masked_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, z
     n_rows, n_cols = x_rows.shape
     y_rows = empty((n_rows, n_cols), (n_cols, 1), x.dtype, x)
     y = y_rows if x.dim() == 2 else y_rows.view(x.shape)
-    op, invariant = FORWARD[mask is not None], is_batch_invariant()
+    op, invariant = FORWARD[kind_of(mask)], is_batch_invariant()
     plan = op.plan((x_rows, y_rows), device_of(x), invariant)
     read, of_mask, numbers = describe_mask(mask, x, plan, y_rows, forward=True)
     (read,) = starts((read,), numbers[-1])
@@ -83,7 +83,7 @@ def planned_forward(x: Tensor, mask: Tensor | None) -> Plan | str:
     """The plan of scores x under such a mask, or why its kernel did not compile in this process."""
     x_rows = rows_or_copy(x)
     y_rows = torch.empty(x_rows.shape, dtype=x.dtype, device="meta")
-    op = FORWARD[mask is not None]
+    op = FORWARD[kind_of(mask)]
     plan = op.plan((x_rows, y_rows), device_of(x), is_batch_invariant())
     read, of_mask, _ = describe_mask(mask, x, plan, y_rows, forward=True)
     flags = (*of_mask, ("CAUSAL", False), ("ZERO", False))
@@ -118,7 +118,7 @@ def masked_backward(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, ca
         return call(tensors, mask, scale)
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     rows = (_rows(y), _rows(dy.to(y.dtype)), _rows(dx))
-    op, invariant = BACKWARD[mask is not None], is_batch_invariant()
+    op, invariant = BACKWARD[kind_of(mask)], is_batch_invariant()
     plan = op.plan(rows, device_of(y), invariant)
     if plan.regime == "two_pass":
         return None
@@ -165,11 +165,11 @@ def _call(
 
 def _prepare_forward(tensors: tuple[Tensor, ...], mask: Tensor | None, causal: bool, zero: bool) -> Any:
     flags: Flags = (("CAUSAL", causal), ("ZERO", zero))
-    return _prepare(FORWARD[mask is not None], tensors, mask, flags)
+    return _prepare(FORWARD[kind_of(mask)], tensors, mask, flags)
 
 
 def _prepare_backward(tensors: tuple[Tensor, ...], mask: Tensor | None, causal: bool, zero: bool) -> Any:
-    return _prepare(BACKWARD[mask is not None], tensors, mask, (("CAUSAL", causal),))
+    return _prepare(BACKWARD[kind_of(mask)], tensors, mask, (("CAUSAL", causal),))
 
 
 def _prepare(op: RowOp, tensors: tuple[Tensor, ...], mask: Tensor | None, flags: Flags) -> Any:

@@ -16,12 +16,19 @@ from .options import Flags
 GROUP_BYTES = 2 << 20
 # bytes of 8 elements of float32, the widest vector of a mask
 MASK_ALIGNMENT = 32
+# chunks of a row whose float32 mask is read in vectors and shifted
+MOST_SHIFTED = 8
 Numbers = tuple[int, ...]
 
 
 def queries_of(x: Tensor) -> int:
     """The queries of scores x: rows that a batch has."""
     return x.shape[-2] if x.dim() > 1 else 1
+
+
+def kind_of(mask: Tensor | None) -> int:
+    """0 for no mask, 1 for a boolean one, 2 for an additive one, as the kernels have them."""
+    return 0 if mask is None else 1 if mask.dtype is torch.bool else 2
 
 
 def describe_mask(
@@ -38,7 +45,7 @@ def describe_mask(
         flags: Flags = (("MASK", 0), ("MASK_COLS", 0), ("MASK_VEC", 1))
         numbers: Numbers = (1, 1, 0, 0, 0, 0, 0)
         return unused, _with_rows(flags, 0, forward), (*row_schedule(n_queries), *numbers, 0) if forward else numbers
-    kind = 1 if mask.dtype is torch.bool else 2
+    kind = kind_of(mask)
     read = readable(mask.detach().view(torch.uint8) if kind == 1 else mask.detach(), plan)
     expanded = read.expand(x.shape if x.dim() > 1 else (1, *x.shape))
     batch = merge_dims([(n, s) for n, s in zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True) if n != 1])
@@ -59,7 +66,10 @@ def describe_mask(
         # of the row's vector: its elements and its bytes in the mask, of which a thread reads at most 16 at once
         in_vector = plan.vec * read.element_size()
         in_phase = not plan.unaligned and vec * read.element_size() >= min(in_vector, VECTOR_BYTES)
-        if not in_phase and read.untyped_storage().data_ptr() % MASK_ALIGNMENT == 0:
+        # a long row of float32 under such a mask: twice the loads, but half the registers for it. H200: 0.94 of a copy
+        # instead of 0.80 (13,135 columns), 1.02 instead of 0.77 (9,381)
+        by_elements = plan.vec == 4 and read.element_size() == 4 and plan.chunks > MOST_SHIFTED
+        if not in_phase and not by_elements and read.untyped_storage().data_ptr() % MASK_ALIGNMENT == 0:
             cols, vec, phase = 3, 1, read.data_ptr() % MASK_ALIGNMENT // read.element_size()
     order, rows, strides = _order(x, batch, strides)
     flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from .config_tables import (
     MASKED,
+    MASKED_ADDITIVE_REGISTERS,
     MASKED_BACKWARD_REGISTERS,
     MASKED_CHUNKS,
     MASKED_FEW_CHUNKS,
@@ -17,30 +18,40 @@ from .config_tables import (
 from .softmax import geometry, plan, resident_plan, steps_plan, warp_plan
 from .types import Device, Plan, Problem
 
+# the tables of each kind of mask, by the numbers of the kernels: none, boolean, additive
+KINDS = ("unmasked", "boolean", "additive")
 
-def plan_masked(problem: Problem, device: Device, masked: bool) -> Plan:
+
+def plan_masked(problem: Problem, device: Device, mask: int) -> Plan:
     """The plan of masked softmax, or of its gradient. A causal row writes up to three vectors element by element.
 
-    >>> plan_masked(Problem(2048, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"], masked=False).regime
+    mask: 0 for none, 1 for a boolean one, 2 for an additive one. A gradient reads a boolean mask or none.
+
+    >>> plan_masked(Problem(2048, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"], mask=0).regime
     'block'
     """
+    kind = "backward" if problem.backward else KINDS[mask]
     in_vectors = geometry(problem)[0] == problem.full_vec
     if in_vectors:
-        chosen = _narrow_plan(problem, device)
+        chosen = _narrow_plan(problem, device, kind)
+        if chosen is not None:
+            return chosen
     else:
         chosen = warp_plan(problem, device) if problem.n_cols <= 512 else None
         if chosen is not None and chosen.vectors_per_chunk <= device.warp_size:
             chunks = -(-chosen.chunks * chosen.vectors_per_chunk // device.warp_size)
             chosen = _rows_of_warps(chosen, chunks, chosen.num_warps, device)
-    for config in MASKED["backward" if problem.backward else "masked" if masked else "unmasked"]:
-        if chosen is None and problem.n_cols * problem.itemsize <= config.max_cols * 2:
+    for config in MASKED[kind][problem.itemsize]:
+        if chosen is None and problem.n_cols <= config.max_cols:
             by_warps = config.rows > 1 and in_vectors
             chosen = resident_plan(problem, device, replace(config, num_warps=1) if by_warps else config)
             if chosen is not None and by_warps:
                 chosen = _rows_of_warps(chosen, chosen.chunks, config.num_warps, device)
+            elif chosen is not None and (mask or config.num_warps == 8) and not problem.backward:
+                chosen = _exact(problem, chosen)
     if chosen is None:
         # these kernels stage nothing in shared memory, so long rows get more warps
-        held = replace(problem, backward=problem.backward or masked)
+        held = replace(problem, backward=problem.backward or mask > 0)
         chosen = plan(held, replace(device, supports_smem_staging=False))
         if chosen.chunks > MASKED_CHUNKS[held.backward] and not problem.backward:
             chosen = resident_plan(held, device, KernelConfig(problem.n_cols, device.max_cluster, 16, True)) or chosen
@@ -49,22 +60,32 @@ def plan_masked(problem: Problem, device: Device, masked: bool) -> Plan:
             why = "the row does not fit on chip: it is read twice in steps"
             chosen = steps_plan(problem, device, 1, TWO_PASS_WARPS, TWO_PASS_CHUNKS // 2, why)
     # no cap with a mask: it is read where a row's sum is not finite, which takes more registers
-    capped = problem.backward and not masked and chosen.ctas > 1 and chosen.chunks <= 4 and problem.itemsize == 2
+    capped = problem.backward and not mask and chosen.ctas > 1 and chosen.chunks <= 4 and problem.itemsize == 2
     return replace(chosen, max_registers=MASKED_BACKWARD_REGISTERS if capped and chosen.vec == 8 else None)
 
 
-def _narrow_plan(problem: Problem, device: Device) -> Plan | None:
+def _narrow_plan(problem: Problem, device: Device, kind: str) -> Plan | None:
     """The plan of rows that a part of a warp holds, as many as its other parts; None for wider rows."""
     vec, unaligned = geometry(problem)
     units = problem.n_cols // vec if unaligned else -(-problem.n_cols // vec)
-    lanes = next((lanes for most, lanes in MASKED_LANES[problem.itemsize] if units <= most), None)
+    lanes = next((lanes for most, lanes in MASKED_LANES[kind][problem.itemsize] if units <= most), None)
     if lanes is None:
         return None
     chunks = max(1, -(-units // lanes))
     num_warps = 4 if chunks <= MASKED_FEW_CHUNKS else 1
     rows = num_warps * device.warp_size // lanes
+    fewest, most, registers = MASKED_ADDITIVE_REGISTERS
+    capped = kind == "additive" and problem.itemsize == 2 and fewest <= chunks <= most
     why = f"{rows} rows per program, each in {lanes} threads of a warp: no reduction leaves them"
-    return Plan("warp", rows, 1, 1, lanes, vec, chunks, 0, unaligned, False, num_warps, None, why)
+    return Plan(
+        "warp", rows, 1, 1, lanes, vec, chunks, 0, unaligned, False, num_warps, registers if capped else None, why
+    )
+
+
+def _exact(problem: Problem, plan: Plan) -> Plan:
+    """The plan without the chunk that `resident_plan` may add, so that widths share kernels."""
+    vectors = problem.n_cols // plan.vec if plan.unaligned else -(-problem.n_cols // plan.vec)
+    return replace(plan, chunks=-(-vectors // plan.vectors_per_chunk), unpredicated_chunks=0)
 
 
 def _rows_of_warps(plan: Plan, chunks: int, num_warps: int, device: Device) -> Plan:

@@ -54,6 +54,31 @@ def test_one_wrong_row_among_sharp_ones_fails_by_its_own_scale():
     assert not verdict.ok and verdict.why == "1 of 2 rows"
 
 
+def test_a_gradient_is_judged_by_the_terms_of_its_difference():
+    # a causal row of two columns whose dy are almost equal: y*(dy - d) is a small difference of large products
+    op = OPS["masked_softmax_causal_backward"]
+    dy, y, query, hidden = op.inputs(64, 16, torch.float32, torch.device("cpu"), 0, (1, 8, 8))
+    dy[1::8, 1] = dy[1::8, 0] * (1 + 3e-6)
+    judge = Judge(op, (dy, y, query, hidden))
+    right = op.torch_call(dy, y, query, hidden)
+    unit = torch.finfo(torch.float32).eps * (dy * y).abs().amax(-1, keepdim=True)
+    visible = ~hidden[query]
+    assert judge.judge(right + 2 * unit * (visible & (query > 0)[:, None])).ok  # what another order of the sum gives
+    off = right.clone()
+    off[7] += 20 * unit[7] * visible[7]  # in a row without cancellation
+    assert judge.judge(off).why == "1 of 64 rows"
+    off = right.clone()
+    off[8] += 1e-9 * visible[8]  # a row of one column: the gradient is exactly 0
+    assert judge.judge(off).why == "1 of 64 rows"
+    # 16 bits are rounded to the result's size, however large its terms
+    y16, dy16 = y.bfloat16(), dy.bfloat16()
+    dy16[1::8, 1] = dy16[1::8, 0] * (1 + 2**-7)
+    judge = Judge(op, (dy16, y16, query, hidden))
+    off = op.torch_call(dy16, y16, query, hidden)
+    off[1] *= 1.1
+    assert judge.judge(off).why == "1 of 64 rows"
+
+
 def test_nan_belongs_where_torch_has_it_and_nowhere_else():
     x = torch.zeros(4, 8)
     x[1, 3] = float("nan")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fused_softmax as fs
 from fused_softmax.lab import reference, registry
+from fused_softmax.lab.bench.ceilings import ceiling
 from fused_softmax.lab.bench.checking import Judge
 from fused_softmax.lab.bench.ops import OPS, default_workload, plan_of
 from fused_softmax.lab.bench.systems import SYSTEMS, System
@@ -40,6 +41,21 @@ SOFTMIN = dataclasses.replace(
 def ours(op: Op, *inputs: Tensor) -> Any:
     with torch.no_grad():
         return op.ours(*inputs)
+
+
+@pytest.mark.parametrize(("kind", "tensors"), [("copy", 2), ("add", 3)])
+def test_a_ceiling_moves_as_many_bytes_as_the_op(kind: str, tensors: int):
+    x = torch.randn(6, 10)
+    for like in (x, torch.randn(10, 6).t()):
+        run, moved = ceiling(kind, like, 100)
+        out = run(like, like)
+        assert 100 <= moved == out.numel() * tensors * 4 < 100 + tensors * 4
+    run, moved = ceiling(kind, x, 10**6)  # a mask's bytes are no reason for a longer pass
+    torch.testing.assert_close(run(x, x), x.flatten() * (tensors - 1))
+    assert moved == tensors * 240
+    # a causal row that sees one column of 64
+    causal = OPS["masked_softmax_causal"].bytes_moved(8, 64, 4, (1, 8, 1))
+    assert causal == 4 * (8 + 8 * 64)
 
 
 def test_every_op_of_the_registry_is_a_workload():

@@ -31,24 +31,34 @@ def read(x: Tensor, sums: Tensor) -> None:
     read_kernel[(triton.cdiv(words.numel(), WORDS),)](words, sums, words.numel(), WORDS=WORDS, num_warps=8)
 
 
-def ceiling(kind: str, like: Tensor) -> tuple[Callable[..., Any], int]:
+def ceiling(kind: str, like: Tensor, n_bytes: int | None = None) -> tuple[Callable[..., Any], int]:
     """A callable that takes the case's inputs and makes the plain pass of that kind over tensors of `like`'s size.
 
-    Returns it with the bytes that it moves.
+    Returns it with the bytes that it moves. Where an op moves fewer (n_bytes), as causal rows do, the pass is over the
+    first elements, so that it moves as many: a short pass is slower, byte for byte, than a long one.
     """
-    size = like.numel() * like.element_size()
+    item, tensors = like.element_size(), {"copy": 2, "read": 1, "add": 3}[kind]
+    count = like.numel() if n_bytes is None else min(like.numel(), -(-n_bytes // (tensors * item)))
     if not like.is_contiguous():  # the plain pass is over memory without gaps
         dense = torch.zeros_like(like, memory_format=torch.contiguous_format)
-        run, _ = ceiling(kind, dense)
-        return lambda *inputs: run(dense), size * {"copy": 2, "read": 1, "add": 3}[kind]
+        run, moved = ceiling(kind, dense, n_bytes)
+        return lambda *inputs: run(dense), moved
     if kind == "read":
-        sums = torch.empty(size // 4 // WORDS + 1, dtype=torch.int32, device=like.device)
-        even = like.view(-1)[: size // 4 * 4 // like.element_size()]
-        return lambda x, *rest: read(x.view(-1)[: even.numel()], sums), size
-    out = torch.empty_like(like)
+        sums = torch.empty(count * item // 4 // WORDS + 1, dtype=torch.int32, device=like.device)
+        even = count * item // 4 * 4 // item
+        return lambda x, *rest: read(x.view(-1)[:even], sums), count * item
+    out = torch.empty_like(like).view(-1)[:count]
     if kind == "add":
-        return lambda a, b=None, *rest: torch.add(a, a if b is None else b, out=out), 3 * size
-    return lambda x, *rest: out.copy_(x), 2 * size
+
+        def add(a: Tensor, b: Tensor | None = None, *rest: Any) -> Tensor:
+            return torch.add(_first(a, count), _first(a if b is None else b, count), out=out)
+
+        return add, 3 * count * item
+    return lambda x, *rest: out.copy_(_first(x, count)), 2 * count * item
+
+
+def _first(t: Tensor, count: int) -> Tensor:
+    return t.view(-1)[:count]
 
 
 def measured(device: torch.device, n_bytes: int = 2**29) -> dict[str, float]:

@@ -1,10 +1,12 @@
 """The check that comes before every time: poisoned outputs, compared with float64 row by row.
 
-A row passes when max |y - ref| <= 2 x (the same of PyTorch's own result) + 4 x eps x max |ref|, eps of y's dtype. NaN
-passes only where the reference is NaN, infinities only where it has the same ones. Where PyTorch's own result is coarse
-(losses) ours has no such allowance, and a gradient's absolute errors are added up too, because one large entry would
-hide the others. Memory that a system forgets to write is NaN: eager allocations are filled by PyTorch's deterministic
-mode, those of compiled graphs come from freed blocks that were filled before. float64 is computed in chunks of rows.
+A row passes when max |y - ref| <= 2 x (the same of PyTorch's own result) + 4 x eps x max |ref|, eps of y's dtype. The
+gradient of a softmax is a difference y*(dy - sum(y*dy)), whose terms have float32's rounding errors. There max |ref| is
+max |ref| + 2^-23/eps x max |y*dy|, and PyTorch's error is in the same unit. NaN passes only where the reference is NaN,
+infinities only where it has the same ones. Where PyTorch's own result is coarse (losses) ours has no such allowance,
+and a gradient's absolute errors are added up too, because one large entry would hide the others. Memory that a system
+forgets to write is NaN: eager allocations are filled by PyTorch's deterministic mode, those of compiled graphs come
+from freed blocks that were filled before. float64 is computed in chunks of rows.
 """
 
 from __future__ import annotations
@@ -85,13 +87,16 @@ class _Part:
     spread: float = 0.0  # its absolute errors added up over a row, in units of the row's absolute values
     total: float = 0.0
 
-    def scales(self, ref: Tensor) -> Tensor:
+    def scales(self, ref: Tensor, terms: Tensor | None) -> Tensor:
         """What a row's error is measured in: its largest value, or the terms whose difference a gradient is.
 
         The gradient of a cross-entropy is p - 1 at the target. Where p is almost 1, the difference is small, and its
-        error is that of p. A row of zeros has no scale: any other value in it is wrong.
+        error is that of p. A row of zeros has no scale: any other value in it is wrong. terms: of each row.
         """
         scale = row_scales(ref)
+        if terms is not None:
+            unit = torch.finfo(torch.float32).eps / torch.finfo(self.dtype).eps
+            return torch.where(scale > 0, scale + unit * terms, 0.0)
         return scale.clamp(min=1.0) if ref.dim() == 1 else self._at_least_term(scale)
 
     def sizes(self, ref: Tensor) -> Tensor:
@@ -101,10 +106,10 @@ class _Part:
     def _at_least_term(self, scale: Tensor) -> Tensor:
         return scale if self.term == 0.0 else torch.where(scale > 0, scale.clamp(min=self.term), 0.0)
 
-    def learn(self, y: Tensor, ref: Tensor, spread: bool) -> None:
+    def learn(self, y: Tensor, ref: Tensor, terms: Tensor | None, spread: bool) -> None:
         """Take a chunk of rows of PyTorch's result."""
         differences = _differences(y, ref)
-        errors, scale = differences.reshape(len(ref), -1).amax(-1), self.scales(ref)
+        errors, scale = differences.reshape(len(ref), -1).amax(-1), self.scales(ref, terms)
         self.error = max(self.error, float(errors.max()))
         self.relative = max(self.relative, _largest(errors, scale))
         if spread:
@@ -133,12 +138,12 @@ class Judge:
         self.parts = [_Part(name, y.shape, y.dtype, term) for name, y in zip(op.parts, own, strict=True)]
         # torch's worst row, in units of that row's scale, is what every row may be twice as wrong as: with 10^6 rows
         # there is always one that torch happens to round perfectly
-        for rows, refs in self._chunks():
+        for rows, refs, terms in self._chunks():
             for part, y, ref in zip(self.parts, own, refs, strict=True):
                 if y.dim() == 0:
                     part.total += float(ref.sum())
                 else:
-                    part.learn(y[rows], ref, op.coarse and y.dim() > 1)
+                    part.learn(y[rows], ref, terms, op.coarse and y.dim() > 1)
         for part, y in zip(self.parts, own, strict=True):
             if y.dim() == 0:
                 part.error = abs(float(y) - part.total)
@@ -148,7 +153,8 @@ class Judge:
     def _as_rows(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(self.op.as_rows(t) for t in tensors)
 
-    def _chunks(self) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+    def _chunks(self) -> Iterator[tuple[slice, tuple[Tensor, ...], Tensor | None]]:
+        """Rows, their references, and the largest term of each row's differences."""
         first, by_row = self.inputs[0], self.op.by_row
         if first.numel() == 0:
             return
@@ -157,7 +163,8 @@ class Judge:
         for start in range(0, first.shape[0], per_chunk):
             rows = slice(start, start + per_chunk)
             part = [t[rows].double() if t.is_floating_point() else t[rows] for t in sliced]
-            yield rows, parts_of(self.op.reference(*part, *shared))
+            terms = None if self.op.row_term is None else row_scales(self.op.row_term(*part, *shared))
+            yield rows, parts_of(self.op.reference(*part, *shared)), terms
 
     def judge(self, result: Any, *, ours: bool = False) -> Verdict:
         """Compare a result with float64; raises WrongShape. `ours` has no allowance where PyTorch's own is coarse."""
@@ -171,12 +178,12 @@ class Judge:
                 raise WrongShape(f"{tuple(y.shape)} {y.dtype} for {tuple(part.shape)} {part.dtype}")
         worst, failed = 0.0, dict.fromkeys((part.name for part in self.parts), 0)
         coarse = ours and self.op.coarse and self.inputs[0].dtype not in (torch.float32, torch.float64)
-        for rows, refs in self._chunks():
+        for rows, refs, terms in self._chunks():
             for part, y, ref in zip(self.parts, got, refs, strict=True):
                 if y.dim() == 0:
                     continue
                 differences = _differences(y[rows], ref)
-                errors, scale = differences.reshape(len(ref), -1).amax(-1), part.scales(ref)
+                errors, scale = differences.reshape(len(ref), -1).amax(-1), part.scales(ref, terms)
                 wrong = errors > part.limit(y, coarse) * scale
                 if self.op.coarse and y.dim() > 1:
                     # rounding alone leaves a quarter of eps on average, the interpreter's truncation half

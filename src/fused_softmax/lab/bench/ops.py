@@ -112,7 +112,9 @@ _LOSS: dict[str, Any] = dict(
     largest_term=lambda x, target, count: 1.0 / count,
 )
 _LOGPROBS: dict[str, Any] = dict(call=_statistics, torch=token_statistics, coarse=True)
-_MASKED_BACKWARD = _BACKWARD | dict(by_row=3, exact=lambda dy, y, *rest: reference.softmax_backward(dy, y))
+_DIFFERENCE: dict[str, Any] = dict(row_term=lambda dy, y, *rest: dy * y)
+_SOFTMAX_BACKWARD = _BACKWARD | _DIFFERENCE
+_MASKED_BACKWARD = _SOFTMAX_BACKWARD | dict(by_row=3, exact=lambda dy, y, *rest: reference.softmax_backward(dy, y))
 _MASKED: dict[str, Any] = dict(of="masked_softmax", planned=lambda *inputs: (heads(inputs[0], inputs[-1]),))
 _UNDER_MASK: dict[str, Any] = _MASKED | dict(planned=lambda *inputs: (heads(inputs[0], inputs[-1]), inputs[-1]))
 
@@ -120,7 +122,7 @@ ENTRIES = (
     Op("softmax", made.one_input, moved.one_in_one_out, "copy", torch=_SOFTMAX),
     Op("log_softmax", made.one_input, moved.one_in_one_out, "copy", torch=_LOG_SOFTMAX),
     Op(
-        "softmax_backward", made.softmax_gradient, of="softmax", family="softmax_backward", **_BACKWARD,
+        "softmax_backward", made.softmax_gradient, of="softmax", family="softmax_backward", **_SOFTMAX_BACKWARD,
         own=lambda dy, y: softmax_backward(dy, y, -1, y.dtype, False),
         torch=_gradient, exact=reference.softmax_backward,
     ),
@@ -177,7 +179,7 @@ ENTRIES = (
     ),
     Op(
         "masked_softmax_causal_backward", made.causal_gradient, moved.causal_gradient, "add", **_MASKED, by_row=3,
-        own=_masked_gradient(causal=True), torch=_causal_gradient, formula=_causal_gradient_formula,
+        **_DIFFERENCE, own=_masked_gradient(causal=True), torch=_causal_gradient, formula=_causal_gradient_formula,
         exact=lambda dy, y, query, hidden: reference.softmax_backward(dy, y), plans_gradient=True,
     ),
     Op(

@@ -160,12 +160,12 @@ class Session:
         make = self.stopwatch or stopwatch_for
         stopwatch = make(case.timed_by, self.device)
         entries: dict[str, Callable[[], Any]] = {}
-        ceiling_bytes = 0
+        ceiling_bytes, moved = 0, op.bytes_moved(case.n_rows, case.n_cols, case.itemsize, case.scores)
         sets = list(input_sets(inputs, case.timed_by, self.device))
         if case.timed_by != "host":
             from fused_softmax.lab.bench.ceilings import ceiling
 
-            run, ceiling_bytes = ceiling(op.ceiling, inputs[0])
+            run, ceiling_bytes = ceiling(op.ceiling, inputs[0], moved)
             entries[CEILING] = rotating(run, sets)
         entries.update({name: rotating(call, sets) for name, call in passed.items()})
         if isinstance(stopwatch, GraphStopwatch):
@@ -179,7 +179,6 @@ class Session:
                 by_name[name].note = by_name[name].note or f"not timed: {reason}"[:160]
             return
         ceiling_gbps = ceiling_bytes / times[CEILING].ms / 1e6 if CEILING in times else None
-        moved = op.bytes_moved(case.n_rows, case.n_cols, case.itemsize, case.scores)
         for name, taken in times.items():
             if name == CEILING:
                 record = _record(case, op.ceiling, "ok")

@@ -50,6 +50,8 @@ class Op:
     coarse: bool = False
     # the inputs -> the largest number that a row of the gradient is a difference of: the unit of its errors
     largest_term: Call | None = None
+    # the inputs' rows -> the numbers of each row whose differences its gradient is, as float32 has them
+    row_term: Call | None = None
     family: str = ""  # the results file of its records; default: `of`
     plans_gradient: bool = False  # whether the plan to show is that of the gradient
     planned: Callable[..., Inputs] = lambda *inputs: inputs[:1]  # the inputs that the plan depends on: x, and a mask

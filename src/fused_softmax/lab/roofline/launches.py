@@ -51,7 +51,8 @@ def row_op(op: str) -> RowOp:
         return softmax_op(*SOFTMAX[op])[0]
     if op.startswith("masked"):
         # a gradient reads no additive mask
-        return masked_softmax.BACKWARD[False] if op.endswith("backward") else masked_softmax.FORWARD[op in _MASKS]
+        kind = 0 if op not in _MASKS else 1 if _MASKS[op][0] is torch.bool else 2
+        return masked_softmax.BACKWARD[0] if op.endswith("backward") else masked_softmax.FORWARD[kind]
     others = {
         "cross_entropy": cross_entropy.WITH_GRADIENT["exponential"],
         "cross_entropy_forward": cross_entropy.FORWARD["exponential"],
