@@ -127,11 +127,12 @@ def test_bits_do_not_depend_on_inner_within_batch_invariant(n_cols):
             assert torch.equal(fs.softmax(x[:, :, :inner].contiguous(), 1), wide[:, :, :inner]), inner
 
 
-def test_out_may_be_the_input_on_a_cluster_whose_last_tile_overlaps():
-    x = torch.randn(TILES["a cluster"][0])
+@pytest.mark.parametrize("tile", ["merged columns", "a cluster"])
+def test_out_may_be_the_input(tile):
+    x = torch.randn(TILES[tile][0])
     y, inplace = torch.empty_like(x), x.clone()
-    run("a cluster", (x, y), False)
-    run("a cluster", (inplace, inplace), False)
+    run(tile, (x, y), False)
+    run(tile, (inplace, inplace), False)
     assert torch.equal(inplace, y)
 
 
@@ -285,6 +286,29 @@ def test_the_plan_follows_columns_and_positions():
     for inner in (3, 64, 5000):
         other = plan_spatial(replace(problem, inner=inner, vec=1), DEVICES["sm_90"])
         assert other.vectors_per_chunk == plan_spatial(problem, DEVICES["sm_90"]).vectors_per_chunk
+
+
+def test_wide_tiles_where_columns_start_in_the_middle_of_a_sector():
+    x = torch.empty(2, 1500, 8008, dtype=BFLOAT16, device="meta")
+    aligned, odd = (spatial.problem_of(t, t) for t in (x[:, :, :8000].contiguous(), x))
+    assert aligned.whole_sectors and not odd.whole_sectors
+    assert not spatial.problem_of(aligned_out := x[:, :, :8000], aligned_out).whole_sectors  # strides count, too
+    for n_cols in (700, 1100, 1500, 2000, 2500, 3500, 4000):
+        narrow, wide = (plan_spatial(replace(p, n_cols=n_cols), DEVICES["sm_90"]) for p in (aligned, odd))
+        assert wide.rows >= narrow.rows and wide.rows == 64, n_cols
+        invariant = [
+            plan_spatial(replace(p, n_cols=n_cols, batch_invariant=True), DEVICES["sm_90"]) for p in (aligned, odd)
+        ]
+        assert invariant[0] == invariant[1], n_cols
+
+
+def test_chunks_are_staged_only_where_a_thread_copies_whole_vectors():
+    problem = SpatialProblem(1500, 8000, "bfloat16", "bfloat16", 8)
+    staged = plan_spatial(problem, DEVICES["sm_90"])
+    assert 0 < staged.smem_staged < staged.unpredicated_chunks
+    others = (problem, DEVICES["sm_100"]), (replace(problem, vec=4), DEVICES["sm_90"])
+    others += ((replace(problem, out_dtype="float32"), DEVICES["sm_90"]),)
+    assert [plan_spatial(*other).smem_staged for other in others] == [0, 0, 0]
 
 
 def test_parts_keep_the_gpu_busy_whatever_the_number_of_positions():

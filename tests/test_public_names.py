@@ -20,7 +20,7 @@ NAMES = {
         "(regime: 'str', rows: 'int', ctas: 'int', warps_per_row: 'int', vectors_per_chunk: 'int', vec: "
         "'int', chunks: 'int', unpredicated_chunks: 'int', unaligned: 'bool', recompute: 'bool', "
         "num_warps: 'int', max_registers: 'int | None', why: 'str', prefetched_chunks: 'int | None' = "
-        "None, resident_chunks: 'int' = 0, smem_staged: 'int' = 0, outers: 'int' = 1, tile_chunks: 'int' = 1, "
+        "None, resident_chunks: 'int' = 0, smem_staged: 'int' = 0, outers: 'int' = 1, "
         "part_cols: 'int' = 0, invariant: 'bool' = False) -> None"
     ),
     "TokenStatistics": (

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.gpu
 SHAPES = (
     (3, 19, 1000), (2, 150, 333), (2, 1000, 512), (500, 5, 7), (2, 3000, 512), (1, 4096, 1000), (2, 9000, 65),
     (1, 300000, 8), (7, 2500, 3),
+    # clusters of 2 to 16, staged chunks, and columns that start in the middle of a sector, where the last tile is short
+    (2, 150, 1000), (3, 600, 520), (2, 700, 1032), (2, 1500, 2064), (1, 2000, 1032), (1, 2400, 272), (1, 3300, 1096),
 )  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

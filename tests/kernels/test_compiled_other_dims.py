@@ -12,7 +12,7 @@ pytestmark = pytest.mark.compiled
 # one of each kind; the marker `extended` has all
 FEW = (
     "softmax_spatial torch.bfloat16 150 4096", "softmax_spatial_backward torch.float32 150 4096",
-    "softmax_spatial_cluster torch.float32 4096 4096", "softmax_spatial_cluster_backward torch.bfloat16 4096 4096",
+    "softmax_spatial torch.float32 4096 4096", "softmax_spatial_backward torch.bfloat16 4096 4096",
     "softmax_spatial_reduce torch.bfloat16 50257 1024", "softmax_spatial_merge torch.bfloat16 50257 1024",
     "softmax_spatial_finish torch.bfloat16 50257 1024", "cross_entropy_spatial torch.bfloat16 150 0.0",
     "prepare_spatial_targets torch.bfloat16 19 0.0",
@@ -31,11 +31,13 @@ def check(name: str, launch, target: str) -> None:
     assert used.fits(), f"{used.shared_bytes} bytes of shared memory: {name}"
     if target.startswith("sm_"):
         assert used.spilled_bytes <= MOST_SPILLED, f"{used.spilled_bytes} bytes spilled: {name}"
-    if used.num_ctas > 1:  # one to meet before the merge, one to leave after it
-        assert used.cluster_barriers == 2, name
+    if used.num_ctas > 1:  # to know that the others' mbarriers are armed
+        assert used.cluster_barriers == 1, name
     if " 4096" in name and "merge" not in name:
-        stores = 16 if "reduce" not in name else used.widest_store_bytes  # a few numbers for each position
-        assert used.widest_load_bytes == 16 and used.widest_store_bytes == stores, f"{used.loads} {used.stores}: {name}"
+        # 16-bit tiles of 77 to 176 columns keep many numbers of a position, so a thread has 4 positions
+        loads = 8 if "bfloat16 150" in name and "backward" not in name else 16
+        stores = loads if "reduce" not in name else used.widest_store_bytes  # a few numbers for each position
+        assert (used.widest_load_bytes, used.widest_store_bytes) == (loads, stores), name
     if name.startswith("cross_entropy_spatial") and target.startswith("sm_"):
         # a 16-bit loss keeps many numbers of a position, so a thread has 4 positions
         assert used.widest_load_bytes >= 8 <= used.widest_store_bytes, f"{used.loads} {used.stores}: {name}"

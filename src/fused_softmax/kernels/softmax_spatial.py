@@ -6,6 +6,9 @@
 The tensor is (outer, n_cols, inner) with contiguous inner. A program holds CHUNKS x COLS columns of INNER positions. It
 reads each once and writes each once. A thread reduces the columns that it holds, one of each chunk. Then the program
 merges COLS columns. With COLS = 1 a thread holds whole columns, and nothing is merged.
+
+Where CTAS > 1, the CTAs of a thread-block cluster share the columns, COLS of each chunk for each CTA, and merge their
+numbers at last. The first SMEM_STAGED chunks are in shared memory, not in registers.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import triton.language as tl
 from .common.arguments import Int32, Int64, Rows, kernel
 from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, scaled, upcast
 from .common.softmax_terms import gradient, gradient_term, normalize
+from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_sum, share_of
+from .common.spatial_staging import await_staged, chunk_of, declare_staging, stage
 from .common.spatial_tiles import (
-    columns_of_chunk,
     load_tiles,
     outer_of,
     positions_of,
@@ -26,7 +30,7 @@ from .common.spatial_tiles import (
 )
 
 
-@kernel()
+@kernel(cta_programs=True)
 def softmax_spatial(
     x_ptr: Rows, y_ptr: Rows,
     n_outer: Int64,
@@ -34,34 +38,43 @@ def softmax_spatial(
     inner: Int64,  # inner and strides: in units of VEC
     n_blocks: Int32,  # of positions
     x_outer: Int64, x_col: Int64, y_outer: Int64, y_col: Int64,
-    LOG: tl.constexpr, OUTERS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
-    VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, RECOMPUTE: tl.constexpr,
-    INVARIANT: tl.constexpr, PTX: tl.constexpr,
+    LOG: tl.constexpr, OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
+    VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, SMEM_STAGED: tl.constexpr,
+    RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
+    declare_exchange(CTAS, 2, INNER, PTX)
+    declare_staging(SMEM_STAGED, COLS, INNER, VEC, PTX)
+    pid, column = share_of(tl.program_id(0), CTAS, COLS, PTX)
     outer, is_outer = outer_of(pid // n_blocks, n_outer, OUTERS)
     first, exists = positions_of(pid % n_blocks, inner, INNER, VEC)
     if OUTERS > 1:
         exists = exists & is_outer
-    column = columns_of_chunk(1, COLS)
     x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
     y_at = tile_at(y_ptr, outer, y_col, y_outer, first, column, INNER, VEC)
 
-    x = load_tiles(x_at, x_col, column, n_cols, exists, -float("inf"), CHUNKS, UNPREDICATED, COLS, VEC)
+    STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
+    FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
+    stage(x_ptr, outer, x_col, x_outer, first, column, inner, 0, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
+    x = load_tiles(x_at, x_col, column, n_cols, exists, -float("inf"), CHUNKS, UNPREDICATED, STEP, VEC, FIRST)
     m = x[0]
-    for c in tl.static_range(1, CHUNKS):
+    for c in tl.static_range(1, CHUNKS - FIRST):
         m = tl.maximum(m, x[c])
+    await_staged(SMEM_STAGED, PTX)
+    for c in tl.static_range(FIRST):
+        m = tl.maximum(m, chunk_of(x, c, 0, SMEM_STAGED, COLS, INNER, VEC, PTX))
     m = tl.maximum(m.to(tl.float32), LOWEST)
     s = tl.zeros_like(m)
     exps = ()
     for c in tl.static_range(CHUNKS):
-        e = exp(upcast(x[c], PTX, RECOMPUTE) - m)
+        e = exp(upcast(chunk_of(x, c, 0, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE) - m)
         s += e
         exps = exps + (e,)
 
-    top = tl.max(m, 1)[:, None, :]
+    top = tl.max(m, 1)
     # rounded before the sum: whether a product and a sum are fused depends on the layout
-    total = sum_over_columns(scaled(s, exp(m - top), PTX), INVARIANT)[:, None, :]
+    total = sum_over_columns(scaled(s, exp(m - top[:, None, :]), PTX), INVARIANT)
+    top, total = exchange_max_sum(top, total, CTAS, THREADS, PTX)
+    top, total = top[:, None, :], total[:, None, :]
 
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16 and y_ptr.dtype == x_ptr.dtype
     if LOG:
@@ -73,15 +86,17 @@ def softmax_spatial(
         by = exp(m - top) * tl.div_rn(1.0, total)
     for c in tl.static_range(CHUNKS):
         if LOG:
-            y = normalize(upcast(x[c], PTX, RECOMPUTE, True), top, total, LOG)
+            x_c = chunk_of(x, c, 0, SMEM_STAGED, COLS, INNER, VEC, PTX)
+            y = normalize(upcast(x_c, PTX, RECOMPUTE, True), top, total, LOG)
         elif RECOMPUTE:
-            y = exp2_fma(upcast(x[c], PTX, True, True), base, shift, FUSED) * by
+            x_c = chunk_of(x, c, 0, SMEM_STAGED, COLS, INNER, VEC, PTX)
+            y = exp2_fma(upcast(x_c, PTX, True, True), base, shift, FUSED) * by
         else:
             y = exps[c] * by
-        store_tile(y_at, y, c, y_col, column, n_cols, exists, UNPREDICATED, COLS, VEC)
+        store_tile(y_at, y, c, y_col, column, n_cols, exists, UNPREDICATED, STEP, VEC)
 
 
-@kernel()
+@kernel(cta_programs=True)
 def softmax_spatial_backward(
     y_ptr: Rows,  # the forward's output
     dy_ptr: Rows, dx_ptr: Rows,
@@ -90,30 +105,37 @@ def softmax_spatial_backward(
     inner: Int64,  # inner and strides: in units of VEC
     n_blocks: Int32,
     y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64, dx_outer: Int64, dx_col: Int64,
-    LOG: tl.constexpr, OUTERS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
-    VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, RECOMPUTE: tl.constexpr,
-    INVARIANT: tl.constexpr, PTX: tl.constexpr,
+    LOG: tl.constexpr, OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
+    VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, SMEM_STAGED: tl.constexpr,
+    RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
+    declare_exchange(CTAS, 1, INNER, PTX)
+    declare_staging(2 * SMEM_STAGED, COLS, INNER, VEC, PTX)
+    pid, column = share_of(tl.program_id(0), CTAS, COLS, PTX)
     outer, is_outer = outer_of(pid // n_blocks, n_outer, OUTERS)
     first, exists = positions_of(pid % n_blocks, inner, INNER, VEC)
     if OUTERS > 1:
         exists = exists & is_outer
-    column = columns_of_chunk(1, COLS)
     y_at = tile_at(y_ptr, outer, y_col, y_outer, first, column, INNER, VEC)
     dy_at = tile_at(dy_ptr, outer, dy_col, dy_outer, first, column, INNER, VEC)
     dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
 
-    dy = load_tiles(dy_at, dy_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, COLS, VEC)
-    y = load_tiles(y_at, y_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, COLS, VEC)
-    d = tl.zeros([OUTERS, COLS, INNER], tl.float32)
+    STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
+    FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
+    stage(dy_ptr, outer, dy_col, dy_outer, first, column, inner, 0, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
+    stage(y_ptr, outer, y_col, y_outer, first, column, inner, SMEM_STAGED, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
+    dy = load_tiles(dy_at, dy_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC, FIRST)
+    y = load_tiles(y_at, y_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC, FIRST)
+    d = tl.zeros(dy[0].shape, tl.float32)
+    await_staged(SMEM_STAGED, PTX)
     for c in tl.static_range(CHUNKS):
-        dy_c = upcast(dy[c], PTX, RECOMPUTE)
+        dy_c = upcast(chunk_of(dy, c, 0, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE)
         y_c = dy_c  # unused where LOG
         if not LOG:
-            y_c = upcast(y[c], PTX, RECOMPUTE)
+            y_c = upcast(chunk_of(y, c, SMEM_STAGED, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE)
         d += gradient_term(y_c, dy_c, LOG)
-    d = sum_over_columns(d, INVARIANT)[:, None, :]
+    d = exchange_sum(sum_over_columns(d, INVARIANT), CTAS, THREADS, PTX)[:, None, :]
     for c in tl.static_range(CHUNKS):
-        dx = gradient(upcast(y[c], PTX, RECOMPUTE, True), upcast(dy[c], PTX, RECOMPUTE, True), d, LOG)
-        store_tile(dx_at, dx, c, dx_col, column, n_cols, exists, UNPREDICATED, COLS, VEC)
+        y_c = upcast(chunk_of(y, c, SMEM_STAGED, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE, True)
+        dy_c = upcast(chunk_of(dy, c, 0, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE, True)
+        store_tile(dx_at, gradient(y_c, dy_c, d, LOG), c, dx_col, column, n_cols, exists, UNPREDICATED, STEP, VEC)

@@ -103,6 +103,8 @@ def compile_for(launch: Launch, target: str) -> Any:
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
+    from fused_softmax.launch.compile import make_clusters
+
     kernel = launch.kernel
     if not isinstance(kernel, JITFunction):
         raise RuntimeError(
@@ -116,7 +118,9 @@ def compile_for(launch: Launch, target: str) -> Any:
     bound, specialization, _ = binder(*launch.args, **meta)
     options, signature, constexprs, attrs = kernel._pack_args(backend, meta, bound, specialization, None)
     source = ASTSource(kernel, signature, constexprs, attrs)
-    return triton.compile(source, target=gpu, options=options.__dict__)
+    compiled = triton.compile(source, target=gpu, options=options.__dict__)
+    make_clusters(compiled, kernel, launch.meta)
+    return compiled
 
 
 def resources(compiled: Any) -> Resources:
@@ -143,7 +147,7 @@ def resources(compiled: Any) -> Resources:
         spilled_bytes=stack,
         shared_bytes=meta.shared + static_shared,
         num_warps=meta.num_warps,
-        num_ctas=meta.num_ctas,
+        num_ctas=compiled.packed_metadata[1] if meta.target.backend == "cuda" else 1,
         num_stages=meta.num_stages,
         loads=loads,
         stores=stores,

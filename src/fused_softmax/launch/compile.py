@@ -91,7 +91,9 @@ class Launch:
         if key in _ready:
             return
         try:
-            self.kernel.warmup(*self.args, grid=self.grid, **self.meta)._init_handles()
+            compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.meta)
+            make_clusters(compiled, self.kernel, self.meta)
+            compiled._init_handles()
         except Exception as error:
             raise availability.failed(key, _name(self.kernel), error) from error
         _ready.remember(key, True)
@@ -139,6 +141,7 @@ def compile_kernel(
         began = time.perf_counter()
         try:
             compiled = _built(kernel, pointers, meta, counts)
+            make_clusters(compiled, kernel, meta)
             compiled._init_handles()  # loads it on the current device
         except Exception as error:
             raise availability.failed(key, _name(kernel), error) from error
@@ -187,6 +190,17 @@ def _built(kernel: Any, pointers: Pointers, meta: Mapping[str, Any], counts: tup
     signature |= dict.fromkeys(kernel.declaration.constexprs, "constexpr")
     target = triton.runtime.driver.active.get_current_target()  # builds its own helper on first use
     return triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options)
+
+
+def make_clusters(compiled: Any, kernel: Any, meta: Mapping[str, Any]) -> None:
+    """Where each CTA is a program of its own, lets Triton's launcher make clusters of CTAS of them.
+
+    The launcher reads the size of a cluster from these numbers, and launches so many CTAs for each program of a grid.
+    """
+    declared = getattr(kernel, "declaration", None)  # a lesson's kernel has none
+    if declared is not None and declared.cta_programs and meta["CTAS"] > 1:
+        num_warps, _, *others = compiled.packed_metadata
+        compiled.packed_metadata = (num_warps, meta["CTAS"], *others)
 
 
 class Binding(NamedTuple):

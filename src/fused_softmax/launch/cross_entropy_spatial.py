@@ -39,7 +39,7 @@ def _prepare() -> Any:
 # targets that one program prepares, in blocks of one for each of its threads' 16 bytes
 PREPARED_BLOCK, PREPARED_EACH, PREPARED_WARPS = 512, 8, 8
 NO_LOSS, EACH_LOSS, SUM_OF_LOSSES = 0, 1, 2
-_runs = Cache()
+_runs, _plans = Cache(), Cache()
 
 
 def planes_of(logits: Tensor) -> Tensor | None:
@@ -50,8 +50,12 @@ def planes_of(logits: Tensor) -> Tensor | None:
 
 def loss_plan(x: Tensor, dx: Tensor, invariant: bool, device: Device | None = None) -> Plan | None:
     """The plan of logits (outer, n_cols, inner), or None where their columns do not fit on chip."""
-    problem = problem_of(x, dx, batch_invariant=invariant)
-    return plan_spatial_loss(problem, device or device_of(x))
+    key = (of_layout((x, dx)), invariant, device)
+    found = _plans.get(key)
+    if found is None:
+        problem = problem_of(x, dx, batch_invariant=invariant)
+        found = _plans.remember(key, (plan_spatial_loss(problem, device or device_of(x)),))
+    return found[0]
 
 
 def plan_of_copy(logits: Tensor) -> Plan | None:

@@ -39,20 +39,6 @@ def _backward_resident() -> Any:
     return softmax_spatial_backward
 
 
-@kernel_loader
-def _cluster() -> Any:
-    from ..kernels.softmax_spatial_cluster import softmax_spatial_cluster
-
-    return softmax_spatial_cluster
-
-
-@kernel_loader
-def _backward_cluster() -> Any:
-    from ..kernels.softmax_spatial_cluster import softmax_spatial_cluster_backward
-
-    return softmax_spatial_cluster_backward
-
-
 def _of_parts(name: str) -> Kernel:
     def load() -> Any:
         return getattr(importlib.import_module(f"{__name__.rsplit('.', 2)[0]}.kernels.softmax_spatial_parts"), name)
@@ -95,13 +81,14 @@ def problem_of(
 ) -> SpatialProblem:
     """The SpatialProblem of tensors (outer, n_cols, inner) with contiguous inner; the last is the output."""
     _, n_cols, inner = tensors[0].shape
-    vec = 16 // min(t.element_size() for t in tensors)
+    to, vec = tensors[-1], 16 // min(t.element_size() for t in tensors)
+    whole_sectors = all(n * to.element_size() % 32 == 0 for n in (inner, to.stride(0), to.stride(1)))
     for t in tensors:
         vec = min(vec, *(_alignment(n, vec) for n in (inner, t.stride(0), t.stride(1))))
         if t.data_ptr() % 16:
             vec = 1
     dtypes = [DTYPE_NAMES[t.dtype] for t in (tensors[0], tensors[-1])]
-    return SpatialProblem(n_cols, inner, dtypes[0], dtypes[1], vec, backward, log, batch_invariant)
+    return SpatialProblem(n_cols, inner, dtypes[0], dtypes[1], vec, backward, log, batch_invariant, whole_sectors)
 
 
 class Step(NamedTuple):
@@ -122,15 +109,10 @@ class Step(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """The steps of a plan.
-
-    workspaces: float32 elements of each, for each index of `outer`. overlaps: whether a position may be computed twice,
-    so that the last tensor must not be the first.
-    """
+    """The steps of a plan. workspaces: float32 elements of each, for each index of `outer`."""
 
     steps: tuple[Step, ...]
     workspaces: tuple[int, ...] = ()
-    overlaps: bool = False
 
 
 def _strides(tensors: Sequence[Tensor], vec: int) -> tuple[int, ...]:
@@ -141,7 +123,8 @@ def _meta(kernel: Any, plan: Plan, device: Device, **flags: Any) -> dict[str, An
     known = dict(
         OUTERS=plan.outers, CTAS=plan.ctas, COLS=plan.vectors_per_chunk, INNER=plan.rows, VEC=plan.vec,
         CHUNKS=plan.chunks, UNPREDICATED=plan.unpredicated_chunks, RECOMPUTE=plan.recompute,
-        TILE=plan.tile_chunks, INVARIANT=plan.invariant, PTX=device.ptx, **flags,
+        SMEM_STAGED=plan.smem_staged, THREADS=plan.num_warps * device.warp_size, INVARIANT=plan.invariant,
+        PTX=device.ptx, **flags,
     )  # fmt: skip
     return {name: known[name] for name in kernel.declaration.constexprs} | launch_options(kernel, plan, device)
 
@@ -170,9 +153,7 @@ def resident_step(
 ) -> Step:
     """The one launch over tensors (outer, n_cols, inner) that stay on chip, and over vectors, n_tensors in all."""
     sizes = _sizes(tensors[0], plan)
-    scalars: tuple[int | None, ...] = (*sizes, *_strides(tensors, plan.vec))
-    if plan.regime == "spatial":
-        scalars = (None, *scalars)
+    scalars: tuple[int | None, ...] = (None, *sizes, *_strides(tensors, plan.vec))
     return Step(kernel, _meta(kernel, plan, device, **flags), tuple(range(n_tensors)), scalars, sizes[2], plan.outers)
 
 
@@ -201,10 +182,8 @@ def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward:
     n = len(tensors)
     inner = tensors[0].shape[2]
     if plan.regime != "spatial_two_pass":
-        on_cluster = _backward_cluster if backward else _cluster
-        kernel = on_cluster() if plan.regime == "spatial_cluster" else _backward_resident() if backward else _resident()
-        overlaps = plan.regime == "spatial_cluster" and inner % plan.rows > 0
-        return Recipe((resident_step(kernel, tensors, n, plan, device, LOG=log),), overlaps=overlaps)
+        kernel = _backward_resident() if backward else _resident()
+        return Recipe((resident_step(kernel, tensors, n, plan, device, LOG=log),))
     kind = "softmax_spatial_backward" if backward else "softmax_spatial"
     reduce, merge, finish = (PARTS[f"{kind}_{step}"]() for step in ("reduce", "merge", "finish"))
     parts = -(-tensors[0].shape[1] // plan.part_cols)
@@ -261,7 +240,7 @@ def prepare(recipe: Recipe, tensors: tuple[Tensor, ...]) -> Run:
             for s in recipe.steps
         ]
     calls = tuple(zip(recipe.steps, bound, strict=True))
-    workspaces, overlaps = recipe.workspaces, recipe.overlaps
+    workspaces = recipe.workspaces
 
     def run(tensors: tuple[Tensor, ...], numbers: tuple[Any, ...] = (), outer: int | None = None) -> None:
         if current_device() != index:
@@ -269,8 +248,6 @@ def prepare(recipe: Recipe, tensors: tuple[Tensor, ...]) -> Run:
                 return run(tensors, numbers, outer)
         outer = tensors[0].shape[0] if outer is None else outer
         addresses = [t.data_ptr() for t in tensors]
-        if overlaps and addresses[0] == addresses[-1]:
-            return run((_copy(tensors[0]), *tensors[1:]), numbers, outer)
         held = [empty((outer * size,), (1,), torch.float32, tensors[0]) for size in workspaces]
         addresses += [t.data_ptr() for t in held]
         stream = current_stream(index)
@@ -278,7 +255,7 @@ def prepare(recipe: Recipe, tensors: tuple[Tensor, ...]) -> Run:
             at = [addresses[i] for i in step.tensors]
             call(step.grid(outer), 1, 1, stream, *prefix, *at, *step.numbers(outer), *numbers, *trailing)
 
-    if len(calls) == 1 and not (workspaces or overlaps):  # one launch, whatever memory the tensors have
+    if len(calls) == 1 and not workspaces:  # one launch, whatever memory the tensors have
         run.steps = calls  # type: ignore[attr-defined]
     return run
 
@@ -293,17 +270,10 @@ def remembered(cache: Cache, key: object, on: Tensor, make: Callable[[], Run]) -
 
 def _interpreted(recipe: Recipe) -> Run:
     def run(tensors: tuple[Tensor, ...], numbers: tuple[Any, ...] = (), outer: int | None = None) -> None:
-        if recipe.overlaps and tensors[0].data_ptr() == tensors[-1].data_ptr():
-            tensors = (_copy(tensors[0]), *tensors[1:])
         for launch in recipe_launches(recipe, tensors, numbers, outer):
             launch()
 
     return run
-
-
-def _copy(t: Tensor) -> Tensor:
-    """t in other memory, with its strides."""
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
 
 
 def _pointers(recipe: Recipe, tensors: tuple[Tensor, ...]) -> compiling.Pointers:

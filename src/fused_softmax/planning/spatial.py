@@ -21,6 +21,7 @@ from .spatial_tables import (
     PARTS_BYTES,
     PARTS_CHUNKS,
     PARTS_WARPS,
+    STAGED_BYTES,
     STATISTICS_CHUNKS,
     UNALIGNED,
     SpatialConfig,
@@ -33,7 +34,7 @@ class SpatialProblem:
     """One softmax over n_cols of a tensor (outer, n_cols, inner), without `outer`.
 
     vec: every run of `inner` elements of every tensor starts at a multiple of so many elements (a power of two, at most
-    16 bytes of the narrowest dtype).
+    16 bytes of the narrowest dtype). whole_sectors: every run of the output starts at a multiple of 32 bytes.
     """
 
     n_cols: int
@@ -44,6 +45,7 @@ class SpatialProblem:
     backward: bool = False
     log: bool = False
     batch_invariant: bool = False
+    whole_sectors: bool = True
 
     @property
     def full_vec(self) -> int:
@@ -62,11 +64,12 @@ class SpatialProblem:
 
 def resident_plan(
     problem: SpatialProblem, device: Device, inner: int, cols: int, num_warps: int, ctas: int = 1,
-    recompute: bool = False, max_registers: int | None = None, thread_bytes: int = VECTOR_BYTES,
+    recompute: bool = False, max_registers: int | None = None, thread_bytes: int = VECTOR_BYTES, staged: int = 0,
 ) -> Plan:  # fmt: skip
     """The plan of tiles of `inner` positions and chunks of `cols` columns, or of `cols` for each CTA of a cluster.
 
-    A thread holds thread_bytes of a chunk. Where a chunk has fewer, a program takes several indices of `outer`.
+    A thread holds thread_bytes of a chunk. Where a chunk has fewer, a program takes several indices of `outer`. The
+    first `staged` chunks are in shared memory.
     """
     elements = num_warps * device.warp_size * thread_bytes // problem.itemsize
     outers = max(1, elements // (inner * cols)) if ctas == 1 else 1
@@ -77,7 +80,7 @@ def resident_plan(
         "spatial" if ctas == 1 else "spatial_cluster", rows=inner, ctas=ctas, warps_per_row=1, vectors_per_chunk=cols,
         vec=min(problem.vec, inner), chunks=chunks, unpredicated_chunks=problem.n_cols // (cols * ctas),
         unaligned=False, recompute=recompute, num_warps=num_warps, max_registers=max_registers, why=why, outers=outers,
-        tile_chunks=32 // problem.full_vec if ctas > 1 else 1, invariant=problem.batch_invariant,
+        smem_staged=staged, invariant=problem.batch_invariant,
     )  # fmt: skip
 
 
@@ -122,8 +125,12 @@ def _configured(problem: SpatialProblem, device: Device, config: SpatialConfig) 
     # a last block with few positions wastes the time of the others
     while config.ctas == 1 and inner > 32 and _padded(problem, inner // 2) < 0.85 * _padded(problem, inner):
         inner //= 2
+    staged = 0
+    if config.held is not None:
+        room = STAGED_BYTES // (warps * device.warp_size * VECTOR_BYTES)
+        staged = min(max(0, -(-problem.n_cols // (cols * config.ctas)) - config.held), room)
     return resident_plan(
-        problem, device, inner, cols, warps, config.ctas, recompute, config.max_registers, config.thread_bytes
+        problem, device, inner, cols, warps, config.ctas, recompute, config.max_registers, config.thread_bytes, staged
     )
 
 
@@ -134,10 +141,13 @@ def _configs(problem: SpatialProblem, device: Device) -> Iterator[SpatialConfig]
     if unaligned:
         yield from (c for c in UNALIGNED[kind] if problem.n_cols <= c.max_cols)
     for config in ON_CHIP[kind]:
-        # an exchange over a cluster merges in an order of its own. Its last tile overlaps the one before. Elements that
-        # are read one by one take more registers, and a cast more shared memory than there is
+        # An exchange over a cluster merges in an order of its own. Tiles are wide, so few positions waste most of one.
+        # Elements that are read one by one take more registers, and so does a cast
         on_cluster = device.max_cluster >= config.ctas and problem.inner >= 4 * config.inner and not unaligned
         on_cluster = on_cluster and problem.dtype == problem.out_dtype
+        staged = device.supports_smem_staging and problem.vec == problem.full_vec
+        if config.whole_sectors not in (None, problem.whole_sectors) or (config.held is not None and not staged):
+            continue
         if problem.n_cols <= config.max_cols and (config.ctas == 1 or (on_cluster and not problem.batch_invariant)):
             yield config
 

@@ -13,8 +13,10 @@ class SpatialConfig:
     """The numbers for up to `max_cols` columns: CTAs for a column, warps of a CTA, and positions of a tile.
 
     A chunk has as many columns as fill all threads with thread_bytes. recompute: hold 16-bit columns as loaded and
-    compute exp twice. max_registers: a cap on a thread's registers, so that two programs share a multiprocessor.
-    thread_bytes: with 8, a thread has half as many positions, and keeps half as many numbers of each.
+    compute exp twice. max_registers: a cap on a thread's registers, so that several programs share a multiprocessor.
+    thread_bytes: with 8, a thread has half as many positions, and keeps half as many numbers of each. held: chunks in
+    registers, where the others are staged in shared memory. whole_sectors: only for columns that start at a multiple
+    of 32 bytes (True), or only for others (False), which need wider tiles.
     """
 
     max_cols: int
@@ -24,19 +26,36 @@ class SpatialConfig:
     recompute: bool = True
     max_registers: int | None = None
     thread_bytes: int = 16
+    held: int | None = None
+    whole_sectors: bool | None = None
 
 
-# by (backward, bytes of an element)
+# by (backward, bytes of an element). The first that fits is taken: one without clusters follows those on clusters
 ON_CHIP = {
     (False, 2): (
         SpatialConfig(6, 1, 2, 512, recompute=False),
         SpatialConfig(20, 1, 4, 1024),
         SpatialConfig(40, 1, 1, 128),
         SpatialConfig(76, 1, 2, 128),
-        SpatialConfig(152, 1, 2, 64),
+        SpatialConfig(176, 1, 4, 128, thread_bytes=8),
         SpatialConfig(256, 1, 4, 64),
-        SpatialConfig(512, 1, 4, 32, max_registers=128),
+        SpatialConfig(352, 1, 8, 64, max_registers=80),
+        SpatialConfig(512, 1, 4, 64),
+        SpatialConfig(640, 2, 4, 64, max_registers=128),
+        SpatialConfig(832, 2, 4, 32, max_registers=96, whole_sectors=True),
+        SpatialConfig(896, 4, 4, 64, max_registers=96, whole_sectors=False),
+        SpatialConfig(1280, 4, 4, 64, max_registers=128, whole_sectors=False),
         SpatialConfig(1024, 1, 8, 32, max_registers=128),
+        SpatialConfig(1536, 4, 4, 64, max_registers=80, held=9, whole_sectors=True),
+        SpatialConfig(1792, 4, 4, 32, max_registers=96, whole_sectors=True),
+        SpatialConfig(1792, 8, 4, 64, max_registers=96),
+        SpatialConfig(2560, 8, 4, 64, max_registers=128, whole_sectors=False),
+        SpatialConfig(2944, 4, 4, 32, max_registers=128, whole_sectors=True),
+        SpatialConfig(2944, 4, 8, 64, max_registers=128),
+        SpatialConfig(3584, 8, 4, 32, max_registers=96, whole_sectors=True),
+        SpatialConfig(3584, 8, 8, 64, max_registers=64, held=4),
+        SpatialConfig(4096, 8, 4, 32, max_registers=128, whole_sectors=True),
+        SpatialConfig(4096, 16, 4, 64, max_registers=128),
         SpatialConfig(2048, 1, 16, 32),
     ),
     (False, 4): (
@@ -46,8 +65,15 @@ ON_CHIP = {
         SpatialConfig(152, 1, 4, 64),
         SpatialConfig(256, 1, 8, 64),
         SpatialConfig(512, 1, 8, 32),
+        SpatialConfig(704, 4, 4, 32, max_registers=80),
+        SpatialConfig(896, 4, 4, 32, max_registers=96),
+        SpatialConfig(1408, 8, 4, 32, max_registers=80),
         SpatialConfig(1024, 1, 16, 32),
+        SpatialConfig(2816, 16, 4, 64, max_registers=128, whole_sectors=False),
+        SpatialConfig(1792, 8, 4, 32, max_registers=96),
+        SpatialConfig(2048, 8, 4, 32, max_registers=128),
         SpatialConfig(2048, 1, 16, 16),
+        SpatialConfig(2816, 8, 8, 32, max_registers=80),
         SpatialConfig(4096, 8, 8, 32, max_registers=128),
         SpatialConfig(8192, 8, 8, 16, max_registers=128),
     ),
@@ -55,11 +81,17 @@ ON_CHIP = {
         SpatialConfig(8, 1, 2, 512),
         SpatialConfig(12, 1, 1, 256),
         SpatialConfig(44, 1, 2, 128),
-        SpatialConfig(76, 1, 2, 64),
-        SpatialConfig(256, 1, 4, 64),
+        SpatialConfig(64, 1, 2, 64),
+        SpatialConfig(368, 1, 8, 128),
+        SpatialConfig(640, 2, 8, 64, max_registers=128),
+        SpatialConfig(896, 8, 4, 64, max_registers=96),
+        SpatialConfig(1280, 4, 8, 64, max_registers=128),
         SpatialConfig(512, 1, 8, 64),
         SpatialConfig(1024, 1, 8, 32),
-        SpatialConfig(2048, 8, 8, 64, max_registers=128),
+        SpatialConfig(1792, 16, 4, 64, max_registers=96),
+        SpatialConfig(2816, 8, 8, 64, max_registers=128),
+        SpatialConfig(3584, 16, 8, 64, max_registers=96, whole_sectors=False),
+        SpatialConfig(4096, 16, 8, 64, max_registers=128, whole_sectors=False),
         SpatialConfig(4096, 8, 8, 32, max_registers=128),
     ),
     (True, 4): (
@@ -69,12 +101,19 @@ ON_CHIP = {
         SpatialConfig(64, 1, 4, 64),
         SpatialConfig(256, 1, 8, 64),
         SpatialConfig(512, 1, 16, 32),
+        SpatialConfig(640, 4, 8, 32, max_registers=80),
         SpatialConfig(1024, 4, 8, 32, max_registers=128),
         SpatialConfig(1024, 1, 16, 16),
-        SpatialConfig(2048, 8, 8, 32, max_registers=128),
+        SpatialConfig(1536, 8, 8, 32, max_registers=80),
+        SpatialConfig(2816, 16, 8, 64, max_registers=128, whole_sectors=False),
+        SpatialConfig(2304, 8, 8, 32, max_registers=96),
+        SpatialConfig(3328, 8, 8, 32, max_registers=128),
+        SpatialConfig(4096, 16, 8, 32, max_registers=96),
         SpatialConfig(4096, 8, 8, 16, max_registers=128),
     ),
 }
+# bytes of a program's chunks in shared memory: a kernel may have 48 KB with those of its reductions
+STAGED_BYTES = 40 << 10
 # a loss with its gradient, where it differs from softmax; by bytes of an element
 LOSS = {
     2: (
@@ -94,6 +133,8 @@ UNALIGNED = {
         SpatialConfig(6, 1, 2, 512, recompute=False),
         SpatialConfig(40, 1, 2, 256),
         SpatialConfig(192, 1, 4, 32, recompute=False),
+        SpatialConfig(256, 1, 4, 64),
+        SpatialConfig(512, 1, 4, 32, max_registers=128),
     ),
     (False, 4): (
         SpatialConfig(6, 1, 2, 256),
@@ -101,7 +142,13 @@ UNALIGNED = {
         SpatialConfig(40, 1, 4, 64),
         SpatialConfig(192, 1, 8, 128, max_registers=128),
     ),
-    (True, 2): (SpatialConfig(8, 1, 2, 512), SpatialConfig(44, 1, 4, 128), SpatialConfig(192, 1, 4, 32)),
+    (True, 2): (
+        SpatialConfig(8, 1, 2, 512),
+        SpatialConfig(44, 1, 4, 128),
+        SpatialConfig(192, 1, 4, 32),
+        SpatialConfig(256, 1, 4, 64),
+        SpatialConfig(512, 1, 8, 64),
+    ),
     (True, 4): (SpatialConfig(12, 1, 1, 128), SpatialConfig(40, 1, 4, 64)),
 }
 # a kernel that reads columns in parts: bytes of a tile along `inner`, warps, and chunks of a step

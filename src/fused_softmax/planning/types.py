@@ -151,7 +151,6 @@ class Plan:
     smem_staged: int = 0  # of a gradient: chunks of a slice that stay in shared memory, not in registers
     # over a dimension that is not the last
     outers: int = 1  # indices of the dimensions before it that a program takes
-    tile_chunks: int = 1  # chunks of a tile on a cluster
     part_cols: int = 0  # columns of the part that a program reduces, where the columns are read twice
     invariant: bool = False  # columns are merged in an order that no layout changes
 

@@ -51,7 +51,8 @@ class Declaration:
     arguments: the run-time arguments by name, in order. constexprs: the names of the compile-time arguments.
     num_stages: of the kernel's loops; None for the backend's default. asserts: whether the kernel checks its input on
     the device, so that assertions are compiled in. on_cluster: whether the programs of a row may form a thread-block
-    cluster. splits_rows: whether independent programs share a row; their number is the argument after `phase`.
+    cluster. cta_programs: whether, for Triton, each CTA of its clusters is a program of its own. splits_rows: whether
+    independent programs share a row; their number is the argument after `phase`.
     """
 
     arguments: Mapping[str, Argument]
@@ -59,11 +60,17 @@ class Declaration:
     num_stages: int | None
     asserts: bool
     on_cluster: bool
+    cta_programs: bool
     splits_rows: bool
 
 
 def kernel(
-    *, num_stages: int | None = None, asserts: bool = False, on_cluster: bool = False, splits_rows: bool = False
+    *,
+    num_stages: int | None = None,
+    asserts: bool = False,
+    on_cluster: bool = False,
+    cta_programs: bool = False,
+    splits_rows: bool = False,
 ) -> Callable[[Callable[..., Any]], Any]:
     """`triton.jit` for a kernel whose run-time arguments are annotated with an `Argument`; adds its `declaration`.
 
@@ -85,7 +92,7 @@ def kernel(
         fixed = [name for name, argument in arguments.items() if argument.type and not argument.specialized]
         jitted = triton.jit(do_not_specialize=fixed)(function)
         jitted.declaration = Declaration(
-            arguments, tuple(constexprs), num_stages, asserts, on_cluster=on_cluster, splits_rows=splits_rows
+            arguments, tuple(constexprs), num_stages, asserts, on_cluster, cta_programs, splits_rows
         )
         return jitted
 

@@ -64,11 +64,11 @@ def load_tile(
 @triton.jit
 def load_tiles(
     at, col_stride, column, n_cols, exists, fill, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr,
-    COLS: tl.constexpr, VEC: tl.constexpr,
+    COLS: tl.constexpr, VEC: tl.constexpr, FIRST: tl.constexpr = 0,
 ):  # fmt: skip
-    """Chunks 0 .. CHUNKS-1, one tile each. All loads are issued before any value is used."""
+    """Chunks FIRST .. CHUNKS-1, one tile each. All loads are issued before any value is used."""
     tiles = ()
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(FIRST, CHUNKS):
         tiles = tiles + (load_tile(at, c, col_stride, column, n_cols, exists, fill, UNPREDICATED, COLS, VEC),)
     return tiles
 

@@ -24,7 +24,7 @@ _COUNTS = {"UNPREDICATED", "SMEM_STAGED", "RESIDENT_CHUNKS"}
 _VALUES = dict.fromkeys(("MASK", "SCALE", "LOSS", "UPSTREAM"), (0, 1, 2)) | {"MASK_COLS": (0, 1, 2, 3)}
 # what says nothing: the device, lengths, and how launches overlap
 _IGNORED = {"PTX", "VECTORS", "CHUNKS", "EACH", "COLS", "TRIGGER", "WAITS", "PREFETCHED", "VEC", "MASK_VEC"}
-_IGNORED |= {"INNER", "TILE", "BLOCK"}
+_IGNORED |= {"INNER", "THREADS", "BLOCK"}
 
 Reached = set[tuple[str, str]]
 reached: Reached = set()
@@ -139,13 +139,12 @@ def unreachable() -> Reached:
     never |= {("masked_softmax_backward", "MASK=2")}
     # and it reads the mask of few rows, element by element
     never |= {("masked_softmax_backward", "MASK_COLS=3")}
-    # a kernel of its own for columns on a cluster; a loss that is not reduced has its gradient by itself
-    never |= {("softmax_spatial_cluster", "CTAS=1"), ("softmax_spatial_cluster_backward", "CTAS=1")}
     if _clusters():  # which rows that do not fit on chip then always take
         never |= {("softmax_two_pass", "CTAS=1"), ("softmax_backward_two_pass", "CTAS=1")}
     if not torch.cuda.is_available():
         # chunks are staged in shared memory by PTX alone; a GPU alone has memory of the host to report to
-        never |= {("softmax_backward_resident", "SMEM_STAGED=some"), ("cross_entropy_backward", "REPORTS=True")}
+        staged = ("softmax_backward_resident", "softmax_spatial", "softmax_spatial_backward")
+        never |= {*((name, "SMEM_STAGED=some") for name in staged), ("cross_entropy_backward", "REPORTS=True")}
     return never
 
 

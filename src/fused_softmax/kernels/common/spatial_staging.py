@@ -1,0 +1,107 @@
+"""Stages chunks of a tile in shared memory, where registers have no room for them.
+
+Registers limit how many programs share a multiprocessor, and so how many bytes are in flight. Shared memory is idle at
+that time. So the first chunks of a tile are copied there asynchronously, past the registers (cp.async), 16 bytes for
+each element of a tensor of addresses. After `await_staged` every thread fetches the elements that it holds of a chunk,
+in the layout of a tile that is in registers. It reads them a second time instead of keeping them.
+
+The interpreter stages nothing: it loads these chunks as all others.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.constexpr_function
+def _declare_ptx(n_bytes: int) -> str:
+    return f".shared .align 16 .b8 spatial_staged[{n_bytes}];\nmov.u32 $0, 0;"
+
+
+@triton.constexpr_function
+def _copy_ptx(start: int) -> str:
+    """$1: the address; $2: which 16 bytes of the chunk; $3: 16, or 0 where nothing is read."""
+    ptx = ["{", ".reg .b32 slot, staged;", ".reg .b64 source, policy;", "mov.u32 staged, spatial_staged;"]
+    ptx += ["mad.lo.u32 slot, $2, 16, staged;", "cvta.to.global.u64 source, $1;"]
+    ptx += ["createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"]  # as `tiles.READS`
+    ptx += [f"cp.async.cg.shared.global.L2::cache_hint [slot+{start}], [source], 16, $3, policy;"]
+    return "\n".join([*ptx, "mov.u32 $0, 0;", "}"])
+
+
+@triton.constexpr_function
+def _fetch_ptx(start: int, itemsize: int) -> str:
+    """$4: the element of the chunk."""
+    ptx = ["{", ".reg .b32 slot, staged;", "mov.u32 staged, spatial_staged;"]
+    ptx += [f"mad.lo.u32 slot, $4, {itemsize}, staged;"]
+    return "\n".join([*ptx, f"ld.volatile.shared.v4.b32 {{$0, $1, $2, $3}}, [slot+{start}];", "}"])
+
+
+@triton.constexpr_function
+def _fetch_constraints(vec: int) -> str:
+    return ",".join(["=r"] * 4 + ["r"] * (vec + 4))
+
+
+@triton.jit
+def declare_staging(
+    PLACES: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr
+):
+    """Room for PLACES chunks."""
+    if PLACES > 0 and PTX:
+        ASM: tl.constexpr = _declare_ptx(PLACES * COLS * INNER * 16 // VEC)
+        tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def copy_vectors(at, slot, n_bytes, START: tl.constexpr):
+    ASM: tl.constexpr = _copy_ptx(START)
+    tl.inline_asm_elementwise(ASM, "=r,l,r,r", [at, slot, n_bytes], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def stage(
+    ptr, outer, col_stride, outer_stride, first, column, inner, PLACE: tl.constexpr, SMEM_STAGED: tl.constexpr,
+    STEP: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Begins to copy the first SMEM_STAGED chunks to the places from PLACE on.  # column: of chunk 0, [1, COLS, 1]
+
+    STEP: columns between two chunks. All columns of these chunks exist. A vector is 16 bytes.
+    """
+    if SMEM_STAGED > 0 and PTX:
+        VECTORS: tl.constexpr = INNER // VEC
+        vector = tl.arange(0, VECTORS)[None, None, :]
+        slot = tl.arange(0, COLS)[None, :, None] * VECTORS + vector
+        n_bytes = tl.where(vector < inner - first, 16, 0) + slot * 0
+        at = (ptr + (outer * outer_stride + first) * VEC).to(tl.int64)
+        at = at + (column.to(tl.int64) * col_stride + vector) * 16
+        for c in tl.static_range(SMEM_STAGED):
+            copy_vectors(at + (c * STEP * 16) * col_stride, slot, n_bytes, (PLACE + c) * COLS * VECTORS * 16)
+
+
+@triton.jit
+def await_staged(SMEM_STAGED: tl.constexpr, PTX: tl.constexpr):
+    """Waits until all threads' copies have arrived."""
+    if SMEM_STAGED > 0 and PTX:
+        tl.inline_asm_elementwise(
+            "cp.async.wait_all; bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def chunk_of(
+    tiles, C: tl.constexpr, PLACE: tl.constexpr, SMEM_STAGED: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
+    VEC: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Chunk C, from shared memory or from the tiles of those that are not staged."""
+    if not PTX:
+        return tiles[C]
+    elif C < SMEM_STAGED:
+        # the operand is a tile that is in registers anyway: its layout tells which thread holds which elements
+        element = tl.arange(0, COLS)[None, :, None] * INNER + tl.arange(0, INNER)[None, None, :]
+        ASM: tl.constexpr = _fetch_ptx((PLACE + C) * COLS * INNER * 16 // VEC, 16 // VEC)
+        CONSTRAINTS: tl.constexpr = _fetch_constraints(VEC)
+        return tl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, [element, tiles[0]], dtype=tiles[0].dtype, is_pure=False, pack=VEC
+        )
+    else:
+        return tiles[C - SMEM_STAGED]
