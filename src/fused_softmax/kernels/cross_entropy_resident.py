@@ -26,6 +26,7 @@ from .common.cross_entropy_terms import (
 )
 from .common.logits import capped, logsumexp, reference_of, rounding_residual, weigh
 from .common.numerics import LOWEST, exp, exp2_affine, max_of_vectors, rounded_product, sum_of_vectors, upcast
+from .common.prefetch import request_row
 from .common.tiles import (
     chunk_offsets,
     head_and_tail,
@@ -61,7 +62,7 @@ def cross_entropy_resident(
     WAITS: tl.constexpr,  # `count_targets` may still run: this kernel started before its end
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
     WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+    UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
     TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 4 if SMOOTH else 2, PTX, WARPS_PER_ROW)
@@ -129,6 +130,16 @@ def cross_entropy_resident(
             m = tl.maximum(m, tl.where(exists, capped(x_first, cap, SOFTCAP), -float("inf")))
     s = tl.zeros_like(m)
     t = tl.zeros_like(m)
+    if UNALIGNED:
+        z_head_tail = capped(x_head_tail.to(tl.float32), cap, SOFTCAP)
+        wz_head_tail = weigh(z_head_tail, reference, head_tail + head, in_head_tail, weight_ptr, WEIGHTED)
+        # each thread adds one head or tail element to its own numbers. On a cluster they are reduced with their segment
+        # instead, because Triton may place their tile in other CTAs than the row's
+        if CTAS == 1:
+            m = tl.maximum(m, z_head_tail)
+            s = exp(z_head_tail - m)
+            if SMOOTH:
+                t = wz_head_tail
     for k in tl.static_range(CHUNKS):
         z = capped(upcast(x[k], PTX, True), cap, SOFTCAP)
         s += sum_of_vectors(exp(z - m[:, :, None]), PTX)
@@ -137,18 +148,15 @@ def cross_entropy_resident(
             at_weight, mask = at + (head + first)[:, :, None], at < width[:, :, None]
             t += tl.sum(weigh(z, reference[:, :, None], at_weight, mask, weight_ptr, WEIGHTED), 2)
 
-    # head and tail are reduced with their segment: Triton may place their tile in other CTAs than the row's
+    request_row(x_ptr, x_stride, phase, n_rows, n_cols, AHEAD, CTAS, WARPS_PER_ROW, VEC, UNALIGNED, PTX)
     segment_max = tl.max(m, 1)
-    if UNALIGNED:
-        z_head_tail = capped(x_head_tail, cap, SOFTCAP)
+    if UNALIGNED and CTAS > 1:
         segment_max = tl.maximum(segment_max, tl.max(z_head_tail, 1))
     segment_sum = tl.sum(rounded_product(s, exp(m - segment_max[:, None])), 1)
     segment_weighted = tl.sum(t, 1)
-    if UNALIGNED:
+    if UNALIGNED and CTAS > 1:
         segment_sum += tl.sum(exp(z_head_tail - segment_max[:, None]), 1)
-        segment_weighted += tl.sum(
-            weigh(z_head_tail, reference, head_tail + head, in_head_tail, weight_ptr, WEIGHTED), 1
-        )
+        segment_weighted += tl.sum(wz_head_tail, 1)
     if SMOOTH:
         row_max, row_sum, wz_sum = cluster_reduce_moments(
             segment_max, segment_sum, segment_weighted, True, CTAS, PTX, WARPS_PER_ROW

@@ -26,6 +26,7 @@ from .common.cluster import init_cluster_barrier, leave_cluster
 from .common.logits import logit, logsumexp, rounding_residual
 from .common.numerics import LOWEST, exp, log
 from .common.online_softmax import ENTROPY_MOMENT, NO_MOMENT, RANK_MOMENT, online_reduction
+from .common.prefetch import request, row_ahead
 from .common.tiles import (
     chunk_offsets,
     gradient_reads,
@@ -81,7 +82,7 @@ def row_statistics(
     RANK: tl.constexpr,  # in place of ENTROPY, and with PICKS
     SCALE: tl.constexpr, KEEP_MOMENTS: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
     WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+    UNALIGNED: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(not RANK or (PICKS > 0 and not ENTROPY))
     init_cluster_barrier(CTAS, 4 if ENTROPY or RANK else 2, PTX, WARPS_PER_ROW)
@@ -109,10 +110,17 @@ def row_statistics(
         first_id = tl.load(ids_ptr + row * n_picks, mask=exists, other=-1)
         known = (first_id >= 0) & (first_id < columns)
         reference = tl.load(x_row - head + first_id, mask=known, other=float("nan")).to(tl.float32)
+    own, own_slice, own_left = row_ahead(x_ptr, x_stride, phase, n_rows, n_cols, 0, CTAS, VEC, UNALIGNED)
     MOMENT: tl.constexpr = ENTROPY_MOMENT if ENTROPY else RANK_MOMENT if RANK else NO_MOMENT
+    if AHEAD > 1:
+        row_next, slice_next, left_next = row_ahead(
+            x_ptr, x_stride, phase, n_rows, n_cols, AHEAD, CTAS, VEC, UNALIGNED
+        )
+        request(row_next, tl.minimum(slice_next, CHUNKS * VECTORS * 16), left_next, 0, CHUNKS * 512, PTX)
     row_max, row_sum, row_moment = online_reduction(
         x_row, first, width, head, interior, columns, exists, rank, warp, by, 1.0, reference, x_ptr,
         MOMENT, False, SCALE != UNSCALED, False, ROWS, CTAS, WARPS_PER_ROW, VECTORS, VEC, CHUNKS, UNALIGNED, PTX,
+        own, own_slice, own_left, AHEAD,
     )  # fmt: skip
 
     lse = logsumexp(row_max, row_sum)

@@ -28,6 +28,7 @@ from .common.numerics import (
     sum_of_vectors,
     upcast,
 )
+from .common.prefetch import request_row
 from .common.smem_staging import await_staged, chunk_of, declare_staging, load_unstaged, stage
 from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.tiles import (
@@ -56,7 +57,7 @@ def softmax_resident(
     phase: Int32,  # elements from the pointers to the first row, where UNALIGNED
     LOG: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr,
     VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr,
-    RECOMPUTE: tl.constexpr, PTX: tl.constexpr,
+    RECOMPUTE: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
     # locate the row, and this segment's part of its slice
@@ -85,19 +86,28 @@ def softmax_resident(
     for c in tl.static_range(1, CHUNKS):
         m = tl.maximum(m, max_of_vectors(x[c], IN_ORDER))
     m = tl.maximum(m.to(tl.float32), LOWEST)  # [SEGMENTS, VECTORS]
+    # each thread adds one head or tail element to its own numbers. On a cluster they are reduced with their segment
+    # instead, because Triton may place their tile in other CTAs than the row's; and where exp is computed twice, because
+    # Triton 3.6 does not compile the other way
+    JOINED: tl.constexpr = UNALIGNED and CTAS == 1 and (LOG or not RECOMPUTE)
+    if JOINED:
+        m = tl.maximum(m, x_head_tail)
     s = tl.zeros_like(m)
     exps = ()
     for c in tl.static_range(CHUNKS):
         e = exp(upcast(x[c], PTX, RECOMPUTE) - m[:, :, None])
         s += sum_of_vectors(e, IN_ORDER)
         exps = exps + (e,)
+    if JOINED:
+        s += exp(x_head_tail - m)
 
+    request_row(x_ptr, x_stride, phase, n_rows, n_cols, AHEAD, CTAS, WARPS_PER_ROW, VEC, UNALIGNED, PTX)
     # the segment's, then the row's
     segment_max = tl.max(m, 1)
-    if UNALIGNED:
+    if UNALIGNED and not JOINED:
         segment_max = tl.maximum(segment_max, tl.max(x_head_tail, 1))
     segment_sum = tl.sum(rounded_product(s, exp(m - segment_max[:, None])), 1)
-    if UNALIGNED:
+    if UNALIGNED and not JOINED:
         segment_sum += tl.sum(exp(x_head_tail - segment_max[:, None]), 1)
     row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)
     row_max = row_max[:, None]
@@ -140,7 +150,7 @@ def softmax_backward_resident(
     PREFETCHED: tl.constexpr,  # chunks of y that are read before the row's sum is known: all, or fewer where LOG
     UNPREDICATED: tl.constexpr,
     SMEM_STAGED: tl.constexpr,  # unpredicated chunks in shared memory
-    UNALIGNED: tl.constexpr, RECOMPUTE: tl.constexpr, PTX: tl.constexpr,
+    UNALIGNED: tl.constexpr, RECOMPUTE: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     THREADS: tl.constexpr = WARPS_PER_ROW * VECTORS
     POLICY: tl.constexpr = gradient_reads(UNALIGNED, y_ptr.dtype.element_ty)
@@ -183,14 +193,18 @@ def softmax_backward_resident(
         # on one CTA or with staged chunks, the cap of 128 registers is reached, where only Triton's own order fits
         # the elements of a row's only vector may lie in several lanes, which then add products
         d += sum_of_vectors(gradient_term(y_c, dy_c, LOG, VECTORS == 1), PTX and CTAS > 1 and SMEM_STAGED == 0)
+    request_row(y_ptr, y_stride, phase, n_rows, n_cols, AHEAD, CTAS, WARPS_PER_ROW, VEC, UNALIGNED, PTX)
+    request_row(dy_ptr, dy_stride, phase, n_rows, n_cols, AHEAD, CTAS, WARPS_PER_ROW, VEC, UNALIGNED, PTX)
     if UNALIGNED:
         head_tail, in_head_tail = head_and_tail(
             head, interior, n_cols, (rank == 0) & (warp == 0) & (row < n_rows), VECTORS, VEC
         )
         y_head_tail = tl.load(y_row + head_tail, mask=in_head_tail, other=0.0)
         dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0)
+    if UNALIGNED and CTAS == 1:  # as in the forward
+        d += gradient_term(y_head_tail, dy_head_tail, LOG, True)
     d = tl.sum(d, 1)
-    if UNALIGNED:
+    if UNALIGNED and CTAS > 1:
         d += tl.sum(gradient_term(y_head_tail, dy_head_tail, LOG, True), 1)
     d = cluster_reduce_sum(d, CTAS, PTX, WARPS_PER_ROW)[:, None]
 
