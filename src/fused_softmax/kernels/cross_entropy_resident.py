@@ -25,8 +25,16 @@ from .common.cross_entropy_terms import (
     target_of,
 )
 from .common.logits import capped, logsumexp, reference_of, rounding_residual, weigh
-from .common.numerics import LOWEST, exp, exp2_affine, max_of_vectors, rounded_product, sum_of_vectors, upcast
-from .common.prefetch import request_row
+from .common.numerics import (
+    LOWEST,
+    copied,
+    exp,
+    exp2_affine,
+    max_of_vectors,
+    rounded_product,
+    sum_of_vectors,
+    upcast,
+)
 from .common.tiles import (
     chunk_offsets,
     head_and_tail,
@@ -62,7 +70,7 @@ def cross_entropy_resident(
     WAITS: tl.constexpr,  # `count_targets` may still run: this kernel started before its end
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
     WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
+    UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
     TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 4 if SMOOTH else 2, PTX, WARPS_PER_ROW)
@@ -116,6 +124,8 @@ def cross_entropy_resident(
         w_sum = tl.load(weight_sum_ptr)
     else:
         w_sum = columns
+    # a slice that Triton's cluster planner does not take as it is
+    LONG: tl.constexpr = PTX and UNALIGNED and CTAS > 1 and CHUNKS > 13 and x_ptr.dtype.element_ty == tl.float32
     # softcap is monotonic: the largest logit gives the largest z
     m = max_of_vectors(x[0], PTX)
     for k in tl.static_range(1, CHUNKS):
@@ -141,14 +151,14 @@ def cross_entropy_resident(
             if SMOOTH:
                 t = wz_head_tail
     for k in tl.static_range(CHUNKS):
-        z = capped(upcast(x[k], PTX, True), cap, SOFTCAP)
+        wide = upcast(x[k], PTX, True)
+        z = capped(copied(wide) if LONG else wide, cap, SOFTCAP)
         s += sum_of_vectors(exp(z - m[:, :, None]), PTX)
         if SMOOTH:
             at = tl.reshape(chunk_offsets(k, VECTORS, VEC, WARPS_PER_ROW) + 0 * rank, (SEGMENTS, VECTORS, VEC))
             at_weight, mask = at + (head + first)[:, :, None], at < width[:, :, None]
             t += tl.sum(weigh(z, reference[:, :, None], at_weight, mask, weight_ptr, WEIGHTED), 2)
 
-    request_row(x_ptr, x_stride, phase, n_rows, n_cols, AHEAD, CTAS, WARPS_PER_ROW, VEC, UNALIGNED, PTX)
     segment_max = tl.max(m, 1)
     if UNALIGNED and CTAS > 1:
         segment_max = tl.maximum(segment_max, tl.max(z_head_tail, 1))
@@ -183,8 +193,9 @@ def cross_entropy_resident(
         w_here = weight_ptr + (head + first)[:, :, None]
         for k in tl.static_range(CHUNKS):
             at = tl.reshape(chunk_offsets(k, VECTORS, VEC, WARPS_PER_ROW) + 0 * rank, (SEGMENTS, VECTORS, VEC))
+            wide = upcast(x[k], PTX, True, True)
             dx = cross_entropy_term(
-                upcast(x[k], PTX, True, True), 0.0, at, base[:, :, None], shift[:, :, None], a[:, :, None],
+                copied(wide) if LONG else wide, 0.0, at, base[:, :, None], shift[:, :, None], a[:, :, None],
                 c[:, :, None], w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
             if ROWS > 1:

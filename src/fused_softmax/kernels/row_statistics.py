@@ -26,7 +26,6 @@ from .common.cluster import init_cluster_barrier, leave_cluster
 from .common.logits import logit, logsumexp, rounding_residual
 from .common.numerics import LOWEST, exp, log
 from .common.online_softmax import ENTROPY_MOMENT, NO_MOMENT, RANK_MOMENT, online_reduction
-from .common.prefetch import request, row_ahead
 from .common.tiles import (
     chunk_offsets,
     gradient_reads,
@@ -82,7 +81,7 @@ def row_statistics(
     RANK: tl.constexpr,  # in place of ENTROPY, and with PICKS
     SCALE: tl.constexpr, KEEP_MOMENTS: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
     WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
+    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(not RANK or (PICKS > 0 and not ENTROPY))
     init_cluster_barrier(CTAS, 4 if ENTROPY or RANK else 2, PTX, WARPS_PER_ROW)
@@ -110,17 +109,10 @@ def row_statistics(
         first_id = tl.load(ids_ptr + row * n_picks, mask=exists, other=-1)
         known = (first_id >= 0) & (first_id < columns)
         reference = tl.load(x_row - head + first_id, mask=known, other=float("nan")).to(tl.float32)
-    own, own_slice, own_left = row_ahead(x_ptr, x_stride, phase, n_rows, n_cols, 0, CTAS, VEC, UNALIGNED)
     MOMENT: tl.constexpr = ENTROPY_MOMENT if ENTROPY else RANK_MOMENT if RANK else NO_MOMENT
-    if AHEAD > 1:
-        row_next, slice_next, left_next = row_ahead(
-            x_ptr, x_stride, phase, n_rows, n_cols, AHEAD, CTAS, VEC, UNALIGNED
-        )
-        request(row_next, tl.minimum(slice_next, CHUNKS * VECTORS * 16), left_next, 0, CHUNKS * 512, PTX)
     row_max, row_sum, row_moment = online_reduction(
         x_row, first, width, head, interior, columns, exists, rank, warp, by, 1.0, reference, x_ptr,
         MOMENT, False, SCALE != UNSCALED, False, ROWS, CTAS, WARPS_PER_ROW, VECTORS, VEC, CHUNKS, UNALIGNED, PTX,
-        own, own_slice, own_left, AHEAD,
     )  # fmt: skip
 
     lse = logsumexp(row_max, row_sum)
@@ -230,6 +222,11 @@ def row_statistics_backward(
         # the log-probabilities of a row with +inf are NaN
         a = tl.where(row_sum == float("inf"), float("nan"), a)
     of_here = start if SHARDED else 0
+    n_here = n_picks
+    if PICKS > 0:  # most programs of a row hold no pick, and then no chunk looks for one
+        at_first = id - of_here - head - first
+        near = (at_first >= 0) & (at_first < CHUNKS * VECTORS * VEC)
+        n_here = tl.where(tl.sum(tl.sum(near.to(tl.int32), 1), 0) > 0, n_picks, 0)
     by_sum, log_sum = 1.0 / row_sum, log(row_sum)
     a, g_entropy = a * by_sum, g_entropy * by_sum
     for c in tl.static_range(CHUNKS):
@@ -241,7 +238,7 @@ def row_statistics_backward(
         if PICKS > 0:
             low = first + head + 0 * row
             high = first + head + (c + 1) * (VECTORS * VEC) + 0 * row
-            dz = picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_picked_ptr, n_picks, of_here)
+            dz = picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_picked_ptr, n_here, of_here)
         store_chunk(dx_row + first, width, dz * by[:, :, None], c, ROWS, 0, VECTORS, VEC)
     if UNALIGNED:
         dz = statistics_term(x_head_tail, row_max, log_sum, entropy, by, a, g_entropy, ENTROPY, SCALE != UNSCALED)

@@ -28,7 +28,6 @@ from .common.numerics import (
     sum_of_vectors,
     upcast,
 )
-from .common.prefetch import request_row
 from .common.smem_staging import await_staged, chunk_of, declare_staging, load_unstaged, stage
 from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.tiles import (
@@ -57,7 +56,7 @@ def softmax_resident(
     phase: Int32,  # elements from the pointers to the first row, where UNALIGNED
     LOG: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr,
     VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr,
-    RECOMPUTE: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
+    RECOMPUTE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
     # locate the row, and this segment's part of its slice
@@ -101,7 +100,6 @@ def softmax_resident(
     if JOINED:
         s += exp(x_head_tail - m)
 
-    request_row(x_ptr, x_stride, phase, n_rows, n_cols, AHEAD, CTAS, WARPS_PER_ROW, VEC, UNALIGNED, PTX)
     # the segment's, then the row's
     segment_max = tl.max(m, 1)
     if UNALIGNED and not JOINED:
@@ -150,7 +148,7 @@ def softmax_backward_resident(
     PREFETCHED: tl.constexpr,  # chunks of y that are read before the row's sum is known: all, or fewer where LOG
     UNPREDICATED: tl.constexpr,
     SMEM_STAGED: tl.constexpr,  # unpredicated chunks in shared memory
-    UNALIGNED: tl.constexpr, RECOMPUTE: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
+    UNALIGNED: tl.constexpr, RECOMPUTE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     THREADS: tl.constexpr = WARPS_PER_ROW * VECTORS
     POLICY: tl.constexpr = gradient_reads(UNALIGNED, y_ptr.dtype.element_ty)
@@ -193,8 +191,6 @@ def softmax_backward_resident(
         # on one CTA or with staged chunks, the cap of 128 registers is reached, where only Triton's own order fits
         # the elements of a row's only vector may lie in several lanes, which then add products
         d += sum_of_vectors(gradient_term(y_c, dy_c, LOG, VECTORS == 1), PTX and CTAS > 1 and SMEM_STAGED == 0)
-    request_row(y_ptr, y_stride, phase, n_rows, n_cols, AHEAD, CTAS, WARPS_PER_ROW, VEC, UNALIGNED, PTX)
-    request_row(dy_ptr, dy_stride, phase, n_rows, n_cols, AHEAD, CTAS, WARPS_PER_ROW, VEC, UNALIGNED, PTX)
     if UNALIGNED:
         head_tail, in_head_tail = head_and_tail(
             head, interior, n_cols, (rank == 0) & (warp == 0) & (row < n_rows), VECTORS, VEC

@@ -25,7 +25,6 @@ from .common.cluster import (
     leave_cluster,
 )
 from .common.numerics import LOWEST, exp, rounded_product, upcast
-from .common.prefetch import request, row_ahead
 from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.tiles import (
     head_and_tail,
@@ -67,7 +66,7 @@ def softmax_two_pass(
     LOG: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
     RESIDENT_CHUNKS: tl.constexpr,  # chunks that every slice has
     CHUNKS: tl.constexpr,  # of a step
-    UNALIGNED: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
+    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
     SEGMENTS: tl.constexpr = CTAS * WARPS_PER_ROW
@@ -111,11 +110,6 @@ def softmax_two_pass(
     row_max = row_max[:, None]
     row_sum = row_sum[:, None]
 
-    if AHEAD > 0:
-        next_row, next_slice, next_left = row_ahead(
-            x_ptr, x_stride, phase, n_rows, n_cols, AHEAD, CTAS, VEC, UNALIGNED
-        )
-        request(next_row, next_slice, next_left, 0, RESIDENT_CHUNKS * VECTORS * 16, PTX)
     for c in tl.static_range(RESIDENT_CHUNKS):
         y = normalize(upcast(resident[c], PTX, True, True), row_max[:, :, None], row_sum[:, :, None], LOG)
         store_chunk(y_row + first, width, y, c, SEGMENTS, RESIDENT_CHUNKS, VECTORS, VEC, WARPS_PER_ROW)
@@ -124,9 +118,6 @@ def softmax_two_pass(
         x = load_chunks(
             x_row + first + start, width - start, SEGMENTS, CHUNKS, 0, VECTORS, VEC, -float("inf"), WARPS_PER_ROW
         )
-        if AHEAD > 0:
-            begin = (RESIDENT_CHUNKS * CHUNK + (n_steps - 1 - step) * STEP) * (16 // VEC)
-            request(next_row, next_slice, next_left, begin, CHUNKS * VECTORS * 16, PTX)
         for c in tl.static_range(CHUNKS):
             y = normalize(upcast(x[c], PTX), row_max[:, :, None], row_sum[:, :, None], LOG)
             store_chunk(y_row + first + start, width - start, y, c, SEGMENTS, 0, VECTORS, VEC, WARPS_PER_ROW)

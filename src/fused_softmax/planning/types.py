@@ -149,7 +149,6 @@ class Plan:
     prefetched_chunks: int | None = None  # of a gradient: chunks of y read before the row's sum is known; None: all
     resident_chunks: int = 0  # chunks of a slice that stay on chip, where the regime is two_pass
     smem_staged: int = 0  # of a gradient: chunks of a slice that stay in shared memory, not in registers
-    ahead: int = 0  # rows, or steps of a row, between a program's own and the one that it requests from L2; 0: none
     # over a dimension that is not the last
     outers: int = 1  # indices of the dimensions before it that a program takes
     tile_chunks: int = 1  # chunks of a tile on a cluster
@@ -165,7 +164,7 @@ class Plan:
             VECTORS=self.vectors_per_chunk // self.warps_per_row, VEC=self.vec, CHUNKS=self.chunks,
             UNPREDICATED=self.unpredicated_chunks, UNALIGNED=self.unaligned, RECOMPUTE=self.recompute,
             RESIDENT_CHUNKS=self.resident_chunks, PREFETCHED=prefetched, SMEM_STAGED=self.smem_staged,
-            TWO_PASS=self.regime == "two_pass", AHEAD=self.ahead,
+            TWO_PASS=self.regime == "two_pass",
         )  # fmt: skip
 
 

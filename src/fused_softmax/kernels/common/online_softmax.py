@@ -26,7 +26,6 @@ from .numerics import (
     sum_of_vectors,
     upcast,
 )
-from .prefetch import request
 from .tiles import chunk_offsets, head_and_tail, load_chunks
 
 # the row is not read again, and no output needs room in L2. H200: 0.3 to 1.5% faster than "evict_last"
@@ -126,8 +125,6 @@ def online_reduction(
     w_ptr, MOMENT: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
     CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
-    own=0, own_slice=0, own_left=0,  # where AHEAD
-    AHEAD: tl.constexpr = 0,
 ):  # fmt: skip
     """The row's (max, sum, moment), from one read.  # x_row .. scale: [SEGMENTS, 1]; result [SEGMENTS]
 
@@ -156,10 +153,7 @@ def online_reduction(
             head, interior, n_cols, (rank == 0) & (warp == 0) & exists, VECTORS, VEC
         )
         x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf"))
-    PART: tl.constexpr = CHUNKS * 512
     for step in range(whole):
-        if AHEAD > 0:
-            request(own, own_slice, own_left, (step + 1) * (PART * (VECTORS // 32)), PART, PTX)
         x = load_step(
             x_row + first + (zero + step) * STEP, width, SEGMENTS, CHUNKS, CHUNKS, VECTORS, VEC, WARPS_PER_ROW
         )
