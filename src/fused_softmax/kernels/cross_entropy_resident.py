@@ -140,16 +140,6 @@ def cross_entropy_resident(
             m = tl.maximum(m, tl.where(exists, capped(x_first, cap, SOFTCAP), -float("inf")))
     s = tl.zeros_like(m)
     t = tl.zeros_like(m)
-    if UNALIGNED:
-        z_head_tail = capped(x_head_tail.to(tl.float32), cap, SOFTCAP)
-        wz_head_tail = weigh(z_head_tail, reference, head_tail + head, in_head_tail, weight_ptr, WEIGHTED)
-        # each thread adds one head or tail element to its own numbers. On a cluster they are reduced with their segment
-        # instead, because Triton may place their tile in other CTAs than the row's
-        if CTAS == 1:
-            m = tl.maximum(m, z_head_tail)
-            s = exp(z_head_tail - m)
-            if SMOOTH:
-                t = wz_head_tail
     for k in tl.static_range(CHUNKS):
         wide = upcast(x[k], PTX, True)
         z = capped(copied(wide) if LONG else wide, cap, SOFTCAP)
@@ -159,10 +149,22 @@ def cross_entropy_resident(
             at_weight, mask = at + (head + first)[:, :, None], at < width[:, :, None]
             t += tl.sum(weigh(z, reference[:, :, None], at_weight, mask, weight_ptr, WEIGHTED), 2)
 
-    segment_max = tl.max(m, 1)
+    # each thread adds one head or tail element to its own numbers. On a cluster they are reduced with their segment
+    # instead, because Triton may place their tile in other CTAs than the row's
+    top = m
+    if UNALIGNED:
+        z_head_tail = capped(x_head_tail, cap, SOFTCAP)
+        wz_head_tail = weigh(z_head_tail, reference, head_tail + head, in_head_tail, weight_ptr, WEIGHTED)
+        if CTAS == 1:
+            top = tl.maximum(m, z_head_tail)
+    segment_max = tl.max(top, 1)
     if UNALIGNED and CTAS > 1:
         segment_max = tl.maximum(segment_max, tl.max(z_head_tail, 1))
-    segment_sum = tl.sum(rounded_product(s, exp(m - segment_max[:, None])), 1)
+    s = rounded_product(s, exp(m - segment_max[:, None]))
+    if UNALIGNED and CTAS == 1:
+        s += exp(z_head_tail - segment_max[:, None])
+        t += wz_head_tail
+    segment_sum = tl.sum(s, 1)
     segment_weighted = tl.sum(t, 1)
     if UNALIGNED and CTAS > 1:
         segment_sum += tl.sum(exp(z_head_tail - segment_max[:, None]), 1)

@@ -85,27 +85,27 @@ def softmax_resident(
     for c in tl.static_range(1, CHUNKS):
         m = tl.maximum(m, max_of_vectors(x[c], IN_ORDER))
     m = tl.maximum(m.to(tl.float32), LOWEST)  # [SEGMENTS, VECTORS]
-    # each thread adds one head or tail element to its own numbers. On a cluster they are reduced with their segment
-    # instead, because Triton may place their tile in other CTAs than the row's; and where exp is computed twice, because
-    # Triton 3.6 does not compile the other way
-    JOINED: tl.constexpr = UNALIGNED and CTAS == 1 and (LOG or not RECOMPUTE)
-    if JOINED:
-        m = tl.maximum(m, x_head_tail)
     s = tl.zeros_like(m)
     exps = ()
     for c in tl.static_range(CHUNKS):
         e = exp(upcast(x[c], PTX, RECOMPUTE) - m[:, :, None])
         s += sum_of_vectors(e, IN_ORDER)
         exps = exps + (e,)
-    if JOINED:
-        s += exp(x_head_tail - m)
 
     # the segment's, then the row's
-    segment_max = tl.max(m, 1)
-    if UNALIGNED and not JOINED:
+    # each thread adds one head or tail element to its own numbers. On a cluster they are reduced with their segment
+    # instead, because Triton may place their tile in other CTAs than the row's
+    top = m
+    if UNALIGNED and CTAS == 1:
+        top = tl.maximum(m, x_head_tail)
+    segment_max = tl.max(top, 1)
+    if UNALIGNED and CTAS > 1:
         segment_max = tl.maximum(segment_max, tl.max(x_head_tail, 1))
-    segment_sum = tl.sum(rounded_product(s, exp(m - segment_max[:, None])), 1)
-    if UNALIGNED and not JOINED:
+    s = rounded_product(s, exp(m - segment_max[:, None]))
+    if UNALIGNED and CTAS == 1:
+        s += exp(x_head_tail - segment_max[:, None])
+    segment_sum = tl.sum(s, 1)
+    if UNALIGNED and CTAS > 1:
         segment_sum += tl.sum(exp(x_head_tail - segment_max[:, None]), 1)
     row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)
     row_max = row_max[:, None]

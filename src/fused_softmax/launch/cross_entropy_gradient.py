@@ -112,5 +112,5 @@ def scale_unless_one(dx: Tensor, g: Tensor) -> None:
 
 
 def _waits(x: Tensor, unless_one: bool = True) -> tuple[str, bool]:
-    """A launch that most often has nothing to do begins before the kernel that makes the upstream gradient has ended."""
+    """The flag of a launch that begins before the kernel before it, most often the upstream gradient's, has ended."""
     return "WAITS", unless_one and device_of(x).supports_pdl
