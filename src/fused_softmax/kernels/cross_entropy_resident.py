@@ -27,7 +27,16 @@ from .common.cross_entropy_terms import (
     target_of,
 )
 from .common.logits import capped, logsumexp, reference_of, rounding_residual, weigh
-from .common.numerics import LOWEST, exp, exp2_affine, max_of_vectors, rounded_product, sum_of_vectors, upcast
+from .common.numerics import (
+    LOWEST,
+    copied,
+    exp,
+    exp2_affine,
+    max_of_vectors,
+    rounded_product,
+    sum_of_vectors,
+    upcast,
+)
 from .common.tiles import (
     chunk_offsets,
     head_and_tail,
@@ -119,6 +128,8 @@ def cross_entropy_resident(
         w_sum = tl.load(weight_sum_ptr)
     else:
         w_sum = columns
+    # a slice that Triton's cluster planner does not take as it is
+    LONG: tl.constexpr = PTX and UNALIGNED and CTAS > 1 and CHUNKS > 13 and x_ptr.dtype.element_ty == tl.float32
     # softcap is monotonic: the largest logit gives the largest z
     m = max_of_vectors(x[0], PTX)
     for k in tl.static_range(1, CHUNKS):
@@ -134,25 +145,34 @@ def cross_entropy_resident(
     s = tl.zeros_like(m)
     t = tl.zeros_like(m)
     for k in tl.static_range(CHUNKS):
-        z = capped(upcast(x[k], PTX, True), cap, SOFTCAP)
+        wide = upcast(x[k], PTX, True)
+        z = capped(copied(wide) if LONG else wide, cap, SOFTCAP)
         s += sum_of_vectors(exp(z - m[:, :, None]), PTX)
         if SMOOTH:
             at = tl.reshape(chunk_offsets(k, VECTORS, VEC, WARPS_PER_ROW) + 0 * rank, (SEGMENTS, VECTORS, VEC))
             at_weight, mask = at + (head + first)[:, :, None], at < width[:, :, None]
             t += tl.sum(weigh(z, reference[:, :, None], at_weight, mask, weight_ptr, WEIGHTED), 2)
 
-    # head and tail are reduced with their segment: Triton may place their tile in other CTAs than the row's
-    segment_max = tl.max(m, 1)
+    # each thread adds one head or tail element to its own numbers. On a cluster they are reduced with their segment
+    # instead, because Triton may place their tile in other CTAs than the row's
+    top = m
     if UNALIGNED:
         z_head_tail = capped(x_head_tail, cap, SOFTCAP)
+        wz_head_tail = weigh(z_head_tail, reference, head_tail + head, in_head_tail, weight_ptr, WEIGHTED)
+        if CTAS == 1:
+            top = tl.maximum(m, z_head_tail)
+    segment_max = tl.max(top, 1)
+    if UNALIGNED and CTAS > 1:
         segment_max = tl.maximum(segment_max, tl.max(z_head_tail, 1))
-    segment_sum = tl.sum(rounded_product(s, exp(m - segment_max[:, None])), 1)
+    s = rounded_product(s, exp(m - segment_max[:, None]))
+    if UNALIGNED and CTAS == 1:
+        s += exp(z_head_tail - segment_max[:, None])
+        t += wz_head_tail
+    segment_sum = tl.sum(s, 1)
     segment_weighted = tl.sum(t, 1)
-    if UNALIGNED:
+    if UNALIGNED and CTAS > 1:
         segment_sum += tl.sum(exp(z_head_tail - segment_max[:, None]), 1)
-        segment_weighted += tl.sum(
-            weigh(z_head_tail, reference, head_tail + head, in_head_tail, weight_ptr, WEIGHTED), 1
-        )
+        segment_weighted += tl.sum(wz_head_tail, 1)
     if SMOOTH:
         row_max, row_sum, wz_sum = cluster_reduce_moments(
             segment_max, segment_sum, segment_weighted, True, CTAS, PTX, WARPS_PER_ROW
@@ -179,8 +199,9 @@ def cross_entropy_resident(
         w_here = weight_ptr + (head + first)[:, :, None]
         for k in tl.static_range(CHUNKS):
             at = tl.reshape(chunk_offsets(k, VECTORS, VEC, WARPS_PER_ROW) + 0 * rank, (SEGMENTS, VECTORS, VEC))
+            wide = upcast(x[k], PTX, True, True)
             dx = cross_entropy_term(
-                upcast(x[k], PTX, True, True), 0.0, at, base[:, :, None], shift[:, :, None], a[:, :, None],
+                copied(wide) if LONG else wide, 0.0, at, base[:, :, None], shift[:, :, None], a[:, :, None],
                 c[:, :, None], w_here, cap, at < width[:, :, None], WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
             if ROWS > 1:

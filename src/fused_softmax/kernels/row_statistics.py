@@ -24,7 +24,7 @@ import triton.language as tl
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import init_cluster_barrier, leave_cluster
 from .common.logits import logit, logsumexp, rounding_residual
-from .common.numerics import LOWEST, exp, log
+from .common.numerics import LOWEST, exp, log, upcast
 from .common.online_softmax import ENTROPY_MOMENT, NO_MOMENT, RANK_MOMENT, online_reduction
 from .common.tiles import (
     chunk_offsets,
@@ -133,14 +133,17 @@ def row_statistics(
 
 
 @triton.jit
-def statistics_term(x, row_max, log_sum, entropy, scale, a, g_entropy, ENTROPY: tl.constexpr, SCALED: tl.constexpr):
-    """dx/scale of a tile, without the picks' gradients; a and g_entropy are over row_sum. All arguments broadcast."""
+def statistics_term(x, row_max, above, scale, a, g_entropy, ENTROPY: tl.constexpr, SCALED: tl.constexpr):
+    """dx/scale of a tile, without the picks' gradients. a and g_entropy are over row_sum; above: entropy - log_sum.
+
+    All arguments broadcast.
+    """
     d = logit(x, scale, 1.0, SCALED, False) - row_max
     e = exp(d)
     dz = e * a
     if ENTROPY:
-        # p*log(p) is 0 where p is 0
-        dz -= g_entropy * e * (tl.maximum(d - log_sum, LOWEST) + entropy)
+        # p*(log(p) + H) is 0 where p is 0
+        dz -= g_entropy * e * tl.maximum(d + above, LOWEST)
     return dz
 
 
@@ -181,7 +184,7 @@ def row_statistics_backward(
     PICKS: tl.constexpr,  # a power of two >= n_picks, or 0
     SHARDED: tl.constexpr,  # other ranks have more columns of the rows, and all that is known of a row is of all
     ENTROPY: tl.constexpr, LSE: tl.constexpr, SCALE: tl.constexpr, HAS_MOMENTS: tl.constexpr, ROWS: tl.constexpr,
-    VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr,
+    VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     row = pid // n_splits * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
@@ -222,21 +225,26 @@ def row_statistics_backward(
         # the log-probabilities of a row with +inf are NaN
         a = tl.where(row_sum == float("inf"), float("nan"), a)
     of_here = start if SHARDED else 0
-    by_sum, log_sum = 1.0 / row_sum, log(row_sum)
+    n_here = n_picks
+    if PICKS > 0:  # most programs of a row hold no pick, and then no chunk looks for one
+        at_first = id - of_here - head - first
+        near = (at_first >= 0) & (at_first < CHUNKS * VECTORS * VEC)
+        n_here = tl.where(tl.sum(tl.sum(near.to(tl.int32), 1), 0) > 0, n_picks, 0)
+    by_sum, above = 1.0 / row_sum, entropy - log(row_sum)
     a, g_entropy = a * by_sum, g_entropy * by_sum
     for c in tl.static_range(CHUNKS):
         at = tl.reshape(chunk_offsets(c, VECTORS, VEC), (1, VECTORS, VEC))
         dz = statistics_term(
-            x[c], row_max[:, :, None], log_sum[:, :, None], entropy[:, :, None], by[:, :, None], a[:, :, None],
+            upcast(x[c], PTX), row_max[:, :, None], above[:, :, None], by[:, :, None], a[:, :, None],
             g_entropy[:, :, None], ENTROPY, SCALE != UNSCALED,
         )  # fmt: skip
         if PICKS > 0:
             low = first + head + 0 * row
             high = first + head + (c + 1) * (VECTORS * VEC) + 0 * row
-            dz = picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_picked_ptr, n_picks, of_here)
+            dz = picked_gradient(dz, at, row, exists, low, high, ids_ptr, g_picked_ptr, n_here, of_here)
         store_chunk(dx_row + first, width, dz * by[:, :, None], c, ROWS, 0, VECTORS, VEC)
     if UNALIGNED:
-        dz = statistics_term(x_head_tail, row_max, log_sum, entropy, by, a, g_entropy, ENTROPY, SCALE != UNSCALED)
+        dz = statistics_term(x_head_tail, row_max, above, by, a, g_entropy, ENTROPY, SCALE != UNSCALED)
         if PICKS > 0:
             dz = picked_gradient(
                 dz[:, :, None], (head_tail + head)[:, :, None], row, exists, 0 * row, columns + 0 * row,

@@ -94,11 +94,19 @@ def softmax_resident(
         exps = exps + (e,)
 
     # the segment's, then the row's
-    segment_max = tl.max(m, 1)
-    if UNALIGNED:
+    # each thread adds one head or tail element to its own numbers. On a cluster they are reduced with their segment
+    # instead, because Triton may place their tile in other CTAs than the row's
+    top = m
+    if UNALIGNED and CTAS == 1:
+        top = tl.maximum(m, x_head_tail)
+    segment_max = tl.max(top, 1)
+    if UNALIGNED and CTAS > 1:
         segment_max = tl.maximum(segment_max, tl.max(x_head_tail, 1))
-    segment_sum = tl.sum(rounded_product(s, exp(m - segment_max[:, None])), 1)
-    if UNALIGNED:
+    s = rounded_product(s, exp(m - segment_max[:, None]))
+    if UNALIGNED and CTAS == 1:
+        s += exp(x_head_tail - segment_max[:, None])
+    segment_sum = tl.sum(s, 1)
+    if UNALIGNED and CTAS > 1:
         segment_sum += tl.sum(exp(x_head_tail - segment_max[:, None]), 1)
     row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)
     row_max = row_max[:, None]
@@ -190,8 +198,10 @@ def softmax_backward_resident(
         )
         y_head_tail = tl.load(y_row + head_tail, mask=in_head_tail, other=0.0)
         dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0)
+    if UNALIGNED and CTAS == 1:  # as in the forward
+        d += gradient_term(y_head_tail, dy_head_tail, LOG, True)
     d = tl.sum(d, 1)
-    if UNALIGNED:
+    if UNALIGNED and CTAS > 1:
         d += tl.sum(gradient_term(y_head_tail, dy_head_tail, LOG, True), 1)
     d = cluster_reduce_sum(d, CTAS, PTX, WARPS_PER_ROW)[:, None]
 

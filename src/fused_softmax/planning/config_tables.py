@@ -18,7 +18,7 @@ class KernelConfig:
     rows, whose head and tail take registers too. prefetched_chunks: of log_softmax's gradient, the chunks of y that are
     read before the row's sum is known; None: all. smem_staged: of a gradient, the chunks that are staged in shared
     memory. resident_chunks: not 0 in the two_pass regime; these chunks of a slice stay on chip, and the rest is read
-    twice, in steps of `step` chunks.
+    twice, in steps of `step` chunks. odd_chunks: from 13 chunks on, an odd number up to this one is not rounded up.
     """
 
     max_cols: int
@@ -32,6 +32,7 @@ class KernelConfig:
     resident_chunks: int = 0
     step: int = 4
     unaligned_registers: int | None = None
+    odd_chunks: int = 13
 
 
 # the warp regime: a row in one warp or less, so that no reduction leaves its warp. Widths are in vectors per row. A row
@@ -46,6 +47,10 @@ WARP = {
     ),
     4: (KernelConfig(32, 1, 4), KernelConfig(64, 1, 4), KernelConfig(256, 1, 2)),
 }
+# of unaligned rows of 16 bits, forward: (fewest and most vectors of a row, threads that hold it, warps, rows per group
+# of threads). H200, log_softmax, 2^28 elements, fraction of a copy: 278 columns by 2 warps 1.01, by 1 warp 0.91; 259
+# columns by 16 threads for each row 1.01, by 32 threads 0.88; 557 columns by 4 warps 1.02, by 2 warps 0.98
+WARP_UNALIGNED = ((32, 48, 16, 2, 1), (65, 96, 32, 4, 1))
 WARP_MAX_COLS = 1024
 # columns up to which it is preferred. 1,024 of float32: 0.993 of a copy with 4 warps per row, 0.972 with one
 WARP_COLS = {2: 1024, 4: 896}
@@ -55,6 +60,15 @@ WARP_SCALAR_COLS, WARP_SCALAR_WARPS = 256, 4
 UNALIGNED_MIN_COLS = {2: 64, 4: 32}
 
 WIDEST = 1 << 62
+# forward of float32 beyond 262,144 columns. H200, 2^28 elements, fraction of a copy: 300,001 columns 0.99 with 8 warps,
+# 0.69 with 16; 400,002 columns 0.85 read twice except 5 vectors per thread, 0.74 held whole; 524,288 columns held whole
+# 0.89; 1,048,576 columns 0.73 in steps of 4 chunks, 0.68 in steps of 2
+WIDE_FLOATS = (
+    KernelConfig(327680, 16, 8, max_registers=128),
+    KernelConfig(458752, 16, 16, resident_chunks=6, step=4, max_registers=64),
+    KernelConfig(524288, 16, 16),
+    KernelConfig(WIDEST, 16, 16, resident_chunks=8, step=4, max_registers=64),
+)
 # forward, where there are clusters; H200. Several warps hold a row where one would be as fast with many rows: with few
 # rows a warp waits for its own loads and sums. 4,096 columns of bfloat16 by 4 warps and by 1: 0.991 and 0.997 of a copy
 # with 2^27 elements, and 3.4 and 3.8 us with 512 rows. A multiprocessor must hold about 50 KB of rows: 1,537 columns
@@ -75,7 +89,7 @@ FORWARD_CLUSTER = {
         KernelConfig(245760, 16, 4, True),
         KernelConfig(262144, 16, 8, True),
         KernelConfig(524288, 16, 8, True, max_registers=112),
-        KernelConfig(1048576, 16, 16, True, max_registers=112),
+        KernelConfig(WIDEST, 16, 16, resident_chunks=8, step=4, max_registers=64),
     ),
     4: (
         KernelConfig(3584, 1, 4),
@@ -86,9 +100,8 @@ FORWARD_CLUSTER = {
         KernelConfig(65536, 16, 4),
         KernelConfig(131072, 16, 8, max_registers=48),
         KernelConfig(212992, 16, 8),
-        KernelConfig(262144, 16, 8, max_registers=80),
-        KernelConfig(524288, 16, 16),
-        KernelConfig(WIDEST, 16, 16, resident_chunks=8, step=2, max_registers=64),
+        KernelConfig(262144, 16, 8, max_registers=80, unaligned_registers=80),
+        *WIDE_FLOATS,
     ),
 }
 
@@ -105,16 +118,13 @@ FORWARD_LOG_CLUSTER = {
         KernelConfig(212992, 16, 4, True, max_registers=96),
         KernelConfig(262144, 16, 4, True, max_registers=112),
         KernelConfig(524288, 16, 8, True, max_registers=120),
-        KernelConfig(1048576, 16, 16, True, max_registers=112),
+        FORWARD_CLUSTER[2][-1],
     ),
     4: (
         *_between(FORWARD_CLUSTER[4], 0, 65536),
         KernelConfig(114688, 16, 8),
         KernelConfig(131072, 8, 16, max_registers=64),
-        KernelConfig(212992, 16, 8),
-        KernelConfig(262144, 16, 16, max_registers=64),
-        KernelConfig(524288, 16, 16),
-        KernelConfig(WIDEST, 16, 16, resident_chunks=8, step=2, max_registers=64),
+        *_between(FORWARD_CLUSTER[4], 131072, WIDEST),
     ),
 }
 # backward, where there are clusters; H200
@@ -134,13 +144,11 @@ BACKWARD_CLUSTER = {
         KernelConfig(32768, 4, 4, True, max_registers=96),
         KernelConfig(57344, 8, 4, True),
         KernelConfig(65536, 8, 8, True, max_registers=80),
-        KernelConfig(114688, 16, 4, True),
-        KernelConfig(131072, 16, 8, True),
         KernelConfig(212992, 16, 4, True),
         KernelConfig(262144, 16, 8, True),
         KernelConfig(524288, 16, 8, True, smem_staged=5, max_registers=128),
         KernelConfig(655360, 16, 16, resident_chunks=8, step=3),
-        KernelConfig(WIDEST, 16, 16, resident_chunks=9, step=3),
+        KernelConfig(WIDEST, 16, 16, resident_chunks=8, step=4, max_registers=128),
     ),
     4: (
         KernelConfig(1792, 1, 8),
@@ -152,10 +160,12 @@ BACKWARD_CLUSTER = {
         KernelConfig(12288, 4, 8),
         KernelConfig(16384, 8, 4),
         KernelConfig(32768, 8, 8),
+        KernelConfig(131072, 16, 8),
+        KernelConfig(163840, 16, 8, max_registers=112),
         KernelConfig(212992, 16, 8),
         KernelConfig(262144, 16, 8, smem_staged=3, max_registers=128),
         KernelConfig(327680, 16, 16, resident_chunks=8, step=3),
-        KernelConfig(WIDEST, 16, 16, resident_chunks=10, step=3),
+        KernelConfig(WIDEST, 16, 16, resident_chunks=8, step=4, max_registers=128),
     ),
 }
 BACKWARD_LOG_CLUSTER = {
@@ -164,7 +174,8 @@ BACKWARD_LOG_CLUSTER = {
         KernelConfig(1536, 1, 2),
         KernelConfig(3584, 1, 4, True),
         KernelConfig(4096, 1, 8, True),
-        *_between(BACKWARD_CLUSTER[2], 4096, 131072),
+        *_between(BACKWARD_CLUSTER[2], 4096, 65536),
+        KernelConfig(131072, 16, 4, True),
         KernelConfig(147456, 16, 4, True, unaligned_registers=112),
         KernelConfig(196608, 16, 4, True),
         KernelConfig(212992, 16, 4, True, smem_staged=1, max_registers=128),
@@ -206,15 +217,16 @@ TWO_PASS_WARPS, TWO_PASS_CHUNKS = 8, 4
 # a loss with its gradient in the same pass, by element size. As few CTAs of few warps as hold the row: a thread's many
 # vectors are all in flight, and few threads have no column. H200, 44 random widths, time over a copy (lower is better):
 # bfloat16 0.98 to 1.07, float32 0.98 to 1.02, 1.07 from 212,992 columns on; with 8 to 16 warps it was up to 1.38.
-# float32: from 14 vectors per thread on, Triton 3.6 does not compile the kernel of unaligned rows on a cluster
 LOSS_CLUSTER = {
     2: (
         KernelConfig(3584, 1, 2, True),
         KernelConfig(24576, 1, 4, True),
-        KernelConfig(49152, 2, 4, True),
-        KernelConfig(98304, 4, 4, True),
-        KernelConfig(196608, 8, 4, True),
-        KernelConfig(262144, 16, 4, True),
+        KernelConfig(49152, 2, 4, True, odd_chunks=21),
+        KernelConfig(98304, 4, 4, True, odd_chunks=21),
+        KernelConfig(196608, 8, 4, True, odd_chunks=21),
+        KernelConfig(262144, 16, 4, True, odd_chunks=21),
+        KernelConfig(524288, 16, 8, True),
+        KernelConfig(1048576, 16, 16, True),
     ),
     4: (
         KernelConfig(1792, 1, 2, True),
@@ -223,14 +235,19 @@ LOSS_CLUSTER = {
         KernelConfig(26624, 4, 4, True),
         KernelConfig(53248, 8, 4, True),
         KernelConfig(106496, 16, 4, True),
-        KernelConfig(212992, 16, 8, True),
-        KernelConfig(262144, 16, 16, True),
+        KernelConfig(262144, 16, 8, True, odd_chunks=15),
+        KernelConfig(524288, 16, 16, True),
     ),
 }
-# (vectors of 16 bits per thread, the cap on its registers, the same for unaligned rows), on clusters. H200, bfloat16,
-# 2^28 elements, fraction of a copy: 236,656 columns (16 vectors) 0.95 with 96 registers, 0.90 with 112; 184,474 columns
-# (24) 0.98 with 128, 0.94 without a cap; 131,700 columns (18) 0.96 with 96, which spills 24 to 32 bytes, 0.95 with 112
-LOSS_REGISTERS = ((14, 96, 96), (18, 96, 112), (24, 128, 128))
+# on clusters, by element size: the warps of a CTA, and (vectors per thread, the cap on its registers, the same for
+# unaligned rows). H200, 2^28 elements, fraction of a copy: bfloat16, 242,005 columns 0.97 with 15 vectors and 96
+# registers, 0.91 with 16 and 112; 184,474 columns (24) 0.98 with 128, 0.94 without a cap; 131,700 columns 0.97 with 17
+# vectors and 104 registers, 0.95 with 18 and 112. float32, 131,701 columns (9) 1.00 with 64, 0.95 without; 200,019
+# columns (13) 0.99 with 80, 0.92 without; 250,002 columns (16) 0.96 with 96, 0.91 with 80, 0.92 with 16 warps
+LOSS_REGISTERS = {
+    2: (4, ((16, 96, 96), (17, 96, 104), (18, 96, 112), (19, 112, 112), (24, 128, 128))),
+    4: (8, ((8, None, None), (10, 64, 64), (12, None, None), (15, 80, 80), (16, 96, 96))),
+}
 # masked softmax without a mask (causal), with one, and its gradient, by element size; wider rows take softmax's. Few
 # warps with many vectors per thread are the fastest. H200, bfloat16, fraction of a copy: causal 10,266 x 10,266 runs at
 # 0.89 with 4 warps and 11 chunks, at 0.62 with 16 warps and 3; an additive mask of 3,943 columns at 1.04 with 4 warps,
@@ -285,6 +302,8 @@ MASKED["additive"] = {
     2: (*MASKED["boolean"][2][:2], KernelConfig(11264, 1, 4, True), KernelConfig(16384, 1, 8)),
     4: (*MASKED["boolean"][4][:3], KernelConfig(13312, 1, 8)),
 }
+# rows of 16 bits with a mask, and their gradients, of more than so many columns and up to max_cols: not as softmax's
+MASKED_WIDE = (114688, KernelConfig(131072, 16, 8, True))
 # of narrow rows, by element size: (most vectors of a row, threads that hold it). Instructions limit these rows, and a
 # warp with 8 threads for each of 4 rows reduces them at once. H200, bfloat16, 521 columns: 178 instructions per causal
 # row, 353 with a warp for each row; 309 and 517 with an additive mask. Rows of few chunks are in programs of 4 warps.
@@ -312,11 +331,11 @@ MASKED_CHUNKS = {False: 16, True: 13}
 # a single row takes longer
 STATISTICS_STEPS = {
     2: (
-        (5632, 1, 1, 4, 8),
-        (12288, 1, 2, 4, 8),
+        (6656, 1, 1, 4, 8),
+        (13312, 1, 2, 4, 8),
         (45056, 1, 4, 4, 8),
         (122880, 1, 8, 4, 8),
-        (WIDEST, 4, 4, 8, 8),
+        (WIDEST, 4, 4, 6, 8),
     ),
     4: (
         (4608, 1, 2, 4, 8),

@@ -120,10 +120,11 @@ def _compiles(problem: Problem, chosen: Plan) -> bool:
 
 
 def _loss_registers(problem: Problem, chosen: Plan) -> int | None:
-    if problem.itemsize == 4 or chosen.vec < problem.full_vec or chosen.ctas == 1:
+    num_warps, caps = LOSS_REGISTERS[problem.itemsize]
+    if chosen.vec < problem.full_vec or chosen.ctas == 1 or chosen.num_warps != num_warps:
         return None
-    caps = next((caps for chunks, *caps in LOSS_REGISTERS if chosen.chunks <= chunks), None)
-    return None if caps is None else caps[chosen.unaligned]
+    found = next((registers for chunks, *registers in caps if chosen.chunks <= chunks), None)
+    return None if found is None else found[chosen.unaligned]
 
 
 def plan_smoothed_loss(problem: Problem, device: Device) -> Plan:

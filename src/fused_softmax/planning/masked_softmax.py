@@ -11,6 +11,7 @@ from .config_tables import (
     MASKED_CHUNKS,
     MASKED_FEW_CHUNKS,
     MASKED_LANES,
+    MASKED_WIDE,
     TWO_PASS_CHUNKS,
     TWO_PASS_WARPS,
     KernelConfig,
@@ -53,7 +54,11 @@ def plan_masked(problem: Problem, device: Device, mask: int) -> Plan:
         # these kernels stage nothing in shared memory, so long rows get more warps
         held = replace(problem, backward=problem.backward or mask > 0)
         chosen = plan(held, replace(device, supports_smem_staging=False))
-        if chosen.chunks > MASKED_CHUNKS[held.backward] and not problem.backward:
+        above, wide = MASKED_WIDE
+        if held.backward and problem.itemsize == 2 and above < problem.n_cols <= wide.max_cols and chosen.ctas > 1:
+            chosen = resident_plan(held, device, wide) or chosen
+        too_long = chosen.chunks > MASKED_CHUNKS[held.backward] and not problem.backward
+        if too_long or (chosen.regime == "two_pass" and not held.backward):
             chosen = resident_plan(held, device, KernelConfig(problem.n_cols, device.max_cluster, 16, True)) or chosen
         if chosen.chunks > MASKED_CHUNKS[held.backward] or chosen.regime == "two_pass":
             # by one program: Triton's cluster planner fails on this kernel's loop

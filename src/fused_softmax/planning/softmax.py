@@ -26,6 +26,7 @@ from .config_tables import (
     WARP_MAX_COLS,
     WARP_SCALAR_COLS,
     WARP_SCALAR_WARPS,
+    WARP_UNALIGNED,
     KernelConfig,
 )
 from .types import ITEMSIZE, REGIMES, VECTOR_BYTES, Device, Plan, Problem, power_of_two
@@ -84,8 +85,7 @@ def plan(problem: Problem, device: Device, regime: str | None = None) -> Plan:
 def torch_is_faster_reason(problem: Problem, device: Device) -> str | None:
     """Why torch's own kernel is the better choice for such rows, or None where ours is.
 
-    H200, graph replay: torch is up to 30% faster for rows of up to 7 columns that are not a whole vector (bfloat16, 5
-    columns).
+    H200, graph replay: torch is up to 30% faster for rows of up to 7 columns that are not a whole vector.
     """
     if device.kind == "cuda" and problem.n_cols < 8 and problem.vec < problem.full_vec:
         return f"rows of {problem.n_cols} column(s) are too short for vectors, and torch's own kernel is as fast"
@@ -127,6 +127,9 @@ def warp_plan(problem: Problem, device: Device) -> Plan | None:
         num_warps, rows_a_thread = max(1, config.num_warps * 32 // device.warp_size), config.rows
         if unaligned and vectors == device.warp_size and units <= vectors:
             num_warps, rows_a_thread = 1, 4  # 257 columns of bfloat16: 0.98 of copy instead of 0.93
+        if unaligned and problem.itemsize == 2 and not problem.backward:
+            of_row = (row[2:] for row in WARP_UNALIGNED if row[0] <= units <= row[1])
+            vectors, num_warps, rows_a_thread = next(of_row, (vectors, num_warps, rows_a_thread))
     elif problem.n_cols <= WARP_SCALAR_COLS:
         num_warps = max(1, WARP_SCALAR_WARPS * 32 // device.warp_size)
         rows_a_thread = max(1, 4 * device.warp_size // (vectors * -(-units // vectors)) * vectors // device.warp_size)
@@ -165,7 +168,7 @@ def resident_plan(problem: Problem, device: Device, config: KernelConfig) -> Pla
     vectors = num_warps * device.warp_size * (problem.full_vec // vec)
     units = problem.n_cols // vec if unaligned else -(-problem.n_cols // vec)
     slice_units = -(-units // config.ctas)
-    chunks = _round_chunks(max(1, -(-slice_units // vectors)))
+    chunks = _round_chunks(max(1, -(-slice_units // vectors)), config.odd_chunks)
     # an unaligned row leaves less room for exp's results (50,257 columns: 0.99 of copy instead of 0.96)
     recompute = config.recompute or problem.itemsize == 4 or (unaligned and chunks > 5)
     # only for whole vectors of a row on a cluster, so that each thread knows its own
@@ -321,9 +324,9 @@ def _conversion_bytes(problem: Problem, columns: int) -> int:
     return 4 * columns if ITEMSIZE[problem.out_dtype] > ITEMSIZE[problem.dtype] else 0
 
 
-def _round_chunks(chunks: int) -> int:
-    """`chunks`, rounded so that widths share kernels: steps of 2 above 9, except 13, which two vocabularies need."""
-    return chunks if chunks <= 9 or chunks == 13 else -(-chunks // 2) * 2
+def _round_chunks(chunks: int, odd: int) -> int:
+    """`chunks`, rounded so that widths share kernels: steps of 2 above 9, except from 13 to `odd`."""
+    return chunks if chunks <= 9 or 13 <= chunks <= odd else -(-chunks // 2) * 2
 
 
 def _unpredicated_chunks(

@@ -49,6 +49,12 @@ def warp_of(SEGMENTS: tl.constexpr, WARPS_PER_ROW: tl.constexpr):
     return tl.arange(0, SEGMENTS)[:, None] % WARPS_PER_ROW
 
 
+@triton.constexpr_function
+def log2(n: int) -> int:
+    """The logarithm of a power of two."""
+    return n.bit_length() - 1
+
+
 @triton.jit
 def start_of(row, stride, phase, VEC: tl.constexpr, UNALIGNED: tl.constexpr):
     """The offset of the row's first aligned column, in elements from a pointer that is aligned to VEC.
@@ -57,7 +63,7 @@ def start_of(row, stride, phase, VEC: tl.constexpr, UNALIGNED: tl.constexpr):
     UNALIGNED.
     """
     if UNALIGNED:
-        return (phase + row * stride + (VEC - 1)) // VEC * VEC
+        return (phase + row * stride + (VEC - 1) >> log2(VEC)) * VEC
     else:
         return row * stride * VEC
 
@@ -68,15 +74,9 @@ def span_of(row, stride, phase, n_cols, VEC: tl.constexpr, UNALIGNED: tl.constex
     if UNALIGNED:
         start = phase + row * stride
         head = tl.minimum((start_of(row, stride, phase, VEC, UNALIGNED) - start).to(tl.int32), n_cols)
-        return head, (n_cols - head) // VEC * VEC
+        return head, (n_cols - head >> log2(VEC)) * VEC
     else:
         return 0, n_cols * VEC
-
-
-@triton.constexpr_function
-def log2(n: int) -> int:
-    """The logarithm of a power of two."""
-    return n.bit_length() - 1
 
 
 @triton.jit
