@@ -54,19 +54,19 @@ def softmax_spatial(
 
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
     FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
-    stage(x_ptr, outer, x_col, x_outer, first, column, inner, 0, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
+    stage(x_ptr, outer, x_col, x_outer, first, column, inner, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
     x = load_tiles(x_at, x_col, column, n_cols, exists, -float("inf"), CHUNKS, UNPREDICATED, STEP, VEC, FIRST)
     m = x[0]
     for c in tl.static_range(1, CHUNKS - FIRST):
         m = tl.maximum(m, x[c])
     await_staged(SMEM_STAGED, PTX)
     for c in tl.static_range(FIRST):
-        m = tl.maximum(m, chunk_of(x, c, 0, SMEM_STAGED, COLS, INNER, VEC, PTX))
+        m = tl.maximum(m, chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX))
     m = tl.maximum(m.to(tl.float32), LOWEST)
     s = tl.zeros_like(m)
     exps = ()
     for c in tl.static_range(CHUNKS):
-        e = exp(upcast(chunk_of(x, c, 0, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE) - m)
+        e = exp(upcast(chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE) - m)
         s += e
         exps = exps + (e,)
 
@@ -86,10 +86,10 @@ def softmax_spatial(
         by = exp(m - top) * tl.div_rn(1.0, total)
     for c in tl.static_range(CHUNKS):
         if LOG:
-            x_c = chunk_of(x, c, 0, SMEM_STAGED, COLS, INNER, VEC, PTX)
+            x_c = chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX)
             y = normalize(upcast(x_c, PTX, RECOMPUTE, True), top, total, LOG)
         elif RECOMPUTE:
-            x_c = chunk_of(x, c, 0, SMEM_STAGED, COLS, INNER, VEC, PTX)
+            x_c = chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX)
             y = exp2_fma(upcast(x_c, PTX, True, True), base, shift, FUSED) * by
         else:
             y = exps[c] * by
@@ -106,11 +106,10 @@ def softmax_spatial_backward(
     n_blocks: Int32,
     y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64, dx_outer: Int64, dx_col: Int64,
     LOG: tl.constexpr, OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
-    VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, SMEM_STAGED: tl.constexpr,
-    RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+    VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, RECOMPUTE: tl.constexpr,
+    INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 1, INNER, PTX)
-    declare_staging(2 * SMEM_STAGED, COLS, INNER, VEC, PTX)
     pid, column = share_of(tl.program_id(0), CTAS, COLS, PTX)
     outer, is_outer = outer_of(pid // n_blocks, n_outer, OUTERS)
     first, exists = positions_of(pid % n_blocks, inner, INNER, VEC)
@@ -121,21 +120,17 @@ def softmax_spatial_backward(
     dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
 
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
-    FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
-    stage(dy_ptr, outer, dy_col, dy_outer, first, column, inner, 0, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
-    stage(y_ptr, outer, y_col, y_outer, first, column, inner, SMEM_STAGED, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
-    dy = load_tiles(dy_at, dy_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC, FIRST)
-    y = load_tiles(y_at, y_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC, FIRST)
+    dy = load_tiles(dy_at, dy_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC)
+    y = load_tiles(y_at, y_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC)
     d = tl.zeros(dy[0].shape, tl.float32)
-    await_staged(SMEM_STAGED, PTX)
     for c in tl.static_range(CHUNKS):
-        dy_c = upcast(chunk_of(dy, c, 0, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE)
+        dy_c = upcast(dy[c], PTX, RECOMPUTE)
         y_c = dy_c  # unused where LOG
         if not LOG:
-            y_c = upcast(chunk_of(y, c, SMEM_STAGED, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE)
+            y_c = upcast(y[c], PTX, RECOMPUTE)
         d += gradient_term(y_c, dy_c, LOG)
     d = exchange_sum(sum_over_columns(d, INVARIANT), CTAS, THREADS, PTX)[:, None, :]
     for c in tl.static_range(CHUNKS):
-        y_c = upcast(chunk_of(y, c, SMEM_STAGED, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE, True)
-        dy_c = upcast(chunk_of(dy, c, 0, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE, True)
+        y_c = upcast(y[c], PTX, RECOMPUTE, True)
+        dy_c = upcast(dy[c], PTX, RECOMPUTE, True)
         store_tile(dx_at, gradient(y_c, dy_c, d, LOG), c, dx_col, column, n_cols, exists, UNPREDICATED, STEP, VEC)

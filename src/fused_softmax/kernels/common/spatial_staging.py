@@ -44,11 +44,11 @@ def _fetch_constraints(vec: int) -> str:
 
 @triton.jit
 def declare_staging(
-    PLACES: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr
+    SMEM_STAGED: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr
 ):
-    """Room for PLACES chunks."""
-    if PLACES > 0 and PTX:
-        ASM: tl.constexpr = _declare_ptx(PLACES * COLS * INNER * 16 // VEC)
+    """Room for SMEM_STAGED chunks."""
+    if SMEM_STAGED > 0 and PTX:
+        ASM: tl.constexpr = _declare_ptx(SMEM_STAGED * COLS * INNER * 16 // VEC)
         tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -60,10 +60,10 @@ def copy_vectors(at, slot, n_bytes, START: tl.constexpr):
 
 @triton.jit
 def stage(
-    ptr, outer, col_stride, outer_stride, first, column, inner, PLACE: tl.constexpr, SMEM_STAGED: tl.constexpr,
+    ptr, outer, col_stride, outer_stride, first, column, inner, SMEM_STAGED: tl.constexpr,
     STEP: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Begins to copy the first SMEM_STAGED chunks to the places from PLACE on.  # column: of chunk 0, [1, COLS, 1]
+    """Begins to copy the first SMEM_STAGED chunks.  # column: of chunk 0, [1, COLS, 1]
 
     STEP: columns between two chunks. All columns of these chunks exist. A vector is 16 bytes.
     """
@@ -75,7 +75,7 @@ def stage(
         at = (ptr + (outer * outer_stride + first) * VEC).to(tl.int64)
         at = at + (column.to(tl.int64) * col_stride + vector) * 16
         for c in tl.static_range(SMEM_STAGED):
-            copy_vectors(at + (c * STEP * 16) * col_stride, slot, n_bytes, (PLACE + c) * COLS * VECTORS * 16)
+            copy_vectors(at + (c * STEP * 16) * col_stride, slot, n_bytes, c * COLS * VECTORS * 16)
 
 
 @triton.jit
@@ -89,8 +89,8 @@ def await_staged(SMEM_STAGED: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def chunk_of(
-    tiles, C: tl.constexpr, PLACE: tl.constexpr, SMEM_STAGED: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
-    VEC: tl.constexpr, PTX: tl.constexpr,
+    tiles, C: tl.constexpr, SMEM_STAGED: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Chunk C, from shared memory or from the tiles of those that are not staged."""
     if not PTX:
@@ -98,7 +98,7 @@ def chunk_of(
     elif C < SMEM_STAGED:
         # the operand is a tile that is in registers anyway: its layout tells which thread holds which elements
         element = tl.arange(0, COLS)[None, :, None] * INNER + tl.arange(0, INNER)[None, None, :]
-        ASM: tl.constexpr = _fetch_ptx((PLACE + C) * COLS * INNER * 16 // VEC, 16 // VEC)
+        ASM: tl.constexpr = _fetch_ptx(C * COLS * INNER * 16 // VEC, 16 // VEC)
         CONSTRAINTS: tl.constexpr = _fetch_constraints(VEC)
         return tl.inline_asm_elementwise(
             ASM, CONSTRAINTS, [element, tiles[0]], dtype=tiles[0].dtype, is_pure=False, pack=VEC
