@@ -64,7 +64,7 @@ WIDEST = 1 << 62
 # 0.69 with 16; 400,002 columns 0.85 read twice except 5 vectors per thread, 0.74 held whole; 524,288 columns held whole
 # 0.89; 1,048,576 columns 0.73 in steps of 3 chunks, 0.68 in steps of 2
 WIDE_FLOATS = (
-    KernelConfig(327680, 16, 8, max_registers=128),
+    KernelConfig(327680, 16, 8, max_registers=128, unaligned_registers=128),
     KernelConfig(458752, 16, 16, resident_chunks=6, step=4, max_registers=64),
     KernelConfig(524288, 16, 16),
     KernelConfig(WIDEST, 16, 16, resident_chunks=8, step=3, max_registers=64),
@@ -161,7 +161,7 @@ BACKWARD_CLUSTER = {
         KernelConfig(16384, 8, 4),
         KernelConfig(32768, 8, 8),
         KernelConfig(131072, 16, 8),
-        KernelConfig(163840, 16, 8, max_registers=112),
+        KernelConfig(163840, 16, 8, max_registers=112, unaligned_registers=112),
         KernelConfig(212992, 16, 8),
         KernelConfig(262144, 16, 8, smem_staged=3, max_registers=128),
         KernelConfig(327680, 16, 16, resident_chunks=8, step=3),
