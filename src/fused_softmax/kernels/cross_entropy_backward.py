@@ -144,13 +144,10 @@ def cross_entropy_backward(
     REPORTS: tl.constexpr,
     MEAN: tl.constexpr,
     INPLACE: tl.constexpr,  # dx_ptr is x_ptr
-    WAITS: tl.constexpr,  # the kernel before this one may still run: the upstream gradient's, most often
     SHARDED: tl.constexpr,  # other ranks have more columns of the rows, and the moments are of all
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
     VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
     pid = tl.program_id(0).to(tl.int64)
     n_units = (n_rows + ROWS - 1) // ROWS * n_splits
     # few programs, because most often each one only finds that nothing is to do
@@ -171,13 +168,10 @@ def cross_entropy_backward(
 def scale_unless_one(
     dx_ptr: Rows,  # aligned to VEC elements
     g_ptr: Vector,  # as above
-    n_rows: Int64, n_cols: Int32, dx_stride: Int64, phase: Int32, n_splits: Int32, g_stride: Int64,
-    WAITS: tl.constexpr, ROWS: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr,
+    n_rows: Int64, n_cols: Int32, dx_stride: Int64, phase: Int32, n_splits: Int32, g_stride: Int64, ROWS: tl.constexpr,
+    VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr,
 ):  # fmt: skip
     """dx *= g, for a gradient that was written over its logits. A row whose g is 1 is not accessed."""
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
     n_units = (n_rows + ROWS - 1) // ROWS * n_splits
     n_units = tl.where((g_stride == 0) & (tl.load(g_ptr) == 1.0), 0, n_units)
     for unit in range(tl.program_id(0).to(tl.int64), n_units, tl.num_programs(0).to(tl.int64)):

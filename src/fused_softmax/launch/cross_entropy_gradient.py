@@ -13,7 +13,6 @@ from torch import Tensor
 from ..planning.losses import plan_elementwise, plan_few_programs
 from .cache import Cache
 from .compile import kernel_loader
-from .device import device_of
 from .last_upstream import LastUpstream
 from .launcher import FEW_WARPS, RowOp, Vector, always, launch_rows, on_its_device, prepare_rows
 from .layout import expect_rows, layout_key, places, pointer, restored
@@ -82,7 +81,6 @@ def cross_entropy_gradient(
     if launch is None:
         expect_rows(x, dx)
         flags = gradient_flags(kind, count is not None, inplace, False, unless, last is not None)
-        flags = (*flags, _waits(x, unless))
         launch = prepare_rows(BACKWARD_UNLESS_WRITTEN if unless else BACKWARD, (x, dx), vectors, flags, False).at
         if x.is_cuda:
             _gradients.remember(key, launch)
@@ -121,9 +119,4 @@ def shard_gradient(
 
 def scale_unless_one(dx: Tensor, g: Tensor) -> None:
     """dx *= g ([1], or [n_rows]; float32), where g is not 1."""
-    launch_rows(SCALE_UNLESS_ONE, (dx,), (g,), (int(g.numel() > 1),), (_waits(dx),))
-
-
-def _waits(x: Tensor, unless_one: bool = True) -> tuple[str, bool]:
-    """The flag of a launch that begins before the kernel before it, most often the upstream gradient's, has ended."""
-    return "WAITS", unless_one and device_of(x).supports_pdl
+    launch_rows(SCALE_UNLESS_ONE, (dx,), (g,), (int(g.numel() > 1),), ())

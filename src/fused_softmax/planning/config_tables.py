@@ -62,12 +62,12 @@ UNALIGNED_MIN_COLS = {2: 64, 4: 32}
 WIDEST = 1 << 62
 # forward of float32 beyond 262,144 columns. H200, 2^28 elements, fraction of a copy: 300,001 columns 0.99 with 8 warps,
 # 0.69 with 16; 400,002 columns 0.85 read twice except 5 vectors per thread, 0.74 held whole; 524,288 columns held whole
-# 0.89; 1,048,576 columns 0.73 in steps of 4 chunks, 0.68 in steps of 2
+# 0.89; 1,048,576 columns 0.73 in steps of 3 chunks, 0.68 in steps of 2
 WIDE_FLOATS = (
-    KernelConfig(327680, 16, 8, max_registers=128),
+    KernelConfig(327680, 16, 8, max_registers=128, unaligned_registers=128),
     KernelConfig(458752, 16, 16, resident_chunks=6, step=4, max_registers=64),
     KernelConfig(524288, 16, 16),
-    KernelConfig(WIDEST, 16, 16, resident_chunks=8, step=4, max_registers=64),
+    KernelConfig(WIDEST, 16, 16, resident_chunks=8, step=3, max_registers=64),
 )
 # forward, where there are clusters; H200. Several warps hold a row where one would be as fast with many rows: with few
 # rows a warp waits for its own loads and sums. 4,096 columns of bfloat16 by 4 warps and by 1: 0.991 and 0.997 of a copy
@@ -89,7 +89,7 @@ FORWARD_CLUSTER = {
         KernelConfig(245760, 16, 4, True),
         KernelConfig(262144, 16, 8, True),
         KernelConfig(524288, 16, 8, True, max_registers=112),
-        KernelConfig(WIDEST, 16, 16, resident_chunks=8, step=4, max_registers=64),
+        KernelConfig(WIDEST, 16, 16, resident_chunks=6, step=5, max_registers=64),
     ),
     4: (
         KernelConfig(3584, 1, 4),
@@ -161,7 +161,7 @@ BACKWARD_CLUSTER = {
         KernelConfig(16384, 8, 4),
         KernelConfig(32768, 8, 8),
         KernelConfig(131072, 16, 8),
-        KernelConfig(163840, 16, 8, max_registers=112),
+        KernelConfig(163840, 16, 8, max_registers=112, unaligned_registers=112),
         KernelConfig(212992, 16, 8),
         KernelConfig(262144, 16, 8, smem_staged=3, max_registers=128),
         KernelConfig(327680, 16, 16, resident_chunks=8, step=3),
@@ -241,9 +241,8 @@ LOSS_CLUSTER = {
 }
 # on clusters, by element size: the warps of a CTA, and (vectors per thread, the cap on its registers, the same for
 # unaligned rows). H200, 2^28 elements, fraction of a copy: bfloat16, 242,005 columns 0.97 with 15 vectors and 96
-# registers, 0.91 with 16 and 112; 184,474 columns (24) 0.98 with 128, 0.94 without a cap; 131,700 columns 0.97 with 17
-# vectors and 104 registers, 0.95 with 18 and 112. float32, 131,701 columns (9) 1.00 with 64, 0.95 without; 200,019
-# columns (13) 0.99 with 80, 0.92 without; 250,002 columns (16) 0.96 with 96, 0.91 with 80, 0.92 with 16 warps
+# registers, 0.91 with 16 and 112; 131,700 columns 0.97 with 17 and 104, 0.95 with 18 and 112. float32, 131,701 columns
+# (9) 1.00 with 64, 0.95 without; 200,019 (13) 0.99 with 80, 0.92 without; 250,002 (16) 0.96 with 96, 0.91 with 80
 LOSS_REGISTERS = {
     2: (4, ((16, 96, 96), (17, 96, 104), (18, 96, 112), (19, 112, 112), (24, 128, 128))),
     4: (8, ((8, None, None), (10, 64, 64), (12, None, None), (15, 80, 80), (16, 96, 96))),
