@@ -160,7 +160,8 @@ def test_a_masked_gradient_names_the_plan_that_runs_it(op: str, monkeypatch: pyt
 
 def test_log_softmax_names_its_own_plan(monkeypatch: pytest.MonkeyPatch):
     on_h100(monkeypatch)
-    dy, y = (torch.empty(2, 262144, dtype=torch.float32, device="meta") for _ in range(2))
+    # where the plans of both and of both gradients differ
+    dy, y = (torch.empty(2, 262144, dtype=torch.bfloat16, device="meta") for _ in range(2))
     said = {op: plan_of(OPS[op], (y,) if "backward" not in op else (dy, y)) for op in OPS if "softmax" in op[:11]}
     for op, backward in (("log_softmax", False), ("log_softmax_backward", True)):
         runs = plan(problem_of(*(y,) * (2 + backward), backward=backward, log=True), DEVICES["sm_90"])
