@@ -83,6 +83,7 @@ def layouts(monkeypatch) -> list[tuple[str, bool]]:
         (262144, torch.bfloat16, False),
         (50257, torch.float32, False),
         (128256, torch.float32, False),
+        (250001, torch.float32, False),
     ],
 )
 def test_the_target_lies_in_its_lines_cta(n_cols, dtype, apart, layouts):
