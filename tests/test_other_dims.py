@@ -329,9 +329,9 @@ def test_few_long_transposed_rows_are_copied_first():
         return strided_is_faster(n_cols, n_rows, along_rows=True, along_cols=False, out_along_cols=True)
 
     assert strided(8192, 16384) and strided(1760, 1959) and strided(4, 1000)
-    assert not strided(32, 296854) and not strided(160, 94525)
+    assert not strided(32, 296854) and not strided(160, 94525) and not strided(2296, 10450)
     assert strided(None, 296854)  # within batch_invariant(), where the number of rows must not matter
-    x = torch.randn(2, 1500, 3).transpose(1, 2)
+    x = torch.randn(2, 2500, 3).transpose(1, 2)
     assert "after a copy" in fs.plan_for(x, -1).why
     assert_contract(fs.softmax(x, -1), x, -1)
 

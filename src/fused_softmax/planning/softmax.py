@@ -296,10 +296,10 @@ def strided_is_faster(
     rows, or columns, are neighbors in memory. H200, 2^26 elements: for a transposed matrix it takes 0.46 of that time
     (float32, 1,024 columns), for every second column 2.9 of it (bfloat16, 2,048 columns), and for columns whose
     result is written transposed 1.4 of it (bfloat16, 1,000 columns). A program takes whole rows, so few long ones keep
-    few programs busy: 14 times 32 neighbors of 296,854 columns took 9 times torch's time, and 8,192 neighbors of
-    16,384 columns 0.95 of that of a copy first.
+    few programs busy: 14 times 32 neighbors of 296,854 columns took 9 times torch's time, 2,296 neighbors of 10,450
+    columns (36 programs) 1.9 times, and 8,192 neighbors of 16,384 columns 0.95 of that of a copy first.
     """
-    many = n_rows is None or n_cols <= max(1024, 16 * n_rows)
+    many = n_rows is None or n_cols <= (16 * n_rows if n_rows >= 8192 else 2048)
     return (along_rows and many) or (along_cols and (out_along_cols or n_cols <= 256))
 
 
