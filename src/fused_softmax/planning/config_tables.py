@@ -62,12 +62,12 @@ UNALIGNED_MIN_COLS = {2: 64, 4: 32}
 WIDEST = 1 << 62
 # forward of float32 beyond 262,144 columns. H200, 2^28 elements, fraction of a copy: 300,001 columns 0.99 with 8 warps,
 # 0.69 with 16; 400,002 columns 0.85 read twice except 5 vectors per thread, 0.74 held whole; 524,288 columns held whole
-# 0.89; 1,048,576 columns 0.73 in steps of 3 chunks, 0.68 in steps of 2
+# 0.89; 1,048,576 columns 0.73 in steps of 3 chunks with 8 resident ones, 0.68 in steps of 2. Those 8 spill with Triton 3.9
 WIDE_FLOATS = (
     KernelConfig(327680, 16, 8, max_registers=128, unaligned_registers=128),
     KernelConfig(458752, 16, 16, resident_chunks=6, step=4, max_registers=64),
     KernelConfig(524288, 16, 16),
-    KernelConfig(WIDEST, 16, 16, resident_chunks=8, step=3, max_registers=64),
+    KernelConfig(WIDEST, 16, 16, resident_chunks=7, step=3, max_registers=64),
 )
 # forward, where there are clusters; H200. Several warps hold a row where one would be as fast with many rows: with few
 # rows a warp waits for its own loads and sums. 4,096 columns of bfloat16 by 4 warps and by 1: 0.991 and 0.997 of a copy
@@ -89,7 +89,7 @@ FORWARD_CLUSTER = {
         KernelConfig(245760, 16, 4, True),
         KernelConfig(262144, 16, 8, True),
         KernelConfig(524288, 16, 8, True, max_registers=112),
-        KernelConfig(WIDEST, 16, 16, resident_chunks=6, step=5, max_registers=64),
+        KernelConfig(WIDEST, 16, 16, resident_chunks=5, step=4, max_registers=64),
     ),
     4: (
         KernelConfig(3584, 1, 4),
@@ -100,7 +100,7 @@ FORWARD_CLUSTER = {
         KernelConfig(65536, 16, 4),
         KernelConfig(131072, 16, 8, max_registers=48),
         KernelConfig(212992, 16, 8),
-        KernelConfig(262144, 16, 8, max_registers=80, unaligned_registers=80),
+        KernelConfig(262144, 16, 8, max_registers=80, unaligned_registers=88),
         *WIDE_FLOATS,
     ),
 }
