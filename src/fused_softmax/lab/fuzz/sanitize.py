@@ -45,7 +45,7 @@ KERNELS = (
 )  # fmt: skip
 _ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
 _HAZARDS = re.compile(r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\)")
-_PLACE = re.compile(r"^=+\s+at (\w+)", re.MULTILINE)
+_PLACE = re.compile(r"^=+\s+at (?:void )?([\w:]+)", re.MULTILINE)
 
 
 @dataclasses.dataclass
