@@ -62,7 +62,7 @@ UNALIGNED_MIN_COLS = {2: 64, 4: 32}
 WIDEST = 1 << 62
 # forward of float32 beyond 262,144 columns. H200, 2^28 elements, fraction of a copy: 300,001 columns 0.99 with 8 warps,
 # 0.69 with 16; 400,002 columns 0.85 read twice except 5 vectors per thread, 0.74 held whole; 524,288 columns held whole
-# 0.89; 1,048,576 columns 0.73 in steps of 3 chunks with 8 resident ones, which spill with Triton 3.9, 0.68 in steps of 2
+# 0.89; 1,048,576 columns 0.73 in steps of 3 chunks, 0.68 in steps of 2, with 8 resident chunks, which spill with 3.9
 WIDE_FLOATS = (
     KernelConfig(327680, 16, 8, max_registers=128, unaligned_registers=128),
     KernelConfig(458752, 16, 16, resident_chunks=6, step=4, max_registers=64),
