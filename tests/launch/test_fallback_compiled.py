@@ -162,3 +162,19 @@ def test_softmax_of_a_kernel_that_does_not_compile(loader, monkeypatch):
     monkeypatch.setattr(launch_softmax, "launch_rows", launch_rows)
     with pytest.warns(UserWarning, match="no_such_function"):
         assert torch.equal(forward_or_torch(x, -1, torch.float32, False), torch.softmax(x, -1))
+
+
+def test_clusters_of_programs_need_a_launcher_that_is_known():
+    """CTAs without their cluster would wait for it forever."""
+    kernel = SimpleNamespace(declaration=SimpleNamespace(cta_programs=True))
+    meta = {"num_warps": 8, "CTAS": 4}
+    compiled = SimpleNamespace(packed_metadata=(8, 1, 2048))
+    for _ in range(2):  # Triton's cache gives the same object again
+        launch.make_clusters(compiled, kernel, meta)
+        assert compiled.packed_metadata == (8, 4, 2048)
+    for other in ((8, 2, 2048), (4, 1, 2048), (8, 1, 1, 2048)):
+        with pytest.raises((RuntimeError, ValueError)):
+            launch.make_clusters(SimpleNamespace(packed_metadata=other), kernel, meta)
+    alone = SimpleNamespace(packed_metadata=(8, 1, 1, 2048))
+    launch.make_clusters(alone, kernel, {**meta, "CTAS": 1})
+    assert alone.packed_metadata == (8, 1, 1, 2048)

@@ -195,12 +195,15 @@ def _built(kernel: Any, pointers: Pointers, meta: Mapping[str, Any], counts: tup
 def make_clusters(compiled: Any, kernel: Any, meta: Mapping[str, Any]) -> None:
     """Where each CTA is a program of its own, lets Triton's launcher make clusters of CTAS of them.
 
-    The launcher reads the size of a cluster from these numbers, and launches so many CTAs for each program of a grid.
+    The launcher reads the size of a cluster from these numbers, and launches so many CTAs for each program of a grid. A
+    Triton that keeps other numbers there gets an error, because CTAs that are alone would wait for the others forever.
     """
     declared = getattr(kernel, "declaration", None)  # a lesson's kernel has none
     if declared is not None and declared.cta_programs and meta["CTAS"] > 1:
-        num_warps, _, *others = compiled.packed_metadata
-        compiled.packed_metadata = (num_warps, meta["CTAS"], *others)
+        num_warps, ctas, shared = compiled.packed_metadata
+        if (num_warps, ctas) not in ((meta["num_warps"], 1), (meta["num_warps"], meta["CTAS"])):
+            raise RuntimeError(f"the launcher of this Triton takes other numbers: {compiled.packed_metadata}")
+        compiled.packed_metadata = (num_warps, meta["CTAS"], shared)
 
 
 class Binding(NamedTuple):
