@@ -80,7 +80,7 @@ def test_one_call_in_words_in_data_and_as_a_picture():
     assert "0 bytes spilled" in text and "widest load 16 bytes" in text and "Little's law needs" in text
     assert "1.25 for each byte, below the ridge point" in text and "registers allow no more" in text
     data = json.loads(json.dumps(explain.as_data(said)))
-    assert data["bytes"] == {"read": 2**29, "written": 2**29, "from_l2": 0, "unsent": int(0.35 * 60 * 2**20)}
+    assert data["bytes"] == {"read": 2**29, "written": 2**29, "from_l2": 0, "unsent": int(0.35 * 50 * 2**20)}
     assert data["floor"]["us"] == pytest.approx(2**30 / said.gpu.gbps / 1e3) and data["floor"]["binds"] == "bandwidth"
     assert data["compiled"]["resources"]["registers"] > 16 and 5 < data["compiled"]["instructions_per_element"] < 40
     assert data["occupancy"]["programs"] == min(data["occupancy"]["by"].values())
