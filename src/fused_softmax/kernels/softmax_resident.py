@@ -198,10 +198,8 @@ def softmax_backward_resident(
         )
         y_head_tail = tl.load(y_row + head_tail, mask=in_head_tail, other=0.0)
         dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0)
-    if UNALIGNED and CTAS == 1:  # as in the forward
-        d += gradient_term(y_head_tail, dy_head_tail, LOG, True)
     d = tl.sum(d, 1)
-    if UNALIGNED and CTAS > 1:
+    if UNALIGNED:
         d += tl.sum(gradient_term(y_head_tail, dy_head_tail, LOG, True), 1)
     d = cluster_reduce_sum(d, CTAS, PTX, WARPS_PER_ROW)[:, None]
 

@@ -204,6 +204,8 @@ def resident_plan(problem: Problem, device: Device, config: KernelConfig) -> Pla
 
 def two_pass_plan(problem: Problem, device: Device, config: KernelConfig | None = None) -> Plan:
     """The plan of the two_pass regime. Chunks are resident as `config` says, where every slice is that long."""
+    if ITEMSIZE[problem.out_dtype] > ITEMSIZE[problem.dtype]:
+        config = None  # the conversion of a wider chunk would not fit in shared memory
     vec, unaligned = geometry(problem)
     num_warps = max(1, (TWO_PASS_WARPS if config is None else config.num_warps) * 32 // device.warp_size)
     vectors = num_warps * device.warp_size * (problem.full_vec // vec)
