@@ -33,6 +33,7 @@ from .common.tiles import (
     span_of,
     start_of,
     store_chunk,
+    unit_of,
     width_if,
 )
 
@@ -47,15 +48,12 @@ def cross_entropy_unit(
 ):  # fmt: skip
     """Writes the gradient of unit `unit`: CHUNKS chunks of ROWS rows."""
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
-    row = unit // n_splits * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
-    split = (unit % n_splits).to(tl.int32)
-    exists = row < n_rows
+    row, exists, split, head, interior, first, width = unit_of(
+        unit, n_rows, n_splits, x_stride, phase, n_cols, ROWS, VECTORS, VEC, CHUNKS, UNALIGNED
+    )
     upstream = tl.load(g_ptr + row * g_stride, mask=exists, other=1.0)
-    head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
     dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, UNALIGNED)
-    first = split * (CHUNKS * VECTORS * VEC)
-    width = width_if(exists, interior - first)
     columns = n_cols if UNALIGNED else n_cols * VEC
     POLICY: tl.constexpr = gradient_reads(UNALIGNED, x_ptr.dtype.element_ty)
     x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, VECTORS, VEC, -float("inf"), 1, POLICY)

@@ -36,6 +36,7 @@ from .common.tiles import (
     span_of,
     start_of,
     store_chunk,
+    unit_of,
     warp_of,
     width_if,
 )
@@ -187,14 +188,11 @@ def row_statistics_backward(
     VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
-    row = pid // n_splits * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
-    split = (pid % n_splits).to(tl.int32)
-    exists = row < n_rows
-    head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
+    row, exists, split, head, interior, first, width = unit_of(
+        pid, n_rows, n_splits, x_stride, phase, n_cols, ROWS, VECTORS, VEC, CHUNKS, UNALIGNED
+    )
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
     dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, UNALIGNED)
-    first = split * (CHUNKS * VECTORS * VEC)
-    width = width_if(exists, interior - first)
     columns = n_cols if UNALIGNED else n_cols * VEC
     POLICY: tl.constexpr = gradient_reads(UNALIGNED, x_ptr.dtype.element_ty)
     x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, VECTORS, VEC, -float("inf"), 1, POLICY)

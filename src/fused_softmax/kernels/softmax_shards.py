@@ -14,7 +14,7 @@ import triton.language as tl
 from .common.arguments import Int32, Int64, Rows, Vector, kernel
 from .common.numerics import upcast
 from .common.softmax_terms import gradient, gradient_term, normalize
-from .common.tiles import head_and_tail, load_chunks, span_of, start_of, store_chunk, width_if
+from .common.tiles import head_and_tail, load_chunks, span_of, start_of, store_chunk, unit_of, width_if
 
 
 @kernel(num_stages=3)
@@ -64,15 +64,12 @@ def shard_gradient(
 ):  # fmt: skip
     """dx of these columns."""
     pid = tl.program_id(0).to(tl.int64)
-    row = pid // n_splits * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
-    split = (pid % n_splits).to(tl.int32)
-    exists = row < n_rows
-    head, interior = span_of(row, y_stride, phase, n_cols, VEC, UNALIGNED)
+    row, exists, split, head, interior, first, width = unit_of(
+        pid, n_rows, n_splits, y_stride, phase, n_cols, ROWS, VECTORS, VEC, CHUNKS, UNALIGNED
+    )
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)
     dy_row = dy_ptr + start_of(row, dy_stride, phase, VEC, UNALIGNED)
     dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, UNALIGNED)
-    first = split * (CHUNKS * VECTORS * VEC)
-    width = width_if(exists, interior - first)
     y = load_chunks(y_row + first, width, ROWS, CHUNKS, 0, VECTORS, VEC, 0.0)
     dy = load_chunks(dy_row + first, width, ROWS, CHUNKS, 0, VECTORS, VEC, 0.0)
     d = tl.load(sums_ptr + row, mask=exists, other=0.0)
@@ -97,14 +94,11 @@ def log_softmax_shard(
 ):  # fmt: skip
     """y of these columns."""
     pid = tl.program_id(0).to(tl.int64)
-    row = pid // n_splits * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
-    split = (pid % n_splits).to(tl.int32)
-    exists = row < n_rows
-    head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
+    row, exists, split, head, interior, first, width = unit_of(
+        pid, n_rows, n_splits, x_stride, phase, n_cols, ROWS, VECTORS, VEC, CHUNKS, UNALIGNED
+    )
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)
-    first = split * (CHUNKS * VECTORS * VEC)
-    width = width_if(exists, interior - first)
     x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, VECTORS, VEC, 0.0)
     row_max = tl.load(moments_ptr + 2 * row, mask=exists, other=0.0)
     row_sum = tl.load(moments_ptr + 2 * row + 1, mask=exists, other=1.0)

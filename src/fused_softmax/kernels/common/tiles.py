@@ -81,10 +81,27 @@ def span_of(row, stride, phase, n_cols, VEC: tl.constexpr, UNALIGNED: tl.constex
 
 @triton.jit
 def aligned_start(row, stride, phase, VEC: tl.constexpr):
-    """(`start_of` an unaligned row, columns before it), by shifts: a signed division takes twice the instructions."""
-    first = phase + row * stride
-    start = (first + (VEC - 1) >> log2(VEC)) * VEC
-    return start, (start - first).to(tl.int32)
+    """(`start_of` an unaligned row, columns before it)."""
+    start = start_of(row, stride, phase, VEC, True)
+    return start, (start - (phase + row * stride)).to(tl.int32)
+
+
+@triton.jit
+def unit_of(
+    unit, n_rows, n_splits, stride, phase, n_cols, ROWS: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
+    CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr,
+):  # fmt: skip
+    """(rows [ROWS, 1], which exist, split, head, interior, first, width) of unit `unit` of rows in n_splits units each.
+
+    A unit has CHUNKS chunks of ROWS rows. head, interior: as of `span_of`. first: its offset in a row from `start_of`;
+    width: how many of its columns are there.
+    """
+    row = unit // n_splits * ROWS + tl.arange(0, ROWS)[:, None]
+    split = (unit % n_splits).to(tl.int32)
+    exists = row < n_rows
+    head, interior = span_of(row, stride, phase, n_cols, VEC, UNALIGNED)
+    first = split * (CHUNKS * VECTORS * VEC)
+    return row, exists, split, head, interior, first, width_if(exists, interior - first)
 
 
 @triton.jit
