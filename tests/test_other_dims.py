@@ -13,7 +13,6 @@ import fused_softmax as fs
 from fused_softmax.launch import cross_entropy_spatial, logsumexp, spatial
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.options import CrossEntropy
-from fused_softmax.planning.softmax import strided_is_faster
 from fused_softmax.planning.spatial import (
     SpatialProblem,
     parts_plan,
@@ -21,6 +20,7 @@ from fused_softmax.planning.spatial import (
     plan_spatial_statistics,
     resident_plan,
 )
+from fused_softmax.planning.strided import strided_is_faster
 from fused_softmax.planning.types import DEVICES, Plan
 
 pytestmark = pytest.mark.interpreted

@@ -46,9 +46,9 @@ def with_gradient_flags(
     return (*of_call, *kind.flags)
 
 
-def with_gradient_numbers(op: CrossEntropy, upstream: float = 1.0) -> tuple[int | float, ...]:
-    """That kernel's numbers. upstream: the upstream gradient that the gradient is for."""
-    return (op.ignore_index, *op.numbers, upstream)
+def with_gradient_numbers(op: CrossEntropy) -> tuple[int | float, ...]:
+    """That kernel's numbers, for an upstream gradient of 1."""
+    return (op.ignore_index, *op.numbers, 1.0)
 
 
 @functools.lru_cache

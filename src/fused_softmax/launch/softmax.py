@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..planning import softmax as planning
+from ..planning import strided
 from ..planning.types import Device, Plan
 from . import compile as compiling
 from . import spatial
@@ -218,7 +219,7 @@ def takes_strided(x: Tensor, y: Tensor, dim: int) -> bool:
     n_cols = x.shape[dim]
     x_col, y_col = (x.stride(dim), y.stride(dim)) if n_cols > 1 else (1, 1)
     neighbors = None if is_batch_invariant() else n_rows
-    return planning.strided_is_faster(n_cols, neighbors, x_row == 1, x_col == 1, y_col == 1)
+    return strided.strided_is_faster(n_cols, neighbors, x_row == 1, x_col == 1, y_col == 1)
 
 
 def _strided_rows(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:
@@ -274,7 +275,7 @@ def planned_backward(y: Tensor, in_dtype: torch.dtype, dim: int, log: bool, on: 
 def _strided_plan(x: Tensor, y: Tensor, dim: int) -> Plan:
     n_rows, x_row, _ = _strided_rows(x, y, dim)[-1]
     x_col = 1 if x.shape[dim] == 1 else x.stride(dim)
-    return planning.strided_plan(n_rows, x.shape[dim], along_cols=x_col == 1 and x_row != 1)
+    return strided.strided_plan(n_rows, x.shape[dim], along_cols=x_col == 1 and x_row != 1)
 
 
 def _run_strided(x: Tensor, y: Tensor, dim: int, log: bool) -> None:

@@ -98,7 +98,6 @@ def profiling() -> bool:
 any_autocast = _or_public(
     "_C._is_any_autocast_enabled", lambda: torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
 )
-deterministic_algorithms = _or_public("_C._get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
 has_storage = _or_public("_C._has_storage", _public_has_storage)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .config_tables import (
+from .config_tables import TWO_PASS_CHUNKS, TWO_PASS_WARPS, KernelConfig
+from .masked_tables import (
     MASKED,
     MASKED_ADDITIVE_REGISTERS,
     MASKED_BACKWARD_REGISTERS,
@@ -12,9 +13,6 @@ from .config_tables import (
     MASKED_FEW_CHUNKS,
     MASKED_LANES,
     MASKED_WIDE,
-    TWO_PASS_CHUNKS,
-    TWO_PASS_WARPS,
-    KernelConfig,
 )
 from .softmax import geometry, plan, resident_plan, steps_plan, warp_plan
 from .types import Device, Plan, Problem

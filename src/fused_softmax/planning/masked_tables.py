@@ -1,0 +1,85 @@
+"""The measured tables of masked rows and their gradients, as `config_tables` has those of softmax."""
+
+from __future__ import annotations
+
+from .config_tables import KernelConfig
+
+# masked softmax without a mask (causal), with one, and its gradient, by element size; wider rows take softmax's. Few
+# warps with many vectors per thread are the fastest. H200, bfloat16, fraction of a copy: causal 10,266 x 10,266 runs at
+# 0.89 with 4 warps and 11 chunks, at 0.62 with 16 warps and 3; an additive mask of 3,943 columns at 1.04 with 4 warps,
+# at 0.88 with 8; one of 10,697 at 0.85 with 4, at 0.75 with 8. float32, 8,894 columns with 8 warps and on a cluster:
+# causal 0.99 and 0.82, additive 0.98 and 0.80, causal gradient 1.01 and 0.61;
+# boolean, 9,697 with 16 warps and on a cluster: 0.99 and 0.82. rows: as many warps have a row each
+MASKED: dict[str, dict[int, tuple[KernelConfig, ...]]] = {
+    "unmasked": {
+        2: (
+            KernelConfig(1024, 1, 2, rows=2),
+            KernelConfig(2048, 1, 1, True),
+            KernelConfig(4608, 1, 2, True),
+            KernelConfig(16384, 1, 4, True),
+        ),
+        4: (
+            KernelConfig(512, 1, 2, rows=2),
+            KernelConfig(1024, 1, 1),
+            KernelConfig(2304, 1, 2),
+            KernelConfig(8192, 1, 4),
+            KernelConfig(16384, 1, 8),
+        ),
+    },
+    "boolean": {
+        2: (
+            KernelConfig(1536, 1, 1),
+            KernelConfig(3584, 1, 2),
+            KernelConfig(8448, 1, 4, True),
+            KernelConfig(16384, 1, 8),
+        ),
+        4: (
+            KernelConfig(768, 1, 1),
+            KernelConfig(1792, 1, 2),
+            KernelConfig(3072, 1, 4),
+            KernelConfig(8192, 1, 8),
+            KernelConfig(16384, 1, 16),
+        ),
+    },
+    "backward": {
+        2: (
+            KernelConfig(1792, 1, 1, True),
+            KernelConfig(3584, 1, 2, True),
+            KernelConfig(16384, 1, 4, True),
+        ),
+        4: (
+            KernelConfig(896, 1, 1),
+            KernelConfig(1792, 1, 2),
+            KernelConfig(8192, 1, 4),
+            KernelConfig(13312, 1, 8),
+        ),
+    },
+}
+# an additive mask takes more registers than a boolean one
+MASKED["additive"] = {
+    2: (*MASKED["boolean"][2][:2], KernelConfig(11264, 1, 4, True), KernelConfig(16384, 1, 8)),
+    4: (*MASKED["boolean"][4][:3], KernelConfig(13312, 1, 8)),
+}
+# rows of 16 bits with a mask, and their gradients, of more than so many columns and up to max_cols: not as softmax's
+MASKED_WIDE = (114688, KernelConfig(131072, 16, 8, True))
+# of narrow rows, by element size: (most vectors of a row, threads that hold it). Instructions limit these rows, and a
+# warp with 8 threads for each of 4 rows reduces them at once. H200, bfloat16, 521 columns: 178 instructions per causal
+# row, 353 with a warp for each row; 309 and 517 with an additive mask. Rows of few chunks are in programs of 4 warps.
+# 16 threads, bfloat16: boolean 573 columns 0.95, with 8 threads 0.87; causal gradient of 497 columns and 47 queries
+# 0.80 instead of 0.73, of 795 columns and 29 queries 0.84 instead of 0.66 with a warp for a row
+MASKED_LANES: dict[str, dict[int, tuple[tuple[int, int], ...]]] = {
+    "unmasked": {2: ((80, 8),), 4: ((40, 8), (80, 16))},
+    "boolean": {2: ((56, 8), (112, 16)), 4: ((40, 8), (80, 16))},
+    "additive": {2: ((80, 8),), 4: ((40, 8), (80, 16))},
+    "backward": {2: ((40, 8), (104, 16)), 4: ((40, 8), (80, 16))},
+}
+MASKED_FEW_CHUNKS = 3
+# (the fewest and the most chunks of 16 bits, the cap on registers) of narrow rows under an additive mask. ptxas aims at
+# fewer registers without a cap, so that loads wait for others. H200, bfloat16: 371 columns 0.89 instead of 0.77, 297
+# columns 0.90 instead of 0.75; from 7 chunks on a row spills
+MASKED_ADDITIVE_REGISTERS = (4, 6, 80)
+# of a masked gradient on a cluster whose threads hold at most 4 vectors of 16 bits per tensor. H200, bfloat16, causal:
+# 253 us instead of 302 us without a cap at 32,000 columns, 248 us instead of 295 us at 128,256 (2^28 elements)
+MASKED_BACKWARD_REGISTERS = 80
+# vectors per thread of a longer row: alone, and together with as many of a mask or of a gradient's second row
+MASKED_CHUNKS = {False: 16, True: 13}
