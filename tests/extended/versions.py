@@ -48,6 +48,7 @@ CORE_TESTS = tuple(
         "test_softmax",
         "test_cross_entropy",
         "test_masked_softmax",
+        "test_other_dims",
         "test_token_logprobs",
         "test_logsumexp",
         "torch_ops/test_operators",

@@ -19,7 +19,7 @@ import triton.language as tl
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cross_entropy_terms import assert_inside, coefficients, cross_entropy_term, row_loss
 from .common.logits import capped, logsumexp, reference_of, rounding_residual, weigh
-from .common.numerics import LOWEST, exp, exp2_affine, scaled, upcast
+from .common.numerics import LOWEST, exp, exp2_affine, maximum, scaled, upcast
 from .common.spatial_tiles import (
     columns_of_chunk,
     load_tiles,
@@ -112,7 +112,7 @@ def block_of_losses(
     # softcap is monotonic: the largest logit gives the largest z
     m = x[0]
     for c in tl.static_range(1, CHUNKS):
-        m = tl.maximum(m, x[c])
+        m = maximum(m, x[c], PTX)
     m = tl.maximum(capped(m, cap, SOFTCAP), LOWEST)
     s = tl.zeros_like(m)
     t = tl.zeros_like(m)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
-from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, scaled, upcast
+from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, maximum, scaled, upcast
 from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_sum, share_of
 from .common.spatial_staging import await_staged, chunk_of, declare_staging, stage
@@ -58,10 +58,10 @@ def softmax_spatial(
     x = load_tiles(x_at, x_col, column, n_cols, exists, -float("inf"), CHUNKS, UNPREDICATED, STEP, VEC, FIRST)
     m = x[0]
     for c in tl.static_range(1, CHUNKS - FIRST):
-        m = tl.maximum(m, x[c])
+        m = maximum(m, x[c], PTX)
     await_staged(SMEM_STAGED, PTX)
     for c in tl.static_range(FIRST):
-        m = tl.maximum(m, chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX))
+        m = maximum(m, chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX)
     m = tl.maximum(m.to(tl.float32), LOWEST)
     s = tl.zeros_like(m)
     exps = ()

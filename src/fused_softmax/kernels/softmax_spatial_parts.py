@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, Vector, kernel
 from .common.logits import logsumexp
-from .common.numerics import HIGHEST, LOWEST, exp, scaled, upcast
+from .common.numerics import HIGHEST, LOWEST, exp, maximum, scaled, upcast
 from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.spatial_tiles import columns_of_chunk, load_tile, positions_of, store_tile, sum_over_columns, tile_at
 
@@ -74,7 +74,7 @@ def softmax_spatial_reduce(
         x = load_step(x_at, at, x_col, column, end, exists, -float("inf"), CHUNKS, COLS, VEC)
         top = x[0]
         for c in tl.static_range(1, CHUNKS):
-            top = tl.maximum(top, x[c])
+            top = maximum(top, x[c], PTX)
         m_new = tl.maximum(m, top.to(tl.float32))
         if LSE:
             m_new = tl.minimum(m_new, HIGHEST)

@@ -95,6 +95,19 @@ def sum_of_vectors(x, PTX: tl.constexpr, ONE_CTA: tl.constexpr = False):
 
 
 @triton.jit
+def maximum(a, b, PTX: tl.constexpr):
+    """The larger of two numbers of any dtype.
+
+    Up to Triton 3.8 tl.maximum takes bfloat16 to float32 first. From 3.9 on the device compares bfloat16, and the
+    interpreter, which holds bfloat16 as integers, compares their bits.
+    """
+    if PTX:
+        return tl.maximum(a, b)
+    else:
+        return tl.maximum(a.to(tl.float32), b.to(tl.float32))
+
+
+@triton.jit
 def max_of_vectors(x, PTX: tl.constexpr, ONE_CTA: tl.constexpr = False):
     """tl.max(x, 2), one element after the other.  # [SEGMENTS, VECTORS, VEC] -> [SEGMENTS, VECTORS]"""
     if _in_order(PTX, _TREES if ONE_CTA else _TREES_ON_CLUSTERS, x.shape[2]):
