@@ -14,9 +14,9 @@ from fused_softmax.lab.registry import OPS
 from .draw import DTYPES, Budget, draw_class
 from .worker import Unit
 
-# cases of one class and way: eager ones share what was compiled, which takes as long as 100 of them, the others compile
+# cases of one class and way: eager ones share what was compiled, which takes longer than they do, the others compile
 # or capture for each
-PER_CLASS = 48
+PER_CLASS = 40
 PER_CLASS_INTERPRETED = 4
 SLOW_WAYS = ("compile", "cuda_graph")
 
