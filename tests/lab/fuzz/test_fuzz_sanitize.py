@@ -72,6 +72,59 @@ def test_an_error_is_counted_with_its_kernel(tmp_path):
     assert "--kernel-name" not in (tmp_path / "calls").read_text()
 
 
+TORCH = (
+    "========= Uninitialized __global__ memory read of size 8 bytes\n"
+    "=========     at void at::native::reduce_kernel<(int)512, (int)1, at::native::ReduceOp<double>>(T3)+0xf0c0\n"
+    "=========     by thread (1,16,0) in block (1,6,0)\n=========     Address 0x7fbcdf9d0838\n=========\n"
+)
+INLINED = (
+    "========= Uninitialized __global__ memory read of size 4 bytes\n=========     at load_chunk+0x10 in tiles.py:9\n"
+    "=========     by thread (1,0,0) in block (0,0,0)\n=========         Device Frame: softmax_resident+0x90\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "ours", "elsewhere"),
+    [
+        (TORCH * 3 + "========= ERROR SUMMARY: 3 errors\n", {}, {"at::native::reduce_kernel": 3}),
+        (
+            TORCH + INLINED + "========= ERROR SUMMARY: 2 errors\n",
+            {"softmax_resident": 1},
+            {"at::native::reduce_kernel": 1},
+        ),
+        # what the log counts and does not print has no name: it counts as ours
+        (
+            TORCH + "========= ERROR SUMMARY: 5 errors\n========= ERROR SUMMARY: 4 errors were not printed. Use ...\n",
+            {"no kernel": 4},
+            {"at::native::reduce_kernel": 1},
+        ),
+        ("========= ERROR SUMMARY: 0 errors\n", {}, {}),
+        (
+            "========= Program hit cudaErrorInvalidValue on CUDA API call to cudaLaunchKernel.\n"
+            "========= ERROR SUMMARY: 1 error\n",
+            {"no kernel": 1},
+            {},
+        ),
+        (
+            "========= Error: Race reported between Write access at masked_softmax_forward+0x70 in masks.py:9\n"
+            "=========     and Read access at masked_softmax_forward+0x90 in masks.py:10 [64 hazards]\n"
+            "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n",
+            {"masked_softmax_forward": 1},
+            {},
+        ),
+    ],
+)
+def test_each_error_is_of_a_kernel_of_ours_or_of_another(tmp_path, log, ours, elsewhere):
+    (tmp_path / "0.log").write_text("========= COMPUTE-SANITIZER\n" + log)
+    (tmp_path / "0.json").write_text('{"cases": 4, "wrong": 0, "problems": []}\n')
+    summary = sanitize.Summary("initcheck")
+    sanitize._add(summary, tmp_path / "0.log", tmp_path / "0.json", 3)
+    assert (summary.kernels, summary.kernels_elsewhere) == (ours, elsewhere)
+    row = summary.row()
+    assert (row["errors"], row["errors_elsewhere"]) == (sum(ours.values()), sum(elsewhere.values()))
+    assert summary.clean == (not ours)
+
+
 def test_a_process_without_a_summary_is_no_clean_run(tmp_path):
     ended = fuzz(tmp_path, "killed", "--sanitize", "racecheck", "--op", "softmax", "--cases", "1")
     assert ended.returncode == 1 and "1 processes lost" in ended.stdout

@@ -51,19 +51,19 @@ def fuzz(
     seed: Annotated[int, typer.Option(help="the same seed draws the same cases")] = 0,
     workers: Annotated[int, typer.Option(min=1, help="processes")] = 1,
     record: Annotated[Path | None, typer.Option(help="write or add to this JSON record")] = None,
+    add: Annotated[str, typer.Option(help="draw nothing: add these comma-separated records to --record")] = "",
     sanitize: Annotated[str, typer.Option(help="run under compute-sanitizer: memcheck, racecheck, initcheck")] = "",
     replay: Annotated[str, typer.Option(help="one case, as the JSON that a failure printed")] = "",
     huge: Annotated[bool, typer.Option("--huge", help="also tensors of more than 2^31 elements (GPU)")] = False,
     stop: Annotated[bool, typer.Option("--stop", help="stop at the first failure")] = False,
 ) -> None:
     """Draw calls of every op, way in, dtype, layout and value; judge them against float64; fail when one is wrong."""
-    wanted = names(op, "--op"), names(way, "--way"), dtypes(dtype)
+    wanted, added = (names(op, "--op"), names(way, "--way"), dtypes(dtype)), [Path(f) for f in names(add, "--add")]
     options.interpret_without_gpu()
     from fused_softmax.lab.fuzz import command
 
-    raise typer.Exit(
-        command.fuzz(*wanted, seconds, cases, per_cell, columns, seed, workers, record, sanitize, replay, stop, huge)
-    )
+    given = seconds, cases, per_cell, columns, seed, workers, record, sanitize, replay, stop, huge, added
+    raise typer.Exit(command.fuzz(*wanted, *given))
 
 
 def accuracy(

@@ -15,7 +15,7 @@ from fused_softmax.lab.registry import LINEAR_OPS, OPS, WAYS
 def fuzz(
     ops: tuple[str, ...], ways: tuple[str, ...], dtypes: tuple[str, ...], seconds: float | None, cases: int | None,
     per_cell: int | None, columns: str, seed: int, workers: int, record: Path | None, sanitize: str, replayed: str,
-    stop: bool, huge: bool,
+    stop: bool, huge: bool, added: Sequence[Path] = (),
 ) -> int:  # fmt: skip
     """The exit status: 0 where nothing is wrong, 1 where a case is, 2 where the request is no request, 130 where it was
     interrupted."""
@@ -26,6 +26,8 @@ def fuzz(
     from .session import Request, run
 
     try:
+        if added:
+            return _add(added, record, console)
         _known("op", ops, (*OPS, *LINEAR_OPS))
         _known("way", ways, WAYS)
         if replayed:
@@ -52,7 +54,7 @@ def fuzz(
             _known("sanitize", (sanitize,), sanitizer.TOOLS)
             sanitizer.check(request)
             sanitizer.find()
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, OSError) as error:
         console.print(f"fuzz: {error}", markup=False)
         return 2
     if sanitize:
@@ -63,6 +65,18 @@ def fuzz(
         return int(not summary.clean)
     findings = run(request, console)
     return 130 if findings.interrupted else int(bool(findings.wrong.total()))
+
+
+def _add(added: Sequence[Path], record: Path | None, console: Console) -> int:
+    """Sum up records, and draw nothing."""
+    from . import record as records
+
+    if record is None:
+        raise ValueError("--add needs --record, the file that the sum is written to")
+    cases = records.add_records(record, added)
+    fewest = min(cases.values(), default=0)
+    console.print(f"{cases.total()} cases in {len(cases)} cells, at least {fewest} in each: {record}", markup=False)
+    return 0
 
 
 def _shown(console: Console) -> Callable[[str], None]:

@@ -24,6 +24,8 @@ OTHER_DTYPES = ("float64", "int64", "int32", "uint8", "bool")
 # what out= is given: its own memory, x's (all of it, from the second element on, transposed), and what torch refuses
 OUTPUTS: tuple[str, ...] = ("fresh", "fresh", "fresh", "fresh", "empty", "same", "partly", "transposed")
 OUTPUTS += ("expanded", "wrong_dtype", "inference")
+SHAPES = 3  # of a class
+APART = ("step", "transposed", "channels_last")  # layouts whose columns may lie apart
 UPSTREAMS = ("one", "one", "quarter", "random", "random", "zeros", "expanded")
 
 
@@ -105,6 +107,7 @@ class DrawClass:
     layouts: tuple[tuple[str, int], ...]
     last: bool  # whether rows lie along the last dimension
     flags: tuple[int, ...]  # seeds of the options that kernels are compiled for
+    shapes: tuple[int, ...]  # and of the shapes that they are compiled for
     seed: int
 
 
@@ -154,7 +157,8 @@ def draw_class(op: str, dtype: str, seed: int, budget: Budget, widths: tuple[int
     n_dims = rng.choice((2, 3, 4))
     chosen = tuple(layouts.draw_layout(rng, n_dims) for _ in range(3))
     last = OPS[op].rows == "last" or rng.random() < 0.75
-    return DrawClass(op, dtype, n_cols, chosen, last, (rng.getrandbits(32), rng.getrandbits(32)), seed)
+    flags = rng.getrandbits(32), rng.getrandbits(32)
+    return DrawClass(op, dtype, n_cols, chosen, last, flags, tuple(rng.getrandbits(32) for _ in range(SHAPES)), seed)
 
 
 def draw_cases(of: DrawClass, way: str, count: int, budget: Budget) -> Iterator[Case]:
@@ -168,32 +172,13 @@ def draw_cases(of: DrawClass, way: str, count: int, budget: Budget) -> Iterator[
 
 
 def _draw(of: DrawClass, way: str, rng: Random, budget: Budget) -> Case | None:
-    spec = OPS[of.op]
-    n_dims = rng.choice((0, 1, 2, 2, 2, 2, 3, 3, 3, 4, 5))
-    if n_dims == 0 and (spec.rows in ("last", "classes") or way == "vmap" or rng.random() < 0.7):
-        n_dims = 1
-    elements = budget.elements if budget.large == 1.0 or rng.random() < budget.large else budget.elements >> 3
-    most_rows = max(1, min(budget.rows, elements // of.n_cols))
-    if of.n_cols <= 16 and rng.random() < budget.many_rows:
-        n_dims, most_rows = 2, 4096
-    shape = list(_rows(rng, max(0, n_dims - 1), most_rows))
-    if spec.rows == "classes":
-        at = min(1, len(shape))
-    elif of.last or not shape:
-        at = len(shape)
-    else:
-        at = rng.randrange(len(shape) + 1)
-    dims: tuple[int, ...] = (at,)
-    if n_dims:
-        shape.insert(at, of.n_cols)
-    if spec.rows == "dims" and n_dims > 1 and rng.random() < 0.3:
-        dims = tuple(sorted({at, rng.randrange(n_dims)}))
+    spec, layout = OPS[of.op], rng.choice(of.layouts)
+    several = spec.rows == "dims" and rng.random() < 0.3
+    n_dims, shape, dims, at = _shape_of(of, way, layout[0] in APART, several, rng, budget)
     if n_dims and rng.random() < 0.01:  # nothing to compute
         shape[rng.randrange(n_dims)] = 0
         if spec.rows in ("classes", "last") and shape[at] == 0:
             return None
-    if not n_dims:
-        dims = (0,)
     numbers = Random(rng.getrandbits(32))
     options = spec.draw(Random(rng.choice(of.flags)), numbers, tuple(shape), dims, of.dtype)
     if way == "module":
@@ -222,13 +207,45 @@ def _draw(of: DrawClass, way: str, rng: Random, budget: Budget) -> Case | None:
     kind = rng.choice((*values.FINITE, *kinds)) if rng.random() < 0.8 else "normal"
     if direction == "double" and kind in ("wide", "offset"):
         kind = "normal"
-    layout = rng.choice(of.layouts)
-    if of.n_cols > budget.strided and (at != n_dims - 1 or layout[0] in ("step", "transposed", "channels_last")):
+    if of.n_cols > budget.strided and (at != n_dims - 1 or layout[0] in APART):
         return None
     upstream = rng.choice(UPSTREAMS)
     return Case(
         of.op, way, dtype, tuple(shape), dims, layout, kind, direction, upstream, options, rng.getrandbits(31)
     )  # fmt: skip
+
+
+def _shape_of(
+    of: DrawClass, way: str, apart: bool, several: bool, rng: Random, budget: Budget
+) -> tuple[int, list[int], tuple[int, ...], int]:
+    """(dimensions, their sizes, those of a row, the one with n_cols).
+
+    Rows that lie one after another may be of any number for one kernel. Others are compiled for what lies between their
+    columns, and rows of `several` dimensions for their product: such sizes are the class's. `apart`: the layout's rows.
+    """
+    spec = OPS[of.op]
+    one_after_another = of.last and spec.rows != "classes"
+    by_class = Random(rng.choice(of.shapes))
+    draw = rng if one_after_another and not (apart or several) else by_class
+    n_dims = draw.choice((0, 1, 2, 2, 2, 2, 3, 3, 3, 4, 5))
+    if n_dims == 0 and (spec.rows in ("last", "classes") or way == "vmap" or draw.random() < 0.7):
+        n_dims = 1
+    elements = budget.elements if budget.large == 1.0 or draw.random() < budget.large else budget.elements >> 3
+    most = max(1, min(budget.rows, elements // of.n_cols))
+    if of.n_cols <= 16 and rng.random() < budget.many_rows:
+        n_dims, most = 2, 4096
+    shape = _rows(draw, max(0, n_dims - 1), most)
+    at = len(shape)
+    if spec.rows == "classes":
+        at = min(1, at)
+    elif not of.last and shape:
+        at = draw.randrange(at + 1)
+    if not (one_after_another or apart or several):  # what lies before is each case's own
+        shape[:at] = _rows(rng, at, max(1, most // math.prod(shape[at:])))
+    if n_dims:
+        shape.insert(at, of.n_cols)
+    dims = (at,) if n_dims else (0,)
+    return n_dims, shape, tuple(sorted({at, draw.randrange(n_dims)})) if several and n_dims > 1 else dims, at
 
 
 def _odd(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,35 +66,79 @@ def counted(known: dict[str, Any] | None) -> Counter:
 
 def write(path: Path, request: Request, findings: Findings, known: dict[str, Any] | None) -> None:
     """Write the run, added to `known`, which the file had before it: a second write of a run replaces the first."""
-    on_gpu = torch.cuda.is_available()
-    head = asdict(header(torch.device("cuda" if on_gpu else "cpu"), interpreting()))
-    rows = {
-        cell: {"cases": cases, "wrong": findings.wrong[cell], "errors": findings.errors[cell],
-               "seeds": [request.seed], "seconds": round(findings.seconds.get(cell, 0.0), 2)}
-        for cell, cases in findings.cases.items()
-    }  # fmt: skip
-    reached = findings.reached
-    failures = [{"problems": f.problems, "case": json.loads(f.smallest)} for f in findings.distinct]
-    if known is not None:
-        head = {**known["header"], "runs": [*known["header"].get("runs", [known["header"]["date"]]), head["date"]]}
-        for row in known["rows"]:
-            rows[row["op"], row["way"], row["dtype"]] = _sum(row, rows.get((row["op"], row["way"], row["dtype"])))
-        reached = reached | {(kernel, flag) for kernel, flag in known["coverage"]["reached"]}
-        failures = known["failures"] + failures
+    made = _content(request, findings)
+    write_atomically(path, _dump(made if known is None else _added(known, made)))
+
+
+def add_records(path: Path, others: Sequence[Path]) -> Counter:
+    """Write the sum of `path`, where it exists, and of other records to `path`; returns the cases of each cell.
+
+    ValueError where they are of different kernels or devices, or have a seed in common.
+    """
+    total: dict[str, Any] | None = None
+    for file in [*([path] if path.exists() else []), *others]:
+        content = json.loads(file.read_text())
+        if total is not None:
+            if content["kernel_hash"] != total["kernel_hash"]:
+                raise OtherKernels(f"{file} is a record of other kernels: only runs of the same kernels add up")
+            if content["header"]["device"] != total["header"]["device"]:
+                raise ValueError(f"{file} is a record of {content['header']['device']}, not of the same device")
+            if again := _seeds(content) & _seeds(total):
+                raise ValueError(f"{file} has a run of seed {min(again)}, which would count twice")
+        total = content if total is None else _added(total, content)
+    if total is None:
+        raise ValueError("--add: no record is given")
+    write_atomically(path, _dump(total))
+    return counted(total)
+
+
+def _seeds(content: dict[str, Any]) -> set[int]:
+    return {seed for row in content["rows"] for seed in row["seeds"]}
+
+
+def _content(request: Request, findings: Findings) -> dict[str, Any]:
+    """One run as a record has it."""
+    head = asdict(header(torch.device("cuda" if torch.cuda.is_available() else "cpu"), interpreting()))
     wanted = coverage.everything()
-    content = {
+    return {
         "header": {k: v for k, v in head.items() if k not in ("ceilings", "unavailable", "stopped", "finished")},
         "kernel_hash": kernel_hash(),
-        "rows": [{"op": op, "way": way, "dtype": dtype, **rows[op, way, dtype]} for op, way, dtype in sorted(rows)],
+        "rows": [
+            {
+                "op": op, "way": way, "dtype": dtype, "cases": cases, "wrong": findings.wrong[op, way, dtype],
+                "errors": findings.errors[op, way, dtype], "seeds": [request.seed],
+                "seconds": round(findings.seconds.get((op, way, dtype), 0.0), 2),
+            }
+            for (op, way, dtype), cases in sorted(findings.cases.items())
+        ],
         "coverage": {
-            "reached": sorted(reached & wanted),
-            "not_reached": sorted(wanted - reached),
+            "reached": sorted(findings.reached & wanted),
+            "not_reached": sorted(wanted - findings.reached),
         },
-        "failures": failures,
+        "failures": [{"problems": f.problems, "case": json.loads(f.smallest)} for f in findings.distinct],
+    }  # fmt: skip
+
+
+def _added(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """The sum of two records of the same kernels."""
+    runs = [run for r in (a, b) for run in r["header"].get("runs", [r["header"]["date"]])]
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in (*a["rows"], *b["rows"]):
+        cell = row["op"], row["way"], row["dtype"]
+        rows[cell] = _sum(rows[cell], row) if cell in rows else row
+    reached, missing = (
+        {(kernel, flag) for r in (a, b) for kernel, flag in r["coverage"][name]} for name in ("reached", "not_reached")
+    )
+    content = {
+        "header": {**a["header"], "runs": runs},
+        "kernel_hash": a["kernel_hash"],
+        "rows": [rows[cell] for cell in sorted(rows)],
+        "coverage": {"reached": sorted(reached), "not_reached": sorted(missing - reached)},
+        "failures": a["failures"] + b["failures"],
     }
-    if known is not None and "sanitizers" in known:
-        content["sanitizers"] = known["sanitizers"]
-    write_atomically(path, _dump(content))
+    if sanitizers := [*a.get("sanitizers", ()), *b.get("sanitizers", ())]:
+        content["sanitizers"] = sanitizers
+    return content
 
 
 def add_sanitizer(path: Path, request: Request, row: dict[str, Any]) -> None:
@@ -109,11 +154,9 @@ def add_sanitizer(path: Path, request: Request, row: dict[str, Any]) -> None:
     write_atomically(path, _dump(content))
 
 
-def _sum(a: dict[str, Any], b: dict[str, Any] | None) -> dict[str, Any]:
-    if b is None:
-        return {k: v for k, v in a.items() if k not in ("op", "way", "dtype")}
+def _sum(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     summed = {k: round(a[k] + b[k], 2) for k in ("cases", "wrong", "errors", "seconds")}
-    return {**summed, "seeds": sorted({*a["seeds"], *b["seeds"]})}
+    return {**a, **summed, "seeds": sorted({*a["seeds"], *b["seeds"]})}
 
 
 def _dump(content: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from random import Random
 
@@ -15,9 +14,9 @@ from fused_softmax.lab.registry import OPS
 from .draw import DTYPES, Budget, draw_class
 from .worker import Unit
 
-# cases of one class and way: eager ones share what was compiled, which takes as long as 100 of them, the others compile
+# cases of one class and way: eager ones share what was compiled, which takes longer than they do, the others compile
 # or capture for each
-PER_CLASS = 48
+PER_CLASS = 40
 PER_CLASS_INTERPRETED = 4
 SLOW_WAYS = ("compile", "cuda_graph")
 
@@ -73,37 +72,47 @@ def groups_of(request: Request) -> list[tuple[str, str]]:
 def units(
     request: Request, device: str, budget: Budget, end: float = math.inf, had: Counter | None = None, first: int = 0
 ) -> Iterator[Unit]:
-    """Classes in turn over ops and dtypes, from number `first` on, until the counts that are asked for are reached.
+    """Classes, from number `first` on, until the counts that are asked for are reached: of the op and dtype whose cells
+    are emptiest, or of each in turn where no count for each cell is asked for.
 
     `had`: the cases that each cell has already, of the count for each cell.
     """
     per_class = request.per_class or (PER_CLASS if device == "cuda" else PER_CLASS_INTERPRETED)
     drawn: Counter = Counter()
     had = had or Counter()
-    groups = groups_of(request)
-    for index in count(first):
-        given = 0
-        rng = Random(f"{request.seed} {index}")
-        for op, dtype in rng.sample(groups, len(groups)):
-            possible = ways_of(op, request, device)
-            if device == "cpu" and request.per_cell is None:  # few ways of many classes, since a case costs more
-                possible = tuple(rng.sample(possible, min(2, len(possible))))
-            of = draw_class(op, dtype, request.seed * 1_000_003 + index, budget, request.columns)
-            # a case of such rows takes longer, and few kernels take them
-            of_class = max(1, per_class // 8) if of.n_cols > budget.columns and not request.columns else per_class
-            wanted = []
-            for way in possible:
-                cell = op, way, dtype
-                n = max(1, of_class // 8) if way in SLOW_WAYS else of_class
-                if request.per_cell is not None:
-                    n = min(n, share(request, way) - had[cell] - drawn[cell])
-                if request.cases is not None:
-                    n = min(n, request.cases - drawn.total())
-                if n > 0:
-                    drawn[cell] += n
-                    wanted.append((way, n))
-            if wanted:
-                given += 1
-                yield Unit(of, tuple(wanted), budget, device, end=end)
-        if not given:
-            return
+    turns = dict.fromkeys(groups_of(request), first)
+
+    def chance(group: tuple[str, str]) -> Random:
+        return Random(f"{request.seed} {turns[group]} {group}")
+
+    def next_first(group: tuple[str, str]) -> tuple[float, int, float]:
+        filled = 0.0
+        if request.per_cell is not None:
+            cells = [(group[0], way, group[1]) for way in ways_of(group[0], request, device)]
+            filled = min((had[cell] + drawn[cell]) / share(request, cell[1]) for cell in cells) if cells else 1.0
+        return filled, turns[group], chance(group).random()
+
+    while turns:
+        op, dtype = group = min(turns, key=next_first)
+        possible = ways_of(op, request, device)
+        if device == "cpu" and request.per_cell is None:  # few ways of many classes, since a case costs more
+            possible = tuple(chance(group).sample(possible, min(2, len(possible))))
+        of = draw_class(op, dtype, request.seed * 1_000_003 + turns[group], budget, request.columns)
+        # a case of such rows takes longer, and few kernels take them
+        of_class = max(1, per_class // 8) if of.n_cols > budget.columns and not request.columns else per_class
+        wanted = []
+        for way in possible:
+            cell = op, way, dtype
+            n = max(1, of_class // 8) if way in SLOW_WAYS else of_class
+            if request.per_cell is not None:
+                n = min(n, share(request, way) - had[cell] - drawn[cell])
+            if request.cases is not None:
+                n = min(n, request.cases - drawn.total())
+            if n > 0:
+                drawn[cell] += n
+                wanted.append((way, n))
+        turns[group] += 1
+        if wanted:
+            yield Unit(of, tuple(wanted), budget, device, end=end)
+        else:
+            del turns[group]

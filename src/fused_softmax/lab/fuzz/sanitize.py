@@ -43,23 +43,34 @@ BUDGET = Budget(1 << 16, 1 << 8, 1 << 17, strided=1 << 12, widest=0.01, large=1.
 KERNELS = (
     "softmax_", "row_statistics", "cross_entropy_", "count_targets", "reduce_losses", "scale_unless_one",
 )  # fmt: skip
-_ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
+# a second line counts those that are not printed: there are none with this limit
+_ERRORS = re.compile(r"ERROR SUMMARY: (\d+) errors?\s*$", re.MULTILINE)
+PRINTED = 10_000_000
 _HAZARDS = re.compile(r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\)")
-_PLACE = re.compile(r"^=+\s+at (?:void )?([\w:]+)", re.MULTILINE)
+_ERROR = re.compile(r"^========= (?=\S)", re.MULTILINE)
+# where an error is, and from where that was called within its kernel: the last of them is the kernel
+_PLACE = re.compile(r"(?:^=+\s+at |Device Frame: ?| access at )(?:0x[0-9a-f]+ in )?(.+)$", re.MULTILINE)
+NO_KERNEL = "no kernel"  # what has none, or is not printed
 
 
 @dataclasses.dataclass
 class Summary:
-    """What the processes gave, added up. `lost`: processes that ended without a summary."""
+    """What the processes gave, added up. `lost`: processes that ended without a summary.
+
+    `errors` are in kernels of ours, or in none that the log names; `errors_elsewhere` in those of PyTorch and its
+    libraries, which initcheck watches too.
+    """
 
     tool: str
     cases: int = 0
     wrong: int = 0
     errors: int = 0
+    errors_elsewhere: int = 0
     warnings: int = 0
     lost: int = 0
     seconds: float = 0.0
-    kernels: Counter = dataclasses.field(default_factory=Counter)  # how often an error names a kernel
+    kernels: Counter = dataclasses.field(default_factory=Counter)  # the errors by kernel
+    kernels_elsewhere: Counter = dataclasses.field(default_factory=Counter)
     problems: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -67,8 +78,9 @@ class Summary:
         return self.cases > 0 and not (self.wrong or self.errors or self.warnings or self.lost)
 
     def row(self) -> dict[str, Any]:
-        made = {name: getattr(self, name) for name in ("tool", "cases", "wrong", "errors", "warnings", "lost")}
-        return {**made, "seconds": round(self.seconds, 1), "kernels": dict(self.kernels)}
+        names = ("tool", "cases", "wrong", "errors", "errors_elsewhere", "warnings", "lost")
+        kernels = {"kernels": dict(self.kernels), "kernels_elsewhere": dict(self.kernels_elsewhere)}
+        return {name: getattr(self, name) for name in names} | {"seconds": round(self.seconds, 1)} | kernels
 
 
 def find() -> str:
@@ -91,12 +103,13 @@ def check(request: Request) -> None:
 
 def command_of(found: str, tool: str, log: Path) -> list[str]:
     """The sanitizer's part of a command line."""
-    command = [found, "--tool", tool, "--error-exitcode", "3", "--log-file", str(log)]
+    command = [found, "--tool", tool, "--error-exitcode", "3", "--log-file", str(log), "--print-limit", str(PRINTED)]
+    known = subprocess.run([found, "--help"], capture_output=True, text=True).stdout
+    if re.search(r"--show-backtrace.{,400}\bdevice\b", known, re.DOTALL):  # a host's is long
+        command += ["--show-backtrace", "device"]
     if tool != "initcheck":  # which has to see torch's kernels write what ours read
-        known = subprocess.run([found, "--help"], capture_output=True, text=True).stdout
-        if "--kernel-name" in known:
-            for part in KERNELS:
-                command += ["--kernel-name", f"kns={part}"]
+        for part in KERNELS if "--kernel-name" in known else ():
+            command += ["--kernel-name", f"kns={part}"]
     return command
 
 
@@ -146,17 +159,46 @@ def run(tool: str, request: Request, console: Console) -> Summary:
     return summary
 
 
+def kernels_of(log: str) -> Counter:
+    """How many of a log's errors each kernel has. C++ names are without their parameters; Triton's have none."""
+    starts = [found.start() for found in _ERROR.finditer(log)]
+    found: Counter = Counter()
+    for start, end in zip(starts, [*starts, len(log)][1:], strict=True):
+        places = _PLACE.findall(log[start:end])
+        found.update([_name(places[-1])] if places else [])
+    return found
+
+
+def _name(place: str) -> str:
+    """A kernel's name: "void at::native::reduce_kernel<(int)128, ...>(T3)+0xf0" is at::native::reduce_kernel."""
+    name = re.split(r"\+0x|\s+in\s|\(\w+\)$", re.sub(r"^void ", "", place.strip()))[0]
+    name = re.sub(r"<unnamed>|\(anonymous namespace\)", "unnamed", name)
+    return re.split(r"[<(\s]", name)[0] or place.strip()
+
+
+def elsewhere(kernel: str) -> bool:
+    """Whether a kernel is another library's: ours are functions of Triton, without a C++ namespace."""
+    return "::" in kernel
+
+
 def _add(summary: Summary, log: Path, results: Path, status: int) -> None:
     text = log.read_text() if log.exists() else ""
     errors, hazards = _ERRORS.findall(text), _HAZARDS.findall(text)
-    summary.errors += sum(int(n) for n in errors) + sum(int(e) for e, _ in hazards)
+    kernels = kernels_of(text)
+    told = sum(int(n) for n in errors) + sum(int(n) + int(w) for n, w in hazards)
+    kernels[NO_KERNEL] = max(0, told - kernels.total())
+    other = Counter({kernel: n for kernel, n in kernels.items() if elsewhere(kernel)})
+    summary.kernels += kernels - other
+    summary.kernels_elsewhere += other
     summary.warnings += sum(int(w) for _, w in hazards)
-    summary.kernels.update(_PLACE.findall(text))
+    summary.errors += max(0, told - other.total() - sum(int(w) for _, w in hazards))
+    summary.errors_elsewhere += other.total()
     if status not in (0, 3) or not (errors or hazards):
         summary.lost += 1
-        output = results.with_suffix(".out").read_text()[-500:]
-        summary.problems.append(f"a process ended with status {status} and no summary: {text[-500:]}{output}")
-    if any(int(n) for n in errors) or any(int(e) + int(w) for e, w in hazards):
+        output = results.with_suffix(".out")
+        said = output.read_text()[-500:] if output.exists() else ""
+        summary.problems.append(f"a process ended with status {status} and no summary: {text[-500:]}{said}")
+    if told > other.total():
         summary.problems.append(text[:3000])
     for line in results.read_text().splitlines() if results.exists() else ():
         report = json.loads(line)
@@ -168,10 +210,12 @@ def _add(summary: Summary, log: Path, results: Path, status: int) -> None:
 def _show(summary: Summary, console: Console) -> None:
     for problem in summary.problems[:20]:
         console.print(problem, markup=False, highlight=False, soft_wrap=True)
-    for kernel, n in summary.kernels.most_common():
-        console.print(f"  {n} in {kernel}", markup=False, highlight=False)
+    for kernel, n in (summary.kernels + summary.kernels_elsewhere).most_common():
+        where = " (not a kernel of this package)" if kernel in summary.kernels_elsewhere else ""
+        console.print(f"  {n} in {kernel}{where}", markup=False, highlight=False)
     lost = f", {summary.lost} processes lost" if summary.lost else ""
-    counts = f"{summary.errors} errors, {summary.warnings} warnings, {summary.wrong} wrong results{lost}"
+    other = f" and {summary.errors_elsewhere} in other kernels" if summary.errors_elsewhere else ""
+    counts = f"{summary.errors} errors{other}, {summary.warnings} warnings, {summary.wrong} wrong results{lost}"
     console.print(f"{summary.tool}: {summary.cases} cases, {counts}, {summary.seconds:.0f} s", markup=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -173,6 +174,7 @@ def run_graph(case: Case, inputs: Inputs, upstream: Upstream) -> dict[str, Tenso
         with torch.cuda.stream(stream):
             run(case, case.spec.function, inputs, upstream)  # compiles
         torch.cuda.current_stream().wait_stream(stream)
+        _freeze_once()
         gc.collect()  # torch.cuda.graph no longer does; what is destroyed within a capture may end it
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -184,6 +186,13 @@ def run_graph(case: Case, inputs: Inputs, upstream: Upstream) -> dict[str, Tenso
             t.detach().fill_(float("nan"))
     graph.replay()
     return {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in results.items()}
+
+
+@functools.cache
+def _freeze_once() -> None:
+    """Leave out of each capture's collection what is there before the first: torch.compile's modules, most of all."""
+    gc.collect()
+    gc.freeze()
 
 
 def _own_leaves(inputs: Inputs) -> Inputs:
