@@ -223,6 +223,10 @@ def profile(
     floors: Annotated[
         bool, typer.Option("--floors", help="time them next to their floors, in place of counting")
     ] = False,
+    random_widths: Annotated[
+        int, typer.Option(min=0, max=1000, help="draw so many widths, half of them odd, 1,024 to 262,144 columns")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of --random-widths")] = 0,
     record: Annotated[Path | None, typer.Option(help="write what was found to this file, as JSON")] = None,
 ) -> None:
     """Count what kernels do on this GPU with Nsight Compute, and compare with the model: bytes, peak, L2, stalls.
@@ -249,6 +253,7 @@ def profile(
     from fused_softmax.lab.roofline import session
     from fused_softmax.lab.roofline.counters import NoProfiler
 
+    asked = (*asked, *session.random_widths(random_widths, seed))
     ops = (op,) if op not in ("", "all") else tuple(profiling.EXPLAINED)
     wanted = named or ((profiling.OURS,) if op else known)
     if asked:  # a lesson has one op
