@@ -42,17 +42,15 @@ def defined_later(prefix: str, module: str) -> None:
     _later[prefix] = module
 
 
-class _Operators(type(getattr(torch.ops, NAMESPACE))):  # type: ignore[misc]
-    """torch.ops.fused_softmax, which imports what defines an operator."""
-
-    def __getattr__(self, name: str) -> Any:
-        for prefix, module in _later.items():
-            if name.startswith(prefix):
-                importlib.import_module(module)
-        return super().__getattr__(name)
+def _define(name: str) -> None:
+    """Defines what torch.ops.fused_softmax lacks, by an import, and leaves it to torch to find it."""
+    for prefix, module in _later.items():
+        if name.startswith(prefix):
+            importlib.import_module(module)
+    raise AttributeError(name)
 
 
-getattr(torch.ops, NAMESPACE).__class__ = _Operators
+getattr(torch.ops, NAMESPACE).__getattr__ = _define  # of a module, which is asked before the class (PEP 562)
 
 
 def differentiable(name: str, gradients: Callable[..., Any], setup_context: Callable[..., None]) -> None:
