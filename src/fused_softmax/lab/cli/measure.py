@@ -217,7 +217,7 @@ def tune(
 def profile(
     systems: Annotated[str, typer.Option(help="comma-separated: lessons such as 07_online, and fused_softmax")] = "",
     widths: Annotated[str, typer.Option(help="comma-separated; 4096 without it, and 131072 for some lessons")] = "",
-    op: Annotated[str, typer.Option(help="of fused_softmax: an op, or all")] = "",
+    op: Annotated[str, typer.Option(help="of fused_softmax: comma-separated ops, or all")] = "",
     dtype: Dtype = "bfloat16",
     elements: Annotated[int, typer.Option(min=1, help="elements of each tensor: many times the L2")] = 2**30,
     floors: Annotated[
@@ -233,7 +233,7 @@ def profile(
 
     The status is 1 where a kernel's bytes differ from the model's by more than 3 per cent.
     """
-    asked, named = numbers(widths, "--widths"), names(systems, "--systems")
+    asked, named, ops = numbers(widths, "--widths"), names(systems, "--systems"), names(op, "--op")
     found = dtypes(dtype)
     if len(found) != 1:
         raise Refused(f"{dtype!r}: give one of {', '.join(DTYPE_NAMES.values())}", "--dtype")
@@ -244,8 +244,8 @@ def profile(
 
     runs = profiling.default_runs()
     known = tuple(dict.fromkeys(name for name, _, _ in runs))
-    if op not in ("", "all", *profiling.EXPLAINED):
-        raise Refused(f"{op!r} is none of all, {', '.join(profiling.EXPLAINED)}", "--op")
+    if unknown := [name for name in ops if name not in ("all", *profiling.EXPLAINED)]:
+        raise Refused(f"{unknown[0]!r} is none of all, {', '.join(profiling.EXPLAINED)}", "--op")
     if unknown := [name for name in named if name not in known]:
         raise Refused(f"{unknown[0]!r} is none of {', '.join(known)}", "--systems")
     if not torch.cuda.is_available() or interpreting():
@@ -254,7 +254,7 @@ def profile(
     from fused_softmax.lab.roofline.counters import NoProfiler
 
     asked = (*asked, *session.random_widths(random_widths, seed))
-    ops = (op,) if op not in ("", "all") else tuple(profiling.EXPLAINED)
+    ops = ops if ops and "all" not in ops else tuple(profiling.EXPLAINED)
     wanted = named or ((profiling.OURS,) if op else known)
     if asked:  # a lesson has one op
         of = {profiling.OURS: ops if op else ("softmax",)}
