@@ -39,6 +39,60 @@ def test_import_has_no_side_effects():
     """)
 
 
+def test_import_loads_little():
+    """At 93ad51d it took 23 modules of ours and 31 ms of CPU; at these bounds it takes as long."""
+    python("""
+        import dataclasses, sys, torch
+        from torch._library import autograd
+        before, made, classes = set(sys.modules), [], []
+        make, process = autograd.make_autograd_impl, dataclasses._process_class
+        autograd.make_autograd_impl = lambda *args: made.append(args) or make(*args)
+        dataclasses._process_class = lambda *args, **options: classes.append(args) or process(*args, **options)
+        import fused_softmax as fs
+        new = set(sys.modules) - before
+        ours = {name for name in new if name.split(".")[0] == "fused_softmax"}
+        assert new == ours, new - ours
+        assert len(ours) <= 58, len(ours)
+        assert len(classes) <= 6, classes  # each takes as long as two modules
+        later = {"integrations", "lab", "linear_losses", "nn", "parallel"}
+        assert not [name for name in ours if name.split(".")[1:2] in [[one] for one in later]], ours
+        assert "fused_softmax.kernels.softmax_resident" not in ours
+        assert not made  # 0.6 ms for each operator
+        x = torch.randn(2, 3, requires_grad=True)
+        torch.ops.fused_softmax.softmax(x, -1, torch.float32).sum().backward()
+        assert x.grad is not None and len(made) == 2, made  # and of its gradient
+    """)
+
+
+def test_what_is_imported_later_is_found():
+    python("""
+        import importlib, pkgutil, sys, torch
+        import fused_softmax as fs
+        assert set(fs.__all__) <= set(dir(fs)) and "fused_softmax.parallel" not in sys.modules
+        for name in ("parallel_read_loss", "linear_token_logprobs", "linear_cross_entropy_backward"):
+            assert getattr(torch.ops.fused_softmax, name).default  # as a loaded program asks for it
+        for package in ("torch_ops", "parallel"):
+            folder = importlib.import_module(f"fused_softmax.{package}")
+            for module in pkgutil.iter_modules(folder.__path__, folder.__name__ + "."):
+                importlib.import_module(module.name)
+        every = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("fused_softmax::")]
+        assert len(every) >= 25, every
+        for name in ("nothing", "parallel_nothing"):
+            assert not hasattr(torch.ops.fused_softmax, name) and not hasattr(fs, name)
+        names = {}
+        exec("from fused_softmax import *", names)
+        assert set(fs.__all__) <= set(names)
+    """)
+
+
+def test_dtensors_find_the_rules_of_the_operators():
+    python("""
+        import sys, torch, torch.distributed.tensor
+        import fused_softmax as fs
+        assert "fused_softmax.parallel" in sys.modules
+    """)
+
+
 def test_plain_cpu_tensors_get_torchs_own():
     python("""
         import torch, fused_softmax as fs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
 import warnings
 from typing import Any
@@ -56,7 +57,8 @@ def plan_for(
     if log is not None:
         warnings.warn('plan_for(log=...) is deprecated: use op="log_softmax"', DeprecationWarning, stacklevel=2)
         op = "log_softmax" if log else op
-    # the package has imported every op by now
+    if op not in PLANNED:  # the package has imported all other ops by now
+        importlib.import_module(".linear_losses", __package__)
     if op not in PLANNED:
         raise ValueError(f"plan_for() knows {', '.join(sorted(PLANNED))}, not {op!r}")
     return PLANNED[op](PlanRequest(x, dim, _index(x, dim), dtype, mask, backward, linear_weight))

@@ -120,6 +120,7 @@ REFUSED = [
     ("explain --rows x --cols 4", "integers"),
     ("profile --systems nosuch", "07_online"),
     ("profile --widths x", "integers"),
+    ("profile --op softmax,nosuch", "'nosuch' is none of all, softmax"),
     ("profile --dtype bf16,fp32", "give one of"),
     ("tune --op x", "softmax_backward"),
     ("tune --widths x", "integers"),

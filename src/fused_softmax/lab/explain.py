@@ -74,8 +74,9 @@ def lines(said: Prediction) -> Iterator[str]:
         "latency": "by Little's law, with the bytes that are in flight",
         "launch": "a kernel that does nothing",
     }
+    others = f", and {said.launches - 1} more launches" if said.launches > 1 else ""
     for name, us in said.floor.microseconds.items():
-        yield f"    {name:10} {us:9,.1f} us, {notes[name]}"
+        yield f"    {name:10} {us:9,.1f} us, {notes[name]}{others}"
     yield from _compiled(said)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,7 +101,7 @@ def run_statistics_plan(plan: Plan) -> Callable[..., Any]:
 
 def _fixed(op: RowOp, plan: Plan) -> RowOp:
     """`op` with this plan for every row."""
-    return replace(op, planner=_planner_of(plan))
+    return RowOp(_planner_of(plan), op.kernel, op.backward, op.log, op.aligned, op.most_warps)
 
 
 @functools.cache  # a plan has one planner, so that its launch is prepared once

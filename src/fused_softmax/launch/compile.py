@@ -9,7 +9,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -63,8 +62,7 @@ def kernel_loader(load: Kernel) -> Kernel:
     return loaded
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One kernel launch as data, so that it can be run, or cross-compiled where there is no GPU.
 
     `args` are the kernel's positional run-time arguments in its order; `meta` holds its constexprs by name and the

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,18 +73,17 @@ def check_targets(target: Tensor, ignore_index: int, n_cols: int) -> None:
         raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
 
 
-@dataclass(frozen=True)
-class _Launches:
+class _Launches(NamedTuple):
     """The launches of a cross-entropy of rows of one layout.
 
-    writes: whether the pass that reads the logits writes their gradient. loss: `at` of that pass. count, reduce: what
+    writes: whether the pass that reads the logits writes their gradient. loss: `at` of that pass. counts, reduce: what
     `prepare_flat` returns; None where PyTorch counts, or adds up. last: what the gradient is written for; None: for an
     upstream gradient of 1. new, at: what allocates on this device, and what makes pointers of its tensors.
     """
 
     writes: bool
     loss: Callable[..., None]
-    count: Callable[..., None] | None
+    counts: Callable[..., None] | None
     reduce: Callable[..., None] | None
     last: LastUpstream | None
     new: Allocator
@@ -200,8 +199,8 @@ def _run(
     targets = at(target)
     weights = losses if weight is None else at(weight)
     size = (n_rows, n_cols, ignore_index)
-    if launches.count is not None:
-        launches.count((targets, weights, count), size)
+    if launches.counts is not None:
+        launches.counts((targets, weights, count), size)
     elif training and reduction == "mean":
         kept[2 * n_rows : 2 * n_rows + 1].copy_(counted(op, n_cols))
     vectors = (targets, weights, losses if weight_sum is None else at(weight_sum))

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +33,6 @@ Vector = Any  # a tensor; or, on a GPU, the address of float32 numbers
 _REAL = torch.float32
 
 
-@dataclass(frozen=True, eq=False)
 class RowOp:
     """A kernel over rows and what plans it.
 
@@ -42,12 +40,14 @@ class RowOp:
     vector at a multiple of 16 bytes is worth a kernel of its own. most_warps: a bound on the warps of a launch.
     """
 
-    planner: Callable[[Problem, Device], Plan]
-    kernel: Callable[[Plan], Any]
-    backward: bool = False
-    log: bool = False
-    aligned: bool = False
-    most_warps: int | None = None
+    __slots__ = ("aligned", "backward", "kernel", "log", "most_warps", "planner")
+
+    def __init__(
+        self, planner: Callable[[Problem, Device], Plan], kernel: Callable[[Plan], Any], backward: bool = False,
+        log: bool = False, aligned: bool = False, most_warps: int | None = None,
+    ) -> None:  # fmt: skip
+        self.planner, self.kernel, self.backward, self.log = planner, kernel, backward, log
+        self.aligned, self.most_warps = aligned, most_warps
 
     def plan(self, rows: tuple[Tensor, ...], device: Device, invariant: bool) -> Plan:
         """The plan for row tensors (n_rows, n_cols), the last of which is the output."""
@@ -60,8 +60,7 @@ def always(kernel: Kernel) -> Callable[[Plan], Any]:
     return lambda plan: kernel()
 
 
-@dataclass(frozen=True)
-class Described:
+class Described(NamedTuple):
     """A launch without its tensors, the number of rows and the op's numbers."""
 
     kernel: Any

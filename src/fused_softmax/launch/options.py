@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,13 +10,14 @@ TORCH: Any = object()  # PyTorch's own kernel is the better choice
 Flags = tuple[tuple[str, Any], ...]  # a kernel's own constexprs
 
 
-@dataclass(frozen=True, eq=False)
 class LossKind:
     """arithmetic: what a logit takes, an "exponential", more where "smoothed", and most where "capped". flags: the
     kernels' own. There is one object of each kind, so a key may hold it."""
 
-    arithmetic: str
-    flags: Flags
+    __slots__ = ("arithmetic", "flags")
+
+    def __init__(self, arithmetic: str, flags: Flags) -> None:
+        self.arithmetic, self.flags = arithmetic, flags
 
 
 # by (weighted, smooth, capped)

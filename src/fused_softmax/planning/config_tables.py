@@ -6,11 +6,10 @@ table in this form. The planners `softmax` and `losses` use the tables; `masked_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class KernelConfig:
+class KernelConfig(NamedTuple):
     """The numbers for rows of up to `max_cols` columns: CTAs per row, warps per CTA, rows per program.
 
     recompute: hold a 16-bit row as loaded and compute exp twice. max_registers: a cap on a thread's registers, to reach

@@ -43,7 +43,7 @@ def plan_masked(problem: Problem, device: Device, mask: int) -> Plan:
     for config in MASKED[kind][problem.itemsize]:
         if chosen is None and problem.n_cols <= config.max_cols:
             by_warps = config.rows > 1 and in_vectors
-            chosen = resident_plan(problem, device, replace(config, num_warps=1) if by_warps else config)
+            chosen = resident_plan(problem, device, config._replace(num_warps=1) if by_warps else config)
             if chosen is not None and by_warps:
                 chosen = _rows_of_warps(chosen, chosen.chunks, config.num_warps, device)
             elif chosen is not None and (mask or config.num_warps == 8) and not problem.backward:

@@ -5,11 +5,10 @@ H200, bfloat16 and float32, 2^26 to 2^28 elements; docs/measurements.md says how
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class SpatialConfig:
+class SpatialConfig(NamedTuple):
     """The numbers for up to `max_cols` columns: CTAs for a column, warps of a CTA, and positions of a tile.
 
     A chunk has as many columns as fill all threads with thread_bytes. recompute: hold 16-bit columns as loaded and

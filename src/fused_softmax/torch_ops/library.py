@@ -6,6 +6,7 @@ calls that ours do not take, so an operator works on any device.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -24,13 +25,37 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     name = schema.split("(")[0]
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, untraced(kernel), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    torch_private.register_fake(library, operator(name), fake)
+    return operator(name)
+
+
+def operator(name: str) -> Any:
+    """The operator of this name."""
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+_later: dict[str, str] = {}
+
+
+def defined_later(prefix: str, module: str) -> None:
+    """Names the module that defines the operators of this prefix: it is imported when torch.ops is asked for one."""
+    _later[prefix] = module
+
+
+def _define(name: str) -> None:
+    """Defines what torch.ops.fused_softmax lacks, by an import, and leaves it to torch to find it."""
+    for prefix, module in _later.items():
+        if name.startswith(prefix):
+            importlib.import_module(module)
+    raise AttributeError(name)
+
+
+getattr(torch.ops, NAMESPACE).__getattr__ = _define  # of a module, which is asked before the class (PEP 562)
 
 
 def differentiable(name: str, gradients: Callable[..., Any], setup_context: Callable[..., None]) -> None:
     """Register the gradients of an operator; autograd runs them outside of torch.compile's trace."""
-    torch.library.register_autograd(f"{NAMESPACE}::{name}", gradients, setup_context=setup_context, lib=library)
+    torch_private.register_autograd(library, operator(name), gradients, setup_context)
 
 
 def not_differentiable(name: str) -> None:
@@ -39,7 +64,7 @@ def not_differentiable(name: str) -> None:
     def backward(ctx: Any, *upstream: Tensor | None) -> None:
         raise RuntimeError(f"{NAMESPACE}::{name} is a gradient that cannot be differentiated")
 
-    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, lib=library)
+    torch_private.register_autograd(library, operator(name), backward, None)
 
 
 def batched(name: str, rule: Callable[..., tuple[Tensor, int]]) -> None:

@@ -1,6 +1,6 @@
 """The operator of linear_cross_entropy, which torch.compile and modes see: schema, kernel, fake kernel and autograd.
 
-The package imports this file, so that the operator is there when a route names it.
+linear_losses imports this file, so that the operator is there when a route names it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,13 +39,12 @@ class Fallback:
     reason: str = "unsupported"
 
 
-@dataclass(frozen=True)
-class PlanRequest:
+class PlanRequest(NamedTuple):
     """What `plan_for` asks of an op. index: dim as an int in range; None where torch's own function judges dim."""
 
     x: Tensor
     dim: Any
-    index: int | None
+    index: int | None  # type: ignore[assignment]  # not a tuple's method
     dtype: torch.dtype | None
     mask: Tensor | None
     backward: bool
@@ -60,14 +59,19 @@ PLANNED: dict[str, Callable[[PlanRequest], Plan | Fallback]] = {}
 AS_THEY_LIE: dict[str, Callable[[Tensor], Plan | None]] = {}
 
 
-# what a public function makes of a DTensor, by op; `parallel` registers it
+# what a public function makes of a DTensor, by op; `parallel` registers it, and `load_sharded` imports that
 SHARDED: dict[str, Callable[..., Any]] = {}
+load_sharded: Callable[[], Any] = SHARDED.clear
 
 
 def of_dtensor(op: str, public: Callable[..., Any], x: Any, *args: Any) -> Any:
     """The result of a public function for a DTensor, as `parallel.dtensor` has it; None for all else, and where it is
     PyTorch's."""
-    return SHARDED[op](public, x, *args) if is_dtensor(x) else None
+    if not is_dtensor(x):
+        return None
+    if not SHARDED:
+        load_sharded()
+    return SHARDED[op](public, x, *args)
 
 
 def planned_by(op: str, answer: Callable[[PlanRequest], Plan | Fallback]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_softmax.lab.roofline import model
+from fused_softmax.lab.roofline import model, session
 from fused_softmax.lab.roofline.gpus import GPUS, Gpu
 from fused_softmax.lab.roofline.linear import DATASHEET_TFLOPS, LINEAR, as_data, lines, predict_linear
 from fused_softmax.lab.roofline.predict import predict
@@ -64,6 +64,21 @@ def test_what_a_kernel_leaves_in_the_l2_is_not_counted_for_it():
     assert model.unsent_bytes([2**30, 2**30, 1000, 0], H200) == 2 * left + 1000
     assert predict("01_naive", 4096, 4096, "bfloat16", "h200").dram.unsent == 3 * left
     assert predict("05_published", 4096, 65536, "bfloat16", "h200").dram.unsent == left + 4096 * 512 * 2
+    assert predict("11_over_gpus", 4096, 65536, "bfloat16", "h200").dram.unsent == 4 * left  # a kernel for each rank
+
+
+def test_kernels_follow_one_another():
+    one, five = (predict("fused_softmax", 4096, 4096, "bfloat16", "h200", op) for op in ("softmax", "cross_entropy"))
+    assert (one.launches, five.launches) == (1, 5)
+    for name in ("bandwidth", "launch"):
+        found = five.floor.microseconds[name] - one.floor.microseconds[name]
+        assert found == pytest.approx(4 * H200.launch_us)
+
+
+def test_random_widths_lie_between_the_least_and_the_largest():
+    widths = session.random_widths(20, 7)
+    assert len(set(widths)) == 20 and widths == session.random_widths(20, 7) != session.random_widths(20, 8)
+    assert all(1024 <= n_cols <= 262144 for n_cols in widths) and any(n_cols % 2 for n_cols in widths)
 
 
 @pytest.mark.extended

@@ -217,19 +217,23 @@ def tune(
 def profile(
     systems: Annotated[str, typer.Option(help="comma-separated: lessons such as 07_online, and fused_softmax")] = "",
     widths: Annotated[str, typer.Option(help="comma-separated; 4096 without it, and 131072 for some lessons")] = "",
-    op: Annotated[str, typer.Option(help="of fused_softmax: an op, or all")] = "",
+    op: Annotated[str, typer.Option(help="of fused_softmax: comma-separated ops, or all")] = "",
     dtype: Dtype = "bfloat16",
     elements: Annotated[int, typer.Option(min=1, help="elements of each tensor: many times the L2")] = 2**30,
     floors: Annotated[
         bool, typer.Option("--floors", help="time them next to their floors, in place of counting")
     ] = False,
+    random_widths: Annotated[
+        int, typer.Option(min=0, max=1000, help="draw so many widths, half of them odd, 1,024 to 262,144 columns")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of --random-widths")] = 0,
     record: Annotated[Path | None, typer.Option(help="write what was found to this file, as JSON")] = None,
 ) -> None:
     """Count what kernels do on this GPU with Nsight Compute, and compare with the model: bytes, peak, L2, stalls.
 
     The status is 1 where a kernel's bytes differ from the model's by more than 3 per cent.
     """
-    asked, named = numbers(widths, "--widths"), names(systems, "--systems")
+    asked, named, ops = numbers(widths, "--widths"), names(systems, "--systems"), names(op, "--op")
     found = dtypes(dtype)
     if len(found) != 1:
         raise Refused(f"{dtype!r}: give one of {', '.join(DTYPE_NAMES.values())}", "--dtype")
@@ -240,8 +244,8 @@ def profile(
 
     runs = profiling.default_runs()
     known = tuple(dict.fromkeys(name for name, _, _ in runs))
-    if op not in ("", "all", *profiling.EXPLAINED):
-        raise Refused(f"{op!r} is none of all, {', '.join(profiling.EXPLAINED)}", "--op")
+    if unknown := [name for name in ops if name not in ("all", *profiling.EXPLAINED)]:
+        raise Refused(f"{unknown[0]!r} is none of all, {', '.join(profiling.EXPLAINED)}", "--op")
     if unknown := [name for name in named if name not in known]:
         raise Refused(f"{unknown[0]!r} is none of {', '.join(known)}", "--systems")
     if not torch.cuda.is_available() or interpreting():
@@ -249,7 +253,8 @@ def profile(
     from fused_softmax.lab.roofline import session
     from fused_softmax.lab.roofline.counters import NoProfiler
 
-    ops = (op,) if op not in ("", "all") else tuple(profiling.EXPLAINED)
+    asked = (*asked, *session.random_widths(random_widths, seed))
+    ops = ops if ops and "all" not in ops else tuple(profiling.EXPLAINED)
     wanted = named or ((profiling.OURS,) if op else known)
     if asked:  # a lesson has one op
         of = {profiling.OURS: ops if op else ("softmax",)}

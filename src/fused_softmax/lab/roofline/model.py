@@ -93,10 +93,12 @@ def floor(
     exponentials: float = 1.0,
     in_flight: InFlight | None = None,
     passes: str = "copy",
+    launches: int = 1,
 ) -> Floor:
     """The least times of a call that moves so many bytes; `instructions` and `exponentials` are for each element.
 
-    passes: the plain pass with the call's pattern, whose bandwidth is meant.
+    passes: the plain pass with the call's pattern, whose bandwidth is meant. launches: kernels that run one after
+    another, all but one of which move little.
     """
     cycles_us = 1e-3 / gpu.ghz
     found = {"bandwidth": moved / gpu.rate(passes) / 1e3, "launch": gpu.launch_us}
@@ -107,7 +109,7 @@ def floor(
     special = exponentials * elements / (gpu.special * gpu.multiprocessors) * cycles_us
     started = (instructions or SOFTMAX_OPERATIONS) * elements / (gpu.lanes * gpu.multiprocessors) * cycles_us
     found["arithmetic"] = max(special, started)
-    return Floor(found)
+    return Floor({name: us + (launches - 1) * gpu.launch_us for name, us in found.items()})
 
 
 def intensity(operations: float, moved: int) -> float:

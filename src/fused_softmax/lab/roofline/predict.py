@@ -11,6 +11,7 @@ from fused_softmax.lab.bench.ops import OPS
 from fused_softmax.lab.compiling import compiled
 from fused_softmax.lab.cross_compile import MULTIPROCESSORS, Occupancy, Resources, occupancy
 from fused_softmax.lab.grading.subjects import subject_named
+from fused_softmax.lab.lessons import l11_a_row_over_gpus
 from fused_softmax.lab.roofline import model
 from fused_softmax.lab.roofline.compiled import Compiled
 from fused_softmax.lab.roofline.gpus import GPUS, Gpu, this_gpu
@@ -27,6 +28,11 @@ OPERATIONS: Mapping[str, int] = {
     "masked_softmax_causal_backward": 4, "masked_softmax_additive_backward": 4,
 }  # fmt: skip
 NO_EXPONENTIAL = ("softmax_backward", "masked_softmax_causal_backward", "masked_softmax_additive_backward")
+# kernels of a call, one after another: those around a loss count targets, add up losses, and scale the gradient
+LAUNCHES: Mapping[str, int] = {
+    "01_naive": 5, "05_published": 2, "13_cross_entropy": 7, "cross_entropy": 5, "cross_entropy_forward": 2,
+    "logsumexp": 2,
+}  # fmt: skip
 # the plain pass that a lesson is like, if not a copy
 PASSES: Mapping[str, str] = {"12_gradient": "add"}
 
@@ -112,18 +118,22 @@ def predict(
         dram = model.DramBytes(dram.read + mask, dram.written, dram.kept)
     # kernels that write a tensor each; the other kernels of a call write a number for each row
     tensors = cells * itemsize, asked.writes * itemsize
-    writers = {"01_naive": tensors[:1] * 3, "05_published": tensors}.get(system, tensors[1:])
+    of_rank = tensors[1] // l11_a_row_over_gpus.RANKS
+    writers = {
+        "01_naive": tensors[:1] * 3, "05_published": tensors, "11_over_gpus": (of_rank,) * l11_a_row_over_gpus.RANKS
+    }.get(system, tensors[1:])  # fmt: skip
     dram = replace(dram, unsent=model.unsent_bytes(writers, on))
     instructions = _instructions(kernel, used, plan, n_cols)
+    launches = LAUNCHES.get(op if system == OURS else system, 1)
     exponentials = 0 if op in NO_EXPONENTIAL else 2 if plan is not None and plan.recompute else 1
     return Prediction(
         system, subject.function if subject else op, dtype, n_rows, n_cols, on, plan, least, asked, dram,
         OPERATIONS[op], exponentials,
         model.floor(
             dram.all, cells, on, instructions=instructions or OPERATIONS[op], exponentials=exponentials,
-            in_flight=in_flight, passes=passes,
+            in_flight=in_flight, passes=passes, launches=launches,
         ),
-        kernel, fit, in_flight, instructions, {"01_naive": 5, "05_published": 2}.get(system, 1), passes,
+        kernel, fit, in_flight, instructions, launches, passes,
     )  # fmt: skip
 
 

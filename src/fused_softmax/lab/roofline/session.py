@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fused_softmax.lab.bench import cases
 from fused_softmax.lab.roofline.predict import OURS, predict
 from fused_softmax.lab.roofline.profile import EXPLAINED, Profiled, Run, default_runs, runnable
 
 # 1,024 to 262,144 columns: powers of two, and the vocabularies
 FLOOR_WIDTHS = (1024, 2048, 4096, 8192, 16384, 32768, 50257, 65536, 128256, 151936, 262144)
-SECONDS = 0.15  # of each width's timing
+SECONDS = 0.06  # of each width's timing
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ def floor_runs(ops: Sequence[str] = tuple(EXPLAINED)) -> list[Run]:
     return [*ours, *((name, op, n_cols) for name, op, n_cols in default_runs() if name != OURS and n_cols <= 4096)]
 
 
+def random_widths(count: int, seed: int) -> tuple[int, ...]:
+    """`count` different widths of a seed, from the least to the largest of FLOOR_WIDTHS."""
+    return cases.random_widths(count, seed, FLOOR_WIDTHS[0], FLOOR_WIDTHS[-1])
+
+
 def time_floors(runs: Sequence[Run], dtype: str, elements: int, gpu: str) -> Iterator[Floored]:
     """Time each (system, op, width) on this GPU, next to what the model predicts for `gpu`."""
     import torch
@@ -62,7 +68,7 @@ def time_floors(runs: Sequence[Run], dtype: str, elements: int, gpu: str) -> Ite
     for (system, op, n_rows, n_cols), said in zip(shapes, predictions, strict=True):
         call, inputs = runnable(system, op, n_rows, n_cols, DTYPES[dtype], device)
         plain, moved = ceiling(said.passes, inputs[0])
-        calls = {"it": lambda f=call, a=inputs: f(*a), "plain": lambda f=plain, x=inputs[0]: f(x)}
+        calls = {"it": lambda f=call, a=inputs: f(*a), "plain": lambda f=plain, a=inputs: f(*a)}
         found = interleave(calls, stopwatch, SECONDS)
         scaled = 1000 * found["plain"].ms * said.dram.all / moved
         measured = 1000 * found["it"].ms
