@@ -18,7 +18,6 @@ from ..launch import torch_private
 from ..launch.availability import KernelUnavailable
 from ..launch.context import is_batch_invariant
 from ..launch.device import interpreting
-from ..launch.options import TORCH
 from ..launch.prepared_calls import softmax_backward, softmax_result
 from .library import untraced
 from .outputs import is_its_own, may_write_while_reading
@@ -93,7 +92,7 @@ def _forward(log: bool, original: Kernel) -> Kernel:
             watch("log_softmax" if log else "softmax", x, dim=dim, dtype=dtype)
         if dtype is not None and type(x) is Tensor and x.is_cuda:
             y = softmax_result(x, dim, x.dtype, dtype, log, rows.prepare_softmax)
-            if y is not None and y is not TORCH:
+            if y is not None:
                 return y
         if dtype is None or not _takes(x, dim, dtype):
             return original(x, dim, half_to_float)

@@ -4,12 +4,11 @@
     dx = dy - exp(y) * sum(dy)                 log_softmax, from its output y
 
 These are kernels; the gradients of these gradients are decompositions. Autograd saves the same tensor as in torch: the
-output. RowSoftmax is the operators' autograd for a plain tensor, with no dispatcher in between.
+output. `softmax_direct.RowSoftmax` is the operators' autograd for a plain tensor, with no dispatcher in between.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,24 +17,17 @@ from torch import Tensor
 
 from ..launch import torch_private
 from ..launch.availability import KernelUnavailable
-from ..launch.cache import Cache
-from ..launch.context import row_invariance
+from ..launch.context import is_batch_invariant
 from ..launch.launcher import planned
 from ..launch.layout import as_rows
-from ..launch.options import TORCH
-from ..launch.prepared_calls import prepare_into, softmax_result
-from ..launch.prepared_calls import softmax_backward as backward_call
 from ..launch.softmax import (
     planned_backward,
     planned_elsewhere,
-    prepare_backward,
-    prepare_softmax,
     softmax_op,
     torch_is_faster_reason,
 )
-from ..launch.softmax import softmax_backward as backward_by_kernel
 from ..launch.softmax import softmax_forward as forward_by_kernel
-from ..launch.torch_private import function_apply, has_storage, is_plain, profiling
+from ..launch.torch_private import profiling
 from ..planning.types import Plan
 from . import decompositions
 from . import softmax_rules as rules
@@ -55,70 +47,10 @@ from .route import (
     too_long_reason,
     unsupported_reason,
 )
+from .softmax_direct import NAMES, backward_or_torch, row_softmax, torchs_own, torchs_own_backward
 
-_any_autocast = torch_private.any_autocast
 _is_grad_enabled = torch.is_grad_enabled
 _increment_versions = torch_private.increment_versions
-_calls_into = Cache()  # the prepared calls of out=
-_invariant = row_invariance.get
-_FLOAT32 = torch.float32
-NAMES = {False: "softmax", True: "log_softmax"}
-_RECORDED = {log: functools.partial(recorded, name) for log, name in NAMES.items()}
-
-
-def direct_softmax(x: Any, dim: Any, dtype: torch.dtype | None, log: bool) -> Tensor | None:
-    """softmax or log_softmax by a prepared call; None where the call takes `softmax_of`'s way."""
-    if type(x) is not Tensor or type(dim) is not int or not x.is_cuda or not is_plain(x):
-        return None
-    given = x.dtype
-    if dtype is None:
-        dtype = given if given is _FLOAT32 or not (_any_autocast() and promotes(x)) else _FLOAT32
-    elif dtype is not given and not supports_fused_cast(given, dtype):
-        return None
-    y = softmax_result(x, dim, given, dtype, log, prepare_softmax, _RECORDED[log] if profiling() else None)
-    if y is TORCH:
-        return torchs_own(log)(x, dim, dtype=dtype)
-    if y is not None and x.requires_grad and _is_grad_enabled():
-        return _row_softmax(x, (y, dim, log))
-    return y
-
-
-def direct_out(x: Any, dim: Any, dtype: Any, log: bool, out: Any) -> Tensor | None:
-    """`direct_softmax` into a tensor of x's shape; both are contiguous, and do not overlap in part."""
-    if type(x) is not Tensor or type(out) is not Tensor or type(dim) is not int or not x.is_cuda or not is_plain(x):
-        return None
-    if out.is_neg() or out.is_inference() or profiling():
-        return None
-    if (x.requires_grad or out.requires_grad) and _is_grad_enabled():
-        return None
-    try:
-        address, out_address, shape, given = x.data_ptr(), out.data_ptr(), x.shape, x.dtype
-    except RuntimeError:  # one of them has no memory of its own
-        return None
-    if dtype is None:
-        dtype = given
-    if out.dtype is not dtype or out.shape != shape or not (x.is_contiguous() and out.is_contiguous()):
-        return None
-    key: Any
-    if len(shape) == 2 and (dim == -1 or dim == 1) and shape[0] > 1:
-        n_rows, n_cols = shape  # rows with one stride: the call does not depend on their number
-        key = (
-            n_cols, given, dtype, log, address & 31, out_address & 31, x.get_device(), out.get_device(), _invariant()
-        )  # fmt: skip
-    else:
-        n_rows = 0
-        key = (
-            shape, x.stride(), out.stride(), given, dtype, dim, log, address & 31, out_address & 31, x.get_device(),
-            out.get_device(), _invariant(),
-        )  # fmt: skip
-    call = _calls_into.get(key)
-    if call is None:
-        taken = supports_fused_cast(given, dtype)
-        call = _calls_into.remember(key, taken and prepare_into(x, out, dim, dtype, log, prepare_softmax))
-    if call is False or not call(x, out, n_rows, address, out_address):
-        return None
-    _increment_versions((out,))
-    return out
 
 
 def softmax_of(
@@ -149,7 +81,8 @@ def _apply(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
     if x.requires_grad and _is_grad_enabled():
         with torch.no_grad():
             y = forward_or_torch(x, dim, dtype, log)
-        return _row_softmax(x, (y, dim, log))
+        # batch invariance too: backward runs in a thread that does not know
+        return row_softmax(x, (y, (dim, x.dtype, log, is_batch_invariant(), x.shape)))
     return forward_or_torch(x, dim, dtype, log)
 
 
@@ -181,11 +114,6 @@ def _by_torch(x: Tensor, dim: Any, dtype: torch.dtype | None, out: Tensor | None
     return own(x, dim, dtype=dtype, out=out) if apart else out.copy_(own(x, dim, dtype=dtype))
 
 
-def torchs_own(log: bool) -> Callable[..., Tensor]:
-    """PyTorch's own function."""
-    return torch.log_softmax if log else torch.softmax
-
-
 def _into(out: Tensor, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
     if not takes_out(out, x, dtype):
         return torchs_own(log)(x, dim, dtype=dtype, out=out)
@@ -210,54 +138,6 @@ def forward_or_torch(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out
     except KernelUnavailable:
         own = torchs_own(log)
         return own(x, dim, dtype=out_dtype) if out is None else own(x, dim, dtype=out_dtype, out=out)
-
-
-def backward_or_torch(
-    dy: Tensor, y: Tensor, dim: int, in_dtype: torch.dtype, log: bool, invariant: bool | None = None
-) -> Tensor:
-    """The gradient by our kernels, or PyTorch's own where one does not compile."""
-    try:
-        return backward_by_kernel(dy, y, dim, in_dtype, log, invariant)
-    except KernelUnavailable:
-        return _torchs_own_backward(dy, y, dim, in_dtype, log).contiguous()
-
-
-def _torchs_own_backward(dy: Tensor, y: Tensor, dim: int, in_dtype: torch.dtype, log: bool) -> Tensor:
-    own = torch_private.log_softmax_backward_data if log else torch_private.softmax_backward_data
-    return own(dy.to(y.dtype), y, dim, y.dtype).to(in_dtype)
-
-
-class RowSoftmax(torch.autograd.Function):
-    """softmax or log_softmax of a plain tensor that needs a gradient, without the dispatcher.
-
-    The result is made before: what comes in a tuple is no input, and is returned as it is.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, made: tuple[Tensor, int, bool]) -> Tensor:
-        y, dim, log = made
-        ctx.save_for_backward(y)
-        # batch invariance too: backward runs in a thread that does not know
-        ctx.described = dim, x.dtype, log, _invariant()
-        ctx.set_materialize_grads(False)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None]:
-        if dy is None:
-            return None, None
-        (y,) = ctx.saved_tensors
-        dim, dtype, log, invariant = ctx.described
-        plain = not _is_grad_enabled() and is_plain(dy) and type(y) is Tensor
-        dx = backward_call(dy, y, dim, dtype, log, invariant, prepare_backward) if plain else None
-        if dx is not None:
-            return dx, None
-        if plain and has_storage(dy):
-            return backward_or_torch(dy, y, dim, dtype, log, invariant), None
-        return (log_softmax_backward if log else softmax_backward)(dy, y, dim, dtype), None
-
-
-_row_softmax = function_apply(RowSoftmax)
 
 
 def planned_softmax(
@@ -323,7 +203,7 @@ def _backward_kernel(log: bool) -> Callable[..., Tensor]:
         expect_in_range(dim, y.dim())
         dy = dy.to(y.dtype)
         if unsupported_reason(y, y.dtype) is not None:
-            return _torchs_own_backward(dy, y, dim, input_dtype, log)
+            return torchs_own_backward(dy, y, dim, input_dtype, log)
         if not supports_fused_cast(input_dtype, y.dtype):
             return backward_or_torch(dy, y, dim, y.dtype, log).to(input_dtype)
         return backward_or_torch(dy, y, dim, input_dtype, log)
