@@ -14,15 +14,15 @@ from torch import Tensor
 from .cache import Cache
 from .torch_private import tensor_guard
 
-# of one key: other dtypes, strides, alignments, requires_grad, with and without autocast
-MOST = 4
+# of one key: other dtypes, strides, alignments, requires_grad, with and without autocast; more take the full key
+MOST = 6
 
 
 class RecentCalls(Cache):
-    """(check, ...) tuples by key, the newest first. Entries hold no tensor and no address."""
+    """(check, ...) tuples by key. Entries hold no tensor and no address."""
 
     def add(self, key: Hashable, tensors: tuple[Tensor, ...], any_rows: bool, *call: Any) -> None:
         """Puts (check, *call) in, for tensors like these; nothing where this torch has no such check."""
-        check = tensor_guard(tensors, any_rows)
-        if check is not None:
-            self.remember(key, ((check, *call), *self.get(key, ())[: MOST - 1]))
+        entries = self.get(key, ())
+        if len(entries) < MOST and (check := tensor_guard(tensors, any_rows)) is not None:
+            self.remember(key, (*entries, (check, *call)))
