@@ -19,8 +19,7 @@ from .torch_ops.arguments import expect_flag, expect_floating, expect_tensors, r
 from .torch_ops.logsumexp import direct_logsumexp, logsumexp_of
 from .torch_ops.masked_softmax import masked_softmax_of
 from .torch_ops.route import of_dtensor
-from .torch_ops.softmax import softmax_of
-from .torch_ops.softmax_direct import direct_out, direct_softmax
+from .torch_ops.softmax import direct_out, direct_softmax, softmax_of
 
 FULLY_MASKED = ("nan", "zero")
 

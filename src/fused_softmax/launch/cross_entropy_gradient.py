@@ -97,14 +97,16 @@ _recent = RecentCalls()
 
 
 def gradient_unless_written(
-    layout: object, x: Tensor, dx: Tensor, target: Tensor, kept: Tensor, n_rows: int, mean: bool, g: Tensor,
-    last: LastUpstream | None, ignore_index: int, smoothing: float, z_loss: float,
+    layout: object, x: Tensor, dx: Tensor, target: Tensor, kept: Tensor, n_rows: int, options: list[Any], g: Tensor,
+    last: LastUpstream | None,
 ) -> bool:  # fmt: skip
     """Whether it launched `cross_entropy_gradient`, for tensors like recent ones; without weights and softcap.
 
     dx holds the gradient for the upstream gradient that `kept` says, and stays where g is equal. layout: a key of how
-    x lies.
+    x lies. options: of a CrossEntropy, from ignore_index to z_loss.
     """
+    ignore_index, reduction, smoothing, _, z_loss = options
+    mean = reduction == "mean"
     for check, phase, dx_phase, index, launch in _recent.get((layout, mean, last is None, smoothing > 0.0), ()):
         if check(x, dx, target, kept, g):
             shape, address, dx_address = x.shape, x.data_ptr(), dx.data_ptr()

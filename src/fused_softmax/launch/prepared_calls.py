@@ -76,17 +76,6 @@ def softmax_call(x: Tensor, dim: int, given: torch.dtype, dtype: torch.dtype, lo
     return TORCH if call is TORCH else (call, n_rows, address)
 
 
-def softmax_result(
-    x: Tensor, dim: int, given: torch.dtype, dtype: torch.dtype, log: bool, prepare: Prepare
-) -> Tensor | None:
-    """`softmax_call`, called; None where the call is another's."""
-    found = softmax_call(x, dim, given, dtype, log, prepare)
-    if found is None or found is TORCH:
-        return None
-    call, n_rows, address = found
-    return call(x, n_rows, address)
-
-
 def _takes(x: Tensor, dim: int) -> bool:
     """Whether kernels may take x over dim: on a GPU with kernels, not empty, and of no longer rows than they count."""
     n_dims = x.dim()
@@ -203,17 +192,6 @@ def _strided_call(run: Any, like: Tensor) -> Call:
         return y
 
     return call
-
-
-def softmax_backward(
-    dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool, invariant: bool, prepare: Prepare
-) -> Tensor | None:
-    """`backward_call`, called; None where the gradient is made in another way."""
-    found = backward_call(dy, y, dim, dtype, log, invariant, prepare)
-    if found is None:
-        return None
-    call, n_rows, y_address, dy_address = found
-    return call(n_rows, y_address, dy_address)
 
 
 def backward_call(

@@ -216,14 +216,9 @@ class RowCrossEntropy(torch.autograd.Function):
         options, n_rows, inplace, last, invariant, layout = ctx.described
         recent = layout is not None and not inplace and not torch.is_grad_enabled() and not is_watched()
         unread = None
-        if recent and ctx.unread:
-            unread, (ignore_index, reduction, smoothing, _, z_loss) = ctx.unread.pop(), options
-            # The first backward returns the forward's gradient, with a version counter of its own: a change in place
-            # does not disturb what is saved. Nothing reads the saved one again.
-            dx = written.data
-            if gradients.gradient_unless_written(
-                layout, x, dx, target, kept, n_rows, reduction == "mean", g, last, ignore_index, smoothing, z_loss
-            ):
+        if recent and written is not None and ctx.unread:
+            unread, dx = ctx.unread.pop(), written.data
+            if gradients.gradient_unless_written(layout, x, dx, target, kept, n_rows, options, g, last):
                 return dx, None
         target, kept = restored(target, torch.int64), restored(kept, torch.float32)
         if weight is not None:
@@ -243,6 +238,7 @@ class RowCrossEntropy(torch.autograd.Function):
             return written, None
         dx = None
         if unread:
+            # with a version counter of its own: a change in place does not disturb what is saved; nothing reads it again
             dx = written.data
         elif written is not None:
             # a further one runs the forward's kernel again, so that its bits are those of the first

@@ -4,11 +4,12 @@
     dx = dy - exp(y) * sum(dy)                 log_softmax, from its output y
 
 These are kernels; the gradients of these gradients are decompositions. Autograd saves the same tensor as in torch: the
-output. `softmax_direct.RowSoftmax` is the operators' autograd for a plain tensor, with no dispatcher in between.
+output. RowSoftmax is the operators' autograd for a plain tensor, with no dispatcher in between.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,17 +18,30 @@ from torch import Tensor
 
 from ..launch import torch_private
 from ..launch.availability import KernelUnavailable
-from ..launch.context import is_batch_invariant
+from ..launch.context import row_invariance
 from ..launch.launcher import planned
 from ..launch.layout import as_rows
+from ..launch.options import TORCH
+from ..launch.recent_softmax import (
+    Described,
+    prepared_into,
+    recent_gradient,
+    recent_softmax,
+    softmax_into,
+    softmax_result,
+)
+from ..launch.recent_softmax import softmax_backward as backward_call
 from ..launch.softmax import (
     planned_backward,
     planned_elsewhere,
+    prepare_backward,
+    prepare_softmax,
     softmax_op,
     torch_is_faster_reason,
 )
+from ..launch.softmax import softmax_backward as backward_by_kernel
 from ..launch.softmax import softmax_forward as forward_by_kernel
-from ..launch.torch_private import profiling
+from ..launch.torch_private import function_apply, has_storage, is_plain, profiling
 from ..planning.types import Plan
 from . import decompositions
 from . import softmax_rules as rules
@@ -47,10 +61,52 @@ from .route import (
     too_long_reason,
     unsupported_reason,
 )
-from .softmax_direct import NAMES, backward_or_torch, row_softmax, torchs_own, torchs_own_backward
 
+_any_autocast = torch_private.any_autocast
 _is_grad_enabled = torch.is_grad_enabled
 _increment_versions = torch_private.increment_versions
+_invariant = row_invariance.get
+_FLOAT32 = torch.float32
+NAMES = {False: "softmax", True: "log_softmax"}
+_RECORDED = {log: functools.partial(recorded, name) for log, name in NAMES.items()}
+
+
+def direct_softmax(x: Any, dim: Any, dtype: torch.dtype | None, log: bool) -> Tensor | None:
+    """softmax or log_softmax by a prepared call; None where the call takes `softmax_of`'s way."""
+    if type(x) is not Tensor or type(dim) is not int:
+        return None
+    y = recent_softmax(x, dim, dtype, log)
+    if y is None:
+        if not x.is_cuda or not is_plain(x):
+            return None
+        given, made = x.dtype, dtype
+        if made is None:
+            made = given if given is _FLOAT32 or not (_any_autocast() and promotes(x)) else _FLOAT32
+        elif made is not given and not supports_fused_cast(given, made):
+            return None
+        y = softmax_result(x, dim, dtype, made, log, prepare_softmax, _RECORDED[log] if profiling() else None)
+        if y is TORCH:
+            return torchs_own(log)(x, dim, dtype=dtype)
+    if y is not None and x.requires_grad and _is_grad_enabled():
+        return _row_softmax(x, (y, (dim, x.dtype, log, _invariant())))
+    return y
+
+
+def direct_out(x: Any, dim: Any, dtype: Any, log: bool, out: Any) -> Tensor | None:
+    """`direct_softmax` into a tensor of x's shape; both are contiguous, and do not overlap in part."""
+    if type(x) is not Tensor or type(out) is not Tensor or type(dim) is not int:
+        return None
+    wrote = softmax_into(x, dim, dtype, log, out)
+    if wrote is None:
+        if not x.is_cuda or not is_plain(x) or out.is_neg() or out.is_inference() or profiling():
+            return None
+        if (x.requires_grad or out.requires_grad) and _is_grad_enabled():
+            return None
+        wrote = prepared_into(x, dim, dtype, log, out, prepare_softmax, supports_fused_cast)
+    if not wrote:
+        return None
+    _increment_versions((out,))
+    return out
 
 
 def softmax_of(
@@ -81,8 +137,7 @@ def _apply(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
     if x.requires_grad and _is_grad_enabled():
         with torch.no_grad():
             y = forward_or_torch(x, dim, dtype, log)
-        # batch invariance too: backward runs in a thread that does not know
-        return row_softmax(x, (y, (dim, x.dtype, log, is_batch_invariant(), x.shape)))
+        return _row_softmax(x, (y, (dim, x.dtype, log, _invariant())))
     return forward_or_torch(x, dim, dtype, log)
 
 
@@ -114,6 +169,11 @@ def _by_torch(x: Tensor, dim: Any, dtype: torch.dtype | None, out: Tensor | None
     return own(x, dim, dtype=dtype, out=out) if apart else out.copy_(own(x, dim, dtype=dtype))
 
 
+def torchs_own(log: bool) -> Callable[..., Tensor]:
+    """PyTorch's own function."""
+    return torch.log_softmax if log else torch.softmax
+
+
 def _into(out: Tensor, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
     if not takes_out(out, x, dtype):
         return torchs_own(log)(x, dim, dtype=dtype, out=out)
@@ -138,6 +198,54 @@ def forward_or_torch(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out
     except KernelUnavailable:
         own = torchs_own(log)
         return own(x, dim, dtype=out_dtype) if out is None else own(x, dim, dtype=out_dtype, out=out)
+
+
+def backward_or_torch(
+    dy: Tensor, y: Tensor, dim: int, in_dtype: torch.dtype, log: bool, invariant: bool | None = None
+) -> Tensor:
+    """The gradient by our kernels, or PyTorch's own where one does not compile."""
+    try:
+        return backward_by_kernel(dy, y, dim, in_dtype, log, invariant)
+    except KernelUnavailable:
+        return _torchs_own_backward(dy, y, dim, in_dtype, log).contiguous()
+
+
+def _torchs_own_backward(dy: Tensor, y: Tensor, dim: int, in_dtype: torch.dtype, log: bool) -> Tensor:
+    own = torch_private.log_softmax_backward_data if log else torch_private.softmax_backward_data
+    return own(dy.to(y.dtype), y, dim, y.dtype).to(in_dtype)
+
+
+class RowSoftmax(torch.autograd.Function):
+    """softmax or log_softmax of a plain tensor that needs a gradient, without the dispatcher.
+
+    The result is made before: what comes in a tuple is no input, and is returned as it is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, made: tuple[Tensor, Described]) -> Tensor:
+        y, ctx.described = made
+        ctx.save_for_backward(y)
+        ctx.set_materialize_grads(False)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None]:
+        if dy is None:
+            return None, None
+        (y,) = ctx.saved_tensors
+        described = ctx.described
+        if not _is_grad_enabled() and (dx := recent_gradient(dy, y, described)) is not None:
+            return dx, None
+        dim, dtype, log, invariant = described
+        plain = not _is_grad_enabled() and is_plain(dy) and type(y) is Tensor
+        if plain and (dx := backward_call(dy, y, described, prepare_backward)) is not None:
+            return dx, None
+        if plain and has_storage(dy):
+            return backward_or_torch(dy, y, dim, dtype, log, invariant), None
+        return (log_softmax_backward if log else softmax_backward)(dy, y, dim, dtype), None
+
+
+_row_softmax = function_apply(RowSoftmax)
 
 
 def planned_softmax(
@@ -203,7 +311,7 @@ def _backward_kernel(log: bool) -> Callable[..., Tensor]:
         expect_in_range(dim, y.dim())
         dy = dy.to(y.dtype)
         if unsupported_reason(y, y.dtype) is not None:
-            return torchs_own_backward(dy, y, dim, input_dtype, log)
+            return _torchs_own_backward(dy, y, dim, input_dtype, log)
         if not supports_fused_cast(input_dtype, y.dtype):
             return backward_or_torch(dy, y, dim, y.dtype, log).to(input_dtype)
         return backward_or_torch(dy, y, dim, input_dtype, log)

@@ -1,0 +1,157 @@
+"""softmax and log_softmax of tensors like recent ones: one check of torch's in place of a full key.
+
+Each function takes the full key where there is no such call, and remembers the call that it finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cache import Cache
+from .context import row_invariance
+from .options import TORCH
+from .prepared_calls import Prepare, backward_call, prepare_into, softmax_call
+from .recent_calls import RecentCalls
+from .torch_private import is_watched
+
+_forwards, _into, _gradients = RecentCalls(), RecentCalls(), RecentCalls()
+_calls_into = Cache()  # the prepared calls of out=
+_invariant = row_invariance.get
+# dim, the input's dtype, log, and the forward's batch invariance: autograd calls from another thread
+Described = tuple[int, torch.dtype, bool, bool]
+
+
+def recent_softmax(x: Tensor, dim: int, asked: torch.dtype | None, log: bool) -> Tensor | None:
+    """softmax or log_softmax of x over dim, where it is like that of a recent call; else None.
+
+    x: of class Tensor itself. asked: the dtype that the caller gave.
+    """
+    if is_watched():
+        return None
+    try:
+        shape = x.shape
+        # rows that lie one after another: any number of them
+        size = shape[1] if len(shape) == 2 and (dim == -1 or dim == 1) else shape
+        recent = _forwards.get((size, dim, asked, log, _invariant()), ())
+    except (RuntimeError, TypeError):  # it has no shape of its own; or what was asked for is no dtype
+        return None
+    for check, phase, call, any_rows in recent:
+        if check(x):
+            address = x.data_ptr()
+            if address & 31 == phase:
+                if not any_rows:
+                    return call(x, 0, address)
+                if n_rows := shape[0]:
+                    return call(x, n_rows, address)
+    return None
+
+
+def softmax_result(
+    x: Tensor, dim: int, asked: torch.dtype | None, dtype: torch.dtype, log: bool, prepare: Prepare,
+    around: Callable[..., Tensor] | None = None,
+) -> Any:  # fmt: skip
+    """`prepared_calls.softmax_call`, called; TORCH, or None, where the call is another's.
+
+    dtype: what `asked` comes to. around: what calls the prepared call, `around(call, *arguments)`.
+    """
+    found = softmax_call(x, dim, x.dtype, dtype, log, prepare)
+    if found is None or found is TORCH:
+        return found
+    call, n_rows, address = found
+    if around is not None:
+        return around(call, x, n_rows, address)
+    if not is_watched():
+        shape = x.shape
+        size = shape[1] if len(shape) == 2 and (dim == -1 or dim == 1) else shape
+        key = size, dim, asked, log, _invariant()
+        _forwards.add(key, (x,), n_rows > 0, address & 31, call, n_rows > 0)
+    return call(x, n_rows, address)
+
+
+def softmax_into(x: Tensor, dim: int, asked: torch.dtype | None, log: bool, out: Tensor) -> bool | None:
+    """Whether it wrote softmax or log_softmax of x to out, which are like those of a recent call; else None."""
+    if is_watched():
+        return None
+    try:
+        shape = x.shape
+        size = shape[1] if len(shape) == 2 and (dim == -1 or dim == 1) else shape
+        recent = _into.get((size, dim, asked, log, _invariant()), ())
+    except (RuntimeError, TypeError):  # it has no shape of its own; or what was asked for is no dtype
+        return None
+    for check, phase, out_phase, call, any_rows in recent:
+        if check(x, out):
+            address, out_address = x.data_ptr(), out.data_ptr()
+            if address & 31 == phase and out_address & 31 == out_phase:
+                if not any_rows:
+                    return call(x, out, 0, address, out_address)
+                if (n_rows := shape[0]) and out.shape == shape:
+                    return call(x, out, n_rows, address, out_address)
+    return None
+
+
+def prepared_into(
+    x: Tensor, dim: int, asked: torch.dtype | None, log: bool, out: Tensor, prepare: Prepare, fuses: Callable[..., bool]
+) -> bool:
+    """Whether a prepared call wrote to out; both are plain tensors on a GPU.
+
+    fuses: whether the kernels read one dtype and write another without a cast before them.
+    """
+    try:
+        address, out_address, given, shape = x.data_ptr(), out.data_ptr(), x.dtype, x.shape
+    except RuntimeError:  # one of them has no memory of its own
+        return False
+    dtype = given if asked is None else asked
+    if out.dtype is not dtype or out.shape != shape or not (x.is_contiguous() and out.is_contiguous()):
+        return False
+    phases, devices, invariant = (address & 31, out_address & 31), (x.get_device(), out.get_device()), _invariant()
+    n_rows, of_layout, size = 0, (shape, x.stride(), out.stride()), shape  # type: Any, Any, Any
+    if len(shape) == 2 and (dim == -1 or dim == 1):
+        size = shape[1]
+        if shape[0] > 1:  # rows with one stride: the call does not depend on their number
+            n_rows, of_layout = shape
+    key = of_layout, dim, log, given, dtype, phases, devices, invariant
+    call = _calls_into.get(key)
+    if call is None:
+        taken = fuses(given, dtype)
+        call = _calls_into.remember(key, taken and prepare_into(x, out, dim, dtype, log, prepare))
+    if call is False:
+        return False
+    if not (x.requires_grad or out.requires_grad):
+        _into.add((size, dim, asked, log, invariant), (x, out), n_rows > 0, *phases, call, n_rows > 0)
+    return call(x, out, n_rows, address, out_address)
+
+
+def recent_gradient(dy: Tensor, y: Tensor, described: Described) -> Tensor | None:
+    """The gradient from the output y, which is like that of a recent call; else None."""
+    if is_watched():
+        return None
+    shape = y.shape
+    size = shape[1] if len(shape) == 2 else shape
+    for check, phase, dy_phase, call, any_rows in _gradients.get((size, described), ()):
+        if check(y, dy):
+            address, dy_address = y.data_ptr(), dy.data_ptr()
+            if address & 31 == phase and dy_address & 31 == dy_phase:
+                if not any_rows:
+                    return call(0, address, dy_address)
+                # a hook of saved tensors may have given back another y
+                if (n_rows := shape[0]) and dy.shape == shape:
+                    return call(n_rows, address, dy_address)
+    return None
+
+
+def softmax_backward(dy: Tensor, y: Tensor, described: Described, prepare: Prepare) -> Tensor | None:
+    """`prepared_calls.backward_call`, called; None where the gradient is made in another way."""
+    dim, dtype, log, invariant = described
+    found = backward_call(dy, y, dim, dtype, log, invariant, prepare)
+    if found is None:
+        return None
+    call, n_rows, address, dy_address = found
+    if not is_watched():
+        shape = y.shape
+        key = shape[1] if len(shape) == 2 else shape, described
+        _gradients.add(key, (y, dy), n_rows > 0, address & 31, dy_address & 31, call, n_rows > 0)
+    return call(n_rows, address, dy_address)
