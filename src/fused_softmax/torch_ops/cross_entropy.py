@@ -238,8 +238,7 @@ class RowCrossEntropy(torch.autograd.Function):
             return written, None
         dx = None
         if unread:
-            # with a version counter of its own: a change in place does not disturb what is saved; nothing reads it again
-            dx = written.data
+            dx = written.data  # with a version counter of its own: a change in place does not disturb what is saved
         elif written is not None:
             # a further one runs the forward's kernel again, so that its bits are those of the first
             with as_in_forward(invariant):
