@@ -21,14 +21,19 @@ from .torch_private import is_watched
 _forwards, _into, _gradients = RecentCalls(), RecentCalls(), RecentCalls()
 _calls_into = Cache()  # the prepared calls of out=
 _invariant = row_invariance.get
+_is_grad_enabled = torch.is_grad_enabled
 # dim, the input's dtype, log, and the forward's batch invariance: autograd calls from another thread
 Described = tuple[int, torch.dtype, bool, bool]
+# of torch_ops.softmax: makes a result differentiable, trained(x, (y, described))
+Trained = Callable[[Tensor, tuple[Tensor, Described]], Tensor]
 
 
-def recent_softmax(x: Tensor, dim: int, asked: torch.dtype | None, log: bool) -> Tensor | None:
+def recent_softmax(
+    x: Tensor, dim: int, asked: torch.dtype | None, log: bool, trained: Trained | None = None
+) -> Tensor | None:
     """softmax or log_softmax of x over dim, where it is like that of a recent call; else None.
 
-    x: of class Tensor itself. asked: the dtype that the caller gave.
+    x: of class Tensor itself. asked: the dtype that the caller gave. trained: None below autograd.
     """
     if is_watched():
         return None
@@ -39,20 +44,25 @@ def recent_softmax(x: Tensor, dim: int, asked: torch.dtype | None, log: bool) ->
         recent = _forwards.get((size, dim, asked, log, _invariant()), ())
     except (RuntimeError, TypeError):  # it has no shape of its own; or what was asked for is no dtype
         return None
-    for check, phase, call, any_rows in recent:
+    for check, phase, call, any_rows, described in recent:
         if check(x):
             address = x.data_ptr()
             if address & 31 == phase:
                 if not any_rows:
-                    return call(x, 0, address)
-                if n_rows := shape[0]:
-                    return call(x, n_rows, address)
+                    y = call(x, 0, address)
+                elif n_rows := shape[0]:
+                    y = call(x, n_rows, address)
+                else:
+                    return None
+                if described is None or trained is None or not _is_grad_enabled():
+                    return y
+                return trained(x, (y, described))
     return None
 
 
 def softmax_result(
     x: Tensor, dim: int, asked: torch.dtype | None, dtype: torch.dtype, log: bool, prepare: Prepare,
-    around: Callable[..., Tensor] | None = None,
+    trained: Trained | None = None, around: Callable[..., Tensor] | None = None,
 ) -> Any:  # fmt: skip
     """`prepared_calls.softmax_call`, called; TORCH, or None, where the call is another's.
 
@@ -62,14 +72,19 @@ def softmax_result(
     if found is None or found is TORCH:
         return found
     call, n_rows, address = found
+    described = (dim, x.dtype, log, _invariant()) if x.requires_grad else None
     if around is not None:
-        return around(call, x, n_rows, address)
-    if not is_watched():
-        shape = x.shape
-        size = shape[1] if len(shape) == 2 and (dim == -1 or dim == 1) else shape
-        key = size, dim, asked, log, _invariant()
-        _forwards.add(key, (x,), n_rows > 0, address & 31, call, n_rows > 0)
-    return call(x, n_rows, address)
+        y = around(call, x, n_rows, address)
+    else:
+        if not is_watched():
+            shape = x.shape
+            size = shape[1] if len(shape) == 2 and (dim == -1 or dim == 1) else shape
+            key = size, dim, asked, log, _invariant()
+            _forwards.add(key, (x,), n_rows > 0, address & 31, call, n_rows > 0, described)
+        y = call(x, n_rows, address)
+    if described is None or trained is None or not _is_grad_enabled():
+        return y
+    return trained(x, (y, described))
 
 
 def softmax_into(x: Tensor, dim: int, asked: torch.dtype | None, log: bool, out: Tensor) -> bool | None:

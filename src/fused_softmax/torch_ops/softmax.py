@@ -75,21 +75,19 @@ def direct_softmax(x: Any, dim: Any, dtype: torch.dtype | None, log: bool) -> Te
     """softmax or log_softmax by a prepared call; None where the call takes `softmax_of`'s way."""
     if type(x) is not Tensor or type(dim) is not int:
         return None
-    y = recent_softmax(x, dim, dtype, log)
-    if y is None:
-        if not x.is_cuda or not is_plain(x):
-            return None
-        given, made = x.dtype, dtype
-        if made is None:
-            made = given if given is _FLOAT32 or not (_any_autocast() and promotes(x)) else _FLOAT32
-        elif made is not given and not supports_fused_cast(given, made):
-            return None
-        y = softmax_result(x, dim, dtype, made, log, prepare_softmax, _RECORDED[log] if profiling() else None)
-        if y is TORCH:
-            return torchs_own(log)(x, dim, dtype=dtype)
-    if y is not None and x.requires_grad and _is_grad_enabled():
-        return _row_softmax(x, (y, (dim, x.dtype, log, _invariant())))
-    return y
+    y = recent_softmax(x, dim, dtype, log, _row_softmax)
+    if y is not None:
+        return y
+    if not x.is_cuda or not is_plain(x):
+        return None
+    given, made = x.dtype, dtype
+    if made is None:
+        made = given if given is _FLOAT32 or not (_any_autocast() and promotes(x)) else _FLOAT32
+    elif made is not given and not supports_fused_cast(given, made):
+        return None
+    around = _RECORDED[log] if profiling() else None
+    y = softmax_result(x, dim, dtype, made, log, prepare_softmax, _row_softmax, around)
+    return torchs_own(log)(x, dim, dtype=dtype) if y is TORCH else y
 
 
 def direct_out(x: Any, dim: Any, dtype: Any, log: bool, out: Any) -> Tensor | None:
