@@ -16,16 +16,23 @@ from .context import row_invariance
 from .options import TORCH
 from .prepared_calls import Prepare, backward_call, prepare_into, softmax_call
 from .recent_calls import RecentCalls
-from .torch_private import is_watched
+from .torch_private import in_forward_ad, is_watched
 
 _forwards, _into, _gradients = RecentCalls(), RecentCalls(), RecentCalls()
 _calls_into = Cache()  # the prepared calls of out=
 _invariant = row_invariance.get
 _is_grad_enabled = torch.is_grad_enabled
-# dim, the input's dtype, log, and the forward's batch invariance: autograd calls from another thread
-Described = tuple[int, torch.dtype, bool, bool]
+# dim, the input's dtype, log, the forward's batch invariance, as autograd calls from another thread, and what `size_of`
+# says of the output
+Described = tuple[int, torch.dtype, bool, bool, Any]
 # of torch_ops.softmax: makes a result differentiable, trained(x, (y, described))
 Trained = Callable[[Tensor, tuple[Tensor, Described]], Tensor]
+
+
+def size_of(x: Tensor, dim: int) -> Any:
+    """The part of x's shape that a key needs: rows that lie one after another may have any number."""
+    shape = x.shape
+    return shape[1] if len(shape) == 2 and (dim == -1 or dim == 1) else shape
 
 
 def recent_softmax(
@@ -39,8 +46,7 @@ def recent_softmax(
         return None
     try:
         shape = x.shape
-        # rows that lie one after another: any number of them
-        size = shape[1] if len(shape) == 2 and (dim == -1 or dim == 1) else shape
+        size = shape[1] if len(shape) == 2 and (dim == -1 or dim == 1) else shape  # `size_of`
         recent = _forwards.get((size, dim, asked, log, _invariant()), ())
     except (RuntimeError, TypeError):  # it has no shape of its own; or what was asked for is no dtype
         return None
@@ -72,13 +78,12 @@ def softmax_result(
     if found is None or found is TORCH:
         return found
     call, n_rows, address = found
-    described = (dim, x.dtype, log, _invariant()) if x.requires_grad else None
+    size = size_of(x, dim)
+    described = (dim, x.dtype, log, _invariant(), size) if x.requires_grad else None
     if around is not None:
         y = around(call, x, n_rows, address)
     else:
         if not is_watched():
-            shape = x.shape
-            size = shape[1] if len(shape) == 2 and (dim == -1 or dim == 1) else shape
             key = size, dim, asked, log, _invariant()
             _forwards.add(key, (x,), n_rows > 0, address & 31, call, n_rows > 0, described)
         y = call(x, n_rows, address)
@@ -142,31 +147,30 @@ def prepared_into(
 
 def recent_gradient(dy: Tensor, y: Tensor, described: Described) -> Tensor | None:
     """The gradient from the output y, which is like that of a recent call; else None."""
-    if is_watched():
+    if in_forward_ad():
         return None
-    shape = y.shape
-    size = shape[1] if len(shape) == 2 else shape
-    for check, phase, dy_phase, call, any_rows in _gradients.get((size, described), ()):
+    # in a thread of its own each object that the forward used, too, comes from another core's cache: few of them
+    for check, phase, dy_phase, call, n_cols in _gradients.get(described, ()):
         if check(y, dy):
             address, dy_address = y.data_ptr(), dy.data_ptr()
             if address & 31 == phase and dy_address & 31 == dy_phase:
-                if not any_rows:
+                if not n_cols:
                     return call(0, address, dy_address)
                 # a hook of saved tensors may have given back another y
-                if (n_rows := shape[0]) and dy.shape == shape:
-                    return call(n_rows, address, dy_address)
+                size = y.numel()
+                if size and size == dy.numel():
+                    return call(size // n_cols, address, dy_address)
     return None
 
 
 def softmax_backward(dy: Tensor, y: Tensor, described: Described, prepare: Prepare) -> Tensor | None:
     """`prepared_calls.backward_call`, called; None where the gradient is made in another way."""
-    dim, dtype, log, invariant = described
+    dim, dtype, log, invariant, _ = described
     found = backward_call(dy, y, dim, dtype, log, invariant, prepare)
     if found is None:
         return None
     call, n_rows, address, dy_address = found
-    if not is_watched():
-        shape = y.shape
-        key = shape[1] if len(shape) == 2 else shape, described
-        _gradients.add(key, (y, dy), n_rows > 0, address & 31, dy_address & 31, call, n_rows > 0)
+    if not in_forward_ad():
+        n_cols = y.shape[1] if n_rows else 0
+        _gradients.add(described, (y, dy), n_rows > 0, address & 31, dy_address & 31, call, n_cols)
     return call(n_rows, address, dy_address)

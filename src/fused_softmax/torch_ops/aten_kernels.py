@@ -19,7 +19,7 @@ from ..launch.availability import KernelUnavailable
 from ..launch.context import is_batch_invariant
 from ..launch.device import interpreting
 from ..launch.options import TORCH
-from ..launch.recent_softmax import recent_gradient, recent_softmax, softmax_backward, softmax_result
+from ..launch.recent_softmax import recent_gradient, recent_softmax, size_of, softmax_backward, softmax_result
 from .library import untraced
 from .outputs import is_its_own, may_write_while_reading
 from .route import supports_fused_cast, unsupported_reason
@@ -132,7 +132,7 @@ def _backward(log: bool, original: Kernel) -> Kernel:
         if watch is not None:
             watch("log_softmax" if log else "softmax", y, dim=dim, dtype=y.dtype, backward=True)
         if type(y) is Tensor and type(dy) is Tensor and supports_fused_cast(input_dtype, y.dtype):
-            described = dim, input_dtype, log, is_batch_invariant()
+            described = dim, input_dtype, log, is_batch_invariant(), size_of(y, dim)
             dx = recent_gradient(dy, y, described)
             if dx is None:
                 dx = softmax_backward(dy, y, described, rows.prepare_backward)

@@ -27,6 +27,7 @@ from ..launch.recent_softmax import (
     prepared_into,
     recent_gradient,
     recent_softmax,
+    size_of,
     softmax_into,
     softmax_result,
 )
@@ -135,7 +136,7 @@ def _apply(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
     if x.requires_grad and _is_grad_enabled():
         with torch.no_grad():
             y = forward_or_torch(x, dim, dtype, log)
-        return _row_softmax(x, (y, (dim, x.dtype, log, _invariant())))
+        return _row_softmax(x, (y, (dim, x.dtype, log, _invariant(), size_of(x, dim))))
     return forward_or_torch(x, dim, dtype, log)
 
 
@@ -234,7 +235,7 @@ class RowSoftmax(torch.autograd.Function):
         described = ctx.described
         if not _is_grad_enabled() and (dx := recent_gradient(dy, y, described)) is not None:
             return dx, None
-        dim, dtype, log, invariant = described
+        dim, dtype, log, invariant, _ = described
         plain = not _is_grad_enabled() and is_plain(dy) and type(y) is Tensor
         if plain and (dx := backward_call(dy, y, described, prepare_backward)) is not None:
             return dx, None
