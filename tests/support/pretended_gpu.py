@@ -40,7 +40,7 @@ def pretend(monkeypatch):
             if id(value) in instead:
                 monkeypatch.setattr(module, name, instead[id(value)])
             elif isinstance(value, compiling.Cache):
-                monkeypatch.setattr(module, name, compiling.Cache())
+                monkeypatch.setattr(module, name, type(value)())
     monkeypatch.setattr(torch.Tensor, "is_cuda", torch._C.TensorBase.is_cpu)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fused_softmax as fs
+from fused_softmax.lab.bench.ahead import in_processes, jobs
 from fused_softmax.lab.bench.ceilings import ceiling, measured
 from fused_softmax.lab.record import Record, Results, header
 from fused_softmax.lab.timing import EventStopwatch, HostStopwatch, interleave, peak_bytes
@@ -114,6 +116,31 @@ def steps(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, se
     keeps = torch.rand(n_rows, n_cols, generator=made, device=device) > 0.3
     ways = [_ways(z, ids, keeps, dtype, package) for z, package in ((x, fs), (x, None), (x.double(), None))]
     return [Step(op, way, ours, own, exact) for (op, way, ours), (_, _, own), (_, _, exact) in zip(*ways, strict=True)]
+
+
+# processes that compile the calls of one shape and dtype, in turn
+PARTS = 4
+
+
+def compile_ahead(dtypes: Sequence[torch.dtype], shapes: Sequence[tuple[int, int]], workers: int) -> int:
+    """Makes each of our calls once in so many processes, so that nothing is compiled in turn; returns how many were."""
+    todo = [(shape, dtype, part) for shape in shapes for dtype in dtypes for part in range(PARTS)]
+    return in_processes(_make_once, jobs(todo, workers))
+
+
+def _make_once(todo: Sequence[tuple[tuple[int, int], torch.dtype, int]], done: Any) -> None:
+    """One worker; failures are left for the timed process to meet and to record."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.set_num_threads(1)
+    for (n_rows, n_cols), dtype, part in todo:
+        with suppress(Exception):
+            # no kernel over rows depends on their number; one that adds up losses does, beyond 2,048
+            x = torch.zeros(min(n_rows, 2304), n_cols, dtype=dtype, device=device)
+            ids = torch.zeros(len(x), dtype=torch.int64, device=device)
+            for _, _, call in list(_ways(x, ids, x == 0.0, dtype, fs))[part::PARTS]:
+                call()
+            torch.cuda.synchronize(device)
+        done.put(1)
 
 
 def difference(call: Call, step: Step) -> float:
@@ -225,8 +252,8 @@ def wall(
 ) -> Iterator[Record]:  # fmt: skip
     """Wall and device time of each step, a copy of the logits, and cross_entropy with an upstream gradient of 0.25."""
     loop, events = WallStopwatch(device), EventStopwatch(device)
-    for dtype in dtypes:
-        for shape in shapes:
+    for shape in shapes:
+        for dtype in dtypes:
             for step in (s for s in steps(*shape, dtype, device) if s.way in ("forward", "forward and backward")):
                 ours = _record(step.op, "fused_softmax", dtype, shape, step.way)
                 if not check(step, dtype, ours):

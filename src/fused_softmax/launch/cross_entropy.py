@@ -40,8 +40,9 @@ from .launcher import (
     prepare_flat,
     prepare_rows,
 )
-from .layout import Allocator, allocator_here, empty, gradient_buffer, layout_key, places, pointer
+from .layout import Allocator, allocator_here, empty, gradient_buffer, layout_key, places, pointer, row_stride
 from .options import LOSS_KINDS, CrossEntropy
+from .torch_private import current_device
 
 # one program adds up so many losses; more are torch's to add
 ONE_PROGRAM_ROWS = 65536
@@ -78,7 +79,8 @@ class _Launches(NamedTuple):
 
     writes: whether the pass that reads the logits writes their gradient. loss: `at` of that pass. counts, reduce: what
     `prepare_flat` returns; None where PyTorch counts, or adds up. last: what the gradient is written for; None: for an
-    upstream gradient of 1. new, at: what allocates on this device, and what makes pointers of its tensors.
+    upstream gradient of 1. stride: from one row of the gradient to the next. new, at: what allocates on device `index`,
+    and what makes pointers of its tensors.
     """
 
     writes: bool
@@ -86,8 +88,10 @@ class _Launches(NamedTuple):
     counts: Callable[..., None] | None
     reduce: Callable[..., None] | None
     last: LastUpstream | None
+    stride: int
     new: Allocator
     at: Callable[[Tensor], Any]
+    index: int
 
 
 _launches = Cache()
@@ -140,7 +144,8 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
     # with weights or smoothing, compilers may fuse a product of backward's kernel otherwise than this one's: other bits
     expects = writes and not inplace and op.weight is None and op.smoothing == 0.0 and x.is_cuda
     last = new_slot() if expects else None
-    return _Launches(writes, loss.at, count, reduce, last, allocator_here(x), pointer(x))
+    stride = row_stride(gradient_buffer(x))
+    return _Launches(writes, loss.at, count, reduce, last, stride, allocator_here(x), pointer(x), x.get_device())
 
 
 def _prepare_reduction(on: Tensor, n_rows: int, divided: bool, weighted: bool, keeps_count: bool = False) -> Run:
@@ -180,6 +185,8 @@ def cross_entropy_forward(
     """
     n_rows, n_cols = x.shape
     launches = _launches_of(x, n_rows, op, training, inplace, layout)
+    if layout is not None and current_device() == launches.index:  # on a GPU
+        return _run(launches, x, n_rows, n_cols, op, training, inplace)
     return on_its_device(x, _run, launches, x, n_rows, n_cols, op, training, inplace)
 
 
@@ -190,7 +197,12 @@ def _run(
     new, at = launches.new, launches.at
     # one allocation: each row's moments, the mean's denominator, the upstream gradient of dx, each row's loss
     kept = new((3 * n_rows + 2,), (1,), torch.float32)
-    moments, count, losses = places(kept, 0, 2 * n_rows, 2 * n_rows + 2)
+    moments = at(kept)
+    if type(moments) is int:
+        count = moments + 8 * n_rows
+        losses = count + 8
+    else:
+        moments, count, losses = places(kept, 0, 2 * n_rows, 2 * n_rows + 2)
     if reduction == "none":
         loss = new((n_rows,), (1,), torch.float32)
         losses = at(loss)
@@ -207,7 +219,13 @@ def _run(
     numbers = (ignore_index, smoothing, 1.0 if softcap is None else softcap, z_loss)
     dx = None
     if launches.writes:
-        dx = x.detach() if inplace else gradient_buffer(x)
+        if inplace:
+            dx = x.detach()
+        else:
+            stride = launches.stride
+            dx = new((n_rows, stride), (stride, 1), x.dtype)
+            if stride != n_cols:
+                dx = dx[:, :n_cols]
         upstream = 1.0 if launches.last is None else launches.last.expected()
         launches.loss(n_rows, (at(x), at(dx)), (*vectors, count, losses, moments), (*numbers, upstream))
     else:

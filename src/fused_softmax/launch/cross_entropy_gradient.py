@@ -17,6 +17,8 @@ from .last_upstream import LastUpstream
 from .launcher import FEW_WARPS, RowOp, Vector, always, launch_rows, on_its_device, prepare_rows
 from .layout import expect_rows, layout_key, places, pointer, restored
 from .options import LOSS_KINDS, CrossEntropy, Flags, LossKind
+from .recent_calls import RecentCalls
+from .torch_private import current_device
 
 
 @kernel_loader
@@ -63,8 +65,8 @@ _gradients = Cache()
 def cross_entropy_gradient(
     x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector | None, g: Tensor,
     written: Vector | None = None, last: LastUpstream | None = None,
-) -> None:  # fmt: skip
-    """The gradient for upstream g ([1], or [n_rows]; float32) into dx, which may be x.
+) -> Any:  # fmt: skip
+    """The gradient for upstream g ([1], or [n_rows]; float32) into dx, which may be x; the launch.
 
     count: what the gradient is divided by, [1] float32, such as a mean's denominator; None: nothing. written: an
     upstream gradient, [1] float32, that dx already holds the gradient for; then g has one element, and nothing is done
@@ -88,6 +90,48 @@ def cross_entropy_gradient(
     addresses = tuple([v if type(v) is int else at(v) for v in vectors])
     numbers = (op.ignore_index, int(g.numel() > 1), 0, *op.numbers)
     on_its_device(x, launch, x.shape[0], (at(x), at(dx)), addresses, numbers)
+    return launch
+
+
+_recent = RecentCalls()
+
+
+def gradient_unless_written(
+    layout: object, x: Tensor, dx: Tensor, target: Tensor, kept: Tensor, n_rows: int, options: list[Any], g: Tensor,
+    last: LastUpstream | None,
+) -> bool:  # fmt: skip
+    """Whether it launched `cross_entropy_gradient`, for tensors like recent ones; without weights and softcap.
+
+    dx holds the gradient for the upstream gradient that `kept` says, and stays where g is equal. layout: a key of how
+    x lies. options: of a CrossEntropy, from ignore_index to z_loss.
+    """
+    ignore_index, reduction, smoothing, _, z_loss = options
+    mean = reduction == "mean"
+    for check, phase, dx_phase, index, launch in _recent.get((layout, mean, last is None, smoothing > 0.0), ()):
+        if check(x, dx, target, kept, g):
+            shape, address, dx_address = x.shape, x.data_ptr(), dx.data_ptr()
+            if shape[0] != n_rows or dx.shape != shape or current_device() != index:
+                return False
+            if address & 31 == phase and dx_address & 31 == dx_phase:
+                moments, upstream = kept.data_ptr(), g.data_ptr()
+                count = moments + 8 * n_rows
+                vectors = (
+                    target.data_ptr(), upstream, upstream, count if mean else upstream, moments, upstream, count + 4,
+                    upstream if last is None else last.vector,
+                )  # fmt: skip
+                launch(n_rows, (address, dx_address), vectors, (ignore_index, 0, 0, smoothing, 1.0, z_loss))
+                return True
+    return False
+
+
+def remember_gradient(
+    launch: Any, layout: object, x: Tensor, dx: Tensor, kept: Tensor, op: CrossEntropy, g: Tensor,
+    last: LastUpstream | None,
+) -> None:  # fmt: skip
+    """Lets `gradient_unless_written` find what `cross_entropy_gradient` launched for these."""
+    key = layout, op.reduction == "mean", last is None, op.smoothing > 0.0
+    phases = x.data_ptr() & 31, dx.data_ptr() & 31
+    _recent.add(key, (x, dx, op.target, kept, g), True, *phases, x.get_device(), launch)
 
 
 _of_shards = Cache()

@@ -202,6 +202,17 @@ def _runner(found: Described, binding: Binding, index: int) -> Run:
             grid = most
         call(grid, 1, 1, current_stream(index), *prefix, *rows, *vectors, n_rows, *scalars, *numbers, *trailing)
 
+    def plainly_at(
+        n_rows: int, rows: tuple[int, ...], vectors: tuple[int, ...], numbers: tuple[int | float, ...]
+    ) -> None:
+        call(
+            -(-n_rows // rows_per_program), 1, 1, current_stream(index), *prefix, *rows, *vectors, n_rows, *scalars,
+            *numbers, *trailing,
+        )  # fmt: skip
+
+    if not shifted and n_splits == 1 and most is None:
+        at = plainly_at
+
     def run(rows: tuple[Tensor, ...], vectors: tuple[Vector, ...], numbers: tuple[int | float, ...]) -> None:
         if current_device() != index:
             with torch.cuda.device(index):

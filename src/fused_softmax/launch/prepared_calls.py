@@ -8,6 +8,7 @@ docs/host-time.md counts the microseconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,15 +47,12 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return found
 
 
-def softmax_result(
-    x: Tensor, dim: int, given: torch.dtype, dtype: torch.dtype, log: bool, prepare: Prepare,
-    around: Callable[..., Tensor] | None = None,
-) -> Any:  # fmt: skip
-    """softmax or log_softmax of x over dim in `dtype`; TORCH; or None where this way is not for it.
+def softmax_call(x: Tensor, dim: int, given: torch.dtype, dtype: torch.dtype, log: bool, prepare: Prepare) -> Any:
+    """(call, its n_rows, x's address) for softmax or log_softmax of x over dim in `dtype`; TORCH; or None where this
+    way is not for it.
 
     x: a plain tensor on a GPU, not lazily negated, of dtype `given`; dtype: this one, or one that the kernels write
-    from it. around: what calls the prepared call, `around(call, *arguments)`. None for a tensor without memory of its
-    own, too.
+    from it. None for a tensor without memory of its own, too. n_rows is 0 where the call is for x's shape alone.
     """
     try:
         address, shape = x.data_ptr(), x.shape
@@ -75,9 +73,7 @@ def softmax_result(
         call = _calls.remember(key, _prepare_softmax(x, dim, dtype, log, prepare))
     if call is False:
         return None
-    if call is TORCH:
-        return TORCH
-    return call(x, n_rows, address) if around is None else around(call, x, n_rows, address)
+    return TORCH if call is TORCH else (call, n_rows, address)
 
 
 def _takes(x: Tensor, dim: int) -> bool:
@@ -198,10 +194,11 @@ def _strided_call(run: Any, like: Tensor) -> Call:
     return call
 
 
-def softmax_backward(
+def backward_call(
     dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool, invariant: bool, prepare: Prepare
-) -> Tensor | None:
-    """The gradient in `dtype` from the output y over its last dimension, for plain tensors; None as `softmax_result`.
+) -> Any:
+    """(call, its n_rows, the addresses of y and dy) for the gradient in `dtype` from the output y over its last
+    dimension, for plain tensors; None as `softmax_call`.
 
     `invariant` is the forward's setting: autograd calls from another thread.
     """
@@ -217,32 +214,21 @@ def softmax_backward(
         n_rows, n_cols = shape
         key = (n_cols, given, dtype, dim, log, y_address & 31, dy_address & 31, index, invariant)
     else:
-        n_rows = n_cols = 0
+        n_rows = 0
         key = (
             shape, y.stride(), dy.stride(), given, dtype, dim, log, y_address & 31, dy_address & 31, index, invariant
         )  # fmt: skip
-    found = _calls.get(key)
-    if found is None:
-        found = _calls.remember(key, _prepare_backward(dy, y, dim, dtype, log, invariant, prepare))
-    if found is False or _current_device() != index:
-        return None
-    (_, launch, rows, prefix, after_rows, offsets), known_shape, known_strides, known_rows = found
-    if n_rows:
-        dx = _empty((n_rows, n_cols), known_strides, dtype)
-    else:
-        dx, n_rows = _empty(known_shape, known_strides, dtype), known_rows
-    launch(
-        -(-n_rows // rows), 1, 1, _current_stream(index), *prefix,
-        y_address - offsets[0], dy_address - offsets[1], dx.data_ptr() - offsets[2], n_rows, *after_rows,
-    )  # fmt: skip
-    return dx
+    call = _calls.get(key)
+    if call is None:
+        call = _calls.remember(key, _prepare_backward(dy, y, dim, dtype, log, invariant, prepare))
+    return None if call is False else (call, n_rows, y_address, dy_address)
 
 
 def _prepare_backward(
     dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool, invariant: bool, prepare: Prepare
 ) -> Any:
-    """(parts of the launch, the shape, its strides, its rows); False where this way is not for them."""
-    shape, strides = tuple(y.shape), contiguous_strides(tuple(y.shape))
+    """call(n_rows, address of y, address of dy) -> the gradient; False where this way is not for them."""
+    shape = tuple(y.shape)
     if _empty is None or not shape or not y.numel() or shape[-1] > MAX_COLS or y.dtype not in DTYPE_NAMES:
         return False
     if not (dim == -1 or dim == len(shape) - 1):
@@ -254,4 +240,25 @@ def _prepare_backward(
         run = prepare(y, dy, dx, log, invariant)
     except KernelUnavailable:
         return False
-    return False if run is None else (run.parts, shape, strides, y.numel() // shape[-1])
+    return False if run is None else _gradient_of_rows(run, shape, dtype)
+
+
+def _gradient_of_rows(run: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[int, int, int], Tensor]:
+    index, launch, rows, prefix, after_rows, (y_offset, dy_offset, dx_offset) = run.parts
+    strides, known_rows, n_cols = contiguous_strides(shape), math.prod(shape[:-1]), shape[-1]
+
+    def call(n_rows: int, y_address: int, dy_address: int) -> Tensor:
+        if _current_device() != index:
+            with torch.cuda.device(index):
+                return call(n_rows, y_address, dy_address)
+        if n_rows:
+            dx = _empty((n_rows, n_cols), strides, dtype)
+        else:
+            dx, n_rows = _empty(shape, strides, dtype), known_rows
+        launch(
+            -(-n_rows // rows), 1, 1, _current_stream(index), *prefix,
+            y_address - y_offset, dy_address - dy_offset, dx.data_ptr() - dx_offset, n_rows, *after_rows,
+        )  # fmt: skip
+        return dx
+
+    return call

@@ -118,6 +118,36 @@ def is_plain(x: Tensor) -> bool:
     )
 
 
+def is_watched() -> bool:
+    """Whether torch.compile traces, a level of forward-mode AD is entered, or a profiler is active.
+
+    Whatever else could see a call changes the dispatch keys, which a `tensor_guard` compares.
+    """
+    return _is_dynamo_compiling() or _level._current_level >= 0 or _profiler._is_profiler_enabled
+
+
+Guard = Callable[..., bool]
+_TensorGuards: Any = _or_public("_C._dynamo.guards.TensorGuards", None)
+
+
+def tensor_guard(tensors: tuple[Tensor, ...], any_rows: bool) -> Guard | None:
+    """check(*tensors): whether these are like the given ones, in one call of torch's; None where it has none.
+
+    It compares class, dtype, device, shape, strides, requires_grad, and the dispatch keys that a call would meet here:
+    of a lazy negation, a dispatch mode, a transform of torch.func, autocast, tracing. Two that are one tensor are not
+    like any. any_rows: the first dimension may have any size, also 0. It keeps no tensor.
+    """
+    if _TensorGuards is None:
+        return None
+    sizes = [[None if any_rows and not d else size for d, size in enumerate(t.shape)] for t in tensors]
+    strides = [list(t.stride()) for t in tensors]
+    try:
+        made = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        return made.check if made.check(*tensors) else None
+    except (TypeError, ValueError, RuntimeError):  # another torch may build it otherwise
+        return None
+
+
 # fake and functional tensors; where torch's classes are not found, they are subclasses like any other, and PyTorch's
 _traced = tuple(
     found

@@ -19,7 +19,7 @@ from ..launch.availability import KernelUnavailable
 from ..launch.context import is_batch_invariant
 from ..launch.device import interpreting
 from ..launch.options import TORCH
-from ..launch.prepared_calls import softmax_backward, softmax_result
+from ..launch.recent_softmax import recent_gradient, recent_softmax, size_of, softmax_backward, softmax_result
 from .library import untraced
 from .outputs import is_its_own, may_write_while_reading
 from .route import supports_fused_cast, unsupported_reason
@@ -92,7 +92,9 @@ def _forward(log: bool, original: Kernel) -> Kernel:
         if watch is not None:
             watch("log_softmax" if log else "softmax", x, dim=dim, dtype=dtype)
         if dtype is not None and type(x) is Tensor and x.is_cuda:
-            y = softmax_result(x, dim, x.dtype, dtype, log, rows.prepare_softmax)
+            y = recent_softmax(x, dim, dtype, log)
+            if y is None:
+                y = softmax_result(x, dim, dtype, dtype, log, rows.prepare_softmax)
             if y is not None and y is not TORCH:
                 return y
         if dtype is None or not _takes(x, dim, dtype):
@@ -130,7 +132,10 @@ def _backward(log: bool, original: Kernel) -> Kernel:
         if watch is not None:
             watch("log_softmax" if log else "softmax", y, dim=dim, dtype=y.dtype, backward=True)
         if type(y) is Tensor and type(dy) is Tensor and supports_fused_cast(input_dtype, y.dtype):
-            dx = softmax_backward(dy, y, dim, input_dtype, log, is_batch_invariant(), rows.prepare_backward)
+            described = dim, input_dtype, log, is_batch_invariant(), size_of(y, dim)
+            dx = recent_gradient(dy, y, described)
+            if dx is None:
+                dx = softmax_backward(dy, y, described, rows.prepare_backward)
             if dx is not None:
                 return dx
         if not _takes_backward(dy, y, dim, input_dtype):

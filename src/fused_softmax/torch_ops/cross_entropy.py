@@ -25,7 +25,7 @@ from ..launch.last_upstream import LastUpstream
 from ..launch.launcher import Vector
 from ..launch.layout import gradient_buffer, restored, rows_of, rows_or_copy
 from ..launch.options import CrossEntropy
-from ..launch.torch_private import function_apply, profiling
+from ..launch.torch_private import function_apply, is_watched, profiling
 from ..planning.types import Plan
 from . import decompositions
 from .arguments import REDUCTIONS, expect_floating, expect_layout, kernels_take_loss, softcap_of
@@ -168,11 +168,13 @@ def _forward_by_torch(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
 def _gradient(
     x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector | None, g: Tensor,
     written: Vector | None = None, last: LastUpstream | None = None,
-) -> None:  # fmt: skip
+) -> Any:  # fmt: skip
+    """The launch; None where PyTorch's formula took its place."""
     try:
-        gradients.cross_entropy_gradient(x, dx, op, moments, count, g, written, last)
+        return gradients.cross_entropy_gradient(x, dx, op, moments, count, g, written, last)
     except KernelUnavailable:
         dx.copy_(decompositions.cross_entropy_gradient(g, x, op))
+        return None
 
 
 def _scale_unless_one(dx: Tensor, g: Tensor) -> None:
@@ -201,7 +203,7 @@ class RowCrossEntropy(torch.autograd.Function):
         target, weight, weight_sum, *options, denominator = op
         ctx.save_for_backward(None if inplace else x, target, weight, weight_sum, kept, denominator, dx)
         # batch invariance too: backward runs in a thread that does not know
-        ctx.described = options, x.shape[0], inplace, last, is_batch_invariant()
+        ctx.described = options, x.shape[0], inplace, last, is_batch_invariant(), layout
         ctx.unread = [dx is not None]  # popped by the backward that returns the forward's gradient
         ctx.set_materialize_grads(False)
         return loss
@@ -211,7 +213,13 @@ class RowCrossEntropy(torch.autograd.Function):
         if g is None:
             return None, None
         x, target, weight, weight_sum, kept, denominator, written = ctx.saved_tensors
-        options, n_rows, inplace, last, invariant = ctx.described
+        options, n_rows, inplace, last, invariant, layout = ctx.described
+        recent = layout is not None and not inplace and not torch.is_grad_enabled() and not is_watched()
+        unread = None
+        if recent and written is not None and ctx.unread:
+            unread, dx = ctx.unread.pop(), written.data
+            if gradients.gradient_unless_written(layout, x, dx, target, kept, n_rows, options, g, last):
+                return dx, None
         target, kept = restored(target, torch.int64), restored(kept, torch.float32)
         if weight is not None:
             weight = restored(weight, torch.float32)
@@ -220,7 +228,8 @@ class RowCrossEntropy(torch.autograd.Function):
             if x is None:
                 raise RuntimeError(decompositions.OVERWRITTEN)
             return decompositions.cross_entropy_gradient(g, x, op), None
-        unread = bool(ctx.unread) and ctx.unread.pop()
+        if unread is None:
+            unread = bool(ctx.unread) and ctx.unread.pop()
         upstream = g if g.dtype is torch.float32 and g.is_contiguous() else g.float().contiguous()
         if inplace:
             if not unread:
@@ -229,9 +238,7 @@ class RowCrossEntropy(torch.autograd.Function):
             return written, None
         dx = None
         if unread:
-            # The first backward returns the forward's gradient, with a version counter of its own: a change in place
-            # does not disturb what is saved. Nothing reads the saved one again.
-            dx = written.data
+            dx = written.data  # with a version counter of its own: a change in place does not disturb what is saved
         elif written is not None:
             # a further one runs the forward's kernel again, so that its bits are those of the first
             with as_in_forward(invariant):
@@ -242,7 +249,9 @@ class RowCrossEntropy(torch.autograd.Function):
             dx = gradient_buffer(x)
             _gradient(x, dx, op, moments, divides, upstream)
         else:
-            _gradient(x, dx, op, moments, divides, upstream, expected, last)
+            launch = _gradient(x, dx, op, moments, divides, upstream, expected, last)
+            if recent and unread and launch is not None:
+                gradients.remember_gradient(launch, layout, x, dx, kept, op, upstream, last)
         return dx, None
 
 

@@ -21,7 +21,8 @@ from ..launch.availability import note
 from ..launch.cache import Cache
 from ..launch.device import describe, interpreting
 from ..launch.layout import DTYPE_NAMES, HALVES, MAX_COLS
-from ..launch.torch_private import in_forward_ad, is_plain, is_traced
+from ..launch.recent_calls import RecentCalls
+from ..launch.torch_private import in_forward_ad, is_plain, is_traced, is_watched
 from ..planning.types import Device, Plan
 from .arguments import NAMESPACE, is_dtensor
 
@@ -119,6 +120,7 @@ def is_supported(x: Tensor) -> bool:
 
 
 _layouts = Cache()
+_recent_layouts = RecentCalls()
 _INT64 = torch.int64
 
 
@@ -128,18 +130,28 @@ def layout_of_rows(x: Any, ids: Any = None) -> object | None:
     It is for plain tensors that our kernels take as they lie, and asks for what is plainly right. An op whose tensors
     are otherwise has a longer way, which judges wrong ones too. ids: None where the op has none.
     """
-    if type(x) is not Tensor or not x.is_cuda or not is_plain(x):
+    if type(x) is not Tensor or (ids is not None and type(ids) is not Tensor):
         return None
+    watched = is_watched()
     try:
-        address, shape = x.data_ptr(), x.shape
+        shape = x.shape
+        if len(shape) != 2:
+            return None
+        if not watched:
+            for check, phase, layout in _recent_layouts.get((shape[1], ids is None), ()):
+                if check(x) if ids is None else check(x, ids):
+                    n_rows = shape[0]
+                    if x.data_ptr() & 31 == phase and n_rows and (ids is None or ids.numel() == n_rows):
+                        return layout
+        if not x.is_cuda or not is_plain(x):
+            return None
+        address = x.data_ptr()
     except RuntimeError:  # it has no memory of its own
-        return None
-    if len(shape) != 2:
         return None
     n_rows, n_cols = shape
     index = x.get_device()
     if ids is not None:
-        if type(ids) is not Tensor or ids.dim() != 1 or ids.numel() != n_rows or not ids.is_contiguous():
+        if ids.dim() != 1 or ids.numel() != n_rows or not ids.is_contiguous():
             return None
         if ids.get_device() != index or ids.dtype is not _INT64:
             return None
@@ -151,7 +163,12 @@ def layout_of_rows(x: Any, ids: Any = None) -> object | None:
     found = _layouts.get(key)
     if found is None:
         found = _layouts.remember(key, object() if _lie_as_kernels_read(x, ids) else False)
-    return None if found is False else found
+    if found is False:
+        return None
+    if not watched and (ids is None or n_rows > 1):
+        given = (x,) if ids is None else (x, ids)
+        _recent_layouts.add((n_cols, ids is None), given, True, address & 31, found)
+    return found
 
 
 def _lie_as_kernels_read(x: Tensor, ids: Tensor | None) -> bool:

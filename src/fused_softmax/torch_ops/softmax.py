@@ -18,13 +18,20 @@ from torch import Tensor
 
 from ..launch import torch_private
 from ..launch.availability import KernelUnavailable
-from ..launch.cache import Cache
 from ..launch.context import row_invariance
 from ..launch.launcher import planned
 from ..launch.layout import as_rows
 from ..launch.options import TORCH
-from ..launch.prepared_calls import prepare_into, softmax_result
-from ..launch.prepared_calls import softmax_backward as backward_call
+from ..launch.recent_softmax import (
+    Described,
+    prepared_into,
+    recent_gradient,
+    recent_softmax,
+    size_of,
+    softmax_into,
+    softmax_result,
+)
+from ..launch.recent_softmax import softmax_backward as backward_call
 from ..launch.softmax import (
     planned_backward,
     planned_elsewhere,
@@ -59,7 +66,6 @@ from .route import (
 _any_autocast = torch_private.any_autocast
 _is_grad_enabled = torch.is_grad_enabled
 _increment_versions = torch_private.increment_versions
-_calls_into = Cache()  # the prepared calls of out=
 _invariant = row_invariance.get
 _FLOAT32 = torch.float32
 NAMES = {False: "softmax", True: "log_softmax"}
@@ -68,54 +74,35 @@ _RECORDED = {log: functools.partial(recorded, name) for log, name in NAMES.items
 
 def direct_softmax(x: Any, dim: Any, dtype: torch.dtype | None, log: bool) -> Tensor | None:
     """softmax or log_softmax by a prepared call; None where the call takes `softmax_of`'s way."""
-    if type(x) is not Tensor or type(dim) is not int or not x.is_cuda or not is_plain(x):
+    if type(x) is not Tensor or type(dim) is not int:
         return None
-    given = x.dtype
-    if dtype is None:
-        dtype = given if given is _FLOAT32 or not (_any_autocast() and promotes(x)) else _FLOAT32
-    elif dtype is not given and not supports_fused_cast(given, dtype):
+    y = recent_softmax(x, dim, dtype, log, _row_softmax)
+    if y is not None:
+        return y
+    if not x.is_cuda or not is_plain(x):
         return None
-    y = softmax_result(x, dim, given, dtype, log, prepare_softmax, _RECORDED[log] if profiling() else None)
-    if y is TORCH:
-        return torchs_own(log)(x, dim, dtype=dtype)
-    if y is not None and x.requires_grad and _is_grad_enabled():
-        return _row_softmax(x, (y, dim, log))
-    return y
+    given, made = x.dtype, dtype
+    if made is None:
+        made = given if given is _FLOAT32 or not (_any_autocast() and promotes(x)) else _FLOAT32
+    elif made is not given and not supports_fused_cast(given, made):
+        return None
+    around = _RECORDED[log] if profiling() else None
+    y = softmax_result(x, dim, dtype, made, log, prepare_softmax, _row_softmax, around)
+    return torchs_own(log)(x, dim, dtype=dtype) if y is TORCH else y
 
 
 def direct_out(x: Any, dim: Any, dtype: Any, log: bool, out: Any) -> Tensor | None:
     """`direct_softmax` into a tensor of x's shape; both are contiguous, and do not overlap in part."""
-    if type(x) is not Tensor or type(out) is not Tensor or type(dim) is not int or not x.is_cuda or not is_plain(x):
+    if type(x) is not Tensor or type(out) is not Tensor or type(dim) is not int:
         return None
-    if out.is_neg() or out.is_inference() or profiling():
-        return None
-    if (x.requires_grad or out.requires_grad) and _is_grad_enabled():
-        return None
-    try:
-        address, out_address, shape, given = x.data_ptr(), out.data_ptr(), x.shape, x.dtype
-    except RuntimeError:  # one of them has no memory of its own
-        return None
-    if dtype is None:
-        dtype = given
-    if out.dtype is not dtype or out.shape != shape or not (x.is_contiguous() and out.is_contiguous()):
-        return None
-    key: Any
-    if len(shape) == 2 and (dim == -1 or dim == 1) and shape[0] > 1:
-        n_rows, n_cols = shape  # rows with one stride: the call does not depend on their number
-        key = (
-            n_cols, given, dtype, log, address & 31, out_address & 31, x.get_device(), out.get_device(), _invariant()
-        )  # fmt: skip
-    else:
-        n_rows = 0
-        key = (
-            shape, x.stride(), out.stride(), given, dtype, dim, log, address & 31, out_address & 31, x.get_device(),
-            out.get_device(), _invariant(),
-        )  # fmt: skip
-    call = _calls_into.get(key)
-    if call is None:
-        taken = supports_fused_cast(given, dtype)
-        call = _calls_into.remember(key, taken and prepare_into(x, out, dim, dtype, log, prepare_softmax))
-    if call is False or not call(x, out, n_rows, address, out_address):
+    wrote = softmax_into(x, dim, dtype, log, out)
+    if wrote is None:
+        if not x.is_cuda or not is_plain(x) or out.is_neg() or out.is_inference() or profiling():
+            return None
+        if (x.requires_grad or out.requires_grad) and _is_grad_enabled():
+            return None
+        wrote = prepared_into(x, dim, dtype, log, out, prepare_softmax, supports_fused_cast)
+    if not wrote:
         return None
     _increment_versions((out,))
     return out
@@ -149,7 +136,7 @@ def _apply(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
     if x.requires_grad and _is_grad_enabled():
         with torch.no_grad():
             y = forward_or_torch(x, dim, dtype, log)
-        return _row_softmax(x, (y, dim, log))
+        return _row_softmax(x, (y, (dim, x.dtype, log, _invariant(), size_of(x, dim))))
     return forward_or_torch(x, dim, dtype, log)
 
 
@@ -234,11 +221,9 @@ class RowSoftmax(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, made: tuple[Tensor, int, bool]) -> Tensor:
-        y, dim, log = made
+    def forward(ctx: Any, x: Tensor, made: tuple[Tensor, Described]) -> Tensor:
+        y, ctx.described = made
         ctx.save_for_backward(y)
-        # batch invariance too: backward runs in a thread that does not know
-        ctx.described = dim, x.dtype, log, _invariant()
         ctx.set_materialize_grads(False)
         return y
 
@@ -247,10 +232,12 @@ class RowSoftmax(torch.autograd.Function):
         if dy is None:
             return None, None
         (y,) = ctx.saved_tensors
-        dim, dtype, log, invariant = ctx.described
+        described = ctx.described
+        if not _is_grad_enabled() and (dx := recent_gradient(dy, y, described)) is not None:
+            return dx, None
+        dim, dtype, log, invariant, _ = described
         plain = not _is_grad_enabled() and is_plain(dy) and type(y) is Tensor
-        dx = backward_call(dy, y, dim, dtype, log, invariant, prepare_backward) if plain else None
-        if dx is not None:
+        if plain and (dx := backward_call(dy, y, described, prepare_backward)) is not None:
             return dx, None
         if plain and has_storage(dy):
             return backward_or_torch(dy, y, dim, dtype, log, invariant), None

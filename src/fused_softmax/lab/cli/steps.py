@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ def host(
     wall: Annotated[bool, typer.Option("--wall", help="wall time of loops of real steps, not host time")] = False,
     record: Annotated[Path | None, typer.Option(help="write the results to this .json")] = None,
     seconds: Annotated[float, typer.Option(min=0.01, max=60.0, help="seconds for one system in one case")] = 0.3,
+    workers: Annotated[int | None, typer.Option(min=0, help="processes that compile first; default: all cores")] = None,
 ) -> None:
     """Host time of each op's calls next to torch's own way, forward and backward; each is checked before."""
     wanted = dtypes(dtype)
@@ -49,5 +51,7 @@ def host(
                     f"{' '.join(key)} {found.system}: {1000 * found.ms:.2f} us", markup=False, highlight=False
                 )
 
+    shapes = steps.WALL_SHAPES if wall else [steps.HOST_SHAPE]
+    steps.compile_ahead(kinds, shapes, (os.cpu_count() or 1) if workers is None else workers)
     made = (steps.wall if wall else steps.host)(kinds, device, seconds=seconds)
     raise typer.Exit(1 if steps.run(made, record, device, show) else 0)
