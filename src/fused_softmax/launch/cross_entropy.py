@@ -79,7 +79,7 @@ class _Launches(NamedTuple):
 
     writes: whether the pass that reads the logits writes their gradient. loss: `at` of that pass. counts, reduce: what
     `prepare_flat` returns; None where PyTorch counts, or adds up. last: what the gradient is written for; None: for an
-    upstream gradient of 1. stride: from one row of the gradient to the next. new, at: what allocates on device `index`,
+    upstream gradient of 1. stride: from one row of the gradient to the next. new, at: what allocates on `device`,
     and what makes pointers of its tensors.
     """
 
@@ -91,7 +91,7 @@ class _Launches(NamedTuple):
     stride: int
     new: Allocator
     at: Callable[[Tensor], Any]
-    index: int
+    device: int
 
 
 _launches = Cache()
@@ -185,7 +185,7 @@ def cross_entropy_forward(
     """
     n_rows, n_cols = x.shape
     launches = _launches_of(x, n_rows, op, training, inplace, layout)
-    if layout is not None and current_device() == launches.index:  # on a GPU
+    if layout is not None and current_device() == launches.device:  # on a GPU
         return _run(launches, x, n_rows, n_cols, op, training, inplace)
     return on_its_device(x, _run, launches, x, n_rows, n_cols, op, training, inplace)
 
