@@ -233,7 +233,9 @@ def _shape_of(
     n_dims = draw.choice((0, 1, 2, 2, 2, 2, 3, 3, 3, 4, 5))
     if n_dims == 0 and (spec.rows in ("last", "classes") or way == "vmap" or draw.random() < 0.7):
         n_dims = 1
-    elements = budget.elements if budget.large == 1.0 or draw.random() < budget.large else budget.elements >> 3
+    # a class has few shapes: more of them are large and aligned, as some kernels take only those
+    large = budget.large if draw is rng else max(0.5, budget.large)
+    elements = budget.elements if large == 1.0 or draw.random() < large else budget.elements >> 3
     most = max(1, min(budget.rows, elements // of.n_cols))
     if of.n_cols <= 16 and rng.random() < budget.many_rows:
         n_dims, most = 2, 4096
@@ -243,6 +245,11 @@ def _shape_of(
         at = min(1, at)
     elif not of.last and shape:
         at = draw.randrange(at + 1)
+    if draw is by_class and at < len(shape):
+        if draw.random() < 0.5:
+            shape[-1] = max(1, most // math.prod(shape[at:-1]))
+        if draw.random() < 0.5:
+            shape[at:] = [n - n % 16 or n for n in shape[at:]]
     if not (one_after_another or apart or several):  # what lies before is each case's own
         shape[:at] = _rows(rng, at, max(1, most // math.prod(shape[at:])))
     if n_dims:
