@@ -62,8 +62,11 @@ def fuzz(
     options.interpret_without_gpu()
     from fused_softmax.lab.fuzz import command
 
-    given = seconds, cases, per_cell, columns, seed, workers, record, sanitize, replay, stop, huge, added
-    raise typer.Exit(command.fuzz(*wanted, *given))
+    raise typer.Exit(
+        command.fuzz(
+            *wanted, seconds, cases, per_cell, columns, seed, workers, record, sanitize, replay, stop, huge, added
+        )
+    )
 
 
 def accuracy(

@@ -156,6 +156,8 @@ def draw_class(op: str, dtype: str, seed: int, budget: Budget, widths: tuple[int
         n_cols -= n_cols % 64 if rng.random() < 0.5 else 0  # other kernels take rows of whole vectors
     n_dims = rng.choice((2, 3, 4))
     chosen = tuple(layouts.draw_layout(rng, n_dims) for _ in range(3))
+    if n_cols > budget.strided and all(kind in APART for kind, _ in chosen):  # no case of these is drawn
+        chosen = (("contiguous", 1), *chosen[1:])
     last = OPS[op].rows == "last" or rng.random() < 0.75
     flags = rng.getrandbits(32), rng.getrandbits(32)
     return DrawClass(op, dtype, n_cols, chosen, last, flags, tuple(rng.getrandbits(32) for _ in range(SHAPES)), seed)
@@ -222,15 +224,18 @@ def _shape_of(
 
     Rows that lie one after another may be of any number for one kernel. Others are compiled for what lies between their
     columns, and rows of `several` dimensions for their product: such sizes are the class's. `apart`: the layout's rows.
+    Of columns beyond `budget.strided` only cases of the first kind are drawn.
     """
     spec = OPS[of.op]
-    one_after_another = of.last and spec.rows != "classes"
+    one_after_another = (of.last and spec.rows != "classes") or of.n_cols > budget.strided
     by_class = Random(rng.choice(of.shapes))
     draw = rng if one_after_another and not (apart or several) else by_class
     n_dims = draw.choice((0, 1, 2, 2, 2, 2, 3, 3, 3, 4, 5))
     if n_dims == 0 and (spec.rows in ("last", "classes") or way == "vmap" or draw.random() < 0.7):
         n_dims = 1
-    elements = budget.elements if budget.large == 1.0 or draw.random() < budget.large else budget.elements >> 3
+    # a class has few shapes: more of them are large and aligned, as some kernels take only those
+    large = budget.large if draw is rng else max(0.5, budget.large)
+    elements = budget.elements if large == 1.0 or draw.random() < large else budget.elements >> 3
     most = max(1, min(budget.rows, elements // of.n_cols))
     if of.n_cols <= 16 and rng.random() < budget.many_rows:
         n_dims, most = 2, 4096
@@ -240,6 +245,11 @@ def _shape_of(
         at = min(1, at)
     elif not of.last and shape:
         at = draw.randrange(at + 1)
+    if draw is by_class and at < len(shape):
+        if draw.random() < 0.5:
+            shape[-1] = max(1, most // math.prod(shape[at:-1]))
+        if draw.random() < 0.5:
+            shape[at:] = [n - n % 16 or n for n in shape[at:]]
     if not (one_after_another or apart or several):  # what lies before is each case's own
         shape[:at] = _rows(rng, at, max(1, most // math.prod(shape[at:])))
     if n_dims:
