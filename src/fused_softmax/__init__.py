@@ -68,7 +68,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_library.defined_later("linear_", f"{__name__}.linear_losses")
+_library.defined_later("linear_cross_entropy", f"{__name__}.torch_ops.linear_operator")
+_library.defined_later("linear_token_logprobs", f"{__name__}.torch_ops.linear_token_logprobs")
 _library.defined_later("parallel_", f"{__name__}.parallel")
 _route.load_sharded = lambda: importlib.import_module(f"{__name__}.parallel")
 if "torch.distributed.tensor" in sys.modules:  # there may be DTensors, which meet the operators without our functions

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from .launch.options import CrossEntropy
-from .torch_ops import linear_operator  # noqa: F401, the operator that a route names
 from .torch_ops.arguments import (
     expect_flag,
     expect_local,

@@ -23,7 +23,6 @@ import torch
 from .launch import torch_private
 from .launch.availability import warn_once
 from .launch.device import interpreting, triton_error
-from .torch_ops import aten_kernels
 
 OPS = ("softmax", "log_softmax", "safe_softmax")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -170,4 +169,6 @@ def _install(op: str) -> None:
     elif torch_private.get_kernel is None:
         warn_once(f"patch() needs torch.library.get_kernel (torch 2.10 or later), and this is {torch.__version__}")
     else:
+        from .torch_ops import aten_kernels  # few programs patch
+
         _installed[op] = aten_kernels.replace(op)

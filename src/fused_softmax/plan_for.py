@@ -58,7 +58,8 @@ def plan_for(
         warnings.warn('plan_for(log=...) is deprecated: use op="log_softmax"', DeprecationWarning, stacklevel=2)
         op = "log_softmax" if log else op
     if op not in PLANNED:  # the package has imported all other ops by now
-        importlib.import_module(".linear_losses", __package__)
+        for file in ("linear_operator", "linear_token_logprobs"):
+            importlib.import_module(f".torch_ops.{file}", __package__)
     if op not in PLANNED:
         raise ValueError(f"plan_for() knows {', '.join(sorted(PLANNED))}, not {op!r}")
     return PLANNED[op](PlanRequest(x, dim, _index(x, dim), dtype, mask, backward, linear_weight))

@@ -50,5 +50,22 @@ def test_links_between_the_repositorys_own_pages_lead_to_files():
             assert link.startswith("https://") or (ROOT / link.split("#")[0]).exists(), (page.name, link)
 
 
+PATH = re.compile(r"`([\w./*-]+(?:\.py|\.json|\.md|\.html|/))`")
+# where the pages' paths begin
+FOLDERS = ("", "src/fused_softmax", "src/fused_softmax/parallel", "src/fused_softmax/integrations")
+
+
+def missing_paths(text: str) -> list[str]:
+    """Files and folders in code font that are not there."""
+    return [path for path in PATH.findall(text) if not any(list((ROOT / top).glob(path)) for top in FOLDERS)]
+
+
+@pytest.mark.parametrize("page", ["docs/design.md", "docs/how-it-works.md", "CONTRIBUTING.md"])
+def test_files_that_a_page_names_exist(page: str):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert PATH.findall(text) and missing_paths(text) == []
+    assert missing_paths(text + "`launch/none.py` `nowhere/`") == ["launch/none.py", "nowhere/"]
+
+
 def test_readme_has_at_most_100_lines():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100

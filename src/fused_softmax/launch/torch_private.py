@@ -219,20 +219,16 @@ def destroy_library(library: torch.library.Library) -> None:
         destroy()
 
 
-# make_autograd_impl and Info, and the registry of fake kernels: torch 2.4 to 2.15
+# make_autograd_impl, Info and the registry of fake kernels: torch 2.4 to 2.15
 _autograd: Any = _or_public("_library.autograd", None)
+_fakes: Any = _or_public("_library.simple_registry.singleton", None)
 
 
 def register_autograd(library: torch.library.Library, operator: Any, gradients: Any, setup_context: Any) -> None:
-    """torch.library.register_autograd, whose kernel is made at the operator's first call.
-
-    To make it takes 0.6 ms, half of an operator's share of the time to import this package.
-    """
-    made: list[Any] = []
-    make, info = (getattr(_autograd, of, None) for of in ("make_autograd_impl", "Info"))
+    """torch.library.register_autograd, whose kernel is made at the operator's first call: that takes 0.6 ms."""
+    make, info, made = getattr(_autograd, "make_autograd_impl", None), getattr(_autograd, "Info", None), list[Any]()
     if make is None or info is None:
-        torch.library.register_autograd(operator, gradients, setup_context=setup_context, lib=library)
-        return
+        return torch.library.register_autograd(operator, gradients, setup_context=setup_context, lib=library)
 
     def autograd(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if not made:
@@ -244,17 +240,13 @@ def register_autograd(library: torch.library.Library, operator: Any, gradients: 
     library.impl(operator, autograd, "Autograd", with_keyset=True)
 
 
-_fakes: Any = _or_public("_library.simple_registry.singleton", None)
-
-
 def register_fake(library: torch.library.Library, operator: Any, fake: Callable[..., Any]) -> None:
     """torch.library.register_fake, which looks at the caller's source for most of its 0.2 ms."""
-    name = operator._schema.name
     try:
         source = f"{fake.__code__.co_filename}:{fake.__code__.co_firstlineno}"
-        _fakes.find(name).fake_impl.register(fake, source, lib=library)
+        _fakes.find(operator._schema.name).fake_impl.register(fake, source, lib=library)
     except (AttributeError, TypeError):  # no function, or another torch
-        torch.library.register_fake(name, fake, lib=library)
+        torch.library.register_fake(operator, fake, lib=library)
 
 
 def results_of(operator: Any) -> int:

@@ -8,8 +8,7 @@ dtypes, alignment and device, never `outer`; within batch_invariant() what decid
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from .spatial_tables import (
     ENOUGH_PROGRAMS,
@@ -30,7 +29,8 @@ from .spatial_tables import (
 from .types import ITEMSIZE, VECTOR_BYTES, Device, Plan, power_of_two
 
 
-class SpatialProblem(NamedTuple):
+@dataclass(frozen=True)
+class SpatialProblem:
     """One softmax over n_cols of a tensor (outer, n_cols, inner), without `outer`.
 
     vec: every run of `inner` elements of every tensor starts at a multiple of so many elements (a power of two, at most

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 REGIMES = ("warp", "block", "cluster", "two_pass")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -61,11 +61,10 @@ def hip_device(name: str) -> Device:
     return Device(name, "hip", warp_size=64, max_warps=16, registers=131072)
 
 
-@dataclass(frozen=True)
-class Multiprocessor:
+class Multiprocessor(NamedTuple):
     """One multiprocessor (SM or CU): the resources that its resident programs share. Bytes, and 32-bit registers."""
 
-    count: int  # multiprocessors of the device
+    count: int  # type: ignore[assignment]  # multiprocessors of the device; not a tuple's method
     registers: int
     register_unit: int  # a warp's registers are allocated in multiples of this
     shared: int

@@ -1,6 +1,6 @@
 """The operator of linear_cross_entropy, which torch.compile and modes see: schema, kernel, fake kernel and autograd.
 
-linear_losses imports this file, so that the operator is there when a route names it.
+This file is imported when torch.ops, or `plan_for`, is asked for the operator.
 """
 
 from __future__ import annotations

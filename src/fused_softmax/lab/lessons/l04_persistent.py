@@ -30,7 +30,6 @@ Measurement
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -69,8 +68,7 @@ def multiprocessor(device: torch.device) -> Multiprocessor:
         return described
     gpu = torch.cuda.get_device_properties(device)
     driver = triton.runtime.driver.active.utils.get_device_properties(device.index)
-    return dataclasses.replace(
-        described,
+    return described._replace(
         count=driver["multiprocessor_count"],
         registers=driver["max_num_regs"],
         shared=gpu.shared_memory_per_multiprocessor,

@@ -97,8 +97,8 @@ def floor(
 ) -> Floor:
     """The least times of a call that moves so many bytes; `instructions` and `exponentials` are for each element.
 
-    passes: the plain pass with the call's pattern, whose bandwidth is meant. launches: kernels that run one after
-    another, all but one of which move little.
+    passes: the plain pass with the call's pattern, whose bandwidth is meant. launches: kernels that follow each
+    other; only the largest moves much.
     """
     cycles_us = 1e-3 / gpu.ghz
     found = {"bandwidth": moved / gpu.rate(passes) / 1e3, "launch": gpu.launch_us}
