@@ -29,6 +29,7 @@ from .common.cross_entropy_terms import (
 from .common.logits import capped, logsumexp, reference_of, rounding_residual, weigh
 from .common.numerics import (
     LOWEST,
+    TRITON,
     copied,
     exp,
     exp2_affine,
@@ -49,6 +50,11 @@ from .common.tiles import (
     warp_of,
     width_if,
 )
+
+# An assertion is a branch. From Triton 3.8 on, loads without a mask that stand before it are made after it: a row then
+# waits for its target. H200, Triton 3.9, fraction of a copy: 110,081 columns of float32 0.91 with the assertion there and
+# 0.95 with it last; 104,003 of bfloat16 0.97 and 0.94
+_ASSERTS_LAST = tl.constexpr(TRITON >= (3, 8))
 
 
 @kernel(asserts=True, on_cluster=True)
@@ -94,6 +100,7 @@ def cross_entropy_resident(
         width = width_if(exists, width)
     columns = n_cols if UNALIGNED else n_cols * VEC
 
+    ASSERTS_LAST: tl.constexpr = _ASSERTS_LAST and x_ptr.dtype.element_ty == tl.float32
     x = load_chunks(x_row + first, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
     if UNALIGNED:
         head_tail, in_head_tail = head_and_tail(
@@ -104,14 +111,16 @@ def cross_entropy_resident(
         # one row: its numbers are scalars, which need no layout conversion between warps
         own = tl.program_id(0).to(tl.int64)
         target, counts = target_of(own, n_rows, target_ptr, ignore_index, columns)
-        assert_inside(target, ignore_index, columns)
+        if not ASSERTS_LAST:
+            assert_inside(target, ignore_index, columns)
         own_head = span_of(own, x_stride, phase, n_cols, VEC, UNALIGNED)[0]
         z_target = tl.load(
             x_ptr + start_of(own, x_stride, phase, VEC, UNALIGNED) - own_head + target, mask=counts, other=0.0
         )
     else:
         target, counts = target_of(row, n_rows, target_ptr, ignore_index, columns)
-        assert_inside(target, ignore_index, columns)
+        if not ASSERTS_LAST:
+            assert_inside(target, ignore_index, columns)
         z_target = tl.load(x_row - head + target, mask=counts, other=0.0)
     # the first logit, not the target's, which takes two dependent loads
     reference = 0.0 * row.to(tl.float32)
@@ -231,4 +240,6 @@ def cross_entropy_resident(
     store_moments(moments_ptr, row, row_max[:, None], row_sum[:, None], writes)
     if KEEPS_UPSTREAM:
         tl.store(count_ptr + 1 + 0 * row, upstream + 0.0 * row.to(tl.float32), mask=writes & (row == 0))
+    if ASSERTS_LAST:
+        assert_inside(target, ignore_index, columns)
     leave_cluster(CTAS, PTX)

@@ -14,10 +14,11 @@ class KernelConfig(NamedTuple):
 
     recompute: hold a 16-bit row as loaded and compute exp twice. max_registers: a cap on a thread's registers, to reach
     the next step of occupancy, only where cross-compiling shows no spill. unaligned_registers: the same for unaligned
-    rows, whose head and tail take registers too. prefetched_chunks: of log_softmax's gradient, the chunks of y that are
-    read before the row's sum is known; None: all. smem_staged: of a gradient, the chunks that are staged in shared
-    memory. resident_chunks: not 0 in the two_pass regime; these chunks of a slice stay on chip, and the rest is read
-    twice, in steps of `step` chunks. odd_chunks: from 13 chunks on, an odd number up to this one is not rounded up.
+    rows, whose head and tail take registers too. unaligned_warps: the warps of unaligned rows. prefetched_chunks: of
+    log_softmax's gradient, the chunks of y that are read before the row's sum is known; None: all. smem_staged: of a
+    gradient, the chunks that are staged in shared memory. resident_chunks: not 0 in the two_pass regime; these chunks
+    of a slice stay on chip, and the rest is read twice, in steps of `step` chunks. odd_chunks: from 13 chunks on, an
+    odd number up to this one is not rounded up.
     """
 
     max_cols: int
@@ -31,6 +32,7 @@ class KernelConfig(NamedTuple):
     resident_chunks: int = 0
     step: int = 4
     unaligned_registers: int | None = None
+    unaligned_warps: int | None = None
     odd_chunks: int = 13
 
 
@@ -136,14 +138,17 @@ BACKWARD_CLUSTER = {
         KernelConfig(3584, 1, 8, True),
         KernelConfig(4096, 2, 2, True),
         KernelConfig(7168, 1, 4, True),
-        KernelConfig(8192, 2, 8, True, max_registers=56),
+        KernelConfig(8192, 2, 8, True, max_registers=56, unaligned_warps=4),
         KernelConfig(10240, 1, 8, True),
         KernelConfig(12288, 2, 4, True),
+        KernelConfig(16384, 2, 8, True, unaligned_warps=4),
         KernelConfig(24576, 2, 8, True),
         KernelConfig(32768, 4, 4, True, max_registers=96),
         KernelConfig(57344, 8, 4, True),
-        KernelConfig(65536, 8, 8, True, max_registers=80),
-        KernelConfig(212992, 16, 4, True),
+        KernelConfig(65536, 8, 8, True, max_registers=80, unaligned_warps=4),
+        KernelConfig(163840, 16, 4, True),
+        KernelConfig(212992, 16, 4, True, max_registers=160, unaligned_registers=160),
+        KernelConfig(229376, 16, 4, True, smem_staged=5, max_registers=128),
         KernelConfig(262144, 16, 8, True),
         KernelConfig(524288, 16, 8, True, smem_staged=5, max_registers=128),
         KernelConfig(655360, 16, 16, resident_chunks=8, step=3),
@@ -162,7 +167,8 @@ BACKWARD_CLUSTER = {
         KernelConfig(131072, 16, 8),
         KernelConfig(163840, 16, 8, max_registers=112, unaligned_registers=112),
         KernelConfig(212992, 16, 8),
-        KernelConfig(262144, 16, 8, smem_staged=3, max_registers=128),
+        KernelConfig(229376, 16, 8, smem_staged=2, max_registers=128),
+        KernelConfig(262144, 16, 8, smem_staged=4, max_registers=128),
         KernelConfig(327680, 16, 16, resident_chunks=8, step=3),
         KernelConfig(WIDEST, 16, 16, resident_chunks=8, step=4, max_registers=128),
     ),
@@ -173,11 +179,12 @@ BACKWARD_LOG_CLUSTER = {
         KernelConfig(1536, 1, 2),
         KernelConfig(3584, 1, 4, True),
         KernelConfig(4096, 1, 8, True),
-        *_between(BACKWARD_CLUSTER[2], 4096, 65536),
+        *(config._replace(unaligned_warps=None) for config in _between(BACKWARD_CLUSTER[2], 4096, 32768)),
+        KernelConfig(65536, 8, 4, True),
         KernelConfig(131072, 16, 4, True),
         KernelConfig(147456, 16, 4, True, unaligned_registers=112),
         KernelConfig(196608, 16, 4, True),
-        KernelConfig(212992, 16, 4, True, smem_staged=1, max_registers=128),
+        KernelConfig(229376, 16, 4, True, smem_staged=1, max_registers=128),
         KernelConfig(262144, 16, 4, True, max_registers=160),
         KernelConfig(524288, 16, 8, True, smem_staged=4, max_registers=128),
         KernelConfig(1048576, 16, 16, True, smem_staged=2, prefetched_chunks=4, max_registers=128),
@@ -187,6 +194,7 @@ BACKWARD_LOG_CLUSTER = {
         KernelConfig(2560, 1, 8),
         KernelConfig(6144, 1, 16),
         *_between(BACKWARD_CLUSTER[4], 6144, 212992),
+        KernelConfig(229376, 16, 8, smem_staged=3, max_registers=128),
         KernelConfig(262144, 16, 16, prefetched_chunks=2, max_registers=64),
         KernelConfig(524288, 16, 8, smem_staged=10, prefetched_chunks=4, max_registers=128),
         KernelConfig(WIDEST, 16, 8, resident_chunks=16, step=4, prefetched_chunks=4, max_registers=128),
@@ -233,7 +241,7 @@ LOSS_CLUSTER = {
         KernelConfig(13312, 2, 4, True),
         KernelConfig(26624, 4, 4, True),
         KernelConfig(53248, 8, 4, True),
-        KernelConfig(106496, 16, 4, True),
+        KernelConfig(114688, 8, 8, True, odd_chunks=12),
         KernelConfig(262144, 16, 8, True, odd_chunks=15),
         KernelConfig(524288, 16, 16, True),
     ),
