@@ -480,11 +480,15 @@ def test_plans_differ_by_the_kind_of_mask():
 
     # loads of narrow rows wait for each other unless the compiler is told how many registers it may take
     assert [planned(371, "bfloat16", mask).max_registers for mask in (0, 1, 2)] == [None, None, 80]
-    assert planned(475, "bfloat16", 2).max_registers is None  # a row of 8 chunks would spill
+    assert [planned(n_cols, "bfloat16", 2).max_registers for n_cols in (475, 640)] == [96, None]
     assert [planned(573, "bfloat16", mask).vectors_per_chunk for mask in (0, 1, 2)] == [8, 16, 8]
-    # an additive mask takes more registers, so fewer warps hold as many chunks, and none is empty
-    assert [planned(10697, "bfloat16", mask).num_warps for mask in (1, 2)] == [8, 4]
-    assert planned(10697, "bfloat16", 2).chunks == 11
+    # few warps with many chunks, none of them empty; an additive mask takes more registers, so more warps hold a row
+    assert [planned(2555, "bfloat16", mask).num_warps for mask in (1, 2)] == [1, 2]
+    assert [planned(10697, "bfloat16", mask).chunks for mask in (1, 2)] == [11, 11]
+    # chunks that lie inside every row need no predicate, wherever the row and its mask begin
+    for n_cols in range(65, 16384, 31):
+        plan = planned(n_cols, "bfloat16", 2)
+        assert plan.unpredicated_chunks * plan.vectors_per_chunk <= max(0, n_cols // 8 - 2), n_cols
     # no cluster: its CTAs read an unaligned mask by elements, and those that see nothing of a causal row wait
     for mask, backward in ((0, False), (1, False), (2, False), (0, True), (1, True)):
         assert planned(8895, "float32", mask, backward).ctas == 1

@@ -152,7 +152,7 @@ def masked_softmax_backward(
                 kept = tl.load(at, mask=not_finite & (offsets < left), other=1)
                 kept = tl.reshape(kept, (SEGMENTS, VECTORS, VEC))
             dx = tl.where(kept != 0, dx, 0.0)
-        store_around(dx_row + first, width, within - first, dx, c, CAUSAL, SEGMENTS, WARPS_PER_ROW, VECTORS, VEC)
+        store_around(dx_row + first, width, within - first, dx, c, CAUSAL, SEGMENTS, 0, WARPS_PER_ROW, VECTORS, VEC)
     for t in tl.static_range(EDGES):
         dx_edge = scale * y_edges[t] * (dy_edges[t] - d)
         if CAUSAL:  # 0 times an infinite sum is NaN

@@ -7,11 +7,11 @@ from dataclasses import replace
 from .config_tables import TWO_PASS_CHUNKS, TWO_PASS_WARPS, KernelConfig
 from .masked_tables import (
     MASKED,
-    MASKED_ADDITIVE_REGISTERS,
     MASKED_BACKWARD_REGISTERS,
     MASKED_CHUNKS,
     MASKED_FEW_CHUNKS,
     MASKED_LANES,
+    MASKED_REGISTERS,
     MASKED_WIDE,
 )
 from .softmax import geometry, plan, resident_plan, steps_plan, warp_plan
@@ -30,24 +30,24 @@ def plan_masked(problem: Problem, device: Device, mask: int) -> Plan:
     'block'
     """
     kind = "backward" if problem.backward else KINDS[mask]
-    in_vectors = geometry(problem)[0] == problem.full_vec
+    vec, unaligned = geometry(problem)
+    in_vectors = vec == problem.full_vec
     if in_vectors:
         chosen = _narrow_plan(problem, device, kind)
-        if chosen is not None:
-            return chosen
     else:
         chosen = warp_plan(problem, device) if problem.n_cols <= 512 else None
         if chosen is not None and chosen.vectors_per_chunk <= device.warp_size:
             chunks = -(-chosen.chunks * chosen.vectors_per_chunk // device.warp_size)
             chosen = _rows_of_warps(chosen, chunks, chosen.num_warps, device)
+    registers = None
     for config in MASKED[kind][problem.itemsize]:
-        if chosen is None and problem.n_cols <= config.max_cols:
+        if chosen is None and problem.n_cols <= config.max_cols and config.ctas <= device.max_cluster:
             by_warps = config.rows > 1 and in_vectors
             chosen = resident_plan(problem, device, config._replace(num_warps=1) if by_warps else config)
             if chosen is not None and by_warps:
                 chosen = _rows_of_warps(chosen, chosen.chunks, config.num_warps, device)
-            elif chosen is not None and (mask or config.num_warps == 8) and not problem.backward:
-                chosen = _exact(problem, chosen)
+            elif chosen is not None and (mask or config.num_warps == 8) and chosen.ctas == 1 and not problem.backward:
+                chosen, registers = _exact(problem, chosen), config.max_registers
     if chosen is None:
         # these kernels stage nothing in shared memory, so long rows get more warps
         held = replace(problem, backward=problem.backward or mask > 0)
@@ -62,9 +62,22 @@ def plan_masked(problem: Problem, device: Device, mask: int) -> Plan:
             # by one program: Triton's cluster planner fails on this kernel's loop
             why = "the row does not fit on chip: it is read twice in steps"
             chosen = steps_plan(problem, device, 1, TWO_PASS_WARPS, TWO_PASS_CHUNKS // 2, why)
-    # no cap with a mask: it is read where a row's sum is not finite, which takes more registers
-    capped = problem.backward and not mask and chosen.ctas > 1 and chosen.chunks <= 4 and problem.itemsize == 2
-    return replace(chosen, max_registers=MASKED_BACKWARD_REGISTERS if capped and chosen.vec == 8 else None)
+    if problem.backward:
+        # no cap with a mask: it is read where a row's sum is not finite, which takes more registers
+        capped = in_vectors and not mask and chosen.ctas > 1 and chosen.chunks <= 4 and problem.itemsize == 2
+        return replace(chosen, max_registers=MASKED_BACKWARD_REGISTERS if capped else None)
+    full = 0
+    if mask and in_vectors and chosen.ctas == 1 and chosen.regime != "two_pass":
+        # chunks inside every row: up to two vectors are columns outside of the mask's vectors, or head and tail
+        units = problem.n_cols // vec if unaligned else -(-problem.n_cols // vec)
+        full = max(0, min(chosen.chunks - 2, (units - 2) // chosen.vectors_per_chunk))
+        caps = MASKED_REGISTERS.get((kind, chosen.rows > 1), ()) if problem.itemsize == 2 else ()
+        registers = next((cap for fewest, most, cap in caps if fewest <= chosen.chunks <= most), registers)
+    # logits under a boolean mask stay in 16 bits, and there is room for exp's results in one program
+    recompute, why = chosen.recompute, chosen.why
+    if mask and chosen.regime == "block":
+        recompute, why = False, f"the row stays in one program, {chosen.chunks} vector(s) per thread"
+    return replace(chosen, unpredicated_chunks=full, max_registers=registers, recompute=recompute, why=why)
 
 
 def _narrow_plan(problem: Problem, device: Device, kind: str) -> Plan | None:
@@ -75,14 +88,10 @@ def _narrow_plan(problem: Problem, device: Device, kind: str) -> Plan | None:
     if lanes is None:
         return None
     chunks = max(1, -(-units // lanes))
-    num_warps = 4 if chunks <= MASKED_FEW_CHUNKS else 1
+    num_warps = 4 if chunks <= MASKED_FEW_CHUNKS[kind][problem.itemsize] else 1
     rows = num_warps * device.warp_size // lanes
-    fewest, most, registers = MASKED_ADDITIVE_REGISTERS
-    capped = kind == "additive" and problem.itemsize == 2 and fewest <= chunks <= most
     why = f"{rows} rows per program, each in {lanes} threads of a warp: no reduction leaves them"
-    return Plan(
-        "warp", rows, 1, 1, lanes, vec, chunks, 0, unaligned, False, num_warps, registers if capped else None, why
-    )
+    return Plan("warp", rows, 1, 1, lanes, vec, chunks, 0, unaligned, False, num_warps, None, why)
 
 
 def _exact(problem: Problem, plan: Plan) -> Plan:

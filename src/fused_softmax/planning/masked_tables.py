@@ -28,17 +28,15 @@ MASKED: dict[str, dict[int, tuple[KernelConfig, ...]]] = {
     },
     "boolean": {
         2: (
-            KernelConfig(1536, 1, 1),
-            KernelConfig(3584, 1, 2),
-            KernelConfig(8448, 1, 4, True),
-            KernelConfig(16384, 1, 8),
+            KernelConfig(2816, 1, 1),
+            KernelConfig(5632, 1, 2),
+            KernelConfig(16384, 1, 4),
         ),
         4: (
             KernelConfig(768, 1, 1),
             KernelConfig(1792, 1, 2),
             KernelConfig(3072, 1, 4),
-            KernelConfig(8192, 1, 8),
-            KernelConfig(16384, 1, 16),
+            KernelConfig(16384, 1, 8),
         ),
     },
     "backward": {
@@ -48,17 +46,29 @@ MASKED: dict[str, dict[int, tuple[KernelConfig, ...]]] = {
             KernelConfig(16384, 1, 4, True),
         ),
         4: (
+            KernelConfig(512, 1, 4, rows=4),
             KernelConfig(896, 1, 1),
             KernelConfig(1792, 1, 2),
-            KernelConfig(8192, 1, 4),
+            KernelConfig(9216, 1, 4),
             KernelConfig(13312, 1, 8),
+            KernelConfig(16384, 4, 4),
         ),
     },
 }
 # an additive mask takes more registers than a boolean one
 MASKED["additive"] = {
-    2: (*MASKED["boolean"][2][:2], KernelConfig(11264, 1, 4, True), KernelConfig(16384, 1, 8)),
-    4: (*MASKED["boolean"][4][:3], KernelConfig(13312, 1, 8)),
+    2: (
+        KernelConfig(2304, 1, 1),
+        KernelConfig(4096, 1, 2),
+        KernelConfig(16384, 1, 4),
+    ),
+    4: (
+        *MASKED["boolean"][4][:2],
+        KernelConfig(6144, 1, 4),
+        KernelConfig(8192, 1, 8, max_registers=80),
+        KernelConfig(13312, 1, 8),
+        KernelConfig(16384, 4, 4),
+    ),
 }
 # rows of 16 bits with a mask, and their gradients, of more than so many columns and up to max_cols: not as softmax's
 MASKED_WIDE = (114688, KernelConfig(131072, 16, 8, True))
@@ -69,15 +79,23 @@ MASKED_WIDE = (114688, KernelConfig(131072, 16, 8, True))
 # 0.80 instead of 0.73, of 795 columns and 29 queries 0.84 instead of 0.66 with a warp for a row
 MASKED_LANES: dict[str, dict[int, tuple[tuple[int, int], ...]]] = {
     "unmasked": {2: ((80, 8),), 4: ((40, 8), (80, 16))},
-    "boolean": {2: ((56, 8), (112, 16)), 4: ((40, 8), (80, 16))},
+    "boolean": {2: ((40, 8), (112, 16)), 4: ((40, 8), (80, 16))},
     "additive": {2: ((80, 8),), 4: ((40, 8), (80, 16))},
-    "backward": {2: ((40, 8), (104, 16)), 4: ((40, 8), (80, 16))},
+    "backward": {2: ((40, 8), (128, 16)), 4: ((40, 8), (80, 16))},
 }
-MASKED_FEW_CHUNKS = 3
-# (the fewest and the most chunks of 16 bits, the cap on registers) of narrow rows under an additive mask. ptxas aims at
-# fewer registers without a cap, so that loads wait for others. H200, bfloat16: 371 columns 0.89 instead of 0.77, 297
-# columns 0.90 instead of 0.75; from 7 chunks on a row spills
-MASKED_ADDITIVE_REGISTERS = (4, 6, 80)
+MASKED_FEW_CHUNKS = {
+    "unmasked": {2: 5, 4: 3},
+    "boolean": {2: 2, 4: 3},
+    "additive": {2: 3, 4: 3},
+    "backward": {2: 4, 4: 3},
+}
+# caps on registers of rows of 16 bits under a mask, by its kind and whether several rows share a warp: (the fewest
+# and the most chunks, the cap). ptxas aims at fewer registers without a cap, so that loads wait for others
+MASKED_REGISTERS = {
+    ("additive", True): ((4, 6, 80), (7, 8, 96), (9, 9, 112)),
+    ("additive", False): ((7, 8, 96), (12, 12, 128), (14, 16, 168)),
+    ("boolean", False): ((14, 16, 168),),
+}
 # of a masked gradient on a cluster whose threads hold at most 4 vectors of 16 bits per tensor. H200, bfloat16, causal:
 # 253 us instead of 302 us without a cap at 32,000 columns, 248 us instead of 295 us at 128,256 (2^28 elements)
 MASKED_BACKWARD_REGISTERS = 80

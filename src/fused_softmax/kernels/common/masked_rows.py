@@ -68,10 +68,10 @@ def edge_tile(
 
 @triton.jit
 def scores(
-    x, mask, shift, scale, MASK: tl.constexpr, MASK_COLS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr
+    x, mask, after, shift, scale, MASK: tl.constexpr, MASK_COLS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr
 ):  # fmt: skip
     """z of a chunk and its mask as loaded."""
-    return hide(upcast(x, PTX), mask_of(mask, shift, MASK, MASK_COLS, TYPE, x.shape, PTX), scale, MASK, PTX)
+    return hide(upcast(x, PTX), mask_of(mask, after, shift, MASK, MASK_COLS, TYPE, x.shape, PTX), scale, MASK, PTX)
 
 
 @triton.jit
@@ -84,7 +84,8 @@ def upcast_logits(x, scale, FUSED: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def store_around(
     at, width, within, y, C: tl.constexpr, CAUSAL: tl.constexpr,
-    SEGMENTS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
+    SEGMENTS: tl.constexpr, UNPREDICATED: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr,
+    VEC: tl.constexpr,
 ):  # fmt: skip
     """Writes chunk C, where CAUSAL without the vector at `within`, which an `edge_tile` has.
 
@@ -95,7 +96,7 @@ def store_around(
         value = tl.reshape(y.to(at.dtype.element_ty), (SEGMENTS, VECTORS * VEC))
         tl.store(at + offsets, value, mask=(offsets < width) & (offsets // VEC * VEC != within))
     else:
-        store_chunk(at, width, y, C, SEGMENTS, 0, VECTORS, VEC, WARPS_PER_ROW)
+        store_chunk(at, width, y, C, SEGMENTS, UNPREDICATED, VECTORS, VEC, WARPS_PER_ROW)
 
 
 @triton.jit

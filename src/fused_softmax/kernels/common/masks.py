@@ -47,14 +47,14 @@ def load_query_mask(mask_row, exists):
 
 @triton.jit
 def load_masks(
-    at, shift, width, m_col, MASK_COLS: tl.constexpr, BITS: tl.constexpr,
-    SEGMENTS: tl.constexpr, CHUNKS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
+    at, width, m_col, MASK_COLS: tl.constexpr, BITS: tl.constexpr,
+    SEGMENTS: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, WARPS_PER_ROW: tl.constexpr,
+    VECTORS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """The mask of a slice as loaded, tile by tile as `load_chunks` has the row; `mask_of` makes its numbers.
 
     at: the slice's first column; where MASK_COLS is ONE_VALUE, the value of `load_query_mask`; where it is SHIFTED, as
-    shift, of `shifted_start`. A chunk then has two tiles of words: each thread's own vector, and the next one, which
-    hits L1 and is not read where the mask is in phase. BITS: of an element.  # at, shift: [SEGMENTS, 1]
+    of `shifted_start`, and the tiles are words, without those of `load_next`. BITS: of an element.  # at: [SEGMENTS, 1]
     """
     WORDS: tl.constexpr = VEC * BITS // 32
     tiles = ()
@@ -64,16 +64,46 @@ def load_masks(
             tile = at[:, :, None]
         elif MASK_COLS == SHIFTED:
             words = chunk_offsets(c, VECTORS, WORDS, WARPS_PER_ROW)
-            inside = words < (width >> log2(VEC)) * WORDS
-            own = tl.load(at + words, mask=inside, other=0, eviction_policy=READS)
-            after = tl.load(at + words + WORDS, mask=inside & (shift > 0), other=0, eviction_policy=READS)
-            tile = (tl.reshape(own, (SEGMENTS, VECTORS, WORDS)), tl.reshape(after, (SEGMENTS, VECTORS, WORDS)))
+            if c < UNPREDICATED:
+                tile = tl.load(at + words, eviction_policy=READS)
+            else:
+                inside = words < (width >> log2(VEC)) * WORDS
+                tile = tl.load(at + words, mask=inside, other=0, eviction_policy=READS)
+            tile = tl.reshape(tile, (SEGMENTS, VECTORS, WORDS))
         else:
             offsets_here = offsets if MASK_COLS == NEIGHBORS else offsets * m_col
-            tile = tl.load(at + offsets_here, mask=offsets < width, other=0, eviction_policy=READS)
+            if c < UNPREDICATED:
+                tile = tl.load(at + offsets_here, eviction_policy=READS)
+            else:
+                tile = tl.load(at + offsets_here, mask=offsets < width, other=0, eviction_policy=READS)
             tile = tl.reshape(tile, (SEGMENTS, VECTORS, VEC))
         tiles = tiles + (tile,)
     return tiles
+
+
+@triton.jit
+def load_next(
+    at, shift, width, C: tl.constexpr, MASK_COLS: tl.constexpr, BITS: tl.constexpr,
+    SEGMENTS: tl.constexpr, UNPREDICATED: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr,
+    VEC: tl.constexpr,
+):  # fmt: skip
+    """Where SHIFTED, the words after each vector of the mask's chunk C; not read where the mask is in phase.
+
+    They are the next thread's own words, which hit L1. So they are read where they are used, and take no registers
+    while the row is on its way.
+    """
+    if MASK_COLS == SHIFTED:
+        WORDS: tl.constexpr = VEC * BITS // 32
+        words = chunk_offsets(C, VECTORS, WORDS, WARPS_PER_ROW)
+        if C < UNPREDICATED:
+            reads = (words >= 0) & (shift > 0)
+        else:
+            reads = (words < (width >> log2(VEC)) * WORDS) & (shift > 0)
+        # any word will do where none is read: a shift of 0 takes none of them
+        after = tl.load(at + words + WORDS, mask=reads, eviction_policy=READS)
+        return tl.reshape(after, (SEGMENTS, VECTORS, WORDS))
+    else:
+        return 0
 
 
 @triton.jit
@@ -148,36 +178,93 @@ def _joined(x, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def _shifted(own, after, shift, BYTES: tl.constexpr, PTX: tl.constexpr):
+    """The words of each vector of a row, from those of the mask's own vector and of the next one.
+
+    They are shifted by powers of two, which are selects, and then by the bits that remain.
+    """
+    WORDS: tl.constexpr = own.shape[2]
+    words = _words_of(own) + _words_of(after)
+    by_words = shift * BYTES // 4
+    if WORDS > 4:
+        words = _moved(words, by_words, 4)
+    if WORDS > 2:
+        words = _moved(words, by_words, 2)
+    if WORDS > 1:
+        words = _moved(words, by_words, 1)
+    shifted = ()
+    for k in tl.static_range(WORDS):
+        word = words[k]
+        if BYTES < 4:
+            bits = (shift * BYTES % 4 * 8) + tl.zeros_like(word)
+            word = _funnel(word, words[k + 1], bits, PTX)
+        shifted = shifted + (word,)
+    return shifted
+
+
+@triton.jit
 def mask_of(
-    tile, shift, MASK: tl.constexpr, MASK_COLS: tl.constexpr, TYPE: tl.constexpr, SHAPE: tl.constexpr,
+    tile, after, shift, MASK: tl.constexpr, MASK_COLS: tl.constexpr, TYPE: tl.constexpr, SHAPE: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """The numbers of a chunk that `load_masks` has loaded.  # SHAPE: the chunk's
-
-    Where SHIFTED, a vector's words are shifted by powers of two, which are selects, and then by the bits that remain.
-    """
+    """The numbers of a chunk that `load_masks` and `load_next` have loaded.  # SHAPE: the chunk's"""
     if MASK == NO_MASK or MASK_COLS != SHIFTED:
         return tile
     else:
-        BYTES: tl.constexpr = TYPE.primitive_bitwidth // 8
-        own, after = tile
-        WORDS: tl.constexpr = own.shape[2]
-        words = _words_of(own) + _words_of(after)
-        by_words = shift * BYTES // 4
-        if WORDS > 4:
-            words = _moved(words, by_words, 4)
-        if WORDS > 2:
-            words = _moved(words, by_words, 2)
-        if WORDS > 1:
-            words = _moved(words, by_words, 1)
+        words = _shifted(tile, after, shift, TYPE.primitive_bitwidth // 8, PTX)
         elements = ()
-        for k in tl.static_range(WORDS):
-            word = words[k]
-            if BYTES < 4:
-                bits = (shift * BYTES % 4 * 8) + tl.zeros_like(word)
-                word = _funnel(word, words[k + 1], bits, PTX)
-            elements = elements + _elements_of(word, TYPE)
+        for k in tl.static_range(len(words)):
+            elements = elements + _elements_of(words[k], TYPE)
         return _joined(elements, SHAPE)
+
+
+@triton.jit
+def _spread(words, SHAPE: tl.constexpr):
+    """The word of each element of a boolean mask, which has 4 of them.  # words: SHAPE[2] // 4 x [SEGMENTS, VECTORS]"""
+    if len(words) == 1:
+        tile = words[0][:, :, None]
+    else:
+        tile = tl.join(words[0], words[1])
+    tile = tl.broadcast_to(tile[:, :, :, None], (SHAPE[0], SHAPE[1], len(words), 4))
+    return tl.reshape(tile, SHAPE)
+
+
+@triton.constexpr_function
+def _hide_ptx(minus_infinity: int) -> str:
+    """Keeps 4 logits of 16 bits where a byte of the mask is not 0."""
+    return "\n".join(
+        (
+            "{ .reg .b32 set, low, high;",
+            "and.b32 set, $4, 0x7f7f7f7f;",
+            "add.u32 set, set, 0x7f7f7f7f;",
+            "or.b32 set, set, $4;",  # the top bit of each byte
+            "prmt.b32 low, set, 0, 0x9988;",  # copied to 16 bits
+            "prmt.b32 high, set, 0, 0xbbaa;",
+            f"lop3.b32 $0, $2, low, {minus_infinity * 0x10001}, 0xe2;",
+            f"lop3.b32 $1, $3, high, {minus_infinity * 0x10001}, 0xe2; }}",
+        )
+    )
+
+
+@triton.jit
+def hidden(
+    x, tile, after, shift, MASK_COLS: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
+    """Logits of 16 bits as loaded, -inf where a boolean mask hides.  # x: [SEGMENTS, VECTORS, VEC]
+
+    They take half of the registers that they take in float32.
+    """
+    SHIFTS: tl.constexpr = MASK_COLS == SHIFTED
+    if PTX and MASK_COLS != ONE_VALUE and x.shape[2] >= 4:
+        ASM: tl.constexpr = _hide_ptx(0xFF80 if x.dtype == tl.bfloat16 else 0xFC00)
+        if SHIFTS:
+            words = _spread(_shifted(tile, after, shift, 1, PTX), x.shape)
+            return tl.inline_asm_elementwise(ASM, "=r,=r,r,r,r,r,r,r", [x, words], dtype=x.dtype, is_pure=True, pack=4)
+        else:
+            return tl.inline_asm_elementwise(ASM, "=r,=r,r,r,r", [x, tile], dtype=x.dtype, is_pure=True, pack=4)
+    else:
+        kept = mask_of(tile, after, shift, BOOLEAN, MASK_COLS, tl.uint8, x.shape, PTX)
+        return tl.where(kept != 0, x.to(tl.float32), -float("inf")).to(x.dtype)
 
 
 @triton.jit

@@ -150,8 +150,13 @@ def binade(x):
     return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
+# From here on two numbers of 16 bits differ by so much that exp2 of it is 0, as exp is. Two float32 differ by 128
+SCORES_OF_16_BITS = tl.constexpr(2.0**28)
+SCORES_OF_32_BITS = tl.constexpr(2.0**30 + 128)
+
+
 @triton.jit
-def exp2_affine(m, FUSED: tl.constexpr, scale=None):
+def exp2_affine(m, FUSED: tl.constexpr, scale=None, LIMIT: tl.constexpr = SCORES_OF_16_BITS):
     """(base, shift, correction) with exp(scale*(x - m)) = exp2_fma(x, base, shift)*correction.
 
     Each element then takes one multiply-add and one exp2. x and m have 16 bits, or are such numbers times one factor,
@@ -161,10 +166,11 @@ def exp2_affine(m, FUSED: tl.constexpr, scale=None):
     From scale*m = 2^28 on, exp tells no two 16-bit numbers apart, so base is a power of two and nothing is rounded.
     Below that the rounding error is 2^4 or less, and the correction neither overflows nor vanishes. The result is right
     to one or two roundings of float32, but not exactly 1 where x is m. So use it for results of 16 bits, or for one
-    term of many in a sum. Where not FUSED, x and m are already scaled and of any size, and shift is m.
+    term of many in a sum. LIMIT replaces 2^28 where there is no scale: SCORES_OF_32_BITS for float32 x and m. Where not
+    FUSED, x and m are already scaled and of any size, and shift is m.
     """
     if FUSED and scale is None:
-        base = tl.where(tl.abs(m) < 268435456.0, LOG2E, 1.0)
+        base = tl.where(tl.abs(m) < LIMIT, LOG2E, 1.0)
         shift = m * base
         return base, shift, tl.exp2(-tl.fma(m, base, -shift))
     elif FUSED:

@@ -168,6 +168,14 @@ def load_chunks(
 
 
 @triton.jit
+def issue_loads():
+    """Keeps the loads before it before what follows: the compiler moves no load over a barrier of a warp."""
+    tl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def store_chunk(
     at, width, value, C: tl.constexpr, SEGMENTS: tl.constexpr, UNPREDICATED: tl.constexpr, VECTORS: tl.constexpr,
     VEC: tl.constexpr, WARPS_PER_ROW: tl.constexpr = 1,
