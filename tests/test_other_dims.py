@@ -186,6 +186,51 @@ def test_cross_entropy_of_images(reduction, options):
     torch.testing.assert_close(leaf.grad.double(), own.grad, rtol=1e-5, atol=1e-6)
 
 
+# plans of losses: CTAS of a cluster, or None for columns that are read twice
+@pytest.mark.parametrize("ctas", [4, None])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reduction": "mean"},
+        {"reduction": "mean", "weight": True, "label_smoothing": 0.1, "softcap": 5.0},
+        {"reduction": "none", "label_smoothing": 0.1, "z_loss": 1e-2},
+        pytest.param({"reduction": "sum", "weight": True, "inplace_backward": True}, marks=pytest.mark.extended),
+        {"reduction": "mean", "label_smoothing": 0.1, "inplace_backward": True},
+    ],
+)
+@pytest.mark.parametrize("dtype", [BFLOAT16, pytest.param(FLOAT32, marks=pytest.mark.extended)])
+def test_cross_entropy_of_images_of_many_classes(monkeypatch, ctas, options, dtype):
+    """The loss and its gradient are those of one program, whose columns are all its own."""
+    x, target = (torch.randn(2, 70, 40) * 3).to(dtype), torch.randint(0, 70, (2, 40))
+    target[0, :5] = -100
+    x[0, :, 3] = float("nan")  # of a position that does not count
+    options = dict(options, weight=torch.rand(70) + 0.5) if options.get("weight") else options
+    up = torch.tensor(1.0 if "inplace_backward" in options else 0.3)
+    if options["reduction"] == "none":
+        up = torch.rand(2, 40)
+
+    def both():
+        leaf = x.clone().requires_grad_()
+        loss = fs.cross_entropy(leaf * 1.0, target, **options)
+        loss.backward(up)
+        return loss.detach(), leaf.grad
+
+    loss, dx = both()
+
+    def chosen(x, dx, invariant, device=None):
+        problem = spatial.problem_of(x, dx, batch_invariant=invariant)
+        if ctas is None:
+            return replace(parts_plan(problem, DEVICE), part_cols=32, vectors_per_chunk=4)
+        return resident_plan(problem, DEVICE, 16, 4, 1, ctas, recompute=problem.itemsize == 2)
+
+    monkeypatch.setattr(cross_entropy_spatial, "loss_plan", chosen)
+    of_plan, dx_of_plan = both()
+    torch.testing.assert_close(of_plan, loss, rtol=2e-6, atol=2e-6)
+    near = 2e-5 if dtype == FLOAT32 else 1e-2
+    torch.testing.assert_close(dx_of_plan, dx, rtol=near, atol=near * dx.abs().max().item())
+    assert (dx_of_plan[0, :, :5] == 0).all()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cross_entropy_of_images_of_any_layout(layout):
     target = torch.randint(0, 7, (2, 5, 6))
@@ -222,7 +267,8 @@ def test_targets_are_packed_and_counted(weighted):
     target[::5] = -100
     weight = torch.rand(300) if weighted else None
     op = CrossEntropy(target, weight, None, -100, "mean", 0.0, None, 0.0)
-    packed, count = cross_entropy_spatial.prepare_targets(op, 300)
+    count = torch.empty(1)
+    packed = cross_entropy_spatial.prepare_targets(op, 300, count)
     assert packed.target.dtype == torch.int16 and torch.equal(packed.target.long(), target.clamp(min=-1))
     want = (target >= 0).sum() if weight is None else weight[target[target >= 0]].sum()
     torch.testing.assert_close(count, want.float().view(1))

@@ -28,7 +28,7 @@ from fused_softmax.planning import config_tables
 from fused_softmax.planning import losses as loss_plans
 from fused_softmax.planning.masked_softmax import plan_masked
 from fused_softmax.planning.softmax import WARP_MAX_COLS, plan, steps_plan
-from fused_softmax.planning.spatial import SpatialProblem, plan_spatial_loss
+from fused_softmax.planning.spatial import SpatialProblem, plan_spatial, plan_spatial_loss
 from fused_softmax.planning.types import DEVICES, ITEMSIZE, REGIMES, Device, Plan, Problem
 
 # (target, backward, log) -> its config_tables
@@ -494,10 +494,26 @@ def test_plans_differ_by_the_kind_of_mask():
         assert planned(8895, "float32", mask, backward).ctas == 1
 
 
-def test_targets_of_images_fit_in_16_bits():
-    """The kernels of images take targets as int16."""
+def test_a_loss_of_images_has_a_plan_for_any_number_of_classes():
+    """Columns that do not fit on chip are read twice. Clusters are for many positions, and not for batch invariance."""
     for device in DEVICES.values():
         for dtype in ("bfloat16", "float32"):
-            for inner in (1, 64, 4096):
-                problem = SpatialProblem(2**15, inner, dtype, dtype, 16 // ITEMSIZE[dtype])
-                assert plan_spatial_loss(problem, device) is None
+            for n_cols in (2, 19, 150, 600, 1000, 5000, 2**15, 2**22):
+                for inner in (2, 64, 4096):
+                    problem = SpatialProblem(n_cols, inner, dtype, dtype, min(inner, 16 // ITEMSIZE[dtype]))
+                    plan = plan_spatial_loss(problem, device)
+                    held = plan.chunks * plan.vectors_per_chunk * plan.ctas
+                    assert plan.regime == "spatial_two_pass" or held >= n_cols
+                    assert plan.ctas <= device.max_cluster and (plan.ctas == 1 or inner >= 4 * plan.rows)
+                    assert plan_spatial_loss(dataclasses.replace(problem, batch_invariant=True), device).ctas == 1
+
+
+def test_few_positions_are_read_in_long_runs():
+    """Where positions are few, columns are neighbors in memory, and a chunk holds at least 64 bytes of them."""
+    for backward in (False, True):
+        for dtype, itemsize in (("bfloat16", 2), ("float32", 4)):
+            for n_cols in (49, 93, 171, 400):
+                for inner in (2, 3, 4, 8):
+                    problem = SpatialProblem(n_cols, inner, dtype, dtype, inner & -inner, backward)
+                    plan = plan_spatial(problem, DEVICES["sm_90"])
+                    assert plan.regime == "spatial" and plan.rows * plan.vectors_per_chunk * itemsize >= 64

@@ -277,15 +277,14 @@ def spatial_softmax(target: str) -> Iterator[Named]:
 
 def spatial_losses(target: str) -> Iterator[Named]:
     """cross_entropy of logits (N, C, d1, ...) as they lie, with its gradient, and the count of its targets."""
-    device, ids, weight = DEVICES[target], torch.zeros(4096, dtype=torch.int64), torch.zeros(1000)
+    device, ids, weight = DEVICES[target], torch.zeros(4096, dtype=torch.int64), torch.zeros(40000)
     for dtype in (BFLOAT16, FLOAT32):
-        for n_cols, smoothing in ((19, 0.0), (19, 0.1), (150, 0.0), (1000, 0.0)):
+        for n_cols, smoothing in ((19, 0.0), (19, 0.1), (150, 0.0), (1000, 0.0), (1000, 0.1), (40000, 0.1)):
             x = torch.empty(2, n_cols, 4096, dtype=dtype)
             op = cross_entropy.CrossEntropy(
                 ids, weight if smoothing else None, None, -100, "mean", smoothing, None, 0.0
             )
             chosen = cross_entropy_spatial.loss_plan(x, x, False, device)
-            assert chosen is not None
             for launch in cross_entropy_spatial.loss_launches(x, op, device, chosen):
                 yield f"{launch.kernel.fn.__name__} {dtype} {n_cols} {smoothing}", as_called(launch), chosen
 

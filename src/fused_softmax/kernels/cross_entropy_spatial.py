@@ -8,7 +8,7 @@ that a target needs no second, scattered store. The gradient may be written over
 does not count has a gradient of zeros, whatever it holds.
 
 A mean needs the number of targets before the first gradient. `prepare_spatial_targets` counts them, and writes them
-again in 16 bits, which L2 still holds when this kernel reads them.
+again in fewer bits, which L2 still holds when this kernel reads them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
-from .common.cross_entropy_terms import assert_inside, coefficients, cross_entropy_term, row_loss
+from .common.cross_entropy_terms import assert_inside, class_of, coefficients, cross_entropy_term, row_loss
 from .common.logits import capped, logsumexp, reference_of, rounding_residual, weigh
 from .common.numerics import LOWEST, exp, exp2_affine, maximum, scaled, upcast
+from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_with_sums, share_of
 from .common.spatial_tiles import (
-    columns_of_chunk,
     load_tiles,
     outer_of,
     positions_of,
@@ -29,12 +29,6 @@ from .common.spatial_tiles import (
     sum_over_columns,
     tile_at,
 )
-
-
-@triton.jit
-def class_of(target, ignore_index, n_cols):
-    """The target in int32, or -1 where it does not count."""
-    return tl.where((target != ignore_index) & (target >= 0) & (target < n_cols), target, -1).to(tl.int32)
 
 
 @triton.jit
@@ -61,45 +55,50 @@ def upcast_kept(x, selector, PTX: tl.constexpr):
 
 @triton.jit
 def block_of_losses(
-    pid, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr, n_outer, n_cols, inner,
+    index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr, n_outer, n_cols, inner,
     n_blocks, x_outer, x_col, dx_outer, dx_col, ignore_index, smoothing, cap, z_loss,
     LOSS: tl.constexpr, GRADIENT: tl.constexpr, INPLACE: tl.constexpr, UPSTREAM: tl.constexpr, MEAN: tl.constexpr,
-    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, OUTERS: tl.constexpr, COLS: tl.constexpr,
-    INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, INVARIANT: tl.constexpr,
-    PTX: tl.constexpr,
+    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, OUTERS: tl.constexpr, CTAS: tl.constexpr,
+    COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr,
+    INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The loss and the gradient of block `pid` of positions."""
+    """The loss and the gradient of block `index // CTAS` of positions."""
+    pid, column = share_of(index, CTAS, COLS, PTX)
+    leads = True  # the CTA that reads the target's logit, and writes the loss
+    if CTAS > 1 and PTX:
+        leads = index % CTAS == 0
+    STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
     outer, is_outer = outer_of(pid // n_blocks, n_outer, OUTERS)
     first, exists = positions_of(pid % n_blocks, inner, INNER, VEC)
     if OUTERS > 1:
         exists = exists & is_outer
-    column = columns_of_chunk(1, COLS)
     x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
     dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
-    at = (outer * inner + first) * VEC + tl.arange(0, INNER)[None, None, :]  # [OUTERS, 1, INNER]
+    at = (outer * inner + first) * VEC + tl.arange(0, INNER)[None, None, :]  # [1, OUTERS, INNER]
 
-    x = load_tiles(x_at, x_col, column, n_cols, exists, -float("inf"), CHUNKS, UNPREDICATED, COLS, VEC)
+    x = load_tiles(x_at, x_col, column, n_cols, exists, -float("inf"), CHUNKS, UNPREDICATED, STEP, VEC)
     # The threads of column 0 read the targets, and a reduction gives them to the others. A tensor without columns
     # would have a layout of its own, and each chunk would be converted to it through shared memory.
-    reads = exists & (column == 0)  # [OUTERS, COLS, INNER]
-    if target_ptr.dtype.element_ty == tl.int16:
-        target = tl.load(target_ptr + at + column * 0, mask=reads, other=-1).to(tl.int32)
+    own = tl.arange(0, COLS)[:, None, None]
+    reads = exists & (own == 0)  # [COLS, OUTERS, INNER]
+    if target_ptr.dtype.element_ty != tl.int64:
+        target = tl.load(target_ptr + at + own * 0, mask=reads, other=-1).to(tl.int32)
     else:
-        target = tl.load(target_ptr + at + column * 0, mask=reads, other=ignore_index)
+        target = tl.load(target_ptr + at + own * 0, mask=reads, other=ignore_index)
         assert_inside(target, ignore_index, n_cols)
         target = class_of(target, ignore_index, n_cols)
     w_target = 1.0
     if WEIGHTED:
-        w_target = tl.sum(tl.load(weight_ptr + target, mask=target >= 0, other=0.0), 1)[:, None, :]
-    target = tl.max(target, 1)[:, None, :]
+        w_target = tl.sum(tl.load(weight_ptr + target, mask=target >= 0, other=0.0), 0)[None, :, :]
+    target = tl.max(target, 0)[None, :, :]
     counts = target >= 0
     if LOSS > 0 and not INPLACE:
         to_target = tile_at(x_ptr, outer, x_col, x_outer, first, target, INNER, VEC)
-        x_target = tl.load(to_target, mask=counts, other=0.0).to(tl.float32)
+        x_target = tl.load(to_target, mask=counts & leads, other=0.0).to(tl.float32)
     reference = 0.0
     if SMOOTH:  # the first logit, not the target's, which takes two dependent loads
-        if INPLACE:
-            x_first = tl.sum(tl.where(column == 0, x[0].to(tl.float32), 0.0), 1)[:, None, :]
+        if INPLACE and CTAS == 1:
+            x_first = tl.sum(tl.where(column == 0, x[0].to(tl.float32), 0.0), 0)[None, :, :]
         else:
             to_first = tile_at(x_ptr, outer, x_col, x_outer, first, tl.zeros([1, 1, 1], tl.int32), INNER, VEC)
             x_first = tl.load(to_first, mask=exists, other=0.0)
@@ -122,38 +121,48 @@ def block_of_losses(
         z = capped(x_c, cap, SOFTCAP)
         s += exp(z - m)
         if LOSS > 0 and INPLACE:
-            x_targets = tl.where(column + c * COLS == target, x_c, x_targets)
+            x_targets = tl.where(column + c * STEP == target, x_c, x_targets)
         if LOSS > 0 and SMOOTH:
-            t += weigh(z, reference, column + c * COLS, column < n_cols - c * COLS, weight_ptr, WEIGHTED)
-    top = tl.max(m, 1)[:, None, :]
-    total = sum_over_columns(scaled(s, exp(m - top), PTX), INVARIANT)[:, None, :]
+            t += weigh(z, reference, column + c * STEP, column < n_cols - c * STEP, weight_ptr, WEIGHTED)
+    top = tl.max(m, 0)
+    total = sum_over_columns(scaled(s, exp(m - top[None, :, :]), PTX), INVARIANT)
+    wz_sum = 0.0
+    if CTAS > 1 and LOSS > 0 and (SMOOTH or INPLACE):
+        top, total, wz_sum, x_found = exchange_with_sums(
+            top, total, sum_over_columns(t, INVARIANT), tl.sum(x_targets, 0), CTAS, THREADS, PTX
+        )
+        wz_sum = wz_sum[None, :, :]
+        if INPLACE:
+            x_target = x_found[None, :, :]
+    else:
+        top, total = exchange_max_sum(top, total, CTAS, THREADS, PTX)
+        if LOSS > 0 and SMOOTH:
+            wz_sum = sum_over_columns(t, INVARIANT)[None, :, :]
+        if LOSS > 0 and INPLACE:  # one column at most is the target's, and all others are 0
+            x_target = tl.sum(x_targets, 0)[None, :, :]
+    top, total = top[None, :, :], total[None, :, :]
     lse = logsumexp(top, total)
 
     if LOSS > 0:
         residual = rounding_residual(lse, top, total)
-        if INPLACE:  # one column at most is the target's, and all others are 0
-            x_target = tl.sum(x_targets, 1)[:, None, :]
         nll = lse - capped(x_target, cap, SOFTCAP) + residual
-        wz_sum = 0.0
-        if SMOOTH:
-            wz_sum = sum_over_columns(t, INVARIANT)[:, None, :]
         loss = row_loss(nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, n_cols, z_loss, SMOOTH)
         loss = tl.where(counts, loss, 0.0)
         if LOSS == 1:
-            tl.store(loss_ptr + at, loss, mask=exists)
+            tl.store(loss_ptr + at, loss, mask=exists & leads)
         else:
             total_loss = tl.sum(tl.reshape(loss, (OUTERS * INNER,)), 0)
             if MEAN:  # torch divides each term of a loss by 0, and one of them is 0/0
                 count = tl.load(count_ptr)
                 total_loss = tl.where(count == 0.0, float("nan"), tl.div_rn(total_loss, count))
-            tl.store(loss_ptr + pid, total_loss)
+            tl.store(loss_ptr + pid, total_loss, mask=leads)
 
     if GRADIENT:
         g = 1.0
         if UPSTREAM == 1:
             g = tl.load(g_ptr)
         elif UPSTREAM == 2:
-            g = tl.sum(tl.load(g_ptr + at + column * 0, mask=reads & counts, other=0.0), 1)[:, None, :]
+            g = tl.sum(tl.load(g_ptr + at + own * 0, mask=reads & counts, other=0.0), 0)[None, :, :]
         if MEAN:
             g = g / tl.load(count_ptr)
         FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
@@ -163,21 +172,21 @@ def block_of_losses(
         a = tl.where(counts, a * by / total, 0.0)
         selector = kept_or_zero(counts)
         for c in tl.static_range(CHUNKS):
-            b_here = tl.where(column + c * COLS == target, b, 0.0)
+            b_here = tl.where(column + c * STEP == target, b, 0.0)
             dx = cross_entropy_term(
-                upcast_kept(x[c], selector, PTX), b_here, column + c * COLS, base, shift, a, factor, weight_ptr,
-                cap, column < n_cols - c * COLS, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
+                upcast_kept(x[c], selector, PTX), b_here, column + c * STEP, base, shift, a, factor, weight_ptr,
+                cap, column < n_cols - c * STEP, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
             if SMOOTH:
                 dx = tl.where(counts, dx, 0.0)
-            store_tile(dx_at, dx, c, dx_col, column, n_cols, exists, UNPREDICATED, COLS, VEC)
+            store_tile(dx_at, dx, c, dx_col, column, n_cols, exists, UNPREDICATED, STEP, VEC)
 
 
-@kernel(asserts=True)
+@kernel(asserts=True, cta_programs=True)
 def cross_entropy_spatial(
     x_ptr: Rows,
     dx_ptr: Rows,  # where GRADIENT; it may be x_ptr
-    target_ptr: Vector,  # [outer, inner] int64; or int16, as `prepare_spatial_targets` writes them
+    target_ptr: Vector,  # [outer, inner] int64; or fewer bits, as `prepare_spatial_targets` writes them
     weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
     weight_sum_ptr: Vector,  # [1] float32, where WEIGHTED and SMOOTH
     count_ptr: Vector,  # [1] float32, where MEAN: the loss's denominator
@@ -195,19 +204,33 @@ def cross_entropy_spatial(
     UPSTREAM: tl.constexpr,
     UNLESS_ONE: tl.constexpr,  # dx already holds the gradient for an upstream gradient of 1
     MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
-    OUTERS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    UNPREDICATED: tl.constexpr, INVARIANT: tl.constexpr, PTX: tl.constexpr,
+    OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
+    CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    needed = True
-    if UNLESS_ONE:
-        needed = tl.load(g_ptr) != 1.0
-    if needed:
-        block_of_losses(
-            tl.program_id(0), x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr,
-            n_outer, n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, ignore_index, smoothing, cap, z_loss,
-            LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, OUTERS, COLS, INNER, VEC, CHUNKS,
-            UNPREDICATED, INVARIANT, PTX,
-        )  # fmt: skip
+    declare_exchange(CTAS, 4 if LOSS > 0 and (SMOOTH or INPLACE) else 2, INNER, PTX)
+    index = tl.program_id(0)
+    if UNLESS_ONE and CTAS == 1:  # few programs look at g, and find nothing to do
+        if tl.load(g_ptr) != 1.0:
+            n_programs = tl.cdiv(n_outer, OUTERS) * n_blocks
+            while index < n_programs:
+                block_of_losses(
+                    index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr, n_outer,
+                    n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, ignore_index, smoothing, cap, z_loss,
+                    LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, OUTERS, CTAS, COLS, INNER, VEC,
+                    CHUNKS, UNPREDICATED, INVARIANT, THREADS, PTX,
+                )  # fmt: skip
+                index += tl.num_programs(0)
+    else:
+        needed = True
+        if UNLESS_ONE:
+            needed = tl.load(g_ptr) != 1.0
+        if needed:
+            block_of_losses(
+                index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr, n_outer,
+                n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, ignore_index, smoothing, cap, z_loss,
+                LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, OUTERS, CTAS, COLS, INNER, VEC,
+                CHUNKS, UNPREDICATED, INVARIANT, THREADS, PTX,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -215,7 +238,7 @@ def prepare_block(
     target_ptr, weight_ptr, to_ptr, start, n, n_cols, ignore_index, WEIGHTED: tl.constexpr, EACH: tl.constexpr,
     BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Writes the targets from `start` on in 16 bits. Returns how many count, or the sum of their weights."""
+    """Writes the targets from `start` on in fewer bits. Returns how many count, or the sum of their weights."""
     at = start + tl.arange(0, BLOCK)
     targets = ()
     for k in tl.static_range(EACH):
@@ -235,9 +258,9 @@ def prepare_block(
         else:
             found += (target >= 0).to(tl.float32)
         if MASKED:
-            tl.store(to_ptr + at + k * BLOCK, target.to(tl.int16), mask=at < n - k * BLOCK)
+            tl.store(to_ptr + at + k * BLOCK, target.to(to_ptr.dtype.element_ty), mask=at < n - k * BLOCK)
         else:
-            tl.store(to_ptr + at + k * BLOCK, target.to(tl.int16))
+            tl.store(to_ptr + at + k * BLOCK, target.to(to_ptr.dtype.element_ty))
     assert_inside(wrong, ignore_index, n_cols)
     return tl.sum(found, 0)
 
@@ -246,14 +269,14 @@ def prepare_block(
 def prepare_spatial_targets(
     target_ptr: Vector,  # [n] int64
     weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
-    to_ptr: Vector,  # [n] int16: the target, or -1 where it does not count
+    to_ptr: Vector,  # [n] int16 or int32: the target, or -1 where it does not count
     count_ptr: Vector,  # [programs] float32
     n: Int64,
     n_cols: Int32,
     ignore_index: Int64,
     WEIGHTED: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For each program: its EACH x BLOCK targets in 16 bits, and how many count, or the sum of their weights."""
+    """For each program: its EACH x BLOCK targets in fewer bits, and how many count, or the sum of their weights."""
     start = tl.program_id(0).to(tl.int64) * (EACH * BLOCK)
     if start + EACH * BLOCK <= n:  # without masks, so that a thread reads 16 bytes at a time
         found = prepare_block(

@@ -70,11 +70,11 @@ def softmax_spatial(
         s += e
         exps = exps + (e,)
 
-    top = tl.max(m, 1)
+    top = tl.max(m, 0)
     # rounded before the sum: whether a product and a sum are fused depends on the layout
-    total = sum_over_columns(scaled(s, exp(m - top[:, None, :]), PTX), INVARIANT)
+    total = sum_over_columns(scaled(s, exp(m - top[None, :, :]), PTX), INVARIANT)
     top, total = exchange_max_sum(top, total, CTAS, THREADS, PTX)
-    top, total = top[:, None, :], total[:, None, :]
+    top, total = top[None, :, :], total[None, :, :]
 
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16 and y_ptr.dtype == x_ptr.dtype
     if LOG:
@@ -129,7 +129,7 @@ def softmax_spatial_backward(
         if not LOG:
             y_c = upcast(y[c], PTX, RECOMPUTE)
         d += gradient_term(y_c, dy_c, LOG)
-    d = exchange_sum(sum_over_columns(d, INVARIANT), CTAS, THREADS, PTX)[:, None, :]
+    d = exchange_sum(sum_over_columns(d, INVARIANT), CTAS, THREADS, PTX)[None, :, :]
     for c in tl.static_range(CHUNKS):
         y_c = upcast(y[c], PTX, RECOMPUTE, True)
         dy_c = upcast(dy[c], PTX, RECOMPUTE, True)

@@ -11,43 +11,14 @@ last is still in L2. Parts are merged in a fixed order.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, Vector, kernel
 from .common.logits import logsumexp
 from .common.numerics import HIGHEST, LOWEST, exp, maximum, scaled, upcast
 from .common.softmax_terms import gradient, gradient_term, normalize
-from .common.spatial_tiles import columns_of_chunk, load_tile, positions_of, store_tile, sum_over_columns, tile_at
-
-
-@triton.jit
-def load_step(
-    at, start, col_stride, column, end, exists, fill, CHUNKS: tl.constexpr, COLS: tl.constexpr, VEC: tl.constexpr
-):
-    """The CHUNKS tiles from column `start` on; columns from `end` on are filled."""
-    tiles = ()
-    for c in tl.static_range(CHUNKS):
-        tiles = tiles + (
-            load_tile(at + start * col_stride * VEC, c, col_stride, column, end - start, exists, fill, 0, COLS, VEC),
-        )
-    return tiles
-
-
-@triton.jit
-def part_of(n_blocks, n_parts, part_cols, n_cols):
-    """(outer, part, block, its first column, the column after its last) of this program."""
-    pid = tl.program_id(0)
-    part = pid // n_blocks % n_parts
-    outer = (pid // n_blocks // n_parts).to(tl.int64)
-    start = part * part_cols
-    return outer, part, pid % n_blocks, start, start + tl.minimum(n_cols - start, part_cols)
-
-
-@triton.jit
-def vector_at(row, inner, first, INNER: tl.constexpr, VEC: tl.constexpr):
-    """Offsets of the program's positions in a float32 tensor of rows of `inner` positions.  # [1, INNER]"""
-    return (row * inner + first) * VEC + tl.arange(0, INNER)[None, :]
+from .common.spatial_parts import last_first, load_step, part_of, vector_at
+from .common.spatial_tiles import columns_of_chunk, positions_of, store_tile, sum_over_columns, tile_at
 
 
 @kernel()
@@ -68,8 +39,8 @@ def softmax_spatial_reduce(
     first, exists = positions_of(block, inner, INNER, VEC)
     column = columns_of_chunk(1, COLS)
     x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
-    m = tl.zeros([1, COLS, INNER], tl.float32) + LOWEST
-    s = tl.zeros([1, COLS, INNER], tl.float32)
+    m = tl.zeros([COLS, 1, INNER], tl.float32) + LOWEST
+    s = tl.zeros([COLS, 1, INNER], tl.float32)
     for at in range(start, end, CHUNKS * COLS):
         x = load_step(x_at, at, x_col, column, end, exists, -float("inf"), CHUNKS, COLS, VEC)
         top = x[0]
@@ -84,8 +55,8 @@ def softmax_spatial_reduce(
             step += exp(upcast(x[c], PTX) - m_new)
         s = s * exp(m - m_new) + step
         m = m_new
-    top = tl.max(m, 1)
-    total = sum_over_columns(scaled(s, exp(m - top[:, None, :]), PTX), INVARIANT)
+    top = tl.max(m, 0)
+    total = sum_over_columns(scaled(s, exp(m - top[None, :, :]), PTX), INVARIANT)
     to = vector_at(outer * n_parts + part, inner, first, INNER, VEC)
     here = tl.reshape(exists, (1, INNER))
     if LSE and ONE_PART:
@@ -111,7 +82,7 @@ def softmax_spatial_backward_reduce(
     column = columns_of_chunk(1, COLS)
     y_at = tile_at(y_ptr, outer, y_col, y_outer, first, column, INNER, VEC)
     dy_at = tile_at(dy_ptr, outer, dy_col, dy_outer, first, column, INNER, VEC)
-    d = tl.zeros([1, COLS, INNER], tl.float32)
+    d = tl.zeros([COLS, 1, INNER], tl.float32)
     for at in range(start, end, CHUNKS * COLS):
         dy = load_step(dy_at, at, dy_col, column, end, exists, 0.0, CHUNKS, COLS, VEC)
         y = dy  # unused where LOG
@@ -139,8 +110,8 @@ def softmax_spatial_merge(
     part = columns_of_chunk(1, COLS)
     at = tile_at(parts_max_ptr, outer, inner, inner * n_parts, first, part, INNER, 1)
     to_sum = tile_at(parts_sum_ptr, outer, inner, inner * n_parts, first, part, INNER, 1)
-    m = tl.zeros([1, COLS, INNER], tl.float32) + LOWEST
-    s = tl.zeros([1, COLS, INNER], tl.float32)
+    m = tl.zeros([COLS, 1, INNER], tl.float32) + LOWEST
+    s = tl.zeros([COLS, 1, INNER], tl.float32)
     for start in range(0, n_parts, COLS):
         inside = exists & (part < n_parts - start)
         m_part = tl.load(at + start * inner, mask=inside, other=LOWEST)
@@ -148,8 +119,8 @@ def softmax_spatial_merge(
         m_new = tl.maximum(m, m_part)
         s = s * exp(m - m_new) + s_part * exp(m_part - m_new)
         m = m_new
-    top = tl.max(m, 1)
-    total = sum_over_columns(s * exp(m - top[:, None, :]), True)
+    top = tl.max(m, 0)
+    total = sum_over_columns(s * exp(m - top[None, :, :]), True)
     to = vector_at(outer, inner, first, INNER, 1)
     here = tl.reshape(exists, (1, INNER))
     if LSE:
@@ -171,18 +142,11 @@ def softmax_spatial_backward_merge(
     first, exists = positions_of(block, inner, INNER, 1)
     part = columns_of_chunk(1, COLS)
     at = tile_at(parts_ptr, outer, inner, inner * n_parts, first, part, INNER, 1)
-    d = tl.zeros([1, COLS, INNER], tl.float32)
+    d = tl.zeros([COLS, 1, INNER], tl.float32)
     for start in range(0, n_parts, COLS):
         d += tl.load(at + start * inner, mask=exists & (part < n_parts - start), other=0.0)
     to = vector_at(outer, inner, first, INNER, 1)
     tl.store(d_ptr + to, sum_over_columns(d, True), mask=tl.reshape(exists, (1, INNER)))
-
-
-@triton.jit
-def last_first(n_blocks, n_steps):
-    """(outer, step of the columns, block) of this program, from the end of the tensor to its start."""
-    pid = tl.num_programs(0) - 1 - tl.program_id(0)
-    return (pid // n_blocks // n_steps).to(tl.int64), pid // n_blocks % n_steps, pid % n_blocks
 
 
 @kernel()
@@ -206,8 +170,8 @@ def softmax_spatial_finish(
     left = (n_cols - start).to(tl.int32)
     x = load_step(x_at, start, x_col, column, n_cols, exists, -float("inf"), CHUNKS, COLS, VEC)
     at, here = vector_at(outer, inner, first, INNER, VEC), tl.reshape(exists, (1, INNER))
-    top = tl.load(max_ptr + at, mask=here, other=0.0)[:, None, :]
-    total = tl.load(sum_ptr + at, mask=here, other=1.0)[:, None, :]
+    top = tl.load(max_ptr + at, mask=here, other=0.0)[None, :, :]
+    total = tl.load(sum_ptr + at, mask=here, other=1.0)[None, :, :]
     for c in tl.static_range(CHUNKS):
         y = normalize(upcast(x[c], PTX), top, total, LOG)
         store_tile(y_at + start * y_col * VEC, y, c, y_col, column, left, exists, 0, COLS, VEC)
@@ -263,8 +227,8 @@ def logsumexp_spatial_backward(
     left = (n_cols - start).to(tl.int32)
     x = load_step(x_at, start, x_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
     at, here = vector_at(outer, inner, first, INNER, VEC), tl.reshape(exists, (1, INNER))
-    lse = tl.load(lse_ptr + at, mask=here, other=0.0).to(tl.float32)[:, None, :]
-    g = tl.load(g_ptr + at, mask=here, other=0.0).to(tl.float32)[:, None, :]
+    lse = tl.load(lse_ptr + at, mask=here, other=0.0).to(tl.float32)[None, :, :]
+    g = tl.load(g_ptr + at, mask=here, other=0.0).to(tl.float32)[None, :, :]
     for c in tl.static_range(CHUNKS):
         dx = g * exp(upcast(x[c], PTX) - lse)
         store_tile(dx_at + start * dx_col * VEC, dx, c, dx_col, column, left, exists, 0, COLS, VEC)

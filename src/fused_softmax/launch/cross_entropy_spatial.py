@@ -1,7 +1,8 @@
 """cross_entropy of logits (outer, n_cols, inner) as they lie: plans, allocates what is O(outer x inner), and launches.
 
-The gradient of a position needs only its logits, because its columns are on chip. So only the mean's denominator is
-kept for backward. A backward for an upstream gradient other than 1 computes the gradient again.
+Where a program or a cluster holds the columns, the gradient of a position needs only its logits, and only the mean's
+denominator is kept for backward. Longer columns are read twice, and each position's maximum and sum are kept too. A
+backward for an upstream gradient other than 1 computes the gradient again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,22 @@ from .context import is_batch_invariant
 from .device import device_of
 from .layout import as_rows, empty
 from .options import CrossEntropy
-from .spatial import Recipe, Run, Step, as_planes, of_layout, prepare, problem_of, remembered, resident_step
+from .spatial import (
+    MERGE_POSITIONS,
+    Recipe,
+    Run,
+    Step,
+    as_planes,
+    merge_step,
+    of_layout,
+    of_parts,
+    parts_step,
+    prepare,
+    problem_of,
+    remembered,
+    resident_step,
+    sizes_and_steps,
+)
 
 
 @kernel_loader
@@ -36,8 +52,14 @@ def _prepare() -> Any:
     return prepare_spatial_targets
 
 
+PARTS = {
+    name: of_parts("cross_entropy_spatial_parts", name)
+    for name in ("cross_entropy_spatial_reduce", "cross_entropy_spatial_merge", "cross_entropy_spatial_finish")
+}
 # targets that one program prepares, in blocks of one for each of its threads' 16 bytes
 PREPARED_BLOCK, PREPARED_EACH, PREPARED_WARPS = 512, 8, 8
+# programs that look at an upstream gradient. More of them than fit on the GPU would take turns to find nothing to do
+LOOKS = 1024
 NO_LOSS, EACH_LOSS, SUM_OF_LOSSES = 0, 1, 2
 _runs, _plans = Cache(), Cache()
 
@@ -48,18 +70,18 @@ def planes_of(logits: Tensor) -> Tensor | None:
     return x if x is not None and x.shape[2] > 1 else None
 
 
-def loss_plan(x: Tensor, dx: Tensor, invariant: bool, device: Device | None = None) -> Plan | None:
-    """The plan of logits (outer, n_cols, inner), or None where their columns do not fit on chip."""
+def loss_plan(x: Tensor, dx: Tensor, invariant: bool, device: Device | None = None) -> Plan:
+    """The plan of logits (outer, n_cols, inner)."""
     key = (of_layout((x, dx)), invariant, device)
-    found = _plans.get(key)
+    found: Plan | None = _plans.get(key)
     if found is None:
         problem = problem_of(x, dx, batch_invariant=invariant)
-        found = _plans.remember(key, (plan_spatial_loss(problem, device or device_of(x)),))
-    return found[0]
+        found = _plans.remember(key, plan_spatial_loss(problem, device or device_of(x)))
+    return found
 
 
 def plan_of_copy(logits: Tensor) -> Plan | None:
-    """The plan of a contiguous copy of logits that `planes_of` refuses; None where they are rows, or do not fit.
+    """The plan of a contiguous copy of logits that `planes_of` refuses; None where they are rows.
 
     What is neither planes nor rows, such as cropped images, is copied so: a copy to rows would move neighbors apart.
     H200, (188, 5, 1848) cropped from wider images: such a copy to rows took 2.3 times as long as PyTorch's whole loss.
@@ -70,20 +92,45 @@ def plan_of_copy(logits: Tensor) -> Plan | None:
     return None if copy is None else loss_plan(copy, copy, is_batch_invariant(), device_of(logits))
 
 
+# (x, dx, target, weight, weight_sum, count, g, losses, max, sum): what a recipe's launches are over
+X, DX, TARGET, WEIGHT, WEIGHT_SUM, COUNT, G, LOSSES, MAX, SUM = range(10)
+
+
 def loss_recipe(
     x: Tensor, dx: Tensor, op: CrossEntropy, plan: Plan, device: Device, loss: int, gradient: bool, upstream: int,
     unless_one: bool, inplace: bool,
 ) -> Recipe:  # fmt: skip
-    """The one launch over (x, dx, target, weight, weight_sum, count, g, losses)."""
-    flags = dict(
-        LOSS=loss, GRADIENT=gradient, UPSTREAM=upstream, UNLESS_ONE=unless_one, INPLACE=inplace,
-        MEAN=op.reduction == "mean", **dict(op.kind.flags),
-    )  # fmt: skip
-    return Recipe((resident_step(_loss(), (x, dx), 8, plan, device, **flags),))
+    """The launches over (x, dx, target, weight, weight_sum, count, g, losses, max, sum).
+
+    max, sum: of each position, where the columns are read twice. The loss writes them, and the gradient reads them.
+    """
+    of_op = dict(op.kind.flags)
+    mean = op.reduction == "mean"
+    if plan.regime != "spatial_two_pass":
+        flags = dict(LOSS=loss, GRADIENT=gradient, UPSTREAM=upstream, UNLESS_ONE=unless_one, INPLACE=inplace)
+        step = resident_step(_loss(), (x, dx), 8, plan, device, MEAN=mean, **flags, **of_op)
+        return Recipe((step._replace(most=LOOKS) if unless_one and plan.ctas == 1 else step,))
+    reduce, merge, finish = (PARTS[f"cross_entropy_spatial_{step}"]() for step in ("reduce", "merge", "finish"))
+    steps: list[Step] = []
+    inner = x.shape[2]
+    parts = -(-x.shape[1] // plan.part_cols)
+    maxima, sums, smoothed = range(10, 13)
+    if loss != NO_LOSS:
+        steps.append(parts_step(reduce, (x,), (X, maxima, sums, smoothed, WEIGHT), plan, device, **of_op))
+        over = (X, maxima, sums, smoothed, MAX, SUM, TARGET, WEIGHT, WEIGHT_SUM, COUNT, LOSSES)
+        step = merge_step(merge, device, over, inner, parts, LOSS=loss, MEAN=mean, **of_op)
+        n_cols, (outer_stride, col_stride) = x.shape[1], x.stride()[:2]
+        steps.append(step._replace(scalars=(n_cols, *step.scalars, outer_stride, col_stride)))
+    if gradient:
+        flags = dict(UPSTREAM=upstream, UNLESS_ONE=unless_one, MEAN=mean, **of_op)
+        sizes, programs, meta = sizes_and_steps(finish, (x, dx), plan, device, **flags)
+        read = (X, DX, MAX, SUM, TARGET, WEIGHT, WEIGHT_SUM, COUNT, G)
+        steps.append(Step(finish, meta, read, (None, *sizes), programs, most=LOOKS if unless_one else None))
+    return Recipe(tuple(steps), (parts * inner,) * 3 if loss != NO_LOSS else ())
 
 
 def prepare_recipe(op: CrossEntropy, n_cols: int, device: Device) -> Recipe:
-    """What prepares targets, over (target, weight, targets in 16 bits, a partial count for each program)."""
+    """What prepares targets, over (target, weight, targets in fewer bits, a partial count for each program)."""
     meta: dict[str, Any] = dict(WEIGHTED=op.weight is not None, EACH=PREPARED_EACH, BLOCK=PREPARED_BLOCK)
     meta |= (
         dict(num_warps=PREPARED_WARPS * 32 // device.warp_size) | device.options() | assert_options(_prepare(), device)
@@ -93,25 +140,45 @@ def prepare_recipe(op: CrossEntropy, n_cols: int, device: Device) -> Recipe:
 
 
 def _run(
-    x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor, g: Tensor, losses: Tensor, loss: int, gradient: bool,
-    upstream: int, unless_one: bool, invariant: bool,
+    x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor, moments: tuple[Tensor, Tensor], g: Tensor, losses: Tensor,
+    loss: int, gradient: bool, upstream: int, unless_one: bool, invariant: bool,
 ) -> None:  # fmt: skip
-    tensors = (x, dx, *op.vectors(count), count, g, losses)
+    tensors = (x, dx, *op.vectors(count), count, g, losses, *moments)
     form = (loss, gradient, upstream, unless_one, gradient and dx.data_ptr() == x.data_ptr())
     key = (of_layout(tensors), op.kind, op.reduction == "mean", form, invariant)
 
     def make() -> Run:
         plan = loss_plan(x, dx, invariant)
-        assert plan is not None
         return prepare(loss_recipe(x, dx, op, plan, device_of(x), *form), tensors)
 
     remembered(_runs, key, x, make)(tensors, (op.ignore_index, *op.numbers))
 
 
-def prepare_targets(op: CrossEntropy, n_cols: int) -> tuple[CrossEntropy, Tensor]:
-    """(op with targets in 16 bits, -1 where one does not count; how many count, or the sum of their weights, [1])."""
+def _kept(plan: Plan, x: Tensor) -> Tensor:
+    """Memory for what backward needs: the mean's denominator, and each position's moments where a plan reads twice."""
+    positions = x.shape[0] * x.shape[2]
+    size = 4 + 2 * _padded(positions) if plan.regime == "spatial_two_pass" else 1
+    return empty((size,), (1,), torch.float32, x)
+
+
+def _padded(positions: int) -> int:
+    """So many float32 that what follows them is aligned."""
+    return -(-positions // 4) * 4
+
+
+def _moments(kept: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    positions = x.shape[0] * x.shape[2]
+    if kept.numel() == 1:
+        return kept, kept
+    start = 4 + _padded(positions)
+    return kept[4 : 4 + positions], kept[start : start + positions]
+
+
+def prepare_targets(op: CrossEntropy, n_cols: int, count: Tensor) -> CrossEntropy:
+    """op with targets in fewer bits, -1 where one does not count. Into count, [1]: how many do, or their weights."""
     n = op.target.numel()
-    prepared = torch.empty(op.target.shape, dtype=torch.int16, device=op.target.device)
+    dtype = torch.int16 if n_cols <= 1 << 15 else torch.int32
+    prepared = torch.empty(op.target.shape, dtype=dtype, device=op.target.device)
     partial = empty((-(-n // (PREPARED_EACH * PREPARED_BLOCK)),), (1,), torch.float32, op.target)
     tensors = (op.target, partial if op.weight is None else op.weight, prepared, partial)
     key = (of_layout(tensors[:2]), op.weight is None, n_cols, op.ignore_index)
@@ -120,51 +187,56 @@ def prepare_targets(op: CrossEntropy, n_cols: int) -> tuple[CrossEntropy, Tensor
         return prepare(prepare_recipe(op, n_cols, device_of(op.target)), tensors)
 
     remembered(_runs, key, partial, make)(tensors, (), n)
-    return op._replace(target=prepared), partial.sum().view(1)
+    torch.sum(partial, 0, keepdim=True, out=count)
+    return op._replace(target=prepared)
 
 
 def cross_entropy_pass(
     x: Tensor, dx: Tensor | None, op: CrossEntropy, invariant: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(the loss, reduced as `op` says; the mean's denominator), and into dx the gradient for an upstream gradient of 1.
+    """(the loss, reduced as `op` says; what backward needs), and into dx the gradient for an upstream gradient of 1.
 
     x, dx: (outer, n_cols, inner) with contiguous inner; dx may be x, or None where no gradient is wanted.
     """
     invariant = is_batch_invariant() if invariant is None else invariant
-    n_cols, positions = x.shape[1], x.shape[0] * x.shape[2]
-    count = empty((1,), (1,), torch.float32, x) if op.denominator is None else op.denominator
-    if op.reduction == "mean" and op.denominator is None:
-        op, count = prepare_targets(op, n_cols)
-    if op.reduction == "none":
-        losses = empty((positions,), (1,), torch.float32, x)
-    else:
-        plan = loss_plan(x, x if dx is None else dx, invariant)
-        assert plan is not None
-        programs = -(-x.shape[0] // plan.outers) * -(-x.shape[2] // plan.rows)
-        losses = empty((programs,), (1,), torch.float32, x)
-    which = EACH_LOSS if op.reduction == "none" else SUM_OF_LOSSES
     to = x if dx is None else dx
-    _run(x, to, op, count, count, losses, which, dx is not None, 0, False, invariant)
-    if op.reduction == "none":
-        return losses, count
-    return losses.sum(), count
+    plan = loss_plan(x, to, invariant)
+    n_cols, positions = x.shape[1], x.shape[0] * x.shape[2]
+    kept = _kept(plan, x)
+    count = kept[:1] if op.denominator is None else op.denominator
+    if op.reduction == "mean" and op.denominator is None:
+        op = prepare_targets(op, n_cols, count)
+    programs = positions
+    if op.reduction != "none":
+        rows, outers = (MERGE_POSITIONS, 1) if plan.regime == "spatial_two_pass" else (plan.rows, plan.outers)
+        programs = -(-x.shape[0] // outers) * -(-x.shape[2] // rows)
+    losses = empty((programs,), (1,), torch.float32, x)
+    which = EACH_LOSS if op.reduction == "none" else SUM_OF_LOSSES
+    _run(x, to, op, count, _moments(kept, x), count, losses, which, dx is not None, 0, False, invariant)
+    return losses if op.reduction == "none" else losses.sum(), kept
 
 
 def cross_entropy_gradient(
-    x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor, g: Tensor, *, unless_one: bool, invariant: bool
+    x: Tensor, dx: Tensor, op: CrossEntropy, kept: Tensor, g: Tensor, *, unless_one: bool, invariant: bool
 ) -> None:
     """The gradient for upstream g ([1], or [outer x inner]; float32) into dx; unless_one: only where g is not 1."""
-    _run(x, dx, op, count, g, g, NO_LOSS, True, 1 if g.numel() == 1 else 2, unless_one and g.numel() == 1, invariant)
+    count = kept[:1] if op.denominator is None else op.denominator
+    upstream = 1 if g.numel() == 1 else 2
+    only = unless_one and g.numel() == 1
+    _run(x, dx, op, count, _moments(kept, x), g, g, NO_LOSS, True, upstream, only, invariant)
 
 
 def loss_launches(x: Tensor, op: CrossEntropy, device: Device, plan: Plan) -> list[Launch]:
     """The launches of a mean with its gradient, as records: to be cross-compiled, not to be run."""
     number = torch.empty(1)
     prepared = op.target.to(torch.int16)
-    tensors = (x, x, prepared, *(number,) * 5)
+    tensors = (x, x, prepared, *(number,) * 10)
     recipe = loss_recipe(x, x, op, plan, device, SUM_OF_LOSSES, True, 0, False, False)
     numbers = (op.ignore_index, *op.numbers)
-    of_loss = [Launch(s.kernel, (1,), (*tensors, *s.numbers(1), *numbers), s.meta) for s in recipe.steps]
+    of_loss = [
+        Launch(s.kernel, (1,), (*(tensors[i] for i in s.tensors), *s.numbers(1), *numbers), s.meta)
+        for s in recipe.steps
+    ]
     of_targets = [
         Launch(s.kernel, (1,), (op.target, number, prepared, number, *s.numbers(1)), s.meta)
         for s in prepare_recipe(op, x.shape[1], device).steps

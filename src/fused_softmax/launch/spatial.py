@@ -39,9 +39,11 @@ def _backward_resident() -> Any:
     return softmax_spatial_backward
 
 
-def _of_parts(name: str) -> Kernel:
+def of_parts(module: str, name: str) -> Kernel:
+    """The loader of a kernel of `module`."""
+
     def load() -> Any:
-        return getattr(importlib.import_module(f"{__name__.rsplit('.', 2)[0]}.kernels.softmax_spatial_parts"), name)
+        return getattr(importlib.import_module(f"{__name__.rsplit('.', 2)[0]}.kernels.{module}"), name)
 
     load.__name__ = name
     return kernel_loader(load)
@@ -49,7 +51,7 @@ def _of_parts(name: str) -> Kernel:
 
 # the kernels of columns that are read in parts, by name
 PARTS = {
-    name: _of_parts(name)
+    name: of_parts("softmax_spatial_parts", name)
     for name in (
         "softmax_spatial_reduce",
         "softmax_spatial_merge",
@@ -100,9 +102,11 @@ class Step(NamedTuple):
     scalars: tuple[int | None, ...]  # None stands for `outer`
     programs: int  # for each index of `outer`, or for each group of them
     outers: int = 1  # indices of `outer` in a group
+    most: int | None = None  # programs of a kernel that loops over its work
 
     def grid(self, outer: int) -> int:
-        return -(-outer // self.outers) * self.programs
+        programs = -(-outer // self.outers) * self.programs
+        return programs if self.most is None else min(programs, self.most)
 
     def numbers(self, outer: int) -> tuple[int, ...]:
         return tuple(outer if n is None else n for n in self.scalars)

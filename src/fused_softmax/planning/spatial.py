@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from .spatial_tables import (
     ENOUGH_PROGRAMS,
     LEAST_PART_COLS,
+    LEAST_RUN,
     LOSS,
     MOST_PARTS,
+    NARROW,
     ON_CHIP,
     ONE_STEP,
     PART_COLS,
@@ -116,15 +118,32 @@ def _padded(problem: SpatialProblem, inner: int) -> int:
     return -(-problem.inner // inner) * inner
 
 
+def _in_chunks(problem: SpatialProblem, cols: int) -> int:
+    """Columns, in whole chunks of `cols`."""
+    return -(-problem.n_cols // cols) * cols
+
+
 def _configured(problem: SpatialProblem, device: Device, config: SpatialConfig) -> Plan:
     """The plan of tiles as `config` says, with fewer positions where `inner` has fewer."""
     warps = max(1, config.num_warps * 32 // device.warp_size)
     cols = max(1, warps * device.warp_size * config.thread_bytes // problem.itemsize // config.inner)
+    per_chunk = warps * device.warp_size * config.thread_bytes // problem.itemsize
     recompute = config.recompute and problem.itemsize == 2
     inner = min(config.inner, power_of_two(problem.inner))
     # a last block with few positions wastes the time of the others
     while config.ctas == 1 and inner > 32 and _padded(problem, inner // 2) < 0.85 * _padded(problem, inner):
         inner //= 2
+    # few positions: columns are neighbors in memory, and a chunk of more of them is a longer run
+    if config.ctas == 1 and not problem.batch_invariant:
+        while (
+            cols * inner * problem.itemsize < LEAST_RUN
+            and 2 * cols * inner <= per_chunk
+            and (_in_chunks(problem, 2 * cols) <= 1.2 * problem.n_cols)
+        ):
+            cols *= 2
+    # warps of a program wait for each other, so that it has one of them where that holds whole columns
+    if config.ctas == 1 and inner <= NARROW:
+        warps = max(1, warps * cols * inner // per_chunk)
     staged = 0
     if config.held is not None:
         room = STAGED_BYTES // (warps * device.warp_size * VECTOR_BYTES)
@@ -134,13 +153,17 @@ def _configured(problem: SpatialProblem, device: Device, config: SpatialConfig) 
     )
 
 
-def _configs(problem: SpatialProblem, device: Device) -> Iterator[SpatialConfig]:
+Table = tuple[SpatialConfig, ...]
+
+
+def _configs(
+    problem: SpatialProblem, device: Device, table: Table, unaligned_table: Table = ()
+) -> Iterator[SpatialConfig]:
     """The configs whose tiles hold the columns, best first."""
-    kind = problem.backward, problem.widest
     unaligned = problem.vec < problem.full_vec // 2 and not problem.batch_invariant
     if unaligned:
-        yield from (c for c in UNALIGNED[kind] if problem.n_cols <= c.max_cols)
-    for config in ON_CHIP[kind]:
+        yield from (c for c in unaligned_table if problem.n_cols <= c.max_cols)
+    for config in table:
         # An exchange over a cluster merges in an order of its own. Tiles are wide, so few positions waste most of one.
         # Elements that are read one by one take more registers, and so does a cast
         on_cluster = device.max_cluster >= config.ctas and problem.inner >= 4 * config.inner and not unaligned
@@ -150,6 +173,12 @@ def _configs(problem: SpatialProblem, device: Device) -> Iterator[SpatialConfig]
             continue
         if problem.n_cols <= config.max_cols and (config.ctas == 1 or (on_cluster and not problem.batch_invariant)):
             yield config
+
+
+def _on_chip(problem: SpatialProblem, device: Device) -> Iterator[SpatialConfig]:
+    """The configs of a softmax or a gradient, best first."""
+    kind = problem.backward, problem.widest
+    return _configs(problem, device, ON_CHIP[kind], UNALIGNED[kind])
 
 
 def _long_and_narrow(problem: SpatialProblem, device: Device) -> Plan | None:
@@ -172,7 +201,7 @@ def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = N
     """
     found = None
     if regime != "spatial_two_pass":
-        plans = (_configured(problem, device, config) for config in _configs(problem, device))
+        plans = (_configured(problem, device, config) for config in _on_chip(problem, device))
         found = next((plan for plan in plans if regime is None or plan.regime == regime), None)
         if found is None and not problem.batch_invariant:
             found = _long_and_narrow(problem, device)
@@ -182,13 +211,12 @@ def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = N
     return parts_plan(problem, device) if found is None else found
 
 
-def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan | None:
-    """The plan of a loss with its gradient in one pass, or None where one program cannot hold the columns."""
-    configs = [c for c in LOSS[problem.itemsize] if problem.n_cols <= c.max_cols]
-    configs += [c for c in _configs(problem, device) if c.ctas == 1]
-    if not configs:
-        return None
-    return replace(_configured(problem, device, configs[0]), recompute=problem.itemsize == 2)
+def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:
+    """The plan of a loss with its gradient: in one pass, or in two where the columns do not fit on chip."""
+    config = next(_configs(problem, device, LOSS[problem.itemsize]), None)
+    if config is None:
+        return parts_plan(problem, device)
+    return replace(_configured(problem, device, config), recompute=problem.itemsize == 2)
 
 
 def plan_spatial_statistics(problem: SpatialProblem, device: Device) -> Plan:
@@ -205,7 +233,7 @@ def plan_spatial_elementwise(problem: SpatialProblem, device: Device) -> Plan:
 
 def _in_one_step(problem: SpatialProblem, device: Device) -> Plan | None:
     """The plan of one part of one step, in the tiles of a softmax of so few columns; None where there are more."""
-    config = next(_configs(problem, device), None)
+    config = next(_on_chip(problem, device), None)
     if config is None or config.ctas > 1 or problem.n_cols > ONE_STEP or problem.batch_invariant:
         return None
     found = _configured(problem, device, config)

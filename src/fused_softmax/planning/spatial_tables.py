@@ -75,6 +75,7 @@ ON_CHIP = {
         SpatialConfig(2816, 8, 8, 32, max_registers=80),
         SpatialConfig(4096, 8, 8, 32, max_registers=128),
         SpatialConfig(8192, 8, 8, 16, max_registers=128),
+        SpatialConfig(9216, 16, 8, 32, max_registers=128),
     ),
     (True, 2): (
         SpatialConfig(8, 1, 2, 512),
@@ -92,6 +93,8 @@ ON_CHIP = {
         SpatialConfig(3584, 16, 8, 64, max_registers=96, whole_sectors=False),
         SpatialConfig(4096, 16, 8, 64, max_registers=128, whole_sectors=False),
         SpatialConfig(4096, 8, 8, 32, max_registers=128),
+        SpatialConfig(6144, 16, 8, 64, max_registers=128),
+        SpatialConfig(11264, 16, 8, 32, max_registers=128),
     ),
     (True, 4): (
         SpatialConfig(12, 1, 1, 128),
@@ -109,22 +112,52 @@ ON_CHIP = {
         SpatialConfig(3328, 8, 8, 32, max_registers=128),
         SpatialConfig(4096, 16, 8, 32, max_registers=96),
         SpatialConfig(4096, 8, 8, 16, max_registers=128),
+        SpatialConfig(5632, 16, 8, 32, max_registers=128),
+        SpatialConfig(10240, 16, 8, 16, max_registers=128),
     ),
 }
 # bytes of a program's chunks in shared memory: a kernel may have 48 KB with those of its reductions
 STAGED_BYTES = 40 << 10
-# a loss with its gradient, where it differs from softmax; by bytes of an element
+# bytes of a chunk that follow one another in memory, at least, where positions are few: its columns are neighbors
+LEAST_RUN = 128
+NARROW = 16  # positions, at most, of which a program of one warp takes some
+# a loss with its gradient, by bytes of an element. Its threads keep many numbers of each position, so they have few
+# positions and many columns: what a program does for each position weighs less, the more columns a thread has
 LOSS = {
     2: (
-        SpatialConfig(24, 1, 4, 512, thread_bytes=8),
-        SpatialConfig(40, 1, 1, 64, thread_bytes=8),
-        SpatialConfig(76, 1, 2, 64, thread_bytes=8),
-        SpatialConfig(152, 1, 4, 64, thread_bytes=8),
-        SpatialConfig(304, 1, 8, 64, thread_bytes=8),
-        SpatialConfig(608, 1, 8, 32, thread_bytes=8),
+        SpatialConfig(24, 1, 2, 256, thread_bytes=8),
+        SpatialConfig(64, 1, 1, 64, thread_bytes=8),
+        SpatialConfig(208, 1, 2, 64, thread_bytes=8),
+        SpatialConfig(304, 1, 4, 64, thread_bytes=8, max_registers=128),
+        SpatialConfig(416, 2, 4, 64, thread_bytes=8),
+        SpatialConfig(608, 2, 4, 64, thread_bytes=8, max_registers=128),
+        SpatialConfig(832, 2, 4, 64, thread_bytes=8, max_registers=168),
+        SpatialConfig(1216, 4, 4, 64, thread_bytes=8, max_registers=128),
+        SpatialConfig(1664, 4, 4, 64, thread_bytes=8, max_registers=168),
+        SpatialConfig(2432, 8, 4, 64, thread_bytes=8, max_registers=128),
+        SpatialConfig(3328, 8, 4, 64, thread_bytes=8, max_registers=168),
+        SpatialConfig(4864, 16, 4, 64, thread_bytes=8, max_registers=128),
+        SpatialConfig(6656, 16, 4, 64, thread_bytes=8, max_registers=168),
+        SpatialConfig(832, 1, 8, 64, thread_bytes=8),
         SpatialConfig(1024, 1, 8, 16, thread_bytes=8),
     ),
-    4: (SpatialConfig(24, 1, 4, 512), SpatialConfig(152, 1, 4, 64, max_registers=128)),
+    4: (
+        SpatialConfig(24, 1, 4, 512),
+        SpatialConfig(152, 1, 4, 64, max_registers=128),
+        SpatialConfig(256, 1, 8, 64),
+        SpatialConfig(304, 2, 4, 64, max_registers=128),
+        SpatialConfig(416, 2, 4, 64, max_registers=168),
+        SpatialConfig(704, 4, 4, 64, max_registers=128),
+        SpatialConfig(832, 4, 4, 64, max_registers=168),
+        SpatialConfig(1408, 8, 4, 64, max_registers=128),
+        SpatialConfig(1664, 8, 4, 64, max_registers=168),
+        SpatialConfig(2816, 16, 4, 64, max_registers=128),
+        SpatialConfig(3328, 16, 4, 64, max_registers=168),
+        SpatialConfig(4096, 16, 8, 64, max_registers=128),
+        SpatialConfig(512, 1, 8, 32),
+        SpatialConfig(1024, 1, 16, 32),
+        SpatialConfig(2048, 1, 16, 16),
+    ),
 }
 # where runs of positions start anywhere, so that elements are read one by one
 UNALIGNED = {

@@ -1,4 +1,4 @@
-"""cross_entropy of logits (N, C, d1, ...) as they lie: autograd over kernels that hold a position's classes on chip.
+"""cross_entropy of logits (N, C, d1, ...) as they lie: autograd over their kernels.
 
 Where a gradient is needed and the loss is a mean or a sum, the forward writes it in the pass that reads the logits, for
 an upstream gradient of 1. Backward computes it again where another one came. Logits are copied only where they fold
@@ -28,13 +28,13 @@ from .route import AS_THEY_LIE, can_bypass_dispatcher, recorded
 def as_it_lies(logits: Tensor, op: CrossEntropy, inplace: bool) -> Tensor | None:
     """The loss, as `op` reduces it, of logits (N, C, d1, ...): a scalar, or (N*d1*...,).
 
-    None where a position's classes do not fit on chip, where a kernel does not compile, and where logits fold to rows.
+    None where a kernel does not compile, and where logits fold to rows.
     """
     x = kernels.planes_of(logits)
     if x is None and kernels.plan_of_copy(logits) is not None:
         logits = logits.contiguous()
         x = kernels.planes_of(logits)
-    if x is None or kernels.loss_plan(x, x, is_batch_invariant()) is None:
+    if x is None:
         return None
     try:
         return recorded("cross_entropy", _apply, logits, op, inplace) if profiling() else _apply(logits, op, inplace)
@@ -73,11 +73,11 @@ class SpatialCrossEntropy(torch.autograd.Function):
         dx = None
         if op.reduction != "none":
             dx = logits.detach() if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        loss, count = kernels.cross_entropy_pass(_planes(logits), None if dx is None else _planes(dx), op)
+        loss, kept = kernels.cross_entropy_pass(_planes(logits), None if dx is None else _planes(dx), op)
         if inplace:
             torch.autograd.graph.increment_version(logits)
         target, weight, weight_sum, *options, denominator = op
-        ctx.save_for_backward(None if inplace else logits, target, weight, weight_sum, count, denominator, dx)
+        ctx.save_for_backward(None if inplace else logits, target, weight, weight_sum, kept, denominator, dx)
         # batch invariance too: backward runs in a thread that does not know
         ctx.described = options, inplace, is_batch_invariant()
         ctx.unread = [dx is not None]  # popped by the backward that gives away what the forward wrote
@@ -88,9 +88,9 @@ class SpatialCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None, None]:
         if g is None:
             return None, None, None
-        logits, target, weight, weight_sum, count, denominator, written = ctx.saved_tensors
+        logits, target, weight, weight_sum, kept, denominator, written = ctx.saved_tensors
         options, inplace, invariant = ctx.described
-        target, count = restored(target, torch.int64), restored(count, torch.float32)
+        target, kept = restored(target, torch.int64), restored(kept, torch.float32)
         if weight is not None:
             weight = restored(weight, torch.float32)
         op = CrossEntropy(target, weight, weight_sum, *options, denominator)  # type: ignore[call-arg]
@@ -113,7 +113,7 @@ class SpatialCrossEntropy(torch.autograd.Function):
             return _by_torch(g, logits, op), None, None  # a hook of saved tensors gave them back otherwise
         try:
             kernels.cross_entropy_gradient(
-                x, dx_planes, op, count, upstream.view(-1), unless_one=unread, invariant=invariant
+                x, dx_planes, op, kept, upstream.view(-1), unless_one=unread, invariant=invariant
             )
         except KernelUnavailable:
             dx = _by_torch(g, logits, op)

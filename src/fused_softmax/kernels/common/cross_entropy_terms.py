@@ -27,6 +27,12 @@ def assert_inside(target, ignore_index, n_classes):
 
 
 @triton.jit
+def class_of(target, ignore_index, n_cols):
+    """The target in int32, or -1 where it does not count."""
+    return tl.where((target != ignore_index) & (target >= 0) & (target < n_cols), target, -1).to(tl.int32)
+
+
+@triton.jit
 def store_moments(moments_ptr, row, row_max, row_sum, mask):
     """Stores (row_max, row_sum) for backward, exactly. An infinite row_sum, of a row with +inf, becomes NaN."""
     tl.store(moments_ptr + 2 * row, row_max, mask=mask)

@@ -25,14 +25,14 @@ _LOG2E = "0f3FB8AA3B"  # log2(e) as PTX writes a float32
 
 @triton.jit
 def share_of(pid, CTAS: tl.constexpr, COLS: tl.constexpr, PTX: tl.constexpr):
-    """(index of the program or cluster, the columns of its chunk 0: [1, COLS, 1], or [CTAS, COLS, 1] interpreted)."""
-    column = tl.arange(0, COLS)[None, :, None]
+    """(index of the program or cluster, the columns of its chunk 0: [COLS, 1, 1], or [COLS, CTAS, 1] interpreted)."""
+    column = tl.arange(0, COLS)[:, None, None]
     if CTAS == 1:
         return pid, column
     elif PTX:
         return pid // CTAS, pid % CTAS * COLS + column
     else:
-        return pid, tl.arange(0, CTAS)[:, None, None] * COLS + column
+        return pid, tl.arange(0, CTAS)[None, :, None] * COLS + column
 
 
 @triton.constexpr_function
@@ -61,9 +61,15 @@ def _declare_ptx(ctas: int, n_values: int, inner: int) -> str:
 
 
 @triton.constexpr_function
+def _vector(names: list[str]) -> tuple[str, str]:
+    """(the suffix of an access to so many float32, its operand)."""
+    return (f".v{len(names)}", "{" + ", ".join(names) + "}") if len(names) > 1 else ("", names[0])
+
+
+@triton.constexpr_function
 def _put_ptx(n_values: int) -> str:
     """$1: the position; then its values."""
-    vector, values = {1: ("", "$2"), 2: (".v2", "{$2, $3}")}[n_values]
+    vector, values = _vector([f"${i + 2}" for i in range(n_values)])
     ptx = ["{", ".reg .b32 slot, own;", "mov.u32 own, spatial_own;"]
     ptx += [f"mad.lo.u32 slot, $1, {4 * n_values}, own;", f"st.shared{vector}.f32 [slot], {values};"]
     return "\n".join([*ptx, "mov.u32 $0, 0;", "}"])
@@ -72,7 +78,7 @@ def _put_ptx(n_values: int) -> str:
 @triton.constexpr_function
 def _get_ptx(n_values: int) -> str:
     """The position, and an operand whose layout is the result's."""
-    vector, values = {1: ("", "$0"), 2: (".v2", "{$0, $1}")}[n_values]
+    vector, values = _vector([f"${i}" for i in range(n_values)])
     ptx = ["{", ".reg .b32 slot, merged;", "mov.u32 merged, spatial_merged;"]
     ptx += [f"mad.lo.u32 slot, ${n_values}, {4 * n_values}, merged;"]
     return "\n".join([*ptx, f"ld.volatile.shared{vector}.f32 {values}, [slot];", "}"])
@@ -81,11 +87,12 @@ def _get_ptx(n_values: int) -> str:
 @triton.constexpr_function
 def _merge_ptx(ctas: int, inner: int, n_values: int, threads: int) -> str:
     """Sends every position's numbers to every CTA, waits for those of all CTAs, and merges: thread i position i."""
-    names, size = ("a", "b")[:n_values], 4 * n_values
-    vector, values = {1: ("", "a0"), 2: (".v2", "{a0, b0}")}[n_values]
+    names, size = ("a", "b", "c", "d")[:n_values], 4 * n_values
+    summed = names[1:] if n_values > 1 else names
+    vector, values = _vector([f"{name}0" for name in names])
     ptx = ["{", ".reg .pred sends, merges, done;"]
     ptx += [".reg .b32 thread, rank, item, position, to, slot, slots, own, remote, barrier, remote_barrier;"]
-    ptx += [f".reg .f32 {', '.join(f'{name}{c}' for c in range(ctas) for name in names)}, top, total;"]
+    ptx += [f".reg .f32 {', '.join(f'{name}{c}' for c in range(ctas) for name in names)}, top;"]
     ptx += ["mov.u32 thread, %tid.x;", "mov.u32 rank, %cluster_ctarank;", "mov.u32 barrier, spatial_arrived;"]
     ptx += ["mov.u32 slots, spatial_slots;", "mov.u32 own, spatial_own;"]
     ptx += ["bar.sync 0;", "barrier.cluster.wait.aligned;"]
@@ -102,17 +109,18 @@ def _merge_ptx(ctas: int, inner: int, n_values: int, threads: int) -> str:
     ptx += ["mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [barrier], 0;", "@!done bra wait_${:uid};"]
     ptx += [f"setp.lt.u32 merges, thread, {inner};", f"mad.lo.u32 slot, thread, {size}, slots;"]
     for c in range(ctas):
-        target = f"a{c}" if n_values == 1 else f"{{a{c}, b{c}}}"
-        ptx += [f"@merges ld.volatile.shared{vector}.f32 {target}, [slot+{c * inner * size}];"]
-    if n_values == 2:
+        _, slot = _vector([f"{name}{c}" for name in names])
+        ptx += [f"@merges ld.volatile.shared{vector}.f32 {slot}, [slot+{c * inner * size}];"]
+    if n_values > 1:
         ptx += ["mov.f32 top, a0;", *(f"max.f32 top, top, a{c};" for c in range(1, ctas))]
         for c in range(ctas):
             ptx += [f"sub.f32 a{c}, a{c}, top;", f"mul.f32 a{c}, a{c}, {_LOG2E};", f"ex2.approx.ftz.f32 a{c}, a{c};"]
             ptx += [f"mul.rn.f32 b{c}, b{c}, a{c};"]
-    summed = names[-1]
-    ptx += [f"mov.f32 total, {summed}0;", *(f"add.rn.f32 total, total, {summed}{c};" for c in range(1, ctas))]
+        ptx += ["mov.f32 a0, top;"]
+    for name in summed:
+        ptx += [f"add.rn.f32 {name}0, {name}0, {name}{c};" for c in range(1, ctas)]
     ptx += ["mov.u32 slots, spatial_merged;", f"mad.lo.u32 slot, thread, {size}, slots;"]
-    ptx += [f"@merges st.shared{vector}.f32 [slot], {'{top, total}' if n_values == 2 else 'total'};"]
+    ptx += [f"@merges st.shared{vector}.f32 [slot], {values};"]
     return "\n".join([*ptx, "bar.sync 0;", "mov.u32 $0, 0;", "}"])
 
 
@@ -146,6 +154,26 @@ def exchange_max_sum(m, s, CTAS: tl.constexpr, THREADS: tl.constexpr, PTX: tl.co
     else:
         top = tl.max(m, 0)[None, :]
         return top, tl.sum(s * exp(m - top), 0)[None, :]
+
+
+@triton.jit
+def exchange_with_sums(m, s, t, u, CTAS: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr):
+    """`exchange_max_sum` of m and s, and the sums of t and of u over the CTAs."""
+    if CTAS == 1:
+        return m, s, t, u
+    elif PTX:
+        INNER: tl.constexpr = m.shape[1]
+        place = tl.arange(0, INNER)[None, :]
+        PUT: tl.constexpr = _put_ptx(4)
+        tl.inline_asm_elementwise(PUT, "=r,r,f,f,f,f", [place, m, s, t, u], dtype=tl.int32, is_pure=False, pack=1)
+        MERGE: tl.constexpr = _merge_ptx(CTAS, INNER, 4, THREADS)
+        tl.inline_asm_elementwise(MERGE, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        GET: tl.constexpr = _get_ptx(4)
+        FOUR: tl.constexpr = (tl.float32, tl.float32, tl.float32, tl.float32)
+        return tl.inline_asm_elementwise(GET, "=f,=f,=f,=f,r,f", [place, m], dtype=FOUR, is_pure=False, pack=1)
+    else:
+        top = tl.max(m, 0)[None, :]
+        return top, tl.sum(s * exp(m - top), 0)[None, :], tl.sum(t, 0)[None, :], tl.sum(u, 0)[None, :]
 
 
 @triton.jit

@@ -63,14 +63,14 @@ def stage(
     ptr, outer, col_stride, outer_stride, first, column, inner, SMEM_STAGED: tl.constexpr,
     STEP: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Begins to copy the first SMEM_STAGED chunks.  # column: of chunk 0, [1, COLS, 1]
+    """Begins to copy the first SMEM_STAGED chunks.  # column: of chunk 0, [COLS, 1, 1]
 
     STEP: columns between two chunks. All columns of these chunks exist. A vector is 16 bytes.
     """
     if SMEM_STAGED > 0 and PTX:
         VECTORS: tl.constexpr = INNER // VEC
         vector = tl.arange(0, VECTORS)[None, None, :]
-        slot = tl.arange(0, COLS)[None, :, None] * VECTORS + vector
+        slot = tl.arange(0, COLS)[:, None, None] * VECTORS + vector
         n_bytes = tl.where(vector < inner - first, 16, 0) + slot * 0
         at = (ptr + (outer * outer_stride + first) * VEC).to(tl.int64)
         at = at + (column.to(tl.int64) * col_stride + vector) * 16
@@ -97,7 +97,7 @@ def chunk_of(
         return tiles[C]
     elif C < SMEM_STAGED:
         # the operand is a tile that is in registers anyway: its layout tells which thread holds which elements
-        element = tl.arange(0, COLS)[None, :, None] * INNER + tl.arange(0, INNER)[None, None, :]
+        element = tl.arange(0, COLS)[:, None, None] * INNER + tl.arange(0, INNER)[None, None, :]
         ASM: tl.constexpr = _fetch_ptx(C * COLS * INNER * 16 // VEC, 16 // VEC)
         CONSTRAINTS: tl.constexpr = _fetch_constraints(VEC)
         return tl.inline_asm_elementwise(

@@ -2,8 +2,10 @@
 
 Neighbors in memory are neighbors along `inner`. Each position along `inner` is a softmax of its own. So a program takes
 INNER neighboring positions, and all or some of their columns: coalesced, whatever the distance between two columns is.
-A chunk is a tile [OUTERS, COLS, INNER] of COLS columns. OUTERS is 1, except where columns and positions are so few that
-a program takes several indices of `outer`. On a cluster the first axis is that of the CTAs instead.
+A chunk is a tile [COLS, OUTERS, INNER] of COLS columns. OUTERS is 1, except where columns and positions are so few that
+a program takes several indices of `outer`. On a cluster the second axis is that of the CTAs instead. Columns come
+first, because Triton gives neighboring threads the first of the axes whose addresses are apart: where INNER is small,
+columns are neighbors in memory, and indices of `outer` are not.
 
 `inner` and all strides come in units of VEC elements, so that Triton can prove the alignment of a vector access.
 """
@@ -18,11 +20,11 @@ from .tiles import READS
 
 @triton.jit
 def outer_of(index, n_outer, OUTERS: tl.constexpr):
-    """(index along `outer`, whether it exists): a scalar, or [OUTERS, 1, 1] of a program of several."""
+    """(index along `outer`, whether it exists): a scalar, or [1, OUTERS, 1] of a program of several."""
     if OUTERS == 1:
         return index.to(tl.int64), True
     else:
-        outer = index.to(tl.int64) * OUTERS + tl.arange(0, OUTERS)[:, None, None]
+        outer = index.to(tl.int64) * OUTERS + tl.arange(0, OUTERS)[None, :, None]
         return outer, outer < n_outer
 
 
@@ -36,13 +38,13 @@ def positions_of(block, inner, INNER: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def columns_of_chunk(CTAS: tl.constexpr, COLS: tl.constexpr):
-    """The columns of chunk 0, COLS for each CTA.  # [CTAS, COLS, 1]"""
-    return tl.arange(0, CTAS)[:, None, None] * COLS + tl.arange(0, COLS)[None, :, None]
+    """The columns of chunk 0, COLS for each CTA.  # [COLS, CTAS, 1]"""
+    return tl.arange(0, CTAS)[None, :, None] * COLS + tl.arange(0, COLS)[:, None, None]
 
 
 @triton.jit
 def tile_at(ptr, outer, col_stride, outer_stride, first, column, INNER: tl.constexpr, VEC: tl.constexpr):
-    """Pointers to the tile whose columns are `column`, [1, COLS, 1].  # [OUTERS, COLS, INNER]"""
+    """Pointers to the tile whose columns are `column`, [COLS, 1, 1].  # [COLS, OUTERS, INNER]"""
     start = ptr + (outer * outer_stride + first) * VEC
     return start + column.to(tl.int64) * col_stride * VEC + tl.arange(0, INNER)[None, None, :]
 
@@ -94,15 +96,15 @@ def _levels(cols: int) -> int:
 
 @triton.jit
 def sum_over_columns(x, INVARIANT: tl.constexpr):
-    """The sum over a tile's columns.  # [OUTERS, COLS, INNER] -> [OUTERS, INNER]
+    """The sum over a tile's columns.  # [COLS, OUTERS, INNER] -> [OUTERS, INNER]
 
     INVARIANT: pair by pair, in an order that no layout changes. Else Triton chooses the order by the layout of the
     tile, which follows INNER and VEC.
     """
     if INVARIANT:
-        for _level in tl.static_range(_levels(x.shape[1])):
+        for _level in tl.static_range(_levels(x.shape[0])):
             # a sum of two does not depend on their order
-            x = tl.sum(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2, x.shape[2])), 1)
-        return tl.reshape(x, (x.shape[0], x.shape[2]))
+            x = tl.sum(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1], x.shape[2])), 0)
+        return tl.reshape(x, (x.shape[1], x.shape[2]))
     else:
-        return tl.sum(x, 1)
+        return tl.sum(x, 0)

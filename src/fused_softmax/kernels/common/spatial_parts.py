@@ -1,0 +1,44 @@
+"""Locates the work of programs that share a softmax over a dimension that is not the last: parts, steps of columns."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .spatial_tiles import load_tile
+
+
+@triton.jit
+def load_step(
+    at, start, col_stride, column, end, exists, fill, CHUNKS: tl.constexpr, COLS: tl.constexpr, VEC: tl.constexpr
+):
+    """The CHUNKS tiles from column `start` on; columns from `end` on are filled."""
+    tiles = ()
+    for c in tl.static_range(CHUNKS):
+        tiles = tiles + (
+            load_tile(at + start * col_stride * VEC, c, col_stride, column, end - start, exists, fill, 0, COLS, VEC),
+        )
+    return tiles
+
+
+@triton.jit
+def part_of(n_blocks, n_parts, part_cols, n_cols):
+    """(outer, part, block, its first column, the column after its last) of this program."""
+    pid = tl.program_id(0)
+    part = pid // n_blocks % n_parts
+    outer = (pid // n_blocks // n_parts).to(tl.int64)
+    start = part * part_cols
+    return outer, part, pid % n_blocks, start, start + tl.minimum(n_cols - start, part_cols)
+
+
+@triton.jit
+def vector_at(row, inner, first, INNER: tl.constexpr, VEC: tl.constexpr):
+    """Offsets of the program's positions in a float32 tensor of rows of `inner` positions.  # [1, INNER]"""
+    return (row * inner + first) * VEC + tl.arange(0, INNER)[None, :]
+
+
+@triton.jit
+def last_first(n_blocks, n_steps):
+    """(outer, step of the columns, block) of this program, from the end of the tensor to its start."""
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    return (pid // n_blocks // n_steps).to(tl.int64), pid // n_blocks % n_steps, pid % n_blocks

@@ -1,0 +1,264 @@
+"""Cross-entropy of (outer, n_cols, inner) where the columns do not fit on chip: the logits are read twice.
+
+    reduce:  a part's  m = max(z), s = sum(exp(z - m)), and where SMOOTH t = sum(w*(z - reference))
+    merge:   the position's (m, s, t) from those of its parts, and its loss
+    finish:  dx, as in `cross_entropy_backward`
+
+The formulas are those of `cross_entropy`; the parts are those of `softmax_spatial_parts`. The gradient may be written
+over the logits: a thread of the finish reads what it overwrites, and the target's logit is read by the merge.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
+from .common.cross_entropy_terms import assert_inside, class_of, coefficients, cross_entropy_term, row_loss
+from .common.logits import capped, logsumexp, reference_of, rounding_residual, weigh
+from .common.numerics import LOWEST, exp, exp2_affine, maximum, scaled, upcast
+from .common.spatial_parts import load_step, part_of, vector_at
+from .common.spatial_tiles import columns_of_chunk, positions_of, store_tile, sum_over_columns, tile_at
+
+
+@triton.jit
+def targets_at(target_ptr, at, here, ignore_index, n_cols):
+    """The targets in int32, -1 where one does not count.  # at, here: [1, INNER]"""
+    if target_ptr.dtype.element_ty != tl.int64:
+        return tl.load(target_ptr + at, mask=here, other=-1).to(tl.int32)
+    else:
+        target = tl.load(target_ptr + at, mask=here, other=ignore_index)
+        assert_inside(target, ignore_index, n_cols)
+        return class_of(target, ignore_index, n_cols)
+
+
+@triton.jit
+def reference_at(
+    x_ptr, outer, x_outer, first, exists, cap, SOFTCAP: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr
+):
+    """The reference of smoothed logits: the first logit of each position.  # [1, 1, INNER]"""
+    to_first = tile_at(x_ptr, outer, 0, x_outer, first, tl.zeros([1, 1, 1], tl.int32), INNER, VEC)
+    return reference_of(tl.load(to_first, mask=exists, other=0.0), cap, SOFTCAP)
+
+
+@kernel()
+def cross_entropy_spatial_reduce(
+    x_ptr: Rows,
+    max_ptr: Vector, sum_ptr: Vector,  # [outer, n_parts, inner] float32
+    smooth_ptr: Vector,  # the same, where SMOOTH
+    weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
+    n_cols: Int32,
+    inner: Int64,  # inner and strides: in units of VEC
+    n_blocks: Int32, n_parts: Int32,
+    part_cols: Int32,  # columns of a part
+    x_outer: Int64, x_col: Int64,
+    ignore_index: Int64,
+    smoothing: Float32, cap: Float32, z_loss: Float32,
+    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
+    VEC: tl.constexpr, CHUNKS: tl.constexpr, INVARIANT: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    outer, part, block, start, end = part_of(n_blocks, n_parts, part_cols, n_cols)
+    first, exists = positions_of(block, inner, INNER, VEC)
+    column = columns_of_chunk(1, COLS)
+    x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
+    reference = 0.0
+    if SMOOTH:
+        reference = reference_at(x_ptr, outer, x_outer, first, exists, cap, SOFTCAP, INNER, VEC)
+    m = tl.zeros([COLS, 1, INNER], tl.float32) + LOWEST
+    s = tl.zeros([COLS, 1, INNER], tl.float32)
+    t = tl.zeros([COLS, 1, INNER], tl.float32)
+    for at in range(start, end, CHUNKS * COLS):
+        x = load_step(x_at, at, x_col, column, end, exists, -float("inf"), CHUNKS, COLS, VEC)
+        top = x[0]
+        for c in tl.static_range(1, CHUNKS):
+            top = maximum(top, x[c], PTX)
+        m_new = tl.maximum(m, capped(top, cap, SOFTCAP))
+        step = tl.zeros_like(s)
+        for c in tl.static_range(CHUNKS):
+            z = capped(upcast(x[c], PTX), cap, SOFTCAP)
+            step += exp(z - m_new)
+            if SMOOTH:
+                here = column + (at + c * COLS)
+                t += weigh(z, reference, here, here < end, weight_ptr, WEIGHTED)
+        s = s * exp(m - m_new) + step
+        m = m_new
+    top = tl.max(m, 0)
+    total = sum_over_columns(scaled(s, exp(m - top[None, :, :]), PTX), INVARIANT)
+    to = vector_at(outer * n_parts + part, inner, first, INNER, VEC)
+    here = tl.reshape(exists, (1, INNER))
+    tl.store(max_ptr + to, top, mask=here)
+    tl.store(sum_ptr + to, total, mask=here)
+    if SMOOTH:
+        tl.store(smooth_ptr + to, sum_over_columns(t, INVARIANT), mask=here)
+
+
+@kernel(asserts=True)
+def cross_entropy_spatial_merge(
+    x_ptr: Rows,
+    parts_max_ptr: Vector, parts_sum_ptr: Vector,  # [outer, n_parts, inner] float32
+    parts_smooth_ptr: Vector,  # the same, where SMOOTH
+    max_ptr: Vector, sum_ptr: Vector,  # [outer, inner] float32
+    target_ptr: Vector,  # [outer, inner] int64; or fewer bits, as `prepare_spatial_targets` writes them
+    weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
+    weight_sum_ptr: Vector,  # [1] float32, where WEIGHTED and SMOOTH
+    count_ptr: Vector,  # [1] float32, where MEAN: the loss's denominator
+    loss_ptr: Vector,  # float32: [outer, inner] where LOSS is 1, a sum for each program where it is 2
+    n_cols: Int32,
+    inner: Int64,  # in elements
+    n_blocks: Int32, n_parts: Int32,
+    x_outer: Int64, x_col: Int64,
+    ignore_index: Int64,
+    smoothing: Float32, cap: Float32, z_loss: Float32,
+    LOSS: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
+    COLS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    outer, _, block, _, _ = part_of(n_blocks, 1, 0, 0)
+    first, exists = positions_of(block, inner, INNER, 1)
+    part = columns_of_chunk(1, COLS)
+    at = tile_at(parts_max_ptr, outer, inner, inner * n_parts, first, part, INNER, 1)
+    to_sum = tile_at(parts_sum_ptr, outer, inner, inner * n_parts, first, part, INNER, 1)
+    to_smooth = tile_at(parts_smooth_ptr, outer, inner, inner * n_parts, first, part, INNER, 1)
+    m = tl.zeros([COLS, 1, INNER], tl.float32) + LOWEST
+    s = tl.zeros([COLS, 1, INNER], tl.float32)
+    t = tl.zeros([COLS, 1, INNER], tl.float32)
+    for start in range(0, n_parts, COLS):
+        inside = exists & (part < n_parts - start)
+        m_part = tl.load(at + start * inner, mask=inside, other=LOWEST)
+        s_part = tl.load(to_sum + start * inner, mask=inside, other=0.0)
+        if SMOOTH:
+            t += tl.load(to_smooth + start * inner, mask=inside, other=0.0)
+        m_new = tl.maximum(m, m_part)
+        s = s * exp(m - m_new) + s_part * exp(m_part - m_new)
+        m = m_new
+    top = tl.max(m, 0)
+    total = sum_over_columns(s * exp(m - top[None, :, :]), True)
+    to = vector_at(outer, inner, first, INNER, 1)
+    here = tl.reshape(exists, (1, INNER))
+    tl.store(max_ptr + to, top, mask=here)
+    tl.store(sum_ptr + to, total, mask=here)
+    if LOSS > 0:
+        target = targets_at(target_ptr, to, here, ignore_index, n_cols)
+        counts = target >= 0
+        x_row = x_ptr + outer * x_outer + first + tl.arange(0, INNER)[None, :]
+        x_target = tl.load(x_row + target.to(tl.int64) * x_col, mask=counts, other=0.0)
+        w_target = 1.0
+        if WEIGHTED:
+            w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
+        w_sum = n_cols
+        if WEIGHTED and SMOOTH:
+            w_sum = tl.load(weight_sum_ptr)
+        reference, wz_sum = 0.0, 0.0
+        if SMOOTH:
+            reference = reference_of(tl.load(x_row, mask=here, other=0.0), cap, SOFTCAP)
+            wz_sum = sum_over_columns(t, True)
+        lse = logsumexp(top, total)
+        residual = rounding_residual(lse, top, total)
+        nll = lse - capped(x_target, cap, SOFTCAP) + residual
+        loss = row_loss(nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, n_cols, z_loss, SMOOTH)
+        loss = tl.where(counts, loss, 0.0)
+        if LOSS == 1:
+            tl.store(loss_ptr + to, loss, mask=here)
+        else:
+            total_loss = tl.sum(tl.reshape(loss, (INNER,)), 0)
+            if MEAN:  # torch divides each term of a loss by 0, and one of them is 0/0
+                count = tl.load(count_ptr)
+                total_loss = tl.where(count == 0.0, float("nan"), tl.div_rn(total_loss, count))
+            tl.store(loss_ptr + tl.program_id(0), total_loss)
+
+
+@triton.jit
+def step_of_gradient(
+    index, n_programs, x_ptr, dx_ptr, max_ptr, sum_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr,
+    n_cols, inner, n_blocks, n_steps, x_outer, x_col, dx_outer, dx_col, ignore_index, smoothing, cap, z_loss,
+    UPSTREAM: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
+    COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """dx of one step of columns; the last step first, which L2 may hold."""
+    index = n_programs - 1 - index
+    block = index % n_blocks
+    step = index // n_blocks % n_steps
+    outer = (index // n_blocks // n_steps).to(tl.int64)
+    first, exists = positions_of(block, inner, INNER, VEC)
+    column = columns_of_chunk(1, COLS)
+    x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
+    dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
+    start = step.to(tl.int64) * (CHUNKS * COLS)
+    left = (n_cols - start).to(tl.int32)
+    x = load_step(x_at, start, x_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
+    at, here = vector_at(outer, inner, first, INNER, VEC), tl.reshape(exists, (1, INNER))
+    target = targets_at(target_ptr, at, here, ignore_index, n_cols)
+    counts = target >= 0
+    top = tl.load(max_ptr + at, mask=here, other=0.0)
+    total = tl.load(sum_ptr + at, mask=here, other=1.0)
+    w_target = 1.0
+    if WEIGHTED:
+        w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
+    w_sum = n_cols
+    if WEIGHTED and SMOOTH:
+        w_sum = tl.load(weight_sum_ptr)
+    g = 1.0
+    if UPSTREAM == 1:
+        g = tl.load(g_ptr)
+    elif UPSTREAM == 2:
+        g = tl.load(g_ptr + at, mask=here & counts, other=0.0)
+    if MEAN:
+        g = g / tl.load(count_ptr)
+    FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    lse = logsumexp(top, total)
+    a, b, factor = coefficients(g, lse, w_target, w_sum, smoothing, n_cols, z_loss, SMOOTH)
+    base, shift, by = exp2_affine(top, FUSED)
+    a = (a * by / total)[None, :, :]
+    b = (b + total * 0.0)[None, :, :]
+    base, shift = base[None, :, :], shift[None, :, :]
+    target = (target - start.to(tl.int32))[None, :, :]
+    keep = counts[None, :, :]
+    for c in tl.static_range(CHUNKS):
+        here_b = tl.where(column + c * COLS == target, b, 0.0)
+        dx = cross_entropy_term(
+            upcast(x[c], PTX), here_b, column + (start + c * COLS), base, shift, a, factor, weight_ptr, cap,
+            column < left - c * COLS, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
+        )  # fmt: skip
+        dx = tl.where(keep, dx, 0.0)
+        store_tile(dx_at + start * dx_col * VEC, dx, c, dx_col, column, left, exists, 0, COLS, VEC)
+
+
+@kernel(asserts=True)
+def cross_entropy_spatial_finish(
+    x_ptr: Rows,
+    dx_ptr: Rows,  # it may be x_ptr
+    max_ptr: Vector, sum_ptr: Vector,  # [outer, inner] float32
+    target_ptr: Vector,  # [outer, inner] int64; or fewer bits, as `prepare_spatial_targets` writes them
+    weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
+    weight_sum_ptr: Vector,  # [1] float32, where WEIGHTED and SMOOTH
+    count_ptr: Vector,  # [1] float32, where MEAN: the loss's denominator
+    g_ptr: Vector,  # the upstream gradient, float32: [1] where UPSTREAM is 1, [outer, inner] where it is 2
+    n_outer: Int64,
+    n_cols: Int32,
+    inner: Int64,  # inner and strides: in units of VEC
+    n_blocks: Int32,
+    n_steps: Int32,  # of columns
+    x_outer: Int64, x_col: Int64, dx_outer: Int64, dx_col: Int64,
+    ignore_index: Int64,
+    smoothing: Float32, cap: Float32, z_loss: Float32,
+    UPSTREAM: tl.constexpr,
+    UNLESS_ONE: tl.constexpr,  # dx already holds the gradient for an upstream gradient of 1
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, COLS: tl.constexpr,
+    INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    n_programs = n_outer * n_blocks * n_steps
+    if UNLESS_ONE:  # few programs look at g, and find nothing to do
+        if tl.load(g_ptr) != 1.0:
+            while index < n_programs:
+                step_of_gradient(
+                    index, n_programs, x_ptr, dx_ptr, max_ptr, sum_ptr, target_ptr, weight_ptr, weight_sum_ptr,
+                    count_ptr, g_ptr, n_cols, inner, n_blocks, n_steps, x_outer, x_col, dx_outer, dx_col, ignore_index,
+                    smoothing, cap, z_loss, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, COLS, INNER, VEC, CHUNKS, PTX,
+                )  # fmt: skip
+                index += tl.num_programs(0)
+    else:
+        step_of_gradient(
+            index, n_programs, x_ptr, dx_ptr, max_ptr, sum_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr,
+            g_ptr, n_cols, inner, n_blocks, n_steps, x_outer, x_col, dx_outer, dx_col, ignore_index, smoothing, cap,
+            z_loss, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, COLS, INNER, VEC, CHUNKS, PTX,
+        )  # fmt: skip
