@@ -12,6 +12,7 @@ import fused_softmax as fs
 from fused_softmax.launch import masked_softmax as masked_rows
 from fused_softmax.launch import masks
 from fused_softmax.launch.device import device_of
+from fused_softmax.launch.launcher import RowOp
 from fused_softmax.launch.layout import rows_of
 
 pytestmark = pytest.mark.interpreted
@@ -71,9 +72,9 @@ def test_any_number_of_threads_holds_a_row(kind, n_cols, threads, monkeypatch):
         def planner(problem, device):
             chosen = op.planner(problem, device)
             chunks = -(-chosen.chunks * chosen.vectors_per_chunk // threads)
-            return replace(chosen, vectors_per_chunk=threads, chunks=chunks, rows=4)
+            return replace(chosen, vectors_per_chunk=threads, chunks=chunks, unpredicated_chunks=0, rows=4)
 
-        return replace(op, planner=planner)
+        return RowOp(planner, op.kernel, backward=op.backward, aligned=op.aligned)
 
     for ops, key in ((masked_rows.FORWARD, masked), (masked_rows.BACKWARD, False)):
         monkeypatch.setitem(ops, key, with_threads(ops[key]))
