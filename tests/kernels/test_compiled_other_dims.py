@@ -15,7 +15,7 @@ FEW = (
     "softmax_spatial torch.float32 4096 4096", "softmax_spatial_backward torch.bfloat16 4096 4096",
     "softmax_spatial_reduce torch.bfloat16 50257 1024", "softmax_spatial_merge torch.bfloat16 50257 1024",
     "softmax_spatial_finish torch.bfloat16 50257 1024", "cross_entropy_spatial torch.bfloat16 150 0.0",
-    "prepare_spatial_targets torch.bfloat16 19 0.0",
+    "cross_entropy_spatial_finish torch.bfloat16 40000 0.1", "prepare_spatial_targets torch.bfloat16 19 0.0",
 )  # fmt: skip
 # ptxas spills so many bytes of a thread, at a cap that was measured to be faster than none
 MOST_SPILLED = 64
@@ -39,8 +39,10 @@ def check(name: str, launch, target: str) -> None:
         stores = loads if "reduce" not in name else used.widest_store_bytes  # a few numbers for each position
         assert (used.widest_load_bytes, used.widest_store_bytes) == (loads, stores), name
     if name.startswith("cross_entropy_spatial") and target.startswith("sm_"):
-        # a 16-bit loss keeps many numbers of a position, so a thread has 4 positions
-        assert used.widest_load_bytes >= 8 <= used.widest_store_bytes, f"{used.loads} {used.stores}: {name}"
+        # a 16-bit loss keeps many numbers of a position, so a thread has 4 positions. A reduction writes, and a merge
+        # moves, a few numbers for each position
+        few = "_reduce " in name or "_merge " in name
+        assert few or used.widest_load_bytes >= 8 <= used.widest_store_bytes, f"{used.loads} {used.stores}: {name}"
         # a tensor of another layout than the logits' costs a barrier and a trip through shared memory in each chunk
         assert barriers(launch) <= 40 or " 0.1" in name, name
     if name.startswith("prepare_spatial") and target.startswith("sm_"):
@@ -48,7 +50,7 @@ def check(name: str, launch, target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*FEW[2:4], *FEW[-2:], *(pytest.param(name, marks=pytest.mark.extended) for name in FEW[:2] + FEW[4:-2])]
+    "name", [*FEW[2:4], *FEW[-3:], *(pytest.param(name, marks=pytest.mark.extended) for name in FEW[:2] + FEW[4:-3])]
 )
 def test_one_of_each_kind(name):
     named = {n: launch for n, launch, _ in (*spatial_softmax("sm_90"), *spatial_losses("sm_90"))}
