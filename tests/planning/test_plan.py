@@ -146,6 +146,9 @@ def test_every_rung_is_chosen_by_some_width(table, itemsize):
             config.max_registers if got.warps_per_row > 1 else None,
         )
         assert (got.ctas, got.num_warps, got.recompute, got.max_registers) == want, config
+        odd = plan(problem(widest - 1, (dtype, dtype), backward=backward, log=log), DEVICES[target])
+        assert odd.unaligned
+        assert (odd.ctas, odd.num_warps) == (config.ctas, config.unaligned_warps or config.num_warps), config
         below = config.max_cols
 
 
