@@ -89,3 +89,11 @@ def test_every_class_has_a_case(budget):
         for op in OPS:
             of, rng = draw_class(op, "float16", seed, budget), Random(seed)
             assert any(draw._draw(of, "function", rng, budget) for _ in range(300)), of
+
+
+def test_no_case_is_larger_than_the_budget_says():
+    for seed in range(120):
+        for op in OPS:
+            of = draw_class(op, "float16", seed, Budget())
+            for case in draw_cases(of, "function", 6, Budget()):
+                assert case.numel <= max(Budget().elements, case.n_cols, of.n_cols), case

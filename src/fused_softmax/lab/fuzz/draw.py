@@ -247,7 +247,8 @@ def _shape_of(
         at = draw.randrange(at + 1)
     if draw is by_class and at < len(shape):
         if draw.random() < 0.5:
-            shape[-1] = max(1, most // math.prod(shape[at:-1]))
+            shape[:at] = [1] * at
+            shape[-1] = max(1, most // math.prod(shape[:-1]))
         if draw.random() < 0.5:
             shape[at:] = [n - n % 16 or n for n in shape[at:]]
     if not (one_after_another or apart or several):  # what lies before is each case's own
