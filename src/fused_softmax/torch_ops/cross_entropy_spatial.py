@@ -112,8 +112,11 @@ class SpatialCrossEntropy(torch.autograd.Function):
         if x is None or dx_planes is None or logits.dtype not in DTYPE_NAMES or dx.dtype not in DTYPE_NAMES:
             return _by_torch(g, logits, op), None, None  # a hook of saved tensors gave them back otherwise
         try:
+            if written is not None and not unread:
+                # a further one runs the forward's kernel again, so that its bits are those of the first
+                _, kept = kernels.cross_entropy_pass(x, dx_planes, op, invariant)
             kernels.cross_entropy_gradient(
-                x, dx_planes, op, kept, upstream.view(-1), unless_one=unread, invariant=invariant
+                x, dx_planes, op, kept, upstream.view(-1), unless_one=written is not None, invariant=invariant
             )
         except KernelUnavailable:
             dx = _by_torch(g, logits, op)

@@ -264,7 +264,10 @@ def statistics_gradient(
         if ids.dim() < p.dim():
             g_picked, ids = g_picked.unsqueeze(-1), ids.unsqueeze(-1)
         g_picked = g_picked.to(p.dtype)
-        dz = (dz - p * g_picked.sum(-1, keepdim=True)).scatter_add(-1, ids, g_picked)
+        dz = dz - p * g_picked.sum(-1, keepdim=True)
+        # pick by pick: a row may name a token twice, and a GPU adds two numbers to one place in any order
+        for of_pick, g_of_pick in zip(ids.split(1, -1), g_picked.split(1, -1), strict=True):
+            dz = dz.scatter_add(-1, of_pick, g_of_pick)
     if g_entropy is not None:
         log_p = _bounded(log_p)
         dz = dz - g_entropy.unsqueeze(-1) * p * (log_p - (p * log_p).sum(-1, keepdim=True))

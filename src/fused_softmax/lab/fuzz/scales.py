@@ -69,7 +69,8 @@ def gradient_scale(case: Case, inputs: Inputs, ref: dict[str, Tensor], bound: fl
         factor = torch.as_tensor(1.0 / float(temperature))
         if isinstance(by_rows, Tensor):
             factor = by_rows.reciprocal().amax() if by_rows.numel() else factor
-        return (factor.double() * bound).to(y.device)
+        # each pick adds its upstream gradient to its column, and p times that to all
+        return (factor.double() * bound * max(1, int(case.options.get("picks") or 1))).to(y.device)
     return None
 
 
@@ -130,8 +131,9 @@ def second_scale(case: Case, inputs: Inputs, name: str, ref: dict[str, Tensor]) 
 def of_scores(case: Case, inputs: Inputs, y: Tensor) -> Tensor | None:
     """How far masked_softmax's output is off because its scores z = scale*x + mask are rounded; None where they are x.
 
-    Each rounding moves z by half of eps(float32) of what is rounded, scale*x and the sum, and a score's error is a
-    factor of p: its own, and the mean of the row's in the sum that p is divided by.
+    Each rounding moves z by half of eps(float32) of what is rounded, scale*x and the sum. With d the error of a score,
+    p is off by a factor of exp(d), and by the mean of the row's factors in the sum that it is divided by. Scores of 3e8
+    are off by 32, and any p may then be 0 or 1.
     """
     scale, mask = float(case.options.get("scale", 1.0)), inputs.arguments.get("mask")
     added = mask is not None and mask.is_floating_point()
@@ -146,8 +148,9 @@ def of_scores(case: Case, inputs: Inputs, y: Tensor) -> Tensor | None:
             given = given.view(given.shape[0], *(1,) * (z.dim() - given.dim()), *given.shape[1:])
         error = error + (z + given).abs()
     p = y.detach().double().nan_to_num(0, 0, 0)
-    error = p * error.nan_to_num(0, 0, 0)
-    return EPS / 2 * (error + p * error.sum(-1, keepdim=True))
+    error = EPS / 2 * error.nan_to_num(0, 0, 0)
+    of_sum = (p * error.expm1()).sum(-1, keepdim=True).log1p()
+    return (p * (error + of_sum).expm1()).nan_to_num(0.0, 1.0, 0.0).clamp(max=1.0)
 
 
 def of_summed_losses(case: Case, inputs: Inputs, ref: Tensor, gradient: bool) -> Tensor | None:
