@@ -10,6 +10,7 @@ import torch
 
 import fused_softmax as fs
 from fused_softmax.launch import masked_softmax as masked_rows
+from fused_softmax.launch.launcher import RowOp
 from fused_softmax.launch.masks import readable
 from fused_softmax.planning.types import DEVICES, Problem
 
@@ -151,7 +152,7 @@ def test_rows_that_do_not_fit_on_chip(causal, monkeypatch):
     forced = lambda problem, device, masked: plan(problem, device, regime="two_pass")  # noqa: E731
     for name in ("FORWARD", "BACKWARD"):
         ops = {
-            masked: replace(op, planner=partial(forced, masked=masked))
+            masked: RowOp(partial(forced, masked=masked), op.kernel, backward=op.backward, aligned=op.aligned)
             for masked, op in getattr(masked_rows, name).items()
         }
         monkeypatch.setattr(masked_rows, name, ops)

@@ -155,7 +155,7 @@ def test_a_masked_gradient_names_the_plan_that_runs_it(op: str, monkeypatch: pyt
             runs = plan(problem_of(y, dy, y, backward=True), DEVICES["sm_90"])
         assert plan_of(OPS[op], (dy, y)) == (runs.regime, plan_text(runs))
         regimes.add(runs.regime)
-    assert regimes == {"block", "cluster", "two_pass"}
+    assert regimes == {"warp", "block", "cluster", "two_pass"}
 
 
 def test_log_softmax_names_its_own_plan(monkeypatch: pytest.MonkeyPatch):

@@ -34,6 +34,7 @@ from fused_softmax.lab.fuzz import (
     record,
     request,
     rules,
+    scales,
     session,
     stored,
     values,
@@ -41,6 +42,7 @@ from fused_softmax.lab.fuzz import (
     worker,
 )
 from fused_softmax.lab.fuzz.draw import Budget, Case, draw_cases, draw_class
+from fused_softmax.lab.fuzz.inputs import Inputs
 from fused_softmax.lab.fuzz.judge import evaluate
 from fused_softmax.lab.fuzz.program import program
 from fused_softmax.lab.fuzz.shrink import shrink
@@ -838,11 +840,30 @@ def test_what_overflows_on_the_way_may_be_nan_or_infinite_alone(monkeypatch):
     assert not evaluate(case, "cpu").found()
     nan, large = torch.full((1, 3), torch.nan), torch.tensor([[1.0, 1e5, 2.0]], dtype=torch.float64)
     case = case.changed(shape=(1, 3), dims=(1,))
-    ref = {"d_x": large}
-    assert rules.overflows(case, "dd_x", nan, nan, ref).all()
+    for ref in ({"d_x": large, "dd_x": large / 2}, {"d_x": large / 2, "dd_x": large}):
+        assert rules.overflows(case, "dd_x", nan, nan, ref).all()
     assert not rules.overflows(case, "dd_x", torch.zeros(1, 3), nan, ref).any()
     assert not rules.overflows(case, "dd_x", nan, torch.zeros(1, 3), ref).any()
-    assert not rules.overflows(case, "dd_x", nan, nan, {"d_x": large / 2}).any()
+    assert not rules.overflows(case, "dd_x", nan, nan, {"d_x": large / 2, "dd_x": large / 2}).any()
+
+
+def test_scores_that_are_rounded_by_whole_numbers_bound_no_output_but_those_of_hidden_columns():
+    """Scores of 3e8 are rounded to multiples of 32, so that either of two neighbours may take the row."""
+    x = torch.tensor([[3e38, 2.9999999e38, -3e38, 3e38]])
+    mask = torch.tensor([[0.0, 0.0, 0.0, -torch.inf]])
+    case = Case(
+        "masked_softmax", "function", "float32", (1, 4), (1,), values="near_max", direction="forward",
+        options={"scale": 1e-30, "mask": {"dtype": "float32", "shape": [1, 4], "hidden": "random"}},
+    )  # fmt: skip
+    inputs = Inputs(x, {"mask": mask}, {})
+    y = torch.softmax(x.double() * 1e-30 + mask, 1)
+    allowed = scales.of_scores(case, inputs, y)
+    assert allowed[0, :2].tolist() == [1.0, 1.0] and allowed[0, 2:].tolist() == [0.0, 0.0]
+    # where scores are small, the bound is that of first order
+    inputs = Inputs(x * 1e-38, {"mask": mask}, {})
+    small = case.changed(options={**case.options, "scale": 0.5})
+    y = torch.softmax(x.double() * 0.5e-38 + mask, 1)
+    assert scales.of_scores(small, inputs, y).max() < 1e-6
 
 
 @interpreted
