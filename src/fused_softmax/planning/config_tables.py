@@ -101,6 +101,7 @@ FORWARD_CLUSTER = {
         KernelConfig(65536, 16, 4),
         KernelConfig(131072, 16, 8, max_registers=48),
         KernelConfig(212992, 16, 8),
+        KernelConfig(229376, 16, 8, max_registers=80, unaligned_registers=80),
         KernelConfig(262144, 16, 8, max_registers=80, unaligned_registers=88),
         *WIDE_FLOATS,
     ),
