@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parents[1] / "src" / "fused_softmax"
 NAME = "fused-softmax"
 BACKENDS = ("cuda", "cpu")
-IMPORTED = "from . import nn, parallel\n"  # of the package's __init__
+IMPORTED = "\nfrom .warmup import warmup\n"  # the last import of the package's __init__
 # what a kernel repository does without
 LEFT_OUT = {"lab", "integrations", "adapters.py", "__main__.py"}
 
@@ -38,7 +38,9 @@ def sources() -> dict[str, str]:
         if path.parts[0] not in LEFT_OUT:
             found[str(path)] = file.read_text()
     found["layers.py"] = (HERE / "layers.py").read_text()
-    found["__init__.py"] = found["__init__.py"].replace(IMPORTED, IMPORTED.replace("nn", "layers, nn"))
+    if IMPORTED not in found["__init__.py"]:
+        raise SystemExit(f"the package's __init__ has no line {IMPORTED.strip()!r} to put the layers next to")
+    found["__init__.py"] = found["__init__.py"].replace(IMPORTED, f"{IMPORTED}from . import layers\n")
     return found
 
 
@@ -58,8 +60,6 @@ def write(out: Path) -> list[Path]:
     files = sources()
     if wrong := absolute_imports(files):
         raise SystemExit(f"absolute imports of {PACKAGE.name}: {', '.join(wrong)}")
-    if "layers" not in files["__init__.py"]:
-        raise SystemExit(f"the package's __init__ has no line {IMPORTED!r} to put the layers next to")
     digest = hashlib.sha256("".join(f"{path}\0{text}\0" for path, text in files.items()).encode()).hexdigest()[:10]
     folders = []
     for backend in BACKENDS:
