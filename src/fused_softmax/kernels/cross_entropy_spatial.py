@@ -17,7 +17,15 @@ import triton
 import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
-from .common.cross_entropy_terms import assert_inside, class_of, coefficients, cross_entropy_term, row_loss
+from .common.cross_entropy_terms import (
+    assert_inside,
+    class_of,
+    coefficients,
+    cross_entropy_term,
+    row_loss,
+    sum_of_losses,
+    targets_at,
+)
 from .common.logits import capped, logsumexp, reference_of, rounding_residual, weigh
 from .common.numerics import LOWEST, exp, exp2_affine, maximum, scaled, upcast
 from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_with_sums, share_of
@@ -81,12 +89,7 @@ def block_of_losses(
     # would have a layout of its own, and each chunk would be converted to it through shared memory.
     own = tl.arange(0, COLS)[:, None, None]
     reads = exists & (own == 0)  # [COLS, OUTERS, INNER]
-    if target_ptr.dtype.element_ty != tl.int64:
-        target = tl.load(target_ptr + at + own * 0, mask=reads, other=-1).to(tl.int32)
-    else:
-        target = tl.load(target_ptr + at + own * 0, mask=reads, other=ignore_index)
-        assert_inside(target, ignore_index, n_cols)
-        target = class_of(target, ignore_index, n_cols)
+    target = targets_at(target_ptr + at + own * 0, reads, ignore_index, n_cols)
     w_target = 1.0
     if WEIGHTED:
         w_target = tl.sum(tl.load(weight_ptr + target, mask=target >= 0, other=0.0), 0)[None, :, :]
@@ -151,11 +154,7 @@ def block_of_losses(
         if LOSS == 1:
             tl.store(loss_ptr + at, loss, mask=exists & leads)
         else:
-            total_loss = tl.sum(tl.reshape(loss, (OUTERS * INNER,)), 0)
-            if MEAN:  # torch divides each term of a loss by 0, and one of them is 0/0
-                count = tl.load(count_ptr)
-                total_loss = tl.where(count == 0.0, float("nan"), tl.div_rn(total_loss, count))
-            tl.store(loss_ptr + pid, total_loss, mask=leads)
+            tl.store(loss_ptr + pid, sum_of_losses(loss, count_ptr, MEAN), mask=leads)
 
     if GRADIENT:
         g = 1.0

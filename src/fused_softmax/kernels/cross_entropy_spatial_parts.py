@@ -14,22 +14,18 @@ import triton
 import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
-from .common.cross_entropy_terms import assert_inside, class_of, coefficients, cross_entropy_term, row_loss
+from .common.cross_entropy_terms import (
+    coefficients,
+    cross_entropy_term,
+    row_loss,
+    sum_of_losses,
+    targets_at,
+    weights_of,
+)
 from .common.logits import capped, logsumexp, reference_of, rounding_residual, weigh
 from .common.numerics import LOWEST, exp, exp2_affine, maximum, scaled, upcast
-from .common.spatial_parts import load_step, part_of, vector_at
+from .common.spatial_parts import last_first, load_step, part_of, vector_at
 from .common.spatial_tiles import columns_of_chunk, positions_of, store_tile, sum_over_columns, tile_at
-
-
-@triton.jit
-def targets_at(target_ptr, at, here, ignore_index, n_cols):
-    """The targets in int32, -1 where one does not count.  # at, here: [1, INNER]"""
-    if target_ptr.dtype.element_ty != tl.int64:
-        return tl.load(target_ptr + at, mask=here, other=-1).to(tl.int32)
-    else:
-        target = tl.load(target_ptr + at, mask=here, other=ignore_index)
-        assert_inside(target, ignore_index, n_cols)
-        return class_of(target, ignore_index, n_cols)
 
 
 @triton.jit
@@ -137,16 +133,11 @@ def cross_entropy_spatial_merge(
     tl.store(max_ptr + to, top, mask=here)
     tl.store(sum_ptr + to, total, mask=here)
     if LOSS > 0:
-        target = targets_at(target_ptr, to, here, ignore_index, n_cols)
+        target = targets_at(target_ptr + to, here, ignore_index, n_cols)
         counts = target >= 0
         x_row = x_ptr + outer * x_outer + first + tl.arange(0, INNER)[None, :]
         x_target = tl.load(x_row + target.to(tl.int64) * x_col, mask=counts, other=0.0)
-        w_target = 1.0
-        if WEIGHTED:
-            w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
-        w_sum = n_cols
-        if WEIGHTED and SMOOTH:
-            w_sum = tl.load(weight_sum_ptr)
+        w_target, w_sum = weights_of(target, counts, n_cols, weight_ptr, weight_sum_ptr, WEIGHTED, SMOOTH)
         reference, wz_sum = 0.0, 0.0
         if SMOOTH:
             reference = reference_of(tl.load(x_row, mask=here, other=0.0), cap, SOFTCAP)
@@ -159,11 +150,7 @@ def cross_entropy_spatial_merge(
         if LOSS == 1:
             tl.store(loss_ptr + to, loss, mask=here)
         else:
-            total_loss = tl.sum(tl.reshape(loss, (INNER,)), 0)
-            if MEAN:  # torch divides each term of a loss by 0, and one of them is 0/0
-                count = tl.load(count_ptr)
-                total_loss = tl.where(count == 0.0, float("nan"), tl.div_rn(total_loss, count))
-            tl.store(loss_ptr + tl.program_id(0), total_loss)
+            tl.store(loss_ptr + tl.program_id(0), sum_of_losses(loss, count_ptr, MEAN))
 
 
 @triton.jit
@@ -174,10 +161,7 @@ def step_of_gradient(
     COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """dx of one step of columns; the last step first, which L2 may hold."""
-    index = n_programs - 1 - index
-    block = index % n_blocks
-    step = index // n_blocks % n_steps
-    outer = (index // n_blocks // n_steps).to(tl.int64)
+    outer, step, block = last_first(index, n_programs, n_blocks, n_steps)
     first, exists = positions_of(block, inner, INNER, VEC)
     column = columns_of_chunk(1, COLS)
     x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
@@ -186,16 +170,11 @@ def step_of_gradient(
     left = (n_cols - start).to(tl.int32)
     x = load_step(x_at, start, x_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
     at, here = vector_at(outer, inner, first, INNER, VEC), tl.reshape(exists, (1, INNER))
-    target = targets_at(target_ptr, at, here, ignore_index, n_cols)
+    target = targets_at(target_ptr + at, here, ignore_index, n_cols)
     counts = target >= 0
     top = tl.load(max_ptr + at, mask=here, other=0.0)
     total = tl.load(sum_ptr + at, mask=here, other=1.0)
-    w_target = 1.0
-    if WEIGHTED:
-        w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
-    w_sum = n_cols
-    if WEIGHTED and SMOOTH:
-        w_sum = tl.load(weight_sum_ptr)
+    w_target, w_sum = weights_of(target, counts, n_cols, weight_ptr, weight_sum_ptr, WEIGHTED, SMOOTH)
     g = 1.0
     if UPSTREAM == 1:
         g = tl.load(g_ptr)

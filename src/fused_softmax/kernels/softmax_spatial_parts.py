@@ -161,7 +161,7 @@ def softmax_spatial_finish(
     LOG: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    outer, step, block = last_first(n_blocks, n_steps)
+    outer, step, block = last_first(tl.program_id(0), tl.num_programs(0), n_blocks, n_steps)
     first, exists = positions_of(block, inner, INNER, VEC)
     column = columns_of_chunk(1, COLS)
     x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
@@ -188,7 +188,7 @@ def softmax_spatial_backward_finish(
     LOG: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    outer, step, block = last_first(n_blocks, n_steps)
+    outer, step, block = last_first(tl.program_id(0), tl.num_programs(0), n_blocks, n_steps)
     first, exists = positions_of(block, inner, INNER, VEC)
     column = columns_of_chunk(1, COLS)
     y_at = tile_at(y_ptr, outer, y_col, y_outer, first, column, INNER, VEC)
@@ -218,7 +218,7 @@ def logsumexp_spatial_backward(
     COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """dx = g*exp(x - lse)"""
-    outer, step, block = last_first(n_blocks, n_steps)
+    outer, step, block = last_first(tl.program_id(0), tl.num_programs(0), n_blocks, n_steps)
     first, exists = positions_of(block, inner, INNER, VEC)
     column = columns_of_chunk(1, COLS)
     x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)

@@ -40,7 +40,17 @@ from .launcher import (
     prepare_flat,
     prepare_rows,
 )
-from .layout import Allocator, allocator_here, empty, gradient_buffer, layout_key, places, pointer, row_stride
+from .layout import (
+    Allocator,
+    allocator_here,
+    empty,
+    gradient_buffer,
+    gradient_stride,
+    layout_key,
+    places,
+    pointer,
+    rows_apart,
+)
 from .options import LOSS_KINDS, CrossEntropy
 from .torch_private import current_device
 
@@ -144,8 +154,8 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
     # with weights or smoothing, compilers may fuse a product of backward's kernel otherwise than this one's: other bits
     expects = writes and not inplace and op.weight is None and op.smoothing == 0.0 and x.is_cuda
     last = new_slot() if expects else None
-    stride = row_stride(gradient_buffer(x))
-    return _Launches(writes, loss.at, count, reduce, last, stride, allocator_here(x), pointer(x), x.get_device())
+    made = allocator_here(x), pointer(x), x.get_device()
+    return _Launches(writes, loss.at, count, reduce, last, gradient_stride(x), *made)
 
 
 def _prepare_reduction(on: Tensor, n_rows: int, divided: bool, weighted: bool, keeps_count: bool = False) -> Run:
@@ -219,13 +229,7 @@ def _run(
     numbers = (ignore_index, smoothing, 1.0 if softcap is None else softcap, z_loss)
     dx = None
     if launches.writes:
-        if inplace:
-            dx = x.detach()
-        else:
-            stride = launches.stride
-            dx = new((n_rows, stride), (stride, 1), x.dtype)
-            if stride != n_cols:
-                dx = dx[:, :n_cols]
+        dx = x.detach() if inplace else rows_apart(new, n_rows, n_cols, launches.stride, x.dtype)
         upstream = 1.0 if launches.last is None else launches.last.expected()
         launches.loss(n_rows, (at(x), at(dx)), (*vectors, count, losses, moments), (*numbers, upstream))
     else:

@@ -120,17 +120,25 @@ def rows_or_copy(x: Tensor) -> Tensor:
     return torch.empty((x.numel() // n_cols, n_cols), dtype=x.dtype, device="meta") if rows is None else rows
 
 
-def gradient_buffer(x: Tensor) -> Tensor:
-    """Uninitialized memory for the gradient of rows x, whose rows start as x's do where that costs little.
+def gradient_stride(x: Tensor) -> int:
+    """From one row of the gradient of rows x to the next: as in x, where that costs little.
 
     A vocabulary that is padded to a multiple of 64 and cut to its own width keeps its aligned rows that way.
     """
-    n_rows, n_cols = x.shape
-    stride, _ = x.stride()
-    if not n_cols < stride <= 2 * n_cols:
-        stride = n_cols
-    memory = allocator(x)((n_rows, stride), (stride, 1), x.dtype)
+    n_cols, stride = x.shape[1], x.stride()[0]
+    return stride if n_cols < stride <= 2 * n_cols else n_cols
+
+
+def rows_apart(new: Allocator, n_rows: int, n_cols: int, stride: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialized memory for rows that start `stride` elements apart."""
+    memory = new((n_rows, stride), (stride, 1), dtype)
     return memory if stride == n_cols else memory[:, :n_cols]
+
+
+def gradient_buffer(x: Tensor) -> Tensor:
+    """Uninitialized memory for the gradient of rows x."""
+    n_rows, n_cols = x.shape
+    return rows_apart(allocator(x), n_rows, n_cols, gradient_stride(x), x.dtype)
 
 
 def merge_dims(dims: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -33,6 +33,41 @@ def class_of(target, ignore_index, n_cols):
 
 
 @triton.jit
+def targets_at(at, mask, ignore_index, n_cols):
+    """The targets in int32, -1 where one does not count. at: of int64, or as `prepare_spatial_targets` writes them."""
+    if at.dtype.element_ty != tl.int64:
+        return tl.load(at, mask=mask, other=-1).to(tl.int32)
+    else:
+        target = tl.load(at, mask=mask, other=ignore_index)
+        assert_inside(target, ignore_index, n_cols)
+        return class_of(target, ignore_index, n_cols)
+
+
+@triton.jit
+def weights_of(
+    target, counts, n_cols, weight_ptr, weight_sum_ptr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr
+):  # fmt: skip
+    """(the targets' weights, the sum of all classes' weights where SMOOTH)."""
+    w_target = 1.0
+    if WEIGHTED:
+        w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
+    w_sum = n_cols
+    if WEIGHTED and SMOOTH:
+        w_sum = tl.load(weight_sum_ptr)
+    return w_target, w_sum
+
+
+@triton.jit
+def sum_of_losses(loss, count_ptr, MEAN: tl.constexpr):
+    """This program's losses, added up; where MEAN, over the denominator."""
+    total = tl.sum(tl.reshape(loss, (loss.numel,)), 0)
+    if MEAN:  # torch divides each term of a loss by 0, and one of them is 0/0
+        count = tl.load(count_ptr)
+        total = tl.where(count == 0.0, float("nan"), tl.div_rn(total, count))
+    return total
+
+
+@triton.jit
 def store_moments(moments_ptr, row, row_max, row_sum, mask):
     """Stores (row_max, row_sum) for backward, exactly. An infinite row_sum, of a row with +inf, becomes NaN."""
     tl.store(moments_ptr + 2 * row, row_max, mask=mask)

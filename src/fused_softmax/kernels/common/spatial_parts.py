@@ -38,7 +38,7 @@ def vector_at(row, inner, first, INNER: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
-def last_first(n_blocks, n_steps):
-    """(outer, step of the columns, block) of this program, from the end of the tensor to its start."""
-    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+def last_first(index, n_programs, n_blocks, n_steps):
+    """(outer, step of the columns, block) of program `index`, from the end of the tensor to its start."""
+    pid = n_programs - 1 - index
     return (pid // n_blocks // n_steps).to(tl.int64), pid // n_blocks % n_steps, pid % n_blocks
