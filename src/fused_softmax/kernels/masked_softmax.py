@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_max_sum, init_cluster_barrier, leave_cluster
-from .common.masked_rows import accumulate, edge_tile, edge_tiles, reciprocal, scores, store_around, upcast_logits
+from .common.masked_rows import accumulate, reciprocal, scalar_tile, scalar_tiles, scores, store_around, upcast_logits
 from .common.masks import (
     ADDITIVE,
     BOOLEAN,
@@ -86,10 +86,10 @@ def masked_softmax_forward(
     PACKED: tl.constexpr = MASK == BOOLEAN and BITS_OF_X == 16 and CTAS == 1 and not TWO_PASS
     LATER: tl.constexpr = NO_MASK if PACKED else MASK
     REMATERIALIZE: tl.constexpr = RECOMPUTE and LATER == NO_MASK
-    EDGES: tl.constexpr = edge_tiles(UNALIGNED, CAUSAL, IS_SHIFTED, VECTORS, VEC)
-    # an edge tile is one element more for a thread. On a cluster it is reduced with its segment instead: Triton may
+    SCALARS: tl.constexpr = scalar_tiles(UNALIGNED, CAUSAL, IS_SHIFTED, VECTORS, VEC)
+    # a scalar tile is one element more for a thread. On a cluster it is reduced with its segment instead: Triton may
     # place the tile in other CTAs than the row's
-    FOLDED: tl.constexpr = EDGES > 0 and CTAS == 1 and not TWO_PASS and not REMATERIALIZE
+    FOLDED: tl.constexpr = SCALARS > 0 and CTAS == 1 and not TWO_PASS and not REMATERIALIZE
     # z is never computed: exp(scale*(x - m)) takes one multiply-add and one exp2
     FUSED: tl.constexpr = LATER == NO_MASK and not TWO_PASS and PTX and CTAS == 1 and BITS_OF_X == 16
     # the first chunks of rows without causality have no predicate, nor instructions that fill what it leaves out
@@ -166,26 +166,26 @@ def masked_softmax_forward(
             mask = load_masks(
                 at_mask, left, m_col, MASK_COLS, BITS, SEGMENTS, CHUNKS, FULL, WARPS_PER_ROW, VECTORS, VEC
             )
-    edges, in_edges, z_edges = (), (), ()
-    for t in tl.static_range(EDGES):
-        edge, in_edge = edge_tile(
+    scalars, in_scalars, z_scalars = (), (), ()
+    for t in tl.static_range(SCALARS):
+        scalar, in_scalar = scalar_tile(
             t, head, within, interior, columns, (rank == 0) & (warp == 0) & exists, UNALIGNED, CAUSAL, IS_SHIFTED,
             VECTORS, VEC,
         )  # fmt: skip
-        visible = in_edge & (edge < seen - head)
-        z_edge = tl.load(x_row + edge, mask=visible, other=-float("inf"))
+        visible = in_scalar & (scalar < seen - head)
+        z_scalar = tl.load(x_row + scalar, mask=visible, other=-float("inf"))
         if MASK == NO_MASK:
-            mask_edge = z_edge
+            mask_scalar = z_scalar
         elif MASK_COLS == 0:
-            mask_edge = query_mask
+            mask_scalar = query_mask
         else:
-            mask_edge = tl.load(mask_row + edge * (m_col if COL == 2 else COL), mask=visible, other=0)
-        z_edge = z_edge.to(tl.float32)
+            mask_scalar = tl.load(mask_row + scalar * (m_col if COL == 2 else COL), mask=visible, other=0)
+        z_scalar = z_scalar.to(tl.float32)
         if PACKED:
-            z_edge = tl.where(mask_edge != 0, z_edge, -float("inf"))
+            z_scalar = tl.where(mask_scalar != 0, z_scalar, -float("inf"))
         if not FUSED:
-            z_edge = hide(z_edge, mask_edge, scale, LATER, PTX)
-        edges, in_edges, z_edges = edges + (edge,), in_edges + (in_edge,), z_edges + (z_edge,)
+            z_scalar = hide(z_scalar, mask_scalar, scale, LATER, PTX)
+        scalars, in_scalars, z_scalars = scalars + (scalar,), in_scalars + (in_scalar,), z_scalars + (z_scalar,)
     # float32 by 8 warps is slower so: 0.76 of a copy instead of 0.93 at 7,379 columns
     if IS_SHIFTED and MASK == ADDITIVE and not TWO_PASS and PTX and (VEC == 8 or VECTORS <= 128):
         issue_loads()
@@ -230,8 +230,8 @@ def masked_softmax_forward(
                     top = tl.maximum(top, tl.max(x[c], 2))
             top = tl.maximum(top.to(tl.float32), LOWEST)
             if FOLDED:
-                for t in tl.static_range(EDGES):
-                    top = tl.maximum(top, z_edges[t])
+                for t in tl.static_range(SCALARS):
+                    top = tl.maximum(top, z_scalars[t])
             m = top if FUSED else tl.maximum(scaled(top, scale, PTX), LOWEST)
             # with the shape of a chunk: Triton 3.6 fails where it must move the correction of [SEGMENTS, VECTORS]
             base, shift, correction = exp2_affine(m[:, :, None], FUSED, scale)
@@ -254,8 +254,8 @@ def masked_softmax_forward(
                 z = z + (scores(x[c], mask[c], after, to_mask, scale, LATER, MASK_COLS, TYPE, PTX),)
                 m = tl.maximum(m, tl.max(z[c], 2))
             if FOLDED:
-                for t in tl.static_range(EDGES):
-                    m = tl.maximum(m, z_edges[t])
+                for t in tl.static_range(SCALARS):
+                    m = tl.maximum(m, z_scalars[t])
             base, shift, correction = exp2_affine(m[:, :, None], AFFINE, None, SCORES_OF_32_BITS)
             correction = tl.reshape(correction, m.shape)
             for c in tl.static_range(CHUNKS):
@@ -263,19 +263,19 @@ def masked_softmax_forward(
                 s += tl.sum(exps[c], 2)
             if AFFINE:
                 s *= correction
-    exp_edges = ()
+    exp_scalars = ()
     if FOLDED:
-        for t in tl.static_range(EDGES):
-            exp_edges = exp_edges + (exp((z_edges[t] - m) * unit),)
-            s += exp_edges[t]
+        for t in tl.static_range(SCALARS):
+            exp_scalars = exp_scalars + (exp((z_scalars[t] - m) * unit),)
+            s += exp_scalars[t]
     segment_max = tl.max(m, 1)
     if not FOLDED:
-        for t in tl.static_range(EDGES):
-            segment_max = tl.maximum(segment_max, tl.max(z_edges[t], 1))
+        for t in tl.static_range(SCALARS):
+            segment_max = tl.maximum(segment_max, tl.max(z_scalars[t], 1))
     segment_sum = tl.sum(rounded_product(s, exp((m - segment_max[:, None]) * unit)), 1)
     if not FOLDED:
-        for t in tl.static_range(EDGES):
-            segment_sum += tl.sum(exp((z_edges[t] - segment_max[:, None]) * unit), 1)
+        for t in tl.static_range(SCALARS):
+            segment_sum += tl.sum(exp((z_scalars[t] - segment_max[:, None]) * unit), 1)
     row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)
     row_max = row_max[:, None]
     by = reciprocal(row_sum[:, None], ZERO, REMATERIALIZE)
@@ -323,9 +323,9 @@ def masked_softmax_forward(
             )
     else:
         by_vector = exp((m - row_max) * unit) * by
-        y_edges = ()
-        for t in tl.static_range(EDGES if FOLDED else 0):
-            y_edges = y_edges + (exp_edges[t] * by_vector,)
+        y_scalars = ()
+        for t in tl.static_range(SCALARS if FOLDED else 0):
+            y_scalars = y_scalars + (exp_scalars[t] * by_vector,)
         if FUSED or AFFINE:
             by_vector *= correction
         for c in tl.static_range(CHUNKS):
@@ -333,7 +333,7 @@ def masked_softmax_forward(
             store_around(
                 y_row + first, width, within - first, y, c, CAUSAL, SEGMENTS, FULL, WARPS_PER_ROW, VECTORS, VEC
             )
-    for t in tl.static_range(EDGES):
-        y_edge = y_edges[t] if FOLDED else exp((z_edges[t] - row_max) * unit) * by
-        tl.store(y_row + edges[t], y_edge.to(y_ptr.dtype.element_ty), mask=in_edges[t])
+    for t in tl.static_range(SCALARS):
+        y_scalar = y_scalars[t] if FOLDED else exp((z_scalars[t] - row_max) * unit) * by
+        tl.store(y_row + scalars[t], y_scalar.to(y_ptr.dtype.element_ty), mask=in_scalars[t])
     leave_cluster(CTAS, PTX)

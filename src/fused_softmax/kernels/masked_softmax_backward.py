@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_sum, init_cluster_barrier, leave_cluster
-from .common.masked_rows import edge_tile, edge_tiles, store_around
+from .common.masked_rows import scalar_tile, scalar_tiles, store_around
 from .common.masks import NO_MASK, load_query_mask, mask_row_of
 from .common.numerics import rounded_product, sum_of_vectors, upcast
 from .common.row_scheduler import row_in_order, seen_of
@@ -37,19 +37,19 @@ def gradient_of(y, dy, d, scale, PTX: tl.constexpr):
 
 
 @triton.jit
-def load_edges(
-    y_row, dy_row, head, within, interior, columns, seen, owner, EDGES: tl.constexpr, UNALIGNED: tl.constexpr,
+def load_scalars(
+    y_row, dy_row, head, within, interior, columns, seen, owner, SCALARS: tl.constexpr, UNALIGNED: tl.constexpr,
     CAUSAL: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """(offsets, masks, y, dy) of the columns that are moved one by one, as `edge_tile` has them; 0 where not seen."""
-    edges, in_edges, y_edges, dy_edges = (), (), (), ()
-    for t in tl.static_range(EDGES):
-        edge, in_edge = edge_tile(t, head, within, interior, columns, owner, UNALIGNED, CAUSAL, False, VECTORS, VEC)
-        edges, in_edges = edges + (edge,), in_edges + (in_edge,)
-        visible = in_edge & (edge < seen - head) if CAUSAL else in_edge
-        y_edges = y_edges + (tl.load(y_row + edge, mask=visible, other=0.0).to(tl.float32),)
-        dy_edges = dy_edges + (tl.load(dy_row + edge, mask=visible, other=0.0).to(tl.float32),)
-    return edges, in_edges, y_edges, dy_edges
+    """(offsets, masks, y, dy) of the columns that are moved one by one, as `scalar_tile` has them; 0 where not seen."""
+    scalars, in_scalars, y_scalars, dy_scalars = (), (), (), ()
+    for t in tl.static_range(SCALARS):
+        at, real = scalar_tile(t, head, within, interior, columns, owner, UNALIGNED, CAUSAL, False, VECTORS, VEC)
+        scalars, in_scalars = scalars + (at,), in_scalars + (real,)
+        visible = real & (at < seen - head) if CAUSAL else real
+        y_scalars = y_scalars + (tl.load(y_row + at, mask=visible, other=0.0).to(tl.float32),)
+        dy_scalars = dy_scalars + (tl.load(dy_row + at, mask=visible, other=0.0).to(tl.float32),)
+    return scalars, in_scalars, y_scalars, dy_scalars
 
 
 @kernel(on_cluster=True)
@@ -75,7 +75,7 @@ def masked_softmax_backward(
     init_cluster_barrier(CTAS, 1, PTX, WARPS_PER_ROW)
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     CHUNK: tl.constexpr = WARPS_PER_ROW * VECTORS * VEC
-    EDGES: tl.constexpr = edge_tiles(UNALIGNED, CAUSAL, False, VECTORS, VEC)
+    SCALARS: tl.constexpr = scalar_tiles(UNALIGNED, CAUSAL, False, VECTORS, VEC)
     scale = tl.cast(scale, tl.float32)
     place, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
     warp = warp_of(SEGMENTS, WARPS_PER_ROW)
@@ -98,8 +98,8 @@ def masked_softmax_backward(
     owner = (rank == 0) & (warp == 0) & exists
     SKIPS: tl.constexpr = CAUSAL and CTAS == 1
     if SKIPS:  # the compiler moves no load over the branches that follow
-        edges, in_edges, y_edges, dy_edges = load_edges(
-            y_row, dy_row, head, within, interior, columns, seen, owner, EDGES, UNALIGNED, CAUSAL, VECTORS, VEC
+        scalars, in_scalars, y_scalars, dy_scalars = load_scalars(
+            y_row, dy_row, head, within, interior, columns, seen, owner, SCALARS, UNALIGNED, CAUSAL, VECTORS, VEC
         )
     d = tl.zeros([SEGMENTS, VECTORS], tl.float32)
     # an unseen chunk takes as much time as a full one. 4,096 columns: 0.99 of the add with SKIPS, 0.97 without
@@ -111,16 +111,16 @@ def masked_softmax_backward(
         else:
             d += sum_of_vectors(upcast(y[c], PTX) * upcast(dy[c], PTX), PTX)
     if not SKIPS:
-        edges, in_edges, y_edges, dy_edges = load_edges(
-            y_row, dy_row, head, within, interior, columns, seen, owner, EDGES, UNALIGNED, CAUSAL, VECTORS, VEC
+        scalars, in_scalars, y_scalars, dy_scalars = load_scalars(
+            y_row, dy_row, head, within, interior, columns, seen, owner, SCALARS, UNALIGNED, CAUSAL, VECTORS, VEC
         )
     if CTAS == 1:
-        for t in tl.static_range(EDGES):
-            d += rounded_product(y_edges[t], dy_edges[t])
+        for t in tl.static_range(SCALARS):
+            d += rounded_product(y_scalars[t], dy_scalars[t])
     d = tl.sum(d, 1)
     if CTAS > 1:  # Triton may place these tiles in other CTAs than the row's
-        for t in tl.static_range(EDGES):
-            d += tl.sum(rounded_product(y_edges[t], dy_edges[t]), 1)
+        for t in tl.static_range(SCALARS):
+            d += tl.sum(rounded_product(y_scalars[t], dy_scalars[t]), 1)
     d = cluster_reduce_sum(d, CTAS, PTX, WARPS_PER_ROW)[:, None]
     if MASK != NO_MASK:
         not_finite = exists & ((tl.abs(d) < float("inf")) == 0)
@@ -153,16 +153,16 @@ def masked_softmax_backward(
                 kept = tl.reshape(kept, (SEGMENTS, VECTORS, VEC))
             dx = tl.where(kept != 0, dx, 0.0)
         store_around(dx_row + first, width, within - first, dx, c, CAUSAL, SEGMENTS, 0, WARPS_PER_ROW, VECTORS, VEC)
-    for t in tl.static_range(EDGES):
-        dx_edge = scale * y_edges[t] * (dy_edges[t] - d)
+    for t in tl.static_range(SCALARS):
+        dx_scalar = scale * y_scalars[t] * (dy_scalars[t] - d)
         if CAUSAL:  # 0 times an infinite sum is NaN
-            dx_edge = tl.where(edges[t] < seen - head, dx_edge, 0.0)
+            dx_scalar = tl.where(scalars[t] < seen - head, dx_scalar, 0.0)
         if MASK != NO_MASK:
             if MASK_COLS == 0:
-                kept_edge = query_mask
+                kept_scalar = query_mask
             else:
-                at_edge = mask_row + edges[t] * (m_col if MASK_COLS == 2 else 1)
-                kept_edge = tl.load(at_edge, mask=not_finite & in_edges[t], other=1)
-            dx_edge = tl.where(kept_edge != 0, dx_edge, 0.0)
-        tl.store(dx_row + edges[t], dx_edge.to(dx_ptr.dtype.element_ty), mask=in_edges[t])
+                at_scalar = mask_row + scalars[t] * (m_col if MASK_COLS == 2 else 1)
+                kept_scalar = tl.load(at_scalar, mask=not_finite & in_scalars[t], other=1)
+            dx_scalar = tl.where(kept_scalar != 0, dx_scalar, 0.0)
+        tl.store(dx_row + scalars[t], dx_scalar.to(dx_ptr.dtype.element_ty), mask=in_scalars[t])
     leave_cluster(CTAS, PTX)

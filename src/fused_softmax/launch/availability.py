@@ -23,7 +23,7 @@ MIN_TORCH = (2, 10)
 MIN_TRITON = (3, 6)
 # The newest Triton that the compiled tests run with.
 NEWEST_TRITON = (3, 9)
-CAPACITY = 8192  # failures remembered
+CAPACITY = 8192  # failures kept
 
 _logger = logging.getLogger("fused_softmax")
 _logger.addHandler(logging.NullHandler())  # without a handler of the program's own, the warning alone is printed

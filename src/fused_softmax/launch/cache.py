@@ -14,7 +14,7 @@ class Cache(dict[Hashable, Any]):
     CAPACITY = 8192
     _lock = threading.Lock()
 
-    def remember(self, key: Hashable, value: Any) -> Any:
+    def store(self, key: Hashable, value: Any) -> Any:
         """Puts the value in, and returns it."""
         with self._lock:
             if len(self) >= self.CAPACITY:

@@ -17,7 +17,7 @@ from ..planning.types import Device, Plan
 from . import availability
 from .cache import Cache
 
-lock = threading.RLock()  # held while a kernel is planned, compiled and remembered
+lock = threading.RLock()  # held while a kernel is planned, compiled and cached
 _interpreter = threading.RLock()
 _TRITON_TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 _TRITON_TYPES |= {torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
@@ -94,7 +94,7 @@ class Launch(NamedTuple):
             compiled._init_handles()
         except Exception as error:
             raise availability.failed(key, _name(self.kernel), error) from error
-        _ready.remember(key, True)
+        _ready.store(key, True)
 
     def failure(self, index: int) -> str | None:
         """Why this kernel failed to compile for device `index` in this process, or None where it did not."""
@@ -143,7 +143,7 @@ def compile_kernel(
             compiled._init_handles()  # loads it on the current device
         except Exception as error:
             raise availability.failed(key, _name(kernel), error) from error
-        _compiled.remember(key, compiled)
+        _compiled.store(key, compiled)
         availability.note_kernel(_name(kernel), meta, index, time.perf_counter() - began)
     return compiled
 

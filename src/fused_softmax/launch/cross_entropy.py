@@ -118,7 +118,7 @@ def _launches_of(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inpla
     else:
         key = (layout_key(x), key, op.kind, op.weight_sum is None, op.denominator is None)
     found = _launches.get(key)
-    return _launches.remember(key, _prepare(x[:1], n_rows, op, training, inplace)) if found is None else found
+    return _launches.store(key, _prepare(x[:1], n_rows, op, training, inplace)) if found is None else found
 
 
 def fits_on_chip(x: Tensor, dx: Tensor, op: CrossEntropy) -> bool:

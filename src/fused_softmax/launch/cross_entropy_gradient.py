@@ -85,7 +85,7 @@ def cross_entropy_gradient(
         flags = gradient_flags(kind, count is not None, inplace, False, unless, last is not None)
         launch = prepare_rows(BACKWARD_UNLESS_WRITTEN if unless else BACKWARD, (x, dx), vectors, flags, False).at
         if x.is_cuda:
-            _gradients.remember(key, launch)
+            _gradients.store(key, launch)
     at = pointer(x)
     addresses = tuple([v if type(v) is int else at(v) for v in vectors])
     numbers = (op.ignore_index, int(g.numel() > 1), 0, *op.numbers)
@@ -124,7 +124,7 @@ def gradient_unless_written(
     return False
 
 
-def remember_gradient(
+def cache_gradient(
     launch: Any, layout: object, x: Tensor, dx: Tensor, kept: Tensor, op: CrossEntropy, g: Tensor,
     last: LastUpstream | None,
 ) -> None:  # fmt: skip
@@ -157,7 +157,7 @@ def shard_gradient(
         flags = gradient_flags(kind, mean=False, inplace=inplace, sharded=True)
         run = prepare_rows(BACKWARD, (x, dx), vectors, flags, invariant)
         if x.is_cuda:
-            _of_shards.remember(key, run)
+            _of_shards.store(key, run)
     run((x, dx), vectors, (ignore_index, 3, start, 0.0, 1.0 if softcap is None else softcap, 0.0))
 
 

@@ -26,13 +26,13 @@ from .spatial import (
     Run,
     Step,
     as_planes,
+    cached_run,
     merge_step,
     of_layout,
     of_parts,
     parts_step,
     prepare,
     problem_of,
-    remembered,
     resident_step,
     sizes_and_steps,
 )
@@ -76,7 +76,7 @@ def loss_plan(x: Tensor, dx: Tensor, invariant: bool, device: Device | None = No
     found: Plan | None = _plans.get(key)
     if found is None:
         problem = problem_of(x, dx, batch_invariant=invariant)
-        found = _plans.remember(key, plan_spatial_loss(problem, device or device_of(x)))
+        found = _plans.store(key, plan_spatial_loss(problem, device or device_of(x)))
     return found
 
 
@@ -151,7 +151,7 @@ def _run(
         plan = loss_plan(x, dx, invariant)
         return prepare(loss_recipe(x, dx, op, plan, device_of(x), *form), tensors)
 
-    remembered(_runs, key, x, make)(tensors, (op.ignore_index, *op.numbers))
+    cached_run(_runs, key, x, make)(tensors, (op.ignore_index, *op.numbers))
 
 
 def _kept(plan: Plan, x: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def prepare_targets(op: CrossEntropy, n_cols: int, count: Tensor) -> CrossEntrop
     def make() -> Run:
         return prepare(prepare_recipe(op, n_cols, device_of(op.target)), tensors)
 
-    remembered(_runs, key, partial, make)(tensors, (), n)
+    cached_run(_runs, key, partial, make)(tensors, (), n)
     torch.sum(partial, 0, keepdim=True, out=count)
     return op._replace(target=prepared)
 

@@ -148,7 +148,7 @@ _prepared = Cache()
 def prepare_rows(
     op: RowOp, rows: tuple[Tensor, ...], vectors: tuple[Vector, ...], flags: Flags, invariant: bool
 ) -> Run:
-    """What launches over such rows and vectors: planned and compiled the first time, then remembered."""
+    """What launches over such rows and vectors: planned and compiled the first time, then cached."""
     first = rows[0]
     if not first.is_cuda:
         op.kernel(op.plan(rows, device_of(first), invariant))  # raises now, before anything is written
@@ -174,7 +174,7 @@ def _prepare(
         with on_device(index):
             pointers = row_pointers(found.plan, tuple(t.dtype for t in rows)) + vectors
             compiled = compiling.compile_kernel(found.kernel, pointers, found.meta, index)
-        return _prepared.remember(key, _runner(found, compiling.bind(compiled), index))
+        return _prepared.store(key, _runner(found, compiling.bind(compiled), index))
 
 
 def _interpreted(op: RowOp, flags: Flags, invariant: bool) -> Run:
@@ -286,7 +286,7 @@ def prepare_flat(kernel: Kernel, dtypes: tuple[torch.dtype, ...], flags: Flags, 
         with compiling.lock, on_device(index):
             made = flat_launch(kernel, (), (), flags, num_warps, device)
             compiled = compiling.compile_kernel(made.kernel, tuple((t, False) for t in dtypes), made.meta, index)
-        run = _flat.remember(key, _flat_runner(compiling.bind(compiled), index))
+        run = _flat.store(key, _flat_runner(compiling.bind(compiled), index))
     return run
 
 

@@ -21,12 +21,12 @@ from .spatial import (
     Run,
     Step,
     as_planes,
+    cached_run,
     merge_step,
     of_layout,
     parts_step,
     prepare,
     problem_of,
-    remembered,
     sizes_and_steps,
 )
 
@@ -68,7 +68,7 @@ def _forward(x: Tensor, lse: Tensor) -> None:
         device = device_of(x)
         return prepare(lse_recipe(x, lse_plan(x, invariant, device), device), (x, lse))
 
-    remembered(_runs, (of_layout((x, lse)), invariant), x, make)((x, lse))
+    cached_run(_runs, (of_layout((x, lse)), invariant), x, make)((x, lse))
 
 
 def _backward(x: Tensor, dx: Tensor, lse: Tensor, g: Tensor) -> None:
@@ -80,7 +80,7 @@ def _backward(x: Tensor, dx: Tensor, lse: Tensor, g: Tensor) -> None:
         plan = plan_spatial_elementwise(problem_of(x, dx), device)
         return prepare(gradient_recipe(x, dx, plan, device), tensors)
 
-    remembered(_runs, of_layout(tensors), x, make)(tensors)
+    cached_run(_runs, of_layout(tensors), x, make)(tensors)
 
 
 def planes_over(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:

@@ -159,7 +159,7 @@ def _call(
     key = (prepare, sizes, layouts, of_mask, x.dtype, x.get_device(), causal, zero, is_batch_invariant())
     found = _calls.get(key)
     if found is None:
-        found = _calls.remember(key, prepare(tensors, mask, causal, zero))
+        found = _calls.store(key, prepare(tensors, mask, causal, zero))
     return None if found is False or current_device() != x.get_device() else found
 
 

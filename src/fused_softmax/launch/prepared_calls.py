@@ -43,7 +43,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         return (shape[1] or 1, 1)
     found = _strides.get(shape)
     if found is None:
-        found = _strides.remember(shape, torch.empty(shape, device="meta").stride())
+        found = _strides.store(shape, torch.empty(shape, device="meta").stride())
     return found
 
 
@@ -70,7 +70,7 @@ def softmax_call(x: Tensor, dim: int, given: torch.dtype, dtype: torch.dtype, lo
         key = (sizes, strides, given, dtype, dim, log, address & 31, x.get_device(), _invariant())
     call = _calls.get(key)
     if call is None:
-        call = _calls.remember(key, _prepare_softmax(x, dim, dtype, log, prepare))
+        call = _calls.store(key, _prepare_softmax(x, dim, dtype, log, prepare))
     if call is False:
         return None
     return TORCH if call is TORCH else (call, n_rows, address)
@@ -220,7 +220,7 @@ def backward_call(
         )  # fmt: skip
     call = _calls.get(key)
     if call is None:
-        call = _calls.remember(key, _prepare_backward(dy, y, dim, dtype, log, invariant, prepare))
+        call = _calls.store(key, _prepare_backward(dy, y, dim, dtype, log, invariant, prepare))
     return None if call is False else (call, n_rows, y_address, dy_address)
 
 

@@ -25,4 +25,4 @@ class RecentCalls(Cache):
         """Puts (check, *call) in, for tensors like these; nothing where this torch has no such check."""
         entries = self.get(key, ())
         if len(entries) < MOST and (check := tensor_guard(tensors, any_rows)) is not None:
-            self.remember(key, (*entries, (check, *call)))
+            self.store(key, (*entries, (check, *call)))

@@ -1,6 +1,6 @@
 """softmax and log_softmax of tensors like recent ones: one check of torch's in place of a full key.
 
-Each function takes the full key where there is no such call, and remembers the call that it finds.
+Each function takes the full key where there is no such call, and caches the call that it finds.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def prepared_into(
     call = _calls_into.get(key)
     if call is None:
         taken = fuses(given, dtype)
-        call = _calls_into.remember(key, taken and prepare_into(x, out, dim, dtype, log, prepare))
+        call = _calls_into.store(key, taken and prepare_into(x, out, dim, dtype, log, prepare))
     if call is False:
         return False
     if not (x.requires_grad or out.requires_grad):

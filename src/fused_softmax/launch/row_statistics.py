@@ -118,7 +118,7 @@ def write_statistics(
         as_tensors = (shown, shown, shown, shown if ids is None else ids, shown, shown)
         launch = prepare_rows(FORWARD, (x,), as_tensors, flags, invariant).at
         if x.is_cuda:
-            _forwards.remember(key, launch)
+            _forwards.store(key, launch)
     on_its_device(x, launch, x.shape[0], (at(x),), vectors, (n_picks, 1.0 if scaled == 2 else scale))
 
 
@@ -187,7 +187,7 @@ def statistics_backward(
         flags = (*flags, ("SHARDED", shard is not None))
         run = prepare_rows(BACKWARD, (x, dx), vectors, flags, invariant)
         if x.is_cuda:
-            _backwards.remember(key, run)
+            _backwards.store(key, run)
     run((x, dx), vectors, (n_picks, *(shard or (0, 0)), 1.0 if scaled == 2 else scale))
 
 

@@ -264,12 +264,12 @@ def prepare(recipe: Recipe, tensors: tuple[Tensor, ...]) -> Run:
     return run
 
 
-def remembered(cache: Cache, key: object, on: Tensor, make: Callable[[], Run]) -> Run:
+def cached_run(cache: Cache, key: object, on: Tensor, make: Callable[[], Run]) -> Run:
     """What `make` prepares: once for a key on a GPU, each time where kernels are interpreted."""
     if not on.is_cuda:
         return make()
     run: Run | None = cache.get(key)
-    return cache.remember(key, make()) if run is None else run
+    return cache.store(key, make()) if run is None else run
 
 
 def _interpreted(recipe: Recipe) -> Run:
@@ -302,14 +302,14 @@ def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invarian
 
 
 def prepare_softmax(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool) -> Run:
-    """run(tensors) over (x, y), or over (y, dy, dx) of a gradient: planned the first time, then remembered."""
+    """run(tensors) over (x, y), or over (y, dy, dx) of a gradient: planned the first time, then cached."""
 
     def make() -> Run:
         device = device_of(planes[0])
         plan = softmax_plan(planes, log, backward, invariant, device)
         return prepare(softmax_recipe(planes, plan, log, backward, device), planes)
 
-    return remembered(_softmaxes, (of_layout(planes), log, backward, invariant), planes[0], make)
+    return cached_run(_softmaxes, (of_layout(planes), log, backward, invariant), planes[0], make)
 
 
 def planned_softmax(planes: tuple[Tensor, ...], log: bool, backward: bool, on: Tensor) -> Plan | str:

@@ -101,7 +101,7 @@ any_autocast = _or_public(
 has_storage = _or_public("_C._has_storage", _public_has_storage)
 
 
-def is_plain(x: Tensor) -> bool:
+def can_bypass(x: Tensor) -> bool:
     """Whether nothing but autograd and autocast would see a call with x, which may have no memory of its own.
 
     False while compiling, tracing, in a dispatch mode, under torch.func or forward-mode AD, for subclasses and for

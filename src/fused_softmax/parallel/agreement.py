@@ -143,7 +143,7 @@ def header_tensor(words: Sequence[int], segments: int, like: Tensor) -> Tensor:
         bits = torch.tensor(words, dtype=torch.int64).view(like.dtype)
         found = torch.cat((bits, bits.new_full((segments,), words[-1] / segments))).to(like.device)
         if type(found) is Tensor:  # not a mode's stand-in
-            _made.remember(key, found)
+            _made.store(key, found)
     return found
 
 

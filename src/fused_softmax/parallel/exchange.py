@@ -41,7 +41,7 @@ def gather(
         return gathered, True
     expect_agreement(words_of(gathered))
     if on_gpu:
-        _agreed.remember(key, True)
+        _agreed.store(key, True)
     return gathered, False
 
 

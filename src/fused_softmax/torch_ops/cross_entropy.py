@@ -251,7 +251,7 @@ class RowCrossEntropy(torch.autograd.Function):
         else:
             launch = _gradient(x, dx, op, moments, divides, upstream, expected, last)
             if recent and unread and launch is not None:
-                gradients.remember_gradient(launch, layout, x, dx, kept, op, upstream, last)
+                gradients.cache_gradient(launch, layout, x, dx, kept, op, upstream, last)
         return dx, None
 
 

@@ -122,7 +122,7 @@ class MaskedSoftmax(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mask: Tensor | None, options: tuple[float, bool, bool]) -> Tensor:
         scale, causal, zero = options
         y = _forward(x, mask, scale, causal, zero)
-        _remember(ctx, y, mask, scale, causal)
+        _save_call(ctx, y, mask, scale, causal)
         return y
 
     @staticmethod
@@ -174,7 +174,7 @@ masked_softmax_backward = define(
 )
 
 
-def _remember(ctx: Any, y: Tensor, mask: Tensor | None, scale: float, causal: bool) -> None:
+def _save_call(ctx: Any, y: Tensor, mask: Tensor | None, scale: float, causal: bool) -> None:
     """Saves the inputs of `gradients`: the output, and a boolean mask."""
     ctx.save_for_backward(y, mask if mask is not None and mask.dtype is torch.bool else None)
     ctx.scale, ctx.causal, ctx.mask = scale, causal, None if mask is None else (mask.shape, mask.dtype)
@@ -202,7 +202,7 @@ def _gradients(ctx: Any, dy: Tensor | None, kernel: Callable[..., Tensor]) -> Gr
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, mask, scale, causal, _ = inputs
-    _remember(ctx, output, mask, scale, causal)
+    _save_call(ctx, output, mask, scale, causal)
 
 
 def _gradients_by_operator(ctx: Any, dy: Tensor | None) -> Gradients:

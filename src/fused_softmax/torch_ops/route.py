@@ -22,7 +22,7 @@ from ..launch.cache import Cache
 from ..launch.device import describe, interpreting
 from ..launch.layout import DTYPE_NAMES, HALVES, MAX_COLS
 from ..launch.recent_calls import RecentCalls
-from ..launch.torch_private import in_forward_ad, is_plain, is_traced, is_watched
+from ..launch.torch_private import can_bypass, in_forward_ad, is_traced, is_watched
 from ..planning.types import Device, Plan
 from .arguments import NAMESPACE, is_dtensor
 
@@ -99,7 +99,7 @@ def can_bypass_dispatcher(x: Tensor) -> bool:
 
     Tensors without it are the batched gradients of autograd.grad(is_grads_batched=True), for one.
     """
-    return is_plain(x) and _has_storage(x)
+    return can_bypass(x) and _has_storage(x)
 
 
 def unsupported_reason(x: Tensor, dtype: torch.dtype) -> str | None:
@@ -143,7 +143,7 @@ def layout_of_rows(x: Any, ids: Any = None) -> object | None:
                     n_rows = shape[0]
                     if x.data_ptr() & 31 == phase and n_rows and (ids is None or ids.numel() == n_rows):
                         return layout
-        if not x.is_cuda or not is_plain(x):
+        if not x.is_cuda or not can_bypass(x):
             return None
         address = x.data_ptr()
     except RuntimeError:  # it has no memory of its own
@@ -162,7 +162,7 @@ def layout_of_rows(x: Any, ids: Any = None) -> object | None:
     key = (n_cols, strides, x.dtype, address & 31, index, ids is None)
     found = _layouts.get(key)
     if found is None:
-        found = _layouts.remember(key, object() if _lie_as_kernels_read(x, ids) else False)
+        found = _layouts.store(key, object() if _lie_as_kernels_read(x, ids) else False)
     if found is False:
         return None
     if not watched and (ids is None or n_rows > 1):

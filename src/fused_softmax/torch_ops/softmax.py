@@ -42,7 +42,7 @@ from ..launch.softmax import (
 )
 from ..launch.softmax import softmax_backward as backward_by_kernel
 from ..launch.softmax import softmax_forward as forward_by_kernel
-from ..launch.torch_private import function_apply, has_storage, is_plain, profiling
+from ..launch.torch_private import can_bypass, function_apply, has_storage, profiling
 from ..planning.types import Plan
 from . import decompositions
 from . import softmax_rules as rules
@@ -79,7 +79,7 @@ def direct_softmax(x: Any, dim: Any, dtype: torch.dtype | None, log: bool) -> Te
     y = recent_softmax(x, dim, dtype, log, _row_softmax)
     if y is not None:
         return y
-    if not x.is_cuda or not is_plain(x):
+    if not x.is_cuda or not can_bypass(x):
         return None
     given, made = x.dtype, dtype
     if made is None:
@@ -97,7 +97,7 @@ def direct_out(x: Any, dim: Any, dtype: Any, log: bool, out: Any) -> Tensor | No
         return None
     wrote = softmax_into(x, dim, dtype, log, out)
     if wrote is None:
-        if not x.is_cuda or not is_plain(x) or out.is_neg() or out.is_inference() or profiling():
+        if not x.is_cuda or not can_bypass(x) or out.is_neg() or out.is_inference() or profiling():
             return None
         if (x.requires_grad or out.requires_grad) and _is_grad_enabled():
             return None
@@ -236,7 +236,7 @@ class RowSoftmax(torch.autograd.Function):
         if not _is_grad_enabled() and (dx := recent_gradient(dy, y, described)) is not None:
             return dx, None
         dim, dtype, log, invariant, _ = described
-        plain = not _is_grad_enabled() and is_plain(dy) and type(y) is Tensor
+        plain = not _is_grad_enabled() and can_bypass(dy) and type(y) is Tensor
         if plain and (dx := backward_call(dy, y, described, prepare_backward)) is not None:
             return dx, None
         if plain and has_storage(dy):

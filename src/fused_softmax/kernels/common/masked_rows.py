@@ -15,33 +15,33 @@ TAIL = tl.constexpr(2)
 
 
 @triton.constexpr_function
-def edge_tiles(unaligned: bool, causal: bool, shifted: bool, vectors: int, vec: int) -> int:
+def scalar_tiles(unaligned: bool, causal: bool, shifted: bool, vectors: int, vec: int) -> int:
     """How many tiles of `vectors` columns hold the columns that are written one element per thread."""
-    edges = unaligned + causal + (unaligned or shifted) + (unaligned and shifted)
-    return -(-edges * vec // vectors)
+    scalars = unaligned + causal + (unaligned or shifted) + (unaligned and shifted)
+    return -(-scalars * vec // vectors)
 
 
 @triton.constexpr_function
-def edge_at(place: int, unaligned: bool, causal: bool, shifted: bool) -> int:
-    """Which VEC columns lie at this place of an edge tile: HEAD, SEEN_IN_PART, TAIL or TAIL + 1; -1 for none."""
-    edges = (0,) * unaligned + (1,) * causal + (2,) * (unaligned or shifted) + (3,) * (unaligned and shifted)
-    return edges[place] if place < len(edges) else -1
+def scalar_at(place: int, unaligned: bool, causal: bool, shifted: bool) -> int:
+    """Which VEC columns lie at this place of a scalar tile: HEAD, SEEN_IN_PART, TAIL or TAIL + 1; -1 for none."""
+    scalars = (0,) * unaligned + (1,) * causal + (2,) * (unaligned or shifted) + (3,) * (unaligned and shifted)
+    return scalars[place] if place < len(scalars) else -1
 
 
 @triton.jit
-def edge_columns(EDGE: tl.constexpr, place, head, within, interior, columns, VEC: tl.constexpr):
-    """(offsets from the first aligned column, whether they exist) of the VEC columns of an edge, at place 0..VEC-1."""
-    if EDGE == HEAD:
+def scalar_columns(WHICH: tl.constexpr, place, head, within, interior, columns, VEC: tl.constexpr):
+    """(offsets from the first aligned column, whether they exist) of the VEC columns of WHICH, at place 0..VEC-1."""
+    if WHICH == HEAD:
         return place - head, place < head
-    elif EDGE == SEEN_IN_PART:
+    elif WHICH == SEEN_IN_PART:
         return within + place, within + 0 * place < interior
     else:
-        at = interior + place + (EDGE - TAIL) * VEC
-        return at, (at < columns - head) & (EDGE >= TAIL)
+        at = interior + place + (WHICH - TAIL) * VEC
+        return at, (at < columns - head) & (WHICH >= TAIL)
 
 
 @triton.jit
-def edge_tile(
+def scalar_tile(
     T: tl.constexpr, head, within, interior, columns, owner, UNALIGNED: tl.constexpr, CAUSAL: tl.constexpr,
     SHIFTED: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
@@ -51,17 +51,15 @@ def edge_tile(
     two vectors of them where the mask is SHIFTED.  # head, within, interior, owner: scalar or [SEGMENTS, 1]; result
     [SEGMENTS, VECTORS], VECTORS >= VEC
     """
-    EDGES: tl.constexpr = VECTORS // VEC
+    PLACES: tl.constexpr = VECTORS // VEC
     place = tl.arange(0, VECTORS)[None, :]
-    offsets, exists = edge_columns(
-        edge_at(T * EDGES, UNALIGNED, CAUSAL, SHIFTED), place, head, within, interior, columns, VEC
-    )
-    for k in tl.static_range(1, EDGES if EDGES < 4 else 4):
-        at, real = edge_columns(
-            edge_at(T * EDGES + k, UNALIGNED, CAUSAL, SHIFTED), place - k * VEC, head, within, interior, columns, VEC
-        )
+    WHICH: tl.constexpr = scalar_at(T * PLACES, UNALIGNED, CAUSAL, SHIFTED)
+    offsets, exists = scalar_columns(WHICH, place, head, within, interior, columns, VEC)
+    for k in tl.static_range(1, PLACES if PLACES < 4 else 4):
+        NEXT: tl.constexpr = scalar_at(T * PLACES + k, UNALIGNED, CAUSAL, SHIFTED)
+        at, real = scalar_columns(NEXT, place - k * VEC, head, within, interior, columns, VEC)
         offsets, exists = tl.where(place < k * VEC, offsets, at), tl.where(place < k * VEC, exists, real)
-    if EDGES > 4:
+    if PLACES > 4:
         exists = exists & (place < 4 * VEC)
     return offsets, exists & owner
 
@@ -87,7 +85,7 @@ def store_around(
     SEGMENTS: tl.constexpr, UNPREDICATED: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr,
     VEC: tl.constexpr,
 ):  # fmt: skip
-    """Writes chunk C, where CAUSAL without the vector at `within`, which an `edge_tile` has.
+    """Writes chunk C, where CAUSAL without the vector at `within`, which a `scalar_tile` has.
 
     within: from the slice's first column.
     """
