@@ -53,11 +53,13 @@ def scalar_tile(
     """
     PLACES: tl.constexpr = VECTORS // VEC
     place = tl.arange(0, VECTORS)[None, :]
-    which = scalar_at(T * PLACES, UNALIGNED, CAUSAL, SHIFTED)
-    offsets, exists = scalar_columns(which, place, head, within, interior, columns, VEC)
+    offsets, exists = scalar_columns(
+        scalar_at(T * PLACES, UNALIGNED, CAUSAL, SHIFTED), place, head, within, interior, columns, VEC
+    )
     for k in tl.static_range(1, PLACES if PLACES < 4 else 4):
-        which = scalar_at(T * PLACES + k, UNALIGNED, CAUSAL, SHIFTED)
-        at, real = scalar_columns(which, place - k * VEC, head, within, interior, columns, VEC)
+        at, real = scalar_columns(
+            scalar_at(T * PLACES + k, UNALIGNED, CAUSAL, SHIFTED), place - k * VEC, head, within, interior, columns, VEC
+        )
         offsets, exists = tl.where(place < k * VEC, offsets, at), tl.where(place < k * VEC, exists, real)
     if PLACES > 4:
         exists = exists & (place < 4 * VEC)
