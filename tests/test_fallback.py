@@ -17,6 +17,12 @@ import torch
 import torch.nn.functional as F
 
 import fused_softmax as fs
+from fused_softmax.lab.bench import cases as bench
+from fused_softmax.lab.bench.session import Session
+from fused_softmax.lab.bench.systems import systems_for
+from fused_softmax.lab.fuzz import draw as fuzz
+from fused_softmax.lab.fuzz.judge import evaluate
+from fused_softmax.lab.record import header
 from fused_softmax.launch import availability, device, prepared_calls
 from fused_softmax.launch import compile as launch
 
@@ -315,6 +321,23 @@ def test_a_failure_is_remembered(monkeypatch, caplog):
         with pytest.raises(availability.KernelUnavailable, match="cannot lower this"):
             launch.compile_kernel(some_kernel, (), {"num_warps": 4}, 0)
     assert len(calls) == 1
+
+
+def test_a_failure_is_raised_where_calls_are_timed_or_judged(monkeypatch):
+    """A call that PyTorch's own kernel answers would pass the check, and its time would be recorded as ours."""
+
+    def fails(key):
+        raise availability.failed(key, "some_kernel", AttributeError("no lowering"))
+
+    monkeypatch.setattr(availability, "raise_if_failed", fails)
+    with pytest.warns(UserWarning, match="no lowering"):
+        fs.softmax(torch.randn(3, 8), -1)
+    cpu = torch.device("cpu")
+    timed = Session(header(cpu, interpreted=True), systems_for("softmax", ["fused_softmax"]), cpu, timed=False)
+    (record,) = timed.run([bench.Case("softmax", "float32", 3, 8)])
+    assert record.status == "error" and "no lowering" in record.note
+    judged = evaluate(fuzz.Case("softmax", "function", "float32", (3, 8), (1,), options={"dim": 1}), "cpu")
+    assert any("no lowering" in problem for problem in judged.found())
 
 
 @pytest.mark.parametrize(

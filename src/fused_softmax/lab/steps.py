@@ -25,6 +25,7 @@ from fused_softmax.lab.bench.ahead import in_processes, jobs
 from fused_softmax.lab.bench.ceilings import ceiling, measured
 from fused_softmax.lab.record import Record, Results, header
 from fused_softmax.lab.timing import EventStopwatch, HostStopwatch, interleave, peak_bytes
+from fused_softmax.launch.availability import failures_raised
 from fused_softmax.launch.device import interpreting
 
 HOST_SHAPE = (8, 128)
@@ -315,6 +316,7 @@ def run(found: Iterable[Record], file: Path | None, device: torch.device, seen: 
     results = Results(header(device, interpreting()), file, seen)
     if device.type == "cuda":
         results.head.ceilings = measured(device)
-    for record in found:
-        results.add(record)
+    with failures_raised():
+        for record in found:
+            results.add(record)
     return sum(record.status != "ok" for record in results.finish())

@@ -13,7 +13,8 @@ import logging
 import re
 import threading
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ MIN_TRITON = (3, 6)
 # The newest Triton that the compiled tests run with.
 NEWEST_TRITON = (3, 9)
 CAPACITY = 8192  # failures kept
+_fall_back = True
 
 _logger = logging.getLogger("fused_softmax")
 _logger.addHandler(logging.NullHandler())  # without a handler of the program's own, the warning alone is printed
@@ -119,12 +121,12 @@ def raise_if_failed(key: Hashable) -> None:
 
 
 def failed(key: Hashable, kernel: str, error: Exception) -> KernelUnavailable:
-    """Remembers and warns that `kernel` failed with `error`; returns the exception to raise.
+    """Keeps and warns that `kernel` failed with `error`; returns the exception to raise.
 
     An error of the device itself (a fault in an earlier kernel, no memory left) is raised again as it is: it says
     nothing about this kernel, and hides nothing else.
     """
-    if is_device_error(error):
+    if not _fall_back or is_device_error(error):
         raise error
     reason = f"{kernel} does not compile with {versions()}: {_cause(error)}"
     while len(_failures) >= CAPACITY:  # the oldest goes
@@ -133,6 +135,17 @@ def failed(key: Hashable, kernel: str, error: Exception) -> KernelUnavailable:
     _logger.debug("%s failed", kernel, exc_info=error)
     warn_once(reason)
     return KernelUnavailable(reason)
+
+
+@contextmanager
+def failures_raised() -> Iterator[None]:
+    """A kernel that does not compile raises its own error: where calls are timed or judged, they are to be ours."""
+    global _fall_back
+    before, _fall_back = _fall_back, False
+    try:
+        yield
+    finally:
+        _fall_back = before
 
 
 # a driver's messages for a binary that it does not take; its other errors are the device's

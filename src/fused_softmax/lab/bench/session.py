@@ -37,6 +37,7 @@ from fused_softmax.lab.timing import (
     stopwatch_for,
 )
 from fused_softmax.lab.traffic import traffic
+from fused_softmax.launch.availability import failures_raised
 from fused_softmax.launch.device import device_here
 
 CEILING = "ceiling"
@@ -75,7 +76,8 @@ class Session:
         try:
             for i, case in enumerate(cases):
                 try:
-                    self.case(case)
+                    with failures_raised():
+                        self.case(case)
                 except torch.cuda.OutOfMemoryError as error:
                     self.records.append(_record(case, "torch", "out of resources", f"the case itself: {error}"[:160]))
                 self.save(self.head, self.records)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_softmax.launch.availability import failures_raised
 from fused_softmax.torch_ops.masked_softmax import takes_scale
 
 from . import exactness, ways
@@ -61,6 +62,7 @@ def _attempt(call: Callable[[], dict[str, Tensor]]) -> tuple[dict[str, Tensor], 
         return {}, error
 
 
+@failures_raised()
 def evaluate(case: Case, device: str) -> Outcome:
     """Run the case three ways and compare."""
     outcome = Outcome(case)

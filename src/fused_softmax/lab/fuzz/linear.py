@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fused_softmax as fs
 from fused_softmax.lab.registry import LINEAR_OPS, OPS
+from fused_softmax.launch.availability import failures_raised
 from fused_softmax.launch.device import interpreting
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -116,6 +117,7 @@ def replay(fields: dict[str, Any]) -> list[str]:
     return judge(case, "cuda" if torch.cuda.is_available() else "cpu", interpreting())
 
 
+@failures_raised()
 def judge(case: LinearCase, device: str, interpreted: bool = False) -> list[str]:
     """What is wrong with a case, in words; nothing where all is right."""
     from fused_softmax.planning import linear_losses as planning

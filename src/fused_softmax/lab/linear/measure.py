@@ -24,6 +24,7 @@ from fused_softmax.lab.bench.systems import outcome
 from fused_softmax.lab.linear.systems import LOGPROBS, MEAN, SYSTEMS, Loss, System, log_softmax, ours, plain
 from fused_softmax.lab.record import Record, Results, header
 from fused_softmax.lab.timing import EventStopwatch, interleave, peak_bytes
+from fused_softmax.launch.availability import failures_raised
 
 Shape = tuple[int, int, int]  # rows, hidden size, vocabulary
 SHAPES: tuple[Shape, ...] = (
@@ -218,6 +219,7 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
+@failures_raised()
 def run(
     ops: tuple[str, ...], shapes: tuple[Shape, ...] | None, names: tuple[str, ...], seconds: float, out: Path,
     with_large: bool, show: Callable[[Record], None],

@@ -28,6 +28,7 @@ from fused_softmax.lab.parallel.equality import check
 from fused_softmax.lab.parallel.systems import LOGPROBS, LOSS, SYSTEMS, Place, System
 from fused_softmax.lab.record import Record, Results, header, in_words
 from fused_softmax.lab.timing import Timing, interleave
+from fused_softmax.launch.availability import failures_raised
 
 COLUMNS = (131072, 262144, 1048576)
 ROWS = 8192
@@ -141,6 +142,7 @@ def caller(op: str, system: System, x: Tensor, target: Tensor, at: Place) -> Cal
     return call
 
 
+@failures_raised()
 def measure(
     op: str, n_rows: int, n_cols: int, systems: tuple[System, ...], place: Place, device: torch.device, rounds: int
 ) -> list[Record]:
