@@ -45,7 +45,7 @@ def _label(name: str, value: Any) -> str | None:
 
 
 def note(kernel: Any, meta: Any) -> None:
-    """Remember one launch's kernel and constexprs."""
+    """Count one launch's kernel and constexprs."""
     if not hasattr(kernel, "declaration"):  # a lesson's
         return
     kernel_name = kernel.fn.__name__
