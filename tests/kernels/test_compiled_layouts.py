@@ -122,6 +122,18 @@ def test_masked_lines_are_warps(n_cols, causal, cols, mask, dtype):
     assert layouts and all(holds_lines(layout, chosen.warps_per_row) for layout in layouts), layouts
 
 
+@pytest.mark.parametrize("mask", [1, 2], ids=["boolean", "additive"])
+def test_a_mask_out_of_phase_with_a_cluster_is_read_in_vectors(mask):
+    """Next to its vectors and those that follow them, only elements outside of whole vectors are read one by one."""
+    launch, chosen = masked_launch(20001, torch.bfloat16, mask, 3, False)
+    with captured() as kernels:
+        used = compiled.cross_compile(launch, "sm_90")
+    assert used.spilled_bytes == 0 and sum(n for width, n in used.loads if width < 8) == 2
+    assert sum(n for width, n in used.loads if width >= 8) == 3 * chosen.chunks
+    layouts = merged_layouts(kernels[0].asm["ttgir"])
+    assert layouts and all(holds_lines(layout, chosen.warps_per_row) for layout in layouts), layouts
+
+
 @pytest.mark.parametrize(("n_cols", "causal"), [(16385, False), (32768, True)])
 @pytest.mark.parametrize(
     "mask", [None, torch.ones(2, 1, dtype=torch.bool), torch.ones(1, dtype=torch.bool)], ids=["", "query", "column"]

@@ -18,6 +18,7 @@ from .common.masked_rows import accumulate, reciprocal, scalar_tile, scalar_tile
 from .common.masks import (
     ADDITIVE,
     BOOLEAN,
+    NEIGHBORS,
     NO_MASK,
     OWN,
     SHARED,
@@ -27,6 +28,7 @@ from .common.masks import (
     load_masks,
     load_next,
     load_query_mask,
+    load_shifted,
     mask_row_of,
     shifted_start,
 )
@@ -80,9 +82,11 @@ def masked_softmax_forward(
     TYPE: tl.constexpr = mask_ptr.dtype.element_ty
     BITS: tl.constexpr = TYPE.primitive_bitwidth
     IS_SHIFTED: tl.constexpr = MASK != NO_MASK and MASK_COLS == SHIFTED
+    COLS: tl.constexpr = NEIGHBORS if IS_SHIFTED and CTAS > 1 else MASK_COLS  # of chunks as loaded
     BITS_OF_X: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
     # a boolean mask is applied to logits of 16 bits as they were loaded, and no other mask is left. On a cluster that
-    # is slower: 0.66 of a copy instead of 0.71 at 50,257 columns
+    # a boolean mask is applied to logits of 16 bits as they were loaded, and no other mask is left. On a cluster that
+    # is slower: 0.86 of a copy instead of 0.94 at 20,001 columns
     PACKED: tl.constexpr = MASK == BOOLEAN and BITS_OF_X == 16 and CTAS == 1 and not TWO_PASS
     LATER: tl.constexpr = NO_MASK if PACKED else MASK
     REMATERIALIZE: tl.constexpr = RECOMPUTE and LATER == NO_MASK
@@ -162,10 +166,10 @@ def masked_softmax_forward(
     if not TWO_PASS:
         x = load_chunks(x_row + first, left, SEGMENTS, CHUNKS, FULL, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
         mask = x
-        if MASK != NO_MASK:
-            mask = load_masks(
-                at_mask, left, m_col, MASK_COLS, BITS, SEGMENTS, CHUNKS, FULL, WARPS_PER_ROW, VECTORS, VEC
-            )
+        if IS_SHIFTED and CTAS > 1:
+            mask = load_shifted(at_mask, to_mask, left, TYPE, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC, PTX)
+        elif MASK != NO_MASK:
+            mask = load_masks(at_mask, left, m_col, COLS, BITS, SEGMENTS, CHUNKS, FULL, WARPS_PER_ROW, VECTORS, VEC)
     scalars, in_scalars, z_scalars = (), (), ()
     for t in tl.static_range(SCALARS):
         scalar, in_scalar = scalar_tile(
@@ -187,7 +191,7 @@ def masked_softmax_forward(
             z_scalar = hide(z_scalar, mask_scalar, scale, LATER, PTX)
         scalars, in_scalars, z_scalars = scalars + (scalar,), in_scalars + (in_scalar,), z_scalars + (z_scalar,)
     # float32 by 8 warps is slower so: 0.76 of a copy instead of 0.93 at 7,379 columns
-    if IS_SHIFTED and MASK == ADDITIVE and not TWO_PASS and PTX and (VEC == 8 or VECTORS <= 128):
+    if IS_SHIFTED and MASK == ADDITIVE and not TWO_PASS and CTAS == 1 and PTX and (VEC == 8 or VECTORS <= 128):
         issue_loads()
     if TWO_PASS:
         most = tl.max(tl.max(left, 1), 0)  # of a CTA's segments, the first has the most columns
@@ -201,22 +205,16 @@ def masked_softmax_forward(
                 at = at_mask if MASK_COLS == 0 else at_mask + start * (m_col if MASK_COLS == 2 else 1)
                 if IS_SHIFTED:
                     at = at_mask + start // VEC * (VEC * BITS // 32)
-                mask = load_masks(
-                    at, left - start, m_col, MASK_COLS, BITS, SEGMENTS, CHUNKS, 0, WARPS_PER_ROW, VECTORS, VEC
-                )
+                mask = load_masks(at, left - start, m_col, COLS, BITS, SEGMENTS, CHUNKS, 0, WARPS_PER_ROW, VECTORS, VEC)
             for c in tl.static_range(CHUNKS):
-                after = load_next(
-                    at, to_mask, left - start, c, MASK_COLS, BITS, SEGMENTS, 0, WARPS_PER_ROW, VECTORS, VEC
-                )
-                m, s = accumulate(scores(x[c], mask[c], after, to_mask, scale, MASK, MASK_COLS, TYPE, PTX), m, s)
+                after = load_next(at, to_mask, left - start, c, COLS, BITS, SEGMENTS, 0, WARPS_PER_ROW, VECTORS, VEC)
+                m, s = accumulate(scores(x[c], mask[c], after, to_mask, scale, MASK, COLS, TYPE, PTX), m, s)
     else:
         if PACKED:
             kept = ()
             for c in tl.static_range(CHUNKS):
-                after = load_next(
-                    at_mask, to_mask, left, c, MASK_COLS, BITS, SEGMENTS, FULL, WARPS_PER_ROW, VECTORS, VEC
-                )
-                kept = kept + (hidden(x[c], mask[c], after, to_mask, MASK_COLS, PTX),)
+                after = load_next(at_mask, to_mask, left, c, COLS, BITS, SEGMENTS, FULL, WARPS_PER_ROW, VECTORS, VEC)
+                kept = kept + (hidden(x[c], mask[c], after, to_mask, COLS, PTX),)
             x = kept
         most = tl.max(tl.max(left, 1), 0) if SKIPS else 0
         if REMATERIALIZE or FUSED:
@@ -248,10 +246,8 @@ def masked_softmax_forward(
         else:
             z = ()
             for c in tl.static_range(CHUNKS):
-                after = load_next(
-                    at_mask, to_mask, left, c, MASK_COLS, BITS, SEGMENTS, FULL, WARPS_PER_ROW, VECTORS, VEC
-                )
-                z = z + (scores(x[c], mask[c], after, to_mask, scale, LATER, MASK_COLS, TYPE, PTX),)
+                after = load_next(at_mask, to_mask, left, c, COLS, BITS, SEGMENTS, FULL, WARPS_PER_ROW, VECTORS, VEC)
+                z = z + (scores(x[c], mask[c], after, to_mask, scale, LATER, COLS, TYPE, PTX),)
                 m = tl.maximum(m, tl.max(z[c], 2))
             if FOLDED:
                 for t in tl.static_range(SCALARS):
@@ -293,14 +289,10 @@ def masked_softmax_forward(
                 at = at_mask if MASK_COLS == 0 else at_mask + start * (m_col if MASK_COLS == 2 else 1)
                 if IS_SHIFTED:
                     at = at_mask + start // VEC * (VEC * BITS // 32)
-                mask = load_masks(
-                    at, left - start, m_col, MASK_COLS, BITS, SEGMENTS, CHUNKS, 0, WARPS_PER_ROW, VECTORS, VEC
-                )
+                mask = load_masks(at, left - start, m_col, COLS, BITS, SEGMENTS, CHUNKS, 0, WARPS_PER_ROW, VECTORS, VEC)
             for c in tl.static_range(CHUNKS):
-                after = load_next(
-                    at, to_mask, left - start, c, MASK_COLS, BITS, SEGMENTS, 0, WARPS_PER_ROW, VECTORS, VEC
-                )
-                z = scores(x[c], mask[c], after, to_mask, scale, MASK, MASK_COLS, TYPE, PTX)
+                after = load_next(at, to_mask, left - start, c, COLS, BITS, SEGMENTS, 0, WARPS_PER_ROW, VECTORS, VEC)
+                z = scores(x[c], mask[c], after, to_mask, scale, MASK, COLS, TYPE, PTX)
                 y = exp(z - row_max[:, :, None]) * by[:, :, None]
                 y_at = y_row + first + start
                 store_around(

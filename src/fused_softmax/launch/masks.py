@@ -62,13 +62,15 @@ def describe_mask(
         flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec))
         return read, flags, (middle[0], inner[0], *(s // vec for s in strides), m_col)
     phase = 0
-    if cols == 1 and plan.ctas == 1 and plan.vec * x.element_size() == VECTOR_BYTES:
+    if cols == 1 and plan.vec * x.element_size() == VECTOR_BYTES:
         # of the row's vector: its elements and its bytes in the mask, of which a thread reads at most 16 at once
         in_vector = plan.vec * read.element_size()
         in_phase = not plan.unaligned and vec * read.element_size() >= min(in_vector, VECTOR_BYTES)
         # a long row of float32 under such a mask: twice the loads, but half the registers for it. H200: 0.94 of a copy
         # instead of 0.80 (13,135 columns), 1.02 instead of 0.77 (9,381)
         by_elements = plan.vec == 4 and read.element_size() == 4 and plan.chunks > MOST_SHIFTED
+        if plan.ctas > 1:  # measured for rows and masks of 16 bits and less
+            by_elements = plan.vec == 4 or read.element_size() == 4
         if not in_phase and not by_elements and read.untyped_storage().data_ptr() % MASK_ALIGNMENT == 0:
             cols, vec, phase = 3, 1, read.data_ptr() % MASK_ALIGNMENT // read.element_size()
     order, rows, strides = _order(x, batch, strides)

@@ -81,6 +81,62 @@ def load_masks(
     return tiles
 
 
+@triton.constexpr_function
+def _shift_ptx(words: int) -> str:
+    """Shifts words right, twice as many as the result has, by the bytes in the register that follows them."""
+    shift = f"${3 * words}"
+    lines = [f"{{ .reg .b32 w<{2 * words}>, part; .reg .pred moves;"]
+    lines += [f"mov.b32 w{k}, ${words + k};" for k in range(2 * words)]
+    step, n = words // 2, 2 * words
+    while step:
+        n -= step
+        lines.append(f"and.b32 part, {shift}, {4 * step}; setp.ne.u32 moves, part, 0;")
+        lines += [f"selp.b32 w{k}, w{k + step}, w{k}, moves;" for k in range(n)]
+        step //= 2
+    # the bytes that remain: the shift counts bits, modulo 32
+    lines.append(f"shl.b32 part, {shift}, 3;")
+    lines += [f"shf.r.wrap.b32 ${k}, w{k}, w{k + 1}, part;" for k in range(words)]
+    return "\n".join((*lines, "}"))
+
+
+@triton.constexpr_function
+def _shift_registers(words: int, vec: int) -> str:
+    return ",".join(["=r"] * words + ["r"] * (2 * words + vec))
+
+
+@triton.jit
+def load_shifted(
+    words, shift, width, TYPE: tl.constexpr, SEGMENTS: tl.constexpr, CHUNKS: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The mask of a CTA's slice in the row's vectors, tile by tile as `load_chunks` has the row.
+
+    For clusters, where words have no layout: each thread shifts its vectors by inline PTX. Read by elements, 5 vectors
+    of a boolean mask took 41 loads. words, shift: of `shifted_start`. TYPE: an element's, of 8 or 16 bits.
+    # words, shift, width: [SEGMENTS, 1]
+    """
+    SIZE: tl.constexpr = TYPE.primitive_bitwidth // 8
+    ASM: tl.constexpr = _shift_ptx(VEC * SIZE // 4)
+    REGISTERS: tl.constexpr = _shift_registers(VEC * SIZE // 4, VEC)
+    at = words.to(tl.pointer_type(TYPE), bitcast=True)
+    own, after, tiles = (), (), ()
+    for c in tl.static_range(CHUNKS):
+        offsets = chunk_offsets(c, VECTORS, VEC, WARPS_PER_ROW)
+        inside = offsets < width
+        first = at if PTX else at + shift
+        own = own + (tl.load(first + offsets, mask=inside, other=0, eviction_policy=READS),)
+        if PTX:
+            after = after + (tl.load(at + VEC + offsets, mask=inside & (shift > 0), other=0, eviction_policy=READS),)
+    for c in tl.static_range(CHUNKS):
+        tile = own[c]
+        if PTX:
+            tile = tl.inline_asm_elementwise(
+                ASM, REGISTERS, [tile, after[c], shift * SIZE], dtype=tile.dtype, is_pure=True, pack=VEC
+            )
+        tiles = tiles + (tl.reshape(tile, (SEGMENTS, VECTORS, VEC)),)
+    return tiles
+
+
 @triton.jit
 def load_next(
     at, shift, width, C: tl.constexpr, MASK_COLS: tl.constexpr, BITS: tl.constexpr,
