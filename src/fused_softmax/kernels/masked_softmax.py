@@ -103,6 +103,9 @@ def masked_softmax_forward(
     CHUNK: tl.constexpr = WARPS_PER_ROW * VECTORS * VEC
     # a causal row passes over the chunks that it does not see: an unseen chunk takes as many instructions as a full one
     SKIPS: tl.constexpr = CAUSAL and REMATERIALIZE and ROWS * CTAS == 1 and CHUNKS > 1
+    # causal rows of 16 bits that share a warp: all chunks are computed, then all are written. 288 columns and 18
+    # queries run at 0.89 of a copy, at 0.85 where each chunk is written as it is computed
+    LATE: tl.constexpr = CAUSAL and MASK == NO_MASK and BITS_OF_X == 16 and ROWS > 1 and VECTORS < 32 and not RECOMPUTE
     scale = tl.cast(scale, tl.float32)  # the interpreter makes a float64 of a subnormal number
     unit = scale if FUSED else 1.0
     place, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
@@ -162,7 +165,7 @@ def masked_softmax_forward(
     m = tl.zeros([SEGMENTS, VECTORS], tl.float32) + LOWEST
     s = tl.zeros([SEGMENTS, VECTORS], tl.float32)
     zero = tl.zeros([1, 1], tl.int64)
-    exps = ()
+    exps, held = (), ()
     if not TWO_PASS:
         x = load_chunks(x_row + first, left, SEGMENTS, CHUNKS, FULL, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
         mask = x
@@ -322,10 +325,17 @@ def masked_softmax_forward(
             by_vector *= correction
         for c in tl.static_range(CHUNKS):
             y = exps[c] * by_vector[:, :, None]
-            store_around(
-                y_row + first, width, within - first, y, c, CAUSAL, SEGMENTS, FULL, WARPS_PER_ROW, VECTORS, VEC
-            )
+            if LATE:
+                held = held + (y.to(y_ptr.dtype.element_ty),)
+            else:
+                store_around(
+                    y_row + first, width, within - first, y, c, CAUSAL, SEGMENTS, FULL, WARPS_PER_ROW, VECTORS, VEC
+                )
     for t in tl.static_range(SCALARS):
         y_scalar = y_scalars[t] if FOLDED else exp((z_scalars[t] - row_max) * unit) * by
         tl.store(y_row + scalars[t], y_scalar.to(y_ptr.dtype.element_ty), mask=in_scalars[t])
+    for c in tl.static_range(len(held)):
+        store_around(
+            y_row + first, width, within - first, held[c], c, CAUSAL, SEGMENTS, FULL, WARPS_PER_ROW, VECTORS, VEC
+        )
     leave_cluster(CTAS, PTX)
