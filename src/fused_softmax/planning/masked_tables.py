@@ -9,7 +9,9 @@ from .config_tables import KernelConfig
 # 0.89 with 4 warps and 11 chunks, at 0.62 with 16 warps and 3; an additive mask of 3,943 columns at 1.04 with 4 warps,
 # at 0.88 with 8; one of 10,697 at 0.85 with 4, at 0.75 with 8. float32, 8,894 columns with 8 warps and on a cluster:
 # causal 0.99 and 0.82, additive 0.98 and 0.80, causal gradient 1.01 and 0.61;
-# boolean, 9,697 with 16 warps and on a cluster: 0.99 and 0.82. rows: as many warps have a row each
+# boolean, 9,697 with 16 warps and on a cluster: 0.99 and 0.82. Unaligned rows: float32, boolean, 4,189 with 4 warps and
+# 8: 1.02 and 0.90; additive, 3,641 with 8 and 4: 0.95 and 0.89; bfloat16, boolean, 14,523 to 16,377 with 8 and 4: 0.95
+# to 1.01 and 0.87 to 0.92. rows: as many warps have a row each
 MASKED: dict[str, dict[int, tuple[KernelConfig, ...]]] = {
     "unmasked": {
         2: (
@@ -30,12 +32,14 @@ MASKED: dict[str, dict[int, tuple[KernelConfig, ...]]] = {
         2: (
             KernelConfig(2816, 1, 1),
             KernelConfig(5632, 1, 2),
-            KernelConfig(16384, 1, 4),
+            KernelConfig(14336, 1, 4),
+            KernelConfig(16384, 1, 4, unaligned_warps=8),
         ),
         4: (
             KernelConfig(768, 1, 1),
             KernelConfig(1792, 1, 2),
             KernelConfig(3072, 1, 4),
+            KernelConfig(6144, 1, 8, unaligned_warps=4),
             KernelConfig(16384, 1, 8),
         ),
     },
@@ -64,6 +68,8 @@ MASKED["additive"] = {
     ),
     4: (
         *MASKED["boolean"][4][:2],
+        KernelConfig(3584, 1, 4),
+        KernelConfig(4096, 1, 4, unaligned_warps=8),
         KernelConfig(6144, 1, 4),
         KernelConfig(8192, 1, 8, max_registers=80),
         KernelConfig(13312, 1, 8),
