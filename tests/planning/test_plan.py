@@ -488,6 +488,10 @@ def test_plans_differ_by_the_kind_of_mask():
     # few warps with many chunks, none of them empty; an additive mask takes more registers, so more warps hold a row
     assert [planned(2555, "bfloat16", mask).num_warps for mask in (1, 2)] == [1, 2]
     assert [planned(10697, "bfloat16", mask).chunks for mask in (1, 2)] == [11, 11]
+    # unaligned rows of some widths have other warps than their neighbors, or than aligned rows
+    assert [planned(n_cols, "bfloat16", 1).num_warps for n_cols in (14335, 15239)] == [4, 8]
+    assert [planned(n_cols, "float32", 1).num_warps for n_cols in (4189, 6147)] == [4, 8]
+    assert [planned(n_cols, "float32", 2).num_warps for n_cols in (3583, 3641, 4101)] == [4, 8, 4]
     # chunks that lie inside every row need no predicate, wherever the row and its mask begin
     for n_cols in range(65, 16384, 31):
         plan = planned(n_cols, "bfloat16", 2)
