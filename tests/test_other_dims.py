@@ -357,6 +357,33 @@ def test_chunks_are_staged_only_where_a_thread_copies_whole_vectors():
     assert [plan_spatial(*other).smem_staged for other in others] == [0, 0, 0]
 
 
+def test_long_columns_stay_on_chip_and_gradients_stage_dy():
+    device = DEVICES["sm_90"]
+    problem = SpatialProblem(5000, 8000, "bfloat16", "bfloat16", 8)
+    gradient = plan_spatial(replace(problem, n_cols=3000, backward=True), device)
+    assert gradient.smem_staged == gradient.chunks - 1 and gradient.recompute
+    for dtype, vec, widths in (
+        ("bfloat16", 8, (5000, 9000, 15000, 30000)),
+        ("float32", 4, (8000, 11000, 14000, 20000)),
+    ):
+        for n_cols in widths:
+            plan = plan_spatial(replace(problem, n_cols=n_cols, dtype=dtype, out_dtype=dtype, vec=vec), device)
+            assert plan.regime == "spatial_cluster" and 0 < plan.smem_staged < plan.unpredicated_chunks
+            assert plan.recompute  # a staged chunk is read twice, so nothing of it is kept
+    # a tile of so few chunks, between what either tile was measured to be good for, is read twice
+    assert plan_spatial(replace(problem, n_cols=18000), device).regime == "spatial_two_pass"
+
+
+def test_clusters_share_columns_whose_elements_are_read_one_by_one():
+    problem = SpatialProblem(300, 6171, "float32", "float32", 1, whole_sectors=False)
+    for n_cols, backward in ((70, False), (300, False), (1000, False), (70, True), (300, True), (1000, True)):
+        asked = replace(problem, n_cols=n_cols, backward=backward)
+        assert plan_spatial(asked, DEVICES["sm_90"]).regime == "spatial_cluster"
+        others = replace(asked, batch_invariant=True), replace(asked, inner=201), replace(asked, out_dtype="bfloat16")
+        assert {plan_spatial(other, DEVICES["sm_90"]).ctas for other in others} == {1}
+        assert plan_spatial(asked, DEVICES["sm_80"]).ctas == 1
+
+
 def test_parts_keep_the_gpu_busy_whatever_the_number_of_positions():
     def programs(n_cols: int, inner: int, **more) -> tuple[int, int]:
         problem = SpatialProblem(n_cols, inner, "bfloat16", "bfloat16", 8, **more)

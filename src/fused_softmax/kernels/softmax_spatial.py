@@ -8,7 +8,7 @@ reads each once and writes each once. A thread reduces the columns that it holds
 merges COLS columns. With COLS = 1 a thread holds whole columns, and nothing is merged.
 
 Where CTAS > 1, the CTAs of a thread-block cluster share the columns, COLS of each chunk for each CTA, and merge their
-numbers at last. The first SMEM_STAGED chunks are in shared memory, not in registers.
+numbers at last. The first SMEM_STAGED chunks (of a gradient: of dy) are in shared memory, not in registers.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .common.spatial_tiles import (
     load_tiles,
     outer_of,
     positions_of,
+    softmax_reads,
     store_tile,
     sum_over_columns,
     tile_at,
@@ -55,7 +56,8 @@ def softmax_spatial(
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
     FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
     stage(x_ptr, outer, x_col, x_outer, first, column, inner, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
-    x = load_tiles(x_at, x_col, column, n_cols, exists, -float("inf"), CHUNKS, UNPREDICATED, STEP, VEC, FIRST)
+    POLICY: tl.constexpr = softmax_reads(x_ptr.dtype.element_ty, CHUNKS * STEP, INNER, SMEM_STAGED > 0)
+    x = load_tiles(x_at, x_col, column, n_cols, exists, -float("inf"), CHUNKS, UNPREDICATED, STEP, VEC, FIRST, POLICY)
     m = x[0]
     for c in tl.static_range(1, CHUNKS - FIRST):
         m = maximum(m, x[c], PTX)
@@ -106,10 +108,11 @@ def softmax_spatial_backward(
     n_blocks: Int32,
     y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64, dx_outer: Int64, dx_col: Int64,
     LOG: tl.constexpr, OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
-    VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, RECOMPUTE: tl.constexpr,
-    INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+    VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, SMEM_STAGED: tl.constexpr,
+    RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 1, INNER, PTX)
+    declare_staging(SMEM_STAGED, COLS, INNER, VEC, PTX)
     pid, column = share_of(tl.program_id(0), CTAS, COLS, PTX)
     outer, is_outer = outer_of(pid // n_blocks, n_outer, OUTERS)
     first, exists = positions_of(pid % n_blocks, inner, INNER, VEC)
@@ -120,11 +123,20 @@ def softmax_spatial_backward(
     dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
 
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
-    dy = load_tiles(dy_at, dy_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC)
+    FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
+    stage(dy_ptr, outer, dy_col, dy_outer, first, column, inner, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
+    dy = load_tiles(dy_at, dy_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC, FIRST)
     y = load_tiles(y_at, y_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC)
     d = tl.zeros(dy[0].shape, tl.float32)
-    for c in tl.static_range(CHUNKS):
-        dy_c = upcast(dy[c], PTX, RECOMPUTE)
+    for c in tl.static_range(FIRST, CHUNKS):
+        dy_c = upcast(dy[c - FIRST], PTX, RECOMPUTE)
+        y_c = dy_c  # unused where LOG
+        if not LOG:
+            y_c = upcast(y[c], PTX, RECOMPUTE)
+        d += gradient_term(y_c, dy_c, LOG)
+    await_staged(SMEM_STAGED, PTX)
+    for c in tl.static_range(FIRST):
+        dy_c = upcast(chunk_of(dy, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE)
         y_c = dy_c  # unused where LOG
         if not LOG:
             y_c = upcast(y[c], PTX, RECOMPUTE)
@@ -132,5 +144,5 @@ def softmax_spatial_backward(
     d = exchange_sum(sum_over_columns(d, INVARIANT), CTAS, THREADS, PTX)[None, :, :]
     for c in tl.static_range(CHUNKS):
         y_c = upcast(y[c], PTX, RECOMPUTE, True)
-        dy_c = upcast(dy[c], PTX, RECOMPUTE, True)
+        dy_c = upcast(chunk_of(dy, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE, True)
         store_tile(dx_at, gradient(y_c, dy_c, d, LOG), c, dx_col, column, n_cols, exists, UNPREDICATED, STEP, VEC)

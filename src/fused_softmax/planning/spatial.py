@@ -23,6 +23,7 @@ from .spatial_tables import (
     PARTS_BYTES,
     PARTS_CHUNKS,
     PARTS_WARPS,
+    SHARED_BYTES,
     STAGED_BYTES,
     STATISTICS_CHUNKS,
     UNALIGNED,
@@ -146,8 +147,11 @@ def _configured(problem: SpatialProblem, device: Device, config: SpatialConfig) 
         warps = max(1, warps * cols * inner // per_chunk)
     staged = 0
     if config.held is not None:
-        room = STAGED_BYTES // (warps * device.warp_size * VECTOR_BYTES)
-        staged = min(max(0, -(-problem.n_cols // (cols * config.ctas)) - config.held), room)
+        # next to the numbers that the CTAs exchange, (maximum, sum) of each position
+        room = min(STAGED_BYTES, SHARED_BYTES - 8 * config.ctas * inner) // (warps * device.warp_size * VECTOR_BYTES)
+        most = room if config.most_staged is None else min(room, config.most_staged)
+        staged = min(max(0, -(-problem.n_cols // (cols * config.ctas)) - config.held), most)
+        recompute = True  # a chunk that is read a second time is not kept
     return resident_plan(
         problem, device, inner, cols, warps, config.ctas, recompute, config.max_registers, config.thread_bytes, staged
     )
@@ -161,18 +165,28 @@ def _configs(
 ) -> Iterator[SpatialConfig]:
     """The configs whose tiles hold the columns, best first."""
     unaligned = problem.vec < problem.full_vec // 2 and not problem.batch_invariant
+    # elements that are read one by one take more registers, and so does a cast
+    clusters = device.max_cluster > 1 and not problem.batch_invariant and problem.dtype == problem.out_dtype
+    staged = device.supports_smem_staging and problem.vec == problem.full_vec
+
+    def fits(config: SpatialConfig) -> bool:
+        # an exchange over a cluster merges in an order of its own. Tiles are wide, so few positions waste most of one
+        on_cluster = clusters and device.max_cluster >= config.ctas and problem.inner >= 4 * config.inner
+        by_sectors = (
+            config.whole_sectors is problem.whole_sectors
+            and problem.inner >= 4 * config.inner
+            and not problem.batch_invariant
+        )
+        return (
+            config.least_cols <= problem.n_cols <= config.max_cols
+            and (config.ctas == 1 or on_cluster)
+            and (config.held is None or staged)
+            and (config.whole_sectors is None or by_sectors)
+        )
+
     if unaligned:
-        yield from (c for c in unaligned_table if problem.n_cols <= c.max_cols)
-    for config in table:
-        # An exchange over a cluster merges in an order of its own. Tiles are wide, so few positions waste most of one.
-        # Elements that are read one by one take more registers, and so does a cast
-        on_cluster = device.max_cluster >= config.ctas and problem.inner >= 4 * config.inner and not unaligned
-        on_cluster = on_cluster and problem.dtype == problem.out_dtype
-        staged = device.supports_smem_staging and problem.vec == problem.full_vec
-        if config.whole_sectors not in (None, problem.whole_sectors) or (config.held is not None and not staged):
-            continue
-        if problem.n_cols <= config.max_cols and (config.ctas == 1 or (on_cluster and not problem.batch_invariant)):
-            yield config
+        yield from filter(fits, unaligned_table)
+    yield from (config for config in table if fits(config) and not (unaligned and config.ctas > 1))
 
 
 def _on_chip(problem: SpatialProblem, device: Device) -> Iterator[SpatialConfig]:
@@ -233,8 +247,8 @@ def plan_spatial_elementwise(problem: SpatialProblem, device: Device) -> Plan:
 
 def _in_one_step(problem: SpatialProblem, device: Device) -> Plan | None:
     """The plan of one part of one step, in the tiles of a softmax of so few columns; None where there are more."""
-    config = next(_on_chip(problem, device), None)
-    if config is None or config.ctas > 1 or problem.n_cols > ONE_STEP or problem.batch_invariant:
+    config = next((config for config in _on_chip(problem, device) if config.ctas == 1), None)
+    if config is None or problem.n_cols > ONE_STEP or problem.batch_invariant:
         return None
     found = _configured(problem, device, config)
     # its kernels take one index of `outer`

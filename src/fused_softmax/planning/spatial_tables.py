@@ -14,8 +14,9 @@ class SpatialConfig(NamedTuple):
     A chunk has as many columns as fill all threads with thread_bytes. recompute: hold 16-bit columns as loaded and
     compute exp twice. max_registers: a cap on a thread's registers, so that several programs share a multiprocessor.
     thread_bytes: with 8, a thread has half as many positions, and keeps half as many numbers of each. held: chunks in
-    registers, where the others are staged in shared memory. whole_sectors: only for columns that start at a multiple
-    of 32 bytes (True), or only for others (False), which need wider tiles.
+    registers, where the others (of a gradient: of dy), or `most_staged` of them, are staged in shared memory.
+    whole_sectors: only for columns that start at a multiple of 32 bytes (True), or only for others (False), which need
+    wider tiles. least_cols: fewer columns take another config.
     """
 
     max_cols: int
@@ -27,6 +28,8 @@ class SpatialConfig(NamedTuple):
     thread_bytes: int = 16
     held: int | None = None
     whole_sectors: bool | None = None
+    most_staged: int | None = None
+    least_cols: int = 0
 
 
 # by (backward, bytes of an element). The first that fits is taken: one without clusters follows those on clusters
@@ -38,10 +41,14 @@ ON_CHIP = {
         SpatialConfig(76, 1, 2, 128),
         SpatialConfig(176, 1, 4, 128, thread_bytes=8),
         SpatialConfig(256, 1, 4, 64),
+        SpatialConfig(288, 1, 4, 32, max_registers=80, whole_sectors=True),
+        SpatialConfig(416, 1, 4, 32, max_registers=96, whole_sectors=True),
+        SpatialConfig(512, 1, 4, 32, max_registers=128, whole_sectors=True),
         SpatialConfig(352, 1, 8, 64, max_registers=80),
         SpatialConfig(512, 1, 4, 64),
         SpatialConfig(640, 2, 4, 64, max_registers=128),
         SpatialConfig(832, 2, 4, 32, max_registers=96, whole_sectors=True),
+        SpatialConfig(1120, 2, 4, 32, max_registers=128, whole_sectors=True),
         SpatialConfig(896, 4, 4, 64, max_registers=96, whole_sectors=False),
         SpatialConfig(1280, 4, 4, 64, max_registers=128, whole_sectors=False),
         SpatialConfig(1024, 1, 8, 32, max_registers=128),
@@ -56,6 +63,12 @@ ON_CHIP = {
         SpatialConfig(4096, 8, 4, 32, max_registers=128, whole_sectors=True),
         SpatialConfig(4096, 16, 4, 64, max_registers=128),
         SpatialConfig(2048, 1, 16, 32),
+        SpatialConfig(5120, 16, 4, 64, max_registers=96, held=4, whole_sectors=True, most_staged=16),
+        SpatialConfig(5120, 16, 4, 64, max_registers=128, held=4, whole_sectors=False, most_staged=16),
+        SpatialConfig(9216, 16, 4, 64, max_registers=128, held=4, whole_sectors=True, most_staged=16),
+        SpatialConfig(10752, 16, 4, 64, max_registers=168, held=4, whole_sectors=True, most_staged=16),
+        SpatialConfig(15360, 16, 8, 64, max_registers=128, held=4, whole_sectors=True, most_staged=8),
+        SpatialConfig(30720, 16, 8, 32, max_registers=128, held=4, whole_sectors=True, most_staged=8, least_cols=20993),
     ),
     (False, 4): (
         SpatialConfig(6, 1, 2, 256),
@@ -74,8 +87,13 @@ ON_CHIP = {
         SpatialConfig(2048, 1, 16, 16),
         SpatialConfig(2816, 8, 8, 32, max_registers=80),
         SpatialConfig(4096, 8, 8, 32, max_registers=128),
+        SpatialConfig(7168, 8, 8, 16, max_registers=128),
+        SpatialConfig(8448, 16, 4, 32, max_registers=128, held=4, whole_sectors=True, most_staged=16),
         SpatialConfig(8192, 8, 8, 16, max_registers=128),
         SpatialConfig(9216, 16, 8, 32, max_registers=128),
+        SpatialConfig(11520, 16, 4, 32, max_registers=168, held=4, whole_sectors=True, most_staged=16),
+        SpatialConfig(14336, 16, 8, 32, max_registers=128, held=4, whole_sectors=True, most_staged=8),
+        SpatialConfig(20480, 16, 8, 16, max_registers=96, held=4, whole_sectors=True, most_staged=8),
     ),
     (True, 2): (
         SpatialConfig(8, 1, 2, 512),
@@ -90,6 +108,9 @@ ON_CHIP = {
         SpatialConfig(1024, 1, 8, 32),
         SpatialConfig(1792, 16, 4, 64, max_registers=96),
         SpatialConfig(2816, 8, 8, 64, max_registers=128),
+        SpatialConfig(3072, 8, 8, 64, max_registers=128, whole_sectors=False),
+        SpatialConfig(3584, 16, 4, 64, max_registers=96, held=1, whole_sectors=True),
+        SpatialConfig(5120, 16, 4, 64, max_registers=128, held=1, whole_sectors=True),
         SpatialConfig(3584, 16, 8, 64, max_registers=96, whole_sectors=False),
         SpatialConfig(4096, 16, 8, 64, max_registers=128, whole_sectors=False),
         SpatialConfig(4096, 8, 8, 32, max_registers=128),
@@ -116,8 +137,9 @@ ON_CHIP = {
         SpatialConfig(10240, 16, 8, 16, max_registers=128),
     ),
 }
-# bytes of a program's chunks in shared memory: a kernel may have 48 KB with those of its reductions
-STAGED_BYTES = 40 << 10
+# bytes of a program's chunks in shared memory, at most; and of these and the numbers that its CTAs exchange
+# (a kernel may have 48 KB, with those of its reductions)
+STAGED_BYTES, SHARED_BYTES = 40 << 10, 45 << 10
 # bytes of a chunk that follow one another in memory, at least, where positions are few: its columns are neighbors
 LEAST_RUN = 128
 NARROW = 16  # positions, at most, of which a program of one warp takes some
@@ -159,12 +181,20 @@ LOSS = {
         SpatialConfig(2048, 1, 16, 16),
     ),
 }
-# where runs of positions start anywhere, so that elements are read one by one
+# where runs of positions start anywhere, so that elements are read one by one, and tiles are wide
 UNALIGNED = {
     (False, 2): (
         SpatialConfig(6, 1, 2, 512, recompute=False),
         SpatialConfig(40, 1, 2, 256),
+        SpatialConfig(96, 1, 2, 64, whole_sectors=False),
         SpatialConfig(192, 1, 4, 32, recompute=False),
+        SpatialConfig(240, 1, 4, 64),
+        SpatialConfig(272, 2, 4, 64, max_registers=128),
+        SpatialConfig(320, 4, 4, 64, max_registers=96),
+        SpatialConfig(512, 8, 4, 128, max_registers=128),
+        SpatialConfig(768, 4, 4, 32, max_registers=96),
+        SpatialConfig(1024, 4, 8, 64, max_registers=128),
+        SpatialConfig(1792, 8, 8, 64, max_registers=128),
         SpatialConfig(256, 1, 4, 64),
         SpatialConfig(512, 1, 4, 32, max_registers=128),
     ),
@@ -172,16 +202,39 @@ UNALIGNED = {
         SpatialConfig(6, 1, 2, 256),
         SpatialConfig(24, 1, 1, 128),
         SpatialConfig(40, 1, 4, 64),
+        SpatialConfig(56, 1, 8, 128, max_registers=128),
+        SpatialConfig(80, 2, 4, 128, max_registers=96),
+        SpatialConfig(176, 4, 4, 128, max_registers=96),
+        SpatialConfig(224, 4, 4, 128, max_registers=128),
+        SpatialConfig(352, 8, 4, 128, max_registers=96),
+        SpatialConfig(544, 8, 4, 128, max_registers=128),
+        SpatialConfig(832, 4, 8, 64, max_registers=128),
+        SpatialConfig(1280, 16, 4, 64, max_registers=96),
+        SpatialConfig(1664, 16, 4, 64, max_registers=128),
         SpatialConfig(192, 1, 8, 128, max_registers=128),
     ),
     (True, 2): (
         SpatialConfig(8, 1, 2, 512),
         SpatialConfig(44, 1, 4, 128),
         SpatialConfig(192, 1, 4, 32),
+        SpatialConfig(256, 4, 4, 64, max_registers=96),
         SpatialConfig(256, 1, 4, 64),
         SpatialConfig(512, 1, 8, 64),
+        SpatialConfig(768, 8, 4, 32, max_registers=96),
+        SpatialConfig(1024, 16, 4, 64, max_registers=128),
+        SpatialConfig(1792, 16, 8, 64, max_registers=128),
     ),
-    (True, 4): (SpatialConfig(12, 1, 1, 128), SpatialConfig(40, 1, 4, 64)),
+    (True, 4): (
+        SpatialConfig(12, 1, 1, 128),
+        SpatialConfig(56, 1, 4, 64),
+        SpatialConfig(80, 4, 4, 128, max_registers=96),
+        SpatialConfig(160, 8, 4, 128, max_registers=96),
+        SpatialConfig(256, 8, 4, 128, max_registers=128),
+        SpatialConfig(384, 8, 4, 64, max_registers=128),
+        SpatialConfig(512, 16, 4, 128, max_registers=128),
+        SpatialConfig(1024, 16, 4, 64, max_registers=128),
+        SpatialConfig(1792, 16, 8, 64, max_registers=128),
+    ),
 }
 # a kernel that reads columns in parts: bytes of a tile along `inner`, warps, and chunks of a step
 PARTS_BYTES, PARTS_WARPS, PARTS_CHUNKS = 256, 4, 4

@@ -18,6 +18,15 @@ import triton.language as tl
 from .tiles import READS
 
 
+@triton.constexpr_function
+def softmax_reads(dtype: tl.dtype, n_cols: int, inner: int, staged: bool) -> str:
+    """The eviction policy of a softmax's reads: none for 16 bits and many columns that all stay in registers.
+
+    H200, 35 shapes of 256 to 4,096 columns: 1.5% less time without a policy. Few columns and float32 are slower so.
+    """
+    return "" if dtype.primitive_bitwidth == 16 and n_cols >= 256 and inner >= 32 and not staged else "evict_last"
+
+
 @triton.jit
 def outer_of(index, n_outer, OUTERS: tl.constexpr):
     """(index along `outer`, whether it exists): a scalar, or [1, OUTERS, 1] of a program of several."""
@@ -52,26 +61,27 @@ def tile_at(ptr, outer, col_stride, outer_stride, first, column, INNER: tl.const
 @triton.jit
 def load_tile(
     at, C: tl.constexpr, col_stride, column, n_cols, exists, fill, UNPREDICATED: tl.constexpr, COLS: tl.constexpr,
-    VEC: tl.constexpr,
+    VEC: tl.constexpr, POLICY: tl.constexpr = READS,
 ):  # fmt: skip
     """Chunk C as loaded, from the pointers to chunk 0. The first UNPREDICATED chunks lie inside the columns."""
     here = at + (C * COLS * VEC) * col_stride
     if C < UNPREDICATED:
-        return tl.load(here, mask=exists, other=fill, eviction_policy=READS)
+        return tl.load(here, mask=exists, other=fill, eviction_policy=POLICY)
     else:
         inside = exists & (column < n_cols - C * COLS)
-        return tl.load(here, mask=inside, other=fill, eviction_policy=READS)
+        return tl.load(here, mask=inside, other=fill, eviction_policy=POLICY)
 
 
 @triton.jit
 def load_tiles(
     at, col_stride, column, n_cols, exists, fill, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr,
     COLS: tl.constexpr, VEC: tl.constexpr, FIRST: tl.constexpr = 0,
+    POLICY: tl.constexpr = READS,
 ):  # fmt: skip
     """Chunks FIRST .. CHUNKS-1, one tile each. All loads are issued before any value is used."""
     tiles = ()
     for c in tl.static_range(FIRST, CHUNKS):
-        tiles = tiles + (load_tile(at, c, col_stride, column, n_cols, exists, fill, UNPREDICATED, COLS, VEC),)
+        tiles = tiles + (load_tile(at, c, col_stride, column, n_cols, exists, fill, UNPREDICATED, COLS, VEC, POLICY),)
     return tiles
 
 

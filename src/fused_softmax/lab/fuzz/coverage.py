@@ -143,7 +143,7 @@ def unreachable() -> Reached:
         never |= {("softmax_two_pass", "CTAS=1"), ("softmax_backward_two_pass", "CTAS=1")}
     if not torch.cuda.is_available():
         # chunks are staged in shared memory by PTX alone; a GPU alone has memory of the host to report to
-        staged = ("softmax_backward_resident", "softmax_spatial")
+        staged = ("softmax_backward_resident", "softmax_spatial", "softmax_spatial_backward")
         never |= {*((name, "SMEM_STAGED=some") for name in staged), ("cross_entropy_backward", "REPORTS=True")}
     return never
 
