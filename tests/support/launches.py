@@ -107,7 +107,8 @@ def statistics(target: str) -> Iterator[Named]:
             chosen = plan_row_statistics(problem_of(x), device)
             for third in ("", " entropy", " rank") if chosen.part_cols else ():
                 flags = (("ENTROPY", third == " entropy"), ("RANK", third == " rank"), ("SCALE", 0))
-                launch = row_launch(row_statistics.FORWARD, (x,), (number, ids, number), (1, 1.0), flags, chosen, device)
+                vectors = (number, ids, number)
+                launch = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 1.0), flags, chosen, device)
                 yield f"row_statistics parts{third} {dtype} {n_cols}", as_called(launch), chosen
                 tensors = (x, number, number, number, number, ids, number, number)
                 flags = (("PICKS", 1), *flags, ("KEEP_MOMENTS", True), ("ROWS", 8), ("SPLITS", 64), ("WAITS", True))
