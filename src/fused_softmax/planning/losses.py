@@ -23,7 +23,16 @@ from .config_tables import (
     TWO_PASS_WARPS,
     KernelConfig,
 )
-from .softmax import looped_steps_plan, plan, preferred_warp_plan, resident_plan, steps_plan, two_pass_plan, warp_plan
+from .softmax import (
+    geometry,
+    looped_steps_plan,
+    plan,
+    preferred_warp_plan,
+    resident_plan,
+    steps_plan,
+    two_pass_plan,
+    warp_plan,
+)
 from .types import Device, Plan, Problem
 
 
@@ -43,13 +52,14 @@ def plan_statistics(problem: Problem, device: Device) -> Plan:
 
 
 def plan_row_statistics(problem: Problem, device: Device) -> Plan:
-    """`plan_statistics`; of wide rows of 16 bits, the plan of a kernel that reduces a part of a row, in one step.
+    """`plan_statistics`; of wide rows of 16 bits, in whole vectors, the plan of a kernel that reduces a part.
 
     >>> plan_row_statistics(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).part_cols
     4096
     """
     narrow, warps, most = STATISTICS_PARTS
-    if device.max_cluster < 16 or problem.itemsize != 2 or problem.n_cols <= narrow:
+    whole_vectors = geometry(problem)[0] == problem.full_vec == 8
+    if device.max_cluster < 16 or not whole_vectors or problem.n_cols <= narrow:
         return plan_statistics(problem, device)
     return parts_plan(problem, device, warps, most)
 
