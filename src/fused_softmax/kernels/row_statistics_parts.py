@@ -95,13 +95,13 @@ def merge_row_statistics(
     n_splits: Int32, n_picks: Int32,
     scale: Float32,
     PICKS: tl.constexpr, ENTROPY: tl.constexpr, RANK: tl.constexpr, SCALE: tl.constexpr, KEEP_MOMENTS: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,  # rows of a program
     SPLITS: tl.constexpr,  # a power of two >= n_splits
     WAITS: tl.constexpr,  # the kernel that writes the parts may still run
 ):  # fmt: skip
     """Merges each row's parts in one order, and writes what is asked of the row."""
     MOMENT: tl.constexpr = moment_of(ENTROPY, RANK)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     exists = row < n_rows
     by = scale_of(row, exists, scale_ptr, scale, SCALE)
     k, wanted, inside, x_picked = picked_logits(x_ptr + row * x_stride, n_cols, row, exists, ids_ptr, n_picks, PICKS)

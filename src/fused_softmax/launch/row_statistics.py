@@ -154,7 +154,7 @@ def prepare_statistics(op: RowOp, x: Tensor, dtype: torch.dtype, flags: Flags, i
     rows_each = max(1, PARTS_OF_PROGRAM // width)
     reduce = prepare_rows(op, (x,), (torch.empty(1), ids, real), flags, invariant).at
     kinds = (x.dtype, _REAL, dtype, dtype, dtype, ids.dtype, dtype, dtype)
-    of_merge = (*flags, ("ROWS", rows_each), ("SPLITS", width), ("WAITS", device.supports_pdl))
+    of_merge = (*flags, ("BLOCK", rows_each), ("SPLITS", width), ("WAITS", device.supports_pdl))
     merge = prepare_flat(_merge_statistics, kinds, of_merge, 4, x)
     new, at = allocator(x), pointer(x)
 
