@@ -1,8 +1,8 @@
 """Statistics of rows (n_rows, n_cols), forward and backward: what token_logprobs and logsumexp launch.
 
-Log-probabilities of ids, entropy and logsumexp come from one kernel, kernels/row_statistics.py. Allocates what is
-O(rows), and launches. No mathematics and no autograd; nothing here waits for the device. KernelUnavailable, with
-nothing written, where a kernel does not compile.
+Log-probabilities of ids, entropy and logsumexp come from one kernel, kernels/row_statistics.py, or from the two of
+kernels/row_statistics_parts.py, where rows are wide. Allocates what is O(rows), and launches. No mathematics and no
+autograd; nothing here waits for the device. KernelUnavailable, with nothing written, where a kernel does not compile.
 """
 
 from __future__ import annotations
