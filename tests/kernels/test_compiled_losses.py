@@ -126,9 +126,11 @@ def test_statistics_do_not_spill(n_cols, scale, rank):
     x, number, ids = torch.empty(3, n_cols, dtype=torch.bfloat16), torch.zeros(3), torch.zeros(3, 1, dtype=torch.int64)
     flags = (("PICKS", 1), ("ENTROPY", not rank), ("SCALE", scale), ("KEEP_MOMENTS", not rank), ("RANK", rank))
     one, shared = plan_statistics(problem_of(x), SM_90), row_statistics.FORWARD.planner(problem_of(x), SM_90)
-    for plan in (one, shared) if shared.part_cols else (one,):
-        vectors = (number, ids, number) if plan.part_cols else (number, number, number, ids, number, number)
-        launch = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 1.0), flags, plan, SM_90)
+    for plan in (one, shared) if shared.part_cols and not rank else (one,):
+        vectors, numbers = (number, number, number, ids, number, number), (1, 1.0)
+        if plan.part_cols:
+            vectors, numbers = (number, number), (1.0,)
+        launch = row_launch(row_statistics.FORWARD, (x,), vectors, numbers, flags, plan, SM_90)
         used = compiled.cross_compile(launch, "sm_90")
         assert used.spilled_bytes == 0 and used.products_exchanged == 0
 

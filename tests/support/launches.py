@@ -105,10 +105,9 @@ def statistics(target: str) -> Iterator[Named]:
                 launch = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 1.0), flags, chosen, device)
                 yield f"row_statistics{third} {dtype} {n_cols}", as_called(launch), chosen
             chosen = plan_row_statistics(problem_of(x), device)
-            for third in ("", " entropy", " rank") if chosen.part_cols else ():
-                flags = (("ENTROPY", third == " entropy"), ("RANK", third == " rank"), ("SCALE", 0))
-                vectors = (number, ids, number)
-                launch = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 1.0), flags, chosen, device)
+            for third in ("", " entropy") if chosen.part_cols else ():
+                flags = (("ENTROPY", third == " entropy"), ("SCALE", 0))
+                launch = row_launch(row_statistics.FORWARD, (x,), (number, number), (1.0,), flags, chosen, device)
                 yield f"row_statistics parts{third} {dtype} {n_cols}", as_called(launch), chosen
                 tensors = (x, number, number, number, number, ids, number, number)
                 flags = (("PICKS", 1), *flags, ("KEEP_MOMENTS", True), ("BLOCK", 8), ("SPLITS", 64), ("WAITS", True))

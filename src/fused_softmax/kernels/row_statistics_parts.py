@@ -2,9 +2,9 @@
 
     m = max(m_i);  s = sum(s_i*exp(m_i - m));  t = sum(exp(m_i - m)*(t_i + s_i*(m_i - m)))
 
-What is asked of a row, and the formulas, are those of `row_statistics`. A program ends with its own columns, so the
-last programs of a launch are short, however wide the rows are. Parts are columns of the row, and are merged in one
-order: neither depends on the number of rows.
+What is asked of a row, and the formulas, are those of `row_statistics`, which has the ranks. A program ends with its
+own columns, so the last programs of a launch are short, however wide the rows are. Parts are columns of the row, and
+are merged in one order: neither depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from .common.arguments import AnyTensor, Float32, Int32, Int64, Rows, Vector, kernel
 from .common.numerics import LOWEST
 from .common.online_softmax import NO_MOMENT, accumulate, add_head_tail, load_step, merge_parts, moment_of
-from .common.statistics_terms import UNSCALED, first_pick, picked_logits, scale_of, write_statistics
+from .common.statistics_terms import UNSCALED, picked_logits, scale_of, write_statistics
 from .common.tiles import head_and_tail, span_of, start_of, unit_of
 
 
@@ -22,35 +22,29 @@ from .common.tiles import head_and_tail, span_of, start_of, unit_of
 def row_statistics_parts(
     x_ptr: Rows,  # aligned to VEC elements
     parts_ptr: Vector,  # [n_rows, n_splits, 3] float32: (max, sum, moment) of each program's columns
-    ids_ptr: Vector,  # [n_rows, n_picks] int64, where RANK
     scale_ptr: Vector,  # [n_rows] float32, where SCALE is BY_ROW
     n_rows: Int64,
     n_cols: Int32,  # n_cols and x_stride: in units of VEC, or of one element where UNALIGNED
     x_stride: Int64,
     phase: Int32,
     n_splits: Int32,  # programs that share a row
-    n_picks: Int32,
     scale: Float32,
-    ENTROPY: tl.constexpr, RANK: tl.constexpr, SCALE: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
-    CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+    ENTROPY: tl.constexpr, SCALE: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
     TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
 ):  # fmt: skip
     """One step of `row_statistics` for each program; `merge_row_statistics` has the rest."""
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     STEP: tl.constexpr = CHUNKS * VECTORS * VEC
-    MOMENT: tl.constexpr = moment_of(ENTROPY, RANK)
+    MOMENT: tl.constexpr = moment_of(ENTROPY, False)
     unit = tl.program_id(0).to(tl.int64)
     row, exists, split, head, interior, first, width = unit_of(
         unit, n_rows, n_splits, x_stride, phase, n_cols, 1, VECTORS, VEC, CHUNKS, UNALIGNED
     )
     _, inside_row = span_of(unit // n_splits, x_stride, phase, n_cols, VEC, UNALIGNED)
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
-    columns = n_cols if UNALIGNED else n_cols * VEC
     by = scale_of(row, exists, scale_ptr, scale, SCALE)
-    reference = by
-    if RANK:
-        reference = first_pick(x_row - head, columns, row, exists, ids_ptr, n_picks)
     if UNALIGNED:
         head_tail, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)
         x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf"))
@@ -60,17 +54,17 @@ def row_statistics_parts(
     if first + STEP <= inside_row:
         x = load_step(x_row + first, width, 1, CHUNKS, CHUNKS, VECTORS, VEC, 1)
         m, s, t = accumulate(
-            x, by, 1.0, m, s, t, reference, width, False, 1, MOMENT, SCALE != UNSCALED, False, CHUNKS, True, PTX
+            x, by, 1.0, m, s, t, by, width, False, 1, MOMENT, SCALE != UNSCALED, False, CHUNKS, True, PTX
         )
     else:
         x = load_step(x_row + first, width, 1, CHUNKS, 0, VECTORS, VEC, 1)
         m, s, t = accumulate(
-            x, by, 1.0, m, s, t, reference, width, True, 1, MOMENT, SCALE != UNSCALED, False, CHUNKS, True, PTX
+            x, by, 1.0, m, s, t, by, width, True, 1, MOMENT, SCALE != UNSCALED, False, CHUNKS, True, PTX
         )
     if UNALIGNED:
         if split == 0:
             m, s, t = add_head_tail(
-                x_head_tail, head_tail, in_head_tail, by, 1.0, reference, x_ptr, m, s, t,
+                x_head_tail, head_tail, in_head_tail, by, 1.0, by, x_ptr, m, s, t,
                 MOMENT, False, SCALE != UNSCALED, False,
             )  # fmt: skip
     part_max, part_sum, part_moment = merge_parts(m, s, t, MOMENT)
@@ -94,13 +88,13 @@ def merge_row_statistics(
     n_rows: Int64, x_stride: Int64, n_cols: Int64,  # x_stride, n_cols: elements
     n_splits: Int32, n_picks: Int32,
     scale: Float32,
-    PICKS: tl.constexpr, ENTROPY: tl.constexpr, RANK: tl.constexpr, SCALE: tl.constexpr, KEEP_MOMENTS: tl.constexpr,
+    PICKS: tl.constexpr, ENTROPY: tl.constexpr, SCALE: tl.constexpr, KEEP_MOMENTS: tl.constexpr,
     BLOCK: tl.constexpr,  # rows of a program
     SPLITS: tl.constexpr,  # a power of two >= n_splits
     WAITS: tl.constexpr,  # the kernel that writes the parts may still run
 ):  # fmt: skip
     """Merges each row's parts in one order, and writes what is asked of the row."""
-    MOMENT: tl.constexpr = moment_of(ENTROPY, RANK)
+    MOMENT: tl.constexpr = moment_of(ENTROPY, False)
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     exists = row < n_rows
     by = scale_of(row, exists, scale_ptr, scale, SCALE)
@@ -117,5 +111,5 @@ def merge_row_statistics(
     row_max, row_sum, row_moment = merge_parts(m, s, t, MOMENT)
     write_statistics(
         row, exists, row_max, row_sum, row_moment, x_picked, inside, wanted, k, by, lse_ptr, moments_ptr, entropy_ptr,
-        picked_ptr, n_picks, PICKS, ENTROPY, RANK, SCALE, KEEP_MOMENTS,
+        picked_ptr, n_picks, PICKS, ENTROPY, False, SCALE, KEEP_MOMENTS,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..planning.losses import plan_elementwise, plan_row_statistics
+from ..planning.losses import plan_elementwise, plan_row_statistics, plan_statistics
 from ..planning.types import Plan, power_of_two
 from .cache import Cache
 from .compile import kernel_loader
@@ -54,6 +54,7 @@ def _merge_statistics() -> Any:
 
 
 FORWARD = RowOp(plan_row_statistics, lambda plan: _statistics_parts() if plan.part_cols else _statistics())
+RANKED = RowOp(plan_statistics, always(_statistics))
 BACKWARD = RowOp(plan_elementwise, always(_statistics_backward))
 
 
@@ -130,7 +131,7 @@ def write_statistics(
     if launch is None:
         flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", entropy))
         flags = (*flags, ("RANK", rank), ("SCALE", scaled), ("KEEP_MOMENTS", keeps))
-        launch = prepare_statistics(FORWARD, x, x.dtype if rounded else _REAL, flags, invariant)
+        launch = prepare_statistics(RANKED if rank else FORWARD, x, x.dtype if rounded else _REAL, flags, invariant)
         if x.is_cuda:
             _forwards.store(key, launch)
     on_its_device(x, launch, x.shape[0], (at(x),), vectors, (n_picks, 1.0 if scaled == 2 else scale))
@@ -140,7 +141,7 @@ PARTS_OF_PROGRAM = 512  # that a program merges, of all its rows
 
 
 def prepare_statistics(op: RowOp, x: Tensor, dtype: torch.dtype, flags: Flags, invariant: bool) -> Callable[..., None]:
-    """launch(n_rows, rows, vectors, numbers) of `op`, FORWARD, over rows that lie as x does, by pointers.
+    """launch(n_rows, rows, vectors, numbers) of `op`, FORWARD or RANKED, over rows that lie as x does, by pointers.
 
     vectors: lse of `dtype`, moments, entropies, ids, log-probabilities and scales. numbers: n_picks, scale.
     """
@@ -152,16 +153,17 @@ def prepare_statistics(op: RowOp, x: Tensor, dtype: torch.dtype, flags: Flags, i
     n_cols, stride, splits = x.shape[1], x.stride()[0], programs_of_row(plan, x.shape[1])
     width = power_of_two(splits)
     rows_each = max(1, PARTS_OF_PROGRAM // width)
-    reduce = prepare_rows(op, (x,), (torch.empty(1), ids, real), flags, invariant).at
+    reduce = prepare_rows(op, (x,), (torch.empty(1), real), flags, invariant).at
     kinds = (x.dtype, _REAL, dtype, dtype, dtype, ids.dtype, dtype, dtype)
-    of_merge = (*flags, ("BLOCK", rows_each), ("SPLITS", width), ("WAITS", device.supports_pdl))
+    of_merge = tuple(flag for flag in flags if flag[0] != "RANK")
+    of_merge = (*of_merge, ("BLOCK", rows_each), ("SPLITS", width), ("WAITS", device.supports_pdl))
     merge = prepare_flat(_merge_statistics, kinds, of_merge, 4, x)
     new, at = allocator(x), pointer(x)
 
     def launch(n_rows: int, rows: tuple[Any, ...], vectors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
         lse, moments, entropies, ids, picked, scale = vectors
         parts = new((n_rows * splits * 3,), (1,), _REAL)
-        reduce(n_rows, rows, (at(parts), ids, scale), numbers)
+        reduce(n_rows, rows, (at(parts), scale), numbers[1:])
         read = (rows[0], at(parts), lse, moments, entropies, ids, picked, scale)
         merge(read, (n_rows, stride, n_cols, splits, *numbers), -(-n_rows // rows_each))
 
@@ -183,7 +185,7 @@ def planned_statistics(x: Tensor, on: Tensor, n_picks: int, backward: bool) -> P
         return planned(BACKWARD, (x, dx), (real, real, real, ids, real, real, real), flags, on)
     flags = (("PICKS", n_picks), ("ENTROPY", False), ("RANK", False), ("SCALE", 0), ("KEEP_MOMENTS", n_picks > 0))
     shared = FORWARD.plan((x,), device_of(on), is_batch_invariant()).part_cols > 0
-    return planned(FORWARD, (x,), (_REAL, ids, real) if shared else (real, real, real, ids, real, real), flags, on)
+    return planned(FORWARD, (x,), (_REAL, real) if shared else (real, real, real, ids, real, real), flags, on)
 
 
 def statistics_backward(
