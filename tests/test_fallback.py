@@ -46,6 +46,7 @@ OF_SOFTMAX = {
 OF_LOSSES = {
     "row_statistics": "row_statistics",
     "row_statistics_backward": "row_statistics",
+    **dict.fromkeys(("row_statistics_parts", "merge_row_statistics"), "row_statistics_parts"),
     "cross_entropy_forward": "cross_entropy",
     "count_targets": "cross_entropy",
     "reduce_losses": "cross_entropy",
@@ -213,6 +214,15 @@ def test_token_logprobs(names, temperature):
     with broken(*names) as tried:
         both(ours, own, torch.randn(3, 40))
     assert tried
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["row_statistics_parts", "merge_row_statistics"])
+def test_logsumexp_of_wide_rows(name):
+    x = torch.randn(2, 9001).half()
+    with broken(name) as tried:
+        torch.testing.assert_close(fs.logsumexp(x, -1), torch.logsumexp(x, -1))
+    assert name in tried
 
 
 @interpreted

@@ -104,6 +104,25 @@ def test_infinite_rows():
     torch.testing.assert_close(got.logsumexp, torch.logsumexp(x, -1), equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_whose_columns_several_programs_share(dtype):
+    """Parts of -inf, an infinity or NaN in one part, and picks in the head, in each part and in the tail."""
+    x = torch.randn(6 * 9003 + 1)[1:].view(6, 9003).to(dtype)
+    x[0, :8990], x[1], x[2, 8999], x[3, 5], x[4, 100:] = -INF, -INF, INF, float("nan"), -INF
+    ids = torch.tensor([[8995, 9002], [0, 1], [0, 8999], [1, 2], [3, 50], [4096, 9000]])
+    assert fs.plan_for(x, op="token_logprobs").part_cols > 0 and fs.plan_for(x, op="logsumexp").part_cols > 0
+    got = fs.token_logprobs(x, ids, return_entropy=True, return_logsumexp=True)
+    log_p = torch.log_softmax(x.double(), -1)
+    torch.testing.assert_close(got.logprobs.double(), log_p.gather(-1, ids), equal_nan=True, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.logsumexp.double(), x.double().logsumexp(-1), equal_nan=True, rtol=1e-6, atol=1e-5)
+    entropy = -(log_p.exp() * log_p.clamp(min=-1e300)).sum(-1)
+    assert torch.isfinite(entropy[[0, 4, 5]]).all() and torch.isnan(got.entropy[1:4]).all()
+    torch.testing.assert_close(got.entropy[[0, 4, 5]].double(), entropy[[0, 4, 5]], rtol=1e-5, atol=1e-5)
+    aligned = fs.token_logprobs(x[:, 1:9001].clone(), ids.clamp(max=8000))
+    want = torch.log_softmax(x[:, 1:9001].double(), -1).gather(-1, ids.clamp(max=8000))
+    torch.testing.assert_close(aligned.double(), want, equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
 def test_errors():
     x, ids = torch.randn(2, 5), torch.tensor([1, 2])
     for bad in (torch.tensor([1, 5]), torch.tensor([-1, 0])):
@@ -121,7 +140,7 @@ def test_errors():
 
 
 def test_a_rows_bits_do_not_depend_on_the_batch():
-    for n_cols in (96, 5000):
+    for n_cols in (96, 5000, 9001):
         x, ids = torch.randn(5, n_cols), torch.randint(0, n_cols, (5,))
         whole = fs.token_logprobs(x, ids, return_entropy=True, return_logsumexp=True)
         for i in range(5):

@@ -21,6 +21,7 @@ from fused_softmax.launch.compile import Launch
 from fused_softmax.launch.launcher import flat_launch, row_launch
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.launch.softmax import softmax_launch, strided_launch
+from fused_softmax.planning.losses import plan_statistics
 from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.types import DEVICES, Plan
 
@@ -162,7 +163,7 @@ def test_the_lines_of_masked_gradients_are_warps(n_cols, causal, mask):
 def test_the_lines_of_statistics_are_warps(n_cols, picks):
     x, number, ids = torch.empty(3, n_cols), torch.zeros(6), torch.zeros(3, picks, dtype=torch.int64)
     flags = (("PICKS", picks), ("ENTROPY", True), ("RANK", False), ("SCALE", 2), ("KEEP_MOMENTS", True))
-    chosen = row_statistics.FORWARD.planner(problem_of(x), SM_90)
+    chosen = plan_statistics(problem_of(x), SM_90)
     vectors = (number, number, number, ids, number, number)
     launch = row_launch(row_statistics.FORWARD, (x,), vectors, (picks, 1.0), flags, chosen, SM_90)
     layouts = merged_layouts(ttgir_of(launch))

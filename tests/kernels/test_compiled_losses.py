@@ -23,6 +23,7 @@ from fused_softmax.launch import (
 )
 from fused_softmax.launch.launcher import row_launch
 from fused_softmax.launch.layout import problem_of
+from fused_softmax.planning.losses import plan_statistics
 from fused_softmax.planning.types import DEVICES
 
 pytestmark = pytest.mark.compiled
@@ -124,11 +125,14 @@ def test_smoothed_losses_compile(n_cols, smoothing, softcap, dtype):
 def test_statistics_do_not_spill(n_cols, scale, rank):
     x, number, ids = torch.empty(3, n_cols, dtype=torch.bfloat16), torch.zeros(3), torch.zeros(3, 1, dtype=torch.int64)
     flags = (("PICKS", 1), ("ENTROPY", not rank), ("SCALE", scale), ("KEEP_MOMENTS", not rank), ("RANK", rank))
-    plan = row_statistics.FORWARD.planner(problem_of(x), SM_90)
-    vectors = (number, number, number, ids, number, number)
-    launch = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 1.0), flags, plan, SM_90)
-    used = compiled.cross_compile(launch, "sm_90")
-    assert used.spilled_bytes == 0 and used.products_exchanged == 0
+    one, shared = plan_statistics(problem_of(x), SM_90), row_statistics.FORWARD.planner(problem_of(x), SM_90)
+    for plan in (one, shared) if shared.part_cols and not rank else (one,):
+        vectors, numbers = (number, number, number, ids, number, number), (1, 1.0)
+        if plan.part_cols:
+            vectors, numbers = (number, number), (1.0,)
+        launch = row_launch(row_statistics.FORWARD, (x,), vectors, numbers, flags, plan, SM_90)
+        used = compiled.cross_compile(launch, "sm_90")
+        assert used.spilled_bytes == 0 and used.products_exchanged == 0
 
 
 @pytest.mark.parametrize("n_cols", [100, 1024, 2047, 4096, 8192, 32768, 262144, 524288, 2097152])

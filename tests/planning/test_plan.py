@@ -440,6 +440,23 @@ def test_few_threads_have_no_column(name, n_cols, dtype, aligned):
     assert plan.regime == "two_pass" or whole + (rest > 0) == 1
 
 
+def test_wide_16_bit_rows_are_reduced_in_parts():
+    def found(n_cols: int, dtype: str = "bfloat16", vec: int = 1, in_phase: bool = True, target: str = "sm_90"):
+        return loss_plans.plan_row_statistics(Problem(n_cols, dtype, dtype, vec, in_phase), DEVICES[target])
+
+    for n_cols in (5377, 8193, 12289, 50257, 237225):
+        plan = found(n_cols)
+        assert 11 <= plan.chunks <= 16 and plan.part_cols == plan.chunks * 256 < n_cols
+    for one in (found(5376), found(50257, "float32"), found(50257, in_phase=False), found(50257, target="sm_80")):
+        assert one.part_cols == 0
+
+
+def test_no_loss_of_unaligned_rows_has_22_vectors_per_thread():
+    plan = loss_plans.plan_loss(Problem(43577, "bfloat16", "bfloat16", 1, True), DEVICES["sm_90"])
+    assert (plan.chunks, plan.unpredicated_chunks, plan.max_registers) == (24, 20, 128)
+    assert loss_plans.plan_loss(Problem(43576, "bfloat16", "bfloat16", 8), DEVICES["sm_90"]).chunks == 22
+
+
 def test_steps_divide_a_row_evenly():
     def steps(n_cols: int, warps: int, most: int) -> tuple[int, int]:
         problem = Problem(n_cols, "bfloat16", "bfloat16", 8)

@@ -31,7 +31,7 @@ from fused_softmax.launch.launcher import flat_launch, row_launch
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.launch.masks import describe_mask, row_order
 from fused_softmax.launch.softmax import softmax_launch, strided_launch
-from fused_softmax.planning.losses import plan_elementwise, plan_statistics
+from fused_softmax.planning.losses import plan_elementwise, plan_row_statistics, plan_statistics
 from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.spatial import plan_spatial_elementwise
 from fused_softmax.planning.types import DEVICES, Plan
@@ -104,6 +104,16 @@ def statistics(target: str) -> Iterator[Named]:
                 vectors = (number, number, number, ids, number, number)
                 launch = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 1.0), flags, chosen, device)
                 yield f"row_statistics{third} {dtype} {n_cols}", as_called(launch), chosen
+            chosen = plan_row_statistics(problem_of(x), device)
+            for third in ("", " entropy") if chosen.part_cols else ():
+                flags = (("ENTROPY", third == " entropy"), ("SCALE", 0))
+                launch = row_launch(row_statistics.FORWARD, (x,), (number, number), (1.0,), flags, chosen, device)
+                yield f"row_statistics parts{third} {dtype} {n_cols}", as_called(launch), chosen
+                tensors = (x, number, number, number, number, ids, number, number)
+                flags = (("PICKS", 1), *flags, ("KEEP_MOMENTS", True), ("BLOCK", 8), ("SPLITS", 64), ("WAITS", True))
+                numbers = (64, n_cols, n_cols, 32, 1, 1.0)
+                launch = flat_launch(row_statistics._merge_statistics, tensors, numbers, flags, 4, device)
+                yield f"row_statistics merge{third} {dtype} {n_cols}", as_called(launch), None
             if dtype is BFLOAT16 and n_cols in (1000, 128256):  # logsumexp writes 16 bits, and its gradient reads them
                 chosen, rounded = plan_statistics(problem_of(x), device), torch.zeros(3, dtype=dtype)
                 flags = (("PICKS", 0), ("ENTROPY", False), ("RANK", False), ("SCALE", 0), ("KEEP_MOMENTS", False))

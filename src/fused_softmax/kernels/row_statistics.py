@@ -23,9 +23,10 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import init_cluster_barrier, leave_cluster
-from .common.logits import logit, logsumexp, rounding_residual
+from .common.logits import logit
 from .common.numerics import LOWEST, exp, log, upcast
-from .common.online_softmax import ENTROPY_MOMENT, NO_MOMENT, RANK_MOMENT, online_reduction
+from .common.online_softmax import moment_of, online_reduction
+from .common.statistics_terms import UNSCALED, first_pick, picked_logits, scale_of, write_statistics
 from .common.tiles import (
     chunk_offsets,
     gradient_reads,
@@ -40,27 +41,6 @@ from .common.tiles import (
     warp_of,
     width_if,
 )
-
-# the factor of the logits: none, one number, or each row's own
-UNSCALED = tl.constexpr(0)
-ONE_SCALE = tl.constexpr(1)
-BY_ROW = tl.constexpr(2)
-
-
-@triton.jit
-def scale_of(row, exists, scale_ptr, scale, SCALE: tl.constexpr):
-    """Each row's scale, or 1 where SCALE is UNSCALED.  # row, exists: [SEGMENTS, 1]
-
-    An infinite temperature gives 0. It becomes the least positive number, so that -inf, also after a row's end, stays
-    -inf.
-    """
-    if SCALE == BY_ROW:
-        by = tl.load(scale_ptr + row, mask=exists, other=1.0)
-        least = (tl.zeros_like(row).to(tl.int32) + 1).to(tl.float32, bitcast=True)
-        return tl.where(by == 0.0, least, by)
-    else:
-        by = tl.zeros_like(row).to(tl.float32) + 1.0
-        return by * tl.cast(scale, tl.float32) if SCALE == ONE_SCALE else by
 
 
 @kernel(num_stages=3, on_cluster=True)
@@ -99,37 +79,21 @@ def row_statistics(
     by = scale_of(row, exists, scale_ptr, scale, SCALE)
     columns = n_cols if UNALIGNED else n_cols * VEC
     writes = (rank == 0) & (warp == 0) & exists
-    if PICKS > 0:  # before the reduction, so that their latency is hidden
-        k = tl.arange(0, PICKS)[None, :] + 0 * rank
-        wanted = writes & (k < n_picks)
-        at = tl.load(ids_ptr + row * n_picks + k, mask=wanted, other=-1)
-        inside = wanted & (at >= 0) & (at < columns)
-        x_picked = tl.load(x_row - head + at, mask=inside, other=0.0)
+    # before the reduction, so that their latency is hidden
+    k, wanted, inside, x_picked = picked_logits(x_row - head, columns, row, writes, ids_ptr, n_picks, PICKS)
     reference = by
     if RANK:
-        first_id = tl.load(ids_ptr + row * n_picks, mask=exists, other=-1)
-        known = (first_id >= 0) & (first_id < columns)
-        reference = tl.load(x_row - head + first_id, mask=known, other=float("nan")).to(tl.float32)
-    MOMENT: tl.constexpr = ENTROPY_MOMENT if ENTROPY else RANK_MOMENT if RANK else NO_MOMENT
+        reference = first_pick(x_row - head, columns, row, exists, ids_ptr, n_picks)
+    MOMENT: tl.constexpr = moment_of(ENTROPY, RANK)
     row_max, row_sum, row_moment = online_reduction(
         x_row, first, width, head, interior, columns, exists, rank, warp, by, 1.0, reference, x_ptr,
         MOMENT, False, SCALE != UNSCALED, False, ROWS, CTAS, WARPS_PER_ROW, VECTORS, VEC, CHUNKS, UNALIGNED, PTX,
     )  # fmt: skip
 
-    lse = logsumexp(row_max, row_sum)
-    residual, lse = rounding_residual(lse, row_max, row_sum)[:, None], lse[:, None]
-    tl.store(lse_ptr + row, lse, mask=writes)
-    if KEEP_MOMENTS:
-        tl.store(moments_ptr + 2 * row, row_max[:, None], mask=writes)
-        tl.store(moments_ptr + 2 * row + 1, row_sum[:, None], mask=writes)
-    if ENTROPY:
-        tl.store(entropy_ptr + row, (log(row_sum) - row_moment / row_sum)[:, None], mask=writes)
-    elif RANK:
-        tl.store(entropy_ptr + row, row_moment[:, None], mask=writes)
-    if PICKS > 0:
-        z = logit(x_picked, by, 1.0, SCALE != UNSCALED, False)
-        picked = tl.where(inside & (lse < float("inf")), z - lse - residual, float("nan"))
-        tl.store(picked_ptr + row * n_picks + k, picked, mask=wanted)
+    write_statistics(
+        row, writes, row_max, row_sum, row_moment, x_picked, inside, wanted, k, by, lse_ptr, moments_ptr, entropy_ptr,
+        picked_ptr, n_picks, PICKS, ENTROPY, RANK, SCALE, KEEP_MOMENTS,
+    )  # fmt: skip
     leave_cluster(CTAS, PTX)
 
 

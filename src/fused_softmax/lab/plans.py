@@ -12,7 +12,7 @@ from torch import Tensor
 from fused_softmax.lab.bench.inputs import DTYPES, IGNORED
 from fused_softmax.launch import cross_entropy, loss_kernels, row_statistics
 from fused_softmax.launch.launcher import RowOp, launch_rows
-from fused_softmax.launch.layout import problem_of
+from fused_softmax.launch.layout import pointer, problem_of
 from fused_softmax.launch.options import CrossEntropy
 from fused_softmax.launch.softmax import softmax_launch, softmax_op
 
@@ -92,8 +92,9 @@ def run_statistics_plan(plan: Plan) -> Callable[..., Any]:
 
     def call(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         lse, entropy, picked = x.new_empty(3, x.shape[0], dtype=torch.float32).unbind()
-        vectors = (lse, lse, entropy, ids, picked, lse)
-        launch_rows(_fixed(row_statistics.FORWARD, plan), (x,), vectors, (1, 1.0), flags)
+        op, at = _fixed(row_statistics.FORWARD, plan), pointer(x)
+        launch = row_statistics.prepare_statistics(op, x, lse.dtype, flags, False)
+        launch(x.shape[0], (at(x),), tuple(at(v) for v in (lse, lse, entropy, ids, picked, lse)), (1, 1.0))
         return picked, entropy, lse
 
     return call

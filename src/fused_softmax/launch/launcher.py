@@ -82,6 +82,11 @@ class Described(NamedTuple):
 Run = Any
 
 
+def programs_of_row(plan: Plan, n_cols: int) -> int:
+    """How many independent programs share a row of `n_cols` elements."""
+    return max(1, -(-n_cols // (plan.chunks * plan.vectors_per_chunk * plan.vec)))
+
+
 def meta_of(kernel: Any, plan: Plan, device: Device, flags: Flags) -> dict[str, Any]:
     """The constexprs that the kernel has, and the launch's own meta-parameters."""
     meta = plan.constexprs() | dict(PTX=device.ptx, TRIGGER=device.supports_pdl, WAITS=False) | dict(flags)
@@ -100,7 +105,7 @@ def _described(op: RowOp, rows: tuple[Tensor, ...], plan: Plan, device: Device, 
     offsets = tuple(scalars[-1] * t.element_size() for t in rows)
     n_splits = 1
     if kernel.declaration.splits_rows:
-        n_splits = max(1, -(-rows[0].shape[1] // (plan.chunks * plan.vectors_per_chunk * plan.vec)))
+        n_splits = programs_of_row(plan, rows[0].shape[1])
         scalars = (*scalars, n_splits)
     most = None if op.most_warps is None else op.most_warps // plan.num_warps
     return Described(kernel, plan, meta_of(kernel, plan, device, flags), scalars, n_splits, offsets, most)

@@ -1,24 +1,26 @@
 """Statistics of rows (n_rows, n_cols), forward and backward: what token_logprobs and logsumexp launch.
 
-Log-probabilities of ids, entropy and logsumexp come from one kernel, kernels/row_statistics.py. Allocates what is
-O(rows), and launches. No mathematics and no autograd; nothing here waits for the device. KernelUnavailable, with
-nothing written, where a kernel does not compile.
+Log-probabilities of ids, entropy and logsumexp come from one kernel, kernels/row_statistics.py, or from the two of
+kernels/row_statistics_parts.py, where rows are wide. Allocates what is O(rows), and launches. No mathematics and no
+autograd; nothing here waits for the device. KernelUnavailable, with nothing written, where a kernel does not compile.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..planning.losses import plan_elementwise, plan_statistics
+from ..planning.losses import plan_elementwise, plan_row_statistics, plan_statistics
 from ..planning.types import Plan, power_of_two
 from .cache import Cache
 from .compile import kernel_loader
 from .context import is_batch_invariant
-from .launcher import RowOp, always, on_its_device, planned, prepare_rows
+from .device import device_of
+from .launcher import RowOp, always, on_its_device, planned, prepare_flat, prepare_rows, programs_of_row
 from .layout import allocator, expect_rows, layout_key, pointer, restored, rows_of
 from .options import Flags, scale_flag
 
@@ -37,7 +39,22 @@ def _statistics_backward() -> Any:
     return row_statistics_backward
 
 
-FORWARD = RowOp(plan_statistics, always(_statistics))
+@kernel_loader
+def _statistics_parts() -> Any:
+    from ..kernels.row_statistics_parts import row_statistics_parts
+
+    return row_statistics_parts
+
+
+@kernel_loader
+def _merge_statistics() -> Any:
+    from ..kernels.row_statistics_parts import merge_row_statistics
+
+    return merge_row_statistics
+
+
+FORWARD = RowOp(plan_row_statistics, lambda plan: _statistics_parts() if plan.part_cols else _statistics())
+RANKED = RowOp(plan_statistics, always(_statistics))
 BACKWARD = RowOp(plan_elementwise, always(_statistics_backward))
 
 
@@ -114,12 +131,43 @@ def write_statistics(
     if launch is None:
         flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", entropy))
         flags = (*flags, ("RANK", rank), ("SCALE", scaled), ("KEEP_MOMENTS", keeps))
-        shown = x if rounded else lse  # its dtype is all that counts
-        as_tensors = (shown, shown, shown, shown if ids is None else ids, shown, shown)
-        launch = prepare_rows(FORWARD, (x,), as_tensors, flags, invariant).at
+        launch = prepare_statistics(RANKED if rank else FORWARD, x, x.dtype if rounded else _REAL, flags, invariant)
         if x.is_cuda:
             _forwards.store(key, launch)
     on_its_device(x, launch, x.shape[0], (at(x),), vectors, (n_picks, 1.0 if scaled == 2 else scale))
+
+
+PARTS_OF_PROGRAM = 512  # that a program merges, of all its rows
+
+
+def prepare_statistics(op: RowOp, x: Tensor, dtype: torch.dtype, flags: Flags, invariant: bool) -> Callable[..., None]:
+    """launch(n_rows, rows, vectors, numbers) of `op`, FORWARD or RANKED, over rows that lie as x does, by pointers.
+
+    vectors: lse of `dtype`, moments, entropies, ids, log-probabilities and scales. numbers: n_picks, scale.
+    """
+    device, picks = device_of(x), dict(flags)["PICKS"]
+    plan = op.plan((x,), device, invariant)
+    real, ids = torch.empty(1, dtype=dtype), torch.empty(1, dtype=torch.int64 if picks else dtype)
+    if not plan.part_cols:
+        return prepare_rows(op, (x,), (real, real, real, ids, real, real), flags, invariant).at
+    n_cols, stride, splits = x.shape[1], x.stride()[0], programs_of_row(plan, x.shape[1])
+    width = power_of_two(splits)
+    rows_each = max(1, PARTS_OF_PROGRAM // width)
+    reduce = prepare_rows(op, (x,), (torch.empty(1), real), flags, invariant).at
+    kinds = (x.dtype, _REAL, dtype, dtype, dtype, ids.dtype, dtype, dtype)
+    of_merge = tuple(flag for flag in flags if flag[0] != "RANK")
+    of_merge = (*of_merge, ("BLOCK", rows_each), ("SPLITS", width), ("WAITS", device.supports_pdl))
+    merge = prepare_flat(_merge_statistics, kinds, of_merge, 4, x)
+    new, at = allocator(x), pointer(x)
+
+    def launch(n_rows: int, rows: tuple[Any, ...], vectors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
+        lse, moments, entropies, ids, picked, scale = vectors
+        parts = new((n_rows * splits * 3,), (1,), _REAL)
+        reduce(n_rows, rows, (at(parts), scale), numbers[1:])
+        read = (rows[0], at(parts), lse, moments, entropies, ids, picked, scale)
+        merge(read, (n_rows, stride, n_cols, splits, *numbers), -(-n_rows // rows_each))
+
+    return launch
 
 
 def _picks(ids: Tensor | None) -> int:
@@ -136,7 +184,8 @@ def planned_statistics(x: Tensor, on: Tensor, n_picks: int, backward: bool) -> P
         flags = (*flags, ("HAS_MOMENTS", n_picks > 0), ("SHARDED", False))
         return planned(BACKWARD, (x, dx), (real, real, real, ids, real, real, real), flags, on)
     flags = (("PICKS", n_picks), ("ENTROPY", False), ("RANK", False), ("SCALE", 0), ("KEEP_MOMENTS", n_picks > 0))
-    return planned(FORWARD, (x,), (real, real, real, ids, real, real), flags, on)
+    shared = FORWARD.plan((x,), device_of(on), is_batch_invariant()).part_cols > 0
+    return planned(FORWARD, (x,), (_REAL, real) if shared else (real, real, real, ids, real, real), flags, on)
 
 
 def statistics_backward(

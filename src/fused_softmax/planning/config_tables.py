@@ -255,6 +255,10 @@ LOSS_REGISTERS = {
     2: (4, ((16, 96, 96), (17, 96, 104), (18, 96, 112), (19, 112, 112), (24, 128, 128))),
     4: (8, ((8, None, None), (10, 64, 64), (12, None, None), (15, 80, 80), (16, 96, 96))),
 }
+# of unaligned 16-bit rows of a loss on clusters: 22 vectors per thread spill 24 bytes at 128 registers with Triton 3.6,
+# and 24 do not, though two of them are empty. H200, 2^28 elements, fraction of a copy: 43,577 columns 0.997 with 24,
+# 0.976 with 22; 44,857 columns 0.993 and 0.977
+LOSS_SPILLS, LOSS_SPILLS_NOT = 22, 24
 # of a reduction that holds nothing, by element size: (columns, CTAs per row, warps per CTA, the fewest and the most
 # chunks per step). H200, bfloat16, log-probabilities with entropy, 2^28 elements, 8 random widths, 20 to 50 plans each:
 # these reach 0.96 to 1.01 of a read and are within 0.8% of the best. With one warp for wider rows some are faster, but
@@ -274,6 +278,12 @@ STATISTICS_STEPS = {
         (WIDEST, 2, 8, 3, 6),
     ),
 }
+# the same of wide rows of 16 bits, parts of which have programs of their own: the columns above which they have, the
+# warps of a program, and its chunks at most. H200, 13 widths, fraction of a read: with 2^28 elements 0.969 to 0.977,
+# where one program or cluster for each row had 0.92 to 0.945; with 2^27 0.934 to 0.960, and 0.84 to 0.94. At most 12
+# chunks: 0.86 to 0.96, as many short programs start too slowly; at most 20: 0.91 to 0.96, as fewer fit on a
+# multiprocessor
+STATISTICS_PARTS = (5376, 1, 16)
 # of a kernel without a reduction, by element size: warps of one program, and its chunks at most, for any width. H200,
 # 60 random widths, gradient of log-probabilities with entropy: at least 0.97 of the best of 12 candidates
 ELEMENTWISE = {2: (1, 8), 4: (2, 6)}

@@ -6,6 +6,7 @@ and without a reduction programs share a row. Pure Python, no I/O. The numbers a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,12 +15,24 @@ from .config_tables import (
     FEW_PROGRAMS,
     LOSS_CLUSTER,
     LOSS_REGISTERS,
+    LOSS_SPILLS,
+    LOSS_SPILLS_NOT,
+    STATISTICS_PARTS,
     STATISTICS_STEPS,
     TWO_PASS_CHUNKS,
     TWO_PASS_WARPS,
     KernelConfig,
 )
-from .softmax import looped_steps_plan, plan, preferred_warp_plan, resident_plan, steps_plan, two_pass_plan, warp_plan
+from .softmax import (
+    geometry,
+    looped_steps_plan,
+    plan,
+    preferred_warp_plan,
+    resident_plan,
+    steps_plan,
+    two_pass_plan,
+    warp_plan,
+)
 from .types import Device, Plan, Problem
 
 
@@ -38,9 +51,34 @@ def plan_statistics(problem: Problem, device: Device) -> Plan:
     return looped_steps_plan(problem, device, min(ctas, device.max_cluster), warps, fewest, most, why)
 
 
+def plan_row_statistics(problem: Problem, device: Device) -> Plan:
+    """`plan_statistics`; of wide rows of 16 bits, in whole vectors, the plan of a kernel that reduces a part.
+
+    >>> plan_row_statistics(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).part_cols
+    4096
+    """
+    narrow, warps, most = STATISTICS_PARTS
+    whole_vectors = geometry(problem)[0] == problem.full_vec == 8
+    if device.max_cluster < 16 or not whole_vectors or problem.n_cols <= narrow:
+        return plan_statistics(problem, device)
+    return parts_plan(problem, device, warps, most)
+
+
+def parts_plan(problem: Problem, device: Device, warps: int, most: int) -> Plan:
+    """The plan of a kernel that reduces a part of a row in a step of at most `most` chunks."""
+    why = "independent programs share the row, and a second kernel merges their parts"
+    found = steps_plan(problem, device, 1, warps, most, why)
+    return replace(found, part_cols=found.chunks * found.vectors_per_chunk * found.vec)
+
+
 def step_candidates(problem: Problem, device: Device) -> Iterator[Plan]:
     """Plans of a reduction that holds nothing, in steps that divide the row; `fused-softmax tune` measures them."""
     seen = set()
+    for warps, most in itertools.product((1, 2, 4), (8, 12, 16)) if device.max_cluster >= 16 else ():
+        found = parts_plan(problem, device, warps, most)
+        if found.part_cols < problem.n_cols and found not in seen:
+            seen.add(found)
+            yield found
     for ctas in (c for c in (1, 2, 4) if c <= device.max_cluster and problem.n_cols >= 8192 * (c - 1)):
         for warps in (1, 2, 4, 8):
             for most in range(3, 11):
@@ -110,6 +148,8 @@ def plan_loss(problem: Problem, device: Device) -> Plan:
         for config in LOSS_CLUSTER[problem.itemsize]:
             chosen = resident_plan(problem, device, config) if problem.n_cols <= config.max_cols else None
             if chosen is not None and _compiles(problem, chosen):
+                if problem.itemsize == 2 and chosen.unaligned and chosen.ctas > 1 and chosen.chunks == LOSS_SPILLS:
+                    chosen = replace(chosen, chunks=LOSS_SPILLS_NOT)
                 return replace(chosen, max_registers=_loss_registers(problem, chosen))
     return replace(plan(problem, device), max_registers=None)
 

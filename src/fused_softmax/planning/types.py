@@ -148,9 +148,9 @@ class Plan:
     prefetched_chunks: int | None = None  # of a gradient: chunks of y read before the row's sum is known; None: all
     resident_chunks: int = 0  # chunks of a slice that stay on chip, where the regime is two_pass
     smem_staged: int = 0  # of a gradient: chunks of a slice that stay in shared memory, not in registers
-    # over a dimension that is not the last
+    # over a dimension that is not the last, and part_cols of statistics of wide rows, too
     outers: int = 1  # indices of the dimensions before it that a program takes
-    part_cols: int = 0  # columns of the part that a program reduces, where the columns are read twice
+    part_cols: int = 0  # columns of the part that a program reduces, where programs share the columns
     invariant: bool = False  # columns are merged in an order that no layout changes
 
     def constexprs(self) -> dict[str, object]:

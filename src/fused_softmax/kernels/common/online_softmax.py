@@ -39,6 +39,12 @@ WEIGHTED_SUM = tl.constexpr(2)
 RANK_MOMENT = tl.constexpr(3)
 
 
+@triton.constexpr_function
+def moment_of(entropy: bool, rank: bool) -> int:
+    """The third sum of a row's statistics."""
+    return ENTROPY_MOMENT.value if entropy else RANK_MOMENT.value if rank else NO_MOMENT.value
+
+
 @triton.jit
 def load_step(
     at, width, SEGMENTS: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, VECTORS: tl.constexpr,
@@ -106,6 +112,40 @@ def accumulate(
             moment = correction * LN2 * (moment - tl.fma(m_new, base, -shift) * step)
         step = correction * step
     return m_new, s + step, t + moment
+
+
+@triton.jit
+def add_head_tail(
+    x, at, inside, scale, cap, reference, w_ptr, m, s, t,
+    MOMENT: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Each vector's (m, s, t) after one more element, of the row's head or tail.  # x, at, inside, m, s, t alike"""
+    z = logit(x, scale, cap, SCALED, SOFTCAP)
+    top = tl.minimum(tl.maximum(m, z), HIGHEST)
+    if MOMENT == ENTROPY_MOMENT:
+        m, s, t = rescale_moments(m, s, t, top)
+    else:
+        m, s = top, s * exp(m - top)
+    e = exp(z - m)
+    s += e
+    if MOMENT == ENTROPY_MOMENT:
+        t += e * tl.maximum(z - m, LOWEST)
+    elif MOMENT == WEIGHTED_SUM:
+        t += weigh(z, reference, at, inside, w_ptr, WEIGHTED)
+    elif MOMENT == RANK_MOMENT:
+        t += tl.where(inside & (x.to(tl.float32) >= reference), 1.0, 0.0)
+    return m, s, t
+
+
+@triton.jit
+def merge_parts(m, s, t, MOMENT: tl.constexpr):
+    """(max, sum, moment) over axis 1 of parts of a row.  # m, s, t: [SEGMENTS, PARTS]; result [SEGMENTS]"""
+    top = tl.max(m, 1)
+    if MOMENT == ENTROPY_MOMENT:
+        m, s, t = rescale_moments(m, s, t, top[:, None], True)
+    else:
+        s = rounded_product(s, exp(m - top[:, None]))
+    return top, tl.sum(s, 1), tl.sum(t, 1)
 
 
 @triton.jit
@@ -187,20 +227,10 @@ def online_reduction(
     # each thread adds one head or tail element to its sums. On a cluster they are reduced with their segment instead,
     # because Triton may place their tile in other CTAs than the row's
     if UNALIGNED and CTAS == 1:
-        z_head_tail = logit(x_head_tail, scale, cap, SCALED, SOFTCAP)
-        top = tl.minimum(tl.maximum(m, z_head_tail), HIGHEST)
-        if MOMENT == ENTROPY_MOMENT:
-            m, s, t = rescale_moments(m, s, t, top)
-        else:
-            m, s = top, s * exp(m - top)
-        e = exp(z_head_tail - m)
-        s += e
-        if MOMENT == ENTROPY_MOMENT:
-            t += e * tl.maximum(z_head_tail - m, LOWEST)
-        elif MOMENT == WEIGHTED_SUM:
-            t += weigh(z_head_tail, reference, head_tail + head, in_head_tail, w_ptr, WEIGHTED)
-        elif MOMENT == RANK_MOMENT:
-            t += tl.where(in_head_tail & (x_head_tail.to(tl.float32) >= reference), 1.0, 0.0)
+        m, s, t = add_head_tail(
+            x_head_tail, head_tail + head, in_head_tail, scale, cap, reference, w_ptr, m, s, t,
+            MOMENT, WEIGHTED, SCALED, SOFTCAP,
+        )  # fmt: skip
     segment_max = tl.max(m, 1)
     if UNALIGNED and CTAS > 1:
         z_head_tail = logit(x_head_tail, scale, cap, SCALED, SOFTCAP)

@@ -89,6 +89,8 @@ def op_launch(op: str, n_cols: int, dtype: str, device: Device) -> Launch:
     if op in ("token_logprobs", "logsumexp"):
         picks = op == "token_logprobs"
         flags = (("PICKS", int(picks)), ("ENTROPY", False), ("RANK", False), ("SCALE", 0), ("KEEP_MOMENTS", picks))
+        if plan.part_cols:
+            return row_launch(row_op(op), rows, (number, number), (1.0,), flags, plan, device)
         read = (number, number, number, ids[:, None] if picks else number, number, number)
         return row_launch(row_op(op), rows, read, (int(picks), 1.0), flags, plan, device)
     return _masked_launch(op, rows, plan, device)

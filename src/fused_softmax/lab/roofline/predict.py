@@ -125,6 +125,7 @@ def predict(
     dram = replace(dram, unsent=model.unsent_bytes(writers, on))
     instructions = _instructions(kernel, used, plan, n_cols)
     launches = LAUNCHES.get(op if system == OURS else system, 1)
+    launches += plan is not None and plan.part_cols > 0  # the kernel that merges the parts
     exponentials = 0 if op in NO_EXPONENTIAL else 2 if plan is not None and plan.recompute else 1
     return Prediction(
         system, subject.function if subject else op, dtype, n_rows, n_cols, on, plan, least, asked, dram,
