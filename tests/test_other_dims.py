@@ -240,9 +240,40 @@ def test_cross_entropy_of_images_of_any_layout(layout):
     loss, want = fs.cross_entropy(x, target), F.cross_entropy(own, target)
     torch.testing.assert_close(loss.double(), want, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(torch.autograd.grad(loss, x)[0].double(), torch.autograd.grad(want, own)[0])
-    # channels last are rows; what is neither planes nor rows is copied first
-    copied = layout in ("transposed", "every second", "cropped")
+    # channels last are rows, and cropped images lie in rows that the kernel finds; what else does not fold is copied
+    copied = layout in ("transposed", "every second")
     assert ("after a copy" in fs.plan_for(x, 1, op="cross_entropy").why) is copied
+
+
+@pytest.mark.parametrize("width", [8, 5, pytest.param(40, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+def test_cross_entropy_of_cropped_images(width, dtype):
+    """Vectors, single elements and tiles of many rows, as of a contiguous copy."""
+    whole = (torch.randn(3, 7, 9, 48) * 3).to(dtype)
+    x, target = whole[:, :, 1:-1, 8 : 8 + width], torch.randint(0, 7, (3, 7, width))
+    target[1, 2] = -100
+    whole[:, :, :, 8 + width] = float("nan")  # next to the image
+    found = []
+    for logits in (x, x.contiguous()):
+        leaf = logits.detach().requires_grad_()
+        loss = fs.cross_entropy(leaf, target, label_smoothing=0.1)
+        loss.backward(torch.tensor(0.5))
+        found.append((loss.detach(), leaf.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0.0)
+    assert "after a copy" not in fs.plan_for(x, 1, op="cross_entropy").why
+
+
+def test_cropped_images_are_copied_where_their_columns_are_read_twice(monkeypatch):
+    x, target = torch.randn(2, 70, 3, 10)[..., :8], torch.randint(0, 70, (2, 3, 8))
+    want = F.cross_entropy(x, target)
+
+    def chosen(x, dx, invariant, device=None):
+        problem = SpatialProblem(70, 24, "float32", "float32", vec=4)
+        return replace(parts_plan(problem, DEVICE), part_cols=32, vectors_per_chunk=4)
+
+    monkeypatch.setattr(cross_entropy_spatial, "loss_plan", chosen)
+    assert "after a copy" in fs.plan_for(x, 1, op="cross_entropy").why
+    torch.testing.assert_close(fs.cross_entropy(x, target), want)
 
 
 @pytest.mark.parametrize("options", [{"softcap": 5.0}, {"z_loss": 1e-2}, {"softcap": 5.0, "label_smoothing": 0.1}])

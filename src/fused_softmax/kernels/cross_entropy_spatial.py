@@ -27,16 +27,11 @@ from .common.cross_entropy_terms import (
     targets_at,
 )
 from .common.logits import capped, logsumexp, reference_of, rounding_residual, weigh
-from .common.numerics import LOWEST, exp, exp2_affine, maximum, scaled, upcast
+from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, maximum, scaled, upcast
 from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_with_sums, share_of
-from .common.spatial_tiles import (
-    load_tiles,
-    outer_of,
-    positions_of,
-    store_tile,
-    sum_over_columns,
-    tile_at,
-)
+from .common.spatial_places import load_places, places_of
+from .common.spatial_tiles import outer_of, positions_of, sum_over_columns, tile_at
+from .common.tiles import READS
 
 
 @triton.jit
@@ -62,13 +57,50 @@ def upcast_kept(x, selector, PTX: tl.constexpr):
 
 
 @triton.jit
+def over_unit(x, unit):
+    """x / unit, and exactly 1 where they are equal. `div_rn` calls a function, for which registers are spilled."""
+    by = 1.0 / unit
+    quotient = x * by
+    return tl.fma(tl.fma(-quotient, unit, x), by, quotient)
+
+
+# chunks that are written one by one before the next are computed. ptxas moves no instruction over a branch; within one
+# block it computes all chunks first, and spills
+GROUP = tl.constexpr(8)
+
+
+@triton.jit
+def write_group(
+    x, dx_at, START: tl.constexpr, END: tl.constexpr, column, target, counts, exists, b, base, shift, a, factor,
+    weight_ptr, cap, n_cols, dx_col, selector,
+    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
+    UNPREDICATED: tl.constexpr, STEP: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Writes dx of chunks START .. END-1, at the pointers to chunk START."""
+    for c in tl.static_range(START, END):
+        b_here = tl.where(column + c * STEP == target, b, 0.0)
+        dx = cross_entropy_term(
+            upcast_kept(x[c], selector, PTX), b_here, column + c * STEP, base, shift, a, factor, weight_ptr, cap,
+            column < n_cols - c * STEP, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
+        )  # fmt: skip
+        if SMOOTH:
+            dx = tl.where(counts, dx, 0.0)
+        dx = dx.to(dx_at.dtype.element_ty)
+        if c < UNPREDICATED:
+            tl.store(dx_at, dx, mask=exists)
+        else:
+            tl.store(dx_at, dx, mask=exists & (column < n_cols - c * STEP))
+        dx_at += (STEP * VEC) * dx_col
+
+
+@triton.jit
 def block_of_losses(
     index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr, n_outer, n_cols, inner,
-    n_blocks, x_outer, x_col, dx_outer, dx_col, ignore_index, smoothing, cap, z_loss,
+    n_blocks, x_outer, x_col, dx_outer, dx_col, width, x_row, ignore_index, smoothing, cap, z_loss,
     LOSS: tl.constexpr, GRADIENT: tl.constexpr, INPLACE: tl.constexpr, UPSTREAM: tl.constexpr, MEAN: tl.constexpr,
-    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, OUTERS: tl.constexpr, CTAS: tl.constexpr,
-    COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr,
-    INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, CROPPED: tl.constexpr, OUTERS: tl.constexpr,
+    CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    UNPREDICATED: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The loss and the gradient of block `index // CTAS` of positions."""
     pid, column = share_of(index, CTAS, COLS, PTX)
@@ -80,11 +112,15 @@ def block_of_losses(
     first, exists = positions_of(pid % n_blocks, inner, INNER, VEC)
     if OUTERS > 1:
         exists = exists & is_outer
-    x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
-    dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
+    place = places_of(first, inner, width, x_row, CROPPED, INNER, VEC)
+    here = outer
+    if OUTERS > 1:  # those that do not exist read the last one
+        here = tl.minimum(outer, n_outer - 1)
+    x_start = x_ptr + (here * x_outer + first) * VEC + place  # column 0 of each position
     at = (outer * inner + first) * VEC + tl.arange(0, INNER)[None, None, :]  # [1, OUTERS, INNER]
 
-    x = load_tiles(x_at, x_col, column, n_cols, exists, -float("inf"), CHUNKS, UNPREDICATED, STEP, VEC)
+    x_at = x_start + column.to(tl.int64) * x_col * VEC
+    x = load_places(x_at, (STEP * VEC) * x_col, column, n_cols, CHUNKS, UNPREDICATED, STEP, READS)
     # The threads of column 0 read the targets, and a reduction gives them to the others. A tensor without columns
     # would have a layout of its own, and each chunk would be converted to it through shared memory.
     own = tl.arange(0, COLS)[:, None, None]
@@ -96,15 +132,14 @@ def block_of_losses(
     target = tl.max(target, 0)[None, :, :]
     counts = target >= 0
     if LOSS > 0 and not INPLACE:
-        to_target = tile_at(x_ptr, outer, x_col, x_outer, first, target, INNER, VEC)
+        to_target = x_start + target.to(tl.int64) * x_col * VEC
         x_target = tl.load(to_target, mask=counts & leads, other=0.0).to(tl.float32)
     reference = 0.0
     if SMOOTH:  # the first logit, not the target's, which takes two dependent loads
         if INPLACE and CTAS == 1:
             x_first = tl.sum(tl.where(column == 0, x[0].to(tl.float32), 0.0), 0)[None, :, :]
         else:
-            to_first = tile_at(x_ptr, outer, x_col, x_outer, first, tl.zeros([1, 1, 1], tl.int32), INNER, VEC)
-            x_first = tl.load(to_first, mask=exists, other=0.0)
+            x_first = tl.load(x_start)
         reference = reference_of(x_first, cap, SOFTCAP)
     if WEIGHTED and SMOOTH:
         w_sum = tl.load(weight_sum_ptr)
@@ -116,19 +151,38 @@ def block_of_losses(
     for c in tl.static_range(1, CHUNKS):
         m = maximum(m, x[c], PTX)
     m = tl.maximum(capped(m, cap, SOFTCAP), LOWEST)
-    s = tl.zeros_like(m)
-    t = tl.zeros_like(m)
-    x_targets = tl.zeros_like(m)
+    FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    AFFINE: tl.constexpr = FUSED and not SOFTCAP  # the exponent of a 16-bit logit is one multiply-add
+    ALONE: tl.constexpr = CTAS == 1
+    if ALONE:
+        m = tl.max(m, 0)[None, :, :]
+    base, shift, _ = exp2_affine(m, AFFINE)
+    s = tl.zeros(x[0].shape, tl.float32)
+    t = tl.zeros(x[0].shape, tl.float32)
+    x_targets = tl.zeros(x[0].shape, tl.float32)
     for c in tl.static_range(CHUNKS):
         x_c = upcast(x[c], PTX, True)
         z = capped(x_c, cap, SOFTCAP)
-        s += exp(z - m)
+        s += exp2_fma(z, base, shift, AFFINE)
         if LOSS > 0 and INPLACE:
             x_targets = tl.where(column + c * STEP == target, x_c, x_targets)
         if LOSS > 0 and SMOOTH:
             t += weigh(z, reference, column + c * STEP, column < n_cols - c * STEP, weight_ptr, WEIGHTED)
-    top = tl.max(m, 0)
-    total = sum_over_columns(scaled(s, exp(m - top[None, :, :]), PTX), INVARIANT)
+    if AFFINE:
+        # the largest logit's own term, which is not exactly 1. The sum over it is exact where no other logit counts, so
+        # that a sure prediction has a loss of 0
+        unit = exp2_fma(m, base, shift, AFFINE)
+    if ALONE:
+        top = tl.reshape(m, (m.shape[1], m.shape[2]))
+        found = sum_over_columns(s, INVARIANT)
+        total = found
+        if AFFINE:
+            total = over_unit(found, tl.reshape(unit, (m.shape[1], m.shape[2])))
+    else:
+        top = tl.max(m, 0)
+        if AFFINE:
+            s = over_unit(s, unit)
+        total = sum_over_columns(scaled(s, exp(m - top[None, :, :]), PTX), INVARIANT)
     wz_sum = 0.0
     if CTAS > 1 and LOSS > 0 and (SMOOTH or INPLACE):
         top, total, wz_sum, x_found = exchange_with_sums(
@@ -164,21 +218,26 @@ def block_of_losses(
             g = tl.sum(tl.load(g_ptr + at + own * 0, mask=reads & counts, other=0.0), 0)[None, :, :]
         if MEAN:
             g = g / tl.load(count_ptr)
-        FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
         # a position that does not count: logits of 0, and factors of 0
         a, b, factor = coefficients(g, lse, w_target, w_sum, smoothing, n_cols, z_loss, SMOOTH)
-        base, shift, by = exp2_affine(tl.where(counts, top, 0.0), FUSED)
-        a = tl.where(counts, a * by / total, 0.0)
+        if ALONE and AFFINE:  # as in the first pass
+            shift = tl.where(counts, shift, 0.0)
+            a = tl.where(counts, a / found[None, :, :], 0.0)
+        else:
+            base, shift, by = exp2_affine(tl.where(counts, top, 0.0), FUSED)
+            a = tl.where(counts, a * by / total, 0.0)
         selector = kept_or_zero(counts)
-        for c in tl.static_range(CHUNKS):
-            b_here = tl.where(column + c * STEP == target, b, 0.0)
-            dx = cross_entropy_term(
-                upcast_kept(x[c], selector, PTX), b_here, column + c * STEP, base, shift, a, factor, weight_ptr,
-                cap, column < n_cols - c * STEP, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
-            )  # fmt: skip
-            if SMOOTH:
-                dx = tl.where(counts, dx, 0.0)
-            store_tile(dx_at, dx, c, dx_col, column, n_cols, exists, UNPREDICATED, STEP, VEC)
+        if INPLACE:
+            dx_at = dx_ptr + (here * dx_outer + first) * VEC + place + column.to(tl.int64) * dx_col * VEC
+        else:
+            dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
+        for k in tl.static_range((CHUNKS + GROUP - 1) // GROUP):
+            if n_cols > k * GROUP * STEP:  # always, which the compiler does not know
+                write_group(
+                    x, dx_at + (k * GROUP * STEP * VEC) * dx_col, k * GROUP, min(CHUNKS, k * GROUP + GROUP), column,
+                    target, counts, exists, b, base, shift, a, factor, weight_ptr, cap, n_cols, dx_col, selector,
+                    WEIGHTED, SMOOTH, SOFTCAP, FUSED, UNPREDICATED, STEP, VEC, PTX,
+                )  # fmt: skip
 
 
 @kernel(asserts=True, cta_programs=True)
@@ -196,6 +255,7 @@ def cross_entropy_spatial(
     inner: Int64,  # inner and strides: in units of VEC
     n_blocks: Int32,
     x_outer: Int64, x_col: Int64, dx_outer: Int64, dx_col: Int64,
+    width: Int32, x_row: Int64,  # where CROPPED: positions of a row, and from a row to the next
     ignore_index: Int64,
     smoothing: Float32, cap: Float32, z_loss: Float32,
     LOSS: tl.constexpr, GRADIENT: tl.constexpr,
@@ -203,6 +263,7 @@ def cross_entropy_spatial(
     UPSTREAM: tl.constexpr,
     UNLESS_ONE: tl.constexpr,  # dx already holds the gradient for an upstream gradient of 1
     MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
+    CROPPED: tl.constexpr,  # the positions of x are rows of `width` that lie x_row apart; those of dx too where INPLACE
     OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
     CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -214,8 +275,8 @@ def cross_entropy_spatial(
             while index < n_programs:
                 block_of_losses(
                     index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr, n_outer,
-                    n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, ignore_index, smoothing, cap, z_loss,
-                    LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, OUTERS, CTAS, COLS, INNER, VEC,
+                    n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, width, x_row, ignore_index, smoothing,
+                    cap, z_loss, LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, CROPPED, OUTERS, CTAS, COLS, INNER, VEC,
                     CHUNKS, UNPREDICATED, INVARIANT, THREADS, PTX,
                 )  # fmt: skip
                 index += tl.num_programs(0)
@@ -226,8 +287,8 @@ def cross_entropy_spatial(
         if needed:
             block_of_losses(
                 index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr, n_outer,
-                n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, ignore_index, smoothing, cap, z_loss,
-                LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, OUTERS, CTAS, COLS, INNER, VEC,
+                n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, width, x_row, ignore_index, smoothing, cap,
+                z_loss, LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, CROPPED, OUTERS, CTAS, COLS, INNER, VEC,
                 CHUNKS, UNPREDICATED, INVARIANT, THREADS, PTX,
             )  # fmt: skip
 

@@ -7,6 +7,7 @@ backward for an upstream gradient other than 1 computes the gradient again.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .cache import Cache
 from .compile import Launch, assert_options, kernel_loader
 from .context import is_batch_invariant
 from .device import device_of
-from .layout import as_rows, empty
+from .layout import MAX_COLS, _alignment, as_rows, empty, merge_dims
 from .options import CrossEntropy
 from .spatial import (
     MERGE_POSITIONS,
@@ -65,28 +66,64 @@ _runs, _plans = Cache(), Cache()
 
 
 def planes_of(logits: Tensor) -> Tensor | None:
-    """Logits (N, C, d1, ...) as (N, C, d1*...) with contiguous positions; None where they do not fold so."""
-    x = as_planes(logits, 1) if logits.dim() > 2 and logits.numel() else None
-    return x if x is not None and x.shape[2] > 1 else None
+    """Logits (N, C, d1, ...) as (N, C, d1*...) with contiguous positions; None where they do not fold so.
+
+    Where positions are rows that lie apart, as those of cropped images: (N, C, rows, width).
+    """
+    if logits.dim() < 3 or not logits.numel():
+        return None
+    x = as_planes(logits, 1)
+    if x is None:
+        return _cropped(logits)
+    return x if x.shape[2] > 1 else None
+
+
+def _cropped(logits: Tensor) -> Tensor | None:
+    """Logits as (N, C, rows, width) whose rows lie apart; None where they do not fold so."""
+    dims = zip(logits.shape[2:], logits.stride()[2:], strict=True)
+    after = merge_dims([d for d in dims if d[0] != 1])
+    if len(after) != 2 or after[1][1] != 1:
+        return None
+    (rows, apart), (width, _) = after
+    if apart <= width or rows * width > MAX_COLS:
+        return None
+    return logits.as_strided((*logits.shape[:2], rows, width), (*logits.stride()[:2], apart, 1))
+
+
+def _folded(x: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
+    """(x as (outer, n_cols, inner), (width, from a row to the next) where it is cropped).
+
+    The positions of a cropped x lie where the second says, and not where the view's strides say.
+    """
+    if x.dim() == 3:
+        return x, None
+    outer, n_cols, rows, width = x.shape
+    return x.as_strided((outer, n_cols, rows * width), (*x.stride()[:2], 1)), (width, x.stride(2))
 
 
 def loss_plan(x: Tensor, dx: Tensor, invariant: bool, device: Device | None = None) -> Plan:
-    """The plan of logits (outer, n_cols, inner)."""
+    """The plan of logits as `planes_of` folds them."""
     key = (of_layout((x, dx)), invariant, device)
     found: Plan | None = _plans.get(key)
     if found is None:
-        problem = problem_of(x, dx, batch_invariant=invariant)
+        (planes, crop), (to, _) = _folded(x), _folded(dx)
+        problem = problem_of(planes, to, batch_invariant=invariant)
+        for n in crop or ():
+            problem = replace(problem, vec=_alignment(n, problem.vec))
         found = _plans.store(key, plan_spatial_loss(problem, device or device_of(x)))
     return found
 
 
 def plan_of_copy(logits: Tensor) -> Plan | None:
-    """The plan of a contiguous copy of logits that `planes_of` refuses; None where they are rows.
+    """The plan of a contiguous copy of logits that are copied first; None where none is, or where they are rows.
 
-    What is neither planes nor rows, such as cropped images, is copied so: a copy to rows would move neighbors apart.
-    H200, (188, 5, 1848) cropped from wider images: such a copy to rows took 2.3 times as long as PyTorch's whole loss.
+    What is neither planes nor rows is copied so, and cropped images whose columns are read twice: a copy to rows would
+    move neighbors apart. H200, (188, 5, 1848) cropped from wider images: such a copy to rows took 2.3 times as long as PyTorch's whole loss.
     """
     if logits.dim() < 3 or not logits.numel() or as_rows(logits.movedim(1, -1), logits.dim() - 1) is not None:
+        return None
+    x = planes_of(logits)
+    if x is not None and (x.dim() == 3 or loss_plan(x, x, is_batch_invariant()).regime != "spatial_two_pass"):
         return None
     copy = planes_of(torch.empty(logits.shape, dtype=logits.dtype, device="meta"))
     return None if copy is None else loss_plan(copy, copy, is_batch_invariant(), device_of(logits))
@@ -98,9 +135,11 @@ X, DX, TARGET, WEIGHT, WEIGHT_SUM, COUNT, G, LOSSES, MAX, SUM = range(10)
 
 def loss_recipe(
     x: Tensor, dx: Tensor, op: CrossEntropy, plan: Plan, device: Device, loss: int, gradient: bool, upstream: int,
-    unless_one: bool, inplace: bool,
+    unless_one: bool, inplace: bool, crop: tuple[int, int] | None = None,
 ) -> Recipe:  # fmt: skip
     """The launches over (x, dx, target, weight, weight_sum, count, g, losses, max, sum).
+
+    x, dx: (outer, n_cols, inner). crop: (width, from a row to the next) of a cropped x, as `_folded` gives them.
 
     max, sum: of each position, where the columns are read twice. The loss writes them, and the gradient reads them.
     """
@@ -108,7 +147,9 @@ def loss_recipe(
     mean = op.reduction == "mean"
     if plan.regime != "spatial_two_pass":
         flags = dict(LOSS=loss, GRADIENT=gradient, UPSTREAM=upstream, UNLESS_ONE=unless_one, INPLACE=inplace)
-        step = resident_step(_loss(), (x, dx), 8, plan, device, MEAN=mean, **flags, **of_op)
+        step = resident_step(_loss(), (x, dx), 8, plan, device, MEAN=mean, CROPPED=crop is not None, **flags, **of_op)
+        width, apart = crop or (plan.vec, 0)
+        step = step._replace(scalars=(*step.scalars, width // plan.vec, apart // plan.vec))
         return Recipe((step._replace(most=LOOKS) if unless_one and plan.ctas == 1 else step,))
     reduce, merge, finish = (PARTS[f"cross_entropy_spatial_{step}"]() for step in ("reduce", "merge", "finish"))
     steps: list[Step] = []
@@ -143,20 +184,25 @@ def _run(
     x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor, moments: tuple[Tensor, Tensor], g: Tensor, losses: Tensor,
     loss: int, gradient: bool, upstream: int, unless_one: bool, invariant: bool,
 ) -> None:  # fmt: skip
+    plan = loss_plan(x, dx, invariant)
+    (x, crop), (dx, _) = _folded(x), _folded(dx)
     tensors = (x, dx, *op.vectors(count), count, g, losses, *moments)
-    form = (loss, gradient, upstream, unless_one, gradient and dx.data_ptr() == x.data_ptr())
+    form = (loss, gradient, upstream, unless_one, gradient and dx.data_ptr() == x.data_ptr(), crop)
     key = (of_layout(tensors), op.kind, op.reduction == "mean", form, invariant)
 
     def make() -> Run:
-        plan = loss_plan(x, dx, invariant)
         return prepare(loss_recipe(x, dx, op, plan, device_of(x), *form), tensors)
 
     cached_run(_runs, key, x, make)(tensors, (op.ignore_index, *op.numbers))
 
 
+def _positions(x: Tensor) -> int:
+    return x.numel() // x.shape[1]
+
+
 def _kept(plan: Plan, x: Tensor) -> Tensor:
     """Memory for what backward needs: the mean's denominator, and each position's moments where a plan reads twice."""
-    positions = x.shape[0] * x.shape[2]
+    positions = _positions(x)
     size = 4 + 2 * _padded(positions) if plan.regime == "spatial_two_pass" else 1
     return empty((size,), (1,), torch.float32, x)
 
@@ -167,7 +213,7 @@ def _padded(positions: int) -> int:
 
 
 def _moments(kept: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    positions = x.shape[0] * x.shape[2]
+    positions = _positions(x)
     if kept.numel() == 1:
         return kept, kept
     start = 4 + _padded(positions)
@@ -196,12 +242,12 @@ def cross_entropy_pass(
 ) -> tuple[Tensor, Tensor]:
     """(the loss, reduced as `op` says; what backward needs), and into dx the gradient for an upstream gradient of 1.
 
-    x, dx: (outer, n_cols, inner) with contiguous inner; dx may be x, or None where no gradient is wanted.
+    x, dx: as `planes_of` folds them; dx is not cropped, or it is x, or None where no gradient is wanted.
     """
     invariant = is_batch_invariant() if invariant is None else invariant
     to = x if dx is None else dx
     plan = loss_plan(x, to, invariant)
-    n_cols, positions = x.shape[1], x.shape[0] * x.shape[2]
+    n_cols, positions = x.shape[1], _positions(x)
     kept = _kept(plan, x)
     count = kept[:1] if op.denominator is None else op.denominator
     if op.reduction == "mean" and op.denominator is None:
@@ -209,7 +255,7 @@ def cross_entropy_pass(
     programs = positions
     if op.reduction != "none":
         rows, outers = (MERGE_POSITIONS, 1) if plan.regime == "spatial_two_pass" else (plan.rows, plan.outers)
-        programs = -(-x.shape[0] // outers) * -(-x.shape[2] // rows)
+        programs = -(-x.shape[0] // outers) * -(-(positions // x.shape[0]) // rows)
     losses = empty((programs,), (1,), torch.float32, x)
     which = EACH_LOSS if op.reduction == "none" else SUM_OF_LOSSES
     _run(x, to, op, count, _moments(kept, x), count, losses, which, dx is not None, 0, False, invariant)

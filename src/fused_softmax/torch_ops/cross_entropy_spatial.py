@@ -31,7 +31,7 @@ def as_it_lies(logits: Tensor, op: CrossEntropy, inplace: bool) -> Tensor | None
     None where a kernel does not compile, and where logits fold to rows.
     """
     x = kernels.planes_of(logits)
-    if x is None and kernels.plan_of_copy(logits) is not None:
+    if (x is None or x.dim() > 3) and kernels.plan_of_copy(logits) is not None:
         logits = logits.contiguous()
         x = kernels.planes_of(logits)
     if x is None:
@@ -44,11 +44,11 @@ def as_it_lies(logits: Tensor, op: CrossEntropy, inplace: bool) -> Tensor | None
 
 def planned_as_it_lies(logits: Tensor) -> Plan | None:
     """The plan of a mean with default options; None as `as_it_lies`."""
-    x = kernels.planes_of(logits)
-    if x is not None:
-        return kernels.loss_plan(x, x, is_batch_invariant())
     plan = kernels.plan_of_copy(logits)
-    return None if plan is None else replace(plan, why=f"after a copy to contiguous memory, {plan.why}")
+    if plan is not None:
+        return replace(plan, why=f"after a copy to contiguous memory, {plan.why}")
+    x = kernels.planes_of(logits)
+    return None if x is None else kernels.loss_plan(x, x, is_batch_invariant())
 
 
 def _apply(logits: Tensor, op: CrossEntropy, inplace: bool) -> Tensor:
