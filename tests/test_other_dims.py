@@ -254,8 +254,8 @@ def test_cross_entropy_of_cropped_images(width, dtype):
     target[1, 2] = -100
     whole[:, :, :, 8 + width] = float("nan")  # next to the image
     found = []
-    for logits in (x, x.contiguous()):
-        leaf = logits.detach().requires_grad_()
+    for images in (x, x.contiguous()):
+        leaf = images.detach().requires_grad_()
         loss = fs.cross_entropy(leaf, target, label_smoothing=0.1)
         loss.backward(torch.tensor(0.5))
         found.append((loss.detach(), leaf.grad))
@@ -293,14 +293,16 @@ def test_cross_entropy_of_images_is_that_of_its_rows(options):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_targets_are_packed_and_counted(weighted):
-    target = torch.randint(0, 300, (9000,))
+@pytest.mark.parametrize(("classes", "dtype"), [(128, torch.int8), (129, torch.int16)])
+def test_targets_are_packed_and_counted(weighted, classes, dtype):
+    target = torch.randint(0, classes, (9000,))
+    target[1] = classes - 1
     target[::5] = -100
-    weight = torch.rand(300) if weighted else None
+    weight = torch.rand(classes) if weighted else None
     op = CrossEntropy(target, weight, None, -100, "mean", 0.0, None, 0.0)
     count = torch.empty(1)
-    packed = cross_entropy_spatial.prepare_targets(op, 300, count)
-    assert packed.target.dtype == torch.int16 and torch.equal(packed.target.long(), target.clamp(min=-1))
+    packed = cross_entropy_spatial.prepare_targets(op, classes, count)
+    assert packed.target.dtype == dtype and torch.equal(packed.target.long(), target.clamp(min=-1))
     want = (target >= 0).sum() if weight is None else weight[target[target >= 0]].sum()
     torch.testing.assert_close(count, want.float().view(1))
 

@@ -9,6 +9,9 @@ does not count has a gradient of zeros, whatever it holds.
 
 A mean needs the number of targets before the first gradient. `prepare_spatial_targets` counts them, and writes them
 again in fewer bits, which L2 still holds when this kernel reads them.
+
+With one program for the columns, the maximum is known before the first exponential. The second pass then takes the
+factors of the first.
 """
 
 from __future__ import annotations
@@ -17,15 +20,7 @@ import triton
 import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
-from .common.cross_entropy_terms import (
-    assert_inside,
-    class_of,
-    coefficients,
-    cross_entropy_term,
-    row_loss,
-    sum_of_losses,
-    targets_at,
-)
+from .common.cross_entropy_terms import coefficients, cross_entropy_term, row_loss, sum_of_losses, targets_at
 from .common.logits import capped, logsumexp, reference_of, rounding_residual, weigh
 from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, maximum, scaled, upcast
 from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_with_sums, share_of
@@ -276,8 +271,8 @@ def cross_entropy_spatial(
                 block_of_losses(
                     index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr, n_outer,
                     n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, width, x_row, ignore_index, smoothing,
-                    cap, z_loss, LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, CROPPED, OUTERS, CTAS, COLS, INNER, VEC,
-                    CHUNKS, UNPREDICATED, INVARIANT, THREADS, PTX,
+                    cap, z_loss, LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, CROPPED, OUTERS,
+                    CTAS, COLS, INNER, VEC, CHUNKS, UNPREDICATED, INVARIANT, THREADS, PTX,
                 )  # fmt: skip
                 index += tl.num_programs(0)
     else:
@@ -288,62 +283,6 @@ def cross_entropy_spatial(
             block_of_losses(
                 index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr, n_outer,
                 n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, width, x_row, ignore_index, smoothing, cap,
-                z_loss, LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, CROPPED, OUTERS, CTAS, COLS, INNER, VEC,
-                CHUNKS, UNPREDICATED, INVARIANT, THREADS, PTX,
+                z_loss, LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, CROPPED, OUTERS, CTAS,
+                COLS, INNER, VEC, CHUNKS, UNPREDICATED, INVARIANT, THREADS, PTX,
             )  # fmt: skip
-
-
-@triton.jit
-def prepare_block(
-    target_ptr, weight_ptr, to_ptr, start, n, n_cols, ignore_index, WEIGHTED: tl.constexpr, EACH: tl.constexpr,
-    BLOCK: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Writes the targets from `start` on in fewer bits. Returns how many count, or the sum of their weights."""
-    at = start + tl.arange(0, BLOCK)
-    targets = ()
-    for k in tl.static_range(EACH):
-        if MASKED:
-            target = tl.load(target_ptr + at + k * BLOCK, mask=at < n - k * BLOCK, other=ignore_index)
-        else:
-            target = tl.load(target_ptr + at + k * BLOCK)
-        targets = targets + (target,)
-    found = tl.zeros([BLOCK], tl.float32)
-    wrong = tl.zeros([BLOCK], tl.int64) + ignore_index
-    for k in tl.static_range(EACH):
-        target = class_of(targets[k], ignore_index, n_cols)
-        # one assertion for all: the warps wait for each
-        wrong = tl.where((target < 0) & (targets[k] != ignore_index), targets[k], wrong)
-        if WEIGHTED:
-            found += tl.load(weight_ptr + target, mask=target >= 0, other=0.0)
-        else:
-            found += (target >= 0).to(tl.float32)
-        if MASKED:
-            tl.store(to_ptr + at + k * BLOCK, target.to(to_ptr.dtype.element_ty), mask=at < n - k * BLOCK)
-        else:
-            tl.store(to_ptr + at + k * BLOCK, target.to(to_ptr.dtype.element_ty))
-    assert_inside(wrong, ignore_index, n_cols)
-    return tl.sum(found, 0)
-
-
-@kernel(asserts=True)
-def prepare_spatial_targets(
-    target_ptr: Vector,  # [n] int64
-    weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
-    to_ptr: Vector,  # [n] int16 or int32: the target, or -1 where it does not count
-    count_ptr: Vector,  # [programs] float32
-    n: Int64,
-    n_cols: Int32,
-    ignore_index: Int64,
-    WEIGHTED: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """For each program: its EACH x BLOCK targets in fewer bits, and how many count, or the sum of their weights."""
-    start = tl.program_id(0).to(tl.int64) * (EACH * BLOCK)
-    if start + EACH * BLOCK <= n:  # without masks, so that a thread reads 16 bytes at a time
-        found = prepare_block(
-            target_ptr, weight_ptr, to_ptr, start, n, n_cols, ignore_index, WEIGHTED, EACH, BLOCK, MASKED=False
-        )
-    else:
-        found = prepare_block(
-            target_ptr, weight_ptr, to_ptr, start, n, n_cols, ignore_index, WEIGHTED, EACH, BLOCK, MASKED=True
-        )
-    tl.store(count_ptr + tl.program_id(0), found)

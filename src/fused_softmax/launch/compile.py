@@ -20,7 +20,7 @@ from .cache import Cache
 lock = threading.RLock()  # held while a kernel is planned, compiled and cached
 _interpreter = threading.RLock()
 _TRITON_TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-_TRITON_TYPES |= {torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
+_TRITON_TYPES |= {torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.int8: "*i8"}
 COUNT = "int"  # the declared type of a count: 32 bits where its value fits
 _OPTIONS = (
     "num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion", "debug", "sanitize_overflow", "launch_pdl",

@@ -48,7 +48,7 @@ def _loss() -> Any:
 
 @kernel_loader
 def _prepare() -> Any:
-    from ..kernels.cross_entropy_spatial import prepare_spatial_targets
+    from ..kernels.spatial_targets import prepare_spatial_targets
 
     return prepare_spatial_targets
 
@@ -117,8 +117,9 @@ def loss_plan(x: Tensor, dx: Tensor, invariant: bool, device: Device | None = No
 def plan_of_copy(logits: Tensor) -> Plan | None:
     """The plan of a contiguous copy of logits that are copied first; None where none is, or where they are rows.
 
-    What is neither planes nor rows is copied so, and cropped images whose columns are read twice: a copy to rows would
-    move neighbors apart. H200, (188, 5, 1848) cropped from wider images: such a copy to rows took 2.3 times as long as PyTorch's whole loss.
+    What is neither planes nor rows is copied so, and cropped images whose columns are read twice. A copy to rows would
+    move neighbors apart. H200, (188, 5, 1848) cropped from wider images: such a copy took 2.3 times as long as
+    PyTorch's whole loss.
     """
     if logits.dim() < 3 or not logits.numel() or as_rows(logits.movedim(1, -1), logits.dim() - 1) is not None:
         return None
@@ -223,7 +224,7 @@ def _moments(kept: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 def prepare_targets(op: CrossEntropy, n_cols: int, count: Tensor) -> CrossEntropy:
     """op with targets in fewer bits, -1 where one does not count. Into count, [1]: how many do, or their weights."""
     n = op.target.numel()
-    dtype = torch.int16 if n_cols <= 1 << 15 else torch.int32
+    dtype = torch.int8 if n_cols <= 1 << 7 else torch.int16 if n_cols <= 1 << 15 else torch.int32
     prepared = torch.empty(op.target.shape, dtype=dtype, device=op.target.device)
     partial = empty((-(-n // (PREPARED_EACH * PREPARED_BLOCK)),), (1,), torch.float32, op.target)
     tensors = (op.target, partial if op.weight is None else op.weight, prepared, partial)

@@ -27,8 +27,8 @@ def places_of(
     if CROPPED:
         row = (first.to(tl.int32) + place // VEC) // width
         place = place + row * (row_stride - width) * VEC
-    # VEC neighbors lie together, at a multiple of VEC. The contiguity makes `inner` the axis of neighboring threads, and
-    # no access is wider than VEC, because nothing says that a longer run is aligned
+    # VEC neighbors lie together, at a multiple of VEC. The contiguity makes `inner` the axis of neighboring threads. No
+    # access is wider than VEC, because nothing says that a longer run is aligned
     return tl.max_contiguous(tl.multiple_of(place, [1, 1, VEC]), [1, 1, INNER])
 
 
