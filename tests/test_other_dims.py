@@ -17,6 +17,7 @@ from fused_softmax.planning.spatial import (
     SpatialProblem,
     parts_plan,
     plan_spatial,
+    plan_spatial_loss,
     plan_spatial_statistics,
     resident_plan,
 )
@@ -125,6 +126,18 @@ def test_bits_do_not_depend_on_inner_within_batch_invariant(n_cols):
         wide = fs.softmax(x, 1)
         for inner in (2, 33, 64):
             assert torch.equal(fs.softmax(x[:, :, :inner].contiguous(), 1), wide[:, :, :inner]), inner
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_loss_is_added_up_alike_for_any_inner_within_batch_invariant(itemsize):
+    dtype = {2: "bfloat16", 4: "float32"}[itemsize]
+    for n_cols in (3, 19, 45, 64, 120, 150, 188, 256, 350, 700, 1000, 3000):
+        added = set()
+        for inner, vec, whole in ((4096, 16 // itemsize, True), (4104, 16 // itemsize, False), (4097, 1, False)):
+            problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, batch_invariant=True, whole_sectors=whole)
+            plan = plan_spatial_loss(problem, DEVICES["sm_90"])
+            added.add((plan.regime, plan.ctas, plan.vectors_per_chunk, plan.chunks, plan.part_cols))
+        assert len(added) == 1, (n_cols, added)
 
 
 @pytest.mark.parametrize("tile", ["merged columns", "a cluster"])

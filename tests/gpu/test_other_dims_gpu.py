@@ -82,6 +82,32 @@ def test_cross_entropy_of_images(classes, inplace, dtype):
     assert error <= 8 * torch.finfo(dtype).eps * scale, f"{error / scale / torch.finfo(dtype).eps:.1f} eps"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 44, 61])
+def test_cross_entropy_of_cropped_images(width, dtype):
+    whole = torch.randn(3, 150, 40, 96, device="cuda", dtype=dtype) * 2
+    whole[..., 8 + width] = float("nan")  # next to the images
+    x, target = whole[:, :, 3:-2, 8 : 8 + width], torch.randint(0, 150, (3, 35, width), device="cuda")
+    found = []
+    for images in (x, x.contiguous()):
+        leaf = images.detach().requires_grad_()
+        loss = fs.cross_entropy(leaf, target)
+        loss.backward()
+        found.append((loss.detach(), leaf.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-2, atol=1e-9)
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("classes", [3, 19, 150, 1000])
+def test_a_sure_prediction_has_no_loss(classes, dtype):
+    target = torch.randint(0, classes, (2, 900), device="cuda")
+    x = torch.full((2, classes, 900), -40.0, device="cuda", dtype=dtype)
+    sure = (torch.randn(2, 1, 900, device="cuda") * 9 + 50).to(dtype)
+    x.scatter_(1, target.unsqueeze(1), sure.clamp(min=0))
+    assert (fs.cross_entropy(x.requires_grad_(), target, reduction="none") == 0).all()
+
+
 def test_a_target_outside_the_classes_ends_in_a_device_assertion():
     code = (
         "import torch, fused_softmax as fs\n"

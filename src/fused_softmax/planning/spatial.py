@@ -27,6 +27,7 @@ from .spatial_tables import (
     STAGED_BYTES,
     STATISTICS_CHUNKS,
     UNALIGNED,
+    UNALIGNED_LOSS,
     SpatialConfig,
 )
 from .types import ITEMSIZE, VECTOR_BYTES, Device, Plan, power_of_two
@@ -227,7 +228,7 @@ def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = N
 
 def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:
     """The plan of a loss with its gradient: in one pass, or in two where the columns do not fit on chip."""
-    config = next(_configs(problem, device, LOSS[problem.itemsize]), None)
+    config = next(_configs(problem, device, LOSS[problem.itemsize], UNALIGNED_LOSS[problem.itemsize]), None)
     if config is None:
         return parts_plan(problem, device)
     return replace(_configured(problem, device, config), recompute=problem.itemsize == 2)

@@ -148,12 +148,16 @@ NARROW = 16  # positions, at most, of which a program of one warp takes some
 LOSS = {
     2: (
         SpatialConfig(24, 1, 2, 256, thread_bytes=8),
-        SpatialConfig(64, 1, 1, 64, thread_bytes=8),
+        SpatialConfig(60, 1, 1, 64, thread_bytes=8),
+        SpatialConfig(112, 1, 2, 64, thread_bytes=8),
+        SpatialConfig(152, 1, 4, 128, thread_bytes=8, max_registers=112, whole_sectors=True),
+        SpatialConfig(208, 1, 4, 64, thread_bytes=8, max_registers=96, whole_sectors=True),
         SpatialConfig(208, 1, 2, 64, thread_bytes=8),
         SpatialConfig(304, 1, 4, 64, thread_bytes=8, max_registers=128),
-        SpatialConfig(416, 2, 4, 64, thread_bytes=8),
+        SpatialConfig(400, 1, 4, 64, thread_bytes=8, max_registers=168),
         SpatialConfig(608, 2, 4, 64, thread_bytes=8, max_registers=128),
         SpatialConfig(832, 2, 4, 64, thread_bytes=8, max_registers=168),
+        SpatialConfig(1024, 1, 8, 32, thread_bytes=8, max_registers=128, whole_sectors=True),
         SpatialConfig(1216, 4, 4, 64, thread_bytes=8, max_registers=128),
         SpatialConfig(1664, 4, 4, 64, thread_bytes=8, max_registers=168),
         SpatialConfig(2432, 8, 4, 64, thread_bytes=8, max_registers=128),
@@ -179,6 +183,23 @@ LOSS = {
         SpatialConfig(512, 1, 8, 32),
         SpatialConfig(1024, 1, 16, 32),
         SpatialConfig(2048, 1, 16, 16),
+    ),
+}
+# the same where runs of positions start anywhere, so that elements are read one by one. Without caps of registers: a
+# 16-bit element takes a register until it is packed, so that few loads are in flight at a cap
+UNALIGNED_LOSS = {
+    2: (
+        SpatialConfig(24, 1, 2, 256, thread_bytes=8),
+        SpatialConfig(76, 1, 2, 128, thread_bytes=8),
+        SpatialConfig(208, 1, 2, 64, thread_bytes=8),
+        SpatialConfig(304, 1, 4, 64, thread_bytes=8),
+        SpatialConfig(608, 1, 8, 64, thread_bytes=8),
+        SpatialConfig(832, 1, 8, 32, thread_bytes=8),
+    ),
+    4: (
+        SpatialConfig(24, 1, 2, 128, thread_bytes=8),
+        SpatialConfig(100, 1, 4, 64),
+        SpatialConfig(256, 1, 8, 64),
     ),
 }
 # where runs of positions start anywhere, so that elements are read one by one, and tiles are wide
