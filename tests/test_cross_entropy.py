@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -161,6 +163,24 @@ def test_nothing_counts():
             torch.testing.assert_close(loss, torch.as_tensor(want), equal_nan=True)
             loss.sum().backward()
             assert x.grad.shape == x.shape and not x.grad.nan_to_num().any()
+
+
+@pytest.mark.parametrize("shape", [(0, 1), (0, 5), (0, 0), (3, 0), (2, 3, 0), (0, 3, 4), (2, 0, 0)], ids=str)
+def test_a_loss_of_nothing_is_torchs_and_waits_for_no_device(shape):
+    """A wait for the device would end the capture of a CUDA graph."""
+    target = torch.zeros(shape[:1] + shape[2:], dtype=torch.int64)
+    weights, ignored = (None, torch.zeros(shape[1])), 0 if 0 < target.numel() else -100
+    for reduction, weight, smoothing in itertools.product(("mean", "sum", "none"), weights, (0.0, 0.1, 1.0)):
+        options = dict(weight=weight, ignore_index=ignored, reduction=reduction, label_smoothing=smoothing)
+        for z_loss in (0.0, 0.01):
+            x = torch.randn(shape, requires_grad=True)
+            with torch.autograd.profiler.profile(use_kineto=False) as profile:
+                loss = fs.cross_entropy(x, target, **options, z_loss=z_loss)
+            (gradient,) = torch.autograd.grad(loss.sum(), x)
+            torch.testing.assert_close(loss, F.cross_entropy(x, target, **options), equal_nan=True)
+            assert gradient.shape == shape
+            ran = {event.name for event in profile.function_events}
+            assert not ran & {"aten::masked_select", "aten::nonzero", "aten::item"}
 
 
 def test_ignored_rows_hide_what_is_in_them():

@@ -273,3 +273,36 @@ def test_the_strides_reach_each_specialization():
             n = named[name]
             seen.setdefault(name, set()).add("1" if n == 1 else "16" if n % 16 == 0 else "other")
     assert all(kinds == {"1", "16", "other"} for kinds in seen.values()), seen
+
+
+def rows_at(n_cols: int, dtype: torch.dtype, offset: int) -> torch.Tensor:
+    """Rows whose first element is the offset-th of an allocation."""
+    return torch.empty(4 * n_cols + offset, dtype=dtype)[offset:].view(4, n_cols)
+
+
+@pytest.mark.parametrize(
+    ("n_cols", "dtype", "offset"),
+    [(2, torch.float16, 2), pytest.param(4, torch.float32, 2, marks=pytest.mark.extended)]
+    + [pytest.param(n, torch.bfloat16, 4, marks=pytest.mark.extended) for n in (4, 12, 100)],
+)
+def test_lanes_that_share_a_vector_add_rounded_products(n_cols, dtype, offset):
+    """At an address that is no multiple of 16 bytes, each element of a vector may have a lane of its own.
+
+    racecheck reported lanes whose entropies of one row differed, and the gradient differed from call to call.
+    """
+    x, number, ids = rows_at(n_cols, dtype, offset), torch.zeros(4), torch.zeros(4, 1, dtype=torch.int64)
+    chosen = row_statistics.FORWARD.plan((x,), SM_90, False)
+    assert 1 < chosen.vec * x.element_size() < 16
+    flags = (("PICKS", 1), ("ENTROPY", True), ("RANK", False), ("SCALE", 0), ("KEEP_MOMENTS", True))
+    vectors = (number, number, number, ids, number, number)
+    entropy = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 1.0), flags, chosen, SM_90)
+    rows = (x, x, x)
+    chosen = plan(problem_of(*rows, backward=True), SM_90)
+    gradient = softmax_launch(rows, chosen, backward=True, device=SM_90)
+    op = masked_softmax.BACKWARD[False]
+    chosen = op.planner(problem_of(*rows, backward=True), SM_90)
+    read, of_mask, of_strides = masks.describe_mask(None, x.view(2, 2, n_cols), chosen, x)
+    numbers = (*masks.row_order(2), *of_strides, 0.5)
+    masked = row_launch(op, rows, (read,), numbers, (*of_mask, ("CAUSAL", True)), chosen, SM_90)
+    for launch in (entropy, gradient, masked):
+        assert compiled.cross_compile(launch, "sm_90").products_exchanged == 0, launch.kernel

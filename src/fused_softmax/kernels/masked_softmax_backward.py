@@ -16,8 +16,9 @@ from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_sum, init_cluster_barrier, leave_cluster
 from .common.masked_rows import scalar_tile, scalar_tiles, store_around
 from .common.masks import NO_MASK, load_query_mask, mask_row_of
-from .common.numerics import rounded_product, sum_of_vectors, upcast
+from .common.numerics import lies_in_lanes, rounded_product, sum_of_vectors, upcast
 from .common.row_scheduler import row_in_order, seen_of
+from .common.softmax_terms import gradient_term
 from .common.tiles import (
     chunk_offsets,
     load_chunks,
@@ -102,14 +103,15 @@ def masked_softmax_backward(
             y_row, dy_row, head, within, interior, columns, seen, owner, SCALARS, UNALIGNED, CAUSAL, VECTORS, VEC
         )
     d = tl.zeros([SEGMENTS, VECTORS], tl.float32)
+    ROUNDED: tl.constexpr = lies_in_lanes(VEC, y_ptr.dtype.element_ty)
     # an unseen chunk takes as much time as a full one. 4,096 columns: 0.99 of the add with SKIPS, 0.97 without
     most = tl.max(tl.max(left, 1), 0) if SKIPS else 0
     for c in tl.static_range(CHUNKS):
         if SKIPS:
             if c * CHUNK < most:
-                d += sum_of_vectors(upcast(y[c], PTX) * upcast(dy[c], PTX), PTX)
+                d += sum_of_vectors(gradient_term(upcast(y[c], PTX), upcast(dy[c], PTX), False, ROUNDED), PTX)
         else:
-            d += sum_of_vectors(upcast(y[c], PTX) * upcast(dy[c], PTX), PTX)
+            d += sum_of_vectors(gradient_term(upcast(y[c], PTX), upcast(dy[c], PTX), False, ROUNDED), PTX)
     if not SKIPS:
         scalars, in_scalars, y_scalars, dy_scalars = load_scalars(
             y_row, dy_row, head, within, interior, columns, seen, owner, SCALARS, UNALIGNED, CAUSAL, VECTORS, VEC

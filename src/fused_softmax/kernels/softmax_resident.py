@@ -24,6 +24,7 @@ from .common.numerics import (
     exp,
     exp2_affine,
     exp2_fma,
+    lies_in_lanes,
     max_of_vectors,
     rounded_product,
     sum_of_vectors,
@@ -183,6 +184,8 @@ def softmax_backward_resident(
         POLICY,
     )  # fmt: skip
     d = tl.zeros([SEGMENTS, VECTORS], tl.float32)
+    # the elements of a vector may lie in several lanes, which then add products
+    ROUNDED: tl.constexpr = VECTORS == 1 or lies_in_lanes(VEC, y_ptr.dtype.element_ty)
     await_staged(SMEM_STAGED, PTX)
     for c in tl.static_range(CHUNKS):
         dy_c = upcast(chunk_of(dy, c, 0, SMEM_STAGED, THREADS, PTX), PTX)
@@ -190,8 +193,7 @@ def softmax_backward_resident(
         if not LOG:
             y_c = upcast(chunk_of(y, c, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX), PTX)
         # on one CTA or with staged chunks, the cap of 128 registers is reached, where only Triton's own order fits
-        # the elements of a row's only vector may lie in several lanes, which then add products
-        d += sum_of_vectors(gradient_term(y_c, dy_c, LOG, VECTORS == 1), PTX and CTAS > 1 and SMEM_STAGED == 0)
+        d += sum_of_vectors(gradient_term(y_c, dy_c, LOG, ROUNDED), PTX and CTAS > 1 and SMEM_STAGED == 0)
     if UNALIGNED:
         head_tail, in_head_tail = head_and_tail(
             head, interior, n_cols, (rank == 0) & (warp == 0) & (row < n_rows), VECTORS, VEC

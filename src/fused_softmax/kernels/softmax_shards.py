@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, Vector, kernel
-from .common.numerics import upcast
+from .common.numerics import lies_in_lanes, upcast
 from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.tiles import head_and_tail, load_chunks, span_of, start_of, store_chunk, unit_of, width_if
 
@@ -43,12 +43,13 @@ def shard_gradient_sums(
         dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0)
         y_head_tail = dy_head_tail if LOG else tl.load(y_row + head_tail, mask=in_head_tail, other=0.0)
     d = tl.zeros([ROWS, VECTORS], tl.float32)
+    ROUNDED: tl.constexpr = lies_in_lanes(VEC, y_ptr.dtype.element_ty)
     for step in range(tl.cdiv(n_cols if UNALIGNED else n_cols * VEC, STEP)):
         start = (zero + step) * STEP
         dy = load_chunks(dy_row + start, width - start, ROWS, CHUNKS, 0, VECTORS, VEC, 0.0)
         y = dy if LOG else load_chunks(y_row + start, width - start, ROWS, CHUNKS, 0, VECTORS, VEC, 0.0)
         for c in tl.static_range(CHUNKS):
-            d += tl.sum(gradient_term(upcast(y[c], PTX), upcast(dy[c], PTX), LOG), 2)
+            d += tl.sum(gradient_term(upcast(y[c], PTX), upcast(dy[c], PTX), LOG, ROUNDED), 2)
     if UNALIGNED:
         d += gradient_term(y_head_tail, dy_head_tail, LOG, True)
     tl.store(sums_ptr + row, tl.sum(d, 1)[:, None], mask=exists)

@@ -24,7 +24,7 @@ from .common.cluster import (
     keep_segment_layout,
     leave_cluster,
 )
-from .common.numerics import LOWEST, exp, rounded_product, upcast
+from .common.numerics import LOWEST, exp, lies_in_lanes, rounded_product, upcast
 from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.tiles import (
     head_and_tail,
@@ -164,6 +164,7 @@ def softmax_backward_two_pass(
         head_tail, in_head_tail = head_and_tail(head, interior, n_cols, (rank == 0) & (warp == 0), VECTORS, VEC)
         y_head_tail = tl.load(y_row + head_tail, mask=in_head_tail, other=0.0)
         dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0)
+    ROUNDED: tl.constexpr = lies_in_lanes(VEC, y_ptr.dtype.element_ty)
     d = tl.zeros([SEGMENTS, VECTORS], tl.float32)
     for step in range(n_steps):
         start = RESIDENT_CHUNKS * CHUNK + (zero + step) * STEP
@@ -171,10 +172,10 @@ def softmax_backward_two_pass(
         dy = load_chunks(dy_row + first + start, width - start, SEGMENTS, CHUNKS, 0, VECTORS, VEC, 0.0, WARPS_PER_ROW)
         for c in tl.static_range(CHUNKS):
             y_c, dy_c = keep_segment_layout(y[c], CTAS, PTX), keep_segment_layout(dy[c], CTAS, PTX)
-            d += tl.sum(gradient_term(y_c, dy_c, LOG), 2)
+            d += tl.sum(gradient_term(y_c, dy_c, LOG, ROUNDED), 2)
     for c in tl.static_range(RESIDENT_CHUNKS):
         y_c = y_resident[c if c < PREFETCHED else 0]  # unused where LOG
-        d += tl.sum(gradient_term(upcast(y_c, PTX, True), upcast(dy_resident[c], PTX, True), LOG), 2)
+        d += tl.sum(gradient_term(upcast(y_c, PTX, True), upcast(dy_resident[c], PTX, True), LOG, ROUNDED), 2)
     d = tl.sum(d, 1)
     if UNALIGNED:
         d += tl.sum(gradient_term(y_head_tail, dy_head_tail, LOG, True), 1)

@@ -121,7 +121,11 @@ def cross_entropy(
     if weight is not None and weight.is_floating_point():
         weight = weight.to(z.dtype)
     options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing)
-    if not z_loss:
+    empty, weighed_mean = z.numel() == 0, reduction == "mean" and weight is not None
+    if empty and weighed_mean and label_smoothing and not target.is_floating_point():
+        # 0/0. For its mean, torch selects the weights of the targets that count, and waits for their number
+        return F.cross_entropy(z, target, weight, reduction="sum", **options) / 0.0  # type: ignore[arg-type]
+    if empty or not z_loss:  # without a row or a class, no row has a penalty
         return F.cross_entropy(z, target, weight, reduction=reduction, **options)  # type: ignore[arg-type]
     penalty = z_loss * torch.logsumexp(z, dim=0 if z.dim() == 1 else 1) ** 2
     loss = F.cross_entropy(z, target, weight, reduction="none", **options)  # type: ignore[arg-type]

@@ -858,12 +858,24 @@ def test_scores_that_are_rounded_by_whole_numbers_bound_no_output_but_those_of_h
     inputs = Inputs(x, {"mask": mask}, {})
     y = torch.softmax(x.double() * 1e-30 + mask, 1)
     allowed = scales.of_scores(case, inputs, y)
-    assert allowed[0, :2].tolist() == [1.0, 1.0] and allowed[0, 2:].tolist() == [0.0, 0.0]
+    assert allowed[0, :2].min() > 0.99 and allowed[0, 2:].tolist() == [0.0, 0.0]
     # where scores are small, the bound is that of first order
     inputs = Inputs(x * 1e-38, {"mask": mask}, {})
     small = case.changed(options={**case.options, "scale": 0.5})
     y = torch.softmax(x.double() * 0.5e-38 + mask, 1)
     assert scales.of_scores(small, inputs, y).max() < 1e-6
+    # a mask breaks ties in float64 only, next to a score that is far from all
+    mask = torch.tensor([[0.0, 200.0, 0.0, -torch.inf]])
+    inputs = Inputs(torch.tensor([[3e9, 3e9, -3e38, 3e9]]), {"mask": mask}, {})
+    tied = case.changed(options={"mask": case.options["mask"]})
+    y = torch.softmax(inputs.x.double() + mask, 1)
+    allowed = scales.of_scores(tied, inputs, y)
+    assert allowed[0, :2].min() > 0.99 and allowed[0, 2:].tolist() == [0.0, 0.0]
+    # what a boolean mask or causality hides is 0, whatever the scores
+    inputs = Inputs(torch.full((2, 3), 3e38), {"mask": torch.tensor([[True, True, False]])}, {})
+    hides = case.changed(shape=(2, 3), options={"scale": 0.5, "causal": True})
+    allowed = scales.of_scores(hides, inputs, torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0]]))
+    assert (allowed > 0).tolist() == [[False] * 3, [True, True, False]]
 
 
 @interpreted

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fused_softmax.lab.cli import app
 from fused_softmax.lab.fuzz import draw, record, request, session
-from fused_softmax.lab.fuzz.draw import SHAPES, Budget, draw_cases, draw_class
+from fused_softmax.lab.fuzz.draw import Budget, draw_cases, draw_class
 from fused_softmax.lab.registry import OPS
 
 
@@ -69,13 +69,13 @@ def test_the_emptiest_op_and_dtype_is_drawn_first():
 def test_rows_that_lie_apart_have_few_shapes_in_a_class():
     """Their kernels are compiled for what lies between two columns of a row; other rows may be of any number."""
     outer, of_all = set(), set()
-    for of in (c for c in (draw_class("softmax", "float32", i, Budget()) for i in range(40)) if not c.last):
+    for of in (c for c in (draw_class("softmax", "float32", i, Budget()) for i in range(80)) if not c.last):
         of, inner = dataclasses.replace(of, layouts=(("contiguous", 1), ("offset", 3)), n_cols=60), set()
         for case in draw_cases(of, "function", 40, Budget()):
             if case.dims[0] < len(case.shape) - 1 and case.numel:
                 inner.add(math.prod(case.shape[case.dims[0] + 1 :]))
                 outer.add(math.prod(case.shape[: case.dims[0]]))
-        assert len(inner) <= SHAPES
+        assert len(inner) <= Budget().shapes
         of_all |= inner
     assert len(of_all) > 8 and len(outer) > 12
     row = dataclasses.replace(of, last=True)

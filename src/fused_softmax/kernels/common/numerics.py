@@ -131,6 +131,16 @@ def rounded_product(a, b):
     return tl.fma(a, b, tl.zeros_like(a))
 
 
+@triton.constexpr_function
+def lies_in_lanes(vec: int, dtype) -> bool:
+    """Whether a vector of a row may lie in several lanes, which then exchange what they add up over it.
+
+    A row's address is known to be a multiple of 16 bytes where its vectors are. Triton may give each element of a
+    shorter vector a lane of its own.
+    """
+    return vec > 1 and vec * dtype.primitive_bitwidth < 128
+
+
 @triton.jit
 def rescale_moments(m, s, t, m_new, ROUNDED: tl.constexpr = False):
     """(m, s, t) with s = sum(exp(x - m)) and t = sum(exp(x - m)*(x - m)), rescaled from m to m_new >= m.

@@ -20,6 +20,7 @@ from .numerics import (
     LOWEST,
     exp,
     exp2_affine,
+    lies_in_lanes,
     max_of_vectors,
     rescale_moments,
     rounded_product,
@@ -106,7 +107,10 @@ def accumulate(
         e = tl.exp2(d) if FUSED else exp(d)
         step += sum_of_vectors(e, PTX, ONE_CTA)
         if MOMENT == ENTROPY_MOMENT:
-            moment += sum_of_vectors(e * tl.maximum(d, LOWEST), PTX, ONE_CTA)
+            if lies_in_lanes(x[c].shape[2], x[c].dtype):
+                moment += sum_of_vectors(rounded_product(e, tl.maximum(d, LOWEST)), PTX, ONE_CTA)
+            else:
+                moment += sum_of_vectors(e * tl.maximum(d, LOWEST), PTX, ONE_CTA)
     if FUSED:
         if MOMENT == ENTROPY_MOMENT:
             moment = correction * LN2 * (moment - tl.fma(m_new, base, -shift) * step)

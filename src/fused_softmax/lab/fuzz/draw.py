@@ -24,7 +24,6 @@ OTHER_DTYPES = ("float64", "int64", "int32", "uint8", "bool")
 # what out= is given: its own memory, x's (all of it, from the second element on, transposed), and what torch refuses
 OUTPUTS: tuple[str, ...] = ("fresh", "fresh", "fresh", "fresh", "empty", "same", "partly", "transposed")
 OUTPUTS += ("expanded", "wrong_dtype", "inference")
-SHAPES = 3  # of a class
 APART = ("step", "transposed", "channels_last")  # layouts whose columns may lie apart
 UPSTREAMS = ("one", "one", "quarter", "random", "random", "zeros", "expanded")
 
@@ -88,12 +87,17 @@ class Budget:
     out_of_range: bool = False  # targets, which end a CUDA context
     large: float = 0.25  # the part of the cases that may have so many elements; others have 1/8 at most
     wide: float = 1.0  # the part of the classes that may have so many columns; others have 1/16 at most
+    # sets of options and shapes of a class. Each needs kernels of its own: more classes, which have other widths and
+    # layouts, are worth more than more of these
+    options: int = 1
+    shapes: int = 2
 
     @classmethod
     def interpreted(cls) -> Budget:
         """A program costs milliseconds there, and so does a step of its loop, whatever their size."""
         return cls(
-            1 << 13, 6, 1 << 17, strided=1 << 9, widest=0.01, many_rows=0.02, out_of_range=True, large=1.0, wide=0.06
+            1 << 13, 6, 1 << 17, strided=1 << 9, widest=0.01, many_rows=0.02, out_of_range=True, large=1.0, wide=0.06,
+            options=2, shapes=3,
         )  # fmt: skip
 
 
@@ -159,8 +163,10 @@ def draw_class(op: str, dtype: str, seed: int, budget: Budget, widths: tuple[int
     if n_cols > budget.strided and all(kind in APART for kind, _ in chosen):  # no case of these is drawn
         chosen = (("contiguous", 1), *chosen[1:])
     last = OPS[op].rows == "last" or rng.random() < 0.75
-    flags = rng.getrandbits(32), rng.getrandbits(32)
-    return DrawClass(op, dtype, n_cols, chosen, last, flags, tuple(rng.getrandbits(32) for _ in range(SHAPES)), seed)
+    flags = tuple(rng.getrandbits(32) for _ in range(budget.options))
+    return DrawClass(
+        op, dtype, n_cols, chosen, last, flags, tuple(rng.getrandbits(32) for _ in range(budget.shapes)), seed
+    )
 
 
 def draw_cases(of: DrawClass, way: str, count: int, budget: Budget) -> Iterator[Case]:

@@ -16,7 +16,7 @@ from .worker import Unit
 
 # cases of one class and way: eager ones share what was compiled, which takes longer than they do, the others compile
 # or capture for each
-PER_CLASS = 40
+PER_CLASS = 50
 PER_CLASS_INTERPRETED = 4
 SLOW_WAYS = ("compile", "cuda_graph")
 

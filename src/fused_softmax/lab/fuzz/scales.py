@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fused_softmax.launch.cross_entropy import ONE_CTA_ROWS, ONE_PROGRAM_ROWS
 from fused_softmax.launch.launcher import device_of
+from fused_softmax.torch_ops.decompositions import causally_hidden
 
 from .draw import Case
 from .exactness import EPS
@@ -129,11 +130,12 @@ def second_scale(case: Case, inputs: Inputs, name: str, ref: dict[str, Tensor]) 
 
 
 def of_scores(case: Case, inputs: Inputs, y: Tensor) -> Tensor | None:
-    """How far masked_softmax's output is off because its scores z = scale*x + mask are rounded; None where they are x.
+    """How far masked_softmax's output y is off because its scores z = scale*x + mask are rounded; None where they are
+    x.
 
-    Each rounding moves z by half of eps(float32) of what is rounded, scale*x and the sum. With d the error of a score,
-    p is off by a factor of exp(d), and by the mean of the row's factors in the sum that it is divided by. Scores of 3e8
-    are off by 32, and any p may then be 0 or 1.
+    Each rounding moves z by half of eps(float32) of what is rounded, scale*x and the sum. With d the most that a score
+    is off, p is most where its own score is z + d and the others are z - d, and least where it is the other way round.
+    Scores of 3e8 are off by 32, and any p may then be 0 or 1. What the mask hides is 0 all the same.
     """
     scale, mask = float(case.options.get("scale", 1.0)), inputs.arguments.get("mask")
     added = mask is not None and mask.is_floating_point()
@@ -142,15 +144,29 @@ def of_scores(case: Case, inputs: Inputs, y: Tensor) -> Tensor | None:
     x = inputs.x.detach() if inputs.batch_dim is None else inputs.x.detach().movedim(inputs.batch_dim, 0)
     z = x.double() * scale
     error = z.abs() if scale != 1.0 else torch.zeros_like(z)
-    if mask is not None and added:
-        given = mask.detach().double()
+    if mask is not None:
+        given = mask.detach()
         if inputs.in_dims.get("mask") is not None:
             given = given.view(given.shape[0], *(1,) * (z.dim() - given.dim()), *given.shape[1:])
-        error = error + (z + given).abs()
-    p = y.detach().double().nan_to_num(0, 0, 0)
+        z = z + given.double() if added else z.masked_fill(~given, -torch.inf)
+        error = error + z.abs() if added else error
+    if case.options.get("causal"):
+        z = z.masked_fill(causally_hidden(z), -torch.inf)
     error = EPS / 2 * error.nan_to_num(0, 0, 0)
-    of_sum = (p * error.expm1()).sum(-1, keepdim=True).log1p()
-    return (p * (error + of_sum).expm1()).nan_to_num(0.0, 1.0, 0.0).clamp(max=1.0)
+    p, least, most = y.detach().double(), z - error, z + error
+    above = (most - _log_sum_of_others(least)).sigmoid() - p
+    below = p - (least - _log_sum_of_others(most)).sigmoid()
+    return torch.maximum(above, below).nan_to_num(0.0, 0.0, 0.0).clamp(min=0.0)
+
+
+def _log_sum_of_others(z: Tensor) -> Tensor:
+    """For each entry the log of the row's sum of exp(z) without its own; of the largest, which is most of that sum, by
+    another sum."""
+    largest, top = z.max(-1, keepdim=True)
+    z = z - largest  # otherwise a sum of large numbers has no digits left for its logarithm
+    of_row = z.logsumexp(-1, keepdim=True)
+    others = of_row + (-(z - of_row).exp()).log1p()
+    return largest + others.scatter(-1, top, z.scatter(-1, top, -torch.inf).logsumexp(-1, keepdim=True))
 
 
 def of_summed_losses(case: Case, inputs: Inputs, ref: Tensor, gradient: bool) -> Tensor | None:
