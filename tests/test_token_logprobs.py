@@ -86,6 +86,19 @@ def test_many_ids_and_the_same_twice():
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=3e-5, atol=3e-5)
 
 
+def test_torchs_formula_gathers_pick_by_pick():
+    """A GPU adds what a gather of several picks sends back to one column in any order, so that bits would differ."""
+    x, ids = torch.randn(4, 3, dtype=torch.float64, requires_grad=True), torch.tensor([[1, 1, 1, 2]] * 4)
+    picked = fs.token_logprobs(x, ids)
+    torch.testing.assert_close(picked, torch.log_softmax(x, -1).gather(-1, ids))
+    nodes, gathers = [picked.grad_fn], []
+    while nodes:
+        node = nodes.pop()
+        gathers += [node] if node.name() == "GatherBackward0" else []
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    assert len(gathers) == 4 and all(node._saved_index.shape == (4, 1) for node in gathers)
+
+
 @pytest.mark.parametrize("n_cols", [33, 1001, 4097])
 def test_log_probabilities_of_large_logits(n_cols):
     # log p is a small number, though logsumexp is a large one, of which float32 has the first seven digits

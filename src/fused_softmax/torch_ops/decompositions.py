@@ -219,9 +219,10 @@ def statistics(
 
 
 def _gathered(log_p: Tensor, token_ids: Tensor) -> Tensor:
-    if token_ids.dim() == log_p.dim():
-        return log_p.gather(-1, token_ids)
-    return log_p.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    if token_ids.dim() < log_p.dim():
+        return log_p.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    # pick by pick, as in `statistics_gradient`: PyTorch's gradient of a gather adds to one place in any order, too
+    return torch.cat([log_p.gather(-1, of_pick) for of_pick in token_ids.split(1, -1)], -1)
 
 
 def _bounded(log_p: Tensor) -> Tensor:
