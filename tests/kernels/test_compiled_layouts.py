@@ -283,7 +283,7 @@ def rows_at(n_cols: int, dtype: torch.dtype, offset: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("n_cols", "dtype", "offset"),
     [(2, torch.float16, 2), pytest.param(4, torch.float32, 2, marks=pytest.mark.extended)]
-    + [pytest.param(n, torch.bfloat16, 4, marks=pytest.mark.extended) for n in (4, 12, 100)],
+    + [pytest.param(n, torch.bfloat16, 4, marks=pytest.mark.extended) for n in (4, 12, 20)],
 )
 def test_lanes_that_share_a_vector_add_rounded_products(n_cols, dtype, offset):
     """At an address that is no multiple of 16 bytes, each element of a vector may have a lane of its own.
@@ -292,7 +292,7 @@ def test_lanes_that_share_a_vector_add_rounded_products(n_cols, dtype, offset):
     """
     x, number, ids = rows_at(n_cols, dtype, offset), torch.zeros(4), torch.zeros(4, 1, dtype=torch.int64)
     chosen = row_statistics.FORWARD.plan((x,), SM_90, False)
-    assert 1 < chosen.vec * x.element_size() < 16
+    assert chosen.vec > 1 and chosen.vec * x.element_size() < 16
     flags = (("PICKS", 1), ("ENTROPY", True), ("RANK", False), ("SCALE", 0), ("KEEP_MOMENTS", True))
     vectors = (number, number, number, ids, number, number)
     entropy = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 1.0), flags, chosen, SM_90)
