@@ -262,6 +262,8 @@ def _has_rows(case: Case, inputs: Inputs) -> bool:
         return False
     if case.op == "masked_softmax" and not takes_scale(case.options.get("scale", 1.0)):
         return False  # the formula's, whose softmax is PyTorch's
+    if case.dtype == "float64" and case.op not in ("softmax", "log_softmax"):
+        return False  # PyTorch's own reductions, whose split follows from the number of rows, too
     mask: Tensor | None = inputs.arguments.get("mask")
     if mask is not None and mask.dim() not in (0, len(case.shape)):
         return False
