@@ -306,3 +306,25 @@ def test_lanes_that_share_a_vector_add_rounded_products(n_cols, dtype, offset):
     masked = row_launch(op, rows, (read,), numbers, (*of_mask, ("CAUSAL", True)), chosen, SM_90)
     for launch in (entropy, gradient, masked):
         assert compiled.cross_compile(launch, "sm_90").products_exchanged == 0, launch.kernel
+
+
+@pytest.mark.parametrize(
+    ("n_cols", "dtype", "mask_dtype"), [(294, torch.float32, torch.bool), (588, torch.bfloat16, torch.bfloat16)]
+)
+def test_a_masks_address_does_not_decide_the_order_of_sums(n_cols, dtype, mask_dtype):
+    """Rows at an odd address are read one by one. A mask that was read in vectors made their sums lie as the mask did."""
+    x, y = rows_at(n_cols, dtype, 1), rows_at(n_cols, dtype, 0)
+    op = masked_softmax.FORWARD[masks.kind_of(torch.empty(0, dtype=mask_dtype))]
+    chosen = op.plan((x, y), SM_90, True)
+    found = []
+    for offset in (0, 4):
+        mask = rows_at(n_cols, mask_dtype, offset).view(2, 2, n_cols)
+        read, of_mask, numbers = masks.describe_mask(mask, x.view(2, 2, n_cols), chosen, y, forward=True)
+        assert read.data_ptr() % 16 == offset * mask.element_size()
+        flags = (*of_mask, ("CAUSAL", False), ("ZERO", False))
+        launch = row_launch(op, (x, y), (read,), (*numbers, 0.5), flags, chosen, SM_90)
+        ttgir = compiled.compile_for(launch, "sm_90").asm["ttgir"]
+        layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)$", ttgir, re.M))
+        reduced = re.findall(r"^ *\}\) : \(tensor<.*?(#blocked\d*|#linear\d*)", ttgir, re.M)
+        found.append([layouts[name] for name in reduced])
+    assert found[0] and found[0] == found[1]

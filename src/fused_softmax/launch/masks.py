@@ -57,7 +57,8 @@ def describe_mask(
     m_col = 0 if expanded.shape[-1] == 1 else m_col
     cols = m_col if m_col in (0, 1) else 2
     strides = (outer[1], middle[1], inner[1], m_query)
-    vec = _mask_vector(read, x) if cols == 1 else 1
+    # a mask's vectors would decide how rows that are read one by one lie in threads, and so in which order they are added
+    vec = _mask_vector(read, x) if cols == 1 and plan.vec > 1 else 1
     if not forward:
         flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec))
         return read, flags, (middle[0], inner[0], *(s // vec for s in strides), m_col)

@@ -218,9 +218,12 @@ def _bits_differ(a: Tensor, b: Tensor) -> Tensor:
 
 def _promises_bits(case: Case) -> bool:
     """Not where PyTorch adds with atomics on a GPU: in nll_loss2d, which patch() and options outside the kernels'
-    leave to it, and in the scatter_add of token_logprobs' formula, which is differentiated where its gradient is."""
+    leave to it, and in gather's gradient, which is that of token_logprobs' formula and of torch's way under patch()."""
     by_torch = case.op == "cross_entropy" and (case.way == "patch" or "odd" in case.options)
-    return not (by_torch or (case.op == "token_logprobs" and case.direction == "double"))
+    gathers = case.op == "token_logprobs" and (
+        case.direction == "double" or (case.way == "patch" and case.direction == "gradient")
+    )
+    return not (by_torch or gathers)
 
 
 def _same_bits(
