@@ -312,7 +312,7 @@ def test_lanes_that_share_a_vector_add_rounded_products(n_cols, dtype, offset):
     ("n_cols", "dtype", "mask_dtype"), [(294, torch.float32, torch.bool), (588, torch.bfloat16, torch.bfloat16)]
 )
 def test_a_masks_address_does_not_decide_the_order_of_sums(n_cols, dtype, mask_dtype):
-    """Rows at an odd address are read one by one. A mask that was read in vectors made their sums lie as the mask did."""
+    """Rows at an odd address are read one by one. A mask that was read in vectors decided which thread adds what."""
     x, y = rows_at(n_cols, dtype, 1), rows_at(n_cols, dtype, 0)
     op = masked_softmax.FORWARD[masks.kind_of(torch.empty(0, dtype=mask_dtype))]
     chosen = op.plan((x, y), SM_90, True)

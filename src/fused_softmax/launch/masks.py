@@ -57,7 +57,7 @@ def describe_mask(
     m_col = 0 if expanded.shape[-1] == 1 else m_col
     cols = m_col if m_col in (0, 1) else 2
     strides = (outer[1], middle[1], inner[1], m_query)
-    # a mask's vectors would decide how rows that are read one by one lie in threads, and so in which order they are added
+    # of rows that are read one by one, a mask's vectors would decide which thread adds which columns
     vec = _mask_vector(read, x) if cols == 1 and plan.vec > 1 else 1
     if not forward:
         flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec))
