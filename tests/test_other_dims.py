@@ -262,7 +262,7 @@ def test_cross_entropy_of_images_of_any_layout(layout):
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
 def test_cross_entropy_of_cropped_images(width, dtype):
     """Vectors, single elements and tiles of many rows, as of a contiguous copy."""
-    whole = (torch.randn(3, 7, 9, 48) * 3).to(dtype)
+    whole = (torch.randn(3, 7, 9, 56) * 3).to(dtype)
     x, target = whole[:, :, 1:-1, 8 : 8 + width], torch.randint(0, 7, (3, 7, width))
     target[1, 2] = -100
     whole[:, :, :, 8 + width] = float("nan")  # next to the image
