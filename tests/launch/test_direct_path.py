@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.support.pretended_gpu import pretend
 
 import fused_softmax as fs
+from fused_softmax.launch.layout import allocator
 
 pytestmark = pytest.mark.interpreted
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -174,3 +178,23 @@ def test_gradients_of_tensors_of_any_rank(launches, op, shape):
     expected.backward(upstream)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(x.grad, leaf.grad)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_cached_calls_keep_no_tensor_alive(launches, op):
+    ours = OPS[op][0]
+    for _ in range(2):  # prepared, then found in the cache
+        x = logits(4, 11).requires_grad_()
+        ours(fs, x).sum().backward()
+        gone = weakref.ref(x)
+        del x
+        gc.collect()
+        assert gone() is None
+
+
+def test_an_allocator_keeps_no_tensor_alive():
+    x = logits(2, 6000)
+    new, gone = allocator(x), weakref.ref(x)
+    del x
+    gc.collect()
+    assert gone() is None and new((2, 3), (3, 1), torch.float64).shape == (2, 3)

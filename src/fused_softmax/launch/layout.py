@@ -70,7 +70,8 @@ def allocator_here(x: Tensor) -> Allocator:
 
 
 def _anywhere(x: Tensor) -> Allocator:
-    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
+    device = x.device  # what is cached must not keep x alive
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def layout_key(x: Tensor) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from .compile import kernel_loader
 from .context import is_batch_invariant
 from .device import device_of
 from .launcher import RowOp, always, on_its_device, planned, prepare_flat, prepare_rows, programs_of_row
-from .layout import allocator, expect_rows, layout_key, pointer, restored, rows_of
+from .layout import allocator, allocator_here, expect_rows, layout_key, pointer, restored, rows_of
 from .options import Flags, scale_flag
 
 
@@ -158,7 +158,7 @@ def prepare_statistics(op: RowOp, x: Tensor, dtype: torch.dtype, flags: Flags, i
     of_merge = tuple(flag for flag in flags if flag[0] != "RANK")
     of_merge = (*of_merge, ("BLOCK", rows_each), ("SPLITS", width), ("WAITS", device.supports_pdl))
     merge = prepare_flat(_merge_statistics, kinds, of_merge, 4, x)
-    new, at = allocator(x), pointer(x)
+    new, at = allocator_here(x), pointer(x)
 
     def launch(n_rows: int, rows: tuple[Any, ...], vectors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
         lse, moments, entropies, ids, picked, scale = vectors
