@@ -455,6 +455,16 @@ def test_few_long_transposed_rows_are_copied_first():
     assert_contract(fs.softmax(x, -1), x, -1)
 
 
+def test_narrow_crops_of_few_columns_are_copied_first():
+    def strided(n_rows: int | None, n_cols: int) -> bool:
+        return strided_is_faster(n_cols, n_rows, along_rows=True, along_cols=False, out_along_cols=False)
+
+    assert not strided(8, 5) and strided(8, 13) and strided(32, 4) and strided(None, 5)
+    x = torch.randn(3, 5, 6, 16)[..., :8]
+    assert "after a copy" in fs.plan_for(x, 1).why
+    assert_contract(fs.softmax(x, 1), x, 1)
+
+
 def test_empty_and_bad_input():
     for shape in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
         x = torch.randn(shape)

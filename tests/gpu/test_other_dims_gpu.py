@@ -117,3 +117,14 @@ def test_a_target_outside_the_classes_ends_in_a_device_assertion():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode and "Assertion" in done.stderr and "Error" in done.stderr, done.stderr[-500:]
+
+
+@pytest.mark.parametrize("n_cols", (58, 64, 200, 900))
+def test_small_terms_of_transposed_rows_are_not_lost(n_cols):
+    x = torch.full((282, n_cols), -16.0, device="cuda", dtype=torch.float16)
+    x[:, :: n_cols // 8] = 0
+    x = x.t().contiguous().t()
+    assert fs.plan_for(x, 1).regime == "strided"
+    exact = torch.softmax(x.double(), 1)
+    error = (fs.softmax(x, 1, dtype=torch.float32).double() - exact).abs().amax() / exact.amax()
+    assert error <= 4 * torch.finfo(torch.float32).eps

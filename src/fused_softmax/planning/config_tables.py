@@ -148,7 +148,8 @@ BACKWARD_CLUSTER = {
         KernelConfig(57344, 8, 4, True),
         KernelConfig(65536, 8, 8, True, max_registers=80, unaligned_warps=4),
         KernelConfig(163840, 16, 4, True),
-        KernelConfig(212992, 16, 4, True, max_registers=160, unaligned_registers=160),
+        KernelConfig(196608, 16, 4, True, max_registers=160, unaligned_registers=160),
+        # 13 chunks without staging: 0 to 3% faster, but Triton 3.8 spills 72 bytes a thread
         KernelConfig(229376, 16, 4, True, smem_staged=5, max_registers=128),
         KernelConfig(262144, 16, 8, True),
         KernelConfig(524288, 16, 8, True, smem_staged=5, max_registers=128),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .types import Plan, power_of_two
 
 STRIDED_TILE = 4096  # elements of a tile of the strided kernel
+LEAST_TILE = 128  # as many as a program has threads
 
 
 def strided_plan(n_rows: int, n_cols: int, along_cols: bool) -> Plan:
@@ -29,7 +30,9 @@ def strided_is_faster(
     (float32, 1,024 columns), for every second column 2.9 of it (bfloat16, 2,048 columns), and for columns whose
     result is written transposed 1.4 of it (bfloat16, 1,000 columns). A program takes whole rows, so few long ones keep
     few programs busy: 14 times 32 neighbors of 296,854 columns took 9 times torch's time, 2,296 neighbors of 10,450
-    columns (36 programs) 1.9 times, and 8,192 neighbors of 16,384 columns 0.95 of that of a copy first.
+    columns (36 programs) 1.9 times, and 8,192 neighbors of 16,384 columns 0.95 of that of a copy first. A tile of fewer
+    elements than a program has threads wastes most of it: images 8 wide of 5 columns took 2.2 times torch's time.
     """
     many = n_rows is None or n_cols <= (16 * n_rows if n_rows >= 8192 else 2048)
+    many = many and (n_rows is None or n_rows * power_of_two(n_cols) >= LEAST_TILE)
     return (along_rows and many) or (along_cols and (out_along_cols or n_cols <= 256))
