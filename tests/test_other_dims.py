@@ -459,7 +459,7 @@ def test_narrow_crops_of_few_columns_are_copied_first():
     def strided(n_rows: int | None, n_cols: int) -> bool:
         return strided_is_faster(n_cols, n_rows, along_rows=True, along_cols=False, out_along_cols=False)
 
-    assert not strided(8, 5) and strided(8, 13) and strided(32, 4) and strided(None, 5)
+    assert not strided(8, 12) and strided(8, 17) and strided(64, 4) and strided(None, 5)
     x = torch.randn(3, 5, 6, 16)[..., :8]
     assert "after a copy" in fs.plan_for(x, 1).why
     assert_contract(fs.softmax(x, 1), x, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .types import Plan, power_of_two
 
 STRIDED_TILE = 4096  # elements of a tile of the strided kernel
-LEAST_TILE = 128  # as many as a program has threads
+LEAST_TILE = 256  # two elements for each thread of a program
 
 
 def strided_plan(n_rows: int, n_cols: int, along_cols: bool) -> Plan:
@@ -30,8 +30,9 @@ def strided_is_faster(
     (float32, 1,024 columns), for every second column 2.9 of it (bfloat16, 2,048 columns), and for columns whose
     result is written transposed 1.4 of it (bfloat16, 1,000 columns). A program takes whole rows, so few long ones keep
     few programs busy: 14 times 32 neighbors of 296,854 columns took 9 times torch's time, 2,296 neighbors of 10,450
-    columns (36 programs) 1.9 times, and 8,192 neighbors of 16,384 columns 0.95 of that of a copy first. A tile of fewer
-    elements than a program has threads wastes most of it: images 8 wide of 5 columns took 2.2 times torch's time.
+    columns (36 programs) 1.9 times, and 8,192 neighbors of 16,384 columns 0.95 of that of a copy first. A tile with
+    fewer than two elements for each thread wastes most of them: images 8 wide took 2.2 times torch's time with 5
+    columns, and 0.60 of it after a copy; with 12 columns 0.98.
     """
     many = n_rows is None or n_cols <= (16 * n_rows if n_rows >= 8192 else 2048)
     many = many and (n_rows is None or n_rows * power_of_two(n_cols) >= LEAST_TILE)
