@@ -35,6 +35,8 @@ OF_SOFTMAX = {
     "softmax_strided": "softmax_strided",
     "softmax_spatial": "softmax_spatial",
     "softmax_spatial_backward": "softmax_spatial",
+    "softmax_spatial_skewed": "softmax_spatial_skewed",
+    "softmax_spatial_skewed_backward": "softmax_spatial_skewed",
     "softmax_spatial_reduce": "softmax_spatial_parts",
     "softmax_spatial_merge": "softmax_spatial_parts",
     "softmax_spatial_finish": "softmax_spatial_parts",

@@ -149,6 +149,72 @@ def test_out_may_be_the_input(tile):
     assert torch.equal(inplace, y)
 
 
+# (outer, n_cols, inner), positions of a tile, columns of a chunk, CTAs, elements of an access, and of a skew
+SKEWED = {
+    "odd": ((3, 21, 131), 32, 8, 1, 8, 8),
+    "on a cluster": ((2, 37, 77), 32, 4, 4, 4, 4),
+    "twice an odd number": ((2, 5, 70), 32, 4, 1, 4, 4),
+    "whole sectors": ((2, 19, 232), 64, 8, 2, 8, 16),
+    "pairs": ((1, 9, 203), 64, 2, 1, 2, 2),
+}
+
+
+def run_skewed(tile: str, tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False) -> None:
+    _, inner, cols, ctas, vec, skew = SKEWED[tile]
+    problem = spatial.problem_of(*tensors, log=log, backward=backward)
+    assert problem.in_phase
+    size = problem.itemsize
+    plan = resident_plan(problem, DEVICE, inner, cols, 1, ctas, recompute=size == 2, thread_bytes=vec * size, skew=skew)
+    assert plan.vec == vec
+    spatial.prepare(spatial.softmax_recipe(tensors, plan, log, backward, DEVICE), tensors)(tensors)
+
+
+def surrounded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A contiguous tensor between sentinels, whose address is a multiple of 64 bytes, and all of its memory."""
+    n = shape[0] * shape[1] * shape[2]
+    field = torch.full((n + 64,), SENTINEL, dtype=dtype)
+    return field[32 : n + 32].view(shape), field
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("tile", SKEWED)
+def test_skewed_tiles(tile, dtype, log):
+    shape = SKEWED[tile][0]
+    x, _ = surrounded(shape, dtype)
+    x.copy_(torch.randn(shape) * 3)
+    x[0, 1, 0] = -float("inf")
+    y, field = surrounded(shape, dtype)
+    run_skewed(tile, (x, y), log)
+    exact = (torch.log_softmax if log else torch.softmax)(x.double(), 1)
+    assert torch.allclose(y.double(), exact, rtol=2 * torch.finfo(dtype).eps + 2e-6, atol=1e-6)
+    first = torch.empty_like(x[:1])
+    run_skewed(tile, (x[:1], first), log)
+    assert torch.equal(first, y[:1]), "bits depend on outer"
+    dy, dx = torch.randn(shape).to(dtype), surrounded(shape, dtype)
+    x[0, 1, 0] = 0.0
+    y.copy_((torch.log_softmax if log else torch.softmax)(x.double(), 1))
+    run_skewed(tile, (y, dy, dx[0]), log, backward=True)
+    g, p = dy.double(), y.double()
+    want = g - p.exp() * g.sum(1, keepdim=True) if log else p * (g - (g * p).sum(1, keepdim=True))
+    scale = 1 + g.sum(1, keepdim=True).abs() if log else p * (g.abs() + (g * p).abs().sum(1, keepdim=True))
+    assert ((dx[0].double() - want).abs() <= (2e-6 + 2 * torch.finfo(dtype).eps) * scale).all()
+    for result, memory in ((y, field), dx):
+        result.fill_(SENTINEL)
+        assert (memory == SENTINEL).all(), "written outside the output"
+
+
+def test_skewed_tiles_are_for_tensors_of_equal_phases():
+    x = torch.empty(2, 40, 1001, dtype=BFLOAT16)
+    y = torch.empty_like(x)
+    assert spatial.problem_of(x, y).in_phase
+    moved = torch.empty(x.numel() + 8, dtype=BFLOAT16)[1 : x.numel() + 1].view(x.shape)
+    wider = torch.empty(2, 41, 1001, dtype=BFLOAT16)[:, 1:]
+    overlapping = torch.empty(2 * 40 * 1001, dtype=BFLOAT16).as_strided(x.shape, (40000, 1000, 1))
+    for other in (x, moved, wider, overlapping, y.float()):
+        assert not spatial.problem_of(other, x).in_phase
+
+
 def cropped(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (1, 2, 1, 1))[..., 1:-1, 1:-2]
 

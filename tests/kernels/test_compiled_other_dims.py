@@ -13,6 +13,7 @@ pytestmark = pytest.mark.compiled
 FEW = (
     "softmax_spatial torch.bfloat16 150 4096", "softmax_spatial_backward torch.float32 150 4096",
     "softmax_spatial torch.float32 4096 4096", "softmax_spatial_backward torch.bfloat16 4096 4096",
+    "softmax_spatial_skewed torch.bfloat16 150 apart", "softmax_spatial_skewed_backward torch.bfloat16 700 apart",
     "softmax_spatial_reduce torch.bfloat16 50257 1024", "softmax_spatial_merge torch.bfloat16 50257 1024",
     "softmax_spatial_finish torch.bfloat16 50257 1024", "cross_entropy_spatial torch.bfloat16 150 0.0",
     "cross_entropy_spatial_finish torch.bfloat16 40000 0.1", "prepare_spatial_targets torch.bfloat16 19 0.0",
@@ -26,7 +27,7 @@ def barriers(launch) -> int:
     return compile_for(launch, "sm_90").asm["ptx"].count("bar.sync")
 
 
-def check(name: str, launch, target: str) -> None:
+def check(name: str, launch, target: str, chosen=None) -> None:
     used, _ = cross_compiled(launch, target)
     assert used.fits(), f"{used.shared_bytes} bytes of shared memory: {name}"
     if target.startswith("sm_"):
@@ -38,6 +39,9 @@ def check(name: str, launch, target: str) -> None:
         loads = 8 if "bfloat16 150" in name and "backward" not in name else 16
         stores = loads if "reduce" not in name else used.widest_store_bytes  # a few numbers for each position
         assert (used.widest_load_bytes, used.widest_store_bytes) == (loads, stores), name
+    if "skewed" in name:  # elements are written one by one at the ends of a column only
+        itemsize = 2 if "bfloat16" in name else 4
+        assert used.widest_load_bytes == used.widest_store_bytes == chosen.vec * itemsize > itemsize, name
     if name.startswith("cross_entropy_spatial") and target.startswith("sm_"):
         # a 16-bit loss keeps many numbers of a position, so a thread has 4 positions. A reduction writes, and a merge
         # moves, a few numbers for each position
@@ -53,15 +57,16 @@ def check(name: str, launch, target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*FEW[2:4], *FEW[-3:], *(pytest.param(name, marks=pytest.mark.extended) for name in FEW[:2] + FEW[4:-3])]
+    "name", [*FEW[2:6], *FEW[-3:], *(pytest.param(name, marks=pytest.mark.extended) for name in FEW[:2] + FEW[6:-3])]
 )
 def test_one_of_each_kind(name):
-    named = {n: launch for n, launch, _ in (*spatial_softmax("sm_90"), *spatial_losses("sm_90"))}
-    check(name, named[name], "sm_90")
+    named = {n: found for n, *found in (*spatial_softmax("sm_90"), *spatial_losses("sm_90"))}
+    launch, chosen = named[name]
+    check(name, launch, "sm_90", chosen)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("target", ("sm_80", "sm_90", "sm_120", "gfx942"))
 def test_all(target):
-    for name, launch, _ in (*spatial_softmax(target), *spatial_losses(target)):
-        check(name, launch, target)
+    for name, launch, chosen in (*spatial_softmax(target), *spatial_losses(target)):
+        check(name, launch, target, chosen)

@@ -102,7 +102,8 @@ def prepare_into(x: Tensor, out: Tensor, dim: int, dtype: torch.dtype, log: bool
         return False
     index, known_rows = x.get_device(), x.numel() // shape[dim]
     launch = _launch_of(run)
-    same, bytes_of_row, bytes_of_out_row = x.dtype is dtype, shape[dim] * x.itemsize, shape[dim] * out.itemsize
+    same = x.dtype is dtype and not hasattr(run, "apart")  # whether out may be x
+    bytes_of_row, bytes_of_out_row = shape[dim] * x.itemsize, shape[dim] * out.itemsize
 
     def call(x: Tensor, out: Tensor, n_rows: int, address: int, out_address: int) -> bool:
         n_rows, distance = n_rows or known_rows, out_address - address

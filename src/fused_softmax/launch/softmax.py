@@ -154,11 +154,16 @@ def prepare_softmax(x: Tensor, y: Tensor, dim: int, log: bool) -> Any:
 
 
 def _of_one_shape(run: spatial.Run, index: int, outer: int) -> Callable[..., None]:
-    """run(x, y) over tensors (x, y) of one `outer`; where it is one launch, its `one` has the parts of it."""
+    """run(x, y) over tensors (x, y) of one `outer`; where it is one launch, its `one` has the parts of it.
+
+    It has `apart` where y must not be x.
+    """
 
     def shaped(x: Tensor, y: Tensor) -> None:
         run((x, y), (), outer)
 
+    if hasattr(run, "apart"):
+        shaped.apart = True  # type: ignore[attr-defined]
     steps = getattr(run, "steps", ())
     for step, (call, prefix, trailing) in steps:
         if step.tensors == (0, 1):

@@ -39,6 +39,20 @@ def _backward_resident() -> Any:
     return softmax_spatial_backward
 
 
+@kernel_loader
+def _skewed() -> Any:
+    from ..kernels.softmax_spatial_skewed import softmax_spatial_skewed
+
+    return softmax_spatial_skewed
+
+
+@kernel_loader
+def _backward_skewed() -> Any:
+    from ..kernels.softmax_spatial_skewed import softmax_spatial_skewed_backward
+
+    return softmax_spatial_skewed_backward
+
+
 def of_parts(module: str, name: str) -> Kernel:
     """The loader of a kernel of `module`."""
 
@@ -89,8 +103,22 @@ def problem_of(
         vec = min(vec, *(_alignment(n, vec) for n in (inner, t.stride(0), t.stride(1))))
         if t.data_ptr() % 16:
             vec = 1
+    in_phase = _in_phase(tensors, inner)
     dtypes = [DTYPE_NAMES[t.dtype] for t in (tensors[0], tensors[-1])]
-    return SpatialProblem(n_cols, inner, dtypes[0], dtypes[1], vec, backward, log, batch_invariant, whole_sectors)
+    return SpatialProblem(
+        n_cols, inner, dtypes[0], dtypes[1], vec, backward, log, batch_invariant, whole_sectors, in_phase
+    )
+
+
+def _in_phase(tensors: tuple[Tensor, ...], inner: int) -> bool:
+    """Whether skewed tiles may hold the tensors: their runs have the same phases, and none is read after it is written.
+
+    Tiles overlap. A vector that goes beyond a run ends in the next column, which exists except after the last one.
+    """
+    first, to = tensors[0], tensors[-1]
+    phases = {(t.data_ptr() % 16, t.dtype, *(n * t.element_size() % 32 for n in t.stride()[:2])) for t in tensors}
+    apart = all(t.data_ptr() != to.data_ptr() or t.is_meta for t in tensors[:-1])
+    return len(phases) == 1 and first.data_ptr() % 16 == 0 and apart and all(t.stride(1) >= inner for t in tensors)
 
 
 class Step(NamedTuple):
@@ -125,7 +153,7 @@ def _strides(tensors: Sequence[Tensor], vec: int) -> tuple[int, ...]:
 
 def _meta(kernel: Any, plan: Plan, device: Device, **flags: Any) -> dict[str, Any]:
     known = dict(
-        OUTERS=plan.outers, CTAS=plan.ctas, COLS=plan.vectors_per_chunk, INNER=plan.rows, VEC=plan.vec,
+        ALIGN=plan.skew, OUTERS=plan.outers, CTAS=plan.ctas, COLS=plan.vectors_per_chunk, INNER=plan.rows, VEC=plan.vec,
         CHUNKS=plan.chunks, UNPREDICATED=plan.unpredicated_chunks, RECOMPUTE=plan.recompute,
         SMEM_STAGED=plan.smem_staged, THREADS=plan.num_warps * device.warp_size, INVARIANT=plan.invariant,
         PTX=device.ptx, **flags,
@@ -149,6 +177,8 @@ def merge_step(kernel: Any, device: Device, tensors: tuple[int, ...], inner: int
 def _sizes(t: Tensor, plan: Plan) -> tuple[int, int, int]:
     """(n_cols, inner in units of the plan's vectors, blocks of positions)."""
     _, n_cols, inner = t.shape
+    if plan.skew:
+        return n_cols, inner, -(-inner // (plan.rows - 2 * plan.skew))
     return n_cols, inner // plan.vec, -(-inner // plan.rows)
 
 
@@ -157,7 +187,7 @@ def resident_step(
 ) -> Step:
     """The one launch over tensors (outer, n_cols, inner) that stay on chip, and over vectors, n_tensors in all."""
     sizes = _sizes(tensors[0], plan)
-    scalars: tuple[int | None, ...] = (None, *sizes, *_strides(tensors, plan.vec))
+    scalars: tuple[int | None, ...] = (None, *sizes, *_strides(tensors, 1 if plan.skew else plan.vec))
     return Step(kernel, _meta(kernel, plan, device, **flags), tuple(range(n_tensors)), scalars, sizes[2], plan.outers)
 
 
@@ -186,7 +216,8 @@ def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward:
     n = len(tensors)
     inner = tensors[0].shape[2]
     if plan.regime != "spatial_two_pass":
-        kernel = _backward_resident() if backward else _resident()
+        kernels = (_skewed, _backward_skewed) if plan.skew else (_resident, _backward_resident)
+        kernel = kernels[backward]()
         return Recipe((resident_step(kernel, tensors, n, plan, device, LOG=log),))
     kind = "softmax_spatial_backward" if backward else "softmax_spatial"
     reduce, merge, finish = (PARTS[f"{kind}_{step}"]() for step in ("reduce", "merge", "finish"))
@@ -223,8 +254,8 @@ Run = Callable[..., None]  # run(tensors, numbers=(), outer=None): the op's own 
 
 def of_layout(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
     """What a recipe over these tensors depends on, as a key: all except the size of `outer`."""
-    first = tensors[0]
-    lies = tuple([(t.dtype, t.shape[1:], t.stride(), t.data_ptr() % 16 == 0) for t in tensors])
+    first, to = tensors[0], tensors[-1].data_ptr()
+    lies = tuple([(t.dtype, t.shape[1:], t.stride(), t.data_ptr() % 16 == 0, t.data_ptr() == to) for t in tensors])
     return (first.get_device(), lies)
 
 
@@ -261,6 +292,8 @@ def prepare(recipe: Recipe, tensors: tuple[Tensor, ...]) -> Run:
 
     if len(calls) == 1 and not workspaces:  # one launch, whatever memory the tensors have
         run.steps = calls  # type: ignore[attr-defined]
+    if any("ALIGN" in s.meta for s in recipe.steps):  # tiles overlap: the output must have memory of its own
+        run.apart = True  # type: ignore[attr-defined]
     return run
 
 

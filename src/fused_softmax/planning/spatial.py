@@ -38,7 +38,8 @@ class SpatialProblem:
     """One softmax over n_cols of a tensor (outer, n_cols, inner), without `outer`.
 
     vec: every run of `inner` elements of every tensor starts at a multiple of so many elements (a power of two, at most
-    16 bytes of the narrowest dtype). whole_sectors: every run of the output starts at a multiple of 32 bytes.
+    16 bytes of the narrowest dtype). whole_sectors: every run of the output starts at a multiple of 32 bytes. in_phase:
+    runs start anywhere, but those of all tensors at the same distance from a 16-byte boundary.
     """
 
     n_cols: int
@@ -50,6 +51,7 @@ class SpatialProblem:
     log: bool = False
     batch_invariant: bool = False
     whole_sectors: bool = True
+    in_phase: bool = False
 
     @property
     def full_vec(self) -> int:
@@ -69,11 +71,12 @@ class SpatialProblem:
 def resident_plan(
     problem: SpatialProblem, device: Device, inner: int, cols: int, num_warps: int, ctas: int = 1,
     recompute: bool = False, max_registers: int | None = None, thread_bytes: int = VECTOR_BYTES, staged: int = 0,
+    skew: int = 0,
 ) -> Plan:  # fmt: skip
     """The plan of tiles of `inner` positions and chunks of `cols` columns, or of `cols` for each CTA of a cluster.
 
     A thread holds thread_bytes of a chunk. Where a chunk has fewer, a program takes several indices of `outer`. The
-    first `staged` chunks are in shared memory.
+    first `staged` chunks are in shared memory. skew: of a SpatialConfig.
     """
     elements = num_warps * device.warp_size * thread_bytes // problem.itemsize
     outers = max(1, elements // (inner * cols)) if ctas == 1 else 1
@@ -82,9 +85,10 @@ def resident_plan(
     why = f"the columns of {inner} position(s) stay in {where}, in {chunks} chunk(s) of {cols * ctas} columns"
     return Plan(
         "spatial" if ctas == 1 else "spatial_cluster", rows=inner, ctas=ctas, warps_per_row=1, vectors_per_chunk=cols,
-        vec=min(problem.vec, inner), chunks=chunks, unpredicated_chunks=problem.n_cols // (cols * ctas),
+        vec=thread_bytes // problem.itemsize if skew else min(problem.vec, inner), chunks=chunks,
+        unpredicated_chunks=0 if skew else problem.n_cols // (cols * ctas),
         unaligned=False, recompute=recompute, num_warps=num_warps, max_registers=max_registers, why=why, outers=outers,
-        smem_staged=staged, invariant=problem.batch_invariant,
+        smem_staged=staged, invariant=problem.batch_invariant, skew=skew,
     )  # fmt: skip
 
 
@@ -133,7 +137,8 @@ def _configured(problem: SpatialProblem, device: Device, config: SpatialConfig) 
     recompute = config.recompute and problem.itemsize == 2
     inner = min(config.inner, power_of_two(problem.inner))
     # a last block with few positions wastes the time of the others
-    while config.ctas == 1 and inner > 32 and _padded(problem, inner // 2) < 0.85 * _padded(problem, inner):
+    narrows = config.ctas == 1 and not config.skew
+    while narrows and inner > 32 and _padded(problem, inner // 2) < 0.85 * _padded(problem, inner):
         inner //= 2
     # few positions: columns are neighbors in memory, and a chunk of more of them is a longer run
     if config.ctas == 1 and not problem.batch_invariant:
@@ -154,8 +159,9 @@ def _configured(problem: SpatialProblem, device: Device, config: SpatialConfig) 
         staged = min(max(0, -(-problem.n_cols // (cols * config.ctas)) - config.held), most)
         recompute = True  # a chunk that is read a second time is not kept
     return resident_plan(
-        problem, device, inner, cols, warps, config.ctas, recompute, config.max_registers, config.thread_bytes, staged
-    )
+        problem, device, inner, cols, warps, config.ctas, recompute, config.max_registers, config.thread_bytes, staged,
+        config.skew,
+    )  # fmt: skip
 
 
 Table = tuple[SpatialConfig, ...]
@@ -169,6 +175,7 @@ def _configs(
     # elements that are read one by one take more registers, and so does a cast
     clusters = device.max_cluster > 1 and not problem.batch_invariant and problem.dtype == problem.out_dtype
     staged = device.supports_smem_staging and problem.vec == problem.full_vec
+    skewed = problem.in_phase and device.kind != "hip" and not problem.batch_invariant
 
     def fits(config: SpatialConfig) -> bool:
         # an exchange over a cluster merges in an order of its own. Tiles are wide, so few positions waste most of one
@@ -182,6 +189,7 @@ def _configs(
             config.least_cols <= problem.n_cols <= config.max_cols
             and (config.ctas == 1 or on_cluster)
             and (config.held is None or staged)
+            and (not config.skew or (skewed and problem.inner >= 4 * config.inner))
             and (config.whole_sectors is None or by_sectors)
         )
 
@@ -248,7 +256,7 @@ def plan_spatial_elementwise(problem: SpatialProblem, device: Device) -> Plan:
 
 def _in_one_step(problem: SpatialProblem, device: Device) -> Plan | None:
     """The plan of one part of one step, in the tiles of a softmax of so few columns; None where there are more."""
-    config = next((config for config in _on_chip(problem, device) if config.ctas == 1), None)
+    config = next((config for config in _on_chip(problem, device) if config.ctas == 1 and not config.skew), None)
     if config is None or problem.n_cols > ONE_STEP or problem.batch_invariant:
         return None
     found = _configured(problem, device, config)

@@ -16,7 +16,8 @@ class SpatialConfig(NamedTuple):
     thread_bytes: with 8, a thread has half as many positions, and keeps half as many numbers of each. held: chunks in
     registers, where the others (of a gradient: of dy), or `most_staged` of them, are staged in shared memory.
     whole_sectors: only for columns that start at a multiple of 32 bytes (True), or only for others (False), which need
-    wider tiles. least_cols: fewer columns take another config.
+    wider tiles. least_cols: fewer columns take another config. skew: tiles are skewed, so that each column starts at a
+    multiple of so many elements (0: they are not), and all accesses are vectors of thread_bytes.
     """
 
     max_cols: int
@@ -30,6 +31,7 @@ class SpatialConfig(NamedTuple):
     whole_sectors: bool | None = None
     most_staged: int | None = None
     least_cols: int = 0
+    skew: int = 0
 
 
 # by (backward, bytes of an element). The first that fits is taken: one without clusters follows those on clusters
@@ -202,7 +204,7 @@ UNALIGNED_LOSS = {
         SpatialConfig(256, 1, 8, 64),
     ),
 }
-# where runs of positions start anywhere, so that elements are read one by one, and tiles are wide
+# where runs of positions start anywhere: skewed tiles, and tiles whose elements are read one by one
 UNALIGNED = {
     (False, 2): (
         SpatialConfig(6, 1, 2, 512, recompute=False),

@@ -85,8 +85,11 @@ def _get_ptx(n_values: int) -> str:
 
 
 @triton.constexpr_function
-def _merge_ptx(ctas: int, inner: int, n_values: int, threads: int) -> str:
-    """Sends every position's numbers to every CTA, waits for those of all CTAs, and merges: thread i position i."""
+def _merge_ptx(ctas: int, inner: int, n_values: int, threads: int, to: str = "", inverse: bool = False) -> str:
+    """Sends every position's numbers to every CTA, waits for those of all CTAs, and merges: thread i position i.
+
+    to: the shared memory of the results, whose places are those of `spatial_skewed`. inverse: of the sum.
+    """
     names, size = ("a", "b", "c", "d")[:n_values], 4 * n_values
     summed = names[1:] if n_values > 1 else names
     vector, values = _vector([f"{name}0" for name in names])
@@ -119,7 +122,12 @@ def _merge_ptx(ctas: int, inner: int, n_values: int, threads: int) -> str:
         ptx += ["mov.f32 a0, top;"]
     for name in summed:
         ptx += [f"add.rn.f32 {name}0, {name}0, {name}{c};" for c in range(1, ctas)]
-    ptx += ["mov.u32 slots, spatial_merged;", f"mad.lo.u32 slot, thread, {size}, slots;"]
+    if inverse:
+        ptx += ["rcp.rn.f32 b0, b0;"]
+    ptx += ["mov.u32 position, thread;", f"mov.u32 slots, {to or 'spatial_merged'};"]
+    if to:  # a gap after each 16 positions, against bank conflicts
+        ptx += ["shr.u32 position, thread, 4;", "add.u32 position, position, thread;"]
+    ptx += [f"mad.lo.u32 slot, position, {size}, slots;"]
     ptx += [f"@merges st.shared{vector}.f32 [slot], {values};"]
     return "\n".join([*ptx, "bar.sync 0;", "mov.u32 $0, 0;", "}"])
 
@@ -130,6 +138,16 @@ def declare_exchange(CTAS: tl.constexpr, N_VALUES: tl.constexpr, INNER: tl.const
     if CTAS > 1 and PTX:
         ASM: tl.constexpr = _declare_ptx(CTAS, N_VALUES, INNER)
         tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def exchange_own(
+    N_VALUES: tl.constexpr, CTAS: tl.constexpr, INNER: tl.constexpr, THREADS: tl.constexpr, TO: tl.constexpr,
+    INVERSE: tl.constexpr = False,
+):  # fmt: skip
+    """Merges over the CTAs what each has in its `spatial_own`, into the shared memory TO; INVERSE: of a sum."""
+    MERGE: tl.constexpr = _merge_ptx(CTAS, INNER, N_VALUES, THREADS, TO, INVERSE)
+    tl.inline_asm_elementwise(MERGE, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

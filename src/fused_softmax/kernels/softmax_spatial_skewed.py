@@ -1,0 +1,145 @@
+"""softmax and log_softmax over a dimension that is not the last, and their gradients, where columns start anywhere.
+
+The formulas and programs are those of `softmax_spatial`. Its tiles are skewed here (`spatial_skewed`), so that reads
+and writes are aligned vectors. All tensors have the same phases, and the output has memory of its own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common.arguments import Int32, Int64, Rows, kernel
+from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, maximum, upcast
+from .common.softmax_terms import gradient, gradient_term, normalize
+from .common.spatial_cluster import declare_exchange, share_of
+from .common.spatial_skewed import (
+    bounds_of,
+    declare_skewed,
+    first_phase,
+    has_ends,
+    load_skewed,
+    merge_max_sum,
+    merge_sum,
+    skewed_start,
+    store_ends,
+    store_skewed,
+    vectors_of,
+)
+from .common.spatial_tiles import softmax_reads
+from .common.tiles import READS
+
+
+@kernel(cta_programs=True)
+def softmax_spatial_skewed(
+    x_ptr: Rows, y_ptr: Rows,
+    n_outer: Int64,
+    n_cols: Int32,
+    inner: Int64,
+    n_blocks: Int32,  # of positions
+    x_outer: Int64, x_col: Int64, y_outer: Int64, y_col: Int64,
+    LOG: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
+    ALIGN: tl.constexpr, CHUNKS: tl.constexpr, RECOMPUTE: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    declare_exchange(CTAS, 2, INNER, PTX)
+    declare_skewed(2, COLS, INNER, ALIGN, PTX)
+    pid, column = share_of(tl.program_id(0), CTAS, COLS, PTX)
+    outer, block = (pid // n_blocks).to(tl.int64), (pid % n_blocks).to(tl.int64)
+    STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
+    x_start, phase = skewed_start(outer, column, block, x_outer, x_col, INNER, ALIGN)
+    y_start, _ = skewed_start(outer, column, block, y_outer, y_col, INNER, ALIGN)
+    place = tl.arange(0, INNER)[None, None, :]
+    start = vectors_of(phase, INNER, VEC)
+    first, end = bounds_of(block, inner, INNER, ALIGN)
+    POLICY: tl.constexpr = softmax_reads(x_ptr.dtype.element_ty, CHUNKS * STEP, INNER, False)
+    x = load_skewed(
+        x_ptr + x_start + place, x_col, column, n_cols, start, first, end, -float("inf"), CHUNKS, STEP, INNER, ALIGN,
+        VEC, POLICY,
+    )  # fmt: skip
+    m = x[0]
+    for c in tl.static_range(1, CHUNKS):
+        m = maximum(m, x[c], PTX)
+    m = tl.maximum(m.to(tl.float32), LOWEST)
+    s = tl.zeros_like(m)
+    exps = ()
+    for c in tl.static_range(CHUNKS):
+        e = exp(upcast(x[c], PTX, RECOMPUTE) - m)
+        s += e
+        exps = exps + (e,)
+    before = first_phase(outer, x_outer, x_col, CTAS, COLS, ALIGN)
+    # where not LOG, the inverse of the sum
+    top, total = merge_max_sum(m, s, phase, before, x_col, not LOG, CTAS, ALIGN, VEC, THREADS, PTX)
+
+    FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    base, shift, by = top, top, total  # unused where LOG
+    if not LOG and RECOMPUTE:
+        base, shift, by = exp2_affine(top, FUSED)
+        by = by * total
+    elif not LOG:
+        by = exp(m - top) * total
+    y_at = y_ptr + y_start + place
+    for c in tl.static_range(CHUNKS):
+        y = _output(x[c], exps[c], top, total, base, shift, by, LOG, RECOMPUTE, FUSED, PTX)
+        store_skewed(y_at, y, c, y_col, column, n_cols, start, first, end, CHUNKS, STEP, INNER, ALIGN, VEC)
+        if has_ends(first, end, INNER, ALIGN):
+            store_ends(y_at, y, c, y_col, column, n_cols, start, first, end, CHUNKS, STEP, INNER, ALIGN, VEC)
+
+
+@triton.jit
+def _output(
+    x, e, top, total, base, shift, by, LOG: tl.constexpr, RECOMPUTE: tl.constexpr, FUSED: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    if LOG:
+        return normalize(upcast(x, PTX, RECOMPUTE, True), top, total, LOG)
+    elif RECOMPUTE:
+        return exp2_fma(upcast(x, PTX, True, True), base, shift, FUSED) * by
+    else:
+        return e * by
+
+
+@kernel(cta_programs=True)
+def softmax_spatial_skewed_backward(
+    y_ptr: Rows,  # the forward's output
+    dy_ptr: Rows, dx_ptr: Rows,
+    n_outer: Int64,
+    n_cols: Int32,
+    inner: Int64,
+    n_blocks: Int32,
+    y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64, dx_outer: Int64, dx_col: Int64,
+    LOG: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
+    ALIGN: tl.constexpr, CHUNKS: tl.constexpr, RECOMPUTE: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    declare_exchange(CTAS, 1, INNER, PTX)
+    declare_skewed(1, COLS, INNER, ALIGN, PTX)
+    pid, column = share_of(tl.program_id(0), CTAS, COLS, PTX)
+    outer, block = (pid // n_blocks).to(tl.int64), (pid % n_blocks).to(tl.int64)
+    STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
+    y_start, phase = skewed_start(outer, column, block, y_outer, y_col, INNER, ALIGN)
+    dy_start, _ = skewed_start(outer, column, block, dy_outer, dy_col, INNER, ALIGN)
+    dx_start, _ = skewed_start(outer, column, block, dx_outer, dx_col, INNER, ALIGN)
+    place = tl.arange(0, INNER)[None, None, :]
+    start = vectors_of(phase, INNER, VEC)
+    first, end = bounds_of(block, inner, INNER, ALIGN)
+    dy = load_skewed(
+        dy_ptr + dy_start + place, dy_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, INNER, ALIGN, VEC,
+        READS,
+    )  # fmt: skip
+    y = load_skewed(
+        y_ptr + y_start + place, y_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, INNER, ALIGN, VEC, READS
+    )
+    d = tl.zeros(dy[0].shape, tl.float32)
+    for c in tl.static_range(CHUNKS):
+        dy_c = upcast(dy[c], PTX, RECOMPUTE)
+        y_c = dy_c  # unused where LOG
+        if not LOG:
+            y_c = upcast(y[c], PTX, RECOMPUTE)
+        d += gradient_term(y_c, dy_c, LOG)
+    before = first_phase(outer, y_outer, y_col, CTAS, COLS, ALIGN)
+    d = merge_sum(d, phase, before, y_col, CTAS, ALIGN, VEC, THREADS, PTX)
+    dx_at = dx_ptr + dx_start + place
+    for c in tl.static_range(CHUNKS):
+        dx = gradient(upcast(y[c], PTX, RECOMPUTE, True), upcast(dy[c], PTX, RECOMPUTE, True), d, LOG)
+        store_skewed(dx_at, dx, c, dx_col, column, n_cols, start, first, end, CHUNKS, STEP, INNER, ALIGN, VEC)
+        if has_ends(first, end, INNER, ALIGN):
+            store_ends(dx_at, dx, c, dx_col, column, n_cols, start, first, end, CHUNKS, STEP, INNER, ALIGN, VEC)
