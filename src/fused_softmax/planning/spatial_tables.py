@@ -208,6 +208,12 @@ UNALIGNED_LOSS = {
 UNALIGNED = {
     (False, 2): (
         SpatialConfig(6, 1, 2, 512, recompute=False),
+        SpatialConfig(44, 1, 4, 128, thread_bytes=4, skew=2, least_cols=16),
+        SpatialConfig(80, 1, 8, 256, thread_bytes=8, skew=4, max_registers=96, least_cols=45),
+        SpatialConfig(160, 1, 8, 128, thread_bytes=8, skew=4, max_registers=96, least_cols=45),
+        SpatialConfig(320, 4, 8, 256, thread_bytes=8, skew=4, max_registers=96, least_cols=45),
+        SpatialConfig(640, 8, 8, 256, thread_bytes=8, skew=4, max_registers=96, least_cols=45),
+        SpatialConfig(1024, 8, 8, 256, thread_bytes=8, skew=4, max_registers=128, least_cols=45),
         SpatialConfig(40, 1, 2, 256),
         SpatialConfig(96, 1, 2, 64, whole_sectors=False),
         SpatialConfig(192, 1, 4, 32, recompute=False),
@@ -238,6 +244,12 @@ UNALIGNED = {
     ),
     (True, 2): (
         SpatialConfig(8, 1, 2, 512),
+        SpatialConfig(44, 1, 4, 128, thread_bytes=4, skew=2, least_cols=16),
+        SpatialConfig(80, 1, 8, 256, thread_bytes=8, skew=4, max_registers=128, least_cols=45),
+        SpatialConfig(160, 2, 8, 256, thread_bytes=8, skew=4, max_registers=128, least_cols=45),
+        SpatialConfig(320, 4, 8, 256, thread_bytes=8, skew=4, max_registers=128, least_cols=45),
+        SpatialConfig(640, 8, 8, 256, thread_bytes=8, skew=4, max_registers=128, least_cols=45),
+        SpatialConfig(1280, 16, 8, 256, thread_bytes=8, skew=4, max_registers=128, least_cols=45),
         SpatialConfig(44, 1, 4, 128),
         SpatialConfig(192, 1, 4, 32),
         SpatialConfig(256, 4, 4, 64, max_registers=96),
