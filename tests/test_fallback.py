@@ -60,6 +60,7 @@ OF_LOSSES = {
     "cross_entropy_spatial_merge": "cross_entropy_spatial_parts",
     "cross_entropy_spatial_finish": "cross_entropy_spatial_parts",
     "prepare_spatial_targets": "spatial_targets",
+    "add_partials": "spatial_targets",
 }
 MODULES = {
     **OF_SOFTMAX,

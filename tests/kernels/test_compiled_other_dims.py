@@ -17,6 +17,7 @@ FEW = (
     "softmax_spatial_reduce torch.bfloat16 50257 1024", "softmax_spatial_merge torch.bfloat16 50257 1024",
     "softmax_spatial_finish torch.bfloat16 50257 1024", "cross_entropy_spatial torch.bfloat16 150 0.0",
     "cross_entropy_spatial_finish torch.bfloat16 40000 0.1", "prepare_spatial_targets torch.bfloat16 19 0.0",
+    "add_partials torch.bfloat16 19 0.0",
 )  # fmt: skip
 # ptxas spills so many bytes of a thread, at a cap that was measured to be faster than none
 MOST_SPILLED = 64

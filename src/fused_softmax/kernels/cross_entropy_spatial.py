@@ -93,9 +93,9 @@ def block_of_losses(
     index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr, n_outer, n_cols, inner,
     n_blocks, x_outer, x_col, dx_outer, dx_col, width, x_row, ignore_index, smoothing, cap, z_loss,
     LOSS: tl.constexpr, GRADIENT: tl.constexpr, INPLACE: tl.constexpr, UPSTREAM: tl.constexpr, MEAN: tl.constexpr,
-    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, CROPPED: tl.constexpr, OUTERS: tl.constexpr,
-    CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    UNPREDICATED: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, CROPPED: tl.constexpr, WAITS: tl.constexpr,
+    OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
+    CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The loss and the gradient of block `index // CTAS` of positions."""
     pid, column = share_of(index, CTAS, COLS, PTX)
@@ -116,6 +116,8 @@ def block_of_losses(
 
     x_at = x_start + column.to(tl.int64) * x_col * VEC
     x = load_places(x_at, (STEP * VEC) * x_col, column, n_cols, CHUNKS, UNPREDICATED, STEP, READS)
+    if WAITS:  # the logits are on their way
+        tl.extra.cuda.gdc_wait()
     # The threads of column 0 read the targets, and a reduction gives them to the others. A tensor without columns
     # would have a layout of its own, and each chunk would be converted to it through shared memory.
     own = tl.arange(0, COLS)[:, None, None]
@@ -259,9 +261,13 @@ def cross_entropy_spatial(
     UNLESS_ONE: tl.constexpr,  # dx already holds the gradient for an upstream gradient of 1
     MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
     CROPPED: tl.constexpr,  # the positions of x are rows of `width` that lie x_row apart; those of dx too where INPLACE
+    WAITS: tl.constexpr,  # what prepares the targets may still run: this kernel started before its end
+    TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
     OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
     CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    if TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
     declare_exchange(CTAS, 4 if LOSS > 0 and (SMOOTH or INPLACE) else 2, INNER, PTX)
     index = tl.program_id(0)
     if UNLESS_ONE and CTAS == 1:  # few programs look at g, and find nothing to do
@@ -271,8 +277,8 @@ def cross_entropy_spatial(
                 block_of_losses(
                     index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr, n_outer,
                     n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, width, x_row, ignore_index, smoothing,
-                    cap, z_loss, LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, CROPPED, OUTERS,
-                    CTAS, COLS, INNER, VEC, CHUNKS, UNPREDICATED, INVARIANT, THREADS, PTX,
+                    cap, z_loss, LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, CROPPED, WAITS,
+                    OUTERS, CTAS, COLS, INNER, VEC, CHUNKS, UNPREDICATED, INVARIANT, THREADS, PTX,
                 )  # fmt: skip
                 index += tl.num_programs(0)
     else:
@@ -283,6 +289,6 @@ def cross_entropy_spatial(
             block_of_losses(
                 index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr, n_outer,
                 n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, width, x_row, ignore_index, smoothing, cap,
-                z_loss, LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, CROPPED, OUTERS, CTAS,
-                COLS, INNER, VEC, CHUNKS, UNPREDICATED, INVARIANT, THREADS, PTX,
+                z_loss, LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, CROPPED, WAITS, OUTERS,
+                CTAS, COLS, INNER, VEC, CHUNKS, UNPREDICATED, INVARIANT, THREADS, PTX,
             )  # fmt: skip

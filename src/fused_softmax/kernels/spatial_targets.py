@@ -1,6 +1,10 @@
-"""Prepares the targets of a mean over images: counts them, and writes them in fewer bits for `cross_entropy_spatial`.
+"""The small kernels around `cross_entropy_spatial`: what prepares the targets of a mean, and what adds up partial sums.
 
-A mean needs the number of targets before the first gradient. The next kernel finds the prepared ones in the L2.
+A mean needs the number of targets before the first gradient. Programs count their targets, and write them in fewer
+bits, which the main kernel finds in the L2. `add_partials` adds up these counts, and later the losses.
+
+Each kernel starts while the one in front of it still runs, and then waits for its end. This hides the latency of a
+launch. No kernel ends before that wait, so the writes of all earlier kernels are visible after it.
 """
 
 from __future__ import annotations
@@ -53,9 +57,13 @@ def prepare_spatial_targets(
     n: Int64,
     n_cols: Int32,
     ignore_index: Int64,
-    WEIGHTED: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
+    EACH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For each program: its EACH x BLOCK targets in fewer bits, and how many count, or the sum of their weights."""
+    if TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
     start = tl.program_id(0).to(tl.int64) * (EACH * BLOCK)
     if start + EACH * BLOCK <= n:  # without masks, so that a thread reads 16 bytes at a time
         found = prepare_block(
@@ -66,3 +74,42 @@ def prepare_spatial_targets(
             target_ptr, weight_ptr, to_ptr, start, n, n_cols, ignore_index, WEIGHTED, EACH, BLOCK, MASKED=True
         )
     tl.store(count_ptr + tl.program_id(0), found)
+
+
+@triton.jit
+def add_block(partial_ptr, start, n, total, EACH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """`total` and EACH x BLOCK partial sums from `start` on."""
+    at = start + tl.arange(0, BLOCK)
+    partials = ()
+    for k in tl.static_range(EACH):
+        if MASKED:
+            partial = tl.load(partial_ptr + at + k * BLOCK, mask=at < n - k * BLOCK, other=0.0)
+        else:
+            partial = tl.load(partial_ptr + at + k * BLOCK)
+        partials = partials + (partial,)
+    for k in tl.static_range(EACH):
+        total += partials[k]
+    return total
+
+
+@kernel()
+def add_partials(
+    partial_ptr: Vector,  # [n] float32
+    sum_ptr: Vector,  # [1] float32
+    n: Int64,
+    WAITS: tl.constexpr,  # the kernel that writes the partial sums may still run
+    TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
+    EACH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of all partial sums, in one fixed order. One program."""
+    if TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, n, EACH * BLOCK):
+        if start + EACH * BLOCK <= n:  # without masks, so that a thread reads 16 bytes at a time
+            total = add_block(partial_ptr, start, n, total, EACH, BLOCK, MASKED=False)
+        else:
+            total = add_block(partial_ptr, start, n, total, EACH, BLOCK, MASKED=True)
+    tl.store(sum_ptr, tl.sum(total, 0))

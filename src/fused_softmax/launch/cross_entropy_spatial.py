@@ -19,6 +19,7 @@ from .cache import Cache
 from .compile import Launch, assert_options, kernel_loader
 from .context import is_batch_invariant
 from .device import device_of
+from .launcher import early_start
 from .layout import MAX_COLS, _alignment, as_rows, empty, merge_dims
 from .options import CrossEntropy
 from .spatial import (
@@ -53,12 +54,22 @@ def _prepare() -> Any:
     return prepare_spatial_targets
 
 
+@kernel_loader
+def _add_partials() -> Any:
+    from ..kernels.spatial_targets import add_partials
+
+    return add_partials
+
+
 PARTS = {
     name: of_parts("cross_entropy_spatial_parts", name)
     for name in ("cross_entropy_spatial_reduce", "cross_entropy_spatial_merge", "cross_entropy_spatial_finish")
 }
 # targets that one program prepares, in blocks of one for each of its threads' 16 bytes
 PREPARED_BLOCK, PREPARED_EACH, PREPARED_WARPS = 512, 8, 8
+# the same of partial sums, which one program adds up. PyTorch adds up more than MOST_PARTIALS losses
+ADDED_BLOCK, ADDED_EACH, ADDED_WARPS = 4096, 8, 32
+MOST_PARTIALS = 65536
 # programs that look at an upstream gradient. More of them than fit on the GPU would take turns to find nothing to do
 LOOKS = 1024
 NO_LOSS, EACH_LOSS, SUM_OF_LOSSES = 0, 1, 2
@@ -136,11 +147,12 @@ X, DX, TARGET, WEIGHT, WEIGHT_SUM, COUNT, G, LOSSES, MAX, SUM = range(10)
 
 def loss_recipe(
     x: Tensor, dx: Tensor, op: CrossEntropy, plan: Plan, device: Device, loss: int, gradient: bool, upstream: int,
-    unless_one: bool, inplace: bool, crop: tuple[int, int] | None = None,
+    unless_one: bool, inplace: bool, crop: tuple[int, int] | None = None, waits: bool = False,
 ) -> Recipe:  # fmt: skip
     """The launches over (x, dx, target, weight, weight_sum, count, g, losses, max, sum).
 
     x, dx: (outer, n_cols, inner). crop: (width, from a row to the next) of a cropped x, as `_folded` gives them.
+    waits: the launch in front of these is `add_partials`, which may still run.
 
     max, sum: of each position, where the columns are read twice. The loss writes them, and the gradient reads them.
     """
@@ -148,7 +160,9 @@ def loss_recipe(
     mean = op.reduction == "mean"
     if plan.regime != "spatial_two_pass":
         flags = dict(LOSS=loss, GRADIENT=gradient, UPSTREAM=upstream, UNLESS_ONE=unless_one, INPLACE=inplace)
+        flags |= dict(WAITS=waits and device.supports_pdl, TRIGGER=device.supports_pdl and loss == SUM_OF_LOSSES)
         step = resident_step(_loss(), (x, dx), 8, plan, device, MEAN=mean, CROPPED=crop is not None, **flags, **of_op)
+        step = step._replace(meta={**step.meta, **early_start(step.meta)})
         width, apart = crop or (plan.vec, 0)
         step = step._replace(scalars=(*step.scalars, width // plan.vec, apart // plan.vec))
         return Recipe((step._replace(most=LOOKS) if unless_one and plan.ctas == 1 else step,))
@@ -174,6 +188,7 @@ def loss_recipe(
 def prepare_recipe(op: CrossEntropy, n_cols: int, device: Device) -> Recipe:
     """What prepares targets, over (target, weight, targets in fewer bits, a partial count for each program)."""
     meta: dict[str, Any] = dict(WEIGHTED=op.weight is not None, EACH=PREPARED_EACH, BLOCK=PREPARED_BLOCK)
+    meta["TRIGGER"] = device.supports_pdl
     meta |= (
         dict(num_warps=PREPARED_WARPS * 32 // device.warp_size) | device.options() | assert_options(_prepare(), device)
     )
@@ -181,14 +196,31 @@ def prepare_recipe(op: CrossEntropy, n_cols: int, device: Device) -> Recipe:
     return Recipe((step,))
 
 
+def sum_recipe(device: Device) -> Recipe:
+    """What adds up partial sums, over (the partial sums, [n]; their sum, [1])."""
+    pdl = device.supports_pdl
+    meta: dict[str, Any] = dict(WAITS=pdl, TRIGGER=pdl, EACH=ADDED_EACH, BLOCK=ADDED_BLOCK)
+    meta |= dict(num_warps=ADDED_WARPS * 32 // device.warp_size) | device.options() | early_start(meta)
+    return Recipe((Step(_add_partials(), meta, (0, 1), (None,), 1, most=1),))
+
+
+def _adder(partials: Tensor, to: Tensor) -> Run:
+    """run((partials, to)): the sum of partials, [n], into `to`. The kernel in front is the one that writes them."""
+
+    def make() -> Run:
+        return prepare(sum_recipe(device_of(partials)), (partials, to))
+
+    return cached_run(_runs, ("sum", of_layout((partials, to))), partials, make)
+
+
 def _run(
     x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor, moments: tuple[Tensor, Tensor], g: Tensor, losses: Tensor,
-    loss: int, gradient: bool, upstream: int, unless_one: bool, invariant: bool,
+    loss: int, gradient: bool, upstream: int, unless_one: bool, invariant: bool, waits: bool = False,
 ) -> None:  # fmt: skip
     plan = loss_plan(x, dx, invariant)
     (x, crop), (dx, _) = _folded(x), _folded(dx)
     tensors = (x, dx, *op.vectors(count), count, g, losses, *moments)
-    form = (loss, gradient, upstream, unless_one, gradient and dx.data_ptr() == x.data_ptr(), crop)
+    form = (loss, gradient, upstream, unless_one, gradient and dx.data_ptr() == x.data_ptr(), crop, waits)
     key = (of_layout(tensors), op.kind, op.reduction == "mean", form, invariant)
 
     def make() -> Run:
@@ -234,7 +266,7 @@ def prepare_targets(op: CrossEntropy, n_cols: int, count: Tensor) -> CrossEntrop
         return prepare(prepare_recipe(op, n_cols, device_of(op.target)), tensors)
 
     cached_run(_runs, key, partial, make)(tensors, (), n)
-    torch.sum(partial, 0, keepdim=True, out=count)
+    _adder(partial, count)((partial, count))
     return op._replace(target=prepared)
 
 
@@ -251,16 +283,25 @@ def cross_entropy_pass(
     n_cols, positions = x.shape[1], _positions(x)
     kept = _kept(plan, x)
     count = kept[:1] if op.denominator is None else op.denominator
-    if op.reduction == "mean" and op.denominator is None:
+    waits = op.reduction == "mean" and op.denominator is None
+    if waits:
         op = prepare_targets(op, n_cols, count)
     programs = positions
     if op.reduction != "none":
         rows, outers = (MERGE_POSITIONS, 1) if plan.regime == "spatial_two_pass" else (plan.rows, plan.outers)
         programs = -(-x.shape[0] // outers) * -(-(positions // x.shape[0]) // rows)
     losses = empty((programs,), (1,), torch.float32, x)
+    reduced = empty((), (), torch.float32, x)
+    # now, because a kernel that does not compile must be known before anything is written
+    add = None if op.reduction == "none" or programs > MOST_PARTIALS else _adder(losses, reduced)
     which = EACH_LOSS if op.reduction == "none" else SUM_OF_LOSSES
-    _run(x, to, op, count, _moments(kept, x), count, losses, which, dx is not None, 0, False, invariant)
-    return losses if op.reduction == "none" else losses.sum(), kept
+    _run(x, to, op, count, _moments(kept, x), count, losses, which, dx is not None, 0, False, invariant, waits)
+    if op.reduction == "none":
+        return losses, kept
+    if add is None:
+        return losses.sum(), kept
+    add((losses, reduced))
+    return reduced, kept
 
 
 def cross_entropy_gradient(
@@ -278,7 +319,7 @@ def loss_launches(x: Tensor, op: CrossEntropy, device: Device, plan: Plan) -> li
     number = torch.empty(1)
     prepared = op.target.to(torch.int16)
     tensors = (x, x, prepared, *(number,) * 10)
-    recipe = loss_recipe(x, x, op, plan, device, SUM_OF_LOSSES, True, 0, False, False)
+    recipe = loss_recipe(x, x, op, plan, device, SUM_OF_LOSSES, True, 0, False, False, waits=True)
     numbers = (op.ignore_index, *op.numbers)
     of_loss = [
         Launch(s.kernel, (1,), (*(tensors[i] for i in s.tensors), *s.numbers(1), *numbers), s.meta)
@@ -288,4 +329,5 @@ def loss_launches(x: Tensor, op: CrossEntropy, device: Device, plan: Plan) -> li
         Launch(s.kernel, (1,), (op.target, number, prepared, number, *s.numbers(1)), s.meta)
         for s in prepare_recipe(op, x.shape[1], device).steps
     ]
-    return of_loss + of_targets
+    of_sums = [Launch(s.kernel, (1,), (number, number, *s.numbers(1)), s.meta) for s in sum_recipe(device).steps]
+    return of_loss + of_targets + of_sums

@@ -90,11 +90,11 @@ def programs_of_row(plan: Plan, n_cols: int) -> int:
 def meta_of(kernel: Any, plan: Plan, device: Device, flags: Flags) -> dict[str, Any]:
     """The constexprs that the kernel has, and the launch's own meta-parameters."""
     meta = plan.constexprs() | dict(PTX=device.ptx, TRIGGER=device.supports_pdl, WAITS=False) | dict(flags)
-    options = launch_options(kernel, plan, device) | _early_start(meta)
+    options = launch_options(kernel, plan, device) | early_start(meta)
     return {name: meta[name] for name in kernel.declaration.constexprs} | options
 
 
-def _early_start(meta: Mapping[str, Any]) -> dict[str, Any]:
+def early_start(meta: Mapping[str, Any]) -> dict[str, Any]:
     """What has a kernel that WAITS start before the one in front of it ends: programmatic dependent launch."""
     return {"launch_pdl": True} if meta.get("WAITS", False) else {}
 
@@ -263,7 +263,7 @@ def flat_launch(
     declared = kernel().declaration
     meta = {**dict(flags), "num_warps": num_warps}
     if device.kind == "cuda":
-        meta |= dict(num_ctas=meta["CTAS"] if declared.on_cluster else 1) | _early_start(meta)
+        meta |= dict(num_ctas=meta["CTAS"] if declared.on_cluster else 1) | early_start(meta)
     meta |= assert_options(kernel(), device) | device.options()
     return Launch(kernel(), (programs,), (*tensors, *numbers), meta)
 
