@@ -541,3 +541,13 @@ def test_few_positions_are_read_in_long_runs():
                     problem = SpatialProblem(n_cols, inner, dtype, dtype, inner & -inner, backward)
                     plan = plan_spatial(problem, DEVICES["sm_90"])
                     assert plan.regime == "spatial" and plan.rows * plan.vectors_per_chunk * itemsize >= 64
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_thread_of_a_loss_of_few_positions_has_some_columns_and_not_too_many(dtype):
+    for n_cols in range(8, 193):
+        for inner in range(2, 17):
+            problem = SpatialProblem(n_cols, inner, dtype, dtype, min(inner & -inner, 16 // ITEMSIZE[dtype]))
+            plan = plan_spatial_loss(problem, DEVICES["sm_90"])
+            assert 4 <= plan.chunks <= 48, (problem, plan)
+            assert plan.outers * plan.rows * plan.vectors_per_chunk <= plan.num_warps * 32 * 8, (problem, plan)

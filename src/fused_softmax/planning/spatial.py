@@ -12,9 +12,13 @@ from dataclasses import dataclass, replace
 
 from .spatial_tables import (
     ENOUGH_PROGRAMS,
+    HALF_COLS,
+    HALF_POSITIONS,
+    HALF_RUN,
     LEAST_PART_COLS,
     LEAST_RUN,
     LOSS,
+    LOSS_RUN,
     MOST_PARTS,
     NARROW,
     ON_CHIP,
@@ -28,6 +32,8 @@ from .spatial_tables import (
     STATISTICS_CHUNKS,
     UNALIGNED,
     UNALIGNED_LOSS,
+    WHOLE_RUN,
+    Run,
     SpatialConfig,
 )
 from .types import ITEMSIZE, VECTOR_BYTES, Device, Plan, power_of_two
@@ -129,8 +135,44 @@ def _in_chunks(problem: SpatialProblem, cols: int) -> int:
     return -(-problem.n_cols // cols) * cols
 
 
-def _configured(problem: SpatialProblem, device: Device, config: SpatialConfig) -> Plan:
-    """The plan of tiles as `config` says, with fewer positions where `inner` has fewer."""
+def _takes_half_threads(problem: SpatialProblem, config: SpatialConfig) -> bool:
+    """Whether a thread is to have 8 bytes of a chunk: a 16-bit softmax of few positions and few columns."""
+    few = power_of_two(problem.inner) <= HALF_POSITIONS and problem.n_cols <= HALF_COLS
+    return few and config.ctas == 1 and problem.widest == 2 and not (problem.backward or problem.batch_invariant)
+
+
+def _longer_run(problem: SpatialProblem, cols: int, inner: int, per_chunk: int, run: Run) -> int:
+    """Columns of a chunk, doubled until so many bytes of it follow one another in memory as `run` says."""
+    while 2 * cols * inner <= per_chunk:
+        chunks, n_bytes = -(-problem.n_cols // cols), cols * inner * problem.itemsize
+        longer = n_bytes < run.least_bytes or (chunks > run.most_chunks and n_bytes < LEAST_RUN)
+        filled = _in_chunks(problem, 2 * cols) <= 1.2 * problem.n_cols
+        if not (longer and filled and -(-problem.n_cols // (2 * cols)) >= run.least_chunks):
+            break
+        cols *= 2
+    return cols
+
+
+def _loss_cols(problem: SpatialProblem, cols: int, inner: int, per_chunk: int) -> int:
+    """Columns of a chunk of a loss of few positions, from those of its config."""
+    run = LOSS_RUN[problem.itemsize]
+    wanted = power_of_two(-(-problem.n_cols // run.most_chunks))
+    longest = max(1, min(wanted, LEAST_RUN // (inner * problem.itemsize)))
+    if -(-problem.n_cols // longest) > run.most_chunks:
+        return min(wanted, max(longest, cols))
+    return _longer_run(problem, longest, inner, per_chunk, run)
+
+
+def _configured(
+    problem: SpatialProblem, device: Device, config: SpatialConfig, loss: bool = False, halves: bool = False
+) -> Plan:
+    """The plan of tiles as `config` says, with fewer positions where `inner` has fewer.
+
+    halves: whether threads may have 8 bytes of a chunk where `config` says more.
+    """
+    halves = halves and _takes_half_threads(problem, config)
+    if halves:
+        config = config._replace(thread_bytes=VECTOR_BYTES // 2)
     warps = max(1, config.num_warps * 32 // device.warp_size)
     cols = max(1, warps * device.warp_size * config.thread_bytes // problem.itemsize // config.inner)
     per_chunk = warps * device.warp_size * config.thread_bytes // problem.itemsize
@@ -142,12 +184,10 @@ def _configured(problem: SpatialProblem, device: Device, config: SpatialConfig) 
         inner //= 2
     # few positions: columns are neighbors in memory, and a chunk of more of them is a longer run
     if config.ctas == 1 and not problem.batch_invariant:
-        while (
-            cols * inner * problem.itemsize < LEAST_RUN
-            and 2 * cols * inner <= per_chunk
-            and (_in_chunks(problem, 2 * cols) <= 1.2 * problem.n_cols)
-        ):
-            cols *= 2
+        if loss and inner <= NARROW:
+            cols = _loss_cols(problem, cols, inner, per_chunk)
+        else:
+            cols = _longer_run(problem, cols, inner, per_chunk, HALF_RUN if halves else WHOLE_RUN)
     # warps of a program wait for each other, so that it has one of them where that holds whole columns
     if config.ctas == 1 and inner <= NARROW:
         warps = max(1, warps * cols * inner // per_chunk)
@@ -224,7 +264,7 @@ def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = N
     """
     found = None
     if regime != "spatial_two_pass":
-        plans = (_configured(problem, device, config) for config in _on_chip(problem, device))
+        plans = (_configured(problem, device, config, halves=True) for config in _on_chip(problem, device))
         found = next((plan for plan in plans if regime is None or plan.regime == regime), None)
         if found is None and not problem.batch_invariant:
             found = _long_and_narrow(problem, device)
@@ -239,7 +279,7 @@ def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:
     config = next(_configs(problem, device, LOSS[problem.itemsize], UNALIGNED_LOSS[problem.itemsize]), None)
     if config is None:
         return parts_plan(problem, device)
-    return replace(_configured(problem, device, config), recompute=problem.itemsize == 2)
+    return replace(_configured(problem, device, config, loss=True), recompute=problem.itemsize == 2)
 
 
 def plan_spatial_statistics(problem: SpatialProblem, device: Device) -> Plan:

@@ -34,6 +34,18 @@ class SpatialConfig(NamedTuple):
     skew: int = 0
 
 
+class Run(NamedTuple):
+    """How many columns a chunk takes where positions are few, so that its columns are neighbors in memory.
+
+    They are doubled while fewer than least_bytes of a chunk follow one another, or while there are more than
+    most_chunks and a chunk has fewer than LEAST_RUN bytes; but not where fewer than least_chunks would be left.
+    """
+
+    least_bytes: int
+    most_chunks: int
+    least_chunks: int
+
+
 # by (backward, bytes of an element). The first that fits is taken: one without clusters follows those on clusters
 ON_CHIP = {
     (False, 2): (
@@ -144,6 +156,11 @@ ON_CHIP = {
 STAGED_BYTES, SHARED_BYTES = 40 << 10, 45 << 10
 # bytes of a chunk that follow one another in memory, at least, where positions are few: its columns are neighbors
 LEAST_RUN = 128
+WHOLE_RUN = Run(LEAST_RUN, 1 << 31, 1)
+# a 16-bit softmax of up to so many positions and columns: a thread has half a vector, and more chunks
+HALF_POSITIONS, HALF_COLS, HALF_RUN = 8, 192, Run(64, 12, 5)
+# a loss, by bytes of an element: what a thread does for each position weighs less, the more columns it has
+LOSS_RUN = {2: Run(32, 20, 5), 4: Run(32, 12, 5)}
 NARROW = 16  # positions, at most, of which a program of one warp takes some
 # a loss with its gradient, by bytes of an element. Its threads keep many numbers of each position, so they have few
 # positions and many columns: what a program does for each position weighs less, the more columns a thread has
