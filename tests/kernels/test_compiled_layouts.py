@@ -215,7 +215,7 @@ def test_the_lines_of_a_sum_over_rows_are_warps(name, weighted):
     losses = name == "reduce_losses"
     kernel = loss_kernels.reduce_losses if losses else loss_kernels.count_targets
     flags = loss_kernels.sum_flags(losses, losses, weighted, n_rows > cross_entropy.ONE_CTA_ROWS, SM_90)
-    flags = (*flags, ("KEEPS_COUNT", True)) if losses else flags
+    flags = (*flags, ("KEEPS_COUNT", True), ("HAS_COUNT", False)) if losses else flags
     tensors = (number, target, number, number, number) if losses else (target, number, number)
     launch = flat_launch(kernel, tensors, (n_rows, 1000, -100), flags, 8, SM_90)
     layouts = merged_layouts(ttgir_of(launch))

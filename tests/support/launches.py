@@ -251,9 +251,12 @@ def others(target: str) -> Iterator[Named]:
     flags = (("WEIGHTED", False), ("TRIGGER", device.supports_pdl), *shared)
     launch = flat_launch(loss_kernels.count_targets, (ids, number, number), numbers, flags, 8, device)
     yield "count_targets", as_called(launch), None
-    flags = (("MEAN", True), ("KEEPS_COUNT", True), ("WEIGHTED", False), ("WAITS", device.supports_pdl), *shared)
-    launch = flat_launch(loss_kernels.reduce_losses, (number, ids, number, number, number), numbers, flags, 8, device)
-    yield "reduce_losses", as_called(launch), None
+    for has_count in (False, True):
+        counts = (("KEEPS_COUNT", not has_count), ("HAS_COUNT", has_count))
+        flags = (("MEAN", True), *counts, ("WEIGHTED", False), ("WAITS", device.supports_pdl), *shared)
+        tensors = (number, ids, number, number, number)
+        launch = flat_launch(loss_kernels.reduce_losses, tensors, numbers, flags, 8, device)
+        yield "reduce_losses" + " with count" * has_count, as_called(launch), None
     for dtype in (BFLOAT16, FLOAT32):
         for n_cols in (64, 4096):
             x = torch.empty(2, n_cols, 4096, dtype=dtype, device="meta")

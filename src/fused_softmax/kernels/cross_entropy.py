@@ -91,10 +91,11 @@ def cross_entropy_forward(
 @triton.jit
 def add_up(
     loss_ptr, target_ptr, weight_ptr, n_rows, n_classes, ignore_index,
-    LOSSES: tl.constexpr, WEIGHTED: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
+    LOSSES: tl.constexpr, TARGETS: tl.constexpr, WEIGHTED: tl.constexpr, CTAS: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """(sum of the losses where LOSSES, number of targets that count or the sum of their weights), in one fixed order.
+    """(sum of the losses where LOSSES, number of targets that count or the sum of their weights where TARGETS), each in
+    one fixed order.
 
     All CTAs of a cluster read, because one multiprocessor takes 6 us for 32,768 rows.
     """
@@ -107,17 +108,19 @@ def add_up(
         losses, targets = (), ()
         for i in tl.static_range(EACH):
             row = start + i * TILE + place
-            targets = targets + (tl.load(target_ptr + row, mask=row < n_rows, other=ignore_index),)
+            if TARGETS:
+                targets = targets + (tl.load(target_ptr + row, mask=row < n_rows, other=ignore_index),)
             if LOSSES:
                 losses = losses + (tl.load(loss_ptr + row, mask=row < n_rows, other=0.0),)
         for i in tl.static_range(EACH):
-            counts = (targets[i] != ignore_index) & (targets[i] >= 0) & (targets[i] < n_classes)
             if LOSSES:
                 total += losses[i]
-            if WEIGHTED:
-                weight += tl.load(weight_ptr + targets[i], mask=counts, other=0.0)
-            else:
-                weight += counts.to(tl.float32)
+            if TARGETS:
+                counts = (targets[i] != ignore_index) & (targets[i] >= 0) & (targets[i] < n_classes)
+                if WEIGHTED:
+                    weight += tl.load(weight_ptr + targets[i], mask=counts, other=0.0)
+                else:
+                    weight += counts.to(tl.float32)
     segment_total, segment_weight = tl.sum(total, 1), tl.sum(weight, 1)
     _, weight, total = cluster_reduce_moments(
         tl.zeros_like(segment_total), segment_weight, segment_total, True, CTAS, PTX, WARPS_PER_ROW
@@ -137,7 +140,7 @@ def count_targets(
         tl.extra.cuda.gdc_launch_dependents()
     _, weight = add_up(
         weight_ptr, target_ptr, weight_ptr, n_rows, n_classes, ignore_index,
-        False, WEIGHTED, CTAS, WARPS_PER_ROW, VECTORS, EACH, PTX,
+        False, True, WEIGHTED, CTAS, WARPS_PER_ROW, VECTORS, EACH, PTX,
     )  # fmt: skip
     segment = tl.arange(0, CTAS * WARPS_PER_ROW)
     tl.store(count_ptr + segment, weight, mask=segment == 0)
@@ -147,13 +150,13 @@ def count_targets(
 @kernel(on_cluster=True)
 def reduce_losses(
     loss_ptr: Vector, target_ptr: Vector, weight_ptr: Vector, out_ptr: Vector, count_ptr: Vector, n_rows: Int64,
-    n_classes: Int32, ignore_index: Int64, MEAN: tl.constexpr, KEEPS_COUNT: tl.constexpr, WEIGHTED: tl.constexpr,
-    WAITS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, EACH: tl.constexpr,
-    PTX: tl.constexpr,
+    n_classes: Int32, ignore_index: Int64, MEAN: tl.constexpr, KEEPS_COUNT: tl.constexpr, HAS_COUNT: tl.constexpr,
+    WEIGHTED: tl.constexpr, WAITS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr,
+    VECTORS: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """sum(loss), where MEAN over the count of `count_targets`: NaN where no target counts. One program or cluster.
 
-    KEEPS_COUNT: that count is written, too.
+    HAS_COUNT: that count is read. If not, targets are counted, and KEEPS_COUNT: the count is written, too.
 
     WAITS: this kernel starts while the kernel that writes the losses still runs, which hides the latency of the launch.
     """
@@ -162,9 +165,11 @@ def reduce_losses(
         tl.extra.cuda.gdc_wait()
     out, weight = add_up(
         loss_ptr, target_ptr, weight_ptr, n_rows, n_classes, ignore_index,
-        True, WEIGHTED, CTAS, WARPS_PER_ROW, VECTORS, EACH, PTX,
+        True, not HAS_COUNT, WEIGHTED, CTAS, WARPS_PER_ROW, VECTORS, EACH, PTX,
     )  # fmt: skip
     if MEAN:
+        if HAS_COUNT:
+            weight = tl.load(count_ptr + 0 * tl.arange(0, CTAS * WARPS_PER_ROW))
         # torch divides each term of a loss by 0, and one of them is 0/0
         out = tl.where(weight == 0.0, float("nan"), out / weight)
     segment = tl.arange(0, CTAS * WARPS_PER_ROW)

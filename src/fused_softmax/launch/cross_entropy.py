@@ -137,8 +137,8 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
     if op.reduction != "none" and n_rows <= ONE_PROGRAM_ROWS:
         divided = mean and op.denominator is None
         with suppress(KernelUnavailable):
-            reduce = _prepare_reduction(x, n_rows, divided, op.weight is not None)
             count = _prepare_count(op, n_rows, x) if divided and training else None
+            reduce = _prepare_reduction(x, n_rows, divided, op.weight is not None, has_count=count is not None)
     # weights and smoothing together read a weight for each logit, twice: then the gradient has a kernel of its own
     if training and op.reduction != "none" and op.weight_sum is None:
         dx = x if inplace else gradient_buffer(x)
@@ -158,11 +158,16 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
     return _Launches(writes, loss.at, count, reduce, last, gradient_stride(x), *made)
 
 
-def _prepare_reduction(on: Tensor, n_rows: int, divided: bool, weighted: bool, keeps_count: bool = False) -> Run:
-    """What adds up the losses of at most ONE_PROGRAM_ROWS rows; `divided`: over the number of targets that count."""
+def _prepare_reduction(
+    on: Tensor, n_rows: int, divided: bool, weighted: bool, keeps_count: bool = False, has_count: bool = False
+) -> Run:
+    """What adds up the losses of at most ONE_PROGRAM_ROWS rows; `divided`: over the number of targets that count.
+
+    has_count: the kernel reads that number. If not, it counts, and keeps_count: writes the number.
+    """
     real = torch.float32
     flags = kernels.sum_flags(True, divided, weighted, n_rows > ONE_CTA_ROWS, device_of(on))
-    flags = (("KEEPS_COUNT", keeps_count), *flags)
+    flags = (("KEEPS_COUNT", keeps_count), ("HAS_COUNT", has_count), *flags)
     return prepare_flat(kernels.reduce_losses, (real, torch.int64, real, real, real), flags, 8, on)
 
 
@@ -238,7 +243,7 @@ def _run(
         return loss, kept, dx, None
     if launches.reduce is not None:
         reduced = at(loss)
-        launches.reduce((losses, targets, weights, reduced, reduced), size)
+        launches.reduce((losses, targets, weights, reduced, reduced if launches.counts is None else count), size)
     else:
         loss = kept[2 * n_rows + 2 :].sum()
     if reduction == "mean" and denominator is not None:
