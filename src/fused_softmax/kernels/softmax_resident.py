@@ -112,6 +112,9 @@ def softmax_resident(
     row_max, row_sum = cluster_reduce_max_sum(segment_max, segment_sum, CTAS, PTX, WARPS_PER_ROW)
     row_max = row_max[:, None]
     row_sum = row_sum[:, None]
+    if ROWS > 1 and not (LOG or UNALIGNED):
+        # rows that do not exist have a sum of 0. A division by it takes long, and the rows of a warp wait for each other
+        row_sum = tl.where(row < n_rows, row_sum, 1.0)
 
     # the last formula, and the store
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16 and y_ptr.dtype == x_ptr.dtype
