@@ -27,7 +27,7 @@ from fused_softmax.launch.softmax import softmax_op
 from fused_softmax.planning import config_tables
 from fused_softmax.planning import losses as loss_plans
 from fused_softmax.planning.masked_softmax import plan_masked
-from fused_softmax.planning.softmax import WARP_MAX_COLS, plan, steps_plan
+from fused_softmax.planning.softmax import WARP_MAX_COLS, plan, steps_plan, warp_plan
 from fused_softmax.planning.spatial import SpatialProblem, plan_spatial, plan_spatial_loss
 from fused_softmax.planning.types import DEVICES, ITEMSIZE, REGIMES, Device, Plan, Problem
 
@@ -159,7 +159,8 @@ def test_every_tile_rung_is_chosen_by_some_width(itemsize):
     for config in configs:
         assert below < config.max_cols, f"{config} comes after {below}"
         n_cols = below * vec + vec
-        got = plan(problem(n_cols, (dtype, dtype)), DEVICES["sm_90"])
+        got = warp_plan(problem(n_cols, (dtype, dtype)), DEVICES["sm_90"])
+        assert got is not None
         assert (got.regime, got.num_warps) == ("warp", config.num_warps), config
         assert got.rows * got.vectors_per_chunk == config.num_warps * 32 * config.rows, config
         below = config.max_cols

@@ -113,7 +113,7 @@ def softmax_resident(
     row_max = row_max[:, None]
     row_sum = row_sum[:, None]
     if ROWS > 1 and not (LOG or UNALIGNED):
-        # rows that do not exist have a sum of 0. A division by it takes long, and the rows of a warp wait for each other
+        # rows that do not exist have a sum of 0. A division by 0 is slow, and the rows of a warp wait for each other
         row_sum = tl.where(row < n_rows, row_sum, 1.0)
 
     # the last formula, and the store

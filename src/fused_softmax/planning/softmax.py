@@ -23,6 +23,7 @@ from .config_tables import (
     UNALIGNED_MIN_COLS,
     WARP,
     WARP_COLS,
+    WARP_HALVES,
     WARP_MAX_COLS,
     WARP_SCALAR_COLS,
     WARP_SCALAR_WARPS,
@@ -146,7 +147,15 @@ def warp_plan(problem: Problem, device: Device) -> Plan | None:
 
 def preferred_warp_plan(problem: Problem, device: Device) -> Plan | None:
     """The plan of the warp regime where it is the fastest, or None."""
-    return warp_plan(problem, device) if problem.n_cols <= WARP_COLS[problem.itemsize] else None
+    found = warp_plan(problem, device) if problem.n_cols <= WARP_COLS[problem.itemsize] else None
+    if found is None or found.vec < 8 or problem.backward:
+        return found
+    if found.chunks == 1 and found.vectors_per_chunk == device.warp_size == 32:
+        vectors, num_warps = WARP_HALVES
+        rows = num_warps * device.warp_size // vectors
+        why = f"{rows} rows per program, each in half a warp: no reduction leaves its warp"
+        return replace(found, rows=rows, vectors_per_chunk=vectors, chunks=2, num_warps=num_warps, why=why)
+    return found
 
 
 def _widest(problem: Problem, device: Device, ctas: int) -> KernelConfig:
