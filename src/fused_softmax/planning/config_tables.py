@@ -53,8 +53,8 @@ WARP = {
 # columns by 16 threads for each row 1.01, by 32 threads 0.88; 557 columns by 4 warps 1.02, by 2 warps 0.98
 WARP_UNALIGNED = ((32, 48, 16, 2, 1), (65, 96, 32, 4, 1))
 # of rows of 17 to 32 vectors of 16 bits, forward, of a softmax or of a loss with its gradient: threads that hold a row,
-# and warps. Two rows of a warp are reduced at once. H200, 2^27 elements, fraction of a copy, by 32 threads and 16: softmax
-# of 136 columns 0.78 and 0.84, of 255 0.99 and 1.03, of 256 1.006 and 1.002; a loss of 256 columns 0.64 and 0.77
+# and warps. Two rows of a warp are reduced at once. H200, 2^27 elements, fraction of a copy, by 32 and by 16 threads:
+# softmax of 136 columns 0.78 and 0.84, of 255 0.99 and 1.03, of 256 1.006 and 1.002; a loss of 256 columns 0.64, 0.77
 WARP_HALVES = (16, 2)
 WARP_MAX_COLS = 1024
 # columns up to which it is preferred. 1,024 of float32: 0.993 of a copy with 4 warps per row, 0.972 with one
