@@ -56,13 +56,16 @@ def test_masks_out_of_phase_with_their_rows(n_cols, dtype, mask_dtype):
         torch.testing.assert_close(y.double(), exact(x, mask), rtol=tolerance, atol=tolerance / 100)
 
 
-@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.bfloat16], ids=str)
-def test_masks_out_of_phase_with_rows_on_a_cluster(mask_dtype):
-    """Rows of 16 bits; those of 32 bits read such masks by elements."""
-    x, values = torch.randn(2, 3, 16387).bfloat16(), torch.randn(3, 16387)
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_masks_out_of_phase_with_rows_on_a_cluster(dtype, mask_dtype):
+    """Rows of 16 bits read a float32 mask by elements; all others read vectors."""
+    x, values = torch.randn(2, 3, 16387).to(dtype), torch.randn(3, 16387)
     mask = placed(values > -1.0 if mask_dtype is torch.bool else values.to(mask_dtype), 3)
-    assert columns_of(mask, x) == 3 and columns_of(mask, x.float()) == 1
-    torch.testing.assert_close(fs.masked_softmax(x, mask).double(), exact(x, mask), rtol=1e-2, atol=1e-6)
+    by_elements = dtype is torch.bfloat16 and mask_dtype is torch.float32
+    assert columns_of(mask, x) == (1 if by_elements else 3)
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(fs.masked_softmax(x, mask).double(), exact(x, mask), rtol=tolerance, atol=1e-6)
 
 
 def test_a_long_row_of_float32_reads_its_mask_by_elements():

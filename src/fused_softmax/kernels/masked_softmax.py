@@ -30,6 +30,7 @@ from .common.masks import (
     load_query_mask,
     load_shifted,
     mask_row_of,
+    shift_loaded,
     shifted_start,
 )
 from .common.numerics import LOWEST, SCORES_OF_32_BITS, exp, exp2_affine, exp2_fma, rounded_product, scaled
@@ -84,7 +85,6 @@ def masked_softmax_forward(
     IS_SHIFTED: tl.constexpr = MASK != NO_MASK and MASK_COLS == SHIFTED
     COLS: tl.constexpr = NEIGHBORS if IS_SHIFTED and CTAS > 1 else MASK_COLS  # of chunks as loaded
     BITS_OF_X: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
-    # a boolean mask is applied to logits of 16 bits as they were loaded, and no other mask is left. On a cluster that
     # a boolean mask is applied to logits of 16 bits as they were loaded, and no other mask is left. On a cluster that
     # is slower: 0.86 of a copy instead of 0.94 at 20,001 columns
     PACKED: tl.constexpr = MASK == BOOLEAN and BITS_OF_X == 16 and CTAS == 1 and not TWO_PASS
@@ -193,8 +193,10 @@ def masked_softmax_forward(
         if not FUSED:
             z_scalar = hide(z_scalar, mask_scalar, scale, LATER, PTX)
         scalars, in_scalars, z_scalars = scalars + (scalar,), in_scalars + (in_scalar,), z_scalars + (z_scalar,)
-    # float32 by 8 warps is slower so: 0.76 of a copy instead of 0.93 at 7,379 columns
-    if IS_SHIFTED and MASK == ADDITIVE and not TWO_PASS and CTAS == 1 and PTX and (VEC == 8 or VECTORS <= 128):
+    # one program: an additive mask only, and float32 by 8 warps is slower so: 0.76 of a copy instead of 0.93 at 7,379
+    # columns. A cluster: 36,537 bfloat16 columns under an additive mask run at 0.92, at 0.74 without it
+    AT_ONCE: tl.constexpr = CTAS > 1 or (MASK == ADDITIVE and (VEC == 8 or VECTORS <= 128))
+    if IS_SHIFTED and AT_ONCE and not TWO_PASS and PTX:
         issue_loads()
     if TWO_PASS:
         most = tl.max(tl.max(left, 1), 0)  # of a CTA's segments, the first has the most columns
@@ -250,7 +252,12 @@ def masked_softmax_forward(
             z = ()
             for c in tl.static_range(CHUNKS):
                 after = load_next(at_mask, to_mask, left, c, COLS, BITS, SEGMENTS, FULL, WARPS_PER_ROW, VECTORS, VEC)
-                z = z + (scores(x[c], mask[c], after, to_mask, scale, LATER, COLS, TYPE, PTX),)
+                tile = mask[c]
+                if IS_SHIFTED and CTAS > 1:
+                    tile = shift_loaded(
+                        tile, at_mask, to_mask, left, c, TYPE, SEGMENTS, WARPS_PER_ROW, VECTORS, VEC, PTX
+                    )
+                z = z + (scores(x[c], tile, after, to_mask, scale, LATER, COLS, TYPE, PTX),)
                 m = tl.maximum(m, tl.max(z[c], 2))
             if FOLDED:
                 for t in tl.static_range(SCALARS):

@@ -109,32 +109,45 @@ def load_shifted(
     words, shift, width, TYPE: tl.constexpr, SEGMENTS: tl.constexpr, CHUNKS: tl.constexpr,
     WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The mask of a CTA's slice in the row's vectors, tile by tile as `load_chunks` has the row.
+    """The mask of a CTA's slice in its own vectors, tile by tile as `load_chunks` has the row.
 
-    For clusters, where words have no layout: each thread shifts its vectors by inline PTX. Read by elements, 5 vectors
-    of a boolean mask took 41 loads. words, shift: of `shifted_start`. TYPE: an element's, of 8 or 16 bits.
+    For clusters, where words have no layout: `shift_loaded` has each thread shift its vectors by inline PTX. Read by
+    elements, 5 vectors of a boolean mask took 41 loads. words, shift: of `shifted_start`. TYPE: an element's.
     # words, shift, width: [SEGMENTS, 1]
     """
-    SIZE: tl.constexpr = TYPE.primitive_bitwidth // 8
-    ASM: tl.constexpr = _shift_ptx(VEC * SIZE // 4)
-    REGISTERS: tl.constexpr = _shift_registers(VEC * SIZE // 4, VEC)
-    at = words.to(tl.pointer_type(TYPE), bitcast=True)
-    own, after, tiles = (), (), ()
+    WORD: tl.constexpr = tl.int32 if TYPE == tl.float32 else TYPE  # inline PTX takes no float32 in its registers
+    at = words.to(tl.pointer_type(WORD), bitcast=True)
+    first = at if PTX else at + shift
+    tiles = ()
     for c in tl.static_range(CHUNKS):
         offsets = chunk_offsets(c, VECTORS, VEC, WARPS_PER_ROW)
-        inside = offsets < width
-        first = at if PTX else at + shift
-        own = own + (tl.load(first + offsets, mask=inside, other=0, eviction_policy=READS),)
-        if PTX:
-            after = after + (tl.load(at + VEC + offsets, mask=inside & (shift > 0), other=0, eviction_policy=READS),)
-    for c in tl.static_range(CHUNKS):
-        tile = own[c]
-        if PTX:
-            tile = tl.inline_asm_elementwise(
-                ASM, REGISTERS, [tile, after[c], shift * SIZE], dtype=tile.dtype, is_pure=True, pack=VEC
-            )
-        tiles = tiles + (tl.reshape(tile, (SEGMENTS, VECTORS, VEC)),)
+        tiles = tiles + (tl.load(first + offsets, mask=offsets < width, other=0, eviction_policy=READS),)
     return tiles
+
+
+@triton.jit
+def shift_loaded(
+    tile, words, shift, width, C: tl.constexpr, TYPE: tl.constexpr, SEGMENTS: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Chunk C of the mask in the row's vectors, from its own vectors, as of `load_shifted`, and the next ones.
+
+    The next ones are other threads' own ones, which hit L1, as those of `load_next`.
+    """
+    if PTX:
+        SIZE: tl.constexpr = TYPE.primitive_bitwidth // 8
+        ASM: tl.constexpr = _shift_ptx(VEC * SIZE // 4)
+        REGISTERS: tl.constexpr = _shift_registers(VEC * SIZE // 4, VEC)
+        at = words.to(tl.pointer_type(tile.dtype), bitcast=True)
+        offsets = chunk_offsets(C, VECTORS, VEC, WARPS_PER_ROW)
+        reads = (offsets < width) & (shift > 0)
+        after = tl.load(at + VEC + offsets, mask=reads, other=0, eviction_policy=READS)
+        tile = tl.inline_asm_elementwise(
+            ASM, REGISTERS, [tile, after, shift * SIZE], dtype=tile.dtype, is_pure=True, pack=VEC
+        )
+    if TYPE == tl.float32:
+        tile = tile.to(tl.float32, bitcast=True)
+    return tl.reshape(tile, (SEGMENTS, VECTORS, VEC))
 
 
 @triton.jit
