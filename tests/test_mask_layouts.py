@@ -59,10 +59,10 @@ def test_masks_out_of_phase_with_their_rows(n_cols, dtype, mask_dtype):
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_masks_out_of_phase_with_rows_on_a_cluster(dtype, mask_dtype):
-    """Rows of 16 bits read a float32 mask by elements; all others read vectors."""
-    x, values = torch.randn(2, 3, 16387).to(dtype), torch.randn(3, 16387)
+    """Rows of 16 bits read masks of 16 bits and less in vectors, those of float32 boolean masks."""
+    x, values = torch.randn(2, 3, 27003).to(dtype), torch.randn(3, 27003)
     mask = placed(values > -1.0 if mask_dtype is torch.bool else values.to(mask_dtype), 3)
-    by_elements = dtype is torch.bfloat16 and mask_dtype is torch.float32
+    by_elements = mask_dtype is torch.float32 or (dtype is torch.float32 and mask_dtype is torch.bfloat16)
     assert columns_of(mask, x) == (1 if by_elements else 3)
     tolerance = 1e-5 if dtype is torch.float32 else 1e-2
     torch.testing.assert_close(fs.masked_softmax(x, mask).double(), exact(x, mask), rtol=tolerance, atol=1e-6)

@@ -114,7 +114,7 @@ def masked_launch(n_cols: int, dtype: torch.dtype, mask: int, cols: int, causal:
     return launch, chosen
 
 
-@pytest.mark.parametrize(("n_cols", "causal"), [(16385, False), (32768, True)])
+@pytest.mark.parametrize(("n_cols", "causal"), [(27003, False), (32768, True)])
 @pytest.mark.parametrize("cols", [0, 1])
 @pytest.mark.parametrize(("mask", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
 def test_masked_lines_are_warps(n_cols, causal, cols, mask, dtype):
@@ -127,7 +127,7 @@ def test_masked_lines_are_warps(n_cols, causal, cols, mask, dtype):
 @pytest.mark.parametrize("mask", [1, 2], ids=["boolean", "additive"])
 def test_a_mask_out_of_phase_with_a_cluster_is_read_in_vectors(mask, dtype):
     """Next to its vectors and those that follow them, only elements outside of whole vectors are read one by one."""
-    launch, chosen = masked_launch(20001, dtype, mask, 3, False)
+    launch, chosen = masked_launch(27003, dtype, mask, 3, False)
     with captured() as kernels:
         used = compiled.cross_compile(launch, "sm_90")
     assert used.spilled_bytes == 0
@@ -139,7 +139,7 @@ def test_a_mask_out_of_phase_with_a_cluster_is_read_in_vectors(mask, dtype):
     assert layouts and all(holds_lines(layout, chosen.warps_per_row) for layout in layouts), layouts
 
 
-@pytest.mark.parametrize(("n_cols", "causal"), [(16385, False), (32768, True)])
+@pytest.mark.parametrize(("n_cols", "causal"), [(27003, False), (32768, True)])
 @pytest.mark.parametrize(
     "mask", [None, torch.ones(2, 1, dtype=torch.bool), torch.ones(1, dtype=torch.bool)], ids=["", "query", "column"]
 )

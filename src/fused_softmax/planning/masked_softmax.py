@@ -12,6 +12,7 @@ from .masked_tables import (
     MASKED_FEW_CHUNKS,
     MASKED_LANES,
     MASKED_REGISTERS,
+    MASKED_UNALIGNED,
     MASKED_WIDE,
 )
 from .softmax import geometry, plan, resident_plan, steps_plan, warp_plan
@@ -40,7 +41,8 @@ def plan_masked(problem: Problem, device: Device, mask: int) -> Plan:
             chunks = -(-chosen.chunks * chosen.vectors_per_chunk // device.warp_size)
             chosen = _rows_of_warps(chosen, chunks, chosen.num_warps, device)
     registers = None
-    for config in MASKED[kind][problem.itemsize]:
+    unaligned_configs = MASKED_UNALIGNED.get((kind, problem.itemsize), ()) if unaligned else ()
+    for config in (*MASKED[kind][problem.itemsize], *unaligned_configs):
         if chosen is None and problem.n_cols <= config.max_cols and config.ctas <= device.max_cluster:
             by_warps = config.rows > 1 and in_vectors
             chosen = resident_plan(problem, device, config._replace(num_warps=1) if by_warps else config)
@@ -48,6 +50,8 @@ def plan_masked(problem: Problem, device: Device, mask: int) -> Plan:
                 chosen = _rows_of_warps(chosen, chosen.chunks, config.num_warps, device)
             elif chosen is not None and (mask or config.num_warps == 8) and chosen.ctas == 1 and not problem.backward:
                 chosen, registers = _exact(problem, chosen), config.max_registers
+            elif chosen is not None and chosen.ctas > 1:
+                registers = chosen.max_registers
     if chosen is None:
         # these kernels stage nothing in shared memory, so long rows get more warps
         held = replace(problem, backward=problem.backward or mask > 0)

@@ -78,6 +78,25 @@ MASKED["additive"] = {
 }
 # rows of 16 bits with a mask, and their gradients, of more than so many columns and up to max_cols: not as softmax's
 MASKED_WIDE = (114688, KernelConfig(131072, 16, 8, True))
+# unaligned rows beyond those of MASKED: a mask whose vectors are not the row's takes more registers and more of L1.
+# H200, fraction of a copy. bfloat16, one program of 8 warps and a cluster: 22,501 columns, additive 0.98 and 0.69,
+# boolean 0.95 and 0.89; 26,501 columns, 0.90 and 0.71, 0.90 and 0.82. float32, boolean, 4 warps and 8: 17,003 columns
+# 0.97 and 0.80; 50,257 columns 1.00 and 0.82; 180,003 columns with a cap 0.91, without one 0.76
+MASKED_UNALIGNED: dict[tuple[str, int], tuple[KernelConfig, ...]] = {
+    ("boolean", 2): (KernelConfig(22528, 1, 8), KernelConfig(26624, 1, 8, max_registers=128)),
+    # 12 vectors per thread take 135 registers, and spill with a cap of 128
+    ("additive", 2): (
+        KernelConfig(22528, 1, 8, max_registers=128),
+        KernelConfig(24576, 2, 8, True),
+        KernelConfig(26624, 1, 8),
+    ),
+    ("boolean", 4): (
+        KernelConfig(32768, 8, 4),
+        KernelConfig(65536, 16, 4),
+        KernelConfig(147456, 16, 8),
+        KernelConfig(212992, 16, 8, unaligned_registers=128),
+    ),
+}
 # of narrow rows, by element size: (most vectors of a row, threads that hold it). Instructions limit these rows, and a
 # warp with 8 threads for each of 4 rows reduces them at once. H200, bfloat16, 521 columns: 178 instructions per causal
 # row, 353 with a warp for each row; 309 and 517 with an additive mask. Rows of few chunks are in programs of 4 warps.
