@@ -122,6 +122,29 @@ def test_the_public_way(n_cols, dtype):
             assert torch.equal(fs.softmax(x[9:12]), whole[9:12])
 
 
+@pytest.mark.parametrize("before", ["outer", "outer, 1", "1, outer"])
+@pytest.mark.parametrize("n_cols", [150, 152])
+def test_views_over_another_dim_do_not_know_outer(n_cols, before):
+    """One index of `outer` keeps the distance of the others: contiguous, or cut from more columns."""
+    shape = {"outer": (2,), "outer, 1": (2, 1), "1, outer": (1, 2)}[before]
+    x = logits(2, 152 * 521, dtype=torch.float16).view(*shape, 152, 521)[..., :n_cols, :]
+    one = x[:, :1] if before == "1, outer" else x[:1]
+    for op in (fs.softmax, fs.log_softmax):
+        assert torch.equal(op(one, -2), op(x, -2)[(slice(None), slice(1)) if before == "1, outer" else slice(1)])
+
+
+@pytest.mark.parametrize("n_cols", [30, 300])
+def test_transposed_matrices(n_cols):
+    """Rows that are neighbors in memory: any of them alone, too, within batch_invariant()."""
+    x = logits(n_cols, 64).t()
+    assert torch.equal(fs.softmax(x[:4]), fs.softmax(x)[:4])
+    with fs.batch_invariant():
+        assert "after a copy" in fs.plan_for(x).why
+        whole = fs.softmax(x)
+        for rows in (slice(0, 1), slice(5, 6), slice(3, 50)):
+            assert torch.equal(fs.softmax(x[rows]), whole[rows])
+
+
 def test_unaligned_rows_do_know_their_place_without_it():
     """What the request is for: the same numbers one place further start at another distance from 16 bytes."""
     x = logits(1, 5501).expand(4, 5501).contiguous()

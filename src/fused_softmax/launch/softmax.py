@@ -217,14 +217,20 @@ def _row_dims(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:
 
 
 def takes_strided(x: Tensor, y: Tensor, dim: int) -> bool:
-    """Whether the strided kernel can take x to y as they lie, and is faster than to copy x first."""
-    if len(_row_dims(x, y, dim)) > 3:
+    """Whether the strided kernel can take x to y as they lie, and is faster than to copy x first.
+
+    Not within batch_invariant(): the kernel's tiles follow from the number of rows, those of a copy do not.
+    """
+    if is_batch_invariant() or len(_row_dims(x, y, dim)) > 3:
         return False
     n_rows, x_row, _ = _strided_rows(x, y, dim)[-1]
     n_cols = x.shape[dim]
     x_col, y_col = (x.stride(dim), y.stride(dim)) if n_cols > 1 else (1, 1)
-    neighbors = None if is_batch_invariant() else n_rows
-    return strided.strided_is_faster(n_cols, neighbors, x_row == 1, x_col == 1, y_col == 1)
+    # neighbors along one dimension that is not the batch's, also where both merge
+    inner = [size for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True) if stride == 1 and size > 1]
+    of_batch = dim != 0 and not inner
+    n_rows = inner[0] if inner and x_row == 1 and x_col != 1 else n_rows
+    return strided.strided_is_faster(n_cols, n_rows, of_batch, x_row == 1, x_col == 1, y_col == 1)
 
 
 def _strided_rows(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:

@@ -79,7 +79,10 @@ PARTS = {
 
 
 def as_planes(t: Tensor, dim: int) -> Tensor | None:
-    """t as (outer, n_cols, inner) with contiguous inner, without a copy; None where it does not fold."""
+    """t as (outer, n_cols, inner) with contiguous inner, without a copy; None where it does not fold.
+
+    An `outer` of 1 keeps the stride of the tensor that it was taken from, so that it is planned as that tensor is.
+    """
     before = merge_dims([(t.shape[d], t.stride(d)) for d in range(dim) if t.shape[d] != 1])
     after = merge_dims([(t.shape[d], t.stride(d)) for d in range(dim + 1, t.dim()) if t.shape[d] != 1])
     if len(before) > 1 or len(after) > 1:
@@ -88,7 +91,11 @@ def as_planes(t: Tensor, dim: int) -> Tensor | None:
     if step != 1:
         return None
     n_cols, col = t.shape[dim], t.stride(dim) if t.shape[dim] > 1 else inner
-    outer, outer_stride = before[0] if before else (1, n_cols * inner)
+    if before:
+        outer, outer_stride = before[0]
+    else:
+        kept = [stride for stride in t.stride()[:dim] if stride >= (n_cols - 1) * col + inner]
+        outer, outer_stride = 1, min(kept, default=n_cols * inner)
     return t.as_strided((outer, n_cols, inner), (outer_stride, col, 1))
 
 

@@ -272,7 +272,9 @@ def _has_rows(case: Case, inputs: Inputs) -> bool:
         return False
     if case.op == "masked_softmax" and case.options.get("causal") and len(case.shape) == 2:
         return False
-    if case.dims != (len(case.shape) - 1,) or case.layout[0] in ("transposed", "channels_last", "step"):
+    if case.layout[0] in ("transposed", "channels_last", "step"):
+        return False  # one index of a batch may fold where the batch does not
+    if case.layout[0] == "cut" and len(case.shape) - 1 in case.dims and len(case.shape) > 2:
         return False
     # x[:1] of (2, 1, n) does not know the distance of x's rows where it is not that of the dimension of size 1
     return len(case.shape) == 2 or case.layout[0] not in ("overlapping", "expanded")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 GUARD = 1024  # elements before and after; a multiple of 16 bytes for every dtype
-KINDS = ("contiguous", "offset", "padded", "step", "transposed", "expanded", "overlapping", "channels_last")
+KINDS = ("contiguous", "offset", "padded", "cut", "step", "transposed", "expanded", "overlapping", "channels_last")
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # float32: a NaN whose payload no instruction makes; 16 bits: NaN in both formats
 _PATTERN = {1: 1, 2: 0x7FD5, 4: 0x7FC0DEAD, 8: 0x7FF8DEADBEEF1234}
@@ -66,6 +66,8 @@ def strides_of(shape: tuple[int, ...], kind: str, number: int) -> tuple[int, ...
         step *= max(1, shape[d])
         if kind == "padded" and position == 0:
             step += number
+        if kind == "cut" and position == 1:  # from more columns of a dimension that is not the last
+            step += number * strides[d]
     if kind == "expanded" and shape:
         strides[0] = 0
     elif kind == "overlapping" and len(shape) > 1:
