@@ -118,9 +118,9 @@ def problem_of(
 
 
 def _in_phase(tensors: tuple[Tensor, ...], inner: int) -> bool:
-    """Whether skewed tiles may hold the tensors: their runs have the same phases, and none is read after it is written.
+    """Whether skewed tiles may hold the tensors: their runs have the same phases, and the output has memory of its own.
 
-    Tiles overlap. A vector that goes beyond a run ends in the next column, which exists except after the last one.
+    Tiles overlap, so what one program writes another one may read.
     """
     first, to = tensors[0], tensors[-1]
     phases = {(t.data_ptr() % 16, t.dtype, *(n * t.element_size() % 32 for n in t.stride()[:2])) for t in tensors}

@@ -45,7 +45,8 @@ class SpatialProblem:
 
     vec: every run of `inner` elements of every tensor starts at a multiple of so many elements (a power of two, at most
     16 bytes of the narrowest dtype). whole_sectors: every run of the output starts at a multiple of 32 bytes. in_phase:
-    runs start anywhere, but those of all tensors at the same distance from a 16-byte boundary.
+    skewed tiles may hold the tensors, because their runs start at the same distances from a 16-byte boundary, and the
+    output has memory of its own.
     """
 
     n_cols: int
@@ -88,7 +89,8 @@ def resident_plan(
     outers = max(1, elements // (inner * cols)) if ctas == 1 else 1
     chunks = -(-problem.n_cols // (cols * ctas))
     where = f"the {ctas} CTAs of a cluster" if ctas > 1 else "one program"
-    why = f"the columns of {inner} position(s) stay in {where}, in {chunks} chunk(s) of {cols * ctas} columns"
+    tile = f"a skewed tile of {inner}" if skew else f"{inner}"
+    why = f"the columns of {tile} position(s) stay in {where}, in {chunks} chunk(s) of {cols * ctas} columns"
     return Plan(
         "spatial" if ctas == 1 else "spatial_cluster", rows=inner, ctas=ctas, warps_per_row=1, vectors_per_chunk=cols,
         vec=thread_bytes // problem.itemsize if skew else min(problem.vec, inner), chunks=chunks,

@@ -531,10 +531,20 @@ def test_equal_bits_are_asked_where_the_kernels_promise_them():
 
 def test_rows_of_losses_are_compared_where_equal_bits_are_promised():
     case = Case("cross_entropy", "function", "float32", (2, 5, 3), (1,), options={"reduction": "none"})
-    assert not judge._has_rows(case, inputs.make(case, "cpu"))
+    assert judge._has_rows(case, inputs.make(case, "cpu"))
+    assert not judge._has_rows(case.changed(options={"reduction": "mean"}), inputs.make(case, "cpu"))
     case = case.changed(shape=(2, 5))
     assert judge._has_rows(case, inputs.make(case, "cpu"))
     assert not judge._has_rows(case.changed(layout=("transposed", 1)), inputs.make(case, "cpu"))
+
+
+def test_views_cut_from_more_columns_are_compared_where_they_fold():
+    x = torch.arange(30.0).view(2, 5, 3)
+    placed = layouts.place(x, ("cut", 2), "cpu")
+    assert placed.tensor.stride() == (21, 3, 1) and torch.equal(placed.tensor, x) and not placed.changed()
+    case = Case("softmax", "function", "float32", (2, 5, 3), (1,), ("cut", 2))
+    assert judge._has_rows(case, inputs.make(case, "cpu"))
+    assert not judge._has_rows(case.changed(dims=(2,)), inputs.make(case, "cpu"))
 
 
 def test_an_ignored_row_is_excused_for_what_is_in_it_alone():
