@@ -20,21 +20,20 @@ from .compile import Launch, assert_options, kernel_loader
 from .context import is_batch_invariant
 from .device import device_of
 from .launcher import early_start
-from .layout import MAX_COLS, _alignment, as_rows, empty, merge_dims
+from .layout import MAX_COLS, alignment_of, as_rows, empty, merge_dims
 from .options import CrossEntropy
+from .planes import as_planes, problem_of
 from .spatial import (
     MERGE_POSITIONS,
     Recipe,
     Run,
     Step,
-    as_planes,
     cached_run,
     merge_step,
     of_layout,
     of_parts,
     parts_step,
     prepare,
-    problem_of,
     resident_step,
     sizes_and_steps,
 )
@@ -120,7 +119,7 @@ def loss_plan(x: Tensor, dx: Tensor, invariant: bool, device: Device | None = No
         (planes, crop), (to, _) = _folded(x), _folded(dx)
         problem = problem_of(planes, to, batch_invariant=invariant)
         for n in crop or ():
-            problem = replace(problem, vec=_alignment(n, problem.vec))
+            problem = replace(problem, vec=alignment_of(n, problem.vec))
         found = _plans.store(key, plan_spatial_loss(problem, device or device_of(x)))
     return found
 

@@ -164,11 +164,11 @@ def problem_of(*tensors: Tensor, batch_invariant: bool = False, backward: bool =
         raise NotImplementedError(f"rows of {n_cols} columns: the kernels count a row's columns in 32 bits")
     item = min(t.element_size() for t in tensors)
     full = 16 // item
-    phases, vec = set(), _alignment(n_cols, full)
+    phases, vec = set(), alignment_of(n_cols, full)
     for t in tensors:
         first = t.data_ptr() // t.element_size()
         stride = row_stride(t)
-        vec = min(vec, _alignment(first, full), _alignment(stride, full))
+        vec = min(vec, alignment_of(first, full), alignment_of(stride, full))
         phases.add((first % full, stride % full))
     in_phase = len(phases) == 1 and not batch_invariant
     dtypes = [DTYPE_NAMES[t.dtype] for t in (tensors[0], tensors[-1])]
@@ -193,6 +193,6 @@ def starts(tensors: tuple[Tensor, ...], phase: int) -> tuple[Tensor, ...]:
     return tuple(t.as_strided((1,), (1,), t.storage_offset() - phase) for t in tensors) if phase else tensors
 
 
-def _alignment(n: int, full: int) -> int:
+def alignment_of(n: int, full: int) -> int:
     """The largest power of two up to `full` that divides n."""
     return full if n % full == 0 else n & -n

@@ -15,18 +15,17 @@ from .cache import Cache
 from .context import is_batch_invariant
 from .device import device_of
 from .layout import merge_dims
+from .planes import as_planes, problem_of
 from .spatial import (
     PARTS,
     Recipe,
     Run,
     Step,
-    as_planes,
     cached_run,
     merge_step,
     of_layout,
     parts_step,
     prepare,
-    problem_of,
     sizes_and_steps,
 )
 

@@ -28,7 +28,7 @@ from .device import describe
 from .launcher import RowOp, device_of, launch_rows, on_device, planned, prepare_rows, row_launch
 from .layout import DTYPE_NAMES, as_rows, merge_dims, problem_of
 from .options import TORCH, Flags
-from .spatial import as_planes
+from .planes import as_planes, folded
 from .torch_private import current_device, current_stream
 
 
@@ -127,7 +127,7 @@ def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out:
     if x_rows is not None and y_rows is not None:
         op, flags = softmax_op(log)
         launch_rows(op, (x_rows, y_rows), (), (), flags, invariant=is_batch_invariant())
-    elif (planes := spatial.folded((x, y), dim)) is not None:
+    elif (planes := folded((x, y), dim)) is not None:
         spatial.prepare_softmax(planes, log, False, is_batch_invariant())(planes)
     elif takes_strided(x, y, dim):
         _run_strided(x, y, dim, log)
@@ -144,7 +144,7 @@ def prepare_softmax(x: Tensor, y: Tensor, dim: int, log: bool) -> Any:
         return TORCH
     x_rows, y_rows = as_rows(x, dim), as_rows(y, dim)
     if x_rows is None or y_rows is None:
-        planes = spatial.folded((x, y), dim)
+        planes = folded((x, y), dim)
         if planes is not None:
             run = spatial.prepare_softmax(planes, log, False, is_batch_invariant())
             return _of_one_shape(run, x.get_device(), planes[0].shape[0])
@@ -197,7 +197,7 @@ def softmax_backward(
     dim %= y.dim()
     if dim != y.dim() - 1 and math.prod(y.shape[dim + 1 :]) > 1:
         y, dy = (t if as_planes(t, dim) is not None else t.contiguous() for t in (y, dy))
-        planes = spatial.folded((y, dy, dx), dim)
+        planes = folded((y, dy, dx), dim)
         assert planes is not None
         spatial.prepare_softmax(planes, log, True, invariant)(planes)
         return dx
@@ -243,7 +243,7 @@ def _strided_rows(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:
 
 def planned_elsewhere(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str:
     """The plan of x over a dim that does not fold into rows; or why its kernel did not compile. y may be on meta."""
-    planes = spatial.folded((x, y), dim)
+    planes = folded((x, y), dim)
     if planes is not None:
         return spatial.planned_softmax(planes, log, False, x)
     if not takes_strided(x, y, dim):
@@ -265,7 +265,7 @@ def _planned_after_copy(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str
         op, flags = softmax_op(log)
         plan = planned(op, rows, (), flags, x)  # type: ignore[arg-type]
     else:
-        planes = spatial.folded((copied, y), dim)
+        planes = folded((copied, y), dim)
         assert planes is not None
         plan = spatial.planned_softmax(planes, log, False, x)
     return plan if isinstance(plan, str) else replace(plan, why=f"after a copy to contiguous memory, {plan.why}")
@@ -274,7 +274,7 @@ def _planned_after_copy(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str
 def planned_backward(y: Tensor, in_dtype: torch.dtype, dim: int, log: bool, on: Tensor) -> Plan | str:
     """The plan of the gradient over dim from a contiguous output y, which may be a meta tensor, for a contiguous dy."""
     dx = torch.empty(y.shape, dtype=in_dtype, device="meta")
-    planes = spatial.folded((y, y, dx), dim)
+    planes = folded((y, y, dx), dim)
     if planes is not None:
         return spatial.planned_softmax(planes, log, True, on)
     y_rows, dx_rows = as_rows(y, dim), as_rows(dx, dim)

@@ -1,4 +1,4 @@
-"""softmax and its kin over a dimension that is not the last: folds tensors into (outer, n_cols, inner), and launches.
+"""softmax and its kin over a dimension that is not the last: launches over planes, (outer, n_cols, inner).
 
 A recipe is what a plan launches, without tensors: a few steps, each a kernel with its numbers, and the workspace that
 they share. It is made once for each layout. `outer` travels with each call.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..planning.spatial import SpatialProblem, plan_spatial
+from ..planning.spatial import plan_spatial
 from ..planning.types import Device, Plan
 from . import compile as compiling
 from .availability import KernelUnavailable
@@ -21,7 +21,8 @@ from .cache import Cache
 from .compile import Kernel, Launch, kernel_loader, launch_options
 from .context import is_batch_invariant
 from .device import device_of
-from .layout import DTYPE_NAMES, _alignment, empty, merge_dims
+from .layout import empty
+from .planes import problem_of
 from .torch_private import current_device, current_stream
 
 
@@ -78,56 +79,6 @@ PARTS = {
 }
 
 
-def as_planes(t: Tensor, dim: int) -> Tensor | None:
-    """t as (outer, n_cols, inner) with contiguous inner, without a copy; None where it does not fold.
-
-    An `outer` of 1 keeps the stride of the tensor that it was taken from, so that it is planned as that tensor is.
-    """
-    before = merge_dims([(t.shape[d], t.stride(d)) for d in range(dim) if t.shape[d] != 1])
-    after = merge_dims([(t.shape[d], t.stride(d)) for d in range(dim + 1, t.dim()) if t.shape[d] != 1])
-    if len(before) > 1 or len(after) > 1:
-        return None
-    inner, step = after[0] if after else (1, 1)
-    if step != 1:
-        return None
-    n_cols, col = t.shape[dim], t.stride(dim) if t.shape[dim] > 1 else inner
-    if before:
-        outer, outer_stride = before[0]
-    else:
-        kept = [stride for stride in t.stride()[:dim] if stride >= (n_cols - 1) * col + inner]
-        outer, outer_stride = 1, min(kept, default=n_cols * inner)
-    return t.as_strided((outer, n_cols, inner), (outer_stride, col, 1))
-
-
-def problem_of(
-    *tensors: Tensor, backward: bool = False, log: bool = False, batch_invariant: bool = False
-) -> SpatialProblem:
-    """The SpatialProblem of tensors (outer, n_cols, inner) with contiguous inner; the last is the output."""
-    _, n_cols, inner = tensors[0].shape
-    to, vec = tensors[-1], 16 // min(t.element_size() for t in tensors)
-    whole_sectors = all(n * to.element_size() % 32 == 0 for n in (inner, to.stride(0), to.stride(1)))
-    for t in tensors:
-        vec = min(vec, *(_alignment(n, vec) for n in (inner, t.stride(0), t.stride(1))))
-        if t.data_ptr() % 16:
-            vec = 1
-    in_phase = _in_phase(tensors, inner)
-    dtypes = [DTYPE_NAMES[t.dtype] for t in (tensors[0], tensors[-1])]
-    return SpatialProblem(
-        n_cols, inner, dtypes[0], dtypes[1], vec, backward, log, batch_invariant, whole_sectors, in_phase
-    )
-
-
-def _in_phase(tensors: tuple[Tensor, ...], inner: int) -> bool:
-    """Whether skewed tiles may hold the tensors: their runs have the same phases, and the output has memory of its own.
-
-    Tiles overlap, so what one program writes another one may read.
-    """
-    first, to = tensors[0], tensors[-1]
-    phases = {(t.data_ptr() % 16, t.dtype, *(n * t.element_size() % 32 for n in t.stride()[:2])) for t in tensors}
-    apart = all(t.data_ptr() != to.data_ptr() or t.is_meta for t in tensors[:-1])
-    return len(phases) == 1 and first.data_ptr() % 16 == 0 and apart and all(t.stride(1) >= inner for t in tensors)
-
-
 class Step(NamedTuple):
     """One kernel of a recipe. tensors: indices into the tensors of the call and, after them, the workspaces."""
 
@@ -148,10 +99,14 @@ class Step(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """The steps of a plan. workspaces: float32 elements of each, for each index of `outer`."""
+    """The steps of a plan. workspaces: float32 elements of each, for each index of `outer`.
+
+    apart: the output must have memory of its own, because tiles overlap.
+    """
 
     steps: tuple[Step, ...]
     workspaces: tuple[int, ...] = ()
+    apart: bool = False
 
 
 def _strides(tensors: Sequence[Tensor], vec: int) -> tuple[int, ...]:
@@ -160,7 +115,7 @@ def _strides(tensors: Sequence[Tensor], vec: int) -> tuple[int, ...]:
 
 def _meta(kernel: Any, plan: Plan, device: Device, **flags: Any) -> dict[str, Any]:
     known = dict(
-        ALIGN=plan.skew, OUTERS=plan.outers, CTAS=plan.ctas, COLS=plan.vectors_per_chunk, INNER=plan.rows, VEC=plan.vec,
+        OUTERS=plan.outers, CTAS=plan.ctas, COLS=plan.vectors_per_chunk, INNER=plan.rows, VEC=plan.vec,
         CHUNKS=plan.chunks, UNPREDICATED=plan.unpredicated_chunks, RECOMPUTE=plan.recompute,
         SMEM_STAGED=plan.smem_staged, THREADS=plan.num_warps * device.warp_size, INVARIANT=plan.invariant,
         PTX=device.ptx, **flags,
@@ -184,8 +139,8 @@ def merge_step(kernel: Any, device: Device, tensors: tuple[int, ...], inner: int
 def _sizes(t: Tensor, plan: Plan) -> tuple[int, int, int]:
     """(n_cols, inner in units of the plan's vectors, blocks of positions)."""
     _, n_cols, inner = t.shape
-    if plan.skew:
-        return n_cols, inner, -(-inner // (plan.rows - 2 * plan.skew))
+    if plan.skewed:
+        return n_cols, inner, -(-inner // (plan.rows - 2 * plan.vec))
     return n_cols, inner // plan.vec, -(-inner // plan.rows)
 
 
@@ -194,7 +149,7 @@ def resident_step(
 ) -> Step:
     """The one launch over tensors (outer, n_cols, inner) that stay on chip, and over vectors, n_tensors in all."""
     sizes = _sizes(tensors[0], plan)
-    scalars: tuple[int | None, ...] = (None, *sizes, *_strides(tensors, 1 if plan.skew else plan.vec))
+    scalars: tuple[int | None, ...] = (None, *sizes, *_strides(tensors, 1 if plan.skewed else plan.vec))
     return Step(kernel, _meta(kernel, plan, device, **flags), tuple(range(n_tensors)), scalars, sizes[2], plan.outers)
 
 
@@ -223,9 +178,9 @@ def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward:
     n = len(tensors)
     inner = tensors[0].shape[2]
     if plan.regime != "spatial_two_pass":
-        kernels = (_skewed, _backward_skewed) if plan.skew else (_resident, _backward_resident)
+        kernels = (_skewed, _backward_skewed) if plan.skewed else (_resident, _backward_resident)
         kernel = kernels[backward]()
-        return Recipe((resident_step(kernel, tensors, n, plan, device, LOG=log),))
+        return Recipe((resident_step(kernel, tensors, n, plan, device, LOG=log),), apart=plan.skewed)
     kind = "softmax_spatial_backward" if backward else "softmax_spatial"
     reduce, merge, finish = (PARTS[f"{kind}_{step}"]() for step in ("reduce", "merge", "finish"))
     parts = -(-tensors[0].shape[1] // plan.part_cols)
@@ -299,7 +254,7 @@ def prepare(recipe: Recipe, tensors: tuple[Tensor, ...]) -> Run:
 
     if len(calls) == 1 and not workspaces:  # one launch, whatever memory the tensors have
         run.steps = calls  # type: ignore[attr-defined]
-    if any("ALIGN" in s.meta for s in recipe.steps):  # tiles overlap: the output must have memory of its own
+    if recipe.apart:
         run.apart = True  # type: ignore[attr-defined]
     return run
 
@@ -328,12 +283,6 @@ def _pointers(recipe: Recipe, tensors: tuple[Tensor, ...]) -> compiling.Pointers
 # --- softmax, log_softmax and their gradients ------------------------------------------------------------------------
 
 _softmaxes = Cache()
-
-
-def folded(tensors: tuple[Tensor, ...], dim: int) -> tuple[Tensor, ...] | None:
-    """The tensors as (outer, n_cols, inner); None where one does not fold, or inner is 1: rows have other kernels."""
-    planes = tuple([p for t in tensors if (p := as_planes(t, dim)) is not None])
-    return planes if len(planes) == len(tensors) and planes[0].shape[2] > 1 else None
 
 
 def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool, device: Device) -> Plan:

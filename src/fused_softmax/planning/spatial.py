@@ -33,7 +33,7 @@ from .spatial_tables import (
     UNALIGNED,
     UNALIGNED_LOSS,
     WHOLE_RUN,
-    Run,
+    RunRule,
     SpatialConfig,
 )
 from .types import ITEMSIZE, VECTOR_BYTES, Device, Plan, power_of_two
@@ -78,25 +78,25 @@ class SpatialProblem:
 def resident_plan(
     problem: SpatialProblem, device: Device, inner: int, cols: int, num_warps: int, ctas: int = 1,
     recompute: bool = False, max_registers: int | None = None, thread_bytes: int = VECTOR_BYTES, staged: int = 0,
-    skew: int = 0,
+    skewed: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan of tiles of `inner` positions and chunks of `cols` columns, or of `cols` for each CTA of a cluster.
 
     A thread holds thread_bytes of a chunk. Where a chunk has fewer, a program takes several indices of `outer`. The
-    first `staged` chunks are in shared memory. skew: of a SpatialConfig.
+    first `staged` chunks are in shared memory. skewed: of a SpatialConfig.
     """
     elements = num_warps * device.warp_size * thread_bytes // problem.itemsize
     outers = max(1, elements // (inner * cols)) if ctas == 1 else 1
     chunks = -(-problem.n_cols // (cols * ctas))
     where = f"the {ctas} CTAs of a cluster" if ctas > 1 else "one program"
-    tile = f"a skewed tile of {inner}" if skew else f"{inner}"
+    tile = f"a skewed tile of {inner}" if skewed else f"{inner}"
     why = f"the columns of {tile} position(s) stay in {where}, in {chunks} chunk(s) of {cols * ctas} columns"
     return Plan(
         "spatial" if ctas == 1 else "spatial_cluster", rows=inner, ctas=ctas, warps_per_row=1, vectors_per_chunk=cols,
-        vec=thread_bytes // problem.itemsize if skew else min(problem.vec, inner), chunks=chunks,
-        unpredicated_chunks=0 if skew else problem.n_cols // (cols * ctas),
+        vec=thread_bytes // problem.itemsize if skewed else min(problem.vec, inner), chunks=chunks,
+        unpredicated_chunks=0 if skewed else problem.n_cols // (cols * ctas),
         unaligned=False, recompute=recompute, num_warps=num_warps, max_registers=max_registers, why=why, outers=outers,
-        smem_staged=staged, invariant=problem.batch_invariant, skew=skew,
+        smem_staged=staged, invariant=problem.batch_invariant, skewed=skewed,
     )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def _takes_half_threads(problem: SpatialProblem, config: SpatialConfig) -> bool:
     return few and config.ctas == 1 and problem.widest == 2 and not (problem.backward or problem.batch_invariant)
 
 
-def _longer_run(problem: SpatialProblem, cols: int, inner: int, per_chunk: int, run: Run) -> int:
+def _longer_run(problem: SpatialProblem, cols: int, inner: int, per_chunk: int, run: RunRule) -> int:
     """Columns of a chunk, doubled until so many bytes of it follow one another in memory as `run` says."""
     while 2 * cols * inner <= per_chunk:
         chunks, n_bytes = -(-problem.n_cols // cols), cols * inner * problem.itemsize
@@ -181,7 +181,7 @@ def _configured(
     recompute = config.recompute and problem.itemsize == 2
     inner = min(config.inner, power_of_two(problem.inner))
     # a last block with few positions wastes the time of the others
-    narrows = config.ctas == 1 and not config.skew
+    narrows = config.ctas == 1 and not config.skewed
     while narrows and inner > 32 and _padded(problem, inner // 2) < 0.85 * _padded(problem, inner):
         inner //= 2
     # few positions: columns are neighbors in memory, and a chunk of more of them is a longer run
@@ -202,7 +202,7 @@ def _configured(
         recompute = True  # a chunk that is read a second time is not kept
     return resident_plan(
         problem, device, inner, cols, warps, config.ctas, recompute, config.max_registers, config.thread_bytes, staged,
-        config.skew,
+        config.skewed,
     )  # fmt: skip
 
 
@@ -215,24 +215,20 @@ def _configs(
     """The configs whose tiles hold the columns, best first."""
     unaligned = problem.vec < problem.full_vec // 2 and not problem.batch_invariant
     # elements that are read one by one take more registers, and so does a cast
-    clusters = device.max_cluster > 1 and not problem.batch_invariant and problem.dtype == problem.out_dtype
+    clusters = problem.dtype == problem.out_dtype
     staged = device.supports_smem_staging and problem.vec == problem.full_vec
-    skewed = problem.in_phase and device.kind != "hip" and not problem.batch_invariant
+    skewed = problem.in_phase and device.kind != "hip"
 
     def fits(config: SpatialConfig) -> bool:
-        # an exchange over a cluster merges in an order of its own. Tiles are wide, so few positions waste most of one
-        on_cluster = clusters and device.max_cluster >= config.ctas and problem.inner >= 4 * config.inner
-        by_sectors = (
-            config.whole_sectors is problem.whole_sectors
-            and problem.inner >= 4 * config.inner
-            and not problem.batch_invariant
-        )
+        # tiles of such configs are wide, so few positions waste most of one; and they merge in an order of their own
+        special = config.ctas > 1 or config.skewed or config.whole_sectors is not None
         return (
             config.least_cols <= problem.n_cols <= config.max_cols
-            and (config.ctas == 1 or on_cluster)
+            and (not special or (problem.inner >= 4 * config.inner and not problem.batch_invariant))
+            and (config.ctas == 1 or (clusters and device.max_cluster >= config.ctas))
             and (config.held is None or staged)
-            and (not config.skew or (skewed and problem.inner >= 4 * config.inner))
-            and (config.whole_sectors is None or by_sectors)
+            and (not config.skewed or skewed)
+            and config.whole_sectors in (None, problem.whole_sectors)
         )
 
     if unaligned:
@@ -298,7 +294,7 @@ def plan_spatial_elementwise(problem: SpatialProblem, device: Device) -> Plan:
 
 def _in_one_step(problem: SpatialProblem, device: Device) -> Plan | None:
     """The plan of one part of one step, in the tiles of a softmax of so few columns; None where there are more."""
-    config = next((config for config in _on_chip(problem, device) if config.ctas == 1 and not config.skew), None)
+    config = next((config for config in _on_chip(problem, device) if config.ctas == 1 and not config.skewed), None)
     if config is None or problem.n_cols > ONE_STEP or problem.batch_invariant:
         return None
     found = _configured(problem, device, config)

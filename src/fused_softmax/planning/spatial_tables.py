@@ -16,8 +16,8 @@ class SpatialConfig(NamedTuple):
     thread_bytes: with 8, a thread has half as many positions, and keeps half as many numbers of each. held: chunks in
     registers, where the others (of a gradient: of dy), or `most_staged` of them, are staged in shared memory.
     whole_sectors: only for columns that start at a multiple of 32 bytes (True), or only for others (False), which need
-    wider tiles. least_cols: fewer columns take another config. skew: tiles are skewed, so that each column starts at a
-    multiple of so many elements (0: they are not), and all accesses are vectors of thread_bytes.
+    wider tiles. least_cols: fewer columns take another config. skewed: each column of a tile starts at its own place,
+    so that all accesses are aligned vectors of thread_bytes.
     """
 
     max_cols: int
@@ -31,10 +31,10 @@ class SpatialConfig(NamedTuple):
     whole_sectors: bool | None = None
     most_staged: int | None = None
     least_cols: int = 0
-    skew: int = 0
+    skewed: bool = False
 
 
-class Run(NamedTuple):
+class RunRule(NamedTuple):
     """How many columns a chunk takes where positions are few, so that its columns are neighbors in memory.
 
     They are doubled while fewer than least_bytes of a chunk follow one another, or while there are more than
@@ -156,11 +156,11 @@ ON_CHIP = {
 STAGED_BYTES, SHARED_BYTES = 40 << 10, 45 << 10
 # bytes of a chunk that follow one another in memory, at least, where positions are few: its columns are neighbors
 LEAST_RUN = 128
-WHOLE_RUN = Run(LEAST_RUN, 1 << 31, 1)
+WHOLE_RUN = RunRule(LEAST_RUN, 1 << 31, 1)
 # a 16-bit softmax of up to so many positions and columns: a thread has half a vector, and more chunks
-HALF_POSITIONS, HALF_COLS, HALF_RUN = 8, 192, Run(64, 12, 5)
+HALF_POSITIONS, HALF_COLS, HALF_RUN = 8, 192, RunRule(64, 12, 5)
 # a loss, by bytes of an element: what a thread does for each position weighs less, the more columns it has
-LOSS_RUN = {2: Run(32, 20, 5), 4: Run(32, 12, 5)}
+LOSS_RUN = {2: RunRule(32, 20, 5), 4: RunRule(32, 12, 5)}
 NARROW = 16  # positions, at most, of which a program of one warp takes some
 # a loss with its gradient, by bytes of an element. Its threads keep many numbers of each position, so they have few
 # positions and many columns: what a program does for each position weighs less, the more columns a thread has
@@ -225,12 +225,12 @@ UNALIGNED_LOSS = {
 UNALIGNED = {
     (False, 2): (
         SpatialConfig(6, 1, 2, 512, recompute=False),
-        SpatialConfig(44, 1, 4, 128, thread_bytes=4, skew=2, least_cols=16),
-        SpatialConfig(80, 1, 8, 256, thread_bytes=8, skew=4, max_registers=128, least_cols=45),
-        SpatialConfig(160, 1, 8, 128, thread_bytes=8, skew=4, max_registers=128, least_cols=45),
-        SpatialConfig(320, 4, 8, 256, thread_bytes=8, skew=4, max_registers=128, least_cols=45),
-        SpatialConfig(640, 8, 8, 256, thread_bytes=8, skew=4, max_registers=128, least_cols=45),
-        SpatialConfig(1024, 16, 4, 128, thread_bytes=8, skew=4, max_registers=96, least_cols=45),
+        SpatialConfig(44, 1, 4, 128, thread_bytes=4, skewed=True, least_cols=16),
+        SpatialConfig(80, 1, 8, 256, thread_bytes=8, skewed=True, max_registers=128, least_cols=45),
+        SpatialConfig(160, 1, 8, 128, thread_bytes=8, skewed=True, max_registers=128, least_cols=45),
+        SpatialConfig(320, 4, 8, 256, thread_bytes=8, skewed=True, max_registers=128, least_cols=45),
+        SpatialConfig(640, 8, 8, 256, thread_bytes=8, skewed=True, max_registers=128, least_cols=45),
+        SpatialConfig(1024, 16, 4, 128, thread_bytes=8, skewed=True, max_registers=96, least_cols=45),
         SpatialConfig(40, 1, 2, 256),
         SpatialConfig(96, 1, 2, 64, whole_sectors=False),
         SpatialConfig(192, 1, 4, 32, recompute=False),
@@ -261,13 +261,13 @@ UNALIGNED = {
     ),
     (True, 2): (
         SpatialConfig(8, 1, 2, 512),
-        SpatialConfig(44, 1, 4, 128, thread_bytes=4, skew=2, least_cols=16),
-        SpatialConfig(80, 1, 8, 256, thread_bytes=8, skew=4, max_registers=128, least_cols=45),
-        SpatialConfig(160, 2, 8, 256, thread_bytes=8, skew=4, max_registers=128, least_cols=45),
-        SpatialConfig(320, 4, 8, 256, thread_bytes=8, skew=4, max_registers=128, least_cols=45),
-        SpatialConfig(640, 8, 8, 256, thread_bytes=8, skew=4, max_registers=128, least_cols=45),
-        SpatialConfig(704, 16, 4, 128, thread_bytes=8, skew=4, max_registers=96, least_cols=45),
-        SpatialConfig(1024, 16, 4, 128, thread_bytes=8, skew=4, max_registers=128, least_cols=45),
+        SpatialConfig(44, 1, 4, 128, thread_bytes=4, skewed=True, least_cols=16),
+        SpatialConfig(80, 1, 8, 256, thread_bytes=8, skewed=True, max_registers=128, least_cols=45),
+        SpatialConfig(160, 2, 8, 256, thread_bytes=8, skewed=True, max_registers=128, least_cols=45),
+        SpatialConfig(320, 4, 8, 256, thread_bytes=8, skewed=True, max_registers=128, least_cols=45),
+        SpatialConfig(640, 8, 8, 256, thread_bytes=8, skewed=True, max_registers=128, least_cols=45),
+        SpatialConfig(704, 16, 4, 128, thread_bytes=8, skewed=True, max_registers=96, least_cols=45),
+        SpatialConfig(1024, 16, 4, 128, thread_bytes=8, skewed=True, max_registers=128, least_cols=45),
         SpatialConfig(44, 1, 4, 128),
         SpatialConfig(192, 1, 4, 32),
         SpatialConfig(256, 4, 4, 64, max_registers=96),

@@ -152,7 +152,7 @@ class Plan:
     outers: int = 1  # indices of the dimensions before it that a program takes
     part_cols: int = 0  # columns of the part that a program reduces, where programs share the columns
     invariant: bool = False  # columns are merged in an order that no layout changes
-    skew: int = 0  # where tiles are skewed: elements; each column starts at a multiple of so many
+    skewed: bool = False  # whether each column of a tile starts at its own position, on a vector
 
     def constexprs(self) -> dict[str, object]:
         """The plan's compile-time arguments for any kernel, by the kernels' names; a kernel takes some of these."""

@@ -112,11 +112,11 @@ def load_shifted(
     """The mask of a CTA's slice in its own vectors, tile by tile as `load_chunks` has the row.
 
     For clusters, where words have no layout: `shift_loaded` has each thread shift its vectors by inline PTX. Read by
-    elements, 5 vectors of a boolean mask took 41 loads. words, shift: of `shifted_start`. TYPE: an element's.
+    elements, 5 vectors of a boolean mask took 41 loads. words, shift: of `shifted_start`. TYPE: an element's, which has
+    not 32 bits.
     # words, shift, width: [SEGMENTS, 1]
     """
-    WORD: tl.constexpr = tl.int32 if TYPE == tl.float32 else TYPE  # inline PTX takes no float32 in its registers
-    at = words.to(tl.pointer_type(WORD), bitcast=True)
+    at = words.to(tl.pointer_type(TYPE), bitcast=True)
     first = at if PTX else at + shift
     tiles = ()
     for c in tl.static_range(CHUNKS):
@@ -145,8 +145,6 @@ def shift_loaded(
         tile = tl.inline_asm_elementwise(
             ASM, REGISTERS, [tile, after, shift * SIZE], dtype=tile.dtype, is_pure=True, pack=VEC
         )
-    if TYPE == tl.float32:
-        tile = tile.to(tl.float32, bitcast=True)
     return tl.reshape(tile, (SEGMENTS, VECTORS, VEC))
 
 

@@ -1,19 +1,19 @@
 """Skewed tiles: columns that start anywhere, read and written in aligned vectors.
 
-Where `inner` is odd, columns have different phases: elements from an address that is a multiple of ALIGN elements.
-So in a skewed tile each column has its own first position, from which on its vectors are aligned:
+Where `inner` is odd, columns have different phases: elements from an address that is a multiple of a vector's VEC
+elements. So in a skewed tile each column has its own first position, from which on its vectors are aligned:
 
-    column 0      |........|........|........|........|            phase ALIGN: starts ALIGN positions before the block
+    column 0      |........|........|........|........|            phase VEC: starts VEC positions before the block
     column 1         |........|........|........|........|         phase 5
     complete             ^ from here to here ^
 
-Columns whose indices differ by a multiple of ALIGN have the same phase. So all columns of a thread have the same
+Columns whose indices differ by a multiple of VEC have the same phase. So all columns of a thread have the same
 positions, and it reduces them in its own registers. Only the few numbers of each thread are put in order of their
-positions, through shared memory. A position is complete where all columns of the tile have it. All groups of ALIGN
-elements of a column, except the first and the last one, lie where positions are complete, and a program writes these.
-So tiles overlap by 2*ALIGN positions, and every group has one writer.
+positions, through shared memory. A position is complete where all columns of the tile have it. All vectors of a column,
+except the first and the last one, lie where positions are complete, and a program writes these. So tiles overlap by
+2*VEC positions, and every vector has one writer.
 
-`inner` and strides count elements here. Groups that lie in two columns, at the ends of a run, are written one by one.
+`inner` and strides count elements here. Vectors that lie in two columns, at the ends of a run, are written one by one.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ def _log2(n: int) -> int:
 
 
 @triton.constexpr_function
-def step_of(INNER: int, ALIGN: int) -> int:
+def step_of(INNER: int, VEC: int) -> int:
     """Positions from a block to the next one."""
-    return INNER - 2 * ALIGN
+    return INNER - 2 * VEC
 
 
 @triton.jit
-def skewed_start(outer, column, block, outer_stride, col_stride, INNER: tl.constexpr, ALIGN: tl.constexpr):
-    """(offset of each column's first element in the tile, a multiple of ALIGN; its phase, 1 to ALIGN).
+def skewed_start(outer, column, block, outer_stride, col_stride, INNER: tl.constexpr, VEC: tl.constexpr):
+    """(offset of each column's first element in the tile, a multiple of VEC; its phase, 1 to VEC).
 
     # column, results: [COLS, 1, 1]
     """
-    STEP: tl.constexpr = step_of(INNER, ALIGN)
+    STEP: tl.constexpr = step_of(INNER, VEC)
     at = outer * outer_stride + column.to(tl.int64) * col_stride + block.to(tl.int64) * STEP - 1
-    group = at >> _log2(ALIGN)
-    return group * ALIGN, (at - group * ALIGN).to(tl.int32) + 1
+    group = at >> _log2(VEC)
+    return group * VEC, (at - group * VEC).to(tl.int32) + 1
 
 
 @triton.jit
-def first_phase(outer, outer_stride, col_stride, CTAS: tl.constexpr, COLS: tl.constexpr, ALIGN: tl.constexpr):
+def first_phase(outer, outer_stride, col_stride, CTAS: tl.constexpr, COLS: tl.constexpr, VEC: tl.constexpr):
     """The phase of this CTA's first column, less 1, as a scalar."""
     rank = tl.program_id(0) % CTAS
-    return ((outer * outer_stride + rank * COLS * col_stride - 1) & (ALIGN - 1)).to(tl.int32)
+    return ((outer * outer_stride + rank * COLS * col_stride - 1) & (VEC - 1)).to(tl.int32)
 
 
 @triton.jit
-def bounds_of(block, inner, INNER: tl.constexpr, ALIGN: tl.constexpr):
-    """(first, end) of the positions that exist, from the block's first one on; at least -ALIGN, at most 2*INNER."""
-    before = block * step_of(INNER, ALIGN)
-    return tl.maximum(-before, -ALIGN).to(tl.int32), tl.minimum(inner - before, 2 * INNER).to(tl.int32)
+def bounds_of(block, inner, INNER: tl.constexpr, VEC: tl.constexpr):
+    """(first, end) of the positions that exist, from the block's first one on; at least -VEC, at most 2*INNER."""
+    before = block * step_of(INNER, VEC)
+    return tl.maximum(-before, -VEC).to(tl.int32), tl.minimum(inner - before, 2 * INNER).to(tl.int32)
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def vectors_of(phase, INNER: tl.constexpr, VEC: tl.constexpr):
 @triton.jit
 def load_skewed(
     at, col_stride, column, n_cols, start, first, end, fill, CHUNKS: tl.constexpr, COLS: tl.constexpr,
-    INNER: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr, POLICY: tl.constexpr,
+    INNER: tl.constexpr, VEC: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """All chunks, one tile each. start: of `vectors_of`; first, end: of `bounds_of`. COLS: columns of a chunk.
 
@@ -99,25 +99,25 @@ def load_skewed(
 
 
 @triton.jit
-def _written(start, first, end, INNER: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr):
-    """Whether a program writes an element as part of its group; vectors of a group are equal."""
-    group = tl.arange(0, INNER)[None, None, :] // ALIGN
-    return (group > 0) & (group < INNER // ALIGN - 1) & (start >= first) & (start + VEC <= end)
+def _complete(INNER: tl.constexpr, VEC: tl.constexpr):
+    """Whether an element's vector is neither the first nor the last one of its column."""
+    vector = tl.arange(0, INNER)[None, None, :] // VEC
+    return (vector > 0) & (vector < INNER // VEC - 1)
 
 
 @triton.jit
-def has_ends(first, end, INNER: tl.constexpr, ALIGN: tl.constexpr):
-    """Whether a block of positions may write groups that lie in two columns."""
-    return (first == 0) | (end < INNER - ALIGN)
+def has_ends(first, end, INNER: tl.constexpr, VEC: tl.constexpr):
+    """Whether a block of positions may write vectors that lie in two columns."""
+    return (first == 0) | (end < INNER - VEC)
 
 
 @triton.jit
 def store_skewed(
     at, value, C: tl.constexpr, col_stride, column, n_cols, start, first, end, CHUNKS: tl.constexpr, COLS: tl.constexpr,
-    INNER: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr,
+    INNER: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Writes the vectors of chunk C that lie in one column, in the output's dtype."""
-    writes = _written(start, first, end, INNER, ALIGN, VEC)
+    writes = _complete(INNER, VEC) & (start >= first) & (start + VEC <= end)
     if C == CHUNKS - 1:
         writes = writes & (column < n_cols - C * COLS)
     tl.store(at + (C * COLS) * col_stride, value.to(at.dtype.element_ty), mask=writes)
@@ -126,37 +126,33 @@ def store_skewed(
 @triton.jit
 def store_ends(
     at, value, C: tl.constexpr, col_stride, column, n_cols, start, first, end, CHUNKS: tl.constexpr, COLS: tl.constexpr,
-    INNER: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr,
+    INNER: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Writes the elements of chunk C in the first group of a column, and in vectors that lie in two columns."""
-    element = tl.arange(0, INNER)[None, None, :]
-    position = start + element % VEC
-    group = element // ALIGN
-    # the first group is written here whole, also its vectors that lie in one column
-    of_first = start - (element % ALIGN - element % VEC) < first
-    own = of_first | ((group > 0) & (group < INNER // ALIGN - 1) & (start + VEC > end))
+    """Writes the elements of chunk C in vectors that lie in two columns."""
+    position = start + tl.arange(0, INNER)[None, None, :] % VEC
+    own = (start < first) | (_complete(INNER, VEC) & (start + VEC > end))
     writes = own & (position >= first) & (position < end) & (column < n_cols - C * COLS)
     tl.store(at + (C * COLS) * col_stride, value.to(at.dtype.element_ty), mask=writes)
 
 
 @triton.constexpr_function
-def _declare_ptx(n_values: int, cols: int, inner: int, align: int) -> str:
+def _declare_ptx(n_values: int, cols: int, inner: int, vec: int) -> str:
     """Memory for the numbers of a chunk's elements, and for those of the positions.
 
     All first numbers come first. A gap follows each 16 positions, against bank conflicts.
     """
-    rows, totals = 4 * n_values * (cols * inner + align), 4 * n_values * (inner + inner // 16)
+    rows, totals = 4 * n_values * (cols * inner + vec), 4 * n_values * (inner + inner // 16)
     shared = f".shared .align 16 .b8 spatial_rows[{rows}];\n.shared .align 16 .b8 spatial_totals[{totals}];"
     return f"{shared}\nmov.u32 $0, 0;"
 
 
 @triton.jit
 def declare_skewed(
-    N_VALUES: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr
+    N_VALUES: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr
 ):
     """Room for N_VALUES float32 of each element of a chunk, and of each position."""
     if PTX:
-        ASM: tl.constexpr = _declare_ptx(N_VALUES, COLS, INNER, ALIGN)
+        ASM: tl.constexpr = _declare_ptx(N_VALUES, COLS, INNER, VEC)
         tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -178,12 +174,12 @@ def _put_constraints(n_values: int, vec: int) -> str:
 
 
 @triton.constexpr_function
-def _merge_ptx(cols: int, inner: int, align: int, n_values: int, threads: int, alone: bool, inverse: bool) -> str:
+def _merge_ptx(cols: int, inner: int, vec: int, n_values: int, threads: int, alone: bool, inverse: bool) -> str:
     """Merges a position's numbers: thread i position i. $1: the phase of row 0, less 1; $2: from row to row.
 
     alone: whether the result is final, or one of a cluster's. inverse: of the sum.
     """
-    names, size, elements = ("a", "b")[:n_values], 4 * n_values, cols * inner + align
+    names, size, elements = ("a", "b")[:n_values], 4 * n_values, cols * inner + vec
     ptx = ["{", ".reg .pred merges;", ".reg .b32 position, phase, slot, rows, totals;", ".reg .f32 top;"]
     ptx += [f".reg .f32 {', '.join(f'{name}{r}' for r in range(cols) for name in names)};"]
     ptx += ["mov.u32 rows, spatial_rows;", f"mov.u32 totals, {'spatial_totals' if alone else 'spatial_own'};"]
@@ -192,7 +188,7 @@ def _merge_ptx(cols: int, inner: int, align: int, n_values: int, threads: int, a
         ptx += ["mov.u32 position, %tid.x;", f"add.u32 position, position, {k * threads};"]
         ptx += [f"setp.lt.u32 merges, position, {inner};"]
         for r in range(cols):
-            ptx += [f"mad.lo.u32 phase, $2, {r}, $1;", f"and.b32 phase, phase, {align - 1};"]
+            ptx += [f"mad.lo.u32 phase, $2, {r}, $1;", f"and.b32 phase, phase, {vec - 1};"]
             ptx += ["add.u32 slot, position, phase;", "mad.lo.u32 slot, slot, 4, rows;"]
             for n, name in enumerate(names):
                 at = 4 * (n * elements + r * inner + 1)
@@ -223,29 +219,29 @@ def _get_ptx(n_values: int) -> str:
 
 
 @triton.jit
-def _places(phase, INNER: tl.constexpr, ALIGN: tl.constexpr):
-    """The position of each element, from ALIGN positions before the block on.  # [COLS, 1, INNER]"""
-    return (tl.arange(0, INNER)[None, None, :] + ALIGN - phase) & (INNER - 1)
+def _places(phase, INNER: tl.constexpr, VEC: tl.constexpr):
+    """The position of each element, from VEC positions before the block on.  # [COLS, 1, INNER]"""
+    return (tl.arange(0, INNER)[None, None, :] + VEC - phase) & (INNER - 1)
 
 
 @triton.jit
-def _by_position(x, phase, ALIGN: tl.constexpr):
+def _by_position(x, phase, VEC: tl.constexpr):
     """Interpreted: a tile's numbers in order of their positions.  # [COLS, CTAS, INNER]"""
-    place = tl.arange(0, x.shape[2])[None, None, :] + phase - ALIGN
+    place = tl.arange(0, x.shape[2])[None, None, :] + phase - VEC
     return tl.gather(x, tl.broadcast_to(place & (x.shape[2] - 1), x.shape), 2)
 
 
 @triton.jit
-def _by_element(x, phase, SHAPE: tl.constexpr, ALIGN: tl.constexpr):
+def _by_element(x, phase, SHAPE: tl.constexpr, VEC: tl.constexpr):
     """Interpreted: the reverse, of one number for each position.  # [INNER] -> [COLS, CTAS, INNER]"""
-    place = tl.broadcast_to(_places(phase, SHAPE[2], ALIGN), SHAPE)
+    place = tl.broadcast_to(_places(phase, SHAPE[2], VEC), SHAPE)
     return tl.gather(tl.broadcast_to(x[None, None, :], SHAPE), place, 2)
 
 
 @triton.jit
 def merge_max_sum(
-    m, s, phase, before, col_stride, INVERSE: tl.constexpr, CTAS: tl.constexpr, ALIGN: tl.constexpr,
-    VEC: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+    m, s, phase, before, col_stride, INVERSE: tl.constexpr, CTAS: tl.constexpr, VEC: tl.constexpr,
+    THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """(maximum, sum of exponentials or its inverse) of each element's position, from those of each thread.
 
@@ -254,52 +250,52 @@ def merge_max_sum(
     COLS: tl.constexpr = m.shape[0]
     INNER: tl.constexpr = m.shape[2]
     if PTX:
-        element = tl.arange(0, COLS)[:, None, None] * INNER + tl.arange(0, INNER)[None, None, :] + ALIGN
-        PUT: tl.constexpr = _put_ptx(2, COLS * INNER + ALIGN, VEC)
+        element = tl.arange(0, COLS)[:, None, None] * INNER + tl.arange(0, INNER)[None, None, :] + VEC
+        PUT: tl.constexpr = _put_ptx(2, COLS * INNER + VEC, VEC)
         PUTS: tl.constexpr = _put_constraints(2, VEC)
         tl.inline_asm_elementwise(PUT, PUTS, [element, m, s], dtype=tl.int32, is_pure=False, pack=VEC)
-        MERGE: tl.constexpr = _merge_ptx(COLS, INNER, ALIGN, 2, THREADS, CTAS == 1, INVERSE)
-        step = (col_stride & (ALIGN - 1)).to(tl.int32)
+        MERGE: tl.constexpr = _merge_ptx(COLS, INNER, VEC, 2, THREADS, CTAS == 1, INVERSE)
+        step = (col_stride & (VEC - 1)).to(tl.int32)
         tl.inline_asm_elementwise(MERGE, "=r,r,r", [before, step], dtype=tl.int32, is_pure=False, pack=1)
         if CTAS > 1:
             exchange_own(2, CTAS, INNER, THREADS, "spatial_totals", INVERSE)
         GET: tl.constexpr = _get_ptx(2)
-        place = _places(phase, INNER, ALIGN)
+        place = _places(phase, INNER, VEC)
         return tl.inline_asm_elementwise(
             GET, "=f,=f,r,f", [place + (place >> 4), m], dtype=(tl.float32, tl.float32), is_pure=False, pack=1
         )
     else:
-        m, s = _by_position(m, phase, ALIGN), _by_position(s, phase, ALIGN)
+        m, s = _by_position(m, phase, VEC), _by_position(s, phase, VEC)
         top = tl.max(tl.max(m, 0), 0)
         total = tl.sum(tl.sum(s * exp(m - top), 0), 0)
         if INVERSE:
             total = tl.div_rn(1.0, total)
-        return _by_element(top, phase, m.shape, ALIGN), _by_element(total, phase, m.shape, ALIGN)
+        return _by_element(top, phase, m.shape, VEC), _by_element(total, phase, m.shape, VEC)
 
 
 @triton.jit
 def merge_sum(
-    d, phase, before, col_stride, CTAS: tl.constexpr, ALIGN: tl.constexpr, VEC: tl.constexpr,
+    d, phase, before, col_stride, CTAS: tl.constexpr, VEC: tl.constexpr,
     THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The sum of each element's position, as `merge_max_sum`."""
     COLS: tl.constexpr = d.shape[0]
     INNER: tl.constexpr = d.shape[2]
     if PTX:
-        element = tl.arange(0, COLS)[:, None, None] * INNER + tl.arange(0, INNER)[None, None, :] + ALIGN
-        PUT: tl.constexpr = _put_ptx(1, COLS * INNER + ALIGN, VEC)
+        element = tl.arange(0, COLS)[:, None, None] * INNER + tl.arange(0, INNER)[None, None, :] + VEC
+        PUT: tl.constexpr = _put_ptx(1, COLS * INNER + VEC, VEC)
         PUTS: tl.constexpr = _put_constraints(1, VEC)
         tl.inline_asm_elementwise(PUT, PUTS, [element, d], dtype=tl.int32, is_pure=False, pack=VEC)
-        MERGE: tl.constexpr = _merge_ptx(COLS, INNER, ALIGN, 1, THREADS, CTAS == 1, False)
-        step = (col_stride & (ALIGN - 1)).to(tl.int32)
+        MERGE: tl.constexpr = _merge_ptx(COLS, INNER, VEC, 1, THREADS, CTAS == 1, False)
+        step = (col_stride & (VEC - 1)).to(tl.int32)
         tl.inline_asm_elementwise(MERGE, "=r,r,r", [before, step], dtype=tl.int32, is_pure=False, pack=1)
         if CTAS > 1:
             exchange_own(1, CTAS, INNER, THREADS, "spatial_totals")
         GET: tl.constexpr = _get_ptx(1)
-        place = _places(phase, INNER, ALIGN)
+        place = _places(phase, INNER, VEC)
         return tl.inline_asm_elementwise(
             GET, "=f,r,f", [place + (place >> 4), d], dtype=tl.float32, is_pure=False, pack=1
         )
     else:
-        total = tl.sum(tl.sum(_by_position(d, phase, ALIGN), 0), 0)
-        return _by_element(total, phase, d.shape, ALIGN)
+        total = tl.sum(tl.sum(_by_position(d, phase, VEC), 0), 0)
+        return _by_element(total, phase, d.shape, VEC)
