@@ -1,0 +1,38 @@
+"""tools/records.py: records are made again by the command in their header."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import records
+
+
+@pytest.mark.parametrize(
+    "path", sorted(records.RESULTS.rglob("*.json")), ids=lambda p: p.relative_to(records.RESULTS).as_posix()
+)
+def test_each_record_names_its_command(path):
+    name, arguments = records.arguments_of(path.relative_to(records.RESULTS).as_posix())
+    assert (records.RESULTS / name) == path
+    assert arguments and arguments[0].isidentifier()
+    assert not {"--record", "--out"} & set(arguments)
+
+
+def test_a_command_writes_its_record_below_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    command = "fuzz --op softmax --way function --dtype fp32 --cases 3 --seed 5"
+    assert records.main(["--out", str(tmp_path), f"new/fuzz.json={command}@0"]) == 0
+    made = json.loads((tmp_path / "new" / "fuzz.json").read_text())
+    assert sum(row["cases"] for row in made["rows"]) == 3 and made["header"]["command"].endswith(command)
+    assert "new/fuzz.json on GPU 0: status 0" in capsys.readouterr().out
+
+
+def test_the_limit_ends_a_command_and_leaves_out_the_next(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(records, "GRACE", 2)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    long = "fuzz --op softmax --way function --dtype fp32 --seconds 600"
+    assert records.main(["--out", str(tmp_path), "--limit", "3", f"a.json={long}@0", f"b.json={long}@0"]) == 1
+    printed = capsys.readouterr().out
+    assert "a.json on GPU 0: interrupted" in printed or "a.json on GPU 0: killed" in printed
+    assert "b.json: no time left" in printed and not (tmp_path / "b.json").exists()
