@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from launches import cross_compiled
 
 from fused_softmax.lab import cross_compile as compiled
 from fused_softmax.launch import cross_entropy, loss_kernels, masked_softmax, masks, row_statistics
@@ -277,6 +278,32 @@ def test_the_strides_reach_each_specialization():
             n = named[name]
             seen.setdefault(name, set()).add("1" if n == 1 else "16" if n % 16 == 0 else "other")
     assert all(kinds == {"1", "16", "other"} for kinds in seen.values()), seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
+def test_strided_accesses_are_vectors(dtype):
+    """Where neighbors start on 16 bytes and their number is a multiple of 16, a mask does not take the vectors away."""
+    x, y = torch.empty(4800, 1840, dtype=dtype, device="meta").t(), torch.empty(1840, 4800, dtype=dtype, device="meta")
+    launch = strided_launch(x, y, 1, False, SM_90)
+    used = compiled.cross_compile(launch, "sm_90")
+    assert not launch.meta["ONE_STEP"] and used.spilled_bytes == 0
+    assert used.widest_load_bytes == used.widest_store_bytes == 16 and set(used.loads) == {(16, used.loads[0][1])}, used
+    # crops: neighbors are written where they are read
+    x = torch.empty(2, 48, 30, 184, dtype=dtype, device="meta")[..., :176]
+    y = torch.empty(x.shape, dtype=dtype, device="meta")
+    used = compiled.cross_compile(strided_launch(x, y, 1, False, SM_90), "sm_90")
+    assert used.widest_store_bytes == 16, used
+
+
+def test_a_strided_rows_order_does_not_follow_from_the_number_of_rows():
+    """Layouts decide which thread adds which columns, and full tiles of any number of rows have the same."""
+
+    def layouts(n_rows: int) -> list[str]:
+        x = torch.empty(1840, 4800, device="meta").t()[:n_rows]
+        code = cross_compiled(strided_launch(x, torch.empty(x.shape, device="meta"), 1, False, SM_90), "sm_90")[1]
+        return [line for line in code["ttgir"].splitlines() if line.startswith("#") and "loc" not in line]
+
+    assert layouts(4800) == layouts(64) == layouts(65) == layouts(4111)
 
 
 def rows_at(n_cols: int, dtype: torch.dtype, offset: int) -> torch.Tensor:

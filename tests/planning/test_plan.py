@@ -28,8 +28,8 @@ from fused_softmax.planning import config_tables
 from fused_softmax.planning import losses as loss_plans
 from fused_softmax.planning.masked_softmax import plan_masked
 from fused_softmax.planning.softmax import WARP_MAX_COLS, plan, steps_plan, warp_plan
-from fused_softmax.planning.spatial import SpatialProblem, plan_spatial, plan_spatial_loss
-from fused_softmax.planning.types import DEVICES, ITEMSIZE, REGIMES, Device, Plan, Problem
+from fused_softmax.planning.spatial import plan_spatial, plan_spatial_loss
+from fused_softmax.planning.types import DEVICES, ITEMSIZE, REGIMES, Device, Plan, Problem, SpatialProblem
 
 # (target, backward, log) -> its config_tables
 TABLES = {

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common.arguments import AnyTensor, Count, Stride, kernel
+from .common.arguments import AnyTensor, Count, Size, Stride, kernel
 from .common.numerics import LOWEST, exp, rounded_product
 from .common.softmax_terms import normalize
 
@@ -33,8 +33,10 @@ def _sum_of(terms, largest):
 @kernel()
 def softmax_strided(
     x_ptr: AnyTensor, y_ptr: AnyTensor,
-    n_rows: Count,  # neighboring rows; rows in all: outer x n_middle x n_rows, outer x n_middle on the grid
-    n_cols: Count,
+    # neighboring rows; rows in all: outer x n_middle x n_rows, outer x n_middle on the grid. Specialized, as n_cols is,
+    # because a mask of unknown alignment takes the vectors from an access
+    n_rows: Size,
+    n_cols: Size,
     n_middle: Count,
     x_outer: Stride,  # strides, in elements
     x_middle: Stride, x_row: Stride, x_col: Stride, y_outer: Stride, y_middle: Stride, y_row: Stride, y_col: Stride,

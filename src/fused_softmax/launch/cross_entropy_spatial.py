@@ -20,7 +20,7 @@ from .compile import Launch, assert_options, kernel_loader
 from .context import is_batch_invariant
 from .device import device_of
 from .launcher import early_start
-from .layout import MAX_COLS, alignment_of, as_rows, empty, merge_dims
+from .layout import MAX_COLS, as_rows, empty
 from .options import CrossEntropy
 from .planes import as_planes, problem_of
 from .spatial import (
@@ -37,6 +37,7 @@ from .spatial import (
     resident_step,
     sizes_and_steps,
 )
+from .strides import alignment_of, merge_dims
 
 
 @kernel_loader

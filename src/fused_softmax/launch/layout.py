@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..planning.types import Plan, Problem
 from .availability import KernelUnavailable
+from .strides import alignment_of, merge_dims
 from .torch_private import current_device
 from .torch_private import empty_strided_cuda as _empty_strided_cuda
 
@@ -142,17 +143,6 @@ def gradient_buffer(x: Tensor) -> Tensor:
     return rows_apart(allocator(x), n_rows, n_cols, gradient_stride(x), x.dtype)
 
 
-def merge_dims(dims: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """(size, *strides) of the fewest dimensions that visit the same elements in the same order."""
-    merged: list[tuple[int, ...]] = []
-    for size, *strides in dims:
-        if merged and all(outer == size * inner for outer, inner in zip(merged[-1][1:], strides, strict=True)):
-            merged[-1] = (merged[-1][0] * size, *strides)
-        else:
-            merged.append((size, *strides))
-    return merged
-
-
 def problem_of(*tensors: Tensor, batch_invariant: bool = False, backward: bool = False, log: bool = False) -> Problem:
     """The Problem of row tensors (n_rows, n_cols) with contiguous columns; the last is the output.
 
@@ -191,8 +181,3 @@ def run_time_arguments(plan: Plan, tensors: tuple[Tensor, ...]) -> tuple[int, ..
 def starts(tensors: tuple[Tensor, ...], phase: int) -> tuple[Tensor, ...]:
     """Views that start `phase` elements before each tensor, at an aligned address, within its storage."""
     return tuple(t.as_strided((1,), (1,), t.storage_offset() - phase) for t in tensors) if phase else tensors
-
-
-def alignment_of(n: int, full: int) -> int:
-    """The largest power of two up to `full` that divides n."""
-    return full if n % full == 0 else n & -n

@@ -14,7 +14,6 @@ from ..planning.types import Device, Plan
 from .cache import Cache
 from .context import is_batch_invariant
 from .device import device_of
-from .layout import merge_dims
 from .planes import as_planes, problem_of
 from .spatial import (
     PARTS,
@@ -28,6 +27,7 @@ from .spatial import (
     prepare,
     sizes_and_steps,
 )
+from .strides import merge_dims
 
 _runs = Cache()
 

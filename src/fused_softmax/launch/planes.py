@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..planning.spatial import SpatialProblem
-from .layout import DTYPE_NAMES, alignment_of, merge_dims
+from ..planning.types import SpatialProblem
+from .strides import alignment_of, merge_dims
 
 
 def as_planes(t: Tensor, dim: int) -> Tensor | None:
@@ -50,7 +50,7 @@ def problem_of(
         if t.data_ptr() % 16:
             vec = 1
     in_phase = _in_phase(tensors, inner)
-    dtypes = [DTYPE_NAMES[t.dtype] for t in (tensors[0], tensors[-1])]
+    dtypes = [str(t.dtype).removeprefix("torch.") for t in (tensors[0], tensors[-1])]
     return SpatialProblem(
         n_cols, inner, dtypes[0], dtypes[1], vec, backward, log, batch_invariant, whole_sectors, in_phase
     )

@@ -26,9 +26,10 @@ from .compile import Launch, kernel_loader
 from .context import is_batch_invariant
 from .device import describe
 from .launcher import RowOp, device_of, launch_rows, on_device, planned, prepare_rows, row_launch
-from .layout import DTYPE_NAMES, as_rows, merge_dims, problem_of
+from .layout import DTYPE_NAMES, as_rows, problem_of
 from .options import TORCH, Flags
 from .planes import as_planes, folded
+from .strides import merge_dims
 from .torch_private import current_device, current_stream
 
 

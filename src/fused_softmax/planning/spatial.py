@@ -8,7 +8,7 @@ dtypes, alignment and device, never `outer`; within batch_invariant() what decid
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from .spatial_tables import (
     ENOUGH_PROGRAMS,
@@ -36,43 +36,7 @@ from .spatial_tables import (
     RunRule,
     SpatialConfig,
 )
-from .types import ITEMSIZE, VECTOR_BYTES, Device, Plan, power_of_two
-
-
-@dataclass(frozen=True)
-class SpatialProblem:
-    """One softmax over n_cols of a tensor (outer, n_cols, inner), without `outer`.
-
-    vec: every run of `inner` elements of every tensor starts at a multiple of so many elements (a power of two, at most
-    16 bytes of the narrowest dtype). whole_sectors: every run of the output starts at a multiple of 32 bytes. in_phase:
-    skewed tiles may hold the tensors, because their runs start at the same distances from a 16-byte boundary, and the
-    output has memory of its own.
-    """
-
-    n_cols: int
-    inner: int
-    dtype: str
-    out_dtype: str
-    vec: int
-    backward: bool = False
-    log: bool = False
-    batch_invariant: bool = False
-    whole_sectors: bool = True
-    in_phase: bool = False
-
-    @property
-    def full_vec(self) -> int:
-        return VECTOR_BYTES // min(ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype])
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of the narrowest element."""
-        return VECTOR_BYTES // self.full_vec
-
-    @property
-    def widest(self) -> int:
-        """Bytes of the widest element, which says what registers hold."""
-        return max(ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype])
+from .types import VECTOR_BYTES, Device, Plan, SpatialProblem, power_of_two
 
 
 def resident_plan(

@@ -35,9 +35,10 @@ class Argument:
 Rows = tl.constexpr(Argument(None))
 # A contiguous tensor of O(rows) or O(columns) elements.
 Vector = tl.constexpr(Argument(None))
-# A tensor of any strides, a stride of it, and a number of elements.
+# A tensor of any strides, a stride of it, the size of a dimension of it, and a number of elements.
 AnyTensor = tl.constexpr(Argument(None))
 Stride = tl.constexpr(Argument("int", specialized=True))
+Size = tl.constexpr(Argument("int", specialized=True))
 Count = tl.constexpr(Argument("int"))
 Int32 = tl.constexpr(Argument("i32"))
 Int64 = tl.constexpr(Argument("i64"))
