@@ -7,6 +7,8 @@ added in another order: that is what `batch_invariant()` rules out.
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from cases import REGIMES, dtype_id, logits, softmax_by
@@ -131,6 +133,49 @@ def test_views_over_another_dim_do_not_know_outer(n_cols, before):
     one = x[:, :1] if before == "1, outer" else x[:1]
     for op in (fs.softmax, fs.log_softmax):
         assert torch.equal(op(one, -2), op(x, -2)[(slice(None), slice(1)) if before == "1, outer" else slice(1)])
+
+
+# rows next to dimensions of size 1, which have strides of their own: (rows, dim of the softmax, dim of the rows)
+ONES = {
+    "after": lambda n: (logits(16, n).view(16, n, 1, 1), 1, 0),
+    "between": lambda n: (logits(16, n).view(16, 1, n), 2, 0),
+    "between, transposed": lambda n: (logits(16, n).view(16, n, 1).transpose(1, 2), 2, 0),
+    "before, padded": lambda n: (logits(16, n + 6).view(1, 16, n + 6)[:, :, :n], 2, 1),
+}
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("n_cols", [20, 1000])
+@pytest.mark.parametrize("ones", ONES)
+def test_a_row_keeps_its_stride_next_to_dimensions_of_size_1(ones, n_cols, invariant):
+    x, dim, rows = ONES[ones](n_cols)
+    ops = {"softmax": lambda x: fs.softmax(x, dim), "logsumexp": lambda x: fs.logsumexp(x, dim, keepdim=True)}
+    if dim == 1:
+        target = torch.zeros(len(x), *x.shape[2:], dtype=torch.int64)
+        ops["cross_entropy"] = lambda x: fs.cross_entropy(x, target[: len(x)], reduction="none")
+    else:
+        ops["masked_softmax"] = lambda x: fs.masked_softmax(x, None)
+        tokens = torch.zeros(x.shape[:-1], dtype=torch.int64)
+        ops["token_logprobs"] = lambda x: fs.token_logprobs(x, tokens[tuple(slice(n) for n in x.shape[:-1])])
+    for name, op in ops.items():
+        with fs.batch_invariant() if invariant else contextlib.nullcontext():
+            whole = op(x)
+            for i in (0, 1, 7, 15) if invariant else (0,):  # the first row starts where it starts among others
+                assert torch.equal(op(x.narrow(rows, i, 1)), whole.narrow(rows, i, 1)), (name, i)
+
+
+def test_planes_that_lie_within_columns():
+    """From one plane to the next is less than a plane, and still the stride that decides how it is planned."""
+    x = logits(60, 2 * 1025, dtype=torch.float16).view(60, 2, 1025).transpose(0, 1)
+    assert not fs.plan_for(x, dim=1).skewed and not fs.plan_for(x[:1], dim=1).skewed
+    assert torch.equal(fs.softmax(x[:1], 1), fs.softmax(x, 1)[:1])
+
+
+def test_one_transposed_row_of_logsumexp():
+    x = logits(2000, 32).t()
+    with fs.batch_invariant():
+        whole = fs.logsumexp(x, -1)
+        assert all(torch.equal(fs.logsumexp(x[i : i + 1], -1), whole[i : i + 1]) for i in range(32))
 
 
 @pytest.mark.parametrize("n_cols", [30, 300])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..planning.types import Plan, Problem
 from .availability import KernelUnavailable
-from .strides import alignment_of, merge_dims
+from .strides import alignment_of, merge_dims, stride_of_one
 from .torch_private import current_device
 from .torch_private import empty_strided_cuda as _empty_strided_cuda
 
@@ -32,8 +32,7 @@ def as_rows(t: Tensor, dim: int) -> Tensor | None:
     merged = merge_dims([d for d in dims if d[0] != 1])
     if len(merged) > 1:
         return None
-    # a single row keeps the stride of the tensor that it was taken from, so that it is planned as that tensor's rows
-    n_rows, stride = merged[0] if merged else (1, dims[-1][1] if dims else n_cols)
+    n_rows, stride = merged[0] if merged else (1, stride_of_one([s for _, s in dims], n_cols))
     return t.as_strided((n_rows, n_cols), (stride, 1))
 
 
@@ -44,7 +43,11 @@ def rows_of(x: Tensor, n_cols: int) -> Tensor:
     `reshape` would forget it.
     """
     if not _is_compiling() and 1 < x.dim() and x.shape[-1] == n_cols == x.numel() and x.stride(-1) == 1:
-        return x if x.dim() == 2 else x.squeeze(tuple(range(x.dim() - 2)))
+        if x.dim() == 2:
+            return x
+        before = x.stride()[:-1]
+        kept = before.index(stride_of_one(before, n_cols))
+        return x.squeeze(tuple(d for d in range(x.dim() - 1) if d != kept))
     rows = x.reshape(-1, n_cols)
     return rows if n_cols == 1 or rows.stride(1) == 1 else rows.contiguous()
 

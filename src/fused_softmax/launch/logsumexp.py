@@ -103,9 +103,12 @@ def planes_over(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
 
 
 def _read_over(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
-    """x as (outer, n_cols, inner) to be read alone: as `planes_over`, and where neighbors in memory lie before dims."""
+    """x as (outer, n_cols, inner) to be read alone: as `planes_over`, and where neighbors in memory lie before dims.
+
+    Not these within batch_invariant(), as they may be rows, and one of them alone is planned as a row.
+    """
     planes = planes_over(x, dims)
-    if planes is None and len(dims) == 1:
+    if planes is None and len(dims) == 1 and not is_batch_invariant():
         rest = merge_dims([(x.shape[d], x.stride(d)) for d in range(x.dim()) if d != dims[0] and x.shape[d] != 1])
         if rest and rest[-1][1] == 1 and len(rest) <= 2 and x.shape[dims[0]] > 1:
             outer, outer_stride = rest[0] if len(rest) == 2 else (1, x.numel())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..planning.types import SpatialProblem
-from .strides import alignment_of, merge_dims
+from .strides import alignment_of, merge_dims, stride_of_one
 
 
 def as_planes(t: Tensor, dim: int) -> Tensor | None:
@@ -24,11 +24,8 @@ def as_planes(t: Tensor, dim: int) -> Tensor | None:
     if step != 1:
         return None
     n_cols, col = t.shape[dim], t.stride(dim) if t.shape[dim] > 1 else inner
-    if before:
-        outer, outer_stride = before[0]
-    else:
-        kept = [stride for stride in t.stride()[:dim] if stride >= (n_cols - 1) * col + inner]
-        outer, outer_stride = 1, min(kept, default=n_cols * inner)
+    of_one = stride_of_one(t.stride()[:dim], inner) if dim else n_cols * inner
+    outer, outer_stride = before[0] if before else (1, of_one)
     return t.as_strided((outer, n_cols, inner), (outer_stride, col, 1))
 
 
@@ -62,6 +59,6 @@ def _in_phase(tensors: tuple[Tensor, ...], inner: int) -> bool:
     Tiles overlap, so what one program writes another one may read.
     """
     first, to = tensors[0], tensors[-1]
-    phases = {(t.data_ptr() % 16, t.dtype, *(n * t.element_size() % 32 for n in t.stride()[:2])) for t in tensors}
+    phases = {(t.data_ptr() % 16, t.dtype, *(n * t.element_size() % 16 for n in t.stride()[:2])) for t in tensors}
     apart = all(t.data_ptr() != to.data_ptr() or t.is_meta for t in tensors[:-1])
     return len(phases) == 1 and first.data_ptr() % 16 == 0 and apart and all(t.stride(1) >= inner for t in tensors)

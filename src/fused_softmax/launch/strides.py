@@ -16,6 +16,15 @@ def merge_dims(dims: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return merged
 
 
+def stride_of_one(strides: Sequence[int], size: int) -> int:
+    """The stride of a row of `size` elements, alone: one of those of the other dimensions, which have size 1.
+
+    So `x[:1]` is planned as x is, whose first dimension keeps its stride there. Strides below `size` belong to
+    dimensions inside of the row. Of the others torch makes those of x's own dimensions of size 1, which are smaller.
+    """
+    return min((s for s in strides if s >= size), default=strides[0] if strides else size)
+
+
 def alignment_of(n: int, full: int) -> int:
     """The largest power of two up to `full` that divides n."""
     return full if n % full == 0 else n & -n

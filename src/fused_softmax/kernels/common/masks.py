@@ -112,8 +112,8 @@ def load_shifted(
     """The mask of a CTA's slice in its own vectors, tile by tile as `load_chunks` has the row.
 
     For clusters, where words have no layout: `shift_loaded` has each thread shift its vectors by inline PTX. Read by
-    elements, 5 vectors of a boolean mask took 41 loads. words, shift: of `shifted_start`. TYPE: an element's, which has
-    not 32 bits.
+    elements, 5 vectors of a boolean mask took 41 loads. words, shift: of `shifted_start`. TYPE: an element's, of
+    fewer than 32 bits.
     # words, shift, width: [SEGMENTS, 1]
     """
     at = words.to(tl.pointer_type(TYPE), bitcast=True)

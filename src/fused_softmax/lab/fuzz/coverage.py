@@ -24,7 +24,7 @@ _COUNTS = {"UNPREDICATED", "SMEM_STAGED", "RESIDENT_CHUNKS"}
 _VALUES = dict.fromkeys(("MASK", "SCALE", "LOSS", "UPSTREAM"), (0, 1, 2)) | {"MASK_COLS": (0, 1, 2, 3)}
 # what says nothing: the device, lengths, and how launches overlap
 _IGNORED = {"PTX", "VECTORS", "CHUNKS", "EACH", "COLS", "TRIGGER", "WAITS", "PREFETCHED", "VEC", "MASK_VEC"}
-_IGNORED |= {"INNER", "THREADS", "BLOCK", "SPLITS", "ALIGN"}
+_IGNORED |= {"INNER", "THREADS", "BLOCK", "SPLITS"}
 
 Reached = set[tuple[str, str]]
 reached: Reached = set()
