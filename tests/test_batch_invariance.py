@@ -166,7 +166,7 @@ def test_a_row_keeps_its_stride_next_to_dimensions_of_size_1(ones, n_cols, invar
 
 def test_planes_that_lie_within_columns():
     """From one plane to the next is less than a plane, and still the stride that decides how it is planned."""
-    x = logits(60, 2 * 1025, dtype=torch.float16).view(60, 2, 1025).transpose(0, 1)
+    x = logits(60, 17 * 1025, dtype=torch.float16).view(60, 17, 1025).transpose(0, 1)[:2]
     assert not fs.plan_for(x, dim=1).skewed and not fs.plan_for(x[:1], dim=1).skewed
     assert torch.equal(fs.softmax(x[:1], 1), fs.softmax(x, 1)[:1])
 
