@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from cases import SENTINEL, assert_contract, edge_rows, logits
 
 import fused_softmax as fs
-from fused_softmax.launch import cross_entropy_spatial, logsumexp, planes, spatial
+from fused_softmax.launch import cross_entropy_spatial, logsumexp, spatial
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.options import CrossEntropy
 from fused_softmax.planning.spatial import (
@@ -46,7 +46,7 @@ def planned(tile: str, problem: SpatialProblem) -> Plan:
 
 
 def run(tile: str, tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False, invariant: bool = False):
-    problem = planes.problem_of(*tensors, log=log, backward=backward, batch_invariant=invariant)
+    problem = spatial.problem_of(*tensors, log=log, backward=backward, batch_invariant=invariant)
     recipe = spatial.softmax_recipe(tensors, planned(tile, problem), log, backward, DEVICE)
     spatial.prepare(recipe, tensors)(tensors)
 
@@ -160,7 +160,7 @@ SKEWED = {
 
 def run_skewed(tile: str, tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False) -> None:
     _, inner, cols, ctas, vec = SKEWED[tile]
-    problem = planes.problem_of(*tensors, log=log, backward=backward)
+    problem = spatial.problem_of(*tensors, log=log, backward=backward)
     assert problem.in_phase
     size = problem.itemsize
     plan = resident_plan(
@@ -208,12 +208,12 @@ def test_skewed_tiles(tile, dtype, log):
 def test_skewed_tiles_are_for_tensors_of_equal_phases():
     x = torch.empty(2, 40, 1001, dtype=BFLOAT16)
     y = torch.empty_like(x)
-    assert planes.problem_of(x, y).in_phase
+    assert spatial.problem_of(x, y).in_phase
     moved = torch.empty(x.numel() + 8, dtype=BFLOAT16)[1 : x.numel() + 1].view(x.shape)
     wider = torch.empty(2, 41, 1001, dtype=BFLOAT16)[:, 1:]
     overlapping = torch.empty(2 * 40 * 1001, dtype=BFLOAT16).as_strided(x.shape, (40000, 1000, 1))
     for other in (x, moved, wider, overlapping, y.float()):
-        assert not planes.problem_of(other, x).in_phase
+        assert not spatial.problem_of(other, x).in_phase
 
 
 def cropped(x: torch.Tensor) -> torch.Tensor:
@@ -298,7 +298,7 @@ def test_cross_entropy_of_images_of_many_classes(monkeypatch, ctas, options, dty
     loss, dx = both()
 
     def chosen(x, dx, invariant, device=None):
-        problem = planes.problem_of(x, dx, batch_invariant=invariant)
+        problem = spatial.problem_of(x, dx, batch_invariant=invariant)
         if ctas is None:
             return replace(parts_plan(problem, DEVICE), part_cols=32, vectors_per_chunk=4)
         return resident_plan(problem, DEVICE, 16, 4, 1, ctas, recompute=problem.itemsize == 2)
@@ -449,9 +449,9 @@ def test_the_plan_follows_columns_and_positions():
 
 def test_wide_tiles_where_columns_start_in_the_middle_of_a_sector():
     x = torch.empty(2, 1500, 8008, dtype=BFLOAT16, device="meta")
-    aligned, odd = (planes.problem_of(t, t) for t in (x[:, :, :8000].contiguous(), x))
+    aligned, odd = (spatial.problem_of(t, t) for t in (x[:, :, :8000].contiguous(), x))
     assert aligned.whole_sectors and not odd.whole_sectors
-    assert not planes.problem_of(aligned_out := x[:, :, :8000], aligned_out).whole_sectors  # strides count, too
+    assert not spatial.problem_of(aligned_out := x[:, :, :8000], aligned_out).whole_sectors  # strides count, too
     for n_cols in (700, 1100, 1500, 2000, 2500, 3500, 4000):
         narrow, wide = (plan_spatial(replace(p, n_cols=n_cols), DEVICES["sm_90"]) for p in (aligned, odd))
         assert wide.rows >= narrow.rows and wide.rows == 64, n_cols

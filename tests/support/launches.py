@@ -21,7 +21,6 @@ from fused_softmax.launch import (
     logsumexp,
     loss_kernels,
     masked_softmax,
-    planes,
     row_statistics,
     softmax_shards,
     spatial,
@@ -291,7 +290,7 @@ def spatial_softmax(target: str) -> Iterator[Named]:
         chosen = logsumexp.lse_plan(x, False, device)
         for launch in spatial.recipe_launches(logsumexp.lse_recipe(x, chosen, device), (x, small)):
             yield f"logsumexp {launch.kernel.fn.__name__} {dtype}", as_called(launch), chosen
-        chosen = plan_spatial_elementwise(planes.problem_of(x, x), device)
+        chosen = plan_spatial_elementwise(spatial.problem_of(x, x), device)
         recipe = logsumexp.gradient_recipe(x, x, chosen, device)
         for launch in spatial.recipe_launches(recipe, (x, x, small, small)):
             yield f"{launch.kernel.fn.__name__} {dtype}", as_called(launch), chosen

@@ -19,10 +19,10 @@ from .cache import Cache
 from .compile import Launch, assert_options, kernel_loader
 from .context import is_batch_invariant
 from .device import device_of
+from .folding import alignment_of, as_planes, merge_dims
 from .launcher import early_start
 from .layout import MAX_COLS, as_rows, empty
 from .options import CrossEntropy
-from .planes import as_planes, problem_of
 from .spatial import (
     MERGE_POSITIONS,
     Recipe,
@@ -34,10 +34,10 @@ from .spatial import (
     of_parts,
     parts_step,
     prepare,
+    problem_of,
     resident_step,
     sizes_and_steps,
 )
-from .strides import alignment_of, merge_dims
 
 
 @kernel_loader

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..planning.types import Plan, Problem
 from .availability import KernelUnavailable
-from .strides import alignment_of, merge_dims, stride_of_one
+from .folding import alignment_of, merge_dims, stride_of_one
 from .torch_private import current_device
 from .torch_private import empty_strided_cuda as _empty_strided_cuda
 

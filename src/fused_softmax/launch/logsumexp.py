@@ -14,7 +14,7 @@ from ..planning.types import Device, Plan
 from .cache import Cache
 from .context import is_batch_invariant
 from .device import device_of
-from .planes import as_planes, problem_of
+from .folding import as_planes, merge_dims
 from .spatial import (
     PARTS,
     Recipe,
@@ -25,9 +25,9 @@ from .spatial import (
     of_layout,
     parts_step,
     prepare,
+    problem_of,
     sizes_and_steps,
 )
-from .strides import merge_dims
 
 _runs = Cache()
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..planning.types import VECTOR_BYTES, Plan
+from .folding import merge_dims
 from .options import Flags
-from .strides import merge_dims
 
 # of scores that follow each other in memory before the same of the next batch; H200: 64 KB are 2% slower
 GROUP_BYTES = 2 << 20

@@ -25,11 +25,10 @@ from .availability import KernelUnavailable
 from .compile import Launch, kernel_loader
 from .context import is_batch_invariant
 from .device import describe
+from .folding import as_planes, folded, merge_dims
 from .launcher import RowOp, device_of, launch_rows, on_device, planned, prepare_rows, row_launch
 from .layout import DTYPE_NAMES, as_rows, problem_of
 from .options import TORCH, Flags
-from .planes import as_planes, folded
-from .strides import merge_dims
 from .torch_private import current_device, current_stream
 
 

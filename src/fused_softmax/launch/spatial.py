@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from ..planning.spatial import plan_spatial
-from ..planning.types import Device, Plan
+from ..planning.types import Device, Plan, SpatialProblem
 from . import compile as compiling
 from .availability import KernelUnavailable
 from .cache import Cache
 from .compile import Kernel, Launch, kernel_loader, launch_options
 from .context import is_batch_invariant
 from .device import device_of
+from .folding import alignment_of
 from .layout import empty
-from .planes import problem_of
 from .torch_private import current_device, current_stream
 
 
@@ -77,6 +77,35 @@ PARTS = {
         "logsumexp_spatial_backward",
     )
 }
+
+
+def problem_of(
+    *tensors: Tensor, backward: bool = False, log: bool = False, batch_invariant: bool = False
+) -> SpatialProblem:
+    """The SpatialProblem of tensors (outer, n_cols, inner) with contiguous inner; the last is the output."""
+    _, n_cols, inner = tensors[0].shape
+    to, vec = tensors[-1], 16 // min(t.element_size() for t in tensors)
+    whole_sectors = all(n * to.element_size() % 32 == 0 for n in (inner, to.stride(0), to.stride(1)))
+    for t in tensors:
+        vec = min(vec, *(alignment_of(n, vec) for n in (inner, t.stride(0), t.stride(1))))
+        if t.data_ptr() % 16:
+            vec = 1
+    in_phase = _in_phase(tensors, inner)
+    dtypes = [str(t.dtype).removeprefix("torch.") for t in (tensors[0], tensors[-1])]
+    return SpatialProblem(
+        n_cols, inner, dtypes[0], dtypes[1], vec, backward, log, batch_invariant, whole_sectors, in_phase
+    )
+
+
+def _in_phase(tensors: tuple[Tensor, ...], inner: int) -> bool:
+    """Whether skewed tiles may hold the tensors: their runs have the same phases, and the output has memory of its own.
+
+    Tiles overlap, so what one program writes another one may read.
+    """
+    first, to = tensors[0], tensors[-1]
+    phases = {(t.data_ptr() % 16, t.dtype, *(n * t.element_size() % 16 for n in t.stride()[:2])) for t in tensors}
+    apart = all(t.data_ptr() != to.data_ptr() or t.is_meta for t in tensors[:-1])
+    return len(phases) == 1 and first.data_ptr() % 16 == 0 and apart and all(t.stride(1) >= inner for t in tensors)
 
 
 class Step(NamedTuple):

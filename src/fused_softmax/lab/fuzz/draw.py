@@ -260,7 +260,7 @@ def _shape_of(
     if not (one_after_another or apart or several):  # what lies before is each case's own
         shape[:at] = _rows(rng, at, max(1, most // math.prod(shape[at:])))
     if draw.random() < 0.2:  # dimensions of size 1 have strides of their own
-        shape = [draw.randint(2, 6), *(1 for _ in shape[1:])] if shape and most > 1 else shape
+        shape = [min(draw.randint(2, 6), most), *(1 for _ in shape[1:])] if shape else shape
     if n_dims:
         shape.insert(at, of.n_cols)
     dims = (at,) if n_dims else (0,)
