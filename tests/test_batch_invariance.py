@@ -125,7 +125,7 @@ def test_the_public_way(n_cols, dtype):
 
 
 @pytest.mark.parametrize("before", ["outer", "outer, 1", "1, outer"])
-@pytest.mark.parametrize("n_cols", [150, 152])
+@pytest.mark.parametrize("n_cols", [150, pytest.param(152, marks=pytest.mark.extended)])
 def test_views_over_another_dim_do_not_know_outer(n_cols, before):
     """One index of `outer` keeps the distance of the others: contiguous, or cut from more columns."""
     shape = {"outer": (2,), "outer, 1": (2, 1), "1, outer": (1, 2)}[before]

@@ -58,6 +58,7 @@ def test_gradcheck_of_logsumexp(shape, dims, keepdim):
     assert gradgradcheck(lambda x: ops.logsumexp(x, dims, keepdim), x)
 
 
+@pytest.mark.extended
 @both
 @pytest.mark.filterwarnings("ignore:.*not a double precision:UserWarning")
 def test_gradcheck_through_the_kernels(ours, torchs):
@@ -68,6 +69,7 @@ def test_gradcheck_through_the_kernels(ours, torchs):
         assert gradgradcheck(lambda x, dim=dim: ours(x, dim), x, eps=1e-2, atol=5e-3, rtol=5e-2)
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:.*not a double precision:UserWarning")
 def test_gradcheck_of_logsumexp_through_the_kernels():
     x = torch.randn(3, 5, requires_grad=True)

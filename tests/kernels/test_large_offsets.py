@@ -45,7 +45,10 @@ print("right")
 """
 
 
-@pytest.mark.parametrize("regime", ["warp", "block", "cluster", "two_pass"])
+@pytest.mark.parametrize(
+    "regime",
+    ["cluster", *(pytest.param(regime, marks=pytest.mark.extended) for regime in ("warp", "block", "two_pass"))],
+)
 def test_row_offsets_past_two_to_the_31(regime):
     done = subprocess.run(
         [sys.executable, "-c", CODE, os.path.dirname(cases.__file__), regime],

@@ -250,8 +250,16 @@ def test_shapes_of_token_logprobs():
     judge(lambda x, ids, t: fs.token_logprobs(x, ids, temperature=t), x, ids, hot)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize(
+    ("causal", "dtype"),
+    [
+        (False, torch.float32),
+        (True, torch.bfloat16),
+        pytest.param(True, torch.float32, marks=pytest.mark.extended),
+        pytest.param(False, torch.bfloat16, marks=pytest.mark.extended),
+    ],
+    ids=str,
+)
 def test_masked_softmax(causal, dtype):
     x = torch.randn(2, 3, 4, 9).to(dtype).requires_grad_()
     transposed = (torch.rand(2, 1, 9, 4) > 0.3).transpose(2, 3)

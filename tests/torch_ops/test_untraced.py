@@ -61,7 +61,14 @@ def broken_in_patch(function, x):
         return y, function(x * 2)
 
 
-CASES = [(name, run) for name in FUNCTIONS for run in (backward_inside, broken_in_try)]
+CASES = [
+    (name, backward_inside) if i % 2 else pytest.param(name, backward_inside, marks=pytest.mark.extended)
+    for i, name in enumerate(FUNCTIONS)
+]
+CASES += [
+    pytest.param(name, broken_in_try, marks=pytest.mark.extended) if i % 2 else (name, broken_in_try)
+    for i, name in enumerate(FUNCTIONS)
+]
 CASES += [(name, broken_in_patch) for name in FUNCTIONS if "torch" in name]
 
 

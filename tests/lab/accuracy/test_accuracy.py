@@ -104,7 +104,11 @@ def test_cells_draw_the_same_cases_again_half_of_them_odd():
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    ("op", "dtype"), [(op, d) for i, op in enumerate(OPS) for d in ("float32", ("float16", "bfloat16")[i % 2])]
+    ("op", "dtype"),
+    [
+        *((op, ("float16", "bfloat16")[i % 2]) for i, op in enumerate(OPS)),
+        *(pytest.param(op, "float32", marks=pytest.mark.extended) for op in OPS),
+    ],
 )
 def test_each_op_is_measured(op: str, dtype: str):
     found = measure.measure(replace(CELL, op=op, dtype=dtype, elements=512), CPU)
@@ -119,6 +123,7 @@ def test_each_op_is_measured(op: str, dtype: str):
 
 
 @pytest.mark.interpreted
+@pytest.mark.extended
 def test_processes_measure_the_same():
     wanted = [replace(CELL, elements=64), replace(CELL, op="logsumexp", dtype="float16", elements=64)]
     assert dict(session._measured(wanted, 2)) == {cell: measure.measure(cell, CPU) for cell in wanted}
