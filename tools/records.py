@@ -21,11 +21,12 @@ import threading
 import time
 from pathlib import Path
 
+from fused_softmax.lab.record import without_folders
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 # seconds that an interrupted command has to write its record
 GRACE = 15
-LEFT_OUT = ("--record", "--out")
 
 
 def arguments_of(what: str) -> tuple[str, list[str]]:
@@ -34,18 +35,11 @@ def arguments_of(what: str) -> tuple[str, list[str]]:
     if not given:
         header = json.loads((RESULTS / path).read_text())["header"]
         command = header["command"].removeprefix("fused-softmax ")
-    words, kept = shlex.split(command), []
-    while words:
-        word = words.pop(0)
-        if word in LEFT_OUT:
-            words.pop(0)
-        else:
-            kept.append(word)
-    return path, kept
+    return path, shlex.split(without_folders(command))
 
 
-def make(path: str, arguments: list[str], gpu: str, out: Path, seconds: float) -> str:
-    """Runs one command on one GPU. Returns the line that says how it ended."""
+def make(path: str, arguments: list[str], gpu: str, out: Path, seconds: float) -> tuple[bool, str]:
+    """Runs one command on one GPU. Returns whether it ended by itself and well, and the line that says how it ended."""
     record, begin = out / path, time.monotonic()
     record.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "fused_softmax", *arguments, "--record", str(record)]
@@ -55,8 +49,10 @@ def make(path: str, arguments: list[str], gpu: str, out: Path, seconds: float) -
         process = subprocess.Popen(
             command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu}, stdout=log, stderr=subprocess.STDOUT
         )
+        done = False
         try:
-            ended = f"status {process.wait(max(0.0, seconds))}"
+            status = process.wait(seconds)
+            done, ended = status == 0, f"status {status}"
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
             ended = "interrupted at the limit"
@@ -65,7 +61,7 @@ def make(path: str, arguments: list[str], gpu: str, out: Path, seconds: float) -
             except subprocess.TimeoutExpired:
                 process.kill()
                 ended = "killed: it did not end when it was interrupted"
-    return f"{path} on GPU {gpu}: {ended}, {time.monotonic() - begin:.0f} s"
+    return done, f"{path} on GPU {gpu}: {ended}, {time.monotonic() - begin:.0f} s"
 
 
 def main(given: list[str] | None = None) -> int:
@@ -83,8 +79,11 @@ def main(given: list[str] | None = None) -> int:
     def run(gpu: str) -> None:
         for path, arguments in lanes[gpu]:
             left = end - time.monotonic()
-            line = make(path, arguments, gpu, asked.out, left) if left > GRACE else f"{path}: no time left"
-            failed.extend([] if "status 0" in line else [path])
+            done, line = False, f"{path}: no time left"
+            if left > GRACE:
+                done, line = make(path, arguments, gpu, asked.out, left)
+            if not done:
+                failed.append(path)
             print(line, flush=True)
 
     threads = [threading.Thread(target=run, args=(gpu,)) for gpu in lanes]

@@ -48,8 +48,10 @@ def as_planes(t: Tensor, dim: int) -> Tensor | None:
     if step != 1:
         return None
     n_cols, col = t.shape[dim], t.stride(dim) if t.shape[dim] > 1 else inner
-    of_one = stride_of_one(t.stride()[:dim], inner) if dim else n_cols * inner
-    outer, outer_stride = before[0] if before else (1, of_one)
+    if before:
+        outer, outer_stride = before[0]
+    else:
+        outer, outer_stride = 1, stride_of_one(t.stride()[:dim], inner) if dim else n_cols * inner
     return t.as_strided((outer, n_cols, inner), (outer_stride, col, 1))
 
 

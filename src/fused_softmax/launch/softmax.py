@@ -227,9 +227,8 @@ def takes_strided(x: Tensor, y: Tensor, dim: int) -> bool:
     n_cols = x.shape[dim]
     x_col, y_col = (x.stride(dim), y.stride(dim)) if n_cols > 1 else (1, 1)
     # neighbors along one dimension that is not the batch's, also where both merge
-    inner = [size for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True) if stride == 1 and size > 1]
-    of_batch = dim != 0 and not inner
-    n_rows = inner[0] if inner and x_row == 1 and x_col != 1 else n_rows
+    inner = [x.shape[d] for d in range(1, x.dim()) if d != dim and x.stride(d) == 1 and x.shape[d] > 1]
+    n_rows, of_batch = (inner[0], False) if inner else (n_rows, dim != 0)
     return strided.strided_is_faster(n_cols, n_rows, of_batch, x_row == 1, x_col == 1, y_col == 1)
 
 

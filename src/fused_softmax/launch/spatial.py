@@ -22,7 +22,7 @@ from .compile import Kernel, Launch, kernel_loader, launch_options
 from .context import is_batch_invariant
 from .device import device_of
 from .folding import alignment_of
-from .layout import empty
+from .layout import DTYPE_NAMES, empty
 from .torch_private import current_device, current_stream
 
 
@@ -91,7 +91,7 @@ def problem_of(
         if t.data_ptr() % 16:
             vec = 1
     in_phase = _in_phase(tensors, inner)
-    dtypes = [str(t.dtype).removeprefix("torch.") for t in (tensors[0], tensors[-1])]
+    dtypes = [DTYPE_NAMES[t.dtype] for t in (tensors[0], tensors[-1])]
     return SpatialProblem(
         n_cols, inner, dtypes[0], dtypes[1], vec, backward, log, batch_invariant, whole_sectors, in_phase
     )

@@ -101,8 +101,24 @@ DEVICES = {name: row[0] for name, row in _HARDWARE.items()}
 DEVICES["interpreter"] = Device("interpreter", "interpreter", max_cluster=16)
 
 
+class _Dtypes:
+    """What follows from the dtypes of a problem."""
+
+    dtype: str
+    out_dtype: str
+
+    @property
+    def full_vec(self) -> int:
+        return VECTOR_BYTES // min(ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype])
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of the narrowest element."""
+        return VECTOR_BYTES // self.full_vec
+
+
 @dataclass(frozen=True)
-class Problem:
+class Problem(_Dtypes):
     """One row-wise operation, without its number of rows.
 
     vec: every row of every tensor starts at a multiple of so many elements (a power of two, at most 16 bytes of the
@@ -118,18 +134,9 @@ class Problem:
     backward: bool = False
     log: bool = False
 
-    @property
-    def full_vec(self) -> int:
-        return VECTOR_BYTES // min(ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype])
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of the narrowest element."""
-        return VECTOR_BYTES // self.full_vec
-
 
 @dataclass(frozen=True)
-class SpatialProblem:
+class SpatialProblem(_Dtypes):
     """One softmax over n_cols of a tensor (outer, n_cols, inner), without `outer`.
 
     vec: every run of `inner` elements of every tensor starts at a multiple of so many elements (a power of two, at most
@@ -148,15 +155,6 @@ class SpatialProblem:
     batch_invariant: bool = False
     whole_sectors: bool = True
     in_phase: bool = False
-
-    @property
-    def full_vec(self) -> int:
-        return VECTOR_BYTES // min(ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype])
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of the narrowest element."""
-        return VECTOR_BYTES // self.full_vec
 
     @property
     def widest(self) -> int:
