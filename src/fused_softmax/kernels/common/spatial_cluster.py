@@ -187,8 +187,11 @@ def exchange_with_sums(m, s, t, u, CTAS: tl.constexpr, THREADS: tl.constexpr, PT
         MERGE: tl.constexpr = _merge_ptx(CTAS, INNER, 4, THREADS)
         tl.inline_asm_elementwise(MERGE, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
         GET: tl.constexpr = _get_ptx(4)
-        FOUR: tl.constexpr = (tl.float32, tl.float32, tl.float32, tl.float32)
-        return tl.inline_asm_elementwise(GET, "=f,=f,=f,=f,r,f", [place, m], dtype=FOUR, is_pure=False, pack=1)
+        # the dtypes stand here: Triton 3.9 does not take them as a constexpr
+        return tl.inline_asm_elementwise(
+            GET, "=f,=f,=f,=f,r,f", [place, m], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False,
+            pack=1,
+        )  # fmt: skip
     else:
         top = tl.max(m, 0)[None, :]
         return top, tl.sum(s * exp(m - top), 0)[None, :], tl.sum(t, 0)[None, :], tl.sum(u, 0)[None, :]
