@@ -117,7 +117,7 @@ programs: $(READY)
 # tests marked `extended`
 extended: $(READY)
 	$(PIP) install -q -r requirements/browser.txt
-	FUSED_SOFTMAX_EXTENDED=1 TRITON_INTERPRET=1 $(RUN) -m pytest -q $(SPREAD) -m "extended and not compiled and not gpu"
+	FUSED_SOFTMAX_EXTENDED=1 TRITON_INTERPRET=1 $(RUN) -m pytest -q $(SPREAD) -m "extended and not compiled and not gpu" $(ARGS)
 
 # wheel and source distribution, built into dist/ and installed into an empty environment, extra by extra
 packages: $(READY)

@@ -7,7 +7,9 @@ added in another order: that is what `batch_invariant()` rules out.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from cases import REGIMES, dtype_id, logits, softmax_by
 
 import fused_softmax as fs
 from fused_softmax.launch import masked_softmax, masks
+from fused_softmax.launch.context import is_batch_invariant
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.layout import gradient_buffer, problem_of, rows_of
 from fused_softmax.launch.softmax import softmax_launch
@@ -291,3 +294,72 @@ def test_a_mask_is_read_alike_for_a_batch_and_for_one_of_its_rows(n_cols, stride
         _, flags, _ = masks.describe_mask(mask[batch], x[batch], chosen, rows)
         vectors.append(dict(flags)["MASK_VEC"])
     assert vectors[0] == vectors[1] and (vectors[0] == 1) == (n_cols % 2 == 1)
+
+
+def test_it_decorates_functions_of_every_kind():
+    seen = []
+
+    @fs.batch_invariant()
+    def function(n):
+        return is_batch_invariant(), n
+
+    @fs.batch_invariant()
+    async def coroutine():
+        await asyncio.sleep(0)
+        return is_batch_invariant()
+
+    @fs.batch_invariant()
+    def generator():
+        try:
+            for step in range(3):
+                sent = yield is_batch_invariant()
+                seen.append((step, sent, is_batch_invariant()))
+        except KeyError:
+            seen.append(("thrown", is_batch_invariant()))
+            yield "caught"
+        finally:
+            seen.append(("end", is_batch_invariant()))
+        return "done"
+
+    @fs.batch_invariant()
+    async def asynchronous():
+        try:
+            while True:
+                sent = yield is_batch_invariant()
+                seen.append((sent, is_batch_invariant()))
+        finally:
+            seen.append(("closed", is_batch_invariant()))
+
+    async def use():
+        steps = asynchronous()
+        found = [await steps.__anext__(), is_batch_invariant(), await steps.asend(5)]
+        await steps.aclose()
+        return found
+
+    assert function(3) == (True, 3) and asyncio.run(coroutine()) is True
+    steps = generator()
+    assert next(steps) is True and not is_batch_invariant() and steps.send("a") is True
+    assert steps.throw(KeyError) == "caught" and not is_batch_invariant()
+    with pytest.raises(StopIteration) as stop:
+        next(steps)
+    assert stop.value.value == "done"
+    assert seen == [(0, "a", True), ("thrown", True), ("end", True)] and not is_batch_invariant()
+    seen.clear()
+    assert asyncio.run(use()) == [True, False, True] and seen == [(5, True), ("closed", True)]
+
+
+def test_a_generator_that_holds_it_may_be_closed_in_another_thread():
+    def held():
+        with fs.batch_invariant():
+            yield
+
+    steps, failed = held(), []
+    next(steps)
+    thread = threading.Thread(target=lambda: failed.append(steps.close()))
+    thread.start()
+    thread.join()
+    assert failed == [None]
+    with fs.batch_invariant():  # this thread still holds it, as the block was left elsewhere
+        assert is_batch_invariant()
+    fs.batch_invariant().__exit__()
+    assert not is_batch_invariant()

@@ -23,8 +23,9 @@ from fused_softmax.lab.bench.systems import systems_for
 from fused_softmax.lab.fuzz import draw as fuzz
 from fused_softmax.lab.fuzz.judge import evaluate
 from fused_softmax.lab.record import header
-from fused_softmax.launch import availability, device, prepared_calls
+from fused_softmax.launch import availability, device, layout, prepared_calls
 from fused_softmax.launch import compile as launch
+from fused_softmax.torch_ops import route
 
 # kernel -> its module
 OF_SOFTMAX = {
@@ -458,3 +459,37 @@ def test_a_torch_without_a_private_symbol(monkeypatch):
     assert torch_private._required("_C._no_such_symbol", torch_private._nothing)() is None
     error = device.triton_error.__wrapped__()
     assert error is not None and "torch._C._no_such_symbol" in error
+
+
+@pytest.mark.interpreted
+def test_rows_that_the_kernels_cannot_count_are_torchs(monkeypatch):
+    """By every way in, and for every op; here rows of more than 100 columns."""
+    for module in (layout, prepared_calls, route):
+        monkeypatch.setattr(module, "MAX_COLS", 100)
+    x, image = torch.randn(4, 120, requires_grad=True), torch.randn(2, 120, 6, requires_grad=True)
+    target, of_image = torch.randint(0, 120, (4,)), torch.randint(0, 120, (2, 6))
+    operators = torch.ops.fused_softmax
+    calls = {
+        "softmax": (lambda: fs.softmax(x, -1), lambda: torch.softmax(x, -1)),
+        "image": (lambda: fs.log_softmax(image, 1), lambda: torch.log_softmax(image, 1)),
+        "operator": (lambda: operators.softmax(x, -1), lambda: torch.softmax(x, -1)),
+        "logsumexp": (lambda: operators.logsumexp(x, [-1]), lambda: torch.logsumexp(x, -1)),
+        "masked": (lambda: fs.masked_softmax(x, x.detach() > 0), lambda: torch.softmax(x.where(x > 0, -torch.inf), -1)),
+        "loss": (lambda: fs.cross_entropy(x, target), lambda: F.cross_entropy(x, target)),
+        "image's loss": (lambda: fs.cross_entropy(image, of_image), lambda: F.cross_entropy(image, of_image)),
+        "logprobs": (
+            lambda: fs.token_logprobs(x, target), lambda: torch.log_softmax(x, -1).gather(1, target[:, None])[:, 0]
+        ),
+    }  # fmt: skip
+    with fs.patch():
+        patched = torch.softmax(x, -1), torch.autograd.grad(torch.softmax(image, 1).square().sum(), image)[0]
+    calls["patched"] = (lambda: patched[0], lambda: torch.softmax(x, -1))
+    wanted = torch.autograd.grad(torch.softmax(image, 1).square().sum(), image)[0]
+    torch.testing.assert_close(patched[1], wanted)
+    for name, (ours, torchs) in calls.items():
+        torch.testing.assert_close(ours(), torchs(), msg=lambda said, name=name: f"{name}: {said}")
+        of = image if "image" in name else x
+        gradients = [torch.autograd.grad(call().square().sum(), of)[0] for call in (ours, torchs)]
+        torch.testing.assert_close(*gradients, msg=lambda said, name=name: f"{name}: {said}")
+    for op in ("softmax", "logsumexp", "masked_softmax", "cross_entropy", "token_logprobs"):
+        assert fs.plan_for(x.detach(), op=op).reason == "unsupported", op

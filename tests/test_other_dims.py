@@ -11,6 +11,7 @@ from cases import SENTINEL, assert_contract, edge_rows, logits
 
 import fused_softmax as fs
 from fused_softmax.launch import cross_entropy_spatial, logsumexp, spatial
+from fused_softmax.launch import softmax as launch_softmax
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.options import CrossEntropy
 from fused_softmax.planning.spatial import (
@@ -20,7 +21,7 @@ from fused_softmax.planning.spatial import (
     plan_spatial_statistics,
     resident_plan,
 )
-from fused_softmax.planning.strided import strided_is_faster
+from fused_softmax.planning.strided import StridedRows, strided_is_faster, strided_plan
 from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem
 
 pytestmark = pytest.mark.interpreted
@@ -510,12 +511,17 @@ def test_parts_keep_the_gpu_busy_whatever_the_number_of_positions():
     assert len({programs(50257, inner, batch_invariant=True)[1] for inner in (32, 1024, 65536)}) == 1
 
 
+TRANSPOSED = StridedRows(300, 64, False, along_rows=True, along_cols=False, out_along_cols=True)
+CROPPED = TRANSPOSED._replace(out_along_cols=False)
+
+
 def test_few_long_transposed_rows_are_copied_first():
     def strided(n_rows: int, n_cols: int) -> bool:
-        return strided_is_faster(n_cols, n_rows, of_batch=False, along_rows=True, along_cols=False, out_along_cols=True)
+        return strided_is_faster(TRANSPOSED._replace(n_cols=n_cols, n_rows=n_rows))
 
-    assert strided(8192, 16384) and strided(4096, 1959) and strided(1760, 128) and strided(4, 100)
-    assert not strided(32, 296854) and not strided(2296, 10450) and not strided(1760, 1959) and not strided(6, 1818)
+    assert strided(8192, 20000) and strided(1024, 8192) and strided(1760, 1959) and strided(513, 2048)
+    assert strided(64, 256) and strided(4, 100)
+    assert not strided(32, 296854) and not strided(513, 4096) and not strided(1024, 20000) and not strided(6, 1818)
     x = torch.randn(2, 2500, 3).transpose(1, 2)
     assert "after a copy" in fs.plan_for(x, -1).why
     assert_contract(fs.softmax(x, -1), x, -1)
@@ -523,13 +529,46 @@ def test_few_long_transposed_rows_are_copied_first():
 
 def test_narrow_crops_of_few_columns_are_copied_first():
     def strided(n_rows: int, n_cols: int, of_batch: bool = False) -> bool:
-        return strided_is_faster(n_cols, n_rows, of_batch, along_rows=True, along_cols=False, out_along_cols=False)
+        return strided_is_faster(CROPPED._replace(n_cols=n_cols, n_rows=n_rows, of_batch=of_batch))
 
     assert not strided(8, 12) and strided(8, 17) and strided(64, 4) and strided(8, 5, of_batch=True)
-    assert strided(1848, 64) and not strided(1848, 69)  # a copy is faster than to read crops twice
+    assert strided(1848, 256) and not strided(1848, 257)  # a copy is as fast as to read crops twice
     x = torch.randn(3, 5, 6, 16)[..., :8]
     assert "after a copy" in fs.plan_for(x, 1).why
     assert_contract(fs.softmax(x, 1), x, 1)
+
+
+@pytest.mark.parametrize("n_cols", (2, 5, 12, 40, 100, 200))
+@pytest.mark.parametrize("of", (TRANSPOSED, CROPPED, TRANSPOSED._replace(along_rows=False, along_cols=True)))
+def test_strided_tiles_keep_few_elements_of_many_rows(of, n_cols):
+    plan = strided_plan(of._replace(n_cols=n_cols, n_rows=4096, out_along_cols=False))
+    assert plan.rows >= 16 and plan.chunks == 1 and n_cols <= plan.vectors_per_chunk < 2 * n_cols
+    assert 512 <= plan.rows * plan.vectors_per_chunk <= 4096
+    assert 512 <= plan.rows * plan.vectors_per_chunk // plan.num_warps <= 1024
+
+
+@pytest.mark.parametrize("n_cols", (3, 60, 200, 700))
+@pytest.mark.parametrize("n_rows", (3, 200, 5000))
+def test_rows_cut_from_transposed_rows_have_their_plan(n_rows, n_cols):
+    """Whatever their number: it may be any part of a batch."""
+    whole = torch.empty(n_cols, n_rows, device="meta").t()
+    of = {
+        launch_softmax._strided_rows(whole[:n], torch.empty(n, n_cols, device="meta"), 1)
+        for n in (1, 2, n_rows // 2, n_rows)
+    }
+    assert len(of) == 1 and {o.of_batch for o in of} == {True}
+    # a batch next to rows that are neighbors, which merge in memory
+    both = torch.empty(n_cols, 7 * n_rows, device="meta").view(n_cols, 7, n_rows).permute(1, 2, 0)
+    of = {launch_softmax._strided_rows(both[:n], torch.empty(n, n_rows, n_cols, device="meta"), 2) for n in (1, 2, 7)}
+    assert {(o.n_rows, o.of_batch) for o in of} == {(n_rows, False)}
+
+
+def test_channels_last_of_few_columns_have_our_kernel(monkeypatch):
+    """torch is as fast for short rows whose result are rows, too; here columns of the result lie apart."""
+    monkeypatch.setattr(launch_softmax, "describe", lambda _: DEVICES["sm_90"])
+    x = torch.empty(2, 3, 16, 16).to(memory_format=torch.channels_last)
+    assert launch_softmax.torch_is_faster_reason(x, 1, x.dtype) is None
+    assert launch_softmax.torch_is_faster_reason(x.permute(0, 2, 3, 1), -1, x.dtype)
 
 
 def test_empty_and_bad_input():

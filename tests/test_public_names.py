@@ -26,7 +26,7 @@ NAMES = {
     "TokenStatistics": (
         "(logprobs: ForwardRef('Tensor'), entropy: ForwardRef('Tensor | None'), logsumexp: ForwardRef('Tensor | None'))"
     ),
-    "batch_invariant": "() -> 'Iterator[None]'",
+    "batch_invariant": "()",
     "cross_entropy": (
         "(input: 'Tensor', target: 'Tensor', weight: 'Tensor | None' = None, size_average: 'bool | None' "
         "= None, ignore_index: 'int' = -100, reduce: 'bool | None' = None, reduction: 'str' = 'mean', "

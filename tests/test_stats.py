@@ -46,7 +46,7 @@ def test_a_call_is_counted_by_op_and_path(op: str):
 
 @pytest.mark.interpreted
 def test_every_op_of_the_registry_is_counted():
-    # a new op enters torch_ops from functional or losses by a name that stats finds: direct_<op> or <op>_of
+    # a new op enters torch_ops from functional or losses, and stats lists the functions
     entered = {name for module in (functional, losses) for name in vars(module) if name.endswith("_of")}
     for op in OPS:
         assert f"{op.removeprefix('log_')}_of" in entered, op
@@ -114,3 +114,16 @@ def test_without_a_handler_nothing_is_printed():
     code = "import torch, fused_softmax; fused_softmax.softmax(torch.zeros(2, dtype=torch.float64))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT / "src")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.interpreted
+def test_out_and_several_dimensions_are_counted_as_their_ops():
+    x = X.view(3, 2, 4)
+    with fs.stats() as counted:
+        fs.log_softmax(X, -1, out=torch.empty_like(X))
+        fs.logsumexp(x, (0, 1))
+        fs.logsumexp(x.double(), (0, 1))
+        fs.logsumexp(x, (2,))
+    assert counted.calls == {
+        ("log_softmax", "warp"): 1, ("logsumexp", "called"): 1, ("logsumexp", "torch"): 1, ("logsumexp", "warp"): 1
+    }  # fmt: skip

@@ -47,7 +47,8 @@ def cross_entropy(
 
     Args:
         input: The logits: (C,), (N, C) or (N, C, d1, ...). float16, bfloat16 and float32 run our kernels on a GPU; the
-            rest runs torch's. Classes that are not contiguous in memory, as in (N, C, d1, ...), are copied first.
+            rest runs torch's. (N, C, d1, ...) is read as it lies, and copied first only where it folds neither to rows
+            nor to planes.
         target: int64 or uint8 class indices of shape (), (N,) or (N, d1, ...), in [0, C) or ignore_index. Probabilities
             of the logits' shape and a floating dtype run torch's.
         weight: (C,) of the logits' dtype or float32. The mean divides by the weights of the targets that count.
@@ -61,7 +62,7 @@ def cross_entropy(
         inplace_backward: Writes the gradient over the logits, which saves memory of their size. The logits hold nothing
             of use afterwards, and there is one backward. An upstream gradient other than 1 multiplies the rounded
             gradient. It has no effect for reduction "none", for weights together with smoothing, for logits that are
-            copied first, and under torch.compile.
+            copied first, for rows that do not fit on chip, and under torch.compile.
 
     Returns:
         A scalar, or for "none" a tensor of target's shape. It is float32, or float64 for float64 logits; torch returns

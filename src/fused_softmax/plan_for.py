@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .launch.availability import KernelUnavailable
 from .planning.types import Plan
 from .torch_ops.route import PLANNED, Fallback, PlanRequest
 
@@ -62,7 +63,10 @@ def plan_for(
             importlib.import_module(f".torch_ops.{file}", __package__)
     if op not in PLANNED:
         raise ValueError(f"plan_for() knows {', '.join(sorted(PLANNED))}, not {op!r}")
-    return PLANNED[op](PlanRequest(x, dim, _index(x, dim), dtype, mask, backward, linear_weight))
+    try:
+        return PLANNED[op](PlanRequest(x, dim, _index(x, dim), dtype, mask, backward, linear_weight))
+    except KernelUnavailable as error:  # such as rows of more columns than the kernels count
+        return Fallback(str(error))
 
 
 def _index(x: Tensor, dim: Any) -> int | None:

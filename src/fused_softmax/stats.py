@@ -15,10 +15,16 @@ import torch
 from . import functional, losses
 from .plan_for import plan_for
 from .torch_ops import aten_kernels
-from .torch_ops.route import PLANNED
 
-# what enters the routes of torch_ops: functions of these modules that are named direct_<op> or <op>_of
-_PUBLIC: tuple[ModuleType, ...] = (functional, losses)
+# what enters the routes of torch_ops: the op; where it is called; the functions that return None to hand a call on
+# to the next, and those that do not
+_ROUTES: tuple[tuple[str, ModuleType, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("softmax", functional, ("direct_softmax", "direct_out"), ("softmax_of",)),
+    ("logsumexp", functional, ("direct_logsumexp",), ("logsumexp_of",)),
+    ("masked_softmax", functional, (), ("masked_softmax_of",)),
+    ("cross_entropy", losses, ("direct_cross_entropy",), ("cross_entropy_of",)),
+    ("token_logprobs", losses, ("direct_token_logprobs",), ("token_logprobs_of",)),
+)
 _INPUTS = ("x", "logits", "input")
 
 _lock = threading.Lock()
@@ -29,11 +35,13 @@ _replaced: list[tuple[ModuleType, str, Callable[..., Any]]] = []
 class stats:
     """Counts the calls of this package by op and path: a context manager, for a look at a program.
 
-    A path is the regime of the kernel that ran ("warp", "block", "cluster", "two_pass", "strided"), "torch" where
-    PyTorch's own kernel ran, or "empty". Calls that `patch()` takes over are counted as "softmax, patched" and the
-    like, their gradients as "softmax gradient, patched". Counting asks `plan_for` about each call, so it costs host
-    time while it is active, and nothing before and after. It counts the calls of all threads. A function that
-    torch.compile has traced is not counted when its graph runs.
+    A path is the regime of the kernel that ran ("warp", "block", "cluster", "two_pass", "strided", and over a dimension
+    that is not the last "spatial", "spatial_cluster", "spatial_two_pass"), "torch" where PyTorch's own kernel ran,
+    "empty", or "called" where our kernel ran over several dimensions. Calls that `patch()` takes over are counted as
+    "softmax, patched" and the like, their gradients as "softmax gradient, patched"; those with out= are not. Neither
+    are the losses of linear layers, the ops of `parallel`, and what torch.compile has traced when its graph runs.
+    Counting asks `plan_for` about each call, so it costs host time while it is active, and nothing before and after.
+    It counts the calls of all threads.
 
     Attributes:
         calls: the number of calls by (op, path).
@@ -74,12 +82,15 @@ class stats:
 def _count(name: str, op: str, x: Any, given: dict[str, Any]) -> None:
     """Count one call of `op`, whose path is that of such arguments."""
     known = {key: given[key] for key in ("dim", "dtype", "mask", "backward") if given.get(key) is not None}
-    found = plan_for(x, op=op, **known) if op in PLANNED else None
-    path = "called" if found is None else found.regime
+    several = isinstance(given.get("dim"), (tuple, list))
+    if several:  # plan_for takes one, which says whose kernel runs
+        known["dim"], several = given["dim"][-1] if given["dim"] else -1, len(given["dim"]) != 1
+    found = plan_for(x, op=op, **known)
+    path = "called" if several and found.regime != "torch" else found.regime
     with _lock:
         for counted in _active:
             counted.calls[name, path] += 1
-            if found is not None and path == "torch":
+            if path == "torch":
                 reasons = counted.reasons.setdefault(name, [])
                 if found.why not in reasons:
                     reasons.append(found.why)
@@ -109,12 +120,11 @@ def _watch_patched(op: str, x: Any, **given: Any) -> None:
 
 
 def _install() -> None:
-    for module in _PUBLIC:
-        for name, value in list(vars(module).items()):
-            direct, of = name.startswith("direct_"), name.endswith("_of")
-            if (direct or of) and getattr(value, "__module__", "").startswith(f"{__package__}.torch_ops."):
-                _replaced.append((module, name, value))
-                setattr(module, name, _watched(name.removeprefix("direct_").removesuffix("_of"), value, direct))
+    for op, module, direct, others in _ROUTES:
+        for name in (*direct, *others):
+            function = getattr(module, name)
+            _replaced.append((module, name, function))
+            setattr(module, name, _watched(op, function, name in direct))
     aten_kernels.watch = _watch_patched
 
 

@@ -121,7 +121,7 @@ def unmasked_of(p: Plan) -> str:
 
 @pytest.mark.parametrize("table", TABLES, ids=str)
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_every_rung_is_chosen_by_some_width(table, itemsize):
+def test_every_config_is_chosen_by_some_width(table, itemsize):
     target, backward, log = table
     dtype = {2: "bfloat16", 4: "float32"}[itemsize]
     configs, below = TABLES[table][itemsize], config_tables.WARP_COLS[itemsize]
@@ -153,7 +153,7 @@ def test_every_rung_is_chosen_by_some_width(table, itemsize):
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_every_tile_rung_is_chosen_by_some_width(itemsize):
+def test_every_warp_config_is_chosen_by_some_width(itemsize):
     dtype, vec, below = {2: "bfloat16", 4: "float32"}[itemsize], 16 // itemsize, 0
     configs = config_tables.WARP[itemsize]
     for config in configs:
@@ -211,9 +211,9 @@ def broken(q: Problem, d: Device, p: Plan) -> str | None:
     if p.regime == "two_pass" and p.unpredicated_chunks:
         return "stream masks every chunk of a step"
     if p.smem_staged and (p.smem_staged > p.unpredicated_chunks or p.vec < q.full_vec or p.ctas == 1):
-        return "only whole chunks of vectors are parked, on a cluster"
+        return "only whole chunks of vectors are staged, on a cluster"
     if p.smem_staged * p.vectors_per_chunk * 16 * (2 if q.backward and p.prefetched_chunks is None else 1) > 47 << 10:
-        return "more parked than a kernel may declare"
+        return "more staged than a kernel may declare"
     if p.resident_chunks and p.regime != "two_pass" or p.prefetched_chunks and not (q.backward and q.log):
         return "rows that are walked twice keep chunks, and only log_softmax's gradient reads y late"
     # a row may start anywhere, so any head that is shorter than a vector

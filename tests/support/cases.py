@@ -38,7 +38,7 @@ def logits(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
 
 
 def regimes_for(*widths: int) -> list[tuple[str, int]]:
-    """Every (regime, n_cols) of these widths: the tile regime is made for rows of one warp, the others hold any."""
+    """Every (regime, n_cols) of these widths: the warp regime is made for rows of one warp, the others hold any."""
     return [(regime, n_cols) for n_cols in widths for regime in REGIMES if regime != "warp" or n_cols <= WARP_MAX_COLS]
 
 

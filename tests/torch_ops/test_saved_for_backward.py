@@ -152,3 +152,50 @@ def test_images_whose_hooks_give_them_back_with_other_strides(reduction):
         loss = fs.cross_entropy(x, target, reduction=reduction).sum()
     for _ in range(2):
         torch.testing.assert_close(torch.autograd.grad(loss, x, retain_graph=True)[0], wanted.float())
+
+
+def hidden():
+    return torch.randn(6, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True), torch.randint(0, 40, (6,))
+
+
+def rows():
+    return torch.randn(6, 40, requires_grad=True), torch.randint(0, 40, (6,))
+
+
+WITH_VECTORS = {
+    "token_logprobs": lambda: (fs.token_logprobs, (*rows(),), dict(temperature=torch.rand(6) + 0.5)),
+    "linear_token_logprobs": lambda: (fs.linear_token_logprobs, hidden(), dict(temperature=torch.rand(6) + 0.5)),
+    "linear_cross_entropy": lambda: (fs.linear_cross_entropy, hidden(), dict(weight=torch.rand(40))),
+    "linear_cross_entropy, none": lambda: (
+        fs.linear_cross_entropy, hidden(), dict(weight=torch.rand(40), reduction="none")
+    ),
+    "cross_entropy": lambda: (fs.cross_entropy, rows(), dict(weight=torch.rand(40), label_smoothing=0.1)),
+    "cross_entropy, none": lambda: (
+        fs.cross_entropy, rows(), dict(weight=torch.rand(40), label_smoothing=0.1, reduction="none")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WITH_VECTORS)
+def test_vectors_whose_hooks_give_them_back_with_other_strides(case):
+    """The kernels take their addresses alone."""
+    call, arguments, options = WITH_VECTORS[case]()
+    leaves = [t for t in arguments if t.requires_grad]
+    wanted = torch.autograd.grad(call(*arguments, **options).sum(), leaves)
+    with saved_tensors_hooks(lambda t: t, lambda t: t.repeat_interleave(2, -1)[::2] if t.dim() == 1 else t):
+        loss = call(*arguments, **options).sum()
+    for _ in range(2):  # the second makes again what the forward wrote
+        for found, want in zip(torch.autograd.grad(loss, leaves, retain_graph=True), wanted, strict=True):
+            torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("layout", (torch.contiguous_format, torch.channels_last))
+@pytest.mark.parametrize("upstream", (1.0, 0.3))
+def test_an_images_gradient_is_written_over_its_logits(upstream, layout):
+    leaf = torch.randn(2, 5, 4, 3).to(memory_format=layout).requires_grad_()
+    target = torch.randint(0, 5, (2, 4, 3))
+    (wanted,) = torch.autograd.grad(fs.cross_entropy(leaf, target) * upstream, leaf)
+    x = leaf * 1.0
+    (dx,) = torch.autograd.grad(fs.cross_entropy(x, target, inplace_backward=True) * upstream, x)
+    assert dx.data_ptr() == x.data_ptr()
+    torch.testing.assert_close(dx, wanted)

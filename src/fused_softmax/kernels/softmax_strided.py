@@ -4,9 +4,9 @@
 
 A program takes ROWS neighboring rows and reduces their columns online, COLS at a time. Triton lays out the tile by the
 strides that are 1, so memory is read along rows or columns, whichever are contiguous. Each element of the tile has its
-own (max, sum). The plan chooses this kernel for any dim except the last, and for views that do not fold into rows of
-one stride. Where one step holds all columns, the input is read once. Elsewhere it is read twice, the second time from
-L2 if L2 still holds it.
+own (max, sum). The plan chooses this kernel for views that fold neither to rows nor to planes, where that is faster
+than to copy them first. Where one step holds all columns, the input is read once. Elsewhere it is read twice, the
+second time from L2 if L2 still holds it.
 """
 
 from __future__ import annotations

@@ -161,6 +161,15 @@ def shard_gradient(
     run((x, dx), vectors, (ignore_index, 3, start, 0.0, 1.0 if softcap is None else softcap, 0.0))
 
 
+def restored_loss(op: CrossEntropy, real: torch.dtype = torch.float32) -> CrossEntropy:
+    """`op` with its tensors as they were saved, whatever a hook of saved tensors made of them."""
+    weight, weight_sum, denominator = (
+        None if t is None else restored(t, real) for t in (op.weight, op.weight_sum, op.denominator)
+    )
+    target = restored(op.target, torch.int64)
+    return op._replace(target=target, weight=weight, weight_sum=weight_sum, denominator=denominator)
+
+
 def scale_unless_one(dx: Tensor, g: Tensor) -> None:
     """dx *= g ([1], or [n_rows]; float32), where g is not 1."""
     launch_rows(SCALE_UNLESS_ONE, (dx,), (g,), (int(g.numel() > 1),), ())

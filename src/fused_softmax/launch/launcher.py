@@ -285,7 +285,7 @@ def prepare_flat(kernel: Kernel, dtypes: tuple[torch.dtype, ...], flags: Flags, 
 
         return interpreted
     index = on.get_device()
-    key = (kernel, flags, index, dtypes)
+    key = (kernel, flags, num_warps, index, dtypes)
     run = _flat.get(key)
     if run is None:
         with compiling.lock, on_device(index):

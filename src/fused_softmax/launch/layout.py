@@ -150,11 +150,10 @@ def problem_of(*tensors: Tensor, batch_invariant: bool = False, backward: bool =
     """The Problem of row tensors (n_rows, n_cols) with contiguous columns; the last is the output.
 
     A single row has the stride of the tensor that it was taken from, and is planned as that tensor's rows are.
-    NotImplementedError for rows of more than MAX_COLS columns.
+    KernelUnavailable for rows of more than MAX_COLS columns.
     """
     n_cols = tensors[0].shape[1]
-    if n_cols > MAX_COLS:
-        raise NotImplementedError(f"rows of {n_cols} columns: the kernels count a row's columns in 32 bits")
+    expect_countable(n_cols)
     item = min(t.element_size() for t in tensors)
     full = 16 // item
     phases, vec = set(), alignment_of(n_cols, full)
@@ -166,6 +165,12 @@ def problem_of(*tensors: Tensor, batch_invariant: bool = False, backward: bool =
     in_phase = len(phases) == 1 and not batch_invariant
     dtypes = [DTYPE_NAMES[t.dtype] for t in (tensors[0], tensors[-1])]
     return Problem(n_cols, dtypes[0], dtypes[1], vec, in_phase=in_phase, backward=backward, log=log)
+
+
+def expect_countable(n_cols: int) -> None:
+    """KernelUnavailable for rows of more columns than the kernels count."""
+    if n_cols > MAX_COLS:
+        raise KernelUnavailable(f"rows of {n_cols} columns: the kernels count a row's columns in 32 bits")
 
 
 def row_stride(t: Tensor) -> int:

@@ -92,7 +92,7 @@ class Projection:
 
     def logits(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """(a chunk's rows, its logits, memory for the gradient of these), one chunk after another."""
-        rows, early = self.chunks.rows, self._early
+        rows, early, self._early = self.chunks.rows, self._early, 0
         memory = self._allocated() if self._memory is None else self._memory
         own = memory if self.shares or not any(self.needs) else self.x.new_empty(memory.shape)
         self._memory = None

@@ -213,6 +213,7 @@ def statistics_backward(
     moments = restored(moments, _REAL if by_moments else moments.dtype)
     ids = None if ids is None else restored(ids, torch.int64)
     entropy = None if entropy is None else restored(entropy, _REAL)
+    scale = restored(scale, _REAL) if isinstance(scale, Tensor) else scale
     vectors = tuple(
         moments if v is None else v
         for v in (
@@ -266,9 +267,10 @@ def gradient_of_rows(g: Tensor, x: Tensor, lse: Tensor) -> Tensor:
 def logsumexp_forward(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     """logsumexp of x over dims (rising, each in [0, x.dim())) in x's dtype. x is not empty."""
     kept, folded = _folded(x, dims)
-    lse = logsumexp_of_rows(folded)
     shape = [1 if d in dims else size for d, size in enumerate(x.shape)] if keepdim else [x.shape[d] for d in kept]
-    return lse.view(shape)
+    lse = torch.empty(shape, dtype=x.dtype, device=x.device)  # no view, which could not be changed in place
+    write_statistics(folded, (pointer(x)(lse), None, None), None, 1.0, False, rounded=True)
+    return lse
 
 
 def logsumexp_backward(g: Tensor, x: Tensor, lse: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -22,7 +22,7 @@ from ..planning.types import Device, Plan
 from . import compile as compiling
 from . import spatial
 from .availability import KernelUnavailable
-from .compile import Launch, kernel_loader
+from .compile import Launch, kernel_loader, launch_options
 from .context import is_batch_invariant
 from .device import describe
 from .folding import as_planes, folded, merge_dims
@@ -101,6 +101,8 @@ def softmax_launch(
 def torch_is_faster_reason(x: Tensor, dim: int, out_dtype: torch.dtype) -> str | None:
     """Why torch's own kernel is the better choice for x's rows over dim, or None where ours is; x is on a GPU."""
     if x.dim() == 0 or x.shape[dim] >= 8 or x.numel() == 0:
+        return None
+    if math.prod(x.shape[dim % x.dim() + 1 :]) != 1:  # such as channels_last, whose output has columns apart
         return None
     x_rows = as_rows(x, dim % x.dim())
     device = describe(x.device)
@@ -210,34 +212,46 @@ def softmax_backward(
     return dx
 
 
-def _row_dims(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:
-    """(size, x's stride, y's stride) of the fewest dimensions that hold the rows of both; the strided kernel takes
-    three."""
-    return merge_dims([(x.shape[d], x.stride(d), y.stride(d)) for d in range(x.dim()) if d != dim and x.shape[d] != 1])
+def _row_dims(x: Tensor, y: Tensor, dim: int, first: int = 0) -> list[tuple[int, ...]]:
+    """(size, x's stride, y's stride) of the fewest dimensions that hold the rows of both, from dimension `first` on.
+
+    A batch of one stays where it was cut from rows that are neighbors in memory, as its stride tells.
+    """
+    sizes, x_strides, y_strides = x.shape, x.stride(), y.stride()
+    kept = [d for d in range(first, x.dim()) if d != dim and (sizes[d] != 1 or (d == 0 and x_strides[d] == 1))]
+    return merge_dims([(sizes[d], x_strides[d], y_strides[d]) for d in kept])
 
 
 def takes_strided(x: Tensor, y: Tensor, dim: int) -> bool:
     """Whether the strided kernel can take x to y as they lie, and is faster than to copy x first.
 
-    Not within batch_invariant(): the kernel's tiles follow from the number of rows, those of a copy do not.
+    The kernel takes three dimensions of rows. Not within batch_invariant(): its tiles follow from the number of
+    neighbors, those of a copy do not.
     """
     if is_batch_invariant() or len(_row_dims(x, y, dim)) > 3:
         return False
-    n_rows, x_row, _ = _strided_rows(x, y, dim)[-1]
-    n_cols = x.shape[dim]
-    x_col, y_col = (x.stride(dim), y.stride(dim)) if n_cols > 1 else (1, 1)
-    # neighbors along one dimension that is not the batch's, also where both merge
-    inner = [x.shape[d] for d in range(1, x.dim()) if d != dim and x.stride(d) == 1 and x.shape[d] > 1]
-    n_rows, of_batch = (inner[0], False) if inner else (n_rows, dim != 0)
-    return strided.strided_is_faster(n_cols, n_rows, of_batch, x_row == 1, x_col == 1, y_col == 1)
+    return strided.strided_is_faster(_strided_rows(x, y, dim))
 
 
-def _strided_rows(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:
+def _dims_of_rows(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:
     """The three dimensions of rows, (size, x's stride, y's stride), that the strided kernel takes."""
     merged = _row_dims(x, y, dim)
     # the rows of a tile are the dimension whose neighbors in memory they are, or the innermost
     order = sorted(range(len(merged)), key=lambda i: (merged[i][1] == 1) + (merged[i][2] == 1))
     return ([(1, 0, 0)] * 3 + [merged[i] for i in order])[-3:]
+
+
+def _strided_rows(x: Tensor, y: Tensor, dim: int) -> strided.StridedRows:
+    """The rows as their plan sees them."""
+    n_cols = x.shape[dim]
+    x_col, y_col = (x.stride(dim), y.stride(dim)) if n_cols > 1 else (1, 1)
+    _, *strides = _dims_of_rows(x, y, dim)[-1]
+    # neighbors along one dimension that is not the batch's, also where both merge
+    within = next((size for size, *others in _row_dims(x, y, dim, min(dim, 1)) if others == strides), None)
+    along_rows = strides[0] == 1
+    of_batch = within is None and dim != 0
+    n_rows = (x_col if along_rows else y_col) if of_batch else within or 1
+    return strided.StridedRows(n_cols, n_rows, of_batch, along_rows, x_col == 1, y_col == 1)
 
 
 def planned_elsewhere(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str:
@@ -254,7 +268,7 @@ def planned_elsewhere(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str:
         return str(error)
     pointers = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in (x, y))
     failed = compiling.compile_failure(launch.kernel, pointers, launch.meta, index, launch.args[2:])
-    return failed or launch.failure(index) or _strided_plan(x, y, dim)
+    return failed or launch.failure(index) or strided.strided_plan(_strided_rows(x, y, dim))
 
 
 def _planned_after_copy(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str:
@@ -280,12 +294,6 @@ def planned_backward(y: Tensor, in_dtype: torch.dtype, dim: int, log: bool, on: 
     assert y_rows is not None and dx_rows is not None
     op, flags = softmax_op(log, backward=True)
     return planned(op, (y_rows, y_rows, dx_rows), (), flags, on)
-
-
-def _strided_plan(x: Tensor, y: Tensor, dim: int) -> Plan:
-    n_rows, x_row, _ = _strided_rows(x, y, dim)[-1]
-    x_col = 1 if x.shape[dim] == 1 else x.stride(dim)
-    return strided.strided_plan(n_rows, x.shape[dim], along_cols=x_col == 1 and x_row != 1)
 
 
 def _run_strided(x: Tensor, y: Tensor, dim: int, log: bool) -> None:
@@ -320,15 +328,12 @@ def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | N
 
     x and y have three dimensions of rows at most, as `_row_dims` counts them.
     """
-    outer, middle, (n_rows, x_row, y_row) = _strided_rows(x, y, dim)
+    outer, middle, (n_rows, x_row, y_row) = _dims_of_rows(x, y, dim)
     n_cols, x_col, y_col = x.shape[dim], x.stride(dim), y.stride(dim)
     if n_cols == 1:
         x_col = y_col = 1
-    plan = _strided_plan(x, y, dim)
+    plan = strided.strided_plan(_strided_rows(x, y, dim))
     grid = outer[0] * middle[0] * -(-n_rows // plan.rows)
     args = (x, y, n_rows, n_cols, middle[0], outer[1], middle[1], x_row, x_col, outer[2], middle[2], y_row, y_col)
     meta: dict[str, object] = dict(LOG=log, ROWS=plan.rows, COLS=plan.vectors_per_chunk, ONE_STEP=plan.chunks == 1)
-    meta |= dict(num_warps=plan.num_warps)
-    device = device or device_of(x)
-    meta |= device.options()
-    return Launch(_strided(), (grid,), args, meta)
+    return Launch(_strided(), (grid,), args, meta | launch_options(_strided(), plan, device or device_of(x)))

@@ -22,7 +22,7 @@ from .compile import Kernel, Launch, kernel_loader, launch_options
 from .context import is_batch_invariant
 from .device import device_of
 from .folding import alignment_of
-from .layout import DTYPE_NAMES, empty
+from .layout import DTYPE_NAMES, empty, expect_countable
 from .torch_private import current_device, current_stream
 
 
@@ -82,8 +82,12 @@ PARTS = {
 def problem_of(
     *tensors: Tensor, backward: bool = False, log: bool = False, batch_invariant: bool = False
 ) -> SpatialProblem:
-    """The SpatialProblem of tensors (outer, n_cols, inner) with contiguous inner; the last is the output."""
+    """The SpatialProblem of tensors (outer, n_cols, inner) with contiguous inner; the last is the output.
+
+    KernelUnavailable for columns that the kernels cannot count.
+    """
     _, n_cols, inner = tensors[0].shape
+    expect_countable(n_cols)
     to, vec = tensors[-1], 16 // min(t.element_size() for t in tensors)
     whole_sectors = all(n * to.element_size() % 32 == 0 for n in (inner, to.stride(0), to.stride(1)))
     for t in tensors:

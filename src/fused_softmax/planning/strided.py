@@ -2,50 +2,80 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from .types import Plan, power_of_two
 
-STRIDED_TILE = 4096  # elements of a tile of the strided kernel
-THREAD_ELEMENTS = 32  # of a tile: addresses cost as much as 10 elements
-MOST_WARPS = 4
-LEAST_TILE = 256  # elements
-STEP = 64  # columns of a step, where rows are neighbors
-# a copy first takes 0.75 of torch's time for transposed rows. With as many neighbors one index of the other dimensions
-# keeps the GPU busy, so that the kernel is faster; with half as many, and nothing else, it is as slow as torch
-MANY = 4096
+# elements of a tile, and of a thread in it: addresses cost as much as 10 elements
+TILE, SHORT_TILE, WIDE_TILE, THREAD_ELEMENTS = 1024, 512, 4096, 32
+LEAST_ROWS = 16  # of a tile, so that 32 bytes or more of each column are read
+STEP = 256  # columns of a step
+# columns of one row are neighbors, and of another: up to 512 in one step are twice as fast as in two
+LONG_STEP = 512
+LEAST_TILE = 256  # elements that exist of a tile, or a copy is faster
+MANY, PER_ROW, PER_ROW_OF_MANY = (
+    1024,
+    4,
+    16,
+)  # columns for each neighbor, at most, of fewer than MANY neighbors and of more
 
 
-def strided_plan(n_rows: int, n_cols: int, along_cols: bool) -> Plan:
+class StridedRows(NamedTuple):
+    """Rows with any strides, as a plan sees them.
+
+    n_rows: neighbors along one dimension. of_batch: it is the first, whose size no plan follows: n_rows is then the
+    stride of a column, which rows that are cut from the others keep. along_rows, along_cols, out_along_cols: whether
+    rows, or columns, are neighbors in memory.
+    """
+
+    n_cols: int
+    n_rows: int
+    of_batch: bool
+    along_rows: bool
+    along_cols: bool
+    out_along_cols: bool
+
+
+def strided_plan(of: StridedRows) -> Plan:
     """The plan of rows or columns with any strides: tiles of `rows` rows and `vectors_per_chunk` columns per step.
 
-    n_rows: neighbors of one dimension; along_cols: columns, and not rows, are neighbors in memory.
+    H200, time over torch's for transposed bfloat16 rows, with these tiles and with those of up to 64 columns and 4,096
+    elements that were before: 0.20 and 0.41 at 256 columns, 0.32 and 0.67 at 100, 0.32 and 1.6 at 12.
     """
-    cols = min(power_of_two(n_cols), 1024 if along_cols else STEP)
-    rows = max(1, min(power_of_two(n_rows), STRIDED_TILE // cols))
-    steps = -(-n_cols // cols)
-    warps = max(1, min(MOST_WARPS, rows * cols // (32 * THREAD_ELEMENTS)))
+    along_cols = of.along_cols and not of.along_rows
+    if along_cols and of.out_along_cols:
+        cols = min(power_of_two(of.n_cols), 1024)
+        rows = WIDE_TILE // cols
+    else:
+        longest = LONG_STEP if along_cols and of.n_cols <= LONG_STEP else STEP
+        cols = min(power_of_two(of.n_cols), longest)
+        few = cols <= 8 or (along_cols and cols <= 32)
+        rows = max((SHORT_TILE if few else TILE) // cols, LEAST_ROWS if cols <= STEP else LEAST_ROWS // 2)
+    if not of.of_batch:
+        rows = min(rows, power_of_two(of.n_rows))
+    steps = -(-of.n_cols // cols)
+    warps = max(1, rows * cols // (32 * THREAD_ELEMENTS))
     why = f"dim's elements or rows are not neighbors: tiles of {rows} rows, {steps} step(s) of {cols} columns"
-    return Plan("strided", rows, 1, 1, cols, 1, steps, 0, False, False, warps, None, why)
+    # ptxas stops at 168 registers, so that three programs share a multiprocessor, and Triton 3.7 spills 8 bytes
+    max_registers = 224 if steps > 1 and warps == 4 else None
+    return Plan("strided", rows, 1, 1, cols, 1, steps, 0, False, False, warps, max_registers, why)
 
 
-def strided_is_faster(
-    n_cols: int, n_rows: int, of_batch: bool, along_rows: bool, along_cols: bool, out_along_cols: bool
-) -> bool:
+def strided_is_faster(of: StridedRows) -> bool:
     """Whether the strided kernel takes less time than a copy and a kernel over its contiguous result.
 
-    n_rows: neighbors along one dimension; of_batch: it is the first one. along_rows, along_cols: whether rows, or
-    columns, are neighbors in memory.
-
-    H200, picoseconds for an element: torch takes 10 for transposed rows, a copy first 8, and the strided kernel 3 to 8
-    where it keeps the GPU busy. A program takes whole rows, in 1.3 us for each step and pass, so few rows keep few
-    programs busy: 2,296 neighbors of 10,450 columns took 19. Rows of crops take 4 to 7 with a copy first, and 4 in one
-    step, 5 to 12 in several. Every second column takes 2.9 times as long as after a copy (bfloat16, 2,048 columns), and
-    columns whose result is written transposed 1.4 times (bfloat16, 1,000 columns). Images 8 wide took 2.3 times torch's
-    time with 5 columns, and 0.60 of it after a copy; with 12 columns 0.98.
+    H200, time over torch's. A copy first takes 0.6 to 1.0 of it, the strided kernel 0.2 to 0.6 where it keeps the GPU
+    busy. A program takes whole rows, in 1 us for each step and pass: 513 bfloat16 rows of 4,096 columns, alone, take
+    1.1 where a copy first takes 0.8, and 1,024 rows of 8,192 columns 0.6. Crops take 0.2 to 0.4 in one step, 0.3 to 0.5
+    with a copy first. Every second column takes 2.9 times as long as after a copy (bfloat16, 2,048 columns).
     """
-    if not along_rows:
-        return along_cols and (out_along_cols or n_cols <= 256)
-    if not of_batch and n_rows * power_of_two(n_cols) < LEAST_TILE:
+    if not (of.along_rows or of.along_cols):
         return False
-    if not out_along_cols:
-        return n_cols <= STEP
-    return n_cols <= 2 * STEP or (n_rows >= MANY and n_cols <= (16 * n_rows if n_rows >= 2 * MANY else 2048))
+    if of.along_cols and of.out_along_cols and not of.along_rows:
+        return True
+    if not of.of_batch and power_of_two(of.n_rows) * power_of_two(of.n_cols) < LEAST_TILE:
+        return False
+    if of.n_cols <= STEP:
+        return True
+    crops = of.along_rows and not of.out_along_cols
+    return not crops and of.n_cols <= (PER_ROW_OF_MANY if of.n_rows >= MANY else PER_ROW) * of.n_rows

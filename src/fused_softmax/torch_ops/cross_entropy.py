@@ -96,7 +96,7 @@ def cross_entropy_of(
         loss = (
             cross_entropy(x, *described)[0] if compiled else _by_kernels(x, CrossEntropy(*described), inplace_backward)
         )
-    return loss.view(target.shape) if reduction == "none" else loss
+    return loss if reduction != "none" or target.dim() == 1 else loss.view(target.shape)
 
 
 def direct_cross_entropy(
@@ -220,10 +220,8 @@ class RowCrossEntropy(torch.autograd.Function):
             unread, dx = ctx.unread.pop(), written.data
             if gradients.gradient_unless_written(layout, x, dx, target, kept, n_rows, options, g, last):
                 return dx, None
-        target, kept = restored(target, torch.int64), restored(kept, torch.float32)
-        if weight is not None:
-            weight = restored(weight, torch.float32)
-        op = _of_fields(CrossEntropy, (target, weight, weight_sum, *options, denominator))
+        kept = restored(kept, torch.float32)
+        op = gradients.restored_loss(_of_fields(CrossEntropy, (target, weight, weight_sum, *options, denominator)))
         if torch.is_grad_enabled() or not can_bypass_dispatcher(g):
             if x is None:
                 raise RuntimeError(decompositions.OVERWRITTEN)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..launch import cross_entropy as rows
 from ..launch.availability import KernelUnavailable
 from ..launch.context import as_in_forward, is_batch_invariant
-from ..launch.cross_entropy_gradient import cross_entropy_gradient, scale_unless_one
+from ..launch.cross_entropy_gradient import cross_entropy_gradient, restored_loss, scale_unless_one
 from ..launch.layout import restored
 from ..launch.linear import FLOAT16_SCALE, NONE, Gradients, Needs, Settings, of_rows_that_count, put_back
 from ..launch.options import CrossEntropy
@@ -234,8 +234,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError(TWICE)
         x, weight, bias, target, class_weight, weight_sum, denominator, *rest = ctx.saved_tensors
         options, how, needs, invariant = ctx.described
-        target = restored(target, torch.int64)
         op = options._replace(target=target, weight=class_weight, weight_sum=weight_sum, denominator=denominator)
+        op = restored_loss(op, result_dtype(x))
         with as_in_forward(invariant):
             if op.reduction == "none":
                 if not has_storage(g):

@@ -85,7 +85,7 @@ def kernel(
             if isinstance(declared, tl.constexpr) and isinstance(declared.value, Argument):
                 arguments[name] = declared.value
                 del function.__annotations__[name]  # Triton knows no such types
-            elif str(annotation).endswith("constexpr"):
+            elif annotation is tl.constexpr or str(annotation).endswith("constexpr"):
                 constexprs.append(name)
         code = function.__code__
         if (*arguments, *constexprs) != code.co_varnames[: code.co_argcount]:

@@ -19,7 +19,7 @@ from .tiles import READS, load_chunks
 
 @triton.constexpr_function
 def _declare_ptx(n_bytes: int) -> str:
-    return f".shared .align 16 .b8 row_parked[{n_bytes}];\nmov.u32 $0, 0;"
+    return f".shared .align 16 .b8 row_staged[{n_bytes}];\nmov.u32 $0, 0;"
 
 
 @triton.constexpr_function
@@ -27,7 +27,7 @@ def _copy_ptx(place: int, staged: int, threads: int) -> str:
     """$1: the address of the row's first aligned column, $2: the bytes of a CTA's slice."""
     chunk = 16 * threads
     ptx = ["{", ".reg .b32 thread, rank, slot;", ".reg .b64 source, slice, policy;"]
-    ptx += ["mov.u32 thread, %tid.x;", "mov.u32 rank, %cluster_ctarank;", "mov.u32 slot, row_parked;"]
+    ptx += ["mov.u32 thread, %tid.x;", "mov.u32 rank, %cluster_ctarank;", "mov.u32 slot, row_staged;"]
     ptx += ["mad.lo.u32 slot, thread, 16, slot;", "mul.wide.u32 slice, rank, $2;", "cvta.to.global.u64 source, $1;"]
     ptx += ["add.s64 source, source, slice;", "mul.wide.u32 slice, thread, 16;", "add.s64 source, source, slice;"]
     ptx += ["createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"]  # as `tiles.READS`
@@ -39,7 +39,7 @@ def _copy_ptx(place: int, staged: int, threads: int) -> str:
 
 @triton.constexpr_function
 def _fetch_ptx(place: int, threads: int) -> str:
-    ptx = ["{", ".reg .b32 thread, slot;", "mov.u32 thread, %tid.x;", "mov.u32 slot, row_parked;"]
+    ptx = ["{", ".reg .b32 thread, slot;", "mov.u32 thread, %tid.x;", "mov.u32 slot, row_staged;"]
     ptx += ["mad.lo.u32 slot, thread, 16, slot;"]
     return "\n".join([*ptx, f"ld.volatile.shared.v4.b32 {{$0, $1, $2, $3}}, [slot+{place * 16 * threads}];", "}"])
 

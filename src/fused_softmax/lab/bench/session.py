@@ -25,6 +25,7 @@ from fused_softmax.lab.bench.ops import OPS, plan_of
 from fused_softmax.lab.bench.systems import DeviceFault, System, outcome, systems_for
 from fused_softmax.lab.bench.workload import Op
 from fused_softmax.lab.first_call import first_calls
+from fused_softmax.lab.garbage import freeze
 from fused_softmax.lab.record import Header, Record
 from fused_softmax.lab.timing import (
     GraphStopwatch,
@@ -83,7 +84,7 @@ class Session:
                 self.save(self.head, self.records)
                 gc.collect()
                 if i == 0:
-                    gc.freeze()  # every collection would search the modules that the peers have imported
+                    freeze()  # every collection would search the modules that the peers have imported
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()
             self.head.finished = True

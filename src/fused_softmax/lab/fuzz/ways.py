@@ -14,14 +14,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fused_softmax as fs
+from fused_softmax.lab.garbage import freeze
 
 from .draw import Case
 from .inputs import Inputs, make
 
 Function = Callable[..., Any]
 Upstream = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-# torch's autocast lists these; what is no torch function keeps its own contract there
 _compiled: dict[tuple[str, str], Function] = {}
+_freeze_once = functools.cache(freeze)  # before the first capture, which collects garbage
 
 
 def forget_compiled() -> None:
@@ -186,13 +187,6 @@ def run_graph(case: Case, inputs: Inputs, upstream: Upstream) -> dict[str, Tenso
             t.detach().fill_(float("nan"))
     graph.replay()
     return {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in results.items()}
-
-
-@functools.cache
-def _freeze_once() -> None:
-    """Leave out of each capture's collection what is there before the first: torch.compile's modules, most of all."""
-    gc.collect()
-    gc.freeze()
 
 
 def _own_leaves(inputs: Inputs) -> Inputs:

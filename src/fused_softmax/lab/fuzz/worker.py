@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 import warnings
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fused_softmax.lab.garbage import freeze
 from fused_softmax.launch.device import interpreting
 
 from . import coverage, interpreter, ways
@@ -94,8 +94,7 @@ def prepare(device: str) -> None:
     coverage.install()
     if interpreting():
         interpreter.patch_once()
-    gc.collect()
-    gc.freeze()  # a CUDA graph's capture collects garbage first, which takes long among all that was imported
+    freeze()  # a CUDA graph's capture collects garbage first, which takes long among all that was imported
     if device == "cpu":
         # torch.empty gives NaN; the GPU's fast path does not run under this mode, so memory is poisoned otherwise there
         torch.use_deterministic_algorithms(True, warn_only=True)
