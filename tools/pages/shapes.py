@@ -42,12 +42,13 @@ def tables(root: Path) -> dict[str, str]:
     """The text between the markers; the page says so if no run is recorded."""
     parts = []
     for seed, (heads, records) in load(root).items():
-        classes, slowest = shape_classes(records)
-        ops = dict.fromkeys(row[0] for row in classes.rows)
-        parts.append(f"Seed {seed}. Worst fraction / geometric mean (number of shapes), higher is better:")
-        parts += [markdown(by_class(classes, op)) for op in ops]
-        parts.append(f"{slowest.title[0].upper()}{slowest.title[1:]}:")
-        parts.append(markdown(Rows("", slowest.columns[:3], tuple(row[:3] for row in slowest.rows))))
+        for made in shape_classes(records):
+            if "class" in made.columns:
+                parts.append(f"Seed {seed}. Worst fraction / geometric mean (number of shapes), higher is better:")
+                parts += [markdown(by_class(made, op)) for op in dict.fromkeys(row[0] for row in made.rows)]
+            else:  # of a run with torch
+                parts.append(f"{made.title[0].upper()}{made.title[1:]}:")
+                parts.append(markdown(Rows("", made.columns[:3], tuple(row[:3] for row in made.rows))))
         parts.append(f"{origins(heads)} Made by:")
         parts += [f"    {line}" for line in dict.fromkeys(command(head) for head in heads)]
     return {"shapes": "\n\n".join(parts) or "No run is recorded yet."}
