@@ -493,3 +493,18 @@ def test_rows_that_the_kernels_cannot_count_are_torchs(monkeypatch):
         torch.testing.assert_close(*gradients, msg=lambda said, name=name: f"{name}: {said}")
     for op in ("softmax", "logsumexp", "masked_softmax", "cross_entropy", "token_logprobs"):
         assert fs.plan_for(x.detach(), op=op).reason == "unsupported", op
+
+
+def test_functions_that_a_program_puts_in_torchs_place_do_not_call_themselves(monkeypatch):
+    """The originals are bound at import: what our kernels do not take still goes to them."""
+    x, target = torch.randn(3, 5), torch.tensor([1, 2, 0])
+    inputs = (x, target), (x.double(), target), (x, x.softmax(-1))
+    calls = [lambda: torch.softmax(x.double(), -1), lambda: torch.log_softmax(x.double(), -1)]
+    calls += [lambda: torch.logsumexp(x.double(), -1), lambda: torch.softmax(x, -1)]
+    calls += [lambda given=given: torch.nn.CrossEntropyLoss()(*given) for given in inputs]
+    wanted = [call() for call in calls]
+    monkeypatch.setattr(F, "cross_entropy", fs.cross_entropy)
+    for name in ("softmax", "log_softmax", "logsumexp"):
+        monkeypatch.setattr(torch, name, getattr(fs, name))
+    for call, want in zip(calls, wanted, strict=True):
+        torch.testing.assert_close(call(), want)

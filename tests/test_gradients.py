@@ -248,3 +248,21 @@ def test_a_second_gradient_that_float16_holds_is_finite():
         found.append(torch.autograd.grad(dx, leaf, probe.to(dtype))[0].double())
     assert (30.0 * 3000 * torch.softmax(x.double(), -1) * probe).max() > torch.finfo(torch.float16).max
     torch.testing.assert_close(*found, rtol=0.02, atol=0.02 * found[1].abs().max().item())
+
+
+@pytest.mark.parametrize("name", ("softmax", "log_softmax", "logsumexp"))
+def test_forward_mode_over_a_gradient(name):
+    """A tangent of the upstream gradient, as a Hessian-vector product has it."""
+    x = torch.randn(2, 7, requires_grad=True)
+    found = []
+    for call in (getattr(fs, name), getattr(torch, name)):
+        y = call(x, -1)
+        torch.manual_seed(1)
+        primal, tangent = torch.randn_like(y), torch.randn_like(y)
+        of_upstream = lambda g, y=y: torch.autograd.grad(y, x, g, retain_graph=True)[0]  # noqa: E731
+        found.append(torch.func.jvp(of_upstream, (primal,), (tangent,))[1])
+        with torch.autograd.forward_ad.dual_level():
+            dual = of_upstream(torch.autograd.forward_ad.make_dual(primal, tangent))
+            found.append(torch.autograd.forward_ad.unpack_dual(dual).tangent)
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other)

@@ -155,3 +155,23 @@ def test_transforms_of_torch_func(name):
     torch.testing.assert_close(torch.func.grad(call, argnums=1)(x[0], weight[0], ids[0]), leaf.grad)
     of_each = torch.vmap(torch.func.grad(call, argnums=1), in_dims=(0, None, 0))(x, weight[0], ids)
     torch.testing.assert_close(of_each[0], leaf.grad)
+
+
+def test_exported_losses_keep_the_gradients_of_what_they_are_called_with():
+    """Nothing requires a gradient while a program is exported."""
+    target, hidden = torch.tensor([1, 2, 0]), torch.randn(3, 4)
+    head, trunk = fs.nn.LinearCrossEntropyLoss(5, 7), torch.nn.Linear(4, 5)
+    with torch.no_grad():
+        exported = torch.export.export(head, (torch.randn(3, 5), target)).module()
+    found = torch.autograd.grad(exported(trunk(hidden), target), trunk.weight)
+    wanted = torch.autograd.grad(head(trunk(hidden), target), trunk.weight)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_meta_tensors_and_a_hidden_size_of_0():
+    target = torch.tensor([1, 2, 0])
+    meta = [torch.empty(3, 5, device="meta"), torch.empty(7, 5, device="meta"), target.to("meta")]
+    assert fs.linear_cross_entropy(*meta).device.type == "meta" and fs.linear_token_logprobs(*meta).shape == (3,)
+    x, weight = torch.randn(3, 0), torch.randn(7, 0)
+    torch.testing.assert_close(fs.linear_cross_entropy(x, weight, target), torch.tensor(7.0).log())
+    torch.testing.assert_close(fs.linear_token_logprobs(x, weight, target), -torch.tensor(7.0).log().expand(3))

@@ -44,3 +44,12 @@ def test_the_public_function_takes_these_kernels():
     x = torch.randn(4, 33, requires_grad=True)
     fs.logsumexp(x, -1).sum().backward()
     torch.testing.assert_close(x.grad, torch.softmax(x.detach(), -1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", (0, -1, (0, 2)))
+def test_results_are_no_views(dim):
+    """torch refuses to change or detach some views in place."""
+    x = torch.randn(3, 4, 5)
+    fs.logsumexp(x.clone().requires_grad_(), dim).add_(1)
+    fs.logsumexp(x, dim).detach_()
+    fs.cross_entropy(x[0], torch.tensor([0, 1, 2, 3]), reduction="none").detach_()

@@ -232,3 +232,13 @@ def test_what_is_on_another_device_is_refused():
     with pytest.raises(RuntimeError, match="same device.*temperature is on cpu"):
         fs.token_logprobs(x.to("meta"), ids.to("meta"), temperature=torch.ones(2))
     assert fs.token_logprobs(x.to("meta"), ids.to("meta"), temperature=torch.ones(2, device="meta")).is_meta
+
+
+def test_a_returned_entropy_may_be_changed_in_place():
+    logits, ids = torch.randn(3, 5, requires_grad=True), torch.tensor([1, 2, 0])
+    found = fs.token_logprobs(logits, ids, return_entropy=True)
+    found.entropy.mul_(0.1)
+    (dx,) = torch.autograd.grad(found.entropy.sum(), logits)
+    log_p = torch.log_softmax(logits, -1)
+    (wanted,) = torch.autograd.grad(-0.1 * (log_p.exp() * log_p).sum(), logits)
+    torch.testing.assert_close(dx, wanted)

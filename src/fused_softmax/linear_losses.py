@@ -130,7 +130,7 @@ def linear_cross_entropy_over(
         name, -100 if ignore_index is None else ignore_index, reduction, label_smoothing, softcap, z_loss
     )
     linear_weight, linear_bias = gathered(linear_weight), None if linear_bias is None else gathered(linear_bias)
-    n_cols, rows = linear_weight.shape[0], input.reshape(-1, input.shape[-1])
+    n_cols, rows = linear_weight.shape[0], _rows(input)
     if target.is_floating_point() and target.shape == (*input.shape[:-1], n_cols):
         if options.ignore_index != -100:
             raise RuntimeError(f"{name}(): ignore_index cannot be specified when target contains probabilities")
@@ -210,10 +210,16 @@ def linear_token_logprobs(
     n_picks = 1 if one else token_ids.shape[-1]
     ids = token_ids.reshape(-1, n_picks).long().contiguous()
     linear_weight, linear_bias = gathered(linear_weight), None if linear_bias is None else gathered(linear_bias)
-    rows = input.reshape(-1, input.shape[-1])
+    rows = _rows(input)
     picked, entropy, lse = linear_token_logprobs_of(rows, linear_weight, linear_bias, ids, scale, return_entropy, how)
     logprobs = picked.view(token_ids.shape)
     if not (return_entropy or return_logsumexp):
         return logprobs
     entropy = None if entropy is None else entropy.view(batch)
     return TokenStatistics(logprobs, entropy, lse.view(batch) if return_logsumexp else None)
+
+
+def _rows(hidden: Tensor) -> Tensor:
+    """(..., H) as (n_rows, H); of a size of 0 reshape cannot tell the other."""
+    n_hidden = hidden.shape[-1]
+    return hidden.reshape(-1 if n_hidden else hidden.shape[:-1].numel(), n_hidden)

@@ -38,6 +38,24 @@ SEVERAL_ROWS = (
 )  # fmt: skip
 
 
+def one_of_each() -> list[str]:
+    """The name of one launch of each kernel, on a cluster and not, and with each set of its options."""
+    found: dict[tuple[object, ...], str] = {}
+    for name, (launch, _) in KERNELS.items():
+        options = (n for n in launch.kernel.declaration.constexprs if launch.meta.get(n) is True)
+        on_cluster = launch.meta.get("CTAS", 1) > 1
+        kind = (launch.kernel.fn.__name__, on_cluster, *(n for n in options if n not in ("PTX", "TRIGGER", "WAITS")))
+        found.setdefault(kind, name)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("name", one_of_each())
+def test_every_kernel_compiles(name):
+    """What one version takes another may refuse, and then PyTorch's own kernel runs."""
+    used, _ = cross_compiled(KERNELS[name][0], "sm_90")
+    assert used.fits()
+
+
 @pytest.mark.parametrize("name", ON_CLUSTERS)
 def test_a_cluster_meets_once_and_ends_without_waiting(name):
     """Beside the exchange's barrier there is none, and what ends the kernel waits neither for stores nor for CTAs."""

@@ -9,8 +9,8 @@ is taken.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, log_softmax, logsumexp, softmax
+from torch.nn.functional import cross_entropy as torchs_cross_entropy
 
 from ..launch.layout import HALVES
 from ..launch.options import CrossEntropy
@@ -30,6 +30,18 @@ def least_positive(dtype: torch.dtype) -> float:
 
 
 # --- softmax, log_softmax and logsumexp: gradients, and gradients of gradients ----------------------------------------
+
+
+def softmax_gradient(dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """dx = y*(dy - sum(dy*y)), in dtype."""
+    dy_, y_ = widened(dy), widened(y)
+    return (y_ * (dy_ - (dy_ * y_).sum(dim, keepdim=True))).to(dtype)
+
+
+def log_softmax_gradient(dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """dx = dy - exp(y)*sum(dy), in dtype."""
+    dy_ = widened(dy)
+    return (dy_ - widened(y).exp() * dy_.sum(dim, keepdim=True)).to(dtype)
 
 
 def softmax_double_backward(g: Tensor, dy: Tensor, y: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -124,11 +136,11 @@ def cross_entropy(
     empty, weighed_mean = z.numel() == 0, reduction == "mean" and weight is not None
     if empty and weighed_mean and label_smoothing and not target.is_floating_point():
         # 0/0. For its mean, torch selects the weights of the targets that count, and waits for their number
-        return F.cross_entropy(z, target, weight, reduction="sum", **options) / 0.0  # type: ignore[arg-type]
+        return torchs_cross_entropy(z, target, weight, reduction="sum", **options) / 0.0  # type: ignore[arg-type]
     if empty or not z_loss:  # without a row or a class, no row has a penalty
-        return F.cross_entropy(z, target, weight, reduction=reduction, **options)  # type: ignore[arg-type]
-    penalty = z_loss * torch.logsumexp(z, dim=0 if z.dim() == 1 else 1) ** 2
-    loss = F.cross_entropy(z, target, weight, reduction="none", **options)  # type: ignore[arg-type]
+        return torchs_cross_entropy(z, target, weight, reduction=reduction, **options)  # type: ignore[arg-type]
+    penalty = z_loss * logsumexp(z, dim=0 if z.dim() == 1 else 1) ** 2
+    loss = torchs_cross_entropy(z, target, weight, reduction="none", **options)  # type: ignore[arg-type]
     if target.is_floating_point():
         loss = loss + penalty
         return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
@@ -185,8 +197,8 @@ def cross_entropy_gradient(g: Tensor, x: Tensor, op: CrossEntropy) -> Tensor:
     w_target, spread = weight[at], op.smoothing / z.shape[1] * weight
     factor = (1.0 - op.smoothing) * w_target + spread.sum()
     if op.z_loss:
-        factor = factor + 2.0 * op.z_loss * torch.logsumexp(z, 1, keepdim=True)
-    dz = (torch.softmax(z, 1) * factor - spread).scatter_add(1, at, -(1.0 - op.smoothing) * w_target)
+        factor = factor + 2.0 * op.z_loss * logsumexp(z, 1, keepdim=True)
+    dz = (softmax(z, 1) * factor - spread).scatter_add(1, at, -(1.0 - op.smoothing) * w_target)
     if op.softcap is not None:
         # 1 - tanh(u)^2 = 1/cosh(u)^2, which keeps its digits where tanh is nearly 1
         u = (widened(x) / op.softcap).clamp(-40.0, 40.0)
@@ -211,8 +223,8 @@ def statistics(
     token_ids: (..., n_picks), or (...,) for one id a row; the log-probabilities have its shape.
     """
     z = capped(logits, None) * _by_row(scale)
-    lse = torch.logsumexp(z, -1)
-    log_p = torch.log_softmax(z, -1)
+    lse = logsumexp(z, -1)
+    log_p = log_softmax(z, -1)
     picked = None if token_ids is None else _gathered(log_p, token_ids)
     entropies = -(log_p.exp() * _bounded(log_p)).sum(-1) if entropy else None
     return picked, entropies, lse
@@ -259,11 +271,11 @@ def statistics_gradient(
     """The gradient of `statistics` in x, (..., n_cols), for the upstream gradients that there are; in x's dtype."""
     by_row = _by_row(scale)
     z = capped(x, None) * by_row
-    log_p = torch.log_softmax(z, -1)
+    log_p = log_softmax(z, -1)
     p, dz = log_p.exp(), torch.zeros_like(log_p)
     if g_lse is not None:
         # in a row with +inf, torch.logsumexp has a gradient where log_softmax is NaN
-        lse = torch.logsumexp(z, -1, keepdim=True)
+        lse = logsumexp(z, -1, keepdim=True)
         dz = dz + p.where(lse != float("inf"), (z - lse).exp()) * g_lse.unsqueeze(-1)
     if g_picked is not None and ids is not None:
         if ids.dim() < p.dim():
@@ -303,8 +315,8 @@ def masked_softmax(x: Tensor, mask: Tensor | None, scale: float, causal: bool, z
         z = z.masked_fill(causally_hidden(x), -float("inf"))
     if zero and z.shape[-1:].numel():
         unseen = (z == -float("inf")).all(-1, keepdim=True)
-        return torch.softmax(z.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0).to(x.dtype)
-    return torch.softmax(z, -1).to(x.dtype)
+        return softmax(z.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0).to(x.dtype)
+    return softmax(z, -1).to(x.dtype)
 
 
 def masked_softmax_gradient(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -87,10 +88,29 @@ def settings_of(
     return Settings(compute, logits_dtype, accumulate, chunk_rows)
 
 
+def needed_gradients(*tensors: Tensor | None) -> list[bool]:
+    """Which of the tensors need a gradient. An exported program is told of all: nothing requires one while it is made,
+    and what it is called with may."""
+    if is_exporting():
+        return [t is not None for t in tensors]
+    enabled = torch.is_grad_enabled()
+    return [enabled and t is not None and t.requires_grad for t in tensors]
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces; False where this torch does not tell."""
+    return bool(getattr(torch.compiler, "is_exporting", bool)())
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Autocast off, on devices that have it: a meta tensor's has none."""
+    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
+
+
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast makes of F.linear's arguments, or None where it leaves them alone."""
     device = x.device.type
-    if x.dtype is torch.float64 or not torch.is_autocast_enabled(device):
+    if device == "meta" or x.dtype is torch.float64 or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 

@@ -27,6 +27,7 @@ from ..launch.torch_private import has_storage
 from . import decompositions
 from .arguments import NAMESPACE, LossOptions
 from .decompositions import result_dtype
+from .linear_arguments import needed_gradients, without_autocast
 from .route import can_bypass_dispatcher, is_supported, operator_takes
 
 
@@ -44,8 +45,7 @@ def linear_cross_entropy_of(x: Tensor, weight: Tensor, bias: Tensor | None, op: 
 
 
 def _by_operator(x: Tensor, weight: Tensor, bias: Tensor | None, op: CrossEntropy, how: Settings) -> Tensor:
-    enabled = torch.is_grad_enabled()
-    needs = [enabled and t is not None and t.requires_grad for t in (x, weight, bias)]
+    needs = needed_gradients(x, weight, bias)
     return getattr(torch.ops, NAMESPACE).linear_cross_entropy(
         x, weight, bias, op.target, op.weight, op.weight_sum, op.denominator, op.ignore_index, op.reduction,
         op.smoothing, op.softcap, op.z_loss, how.compute, how.logits, how.accumulate, how.chunk_rows, needs,
@@ -89,7 +89,7 @@ def forward_of_chunks(
 ) -> Result:
     """The loss of all rows, and the gradients that are needed; for "none" they are backward's."""
     n_rows, n_cols = x.shape[0], weight.shape[0]
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         counts = op.target != op.ignore_index
         if x.device.type == "cpu":
             rows.check_targets(op.target, op.ignore_index, n_cols)
@@ -188,7 +188,7 @@ def backward_of_chunks(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients for reduction "none" and the rows' upstream gradients g: the logits are made again."""
     shape = x.shape
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         projection, kept = of_rows_that_count(x, weight, bias, how, needs, op.target != op.ignore_index)
         if kept is not None:
             g, moments, op = g[kept], moments[kept], op._replace(target=op.target[kept])

@@ -23,7 +23,7 @@ from ..launch.torch_private import has_storage
 from . import decompositions
 from .decompositions import result_dtype
 from .library import define, differentiable, not_differentiable
-from .linear_arguments import planned_linear
+from .linear_arguments import needed_gradients, planned_linear, without_autocast
 from .route import can_bypass_dispatcher, is_supported, operator_takes, planned_by
 
 Statistics = tuple[Tensor, Tensor | None, Tensor]
@@ -54,8 +54,7 @@ def linear_token_logprobs_of(
         return _forward(x, weight, bias, ids, scale, entropy, how, watch)[:3]
     assert watch is None, "nothing watches the logits of a traced or transformed call"
     if ours and operator_takes(*given):
-        enabled = torch.is_grad_enabled()
-        needs = [enabled and t is not None and t.requires_grad for t in (x, weight, bias)]
+        needs = needed_gradients(x, weight, bias)
         number = 1.0 if isinstance(scale, Tensor) else scale
         picked, entropies, lse, _ = linear_token_logprobs(
             x, weight, bias, ids, by_row, number, entropy, how.compute, how.chunk_rows, needs
@@ -82,7 +81,7 @@ def _forward(
     picked, lse = x.new_empty(ids.shape, dtype=dtype), x.new_empty(n_rows, dtype=dtype)
     entropies = x.new_empty(n_rows, dtype=dtype) if entropy else None
     moments = x.new_empty((n_rows, 2), dtype=dtype)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         for chunk, logits, _ in Projection(x, weight, bias, how).logits():
             found = _statistics(logits, ids[chunk], _of_chunk(scale, chunk), entropy)
             for whole, part in zip((picked, entropies, lse, moments), found, strict=True):
@@ -110,7 +109,7 @@ def _backward(
     bias: Tensor | None, ids: Tensor, scale: float | Tensor, how: Settings, needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of x, weight and bias: the logits are made again."""
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         projection = Projection(x, weight, bias, how, needs)
         gradients = Gradients(projection, weight)
         for chunk, logits, dlogits in projection.logits():

@@ -17,7 +17,7 @@ from ..launch import row_statistics as rows
 from ..launch import torch_private
 from ..launch.availability import KernelUnavailable
 from ..launch.layout import HALVES, rows_or_copy
-from ..launch.torch_private import function_apply
+from ..launch.torch_private import function_apply, in_forward_ad
 from ..planning.types import Plan
 from . import decompositions
 from .library import batched, define, differentiable, expect_in_range, past_batch, under_autocast, with_batch
@@ -33,6 +33,8 @@ from .route import (
     recorded,
     too_long_reason,
 )
+
+_TORCHS_OWN = torch.logsumexp  # as imported: a program may put ours in its place
 
 
 def direct_logsumexp(x: Any, dim: Any, keepdim: Any) -> Tensor | None:
@@ -58,8 +60,8 @@ def logsumexp_of(x: Tensor, dim: Any, dims: tuple[int, ...] | None, keepdim: boo
         or call_unsupported_reason(x, None) is not None
     ):
         if out is None:
-            return torch.logsumexp(x, dim, keepdim)
-        return torch.logsumexp(x, dim, keepdim, out=out)
+            return _TORCHS_OWN(x, dim, keepdim)
+        return _TORCHS_OWN(x, dim, keepdim, out=out)
     if out is None:
         if can_bypass_dispatcher(x) and not torch_private.any_autocast() and x.dim() and x.numel():
             if torch_private.profiling():
@@ -67,10 +69,10 @@ def logsumexp_of(x: Tensor, dim: Any, dims: tuple[int, ...] | None, keepdim: boo
             return _apply(x, dims, keepdim)
         return logsumexp(x, dims, keepdim)
     if not takes_out(out, x, x.dtype):
-        return torch.logsumexp(x, dim, keepdim, out=out)
+        return _TORCHS_OWN(x, dim, keepdim, out=out)
     result = logsumexp(x, dims, keepdim)
     if out.shape != result.shape and out.numel():  # torch resizes it, and warns
-        return torch.logsumexp(x, dim, keepdim, out=out)
+        return _TORCHS_OWN(x, dim, keepdim, out=out)
     return written(result, out)
 
 
@@ -83,12 +85,12 @@ def _apply(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
 def planned_logsumexp(x: Tensor, dim: Any, index: int | None, backward: bool) -> Plan | Fallback:
     """What logsumexp of x over one dimension would run, or its gradient."""
     if index is None:
-        torch.logsumexp(x, dim)  # raises torch's error
+        _TORCHS_OWN(x, dim)  # raises torch's error
         return Fallback("only PyTorch's own takes these arguments")
     reason = call_unsupported_reason(x, None) or too_long_reason(x, index)
     if reason is not None:
         if x.is_complex() or not x.dim():
-            torch.logsumexp(x.new_zeros(1), 0)  # raises the call's error
+            _TORCHS_OWN(x.new_zeros(1), 0)  # raises the call's error
         return Fallback(reason)
     if x.numel() == 0:
         return EMPTY
@@ -117,7 +119,7 @@ def _forward_or_torch(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor
     try:
         return forward_by_kernel(x, dims, keepdim)
     except KernelUnavailable:
-        return torch.logsumexp(x, dims, keepdim)
+        return _TORCHS_OWN(x, dims, keepdim)
 
 
 class RowLogsumexp(torch.autograd.Function):
@@ -142,6 +144,8 @@ class RowLogsumexp(torch.autograd.Function):
         x, lse = ctx.saved_tensors
         dims, keepdim, of_rows = ctx.described
         if torch.is_grad_enabled() or not can_bypass_dispatcher(g):
+            if in_forward_ad():  # an operator would drop tangents
+                return decompositions.logsumexp_gradient(g, x, lse, list(dims), keepdim), None
             return logsumexp_backward(g, x, lse, list(dims), keepdim), None
         if of_rows:
             try:
@@ -160,7 +164,7 @@ def _takes(x: Tensor) -> bool:
 
 def _kernel(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
     if not dim or not _takes(x):
-        return torch.logsumexp(x, dim, keepdim)
+        return _TORCHS_OWN(x, dim, keepdim)
     for d in dim:
         expect_in_range(d, x.dim())
     return _forward_or_torch(x, tuple(sorted({d % x.dim() for d in dim})), keepdim)

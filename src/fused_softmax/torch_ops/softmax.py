@@ -42,7 +42,7 @@ from ..launch.softmax import (
 )
 from ..launch.softmax import softmax_backward as backward_by_kernel
 from ..launch.softmax import softmax_forward as forward_by_kernel
-from ..launch.torch_private import can_bypass, function_apply, has_storage, profiling
+from ..launch.torch_private import can_bypass, function_apply, has_storage, in_forward_ad, profiling
 from ..planning.types import Plan
 from . import decompositions
 from . import softmax_rules as rules
@@ -168,9 +168,12 @@ def _by_torch(x: Tensor, dim: Any, dtype: torch.dtype | None, out: Tensor | None
     return own(x, dim, dtype=dtype, out=out) if apart else out.copy_(own(x, dim, dtype=dtype))
 
 
+_SOFTMAX, _LOG_SOFTMAX = torch.softmax, torch.log_softmax  # as imported: a program may put ours in their place
+
+
 def torchs_own(log: bool) -> Callable[..., Tensor]:
     """PyTorch's own function."""
-    return torch.log_softmax if log else torch.softmax
+    return _LOG_SOFTMAX if log else _SOFTMAX
 
 
 def _into(out: Tensor, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
@@ -241,6 +244,10 @@ class RowSoftmax(torch.autograd.Function):
             return dx, None
         if plain and has_storage(dy):
             return backward_or_torch(dy, y, dim, dtype, log, invariant), None
+        if in_forward_ad():  # an operator would drop tangents
+            return (decompositions.log_softmax_gradient if log else decompositions.softmax_gradient)(
+                dy, y, dim, dtype
+            ), None
         return (log_softmax_backward if log else softmax_backward)(dy, y, dim, dtype), None
 
 

@@ -61,7 +61,9 @@ def token_logprobs_of(
         of_rows = scale.reshape(-1).contiguous() if isinstance(scale, Tensor) else scale
         ids = ids.reshape(-1, ids.shape[-1]).contiguous()
         picked, entropies, lse = (_by_kernels if plain else _by_operator)(x, ids, of_rows, entropy)
-        lse, entropies = lse.view(batch), entropies.view(batch) if entropy and entropies is not None else None
+        if batch != lse.shape:  # a view cannot be detached in place
+            lse, entropies = lse.view(batch), None if entropies is None else entropies.view(batch)
+        entropies = entropies if entropy else None
     else:
         picked, entropies, lse = decompositions.statistics(logits, ids, scale, entropy)
     assert picked is not None
@@ -146,7 +148,8 @@ class RowStatistics(torch.autograd.Function):
         ctx.save_for_backward(x, ids, moments, entropies, scale if by_row else None)
         ctx.scale = None if by_row else scale
         ctx.set_materialize_grads(False)
-        return picked, entropies, lse
+        # what is returned may be changed in place, and what is saved may not
+        return picked, None if entropies is None else entropies.clone(), lse
 
     @staticmethod
     def backward(
