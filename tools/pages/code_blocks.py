@@ -69,7 +69,7 @@ def run_page(found: list[Block]) -> Iterator[dict[str, Any]]:
             try:
                 # torch.compile and inspect want the source; blank lines give errors the page's own line numbers
                 source = "\n" * (block.line - 1) + block.code
-                exec(compile(source, block.page, "exec"), names)
+                exec(compile(source, block.page, "exec", dont_inherit=True), names)
             except Exception:
                 error = traceback.format_exc(limit=-1)
         yield {"page": block.page, "digest": block.digest, "gpu": block.gpu, "output": out.getvalue(), "error": error}

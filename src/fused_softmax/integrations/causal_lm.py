@@ -101,13 +101,16 @@ def apply_to(
 
     Raises:
         NotImplementedError: The family is not known, or its loss is not transformers' ForCausalLMLoss.
-        TypeError: lm_head is not a plain Linear: it is quantized, or an adapter wraps it.
+        TypeError: model is no model of transformers, or lm_head is not a plain Linear: it is quantized, or an adapter
+            wraps it.
         RuntimeError: Another version of transformers has another forward, the loss is applied already, or lm_head has
             hooks, which would not run, or the model's forward was replaced before.
 
     Source: https://huggingface.co/docs/transformers/model_doc/llama
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(model, "config"):
+        raise TypeError(f"apply_to() takes a causal language model of transformers, not {type(model).__name__}")
     config = model.config
     _expect_family(model, config)
     _expect_forward(model)

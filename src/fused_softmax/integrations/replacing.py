@@ -51,7 +51,9 @@ class Name(NamedTuple):
 
 def expect(name: Name, package: str, known: str) -> Any:
     """What the name stands for; RuntimeError where there is nothing, or its parameters are others."""
-    told = f"this adapter knows {package} {known}, and {package} {installed(package)} is installed"
+    version = installed(package)
+    has = f"{package} is not installed" if version == "none" else f"{package} {version} is installed"
+    told = f"this adapter knows {package} {known}, and {has}"
     shown, thing = f"{name.module}.{name.name}", name.found()
     if thing is None:
         raise RuntimeError(f"{shown} does not exist: {told}")

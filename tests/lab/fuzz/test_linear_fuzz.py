@@ -53,3 +53,11 @@ def test_the_judge_sees_a_fault(monkeypatch):
     monkeypatch.setattr(linear_cross_entropy, "put_back", lambda t, *rest: through(t * 1.01, *rest))
     found = [seed for seed in range(30) if linear.draw(seed).op == "linear_cross_entropy"][:4]
     assert any(linear.judge(linear.draw(seed, 300, 8), "cpu", INTERPRETED) for seed in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("[]", "is no case"), ("{bad", "no JSON"), ('{"op": "softmax"}', "missing: way, dtype, shape")]
+)
+def test_what_is_no_case_is_refused_in_one_line(text, said):
+    status, shown = fuzz("--replay", text)
+    assert status == 2 and said in shown and "Traceback" not in shown

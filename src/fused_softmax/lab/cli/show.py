@@ -45,7 +45,9 @@ def explain(
         raise Refused(f"{device!r} is none of {', '.join(explaining.TARGETS)}", "--device")
     if op not in (*explaining.OPERATIONS, *explaining.LINEAR):
         raise Refused(f"{op!r} is none of {', '.join((*explaining.OPERATIONS, *explaining.LINEAR))}", "--op")
-    if (op in explaining.LINEAR) != (hidden > 0):
+    if op in explaining.LINEAR and hidden <= 0:
+        raise Refused(f"is needed with --op {op}: give the hidden size, such as --hidden 4096", "--hidden")
+    if op not in explaining.LINEAR and hidden > 0:
         raise Refused(f"goes with {' and '.join(explaining.LINEAR)}, and only with them", "--hidden")
     if system not in ("", *explaining.SYSTEMS):
         raise Refused(f"{system!r} is none of {', '.join(explaining.SYSTEMS)}", "--system")

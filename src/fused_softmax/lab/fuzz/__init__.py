@@ -8,7 +8,8 @@ from __future__ import annotations
 
 
 def replay(text: str) -> list[str]:
-    """Run one case again, from its JSON; print and return what is wrong with it."""
+    """Run one case again, from its JSON; print and return what is wrong with it. ValueError for what is no case."""
+    import dataclasses
     import json
 
     import torch
@@ -17,8 +18,17 @@ def replay(text: str) -> list[str]:
     from .draw import Case
     from .judge import evaluate
 
-    fields = json.loads(text)
-    if fields.get("op") in linear.LINEAR_OPS:
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--replay: no JSON ({error}): give the object that a failure printed") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"--replay: {text} is no case: give the JSON object that a failure printed")
+    kind = linear.LinearCase if fields.get("op") in linear.LINEAR_OPS else Case
+    missing = [field.name for field in dataclasses.fields(kind) if field.name not in fields]
+    if missing:
+        raise ValueError(f"--replay: a case that a failure printed has all its fields; missing: {', '.join(missing)}")
+    if fields["op"] in linear.LINEAR_OPS:
         wrong = linear.replay(fields)
         print("; ".join(wrong) or "right")
         return wrong
