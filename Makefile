@@ -126,7 +126,7 @@ packages: $(READY)
 gpu: $(READY)
 	env -u TRITON_INTERPRET $(RUN) -m pytest -q -m gpu $(ARGS)
 
-# README's results and the tables of two pages, from the records
+# rewrites README, the notebook, and every table between markers in docs/, from the records
 pages: $(READY)
 	$(PAGES)
 	$(RUN) -m fused_softmax.lab.kernel_count

@@ -6,28 +6,46 @@ and exactness (what is wrong), shrink and program (what is shown), coverage, wor
 
 from __future__ import annotations
 
+from typing import Any
 
-def replay(text: str) -> list[str]:
-    """Run one case again, from its JSON; print and return what is wrong with it. ValueError for what is no case."""
+
+def case_fields(text: str) -> dict[str, Any]:
+    """The fields of one case, from its JSON; ValueError where it is no case."""
     import dataclasses
     import json
 
+    from fused_softmax.lab.registry import LINEAR_OPS, OPS
+
+    from .draw import Case
+    from .linear import LinearCase
+
+    case = "a case is the JSON object that a failure printed, such as '{\"op\": \"softmax\", ...}'"
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not JSON ({error}): {case}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{text!r} is no JSON object: {case}")
+    if "op" in fields and fields["op"] not in (*OPS, *LINEAR_OPS):
+        raise ValueError(f"op {fields['op']!r} is none of {', '.join((*OPS, *LINEAR_OPS))}")
+    known = dataclasses.fields(LinearCase if fields.get("op") in LINEAR_OPS else Case)
+    required = [f.name for f in known if f.default is f.default_factory is dataclasses.MISSING]
+    if missing := [name for name in required if name not in fields]:
+        raise ValueError(f"the case has no {', '.join(missing)}: {case}")
+    if unknown := [name for name in fields if name not in {f.name for f in known}]:
+        raise ValueError(f"a case has no field {', '.join(unknown)}: {case}")
+    return fields
+
+
+def replay(text: str) -> list[str]:
+    """Run one case again, from its JSON; print and return what is wrong with it."""
     import torch
 
     from . import linear
     from .draw import Case
     from .judge import evaluate
 
-    try:
-        fields = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--replay: no JSON ({error}): give the object that a failure printed") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"--replay: {text} is no case: give the JSON object that a failure printed")
-    kind = linear.LinearCase if fields.get("op") in linear.LINEAR_OPS else Case
-    missing = [field.name for field in dataclasses.fields(kind) if field.name not in fields]
-    if missing:
-        raise ValueError(f"--replay: a case that a failure printed has all its fields; missing: {', '.join(missing)}")
+    fields = case_fields(text)
     if fields["op"] in linear.LINEAR_OPS:
         wrong = linear.replay(fields)
         print("; ".join(wrong) or "right")

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from fused_softmax.lab.registry import LINEAR_OPS, OPS, WAYS
+from fused_softmax.lab.terminal import Refused, refusing
 
 
 def fuzz(
@@ -17,31 +18,31 @@ def fuzz(
     per_cell: int | None, columns: str, seed: int, workers: int, record: Path | None, sanitize: str, replayed: str,
     stop: bool, huge: bool, added: Sequence[Path] = (),
 ) -> int:  # fmt: skip
-    """The exit status: 0 where nothing is wrong, 1 where a case is, 2 where the request is no request, 130 where it was
-    interrupted."""
+    """The exit status: 0 where nothing is wrong, 1 where a case is, 130 where it was interrupted.
+
+    Raises:
+        Refused: The request is no request.
+    """
     console = Console(width=None if sys.stdout.isatty() else 150)
     from . import record as records
-    from . import replay
+    from . import case_fields, replay
     from . import sanitize as sanitizer
     from .session import Request, run
 
-    try:
+    with refusing(ValueError, OSError):
         if added:
             return _add(added, record, console)
         _known("op", ops, (*OPS, *LINEAR_OPS))
         _known("way", ways, WAYS)
         if replayed:
-            from .worker import prepare
-
-            prepare("cuda" if torch.cuda.is_available() else "cpu")
-            return int(bool(replay(replayed)))
+            _examine(replayed, case_fields)
         limits = _columns(columns)
         linear_ops, ops = tuple(op for op in ops if op in LINEAR_OPS), tuple(op for op in ops if op in OPS)
         if linear_ops:
             refused = dict(columns=columns, record=record, sanitize=sanitize, huge=huge, per_cell=per_cell)
             given = ", ".join("--" + name.replace("_", "-") for name, value in refused.items() if value)
             if ops or given:
-                raise ValueError(f"--op: {', '.join(linear_ops)} runs without {given or ', '.join(ops)}")
+                raise Refused(f"{', '.join(linear_ops)} runs by itself: leave out {given or ', '.join(ops)}", "--op")
             from . import linear
 
             return int(linear.run(linear_ops, ways, dtypes, seconds, cases, seed, stop, _shown(console)) > 0)
@@ -54,9 +55,6 @@ def fuzz(
             _known("sanitize", (sanitize,), sanitizer.TOOLS)
             sanitizer.check(request)
             sanitizer.find()
-    except (ValueError, KeyError, OSError) as error:
-        console.print(f"fuzz: {error}", markup=False)
-        return 2
     if sanitize:
         summary = sanitizer.run(sanitize, request, console)
         if record is not None:
@@ -86,7 +84,7 @@ def _shown(console: Console) -> Callable[[str], None]:
 def _known(option: str, given: Sequence[str], allowed: Sequence[str]) -> None:
     unknown = [name for name in given if name not in allowed]
     if unknown:
-        raise ValueError(f"--{option}: {', '.join(unknown)} is none of {', '.join(allowed)}")
+        raise Refused(f"{', '.join(unknown)!r} is none of {', '.join(allowed)}", f"--{option}")
 
 
 def _columns(text: str) -> tuple[int, int] | None:
@@ -96,7 +94,7 @@ def _columns(text: str) -> tuple[int, int] | None:
     try:
         limits = int(low), int(high or low)
     except ValueError:
-        raise ValueError(f"--columns: {text!r} is not LOW:HIGH") from None
+        raise Refused(f"{text!r} is not LOW:HIGH: give two numbers of columns, such as 1:4096", "--columns") from None
     if not 1 <= limits[0] <= limits[1]:
-        raise ValueError(f"--columns: {text!r} must be 1 <= LOW <= HIGH")
+        raise Refused(f"{text!r}: LOW is at least 1 and at most HIGH, as in 1:4096", "--columns")
     return limits
