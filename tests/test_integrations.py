@@ -207,6 +207,16 @@ def test_a_package_that_is_not_installed_is_named(patch, monkeypatch):
         patch()
 
 
+def test_the_error_says_that_a_package_is_not_installed():
+    with pytest.raises(RuntimeError, match="knows nosuch 1.0, and nosuch is not installed"):
+        Replaced("nosuch", "1.0", [Name("nosuch", "f", ("a",), ours)])
+
+
+def test_apply_to_names_what_it_needs():
+    with pytest.raises(TypeError, match="takes a causal language model of transformers, not Linear"):
+        integrations.apply_to(torch.nn.Linear(2, 2))
+
+
 # --- apply_to ---------------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,8 @@
 
 Paths are those below benchmarks/results; `PATH=ARGUMENTS` makes a new one. The records of one GPU are made one after
 another, in this order. Nothing is replaced: records and what was printed are written below --out. At --limit seconds
-the command that runs is interrupted and writes what it has, and later ones are left out.
+the command that runs is interrupted and writes what it has, and later ones are left out. Records of `linear`,
+`parallel` and `python` are refused before anything runs, because these commands have no --record.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from fused_softmax.lab.record import without_folders
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+# commands that write one record to --record; others are run by hand, as their header names them
+REMADE = ("bench", "fuzz", "accuracy", "profile", "host")
 # seconds that an interrupted command has to write its record
 GRACE = 15
 
@@ -74,7 +77,15 @@ def main(given: list[str] | None = None) -> int:
     lanes: dict[str, list[tuple[str, list[str]]]] = {}
     for what in asked.what:
         rest, at, gpu = what.rpartition("@")
-        lanes.setdefault(gpu if at else "0", []).append(arguments_of(rest if at else what))
+        path, arguments = arguments_of(rest if at else what)
+        if arguments[0] not in REMADE:
+            print(
+                f"records.py: {path} is made by `{shlex.join(arguments)}`: this tool remakes only records of "
+                f"{', '.join(REMADE)}. Run the command by hand",
+                file=sys.stderr,
+            )
+            return 2
+        lanes.setdefault(gpu if at else "0", []).append((path, arguments))
 
     def run(gpu: str) -> None:
         for path, arguments in lanes[gpu]:

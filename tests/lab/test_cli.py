@@ -17,7 +17,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from fused_softmax.lab.bench.cases import random_cases
+from fused_softmax.lab.bench.cases import TABLES, random_cases
+from fused_softmax.lab.bench.systems import outcome
 from fused_softmax.lab.cli import app
 from fused_softmax.lab.lessons import LESSONS
 from fused_softmax.lab.record import Record, from_json, header, to_json
@@ -86,6 +87,18 @@ REFUSED = [
     ("verify --input bad.pt", "bad.pt cannot be read"),
     ("verify --input bad.safetensors", "bad.safetensors cannot be read"),
     ("verify --input none.npy", "none.npy: no such file"),
+    ("fuzz --op nosuch", "'nosuch' is none of softmax"),
+    ("fuzz --op softmax,linear_cross_entropy", "leave out softmax"),
+    ("fuzz --columns x:4", "LOW:HIGH"),
+    ("fuzz --columns 9:4", "LOW is at least 1"),
+    ("fuzz --replay []", "--replay '[]' is no JSON object"),
+    ("fuzz --replay '{bad'", "is not JSON"),
+    ('fuzz --replay \'{"op": "softmax"}\'', "has no way, dtype, shape, dims"),
+    ('fuzz --replay \'{"op": "linear_cross_entropy"}\'', "has no way, dtype, rows, hidden"),
+    ('fuzz --replay \'{"op": "sofmax"}\'', "'sofmax' is none of softmax"),
+    ('fuzz --replay \'{"op": "softmax", "shape": 3}\'', "shape 3 is no list"),
+    ("fuzz --record half.json", "half.json"),
+    ("fuzz --record hollow.json", "hollow.json is no record of the fuzzer"),
     ("accuracy --op sofmax", "masked_softmax"),
     ("accuracy --op ,", "names nothing"),
     ("accuracy --dtype int8", "'int8' is none of"),
@@ -101,7 +114,7 @@ REFUSED = [
     ("explain 4x4x4", "rows x columns"),
     ("explain 0x4", "positive"),
     ("explain 4x128 --hidden 8", "--hidden"),
-    ("explain 4x128 --op linear_cross_entropy", "--hidden"),
+    ("explain 4x128 --op linear_cross_entropy", "needs --hidden: give the hidden size, such as --hidden 4096"),
     ("explain 4x128 fp32 --op linear_cross_entropy --hidden 8", "float32 products"),
     ("explain 9999999999x9999999999", "2^60"),
     ("explain 4x128 bfloat16,float32", "give one of"),
@@ -131,6 +144,8 @@ REFUSED = [
     ("lesson 2 --puzzle --out bad.pt", "bad.pt exists already"),
     ("lesson 2 --puzzle --out none/x.py", "no such file"),
     ("lesson 2 --try none.py", "none.py is no file"),
+    ("lesson 7 --try notes.txt", "--try notes.txt: give a Python file (.py), as --puzzle writes it"),
+    ("lesson 7 --puzzle --try lesson_07.py", "give one of the two"),
     ("lesson 0", "lesson 0"),
     ("lesson x", "lesson x"),
     ("report --root none", "--root"),
@@ -180,11 +195,47 @@ def test_a_bad_input_is_one_line_on_stderr_and_status_2(
     assert line.startswith("nosuch") or only.startswith(f"fused-softmax {line.split()[0]}: ")
 
 
-def test_tune_needs_a_gpu():
+@pytest.mark.parametrize("line", ["tune", "profile", "linear", "host", "parallel", "parallel --ranks 4"])
+def test_commands_that_need_gpus_say_what_to_do(line: str):
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU to tune on")
-    result = CLI.invoke(app, ["tune"])
-    assert result.exit_code == 2 and "needs a GPU" in result.stderr and result.stdout == ""
+        pytest.skip("there is a GPU")
+    result = CLI.invoke(app, line.split())
+    assert result.exit_code == 2 and result.stdout == ""
+    assert " GPU" in result.stderr and "run it on a machine with" in result.stderr
+
+
+def test_both_of_puzzle_and_try_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    result = CLI.invoke(app, ["lesson", "7", "--puzzle", "--try", "lesson_07.py"])
+    assert result.exit_code == 2 and not list(tmp_path.iterdir())
+
+
+def test_bench_help_names_every_table():
+    shown = " ".join(CLI.invoke(app, ["bench", "--help"], env={"COLUMNS": "400"}).output.split())
+    assert ", ".join(TABLES) in shown
+
+
+def test_report_shows_no_colors_of_a_recorded_error(tmp_path: Path, run_here: Callable[..., Result]):
+    head = header(torch.device("cpu"), interpreted=False)
+    note = "\x1b[91m\x1b[1merror[INTERNAL]:\x1b[0m no valid IR"
+    (tmp_path / "a.json").write_text(to_json(head, [Record("softmax", "quack", "float32", 2, 3, "refused", note)]))
+    shown = run_here("report", str(tmp_path / "a.json")).output
+    assert "error[INTERNAL]: no valid IR" in shown and "\x1b" not in shown
+    assert outcome(ValueError(note), "peer") == ("refused", "error[INTERNAL]: no valid IR")
+
+
+def test_report_needs_the_extra_cli_alone(tmp_path: Path):
+    names = "numpy", "matplotlib", "safetensors", "jinja2"
+    (tmp_path / "a.json").write_text(
+        to_json(header(torch.device("cpu"), interpreted=False), [Record("softmax", "torch", "float32", 2, 3, "ok")])
+    )
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({names})); sys.argv = ['fused-softmax', 'report', 'a.json']; "
+        "from fused_softmax.__main__ import main; main()"
+    )
+    where = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=where, cwd=tmp_path)
+    assert done.returncode == 0 and "torch" in done.stdout, done.stderr
 
 
 def test_an_error_of_the_program_is_no_bad_input(monkeypatch: pytest.MonkeyPatch):

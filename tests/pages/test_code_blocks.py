@@ -47,6 +47,12 @@ def test_a_block_that_raises_is_found_with_its_line():
     assert not first["error"] and "ZeroDivisionError" in second["error"] and 'File "a.md", line 13' in second["error"]
 
 
+def test_a_block_inherits_no_future_import():
+    page = [Block("a.md", 1, "def f(x: int): ...\n\nprint(f.__annotations__)\n", False)]
+    (only,) = code_blocks.run_page(page)
+    assert only["output"] == "{'x': <class 'int'>}\n"
+
+
 def test_blocks_and_their_marks_are_found(tmp_path: Path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text("# x\n\n```python\nprint(1)\n```\n\n<!-- gpu -->\n```python\nprint(2)\n```\n")

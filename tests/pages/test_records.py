@@ -28,6 +28,21 @@ def test_a_command_writes_its_record_below_out(tmp_path, monkeypatch, capsys):
     assert "new/fuzz.json on GPU 0: status 0" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [
+        ("h200x2/parallel.json", "parallel --ranks 2"),
+        ("h200-linear/peers.json", "linear --seconds"),
+        ("h200/code_blocks.json", "python -m pages.code_blocks"),
+    ],
+)
+def test_a_record_that_cannot_be_remade_is_refused_before_anything_runs(path, command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(records, "make", lambda *given: pytest.fail("a command ran"))
+    assert records.main(["--out", str(tmp_path), "h200/fuzz.json@0", f"{path}@1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert path in line and f"`{command}" in line and "by hand" in line
+
+
 def test_the_limit_ends_a_command_and_leaves_out_the_next(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(records, "GRACE", 2)
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -16,6 +16,7 @@ from fused_softmax.lab.roofline.launches import EXPLAINED
 from fused_softmax.lab.roofline.linear import LINEAR
 from fused_softmax.lab.roofline.predict import OURS, Prediction, gpu_named, predict
 from fused_softmax.lab.traffic import MODELS
+from fused_softmax.launch.availability import KernelUnavailable
 from fused_softmax.planning.types import VECTOR_BYTES
 
 # devices that can be compiled for -> the GPU that stands for each
@@ -34,7 +35,10 @@ def predicted(
     KeyError for an unknown GPU; RuntimeError where "this" has no kernels; NotImplementedError where PyTorch's own
     kernel runs.
     """
-    return predict(system, n_rows, n_cols, dtype, gpu, op, compile=True)
+    try:
+        return predict(system, n_rows, n_cols, dtype, gpu, op, compile=True)
+    except KernelUnavailable as error:
+        raise NotImplementedError(str(error)) from None
 
 
 def explain_lines(

@@ -31,6 +31,8 @@ from fused_softmax.lab.timing import Timing
 DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 # ends a commit that `git describe --always --dirty` names, where files were changed
 DIRTY = "-dirty"
+# the colors of a terminal, which errors of compilers contain
+COLORS = re.compile(r"\x1b\[[0-9;]*m")
 PACKAGES = ("torch", "triton", "numpy", "liger-kernel", "quack-kernels", "cut-cross-entropy", "trl")
 
 
@@ -139,6 +141,11 @@ def without_folders(command: str) -> str:
     return re.sub(r" --(out|record|equality)[ =]\S+", "", command)
 
 
+def without_colors(text: str) -> str:
+    """A text without the escape codes that color it in a terminal."""
+    return COLORS.sub("", text)
+
+
 def header(device: torch.device, interpreted: bool) -> Header:
     """Describe this machine and this run."""
     on_gpu = device.type == "cuda"
@@ -195,12 +202,13 @@ def to_json(head: Header, records: Sequence[Record]) -> str:
 
 
 def from_json(text: str) -> tuple[Header, list[Record]]:
-    """Read what to_json wrote; fields of another version are dropped."""
+    """Read what to_json wrote; fields of another version are dropped, and so are colors in notes."""
     content: Mapping[str, Any] = json.loads(text)
     known = {f.name for f in fields(Header)}, {f.name for f in fields(Record)}
     head = Header(**{k: v for k, v in content["header"].items() if k in known[0]})
     records = [Record(**{k: v for k, v in r.items() if k in known[1]}) for r in content["records"]]
     for record in records:
+        record.note = without_colors(record.note)
         for name in ("error", "torch_error"):  # without bound they are the text 'inf'
             value = getattr(record, name)
             setattr(record, name, None if value is None else float(value))

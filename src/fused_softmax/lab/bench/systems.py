@@ -22,6 +22,7 @@ import fused_softmax
 from fused_softmax.lab.bench.cases import Case, workload
 from fused_softmax.lab.bench.ops import OPS
 from fused_softmax.lab.bench.workload import Op, with_gradient
+from fused_softmax.lab.record import without_colors
 from fused_softmax.launch.device import interpreting
 
 Kind = Literal["ours", "torch", "peer", "lesson"]
@@ -212,7 +213,7 @@ FAULTS = ("illegal memory access", "misaligned address", "device-side assert", "
 
 def outcome(error: BaseException, kind: Kind) -> tuple[str, str]:
     """Sort an exception of a call into (status, short reason); raises DeviceFault when the device itself faulted."""
-    text = str(error) or type(error).__name__
+    text = without_colors(str(error)) or type(error).__name__
     reason = next((line.strip() for line in text.splitlines() if line.strip()), text)[:160]
     # the causes: torch.compile and the peers wrap what Triton raised
     chain, link = [], error

@@ -42,12 +42,16 @@ def fuzz(
     ] = "",
     way: Annotated[str, typer.Option(help="comma-separated ways in, such as function,vmap; default all")] = "",
     dtype: Dtype = "",
-    seconds: Annotated[float | None, typer.Option(min=0.0, help="how long; default 60, without a count")] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="draw for this many seconds; default: 60, or no limit with a count"),
+    ] = None,
     cases: Annotated[int | None, typer.Option(min=1, help="how many cases in all")] = None,
     per_cell: Annotated[
-        int | None, typer.Option(min=1, help="cases of each op, way and dtype; a tenth compiled")
+        int | None,
+        typer.Option(min=1, help="draw this many cases of each op, way and dtype; compiled ways a tenth"),
     ] = None,
-    columns: Annotated[str, typer.Option(help="widths drawn from LOW:HIGH alone")] = "",
+    columns: Annotated[str, typer.Option(help="draw only numbers of columns from LOW to HIGH, given as LOW:HIGH")] = "",
     seed: Annotated[int, typer.Option(help="the same seed draws the same cases")] = 0,
     workers: Annotated[int, typer.Option(min=1, help="processes")] = 1,
     record: Annotated[Path | None, typer.Option(help="write or add to this JSON record")] = None,

@@ -38,7 +38,11 @@ def bench(
         int, typer.Option(min=0, max=1000, help="draw so many shapes (outer, n_cols, inner) and layouts for each op")
     ] = 0,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="of what is drawn; default: a new one, kept in the results")
+        int | None,
+        typer.Option(
+            min=0,
+            help="the same seed draws the same widths and shapes; default: a new one",
+        ),
     ] = None,
 ) -> None:
     """Check every system against float64, then time those that passed and the device's own copy."""
@@ -103,7 +107,7 @@ def linear(
     import torch
 
     if not torch.cuda.is_available():
-        raise Refused("needs a GPU: without one the linear losses are checked by the tests")
+        raise Refused("needs a GPU, and there is none that torch can use here: run it on a machine with one")
     from fused_softmax.lab.linear import measure as bench
     from fused_softmax.lab.linear.systems import OPS
     from fused_softmax.lab.record import in_words
@@ -139,7 +143,6 @@ def report(
     files: Annotated[list[Path] | None, typer.Argument(help="results to show; default: the recorded")] = None,
 ) -> None:
     """Show recorded results, or compare two runs."""
-    from fused_softmax.lab.bench.output import Output
     from fused_softmax.lab.bench.report import print_report
     from fused_softmax.lab.results import gpu_folder, read_folder, read_results
 
@@ -156,6 +159,8 @@ def report(
         for file, (head, records) in found.items():
             print_report(terminal(), head, records, {})
             if out is not None:
+                from fused_softmax.lab.bench.output import Output  # the page's packages are in another extra
+
                 Output(out / file.stem).finish(head, records)
 
 
@@ -182,7 +187,7 @@ def tune(
     op: Annotated[str, typer.Option(help="such as softmax, log_softmax_backward or cross_entropy")] = "softmax",
     elements: Annotated[int, typer.Option(min=1, help="elements of each tensor")] = 2**28,
     random_widths: Annotated[int, typer.Option(min=0, max=1000, help="draw so many widths, half of them odd")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="of --random-widths")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="the same seed draws the same --random-widths")] = 0,
     workers: Annotated[int, typer.Option(min=0, help="processes that compile first")] = 8,
 ) -> None:
     """Time the planner's candidates on this GPU and print the fastest as a config table."""
@@ -226,7 +231,7 @@ def profile(
     random_widths: Annotated[
         int, typer.Option(min=0, max=1000, help="draw so many widths, half of them odd, 1,024 to 262,144 columns")
     ] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="of --random-widths")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="the same seed draws the same --random-widths")] = 0,
     record: Annotated[Path | None, typer.Option(help="write what was found to this file, as JSON")] = None,
 ) -> None:
     """Count what kernels do on this GPU with Nsight Compute, and compare with the model: bytes, peak, L2, stalls.

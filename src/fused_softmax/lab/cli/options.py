@@ -17,7 +17,10 @@ DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 Input = Annotated[Path | None, typer.Option(help="real data: .safetensors (every floating tensor), .npy or .pt")]
 Tables = Annotated[
     str,
-    typer.Option(help="ladder, forward, losses, random, shapes, few_rows, few_rows_cold, small, host, first_call, cpu"),
+    typer.Option(
+        help="comma-separated: ladder, forward, losses, random, shapes, few_rows, few_rows_cold, small, host, "
+        "first_call, cpu"
+    ),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="comma-separated: bf16, fp16, fp32 (or the long names)")]
 

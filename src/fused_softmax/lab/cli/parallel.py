@@ -26,7 +26,8 @@ def parallel(
     ] = None,
     out: Annotated[Path, typer.Option(help="the .json that is written")] = Path("out/parallel.json"),
     equality: Annotated[
-        Path | None, typer.Option(help="compare every op with one GPU's, and bits on 1, 2, 4, 8 ranks; this record")
+        Path | None,
+        typer.Option(help="also compare each op with one GPU, and bits of 1, 2, 4, 8 ranks; write this record"),
     ] = None,
 ) -> None:
     """Check and time losses of rows spread over the GPUs of this machine; torchrun starts it as well."""
@@ -35,7 +36,7 @@ def parallel(
     found = torch.cuda.device_count()
     wanted = ranks or found
     if found < 2 or wanted > found:
-        raise Refused(f"needs {max(2, wanted)} GPUs, and torch sees {found}: without them the tests check it, on gloo")
+        raise Refused(f"needs {max(2, wanted)} GPUs, and torch sees {found}: run it on a machine with as many")
     from fused_softmax.lab.parallel import measure
     from fused_softmax.lab.parallel.systems import OPS
 

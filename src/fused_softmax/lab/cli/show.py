@@ -45,10 +45,10 @@ def explain(
         raise Refused(f"{device!r} is none of {', '.join(explaining.TARGETS)}", "--device")
     if op not in (*explaining.OPERATIONS, *explaining.LINEAR):
         raise Refused(f"{op!r} is none of {', '.join((*explaining.OPERATIONS, *explaining.LINEAR))}", "--op")
-    if op in explaining.LINEAR and hidden <= 0:
-        raise Refused(f"is needed with --op {op}: give the hidden size, such as --hidden 4096", "--hidden")
-    if op not in explaining.LINEAR and hidden > 0:
-        raise Refused(f"goes with {' and '.join(explaining.LINEAR)}, and only with them", "--hidden")
+    if op in explaining.LINEAR and not hidden:
+        raise Refused(f"{op} needs --hidden: give the hidden size, such as --hidden 4096", "--op")
+    if hidden and op not in explaining.LINEAR:
+        raise Refused(f"goes with {' and '.join(explaining.LINEAR)}: leave it out for {op}", "--hidden")
     if system not in ("", *explaining.SYSTEMS):
         raise Refused(f"{system!r} is none of {', '.join(explaining.SYSTEMS)}", "--system")
     if system not in ("", "fused_softmax") and op != "softmax":
@@ -133,6 +133,8 @@ def lesson(
         return
     with refusing(ValueError):
         lessons.module_name(number)
+    if puzzle and tried is not None:
+        raise Refused("would grade another file than --puzzle writes: give one of the two", "--try")
     if puzzle:
         _write_puzzle(number, out or Path(f"lesson_{number:02}.py"))
     if tried is not None:
@@ -161,6 +163,8 @@ def _grade(number: int, file: Path) -> None:
     from fused_softmax.lab import grading
     from fused_softmax.launch.device import triton_error
 
+    if file.suffix != ".py":
+        raise Refused(f"{file}: give a Python file (.py), as --puzzle writes it", "--try")
     if not file.is_file():
         raise Refused(f"{file} is no file: give the file that --puzzle wrote", "--try")
     with refusing(ValueError):

@@ -24,7 +24,7 @@ def host(
     import torch
 
     if not torch.cuda.is_available():
-        raise Refused("needs a GPU: without one, no kernel is launched whose host time could be measured")
+        raise Refused("needs a GPU, and there is none that torch can use here: run it on a machine with one")
     from fused_softmax.lab import steps
     from fused_softmax.lab.bench.inputs import DTYPES
     from fused_softmax.lab.record import Record

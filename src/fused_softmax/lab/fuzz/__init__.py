@@ -14,20 +14,25 @@ def case_fields(text: str) -> dict[str, Any]:
     import dataclasses
     import json
 
-    from fused_softmax.lab.registry import LINEAR_OPS, OPS
+    from fused_softmax.lab.registry import LINEAR_OPS, OPS, WAYS
 
-    from .draw import Case
+    from .draw import DTYPES, OTHER_DTYPES, Case
     from .linear import LinearCase
 
-    case = "a case is the JSON object that a failure printed, such as '{\"op\": \"softmax\", ...}'"
+    case = 'a case is the JSON object that a failure printed, such as \'{"op": "softmax", ...}\''
     try:
         fields = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{text!r} is not JSON ({error}): {case}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{text!r} is no JSON object: {case}")
-    if "op" in fields and fields["op"] not in (*OPS, *LINEAR_OPS):
-        raise ValueError(f"op {fields['op']!r} is none of {', '.join((*OPS, *LINEAR_OPS))}")
+    allowed = dict(op=(*OPS, *LINEAR_OPS), way=WAYS, dtype=(*DTYPES, *OTHER_DTYPES))
+    for name, values in allowed.items():
+        if fields.get(name, values[0]) not in values:
+            raise ValueError(f"{name} {fields[name]!r} is none of {', '.join(values)}")
+    for name in ("shape", "dims", "layout", "frozen"):
+        if not isinstance(fields.get(name, []), list):
+            raise ValueError(f"{name} {fields[name]!r} is no list: {case}")
     known = dataclasses.fields(LinearCase if fields.get("op") in LINEAR_OPS else Case)
     required = [f.name for f in known if f.default is f.default_factory is dataclasses.MISSING]
     if missing := [name for name in required if name not in fields]:

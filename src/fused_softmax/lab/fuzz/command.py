@@ -24,8 +24,8 @@ def fuzz(
         Refused: The request is no request.
     """
     console = Console(width=None if sys.stdout.isatty() else 150)
-    from . import record as records
     from . import case_fields, replay
+    from . import record as records
     from . import sanitize as sanitizer
     from .session import Request, run
 
@@ -35,7 +35,10 @@ def fuzz(
         _known("op", ops, (*OPS, *LINEAR_OPS))
         _known("way", ways, WAYS)
         if replayed:
-            _examine(replayed, case_fields)
+            try:
+                case_fields(replayed)
+            except ValueError as error:
+                raise Refused(str(error), "--replay") from None
         limits = _columns(columns)
         linear_ops, ops = tuple(op for op in ops if op in LINEAR_OPS), tuple(op for op in ops if op in OPS)
         if linear_ops:
@@ -43,9 +46,6 @@ def fuzz(
             given = ", ".join("--" + name.replace("_", "-") for name, value in refused.items() if value)
             if ops or given:
                 raise Refused(f"{', '.join(linear_ops)} runs by itself: leave out {given or ', '.join(ops)}", "--op")
-            from . import linear
-
-            return int(linear.run(linear_ops, ways, dtypes, seconds, cases, seed, stop, _shown(console)) > 0)
         if record is not None:
             records.check(record, None if sanitize else seed)
         request = Request(
@@ -55,6 +55,16 @@ def fuzz(
             _known("sanitize", (sanitize,), sanitizer.TOOLS)
             sanitizer.check(request)
             sanitizer.find()
+    if replayed:
+        from .worker import prepare
+
+        prepare("cuda" if torch.cuda.is_available() else "cpu")
+        return int(bool(replay(replayed)))
+    if linear_ops:
+        from . import linear
+
+        with refusing(ValueError):
+            return int(linear.run(linear_ops, ways, dtypes, seconds, cases, seed, stop, _shown(console)) > 0)
     if sanitize:
         summary = sanitizer.run(sanitize, request, console)
         if record is not None:

@@ -39,10 +39,20 @@ def kernel_hash() -> str:
     return digest.hexdigest()
 
 
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): give a file that `fuzz --record` wrote") from None
+    if not (isinstance(content, dict) and {"header", "kernel_hash", "rows"} <= content.keys()):
+        raise ValueError(f"{path} is no record of the fuzzer: give a file that `fuzz --record` wrote")
+    return content
+
+
 def check(path: Path, seed: int | None = None) -> None:
     """Raise where the file cannot take a run of these kernels, with this seed: before the run, not after it."""
     if path.exists():
-        known = json.loads(path.read_text())
+        known = _load(path)
         if any(seed in row["seeds"] for row in known["rows"]):
             raise ValueError(f"{path} has a run of seed {seed}: its cases would count twice. Give another --seed")
         if known["kernel_hash"] != kernel_hash():
@@ -55,7 +65,7 @@ def check(path: Path, seed: int | None = None) -> None:
 def read(path: Path) -> dict[str, Any] | None:
     """What the file has before a run; None where there is none."""
     check(path)
-    return json.loads(path.read_text()) if path.exists() else None
+    return _load(path) if path.exists() else None
 
 
 def counted(known: dict[str, Any] | None) -> Counter:
@@ -77,7 +87,7 @@ def add_records(path: Path, others: Sequence[Path]) -> Counter:
     """
     total: dict[str, Any] | None = None
     for file in [*([path] if path.exists() else []), *others]:
-        content = json.loads(file.read_text())
+        content = _load(file)
         if total is not None:
             if content["kernel_hash"] != total["kernel_hash"]:
                 raise OtherKernels(f"{file} is a record of other kernels: only runs of the same kernels add up")
