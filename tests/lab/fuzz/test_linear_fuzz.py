@@ -56,7 +56,8 @@ def test_the_judge_sees_a_fault(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("[]", "is no case"), ("{bad", "no JSON"), ('{"op": "softmax"}', "missing: way, dtype, shape")]
+    ("text", "said"),
+    [("[]", "is no JSON object"), ("{bad", "is not JSON"), ('{"op": "softmax"}', "no way, dtype, shape")],
 )
 def test_what_is_no_case_is_refused_in_one_line(text, said):
     status, shown = fuzz("--replay", text)

@@ -69,7 +69,7 @@ class Case:
     @classmethod
     def from_json(cls, text: str) -> Case:
         made = json.loads(text)
-        for name in ("shape", "dims", "layout"):
+        for name in {"shape", "dims", "layout"} & made.keys():
             made[name] = tuple(made[name])
         return cls(**made)
 
