@@ -65,11 +65,19 @@ def fields(name: str, n_cols: int = 7) -> tuple:
 # --- every operator by PyTorch's own examination ----------------------------------------------------------------------
 
 
+# float64 takes formulas and the others kernels
+examined = pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, *(pytest.param(t, marks=pytest.mark.extended) for t in (torch.float16, torch.float64))],
+    ids=str,
+)
+
+
 def check(op: Any, arguments: tuple) -> None:
     opcheck(op.default, arguments, rtol=1e-2, atol=1e-2)  # half results are rounded on every route
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@examined
 @pytest.mark.parametrize("name", FIELDS)
 def test_opcheck_of_cross_entropy(name, dtype):
     x, target = rows(dtype=dtype)
@@ -81,7 +89,7 @@ def test_opcheck_of_cross_entropy(name, dtype):
     check(ops.cross_entropy_backward, (torch.rand_like(loss), moments, x.detach(), *given[1:]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@examined
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("by_row", [False, True])
 def test_opcheck_of_token_logprobs(by_row, entropy, dtype):
@@ -95,7 +103,7 @@ def test_opcheck_of_token_logprobs(by_row, entropy, dtype):
         check(ops.token_logprobs_backward, (*upstream, moments, entropies, x.detach(), ids, *scale))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@examined
 def test_opcheck_of_masked_softmax(dtype):
     x = torch.randn(2, 3, 7, dtype=dtype, requires_grad=True)
     added = torch.randn(3, 7, requires_grad=True)
@@ -149,12 +157,19 @@ def with_gradients(function: Callable[..., Any], *given: Any) -> list[torch.Tens
     return [y.detach() for y in found] + list(torch.autograd.grad(found, leaves, upstream))
 
 
-def judge(function: Callable[..., Any], *given: Any, exact: Callable[..., Any] | None = None) -> None:
-    """function compiled in one graph is what it is in eager mode, and near `exact` of float64 logits."""
-    eager = with_gradients(function, *given)
-    for backend in BACKENDS:
+Judge = Callable[..., None]
+
+
+# inductor's graphs take seconds each, and have the operators of aot_eager's: other tests below run some by default
+@pytest.fixture(params=[BACKENDS[0], *(pytest.param(b, marks=pytest.mark.extended) for b in BACKENDS[1:])])
+def judge(request: pytest.FixtureRequest) -> Judge:
+    """judge(function, *given, exact=None): function compiled in one graph is what it is in eager mode, and near `exact`
+    of float64 logits."""
+
+    def judged(function: Callable[..., Any], *given: Any, exact: Callable[..., Any] | None = None) -> None:
+        eager = with_gradients(function, *given)
         torch._dynamo.reset()
-        compiled = with_gradients(torch.compile(function, backend=backend, fullgraph=True), *given)
+        compiled = with_gradients(torch.compile(function, backend=request.param, fullgraph=True), *given)
         for got, want in zip(compiled, eager, strict=True):
             assert got.dtype is want.dtype and got.shape == want.shape
             tolerance = TOLERANCE[got.dtype]
@@ -165,6 +180,8 @@ def judge(function: Callable[..., Any], *given: Any, exact: Callable[..., Any] |
             for got, want in zip(compiled, wanted, strict=True):
                 tolerance = TOLERANCE[got.dtype]
                 torch.testing.assert_close(got.double(), want, rtol=4 * tolerance, atol=tolerance)
+
+    return judged
 
 
 OPTIONS = {
@@ -179,7 +196,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_cross_entropy(options):
+def test_cross_entropy(options, judge):
     x, target = rows(5, 33, torch.bfloat16 if "softcap" in options else torch.float32)
     target = target.clamp(0) if "ignore_index" in options else target
     options = {**options, "weight": torch.rand(33) + 0.1} if "weight" in options else options
@@ -191,7 +208,7 @@ def test_cross_entropy(options):
 
 
 @pytest.mark.parametrize("shape", [(7,), (2, 7, 3), (2, 7, 3, 2)], ids=str)
-def test_shapes_of_cross_entropy(shape):
+def test_shapes_of_cross_entropy(shape, judge):
     target = torch.randint(0, 7, shape[:1] + shape[2:] if len(shape) > 1 else ())
     x = torch.randn(shape, requires_grad=True)
     judge(lambda x, t: fs.cross_entropy(x, t, reduction="none"), x, target)
@@ -199,13 +216,13 @@ def test_shapes_of_cross_entropy(shape):
     judge(lambda x, t: fs.cross_entropy(x * 2, t), turned, target)
 
 
-def test_rows_of_a_padded_vocabulary_and_modules():
+def test_rows_of_a_padded_vocabulary_and_modules(judge):
     x, target = rows(5, 40)
     judge(lambda x, t: fs.cross_entropy(x[:, :33], t), x, target.clamp(max=32))
     judge(fs.nn.CrossEntropyLoss(torch.rand(40), softcap=3.0), x, target)
 
 
-def test_a_mean_over_another_count_and_the_trainers_loss():
+def test_a_mean_over_another_count_and_the_trainers_loss(judge):
     x, target = rows(6, 20)
     judge(lambda x, t, n: cross_entropy_over(n, x, t), x, target, torch.tensor(5))
     labels = target.view(2, 3)
@@ -218,7 +235,7 @@ def test_a_mean_over_another_count_and_the_trainers_loss():
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("temperature", [0.7, torch.tensor([0.5, 2.0, 1.3, 0.9])], ids=["0.7", "per row"])
-def test_token_logprobs(temperature, dtype):
+def test_token_logprobs(temperature, dtype, judge):
     def exact(x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         t = temperature.double().unsqueeze(-1) if isinstance(temperature, torch.Tensor) else temperature
         log_p = torch.log_softmax(x / t, -1)
@@ -230,7 +247,7 @@ def test_token_logprobs(temperature, dtype):
     judge(ours, rows(4, 33, dtype)[0], torch.randint(0, 33, (4, 3)), exact=exact)
 
 
-def test_shapes_of_token_logprobs():
+def test_shapes_of_token_logprobs(judge):
     x = torch.randn(2, 3, 11, requires_grad=True)
     ids = torch.randint(0, 11, (2, 3))
     judge(
@@ -260,7 +277,7 @@ def test_shapes_of_token_logprobs():
     ],
     ids=str,
 )
-def test_masked_softmax(causal, dtype):
+def test_masked_softmax(causal, dtype, judge):
     x = torch.randn(2, 3, 4, 9).to(dtype).requires_grad_()
     transposed = (torch.rand(2, 1, 9, 4) > 0.3).transpose(2, 3)
     transposed[0, :, 1] = False  # nothing is left of these rows
@@ -285,7 +302,7 @@ def test_masked_softmax(causal, dtype):
     ],
     ids=str,
 )
-def test_the_gradient_of_an_additive_mask(mask_shape, scale):
+def test_the_gradient_of_an_additive_mask(mask_shape, scale, judge):
     x, mask = torch.randn(2, 3, 4, 8, requires_grad=True), torch.randn(mask_shape, requires_grad=True)
     judge(lambda x, m: fs.masked_softmax(x, m, scale=scale), x, mask)
     judge(lambda x, m: fs.masked_softmax(x, m, scale=scale), x.detach(), mask)
@@ -486,7 +503,7 @@ def test_nothing_counts():
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (2, 0, 5)], ids=str)
-def test_empty_logits(shape):
+def test_empty_logits(shape, judge):
     ids = torch.zeros(shape[:-1], dtype=torch.int64)[..., None][..., : shape[-1]]
     x = torch.randn(shape, requires_grad=True)
     judge(lambda x, ids: fs.token_logprobs(x, ids, return_entropy=True), x, ids)

@@ -15,7 +15,12 @@ from typing import Any
 
 def patch_once() -> Callable[[], None]:
     """Make the interpreter four times as fast for small tensors, with the same bits. Returns what undoes this."""
-    undo = (_patch_modules_once_in_a_launch(), _remember_types(), _leave_out_checks_of_overflow())
+    undo = (
+        _patch_modules_once_in_a_launch(),
+        _remember_types(),
+        _leave_equal_shapes(),
+        _leave_out_checks_of_overflow(),
+    )
 
     def undo_all() -> None:
         for one in reversed(undo):
@@ -28,7 +33,7 @@ def _patch_modules_once_in_a_launch() -> Callable[[], None]:
     """Patch the modules of `triton.language` once in a launch, not again in every call between device functions.
 
     The latter takes half of the time and changes nothing: what such a call patches stays patched until the launch has
-    ended. The builtins of each module are looked up once in a process.
+    ended. The builtins of each module are looked up once in a process, and one call leads to a builtin, not three.
     """
     from triton.language import core
     from triton.runtime import interpreter
@@ -36,7 +41,9 @@ def _patch_modules_once_in_a_launch() -> Callable[[], None]:
     function, executor, error = interpreter.InterpretedFunction, interpreter.GridExecutor, interpreter.InterpreterError
     patched: set[frozenset[str]] = set()
     modules_of: dict[Any, frozenset[str]] = {}
-    builtins_of: dict[Any, list[tuple[str, Any]]] = {}
+    builtins_of: dict[Any, list[tuple[str, Any, Any]]] = {}
+    its_builder, semantic = interpreter.interpreter_builder, interpreter.TritonSemantic(interpreter.interpreter_builder)
+    checks_semantic = core.builtin(lambda: None).__code__
     launch, call_of, patch_builtin = executor.__call__, function.__call__, interpreter._patch_builtin
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,11 +64,24 @@ def _patch_modules_once_in_a_launch() -> Callable[[], None]:
         patched.clear()
         return launch(self, *args, **kwargs)
 
+    def with_semantic(member: Any) -> Callable[..., Any]:
+        # what `builtin` puts before a function looks for the semantic, which is here
+        function = member.__wrapped__ if getattr(member, "__code__", None) is checks_semantic else member
+
+        def builtin(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        return builtin
+
     def patch_known_builtins(package: Any, builder: Any, scope: Any) -> None:
+        assert builder is its_builder
         if package not in builtins_of:
-            builtins_of[package] = [pair for pair in inspect.getmembers(package) if core.is_builtin(pair[1])]
-        for name, member in builtins_of[package]:
-            interpreter._patch_attr(package, name, member, builder, scope)
+            found = [pair for pair in inspect.getmembers(package) if core.is_builtin(pair[1])]
+            builtins_of[package] = [(name, member, with_semantic(member)) for name, member in found]
+        for name, member, patch in builtins_of[package]:
+            scope._changes.append((package, name, member))
+            setattr(package, name, patch)
 
     def undo() -> None:
         function.__call__, executor.__call__, interpreter._patch_builtin = call_of, launch, patch_builtin
@@ -76,6 +96,7 @@ def _remember_types() -> Callable[[], None]:
     from triton.runtime import interpreter
 
     np_dtype, init_tensor, init_block = interpreter._get_np_dtype, core.tensor.__init__, core.block_type.__init__
+    with_element = core.block_type.with_element_ty
     np_dtypes: dict[str, Any] = {}
     shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
     blocks: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
@@ -86,26 +107,62 @@ def _remember_types() -> Callable[[], None]:
             found = np_dtypes[of.name] = np_dtype(of)
         return found
 
-    def tensor(self: Any, handle: Any, type: Any) -> None:
-        shape = tuple(type.shape) if type.is_block() else ()
+    def known_shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        """(number of elements, shape) of a tensor: the same objects for equal shapes."""
         if shape not in shapes:
             shapes[shape] = core.constexpr(math.prod(shape)), core.tuple([core.constexpr(n) for n in shape])
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = shapes[shape]
+        return shapes[shape]
+
+    no_shape = known_shape(())
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type = handle, type
+        if type.is_block():
+            self.dtype = type.element_ty
+            self.numel, self.shape = vars(type).get("of_tensor") or known_shape(tuple(type.shape))
+        else:
+            self.dtype = type.scalar
+            self.numel, self.shape = no_shape
 
     def block(self: Any, element_ty: Any, shape: Any) -> None:
-        key = (element_ty.name, tuple(core._unwrap_if_constexpr(n) for n in shape))
+        key = (element_ty.name, tuple([core._unwrap_if_constexpr(n) for n in shape]))
         if key not in blocks:
             init_block(self, element_ty, shape)
-            blocks[key] = dict(vars(self))
-        else:
-            vars(self).update(blocks[key])
-            self.element_ty = element_ty  # pointers to two address spaces have one name
+            blocks[key] = {**vars(self), "of_tensor": known_shape(key[1]), "kin": {}}
+        vars(self).update(blocks[key])
+        self.element_ty = element_ty  # pointers to two address spaces have one name
+
+    def block_of(self: Any, scalar_ty: Any) -> Any:
+        kin = vars(self).get("kin")
+        if kin is None or scalar_ty.is_ptr():
+            return with_element(self, scalar_ty)
+        found = kin.get(scalar_ty.name)
+        if found is None:
+            found = kin[scalar_ty.name] = with_element(self, scalar_ty)
+        return found
 
     def undo() -> None:
         interpreter._get_np_dtype, core.tensor.__init__, core.block_type.__init__ = np_dtype, init_tensor, init_block
+        core.block_type.with_element_ty = with_element
 
     interpreter._get_np_dtype, core.tensor.__init__, core.block_type.__init__ = known_np_dtype, tensor, block
+    core.block_type.with_element_ty = block_of
+    return undo
+
+
+def _leave_equal_shapes() -> Callable[[], None]:
+    """Do not compare, dimension by dimension, the shapes of two tensors that have one; needs `_remember_types`."""
+    from triton.language.semantic import TritonSemantic
+
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_others(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    def undo() -> None:
+        TritonSemantic.broadcast_impl_value = broadcast
+
+    TritonSemantic.broadcast_impl_value = broadcast_others
     return undo
 
 
