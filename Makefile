@@ -94,9 +94,10 @@ interpreted: $(READY)
 compiled: $(READY)
 	env -u TRITON_INTERPRET $(RUN) -m pytest -q -n $(JOBS) --dist loadfile -m "compiled and not extended" $(ARGS)
 
-# the planner's kernels for all six targets: 7 minutes of CPU time, on two cores half of that
+# the planner's kernels for all six targets, and the other compiled tests marked `extended`
 compiled-targets: $(READY)
 	env -u TRITON_INTERPRET FUSED_SOFTMAX_EXTENDED=1 $(RUN) -m pytest -q -m compiled tests/kernels/test_compiled_kernels.py $(ARGS)
+	env -u TRITON_INTERPRET FUSED_SOFTMAX_EXTENDED=1 $(RUN) -m pytest -q $(SPREAD) -m "compiled and extended" $(ARGS)
 
 # the compiled tests with other Tritons, each put before the installed one
 compiled-others: $(READY)

@@ -133,6 +133,7 @@ CALLS = """
 
 
 @pytest.mark.interpreted
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore")
 def test_public_torch_gives_the_same_results():
     environment = {**os.environ, "FUSED_SOFTMAX_PUBLIC_TORCH": "1"}

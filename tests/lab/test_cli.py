@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from params import few
 from typer.testing import CliRunner, Result
 
 from fused_softmax.lab.bench.cases import TABLES, random_cases
@@ -282,7 +283,13 @@ def test_lessons_are_listed():
     [
         ("explain 4x128", "typer", "fused-softmax needs typer", "cli"),
         ("report", "rich", "needs rich", "cli"),
-        ("lesson 5", "typer rich numpy", "fused-softmax lesson needs typer, rich, numpy", "bench"),
+        pytest.param(
+            "lesson 5",
+            "typer rich numpy",
+            "fused-softmax lesson needs typer, rich, numpy",
+            "bench",
+            marks=pytest.mark.extended,
+        ),
         pytest.param("lesson 5", "typer rich", "needs typer, rich", "cli", marks=pytest.mark.extended),
         pytest.param("lesson 5", "numpy", "fused-softmax lesson needs numpy", "bench", marks=pytest.mark.extended),
         pytest.param(
@@ -363,6 +370,7 @@ def test_several_ops_are_recorded_in_a_file_each(tmp_path: Path, run_here: Calla
 
 
 @pytest.mark.interpreted
+@pytest.mark.extended
 def test_random_widths_are_recorded_with_their_seed(tmp_path: Path, run_here: Callable[..., Result]):
     shape = ["--random-widths", "2", "--rows", "2", "--systems", "fused_softmax", "--out", str(tmp_path / "out")]
     # this seed's widths are narrow, and so is the range of masked_softmax: the interpreter takes seconds for wide rows
@@ -426,7 +434,9 @@ def test_ctrl_c_leaves_the_results_so_far(tmp_path: Path):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("module", ["fused_softmax lesson", "fused_softmax.lab.lessons"])
+@pytest.mark.parametrize(
+    "module", ["fused_softmax lesson", pytest.param("fused_softmax.lab.lessons", marks=pytest.mark.extended)]
+)
 def test_a_reader_that_has_gone_ends_a_lesson_without_a_traceback(module: str):
     line = f"set -o pipefail; {shlex.quote(sys.executable)} -m {module} 1 | true; exit ${{PIPESTATUS[0]}}"
     where = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

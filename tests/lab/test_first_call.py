@@ -100,6 +100,7 @@ def test_every_process_has_empty_caches_of_its_own(monkeypatch: pytest.MonkeyPat
     assert len(set(folders)) == 4 and not any(Path(folder).exists() for folder in folders)
 
 
+@pytest.mark.extended
 def test_a_process_that_fails_or_hangs_is_an_error_of_each_system(monkeypatch: pytest.MonkeyPatch):
     found = first_calls(CASE, ("torch", "no such system"))
     assert [(r.system, r.status, r.ms) for r in found] == [("torch", "error", None), ("no such system", "error", None)]

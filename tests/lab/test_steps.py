@@ -47,6 +47,7 @@ def test_a_wrong_step_and_one_that_raises_are_not_timed():
 
 
 @pytest.mark.interpreted
+@pytest.mark.extended
 def test_host_writes_a_record_of_every_step(tmp_path, monkeypatch):
     monkeypatch.setattr(steps, "NEW_ROWS", 8)
     monkeypatch.setattr(steps, "HostStopwatch", Counting)

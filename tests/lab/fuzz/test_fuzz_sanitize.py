@@ -65,6 +65,7 @@ def test_a_clean_run_is_counted_and_recorded(tmp_path):
     assert [row["cases"] for row in json.loads(record.read_text())["sanitizers"]] == [6, 5]
 
 
+@pytest.mark.extended
 def test_an_error_is_counted_with_its_kernel(tmp_path):
     ended = fuzz(tmp_path, FOUND, "--sanitize", "initcheck", "--op", "softmax", "--cases", "1")
     assert ended.returncode == 1
@@ -126,6 +127,7 @@ def test_each_error_is_of_a_kernel_of_ours_or_of_another(tmp_path, log, ours, el
     assert summary.clean == (not ours)
 
 
+@pytest.mark.extended
 def test_a_process_without_a_summary_is_no_clean_run(tmp_path):
     ended = fuzz(tmp_path, "killed", "--sanitize", "racecheck", "--op", "softmax", "--cases", "1")
     assert ended.returncode == 1 and "1 processes lost" in ended.stdout

@@ -260,6 +260,7 @@ def test_lesson_16_reads_an_odd_width_in_vectors_from_the_step_that_says_so():
 
 
 @interpreted
+@pytest.mark.extended
 @pytest.mark.parametrize("n", [14])
 def test_a_lesson_on_another_op_prints_itself(n, capsys):
     from fused_softmax.lab.lessons import shown
