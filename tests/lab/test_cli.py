@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from params import few
 from typer.testing import CliRunner, Result
 
 from fused_softmax.lab.bench.cases import TABLES, random_cases
