@@ -343,6 +343,15 @@ def _cross_entropy_gradients(ctx: Any, g: Tensor | None, _: None) -> tuple[Tenso
     return cross_entropy_backward(g, moments, x, *fields), *nothing
 
 
-differentiable("cross_entropy", _cross_entropy_gradients, _save_cross_entropy)
-not_differentiable("cross_entropy_backward")
+def _formula(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
+    op = CrossEntropy(*fields)
+    return decompositions.cross_entropy_of_rows(x, op), decompositions.moments_of(decompositions.capped(x, op.softcap))
+
+
+def _formula_of_gradient(g: Tensor, moments: Tensor, x: Tensor, *fields: Any) -> Tensor:
+    return decompositions.cross_entropy_gradient(g, x, CrossEntropy(*fields))
+
+
+differentiable("cross_entropy", _cross_entropy_gradients, _save_cross_entropy, _formula)
+not_differentiable("cross_entropy_backward", _formula_of_gradient)
 planned_by("cross_entropy", lambda asked: planned_cross_entropy(asked.x, asked.backward))

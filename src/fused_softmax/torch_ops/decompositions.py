@@ -79,7 +79,7 @@ def _probabilities(x: Tensor, lse: Tensor, dim: list[int], keepdim: bool) -> Ten
     return (widened(x) - _over_rows(lse, x, dim, keepdim)).exp()
 
 
-def logsumexp_gradient(g: Tensor, x: Tensor, lse: Tensor, dim: list[int], keepdim: bool) -> Tensor:
+def logsumexp_gradient(g: Tensor, x: Tensor, lse: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
     """dx = g*exp(x - lse), in x's dtype."""
     return _over_rows(g, x, dim, keepdim).mul(_probabilities(x, lse, dim, keepdim)).to(x.dtype)
 
@@ -174,6 +174,8 @@ def cross_entropy_of_rows(x: Tensor, op: CrossEntropy) -> Tensor:
 
 def moments_of(z: Tensor) -> Tensor:
     """(row_max, row_sum) of each row of z, (n_rows, 2), as the kernels keep them: row_max is finite or NaN."""
+    if not z.numel():
+        return no_moments(z)
     row_max = z.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)
     return torch.cat((row_max, (z - row_max).exp().sum(1, keepdim=True)), 1)
 

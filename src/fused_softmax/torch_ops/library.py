@@ -12,12 +12,27 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from ..launch import torch_private
 from .arguments import NAMESPACE
 
 F = TypeVar("F", bound=Callable[..., Any])
-library = torch.library.Library(NAMESPACE, "DEF")
+
+
+class _Library(torch.library.Library):
+    """A library whose autograd kernels see forward-mode AD and torch.func. Those that torch makes drop tangents without
+    a word, and are refused by torch.func."""
+
+    def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
+        if dispatch_key == "Autograd":
+            fn = _by_formula(op_name, fn)
+        super().impl(op_name, fn, dispatch_key, **options)
+
+
+library = _Library(NAMESPACE, "DEF")
+# what operators run there, by name: formulas in torch's own operators, of the same arguments
+_formulas: dict[str, Callable[..., Any]] = {}
 
 
 def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,18 +68,48 @@ def _define(name: str) -> None:
 getattr(torch.ops, NAMESPACE).__getattr__ = _define  # of a module, which is asked before the class (PEP 562)
 
 
-def differentiable(name: str, gradients: Callable[..., Any], setup_context: Callable[..., None]) -> None:
-    """Register the gradients of an operator; autograd runs them outside of torch.compile's trace."""
+def differentiable(
+    name: str, gradients: Callable[..., Any], setup_context: Callable[..., None], formula: Callable[..., Any]
+) -> None:
+    """Register the gradients of an operator; autograd runs them outside of torch.compile's trace.
+
+    formula: the operator in torch's own operators, for forward-mode AD and torch.func.
+    """
+    _formulas[name] = formula
     torch_private.register_autograd(library, operator(name), gradients, setup_context)
 
 
-def not_differentiable(name: str) -> None:
-    """Registers that an operator, a gradient, has none: an error, where torch would warn and go on."""
+def not_differentiable(name: str, formula: Callable[..., Any] | None = None) -> None:
+    """Registers that an operator, a gradient, has none: an error, where torch would warn and go on.
+
+    formula: as in `differentiable`; without one, a tangent is an error.
+    """
+    if formula is not None:
+        _formulas[name] = formula
 
     def backward(ctx: Any, *upstream: Tensor | None) -> None:
         raise RuntimeError(f"{NAMESPACE}::{name} is a gradient that cannot be differentiated")
 
     torch_private.register_autograd(library, operator(name), backward, None)
+
+
+def _by_formula(op: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The autograd kernel of an operator; the operator's formula takes what torch.func or forward-mode AD
+    differentiates."""
+    name = (op if isinstance(op, str) else op.name()).split("::")[-1]
+
+    def autograd(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        in_forward_ad = torch_private.in_forward_ad()
+        if (in_forward_ad or torch_private.innermost_transform() is not None) and name in _formulas:
+            return _formulas[name](*args, **kwargs)
+        if in_forward_ad:
+            if any(isinstance(a, Tensor) and unpack_dual(a).tangent is not None for a in (*args, *kwargs.values())):
+                raise NotImplementedError(
+                    f"{NAMESPACE}::{name} does not support forward-mode AD: it is a gradient without a formula"
+                )
+        return kernel(keys, *args, **kwargs)
+
+    return untraced(autograd)
 
 
 def batched(name: str, rule: Callable[..., tuple[Tensor, int]]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -86,6 +87,12 @@ def settings_of(
             f"{function}(): logits_dtype must be torch.float32 or the product's dtype {compute}, not {logits_dtype}"
         )
     return Settings(compute, logits_dtype, accumulate, chunk_rows)
+
+
+def all_logits(x: Tensor, weight: Tensor, bias: Tensor | None, how: Settings) -> Tensor:
+    """The logits of all rows, by torch."""
+    x, weight, bias = x.to(how.compute), weight.to(how.compute), None if bias is None else bias.to(how.compute)
+    return F.linear(x, weight, bias).to(how.logits)
 
 
 def needed_gradients(*tensors: Tensor | None) -> list[bool]:

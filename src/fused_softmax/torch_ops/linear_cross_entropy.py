@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..launch import cross_entropy as rows
@@ -27,7 +26,7 @@ from ..launch.torch_private import has_storage
 from . import decompositions
 from .arguments import NAMESPACE, LossOptions
 from .decompositions import result_dtype
-from .linear_arguments import needed_gradients, without_autocast
+from .linear_arguments import all_logits, needed_gradients, without_autocast
 from .route import can_bypass_dispatcher, is_supported, operator_takes
 
 
@@ -41,7 +40,7 @@ def linear_cross_entropy_of(x: Tensor, weight: Tensor, bias: Tensor | None, op: 
     if operator_takes(*given):
         return _by_operator(x, weight, bias, op, how)
     # transforms of torch.func and subclasses of Tensor: torch's formula, which holds all logits
-    return decompositions.cross_entropy_of_rows(_all_logits(x, weight, bias, how), op)
+    return decompositions.cross_entropy_of_rows(all_logits(x, weight, bias, how), op)
 
 
 def _by_operator(x: Tensor, weight: Tensor, bias: Tensor | None, op: CrossEntropy, how: Settings) -> Tensor:
@@ -59,15 +58,10 @@ def probabilities_cross_entropy(
     """The loss of probabilities, which have the logits' size, as target: torch's formula."""
     n_cols = weight.shape[0]
     loss = decompositions.cross_entropy(
-        _all_logits(x, weight, bias, how), target.reshape(-1, n_cols), class_weight, -100, options.reduction,
+        all_logits(x, weight, bias, how), target.reshape(-1, n_cols), class_weight, -100, options.reduction,
         options.label_smoothing, options.softcap, options.z_loss,
     )  # fmt: skip
     return loss.view(target.shape[:-1]) if options.reduction == "none" else loss
-
-
-def _all_logits(x: Tensor, weight: Tensor, bias: Tensor | None, how: Settings) -> Tensor:
-    x, weight, bias = x.to(how.compute), weight.to(how.compute), None if bias is None else bias.to(how.compute)
-    return F.linear(x, weight, bias).to(how.logits)
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------

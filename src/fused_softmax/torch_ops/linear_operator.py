@@ -13,9 +13,10 @@ from torch import Tensor
 from ..launch.cross_entropy import planned_cross_entropy
 from ..launch.linear import Needs, Settings
 from ..launch.options import CrossEntropy
+from . import decompositions
 from .decompositions import result_dtype
 from .library import define, differentiable, not_differentiable
-from .linear_arguments import planned_linear
+from .linear_arguments import all_logits, planned_linear, without_autocast
 from .linear_cross_entropy import TWICE, backward_of_chunks, forward_of_chunks, times, upstream_of
 from .route import planned_by
 
@@ -45,12 +46,18 @@ def _linear_cross_entropy_kernel(*fields: Any) -> tuple[Tensor, ...]:
     return tuple(found.loss.new_empty(0) if t is None else t for t in found)
 
 
+def _gradient_dtypes(weight: Tensor, bias: Tensor | None, how: Settings, x: Tensor) -> tuple[torch.dtype, ...]:
+    """The dtypes of the gradients of x, weight and bias: float16's are still to be divided."""
+    wide, scaled = torch.promote_types(how.compute, torch.float32), how.compute is torch.float16
+    of_weight = wide if scaled and how.accumulate != "weight" else weight.dtype
+    return wide if scaled else x.dtype, of_weight, wide if scaled or bias is None else bias.dtype
+
+
 def _linear_cross_entropy_fake(*fields: Any) -> tuple[Tensor, ...]:
     x, weight, bias, op, how, needs = _read(*fields)
     by_row, scaled = op.reduction == "none", how.compute is torch.float16
     loss = x.new_empty(x.shape[:1] if by_row else (), dtype=result_dtype(x.new_empty(0, dtype=how.logits)))
-    wide = torch.promote_types(how.compute, torch.float32)
-    of_weight = wide if scaled and how.accumulate != "weight" else weight.dtype
+    of_input, of_weight, of_bias = _gradient_dtypes(weight, bias, how, x)
 
     def gradient(t: Tensor | None, needed: bool, dtype: torch.dtype) -> Tensor:
         return loss.new_empty(0) if t is None or by_row or not needed else torch.empty_like(t, dtype=dtype)
@@ -58,9 +65,9 @@ def _linear_cross_entropy_fake(*fields: Any) -> tuple[Tensor, ...]:
     return (
         loss,
         loss.new_empty((x.shape[0], 2) if by_row else 0),
-        gradient(x.contiguous(), needs.input, wide if scaled else x.dtype),
+        gradient(x.contiguous(), needs.input, of_input),
         gradient(weight, needs.weight, of_weight),
-        gradient(bias, needs.bias, wide if scaled or bias is None else bias.dtype),
+        gradient(bias, needs.bias, of_bias),
         loss.new_empty(2 if scaled and any(needs) and not by_row else 0),
     )
 
@@ -118,7 +125,27 @@ def _gradients(ctx: Any, g: Tensor | None, *_: None) -> tuple[Tensor | None, ...
     return *(t if needed else None for t, needed in zip(found, needs, strict=True)), *nothing
 
 
-differentiable("linear_cross_entropy", _gradients, _save)
+def _formula(*fields: Any) -> tuple[Tensor, ...]:
+    """The operator on all logits, for forward-mode AD; gradients that a graph returns have tangents, too."""
+    x, weight, bias, op, how, needs = _read(*fields)
+    with without_autocast(x.device.type):
+        logits = all_logits(x, weight, bias, how)
+        loss = decompositions.cross_entropy_of_rows(logits, op)
+        nothing = loss.new_empty(0)
+        if op.reduction == "none":
+            return loss, decompositions.losses_of_rows(logits, op)[1], *(nothing,) * 4
+        if not any(needs):
+            return loss, *(nothing,) * 5
+        with torch.no_grad():
+            wide = torch.promote_types(how.compute, torch.float32)
+            dlogits = decompositions.cross_entropy_gradient(loss.new_ones(()), logits, op).to(wide)
+            found = dlogits @ weight.to(wide), dlogits.mT @ x.to(wide), dlogits.sum(0)
+        dtypes = _gradient_dtypes(weight, bias, how, x)
+        gradients = (t.to(d) if n else nothing for t, d, n in zip(found, dtypes, needs, strict=True))
+        return loss, nothing, *gradients, loss.new_ones(2 if how.compute is torch.float16 else 0)
+
+
+differentiable("linear_cross_entropy", _gradients, _save, _formula)
 not_differentiable("linear_cross_entropy_backward")
 planned_by(
     "linear_cross_entropy",

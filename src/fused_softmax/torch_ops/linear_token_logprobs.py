@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..launch import row_statistics as rows
@@ -23,7 +22,7 @@ from ..launch.torch_private import has_storage
 from . import decompositions
 from .decompositions import result_dtype
 from .library import define, differentiable, not_differentiable
-from .linear_arguments import needed_gradients, planned_linear, without_autocast
+from .linear_arguments import all_logits, needed_gradients, planned_linear, without_autocast
 from .route import can_bypass_dispatcher, is_supported, operator_takes, planned_by
 
 Statistics = tuple[Tensor, Tensor | None, Tensor]
@@ -60,8 +59,7 @@ def linear_token_logprobs_of(
             x, weight, bias, ids, by_row, number, entropy, how.compute, how.chunk_rows, needs
         )
         return picked, entropies if entropy else None, lse
-    x, weight, bias = x.to(how.compute), weight.to(how.compute), None if bias is None else bias.to(how.compute)
-    picked, entropies, lse = decompositions.statistics(F.linear(x, weight, bias), ids, scale, entropy)
+    picked, entropies, lse = decompositions.statistics(all_logits(x, weight, bias, how), ids, scale, entropy)
     assert picked is not None
     return picked, entropies, lse
 
@@ -257,7 +255,19 @@ def _gradients(
     return *(t if needed else None for t, needed in zip(found, ctx.options[-1], strict=True)), *nothing
 
 
-differentiable("linear_token_logprobs", _gradients, _save)
+def _formula(
+    x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, scales: Tensor | None, scale: float, entropy: bool,
+    compute: torch.dtype, *rest: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The operator on all logits, for forward-mode AD."""
+    with without_autocast(x.device.type):
+        logits = all_logits(x, weight, bias, Settings(compute, compute, "float32", None))
+    by = scale if scales is None else scales
+    picked, entropies, lse, moments = decompositions.statistics_and_moments(logits, ids, by, entropy)
+    return picked, lse.new_empty(0) if entropies is None else entropies, lse, moments
+
+
+differentiable("linear_token_logprobs", _gradients, _save, _formula)
 not_differentiable("linear_token_logprobs_backward")
 planned_by(
     "linear_token_logprobs",

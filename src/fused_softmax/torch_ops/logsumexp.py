@@ -247,8 +247,8 @@ def _backward_vmap(
 
 
 under_autocast("logsumexp", _autocast)
-differentiable("logsumexp", _gradient, _save)
-differentiable("logsumexp_backward", _double_backward, _save_backward)
+differentiable("logsumexp", _gradient, _save, _TORCHS_OWN)
+differentiable("logsumexp_backward", _double_backward, _save_backward, decompositions.logsumexp_gradient)
 batched("logsumexp", _vmap)
 batched("logsumexp_backward", _backward_vmap)
 planned_by("logsumexp", lambda asked: planned_logsumexp(asked.x, asked.dim, asked.index, asked.backward))

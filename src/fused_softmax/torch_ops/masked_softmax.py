@@ -209,6 +209,6 @@ def _gradients_by_operator(ctx: Any, dy: Tensor | None) -> Gradients:
     return _gradients(ctx, dy, masked_softmax_backward)
 
 
-differentiable("masked_softmax", _gradients_by_operator, _save)
-not_differentiable("masked_softmax_backward")
+differentiable("masked_softmax", _gradients_by_operator, _save, decompositions.masked_softmax)
+not_differentiable("masked_softmax_backward", decompositions.masked_softmax_gradient)
 planned_by("masked_softmax", lambda asked: planned_masked_softmax(asked.x, asked.mask, asked.backward))

@@ -333,12 +333,12 @@ softmax_backward = define(f"softmax{_BACKWARD}", _backward_kernel(False), rules.
 log_softmax_backward = define(f"log_softmax{_BACKWARD}", _backward_kernel(True), rules.backward_fake)
 
 
-for _name, _operator, _gradient, _twice in (
-    ("softmax", softmax, softmax_backward, decompositions.softmax_double_backward),
-    ("log_softmax", log_softmax, log_softmax_backward, decompositions.log_softmax_double_backward),
-):
+_once = (decompositions.softmax_gradient, decompositions.log_softmax_gradient)
+_twice = (decompositions.softmax_double_backward, decompositions.log_softmax_double_backward)
+for _log, _operator, _gradient in ((False, softmax, softmax_backward), (True, log_softmax, log_softmax_backward)):
+    _name = NAMES[_log]
     under_autocast(_name, rules.autocast(_operator))
-    differentiable(_name, rules.gradient_by(_gradient), rules.save_output)
-    differentiable(f"{_name}_backward", rules.double_backward(_twice), rules.save_backward)
+    differentiable(_name, rules.gradient_by(_gradient), rules.save_output, torchs_own(_log))
+    differentiable(f"{_name}_backward", rules.double_backward(_twice[_log]), rules.save_backward, _once[_log])
     batched(_name, rules.forward_vmap(_operator))
     batched(f"{_name}_backward", rules.backward_vmap(_gradient))

@@ -303,6 +303,30 @@ def _token_logprobs_gradients(
     return token_logprobs_backward(*upstream, moments, entropies, x, ids, scales, ctx.scale), *nothing
 
 
-differentiable("token_logprobs", _token_logprobs_gradients, _save_token_logprobs)
-not_differentiable("token_logprobs_backward")
+def _formula(
+    x: Tensor, ids: Tensor, scales: Tensor | None, scale: float, entropy: bool
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+    picked, entropies, lse, moments = decompositions.statistics_and_moments(
+        x, ids, scale if scales is None else scales, entropy
+    )
+    return picked, lse.new_empty(0) if entropies is None else entropies, lse, moments
+
+
+def _formula_of_gradient(
+    g_picked: Tensor | None,
+    g_entropy: Tensor | None,
+    g_lse: Tensor | None,
+    moments: Tensor,
+    entropies: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    scales: Tensor | None,
+    scale: float,
+) -> Tensor:
+    by = scale if scales is None else scales
+    return decompositions.statistics_gradient(g_picked, g_entropy, g_lse, x, ids, by)
+
+
+differentiable("token_logprobs", _token_logprobs_gradients, _save_token_logprobs, _formula)
+not_differentiable("token_logprobs_backward", _formula_of_gradient)
 planned_by("token_logprobs", lambda asked: planned_token_logprobs(asked.x, asked.backward))
