@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from .launch.layout import DTYPE_NAMES
-from .torch_ops.arguments import expect_flag, expect_floating, expect_tensors, real, stands_in
+from .torch_ops.arguments import broadcasts, expect_flag, expect_floating, expect_tensors, real, stands_in
 from .torch_ops.logsumexp import direct_logsumexp, logsumexp_of
 from .torch_ops.masked_softmax import masked_softmax_of
 from .torch_ops.route import of_dtensor
@@ -154,7 +154,7 @@ def masked_softmax(
     if mask is not None:
         if mask.dtype is not torch.bool and not mask.is_floating_point():
             raise TypeError(f"mask must be bool or floating, not {mask.dtype}; mask.bool() keeps what is not 0")
-        if mask.dim() > x.dim() or any(m not in (1, n) for m, n in zip(mask.shape[::-1], x.shape[::-1], strict=False)):
+        if mask.dim() > x.dim() or not all(map(broadcasts, mask.shape[::-1], x.shape[::-1])):
             raise ValueError(f"mask {tuple(mask.shape)} does not broadcast to {tuple(x.shape)}")
     return masked_softmax_of(x, mask, scale, causal, fully_masked == "zero")
 

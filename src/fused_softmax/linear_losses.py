@@ -16,8 +16,8 @@ from .torch_ops.arguments import (
     expect_local,
     expect_targets,
     expect_tensors,
+    expect_token_ids,
     loss_options,
-    other_device_error,
     softcap_of,
     stands_in,
 )
@@ -194,16 +194,7 @@ def linear_token_logprobs(
     expect_flag(name, "return_entropy", return_entropy)
     expect_flag(name, "return_logsumexp", return_logsumexp)
     batch = input.shape[:-1]
-    one = token_ids.shape == batch
-    if not (one or (token_ids.shape[:-1] == batch and token_ids.dim() == input.dim())):
-        raise ValueError(
-            f"{name}(): token_ids {tuple(token_ids.shape)} must be {tuple(batch)} or have one dimension more, for "
-            f"input {tuple(input.shape)}"
-        )
-    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype is torch.bool:
-        raise TypeError(f"{name}(): token_ids must be integers, not {token_ids.dtype}")
-    if token_ids.device != input.device:
-        raise other_device_error("token_ids", token_ids, "input", input)
+    one = expect_token_ids(name, token_ids, "input", input)
     scale = scale_of(name, temperature, batch, input)
     if isinstance(scale, Tensor):
         scale = scale.reshape(-1).contiguous()

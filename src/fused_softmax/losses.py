@@ -18,8 +18,8 @@ from .torch_ops.arguments import (
     expect_flag,
     expect_floating,
     expect_tensors,
+    expect_token_ids,
     loss_options,
-    other_device_error,
     stands_in,
 )
 from .torch_ops.cross_entropy import cross_entropy_of, direct_cross_entropy
@@ -250,16 +250,7 @@ def token_logprobs(
     if type(return_entropy) is not bool or type(return_logsumexp) is not bool:
         expect_flag("token_logprobs", "return_entropy", return_entropy)
         expect_flag("token_logprobs", "return_logsumexp", return_logsumexp)
-    one = token_ids.shape == logits.shape[:-1]
-    if logits.dim() == 0 or not (one or token_ids.shape[:-1] == logits.shape[:-1] and token_ids.dim() == logits.dim()):
-        raise ValueError(
-            f"token_ids {tuple(token_ids.shape)} must be {tuple(logits.shape[:-1])} or have one dimension more, "
-            f"for logits {tuple(logits.shape)}"
-        )
-    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype is torch.bool:
-        raise TypeError(f"token_ids must be integers, not {token_ids.dtype}")
-    if token_ids.device != logits.device:
-        raise other_device_error("token_ids", token_ids, "logits", logits)
+    one = expect_token_ids("token_logprobs", token_ids, "logits", logits)
     spread = of_dtensor(
         "token_logprobs", token_logprobs, logits, token_ids, temperature, return_entropy, return_logsumexp
     )

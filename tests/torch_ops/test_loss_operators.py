@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
+from torch.fx.experimental import symbolic_shapes
 from torch.library import opcheck
 
 import fused_softmax as fs
@@ -489,6 +490,47 @@ def test_numbers_of_rows_that_only_the_run_knows():
         (dx,) = torch.autograd.grad(compiled(x, target), x)
         torch.testing.assert_close(dx, torch.autograd.grad(kept(x, target), x)[0], rtol=1e-4, atol=1e-6)
         assert compiled(x, torch.full_like(target, -100)).isnan()
+
+
+@pytest.mark.skipif(not hasattr(symbolic_shapes, "guard_or_true"), reason="before torch 2.8 no size is left to the run")
+@pytest.mark.parametrize(
+    "name", ["cross_entropy", "token_logprobs", "masked", "linear_cross_entropy", "linear_logprobs"]
+)
+def test_sizes_that_the_run_alone_can_compare(name):
+    """Rows and targets are selected by masks of their own: torch's own losses, too, leave the comparison to the run."""
+    weight, of_mask = torch.randn(6, 9), torch.rand(5, 9) > 0.2
+    run = {
+        "cross_entropy": fs.cross_entropy,
+        "token_logprobs": lambda x, t: fs.token_logprobs(x, t, temperature=t * 0.1 + 1, return_entropy=True).entropy,
+        "masked": lambda x, t: fs.masked_softmax(x, of_mask[t % 5]),
+        "linear_cross_entropy": lambda x, t: fs.linear_cross_entropy(x, weight, t, reduction="none"),
+        "linear_logprobs": lambda x, t: fs.linear_token_logprobs(x, weight, t),
+    }[name]
+
+    def selected(x: torch.Tensor, t: torch.Tensor, of_x: torch.Tensor, of_t: torch.Tensor) -> torch.Tensor:
+        return run(x[of_x], t[of_t])
+
+    x, t = torch.randn(5, 9, requires_grad=True), torch.randint(0, 6, (5,))
+    given = x, t, torch.tensor([True, False, True, True, False]), torch.tensor([False, True, True, False, True])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(selected, backend="aot_eager", fullgraph=True)
+        got, want = compiled(*given), selected(*given)
+        torch.testing.assert_close(got, want)
+        if want.requires_grad:
+            (dx,), (dx_eager,) = (torch.autograd.grad(loss.square().sum(), x) for loss in (got, want))
+            torch.testing.assert_close(dx, dx_eager, rtol=1e-4, atol=1e-6)
+        with pytest.raises(RuntimeError, match="assertion failed"):
+            compiled(*given[:-1], torch.ones(5, dtype=torch.bool))
+
+
+def test_shapes_that_the_trace_knows_are_compared_there():
+    x, t = torch.randn(4, 6), torch.tensor([1, 2, 3])
+    for loss in (fs.token_logprobs, fs.cross_entropy, lambda x, t: fs.linear_cross_entropy(x, x, t)):
+        with pytest.raises((ValueError, torch._dynamo.exc.TorchRuntimeError)):  # this one is torch's own
+            torch.compile(loss, backend="aot_eager")(x, t)
+    compiled = torch.compile(fs.masked_softmax, backend="aot_eager", fullgraph=True, dynamic=True)
+    for mask in (torch.rand(4, 1) > 0.2, torch.ones(6, dtype=torch.bool), torch.rand(4, 6) > 0.2):
+        torch.testing.assert_close(compiled(x, mask), fs.masked_softmax(x, mask), equal_nan=True)
 
 
 def test_nothing_counts():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..launch.row_statistics import check_ids
-from ..torch_ops.arguments import expect_flag, expect_tensors, other_device_error
+from ..torch_ops.arguments import expect_flag, expect_tensors, expect_token_ids
 from ..torch_ops.decompositions import least_positive
 from ..torch_ops.temperature import scale_of
 from ..torch_ops.token_statistics import TokenStatistics
@@ -81,15 +81,7 @@ def token_logprobs(
     expect_flag(name, "return_logsumexp", return_logsumexp)
     x, shard = rows_and_shard("token_logprobs", local_logits, group, vocab_start, vocab_size, check)
     batch = local_logits.shape[:-1]
-    if token_ids.shape != batch and not (token_ids.shape[:-1] == batch and token_ids.dim() == local_logits.dim()):
-        raise ValueError(
-            f"{name}(): token_ids {tuple(token_ids.shape)} must be {tuple(batch)} or have one dimension more, for "
-            f"local_logits {tuple(local_logits.shape)}"
-        )
-    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype is torch.bool:
-        raise TypeError(f"{name}(): token_ids must be integers, not {token_ids.dtype}")
-    if token_ids.device != local_logits.device:
-        raise other_device_error("token_ids", token_ids, "local_logits", local_logits)
+    expect_token_ids(name, token_ids, "local_logits", local_logits)
     ids = token_ids.long().reshape(x.shape[0], -1 if token_ids.numel() else token_ids.shape[-1])
     if ids.device.type == "cpu" and not torch.compiler.is_compiling():
         check_ids(ids, shard.size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,38 @@ def expect_local(function: str, **tensors: Tensor | None) -> None:
     for name, t in tensors.items():
         if t is not None and is_dtensor(t):
             raise TypeError(f"{function}(): {name} must be this rank's own tensor, not a DTensor; pass .to_local()")
+
+
+def same_size(m: int, n: int) -> bool:
+    """Whether two sizes are equal. Under torch.compile sizes that only the run knows count as equal, and the run raises
+    an error where they are not, as it does for torch's own functions."""
+    if not torch.compiler.is_compiling():
+        return m == n
+    from torch.fx.experimental import symbolic_shapes
+
+    if not hasattr(symbolic_shapes, "guard_or_true"):  # torch 2.8
+        return m == n
+    if not symbolic_shapes.guard_or_true(m == n):
+        return False
+    torch._check(m == n)
+    return True
+
+
+def same_shape(a: Sequence[int], b: Sequence[int]) -> bool:
+    """Whether two shapes are equal, by `same_size`."""
+    if not torch.compiler.is_compiling():
+        return a == b
+    return len(a) == len(b) and all(same_size(m, n) for m, n in zip(a, b, strict=True))
+
+
+def broadcasts(m: int, n: int) -> bool:
+    """Whether a size m broadcasts to n. As in torch, a size that only the run knows is taken for n."""
+    if not torch.compiler.is_compiling():
+        return m == n or m == 1
+    from torch.fx.experimental import symbolic_shapes
+
+    known = getattr(symbolic_shapes, "guard_or_false", bool)  # torch 2.8
+    return known(m == 1) or same_size(m, n)
 
 
 def expect_tensors(function: str, **arguments: Any) -> None:
@@ -124,6 +157,25 @@ def expect_layout(name: str, t: Tensor | None, x: Tensor, shape: tuple[int, ...]
         raise RuntimeError(f"{name} must have shape {shape}, not {tuple(t.shape)}")
 
 
+def expect_token_ids(function: str, ids: Tensor, x_name: str, x: Tensor) -> bool:
+    """Whether ids are one for each row of x, and not several: (...,), not (..., n_picks), for x (..., n).
+
+    ValueError where they are neither, TypeError where they are no integers, and RuntimeError on another device.
+    """
+    batch, one = x.shape[:-1], ids.dim() == x.dim() - 1
+    of_rows = ids.shape if one else ids.shape[:-1]
+    if not x.dim() or not (one or ids.dim() == x.dim()) or not same_shape(of_rows, batch):
+        raise ValueError(
+            f"{function}(): token_ids {tuple(ids.shape)} must be {tuple(batch)} or have one dimension more, for "
+            f"{x_name} {tuple(x.shape)}"
+        )
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+        raise TypeError(f"{function}(): token_ids must be integers, not {ids.dtype}")
+    if ids.device != x.device:
+        raise other_device_error("token_ids", ids, x_name, x)
+    return one
+
+
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -179,7 +231,7 @@ def expect_targets(
     """
     if target.dtype is not torch.int64 and target.dtype is not torch.uint8:
         raise RuntimeError(f"{function}(): target must hold int64 class indices, not {target.dtype}; use target.long()")
-    if target.shape != input.shape[:-1]:
+    if not same_shape(target.shape, input.shape[:-1]):
         raise ValueError(
             f"{function}(): target {tuple(target.shape)} must have the shape {tuple(input.shape[:-1])} of input's rows"
         )
@@ -222,7 +274,7 @@ def kernels_take_loss(
     return (
         logits.dim() > 0
         and target.dtype is torch.int64
-        and target.shape == shape
+        and same_shape(target.shape, shape)
         and target.device == logits.device
         and reduction in REDUCTIONS
         and 0.0 <= label_smoothing <= 1.0
