@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -612,6 +613,72 @@ def test_an_operator_refuses_what_its_kernel_would_read_outside_of():
         masked_softmax._backward_kernel(x, x, torch.ones(2, 5, device="meta"), 1.0, False)
     with pytest.raises(RuntimeError, match="same device.*mask is on meta"):
         masked_softmax._forward_kernel(x, torch.ones(2, 5, device="meta"), 1.0, False, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("target", "target must have shape (4,)"), ("bias", "bias must have shape (6,)")]
+    + [("class_weight", "class_weight must have shape (6,)"), ("denominator", "denominator must have shape (1,)")]
+    + [("g", "g must have shape (4,)"), ("moments", "moments must have shape (4, 2)")],
+)
+def test_the_linear_operator_refuses_other_shapes(name, message):
+    dtype = torch.float32
+    given = dict(
+        g=torch.ones(4), moments=torch.ones(4, 2), x=torch.randn(4, 3), weight=torch.randn(6, 3), bias=torch.zeros(6),
+        target=torch.tensor([1, 2, 0, 5]), class_weight=torch.ones(6), weight_sum=None, denominator=torch.ones(1),
+    )  # fmt: skip
+    given[name] = given[name][:0]
+    rest = (-100, "none", 0.0, None, 0.0, dtype, dtype, "float32", None, [True, True, True])
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        ops.linear_cross_entropy_backward(*given.values(), *rest)
+    if name not in ("g", "moments"):
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            ops.linear_cross_entropy(*list(given.values())[2:], *rest)
+
+
+@pytest.mark.parametrize("name", ["g_picked", "g_entropy", "g_lse", "moments", "entropies", "bias", "ids", "scales"])
+def test_the_linear_log_probabilities_operator_refuses_other_shapes(name):
+    given = dict(
+        g_picked=torch.ones(4, 1), g_entropy=torch.ones(4), g_lse=torch.ones(4), moments=torch.ones(4, 2),
+        entropies=torch.ones(4), x=torch.randn(4, 3), weight=torch.randn(6, 3), bias=torch.zeros(6),
+        ids=torch.tensor([[1], [2], [0], [5]]), scales=torch.ones(4),
+    )  # fmt: skip
+    given[name] = given[name][:2]
+    rest = (1.0, True, torch.float32, None, [True, True, True])
+    with pytest.raises(RuntimeError, match=f"{name} must have shape"):
+        ops.linear_token_logprobs_backward(*given.values(), *rest)
+    if name in ("bias", "ids", "scales"):
+        with pytest.raises(RuntimeError, match=f"{name} must have shape"):
+            ops.linear_token_logprobs(*list(given.values())[5:], *rest)
+
+
+def test_gradients_refuse_other_shapes():
+    x, ids, plain = torch.randn(4, 6), torch.tensor([1, 2, 0, 5]), fields("mean", 6)
+    y, lse, two, none = x.softmax(1), x.logsumexp(1), torch.ones(2), (None, None)
+    moments, entropies = torch.ones(4, 2), torch.ones(4)
+    for call, message in (
+        (lambda: ops.softmax_backward(x[:2], y, -1, x.dtype), "dy must have shape (4, 6), not (2, 6)"),
+        (lambda: ops.log_softmax_backward(x[:, :2], y.log(), 0, x.dtype), "dy must have shape (4, 6), not (4, 2)"),
+        (lambda: ops.masked_softmax_backward(y, x[:2], None, 1.0, False), "dy must have shape (4, 6), not (2, 6)"),
+        (lambda: ops.logsumexp_backward(two, x, lse, [1]), "g must have shape (4,), not (2,)"),
+        (lambda: ops.logsumexp_backward(lse, x, two, [-1]), "lse must have shape (4,), not (2,)"),
+        (lambda: ops.logsumexp_backward(lse, x, lse, [1], True), "g must have shape (4, 1), not (4,)"),
+        (lambda: ops.cross_entropy_backward(two, moments, x, ids, *plain), "g must have shape (), not (2,)"),
+        (
+            lambda: ops.cross_entropy_backward(torch.ones(()), moments, x, ids[:2], *plain),
+            "target must have shape (4,), not (2,)",
+        ),
+        (
+            lambda: ops.token_logprobs_backward(x[:, :2], *none, moments, entropies, x, ids[:, None], None, 1.0),
+            "g_picked must have shape (4, 1), not (4, 2)",
+        ),
+        (
+            lambda: ops.token_logprobs_backward(None, None, two, moments, entropies, x, ids[:, None], None, 1.0),
+            "g_lse must have shape (4,), not (2,)",
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            call()
 
 
 def test_gradients_of_gradients_are_the_formulas_or_an_error():

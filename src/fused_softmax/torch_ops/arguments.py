@@ -154,7 +154,7 @@ def expect_layout(name: str, t: Tensor | None, x: Tensor, shape: tuple[int, ...]
     if t.device != x.device:
         raise other_device_error(name, t, "x", x)
     if t.shape != shape:
-        raise RuntimeError(f"{name} must have shape {shape}, not {tuple(t.shape)}")
+        raise RuntimeError(f"{name} must have shape {tuple(shape)}, not {tuple(t.shape)}")
 
 
 def expect_token_ids(function: str, ids: Tensor, x_name: str, x: Tensor) -> bool:

@@ -269,14 +269,18 @@ def _described(target: Tensor, weight: Tensor | None, *rest: Any) -> CrossEntrop
     return CrossEntropy(target.contiguous(), None if weight is None else weight.contiguous(), *rest)
 
 
+def _expect_layouts(op: CrossEntropy, x: Tensor) -> None:
+    expect_layout("target", op.target, x, x.shape[:1])
+    expect_layout("weight", op.weight, x, x.shape[1:])
+    expect_layout("weight_sum", op.weight_sum, x, (1,))
+    expect_layout("denominator", op.denominator, x, (1,))
+
+
 def _cross_entropy_kernel(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
     op, n_cols = _described(*fields), x.shape[1]
     if not is_supported(x):
         return decompositions.cross_entropy_of_rows(x, op), no_moments(x)
-    expect_layout("target", op.target, x, (x.shape[0],))
-    expect_layout("weight", op.weight, x, (n_cols,))
-    expect_layout("weight_sum", op.weight_sum, x, (1,))
-    expect_layout("denominator", op.denominator, x, (1,))
+    _expect_layouts(op, x)
     if x.device.type == "cpu":
         rows.check_targets(op.target, op.ignore_index, n_cols)
     try:
@@ -304,6 +308,8 @@ def _cross_entropy_backward_kernel(g: Tensor, moments: Tensor, x: Tensor, *field
     if not is_supported(x):
         return decompositions.cross_entropy_gradient(g, x, op).contiguous() if x.numel() else x.new_empty(x.shape)
     expect_layout("moments", moments, x, (x.shape[0], 2))
+    expect_layout("g", g, x, x.shape[:1] if op.reduction == "none" else ())
+    _expect_layouts(op, x)
     count = rows.count_targets(op, x) if op.reduction == "mean" else None
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     g, moments = g.reshape(-1).float().contiguous(), moments.contiguous()

@@ -14,6 +14,7 @@ from ..launch.cross_entropy import planned_cross_entropy
 from ..launch.linear import Needs, Settings
 from ..launch.options import CrossEntropy
 from . import decompositions
+from .arguments import expect_layout
 from .decompositions import result_dtype
 from .library import define, differentiable, not_differentiable
 from .linear_arguments import all_logits, planned_linear, without_autocast
@@ -41,8 +42,19 @@ def _read(
     return x, weight, bias, op, Settings(compute, logits, accumulate, chunk_rows), Needs(*needs)
 
 
+def _checked(*fields: Any) -> tuple[Tensor, Tensor, Tensor | None, CrossEntropy, Settings, Needs]:
+    """`_read`; RuntimeError where a kernel would read outside of a tensor."""
+    x, weight, bias, op, *_ = read = _read(*fields)
+    expect_layout("target", op.target, x, x.shape[:1])
+    for name, t in (("bias", bias), ("class_weight", op.weight)):
+        expect_layout(name, t, x, weight.shape[:1])
+    for name, t in (("weight_sum", op.weight_sum), ("denominator", op.denominator)):
+        expect_layout(name, t, x, (1,))
+    return read
+
+
 def _linear_cross_entropy_kernel(*fields: Any) -> tuple[Tensor, ...]:
-    found = forward_of_chunks(*_read(*fields))
+    found = forward_of_chunks(*_checked(*fields))
     return tuple(found.loss.new_empty(0) if t is None else t for t in found)
 
 
@@ -73,7 +85,9 @@ def _linear_cross_entropy_fake(*fields: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_kernel(g: Tensor, moments: Tensor, *fields: Any) -> tuple[Tensor, ...]:
-    x, weight, bias, op, how, needs = _read(*fields)
+    x, weight, bias, op, how, needs = _checked(*fields)
+    expect_layout("g", g, x, x.shape[:1])
+    expect_layout("moments", moments, x, (x.shape[0], 2))
     g = g.to(moments.dtype).contiguous()
     found = backward_of_chunks(g, moments, x, weight, bias, op, how, needs)
     return tuple(moments.new_empty(0) if t is None else t for t in found)

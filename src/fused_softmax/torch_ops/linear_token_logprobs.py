@@ -20,6 +20,7 @@ from ..launch.context import as_in_forward, is_batch_invariant
 from ..launch.linear import Gradients, Needs, Projection, Settings
 from ..launch.torch_private import has_storage
 from . import decompositions
+from .arguments import expect_layout
 from .decompositions import result_dtype
 from .library import define, differentiable, not_differentiable
 from .linear_arguments import all_logits, needed_gradients, planned_linear, without_autocast
@@ -180,11 +181,19 @@ _FIELDS = (
 )
 
 
+def _expect_layouts(x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, scales: Tensor | None) -> None:
+    """RuntimeError where a kernel would read outside of a tensor."""
+    expect_layout("bias", bias, x, weight.shape[:1])
+    expect_layout("ids", ids, x, (x.shape[0], ids.shape[-1]))
+    expect_layout("scales", scales, x, x.shape[:1])
+
+
 def _operator_kernel(
     x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, scales: Tensor | None, scale: float, entropy: bool,
     compute: torch.dtype, chunk_rows: int | None, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     how = Settings(compute, compute, "float32", chunk_rows)
+    _expect_layouts(x, weight, bias, ids, scales)
     of_rows = scale if scales is None else scales.contiguous()
     picked, entropies, lse, moments = _forward(x, weight, bias, ids.contiguous(), of_rows, entropy, how)
     return picked, lse.new_empty(0) if entropies is None else entropies, lse, moments
@@ -205,6 +214,11 @@ def _backward_kernel(
     compute: torch.dtype, chunk_rows: int | None, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     how = Settings(compute, compute, "float32", chunk_rows)
+    _expect_layouts(x, weight, bias, ids, scales)
+    expect_layout("moments", moments, x, (x.shape[0], 2))
+    expect_layout("g_picked", g_picked, x, ids.shape)
+    for name, t in (("g_entropy", g_entropy), ("g_lse", g_lse), ("entropies", entropies if entropy else None)):
+        expect_layout(name, t, x, x.shape[:1])
     upstream = tuple(None if g is None else g.contiguous() for g in (g_picked, g_entropy, g_lse))
     of_rows, of_entropy = scale if scales is None else scales.contiguous(), entropies if entropy else None
     found = _backward(

@@ -20,6 +20,7 @@ from ..launch.layout import HALVES, rows_or_copy
 from ..launch.torch_private import function_apply, in_forward_ad
 from ..planning.types import Plan
 from . import decompositions
+from .arguments import expect_layout
 from .library import batched, define, differentiable, expect_in_range, past_batch, under_autocast, with_batch
 from .outputs import takes_out, written
 from .route import (
@@ -170,12 +171,16 @@ def _kernel(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
     return _forward_or_torch(x, tuple(sorted({d % x.dim() for d in dim})), keepdim)
 
 
+def _reduced(x: Tensor, dim: list[int], keepdim: bool) -> tuple[int, ...]:
+    """The result's shape."""
+    gone = {d % max(1, x.dim()) for d in dim} or set(range(x.dim()))
+    return tuple(1 if d in gone else size for d, size in enumerate(x.shape) if keepdim or d not in gone)
+
+
 def _fake(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
     for d in dim:
         expect_in_range(d, x.dim())
-    gone = {d % max(1, x.dim()) for d in dim} or set(range(x.dim()))
-    shape = [1 if d in gone else size for d, size in enumerate(x.shape) if keepdim or d not in gone]
-    return x.new_empty(shape, dtype=x.dtype if x.is_floating_point() else torch.get_default_dtype())
+    return x.new_empty(_reduced(x, dim, keepdim), dtype=x.dtype if x.is_floating_point() else torch.get_default_dtype())
 
 
 def _backward_kernel(g: Tensor, x: Tensor, lse: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
@@ -188,6 +193,13 @@ def _backward_kernel(g: Tensor, x: Tensor, lse: Tensor, dim: list[int], keepdim:
     return decompositions.logsumexp_gradient(g, x, lse, dim, keepdim).contiguous()
 
 
+def _checked_backward_kernel(g: Tensor, x: Tensor, lse: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+    of_rows = _reduced(x, dim, keepdim)
+    expect_layout("g", g, x, of_rows)
+    expect_layout("lse", lse, x, of_rows)
+    return _backward_kernel(g, x, lse, dim, keepdim)
+
+
 def _backward_fake(g: Tensor, x: Tensor, lse: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -195,7 +207,7 @@ def _backward_fake(g: Tensor, x: Tensor, lse: Tensor, dim: list[int], keepdim: b
 logsumexp = define("logsumexp(Tensor x, int[] dim, bool keepdim=False) -> Tensor", _kernel, _fake)
 logsumexp_backward = define(
     "logsumexp_backward(Tensor g, Tensor x, Tensor lse, int[] dim, bool keepdim=False) -> Tensor",
-    _backward_kernel,
+    _checked_backward_kernel,
     _backward_fake,
 )
 

@@ -22,7 +22,7 @@ from ..launch.softmax import softmax_backward, softmax_op
 from ..launch.torch_private import function_apply, profiling
 from ..planning.types import Plan
 from . import decompositions
-from .arguments import expect_floating, other_device_error
+from .arguments import expect_floating, expect_layout, other_device_error
 from .decompositions import widened
 from .library import define, differentiable, not_differentiable
 from .route import (
@@ -152,6 +152,7 @@ def _forward_fake(x: Tensor, mask: Tensor | None, scale: float, causal: bool, ze
 
 def _backward_kernel(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     if _takes(y) and takes_scale(scale):
+        expect_layout("dy", dy, y, y.shape)
         if mask is not None and mask.device != y.device:
             raise other_device_error("mask", mask, "y", y)
         return _backward(y, dy, mask, scale, causal)

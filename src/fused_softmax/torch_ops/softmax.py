@@ -46,7 +46,7 @@ from ..launch.torch_private import can_bypass, function_apply, has_storage, in_f
 from ..planning.types import Plan
 from . import decompositions
 from . import softmax_rules as rules
-from .arguments import FLOATING
+from .arguments import FLOATING, expect_layout
 from .library import batched, define, differentiable, expect_in_range, under_autocast
 from .outputs import is_its_own, may_write_while_reading, takes_out, written
 from .route import (
@@ -315,6 +315,7 @@ def _forward_kernel(log: bool) -> Callable[..., Tensor]:
 def _backward_kernel(log: bool) -> Callable[..., Tensor]:
     def kernel(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
         expect_in_range(dim, y.dim())
+        expect_layout("dy", dy, y, y.shape)
         dy = dy.to(y.dtype)
         if unsupported_reason(y, y.dtype) is not None:
             return _torchs_own_backward(dy, y, dim, input_dtype, log)

@@ -247,6 +247,11 @@ def _token_logprobs_backward_kernel(
     if not (is_supported(x) and ids.numel()):
         return decompositions.statistics_gradient(g_picked, g_entropy, g_lse, x, ids, of_rows).contiguous()
     expect_layout("moments", moments, x, (x.shape[0], 2))
+    expect_layout("ids", ids, x, (x.shape[0], ids.shape[-1]))
+    expect_layout("scales", scales, x, x.shape[:1])
+    expect_layout("g_picked", g_picked, x, ids.shape)
+    for name, g in (("g_entropy", g_entropy), ("g_lse", g_lse)):
+        expect_layout(name, g, x, x.shape[:1])
     if g_entropy is not None:
         expect_layout("entropies", entropies, x, (x.shape[0],))
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
