@@ -231,6 +231,38 @@ def test_a_gradient_of_the_gradient_is_an_error(reduction):
         torch.autograd.grad(loss, x, create_graph=True)
 
 
+def test_batched_upstream_gradients_of_rows():
+    """autograd.grad(is_grads_batched=True) of a loss for each row, and of log-probabilities."""
+    target, x = torch.tensor([1, -100, 0, 6]), torch.randn(4, 8, requires_grad=True)
+    weight, bias = torch.randn(7, 8, requires_grad=True), torch.randn(7, requires_grad=True)
+    ids, given = torch.randint(0, 7, (4, 2)), (x, weight, bias)
+    statistics = dict(linear_bias=bias, return_entropy=True, return_logsumexp=True, chunk_rows=3)
+    losses = fs.linear_cross_entropy(x, weight, target, linear_bias=bias, reduction="none", chunk_rows=3, softcap=4.0)
+    for y in (losses, *fs.linear_token_logprobs(x, weight, ids, temperature=1.5, **statistics)):
+        upstream = torch.randn(3, *y.shape)
+        got = torch.autograd.grad(y, given, upstream, is_grads_batched=True, retain_graph=True)
+        one_by_one = [torch.autograd.grad(y, given, g, retain_graph=True) for g in upstream]
+        torch.testing.assert_close(list(got), [torch.stack(each) for each in zip(*one_by_one, strict=True)])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+@pytest.mark.filterwarnings("ignore:Converting a tensor to a Python")
+@pytest.mark.parametrize("name", ["mean", "none", "log-probabilities"])
+def test_jit_trace_records_the_formula(name):
+    weight, ids = torch.randn(7, 8, requires_grad=True), torch.tensor([1, 5, 0, 6])
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if name == "log-probabilities":
+            return fs.linear_token_logprobs(x, weight, ids)
+        return fs.linear_cross_entropy(x, weight, ids, reduction=name)
+
+    traced = torch.jit.trace(run, (torch.randn(4, 8), weight))
+    x = torch.randn(4, 8, requires_grad=True)
+    torch.testing.assert_close(traced(x, weight), run(x, weight))
+    got, want = (torch.autograd.grad(f(x, weight).square().sum(), (x, weight)) for f in (traced, run))
+    torch.testing.assert_close(got, want)
+
+
 def test_batched_upstream_gradients():
     x, weight, _ = layer(3, 8, 20, torch.float32)
     loss = fs.linear_cross_entropy(x, weight, targets(3, 20))

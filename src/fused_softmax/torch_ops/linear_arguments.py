@@ -95,6 +95,17 @@ def all_logits(x: Tensor, weight: Tensor, bias: Tensor | None, how: Settings) ->
     return F.linear(x, weight, bias).to(how.logits)
 
 
+def gradients_by_torch(
+    dlogits: Tensor, x: Tensor, weight: Tensor, how: Settings, needs: Needs, dtypes: tuple[torch.dtype, ...]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of input, weight and bias that are needed, for the gradient of all logits; in these dtypes."""
+    wide = torch.promote_types(how.compute, torch.float32)
+    with without_autocast(x.device.type):
+        dlogits = dlogits.to(wide)
+        found = dlogits @ weight.to(wide), dlogits.mT @ x.to(wide), dlogits.sum(0)
+    return tuple(t.to(dtype) if n else None for t, n, dtype in zip(found, needs, dtypes, strict=True))
+
+
 def needed_gradients(*tensors: Tensor | None) -> list[bool]:
     """Which of the tensors need a gradient. An exported program is told of all: nothing requires one while it is made,
     and what it is called with may."""

@@ -26,7 +26,7 @@ from ..launch.torch_private import has_storage
 from . import decompositions
 from .arguments import NAMESPACE, LossOptions
 from .decompositions import result_dtype
-from .linear_arguments import all_logits, needed_gradients, without_autocast
+from .linear_arguments import all_logits, gradients_by_torch, needed_gradients, without_autocast
 from .route import can_bypass_dispatcher, is_supported, operator_takes
 
 
@@ -230,10 +230,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         options, how, needs, invariant = ctx.described
         op = options._replace(target=target, weight=class_weight, weight_sum=weight_sum, denominator=denominator)
         op = restored_loss(op, result_dtype(x))
+        if op.reduction == "none" and not has_storage(g):  # upstream gradients that vmap batched: torch's formula
+            with without_autocast(x.device.type):
+                logits = all_logits(x, weight, bias, how)
+            dlogits = decompositions.cross_entropy_gradient(g, logits, op)
+            of_bias = weight.dtype if bias is None else bias.dtype
+            return *gradients_by_torch(dlogits, x, weight, how, needs, (x.dtype, weight.dtype, of_bias)), None, None
         with as_in_forward(invariant):
             if op.reduction == "none":
-                if not has_storage(g):
-                    raise NotImplementedError("linear_cross_entropy(): batched upstream gradients need a mean or a sum")
                 dtype = result_dtype(x)
                 moments = restored(rest[0], dtype)
                 found = backward_of_chunks(g.to(dtype).contiguous(), moments, x, weight, bias, op, how, needs)

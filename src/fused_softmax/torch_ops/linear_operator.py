@@ -17,7 +17,7 @@ from . import decompositions
 from .arguments import expect_layout
 from .decompositions import result_dtype
 from .library import define, differentiable, not_differentiable
-from .linear_arguments import all_logits, planned_linear, without_autocast
+from .linear_arguments import all_logits, gradients_by_torch, planned_linear, without_autocast
 from .linear_cross_entropy import TWICE, backward_of_chunks, forward_of_chunks, times, upstream_of
 from .route import planned_by
 
@@ -151,12 +151,14 @@ def _formula(*fields: Any) -> tuple[Tensor, ...]:
         if not any(needs):
             return loss, *(nothing,) * 5
         with torch.no_grad():
-            wide = torch.promote_types(how.compute, torch.float32)
-            dlogits = decompositions.cross_entropy_gradient(loss.new_ones(()), logits, op).to(wide)
-            found = dlogits @ weight.to(wide), dlogits.mT @ x.to(wide), dlogits.sum(0)
-        dtypes = _gradient_dtypes(weight, bias, how, x)
-        gradients = (t.to(d) if n else nothing for t, d, n in zip(found, dtypes, needs, strict=True))
-        return loss, nothing, *gradients, loss.new_ones(2 if how.compute is torch.float16 else 0)
+            dlogits = decompositions.cross_entropy_gradient(loss.new_ones(()), logits, op)
+            found = gradients_by_torch(dlogits, x, weight, how, needs, _gradient_dtypes(weight, bias, how, x))
+        return (
+            loss,
+            nothing,
+            *(nothing if t is None else t for t in found),
+            loss.new_ones(2 if how.compute is torch.float16 else 0),
+        )
 
 
 differentiable("linear_cross_entropy", _gradients, _save, _formula)

@@ -23,7 +23,7 @@ from . import decompositions
 from .arguments import expect_layout
 from .decompositions import result_dtype
 from .library import define, differentiable, not_differentiable
-from .linear_arguments import all_logits, needed_gradients, planned_linear, without_autocast
+from .linear_arguments import all_logits, gradients_by_torch, needed_gradients, planned_linear, without_autocast
 from .route import can_bypass_dispatcher, is_supported, operator_takes, planned_by
 
 Statistics = tuple[Tensor, Tensor | None, Tensor]
@@ -162,11 +162,16 @@ class LinearTokenLogprobs(torch.autograd.Function):
             return (None,) * 8
         if torch.is_grad_enabled():
             raise RuntimeError(_TWICE)
-        if not all(has_storage(g) for g in given):
-            raise NotImplementedError("linear_token_logprobs(): upstream gradients cannot be batched")
         x, weight, bias, ids, by_row, entropies, moments = ctx.saved_tensors
         scale, how, needs, invariant = ctx.described
         scale = by_row if scale is None else scale
+        if not all(has_storage(g) for g in given):  # upstream gradients that vmap batched: torch's formula
+            with without_autocast(x.device.type):
+                logits = all_logits(x, weight, bias, how)
+            g_picked, g_entropy, g_lse = upstream
+            dlogits = decompositions.statistics_gradient(g_picked, g_entropy, g_lse, logits, ids, scale)
+            dtypes = x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
+            return *gradients_by_torch(dlogits, x, weight, how, needs, dtypes), *(None,) * 5
         with as_in_forward(invariant):
             found = _backward(upstream, moments, entropies, x, weight, bias, ids, scale, how, needs)
         return (*found, None, None, None, None, None)

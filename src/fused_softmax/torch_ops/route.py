@@ -243,12 +243,14 @@ def _differentiates() -> bool:
 
 
 def operator_takes(*tensors: Tensor) -> bool:
-    """Whether an operator that runs on any device may stand for a call with these: while tracing, and in a mode.
+    """Whether an operator of a linear loss may stand for a call with these: while tracing, and in a mode.
 
-    It is not differentiated by torch.func, and subclasses of Tensor know their own formulas.
+    It is not differentiated by torch.func, subclasses of Tensor know their own formulas, and torch.jit's tracer takes
+    no list of bools.
     """
     return (
-        not isinstance(torch_private.innermost_transform(), torch_private.Transform)
+        not torch.jit.is_tracing()
+        and not isinstance(torch_private.innermost_transform(), torch_private.Transform)
         and not in_forward_ad()
         and all(type(t) is Tensor or type(t) is Parameter or is_traced(t) for t in tensors)
     )
