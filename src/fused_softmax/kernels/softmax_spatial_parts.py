@@ -6,7 +6,8 @@
 
 Programs share a softmax: each reduces one part of its columns, so that there is work for the whole GPU where there are
 few positions. The tensor is (outer, n_cols, inner) and is read twice. The finish runs backwards, because what was read
-last is still in L2. Parts are merged in a fixed order.
+last is still in L2. Parts are merged in a fixed order. Where a GPU can, a kernel starts before the one in front of it
+ends: it reads its tile, and then waits for the numbers of that one.
 """
 
 from __future__ import annotations
@@ -33,8 +34,12 @@ def softmax_spatial_reduce(
     x_outer: Int64, x_col: Int64,
     COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
     LSE: tl.constexpr,  # for a logsumexp: +inf gives a finite maximum and an infinite sum, not NaN
-    ONE_PART: tl.constexpr, INVARIANT: tl.constexpr, PTX: tl.constexpr,
+    ONE_PART: tl.constexpr, INVARIANT: tl.constexpr,
+    TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
+    PTX: tl.constexpr,
 ):  # fmt: skip
+    if TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
     outer, part, block, start, end = part_of(n_blocks, n_parts, part_cols, n_cols)
     first, exists = positions_of(block, inner, INNER, VEC)
     column = columns_of_chunk(1, COLS)
@@ -75,8 +80,10 @@ def softmax_spatial_backward_reduce(
     n_blocks: Int32, n_parts: Int32, part_cols: Int32,
     y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64,
     LOG: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    INVARIANT: tl.constexpr, PTX: tl.constexpr,
+    INVARIANT: tl.constexpr, TRIGGER: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    if TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
     outer, part, block, start, end = part_of(n_blocks, n_parts, part_cols, n_cols)
     first, exists = positions_of(block, inner, INNER, VEC)
     column = columns_of_chunk(1, COLS)
@@ -104,7 +111,11 @@ def softmax_spatial_merge(
     inner: Int64,  # in elements
     n_blocks: Int32, n_parts: Int32,
     COLS: tl.constexpr, INNER: tl.constexpr, LSE: tl.constexpr,
+    WAITS: tl.constexpr,  # the kernel that writes the parts may still run
+    TRIGGER: tl.constexpr,
 ):  # fmt: skip
+    if TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
     outer, _, block, _, _ = part_of(n_blocks, 1, 0, 0)
     first, exists = positions_of(block, inner, INNER, 1)
     part = columns_of_chunk(1, COLS)
@@ -112,6 +123,8 @@ def softmax_spatial_merge(
     to_sum = tile_at(parts_sum_ptr, outer, inner, inner * n_parts, first, part, INNER, 1)
     m = tl.zeros([COLS, 1, INNER], tl.float32) + LOWEST
     s = tl.zeros([COLS, 1, INNER], tl.float32)
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
     for start in range(0, n_parts, COLS):
         inside = exists & (part < n_parts - start)
         m_part = tl.load(at + start * inner, mask=inside, other=LOWEST)
@@ -136,13 +149,17 @@ def softmax_spatial_backward_merge(
     d_ptr: Vector,  # [outer, inner] float32
     inner: Int64,  # in elements
     n_blocks: Int32, n_parts: Int32,
-    COLS: tl.constexpr, INNER: tl.constexpr,
+    COLS: tl.constexpr, INNER: tl.constexpr, WAITS: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
+    if TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
     outer, _, block, _, _ = part_of(n_blocks, 1, 0, 0)
     first, exists = positions_of(block, inner, INNER, 1)
     part = columns_of_chunk(1, COLS)
     at = tile_at(parts_ptr, outer, inner, inner * n_parts, first, part, INNER, 1)
     d = tl.zeros([COLS, 1, INNER], tl.float32)
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
     for start in range(0, n_parts, COLS):
         d += tl.load(at + start * inner, mask=exists & (part < n_parts - start), other=0.0)
     to = vector_at(outer, inner, first, INNER, 1)
@@ -159,6 +176,7 @@ def softmax_spatial_finish(
     n_steps: Int32,  # programs of a softmax
     x_outer: Int64, x_col: Int64, y_outer: Int64, y_col: Int64,
     LOG: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    WAITS: tl.constexpr,  # the kernel that writes the maxima and sums may still run
     PTX: tl.constexpr,
 ):  # fmt: skip
     outer, step, block = last_first(tl.program_id(0), tl.num_programs(0), n_blocks, n_steps)
@@ -170,6 +188,8 @@ def softmax_spatial_finish(
     left = (n_cols - start).to(tl.int32)
     x = load_step(x_at, start, x_col, column, n_cols, exists, -float("inf"), CHUNKS, COLS, VEC)
     at, here = vector_at(outer, inner, first, INNER, VEC), tl.reshape(exists, (1, INNER))
+    if WAITS:  # the tile is on its way
+        tl.extra.cuda.gdc_wait()
     top = tl.load(max_ptr + at, mask=here, other=0.0)[None, :, :]
     total = tl.load(sum_ptr + at, mask=here, other=1.0)[None, :, :]
     for c in tl.static_range(CHUNKS):
@@ -186,7 +206,7 @@ def softmax_spatial_backward_finish(
     n_blocks: Int32, n_steps: Int32,
     y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64, dx_outer: Int64, dx_col: Int64,
     LOG: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    PTX: tl.constexpr,
+    WAITS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     outer, step, block = last_first(tl.program_id(0), tl.num_programs(0), n_blocks, n_steps)
     first, exists = positions_of(block, inner, INNER, VEC)
@@ -198,6 +218,8 @@ def softmax_spatial_backward_finish(
     left = (n_cols - start).to(tl.int32)
     dy = load_step(dy_at, start, dy_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
     y = load_step(y_at, start, y_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
+    if WAITS:  # the tiles are on their way
+        tl.extra.cuda.gdc_wait()
     d = tl.load(d_ptr + vector_at(outer, inner, first, INNER, VEC), mask=tl.reshape(exists, (1, INNER)), other=0.0)[
         :, None, :
     ]

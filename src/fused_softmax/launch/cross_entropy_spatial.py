@@ -162,7 +162,6 @@ def loss_recipe(
         flags = dict(LOSS=loss, GRADIENT=gradient, UPSTREAM=upstream, UNLESS_ONE=unless_one, INPLACE=inplace)
         flags |= dict(WAITS=waits and device.supports_pdl, TRIGGER=device.supports_pdl and loss == SUM_OF_LOSSES)
         step = resident_step(_loss(), (x, dx), 8, plan, device, MEAN=mean, CROPPED=crop is not None, **flags, **of_op)
-        step = step._replace(meta={**step.meta, **early_start(step.meta)})
         width, apart = crop or (plan.vec, 0)
         step = step._replace(scalars=(*step.scalars, width // plan.vec, apart // plan.vec))
         return Recipe((step._replace(most=LOOKS) if unless_one and plan.ctas == 1 else step,))

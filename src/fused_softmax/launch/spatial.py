@@ -22,6 +22,7 @@ from .compile import Kernel, Launch, kernel_loader, launch_options
 from .context import is_batch_invariant
 from .device import device_of
 from .folding import alignment_of
+from .launcher import early_start
 from .layout import DTYPE_NAMES, empty, expect_countable
 from .torch_private import current_device, current_stream
 
@@ -151,9 +152,11 @@ def _meta(kernel: Any, plan: Plan, device: Device, **flags: Any) -> dict[str, An
         OUTERS=plan.outers, CTAS=plan.ctas, COLS=plan.vectors_per_chunk, INNER=plan.rows, VEC=plan.vec,
         CHUNKS=plan.chunks, UNPREDICATED=plan.unpredicated_chunks, RECOMPUTE=plan.recompute,
         SMEM_STAGED=plan.smem_staged, THREADS=plan.num_warps * device.warp_size, INVARIANT=plan.invariant,
-        PTX=device.ptx, **flags,
+        PTX=device.ptx, TRIGGER=device.supports_pdl, WAITS=False,
     )  # fmt: skip
-    return {name: known[name] for name in kernel.declaration.constexprs} | launch_options(kernel, plan, device)
+    known |= flags
+    meta = {name: known[name] for name in kernel.declaration.constexprs}
+    return meta | launch_options(kernel, plan, device) | early_start(meta)
 
 
 # a merge's tile: parts and positions; its programs are few, and their arithmetic is nothing
@@ -162,9 +165,10 @@ MERGE_PARTS, MERGE_POSITIONS, MERGE_WARPS = 32, 32, 4
 
 def merge_step(kernel: Any, device: Device, tensors: tuple[int, ...], inner: int, parts: int, **flags: Any) -> Step:
     """The launch that merges parts, (outer, parts, inner)."""
-    known = dict(COLS=MERGE_PARTS, INNER=MERGE_POSITIONS, **flags)
+    pdl = device.supports_pdl
+    known = dict(COLS=MERGE_PARTS, INNER=MERGE_POSITIONS, WAITS=pdl, TRIGGER=pdl) | flags
     meta = {name: known[name] for name in kernel.declaration.constexprs}
-    meta |= dict(num_warps=MERGE_WARPS * 32 // device.warp_size) | device.options()
+    meta |= dict(num_warps=MERGE_WARPS * 32 // device.warp_size) | device.options() | early_start(meta)
     n_blocks = -(-inner // MERGE_POSITIONS)
     return Step(kernel, meta, tensors, (inner, n_blocks, parts), n_blocks)
 
@@ -225,7 +229,7 @@ def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward:
     steps = [parts_step(reduce, read, (*given[:-1], *values), plan, device, **flags)]
     if parts > 1:
         steps.append(merge_step(merge, device, (*values, *merged), inner, parts, LSE=False))
-    scalars, programs, meta = sizes_and_steps(finish, tensors, plan, device, LOG=log)
+    scalars, programs, meta = sizes_and_steps(finish, tensors, plan, device, LOG=log, WAITS=device.supports_pdl)
     steps.append(Step(finish, meta, (*given, *merged), scalars, programs))
     of_parts, of_one = (parts * inner,) * len(values), (inner,) * len(values)
     return Recipe(tuple(steps), of_one if parts == 1 else of_parts + of_one)
