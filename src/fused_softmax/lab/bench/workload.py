@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from fused_softmax.lab import registry
 from fused_softmax.lab.bench.inputs import Inputs, Scores
@@ -153,7 +154,7 @@ def backward_alone(forward: Call) -> Callable[..., Tensor]:
     def call(x: Tensor, ids: Tensor, *upstream: Tensor) -> Tensor:
         if x.data_ptr() not in graphs:
             # a compiled forward must not let its backward, which runs many times, overwrite its saved tensors
-            with torch.enable_grad(), torch._functorch.config.patch(donated_buffer=False):
+            with torch.enable_grad(), functorch_config.patch(donated_buffer=False):
                 leaf = x.detach().requires_grad_()
                 graphs[x.data_ptr()] = leaf, tuple(forward(leaf, ids))
         leaf, outputs = graphs[x.data_ptr()]
