@@ -30,6 +30,10 @@ from .common.spatial_tiles import (
     tile_at,
 )
 
+# chunks that are written before the next are computed. ptxas moves no instruction over a branch; within one block it
+# computes all chunks first, and spills
+GROUP = tl.constexpr(8)
+
 
 @kernel(cta_programs=True)
 def softmax_spatial(
@@ -86,16 +90,18 @@ def softmax_spatial(
         by = by * tl.div_rn(1.0, total)
     else:
         by = exp(m - top) * tl.div_rn(1.0, total)
-    for c in tl.static_range(CHUNKS):
-        if LOG:
-            x_c = chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX)
-            y = normalize(upcast(x_c, PTX, RECOMPUTE, True), top, total, LOG)
-        elif RECOMPUTE:
-            x_c = chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX)
-            y = exp2_fma(upcast(x_c, PTX, True, True), base, shift, FUSED) * by
-        else:
-            y = exps[c] * by
-        store_tile(y_at, y, c, y_col, column, n_cols, exists, UNPREDICATED, STEP, VEC)
+    for g in tl.static_range((CHUNKS + GROUP - 1) // GROUP):
+        if g == 0 or n_cols > g * GROUP * STEP:  # always, which the compiler does not know
+            for c in tl.static_range(g * GROUP, min(CHUNKS, g * GROUP + GROUP)):
+                if LOG:
+                    x_c = chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX)
+                    y = normalize(upcast(x_c, PTX, RECOMPUTE, True), top, total, LOG)
+                elif RECOMPUTE:
+                    x_c = chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX)
+                    y = exp2_fma(upcast(x_c, PTX, True, True), base, shift, FUSED) * by
+                else:
+                    y = exps[c] * by
+                store_tile(y_at, y, c, y_col, column, n_cols, exists, UNPREDICATED, STEP, VEC)
 
 
 @kernel(cta_programs=True)
@@ -142,7 +148,10 @@ def softmax_spatial_backward(
             y_c = upcast(y[c], PTX, RECOMPUTE)
         d += gradient_term(y_c, dy_c, LOG)
     d = exchange_sum(sum_over_columns(d, INVARIANT), CTAS, THREADS, PTX)[None, :, :]
-    for c in tl.static_range(CHUNKS):
-        y_c = upcast(y[c], PTX, RECOMPUTE, True)
-        dy_c = upcast(chunk_of(dy, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE, True)
-        store_tile(dx_at, gradient(y_c, dy_c, d, LOG), c, dx_col, column, n_cols, exists, UNPREDICATED, STEP, VEC)
+    for g in tl.static_range((CHUNKS + GROUP - 1) // GROUP):
+        if g == 0 or n_cols > g * GROUP * STEP:  # always, which the compiler does not know
+            for c in tl.static_range(g * GROUP, min(CHUNKS, g * GROUP + GROUP)):
+                y_c = upcast(y[c], PTX, RECOMPUTE, True)
+                dy_c = upcast(chunk_of(dy, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE, True)
+                dx = gradient(y_c, dy_c, d, LOG)
+                store_tile(dx_at, dx, c, dx_col, column, n_cols, exists, UNPREDICATED, STEP, VEC)
