@@ -138,13 +138,10 @@ def test_every_config_is_chosen_by_some_width(table, itemsize):
         if config.resident_chunks:
             assert (got.ctas, got.num_warps, got.chunks) == (config.ctas, config.num_warps, config.step)
             continue
-        # a float32 row is kept as it is, so exp of it is computed twice at no cost in registers
-        want = (
-            config.ctas,
-            config.num_warps,
-            config.recompute or itemsize == 4,
-            config.max_registers if got.warps_per_row > 1 else None,
-        )
+        # a float32 row is kept as it is, so exp of it is computed twice at no cost in registers; short ones keep exps
+        capped = config.max_registers if got.warps_per_row > 1 else None
+        kept = got.chunks <= config_tables.KEPT_EXPS and not (backward or log or capped)
+        want = config.ctas, config.num_warps, config.recompute or (itemsize == 4 and not kept), capped
         assert (got.ctas, got.num_warps, got.recompute, got.max_registers) == want, config
         odd = plan(problem(widest - 1, (dtype, dtype), backward=backward, log=log), DEVICES[target])
         assert odd.unaligned

@@ -56,6 +56,13 @@ WARP_UNALIGNED = ((32, 48, 16, 2, 1), (65, 96, 32, 4, 1))
 # and warps. Two rows of a warp are reduced at once. H200, 2^27 elements, fraction of a copy, by 32 and by 16 threads:
 # softmax of 136 columns 0.78 and 0.84, of 255 0.99 and 1.03, of 256 1.006 and 1.002; a loss of 256 columns 0.64, 0.77
 WARP_HALVES = (16, 2)
+# of whole vectors, forward: (fewest and most columns, warps of a program). A warp has one row. H200, cold L2, us before
+# and now: float32, 64 x 600 2.13 and 1.88, 1,024 x 512 3.38 and 3.11, 512 x 1,000 3.00 and 2.89; bfloat16, 1,024 x 512
+# 2.78 and 2.63, 512 x 1,000 2.81 and 2.73. With 2^27 elements the same. Narrower rows are bound by how fast programs
+# start: bfloat16, 512 columns in programs of one row 161 us instead of 128
+WARP_EACH = {2: ((385, 512, 2), (705, 1024, 1)), 4: ((385, 1024, 1),)}
+# vectors of float32 per thread, at most, of which exp is computed once
+KEPT_EXPS = 8
 WARP_MAX_COLS = 1024
 # columns up to which it is preferred. 1,024 of float32: 0.993 of a copy with 4 warps per row, 0.972 with one
 WARP_COLS = {2: 1024, 4: 896}

@@ -25,8 +25,8 @@ from .config_tables import (
 )
 from .softmax import (
     geometry,
+    held_plan,
     looped_steps_plan,
-    plan,
     preferred_warp_plan,
     resident_plan,
     steps_plan,
@@ -151,7 +151,7 @@ def plan_loss(problem: Problem, device: Device) -> Plan:
                 if problem.itemsize == 2 and chosen.unaligned and chosen.ctas > 1 and chosen.chunks == LOSS_SPILLS:
                     chosen = replace(chosen, chunks=LOSS_SPILLS_NOT)
                 return replace(chosen, max_registers=_loss_registers(problem, chosen))
-    return replace(plan(problem, device), max_registers=None)
+    return replace(held_plan(problem, device), max_registers=None)
 
 
 def _compiles(problem: Problem, chosen: Plan) -> bool:
@@ -181,7 +181,7 @@ def plan_smoothed_loss(problem: Problem, device: Device) -> Plan:
 
 def _with_chunks(problem: Problem, device: Device, most: int) -> Plan:
     """softmax's plan, with more CTAs and warps where a slice would have more than `most` chunks."""
-    chosen = plan(problem, device)
+    chosen = held_plan(problem, device)
     # 4 chunks of unaligned rows with a softcap in a program of 8 warps spill 8 bytes with Triton 3.6
     most -= most == 4 and chosen.regime == "block" and chosen.unaligned and chosen.num_warps == 8
     if chosen.chunks > most and chosen.regime != "two_pass":

@@ -15,7 +15,7 @@ from .masked_tables import (
     MASKED_UNALIGNED,
     MASKED_WIDE,
 )
-from .softmax import geometry, plan, resident_plan, steps_plan, warp_plan
+from .softmax import geometry, held_plan, resident_plan, steps_plan, warp_plan
 from .types import Device, Plan, Problem
 
 # the tables of each kind of mask, by the numbers of the kernels: none, boolean, additive
@@ -55,10 +55,11 @@ def plan_masked(problem: Problem, device: Device, mask: int) -> Plan:
     if chosen is None:
         # these kernels stage nothing in shared memory, so long rows get more warps
         held = replace(problem, backward=problem.backward or mask > 0)
-        chosen = plan(held, replace(device, supports_smem_staging=False))
-        above, wide = MASKED_WIDE
-        if held.backward and problem.itemsize == 2 and above < problem.n_cols <= wide.max_cols and chosen.ctas > 1:
-            chosen = resident_plan(held, device, wide) or chosen
+        chosen = held_plan(held, replace(device, supports_smem_staging=False))
+        for kinds, above, wide in MASKED_WIDE:
+            if kind in kinds and problem.itemsize == 2 and above < problem.n_cols <= wide.max_cols and chosen.ctas > 1:
+                chosen = resident_plan(held, device, wide) or chosen
+                break
         too_long = chosen.chunks > MASKED_CHUNKS[held.backward] and not problem.backward
         if too_long or (chosen.regime == "two_pass" and not held.backward):
             chosen = resident_plan(held, device, KernelConfig(problem.n_cols, device.max_cluster, 16, True)) or chosen
