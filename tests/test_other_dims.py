@@ -455,7 +455,7 @@ def test_wide_tiles_where_columns_start_in_the_middle_of_a_sector():
     assert not spatial.problem_of(aligned_out := x[:, :, :8000], aligned_out).whole_sectors  # strides count, too
     for n_cols in (700, 1100, 1500, 2000, 2500, 3500, 4000):
         narrow, wide = (plan_spatial(replace(p, n_cols=n_cols), DEVICES["sm_90"]) for p in (aligned, odd))
-        assert wide.rows >= narrow.rows and wide.rows == 64, n_cols
+        assert wide.rows >= narrow.rows and wide.rows >= 64, n_cols
         invariant = [
             plan_spatial(replace(p, n_cols=n_cols, batch_invariant=True), DEVICES["sm_90"]) for p in (aligned, odd)
         ]

@@ -24,12 +24,12 @@ from .launcher import early_start
 from .layout import MAX_COLS, as_rows, empty
 from .options import CrossEntropy
 from .spatial import (
-    MERGE_POSITIONS,
     Recipe,
     Run,
     Step,
     cached_run,
     merge_step,
+    merge_tile,
     of_layout,
     of_parts,
     parts_step,
@@ -287,7 +287,9 @@ def cross_entropy_pass(
         op = prepare_targets(op, n_cols, count)
     programs = positions
     if op.reduction != "none":
-        rows, outers = (MERGE_POSITIONS, 1) if plan.regime == "spatial_two_pass" else (plan.rows, plan.outers)
+        rows, outers = plan.rows, plan.outers
+        if plan.regime == "spatial_two_pass":
+            rows, outers = merge_tile(-(-n_cols // plan.part_cols))[1], 1
         programs = -(-x.shape[0] // outers) * -(-(positions // x.shape[0]) // rows)
     losses = empty((programs,), (1,), torch.float32, x)
     reduced = empty((), (), torch.float32, x)

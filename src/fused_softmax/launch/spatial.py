@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..planning.spatial import plan_spatial
-from ..planning.types import Device, Plan, SpatialProblem
+from ..planning.types import Device, Plan, SpatialProblem, power_of_two
 from . import compile as compiling
 from .availability import KernelUnavailable
 from .cache import Cache
@@ -159,17 +159,23 @@ def _meta(kernel: Any, plan: Plan, device: Device, **flags: Any) -> dict[str, An
     return meta | launch_options(kernel, plan, device) | early_start(meta)
 
 
-# a merge's tile: parts and positions; its programs are few, and their arithmetic is nothing
-MERGE_PARTS, MERGE_POSITIONS, MERGE_WARPS = 32, 32, 4
+MERGE_WARPS = 4
+
+
+def merge_tile(parts: int) -> tuple[int, int]:
+    """(parts, positions) of a merge's tile. Tiles are read one after the other, so many parts take taller ones."""
+    step = min(256, max(32, power_of_two(parts)))
+    return step, 1024 // step
 
 
 def merge_step(kernel: Any, device: Device, tensors: tuple[int, ...], inner: int, parts: int, **flags: Any) -> Step:
     """The launch that merges parts, (outer, parts, inner)."""
     pdl = device.supports_pdl
-    known = dict(COLS=MERGE_PARTS, INNER=MERGE_POSITIONS, WAITS=pdl, TRIGGER=pdl) | flags
+    step, positions = merge_tile(parts)
+    known = dict(COLS=step, INNER=positions, WAITS=pdl, TRIGGER=pdl) | flags
     meta = {name: known[name] for name in kernel.declaration.constexprs}
     meta |= dict(num_warps=MERGE_WARPS * 32 // device.warp_size) | device.options() | early_start(meta)
-    n_blocks = -(-inner // MERGE_POSITIONS)
+    n_blocks = -(-inner // positions)
     return Step(kernel, meta, tensors, (inner, n_blocks, parts), n_blocks)
 
 
@@ -205,9 +211,10 @@ def sizes_and_steps(
 ) -> tuple[tuple[int, ...], int, dict[str, Any]]:
     """(numbers, programs, constexprs) of a launch whose programs each write CHUNKS x COLS columns."""
     sizes = _sizes(tensors[0], plan)
-    n_steps = -(-sizes[0] // (plan.chunks * plan.vectors_per_chunk))
+    chunks = plan.finish_chunks or plan.chunks
+    n_steps = -(-sizes[0] // (chunks * plan.vectors_per_chunk))
     scalars = (*sizes, n_steps, *_strides(tensors, plan.vec))
-    return scalars, sizes[2] * n_steps, _meta(kernel, plan, device, **flags)
+    return scalars, sizes[2] * n_steps, _meta(kernel, plan, device, CHUNKS=chunks, **flags)
 
 
 def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward: bool, device: Device) -> Recipe:

@@ -28,6 +28,7 @@ from .spatial_tables import (
     PARTS_CHUNKS,
     PARTS_WARPS,
     SHARED_BYTES,
+    SOFTMAX_PARTS_CHUNKS,
     STAGED_BYTES,
     STATISTICS_CHUNKS,
     UNALIGNED,
@@ -64,8 +65,11 @@ def resident_plan(
     )  # fmt: skip
 
 
-def parts_plan(problem: SpatialProblem, device: Device, chunks: int = PARTS_CHUNKS) -> Plan:
-    """The plan of columns that programs reduce in parts, merge, and read again; the parts depend on n_cols alone."""
+def parts_plan(problem: SpatialProblem, device: Device, chunks: int = PARTS_CHUNKS, finish_chunks: int = 0) -> Plan:
+    """The plan of columns that programs reduce in parts, merge, and read again; the parts depend on n_cols alone.
+
+    chunks: of a step of a part. finish_chunks: of a program that writes the result, where they are others.
+    """
     widest = PARTS_BYTES // problem.itemsize
     inner = min(power_of_two(problem.inner), widest)
     a_warp = device.warp_size * problem.full_vec
@@ -88,6 +92,7 @@ def parts_plan(problem: SpatialProblem, device: Device, chunks: int = PARTS_CHUN
         "spatial_two_pass", rows=inner, ctas=1, warps_per_row=1, vectors_per_chunk=cols, vec=min(problem.vec, inner),
         chunks=chunks, unpredicated_chunks=0, unaligned=False, recompute=False, num_warps=warps,
         max_registers=None, why=why, part_cols=part_cols, invariant=problem.batch_invariant,
+        finish_chunks=finish_chunks,
     )  # fmt: skip
 
 
@@ -159,8 +164,9 @@ def _configured(
         warps = max(1, warps * cols * inner // per_chunk)
     staged = 0
     if config.held is not None:
-        # next to the numbers that the CTAs exchange, (maximum, sum) of each position
-        room = min(STAGED_BYTES, SHARED_BYTES - 8 * config.ctas * inner) // (warps * device.warp_size * VECTOR_BYTES)
+        # next to (maximum, sum) of each position: of each CTA, twice of its own, and a number of each warp
+        other = (8 * config.ctas + 16 + 4 * warps) * inner
+        room = min(STAGED_BYTES, SHARED_BYTES - other) // (warps * device.warp_size * VECTOR_BYTES)
         most = room if config.most_staged is None else min(room, config.most_staged)
         staged = min(max(0, -(-problem.n_cols // (cols * config.ctas)) - config.held), most)
         recompute = True  # a chunk that is read a second time is not kept
@@ -185,7 +191,7 @@ def _configs(
 
     def fits(config: SpatialConfig) -> bool:
         # tiles of such configs are wide, so few positions waste most of one; and they merge in an order of their own
-        special = config.ctas > 1 or config.skewed or config.whole_sectors is not None
+        special = config.ctas > 1 or config.skewed or config.whole_sectors is not None or config.held is not None
         return (
             config.least_cols <= problem.n_cols <= config.max_cols
             and (not special or (problem.inner >= 4 * config.inner and not problem.batch_invariant))
@@ -210,7 +216,8 @@ def _long_and_narrow(problem: SpatialProblem, device: Device) -> Plan | None:
     """The plan of so few positions that one program's tile holds more columns than the tables say; or None."""
     inner = power_of_two(problem.inner)
     for config in ON_CHIP[problem.backward, problem.widest]:
-        if config.ctas == 1 and inner < config.inner and problem.n_cols * inner <= config.max_cols * config.inner:
+        fits = inner < config.inner and problem.n_cols * inner <= config.max_cols * config.inner
+        if fits and config.ctas == 1 and config.held is None:
             warps = max(1, config.num_warps * 32 // device.warp_size)
             cols = warps * device.warp_size * problem.full_vec // inner
             recompute = config.recompute and problem.itemsize == 2
@@ -233,7 +240,11 @@ def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = N
     if found is None and regime not in (None, "spatial_two_pass"):
         what = f"{problem.n_cols} columns of {problem.dtype}"
         raise ValueError(f"the {regime} regime cannot hold {what} on {device.name}")
-    return parts_plan(problem, device) if found is None else found
+    if found is not None:
+        return found
+    if problem.vec < problem.full_vec:  # elements that are read one by one take a register each
+        return parts_plan(problem, device)
+    return parts_plan(problem, device, *SOFTMAX_PARTS_CHUNKS[problem.backward, problem.itemsize])
 
 
 def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:

@@ -55,25 +55,31 @@ ON_CHIP = {
         SpatialConfig(76, 1, 2, 128),
         SpatialConfig(176, 1, 4, 128, thread_bytes=8),
         SpatialConfig(256, 1, 4, 64),
-        SpatialConfig(288, 1, 4, 32, max_registers=80, whole_sectors=True),
-        SpatialConfig(416, 1, 4, 32, max_registers=96, whole_sectors=True),
-        SpatialConfig(512, 1, 4, 32, max_registers=128, whole_sectors=True),
+        SpatialConfig(352, 1, 4, 64, max_registers=96, held=4, whole_sectors=True),
+        SpatialConfig(512, 1, 4, 64, max_registers=128, held=1, whole_sectors=True),
+        SpatialConfig(288, 1, 4, 128, max_registers=128, held=1, whole_sectors=False),
+        SpatialConfig(496, 2, 4, 128, max_registers=128, held=4, whole_sectors=False),
+        SpatialConfig(640, 2, 4, 64, max_registers=128),
+        SpatialConfig(768, 2, 4, 64, max_registers=96, held=4, whole_sectors=True),
+        SpatialConfig(1024, 2, 4, 64, max_registers=128, held=1, whole_sectors=True),
+        SpatialConfig(1024, 4, 4, 128, max_registers=128, held=4, whole_sectors=False),
+        SpatialConfig(1088, 2, 4, 32, max_registers=128, whole_sectors=True),
+        SpatialConfig(1216, 4, 4, 64, max_registers=128, held=1, whole_sectors=False),
+        SpatialConfig(1536, 4, 4, 64, max_registers=96, held=4, whole_sectors=True),
+        SpatialConfig(1664, 8, 4, 128, max_registers=128, held=4, whole_sectors=False),
+        SpatialConfig(2048, 4, 4, 64, max_registers=128, held=1, whole_sectors=True),
+        SpatialConfig(2944, 8, 4, 64, max_registers=128, held=6, whole_sectors=False),
+        SpatialConfig(3072, 8, 4, 64, max_registers=96, held=4, whole_sectors=True),
+        SpatialConfig(4096, 8, 4, 64, max_registers=128, held=1, whole_sectors=True),
         SpatialConfig(352, 1, 8, 64, max_registers=80),
         SpatialConfig(512, 1, 4, 64),
-        SpatialConfig(640, 2, 4, 64, max_registers=128),
-        SpatialConfig(832, 2, 4, 32, max_registers=96, whole_sectors=True),
-        SpatialConfig(1120, 2, 4, 32, max_registers=128, whole_sectors=True),
-        SpatialConfig(896, 4, 4, 64, max_registers=96, whole_sectors=False),
-        SpatialConfig(1280, 4, 4, 64, max_registers=128, whole_sectors=False),
+        SpatialConfig(1280, 4, 4, 64, max_registers=128),
         SpatialConfig(1024, 1, 8, 32, max_registers=128),
-        SpatialConfig(1536, 4, 4, 64, max_registers=80, held=9, whole_sectors=True),
-        SpatialConfig(1792, 4, 4, 32, max_registers=96, whole_sectors=True),
         SpatialConfig(1792, 8, 4, 64, max_registers=96),
         SpatialConfig(2560, 8, 4, 64, max_registers=128, whole_sectors=False),
-        SpatialConfig(2944, 4, 4, 32, max_registers=128, whole_sectors=True),
         SpatialConfig(2944, 4, 8, 64, max_registers=128),
-        SpatialConfig(3584, 8, 4, 32, max_registers=96, whole_sectors=True),
-        SpatialConfig(3584, 8, 8, 64, max_registers=64, held=4),
+        SpatialConfig(3328, 8, 8, 64, max_registers=64, held=4),
+        SpatialConfig(4096, 16, 4, 64, max_registers=128, held=6, whole_sectors=False),
         SpatialConfig(4096, 8, 4, 32, max_registers=128, whole_sectors=True),
         SpatialConfig(4096, 16, 4, 64, max_registers=128),
         SpatialConfig(2048, 1, 16, 32),
@@ -88,18 +94,26 @@ ON_CHIP = {
         SpatialConfig(6, 1, 2, 256),
         SpatialConfig(24, 1, 2, 128),
         SpatialConfig(64, 1, 2, 64),
+        SpatialConfig(152, 1, 4, 64, max_registers=128, held=4, whole_sectors=False),
         SpatialConfig(152, 1, 4, 64),
+        SpatialConfig(256, 2, 4, 64, max_registers=128, held=4, whole_sectors=False),
         SpatialConfig(256, 1, 8, 64),
+        SpatialConfig(320, 4, 4, 64, max_registers=128),
+        SpatialConfig(512, 4, 4, 64, max_registers=128, held=1, whole_sectors=False),
+        SpatialConfig(512, 4, 4, 64, max_registers=128),
         SpatialConfig(512, 1, 8, 32),
-        SpatialConfig(704, 4, 4, 32, max_registers=80),
-        SpatialConfig(896, 4, 4, 32, max_registers=96),
-        SpatialConfig(1408, 8, 4, 32, max_registers=80),
+        SpatialConfig(640, 8, 4, 64, max_registers=128),
+        SpatialConfig(1024, 8, 4, 64, max_registers=128, held=1, whole_sectors=False),
+        SpatialConfig(1344, 8, 4, 64, max_registers=128, held=8, whole_sectors=False),
+        SpatialConfig(1344, 8, 4, 64, max_registers=128),
+        SpatialConfig(1664, 8, 4, 64, max_registers=128, held=8, whole_sectors=True),
+        SpatialConfig(2432, 16, 4, 64, max_registers=128),
+        SpatialConfig(3072, 16, 4, 64, max_registers=128, held=8, whole_sectors=True),
+        SpatialConfig(4096, 16, 4, 64, max_registers=128, held=1),
         SpatialConfig(1024, 1, 16, 32),
         SpatialConfig(2816, 16, 4, 64, max_registers=128, whole_sectors=False),
-        SpatialConfig(1792, 8, 4, 32, max_registers=96),
         SpatialConfig(2048, 8, 4, 32, max_registers=128),
         SpatialConfig(2048, 1, 16, 16),
-        SpatialConfig(2816, 8, 8, 32, max_registers=80),
         SpatialConfig(4096, 8, 8, 32, max_registers=128),
         SpatialConfig(7168, 8, 8, 16, max_registers=128),
         SpatialConfig(8448, 16, 4, 32, max_registers=128, held=4, whole_sectors=True, most_staged=16),
@@ -114,6 +128,15 @@ ON_CHIP = {
         SpatialConfig(12, 1, 1, 256),
         SpatialConfig(44, 1, 2, 128),
         SpatialConfig(64, 1, 2, 64),
+        SpatialConfig(256, 1, 8, 128),
+        SpatialConfig(288, 2, 4, 128, max_registers=128, held=2, whole_sectors=False),
+        SpatialConfig(384, 4, 4, 128, max_registers=128, whole_sectors=False),
+        SpatialConfig(576, 4, 4, 128, max_registers=128, held=2, whole_sectors=False),
+        SpatialConfig(768, 8, 4, 128, max_registers=128, whole_sectors=False),
+        SpatialConfig(1152, 8, 4, 128, max_registers=128, held=2, whole_sectors=False),
+        SpatialConfig(1536, 16, 4, 128, max_registers=128, whole_sectors=False),
+        SpatialConfig(2304, 16, 4, 128, max_registers=128, held=2, whole_sectors=False),
+        SpatialConfig(2816, 16, 4, 128, max_registers=168, held=4, whole_sectors=False),
         SpatialConfig(368, 1, 8, 128),
         SpatialConfig(640, 2, 8, 64, max_registers=128),
         SpatialConfig(896, 8, 4, 64, max_registers=96),
@@ -137,11 +160,14 @@ ON_CHIP = {
         SpatialConfig(36, 1, 2, 64),
         SpatialConfig(64, 1, 4, 64),
         SpatialConfig(256, 1, 8, 64),
+        SpatialConfig(640, 8, 4, 64, max_registers=128, whole_sectors=False),
+        SpatialConfig(1344, 16, 4, 64, max_registers=128, whole_sectors=False),
         SpatialConfig(512, 1, 16, 32),
         SpatialConfig(640, 4, 8, 32, max_registers=80),
         SpatialConfig(1024, 4, 8, 32, max_registers=128),
         SpatialConfig(1024, 1, 16, 16),
         SpatialConfig(1536, 8, 8, 32, max_registers=80),
+        SpatialConfig(3200, 16, 4, 64, max_registers=168, held=1, whole_sectors=False),
         SpatialConfig(2816, 16, 8, 64, max_registers=128, whole_sectors=False),
         SpatialConfig(2304, 8, 8, 32, max_registers=96),
         SpatialConfig(3328, 8, 8, 32, max_registers=128),
@@ -151,9 +177,9 @@ ON_CHIP = {
         SpatialConfig(10240, 16, 8, 16, max_registers=128),
     ),
 }
-# bytes of a program's chunks in shared memory, at most; and of these and the numbers that its CTAs exchange
-# (a kernel may have 48 KB, with those of its reductions)
-STAGED_BYTES, SHARED_BYTES = 40 << 10, 45 << 10
+# bytes of a program's chunks in shared memory, at most; and of these and the numbers that its warps and CTAs exchange
+# (a kernel may have 48 KB, with an mbarrier)
+STAGED_BYTES, SHARED_BYTES = 40 << 10, (48 << 10) - 128
 # bytes of a chunk that follow one another in memory, at least, where positions are few: its columns are neighbors
 LEAST_RUN = 128
 WHOLE_RUN = RunRule(LEAST_RUN, 1 << 31, 1)
@@ -291,9 +317,11 @@ UNALIGNED = {
 }
 # a kernel that reads columns in parts: bytes of a tile along `inner`, warps, and chunks of a step
 PARTS_BYTES, PARTS_WARPS, PARTS_CHUNKS = 256, 4, 4
+# the chunks of a softmax's step, and those of a program that writes its result, by (backward, bytes of an element)
+SOFTMAX_PARTS_CHUNKS = {(False, 2): (8, 8), (False, 4): (8, 4), (True, 2): (16, 4), (True, 4): (16, 4)}
 # columns of a part, at least, and the most parts: their merge takes time, too. Parts are shorter where one index of
 # `outer` has fewer programs than a few for each multiprocessor
-PART_COLS, MOST_PARTS = 1024, 1024
+PART_COLS, MOST_PARTS = 1024, 512
 LEAST_PART_COLS, ENOUGH_PROGRAMS = 256, 256
 # a statistic, or a gradient without a reduction, holds fewer numbers; up to so many columns it takes one step
 STATISTICS_CHUNKS, ONE_STEP = 8, 128

@@ -35,9 +35,16 @@ class Device:
         return self.kind == "cuda" and self.max_cluster > 1
 
     def registers_within(self, cap: int, num_warps: int) -> int:
-        """A register cap that was measured on Hopper, for this device: 8 more elsewhere, where a small cap spills."""
-        most = self.registers // (num_warps * self.warp_size)
-        return cap if self.supports_smem_staging or cap >= 96 else max(cap, min(cap + 8, most))
+        """A register cap that was measured on Hopper, for this device.
+
+        Caps are as low as spills nothing on sm_90, so that one program more shares a multiprocessor. ptxas needs other
+        numbers of registers elsewhere. There the cap leaves room for one program less, and a thread has at most 255.
+        """
+        if self.supports_smem_staging:
+            return cap
+        threads = num_warps * self.warp_size
+        programs = max(1, self.registers // (cap * threads) - 1)
+        return min(255, self.registers // (programs * threads) // 8 * 8)
 
     def options(self, num_stages: int | None = None) -> dict[str, Any]:
         """The launch options whose defaults may differ between versions of Triton; empty where interpreted.
@@ -185,6 +192,7 @@ class Plan:
     # over a dimension that is not the last, and part_cols of statistics of wide rows, too
     outers: int = 1  # indices of the dimensions before it that a program takes
     part_cols: int = 0  # columns of the part that a program reduces, where programs share the columns
+    finish_chunks: int = 0  # chunks of a program that writes such columns, where they are not `chunks`
     invariant: bool = False  # columns are merged in an order that no layout changes
     skewed: bool = False  # whether each column of a tile starts at its own position, on a vector
 
