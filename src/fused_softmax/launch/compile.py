@@ -39,6 +39,11 @@ def launch_options(kernel: Any, plan: Plan, device: Device) -> dict[str, Any]:
     return options | assert_options(kernel, device) | device.options(declared.num_stages)
 
 
+def early_start(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What has a kernel that WAITS start before the one in front of it ends: programmatic dependent launch."""
+    return {"launch_pdl": True} if meta.get("WAITS", False) else {}
+
+
 def assert_options(kernel: Any, device: Device) -> dict[str, Any]:
     """What compiles the assertions of a kernel that has any."""
     asserts = kernel.declaration.asserts and device.kind != "interpreter"

@@ -16,11 +16,10 @@ from torch import Tensor
 from ..planning.spatial import plan_spatial_loss
 from ..planning.types import Device, Plan
 from .cache import Cache
-from .compile import Launch, assert_options, kernel_loader
+from .compile import Launch, assert_options, early_start, kernel_loader
 from .context import is_batch_invariant
 from .device import device_of
 from .folding import alignment_of, as_planes, merge_dims
-from .launcher import early_start
 from .layout import MAX_COLS, as_rows, empty
 from .options import CrossEntropy
 from .spatial import (

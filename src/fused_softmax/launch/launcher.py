@@ -20,7 +20,7 @@ from ..planning.types import Device, Plan, Problem
 from . import compile as compiling
 from .availability import KernelUnavailable
 from .cache import Cache
-from .compile import Binding, Kernel, Launch, Pointers, assert_options, launch_options
+from .compile import Binding, Kernel, Launch, Pointers, assert_options, early_start, launch_options
 from .context import is_batch_invariant
 from .device import device_of
 from .layout import problem_of, run_time_arguments, starts
@@ -92,11 +92,6 @@ def meta_of(kernel: Any, plan: Plan, device: Device, flags: Flags) -> dict[str, 
     meta = plan.constexprs() | dict(PTX=device.ptx, TRIGGER=device.supports_pdl, WAITS=False) | dict(flags)
     options = launch_options(kernel, plan, device) | early_start(meta)
     return {name: meta[name] for name in kernel.declaration.constexprs} | options
-
-
-def early_start(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What has a kernel that WAITS start before the one in front of it ends: programmatic dependent launch."""
-    return {"launch_pdl": True} if meta.get("WAITS", False) else {}
 
 
 def _described(op: RowOp, rows: tuple[Tensor, ...], plan: Plan, device: Device, flags: Flags) -> Described:

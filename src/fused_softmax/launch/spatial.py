@@ -18,11 +18,10 @@ from ..planning.types import Device, Plan, SpatialProblem, power_of_two
 from . import compile as compiling
 from .availability import KernelUnavailable
 from .cache import Cache
-from .compile import Kernel, Launch, kernel_loader, launch_options
+from .compile import Kernel, Launch, early_start, kernel_loader, launch_options
 from .context import is_batch_invariant
 from .device import device_of
 from .folding import alignment_of
-from .launcher import early_start
 from .layout import DTYPE_NAMES, empty, expect_countable
 from .torch_private import current_device, current_stream
 

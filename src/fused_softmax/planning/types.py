@@ -192,9 +192,9 @@ class Plan:
     # over a dimension that is not the last, and part_cols of statistics of wide rows, too
     outers: int = 1  # indices of the dimensions before it that a program takes
     part_cols: int = 0  # columns of the part that a program reduces, where programs share the columns
-    finish_chunks: int = 0  # chunks of a program that writes such columns, where they are not `chunks`
     invariant: bool = False  # columns are merged in an order that no layout changes
     skewed: bool = False  # whether each column of a tile starts at its own position, on a vector
+    finish_chunks: int = 0  # where programs share the columns: chunks of one that writes, if not `chunks`
 
     def constexprs(self) -> dict[str, object]:
         """The plan's compile-time arguments for any kernel, by the kernels' names; a kernel takes some of these."""
