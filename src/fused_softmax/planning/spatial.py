@@ -242,7 +242,8 @@ def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = N
         raise ValueError(f"the {regime} regime cannot hold {what} on {device.name}")
     if found is not None:
         return found
-    if problem.vec < problem.full_vec:  # elements that are read one by one take a register each
+    # elements that are read one by one take a register each, and vectors of the wider dtype take twice as many
+    if problem.vec < problem.full_vec or problem.dtype != problem.out_dtype:
         return parts_plan(problem, device)
     return parts_plan(problem, device, *SOFTMAX_PARTS_CHUNKS[problem.backward, problem.itemsize])
 
