@@ -119,13 +119,28 @@ def test_bits_do_not_depend_on_outer(tile):
     assert torch.equal(y[:1], first)
 
 
-@pytest.mark.parametrize("n_cols", [19, 150, pytest.param(2100, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("n_cols", [19, 150, 2100])
 def test_bits_do_not_depend_on_inner_within_batch_invariant(n_cols):
     x = torch.randn(1, n_cols, 96)
     with fs.batch_invariant():
         wide = fs.softmax(x, 1)
         for inner in (2, 33, 64):
             assert torch.equal(fs.softmax(x[:, :, :inner].contiguous(), 1), wide[:, :, :inner]), inner
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_columns_are_added_up_alike_for_any_inner_within_batch_invariant(itemsize, backward):
+    dtype, full = {2: "bfloat16", 4: "float32"}[itemsize], 16 // itemsize
+    for n_cols in (3, 19, 64, 150, 256, 350, 700, 1000, 2100, 3000, 9000, 40000, 1000000):
+        added = set()
+        for inner, vec, whole in ((4096, full, True), (4104, full, False), (4100, full // 2, False), (4097, 1, False)):
+            problem = SpatialProblem(
+                n_cols, inner, dtype, dtype, vec, backward, batch_invariant=True, whole_sectors=whole
+            )
+            plan = plan_spatial(problem, DEVICES["sm_90"])
+            added.add((plan.regime, plan.ctas, plan.vectors_per_chunk, plan.chunks, plan.part_cols))
+        assert len(added) == 1, (n_cols, added)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

@@ -242,8 +242,9 @@ def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = N
         raise ValueError(f"the {regime} regime cannot hold {what} on {device.name}")
     if found is not None:
         return found
-    # elements that are read one by one take a register each, and vectors of the wider dtype take twice as many
-    if problem.vec < problem.full_vec or problem.dtype != problem.out_dtype:
+    # elements that are read one by one take a register each, and vectors of the wider dtype take twice as many. The
+    # number of chunks decides a position's bits, which within batch_invariant() do not depend on `inner`
+    if problem.vec < problem.full_vec or problem.dtype != problem.out_dtype or problem.batch_invariant:
         return parts_plan(problem, device)
     return parts_plan(problem, device, *SOFTMAX_PARTS_CHUNKS[problem.backward, problem.itemsize])
 
