@@ -21,6 +21,7 @@ from fused_softmax.planning.spatial import (
     plan_spatial_statistics,
     resident_plan,
 )
+from fused_softmax.planning.spatial_tables import ON_CHIP, UNALIGNED
 from fused_softmax.planning.strided import StridedRows, strided_is_faster, strided_plan
 from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem
 
@@ -164,25 +165,29 @@ def test_out_may_be_the_input(tile):
     assert torch.equal(inplace, y)
 
 
-# (outer, n_cols, inner), positions of a tile, columns of a chunk, CTAs, elements of an access
+# (outer, n_cols, inner), positions of a tile, columns of a chunk, CTAs, elements of an access, and those at whose
+# multiples columns start
 SKEWED = {
-    "odd": ((3, 21, 131), 32, 8, 1, 8),
-    "on a cluster": ((2, 37, 77), 32, 4, 4, 4),
-    "twice an odd number": ((2, 5, 70), 32, 4, 1, 4),
-    "aligned": ((2, 19, 232), 64, 8, 2, 8),
-    "pairs": ((1, 9, 203), 64, 2, 1, 2),
+    "odd": ((3, 21, 131), 32, 8, 1, 8, 8),
+    "on a cluster": ((2, 37, 77), 32, 4, 4, 4, 4),
+    "twice an odd number": ((2, 5, 70), 32, 4, 1, 4, 4),
+    "aligned": ((2, 19, 232), 64, 8, 2, 8, 8),
+    "pairs": ((1, 9, 203), 64, 2, 1, 2, 2),
+    "half sectors": ((2, 19, 232), 64, 2, 2, 8, 16),
+    "odd, sectors": ((2, 37, 203), 128, 4, 4, 4, 16),
+    "one sector": ((3, 21, 5), 64, 16, 1, 8, 16),
 }
 
 
 def run_skewed(tile: str, tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False) -> None:
-    _, inner, cols, ctas, vec = SKEWED[tile]
+    _, inner, cols, ctas, vec, unit = SKEWED[tile]
     problem = spatial.problem_of(*tensors, log=log, backward=backward)
     assert problem.in_phase
     size = problem.itemsize
     plan = resident_plan(
-        problem, DEVICE, inner, cols, 1, ctas, recompute=size == 2, thread_bytes=vec * size, skewed=True
+        problem, DEVICE, inner, cols, 1, ctas, recompute=size == 2, thread_bytes=vec * size, skewed=unit * size
     )
-    assert plan.vec == vec
+    assert (plan.vec, plan.skewed) == (vec, unit)
     spatial.prepare(spatial.softmax_recipe(tensors, plan, log, backward, DEVICE), tensors)(tensors)
 
 
@@ -227,9 +232,25 @@ def test_skewed_tiles_are_for_tensors_of_equal_phases():
     assert spatial.problem_of(x, y).in_phase
     moved = torch.empty(x.numel() + 8, dtype=BFLOAT16)[1 : x.numel() + 1].view(x.shape)
     wider = torch.empty(2, 41, 1001, dtype=BFLOAT16)[:, 1:]
+    half_a_sector = torch.empty(2, 40, 1009, dtype=BFLOAT16)[..., :1001]
     overlapping = torch.empty(2 * 40 * 1001, dtype=BFLOAT16).as_strided(x.shape, (40000, 1000, 1))
-    for other in (x, moved, wider, overlapping, y.float()):
+    for other in (x, moved, wider, half_a_sector, overlapping, y.float()):
         assert not spatial.problem_of(other, x).in_phase
+
+
+def test_chunks_of_skewed_tiles_repeat_the_phases():
+    device, n_skewed = DEVICES["sm_90"], 0
+    for (backward, itemsize), table in [*ON_CHIP.items(), *UNALIGNED.items()]:
+        for config in table:
+            if config.skewed:
+                cols = config.num_warps * 32 * config.thread_bytes // itemsize // config.inner
+                # of UNALIGNED, phases repeat after as many columns as a unit has elements; of ON_CHIP, after two
+                repeats = config.skewed // itemsize if table is UNALIGNED[backward, itemsize] else 2
+                assert cols * config.ctas % repeats == 0, config
+                assert config.thread_bytes <= config.skewed < config.inner * itemsize / 4, config
+                assert config.ctas == 1 or config.inner <= config.num_warps * device.warp_size, config
+                n_skewed += 1
+    assert n_skewed > 20
 
 
 def cropped(x: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from .common.logits import capped, logsumexp, reference_of, rounding_residual, w
 from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, maximum, scaled, upcast
 from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_with_sums, share_of
 from .common.spatial_places import load_places, places_of
-from .common.spatial_tiles import outer_of, positions_of, sum_over_columns, tile_at
+from .common.spatial_tiles import GROUP, outer_of, positions_of, sum_over_columns, tile_at
 from .common.tiles import READS
 
 
@@ -57,11 +57,6 @@ def over_unit(x, unit):
     by = 1.0 / unit
     quotient = x * by
     return tl.fma(tl.fma(-quotient, unit, x), by, quotient)
-
-
-# chunks that are written one by one before the next are computed. ptxas moves no instruction over a branch; within one
-# block it computes all chunks first, and spills
-GROUP = tl.constexpr(8)
 
 
 @triton.jit

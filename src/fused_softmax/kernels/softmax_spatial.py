@@ -21,6 +21,7 @@ from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_sum, share_of
 from .common.spatial_staging import await_staged, chunk_of, declare_staging, stage
 from .common.spatial_tiles import (
+    GROUP,
     load_tiles,
     outer_of,
     positions_of,
@@ -29,10 +30,6 @@ from .common.spatial_tiles import (
     sum_over_columns,
     tile_at,
 )
-
-# chunks that are written before the next are computed. ptxas moves no instruction over a branch; within one block it
-# computes all chunks first, and spills
-GROUP = tl.constexpr(8)
 
 
 @kernel(cta_programs=True)

@@ -39,18 +39,18 @@ def softmax_spatial_skewed(
     n_blocks: Int32,  # of positions
     x_outer: Int64, x_col: Int64, y_outer: Int64, y_col: Int64,
     LOG: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
-    CHUNKS: tl.constexpr, RECOMPUTE: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+    UNIT: tl.constexpr, CHUNKS: tl.constexpr, RECOMPUTE: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 2, INNER, PTX)
-    declare_skewed(2, COLS, INNER, VEC, PTX)
+    declare_skewed(2, COLS, INNER, UNIT, PTX)
     pid, column = share_of(tl.program_id(0), CTAS, COLS, PTX)
     outer, block = (pid // n_blocks).to(tl.int64), (pid % n_blocks).to(tl.int64)
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
-    x_start, phase = skewed_start(outer, column, block, x_outer, x_col, INNER, VEC)
-    y_start, _ = skewed_start(outer, column, block, y_outer, y_col, INNER, VEC)
+    x_start, phase = skewed_start(outer, column, block, x_outer, x_col, INNER, UNIT)
+    y_start, _ = skewed_start(outer, column, block, y_outer, y_col, INNER, UNIT)
     place = tl.arange(0, INNER)[None, None, :]
     start = vectors_of(phase, INNER, VEC)
-    first, end = bounds_of(block, inner, INNER, VEC)
+    first, end = bounds_of(block, inner, INNER, UNIT)
     POLICY: tl.constexpr = softmax_reads(x_ptr.dtype.element_ty, CHUNKS * STEP, INNER, False)
     x = load_skewed(
         x_ptr + x_start + place, x_col, column, n_cols, start, first, end, -float("inf"), CHUNKS, STEP, INNER, VEC,
@@ -66,9 +66,9 @@ def softmax_spatial_skewed(
         e = exp(upcast(x[c], PTX, RECOMPUTE) - m)
         s += e
         exps = exps + (e,)
-    before = first_phase(outer, x_outer, x_col, CTAS, COLS, VEC)
+    before = first_phase(outer, x_outer, x_col, CTAS, COLS, UNIT)
     # where not LOG, the inverse of the sum
-    top, total = merge_max_sum(m, s, phase, before, x_col, not LOG, CTAS, VEC, THREADS, PTX)
+    top, total = merge_max_sum(m, s, phase, before, x_col, not LOG, CTAS, VEC, UNIT, THREADS, PTX)
 
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
     base, shift, by = top, top, total  # unused where LOG
@@ -79,10 +79,11 @@ def softmax_spatial_skewed(
         by = exp(m - top) * total
     y_at = y_ptr + y_start + place
     for c in tl.static_range(CHUNKS):
-        y = _output(x[c], exps[c], top, total, base, shift, by, LOG, RECOMPUTE, FUSED, PTX)
-        store_skewed(y_at, y, c, y_col, column, n_cols, start, first, end, CHUNKS, STEP, INNER, VEC)
-        if has_ends(first, end, INNER, VEC):
-            store_ends(y_at, y, c, y_col, column, n_cols, start, first, end, CHUNKS, STEP, INNER, VEC)
+        if n_cols > c * STEP:  # always, and a branch, over which ptxas moves no instruction: it spills otherwise
+            y = _output(x[c], exps[c], top, total, base, shift, by, LOG, RECOMPUTE, FUSED, PTX)
+            store_skewed(y_at, y, c, y_col, column, n_cols, start, first, end, CHUNKS, STEP, INNER, VEC, UNIT)
+            if has_ends(first, end, INNER, UNIT):
+                store_ends(y_at, y, c, y_col, column, n_cols, start, first, end, CHUNKS, STEP, INNER, VEC, UNIT)
 
 
 @triton.jit
@@ -108,19 +109,19 @@ def softmax_spatial_skewed_backward(
     n_blocks: Int32,
     y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64, dx_outer: Int64, dx_col: Int64,
     LOG: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
-    CHUNKS: tl.constexpr, RECOMPUTE: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+    UNIT: tl.constexpr, CHUNKS: tl.constexpr, RECOMPUTE: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 1, INNER, PTX)
-    declare_skewed(1, COLS, INNER, VEC, PTX)
+    declare_skewed(1, COLS, INNER, UNIT, PTX)
     pid, column = share_of(tl.program_id(0), CTAS, COLS, PTX)
     outer, block = (pid // n_blocks).to(tl.int64), (pid % n_blocks).to(tl.int64)
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
-    y_start, phase = skewed_start(outer, column, block, y_outer, y_col, INNER, VEC)
-    dy_start, _ = skewed_start(outer, column, block, dy_outer, dy_col, INNER, VEC)
-    dx_start, _ = skewed_start(outer, column, block, dx_outer, dx_col, INNER, VEC)
+    y_start, phase = skewed_start(outer, column, block, y_outer, y_col, INNER, UNIT)
+    dy_start, _ = skewed_start(outer, column, block, dy_outer, dy_col, INNER, UNIT)
+    dx_start, _ = skewed_start(outer, column, block, dx_outer, dx_col, INNER, UNIT)
     place = tl.arange(0, INNER)[None, None, :]
     start = vectors_of(phase, INNER, VEC)
-    first, end = bounds_of(block, inner, INNER, VEC)
+    first, end = bounds_of(block, inner, INNER, UNIT)
     dy = load_skewed(
         dy_ptr + dy_start + place, dy_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, INNER, VEC,
         READS,
@@ -135,11 +136,12 @@ def softmax_spatial_skewed_backward(
         if not LOG:
             y_c = upcast(y[c], PTX, RECOMPUTE)
         d += gradient_term(y_c, dy_c, LOG)
-    before = first_phase(outer, y_outer, y_col, CTAS, COLS, VEC)
-    d = merge_sum(d, phase, before, y_col, CTAS, VEC, THREADS, PTX)
+    before = first_phase(outer, y_outer, y_col, CTAS, COLS, UNIT)
+    d = merge_sum(d, phase, before, y_col, CTAS, VEC, UNIT, THREADS, PTX)
     dx_at = dx_ptr + dx_start + place
     for c in tl.static_range(CHUNKS):
-        dx = gradient(upcast(y[c], PTX, RECOMPUTE, True), upcast(dy[c], PTX, RECOMPUTE, True), d, LOG)
-        store_skewed(dx_at, dx, c, dx_col, column, n_cols, start, first, end, CHUNKS, STEP, INNER, VEC)
-        if has_ends(first, end, INNER, VEC):
-            store_ends(dx_at, dx, c, dx_col, column, n_cols, start, first, end, CHUNKS, STEP, INNER, VEC)
+        if n_cols > c * STEP:  # always, and a branch, over which ptxas moves no instruction: it spills otherwise
+            dx = gradient(upcast(y[c], PTX, RECOMPUTE, True), upcast(dy[c], PTX, RECOMPUTE, True), d, LOG)
+            store_skewed(dx_at, dx, c, dx_col, column, n_cols, start, first, end, CHUNKS, STEP, INNER, VEC, UNIT)
+            if has_ends(first, end, INNER, UNIT):
+                store_ends(dx_at, dx, c, dx_col, column, n_cols, start, first, end, CHUNKS, STEP, INNER, VEC, UNIT)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..planning.spatial import plan_spatial_loss
 from ..planning.types import Device, Plan
 from .cache import Cache
-from .compile import Launch, assert_options, early_start, kernel_loader
+from .compile import assert_options, early_start, kernel_loader
 from .context import is_batch_invariant
 from .device import device_of
 from .folding import alignment_of, as_planes, merge_dims
@@ -312,22 +312,3 @@ def cross_entropy_gradient(
     upstream = 1 if g.numel() == 1 else 2
     only = unless_one and g.numel() == 1
     _run(x, dx, op, count, _moments(kept, x), g, g, NO_LOSS, True, upstream, only, invariant)
-
-
-def loss_launches(x: Tensor, op: CrossEntropy, device: Device, plan: Plan) -> list[Launch]:
-    """The launches of a mean with its gradient, as records: to be cross-compiled, not to be run."""
-    number = torch.empty(1)
-    prepared = op.target.to(torch.int16)
-    tensors = (x, x, prepared, *(number,) * 10)
-    recipe = loss_recipe(x, x, op, plan, device, SUM_OF_LOSSES, True, 0, False, False, waits=True)
-    numbers = (op.ignore_index, *op.numbers)
-    of_loss = [
-        Launch(s.kernel, (1,), (*(tensors[i] for i in s.tensors), *s.numbers(1), *numbers), s.meta)
-        for s in recipe.steps
-    ]
-    of_targets = [
-        Launch(s.kernel, (1,), (op.target, number, prepared, number, *s.numbers(1)), s.meta)
-        for s in prepare_recipe(op, x.shape[1], device).steps
-    ]
-    of_sums = [Launch(s.kernel, (1,), (number, number, *s.numbers(1)), s.meta) for s in sum_recipe(device).steps]
-    return of_loss + of_targets + of_sums

@@ -104,10 +104,10 @@ def problem_of(
 def _in_phase(tensors: tuple[Tensor, ...], inner: int) -> bool:
     """Whether skewed tiles may hold the tensors: their runs have the same phases, and the output has memory of its own.
 
-    Tiles overlap, so what one program writes another one may read.
+    Tiles overlap, so what one program writes another one may read. The widest unit is a sector of 32 bytes.
     """
     first, to = tensors[0], tensors[-1]
-    phases = {(t.data_ptr() % 16, t.dtype, *(n * t.element_size() % 16 for n in t.stride()[:2])) for t in tensors}
+    phases = {(t.data_ptr() % 16, t.dtype, *(n * t.element_size() % 32 for n in t.stride()[:2])) for t in tensors}
     apart = all(t.data_ptr() != to.data_ptr() or t.is_meta for t in tensors[:-1])
     return len(phases) == 1 and first.data_ptr() % 16 == 0 and apart and all(t.stride(1) >= inner for t in tensors)
 
@@ -150,8 +150,8 @@ def _meta(kernel: Any, plan: Plan, device: Device, **flags: Any) -> dict[str, An
     known = dict(
         OUTERS=plan.outers, CTAS=plan.ctas, COLS=plan.vectors_per_chunk, INNER=plan.rows, VEC=plan.vec,
         CHUNKS=plan.chunks, UNPREDICATED=plan.unpredicated_chunks, RECOMPUTE=plan.recompute,
-        SMEM_STAGED=plan.smem_staged, THREADS=plan.num_warps * device.warp_size, INVARIANT=plan.invariant,
-        PTX=device.ptx, TRIGGER=device.supports_pdl, WAITS=False,
+        SMEM_STAGED=plan.smem_staged, UNIT=plan.skewed, THREADS=plan.num_warps * device.warp_size,
+        INVARIANT=plan.invariant, PTX=device.ptx, TRIGGER=device.supports_pdl, WAITS=False,
     )  # fmt: skip
     known |= flags
     meta = {name: known[name] for name in kernel.declaration.constexprs}
@@ -182,7 +182,7 @@ def _sizes(t: Tensor, plan: Plan) -> tuple[int, int, int]:
     """(n_cols, inner in units of the plan's vectors, blocks of positions)."""
     _, n_cols, inner = t.shape
     if plan.skewed:
-        return n_cols, inner, -(-inner // (plan.rows - 2 * plan.vec))
+        return n_cols, inner, -(-inner // (plan.rows - 2 * plan.skewed))
     return n_cols, inner // plan.vec, -(-inner // plan.rows)
 
 
@@ -223,7 +223,7 @@ def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward:
     if plan.regime != "spatial_two_pass":
         kernels = (_skewed, _backward_skewed) if plan.skewed else (_resident, _backward_resident)
         kernel = kernels[backward]()
-        return Recipe((resident_step(kernel, tensors, n, plan, device, LOG=log),), apart=plan.skewed)
+        return Recipe((resident_step(kernel, tensors, n, plan, device, LOG=log),), apart=plan.skewed > 0)
     kind = "softmax_spatial_backward" if backward else "softmax_spatial"
     reduce, merge, finish = (PARTS[f"{kind}_{step}"]() for step in ("reduce", "merge", "finish"))
     parts = -(-tensors[0].shape[1] // plan.part_cols)

@@ -28,6 +28,8 @@ from .spatial_tables import (
     PARTS_CHUNKS,
     PARTS_WARPS,
     SHARED_BYTES,
+    SKEWED_COLS,
+    SKEWED_REGISTERS,
     SOFTMAX_PARTS_CHUNKS,
     STAGED_BYTES,
     STATISTICS_CHUNKS,
@@ -43,12 +45,12 @@ from .types import VECTOR_BYTES, Device, Plan, SpatialProblem, power_of_two
 def resident_plan(
     problem: SpatialProblem, device: Device, inner: int, cols: int, num_warps: int, ctas: int = 1,
     recompute: bool = False, max_registers: int | None = None, thread_bytes: int = VECTOR_BYTES, staged: int = 0,
-    skewed: bool = False,
+    skewed: int = 0,
 ) -> Plan:  # fmt: skip
     """The plan of tiles of `inner` positions and chunks of `cols` columns, or of `cols` for each CTA of a cluster.
 
     A thread holds thread_bytes of a chunk. Where a chunk has fewer, a program takes several indices of `outer`. The
-    first `staged` chunks are in shared memory. skewed: of a SpatialConfig.
+    first `staged` chunks are in shared memory. skewed: bytes, of a SpatialConfig.
     """
     elements = num_warps * device.warp_size * thread_bytes // problem.itemsize
     outers = max(1, elements // (inner * cols)) if ctas == 1 else 1
@@ -61,7 +63,7 @@ def resident_plan(
         vec=thread_bytes // problem.itemsize if skewed else min(problem.vec, inner), chunks=chunks,
         unpredicated_chunks=0 if skewed else problem.n_cols // (cols * ctas),
         unaligned=False, recompute=recompute, num_warps=num_warps, max_registers=max_registers, why=why, outers=outers,
-        smem_staged=staged, invariant=problem.batch_invariant, skewed=skewed,
+        smem_staged=staged, invariant=problem.batch_invariant, skewed=skewed // problem.itemsize,
     )  # fmt: skip
 
 
@@ -170,8 +172,13 @@ def _configured(
         most = room if config.most_staged is None else min(room, config.most_staged)
         staged = min(max(0, -(-problem.n_cols // (cols * config.ctas)) - config.held), most)
         recompute = True  # a chunk that is read a second time is not kept
+    registers = config.max_registers
+    if config.skewed and registers is None:
+        chunks = -(-problem.n_cols // (cols * config.ctas))
+        held = (1 + problem.backward) * chunks * config.thread_bytes // 4
+        registers = next(cap for most, cap in SKEWED_REGISTERS[problem.backward, config.num_warps] if held <= most)
     return resident_plan(
-        problem, device, inner, cols, warps, config.ctas, recompute, config.max_registers, config.thread_bytes, staged,
+        problem, device, inner, cols, warps, config.ctas, recompute, registers, config.thread_bytes, staged,
         config.skewed,
     )  # fmt: skip
 
@@ -203,6 +210,8 @@ def _configs(
 
     if unaligned:
         yield from filter(fits, unaligned_table)
+    elif problem.vec < problem.full_vec and problem.n_cols >= SKEWED_COLS[problem.itemsize]:
+        yield from (config for config in unaligned_table if config.skewed and fits(config))
     yield from (config for config in table if fits(config) and not (unaligned and config.ctas > 1))
 
 

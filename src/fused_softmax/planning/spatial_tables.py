@@ -17,7 +17,8 @@ class SpatialConfig(NamedTuple):
     registers, where the others (of a gradient: of dy), or `most_staged` of them, are staged in shared memory.
     whole_sectors: only for columns that start at a multiple of 32 bytes (True), or only for others (False), which need
     wider tiles. least_cols: fewer columns take another config. skewed: each column of a tile starts at its own place,
-    so that all accesses are aligned vectors of thread_bytes.
+    a multiple of so many bytes, so that all accesses are aligned vectors of thread_bytes. Such threads have registers
+    as SKEWED_REGISTERS says.
     """
 
     max_cols: int
@@ -31,7 +32,7 @@ class SpatialConfig(NamedTuple):
     whole_sectors: bool | None = None
     most_staged: int | None = None
     least_cols: int = 0
-    skewed: bool = False
+    skewed: int = 0
 
 
 class RunRule(NamedTuple):
@@ -54,6 +55,8 @@ ON_CHIP = {
         SpatialConfig(40, 1, 1, 128),
         SpatialConfig(76, 1, 2, 128),
         SpatialConfig(176, 1, 4, 128, thread_bytes=8),
+        SpatialConfig(352, 2, 8, 256, thread_bytes=8, skewed=32, whole_sectors=False),
+        SpatialConfig(736, 4, 8, 256, thread_bytes=8, skewed=32, whole_sectors=False),
         SpatialConfig(256, 1, 4, 64),
         SpatialConfig(352, 1, 4, 64, max_registers=96, held=4, whole_sectors=True),
         SpatialConfig(512, 1, 4, 64, max_registers=128, held=1, whole_sectors=True),
@@ -65,9 +68,11 @@ ON_CHIP = {
         SpatialConfig(1024, 4, 4, 128, max_registers=128, held=4, whole_sectors=False),
         SpatialConfig(1088, 2, 4, 32, max_registers=128, whole_sectors=True),
         SpatialConfig(1216, 4, 4, 64, max_registers=128, held=1, whole_sectors=False),
+        SpatialConfig(1472, 8, 8, 256, thread_bytes=8, skewed=32, whole_sectors=False),
         SpatialConfig(1536, 4, 4, 64, max_registers=96, held=4, whole_sectors=True),
         SpatialConfig(1664, 8, 4, 128, max_registers=128, held=4, whole_sectors=False),
         SpatialConfig(2048, 4, 4, 64, max_registers=128, held=1, whole_sectors=True),
+        SpatialConfig(2944, 8, 8, 128, thread_bytes=8, skewed=32, whole_sectors=False, least_cols=2401),
         SpatialConfig(2944, 8, 4, 64, max_registers=128, held=6, whole_sectors=False),
         SpatialConfig(3072, 8, 4, 64, max_registers=96, held=4, whole_sectors=True),
         SpatialConfig(4096, 8, 4, 64, max_registers=128, held=1, whole_sectors=True),
@@ -128,6 +133,9 @@ ON_CHIP = {
         SpatialConfig(12, 1, 1, 256),
         SpatialConfig(44, 1, 2, 128),
         SpatialConfig(64, 1, 2, 64),
+        SpatialConfig(176, 1, 8, 128),
+        SpatialConfig(304, 4, 8, 256, thread_bytes=8, skewed=32, whole_sectors=False),
+        SpatialConfig(416, 8, 8, 256, thread_bytes=8, skewed=32, whole_sectors=False),
         SpatialConfig(256, 1, 8, 128),
         SpatialConfig(288, 2, 4, 128, max_registers=128, held=2, whole_sectors=False),
         SpatialConfig(384, 4, 4, 128, max_registers=128, whole_sectors=False),
@@ -137,13 +145,14 @@ ON_CHIP = {
         SpatialConfig(1536, 16, 4, 128, max_registers=128, whole_sectors=False),
         SpatialConfig(2304, 16, 4, 128, max_registers=128, held=2, whole_sectors=False),
         SpatialConfig(2816, 16, 4, 128, max_registers=168, held=4, whole_sectors=False),
-        SpatialConfig(368, 1, 8, 128),
+        SpatialConfig(384, 2, 4, 64, max_registers=128),
         SpatialConfig(640, 2, 8, 64, max_registers=128),
         SpatialConfig(896, 8, 4, 64, max_registers=96),
         SpatialConfig(1280, 4, 8, 64, max_registers=128),
         SpatialConfig(512, 1, 8, 64),
         SpatialConfig(1024, 1, 8, 32),
-        SpatialConfig(1792, 16, 4, 64, max_registers=96),
+        SpatialConfig(1536, 8, 4, 64, max_registers=128),
+        SpatialConfig(2304, 16, 4, 64, max_registers=96),
         SpatialConfig(2816, 8, 8, 64, max_registers=128),
         SpatialConfig(3072, 8, 8, 64, max_registers=128, whole_sectors=False),
         SpatialConfig(3584, 16, 4, 64, max_registers=96, held=1, whole_sectors=True),
@@ -160,10 +169,10 @@ ON_CHIP = {
         SpatialConfig(36, 1, 2, 64),
         SpatialConfig(64, 1, 4, 64),
         SpatialConfig(256, 1, 8, 64),
-        SpatialConfig(640, 8, 4, 64, max_registers=128, whole_sectors=False),
-        SpatialConfig(1344, 16, 4, 64, max_registers=128, whole_sectors=False),
+        SpatialConfig(352, 4, 4, 64, max_registers=128),
+        SpatialConfig(704, 8, 4, 64, max_registers=128),
+        SpatialConfig(1408, 16, 4, 64, max_registers=128),
         SpatialConfig(512, 1, 16, 32),
-        SpatialConfig(640, 4, 8, 32, max_registers=80),
         SpatialConfig(1024, 4, 8, 32, max_registers=128),
         SpatialConfig(1024, 1, 16, 16),
         SpatialConfig(1536, 8, 8, 32, max_registers=80),
@@ -251,12 +260,18 @@ UNALIGNED_LOSS = {
 UNALIGNED = {
     (False, 2): (
         SpatialConfig(6, 1, 2, 512, recompute=False),
-        SpatialConfig(44, 1, 4, 128, thread_bytes=4, skewed=True, least_cols=16),
-        SpatialConfig(80, 1, 8, 256, thread_bytes=8, skewed=True, max_registers=128, least_cols=45),
-        SpatialConfig(160, 1, 8, 128, thread_bytes=8, skewed=True, max_registers=128, least_cols=45),
-        SpatialConfig(320, 4, 8, 256, thread_bytes=8, skewed=True, max_registers=128, least_cols=45),
-        SpatialConfig(640, 8, 8, 256, thread_bytes=8, skewed=True, max_registers=128, least_cols=45),
-        SpatialConfig(1024, 16, 4, 128, thread_bytes=8, skewed=True, max_registers=96, least_cols=45),
+        SpatialConfig(15, 1, 2, 256),
+        SpatialConfig(30, 1, 4, 128, thread_bytes=4, skewed=4),
+        SpatialConfig(152, 1, 8, 256, thread_bytes=8, skewed=8),
+        SpatialConfig(160, 1, 8, 128, thread_bytes=8, skewed=8),
+        SpatialConfig(304, 2, 8, 256, thread_bytes=8, skewed=8),
+        SpatialConfig(400, 4, 8, 256, thread_bytes=8, skewed=8),
+        SpatialConfig(576, 4, 4, 128, thread_bytes=8, skewed=8),
+        SpatialConfig(640, 4, 8, 256, thread_bytes=8, skewed=8),
+        SpatialConfig(1152, 8, 4, 128, thread_bytes=8, skewed=8),
+        SpatialConfig(1408, 4, 8, 128, thread_bytes=8, skewed=8),
+        SpatialConfig(2944, 8, 8, 128, thread_bytes=8, skewed=8),
+        SpatialConfig(4864, 16, 8, 128, thread_bytes=8, skewed=8, max_registers=128),
         SpatialConfig(40, 1, 2, 256),
         SpatialConfig(96, 1, 2, 64, whole_sectors=False),
         SpatialConfig(192, 1, 4, 32, recompute=False),
@@ -272,6 +287,19 @@ UNALIGNED = {
     ),
     (False, 4): (
         SpatialConfig(6, 1, 2, 256),
+        SpatialConfig(56, 1, 4, 128, skewed=16),
+        SpatialConfig(96, 2, 4, 128, skewed=32),
+        SpatialConfig(208, 4, 4, 128, skewed=32),
+        SpatialConfig(480, 8, 4, 128, skewed=32),
+        SpatialConfig(560, 4, 8, 128, thread_bytes=8, skewed=8),
+        SpatialConfig(704, 8, 4, 128, skewed=32),
+        SpatialConfig(960, 8, 4, 64, skewed=32, least_cols=705),
+        SpatialConfig(1408, 8, 8, 128, skewed=32),
+        SpatialConfig(1664, 16, 4, 64, skewed=32, max_registers=96, least_cols=1409),
+        SpatialConfig(1792, 16, 4, 64, skewed=32, max_registers=112, least_cols=1409),
+        SpatialConfig(2432, 16, 8, 128, skewed=32),
+        SpatialConfig(2560, 16, 4, 64, skewed=32, least_cols=2433),
+        SpatialConfig(4864, 16, 8, 64, skewed=16, max_registers=128, least_cols=2561),
         SpatialConfig(24, 1, 1, 128),
         SpatialConfig(40, 1, 4, 64),
         SpatialConfig(56, 1, 8, 128, max_registers=128),
@@ -287,13 +315,15 @@ UNALIGNED = {
     ),
     (True, 2): (
         SpatialConfig(8, 1, 2, 512),
-        SpatialConfig(44, 1, 4, 128, thread_bytes=4, skewed=True, least_cols=16),
-        SpatialConfig(80, 1, 8, 256, thread_bytes=8, skewed=True, max_registers=128, least_cols=45),
-        SpatialConfig(160, 2, 8, 256, thread_bytes=8, skewed=True, max_registers=128, least_cols=45),
-        SpatialConfig(320, 4, 8, 256, thread_bytes=8, skewed=True, max_registers=128, least_cols=45),
-        SpatialConfig(640, 8, 8, 256, thread_bytes=8, skewed=True, max_registers=128, least_cols=45),
-        SpatialConfig(704, 16, 4, 128, thread_bytes=8, skewed=True, max_registers=96, least_cols=45),
-        SpatialConfig(1024, 16, 4, 128, thread_bytes=8, skewed=True, max_registers=128, least_cols=45),
+        SpatialConfig(30, 1, 4, 128, thread_bytes=4, skewed=4),
+        SpatialConfig(152, 2, 8, 256, thread_bytes=8, skewed=8),
+        SpatialConfig(304, 4, 8, 256, thread_bytes=8, skewed=8),
+        SpatialConfig(640, 8, 8, 256, thread_bytes=8, skewed=8),
+        SpatialConfig(96, 2, 4, 128, thread_bytes=8, skewed=8),
+        SpatialConfig(304, 4, 4, 128, thread_bytes=8, skewed=8),
+        SpatialConfig(640, 8, 4, 128, thread_bytes=8, skewed=8),
+        SpatialConfig(1344, 16, 4, 128, thread_bytes=8, skewed=8),
+        SpatialConfig(2688, 16, 8, 128, thread_bytes=8, skewed=8, max_registers=128),
         SpatialConfig(44, 1, 4, 128),
         SpatialConfig(192, 1, 4, 32),
         SpatialConfig(256, 4, 4, 64, max_registers=96),
@@ -305,6 +335,14 @@ UNALIGNED = {
     ),
     (True, 4): (
         SpatialConfig(12, 1, 1, 128),
+        SpatialConfig(32, 1, 4, 128, skewed=16),
+        SpatialConfig(80, 2, 4, 128, skewed=16),
+        SpatialConfig(160, 4, 4, 128, skewed=16),
+        SpatialConfig(352, 8, 4, 128, skewed=16),
+        SpatialConfig(704, 16, 4, 128, skewed=16),
+        SpatialConfig(832, 16, 8, 128, thread_bytes=8, skewed=8),
+        SpatialConfig(1408, 16, 4, 64, skewed=16, least_cols=833),
+        SpatialConfig(2816, 16, 8, 64, skewed=16, least_cols=1409),
         SpatialConfig(56, 1, 4, 64),
         SpatialConfig(80, 4, 4, 128, max_registers=96),
         SpatialConfig(160, 8, 4, 128, max_registers=96),
@@ -315,6 +353,18 @@ UNALIGNED = {
         SpatialConfig(1792, 16, 8, 64, max_registers=128),
     ),
 }
+# skewed tiles without a cap of their own, by (backward, warps of a program): registers that a thread's chunks take, at
+# most, and the cap on all. H200, bfloat16, fraction of a copy: softmax of 222 columns, 56 registers, 0.94 with 80, 0.87
+# with 128; of 40 columns, 20 registers, 0.95 without a cap, 0.79 with 96; the gradient of 300 columns, 76 registers,
+# 0.92 with 128, 0.84 with 112. Programs of 8 warps share a multiprocessor by twos, with 96 registers as with 128
+SKEWED_REGISTERS: dict[tuple[bool, int], tuple[tuple[int, int | None], ...]] = {
+    (False, 4): ((28, None), (48, 80), (64, 96), (76, 112), (1 << 31, 128)),
+    (True, 4): ((28, None), (44, 80), (48, 96), (1 << 31, 128)),
+    (False, 8): ((28, None), (56, 80), (1 << 31, 128)),
+    (True, 8): ((28, None), (54, 80), (1 << 31, 128)),
+}
+# the fewest columns whose tiles are skewed where runs of positions start at multiples of half a vector
+SKEWED_COLS = {2: 31, 4: 13}
 # a kernel that reads columns in parts: bytes of a tile along `inner`, warps, and chunks of a step
 PARTS_BYTES, PARTS_WARPS, PARTS_CHUNKS = 256, 4, 4
 # the chunks of a softmax's step, and those of a program that writes its result, by (backward, bytes of an element)

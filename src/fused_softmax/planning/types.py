@@ -193,7 +193,7 @@ class Plan:
     outers: int = 1  # indices of the dimensions before it that a program takes
     part_cols: int = 0  # columns of the part that a program reduces, where programs share the columns
     invariant: bool = False  # columns are merged in an order that no layout changes
-    skewed: bool = False  # whether each column of a tile starts at its own position, on a vector
+    skewed: int = 0  # positions: each column of a tile starts at its own multiple of so many; 0: all start together
     finish_chunks: int = 0  # where programs share the columns: chunks of one that writes, if not `chunks`
 
     def constexprs(self) -> dict[str, object]:

@@ -18,9 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .numerics import exp
-
-_LOG2E = "0f3FB8AA3B"  # log2(e) as PTX writes a float32
+from .numerics import PTX_LOG2E, exp
 
 
 @triton.jit
@@ -117,7 +115,7 @@ def _merge_ptx(ctas: int, inner: int, n_values: int, threads: int, to: str = "",
     if n_values > 1:
         ptx += ["mov.f32 top, a0;", *(f"max.f32 top, top, a{c};" for c in range(1, ctas))]
         for c in range(ctas):
-            ptx += [f"sub.f32 a{c}, a{c}, top;", f"mul.f32 a{c}, a{c}, {_LOG2E};", f"ex2.approx.ftz.f32 a{c}, a{c};"]
+            ptx += [f"sub.f32 a{c}, a{c}, top;", f"mul.f32 a{c}, a{c}, {PTX_LOG2E};", f"ex2.approx.ftz.f32 a{c}, a{c};"]
             ptx += [f"mul.rn.f32 b{c}, b{c}, a{c};"]
         ptx += ["mov.f32 a0, top;"]
     for name in summed:
@@ -146,6 +144,7 @@ def exchange_own(
     INVERSE: tl.constexpr = False,
 ):  # fmt: skip
     """Merges over the CTAs what each has in its `spatial_own`, into the shared memory TO; INVERSE: of a sum."""
+    tl.static_assert(INNER <= THREADS, "a thread merges one position")
     MERGE: tl.constexpr = _merge_ptx(CTAS, INNER, N_VALUES, THREADS, TO, INVERSE)
     tl.inline_asm_elementwise(MERGE, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 

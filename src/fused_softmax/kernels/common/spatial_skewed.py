@@ -1,17 +1,19 @@
 """Skewed tiles: columns that start anywhere, read and written in aligned vectors.
 
-Where `inner` is odd, columns have different phases: elements from an address that is a multiple of a vector's VEC
-elements. So in a skewed tile each column has its own first position, from which on its vectors are aligned:
+Where `inner` is odd, columns have different phases: elements from an address that is a multiple of a unit's UNIT
+elements. A unit is a vector of VEC elements, or several, such as a sector of memory. So in a skewed tile each column
+has its own first position, from which on its units are aligned:
 
-    column 0      |........|........|........|........|            phase VEC: starts VEC positions before the block
+    column 0      |........|........|........|........|            phase UNIT: starts UNIT positions before the block
     column 1         |........|........|........|........|         phase 5
     complete             ^ from here to here ^
 
-Columns whose indices differ by a multiple of VEC have the same phase. So all columns of a thread have the same
-positions, and it reduces them in its own registers. Only the few numbers of each thread are put in order of their
-positions, through shared memory. A position is complete where all columns of the tile have it. All vectors of a column,
-except the first and the last one, lie where positions are complete, and a program writes these. So tiles overlap by
-2*VEC positions, and every vector has one writer.
+Columns whose indices differ by a multiple of UNIT have the same phase, and so have all columns of a thread: a chunk has
+a multiple of UNIT columns, or of as many as the phases repeat after. So a thread reduces its columns in its own
+registers. Only the few numbers of each thread are put in order of their positions, through shared memory. A position is
+complete where all columns of the tile have it. All units of a column, except the first and the last one, lie where
+positions are complete, and a program writes these. So tiles overlap by 2*UNIT positions, and every unit has one writer.
+The first unit of a run is the first block's.
 
 `inner` and strides count elements here. Vectors that lie in two columns, at the ends of a run, are written one by one.
 """
@@ -21,10 +23,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .numerics import exp
+from .numerics import PTX_LOG2E, exp
 from .spatial_cluster import exchange_own
-
-_LOG2E = "0f3FB8AA3B"  # log2(e) as PTX writes a float32
 
 
 @triton.constexpr_function
@@ -33,35 +33,35 @@ def _log2(n: int) -> int:
 
 
 @triton.constexpr_function
-def step_of(INNER: int, VEC: int) -> int:
+def step_of(INNER: int, UNIT: int) -> int:
     """Positions from a block to the next one."""
-    return INNER - 2 * VEC
+    return INNER - 2 * UNIT
 
 
 @triton.jit
-def skewed_start(outer, column, block, outer_stride, col_stride, INNER: tl.constexpr, VEC: tl.constexpr):
-    """(offset of each column's first element in the tile, a multiple of VEC; its phase, 1 to VEC).
+def skewed_start(outer, column, block, outer_stride, col_stride, INNER: tl.constexpr, UNIT: tl.constexpr):
+    """(offset of each column's first element in the tile, a multiple of UNIT; its phase, 1 to UNIT).
 
     # column, results: [COLS, 1, 1]
     """
-    STEP: tl.constexpr = step_of(INNER, VEC)
+    STEP: tl.constexpr = step_of(INNER, UNIT)
     at = outer * outer_stride + column.to(tl.int64) * col_stride + block.to(tl.int64) * STEP - 1
-    group = at >> _log2(VEC)
-    return group * VEC, (at - group * VEC).to(tl.int32) + 1
+    group = at >> _log2(UNIT)
+    return group * UNIT, (at - group * UNIT).to(tl.int32) + 1
 
 
 @triton.jit
-def first_phase(outer, outer_stride, col_stride, CTAS: tl.constexpr, COLS: tl.constexpr, VEC: tl.constexpr):
+def first_phase(outer, outer_stride, col_stride, CTAS: tl.constexpr, COLS: tl.constexpr, UNIT: tl.constexpr):
     """The phase of this CTA's first column, less 1, as a scalar."""
     rank = tl.program_id(0) % CTAS
-    return ((outer * outer_stride + rank * COLS * col_stride - 1) & (VEC - 1)).to(tl.int32)
+    return ((outer * outer_stride + rank * COLS * col_stride - 1) & (UNIT - 1)).to(tl.int32)
 
 
 @triton.jit
-def bounds_of(block, inner, INNER: tl.constexpr, VEC: tl.constexpr):
-    """(first, end) of the positions that exist, from the block's first one on; at least -VEC, at most 2*INNER."""
-    before = block * step_of(INNER, VEC)
-    return tl.maximum(-before, -VEC).to(tl.int32), tl.minimum(inner - before, 2 * INNER).to(tl.int32)
+def bounds_of(block, inner, INNER: tl.constexpr, UNIT: tl.constexpr):
+    """(first, end) of the positions that exist, from the block's first one on; at least -UNIT, at most 2*INNER."""
+    before = block * step_of(INNER, UNIT)
+    return tl.maximum(-before, -UNIT).to(tl.int32), tl.minimum(inner - before, 2 * INNER).to(tl.int32)
 
 
 @triton.jit
@@ -99,25 +99,25 @@ def load_skewed(
 
 
 @triton.jit
-def _complete(INNER: tl.constexpr, VEC: tl.constexpr):
-    """Whether an element's vector is neither the first nor the last one of its column."""
-    vector = tl.arange(0, INNER)[None, None, :] // VEC
-    return (vector > 0) & (vector < INNER // VEC - 1)
+def _owned(first, INNER: tl.constexpr, UNIT: tl.constexpr):
+    """Whether a block writes an element: its unit is not the column's last one, nor the first one of a later block."""
+    unit = tl.arange(0, INNER)[None, None, :] // UNIT
+    return ((unit > 0) | (first == 0)) & (unit < INNER // UNIT - 1)
 
 
 @triton.jit
-def has_ends(first, end, INNER: tl.constexpr, VEC: tl.constexpr):
+def has_ends(first, end, INNER: tl.constexpr, UNIT: tl.constexpr):
     """Whether a block of positions may write vectors that lie in two columns."""
-    return (first == 0) | (end < INNER - VEC)
+    return (first == 0) | (end < INNER - UNIT)
 
 
 @triton.jit
 def store_skewed(
     at, value, C: tl.constexpr, col_stride, column, n_cols, start, first, end, CHUNKS: tl.constexpr, COLS: tl.constexpr,
-    INNER: tl.constexpr, VEC: tl.constexpr,
+    INNER: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Writes the vectors of chunk C that lie in one column, in the output's dtype."""
-    writes = _complete(INNER, VEC) & (start >= first) & (start + VEC <= end)
+    writes = _owned(first, INNER, UNIT) & (start >= first) & (start + VEC <= end)
     if C == CHUNKS - 1:
         writes = writes & (column < n_cols - C * COLS)
     tl.store(at + (C * COLS) * col_stride, value.to(at.dtype.element_ty), mask=writes)
@@ -126,33 +126,33 @@ def store_skewed(
 @triton.jit
 def store_ends(
     at, value, C: tl.constexpr, col_stride, column, n_cols, start, first, end, CHUNKS: tl.constexpr, COLS: tl.constexpr,
-    INNER: tl.constexpr, VEC: tl.constexpr,
+    INNER: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Writes the elements of chunk C in vectors that lie in two columns."""
     position = start + tl.arange(0, INNER)[None, None, :] % VEC
-    own = (start < first) | (_complete(INNER, VEC) & (start + VEC > end))
+    own = _owned(first, INNER, UNIT) & ((start < first) | (start + VEC > end))
     writes = own & (position >= first) & (position < end) & (column < n_cols - C * COLS)
     tl.store(at + (C * COLS) * col_stride, value.to(at.dtype.element_ty), mask=writes)
 
 
 @triton.constexpr_function
-def _declare_ptx(n_values: int, cols: int, inner: int, vec: int) -> str:
+def _declare_ptx(n_values: int, cols: int, inner: int, unit: int) -> str:
     """Memory for the numbers of a chunk's elements, and for those of the positions.
 
     All first numbers come first. A gap follows each 16 positions, against bank conflicts.
     """
-    rows, totals = 4 * n_values * (cols * inner + vec), 4 * n_values * (inner + inner // 16)
+    rows, totals = 4 * n_values * (cols * inner + unit), 4 * n_values * (inner + inner // 16)
     shared = f".shared .align 16 .b8 spatial_rows[{rows}];\n.shared .align 16 .b8 spatial_totals[{totals}];"
     return f"{shared}\nmov.u32 $0, 0;"
 
 
 @triton.jit
 def declare_skewed(
-    N_VALUES: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr
+    N_VALUES: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, UNIT: tl.constexpr, PTX: tl.constexpr
 ):
     """Room for N_VALUES float32 of each element of a chunk, and of each position."""
     if PTX:
-        ASM: tl.constexpr = _declare_ptx(N_VALUES, COLS, INNER, VEC)
+        ASM: tl.constexpr = _declare_ptx(N_VALUES, COLS, INNER, UNIT)
         tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -174,12 +174,12 @@ def _put_constraints(n_values: int, vec: int) -> str:
 
 
 @triton.constexpr_function
-def _merge_ptx(cols: int, inner: int, vec: int, n_values: int, threads: int, alone: bool, inverse: bool) -> str:
+def _merge_ptx(cols: int, inner: int, unit: int, n_values: int, threads: int, alone: bool, inverse: bool) -> str:
     """Merges a position's numbers: thread i position i. $1: the phase of row 0, less 1; $2: from row to row.
 
     alone: whether the result is final, or one of a cluster's. inverse: of the sum.
     """
-    names, size, elements = ("a", "b")[:n_values], 4 * n_values, cols * inner + vec
+    names, size, elements = ("a", "b")[:n_values], 4 * n_values, cols * inner + unit
     ptx = ["{", ".reg .pred merges;", ".reg .b32 position, phase, slot, rows, totals;", ".reg .f32 top;"]
     ptx += [f".reg .f32 {', '.join(f'{name}{r}' for r in range(cols) for name in names)};"]
     ptx += ["mov.u32 rows, spatial_rows;", f"mov.u32 totals, {'spatial_totals' if alone else 'spatial_own'};"]
@@ -188,7 +188,7 @@ def _merge_ptx(cols: int, inner: int, vec: int, n_values: int, threads: int, alo
         ptx += ["mov.u32 position, %tid.x;", f"add.u32 position, position, {k * threads};"]
         ptx += [f"setp.lt.u32 merges, position, {inner};"]
         for r in range(cols):
-            ptx += [f"mad.lo.u32 phase, $2, {r}, $1;", f"and.b32 phase, phase, {vec - 1};"]
+            ptx += [f"mad.lo.u32 phase, $2, {r}, $1;", f"and.b32 phase, phase, {unit - 1};"]
             ptx += ["add.u32 slot, position, phase;", "mad.lo.u32 slot, slot, 4, rows;"]
             for n, name in enumerate(names):
                 at = 4 * (n * elements + r * inner + 1)
@@ -197,7 +197,7 @@ def _merge_ptx(cols: int, inner: int, vec: int, n_values: int, threads: int, alo
         if n_values > 1:
             ptx += ["mov.f32 top, a0;", *(f"max.f32 top, top, a{r};" for r in range(1, cols))]
             for r in range(cols):
-                ptx += [f"sub.f32 a{r}, a{r}, top;", f"mul.f32 a{r}, a{r}, {_LOG2E};"]
+                ptx += [f"sub.f32 a{r}, a{r}, top;", f"mul.f32 a{r}, a{r}, {PTX_LOG2E};"]
                 ptx += [f"ex2.approx.ftz.f32 a{r}, a{r};", f"mul.rn.f32 b{r}, b{r}, a{r};"]
         ptx += [f"add.rn.f32 {summed}0, {summed}0, {summed}{r};" for r in range(1, cols)]
         if alone and inverse:
@@ -219,29 +219,29 @@ def _get_ptx(n_values: int) -> str:
 
 
 @triton.jit
-def _places(phase, INNER: tl.constexpr, VEC: tl.constexpr):
-    """The position of each element, from VEC positions before the block on.  # [COLS, 1, INNER]"""
-    return (tl.arange(0, INNER)[None, None, :] + VEC - phase) & (INNER - 1)
+def _places(phase, INNER: tl.constexpr, UNIT: tl.constexpr):
+    """The position of each element, from UNIT positions before the block on.  # [COLS, 1, INNER]"""
+    return (tl.arange(0, INNER)[None, None, :] + UNIT - phase) & (INNER - 1)
 
 
 @triton.jit
-def _by_position(x, phase, VEC: tl.constexpr):
+def _by_position(x, phase, UNIT: tl.constexpr):
     """Interpreted: a tile's numbers in order of their positions.  # [COLS, CTAS, INNER]"""
-    place = tl.arange(0, x.shape[2])[None, None, :] + phase - VEC
+    place = tl.arange(0, x.shape[2])[None, None, :] + phase - UNIT
     return tl.gather(x, tl.broadcast_to(place & (x.shape[2] - 1), x.shape), 2)
 
 
 @triton.jit
-def _by_element(x, phase, SHAPE: tl.constexpr, VEC: tl.constexpr):
+def _by_element(x, phase, SHAPE: tl.constexpr, UNIT: tl.constexpr):
     """Interpreted: the reverse, of one number for each position.  # [INNER] -> [COLS, CTAS, INNER]"""
-    place = tl.broadcast_to(_places(phase, SHAPE[2], VEC), SHAPE)
+    place = tl.broadcast_to(_places(phase, SHAPE[2], UNIT), SHAPE)
     return tl.gather(tl.broadcast_to(x[None, None, :], SHAPE), place, 2)
 
 
 @triton.jit
 def merge_max_sum(
     m, s, phase, before, col_stride, INVERSE: tl.constexpr, CTAS: tl.constexpr, VEC: tl.constexpr,
-    THREADS: tl.constexpr, PTX: tl.constexpr,
+    UNIT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """(maximum, sum of exponentials or its inverse) of each element's position, from those of each thread.
 
@@ -250,52 +250,52 @@ def merge_max_sum(
     COLS: tl.constexpr = m.shape[0]
     INNER: tl.constexpr = m.shape[2]
     if PTX:
-        element = tl.arange(0, COLS)[:, None, None] * INNER + tl.arange(0, INNER)[None, None, :] + VEC
-        PUT: tl.constexpr = _put_ptx(2, COLS * INNER + VEC, VEC)
+        element = tl.arange(0, COLS)[:, None, None] * INNER + tl.arange(0, INNER)[None, None, :] + UNIT
+        PUT: tl.constexpr = _put_ptx(2, COLS * INNER + UNIT, VEC)
         PUTS: tl.constexpr = _put_constraints(2, VEC)
         tl.inline_asm_elementwise(PUT, PUTS, [element, m, s], dtype=tl.int32, is_pure=False, pack=VEC)
-        MERGE: tl.constexpr = _merge_ptx(COLS, INNER, VEC, 2, THREADS, CTAS == 1, INVERSE)
-        step = (col_stride & (VEC - 1)).to(tl.int32)
+        MERGE: tl.constexpr = _merge_ptx(COLS, INNER, UNIT, 2, THREADS, CTAS == 1, INVERSE)
+        step = (col_stride & (UNIT - 1)).to(tl.int32)
         tl.inline_asm_elementwise(MERGE, "=r,r,r", [before, step], dtype=tl.int32, is_pure=False, pack=1)
         if CTAS > 1:
             exchange_own(2, CTAS, INNER, THREADS, "spatial_totals", INVERSE)
         GET: tl.constexpr = _get_ptx(2)
-        place = _places(phase, INNER, VEC)
+        place = _places(phase, INNER, UNIT)
         return tl.inline_asm_elementwise(
             GET, "=f,=f,r,f", [place + (place >> 4), m], dtype=(tl.float32, tl.float32), is_pure=False, pack=1
         )
     else:
-        m, s = _by_position(m, phase, VEC), _by_position(s, phase, VEC)
+        m, s = _by_position(m, phase, UNIT), _by_position(s, phase, UNIT)
         top = tl.max(tl.max(m, 0), 0)
         total = tl.sum(tl.sum(s * exp(m - top), 0), 0)
         if INVERSE:
             total = tl.div_rn(1.0, total)
-        return _by_element(top, phase, m.shape, VEC), _by_element(total, phase, m.shape, VEC)
+        return _by_element(top, phase, m.shape, UNIT), _by_element(total, phase, m.shape, UNIT)
 
 
 @triton.jit
 def merge_sum(
     d, phase, before, col_stride, CTAS: tl.constexpr, VEC: tl.constexpr,
-    THREADS: tl.constexpr, PTX: tl.constexpr,
+    UNIT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The sum of each element's position, as `merge_max_sum`."""
     COLS: tl.constexpr = d.shape[0]
     INNER: tl.constexpr = d.shape[2]
     if PTX:
-        element = tl.arange(0, COLS)[:, None, None] * INNER + tl.arange(0, INNER)[None, None, :] + VEC
-        PUT: tl.constexpr = _put_ptx(1, COLS * INNER + VEC, VEC)
+        element = tl.arange(0, COLS)[:, None, None] * INNER + tl.arange(0, INNER)[None, None, :] + UNIT
+        PUT: tl.constexpr = _put_ptx(1, COLS * INNER + UNIT, VEC)
         PUTS: tl.constexpr = _put_constraints(1, VEC)
         tl.inline_asm_elementwise(PUT, PUTS, [element, d], dtype=tl.int32, is_pure=False, pack=VEC)
-        MERGE: tl.constexpr = _merge_ptx(COLS, INNER, VEC, 1, THREADS, CTAS == 1, False)
-        step = (col_stride & (VEC - 1)).to(tl.int32)
+        MERGE: tl.constexpr = _merge_ptx(COLS, INNER, UNIT, 1, THREADS, CTAS == 1, False)
+        step = (col_stride & (UNIT - 1)).to(tl.int32)
         tl.inline_asm_elementwise(MERGE, "=r,r,r", [before, step], dtype=tl.int32, is_pure=False, pack=1)
         if CTAS > 1:
             exchange_own(1, CTAS, INNER, THREADS, "spatial_totals")
         GET: tl.constexpr = _get_ptx(1)
-        place = _places(phase, INNER, VEC)
+        place = _places(phase, INNER, UNIT)
         return tl.inline_asm_elementwise(
             GET, "=f,r,f", [place + (place >> 4), d], dtype=tl.float32, is_pure=False, pack=1
         )
     else:
-        total = tl.sum(tl.sum(_by_position(d, phase, VEC), 0), 0)
-        return _by_element(total, phase, d.shape, VEC)
+        total = tl.sum(tl.sum(_by_position(d, phase, UNIT), 0), 0)
+        return _by_element(total, phase, d.shape, UNIT)

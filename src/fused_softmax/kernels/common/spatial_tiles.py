@@ -17,6 +17,10 @@ import triton.language as tl
 
 from .tiles import READS
 
+# chunks that are written before the next are computed. ptxas moves no instruction over a branch; within one block it
+# computes all chunks first, and spills
+GROUP = tl.constexpr(8)
+
 
 @triton.constexpr_function
 def softmax_reads(dtype: tl.dtype, n_cols: int, inner: int, staged: bool) -> str:
