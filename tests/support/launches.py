@@ -34,7 +34,7 @@ from fused_softmax.launch.softmax import softmax_launch, strided_launch
 from fused_softmax.planning.losses import plan_elementwise, plan_row_statistics, plan_statistics
 from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.spatial import plan_spatial_elementwise
-from fused_softmax.planning.types import DEVICES, Plan
+from fused_softmax.planning.types import DEVICES, Device, Plan
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 FORWARD = (64, 256, 1000, 1024, 4096, 16384, 50257, 128256, 262144, 1048576)
@@ -214,7 +214,7 @@ def masks(target: str) -> Iterator[Named]:
     """masked_softmax under each kind of mask, and its gradient."""
     device = DEVICES[target]
     for dtype in (BFLOAT16, FLOAT32):
-        for n_cols in (64, 1001, 1024, 4096, 16384, 50257, 262144):
+        for n_cols in (64, 1001, 1024, 4096, 16384, 50257, 262144, 2097152):
             x = torch.empty(4, n_cols, dtype=dtype)
             for kind in ("causal", "boolean", "additive"):
                 op = masked_softmax.FORWARD[("causal", "boolean", "additive").index(kind)]
@@ -296,6 +296,30 @@ def spatial_softmax(target: str) -> Iterator[Named]:
             yield f"{launch.kernel.fn.__name__} {dtype}", as_called(launch), chosen
 
 
+def spatial_loss(x: torch.Tensor, op: cross_entropy.CrossEntropy, device: Device, plan: Plan) -> list[Launch]:
+    """The launches of a mean with its gradient."""
+    number = torch.empty(1)
+    prepared = op.target.to(torch.int16)
+    tensors = (x, x, prepared, *(number,) * 10)
+    recipe = cross_entropy_spatial.loss_recipe(
+        x, x, op, plan, device, cross_entropy_spatial.SUM_OF_LOSSES, True, 0, False, False, waits=True
+    )
+    numbers = (op.ignore_index, *op.numbers)
+    of_loss = [
+        Launch(s.kernel, (1,), (*(tensors[i] for i in s.tensors), *s.numbers(1), *numbers), s.meta)
+        for s in recipe.steps
+    ]
+    of_targets = [
+        Launch(s.kernel, (1,), (op.target, number, prepared, number, *s.numbers(1)), s.meta)
+        for s in cross_entropy_spatial.prepare_recipe(op, x.shape[1], device).steps
+    ]
+    of_sums = [
+        Launch(s.kernel, (1,), (number, number, *s.numbers(1)), s.meta)
+        for s in cross_entropy_spatial.sum_recipe(device).steps
+    ]
+    return of_loss + of_targets + of_sums
+
+
 def spatial_losses(target: str) -> Iterator[Named]:
     """cross_entropy of logits (N, C, d1, ...) as they lie, with its gradient, and the count of its targets."""
     device, ids, weight = DEVICES[target], torch.zeros(4096, dtype=torch.int64), torch.zeros(40000)
@@ -306,7 +330,7 @@ def spatial_losses(target: str) -> Iterator[Named]:
                 ids, weight if smoothing else None, None, -100, "mean", smoothing, None, 0.0
             )
             chosen = cross_entropy_spatial.loss_plan(x, x, False, device)
-            for launch in cross_entropy_spatial.loss_launches(x, op, device, chosen):
+            for launch in spatial_loss(x, op, device, chosen):
                 yield f"{launch.kernel.fn.__name__} {dtype} {n_cols} {smoothing}", as_called(launch), chosen
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_sum, init_cluster_barrier, leave_cluster
 from .common.masked_rows import scalar_tile, scalar_tiles, store_around
-from .common.masks import NO_MASK, load_query_mask, mask_row_of
+from .common.masks import ANY_ROWS, NO_MASK, ONE_VALUE, elements_to, mask_at
 from .common.numerics import lies_in_lanes, rounded_product, sum_of_vectors, upcast
 from .common.row_scheduler import row_in_order, seen_of
 from .common.softmax_terms import gradient_term
@@ -65,7 +65,7 @@ def masked_softmax_backward(
     n_queries: Int64,
     multiplier: Int64,  # the numbers of `fast_divmod` for n_queries
     power: Int64,
-    n_middle: Int64,  # the mask's sizes and strides, as in `masked_softmax`
+    n_middle: Int64,  # the mask's sizes and strides, as in `masked_softmax_resident`
     n_inner: Int64, m_outer: Int64, m_middle: Int64, m_inner: Int64, m_query: Int64, m_col: Int64,
     scale: Float32,
     MASK: tl.constexpr,  # none, or a boolean one
@@ -126,14 +126,12 @@ def masked_softmax_backward(
     d = cluster_reduce_sum(d, CTAS, PTX, WARPS_PER_ROW)[:, None]
     if MASK != NO_MASK:
         not_finite = exists & ((tl.abs(d) < float("inf")) == 0)
-        mask_row = mask_ptr + mask_row_of(
-            batch, query, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC
-        )
-        if MASK_COLS == 0:
-            query_mask = tl.where(not_finite, load_query_mask(mask_row, not_finite), 1)
-        else:
-            mask_row += (head * m_col if MASK_COLS == 2 else head).to(tl.int64) if UNALIGNED else 0
-            at_mask = mask_row + (first.to(tl.int64) * m_col if MASK_COLS == 2 else first)
+        mask_row, at_mask, _ = mask_at(
+            mask_ptr, row, row, batch, query, head, first, not_finite, n_middle, n_inner, m_outer, m_middle, m_inner,
+            m_query, m_col, 0, MASK, MASK_COLS, ANY_ROWS, MASK_VEC, UNALIGNED, VEC,
+        )  # fmt: skip
+        if MASK_COLS == ONE_VALUE:
+            at_mask = tl.where(not_finite, at_mask, 1)
     vector = VEC * tl.arange(0, VECTORS)[None, :]
     d_of_row = d[:, :, None]
     for c in tl.static_range(CHUNKS):
@@ -146,11 +144,11 @@ def masked_softmax_backward(
         else:
             dx = gradient_of(y[c], dy[c], d_of_row, scale, PTX)
         if MASK != NO_MASK:
-            if MASK_COLS == 0:
-                kept = query_mask[:, :, None]
+            if MASK_COLS == ONE_VALUE:
+                kept = at_mask[:, :, None]
             else:
                 offsets = chunk_offsets(c, VECTORS, VEC, WARPS_PER_ROW)
-                at = at_mask + (offsets * m_col if MASK_COLS == 2 else offsets)
+                at = at_mask + elements_to(offsets, m_col, MASK_COLS)
                 kept = tl.load(at, mask=not_finite & (offsets < left), other=1)
                 kept = tl.reshape(kept, (SEGMENTS, VECTORS, VEC))
             dx = tl.where(kept != 0, dx, 0.0)
@@ -160,10 +158,10 @@ def masked_softmax_backward(
         if CAUSAL:  # 0 times an infinite sum is NaN
             dx_scalar = tl.where(scalars[t] < seen - head, dx_scalar, 0.0)
         if MASK != NO_MASK:
-            if MASK_COLS == 0:
-                kept_scalar = query_mask
+            if MASK_COLS == ONE_VALUE:
+                kept_scalar = at_mask
             else:
-                at_scalar = mask_row + scalars[t] * (m_col if MASK_COLS == 2 else 1)
+                at_scalar = mask_row + elements_to(scalars[t], m_col, MASK_COLS)
                 kept_scalar = tl.load(at_scalar, mask=not_finite & in_scalars[t], other=1)
             dx_scalar = tl.where(kept_scalar != 0, dx_scalar, 0.0)
         tl.store(dx_row + scalars[t], dx_scalar.to(dx_ptr.dtype.element_ty), mask=in_scalars[t])

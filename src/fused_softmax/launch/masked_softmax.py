@@ -25,10 +25,17 @@ from .torch_private import current_device, empty_strided_cuda
 
 
 @kernel_loader
-def _forward() -> Any:
-    from ..kernels.masked_softmax import masked_softmax_forward
+def _resident() -> Any:
+    from ..kernels.masked_softmax_resident import masked_softmax_resident
 
-    return masked_softmax_forward
+    return masked_softmax_resident
+
+
+@kernel_loader
+def _two_pass() -> Any:
+    from ..kernels.masked_softmax_two_pass import masked_softmax_two_pass
+
+    return masked_softmax_two_pass
 
 
 @kernel_loader
@@ -40,18 +47,20 @@ def _backward() -> Any:
 
 # the allocation behind torch.empty; None in a build without CUDA, where no tensor is_cuda
 _empty = empty_strided_cuda
-# the kernels count rows in 32 bits
-MAX_ROWS = 2**31
 
 
-def _op(kernel: Any, mask: int, backward: bool) -> RowOp:
+def _forward(plan: Plan) -> Any:
+    return (_two_pass if plan.regime == "two_pass" else _resident)()
+
+
+def _op(kernel: Callable[[Plan], Any], mask: int, backward: bool) -> RowOp:
     planner = functools.lru_cache(functools.partial(plan_masked, mask=mask))
-    return RowOp(planner, always(kernel), backward=backward, aligned=True)
+    return RowOp(planner, kernel, backward=backward, aligned=True)
 
 
 # by the kind of mask that they read (`kind_of`), as masks take registers
 FORWARD = {kind: _op(_forward, kind, False) for kind in (0, 1, 2)}
-BACKWARD = {kind: _op(_backward, kind, True) for kind in (0, 1)}
+BACKWARD = {kind: _op(always(_backward), kind, True) for kind in (0, 1)}
 
 
 def _rows(t: Tensor) -> Tensor:

@@ -93,6 +93,9 @@ FORWARD_CLUSTER = {
         # exp is computed once: up to 17% less time with few rows. H200, 8,192 columns of bfloat16, fraction of a copy
         # and us of one row: 8 warps 1.006, 2.07; 4 warps and exp twice 1.011, 2.40
         KernelConfig(5120, 1, 4),
+        KernelConfig(6144, 1, 8),
+        # 6,532 columns: 4 warps 1.01 of a copy, 8 warps, few of which have a fourth vector, 0.96
+        KernelConfig(6656, 1, 8, unaligned_warps=4),
         KernelConfig(10240, 1, 8),
         KernelConfig(12288, 1, 8, True),
         KernelConfig(20480, 2, 4, True),
@@ -116,10 +119,10 @@ FORWARD_CLUSTER = {
         KernelConfig(65536, 16, 4),
         KernelConfig(131072, 16, 8, max_registers=48),
         KernelConfig(212992, 16, 8),
-        # 16 vectors spill with Triton 3.9 at 80 registers. H200, fraction of a copy, unaligned rows of 235,001 columns:
-        # 15 vectors and 80 registers 0.986, 16 and 88 0.950
+        # 16 vectors of an unaligned row spill with Triton 3.9 at 80 registers. H200, fraction of a copy: 235,001
+        # columns, 15 vectors and 80 registers 0.986; 255,311 columns, 16 vectors, 0.977 uncapped, 0.962 with 88
         KernelConfig(245760, 16, 8, max_registers=80, unaligned_registers=80, odd_chunks=15),
-        KernelConfig(262144, 16, 8, max_registers=80, unaligned_registers=88),
+        KernelConfig(262144, 16, 8, max_registers=80),
         *WIDE_FLOATS,
     ),
 }

@@ -56,10 +56,10 @@ def plan_masked(problem: Problem, device: Device, mask: int) -> Plan:
         # these kernels stage nothing in shared memory, so long rows get more warps
         held = replace(problem, backward=problem.backward or mask > 0)
         chosen = held_plan(held, replace(device, supports_smem_staging=False))
-        for kinds, above, wide in MASKED_WIDE:
-            if kind in kinds and problem.itemsize == 2 and above < problem.n_cols <= wide.max_cols and chosen.ctas > 1:
+        for above, wide in MASKED_WIDE.get(kind, ()) if problem.itemsize == 2 and chosen.ctas > 1 else ():
+            if above < problem.n_cols <= wide.max_cols:
                 chosen = resident_plan(held, device, wide) or chosen
-                break
+                registers = chosen.max_registers
         too_long = chosen.chunks > MASKED_CHUNKS[held.backward] and not problem.backward
         if too_long or (chosen.regime == "two_pass" and not held.backward):
             chosen = resident_plan(held, device, KernelConfig(problem.n_cols, device.max_cluster, 16, True)) or chosen

@@ -77,13 +77,27 @@ MASKED["additive"] = {
     ),
 }
 # rows of 16 bits with a mask, and their gradients, of more than so many columns and up to max_cols: not as softmax's.
-# H200, bfloat16, fraction of a copy before and now: additive, 63,000 columns 0.88 and 0.99, 65,537 0.76 and 0.85,
-# 119,999 0.73 and 0.80, 128,256 0.95 and 1.01. Boolean ones keep 8 warps: 131,072 columns 0.88, with 4 warps 0.82
-MASKED_WIDE = (
-    (("additive",), 61440, KernelConfig(73728, 8, 4, True)),
-    (("additive",), 114688, KernelConfig(131072, 16, 4, True)),
-    (("boolean", "backward"), 114688, KernelConfig(131072, 16, 8, True)),
-)
+# H200, bfloat16, fraction of a copy before and now: additive, 63,000 columns 0.88 and 0.99, 119,999 0.73 and 0.80,
+# 151,936 0.91 and 0.97, 212,992 0.76 and 0.94; boolean, 131,072 columns 0.87 and 0.93, 151,936 0.75 and 0.90, 212,992
+# 0.74 and 0.88. Unaligned: additive, 165,001 columns 0.76 and 0.81; boolean, 121,001 columns 0.79 and 0.85, 208,001
+# 0.79 and 0.86
+MASKED_WIDE = {
+    "additive": (
+        (61440, KernelConfig(73728, 8, 4, True)),
+        (114688, KernelConfig(147456, 16, 4, True)),
+        (147456, KernelConfig(196608, 16, 8, True, unaligned_warps=4, unaligned_registers=128)),
+        (196608, KernelConfig(212992, 16, 8, True, max_registers=80, unaligned_warps=4)),
+        (212992, KernelConfig(262144, 16, 8, True, max_registers=80, unaligned_registers=128)),
+    ),
+    "boolean": (
+        (114688, KernelConfig(131072, 16, 4, True, max_registers=128)),
+        (131072, KernelConfig(163840, 16, 8, True, unaligned_warps=4)),
+        (163840, KernelConfig(196608, 16, 8, True, max_registers=80, unaligned_warps=4)),
+        (196608, KernelConfig(212992, 16, 8, True, max_registers=80, unaligned_warps=4, unaligned_registers=128)),
+        (212992, KernelConfig(262144, 16, 8, True, max_registers=80, unaligned_registers=80)),
+    ),
+    "backward": ((114688, KernelConfig(131072, 16, 8, True)),),
+}
 # unaligned rows beyond those of MASKED: a mask whose vectors are not the row's takes more registers and more of L1.
 # H200, fraction of a copy. bfloat16, one program of 8 warps and a cluster: 22,501 columns, additive 0.98 and 0.69,
 # boolean 0.95 and 0.89; 26,501 columns, 0.90 and 0.71, 0.90 and 0.82. float32, boolean, 4 warps and 8: 17,003 columns

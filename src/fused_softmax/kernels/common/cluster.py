@@ -18,11 +18,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .numerics import TRITON, exp, rescale_moments, rounded_product
+from .numerics import PTX_LOG2E, TRITON, exp, rescale_moments, rounded_product
 
 # Triton 3.8 and later end a kernel on a cluster with a cluster barrier
 _CLOSING_BARRIER = tl.constexpr(TRITON >= (3, 8))
-_LOG2E = "0f3FB8AA3B"  # log2(e) as PTX writes a float32
 _LOWEST = "0fFF7FFFFF"  # the lowest finite float32
 
 
@@ -127,7 +126,7 @@ def _merge_ptx(ctas: int, warps_per_row: int) -> str:
     ptx = ["{", *_registers(n_slots, "m", "s"), *_exchange(ctas, warps_per_row, 2, "{$2, $3}")]
     ptx += [*_load(n_slots, ("m", _LOWEST), ("s", "0f00000000")), *_max_over_lanes(n_slots)]
     for k in range(-(-n_slots // 32)):
-        ptx += [f"sub.f32 m{k}, m{k}, row_max;", f"mul.f32 m{k}, m{k}, {_LOG2E};", f"ex2.approx.ftz.f32 m{k}, m{k};"]
+        ptx += [f"sub.f32 m{k}, m{k}, row_max;", f"mul.f32 m{k}, m{k}, {PTX_LOG2E};", f"ex2.approx.ftz.f32 m{k}, m{k};"]
         ptx += [f"mul.rn.f32 s{k}, s{k}, m{k};"]
     return "\n".join([*ptx, *_sum_over_lanes("s", n_slots), "mov.f32 $0, row_max;", "mov.f32 $1, s0;", "}"])
 
@@ -138,7 +137,7 @@ def _merge_moments_ptx(ctas: int, warps_per_row: int, plain: bool) -> str:
     ptx = ["{", *_registers(n_slots, "m", "s", "t"), *_exchange(ctas, warps_per_row, 4, "{$3, $4, $5, $5}")]
     ptx += [*_load(n_slots, ("m", _LOWEST), ("s", "0f00000000"), ("t", "0f00000000")), *_max_over_lanes(n_slots)]
     for k in range(-(-n_slots // 32)):  # t*exp(m - row_max) + s*exp(m - row_max)*(m - row_max), 0*(-inf) taken as 0
-        ptx += [f"sub.f32 m{k}, m{k}, row_max;", f"mul.f32 by, m{k}, {_LOG2E};", "ex2.approx.ftz.f32 by, by;"]
+        ptx += [f"sub.f32 m{k}, m{k}, row_max;", f"mul.f32 by, m{k}, {PTX_LOG2E};", "ex2.approx.ftz.f32 by, by;"]
         ptx += [f"mul.rn.f32 s{k}, s{k}, by;"]
         if not plain:
             ptx += [f"max.f32 m{k}, m{k}, {_LOWEST};", f"mul.f32 t{k}, t{k}, by;"]

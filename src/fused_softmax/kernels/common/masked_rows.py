@@ -1,11 +1,10 @@
-"""Parts of masked softmax: its scores, the columns that it moves one by one, and its sums."""
+"""Parts of masked softmax: the columns that it moves one by one, and its sums."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .masks import hide, mask_of
 from .numerics import exp, scaled, upcast
 from .tiles import chunk_offsets, store_chunk
 
@@ -64,14 +63,6 @@ def scalar_tile(
     if PLACES > 4:
         exists = exists & (place < 4 * VEC)
     return offsets, exists & owner
-
-
-@triton.jit
-def scores(
-    x, mask, after, shift, scale, MASK: tl.constexpr, MASK_COLS: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr
-):  # fmt: skip
-    """z of a chunk and its mask as loaded."""
-    return hide(upcast(x, PTX), mask_of(mask, after, shift, MASK, MASK_COLS, TYPE, x.shape, PTX), scale, MASK, PTX)
 
 
 @triton.jit

@@ -28,6 +28,7 @@ GRADIENT_CONVERTS_TWICE = tl.constexpr(TRITON >= (3, 7))
 # reduces as a tree on clusters too, which takes more registers
 TREES_ALWAYS = tl.constexpr(_TREES.value and not _TREES_ON_CLUSTERS.value)
 LOG2E = tl.constexpr(1.4426950408889634)
+PTX_LOG2E = "0f3FB8AA3B"  # as PTX writes a float32
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 HIGHEST = tl.constexpr(3.4028234663852886e38)

@@ -66,6 +66,29 @@ def row_of_shared_mask(
 
 
 @triton.jit
+def row_at(
+    place, n_queries, n_span, span_multiplier, span_power, span_stride, n_block, block_multiplier, block_power,
+    shared_stride, n_group, group_multiplier, group_power, n_last, last_multiplier, last_power,
+    SHARES: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """(row, span, batch, query) of the row at `place`.
+
+    SHARES: whether batches may share a mask. Otherwise no span is asked for, and without causality no query: they are
+    `place`, and n_span is n_queries.
+    """
+    if SHARES:
+        return row_of_shared_mask(
+            place, n_queries, n_span, span_multiplier, span_power, span_stride, n_block, block_multiplier, block_power,
+            shared_stride, n_group, group_multiplier, group_power, n_last, last_multiplier, last_power, CAUSAL,
+        )  # fmt: skip
+    elif CAUSAL:
+        row, batch, query = row_in_order(place, n_queries, span_multiplier, span_power, CAUSAL)
+        return row, place, batch, query
+    else:
+        return place, place, place, place
+
+
+@triton.jit
 def seen_of(query, columns, CAUSAL: tl.constexpr):
     """The number of columns that a row sees.  # query: [SEGMENTS, 1]"""
     if CAUSAL:
