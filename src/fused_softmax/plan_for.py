@@ -64,9 +64,10 @@ def plan_for(
     if op not in PLANNED:
         raise ValueError(f"plan_for() knows {', '.join(sorted(PLANNED))}, not {op!r}")
     try:
-        return PLANNED[op](PlanRequest(x, dim, _index(x, dim), dtype, mask, backward, linear_weight))
+        found = PLANNED[op](PlanRequest(x, dim, _index(x, dim), dtype, mask, backward, linear_weight))
     except KernelUnavailable as error:  # such as rows of more columns than the kernels count
-        return Fallback(str(error))
+        found = str(error)
+    return Fallback(found) if isinstance(found, str) else found
 
 
 def _index(x: Tensor, dim: Any) -> int | None:

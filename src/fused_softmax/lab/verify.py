@@ -17,8 +17,8 @@ from fused_softmax.lab.bench.checking import Judge, WrongShape, run_poisoned
 from fused_softmax.lab.bench.inputs import DTYPES, excerpt, load_tensors, rows_of_logits
 from fused_softmax.lab.bench.ops import OPS
 from fused_softmax.lab.plans import problem_for, run_plan
+from fused_softmax.planning.types import REGIMES
 
-REGIMES = ("warp", "block", "cluster", "two_pass")
 WIDTHS = (1, 3, 31, 32, 33, 127, 256, 1000, 1023, 1025, 4096, 4097, 16384, 50257)
 # on a GPU there is time for the widths where regimes meet and for long rows
 GPU_WIDTHS = (*WIDTHS, 8192, 12289, 32768, 65536, 128256, 131072, 151936, 200019, 262144, 524288, 1048577)

@@ -26,7 +26,6 @@ from ..launch.launcher import Vector
 from ..launch.layout import gradient_buffer, restored, rows_of, rows_or_copy
 from ..launch.options import CrossEntropy
 from ..launch.torch_private import function_apply, is_watched, profiling
-from ..planning.types import Plan
 from . import decompositions
 from .arguments import REDUCTIONS, expect_floating, expect_layout, kernels_take_loss, softcap_of
 from .decompositions import no_moments
@@ -34,7 +33,7 @@ from .library import define, differentiable, not_differentiable
 from .route import (
     AS_THEY_LIE,
     EMPTY,
-    Fallback,
+    Answer,
     can_bypass_dispatcher,
     is_compiled,
     is_supported,
@@ -130,19 +129,18 @@ def direct_cross_entropy(
     return _by_kernels(logits, op, inplace_backward, layout)
 
 
-def planned_cross_entropy(logits: Tensor, backward: bool) -> Plan | Fallback:
+def planned_cross_entropy(logits: Tensor, backward: bool) -> Answer:
     """What cross_entropy of these logits, by int64 targets, would run; backward: where it needs a gradient."""
     expect_floating("cross_entropy", "input", logits)
     reason = unsupported_reason(logits, logits.dtype)
     if reason is not None:
-        return Fallback(reason)
+        return reason
     if logits.dim() == 0 or logits.numel() == 0:
         return EMPTY
     if (found := AS_THEY_LIE["cross_entropy"](logits)) is not None:
         return found
     x = rows_or_copy(logits if logits.dim() < 3 else logits.movedim(1, -1))
-    plan = rows.planned_cross_entropy(x, logits, backward)
-    return Fallback(plan) if isinstance(plan, str) else plan
+    return rows.planned_cross_entropy(x, logits, backward)
 
 
 def _by_kernels(x: Tensor, op: CrossEntropy, inplace: bool, layout: object = None) -> Tensor:

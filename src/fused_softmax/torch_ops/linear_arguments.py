@@ -21,7 +21,7 @@ from ..launch.linear import Needs, Projection, Settings
 from ..launch.torch_private import is_traced
 from ..planning.types import Plan
 from .arguments import FLOATING, expect_floating, expect_tensors, integer, is_dtensor, other_device_error
-from .route import EMPTY, Fallback, PlanRequest, unsupported_reason
+from .route import EMPTY, Answer, PlanRequest, unsupported_reason
 
 
 def expect_matrix(function: str, weight: Any) -> None:
@@ -96,9 +96,13 @@ def all_logits(x: Tensor, weight: Tensor, bias: Tensor | None, how: Settings) ->
 
 
 def gradients_by_torch(
-    dlogits: Tensor, x: Tensor, weight: Tensor, how: Settings, needs: Needs, dtypes: tuple[torch.dtype, ...]
-) -> tuple[Tensor | None, ...]:
-    """The gradients of input, weight and bias that are needed, for the gradient of all logits; in these dtypes."""
+    dlogits: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, how: Settings, needs: Needs,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of input, weight and bias that are needed, for the gradient of all logits; in these dtypes, or in
+    those of the tensors."""
+    if dtypes is None:
+        dtypes = x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
     wide = torch.promote_types(how.compute, torch.float32)
     with without_autocast(x.device.type):
         dlogits = dlogits.to(wide)
@@ -136,7 +140,7 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 # --- plan_for ---------------------------------------------------------------------------------------------------------
 
 
-def planned_linear(asked: PlanRequest, op: str, plan: Callable[[Tensor, Tensor], Plan | str]) -> Plan | Fallback:
+def planned_linear(asked: PlanRequest, op: str, plan: Callable[[Tensor, Tensor], Plan | str]) -> Answer:
     """What a linear loss runs on a chunk's logits. plan(logits, on): the plan for these logits, a meta tensor."""
     weight, x = asked.linear_weight, asked.x
     if weight is None:
@@ -148,7 +152,7 @@ def planned_linear(asked: PlanRequest, op: str, plan: Callable[[Tensor, Tensor],
         return EMPTY
     reason = unsupported_reason(x, how.logits)
     if reason is not None:
-        return Fallback(f"the logits' rows are computed by PyTorch's formulas: {reason}")
+        return f"the logits' rows are computed by PyTorch's formulas: {reason}"
     rows = torch.empty((x.numel() // x.shape[-1], x.shape[-1]), dtype=x.dtype, device="meta")
     on_meta = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
     chunks = Projection(rows, on_meta, None, how, Needs(asked.backward, asked.backward, False)).chunks
@@ -156,7 +160,7 @@ def planned_linear(asked: PlanRequest, op: str, plan: Callable[[Tensor, Tensor],
     logits = torch.empty((chunks.rows, stride), dtype=how.logits, device="meta")[:, : weight.shape[0]]
     found = plan(logits, x)
     if isinstance(found, str):
-        return Fallback(found)
+        return found
     return replace(found, why=f"{chunks.count} chunk(s) of at most {chunks.rows} rows of logits: {found.why}")
 
 

@@ -234,8 +234,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             with without_autocast(x.device.type):
                 logits = all_logits(x, weight, bias, how)
             dlogits = decompositions.cross_entropy_gradient(g, logits, op)
-            of_bias = weight.dtype if bias is None else bias.dtype
-            return *gradients_by_torch(dlogits, x, weight, how, needs, (x.dtype, weight.dtype, of_bias)), None, None
+            return *gradients_by_torch(dlogits, x, weight, bias, how, needs), None, None
         with as_in_forward(invariant):
             if op.reduction == "none":
                 dtype = result_dtype(x)

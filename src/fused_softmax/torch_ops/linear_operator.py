@@ -152,7 +152,7 @@ def _formula(*fields: Any) -> tuple[Tensor, ...]:
             return loss, *(nothing,) * 5
         with torch.no_grad():
             dlogits = decompositions.cross_entropy_gradient(loss.new_ones(()), logits, op)
-            found = gradients_by_torch(dlogits, x, weight, how, needs, _gradient_dtypes(weight, bias, how, x))
+            found = gradients_by_torch(dlogits, x, weight, bias, how, needs, _gradient_dtypes(weight, bias, how, x))
         return (
             loss,
             nothing,

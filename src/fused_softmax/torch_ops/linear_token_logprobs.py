@@ -170,8 +170,7 @@ class LinearTokenLogprobs(torch.autograd.Function):
                 logits = all_logits(x, weight, bias, how)
             g_picked, g_entropy, g_lse = upstream
             dlogits = decompositions.statistics_gradient(g_picked, g_entropy, g_lse, logits, ids, scale)
-            dtypes = x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
-            return *gradients_by_torch(dlogits, x, weight, how, needs, dtypes), *(None,) * 5
+            return *gradients_by_torch(dlogits, x, weight, bias, how, needs), *(None,) * 5
         with as_in_forward(invariant):
             found = _backward(upstream, moments, entropies, x, weight, bias, ids, scale, how, needs)
         return (*found, None, None, None, None, None)

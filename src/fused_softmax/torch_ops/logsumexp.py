@@ -18,14 +18,13 @@ from ..launch import torch_private
 from ..launch.availability import KernelUnavailable
 from ..launch.layout import HALVES, rows_or_copy
 from ..launch.torch_private import function_apply, in_forward_ad
-from ..planning.types import Plan
 from . import decompositions
 from .arguments import expect_layout
 from .library import batched, define, differentiable, expect_in_range, past_batch, under_autocast, with_batch
 from .outputs import takes_out, written
 from .route import (
     EMPTY,
-    Fallback,
+    Answer,
     call_unsupported_reason,
     can_bypass_dispatcher,
     is_supported,
@@ -83,25 +82,24 @@ def _apply(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     return _forward_or_torch(x, dims, keepdim)
 
 
-def planned_logsumexp(x: Tensor, dim: Any, index: int | None, backward: bool) -> Plan | Fallback:
+def planned_logsumexp(x: Tensor, dim: Any, index: int | None, backward: bool) -> Answer:
     """What logsumexp of x over one dimension would run, or its gradient."""
     if index is None:
         _TORCHS_OWN(x, dim)  # raises torch's error
-        return Fallback("only PyTorch's own takes these arguments")
+        return "only PyTorch's own takes these arguments"
     reason = call_unsupported_reason(x, None) or too_long_reason(x, index)
     if reason is not None:
         if x.is_complex() or not x.dim():
             _TORCHS_OWN(x.new_zeros(1), 0)  # raises the call's error
-        return Fallback(reason)
+        return reason
     if x.numel() == 0:
         return EMPTY
     if x.dim() == 0:
-        return Fallback("a tensor of no dimensions is PyTorch's")
+        return "a tensor of no dimensions is PyTorch's"
     index %= x.dim()
     if (found := as_it_lies.planned_logsumexp(x, index, backward)) is not None:
         return found
-    plan = rows.planned_statistics(rows_or_copy(x.movedim(index, -1)), x, 0, backward)
-    return Fallback(plan) if isinstance(plan, str) else plan
+    return rows.planned_statistics(rows_or_copy(x.movedim(index, -1)), x, 0, backward)
 
 
 def forward_by_kernel(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:

@@ -27,7 +27,7 @@ from .decompositions import widened
 from .library import define, differentiable, not_differentiable
 from .route import (
     EMPTY,
-    Fallback,
+    Answer,
     can_bypass_dispatcher,
     is_compiled,
     is_supported,
@@ -64,24 +64,24 @@ def _apply(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: boo
     return _forward(x, mask, scale, causal, zero)
 
 
-def planned_masked_softmax(x: Tensor, mask: Tensor | None, backward: bool) -> Plan | Fallback:
+def planned_masked_softmax(x: Tensor, mask: Tensor | None, backward: bool) -> Answer:
     """What masked_softmax of x with this mask would run, or its gradient."""
     expect_floating("masked_softmax", "x", x)
     reason = unsupported_reason(x, x.dtype)
     if reason is not None:
-        return Fallback(reason)
+        return reason
     if x.dim() == 0 or x.numel() == 0:
-        return Fallback("a tensor of no dimensions is PyTorch's") if x.dim() == 0 else EMPTY
+        return "a tensor of no dimensions is PyTorch's" if x.dim() == 0 else EMPTY
     if not _takes(x):
-        return Fallback(f"more than {MAX_ROWS - 1} rows are PyTorch's")
+        return f"more than {MAX_ROWS - 1} rows are PyTorch's"
     if mask is not None and mask.dtype is not torch.bool and mask.dtype not in _MASK_DTYPES:
-        return Fallback(f"a mask of {mask.dtype} is PyTorch's")
+        return f"a mask of {mask.dtype} is PyTorch's"
     plan = planned_backward(x, mask) if backward else planned_forward(x, mask)
     if backward and isinstance(plan, Plan) and plan.regime == "two_pass":  # softmax's own gradient takes such rows
         op, flags = softmax_op(log=False, backward=True)
         rows = (torch.empty((x.numel() // x.shape[-1], x.shape[-1]), dtype=x.dtype, device="meta"),) * 3
-        plan = planned(op, rows, (), flags, x)
-    return Fallback(plan) if isinstance(plan, str) else plan
+        return planned(op, rows, (), flags, x)
+    return plan
 
 
 def _takes(x: Tensor) -> bool:

@@ -52,14 +52,12 @@ class PlanRequest(NamedTuple):
     linear_weight: Tensor | None = None
 
 
+# what an op answers `plan_for`; a str says why our kernels cannot take the call
+Answer = Plan | Fallback | str
 # the ops that `plan_for` knows; each file of torch_ops adds its own
-PLANNED: dict[str, Callable[[PlanRequest], Plan | Fallback]] = {}
-
-
+PLANNED: dict[str, Callable[[PlanRequest], Answer]] = {}
 # the plan of logits (N, C, d1, ...) as they lie, by op; None where they are copied. The file that has it registers it
 AS_THEY_LIE: dict[str, Callable[[Tensor], Plan | None]] = {}
-
-
 # what a public function makes of a DTensor, by op; `parallel` registers it, and `load_sharded` imports that
 SHARDED: dict[str, Callable[..., Any]] = {}
 load_sharded: Callable[[], Any] = SHARDED.clear
@@ -75,7 +73,7 @@ def of_dtensor(op: str, public: Callable[..., Any], x: Any, *args: Any) -> Any:
     return SHARDED[op](public, x, *args)
 
 
-def planned_by(op: str, answer: Callable[[PlanRequest], Plan | Fallback]) -> None:
+def planned_by(op: str, answer: Callable[[PlanRequest], Answer]) -> None:
     """Registers what answers `plan_for(x, op=op)`."""
     PLANNED[op] = answer
 

@@ -43,7 +43,6 @@ from ..launch.softmax import (
 from ..launch.softmax import softmax_backward as backward_by_kernel
 from ..launch.softmax import softmax_forward as forward_by_kernel
 from ..launch.torch_private import can_bypass, function_apply, has_storage, in_forward_ad, profiling
-from ..planning.types import Plan
 from . import decompositions
 from . import softmax_rules as rules
 from .arguments import FLOATING, expect_layout
@@ -51,6 +50,7 @@ from .library import batched, define, differentiable, expect_in_range, under_aut
 from .outputs import is_its_own, may_write_while_reading, takes_out, written
 from .route import (
     EMPTY,
+    Answer,
     Fallback,
     PlanRequest,
     call_unsupported_reason,
@@ -256,17 +256,17 @@ _row_softmax = function_apply(RowSoftmax)
 
 def planned_softmax(
     x: Tensor, dim: Any, index: int | None, dtype: torch.dtype | None, log: bool, backward: bool
-) -> Plan | Fallback:
+) -> Answer:
     """What `softmax_of` would run, or the backward of such a call for a contiguous upstream gradient."""
     if index is None:
         torchs_own(log)(x, dim, dtype=dtype)  # raises torch's error
-        return Fallback("only PyTorch's own takes these arguments")
+        return "only PyTorch's own takes these arguments"
     reason = call_unsupported_reason(x, dtype) or too_long_reason(x, index)
     faster = None if reason else faster_reason(x, index, dtype)
     if reason is not None or faster is not None:
         if x.numel() and (x.dtype if dtype is None else dtype) not in FLOATING:
             torchs_own(log)(x.new_zeros(1), 0, dtype=dtype)  # raises the call's error
-        return Fallback(reason) if reason is not None else Fallback(str(faster), reason="torch is faster")
+        return reason if reason is not None else Fallback(str(faster), reason="torch is faster")
     if x.numel() == 0:
         return EMPTY
     out_dtype = (torch.float32 if promotes(x) else x.dtype) if dtype is None else dtype
@@ -276,19 +276,16 @@ def planned_softmax(
     index %= x.dim()
     in_dtype = x.dtype if supports_fused_cast(x.dtype, out_dtype) else out_dtype
     if backward:
-        plan = planned_backward(y, in_dtype, index, log, x)
-        return Fallback(plan) if isinstance(plan, str) else plan
+        return planned_backward(y, in_dtype, index, log, x)
     x_rows, out_rows = as_rows(x, index), as_rows(y, index)
     if x_rows is None or out_rows is None:
-        plan = planned_elsewhere(x, y, index, log)
-        return Fallback(plan) if isinstance(plan, str) else plan
+        return planned_elsewhere(x, y, index, log)
     rows = (x_rows if in_dtype is x.dtype else torch.empty_like(x_rows, dtype=in_dtype, device="meta"), out_rows)
     op, flags = softmax_op(log)
-    plan = planned(op, rows, (), flags, x)
-    return Fallback(plan) if isinstance(plan, str) else plan
+    return planned(op, rows, (), flags, x)
 
 
-def _planned_by(log: bool) -> Callable[[PlanRequest], Plan | Fallback]:
+def _planned_by(log: bool) -> Callable[[PlanRequest], Answer]:
     return lambda asked: planned_softmax(asked.x, asked.dim, asked.index, asked.dtype, log, asked.backward)
 
 

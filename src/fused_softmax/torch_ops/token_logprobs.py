@@ -18,14 +18,13 @@ from ..launch import row_statistics as rows
 from ..launch.availability import KernelUnavailable
 from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
 from ..launch.torch_private import function_apply, profiling
-from ..planning.types import Plan
 from . import decompositions
 from .arguments import expect_floating, expect_layout
 from .decompositions import least_positive, no_moments, result_dtype
 from .library import define, differentiable, not_differentiable
 from .route import (
     EMPTY,
-    Fallback,
+    Answer,
     can_bypass_dispatcher,
     is_compiled,
     is_supported,
@@ -123,16 +122,15 @@ def direct_token_logprobs(
     return picked, entropies, lse
 
 
-def planned_token_logprobs(logits: Tensor, backward: bool) -> Plan | Fallback:
+def planned_token_logprobs(logits: Tensor, backward: bool) -> Answer:
     """What token_logprobs of these logits, one id a row, would run, or its gradient."""
     expect_floating("token_logprobs", "logits", logits)
     reason = unsupported_reason(logits, logits.dtype)
     if reason is not None:
-        return Fallback(reason)
+        return reason
     if logits.dim() == 0 or logits.numel() == 0:
         return EMPTY
-    plan = rows.planned_statistics(rows_or_copy(logits), logits, 1, backward)
-    return Fallback(plan) if isinstance(plan, str) else plan
+    return rows.planned_statistics(rows_or_copy(logits), logits, 1, backward)
 
 
 class RowStatistics(torch.autograd.Function):
@@ -232,6 +230,21 @@ def _token_logprobs_fake(
     return lse.new_empty(ids.shape), lse.new_empty(x.shape[:1] if entropy else (0,)), lse, no_moments(x)
 
 
+def _formula_of_gradient(
+    g_picked: Tensor | None,
+    g_entropy: Tensor | None,
+    g_lse: Tensor | None,
+    moments: Tensor,
+    entropies: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    scales: Tensor | None,
+    scale: float,
+) -> Tensor:
+    of_rows = scale if scales is None else scales
+    return decompositions.statistics_gradient(g_picked, g_entropy, g_lse, x, ids, of_rows)
+
+
 def _token_logprobs_backward_kernel(
     g_picked: Tensor | None,
     g_entropy: Tensor | None,
@@ -243,9 +256,9 @@ def _token_logprobs_backward_kernel(
     scales: Tensor | None,
     scale: float,
 ) -> Tensor:
-    of_rows = scale if scales is None else scales.contiguous()
     if not (is_supported(x) and ids.numel()):
-        return decompositions.statistics_gradient(g_picked, g_entropy, g_lse, x, ids, of_rows).contiguous()
+        dx = _formula_of_gradient(g_picked, g_entropy, g_lse, moments, entropies, x, ids, scales, scale)
+        return dx.contiguous()
     expect_layout("moments", moments, x, (x.shape[0], 2))
     expect_layout("ids", ids, x, (x.shape[0], ids.shape[-1]))
     expect_layout("scales", scales, x, x.shape[:1])
@@ -254,6 +267,7 @@ def _token_logprobs_backward_kernel(
         expect_layout(name, g, x, x.shape[:1])
     if g_entropy is not None:
         expect_layout("entropies", entropies, x, (x.shape[0],))
+    of_rows = scale if scales is None else scales.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x = rows_of(x, x.shape[1])
     upstream = (g_picked, g_entropy, g_lse)
@@ -302,10 +316,8 @@ def _token_logprobs_gradients(
     if all(g is None for g in upstream):
         return None, *nothing
     entropies, moments, x, ids, scales = ctx.saved_tensors
-    if torch.is_grad_enabled():
-        of_rows = ctx.scale if scales is None else scales
-        return decompositions.statistics_gradient(*upstream, x, ids, of_rows), *nothing
-    return token_logprobs_backward(*upstream, moments, entropies, x, ids, scales, ctx.scale), *nothing
+    gradient = _formula_of_gradient if torch.is_grad_enabled() else token_logprobs_backward
+    return gradient(*upstream, moments, entropies, x, ids, scales, ctx.scale), *nothing
 
 
 def _formula(
@@ -315,21 +327,6 @@ def _formula(
         x, ids, scale if scales is None else scales, entropy
     )
     return picked, lse.new_empty(0) if entropies is None else entropies, lse, moments
-
-
-def _formula_of_gradient(
-    g_picked: Tensor | None,
-    g_entropy: Tensor | None,
-    g_lse: Tensor | None,
-    moments: Tensor,
-    entropies: Tensor,
-    x: Tensor,
-    ids: Tensor,
-    scales: Tensor | None,
-    scale: float,
-) -> Tensor:
-    by = scale if scales is None else scales
-    return decompositions.statistics_gradient(g_picked, g_entropy, g_lse, x, ids, by)
 
 
 differentiable("token_logprobs", _token_logprobs_gradients, _save_token_logprobs, _formula)
