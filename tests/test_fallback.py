@@ -66,7 +66,8 @@ OF_LOSSES = {
 MODULES = {
     **OF_SOFTMAX,
     **OF_LOSSES,
-    "masked_softmax_forward": "masked_softmax",
+    "masked_softmax_resident": "masked_softmax_resident",
+    "masked_softmax_two_pass": "masked_softmax_two_pass",
     "masked_softmax_backward": "masked_softmax_backward",
 }
 KERNELS = tuple(MODULES)
@@ -262,7 +263,7 @@ PLANNED = {
     "softmax_spatial": lambda x: fs.plan_for(x, 0),
     "row_statistics": lambda x: fs.plan_for(x, op="logsumexp"),
     "row_statistics_backward": lambda x: fs.plan_for(x, op="token_logprobs", backward=True),
-    "masked_softmax_forward": lambda x: fs.plan_for(x, op="masked_softmax", mask=x > 0),
+    "masked_softmax_resident": lambda x: fs.plan_for(x, op="masked_softmax", mask=x > 0),
     "masked_softmax_backward": lambda x: fs.plan_for(x, op="masked_softmax", backward=True),
     "cross_entropy_forward": lambda x: fs.plan_for(x, op="cross_entropy"),
     "cross_entropy_resident": lambda x: fs.plan_for(x, op="cross_entropy", backward=True),

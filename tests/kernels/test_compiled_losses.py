@@ -110,7 +110,7 @@ def test_a_slice_of_padded_logits_compiles(n_cols):
 
 
 @pytest.mark.parametrize("n_cols", few([50257], [32000, 50257, 128256, 262144]))
-@pytest.mark.parametrize(("smoothing", "softcap"), [(0.1, None), (0.1, 30.0)])
+@pytest.mark.parametrize(("smoothing", "softcap"), [pytest.param(0.1, None, marks=pytest.mark.extended), (0.1, 30.0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_smoothed_losses_compile(n_cols, smoothing, softcap, dtype):
     launch, plan = cross_entropy_launch(*rows_like(n_cols, dtype), smoothing, softcap)
@@ -122,7 +122,7 @@ def test_smoothed_losses_compile(n_cols, smoothing, softcap, dtype):
 @pytest.mark.parametrize(
     "of",
     few(
-        [(1000, 1, False), (4096, 2, False), (50257, 0, False), (50257, 0, True)],
+        [(1000, 1, False), (4096, 2, False), (50257, 0, False)],
         [*product((1000, 4096, 50257, 128256), (0, 1, 2), (False,)), *product(RANKED, (0,), (True,))],
     ),
     ids=str,
@@ -141,9 +141,7 @@ def test_statistics_do_not_spill(of):
         assert used.spilled_bytes == 0 and used.products_exchanged == 0
 
 
-@pytest.mark.parametrize(
-    "n_cols", few([2047, 32768, 524288], [100, 1024, 2047, 4096, 8192, 32768, 262144, 524288, 2097152])
-)
+@pytest.mark.parametrize("n_cols", few([2047, 32768], [100, 1024, 2047, 4096, 8192, 32768, 262144, 524288, 2097152]))
 @pytest.mark.parametrize(("mask", "causal"), [(0, True), (1, False), (2, False), (2, True)])
 def test_masked_softmax_does_not_spill(n_cols, mask, causal):
     x = torch.empty(4, n_cols, dtype=torch.bfloat16)
@@ -158,7 +156,7 @@ def test_masked_softmax_does_not_spill(n_cols, mask, causal):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("n_cols", few([2047, 32768], [100, 1024, 2047, 4096, 8192, 32768]))
+@pytest.mark.parametrize("n_cols", few([2047], [100, 1024, 2047, 4096, 8192, 32768]))
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mask_cols", [None, 0, 1])
 def test_masked_gradients_do_not_spill(n_cols, mask_cols, causal, dtype):
@@ -178,7 +176,7 @@ def test_masked_gradients_do_not_spill(n_cols, mask_cols, causal, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("n_cols", [1000, 50257, 128256])
+@pytest.mark.parametrize("n_cols", few([1000, 128256], [1000, 50257, 128256]))
 @pytest.mark.parametrize(("smoothing", "softcap"), [(0.0, None), (0.1, 30.0)])
 def test_gradients_of_losses_do_not_spill(n_cols, smoothing, softcap, dtype):
     x, number = torch.empty(3, n_cols, dtype=dtype), torch.zeros(6)
@@ -215,7 +213,7 @@ def test_float32_logits_with_a_gradient_of_16_bits_compile(of):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("n_cols", [1000, 50257])
+@pytest.mark.parametrize("n_cols", few([50257], [1000, 50257]))
 @pytest.mark.parametrize("kept", [False, True], ids=["logsumexp", "moments"])
 def test_gradients_of_statistics_do_not_spill(n_cols, kept, dtype):
     x, number, ids = torch.empty(3, n_cols, dtype=dtype), torch.zeros(6), torch.zeros(3, 1, dtype=torch.int64)

@@ -224,6 +224,7 @@ def test_report_shows_no_colors_of_a_recorded_error(tmp_path: Path, run_here: Ca
     assert outcome(ValueError(note), "peer") == ("refused", "error[INTERNAL]: no valid IR")
 
 
+@pytest.mark.extended
 def test_report_needs_the_extra_cli_alone(tmp_path: Path):
     names = "numpy", "matplotlib", "safetensors", "jinja2"
     (tmp_path / "a.json").write_text(
@@ -355,6 +356,7 @@ def test_tiny_bench_shows_wrong_as_wrong_and_leaves_its_files(tmp_path: Path):
 
 
 @pytest.mark.interpreted
+@pytest.mark.extended
 def test_several_ops_are_recorded_in_a_file_each(tmp_path: Path, run_here: Callable[..., Result]):
     ops = "log_softmax_backward,cross_entropy,cross_entropy_forward,masked_softmax"
     shape = ["--widths", "33", "--rows", "3", "--dtype", "bf16"]
@@ -405,6 +407,7 @@ def test_bench_reads_a_file_and_refuses_one_it_cannot_use(tmp_path: Path, run_he
 
 
 @pytest.mark.interpreted
+@pytest.mark.extended
 def test_ctrl_c_leaves_the_results_so_far(tmp_path: Path):
     where = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
     widths = ",".join(["64", *["200000"] * 400])
@@ -433,9 +436,8 @@ def test_ctrl_c_leaves_the_results_so_far(tmp_path: Path):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(
-    "module", ["fused_softmax lesson", pytest.param("fused_softmax.lab.lessons", marks=pytest.mark.extended)]
-)
+@pytest.mark.parametrize("module", ["fused_softmax lesson", "fused_softmax.lab.lessons"])
+@pytest.mark.extended
 def test_a_reader_that_has_gone_ends_a_lesson_without_a_traceback(module: str):
     line = f"set -o pipefail; {shlex.quote(sys.executable)} -m {module} 1 | true; exit ${{PIPESTATUS[0]}}"
     where = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

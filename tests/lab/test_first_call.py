@@ -109,6 +109,7 @@ def test_a_process_that_fails_or_hangs_is_an_error_of_each_system(monkeypatch: p
     assert [r.note for r in first_calls(CASE, ("torch",))] == ["no answer in 0 s"]
 
 
+@pytest.mark.extended
 @pytest.mark.interpreted
 def test_a_real_process_answers_for_ours_and_torch():
     case = Case("softmax_backward", "bfloat16", 3, 1000, "a new shape", "first_call")

@@ -19,6 +19,7 @@ def test_each_record_names_its_command(path):
     assert not {"--record", "--out"} & set(arguments)
 
 
+@pytest.mark.extended
 def test_a_command_writes_its_record_below_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     command = "fuzz --op softmax --way function --dtype fp32 --cases 3 --seed 5"
@@ -43,6 +44,7 @@ def test_a_record_that_cannot_be_remade_is_refused_before_anything_runs(path, co
     assert path in line and f"`{command}" in line and "by hand" in line
 
 
+@pytest.mark.extended
 def test_the_limit_ends_a_command_and_leaves_out_the_next(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(records, "GRACE", 2)
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -27,6 +27,7 @@ def two_processes(rank, ranks, device):
     check_corners(rank)
 
 
+@pytest.mark.extended
 def test_two_processes(plain, tmp_path):
     """Every op and option against one process, the number of collectives, and what ranks must agree on."""
     spawn(two_processes, 2, tmp_path)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
+from params import few
 from torch.fx.experimental import symbolic_shapes
 from torch.library import opcheck
 
@@ -420,6 +421,7 @@ def test_batch_invariance_reaches_the_kernels(monkeypatch):
     assert seen == [False, True]
 
 
+@pytest.mark.extended
 def test_on_a_cpu_without_the_interpreter_inductor_fuses_the_formulas():
     code = """
         import torch, torch._dynamo.testing, fused_softmax as fs
@@ -444,7 +446,7 @@ def test_on_a_cpu_without_the_interpreter_inductor_fuses_the_formulas():
 
 
 @pytest.mark.parametrize("marked", [pytest.param(True, marks=pytest.mark.extended), False])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", few(["aot_eager"], BACKENDS))
 @each
 def test_one_graph_serves_every_width(name, backend, marked):
     """Without mark_dynamic, torch compiles the first size by itself and the second for all."""

@@ -296,7 +296,7 @@ def test_what_was_not_reached_is_named():
     kernels = {name for name, flag in wanted if not flag}
     assert {"softmax_resident", "softmax_strided", "cross_entropy_resident", "masked_softmax_backward"} <= kernels
     assert ("softmax_resident", "UNALIGNED=True") in wanted and ("softmax", "regime cluster") in wanted
-    assert ("row_statistics", "PICKS=many") in wanted and ("masked_softmax_forward", "MASK=2") in wanted
+    assert ("row_statistics", "PICKS=many") in wanted and ("masked_softmax_resident", "MASK=2") in wanted
     assert ("masked_softmax_backward", "MASK=2") not in wanted
 
 

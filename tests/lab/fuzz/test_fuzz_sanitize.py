@@ -49,6 +49,7 @@ def fuzz(tmp_path, said: str, *arguments: str, path: str | None = None) -> subpr
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
+@pytest.mark.extended
 def test_a_clean_run_is_counted_and_recorded(tmp_path):
     record = tmp_path / "fuzz.json"
     given = ("--sanitize", "memcheck", "--op", "softmax", "--cases", "5", "--workers", "2", "--seed", "3")
@@ -108,10 +109,10 @@ INLINED = (
             {},
         ),
         (
-            "========= Error: Race reported between Write access at masked_softmax_forward+0x70 in masks.py:9\n"
-            "=========     and Read access at masked_softmax_forward+0x90 in masks.py:10 [64 hazards]\n"
+            "========= Error: Race reported between Write access at masked_softmax_resident+0x70 in masks.py:9\n"
+            "=========     and Read access at masked_softmax_resident+0x90 in masks.py:10 [64 hazards]\n"
             "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n",
-            {"masked_softmax_forward": 1},
+            {"masked_softmax_resident": 1},
             {},
         ),
     ],

@@ -282,6 +282,7 @@ def test_a_lesson_prints_itself(capsys):
 
 
 @pytest.mark.compiled
+@pytest.mark.extended
 def test_a_lesson_runs_without_a_gpu_from_a_process_that_does_not_interpret():
     command = [sys.executable, "-m", "fused_softmax.lab.lessons.l04_persistent"]
     no_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
