@@ -12,6 +12,7 @@ from itertools import product
 
 import pytest
 import torch
+from launches import masked_launch
 from params import few
 
 from fused_softmax.lab import cross_compile as compiled
@@ -145,14 +146,29 @@ def test_statistics_do_not_spill(of):
 @pytest.mark.parametrize(("mask", "causal"), [(0, True), (1, False), (2, False), (2, True)])
 def test_masked_softmax_does_not_spill(n_cols, mask, causal):
     x = torch.empty(4, n_cols, dtype=torch.bfloat16)
-    op = masked_softmax.FORWARD[mask]
-    plan = op.planner(problem_of(x, x), SM_90)
     given = None if mask == 0 else torch.empty(2, n_cols, dtype=torch.bfloat16 if mask == 2 else torch.bool)
-    read, of_mask, of_strides = masks.describe_mask(given, x.view(2, 2, n_cols), plan, x, forward=True)
-    flags = (*of_mask, ("CAUSAL", causal), ("ZERO", False))
-    numbers = (*of_strides, 0.5)
-    launch = row_launch(op, (x, x), (read,), numbers, flags, plan, SM_90)
+    launch, _ = masked_launch(x, given, causal, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "of",
+    few(
+        [(2040, "apart", True), (12264, "out of phase", True)],
+        [*product((448, 512, 2040, 4072, 8168, 12264, 16384), ("apart", "out of phase"), (False, True))],
+    ),
+    ids=str,
+)
+def test_masks_in_any_place_do_not_spill(of):
+    """Columns that are apart, or vectors that are not the row's, take more registers than caps leave."""
+    n_cols, lies, causal = of
+    memory = torch.empty(4 * n_cols + 64, dtype=torch.bfloat16)
+    mask = (
+        memory.as_strided((2, n_cols), (1, 2)) if lies == "apart" else memory[1:].as_strided((2, n_cols), (n_cols, 1))
+    )
+    launch, _ = masked_launch(torch.empty(4, n_cols, dtype=torch.bfloat16), mask, causal, SM_90)
+    used = compiled.cross_compile(launch, "sm_90")
+    assert used.spilled_bytes == 0 and launch.meta["MASK_COLS"] == (2 if lies == "apart" else 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -210,6 +210,17 @@ def shards_of_softmax(target: str) -> Iterator[Named]:
                 yield f"{launch.kernel.fn.__name__} {dtype} {n_cols}", as_called(launch), chosen
 
 
+def masked_launch(
+    x: torch.Tensor, mask: torch.Tensor | None, causal: bool, device: Device, zero: bool = False
+) -> tuple[Launch, Plan]:
+    """masked_softmax of 4 rows x as scores (2, 2, n_cols), by the plan that a call takes."""
+    scores = x.as_strided((2, 2, x.shape[1]), (2 * x.stride(0), x.stride(0), 1), x.storage_offset())
+    found = masked_softmax.forward_of(scores, (x, x), mask, causal, zero, device, False)
+    chosen = found.op.plan((x, x), device, False)
+    numbers = (*found.order, *found.numbers, 0.5)
+    return row_launch(found.op, (x, x), (found.read,), numbers, found.flags, chosen, device), chosen
+
+
 def masks(target: str) -> Iterator[Named]:
     """masked_softmax under each kind of mask, and its gradient."""
     device = DEVICES[target]
@@ -217,16 +228,9 @@ def masks(target: str) -> Iterator[Named]:
         for n_cols in (64, 1001, 1024, 4096, 16384, 50257, 262144, 2097152):
             x = torch.empty(4, n_cols, dtype=dtype)
             for kind in ("causal", "boolean", "additive"):
-                op = masked_softmax.FORWARD[("causal", "boolean", "additive").index(kind)]
-                chosen = op.planner(problem_of(x, x), device)
                 mask = torch.empty(2, n_cols, dtype=torch.bool if kind == "boolean" else dtype)
-                scores = x.view(2, 2, n_cols)
-                read, of_mask, of_strides = describe_mask(
-                    None if kind == "causal" else mask, scores, chosen, x, forward=True
-                )
-                flags = (*of_mask, ("CAUSAL", kind == "causal"), ("ZERO", False))
-                numbers = (*of_strides, 0.5)
-                launch = row_launch(op, (x, x), (read,), numbers, flags, chosen, device)
+                given = None if kind == "causal" else mask
+                launch, chosen = masked_launch(x, given, kind == "causal", device)
                 yield f"masked_softmax {kind} {dtype} {n_cols}", as_called(launch), chosen
             chosen = masked_softmax.BACKWARD[False].planner(problem_of(x, x, x, backward=True), device)
             if chosen.regime != "two_pass":

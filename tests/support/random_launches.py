@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 
 import torch
-from launches import Named, as_called
+from launches import Named, as_called, masked_launch
 
 from fused_softmax.launch import (
     cross_entropy,
@@ -153,13 +153,17 @@ def statistics(rng: Random, device: Device) -> Iterator[Named]:
 
 def masked_rows(rng: Random, device: Device) -> Iterator[Named]:
     n_cols, dtype = _width(rng, MASKED_ENDS, ROW_COLS), rng.choice(DTYPES)
+    lies: tuple[int, ...]
     lies, kind, causal, backward = _rows(rng, n_cols), rng.choice((0, 1, 2)), rng.random() < 0.5, rng.random() < 0.4
     causal, zero = causal or kind == 0, rng.random() < 0.3
     x, mask = _matrix(n_cols, dtype, *lies), None
     if backward:
         kind = min(kind, 1)
     if kind:
-        mask = torch.empty(2, n_cols, dtype=torch.bool if kind == 1 else dtype, device="meta")
+        strides, first = rng.choice((((n_cols, 1), 0), ((n_cols, 1), 0), ((n_cols, 1), 1), ((1, 2), 0)))
+        memory = torch.empty(2 * n_cols + 1, dtype=torch.bool if kind == 1 else dtype, device="meta")[first:]
+        mask = memory.as_strided((2, n_cols), strides)
+        lies = (*lies, *strides, first)
     scores = x.as_strided((2, 2, n_cols), (2 * x.stride(0), x.stride(0), 1), x.storage_offset())
     name = f"masked{' backward' * backward} {dtype} {n_cols} {lies} mask {kind}{' causal' * causal}"
     if backward:
@@ -169,11 +173,7 @@ def masked_rows(rng: Random, device: Device) -> Iterator[Named]:
         flags, numbers = (*of_mask, ("CAUSAL", causal)), (*row_order(2), *of_strides, 0.5)
         yield name, row_launch(op, (x, x, x), (read,), numbers, flags, chosen, device), chosen
         return
-    op = masked_softmax.FORWARD[kind]
-    chosen = op.planner(problem_of(x, x), device)
-    read, of_mask, of_strides = describe_mask(mask, scores, chosen, x, forward=True)
-    flags, numbers = (*of_mask, ("CAUSAL", causal), ("ZERO", zero)), (*of_strides, 0.5)
-    yield name, row_launch(op, (x, x), (read,), numbers, flags, chosen, device), chosen
+    yield name, *masked_launch(x, mask, causal, device, zero)
 
 
 def _planes(rng: Random, n_cols: int, inner: int, dtypes: tuple[torch.dtype, ...]) -> tuple[torch.Tensor, ...]:

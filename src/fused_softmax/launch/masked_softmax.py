@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..planning.masked_softmax import plan_masked
-from ..planning.types import Plan
+from ..planning.masked_softmax import crowds, plan_masked, plan_uncapped
+from ..planning.types import Device, Plan
 from .cache import Cache
 from .compile import kernel_loader
 from .context import is_batch_invariant
@@ -21,6 +21,7 @@ from .launcher import RowOp, always, device_of, launch_rows, planned, prepare_ro
 from .layout import empty, rows_of, rows_or_copy, starts
 from .masks import ORDER, describe_mask, kind_of, queries_of, row_order, row_schedule
 from .options import Flags
+from .prepared_calls import contiguous_strides
 from .torch_private import current_device, empty_strided_cuda
 
 
@@ -53,14 +54,49 @@ def _forward(plan: Plan) -> Any:
     return (_two_pass if plan.regime == "two_pass" else _resident)()
 
 
-def _op(kernel: Callable[[Plan], Any], mask: int, backward: bool) -> RowOp:
-    planner = functools.lru_cache(functools.partial(plan_masked, mask=mask))
+def _op(kernel: Callable[[Plan], Any], mask: int, backward: bool, planner: Callable[..., Plan] = plan_masked) -> RowOp:
+    planner = functools.lru_cache(functools.partial(planner, mask=mask))
     return RowOp(planner, kernel, backward=backward, aligned=True)
 
 
 # by the kind of mask that they read (`kind_of`), as masks take registers
 FORWARD = {kind: _op(_forward, kind, False) for kind in (0, 1, 2)}
+UNCAPPED = {kind: _op(_forward, kind, False, plan_uncapped) for kind in (0, 1, 2)}
 BACKWARD = {kind: _op(always(_backward), kind, True) for kind in (0, 1)}
+
+
+class Masked(NamedTuple):
+    """What a launch under a mask takes besides the rows."""
+
+    op: RowOp
+    read: Tensor  # the mask, as the kernel reads it
+    flags: Flags
+    order: tuple[int, ...]  # of the rows
+    numbers: tuple[int, ...]  # of the mask; scale follows them
+
+
+def forward_of(
+    x: Tensor, rows: tuple[Tensor, ...], mask: Tensor | None, causal: bool, zero: bool, device: Device,
+    invariant: bool,
+) -> Masked:  # fmt: skip
+    """The forward of scores x, folded to `rows` (x, y), under a mask."""
+    kind = kind_of(mask)
+    plan = FORWARD[kind].plan(rows, device, invariant)
+    read, flags, numbers = describe_mask(mask, x, plan, rows[-1], forward=True)
+    op = (UNCAPPED if crowds(plan, dict(flags)["MASK_COLS"], causal) else FORWARD)[kind]
+    return Masked(op, read, (*flags, ("CAUSAL", causal), ("ZERO", zero)), numbers[:ORDER], numbers[ORDER:])
+
+
+def backward_of(
+    y: Tensor, rows: tuple[Tensor, ...], mask: Tensor | None, causal: bool, device: Device, invariant: bool
+) -> Masked | None:
+    """The gradient of y, folded to `rows` (y, dy, dx), under a mask; None where a row does not fit on chip."""
+    op = BACKWARD[kind_of(mask)]
+    plan = op.plan(rows, device, invariant)
+    if plan.regime == "two_pass":
+        return None
+    read, flags, numbers = describe_mask(mask, y, plan, rows[0])
+    return Masked(op, read, (*flags, ("CAUSAL", causal)), row_order(queries_of(y)), numbers)
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -79,12 +115,10 @@ def masked_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, z
     n_rows, n_cols = x_rows.shape
     y_rows = empty((n_rows, n_cols), (n_cols, 1), x.dtype, x)
     y = y_rows if x.dim() == 2 else y_rows.view(x.shape)
-    op, invariant = FORWARD[kind_of(mask)], is_batch_invariant()
-    plan = op.plan((x_rows, y_rows), device_of(x), invariant)
-    read, of_mask, numbers = describe_mask(mask, x, plan, y_rows, forward=True)
+    rows, invariant = (x_rows, y_rows), is_batch_invariant()
+    op, read, flags, order, numbers = forward_of(x, rows, mask, causal, zero, device_of(x), invariant)
     (read,) = starts((read,), numbers[-1])
-    flags: Flags = (*of_mask, ("CAUSAL", causal), ("ZERO", zero))
-    launch_rows(op, (x_rows, y_rows), (read,), (*numbers, scale), flags, invariant=invariant)
+    launch_rows(op, rows, (read,), (*order, *numbers, scale), flags, invariant=invariant)
     return y
 
 
@@ -92,26 +126,17 @@ def planned_forward(x: Tensor, mask: Tensor | None) -> Plan | str:
     """The plan of scores x under such a mask, or why its kernel did not compile in this process."""
     x_rows = rows_or_copy(x)
     y_rows = torch.empty(x_rows.shape, dtype=x.dtype, device="meta")
-    op = FORWARD[kind_of(mask)]
-    plan = op.plan((x_rows, y_rows), device_of(x), is_batch_invariant())
-    read, of_mask, _ = describe_mask(mask, x, plan, y_rows, forward=True)
-    flags = (*of_mask, ("CAUSAL", False), ("ZERO", False))
-    return planned(op, (x_rows, y_rows), (read.dtype,), flags, x)
+    rows = (x_rows, y_rows)
+    op, read, flags, *_ = forward_of(x, rows, mask, False, False, device_of(x), is_batch_invariant())
+    return planned(op, rows, (read.dtype,), flags, x)
 
 
-def planned_backward(x: Tensor, mask: Tensor | None) -> Plan | str:
-    """The plan of the gradient of scores x under such a mask, as `planned_forward`.
-
-    A two_pass plan stands for rows that softmax's own gradient takes.
-    """
+def planned_backward(x: Tensor, mask: Tensor | None) -> Plan | str | None:
+    """The plan of the gradient of scores x under such a mask, as `planned_forward`; None where none takes a row."""
     rows = (torch.empty((x.numel() // x.shape[-1], x.shape[-1]), dtype=x.dtype, device="meta"),) * 3
     boolean = mask is not None and mask.dtype is torch.bool
-    op = BACKWARD[boolean]
-    plan = op.plan(rows, device_of(x), is_batch_invariant())
-    if plan.regime == "two_pass":
-        return plan
-    read, of_mask, _ = describe_mask(mask if boolean else None, x, plan, rows[0])
-    return planned(op, rows, (read.dtype,), (*of_mask, ("CAUSAL", False)), x)
+    found = backward_of(x, rows, mask if boolean else None, False, device_of(x), is_batch_invariant())
+    return None if found is None else planned(found.op, rows, (found.read.dtype,), found.flags, x)
 
 
 def masked_backward(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor | None:
@@ -127,13 +152,12 @@ def masked_backward(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, ca
         return call(tensors, mask, scale)
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     rows = (_rows(y), _rows(dy.to(y.dtype)), _rows(dx))
-    op, invariant = BACKWARD[kind_of(mask)], is_batch_invariant()
-    plan = op.plan(rows, device_of(y), invariant)
-    if plan.regime == "two_pass":
+    invariant = is_batch_invariant()
+    found = backward_of(y, rows, mask, causal, device_of(y), invariant)
+    if found is None:
         return None
-    read, of_mask, numbers = describe_mask(mask, y, plan, rows[0])
-    order = row_order(queries_of(y))
-    launch_rows(op, rows, (read,), (*order, *numbers, scale), (*of_mask, ("CAUSAL", causal)), invariant=invariant)
+    numbers = (*found.order, *found.numbers, scale)
+    launch_rows(found.op, rows, (found.read,), numbers, found.flags, invariant=invariant)
     return dx
 
 
@@ -172,36 +196,41 @@ def _call(
     return None if found is False or current_device() != x.get_device() else found
 
 
+def _rows_of_call(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """A call's tensors and its output, folded to rows; None where one of them is copied first."""
+    out = torch.empty(tensors[0].shape, dtype=tensors[0].dtype, device=tensors[0].device)
+    rows = tuple(_rows(t) for t in (*tensors, out))
+    copied = any(t.data_ptr() != r.data_ptr() for t, r in zip(tensors, rows, strict=False))
+    return None if copied or out.data_ptr() % 32 else rows
+
+
 def _prepare_forward(tensors: tuple[Tensor, ...], mask: Tensor | None, causal: bool, zero: bool) -> Any:
-    flags: Flags = (("CAUSAL", causal), ("ZERO", zero))
-    return _prepare(FORWARD[kind_of(mask)], tensors, mask, flags)
+    rows, (x,) = _rows_of_call(tensors), tensors
+    if rows is None:
+        return False
+    return _prepare(x, rows, mask, forward_of(x, rows, mask, causal, zero, device_of(x), is_batch_invariant()))
 
 
 def _prepare_backward(tensors: tuple[Tensor, ...], mask: Tensor | None, causal: bool, zero: bool) -> Any:
-    return _prepare(BACKWARD[kind_of(mask)], tensors, mask, (("CAUSAL", causal),))
-
-
-def _prepare(op: RowOp, tensors: tuple[Tensor, ...], mask: Tensor | None, flags: Flags) -> Any:
-    """The call; False where one of the tensors is copied first, or a row of a gradient does not fit on chip."""
-    x = tensors[0]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows = tuple(_rows(t) for t in (*tensors, out))
-    copied = any(t.data_ptr() != r.data_ptr() for t, r in zip(tensors, rows, strict=False))
-    invariant = is_batch_invariant()
-    plan = op.plan(rows, device_of(x), invariant)
-    if copied or out.data_ptr() % 32 or (op.backward and plan.regime == "two_pass"):
+    rows, y = _rows_of_call(tensors), tensors[0]
+    if rows is None:
         return False
-    read, of_mask, numbers = describe_mask(mask, x, plan, rows[-1], forward=not op.backward)
+    found = backward_of(y, rows, mask, causal, device_of(y), is_batch_invariant())
+    return False if found is None else _prepare(y, rows, mask, found)
+
+
+def _prepare(x: Tensor, rows: tuple[Tensor, ...], mask: Tensor | None, found: Masked) -> Any:
+    """The call; False where the mask is copied first."""
+    op, read, flags, order, of_mask = found
     if mask is not None and read.data_ptr() != mask.data_ptr():
         return False
-    to_mask = 0 if op.backward else numbers[-1] * read.element_size()
+    to_mask = 0 if op.backward else of_mask[-1] * read.element_size()
     if to_mask:
-        (read,) = starts((read,), numbers[-1])
-    launch = prepare_rows(op, rows, (read,), (*of_mask, *flags), invariant).at
+        (read,) = starts((read,), of_mask[-1])
+    launch = prepare_rows(op, rows, (read,), flags, is_batch_invariant()).at
     shape, dtype, n_cols = tuple(x.shape), x.dtype, x.shape[-1]
-    strides = out.stride()
+    strides = contiguous_strides(shape)
     known_rows, of_two, backward = rows[0].shape[0], x.dim() == 2, op.backward
-    order, of_rows = (row_order(queries_of(x)), numbers) if backward else (numbers[:ORDER], numbers[ORDER:])
 
     def call(tensors: tuple[Tensor, ...], mask: Tensor | None, scale: float) -> Tensor:
         if of_two:
@@ -215,7 +244,7 @@ def _prepare(op: RowOp, tensors: tuple[Tensor, ...], mask: Tensor | None, flags:
             y = _empty(shape, strides, dtype)
         address = y.data_ptr()
         vectors = (address if mask is None else mask.data_ptr() - to_mask,)
-        launch(n_rows, (*[t.data_ptr() for t in tensors], address), vectors, (*scheduled, *of_rows, scale))
+        launch(n_rows, (*[t.data_ptr() for t in tensors], address), vectors, (*scheduled, *of_mask, scale))
         return y
 
     return call

@@ -30,6 +30,7 @@ from .spatial_tables import (
     SHARED_BYTES,
     SKEWED_COLS,
     SKEWED_REGISTERS,
+    SOFTCAP_REGISTERS,
     SOFTMAX_PARTS_CHUNKS,
     STAGED_BYTES,
     STATISTICS_CHUNKS,
@@ -264,6 +265,11 @@ def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:
     if config is None:
         return parts_plan(problem, device)
     return replace(_configured(problem, device, config, loss=True), recompute=problem.itemsize == 2)
+
+
+def with_softcap(plan: Plan) -> Plan:
+    """The plan of a loss of softcapped logits, whose arithmetic takes more registers."""
+    return replace(plan, max_registers=SOFTCAP_REGISTERS[plan.max_registers])
 
 
 def plan_spatial_statistics(problem: SpatialProblem, device: Device) -> Plan:

@@ -20,7 +20,6 @@ from ..launch.launcher import planned
 from ..launch.masked_softmax import masked_backward, masked_forward, planned_backward, planned_forward
 from ..launch.softmax import softmax_backward, softmax_op
 from ..launch.torch_private import function_apply, profiling
-from ..planning.types import Plan
 from . import decompositions
 from .arguments import expect_floating, expect_layout, other_device_error
 from .decompositions import widened
@@ -77,7 +76,7 @@ def planned_masked_softmax(x: Tensor, mask: Tensor | None, backward: bool) -> An
     if mask is not None and mask.dtype is not torch.bool and mask.dtype not in _MASK_DTYPES:
         return f"a mask of {mask.dtype} is PyTorch's"
     plan = planned_backward(x, mask) if backward else planned_forward(x, mask)
-    if backward and isinstance(plan, Plan) and plan.regime == "two_pass":  # softmax's own gradient takes such rows
+    if plan is None:  # softmax's own gradient takes such rows
         op, flags = softmax_op(log=False, backward=True)
         rows = (torch.empty((x.numel() // x.shape[-1], x.shape[-1]), dtype=x.dtype, device="meta"),) * 3
         return planned(op, rows, (), flags, x)
