@@ -174,9 +174,11 @@ SKEWED = {
     "aligned": ((2, 19, 232), 64, 8, 2, 8, 8),
     "pairs": ((1, 9, 203), 64, 2, 1, 2, 2),
     "half sectors": ((2, 19, 232), 64, 2, 2, 8, 16),
+    "half sectors, many blocks": ((1, 5, 1000), 64, 2, 1, 8, 16),
     "odd, sectors": ((2, 37, 203), 128, 4, 4, 4, 16),
     "one sector": ((3, 21, 5), 64, 16, 1, 8, 16),
 }
+TWO_PHASES = ("twice an odd number", "aligned", "pairs")
 
 
 def run_skewed(tile: str, tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False) -> None:
@@ -188,6 +190,8 @@ def run_skewed(tile: str, tensors: tuple[torch.Tensor, ...], log: bool, backward
         problem, DEVICE, inner, cols, 1, ctas, recompute=size == 2, thread_bytes=vec * size, skewed=unit * size
     )
     assert (plan.vec, plan.skewed) == (vec, unit)
+    two_phases = tile in TWO_PHASES or ("half" in tile and size == 2)
+    assert plan.overlap == (unit if two_phases else 2 * unit)
     spatial.prepare(spatial.softmax_recipe(tensors, plan, log, backward, DEVICE), tensors)(tensors)
 
 

@@ -45,7 +45,7 @@ def softmax_spatial(
     RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 2, INNER, PTX)
-    declare_staging(SMEM_STAGED, COLS, INNER, VEC, PTX)
+    declare_staging(SMEM_STAGED, COLS, INNER, x_ptr.dtype.element_ty, PTX)
     pid, column = share_of(tl.program_id(0), CTAS, COLS, PTX)
     outer, is_outer = outer_of(pid // n_blocks, n_outer, OUTERS)
     first, exists = positions_of(pid % n_blocks, inner, INNER, VEC)
@@ -115,7 +115,7 @@ def softmax_spatial_backward(
     RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 1, INNER, PTX)
-    declare_staging(SMEM_STAGED, COLS, INNER, VEC, PTX)
+    declare_staging(SMEM_STAGED, COLS, INNER, dy_ptr.dtype.element_ty, PTX)
     pid, column = share_of(tl.program_id(0), CTAS, COLS, PTX)
     outer, is_outer = outer_of(pid // n_blocks, n_outer, OUTERS)
     first, exists = positions_of(pid % n_blocks, inner, INNER, VEC)

@@ -21,11 +21,13 @@ from .common.spatial_skewed import (
     load_skewed,
     merge_max_sum,
     merge_sum,
+    owned,
     skewed_start,
     store_ends,
     store_skewed,
     vectors_of,
 )
+from .common.spatial_staging import await_staged, chunk_of, declare_staging, stage_skewed
 from .common.spatial_tiles import softmax_reads
 from .common.tiles import READS
 
@@ -39,31 +41,39 @@ def softmax_spatial_skewed(
     n_blocks: Int32,  # of positions
     x_outer: Int64, x_col: Int64, y_outer: Int64, y_col: Int64,
     LOG: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
-    UNIT: tl.constexpr, CHUNKS: tl.constexpr, RECOMPUTE: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+    UNIT: tl.constexpr, OVERLAP: tl.constexpr, CHUNKS: tl.constexpr, SMEM_STAGED: tl.constexpr,
+    RECOMPUTE: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 2, INNER, PTX)
     declare_skewed(2, COLS, INNER, UNIT, PTX)
+    declare_staging(SMEM_STAGED, COLS, INNER, x_ptr.dtype.element_ty, PTX)
     pid, column = share_of(tl.program_id(0), CTAS, COLS, PTX)
     outer, block = (pid // n_blocks).to(tl.int64), (pid % n_blocks).to(tl.int64)
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
-    x_start, phase = skewed_start(outer, column, block, x_outer, x_col, INNER, UNIT)
-    y_start, _ = skewed_start(outer, column, block, y_outer, y_col, INNER, UNIT)
+    FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
+    BLOCK: tl.constexpr = INNER - OVERLAP  # positions from a block to the next one
+    x_start, phase = skewed_start(outer, column, block, x_outer, x_col, BLOCK, UNIT)
+    y_start, _ = skewed_start(outer, column, block, y_outer, y_col, BLOCK, UNIT)
     place = tl.arange(0, INNER)[None, None, :]
     start = vectors_of(phase, INNER, VEC)
-    first, end = bounds_of(block, inner, INNER, UNIT)
-    POLICY: tl.constexpr = softmax_reads(x_ptr.dtype.element_ty, CHUNKS * STEP, INNER, False)
+    first, end = bounds_of(block, inner, BLOCK, INNER, UNIT)
+    stage_skewed(x_ptr, x_start, phase, x_col, first, end, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
+    POLICY: tl.constexpr = softmax_reads(x_ptr.dtype.element_ty, CHUNKS * STEP, INNER, SMEM_STAGED > 0)
     x = load_skewed(
         x_ptr + x_start + place, x_col, column, n_cols, start, first, end, -float("inf"), CHUNKS, STEP, INNER, VEC,
-        POLICY,
+        FIRST, POLICY,
     )  # fmt: skip
     m = x[0]
-    for c in tl.static_range(1, CHUNKS):
+    for c in tl.static_range(1, CHUNKS - FIRST):
         m = maximum(m, x[c], PTX)
+    await_staged(SMEM_STAGED, PTX)
+    for c in tl.static_range(FIRST):
+        m = maximum(m, chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX)
     m = tl.maximum(m.to(tl.float32), LOWEST)
     s = tl.zeros_like(m)
     exps = ()
     for c in tl.static_range(CHUNKS):
-        e = exp(upcast(x[c], PTX, RECOMPUTE) - m)
+        e = exp(upcast(chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE) - m)
         s += e
         exps = exps + (e,)
     before = first_phase(outer, x_outer, x_col, CTAS, COLS, UNIT)
@@ -78,12 +88,14 @@ def softmax_spatial_skewed(
     elif not LOG:
         by = exp(m - top) * total
     y_at = y_ptr + y_start + place
+    own = owned(first, phase, INNER, UNIT, OVERLAP)
     for c in tl.static_range(CHUNKS):
         if n_cols > c * STEP:  # always, and a branch, over which ptxas moves no instruction: it spills otherwise
-            y = _output(x[c], exps[c], top, total, base, shift, by, LOG, RECOMPUTE, FUSED, PTX)
-            store_skewed(y_at, y, c, y_col, column, n_cols, start, first, end, CHUNKS, STEP, INNER, VEC, UNIT)
+            x_c = chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX)
+            y = _output(x_c, exps[c], top, total, base, shift, by, LOG, RECOMPUTE, FUSED, PTX)
+            store_skewed(y_at, y, c, y_col, column, n_cols, own, start, first, end, CHUNKS, STEP, INNER, VEC)
             if has_ends(first, end, INNER, UNIT):
-                store_ends(y_at, y, c, y_col, column, n_cols, start, first, end, CHUNKS, STEP, INNER, VEC, UNIT)
+                store_ends(y_at, y, c, y_col, column, n_cols, own, start, first, end, CHUNKS, STEP, INNER, VEC)
 
 
 @triton.jit
@@ -109,29 +121,41 @@ def softmax_spatial_skewed_backward(
     n_blocks: Int32,
     y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64, dx_outer: Int64, dx_col: Int64,
     LOG: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
-    UNIT: tl.constexpr, CHUNKS: tl.constexpr, RECOMPUTE: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+    UNIT: tl.constexpr, OVERLAP: tl.constexpr, CHUNKS: tl.constexpr, SMEM_STAGED: tl.constexpr,
+    RECOMPUTE: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 1, INNER, PTX)
     declare_skewed(1, COLS, INNER, UNIT, PTX)
+    declare_staging(SMEM_STAGED, COLS, INNER, dy_ptr.dtype.element_ty, PTX)
     pid, column = share_of(tl.program_id(0), CTAS, COLS, PTX)
     outer, block = (pid // n_blocks).to(tl.int64), (pid % n_blocks).to(tl.int64)
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
-    y_start, phase = skewed_start(outer, column, block, y_outer, y_col, INNER, UNIT)
-    dy_start, _ = skewed_start(outer, column, block, dy_outer, dy_col, INNER, UNIT)
-    dx_start, _ = skewed_start(outer, column, block, dx_outer, dx_col, INNER, UNIT)
+    FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
+    BLOCK: tl.constexpr = INNER - OVERLAP  # positions from a block to the next one
+    y_start, phase = skewed_start(outer, column, block, y_outer, y_col, BLOCK, UNIT)
+    dy_start, _ = skewed_start(outer, column, block, dy_outer, dy_col, BLOCK, UNIT)
+    dx_start, _ = skewed_start(outer, column, block, dx_outer, dx_col, BLOCK, UNIT)
     place = tl.arange(0, INNER)[None, None, :]
     start = vectors_of(phase, INNER, VEC)
-    first, end = bounds_of(block, inner, INNER, UNIT)
+    first, end = bounds_of(block, inner, BLOCK, INNER, UNIT)
+    stage_skewed(dy_ptr, dy_start, phase, dy_col, first, end, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
     dy = load_skewed(
         dy_ptr + dy_start + place, dy_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, INNER, VEC,
-        READS,
+        FIRST, READS,
     )  # fmt: skip
     y = load_skewed(
-        y_ptr + y_start + place, y_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, INNER, VEC, READS
+        y_ptr + y_start + place, y_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, INNER, VEC, 0, READS
     )
     d = tl.zeros(dy[0].shape, tl.float32)
-    for c in tl.static_range(CHUNKS):
-        dy_c = upcast(dy[c], PTX, RECOMPUTE)
+    for c in tl.static_range(FIRST, CHUNKS):
+        dy_c = upcast(dy[c - FIRST], PTX, RECOMPUTE)
+        y_c = dy_c  # unused where LOG
+        if not LOG:
+            y_c = upcast(y[c], PTX, RECOMPUTE)
+        d += gradient_term(y_c, dy_c, LOG)
+    await_staged(SMEM_STAGED, PTX)
+    for c in tl.static_range(FIRST):
+        dy_c = upcast(chunk_of(dy, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE)
         y_c = dy_c  # unused where LOG
         if not LOG:
             y_c = upcast(y[c], PTX, RECOMPUTE)
@@ -139,9 +163,11 @@ def softmax_spatial_skewed_backward(
     before = first_phase(outer, y_outer, y_col, CTAS, COLS, UNIT)
     d = merge_sum(d, phase, before, y_col, CTAS, VEC, UNIT, THREADS, PTX)
     dx_at = dx_ptr + dx_start + place
+    own = owned(first, phase, INNER, UNIT, OVERLAP)
     for c in tl.static_range(CHUNKS):
         if n_cols > c * STEP:  # always, and a branch, over which ptxas moves no instruction: it spills otherwise
-            dx = gradient(upcast(y[c], PTX, RECOMPUTE, True), upcast(dy[c], PTX, RECOMPUTE, True), d, LOG)
-            store_skewed(dx_at, dx, c, dx_col, column, n_cols, start, first, end, CHUNKS, STEP, INNER, VEC, UNIT)
+            dy_again = upcast(chunk_of(dy, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE, True)
+            dx = gradient(upcast(y[c], PTX, RECOMPUTE, True), dy_again, d, LOG)
+            store_skewed(dx_at, dx, c, dx_col, column, n_cols, own, start, first, end, CHUNKS, STEP, INNER, VEC)
             if has_ends(first, end, INNER, UNIT):
-                store_ends(dx_at, dx, c, dx_col, column, n_cols, start, first, end, CHUNKS, STEP, INNER, VEC, UNIT)
+                store_ends(dx_at, dx, c, dx_col, column, n_cols, own, start, first, end, CHUNKS, STEP, INNER, VEC)

@@ -95,6 +95,8 @@ def cross_compile(launch: Launch, target: str) -> Resources:
 def compile_for(launch: Launch, target: str) -> Any:
     """The triton CompiledKernel of `launch` for `target` ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", ...).
 
+    As on a GPU, a cap on registers with which ptxas spills is dropped (`launch.compile.built_without_spills`).
+
     Tensors among its arguments stand for device pointers of their dtype, 16-byte aligned when their data_ptr is; they
     are not read, so CPU and meta tensors will do. Raises RuntimeError in a process where Triton interprets kernels,
     ValueError for a target of another form; what Triton or ptxas raise passes through.
@@ -103,7 +105,7 @@ def compile_for(launch: Launch, target: str) -> Any:
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
-    from fused_softmax.launch.compile import make_clusters
+    from fused_softmax.launch.compile import built_without_spills, make_clusters
 
     kernel = launch.kernel
     if not isinstance(kernel, JITFunction):
@@ -113,13 +115,17 @@ def compile_for(launch: Launch, target: str) -> Any:
         )
     gpu = _gpu_target(target)
     backend = make_backend(gpu)
-    meta = {"debug": False, "instrumentation_mode": "", **launch.meta}
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, _ = binder(*launch.args, **meta)
-    options, signature, constexprs, attrs = kernel._pack_args(backend, meta, bound, specialization, None)
-    source = ASTSource(kernel, signature, constexprs, attrs)
-    compiled = triton.compile(source, target=gpu, options=options.__dict__)
-    make_clusters(compiled, kernel, launch.meta)
+
+    def build(given: Mapping[str, Any]) -> Any:
+        meta = {"debug": False, "instrumentation_mode": "", **given}
+        bound, specialization, _ = binder(*launch.args, **meta)
+        options, signature, constexprs, attrs = kernel._pack_args(backend, meta, bound, specialization, None)
+        source = ASTSource(kernel, signature, constexprs, attrs)
+        return triton.compile(source, target=gpu, options=options.__dict__)
+
+    compiled, meta = built_without_spills(build, kernel, launch.meta, _spilled_bytes)
+    make_clusters(compiled, kernel, meta)
     return compiled
 
 
@@ -165,6 +171,10 @@ def _gpu_target(target: str) -> Any:
     if re.fullmatch(r"gfx\w+", target):
         return GPUTarget("hip", target, 64 if target.startswith("gfx9") else 32)
     raise ValueError(f"target {target!r} is neither sm_<capability> nor gfx<architecture>")
+
+
+def _spilled_bytes(compiled: Any) -> int:
+    return _cubin_usage(compiled.asm["cubin"])[1] if "cubin" in compiled.asm else 0
 
 
 def _cubin_usage(cubin: bytes) -> tuple[int, int, int]:

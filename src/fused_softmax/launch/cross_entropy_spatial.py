@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..planning.spatial import plan_spatial_loss, with_softcap
+from ..planning.spatial import plan_spatial_loss
 from ..planning.types import Device, Plan
 from .cache import Cache
 from .compile import assert_options, early_start, kernel_loader
@@ -158,7 +158,6 @@ def loss_recipe(
     of_op = dict(op.kind.flags)
     mean = op.reduction == "mean"
     if plan.regime != "spatial_two_pass":
-        plan = with_softcap(plan) if op.kind.arithmetic == "capped" else plan
         flags = dict(LOSS=loss, GRADIENT=gradient, UPSTREAM=upstream, UNLESS_ONE=unless_one, INPLACE=inplace)
         flags |= dict(WAITS=waits and device.supports_pdl, TRIGGER=device.supports_pdl and loss == SUM_OF_LOSSES)
         step = resident_step(_loss(), (x, dx), 8, plan, device, MEAN=mean, CROPPED=crop is not None, **flags, **of_op)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..planning.masked_softmax import crowds, plan_masked, plan_uncapped
+from ..planning.masked_softmax import plan_masked
 from ..planning.types import Device, Plan
 from .cache import Cache
 from .compile import kernel_loader
@@ -54,14 +54,13 @@ def _forward(plan: Plan) -> Any:
     return (_two_pass if plan.regime == "two_pass" else _resident)()
 
 
-def _op(kernel: Callable[[Plan], Any], mask: int, backward: bool, planner: Callable[..., Plan] = plan_masked) -> RowOp:
-    planner = functools.lru_cache(functools.partial(planner, mask=mask))
+def _op(kernel: Callable[[Plan], Any], mask: int, backward: bool) -> RowOp:
+    planner = functools.lru_cache(functools.partial(plan_masked, mask=mask))
     return RowOp(planner, kernel, backward=backward, aligned=True)
 
 
 # by the kind of mask that they read (`kind_of`), as masks take registers
 FORWARD = {kind: _op(_forward, kind, False) for kind in (0, 1, 2)}
-UNCAPPED = {kind: _op(_forward, kind, False, plan_uncapped) for kind in (0, 1, 2)}
 BACKWARD = {kind: _op(always(_backward), kind, True) for kind in (0, 1)}
 
 
@@ -80,10 +79,9 @@ def forward_of(
     invariant: bool,
 ) -> Masked:  # fmt: skip
     """The forward of scores x, folded to `rows` (x, y), under a mask."""
-    kind = kind_of(mask)
-    plan = FORWARD[kind].plan(rows, device, invariant)
+    op = FORWARD[kind_of(mask)]
+    plan = op.plan(rows, device, invariant)
     read, flags, numbers = describe_mask(mask, x, plan, rows[-1], forward=True)
-    op = (UNCAPPED if crowds(plan, dict(flags)["MASK_COLS"], causal) else FORWARD)[kind]
     return Masked(op, read, (*flags, ("CAUSAL", causal), ("ZERO", zero)), numbers[:ORDER], numbers[ORDER:])
 
 

@@ -150,7 +150,7 @@ def _meta(kernel: Any, plan: Plan, device: Device, **flags: Any) -> dict[str, An
     known = dict(
         OUTERS=plan.outers, CTAS=plan.ctas, COLS=plan.vectors_per_chunk, INNER=plan.rows, VEC=plan.vec,
         CHUNKS=plan.chunks, UNPREDICATED=plan.unpredicated_chunks, RECOMPUTE=plan.recompute,
-        SMEM_STAGED=plan.smem_staged, UNIT=plan.skewed, THREADS=plan.num_warps * device.warp_size,
+        SMEM_STAGED=plan.smem_staged, UNIT=plan.skewed, OVERLAP=plan.overlap, THREADS=plan.num_warps * device.warp_size,
         INVARIANT=plan.invariant, PTX=device.ptx, TRIGGER=device.supports_pdl, WAITS=False,
     )  # fmt: skip
     known |= flags
@@ -182,7 +182,8 @@ def _sizes(t: Tensor, plan: Plan) -> tuple[int, int, int]:
     """(n_cols, inner in units of the plan's vectors, blocks of positions)."""
     _, n_cols, inner = t.shape
     if plan.skewed:
-        return n_cols, inner, -(-inner // (plan.rows - 2 * plan.skewed))
+        # a block may end half a unit before the next one begins, where tiles overlap by one
+        return n_cols, inner, -(-(inner + plan.skewed - plan.overlap // 2) // (plan.rows - plan.overlap))
     return n_cols, inner // plan.vec, -(-inner // plan.rows)
 
 

@@ -20,8 +20,6 @@ from .types import Device, Plan, Problem
 
 # the tables of each kind of mask, by the numbers of the kernels: none, boolean, additive
 KINDS = ("unmasked", "boolean", "additive")
-# how a mask's columns lie, as `kernels.common.masks` numbers it
-STRIDED, SHIFTED = 2, 3
 
 
 def plan_masked(problem: Problem, device: Device, mask: int) -> Plan:
@@ -85,22 +83,6 @@ def plan_masked(problem: Problem, device: Device, mask: int) -> Plan:
     if mask and chosen.regime == "block":
         recompute, why = False, f"the row stays in one program, {chosen.chunks} vector(s) per thread"
     return replace(chosen, unpredicated_chunks=full, max_registers=registers, recompute=recompute, why=why)
-
-
-def plan_uncapped(problem: Problem, device: Device, mask: int) -> Plan:
-    """The plan of `plan_masked` for a mask that `crowds` its threads."""
-    return replace(plan_masked(problem, device, mask), max_registers=None)
-
-
-def crowds(plan: Plan, mask_cols: int, causal: bool) -> bool:
-    """Whether a thread keeps more than the plan's cap on registers leaves room for.
-
-    mask_cols: how the mask's columns lie, as the kernel numbers it. Columns that are apart take an address each, and
-    vectors that are not an aligned row's are read twice. With the caps of other masks Triton 3.7 spilled up to 480
-    bytes of them, and 64 bytes of causal rows of 8 vectors on a cluster.
-    """
-    shifted = mask_cols == SHIFTED and not plan.unaligned
-    return mask_cols == STRIDED or shifted or (causal and plan.ctas > 1 and plan.chunks > 7 and not plan.unaligned)
 
 
 def _narrow_plan(problem: Problem, device: Device, kind: str) -> Plan | None:

@@ -30,7 +30,6 @@ from .spatial_tables import (
     SHARED_BYTES,
     SKEWED_COLS,
     SKEWED_REGISTERS,
-    SOFTCAP_REGISTERS,
     SOFTMAX_PARTS_CHUNKS,
     STAGED_BYTES,
     STATISTICS_CHUNKS,
@@ -59,12 +58,14 @@ def resident_plan(
     where = f"the {ctas} CTAs of a cluster" if ctas > 1 else "one program"
     tile = f"a skewed tile of {inner}" if skewed else f"{inner}"
     why = f"the columns of {tile} position(s) stay in {where}, in {chunks} chunk(s) of {cols * ctas} columns"
+    unit = skewed // problem.itemsize
+    overlap = unit if 2 * problem.vec >= unit else 2 * unit
     return Plan(
         "spatial" if ctas == 1 else "spatial_cluster", rows=inner, ctas=ctas, warps_per_row=1, vectors_per_chunk=cols,
         vec=thread_bytes // problem.itemsize if skewed else min(problem.vec, inner), chunks=chunks,
         unpredicated_chunks=0 if skewed else problem.n_cols // (cols * ctas),
         unaligned=False, recompute=recompute, num_warps=num_warps, max_registers=max_registers, why=why, outers=outers,
-        smem_staged=staged, invariant=problem.batch_invariant, skewed=skewed // problem.itemsize,
+        smem_staged=staged, invariant=problem.batch_invariant, skewed=unit, overlap=overlap,
     )  # fmt: skip
 
 
@@ -169,14 +170,16 @@ def _configured(
     if config.held is not None:
         # next to (maximum, sum) of each position: of each CTA, twice of its own, and a number of each warp
         other = (8 * config.ctas + 16 + 4 * warps) * inner
-        room = min(STAGED_BYTES, SHARED_BYTES - other) // (warps * device.warp_size * VECTOR_BYTES)
+        if config.skewed:  # and those of each element of a chunk, and a gap after each 16 positions
+            other += 8 * (cols * inner + config.skewed // problem.itemsize + inner // 16)
+        room = max(0, min(STAGED_BYTES, SHARED_BYTES - other)) // (warps * device.warp_size * config.thread_bytes)
         most = room if config.most_staged is None else min(room, config.most_staged)
         staged = min(max(0, -(-problem.n_cols // (cols * config.ctas)) - config.held), most)
         recompute = True  # a chunk that is read a second time is not kept
     registers = config.max_registers
     if config.skewed and registers is None:
         chunks = -(-problem.n_cols // (cols * config.ctas))
-        held = (1 + problem.backward) * chunks * config.thread_bytes // 4
+        held = ((1 + problem.backward) * chunks - staged) * config.thread_bytes // 4
         registers = next(cap for most, cap in SKEWED_REGISTERS[problem.backward, config.num_warps] if held <= most)
     return resident_plan(
         problem, device, inner, cols, warps, config.ctas, recompute, registers, config.thread_bytes, staged,
@@ -194,7 +197,7 @@ def _configs(
     unaligned = problem.vec < problem.full_vec // 2 and not problem.batch_invariant
     # elements that are read one by one take more registers, and so does a cast
     clusters = problem.dtype == problem.out_dtype
-    staged = device.supports_smem_staging and problem.vec == problem.full_vec
+    staged = device.supports_smem_staging
     skewed = problem.in_phase and device.kind != "hip"
 
     def fits(config: SpatialConfig) -> bool:
@@ -204,7 +207,7 @@ def _configs(
             config.least_cols <= problem.n_cols <= config.max_cols
             and (not special or (problem.inner >= 4 * config.inner and not problem.batch_invariant))
             and (config.ctas == 1 or (clusters and device.max_cluster >= config.ctas))
-            and (config.held is None or staged)
+            and (config.held is None or (staged and (config.skewed > 0 or problem.vec == problem.full_vec)))
             and (not config.skewed or skewed)
             and config.whole_sectors in (None, problem.whole_sectors)
         )
@@ -265,11 +268,6 @@ def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:
     if config is None:
         return parts_plan(problem, device)
     return replace(_configured(problem, device, config, loss=True), recompute=problem.itemsize == 2)
-
-
-def with_softcap(plan: Plan) -> Plan:
-    """The plan of a loss of softcapped logits, whose arithmetic takes more registers."""
-    return replace(plan, max_registers=SOFTCAP_REGISTERS[plan.max_registers])
 
 
 def plan_spatial_statistics(problem: SpatialProblem, device: Device) -> Plan:

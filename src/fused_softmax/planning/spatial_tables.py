@@ -56,7 +56,15 @@ ON_CHIP = {
         SpatialConfig(76, 1, 2, 128),
         SpatialConfig(176, 1, 4, 128, thread_bytes=8),
         SpatialConfig(352, 2, 8, 256, thread_bytes=8, skewed=32, whole_sectors=False),
-        SpatialConfig(736, 4, 8, 256, thread_bytes=8, skewed=32, whole_sectors=False),
+        SpatialConfig(448, 4, 8, 256, thread_bytes=8, skewed=32, whole_sectors=False),
+        SpatialConfig(960, 8, 4, 128, thread_bytes=8, skewed=32, whole_sectors=False),
+        SpatialConfig(1088, 4, 8, 128, thread_bytes=8, skewed=32, whole_sectors=False, max_registers=80, held=4),
+        SpatialConfig(1216, 4, 8, 128, thread_bytes=8, skewed=32, whole_sectors=False),
+        SpatialConfig(1280, 8, 8, 128, thread_bytes=8, skewed=32, whole_sectors=False, max_registers=80),
+        SpatialConfig(1536, 8, 8, 128, thread_bytes=8, skewed=32, whole_sectors=False, max_registers=64, held=4),
+        SpatialConfig(2176, 8, 8, 128, thread_bytes=8, skewed=32, whole_sectors=False, max_registers=80, held=4),
+        SpatialConfig(2944, 8, 8, 128, thread_bytes=8, skewed=32, whole_sectors=False),
+        SpatialConfig(4864, 16, 8, 128, thread_bytes=8, skewed=32, whole_sectors=False),
         SpatialConfig(256, 1, 4, 64),
         SpatialConfig(352, 1, 4, 64, max_registers=96, held=4, whole_sectors=True),
         SpatialConfig(512, 1, 4, 64, max_registers=128, held=1, whole_sectors=True),
@@ -68,11 +76,9 @@ ON_CHIP = {
         SpatialConfig(1024, 4, 4, 128, max_registers=128, held=4, whole_sectors=False),
         SpatialConfig(1088, 2, 4, 32, max_registers=128, whole_sectors=True),
         SpatialConfig(1216, 4, 4, 64, max_registers=128, held=1, whole_sectors=False),
-        SpatialConfig(1472, 8, 8, 256, thread_bytes=8, skewed=32, whole_sectors=False),
         SpatialConfig(1536, 4, 4, 64, max_registers=96, held=4, whole_sectors=True),
         SpatialConfig(1664, 8, 4, 128, max_registers=128, held=4, whole_sectors=False),
         SpatialConfig(2048, 4, 4, 64, max_registers=128, held=1, whole_sectors=True),
-        SpatialConfig(2944, 8, 8, 128, thread_bytes=8, skewed=32, whole_sectors=False, least_cols=2401),
         SpatialConfig(2944, 8, 4, 64, max_registers=128, held=6, whole_sectors=False),
         SpatialConfig(3072, 8, 4, 64, max_registers=96, held=4, whole_sectors=True),
         SpatialConfig(4096, 8, 4, 64, max_registers=128, held=1, whole_sectors=True),
@@ -239,9 +245,6 @@ LOSS = {
         SpatialConfig(2048, 1, 16, 16),
     ),
 }
-# the caps of LOSS where logits are softcapped, which takes some registers more: those of one program fewer on a
-# multiprocessor. Compiled for sm_90 by Triton 3.7, not timed: 3,323 bfloat16 classes with weights spilled 144 bytes
-SOFTCAP_REGISTERS: dict[int | None, int | None] = {96: 128, 112: 168, 128: 168, 168: None, None: None}
 # the same as LOSS where runs of positions start anywhere, so that elements are read one by one. Without caps of
 # registers: a 16-bit element takes a register until it is packed, so that few loads are in flight at a cap
 UNALIGNED_LOSS = {
@@ -274,6 +277,7 @@ UNALIGNED = {
         SpatialConfig(1152, 8, 4, 128, thread_bytes=8, skewed=8),
         SpatialConfig(1408, 4, 8, 128, thread_bytes=8, skewed=8),
         SpatialConfig(2944, 8, 8, 128, thread_bytes=8, skewed=8),
+        SpatialConfig(3136, 8, 8, 128, thread_bytes=8, skewed=16, max_registers=128, held=4),
         SpatialConfig(4864, 16, 8, 128, thread_bytes=8, skewed=8, max_registers=128),
         SpatialConfig(40, 1, 2, 256),
         SpatialConfig(96, 1, 2, 64, whole_sectors=False),
@@ -289,7 +293,8 @@ UNALIGNED = {
         SpatialConfig(512, 1, 4, 32, max_registers=128),
     ),
     (False, 4): (
-        SpatialConfig(6, 1, 2, 256),
+        SpatialConfig(2, 1, 4, 256),
+        SpatialConfig(6, 1, 1, 128),
         SpatialConfig(56, 1, 4, 128, skewed=16),
         SpatialConfig(96, 2, 4, 128, skewed=32),
         SpatialConfig(208, 4, 4, 128, skewed=32),
@@ -325,8 +330,8 @@ UNALIGNED = {
         SpatialConfig(96, 2, 4, 128, thread_bytes=8, skewed=8),
         SpatialConfig(304, 4, 4, 128, thread_bytes=8, skewed=8),
         SpatialConfig(640, 8, 4, 128, thread_bytes=8, skewed=8),
-        SpatialConfig(1344, 16, 4, 128, thread_bytes=8, skewed=8),
-        SpatialConfig(2688, 16, 8, 128, thread_bytes=8, skewed=8, max_registers=128),
+        SpatialConfig(1344, 16, 4, 128, thread_bytes=8, skewed=16),
+        SpatialConfig(2688, 16, 8, 128, thread_bytes=8, skewed=16, max_registers=128),
         SpatialConfig(44, 1, 4, 128),
         SpatialConfig(192, 1, 4, 32),
         SpatialConfig(256, 4, 4, 64, max_registers=96),

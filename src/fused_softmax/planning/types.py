@@ -57,6 +57,21 @@ class Device:
         return {"enable_fp_fusion": True, "num_stages": num_stages or (3 if self.kind == "cuda" else 2)}
 
 
+def looser_cap(cap: int, num_warps: int) -> int | None:
+    """The next looser cap on the registers of a thread, on any CUDA device; None where there is none.
+
+    All registers that as many programs leave on a multiprocessor, or fewer. Programs of few warps take the steps of
+    four warps, because each cap that is tried is a compilation.
+
+    >>> looser_cap(96, 4), looser_cap(112, 4), looser_cap(80, 1), looser_cap(128, 16)
+    (128, 128, 96, None)
+    """
+    registers, threads = Device.registers, max(4, num_warps) * Device.warp_size
+    programs = range(registers // (cap * threads), 0, -1)
+    caps = (min(255, registers // (n * threads) // 8 * 8) for n in programs)
+    return next((looser for looser in caps if looser > cap), None)
+
+
 def cuda_device(major: int, minor: int) -> Device:
     """The Device of a CUDA compute capability, at least 8.0."""
     max_cluster = {9: 16, 10: 16}.get(major, 8 if major > 8 else 1)
@@ -194,6 +209,7 @@ class Plan:
     part_cols: int = 0  # columns of the part that a program reduces, where programs share the columns
     invariant: bool = False  # columns are merged in an order that no layout changes
     skewed: int = 0  # positions: each column of a tile starts at its own multiple of so many; 0: all start together
+    overlap: int = 0  # positions that a skewed tile shares with the next one
     finish_chunks: int = 0  # where programs share the columns: chunks of one that writes, if not `chunks`
 
     def constexprs(self) -> dict[str, object]:

@@ -15,6 +15,9 @@ complete where all columns of the tile have it. All units of a column, except th
 positions are complete, and a program writes these. So tiles overlap by 2*UNIT positions, and every unit has one writer.
 The first unit of a run is the first block's.
 
+Where columns start at multiples of UNIT/2, there are two phases, and one unit of each column is not complete: the first
+one of phase UNIT, and the last one of phase UNIT/2. Tiles overlap by UNIT positions then. OVERLAP says which it is.
+
 `inner` and strides count elements here. Vectors that lie in two columns, at the ends of a run, are written one by one.
 """
 
@@ -32,19 +35,12 @@ def _log2(n: int) -> int:
     return n.bit_length() - 1
 
 
-@triton.constexpr_function
-def step_of(INNER: int, UNIT: int) -> int:
-    """Positions from a block to the next one."""
-    return INNER - 2 * UNIT
-
-
 @triton.jit
-def skewed_start(outer, column, block, outer_stride, col_stride, INNER: tl.constexpr, UNIT: tl.constexpr):
+def skewed_start(outer, column, block, outer_stride, col_stride, STEP: tl.constexpr, UNIT: tl.constexpr):
     """(offset of each column's first element in the tile, a multiple of UNIT; its phase, 1 to UNIT).
 
-    # column, results: [COLS, 1, 1]
+    # column, results: [COLS, 1, 1]. STEP: positions from a block to the next one
     """
-    STEP: tl.constexpr = step_of(INNER, UNIT)
     at = outer * outer_stride + column.to(tl.int64) * col_stride + block.to(tl.int64) * STEP - 1
     group = at >> _log2(UNIT)
     return group * UNIT, (at - group * UNIT).to(tl.int32) + 1
@@ -58,9 +54,9 @@ def first_phase(outer, outer_stride, col_stride, CTAS: tl.constexpr, COLS: tl.co
 
 
 @triton.jit
-def bounds_of(block, inner, INNER: tl.constexpr, UNIT: tl.constexpr):
+def bounds_of(block, inner, STEP: tl.constexpr, INNER: tl.constexpr, UNIT: tl.constexpr):
     """(first, end) of the positions that exist, from the block's first one on; at least -UNIT, at most 2*INNER."""
-    before = block * step_of(INNER, UNIT)
+    before = block * STEP
     return tl.maximum(-before, -UNIT).to(tl.int32), tl.minimum(inner - before, 2 * INNER).to(tl.int32)
 
 
@@ -73,15 +69,15 @@ def vectors_of(phase, INNER: tl.constexpr, VEC: tl.constexpr):
 @triton.jit
 def load_skewed(
     at, col_stride, column, n_cols, start, first, end, fill, CHUNKS: tl.constexpr, COLS: tl.constexpr,
-    INNER: tl.constexpr, VEC: tl.constexpr, POLICY: tl.constexpr,
+    INNER: tl.constexpr, VEC: tl.constexpr, FIRST: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """All chunks, one tile each. start: of `vectors_of`; first, end: of `bounds_of`. COLS: columns of a chunk.
+    """Chunks FIRST .. CHUNKS-1, one tile each. start: of `vectors_of`; first, end: of `bounds_of`. COLS: of a chunk.
 
     The last vector of the last column may lie half outside the tensor, so it is read one by one.
     """
     exists = (start + VEC > first) & (start < end)
     tiles = ()
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(FIRST, CHUNKS):
         here = at + (c * COLS) * col_stride
         if c < CHUNKS - 1:
             tile = tl.load(here, mask=exists, other=fill, eviction_policy=POLICY)
@@ -99,10 +95,14 @@ def load_skewed(
 
 
 @triton.jit
-def _owned(first, INNER: tl.constexpr, UNIT: tl.constexpr):
-    """Whether a block writes an element: its unit is not the column's last one, nor the first one of a later block."""
+def owned(first, phase, INNER: tl.constexpr, UNIT: tl.constexpr, OVERLAP: tl.constexpr):
+    """Whether a block writes an element: its unit is complete, or the first one of a run.  # [COLS or 1, 1, INNER]"""
     unit = tl.arange(0, INNER)[None, None, :] // UNIT
-    return ((unit > 0) | (first == 0)) & (unit < INNER // UNIT - 1)
+    if OVERLAP == UNIT:
+        late = (phase == UNIT).to(tl.int32)
+        return ((unit >= late) | (first == 0)) & (unit < INNER // UNIT - 1 + late)
+    else:
+        return ((unit > 0) | (first == 0)) & (unit < INNER // UNIT - 1)
 
 
 @triton.jit
@@ -113,11 +113,11 @@ def has_ends(first, end, INNER: tl.constexpr, UNIT: tl.constexpr):
 
 @triton.jit
 def store_skewed(
-    at, value, C: tl.constexpr, col_stride, column, n_cols, start, first, end, CHUNKS: tl.constexpr, COLS: tl.constexpr,
-    INNER: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+    at, value, C: tl.constexpr, col_stride, column, n_cols, own, start, first, end, CHUNKS: tl.constexpr,
+    COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Writes the vectors of chunk C that lie in one column, in the output's dtype."""
-    writes = _owned(first, INNER, UNIT) & (start >= first) & (start + VEC <= end)
+    """Writes the vectors of chunk C that lie in one column, in the output's dtype. own: of `owned`."""
+    writes = own & (start >= first) & (start + VEC <= end)
     if C == CHUNKS - 1:
         writes = writes & (column < n_cols - C * COLS)
     tl.store(at + (C * COLS) * col_stride, value.to(at.dtype.element_ty), mask=writes)
@@ -125,13 +125,18 @@ def store_skewed(
 
 @triton.jit
 def store_ends(
-    at, value, C: tl.constexpr, col_stride, column, n_cols, start, first, end, CHUNKS: tl.constexpr, COLS: tl.constexpr,
-    INNER: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr,
+    at, value, C: tl.constexpr, col_stride, column, n_cols, own, start, first, end, CHUNKS: tl.constexpr,
+    COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Writes the elements of chunk C in vectors that lie in two columns."""
     position = start + tl.arange(0, INNER)[None, None, :] % VEC
-    own = _owned(first, INNER, UNIT) & ((start < first) | (start + VEC > end))
-    writes = own & (position >= first) & (position < end) & (column < n_cols - C * COLS)
+    writes = (
+        own
+        & ((start < first) | (start + VEC > end))
+        & (position >= first)
+        & (position < end)
+        & (column < n_cols - C * COLS)
+    )
     tl.store(at + (C * COLS) * col_stride, value.to(at.dtype.element_ty), mask=writes)
 
 

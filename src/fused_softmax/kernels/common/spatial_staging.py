@@ -1,9 +1,9 @@
 """Stages chunks of a tile in shared memory, where registers have no room for them.
 
 Registers limit how many programs share a multiprocessor, and so how many bytes are in flight. Shared memory is idle at
-that time. So the first chunks of a tile are copied there asynchronously, past the registers (cp.async), 16 bytes for
-each element of a tensor of addresses. After `await_staged` every thread fetches the elements that it holds of a chunk,
-in the layout of a tile that is in registers. It reads them a second time instead of keeping them.
+that time. So the first chunks of a tile are copied there asynchronously, past the registers (cp.async), 8 or 16 bytes
+for each element of a tensor of addresses. After `await_staged` every thread fetches the elements that it holds of a
+chunk, in the layout of a tile that is in registers. It reads them a second time instead of keeping them.
 
 The interpreter stages nothing: it loads these chunks as all others.
 """
@@ -20,41 +20,45 @@ def _declare_ptx(n_bytes: int) -> str:
 
 
 @triton.constexpr_function
-def _copy_ptx(start: int) -> str:
-    """$1: the address; $2: which 16 bytes of the chunk; $3: 16, or 0 where nothing is read."""
+def _copy_ptx(start: int, n_bytes: int) -> str:
+    """$1: the address; $2: which n_bytes of the chunk; $3: n_bytes, or 0 where nothing is read."""
+    through = "cg" if n_bytes == 16 else "ca"
     ptx = ["{", ".reg .b32 slot, staged;", ".reg .b64 source, policy;", "mov.u32 staged, spatial_staged;"]
-    ptx += ["mad.lo.u32 slot, $2, 16, staged;", "cvta.to.global.u64 source, $1;"]
+    ptx += [f"mad.lo.u32 slot, $2, {n_bytes}, staged;", "cvta.to.global.u64 source, $1;"]
     ptx += ["createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"]  # as `tiles.READS`
-    ptx += [f"cp.async.cg.shared.global.L2::cache_hint [slot+{start}], [source], 16, $3, policy;"]
+    ptx += [f"cp.async.{through}.shared.global.L2::cache_hint [slot+{start}], [source], {n_bytes}, $3, policy;"]
     return "\n".join([*ptx, "mov.u32 $0, 0;", "}"])
 
 
 @triton.constexpr_function
-def _fetch_ptx(start: int, itemsize: int) -> str:
-    """$4: the element of the chunk."""
+def _fetch_ptx(start: int, itemsize: int, vec: int) -> str:
+    """After the words of the result: the element of the chunk."""
+    words = vec * itemsize // 4
     ptx = ["{", ".reg .b32 slot, staged;", "mov.u32 staged, spatial_staged;"]
-    ptx += [f"mad.lo.u32 slot, $4, {itemsize}, staged;"]
-    return "\n".join([*ptx, f"ld.volatile.shared.v4.b32 {{$0, $1, $2, $3}}, [slot+{start}];", "}"])
+    ptx += [f"mad.lo.u32 slot, ${words}, {itemsize}, staged;"]
+    result = ", ".join(f"${i}" for i in range(words))
+    return "\n".join([*ptx, f"ld.volatile.shared.v{words}.b32 {{{result}}}, [slot+{start}];", "}"])
 
 
 @triton.constexpr_function
-def _fetch_constraints(vec: int) -> str:
-    return ",".join(["=r"] * 4 + ["r"] * (vec + 4))
+def _fetch_constraints(itemsize: int, vec: int) -> str:
+    words = vec * itemsize // 4
+    return ",".join(["=r"] * words + ["r"] * (vec + words))
 
 
 @triton.jit
 def declare_staging(
-    SMEM_STAGED: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr
+    SMEM_STAGED: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr
 ):
     """Room for SMEM_STAGED chunks."""
     if SMEM_STAGED > 0 and PTX:
-        ASM: tl.constexpr = _declare_ptx(SMEM_STAGED * COLS * INNER * 16 // VEC)
+        ASM: tl.constexpr = _declare_ptx(SMEM_STAGED * COLS * INNER * DTYPE.primitive_bitwidth // 8)
         tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def copy_vectors(at, slot, n_bytes, START: tl.constexpr):
-    ASM: tl.constexpr = _copy_ptx(START)
+def copy_vectors(at, slot, n_bytes, START: tl.constexpr, BYTES: tl.constexpr):
+    ASM: tl.constexpr = _copy_ptx(START, BYTES)
     tl.inline_asm_elementwise(ASM, "=r,l,r,r", [at, slot, n_bytes], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -75,7 +79,29 @@ def stage(
         at = (ptr + (outer * outer_stride + first) * VEC).to(tl.int64)
         at = at + (column.to(tl.int64) * col_stride + vector) * 16
         for c in tl.static_range(SMEM_STAGED):
-            copy_vectors(at + (c * STEP * 16) * col_stride, slot, n_bytes, c * COLS * VECTORS * 16)
+            copy_vectors(at + (c * STEP * 16) * col_stride, slot, n_bytes, c * COLS * VECTORS * 16, 16)
+
+
+@triton.jit
+def stage_skewed(
+    ptr, column_start, phase, col_stride, first, end, SMEM_STAGED: tl.constexpr, STEP: tl.constexpr,
+    COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """`stage` for a skewed tile.  # column_start, phase: of `skewed_start`; first, end: of `bounds_of`
+
+    Strides count elements. Vectors that lie in two columns are copied whole: no staged chunk has the last column.
+    """
+    if SMEM_STAGED > 0 and PTX:
+        VECTORS: tl.constexpr = INNER // VEC
+        ITEMSIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+        BYTES: tl.constexpr = VEC * ITEMSIZE
+        vector = tl.arange(0, VECTORS)[None, None, :]
+        slot = tl.arange(0, COLS)[:, None, None] * VECTORS + vector
+        start = vector * VEC - phase
+        n_bytes = tl.where((start + VEC > first) & (start < end), BYTES, 0)
+        at = (ptr + column_start).to(tl.int64) + vector * BYTES
+        for c in tl.static_range(SMEM_STAGED):
+            copy_vectors(at + (c * STEP * ITEMSIZE) * col_stride, slot, n_bytes, c * COLS * VECTORS * BYTES, BYTES)
 
 
 @triton.jit
@@ -98,8 +124,9 @@ def chunk_of(
     elif C < SMEM_STAGED:
         # the operand is a tile that is in registers anyway: its layout tells which thread holds which elements
         element = tl.arange(0, COLS)[:, None, None] * INNER + tl.arange(0, INNER)[None, None, :]
-        ASM: tl.constexpr = _fetch_ptx(C * COLS * INNER * 16 // VEC, 16 // VEC)
-        CONSTRAINTS: tl.constexpr = _fetch_constraints(VEC)
+        ITEMSIZE: tl.constexpr = tiles[0].dtype.primitive_bitwidth // 8
+        ASM: tl.constexpr = _fetch_ptx(C * COLS * INNER * ITEMSIZE, ITEMSIZE, VEC)
+        CONSTRAINTS: tl.constexpr = _fetch_constraints(ITEMSIZE, VEC)
         return tl.inline_asm_elementwise(
             ASM, CONSTRAINTS, [element, tiles[0]], dtype=tiles[0].dtype, is_pure=False, pack=VEC
         )
