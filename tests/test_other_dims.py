@@ -253,6 +253,7 @@ def test_chunks_of_skewed_tiles_repeat_the_phases():
                 assert cols * config.ctas % repeats == 0, config
                 assert config.thread_bytes <= config.skewed < config.inner * itemsize / 4, config
                 assert config.ctas == 1 or config.inner <= config.num_warps * device.warp_size, config
+                assert not (backward and config.held), "such gradients stage nothing"
                 n_skewed += 1
     assert n_skewed > 20
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import fused_softmax as fs
+from fused_softmax.launch import spatial
+from fused_softmax.launch.device import device_of
+from fused_softmax.planning.types import Device, Plan
 
 pytestmark = pytest.mark.gpu
 
@@ -27,17 +32,48 @@ def expect_untouched(memory: torch.Tensor) -> None:
     assert (memory[:GUARD] == 7).all() and (memory[-GUARD:] == 7).all(), "written outside the output"
 
 
-def check_random(seed: int) -> bool:
-    """Checks one random problem; whether its tiles are skewed."""
-    rng = random.Random(seed)
+class Drawn(NamedTuple):
+    """A random problem: elements `more` lie behind each column."""
+
+    dtype: torch.dtype
+    shape: tuple[int, int, int]
+    more: int
+    log: bool
+
+    def of(self, make: Callable[..., torch.Tensor], device: str) -> torch.Tensor:
+        outer, n_cols, inner = self.shape
+        return make(outer, n_cols, inner + self.more, device=device).to(self.dtype)[..., :inner]
+
+    def plan(self, backward: bool, device: Device) -> Plan:
+        dense = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        tensors = (dense, dense, dense) if backward else (self.of(torch.empty, "meta"), dense)
+        return spatial.softmax_plan(tensors, self.log, backward, False, device)
+
+
+def drawn(rng: random.Random) -> Drawn:
     dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
     n_cols = round(2 ** rng.uniform(2.8, 12.3))
     inner = rng.choice((rng.randint(512, 1200), rng.randint(1024, 9000), 8 * rng.randint(128, 1100)))
     outer = max(1, min(rng.randint(1, 5), (1 << 24) // (n_cols * inner)))
-    log, shape = rng.random() < 0.4, (outer, n_cols, inner)
+    more = rng.choice((0, 0, 0, 1, 8, 16))
+    return Drawn(dtype, (outer, n_cols, inner), more, rng.random() < 0.4)
+
+
+def first_drawn(seed: int, kind: str, device: Device) -> Drawn:
+    """The first problem of a seed whose tiles are skewed, and of that kind."""
+    rng = random.Random(seed)
+    while True:
+        problem = drawn(rng)
+        plan = problem.plan(kind == "gradient", device)
+        if plan.skewed and (kind == "gradient" or (plan.smem_staged > 0) == (kind == "staged")):
+            return problem
+
+
+def check(problem: Drawn, seed: int) -> Plan | fs.Fallback:
+    """Checks a problem's softmax and its gradient; the plan of the softmax."""
+    dtype, shape, _, log = problem
     torch.manual_seed(seed)
-    more = rng.choice((0, 0, 0, 1, 8, 16))  # elements behind each column, or none
-    x = torch.randn(outer, n_cols, inner + more, device="cuda").mul_(3).to(dtype)[..., :inner]
+    x = problem.of(torch.randn, "cuda").mul_(3)
     x[0, 1, 0] = -float("inf")
     ours, torchs = (fs.log_softmax, torch.log_softmax) if log else (fs.softmax, torch.softmax)
     eps = torch.finfo(dtype).eps
@@ -62,9 +98,14 @@ def check_random(seed: int) -> bool:
         scale = p * (1 + g.abs() + (g * p).abs().sum(1, keepdim=True))
     within = (leaf.grad.double() - want).abs() <= (3e-6 + 2 * eps) * scale + 1e-7
     assert within.all(), ("gradient", seed, shape, dtype, log)
-    return bool(fs.plan_for(x.detach(), dim=1).skewed)
+    return fs.plan_for(x.detach(), dim=1)
 
 
-def test_random_columns():
-    skewed = sum(check_random(seed) for seed in range(12))
-    assert skewed >= 6, f"{skewed} of 12 plans are skewed"
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", ["held", "staged", "gradient"])
+def test_random_columns(kind: str, seed: int):
+    """`held`: softmax, all chunks in registers. `staged`: some in shared memory. `gradient`: held."""
+    device = device_of(torch.empty(0, device="cuda"))
+    problem = first_drawn(seed, kind, device)
+    ran = check(problem, seed)
+    assert kind == "gradient" or ran == problem.plan(False, device)

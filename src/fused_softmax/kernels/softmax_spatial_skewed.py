@@ -121,16 +121,14 @@ def softmax_spatial_skewed_backward(
     n_blocks: Int32,
     y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64, dx_outer: Int64, dx_col: Int64,
     LOG: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
-    UNIT: tl.constexpr, OVERLAP: tl.constexpr, CHUNKS: tl.constexpr, SMEM_STAGED: tl.constexpr,
-    RECOMPUTE: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+    UNIT: tl.constexpr, OVERLAP: tl.constexpr, CHUNKS: tl.constexpr, RECOMPUTE: tl.constexpr, THREADS: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 1, INNER, PTX)
     declare_skewed(1, COLS, INNER, UNIT, PTX)
-    declare_staging(SMEM_STAGED, COLS, INNER, dy_ptr.dtype.element_ty, PTX)
     pid, column = share_of(tl.program_id(0), CTAS, COLS, PTX)
     outer, block = (pid // n_blocks).to(tl.int64), (pid % n_blocks).to(tl.int64)
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
-    FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
     BLOCK: tl.constexpr = INNER - OVERLAP  # positions from a block to the next one
     y_start, phase = skewed_start(outer, column, block, y_outer, y_col, BLOCK, UNIT)
     dy_start, _ = skewed_start(outer, column, block, dy_outer, dy_col, BLOCK, UNIT)
@@ -138,24 +136,16 @@ def softmax_spatial_skewed_backward(
     place = tl.arange(0, INNER)[None, None, :]
     start = vectors_of(phase, INNER, VEC)
     first, end = bounds_of(block, inner, BLOCK, INNER, UNIT)
-    stage_skewed(dy_ptr, dy_start, phase, dy_col, first, end, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
     dy = load_skewed(
         dy_ptr + dy_start + place, dy_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, INNER, VEC,
-        FIRST, READS,
+        0, READS,
     )  # fmt: skip
     y = load_skewed(
         y_ptr + y_start + place, y_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, INNER, VEC, 0, READS
     )
     d = tl.zeros(dy[0].shape, tl.float32)
-    for c in tl.static_range(FIRST, CHUNKS):
-        dy_c = upcast(dy[c - FIRST], PTX, RECOMPUTE)
-        y_c = dy_c  # unused where LOG
-        if not LOG:
-            y_c = upcast(y[c], PTX, RECOMPUTE)
-        d += gradient_term(y_c, dy_c, LOG)
-    await_staged(SMEM_STAGED, PTX)
-    for c in tl.static_range(FIRST):
-        dy_c = upcast(chunk_of(dy, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE)
+    for c in tl.static_range(CHUNKS):
+        dy_c = upcast(dy[c], PTX, RECOMPUTE)
         y_c = dy_c  # unused where LOG
         if not LOG:
             y_c = upcast(y[c], PTX, RECOMPUTE)
@@ -166,7 +156,7 @@ def softmax_spatial_skewed_backward(
     own = owned(first, phase, INNER, UNIT, OVERLAP)
     for c in tl.static_range(CHUNKS):
         if n_cols > c * STEP:  # always, and a branch, over which ptxas moves no instruction: it spills otherwise
-            dy_again = upcast(chunk_of(dy, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE, True)
+            dy_again = upcast(dy[c], PTX, RECOMPUTE, True)
             dx = gradient(upcast(y[c], PTX, RECOMPUTE, True), dy_again, d, LOG)
             store_skewed(dx_at, dx, c, dx_col, column, n_cols, own, start, first, end, CHUNKS, STEP, INNER, VEC)
             if has_ends(first, end, INNER, UNIT):
