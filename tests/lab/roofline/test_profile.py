@@ -91,6 +91,17 @@ def test_profiles_are_told_apart_by_the_marker_and_compared_with_the_model(profi
     assert command[:3] == ["ncu", "--clock-control", "none"] and "--profile-from-start" in command
 
 
+def test_another_dimension_is_compared_with_what_it_must_move(profiler: Answers):
+    cells = 2 * 600 * 8200
+    run = ("fused_softmax", "softmax_backward", 2 * 8200, 600, "")
+    profiler.answers.append((0, said(run) + table(("spin_kernel", 0, 0), ("resident", 4.1 * cells, 2 * cells))))
+    (one,) = profile.profile([run[:2] + (600,)], "bfloat16", cells, "h200", 8200)
+    assert (one.n_rows, one.n_cols, one.inner) == (2 * 8200, 600, 8200) and one.predicted_read == 4 * cells
+    assert one.predicted_written < 2 * cells and one.counters["peak"] == 91.5
+    assert "softmax_backward of (2, 600, 8,200) over dimension 1, bfloat16" in profile.lines(one)[0]
+    assert json.loads(profiler[0][-1])["inner"] == 8200
+
+
 def test_counters_that_a_version_lacks_are_left_out(profiler: Answers):
     absent = METRICS["stall_imc_miss"]
     profiler.answers.append((1, f"==ERROR== Failed to find metric {absent}\n"))
@@ -147,3 +158,11 @@ def test_what_is_run_runs(system: str, op: str):
     call, arguments = profile.runnable(system, op, 4, 96, torch.float32, torch.device("cpu"))
     result = call(*arguments)
     assert as_tuple(result)[-1].shape == (4, 96)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("op", ["softmax", "softmax_backward"])
+def test_another_dimension_runs(op: str):
+    call, arguments = profile.runnable("fused_softmax", op, 6, 20, torch.float32, torch.device("cpu"), 3)
+    assert all(t.shape == (2, 20, 3) for t in arguments)
+    assert call(*arguments).shape == (2, 20, 3)

@@ -232,6 +232,10 @@ def profile(
         int, typer.Option(min=0, max=1000, help="draw so many widths, half of them odd, 1,024 to 262,144 columns")
     ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="the same seed draws the same --random-widths")] = 0,
+    inner: Annotated[
+        int,
+        typer.Option(min=1, help="widths are those of dimension 1 of (outer, width, INNER), of fused_softmax alone"),
+    ] = 1,
     record: Annotated[Path | None, typer.Option(help="write what was found to this file, as JSON")] = None,
 ) -> None:
     """Count what kernels do on this GPU with Nsight Compute, and compare with the model: bytes, peak, L2, stalls.
@@ -244,6 +248,7 @@ def profile(
         raise Refused(f"{dtype!r}: give one of {', '.join(DTYPE_NAMES.values())}", "--dtype")
     import torch
 
+    from fused_softmax.lab.bench.shapes import SHAPED_OPS
     from fused_softmax.lab.roofline import profile as profiling
     from fused_softmax.launch.device import interpreting
 
@@ -253,6 +258,10 @@ def profile(
         raise Refused(f"{unknown[0]!r} is none of all, {', '.join(profiling.EXPLAINED)}", "--op")
     if unknown := [name for name in named if name not in known]:
         raise Refused(f"{unknown[0]!r} is none of {', '.join(known)}", "--systems")
+    if inner > 1 and (floors or set(named) - {profiling.OURS} or not set(ops) <= set(SHAPED_OPS)):
+        raise Refused(f"counts fused_softmax alone, and of its ops {', '.join(SHAPED_OPS)}", "--inner")
+    if inner > 1 and not (asked or random_widths):
+        raise Refused("give --widths or --random-widths too", "--inner")
     if not torch.cuda.is_available() or interpreting():
         raise Refused("needs a GPU, and there is none that torch can use here: run it on a machine with one")
     from fused_softmax.lab.roofline import session
@@ -260,7 +269,7 @@ def profile(
 
     asked = (*asked, *session.random_widths(random_widths, seed))
     ops = ops if ops and "all" not in ops else tuple(profiling.EXPLAINED)
-    wanted = named or ((profiling.OURS,) if op else known)
+    wanted = named or ((profiling.OURS,) if op or inner > 1 else known)
     if asked:  # a lesson has one op
         of = {profiling.OURS: ops if op else ("softmax",)}
         runs = [(name, o, n_cols) for n_cols in asked for name in wanted for o in of.get(name, ("softmax",))]
@@ -273,7 +282,7 @@ def profile(
         print("\n".join(session.floor_lines(timed)))
     else:
         try:
-            profiles = profiling.profile(runs, found[0], elements, gpu)
+            profiles = profiling.profile(runs, found[0], elements, gpu, inner)
         except NoProfiler as error:
             stopped = str(error)
             print(f"no counters: {stopped}", file=sys.stderr)

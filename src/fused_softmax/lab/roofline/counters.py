@@ -16,6 +16,8 @@ COUNTERS: Mapping[str, str] = {
     "peak": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     "nanoseconds": "gpu__time_duration.sum",
     "l2_hits": "lts__t_sector_hit_rate.pct",
+    "l2_busy": "lts__t_sectors.avg.pct_of_peak_sustained_elapsed",
+    "issued": "sm__inst_issued.avg.pct_of_peak_sustained_active",
     "load_sectors": "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio",
     "store_sectors": "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio",
     "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",

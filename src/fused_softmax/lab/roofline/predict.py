@@ -84,6 +84,13 @@ def _this() -> Gpu:
     return this_gpu()
 
 
+def least_bytes(op: str, n_rows: int, n_cols: int, dtype: str, gpu: str) -> model.DramBytes:
+    """Bytes that any implementation of the op must move, over whatever dimension: each element once."""
+    least, itemsize = Traffic(*moved_elements(op, n_rows, n_cols)), DTYPES[dtype].itemsize
+    dram = model.DramBytes(least.reads * itemsize, least.writes * itemsize)
+    return replace(dram, unsent=model.unsent_bytes((dram.written,), gpu_named(gpu)))
+
+
 def predict(
     system: str, n_rows: int, n_cols: int, dtype: str, gpu: str | Gpu, op: str = "softmax", compile: bool = False
 ) -> Prediction:
@@ -169,4 +176,4 @@ def _instructions(kernel: Compiled | None, used: Resources | None, plan: Plan | 
     return sum(kernel.instructions.values()) * threads / (n_cols * (plan.rows if plan is not None else 1))
 
 
-__all__ = ["EXPLAINED", "Prediction", "gpu_named", "predict"]
+__all__ = ["EXPLAINED", "Prediction", "gpu_named", "least_bytes", "predict"]

@@ -22,7 +22,8 @@ from fused_softmax.lab.bench.ops import OPS
 from fused_softmax.lab.grading.subjects import SUBJECTS, subject_of
 from fused_softmax.lab.roofline import counters
 from fused_softmax.lab.roofline.counters import METRICS, NEEDED, STALLS, Kernel, NoProfiler
-from fused_softmax.lab.roofline.predict import EXPLAINED, OURS, Prediction, predict
+from fused_softmax.lab.roofline.model import DramBytes
+from fused_softmax.lab.roofline.predict import EXPLAINED, OURS, least_bytes, predict
 
 SECONDS = 300
 Run = tuple[str, str, int]  # system, op and width
@@ -48,6 +49,7 @@ class Profiled:
     microseconds: float
     predicted_read: int
     predicted_written: int
+    inner: int = 1  # positions: above 1, tensors are (n_rows / inner, n_cols, inner), and the op is over dimension 1
     # of the kernel that takes longest
     counters: Mapping[str, float] = field(default_factory=dict)
     failed: str = ""
@@ -109,18 +111,24 @@ def default_runs() -> list[Run]:
     return [*runs, *((name, op, 131072) for name, op in every if name in WIDE and not op.startswith("masked"))]
 
 
-def profile(runs: Sequence[Run], dtype: str, elements: int, gpu: str) -> list[Profiled]:
-    """Profile (system, op, width) on this GPU; NoProfiler where that cannot be done."""
-    shapes = [(system, op, max(1, elements // n_cols), n_cols) for system, op, n_cols in runs]
-    with ThreadPoolExecutor(8) as pool:  # some predictions compile, in processes of their own
-        said = pool.map(lambda shape: predict(shape[0], shape[2], shape[3], dtype, gpu, shape[1]), shapes)
-        predictions = dict(zip(shapes, said, strict=True))
-    ran, kernels = run_ncu({"shapes": shapes, "dtype": dtype})
+def profile(runs: Sequence[Run], dtype: str, elements: int, gpu: str, inner: int = 1) -> list[Profiled]:
+    """Profile (system, op, width) on this GPU; NoProfiler where that cannot be done.
+
+    inner: above 1, the widths are those of dimension 1 of tensors (outer, n_cols, inner), of OURS alone.
+    """
+    shapes = [(system, op, inner * max(1, elements // n_cols // inner), n_cols) for system, op, n_cols in runs]
+    if inner > 1:
+        said = {shape: (shape[1], least_bytes(*shape[1:], dtype, gpu)) for shape in shapes}
+    else:
+        with ThreadPoolExecutor(8) as pool:  # some predictions compile, in processes of their own
+            found = pool.map(lambda shape: predict(shape[0], shape[2], shape[3], dtype, gpu, shape[1]), shapes)
+            said = {shape: (one.op, one.dram) for shape, one in zip(shapes, found, strict=True)}
+    ran, kernels = run_ncu({"shapes": shapes, "dtype": dtype, "inner": inner})
     groups = grouped(kernels)
     if len(groups) != len(ran):
         raise NoProfiler(f"{len(ran)} systems ran, and ncu saw {len(groups)}")
     return [
-        _profiled(dtype, mine, predictions[tuple(shape)], failed)
+        _profiled(tuple(shape), dtype, inner, mine, *said[tuple(shape)], failed)
         for (*shape, failed), mine in zip(ran, groups, strict=True)
     ]
 
@@ -136,21 +144,28 @@ def grouped(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
     return groups
 
 
-def _profiled(dtype: str, kernels: Sequence[Kernel], said: Prediction, failed: str) -> Profiled:
+def _profiled(
+    shape: tuple[str, str, int, int], dtype: str, inner: int, kernels: Sequence[Kernel], op: str, dram: DramBytes,
+    failed: str,
+) -> Profiled:  # fmt: skip
     longest = max(kernels, key=lambda k: k.values.get("nanoseconds", 0.0), default=Kernel("", {}))
+    system, _, n_rows, n_cols = shape
     return Profiled(
-        said.system, said.op, dtype, said.n_rows, said.n_cols, tuple(k.name for k in kernels),
+        system, op, dtype, n_rows, n_cols, tuple(k.name for k in kernels),
         read=sum(k.values.get("read", 0.0) for k in kernels),
         written=sum(k.values.get("written", 0.0) for k in kernels),
         microseconds=sum(k.values.get("nanoseconds", 0.0) for k in kernels) / 1e3,
-        predicted_read=said.dram.read, predicted_written=said.dram.written - said.dram.unsent,
+        predicted_read=dram.read, predicted_written=dram.written - dram.unsent, inner=inner,
         counters=dict(longest.values), failed=failed,
     )  # fmt: skip
 
 
 def lines(found: Profiled) -> list[str]:
     """A profile in words and numbers."""
-    head = f"{found.system}, {found.op} of {found.n_rows:,} x {found.n_cols:,} {found.dtype}"
+    shape = f"{found.n_rows:,} x {found.n_cols:,}"
+    if found.inner > 1:
+        shape = f"({found.n_rows // found.inner:,}, {found.n_cols:,}, {found.inner:,}) over dimension 1,"
+    head = f"{found.system}, {found.op} of {shape} {found.dtype}"
     if found.failed:
         return [f"{head}: {found.failed}"]
     many = f"{len(found.kernels)} kernels" if len(found.kernels) > 1 else found.kernels[0]
@@ -167,6 +182,10 @@ def lines(found: Profiled) -> list[str]:
         out.append(f"    peak     {c['peak'] / 100:.2f} of the memory's peak throughput (higher is better)")
     if "l2_hits" in c:
         out.append(f"    L2       {c['l2_hits']:.0f} per cent of the sectors hit")
+    if "l2_busy" in c and "issued" in c:
+        out.append(
+            f"    busy     L2 {c['l2_busy'] / 100:.2f} of its sectors' peak, {c['issued'] / 100:.2f} of the issue slots"
+        )
     if "load_sectors" in c and "store_sectors" in c:
         out.append(
             f"    sectors  {c['load_sectors']:.1f} for each load of a warp, {c['store_sectors']:.1f} for each store"
@@ -182,9 +201,10 @@ def lines(found: Profiled) -> list[str]:
 
 
 def runnable(
-    system: str, op: str, n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device
+    system: str, op: str, n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, inner: int = 1
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What is run for a system, and its arguments: random ones."""
+    """What is run for a system, and its arguments: random ones; of positions of dimension 1 where inner is above 1."""
+    from fused_softmax.lab.bench.shapes import shaped
     from fused_softmax.lab.bench.systems import systems_for
 
     if system in SUBJECTS:
@@ -192,6 +212,10 @@ def runnable(
         x = torch.randn(n_rows, n_cols, device=device, dtype=dtype)
         return getattr(lesson, subject.function), subject.arguments(x)
     (entry,) = systems_for(op, (system,))
+    if inner > 1:
+        of_shape = shaped(op, n_rows // inner, inner, "")
+        assert entry.over is not None, f"{system} takes rows only"
+        return entry.over(of_shape), of_shape.inputs(n_rows, n_cols, dtype, device, 0)
     return entry.build(), OPS[op].inputs(n_rows, n_cols, dtype, device, 0)
 
 
@@ -202,7 +226,7 @@ def main() -> None:
     for system, op, n_rows, n_cols in job["shapes"]:
         failed, call, arguments = "", None, ()
         try:
-            call, arguments = runnable(system, op, n_rows, n_cols, dtype, torch.device("cuda"))
+            call, arguments = runnable(system, op, n_rows, n_cols, dtype, torch.device("cuda"), job["inner"])
             call(*arguments)
         except Exception as error:  # out of resources is a result
             failed = (str(error) or type(error).__name__).splitlines()[0][:160]
