@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -202,25 +204,44 @@ def surrounded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor
     return field[32 : n + 32].view(shape), field
 
 
-@pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
-@pytest.mark.parametrize("tile", SKEWED)
-def test_skewed_tiles(tile, dtype, log):
-    shape = SKEWED[tile][0]
+# shape, in units of 16 bytes of inner; positions of a tile, columns of a chunk, CTAs
+OVERLAPPING = {
+    "one block": ((2, 9, 3), 64, 4, 1),
+    "two blocks": ((2, 9, 9), 64, 4, 1),
+    "many blocks": ((3, 11, 31), 32, 2, 1),
+    "a last vector alone": ((1, 7, 29), 64, 2, 1),
+    "sectors": ((2, 7, 30), 64, 2, 1),
+    "on a cluster": ((2, 37, 21), 64, 2, 4),
+    "one column of each CTA": ((2, 19, 45), 64, 1, 2),
+}
+
+
+def run_overlapping(tile: str, tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False) -> None:
+    _, inner, cols, ctas = OVERLAPPING[tile]
+    problem = spatial.problem_of(*tensors, log=log, backward=backward)
+    assert problem.vec == problem.full_vec
+    plan = resident_plan(problem, DEVICE, inner, cols, 2, ctas, recompute=problem.itemsize == 2, overlaps=True)
+    plan = replace(plan, outers=1)
+    assert (plan.vec, plan.overlap, plan.skewed) == (problem.vec, problem.vec, 0)
+    spatial.prepare(spatial.softmax_recipe(tensors, plan, log, backward, DEVICE), tensors)(tensors)
+
+
+def check_tiles(run: Callable[..., None], shape: tuple[int, int, int], dtype: torch.dtype, log: bool) -> None:
+    """Softmax and its gradient over dimension 1, by run(tensors, log, backward), between sentinels."""
     x, _ = surrounded(shape, dtype)
     x.copy_(torch.randn(shape) * 3)
     x[0, 1, 0] = -float("inf")
     y, field = surrounded(shape, dtype)
-    run_skewed(tile, (x, y), log)
+    run((x, y), log)
     exact = (torch.log_softmax if log else torch.softmax)(x.double(), 1)
     assert torch.allclose(y.double(), exact, rtol=2 * torch.finfo(dtype).eps + 2e-6, atol=1e-6)
     first = torch.empty_like(x[:1])
-    run_skewed(tile, (x[:1], first), log)
+    run((x[:1], first), log)
     assert torch.equal(first, y[:1]), "bits depend on outer"
     dy, dx = torch.randn(shape).to(dtype), surrounded(shape, dtype)
     x[0, 1, 0] = 0.0
     y.copy_((torch.log_softmax if log else torch.softmax)(x.double(), 1))
-    run_skewed(tile, (y, dy, dx[0]), log, backward=True)
+    run((y, dy, dx[0]), log, backward=True)
     g, p = dy.double(), y.double()
     want = g - p.exp() * g.sum(1, keepdim=True) if log else p * (g - (g * p).sum(1, keepdim=True))
     scale = 1 + g.sum(1, keepdim=True).abs() if log else p * (g.abs() + (g * p).abs().sum(1, keepdim=True))
@@ -228,6 +249,21 @@ def test_skewed_tiles(tile, dtype, log):
     for result, memory in ((y, field), dx):
         result.fill_(SENTINEL)
         assert (memory == SENTINEL).all(), "written outside the output"
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("tile", SKEWED)
+def test_skewed_tiles(tile, dtype, log):
+    check_tiles(partial(run_skewed, tile), SKEWED[tile][0], dtype, log)
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("tile", OVERLAPPING)
+def test_overlapping_tiles(tile, dtype, log):
+    outer, n_cols, vectors = OVERLAPPING[tile][0]
+    check_tiles(partial(run_overlapping, tile), (outer, n_cols, vectors * 16 // dtype.itemsize), dtype, log)
 
 
 def test_skewed_tiles_are_for_tensors_of_equal_phases():

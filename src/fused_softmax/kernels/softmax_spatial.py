@@ -24,6 +24,7 @@ from .common.spatial_tiles import (
     GROUP,
     load_tiles,
     outer_of,
+    owned_positions,
     positions_of,
     softmax_reads,
     store_tile,
@@ -42,13 +43,14 @@ def softmax_spatial(
     x_outer: Int64, x_col: Int64, y_outer: Int64, y_col: Int64,
     LOG: tl.constexpr, OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
     VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, SMEM_STAGED: tl.constexpr,
-    RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+    OVERLAP: tl.constexpr, RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 2, INNER, PTX)
     declare_staging(SMEM_STAGED, COLS, INNER, x_ptr.dtype.element_ty, PTX)
     pid, column = share_of(tl.program_id(0), CTAS, COLS, PTX)
     outer, is_outer = outer_of(pid // n_blocks, n_outer, OUTERS)
-    first, exists = positions_of(pid % n_blocks, inner, INNER, VEC)
+    block = pid % n_blocks
+    first, exists = positions_of(block, inner, INNER, VEC, OVERLAP)
     if OUTERS > 1:
         exists = exists & is_outer
     x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
@@ -56,6 +58,7 @@ def softmax_spatial(
 
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
     FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
+    own = owned_positions(exists, outer, block, n_blocks, column, y_outer, y_col, first, STEP, INNER, VEC, OVERLAP)
     stage(x_ptr, outer, x_col, x_outer, first, column, inner, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
     POLICY: tl.constexpr = softmax_reads(x_ptr.dtype.element_ty, CHUNKS * STEP, INNER, SMEM_STAGED > 0)
     x = load_tiles(x_at, x_col, column, n_cols, exists, -float("inf"), CHUNKS, UNPREDICATED, STEP, VEC, FIRST, POLICY)
@@ -98,7 +101,7 @@ def softmax_spatial(
                     y = exp2_fma(upcast(x_c, PTX, True, True), base, shift, FUSED) * by
                 else:
                     y = exps[c] * by
-                store_tile(y_at, y, c, y_col, column, n_cols, exists, UNPREDICATED, STEP, VEC)
+                store_tile(y_at, y, c, y_col, column, n_cols, own, UNPREDICATED, STEP, VEC)
 
 
 @kernel(cta_programs=True)
@@ -112,13 +115,14 @@ def softmax_spatial_backward(
     y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64, dx_outer: Int64, dx_col: Int64,
     LOG: tl.constexpr, OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
     VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, SMEM_STAGED: tl.constexpr,
-    RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+    OVERLAP: tl.constexpr, RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 1, INNER, PTX)
     declare_staging(SMEM_STAGED, COLS, INNER, dy_ptr.dtype.element_ty, PTX)
     pid, column = share_of(tl.program_id(0), CTAS, COLS, PTX)
     outer, is_outer = outer_of(pid // n_blocks, n_outer, OUTERS)
-    first, exists = positions_of(pid % n_blocks, inner, INNER, VEC)
+    block = pid % n_blocks
+    first, exists = positions_of(block, inner, INNER, VEC, OVERLAP)
     if OUTERS > 1:
         exists = exists & is_outer
     y_at = tile_at(y_ptr, outer, y_col, y_outer, first, column, INNER, VEC)
@@ -127,6 +131,7 @@ def softmax_spatial_backward(
 
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
     FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
+    own = owned_positions(exists, outer, block, n_blocks, column, dx_outer, dx_col, first, STEP, INNER, VEC, OVERLAP)
     stage(dy_ptr, outer, dy_col, dy_outer, first, column, inner, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
     dy = load_tiles(dy_at, dy_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC, FIRST)
     y = load_tiles(y_at, y_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC)
@@ -151,4 +156,4 @@ def softmax_spatial_backward(
                 y_c = upcast(y[c], PTX, RECOMPUTE, True)
                 dy_c = upcast(chunk_of(dy, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE, True)
                 dx = gradient(y_c, dy_c, d, LOG)
-                store_tile(dx_at, dx, c, dx_col, column, n_cols, exists, UNPREDICATED, STEP, VEC)
+                store_tile(dx_at, dx, c, dx_col, column, n_cols, own, UNPREDICATED, STEP, VEC)

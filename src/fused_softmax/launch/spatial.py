@@ -102,9 +102,9 @@ def problem_of(
 
 
 def _in_phase(tensors: tuple[Tensor, ...], inner: int) -> bool:
-    """Whether skewed tiles may hold the tensors: their runs have the same phases, and the output has memory of its own.
+    """Whether tiles that overlap may hold the tensors: runs have the same phases, and the output has memory of its own.
 
-    Tiles overlap, so what one program writes another one may read. The widest unit is a sector of 32 bytes.
+    What one program writes another one may read. The widest unit is a sector of 32 bytes.
     """
     first, to = tensors[0], tensors[-1]
     phases = {(t.data_ptr() % 16, t.dtype, *(n * t.element_size() % 32 for n in t.stride()[:2])) for t in tensors}
@@ -184,7 +184,8 @@ def _sizes(t: Tensor, plan: Plan) -> tuple[int, int, int]:
     if plan.skewed:
         # a block may end half a unit before the next one begins, where tiles overlap by one
         return n_cols, inner, -(-(inner + plan.skewed - plan.overlap // 2) // (plan.rows - plan.overlap))
-    return n_cols, inner // plan.vec, -(-inner // plan.rows)
+    blocks = max(1, -(-(inner - plan.overlap) // (plan.rows - plan.overlap)))
+    return n_cols, inner // plan.vec, blocks
 
 
 def resident_step(
@@ -224,7 +225,7 @@ def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward:
     if plan.regime != "spatial_two_pass":
         kernels = (_skewed, _backward_skewed) if plan.skewed else (_resident, _backward_resident)
         kernel = kernels[backward]()
-        return Recipe((resident_step(kernel, tensors, n, plan, device, LOG=log),), apart=plan.skewed > 0)
+        return Recipe((resident_step(kernel, tensors, n, plan, device, LOG=log),), apart=plan.overlap > 0)
     kind = "softmax_spatial_backward" if backward else "softmax_spatial"
     reduce, merge, finish = (PARTS[f"{kind}_{step}"]() for step in ("reduce", "merge", "finish"))
     parts = -(-tensors[0].shape[1] // plan.part_cols)

@@ -45,21 +45,24 @@ from .types import VECTOR_BYTES, Device, Plan, SpatialProblem, power_of_two
 def resident_plan(
     problem: SpatialProblem, device: Device, inner: int, cols: int, num_warps: int, ctas: int = 1,
     recompute: bool = False, max_registers: int | None = None, thread_bytes: int = VECTOR_BYTES, staged: int = 0,
-    skewed: int = 0,
+    skewed: int = 0, overlaps: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan of tiles of `inner` positions and chunks of `cols` columns, or of `cols` for each CTA of a cluster.
 
     A thread holds thread_bytes of a chunk. Where a chunk has fewer, a program takes several indices of `outer`. The
-    first `staged` chunks are in shared memory. skewed: bytes, of a SpatialConfig.
+    first `staged` chunks are in shared memory. skewed, overlaps: of a SpatialConfig.
     """
     elements = num_warps * device.warp_size * thread_bytes // problem.itemsize
     outers = max(1, elements // (inner * cols)) if ctas == 1 else 1
     chunks = -(-problem.n_cols // (cols * ctas))
     where = f"the {ctas} CTAs of a cluster" if ctas > 1 else "one program"
-    tile = f"a skewed tile of {inner}" if skewed else f"{inner}"
+    tile = f"a skewed tile of {inner}" if skewed else f"an overlapping tile of {inner}" if overlaps else f"{inner}"
     why = f"the columns of {tile} position(s) stay in {where}, in {chunks} chunk(s) of {cols * ctas} columns"
     unit = skewed // problem.itemsize
-    overlap = unit if 2 * problem.vec >= unit else 2 * unit
+    if overlaps:
+        overlap = problem.vec
+    else:
+        overlap = unit if 2 * problem.vec >= unit else 2 * unit
     return Plan(
         "spatial" if ctas == 1 else "spatial_cluster", rows=inner, ctas=ctas, warps_per_row=1, vectors_per_chunk=cols,
         vec=thread_bytes // problem.itemsize if skewed else min(problem.vec, inner), chunks=chunks,
@@ -154,7 +157,7 @@ def _configured(
     recompute = config.recompute and problem.itemsize == 2
     inner = min(config.inner, power_of_two(problem.inner))
     # a last block with few positions wastes the time of the others
-    narrows = config.ctas == 1 and not config.skewed
+    narrows = config.ctas == 1 and not (config.skewed or config.overlaps)
     while narrows and inner > 32 and _padded(problem, inner // 2) < 0.85 * _padded(problem, inner):
         inner //= 2
     # few positions: columns are neighbors in memory, and a chunk of more of them is a longer run
@@ -183,7 +186,7 @@ def _configured(
         registers = next(cap for most, cap in SKEWED_REGISTERS[problem.backward, config.num_warps] if held <= most)
     return resident_plan(
         problem, device, inner, cols, warps, config.ctas, recompute, registers, config.thread_bytes, staged,
-        config.skewed,
+        config.skewed, config.overlaps,
     )  # fmt: skip
 
 
@@ -209,6 +212,7 @@ def _configs(
             and (config.ctas == 1 or (clusters and device.max_cluster >= config.ctas))
             and (config.held is None or (staged and (config.skewed > 0 or problem.vec == problem.full_vec)))
             and (not config.skewed or skewed)
+            and (not config.overlaps or (problem.in_phase and problem.vec == problem.full_vec))
             and config.whole_sectors in (None, problem.whole_sectors)
         )
 
@@ -284,7 +288,10 @@ def plan_spatial_elementwise(problem: SpatialProblem, device: Device) -> Plan:
 
 def _in_one_step(problem: SpatialProblem, device: Device) -> Plan | None:
     """The plan of one part of one step, in the tiles of a softmax of so few columns; None where there are more."""
-    config = next((config for config in _on_chip(problem, device) if config.ctas == 1 and not config.skewed), None)
+    config = next(
+        (config for config in _on_chip(problem, device) if config.ctas == 1 and not (config.skewed or config.overlaps)),
+        None,
+    )
     if config is None or problem.n_cols > ONE_STEP or problem.batch_invariant:
         return None
     found = _configured(problem, device, config)

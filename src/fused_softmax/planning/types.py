@@ -209,7 +209,7 @@ class Plan:
     part_cols: int = 0  # columns of the part that a program reduces, where programs share the columns
     invariant: bool = False  # columns are merged in an order that no layout changes
     skewed: int = 0  # positions: each column of a tile starts at its own multiple of so many; 0: all start together
-    overlap: int = 0  # positions that a skewed tile shares with the next one
+    overlap: int = 0  # positions that a tile shares with the next one
     finish_chunks: int = 0  # where programs share the columns: chunks of one that writes, if not `chunks`
 
     def constexprs(self) -> dict[str, object]:

@@ -42,11 +42,34 @@ def outer_of(index, n_outer, OUTERS: tl.constexpr):
 
 
 @triton.jit
-def positions_of(block, inner, INNER: tl.constexpr, VEC: tl.constexpr):
-    """(first position, in units of VEC; mask of the positions that exist, [1, 1, INNER]) of a block of positions."""
-    first = block.to(tl.int64) * (INNER // VEC)
+def positions_of(block, inner, INNER: tl.constexpr, VEC: tl.constexpr, OVERLAP: tl.constexpr = 0):
+    """(first position, in units of VEC; mask of the positions that exist, [1, 1, INNER]) of a block of positions.
+
+    OVERLAP: positions that a block shares with the next one.
+    """
+    first = block.to(tl.int64) * ((INNER - OVERLAP) // VEC)
     left = tl.minimum(inner - first, INNER // VEC).to(tl.int32)
     return first, tl.arange(0, INNER)[None, None, :] < left * VEC
+
+
+@triton.jit
+def owned_positions(
+    exists, outer, block, n_blocks, column, outer_stride, col_stride, first, STEP: tl.constexpr, INNER: tl.constexpr,
+    VEC: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The mask of what a block writes: `exists`, or [COLS, 1, INNER] where blocks share a vector of positions.
+
+    A vector is half a sector of memory there. Where a column's part of the block starts in the middle of a sector, the
+    block before writes that sector, and this block the one in which its part ends. So each sector has one writer.
+    """
+    if OVERLAP == 0:
+        return exists
+    else:
+        tl.static_assert(OVERLAP == VEC and STEP % 2 == 0, "a column starts in a sector as that of the next chunk does")
+        vector = tl.arange(0, INNER)[None, None, :] // VEC
+        late = ((outer * outer_stride + column.to(tl.int64) * col_stride + first) & 1).to(tl.int32)
+        begins, ends = (vector >= late) | (block == 0), (vector < INNER // VEC - late) | (block == n_blocks - 1)
+        return exists & begins & ends
 
 
 @triton.jit
