@@ -202,17 +202,19 @@ def _configs(
     clusters = problem.dtype == problem.out_dtype
     staged = device.supports_smem_staging
     skewed = problem.in_phase and device.kind != "hip"
+    halves = problem.in_phase and problem.vec == problem.full_vec and not problem.whole_sectors
 
     def fits(config: SpatialConfig) -> bool:
         # tiles of such configs are wide, so few positions waste most of one; and they merge in an order of their own
-        special = config.ctas > 1 or config.skewed or config.whole_sectors is not None or config.held is not None
+        special = config.ctas > 1 or config.whole_sectors is not None or config.held is not None
+        special = special or config.skewed or config.overlaps
         return (
             config.least_cols <= problem.n_cols <= config.max_cols
             and (not special or (problem.inner >= 4 * config.inner and not problem.batch_invariant))
             and (config.ctas == 1 or (clusters and device.max_cluster >= config.ctas))
             and (config.held is None or (staged and (config.skewed > 0 or problem.vec == problem.full_vec)))
             and (not config.skewed or skewed)
-            and (not config.overlaps or (problem.in_phase and problem.vec == problem.full_vec))
+            and (not config.overlaps or halves)
             and config.whole_sectors in (None, problem.whole_sectors)
         )
 
