@@ -15,6 +15,7 @@ FEW = (
     "softmax_spatial torch.bfloat16 150 4096", "softmax_spatial_backward torch.float32 150 4096",
     "softmax_spatial torch.float32 4096 4096", "softmax_spatial_backward torch.bfloat16 4096 4096",
     "softmax_spatial_skewed torch.bfloat16 150 apart", "softmax_spatial_skewed_backward torch.bfloat16 700 apart",
+    "softmax_spatial torch.bfloat16 1600 in halves", "softmax_spatial_backward torch.float32 2700 in halves",
     "softmax_spatial_reduce torch.bfloat16 50257 1024", "softmax_spatial_merge torch.bfloat16 50257 1024",
     "softmax_spatial_finish torch.bfloat16 50257 1024", "cross_entropy_spatial torch.bfloat16 150 0.0",
     "cross_entropy_spatial_finish torch.bfloat16 40000 0.1", "prepare_spatial_targets torch.bfloat16 19 0.0",
@@ -42,6 +43,8 @@ def check(name: str, launch, target: str, chosen=None) -> None:
     if "skewed" in name:  # elements are written one by one at the ends of a column only
         itemsize = 2 if "bfloat16" in name else 4
         assert used.widest_load_bytes == used.widest_store_bytes == chosen.vec * itemsize > itemsize, name
+    if "in halves" in name and chosen.overlap and not chosen.skewed:
+        assert {size for size, _ in (*used.loads, *used.stores)} == {16}, f"{used.loads} {used.stores}: {name}"
     if name.startswith("cross_entropy_spatial") and target.startswith("sm_"):
         # a 16-bit loss keeps many numbers of a position, so a thread has 4 positions. A reduction writes, and a merge
         # moves, a few numbers for each position
@@ -54,7 +57,7 @@ def check(name: str, launch, target: str, chosen=None) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*FEW[2:6], *FEW[-3:], *(pytest.param(name, marks=pytest.mark.extended) for name in FEW[:2] + FEW[6:-3])]
+    "name", [*FEW[2:8], *FEW[-3:], *(pytest.param(name, marks=pytest.mark.extended) for name in FEW[:2] + FEW[8:-3])]
 )
 def test_one_of_each_kind(name):
     named = {n: found for n, *found in (*spatial_softmax("sm_90"), *spatial_losses("sm_90"))}

@@ -282,14 +282,17 @@ def spatial_softmax(target: str) -> Iterator[Named]:
                     for launch in spatial.recipe_launches(recipe, tensors):
                         name = f"{launch.kernel.fn.__name__}{' log' * log} {dtype} {n_cols} {inner}"
                         yield name, as_called(launch), chosen
-        # skewed tiles, whose output has memory of its own
-        for n_cols in (21, 150, 700):
+        # tiles that overlap, where the output has memory of its own: skewed, and at halves of sectors
+        halves = 4096 + 16 // dtype.itemsize
+        for n_cols, inner, kind in (
+            *((n, 4097, "apart") for n in (21, 150, 700)), *((n, halves, "in halves") for n in (120, 1600, 2700, 4500))
+        ):  # fmt: skip
             for backward in (False, True):
-                tensors = tuple(torch.empty(2, n_cols, 4097, dtype=dtype) for _ in range(2 + backward))
+                tensors = tuple(torch.empty(2, n_cols, inner, dtype=dtype) for _ in range(2 + backward))
                 chosen = spatial.softmax_plan(tensors, False, backward, False, device)
                 recipe = spatial.softmax_recipe(tensors, chosen, False, backward, device)
                 for launch in spatial.recipe_launches(recipe, tensors):
-                    yield f"{launch.kernel.fn.__name__} {dtype} {n_cols} apart", as_called(launch), chosen
+                    yield f"{launch.kernel.fn.__name__} {dtype} {n_cols} {kind}", as_called(launch), chosen
         x, small = torch.empty(2, 5000, 512, dtype=dtype), torch.empty(2, 512, dtype=dtype)
         chosen = logsumexp.lse_plan(x, False, device)
         for launch in spatial.recipe_launches(logsumexp.lse_recipe(x, chosen, device), (x, small)):
