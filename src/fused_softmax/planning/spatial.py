@@ -206,8 +206,8 @@ def _configs(
 
     def fits(config: SpatialConfig) -> bool:
         # tiles of such configs are wide, so few positions waste most of one; and they merge in an order of their own
-        special = config.ctas > 1 or config.whole_sectors is not None or config.held is not None
-        special = special or config.skewed or config.overlaps
+        overlaps = config.skewed > 0 or config.overlaps
+        special = config.ctas > 1 or config.whole_sectors is not None or config.held is not None or overlaps
         return (
             config.least_cols <= problem.n_cols <= config.max_cols
             and (not special or (problem.inner >= 4 * config.inner and not problem.batch_invariant))
