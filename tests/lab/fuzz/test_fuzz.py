@@ -855,6 +855,10 @@ def test_what_overflows_on_the_way_may_be_nan_or_infinite_alone(monkeypatch):
     assert not rules.overflows(case, "dd_x", torch.zeros(1, 3), nan, ref).any()
     assert not rules.overflows(case, "dd_x", nan, torch.zeros(1, 3), ref).any()
     assert not rules.overflows(case, "dd_x", nan, nan, {"d_x": large / 2, "dd_x": large / 2}).any()
+    wide, ref = case.changed(dtype="bfloat16"), {"d_x": large, "dd_x": large}
+    assert not rules.overflows(wide, "dd_x", nan, nan, ref).any()
+    through = wide.changed(options={"dim": -1, "dtype": "float16"})
+    assert rules.overflows(through, "dd_x", nan, nan, ref).all()
 
 
 def test_scores_that_are_rounded_by_whole_numbers_bound_no_output_but_those_of_hidden_columns():
