@@ -220,7 +220,7 @@ def hide(x, mask, scale, MASK: tl.constexpr, PTX: tl.constexpr):
     if MASK == ADDITIVE:
         return tl.fma(x, scale, mask.to(tl.float32))
     elif MASK == BOOLEAN:
-        return tl.where(mask != 0, x * scale, -float("inf"))
+        return tl.where(mask != 0, scaled(x, scale, PTX), -float("inf"))
     else:
         return scaled(x, scale, PTX)
 
