@@ -86,7 +86,7 @@ def test_any_number_of_threads_holds_a_row(kind, n_cols, threads, monkeypatch):
             chunks = -(-chosen.chunks * chosen.vectors_per_chunk // threads)
             return replace(chosen, vectors_per_chunk=threads, chunks=chunks, unpredicated_chunks=0, rows=4)
 
-        return RowOp(planner, op.kernel, backward=op.backward, aligned=op.aligned)
+        return RowOp(planner, op.kernel, backward=op.backward, alignment=op.alignment)
 
     for ops, key in ((masked_rows.FORWARD, masked), (masked_rows.BACKWARD, False)):
         monkeypatch.setitem(ops, key, with_threads(ops[key]))

@@ -152,7 +152,7 @@ def test_rows_that_do_not_fit_on_chip(causal, monkeypatch):
     forced = lambda problem, device, masked: plan(problem, device, regime="two_pass")  # noqa: E731
     for name in ("FORWARD", "BACKWARD"):
         ops = {
-            masked: RowOp(partial(forced, masked=masked), op.kernel, backward=op.backward, aligned=op.aligned)
+            masked: RowOp(partial(forced, masked=masked), op.kernel, backward=op.backward, alignment=op.alignment)
             for masked, op in getattr(masked_rows, name).items()
         }
         monkeypatch.setattr(masked_rows, name, ops)

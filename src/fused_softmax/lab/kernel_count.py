@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax.launch import cross_entropy, loss_kernels, masked_softmax, row_statistics
-from fused_softmax.launch.launcher import RowOp, meta_of, row_pointers
+from fused_softmax.launch.launcher import RowOp, meta_of
 from fused_softmax.launch.options import CrossEntropy, Flags
 from fused_softmax.launch.softmax import softmax_op
 from fused_softmax.planning.types import DEVICES, Device
@@ -86,7 +86,7 @@ def kernels(op: str, dtype: torch.dtype, device: Device = DEVICES["sm_90"]) -> s
         row_op, tensors, flags = FIND[op](rows, device)
         plan = row_op.plan(tensors, device, False)
         kernel = row_op.kernel(plan)
-        pointers = row_pointers(plan, tuple(t.dtype for t in tensors))
+        pointers = row_op.pointers(plan, tuple(t.dtype for t in tensors), (), flags)
         found.add((kernel, tuple(meta_of(kernel, plan, device, flags).items()), pointers))
     return found
 

@@ -102,7 +102,7 @@ def run_statistics_plan(plan: Plan) -> Callable[..., Any]:
 
 def _fixed(op: RowOp, plan: Plan) -> RowOp:
     """`op` with this plan for every row."""
-    return RowOp(_planner_of(plan), op.kernel, op.backward, op.log, op.aligned, op.most_warps)
+    return RowOp(_planner_of(plan), op.kernel, op.backward, op.log, op.alignment, op.most_warps)
 
 
 @functools.cache  # a plan has one planner, so that its launch is prepared once

@@ -137,7 +137,8 @@ def _name(kernel: Any) -> str:
     return getattr(kernel, "__name__", None) or str(kernel)
 
 
-Pointers = tuple[tuple[torch.dtype, bool], ...]  # of each pointer argument: dtype, and whether 16 bytes divide it
+# of each pointer argument: its dtype, and the bytes, a power of two, that divide its address
+Pointers = tuple[tuple[torch.dtype, int], ...]
 _compiled = Cache()
 
 
@@ -214,21 +215,21 @@ def _built(kernel: Any, pointers: Pointers, meta: Mapping[str, Any], counts: tup
     of_pointer, of_count = iter(pointers), iter(counts)
     signature, attrs = {}, {}
     for position, (name, argument) in enumerate(kernel.declaration.arguments.items()):
-        divisible = False
+        divisor = 1
         if argument.type is None:
-            dtype, divisible = next(of_pointer)
+            dtype, divisor = next(of_pointer)
             signature[name] = _TRITON_TYPES[dtype]
         elif argument.type == COUNT:
             count = next(of_count)
             signature[name] = "i32" if -(2**31) <= count < 2**31 else "i64"
-            divisible = argument.specialized and count % 16 == 0
+            divisor = 16 if argument.specialized and count % 16 == 0 else 1
             if argument.specialized and count == 1:
                 signature[name] = "constexpr"
                 constexprs[name] = 1
         else:
             signature[name] = argument.type
-        if divisible:
-            attrs[(position,)] = [["tt.divisibility", 16]]
+        if divisor > 1:
+            attrs[(position,)] = [["tt.divisibility", divisor]]
     signature |= dict.fromkeys(kernel.declaration.constexprs, "constexpr")
     target = triton.runtime.driver.active.get_current_target()  # builds its own helper on first use
     return triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..planning.types import Device, Plan, Problem
+from ..planning.types import VECTOR_BYTES, Device, Plan, Problem
 from . import compile as compiling
 from .availability import KernelUnavailable
 from .cache import Cache
@@ -29,6 +29,8 @@ from .torch_private import current_device, current_stream
 
 # warps of a launch that most often has nothing to do; 32 for each of an H200's multiprocessors
 FEW_WARPS = 4224
+Dtypes = tuple[torch.dtype, ...]
+Alignment = Callable[[Flags, torch.dtype], int]
 Vector = Any  # a tensor; or, on a GPU, the address of float32 numbers
 _REAL = torch.float32
 
@@ -36,23 +38,31 @@ _REAL = torch.float32
 class RowOp:
     """A kernel over rows and what plans it.
 
-    kernel: loads the kernel that runs a plan. backward, log: what the planner knows of the op. aligned: whether a
-    vector at a multiple of 16 bytes is worth a kernel of its own. most_warps: a bound on the warps of a launch.
+    kernel: loads the kernel that runs a plan. backward, log: what the planner knows of the op. alignment: how many
+    bytes divide the address of a vector of a dtype under such flags, where the kernel needs to know. most_warps: the
+    most warps of a launch.
     """
 
-    __slots__ = ("aligned", "backward", "kernel", "log", "most_warps", "planner")
+    __slots__ = ("alignment", "backward", "kernel", "log", "most_warps", "planner")
 
     def __init__(
         self, planner: Callable[[Problem, Device], Plan], kernel: Callable[[Plan], Any], backward: bool = False,
-        log: bool = False, aligned: bool = False, most_warps: int | None = None,
+        log: bool = False, alignment: Alignment | None = None, most_warps: int | None = None,
     ) -> None:  # fmt: skip
         self.planner, self.kernel, self.backward, self.log = planner, kernel, backward, log
-        self.aligned, self.most_warps = aligned, most_warps
+        self.alignment, self.most_warps = alignment, most_warps
 
     def plan(self, rows: tuple[Tensor, ...], device: Device, invariant: bool) -> Plan:
         """The plan for row tensors (n_rows, n_cols), the last of which is the output."""
         problem = problem_of(*rows, batch_invariant=invariant, backward=self.backward, log=self.log)
         return self.planner(problem, device)
+
+    def pointers(self, plan: Plan, rows: Dtypes, vectors: Dtypes, flags: Flags) -> Pointers:
+        """What a kernel of this plan is compiled for: no address of a call decides on it, so none decides on bits."""
+        of_rows = tuple((dtype, min(plan.vec * dtype.itemsize, VECTOR_BYTES)) for dtype in rows)
+        if self.alignment is None:
+            return of_rows + tuple((dtype, 1) for dtype in vectors)
+        return of_rows + tuple((dtype, self.alignment(flags, dtype)) for dtype in vectors)
 
 
 def always(kernel: Kernel) -> Callable[[Plan], Any]:
@@ -154,16 +164,13 @@ def prepare_rows(
         op.kernel(op.plan(rows, device_of(first), invariant))  # raises now, before anything is written
         return _interpreted(op, flags, invariant)
     layouts = tuple([(t.dtype, t.stride()[0], t.data_ptr() & 31) for t in rows])
-    if op.aligned:
-        of_vectors = tuple([(v.dtype, v.data_ptr() % 16 == 0) for v in vectors])
-    else:
-        of_vectors = tuple([(_REAL if type(v) is int else v.dtype, False) for v in vectors])
+    of_vectors = tuple([_REAL if type(v) is int else v.dtype for v in vectors])
     key = (op, flags, invariant, first.get_device(), first.shape[1], layouts, of_vectors)
     return _prepared.get(key) or _prepare(key, op, rows, of_vectors, flags, invariant)
 
 
 def _prepare(
-    key: tuple[Any, ...], op: RowOp, rows: tuple[Tensor, ...], vectors: Pointers, flags: Flags, invariant: bool
+    key: tuple[Any, ...], op: RowOp, rows: tuple[Tensor, ...], vectors: Dtypes, flags: Flags, invariant: bool
 ) -> Run:
     index = rows[0].get_device()
     with compiling.lock:
@@ -172,7 +179,7 @@ def _prepare(
         device = device_of(rows[0])
         found = _described(op, rows, op.plan(rows, device, invariant), device, flags)
         with on_device(index):
-            pointers = row_pointers(found.plan, tuple(t.dtype for t in rows)) + vectors
+            pointers = op.pointers(found.plan, tuple(t.dtype for t in rows), vectors, flags)
             compiled = compiling.compile_kernel(found.kernel, pointers, found.meta, index)
         return _prepared.store(key, _runner(found, compiling.bind(compiled), index))
 
@@ -224,11 +231,6 @@ def _runner(found: Described, binding: Binding, index: int) -> Run:
     run.parts = (index, call, rows_per_program, prefix, (*scalars, *trailing), offsets)  # type: ignore[attr-defined]
     run.at = at  # type: ignore[attr-defined]
     return run
-
-
-def row_pointers(plan: Plan, dtypes: tuple[torch.dtype, ...]) -> Pointers:
-    """The pointers that a kernel of this plan is compiled for, for row tensors of such dtypes."""
-    return tuple((dtype, plan.vec * dtype.itemsize % 16 == 0) for dtype in dtypes)
 
 
 _HERE = nullcontext()
@@ -285,7 +287,7 @@ def prepare_flat(kernel: Kernel, dtypes: tuple[torch.dtype, ...], flags: Flags, 
     if run is None:
         with compiling.lock, on_device(index):
             made = flat_launch(kernel, (), (), flags, num_warps, device)
-            compiled = compiling.compile_kernel(made.kernel, tuple((t, False) for t in dtypes), made.meta, index)
+            compiled = compiling.compile_kernel(made.kernel, tuple((t, 1) for t in dtypes), made.meta, index)
         run = _flat.store(key, _flat_runner(compiling.bind(compiled), index))
     return run
 
@@ -302,9 +304,7 @@ def _flat_runner(binding: Binding, index: int) -> Run:
 # --- the plan of a launch ---------------------------------------------------------------------------------------------
 
 
-def planned(
-    op: RowOp, rows: tuple[Tensor, ...], vectors: tuple[torch.dtype, ...], flags: Flags, on: Tensor
-) -> Plan | str:
+def planned(op: RowOp, rows: tuple[Tensor, ...], vectors: Dtypes, flags: Flags, on: Tensor) -> Plan | str:
     """The plan for such rows, or why its kernel did not compile in this process.
 
     rows: they may be meta tensors. vectors: the dtypes of the other pointers. on: a tensor on a device with kernels.
@@ -317,6 +317,6 @@ def planned(
         return str(error)
     if device.kind == "interpreter":
         return plan
-    pointers = row_pointers(plan, tuple(t.dtype for t in rows)) + tuple((dtype, op.aligned) for dtype in vectors)
+    pointers = op.pointers(plan, tuple(t.dtype for t in rows), vectors, flags)
     meta = meta_of(kernel, plan, device, flags)
     return compiling.compile_failure(kernel, pointers, meta, on.get_device()) or plan

@@ -19,7 +19,7 @@ from .compile import kernel_loader
 from .context import is_batch_invariant
 from .launcher import RowOp, always, device_of, launch_rows, planned, prepare_rows
 from .layout import empty, rows_of, rows_or_copy, starts
-from .masks import ORDER, describe_mask, kind_of, queries_of, row_order, row_schedule
+from .masks import ORDER, describe_mask, kind_of, mask_alignment, queries_of, row_order, row_schedule
 from .options import Flags
 from .prepared_calls import contiguous_strides
 from .torch_private import current_device, empty_strided_cuda
@@ -56,7 +56,7 @@ def _forward(plan: Plan) -> Any:
 
 def _op(kernel: Callable[[Plan], Any], mask: int, backward: bool) -> RowOp:
     planner = functools.lru_cache(functools.partial(plan_masked, mask=mask))
-    return RowOp(planner, kernel, backward=backward, aligned=True)
+    return RowOp(planner, kernel, backward=backward, alignment=mask_alignment)
 
 
 # by the kind of mask that they read (`kind_of`), as masks take registers

@@ -18,6 +18,8 @@ GROUP_BYTES = 2 << 20
 MASK_ALIGNMENT = 32
 # chunks of a row whose float32 mask is read in vectors and shifted
 MOST_SHIFTED = 8
+# MASK_COLS of a mask that is read in its own vectors, from the aligned address before it (kernels/common/masks.py)
+SHIFTED = 3
 Numbers = tuple[int, ...]
 
 
@@ -58,7 +60,7 @@ def describe_mask(
     cols = m_col if m_col in (0, 1) else 2
     strides = (outer[1], middle[1], inner[1], m_query)
     # of rows that are read one by one, a mask's vectors would decide which thread adds which columns
-    vec = _mask_vector(read, x) if cols == 1 and plan.vec > 1 else 1
+    vec = _mask_vector(read) if cols == 1 and plan.vec > 1 else 1
     if not forward:
         flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec))
         return read, flags, (middle[0], inner[0], *(s // vec for s in strides), m_col)
@@ -74,11 +76,17 @@ def describe_mask(
         if plan.ctas > 1:
             by_elements = read.element_size() == 4 or (plan.vec == 4 and kind == 2)
         if not in_phase and not by_elements and read.untyped_storage().data_ptr() % MASK_ALIGNMENT == 0:
-            cols, vec, phase = 3, 1, read.data_ptr() % MASK_ALIGNMENT // read.element_size()
+            cols, vec, phase = SHIFTED, 1, read.data_ptr() % MASK_ALIGNMENT // read.element_size()
     order, rows, strides = _order(x, batch, strides)
     flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec))
     numbers = (middle[0], inner[0], *(s // vec for s in strides), m_col, phase)
     return read, _with_rows(flags, rows, forward), (*order, *numbers)
+
+
+def mask_alignment(flags: Flags, dtype: torch.dtype) -> int:
+    """The bytes that divide the address of a mask with such flags, at most those of a vector."""
+    flag = dict(flags)
+    return VECTOR_BYTES if flag["MASK_COLS"] == SHIFTED else flag["MASK_VEC"] * dtype.itemsize
 
 
 def _with_rows(flags: Flags, rows: int, forward: bool) -> Flags:
@@ -156,15 +164,14 @@ def _shared_batches(batch: Sequence[tuple[int, int]]) -> tuple[int, bool]:
     return (inner, True) if inner >= outer else (outer, False)
 
 
-def _mask_vector(mask: Tensor, x: Tensor) -> int:
-    """Elements of a vector access to the mask of scores x: at most 16 bytes, a power of two.
+def _mask_vector(mask: Tensor) -> int:
+    """Elements of a vector access to the mask: at most 16 bytes, a power of two.
 
-    The mask's address, its width and its strides are multiples of it. The width and the strides of single rows count
-    too: the vector is then the same for a batch and for one of its rows, and so are a row's bits.
+    The mask's address, its width and its strides are multiples of it. The width and the strides of dimensions of size 1
+    count too: the vector is then the same for a batch and for one of its rows, and so are a row's bits.
     """
-    before = x.dim() - mask.dim()
-    own = [s for d, s in enumerate(mask.stride()[:-1]) if mask.shape[d] > 1 or x.shape[before + d] == 1]
-    vec = 16 // mask.element_size()
-    while vec > 1 and (mask.data_ptr() % (vec * mask.element_size()) or any(n % vec for n in (mask.shape[-1], *own))):
+    lengths = (mask.shape[-1], *mask.stride()[:-1])
+    vec = VECTOR_BYTES // mask.element_size()
+    while vec > 1 and (mask.data_ptr() % (vec * mask.element_size()) or any(n % vec for n in lengths)):
         vec //= 2
     return vec

@@ -321,8 +321,8 @@ def _interpreted(recipe: Recipe) -> Run:
 
 
 def _pointers(recipe: Recipe, tensors: tuple[Tensor, ...]) -> compiling.Pointers:
-    given = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in tensors)
-    return given + ((torch.float32, True),) * len(recipe.workspaces)
+    given = tuple((t.dtype, 1 if t.data_ptr() % 16 else 16) for t in tensors)
+    return given + ((torch.float32, 16),) * len(recipe.workspaces)
 
 
 # --- softmax, log_softmax and their gradients ------------------------------------------------------------------------
