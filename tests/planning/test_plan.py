@@ -29,7 +29,16 @@ from fused_softmax.planning import losses as loss_plans
 from fused_softmax.planning.masked_softmax import plan_masked
 from fused_softmax.planning.softmax import WARP_MAX_COLS, plan, steps_plan, warp_plan
 from fused_softmax.planning.spatial import plan_spatial, plan_spatial_loss
-from fused_softmax.planning.types import DEVICES, ITEMSIZE, REGIMES, Device, Plan, Problem, SpatialProblem
+from fused_softmax.planning.types import (
+    DEVICES,
+    ITEMSIZE,
+    REGIMES,
+    Device,
+    Plan,
+    Problem,
+    SpatialProblem,
+    power_of_two,
+)
 
 # (target, backward, log) -> its config_tables
 TABLES = {
@@ -162,8 +171,48 @@ def test_every_warp_config_is_chosen_by_some_width(itemsize):
         assert got.rows * got.vectors_per_chunk == config.num_warps * 32 * config.rows, config
         below = config.max_cols
     assert below * vec >= WARP_MAX_COLS > configs[-2].max_cols * vec
-    scalar = plan(problem(config_tables.WARP_SCALAR_COLS, (dtype, dtype), "apart"), DEVICES["sm_90"])
-    assert (scalar.vec, scalar.num_warps) == (1, config_tables.WARP_SCALAR_WARPS)
+
+
+PARTIAL = {
+    "forward": (plan, config_tables.PARTIAL_FORWARD, False),
+    "gradient": (plan, config_tables.PARTIAL_BACKWARD, True),
+    "statistics": (loss_plans.plan_statistics, config_tables.PARTIAL_STATISTICS, False),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", PARTIAL)
+def test_rows_in_partial_vectors_take_as_many_threads_as_the_table_says(name, dtype):
+    planner, table, backward = PARTIAL[name]
+    full = 16 // ITEMSIZE[dtype]
+    for vec in (v for v in table if v < full):
+        fewest, most_elements = table[vec]
+        for n_cols in range(vec, config_tables.PARTIAL_COLS + 1, vec):
+            got = planner(Problem(n_cols, dtype, dtype, vec, backward=backward), DEVICES["sm_90"])
+            units, threads = n_cols // vec, got.vectors_per_chunk
+            assert (got.regime, got.num_warps, got.vec) == ("warp", config_tables.PARTIAL_WARPS, vec), got
+            # a thread has as many vectors as the table asks for, and twice the threads would have fewer
+            vectors = -(-units // threads)
+            assert vectors >= min(fewest, units), f"{n_cols} columns in vectors of {vec}: {got}"
+            assert threads in (32, power_of_two(units)) or -(-units // (2 * threads)) < fewest, got
+            assert vectors <= got.chunks <= vectors + (threads == 32), got
+            # and as many rows as stay within the elements: with twice as many it would have more
+            rows = got.rows * threads // (32 * got.num_warps)
+            assert rows == 1 or rows * vectors * vec <= most_elements, got
+            assert 2 * rows * vectors * vec > most_elements, got
+
+
+def test_a_masked_row_in_partial_vectors_has_warps_by_its_width():
+    def planned(n_cols: int, mask: int, dtype: str = "bfloat16") -> Plan:
+        return plan_masked(Problem(n_cols, dtype, dtype, 1), DEVICES["sm_90"], mask)
+
+    # a thread has at most 32 elements, until there are 8 warps
+    assert [planned(n, 1).num_warps for n in (601, 1024, 1025, 2402, 4097, 13790)] == [1, 1, 2, 4, 8, 8]
+    assert [planned(n, 2).num_warps for n in (1025, 4097)] == [2, 8]
+    assert planned(1025, 0).num_warps == 1  # causal rows without a mask keep their warps
+    # the columns that a row sees in part have a thread each
+    for vec, n_cols in itertools.product((2, 4), range(4, 64, 4)):
+        assert plan_masked(Problem(n_cols, "bfloat16", "bfloat16", vec), DEVICES["sm_90"], 0).vectors_per_chunk >= vec
 
 
 # --- every plan covers its row ----------------------------------------------------------------------------------------

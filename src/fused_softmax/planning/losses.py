@@ -17,6 +17,7 @@ from .config_tables import (
     LOSS_REGISTERS,
     LOSS_SPILLS,
     LOSS_SPILLS_NOT,
+    PARTIAL_STATISTICS,
     STATISTICS_PARTS,
     STATISTICS_STEPS,
     TWO_PASS_CHUNKS,
@@ -42,7 +43,7 @@ def plan_statistics(problem: Problem, device: Device) -> Plan:
     >>> plan_statistics(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).regime
     'two_pass'
     """
-    found = warp_plan(problem, device)
+    found = warp_plan(problem, device, PARTIAL_STATISTICS)
     if found is not None:
         return found
     steps = STATISTICS_STEPS[problem.itemsize]

@@ -11,7 +11,7 @@ slice is known to be full.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from .config_tables import (
@@ -19,6 +19,10 @@ from .config_tables import (
     CLUSTER,
     FORWARD_BLOCK,
     KEPT_EXPS,
+    PARTIAL_BACKWARD,
+    PARTIAL_COLS,
+    PARTIAL_FORWARD,
+    PARTIAL_WARPS,
     TWO_PASS_CHUNKS,
     TWO_PASS_WARPS,
     UNALIGNED_MIN_COLS,
@@ -27,8 +31,6 @@ from .config_tables import (
     WARP_EACH,
     WARP_HALVES,
     WARP_MAX_COLS,
-    WARP_SCALAR_COLS,
-    WARP_SCALAR_WARPS,
     WARP_UNALIGNED,
     KernelConfig,
 )
@@ -102,16 +104,6 @@ def _keeping_exps(problem: Problem, chosen: Plan) -> Plan:
     return replace(chosen, recompute=False, why=chosen.why.removesuffix(", exp computed twice"))
 
 
-def torch_is_faster_reason(problem: Problem, device: Device) -> str | None:
-    """Why torch's own kernel is the better choice for such rows, or None where ours is.
-
-    H200, graph replay: torch is up to 30% faster for rows of up to 7 columns that are not a whole vector.
-    """
-    if device.kind == "cuda" and problem.n_cols < 8 and problem.vec < problem.full_vec:
-        return f"rows of {problem.n_cols} column(s) are too short for vectors, and torch's own kernel is as fast"
-    return None
-
-
 def _regimes(problem: Problem, device: Device) -> Iterator[Plan]:
     """The plans worth taking, best first. The last always exists."""
     if (found := preferred_warp_plan(problem, device)) is not None:
@@ -132,8 +124,11 @@ def geometry(problem: Problem) -> tuple[int, bool]:
     return problem.vec, False
 
 
-def warp_plan(problem: Problem, device: Device) -> Plan | None:
-    """The plan of the warp regime, or None for rows that are too wide for it."""
+def warp_plan(problem: Problem, device: Device, partial: Mapping[int, tuple[int, int]] | None = None) -> Plan | None:
+    """The plan of the warp regime, or None for rows that are too wide for it.
+
+    partial: the table of rows in partial vectors, as `config_tables` has them; None: the one of softmax.
+    """
     if problem.n_cols > WARP_MAX_COLS:
         return None
     vec, unaligned = geometry(problem)
@@ -152,14 +147,17 @@ def warp_plan(problem: Problem, device: Device) -> Plan | None:
         if unaligned and problem.itemsize == 2 and not problem.backward:
             of_row = (row[2:] for row in WARP_UNALIGNED if row[0] <= units <= row[1])
             vectors, num_warps, rows_a_thread = next(of_row, (vectors, num_warps, rows_a_thread))
-    elif problem.n_cols <= WARP_SCALAR_COLS:
-        num_warps = max(1, WARP_SCALAR_WARPS * 32 // device.warp_size)
-        rows_a_thread = max(1, 4 * device.warp_size // (vectors * -(-units // vectors)) * vectors // device.warp_size)
-    else:  # a warp's vectors, element by element
+    elif problem.n_cols <= PARTIAL_COLS:
+        num_warps = max(1, PARTIAL_WARPS * 32 // device.warp_size)
+        fewest, elements = (partial or (PARTIAL_BACKWARD if problem.backward else PARTIAL_FORWARD))[vec]
+        while vectors > 1 and -(-units // vectors) < fewest:
+            vectors //= 2
+        rows_a_thread = power_of_two(max(1, elements // (vec * -(-units // vectors))) + 1) // 2
+    else:  # as many elements as whole vectors have
         num_warps, rows_a_thread = 1, 1
         vectors *= problem.full_vec // vec
     chunks = -(-units // vectors)
-    chunks += chunks > 4 and chunks % 2  # widths share kernels
+    chunks += vectors >= device.warp_size and chunks > 4 and chunks % 2  # widths share kernels
     rows = max(1, num_warps * device.warp_size // vectors * rows_a_thread)
     why = f"{rows} row(s) per program, each in one warp or less: no reduction leaves its warp"
     return Plan("warp", rows, 1, 1, vectors, vec, chunks, 0, unaligned, problem.itemsize == 4, num_warps, None, why)
