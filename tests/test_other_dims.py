@@ -640,14 +640,6 @@ def test_rows_cut_from_transposed_rows_have_their_plan(n_rows, n_cols):
     assert {(o.n_rows, o.of_batch) for o in of} == {(n_rows, False)}
 
 
-def test_channels_last_of_few_columns_have_our_kernel(monkeypatch):
-    """torch is as fast for short rows whose result are rows, too; here columns of the result lie apart."""
-    monkeypatch.setattr(launch_softmax, "describe", lambda _: DEVICES["sm_90"])
-    x = torch.empty(2, 3, 16, 16).to(memory_format=torch.channels_last)
-    assert launch_softmax.torch_is_faster_reason(x, 1, x.dtype) is None
-    assert launch_softmax.torch_is_faster_reason(x.permute(0, 2, 3, 1), -1, x.dtype)
-
-
 def test_empty_and_bad_input():
     for shape in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
         x = torch.randn(shape)

@@ -47,7 +47,7 @@ def plan_for(
 
     Returns:
         A `Plan` or a `Fallback`. Both have `.regime` and `.why`. A Fallback's `.reason` is "unsupported" where our
-        kernels cannot take the call, "torch is faster" where they should not, and "empty" where nothing is launched.
+        kernels cannot take the call, and "empty" where nothing is launched.
 
     Raises:
         ValueError: `op` is none of the names that it lists. The op's own errors for x, dim and dtype are raised, too.

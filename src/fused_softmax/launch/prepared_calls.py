@@ -26,7 +26,7 @@ from .options import TORCH
 
 # call(x, n_rows, address) -> the result for x at this address; n_rows counts where rows have one stride, and is 0 else
 Call = Callable[[Tensor, int, int], Tensor]
-# of launch.softmax: what launches over these tensors; None, or TORCH, where this way is not for them
+# of launch.softmax: what launches over these tensors; None where this way is not for them
 Prepare = Callable[..., Any]
 
 _calls = Cache()
@@ -98,7 +98,7 @@ def prepare_into(x: Tensor, out: Tensor, dim: int, dtype: torch.dtype, log: bool
         run = prepare(x, out, dim, log)
     except KernelUnavailable:
         return False
-    if run is None or run is TORCH:
+    if run is None:
         return False
     index, known_rows = x.get_device(), x.numel() // shape[dim]
     launch = _launch_of(run)
@@ -152,8 +152,8 @@ def _prepare_softmax(x: Tensor, dim: int, dtype: torch.dtype, log: bool, prepare
         run = prepare(x, y, dim, log)
     except KernelUnavailable:
         return TORCH
-    if run is None or run is TORCH:
-        return run or False
+    if run is None:
+        return False
     x_rows = as_rows(x, dim) if hasattr(run, "parts") else None
     return _strided_call(run, y) if x_rows is None else _rows_call(run, tuple(x.shape), dtype, x_rows)
 

@@ -24,11 +24,10 @@ from . import spatial
 from .availability import KernelUnavailable
 from .compile import Launch, kernel_loader, launch_options
 from .context import is_batch_invariant
-from .device import describe
 from .folding import as_planes, folded, merge_dims
 from .launcher import RowOp, device_of, launch_rows, on_device, planned, prepare_rows, row_launch
-from .layout import DTYPE_NAMES, as_rows, problem_of
-from .options import TORCH, Flags
+from .layout import as_rows
+from .options import Flags
 from .torch_private import current_device, current_stream
 
 
@@ -98,20 +97,6 @@ def softmax_launch(
     return row_launch(op, tensors, (), (), flags, plan, device or device_of(tensors[0]))
 
 
-def torch_is_faster_reason(x: Tensor, dim: int, out_dtype: torch.dtype) -> str | None:
-    """Why torch's own kernel is the better choice for x's rows over dim, or None where ours is; x is on a GPU."""
-    if x.dim() == 0 or x.shape[dim] >= 8 or x.numel() == 0:
-        return None
-    if math.prod(x.shape[dim % x.dim() + 1 :]) != 1:  # such as channels_last, whose output has columns apart
-        return None
-    x_rows = as_rows(x, dim % x.dim())
-    device = describe(x.device)
-    if x_rows is None or not isinstance(device, Device) or x.dtype not in DTYPE_NAMES or out_dtype not in DTYPE_NAMES:
-        return None
-    like = torch.empty(x_rows.shape, dtype=out_dtype, device="meta")
-    return planning.torch_is_faster_reason(problem_of(x_rows, like), device)
-
-
 def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out: Tensor | None = None) -> Tensor:
     """softmax or log_softmax of x over dim, by our kernels, into `out` or a new contiguous tensor of out_dtype.
 
@@ -141,9 +126,7 @@ def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out:
 
 
 def prepare_softmax(x: Tensor, y: Tensor, dim: int, log: bool) -> Any:
-    """What launches over tensors that lie as x and y do; TORCH; or None where x is copied first."""
-    if torch_is_faster_reason(x, dim, y.dtype):
-        return TORCH
+    """What launches over tensors that lie as x and y do; None where x is copied first."""
     x_rows, y_rows = as_rows(x, dim), as_rows(y, dim)
     if x_rows is None or y_rows is None:
         planes = folded((x, y), dim)

@@ -1,8 +1,8 @@
 """Where a call goes: to PyTorch's own kernels, with a reason; to the dispatcher; or directly to our kernels.
 
-Two reasons differ: our kernels cannot take a call (`unsupported_reason`), or torch is faster (`faster_reason` of
-torch_ops.softmax). The dispatcher may be bypassed where nothing but autograd would see the call
-(`can_bypass_dispatcher`); while torch.compile traces, an operator of ours stands in the graph (`is_compiled`).
+`unsupported_reason` says why our kernels cannot take a call. The dispatcher may be bypassed where nothing but autograd
+would see the call (`can_bypass_dispatcher`); while torch.compile traces, an operator of ours stands in the graph
+(`is_compiled`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Fallback:
     """None of our kernels runs, and `why`.
 
     regime: "torch", PyTorch's own kernel runs, or "empty", none does. reason: "unsupported", our kernels cannot take
-    the call; "torch is faster", they should not; or "empty".
+    the call, or "empty".
     """
 
     why: str

@@ -38,7 +38,6 @@ from ..launch.softmax import (
     prepare_backward,
     prepare_softmax,
     softmax_op,
-    torch_is_faster_reason,
 )
 from ..launch.softmax import softmax_backward as backward_by_kernel
 from ..launch.softmax import softmax_forward as forward_by_kernel
@@ -51,7 +50,6 @@ from .outputs import is_its_own, may_write_while_reading, takes_out, written
 from .route import (
     EMPTY,
     Answer,
-    Fallback,
     PlanRequest,
     call_unsupported_reason,
     can_bypass_dispatcher,
@@ -112,12 +110,7 @@ def softmax_of(
     x: Tensor, dim: Any, index: int | None, dtype: torch.dtype | None, out: Tensor | None, log: bool
 ) -> Tensor:
     """softmax or log_softmax of a tensor over dim, whose index is None where torch's own function judges it."""
-    if (
-        index is None
-        or call_unsupported_reason(x, dtype) is not None
-        or too_long_reason(x, index) is not None
-        or faster_reason(x, index, dtype) is not None
-    ):
+    if index is None or call_unsupported_reason(x, dtype) is not None or too_long_reason(x, index) is not None:
         return _by_torch(x, dim, dtype, out, log)
     if dtype is None:
         # autocast, as torch has it on CUDA: float32, from a 16-bit input in the same pass
@@ -138,13 +131,6 @@ def _apply(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
             y = forward_or_torch(x, dim, dtype, log)
         return _row_softmax(x, (y, (dim, x.dtype, log, _invariant(), size_of(x, dim))))
     return forward_or_torch(x, dim, dtype, log)
-
-
-def faster_reason(x: Tensor, dim: int, dtype: torch.dtype | None) -> str | None:
-    """Why torch's softmax of so short rows is the better choice; under torch.compile, which has no addresses, None."""
-    if torch.compiler.is_compiling() or not x.is_cuda or not can_bypass_dispatcher(x):
-        return None
-    return torch_is_faster_reason(x, dim, x.dtype if dtype is None else dtype)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -262,11 +248,10 @@ def planned_softmax(
         torchs_own(log)(x, dim, dtype=dtype)  # raises torch's error
         return "only PyTorch's own takes these arguments"
     reason = call_unsupported_reason(x, dtype) or too_long_reason(x, index)
-    faster = None if reason else faster_reason(x, index, dtype)
-    if reason is not None or faster is not None:
+    if reason is not None:
         if x.numel() and (x.dtype if dtype is None else dtype) not in FLOATING:
             torchs_own(log)(x.new_zeros(1), 0, dtype=dtype)  # raises the call's error
-        return reason if reason is not None else Fallback(str(faster), reason="torch is faster")
+        return reason
     if x.numel() == 0:
         return EMPTY
     out_dtype = (torch.float32 if promotes(x) else x.dtype) if dtype is None else dtype

@@ -31,7 +31,7 @@ def judge(op: str, n_rows: int = 70, n_cols: int = 97, dtype: torch.dtype = torc
 
 def on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every module that asks for the device get the description of a GPU."""
-    for module in ("launch.device", "launch.softmax", "torch_ops.route"):
+    for module in ("launch.device", "torch_ops.route"):
         monkeypatch.setattr(f"fused_softmax.{module}.describe", lambda device: DEVICES["sm_90"])
 
 
@@ -140,7 +140,7 @@ def test_our_masked_gradient_is_causal_where_the_op_is(monkeypatch: pytest.Monke
 
 def on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any tensor is planned as if it were on a device of sm_90."""
-    for module in ("launch.device", "launch.softmax", "torch_ops.route"):
+    for module in ("launch.device", "torch_ops.route"):
         monkeypatch.setattr(f"fused_softmax.{module}.describe", lambda device: DEVICES["sm_90"])
 
 
