@@ -73,6 +73,19 @@ def test_random_widths_follow_from_the_seed_half_of_them_odd():
     assert 12 <= sum(w < 8192 for w in widths) <= 29
 
 
+def test_random_widths_of_a_small_range_are_all_drawn_or_refused():
+    for fewest, most in ((1, 9), (3, 11), (2, 10)):
+        assert random_widths(8, 3, fewest, most) == tuple(range(fewest, most))
+        with pytest.raises(ValueError, match=f"4 odd and 4 even widths from {fewest} to {most - 1}"):
+            random_widths(9, 3, fewest, most)
+
+
+def test_random_cases_of_other_columns():
+    widths = {c.n_cols for c in random_cases("cross_entropy", 10, 3, columns=(1, 255))}
+    assert len(widths) == 10 and max(widths) <= 255
+    assert {c.n_cols for c in random_cases("softmax", 1, 3, columns=(300, 300))} == {300}
+
+
 @pytest.mark.parametrize("op", ops_named("all"))
 def test_every_op_has_random_cases_of_its_range(op: str):
     cases = random_cases(op, 40, 3)

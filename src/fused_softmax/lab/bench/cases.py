@@ -123,13 +123,20 @@ def sweep(
 
 
 def random_widths(count: int, seed: int, fewest: int, most: int) -> tuple[int, ...]:
-    """`count` different widths of a seed, half of them odd, log-uniform from `fewest` to `most` columns."""
+    """`count` different widths of a seed, half of them odd, log-uniform from `fewest` to `most` - 1 columns.
+
+    ValueError where there are fewer odd or even widths in the range.
+    """
+    odd, even = most // 2 - fewest // 2, (most + 1) // 2 - (fewest + 1) // 2
+    if count // 2 > odd or (count + 1) // 2 > even:
+        there = f"there are {odd} odd and {even} even widths from {fewest} to {most - 1}"
+        raise ValueError(f"{there}: ask for fewer than {count}, or for a wider range")
     pick = random.Random(seed)
     widths: list[int] = []
     while len(widths) < count:
         width = int(fewest * (most / fewest) ** pick.random())
-        width = width | 1 if len(widths) % 2 else max(fewest, width & ~1)
-        if width not in widths:
+        width = width | 1 if len(widths) % 2 else max(fewest + fewest % 2, width & ~1)
+        if width < most and width not in widths:
             widths.append(width)
     return tuple(sorted(widths))
 
@@ -148,14 +155,17 @@ def random_cases(
     dtypes: Sequence[str] = (),
     elements: int = ELEMENTS,
     n_rows: int | None = None,
+    columns: tuple[int, int] | None = None,
 ) -> tuple[Case, ...]:
     """An op at `count` random widths of its range, in `dtypes` (default: bfloat16, and float32 except for losses).
 
-    Attention scores have random batches, heads and queries too, where n_rows is not given.
+    columns: the fewest and the most, in place of the op's range. Attention scores have random batches, heads and
+    queries too, where n_rows is not given.
     """
     of, pick = family(op), random.Random(seed)
     cases = []
-    for n_cols in random_widths(count, seed, *RANDOM_RANGES.get(of, RANDOM_RANGE)):
+    limits = (columns[0], columns[1] + 1) if columns else RANDOM_RANGES.get(of, RANDOM_RANGE)
+    for n_cols in random_widths(count, seed, *limits):
         scores = random_scores(n_cols, elements, pick) if of == "masked_softmax" and n_rows is None else None
         rows = math.prod(scores) if scores else max(1, elements // n_cols) if n_rows is None else n_rows
         why = f"random width, seed {seed}"

@@ -69,6 +69,7 @@ class Request:
     workers: int | None = None  # as many as there are cores
     seconds: float | None = None
     random_widths: int = 0  # how many to draw for each op
+    columns: tuple[int, int] | None = None  # the fewest and the most of them; None: the op's own range
     random_shapes: int = 0  # the same, of shapes (outer, n_cols, inner)
     seed: int | None = None  # of the random widths and shapes; None: a new one, which the header names
 
@@ -107,7 +108,9 @@ def _tables_of(op: str, request: Request, on_gpu: bool) -> list[Table]:
     if request.random_widths:
         assert request.seed is not None, "run() draws the seed"
         rows = request.rows if request.rows is not None or on_gpu else CPU_ROWS
-        cases = random_cases(op, request.random_widths, request.seed, request.dtypes, request.elements, rows)
+        cases = random_cases(
+            op, request.random_widths, request.seed, request.dtypes, request.elements, rows, request.columns
+        )
         # 0.06 s are a hundred rounds, as in the forward table
         found.append(Table("random widths", cases, () if family(op) in LOSS_FAMILIES else PEERS, 0.06))
     if request.random_shapes:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fused_softmax.lab.cli import options
-from fused_softmax.lab.cli.options import Dtype, Input, dtypes, names
+from fused_softmax.lab.cli.options import Dtype, Input, columns_between, dtypes, names
 from fused_softmax.lab.terminal import Refused, refusing, terminal
 
 
@@ -63,12 +63,13 @@ def fuzz(
 ) -> None:
     """Draw calls of every op, way in, dtype, layout and value; judge them against float64; fail when one is wrong."""
     wanted, added = (names(op, "--op"), names(way, "--way"), dtypes(dtype)), [Path(f) for f in names(add, "--add")]
+    limits = columns_between(columns)
     options.interpret_without_gpu()
     from fused_softmax.lab.fuzz import command
 
     raise typer.Exit(
         command.fuzz(
-            *wanted, seconds, cases, per_cell, columns, seed, workers, record, sanitize, replay, stop, huge, added
+            *wanted, seconds, cases, per_cell, limits, seed, workers, record, sanitize, replay, stop, huge, added
         )
     )
 

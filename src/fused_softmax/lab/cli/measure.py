@@ -11,7 +11,16 @@ import typer
 from rich.console import Console
 
 from fused_softmax.lab.cli import options
-from fused_softmax.lab.cli.options import DTYPE_NAMES, Dtype, Input, Tables, dtypes, names, numbers
+from fused_softmax.lab.cli.options import (
+    DTYPE_NAMES,
+    Dtype,
+    Input,
+    Tables,
+    columns_between,
+    dtypes,
+    names,
+    numbers,
+)
 from fused_softmax.lab.ending import INTERRUPTED
 from fused_softmax.lab.terminal import Refused, refusing, terminal
 
@@ -34,6 +43,10 @@ def bench(
     random_widths: Annotated[
         int, typer.Option(min=0, max=1000, help="draw so many widths for each op, half of them odd")
     ] = 0,
+    columns: Annotated[
+        str,
+        typer.Option(help="of --random-widths: from LOW to HIGH columns, given as LOW:HIGH"),
+    ] = "",
     random_shapes: Annotated[
         int, typer.Option(min=0, max=1000, help="draw so many shapes (outer, n_cols, inner) and layouts for each op")
     ] = 0,
@@ -54,6 +67,9 @@ def bench(
         raise Refused(f"{seconds} is not a number of seconds, such as 0.1", "--seconds")
     if seed is not None and not (random_widths or random_shapes):
         raise Refused("belongs to --random-widths and --random-shapes: give one of them too", "--seed")
+    limits = columns_between(columns)
+    if limits is not None and not random_widths:
+        raise Refused("belongs to --random-widths: give it too", "--columns")
     options.interpret_without_gpu()
     from fused_softmax.lab.bench.ops import ops_named
     from fused_softmax.lab.bench.run import Request, prepare, run
@@ -76,6 +92,7 @@ def bench(
         workers=workers,
         seconds=seconds,
         random_widths=random_widths,
+        columns=limits,
         random_shapes=random_shapes,
         seed=seed,
     )

@@ -45,6 +45,20 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
     return found
 
 
+def columns_between(text: str, option: str = "--columns") -> tuple[int, int] | None:
+    """The fewest and the most columns of LOW:HIGH; None where nothing was given."""
+    if not text:
+        return None
+    low, _, high = text.partition(":")
+    try:
+        limits = int(low), int(high or low)
+    except ValueError:
+        raise Refused(f"{text!r} is not LOW:HIGH: give two numbers of columns, such as 1:4096", option) from None
+    if not 1 <= limits[0] <= limits[1]:
+        raise Refused(f"{text!r}: LOW is at least 1 and at most HIGH, as in 1:4096", option)
+    return limits
+
+
 def dtypes(text: str, option: str = "--dtype") -> tuple[str, ...]:
     """Split and widen dtype names."""
     found = tuple(DTYPE_NAMES.get(name, name) for name in names(text, option))

@@ -15,8 +15,8 @@ from fused_softmax.lab.terminal import Refused, refusing
 
 def fuzz(
     ops: tuple[str, ...], ways: tuple[str, ...], dtypes: tuple[str, ...], seconds: float | None, cases: int | None,
-    per_cell: int | None, columns: str, seed: int, workers: int, record: Path | None, sanitize: str, replayed: str,
-    stop: bool, huge: bool, added: Sequence[Path] = (),
+    per_cell: int | None, columns: tuple[int, int] | None, seed: int, workers: int, record: Path | None, sanitize: str,
+    replayed: str, stop: bool, huge: bool, added: Sequence[Path] = (),
 ) -> int:  # fmt: skip
     """The exit status: 0 where nothing is wrong, 1 where a case is, 130 where it was interrupted.
 
@@ -39,7 +39,6 @@ def fuzz(
                 case_fields(replayed)
             except ValueError as error:
                 raise Refused(str(error), "--replay") from None
-        limits = _columns(columns)
         linear_ops, ops = tuple(op for op in ops if op in LINEAR_OPS), tuple(op for op in ops if op in OPS)
         if linear_ops:
             refused = dict(columns=columns, record=record, sanitize=sanitize, huge=huge, per_cell=per_cell)
@@ -49,7 +48,7 @@ def fuzz(
         if record is not None:
             records.check(record, None if sanitize else seed)
         request = Request(
-            ops, ways, dtypes, seconds, cases, per_cell, seed, workers, limits, record, huge, stop
+            ops, ways, dtypes, seconds, cases, per_cell, seed, workers, columns, record, huge, stop
         )  # fmt: skip
         if sanitize:
             _known("sanitize", (sanitize,), sanitizer.TOOLS)
@@ -95,16 +94,3 @@ def _known(option: str, given: Sequence[str], allowed: Sequence[str]) -> None:
     unknown = [name for name in given if name not in allowed]
     if unknown:
         raise Refused(f"{', '.join(unknown)!r} is none of {', '.join(allowed)}", f"--{option}")
-
-
-def _columns(text: str) -> tuple[int, int] | None:
-    if not text:
-        return None
-    low, _, high = text.partition(":")
-    try:
-        limits = int(low), int(high or low)
-    except ValueError:
-        raise Refused(f"{text!r} is not LOW:HIGH: give two numbers of columns, such as 1:4096", "--columns") from None
-    if not 1 <= limits[0] <= limits[1]:
-        raise Refused(f"{text!r}: LOW is at least 1 and at most HIGH, as in 1:4096", "--columns")
-    return limits
