@@ -13,8 +13,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 import fused_softmax
+from fused_softmax.launch import torch_private
 
 PACKAGE = Path(fused_softmax.__file__).parent
 # attributes of Triton and of NamedTuple, which are not torch's
@@ -143,3 +145,21 @@ def test_public_torch_gives_the_same_results():
         [sys.executable, "-c", textwrap.dedent(CALLS)], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0 and done.stdout == "right\n", done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError])  # of torch 2.4, and of a torch that takes no argument so
+def test_versions_are_counted_where_the_private_function_takes_one_tensor(monkeypatch, error):
+    own = torch._C._increment_version
+
+    def of_one(tensors):
+        if not isinstance(tensors, torch.Tensor):
+            raise error("increment_version expect a Tensor as input")
+        own((tensors,))
+
+    monkeypatch.setattr(torch._C, "_increment_version", of_one)
+    found = torch_private._incremented_by_c()
+    a, b = torch.zeros(2), torch.zeros(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch._C, "_increment_version", own)
+        found((a, b))
+    assert (a._version, b._version) == (1, 1)

@@ -22,6 +22,7 @@ from fused_softmax.lab.bench.systems import outcome
 from fused_softmax.lab.cli import app
 from fused_softmax.lab.lessons import LESSONS
 from fused_softmax.lab.record import Record, from_json, header, to_json
+from fused_softmax.launch.availability import KernelUnavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 CLI = CliRunner()
@@ -283,6 +284,17 @@ def test_lessons_are_listed():
     assert (
         result.exit_code == 0 and len(result.output.splitlines()) == len(LESSONS) and "naive" in result.output.lower()
     )
+
+
+def test_a_lesson_whose_kernel_does_not_compile_is_refused(monkeypatch: pytest.MonkeyPatch, run_here):
+    def refuse(number: int) -> None:
+        raise KernelUnavailable("the kernels need another Triton")
+
+    monkeypatch.setattr("fused_softmax.lab.cli.options.interpret_without_gpu", lambda: None)
+    monkeypatch.setattr("fused_softmax.lab.lessons.run", refuse)
+    done = run_here("lesson", "10")
+    assert done.exit_code == 2
+    assert done.stderr == "fused-softmax lesson: the kernels need another Triton\n"
 
 
 @pytest.mark.parametrize(

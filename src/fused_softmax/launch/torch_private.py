@@ -193,11 +193,14 @@ def _public_increment_versions(tensors: tuple[Tensor, ...]) -> None:
 
 
 def _incremented_by_c() -> Any:
-    """increment_version without its frame and its type check, where torch's C function takes a tuple."""
+    """increment_version without its frame and its type check, where torch's C function takes a tuple.
+
+    In torch 2.4 it takes one tensor, and raises RuntimeError for a tuple.
+    """
     increment = _or_public("_C._increment_version", _public_increment_versions)
     try:
         increment((torch.empty(0),))
-    except TypeError:
+    except (TypeError, RuntimeError):
         return _public_increment_versions
     return increment
 
