@@ -160,6 +160,6 @@ def test_a_call_compiles_with_the_options_of_its_launch(monkeypatch):
         triton.runtime.driver, "_active", type("Driver", (), {"get_current_target": lambda self: None})()
     )
     dtype = launch.args[0].dtype
-    compile_kernel(launch.kernel, ((dtype, True), (dtype, True)), {**launch.meta, "LOG": None}, 0)
+    compile_kernel(launch.kernel, ((dtype, 16), (dtype, 16)), {**launch.meta, "LOG": None}, 0)
     assert given["enable_fp_fusion"] is True and given["num_stages"] == launch.meta["num_stages"]
     assert not given["constants"] & {"enable_fp_fusion", "num_stages"}

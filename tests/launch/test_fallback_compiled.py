@@ -83,7 +83,7 @@ def loader(monkeypatch, tmp_path):
 
 
 def build(kernel):
-    pointers = ((torch.float32, True), (torch.float32, True))
+    pointers = ((torch.float32, 16), (torch.float32, 16))
     return launch.compile_kernel(kernel, pointers, {"COLS": 64, "num_warps": 4}, 0)
 
 

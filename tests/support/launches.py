@@ -50,7 +50,7 @@ def as_called(launch: Launch) -> Launch:
         value + (1 << 40) if argument.type == "i64" and isinstance(value, int) else value
         for argument, value in zip(declared, launch.args, strict=True)
     )
-    return Launch(launch.kernel, launch.grid, args, launch.meta)
+    return launch._replace(args=args)
 
 
 def cross_compiled(launch: Launch, target: str) -> tuple[compiled.Resources, Mapping[str, Any]]:

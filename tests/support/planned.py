@@ -82,20 +82,15 @@ def compile_time(chosen: Plan, device: Device, *, log: bool = False, backward: b
 
 
 def compile_kernel(kernel: Kernel):
-    """(kernel, its Resources): the binary that a call builds, with row strides of 64 bits and only the alignment
-    that the plan may rely on."""
+    """(kernel, its Resources): the binary that a call builds, with row strides of 64 bits and the alignment that the
+    plan relies on."""
     import torch
 
     from fused_softmax.lab.cross_compile import cross_compile
-    from fused_softmax.launch.compile import Launch
     from fused_softmax.launch.softmax import softmax_launch
 
     def rows(dtype: str) -> torch.Tensor:
-        # an address that is a multiple of vec elements, and of no more than the plan relies on
-        shift = kernel.plan.vec * ITEMSIZE[dtype] % 16 // ITEMSIZE[dtype]
-        memory = torch.empty(kernel.n_cols + shift, dtype=getattr(torch, dtype))
-        assert memory.data_ptr() % 16 == 0
-        return memory[shift:].view(1, kernel.n_cols)
+        return torch.empty(1, kernel.n_cols, dtype=getattr(torch, dtype))
 
     device = DEVICES[kernel.target]
     read, written = kernel.dtypes
@@ -107,9 +102,7 @@ def compile_kernel(kernel: Kernel):
     # the launch's own compilation takes n_rows and strides as 64 bits; the binder does, for numbers this large
     scalars = [n + (1 << 40) for n in launch.args[len(tensors) :]]
     scalars[1], scalars[-1] = launch.args[len(tensors) + 1], launch.args[-1]
-    return kernel, cross_compile(
-        Launch(launch.kernel, launch.grid, (*launch.args[: len(tensors)], *scalars), launch.meta), kernel.target
-    )
+    return kernel, cross_compile(launch._replace(args=(*launch.args[: len(tensors)], *scalars)), kernel.target)
 
 
 def compile_all(wanted: list[Kernel], processes: int = 2) -> Iterator[tuple]:

@@ -13,7 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -97,9 +97,9 @@ def compile_for(launch: Launch, target: str) -> Any:
 
     As on a GPU, a cap on registers with which ptxas spills is dropped (`launch.compile.built_without_spills`).
 
-    Tensors among its arguments stand for device pointers of their dtype, 16-byte aligned when their data_ptr is; they
-    are not read, so CPU and meta tensors will do. Raises RuntimeError in a process where Triton interprets kernels,
-    ValueError for a target of another form; what Triton or ptxas raise passes through.
+    Tensors among its arguments stand for device pointers of their dtype, aligned as `launch.alignments` says, or to 16
+    bytes when their data_ptr is. They are not read, so CPU and meta tensors will do. Raises RuntimeError in a process
+    where Triton interprets kernels, ValueError for a target of another form; what Triton or ptxas raise passes through.
     """
     import triton
     from triton.compiler import ASTSource, make_backend
@@ -121,12 +121,22 @@ def compile_for(launch: Launch, target: str) -> Any:
         meta = {"debug": False, "instrumentation_mode": "", **given}
         bound, specialization, _ = binder(*launch.args, **meta)
         options, signature, constexprs, attrs = kernel._pack_args(backend, meta, bound, specialization, None)
+        if launch.alignments is not None:
+            attrs = _aligned(kernel, attrs, launch.alignments)
         source = ASTSource(kernel, signature, constexprs, attrs)
         return triton.compile(source, target=gpu, options=options.__dict__)
 
     compiled, meta = built_without_spills(build, kernel, launch.meta, _spilled_bytes)
     make_clusters(compiled, kernel, meta)
     return compiled
+
+
+def _aligned(kernel: Any, attrs: Mapping[Any, Any], alignments: Sequence[int]) -> dict[Any, Any]:
+    """The attributes of the kernel's arguments, with what a call knows of its pointers in place of their addresses."""
+    arguments = enumerate(kernel.declaration.arguments.values())
+    of_pointer = dict(zip([(i,) for i, a in arguments if a.type is None], alignments, strict=True))
+    others = {at: known for at, known in attrs.items() if at not in of_pointer}
+    return others | {at: [["tt.divisibility", known]] for at, known in of_pointer.items() if known > 1}
 
 
 def resources(compiled: Any) -> Resources:

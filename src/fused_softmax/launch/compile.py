@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -75,13 +75,15 @@ class Launch(NamedTuple):
     """One kernel launch as data, so that it can be run, or cross-compiled where there is no GPU.
 
     `args` are the kernel's positional run-time arguments in its order; `meta` holds its constexprs by name and the
-    launch's own meta-parameters (num_warps, num_stages, num_ctas, ...).
+    launch's own meta-parameters (num_warps, num_stages, num_ctas, ...). `alignments`: the bytes that a call on a GPU
+    lets the kernel know to divide each pointer; None where Triton takes them from the addresses.
     """
 
     kernel: Any
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     meta: Mapping[str, Any]
+    alignments: tuple[int, ...] | None = None
 
     def __call__(self) -> None:
         on = next((a.device for a in self.args if isinstance(a, torch.Tensor) and a.is_cuda), None)
@@ -140,6 +142,11 @@ def _name(kernel: Any) -> str:
 # of each pointer argument: its dtype, and the bytes, a power of two, that divide its address
 Pointers = tuple[tuple[torch.dtype, int], ...]
 _compiled = Cache()
+
+
+def pointers_to(tensors: Iterable[torch.Tensor]) -> Pointers:
+    """The pointers of a kernel that is compiled for the addresses of these tensors: a multiple of 16 bytes, or any."""
+    return tuple((t.dtype, 1 if t.data_ptr() % 16 else 16) for t in tensors)
 
 
 def compile_kernel(

@@ -131,7 +131,13 @@ def row_launch(
     phase = run_time_arguments(plan, rows)[-1]
     n_rows = rows[0].shape[0]
     args = (*starts(rows, phase), *vectors, n_rows, *found.scalars, *numbers)
-    return Launch(found.kernel, (found.programs(n_rows),), args, found.meta)
+    pointers = op.pointers(plan, tuple(t.dtype for t in rows), _dtypes(vectors), flags)
+    alignments = tuple(known for _, known in pointers)
+    return Launch(found.kernel, (found.programs(n_rows),), args, found.meta, alignments)
+
+
+def _dtypes(vectors: tuple[Vector, ...]) -> Dtypes:
+    return tuple([_REAL if type(v) is int else v.dtype for v in vectors])
 
 
 def launch_rows(
@@ -164,7 +170,7 @@ def prepare_rows(
         op.kernel(op.plan(rows, device_of(first), invariant))  # raises now, before anything is written
         return _interpreted(op, flags, invariant)
     layouts = tuple([(t.dtype, t.stride()[0], t.data_ptr() & 31) for t in rows])
-    of_vectors = tuple([_REAL if type(v) is int else v.dtype for v in vectors])
+    of_vectors = _dtypes(vectors)
     key = (op, flags, invariant, first.get_device(), first.shape[1], layouts, of_vectors)
     return _prepared.get(key) or _prepare(key, op, rows, of_vectors, flags, invariant)
 
@@ -262,7 +268,7 @@ def flat_launch(
     if device.kind == "cuda":
         meta |= dict(num_ctas=meta["CTAS"] if declared.on_cluster else 1) | early_start(meta)
     meta |= assert_options(kernel(), device) | device.options()
-    return Launch(kernel(), (programs,), (*tensors, *numbers), meta)
+    return Launch(kernel(), (programs,), (*tensors, *numbers), meta, (1,) * len(tensors))
 
 
 _flat = Cache()

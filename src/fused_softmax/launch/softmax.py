@@ -249,7 +249,7 @@ def planned_elsewhere(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str:
         launch = strided_launch(x, y, dim, log, device)
     except KernelUnavailable as error:
         return str(error)
-    pointers = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in (x, y))
+    pointers = compiling.pointers_to((x, y))
     failed = compiling.compile_failure(launch.kernel, pointers, launch.meta, index, launch.args[2:])
     return failed or launch.failure(index) or strided.strided_plan(_strided_rows(x, y, dim))
 
@@ -289,7 +289,7 @@ def prepare_strided(x: Tensor, y: Tensor, dim: int, log: bool) -> Callable[[Tens
     if not x.is_cuda:
         return lambda x, y: strided_launch(x, y, dim, log)()
     index = x.get_device()
-    pointers = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in (x, y))
+    pointers = compiling.pointers_to((x, y))
     counts = made.args[2:]
     with compiling.lock, on_device(index):
         compiled = compiling.compile_kernel(made.kernel, pointers, made.meta, index, counts)

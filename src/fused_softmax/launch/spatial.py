@@ -321,8 +321,7 @@ def _interpreted(recipe: Recipe) -> Run:
 
 
 def _pointers(recipe: Recipe, tensors: tuple[Tensor, ...]) -> compiling.Pointers:
-    given = tuple((t.dtype, 1 if t.data_ptr() % 16 else 16) for t in tensors)
-    return given + ((torch.float32, 16),) * len(recipe.workspaces)
+    return compiling.pointers_to(tensors) + ((torch.float32, 16),) * len(recipe.workspaces)
 
 
 # --- softmax, log_softmax and their gradients ------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class Argument:
 
 
 # constexprs, because Triton evaluates the annotations of a kernel and accepts no other globals there
-# A tensor (n_rows, n_cols) with contiguous columns. Its address is a multiple of 16 bytes where the plan's vectors are.
+# A tensor (n_rows, n_cols) with contiguous columns. Its address is a multiple of a vector of the plan.
 Rows = tl.constexpr(Argument(None))
 # A contiguous tensor of O(rows) or O(columns) elements.
 Vector = tl.constexpr(Argument(None))

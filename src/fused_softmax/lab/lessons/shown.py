@@ -21,6 +21,7 @@ from fused_softmax.lab.cross_compile import MULTIPROCESSORS, Resources, occupanc
 from fused_softmax.lab.grading.trials import as_tuple
 from fused_softmax.lab.lessons import load, module_name, parts, sources, title
 from fused_softmax.lab.traffic import traffic
+from fused_softmax.launch.availability import KernelUnavailable, versions
 from fused_softmax.launch.device import device_here
 
 # the two worked examples of the write-ups, and what they give to three decimals
@@ -47,11 +48,11 @@ def error(y: Tensor, x: Tensor) -> float:
 def resources(n: int, widths: Sequence[int], dtype: str = "bfloat16", target: str = "sm_90") -> list[Resources]:
     """What lesson n's kernel compiles to on `target` for aligned rows of each of `widths` columns.
 
-    RuntimeError with the reason where it does not compile.
+    KernelUnavailable with the reason where it does not compile.
     """
     found = [compiled(load(n).SYSTEM, dtype, 1, n_cols, target) for n_cols in widths]
     if failed := [one.failed or one.none for one in found if one.used is None]:
-        raise RuntimeError(failed[0])
+        raise KernelUnavailable(f"lesson {n}'s kernel does not compile for {target} with {versions()}: {failed[0]}")
     return [one.used for one in found if one.used is not None]
 
 

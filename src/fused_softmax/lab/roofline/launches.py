@@ -117,7 +117,7 @@ def as_called(launch: Launch) -> Launch:
             args.append(0.5 if argument.type == "fp32" else 3)
         if argument.type == "i64" and isinstance(args[i], int):
             args[i] += large
-    return Launch(launch.kernel, launch.grid, tuple(args), launch.meta)
+    return launch._replace(args=tuple(args))
 
 
 class NoKernel(Exception):

@@ -1,0 +1,124 @@
+"""What a kernel is compiled to know of an address holds at the address of the call, and is not less than it could be.
+
+The interpreter takes any address; a GPU faults where a vector access is not aligned, and reads element by element where
+the compiler knows too little. So calls run as on an H200, and each pointer is compared with what its kernel is told.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+import torch
+from tests.support.pretended_gpu import pretend
+
+import fused_softmax as fs
+from fused_softmax.launch import compile as compiling
+from fused_softmax.launch.device import device_of
+from fused_softmax.planning.types import DEVICES
+
+pytestmark = pytest.mark.interpreted
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The launches of calls as on an H200: (kernel's name, [(address, bytes known to divide it)])."""
+    pretend(monkeypatch)
+    found: list[tuple[str, list[tuple[int, int]]]] = []
+
+    def launch(grid, _y, _z, _stream, kernel, pointers, meta, *args):
+        declared = kernel.declaration.arguments.values()
+        addresses = [value for argument, value in zip(declared, args, strict=False) if argument.type is None]
+        found.append((kernel.__name__, [(a, known) for a, (_, known) in zip(addresses, pointers, strict=True)]))
+
+    monkeypatch.setattr(compiling, "bind", lambda kept: compiling.Binding(launch, kept, ()))
+    for module in [m for name, m in sys.modules.items() if name.startswith("fused_softmax.")]:
+        if getattr(module, "device_of", None) is device_of:
+            monkeypatch.setattr(module, "device_of", lambda tensor: DEVICES["sm_90"])
+    return found
+
+
+def memory(dtype, n, start):
+    """n zeros that begin `start` elements after a multiple of 64 bytes."""
+    held = torch.zeros(n + start + 64, dtype=dtype)
+    first = -held.data_ptr() % 64 // held.element_size()
+    return held[first + start : first + start + n]
+
+
+def rows(draw, dtype, most=300):
+    n_rows, n_cols, pad = draw.randint(1, 4), draw.randint(1, most), draw.choice((0, 0, 1, 2, 4, 8))
+    field = memory(dtype, n_rows * (n_cols + pad), draw.choice((0, 0, 1, 2, 4, 8)))
+    return field.view(n_rows, n_cols + pad)[:, :n_cols]
+
+
+def other_layout(draw, dtype):
+    """Rows whose columns lie apart, a dimension that is not the last, or a crop."""
+    a, b = draw.randint(2, 70), draw.randint(2, 70)
+    field = memory(dtype, 4 * a * b, draw.choice((0, 0, 1, 8)))
+    layouts = (
+        (field.view(4 * a, b).t(), -1), (field.view(2 * a, 2 * b)[:, ::2], -1), (field.view(2, 2 * a, b), 1),
+        (field.view(2, a, 2 * b)[..., :b], 1), (field.view(2, 2, a, b)[:, :, 1:, 1:].transpose(1, 3), -1),
+    )  # fmt: skip
+    return draw.choice(layouts)
+
+
+def expect_known(found):
+    assert found
+    for name, pointers in found:
+        for address, known in pointers:
+            assert type(known) is int and known in (1, 2, 4, 8, 16), (name, known)
+            assert address % known == 0, f"{name}: {address % 64} after a multiple of 64, said to be one of {known}"
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "logsumexp", "token_logprobs", "cross_entropy"])
+def test_rows(launched, op):
+    draw = random.Random(op)
+    for _ in range(150):
+        x = rows(draw, draw.choice(DTYPES), draw.choice((40, 300, 6000))).requires_grad_()
+        ids = torch.zeros(x.shape[0], dtype=torch.int64)
+        launched.clear()
+        y = getattr(fs, op)(x, *((ids,) if op in ("token_logprobs", "cross_entropy") else (-1,)))
+        torch.autograd.grad(y, x, torch.ones_like(y))
+        expect_known(launched)
+
+
+def test_rows_under_masks(launched):
+    draw = random.Random("masks")
+    for _ in range(300):
+        x = rows(draw, draw.choice(DTYPES), draw.choice((40, 300, 6000)))
+        dtype, (n_rows, n_cols) = draw.choice((torch.bool, *DTYPES)), x.shape
+        pad = draw.choice((0, 0, 1, 4, 16))
+        field = memory(dtype, n_rows * (n_cols + pad), draw.choice((0, 0, 1, 2, 8, 16)))
+        mask = field.view(n_rows, n_cols + pad)[: draw.choice((1, n_rows)), :n_cols]
+        launched.clear()
+        x.requires_grad_()
+        y = fs.masked_softmax(x, mask, causal=draw.random() < 0.3)
+        torch.autograd.grad(y, x, torch.ones_like(y))
+        expect_known(launched)
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+def test_other_layouts(launched, log):
+    draw, names = random.Random(log), set()
+    for _ in range(250):
+        x, dim = other_layout(draw, draw.choice(DTYPES))
+        launched.clear()
+        (fs.log_softmax if log else fs.softmax)(x, dim)
+        expect_known(launched)
+        names |= {name for name, _ in launched}
+    assert {"softmax_strided", "softmax_spatial"} <= names
+
+
+def test_the_strided_kernel_knows_of_aligned_tensors(launched):
+    """Without it the kernel reads 2 bytes at a time: transposed rows took 3 times as many loads."""
+    x = memory(torch.bfloat16, 128 * 64, 0).view(128, 64).t()
+    fs.softmax(x, -1)
+    assert [(name, [known for _, known in pointers]) for name, pointers in launched] == [("softmax_strided", [16, 16])]
+
+
+def test_partial_vectors_are_known(launched):
+    """Rows of 6 columns of bfloat16 start at multiples of 4 bytes: the kernel knows that, and no more."""
+    fs.softmax(memory(torch.bfloat16, 12, 0).view(2, 6), -1)
+    assert [known for _, known in launched[0][1]] == [4, 4]
