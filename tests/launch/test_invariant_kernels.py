@@ -1,7 +1,7 @@
 """Within `batch_invariant()` a row alone has the kernel of its batch, whatever the address of the row and of its mask.
 
-One kernel more is enough for other bits: where Triton knows less of an address it gives a thread other columns. The
-interpreter has no such layouts. So these tests compare what an H200 would compile; nothing runs. A softmax over another
+Another kernel has other bits: where Triton knows less of an address, it gives a thread other columns. The interpreter
+has no such layouts. So these tests compare what an H200 would compile; nothing runs. A softmax over another
 dimension has other kernels for other addresses, and merges columns in an order that no layout changes.
 """
 

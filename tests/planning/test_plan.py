@@ -195,11 +195,32 @@ def test_rows_in_partial_vectors_take_as_many_threads_as_the_table_says(name, dt
             vectors = -(-units // threads)
             assert vectors >= min(fewest, units), f"{n_cols} columns in vectors of {vec}: {got}"
             assert threads in (32, power_of_two(units)) or -(-units // (2 * threads)) < fewest, got
-            assert vectors <= got.chunks <= vectors + (threads == 32), got
+            assert vectors <= got.chunks <= vectors + 1, got
+            # widths share kernels where that costs nothing
+            if threads == 32 or (name == "forward" and threads <= config_tables.PARTIAL_EVEN):
+                assert got.chunks <= 4 or got.chunks % 2 == 0, got
+            else:
+                assert got.chunks == vectors, got
             # and as many rows as stay within the elements: with twice as many it would have more
             rows = got.rows * threads // (32 * got.num_warps)
             assert rows == 1 or rows * vectors * vec <= most_elements, got
             assert 2 * rows * vectors * vec > most_elements, got
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("in_phase", [False, True], ids=["aligned", "unaligned"])
+def test_two_rows_of_17_to_32_vectors_share_a_warp(dtype, in_phase):
+    """The instructions of a reduction then serve two rows. A gradient reads two tensors and is bound by memory."""
+    full = 16 // ITEMSIZE[dtype]
+    threads, num_warps = config_tables.WARP_HALVES[ITEMSIZE[dtype]]
+    for units in (17, 20, 31, 32):
+        n_cols, vec = units * full + in_phase, 1 if in_phase else full
+        for log in (False, True):
+            got = plan(Problem(n_cols, dtype, dtype, vec, in_phase, log=log), DEVICES["sm_90"])
+            assert (got.vectors_per_chunk, got.chunks, got.num_warps) == (threads, 2, num_warps), got
+            assert got.rows * threads == 32 * num_warps and got.unaligned == in_phase
+        gradient = plan(Problem(n_cols, dtype, dtype, vec, in_phase, backward=True), DEVICES["sm_90"])
+        assert gradient.vectors_per_chunk == 32
 
 
 def test_a_masked_row_in_partial_vectors_has_warps_by_its_width():

@@ -58,7 +58,10 @@ class RowOp:
         return self.planner(problem, device)
 
     def pointers(self, plan: Plan, rows: Dtypes, vectors: Dtypes, flags: Flags) -> Pointers:
-        """What a kernel of this plan is compiled for: no address of a call decides on it, so none decides on bits."""
+        """The dtype of each pointer, and the bytes that a kernel of this plan knows to divide its address.
+
+        Both follow from the plan and the flags. The addresses of a call never choose a kernel, so they change no bits.
+        """
         of_rows = tuple((dtype, min(plan.vec * dtype.itemsize, VECTOR_BYTES)) for dtype in rows)
         if self.alignment is None:
             return of_rows + tuple((dtype, 1) for dtype in vectors)

@@ -54,8 +54,10 @@ WARP = {
 WARP_UNALIGNED = ((32, 48, 16, 2, 1), (65, 96, 32, 4, 1))
 # of rows of 17 to 32 vectors of 16 bits, forward, of a softmax or of a loss with its gradient: threads that hold a row,
 # and warps. Two rows of a warp are reduced at once. H200, 2^27 elements, fraction of a copy, by 32 and by 16 threads:
-# softmax of 136 columns 0.78 and 0.84, of 255 0.99 and 1.03, of 256 1.006 and 1.002; a loss of 256 columns 0.64, 0.77
-WARP_HALVES = (16, 2)
+# softmax of 136 columns 0.78 and 0.84, of 255 0.99 and 1.03, of 256 1.006 and 1.002; a loss of 256 columns 0.64, 0.77.
+# float32, log_softmax, by 32 threads: 69 columns 0.62, where torch has 0.76. 16 threads take 104 instructions of a warp
+# for a row, and 32 threads 153; 16 threads are not timed
+WARP_HALVES = {2: (16, 2), 4: (16, 4)}
 # of whole vectors, forward: (fewest and most columns, warps of a program). A warp has one row. H200, cold L2, us before
 # and now: float32, 64 x 600 2.13 and 1.88, 1,024 x 512 3.38 and 3.11, 512 x 1,000 3.00 and 2.89; bfloat16, 1,024 x 512
 # 2.78 and 2.63, 512 x 1,000 2.81 and 2.73. With 2^27 elements the same. Narrower rows are bound by how fast programs
@@ -66,15 +68,20 @@ KEPT_EXPS = 8
 WARP_MAX_COLS = 1024
 # columns up to which it is preferred. 1,024 of float32: 0.993 of a copy with 4 warps per row, 0.972 with one
 WARP_COLS = {2: 1024, 4: 896}
-# rows whose vectors have fewer bytes than an access may have: the most columns, and the warps of a program
+# rows in partial vectors, which have fewer bytes than an access may have: the most columns, and the warps of a program
 PARTIAL_COLS, PARTIAL_WARPS = 256, 4
-# by the elements of such a vector: (fewest vectors of a row that a thread has, most elements of the rows that it has).
-# A row takes as many threads as leave each so many vectors; a thread takes as many rows as stay within the elements.
-# H200, 2^26 elements, softmax of bfloat16, fraction of a copy, with a thread for each vector and so: 9 columns 0.22 and
-# 0.75, 13 0.33 and 0.67, 33 0.32 and 0.74, 42 0.43 and 0.88. Mean within 6% of the best of 12 plans, at worst 38%
+# by the elements of a partial vector: (the fewest vectors of a row in a thread, the most elements in a thread). A row
+# takes the most threads that leave each the first number. A thread takes as many rows as the second number allows.
+# H200, 2^26 elements, softmax of bfloat16, fraction of a copy, one vector per thread and this table: 9 columns 0.22,
+# 0.75; 13 columns 0.33, 0.67; 33 columns 0.32, 0.74; 42 columns 0.43, 0.88. The best of 12
+# plans is 6% faster in the mean, and 38% at worst
 PARTIAL_FORWARD = {1: (4, 4), 2: (3, 8), 4: (2, 8)}
 PARTIAL_BACKWARD = {1: (3, 4), 2: (2, 8), 4: (3, 8)}
 PARTIAL_STATISTICS = {1: (5, 16), 2: (5, 8), 4: (3, 24)}
+# of softmax and losses: the most threads of a row whose threads take 6 vectors in place of 5, so that widths share
+# kernels. H200, 2^26 elements, time with 6 over time with 5 (lower is better), bfloat16, softmax and a loss: 1 thread
+# 0.95, 0.96; 2 threads 0.97, 0.99; 4 threads 0.95 to 0.99, 1.03; 8 threads 1.00 to 1.02, 1.04
+PARTIAL_EVEN = 4
 # columns from which unaligned rows are read in vectors, except head and tail
 UNALIGNED_MIN_COLS = {2: 64, 4: 32}
 

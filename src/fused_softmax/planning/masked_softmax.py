@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .config_tables import TWO_PASS_CHUNKS, TWO_PASS_WARPS, KernelConfig
+from .config_tables import PARTIAL_BACKWARD, PARTIAL_FORWARD, TWO_PASS_CHUNKS, TWO_PASS_WARPS, KernelConfig
 from .masked_tables import (
     MASKED,
     MASKED_BACKWARD_REGISTERS,
@@ -38,8 +38,9 @@ def plan_masked(problem: Problem, device: Device, mask: int) -> Plan:
     if in_vectors:
         chosen = _narrow_plan(problem, device, kind)
     else:
-        chosen = warp_plan(problem, device) if problem.n_cols <= 512 else None
-        if chosen is not None and chosen.vectors_per_chunk < vec:  # the columns of a vector that a row sees in part
+        partial = PARTIAL_BACKWARD if problem.backward else PARTIAL_FORWARD
+        chosen = warp_plan(problem, device, partial) if problem.n_cols <= 512 else None
+        if chosen is not None and chosen.vectors_per_chunk < vec:  # a thread for each column of a vector seen in part
             chosen = replace(chosen, vectors_per_chunk=vec, chunks=-(-problem.n_cols // (vec * vec)))
             chosen = replace(chosen, rows=max(1, chosen.num_warps * device.warp_size // vec))
     registers = None
@@ -110,9 +111,10 @@ def _exact(problem: Problem, plan: Plan) -> Plan:
 
 
 def _more_warps(problem: Problem, plan: Plan, device: Device) -> Plan:
-    """The plan of rows in partial vectors with so many warps that a thread has PARTIAL_ELEMENTS, or with PARTIAL_MOST.
+    """The plan of rows in partial vectors, with warps added until a thread has at most PARTIAL_ELEMENTS.
 
-    H200, bfloat16, boolean: 2,402 columns 180 us with 1 warp, 120 with 4; 13,790 columns 176 with 4, 135 with 8.
+    A row has at most PARTIAL_MOST warps. H200, bfloat16, boolean: 2,402 columns 180 us with 1 warp, 120 with 4; 13,790
+    columns 176 with 4, 135 with 8.
     """
     units = -(-problem.n_cols // plan.vec)
     while plan.num_warps < PARTIAL_MOST and units * plan.vec > PARTIAL_ELEMENTS * plan.num_warps * device.warp_size:

@@ -146,6 +146,5 @@ MASKED_REGISTERS = {
 MASKED_BACKWARD_REGISTERS = 80
 # vectors per thread of a longer row: alone, and together with as many of a mask or of a gradient's second row
 MASKED_CHUNKS = {False: 16, True: 13}
-# rows in vectors that have fewer bytes than an access may have: the elements of a thread from which a row takes twice
-# the warps, and the most warps
+# rows in partial vectors: the elements of a thread above which a row takes twice the warps, and the most warps
 PARTIAL_ELEMENTS, PARTIAL_MOST = 32, 8

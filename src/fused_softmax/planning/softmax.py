@@ -21,6 +21,7 @@ from .config_tables import (
     KEPT_EXPS,
     PARTIAL_BACKWARD,
     PARTIAL_COLS,
+    PARTIAL_EVEN,
     PARTIAL_FORWARD,
     PARTIAL_WARPS,
     TWO_PASS_CHUNKS,
@@ -157,7 +158,8 @@ def warp_plan(problem: Problem, device: Device, partial: Mapping[int, tuple[int,
         num_warps, rows_a_thread = 1, 1
         vectors *= problem.full_vec // vec
     chunks = -(-units // vectors)
-    chunks += vectors >= device.warp_size and chunks > 4 and chunks % 2  # widths share kernels
+    if vectors >= device.warp_size or (vec < problem.full_vec and partial is None and vectors <= PARTIAL_EVEN):
+        chunks += chunks > 4 and chunks % 2  # widths share kernels
     rows = max(1, num_warps * device.warp_size // vectors * rows_a_thread)
     why = f"{rows} row(s) per program, each in one warp or less: no reduction leaves its warp"
     return Plan("warp", rows, 1, 1, vectors, vec, chunks, 0, unaligned, problem.itemsize == 4, num_warps, None, why)
@@ -166,10 +168,10 @@ def warp_plan(problem: Problem, device: Device, partial: Mapping[int, tuple[int,
 def preferred_warp_plan(problem: Problem, device: Device) -> Plan | None:
     """The plan of the warp regime where it is the fastest, or None."""
     found = warp_plan(problem, device) if problem.n_cols <= WARP_COLS[problem.itemsize] else None
-    if found is None or found.vec < 8 or problem.backward:
+    if found is None or found.vec < problem.full_vec or problem.backward:
         return found
     if found.chunks == 1 and found.vectors_per_chunk == device.warp_size == 32:
-        vectors, num_warps = WARP_HALVES
+        vectors, num_warps = WARP_HALVES[problem.itemsize]
         rows = num_warps * device.warp_size // vectors
         why = f"{rows} rows per program, each in half a warp: no reduction leaves its warp"
         return replace(found, rows=rows, vectors_per_chunk=vectors, chunks=2, num_warps=num_warps, why=why)
