@@ -22,7 +22,7 @@ from fused_softmax.lab.bench.systems import outcome
 from fused_softmax.lab.cli import app
 from fused_softmax.lab.lessons import LESSONS
 from fused_softmax.lab.record import Record, from_json, header, to_json
-from fused_softmax.launch.availability import KernelUnavailable
+from fused_softmax.launch import availability
 
 ROOT = Path(__file__).resolve().parents[2]
 CLI = CliRunner()
@@ -286,15 +286,13 @@ def test_lessons_are_listed():
     )
 
 
-def test_a_lesson_whose_kernel_does_not_compile_is_refused(monkeypatch: pytest.MonkeyPatch, run_here):
-    def refuse(number: int) -> None:
-        raise KernelUnavailable("the kernels need another Triton")
-
+def test_lessons_with_kernels_are_refused_below_the_floor(monkeypatch: pytest.MonkeyPatch, run_here):
     monkeypatch.setattr("fused_softmax.lab.cli.options.interpret_without_gpu", lambda: None)
-    monkeypatch.setattr("fused_softmax.lab.lessons.run", refuse)
+    monkeypatch.setattr(availability, "MIN_TRITON", (99, 0))
     done = run_here("lesson", "10")
-    assert done.exit_code == 2
-    assert done.stderr == "fused-softmax lesson: the kernels need another Triton\n"
+    assert done.exit_code == 2 and "Mechanism" in done.stdout
+    assert done.stderr == f"fused-softmax lesson: {availability.below_floor()}\n" and "Triton 99.0" in done.stderr
+    assert run_here("lesson", "1").exit_code == 0
 
 
 @pytest.mark.parametrize(

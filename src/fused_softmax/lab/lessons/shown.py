@@ -21,7 +21,8 @@ from fused_softmax.lab.cross_compile import MULTIPROCESSORS, Resources, occupanc
 from fused_softmax.lab.grading.trials import as_tuple
 from fused_softmax.lab.lessons import load, module_name, parts, sources, title
 from fused_softmax.lab.traffic import traffic
-from fused_softmax.launch.availability import KernelUnavailable, versions
+from fused_softmax.launch import availability
+from fused_softmax.launch.availability import KernelUnavailable
 from fused_softmax.launch.device import device_here
 
 # the two worked examples of the write-ups, and what they give to three decimals
@@ -48,11 +49,11 @@ def error(y: Tensor, x: Tensor) -> float:
 def resources(n: int, widths: Sequence[int], dtype: str = "bfloat16", target: str = "sm_90") -> list[Resources]:
     """What lesson n's kernel compiles to on `target` for aligned rows of each of `widths` columns.
 
-    KernelUnavailable with the reason where it does not compile.
+    RuntimeError with the reason where it does not compile.
     """
     found = [compiled(load(n).SYSTEM, dtype, 1, n_cols, target) for n_cols in widths]
     if failed := [one.failed or one.none for one in found if one.used is None]:
-        raise KernelUnavailable(f"lesson {n}'s kernel does not compile for {target} with {versions()}: {failed[0]}")
+        raise RuntimeError(failed[0])
     return [one.used for one in found if one.used is not None]
 
 
@@ -66,7 +67,12 @@ def show(n: int) -> None:
 
 
 def show_results(n: int) -> None:
-    """Run lesson n in this process: its results, its mistakes, its traffic, and what its kernel compiles to."""
+    """Run lesson n in this process: its results, its mistakes, its traffic, and what its kernel compiles to.
+
+    KernelUnavailable, with the versions, where torch or Triton is too old for the kernels of lessons 2 and later.
+    """
+    if n > 1 and (availability.torch_is_too_old() or availability.triton_is_too_old()):
+        raise KernelUnavailable(availability.below_floor())
     lesson, device = load(n), device_here()
     with warnings.catch_warnings():
         # the interpreter's numpy warns of the infinities and NaN that are shown here
