@@ -8,17 +8,13 @@ dimension has other kernels for other addresses, and merges columns in an order 
 from __future__ import annotations
 
 import random
-import sys
 from functools import partial
 
 import pytest
 import torch
-from tests.support.pretended_gpu import pretend
+from as_on_h200 import calls, field
 
 import fused_softmax as fs
-from fused_softmax.launch import compile as compiling
-from fused_softmax.launch.device import device_of
-from fused_softmax.planning.types import DEVICES
 
 pytestmark = pytest.mark.interpreted
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,20 +32,8 @@ FREE = {"MASK_ROWS"}
 
 
 @pytest.fixture
-def compiled(monkeypatch):
-    """The kernels that calls on an H200 would launch, as (kernel, pointers, meta-parameters)."""
-    pretend(monkeypatch)
-    found: list[tuple] = []
-
-    def launched(*args):
-        kernel, pointers, meta = args[4:7]
-        found.append((kernel, pointers, {name: value for name, value in meta.items() if name not in FREE}))
-
-    monkeypatch.setattr(compiling, "bind", lambda kept: compiling.Binding(launched, kept, ()))
-    for module in [m for name, m in sys.modules.items() if name.startswith("fused_softmax.")]:
-        if getattr(module, "device_of", None) is device_of:
-            monkeypatch.setattr(module, "device_of", lambda tensor: DEVICES["sm_90"])
-    return found
+def launched(monkeypatch):
+    return calls(monkeypatch)
 
 
 def kernels_of(found, call, x, gradient=True):
@@ -61,37 +45,23 @@ def kernels_of(found, call, x, gradient=True):
         if gradient:
             torch.autograd.grad(y, x, torch.ones_like(y))
     assert len(found) > gradient
-    return list(found)
-
-
-def field(draw, shape, dtype):
-    """A tensor of this shape that starts up to 8 elements after an aligned address, its rows up to 8 elements apart."""
-    pad = draw.choice((0, 0, 0, 1, 2, 4, 8))
-    start = draw.choice((0, 0, 1, 2, 4, 8))
-    *outer, n_cols = shape
-    rows = 1
-    for n in outer:
-        rows *= n
-    memory = torch.zeros(64 + start + rows * (n_cols + pad), dtype=dtype)
-    first = (-memory.data_ptr() // memory.element_size()) % 32
-    whole = memory[first + start :][: rows * (n_cols + pad)]
-    return whole.view(*outer, n_cols + pad)[..., :n_cols]
+    return [(kernel, pointers, {k: v for k, v in meta.items() if k not in FREE}) for kernel, pointers, meta, _ in found]
 
 
 @pytest.mark.parametrize("op", OF_ROWS)
-def test_of_rows(compiled, op):
+def test_of_rows(launched, op):
     draw = random.Random(op)
     for _ in range(DRAWS):
         n_rows, n_cols = draw.randint(2, 5), int(2 ** draw.uniform(3, 15)) * draw.choice((1, 2, 8))
         x = field(draw, (n_rows, n_cols), draw.choice(DTYPES))
         row = draw.randrange(n_rows)
         sums = op in ("softmax", "log_softmax")  # of the others' gradients each element is its own
-        whole = kernels_of(compiled, OF_ROWS[op], x, sums)
-        assert kernels_of(compiled, OF_ROWS[op], x[row : row + 1], sums) == whole, (x.shape, x.stride(), row)
+        whole = kernels_of(launched, OF_ROWS[op], x, sums)
+        assert kernels_of(launched, OF_ROWS[op], x[row : row + 1], sums) == whole, (x.shape, x.stride(), row)
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32, torch.bfloat16], ids=str)
-def test_of_rows_under_a_mask(compiled, mask_dtype):
+def test_of_rows_under_a_mask(launched, mask_dtype):
     draw = random.Random(str(mask_dtype))
     for _ in range(DRAWS):
         n_cols = int(2 ** draw.uniform(3, 13)) * draw.choice((1, 2, 4, 16))
@@ -101,6 +71,6 @@ def test_of_rows_under_a_mask(compiled, mask_dtype):
         mask = field(draw, (*shape, n_cols), mask_dtype)
         row = draw.randrange(batch)
         of_row = mask if shape[0] == 1 else mask[row : row + 1]
-        whole = kernels_of(compiled, partial(fs.masked_softmax, mask=mask), x)
-        alone = kernels_of(compiled, partial(fs.masked_softmax, mask=of_row), x[row : row + 1])
+        whole = kernels_of(launched, partial(fs.masked_softmax, mask=mask), x)
+        alone = kernels_of(launched, partial(fs.masked_softmax, mask=of_row), x[row : row + 1])
         assert alone == whole, (x.shape, x.stride(), mask.shape, mask.stride(), row)

@@ -7,16 +7,12 @@ the compiler knows too little. So calls run as on an H200, and each pointer is c
 from __future__ import annotations
 
 import random
-import sys
 
 import pytest
 import torch
-from tests.support.pretended_gpu import pretend
+from as_on_h200 import calls, field, memory
 
 import fused_softmax as fs
-from fused_softmax.launch import compile as compiling
-from fused_softmax.launch.device import device_of
-from fused_softmax.planning.types import DEVICES
 
 pytestmark = pytest.mark.interpreted
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,33 +20,19 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The launches of calls as on an H200: (kernel's name, [(address, bytes known to divide it)])."""
-    pretend(monkeypatch)
-    found: list[tuple[str, list[tuple[int, int]]]] = []
-
-    def launch(grid, _y, _z, _stream, kernel, pointers, meta, *args):
-        declared = kernel.declaration.arguments.values()
-        addresses = [value for argument, value in zip(declared, args, strict=False) if argument.type is None]
-        found.append((kernel.__name__, [(a, known) for a, (_, known) in zip(addresses, pointers, strict=True)]))
-
-    monkeypatch.setattr(compiling, "bind", lambda kept: compiling.Binding(launch, kept, ()))
-    for module in [m for name, m in sys.modules.items() if name.startswith("fused_softmax.")]:
-        if getattr(module, "device_of", None) is device_of:
-            monkeypatch.setattr(module, "device_of", lambda tensor: DEVICES["sm_90"])
-    return found
+    return calls(monkeypatch)
 
 
-def memory(dtype, n, start):
-    """n zeros that begin `start` elements after a multiple of 64 bytes."""
-    held = torch.zeros(n + start + 64, dtype=dtype)
-    first = -held.data_ptr() % 64 // held.element_size()
-    return held[first + start : first + start + n]
+def known(launch):
+    """(kernel's name, [(address, bytes known to divide it)])."""
+    kernel, pointers, _, args = launch
+    declared = kernel.declaration.arguments.values()
+    addresses = [value for argument, value in zip(declared, args, strict=False) if argument.type is None]
+    return kernel.__name__, [(address, by) for address, (_, by) in zip(addresses, pointers, strict=True)]
 
 
 def rows(draw, dtype, most=300):
-    n_rows, n_cols, pad = draw.randint(1, 4), draw.randint(1, most), draw.choice((0, 0, 1, 2, 4, 8))
-    field = memory(dtype, n_rows * (n_cols + pad), draw.choice((0, 0, 1, 2, 4, 8)))
-    return field.view(n_rows, n_cols + pad)[:, :n_cols]
+    return field(draw, (draw.randint(1, 4), draw.randint(1, most)), dtype)
 
 
 def other_layout(draw, dtype):
@@ -64,12 +46,12 @@ def other_layout(draw, dtype):
     return draw.choice(layouts)
 
 
-def expect_known(found):
-    assert found
-    for name, pointers in found:
-        for address, known in pointers:
-            assert type(known) is int and known in (1, 2, 4, 8, 16), (name, known)
-            assert address % known == 0, f"{name}: {address % 64} after a multiple of 64, said to be one of {known}"
+def expect_known(launched):
+    assert launched
+    for name, pointers in map(known, launched):
+        for address, by in pointers:
+            assert type(by) is int and by in (1, 2, 4, 8, 16), (name, by)
+            assert address % by == 0, f"{name}: {address % 64} after a multiple of 64, said to be one of {by}"
 
 
 @pytest.mark.parametrize("op", ["softmax", "log_softmax", "logsumexp", "token_logprobs", "cross_entropy"])
@@ -107,7 +89,7 @@ def test_other_layouts(launched, log):
         launched.clear()
         (fs.log_softmax if log else fs.softmax)(x, dim)
         expect_known(launched)
-        names |= {name for name, _ in launched}
+        names |= {kernel.__name__ for kernel, *_ in launched}
     assert {"softmax_strided", "softmax_spatial"} <= names
 
 
@@ -115,10 +97,11 @@ def test_the_strided_kernel_knows_of_aligned_tensors(launched):
     """Without it the kernel reads 2 bytes at a time: transposed rows took 3 times as many loads."""
     x = memory(torch.bfloat16, 128 * 64, 0).view(128, 64).t()
     fs.softmax(x, -1)
-    assert [(name, [known for _, known in pointers]) for name, pointers in launched] == [("softmax_strided", [16, 16])]
+    ((name, pointers),) = map(known, launched)
+    assert (name, [by for _, by in pointers]) == ("softmax_strided", [16, 16])
 
 
 def test_partial_vectors_are_known(launched):
     """Rows of 6 columns of bfloat16 start at multiples of 4 bytes: the kernel knows that, and no more."""
     fs.softmax(memory(torch.bfloat16, 12, 0).view(2, 6), -1)
-    assert [known for _, known in launched[0][1]] == [4, 4]
+    assert [by for _, by in known(launched[0])[1]] == [4, 4]

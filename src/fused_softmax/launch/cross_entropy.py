@@ -43,6 +43,7 @@ from .launcher import (
 from .layout import (
     Allocator,
     allocator_here,
+    described_gradient,
     empty,
     gradient_buffer,
     gradient_stride,
@@ -260,7 +261,7 @@ def planned_cross_entropy(x: Tensor, on: Tensor, gradient: bool) -> Plan | str:
     real, op = torch.float32, "exponential"
     kind = LOSS_KINDS[False, False, False]
     if gradient:
-        dx = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        dx = described_gradient(x)
         vectors = (torch.int64, real, real, real, real, real)
         flags = kernels.with_gradient_flags(kind, keeps_upstream=True, waits=device_of(on).supports_pdl)
         plan = planned(WITH_GRADIENT[op], (x, dx), vectors, flags, on)

@@ -313,13 +313,16 @@ def _flat_runner(binding: Binding, index: int) -> Run:
 # --- the plan of a launch ---------------------------------------------------------------------------------------------
 
 
-def planned(op: RowOp, rows: tuple[Tensor, ...], vectors: Dtypes, flags: Flags, on: Tensor) -> Plan | str:
+def planned(
+    op: RowOp, rows: tuple[Tensor, ...], vectors: Dtypes, flags: Flags, on: Tensor, invariant: bool | None = None
+) -> Plan | str:
     """The plan for such rows, or why its kernel did not compile in this process.
 
     rows: they may be meta tensors. vectors: the dtypes of the other pointers. on: a tensor on a device with kernels.
+    invariant: as in `launch_rows`; None: as the context says.
     """
     device = device_of(on)
-    plan = op.plan(rows, device, is_batch_invariant())
+    plan = op.plan(rows, device, is_batch_invariant() if invariant is None else invariant)
     try:
         kernel = op.kernel(plan)
     except KernelUnavailable as error:

@@ -146,6 +146,11 @@ def gradient_buffer(x: Tensor) -> Tensor:
     return rows_apart(allocator(x), n_rows, n_cols, gradient_stride(x), x.dtype)
 
 
+def described_gradient(x: Tensor) -> Tensor:
+    """`gradient_buffer` of rows x on the meta device, for planning."""
+    return torch.empty_strided(x.shape, (gradient_stride(x), 1), dtype=x.dtype, device="meta")
+
+
 def problem_of(*tensors: Tensor, batch_invariant: bool = False, backward: bool = False, log: bool = False) -> Problem:
     """The Problem of row tensors (n_rows, n_cols) with contiguous columns; the last is the output.
 

@@ -21,7 +21,7 @@ from .compile import kernel_loader
 from .context import is_batch_invariant
 from .device import device_of
 from .launcher import RowOp, always, on_its_device, planned, prepare_flat, prepare_rows, programs_of_row
-from .layout import allocator, allocator_here, expect_rows, layout_key, pointer, restored, rows_of
+from .layout import allocator, allocator_here, described_gradient, expect_rows, layout_key, pointer, restored, rows_of
 from .options import Flags, scale_flag
 
 
@@ -180,10 +180,12 @@ def planned_statistics(x: Tensor, on: Tensor, n_picks: int, backward: bool) -> P
     ids = torch.int64 if n_picks else real
     if backward:
         flags: Flags = (("PICKS", n_picks), ("ENTROPY", False), ("LSE", not n_picks), ("SCALE", 0))
-        dx = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        dx = described_gradient(x) if n_picks else torch.empty(x.shape, dtype=x.dtype, device="meta")
         flags = (*flags, ("HAS_MOMENTS", n_picks > 0), ("SHARDED", False))
-        return planned(BACKWARD, (x, dx), (real, real, real, ids, real, real, real), flags, on)
-    flags = (("PICKS", n_picks), ("ENTROPY", False), ("RANK", False), ("SCALE", 0), ("KEEP_MOMENTS", n_picks > 0))
+        # each element is computed by itself, so batch_invariant() changes nothing
+        return planned(BACKWARD, (x, dx), (real, real, real, ids, real, real, real), flags, on, invariant=False)
+    keeps = n_picks > 0 and on.requires_grad and torch.is_grad_enabled()
+    flags = (("PICKS", n_picks), ("ENTROPY", False), ("RANK", False), ("SCALE", 0), ("KEEP_MOMENTS", keeps))
     shared = FORWARD.plan((x,), device_of(on), is_batch_invariant()).part_cols > 0
     return planned(FORWARD, (x,), (_REAL, real) if shared else (real, real, real, ids, real, real), flags, on)
 
