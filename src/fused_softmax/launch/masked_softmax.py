@@ -181,7 +181,10 @@ def _call(
     sizes: Any = x.shape
     of_mask = None
     if mask is not None:
-        of_mask = (mask.shape, mask.stride(), mask.dtype, mask.data_ptr() & 31, mask.get_device())
+        start = mask.data_ptr() & 31
+        if start and mask.untyped_storage().data_ptr() & 31:  # then no kernel may read from the aligned address on
+            start = -start
+        of_mask = (mask.shape, mask.stride(), mask.dtype, start, mask.get_device())
     if len(sizes) == 2:
         if mask is not None and mask.dim() == 2:
             of_mask = (mask.shape[0] == 1, mask.shape[1], *of_mask[1:])  # type: ignore[index]
