@@ -12,7 +12,7 @@ JOBS ?= 2
 
 # what `make test` runs, in this order; it prints how long each took
 STAGES := lint types interpreted compiled pages-check
-EXTENDED_STAGES := typed-uses docs packages compiled-targets compiled-others programs extended
+EXTENDED_STAGES := typed-uses docs packages compiled-targets compiled-others interpreted-newest programs extended
 # Tritons that the kernels are compiled with besides the pinned one, by the tests of the planner's kernels and of what
 # versions change; and torches below the floor
 OTHER_TRITONS ?= 3.6.0 newest
@@ -45,7 +45,7 @@ define run_stages
 endef
 
 .PHONY: help bench test test-extended setup lint types interpreted compiled compiled-targets compiled-others below-floor
-.PHONY: interpreted-others programs extended gpu pages pages-check docs typed-uses packages style clean
+.PHONY: interpreted-others interpreted-newest programs extended gpu pages pages-check docs typed-uses packages style clean
 .NOTPARALLEL:
 
 help:
@@ -110,6 +110,10 @@ below-floor: $(READY)
 # fresh environments of other torches that the kernels run with; no part of test-extended, as it takes half an hour
 interpreted-others: $(READY)
 	$(VERSIONS) interpreted 2.10.0 newest --jobs $(JOBS) $(ARGS)
+
+# the interpreted tests of the ops with the newest Triton, put before the installed one
+interpreted-newest: $(READY)
+	$(VERSIONS) interpreted newest --installed-torch --jobs $(JOBS) $(ARGS)
 
 # the integrations in the pinned and the newest transformers, TRL, kernels and torchtitan, and examples/
 programs: $(READY)

@@ -3,6 +3,7 @@
     versions.py compiled 3.6.0 newest           compiled tests with other Tritons, beside the installed torch
     versions.py below-floor 2.4.1 2.6.0         a fresh environment for each torch, with its own Triton
     versions.py interpreted 2.10.0 newest       interpreted tests of the ops, in a fresh environment for each torch
+    versions.py interpreted newest --installed-torch    the same with other Tritons, beside the installed torch
 
 A fresh environment takes up to 7 GB: it is removed after its run, unless --keep is given. --record writes
 benchmarks/compatibility.json, which the page on compatibility is made from. Wheels that cannot be had are said so and
@@ -138,19 +139,24 @@ def checks(python: Path, env: dict[str, str]) -> tuple[int, int, int]:
     return 2 - failed, failed, 0
 
 
-def run(what: str, version: str, folder: Path, jobs: int, files: tuple[str, ...]) -> Run:
-    """Runs `what` with a version (of Triton for "compiled", else of torch), over the named test files or its own."""
+def run(what: str, version: str, folder: Path, jobs: int, files: tuple[str, ...], installed_torch: bool = False) -> Run:
+    """Runs `what` with a version of torch, over the named test files or its own.
+
+    It is a version of Triton for "compiled", and where the installed torch stays.
+    """
     env = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
     env["PYTHONPATH"] = str(ROOT / "src")
     # kernels that another version compiled are not this one's
     env["TRITON_CACHE_DIR"] = str(folder / f"cache-{what}-{version}")
+    if what == "compiled" or installed_torch:
+        env["PYTHONPATH"] = os.pathsep.join([str(triton_folder(folder, version)), env["PYTHONPATH"]])
     if what == "compiled":
         python, shown = Path(sys.executable), files or ("tests",)
-        env["PYTHONPATH"] = os.pathsep.join([str(triton_folder(folder, version)), env["PYTHONPATH"]])
         env["FUSED_SOFTMAX_OTHER_TRITON"] = version  # kernels of which the pinned one compiles a third by default
         counts = tests(python, env, "-m", "compiled and not extended", *shown)
     elif what == "interpreted":
-        python, shown = environment(folder, version, TEST_PACKAGES), files or CORE_TESTS
+        python = Path(sys.executable) if installed_torch else environment(folder, version, TEST_PACKAGES)
+        shown = files or CORE_TESTS
         kept = "not compiled and not gpu and not extended"
         counts = tests(python, {**env, "TRITON_INTERPRET": "1"}, "-n", str(jobs), "-m", kept, *shown)
     else:
@@ -171,10 +177,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(sys.prefix), help="where environments are kept")
     parser.add_argument("--keep", action="store_true", help="keep a fresh environment, and use it again")
     parser.add_argument("--record", action="store_true", help=f"write {RECORDS}")
+    parser.add_argument("--installed-torch", action="store_true", help="interpreted: VERSION is of Triton")
     parser.add_argument("--jobs", type=int, default=2, help="interpreted tests that run at a time")
     parser.add_argument("--tests", nargs="+", default=(), help="test files in the place of the usual ones")
     asked = parser.parse_args()
-    if asked.what != "compiled":
+    if asked.installed_torch and asked.what != "interpreted":
+        parser.error(f"--installed-torch belongs to interpreted, not to {asked.what}")
+    if asked.what != "compiled" and not asked.installed_torch:
         unknown = [v for v in asked.versions if v != NEWEST and v not in TRITON_OF]
         if unknown:
             parser.error(f"TRITON_OF names no Triton for torch {', '.join(unknown)}")
@@ -185,7 +194,8 @@ def main() -> None:
         temporary = not (asked.keep or place.exists())
         print(f"== {asked.what} {version}", flush=True)
         try:
-            found = run(asked.what, version, asked.folder.resolve(), asked.jobs, tuple(asked.tests))
+            where = asked.folder.resolve()
+            found = run(asked.what, version, where, asked.jobs, tuple(asked.tests), asked.installed_torch)
         except Unavailable as error:
             print(f"== {asked.what} {version}: skipped, the wheels cannot be had here: {error}", flush=True)
             continue

@@ -98,11 +98,13 @@ def load_skewed(
 def owned(first, phase, INNER: tl.constexpr, UNIT: tl.constexpr, OVERLAP: tl.constexpr):
     """Whether a block writes an element: its unit is complete, or the first one of a run.  # [COLS or 1, 1, INNER]"""
     unit = tl.arange(0, INNER)[None, None, :] // UNIT
+    # numbers, because the interpreter of Triton 3.9 makes no mask of a truth value next to a tile of them
+    later = (first != 0).to(tl.int32)
     if OVERLAP == UNIT:
         late = (phase == UNIT).to(tl.int32)
-        return ((unit >= late) | (first == 0)) & (unit < INNER // UNIT - 1 + late)
+        return (unit >= late * later) & (unit < INNER // UNIT - 1 + late)
     else:
-        return ((unit > 0) | (first == 0)) & (unit < INNER // UNIT - 1)
+        return (unit >= later) & (unit < INNER // UNIT - 1)
 
 
 @triton.jit

@@ -68,8 +68,9 @@ def owned_positions(
         tl.static_assert(OVERLAP == VEC and STEP % 2 == 0, "a column starts in a sector as that of the next chunk does")
         vector = tl.arange(0, INNER)[None, None, :] // VEC
         late = ((outer * outer_stride + column.to(tl.int64) * col_stride + first) & 1).to(tl.int32)
-        begins, ends = (vector >= late) | (block == 0), (vector < INNER // VEC - late) | (block == n_blocks - 1)
-        return exists & begins & ends
+        # numbers, because the interpreter of Triton 3.9 makes no mask of a truth value next to a tile of them
+        begins = vector >= late * (block != 0).to(tl.int32)
+        return exists & begins & (vector < INNER // VEC - late * (block != n_blocks - 1).to(tl.int32))
 
 
 @triton.jit
