@@ -73,8 +73,8 @@ PARTIAL_COLS, PARTIAL_WARPS = 256, 4
 # by the elements of a partial vector: (the fewest vectors of a row in a thread, the most elements in a thread). A row
 # takes the most threads that leave each the first number. A thread takes as many rows as the second number allows.
 # H200, 2^26 elements, softmax of bfloat16, fraction of a copy, one vector per thread and this table: 9 columns 0.22,
-# 0.75; 13 columns 0.33, 0.67; 33 columns 0.32, 0.74; 42 columns 0.43, 0.88. The best of 12
-# plans is 6% faster in the mean, and 38% at worst
+# 0.75; 13 columns 0.33, 0.67; 33 columns 0.32, 0.74; 42 columns 0.43, 0.88. The best of 12 plans
+# is 6% faster in the mean, and 38% at worst
 PARTIAL_FORWARD = {1: (4, 4), 2: (3, 8), 4: (2, 8)}
 PARTIAL_BACKWARD = {1: (3, 4), 2: (2, 8), 4: (3, 8)}
 PARTIAL_STATISTICS = {1: (5, 16), 2: (5, 8), 4: (3, 24)}

@@ -43,7 +43,7 @@ def plan_statistics(problem: Problem, device: Device) -> Plan:
     >>> plan_statistics(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).regime
     'two_pass'
     """
-    found = warp_plan(problem, device, PARTIAL_STATISTICS)
+    found = warp_plan(problem, device, PARTIAL_STATISTICS, even=0)
     if found is not None:
         return found
     steps = STATISTICS_STEPS[problem.itemsize]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .config_tables import PARTIAL_BACKWARD, PARTIAL_FORWARD, TWO_PASS_CHUNKS, TWO_PASS_WARPS, KernelConfig
+from .config_tables import TWO_PASS_CHUNKS, TWO_PASS_WARPS, KernelConfig
 from .masked_tables import (
     MASKED,
     MASKED_BACKWARD_REGISTERS,
@@ -38,11 +38,10 @@ def plan_masked(problem: Problem, device: Device, mask: int) -> Plan:
     if in_vectors:
         chosen = _narrow_plan(problem, device, kind)
     else:
-        partial = PARTIAL_BACKWARD if problem.backward else PARTIAL_FORWARD
-        chosen = warp_plan(problem, device, partial) if problem.n_cols <= 512 else None
+        chosen = warp_plan(problem, device, even=0) if problem.n_cols <= 512 else None
         if chosen is not None and chosen.vectors_per_chunk < vec:  # a thread for each column of a vector seen in part
-            chosen = replace(chosen, vectors_per_chunk=vec, chunks=-(-problem.n_cols // (vec * vec)))
-            chosen = replace(chosen, rows=max(1, chosen.num_warps * device.warp_size // vec))
+            rows, chunks = max(1, chosen.num_warps * device.warp_size // vec), -(-problem.n_cols // (vec * vec))
+            chosen = replace(chosen, rows=rows, vectors_per_chunk=vec, chunks=chunks)
     registers = None
     unaligned_configs = MASKED_UNALIGNED.get((kind, problem.itemsize), ()) if unaligned else ()
     for config in (*MASKED[kind][problem.itemsize], *unaligned_configs):

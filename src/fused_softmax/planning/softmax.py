@@ -125,10 +125,13 @@ def geometry(problem: Problem) -> tuple[int, bool]:
     return problem.vec, False
 
 
-def warp_plan(problem: Problem, device: Device, partial: Mapping[int, tuple[int, int]] | None = None) -> Plan | None:
+def warp_plan(
+    problem: Problem, device: Device, partial: Mapping[int, tuple[int, int]] | None = None, even: int = PARTIAL_EVEN
+) -> Plan | None:
     """The plan of the warp regime, or None for rows that are too wide for it.
 
-    partial: the table of rows in partial vectors, as `config_tables` has them; None: the one of softmax.
+    partial, even: the table of rows in partial vectors, and the most threads of such a row with an even number of
+    chunks, as `config_tables` has them. None: the table of softmax.
     """
     if problem.n_cols > WARP_MAX_COLS:
         return None
@@ -158,7 +161,7 @@ def warp_plan(problem: Problem, device: Device, partial: Mapping[int, tuple[int,
         num_warps, rows_a_thread = 1, 1
         vectors *= problem.full_vec // vec
     chunks = -(-units // vectors)
-    if vectors >= device.warp_size or (vec < problem.full_vec and partial is None and vectors <= PARTIAL_EVEN):
+    if vectors >= device.warp_size or (vec < problem.full_vec and vectors <= even):
         chunks += chunks > 4 and chunks % 2  # widths share kernels
     rows = max(1, num_warps * device.warp_size // vectors * rows_a_thread)
     why = f"{rows} row(s) per program, each in one warp or less: no reduction leaves its warp"
