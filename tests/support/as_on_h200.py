@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from typing import Any
@@ -46,8 +47,5 @@ def field(draw: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> to
     """Zeros that start up to 8 elements after an aligned address, their rows up to 8 elements apart."""
     pad = draw.choice((0, 0, 0, 1, 2, 4, 8))
     *outer, n_cols = shape
-    rows = 1
-    for n in outer:
-        rows *= n
-    whole = memory(dtype, rows * (n_cols + pad), draw.choice((0, 0, 1, 2, 4, 8)))
+    whole = memory(dtype, math.prod(outer) * (n_cols + pad), draw.choice((0, 0, 1, 2, 4, 8)))
     return whole.view(*outer, n_cols + pad)[..., :n_cols]

@@ -138,12 +138,6 @@ def test_our_masked_gradient_is_causal_where_the_op_is(monkeypatch: pytest.Monke
     assert asked == [((1, 3, 4, 4), None, 1.0, True), ((1, 3, 4, 4), None, 1.0, False)]
 
 
-def on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any tensor is planned as if it were on a device of sm_90."""
-    for module in ("launch.device", "torch_ops.route"):
-        monkeypatch.setattr(f"fused_softmax.{module}.describe", lambda device: DEVICES["sm_90"])
-
-
 @pytest.mark.parametrize("op", [op for op in LOSSES if op.startswith("masked_softmax") and op.endswith("_backward")])
 def test_a_masked_gradient_names_the_plan_that_runs_it(op: str, monkeypatch: pytest.MonkeyPatch):
     on_h100(monkeypatch)
