@@ -69,7 +69,7 @@ def test_edge_table(regime, n_cols, dtype):
 @pytest.mark.parametrize("n_cols", [1, 33, 1000, 4097, 50257, 128256, 151936, 262144, 524288])
 def test_the_plans_own_choice(n_cols, dtype):
     planned = fs.plan_for(torch.empty(3, n_cols, dtype=dtype, device="cuda"))
-    assert (planned.regime == "torch") == (n_cols < 8), planned.why
+    assert planned.regime != "torch", planned.why
     for offset in (0, 1, 3):
         x = logits(1, offset + 7 * n_cols, dtype=dtype, device="cuda")[0, offset:].view(7, n_cols)
         assert_contract(fs.softmax(x), x)
