@@ -148,9 +148,10 @@ def test_every_config_is_chosen_by_some_width(table, itemsize):
             assert (got.ctas, got.num_warps, got.chunks) == (config.ctas, config.num_warps, config.step)
             continue
         # a float32 row is kept as it is, so exp of it is computed twice at no cost in registers; short ones keep exps
-        capped = config.max_registers if got.warps_per_row > 1 else None
-        kept = got.chunks <= config_tables.KEPT_EXPS and not (backward or log or capped)
-        want = config.ctas, config.num_warps, config.recompute or (itemsize == 4 and not kept), capped
+        capped_cluster = config.max_registers is not None and config.ctas > 1
+        kept = got.chunks <= config_tables.KEPT_EXPS and not (backward or log or capped_cluster)
+        recompute = config.recompute or (itemsize == 4 and not kept)
+        want = config.ctas, config.num_warps, recompute, config.max_registers
         assert (got.ctas, got.num_warps, got.recompute, got.max_registers) == want, config
         odd = plan(problem(widest - 1, (dtype, dtype), backward=backward, log=log), DEVICES[target])
         assert odd.unaligned

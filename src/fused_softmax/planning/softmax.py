@@ -99,8 +99,9 @@ def _keeping_exps(problem: Problem, chosen: Plan) -> Plan:
     3.82 and 3.72. With 2^27 elements no difference is larger than 0.3%, from 256 to 16,384 columns.
     """
     floats = problem.itemsize == 4 and problem.dtype == problem.out_dtype and not (problem.backward or problem.log)
-    whole = chosen.vec == problem.full_vec and not chosen.unaligned and chosen.max_registers is None
-    if not (floats and whole and chosen.recompute and chosen.regime != "two_pass" and chosen.chunks <= KEPT_EXPS):
+    whole = chosen.vec == problem.full_vec and not chosen.unaligned
+    held = chosen.regime in ("warp", "block") or (chosen.regime == "cluster" and chosen.max_registers is None)
+    if not (floats and whole and held and chosen.recompute and chosen.chunks <= KEPT_EXPS):
         return chosen
     return replace(chosen, recompute=False, why=chosen.why.removesuffix(", exp computed twice"))
 
@@ -221,8 +222,9 @@ def resident_plan(problem: Problem, device: Device, config: KernelConfig) -> Pla
     chunks = _round_chunks(max(1, -(-slice_units // vectors)), config.odd_chunks)
     # an unaligned row leaves less room for exp's results (50,257 columns: 0.99 of copy instead of 0.96)
     recompute = config.recompute or problem.itemsize == 4 or (unaligned and chunks > 5)
+    whole = vec == problem.full_vec and problem.dtype == problem.out_dtype
     # only for whole vectors of a row on a cluster, so that each thread knows its own
-    warps_reduce_separately = config.ctas > 1 and vec == problem.full_vec and problem.dtype == problem.out_dtype
+    warps_reduce_separately = config.ctas > 1 and whole
     unpredicated = _unpredicated_chunks(units, config.ctas, vectors, chunks, unaligned, problem.backward)
     # an unaligned row's head and tail take room too
     tensors = 2 if problem.backward and config.prefetched_chunks is None else 1
@@ -247,7 +249,7 @@ def resident_plan(problem: Problem, device: Device, config: KernelConfig) -> Pla
     return Plan(
         regime, rows=1, ctas=config.ctas, warps_per_row=num_warps if warps_reduce_separately else 1,
         vectors_per_chunk=vectors, vec=vec, chunks=chunks, unpredicated_chunks=unpredicated, unaligned=unaligned,
-        recompute=recompute, num_warps=num_warps, max_registers=max_registers if warps_reduce_separately else None,
+        recompute=recompute, num_warps=num_warps, max_registers=max_registers if whole else None,
         why=why, prefetched_chunks=config.prefetched_chunks if problem.log else None, smem_staged=staged,
     )  # fmt: skip
 
