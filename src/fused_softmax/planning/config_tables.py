@@ -56,8 +56,13 @@ WARP_UNALIGNED = ((32, 48, 16, 2, 1), (65, 96, 32, 4, 1))
 # and warps. Two rows of a warp are reduced at once. H200, 2^27 elements, fraction of a copy, by 32 and by 16 threads:
 # softmax of 136 columns 0.78 and 0.84, of 255 0.99 and 1.03, of 256 1.006 and 1.002; a loss of 256 columns 0.64, 0.77.
 # float32, log_softmax, by 32 threads: 69 columns 0.62, where torch has 0.76. 16 threads take 104 instructions of a warp
-# for a row, and 32 threads 153; 16 threads are not timed
+# for a row, and 32 threads 153: 69 columns 0.95 of a copy, 125 columns 1.02
 WARP_HALVES = {2: (16, 2), 4: (16, 4)}
+# of unaligned rows of 16 bits, forward, of a softmax or of a loss with its gradient: the fewest and most vectors of a
+# row, and the warps of a program. A row has 16 threads, and they reduce two rows at once. H200, 2^26 elements, one row
+# and two: softmax of 65 columns 0.605 and 0.647 of a copy, of 101 0.872 and 0.895; log_softmax 0.507 and 0.537, 0.762
+# and 0.818; a loss in 0.82 of the time up to 101 columns, 0.94 of 109, 0.96 of 117, 1.03 of 125
+WARP_PAIRS = (8, 14, 2)
 # of whole vectors, forward: (fewest and most columns, warps of a program). A warp has one row. H200, cold L2, us before
 # and now: float32, 64 x 600 2.13 and 1.88, 1,024 x 512 3.38 and 3.11, 512 x 1,000 3.00 and 2.89; bfloat16, 1,024 x 512
 # 2.78 and 2.63, 512 x 1,000 2.81 and 2.73. With 2^27 elements the same. Narrower rows are bound by how fast programs
