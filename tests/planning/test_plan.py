@@ -26,9 +26,8 @@ from fused_softmax.launch.layout import problem_of
 from fused_softmax.launch.softmax import softmax_op
 from fused_softmax.planning import config_tables
 from fused_softmax.planning import losses as loss_plans
-from fused_softmax.planning.config_tables import WARP_MAX_COLS
 from fused_softmax.planning.masked_softmax import plan_masked
-from fused_softmax.planning.softmax import plan, steps_plan
+from fused_softmax.planning.softmax import WARP_MAX_COLS, plan, steps_plan, warp_plan
 from fused_softmax.planning.spatial import plan_spatial, plan_spatial_loss
 from fused_softmax.planning.types import (
     DEVICES,
@@ -40,7 +39,6 @@ from fused_softmax.planning.types import (
     SpatialProblem,
     power_of_two,
 )
-from fused_softmax.planning.warp_rows import warp_plan
 
 # (target, backward, log) -> its config_tables
 TABLES = {

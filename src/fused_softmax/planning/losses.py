@@ -25,15 +25,16 @@ from .config_tables import (
     KernelConfig,
 )
 from .softmax import (
+    geometry,
     held_plan,
     looped_steps_plan,
+    preferred_warp_plan,
     resident_plan,
     steps_plan,
     two_pass_plan,
+    warp_plan,
 )
 from .types import Device, Plan, Problem
-from .vectors import geometry
-from .warp_rows import preferred_warp_plan, warp_plan
 
 
 def plan_statistics(problem: Problem, device: Device) -> Plan:

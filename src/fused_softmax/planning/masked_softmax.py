@@ -17,10 +17,8 @@ from .masked_tables import (
     PARTIAL_ELEMENTS,
     PARTIAL_MOST,
 )
-from .softmax import held_plan, resident_plan, steps_plan
+from .softmax import geometry, held_plan, resident_plan, steps_plan, warp_plan
 from .types import Device, Plan, Problem
-from .vectors import geometry, vectors_of
-from .warp_rows import warp_plan
 
 # the tables of each kind of mask, by the numbers of the kernels: none, boolean, additive
 KINDS = ("unmasked", "boolean", "additive")
@@ -80,7 +78,8 @@ def plan_masked(problem: Problem, device: Device, mask: int) -> Plan:
     full = 0
     if mask and in_vectors and chosen.ctas == 1 and chosen.regime != "two_pass":
         # chunks inside every row: up to two vectors are columns outside of the mask's vectors, or head and tail
-        full = max(0, min(chosen.chunks - 2, (vectors_of(problem) - 2) // chosen.vectors_per_chunk))
+        units = problem.n_cols // vec if unaligned else -(-problem.n_cols // vec)
+        full = max(0, min(chosen.chunks - 2, (units - 2) // chosen.vectors_per_chunk))
         caps = MASKED_REGISTERS.get((kind, chosen.rows > 1), ()) if problem.itemsize == 2 else ()
         registers = next((cap for fewest, most, cap in caps if fewest <= chosen.chunks <= most), registers)
     # logits under a boolean mask stay in 16 bits, and there is room for exp's results in one program
@@ -93,7 +92,7 @@ def plan_masked(problem: Problem, device: Device, mask: int) -> Plan:
 def _narrow_plan(problem: Problem, device: Device, kind: str) -> Plan | None:
     """The plan of rows that a part of a warp holds, as many as its other parts; None for wider rows."""
     vec, unaligned = geometry(problem)
-    units = vectors_of(problem)
+    units = problem.n_cols // vec if unaligned else -(-problem.n_cols // vec)
     lanes = next((lanes for most, lanes in MASKED_LANES[kind][problem.itemsize] if units <= most), None)
     if lanes is None:
         return None

@@ -11,7 +11,7 @@ slice is known to be full.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from .config_tables import (
@@ -19,13 +19,24 @@ from .config_tables import (
     CLUSTER,
     FORWARD_BLOCK,
     KEPT_EXPS,
+    PARTIAL_BACKWARD,
+    PARTIAL_COLS,
+    PARTIAL_EVEN,
+    PARTIAL_FORWARD,
+    PARTIAL_WARPS,
     TWO_PASS_CHUNKS,
     TWO_PASS_WARPS,
+    UNALIGNED_MIN_COLS,
+    WARP,
+    WARP_COLS,
+    WARP_EACH,
+    WARP_HALVES,
+    WARP_MAX_COLS,
+    WARP_PAIRS,
+    WARP_UNALIGNED,
     KernelConfig,
 )
-from .types import ITEMSIZE, REGIMES, VECTOR_BYTES, Device, Plan, Problem
-from .vectors import geometry, shortest_slice, unpredicated_chunks, vectors_of
-from .warp_rows import preferred_warp_plan, row_of_a_warp, warp_plan
+from .types import ITEMSIZE, REGIMES, VECTOR_BYTES, Device, Plan, Problem, power_of_two
 
 CONVERSION_BYTES = 96 << 10  # of shared memory, for the layout conversion of a chunk; every target has as much
 SMEM_STAGED_BYTES = 46 << 10  # of shared memory, for staged chunks; a kernel may declare 48 KB in all
@@ -61,7 +72,7 @@ def plan(problem: Problem, device: Device, regime: str | None = None) -> Plan:
     'block'
     """
     if regime is None:
-        return _keeping_exps(problem, row_of_a_warp(problem, device) or held_plan(problem, device))
+        return _keeping_exps(problem, _row_of_a_warp(problem, device) or held_plan(problem, device))
     if regime not in REGIMES:
         raise ValueError(f"regime must be one of {REGIMES}, not {regime!r}")
     chosen = {
@@ -109,6 +120,90 @@ def _regimes(problem: Problem, device: Device) -> Iterator[Plan]:
     yield two_pass_plan(problem, device)
 
 
+def geometry(problem: Problem) -> tuple[int, bool]:
+    """(vec, unaligned): the width of a vector access, and whether rows have an unaligned head and tail."""
+    if problem.vec < problem.full_vec and problem.in_phase and problem.n_cols >= UNALIGNED_MIN_COLS[problem.itemsize]:
+        return problem.full_vec, True
+    return problem.vec, False
+
+
+def warp_plan(
+    problem: Problem, device: Device, partial: Mapping[int, tuple[int, int]] | None = None, even: int = PARTIAL_EVEN
+) -> Plan | None:
+    """The plan of the warp regime, or None for rows that are too wide for it.
+
+    partial, even: the table of rows in partial vectors, and the most threads of such a row with an even number of
+    chunks, as `config_tables` has them. None: the table of softmax.
+    """
+    if problem.n_cols > WARP_MAX_COLS:
+        return None
+    vec, unaligned = geometry(problem)
+    units = max(1, problem.n_cols // vec if unaligned else -(-problem.n_cols // vec))
+    vectors = min(power_of_two(units), device.warp_size)
+    if vec == problem.full_vec:
+        vectors = max(vectors, 2 * vec) if unaligned else vectors
+        if problem.itemsize == 2 and device.warp_size < units <= 3 * device.warp_size // 2:
+            # three vectors for each of 16 threads, not one or two for each of 32, except unaligned rows of a gradient,
+            # which take 105 registers with Triton 3.9: 309 columns 0.946 of the add, with 32 threads 0.996
+            vectors = device.warp_size // (1 if unaligned and problem.backward else 2)
+        config = next(c for c in WARP[problem.itemsize] if units <= c.max_cols)
+        num_warps, rows_a_thread = max(1, config.num_warps * 32 // device.warp_size), config.rows
+        if unaligned and vectors == device.warp_size and units <= vectors:
+            num_warps, rows_a_thread = 1, 4  # 257 columns of bfloat16: 0.98 of copy instead of 0.93
+        if unaligned and problem.itemsize == 2 and not problem.backward:
+            of_row = (row[2:] for row in WARP_UNALIGNED if row[0] <= units <= row[1])
+            vectors, num_warps, rows_a_thread = next(of_row, (vectors, num_warps, rows_a_thread))
+    elif problem.n_cols <= PARTIAL_COLS:
+        num_warps = max(1, PARTIAL_WARPS * 32 // device.warp_size)
+        fewest, elements = (partial or (PARTIAL_BACKWARD if problem.backward else PARTIAL_FORWARD))[vec]
+        while vectors > 1 and -(-units // vectors) < fewest:
+            vectors //= 2
+        rows_a_thread = power_of_two(max(1, elements // (vec * -(-units // vectors))) + 1) // 2
+    else:  # as many elements as whole vectors have
+        num_warps, rows_a_thread = 1, 1
+        vectors *= problem.full_vec // vec
+    chunks = -(-units // vectors)
+    if vectors >= device.warp_size or (vec < problem.full_vec and vectors <= even):
+        chunks += chunks > 4 and chunks % 2  # widths share kernels
+    rows = max(1, num_warps * device.warp_size // vectors * rows_a_thread)
+    why = f"{rows} row(s) per program, each in one warp or less: no reduction leaves its warp"
+    return Plan("warp", rows, 1, 1, vectors, vec, chunks, 0, unaligned, problem.itemsize == 4, num_warps, None, why)
+
+
+def preferred_warp_plan(problem: Problem, device: Device) -> Plan | None:
+    """The plan of the warp regime where it is the fastest, or None."""
+    found = warp_plan(problem, device) if problem.n_cols <= WARP_COLS[problem.itemsize] else None
+    if found is None or found.vec < problem.full_vec or problem.backward:
+        return found
+    fewest, most, num_warps = WARP_PAIRS
+    pairs = found.unaligned and problem.itemsize == 2 and device.warp_size == 32
+    if pairs and fewest <= problem.n_cols // found.vec <= most:
+        rows = 2 * num_warps * device.warp_size // found.vectors_per_chunk
+        why = f"{rows} rows per program, two in each half of a warp: no reduction leaves its warp"
+        return replace(found, rows=rows, num_warps=num_warps, why=why)
+    if found.chunks == 1 and found.vectors_per_chunk == device.warp_size == 32:
+        vectors, num_warps = WARP_HALVES[problem.itemsize]
+        rows = num_warps * device.warp_size // vectors
+        why = f"{rows} rows per program, each in half a warp: no reduction leaves its warp"
+        return replace(found, rows=rows, vectors_per_chunk=vectors, chunks=2, num_warps=num_warps, why=why)
+    return found
+
+
+def _row_of_a_warp(problem: Problem, device: Device) -> Plan | None:
+    """The plan of rows that a warp holds each, in programs of one or two, where such programs are the fastest."""
+    found = warp_plan(problem, device) if device.kind == "cuda" and not problem.backward else None
+    if found is None or found.vec < problem.full_vec or found.unaligned or problem.dtype != problem.out_dtype:
+        return None
+    of_width = (warps for fewest, most, warps in WARP_EACH[problem.itemsize] if fewest <= problem.n_cols <= most)
+    warps = next(of_width, None)
+    if warps is None:
+        return None
+    units = -(-problem.n_cols // found.vec)
+    full = _unpredicated_chunks(units, 1, device.warp_size, found.chunks, False) if warps == 1 else 0
+    why = f"{warps} row(s) per program, each in one warp: no reduction leaves its warp"
+    return replace(found, rows=warps, num_warps=warps, unpredicated_chunks=full, why=why)
+
+
 def _widest(problem: Problem, device: Device, ctas: int) -> KernelConfig:
     """A config for a forced regime: enough warps for a few chunks per thread."""
     held = [c for c in config_table(problem, device) if problem.n_cols <= c.max_cols and not c.resident_chunks]
@@ -129,7 +224,7 @@ def resident_plan(problem: Problem, device: Device, config: KernelConfig) -> Pla
         config = config._replace(num_warps=config.unaligned_warps, max_registers=None)
     num_warps = max(1, min(config.num_warps * 32 // device.warp_size, device.max_warps))
     vectors = num_warps * device.warp_size * (problem.full_vec // vec)
-    units = vectors_of(problem)
+    units = problem.n_cols // vec if unaligned else -(-problem.n_cols // vec)
     slice_units = -(-units // config.ctas)
     chunks = _round_chunks(max(1, -(-slice_units // vectors)), config.odd_chunks)
     # an unaligned row leaves less room for exp's results (50,257 columns: 0.99 of copy instead of 0.96)
@@ -137,7 +232,7 @@ def resident_plan(problem: Problem, device: Device, config: KernelConfig) -> Pla
     whole = vec == problem.full_vec and problem.dtype == problem.out_dtype
     # only for whole vectors of a row on a cluster, so that each thread knows its own
     warps_reduce_separately = config.ctas > 1 and whole
-    unpredicated = unpredicated_chunks(units, config.ctas, vectors, chunks, unaligned, problem.backward)
+    unpredicated = _unpredicated_chunks(units, config.ctas, vectors, chunks, unaligned, problem.backward)
     # an unaligned row's head and tail take room too
     tensors = 2 if problem.backward and config.prefetched_chunks is None else 1
     room = SMEM_STAGED_BYTES // (VECTOR_BYTES * vectors * tensors)
@@ -177,7 +272,7 @@ def two_pass_plan(problem: Problem, device: Device, config: KernelConfig | None 
     chunks = TWO_PASS_CHUNKS // 2 if vec < problem.full_vec == 8 else TWO_PASS_CHUNKS
     ctas = device.max_cluster if problem.n_cols >= device.max_cluster * vectors * vec * chunks else 1
     warps_reduce_separately = ctas > 1 and vec == problem.full_vec and problem.dtype == problem.out_dtype
-    shortest = shortest_slice(vectors_of(problem), ctas, unaligned)
+    shortest = _shortest(problem.n_cols // vec if unaligned else -(-problem.n_cols // vec), ctas, unaligned)
     resident, prefetched, max_registers, also = 0, None, None, ""
     if warps_reduce_separately and config is not None and config.resident_chunks * vectors <= shortest:
         # the head and tail of an unaligned row take room too, where registers are capped
@@ -230,9 +325,9 @@ def looped_steps_plan(
 
 def _step_geometry(problem: Problem, device: Device, warps: int) -> tuple[int, int, int]:
     """Warps of a program, vectors of a chunk, vectors of a row."""
-    vec, _ = geometry(problem)
+    vec, unaligned = geometry(problem)
     num_warps = max(1, warps * 32 // device.warp_size)
-    units = max(1, vectors_of(problem))
+    units = max(1, problem.n_cols // vec if unaligned else -(-problem.n_cols // vec))
     return num_warps, num_warps * device.warp_size * (problem.full_vec // vec), units
 
 
@@ -265,3 +360,24 @@ def _conversion_bytes(problem: Problem, columns: int) -> int:
 def _round_chunks(chunks: int, odd: int) -> int:
     """`chunks`, rounded so that widths share kernels: steps of 2 above 9, except from 13 to `odd`."""
     return chunks if chunks <= 9 or 13 <= chunks <= odd else -(-chunks // 2) * 2
+
+
+def _unpredicated_chunks(
+    units: int, ctas: int, vectors: int, chunks: int, unaligned: bool, backward: bool = False
+) -> int:
+    """Chunks that lie inside every slice: all where powers of two divide the row so, else all except the last two.
+
+    An unaligned row of n columns has n//vec or one vector fewer between head and tail, and the last slice is the
+    shortest. Long gradients keep two predicates that they do not need. Without them, at 262,144 columns of bfloat16,
+    the compiler orders their loads so that they reach 0.86 of the add; with them, they reach 0.98.
+    """
+    if backward and chunks >= 8:
+        unaligned = True
+    if not unaligned and units == ctas * vectors * chunks and chunks in (1, 2, 3, 4, 8, 16):  # widths share kernels
+        return chunks
+    return max(0, chunks - 2) if _shortest(units, ctas, unaligned) >= (chunks - 2) * vectors else 0
+
+
+def _shortest(units: int, ctas: int, unaligned: bool) -> int:
+    """Vectors of the row's shortest slice, the last. An unaligned row may have one less between head and tail."""
+    return min(u - (ctas - 1) * -(-u // ctas) for u in ((units, units - 1) if unaligned else (units,)))
