@@ -162,6 +162,24 @@ def test_a_smoothed_loss_keeps_its_digits():
     assert_as_exact(got, own, want)
 
 
+@pytest.mark.parametrize("graded", [False, True], ids=["loss", "gradient too"])
+@pytest.mark.parametrize(
+    "shape", [(3, 7), (3, 40), (3, 9001), (3, 19, 5, 7), (3, 150, 3, 8), (3, 3000, 9), (3, 7000, 2)], ids=str
+)
+def test_classes_without_weight_may_have_any_logit(shape, graded):
+    """A sum of w*(z - r) with such a logit as its reference r has no digit left: it was wrong by up to 1e30."""
+    n_cols = shape[1]
+    hidden = [0, n_cols // 2 + 1]
+    x, weight = torch.randn(shape), torch.rand(n_cols) + 0.1
+    x[:, hidden], weight[hidden] = torch.finfo(x.dtype).min, 0.0
+    target = torch.randint(0, n_cols, (3, *shape[2:]))
+    options = dict(label_smoothing=0.1, reduction="none")
+    got = fs.cross_entropy(x.requires_grad_(graded), target, weight, **options).detach()
+    own = F.cross_entropy(x.detach(), target, weight, **options)
+    want = F.cross_entropy(x.detach().double(), target, weight.double(), **options)
+    assert_as_exact(got, own, want)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_mean_of_weights_that_are_all_zero(smoothing):
     x, weight = torch.randn(3, 8), torch.rand(8)

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cross_entropy_terms import coefficients, cross_entropy_term, row_loss, sum_of_losses, targets_at
-from .common.logits import capped, logsumexp, reference_of, rounding_residual, weigh
+from .common.logits import capped, logsumexp, probe, reference_of, rounding_residual, weigh
 from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, maximum, scaled, upcast
 from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_with_sums, share_of
 from .common.spatial_places import load_places, places_of
@@ -127,12 +127,8 @@ def block_of_losses(
         to_target = x_start + target.to(tl.int64) * x_col * VEC
         x_target = tl.load(to_target, mask=counts & leads, other=0.0).to(tl.float32)
     reference = 0.0
-    if SMOOTH:  # the first logit, not the target's, which takes two dependent loads
-        if INPLACE and CTAS == 1:
-            x_first = tl.sum(tl.where(column == 0, x[0].to(tl.float32), 0.0), 0)[None, :, :]
-        else:
-            x_first = tl.load(x_start)
-        reference = reference_of(x_first, cap, SOFTCAP)
+    if SMOOTH and CTAS > 1:
+        reference = reference_of(capped(probe(x_start, x_col * VEC, n_cols, exists, WEIGHTED), cap, SOFTCAP))
     if WEIGHTED and SMOOTH:
         w_sum = tl.load(weight_sum_ptr)
     else:
@@ -148,6 +144,8 @@ def block_of_losses(
     ALONE: tl.constexpr = CTAS == 1
     if ALONE:
         m = tl.max(m, 0)[None, :, :]
+        if SMOOTH:
+            reference = reference_of(m)
     base, shift, _ = exp2_affine(m, AFFINE)
     s = tl.zeros(x[0].shape, tl.float32)
     t = tl.zeros(x[0].shape, tl.float32)

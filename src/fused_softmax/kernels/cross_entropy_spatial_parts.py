@@ -22,7 +22,7 @@ from .common.cross_entropy_terms import (
     targets_at,
     weights_of,
 )
-from .common.logits import capped, logsumexp, reference_of, rounding_residual, weigh
+from .common.logits import capped, logsumexp, probe, reference_of, rounding_residual, weigh
 from .common.numerics import LOWEST, exp, exp2_affine, maximum, scaled, upcast
 from .common.spatial_parts import last_first, load_step, part_of, vector_at
 from .common.spatial_tiles import columns_of_chunk, positions_of, store_tile, sum_over_columns, tile_at
@@ -30,11 +30,12 @@ from .common.spatial_tiles import columns_of_chunk, positions_of, store_tile, su
 
 @triton.jit
 def reference_at(
-    x_ptr, outer, x_outer, first, exists, cap, SOFTCAP: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr
-):
-    """The reference of smoothed logits: the first logit of each position.  # [1, 1, INNER]"""
+    x_ptr, outer, x_outer, x_col, n_cols, first, exists, cap, WEIGHTED: tl.constexpr, SOFTCAP: tl.constexpr,
+    INNER: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """The reference of the smoothed logits of each position.  # [1, 1, INNER]"""
     to_first = tile_at(x_ptr, outer, 0, x_outer, first, tl.zeros([1, 1, 1], tl.int32), INNER, VEC)
-    return reference_of(tl.load(to_first, mask=exists, other=0.0), cap, SOFTCAP)
+    return reference_of(capped(probe(to_first, x_col * VEC, n_cols, exists, WEIGHTED), cap, SOFTCAP))
 
 
 @kernel()
@@ -59,7 +60,9 @@ def cross_entropy_spatial_reduce(
     x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
     reference = 0.0
     if SMOOTH:
-        reference = reference_at(x_ptr, outer, x_outer, first, exists, cap, SOFTCAP, INNER, VEC)
+        reference = reference_at(
+            x_ptr, outer, x_outer, x_col, n_cols, first, exists, cap, WEIGHTED, SOFTCAP, INNER, VEC
+        )
     m = tl.zeros([COLS, 1, INNER], tl.float32) + LOWEST
     s = tl.zeros([COLS, 1, INNER], tl.float32)
     t = tl.zeros([COLS, 1, INNER], tl.float32)
@@ -140,7 +143,7 @@ def cross_entropy_spatial_merge(
         w_target, w_sum = weights_of(target, counts, n_cols, weight_ptr, weight_sum_ptr, WEIGHTED, SMOOTH)
         reference, wz_sum = 0.0, 0.0
         if SMOOTH:
-            reference = reference_of(tl.load(x_row, mask=here, other=0.0), cap, SOFTCAP)
+            reference = reference_of(capped(probe(x_row, x_col, n_cols, here, WEIGHTED), cap, SOFTCAP))
             wz_sum = sum_over_columns(t, True)
         lse = logsumexp(top, total)
         residual = rounding_residual(lse, top, total)

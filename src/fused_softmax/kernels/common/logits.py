@@ -62,13 +62,38 @@ def logit(x, scale, cap, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def reference_of(x, cap, SOFTCAP: tl.constexpr):
-    """The reference of the sum of smoothed logits, in units: that of one logit, or 0 if it is infinite.
+def reference_of(z):
+    """The reference of the sum of smoothed logits, in units: one of them, or 0 if it is infinite.
 
     A sum of z without a reference loses the digits of z - lse where all logits are large.
     """
-    z = capped(x, cap, SOFTCAP)
     return tl.where(tl.abs(z) <= HIGHEST, z, 0.0) * SMOOTH_UNIT
+
+
+@triton.jit
+def finite_or_lowest(x):
+    """x in float32; -inf in place of an infinity or NaN."""
+    x = x.to(tl.float32)
+    return tl.where(tl.abs(x) <= HIGHEST, x, -float("inf"))
+
+
+@triton.jit
+def probe(to_first, to_next, n_cols, exists, WEIGHTED: tl.constexpr):
+    """The raw logit that `reference_of` takes before a row's maximum is known: the first, as the target's takes two
+    dependent loads.
+
+    Where WEIGHTED, the largest finite one of the first, the middle and the last. A class without weight may have a
+    logit near the lowest number: with that as the reference, no digit of the others would be left.
+
+    # to_first: pointers to the first logit of each row; to_next: elements from a logit of a row to the next one
+    """
+    x = tl.load(to_first, mask=exists, other=0.0)
+    if WEIGHTED:
+        last = tl.cast(n_cols - 1, tl.int64)
+        middle = tl.load(to_first + last // 2 * to_next, mask=exists, other=0.0)
+        end = tl.load(to_first + last * to_next, mask=exists, other=0.0)
+        x = tl.maximum(tl.maximum(finite_or_lowest(x), finite_or_lowest(middle)), finite_or_lowest(end))
+    return x
 
 
 @triton.jit
