@@ -38,13 +38,15 @@ class Device:
         """A register cap that was measured on Hopper, for this device.
 
         Caps are as low as spills nothing on sm_90, so that one program more shares a multiprocessor. ptxas needs other
-        numbers of registers elsewhere. There the cap leaves room for one program less, and a thread has at most 255.
+        numbers of registers elsewhere. There the cap leaves room for one program less, or for fewer where that loosens
+        it, as registers come in units of 8. A thread has at most 255.
         """
         if self.supports_smem_staging:
             return cap
         threads = num_warps * self.warp_size
-        programs = max(1, self.registers // (cap * threads) - 1)
-        return min(255, self.registers // (programs * threads) // 8 * 8)
+        fewer = range(max(1, self.registers // (cap * threads) - 1), 0, -1)
+        caps = (min(255, self.registers // (programs * threads) // 8 * 8) for programs in fewer)
+        return next((looser for looser in caps if looser > cap), cap)
 
     def options(self, num_stages: int | None = None) -> dict[str, Any]:
         """The launch options whose defaults may differ between versions of Triton; empty where interpreted.
