@@ -262,6 +262,18 @@ def _by_row(scale: float | Tensor) -> float | Tensor:
     return scale.masked_fill(scale == 0.0, least_positive(scale.dtype)).unsqueeze(-1)
 
 
+def _log_softmax(z: Tensor) -> Tensor:
+    """log_softmax over the last dimension, with as many digits for a million columns as for a thousand.
+
+    torch's kernels add the terms of a row one after the other in each thread: 1,609,536 logits of three values in
+    float32 have a p that is 0.5% off on a CPU. Its sum adds in pairs.
+    """
+    if z.shape[-1] == 0:
+        return log_softmax(z, -1)
+    below = z - z.detach().amax(-1, keepdim=True)
+    return below - logsumexp(below, -1, keepdim=True)
+
+
 def statistics_gradient(
     g_picked: Tensor | None,
     g_entropy: Tensor | None,
@@ -273,7 +285,7 @@ def statistics_gradient(
     """The gradient of `statistics` in x, (..., n_cols), for the upstream gradients that there are; in x's dtype."""
     by_row = _by_row(scale)
     z = capped(x, None) * by_row
-    log_p = log_softmax(z, -1)
+    log_p = _log_softmax(z)
     p, dz = log_p.exp(), torch.zeros_like(log_p)
     if g_lse is not None:
         # in a row with +inf, torch.logsumexp has a gradient where log_softmax is NaN
