@@ -126,7 +126,7 @@ PARTS = 4
 def compile_ahead(dtypes: Sequence[torch.dtype], shapes: Sequence[tuple[int, int]], workers: int) -> int:
     """Makes each of our calls once in so many processes, so that nothing is compiled in turn; returns how many were."""
     todo = [(shape, dtype, part) for shape in shapes for dtype in dtypes for part in range(PARTS)]
-    return in_processes(_make_once, jobs(todo, workers))
+    return len(in_processes(_make_once, jobs(todo, workers)))
 
 
 def _make_once(todo: Sequence[tuple[tuple[int, int], torch.dtype, int]], done: Any) -> None:
@@ -141,7 +141,7 @@ def _make_once(todo: Sequence[tuple[tuple[int, int], torch.dtype, int]], done: A
             for _, _, call in list(_ways(x, ids, x == 0.0, dtype, fs))[part::PARTS]:
                 call()
             torch.cuda.synchronize(device)
-        done.put(1)
+        done.put("")
 
 
 def difference(call: Call, step: Step) -> float:

@@ -25,15 +25,15 @@ def jobs(pairs: Sequence[Job], workers: int) -> list[list[Job]]:
 def in_processes(
     work: Callable[..., None], parts: Sequence[Sequence[Any]], tick: Callable[[], None] = lambda: None,
     limit: float = LIMIT,
-) -> int:  # fmt: skip
-    """work(part, done) for each part, in a process of its own, which puts a 1 into `done` for each finished job.
+) -> list[str]:  # fmt: skip
+    """work(part, done) for each part, in a process of its own, which puts a text into `done` for each finished job.
 
-    Calls `tick` for each and returns how many were finished within `limit` seconds.
+    The text is empty, or why the job failed. Calls `tick` for each and returns those of `limit` seconds.
     """
     context = multiprocessing.get_context("spawn")
     done: Any = context.Queue()
     processes = [context.Process(target=work, args=(part, done), daemon=True) for part in parts]
-    finished = 0
+    finished: list[str] = []
     # Ctrl-C reaches the whole group; the workers are ended from here, and say nothing
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -45,10 +45,9 @@ def in_processes(
         until = time.monotonic() + limit
         while time.monotonic() < until and (any(p.is_alive() for p in processes) or not done.empty()):
             try:
-                done.get(timeout=0.5)
+                finished.append(done.get(timeout=0.5))
             except queue.Empty:
                 continue
-            finished += 1
             tick()
     finally:
         for process in processes:

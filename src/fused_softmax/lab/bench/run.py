@@ -290,7 +290,10 @@ def _prebuild(console: Console, tables: Sequence[Table], systems: Sequence[Syste
         task = progress.add_task(f"compiling in {workers} processes", total=len(pairs))
         done = prebuild(pairs, workers, lambda: progress.advance(task))
     taken = time.monotonic() - began
-    console.print(f"compiled {done} of {len(pairs)} in {taken:.0f} s, {workers} processes", highlight=False)
+    failed = [why for why in done if why]
+    also = f"; {len(failed)} failed there, the first: {failed[0]}" if failed else ""
+    text = f"compiled {len(done) - len(failed)} of {len(pairs)} in {taken:.0f} s, {workers} processes{also}"
+    console.print(text, highlight=False)
 
 
 def _wait(console: Console, compiler: CrossCompiler) -> None:

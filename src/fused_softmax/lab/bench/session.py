@@ -239,6 +239,7 @@ def work(part: Sequence[Pair], done: Any) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     device = device_here()
     for case, name in part:
+        failed = ""
         try:
             with torch.no_grad():
                 inputs = make_inputs(case, device)
@@ -250,13 +251,17 @@ def work(part: Sequence[Pair], done: Any) -> None:
                     torch.cuda.empty_cache()
         except Exception as error:
             try:
-                outcome(error, "peer")
-            except DeviceFault:
+                failed = ": ".join(outcome(error, "peer"))
+            except DeviceFault as fault:
+                failed = f"device fault: {fault}"
                 return
         finally:
-            done.put(1)
+            done.put(failed)
 
 
-def prebuild(pairs: Sequence[Pair], workers: int, tick: Callable[[], None] = lambda: None) -> int:
-    """Run all pairs over `workers` processes; calls `tick` for each that is done and returns how many were."""
+def prebuild(pairs: Sequence[Pair], workers: int, tick: Callable[[], None] = lambda: None) -> list[str]:
+    """Run all pairs over `workers` processes; calls `tick` for each that is done.
+
+    Returns a text for each of those: empty, or why it failed.
+    """
     return in_processes(work, jobs(pairs, workers), tick)

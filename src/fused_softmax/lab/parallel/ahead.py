@@ -29,7 +29,7 @@ def compile_ahead(ranks: int, ops: tuple[str, ...], columns: tuple[int, ...], eq
     todo += [("times", op, n_cols) for op in ops for n_cols in columns]
     # each worker's place comes first: it says which GPU
     parts = [[(i, ranks), *part] for i, part in enumerate(jobs(todo, workers))]
-    done = in_processes(work, parts)
+    done = len(in_processes(work, parts))
     taken = time.perf_counter() - began
     return f"compiled {done} of {len(todo)} in {taken:.0f} s, {len(parts)} processes"
 
@@ -61,7 +61,7 @@ def work(part: list[Job], done: Any) -> None:
         except Exception as error:
             print(f"not compiled ahead: {kind} {which} {of_it}: {type(error).__name__}: {error}"[:300], flush=True)
         finally:
-            done.put(1)
+            done.put("")
 
 
 def _equality(case: int, name: str, ranks: int, groups: dict[int, Any], device: torch.device) -> None:
