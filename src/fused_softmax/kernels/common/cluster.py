@@ -232,12 +232,11 @@ def cluster_reduce_moments(
             ASM, "=f,=f,=f,f,f,f", [m, s, t], dtype=(tl.float32, tl.float32, tl.float32), is_pure=False, pack=1
         )
     else:
-        row_max = tl.max(m, 0)
+        row_max, zero = tl.max(m, 0), tl.zeros_like(m)
         if PLAIN:
             s = rounded_product(s, exp(m - row_max))
         else:
-            m, s, t = rescale_moments(m, s, t, row_max, True)
-        zero = tl.zeros_like(m)
+            _, s, t = rescale_moments(m, s, t, row_max, True)
         return zero + row_max, zero + tl.sum(s, 0), zero + tl.sum(t, 0)
 
 
