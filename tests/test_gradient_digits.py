@@ -180,6 +180,18 @@ def test_classes_without_weight_may_have_any_logit(shape, graded):
     assert_as_exact(got, own, want)
 
 
+@pytest.mark.parametrize("n_cols", [7, 1000, 32_000])
+def test_only_few_classes_may_be_visible(n_cols):
+    x, weight = torch.full((3, n_cols), torch.finfo(torch.float32).min), torch.zeros(n_cols)
+    visible = torch.tensor([1, n_cols // 3, n_cols - 2])
+    x[:, visible], weight[visible] = torch.randn(3, 3), 1.0
+    options = dict(label_smoothing=0.1, reduction="none")
+    got = fs.cross_entropy(x, visible, weight, **options)
+    own = F.cross_entropy(x, visible, weight, **options)
+    want = F.cross_entropy(x.double(), visible, weight.double(), **options)
+    assert_as_exact(got, own, want)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_mean_of_weights_that_are_all_zero(smoothing):
     x, weight = torch.randn(3, 8), torch.rand(8)

@@ -15,7 +15,7 @@ import triton.language as tl
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_moments, init_cluster_barrier, leave_cluster
 from .common.cross_entropy_terms import assert_inside, row_loss, store_moments, target_of
-from .common.logits import capped, logsumexp, probe, reference_of, rounding_residual
+from .common.logits import capped, finite_or_lowest, logsumexp, probe, reference_of, rounding_residual
 from .common.online_softmax import NO_MOMENT, WEIGHTED_SUM, online_reduction
 from .common.tiles import segments_of, slice_of, span_of, start_of, warp_of, width_if
 
@@ -58,7 +58,10 @@ def cross_entropy_forward(
     x_target = tl.load(x_row - head + target, mask=counts, other=0.0)
     reference = 0.0 * row.to(tl.float32)
     if SMOOTH:
-        reference = reference_of(capped(probe(x_row - head, 1, columns, exists, WEIGHTED), cap, SOFTCAP))
+        x_probe = probe(x_row - head, 1, columns, exists, WEIGHTED)
+        if WEIGHTED:  # most classes may be hidden, but hardly the target's
+            x_probe = tl.maximum(x_probe, finite_or_lowest(x_target))
+        reference = reference_of(capped(x_probe, cap, SOFTCAP))
     MOMENT: tl.constexpr = WEIGHTED_SUM if SMOOTH else NO_MOMENT
     one = 1.0 + 0.0 * row.to(tl.float32)
     row_max, row_sum, wz_sum = online_reduction(
