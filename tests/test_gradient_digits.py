@@ -162,34 +162,81 @@ def test_a_smoothed_loss_keeps_its_digits():
     assert_as_exact(got, own, want)
 
 
-@pytest.mark.parametrize("graded", [False, True], ids=["loss", "gradient too"])
-@pytest.mark.parametrize(
-    "shape", [(3, 7), (3, 40), (3, 9001), (3, 19, 5, 7), (3, 150, 3, 8), (3, 3000, 9), (3, 7000, 2)], ids=str
-)
-def test_classes_without_weight_may_have_any_logit(shape, graded):
+# rows of one program, of several warps, and of several programs; images of one program, of a cluster, and in two reads
+SMOOTHED_SHAPES = [(3, 7), (3, 40), (3, 9001), (2, 50_257), (3, 19, 5, 7), (3, 150, 3, 8), (2, 600, 260), (3, 7000, 2)]
+smoothed_shapes = pytest.mark.parametrize("shape", SMOOTHED_SHAPES, ids=str)
+graded_or_not = pytest.mark.parametrize("graded", [False, True], ids=["loss", "gradient too"])
+
+
+def assert_smoothed(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    graded: bool,
+    reduction: str = "none",
+    eps: float = torch.finfo(torch.float32).eps,
+) -> None:
+    """A smoothed loss, and its gradient where `graded`, are as exact as torch's for the same logits in float32."""
+    leaves = [t.detach().clone().requires_grad_(graded) for t in (x, x.float(), x.double())]
+    weights = [None] * 3 if weight is None else [weight, weight.float(), weight.double()]
+    losses = [
+        loss(leaf, target, w, label_smoothing=0.1, reduction=reduction)
+        for loss, leaf, w in zip((fs.cross_entropy, F.cross_entropy, F.cross_entropy), leaves, weights, strict=True)
+    ]
+    assert_as_exact(*(loss.detach() for loss in losses), eps=eps)
+    if graded:
+        for loss in losses:
+            loss.sum().backward()
+        got, own, exact = (leaf.grad for leaf in leaves)
+        assert_as_exact(got, own.to(x.dtype), exact, eps=torch.finfo(x.dtype).eps)
+
+
+@graded_or_not
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@smoothed_shapes
+def test_classes_without_weight_may_have_any_logit(shape, reduction, graded):
     """A sum of w*(z - r) with such a logit as its reference r has no digit left: it was wrong by up to 1e30."""
     n_cols = shape[1]
     hidden = [0, n_cols // 2 + 1]
     x, weight = torch.randn(shape), torch.rand(n_cols) + 0.1
     x[:, hidden], weight[hidden] = torch.finfo(x.dtype).min, 0.0
-    target = torch.randint(0, n_cols, (3, *shape[2:]))
-    options = dict(label_smoothing=0.1, reduction="none")
-    got = fs.cross_entropy(x.requires_grad_(graded), target, weight, **options).detach()
-    own = F.cross_entropy(x.detach(), target, weight, **options)
-    want = F.cross_entropy(x.detach().double(), target, weight.double(), **options)
-    assert_as_exact(got, own, want)
+    target = torch.randint(0, n_cols, (shape[0], *shape[2:]))
+    assert_smoothed(x, target, weight, graded, reduction=reduction)
 
 
-@pytest.mark.parametrize("n_cols", [7, 1000, 32_000])
-def test_only_few_classes_may_be_visible(n_cols):
-    x, weight = torch.full((3, n_cols), torch.finfo(torch.float32).min), torch.zeros(n_cols)
+@graded_or_not
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@smoothed_shapes
+def test_only_few_classes_may_be_visible(shape, dtype, graded):
+    """None of the first, the middle and the last, which a program would try for its reference."""
+    n_cols = shape[1]
+    x, weight = torch.full(shape, torch.finfo(dtype).min, dtype=dtype), torch.zeros(n_cols)
     visible = torch.tensor([1, n_cols // 3, n_cols - 2])
-    x[:, visible], weight[visible] = torch.randn(3, 3), 1.0
-    options = dict(label_smoothing=0.1, reduction="none")
-    got = fs.cross_entropy(x, visible, weight, **options)
-    own = F.cross_entropy(x, visible, weight, **options)
-    want = F.cross_entropy(x.double(), visible, weight.double(), **options)
-    assert_as_exact(got, own, want)
+    x[:, visible], weight[visible] = torch.randn(shape[0], 3, *shape[2:]).to(dtype), torch.tensor([1.0, 0.5, 0.7])
+    target = visible[torch.randint(0, 3, (shape[0], *shape[2:]))]
+    assert_smoothed(x, target, weight.to(dtype), graded)
+
+
+@graded_or_not
+@smoothed_shapes
+def test_the_first_and_the_last_class_may_be_hidden(shape, graded):
+    """Without weights, the first logit as the reference was 4% off in rows of 128,256 float32 columns."""
+    x = torch.randn(shape)
+    x[:, [0, -1]] = -1e9
+    target = torch.randint(1, shape[1] - 1, (shape[0], *shape[2:]))
+    # a sum that holds -1e9 loses the digits of what is added to it
+    assert_smoothed(x, target, None, graded, eps=2**-21)
+
+
+def test_a_smoothed_gradient_over_the_logits_where_classes_are_hidden():
+    """The program that reads a logit for its reference is not the one that writes over it."""
+    x, target = torch.randn(2, 600, 260), torch.randint(1, 599, (2, 260))
+    x[:, [0, 300]] = -1e9
+    exact = x.double().requires_grad_()
+    F.cross_entropy(exact, target, label_smoothing=0.1).backward()
+    leaf = x.clone().requires_grad_()
+    fs.cross_entropy(leaf * 1.0, target, label_smoothing=0.1, inplace_backward=True).backward()
+    torch.testing.assert_close(leaf.grad, exact.grad.float())
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

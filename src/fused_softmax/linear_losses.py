@@ -135,11 +135,11 @@ def linear_cross_entropy_over(
         if options.ignore_index != -100:
             raise RuntimeError(f"{name}(): ignore_index cannot be specified when target contains probabilities")
         return probabilities_cross_entropy(rows, linear_weight, linear_bias, target, weight, options, how)
-    flat, weight, weight_sum = expect_targets(name, target, weight, input, n_cols, options)
+    flat, weight, weight_facts = expect_targets(name, target, weight, input, n_cols, options)
     smoothing, cap = options.label_smoothing, softcap_of(options.softcap, how.logits)
     denominator = None if denominator is None else denominator.reshape(1)
     op = CrossEntropy(
-        flat, weight, weight_sum, options.ignore_index, options.reduction, smoothing, cap, options.z_loss, denominator
+        flat, weight, weight_facts, options.ignore_index, options.reduction, smoothing, cap, options.z_loss, denominator
     )
     loss = linear_cross_entropy_of(rows, linear_weight, linear_bias, op, how)
     return loss.view(target.shape) if options.reduction == "none" else loss

@@ -338,6 +338,27 @@ def test_hooks_may_give_saved_tensors_back_with_other_strides(options, monkeypat
     torch.testing.assert_close(torch.cat(simulated(of, 2, monkeypatch), 1), wanted.float())
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_smoothed_loss_of_shards_with_hidden_classes(weighted, monkeypatch):
+    """A shard has its target elsewhere, and its first, middle and last class are hidden."""
+    n_cols, lowest = 200, torch.finfo(torch.float32).min if weighted else -1e9
+    visible = torch.tensor([1, 31, 61, 91, 121, 151, 181])
+    x, weight = torch.full((4, n_cols), lowest), torch.zeros(n_cols)
+    x[:, visible], weight[visible] = torch.randn(4, 7), torch.rand(7) + 0.1
+    if not weighted:  # a hidden class is part of the loss
+        x[:, 2:-2] = torch.randn(4, n_cols - 4)
+    target, given = visible[torch.randint(0, 7, (4,))], weight if weighted else None
+    wide = None if given is None else given.double()
+    want = torch.nn.functional.cross_entropy(x.double(), target, wide, label_smoothing=0.1)
+
+    def call(where, rank):
+        columns = slice(50 * rank, 50 * rank + 50)
+        of_rank = None if given is None else given[columns]
+        return parallel.cross_entropy(x[:, columns], target, weight=of_rank, label_smoothing=0.1, **where)
+
+    torch.testing.assert_close(shared(call, 4, monkeypatch), want.float())
+
+
 def test_an_entropy_of_shards_far_apart(monkeypatch):
     x = torch.full((1, 10), -3.4e38)
     x[0, 5:] = 3e38

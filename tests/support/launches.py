@@ -135,17 +135,20 @@ def losses(target: str) -> Iterator[Named]:
     for dtype in (BFLOAT16, FLOAT32):
         for n_cols in (64, 1000, 4096, 32000, 50257, 128256):
             x = rows_like(n_cols, dtype)
-            for smoothing in (0.0, 0.1) if n_cols in (1000, 128256) else (0.0,):
-                op = cross_entropy.CrossEntropy(ids, None, None, -100, "mean", smoothing, None, 0.0)
+            some = n_cols in (1000, 128256)
+            for smoothing, weight in ((0.0, None), (0.1, None), (0.1, torch.zeros(n_cols)))[: 3 if some else 1]:
+                facts = None if weight is None else torch.zeros(2)
+                op = cross_entropy.CrossEntropy(ids, weight, facts, -100, "mean", smoothing, None, 0.0)
                 chosen = plan_statistics(problem_of(x), device)
-                name, numbers = f"{' smoothed' * (smoothing > 0)} {dtype} {n_cols}", (op.ignore_index, *op.numbers)
+                name = f"{' weighted' * (weight is not None)}{' smoothed' * (smoothing > 0)} {dtype} {n_cols}"
+                numbers = (op.ignore_index, *op.numbers)
                 launch = row_launch(
                     cross_entropy.FORWARD[op.kind.arithmetic], (x,), (*op.vectors(number), number, number), numbers,
                     op.kind.flags, chosen, device,
                 )  # fmt: skip
                 yield f"cross_entropy_forward{name}", as_called(launch), chosen
                 chosen = cross_entropy.WITH_GRADIENT[op.kind.arithmetic].planner(problem_of(x, x), device)
-                if chosen.regime != "two_pass":
+                if chosen.regime != "two_pass" and facts is None:
                     flags = loss_kernels.with_gradient_flags(op.kind, keeps_upstream=True, waits=device.supports_pdl)
                     vectors = (*op.vectors(number), number, number, number)
                     launch = row_launch(
@@ -333,9 +336,8 @@ def spatial_losses(target: str) -> Iterator[Named]:
     for dtype in (BFLOAT16, FLOAT32):
         for n_cols, smoothing in ((19, 0.0), (19, 0.1), (150, 0.0), (1000, 0.0), (1000, 0.1), (40000, 0.1)):
             x = torch.empty(2, n_cols, 4096, dtype=dtype)
-            op = cross_entropy.CrossEntropy(
-                ids, weight if smoothing else None, None, -100, "mean", smoothing, None, 0.0
-            )
+            weights = (weight, torch.zeros(2)) if smoothing else (None, None)
+            op = cross_entropy.CrossEntropy(ids, *weights, -100, "mean", smoothing, None, 0.0)
             chosen = cross_entropy_spatial.loss_plan(x, x, False, device)
             for launch in spatial_loss(x, op, device, chosen):
                 yield f"{launch.kernel.fn.__name__} {dtype} {n_cols} {smoothing}", as_called(launch), chosen

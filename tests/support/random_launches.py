@@ -79,11 +79,11 @@ def _loss(rng: Random, n_cols: int) -> cross_entropy.CrossEntropy:
     """A loss with random options."""
     smoothing, softcap = rng.choice((0.0, 0.0, 0.1)), rng.choice((None, None, None, 30.0))
     weight = torch.empty(n_cols, device="meta") if rng.random() < 0.3 else None
-    weight_sum = torch.empty(1, device="meta") if weight is not None and smoothing else None
+    weight_facts = torch.empty(2, device="meta") if weight is not None and smoothing else None
     target = torch.empty(4, dtype=torch.int64, device="meta")
     reduction = rng.choice(("mean", "mean", "sum", "none"))
     z_loss = rng.choice((0.0, 0.0, 1e-4))
-    return cross_entropy.CrossEntropy(target, weight, weight_sum, -100, reduction, smoothing, softcap, z_loss)
+    return cross_entropy.CrossEntropy(target, weight, weight_facts, -100, reduction, smoothing, softcap, z_loss)
 
 
 def _options(op: cross_entropy.CrossEntropy) -> str:
@@ -109,7 +109,7 @@ def loss_rows(rng: Random, device: Device) -> Iterator[Named]:
     mean = op.reduction == "mean"
     with_gradient = cross_entropy.WITH_GRADIENT[op.kind.arithmetic]
     chosen = with_gradient.planner(problem_of(x, x), device)
-    if chosen.regime != "two_pass" and op.weight_sum is None:
+    if chosen.regime != "two_pass" and op.weight_facts is None:
         waits = mean and not inplace and device.supports_pdl
         flags = loss_kernels.with_gradient_flags(op.kind, mean, inplace, not inplace, waits)
         vectors = (*op.vectors(number), number, number, number)

@@ -23,6 +23,7 @@ import fused_softmax as fs
 from fused_softmax import integrations
 from fused_softmax.lab import reference
 from fused_softmax.launch.context import is_batch_invariant
+from fused_softmax.launch.options import weight_facts_of
 from fused_softmax.losses import cross_entropy_over
 from fused_softmax.torch_ops import cross_entropy, decompositions, masked_softmax, token_logprobs
 
@@ -33,7 +34,7 @@ NAN = float("nan")
 # inductor builds C++ for what is around the operators
 BACKENDS = ("aot_eager", "inductor") if shutil.which(os.environ.get("CXX", "g++")) else ("aot_eager",)
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # the interpreter truncates bfloat16
-# fields after the target: weight, weight_sum, ignore_index, reduction, smoothing, softcap, z_loss, denominator
+# fields after the target: weight, weight_facts, ignore_index, reduction, smoothing, softcap, z_loss, denominator
 FIELDS = {
     "mean": (None, None, -100, "mean", 0.0, None, 0.0, None),
     "sum, weights": (True, None, 3, "sum", 0.0, None, 0.0, None),
@@ -55,11 +56,11 @@ def rows(n_rows: int = 4, n_cols: int = 7, dtype: torch.dtype = torch.float32) -
 
 
 def fields(name: str, n_cols: int = 7) -> tuple:
-    weight, weight_sum, *rest, denominator = FIELDS[name]
+    weight, weight_facts, *rest, denominator = FIELDS[name]
     weight = torch.rand(n_cols) + 0.1 if weight else None
     return (
         weight,
-        weight.sum().view(1) if weight_sum else None,
+        weight_facts_of(weight) if weight_facts else None,
         *rest,
         torch.tensor([5.0]) if denominator else None,
     )
@@ -627,7 +628,7 @@ def test_the_linear_operator_refuses_other_shapes(name, message):
     dtype = torch.float32
     given = dict(
         g=torch.ones(4), moments=torch.ones(4, 2), x=torch.randn(4, 3), weight=torch.randn(6, 3), bias=torch.zeros(6),
-        target=torch.tensor([1, 2, 0, 5]), class_weight=torch.ones(6), weight_sum=None, denominator=torch.ones(1),
+        target=torch.tensor([1, 2, 0, 5]), class_weight=torch.ones(6), weight_facts=None, denominator=torch.ones(1),
     )  # fmt: skip
     given[name] = given[name][:0]
     rest = (-100, "none", 0.0, None, 0.0, dtype, dtype, "float32", None, [True, True, True])

@@ -15,7 +15,7 @@ import triton.language as tl
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_moments, init_cluster_barrier, leave_cluster
 from .common.cross_entropy_terms import assert_inside, row_loss, store_moments, target_of
-from .common.logits import capped, finite_or_lowest, logsumexp, probe, reference_of, rounding_residual
+from .common.logits import capped, logsumexp, probe, reference_of, rounding_residual
 from .common.online_softmax import NO_MOMENT, WEIGHTED_SUM, online_reduction
 from .common.tiles import segments_of, slice_of, span_of, start_of, warp_of, width_if
 
@@ -25,7 +25,7 @@ def cross_entropy_forward(
     x_ptr: Rows,  # aligned to VEC elements
     target_ptr: Vector,  # [n_rows] int64
     weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
-    weight_sum_ptr: Vector,  # [1] float32, where WEIGHTED and SMOOTH
+    weight_facts_ptr: Vector,  # [2] float32, where WEIGHTED and SMOOTH
     loss_ptr: Vector,  # [n_rows] float32
     moments_ptr: Vector,  # [n_rows, 2] float32
     n_rows: Int64,
@@ -58,9 +58,9 @@ def cross_entropy_forward(
     x_target = tl.load(x_row - head + target, mask=counts, other=0.0)
     reference = 0.0 * row.to(tl.float32)
     if SMOOTH:
-        x_probe = probe(x_row - head, 1, columns, exists, WEIGHTED)
-        if WEIGHTED:  # most classes may be hidden, but hardly the target's
-            x_probe = tl.maximum(x_probe, finite_or_lowest(x_target))
+        x_probe = probe(x_row - head, 1, columns, exists, weight_facts_ptr, WEIGHTED)
+        # a target is hardly hidden; a row that does not count has no loss, whatever its reference
+        x_probe = tl.maximum(x_probe, x_target.to(tl.float32))
         reference = reference_of(capped(x_probe, cap, SOFTCAP))
     MOMENT: tl.constexpr = WEIGHTED_SUM if SMOOTH else NO_MOMENT
     one = 1.0 + 0.0 * row.to(tl.float32)
@@ -77,7 +77,7 @@ def cross_entropy_forward(
     else:
         w_target = 1.0
     if WEIGHTED and SMOOTH:
-        w_sum = tl.load(weight_sum_ptr)
+        w_sum = tl.load(weight_facts_ptr)
     else:
         w_sum = columns
     loss = row_loss(

@@ -40,7 +40,7 @@ from .common.tiles import (
 
 @triton.jit
 def cross_entropy_unit(
-    unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, moments_ptr, g_ptr, n_rows, n_cols,
+    unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_facts_ptr, count_ptr, moments_ptr, g_ptr, n_rows, n_cols,
     x_stride, dx_stride, phase, n_splits, ignore_index, g_stride, start, smoothing, cap, z_loss,
     MEAN: tl.constexpr, INPLACE: tl.constexpr, SHARDED: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr,
     SOFTCAP: tl.constexpr, ROWS: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
@@ -86,7 +86,7 @@ def cross_entropy_unit(
         else:
             w_target = 1.0
         if WEIGHTED and SMOOTH:
-            w_sum = tl.load(weight_sum_ptr)
+            w_sum = tl.load(weight_facts_ptr)
         else:
             w_sum = columns
         g = tl.where(counts, upstream, 0.0)
@@ -122,7 +122,7 @@ def cross_entropy_backward(
     dx_ptr: Rows,  # may be x_ptr
     target_ptr: Vector,  # [n_rows] int64
     weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
-    weight_sum_ptr: Vector,  # [1] float32, where WEIGHTED and SMOOTH
+    weight_facts_ptr: Vector,  # [2] float32, where WEIGHTED and SMOOTH
     count_ptr: Vector,  # [1] float32, where MEAN
     moments_ptr: Vector,  # [n_rows, 2] float32
     # upstream gradient: [1] with g_stride 0, or [n_rows] with g_stride 1; float32. Where SHARDED each row's A, B and C
@@ -156,8 +156,8 @@ def cross_entropy_backward(
         n_units = tl.where(upstream == written, 0, n_units)
     for unit in range(pid, n_units, tl.num_programs(0).to(tl.int64)):
         cross_entropy_unit(
-            unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, moments_ptr, g_ptr, n_rows, n_cols,
-            x_stride, dx_stride, phase, n_splits, ignore_index, g_stride, start, smoothing, cap, z_loss,
+            unit, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_facts_ptr, count_ptr, moments_ptr, g_ptr, n_rows,
+            n_cols, x_stride, dx_stride, phase, n_splits, ignore_index, g_stride, start, smoothing, cap, z_loss,
             MEAN, INPLACE, SHARDED, WEIGHTED, SMOOTH, SOFTCAP, ROWS, VECTORS, VEC, CHUNKS, UNALIGNED, PTX,
         )  # fmt: skip
 

@@ -63,7 +63,7 @@ def cross_entropy_resident(
     dx_ptr: Rows,
     target_ptr: Vector,  # [n_rows] int64
     weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
-    weight_sum_ptr: Vector,  # [1] float32, where WEIGHTED
+    weight_facts_ptr: Vector,  # [2] float32, where WEIGHTED and SMOOTH
     count_ptr: Vector,  # [2] float32: where MEAN, the loss's denominator; takes `upstream`, where KEEPS_UPSTREAM
     loss_ptr: Vector,  # [n_rows] float32
     moments_ptr: Vector,  # [n_rows, 2] float32
@@ -124,7 +124,7 @@ def cross_entropy_resident(
         z_target = tl.load(x_row - head + target, mask=counts, other=0.0)
     reference = 0.0 * row.to(tl.float32)
     if SMOOTH:
-        z_probe = capped(probe(x_row - head, 1, columns, exists, WEIGHTED), cap, SOFTCAP)
+        z_probe = capped(probe(x_row - head, 1, columns, exists, weight_facts_ptr, WEIGHTED), cap, SOFTCAP)
         reference = reference_of(z_probe)
     x_target = z_target.to(tl.float32)
     z_target = tl.where(counts, capped(x_target, cap, SOFTCAP), -float("inf"))
@@ -133,7 +133,7 @@ def cross_entropy_resident(
     else:
         w_target = 1.0
     if WEIGHTED and SMOOTH:
-        w_sum = tl.load(weight_sum_ptr)
+        w_sum = tl.load(weight_facts_ptr)
     else:
         w_sum = columns
     # a slice that Triton's cluster planner does not take as it is

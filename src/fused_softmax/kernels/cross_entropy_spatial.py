@@ -85,7 +85,7 @@ def write_group(
 
 @triton.jit
 def block_of_losses(
-    index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr, n_outer, n_cols, inner,
+    index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_facts_ptr, count_ptr, g_ptr, loss_ptr, n_outer, n_cols, inner,
     n_blocks, x_outer, x_col, dx_outer, dx_col, width, x_row, ignore_index, smoothing, cap, z_loss,
     LOSS: tl.constexpr, GRADIENT: tl.constexpr, INPLACE: tl.constexpr, UPSTREAM: tl.constexpr, MEAN: tl.constexpr,
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, CROPPED: tl.constexpr, WAITS: tl.constexpr,
@@ -128,9 +128,10 @@ def block_of_losses(
         x_target = tl.load(to_target, mask=counts & leads, other=0.0).to(tl.float32)
     reference = 0.0
     if SMOOTH and CTAS > 1:
-        reference = reference_of(capped(probe(x_start, x_col * VEC, n_cols, exists, WEIGHTED), cap, SOFTCAP))
+        x_probe = probe(x_start, x_col * VEC, n_cols, exists, weight_facts_ptr, WEIGHTED)
+        reference = reference_of(capped(x_probe, cap, SOFTCAP))
     if WEIGHTED and SMOOTH:
-        w_sum = tl.load(weight_sum_ptr)
+        w_sum = tl.load(weight_facts_ptr)
     else:
         w_sum = n_cols
 
@@ -236,7 +237,7 @@ def cross_entropy_spatial(
     dx_ptr: Rows,  # where GRADIENT; it may be x_ptr
     target_ptr: Vector,  # [outer, inner] int64; or fewer bits, as `prepare_spatial_targets` writes them
     weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
-    weight_sum_ptr: Vector,  # [1] float32, where WEIGHTED and SMOOTH
+    weight_facts_ptr: Vector,  # [2] float32, where WEIGHTED and SMOOTH
     count_ptr: Vector,  # [1] float32, where MEAN: the loss's denominator
     g_ptr: Vector,  # the upstream gradient, float32: [1] where UPSTREAM is 1, [outer, inner] where it is 2
     loss_ptr: Vector,  # float32: [outer, inner] where LOSS is 1, a sum for each program where it is 2
@@ -268,7 +269,7 @@ def cross_entropy_spatial(
             n_programs = tl.cdiv(n_outer, OUTERS) * n_blocks
             while index < n_programs:
                 block_of_losses(
-                    index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr, n_outer,
+                    index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_facts_ptr, count_ptr, g_ptr, loss_ptr, n_outer,
                     n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, width, x_row, ignore_index, smoothing,
                     cap, z_loss, LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, CROPPED, WAITS,
                     OUTERS, CTAS, COLS, INNER, VEC, CHUNKS, UNPREDICATED, INVARIANT, THREADS, PTX,
@@ -280,7 +281,7 @@ def cross_entropy_spatial(
             needed = tl.load(g_ptr) != 1.0
         if needed:
             block_of_losses(
-                index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr, loss_ptr, n_outer,
+                index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_facts_ptr, count_ptr, g_ptr, loss_ptr, n_outer,
                 n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, width, x_row, ignore_index, smoothing, cap,
                 z_loss, LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, CROPPED, WAITS, OUTERS,
                 CTAS, COLS, INNER, VEC, CHUNKS, UNPREDICATED, INVARIANT, THREADS, PTX,

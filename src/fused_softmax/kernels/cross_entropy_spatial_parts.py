@@ -30,12 +30,13 @@ from .common.spatial_tiles import columns_of_chunk, positions_of, store_tile, su
 
 @triton.jit
 def reference_at(
-    x_ptr, outer, x_outer, x_col, n_cols, first, exists, cap, WEIGHTED: tl.constexpr, SOFTCAP: tl.constexpr,
-    INNER: tl.constexpr, VEC: tl.constexpr,
+    x_ptr, outer, x_outer, x_col, n_cols, first, exists, weight_facts_ptr, cap, WEIGHTED: tl.constexpr,
+    SOFTCAP: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """The reference of the smoothed logits of each position.  # [1, 1, INNER]"""
     to_first = tile_at(x_ptr, outer, 0, x_outer, first, tl.zeros([1, 1, 1], tl.int32), INNER, VEC)
-    return reference_of(capped(probe(to_first, x_col * VEC, n_cols, exists, WEIGHTED), cap, SOFTCAP))
+    x_probe = probe(to_first, x_col * VEC, n_cols, exists, weight_facts_ptr, WEIGHTED)
+    return reference_of(capped(x_probe, cap, SOFTCAP))
 
 
 @kernel()
@@ -44,6 +45,7 @@ def cross_entropy_spatial_reduce(
     max_ptr: Vector, sum_ptr: Vector,  # [outer, n_parts, inner] float32
     smooth_ptr: Vector,  # the same, where SMOOTH
     weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
+    weight_facts_ptr: Vector,  # [2] float32, where WEIGHTED and SMOOTH
     n_cols: Int32,
     inner: Int64,  # inner and strides: in units of VEC
     n_blocks: Int32, n_parts: Int32,
@@ -61,7 +63,7 @@ def cross_entropy_spatial_reduce(
     reference = 0.0
     if SMOOTH:
         reference = reference_at(
-            x_ptr, outer, x_outer, x_col, n_cols, first, exists, cap, WEIGHTED, SOFTCAP, INNER, VEC
+            x_ptr, outer, x_outer, x_col, n_cols, first, exists, weight_facts_ptr, cap, WEIGHTED, SOFTCAP, INNER, VEC
         )
     m = tl.zeros([COLS, 1, INNER], tl.float32) + LOWEST
     s = tl.zeros([COLS, 1, INNER], tl.float32)
@@ -99,7 +101,7 @@ def cross_entropy_spatial_merge(
     max_ptr: Vector, sum_ptr: Vector,  # [outer, inner] float32
     target_ptr: Vector,  # [outer, inner] int64; or fewer bits, as `prepare_spatial_targets` writes them
     weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
-    weight_sum_ptr: Vector,  # [1] float32, where WEIGHTED and SMOOTH
+    weight_facts_ptr: Vector,  # [2] float32, where WEIGHTED and SMOOTH
     count_ptr: Vector,  # [1] float32, where MEAN: the loss's denominator
     loss_ptr: Vector,  # float32: [outer, inner] where LOSS is 1, a sum for each program where it is 2
     n_cols: Int32,
@@ -140,10 +142,11 @@ def cross_entropy_spatial_merge(
         counts = target >= 0
         x_row = x_ptr + outer * x_outer + first + tl.arange(0, INNER)[None, :]
         x_target = tl.load(x_row + target.to(tl.int64) * x_col, mask=counts, other=0.0)
-        w_target, w_sum = weights_of(target, counts, n_cols, weight_ptr, weight_sum_ptr, WEIGHTED, SMOOTH)
+        w_target, w_sum = weights_of(target, counts, n_cols, weight_ptr, weight_facts_ptr, WEIGHTED, SMOOTH)
         reference, wz_sum = 0.0, 0.0
         if SMOOTH:
-            reference = reference_of(capped(probe(x_row, x_col, n_cols, here, WEIGHTED), cap, SOFTCAP))
+            x_probe = probe(x_row, x_col, n_cols, here, weight_facts_ptr, WEIGHTED)
+            reference = reference_of(capped(x_probe, cap, SOFTCAP))
             wz_sum = sum_over_columns(t, True)
         lse = logsumexp(top, total)
         residual = rounding_residual(lse, top, total)
@@ -158,7 +161,7 @@ def cross_entropy_spatial_merge(
 
 @triton.jit
 def step_of_gradient(
-    index, n_programs, x_ptr, dx_ptr, max_ptr, sum_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr, g_ptr,
+    index, n_programs, x_ptr, dx_ptr, max_ptr, sum_ptr, target_ptr, weight_ptr, weight_facts_ptr, count_ptr, g_ptr,
     n_cols, inner, n_blocks, n_steps, x_outer, x_col, dx_outer, dx_col, ignore_index, smoothing, cap, z_loss,
     UPSTREAM: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
     COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr,
@@ -177,7 +180,7 @@ def step_of_gradient(
     counts = target >= 0
     top = tl.load(max_ptr + at, mask=here, other=0.0)
     total = tl.load(sum_ptr + at, mask=here, other=1.0)
-    w_target, w_sum = weights_of(target, counts, n_cols, weight_ptr, weight_sum_ptr, WEIGHTED, SMOOTH)
+    w_target, w_sum = weights_of(target, counts, n_cols, weight_ptr, weight_facts_ptr, WEIGHTED, SMOOTH)
     g = 1.0
     if UPSTREAM == 1:
         g = tl.load(g_ptr)
@@ -211,7 +214,7 @@ def cross_entropy_spatial_finish(
     max_ptr: Vector, sum_ptr: Vector,  # [outer, inner] float32
     target_ptr: Vector,  # [outer, inner] int64; or fewer bits, as `prepare_spatial_targets` writes them
     weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
-    weight_sum_ptr: Vector,  # [1] float32, where WEIGHTED and SMOOTH
+    weight_facts_ptr: Vector,  # [2] float32, where WEIGHTED and SMOOTH
     count_ptr: Vector,  # [1] float32, where MEAN: the loss's denominator
     g_ptr: Vector,  # the upstream gradient, float32: [1] where UPSTREAM is 1, [outer, inner] where it is 2
     n_outer: Int64,
@@ -233,14 +236,14 @@ def cross_entropy_spatial_finish(
         if tl.load(g_ptr) != 1.0:
             while index < n_programs:
                 step_of_gradient(
-                    index, n_programs, x_ptr, dx_ptr, max_ptr, sum_ptr, target_ptr, weight_ptr, weight_sum_ptr,
+                    index, n_programs, x_ptr, dx_ptr, max_ptr, sum_ptr, target_ptr, weight_ptr, weight_facts_ptr,
                     count_ptr, g_ptr, n_cols, inner, n_blocks, n_steps, x_outer, x_col, dx_outer, dx_col, ignore_index,
                     smoothing, cap, z_loss, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, COLS, INNER, VEC, CHUNKS, PTX,
                 )  # fmt: skip
                 index += tl.num_programs(0)
     else:
         step_of_gradient(
-            index, n_programs, x_ptr, dx_ptr, max_ptr, sum_ptr, target_ptr, weight_ptr, weight_sum_ptr, count_ptr,
+            index, n_programs, x_ptr, dx_ptr, max_ptr, sum_ptr, target_ptr, weight_ptr, weight_facts_ptr, count_ptr,
             g_ptr, n_cols, inner, n_blocks, n_steps, x_outer, x_col, dx_outer, dx_col, ignore_index, smoothing, cap,
             z_loss, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, COLS, INNER, VEC, CHUNKS, PTX,
         )  # fmt: skip

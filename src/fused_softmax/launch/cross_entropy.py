@@ -117,7 +117,7 @@ def _launches_of(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inpla
     if layout is not None:  # there are no weights, no softcap and no denominator
         key = (layout, key)
     else:
-        key = (layout_key(x), key, op.kind, op.weight_sum is None, op.denominator is None)
+        key = (layout_key(x), key, op.kind, op.weight_facts is None, op.denominator is None)
     found = _launches.get(key)
     return _launches.store(key, _prepare(x[:1], n_rows, op, training, inplace)) if found is None else found
 
@@ -141,7 +141,7 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
             count = _prepare_count(op, n_rows, x) if divided and training else None
             reduce = _prepare_reduction(x, n_rows, divided, op.weight is not None, has_count=count is not None)
     # weights and smoothing together read a weight for each logit, twice: then the gradient has a kernel of its own
-    if training and op.reduction != "none" and op.weight_sum is None:
+    if training and op.reduction != "none" and op.weight_facts is None:
         dx = x if inplace else gradient_buffer(x)
         if fits_on_chip(x, dx, op):
             row_op = WITH_GRADIENT[kind.arithmetic]
@@ -209,7 +209,7 @@ def cross_entropy_forward(
 def _run(
     launches: _Launches, x: Tensor, n_rows: int, n_cols: int, op: CrossEntropy, training: bool, inplace: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, LastUpstream | None]:
-    target, weight, weight_sum, ignore_index, reduction, smoothing, softcap, z_loss, denominator = op
+    target, weight, weight_facts, ignore_index, reduction, smoothing, softcap, z_loss, denominator = op
     new, at = launches.new, launches.at
     # one allocation: each row's moments, the mean's denominator, the upstream gradient of dx, each row's loss
     kept = new((3 * n_rows + 2,), (1,), torch.float32)
@@ -231,7 +231,7 @@ def _run(
         launches.counts((targets, weights, count), size)
     elif training and reduction == "mean":
         kept[2 * n_rows : 2 * n_rows + 1].copy_(counted(op, n_cols))
-    vectors = (targets, weights, losses if weight_sum is None else at(weight_sum))
+    vectors = (targets, weights, losses if weight_facts is None else at(weight_facts))
     numbers = (ignore_index, smoothing, 1.0 if softcap is None else softcap, z_loss)
     dx = None
     if launches.writes:
@@ -334,7 +334,7 @@ def losses_and_gradient_of_chunk(
     kind, invariant = op.kind, is_batch_invariant()
     row_op = (WITH_GRADIENT if dx.dtype is x.dtype else WIDE_WITH_GRADIENT)[kind.arithmetic]
     # weights and smoothing together read a weight for each logit, twice: then the gradient has a kernel of its own
-    if op.weight_sum is None and row_op.plan((x, dx), device_of(x), invariant).regime != "two_pass":
+    if op.weight_facts is None and row_op.plan((x, dx), device_of(x), invariant).regime != "two_pass":
         losses, moments = _losses_and_moments(x)
         vectors = (*op.vectors(losses), losses if divides is None else divides, losses, moments)
         flags = kernels.with_gradient_flags(kind, divides is not None, dx.data_ptr() == x.data_ptr())

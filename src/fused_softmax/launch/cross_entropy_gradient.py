@@ -78,7 +78,7 @@ def cross_entropy_gradient(
         g if last is None else last.vector,
     )  # fmt: skip
     unless = written is not None
-    key = (layout_key(x), layout_key(dx), kind, count is None, inplace, op.weight_sum is None, unless, last is None)
+    key = (layout_key(x), layout_key(dx), kind, count is None, inplace, op.weight_facts is None, unless, last is None)
     launch = _gradients.get(key)
     if launch is None:
         expect_rows(x, dx)
@@ -163,11 +163,11 @@ def shard_gradient(
 
 def restored_loss(op: CrossEntropy, real: torch.dtype = torch.float32) -> CrossEntropy:
     """`op` with its tensors as they were saved, whatever a hook of saved tensors made of them."""
-    weight, weight_sum, denominator = (
-        None if t is None else restored(t, real) for t in (op.weight, op.weight_sum, op.denominator)
+    weight, weight_facts, denominator = (
+        None if t is None else restored(t, real) for t in (op.weight, op.weight_facts, op.denominator)
     )
     target = restored(op.target, torch.int64)
-    return op._replace(target=target, weight=weight, weight_sum=weight_sum, denominator=denominator)
+    return op._replace(target=target, weight=weight, weight_facts=weight_facts, denominator=denominator)
 
 
 def scale_unless_one(dx: Tensor, g: Tensor) -> None:

@@ -140,15 +140,15 @@ def plan_of_copy(logits: Tensor) -> Plan | None:
     return None if copy is None else loss_plan(copy, copy, is_batch_invariant(), device_of(logits))
 
 
-# (x, dx, target, weight, weight_sum, count, g, losses, max, sum): what a recipe's launches are over
-X, DX, TARGET, WEIGHT, WEIGHT_SUM, COUNT, G, LOSSES, MAX, SUM = range(10)
+# (x, dx, target, weight, weight_facts, count, g, losses, max, sum): what a recipe's launches are over
+X, DX, TARGET, WEIGHT, WEIGHT_FACTS, COUNT, G, LOSSES, MAX, SUM = range(10)
 
 
 def loss_recipe(
     x: Tensor, dx: Tensor, op: CrossEntropy, plan: Plan, device: Device, loss: int, gradient: bool, upstream: int,
     unless_one: bool, inplace: bool, crop: tuple[int, int] | None = None, waits: bool = False,
 ) -> Recipe:  # fmt: skip
-    """The launches over (x, dx, target, weight, weight_sum, count, g, losses, max, sum).
+    """The launches over (x, dx, target, weight, weight_facts, count, g, losses, max, sum).
 
     x, dx: (outer, n_cols, inner). crop: (width, from a row to the next) of a cropped x, as `_folded` gives them.
     waits: the launch in front of these is `add_partials`, which may still run.
@@ -170,15 +170,15 @@ def loss_recipe(
     parts = -(-x.shape[1] // plan.part_cols)
     maxima, sums, smoothed = range(10, 13)
     if loss != NO_LOSS:
-        steps.append(parts_step(reduce, (x,), (X, maxima, sums, smoothed, WEIGHT), plan, device, **of_op))
-        over = (X, maxima, sums, smoothed, MAX, SUM, TARGET, WEIGHT, WEIGHT_SUM, COUNT, LOSSES)
+        steps.append(parts_step(reduce, (x,), (X, maxima, sums, smoothed, WEIGHT, WEIGHT_FACTS), plan, device, **of_op))
+        over = (X, maxima, sums, smoothed, MAX, SUM, TARGET, WEIGHT, WEIGHT_FACTS, COUNT, LOSSES)
         step = merge_step(merge, device, over, inner, parts, LOSS=loss, MEAN=mean, **of_op)
         n_cols, (outer_stride, col_stride) = x.shape[1], x.stride()[:2]
         steps.append(step._replace(scalars=(n_cols, *step.scalars, outer_stride, col_stride)))
     if gradient:
         flags = dict(UPSTREAM=upstream, UNLESS_ONE=unless_one, MEAN=mean, **of_op)
         sizes, programs, meta = sizes_and_steps(finish, (x, dx), plan, device, **flags)
-        read = (X, DX, MAX, SUM, TARGET, WEIGHT, WEIGHT_SUM, COUNT, G)
+        read = (X, DX, MAX, SUM, TARGET, WEIGHT, WEIGHT_FACTS, COUNT, G)
         steps.append(Step(finish, meta, read, (None, *sizes), programs, most=LOOKS if unless_one else None))
     return Recipe(tuple(steps), (parts * inner,) * 3 if loss != NO_LOSS else ())
 

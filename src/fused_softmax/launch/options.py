@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 TORCH: Any = object()  # PyTorch's own kernel runs, because ours did not compile
@@ -32,12 +33,20 @@ LOSS_KINDS = {
 }
 
 
+def weight_facts_of(weight: Tensor) -> Tensor:
+    """(the sum of the weights, a class of the largest one), which smoothed losses take.  # [2], of the weights' dtype
+
+    Above 2^24 the class is rounded; the kernels need its logit only as one near the others.
+    """
+    return torch.stack((weight.sum(), weight.argmax().to(weight.dtype)))
+
+
 class CrossEntropy(NamedTuple):
     """The arguments of a cross-entropy next to its logits. target: (n_rows,) int64; weight: (n_cols,) float32."""
 
     target: Tensor
     weight: Tensor | None
-    weight_sum: Tensor | None  # [1] float32, where there are weights and smoothing
+    weight_facts: Tensor | None  # [2] float32, where there are weights and smoothing: `weight_facts_of`
     ignore_index: int
     reduction: str
     smoothing: float
@@ -55,9 +64,9 @@ class CrossEntropy(NamedTuple):
         return (self.smoothing, 1.0 if self.softcap is None else self.softcap, self.z_loss)
 
     def vectors(self, unused: Any) -> tuple[Tensor, Any, Any]:
-        """target, weight and the weights' sum as a kernel takes them; `unused` stands where there are none."""
+        """target, weight and weight_facts as a kernel takes them; `unused` stands where there are none."""
         weight = unused if self.weight is None else self.weight
-        return self.target, weight, unused if self.weight_sum is None else self.weight_sum
+        return self.target, weight, unused if self.weight_facts is None else self.weight_facts
 
 
 def scale_flag(scale: float | Tensor) -> int:

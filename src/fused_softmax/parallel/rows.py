@@ -18,7 +18,7 @@ from ..launch import row_statistics, vocab_shards
 from ..launch.availability import KernelUnavailable
 from ..launch.context import as_in_forward
 from ..launch.layout import places, rows_of
-from ..launch.options import CrossEntropy
+from ..launch.options import CrossEntropy, weight_facts_of
 from ..launch.payload import Layout
 from ..torch_ops.arguments import LossOptions
 from ..torch_ops.decompositions import result_dtype
@@ -98,9 +98,9 @@ def _write_loss(
             row_statistics.write_statistics(rows, (unused, moments, None), None, 1.0, at.invariant)
             continue
         of_piece = weight[columns] if smooth and weight is not None else None
-        total = None if of_piece is None else of_piece.sum().view(1)
+        facts = None if of_piece is None else weight_facts_of(of_piece)
         targets = torch.full((n_rows,), COUNTS if smooth else IGNORED, dtype=torch.int64, device=x.device)
-        loss = CrossEntropy(targets, of_piece, total, IGNORED, "none", float(smooth), options.softcap, 0.0)
+        loss = CrossEntropy(targets, of_piece, facts, IGNORED, "none", float(smooth), options.softcap, 0.0)
         with as_in_forward(at.invariant):
             losses.write_losses(rows, loss, spreads, moments)
     vocab_shards.pack_shard(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..launch.options import weight_facts_of
 from ..launch.torch_private import check_reduction
 
 NAMESPACE = __package__.split(".")[0]  # the package's own name, so that two copies can live in one process
@@ -225,7 +226,7 @@ def softcap_of(softcap: float | None, logits: torch.dtype) -> float | None:
 def expect_targets(
     function: str, target: Tensor, weight: Tensor | None, input: Tensor, n_cols: int, options: LossOptions
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(targets (n_rows,) int64, the classes' weights float32, their sum [1] where there is smoothing), as kernels read.
+    """(targets (n_rows,) int64, the classes' weights float32, `weight_facts_of` where there is smoothing), for kernels.
 
     input: (..., H), whose rows the targets are for. The errors are torch.nn.functional.cross_entropy's.
     """
@@ -252,7 +253,7 @@ def expect_targets(
     if weight.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(f"{function}(): the derivative for 'weight' is not implemented; weight.detach() it")
     wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).contiguous()
-    return flat, wide, wide.sum().view(1) if options.label_smoothing else None
+    return flat, wide, weight_facts_of(wide) if options.label_smoothing and n_cols else None
 
 
 def denominator_of(num_items: int | Tensor | None, like: Tensor) -> Tensor | None:

@@ -24,7 +24,7 @@ from ..launch.context import as_in_forward, is_batch_invariant
 from ..launch.last_upstream import LastUpstream
 from ..launch.launcher import Vector
 from ..launch.layout import gradient_buffer, restored, rows_of, rows_or_copy
-from ..launch.options import CrossEntropy
+from ..launch.options import CrossEntropy, weight_facts_of
 from ..launch.torch_private import function_apply, is_watched, profiling
 from . import decompositions
 from .arguments import REDUCTIONS, expect_floating, expect_layout, kernels_take_loss, softcap_of
@@ -81,9 +81,9 @@ def cross_entropy_of(
         weight = weight.detach().float().contiguous()
     if denominator is not None:
         denominator = denominator.to(logits.device, torch.float32).reshape(1)
-    weight_sum = weight.sum().view(1) if weight is not None and label_smoothing else None
+    weight_facts = weight_facts_of(weight) if weight is not None and label_smoothing else None
     described = (
-        flat, weight, weight_sum, ignore_index, reduction, float(label_smoothing), softcap, float(z_loss), denominator
+        flat, weight, weight_facts, ignore_index, reduction, float(label_smoothing), softcap, float(z_loss), denominator
     )  # fmt: skip
     if plain and flat.device.type == "cpu":
         rows.check_targets(flat, ignore_index, n_cols)
@@ -198,8 +198,8 @@ class RowCrossEntropy(torch.autograd.Function):
         inplace = inplace and dx is not None
         if inplace:
             torch.autograd.graph.increment_version(x)
-        target, weight, weight_sum, *options, denominator = op
-        ctx.save_for_backward(None if inplace else x, target, weight, weight_sum, kept, denominator, dx)
+        target, weight, weight_facts, *options, denominator = op
+        ctx.save_for_backward(None if inplace else x, target, weight, weight_facts, kept, denominator, dx)
         # batch invariance too: backward runs in a thread that does not know
         ctx.described = options, x.shape[0], inplace, last, is_batch_invariant(), layout
         ctx.unread = [dx is not None]  # popped by the backward that returns the forward's gradient
@@ -210,7 +210,7 @@ class RowCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None]:
         if g is None:
             return None, None
-        x, target, weight, weight_sum, kept, denominator, written = ctx.saved_tensors
+        x, target, weight, weight_facts, kept, denominator, written = ctx.saved_tensors
         options, n_rows, inplace, last, invariant, layout = ctx.described
         recent = layout is not None and not inplace and not torch.is_grad_enabled() and not is_watched()
         unread = None
@@ -219,7 +219,7 @@ class RowCrossEntropy(torch.autograd.Function):
             if gradients.gradient_unless_written(layout, x, dx, target, kept, n_rows, options, g, last):
                 return dx, None
         kept = restored(kept, torch.float32)
-        op = gradients.restored_loss(_of_fields(CrossEntropy, (target, weight, weight_sum, *options, denominator)))
+        op = gradients.restored_loss(_of_fields(CrossEntropy, (target, weight, weight_facts, *options, denominator)))
         if torch.is_grad_enabled() or not can_bypass_dispatcher(g):
             if x is None:
                 raise RuntimeError(decompositions.OVERWRITTEN)
@@ -258,7 +258,7 @@ _row_cross_entropy = function_apply(RowCrossEntropy)
 
 
 _FIELDS = (
-    "Tensor target, Tensor? weight, Tensor? weight_sum, int ignore_index, str reduction, float smoothing, "
+    "Tensor target, Tensor? weight, Tensor? weight_facts, int ignore_index, str reduction, float smoothing, "
     "float? softcap, float z_loss, Tensor? denominator"
 )
 
@@ -270,7 +270,7 @@ def _described(target: Tensor, weight: Tensor | None, *rest: Any) -> CrossEntrop
 def _expect_layouts(op: CrossEntropy, x: Tensor) -> None:
     expect_layout("target", op.target, x, x.shape[:1])
     expect_layout("weight", op.weight, x, x.shape[1:])
-    expect_layout("weight_sum", op.weight_sum, x, (1,))
+    expect_layout("weight_facts", op.weight_facts, x, (2,))
     expect_layout("denominator", op.denominator, x, (1,))
 
 
@@ -292,7 +292,7 @@ def _cross_entropy_fake(
     x: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    weight_sum: Tensor | None,
+    weight_facts: Tensor | None,
     ignore_index: int,
     reduction: str,
     *rest: Any,
@@ -330,18 +330,18 @@ cross_entropy_backward = define(
 
 
 def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, target, weight, weight_sum, *ctx.options, denominator = inputs
+    x, target, weight, weight_facts, *ctx.options, denominator = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1], x, target, weight, weight_sum, denominator)
+    ctx.save_for_backward(output[1], x, target, weight, weight_facts, denominator)
 
 
 def _cross_entropy_gradients(ctx: Any, g: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     nothing = (None,) * 9
     if g is None:
         return None, *nothing
-    moments, x, target, weight, weight_sum, denominator = ctx.saved_tensors
-    fields = (target, weight, weight_sum, *ctx.options, denominator)
+    moments, x, target, weight, weight_facts, denominator = ctx.saved_tensors
+    fields = (target, weight, weight_facts, *ctx.options, denominator)
     if torch.is_grad_enabled():
         return decompositions.cross_entropy_gradient(g, x, CrossEntropy(*fields)), *nothing
     return cross_entropy_backward(g, moments, x, *fields), *nothing

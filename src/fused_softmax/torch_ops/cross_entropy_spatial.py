@@ -77,8 +77,8 @@ class SpatialCrossEntropy(torch.autograd.Function):
         loss, kept = kernels.cross_entropy_pass(_planes(logits), None if dx is None else _planes(dx), op)
         if inplace:
             torch.autograd.graph.increment_version(logits)
-        target, weight, weight_sum, *options, denominator = op
-        ctx.save_for_backward(None if inplace else logits, target, weight, weight_sum, kept, denominator, dx)
+        target, weight, weight_facts, *options, denominator = op
+        ctx.save_for_backward(None if inplace else logits, target, weight, weight_facts, kept, denominator, dx)
         # batch invariance too: backward runs in a thread that does not know
         ctx.described = options, inplace, is_batch_invariant()
         ctx.unread = [dx is not None]  # popped by the backward that gives away what the forward wrote
@@ -89,10 +89,10 @@ class SpatialCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None, None]:
         if g is None:
             return None, None, None
-        logits, target, weight, weight_sum, kept, denominator, written = ctx.saved_tensors
+        logits, target, weight, weight_facts, kept, denominator, written = ctx.saved_tensors
         options, inplace, invariant = ctx.described
         kept = restored(kept, torch.float32)
-        op = restored_loss(CrossEntropy(target, weight, weight_sum, *options, denominator))  # type: ignore[call-arg]
+        op = restored_loss(CrossEntropy(target, weight, weight_facts, *options, denominator))  # type: ignore[call-arg]
         if torch.is_grad_enabled() or not can_bypass_dispatcher(g):
             if logits is None:
                 raise RuntimeError(decompositions.OVERWRITTEN)

@@ -46,7 +46,7 @@ def linear_cross_entropy_of(x: Tensor, weight: Tensor, bias: Tensor | None, op: 
 def _by_operator(x: Tensor, weight: Tensor, bias: Tensor | None, op: CrossEntropy, how: Settings) -> Tensor:
     needs = needed_gradients(x, weight, bias)
     return getattr(torch.ops, NAMESPACE).linear_cross_entropy(
-        x, weight, bias, op.target, op.weight, op.weight_sum, op.denominator, op.ignore_index, op.reduction,
+        x, weight, bias, op.target, op.weight, op.weight_facts, op.denominator, op.ignore_index, op.reduction,
         op.smoothing, op.softcap, op.z_loss, how.compute, how.logits, how.accumulate, how.chunk_rows, needs,
     )[0]  # fmt: skip
 
@@ -212,9 +212,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, op: CrossEntropy, how: Settings) -> Tensor:
         needs = Needs(*ctx.needs_input_grad[:3])
         found = forward_of_chunks(x, weight, bias, op, how, needs)
-        ctx.save_for_backward(x, weight, bias, op.target, op.weight, op.weight_sum, op.denominator, *found[1:])
+        ctx.save_for_backward(x, weight, bias, op.target, op.weight, op.weight_facts, op.denominator, *found[1:])
         # no tensor but those saved; batch invariance too, as backward runs in a thread that does not know
-        options = op._replace(target=None, weight=None, weight_sum=None, denominator=None)  # type: ignore[arg-type]
+        options = op._replace(target=None, weight=None, weight_facts=None, denominator=None)  # type: ignore[arg-type]
         ctx.described = options, how, needs, is_batch_invariant()
         ctx.unread = [True]  # popped by the backward that gives away what the forward wrote
         ctx.set_materialize_grads(False)
@@ -226,9 +226,9 @@ class LinearCrossEntropy(torch.autograd.Function):
             return (None,) * 5
         if torch.is_grad_enabled():
             raise RuntimeError(TWICE)
-        x, weight, bias, target, class_weight, weight_sum, denominator, *rest = ctx.saved_tensors
+        x, weight, bias, target, class_weight, weight_facts, denominator, *rest = ctx.saved_tensors
         options, how, needs, invariant = ctx.described
-        op = options._replace(target=target, weight=class_weight, weight_sum=weight_sum, denominator=denominator)
+        op = options._replace(target=target, weight=class_weight, weight_facts=weight_facts, denominator=denominator)
         op = restored_loss(op, result_dtype(x))
         if op.reduction == "none" and not has_storage(g):  # upstream gradients that vmap batched: torch's formula
             with without_autocast(x.device.type):

@@ -22,7 +22,7 @@ from .linear_cross_entropy import TWICE, backward_of_chunks, forward_of_chunks, 
 from .route import planned_by
 
 _FIELDS = (
-    "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? weight_sum, "
+    "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? weight_facts, "
     "Tensor? denominator, int ignore_index, str reduction, float smoothing, float? softcap, float z_loss, "
     "ScalarType compute, ScalarType logits, str accumulate, int? chunk_rows, bool[] needs"
 )
@@ -30,13 +30,13 @@ _FIELDS = (
 
 def _read(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    weight_sum: Tensor | None, denominator: Tensor | None, ignore_index: int, reduction: str, smoothing: float,
+    weight_facts: Tensor | None, denominator: Tensor | None, ignore_index: int, reduction: str, smoothing: float,
     softcap: float | None, z_loss: float, compute: torch.dtype, logits: torch.dtype, accumulate: str,
     chunk_rows: int | None, needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, CrossEntropy, Settings, Needs]:  # fmt: skip
     """The operator's fields as the loop takes them."""
     op = CrossEntropy(
-        target.contiguous(), None if class_weight is None else class_weight.contiguous(), weight_sum, ignore_index,
+        target.contiguous(), None if class_weight is None else class_weight.contiguous(), weight_facts, ignore_index,
         reduction, smoothing, softcap, z_loss, denominator,
     )  # fmt: skip
     return x, weight, bias, op, Settings(compute, logits, accumulate, chunk_rows), Needs(*needs)
@@ -48,8 +48,8 @@ def _checked(*fields: Any) -> tuple[Tensor, Tensor, Tensor | None, CrossEntropy,
     expect_layout("target", op.target, x, x.shape[:1])
     for name, t in (("bias", bias), ("class_weight", op.weight)):
         expect_layout(name, t, x, weight.shape[:1])
-    for name, t in (("weight_sum", op.weight_sum), ("denominator", op.denominator)):
-        expect_layout(name, t, x, (1,))
+    expect_layout("weight_facts", op.weight_facts, x, (2,))
+    expect_layout("denominator", op.denominator, x, (1,))
     return read
 
 

@@ -45,7 +45,7 @@ def targets_at(at, mask, ignore_index, n_cols):
 
 @triton.jit
 def weights_of(
-    target, counts, n_cols, weight_ptr, weight_sum_ptr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr
+    target, counts, n_cols, weight_ptr, weight_facts_ptr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr
 ):  # fmt: skip
     """(the targets' weights, the sum of all classes' weights where SMOOTH)."""
     w_target = 1.0
@@ -53,7 +53,7 @@ def weights_of(
         w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
     w_sum = n_cols
     if WEIGHTED and SMOOTH:
-        w_sum = tl.load(weight_sum_ptr)
+        w_sum = tl.load(weight_facts_ptr)
     return w_target, w_sum
 
 

@@ -71,29 +71,24 @@ def reference_of(z):
 
 
 @triton.jit
-def finite_or_lowest(x):
-    """x in float32; -inf in place of an infinity or NaN."""
-    x = x.to(tl.float32)
-    return tl.where(tl.abs(x) <= HIGHEST, x, -float("inf"))
+def probe(to_first, to_next, n_cols, exists, weight_facts_ptr, WEIGHTED: tl.constexpr):
+    """The raw logit in float32 that `reference_of` takes before a row's maximum is known: the largest of three.
 
-
-@triton.jit
-def probe(to_first, to_next, n_cols, exists, WEIGHTED: tl.constexpr):
-    """The raw logit that `reference_of` takes before a row's maximum is known: the first, as the target's takes two
-    dependent loads.
-
-    Where WEIGHTED, the largest finite one of the first, the middle and the last. A class without weight may have a
-    logit near the lowest number: with that as the reference, no digit of the others would be left.
+    A hidden class has a logit far below the others, and a reference down there leaves few digits of their differences.
+    So the first, the middle and the last one are tried; where WEIGHTED, a class of the largest weight in place of the
+    first. If that one is hidden too, the loss itself is as large as the rounding.
 
     # to_first: pointers to the first logit of each row; to_next: elements from a logit of a row to the next one
     """
-    x = tl.load(to_first, mask=exists, other=0.0)
+    last = tl.cast(n_cols - 1, tl.int64)
     if WEIGHTED:
-        last = tl.cast(n_cols - 1, tl.int64)
-        middle = tl.load(to_first + last // 2 * to_next, mask=exists, other=0.0)
-        end = tl.load(to_first + last * to_next, mask=exists, other=0.0)
-        x = tl.maximum(tl.maximum(finite_or_lowest(x), finite_or_lowest(middle)), finite_or_lowest(end))
-    return x
+        heaviest = tl.minimum(tl.load(weight_facts_ptr + 1).to(tl.int64), last)
+        x = tl.load(to_first + heaviest * to_next, mask=exists, other=0.0)
+    else:
+        x = tl.load(to_first, mask=exists, other=0.0)
+    middle = tl.load(to_first + last // 2 * to_next, mask=exists, other=0.0)
+    end = tl.load(to_first + last * to_next, mask=exists, other=0.0)
+    return tl.maximum(tl.maximum(x.to(tl.float32), middle.to(tl.float32)), end.to(tl.float32))
 
 
 @triton.jit

@@ -122,7 +122,8 @@ def second_scale(case: Case, inputs: Inputs, name: str, ref: dict[str, Tensor]) 
     largest = 4 * scale.nan_to_num(0, 0, 0).amax()
     if name == "dd_g_loss" and case.options.get("reduction", "mean") != "none":
         # added up over all rows: their gradients may be off in the same direction, and h is random
-        return largest * math.sqrt(max(1, inputs.arguments["target"].numel()))
+        counts = inputs.arguments["target"] != case.options.get("ignore_index", -100)
+        return largest * counts.sum().clamp(min=1).double().sqrt()
     if name == "dd_x" and case.op == "masked_softmax":
         return largest * abs(float(case.options.get("scale", 1.0)))
     if name == "dd_x" and case.op == "token_logprobs":
