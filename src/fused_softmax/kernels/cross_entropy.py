@@ -174,7 +174,7 @@ def reduce_losses(
         if HAS_COUNT:
             weight = tl.load(count_ptr + 0 * tl.arange(0, CTAS * WARPS_PER_ROW))
         # torch divides each term of a loss by 0, and one of them is 0/0
-        out = tl.where(weight == 0.0, float("nan"), out / weight)
+        out = tl.where(weight == 0.0, float("nan"), tl.div_rn(out, weight))
     segment = tl.arange(0, CTAS * WARPS_PER_ROW)
     if KEEPS_COUNT:
         tl.store(count_ptr + segment, weight, mask=segment == 0)

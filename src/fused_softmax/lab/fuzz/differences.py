@@ -43,8 +43,8 @@ def gradient_of_nothing(case: Case, inputs: Inputs, name: str, got: Tensor) -> T
 
 
 def overflow_of_smoothing(case: Case, inputs: Inputs, name: str, got: Tensor) -> Tensor | None:
-    """cross_entropy: smoothed losses of logits whose log p, or its sum over the row, is beyond float32's largest
-    number: infinite, where torch adds infinities of both signs to NaN."""
+    """cross_entropy: smoothed losses of logits whose log p, or its sum over what is added up, is beyond float32's
+    largest number: infinite, where torch adds infinities of both signs, or multiplies one by 0, to NaN."""
     if case.op != "cross_entropy" or name != "loss" or not case.options.get("label_smoothing", 0.0) > 0:
         return None
     if not inputs.x.numel():
@@ -53,7 +53,8 @@ def overflow_of_smoothing(case: Case, inputs: Inputs, name: str, got: Tensor) ->
     x, dim = inputs.x.detach().double().nan_to_num(0, 0, 0), case.dims[0]
     if inputs.batch_dim is not None:
         x, dim = x.movedim(inputs.batch_dim, 0), dim + 1
-    size = (x.amax(dim, keepdim=True) - x).sum(dim).amax()
+    of_rows = (x.amax(dim, keepdim=True) - x).sum(dim)
+    size = of_rows.amax() if case.options.get("reduction", "mean") == "none" else of_rows.sum()
     return got.isinf() & (size > torch.finfo(torch.float32).max)
 
 
