@@ -220,6 +220,9 @@ RIGHT = (
     ' "options": {"softcap": 1000000.0}, "seed": 2054000657}',
     '{"op": "cross_entropy", "way": "function", "dtype": "float32", "shape": [5, 163], "dims": [1],'
     ' "layout": ["contiguous", 1], "direction": "gradient", "options": {"softcap": 30.0}, "seed": 3}',
+    '{"op": "cross_entropy", "way": "autocast", "dtype": "bfloat16", "shape": [12, 2, 16], "dims": [1],'
+    ' "layout": ["contiguous", 4], "values": "far_apart", "options": {"label_smoothing": 1.0, "z_loss": 0.0001},'
+    ' "seed": 1156805220}',
 )  # fmt: skip
 
 
