@@ -228,6 +228,14 @@ def test_the_first_and_the_last_class_may_be_hidden(shape, graded):
     assert_smoothed(x, target, None, graded, eps=2**-21)
 
 
+@pytest.mark.parametrize("n_cols", [1000, 50_257])
+def test_only_the_target_may_be_left_as_a_reference(n_cols):
+    """A loss of rows without a gradient takes the target's logit too: the three that a program tries are hidden."""
+    x = torch.randn(3, n_cols)
+    x[:, [0, (n_cols - 1) // 2, -1]] = -1e9
+    assert_smoothed(x, torch.tensor([1, 2, n_cols - 2]), None, False, eps=2**-21)
+
+
 def test_a_smoothed_gradient_over_the_logits_where_classes_are_hidden():
     """The program that reads a logit for its reference is not the one that writes over it."""
     x, target = torch.randn(2, 600, 260), torch.randint(1, 599, (2, 260))

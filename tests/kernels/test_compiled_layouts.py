@@ -192,8 +192,8 @@ LOSSES = [
 def test_the_lines_of_a_loss_are_warps(n_cols, name, weighted, smoothing):
     x = torch.empty(3, n_cols, dtype=torch.bfloat16)
     target, number = torch.zeros(3, dtype=torch.int64), torch.zeros(6)
-    of_weight = number if weighted else None
-    op = cross_entropy.CrossEntropy(target, of_weight, of_weight, -100, "mean", smoothing, 30.0, 0.0)
+    of_weight, facts = (number, number[:2]) if weighted else (None, None)
+    op = cross_entropy.CrossEntropy(target, of_weight, facts, -100, "mean", smoothing, 30.0, 0.0)
     numbers = (op.ignore_index, *op.numbers)
     if name == "with gradient":
         numbers = loss_kernels.with_gradient_numbers(op)

@@ -589,6 +589,8 @@ def test_an_operator_refuses_what_its_kernel_would_read_outside_of():
         ((ids.to("meta"), *plain), "same device.*target is on meta"),
         ((ids[:1], *plain), r"target must have shape \(2,\)"),
         ((ids, torch.rand(4), *plain[1:]), r"weight must have shape \(5,\)"),
+        ((ids, torch.rand(5), None, -100, "mean", 0.1, None, 0.0, None), "need weight_facts, two numbers of"),
+        ((ids, torch.rand(5), torch.rand(1), -100, "mean", 0.1, None, 0.0, None), r"must have shape \(2,\)"),
         ((ids, *plain[:-1], torch.tensor([2.0], device="meta")), "same device.*denominator is on meta"),
     ):
         with pytest.raises(RuntimeError, match=message):

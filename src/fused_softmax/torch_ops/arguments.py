@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..launch.options import weight_facts_of
+from ..launch.options import CrossEntropy, weight_facts_of
 from ..launch.torch_private import check_reduction
 
 NAMESPACE = __package__.split(".")[0]  # the package's own name, so that two copies can live in one process
@@ -156,6 +156,15 @@ def expect_layout(name: str, t: Tensor | None, x: Tensor, shape: tuple[int, ...]
         raise other_device_error(name, t, "x", x)
     if t.shape != shape:
         raise RuntimeError(f"{name} must have shape {tuple(shape)}, not {tuple(t.shape)}")
+
+
+def expect_weight_facts(op: CrossEntropy, x: Tensor) -> None:
+    """RuntimeError where a smoothed loss with weights has no `weight_facts`, or others than a kernel reads."""
+    expect_layout("weight_facts", op.weight_facts, x, (2,))
+    if op.weight is None or not op.weight.numel() or not op.smoothing:
+        return
+    if op.weight_facts is None or op.weight_facts.dtype != op.weight.dtype:
+        raise RuntimeError(f"weights with smoothing need weight_facts, two numbers of {op.weight.dtype}")
 
 
 def expect_token_ids(function: str, ids: Tensor, x_name: str, x: Tensor) -> bool:

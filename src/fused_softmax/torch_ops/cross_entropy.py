@@ -27,7 +27,7 @@ from ..launch.layout import gradient_buffer, restored, rows_of, rows_or_copy
 from ..launch.options import CrossEntropy, weight_facts_of
 from ..launch.torch_private import function_apply, is_watched, profiling
 from . import decompositions
-from .arguments import REDUCTIONS, expect_floating, expect_layout, kernels_take_loss, softcap_of
+from .arguments import REDUCTIONS, expect_floating, expect_layout, expect_weight_facts, kernels_take_loss, softcap_of
 from .decompositions import no_moments
 from .library import define, differentiable, not_differentiable
 from .route import (
@@ -263,14 +263,15 @@ _FIELDS = (
 )
 
 
-def _described(target: Tensor, weight: Tensor | None, *rest: Any) -> CrossEntropy:
-    return CrossEntropy(target.contiguous(), None if weight is None else weight.contiguous(), *rest)
+def _described(target: Tensor, weight: Tensor | None, weight_facts: Tensor | None, *rest: Any) -> CrossEntropy:
+    weight, weight_facts = (None if t is None else t.contiguous() for t in (weight, weight_facts))
+    return CrossEntropy(target.contiguous(), weight, weight_facts, *rest)
 
 
 def _expect_layouts(op: CrossEntropy, x: Tensor) -> None:
     expect_layout("target", op.target, x, x.shape[:1])
     expect_layout("weight", op.weight, x, x.shape[1:])
-    expect_layout("weight_facts", op.weight_facts, x, (2,))
+    expect_weight_facts(op, x)
     expect_layout("denominator", op.denominator, x, (1,))
 
 

@@ -14,7 +14,7 @@ from ..launch.cross_entropy import planned_cross_entropy
 from ..launch.linear import Needs, Settings
 from ..launch.options import CrossEntropy
 from . import decompositions
-from .arguments import expect_layout
+from .arguments import expect_layout, expect_weight_facts
 from .decompositions import result_dtype
 from .library import define, differentiable, not_differentiable
 from .linear_arguments import all_logits, gradients_by_torch, planned_linear, without_autocast
@@ -35,9 +35,10 @@ def _read(
     chunk_rows: int | None, needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, CrossEntropy, Settings, Needs]:  # fmt: skip
     """The operator's fields as the loop takes them."""
+    class_weight, weight_facts = (None if t is None else t.contiguous() for t in (class_weight, weight_facts))
     op = CrossEntropy(
-        target.contiguous(), None if class_weight is None else class_weight.contiguous(), weight_facts, ignore_index,
-        reduction, smoothing, softcap, z_loss, denominator,
+        target.contiguous(), class_weight, weight_facts, ignore_index, reduction, smoothing, softcap, z_loss,
+        denominator,
     )  # fmt: skip
     return x, weight, bias, op, Settings(compute, logits, accumulate, chunk_rows), Needs(*needs)
 
@@ -48,7 +49,7 @@ def _checked(*fields: Any) -> tuple[Tensor, Tensor, Tensor | None, CrossEntropy,
     expect_layout("target", op.target, x, x.shape[:1])
     for name, t in (("bias", bias), ("class_weight", op.weight)):
         expect_layout(name, t, x, weight.shape[:1])
-    expect_layout("weight_facts", op.weight_facts, x, (2,))
+    expect_weight_facts(op, x)
     expect_layout("denominator", op.denominator, x, (1,))
     return read
 
