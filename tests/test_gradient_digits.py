@@ -237,7 +237,7 @@ def test_only_the_target_may_be_left_as_a_reference(n_cols):
 
 
 def test_a_smoothed_gradient_over_the_logits_where_classes_are_hidden():
-    """The program that reads a logit for its reference is not the one that writes over it."""
+    """The values; a program that overwrites another's logit too early shows on a GPU only."""
     x, target = torch.randn(2, 600, 260), torch.randint(1, 599, (2, 260))
     x[:, [0, 300]] = -1e9
     exact = x.double().requires_grad_()

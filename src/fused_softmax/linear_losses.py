@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from .launch.options import CrossEntropy
+from .launch.options import CrossEntropy, weight_facts_of
 from .torch_ops.arguments import (
     expect_flag,
     expect_local,
@@ -135,8 +135,9 @@ def linear_cross_entropy_over(
         if options.ignore_index != -100:
             raise RuntimeError(f"{name}(): ignore_index cannot be specified when target contains probabilities")
         return probabilities_cross_entropy(rows, linear_weight, linear_bias, target, weight, options, how)
-    flat, weight, weight_facts = expect_targets(name, target, weight, input, n_cols, options)
+    flat, weight = expect_targets(name, target, weight, input, n_cols, options)
     smoothing, cap = options.label_smoothing, softcap_of(options.softcap, how.logits)
+    weight_facts = weight_facts_of(weight, smoothing)
     denominator = None if denominator is None else denominator.reshape(1)
     op = CrossEntropy(
         flat, weight, weight_facts, options.ignore_index, options.reduction, smoothing, cap, options.z_loss, denominator

@@ -62,7 +62,7 @@ def test_opcheck(dtype):
 
     x, target = batch(40, dtype)
     weight = torch.rand(40, device="cuda")
-    given = (x, target, weight, weight_facts_of(weight), -100, "mean", 0.1, 5.0, 0.1, None)
+    given = (x, target, weight, weight_facts_of(weight, 0.1), -100, "mean", 0.1, 5.0, 0.1, None)
     check(ops.cross_entropy, given)
     loss, moments = ops.cross_entropy(x.detach(), *given[1:])
     check(ops.cross_entropy_backward, (torch.rand_like(loss), moments, x.detach(), *given[1:]))

@@ -60,7 +60,7 @@ def fields(name: str, n_cols: int = 7) -> tuple:
     weight = torch.rand(n_cols) + 0.1 if weight else None
     return (
         weight,
-        weight_facts_of(weight) if weight_facts else None,
+        weight_facts_of(weight, 0.1) if weight_facts else None,
         *rest,
         torch.tensor([5.0]) if denominator else None,
     )

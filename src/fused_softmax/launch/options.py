@@ -33,11 +33,13 @@ LOSS_KINDS = {
 }
 
 
-def weight_facts_of(weight: Tensor) -> Tensor:
-    """(the sum of the weights, a class of the largest one), which smoothed losses take.  # [2], of the weights' dtype
+def weight_facts_of(weight: Tensor | None, smoothing: float) -> Tensor | None:
+    """(the sum of the weights, a class of the largest one), where a loss has both.  # [2], of the weights' dtype
 
     Above 2^24 the class is rounded; the kernels need its logit only as one near the others.
     """
+    if weight is None or not weight.numel() or not smoothing:
+        return None
     return torch.stack((weight.sum(), weight.argmax().to(weight.dtype)))
 
 

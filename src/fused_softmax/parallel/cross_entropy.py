@@ -90,7 +90,7 @@ def cross_entropy(
     expect_flag(name, "inplace_backward", inplace_backward)
     expect_flag(name, "check", check)
     width = local_logits.shape[-1]
-    flat, weight, _ = expect_targets(name, target, weight, local_logits, width, options)
+    flat, weight = expect_targets(name, target, weight, local_logits, width, options)
     options = options._replace(softcap=softcap_of(options.softcap, local_logits.dtype))
     shard = shard_of("cross_entropy", width, group, vocab_start, vocab_size)
     if flat.device.type == "cpu" and not torch.compiler.is_compiling():

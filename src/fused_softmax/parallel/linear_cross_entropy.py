@@ -84,7 +84,7 @@ def linear_cross_entropy(
     how = settings_of(name, input, local_weight, local_bias, chunk_rows, accumulate, logits_dtype)
     options = loss_options(name, ignore_index, reduction, label_smoothing, softcap, z_loss)
     width = local_weight.shape[0]
-    flat, weight, _ = expect_targets(name, target, weight, input, width, options)
+    flat, weight = expect_targets(name, target, weight, input, width, options)
     options = options._replace(softcap=softcap_of(options.softcap, how.logits))
     # a product's bits depend on its shape
     shard = shard_of("linear_cross_entropy", width, group, vocab_start, vocab_size, segmented=False)

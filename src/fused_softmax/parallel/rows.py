@@ -98,7 +98,7 @@ def _write_loss(
             row_statistics.write_statistics(rows, (unused, moments, None), None, 1.0, at.invariant)
             continue
         of_piece = weight[columns] if smooth and weight is not None else None
-        facts = None if of_piece is None else weight_facts_of(of_piece)
+        facts = weight_facts_of(of_piece, options.label_smoothing)
         targets = torch.full((n_rows,), COUNTS if smooth else IGNORED, dtype=torch.int64, device=x.device)
         loss = CrossEntropy(targets, of_piece, facts, IGNORED, "none", float(smooth), options.softcap, 0.0)
         with as_in_forward(at.invariant):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..launch.options import CrossEntropy, weight_facts_of
+from ..launch.options import CrossEntropy
 from ..launch.torch_private import check_reduction
 
 NAMESPACE = __package__.split(".")[0]  # the package's own name, so that two copies can live in one process
@@ -234,8 +234,8 @@ def softcap_of(softcap: float | None, logits: torch.dtype) -> float | None:
 
 def expect_targets(
     function: str, target: Tensor, weight: Tensor | None, input: Tensor, n_cols: int, options: LossOptions
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(targets (n_rows,) int64, the classes' weights float32, `weight_facts_of` where there is smoothing), for kernels.
+) -> tuple[Tensor, Tensor | None]:
+    """(targets (n_rows,) int64, the classes' weights float32), as kernels read.
 
     input: (..., H), whose rows the targets are for. The errors are torch.nn.functional.cross_entropy's.
     """
@@ -252,7 +252,7 @@ def expect_targets(
         raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {options.label_smoothing}")
     flat = target.reshape(-1).long().contiguous()
     if weight is None:
-        return flat, None, None
+        return flat, None
     if weight.shape != (n_cols,):
         raise RuntimeError(
             f"{function}(): weight must have shape ({n_cols},), one for each class, not {tuple(weight.shape)}"
@@ -261,8 +261,7 @@ def expect_targets(
         raise RuntimeError(f"{function}(): weight must be torch.float32, or {input.dtype} as input, not {weight.dtype}")
     if weight.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(f"{function}(): the derivative for 'weight' is not implemented; weight.detach() it")
-    wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).contiguous()
-    return flat, wide, weight_facts_of(wide) if options.label_smoothing and n_cols else None
+    return flat, weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).contiguous()
 
 
 def denominator_of(num_items: int | Tensor | None, like: Tensor) -> Tensor | None:

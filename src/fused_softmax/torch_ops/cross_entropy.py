@@ -81,7 +81,7 @@ def cross_entropy_of(
         weight = weight.detach().float().contiguous()
     if denominator is not None:
         denominator = denominator.to(logits.device, torch.float32).reshape(1)
-    weight_facts = weight_facts_of(weight) if weight is not None and label_smoothing else None
+    weight_facts = weight_facts_of(weight, label_smoothing)
     described = (
         flat, weight, weight_facts, ignore_index, reduction, float(label_smoothing), softcap, float(z_loss), denominator
     )  # fmt: skip
