@@ -562,7 +562,7 @@ def test_long_columns_stay_on_chip_and_gradients_stage_dy():
             assert plan.regime == "spatial_cluster" and 0 < plan.smem_staged < plan.unpredicated_chunks
             assert plan.recompute  # a staged chunk is read twice, so nothing of it is kept
     # a tile of so few chunks, between what either tile was measured to be good for, is read twice
-    assert plan_spatial(replace(problem, n_cols=18000), device).regime == "spatial_two_pass"
+    assert plan_spatial(replace(problem, n_cols=16000), device).regime == "spatial_two_pass"
 
 
 def test_clusters_share_columns_whose_elements_are_read_one_by_one():

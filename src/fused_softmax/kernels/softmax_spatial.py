@@ -8,7 +8,8 @@ reads each once and writes each once. A thread reduces the columns that it holds
 merges COLS columns. With COLS = 1 a thread holds whole columns, and nothing is merged.
 
 Where CTAS > 1, the CTAs of a thread-block cluster share the columns, COLS of each chunk for each CTA, and merge their
-numbers at last. The first SMEM_STAGED chunks (of a gradient: of dy) are in shared memory, not in registers.
+numbers at last. The first SMEM_STAGED chunks (of a gradient: of dy) are in shared memory, not in registers. Chunks are
+reduced in groups, while later ones are on their way (`spatial_moments`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from __future__ import annotations
 import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
-from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, maximum, scaled, upcast
-from .common.softmax_terms import gradient, gradient_term, normalize
+from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, scaled, upcast
+from .common.softmax_terms import gradient, normalize
 from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_sum, share_of
-from .common.spatial_staging import await_staged, chunk_of, declare_staging, stage
+from .common.spatial_moments import issue_loads, max_and_sum, sum_of_terms
+from .common.spatial_staging import chunk_of, declare_staging, stage
 from .common.spatial_tiles import (
     GROUP,
     load_tiles,
@@ -62,19 +64,10 @@ def softmax_spatial(
     stage(x_ptr, outer, x_col, x_outer, first, column, inner, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
     POLICY: tl.constexpr = softmax_reads(x_ptr.dtype.element_ty, CHUNKS * STEP, INNER, SMEM_STAGED > 0)
     x = load_tiles(x_at, x_col, column, n_cols, exists, -float("inf"), CHUNKS, UNPREDICATED, STEP, VEC, FIRST, POLICY)
-    m = x[0]
-    for c in tl.static_range(1, CHUNKS - FIRST):
-        m = maximum(m, x[c], PTX)
-    await_staged(SMEM_STAGED, PTX)
-    for c in tl.static_range(FIRST):
-        m = maximum(m, chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX)
-    m = tl.maximum(m.to(tl.float32), LOWEST)
-    s = tl.zeros_like(m)
-    exps = ()
-    for c in tl.static_range(CHUNKS):
-        e = exp(upcast(chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE) - m)
-        s += e
-        exps = exps + (e,)
+    lowest = LOWEST
+    if SMEM_STAGED > 0:
+        lowest = issue_loads(PTX)
+    m, s, exps = max_and_sum(x, CHUNKS, SMEM_STAGED, COLS, INNER, VEC, RECOMPUTE, PTX, lowest)
 
     top = tl.max(m, 0)
     # rounded before the sum: whether a product and a sum are fused depends on the layout
@@ -135,20 +128,7 @@ def softmax_spatial_backward(
     stage(dy_ptr, outer, dy_col, dy_outer, first, column, inner, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
     dy = load_tiles(dy_at, dy_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC, FIRST)
     y = load_tiles(y_at, y_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC)
-    d = tl.zeros(dy[0].shape, tl.float32)
-    for c in tl.static_range(FIRST, CHUNKS):
-        dy_c = upcast(dy[c - FIRST], PTX, RECOMPUTE)
-        y_c = dy_c  # unused where LOG
-        if not LOG:
-            y_c = upcast(y[c], PTX, RECOMPUTE)
-        d += gradient_term(y_c, dy_c, LOG)
-    await_staged(SMEM_STAGED, PTX)
-    for c in tl.static_range(FIRST):
-        dy_c = upcast(chunk_of(dy, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE)
-        y_c = dy_c  # unused where LOG
-        if not LOG:
-            y_c = upcast(y[c], PTX, RECOMPUTE)
-        d += gradient_term(y_c, dy_c, LOG)
+    d = sum_of_terms(y, dy, CHUNKS, SMEM_STAGED, LOG, COLS, INNER, VEC, RECOMPUTE, PTX)
     d = exchange_sum(sum_over_columns(d, INVARIANT), CTAS, THREADS, PTX)[None, :, :]
     for g in tl.static_range((CHUNKS + GROUP - 1) // GROUP):
         if g == 0 or n_cols > g * GROUP * STEP:  # always, which the compiler does not know

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
-from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, maximum, upcast
-from .common.softmax_terms import gradient, gradient_term, normalize
+from .common.numerics import exp, exp2_affine, exp2_fma, upcast
+from .common.softmax_terms import gradient, normalize
 from .common.spatial_cluster import declare_exchange, share_of
+from .common.spatial_moments import issue_loads, max_and_sum, sum_of_terms
 from .common.spatial_skewed import (
     bounds_of,
     declare_skewed,
@@ -26,8 +27,9 @@ from .common.spatial_skewed import (
     store_ends,
     store_skewed,
     vectors_of,
+    with_end,
 )
-from .common.spatial_staging import await_staged, chunk_of, declare_staging, stage_skewed
+from .common.spatial_staging import chunk_of, declare_staging, stage_skewed
 from .common.spatial_tiles import softmax_reads
 from .common.tiles import READS
 
@@ -59,23 +61,11 @@ def softmax_spatial_skewed(
     first, end = bounds_of(block, inner, BLOCK, INNER, UNIT)
     stage_skewed(x_ptr, x_start, phase, x_col, first, end, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
     POLICY: tl.constexpr = softmax_reads(x_ptr.dtype.element_ty, CHUNKS * STEP, INNER, SMEM_STAGED > 0)
-    x = load_skewed(
-        x_ptr + x_start + place, x_col, column, n_cols, start, first, end, -float("inf"), CHUNKS, STEP, INNER, VEC,
-        FIRST, POLICY,
-    )  # fmt: skip
-    m = x[0]
-    for c in tl.static_range(1, CHUNKS - FIRST):
-        m = maximum(m, x[c], PTX)
-    await_staged(SMEM_STAGED, PTX)
-    for c in tl.static_range(FIRST):
-        m = maximum(m, chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX)
-    m = tl.maximum(m.to(tl.float32), LOWEST)
-    s = tl.zeros_like(m)
-    exps = ()
-    for c in tl.static_range(CHUNKS):
-        e = exp(upcast(chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE) - m)
-        s += e
-        exps = exps + (e,)
+    x_at = x_ptr + x_start + place
+    x = load_skewed(x_at, x_col, column, n_cols, start, first, end, -float("inf"), CHUNKS, STEP, VEC, FIRST, POLICY)
+    lowest = issue_loads(PTX)
+    x = with_end(x, x_at, x_col, column, n_cols, start, end, -float("inf"), CHUNKS, STEP, INNER, VEC, FIRST)
+    m, s, exps = max_and_sum(x, CHUNKS, SMEM_STAGED, COLS, INNER, VEC, RECOMPUTE, PTX, lowest)
     before = first_phase(outer, x_outer, x_col, CTAS, COLS, UNIT)
     # where not LOG, the inverse of the sum
     top, total = merge_max_sum(m, s, phase, before, x_col, not LOG, CTAS, VEC, UNIT, THREADS, PTX)
@@ -92,7 +82,10 @@ def softmax_spatial_skewed(
     for c in tl.static_range(CHUNKS):
         if n_cols > c * STEP:  # always, and a branch, over which ptxas moves no instruction: it spills otherwise
             x_c = chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX)
-            y = _output(x_c, exps[c], top, total, base, shift, by, LOG, RECOMPUTE, FUSED, PTX)
+            e = x_c  # unused where RECOMPUTE
+            if not RECOMPUTE:
+                e = exps[c]
+            y = _output(x_c, e, top, total, base, shift, by, LOG, RECOMPUTE, FUSED, PTX)
             store_skewed(y_at, y, c, y_col, column, n_cols, own, start, first, end, CHUNKS, STEP, INNER, VEC)
             if has_ends(first, end, INNER, UNIT):
                 store_ends(y_at, y, c, y_col, column, n_cols, own, start, first, end, CHUNKS, STEP, INNER, VEC)
@@ -136,20 +129,12 @@ def softmax_spatial_skewed_backward(
     place = tl.arange(0, INNER)[None, None, :]
     start = vectors_of(phase, INNER, VEC)
     first, end = bounds_of(block, inner, BLOCK, INNER, UNIT)
-    dy = load_skewed(
-        dy_ptr + dy_start + place, dy_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, INNER, VEC,
-        0, READS,
-    )  # fmt: skip
-    y = load_skewed(
-        y_ptr + y_start + place, y_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, INNER, VEC, 0, READS
-    )
-    d = tl.zeros(dy[0].shape, tl.float32)
-    for c in tl.static_range(CHUNKS):
-        dy_c = upcast(dy[c], PTX, RECOMPUTE)
-        y_c = dy_c  # unused where LOG
-        if not LOG:
-            y_c = upcast(y[c], PTX, RECOMPUTE)
-        d += gradient_term(y_c, dy_c, LOG)
+    y_at, dy_at = y_ptr + y_start + place, dy_ptr + dy_start + place
+    dy = load_skewed(dy_at, dy_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, VEC, 0, READS)
+    dy = with_end(dy, dy_at, dy_col, column, n_cols, start, end, 0.0, CHUNKS, STEP, INNER, VEC, 0)
+    y = load_skewed(y_at, y_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, VEC, 0, READS)
+    y = with_end(y, y_at, y_col, column, n_cols, start, end, 0.0, CHUNKS, STEP, INNER, VEC, 0)
+    d = sum_of_terms(y, dy, CHUNKS, 0, LOG, COLS, INNER, VEC, RECOMPUTE, PTX)
     before = first_phase(outer, y_outer, y_col, CTAS, COLS, UNIT)
     d = merge_sum(d, phase, before, y_col, CTAS, VEC, UNIT, THREADS, PTX)
     dx_at = dx_ptr + dx_start + place

@@ -69,11 +69,11 @@ def vectors_of(phase, INNER: tl.constexpr, VEC: tl.constexpr):
 @triton.jit
 def load_skewed(
     at, col_stride, column, n_cols, start, first, end, fill, CHUNKS: tl.constexpr, COLS: tl.constexpr,
-    INNER: tl.constexpr, VEC: tl.constexpr, FIRST: tl.constexpr, POLICY: tl.constexpr,
+    VEC: tl.constexpr, FIRST: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """Chunks FIRST .. CHUNKS-1, one tile each. start: of `vectors_of`; first, end: of `bounds_of`. COLS: of a chunk.
 
-    The last vector of the last column may lie half outside the tensor, so it is read one by one.
+    The last vector of the last column may lie half outside the tensor: `with_end` reads it.
     """
     exists = (start + VEC > first) & (start < end)
     tiles = ()
@@ -82,16 +82,30 @@ def load_skewed(
         if c < CHUNKS - 1:
             tile = tl.load(here, mask=exists, other=fill, eviction_policy=POLICY)
         else:
-            inside = exists & (column < n_cols - c * COLS)
             whole = (start + VEC <= end) | (column < n_cols - 1 - c * COLS)
+            inside = exists & (column < n_cols - c * COLS)
             tile = tl.load(here, mask=inside & whole, other=fill, eviction_policy=POLICY)
-            if end < INNER:
-                position = start + tl.arange(0, INNER)[None, None, :] % VEC
-                ends = inside & (start + VEC > end) & (column == n_cols - 1 - c * COLS)
-                rest = tl.load(here, mask=ends & (position < end), other=fill)
-                tile = tl.where(ends, rest, tile)
         tiles = tiles + (tile,)
     return tiles
+
+
+@triton.jit
+def with_end(
+    tiles, at, col_stride, column, n_cols, start, end, fill, CHUNKS: tl.constexpr, COLS: tl.constexpr,
+    INNER: tl.constexpr, VEC: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """The tiles of `load_skewed`, with the last vector of the last column, which is read one element at a time."""
+    C: tl.constexpr = CHUNKS - 1
+    last = tiles[C - FIRST]
+    if end < INNER:
+        position = start + tl.arange(0, INNER)[None, None, :] % VEC
+        ends = (start < end) & (start + VEC > end) & (column == n_cols - 1 - C * COLS)
+        rest = tl.load(at + (C * COLS) * col_stride, mask=ends & (position < end), other=fill)
+        last = tl.where(ends, rest, last)
+    complete = ()
+    for c in tl.static_range(C - FIRST):
+        complete = complete + (tiles[c],)
+    return complete + (last,)
 
 
 @triton.jit

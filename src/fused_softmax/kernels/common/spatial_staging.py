@@ -2,8 +2,8 @@
 
 Registers limit how many programs share a multiprocessor, and so how many bytes are in flight. Shared memory is idle at
 that time. So the first chunks of a tile are copied there asynchronously, past the registers (cp.async), 8 or 16 bytes
-for each element of a tensor of addresses. After `await_staged` every thread fetches the elements that it holds of a
-chunk, in the layout of a tile that is in registers. It reads them a second time instead of keeping them.
+for each element of a tensor of addresses. After `await_group` every thread fetches the elements that it holds of a
+chunk of that group, in the layout of a tile that is in registers. It reads them again instead of keeping them.
 
 The interpreter stages nothing: it loads these chunks as all others.
 """
@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+# chunks that are awaited, and reduced, together
+STAGED_GROUP = tl.constexpr(8)
 
 
 @triton.constexpr_function
@@ -63,11 +66,20 @@ def copy_vectors(at, slot, n_bytes, START: tl.constexpr, BYTES: tl.constexpr):
 
 
 @triton.jit
+def commit_group(C: tl.constexpr, SMEM_STAGED: tl.constexpr):
+    """Ends a group of copies, if chunk C is the last one of a group."""
+    if C % STAGED_GROUP == STAGED_GROUP - 1 or C == SMEM_STAGED - 1:
+        tl.inline_asm_elementwise(
+            "cp.async.commit_group; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def stage(
     ptr, outer, col_stride, outer_stride, first, column, inner, SMEM_STAGED: tl.constexpr,
     STEP: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Begins to copy the first SMEM_STAGED chunks.  # column: of chunk 0, [COLS, 1, 1]
+    """Begins to copy the first SMEM_STAGED chunks, in groups of STAGED_GROUP.  # column: of chunk 0, [COLS, 1, 1]
 
     STEP: columns between two chunks. All columns of these chunks exist. A vector is 16 bytes.
     """
@@ -80,6 +92,7 @@ def stage(
         at = at + (column.to(tl.int64) * col_stride + vector) * 16
         for c in tl.static_range(SMEM_STAGED):
             copy_vectors(at + (c * STEP * 16) * col_stride, slot, n_bytes, c * COLS * VECTORS * 16, 16)
+            commit_group(c, SMEM_STAGED)
 
 
 @triton.jit
@@ -102,15 +115,20 @@ def stage_skewed(
         at = (ptr + column_start).to(tl.int64) + vector * BYTES
         for c in tl.static_range(SMEM_STAGED):
             copy_vectors(at + (c * STEP * ITEMSIZE) * col_stride, slot, n_bytes, c * COLS * VECTORS * BYTES, BYTES)
+            commit_group(c, SMEM_STAGED)
+
+
+@triton.constexpr_function
+def _await_ptx(later: int) -> str:
+    return f"cp.async.wait_group {later}; bar.sync 0; mov.u32 $0, 0;"
 
 
 @triton.jit
-def await_staged(SMEM_STAGED: tl.constexpr, PTX: tl.constexpr):
-    """Waits until all threads' copies have arrived."""
+def await_group(G: tl.constexpr, SMEM_STAGED: tl.constexpr, PTX: tl.constexpr):
+    """Waits until all threads' copies of group G, of STAGED_GROUP chunks, have arrived."""
     if SMEM_STAGED > 0 and PTX:
-        tl.inline_asm_elementwise(
-            "cp.async.wait_all; bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        ASM: tl.constexpr = _await_ptx((SMEM_STAGED - 1) // STAGED_GROUP - G)
+        tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
