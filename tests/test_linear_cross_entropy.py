@@ -103,6 +103,13 @@ def test_shapes_and_empty_batches():
     assert torch.equal(fs.linear_cross_entropy(x, weight, target, ignore_index=None, reduction="none"), want)
     nothing = fs.linear_cross_entropy(x[:0], weight, target[:0])
     assert nothing.isnan() and not any(t.any() for t in torch.autograd.grad(nothing, (x, weight)))
+    none, ignored = weight[:0].detach().requires_grad_(), torch.full((6,), -100)
+    for reduction in ("mean", "sum", "none"):
+        loss = fs.linear_cross_entropy(x, none, ignored, reduction=reduction)
+        torch.testing.assert_close(
+            loss, F.cross_entropy(F.linear(x, none), ignored, reduction=reduction), equal_nan=True
+        )
+        assert not any(t.any() for t in torch.autograd.grad(loss.sum(), (x, none)))
     # strides that no product takes as they are
     strided = torch.randn(8, 40)[:, ::5].t().requires_grad_()
     loss = fs.linear_cross_entropy(strided, weight.t().contiguous().t(), torch.arange(8))

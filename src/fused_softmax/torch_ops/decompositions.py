@@ -192,6 +192,8 @@ def cross_entropy_gradient(g: Tensor, x: Tensor, op: CrossEntropy) -> Tensor:
     With p = softmax(z), w the weights, t the target and C columns:
         dz = p*((1 - eps)*w_t + eps/C*sum(w) + 2*z_loss*lse) - eps/C*w - [j = t]*(1 - eps)*w_t
     """
+    if not x.shape[1]:  # no target has a column
+        return x.clone()
     z = capped(x, op.softcap)
     counts = (op.target != op.ignore_index).unsqueeze(1)
     at = op.target.unsqueeze(1).where(counts, 0)
