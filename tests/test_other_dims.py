@@ -548,6 +548,28 @@ def test_chunks_are_staged_only_where_a_thread_copies_whole_vectors():
     assert [plan_spatial(*other).smem_staged for other in others] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(("dtype", "n_cols", "inner"), [("bfloat16", 700, 272), ("float32", 3000, 257)])
+def test_groups_of_staged_chunks_are_one_softmax(dtype, n_cols, inner, log):
+    # interpreted, chunks are staged nowhere, and reduced in the groups in which they arrive on a GPU
+    device = replace(DEVICES["interpreter"], supports_smem_staging=True)
+    x = torch.randn(1, n_cols, inner).mul_(3).to(getattr(torch, dtype))
+    x[0, :, 1] = torch.linspace(-60, 60, n_cols)  # each group has a larger maximum than the one before
+    x[0, :, 2] = torch.linspace(60, -60, n_cols)
+    x[0, :-1, 3] = -float("inf")  # whole groups are hidden
+    x[0, 1:, 4] = -float("inf")
+    x[0, :, 5] = -float("inf")
+    x[0, n_cols // 2, 6] = float("inf")
+    x[0, n_cols // 2, 7] = float("nan")
+    y = torch.full_like(x, SENTINEL)
+    plan = spatial.softmax_plan((x, y), log, False, False, device)
+    assert plan.smem_staged > 8 and plan.chunks > 16
+    spatial.prepare(spatial.softmax_recipe((x, y), plan, log, False, device), (x, y))((x, y))
+    want = (torch.log_softmax if log else torch.softmax)(x.double(), 1)
+    eps = torch.finfo(x.dtype).eps
+    torch.testing.assert_close(y.double(), want, rtol=2 * eps + 2e-6, atol=3e-6, equal_nan=True)
+
+
 def test_long_columns_stay_on_chip_and_gradients_stage_dy():
     device = DEVICES["sm_90"]
     problem = SpatialProblem(5000, 8000, "bfloat16", "bfloat16", 8)
@@ -561,8 +583,21 @@ def test_long_columns_stay_on_chip_and_gradients_stage_dy():
             plan = plan_spatial(replace(problem, n_cols=n_cols, dtype=dtype, out_dtype=dtype, vec=vec), device)
             assert plan.regime == "spatial_cluster" and 0 < plan.smem_staged < plan.unpredicated_chunks
             assert plan.recompute  # a staged chunk is read twice, so nothing of it is kept
-    # a tile of so few chunks, between what either tile was measured to be good for, is read twice
+    # more than 30 chunks of the wide tile, and less than 17 of the narrow one
     assert plan_spatial(replace(problem, n_cols=16000), device).regime == "spatial_two_pass"
+
+
+def test_columns_are_read_once_where_nothing_is_staged_too():
+    for device, n_cols, inner, dtype, more in (
+        ("sm_90", 3000, 192, "bfloat16", {}),  # too few positions for a staged tile
+        ("sm_90", 1060, 192, "bfloat16", {}),
+        ("sm_120", 3500, 8192, "bfloat16", {}),
+        ("sm_100", 3000, 8183, "float32", dict(whole_sectors=False, in_phase=True)),
+        ("sm_90", 2700, 301, "float32", dict(whole_sectors=False, in_phase=True)),
+    ):
+        vec = 1 if inner % 2 else 16 // (2 if dtype == "bfloat16" else 4)
+        problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, **more)
+        assert plan_spatial(problem, DEVICES[device]).regime == "spatial_cluster", (device, n_cols, inner)
 
 
 def test_clusters_share_columns_whose_elements_are_read_one_by_one():

@@ -46,7 +46,7 @@ def _max_and_sum_of(
 ):  # fmt: skip
     """(m, s) of the chunks before START, and those of chunks START .. END-1; the exponentials of the latter."""
     top = chunk_of(x, START, SMEM_STAGED, COLS, INNER, VEC, PTX)
-    if top.dtype == tl.float32:
+    if top.dtype == tl.float32:  # a maximum of float32 starts from m, which may come from `issue_loads`
         top = tl.maximum(m, top)
     for c in tl.static_range(START + 1, END):
         top = maximum(top, chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX)
@@ -69,9 +69,10 @@ def max_and_sum(
     """(m, s, exps) of each thread's elements at each position: m = max(x), s = sum(exps), exps = exp(x - m).
 
     x: the chunks that are not staged. lowest: LOWEST, maybe of `issue_loads`. Where none is staged, all chunks are one
-    group, and there is an exponential of each one. In groups, unstaged chunks took up to 29% longer: ptxas asked for
-    the later ones after it had reduced the first.
+    group, and exps has an exponential of each one. Otherwise only those of the last group. In groups, tiles without
+    staged chunks took up to 29% longer: ptxas asked for the later chunks after it had reduced the first.
     """
+    tl.static_assert(RECOMPUTE or SMEM_STAGED == 0, "no exponential of a staged chunk is kept")
     FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
     OF: tl.constexpr = STAGED_GROUP if SMEM_STAGED > 0 else CHUNKS
     m = tl.zeros(x[0].shape, tl.float32) + lowest
