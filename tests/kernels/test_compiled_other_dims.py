@@ -81,7 +81,7 @@ def test_no_load_waits_for_another(n_cols, dtype):
     chosen = spatial.softmax_plan((x, torch.empty_like(x)), False, False, False, DEVICES["sm_90"])
     recipe = spatial.softmax_recipe((x, x), chosen, False, False, DEVICES["sm_90"])
     (launch,) = spatial.recipe_launches(recipe, (x, x))
-    loads, late = late_loads(compile_for(as_called(launch), "sm_90").asm["cubin"], chosen.vec * x.itemsize)
+    loads, late = late_loads(compile_for(as_called(launch), "sm_90").asm["sass"], chosen.vec * x.itemsize)
     assert (loads, late) == (chosen.chunks - chosen.smem_staged, 0)
 
 

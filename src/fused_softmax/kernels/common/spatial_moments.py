@@ -16,11 +16,6 @@ from .softmax_terms import gradient_term
 from .spatial_staging import STAGED_GROUP, await_group, chunk_of
 
 
-@triton.constexpr_function
-def _groups(chunks: int, group: int) -> int:
-    return -(-chunks // group)
-
-
 @triton.jit
 def issue_loads(PTX: tl.constexpr):
     """LOWEST, once all loads before this are issued. It waits for no data.
@@ -78,12 +73,12 @@ def max_and_sum(
     m = tl.zeros(x[0].shape, tl.float32) + lowest
     s = tl.zeros(x[0].shape, tl.float32)
     exps = ()
-    for g in tl.static_range(_groups(FIRST, OF)):
+    for g in tl.static_range((FIRST + OF - 1) // OF):
         await_group(g, SMEM_STAGED, PTX)
         m, s, _ = _max_and_sum_of(
             m, s, x, g * OF, min(FIRST, g * OF + OF), SMEM_STAGED, COLS, INNER, VEC, RECOMPUTE, PTX
         )
-    for g in tl.static_range(_groups(CHUNKS - FIRST, OF)):
+    for g in tl.static_range((CHUNKS - FIRST + OF - 1) // OF):
         m, s, exps = _max_and_sum_of(
             m, s, x, FIRST + g * OF, min(CHUNKS, FIRST + g * OF + OF), SMEM_STAGED, COLS, INNER, VEC, RECOMPUTE, PTX
         )
