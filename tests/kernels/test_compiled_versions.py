@@ -49,7 +49,11 @@ def one_of_each() -> list[str]:
     for name, (launch, _) in KERNELS.items():
         options = (n for n in launch.kernel.declaration.constexprs if launch.meta.get(n) is True)
         on_cluster = launch.meta.get("CTAS", 1) > 1
-        kind = (launch.kernel.fn.__name__, on_cluster, *(n for n in options if n not in ("PTX", "TRIGGER", "WAITS")))
+        kind = (
+            launch.kernel.fn.__name__,
+            on_cluster,
+            *(n for n in options if n not in ("PTX", "EARLY", "TRIGGER", "WAITS")),
+        )
         found.setdefault(kind, name)
     return list(found.values())
 

@@ -24,3 +24,20 @@ def late_loads(sass: str, n_bytes: int) -> tuple[int, int]:
             waited = waited or any(register in waiting for register in registers[1:])
             waiting.discard(registers[0])
     return loads, late
+
+
+def before_the_wait(sass: str) -> tuple[list[str], list[str]] | None:
+    """What a kernel does before it waits for the previous kernel: (its loads, its stores and its starts of others).
+
+    Of global memory; None for a kernel that never waits.
+    """
+    loads, others = [], []
+    for operation, _ in _LINE.findall(sass):
+        name = operation.split(".")[0]
+        if name == "ACQBULK":
+            return loads, others
+        if name in ("LDG", "LD", "LDGSTS", "UBLKCP", "CCTL"):
+            loads.append(operation)
+        elif name in ("STG", "ST", "ATOMG", "ATOM", "RED", "REDG", "PREEXIT"):
+            others.append(operation)
+    return None

@@ -15,6 +15,7 @@ import triton.language as tl
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_moments, init_cluster_barrier, leave_cluster
 from .common.cross_entropy_terms import assert_inside, row_loss, store_moments, target_of
+from .common.early_start import await_previous
 from .common.logits import capped, logsumexp, probe, reference_of, rounding_residual
 from .common.online_softmax import NO_MOMENT, WEIGHTED_SUM, online_reduction
 from .common.tiles import segments_of, slice_of, span_of, start_of, warp_of, width_if
@@ -36,10 +37,11 @@ def cross_entropy_forward(
     smoothing: Float32, cap: Float32, z_loss: Float32,
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
     WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+    UNALIGNED: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
     TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 4 if SMOOTH else 2, PTX, WARPS_PER_ROW)
+    await_previous(EARLY)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
@@ -134,11 +136,12 @@ def add_up(
 @kernel(on_cluster=True)
 def count_targets(
     target_ptr: Vector, weight_ptr: Vector, count_ptr: Vector, n_rows: Int64, n_classes: Int32, ignore_index: Int64,
-    WEIGHTED: tl.constexpr, TRIGGER: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr,
-    VECTORS: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
+    WEIGHTED: tl.constexpr, EARLY: tl.constexpr, TRIGGER: tl.constexpr, CTAS: tl.constexpr,
+    WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The mean's denominator: how many targets count, or the sum of their weights. One program or cluster."""
     init_cluster_barrier(CTAS, 4, PTX, WARPS_PER_ROW)
+    await_previous(EARLY)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     _, weight = add_up(

@@ -23,6 +23,7 @@ from .common.cross_entropy_terms import (
     store_target,
     target_of,
 )
+from .common.early_start import await_previous
 from .common.logits import logsumexp
 from .common.numerics import exp2_affine, upcast
 from .common.tiles import (
@@ -145,7 +146,9 @@ def cross_entropy_backward(
     SHARDED: tl.constexpr,  # other ranks have more columns of the rows, and the moments are of all
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
     VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_previous(EARLY)
     pid = tl.program_id(0).to(tl.int64)
     n_units = (n_rows + ROWS - 1) // ROWS * n_splits
     # few programs, because most often each one only finds that nothing is to do
@@ -167,9 +170,10 @@ def scale_unless_one(
     dx_ptr: Rows,  # aligned to VEC elements
     g_ptr: Vector,  # as above
     n_rows: Int64, n_cols: Int32, dx_stride: Int64, phase: Int32, n_splits: Int32, g_stride: Int64, ROWS: tl.constexpr,
-    VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr,
+    VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """dx *= g, for a gradient that was written over its logits. A row whose g is 1 is not accessed."""
+    await_previous(EARLY)
     n_units = (n_rows + ROWS - 1) // ROWS * n_splits
     n_units = tl.where((g_stride == 0) & (tl.load(g_ptr) == 1.0), 0, n_units)
     for unit in range(tl.program_id(0).to(tl.int64), n_units, tl.num_programs(0).to(tl.int64)):

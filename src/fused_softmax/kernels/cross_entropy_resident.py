@@ -26,6 +26,7 @@ from .common.cross_entropy_terms import (
     store_target,
     target_of,
 )
+from .common.early_start import await_previous
 from .common.logits import capped, logsumexp, probe, reference_of, rounding_residual, weigh
 from .common.numerics import (
     LOWEST,
@@ -80,10 +81,11 @@ def cross_entropy_resident(
     WAITS: tl.constexpr,  # `count_targets` may still run: this kernel started before its end
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
     WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+    UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
     TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 4 if SMOOTH else 2, PTX, WARPS_PER_ROW)
+    await_previous(EARLY and not WAITS)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cross_entropy_terms import coefficients, cross_entropy_term, row_loss, sum_of_losses, targets_at
+from .common.early_start import await_previous
 from .common.logits import capped, logsumexp, probe, reference_of, rounding_residual, weigh
 from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, maximum, scaled, upcast
 from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_with_sums, share_of
@@ -259,7 +260,9 @@ def cross_entropy_spatial(
     TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
     OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
     CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_previous(EARLY and not WAITS)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     declare_exchange(CTAS, 4 if LOSS > 0 and (SMOOTH or INPLACE) else 2, INNER, PTX)

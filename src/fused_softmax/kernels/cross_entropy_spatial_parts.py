@@ -22,6 +22,7 @@ from .common.cross_entropy_terms import (
     targets_at,
     weights_of,
 )
+from .common.early_start import await_previous
 from .common.logits import capped, logsumexp, probe, reference_of, rounding_residual, weigh
 from .common.numerics import LOWEST, exp, exp2_affine, maximum, scaled, upcast
 from .common.spatial_parts import last_first, load_step, part_of, vector_at
@@ -54,8 +55,9 @@ def cross_entropy_spatial_reduce(
     ignore_index: Int64,
     smoothing: Float32, cap: Float32, z_loss: Float32,
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
-    VEC: tl.constexpr, CHUNKS: tl.constexpr, INVARIANT: tl.constexpr, PTX: tl.constexpr,
+    VEC: tl.constexpr, CHUNKS: tl.constexpr, INVARIANT: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_previous(EARLY)
     outer, part, block, start, end = part_of(n_blocks, n_parts, part_cols, n_cols)
     first, exists = positions_of(block, inner, INNER, VEC)
     column = columns_of_chunk(1, COLS)
@@ -111,8 +113,9 @@ def cross_entropy_spatial_merge(
     ignore_index: Int64,
     smoothing: Float32, cap: Float32, z_loss: Float32,
     LOSS: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
-    COLS: tl.constexpr, INNER: tl.constexpr,
+    COLS: tl.constexpr, INNER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_previous(EARLY)
     outer, _, block, _, _ = part_of(n_blocks, 1, 0, 0)
     first, exists = positions_of(block, inner, INNER, 1)
     part = columns_of_chunk(1, COLS)
@@ -228,8 +231,9 @@ def cross_entropy_spatial_finish(
     UPSTREAM: tl.constexpr,
     UNLESS_ONE: tl.constexpr,  # dx already holds the gradient for an upstream gradient of 1
     MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, COLS: tl.constexpr,
-    INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr,
+    INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_previous(EARLY)
     index = tl.program_id(0).to(tl.int64)
     n_programs = n_outer * n_blocks * n_steps
     if UNLESS_ONE:  # few programs look at g, and find nothing to do

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_sum, init_cluster_barrier, leave_cluster
+from .common.early_start import await_previous
 from .common.masked_rows import scalar_tile, scalar_tiles, store_around
 from .common.masks import ANY_ROWS, NO_MASK, ONE_VALUE, elements_to, mask_at
 from .common.numerics import lies_in_lanes, rounded_product, sum_of_vectors, upcast
@@ -71,7 +72,7 @@ def masked_softmax_backward(
     MASK: tl.constexpr,  # none, or a boolean one
     MASK_COLS: tl.constexpr, MASK_VEC: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
     WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+    UNALIGNED: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 1, PTX, WARPS_PER_ROW)
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
@@ -94,6 +95,7 @@ def masked_softmax_backward(
     seen = seen_of(query, columns, CAUSAL)
     within = (tl.maximum(seen - head, 0) // VEC * VEC).to(tl.int32)
     left = tl.minimum(width, within - first).to(tl.int32)
+    await_previous(EARLY)
     y = load_chunks(y_row + first, left, SEGMENTS, CHUNKS, 0, VECTORS, VEC, 0.0, WARPS_PER_ROW)
     dy = load_chunks(dy_row + first, left, SEGMENTS, CHUNKS, 0, VECTORS, VEC, 0.0, WARPS_PER_ROW)
     owner = (rank == 0) & (warp == 0) & exists

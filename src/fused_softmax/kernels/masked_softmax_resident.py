@@ -15,6 +15,7 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_max_sum, init_cluster_barrier, leave_cluster
+from .common.early_start import await_previous
 from .common.masked_rows import reciprocal, scalar_tiles, store_around, upcast_logits
 from .common.masks import (
     ADDITIVE,
@@ -121,6 +122,7 @@ def masked_softmax_resident(
     RECOMPUTE: tl.constexpr,  # without a mask: hold the row as loaded and compute exp twice
     ROWS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
     CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
@@ -187,6 +189,7 @@ def masked_softmax_resident(
         m_col, m_phase, MASK, MASK_COLS, MASK_ROWS, MASK_VEC, UNALIGNED, VEC,
     )  # fmt: skip
 
+    await_previous(EARLY)
     x = load_chunks(x_row + first, left, SEGMENTS, CHUNKS, FULL, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
     mask = x
     if IS_SHIFTED and CTAS > 1:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
+from .common.early_start import await_previous
 from .common.masked_rows import accumulate, reciprocal, scalar_tiles, store_around
 from .common.masks import (
     NO_MASK,
@@ -73,7 +74,7 @@ def masked_softmax_two_pass(
     scale: Float32,
     MASK: tl.constexpr, MASK_COLS: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_VEC: tl.constexpr, CAUSAL: tl.constexpr,
     ZERO: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr,
-    PTX: tl.constexpr,
+    PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     STEP: tl.constexpr = CHUNKS * VECTORS * VEC
     TYPE: tl.constexpr = mask_ptr.dtype.element_ty
@@ -103,6 +104,7 @@ def masked_softmax_two_pass(
         mask_ptr, row, span, batch, query, head, zero, exists, n_middle, n_inner, m_outer, m_middle, m_inner, m_query,
         m_col, m_phase, MASK, MASK_COLS, MASK_ROWS, MASK_VEC, UNALIGNED, VEC,
     )  # fmt: skip
+    await_previous(EARLY)
     scalars, in_scalars, x_scalars, masks = load_scalars(
         x_row, mask_row, at_mask, m_col, head, within, interior, columns, seen, exists, SCALARS, MASK, MASK_COLS,
         UNALIGNED, CAUSAL, VECTORS, VEC,

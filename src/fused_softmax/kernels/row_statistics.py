@@ -23,6 +23,7 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import init_cluster_barrier, leave_cluster
+from .common.early_start import await_previous
 from .common.logits import logit
 from .common.numerics import LOWEST, exp, log, upcast
 from .common.online_softmax import moment_of, online_reduction
@@ -62,7 +63,7 @@ def row_statistics(
     RANK: tl.constexpr,  # in place of ENTROPY, and with PICKS
     SCALE: tl.constexpr, KEEP_MOMENTS: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
     WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+    UNALIGNED: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(not RANK or (PICKS > 0 and not ENTROPY))
     init_cluster_barrier(CTAS, 4 if ENTROPY or RANK else 2, PTX, WARPS_PER_ROW)
@@ -76,6 +77,7 @@ def row_statistics(
     width -= warp * (VECTORS * VEC)
     if ROWS > 1:
         width = width_if(exists, width)
+    await_previous(EARLY)
     by = scale_of(row, exists, scale_ptr, scale, SCALE)
     columns = n_cols if UNALIGNED else n_cols * VEC
     writes = (rank == 0) & (warp == 0) & exists
@@ -150,6 +152,7 @@ def row_statistics_backward(
     SHARDED: tl.constexpr,  # other ranks have more columns of the rows, and all that is known of a row is of all
     ENTROPY: tl.constexpr, LSE: tl.constexpr, SCALE: tl.constexpr, HAS_MOMENTS: tl.constexpr, ROWS: tl.constexpr,
     VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     row, exists, split, head, interior, first, width = unit_of(
@@ -159,6 +162,7 @@ def row_statistics_backward(
     dx_row = dx_ptr + start_of(row, dx_stride, phase, VEC, UNALIGNED)
     columns = n_cols if UNALIGNED else n_cols * VEC
     POLICY: tl.constexpr = gradient_reads(UNALIGNED, x_ptr.dtype.element_ty)
+    await_previous(EARLY)
     x = load_chunks(x_row + first, width, ROWS, CHUNKS, 0, VECTORS, VEC, -float("inf"), 1, POLICY)
     if UNALIGNED:
         head_tail, in_head_tail = head_and_tail(head, interior, n_cols, (split == 0) & exists, VECTORS, VEC)

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
 from .common.cluster import cluster_reduce_max_sum, cluster_reduce_sum, init_cluster_barrier, leave_cluster
+from .common.early_start import await_previous
 from .common.numerics import (
     GRADIENT_CONVERTS_TWICE,
     LOWEST,
@@ -58,7 +59,7 @@ def softmax_resident(
     phase: Int32,  # elements from the pointers to the first row, where UNALIGNED
     LOG: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr,
     VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr,
-    RECOMPUTE: tl.constexpr, PTX: tl.constexpr,
+    RECOMPUTE: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
     # locate the row, and this segment's part of its slice
@@ -75,6 +76,7 @@ def softmax_resident(
         width = width_if(row < n_rows, width)
 
     # each vector's own maximum and sum
+    await_previous(EARLY)
     x = load_chunks(x_row + first, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
     if UNALIGNED:
         head_tail, in_head_tail = head_and_tail(
@@ -153,7 +155,7 @@ def softmax_backward_resident(
     PREFETCHED: tl.constexpr,  # chunks of y that are read before the row's sum is known: all, or fewer where LOG
     UNPREDICATED: tl.constexpr,
     SMEM_STAGED: tl.constexpr,  # unpredicated chunks in shared memory
-    UNALIGNED: tl.constexpr, RECOMPUTE: tl.constexpr, PTX: tl.constexpr,
+    UNALIGNED: tl.constexpr, RECOMPUTE: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     THREADS: tl.constexpr = WARPS_PER_ROW * VECTORS
     POLICY: tl.constexpr = gradient_reads(UNALIGNED, y_ptr.dtype.element_ty)
@@ -173,6 +175,7 @@ def softmax_backward_resident(
     if ROWS > 1:
         width = width_if(row < n_rows, width)
 
+    await_previous(EARLY)
     if SMEM_STAGED > 0:
         slice_start, slice = slice_zero(dy_ptr, dy_stride, phase, n_cols, CTAS, VEC, UNALIGNED)
         stage(slice_start, slice, 0, SMEM_STAGED, THREADS, PTX)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
+from .common.early_start import await_previous
 from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, scaled, upcast
 from .common.softmax_terms import gradient, normalize
 from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_sum, share_of
@@ -46,6 +47,7 @@ def softmax_spatial(
     LOG: tl.constexpr, OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
     VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, SMEM_STAGED: tl.constexpr,
     OVERLAP: tl.constexpr, RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 2, INNER, PTX)
     declare_staging(SMEM_STAGED, COLS, INNER, x_ptr.dtype.element_ty, PTX)
@@ -61,6 +63,7 @@ def softmax_spatial(
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
     FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
     own = owned_positions(exists, outer, block, n_blocks, column, y_outer, y_col, first, STEP, INNER, VEC, OVERLAP)
+    await_previous(EARLY)
     stage(x_ptr, outer, x_col, x_outer, first, column, inner, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
     POLICY: tl.constexpr = softmax_reads(x_ptr.dtype.element_ty, CHUNKS * STEP, INNER, SMEM_STAGED > 0)
     x = load_tiles(x_at, x_col, column, n_cols, exists, -float("inf"), CHUNKS, UNPREDICATED, STEP, VEC, FIRST, POLICY)
@@ -109,6 +112,7 @@ def softmax_spatial_backward(
     LOG: tl.constexpr, OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
     VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, SMEM_STAGED: tl.constexpr,
     OVERLAP: tl.constexpr, RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 1, INNER, PTX)
     declare_staging(SMEM_STAGED, COLS, INNER, dy_ptr.dtype.element_ty, PTX)
@@ -125,6 +129,7 @@ def softmax_spatial_backward(
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
     FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
     own = owned_positions(exists, outer, block, n_blocks, column, dx_outer, dx_col, first, STEP, INNER, VEC, OVERLAP)
+    await_previous(EARLY)
     stage(dy_ptr, outer, dy_col, dy_outer, first, column, inner, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
     dy = load_tiles(dy_at, dy_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC, FIRST)
     y = load_tiles(y_at, y_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, Vector, kernel
+from .common.early_start import await_previous
 from .common.logits import logsumexp
 from .common.numerics import HIGHEST, LOWEST, exp, maximum, scaled, upcast
 from .common.softmax_terms import gradient, gradient_term, normalize
@@ -36,8 +37,9 @@ def softmax_spatial_reduce(
     LSE: tl.constexpr,  # for a logsumexp: +inf gives a finite maximum and an infinite sum, not NaN
     ONE_PART: tl.constexpr, INVARIANT: tl.constexpr,
     TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
-    PTX: tl.constexpr,
+    PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_previous(EARLY)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     outer, part, block, start, end = part_of(n_blocks, n_parts, part_cols, n_cols)
@@ -80,8 +82,9 @@ def softmax_spatial_backward_reduce(
     n_blocks: Int32, n_parts: Int32, part_cols: Int32,
     y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64,
     LOG: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    INVARIANT: tl.constexpr, TRIGGER: tl.constexpr, PTX: tl.constexpr,
+    INVARIANT: tl.constexpr, TRIGGER: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_previous(EARLY)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     outer, part, block, start, end = part_of(n_blocks, n_parts, part_cols, n_cols)
@@ -238,6 +241,7 @@ def logsumexp_spatial_backward(
     n_blocks: Int32, n_steps: Int32,
     x_outer: Int64, x_col: Int64, dx_outer: Int64, dx_col: Int64,
     COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """dx = g*exp(x - lse)"""
     outer, step, block = last_first(tl.program_id(0), tl.num_programs(0), n_blocks, n_steps)
@@ -247,6 +251,7 @@ def logsumexp_spatial_backward(
     dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
     start = step.to(tl.int64) * (CHUNKS * COLS)
     left = (n_cols - start).to(tl.int32)
+    await_previous(EARLY)
     x = load_step(x_at, start, x_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
     at, here = vector_at(outer, inner, first, INNER, VEC), tl.reshape(exists, (1, INNER))
     lse = tl.load(lse_ptr + at, mask=here, other=0.0).to(tl.float32)[None, :, :]

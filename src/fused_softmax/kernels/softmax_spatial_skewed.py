@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
+from .common.early_start import await_previous
 from .common.numerics import exp, exp2_affine, exp2_fma, upcast
 from .common.softmax_terms import gradient, normalize
 from .common.spatial_cluster import declare_exchange, share_of
@@ -44,7 +45,7 @@ def softmax_spatial_skewed(
     x_outer: Int64, x_col: Int64, y_outer: Int64, y_col: Int64,
     LOG: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
     UNIT: tl.constexpr, OVERLAP: tl.constexpr, CHUNKS: tl.constexpr, SMEM_STAGED: tl.constexpr,
-    RECOMPUTE: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+    RECOMPUTE: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 2, INNER, PTX)
     declare_skewed(2, COLS, INNER, UNIT, PTX)
@@ -59,6 +60,7 @@ def softmax_spatial_skewed(
     place = tl.arange(0, INNER)[None, None, :]
     start = vectors_of(phase, INNER, VEC)
     first, end = bounds_of(block, inner, BLOCK, INNER, UNIT)
+    await_previous(EARLY)
     stage_skewed(x_ptr, x_start, phase, x_col, first, end, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
     POLICY: tl.constexpr = softmax_reads(x_ptr.dtype.element_ty, CHUNKS * STEP, INNER, SMEM_STAGED > 0)
     x_at = x_ptr + x_start + place
@@ -115,7 +117,7 @@ def softmax_spatial_skewed_backward(
     y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64, dx_outer: Int64, dx_col: Int64,
     LOG: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
     UNIT: tl.constexpr, OVERLAP: tl.constexpr, CHUNKS: tl.constexpr, RECOMPUTE: tl.constexpr, THREADS: tl.constexpr,
-    PTX: tl.constexpr,
+    PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 1, INNER, PTX)
     declare_skewed(1, COLS, INNER, UNIT, PTX)
@@ -130,6 +132,7 @@ def softmax_spatial_skewed_backward(
     start = vectors_of(phase, INNER, VEC)
     first, end = bounds_of(block, inner, BLOCK, INNER, UNIT)
     y_at, dy_at = y_ptr + y_start + place, dy_ptr + dy_start + place
+    await_previous(EARLY)
     dy = load_skewed(dy_at, dy_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, VEC, 0, READS)
     dy = with_end(dy, dy_at, dy_col, column, n_cols, start, end, 0.0, CHUNKS, STEP, INNER, VEC, 0)
     y = load_skewed(y_at, y_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, VEC, 0, READS)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .common.arguments import AnyTensor, Count, Size, Stride, kernel
+from .common.early_start import await_previous
 from .common.numerics import LOWEST, exp, rounded_product
 from .common.softmax_terms import normalize
 
@@ -41,6 +42,7 @@ def softmax_strided(
     x_outer: Stride,  # strides, in elements
     x_middle: Stride, x_row: Stride, x_col: Stride, y_outer: Stride, y_middle: Stride, y_row: Stride, y_col: Stride,
     LOG: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ONE_STEP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     n_blocks = tl.cdiv(n_rows, ROWS)
     pid = tl.program_id(0)
@@ -51,6 +53,7 @@ def softmax_strided(
     col = tl.arange(0, COLS)[None, :].to(tl.int64)
     x_at = x_ptr + outer * x_outer + middle * x_middle + row * x_row + col * x_col
     y_at = y_ptr + outer * y_outer + middle * y_middle + row * y_row + col * y_col
+    await_previous(EARLY)
     if ONE_STEP:
         inside = (row < n_rows) & (col < n_cols)
         x = tl.load(x_at, mask=inside, other=-float("inf")).to(tl.float32)

@@ -24,6 +24,7 @@ from .common.cluster import (
     keep_segment_layout,
     leave_cluster,
 )
+from .common.early_start import await_previous
 from .common.numerics import LOWEST, exp, lies_in_lanes, rounded_product, upcast
 from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.tiles import (
@@ -66,7 +67,7 @@ def softmax_two_pass(
     LOG: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
     RESIDENT_CHUNKS: tl.constexpr,  # chunks that every slice has
     CHUNKS: tl.constexpr,  # of a step
-    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+    UNALIGNED: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
     SEGMENTS: tl.constexpr = CTAS * WARPS_PER_ROW
@@ -83,6 +84,7 @@ def softmax_two_pass(
     zero = tl.zeros([1, 1], tl.int64)
     n_steps = tl.cdiv(tl.cdiv(n_cols // VEC if UNALIGNED else n_cols, CTAS) * VEC - RESIDENT_CHUNKS * CHUNK, STEP)
 
+    await_previous(EARLY)
     resident = load_chunks(
         x_row + first, width, SEGMENTS, RESIDENT_CHUNKS, RESIDENT_CHUNKS, VECTORS, VEC, -float("inf"), WARPS_PER_ROW
     )
@@ -138,7 +140,7 @@ def softmax_backward_two_pass(
     LOG: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
     RESIDENT_CHUNKS: tl.constexpr,
     PREFETCHED: tl.constexpr,  # resident chunks of y that are read before the row's sum is known: fewer where LOG
-    CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
+    CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 1, PTX, WARPS_PER_ROW)
     SEGMENTS: tl.constexpr = CTAS * WARPS_PER_ROW
@@ -156,6 +158,7 @@ def softmax_backward_two_pass(
     zero = tl.zeros([1, 1], tl.int64)
     n_steps = tl.cdiv(tl.cdiv(n_cols // VEC if UNALIGNED else n_cols, CTAS) * VEC - RESIDENT_CHUNKS * CHUNK, STEP)
 
+    await_previous(EARLY)
     dy_resident = load_chunks(
         dy_row + first, width, SEGMENTS, RESIDENT_CHUNKS, RESIDENT_CHUNKS, VECTORS, VEC, 0.0, WARPS_PER_ROW
     )

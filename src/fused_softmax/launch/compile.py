@@ -44,8 +44,12 @@ def launch_options(kernel: Any, plan: Plan, device: Device) -> dict[str, Any]:
 
 
 def early_start(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What has a kernel that WAITS start before the one in front of it ends: programmatic dependent launch."""
-    return {"launch_pdl": True} if meta.get("WAITS", False) else {}
+    """What has a kernel start before the previous one ends: programmatic dependent launch.
+
+    meta: the kernel's own constexprs. It waits before its first access to memory (EARLY), or before it reads what the
+    previous kernel writes (WAITS).
+    """
+    return {"launch_pdl": True} if meta.get("EARLY", False) or meta.get("WAITS", False) else {}
 
 
 def assert_options(kernel: Any, device: Device) -> dict[str, Any]:

@@ -6,14 +6,20 @@ tensor on that device exists, and importing it asks nothing.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
 from ..planning.types import DEVICES, Device, cuda_device, hip_device
 from . import torch_private
 from .availability import below_floor, torch_is_too_old, triton_is_too_old, versions, warn_once
+
+# the first driver that captures programmatic dependent launches in CUDA graphs: with older ones no kernel starts early
+CAPTURES_PDL = 12030
 
 
 class Unsupported(str):
@@ -44,6 +50,16 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
+def driver_version() -> int:
+    """The newest CUDA that the driver runs, as 1000*major + 10*minor; 0 where the driver's library does not say."""
+    version = ctypes.c_int(0)
+    for name in ("libcuda.so.1", "nvcuda.dll"):
+        with suppress(OSError, AttributeError):
+            if ctypes.CDLL(name).cuDriverGetVersion(ctypes.byref(version)) == 0:
+                return version.value
+    return 0
+
+
 @functools.cache
 def describe(device: torch.device) -> Device | Unsupported:
     """The plan's view of `device`, or the reason why its tensors are left to PyTorch."""
@@ -65,7 +81,7 @@ def describe(device: torch.device) -> Device | Unsupported:
         return hip_device(name)
     if properties.major < 8:
         return Unsupported(f"compute capability {properties.major}.{properties.minor}: kernels need 8.0")
-    return cuda_device(properties.major, properties.minor)
+    return replace(cuda_device(properties.major, properties.minor), captures_pdl=driver_version() >= CAPTURES_PDL)
 
 
 def device_of(t: torch.Tensor) -> Device:

@@ -102,9 +102,10 @@ def programs_of_row(plan: Plan, n_cols: int) -> int:
 
 def meta_of(kernel: Any, plan: Plan, device: Device, flags: Flags) -> dict[str, Any]:
     """The constexprs that the kernel has, and the launch's own meta-parameters."""
-    meta = plan.constexprs() | dict(PTX=device.ptx, TRIGGER=device.supports_pdl, WAITS=False) | dict(flags)
-    options = launch_options(kernel, plan, device) | early_start(meta)
-    return {name: meta[name] for name in kernel.declaration.constexprs} | options
+    pdl = device.supports_pdl
+    known = plan.constexprs() | dict(PTX=device.ptx, EARLY=pdl, TRIGGER=pdl, WAITS=False) | dict(flags)
+    meta = {name: known[name] for name in kernel.declaration.constexprs}
+    return meta | launch_options(kernel, plan, device) | early_start(meta)
 
 
 def _described(op: RowOp, rows: tuple[Tensor, ...], plan: Plan, device: Device, flags: Flags) -> Described:

@@ -22,7 +22,7 @@ from ..planning.types import Device, Plan
 from . import compile as compiling
 from . import spatial
 from .availability import KernelUnavailable
-from .compile import Launch, kernel_loader, launch_options
+from .compile import Launch, early_start, kernel_loader, launch_options
 from .context import is_batch_invariant
 from .folding import as_planes, folded, merge_dims
 from .launcher import RowOp, device_of, launch_rows, on_device, planned, prepare_rows, row_launch
@@ -318,5 +318,7 @@ def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | N
     plan = strided.strided_plan(_strided_rows(x, y, dim))
     grid = outer[0] * middle[0] * -(-n_rows // plan.rows)
     args = (x, y, n_rows, n_cols, middle[0], outer[1], middle[1], x_row, x_col, outer[2], middle[2], y_row, y_col)
+    device = device or device_of(x)
     meta: dict[str, object] = dict(LOG=log, ROWS=plan.rows, COLS=plan.vectors_per_chunk, ONE_STEP=plan.chunks == 1)
-    return Launch(_strided(), (grid,), args, meta | launch_options(_strided(), plan, device or device_of(x)))
+    meta["EARLY"] = device.supports_pdl
+    return Launch(_strided(), (grid,), args, meta | launch_options(_strided(), plan, device) | early_start(meta))

@@ -151,7 +151,8 @@ def _meta(kernel: Any, plan: Plan, device: Device, **flags: Any) -> dict[str, An
         OUTERS=plan.outers, CTAS=plan.ctas, COLS=plan.vectors_per_chunk, INNER=plan.rows, VEC=plan.vec,
         CHUNKS=plan.chunks, UNPREDICATED=plan.unpredicated_chunks, RECOMPUTE=plan.recompute,
         SMEM_STAGED=plan.smem_staged, UNIT=plan.skewed, OVERLAP=plan.overlap, THREADS=plan.num_warps * device.warp_size,
-        INVARIANT=plan.invariant, PTX=device.ptx, TRIGGER=device.supports_pdl, WAITS=False,
+        INVARIANT=plan.invariant, PTX=device.ptx, EARLY=device.supports_pdl,
+        TRIGGER=device.supports_pdl, WAITS=False,
     )  # fmt: skip
     known |= flags
     meta = {name: known[name] for name in kernel.declaration.constexprs}
@@ -171,7 +172,7 @@ def merge_step(kernel: Any, device: Device, tensors: tuple[int, ...], inner: int
     """The launch that merges parts, (outer, parts, inner)."""
     pdl = device.supports_pdl
     step, positions = merge_tile(parts)
-    known = dict(COLS=step, INNER=positions, WAITS=pdl, TRIGGER=pdl) | flags
+    known = dict(COLS=step, INNER=positions, WAITS=pdl, EARLY=pdl, TRIGGER=pdl) | flags
     meta = {name: known[name] for name in kernel.declaration.constexprs}
     meta |= dict(num_warps=MERGE_WARPS * 32 // device.warp_size) | device.options() | early_start(meta)
     n_blocks = -(-inner // positions)

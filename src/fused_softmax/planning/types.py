@@ -23,6 +23,7 @@ class Device:
     registers: int = 65536  # of one multiprocessor, 32 bits each
     max_cluster: int = 1  # CTAs in a thread-block cluster; 1: none
     supports_smem_staging: bool = False  # of chunks of a row: Hopper, where it is measured
+    captures_pdl: bool = True  # whether its driver captures a kernel that starts early in a CUDA graph
 
     @property
     def ptx(self) -> bool:
@@ -31,8 +32,8 @@ class Device:
 
     @property
     def supports_pdl(self) -> bool:
-        """Whether a kernel may start before the kernel that it waits for ends: programmatic dependent launch."""
-        return self.kind == "cuda" and self.max_cluster > 1
+        """Whether a kernel may start before the previous one of its stream ends: programmatic dependent launch."""
+        return self.kind == "cuda" and self.max_cluster > 1 and self.captures_pdl
 
     def registers_within(self, cap: int, num_warps: int) -> int:
         """A register cap that was measured on Hopper, for this device.

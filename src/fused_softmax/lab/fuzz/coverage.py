@@ -23,7 +23,7 @@ _COUNTS = {"UNPREDICATED", "SMEM_STAGED", "RESIDENT_CHUNKS"}
 # constexprs of a few values, which are counted separately
 _VALUES = dict.fromkeys(("MASK", "SCALE", "LOSS", "UPSTREAM"), (0, 1, 2)) | {"MASK_COLS": (0, 1, 2, 3)}
 # what says nothing: the device, lengths, and how launches overlap
-_IGNORED = {"PTX", "VECTORS", "CHUNKS", "EACH", "COLS", "TRIGGER", "WAITS", "PREFETCHED", "VEC", "MASK_VEC"}
+_IGNORED = {"PTX", "VECTORS", "CHUNKS", "EACH", "COLS", "EARLY", "TRIGGER", "WAITS", "PREFETCHED", "VEC", "MASK_VEC"}
 _IGNORED |= {"INNER", "THREADS", "BLOCK", "SPLITS"}
 
 Reached = set[tuple[str, str]]
