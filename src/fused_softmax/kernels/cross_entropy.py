@@ -38,12 +38,9 @@ def cross_entropy_forward(
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
     WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
     UNALIGNED: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
-    TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 4 if SMOOTH else 2, PTX, WARPS_PER_ROW)
     await_previous(EARLY)
-    if TRIGGER:
-        tl.extra.cuda.gdc_launch_dependents()
     row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
     warp = warp_of(ROWS * CTAS * WARPS_PER_ROW, WARPS_PER_ROW)
     exists = row < n_rows
