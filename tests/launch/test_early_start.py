@@ -1,4 +1,4 @@
-"""Where a kernel may start before the previous one ends: on devices with clusters, with a driver that captures such launches."""
+"""Where kernels start early: on devices with clusters, whose driver captures such launches in CUDA graphs."""
 
 from __future__ import annotations
 
