@@ -2,53 +2,86 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
-from launches import launches
-from machine_code import before_the_wait
+import torch
+from launches import as_called, launches, masked_launch
+from machine_code import around_the_wait
 
 from fused_softmax.lab.cross_compile import compile_for
 from fused_softmax.launch.compile import Launch
+from fused_softmax.planning.types import DEVICES
 
 pytestmark = pytest.mark.compiled
 
-# kernels of tensors that are split over ranks, which follow a collective
-WAITS_FOR_NOTHING = {
+# the first kernels of launches that read their own input before they wait; and kernels of tensors that are split over
+# ranks, which follow a collective
+NOT_EARLY = {
+    "count_targets", "prepare_spatial_targets", "row_statistics_parts", "softmax_spatial_reduce",
+    "softmax_spatial_backward_reduce",
     "pack_shard", "merge_loss", "merge_statistics", "loss_factors", "shard_gradient_sums", "shard_gradient",
     "log_softmax_shard",
 }  # fmt: skip
+# what decides how a kernel reads memory, besides the number of its CTAs
+READS = (
+    "WAITS", "MASK", "MASK_COLS", "SMEM_STAGED", "UNALIGNED", "SCALE", "RANK", "ENTROPY", "PICKS", "MEAN", "SMOOTH",
+    "UNLESS_WRITTEN", "UNLESS_ONE", "HAS_COUNT",
+)  # fmt: skip
 
 
-def one_of_each() -> Iterator[tuple[str, Launch]]:
-    seen = set()
-    for name, launch, _ in launches("sm_90"):
-        kind = launch.kernel.fn.__name__, launch.meta.get("WAITS"), launch.meta.get("CTAS", 1) > 1
+def one_value_masks() -> Iterator[tuple[str, Launch]]:
+    """Masks of one value for each row, which a kernel reads before the row."""
+    for n_cols in (64, 1024, 50257, 2097152):
+        for dtype in (torch.bool, torch.bfloat16):
+            x, mask = torch.empty(4, n_cols, dtype=torch.bfloat16), torch.empty(2, 1, dtype=dtype).expand(2, n_cols)
+            yield (
+                f"masked_softmax by one {dtype} {n_cols}",
+                as_called(masked_launch(x, mask, False, DEVICES["sm_90"])[0]),
+            )
+
+
+LAUNCHES = [*((name, launch) for name, launch, _ in launches("sm_90")), *one_value_masks()]
+
+
+def one_of_each() -> dict[str, Launch]:
+    found, seen = {}, set()
+    for name, launch in LAUNCHES:
+        flags = tuple(bool(launch.meta.get(flag, 0)) for flag in READS)
+        kind = launch.kernel.fn.__name__, launch.meta.get("CTAS", 1) > 1, flags
         if kind not in seen:
             seen.add(kind)
-            yield name, launch
+            assert name not in found
+            found[name] = launch
+    return found
 
 
-CASES = dict(one_of_each())
+CASES = one_of_each()
 
 
 def test_every_kernel_starts_early():
-    kernels = {launch.kernel.fn.__name__: launch for launch in CASES.values()}
-    late = {name for name, launch in kernels.items() if not launch.meta.get("launch_pdl")}
-    assert late <= WAITS_FOR_NOTHING and len(kernels) - len(late) > 20, late
+    for name, launch in LAUNCHES:
+        assert launch.meta.get("launch_pdl", False) == (launch.kernel.fn.__name__ not in NOT_EARLY), name
+    assert {launch.kernel.fn.__name__ for _, launch in LAUNCHES} > NOT_EARLY
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_accessed_before_the_wait(name):
-    """A kernel that WAITS reads its own input before: the launch in front of it started after that had been written."""
+    """A kernel that WAITS reads its own input before: all that was launched before its host function has ended."""
     launch = CASES[name]
-    found = before_the_wait(compile_for(launch, "sm_90").asm["sass"])
+    asm = compile_for(launch, "sm_90").asm
+    found = around_the_wait(asm["sass"])
     if not launch.meta.get("launch_pdl"):
         assert found is None
         return
     assert found is not None
-    loads, others = found
+    loads, others, loads_after = found
     waits = launch.meta.get("WAITS", False)
     assert waits or not loads, loads
     assert not [o for o in others if o != "PREEXIT"], others
     assert waits or "PREEXIT" not in others
+    assert loads_after > 0
+    if not waits:  # every CTA waits: no branch leads around it
+        before = asm["ptx"].split(".entry")[1].split("griddepcontrol.wait")[0]
+        assert not re.search(r"^\s*(@%?\w+\s+bra|\$L__BB(?!\w*_0:))", before, re.MULTILINE), before

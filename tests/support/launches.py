@@ -255,7 +255,7 @@ def others(target: str) -> Iterator[Named]:
     ctas, parts, lanes = (16, 8, 32) if device.max_cluster >= 16 else (1, 1, 256)
     shared = (("CTAS", ctas), ("WARPS_PER_ROW", parts), ("VECTORS", lanes), ("EACH", 8), ("PTX", device.ptx))
     numbers = (4096, 1000, -100)
-    flags = (("WEIGHTED", False), ("EARLY", device.supports_pdl), ("TRIGGER", device.supports_pdl), *shared)
+    flags = (("WEIGHTED", False), ("TRIGGER", device.supports_pdl), *shared)
     launch = flat_launch(loss_kernels.count_targets, (ids, number, number), numbers, flags, 8, device)
     yield "count_targets", as_called(launch), None
     for has_count in (False, True):

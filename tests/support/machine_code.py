@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_LINE = re.compile(r"^(?:[\w-]+:){4}\d+\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\s*(.*);", re.MULTILINE)
+_LINE = re.compile(r"^(?:[\w-]+:){4}[0-9a-f]+\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\s*(.*);", re.MULTILINE)
 _WORDS = {"128": 4, "64": 2}
 
 
@@ -26,18 +26,20 @@ def late_loads(sass: str, n_bytes: int) -> tuple[int, int]:
     return loads, late
 
 
-def before_the_wait(sass: str) -> tuple[list[str], list[str]] | None:
-    """What a kernel does before it waits for the previous kernel: (its loads, its stores and its starts of others).
+def around_the_wait(sass: str) -> tuple[list[str], list[str], int] | None:
+    """(Loads before the wait for the previous kernel, other accesses and exits before it, how many loads follow it).
 
-    Of global memory; None for a kernel that never waits.
+    Of global memory. Letting the next kernel start (PREEXIT) counts as an access. None for a kernel that never waits.
     """
-    loads, others = [], []
+    loads: list[str] = []
+    others: list[str] = []
+    before: tuple[list[str], list[str]] | None = None
     for operation, _ in _LINE.findall(sass):
         name = operation.split(".")[0]
         if name == "ACQBULK":
-            return loads, others
-        if name in ("LDG", "LD", "LDGSTS", "UBLKCP", "CCTL"):
+            before, loads, others = (loads, others), [], []
+        elif name in ("LDG", "LD", "LDGSTS", "UBLKCP"):
             loads.append(operation)
-        elif name in ("STG", "ST", "ATOMG", "ATOM", "RED", "REDG", "PREEXIT"):
+        elif name in ("STG", "ST", "ATOMG", "ATOM", "RED", "REDG", "PREEXIT", "EXIT"):
             others.append(operation)
-    return None
+    return None if before is None else (*before, len(loads))

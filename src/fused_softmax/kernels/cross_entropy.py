@@ -133,12 +133,11 @@ def add_up(
 @kernel(on_cluster=True)
 def count_targets(
     target_ptr: Vector, weight_ptr: Vector, count_ptr: Vector, n_rows: Int64, n_classes: Int32, ignore_index: Int64,
-    WEIGHTED: tl.constexpr, EARLY: tl.constexpr, TRIGGER: tl.constexpr, CTAS: tl.constexpr,
-    WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
+    WEIGHTED: tl.constexpr, TRIGGER: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr,
+    VECTORS: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The mean's denominator: how many targets count, or the sum of their weights. One program or cluster."""
     init_cluster_barrier(CTAS, 4, PTX, WARPS_PER_ROW)
-    await_previous(EARLY)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     _, weight = add_up(

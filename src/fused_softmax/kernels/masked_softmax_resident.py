@@ -184,12 +184,12 @@ def masked_softmax_resident(
     seen = seen_of(query, columns, CAUSAL)
     within = (tl.maximum(seen - head, 0) // VEC * VEC).to(tl.int32)
     left = tl.minimum(width, within - first).to(tl.int32)
+    await_previous(EARLY)
     mask_row, at_mask, to_mask = mask_at(
         mask_ptr, row, span, batch, query, head, first, exists, n_middle, n_inner, m_outer, m_middle, m_inner, m_query,
         m_col, m_phase, MASK, MASK_COLS, MASK_ROWS, MASK_VEC, UNALIGNED, VEC,
     )  # fmt: skip
 
-    await_previous(EARLY)
     x = load_chunks(x_row + first, left, SEGMENTS, CHUNKS, FULL, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
     mask = x
     if IS_SHIFTED and CTAS > 1:

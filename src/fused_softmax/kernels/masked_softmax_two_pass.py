@@ -100,11 +100,11 @@ def masked_softmax_two_pass(
     seen = seen_of(query, columns, CAUSAL)
     within = (tl.maximum(seen - head, 0) // VEC * VEC).to(tl.int32)
     left = tl.minimum(width, within).to(tl.int32)
+    await_previous(EARLY)
     mask_row, at_mask, to_mask = mask_at(
         mask_ptr, row, span, batch, query, head, zero, exists, n_middle, n_inner, m_outer, m_middle, m_inner, m_query,
         m_col, m_phase, MASK, MASK_COLS, MASK_ROWS, MASK_VEC, UNALIGNED, VEC,
     )  # fmt: skip
-    await_previous(EARLY)
     scalars, in_scalars, x_scalars, masks = load_scalars(
         x_row, mask_row, at_mask, m_col, head, within, interior, columns, seen, exists, SCALARS, MASK, MASK_COLS,
         UNALIGNED, CAUSAL, VECTORS, VEC,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import triton.language as tl
 
 from .common.arguments import AnyTensor, Float32, Int32, Int64, Rows, Vector, kernel
-from .common.early_start import await_previous
 from .common.numerics import LOWEST
 from .common.online_softmax import NO_MOMENT, accumulate, add_head_tail, load_step, merge_parts, moment_of
 from .common.statistics_terms import UNSCALED, picked_logits, scale_of, write_statistics
@@ -31,11 +30,10 @@ def row_statistics_parts(
     n_splits: Int32,  # programs that share a row
     scale: Float32,
     ENTROPY: tl.constexpr, SCALE: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    UNALIGNED: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+    UNALIGNED: tl.constexpr, PTX: tl.constexpr,
     TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
 ):  # fmt: skip
     """One step of `row_statistics` for each program; `merge_row_statistics` has the rest."""
-    await_previous(EARLY)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     STEP: tl.constexpr = CHUNKS * VECTORS * VEC

@@ -37,9 +37,8 @@ def softmax_spatial_reduce(
     LSE: tl.constexpr,  # for a logsumexp: +inf gives a finite maximum and an infinite sum, not NaN
     ONE_PART: tl.constexpr, INVARIANT: tl.constexpr,
     TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
-    PTX: tl.constexpr, EARLY: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
-    await_previous(EARLY)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     outer, part, block, start, end = part_of(n_blocks, n_parts, part_cols, n_cols)
@@ -82,9 +81,8 @@ def softmax_spatial_backward_reduce(
     n_blocks: Int32, n_parts: Int32, part_cols: Int32,
     y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64,
     LOG: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    INVARIANT: tl.constexpr, TRIGGER: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+    INVARIANT: tl.constexpr, TRIGGER: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    await_previous(EARLY)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     outer, part, block, start, end = part_of(n_blocks, n_parts, part_cols, n_cols)

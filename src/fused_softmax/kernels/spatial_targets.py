@@ -14,7 +14,6 @@ import triton.language as tl
 
 from .common.arguments import Int32, Int64, Vector, kernel
 from .common.cross_entropy_terms import assert_inside, class_of
-from .common.early_start import await_previous
 
 
 @triton.jit
@@ -59,12 +58,10 @@ def prepare_spatial_targets(
     n_cols: Int32,
     ignore_index: Int64,
     WEIGHTED: tl.constexpr,
-    EARLY: tl.constexpr,
     TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
     EACH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For each program: its EACH x BLOCK targets in fewer bits, and how many count, or the sum of their weights."""
-    await_previous(EARLY)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     start = tl.program_id(0).to(tl.int64) * (EACH * BLOCK)

@@ -44,7 +44,7 @@ def launch_options(kernel: Any, plan: Plan, device: Device) -> dict[str, Any]:
 
 
 def early_start(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What has a kernel start before the previous one ends: programmatic dependent launch.
+    """The launch option that lets a kernel start before the previous one has ended: programmatic dependent launch.
 
     meta: the kernel's own constexprs. It waits before its first access to memory (EARLY), or before it reads what the
     previous kernel writes (WAITS).

@@ -186,9 +186,10 @@ def loss_recipe(
 def prepare_recipe(op: CrossEntropy, n_cols: int, device: Device) -> Recipe:
     """What prepares targets, over (target, weight, targets in fewer bits, a partial count for each program)."""
     meta: dict[str, Any] = dict(WEIGHTED=op.weight is not None, EACH=PREPARED_EACH, BLOCK=PREPARED_BLOCK)
-    meta |= dict(EARLY=device.supports_pdl, TRIGGER=device.supports_pdl)
-    meta |= dict(num_warps=PREPARED_WARPS * 32 // device.warp_size) | device.options() | early_start(meta)
-    meta |= assert_options(_prepare(), device)
+    meta["TRIGGER"] = device.supports_pdl
+    meta |= (
+        dict(num_warps=PREPARED_WARPS * 32 // device.warp_size) | device.options() | assert_options(_prepare(), device)
+    )
     step = Step(_prepare(), meta, (0, 1, 2, 3), (None, n_cols, op.ignore_index), 1, PREPARED_EACH * PREPARED_BLOCK)
     return Recipe((step,))
 

@@ -63,4 +63,4 @@ def sum_flags(losses: bool, mean: bool, weighted: bool, many: bool, device: Devi
     shared = (("CTAS", ctas), ("WARPS_PER_ROW", warps), ("VECTORS", vectors), ("EACH", 8), ("PTX", device.ptx))
     flags: Flags = (("WEIGHTED", weighted), *shared)
     pdl = device.supports_pdl
-    return (("MEAN", mean), ("WAITS", pdl), *flags) if losses else (("EARLY", pdl), ("TRIGGER", pdl), *flags)
+    return (("MEAN", mean), ("WAITS", pdl), *flags) if losses else (("TRIGGER", pdl), *flags)

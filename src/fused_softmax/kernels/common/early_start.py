@@ -1,7 +1,10 @@
-"""Where a kernel waits that starts before the previous kernel of its stream has ended.
+"""How a kernel waits for the previous kernel of its stream, where the device may start it before that one has ended.
 
-Programmatic dependent launch: the device sets up a kernel while the previous one still ends. A CUDA graph saves about
-0.3 us for each call so, and a stream more than 1 us (docs/measurements.md, 'Kernels that start early').
+With programmatic dependent launch the device sets up a kernel while the previous one has not ended yet. In a CUDA graph
+that saves about 0.3 us for each call, in a stream more than 1 us (docs/measurements.md, 'Kernels that start early').
+A kernel is EARLY where it waits before its first access to memory. A kernel that WAITS is in one host function with the
+kernel in front of it: it reads its own input at once, and waits only before it reads what that kernel writes. The first
+kernel of such a group is not EARLY, so that all that was launched before has ended when any of the group starts.
 """
 
 from __future__ import annotations
@@ -12,10 +15,6 @@ import triton.language as tl
 
 @triton.jit
 def await_previous(EARLY: tl.constexpr):
-    """Waits until the previous kernel has ended and all its writes are visible.
-
-    A kernel calls it before its first access to memory, and before it lets the next kernel start. So all that came
-    before this kernel has ended, too, when the next one starts, and that one may read its own input at once.
-    """
+    """Waits until the previous kernel has ended and all its writes are visible; before the first access to memory."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
