@@ -116,22 +116,27 @@ def chain(op: Op, x: torch.Tensor, idle: bool) -> list[torch.Tensor]:
     return found
 
 
-def expect_equal(op: Op, x: torch.Tensor) -> None:
-    expected = chain(op, x, True)
+def expect_equal(run: Callable[[bool], list[torch.Tensor]]) -> None:
+    """run(idle) has the bits of run(True), whose device is idle between the launches: in a stream and in a graph."""
+    expected = run(True)
     torch.cuda.synchronize()
-    for _ in range(3):
-        got = chain(op, x, False)
+    for _ in range(5):
+        got = run(False)
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = chain(op, x, False)
-    for _ in range(3):
+        captured = run(False)
+    for _ in range(5):
         for t in captured:
             t.zero_()
         graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
+def expect_chains(op: Op, x: torch.Tensor) -> None:
+    expect_equal(lambda idle: chain(op, x, idle))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -140,7 +145,7 @@ def test_rows(name, shape):
     if "over rows" in name and shape[1] > 60000:
         pytest.skip("few rows, which the tests of planes have")
     for dtype in (torch.bfloat16, torch.float32):
-        expect_equal(OPS[name], torch.randn(shape, device="cuda").to(dtype))
+        expect_chains(OPS[name], torch.randn(shape, device="cuda").to(dtype))
 
 
 @pytest.mark.parametrize("name", PLANES)
@@ -148,8 +153,8 @@ def test_planes(name):
     op, size = PLANES[name]
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(size, device="cuda").to(dtype)
-        expect_equal(op, x)
-        expect_equal(gradient_of(op), x)
+        expect_chains(op, x)
+        expect_chains(gradient_of(op), x)
 
 
 CHAINS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -177,15 +182,4 @@ def test_chains_of_our_own_kernels(name):
                 torch.cuda.synchronize()
         return found
 
-    expected = run(True)
-    for _ in range(5):
-        got = run(False)
-        torch.cuda.synchronize()
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(False)
-    for _ in range(5):
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+    expect_equal(run)

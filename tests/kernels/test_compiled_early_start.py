@@ -27,7 +27,7 @@ NOT_EARLY = {
 # what decides how a kernel reads memory, besides the number of its CTAs
 READS = (
     "WAITS", "MASK", "MASK_COLS", "SMEM_STAGED", "UNALIGNED", "SCALE", "RANK", "ENTROPY", "PICKS", "MEAN", "SMOOTH",
-    "UNLESS_WRITTEN", "UNLESS_ONE", "HAS_COUNT",
+    "UNLESS_WRITTEN", "UNLESS_ONE", "HAS_COUNT", "WEIGHTED", "INPLACE", "SHARDED", "LSE", "LOG",
 )  # fmt: skip
 
 

@@ -147,12 +147,12 @@ def _strides(tensors: Sequence[Tensor], vec: int) -> tuple[int, ...]:
 
 
 def _meta(kernel: Any, plan: Plan, device: Device, **flags: Any) -> dict[str, Any]:
+    pdl = device.supports_pdl
     known = dict(
         OUTERS=plan.outers, CTAS=plan.ctas, COLS=plan.vectors_per_chunk, INNER=plan.rows, VEC=plan.vec,
         CHUNKS=plan.chunks, UNPREDICATED=plan.unpredicated_chunks, RECOMPUTE=plan.recompute,
         SMEM_STAGED=plan.smem_staged, UNIT=plan.skewed, OVERLAP=plan.overlap, THREADS=plan.num_warps * device.warp_size,
-        INVARIANT=plan.invariant, PTX=device.ptx, EARLY=device.supports_pdl,
-        TRIGGER=device.supports_pdl, WAITS=False,
+        INVARIANT=plan.invariant, PTX=device.ptx, EARLY=pdl, TRIGGER=pdl, WAITS=False,
     )  # fmt: skip
     known |= flags
     meta = {name: known[name] for name in kernel.declaration.constexprs}
