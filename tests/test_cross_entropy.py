@@ -12,6 +12,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 import fused_softmax as fs
 from fused_softmax.lab import reference
 from fused_softmax.launch import cross_entropy as row_losses
+from fused_softmax.launch import loss_kernels
 from fused_softmax.launch.layout import gradient_buffer
 from fused_softmax.losses import cross_entropy_over
 
@@ -276,12 +277,32 @@ def test_a_mean_over_another_count_is_written_once():
 
 def test_more_rows_than_one_program_adds_up(monkeypatch):
     x, target = batch(6, n_rows=5)
+    target[1] = -100
     weight = torch.rand(6)
+    options = [dict(weight=w, reduction=how) for w in (None, weight) for how in ("mean", "sum")]
     want = [both(x, target, weight=w) for w in (None, weight)]
-    monkeypatch.setattr(row_losses, "ONE_PROGRAM_ROWS", 2)
+    alone = [fs.cross_entropy(x, target, **of) for of in options]
+    monkeypatch.setattr(loss_kernels, "ONE_PROGRAM_ROWS", 2)
+    monkeypatch.setattr(loss_kernels, "ONE_CTA_ROWS", 1)
+    monkeypatch.setattr(loss_kernels, "ROWS_OF_PROGRAM", 2)
     for (loss, dx, _, _), w in zip(want, (None, weight), strict=True):
         again, dx_again, *_ = both(x, target, weight=w)
         torch.testing.assert_close((again, dx_again), (loss, dx))
+    torch.testing.assert_close([fs.cross_entropy(x, target, **of) for of in options], alone)
+    assert fs.cross_entropy(x, torch.full_like(target, -100)).isnan()
+
+
+@pytest.mark.parametrize("keeps_count", [False, True])
+def test_programs_that_add_up_losses_count_targets_too(monkeypatch, keeps_count):
+    monkeypatch.setattr(loss_kernels, "ONE_PROGRAM_ROWS", 10)
+    monkeypatch.setattr(loss_kernels, "ONE_CTA_ROWS", 5)
+    monkeypatch.setattr(loss_kernels, "ROWS_OF_PROGRAM", 7)
+    losses, target, out, count = torch.rand(33), torch.arange(33) % 6 - 1, torch.empty(()), torch.full((1,), 8.0)
+    run = row_losses.prepare_reduction(losses, 33, True, False, keeps_count)
+    run((losses, target, losses, out, count), (33, 33, 4, -1))
+    counts = int(((target >= 0) & (target < 4)).sum())
+    torch.testing.assert_close(out, losses.sum() / counts)
+    assert count.item() == (counts if keeps_count else 8.0)
 
 
 def test_wide_rows_take_two_kernels(monkeypatch):

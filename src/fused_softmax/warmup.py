@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .functional import log_softmax, logsumexp, masked_softmax, softmax
-from .launch.cross_entropy import ONE_CTA_ROWS
+from .launch.loss_kernels import ONE_CTA_ROWS, ONE_PROGRAM_ROWS
 from .losses import cross_entropy, token_logprobs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -92,7 +92,8 @@ def warmup(
                 start = time.perf_counter()
                 _run(CALLS[name], (4, width), kind, place, backward)
                 if name == "cross_entropy":  # sums of many rows have kernels of their own, for any width
-                    _run(CALLS[name], (ONE_CTA_ROWS + 1, 8), kind, place, backward)
+                    for most in (ONE_CTA_ROWS, ONE_PROGRAM_ROWS):
+                        _run(CALLS[name], (most + 1, 8), kind, place, backward)
                 torch.cuda.synchronize(place)
                 took[name, kind, width] = time.perf_counter() - start
     return took

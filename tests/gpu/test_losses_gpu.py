@@ -56,6 +56,35 @@ def test_cross_entropy(n_cols, dtype, options):
         torch.testing.assert_close(fs.cross_entropy(x, target, **options), loss.detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("n_rows", (65537, 131072, 300001, 1500000))
+@pytest.mark.parametrize("weighted", [False, True])
+def test_many_rows_are_added_up_by_programs(n_rows, weighted):
+    """Independent programs add up the losses and the targets; the sums are the same in each call, and in a graph."""
+    x = torch.randn(n_rows, 40, device="cuda")
+    target = torch.randint(0, 40, (n_rows,), device="cuda").where(torch.rand(n_rows, device="cuda") < 0.7, -100)
+    weight = torch.rand(40, device="cuda") if weighted else None
+    for reduction in ("mean", "sum"):
+        exact, ours = x.double().requires_grad_(), x.clone().requires_grad_()
+        of_exact = None if weight is None else weight.double()
+        want = F.cross_entropy(exact, target, of_exact, reduction=reduction)
+        loss = fs.cross_entropy(ours, target, weight, reduction=reduction)
+        torch.testing.assert_close(loss.double(), want, rtol=2e-6, atol=0.0)
+        for got, of in ((loss, ours), (want, exact)):
+            got.backward()
+            assert of.grad is not None
+        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=1e-5 * exact.grad.abs().max().item())
+        with torch.no_grad():
+            alone = fs.cross_entropy(x, target, weight, reduction=reduction)
+            assert torch.equal(alone, fs.cross_entropy(x, target, weight, reduction=reduction))
+            torch.testing.assert_close(alone, loss.detach(), rtol=1e-6, atol=0.0)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = fs.cross_entropy(x, target, weight, reduction=reduction)
+            graph.replay()
+            assert torch.equal(captured, alone)
+    assert fs.cross_entropy(x, torch.full_like(target, -100)).isnan()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n_cols", (130, 1000, 3000, 4096, 8192, 16384, 24576, *VOCABULARIES, 100277, 200019))
 def test_every_target_is_written_last(n_cols, dtype):

@@ -219,11 +219,11 @@ def test_the_lines_of_a_sum_over_rows_are_warps(name, weighted):
     n_rows = 4096
     target, number = torch.zeros(n_rows, dtype=torch.int64), torch.zeros(n_rows)
     losses = name == "reduce_losses"
-    kernel = loss_kernels.reduce_losses if losses else loss_kernels.count_targets
-    flags = loss_kernels.sum_flags(losses, losses, weighted, n_rows > cross_entropy.ONE_CTA_ROWS, SM_90)
+    kernel = loss_kernels.reduce_kernel if losses else loss_kernels.count_kernel
+    flags = loss_kernels.sum_flags(losses, losses, weighted, n_rows > loss_kernels.ONE_CTA_ROWS, SM_90)
     flags = (*flags, ("KEEPS_COUNT", True), ("HAS_COUNT", False)) if losses else flags
     tensors = (number, target, number, number, number) if losses else (target, number, number)
-    launch = flat_launch(kernel, tensors, (n_rows, 1000, -100), flags, 8, SM_90)
+    launch = flat_launch(kernel, tensors, (n_rows, n_rows, 1000, -100), flags, 8, SM_90)
     layouts = merged_layouts(ttgir_of(launch))
     assert bool(layouts) == (dict(flags)["CTAS"] > 1) == (not weighted)
     assert all(holds_lines(layout, dict(flags)["WARPS_PER_ROW"]) for layout in layouts), layouts

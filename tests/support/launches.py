@@ -254,15 +254,15 @@ def others(target: str) -> Iterator[Named]:
     ids, number = torch.zeros(4096, dtype=torch.int64), torch.zeros(4096)
     ctas, parts, lanes = (16, 8, 32) if device.max_cluster >= 16 else (1, 1, 256)
     shared = (("CTAS", ctas), ("WARPS_PER_ROW", parts), ("VECTORS", lanes), ("EACH", 8), ("PTX", device.ptx))
-    numbers = (4096, 1000, -100)
+    numbers = (4096, 4096, 1000, -100)
     flags = (("WEIGHTED", False), ("TRIGGER", device.supports_pdl), *shared)
-    launch = flat_launch(loss_kernels.count_targets, (ids, number, number), numbers, flags, 8, device)
+    launch = flat_launch(loss_kernels.count_kernel, (ids, number, number), numbers, flags, 8, device)
     yield "count_targets", as_called(launch), None
     for has_count in (False, True):
         counts = (("KEEPS_COUNT", not has_count), ("HAS_COUNT", has_count))
         flags = (("MEAN", True), *counts, ("WEIGHTED", False), ("WAITS", device.supports_pdl), *shared)
         tensors = (number, ids, number, number, number)
-        launch = flat_launch(loss_kernels.reduce_losses, tensors, numbers, flags, 8, device)
+        launch = flat_launch(loss_kernels.reduce_kernel, tensors, numbers, flags, 8, device)
         yield "reduce_losses" + " with count" * has_count, as_called(launch), None
     for dtype in (BFLOAT16, FLOAT32):
         for n_cols in (64, 4096):

@@ -91,13 +91,20 @@ def cross_entropy_forward(
 
 
 @triton.jit
+def rows_of_program(n_rows, n_each):
+    """(first, end) of this program's or cluster's rows."""
+    first = tl.program_id(0).to(tl.int64) * n_each
+    return first, tl.minimum(first + n_each, n_rows)
+
+
+@triton.jit
 def add_up(
-    loss_ptr, target_ptr, weight_ptr, n_rows, n_classes, ignore_index,
+    loss_ptr, target_ptr, weight_ptr, first, end, n_classes, ignore_index,
     LOSSES: tl.constexpr, TARGETS: tl.constexpr, WEIGHTED: tl.constexpr, CTAS: tl.constexpr,
     WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """(sum of the losses where LOSSES, number of targets that count or the sum of their weights where TARGETS), each in
-    one fixed order.
+    one fixed order, of rows first to end - 1.
 
     All CTAs of a cluster read, because one multiprocessor takes 6 us for 32,768 rows.
     """
@@ -106,14 +113,14 @@ def add_up(
     place = tl.arange(0, SEGMENTS)[:, None] * VECTORS + tl.arange(0, VECTORS)[None, :]
     total = tl.zeros([SEGMENTS, VECTORS], tl.float32)
     weight = tl.zeros([SEGMENTS, VECTORS], tl.float32)
-    for start in range(0, n_rows, EACH * TILE):
+    for start in range(first, end, EACH * TILE):
         losses, targets = (), ()
         for i in tl.static_range(EACH):
             row = start + i * TILE + place
             if TARGETS:
-                targets = targets + (tl.load(target_ptr + row, mask=row < n_rows, other=ignore_index),)
+                targets = targets + (tl.load(target_ptr + row, mask=row < end, other=ignore_index),)
             if LOSSES:
-                losses = losses + (tl.load(loss_ptr + row, mask=row < n_rows, other=0.0),)
+                losses = losses + (tl.load(loss_ptr + row, mask=row < end, other=0.0),)
         for i in tl.static_range(EACH):
             if LOSSES:
                 total += losses[i]
@@ -132,31 +139,42 @@ def add_up(
 
 @kernel(on_cluster=True)
 def count_targets(
-    target_ptr: Vector, weight_ptr: Vector, count_ptr: Vector, n_rows: Int64, n_classes: Int32, ignore_index: Int64,
+    target_ptr: Vector, weight_ptr: Vector,
+    count_ptr: Vector,  # [programs]
+    n_rows: Int64,
+    n_each: Int64,  # rows of a program
+    n_classes: Int32, ignore_index: Int64,
     WEIGHTED: tl.constexpr, TRIGGER: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr,
     VECTORS: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The mean's denominator: how many targets count, or the sum of their weights. One program or cluster."""
+    """The mean's denominator: how many targets count, or the sum of their weights; of each program's or
+    cluster's rows.
+    """
     init_cluster_barrier(CTAS, 4, PTX, WARPS_PER_ROW)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
+    first, end = rows_of_program(n_rows, n_each)
     _, weight = add_up(
-        weight_ptr, target_ptr, weight_ptr, n_rows, n_classes, ignore_index,
+        weight_ptr, target_ptr, weight_ptr, first, end, n_classes, ignore_index,
         False, True, WEIGHTED, CTAS, WARPS_PER_ROW, VECTORS, EACH, PTX,
     )  # fmt: skip
     segment = tl.arange(0, CTAS * WARPS_PER_ROW)
-    tl.store(count_ptr + segment, weight, mask=segment == 0)
+    tl.store(count_ptr + tl.program_id(0) + segment, weight, mask=segment == 0)
     leave_cluster(CTAS, PTX)
 
 
 @kernel(on_cluster=True)
 def reduce_losses(
-    loss_ptr: Vector, target_ptr: Vector, weight_ptr: Vector, out_ptr: Vector, count_ptr: Vector, n_rows: Int64,
+    loss_ptr: Vector, target_ptr: Vector, weight_ptr: Vector,
+    out_ptr: Vector,  # [programs]
+    count_ptr: Vector,  # [1]
+    n_rows: Int64,
+    n_each: Int64,  # rows of a program
     n_classes: Int32, ignore_index: Int64, MEAN: tl.constexpr, KEEPS_COUNT: tl.constexpr, HAS_COUNT: tl.constexpr,
     WEIGHTED: tl.constexpr, WAITS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr,
     VECTORS: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """sum(loss), where MEAN over the count of `count_targets`: NaN where no target counts. One program or cluster.
+    """sum(loss) of each program's or cluster's rows, where MEAN over the count of `count_targets`: NaN where it is 0.
 
     HAS_COUNT: that count is read. If not, targets are counted, and KEEPS_COUNT: the count is written, too.
 
@@ -165,8 +183,9 @@ def reduce_losses(
     init_cluster_barrier(CTAS, 4, PTX, WARPS_PER_ROW)
     if WAITS:
         tl.extra.cuda.gdc_wait()
+    first, end = rows_of_program(n_rows, n_each)
     out, weight = add_up(
-        loss_ptr, target_ptr, weight_ptr, n_rows, n_classes, ignore_index,
+        loss_ptr, target_ptr, weight_ptr, first, end, n_classes, ignore_index,
         True, not HAS_COUNT, WEIGHTED, CTAS, WARPS_PER_ROW, VECTORS, EACH, PTX,
     )  # fmt: skip
     if MEAN:
@@ -177,5 +196,5 @@ def reduce_losses(
     segment = tl.arange(0, CTAS * WARPS_PER_ROW)
     if KEEPS_COUNT:
         tl.store(count_ptr + segment, weight, mask=segment == 0)
-    tl.store(out_ptr + segment, out, mask=segment == 0)
+    tl.store(out_ptr + tl.program_id(0) + segment, out, mask=segment == 0)
     leave_cluster(CTAS, PTX)

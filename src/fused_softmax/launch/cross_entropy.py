@@ -55,10 +55,6 @@ from .layout import (
 from .options import LOSS_KINDS, CrossEntropy
 from .torch_private import current_device
 
-# one program adds up so many losses; more are torch's to add
-ONE_PROGRAM_ROWS = 65536
-# more than this many are shared by a cluster
-ONE_CTA_ROWS = 2048
 # how much arithmetic a logit takes -> the loss alone, and the loss with its gradient in the same pass
 FORWARD = {
     arithmetic: RowOp(planner, always(kernels.forward))
@@ -112,8 +108,7 @@ _invariant = row_invariance.get
 def _launches_of(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: bool, layout: object) -> _Launches:
     if not x.is_cuda:
         return _prepare(x[:1], n_rows, op, training, inplace)
-    size = 0 if n_rows <= ONE_CTA_ROWS else 1 if n_rows <= ONE_PROGRAM_ROWS else 2
-    key: Any = (op.reduction, op.smoothing > 0.0, size, training, inplace, _invariant())
+    key: Any = (op.reduction, op.smoothing > 0.0, kernels.size_class(n_rows), training, inplace, _invariant())
     if layout is not None:  # there are no weights, no softcap and no denominator
         key = (layout, key)
     else:
@@ -135,11 +130,11 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
     unused = torch.empty(1, dtype=real, device=x.device)
     vectors = op.vectors(unused)
     count = reduce = loss = None
-    if op.reduction != "none" and n_rows <= ONE_PROGRAM_ROWS:
+    if op.reduction != "none":
         divided = mean and op.denominator is None
         with suppress(KernelUnavailable):
-            count = _prepare_count(op, n_rows, x) if divided and training else None
-            reduce = _prepare_reduction(x, n_rows, divided, op.weight is not None, has_count=count is not None)
+            count = prepare_count(op.weight is not None, n_rows, x) if divided and training else None
+            reduce = prepare_reduction(x, n_rows, divided, op.weight is not None, has_count=count is not None)
     # weights and smoothing together read a weight for each logit, twice: then the gradient has a kernel of its own
     if training and op.reduction != "none" and op.weight_facts is None:
         dx = x if inplace else gradient_buffer(x)
@@ -157,37 +152,6 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
     last = new_slot() if expects else None
     made = allocator_here(x), pointer(x), x.get_device()
     return _Launches(writes, loss.at, count, reduce, last, gradient_stride(x), *made)
-
-
-def _prepare_reduction(
-    on: Tensor, n_rows: int, divided: bool, weighted: bool, keeps_count: bool = False, has_count: bool = False
-) -> Run:
-    """What adds up the losses of at most ONE_PROGRAM_ROWS rows; `divided`: over the number of targets that count.
-
-    has_count: the kernel reads that number. If not, it counts, and keeps_count: writes the number.
-    """
-    real = torch.float32
-    flags = kernels.sum_flags(True, divided, weighted, n_rows > ONE_CTA_ROWS, device_of(on))
-    flags = (("KEEPS_COUNT", keeps_count), ("HAS_COUNT", has_count), *flags)
-    return prepare_flat(kernels.reduce_losses, (real, torch.int64, real, real, real), flags, 8, on)
-
-
-def _prepare_count(op: CrossEntropy, n_rows: int, x: Tensor) -> Run:
-    flags = kernels.sum_flags(False, False, op.weight is not None, n_rows > ONE_CTA_ROWS, device_of(x))
-    return prepare_flat(kernels.count_targets, (torch.int64, torch.float32, torch.float32), flags, 8, x)
-
-
-def count_targets(op: CrossEntropy, x: Tensor) -> Tensor:
-    """The mean's denominator: how many targets count, or their weights' sum.  # [1] float32"""
-    n_rows, n_cols = x.shape
-    if op.denominator is None and n_rows <= ONE_PROGRAM_ROWS:
-        count = empty((1,), (1,), torch.float32, x)
-        with suppress(KernelUnavailable):
-            run, at = _prepare_count(op, n_rows, x), pointer(x)
-            vectors = (at(op.target), at(count if op.weight is None else op.weight), at(count))
-            on_its_device(x, run, vectors, (n_rows, n_cols, op.ignore_index))
-            return count
-    return counted(op, n_cols)
 
 
 def cross_entropy_forward(
@@ -226,7 +190,7 @@ def _run(
         loss = new((), (), torch.float32)
     targets = at(target)
     weights = losses if weight is None else at(weight)
-    size = (n_rows, n_cols, ignore_index)
+    size = (n_rows, n_rows, n_cols, ignore_index)
     if launches.counts is not None:
         launches.counts((targets, weights, count), size)
     elif training and reduction == "mean":
@@ -270,6 +234,85 @@ def planned_cross_entropy(x: Tensor, on: Tensor, gradient: bool) -> Plan | str:
     return planned(FORWARD[op], (x,), (torch.int64, real, real, real, real), kind.flags, on)
 
 
+# --- sums over rows ---------------------------------------------------------------------------------------------------
+
+
+def prepare_count(weighted: bool, n_rows: int, on: Tensor) -> Run:
+    """run((targets, weights, count), (n_rows, n_rows, n_cols, ignore_index)): the mean's denominator into count, [1].
+
+    It is the number of targets that count, or the sum of their weights. The next kernel may start before its end.
+    """
+    real, device, way = torch.float32, device_of(on), kernels.size_class(n_rows)
+    flags = kernels.sum_flags(False, False, weighted, way == 1, device)
+    count = prepare_flat(kernels.count_kernel, (torch.int64, real, real), flags, 8, on)
+    if way < 2:
+        return count
+    warps = kernels.ADDED_WARPS * 32 // device.warp_size
+    add = prepare_flat(kernels.add_kernel, (real, real), kernels.partials_flags(device), warps, on)
+    new, at = allocator_here(on), pointer(on)
+
+    def run(vectors: tuple[Any, ...], size: tuple[int, ...]) -> None:
+        targets, weights, to = vectors
+        n_rows, _, *rest = size
+        programs = -(-n_rows // kernels.ROWS_OF_PROGRAM)
+        partial = new((programs,), (1,), real)
+        count((targets, weights, at(partial)), (n_rows, kernels.ROWS_OF_PROGRAM, *rest), programs)
+        add((at(partial), to), (programs,))
+
+    return run
+
+
+def prepare_reduction(
+    on: Tensor, n_rows: int, divided: bool, weighted: bool, keeps_count: bool = False, has_count: bool = False
+) -> Run:
+    """run((losses, targets, weights, to, count), (n_rows, n_rows, n_cols, ignore_index)): the losses' sum into to, [1].
+
+    divided: over the number of targets that count, NaN where none does. has_count: `count` has that number. If not,
+    the targets are counted, and keeps_count: `count` takes the number. The kernel in front is the one that writes the
+    losses, and may still run.
+    """
+    real, device, way = torch.float32, device_of(on), kernels.size_class(n_rows)
+    kinds = (real, torch.int64, real, real, real)
+
+    def reduction(mean: bool, counted: bool, keeps: bool) -> Run:
+        flags = kernels.sum_flags(True, mean, weighted, way == 1, device)
+        flags = (("KEEPS_COUNT", keeps), ("HAS_COUNT", counted), *flags)
+        return prepare_flat(kernels.reduce_kernel, kinds, flags, 8, on)
+
+    if way < 2:
+        return reduction(divided, has_count, keeps_count)
+    counts = prepare_count(weighted, n_rows, on) if divided and not has_count else None
+    reduce, merge = reduction(False, True, False), reduction(divided, True, False)
+    new = allocator_here(on)
+
+    def run(vectors: tuple[Any, ...], size: tuple[int, ...]) -> None:
+        losses, targets, weights, to, count = vectors
+        n_rows, _, *rest = size
+        programs = -(-n_rows // kernels.ROWS_OF_PROGRAM)
+        found = new((1 + programs,), (1,), real)  # the count, and each program's sum
+        own, partial = places(found, 0, 1)
+        if counts is not None:
+            count = count if keeps_count else own
+            counts((targets, weights, count), size)
+        reduce((losses, targets, weights, partial, partial), (n_rows, kernels.ROWS_OF_PROGRAM, *rest), programs)
+        merge((partial, targets, weights, to, count if divided else partial), (programs, programs, *rest))
+
+    return run
+
+
+def count_targets(op: CrossEntropy, x: Tensor) -> Tensor:
+    """The mean's denominator: how many targets count, or their weights' sum.  # [1] float32"""
+    n_rows, n_cols = x.shape
+    if op.denominator is None:
+        count = empty((1,), (1,), torch.float32, x)
+        with suppress(KernelUnavailable):
+            run, at = prepare_count(op.weight is not None, n_rows, x), pointer(x)
+            vectors = (at(op.target), at(count if op.weight is None else op.weight), at(count))
+            on_its_device(x, run, vectors, (n_rows, n_rows, n_cols, op.ignore_index))
+            return count
+    return counted(op, n_cols)
+
+
 def counted(op: CrossEntropy, n_cols: int) -> Tensor:
     """`count_targets` by PyTorch."""
     if op.denominator is not None:
@@ -283,14 +326,11 @@ def counted(op: CrossEntropy, n_cols: int) -> Tensor:
 def reduce_losses(losses: Tensor, op: CrossEntropy, size: int) -> tuple[Tensor, Tensor | None]:
     """(the rows' losses, reduced; what a mean divides by, [1]). op: of all `size` columns, without weights."""
     n_rows, mean = losses.shape[0], op.reduction == "mean"
-    if n_rows > ONE_PROGRAM_ROWS:
-        total, count = losses.sum(), counted(op, size) if mean else None
-        return (total if count is None else torch.where(count[0] == 0.0, float("nan"), total / count[0])), count
     loss, at = empty((), (), torch.float32, losses), pointer(losses)
     count = empty((1,), (1,), torch.float32, losses) if mean else None
-    run = _prepare_reduction(losses, n_rows, mean, False, mean)
+    run = prepare_reduction(losses, n_rows, mean, False, mean)
     vectors = tuple(at(t) for t in (losses, op.target, losses, loss, loss if count is None else count))
-    on_its_device(losses, run, vectors, (n_rows, size, op.ignore_index))
+    on_its_device(losses, run, vectors, (n_rows, n_rows, size, op.ignore_index))
     return loss, count
 
 

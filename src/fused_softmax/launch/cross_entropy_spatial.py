@@ -21,6 +21,7 @@ from .context import is_batch_invariant
 from .device import device_of
 from .folding import alignment_of, as_planes, merge_dims
 from .layout import MAX_COLS, as_rows, empty
+from .loss_kernels import ADDED_WARPS, add_kernel, partials_flags
 from .options import CrossEntropy
 from .spatial import (
     Recipe,
@@ -53,21 +54,13 @@ def _prepare() -> Any:
     return prepare_spatial_targets
 
 
-@kernel_loader
-def _add_partials() -> Any:
-    from ..kernels.spatial_targets import add_partials
-
-    return add_partials
-
-
 PARTS = {
     name: of_parts("cross_entropy_spatial_parts", name)
     for name in ("cross_entropy_spatial_reduce", "cross_entropy_spatial_merge", "cross_entropy_spatial_finish")
 }
 # targets that one program prepares, in blocks of one for each of its threads' 16 bytes
 PREPARED_BLOCK, PREPARED_EACH, PREPARED_WARPS = 512, 8, 8
-# the same of partial sums, which one program adds up. PyTorch adds up more than MOST_PARTIALS losses
-ADDED_BLOCK, ADDED_EACH, ADDED_WARPS = 4096, 8, 32
+# PyTorch adds up more than so many losses
 MOST_PARTIALS = 65536
 # programs that look at an upstream gradient. More of them than fit on the GPU would take turns to find nothing to do
 LOOKS = 1024
@@ -196,10 +189,9 @@ def prepare_recipe(op: CrossEntropy, n_cols: int, device: Device) -> Recipe:
 
 def sum_recipe(device: Device) -> Recipe:
     """What adds up partial sums, over (the partial sums, [n]; their sum, [1])."""
-    pdl = device.supports_pdl
-    meta: dict[str, Any] = dict(WAITS=pdl, TRIGGER=pdl, EACH=ADDED_EACH, BLOCK=ADDED_BLOCK)
+    meta: dict[str, Any] = dict(partials_flags(device))
     meta |= dict(num_warps=ADDED_WARPS * 32 // device.warp_size) | device.options() | early_start(meta)
-    return Recipe((Step(_add_partials(), meta, (0, 1), (None,), 1, most=1),))
+    return Recipe((Step(add_kernel(), meta, (0, 1), (None,), 1, most=1),))
 
 
 def _adder(partials: Tensor, to: Tensor) -> Run:

@@ -25,17 +25,24 @@ def resident() -> Any:
 
 
 @kernel_loader
-def count_targets() -> Any:
+def count_kernel() -> Any:
     from ..kernels.cross_entropy import count_targets
 
     return count_targets
 
 
 @kernel_loader
-def reduce_losses() -> Any:
+def reduce_kernel() -> Any:
     from ..kernels.cross_entropy import reduce_losses
 
     return reduce_losses
+
+
+@kernel_loader
+def add_kernel() -> Any:
+    from ..kernels.spatial_targets import add_partials
+
+    return add_partials
 
 
 def with_gradient_flags(
@@ -49,6 +56,27 @@ def with_gradient_flags(
 def with_gradient_numbers(op: CrossEntropy) -> tuple[int | float, ...]:
     """That kernel's numbers, for an upstream gradient of 1."""
     return (op.ignore_index, *op.numbers, 1.0)
+
+
+# --- sums over rows: the losses added up, and how many targets count --------------------------------------------------
+
+# more rows than this are shared by a cluster, and more than the second by independent programs of so many rows
+ONE_CTA_ROWS = 2048
+ONE_PROGRAM_ROWS = 65536
+ROWS_OF_PROGRAM = 8192
+# of partial sums, which one program adds up: in blocks of one for each of its threads' 16 bytes, and so many at a time
+ADDED_BLOCK, ADDED_EACH, ADDED_WARPS = 4096, 8, 32
+
+
+def size_class(n_rows: int) -> int:
+    """Which of the ways adds up so many rows."""
+    return 0 if n_rows <= ONE_CTA_ROWS else 1 if n_rows <= ONE_PROGRAM_ROWS else 2
+
+
+def partials_flags(device: Device) -> Flags:
+    """The flags of `add_partials`: the kernel in front of it may still run, and the next one may start."""
+    pdl = device.supports_pdl
+    return (("WAITS", pdl), ("TRIGGER", pdl), ("EACH", ADDED_EACH), ("BLOCK", ADDED_BLOCK))
 
 
 @functools.lru_cache

@@ -53,13 +53,13 @@ def plan_statistics(problem: Problem, device: Device) -> Plan:
 
 
 def plan_row_statistics(problem: Problem, device: Device) -> Plan:
-    """`plan_statistics`; of wide rows of 16 bits, in whole vectors, the plan of a kernel that reduces a part.
+    """`plan_statistics`; of wide rows in whole vectors, the plan of a kernel that reduces a part.
 
     >>> plan_row_statistics(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).part_cols
     4096
     """
-    narrow, warps, most = STATISTICS_PARTS
-    whole_vectors = geometry(problem)[0] == problem.full_vec == 8
+    narrow, warps, most = STATISTICS_PARTS[problem.itemsize]
+    whole_vectors = geometry(problem)[0] == problem.full_vec
     if device.max_cluster < 16 or not whole_vectors or problem.n_cols <= narrow:
         return plan_statistics(problem, device)
     return parts_plan(problem, device, warps, most)

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from fused_softmax.launch.cross_entropy import ONE_CTA_ROWS, ONE_PROGRAM_ROWS
 from fused_softmax.launch.launcher import device_of
+from fused_softmax.launch.loss_kernels import ROWS_OF_PROGRAM, size_class
 from fused_softmax.torch_ops.decompositions import causally_hidden
 
 from .draw import Case
@@ -227,8 +227,10 @@ def of_row_sums(case: Case, inputs: Inputs, ref: Tensor) -> Tensor | None:
 
 def additions(n_rows: int, weighted: bool, x: Tensor) -> int:
     """How many additions a loss goes through until all rows are added up: a lane's, then a tree's over the lanes."""
-    if n_rows > ONE_PROGRAM_ROWS:  # torch's sum: a block has 512 threads, and there may be more blocks
-        return -(-n_rows // 512) + n_rows.bit_length()
-    clustered = not weighted and n_rows > ONE_CTA_ROWS and device_of(x).max_cluster >= 16
+    way = size_class(n_rows)
+    if way == 2:  # a program's rows, then the sums of the programs
+        programs = -(-n_rows // ROWS_OF_PROGRAM)
+        return -(-ROWS_OF_PROGRAM // 256) + -(-programs // 256) + 2 * (256).bit_length()
+    clustered = not weighted and way == 1 and device_of(x).max_cluster >= 16
     lanes = 16 * 8 * 32 if clustered else 256
     return -(-n_rows // lanes) + lanes.bit_length()
