@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from launches import as_called, launches, masked_launch
-from machine_code import around_the_wait
+from machine_code import around_the_wait, starts_of_the_next
 
 from fused_softmax.lab.cross_compile import compile_for
 from fused_softmax.launch.compile import Launch
@@ -85,3 +85,17 @@ def test_nothing_is_accessed_before_the_wait(name):
     if not waits:  # every CTA waits: no branch leads around it
         before = asm["ptx"].split(".entry")[1].split("griddepcontrol.wait")[0]
         assert not re.search(r"^\s*(@%?\w+\s+bra|\$L__BB(?!\w*_0:))", before, re.MULTILINE), before
+
+
+@pytest.mark.parametrize("name", [n for n, launch in CASES.items() if launch.kernel.fn.__name__ == "softmax_resident"])
+def test_a_small_softmax_starts_the_next_kernel_once_its_loads_are_under_way(name):
+    """The condition is the number of its programs, which no kernel knows when it is compiled."""
+    ((conditional, waits, loads, stores),) = starts_of_the_next(compile_for(CASES[name], "sm_90").asm["sass"])
+    assert conditional and waits == 1 and loads == 0 and stores > 0
+
+
+def test_code_of_another_order_is_seen():
+    line = "a:b:c:d:0 {} ;"
+    wait, load, store = (line.format(code) for code in ("ACQBULK", "LDG.E R0, [R2]", "STG.E [R2], R0"))
+    assert starts_of_the_next("\n".join((wait, load, line.format("@P0 PREEXIT"), store))) == [(True, 1, 0, 1)]
+    assert starts_of_the_next("\n".join((line.format("PREEXIT"), wait, load, store))) == [(False, 0, 1, 1)]

@@ -43,3 +43,15 @@ def around_the_wait(sass: str) -> tuple[list[str], list[str], int] | None:
         elif name in ("STG", "ST", "ATOMG", "ATOM", "RED", "REDG", "PREEXIT", "EXIT"):
             others.append(operation)
     return None if before is None else (*before, len(loads))
+
+
+def starts_of_the_next(sass: str) -> list[tuple[bool, int, int, int]]:
+    """Where the next kernel may start: (only where a condition holds, waits before it, loads and stores after it)."""
+    lines = [(line, _LINE.match(line)) for line in sass.splitlines()]
+    names = [found[1].split(".")[0] for _, found in lines if found]
+    texts = [line for line, found in lines if found]
+    return [
+        (bool(re.search(r"@!?U?P\w+\s+PREEXIT", texts[i])), names[:i].count("ACQBULK"), names[i:].count("LDG"),
+         names[i:].count("STG"))
+        for i, name in enumerate(names) if name == "PREEXIT"
+    ]  # fmt: skip
