@@ -117,12 +117,12 @@ def test_infinite_rows():
     torch.testing.assert_close(got.logsumexp, torch.logsumexp(x, -1), equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_whose_columns_several_programs_share(dtype):
+@pytest.mark.parametrize(("dtype", "n"), [(torch.bfloat16, 9003), (torch.float16, 9003), (torch.float32, 98563)])
+def test_rows_whose_columns_several_programs_share(dtype, n):
     """Parts of -inf, an infinity or NaN in one part, and picks in the head, in each part and in the tail."""
-    x = torch.randn(6 * 9003 + 1)[1:].view(6, 9003).to(dtype)
-    x[0, :8990], x[1], x[2, 8999], x[3, 5], x[4, 100:] = -INF, -INF, INF, float("nan"), -INF
-    ids = torch.tensor([[8995, 9002], [0, 1], [0, 8999], [1, 2], [3, 50], [4096, 9000]])
+    x = torch.randn(6 * n + 1, dtype=dtype)[1:].view(6, n)
+    x[0, : n - 13], x[1], x[2, n - 4], x[3, 5], x[4, 100:] = -INF, -INF, INF, float("nan"), -INF
+    ids = torch.tensor([[n - 8, n - 1], [0, 1], [0, n - 4], [1, 2], [3, 50], [4096, n - 3]])
     assert fs.plan_for(x, op="token_logprobs").part_cols > 0 and fs.plan_for(x, op="logsumexp").part_cols > 0
     got = fs.token_logprobs(x, ids, return_entropy=True, return_logsumexp=True)
     log_p = torch.log_softmax(x.double(), -1)
@@ -131,8 +131,9 @@ def test_rows_whose_columns_several_programs_share(dtype):
     entropy = -(log_p.exp() * log_p.clamp(min=-1e300)).sum(-1)
     assert torch.isfinite(entropy[[0, 4, 5]]).all() and torch.isnan(got.entropy[1:4]).all()
     torch.testing.assert_close(got.entropy[[0, 4, 5]].double(), entropy[[0, 4, 5]], rtol=1e-5, atol=1e-5)
-    aligned = fs.token_logprobs(x[:, 1:9001].clone(), ids.clamp(max=8000))
-    want = torch.log_softmax(x[:, 1:9001].double(), -1).gather(-1, ids.clamp(max=8000))
+    whole = x[:, 1 : 1 + n // 8 * 8]
+    aligned = fs.token_logprobs(whole.clone(), ids.clamp(max=n - 1003))
+    want = torch.log_softmax(whole.double(), -1).gather(-1, ids.clamp(max=n - 1003))
     torch.testing.assert_close(aligned.double(), want, equal_nan=True, rtol=1e-5, atol=1e-5)
 
 

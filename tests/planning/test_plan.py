@@ -509,14 +509,17 @@ def test_few_threads_have_no_column(name, n_cols, dtype, aligned):
     assert plan.regime == "two_pass" or whole + (rest > 0) == 1
 
 
-def test_wide_16_bit_rows_are_reduced_in_parts():
+def test_wide_rows_are_reduced_in_parts():
     def found(n_cols: int, dtype: str = "bfloat16", vec: int = 1, in_phase: bool = True, target: str = "sm_90"):
         return loss_plans.plan_row_statistics(Problem(n_cols, dtype, dtype, vec, in_phase), DEVICES[target])
 
     for n_cols in (5377, 8193, 12289, 50257, 237225):
         plan = found(n_cols)
         assert 11 <= plan.chunks <= 16 and plan.part_cols == plan.chunks * 256 < n_cols
-    for one in (found(5376), found(50257, "float32"), found(50257, in_phase=False), found(50257, target="sm_80")):
+    for n_cols in (98305, 128256, 262147, 2000003):
+        plan = found(n_cols, "float32")
+        assert 5 <= plan.chunks <= 8 and plan.part_cols == plan.chunks * 512 < n_cols
+    for one in (found(5376), found(98304, "float32"), found(50257, in_phase=False), found(50257, target="sm_80")):
         assert one.part_cols == 0
 
 
