@@ -12,7 +12,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 import fused_softmax as fs
 from fused_softmax.lab import reference
 from fused_softmax.launch import cross_entropy as row_losses
-from fused_softmax.launch import loss_kernels
+from fused_softmax.launch import launcher, loss_kernels
+from fused_softmax.launch.launcher import flat_launch
 from fused_softmax.launch.layout import gradient_buffer
 from fused_softmax.losses import cross_entropy_over
 
@@ -285,11 +286,26 @@ def test_more_rows_than_one_program_adds_up(monkeypatch):
     monkeypatch.setattr(loss_kernels, "ONE_PROGRAM_ROWS", 2)
     monkeypatch.setattr(loss_kernels, "ONE_CTA_ROWS", 1)
     monkeypatch.setattr(loss_kernels, "ROWS_OF_PROGRAM", 2)
+    programs = launched_programs(monkeypatch)
     for (loss, dx, _, _), w in zip(want, (None, weight), strict=True):
         again, dx_again, *_ = both(x, target, weight=w)
         torch.testing.assert_close((again, dx_again), (loss, dx))
     torch.testing.assert_close([fs.cross_entropy(x, target, **of) for of in options], alone)
     assert fs.cross_entropy(x, torch.full_like(target, -100)).isnan()
+    assert (programs.count(("count_targets", 3)), programs.count(("reduce_losses", 3))) == (5, 7)
+    assert {programs for name, programs in programs if name == "add_partials"} == {1}
+
+
+def launched_programs(monkeypatch):
+    """(kernel, programs) of each launch of a kernel over vectors from now on."""
+    found = []
+
+    def noted(kernel, *rest):
+        found.append((kernel().fn.__name__, rest[-1]))
+        return flat_launch(kernel, *rest)
+
+    monkeypatch.setattr(launcher, "flat_launch", noted)
+    return found
 
 
 @pytest.mark.parametrize("keeps_count", [False, True])
@@ -298,11 +314,13 @@ def test_programs_that_add_up_losses_count_targets_too(monkeypatch, keeps_count)
     monkeypatch.setattr(loss_kernels, "ONE_CTA_ROWS", 5)
     monkeypatch.setattr(loss_kernels, "ROWS_OF_PROGRAM", 7)
     losses, target, out, count = torch.rand(33), torch.arange(33) % 6 - 1, torch.empty(()), torch.full((1,), 8.0)
+    programs = launched_programs(monkeypatch)
     run = row_losses.prepare_reduction(losses, 33, True, False, keeps_count)
     run((losses, target, losses, out, count), (33, 33, 4, -1))
     counts = int(((target >= 0) & (target < 4)).sum())
     torch.testing.assert_close(out, losses.sum() / counts)
     assert count.item() == (counts if keeps_count else 8.0)
+    assert programs == [("count_targets", 5), ("add_partials", 1), ("reduce_losses", 5), ("reduce_losses", 1)]
 
 
 def test_wide_rows_take_two_kernels(monkeypatch):

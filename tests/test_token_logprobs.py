@@ -8,6 +8,7 @@ import torch
 import fused_softmax as fs
 from fused_softmax import integrations as adapters
 from fused_softmax.lab import reference
+from fused_softmax.launch import row_statistics
 from fused_softmax.losses import TokenStatistics
 
 pytestmark = pytest.mark.interpreted
@@ -117,9 +118,14 @@ def test_infinite_rows():
     torch.testing.assert_close(got.logsumexp, torch.logsumexp(x, -1), equal_nan=True)
 
 
+@pytest.mark.parametrize("most", [row_statistics.MOST_PARTS, 2])
 @pytest.mark.parametrize(("dtype", "n"), [(torch.bfloat16, 9003), (torch.float16, 9003), (torch.float32, 98563)])
-def test_rows_whose_columns_several_programs_share(dtype, n):
-    """Parts of -inf, an infinity or NaN in one part, and picks in the head, in each part and in the tail."""
+def test_rows_whose_columns_several_programs_share(monkeypatch, dtype, n, most):
+    """Parts of -inf, an infinity or NaN in one part, and picks in the head, in each part and in the tail.
+
+    most: parts that are merged at a time.
+    """
+    monkeypatch.setattr(row_statistics, "MOST_PARTS", most)
     x = torch.randn(6 * n + 1, dtype=dtype)[1:].view(6, n)
     x[0, : n - 13], x[1], x[2, n - 4], x[3, 5], x[4, 100:] = -INF, -INF, INF, float("nan"), -INF
     ids = torch.tensor([[n - 8, n - 1], [0, 1], [0, n - 4], [1, 2], [3, 50], [4096, n - 3]])

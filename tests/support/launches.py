@@ -110,7 +110,8 @@ def statistics(target: str) -> Iterator[Named]:
                 launch = row_launch(row_statistics.FORWARD, (x,), (number, number), (1.0,), flags, chosen, device)
                 yield f"row_statistics parts{third} {dtype} {n_cols}", as_called(launch), chosen
                 tensors = (x, number, number, number, number, ids, number, number)
-                flags = (("PICKS", 1), *flags, ("KEEP_MOMENTS", True), ("BLOCK", 8), ("SPLITS", 64), ("WAITS", True))
+                flags = (("PICKS", 1), *flags, ("KEEP_MOMENTS", True), ("BLOCK", 8), ("SPLITS", 64))
+                flags = (*flags, ("LOOPS", n_cols == 128256), ("WAITS", True))
                 numbers = (64, n_cols, n_cols, 32, 1, 1.0)
                 launch = flat_launch(row_statistics._merge_statistics, tensors, numbers, flags, 4, device)
                 yield f"row_statistics merge{third} {dtype} {n_cols}", as_called(launch), None

@@ -91,7 +91,7 @@ def cross_entropy_forward(
 
 
 @triton.jit
-def rows_of_program(n_rows, n_each):
+def row_range(n_rows, n_each):
     """(first, end) of this program's or cluster's rows."""
     first = tl.program_id(0).to(tl.int64) * n_each
     return first, tl.minimum(first + n_each, n_rows)
@@ -153,7 +153,7 @@ def count_targets(
     init_cluster_barrier(CTAS, 4, PTX, WARPS_PER_ROW)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
-    first, end = rows_of_program(n_rows, n_each)
+    first, end = row_range(n_rows, n_each)
     _, weight = add_up(
         weight_ptr, target_ptr, weight_ptr, first, end, n_classes, ignore_index,
         False, True, WEIGHTED, CTAS, WARPS_PER_ROW, VECTORS, EACH, PTX,
@@ -178,12 +178,12 @@ def reduce_losses(
 
     HAS_COUNT: that count is read. If not, targets are counted, and KEEPS_COUNT: the count is written, too.
 
-    WAITS: this kernel starts while the kernel that writes the losses still runs, which hides the latency of the launch.
+    WAITS: this kernel starts while the kernel in front of it still runs, which hides the latency of the launch.
     """
     init_cluster_barrier(CTAS, 4, PTX, WARPS_PER_ROW)
     if WAITS:
         tl.extra.cuda.gdc_wait()
-    first, end = rows_of_program(n_rows, n_each)
+    first, end = row_range(n_rows, n_each)
     out, weight = add_up(
         loss_ptr, target_ptr, weight_ptr, first, end, n_classes, ignore_index,
         True, not HAS_COUNT, WEIGHTED, CTAS, WARPS_PER_ROW, VECTORS, EACH, PTX,

@@ -78,7 +78,7 @@ def cross_entropy_resident(
     MEAN: tl.constexpr,
     INPLACE: tl.constexpr,  # dx_ptr is x_ptr
     KEEPS_UPSTREAM: tl.constexpr,
-    WAITS: tl.constexpr,  # `count_targets` may still run: this kernel started before its end
+    WAITS: tl.constexpr,  # the kernel that writes the count may still run: this one started before its end
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr,
     WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
     UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,

@@ -9,10 +9,11 @@ are merged in one order: neither depends on the number of rows.
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from .common.arguments import AnyTensor, Float32, Int32, Int64, Rows, Vector, kernel
-from .common.numerics import LOWEST
+from .common.numerics import LOWEST, rescale_moments
 from .common.online_softmax import NO_MOMENT, accumulate, add_head_tail, load_step, merge_parts, moment_of
 from .common.statistics_terms import UNSCALED, picked_logits, scale_of, write_statistics
 from .common.tiles import head_and_tail, span_of, start_of, unit_of
@@ -75,6 +76,21 @@ def row_statistics_parts(
         tl.store(part + 2, part_moment[:, None])
 
 
+@triton.jit
+def load_parts(
+    parts_ptr, row, exists, first, n_splits, SPLITS: tl.constexpr, MOMENT: tl.constexpr
+):  # fmt: skip
+    """(m, s, t) of SPLITS parts of each row from part `first` on.  # row, exists: [BLOCK, 1]; result [BLOCK, SPLITS]"""
+    split = first + tl.arange(0, SPLITS)[None, :]
+    part, here = parts_ptr + (row * n_splits + split) * 3, exists & (split < n_splits)
+    m = tl.load(part, mask=here, other=LOWEST)
+    s = tl.load(part + 1, mask=here, other=0.0)
+    t = tl.zeros_like(s)
+    if MOMENT != NO_MOMENT:
+        t = tl.load(part + 2, mask=here, other=0.0)
+    return m, s, t
+
+
 @kernel()
 def merge_row_statistics(
     x_ptr: AnyTensor,  # [n_rows, n_cols], columns contiguous; for the picks
@@ -90,7 +106,8 @@ def merge_row_statistics(
     scale: Float32,
     PICKS: tl.constexpr, ENTROPY: tl.constexpr, SCALE: tl.constexpr, KEEP_MOMENTS: tl.constexpr,
     BLOCK: tl.constexpr,  # rows of a program
-    SPLITS: tl.constexpr,  # a power of two >= n_splits
+    SPLITS: tl.constexpr,  # a power of two: parts of a row that are read at a time
+    LOOPS: tl.constexpr,  # rows may have more parts
     WAITS: tl.constexpr,  # the kernel that writes the parts may still run
 ):  # fmt: skip
     """Merges each row's parts in one order, and writes what is asked of the row."""
@@ -101,13 +118,14 @@ def merge_row_statistics(
     k, wanted, inside, x_picked = picked_logits(x_ptr + row * x_stride, n_cols, row, exists, ids_ptr, n_picks, PICKS)
     if WAITS:
         tl.extra.cuda.gdc_wait()
-    split = tl.arange(0, SPLITS)[None, :]
-    part, here = parts_ptr + (row * n_splits + split) * 3, exists & (split < n_splits)
-    m = tl.load(part, mask=here, other=LOWEST)
-    s = tl.load(part + 1, mask=here, other=0.0)
-    t = tl.zeros_like(s)
-    if MOMENT != NO_MOMENT:
-        t = tl.load(part + 2, mask=here, other=0.0)
+    m, s, t = load_parts(parts_ptr, row, exists, 0, n_splits, SPLITS, MOMENT)
+    if LOOPS:
+        for first in range(SPLITS, n_splits, SPLITS):
+            next_m, next_s, next_t = load_parts(parts_ptr, row, exists, first, n_splits, SPLITS, MOMENT)
+            top = tl.maximum(m, next_m)
+            _, s, t = rescale_moments(m, s, t, top)
+            m, next_s, next_t = rescale_moments(next_m, next_s, next_t, top)
+            s, t = s + next_s, t + next_t
     row_max, row_sum, row_moment = merge_parts(m, s, t, MOMENT)
     write_statistics(
         row, exists, row_max, row_sum, row_moment, x_picked, inside, wanted, k, by, lse_ptr, moments_ptr, entropy_ptr,

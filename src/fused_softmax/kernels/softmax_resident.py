@@ -50,8 +50,8 @@ from .common.tiles import (
 
 # programs of a launch, at most, that let the next kernel start: of rows that a warp holds, and of wider ones. With more
 # programs, or more rows in the L2, it starts no sooner, or takes slots. H100, us in a CUDA graph with a cold L2 and a
-# warm one, without and with it: float32 1,024 x 256 2.73 and 2.27, 1.49 and 1.38; 16 x 32,000 3.86 and 3.74, 2.56 and
-# 2.41; bfloat16 1 x 128,256 2.44 and 2.25 (warm)
+# warm one, without and with it: float32 1,024 x 256 2.72 and 2.29, 1.49 and 1.37; 16 x 32,000 4.13 and 3.77, 2.50 and
+# 2.40. Not log_softmax, whose gradient takes up to 8 registers more with it (1,000 and 128,256 bfloat16 columns)
 WARP, STARTS_NEXT_OF_WARPS, STARTS_NEXT = tl.constexpr(32), tl.constexpr(256), tl.constexpr(64)
 
 
@@ -89,7 +89,8 @@ def softmax_resident(
             head, interior, n_cols, (rank == 0) & (warp == 0) & (row < n_rows), VECTORS, VEC
         )
         x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf")).to(tl.float32)
-    start_next(EARLY, STARTS_NEXT_OF_WARPS if VECTORS <= WARP and CTAS == 1 else STARTS_NEXT)
+    if not LOG:
+        start_next(EARLY, STARTS_NEXT_OF_WARPS if VECTORS <= WARP and CTAS == 1 else STARTS_NEXT)
     # log_softmax of long slices reaches its register cap, where only Triton's own order fits
     IN_ORDER: tl.constexpr = PTX and not (LOG and CHUNKS > 8)
     m = max_of_vectors(x[0], IN_ORDER)
@@ -196,7 +197,8 @@ def softmax_backward_resident(
         dy_row + first, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, 0.0, WARPS_PER_ROW, SMEM_STAGED, PTX,
         POLICY,
     )  # fmt: skip
-    start_next(EARLY, STARTS_NEXT_OF_WARPS if VECTORS <= WARP and CTAS == 1 else STARTS_NEXT)
+    if not LOG:
+        start_next(EARLY, STARTS_NEXT_OF_WARPS if VECTORS <= WARP and CTAS == 1 else STARTS_NEXT)
     d = tl.zeros([SEGMENTS, VECTORS], tl.float32)
     # the elements of a vector may lie in several lanes, which then add products
     ROUNDED: tl.constexpr = VECTORS == 1 or lies_in_lanes(VEC, y_ptr.dtype.element_ty)

@@ -27,6 +27,7 @@ from fused_softmax.lab.record import Record, Results, header
 from fused_softmax.lab.timing import EventStopwatch, HostStopwatch, interleave, peak_bytes
 from fused_softmax.launch.availability import failures_raised
 from fused_softmax.launch.device import interpreting
+from fused_softmax.launch.loss_kernels import ONE_CTA_ROWS, SHARED, size_class
 
 HOST_SHAPE = (8, 128)
 WALL_SHAPES = (
@@ -135,11 +136,14 @@ def _make_once(todo: Sequence[tuple[tuple[int, int], torch.dtype, int]], done: A
     torch.set_num_threads(1)
     for (n_rows, n_cols), dtype, part in todo:
         with suppress(Exception):
-            # no kernel over rows depends on their number; one that adds up losses does, beyond 2,048
-            x = torch.zeros(min(n_rows, 2304), n_cols, dtype=dtype, device=device)
+            # no kernel over rows depends on their number; those that add up losses do
+            x = torch.zeros(min(n_rows, ONE_CTA_ROWS + 256), n_cols, dtype=dtype, device=device)
             ids = torch.zeros(len(x), dtype=torch.int64, device=device)
             for _, _, call in list(_ways(x, ids, x == 0.0, dtype, fs))[part::PARTS]:
                 call()
+            if size_class(n_rows) == SHARED and part == 0:
+                few = torch.zeros(n_rows, 8, dtype=dtype, device=device, requires_grad=True)
+                fs.cross_entropy(few, torch.zeros(n_rows, dtype=torch.int64, device=device)).backward()
             torch.cuda.synchronize(device)
         done.put("")
 

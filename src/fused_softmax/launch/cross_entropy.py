@@ -85,9 +85,9 @@ class _Launches(NamedTuple):
     """The launches of a cross-entropy of rows of one layout.
 
     writes: whether the pass that reads the logits writes their gradient. loss: `at` of that pass. counts, reduce: what
-    `prepare_flat` returns; None where PyTorch counts, or adds up. last: what the gradient is written for; None: for an
-    upstream gradient of 1. stride: from one row of the gradient to the next. new, at: what allocates on `device`,
-    and what makes pointers of its tensors.
+    `prepare_count` and `prepare_reduction` return; None where PyTorch counts, or adds up. last: what the gradient is
+    written for; None: for an upstream gradient of 1. stride: from one row of the gradient to the next. new, at: what
+    allocates on `device`, and what makes pointers of its tensors.
     """
 
     writes: bool
@@ -243,9 +243,9 @@ def prepare_count(weighted: bool, n_rows: int, on: Tensor) -> Run:
     It is the number of targets that count, or the sum of their weights. The next kernel may start before its end.
     """
     real, device, way = torch.float32, device_of(on), kernels.size_class(n_rows)
-    flags = kernels.sum_flags(False, False, weighted, way == 1, device)
+    flags = kernels.sum_flags(False, False, weighted, way == kernels.BY_CLUSTER, device)
     count = prepare_flat(kernels.count_kernel, (torch.int64, real, real), flags, 8, on)
-    if way < 2:
+    if way != kernels.SHARED:
         return count
     warps = kernels.ADDED_WARPS * 32 // device.warp_size
     add = prepare_flat(kernels.add_kernel, (real, real), kernels.partials_flags(device), warps, on)
@@ -275,11 +275,11 @@ def prepare_reduction(
     kinds = (real, torch.int64, real, real, real)
 
     def reduction(mean: bool, counted: bool, keeps: bool) -> Run:
-        flags = kernels.sum_flags(True, mean, weighted, way == 1, device)
+        flags = kernels.sum_flags(True, mean, weighted, way == kernels.BY_CLUSTER, device)
         flags = (("KEEPS_COUNT", keeps), ("HAS_COUNT", counted), *flags)
         return prepare_flat(kernels.reduce_kernel, kinds, flags, 8, on)
 
-    if way < 2:
+    if way != kernels.SHARED:
         return reduction(divided, has_count, keeps_count)
     counts = prepare_count(weighted, n_rows, on) if divided and not has_count else None
     reduce, merge = reduction(False, True, False), reduction(divided, True, False)

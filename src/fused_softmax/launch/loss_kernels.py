@@ -64,13 +64,17 @@ def with_gradient_numbers(op: CrossEntropy) -> tuple[int | float, ...]:
 ONE_CTA_ROWS = 2048
 ONE_PROGRAM_ROWS = 65536
 ROWS_OF_PROGRAM = 8192
-# of partial sums, which one program adds up: in blocks of one for each of its threads' 16 bytes, and so many at a time
+# of partial sums, which one program adds up: in blocks, and so many of them at a time
 ADDED_BLOCK, ADDED_EACH, ADDED_WARPS = 4096, 8, 32
 
 
+# which of the ways adds up rows
+BY_ONE, BY_CLUSTER, SHARED = range(3)
+
+
 def size_class(n_rows: int) -> int:
-    """Which of the ways adds up so many rows."""
-    return 0 if n_rows <= ONE_CTA_ROWS else 1 if n_rows <= ONE_PROGRAM_ROWS else 2
+    """The way that adds up so many rows."""
+    return BY_ONE if n_rows <= ONE_CTA_ROWS else BY_CLUSTER if n_rows <= ONE_PROGRAM_ROWS else SHARED
 
 
 def partials_flags(device: Device) -> Flags:

@@ -138,6 +138,7 @@ def write_statistics(
 
 
 PARTS_OF_PROGRAM = 512  # that a program merges, of all its rows
+MOST_PARTS = 2048  # of a row that are read at a time: with 65,536 the kernel spills, and takes seconds to compile
 
 
 def prepare_statistics(op: RowOp, x: Tensor, dtype: torch.dtype, flags: Flags, invariant: bool) -> Callable[..., None]:
@@ -151,12 +152,13 @@ def prepare_statistics(op: RowOp, x: Tensor, dtype: torch.dtype, flags: Flags, i
     if not plan.part_cols:
         return prepare_rows(op, (x,), (real, real, real, ids, real, real), flags, invariant).at
     n_cols, stride, splits = x.shape[1], x.stride()[0], programs_of_row(plan, x.shape[1])
-    width = power_of_two(splits)
+    width = min(power_of_two(splits), MOST_PARTS)
     rows_each = max(1, PARTS_OF_PROGRAM // width)
     reduce = prepare_rows(op, (x,), (torch.empty(1), real), flags, invariant).at
     kinds = (x.dtype, _REAL, dtype, dtype, dtype, ids.dtype, dtype, dtype)
     of_merge = tuple(flag for flag in flags if flag[0] != "RANK")
-    of_merge = (*of_merge, ("BLOCK", rows_each), ("SPLITS", width), ("WAITS", device.supports_pdl))
+    of_merge = (*of_merge, ("BLOCK", rows_each), ("SPLITS", width), ("LOOPS", splits > width))
+    of_merge = (*of_merge, ("WAITS", device.supports_pdl))
     merge = prepare_flat(_merge_statistics, kinds, of_merge, 4, x)
     new, at = allocator_here(x), pointer(x)
 

@@ -327,9 +327,9 @@ STATISTICS_STEPS = {
 # the warps of a program, and its chunks at most. bfloat16, H200, 13 widths, fraction of a read: with 2^28 elements
 # 0.969 to 0.977, where one program or cluster for each row had 0.92 to 0.945; with 2^27 0.934 to 0.960, and 0.84 to
 # 0.94. At most 12 chunks: 0.86 to 0.96, as many short programs start too slowly; at most 20: 0.91 to 0.96, as fewer fit
-# on a multiprocessor. float32, H100, us before and now: 1 x 128,256 7.1 and 3.2, 16 x 151,936 9.0 and 4.7, 1 x
-# 2,000,000 65.3 and 4.6; 2^27 elements, 100,004 columns 178.7 and 178.3, 151,936 179.3 and 176.6, 500,000 185.5 and
-# 176.8. Up to 98,304 columns 2^27 elements are up to 4% slower so
+# on a multiprocessor. float32, H100, us of log-probabilities with entropy before and now: 1 x 128,256 7.3 and 3.2, 16 x
+# 151,936 9.0 and 4.7, 1 x 1,000,003 39.4 and 3.9; 2^27 elements, 100,004 columns 180.7 and 174.3, 151,936 180.9 and
+# 173.2, 500,000 190.2 and 172.0. Up to 98,304 columns 2^27 elements are up to 4% slower so
 STATISTICS_PARTS = {2: (5376, 1, 16), 4: (98304, 4, 8)}
 # of a kernel without a reduction, by element size: warps of one program, and its chunks at most, for any width. H200,
 # 60 random widths, gradient of log-probabilities with entropy: at least 0.97 of the best of 12 candidates

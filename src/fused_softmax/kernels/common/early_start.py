@@ -22,7 +22,7 @@ def await_previous(EARLY: tl.constexpr):
 
 @triton.jit
 def start_next(EARLY: tl.constexpr, MOST: tl.constexpr):
-    """Lets the next kernel start, where this launch has at most MOST programs; after the loads.
+    """Lets the next kernel start, where this launch has at most MOST programs; after the loads, or nearly all.
 
     Not in large launches: a GPU starts half as many programs in a nanosecond where each of them says so (H100 and H200:
     0.82, not 1.65), and few bytes for each program are then slower than a copy.

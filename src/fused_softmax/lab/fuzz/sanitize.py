@@ -42,6 +42,7 @@ BUDGET = Budget(1 << 16, 1 << 8, 1 << 17, strided=1 << 12, widest=0.01, large=1.
 # parts of our kernels' names; other kernels are torch's, and cost time
 KERNELS = (
     "softmax_", "row_statistics", "cross_entropy_", "count_targets", "reduce_losses", "scale_unless_one",
+    "add_partials", "prepare_spatial_targets",
 )  # fmt: skip
 # a second line counts those that are not printed: there are none with this limit
 _ERRORS = re.compile(r"ERROR SUMMARY: (\d+) errors?\s*$", re.MULTILINE)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax.launch.launcher import device_of
-from fused_softmax.launch.loss_kernels import ROWS_OF_PROGRAM, size_class
+from fused_softmax.launch.loss_kernels import BY_CLUSTER, ROWS_OF_PROGRAM, SHARED, size_class
 from fused_softmax.torch_ops.decompositions import causally_hidden
 
 from .draw import Case
@@ -228,9 +228,9 @@ def of_row_sums(case: Case, inputs: Inputs, ref: Tensor) -> Tensor | None:
 def additions(n_rows: int, weighted: bool, x: Tensor) -> int:
     """How many additions a loss goes through until all rows are added up: a lane's, then a tree's over the lanes."""
     way = size_class(n_rows)
-    if way == 2:  # a program's rows, then the sums of the programs
+    if way == SHARED:  # a program's rows, then the sums of the programs
         programs = -(-n_rows // ROWS_OF_PROGRAM)
         return -(-ROWS_OF_PROGRAM // 256) + -(-programs // 256) + 2 * (256).bit_length()
-    clustered = not weighted and way == 1 and device_of(x).max_cluster >= 16
+    clustered = not weighted and way == BY_CLUSTER and device_of(x).max_cluster >= 16
     lanes = 16 * 8 * 32 if clustered else 256
     return -(-n_rows // lanes) + lanes.bit_length()
