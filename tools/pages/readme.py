@@ -93,14 +93,13 @@ def where(root: Path) -> str:
     """The GPUs and versions that were measured, those that were only compiled for, and the oldest versions."""
     results = root / "benchmarks" / "results"
     runs = measured(results)
-    lines = []
+    found = []
     # a run on several GPUs names their number first
     one = {run: re.sub(r"^\d+ x ", "", run.device) for run in runs}
     for device in dict.fromkeys(one.values()):
         pairs = sorted({(run.torch.split("+")[0], run.triton) for run in runs if one[run] == device})
-        lines.append(
-            f"- **Measured**: {device}, with " + ", ".join(f"torch {t} and Triton {v}" for t, v in pairs) + "."
-        )
+        found.append(f"{device}, with " + ", ".join(f"torch {t} and Triton {v}" for t, v in pairs))
+    lines = [f"- **Measured**: {'; '.join(found)}."]
     others = [gpus for target, gpus in GPUS.items() if target not in measured_targets(results)]
     lines.append(f"- **Compiled for, not measured**: {', '.join(others)}.")
     return "\n".join([*lines, f"- **Versions**: {floors()}"])
