@@ -147,9 +147,7 @@ def count_targets(
     WEIGHTED: tl.constexpr, TRIGGER: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr,
     VECTORS: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The mean's denominator: how many targets count, or the sum of their weights; of each program's or
-    cluster's rows.
-    """
+    """The mean's denominator, of each program's or cluster's rows: how many targets count, or their weights' sum."""
     init_cluster_barrier(CTAS, 4, PTX, WARPS_PER_ROW)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()

@@ -77,9 +77,7 @@ def row_statistics_parts(
 
 
 @triton.jit
-def load_parts(
-    parts_ptr, row, exists, first, n_splits, SPLITS: tl.constexpr, MOMENT: tl.constexpr
-):  # fmt: skip
+def load_parts(parts_ptr, row, exists, first, n_splits, SPLITS: tl.constexpr, MOMENT: tl.constexpr):
     """(m, s, t) of SPLITS parts of each row from part `first` on.  # row, exists: [BLOCK, 1]; result [BLOCK, SPLITS]"""
     split = first + tl.arange(0, SPLITS)[None, :]
     part, here = parts_ptr + (row * n_splits + split) * 3, exists & (split < n_splits)

@@ -13,6 +13,7 @@ rows are staged in shared memory (`smem_staging`). log_softmax's gradient reads 
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
@@ -48,11 +49,17 @@ from .common.tiles import (
     width_if,
 )
 
-# programs of a launch, at most, that let the next kernel start: of rows that a warp holds, and of wider ones. With more
-# programs, or more rows in the L2, it starts no sooner, or takes slots. H100, us in a CUDA graph with a cold L2 and a
-# warm one, without and with it: float32 1,024 x 256 2.72 and 2.29, 1.49 and 1.37; 16 x 32,000 4.13 and 3.77, 2.50 and
-# 2.40. Not log_softmax, whose gradient takes up to 8 registers more with it (1,000 and 128,256 bfloat16 columns)
-WARP, STARTS_NEXT_OF_WARPS, STARTS_NEXT = tl.constexpr(32), tl.constexpr(256), tl.constexpr(64)
+
+@triton.constexpr_function
+def most_that_start_next(vectors: int, ctas: int) -> int:
+    """Programs of a launch, at most, that let the next kernel start: of rows that a warp holds, and of wider ones.
+
+    With more programs, or more rows in the L2, it starts no sooner, or takes slots. H100, us in a CUDA graph with a
+    cold L2 and a warm one, without and with it: float32 1,024 x 256 2.72 and 2.29, 1.49 and 1.37; 16 x 32,000 4.13 and
+    3.77, 2.50 and 2.40. Not for log_softmax, whose gradient takes up to 8 registers more with it (1,000 and 128,256
+    bfloat16 columns).
+    """
+    return 256 if vectors <= 32 and ctas == 1 else 64
 
 
 @kernel(on_cluster=True)
@@ -89,8 +96,7 @@ def softmax_resident(
             head, interior, n_cols, (rank == 0) & (warp == 0) & (row < n_rows), VECTORS, VEC
         )
         x_head_tail = tl.load(x_row + head_tail, mask=in_head_tail, other=-float("inf")).to(tl.float32)
-    if not LOG:
-        start_next(EARLY, STARTS_NEXT_OF_WARPS if VECTORS <= WARP and CTAS == 1 else STARTS_NEXT)
+    start_next(EARLY and not LOG, most_that_start_next(VECTORS, CTAS))
     # log_softmax of long slices reaches its register cap, where only Triton's own order fits
     IN_ORDER: tl.constexpr = PTX and not (LOG and CHUNKS > 8)
     m = max_of_vectors(x[0], IN_ORDER)
@@ -197,8 +203,7 @@ def softmax_backward_resident(
         dy_row + first, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, 0.0, WARPS_PER_ROW, SMEM_STAGED, PTX,
         POLICY,
     )  # fmt: skip
-    if not LOG:
-        start_next(EARLY, STARTS_NEXT_OF_WARPS if VECTORS <= WARP and CTAS == 1 else STARTS_NEXT)
+    start_next(EARLY and not LOG, most_that_start_next(VECTORS, CTAS))
     d = tl.zeros([SEGMENTS, VECTORS], tl.float32)
     # the elements of a vector may lie in several lanes, which then add products
     ROUNDED: tl.constexpr = VECTORS == 1 or lies_in_lanes(VEC, y_ptr.dtype.element_ty)

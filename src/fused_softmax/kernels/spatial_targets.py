@@ -1,9 +1,8 @@
 """The small kernels around `cross_entropy_spatial`: what prepares the targets of a mean, and what adds up partial sums.
 
-Losses of many rows have their partial counts added up here, too.
-
 A mean needs the number of targets before the first gradient. Programs count their targets, and write them in fewer
-bits, which the main kernel finds in the L2. `add_partials` adds up these counts, and later the losses.
+bits, which the main kernel finds in the L2. `add_partials` adds up these counts, later the losses, and
+the counts of losses of many rows.
 
 Each kernel starts while the one in front of it still runs, and then waits for its end. This hides the latency of a
 launch. No kernel ends before that wait, so the writes of all earlier kernels are visible after it.

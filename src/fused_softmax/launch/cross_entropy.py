@@ -247,8 +247,7 @@ def prepare_count(weighted: bool, n_rows: int, on: Tensor) -> Run:
     count = prepare_flat(kernels.count_kernel, (torch.int64, real, real), flags, 8, on)
     if way != kernels.SHARED:
         return count
-    warps = kernels.ADDED_WARPS * 32 // device.warp_size
-    add = prepare_flat(kernels.add_kernel, (real, real), kernels.partials_flags(device), warps, on)
+    add = prepare_flat(kernels.add_kernel, (real, real), kernels.partials_flags(device), kernels.add_warps(device), on)
     new, at = allocator_here(on), pointer(on)
 
     def run(vectors: tuple[Any, ...], size: tuple[int, ...]) -> None:

@@ -21,7 +21,7 @@ from .context import is_batch_invariant
 from .device import device_of
 from .folding import alignment_of, as_planes, merge_dims
 from .layout import MAX_COLS, as_rows, empty
-from .loss_kernels import ADDED_WARPS, add_kernel, partials_flags
+from .loss_kernels import add_kernel, add_warps, partials_flags
 from .options import CrossEntropy
 from .spatial import (
     Recipe,
@@ -190,7 +190,7 @@ def prepare_recipe(op: CrossEntropy, n_cols: int, device: Device) -> Recipe:
 def sum_recipe(device: Device) -> Recipe:
     """What adds up partial sums, over (the partial sums, [n]; their sum, [1])."""
     meta: dict[str, Any] = dict(partials_flags(device))
-    meta |= dict(num_warps=ADDED_WARPS * 32 // device.warp_size) | device.options() | early_start(meta)
+    meta |= dict(num_warps=add_warps(device)) | device.options() | early_start(meta)
     return Recipe((Step(add_kernel(), meta, (0, 1), (None,), 1, most=1),))
 
 

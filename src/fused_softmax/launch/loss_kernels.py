@@ -77,6 +77,11 @@ def size_class(n_rows: int) -> int:
     return BY_ONE if n_rows <= ONE_CTA_ROWS else BY_CLUSTER if n_rows <= ONE_PROGRAM_ROWS else SHARED
 
 
+def add_warps(device: Device) -> int:
+    """Warps of `add_partials`, of so many threads on each device."""
+    return ADDED_WARPS * 32 // device.warp_size
+
+
 def partials_flags(device: Device) -> Flags:
     """The flags of `add_partials`: the kernel in front of it may still run, and the next one may start."""
     pdl = device.supports_pdl
