@@ -33,6 +33,8 @@ OF_SOFTMAX = {
     "softmax_two_pass": "softmax_two_pass",
     "softmax_backward_resident": "softmax_resident",
     "softmax_backward_two_pass": "softmax_two_pass",
+    "softmax_gathered": "softmax_gathered",
+    "softmax_backward_gathered": "softmax_gathered",
     "softmax_strided": "softmax_strided",
     "softmax_spatial": "softmax_spatial",
     "softmax_spatial_backward": "softmax_spatial",
@@ -257,7 +259,9 @@ def test_operators_in_a_graph(names):
 
 
 PLANNED = {
-    "softmax_resident": lambda x: fs.plan_for(x),
+    "softmax_gathered": lambda x: fs.plan_for(x),
+    "softmax_resident": lambda x: fs.plan_for(x[:, :32]),
+    "softmax_backward_gathered": lambda x: fs.plan_for(x.half(), op="log_softmax", backward=True),
     "softmax_backward_resident": lambda x: fs.plan_for(x, op="log_softmax", backward=True),
     "softmax_strided": lambda x: fs.plan_for(x.t(), 1),
     "softmax_spatial": lambda x: fs.plan_for(x, 0),
@@ -277,7 +281,7 @@ def test_plan_for_says_so(name):
     assert fs.plan_for(x).regime != "torch"
     assert isinstance(PLANNED[name](x), fs.Plan)
     with broken(name) as tried:
-        if name == "softmax_resident":
+        if name == "softmax_gathered":
             fs.softmax(x)
         for _ in range(2):
             found = PLANNED[name](x)

@@ -13,7 +13,8 @@ from fused_softmax.launch import softmax as rows
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.launch.softmax import softmax_launch
-from fused_softmax.planning.softmax import WARP_MAX_COLS, plan
+from fused_softmax.planning.rows import WARP_MAX_COLS
+from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.types import REGIMES
 
 pytestmark = pytest.mark.interpreted

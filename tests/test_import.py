@@ -52,7 +52,7 @@ def test_import_loads_little():
         new = set(sys.modules) - before
         ours = {name for name in new if name.split(".")[0] == "fused_softmax"}
         assert new == ours, new - ours
-        assert len(ours) <= 58, len(ours)
+        assert len(ours) <= 60, len(ours)
         assert len(classes) <= 6, classes  # each takes as long as two modules
         later = {"integrations", "lab", "linear_losses", "nn", "parallel"}
         assert not [name for name in ours if name.split(".")[1:2] in [[one] for one in later]], ours

@@ -27,7 +27,8 @@ from fused_softmax.launch.softmax import softmax_op
 from fused_softmax.planning import config_tables
 from fused_softmax.planning import losses as loss_plans
 from fused_softmax.planning.masked_softmax import plan_masked
-from fused_softmax.planning.softmax import WARP_MAX_COLS, plan, steps_plan, warp_plan
+from fused_softmax.planning.rows import WARP_MAX_COLS, steps_plan, warp_plan
+from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.spatial import plan_spatial, plan_spatial_loss
 from fused_softmax.planning.types import (
     DEVICES,
@@ -406,7 +407,7 @@ def test_an_unknown_regime_is_refused():
 
 def test_a_problem_knows_nothing_of_rows():
     fields = {field.name for field in dataclasses.fields(Problem)}
-    assert fields == {"n_cols", "dtype", "out_dtype", "vec", "in_phase", "backward", "log"}
+    assert fields == {"n_cols", "dtype", "out_dtype", "vec", "in_phase", "packed", "backward", "log"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -14,7 +14,8 @@ import torch
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.launch.softmax import softmax_launch
-from fused_softmax.planning.softmax import WARP_MAX_COLS, plan
+from fused_softmax.planning.rows import WARP_MAX_COLS
+from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.types import REGIMES
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -19,8 +19,9 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 LEGEND = f"""\
 # What the planner chooses, made by `{COMMAND}`. A cell: regime, rows of a program x CTAs of a row,
 # warps, lanes*vec*chunks; then, where they apply: +n chunks without a mask, edge: head and tail apart, twice: exp
-# computed twice, <=n: registers a thread; parked n: chunks in shared memory, kept n: chunks of a row that is walked
-# twice, n ahead: chunks of y read early. "=" is the plan of the device to its left. float16 is planned as bfloat16 is.
+# computed twice, <=n: registers a thread; piece: rows moved as one piece; parked n: chunks in shared memory, kept n:
+# chunks of a row that is walked twice, n ahead: chunks of y read early. "=" is the plan of the device to its
+# left. float16 is planned as bfloat16 is.
 """
 
 
@@ -46,6 +47,7 @@ def chosen() -> Iterator[tuple[Problem, Device, Plan]]:
 def cell(p: Plan) -> str:
     said = f"{p.regime} {p.rows}x{p.ctas} {p.num_warps}w {p.vectors_per_chunk}*{p.vec}*{p.chunks}"
     said += f" +{p.unpredicated_chunks}" * (p.unpredicated_chunks > 0) + " edge" * p.unaligned + " twice" * p.recompute
+    said += " piece" * p.gathered
     said += f" parked {p.smem_staged}" * (p.smem_staged > 0) + f" kept {p.resident_chunks}" * (p.resident_chunks > 0)
     said += f" {p.prefetched_chunks} ahead" * (p.prefetched_chunks is not None)
     return said + (f" <={p.max_registers}" if p.max_registers is not None else "")

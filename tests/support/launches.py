@@ -37,8 +37,8 @@ from fused_softmax.planning.spatial import plan_spatial_elementwise
 from fused_softmax.planning.types import DEVICES, Device, Plan
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
-FORWARD = (64, 256, 1000, 1024, 4096, 16384, 50257, 128256, 262144, 1048576)
-BACKWARD = (64, 1000, 4096, 16384, 50257, 128256, 262144, 1048576)
+FORWARD = (13, 50, 64, 77, 256, 1000, 1024, 4096, 16384, 50257, 128256, 262144, 1048576)
+BACKWARD = (13, 50, 64, 77, 1000, 4096, 16384, 50257, 128256, 262144, 1048576)
 
 Named = tuple[str, Launch, Plan | None]
 
@@ -78,12 +78,12 @@ def softmax(target: str) -> Iterator[Named]:
     device = DEVICES[target]
     for dtype, name in ((BFLOAT16, "bfloat16"), (FLOAT32, "float32")):
         for log in (False, True):
-            for n_cols in FORWARD if not log else (400, 1000, 50257, 262144):
+            for n_cols in FORWARD if not log else (77, 400, 1000, 50257, 262144):
                 chosen = plan(problem(n_cols, (name, name), log=log), device)
                 x = rows_like(n_cols, dtype)
                 launch = softmax_launch((x, x), chosen, log=log, device=device)
                 yield f"{'log_' * log}softmax {name} {n_cols}", as_called(launch), chosen
-            for n_cols in BACKWARD if not log else (1000, 50257, 128256, 262144):
+            for n_cols in BACKWARD if not log else (77, 1000, 50257, 128256, 262144):
                 chosen = plan(problem(n_cols, (name, name), backward=True, log=log), device)
                 x = rows_like(n_cols, dtype)
                 launch = softmax_launch((x, x, x), chosen, log=log, backward=True, device=device)

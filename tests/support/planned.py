@@ -32,7 +32,16 @@ def problem(
     full = 16 // min(ITEMSIZE[dtype] for dtype in dtypes)
     vec = min(full, n_cols & -n_cols) if layout == "contiguous" else 1
     read, written = reversed(dtypes) if backward else dtypes
-    return Problem(n_cols, read, written, vec, in_phase=layout != "apart", backward=backward, log=log)
+    return Problem(
+        n_cols,
+        read,
+        written,
+        vec,
+        in_phase=layout != "apart",
+        backward=backward,
+        log=log,
+        packed=layout == "contiguous",
+    )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import triton.language as tl
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_max_sum, init_cluster_barrier, leave_cluster
 from .common.early_start import await_previous
-from .common.masked_rows import reciprocal, scalar_tiles, store_around, upcast_logits
+from .common.gathered_rows import declare_regions, put_elements, put_vectors, region_bytes, scatter
+from .common.masked_rows import apart_from, reciprocal, scalar_tiles, store_around, upcast_logits
 from .common.masks import (
     ADDITIVE,
     BOOLEAN,
@@ -33,9 +34,19 @@ from .common.masks import (
     scores,
 )
 from .common.numerics import LOWEST, SCORES_OF_32_BITS, exp, exp2_affine, exp2_fma, rounded_product, scaled
-from .common.row_scheduler import row_at, seen_of
+from .common.row_scheduler import piece_at, row_at, seen_of
 from .common.shifted_masks import load_shifted, shift_loaded
-from .common.tiles import issue_loads, load_chunks, segments_of, slice_of, span_of, start_of, warp_of, width_if
+from .common.tiles import (
+    chunk_offsets,
+    issue_loads,
+    load_chunks,
+    segments_of,
+    slice_of,
+    span_of,
+    start_of,
+    warp_of,
+    width_if,
+)
 
 
 @triton.jit
@@ -121,10 +132,16 @@ def masked_softmax_resident(
     MASK_VEC: tl.constexpr, CAUSAL: tl.constexpr, ZERO: tl.constexpr,
     RECOMPUTE: tl.constexpr,  # without a mask: hold the row as loaded and compute exp twice
     ROWS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
-    CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr, PTX: tl.constexpr,
-    EARLY: tl.constexpr,
+    CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr,
+    GATHERED: tl.constexpr,  # causal rows without gaps in y: a program's are written as one piece
+    BULK: tl.constexpr,  # with such a copy
+    THREADS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
+    PIECE: tl.constexpr = GATHERED and CAUSAL and MASK == NO_MASK
+    MOST: tl.constexpr = ROWS * (CHUNKS * VECTORS + 2) * VEC
+    if PIECE:
+        declare_regions(region_bytes(MOST, y_ptr.dtype.element_ty.primitive_bitwidth // 8), PTX)
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     TYPE: tl.constexpr = mask_ptr.dtype.element_ty
     BITS: tl.constexpr = TYPE.primitive_bitwidth
@@ -151,7 +168,8 @@ def masked_softmax_resident(
     SKIPS: tl.constexpr = CAUSAL and RECOMPUTED and ROWS * CTAS == 1 and CHUNKS > 1
     # causal rows of 16 bits that share a warp: all chunks are computed, then all are written. 288 columns and 18
     # queries run at 0.89 of a copy, at 0.85 where each chunk is written as it is computed
-    LATE: tl.constexpr = CAUSAL and MASK == NO_MASK and BITS_OF_X == 16 and ROWS > 1 and VECTORS < 32 and not RECOMPUTE
+    SHARED_WARP: tl.constexpr = CAUSAL and MASK == NO_MASK and BITS_OF_X == 16 and ROWS > 1 and VECTORS < 32
+    LATE: tl.constexpr = SHARED_WARP and not (RECOMPUTE or PIECE)
     # the loads of a shifted mask come before all arithmetic. One program: of an additive mask only, and float32 by 8
     # warps is slower so: 0.76 of a copy instead of 0.93 at 7,379 columns. A cluster: 36,537 bfloat16 columns, additive,
     # 800 queries, take 1.24 times as long without it
@@ -170,6 +188,9 @@ def masked_softmax_resident(
         shared_stride, n_group, group_multiplier, group_power, n_last, last_multiplier, last_power, MASK_ROWS != OWN,
         CAUSAL,
     )  # fmt: skip
+    if PIECE:
+        row, query, first_row = piece_at(ROWS, n_queries, span_multiplier, span_power)
+        exists = row < n_rows
     head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)
@@ -252,6 +273,8 @@ def masked_softmax_resident(
 
     # the last formula, and the store
     y_at, after_first, held = y_row + first, within - first, ()
+    if PIECE:
+        in_piece = (start_of(row, y_stride, phase, VEC, UNALIGNED) - first_row * columns).to(tl.int32)
     if RECOMPUTED:
         base, shift, correction = exp2_affine(row_max, FUSED, scale)
         base, shift, correction = base[:, :, None], shift[:, :, None], (correction * by)[:, :, None]
@@ -271,13 +294,24 @@ def masked_softmax_resident(
                 y = exp2_fma(upcast_logits(x[c], scale, FUSED, PTX), base, shift, FUSED) * correction
         else:
             y = exp2_fma(upcast_logits(x[c], scale, FUSED, PTX), base, shift, FUSED) * correction
-        if LATE:
+        if PIECE and PTX:
+            offsets = chunk_offsets(c, VECTORS, VEC, WARPS_PER_ROW)
+            value = tl.reshape(y.to(y_ptr.dtype.element_ty), (SEGMENTS, VECTORS * VEC))
+            put_vectors(value, in_piece + offsets, apart_from(offsets, width, after_first, VEC), VEC)
+        elif LATE:
             held = held + (y.to(y_ptr.dtype.element_ty),)
         else:
             store_around(y_at, width, after_first, y, c, CAUSAL, SEGMENTS, FULL, WARPS_PER_ROW, VECTORS, VEC)
     for t in tl.static_range(SCALARS):
         y_scalar = y_scalars[t] if FOLDED else exp((z_scalars[t] - row_max) * unit) * by
-        tl.store(y_row + scalars[t], y_scalar.to(y_ptr.dtype.element_ty), mask=in_scalars[t])
+        y_scalar = y_scalar.to(y_ptr.dtype.element_ty)
+        if PIECE and PTX:
+            put_elements(y_scalar, in_piece + scalars[t], in_scalars[t])
+        else:
+            tl.store(y_row + scalars[t], y_scalar, mask=in_scalars[t])
+    if PIECE:
+        n = tl.minimum(n_rows - first_row, ROWS).to(tl.int32) * columns
+        scatter(y_ptr + phase, first_row * columns, n, MOST, 0, THREADS, BULK, PTX)
     for c in tl.static_range(len(held)):
         store_around(y_at, width, after_first, held[c], c, CAUSAL, SEGMENTS, FULL, WARPS_PER_ROW, VECTORS, VEC)
     leave_cluster(CTAS, PTX)

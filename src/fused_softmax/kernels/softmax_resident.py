@@ -13,12 +13,11 @@ rows are staged in shared memory (`smem_staging`). log_softmax's gradient reads 
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
 from .common.cluster import cluster_reduce_max_sum, cluster_reduce_sum, init_cluster_barrier, leave_cluster
-from .common.early_start import await_previous, start_next
+from .common.early_start import await_previous, most_that_start_next, start_next
 from .common.numerics import (
     GRADIENT_CONVERTS_TWICE,
     LOWEST,
@@ -48,18 +47,6 @@ from .common.tiles import (
     warp_of,
     width_if,
 )
-
-
-@triton.constexpr_function
-def most_that_start_next(vectors: int, ctas: int) -> int:
-    """Programs of a launch, at most, that let the next kernel start: of rows that a warp holds, and of wider ones.
-
-    With more programs, or more rows in the L2, it starts no sooner, or takes slots. H100, us in a CUDA graph with a
-    cold L2 and a warm one, without and with it: float32 1,024 x 256 2.72 and 2.29, 1.49 and 1.37; 16 x 32,000 4.13 and
-    3.77, 2.50 and 2.40. Not for log_softmax, whose gradient takes up to 8 registers more with it (1,000 and 128,256
-    bfloat16 columns).
-    """
-    return 256 if vectors <= 32 and ctas == 1 else 64
 
 
 @kernel(on_cluster=True)

@@ -103,7 +103,8 @@ def programs_of_row(plan: Plan, n_cols: int) -> int:
 def meta_of(kernel: Any, plan: Plan, device: Device, flags: Flags) -> dict[str, Any]:
     """The constexprs that the kernel has, and the launch's own meta-parameters."""
     pdl = device.supports_pdl
-    known = plan.constexprs() | dict(PTX=device.ptx, EARLY=pdl, TRIGGER=pdl, WAITS=False) | dict(flags)
+    of_device = dict(PTX=device.ptx, EARLY=pdl, TRIGGER=pdl, WAITS=False, BULK=device.copies_in_bulk)
+    known = plan.constexprs() | of_device | dict(flags)
     meta = {name: known[name] for name in kernel.declaration.constexprs}
     return meta | launch_options(kernel, plan, device) | early_start(meta)
 

@@ -60,6 +60,20 @@ def _backward_two_pass() -> Any:
 
 
 @kernel_loader
+def _gathered() -> Any:
+    from ..kernels.softmax_gathered import softmax_gathered
+
+    return softmax_gathered
+
+
+@kernel_loader
+def _backward_gathered() -> Any:
+    from ..kernels.softmax_gathered import softmax_backward_gathered
+
+    return softmax_backward_gathered
+
+
+@kernel_loader
 def _strided() -> Any:
     from ..kernels.softmax_strided import softmax_strided
 
@@ -67,10 +81,14 @@ def _strided() -> Any:
 
 
 def _forward_kernel(plan: Plan) -> Any:
+    if plan.gathered:
+        return _gathered()
     return _two_pass() if plan.regime == "two_pass" else _resident()
 
 
 def _backward_kernel(plan: Plan) -> Any:
+    if plan.gathered:
+        return _backward_gathered()
     return _backward_two_pass() if plan.regime == "two_pass" else _backward_resident()
 
 

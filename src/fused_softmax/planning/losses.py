@@ -24,7 +24,7 @@ from .config_tables import (
     TWO_PASS_WARPS,
     KernelConfig,
 )
-from .softmax import (
+from .rows import (
     geometry,
     held_plan,
     looped_steps_plan,

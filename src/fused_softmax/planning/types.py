@@ -31,6 +31,11 @@ class Device:
         return self.kind == "cuda"
 
     @property
+    def copies_in_bulk(self) -> bool:
+        """Whether one thread may copy any piece of shared memory to memory (cp.async.bulk): sm_90 and later."""
+        return self.kind == "cuda" and self.max_cluster > 1
+
+    @property
     def supports_pdl(self) -> bool:
         """Whether a kernel may start before the previous one of its stream ends: programmatic dependent launch."""
         return self.kind == "cuda" and self.max_cluster > 1 and self.captures_pdl
@@ -148,7 +153,8 @@ class Problem(_Dtypes):
 
     vec: every row of every tensor starts at a multiple of so many elements (a power of two, at most 16 bytes of the
     narrowest dtype). in_phase: rows start anywhere, but the rows of all tensors start at the same distance from a
-    16-byte boundary, so that each row can be read and written in vectors, except its head and tail.
+    16-byte boundary, so that each row can be read and written in vectors, except its head and tail. packed: in each
+    tensor the rows follow each other without a gap.
     """
 
     n_cols: int
@@ -158,6 +164,7 @@ class Problem(_Dtypes):
     in_phase: bool = False
     backward: bool = False
     log: bool = False
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,6 +221,7 @@ class Plan:
     skewed: int = 0  # positions: each column of a tile starts at its own multiple of so many; 0: all start together
     overlap: int = 0  # positions that a tile shares with the next one
     finish_chunks: int = 0  # where programs share the columns: chunks of one that writes, if not `chunks`
+    gathered: bool = False  # a program moves its rows as one piece, by way of shared memory
 
     def constexprs(self) -> dict[str, object]:
         """The plan's compile-time arguments for any kernel, by the kernels' names; a kernel takes some of these."""
@@ -224,7 +232,7 @@ class Plan:
             VECTORS=self.vectors_per_chunk // self.warps_per_row, VEC=self.vec, CHUNKS=self.chunks,
             UNPREDICATED=self.unpredicated_chunks, UNALIGNED=self.unaligned, RECOMPUTE=self.recompute,
             RESIDENT_CHUNKS=self.resident_chunks, PREFETCHED=prefetched, SMEM_STAGED=self.smem_staged,
-            TWO_PASS=self.regime == "two_pass",
+            TWO_PASS=self.regime == "two_pass", THREADS=32 * self.num_warps, GATHERED=self.gathered,
         )  # fmt: skip
 
 

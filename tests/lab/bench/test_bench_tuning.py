@@ -17,7 +17,8 @@ from fused_softmax.lab.record import Record
 from fused_softmax.lab.resources import ROWS, fields_of, keys_of
 from fused_softmax.lab.roofline.compiled import Compiled, compile_kernel
 from fused_softmax.lab.tune import TUNABLE, Choice, as_config_table, choose
-from fused_softmax.planning.softmax import KernelConfig, plan
+from fused_softmax.planning.config_tables import KernelConfig
+from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.types import DEVICES
 
 

@@ -73,6 +73,12 @@ def upcast_logits(x, scale, FUSED: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def apart_from(offsets, width, within, VEC: tl.constexpr):
+    """Whether columns lie in `width`, and not in the vector at `within`, which a `scalar_tile` has."""
+    return (offsets < width) & (offsets // VEC * VEC != within)
+
+
+@triton.jit
 def store_around(
     at, width, within, y, C: tl.constexpr, CAUSAL: tl.constexpr,
     SEGMENTS: tl.constexpr, UNPREDICATED: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr,
@@ -85,7 +91,7 @@ def store_around(
     if CAUSAL:
         offsets = chunk_offsets(C, VECTORS, VEC, WARPS_PER_ROW)
         value = tl.reshape(y.to(at.dtype.element_ty), (SEGMENTS, VECTORS * VEC))
-        tl.store(at + offsets, value, mask=(offsets < width) & (offsets // VEC * VEC != within))
+        tl.store(at + offsets, value, mask=apart_from(offsets, width, within, VEC))
     else:
         store_chunk(at, width, y, C, SEGMENTS, UNPREDICATED, VECTORS, VEC, WARPS_PER_ROW)
 

@@ -37,6 +37,18 @@ def row_in_order(place, n_queries, multiplier, power, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def piece_at(ROWS: tl.constexpr, n_queries, multiplier, power):
+    """(row, query, first row) of the causal rows of a program that writes them as one piece: neighbors in memory.
+
+    The programs take the rows from the last one on, so that the longest rows of each batch come first.
+    """
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS
+    row = first_row + tl.arange(0, ROWS)[:, None]
+    _, query = fast_divmod(row, n_queries, multiplier, power)
+    return row, query, first_row
+
+
+@triton.jit
 def row_of_shared_mask(
     place, n_queries, n_span, span_multiplier, span_power, span_stride, n_block, block_multiplier, block_power,
     shared_stride, n_group, group_multiplier, group_power, n_last, last_multiplier, last_power, CAUSAL: tl.constexpr,

@@ -13,7 +13,7 @@ Mechanism
     vectors from their first aligned column on. The head and the tail are shorter than a vector and are separate, one
     element for each lane. The regimes warp, block and cluster are this one kernel with other numbers
     (kernels/softmax_resident.py). Rows that no cluster can hold are read as in lesson 07
-    (kernels/softmax_two_pass.py). planning/softmax.py computes the numbers from columns, dtype, alignment and device.
+    (kernels/softmax_two_pass.py). planning/ computes the numbers from columns, dtype, alignment and device.
     It never sees the number of rows, so a row's bits do not depend on its batch.
 
 Resource trade-off

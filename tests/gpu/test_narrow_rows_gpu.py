@@ -1,0 +1,101 @@
+"""Random narrow softmaxes, their gradients and causal rows, at random starts, with guards around the output."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import fused_softmax as fs
+from fused_softmax.launch.softmax import softmax_backward, softmax_forward
+
+pytestmark = pytest.mark.gpu
+GUARD = 64  # elements before and after a tensor
+
+
+def piece(rng: random.Random, n_rows: int, n_cols: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(rows without gaps that start anywhere, the memory around them, where they start)"""
+    start = GUARD + rng.choice((0, 0, 0, 1, 2, 3, 4, 7))
+    memory = torch.full((n_rows * n_cols + 2 * GUARD + 8,), 7.0, device="cuda", dtype=dtype)
+    return memory[start : start + n_rows * n_cols].view(n_rows, n_cols), memory, start
+
+
+def expect_untouched(memory: torch.Tensor, start: int, n: int) -> None:
+    assert (memory[:start] == 7).all() and (memory[start + n :] == 7).all(), "written outside the output"
+
+
+def unit(dtype: torch.dtype) -> tuple[float, float]:
+    """(relative error, absolute error) of a result that is rounded to dtype once, and of a few float32 operations."""
+    return {
+        torch.bfloat16: (2**-8, 2**-133), torch.float16: (1.02 * 2**-11, 2**-24), torch.float32: (3e-6, 1e-37),
+    }[dtype]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_rows(seed):
+    rng = random.Random(seed)
+    dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
+    n_cols, log = rng.randint(1, 128), rng.random() < 0.4
+    relative, absolute = unit(dtype)
+    for n_rows in (1, rng.randint(2, 70), rng.randint(1000, 5000)):
+        x, _, _ = piece(rng, n_rows, n_cols, dtype)
+        y, memory, start = piece(rng, n_rows, n_cols, dtype)
+        x.copy_(3 * torch.randn(n_rows, n_cols, device="cuda"))
+        softmax_forward(x, -1, dtype, log, y)
+        expected = (torch.log_softmax if log else torch.softmax)(x.double(), -1)
+        near = expected.abs() + (2**-6 if log else 0)  # a logarithm near 0 is a difference
+        assert ((y.double() - expected).abs() <= relative * near + absolute).all()
+        expect_untouched(memory, start, y.numel())
+        many = torch.cat([x, x])
+        assert torch.equal(softmax_forward(many, -1, dtype, log)[:n_rows], softmax_forward(x.clone(), -1, dtype, log))
+        dy, _, _ = piece(rng, n_rows, n_cols, dtype)
+        dy.copy_(torch.randn(n_rows, n_cols, device="cuda"))
+        dx = softmax_backward(dy, y, -1, dtype, log)
+        p, g = y.double(), dy.double()
+        if log:
+            expected = g - p.exp() * g.sum(-1, keepdim=True)
+            near = g.abs() + p.exp() * g.abs().sum(-1, keepdim=True)
+        else:
+            expected = p * (g - (p * g).sum(-1, keepdim=True))
+            near = p * (g.abs() + (p * g.abs()).sum(-1, keepdim=True))
+        assert ((dx.double() - expected).abs() <= relative * near + absolute).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("n_cols", [1, 5, 33, 77, 127])
+def test_special_rows(n_cols, dtype):
+    """Rows of -inf, with +inf and with NaN are torch's, and leave their neighbors alone."""
+    x = torch.randn(300, n_cols, device="cuda").to(dtype)
+    x[1], x[2, 0], x[3, -1], x[5] = -float("inf"), float("inf"), float("nan"), torch.finfo(dtype).max
+    for ours, theirs in ((fs.softmax, torch.softmax), (fs.log_softmax, torch.log_softmax)):
+        torch.testing.assert_close(ours(x, -1).float(), theirs(x.float(), -1), rtol=2**-7, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_causal_rows(seed):
+    rng = random.Random(seed)
+    dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
+    shape = (rng.randint(1, 3), rng.randint(1, 40), rng.randint(1, 60), rng.randint(16, 640))
+    x = torch.randn(shape, device="cuda").to(dtype)
+    keep = torch.ones(shape[2:], dtype=torch.bool, device="cuda").tril()
+    y = fs.masked_softmax(x, causal=True, scale=0.5)
+    expected = torch.softmax((0.5 * x.double()).masked_fill(~keep, -float("inf")), -1)
+    relative, absolute = unit(dtype)
+    assert ((y.double() - expected).abs() <= relative * expected + max(absolute, 1e-9)).all()
+    assert (y.masked_select(~keep) == 0).all()
+
+
+def test_a_graph_of_pieces():
+    """Each kernel starts early and reads what the one before it wrote as one piece."""
+    x = torch.randn(3, 500, 19, 286, device="cuda", dtype=torch.bfloat16)
+    chain = lambda: fs.softmax(fs.masked_softmax(fs.softmax(x[..., :77].contiguous(), -1), causal=True), -1)  # noqa: E731
+    expected = chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [chain() for _ in range(4)]
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, expected) for y in found)
