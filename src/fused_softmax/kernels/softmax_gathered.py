@@ -65,7 +65,7 @@ def softmax_gathered(
                 x_ptr, first, row * columns + column, there, c * VECTORS * VEC, 0, VEC, "-inf", c >= UNPREDICATED, PTX
             )
     await_threads(PTX)
-    # 16 bits: exp(x - m) in one multiply-add and one exp2, and what is off by a factor is off in the sum, too
+    # 16 bits: exp(x - m) in one multiply-add and one exp2; their common factor cancels in exp/sum
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16 and not LOG
     HELD: tl.constexpr = CHUNKS * VEC
     for k in tl.static_range(ROWS * VECTORS // THREADS):
@@ -102,6 +102,7 @@ def softmax_backward_gathered(
     THREADS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     MOST: tl.constexpr = ROWS * CHUNKS * VECTORS * VEC
+    tl.static_assert(dy_ptr.dtype == y_ptr.dtype and dx_ptr.dtype == y_ptr.dtype, "the tensors have one dtype")
     SECOND: tl.constexpr = region_bytes(MOST, y_ptr.dtype.element_ty.primitive_bitwidth // 8)
     declare_regions(2 * SECOND, PTX)
     first_row = tl.program_id(0).to(tl.int64) * ROWS

@@ -212,7 +212,7 @@ def _ptx_widths(ptx: str) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int,
     stores: Counter[int] = Counter()
     for access, vector, bits in _PTX_ACCESS.findall(ptx):
         (loads if access == "ld" else stores)[int(vector or 1) * int(bits) // 8] += 1
-    stores.update(16 for _ in re.finditer(r"\bcp\.async\.bulk\.global\.shared", ptx))  # in units of 16 bytes
+    stores.update(16 for _ in re.finditer(r"\bcp\.async\.bulk\.global\.shared", ptx))  # counted as one store
     copies = [int(size, 0) for size in _PTX_COPY.findall(ptx)]
     loads.update(copies)
     return _widest_first(loads), _widest_first(stores), len(copies)

@@ -56,7 +56,7 @@ def _statistics(picks: int) -> Find:
 
 def _masked(x: Tensor, device: Device) -> tuple[RowOp, tuple[Tensor, ...], Flags]:
     mask = (("MASK", 0), ("MASK_COLS", 0), ("MASK_VEC", 1), ("MASK_ROWS", 0))
-    return masked_softmax.FORWARD[False], (x, x), (*mask, ("CAUSAL", True), ("ZERO", False))
+    return masked_softmax.CAUSAL, (x, x), (*mask, ("CAUSAL", True), ("ZERO", False))
 
 
 FIND: dict[str, Find] = {

@@ -54,13 +54,14 @@ def _forward(plan: Plan) -> Any:
     return (_two_pass if plan.regime == "two_pass" else _resident)()
 
 
-def _op(kernel: Callable[[Plan], Any], mask: int, backward: bool) -> RowOp:
-    planner = functools.lru_cache(functools.partial(plan_masked, mask=mask))
+def _op(kernel: Callable[[Plan], Any], mask: int, backward: bool, causal: bool = False) -> RowOp:
+    planner = functools.lru_cache(functools.partial(plan_masked, mask=mask, causal=causal))
     return RowOp(planner, kernel, backward=backward, alignment=mask_alignment)
 
 
 # by the kind of mask that they read (`kind_of`), as masks take registers
 FORWARD = {kind: _op(_forward, kind, False) for kind in (0, 1, 2)}
+CAUSAL = _op(_forward, 0, False, causal=True)  # without a mask
 BACKWARD = {kind: _op(always(_backward), kind, True) for kind in (0, 1)}
 
 
@@ -79,7 +80,7 @@ def forward_of(
     invariant: bool,
 ) -> Masked:  # fmt: skip
     """The forward of scores x, folded to `rows` (x, y), under a mask."""
-    op = FORWARD[kind_of(mask)]
+    op = CAUSAL if causal and mask is None else FORWARD[kind_of(mask)]
     plan = op.plan(rows, device, invariant)
     read, flags, numbers = describe_mask(mask, x, plan, rows[-1], forward=True)
     return Masked(op, read, (*flags, ("CAUSAL", causal), ("ZERO", zero)), numbers[:ORDER], numbers[ORDER:])

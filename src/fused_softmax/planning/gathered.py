@@ -22,31 +22,18 @@ NUM_WARPS = 4
 MOST_ELEMENTS = (40, 36)
 # elements of a thread below which it takes several rows, so that a program moves enough bytes
 FEW_ELEMENTS = 16
-CHUNKS = (
-    1,
-    2,
-    3,
-    4,
-    6,
-    8,
-    12,
-    16,
-    20,
-    24,
-    32,
-    36,
-    40,
-    64,
-    128,
-    256,
-)  # accesses of a thread, so that widths share kernels
+# accesses of a thread are rounded up to these, so that widths share kernels
+CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 36, 40, 64, 128, 256)
 BANKS, ISSUES = 32, 4  # of a multiprocessor: 4-byte banks, and instructions in a cycle
 # instructions for an element, for an access of a thread, for a row of a thread and for a thread (compiled kernels)
 INSTRUCTIONS = (8.5, 1.5, 90, 110)
-# bytes that a multiprocessor moves in a cycle at the speed of a copy (H200), and elements of a thread that cost few
-# rows as much as a copy's time costs many: they wait for each other
-BYTES_A_CYCLE, ELEMENTS_OF_COPY = 18.2, 64
-MOST_CYCLES = 1.25  # over those of a copy, where several lanes share a row: other kernels are no slower then
+# bytes that a multiprocessor moves in a cycle at the speed of a copy, on an H200, where fewer cycles are left for each
+# byte than on an H100; and elements of a thread that cost few rows, which wait for them, as much as a copy's time costs
+# many rows
+BYTES_A_CYCLE, ELEMENTS_OF_COPY = 18.2, 48
+# cycles over those of a copy, at most, where several lanes share a row. H100: 127 columns of bfloat16 with 16 lanes
+# take 1.25 times as many, and run at 1.03 of a copy; the kernels that read rows run at 1.04
+MOST_CYCLES = 1.25
 
 
 def gathered_plan(problem: Problem, device: Device) -> Plan | None:
@@ -75,10 +62,13 @@ def gathered_plan(problem: Problem, device: Device) -> Plan | None:
 
 @cache
 def _lanes(n_cols: int, vec: int, itemsize: int, backward: bool) -> tuple[int, int] | None:
-    """(lanes of a row, rows of a thread); None where all numbers of lanes are slower than a copy."""
+    """(lanes of a row, rows of a thread).
+
+    None where one thread cannot hold a row, and every number of lanes takes more than MOST_CYCLES.
+    """
     costs, tensors = {}, 3 if backward else 2
     copy = tensors * n_cols * itemsize / BYTES_A_CYCLE
-    for lanes in (32, 16, 8, 4, 2, 1):
+    for lanes in (16, 8, 4, 2, 1):  # of 128 threads, so that a program's rows are a multiple of a vector's elements
         accesses, _ = _rounded(-(-n_cols // (lanes * vec)))
         elements = accesses * vec
         if elements > MOST_ELEMENTS[backward] or (lanes > 1 and elements < vec + 2):

@@ -28,10 +28,11 @@ GATHERED_CHUNKS = 8
 GATHERED_REGISTERS = 64  # of their 16-bit programs of 4 warps, so that 8 of them share a multiprocessor
 
 
-def plan_masked(problem: Problem, device: Device, mask: int) -> Plan:
+def plan_masked(problem: Problem, device: Device, mask: int, causal: bool = False) -> Plan:
     """The plan of masked softmax, or of its gradient. A causal row writes up to three vectors element by element.
 
-    mask: 0 for none, 1 for a boolean one, 2 for an additive one. A gradient reads a boolean mask or none.
+    mask: 0 for none, 1 for a boolean one, 2 for an additive one. A gradient reads a boolean mask or none. causal: rows
+    that are causal, without a mask.
 
     >>> plan_masked(Problem(2048, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"], mask=0).regime
     'block'
@@ -40,7 +41,7 @@ def plan_masked(problem: Problem, device: Device, mask: int) -> Plan:
     vec, unaligned = geometry(problem)
     in_vectors = vec == problem.full_vec
     if in_vectors:
-        chosen = _narrow_plan(problem, device, kind)
+        chosen = _narrow_plan(problem, device, kind, causal)
     else:
         chosen = warp_plan(problem, device, even=0) if problem.n_cols <= 512 else None
         if chosen is not None and chosen.vectors_per_chunk < vec:  # a thread for each column of a vector seen in part
@@ -93,7 +94,7 @@ def plan_masked(problem: Problem, device: Device, mask: int) -> Plan:
     return replace(chosen, unpredicated_chunks=full, max_registers=registers, recompute=recompute, why=why)
 
 
-def _narrow_plan(problem: Problem, device: Device, kind: str) -> Plan | None:
+def _narrow_plan(problem: Problem, device: Device, kind: str, causal: bool) -> Plan | None:
     """The plan of rows that a part of a warp holds, as many as its other parts; None for wider rows."""
     vec, unaligned = geometry(problem)
     units = problem.n_cols // vec if unaligned else -(-problem.n_cols // vec)
@@ -102,7 +103,7 @@ def _narrow_plan(problem: Problem, device: Device, kind: str) -> Plan | None:
         return None
     chunks = max(1, -(-units // lanes))
     num_warps = 4 if chunks <= MASKED_FEW_CHUNKS[kind][problem.itemsize] else 1
-    gathered = kind == "unmasked" and problem.packed and device.warp_size == 32 and chunks <= GATHERED_CHUNKS
+    gathered = causal and problem.packed and device.warp_size == 32 and chunks <= GATHERED_CHUNKS
     if gathered:  # a program's rows begin at a multiple of 16 bytes
         num_warps = max(num_warps, vec * lanes // device.warp_size)
     cap = GATHERED_REGISTERS if gathered and problem.itemsize == 2 and num_warps == 4 else None

@@ -18,6 +18,7 @@ from .types import REGIMES, Device, Plan, Problem
 def plan(problem: Problem, device: Device, regime: str | None = None) -> Plan:
     """The plan for `problem` on `device`; `regime` forces one (ValueError where it cannot hold such a row).
 
+    >>> from .types import DEVICES
     >>> plan(Problem(4096, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).regime
     'block'
     """

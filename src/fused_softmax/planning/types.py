@@ -153,8 +153,8 @@ class Problem(_Dtypes):
 
     vec: every row of every tensor starts at a multiple of so many elements (a power of two, at most 16 bytes of the
     narrowest dtype). in_phase: rows start anywhere, but the rows of all tensors start at the same distance from a
-    16-byte boundary, so that each row can be read and written in vectors, except its head and tail. packed: in each
-    tensor the rows follow each other without a gap.
+    16-byte boundary, so that each row can be read and written in vectors, except its head and tail. packed: all tensors
+    have one dtype, and in each one the rows follow each other without a gap.
     """
 
     n_cols: int
@@ -221,7 +221,7 @@ class Plan:
     skewed: int = 0  # positions: each column of a tile starts at its own multiple of so many; 0: all start together
     overlap: int = 0  # positions that a tile shares with the next one
     finish_chunks: int = 0  # where programs share the columns: chunks of one that writes, if not `chunks`
-    gathered: bool = False  # a program moves its rows as one piece, by way of shared memory
+    gathered: bool = False  # a program moves its rows as one piece of memory; causal rows are only written so
 
     def constexprs(self) -> dict[str, object]:
         """The plan's compile-time arguments for any kernel, by the kernels' names; a kernel takes some of these."""

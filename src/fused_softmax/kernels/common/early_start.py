@@ -34,11 +34,11 @@ def start_next(EARLY: tl.constexpr, MOST: tl.constexpr):
 
 @triton.constexpr_function
 def most_that_start_next(vectors: int, ctas: int) -> int:
-    """Programs of a launch of softmax, at most, that let the next kernel start: of rows that a warp holds, or of wider.
+    """Programs of a launch of softmax, at most, that let the next kernel start: rows of a warp, and wider ones.
 
-    With more programs, or more rows in the L2, it starts no sooner, or takes slots. H100, us in a CUDA graph with a
-    cold L2 and a warm one, without and with it: float32 1,024 x 256 2.72 and 2.29, 1.49 and 1.37; 16 x 32,000 4.13 and
-    3.77, 2.50 and 2.40. Not for log_softmax, whose gradient takes up to 8 registers more with it (1,000 and 128,256
-    bfloat16 columns).
+    Measured with kernels that read rows. With more programs, or more rows in the L2, it starts no sooner, or takes
+    slots. H100, us in a CUDA graph with a cold L2 and a warm one, without and with it: float32 1,024 x 256 2.72 and
+    2.29, 1.49 and 1.37; 16 x 32,000 4.13 and 3.77, 2.50 and 2.40. Not for log_softmax, whose gradient takes up to 8
+    registers more with it (1,000 and 128,256 bfloat16 columns).
     """
     return 256 if vectors <= 32 and ctas == 1 else 64

@@ -3,7 +3,10 @@
 Rows that follow each other without a gap are one piece, wherever each of them starts. So all threads copy the piece in
 vectors of 16 bytes, whatever the width: at most a vector at either end is moved by elements. In shared memory each
 thread finds its own elements, which are not vectors there: LANES neighbors of a warp share a row and take turns at VEC
-elements of it. Results go back the same way. A place counts elements from the program's first row.
+elements of it. Results go back the same way.
+
+A piece is the memory of a program's rows in one tensor, a region its copy in shared memory. A place counts elements
+from the program's first row.
 
     memory          |row 0   |row 1   |row 2   |...     16 bytes for each thread, to shared memory and back
     shared memory   |a b c d a b c d a|b c ...          threads a..d of row 0: VEC elements each, CHUNKS times
@@ -73,7 +76,7 @@ def _access(vec: int, itemsize: int) -> tuple[str, int]:
 
 @triton.constexpr_function
 def _fetch_ptx(offset: int, dtype: str, vec: int, filled: str) -> str:
-    """float32 $0 .. of the elements at place $vec (bytes); where `filled`, if $(vec+1) is not 0, else that number."""
+    """float32 $0 .. of the elements at place $vec (bytes). filled: the number where $(vec+1) is 0, or ""."""
     suffix, words = _access(vec, 4 if dtype == "fp32" else 2)
     ptx = ["{", ".reg .pred there;", f".reg .b32 slot, w<{words}>;", ".reg .b16 low, high;"]
     ptx += ["mov.u32 slot, gathered_rows;", f"add.u32 slot, slot, ${vec};"]
@@ -118,7 +121,7 @@ def _put_ptx(offset: int, dtype: str, vec: int, predicated: bool) -> str:
 def _put_vectors_ptx(itemsize: int, vec: int) -> str:
     """Writes a vector of 16 bytes to its place: after the result's words those of the vector, then VEC places.
 
-    The first place counts, where it is not negative.
+    Only the first place is used. Where it is negative, nothing is written.
     """
     results, words = vec // 4, vec * itemsize // 4
     ptx = ["{", ".reg .pred there;", ".reg .b32 slot;", f"setp.ge.s32 there, ${results + words}, 0;"]
@@ -186,7 +189,7 @@ def _move(
 ):  # fmt: skip
     """Moves n elements, at most MOST, between ptr + first and a region.  # first: a multiple of a vector's elements
 
-    BULK: one thread asks for a copy of all whole vectors, not each thread for its own.
+    BULK: one thread asks for one copy of all whole vectors.
     """
     ITEMSIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
     VEC: tl.constexpr = VECTOR_BYTES // ITEMSIZE
@@ -266,8 +269,8 @@ def fetch(
 ):  # fmt: skip
     """VEC tiles of float32: the elements of ptr at `first` + place + OFFSET, from the region.
 
-    # place, there: [THREADS]; FILL: "-inf" or "0", where not `there`. Where not FILLED, all of them are there, except
-    of rows that do not exist, whose numbers may be any.
+    # place, there: [THREADS]; FILL: "-inf" or "0", where not `there`. Where not FILLED, all of them are there. Rows
+    that do not exist get arbitrary numbers.
     """
     DTYPE: tl.constexpr = ptr.dtype.element_ty.name
     tl.static_assert(VEC == 1 or VEC == 2 or VEC == 4, "a thread's access has at most 8 bytes")
@@ -373,6 +376,7 @@ def put_vectors(value, place, there, VEC: tl.constexpr):
     place: elements from the region's start, of a multiple of 16 bytes at each vector. A vector is there or not.
     """
     ITEMSIZE: tl.constexpr = value.dtype.primitive_bitwidth // 8
+    tl.static_assert(VEC * ITEMSIZE == VECTOR_BYTES, "a vector has 16 bytes")
     ASM: tl.constexpr = _put_vectors_ptx(ITEMSIZE, VEC)
     CONSTRAINTS: tl.constexpr = _put_vectors_constraints(ITEMSIZE, VEC)
     at = tl.where(there, place * ITEMSIZE, -1)

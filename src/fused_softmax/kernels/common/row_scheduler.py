@@ -37,7 +37,7 @@ def row_in_order(place, n_queries, multiplier, power, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def piece_at(ROWS: tl.constexpr, n_queries, multiplier, power):
+def rows_of_piece(ROWS: tl.constexpr, n_queries, multiplier, power):
     """(row, query, first row) of the causal rows of a program that writes them as one piece: neighbors in memory.
 
     The programs take the rows from the last one on, so that the longest rows of each batch come first.

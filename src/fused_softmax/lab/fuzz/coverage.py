@@ -24,7 +24,7 @@ _COUNTS = {"UNPREDICATED", "SMEM_STAGED", "RESIDENT_CHUNKS"}
 _VALUES = dict.fromkeys(("MASK", "SCALE", "LOSS", "UPSTREAM"), (0, 1, 2)) | {"MASK_COLS": (0, 1, 2, 3)}
 # what says nothing: the device, lengths, and how launches overlap
 _IGNORED = {"PTX", "VECTORS", "CHUNKS", "EACH", "COLS", "EARLY", "TRIGGER", "WAITS", "PREFETCHED", "VEC", "MASK_VEC"}
-_IGNORED |= {"INNER", "THREADS", "BLOCK", "SPLITS"}
+_IGNORED |= {"INNER", "THREADS", "BLOCK", "SPLITS", "BULK"}
 
 Reached = set[tuple[str, str]]
 reached: Reached = set()
@@ -139,6 +139,8 @@ def unreachable() -> Reached:
     never |= {("masked_softmax_backward", "MASK=2")}
     # and it reads the mask of few rows, element by element
     never |= {("masked_softmax_backward", "MASK_COLS=3")}
+    # a piece of memory has the rows of 4 warps
+    never |= {("softmax_gathered", "ROWS=1"), ("softmax_backward_gathered", "ROWS=1")}
     if _clusters():  # which rows that do not fit on chip then always take
         never |= {("softmax_two_pass", "CTAS=1"), ("softmax_backward_two_pass", "CTAS=1")}
     if not torch.cuda.is_available():

@@ -1,0 +1,80 @@
+"""Narrow rows that are moved as one piece: what their plans owe to the kernels."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+import torch
+
+from fused_softmax.launch.layout import problem_of
+from fused_softmax.planning import gathered
+from fused_softmax.planning.masked_softmax import plan_masked
+from fused_softmax.planning.softmax import plan
+from fused_softmax.planning.types import DEVICES, ITEMSIZE, Plan, Problem
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "interpreter")
+
+
+def packed(n_cols: int, dtype: str, vec: int, backward: bool = False) -> Problem:
+    return Problem(n_cols, dtype, dtype, vec, in_phase=True, backward=backward, packed=True)
+
+
+def expect_whole_vectors(chosen: Plan, n_cols: int, dtype: str, regions: int) -> None:
+    """A program's rows are whole vectors, hold the width, and lie in 48 KB of shared memory."""
+    itemsize = ITEMSIZE[dtype]
+    assert chosen.rows * n_cols * itemsize % 16 == 0
+    held = chosen.vectors_per_chunk * chosen.vec
+    assert held * chosen.unpredicated_chunks <= n_cols <= held * chosen.chunks + 2 * chosen.vec * chosen.unaligned
+    elements = chosen.rows * (held * chosen.chunks + 2 * chosen.vec * chosen.unaligned)
+    assert regions * (elements * itemsize + 32) <= 48 << 10
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_programs_rows_are_whole_vectors(dtype, target):
+    found = {False: set(), True: set()}
+    for n_cols in range(1, 200):
+        for backward in (False, True):
+            vec = 1
+            while vec * ITEMSIZE[dtype] < 16 and n_cols % vec == 0:
+                chosen = gathered.gathered_plan(packed(n_cols, dtype, vec, backward), DEVICES[target])
+                if chosen is not None:
+                    assert chosen.rows * chosen.vectors_per_chunk % (32 * chosen.num_warps) == 0
+                    expect_whole_vectors(chosen, n_cols, dtype, 1 + backward)
+                    found[backward].add(n_cols)
+                vec *= 2
+    for backward, widths in found.items():
+        most = gathered.MOST_COLS[ITEMSIZE[dtype]][backward]
+        assert len(widths) >= 0.9 * most and all(n_cols <= most for n_cols in widths)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_causal_rows_of_a_program_are_whole_vectors(dtype, target):
+    some = 0
+    for n_cols in range(8, 700):
+        vec = 16 // ITEMSIZE[dtype]
+        for mask, causal in ((0, True), (0, False), (1, False), (2, False)):
+            chosen = plan_masked(packed(n_cols, dtype, vec if n_cols % vec == 0 else 1), DEVICES[target], mask, causal)
+            assert causal or not chosen.gathered
+            if chosen.gathered:
+                expect_whole_vectors(chosen, n_cols, dtype, 1)
+                some += 1
+    assert some > 200
+
+
+@pytest.mark.parametrize(("n_cols", "gaps"), [(13, 0), (77, 0), (77, 3)])
+def test_rows_with_gaps_or_of_several_dtypes_are_read_as_rows(n_cols, gaps):
+    half = torch.empty(5, n_cols + gaps, dtype=torch.bfloat16)[:, :n_cols]
+    assert plan(problem_of(half, half), DEVICES["sm_90"]).gathered == (gaps == 0)
+    for tensors in ((half, half.float(), half), (half.float(), half, half), (half, half, half.float())):
+        assert not plan(problem_of(*tensors, backward=True), DEVICES["sm_90"]).gathered
+
+
+def test_on_amd_rows_are_read_as_rows():
+    assert not plan(packed(77, "bfloat16", 1), DEVICES["gfx942"]).gathered
+
+
+def test_examples():
+    assert doctest.testmod(gathered).attempted >= 4 and doctest.testmod(gathered).failed == 0
