@@ -14,14 +14,16 @@ from functools import cache
 
 from .types import ITEMSIZE, Device, Plan, Problem
 
-# columns up to which rows are moved as one piece, by the bytes of an element, forward and in a gradient: beyond, others
-# are as fast, and faster with few rows
+# columns from which and up to which rows are moved as one piece, the latter by the bytes of an element, forward and in a
+# gradient: beyond, other kernels are as fast, and faster with few rows. One column with 16 rows for each thread took 3
+# times torch's time with few rows
+FEWEST_COLS = 3
 MOST_COLS = {2: (128, 80), 4: (64, 0)}
 NUM_WARPS = 4
 # elements of a row that a thread holds, at most: they are float32 in its registers, two rows of them in a gradient
 MOST_ELEMENTS = (40, 36)
 # elements of a thread below which it takes several rows, so that a program moves enough bytes
-FEW_ELEMENTS = 16
+FEW_ELEMENTS = 8
 # accesses of a thread are rounded up to these, so that widths share kernels
 CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 36, 40, 64, 128, 256)
 BANKS, ISSUES = 32, 4  # of a multiprocessor: 4-byte banks, and instructions in a cycle
@@ -46,7 +48,7 @@ def gathered_plan(problem: Problem, device: Device) -> Plan | None:
     narrow = (
         problem.packed
         and problem.vec < problem.full_vec
-        and problem.n_cols <= MOST_COLS[problem.itemsize][problem.backward]
+        and FEWEST_COLS <= problem.n_cols <= MOST_COLS[problem.itemsize][problem.backward]
     )
     if not narrow or problem.dtype != problem.out_dtype or device.warp_size != 32:
         return None
