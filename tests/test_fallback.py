@@ -69,6 +69,7 @@ MODULES = {
     **OF_SOFTMAX,
     **OF_LOSSES,
     "masked_softmax_resident": "masked_softmax_resident",
+    "masked_softmax_gathered": "masked_softmax_gathered",
     "masked_softmax_two_pass": "masked_softmax_two_pass",
     "masked_softmax_backward": "masked_softmax_backward",
 }

@@ -92,7 +92,12 @@ def test_special_rows(n_cols, dtype):
 def test_random_causal_rows(seed):
     rng = random.Random(seed)
     dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
-    shape = (rng.randint(1, 3), rng.randint(1, 40), rng.randint(1, 60), rng.randint(16, 640))
+    shape = (
+        rng.randint(1, 3),
+        rng.randint(1, 40),
+        rng.randint(1, 60),
+        rng.choice((rng.randint(3, 60), rng.randint(16, 640))),
+    )
     x = torch.randn(shape, device="cuda").to(dtype)
     keep = torch.ones(shape[2:], dtype=torch.bool, device="cuda").tril()
     y = fs.masked_softmax(x, causal=True, scale=0.5)

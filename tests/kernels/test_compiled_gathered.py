@@ -56,7 +56,7 @@ CAUSAL = [
 def test_causal_rows_are_written_as_one_piece(dtype, n_cols, gathered, target):
     """No store of a warp is left but that of the edges, and the one copy that is asked for, or its vectors."""
     launch, chosen = masked_launch(torch.empty(4, n_cols, dtype=dtype), None, True, DEVICES[target])
-    assert chosen.gathered == gathered
+    assert chosen.output_gathered == gathered
     if not gathered:
         return
     assert chosen.rows % chosen.vec == 0

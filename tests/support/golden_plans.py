@@ -47,7 +47,7 @@ def chosen() -> Iterator[tuple[Problem, Device, Plan]]:
 def cell(p: Plan) -> str:
     said = f"{p.regime} {p.rows}x{p.ctas} {p.num_warps}w {p.vectors_per_chunk}*{p.vec}*{p.chunks}"
     said += f" +{p.unpredicated_chunks}" * (p.unpredicated_chunks > 0) + " edge" * p.unaligned + " twice" * p.recompute
-    said += " piece" * p.gathered
+    said += " piece" * (p.gathered or p.output_gathered)
     said += f" parked {p.smem_staged}" * (p.smem_staged > 0) + f" kept {p.resident_chunks}" * (p.resident_chunks > 0)
     said += f" {p.prefetched_chunks} ahead" * (p.prefetched_chunks is not None)
     return said + (f" <={p.max_registers}" if p.max_registers is not None else "")

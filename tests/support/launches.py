@@ -229,7 +229,7 @@ def masks(target: str) -> Iterator[Named]:
     """masked_softmax under each kind of mask, and its gradient."""
     device = DEVICES[target]
     for dtype in (BFLOAT16, FLOAT32):
-        for n_cols in (64, 1001, 1024, 4096, 16384, 50257, 262144, 2097152):
+        for n_cols in (33, 64, 1001, 1024, 4096, 16384, 50257, 262144, 2097152):
             x = torch.empty(4, n_cols, dtype=dtype)
             for kind in ("causal", "boolean", "additive"):
                 mask = torch.empty(2, n_cols, dtype=torch.bool if kind == "boolean" else dtype)

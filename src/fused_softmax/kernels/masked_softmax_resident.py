@@ -134,14 +134,14 @@ def masked_softmax_resident(
     RECOMPUTE: tl.constexpr,  # without a mask: hold the row as loaded and compute exp twice
     ROWS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
     CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr,
-    GATHERED: tl.constexpr,  # causal rows without gaps in y: a program writes its rows as one piece
+    OUTPUT_GATHERED: tl.constexpr,  # causal rows without gaps in y: a program writes its rows as one piece
     BULK: tl.constexpr,  # how (`scatter`)
     THREADS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
-    tl.static_assert(not GATHERED or (CAUSAL and MASK == NO_MASK), "only causal rows are written as one piece")
+    tl.static_assert(not OUTPUT_GATHERED or (CAUSAL and MASK == NO_MASK), "only causal rows are written as one piece")
     MOST: tl.constexpr = ROWS * (CHUNKS * VECTORS + 2) * VEC
-    if GATHERED:
+    if OUTPUT_GATHERED:
         declare_regions(region_bytes(MOST, y_ptr.dtype.element_ty.primitive_bitwidth // 8), PTX)
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     TYPE: tl.constexpr = mask_ptr.dtype.element_ty
@@ -170,7 +170,7 @@ def masked_softmax_resident(
     # causal rows of 16 bits that share a warp: all chunks are computed, then all are written. 288 columns and 18
     # queries run at 0.89 of a copy, at 0.85 where each chunk is written as it is computed
     SHARED_WARP: tl.constexpr = CAUSAL and MASK == NO_MASK and BITS_OF_X == 16 and ROWS > 1 and VECTORS < 32
-    LATE: tl.constexpr = SHARED_WARP and not (RECOMPUTE or GATHERED)
+    LATE: tl.constexpr = SHARED_WARP and not (RECOMPUTE or OUTPUT_GATHERED)
     # the loads of a shifted mask come before all arithmetic. One program: of an additive mask only, and float32 by 8
     # warps is slower so: 0.76 of a copy instead of 0.93 at 7,379 columns. A cluster: 36,537 bfloat16 columns, additive,
     # 800 queries, take 1.24 times as long without it
@@ -189,7 +189,7 @@ def masked_softmax_resident(
         shared_stride, n_group, group_multiplier, group_power, n_last, last_multiplier, last_power, MASK_ROWS != OWN,
         CAUSAL,
     )  # fmt: skip
-    if GATHERED:
+    if OUTPUT_GATHERED:
         row, query, first_row = rows_of_piece(ROWS, n_queries, span_multiplier, span_power)
         exists = row < n_rows
     head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
@@ -274,7 +274,7 @@ def masked_softmax_resident(
 
     # the last formula, and the store
     y_at, after_first, held = y_row + first, within - first, ()
-    if GATHERED:
+    if OUTPUT_GATHERED:
         in_piece = (start_of(row, y_stride, phase, VEC, UNALIGNED) - first_row * columns).to(tl.int32)
     if RECOMPUTED:
         base, shift, correction = exp2_affine(row_max, FUSED, scale)
@@ -295,7 +295,7 @@ def masked_softmax_resident(
                 y = exp2_fma(upcast_logits(x[c], scale, FUSED, PTX), base, shift, FUSED) * correction
         else:
             y = exp2_fma(upcast_logits(x[c], scale, FUSED, PTX), base, shift, FUSED) * correction
-        if GATHERED and PTX:
+        if OUTPUT_GATHERED and PTX:
             offsets = chunk_offsets(c, VECTORS, VEC, WARPS_PER_ROW)
             value = tl.reshape(y.to(y_ptr.dtype.element_ty), (SEGMENTS, VECTORS * VEC))
             put_vectors(value, in_piece + offsets, apart_from(offsets, width, after_first, VEC), VEC)
@@ -306,11 +306,11 @@ def masked_softmax_resident(
     for t in tl.static_range(SCALARS):
         y_scalar = y_scalars[t] if FOLDED else exp((z_scalars[t] - row_max) * unit) * by
         y_scalar = y_scalar.to(y_ptr.dtype.element_ty)
-        if GATHERED and PTX:
+        if OUTPUT_GATHERED and PTX:
             put_elements(y_scalar, in_piece + scalars[t], in_scalars[t])
         else:
             tl.store(y_row + scalars[t], y_scalar, mask=in_scalars[t])
-    if GATHERED:
+    if OUTPUT_GATHERED:
         n = tl.minimum(n_rows - first_row, ROWS).to(tl.int32) * columns
         scatter(y_ptr + phase, first_row * columns, n, MOST, 0, THREADS, BULK, PTX)
     for c in tl.static_range(len(held)):

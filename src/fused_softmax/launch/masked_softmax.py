@@ -40,6 +40,13 @@ def _two_pass() -> Any:
 
 
 @kernel_loader
+def _gathered() -> Any:
+    from ..kernels.masked_softmax_gathered import masked_softmax_gathered
+
+    return masked_softmax_gathered
+
+
+@kernel_loader
 def _backward() -> Any:
     from ..kernels.masked_softmax_backward import masked_softmax_backward
 
@@ -51,6 +58,8 @@ _empty = empty_strided_cuda
 
 
 def _forward(plan: Plan) -> Any:
+    if plan.gathered:
+        return _gathered()
     return (_two_pass if plan.regime == "two_pass" else _resident)()
 
 
@@ -83,6 +92,8 @@ def forward_of(
     op = CAUSAL if causal and mask is None else FORWARD[kind_of(mask)]
     plan = op.plan(rows, device, invariant)
     read, flags, numbers = describe_mask(mask, x, plan, rows[-1], forward=True)
+    if plan.gathered:  # which takes no mask
+        return Masked(op, read, (*flags, ("ZERO", zero)), row_order(queries_of(x)), ())
     return Masked(op, read, (*flags, ("CAUSAL", causal), ("ZERO", zero)), numbers[:ORDER], numbers[ORDER:])
 
 
@@ -116,7 +127,7 @@ def masked_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, z
     y = y_rows if x.dim() == 2 else y_rows.view(x.shape)
     rows, invariant = (x_rows, y_rows), is_batch_invariant()
     op, read, flags, order, numbers = forward_of(x, rows, mask, causal, zero, device_of(x), invariant)
-    (read,) = starts((read,), numbers[-1])
+    (read,) = starts((read,), numbers[-1] if numbers else 0)
     launch_rows(op, rows, (read,), (*order, *numbers, scale), flags, invariant=invariant)
     return y
 
@@ -226,13 +237,14 @@ def _prepare(x: Tensor, rows: tuple[Tensor, ...], mask: Tensor | None, found: Ma
     op, read, flags, order, of_mask = found
     if mask is not None and read.data_ptr() != mask.data_ptr():
         return False
-    to_mask = 0 if op.backward else of_mask[-1] * read.element_size()
+    to_mask = 0 if op.backward or not of_mask else of_mask[-1] * read.element_size()
     if to_mask:
         (read,) = starts((read,), of_mask[-1])
     launch = prepare_rows(op, rows, (read,), flags, is_batch_invariant()).at
     shape, dtype, n_cols = tuple(x.shape), x.dtype, x.shape[-1]
     strides = contiguous_strides(shape)
-    known_rows, of_two, backward = rows[0].shape[0], x.dim() == 2, op.backward
+    known_rows, of_two = rows[0].shape[0], x.dim() == 2
+    order_of = row_schedule if len(order) == ORDER else row_order
 
     def call(tensors: tuple[Tensor, ...], mask: Tensor | None, scale: float) -> Tensor:
         if of_two:
@@ -240,7 +252,7 @@ def _prepare(x: Tensor, rows: tuple[Tensor, ...], mask: Tensor | None, found: Ma
             y = _empty((n_rows, n_cols), strides, dtype)
             scheduled = order
             if n_rows != known_rows:
-                scheduled = row_order(n_rows) if backward else row_schedule(n_rows)
+                scheduled = order_of(n_rows)
         else:
             n_rows, scheduled = known_rows, order
             y = _empty(shape, strides, dtype)

@@ -14,9 +14,9 @@ from functools import cache
 
 from .types import ITEMSIZE, Device, Plan, Problem
 
-# columns from which and up to which rows are moved as one piece, the latter by the bytes of an element, forward and in a
-# gradient: beyond, other kernels are as fast, and faster with few rows. One column with 16 rows for each thread took 3
-# times torch's time with few rows
+# columns from which and up to which rows are moved as one piece, the latter by the bytes of an element, forward and in
+# a gradient: beyond, other kernels are as fast, and faster with few rows. One column with 16 rows for each thread took
+# 3 times torch's time with few rows
 FEWEST_COLS = 3
 MOST_COLS = {2: (128, 80), 4: (64, 0)}
 NUM_WARPS = 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .config_tables import TWO_PASS_CHUNKS, TWO_PASS_WARPS, KernelConfig
+from .gathered import gathered_plan
 from .masked_tables import (
     MASKED,
     MASKED_BACKWARD_REGISTERS,
@@ -22,10 +23,12 @@ from .types import Device, Plan, Problem
 
 # the tables of each kind of mask, by the numbers of the kernels: none, boolean, additive
 KINDS = ("unmasked", "boolean", "additive")
+# columns up to which causal rows are read as one piece, too, by the bytes of an element
+GATHERED_COLS = {2: 60, 4: 40}
 # vectors of a thread up to which causal rows are written as one piece. H100, bfloat16: 474 columns and 27 queries (8)
 # take 0.95 to 0.98 of the time, 521 columns and 40 queries (9) 1.01
-GATHERED_CHUNKS = 8
-GATHERED_REGISTERS = 64  # of their 16-bit programs of 4 warps, so that 8 of them share a multiprocessor
+OUTPUT_GATHERED_CHUNKS = 8
+OUTPUT_GATHERED_REGISTERS = 64  # of their 16-bit programs of 4 warps, so that 8 of them share a multiprocessor
 
 
 def plan_masked(problem: Problem, device: Device, mask: int, causal: bool = False) -> Plan:
@@ -38,6 +41,10 @@ def plan_masked(problem: Problem, device: Device, mask: int, causal: bool = Fals
     'block'
     """
     kind = "backward" if problem.backward else KINDS[mask]
+    if causal and problem.n_cols <= GATHERED_COLS[problem.itemsize]:
+        found = gathered_plan(problem, device)
+        if found is not None:
+            return found
     vec, unaligned = geometry(problem)
     in_vectors = vec == problem.full_vec
     if in_vectors:
@@ -103,13 +110,15 @@ def _narrow_plan(problem: Problem, device: Device, kind: str, causal: bool) -> P
         return None
     chunks = max(1, -(-units // lanes))
     num_warps = 4 if chunks <= MASKED_FEW_CHUNKS[kind][problem.itemsize] else 1
-    gathered = causal and problem.packed and device.warp_size == 32 and chunks <= GATHERED_CHUNKS
+    gathered = causal and problem.packed and device.warp_size == 32 and chunks <= OUTPUT_GATHERED_CHUNKS
     if gathered:  # a program's rows begin at a multiple of 16 bytes
         num_warps = max(num_warps, vec * lanes // device.warp_size)
-    cap = GATHERED_REGISTERS if gathered and problem.itemsize == 2 and num_warps == 4 else None
+    cap = OUTPUT_GATHERED_REGISTERS if gathered and problem.itemsize == 2 and num_warps == 4 else None
     rows = num_warps * device.warp_size // lanes
     why = f"{rows} rows per program, each in {lanes} threads of a warp: no reduction leaves them"
-    return Plan("warp", rows, 1, 1, lanes, vec, chunks, 0, unaligned, False, num_warps, cap, why, gathered=gathered)
+    return Plan(
+        "warp", rows, 1, 1, lanes, vec, chunks, 0, unaligned, False, num_warps, cap, why, output_gathered=gathered
+    )
 
 
 def _exact(problem: Problem, plan: Plan) -> Plan:

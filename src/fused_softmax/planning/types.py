@@ -221,7 +221,8 @@ class Plan:
     skewed: int = 0  # positions: each column of a tile starts at its own multiple of so many; 0: all start together
     overlap: int = 0  # positions that a tile shares with the next one
     finish_chunks: int = 0  # where programs share the columns: chunks of one that writes, if not `chunks`
-    gathered: bool = False  # a program moves its rows as one piece of memory; causal rows are only written so
+    gathered: bool = False  # a program reads and writes its rows as one piece of memory
+    output_gathered: bool = False  # a program writes its causal rows as one piece
 
     def constexprs(self) -> dict[str, object]:
         """The plan's compile-time arguments for any kernel, by the kernels' names; a kernel takes some of these."""
@@ -232,7 +233,7 @@ class Plan:
             VECTORS=self.vectors_per_chunk // self.warps_per_row, VEC=self.vec, CHUNKS=self.chunks,
             UNPREDICATED=self.unpredicated_chunks, UNALIGNED=self.unaligned, RECOMPUTE=self.recompute,
             RESIDENT_CHUNKS=self.resident_chunks, PREFETCHED=prefetched, SMEM_STAGED=self.smem_staged,
-            TWO_PASS=self.regime == "two_pass", THREADS=32 * self.num_warps, GATHERED=self.gathered,
+            TWO_PASS=self.regime == "two_pass", THREADS=32 * self.num_warps, OUTPUT_GATHERED=self.output_gathered,
         )  # fmt: skip
 
 

@@ -140,7 +140,8 @@ def unreachable() -> Reached:
     # and it reads the mask of few rows, element by element
     never |= {("masked_softmax_backward", "MASK_COLS=3")}
     # a piece of memory has the rows of 4 warps
-    never |= {("softmax_gathered", "ROWS=1"), ("softmax_backward_gathered", "ROWS=1")}
+    gathered = ("softmax_gathered", "softmax_backward_gathered", "masked_softmax_gathered")
+    never |= {(name, "ROWS=1") for name in gathered}
     if _clusters():  # which rows that do not fit on chip then always take
         never |= {("softmax_two_pass", "CTAS=1"), ("softmax_backward_two_pass", "CTAS=1")}
     if not torch.cuda.is_available():
