@@ -73,7 +73,8 @@ KEPT_EXPS = 8
 WARP_MAX_COLS = 1024
 # columns up to which it is preferred. 1,024 of float32: 0.993 of a copy with 4 warps per row, 0.972 with one
 WARP_COLS = {2: 1024, 4: 896}
-# rows in partial vectors, which have fewer bytes than an access may have: the most columns, and the warps of a program
+# rows in partial vectors, which have fewer bytes than an access may have: the most columns, and the warps of a program.
+# Of softmax, those that `gathered` does not take
 PARTIAL_COLS, PARTIAL_WARPS = 256, 4
 # by the elements of a partial vector: (the fewest vectors of a row in a thread, the most elements in a thread). A row
 # takes the most threads that leave each the first number. A thread takes as many rows as the second number allows.

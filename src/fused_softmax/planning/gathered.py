@@ -20,8 +20,9 @@ from .types import ITEMSIZE, Device, Plan, Problem
 FEWEST_COLS = 3
 MOST_COLS = {2: (128, 80), 4: (64, 0)}
 NUM_WARPS = 4
-# elements of a row that a thread holds, at most: they are float32 in its registers, two rows of them in a gradient
-MOST_ELEMENTS = (40, 36)
+# elements of a row that a thread holds, at most, forward and in a gradient: they are float32 in its registers, two rows
+# of them in a gradient
+MOST_ELEMENTS = (40, 24)
 # elements of a thread below which it takes several rows, so that a program moves enough bytes
 FEW_ELEMENTS = 8
 # accesses of a thread are rounded up to these, so that widths share kernels
