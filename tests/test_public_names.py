@@ -62,7 +62,7 @@ NAMES = {
     "plan_for": (
         "(x: 'Tensor', dim: 'int' = -1, dtype: 'torch.dtype | None' = None, *, op: 'str' = 'softmax', "
         "mask: 'Tensor | None' = None, backward: 'bool' = False, log: 'bool | None' = None, "
-        "linear_weight: 'Tensor | None' = None) -> 'Plan | Fallback'"
+        "linear_weight: 'Tensor | None' = None, causal: 'bool' = False) -> 'Plan | Fallback'"
     ),
     "softmax": (
         "(input: 'Tensor', dim: 'int' = -1, dtype: 'torch.dtype | None' = None, *, out: 'Tensor | None' ="

@@ -27,6 +27,7 @@ def plan_for(
     backward: bool = False,
     log: bool | None = None,
     linear_weight: Tensor | None = None,
+    causal: bool = False,
 ) -> Plan | Fallback:
     """Return the plan that a call of `op` with x takes, or a `Fallback` that says why none of our kernels runs.
 
@@ -44,6 +45,7 @@ def plan_for(
         linear_weight: (V, H), the weight of linear_cross_entropy and linear_token_logprobs. The answer is the plan of
             a chunk's logits; `.why` says how many rows a chunk has. The products are cuBLAS's, with any plan. backward
             counts the gradients of input and weight as needed.
+        causal: Whether masked_softmax is asked for causal scores.
 
     Returns:
         A `Plan` or a `Fallback`. Both have `.regime` and `.why`. A Fallback's `.reason` is "unsupported" where our
@@ -64,7 +66,7 @@ def plan_for(
     if op not in PLANNED:
         raise ValueError(f"plan_for() knows {', '.join(sorted(PLANNED))}, not {op!r}")
     try:
-        found = PLANNED[op](PlanRequest(x, dim, _index(x, dim), dtype, mask, backward, linear_weight))
+        found = PLANNED[op](PlanRequest(x, dim, _index(x, dim), dtype, mask, backward, linear_weight, causal))
     except KernelUnavailable as error:  # such as rows of more columns than the kernels count
         found = str(error)
     return Fallback(found) if isinstance(found, str) else found

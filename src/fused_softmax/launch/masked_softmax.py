@@ -132,12 +132,12 @@ def masked_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, z
     return y
 
 
-def planned_forward(x: Tensor, mask: Tensor | None) -> Plan | str:
-    """The plan of scores x under such a mask, or why its kernel did not compile in this process."""
+def planned_forward(x: Tensor, mask: Tensor | None, causal: bool) -> Plan | str:
+    """The plan of scores x under such a mask, causal or not, or why its kernel did not compile in this process."""
     x_rows = rows_or_copy(x)
     y_rows = torch.empty(x_rows.shape, dtype=x.dtype, device="meta")
     rows = (x_rows, y_rows)
-    op, read, flags, *_ = forward_of(x, rows, mask, False, False, device_of(x), is_batch_invariant())
+    op, read, flags, *_ = forward_of(x, rows, mask, causal, False, device_of(x), is_batch_invariant())
     return planned(op, rows, (read.dtype,), flags, x)
 
 

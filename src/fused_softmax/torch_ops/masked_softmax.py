@@ -63,7 +63,7 @@ def _apply(x: Tensor, mask: Tensor | None, scale: float, causal: bool, zero: boo
     return _forward(x, mask, scale, causal, zero)
 
 
-def planned_masked_softmax(x: Tensor, mask: Tensor | None, backward: bool) -> Answer:
+def planned_masked_softmax(x: Tensor, mask: Tensor | None, backward: bool, causal: bool) -> Answer:
     """What masked_softmax of x with this mask would run, or its gradient."""
     expect_floating("masked_softmax", "x", x)
     reason = unsupported_reason(x, x.dtype)
@@ -75,7 +75,7 @@ def planned_masked_softmax(x: Tensor, mask: Tensor | None, backward: bool) -> An
         return f"more than {MAX_ROWS - 1} rows are PyTorch's"
     if mask is not None and mask.dtype is not torch.bool and mask.dtype not in _MASK_DTYPES:
         return f"a mask of {mask.dtype} is PyTorch's"
-    plan = planned_backward(x, mask) if backward else planned_forward(x, mask)
+    plan = planned_backward(x, mask) if backward else planned_forward(x, mask, causal)
     if plan is None:  # softmax's own gradient takes such rows
         op, flags = softmax_op(log=False, backward=True)
         rows = (torch.empty((x.numel() // x.shape[-1], x.shape[-1]), dtype=x.dtype, device="meta"),) * 3
@@ -211,4 +211,4 @@ def _gradients_by_operator(ctx: Any, dy: Tensor | None) -> Gradients:
 
 differentiable("masked_softmax", _gradients_by_operator, _save, decompositions.masked_softmax)
 not_differentiable("masked_softmax_backward", decompositions.masked_softmax_gradient)
-planned_by("masked_softmax", lambda asked: planned_masked_softmax(asked.x, asked.mask, asked.backward))
+planned_by("masked_softmax", lambda asked: planned_masked_softmax(asked.x, asked.mask, asked.backward, asked.causal))

@@ -50,6 +50,7 @@ class PlanRequest(NamedTuple):
     mask: Tensor | None
     backward: bool
     linear_weight: Tensor | None = None
+    causal: bool = False
 
 
 # what an op answers `plan_for`; a str says why our kernels cannot take the call

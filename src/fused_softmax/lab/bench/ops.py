@@ -154,7 +154,7 @@ ENTRIES = (
         **_LOGPROBS, gradient=backward_alone, outputs=("gradient",), plans_gradient=True,
     ),
     Op(
-        "masked_softmax_causal", made.causal_scores, moved.causal, "copy", **_MASKED, by_row=2,
+        "masked_softmax_causal", made.causal_scores, moved.causal, "copy", **_MASKED, by_row=2, causal=True,
         call=_causal_call, torch=made.causal_softmax, formula=_causal_formula,
         exact=lambda x, query, hidden: reference.masked_softmax(x, ~hidden[query]),
     ),
@@ -228,6 +228,7 @@ def plan_of(entry: Op, inputs: Inputs) -> tuple[str, str]:
     """(regime, the plan in words) of our kernel for a workload; ('torch', why) where torch's own kernel runs."""
     x, *mask = entry.planned(*inputs)
     found = plan_for(
-        x.detach(), entry.dim, op=entry.spec.name, mask=mask[0] if mask else None, backward=entry.plans_gradient
-    )
+        x.detach(), entry.dim, op=entry.spec.name, mask=mask[0] if mask else None, backward=entry.plans_gradient,
+        causal=entry.causal,
+    )  # fmt: skip
     return ("torch", found.why) if isinstance(found, Fallback) else (found.regime, plan_text(found))

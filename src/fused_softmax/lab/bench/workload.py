@@ -55,6 +55,7 @@ class Op:
     row_term: Call | None = None
     family: str = ""  # the results file of its records; default: `of`
     plans_gradient: bool = False  # whether the plan to show is that of the gradient
+    causal: bool = False  # whether it is that of causal scores
     planned: Callable[..., Inputs] = lambda *inputs: inputs[:1]  # the inputs that the plan depends on: x, and a mask
     # over another dimension than the last: an input or a result -> its rows, by which results are judged
     as_rows: Callable[[Tensor], Tensor] = lambda t: t
