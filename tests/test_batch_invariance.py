@@ -363,3 +363,20 @@ def test_a_generator_that_holds_it_may_be_closed_in_another_thread():
         assert is_batch_invariant()
     fs.batch_invariant().__exit__()
     assert not is_batch_invariant()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("n_cols", [9, 21, 39, 51, 63])
+def test_gaps_between_narrow_rows_change_no_bits(n_cols, dtype):
+    """Rows without gaps are moved as one piece, but not within `batch_invariant()`."""
+    tokens = logits(12, n_cols, dtype=dtype).view(4, 3, n_cols)[:, -1:, :]
+    padded = logits(12, n_cols + 2, dtype=dtype)[:, :n_cols]
+    assert fs.plan_for(padded.contiguous()).gathered and not fs.plan_for(padded).gathered
+    with fs.batch_invariant():
+        assert not fs.plan_for(padded.contiguous()).gathered
+        for function in (fs.softmax, fs.log_softmax):
+            assert torch.equal(function(padded, -1), function(padded.contiguous(), -1))
+            whole = function(tokens, -1)
+            assert all(torch.equal(function(tokens[i : i + 1], -1), whole[i : i + 1]) for i in range(4))
+            causal = fs.masked_softmax(padded, causal=True)
+            assert torch.equal(causal, fs.masked_softmax(padded.contiguous(), causal=True))

@@ -199,3 +199,17 @@ def test_an_images_gradient_is_written_over_its_logits(upstream, layout):
     (dx,) = torch.autograd.grad(fs.cross_entropy(x, target, inplace_backward=True) * upstream, x)
     assert dx.data_ptr() == x.data_ptr()
     torch.testing.assert_close(dx, wanted)
+
+
+@pytest.mark.parametrize("n_cols", [12, 13, 77])
+def test_a_narrow_result_that_comes_back_in_another_dtype(n_cols):
+    """y in 16 bits and dy in float32: rows of two dtypes are not moved as one piece, whose room is for one."""
+    x = torch.randn(200, n_cols).bfloat16().requires_grad_()
+    narrow = lambda t: t.bfloat16() if t.dtype == torch.float32 else t  # noqa: E731
+    with saved_tensors_hooks(narrow, lambda t: t):
+        y = fs.softmax(x, -1, dtype=torch.float32)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    saved = y.detach().bfloat16().double()
+    expected = saved * (dy.double() - (saved * dy.double()).sum(-1, keepdim=True))
+    torch.testing.assert_close(x.grad.double(), expected, rtol=2**-7, atol=1e-3)

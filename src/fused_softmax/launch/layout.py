@@ -169,7 +169,9 @@ def problem_of(*tensors: Tensor, batch_invariant: bool = False, backward: bool =
         phases.add((first % full, stride % full))
     in_phase = len(phases) == 1 and not batch_invariant
     dtypes = [DTYPE_NAMES[t.dtype] for t in (tensors[0], tensors[-1])]
-    packed = len({t.dtype for t in tensors}) == 1 and all(row_stride(t) == n_cols for t in tensors)
+    one_dtype = len({t.dtype for t in tensors}) == 1
+    # batch invariant: a row has the same bits whether or not there are gaps between rows
+    packed = one_dtype and not batch_invariant and all(row_stride(t) == n_cols for t in tensors)
     return Problem(n_cols, dtypes[0], dtypes[1], vec, in_phase=in_phase, backward=backward, log=log, packed=packed)
 
 
