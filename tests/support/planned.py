@@ -40,7 +40,7 @@ def problem(
         in_phase=layout != "apart",
         backward=backward,
         log=log,
-        packed=layout == "contiguous",
+        packed=layout == "contiguous" and read == written,
     )
 
 

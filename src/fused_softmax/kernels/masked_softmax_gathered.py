@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.early_start import await_previous
+from .common.gathered_ptx import region_bytes
 from .common.gathered_rows import (
     await_gathered,
     await_threads,
@@ -21,8 +22,8 @@ from .common.gathered_rows import (
     gather,
     max_of,
     max_over_lanes,
+    piece_of,
     put,
-    region_bytes,
     scatter,
     sum_of,
     sum_over_lanes,
@@ -51,9 +52,7 @@ def masked_softmax_gathered(
     MOST: tl.constexpr = ROWS * CHUNKS * VECTORS * VEC
     declare_regions(region_bytes(MOST, x_ptr.dtype.element_ty.primitive_bitwidth // 8), PTX)
     scale = tl.cast(scale, tl.float32)  # the interpreter makes a float64 of a subnormal number
-    first_row = tl.program_id(0).to(tl.int64) * ROWS
-    columns = n_cols * VEC
-    first, n = first_row * columns, tl.minimum(n_rows - first_row, ROWS).to(tl.int32) * columns
+    first_row, columns, first, n = piece_of(n_rows, n_cols, ROWS, VEC)
     thread = tl.arange(0, THREADS)
     column = thread % VECTORS * VEC
     await_previous(EARLY)
@@ -63,13 +62,11 @@ def masked_softmax_gathered(
     z = ()
     for k in tl.static_range(ROWS * VECTORS // THREADS):
         row = thread // VECTORS + k * (THREADS // VECTORS)
+        exists = row < n_rows - first_row
         _, query = fast_divmod(first_row + row, n_queries, multiplier, power)
         seen = tl.minimum(query + 1, columns)
         for c in tl.static_range(CHUNKS):
-            there = (c * VECTORS * VEC + column < columns) & (row < n_rows - first_row)
-            found = fetch(
-                x_ptr, first, row * columns + column, there, c * VECTORS * VEC, 0, VEC, "-inf", c >= UNPREDICATED, PTX
-            )
+            found = fetch(x_ptr, first, row, column, columns, exists, c, 0, VECTORS, VEC, UNPREDICATED, "-inf", PTX)
             for i in tl.static_range(VEC):
                 z = z + (tl.where(c * VECTORS * VEC + column + i < seen, found[i], -float("inf")),)
     await_threads(PTX)
@@ -77,6 +74,7 @@ def masked_softmax_gathered(
     HELD: tl.constexpr = CHUNKS * VEC
     for k in tl.static_range(ROWS * VECTORS // THREADS):
         row = thread // VECTORS + k * (THREADS // VECTORS)
+        exists = row < n_rows - first_row
         # scale is positive, so the largest x has the largest z
         m = tl.maximum(max_over_lanes(max_of(z, k * HELD, HELD), VECTORS, PTX), LOWEST)
         if not FUSED:
@@ -93,6 +91,5 @@ def masked_softmax_gathered(
             y = ()
             for i in tl.static_range(VEC):
                 y = y + (exps[c * VEC + i] * by,)
-            there = (c * VECTORS * VEC + column < columns) & (row < n_rows - first_row)
-            put(y, y_ptr, first, row * columns + column, there, c * VECTORS * VEC, 0, VEC, c >= UNPREDICATED, PTX)
+            put(y, y_ptr, first, row, column, columns, exists, c, 0, VECTORS, VEC, UNPREDICATED, PTX)
     scatter(y_ptr, first, n, MOST, 0, THREADS, False, PTX)

@@ -17,7 +17,8 @@ import triton.language as tl
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_max_sum, init_cluster_barrier, leave_cluster
 from .common.early_start import await_previous
-from .common.gathered_rows import declare_regions, put_elements, put_vectors, region_bytes, scatter
+from .common.gathered_ptx import region_bytes
+from .common.gathered_rows import declare_regions, put_elements, put_vectors, scatter
 from .common.masked_rows import apart_from, reciprocal, scalar_tiles, store_around, upcast_logits
 from .common.masks import (
     ADDITIVE,
@@ -183,15 +184,17 @@ def masked_softmax_resident(
     warp = warp_of(SEGMENTS, WARPS_PER_ROW)
     if MASK != NO_MASK and ROWS > 1:  # the last program may have its last row more than once: all write the same bits
         place = tl.minimum(place, n_rows - 1)
-    exists = place < n_rows if MASK == NO_MASK else rank >= 0
-    row, span, batch, query = row_at(
-        place, n_queries, n_span, span_multiplier, span_power, span_stride, n_block, block_multiplier, block_power,
-        shared_stride, n_group, group_multiplier, group_power, n_last, last_multiplier, last_power, MASK_ROWS != OWN,
-        CAUSAL,
-    )  # fmt: skip
     if OUTPUT_GATHERED:
-        row, query, first_row = rows_of_piece(ROWS, n_queries, span_multiplier, span_power)
-        exists = row < n_rows
+        place, query, first_row = rows_of_piece(ROWS, n_queries, span_multiplier, span_power)
+    exists = place < n_rows if MASK == NO_MASK else rank >= 0
+    if OUTPUT_GATHERED:
+        row, span, batch = place, place, place
+    else:
+        row, span, batch, query = row_at(
+            place, n_queries, n_span, span_multiplier, span_power, span_stride, n_block, block_multiplier, block_power,
+            shared_stride, n_group, group_multiplier, group_power, n_last, last_multiplier, last_power,
+            MASK_ROWS != OWN, CAUSAL,
+        )  # fmt: skip
     head, interior = span_of(row, x_stride, phase, n_cols, VEC, UNALIGNED)
     x_row = x_ptr + start_of(row, x_stride, phase, VEC, UNALIGNED)
     y_row = y_ptr + start_of(row, y_stride, phase, VEC, UNALIGNED)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
 from .common.early_start import await_previous, most_that_start_next, start_next
+from .common.gathered_ptx import region_bytes
 from .common.gathered_rows import (
     await_gathered,
     await_threads,
@@ -23,8 +24,8 @@ from .common.gathered_rows import (
     gather,
     max_of,
     max_over_lanes,
+    piece_of,
     put,
-    region_bytes,
     scatter,
     sum_of,
     sum_over_lanes,
@@ -46,9 +47,7 @@ def softmax_gathered(
 ):  # fmt: skip
     MOST: tl.constexpr = ROWS * CHUNKS * VECTORS * VEC
     declare_regions(region_bytes(MOST, x_ptr.dtype.element_ty.primitive_bitwidth // 8), PTX)
-    first_row = tl.program_id(0).to(tl.int64) * ROWS
-    columns = n_cols * VEC
-    first, n = first_row * columns, tl.minimum(n_rows - first_row, ROWS).to(tl.int32) * columns
+    first_row, columns, first, n = piece_of(n_rows, n_cols, ROWS, VEC)
     thread = tl.arange(0, THREADS)
     column = thread % VECTORS * VEC
     await_previous(EARLY)
@@ -59,17 +58,16 @@ def softmax_gathered(
     x = ()
     for k in tl.static_range(ROWS * VECTORS // THREADS):
         row = thread // VECTORS + k * (THREADS // VECTORS)
+        exists = row < n_rows - first_row
         for c in tl.static_range(CHUNKS):
-            there = (c * VECTORS * VEC + column < columns) & (row < n_rows - first_row)
-            x = x + fetch(
-                x_ptr, first, row * columns + column, there, c * VECTORS * VEC, 0, VEC, "-inf", c >= UNPREDICATED, PTX
-            )
+            x = x + fetch(x_ptr, first, row, column, columns, exists, c, 0, VECTORS, VEC, UNPREDICATED, "-inf", PTX)
     await_threads(PTX)
     # 16 bits: exp(x - m) in one multiply-add and one exp2; their common factor cancels in exp/sum
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16 and not LOG
     HELD: tl.constexpr = CHUNKS * VEC
     for k in tl.static_range(ROWS * VECTORS // THREADS):
         row = thread // VECTORS + k * (THREADS // VECTORS)
+        exists = row < n_rows - first_row
         m = tl.maximum(max_over_lanes(max_of(x, k * HELD, HELD), VECTORS, PTX), LOWEST)
         base, shift, _ = exp2_affine(m, FUSED)
         exps = ()
@@ -84,8 +82,7 @@ def softmax_gathered(
                     y = y + (normalize(x[k * HELD + c * VEC + i], m, s, LOG),)
                 else:
                     y = y + (exps[c * VEC + i] * by,)
-            there = (c * VECTORS * VEC + column < columns) & (row < n_rows - first_row)
-            put(y, y_ptr, first, row * columns + column, there, c * VECTORS * VEC, 0, VEC, c >= UNPREDICATED, PTX)
+            put(y, y_ptr, first, row, column, columns, exists, c, 0, VECTORS, VEC, UNPREDICATED, PTX)
     scatter(y_ptr, first, n, MOST, 0, THREADS, False, PTX)
 
 
@@ -105,9 +102,7 @@ def softmax_backward_gathered(
     tl.static_assert(dy_ptr.dtype == y_ptr.dtype and dx_ptr.dtype == y_ptr.dtype, "the tensors have one dtype")
     SECOND: tl.constexpr = region_bytes(MOST, y_ptr.dtype.element_ty.primitive_bitwidth // 8)
     declare_regions(2 * SECOND, PTX)
-    first_row = tl.program_id(0).to(tl.int64) * ROWS
-    columns = n_cols * VEC
-    first, n = first_row * columns, tl.minimum(n_rows - first_row, ROWS).to(tl.int32) * columns
+    first_row, columns, first, n = piece_of(n_rows, n_cols, ROWS, VEC)
     thread = tl.arange(0, THREADS)
     column = thread % VECTORS * VEC
     await_previous(EARLY)
@@ -119,15 +114,17 @@ def softmax_backward_gathered(
     y, dy = (), ()
     for k in tl.static_range(ROWS * VECTORS // THREADS):
         row = thread // VECTORS + k * (THREADS // VECTORS)
-        place = row * columns + column
+        exists = row < n_rows - first_row
         for c in tl.static_range(CHUNKS):
-            there = (c * VECTORS * VEC + column < columns) & (row < n_rows - first_row)
-            y = y + fetch(y_ptr, first, place, there, c * VECTORS * VEC, 0, VEC, "0", c >= UNPREDICATED, PTX)
-            dy = dy + fetch(dy_ptr, first, place, there, c * VECTORS * VEC, SECOND, VEC, "0", c >= UNPREDICATED, PTX)
+            y = y + fetch(y_ptr, first, row, column, columns, exists, c, 0, VECTORS, VEC, UNPREDICATED, "0", PTX)
+            dy = dy + fetch(
+                dy_ptr, first, row, column, columns, exists, c, SECOND, VECTORS, VEC, UNPREDICATED, "0", PTX
+            )
     await_threads(PTX)
     HELD: tl.constexpr = CHUNKS * VEC
     for k in tl.static_range(ROWS * VECTORS // THREADS):
         row = thread // VECTORS + k * (THREADS // VECTORS)
+        exists = row < n_rows - first_row
         terms = ()
         for i in tl.static_range(HELD):
             terms = terms + (gradient_term(y[k * HELD + i], dy[k * HELD + i], LOG),)
@@ -136,6 +133,5 @@ def softmax_backward_gathered(
             dx = ()
             for i in tl.static_range(VEC):
                 dx = dx + (gradient(y[k * HELD + c * VEC + i], dy[k * HELD + c * VEC + i], d, LOG),)
-            there = (c * VECTORS * VEC + column < columns) & (row < n_rows - first_row)
-            put(dx, dx_ptr, first, row * columns + column, there, c * VECTORS * VEC, 0, VEC, c >= UNPREDICATED, PTX)
+            put(dx, dx_ptr, first, row, column, columns, exists, c, 0, VECTORS, VEC, UNPREDICATED, PTX)
     scatter(dx_ptr, first, n, MOST, 0, THREADS, False, PTX)

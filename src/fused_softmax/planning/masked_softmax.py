@@ -111,14 +111,14 @@ def _narrow_plan(problem: Problem, device: Device, kind: str, causal: bool) -> P
         return None
     chunks = max(1, -(-units // lanes))
     num_warps = 4 if chunks <= MASKED_FEW_CHUNKS[kind][problem.itemsize] else 1
-    gathered = causal and problem.packed and device.warp_size == 32 and chunks <= OUTPUT_GATHERED_CHUNKS
-    if gathered:  # a program's rows begin at a multiple of 16 bytes
+    as_piece = causal and problem.packed and device.warp_size == 32 and chunks <= OUTPUT_GATHERED_CHUNKS
+    if as_piece:  # a program's rows begin at a multiple of 16 bytes
         num_warps = max(num_warps, vec * lanes // device.warp_size)
-    cap = OUTPUT_GATHERED_REGISTERS if gathered and problem.itemsize == 2 and num_warps == 4 else None
+    cap = OUTPUT_GATHERED_REGISTERS if as_piece and problem.itemsize == 2 and num_warps == 4 else None
     rows = num_warps * device.warp_size // lanes
     why = f"{rows} rows per program, each in {lanes} threads of a warp: no reduction leaves them"
     return Plan(
-        "warp", rows, 1, 1, lanes, vec, chunks, 0, unaligned, False, num_warps, cap, why, output_gathered=gathered
+        "warp", rows, 1, 1, lanes, vec, chunks, 0, unaligned, False, num_warps, cap, why, output_gathered=as_piece
     )
 
 

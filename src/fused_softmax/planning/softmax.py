@@ -24,7 +24,7 @@ def plan(problem: Problem, device: Device, regime: str | None = None) -> Plan:
     """
     if regime is None:
         found = gathered_plan(problem, device) or _row_of_a_warp(problem, device) or held_plan(problem, device)
-        return found if found.gathered else _keeping_exps(problem, found)
+        return _keeping_exps(problem, found)
     if regime not in REGIMES:
         raise ValueError(f"regime must be one of {REGIMES}, not {regime!r}")
     chosen = {

@@ -21,139 +21,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .gathered_ptx import (
+    bulk_ptx,
+    constraints,
+    declare_ptx,
+    fetch_ptx,
+    move_ptx,
+    put_ptx,
+    put_vectors_constraints,
+    put_vectors_ptx,
+    shuffle_ptx,
+)
+
 VECTOR_BYTES = tl.constexpr(16)
-# what fills places that do not exist: 32 bits of float32, or two numbers of 16
-_FILLS = {
-    "-inf": {"fp32": 0xFF800000, "bf16": 0xFF80FF80, "fp16": 0xFC00FC00},
-    "0": dict.fromkeys(("fp32", "bf16", "fp16"), 0),
-}
-
-
-@triton.constexpr_function
-def region_bytes(elements: int, itemsize: int) -> int:
-    """Bytes of shared memory for a piece of so many elements that starts anywhere."""
-    return (elements * itemsize + 2 * 16 - 1) // 16 * 16
-
-
-@triton.constexpr_function
-def _declare_ptx(n_bytes: int) -> str:
-    return f".shared .align 16 .b8 gathered_rows[{n_bytes}];\nmov.u32 $0, 0;"
-
-
-@triton.constexpr_function
-def _move_ptx(region: int, into: bool, itemsize: int) -> str:
-    """Moves itemsize bytes between an address ($1) and a place ($2: bytes of the region) where $3 is not 0."""
-    ptx = ["{", ".reg .pred there;", ".reg .b32 slot, a, b, c, d;", ".reg .b64 at;", ".reg .b16 half;"]
-    ptx += ["setp.ne.u32 there, $3, 0;", "mov.u32 slot, gathered_rows;", "add.u32 slot, slot, $2;"]
-    ptx += ["cvta.to.global.u64 at, $1;"]
-    kind, value = {16: ("v4.b32", "{a, b, c, d}"), 4: ("b32", "a"), 2: ("b16", "half")}[itemsize]
-    place = f"[slot+{region}]"
-    if into and itemsize == 16:
-        ptx += [f"@there cp.async.cg.shared.global {place}, [at], 16;"]
-    elif into:
-        ptx += [f"@there ld.global.{kind} {value}, [at];", f"@there st.shared.{kind} {place}, {value};"]
-    else:
-        ptx += [f"@there ld.shared.{kind} {value}, {place};", f"@there st.global.{kind} [at], {value};"]
-    return "\n".join([*ptx, "mov.u32 $0, 0;", "}"])
-
-
-@triton.constexpr_function
-def _bulk_ptx(region: int) -> str:
-    """One thread asks for a copy of $3 bytes from a place ($2: bytes of the region) to an address ($1)."""
-    ptx = ["{", ".reg .pred asks, some;", ".reg .b32 slot, thread;", ".reg .b64 at;", "mov.u32 thread, %tid.x;"]
-    ptx += ["setp.eq.u32 asks, thread, 0;", "setp.ne.u32 some, $3, 0;", "and.pred asks, asks, some;"]
-    ptx += ["mov.u32 slot, gathered_rows;", "add.u32 slot, slot, $2;", "cvta.to.global.u64 at, $1;"]
-    ptx += [f"@asks cp.async.bulk.global.shared::cta.bulk_group [at], [slot+{region}], $3;"]
-    return "\n".join([*ptx, "@asks cp.async.bulk.commit_group;", "mov.u32 $0, 0;", "}"])
-
-
-@triton.constexpr_function
-def _access(vec: int, itemsize: int) -> tuple[str, int]:
-    """(PTX's suffix of an access to VEC elements, its 32-bit words): 2, 4 or 8 bytes."""
-    n_bytes = vec * itemsize
-    return {2: ".u16", 4: ".b32", 8: ".v2.b32"}[n_bytes], max(1, n_bytes // 4)
-
-
-@triton.constexpr_function
-def _fetch_ptx(offset: int, dtype: str, vec: int, filled: str) -> str:
-    """float32 $0 .. of the elements at place $vec (bytes). filled: the number where $(vec+1) is 0, or ""."""
-    suffix, words = _access(vec, 4 if dtype == "fp32" else 2)
-    ptx = ["{", ".reg .pred there;", f".reg .b32 slot, w<{words}>;", ".reg .b16 low, high;"]
-    ptx += ["mov.u32 slot, gathered_rows;", f"add.u32 slot, slot, ${vec};"]
-    if filled:
-        ptx += [
-            f"setp.ne.u32 there, ${vec + 1}, 0;",
-            *(f"mov.b32 w{i}, {_FILLS[filled][dtype]};" for i in range(words)),
-        ]
-    value = "w0" if words == 1 else "{w0, w1}"
-    ptx += [("@there " if filled else "") + f"ld.volatile.shared{suffix} {value}, [slot+{offset}];"]
-    for i in range(words):
-        if dtype == "fp32":
-            ptx += [f"mov.b32 ${i}, w{i};"]
-        elif dtype == "bf16":
-            ptx += [f"shl.b32 ${2 * i}, w{i}, 16;"]
-            ptx += [f"and.b32 ${2 * i + 1}, w{i}, 0xffff0000;"] if vec > 1 else []
-        else:
-            ptx += [f"mov.b32 {{low, high}}, w{i};", f"cvt.f32.f16 ${2 * i}, low;"]
-            ptx += [f"cvt.f32.f16 ${2 * i + 1}, high;"] if vec > 1 else []
-    return "\n".join([*ptx, "}"])
-
-
-@triton.constexpr_function
-def _put_ptx(offset: int, dtype: str, vec: int, predicated: bool) -> str:
-    """Rounds float32 $1 .. to the dtype and writes them to place $(vec+1); where predicated, if $(vec+2) is not 0."""
-    suffix, words = _access(vec, 4 if dtype == "fp32" else 2)
-    ptx = ["{", ".reg .pred there;", f".reg .b32 slot, w<{words}>;", ".reg .f32 zero;", "mov.f32 zero, 0f00000000;"]
-    ptx += ["mov.u32 slot, gathered_rows;", f"add.u32 slot, slot, ${vec + 1};"]
-    ptx += [f"setp.ne.u32 there, ${vec + 2}, 0;"] if predicated else []
-    for i in range(words):
-        if dtype == "fp32":
-            ptx += [f"mov.b32 w{i}, ${i + 1};"]
-        else:
-            to = "bf16x2" if dtype == "bf16" else "f16x2"
-            ptx += [f"cvt.rn.{to}.f32 w{i}, {f'${2 * i + 2}' if vec > 1 else 'zero'}, ${2 * i + 1};"]
-    value = "w0" if words == 1 else "{w0, w1}"
-    ptx += [("@there " if predicated else "") + f"st.shared{suffix} [slot+{offset}], {value};"]
-    return "\n".join([*ptx, "mov.u32 $0, 0;", "}"])
-
-
-@triton.constexpr_function
-def _put_vectors_ptx(itemsize: int, vec: int) -> str:
-    """Writes a vector of 16 bytes to its place: after the result's words those of the vector, then VEC places.
-
-    Only the first place is used. Where it is negative, nothing is written.
-    """
-    results, words = vec // 4, vec * itemsize // 4
-    ptx = ["{", ".reg .pred there;", ".reg .b32 slot;", f"setp.ge.s32 there, ${results + words}, 0;"]
-    ptx += ["mov.u32 slot, gathered_rows;", f"add.u32 slot, slot, ${results + words};"]
-    values = ", ".join(f"${results + i}" for i in range(words))
-    ptx += [f"@there st.shared.v{words}.b32 [slot], {{{values}}};", *(f"mov.u32 ${i}, 0;" for i in range(results))]
-    return "\n".join([*ptx, "}"])
-
-
-@triton.constexpr_function
-def _put_vectors_constraints(itemsize: int, vec: int) -> str:
-    return ",".join(["=r"] * (vec // 4) + ["r"] * (vec * itemsize // 4 + vec))
-
-
-@triton.constexpr_function
-def _constraints(results: str, floats: int) -> str:
-    return ",".join([*results.split(), *["f"] * floats, "r", "r"])
-
-
-@triton.constexpr_function
-def _shuffle_ptx(lanes: int, combine: str) -> str:
-    ptx = ["{", ".reg .b32 other;", "mov.b32 $0, $1;"]
-    for bit in range(lanes.bit_length() - 1):
-        ptx += [f"shfl.sync.bfly.b32 other, $0, {1 << bit}, 0x1f, 0xffffffff;", f"{combine}.f32 $0, $0, other;"]
-    return "\n".join([*ptx, "}"])
 
 
 @triton.jit
 def declare_regions(BYTES: tl.constexpr, PTX: tl.constexpr):
     """Room for BYTES, of one or more regions."""
     if PTX:
-        ASM: tl.constexpr = _declare_ptx(BYTES)
+        ASM: tl.constexpr = declare_ptx(BYTES)
         tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -173,7 +60,7 @@ def _move_edges(
     # base: the address of the region's first byte; the piece is [phase, end), in elements
     """
     VEC: tl.constexpr = VECTOR_BYTES // ITEMSIZE
-    ASM: tl.constexpr = _move_ptx(REGION, INTO, ITEMSIZE)
+    ASM: tl.constexpr = move_ptx(REGION, INTO, ITEMSIZE)
     if (phase > 0) | (end % VEC > 0):
         thread = tl.arange(0, THREADS)
         at = tl.where(thread < VEC, thread, end // VEC * VEC + thread - VEC)
@@ -197,13 +84,13 @@ def _move(
     end = phase + n
     base = ptr.to(tl.int64) + (first - phase) * ITEMSIZE
     if BULK:
-        ASM: tl.constexpr = _bulk_ptx(REGION)
+        ASM: tl.constexpr = bulk_ptx(REGION)
         start = (phase + VEC - 1) // VEC * VEC
         whole = tl.maximum(end // VEC * VEC - start, 0)
         operands = [base + start * ITEMSIZE, start * ITEMSIZE, whole * ITEMSIZE]
         tl.inline_asm_elementwise(ASM, "=r,l,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
     else:
-        VECTORS: tl.constexpr = _move_ptx(REGION, INTO, 16)
+        VECTORS: tl.constexpr = move_ptx(REGION, INTO, 16)
         thread = tl.arange(0, THREADS)
         for i in tl.static_range((MOST + VEC * THREADS - 1) // (VEC * THREADS)):
             at = (thread + i * THREADS) * VEC
@@ -263,21 +150,34 @@ def scatter(
 
 
 @triton.jit
-def fetch(
-    ptr, first, place, there, OFFSET: tl.constexpr, REGION: tl.constexpr, VEC: tl.constexpr, FILL: tl.constexpr,
-    FILLED: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """VEC tiles of float32: the elements of ptr at `first` + place + OFFSET, from the region.
+def piece_of(n_rows, n_cols, ROWS: tl.constexpr, VEC: tl.constexpr):
+    """(first row, columns, first element, elements) of this program's piece: ROWS rows, or those that are left.
 
-    # place, there: [THREADS]; FILL: "-inf" or "0", where not `there`. Where not FILLED, all of them are there. Rows
-    that do not exist get arbitrary numbers.
+    n_cols: in units of VEC.
     """
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    columns = n_cols * VEC
+    return first_row, columns, first_row * columns, tl.minimum(n_rows - first_row, ROWS).to(tl.int32) * columns
+
+
+@triton.jit
+def fetch(
+    ptr, first, row, column, columns, exists, C: tl.constexpr, REGION: tl.constexpr, LANES: tl.constexpr,
+    VEC: tl.constexpr, UNPREDICATED: tl.constexpr, FILL: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """VEC tiles of float32: each thread's elements of chunk C of its row, from the region of the piece at ptr + first.
+
+    # row: of the piece, column: of chunk 0, exists: [THREADS]; FILL: "-inf" or "0", where there is no such column. The
+    first UNPREDICATED chunks lie inside every row. Rows that do not exist get arbitrary numbers.
+    """
+    OFFSET: tl.constexpr = C * LANES * VEC
+    place, there = row * columns + column, (OFFSET + column < columns) & exists
     DTYPE: tl.constexpr = ptr.dtype.element_ty.name
     tl.static_assert(VEC == 1 or VEC == 2 or VEC == 4, "a thread's access has at most 8 bytes")
     if PTX:
         ITEMSIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
-        ASM: tl.constexpr = _fetch_ptx(REGION + OFFSET * ITEMSIZE, DTYPE, VEC, FILL if FILLED else "")
-        CONSTRAINTS: tl.constexpr = _constraints("=f " * VEC, 0)
+        ASM: tl.constexpr = fetch_ptx(REGION + OFFSET * ITEMSIZE, DTYPE, VEC, FILL if C >= UNPREDICATED else "")
+        CONSTRAINTS: tl.constexpr = constraints("=f " * VEC, 0)
         operands = [(phase_of(ptr) + place) * ITEMSIZE, there.to(tl.int32)]
         if VEC == 1:
             return (tl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, dtype=tl.float32, is_pure=False, pack=1),)
@@ -304,18 +204,17 @@ def fetch(
 
 @triton.jit
 def put(
-    values, ptr, first, place, there, OFFSET: tl.constexpr, REGION: tl.constexpr, VEC: tl.constexpr,
-    PREDICATED: tl.constexpr, PTX: tl.constexpr,
+    values, ptr, first, row, column, columns, exists, C: tl.constexpr, REGION: tl.constexpr, LANES: tl.constexpr,
+    VEC: tl.constexpr, UNPREDICATED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Puts VEC tiles of float32 where `scatter` to ptr takes them from, in ptr's dtype.  # place, there: as of `fetch`
-
-    Where not PREDICATED, all of them are there, or in rows that do not exist.
-    """
+    """Puts VEC tiles of float32, in ptr's dtype, where `scatter` to ptr takes chunk C from.  # as `fetch`"""
+    OFFSET: tl.constexpr = C * LANES * VEC
+    place, there = row * columns + column, (OFFSET + column < columns) & exists
     DTYPE: tl.constexpr = ptr.dtype.element_ty.name
     if PTX:
         ITEMSIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
-        ASM: tl.constexpr = _put_ptx(REGION + OFFSET * ITEMSIZE, DTYPE, VEC, PREDICATED)
-        CONSTRAINTS: tl.constexpr = _constraints("=r", VEC)
+        ASM: tl.constexpr = put_ptx(REGION + OFFSET * ITEMSIZE, DTYPE, VEC, C >= UNPREDICATED)
+        CONSTRAINTS: tl.constexpr = constraints("=r", VEC)
         at, real = (phase_of(ptr) + place) * ITEMSIZE, there.to(tl.int32)
         if VEC == 1:
             operands = [values[0], at, real]
@@ -351,7 +250,7 @@ def sum_of(tiles, START: tl.constexpr, N: tl.constexpr):
 def max_over_lanes(x, LANES: tl.constexpr, PTX: tl.constexpr):
     """The maximum over each LANES neighbors, in all of them.  # [THREADS]"""
     if PTX:
-        ASM: tl.constexpr = _shuffle_ptx(LANES, "max")
+        ASM: tl.constexpr = shuffle_ptx(LANES, "max")
         return tl.inline_asm_elementwise(ASM, "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1)
     else:
         rows = tl.reshape(x, (x.shape[0] // LANES, LANES))
@@ -362,7 +261,7 @@ def max_over_lanes(x, LANES: tl.constexpr, PTX: tl.constexpr):
 def sum_over_lanes(x, LANES: tl.constexpr, PTX: tl.constexpr):
     """The sum over each LANES neighbors, in all of them, with the same bits.  # [THREADS]"""
     if PTX:
-        ASM: tl.constexpr = _shuffle_ptx(LANES, "add")
+        ASM: tl.constexpr = shuffle_ptx(LANES, "add")
         return tl.inline_asm_elementwise(ASM, "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1)
     else:
         rows = tl.reshape(x, (x.shape[0] // LANES, LANES))
@@ -377,8 +276,8 @@ def put_vectors(value, place, there, VEC: tl.constexpr):
     """
     ITEMSIZE: tl.constexpr = value.dtype.primitive_bitwidth // 8
     tl.static_assert(VEC * ITEMSIZE == VECTOR_BYTES, "a vector has 16 bytes")
-    ASM: tl.constexpr = _put_vectors_ptx(ITEMSIZE, VEC)
-    CONSTRAINTS: tl.constexpr = _put_vectors_constraints(ITEMSIZE, VEC)
+    ASM: tl.constexpr = put_vectors_ptx(ITEMSIZE, VEC)
+    CONSTRAINTS: tl.constexpr = put_vectors_constraints(ITEMSIZE, VEC)
     at = tl.where(there, place * ITEMSIZE, -1)
     tl.inline_asm_elementwise(ASM, CONSTRAINTS, [value, at], dtype=tl.int8, is_pure=False, pack=VEC)
 
@@ -387,6 +286,6 @@ def put_vectors(value, place, there, VEC: tl.constexpr):
 def put_elements(value, place, there):
     """`put`s single elements of rows in tiles of any shape.  # place: elements from the region's start"""
     ITEMSIZE: tl.constexpr = value.dtype.primitive_bitwidth // 8
-    ASM: tl.constexpr = _put_ptx(0, value.dtype.name, 1, True)
+    ASM: tl.constexpr = put_ptx(0, value.dtype.name, 1, True)
     operands = [value.to(tl.float32), place * ITEMSIZE, there.to(tl.int32)]
     tl.inline_asm_elementwise(ASM, "=r,f,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
