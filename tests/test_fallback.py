@@ -72,6 +72,7 @@ MODULES = {
     "masked_softmax_gathered": "masked_softmax_gathered",
     "masked_softmax_two_pass": "masked_softmax_two_pass",
     "masked_softmax_backward": "masked_softmax_backward",
+    "masked_softmax_backward_gathered": "masked_softmax_gathered",
 }
 KERNELS = tuple(MODULES)
 # of rows that are spread over ranks: tests/parallel breaks these
@@ -268,7 +269,11 @@ PLANNED = {
     "softmax_spatial": lambda x: fs.plan_for(x, 0),
     "row_statistics": lambda x: fs.plan_for(x, op="logsumexp"),
     "row_statistics_backward": lambda x: fs.plan_for(x, op="token_logprobs", backward=True),
-    "masked_softmax_resident": lambda x: fs.plan_for(x, op="masked_softmax", mask=x > 0),
+    "masked_softmax_gathered": lambda x: fs.plan_for(x, op="masked_softmax", mask=x > 0),
+    "masked_softmax_backward_gathered": lambda x: fs.plan_for(
+        x.bfloat16(), op="masked_softmax", mask=x > 0, backward=True
+    ),
+    "masked_softmax_resident": lambda x: fs.plan_for(x.repeat(1, 4), op="masked_softmax", mask=x.repeat(1, 4) > 0),
     "masked_softmax_backward": lambda x: fs.plan_for(x, op="masked_softmax", backward=True),
     "cross_entropy_forward": lambda x: fs.plan_for(x, op="cross_entropy"),
     "cross_entropy_resident": lambda x: fs.plan_for(x, op="cross_entropy", backward=True),

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.interpreted
 
 INF = float("inf")
 # elements between the mask of one query and that of the next: unaligned rows, aligned ones, rows of several chunks
-WIDTHS = [101, 104, 523]
+WIDTHS = [133, 104, 523]
 
 
 def placed(mask: torch.Tensor, first: int) -> torch.Tensor:
@@ -74,7 +74,7 @@ def test_a_long_row_of_float32_reads_its_mask_by_elements():
     torch.testing.assert_close(fs.masked_softmax(x, mask).double(), exact(x, mask), rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize(("n_cols", "threads"), [(101, 8), (101, 16), (101, 32), (104, 8)])
+@pytest.mark.parametrize(("n_cols", "threads"), [(133, 8), (133, 16), (133, 32), (104, 8)])
 @pytest.mark.parametrize("kind", ["causal", "additive", "both"])
 def test_any_number_of_threads_holds_a_row(kind, n_cols, threads, monkeypatch):
     """Head, tail and the vector that a row sees in part are up to four vectors, in one tile or in several."""
@@ -84,12 +84,16 @@ def test_any_number_of_threads_holds_a_row(kind, n_cols, threads, monkeypatch):
         def planner(problem, device):
             chosen = op.planner(problem, device)
             chunks = -(-chosen.chunks * chosen.vectors_per_chunk // threads)
-            return replace(chosen, vectors_per_chunk=threads, chunks=chunks, unpredicated_chunks=0, rows=4)
+            shape = dict(vectors_per_chunk=threads, chunks=chunks, unpredicated_chunks=0, rows=4)
+            assert not chosen.gathered
+            return replace(chosen, **shape, output_gathered=False)
 
         return RowOp(planner, op.kernel, backward=op.backward, alignment=op.alignment)
 
-    for ops, key in ((masked_rows.FORWARD, masked), (masked_rows.BACKWARD, False)):
+    kind = 2 if masked else 0
+    for ops, key in ((masked_rows.FORWARD, kind), (masked_rows.BACKWARD, 0), (masked_rows.CAUSAL_BACKWARD, 0)):
         monkeypatch.setitem(ops, key, with_threads(ops[key]))
+    monkeypatch.setattr(masked_rows, "CAUSAL", with_threads(masked_rows.CAUSAL))
     x, dy = torch.randn(2, 2, 13, n_cols).bfloat16()
     mask = placed(torch.randn(13, n_cols).bfloat16(), 3) if masked else torch.zeros(13, n_cols)
     seen = torch.ones(13, n_cols, dtype=torch.bool).tril(0 if causal else n_cols)

@@ -22,7 +22,8 @@ NAMES = {
         "num_warps: 'int', max_registers: 'int | None', why: 'str', prefetched_chunks: 'int | None' = "
         "None, resident_chunks: 'int' = 0, smem_staged: 'int' = 0, outers: 'int' = 1, "
         "part_cols: 'int' = 0, invariant: 'bool' = False, skewed: 'int' = 0, overlap: 'int' = 0, "
-        "finish_chunks: 'int' = 0, gathered: 'bool' = False, output_gathered: 'bool' = False) -> None"
+        "finish_chunks: 'int' = 0, gathered: 'bool' = False, runs: 'bool' = False, "
+        "output_gathered: 'bool' = False) -> None"
     ),
     "TokenStatistics": (
         "(logprobs: ForwardRef('Tensor'), entropy: ForwardRef('Tensor | None'), logsumexp: ForwardRef('Tensor | None'))"

@@ -1,14 +1,17 @@
-"""Random narrow softmaxes at random starts, in place too, with guards around the output; gradients and causal rows."""
+"""Random narrow softmaxes at random starts, in place too, with guards around the output; gradients and masks."""
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 import torch
 
 import fused_softmax as fs
+from fused_softmax.launch.device import device_of
 from fused_softmax.launch.launcher import launch_rows
+from fused_softmax.launch.masked_softmax import forward_of, masked_backward, masked_forward
 from fused_softmax.launch.softmax import softmax_forward, softmax_op
 
 pytestmark = pytest.mark.gpu
@@ -105,6 +108,84 @@ def test_random_causal_rows(seed):
     relative, absolute = unit(dtype)
     assert ((y.double() - expected).abs() <= relative * expected + max(absolute, 1e-9)).all()
     assert (y.masked_select(~keep) == 0).all()
+
+
+def random_mask(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    """None, or a mask of any kind, broadcast in any dimension, with columns that are neighbors or not."""
+    kind = rng.choice(("none", "boolean", "additive", "additive", "float32"))
+    sizes = [n if rng.random() < 0.6 else 1 for n in shape[:-1]] + [shape[-1] if rng.random() < 0.9 else 1]
+    if kind == "none":
+        return None
+    start = rng.choice((0, 1, 3, 8))
+    values = torch.rand(math.prod(sizes) + start, device="cuda")[start:].view(sizes)
+    if kind == "boolean":
+        mask = values > rng.choice((0.1, 0.9))
+    else:
+        mask = (4 * values - 2).masked_fill(values < 0.1, -float("inf"))
+        mask = mask.to(dtype if kind == "additive" else torch.float32)
+    return mask.mT.contiguous().mT if rng.random() < 0.2 else mask
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_masks(seed):
+    """Forward and gradient against float64; and the first batch, alone, has the bits that it has among others."""
+    rng = random.Random(seed)
+    dtype = rng.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))
+    shape = (rng.randint(1, 3), rng.randint(1, 40), rng.randint(1, 70), rng.randint(3, 130))
+    mask, causal, scale = random_mask(rng, shape, dtype), rng.random() < 0.3, rng.choice((0.5, 1.0))
+    memory = torch.randn(math.prod(shape) + 16, device="cuda").to(dtype)
+    start = rng.choice((0, 0, 1, 2, 4))
+    x = memory[start : start + math.prod(shape)].view(shape)
+    keep = torch.ones(shape[2:], dtype=torch.bool, device="cuda")
+    causes = keep.tril() if causal else keep
+    z = (scale * x.double()).masked_fill(~causes, -float("inf"))
+    hidden = ~causes.expand(shape)
+    if mask is not None and mask.dtype is torch.bool:
+        hidden = hidden | ~mask
+        z = z.masked_fill(~mask, -float("inf"))
+    elif mask is not None:
+        z = z + mask.double()
+    expected = torch.softmax(z, -1)
+    relative, absolute = unit(dtype)
+    y = masked_forward(x, mask, scale, causal, False)
+    assert (
+        ((y.double() - expected).abs() <= relative * expected + max(absolute, 1e-9)).logical_or(expected.isnan()).all()
+    )
+    assert torch.equal(y.isnan(), expected.isnan())
+    alone = masked_forward(x[:1], mask if mask is None or mask.shape[0] == 1 else mask[:1], scale, causal, False)
+    if start % 8 == 0:  # other plans depend on where the rows begin
+        assert torch.equal(alone.nan_to_num(7), y[:1].nan_to_num(7))
+
+    dy = torch.randn(shape, device="cuda").to(dtype)
+    dy[0, 0, 0, 0] = float("inf") if rng.random() < 0.3 else 1
+    boolean = mask if mask is not None and mask.dtype is torch.bool else None
+    dx = masked_backward(y, dy, boolean, scale, causal)
+    p, g = y.double(), dy.double().masked_fill(~causes, 0)
+    p = p.masked_fill(~causes, 0)
+    expected = (scale * p * (g - (p * g).sum(-1, keepdim=True))).masked_fill(
+        hidden if boolean is not None else ~causes, 0
+    )
+    near = scale * p * (g.abs() + (p * g.abs()).sum(-1, keepdim=True))
+    right = (dx.double() - expected).abs() <= 1.02 * relative * near + max(absolute, 1e-9)
+    assert (right | (dx.double() == expected) | (~dx.isfinite() & ~expected.isfinite())).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("n_cols", [5, 37, 49, 76, 101])
+def test_nothing_is_written_beside_masked_rows(n_cols, dtype):
+    """Rows that fill whole programs, and that do not, between guards."""
+    for n_rows in (1, 63, 128, 1000):
+        x = torch.randn(1, 1, n_rows, n_cols, device="cuda").to(dtype)
+        mask = torch.randn(n_rows, n_cols, device="cuda").to(dtype)
+        memory = torch.full((n_rows * n_cols + 2 * GUARD,), 7.0, device="cuda", dtype=dtype)
+        y = memory[GUARD : GUARD + n_rows * n_cols].view(n_rows, n_cols)
+        rows = (x.view(n_rows, n_cols), y)
+        found = forward_of(x, rows, mask, False, False, device_of(x), False)
+        launch_rows(found.op, rows, (found.read,), (*found.order, *found.numbers, 0.5), found.flags)
+        expect_untouched(memory, GUARD, y.numel())
+        torch.testing.assert_close(
+            y.float(), torch.softmax(0.5 * x[0, 0].float() + mask.float(), -1), rtol=2**-7, atol=1e-5
+        )
 
 
 def test_a_graph_of_pieces():

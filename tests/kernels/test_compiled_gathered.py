@@ -6,11 +6,11 @@ import re
 
 import pytest
 import torch
-from launches import as_called, cross_compiled, masked_launch
+from launches import as_called, cross_compiled, masked_gradient_launch, masked_launch
 from planned import problem
 
 from fused_softmax.launch.softmax import softmax_launch
-from fused_softmax.planning.gathered import MOST_COLS
+from fused_softmax.planning.gathered import BACKWARD, FORWARD, MOST_COLS
 from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.types import DEVICES
 
@@ -24,9 +24,9 @@ WIDTHS = (3, 6, 13, 33, 50, 65, 77, 116, 125)
 def test_memory_is_accessed_in_vectors(n_cols, dtype, backward):
     """All but the two edges of a program's piece: one access of each tensor that is narrower than 16 bytes."""
     chosen = plan(problem(n_cols, (dtype, dtype), backward=backward), DEVICES["sm_90"])
-    assert chosen.gathered == (
-        n_cols <= MOST_COLS[2 if "16" in dtype else 4][backward] and not (backward and n_cols == 65)
-    )
+    within = n_cols <= MOST_COLS[BACKWARD if backward else FORWARD][2 if "16" in dtype else 4]
+    by_rows = backward and n_cols == 77  # whose last chunk is mostly empty
+    assert chosen.gathered == (within and not by_rows)
     if not chosen.gathered:
         return
     x = torch.empty(3, n_cols, dtype=getattr(torch, dtype))
@@ -44,6 +44,40 @@ def test_every_nvidia_gpu_takes_them(target):
     x = torch.empty(3, 77, dtype=torch.bfloat16)
     used, _ = cross_compiled(as_called(softmax_launch((x, x), chosen, device=DEVICES[target])), target)
     assert chosen.gathered and used.spilled_bytes == 0 and used.async_copies > 0
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("kind", [torch.bool, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("n_cols", [17, 49, 63, 76, 101])
+def test_masks_are_read_before_the_rows_arrive(n_cols, kind, target):
+    """One access for each of a thread's, which the wait for the rows does not hold up; none spills."""
+    x = torch.empty(4, n_cols, dtype=torch.bfloat16)
+    launch, chosen = masked_launch(x, torch.empty(2, n_cols, dtype=kind), False, DEVICES[target])
+    used, assembly = cross_compiled(as_called(launch), target)
+    assert chosen.gathered and used.spilled_bytes == 0 and used.shared_bytes <= 48 << 10
+    itemsize = kind.itemsize
+    as_words = itemsize < 4 and launch.meta["MASK_VEC"] >= chosen.vec and chosen.vec * itemsize % 4 == 0
+    loads = dict(used.loads)
+    vectors = -(-chosen.rows * chosen.vectors_per_chunk * chosen.chunks * chosen.vec * x.element_size() // (16 * 128))
+    expected = {16: vectors, 2: 1}
+    of_mask = 4 if as_words else itemsize
+    expected[of_mask] = expected.get(of_mask, 0) + chosen.chunks * chosen.vec * itemsize // of_mask
+    assert loads == expected
+    names = re.findall(r"^(?:[\w-]+:){4}[0-9a-f]+\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", assembly["sass"], re.M)
+    reads = [i for i, name in enumerate(names) if name == "LDG"]
+    waits = [i for i, name in enumerate(names) if name == "DEPBAR"]
+    assert max(reads) < min(waits), "a mask is read after the rows have arrived"
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(("n_cols", "mask", "causal"), [(49, 0, False), (49, 1, False), (37, 0, True), (63, 1, True)])
+def test_gradients_of_masked_rows_are_written_in_vectors(n_cols, mask, causal, target):
+    x = torch.empty(4, n_cols, dtype=torch.bfloat16)
+    kept = torch.empty(2, n_cols, dtype=torch.bool) if mask else None
+    launch, chosen = masked_gradient_launch(x, kept, causal, DEVICES[target])
+    used, _ = cross_compiled(as_called(launch), target)
+    assert chosen.gathered and used.spilled_bytes == 0
+    assert set(dict(used.stores)) == {16, 2} and dict(used.stores)[2] == 1
 
 
 # columns of a dtype, and whether causal rows of them are written as one piece

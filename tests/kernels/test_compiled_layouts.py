@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from launches import cross_compiled
+from launches import cross_compiled, masked_gradient_launch
 from params import few
 
 from fused_softmax.lab import cross_compile as compiled
@@ -147,19 +147,10 @@ def test_a_mask_out_of_phase_with_a_cluster_is_read_in_vectors(mask, dtype):
 )
 def test_the_lines_of_masked_gradients_are_warps(n_cols, causal, mask):
     x = torch.empty(4, n_cols)
-    op = masked_softmax.BACKWARD[mask is not None]
-    chosen = op.planner(problem_of(x, x, x, backward=True), SM_90)
-    assert chosen.ctas > 1
     if mask is not None and mask.dim() == 1:
         mask = mask.repeat(n_cols)
-    read, of_mask, of_strides = masks.describe_mask(mask, x.view(2, 2, n_cols), chosen, x)
-    numbers = (
-        *masks.row_order(2),
-        *of_strides,
-        0.5,
-    )
-    flags = (*of_mask, ("CAUSAL", causal))
-    launch = row_launch(op, (x, x, x), (read,), numbers, flags, chosen, SM_90)
+    launch, chosen = masked_gradient_launch(x, mask, causal, SM_90)
+    assert chosen.ctas > 1
     layouts = merged_layouts(ttgir_of(launch))
     assert layouts and all(holds_lines(layout, chosen.warps_per_row) for layout in layouts), layouts
 
@@ -331,11 +322,7 @@ def test_lanes_that_share_a_vector_add_rounded_products(n_cols, dtype, offset):
     rows = (x, x, x)
     chosen = plan(problem_of(*rows, backward=True), SM_90)
     gradient = softmax_launch(rows, chosen, backward=True, device=SM_90)
-    op = masked_softmax.BACKWARD[False]
-    chosen = op.planner(problem_of(*rows, backward=True), SM_90)
-    read, of_mask, of_strides = masks.describe_mask(None, x.view(2, 2, n_cols), chosen, x)
-    numbers = (*masks.row_order(2), *of_strides, 0.5)
-    masked = row_launch(op, rows, (read,), numbers, (*of_mask, ("CAUSAL", True)), chosen, SM_90)
+    masked, _ = masked_gradient_launch(x, None, True, SM_90)
     for launch in (entropy, gradient, masked):
         assert compiled.cross_compile(launch, "sm_90").products_exchanged == 0, launch.kernel
 

@@ -12,7 +12,7 @@ from itertools import product
 
 import pytest
 import torch
-from launches import masked_launch
+from launches import masked_gradient_launch, masked_launch
 from params import few
 
 from fused_softmax.lab import cross_compile as compiled
@@ -20,8 +20,6 @@ from fused_softmax.launch import (
     cross_entropy,
     cross_entropy_gradient,
     loss_kernels,
-    masked_softmax,
-    masks,
     row_statistics,
 )
 from fused_softmax.launch.compile import MOST_SPILLED
@@ -177,16 +175,7 @@ def test_masks_in_any_place_loosen_caps(of):
 def test_masked_gradients_do_not_spill(n_cols, mask_cols, causal, dtype):
     x = torch.empty(4, n_cols, dtype=dtype)
     mask = None if mask_cols is None else torch.ones(2, n_cols if mask_cols else 1, dtype=torch.bool)
-    op = masked_softmax.BACKWARD[mask is not None]
-    plan = op.planner(problem_of(x, x, x, backward=True), SM_90)
-    read, of_mask, of_strides = masks.describe_mask(mask, x.view(2, 2, n_cols), plan, x)
-    numbers = (
-        *masks.row_order(2),
-        *of_strides,
-        0.5,
-    )
-    flags = (*of_mask, ("CAUSAL", causal))
-    launch = row_launch(op, (x, x, x), (read,), numbers, flags, plan, SM_90)
+    launch, _ = masked_gradient_launch(x, mask, causal, SM_90)
     assert compiled.cross_compile(launch, "sm_90").spilled_bytes == 0
 
 

@@ -25,7 +25,8 @@ def expect_whole_vectors(chosen: Plan, n_cols: int, dtype: str, regions: int) ->
     itemsize = ITEMSIZE[dtype]
     assert chosen.rows * n_cols * itemsize % 16 == 0
     held = chosen.vectors_per_chunk * chosen.vec
-    assert held * chosen.unpredicated_chunks <= n_cols <= held * chosen.chunks + 2 * chosen.vec * chosen.unaligned
+    assert n_cols <= held * chosen.chunks + 2 * chosen.vec * chosen.unaligned
+    assert chosen.runs or held * chosen.unpredicated_chunks <= n_cols
     elements = chosen.rows * (held * chosen.chunks + 2 * chosen.vec * chosen.unaligned)
     assert regions * (elements * itemsize + 32) <= 48 << 10
 
@@ -45,23 +46,54 @@ def test_a_programs_rows_are_whole_vectors(dtype, target):
                     found[backward].add(n_cols)
                 vec *= 2
     for backward, widths in found.items():
-        most = gathered.MOST_COLS[ITEMSIZE[dtype]][backward]
+        most = gathered.MOST_COLS[gathered.BACKWARD if backward else gathered.FORWARD][ITEMSIZE[dtype]]
         assert len(widths) >= 0.8 * most and all(3 <= n_cols <= most for n_cols in widths)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_causal_rows_of_a_program_are_whole_vectors(dtype, target):
-    some = 0
-    for n_cols in range(8, 700):
+def test_scores_of_a_program_are_whole_vectors(dtype, target):
+    """Under every mask, causal, and gradients: narrow ones are read as one piece, causal ones written as one."""
+    some = dict.fromkeys(((m, c, b) for m in (0, 1, 2) for c in (False, True) for b in (False, True)), 0)
+    for n_cols in range(3, 700):
         vec = 16 // ITEMSIZE[dtype]
-        for mask, causal in ((0, True), (0, False), (1, False), (2, False)):
-            chosen = plan_masked(packed(n_cols, dtype, vec if n_cols % vec == 0 else 1), DEVICES[target], mask, causal)
-            assert causal or not (chosen.gathered or chosen.output_gathered)
+        for mask, causal, backward in some:
+            asked = packed(n_cols, dtype, vec if n_cols % vec == 0 else 1, backward)
+            if mask == 2 and backward:  # which reads no such mask
+                continue
+            chosen = plan_masked(asked, DEVICES[target], mask, causal)
+            assert not chosen.output_gathered or (causal and not backward)
+            assert not chosen.gathered or (asked.vec < vec and not chosen.output_gathered)
             if chosen.gathered or chosen.output_gathered:
-                expect_whole_vectors(chosen, n_cols, dtype, 1)
-                some += 1
-    assert some > 200
+                expect_whole_vectors(chosen, n_cols, dtype, 1 + backward)
+                some[mask, causal, backward] += 1
+    narrow = {"bfloat16": (25, 60), "float32": (20, 0)}[dtype]
+    assert all(found > narrow[not causal and not backward] for (m, causal, backward), found in some.items() if m == 1)
+    assert some[0, True, False] > 200
+
+
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_the_lanes_of_a_row_meet_the_banks_better_in_runs(lanes):
+    """63 and 65 columns of 16 bits: neighbors of neighboring rows share banks, the starts of runs do not."""
+    for n_cols in (63, 65):
+        chosen = gathered.gathered_plan(packed(n_cols, "bfloat16", 1), DEVICES["sm_90"])
+        assert chosen.gathered and chosen.runs
+        elements = -(-n_cols // lanes)
+        apart = gathered.wavefronts(n_cols, lanes, 1, 2, 1)
+        assert gathered.wavefronts(n_cols, lanes, 1, 2, elements) < apart
+
+
+@pytest.mark.parametrize("n_cols", range(3, 129))
+def test_chunks_without_a_predicate_lie_inside_every_row(n_cols):
+    """Also of a row that is divided into runs, whose last one is short."""
+    for kind in (gathered.FORWARD, gathered.BACKWARD, gathered.MASKED, gathered.MASKED_BACKWARD):
+        asked = packed(n_cols, "bfloat16", 1, "backward" in kind)
+        chosen = gathered.gathered_plan(asked, DEVICES["sm_90"], "masked" in kind)
+        if chosen is not None:
+            step = 1 if chosen.runs else chosen.vectors_per_chunk
+            last = (chosen.vectors_per_chunk - 1) * (chosen.chunks if chosen.runs else 1)  # lane's first column
+            assert chosen.unpredicated_chunks == 0 or last + (chosen.unpredicated_chunks - 1) * step < n_cols
+            assert chosen.vectors_per_chunk * chosen.chunks >= n_cols
 
 
 @pytest.mark.parametrize(("n_cols", "gaps"), [(13, 0), (77, 0), (77, 3)])

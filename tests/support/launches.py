@@ -29,7 +29,6 @@ from fused_softmax.launch import (
 from fused_softmax.launch.compile import Launch
 from fused_softmax.launch.launcher import flat_launch, row_launch
 from fused_softmax.launch.layout import problem_of
-from fused_softmax.launch.masks import describe_mask, row_order
 from fused_softmax.launch.softmax import softmax_launch, strided_launch
 from fused_softmax.planning.losses import plan_elementwise, plan_row_statistics, plan_statistics
 from fused_softmax.planning.softmax import plan
@@ -225,6 +224,20 @@ def masked_launch(
     return row_launch(found.op, (x, x), (found.read,), numbers, found.flags, chosen, device), chosen
 
 
+def masked_gradient_launch(
+    x: torch.Tensor, mask: torch.Tensor | None, causal: bool, device: Device
+) -> tuple[Launch, Plan] | None:
+    """The gradient of masked_softmax of 4 rows, as `masked_launch`; None where softmax's own kernel takes such rows."""
+    scores = x.as_strided((2, 2, x.shape[1]), (2 * x.stride(0), x.stride(0), 1), x.storage_offset())
+    found = masked_softmax.backward_of(scores, (x, x, x), mask, causal, device, False)
+    if found is None:
+        return None
+    chosen = found.op.plan((x, x, x), device, False)
+    return row_launch(
+        found.op, (x, x, x), (found.read,), (*found.order, *found.numbers, 0.5), found.flags, chosen, device
+    ), chosen
+
+
 def masks(target: str) -> Iterator[Named]:
     """masked_softmax under each kind of mask, and its gradient."""
     device = DEVICES[target]
@@ -236,17 +249,9 @@ def masks(target: str) -> Iterator[Named]:
                 given = None if kind == "causal" else mask
                 launch, chosen = masked_launch(x, given, kind == "causal", device)
                 yield f"masked_softmax {kind} {dtype} {n_cols}", as_called(launch), chosen
-            chosen = masked_softmax.BACKWARD[False].planner(problem_of(x, x, x, backward=True), device)
-            if chosen.regime != "two_pass":
-                read, of_mask, of_strides = describe_mask(None, x.view(2, 2, n_cols), chosen, x)
-                numbers = (
-                    *row_order(2),
-                    *of_strides,
-                    0.5,
-                )
-                flags = (*of_mask, ("CAUSAL", True))
-                launch = row_launch(masked_softmax.BACKWARD[False], (x, x, x), (read,), numbers, flags, chosen, device)
-                yield f"masked_softmax backward {dtype} {n_cols}", as_called(launch), chosen
+            found = masked_gradient_launch(x, None, True, device)
+            if found is not None:
+                yield f"masked_softmax backward {dtype} {n_cols}", as_called(found[0]), found[1]
 
 
 def others(target: str) -> Iterator[Named]:

@@ -11,20 +11,18 @@ from collections.abc import Callable, Iterator
 from random import Random
 
 import torch
-from launches import Named, as_called, masked_launch
+from launches import Named, as_called, masked_gradient_launch, masked_launch
 
 from fused_softmax.launch import (
     cross_entropy,
     cross_entropy_gradient,
     cross_entropy_spatial,
     loss_kernels,
-    masked_softmax,
     row_statistics,
     spatial,
 )
 from fused_softmax.launch.launcher import RowOp, row_launch
 from fused_softmax.launch.layout import problem_of
-from fused_softmax.launch.masks import describe_mask, row_order
 from fused_softmax.launch.softmax import softmax_launch
 from fused_softmax.planning import config_tables, masked_tables, spatial_tables
 from fused_softmax.planning.softmax import plan
@@ -164,14 +162,11 @@ def masked_rows(rng: Random, device: Device) -> Iterator[Named]:
         memory = torch.empty(2 * n_cols + 1, dtype=torch.bool if kind == 1 else dtype, device="meta")[first:]
         mask = memory.as_strided((2, n_cols), strides)
         lies = (*lies, *strides, first)
-    scores = x.as_strided((2, 2, n_cols), (2 * x.stride(0), x.stride(0), 1), x.storage_offset())
     name = f"masked{' backward' * backward} {dtype} {n_cols} {lies} mask {kind}{' causal' * causal}"
     if backward:
-        op = masked_softmax.BACKWARD[kind > 0]
-        chosen = op.planner(problem_of(x, x, x, backward=True), device)
-        read, of_mask, of_strides = describe_mask(mask, scores, chosen, x)
-        flags, numbers = (*of_mask, ("CAUSAL", causal)), (*row_order(2), *of_strides, 0.5)
-        yield name, row_launch(op, (x, x, x), (read,), numbers, flags, chosen, device), chosen
+        found = masked_gradient_launch(x, mask, causal, device)
+        if found is not None:
+            yield name, *found
         return
     yield name, *masked_launch(x, mask, causal, device, zero)
 

@@ -15,8 +15,9 @@ import triton.language as tl
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import cluster_reduce_sum, init_cluster_barrier, leave_cluster
 from .common.early_start import await_previous
+from .common.mask_layouts import ANY_ROWS, NO_MASK, ONE_VALUE, elements_to
 from .common.masked_rows import scalar_tile, scalar_tiles, store_around
-from .common.masks import ANY_ROWS, NO_MASK, ONE_VALUE, elements_to, mask_at
+from .common.masks import mask_at
 from .common.numerics import lies_in_lanes, rounded_product, sum_of_vectors, upcast
 from .common.row_scheduler import row_in_order, seen_of
 from .common.softmax_terms import gradient_term

@@ -19,22 +19,9 @@ from .common.cluster import cluster_reduce_max_sum, init_cluster_barrier, leave_
 from .common.early_start import await_previous
 from .common.gathered_ptx import region_bytes
 from .common.gathered_rows import declare_regions, put_elements, put_vectors, scatter
+from .common.mask_layouts import ADDITIVE, BOOLEAN, NEIGHBORS, NO_MASK, OWN, SHIFTED
 from .common.masked_rows import apart_from, reciprocal, scalar_tiles, store_around, upcast_logits
-from .common.masks import (
-    ADDITIVE,
-    BOOLEAN,
-    NEIGHBORS,
-    NO_MASK,
-    OWN,
-    SHIFTED,
-    hidden,
-    hide,
-    load_masks,
-    load_next,
-    load_scalars,
-    mask_at,
-    scores,
-)
+from .common.masks import hidden, hide, load_masks, load_next, load_scalars, mask_at, scores
 from .common.numerics import LOWEST, SCORES_OF_32_BITS, exp, exp2_affine, exp2_fma, rounded_product, scaled
 from .common.row_scheduler import row_at, rows_of_piece, seen_of
 from .common.shifted_masks import load_shifted, shift_loaded

@@ -17,20 +17,9 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.early_start import await_previous
+from .common.mask_layouts import NO_MASK, ONE_VALUE, OWN, SHIFTED, elements_to
 from .common.masked_rows import accumulate, reciprocal, scalar_tiles, store_around
-from .common.masks import (
-    NO_MASK,
-    ONE_VALUE,
-    OWN,
-    SHIFTED,
-    elements_to,
-    hide,
-    load_masks,
-    load_next,
-    load_scalars,
-    mask_at,
-    scores,
-)
+from .common.masks import hide, load_masks, load_next, load_scalars, mask_at, scores
 from .common.numerics import LOWEST, exp, rounded_product
 from .common.row_scheduler import row_at, seen_of
 from .common.tiles import load_chunks, segments_of, span_of, start_of

@@ -19,6 +19,7 @@ from .common.gathered_ptx import region_bytes
 from .common.gathered_rows import (
     await_gathered,
     await_threads,
+    columns_of_thread,
     declare_regions,
     fetch,
     gather,
@@ -27,6 +28,7 @@ from .common.gathered_rows import (
     piece_of,
     put,
     scatter,
+    step_of,
     sum_of,
     sum_over_lanes,
 )
@@ -43,13 +45,15 @@ def softmax_gathered(
     phase: Int32,  # unused: a pointer tells its own
     LOG: tl.constexpr, ROWS: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
     UNPREDICATED: tl.constexpr,  # chunks that all threads of a row fill
+    RUNS: tl.constexpr,  # the chunks of a thread follow each other
     THREADS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     MOST: tl.constexpr = ROWS * CHUNKS * VECTORS * VEC
     declare_regions(region_bytes(MOST, x_ptr.dtype.element_ty.primitive_bitwidth // 8), PTX)
-    first_row, columns, first, n = piece_of(n_rows, n_cols, ROWS, VEC)
+    first_row, columns, first, n = piece_of(tl.program_id(0), n_rows, n_cols, ROWS, VEC)
     thread = tl.arange(0, THREADS)
-    column = thread % VECTORS * VEC
+    column = columns_of_thread(THREADS, VECTORS, VEC, CHUNKS, RUNS)
+    STEP: tl.constexpr = step_of(VECTORS, VEC, RUNS)
     await_previous(EARLY)
     gather(x_ptr, first, n, MOST, 0, THREADS, PTX)
     await_gathered(PTX)
@@ -60,7 +64,7 @@ def softmax_gathered(
         row = thread // VECTORS + k * (THREADS // VECTORS)
         exists = row < n_rows - first_row
         for c in tl.static_range(CHUNKS):
-            x = x + fetch(x_ptr, first, row, column, columns, exists, c, 0, VECTORS, VEC, UNPREDICATED, "-inf", PTX)
+            x = x + fetch(x_ptr, first, row, column, columns, exists, c, 0, STEP, VEC, UNPREDICATED, "-inf", PTX)
     await_threads(PTX)
     # 16 bits: exp(x - m) in one multiply-add and one exp2; their common factor cancels in exp/sum
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16 and not LOG
@@ -82,7 +86,7 @@ def softmax_gathered(
                     y = y + (normalize(x[k * HELD + c * VEC + i], m, s, LOG),)
                 else:
                     y = y + (exps[c * VEC + i] * by,)
-            put(y, y_ptr, first, row, column, columns, exists, c, 0, VECTORS, VEC, UNPREDICATED, PTX)
+            put(y, y_ptr, first, row, column, columns, exists, c, 0, STEP, VEC, UNPREDICATED, PTX)
     scatter(y_ptr, first, n, MOST, 0, THREADS, False, PTX)
 
 
@@ -96,15 +100,17 @@ def softmax_backward_gathered(
     phase: Int32,  # unused: a pointer tells its own
     LOG: tl.constexpr, ROWS: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
     UNPREDICATED: tl.constexpr,  # chunks that all threads of a row fill
+    RUNS: tl.constexpr,  # the chunks of a thread follow each other
     THREADS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     MOST: tl.constexpr = ROWS * CHUNKS * VECTORS * VEC
     tl.static_assert(dy_ptr.dtype == y_ptr.dtype and dx_ptr.dtype == y_ptr.dtype, "the tensors have one dtype")
     SECOND: tl.constexpr = region_bytes(MOST, y_ptr.dtype.element_ty.primitive_bitwidth // 8)
     declare_regions(2 * SECOND, PTX)
-    first_row, columns, first, n = piece_of(n_rows, n_cols, ROWS, VEC)
+    first_row, columns, first, n = piece_of(tl.program_id(0), n_rows, n_cols, ROWS, VEC)
     thread = tl.arange(0, THREADS)
-    column = thread % VECTORS * VEC
+    column = columns_of_thread(THREADS, VECTORS, VEC, CHUNKS, RUNS)
+    STEP: tl.constexpr = step_of(VECTORS, VEC, RUNS)
     await_previous(EARLY)
     gather(y_ptr, first, n, MOST, 0, THREADS, PTX)
     gather(dy_ptr, first, n, MOST, SECOND, THREADS, PTX)
@@ -116,10 +122,8 @@ def softmax_backward_gathered(
         row = thread // VECTORS + k * (THREADS // VECTORS)
         exists = row < n_rows - first_row
         for c in tl.static_range(CHUNKS):
-            y = y + fetch(y_ptr, first, row, column, columns, exists, c, 0, VECTORS, VEC, UNPREDICATED, "0", PTX)
-            dy = dy + fetch(
-                dy_ptr, first, row, column, columns, exists, c, SECOND, VECTORS, VEC, UNPREDICATED, "0", PTX
-            )
+            y = y + fetch(y_ptr, first, row, column, columns, exists, c, 0, STEP, VEC, UNPREDICATED, "0", PTX)
+            dy = dy + fetch(dy_ptr, first, row, column, columns, exists, c, SECOND, STEP, VEC, UNPREDICATED, "0", PTX)
     await_threads(PTX)
     HELD: tl.constexpr = CHUNKS * VEC
     for k in tl.static_range(ROWS * VECTORS // THREADS):
@@ -133,5 +137,5 @@ def softmax_backward_gathered(
             dx = ()
             for i in tl.static_range(VEC):
                 dx = dx + (gradient(y[k * HELD + c * VEC + i], dy[k * HELD + c * VEC + i], d, LOG),)
-            put(dx, dx_ptr, first, row, column, columns, exists, c, 0, VECTORS, VEC, UNPREDICATED, PTX)
+            put(dx, dx_ptr, first, row, column, columns, exists, c, 0, STEP, VEC, UNPREDICATED, PTX)
     scatter(dx_ptr, first, n, MOST, 0, THREADS, False, PTX)

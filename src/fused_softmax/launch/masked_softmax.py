@@ -17,9 +17,18 @@ from ..planning.types import Device, Plan
 from .cache import Cache
 from .compile import kernel_loader
 from .context import is_batch_invariant
-from .launcher import RowOp, always, device_of, launch_rows, planned, prepare_rows
+from .launcher import RowOp, device_of, launch_rows, planned, prepare_rows
 from .layout import empty, rows_of, rows_or_copy, starts
-from .masks import ORDER, describe_mask, kind_of, mask_alignment, queries_of, row_order, row_schedule
+from .masks import (
+    ORDER,
+    describe_mask,
+    describe_mask_of_pieces,
+    kind_of,
+    mask_alignment,
+    queries_of,
+    row_order,
+    row_schedule,
+)
 from .options import Flags
 from .prepared_calls import contiguous_strides
 from .torch_private import current_device, empty_strided_cuda
@@ -47,7 +56,14 @@ def _gathered() -> Any:
 
 
 @kernel_loader
-def _backward() -> Any:
+def _backward_gathered() -> Any:
+    from ..kernels.masked_softmax_gathered import masked_softmax_backward_gathered
+
+    return masked_softmax_backward_gathered
+
+
+@kernel_loader
+def _backward_resident() -> Any:
     from ..kernels.masked_softmax_backward import masked_softmax_backward
 
     return masked_softmax_backward
@@ -63,6 +79,10 @@ def _forward(plan: Plan) -> Any:
     return (_two_pass if plan.regime == "two_pass" else _resident)()
 
 
+def _backward(plan: Plan) -> Any:
+    return _backward_gathered() if plan.gathered else _backward_resident()
+
+
 def _op(kernel: Callable[[Plan], Any], mask: int, backward: bool, causal: bool = False) -> RowOp:
     planner = functools.lru_cache(functools.partial(plan_masked, mask=mask, causal=causal))
     return RowOp(planner, kernel, backward=backward, alignment=mask_alignment)
@@ -71,7 +91,8 @@ def _op(kernel: Callable[[Plan], Any], mask: int, backward: bool, causal: bool =
 # by the kind of mask that they read (`kind_of`), as masks take registers
 FORWARD = {kind: _op(_forward, kind, False) for kind in (0, 1, 2)}
 CAUSAL = _op(_forward, 0, False, causal=True)  # without a mask
-BACKWARD = {kind: _op(always(_backward), kind, True) for kind in (0, 1)}
+BACKWARD = {kind: _op(_backward, kind, True) for kind in (0, 1)}
+CAUSAL_BACKWARD = {kind: _op(_backward, kind, True, causal=True) for kind in (0, 1)}
 
 
 class Masked(NamedTuple):
@@ -91,9 +112,10 @@ def forward_of(
     """The forward of scores x, folded to `rows` (x, y), under a mask."""
     op = CAUSAL if causal and mask is None else FORWARD[kind_of(mask)]
     plan = op.plan(rows, device, invariant)
+    if plan.gathered:
+        read, flags, order, numbers = describe_mask_of_pieces(mask, x, plan, rows[-1], causal)
+        return Masked(op, read, (*flags, ("CAUSAL", causal), ("ZERO", zero)), order, numbers)
     read, flags, numbers = describe_mask(mask, x, plan, rows[-1], forward=True)
-    if plan.gathered:  # which takes no mask
-        return Masked(op, read, (*flags, ("ZERO", zero)), row_order(queries_of(x)), ())
     return Masked(op, read, (*flags, ("CAUSAL", causal), ("ZERO", zero)), numbers[:ORDER], numbers[ORDER:])
 
 
@@ -101,10 +123,13 @@ def backward_of(
     y: Tensor, rows: tuple[Tensor, ...], mask: Tensor | None, causal: bool, device: Device, invariant: bool
 ) -> Masked | None:
     """The gradient of y, folded to `rows` (y, dy, dx), under a mask; None where a row does not fit on chip."""
-    op = BACKWARD[kind_of(mask)]
+    op = (CAUSAL_BACKWARD if causal else BACKWARD)[kind_of(mask)]
     plan = op.plan(rows, device, invariant)
     if plan.regime == "two_pass":
         return None
+    if plan.gathered:
+        read, flags, order, numbers = describe_mask_of_pieces(mask, y, plan, rows[0], causal)
+        return Masked(op, read, (*flags, ("CAUSAL", causal)), order, numbers)
     read, flags, numbers = describe_mask(mask, y, plan, rows[0])
     return Masked(op, read, (*flags, ("CAUSAL", causal)), row_order(queries_of(y)), numbers)
 
@@ -141,11 +166,11 @@ def planned_forward(x: Tensor, mask: Tensor | None, causal: bool) -> Plan | str:
     return planned(op, rows, (read.dtype,), flags, x)
 
 
-def planned_backward(x: Tensor, mask: Tensor | None) -> Plan | str | None:
+def planned_backward(x: Tensor, mask: Tensor | None, causal: bool) -> Plan | str | None:
     """The plan of the gradient of scores x under such a mask, as `planned_forward`; None where none takes a row."""
     rows = (torch.empty((x.numel() // x.shape[-1], x.shape[-1]), dtype=x.dtype, device="meta"),) * 3
     boolean = mask is not None and mask.dtype is torch.bool
-    found = backward_of(x, rows, mask if boolean else None, False, device_of(x), is_batch_invariant())
+    found = backward_of(x, rows, mask if boolean else None, causal, device_of(x), is_batch_invariant())
     return None if found is None else planned(found.op, rows, (found.read.dtype,), found.flags, x)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,20 +48,10 @@ def describe_mask(
         flags: Flags = (("MASK", 0), ("MASK_COLS", 0), ("MASK_VEC", 1))
         numbers: Numbers = (1, 1, 0, 0, 0, 0, 0)
         return unused, _with_rows(flags, 0, forward), (*row_schedule(n_queries), *numbers, 0) if forward else numbers
+    read, batch, m_query, m_col, cols, vec = _folded(mask, x, plan)
     kind = kind_of(mask)
-    read = readable(mask.detach().view(torch.uint8) if kind == 1 else mask.detach(), plan)
-    expanded = read.expand(x.shape if x.dim() > 1 else (1, *x.shape))
-    batch = merge_dims([(n, s) for n, s in zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True) if n != 1])
-    if len(batch) > 3:  # no three strides describe it
-        read = expanded = expanded.contiguous()
-        batch = merge_dims(list(zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True)))
     outer, middle, inner = ([(1, 0)] * 3 + batch)[-3:]
-    m_query, m_col = expanded.stride()[-2:]
-    m_col = 0 if expanded.shape[-1] == 1 else m_col
-    cols = m_col if m_col in (0, 1) else 2
     strides = (outer[1], middle[1], inner[1], m_query)
-    # of rows that are read one by one, a mask's vectors would decide which thread adds which columns
-    vec = _mask_vector(read) if cols == 1 and plan.vec > 1 else 1
     if not forward:
         flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec))
         return read, flags, (middle[0], inner[0], *(s // vec for s in strides), m_col)
@@ -81,6 +72,71 @@ def describe_mask(
     flags = (("MASK", kind), ("MASK_COLS", cols), ("MASK_VEC", vec))
     numbers = (middle[0], inner[0], *(s // vec for s in strides), m_col, phase)
     return read, _with_rows(flags, rows, forward), (*order, *numbers)
+
+
+class _Folded(NamedTuple):
+    """A mask as a kernel reads it."""
+
+    read: Tensor
+    batch: list[tuple[int, ...]]  # (size, stride) of at most three dimensions
+    m_query: int
+    m_col: int
+    cols: int  # MASK_COLS, where its vectors are its rows'
+    vec: int
+
+
+def _folded(mask: Tensor, x: Tensor, plan: Plan) -> _Folded:
+    read = readable(mask.detach().view(torch.uint8) if kind_of(mask) == 1 else mask.detach(), plan)
+    expanded = read.expand(x.shape if x.dim() > 1 else (1, *x.shape))
+    batch = merge_dims([(n, s) for n, s in zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True) if n != 1])
+    if len(batch) > 3:  # no three strides describe it
+        read = expanded = expanded.contiguous()
+        batch = merge_dims(list(zip(expanded.shape[:-2], expanded.stride()[:-2], strict=True)))
+    m_query, m_col = expanded.stride()[-2:]
+    m_col = 0 if expanded.shape[-1] == 1 else m_col
+    cols = m_col if m_col in (0, 1) else 2
+    # of rows that are read one by one, a mask's vectors would decide which thread adds which columns
+    vec = _mask_vector(read) if cols == 1 and plan.vec > 1 else 1
+    return _Folded(read, batch, m_query, m_col, cols, vec)
+
+
+def describe_mask_of_pieces(
+    mask: Tensor | None, x: Tensor, plan: Plan, unused: Tensor, causal: bool
+) -> tuple[Tensor, Flags, Numbers, Numbers]:
+    """(what a kernel reads, its flags, `row_order`, sizes and strides) of the mask of scores x, moved in pieces.
+
+    Queries and batches that are one stride apart are one dimension, except under causality, which asks for queries.
+    """
+    n_queries = queries_of(x)
+    if mask is None:
+        flags: Flags = (("MASK", 0), ("MASK_COLS", 0), ("MASK_ROWS", 0), ("MASK_VEC", 1))
+        return unused, flags, row_order(n_queries), (*row_order(1), *row_order(1), *_piece_order(), 0, 0, 0, 0, 0, 0)
+    read, batch, m_query, m_col, cols, vec = _folded(mask, x, plan)
+    queries = [(n_queries, m_query)] if n_queries > 1 else []
+    merged = merge_dims([*batch, *queries]) or [(1, 0)]
+    *dims, row = [*batch, *(queries or [(1, 0)])] if causal else merged
+    order = _piece_order()
+    if len(merged) == 1:
+        rows, strides, sizes = 0, (0, 0, 0, merged[0][1]), (1, 1)
+    else:
+        outer, middle, inner = ([(1, 0)] * 3 + dims)[-3:]
+        rows = 1 if len(dims) == 1 else 2
+        strides, sizes = (inner[1] if rows == 1 else outer[1], middle[1], inner[1], row[1]), (inner[0], middle[0])
+        if dims[0][1] == 0:
+            n_pieces = -(-math.prod(n for n, *_ in merged) // plan.rows)
+            order = _piece_order(dims[0][0], n_pieces, GROUP_BYTES // (plan.rows * x.shape[-1] * x.element_size()))
+    flags = (("MASK", kind_of(mask)), ("MASK_COLS", cols), ("MASK_ROWS", rows), ("MASK_VEC", vec))
+    of_sizes = (*row_order(sizes[0]), *row_order(sizes[1]))
+    # without causality queries may be more than those of x
+    n_queries = row[0] if rows and not causal else n_queries
+    return read, flags, row_order(n_queries), (*of_sizes, *order, *(s // vec for s in strides), m_col, 0)
+
+
+def _piece_order(n_shared: int = 1, n_pieces: int = 0, n_group: int = 1) -> Numbers:
+    """The arguments of `piece_of_shared_mask` for n_shared equal parts of n_pieces pieces."""
+    n_group = max(1, n_group)
+    blocks = n_pieces // (n_shared * n_group) if n_shared > 1 else 0
+    return *row_order(n_group * n_shared), *row_order(n_group), blocks
 
 
 def mask_alignment(flags: Flags, dtype: torch.dtype) -> int:

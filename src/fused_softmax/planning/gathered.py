@@ -1,97 +1,140 @@
 """Plans of narrow rows that start anywhere, which a program moves as one piece (`kernels/common/gathered_rows`).
 
-How many lanes of a warp share a row is a rule, not a table: the number that takes the fewest cycles of a
-multiprocessor, by a count of the instructions and of the wavefronts of shared memory. The count follows from the width,
-because a row's stride decides which banks its lanes meet.
+How many lanes of a warp share a row is a rule, not a table: the number that takes the least time, by a count of the
+instructions and of the wavefronts of shared memory. The count follows from the width, because a row's stride decides
+which banks its lanes meet.
 
-H100, 2^26 elements, fraction of a copy (higher is better). 65 columns of bfloat16 have 3 wavefronts for an access of 2
-lanes and 5 of 4 lanes: 1.01 and 0.80. 77 columns have 3, 2 and 1 with 2, 4 and 8 lanes: 1.01, 1.03 and 1.03.
+H200, 2^26 elements, fraction of a copy (higher is better). 65 columns of bfloat16 have 3 wavefronts for an access of 2
+lanes and 5 of 4 lanes: 0.90 and 0.64. 49 columns have 2 with 2 lanes and 1 with 4, but 26 and 14 elements for each
+thread, next to what a thread does for its row: 1.04 and 0.97. The weights of the count are those that fit 159 such
+times (error: 4%), and 198 of masked rows (3%).
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 from .types import ITEMSIZE, Device, Plan, Problem
 
-# columns from which and up to which rows are moved as one piece, the latter by the bytes of an element, forward and in
-# a gradient: beyond, other kernels are as fast, and faster with few rows. One column with 16 rows for each thread took
-# 3 times torch's time with few rows
-FEWEST_COLS = 3
-MOST_COLS = {2: (128, 80), 4: (64, 0)}
 NUM_WARPS = 4
-# elements of a row that a thread holds, at most, forward and in a gradient: they are float32 in its registers, two rows
-# of them in a gradient
-MOST_ELEMENTS = (40, 24)
+FORWARD, BACKWARD, MASKED, MASKED_BACKWARD = "forward", "backward", "masked", "masked backward"
+# columns from which and up to which rows are moved as one piece, the latter by the bytes of an element: beyond, other
+# kernels are as fast, and faster with few rows. One column with 16 rows for each thread took 3 times torch's time with
+# few rows
+FEWEST_COLS = 3
+MOST_COLS = {
+    FORWARD: {2: 128, 4: 64}, BACKWARD: {2: 80, 4: 0}, MASKED: {2: 116, 4: 64}, MASKED_BACKWARD: {2: 104, 4: 32},
+}  # fmt: skip
+# elements of a row that a thread holds, at most: they are float32 in its registers, two rows of them in a gradient
+MOST_ELEMENTS = {FORWARD: 40, BACKWARD: 36, MASKED: 34, MASKED_BACKWARD: 36}
 # elements of a thread below which it takes several rows, so that a program moves enough bytes
 FEW_ELEMENTS = 8
-# accesses of a thread are rounded up to these, so that widths share kernels
-CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 36, 40, 64, 128, 256)
+# accesses of a thread are rounded up to these, so that widths share kernels. They come from a random search over such
+# lists: by the count below, even numbers up to 40 save 0.4% of the time on the mean, and have 72 kernels in place of 46
+CHUNKS = (1, 3, 5, 9, 12, 15, 19, 25, 34, 40, 64, 128, 256)
 BANKS, ISSUES = 32, 4  # of a multiprocessor: 4-byte banks, and instructions in a cycle
-# instructions for an element, for an access of a thread, for a row of a thread and for a thread (compiled kernels)
-INSTRUCTIONS = (8.5, 1.5, 90, 110)
+
+
+class Work(NamedTuple):
+    """What a multiprocessor does for a row, besides the copy of its bytes."""
+
+    tensors: float  # accesses of shared memory for an element; a mask's element is read from the L1
+    of_element: float  # instructions
+    of_access: float
+    of_row: float  # of each thread of a row
+    of_thread: float
+
+
+WORK = {
+    FORWARD: Work(2, 5.4, 6.9, 80, 30),
+    BACKWARD: Work(3, 14, 10.4, 50, 40),
+    MASKED: Work(3, 6.1, 6.9, 130, 30),
+    MASKED_BACKWARD: Work(3, 16, 10.4, 80, 40),
+}
 # bytes that a multiprocessor moves in a cycle at the speed of a copy, on an H200, where fewer cycles are left for each
-# byte than on an H100; and elements of a thread that cost few rows, which wait for them, as much as a copy's time costs
-# many rows
-BYTES_A_CYCLE, ELEMENTS_OF_COPY = 18.2, 48
-# cycles over those of a copy, at most, where several lanes share a row. H100: 127 columns of bfloat16 with 16 lanes
-# take 1.25 times as many, and run at 1.03 of a copy; the kernels that read rows run at 1.04
-MOST_CYCLES = 1.25
+# byte than on an H100
+BYTES_A_CYCLE = 18.2
+# times of work that overlaps, as a norm: limits that are near each other add up
+NORM = 6
+# elements of a thread that cost few rows, which wait for them, as much as a copy's time costs many rows
+ELEMENTS_OF_COPY = 300
+# of the copy's time that runs have to save: they are a kernel more to compile, and masks are read in more sectors at
+# once. H200: 85 columns with an additive mask and runs of 8 lanes took 1.38 times a copy, where the count says 1.16
+RUNS_COST = {FORWARD: 0.05, BACKWARD: 0.05, MASKED: 0.15, MASKED_BACKWARD: 0.05}
+# columns of which the kernels that read rows take no longer than a copy; fewer take longer by their inverse. H200,
+# bfloat16: 65 columns 0.67, 127 columns 0.98; gradients of 65 columns 0.86; an additive mask of 77 columns 0.59
+COLS_OF_ROWS = {FORWARD: 96, BACKWARD: 76, MASKED: 140, MASKED_BACKWARD: 105}
 
 
-def gathered_plan(problem: Problem, device: Device) -> Plan | None:
+def gathered_plan(problem: Problem, device: Device, masked: bool = False) -> Plan | None:
     """The plan of rows that are moved as one piece; None where another one takes them.
 
+    masked: under a mask, or a gradient that is causal.
+
     >>> from .types import DEVICES
-    >>> gathered_plan(Problem(77, "bfloat16", "bfloat16", vec=1, packed=True), DEVICES["sm_90"]).vectors_per_chunk
-    4
+    >>> gathered_plan(Problem(49, "bfloat16", "bfloat16", vec=1, packed=True), DEVICES["sm_90"]).vectors_per_chunk
+    2
     """
+    kind = {(0, 0): FORWARD, (0, 1): MASKED, (1, 0): BACKWARD, (1, 1): MASKED_BACKWARD}[problem.backward, masked]
     narrow = (
         problem.packed
         and problem.vec < problem.full_vec
-        and FEWEST_COLS <= problem.n_cols <= MOST_COLS[problem.itemsize][problem.backward]
+        and FEWEST_COLS <= problem.n_cols <= MOST_COLS[kind][problem.itemsize]
     )
     if not narrow or problem.dtype != problem.out_dtype or device.warp_size != 32:
         return None
-    found = _lanes(problem.n_cols, problem.vec, ITEMSIZE[problem.dtype], problem.backward)
+    found = _shared(problem.n_cols, problem.vec, ITEMSIZE[problem.dtype], kind)
     if found is None:
         return None
-    lanes, rows_a_thread = found
+    lanes, runs = found
     chunks, full = _rounded(-(-problem.n_cols // (lanes * problem.vec)))
-    rows = NUM_WARPS * device.warp_size // lanes * rows_a_thread
+    if runs:  # the last lane's run is short
+        full = max(0, full * lanes + 1 - (lanes - 1) * chunks)
+    rows = NUM_WARPS * device.warp_size // lanes * _rows_a_thread(lanes, chunks * problem.vec)
     why = f"{rows} rows per program, moved as one piece, each in {lanes} thread{'s' * (lanes > 1)}"
-    return Plan("warp", rows, 1, 1, lanes, problem.vec, chunks, full, False, False, NUM_WARPS, None, why, gathered=True)
+    return Plan(
+        "warp", rows, 1, 1, lanes, problem.vec, chunks, full, False, False, NUM_WARPS, None, why, gathered=True,
+        runs=runs,
+    )  # fmt: skip
 
 
 @cache
-def _lanes(n_cols: int, vec: int, itemsize: int, backward: bool) -> tuple[int, int] | None:
-    """(lanes of a row, rows of a thread).
-
-    None where one thread cannot hold a row, and every number of lanes takes more than MOST_CYCLES.
-    """
-    costs, tensors = {}, 3 if backward else 2
-    copy = tensors * n_cols * itemsize / BYTES_A_CYCLE
+def _shared(n_cols: int, vec: int, itemsize: int, kind: str) -> tuple[int, bool] | None:
+    """(lanes of a row, whether each holds a run of it); None where the kernels that read rows are faster."""
+    times, costs = {}, {}
     for lanes in (16, 8, 4, 2, 1):  # of 128 threads, so that a program's rows are a multiple of a vector's elements
-        accesses, _ = _rounded(-(-n_cols // (lanes * vec)))
-        elements = accesses * vec
-        if elements > MOST_ELEMENTS[backward] or (lanes > 1 and elements < vec + 2):
+        elements = _rounded(-(-n_cols // (lanes * vec)))[0] * vec
+        if elements > MOST_ELEMENTS[kind] or (lanes > 1 and elements < vec + 2):
             continue
-        rows = _rows_a_thread(lanes, elements)
-        instructions = INSTRUCTIONS[0] * elements + INSTRUCTIONS[1] * accesses + INSTRUCTIONS[2]
-        instructions += INSTRUCTIONS[3] / rows
-        waves = tensors * accesses * wavefronts(n_cols, lanes, vec, itemsize) * lanes / 32
-        waves += tensors * n_cols * itemsize / (4 * BANKS)
-        cycles = max(instructions * lanes / 32 / ISSUES, waves)
-        if lanes == 1 or cycles <= MOST_CYCLES * copy:
-            costs[lanes, rows] = cycles / copy + elements / ELEMENTS_OF_COPY
-    return min(costs, key=lambda found: costs[found]) if costs else None
+        for runs in (False, True)[: 1 + (lanes > 1)]:
+            times[lanes, runs] = time_over_copy(n_cols, vec, itemsize, kind, lanes, runs)
+            costs[lanes, runs] = times[lanes, runs] + elements / ELEMENTS_OF_COPY + RUNS_COST[kind] * runs
+    best = min(costs, key=lambda found: costs[found]) if costs else None
+    by_rows = max(1.0, COLS_OF_ROWS[kind] * 2 / (n_cols * itemsize))
+    return best if best is not None and times[best] <= 1.07 * by_rows else None
+
+
+def time_over_copy(n_cols: int, vec: int, itemsize: int, kind: str, lanes: int, runs: bool) -> float:
+    """The time of rows that `lanes` threads share, each with a run of it or not, over that of their copy."""
+    work = WORK[kind]
+    accesses, _ = _rounded(-(-n_cols // (lanes * vec)))
+    elements = accesses * vec
+    tensors = 3 if kind in (BACKWARD, MASKED_BACKWARD) else 2
+    copy = tensors * n_cols * itemsize / BYTES_A_CYCLE
+    instructions = work.of_element * elements + work.of_access * accesses + work.of_row
+    instructions += work.of_thread / _rows_a_thread(lanes, elements)
+    waves = work.tensors * accesses * wavefronts(n_cols, lanes, vec, itemsize, elements if runs else vec) * lanes / 32
+    waves += tensors * n_cols * itemsize / (4 * BANKS)
+    times = (copy, instructions * lanes / 32 / ISSUES, waves)
+    return float(sum(t**NORM for t in times) ** (1 / NORM) / copy)
 
 
 def _rounded(chunks: int) -> tuple[int, int]:
     """(chunks, rounded so that widths share kernels, and how many of them all these widths fill)
 
-    >>> _rounded(2), _rounded(5), _rounded(13)
-    ((2, 1), (6, 4), (16, 12))
+    >>> _rounded(2), _rounded(9), _rounded(13)
+    ((3, 1), (9, 5), (15, 12))
     """
     at = next(i for i, most in enumerate(CHUNKS) if chunks <= most)
     return CHUNKS[at], CHUNKS[at - 1] if at else 0
@@ -105,17 +148,19 @@ def _rows_a_thread(lanes: int, elements: int) -> int:
 
 
 @cache
-def wavefronts(n_cols: int, lanes: int, vec: int, itemsize: int) -> int:
-    """Cycles of shared memory for one access of a warp, `lanes` of them in each row: the words in its fullest bank.
+def wavefronts(n_cols: int, lanes: int, vec: int, itemsize: int, step: int) -> int:
+    """Cycles of shared memory for one access of a warp: the words in its fullest bank.
 
-    >>> wavefronts(64, 1, 1, 4), wavefronts(65, 1, 1, 4), wavefronts(65, 4, 1, 2)
-    (32, 1, 5)
+    lanes: of each row, `step` elements apart.
+
+    >>> wavefronts(64, 1, 1, 4, 1), wavefronts(65, 1, 1, 4, 1), wavefronts(65, 4, 1, 2, 1), wavefronts(65, 4, 1, 2, 18)
+    (32, 1, 5, 2)
     """
     total, halves = 0, 2 if vec * itemsize == 8 else 1  # accesses of 8 bytes go by half warps
     for half in range(halves):
         words: dict[int, set[int]] = {}
         for thread in range(half * 32 // halves, (half + 1) * 32 // halves):
-            start = (thread // lanes * n_cols + thread % lanes * vec) * itemsize
+            start = (thread // lanes * n_cols + thread % lanes * step) * itemsize
             for word in range(start // 4, (start + vec * itemsize - 1) // 4 + 1):
                 words.setdefault(word % BANKS, set()).add(word)
         total += max(map(len, words.values()))

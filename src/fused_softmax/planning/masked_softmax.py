@@ -24,8 +24,8 @@ from .types import Device, Plan, Problem
 # the tables of each kind of mask, by the numbers of the kernels: none, boolean, additive
 KINDS = ("unmasked", "boolean", "additive")
 # columns up to which causal rows are read as one piece, too, by the bytes of an element. H100, float32: 23 columns run
-# at 0.77 of a copy, 0.49 otherwise; 37 columns at 0.76 and 0.83
-GATHERED_COLS = {2: 60, 4: 32}
+# at 0.77 of a copy, 0.49 otherwise; 37 columns at 0.76 and 0.83. H200, bfloat16: 63 columns run at 0.34 otherwise
+GATHERED_COLS = {2: 63, 4: 32}
 # vectors of a thread up to which causal rows are written as one piece. H100, bfloat16: 474 columns and 27 queries (8)
 # take 0.95 to 0.98 of the time, 521 columns and 40 queries (9) 1.01
 OUTPUT_GATHERED_CHUNKS = 8
@@ -42,8 +42,8 @@ def plan_masked(problem: Problem, device: Device, mask: int, causal: bool = Fals
     'block'
     """
     kind = "backward" if problem.backward else KINDS[mask]
-    if causal and problem.n_cols <= GATHERED_COLS[problem.itemsize]:
-        found = gathered_plan(problem, device)
+    if not causal or problem.n_cols <= GATHERED_COLS[problem.itemsize]:
+        found = gathered_plan(problem, device, mask > 0 or (causal and problem.backward))
         if found is not None:
             return found
     vec, unaligned = geometry(problem)
@@ -111,7 +111,13 @@ def _narrow_plan(problem: Problem, device: Device, kind: str, causal: bool) -> P
         return None
     chunks = max(1, -(-units // lanes))
     num_warps = 4 if chunks <= MASKED_FEW_CHUNKS[kind][problem.itemsize] else 1
-    as_piece = causal and problem.packed and device.warp_size == 32 and chunks <= OUTPUT_GATHERED_CHUNKS
+    as_piece = (
+        causal
+        and not problem.backward
+        and problem.packed
+        and device.warp_size == 32
+        and chunks <= OUTPUT_GATHERED_CHUNKS
+    )
     if as_piece:  # a program's rows begin at a multiple of 16 bytes
         num_warps = max(num_warps, vec * lanes // device.warp_size)
     cap = OUTPUT_GATHERED_REGISTERS if as_piece and problem.itemsize == 2 and num_warps == 4 else None

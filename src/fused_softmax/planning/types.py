@@ -222,6 +222,7 @@ class Plan:
     overlap: int = 0  # positions that a tile shares with the next one
     finish_chunks: int = 0  # where programs share the columns: chunks of one that writes, if not `chunks`
     gathered: bool = False  # a program reads and writes its rows as one piece of memory
+    runs: bool = False  # the chunks of a thread follow each other, where rows are gathered
     output_gathered: bool = False  # a program writes its causal rows as one piece
 
     def constexprs(self) -> dict[str, object]:
@@ -234,6 +235,7 @@ class Plan:
             UNPREDICATED=self.unpredicated_chunks, UNALIGNED=self.unaligned, RECOMPUTE=self.recompute,
             RESIDENT_CHUNKS=self.resident_chunks, PREFETCHED=prefetched, SMEM_STAGED=self.smem_staged,
             TWO_PASS=self.regime == "two_pass", THREADS=32 * self.num_warps, OUTPUT_GATHERED=self.output_gathered,
+            RUNS=self.runs,
         )  # fmt: skip
 
 

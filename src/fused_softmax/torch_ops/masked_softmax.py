@@ -75,7 +75,7 @@ def planned_masked_softmax(x: Tensor, mask: Tensor | None, backward: bool, causa
         return f"more than {MAX_ROWS - 1} rows are PyTorch's"
     if mask is not None and mask.dtype is not torch.bool and mask.dtype not in _MASK_DTYPES:
         return f"a mask of {mask.dtype} is PyTorch's"
-    plan = planned_backward(x, mask) if backward else planned_forward(x, mask, causal)
+    plan = planned_backward(x, mask, causal) if backward else planned_forward(x, mask, causal)
     if plan is None:  # softmax's own gradient takes such rows
         op, flags = softmax_op(log=False, backward=True)
         rows = (torch.empty((x.numel() // x.shape[-1], x.shape[-1]), dtype=x.dtype, device="meta"),) * 3

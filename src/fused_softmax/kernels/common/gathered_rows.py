@@ -3,13 +3,14 @@
 Rows that follow each other without a gap are one piece, wherever each of them starts. So all threads copy the piece in
 vectors of 16 bytes, whatever the width: at most a vector at either end is moved by elements. In shared memory each
 thread finds its own elements, which are not vectors there: LANES neighbors of a warp share a row and take turns at VEC
-elements of it. Results go back the same way.
+elements of it, or hold a run of them each, where that meets the banks better. Results go back the same way.
 
 A piece is the memory of a program's rows in one tensor, a region its copy in shared memory. A place counts elements
 from the program's first row.
 
     memory          |row 0   |row 1   |row 2   |...     16 bytes for each thread, to shared memory and back
     shared memory   |a b c d a b c d a|b c ...          threads a..d of row 0: VEC elements each, CHUNKS times
+    where RUNS      |a a a b b b c c d|a a ...          all chunks of a thread follow each other
 
 A tile has one number for each thread of the program, and a thread's chunks are a tuple of tiles. So Triton has no
 layout to choose, and numbers cross lanes by shuffles. The interpreter has no shared memory: it loads and stores the
@@ -150,27 +151,42 @@ def scatter(
 
 
 @triton.jit
-def piece_of(n_rows, n_cols, ROWS: tl.constexpr, VEC: tl.constexpr):
-    """(first row, columns, first element, elements) of this program's piece: ROWS rows, or those that are left.
+def piece_of(piece, n_rows, n_cols, ROWS: tl.constexpr, VEC: tl.constexpr):
+    """(first row, columns, first element, elements) of a piece: ROWS rows, or those that are left.
 
     n_cols: in units of VEC.
     """
-    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    first_row = piece.to(tl.int64) * ROWS
     columns = n_cols * VEC
     return first_row, columns, first_row * columns, tl.minimum(n_rows - first_row, ROWS).to(tl.int32) * columns
 
 
+@triton.constexpr_function
+def step_of(lanes: int, vec: int, runs: bool) -> int:
+    """Elements from a thread's chunk to its next one."""
+    return vec if runs else lanes * vec
+
+
+@triton.jit
+def columns_of_thread(
+    THREADS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, RUNS: tl.constexpr
+):  # fmt: skip
+    """The first column of each thread's chunk 0.  # [THREADS]"""
+    return tl.arange(0, THREADS) % LANES * (CHUNKS * VEC if RUNS else VEC)
+
+
 @triton.jit
 def fetch(
-    ptr, first, row, column, columns, exists, C: tl.constexpr, REGION: tl.constexpr, LANES: tl.constexpr,
+    ptr, first, row, column, columns, exists, C: tl.constexpr, REGION: tl.constexpr, STEP: tl.constexpr,
     VEC: tl.constexpr, UNPREDICATED: tl.constexpr, FILL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """VEC tiles of float32: each thread's elements of chunk C of its row, from the region of the piece at ptr + first.
 
+    STEP: of `step_of`.
     # row: of the piece, column: of chunk 0, exists: [THREADS]; FILL: "-inf" or "0", where there is no such column. The
     first UNPREDICATED chunks lie inside every row. Rows that do not exist get arbitrary numbers.
     """
-    OFFSET: tl.constexpr = C * LANES * VEC
+    OFFSET: tl.constexpr = C * STEP
     place, there = row * columns + column, (OFFSET + column < columns) & exists
     DTYPE: tl.constexpr = ptr.dtype.element_ty.name
     tl.static_assert(VEC == 1 or VEC == 2 or VEC == 4, "a thread's access has at most 8 bytes")
@@ -204,11 +220,11 @@ def fetch(
 
 @triton.jit
 def put(
-    values, ptr, first, row, column, columns, exists, C: tl.constexpr, REGION: tl.constexpr, LANES: tl.constexpr,
+    values, ptr, first, row, column, columns, exists, C: tl.constexpr, REGION: tl.constexpr, STEP: tl.constexpr,
     VEC: tl.constexpr, UNPREDICATED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Puts VEC tiles of float32, in ptr's dtype, where `scatter` to ptr takes chunk C from.  # as `fetch`"""
-    OFFSET: tl.constexpr = C * LANES * VEC
+    OFFSET: tl.constexpr = C * STEP
     place, there = row * columns + column, (OFFSET + column < columns) & exists
     DTYPE: tl.constexpr = ptr.dtype.element_ty.name
     if PTX:

@@ -8,33 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .mask_layouts import ADDITIVE, BOOLEAN, NO_MASK, ONE_VALUE, OWN, SHARED, SHIFTED, elements_to, mask_row_of
 from .masked_rows import scalar_tile
 from .numerics import scaled, upcast
 from .shifted_masks import elements_of, joined, shifted_start, shifted_words
 from .tiles import READS, chunk_offsets, log2
-
-# the kind of a mask: none, uint8 that is 0 where a column is hidden, or floating numbers to add
-NO_MASK = tl.constexpr(0)
-BOOLEAN = tl.constexpr(1)
-ADDITIVE = tl.constexpr(2)
-# how its columns lie: one value for all, neighbors, any stride, or neighbors that are read in the mask's own vectors
-ONE_VALUE = tl.constexpr(0)
-NEIGHBORS = tl.constexpr(1)
-STRIDED = tl.constexpr(2)
-SHIFTED = tl.constexpr(3)
-# how its rows lie: as the scores' rows, one stride apart; one stride for the batches that do not share it; any strides
-OWN = tl.constexpr(0)
-SHARED = tl.constexpr(1)
-ANY_ROWS = tl.constexpr(2)
-
-
-@triton.jit
-def mask_row_of(batch, query, n_middle, n_inner, m_outer, m_middle, m_inner, m_query, MASK_VEC: tl.constexpr):
-    """The elements from the mask to each row's mask; strides in units of MASK_VEC.  # batch, query: [SEGMENTS, 1]"""
-    batch, n_inner, n_middle = batch.to(tl.int32), n_inner.to(tl.int32), n_middle.to(tl.int32)
-    group, inner = batch // n_inner, batch % n_inner
-    outer, middle = group // n_middle, group % n_middle
-    return (outer * m_outer + middle * m_middle + inner * m_inner + query * m_query) * MASK_VEC
 
 
 @triton.jit
@@ -45,15 +23,6 @@ def load_query_mask(mask_row, exists):
     a segment over warps, but a reduction over a cluster needs each segment in one warp.
     """
     return tl.load(mask_row, mask=exists, other=0)
-
-
-@triton.jit
-def elements_to(column, m_col, MASK_COLS: tl.constexpr):
-    """Elements from a row's mask to that of `column`."""
-    if MASK_COLS == STRIDED:
-        return column * m_col
-    else:
-        return column
 
 
 @triton.jit

@@ -78,6 +78,22 @@ def row_of_shared_mask(
 
 
 @triton.jit
+def piece_of_shared_mask(
+    n_block, block_multiplier, block_power, n_group, group_multiplier, group_power, n_blocks
+):  # fmt: skip
+    """The piece of rows that this program takes, where several parts of a tensor share a mask and find it in L2.
+
+    As the blocks of `row_of_shared_mask`: n_group neighbors of one part, then those of the next one, n_block pieces in
+    all. There are n_blocks of them; 0: nothing is shared. The pieces that are left come last.
+    """
+    place = tl.program_id(0)
+    block, rest = fast_divmod(place, n_block, block_multiplier, block_power)
+    part, at = fast_divmod(rest, n_group, group_multiplier, group_power)
+    n_blocks = n_blocks.to(tl.int32)
+    return tl.where(block < n_blocks, (part * n_blocks + block) * n_group.to(tl.int32) + at, place)
+
+
+@triton.jit
 def row_at(
     place, n_queries, n_span, span_multiplier, span_power, span_stride, n_block, block_multiplier, block_power,
     shared_stride, n_group, group_multiplier, group_power, n_last, last_multiplier, last_power,

@@ -52,7 +52,9 @@ def row_op(op: str) -> RowOp:
     if op.startswith("masked"):
         # a gradient reads no additive mask
         kind = 0 if op not in _MASKS else 1 if _MASKS[op][0] is torch.bool else 2
-        return masked_softmax.BACKWARD[0] if op.endswith("backward") else masked_softmax.FORWARD[kind]
+        if op.endswith("backward"):
+            return (masked_softmax.CAUSAL_BACKWARD if "causal" in op else masked_softmax.BACKWARD)[0]
+        return masked_softmax.CAUSAL if "causal" in op else masked_softmax.FORWARD[kind]
     others = {
         "cross_entropy": cross_entropy.WITH_GRADIENT["exponential"],
         "cross_entropy_forward": cross_entropy.FORWARD["exponential"],
