@@ -214,7 +214,6 @@ def masked_softmax_backward_gathered(
                     y, dy = y + (of_y[i],), dy + (of_dy[i],)
     await_threads(PTX)
     HELD: tl.constexpr = CHUNKS * VEC
-    ACCESSES: tl.constexpr = 0 if MASK == NO_MASK else 1 if MASK_COLS == ONE_VALUE else CHUNKS
     for k in tl.static_range(ROWS * VECTORS // THREADS):
         row = thread // VECTORS + k * (THREADS // VECTORS)
         exists = row < n_rows - first_row
@@ -226,23 +225,22 @@ def masked_softmax_backward_gathered(
         if CAUSAL:
             _, query = fast_divmod(first_row + row, n_queries, multiplier, power)
             seen = seen_of(query, columns, CAUSAL)
-        masks, finite = (), tl.abs(d) < float("inf")
-        if ACCESSES > 0:
+        finite = tl.abs(d) < float("inf")
+        if MASK != NO_MASK:
             at = mask_of_row(
                 mask_ptr, first_row + row, column, n_queries, multiplier, power, n_inner, inner_multiplier, inner_power,
                 n_middle, middle_multiplier, middle_power, m_outer, m_middle, m_inner, m_query, m_col, MASK_COLS,
                 MASK_ROWS, MASK_VEC,
             )  # fmt: skip
-            left = tl.where(finite | (row >= n_rows - first_row), 0, columns - column)
-            for c in tl.static_range(ACCESSES):
-                masks = masks + load_elements(at, left, m_col, c * STEP, False, MASK_COLS, MASK_VEC, VEC)
+            left = tl.where(exists & (finite == 0), columns - column, 0)
         for c in tl.static_range(CHUNKS):
-            if ACCESSES > 0:
-                mask = elements_as_loaded(masks, c % ACCESSES, mask_ptr.dtype.element_ty, MASK_COLS, MASK_VEC, VEC)
+            if MASK != NO_MASK:
+                loaded = load_elements(at, left, m_col, c * STEP, False, MASK_COLS, MASK_VEC, VEC)
+                mask = elements_as_loaded(loaded, 0, mask_ptr.dtype.element_ty, MASK_COLS, MASK_VEC, VEC)
             dx = ()
             for i in tl.static_range(VEC):
                 dx_i = scale * y[k * HELD + c * VEC + i] * (dy[k * HELD + c * VEC + i] - d)
-                if ACCESSES > 0:
+                if MASK != NO_MASK:
                     dx_i = tl.where(finite | (mask[i] != 0), dx_i, 0.0)
                 if CAUSAL:  # 0 times an infinite sum is NaN
                     dx_i = tl.where(c * STEP + column + i < seen, dx_i, 0.0)
