@@ -90,7 +90,7 @@ class Record:
 
 @dataclass
 class Header:
-    """Device, date, versions and command of a run; `ceilings` are GB/s of copy, read and add over 512 MiB tensors."""
+    """Device, date, versions and command of a run; `ceilings` are GB/s over 512 MiB tensors: copy, read, add, write."""
 
     device: str
     capability: str

@@ -1,7 +1,8 @@
-"""The plain passes that bound a memory-bound operation on this device: copy, read, add.
+"""The plain passes that bound a memory-bound operation on this device: copy, read, add, write.
 
 copy is `y.copy_(x)`; add is `torch.add(a, b, out=c)`; read is a Triton kernel that sums words, because torch.sum
-also pays for its second stage. Each is timed as one more entry of the interleaved rounds.
+also pays for its second stage; write is `y.fill_(1)`, whose bytes are slower than a copy's, because a memory that only
+writes is. Each is timed as one more entry of the interleaved rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def ceiling(kind: str, like: Tensor, n_bytes: int | None = None) -> tuple[Callab
     Returns it with the bytes that it moves. Where an op moves fewer (n_bytes), as causal rows do, the pass is over the
     first elements, so that it moves as many: a short pass is slower, byte for byte, than a long one.
     """
-    item, tensors = like.element_size(), {"copy": 2, "read": 1, "add": 3}[kind]
+    item, tensors = like.element_size(), {"copy": 2, "read": 1, "add": 3, "write": 1}[kind]
     count = like.numel() if n_bytes is None else min(like.numel(), -(-n_bytes // (tensors * item)))
     if not like.is_contiguous():  # the plain pass is over memory without gaps
         dense = torch.zeros_like(like, memory_format=torch.contiguous_format)
@@ -54,6 +55,8 @@ def ceiling(kind: str, like: Tensor, n_bytes: int | None = None) -> tuple[Callab
             return torch.add(_first(a, count), _first(a if b is None else b, count), out=out)
 
         return add, 3 * count * item
+    if kind == "write":
+        return lambda *inputs: out.fill_(1), count * item
     return lambda x, *rest: out.copy_(_first(x, count)), 2 * count * item
 
 
@@ -62,11 +65,11 @@ def _first(t: Tensor, count: int) -> Tensor:
 
 
 def measured(device: torch.device, n_bytes: int = 2**29) -> dict[str, float]:
-    """GB/s of copy, read and add over tensors of n_bytes, interleaved, for a run's header."""
+    """GB/s of copy, read, add and write over tensors of n_bytes, interleaved, for a run's header."""
     from fused_softmax.lab.timing import EventStopwatch, interleave
 
     x = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=device)
-    passes = {kind: ceiling(kind, x) for kind in ("copy", "read", "add")}
+    passes = {kind: ceiling(kind, x) for kind in ("copy", "read", "add", "write")}
     other = torch.zeros_like(x)
     calls = {kind: (lambda run=run: run(x, other)) for kind, (run, _) in passes.items()}
     times = interleave(calls, EventStopwatch(device), 0.05)
