@@ -18,8 +18,9 @@ from fused_softmax.launch.layout import rows_of
 pytestmark = pytest.mark.interpreted
 
 INF = float("inf")
-# elements between the mask of one query and that of the next: unaligned rows, aligned ones, rows of several chunks
-WIDTHS = [133, 104, 523]
+# elements between the mask of one query and that of the next: unaligned rows, aligned ones, rows of several chunks, and
+# narrow ones that move as one piece, in accesses of 1, 4 and 2 elements where they have 16 bits
+WIDTHS = [133, 104, 523, 101, 52, 50]
 
 
 def placed(mask: torch.Tensor, first: int) -> torch.Tensor:
@@ -50,7 +51,7 @@ def test_masks_out_of_phase_with_their_rows(n_cols, dtype, mask_dtype):
     values = torch.randn(3, n_cols)
     for first in (1, 4, 6, 7):
         mask = placed(values > -1.0 if mask_dtype is torch.bool else values.to(mask_dtype), first)
-        assert columns_of(mask, x) == 3 or (n_cols == 104 and first == 4)
+        assert n_cols <= 101 or columns_of(mask, x) == 3 or (n_cols == 104 and first == 4)
         y = fs.masked_softmax(x, mask)
         tolerance = 1e-6 if dtype is torch.float32 else 1e-2
         torch.testing.assert_close(y.double(), exact(x, mask), rtol=tolerance, atol=tolerance / 100)
@@ -90,8 +91,8 @@ def test_any_number_of_threads_holds_a_row(kind, n_cols, threads, monkeypatch):
 
         return RowOp(planner, op.kernel, backward=op.backward, alignment=op.alignment)
 
-    kind = 2 if masked else 0
-    for ops, key in ((masked_rows.FORWARD, kind), (masked_rows.BACKWARD, 0), (masked_rows.CAUSAL_BACKWARD, 0)):
+    of_mask = 2 if masked else 0
+    for ops, key in ((masked_rows.FORWARD, of_mask), (masked_rows.BACKWARD, 0), (masked_rows.CAUSAL_BACKWARD, 0)):
         monkeypatch.setitem(ops, key, with_threads(ops[key]))
     monkeypatch.setattr(masked_rows, "CAUSAL", with_threads(masked_rows.CAUSAL))
     x, dy = torch.randn(2, 2, 13, n_cols).bfloat16()
@@ -127,6 +128,45 @@ def test_batches_that_share_a_mask(mask_shape, causal, monkeypatch):
     if causal:
         want = want.masked_fill(torch.ones(7, 40, dtype=torch.bool).triu(1), -INF)
     torch.testing.assert_close(fs.masked_softmax(x, mask, causal=causal).double(), exact(x, want), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize(
+    "mask_shape", [(50, 39), (1, 3, 50, 39), (4, 1, 50, 39), (4, 3, 50, 39), (4, 1, 1, 39), (1, 3, 50, 1)], ids=str
+)
+def test_pieces_whose_batches_share_a_mask(mask_shape, causal, monkeypatch):
+    """19 pieces of 32 rows: blocks of three of each part, and a last one of fewer."""
+    monkeypatch.setattr(masks, "GROUP_BYTES", 3 * 32 * 39 * 4)
+    x, mask = torch.randn(4, 3, 50, 39), torch.randn(mask_shape)
+    rows = rows_of(x, 39)
+    found = masked_rows.forward_of(x, (rows, rows), mask, causal, False, device_of(x), False)
+    plan = found.op.plan((rows, rows), device_of(x), False)
+    assert plan.gathered and plan.rows == 32
+    n_part, n_shared = found.numbers[-11], found.numbers[-1]
+    assert (n_part, n_shared) == {1: (4, 4), 50: (1, 12)}.get(mask_shape[0], (0, 1))
+    want = mask.expand(x.shape)
+    if causal:
+        want = want.masked_fill(torch.ones(50, 39, dtype=torch.bool).triu(1), -INF)
+    torch.testing.assert_close(fs.masked_softmax(x, mask, causal=causal).double(), exact(x, want), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("n_pieces", "n_shared", "n_group"), [(19, 4, 3), (19, 4, 1), (96, 8, 5), (7, 7, 3), (5, 9, 2)]
+)
+def test_every_piece_has_one_place_and_parts_start_together(n_pieces, n_shared, n_group):
+    n_part, n_block, _, _, group, _, _, last, _, _, shared = masks.piece_order(n_pieces, n_shared, n_group)
+    assert n_part == n_pieces // n_shared and shared == n_shared and n_block == group * n_shared
+    found = []
+    for place in range(n_pieces):
+        block, rest = divmod(place, n_block)
+        part, at = divmod(rest, last if n_part - block * group <= last else group)
+        found.append(part * n_part + block * group + at if place < n_part * n_shared else place)
+    assert sorted(found) == list(range(n_pieces))
+    # what the parts read of their mask is never further apart than two blocks
+    where = {piece: place for place, piece in enumerate(found)}
+    for i in range(n_part):
+        places = [where[part * n_part + i] for part in range(n_shared)]
+        assert max(places) - min(places) < 2 * n_block
 
 
 def test_the_order_of_rows_follows_what_batches_share():

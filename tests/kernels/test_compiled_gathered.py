@@ -38,6 +38,18 @@ def test_memory_is_accessed_in_vectors(n_cols, dtype, backward):
     assert dict(used.stores) == {16: vectors, x.element_size(): 1}
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(
+    ("n_cols", "dtype"), [(24, "bfloat16"), (72, "float16"), (120, "bfloat16"), (12, "float32"), (36, "float32")]
+)
+def test_rows_at_vectors_that_leave_lanes_idle_move_so_too(n_cols, dtype, target):
+    chosen = plan(problem(n_cols, (dtype, dtype)), DEVICES[target])
+    x = torch.empty(3, n_cols, dtype=getattr(torch, dtype))
+    used, _ = cross_compiled(as_called(softmax_launch((x, x), chosen, device=DEVICES[target])), target)
+    assert chosen.gathered and used.spilled_bytes == 0
+    assert dict(used.stores)[16] > 1 and set(dict(used.stores)) == {16, x.element_size()}
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_every_nvidia_gpu_takes_them(target):
     chosen = plan(problem(77, ("bfloat16", "bfloat16")), DEVICES[target])
@@ -48,7 +60,7 @@ def test_every_nvidia_gpu_takes_them(target):
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120"])
 @pytest.mark.parametrize("kind", [torch.bool, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("n_cols", [17, 49, 63, 76, 101])
+@pytest.mark.parametrize("n_cols", [16, 17, 48, 49, 63, 76, 101])
 def test_masks_are_read_before_the_rows_arrive(n_cols, kind, target):
     """One access for each of a thread's, which the wait for the rows does not hold up; none spills."""
     x = torch.empty(4, n_cols, dtype=torch.bfloat16)

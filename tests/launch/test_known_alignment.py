@@ -111,14 +111,14 @@ def test_partial_vectors_are_known(launched):
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["the view first", "the storage first"])
 def test_a_mask_whose_storage_is_not_aligned_has_a_call_of_its_own(launched, order):
     """A view that starts 24 bytes after an aligned address is read from there on, and no such storage is."""
-    view = memory(torch.float32, 32, 0)[6:14]
-    alone = torch.frombuffer(bytearray(128), dtype=torch.uint8)
+    view = memory(torch.float32, 64, 0)[6:38]
+    alone = torch.frombuffer(bytearray(256), dtype=torch.uint8)
     start = (24 - alone.data_ptr()) % 32
-    own = torch.frombuffer(alone.numpy()[start : start + 32], dtype=torch.float32)
+    own = torch.frombuffer(alone.numpy()[start : start + 128], dtype=torch.float32)
     assert view.data_ptr() % 32 == own.data_ptr() % 32 == own.untyped_storage().data_ptr() % 32 == 24
     columns = {}
     for i in order:
         launched.clear()
-        fs.masked_softmax(torch.zeros(4, 8), (view, own)[i])
+        fs.masked_softmax(torch.zeros(4, 32), (view, own)[i])
         columns[i] = launched[0][2]["MASK_COLS"]
     assert columns == {0: SHIFTED, 1: 1}

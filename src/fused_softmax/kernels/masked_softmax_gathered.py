@@ -12,11 +12,12 @@ so a gradient reads a boolean mask for rows whose sum is not finite.
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.early_start import await_previous
-from .common.gathered_masks import elements_as_loaded, load_elements, mask_of_row
+from .common.gathered_masks import load_elements, mask_address, unpack_mask
 from .common.gathered_ptx import region_bytes
 from .common.gathered_rows import (
     await_gathered,
@@ -42,6 +43,16 @@ from .common.softmax_terms import gradient_term
 from .common.tiles import issue_loads
 
 
+@triton.jit
+def columns_seen(row, columns, n_queries, multiplier, power, CAUSAL: tl.constexpr):
+    """The columns that each thread's row sees.  # row, result: [THREADS]"""
+    if CAUSAL:
+        _, query = fast_divmod(row, n_queries, multiplier, power)
+        return seen_of(query, columns, CAUSAL)
+    else:
+        return columns
+
+
 @kernel()
 def masked_softmax_gathered(
     x_ptr: Rows, y_ptr: Rows,
@@ -54,14 +65,15 @@ def masked_softmax_gathered(
     multiplier: Int64, power: Int64,
     n_inner: Int64, inner_multiplier: Int64, inner_power: Int64,
     n_middle: Int64, middle_multiplier: Int64, middle_power: Int64,
-    # the order of the pieces: `piece_of_shared_mask`
-    n_block: Int64, block_multiplier: Int64, block_power: Int64,
-    n_group: Int64, group_multiplier: Int64, group_power: Int64,
-    n_blocks: Int64,
     m_outer: Int64,  # the mask's strides, in units of MASK_VEC
     m_middle: Int64, m_inner: Int64, m_query: Int64,
     m_col: Int64,  # where STRIDED: elements
-    m_phase: Int32,  # unused: 0
+    # the order of the pieces: `piece_of_shared_mask`
+    n_part: Int64,
+    n_block: Int64, block_multiplier: Int64, block_power: Int64,
+    n_group: Int64, group_multiplier: Int64, group_power: Int64,
+    n_last: Int64, last_multiplier: Int64, last_power: Int64,
+    n_shared: Int64,
     scale: Float32,  # positive
     MASK: tl.constexpr, MASK_COLS: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_VEC: tl.constexpr,
     CAUSAL: tl.constexpr, ZERO: tl.constexpr,
@@ -76,8 +88,9 @@ def masked_softmax_gathered(
     piece = tl.program_id(0)
     if MASK != NO_MASK and MASK_ROWS != OWN:
         piece = piece_of_shared_mask(
-            n_block, block_multiplier, block_power, n_group, group_multiplier, group_power, n_blocks
-        )
+            n_part, n_block, block_multiplier, block_power, n_group, group_multiplier, group_power, n_last,
+            last_multiplier, last_power, n_shared,
+        )  # fmt: skip
     first_row, columns, first, n = piece_of(piece, n_rows, n_cols, ROWS, VEC)
     thread = tl.arange(0, THREADS)
     column = columns_of_thread(THREADS, VECTORS, VEC, CHUNKS, RUNS)
@@ -90,7 +103,7 @@ def masked_softmax_gathered(
     masks = ()
     for k in tl.static_range(ROWS * VECTORS // THREADS if ACCESSES else 0):
         row = tl.minimum(first_row + thread // VECTORS + k * (THREADS // VECTORS), n_rows - 1)
-        at = mask_of_row(
+        at = mask_address(
             mask_ptr, row, column, n_queries, multiplier, power, n_inner, inner_multiplier, inner_power, n_middle,
             middle_multiplier, middle_power, m_outer, m_middle, m_inner, m_query, m_col, MASK_COLS, MASK_ROWS, MASK_VEC,
         )  # fmt: skip
@@ -107,13 +120,11 @@ def masked_softmax_gathered(
     for k in tl.static_range(ROWS * VECTORS // THREADS):
         row = thread // VECTORS + k * (THREADS // VECTORS)
         exists = row < n_rows - first_row
-        if CAUSAL:
-            _, query = fast_divmod(first_row + row, n_queries, multiplier, power)
-            seen = seen_of(query, columns, CAUSAL)
+        seen = columns_seen(first_row + row, columns, n_queries, multiplier, power, CAUSAL)
         for c in tl.static_range(CHUNKS):
             found = fetch(x_ptr, first, row, column, columns, exists, c, 0, STEP, VEC, UNPREDICATED, "-inf", PTX)
             if ACCESSES > 0:
-                mask = elements_as_loaded(masks, k * ACCESSES + c % ACCESSES, TYPE, MASK_COLS, MASK_VEC, VEC)
+                mask = unpack_mask(masks, k * ACCESSES + c % ACCESSES, TYPE, MASK_COLS, MASK_VEC, VEC)
             for i in tl.static_range(VEC):
                 z_i = found[i]
                 if MASK == ADDITIVE:
@@ -164,15 +175,11 @@ def masked_softmax_backward_gathered(
     n_cols: Int32,  # in units of VEC, as strides, which are n_cols
     y_stride: Int64, dy_stride: Int64, dx_stride: Int64,
     phase: Int32,  # unused: a pointer tells its own
-    n_queries: Int64,  # sizes, order and strides: as in `masked_softmax_gathered`
+    n_queries: Int64,  # sizes and strides: as in `masked_softmax_gathered`
     multiplier: Int64, power: Int64,
     n_inner: Int64, inner_multiplier: Int64, inner_power: Int64,
     n_middle: Int64, middle_multiplier: Int64, middle_power: Int64,
-    n_block: Int64, block_multiplier: Int64, block_power: Int64,
-    n_group: Int64, group_multiplier: Int64, group_power: Int64,
-    n_blocks: Int64,
     m_outer: Int64, m_middle: Int64, m_inner: Int64, m_query: Int64, m_col: Int64,
-    m_phase: Int32,  # unused: 0
     scale: Float32,
     MASK: tl.constexpr,  # none, or a boolean one
     MASK_COLS: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_VEC: tl.constexpr, CAUSAL: tl.constexpr,
@@ -199,10 +206,7 @@ def masked_softmax_backward_gathered(
     for k in tl.static_range(ROWS * VECTORS // THREADS):
         row = thread // VECTORS + k * (THREADS // VECTORS)
         exists = row < n_rows - first_row
-        seen = columns
-        if CAUSAL:
-            _, query = fast_divmod(first_row + row, n_queries, multiplier, power)
-            seen = seen_of(query, columns, CAUSAL)
+        seen = columns_seen(first_row + row, columns, n_queries, multiplier, power, CAUSAL)
         for c in tl.static_range(CHUNKS):
             of_y = fetch(y_ptr, first, row, column, columns, exists, c, 0, STEP, VEC, UNPREDICATED, "0", PTX)
             of_dy = fetch(dy_ptr, first, row, column, columns, exists, c, SECOND, STEP, VEC, UNPREDICATED, "0", PTX)
@@ -221,13 +225,10 @@ def masked_softmax_backward_gathered(
         for i in tl.static_range(HELD):
             terms = terms + (gradient_term(y[k * HELD + i], dy[k * HELD + i], False),)
         d = sum_over_lanes(sum_of(terms, 0, HELD), VECTORS, PTX)
-        seen = columns
-        if CAUSAL:
-            _, query = fast_divmod(first_row + row, n_queries, multiplier, power)
-            seen = seen_of(query, columns, CAUSAL)
+        seen = columns_seen(first_row + row, columns, n_queries, multiplier, power, CAUSAL)
         finite = tl.abs(d) < float("inf")
         if MASK != NO_MASK:
-            at = mask_of_row(
+            at = mask_address(
                 mask_ptr, first_row + row, column, n_queries, multiplier, power, n_inner, inner_multiplier, inner_power,
                 n_middle, middle_multiplier, middle_power, m_outer, m_middle, m_inner, m_query, m_col, MASK_COLS,
                 MASK_ROWS, MASK_VEC,
@@ -236,7 +237,7 @@ def masked_softmax_backward_gathered(
         for c in tl.static_range(CHUNKS):
             if MASK != NO_MASK:
                 loaded = load_elements(at, left, m_col, c * STEP, False, MASK_COLS, MASK_VEC, VEC)
-                mask = elements_as_loaded(loaded, 0, mask_ptr.dtype.element_ty, MASK_COLS, MASK_VEC, VEC)
+                mask = unpack_mask(loaded, 0, mask_ptr.dtype.element_ty, MASK_COLS, MASK_VEC, VEC)
             dx = ()
             for i in tl.static_range(VEC):
                 dx_i = scale * y[k * HELD + c * VEC + i] * (dy[k * HELD + c * VEC + i] - d)

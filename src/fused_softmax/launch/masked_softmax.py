@@ -103,6 +103,7 @@ class Masked(NamedTuple):
     flags: Flags
     order: tuple[int, ...]  # of the rows
     numbers: tuple[int, ...]  # of the mask; scale follows them
+    phase: int = 0  # elements from the aligned address, which the kernel takes, to the mask
 
 
 def forward_of(
@@ -113,10 +114,11 @@ def forward_of(
     op = CAUSAL if causal and mask is None else FORWARD[kind_of(mask)]
     plan = op.plan(rows, device, invariant)
     if plan.gathered:
-        read, flags, order, numbers = describe_mask_of_pieces(mask, x, plan, rows[-1], causal)
-        return Masked(op, read, (*flags, ("CAUSAL", causal), ("ZERO", zero)), order, numbers)
+        read, flags, order, numbers, pieces = describe_mask_of_pieces(mask, x, plan, rows[-1], causal)
+        return Masked(op, read, (*flags, ("CAUSAL", causal), ("ZERO", zero)), order, (*numbers, *pieces))
     read, flags, numbers = describe_mask(mask, x, plan, rows[-1], forward=True)
-    return Masked(op, read, (*flags, ("CAUSAL", causal), ("ZERO", zero)), numbers[:ORDER], numbers[ORDER:])
+    flags = (*flags, ("CAUSAL", causal), ("ZERO", zero))
+    return Masked(op, read, flags, numbers[:ORDER], numbers[ORDER:], numbers[-1])
 
 
 def backward_of(
@@ -128,7 +130,7 @@ def backward_of(
     if plan.regime == "two_pass":
         return None
     if plan.gathered:
-        read, flags, order, numbers = describe_mask_of_pieces(mask, y, plan, rows[0], causal)
+        read, flags, order, numbers, _ = describe_mask_of_pieces(mask, y, plan, rows[0], causal)
         return Masked(op, read, (*flags, ("CAUSAL", causal)), order, numbers)
     read, flags, numbers = describe_mask(mask, y, plan, rows[0])
     return Masked(op, read, (*flags, ("CAUSAL", causal)), row_order(queries_of(y)), numbers)
@@ -151,8 +153,8 @@ def masked_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool, z
     y_rows = empty((n_rows, n_cols), (n_cols, 1), x.dtype, x)
     y = y_rows if x.dim() == 2 else y_rows.view(x.shape)
     rows, invariant = (x_rows, y_rows), is_batch_invariant()
-    op, read, flags, order, numbers = forward_of(x, rows, mask, causal, zero, device_of(x), invariant)
-    (read,) = starts((read,), numbers[-1] if numbers else 0)
+    op, read, flags, order, numbers, phase = forward_of(x, rows, mask, causal, zero, device_of(x), invariant)
+    (read,) = starts((read,), phase)
     launch_rows(op, rows, (read,), (*order, *numbers, scale), flags, invariant=invariant)
     return y
 
@@ -259,12 +261,12 @@ def _prepare_backward(tensors: tuple[Tensor, ...], mask: Tensor | None, causal: 
 
 def _prepare(x: Tensor, rows: tuple[Tensor, ...], mask: Tensor | None, found: Masked) -> Any:
     """The call; False where the mask is copied first."""
-    op, read, flags, order, of_mask = found
+    op, read, flags, order, of_mask, phase = found
     if mask is not None and read.data_ptr() != mask.data_ptr():
         return False
-    to_mask = 0 if op.backward or not of_mask else of_mask[-1] * read.element_size()
+    to_mask = phase * read.element_size()
     if to_mask:
-        (read,) = starts((read,), of_mask[-1])
+        (read,) = starts((read,), phase)
     launch = prepare_rows(op, rows, (read,), flags, is_batch_invariant()).at
     shape, dtype, n_cols = tuple(x.shape), x.dtype, x.shape[-1]
     strides = contiguous_strides(shape)

@@ -19,7 +19,7 @@ GROUP_BYTES = 2 << 20
 MASK_ALIGNMENT = 32
 # chunks of a row whose float32 mask is read in vectors and shifted
 MOST_SHIFTED = 8
-# MASK_COLS of a mask that is read in its own vectors, from the aligned address before it (kernels/common/masks.py)
+# MASK_COLS of a mask that is read in its own vectors, from the aligned address before it (common/mask_layouts.py)
 SHIFTED = 3
 Numbers = tuple[int, ...]
 
@@ -102,41 +102,44 @@ def _folded(mask: Tensor, x: Tensor, plan: Plan) -> _Folded:
 
 def describe_mask_of_pieces(
     mask: Tensor | None, x: Tensor, plan: Plan, unused: Tensor, causal: bool
-) -> tuple[Tensor, Flags, Numbers, Numbers]:
-    """(what a kernel reads, its flags, `row_order`, sizes and strides) of the mask of scores x, moved in pieces.
+) -> tuple[Tensor, Flags, Numbers, Numbers, Numbers]:
+    """(what a kernel reads, its flags, `row_order`, sizes and strides, `piece_order`) of a mask of pieces of scores x.
 
     Queries and batches that are one stride apart are one dimension, except under causality, which asks for queries.
+    Batches that share a mask and are neighbors, as the heads of (batch, 1, queries, columns), have no order of pieces:
+    narrow rows of one batch lie in L2 until the next batch.
     """
     n_queries = queries_of(x)
     if mask is None:
         flags: Flags = (("MASK", 0), ("MASK_COLS", 0), ("MASK_ROWS", 0), ("MASK_VEC", 1))
-        return unused, flags, row_order(n_queries), (*row_order(1), *row_order(1), *_piece_order(), 0, 0, 0, 0, 0, 0)
+        return unused, flags, row_order(n_queries), (*row_order(1), *row_order(1), 0, 0, 0, 0, 0), piece_order()
     read, batch, m_query, m_col, cols, vec = _folded(mask, x, plan)
+    vec = min(vec, plan.vec)  # no wider access
     queries = [(n_queries, m_query)] if n_queries > 1 else []
     merged = merge_dims([*batch, *queries]) or [(1, 0)]
     *dims, row = [*batch, *(queries or [(1, 0)])] if causal else merged
-    order = _piece_order()
+    order = piece_order()
     if len(merged) == 1:
         rows, strides, sizes = 0, (0, 0, 0, merged[0][1]), (1, 1)
     else:
         outer, middle, inner = ([(1, 0)] * 3 + dims)[-3:]
         rows = 1 if len(dims) == 1 else 2
         strides, sizes = (inner[1] if rows == 1 else outer[1], middle[1], inner[1], row[1]), (inner[0], middle[0])
+        n_queries = row[0]
         if dims[0][1] == 0:
             n_pieces = -(-math.prod(n for n, *_ in merged) // plan.rows)
-            order = _piece_order(dims[0][0], n_pieces, GROUP_BYTES // (plan.rows * x.shape[-1] * x.element_size()))
+            order = piece_order(n_pieces, dims[0][0], GROUP_BYTES // (plan.rows * x.shape[-1] * x.element_size()))
     flags = (("MASK", kind_of(mask)), ("MASK_COLS", cols), ("MASK_ROWS", rows), ("MASK_VEC", vec))
-    of_sizes = (*row_order(sizes[0]), *row_order(sizes[1]))
-    # without causality queries may be more than those of x
-    n_queries = row[0] if rows and not causal else n_queries
-    return read, flags, row_order(n_queries), (*of_sizes, *order, *(s // vec for s in strides), m_col, 0)
+    numbers = (*row_order(sizes[0]), *row_order(sizes[1]), *(s // vec for s in strides), m_col)
+    return read, flags, row_order(n_queries), numbers, order
 
 
-def _piece_order(n_shared: int = 1, n_pieces: int = 0, n_group: int = 1) -> Numbers:
-    """The arguments of `piece_of_shared_mask` for n_shared equal parts of n_pieces pieces."""
-    n_group = max(1, n_group)
-    blocks = n_pieces // (n_shared * n_group) if n_shared > 1 else 0
-    return *row_order(n_group * n_shared), *row_order(n_group), blocks
+def piece_order(n_pieces: int = 0, n_shared: int = 1, n_group: int = 1) -> Numbers:
+    """The arguments of `piece_of_shared_mask` for n_pieces pieces, whose n_shared equal parts share a mask."""
+    n_part = n_pieces // n_shared if n_shared > 1 else 0
+    n_group = max(1, min(n_group, n_part))
+    n_last = (n_part - 1) % n_group + 1
+    return n_part, *row_order(n_group * n_shared), *row_order(n_group), *row_order(n_last), n_shared
 
 
 def mask_alignment(flags: Flags, dtype: torch.dtype) -> int:

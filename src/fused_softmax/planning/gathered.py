@@ -5,9 +5,8 @@ instructions and of the wavefronts of shared memory. The count follows from the 
 which banks its lanes meet.
 
 H200, 2^26 elements, fraction of a copy (higher is better). 65 columns of bfloat16 have 3 wavefronts for an access of 2
-lanes and 5 of 4 lanes: 0.90 and 0.64. 49 columns have 2 with 2 lanes and 1 with 4, but 26 and 14 elements for each
-thread, next to what a thread does for its row: 1.04 and 0.97. The weights of the count are those that fit 159 such
-times (error: 4%), and 198 of masked rows (3%).
+lanes and 5 of 4 lanes: 0.90 and 0.64. In runs 2 lanes have 2: 1.04. 49 columns have 1 with 2 lanes and 2 with 4: 1.04
+and 0.97. The weights of the count are those that fit 159 such times (error: 4%), and 198 of masked rows (3%).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ BANKS, ISSUES = 32, 4  # of a multiprocessor: 4-byte banks, and instructions in 
 class Work(NamedTuple):
     """What a multiprocessor does for a row, besides the copy of its bytes."""
 
-    tensors: float  # accesses of shared memory for an element; a mask's element is read from the L1
+    accesses: float  # of shared memory for an element; a mask's element is read from the L1
     of_element: float  # instructions
     of_access: float
     of_row: float  # of each thread of a row
@@ -65,42 +64,60 @@ RUNS_COST = {FORWARD: 0.05, BACKWARD: 0.05, MASKED: 0.15, MASKED_BACKWARD: 0.05}
 # columns of which the kernels that read rows take no longer than a copy; fewer take longer by their inverse. H200,
 # bfloat16: 65 columns 0.67, 127 columns 0.98; gradients of 65 columns 0.86; an additive mask of 77 columns 0.59
 COLS_OF_ROWS = {FORWARD: 96, BACKWARD: 76, MASKED: 140, MASKED_BACKWARD: 105}
+# of the time of those kernels, at most: the count has such an error
+MOST_OVER_ROWS = 1.07
+# columns of rows that start at multiples of 16 bytes, at most, by the bytes of an element. The kernels that read rows
+# give them lanes by powers of two, scores 8 lanes at least. H200, bfloat16: softmax of 72 columns 0.79, as a piece
+# 1.04; of 64 columns 1.02 and 0.91. An additive mask of 16 columns 0.26 and 0.75, of 64 columns 0.92 and 0.74
+ALIGNED_COLS = {
+    FORWARD: {2: 120, 4: 60}, BACKWARD: {2: 0, 4: 0}, MASKED: {2: 80, 4: 28}, MASKED_BACKWARD: {2: 80, 4: 20},
+}  # fmt: skip
 
 
-def gathered_plan(problem: Problem, device: Device, masked: bool = False) -> Plan | None:
+def gathered_plan(problem: Problem, device: Device, scores: bool = False, masked: bool = False) -> Plan | None:
     """The plan of rows that are moved as one piece; None where another one takes them.
 
-    masked: under a mask, or a gradient that is causal.
+    scores: of masked softmax. masked: they have a mask, which the kernel reads.
 
     >>> from .types import DEVICES
     >>> gathered_plan(Problem(49, "bfloat16", "bfloat16", vec=1, packed=True), DEVICES["sm_90"]).vectors_per_chunk
     2
     """
-    kind = {(0, 0): FORWARD, (0, 1): MASKED, (1, 0): BACKWARD, (1, 1): MASKED_BACKWARD}[problem.backward, masked]
-    narrow = (
-        problem.packed
-        and problem.vec < problem.full_vec
-        and FEWEST_COLS <= problem.n_cols <= MOST_COLS[kind][problem.itemsize]
-    )
+    if problem.backward:
+        kind = MASKED_BACKWARD if scores else BACKWARD
+    else:
+        kind = MASKED if masked else FORWARD
+    most = MOST_COLS[kind][problem.itemsize]
+    if problem.vec == problem.full_vec:
+        most = _most_aligned(problem, kind, scores)
+    narrow = problem.packed and FEWEST_COLS <= problem.n_cols <= most
     if not narrow or problem.dtype != problem.out_dtype or device.warp_size != 32:
         return None
-    found = _shared(problem.n_cols, problem.vec, ITEMSIZE[problem.dtype], kind)
+    vec = min(problem.vec, problem.full_vec // 2)  # a thread's access has at most 8 bytes
+    found = _lanes_and_runs(problem.n_cols, vec, ITEMSIZE[problem.dtype], kind, problem.vec == problem.full_vec)
     if found is None:
         return None
     lanes, runs = found
-    chunks, full = _rounded(-(-problem.n_cols // (lanes * problem.vec)))
+    chunks, full = _rounded(-(-problem.n_cols // (lanes * vec)))
     if runs:  # the last lane's run is short
         full = max(0, full * lanes + 1 - (lanes - 1) * chunks)
-    rows = NUM_WARPS * device.warp_size // lanes * _rows_a_thread(lanes, chunks * problem.vec)
+    rows = NUM_WARPS * device.warp_size // lanes * _rows_a_thread(lanes, chunks * vec)
     why = f"{rows} rows per program, moved as one piece, each in {lanes} thread{'s' * (lanes > 1)}"
     return Plan(
-        "warp", rows, 1, 1, lanes, problem.vec, chunks, full, False, False, NUM_WARPS, None, why, gathered=True,
+        "warp", rows, 1, 1, lanes, vec, chunks, full, False, False, NUM_WARPS, None, why, gathered=True,
         runs=runs,
     )  # fmt: skip
 
 
+def _most_aligned(problem: Problem, kind: str, scores: bool) -> int:
+    """The most columns of rows that start at multiples of 16 bytes; 0 where their vectors fill the lanes of others."""
+    vectors = problem.n_cols // problem.full_vec
+    fills = vectors % 8 == 0 if scores else vectors & (vectors - 1) == 0
+    return 0 if fills else ALIGNED_COLS[MASKED if scores and kind == FORWARD else kind][problem.itemsize]
+
+
 @cache
-def _shared(n_cols: int, vec: int, itemsize: int, kind: str) -> tuple[int, bool] | None:
+def _lanes_and_runs(n_cols: int, vec: int, itemsize: int, kind: str, aligned: bool) -> tuple[int, bool] | None:
     """(lanes of a row, whether each holds a run of it); None where the kernels that read rows are faster."""
     times, costs = {}, {}
     for lanes in (16, 8, 4, 2, 1):  # of 128 threads, so that a program's rows are a multiple of a vector's elements
@@ -112,7 +129,9 @@ def _shared(n_cols: int, vec: int, itemsize: int, kind: str) -> tuple[int, bool]
             costs[lanes, runs] = times[lanes, runs] + elements / ELEMENTS_OF_COPY + RUNS_COST[kind] * runs
     best = min(costs, key=lambda found: costs[found]) if costs else None
     by_rows = max(1.0, COLS_OF_ROWS[kind] * 2 / (n_cols * itemsize))
-    return best if best is not None and times[best] <= 1.07 * by_rows else None
+    if best is not None and not aligned and times[best] > MOST_OVER_ROWS * by_rows:
+        return None
+    return best
 
 
 def time_over_copy(n_cols: int, vec: int, itemsize: int, kind: str, lanes: int, runs: bool) -> float:
@@ -124,7 +143,7 @@ def time_over_copy(n_cols: int, vec: int, itemsize: int, kind: str, lanes: int, 
     copy = tensors * n_cols * itemsize / BYTES_A_CYCLE
     instructions = work.of_element * elements + work.of_access * accesses + work.of_row
     instructions += work.of_thread / _rows_a_thread(lanes, elements)
-    waves = work.tensors * accesses * wavefronts(n_cols, lanes, vec, itemsize, elements if runs else vec) * lanes / 32
+    waves = work.accesses * accesses * wavefronts(n_cols, lanes, vec, itemsize, elements if runs else vec) * lanes / 32
     waves += tensors * n_cols * itemsize / (4 * BANKS)
     times = (copy, instructions * lanes / 32 / ISSUES, waves)
     return float(sum(t**NORM for t in times) ** (1 / NORM) / copy)

@@ -26,6 +26,9 @@ KINDS = ("unmasked", "boolean", "additive")
 # columns up to which causal rows are read as one piece, too, by the bytes of an element. H100, float32: 23 columns run
 # at 0.77 of a copy, 0.49 otherwise; 37 columns at 0.76 and 0.83. H200, bfloat16: 63 columns run at 0.34 otherwise
 GATHERED_COLS = {2: 63, 4: 32}
+# the same of gradients whose rows start at multiples of 16 bytes, which read only what they see otherwise. H200,
+# bfloat16: 48 columns 0.96 in both ways, 56 columns 1.05 and, as a piece, 0.83
+ALIGNED_CAUSAL_GRADIENT = {2: 48, 4: 20}
 # vectors of a thread up to which causal rows are written as one piece. H100, bfloat16: 474 columns and 27 queries (8)
 # take 0.95 to 0.98 of the time, 521 columns and 40 queries (9) 1.01
 OUTPUT_GATHERED_CHUNKS = 8
@@ -36,20 +39,20 @@ def plan_masked(problem: Problem, device: Device, mask: int, causal: bool = Fals
     """The plan of masked softmax, or of its gradient. A causal row writes up to three vectors element by element.
 
     mask: 0 for none, 1 for a boolean one, 2 for an additive one. A gradient reads a boolean mask or none. causal: rows
-    that are causal, without a mask.
+    are causal; a forward under a mask is planned without it.
 
     >>> plan_masked(Problem(2048, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"], mask=0).regime
     'block'
     """
     kind = "backward" if problem.backward else KINDS[mask]
-    if not causal or problem.n_cols <= GATHERED_COLS[problem.itemsize]:
-        found = gathered_plan(problem, device, mask > 0 or (causal and problem.backward))
+    if not causal or mask or problem.n_cols <= _most_causal(problem):
+        found = gathered_plan(problem, device, scores=True, masked=mask > 0)
         if found is not None:
             return found
     vec, unaligned = geometry(problem)
     in_vectors = vec == problem.full_vec
     if in_vectors:
-        chosen = _narrow_plan(problem, device, kind, causal)
+        chosen = _narrow_plan(problem, device, kind, causal and not problem.backward)
     else:
         chosen = warp_plan(problem, device, even=0) if problem.n_cols <= 512 else None
         if chosen is not None and chosen.vectors_per_chunk < vec:  # a thread for each column of a vector seen in part
@@ -102,6 +105,13 @@ def plan_masked(problem: Problem, device: Device, mask: int, causal: bool = Fals
     return replace(chosen, unpredicated_chunks=full, max_registers=registers, recompute=recompute, why=why)
 
 
+def _most_causal(problem: Problem) -> int:
+    """The most columns of causal rows without a mask that are read as one piece."""
+    if problem.backward and problem.vec == problem.full_vec:
+        return ALIGNED_CAUSAL_GRADIENT[problem.itemsize]
+    return GATHERED_COLS[problem.itemsize]
+
+
 def _narrow_plan(problem: Problem, device: Device, kind: str, causal: bool) -> Plan | None:
     """The plan of rows that a part of a warp holds, as many as its other parts; None for wider rows."""
     vec, unaligned = geometry(problem)
@@ -111,13 +121,7 @@ def _narrow_plan(problem: Problem, device: Device, kind: str, causal: bool) -> P
         return None
     chunks = max(1, -(-units // lanes))
     num_warps = 4 if chunks <= MASKED_FEW_CHUNKS[kind][problem.itemsize] else 1
-    as_piece = (
-        causal
-        and not problem.backward
-        and problem.packed
-        and device.warp_size == 32
-        and chunks <= OUTPUT_GATHERED_CHUNKS
-    )
+    as_piece = causal and problem.packed and device.warp_size == 32 and chunks <= OUTPUT_GATHERED_CHUNKS
     if as_piece:  # a program's rows begin at a multiple of 16 bytes
         num_warps = max(num_warps, vec * lanes // device.warp_size)
     cap = OUTPUT_GATHERED_REGISTERS if as_piece and problem.itemsize == 2 and num_warps == 4 else None

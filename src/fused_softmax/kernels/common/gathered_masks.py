@@ -1,8 +1,9 @@
-"""Reads the masks of rows that `gathered_rows` moves: each thread those of its own elements, in place.
+"""Reads the masks of rows that `gathered_rows` moves: each thread reads those of its own elements, in place.
 
-A mask has strides of its own, 0 where it is broadcast, as in `masks`. The lanes of a row read neighbors, which lie in
-few lines, and the L1 has them until the other lanes' turn. It has the banks of shared memory, so that a width meets
-them in the same way. To copy masks to shared memory first would need a piece for each batch that a program meets.
+A mask has strides of its own, 0 where it is broadcast, as in `masks`. Neighboring lanes read the same cache lines,
+which the L1 keeps for their later accesses. It has the banks of shared memory, so the count of wavefronts in
+planning/gathered.py holds for it, too. To copy masks to shared memory first would need a piece for each batch that a
+program meets.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .tiles import READS
 
 
 @triton.jit
-def mask_of_row(
+def mask_address(
     mask_ptr, row, column, n_queries, multiplier, power, n_inner, inner_multiplier, inner_power, n_middle,
     middle_multiplier, middle_power, m_outer, m_middle, m_inner, m_query, m_col, MASK_COLS: tl.constexpr,
     MASK_ROWS: tl.constexpr, MASK_VEC: tl.constexpr,
@@ -54,7 +55,7 @@ def load_elements(
 ):  # fmt: skip
     """The mask of VEC neighbors, OFFSET columns after a thread's first one, as loaded: words, or elements.
 
-    at: of `mask_of_row`. left: columns that are read, from the thread's first one on. FULL: all VEC are.  # [THREADS]
+    at: of `mask_address`. left: columns that are read, from the thread's first one on. FULL: all VEC are.  # [THREADS]
     """
     BITS: tl.constexpr = at.dtype.element_ty.primitive_bitwidth
     WORDS: tl.constexpr = _as_words(MASK_COLS, MASK_VEC, VEC, BITS)
@@ -75,7 +76,7 @@ def load_elements(
 
 
 @triton.jit
-def elements_as_loaded(
+def unpack_mask(
     loaded, ACCESS: tl.constexpr, TYPE: tl.constexpr, MASK_COLS: tl.constexpr, MASK_VEC: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
     """The mask of VEC neighbors, of the ACCESS-th `load_elements`; a boolean one is not 0 where it keeps."""

@@ -182,9 +182,8 @@ def fetch(
 ):  # fmt: skip
     """VEC tiles of float32: each thread's elements of chunk C of its row, from the region of the piece at ptr + first.
 
-    STEP: of `step_of`.
-    # row: of the piece, column: of chunk 0, exists: [THREADS]; FILL: "-inf" or "0", where there is no such column. The
-    first UNPREDICATED chunks lie inside every row. Rows that do not exist get arbitrary numbers.
+    # row: of the piece, column: of chunk 0, exists: [THREADS]; STEP: of `step_of`; FILL: "-inf" or "0", where there is
+    no such column. The first UNPREDICATED chunks lie inside every row. Rows that do not exist get arbitrary numbers.
     """
     OFFSET: tl.constexpr = C * STEP
     place, there = row * columns + column, (OFFSET + column < columns) & exists

@@ -79,18 +79,25 @@ def row_of_shared_mask(
 
 @triton.jit
 def piece_of_shared_mask(
-    n_block, block_multiplier, block_power, n_group, group_multiplier, group_power, n_blocks
+    n_part, n_block, block_multiplier, block_power, n_group, group_multiplier, group_power, n_last, last_multiplier,
+    last_power, n_shared,
 ):  # fmt: skip
-    """The piece of rows that this program takes, where several parts of a tensor share a mask and find it in L2.
+    """The piece of rows that this program takes, where n_shared parts of n_part pieces share a mask and find it in L2.
 
-    As the blocks of `row_of_shared_mask`: n_group neighbors of one part, then those of the next one, n_block pieces in
-    all. There are n_blocks of them; 0: nothing is shared. The pieces that are left come last.
+    A block has n_group neighbors of one part, then those of the next one, n_block pieces in all; the last block has
+    n_last of each part. Pieces after all parts come last.
     """
     place = tl.program_id(0)
     block, rest = fast_divmod(place, n_block, block_multiplier, block_power)
-    part, at = fast_divmod(rest, n_group, group_multiplier, group_power)
-    n_blocks = n_blocks.to(tl.int32)
-    return tl.where(block < n_blocks, (part * n_blocks + block) * n_group.to(tl.int32) + at, place)
+    first, n_part = block * n_group.to(tl.int32), n_part.to(tl.int32)
+    is_last = n_part - first <= n_last.to(tl.int32)
+    part, at = fast_divmod(
+        rest,
+        tl.where(is_last, n_last, n_group),
+        tl.where(is_last, last_multiplier, group_multiplier),
+        tl.where(is_last, last_power, group_power),
+    )
+    return tl.where(place < n_part * n_shared.to(tl.int32), part * n_part + first + at, place)
 
 
 @triton.jit
