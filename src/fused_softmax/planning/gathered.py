@@ -1,4 +1,4 @@
-"""Plans of narrow rows that start anywhere, which a program moves as one piece (`kernels/common/gathered_rows`).
+"""Plans of narrow rows, which a program moves as one piece (`kernels/common/gathered_rows`).
 
 How many lanes of a warp share a row is a rule, not a table: the number that takes the least time, by a count of the
 instructions and of the wavefronts of shared memory. The count follows from the width, because a row's stride decides
@@ -6,7 +6,7 @@ which banks its lanes meet.
 
 H200, 2^26 elements, fraction of a copy (higher is better). 65 columns of bfloat16 have 3 wavefronts for an access of 2
 lanes and 5 of 4 lanes: 0.90 and 0.64. In runs 2 lanes have 2: 1.04. 49 columns have 1 with 2 lanes and 2 with 4: 1.04
-and 0.97. The weights of the count are those that fit 159 such times (error: 4%), and 198 of masked rows (3%).
+and 0.97. The weights of the count are about those that fit 159 such times (error: 4%) and 198 of masked rows (3%).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ MOST_ELEMENTS = {FORWARD: 40, BACKWARD: 36, MASKED: 34, MASKED_BACKWARD: 36}
 # elements of a thread below which it takes several rows, so that a program moves enough bytes
 FEW_ELEMENTS = 8
 # accesses of a thread are rounded up to these, so that widths share kernels. They come from a random search over such
-# lists: by the count below, even numbers up to 40 save 0.4% of the time on the mean, and have 72 kernels in place of 46
+# lists: by the count below, even numbers up to 40 save 0.4% of the time on the mean, and have 72 kernels in place of
+# 46. No plan has more than 40
 CHUNKS = (1, 3, 5, 9, 12, 15, 19, 25, 34, 40, 64, 128, 256)
 BANKS, ISSUES = 32, 4  # of a multiprocessor: 4-byte banks, and instructions in a cycle
 
