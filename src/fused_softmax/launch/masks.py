@@ -112,7 +112,7 @@ def describe_mask_of_pieces(
     n_queries = queries_of(x)
     if mask is None:
         flags: Flags = (("MASK", 0), ("MASK_COLS", 0), ("MASK_ROWS", 0), ("MASK_VEC", 1))
-        return unused, flags, row_order(n_queries), (*row_order(1), *row_order(1), 0, 0, 0, 0, 0), piece_order()
+        return unused, flags, row_order(n_queries), (*_divisor(1), *_divisor(1), 0, 0, 0, 0, 0), piece_order()
     read, batch, m_query, m_col, cols, vec = _folded(mask, x, plan)
     vec = min(vec, plan.vec)  # no wider access
     queries = [(n_queries, m_query)] if n_queries > 1 else []
@@ -130,16 +130,15 @@ def describe_mask_of_pieces(
             n_pieces = -(-math.prod(n for n, *_ in merged) // plan.rows)
             order = piece_order(n_pieces, dims[0][0], GROUP_BYTES // (plan.rows * x.shape[-1] * x.element_size()))
     flags = (("MASK", kind_of(mask)), ("MASK_COLS", cols), ("MASK_ROWS", rows), ("MASK_VEC", vec))
-    numbers = (*row_order(sizes[0]), *row_order(sizes[1]), *(s // vec for s in strides), m_col)
+    numbers = (*_divisor(sizes[0]), *_divisor(sizes[1]), *(s // vec for s in strides), m_col)
     return read, flags, row_order(n_queries), numbers, order
 
 
 def piece_order(n_pieces: int = 0, n_shared: int = 1, n_group: int = 1) -> Numbers:
     """The arguments of `piece_of_shared_mask` for n_pieces pieces, whose n_shared equal parts share a mask."""
     n_part = n_pieces // n_shared if n_shared > 1 else 0
-    n_group = max(1, min(n_group, n_part))
-    n_last = (n_part - 1) % n_group + 1
-    return n_part, *row_order(n_group * n_shared), *row_order(n_group), *row_order(n_last), n_shared
+    block, group, last = _blocks(n_part, n_shared, n_group)
+    return n_part, *block, *group, *last, n_shared
 
 
 def mask_alignment(flags: Flags, dtype: torch.dtype) -> int:
@@ -183,7 +182,7 @@ def readable(mask: Tensor, plan: Plan) -> Tensor:
 
 def row_order(n_queries: int) -> Numbers:
     """(n_queries, multiplier, power): the arguments of `row_in_order`."""
-    return n_queries, *_divides(n_queries)
+    return _divisor(n_queries)
 
 
 def row_schedule(
@@ -194,20 +193,21 @@ def row_schedule(
     n_shared: batches that share a mask. inner: whether they are neighbors, or n_batch/n_shared batches apart. n_group:
     queries of a batch that follow each other; None: all.
     """
-    n_group = n_queries if n_group is None else max(1, min(n_group, n_queries))
-    n_last = (n_queries - 1) % n_group + 1
-    n_span, n_block = n_queries * n_shared, n_group * n_shared
+    block, group, last = _blocks(n_queries, n_shared, n_queries if n_group is None else n_group)
     strides = (n_shared, 1) if inner else (1, n_batch // n_shared)
-    return (
-        n_queries, n_span, *_divides(n_span), strides[0], n_block, *_divides(n_block), strides[1],
-        n_group, *_divides(n_group), n_last, *_divides(n_last),
-    )  # fmt: skip
+    return n_queries, *_divisor(n_queries * n_shared), strides[0], *block, strides[1], *group, *last
 
 
-def _divides(n: int) -> tuple[int, int]:
-    """The multiplier and power of `fast_divmod` for n."""
+def _blocks(n: int, n_shared: int, n_group: int) -> tuple[Numbers, Numbers, Numbers]:
+    """The block, the group and the last group of `place_in_blocks`, for n_shared parts of n."""
+    n_group = max(1, min(n_group, n))
+    return _divisor(n_group * n_shared), _divisor(n_group), _divisor((n - 1) % n_group + 1)
+
+
+def _divisor(n: int) -> Numbers:
+    """n, and the multiplier and power of `fast_divmod` for it."""
     power = (n - 1).bit_length()
-    return -(-(1 << 31 + power) // n), power
+    return n, -(-(1 << 31 + power) // n), power
 
 
 ORDER = len(row_schedule(1))  # how many numbers they are

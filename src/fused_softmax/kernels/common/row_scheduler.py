@@ -49,29 +49,43 @@ def rows_of_piece(ROWS: tl.constexpr, n_queries, multiplier, power):
 
 
 @triton.jit
+def place_in_blocks(
+    place, n, n_block, block_multiplier, block_power, n_group, group_multiplier, group_power, n_last, last_multiplier,
+    last_power,
+):  # fmt: skip
+    """(part, which of its n) of what is at `place`, where several parts of n are taken in blocks.
+
+    A block has n_group neighbors of one part, then the same of the next part, n_block in all; the last block has n_last
+    of each part. Neighbors lie together in memory: an order that takes rows a power of two apart, one after the other,
+    loses a tenth of the bandwidth.
+    """
+    block, rest = fast_divmod(place, n_block, block_multiplier, block_power)
+    first = block * n_group.to(tl.int32)
+    is_last = n.to(tl.int32) - first <= n_last.to(tl.int32)
+    part, at = fast_divmod(
+        rest,
+        tl.where(is_last, n_last, n_group),
+        tl.where(is_last, last_multiplier, group_multiplier),
+        tl.where(is_last, last_power, group_power),
+    )
+    return part, at + first
+
+
+@triton.jit
 def row_of_shared_mask(
     place, n_queries, n_span, span_multiplier, span_power, span_stride, n_block, block_multiplier, block_power,
     shared_stride, n_group, group_multiplier, group_power, n_last, last_multiplier, last_power, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """(row, span, batch, query) of the row at `place`, where several batches share a mask and find it in L2.
 
-    A span has the n_span rows of all batches that share a mask. A block of a span has n_group neighbors of one batch,
-    then the same queries of the next batch, n_block rows in all; the last block has n_last of each batch. Neighbors lie
-    together in memory: an order that takes rows a power of two apart, one after the other, loses a tenth of the
-    bandwidth. The strides are in batches.
+    A span has the n_span rows of all batches that share a mask, their queries in blocks. The strides are in batches.
     """
     span, rest = fast_divmod(place, n_span, span_multiplier, span_power)
-    block, rest = fast_divmod(rest, n_block, block_multiplier, block_power)
-    first = block * n_group.to(tl.int32)
-    is_last = n_queries.to(tl.int32) - first <= n_last.to(tl.int32)
-    shared, query = fast_divmod(
-        rest,
-        tl.where(is_last, n_last, n_group),
-        tl.where(is_last, last_multiplier, group_multiplier),
-        tl.where(is_last, last_power, group_power),
-    )
+    shared, query = place_in_blocks(
+        rest, n_queries, n_block, block_multiplier, block_power, n_group, group_multiplier, group_power, n_last,
+        last_multiplier, last_power,
+    )  # fmt: skip
     batch = span * span_stride.to(tl.int32) + shared * shared_stride.to(tl.int32)
-    query += first
     if CAUSAL:
         query = n_queries.to(tl.int32) - 1 - query
     return batch.to(tl.int64) * n_queries + query, span, batch, query
@@ -84,20 +98,14 @@ def piece_of_shared_mask(
 ):  # fmt: skip
     """The piece of rows that this program takes, where n_shared parts of n_part pieces share a mask and find it in L2.
 
-    A block has n_group neighbors of one part, then those of the next one, n_block pieces in all; the last block has
-    n_last of each part. Pieces after all parts come last.
+    The parts are taken in blocks. Pieces after all parts come last.
     """
-    place = tl.program_id(0)
-    block, rest = fast_divmod(place, n_block, block_multiplier, block_power)
-    first, n_part = block * n_group.to(tl.int32), n_part.to(tl.int32)
-    is_last = n_part - first <= n_last.to(tl.int32)
-    part, at = fast_divmod(
-        rest,
-        tl.where(is_last, n_last, n_group),
-        tl.where(is_last, last_multiplier, group_multiplier),
-        tl.where(is_last, last_power, group_power),
-    )
-    return tl.where(place < n_part * n_shared.to(tl.int32), part * n_part + first + at, place)
+    place, n_part = tl.program_id(0), n_part.to(tl.int32)
+    part, at = place_in_blocks(
+        place, n_part, n_block, block_multiplier, block_power, n_group, group_multiplier, group_power, n_last,
+        last_multiplier, last_power,
+    )  # fmt: skip
+    return tl.where(place < n_part * n_shared.to(tl.int32), part * n_part + at, place)
 
 
 @triton.jit
