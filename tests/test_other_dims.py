@@ -549,7 +549,7 @@ def test_chunks_are_staged_only_where_a_thread_copies_whole_vectors():
 
 
 @pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize(("dtype", "n_cols", "inner"), [("bfloat16", 700, 272), ("float32", 3000, 257)])
+@pytest.mark.parametrize(("dtype", "n_cols", "inner"), [("bfloat16", 460, 272), ("float32", 3000, 257)])
 def test_groups_of_staged_chunks_are_one_softmax(dtype, n_cols, inner, log):
     # interpreted, chunks are staged nowhere, and reduced in the groups in which they arrive on a GPU
     device = replace(DEVICES["interpreter"], supports_smem_staging=True)
@@ -573,8 +573,8 @@ def test_groups_of_staged_chunks_are_one_softmax(dtype, n_cols, inner, log):
 def test_long_columns_stay_on_chip_and_gradients_stage_dy():
     device = DEVICES["sm_90"]
     problem = SpatialProblem(5000, 8000, "bfloat16", "bfloat16", 8)
-    gradient = plan_spatial(replace(problem, n_cols=3000, backward=True), device)
-    assert gradient.smem_staged == gradient.chunks - 1 and gradient.recompute
+    gradient = plan_spatial(replace(problem, backward=True), device)
+    assert 0 < gradient.smem_staged < gradient.chunks and gradient.recompute
     for dtype, vec, widths in (
         ("bfloat16", 8, (5000, 9000, 15000, 30000)),
         ("float32", 4, (8000, 11000, 14000, 20000)),
@@ -585,6 +585,26 @@ def test_long_columns_stay_on_chip_and_gradients_stage_dy():
             assert plan.recompute  # a staged chunk is read twice, so nothing of it is kept
     # more than 30 chunks of the wide tile, and less than 17 of the narrow one
     assert plan_spatial(replace(problem, n_cols=16000), device).regime == "spatial_two_pass"
+
+
+def test_as_few_chunks_are_staged_as_registers_leave():
+    for n_cols in (*range(300, 9200, 171), 464, 1408, 5632):
+        for inner in (8192, 8200):
+            problem = SpatialProblem(n_cols, inner, "bfloat16", "bfloat16", 8, False, False, False, inner == 8192, True)
+            plan = plan_spatial(problem, DEVICES["sm_90"])
+            held = {128: 18, 168: 28}[plan.max_registers]
+            assert plan.smem_staged in (0, plan.chunks - held), (n_cols, inner, plan)
+
+
+def test_programs_start_one_after_the_other_where_each_reads_much():
+    of = SpatialProblem(2500, 8192, "bfloat16", "bfloat16", 8)
+    staggered = plan_spatial(of, DEVICES["sm_90"])
+    n_bytes = staggered.chunks * staggered.vectors_per_chunk * staggered.rows * 2
+    assert staggered.stagger == 80 * n_bytes // 1024 and staggered.fitting == 3
+    assert plan_spatial(replace(of, backward=True, n_cols=3000), DEVICES["sm_90"]).stagger > 0
+    others = [plan_spatial(replace(of, n_cols=n_cols), DEVICES["sm_90"]) for n_cols in (150, 9000)]
+    others += [plan_spatial(of, DEVICES[name]) for name in ("sm_80", "sm_100", "gfx942", "interpreter")]
+    assert {plan.stagger for plan in others} == {0}
 
 
 def test_columns_are_read_once_where_nothing_is_staged_too():

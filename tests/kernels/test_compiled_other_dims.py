@@ -7,10 +7,10 @@ import torch
 from launches import BFLOAT16, FLOAT32, as_called, cross_compiled, spatial_losses, spatial_softmax
 from machine_code import late_loads
 
-from fused_softmax.lab.cross_compile import compile_for
+from fused_softmax.lab.cross_compile import compile_for, occupancy
 from fused_softmax.launch import spatial
 from fused_softmax.launch.compile import MOST_SPILLED
-from fused_softmax.planning.types import DEVICES
+from fused_softmax.planning.types import DEVICES, MULTIPROCESSORS
 
 pytestmark = pytest.mark.compiled
 
@@ -67,6 +67,35 @@ def test_one_of_each_kind(name):
     named = {n: found for n, *found in (*spatial_softmax("sm_90"), *spatial_losses("sm_90"))}
     launch, chosen = named[name]
     check(name, launch, "sm_90", chosen)
+
+
+def launch_over(n_cols: int, inner: int, dtype: torch.dtype, backward: bool):
+    """(the launch of a softmax, or of a gradient, its plan), with an output that has memory of its own."""
+    tensors = tuple(torch.empty(2, n_cols, inner, dtype=dtype) for _ in range(2 + backward))
+    chosen = spatial.softmax_plan(tensors, False, backward, False, DEVICES["sm_90"])
+    recipe = spatial.softmax_recipe(tensors, chosen, False, backward, DEVICES["sm_90"])
+    (launch,) = spatial.recipe_launches(recipe, tensors)
+    return as_called(launch), chosen
+
+
+STAGGERED = (
+    (464, 8192, BFLOAT16, False), (2816, 8200, BFLOAT16, False), (3712, 8192, FLOAT32, False),
+    (5632, 8192, BFLOAT16, True), (1408, 8200, BFLOAT16, False), (5632, 8192, FLOAT32, False),
+    (1700, 8192, BFLOAT16, True), (2300, 8192, FLOAT32, True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("n_cols", "inner", "dtype", "backward"),
+    [*STAGGERED[:4], *(pytest.param(*of, marks=pytest.mark.extended) for of in STAGGERED[4:])],
+)
+def test_as_many_programs_fit_as_the_plan_says(n_cols, inner, dtype, backward):
+    launch, chosen = launch_over(n_cols, inner, dtype, backward)
+    used, assembly = cross_compiled(launch, "sm_90")
+    assert chosen.stagger and occupancy(used, MULTIPROCESSORS["sm_90"]).programs == chosen.fitting, used
+    waits = [line for line in assembly["sass"].splitlines() if "NANOSLEEP" in line]
+    loads = [line for line in assembly["sass"].splitlines() if "LDG" in line]
+    assert waits and assembly["sass"].index(waits[-1]) < assembly["sass"].index(loads[0]), "a program waits first"
 
 
 SKEWED = ((310, FLOAT32), (1650, FLOAT32), (2350, FLOAT32), (1300, BFLOAT16), (600, BFLOAT16))

@@ -27,6 +27,7 @@ from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, maximum, scaled
 from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_with_sums, share_of
 from .common.spatial_places import load_places, places_of
 from .common.spatial_tiles import GROUP, outer_of, positions_of, sum_over_columns, tile_at
+from .common.staggered_start import stagger
 from .common.tiles import READS
 
 
@@ -260,7 +261,7 @@ def cross_entropy_spatial(
     TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
     OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
     CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, STAGGER: tl.constexpr, FITTING: tl.constexpr,
 ):  # fmt: skip
     await_previous(EARLY and not WAITS)
     if TRIGGER:
@@ -282,6 +283,8 @@ def cross_entropy_spatial(
         needed = True
         if UNLESS_ONE:
             needed = tl.load(g_ptr) != 1.0
+        else:
+            stagger(STAGGER, FITTING)
         if needed:
             block_of_losses(
                 index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_facts_ptr, count_ptr, g_ptr, loss_ptr, n_outer,

@@ -34,6 +34,7 @@ from .common.spatial_tiles import (
     sum_over_columns,
     tile_at,
 )
+from .common.staggered_start import stagger
 
 
 @kernel(cta_programs=True)
@@ -47,7 +48,7 @@ def softmax_spatial(
     LOG: tl.constexpr, OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
     VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, SMEM_STAGED: tl.constexpr,
     OVERLAP: tl.constexpr, RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, STAGGER: tl.constexpr, FITTING: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 2, INNER, PTX)
     declare_staging(SMEM_STAGED, COLS, INNER, x_ptr.dtype.element_ty, PTX)
@@ -64,6 +65,7 @@ def softmax_spatial(
     FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
     own = owned_positions(exists, outer, block, n_blocks, column, y_outer, y_col, first, STEP, INNER, VEC, OVERLAP)
     await_previous(EARLY)
+    stagger(STAGGER, FITTING)
     stage(x_ptr, outer, x_col, x_outer, first, column, inner, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
     POLICY: tl.constexpr = softmax_reads(x_ptr.dtype.element_ty, CHUNKS * STEP, INNER, SMEM_STAGED > 0)
     x = load_tiles(x_at, x_col, column, n_cols, exists, -float("inf"), CHUNKS, UNPREDICATED, STEP, VEC, FIRST, POLICY)
@@ -112,7 +114,7 @@ def softmax_spatial_backward(
     LOG: tl.constexpr, OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
     VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, SMEM_STAGED: tl.constexpr,
     OVERLAP: tl.constexpr, RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, STAGGER: tl.constexpr, FITTING: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 1, INNER, PTX)
     declare_staging(SMEM_STAGED, COLS, INNER, dy_ptr.dtype.element_ty, PTX)
@@ -130,6 +132,7 @@ def softmax_spatial_backward(
     FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
     own = owned_positions(exists, outer, block, n_blocks, column, dx_outer, dx_col, first, STEP, INNER, VEC, OVERLAP)
     await_previous(EARLY)
+    stagger(STAGGER, FITTING)
     stage(dy_ptr, outer, dy_col, dy_outer, first, column, inner, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
     dy = load_tiles(dy_at, dy_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC, FIRST)
     y = load_tiles(y_at, y_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC)

@@ -153,6 +153,7 @@ def _meta(kernel: Any, plan: Plan, device: Device, **flags: Any) -> dict[str, An
         CHUNKS=plan.chunks, UNPREDICATED=plan.unpredicated_chunks, RECOMPUTE=plan.recompute,
         SMEM_STAGED=plan.smem_staged, UNIT=plan.skewed, OVERLAP=plan.overlap, THREADS=plan.num_warps * device.warp_size,
         INVARIANT=plan.invariant, PTX=device.ptx, EARLY=pdl, TRIGGER=pdl, WAITS=False,
+        STAGGER=plan.stagger, FITTING=plan.fitting,
     )  # fmt: skip
     known |= flags
     meta = {name: known[name] for name in kernel.declaration.constexprs}

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .spatial_tables import (
+    CYCLES_PER_KIB,
     ENOUGH_PROGRAMS,
     HALF_COLS,
     HALF_POSITIONS,
@@ -32,6 +33,10 @@ from .spatial_tables import (
     SKEWED_REGISTERS,
     SOFTMAX_PARTS_CHUNKS,
     STAGED_BYTES,
+    STAGGERED_BYTES,
+    STAGGERED_CTAS,
+    STAGGERED_FITTING,
+    STAGGERED_POSITIONS,
     STATISTICS_CHUNKS,
     UNALIGNED,
     UNALIGNED_LOSS,
@@ -39,7 +44,7 @@ from .spatial_tables import (
     RunRule,
     SpatialConfig,
 )
-from .types import VECTOR_BYTES, Device, Plan, SpatialProblem, power_of_two
+from .types import ITEMSIZE, MULTIPROCESSORS, VECTOR_BYTES, Device, Plan, SpatialProblem, power_of_two
 
 
 def resident_plan(
@@ -171,8 +176,7 @@ def _configured(
         warps = max(1, warps * cols * inner // per_chunk)
     staged = 0
     if config.held is not None:
-        # next to (maximum, sum) of each position: of each CTA, twice of its own, and a number of each warp
-        other = (8 * config.ctas + 16 + 4 * warps) * inner
+        other = _merging_bytes(config.ctas, warps, inner)
         if config.skewed:  # and those of each element of a chunk, and a gap after each 16 positions
             other += 8 * (cols * inner + config.skewed // problem.itemsize + inner // 16)
         room = max(0, min(STAGED_BYTES, SHARED_BYTES - other)) // (warps * device.warp_size * config.thread_bytes)
@@ -188,6 +192,36 @@ def _configured(
         problem, device, inner, cols, warps, config.ctas, recompute, registers, config.thread_bytes, staged,
         config.skewed, config.overlaps,
     )  # fmt: skip
+
+
+def staggered(plan: Plan, problem: SpatialProblem, device: Device) -> Plan:
+    """`plan`, whose programs start one after the other where that is faster (`kernels.common.staggered_start`).
+
+    How many fit follows from the cap on registers, and from the shared memory of staged chunks and of merges.
+    """
+    measured = device.ptx and device.supports_smem_staging
+    if plan.max_registers is None or plan.skewed or not measured:
+        return plan
+    itemsize, of_device = ITEMSIZE[problem.dtype], MULTIPROCESSORS[device.name]
+    chunk = plan.vectors_per_chunk * plan.rows * itemsize
+    n_bytes = (1 + problem.backward) * plan.chunks * chunk
+    shared = plan.smem_staged * chunk + _merging_bytes(plan.ctas, plan.num_warps, plan.rows) + of_device.shared_reserved
+    threads = plan.num_warps * device.warp_size
+    fitting = min(of_device.registers // (plan.max_registers * threads), of_device.shared // shared)
+    if problem.backward:
+        gains = fitting <= STAGGERED_FITTING and (plan.rows <= STAGGERED_POSITIONS or plan.overlap > 0)
+    else:
+        gains = plan.ctas <= STAGGERED_CTAS[itemsize]
+    if not gains or n_bytes < STAGGERED_BYTES[problem.backward, itemsize]:
+        return plan
+    why = f"{plan.why}; programs start one after the other"
+    return replace(plan, stagger=CYCLES_PER_KIB * n_bytes >> 10, fitting=fitting, why=why)
+
+
+def _merging_bytes(ctas: int, warps: int, inner: int) -> int:
+    """Shared memory next to staged chunks: (maximum, sum) of each position of each CTA, twice of its own, and a number
+    of each warp."""
+    return (8 * ctas + 16 + 4 * warps) * inner
 
 
 Table = tuple[SpatialConfig, ...]
@@ -260,7 +294,7 @@ def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = N
         what = f"{problem.n_cols} columns of {problem.dtype}"
         raise ValueError(f"the {regime} regime cannot hold {what} on {device.name}")
     if found is not None:
-        return found
+        return staggered(found, problem, device)
     # elements that are read one by one take a register each, and vectors of the wider dtype take twice as many. The
     # number of chunks decides a position's bits, which within batch_invariant() do not depend on `inner`
     if problem.vec < problem.full_vec or problem.dtype != problem.out_dtype or problem.batch_invariant:
@@ -273,7 +307,8 @@ def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:
     config = next(_configs(problem, device, LOSS[problem.itemsize], UNALIGNED_LOSS[problem.itemsize]), None)
     if config is None:
         return parts_plan(problem, device)
-    return replace(_configured(problem, device, config, loss=True), recompute=problem.itemsize == 2)
+    found = replace(_configured(problem, device, config, loss=True), recompute=problem.itemsize == 2)
+    return staggered(found, problem, device)
 
 
 def plan_spatial_statistics(problem: SpatialProblem, device: Device) -> Plan:

@@ -224,6 +224,8 @@ class Plan:
     gathered: bool = False  # a program reads and writes its rows as one piece of memory
     runs: bool = False  # the chunks of a thread follow each other, where rows are gathered
     output_gathered: bool = False  # a program writes its causal rows as one piece
+    stagger: int = 0  # cycles from the start of a program of a multiprocessor to that of the next; 0: all start at once
+    fitting: int = 1  # programs that fit on a multiprocessor, where they are staggered
 
     def constexprs(self) -> dict[str, object]:
         """The plan's compile-time arguments for any kernel, by the kernels' names; a kernel takes some of these."""

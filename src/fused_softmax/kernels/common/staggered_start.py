@@ -1,0 +1,40 @@
+"""Starts the programs that fit on a multiprocessor one after the other, so that some compute while others read.
+
+Programs that start together share the memory's bandwidth. So their tiles arrive at the same time, all of them compute
+while memory idles, and all of them write. The programs that replace them do the same: they stay in step. Here the
+programs of a launch's first round wait, each for as long as one tile of every multiprocessor takes to arrive. Then
+tiles arrive one after the other, in the time in which they arrived together before (docs/measurements.md, 'Programs
+that start one after the other').
+
+Which programs share a multiprocessor is a guess: the device starts one program on each, then the next. No result
+depends on it, nor on the time that passes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.constexpr_function
+def _wait_ptx(cycles: int, fitting: int) -> str:
+    """Waits rank*cycles in the first round, where rank is 0 .. fitting-1, if the launch has 5/4 of its programs."""
+    ptx = [".reg .pred waits, many;", ".reg .b32 rank, fit, start, now, until;"]
+    ptx += ["mov.u32 rank, %ctaid.x;", "mov.u32 fit, %nsmid;", "div.u32 rank, rank, fit;"]
+    ptx += [f"mul.lo.u32 fit, fit, {fitting};", "shr.u32 until, fit, 2;", "add.u32 until, until, fit;"]
+    ptx += ["mov.u32 now, %nctaid.x;", "setp.ge.u32 many, now, until;"]
+    ptx += [f"setp.lt.and.u32 waits, rank, {fitting}, many;", f"mul.lo.u32 until, rank, {cycles};"]
+    ptx += ["mov.u32 start, %clock;", "wait_${:uid}:", "mov.u32 now, %clock;", "sub.u32 now, now, start;"]
+    ptx += ["setp.lt.and.u32 waits, now, until, waits;", "@waits nanosleep.u32 100;", "@waits bra wait_${:uid};"]
+    return "\n".join(["{", *ptx, "mov.u32 $0, 0;", "}"])
+
+
+@triton.jit
+def stagger(CYCLES: tl.constexpr, FITTING: tl.constexpr):
+    """Waits for this program's turn, before its first load. CYCLES: from one start to the next; 0: all start at once.
+
+    FITTING: programs that fit on a multiprocessor.
+    """
+    if CYCLES > 0:
+        ASM: tl.constexpr = _wait_ptx(CYCLES, FITTING)
+        tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
