@@ -17,7 +17,7 @@ def record(system: str, n_cols: int, inner: int, ms: float, dtype: str = "bfloat
 
 
 def test_the_page_has_a_table_by_class(tmp_path: Path):
-    assert shapes.tables(tmp_path) == {"shapes": "No run is recorded yet."}
+    assert set(shapes.tables(tmp_path).values()) == {"No run is recorded yet."}
     head = replace(header(device("cpu"), False), seed=9, command="fused-softmax bench --random-shapes 3 --seed 9")
     records = [
         record("fused_softmax", 5000, 2048, 0.2),
@@ -34,3 +34,15 @@ def test_the_page_has_a_table_by_class(tmp_path: Path):
         "| more columns | 0.500 / 0.500 (1) |  |",
     ]
     assert "| softmax | bf16 4x19x4096 | 0.50 |" in text and "--random-shapes 3 --seed 9" in text
+
+
+def test_a_named_shape_has_the_newest_fraction_of_each_op(tmp_path: Path):
+    at = dict(outer=64)
+    for day, ms in ((1, 0.4), (2, 0.125)):
+        head = replace(header(device("cpu"), False), date=f"2026-11-0{day}", command="fused-softmax bench --table shapes")
+        records = [record("fused_softmax", 1000, 1024, ms, **at)]
+        if day == 1:  # the newest run has ours only
+            records.append(record("torch", 1000, 1024, 2.0, dtype="float32", **at))
+        write_atomically(tmp_path / shapes.RESULTS / f"named_{day}.json", to_json(head, records))
+    rows = shapes.tables(tmp_path)["named"].split("\n\n")[0].splitlines()[2:]
+    assert rows == ["| (64, 1000, 1024) | 0.80 /  |  |  |  / 0.05 |  |"]

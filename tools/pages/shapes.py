@@ -1,10 +1,11 @@
-"""The tables of docs/other-dims.md, from the recorded runs of `fused-softmax bench --random-shapes` on a GPU."""
+"""The tables of docs/other-dims.md, from runs of `bench --table shapes` and `bench --random-shapes` on a GPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from fused_softmax.lab.bench.report import Rows, shape_classes
+from fused_softmax.lab.bench.cases import SHAPES
 from fused_softmax.lab.bench.shapes import CLASSES, LAYOUTS
 from fused_softmax.lab.record import Header, Record
 from fused_softmax.lab.results import read_folder
@@ -16,15 +17,53 @@ RESULTS = Path("benchmarks") / "results" / "h200-shapes"
 DTYPES = ("bf16", "fp32")
 
 
-def load(root: Path) -> dict[int, tuple[list[Header], list[Record]]]:
-    """The headers and the records of the recorded runs, by their seed."""
+# a column of the named shapes: (op, system), and its name
+NAMED = {
+    ("softmax", "fused_softmax"): "softmax",
+    ("softmax_backward", "fused_softmax"): "its gradient",
+    ("cross_entropy", "fused_softmax"): "cross_entropy",
+    ("softmax", "torch"): "torch's softmax",
+    ("softmax_backward", "torch"): "its gradient",
+}
+Runs = list[tuple[Header, list[Record]]]
+
+
+def load(root: Path) -> Runs:
+    """The recorded runs, the newest first."""
+    return sorted(read_folder(root / RESULTS).values(), key=lambda run: run[0].date, reverse=True)
+
+
+def by_seed(runs: Runs) -> dict[int, tuple[list[Header], list[Record]]]:
+    """The headers and the records of random shapes, by their seed."""
     found: dict[int, tuple[list[Header], list[Record]]] = {}
-    for head, records in read_folder(root / RESULTS).values():
+    for head, records in runs:
         if head.seed is not None:
             heads, all_records = found.setdefault(head.seed, ([], []))
             heads.append(head)
             all_records += records
     return found
+
+
+def named(runs: Runs) -> str:
+    """The named shapes: the newest fraction of each, bf16 / fp32."""
+    fractions: dict[tuple[object, ...], str] = {}
+    heads = []
+    for head, records in runs:
+        for r in records if head.seed is None else ():
+            key = (r.outer, r.n_cols, r.inner, r.op, r.system, r.dtype)
+            if (r.op, r.system) in NAMED and r.fraction is not None and key not in fractions:
+                fractions[key] = f"{r.fraction:.2f}"
+                heads.append(head)
+    rows = []
+    for shape in SHAPES:
+        pairs = [[fractions.get((*shape, *of, dtype), "") for dtype in ("bfloat16", "float32")] for of in NAMED]
+        if any(pairs[0]):
+            rows.append((str(shape), *(" / ".join(pair) if any(pair) else "" for pair in pairs)))
+    if not rows:
+        return "No run is recorded yet."
+    table = markdown(Rows("", ("`(outer, n_cols, inner)`", *NAMED.values()), tuple(rows)))
+    commands = dict.fromkeys(command(head) for head in heads)
+    return "\n\n".join((table, f"{origins(heads)} Made by:", *(f"    {line}" for line in commands)))
 
 
 def by_class(made: Rows, op: str) -> Rows:
@@ -40,8 +79,9 @@ def by_class(made: Rows, op: str) -> Rows:
 
 def tables(root: Path) -> dict[str, str]:
     """The text between the markers; the page says so if no run is recorded."""
+    runs = load(root)
     parts = []
-    for seed, (heads, records) in load(root).items():
+    for seed, (heads, records) in by_seed(runs).items():
         for made in shape_classes(records):
             if "class" in made.columns:
                 parts.append(f"Seed {seed}. Worst fraction / geometric mean (number of shapes), higher is better:")
@@ -51,4 +91,4 @@ def tables(root: Path) -> dict[str, str]:
                 parts.append(markdown(Rows("", made.columns[:3], tuple(row[:3] for row in made.rows))))
         parts.append(f"{origins(heads)} Made by:")
         parts += [f"    {line}" for line in dict.fromkeys(command(head) for head in heads)]
-    return {"shapes": "\n\n".join(parts) or "No run is recorded yet."}
+    return {"named": named(runs), "shapes": "\n\n".join(parts) or "No run is recorded yet."}

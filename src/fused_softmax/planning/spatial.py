@@ -34,9 +34,9 @@ from .spatial_tables import (
     SOFTMAX_PARTS_CHUNKS,
     STAGED_BYTES,
     STAGGERED_BYTES,
-    STAGGERED_CTAS,
     STAGGERED_FITTING,
     STAGGERED_POSITIONS,
+    STAGGERED_WARPS,
     STATISTICS_CHUNKS,
     UNALIGNED,
     UNALIGNED_LOSS,
@@ -211,7 +211,7 @@ def staggered(plan: Plan, problem: SpatialProblem, device: Device) -> Plan:
     if problem.backward:
         gains = fitting <= STAGGERED_FITTING and (plan.rows <= STAGGERED_POSITIONS or plan.overlap > 0)
     else:
-        gains = plan.ctas <= STAGGERED_CTAS[itemsize]
+        gains = plan.ctas * plan.num_warps <= STAGGERED_WARPS[itemsize]
     if not gains or n_bytes < STAGGERED_BYTES[problem.backward, itemsize]:
         return plan
     why = f"{plan.why}; programs start one after the other"

@@ -223,12 +223,13 @@ ON_CHIP = {
 # (a kernel may have 48 KB, with an mbarrier)
 STAGED_BYTES, SHARED_BYTES = 40 << 10, (48 << 10) - 128
 # programs that each read so many bytes or more, by (backward, bytes of an element), start one after the other: so
-# many cycles later for each KiB. Not where a forward has more CTAs for a column, by bytes of an element: fewer
-# neighboring tiles are then read at a time (9,573 bfloat16 columns, 16 CTAs: 0.745 of a copy, and 0.673 so). Nor
-# where more programs of a gradient fit (1,927 columns: 0.849 of an add, 0.811 so), or its tiles have more positions
-# and do not overlap (1,530 columns, 128 positions: 0.87, 0.81 so). Why these lose was not found
+# many cycles later for each KiB. Not where a column of a forward takes more warps, by bytes of an element: fewer
+# neighboring tiles are then read at a time (9,573 bfloat16 columns, 16 CTAs of 4 warps: 0.745 of a copy, and 0.673
+# so; 15,113 float32 columns, 16 of 8: 0.875, 0.846). Nor where more programs of a gradient fit (1,927 columns: 0.849
+# of an add, 0.811 so), or its tiles have more positions and do not overlap (1,530 columns, 128 positions: 0.87, 0.81
+# so). Why these lose was not found
 STAGGERED_BYTES = {(False, 2): 41 << 10, (False, 4): 32 << 10, (True, 2): 36 << 10, (True, 4): 36 << 10}
-CYCLES_PER_KIB, STAGGERED_CTAS, STAGGERED_FITTING, STAGGERED_POSITIONS = 80, {2: 8, 4: 16}, 4, 64
+CYCLES_PER_KIB, STAGGERED_WARPS, STAGGERED_FITTING, STAGGERED_POSITIONS = 80, {2: 32, 4: 64}, 4, 64
 # bytes of a chunk that follow one another in memory, at least, where positions are few: its columns are neighbors
 LEAST_RUN = 128
 WHOLE_RUN = RunRule(LEAST_RUN, 1 << 31, 1)
