@@ -37,12 +37,12 @@ def test_the_page_has_a_table_by_class(tmp_path: Path):
 
 
 def test_a_named_shape_has_the_newest_fraction_of_each_op(tmp_path: Path):
-    at = dict(outer=64)
     for day, ms in ((1, 0.4), (2, 0.125)):
-        head = replace(header(device("cpu"), False), date=f"2026-11-0{day}", command="fused-softmax bench --table shapes")
-        records = [record("fused_softmax", 1000, 1024, ms, **at)]
+        made = dict(date=f"2026-11-0{day}", command="fused-softmax bench --table shapes")
+        head = replace(header(device("cpu"), False), **made)
+        records = [record("fused_softmax", 1000, 1024, ms, outer=64)]
         if day == 1:  # the newest run has ours only
-            records.append(record("torch", 1000, 1024, 2.0, dtype="float32", **at))
+            records.append(record("torch", 1000, 1024, 2.0, dtype="float32", outer=64))
         write_atomically(tmp_path / shapes.RESULTS / f"named_{day}.json", to_json(head, records))
     rows = shapes.tables(tmp_path)["named"].split("\n\n")[0].splitlines()[2:]
     assert rows == ["| (64, 1000, 1024) | 0.80 /  |  |  |  / 0.05 |  |"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fused_softmax.lab.bench.report import Rows, shape_classes
 from fused_softmax.lab.bench.cases import SHAPES
+from fused_softmax.lab.bench.report import Rows, shape_classes
 from fused_softmax.lab.bench.shapes import CLASSES, LAYOUTS
 from fused_softmax.lab.record import Header, Record
 from fused_softmax.lab.results import read_folder
