@@ -549,7 +549,9 @@ def test_chunks_are_staged_only_where_a_thread_copies_whole_vectors():
 
 
 @pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize(("dtype", "n_cols", "inner"), [("bfloat16", 460, 272), ("float32", 3000, 257)])
+@pytest.mark.parametrize(
+    ("dtype", "n_cols", "inner"), [("bfloat16", 460, 272), ("bfloat16", 1400, 256), ("float32", 3000, 257)]
+)
 def test_groups_of_staged_chunks_are_one_softmax(dtype, n_cols, inner, log):
     # interpreted, chunks are staged nowhere, and reduced in the groups in which they arrive on a GPU
     device = replace(DEVICES["interpreter"], supports_smem_staging=True)
@@ -568,6 +570,13 @@ def test_groups_of_staged_chunks_are_one_softmax(dtype, n_cols, inner, log):
     want = (torch.log_softmax if log else torch.softmax)(x.double(), 1)
     eps = torch.finfo(x.dtype).eps
     torch.testing.assert_close(y.double(), want, rtol=2 * eps + 2e-6, atol=3e-6, equal_nan=True)
+
+
+def test_halves_of_sectors_have_one_writer_where_nothing_is_staged_too():
+    for name in ("sm_100", "sm_120"):
+        for n_cols in range(300, 3700, 100):
+            problem = SpatialProblem(n_cols, 8200, "bfloat16", "bfloat16", 8, whole_sectors=False, in_phase=True)
+            assert plan_spatial(problem, DEVICES[name]).overlap > 0, (name, n_cols)
 
 
 def test_long_columns_stay_on_chip_and_gradients_stage_dy():
@@ -592,19 +601,51 @@ def test_as_few_chunks_are_staged_as_registers_leave():
         for inner in (8192, 8200):
             problem = SpatialProblem(n_cols, inner, "bfloat16", "bfloat16", 8, False, False, False, inner == 8192, True)
             plan = plan_spatial(problem, DEVICES["sm_90"])
-            held = {128: 18, 168: 28}[plan.max_registers]
-            assert plan.smem_staged in (0, plan.chunks - held), (n_cols, inner, plan)
+            held = {128: 18, 168: 27}[plan.max_registers]
+            assert plan.smem_staged == max(0, plan.chunks - held), (n_cols, inner, plan)
 
 
 def test_programs_start_one_after_the_other_where_each_reads_much():
     of = SpatialProblem(2500, 8192, "bfloat16", "bfloat16", 8)
-    staggered = plan_spatial(of, DEVICES["sm_90"])
-    n_bytes = staggered.chunks * staggered.vectors_per_chunk * staggered.rows * 2
-    assert staggered.stagger == 80 * n_bytes // 1024 and staggered.fitting == 3
-    assert plan_spatial(replace(of, backward=True, n_cols=3000), DEVICES["sm_90"]).stagger > 0
-    others = [plan_spatial(replace(of, n_cols=n_cols), DEVICES["sm_90"]) for n_cols in (150, 9000)]
-    others += [plan_spatial(of, DEVICES[name]) for name in ("sm_80", "sm_100", "gfx942", "interpreter")]
+    plan = plan_spatial(of, DEVICES["sm_90"])
+    assert (plan.chunks, plan.vectors_per_chunk, plan.rows) == (40, 16, 64)
+    assert (plan.stagger, plan.fitting) == (80 * 80, 3)  # of 80 KiB
+    others = [plan_spatial(of, DEVICES[name]) for name in ("sm_80", "sm_100", "gfx942", "interpreter")]
+    others.append(plan_spatial(replace(of, out_dtype="float32"), DEVICES["sm_90"]))
+    others.append(plan_spatial(replace(of, vec=1, in_phase=True, whole_sectors=False), DEVICES["sm_90"]))  # skewed
     assert {plan.stagger for plan in others} == {0}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backward", "n_cols", "inner", "whole"),
+    [
+        # one chunk more than before, and then too many warps
+        ("bfloat16", False, 640, 8192, False), ("bfloat16", False, 641, 8192, True),
+        ("bfloat16", False, 5632, 8192, True), ("bfloat16", False, 5633, 8192, False),
+        ("float32", False, 5000, 8192, True), ("float32", False, 12000, 8192, False),
+        # five programs of a gradient fit; 128 positions that do not overlap
+        ("bfloat16", True, 1792, 8192, True), ("bfloat16", True, 1793, 8192, False),
+        ("bfloat16", True, 700, 8200, False), ("bfloat16", True, 800, 8200, True),
+        # few positions
+        ("float32", False, 2300, 4, False),
+    ],
+)  # fmt: skip
+def test_which_programs_are_staggered(dtype, backward, n_cols, inner, whole):
+    vec = min(inner, 16 // (2 if dtype == "bfloat16" else 4))
+    problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, backward, False, False, inner != 8200, True)
+    assert (plan_spatial(problem, DEVICES["sm_90"]).stagger > 0) == whole
+
+
+def test_a_loss_that_writes_a_gradient_is_staggered():
+    x = torch.empty(2, 1400, 8192, dtype=BFLOAT16, device="meta")
+    small = torch.empty(2 * 8192, dtype=torch.int64, device="meta")
+    op = CrossEntropy(small, None, None, -100, "sum", 0.0, None, 0.0)
+    device = DEVICES["sm_90"]
+    plan = cross_entropy_spatial.loss_plan(x, x, False, device)
+    for gradient in (True, False):
+        loss = cross_entropy_spatial.SUM_OF_LOSSES
+        recipe = cross_entropy_spatial.loss_recipe(x, x, op, plan, device, loss, gradient, 0, False, False)
+        assert (recipe.steps[0].meta["STAGGER"] > 0) == gradient
 
 
 def test_columns_are_read_once_where_nothing_is_staged_too():
@@ -612,6 +653,7 @@ def test_columns_are_read_once_where_nothing_is_staged_too():
         ("sm_90", 3000, 192, "bfloat16", {}),  # too few positions for a staged tile
         ("sm_90", 1060, 192, "bfloat16", {}),
         ("sm_120", 3500, 8192, "bfloat16", {}),
+        ("sm_120", 3500, 8200, "bfloat16", dict(whole_sectors=False, in_phase=True)),
         ("sm_100", 3000, 8183, "float32", dict(whole_sectors=False, in_phase=True)),
         ("sm_90", 2700, 301, "float32", dict(whole_sectors=False, in_phase=True)),
     ):

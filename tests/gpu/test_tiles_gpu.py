@@ -120,3 +120,14 @@ def test_random_columns(kind: str, seed: int):
     problem = first_drawn(seed, kind, device)
     ran = check(problem, seed)
     assert KINDS[kind][1] or KINDS[kind][0](ran), "the call that was checked had another plan"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("blocks", [1, 128])  # of 64 positions: fewer programs than fit, and several rounds of them
+def test_programs_that_start_one_after_the_other(dtype: torch.dtype, blocks: int):
+    problem = Drawn(dtype, (2, 2566, max(256, 64 * blocks)), 0, False)
+    device = device_of(torch.empty(0, device="cuda"))
+    if not device.measures_stagger:
+        pytest.skip("programs start together on this GPU")
+    assert problem.plan(False, device).stagger and problem.plan(True, device).stagger
+    check(problem, blocks)

@@ -47,6 +47,8 @@ def check(name: str, launch, target: str, chosen=None) -> None:
     if "skewed" in name:  # elements are written one by one at the ends of a column only
         itemsize = 2 if "bfloat16" in name else 4
         assert used.widest_load_bytes == used.widest_store_bytes == chosen.vec * itemsize > itemsize, name
+    if "in halves" in name and target in ("sm_90", "sm_100", "sm_120") and int(name.split()[2]) < 3000:
+        assert chosen.overlap, name
     if "in halves" in name and chosen.overlap and not chosen.skewed:
         assert {size for size, _ in (*used.loads, *used.stores)} == {16}, f"{used.loads} {used.stores}: {name}"
     if name.startswith("cross_entropy_spatial") and target.startswith("sm_"):
@@ -69,28 +71,28 @@ def test_one_of_each_kind(name):
     check(name, launch, "sm_90", chosen)
 
 
-def launch_over(n_cols: int, inner: int, dtype: torch.dtype, backward: bool):
+def launch_over(n_cols: int, inner: int, dtype: torch.dtype, backward: bool, log: bool):
     """(the launch of a softmax, or of a gradient, its plan), with an output that has memory of its own."""
     tensors = tuple(torch.empty(2, n_cols, inner, dtype=dtype) for _ in range(2 + backward))
-    chosen = spatial.softmax_plan(tensors, False, backward, False, DEVICES["sm_90"])
-    recipe = spatial.softmax_recipe(tensors, chosen, False, backward, DEVICES["sm_90"])
+    chosen = spatial.softmax_plan(tensors, log, backward, False, DEVICES["sm_90"])
+    recipe = spatial.softmax_recipe(tensors, chosen, log, backward, DEVICES["sm_90"])
     (launch,) = spatial.recipe_launches(recipe, tensors)
     return as_called(launch), chosen
 
 
 STAGGERED = (
-    (464, 8192, BFLOAT16, False), (2816, 8200, BFLOAT16, False), (3712, 8192, FLOAT32, False),
-    (5632, 8192, BFLOAT16, True), (1408, 8200, BFLOAT16, False), (5632, 8192, FLOAT32, False),
-    (1700, 8192, BFLOAT16, True), (2300, 8192, FLOAT32, True),
+    (464, 8192, BFLOAT16, False, False), (2500, 8192, FLOAT32, False, True), (5632, 8192, BFLOAT16, True, False),
+    (2816, 8200, BFLOAT16, False, False), (3712, 8192, FLOAT32, False, False), (1408, 8200, BFLOAT16, False, True),
+    (5632, 8192, FLOAT32, False, False), (1700, 8192, BFLOAT16, True, True), (2300, 8192, FLOAT32, True, False),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("n_cols", "inner", "dtype", "backward"),
-    [*STAGGERED[:4], *(pytest.param(*of, marks=pytest.mark.extended) for of in STAGGERED[4:])],
+    ("n_cols", "inner", "dtype", "backward", "log"),
+    [*STAGGERED[:3], *(pytest.param(*of, marks=pytest.mark.extended) for of in STAGGERED[3:])],
 )
-def test_as_many_programs_fit_as_the_plan_says(n_cols, inner, dtype, backward):
-    launch, chosen = launch_over(n_cols, inner, dtype, backward)
+def test_as_many_programs_fit_as_the_plan_says(n_cols, inner, dtype, backward, log):
+    launch, chosen = launch_over(n_cols, inner, dtype, backward, log)
     used, assembly = cross_compiled(launch, "sm_90")
     assert chosen.stagger and occupancy(used, MULTIPROCESSORS["sm_90"]).programs == chosen.fitting, used
     waits = [line for line in assembly["sass"].splitlines() if "NANOSLEEP" in line]

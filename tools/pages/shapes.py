@@ -23,7 +23,7 @@ NAMED = {
     ("softmax_backward", "fused_softmax"): "its gradient",
     ("cross_entropy", "fused_softmax"): "cross_entropy",
     ("softmax", "torch"): "torch's softmax",
-    ("softmax_backward", "torch"): "its gradient",
+    ("softmax_backward", "torch"): "torch's gradient",
 }
 Runs = list[tuple[Header, list[Record]]]
 
@@ -57,7 +57,7 @@ def named(runs: Runs) -> str:
     rows = []
     for shape in SHAPES:
         pairs = [[fractions.get((*shape, *of, dtype), "") for dtype in ("bfloat16", "float32")] for of in NAMED]
-        if any(pairs[0]):
+        if any(map(any, pairs)):
             rows.append((str(shape), *(" / ".join(pair) if any(pair) else "" for pair in pairs)))
     if not rows:
         return "No run is recorded yet."

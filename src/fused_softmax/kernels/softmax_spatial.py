@@ -9,7 +9,8 @@ merges COLS columns. With COLS = 1 a thread holds whole columns, and nothing is 
 
 Where CTAS > 1, the CTAs of a thread-block cluster share the columns, COLS of each chunk for each CTA, and merge their
 numbers at last. The first SMEM_STAGED chunks (of a gradient: of dy) are in shared memory, not in registers. Chunks are
-reduced in groups, while later ones are on their way (`spatial_moments`).
+reduced in groups, while later ones are on their way (`spatial_moments`). Where STAGGER > 0, programs of a
+multiprocessor start one after the other (`staggered_start`).
 """
 
 from __future__ import annotations

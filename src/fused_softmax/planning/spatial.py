@@ -182,7 +182,7 @@ def _configured(
         room = max(0, min(STAGED_BYTES, SHARED_BYTES - other)) // (warps * device.warp_size * config.thread_bytes)
         most = room if config.most_staged is None else min(room, config.most_staged)
         staged = min(max(0, -(-problem.n_cols // (cols * config.ctas)) - config.held), most)
-        recompute = True  # a chunk that is read a second time is not kept
+        recompute = recompute or staged > 0  # a chunk that is read a second time is not kept
     registers = config.max_registers
     if config.skewed and registers is None:
         chunks = -(-problem.n_cols // (cols * config.ctas))
@@ -199,8 +199,9 @@ def staggered(plan: Plan, problem: SpatialProblem, device: Device) -> Plan:
 
     How many fit follows from the cap on registers, and from the shared memory of staged chunks and of merges.
     """
-    measured = device.ptx and device.supports_smem_staging
-    if plan.max_registers is None or plan.skewed or not measured:
+    shapes = (plan.rows <= STAGGERED_POSITIONS or plan.overlap > 0) and (plan.rows >= 32 or plan.ctas > 1)
+    casts = problem.dtype != problem.out_dtype
+    if plan.max_registers is None or plan.skewed or casts or not (shapes and device.measures_stagger):
         return plan
     itemsize, of_device = ITEMSIZE[problem.dtype], MULTIPROCESSORS[device.name]
     chunk = plan.vectors_per_chunk * plan.rows * itemsize
@@ -209,7 +210,7 @@ def staggered(plan: Plan, problem: SpatialProblem, device: Device) -> Plan:
     threads = plan.num_warps * device.warp_size
     fitting = min(of_device.registers // (plan.max_registers * threads), of_device.shared // shared)
     if problem.backward:
-        gains = fitting <= STAGGERED_FITTING and (plan.rows <= STAGGERED_POSITIONS or plan.overlap > 0)
+        gains = fitting <= STAGGERED_FITTING
     else:
         gains = plan.ctas * plan.num_warps <= STAGGERED_WARPS[itemsize]
     if not gains or n_bytes < STAGGERED_BYTES[problem.backward, itemsize]:
@@ -219,8 +220,10 @@ def staggered(plan: Plan, problem: SpatialProblem, device: Device) -> Plan:
 
 
 def _merging_bytes(ctas: int, warps: int, inner: int) -> int:
-    """Shared memory next to staged chunks: (maximum, sum) of each position of each CTA, twice of its own, and a number
-    of each warp."""
+    """Bytes of shared memory next to staged chunks.
+
+    (Maximum, sum) of each position: of each CTA, and twice of its own; and a number of each warp.
+    """
     return (8 * ctas + 16 + 4 * warps) * inner
 
 

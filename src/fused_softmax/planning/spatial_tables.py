@@ -60,24 +60,31 @@ ON_CHIP = {
         SpatialConfig(256, 2, 8, 256, thread_bytes=8, skewed=32, whole_sectors=False),
         SpatialConfig(464, 1, 4, 64, overlaps=True, max_registers=128, held=18),
         SpatialConfig(928, 2, 4, 64, overlaps=True, max_registers=128, held=18),
-        SpatialConfig(1408, 2, 4, 64, overlaps=True, max_registers=168, held=28),
+        SpatialConfig(1408, 2, 4, 64, overlaps=True, max_registers=168, held=27),
         SpatialConfig(1856, 4, 4, 64, overlaps=True, max_registers=128, held=18),
-        SpatialConfig(2816, 4, 4, 64, overlaps=True, max_registers=168, held=28),
+        SpatialConfig(2816, 4, 4, 64, overlaps=True, max_registers=168, held=27),
         SpatialConfig(3712, 8, 4, 64, overlaps=True, max_registers=128, held=18),
-        SpatialConfig(5632, 8, 4, 64, overlaps=True, max_registers=168, held=28),
+        SpatialConfig(5632, 8, 4, 64, overlaps=True, max_registers=168, held=27),
         SpatialConfig(9216, 16, 4, 64, overlaps=True, max_registers=128, held=18),
         SpatialConfig(14336, 16, 8, 64, overlaps=True, max_registers=128, held=4),
+        SpatialConfig(352, 2, 8, 256, thread_bytes=8, skewed=32, whole_sectors=False),
+        SpatialConfig(448, 4, 8, 256, thread_bytes=8, skewed=32, whole_sectors=False),
+        SpatialConfig(960, 8, 4, 128, thread_bytes=8, skewed=32, whole_sectors=False),
+        SpatialConfig(1216, 4, 8, 128, thread_bytes=8, skewed=32, whole_sectors=False),
+        SpatialConfig(1280, 8, 8, 128, thread_bytes=8, skewed=32, whole_sectors=False, max_registers=80),
+        SpatialConfig(1856, 4, 4, 64, overlaps=True, max_registers=168),
+        SpatialConfig(3712, 8, 4, 64, overlaps=True, max_registers=168),
         SpatialConfig(256, 1, 4, 64),
         SpatialConfig(464, 1, 4, 64, max_registers=128, held=18, whole_sectors=True),
-        SpatialConfig(608, 1, 4, 64, max_registers=168, held=28, whole_sectors=True),
+        SpatialConfig(608, 1, 4, 64, max_registers=168, held=27, whole_sectors=True),
         SpatialConfig(928, 2, 4, 64, max_registers=128, held=18, whole_sectors=True),
-        SpatialConfig(1408, 2, 4, 64, max_registers=168, held=28, whole_sectors=True),
+        SpatialConfig(1408, 2, 4, 64, max_registers=168, held=27, whole_sectors=True),
         SpatialConfig(1792, 4, 4, 64, max_registers=128, held=18, whole_sectors=True),
-        SpatialConfig(2560, 4, 4, 64, max_registers=168, held=28, whole_sectors=True),
+        SpatialConfig(2560, 4, 4, 64, max_registers=168, held=27, whole_sectors=True),
         SpatialConfig(4864, 8, 4, 64, max_registers=128, held=18, whole_sectors=True),
-        SpatialConfig(5632, 8, 4, 64, max_registers=168, held=28, whole_sectors=True),
+        SpatialConfig(5632, 8, 4, 64, max_registers=168, held=27, whole_sectors=True),
         SpatialConfig(9216, 16, 4, 64, max_registers=128, held=18, whole_sectors=True),
-        SpatialConfig(11264, 16, 4, 64, max_registers=168, held=28, whole_sectors=True),
+        SpatialConfig(11264, 16, 4, 64, max_registers=168, held=27, whole_sectors=True),
         SpatialConfig(288, 1, 4, 128, max_registers=128, held=1, whole_sectors=False),
         SpatialConfig(496, 2, 4, 128, max_registers=128, held=4, whole_sectors=False),
         SpatialConfig(640, 2, 4, 64, max_registers=128),
@@ -111,9 +118,9 @@ ON_CHIP = {
         SpatialConfig(608, 4, 4, 64, overlaps=True, max_registers=128),
         SpatialConfig(1216, 8, 4, 64, overlaps=True, max_registers=128),
         SpatialConfig(1856, 8, 4, 64, overlaps=True, max_registers=128, held=18),
-        SpatialConfig(2560, 8, 4, 64, overlaps=True, max_registers=168, held=28),
+        SpatialConfig(2560, 8, 4, 64, overlaps=True, max_registers=168, held=27),
         SpatialConfig(3584, 16, 4, 64, overlaps=True, max_registers=168),
-        SpatialConfig(5632, 16, 4, 64, overlaps=True, max_registers=168, held=28),
+        SpatialConfig(5632, 16, 4, 64, overlaps=True, max_registers=168, held=27),
         SpatialConfig(7168, 16, 8, 64, overlaps=True, max_registers=128, held=1),
         SpatialConfig(152, 1, 4, 64, max_registers=128, held=4, whole_sectors=False),
         SpatialConfig(152, 1, 4, 64),
@@ -129,9 +136,9 @@ ON_CHIP = {
         SpatialConfig(1344, 8, 4, 64, max_registers=128, held=8, whole_sectors=False),
         SpatialConfig(1344, 8, 4, 64, max_registers=128),
         SpatialConfig(1856, 8, 4, 64, max_registers=128, held=18, whole_sectors=True),
-        SpatialConfig(2560, 8, 4, 64, max_registers=168, held=28, whole_sectors=True),
+        SpatialConfig(2560, 8, 4, 64, max_registers=168, held=27, whole_sectors=True),
         SpatialConfig(3712, 16, 4, 64, max_registers=128, held=18, whole_sectors=True),
-        SpatialConfig(5632, 16, 4, 64, max_registers=168, held=28, whole_sectors=True),
+        SpatialConfig(5632, 16, 4, 64, max_registers=168, held=27, whole_sectors=True),
         SpatialConfig(2432, 16, 4, 64, max_registers=128),
         SpatialConfig(4096, 16, 4, 64, max_registers=128, held=1),
         SpatialConfig(8448, 8, 8, 32, max_registers=128, held=1, whole_sectors=True),
@@ -181,9 +188,11 @@ ON_CHIP = {
         SpatialConfig(1024, 1, 8, 32),
         SpatialConfig(1792, 8, 4, 64, max_registers=168),
         SpatialConfig(2304, 16, 4, 64, max_registers=96),
-        SpatialConfig(3584, 16, 4, 64, max_registers=168),
+        SpatialConfig(3584, 16, 4, 64, max_registers=168, whole_sectors=True),
         SpatialConfig(4096, 16, 4, 64, max_registers=128, held=2, whole_sectors=True),
         SpatialConfig(5632, 16, 4, 64, max_registers=168, held=6, whole_sectors=True),
+        SpatialConfig(2816, 8, 8, 64, max_registers=128),
+        SpatialConfig(3072, 8, 8, 64, max_registers=128, whole_sectors=False),
         SpatialConfig(3584, 16, 8, 64, max_registers=96, whole_sectors=False),
         SpatialConfig(4096, 16, 8, 64, max_registers=128, whole_sectors=False),
         SpatialConfig(4096, 8, 8, 32, max_registers=128),
@@ -222,14 +231,21 @@ ON_CHIP = {
 # bytes of a program's chunks in shared memory, at most; and of these and the numbers that its warps and CTAs exchange
 # (a kernel may have 48 KB, with an mbarrier)
 STAGED_BYTES, SHARED_BYTES = 40 << 10, (48 << 10) - 128
-# programs that each read so many bytes or more, by (backward, bytes of an element), start one after the other: so
-# many cycles later for each KiB. Not where a column of a forward takes more warps, by bytes of an element: fewer
-# neighboring tiles are then read at a time (9,573 bfloat16 columns, 16 CTAs of 4 warps: 0.745 of a copy, and 0.673
-# so; 15,113 float32 columns, 16 of 8: 0.875, 0.846). Nor where more programs of a gradient fit (1,927 columns: 0.849
-# of an add, 0.811 so), or its tiles have more positions and do not overlap (1,530 columns, 128 positions: 0.87, 0.81
-# so). Why these lose was not found
+# programs that share a multiprocessor start one after the other (`spatial.staggered`): so many cycles later for each
+# KiB that a program reads. H200; an H100, whose memory is slower, was not measured
+CYCLES_PER_KIB = 80
+# bytes that such a program reads at least, by (backward, bytes of an element). With fewer it is as fast or slower
 STAGGERED_BYTES = {(False, 2): 41 << 10, (False, 4): 32 << 10, (True, 2): 36 << 10, (True, 4): 36 << 10}
-CYCLES_PER_KIB, STAGGERED_WARPS, STAGGERED_FITTING, STAGGERED_POSITIONS = 80, {2: 32, 4: 64}, 4, 64
+# warps that hold a column of a softmax or a loss at most, by bytes of an element. H200, fraction of a copy without
+# and with the stagger (higher is better): 9,573 bfloat16 columns, 64 warps, 0.745 and 0.673; 15,113 float32 columns,
+# 128 warps, 0.875 and 0.846
+STAGGERED_WARPS = {2: 32, 4: 64}
+# programs of a gradient that fit on a multiprocessor at most: 1,927 bfloat16 columns, 5 programs, 0.849 of an add
+# without the stagger and 0.811 with it
+STAGGERED_FITTING = 4
+# positions of a tile at most, unless tiles overlap: the gradient of 1,530 bfloat16 columns, 128 positions, 0.869
+# without it and 0.808 with it
+STAGGERED_POSITIONS = 64
 # bytes of a chunk that follow one another in memory, at least, where positions are few: its columns are neighbors
 LEAST_RUN = 128
 WHOLE_RUN = RunRule(LEAST_RUN, 1 << 31, 1)

@@ -31,6 +31,11 @@ class Device:
         return self.kind == "cuda"
 
     @property
+    def measures_stagger(self) -> bool:
+        """Whether it was measured there that programs start one after the other: Hopper."""
+        return self.ptx and self.supports_smem_staging
+
+    @property
     def copies_in_bulk(self) -> bool:
         """Whether one thread may copy any piece of shared memory to memory (cp.async.bulk): sm_90 and later."""
         return self.kind == "cuda" and self.max_cluster > 1
@@ -213,7 +218,7 @@ class Plan:
     why: str
     prefetched_chunks: int | None = None  # of a gradient: chunks of y read before the row's sum is known; None: all
     resident_chunks: int = 0  # chunks of a slice that stay on chip, where the regime is two_pass
-    smem_staged: int = 0  # of a gradient: chunks of a slice that stay in shared memory, not in registers
+    smem_staged: int = 0  # chunks of a slice that stay in shared memory, not in registers; of a gradient: of dy
     # over a dimension that is not the last, and part_cols of statistics of wide rows, too
     outers: int = 1  # indices of the dimensions before it that a program takes
     part_cols: int = 0  # columns of the part that a program reduces, where programs share the columns
@@ -224,8 +229,8 @@ class Plan:
     gathered: bool = False  # a program reads and writes its rows as one piece of memory
     runs: bool = False  # the chunks of a thread follow each other, where rows are gathered
     output_gathered: bool = False  # a program writes its causal rows as one piece
-    stagger: int = 0  # cycles from the start of a program of a multiprocessor to that of the next; 0: all start at once
-    fitting: int = 1  # programs that fit on a multiprocessor, where they are staggered
+    stagger: int = 0  # cycles between the starts of two programs on one multiprocessor; 0: all start at once
+    fitting: int = 1  # programs that fit on a multiprocessor, where stagger > 0
 
     def constexprs(self) -> dict[str, object]:
         """The plan's compile-time arguments for any kernel, by the kernels' names; a kernel takes some of these."""

@@ -1,10 +1,9 @@
 """Starts the programs that fit on a multiprocessor one after the other, so that some compute while others read.
 
 Programs that start together share the memory's bandwidth. So their tiles arrive at the same time, all of them compute
-while memory idles, and all of them write. The programs that replace them do the same: they stay in step. Here the
-programs of a launch's first round wait, each for as long as one tile of every multiprocessor takes to arrive. Then
-tiles arrive one after the other, in the time in which they arrived together before (docs/measurements.md, 'Programs
-that start one after the other').
+while memory idles, and all of them write. The programs that replace them do the same: they stay in step. Here a program
+of the first round waits until the tiles of those in front of it have arrived. All tiles of the round arrive as early as
+before, and the first ones are reduced meanwhile (docs/measurements.md, 'Programs that start one after the other').
 
 Which programs share a multiprocessor is a guess: the device starts one program on each, then the next. No result
 depends on it, nor on the time that passes.
@@ -18,7 +17,10 @@ import triton.language as tl
 
 @triton.constexpr_function
 def _wait_ptx(cycles: int, fitting: int) -> str:
-    """Waits rank*cycles in the first round, where rank is 0 .. fitting-1, if the launch has 5/4 of its programs."""
+    """PTX that waits rank*cycles, where rank is the place among the programs of a multiprocessor, 0 .. fitting-1.
+
+    Only in the first round, and only if the grid has at least 5/4 as many programs as fit on the device.
+    """
     ptx = [".reg .pred waits, many;", ".reg .b32 rank, fit, start, now, until;"]
     ptx += ["mov.u32 rank, %ctaid.x;", "mov.u32 fit, %nsmid;", "div.u32 rank, rank, fit;"]
     ptx += [f"mul.lo.u32 fit, fit, {fitting};", "shr.u32 until, fit, 2;", "add.u32 until, until, fit;"]
