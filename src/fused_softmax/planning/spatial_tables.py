@@ -122,6 +122,7 @@ ON_CHIP = {
         SpatialConfig(3584, 16, 4, 64, overlaps=True, max_registers=168),
         SpatialConfig(5632, 16, 4, 64, overlaps=True, max_registers=168, held=27),
         SpatialConfig(7168, 16, 8, 64, overlaps=True, max_registers=128, held=1),
+        SpatialConfig(1536, 8, 4, 64, overlaps=True, max_registers=168),
         SpatialConfig(152, 1, 4, 64, max_registers=128, held=4, whole_sectors=False),
         SpatialConfig(152, 1, 4, 64),
         SpatialConfig(256, 2, 4, 64, max_registers=128, held=4, whole_sectors=False),
