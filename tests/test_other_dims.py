@@ -573,10 +573,18 @@ def test_groups_of_staged_chunks_are_one_softmax(dtype, n_cols, inner, log):
 
 
 def test_halves_of_sectors_have_one_writer_where_nothing_is_staged_too():
-    for name in ("sm_100", "sm_120"):
-        for n_cols in range(300, 3700, 100):
-            problem = SpatialProblem(n_cols, 8200, "bfloat16", "bfloat16", 8, whole_sectors=False, in_phase=True)
-            assert plan_spatial(problem, DEVICES[name]).overlap > 0, (name, n_cols)
+    # columns up to which tiles overlap with clusters of 16 CTAs, and of 8
+    for dtype, inner, backward, least, most in (
+        ("bfloat16", 8200, False, 300, (3700, 3700)),
+        ("float32", 8196, False, 100, (3500, 1500)),
+        ("bfloat16", 8200, True, 800, (1750, 1750)),
+        ("float32", 8196, True, 1450, (2300, 0)),
+    ):
+        vec = 16 // (2 if dtype == "bfloat16" else 4)
+        for name, last in zip(("sm_100", "sm_120"), most, strict=True):
+            for n_cols in range(least, last, 50):
+                problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, backward, False, False, False, True)
+                assert plan_spatial(problem, DEVICES[name]).overlap > 0, (problem, name)
 
 
 def test_long_columns_stay_on_chip_and_gradients_stage_dy():

@@ -123,11 +123,12 @@ def test_random_columns(kind: str, seed: int):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("blocks", [1, 128])  # of 64 positions: fewer programs than fit, and several rounds of them
+@pytest.mark.parametrize("blocks", [4, 128])  # of 64 positions: fewer programs than fit, and several rounds of them
 def test_programs_that_start_one_after_the_other(dtype: torch.dtype, blocks: int):
-    problem = Drawn(dtype, (2, 2566, max(256, 64 * blocks)), 0, False)
+    # that they wait shows in the machine code only (tests/kernels/test_compiled_other_dims.py)
+    problem = Drawn(dtype, (2, 2566, 64 * blocks), 0, False)
     device = device_of(torch.empty(0, device="cuda"))
-    if not device.measures_stagger:
+    if not device.staggers:
         pytest.skip("programs start together on this GPU")
     assert problem.plan(False, device).stagger and problem.plan(True, device).stagger
     check(problem, blocks)

@@ -199,9 +199,9 @@ def staggered(plan: Plan, problem: SpatialProblem, device: Device) -> Plan:
 
     How many fit follows from the cap on registers, and from the shared memory of staged chunks and of merges.
     """
-    shapes = (plan.rows <= STAGGERED_POSITIONS or plan.overlap > 0) and (plan.rows >= 32 or plan.ctas > 1)
-    casts = problem.dtype != problem.out_dtype
-    if plan.max_registers is None or plan.skewed or casts or not (shapes and device.measures_stagger):
+    wide = plan.rows > STAGGERED_POSITIONS and plan.overlap == 0
+    others = plan.skewed or problem.dtype != problem.out_dtype or (plan.ctas == 1 and plan.rows < 32)  # not measured
+    if plan.max_registers is None or wide or others or not device.staggers:
         return plan
     itemsize, of_device = ITEMSIZE[problem.dtype], MULTIPROCESSORS[device.name]
     chunk = plan.vectors_per_chunk * plan.rows * itemsize

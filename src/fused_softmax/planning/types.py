@@ -31,8 +31,8 @@ class Device:
         return self.kind == "cuda"
 
     @property
-    def measures_stagger(self) -> bool:
-        """Whether it was measured there that programs start one after the other: Hopper."""
+    def staggers(self) -> bool:
+        """Whether programs may start one after the other: Hopper. An H200 was measured, an H100 was not."""
         return self.ptx and self.supports_smem_staging
 
     @property
