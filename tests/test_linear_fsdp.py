@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from ranks import spawn
 
 import fused_softmax as fs
 
@@ -46,37 +44,27 @@ def averaged() -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def train(rank: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS))
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=RANKS)
-    try:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-        from torch.distributed.tensor import DTensor
+def train(rank: int, ranks: int, device: torch.device) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
 
-        mesh = init_device_mesh("cpu", (RANKS,))
-        model = made()
-        fully_shard(model.body, mesh=mesh)
-        fully_shard(model, mesh=mesh, reshard_after_forward=True)
-        x, target = batch(rank)
-        hidden = model(x)
-        model.reshard()
-        assert isinstance(model.head.weight, DTensor)
-        loss = fs.linear_cross_entropy(hidden, model.head.weight, target, linear_bias=model.head.bias)
-        loss.backward()
-        for name, want in averaged().items():
-            grad = dict(model.named_parameters())[name].grad
-            torch.testing.assert_close(grad.full_tensor(), want, msg=lambda m, name=name: f"{name}: {m}")
-        with pytest.raises(TypeError, match="must be this rank's own tensor"):
-            fs.linear_cross_entropy(model.head.weight, model.head.weight, target)
-    finally:
-        torch.distributed.destroy_process_group()
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = made()
+    fully_shard(model.body, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    x, target = batch(rank)
+    hidden = model(x)
+    model.reshard()
+    assert isinstance(model.head.weight, DTensor)
+    loss = fs.linear_cross_entropy(hidden, model.head.weight, target, linear_bias=model.head.bias)
+    loss.backward()
+    for name, want in averaged().items():
+        grad = dict(model.named_parameters())[name].grad
+        torch.testing.assert_close(grad.full_tensor(), want, msg=lambda m, name=name: f"{name}: {m}")
+    with pytest.raises(TypeError, match="must be this rank's own tensor"):
+        fs.linear_cross_entropy(model.head.weight, model.head.weight, target)
 
 
-def test_a_sharded_weight():
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(train, args=(port,), nprocs=RANKS)
+def test_a_sharded_weight(tmp_path):
+    spawn(train, RANKS, tmp_path)
