@@ -15,8 +15,6 @@ from pages.readme import origins
 PAGE = Path("docs") / "other-dims.md"
 RESULTS = Path("benchmarks") / "results" / "h200-shapes"
 DTYPES = ("bf16", "fp32")
-
-
 # a column of the named shapes: (op, system), and its name
 NAMED = {
     ("softmax", "fused_softmax"): "softmax",
@@ -44,6 +42,11 @@ def by_seed(runs: Runs) -> dict[int, tuple[list[Header], list[Record]]]:
     return found
 
 
+def made_by(heads: list[Header]) -> list[str]:
+    """Paragraphs: where the runs come from, and each command once."""
+    return [f"{origins(heads)} Made by:", *(f"    {line}" for line in dict.fromkeys(map(command, heads)))]
+
+
 def named(runs: Runs) -> str:
     """The named shapes: the newest fraction of each, bf16 / fp32."""
     fractions: dict[tuple[object, ...], str] = {}
@@ -62,8 +65,7 @@ def named(runs: Runs) -> str:
     if not rows:
         return "No run is recorded yet."
     table = markdown(Rows("", ("`(outer, n_cols, inner)`", *NAMED.values()), tuple(rows)))
-    commands = dict.fromkeys(command(head) for head in heads)
-    return "\n\n".join((table, f"{origins(heads)} Made by:", *(f"    {line}" for line in commands)))
+    return "\n\n".join((table, *made_by(heads)))
 
 
 def by_class(made: Rows, op: str) -> Rows:
@@ -89,6 +91,5 @@ def tables(root: Path) -> dict[str, str]:
             else:  # of a run with torch
                 parts.append(f"{made.title[0].upper()}{made.title[1:]}:")
                 parts.append(markdown(Rows("", made.columns[:3], tuple(row[:3] for row in made.rows))))
-        parts.append(f"{origins(heads)} Made by:")
-        parts += [f"    {line}" for line in dict.fromkeys(command(head) for head in heads)]
+        parts += made_by(heads)
     return {"named": named(runs), "shapes": "\n\n".join(parts) or "No run is recorded yet."}
