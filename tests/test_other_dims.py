@@ -650,10 +650,12 @@ def test_a_loss_that_writes_a_gradient_is_staggered():
     op = CrossEntropy(small, None, None, -100, "sum", 0.0, None, 0.0)
     device = DEVICES["sm_90"]
     plan = cross_entropy_spatial.loss_plan(x, x, False, device)
-    for gradient in (True, False):
-        loss = cross_entropy_spatial.SUM_OF_LOSSES
-        recipe = cross_entropy_spatial.loss_recipe(x, x, op, plan, device, loss, gradient, 0, False, False)
-        assert (recipe.steps[0].meta["STAGGER"] > 0) == gradient
+    loss, none = cross_entropy_spatial.SUM_OF_LOSSES, cross_entropy_spatial.NO_LOSS
+    for what, unless_one, staggers in (
+        ((loss, True, 0), False, True), ((loss, False, 0), False, False), ((none, True, 1), True, False)
+    ):  # fmt: skip
+        recipe = cross_entropy_spatial.loss_recipe(x, x, op, plan, device, *what, unless_one, False)
+        assert (recipe.steps[0].meta["STAGGER"] > 0) == staggers
 
 
 def test_columns_are_read_once_where_nothing_is_staged_too():

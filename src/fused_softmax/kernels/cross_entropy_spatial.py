@@ -280,11 +280,10 @@ def cross_entropy_spatial(
                 )  # fmt: skip
                 index += tl.num_programs(0)
     else:
+        stagger(STAGGER, FITTING)
         needed = True
         if UNLESS_ONE:
             needed = tl.load(g_ptr) != 1.0
-        else:
-            stagger(STAGGER, FITTING)
         if needed:
             block_of_losses(
                 index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_facts_ptr, count_ptr, g_ptr, loss_ptr, n_outer,

@@ -153,7 +153,8 @@ def loss_recipe(
     if plan.regime != "spatial_two_pass":
         flags = dict(LOSS=loss, GRADIENT=gradient, UPSTREAM=upstream, UNLESS_ONE=unless_one, INPLACE=inplace)
         flags |= dict(WAITS=waits and device.supports_pdl, TRIGGER=device.supports_pdl and loss == SUM_OF_LOSSES)
-        flags |= dict(MEAN=mean, CROPPED=crop is not None, STAGGER=plan.stagger if gradient else 0)
+        # programs that may find nothing to do, or write nothing, start together
+        flags |= dict(MEAN=mean, CROPPED=crop is not None, STAGGER=plan.stagger if gradient and not unless_one else 0)
         step = resident_step(_loss(), (x, dx), 8, plan, device, **flags, **of_op)
         width, apart = crop or (plan.vec, 0)
         step = step._replace(scalars=(*step.scalars, width // plan.vec, apart // plan.vec))
