@@ -19,8 +19,9 @@ from .common.early_start import await_previous
 from .common.logits import logsumexp
 from .common.numerics import HIGHEST, LOWEST, exp, maximum, scaled, upcast
 from .common.softmax_terms import gradient, gradient_term, normalize
-from .common.spatial_parts import last_first, load_step, part_of, vector_at
+from .common.spatial_parts import last_first, load_step, part_of, reads_of_two_passes, vector_at
 from .common.spatial_tiles import columns_of_chunk, positions_of, store_tile, sum_over_columns, tile_at
+from .common.tiles import READS
 
 
 @kernel()
@@ -47,8 +48,9 @@ def softmax_spatial_reduce(
     x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
     m = tl.zeros([COLS, 1, INNER], tl.float32) + LOWEST
     s = tl.zeros([COLS, 1, INNER], tl.float32)
+    POLICY: tl.constexpr = READS if LSE else reads_of_two_passes(x_ptr.dtype.element_ty)
     for at in range(start, end, CHUNKS * COLS):
-        x = load_step(x_at, at, x_col, column, end, exists, -float("inf"), CHUNKS, COLS, VEC)
+        x = load_step(x_at, at, x_col, column, end, exists, -float("inf"), CHUNKS, COLS, VEC, POLICY)
         top = x[0]
         for c in tl.static_range(1, CHUNKS):
             top = maximum(top, x[c], PTX)
@@ -91,11 +93,12 @@ def softmax_spatial_backward_reduce(
     y_at = tile_at(y_ptr, outer, y_col, y_outer, first, column, INNER, VEC)
     dy_at = tile_at(dy_ptr, outer, dy_col, dy_outer, first, column, INNER, VEC)
     d = tl.zeros([COLS, 1, INNER], tl.float32)
+    POLICY: tl.constexpr = reads_of_two_passes(dy_ptr.dtype.element_ty)
     for at in range(start, end, CHUNKS * COLS):
-        dy = load_step(dy_at, at, dy_col, column, end, exists, 0.0, CHUNKS, COLS, VEC)
+        dy = load_step(dy_at, at, dy_col, column, end, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
         y = dy  # unused where LOG
         if not LOG:
-            y = load_step(y_at, at, y_col, column, end, exists, 0.0, CHUNKS, COLS, VEC)
+            y = load_step(y_at, at, y_col, column, end, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
         step = tl.zeros_like(d)
         for c in tl.static_range(CHUNKS):
             step += gradient_term(upcast(y[c], PTX), upcast(dy[c], PTX), LOG)
@@ -187,7 +190,8 @@ def softmax_spatial_finish(
     y_at = tile_at(y_ptr, outer, y_col, y_outer, first, column, INNER, VEC)
     start = step.to(tl.int64) * (CHUNKS * COLS)
     left = (n_cols - start).to(tl.int32)
-    x = load_step(x_at, start, x_col, column, n_cols, exists, -float("inf"), CHUNKS, COLS, VEC)
+    POLICY: tl.constexpr = reads_of_two_passes(x_ptr.dtype.element_ty)
+    x = load_step(x_at, start, x_col, column, n_cols, exists, -float("inf"), CHUNKS, COLS, VEC, POLICY)
     at, here = vector_at(outer, inner, first, INNER, VEC), tl.reshape(exists, (1, INNER))
     if WAITS:  # the tile is on its way
         tl.extra.cuda.gdc_wait()
@@ -217,8 +221,9 @@ def softmax_spatial_backward_finish(
     dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
     start = step.to(tl.int64) * (CHUNKS * COLS)
     left = (n_cols - start).to(tl.int32)
-    dy = load_step(dy_at, start, dy_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
-    y = load_step(y_at, start, y_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
+    POLICY: tl.constexpr = reads_of_two_passes(dy_ptr.dtype.element_ty)
+    dy = load_step(dy_at, start, dy_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
+    y = load_step(y_at, start, y_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
     if WAITS:  # the tiles are on their way
         tl.extra.cuda.gdc_wait()
     d = tl.load(d_ptr + vector_at(outer, inner, first, INNER, VEC), mask=tl.reshape(exists, (1, INNER)), other=0.0)[

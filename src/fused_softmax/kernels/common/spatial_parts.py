@@ -6,18 +6,29 @@ import triton
 import triton.language as tl
 
 from .spatial_tiles import load_tile
+from .tiles import READS
+
+
+@triton.constexpr_function
+def reads_of_two_passes(dtype: tl.dtype) -> str:
+    """The eviction policy of columns that are read twice: none for 16 bits.
+
+    H200, time with a policy over time without, bfloat16, 5 shapes: 0.99 to 1.01 with 1.3e8 elements, 1.01 to 1.04 with
+    4e7. float32 is up to 4% slower without.
+    """
+    return "" if dtype.primitive_bitwidth == 16 else READS.value
 
 
 @triton.jit
 def load_step(
-    at, start, col_stride, column, end, exists, fill, CHUNKS: tl.constexpr, COLS: tl.constexpr, VEC: tl.constexpr
-):
+    at, start, col_stride, column, end, exists, fill, CHUNKS: tl.constexpr, COLS: tl.constexpr, VEC: tl.constexpr,
+    POLICY: tl.constexpr = READS,
+):  # fmt: skip
     """The CHUNKS tiles from column `start` on; columns from `end` on are filled."""
     tiles = ()
+    here = at + start * col_stride * VEC
     for c in tl.static_range(CHUNKS):
-        tiles = tiles + (
-            load_tile(at + start * col_stride * VEC, c, col_stride, column, end - start, exists, fill, 0, COLS, VEC),
-        )
+        tiles = tiles + (load_tile(here, c, col_stride, column, end - start, exists, fill, 0, COLS, VEC, POLICY),)
     return tiles
 
 
