@@ -1,6 +1,6 @@
 """The measured tables of the policy: configs in rising width, one table for each kind of device, pass and element size.
 
-docs/measurements.md describes the measurement behind each number. `fused-softmax tune` measures a device and prints a
+docs/measurements/ describes the measurement behind each number. `fused-softmax tune` measures a device and prints a
 table in this form. The planners `softmax` and `losses` use the tables; `masked_tables` has those of masked rows.
 """
 

@@ -1,6 +1,6 @@
 """The measured tables of softmax over a dimension that is not the last: configs in rising number of columns.
 
-H200, bfloat16 and float32, 2^26 to 2^28 elements; docs/measurements.md says how. `spatial` uses the tables.
+H200, bfloat16 and float32, 2^26 to 2^28 elements; docs/measurements/ says how. `spatial` uses the tables.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How a kernel waits for the previous kernel of its stream, which may not have ended, and lets the next one start.
 
 With programmatic dependent launch the device sets up a kernel while the previous one has not ended yet. In a CUDA graph
-that saves about 0.3 us for each call, in a stream more than 1 us (docs/measurements.md, 'Kernels that start early').
+that saves about 0.3 us a call, in a stream more than 1 us (docs/measurements/few-rows.md, 'Kernels that start early').
 A kernel is EARLY where it waits before its first access to memory. A kernel that WAITS is in one host function with the
 kernel in front of it: it reads its own input at once, and waits only before it reads what that kernel writes. The first
 kernel of such a group is not EARLY, so that all that was launched before has ended when any of the group starts.
