@@ -621,6 +621,9 @@ def test_programs_start_one_after_the_other_where_each_reads_much():
     others = [plan_spatial(of, DEVICES[name]) for name in ("sm_80", "sm_100", "gfx942", "interpreter")]
     others.append(plan_spatial(replace(of, out_dtype="float32"), DEVICES["sm_90"]))
     others.append(plan_spatial(replace(of, vec=1, in_phase=True, whole_sectors=False), DEVICES["sm_90"]))  # skewed
+    # 128 positions that do not overlap
+    others.append(plan_spatial(replace(of, n_cols=700, backward=True, whole_sectors=False), DEVICES["sm_90"]))
+    assert others[-1].rows == 128
     assert {plan.stagger for plan in others} == {0}
 
 
@@ -631,9 +634,9 @@ def test_programs_start_one_after_the_other_where_each_reads_much():
         ("bfloat16", False, 640, 8192, False), ("bfloat16", False, 641, 8192, True),
         ("bfloat16", False, 5632, 8192, True), ("bfloat16", False, 5633, 8192, False),
         ("float32", False, 5000, 8192, True), ("float32", False, 12000, 8192, False),
-        # five programs of a gradient fit; 128 positions that do not overlap
+        # five programs of a gradient fit; 128 positions that overlap
         ("bfloat16", True, 1792, 8192, True), ("bfloat16", True, 1793, 8192, False),
-        ("bfloat16", True, 700, 8200, False), ("bfloat16", True, 800, 8200, True),
+        ("bfloat16", True, 416, 8200, False), ("bfloat16", True, 417, 8200, True),
         # few positions
         ("float32", False, 2300, 4, False),
     ],
@@ -642,6 +645,36 @@ def test_which_programs_are_staggered(dtype, backward, n_cols, inner, whole):
     vec = min(inner, 16 // (2 if dtype == "bfloat16" else 4))
     problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, backward, False, False, inner != 8200, True)
     assert (plan_spatial(problem, DEVICES["sm_90"]).stagger > 0) == whole
+
+
+@pytest.mark.parametrize(
+    ("n_cols", "staged"), [(417, 3), (512, 5), (513, 10), (640, 13), (641, 0), (1152, 0), (1153, 14), (1408, 17)]
+)
+def test_gradients_in_halves_of_sectors_stage_what_registers_do_not_hold(n_cols, staged):
+    problem = SpatialProblem(n_cols, 8200, "bfloat16", "bfloat16", 8, True, False, False, False, True)
+    plan = plan_spatial(problem, DEVICES["sm_90"])
+    assert (plan.rows, plan.overlap, plan.max_registers, plan.smem_staged) == (128, 8, 168, staged)
+    assert 2 * plan.chunks - plan.smem_staged <= 36, "vectors of a thread"
+
+
+@pytest.mark.parametrize(
+    ("n_cols", "inner", "dtype", "vec", "whole", "tile"),
+    [
+        # (positions, warps, chunks of a step, and of a program that writes the result)
+        (50257, 1024, "bfloat16", 8, True, (128, 4, 8, 8)), (50257, 1032, "bfloat16", 8, False, (512, 4, 16, 4)),
+        (50257, 1028, "float32", 4, False, (256, 4, 16, 4)), (50257, 1023, "bfloat16", 1, False, (256, 8, 2, 2)),
+        (50257, 1023, "float32", 1, False, (256, 8, 2, 2)), (50257, 511, "bfloat16", 1, False, (128, 4, 4, 0)),
+        # a last block with few positions wastes the time of the others
+        (50257, 520, "bfloat16", 8, False, (256, 4, 16, 4)), (50257, 24, "bfloat16", 8, False, (32, 4, 16, 4)),
+    ],
+)  # fmt: skip
+def test_columns_that_are_read_twice_have_wide_tiles_where_neighbors_share_a_sector(
+    n_cols, inner, dtype, vec, whole, tile
+):
+    problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, False, False, False, whole, True)
+    plan = plan_spatial(problem, DEVICES["sm_90"])
+    assert plan.regime == "spatial_two_pass"
+    assert (plan.rows, plan.num_warps, plan.chunks, plan.finish_chunks) == tile
 
 
 def test_a_loss_that_writes_a_gradient_is_staggered():

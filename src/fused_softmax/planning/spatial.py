@@ -16,6 +16,7 @@ from .spatial_tables import (
     HALF_COLS,
     HALF_POSITIONS,
     HALF_RUN,
+    HALVES_PARTS,
     LEAST_PART_COLS,
     LEAST_RUN,
     LOSS,
@@ -25,22 +26,23 @@ from .spatial_tables import (
     ON_CHIP,
     ONE_STEP,
     PART_COLS,
-    PARTS_BYTES,
-    PARTS_CHUNKS,
-    PARTS_WARPS,
+    PARTS,
     SHARED_BYTES,
     SKEWED_COLS,
     SKEWED_REGISTERS,
-    SOFTMAX_PARTS_CHUNKS,
+    SOFTMAX_PARTS,
     STAGED_BYTES,
     STAGGERED_BYTES,
     STAGGERED_FITTING,
     STAGGERED_POSITIONS,
     STAGGERED_WARPS,
-    STATISTICS_CHUNKS,
+    STATISTICS_PARTS,
     UNALIGNED,
     UNALIGNED_LOSS,
+    UNALIGNED_PARTS,
+    UNALIGNED_POSITIONS,
     WHOLE_RUN,
+    PartsTile,
     RunRule,
     SpatialConfig,
 )
@@ -77,21 +79,21 @@ def resident_plan(
     )  # fmt: skip
 
 
-def parts_plan(problem: SpatialProblem, device: Device, chunks: int = PARTS_CHUNKS, finish_chunks: int = 0) -> Plan:
-    """The plan of columns that programs reduce in parts, merge, and read again; the parts depend on n_cols alone.
-
-    chunks: of a step of a part. finish_chunks: of a program that writes the result, where they are others.
-    """
-    widest = PARTS_BYTES // problem.itemsize
+def parts_plan(problem: SpatialProblem, device: Device, tile: PartsTile = PARTS) -> Plan:
+    """The plan of columns that programs reduce in parts, merge, and read again; the parts depend on n_cols alone."""
+    widest = tile.n_bytes // problem.itemsize
     inner = min(power_of_two(problem.inner), widest)
+    # a last block with few positions wastes the time of the others
+    while inner > PARTS.n_bytes // problem.itemsize and _padded(problem, inner) > 1.5 * problem.inner:
+        inner //= 2
     a_warp = device.warp_size * problem.full_vec
-    warps = max(1, PARTS_WARPS * 32 // device.warp_size)
+    warps = max(1, tile.num_warps * 32 // device.warp_size)
     if problem.batch_invariant:  # the columns of a chunk do not depend on `inner`
         cols = max(1, warps * a_warp // widest)
         warps = max(1, min(warps, cols * inner // a_warp))
     else:
         cols = max(1, warps * a_warp // inner)
-    step = cols * chunks
+    step = cols * tile.chunks
     wanted = max(PART_COLS, -(-problem.n_cols // MOST_PARTS))
     if not problem.batch_invariant:  # short parts keep the GPU busy where there are few positions
         blocks = -(-problem.inner // inner)
@@ -102,9 +104,9 @@ def parts_plan(problem: SpatialProblem, device: Device, chunks: int = PARTS_CHUN
     why = f"the columns do not fit on chip: they are read twice, and reduced in {parts} part(s)"
     return Plan(
         "spatial_two_pass", rows=inner, ctas=1, warps_per_row=1, vectors_per_chunk=cols, vec=min(problem.vec, inner),
-        chunks=chunks, unpredicated_chunks=0, unaligned=False, recompute=False, num_warps=warps,
+        chunks=tile.chunks, unpredicated_chunks=0, unaligned=False, recompute=False, num_warps=warps,
         max_registers=None, why=why, part_cols=part_cols, invariant=problem.batch_invariant,
-        finish_chunks=finish_chunks,
+        finish_chunks=tile.finish_chunks,
     )  # fmt: skip
 
 
@@ -298,11 +300,18 @@ def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = N
         raise ValueError(f"the {regime} regime cannot hold {what} on {device.name}")
     if found is not None:
         return staggered(found, problem, device)
-    # elements that are read one by one take a register each, and vectors of the wider dtype take twice as many. The
-    # number of chunks decides a position's bits, which within batch_invariant() do not depend on `inner`
-    if problem.vec < problem.full_vec or problem.dtype != problem.out_dtype or problem.batch_invariant:
-        return parts_plan(problem, device)
-    return parts_plan(problem, device, *SOFTMAX_PARTS_CHUNKS[problem.backward, problem.itemsize])
+    return parts_plan(problem, device, _parts_tile(problem))
+
+
+def _parts_tile(problem: SpatialProblem) -> PartsTile:
+    """The tile of a softmax whose columns are read twice."""
+    # vectors of the wider dtype take twice as many registers. The number of chunks decides a position's bits, which
+    # within batch_invariant() do not depend on `inner`
+    if problem.dtype != problem.out_dtype or problem.batch_invariant:
+        return PARTS
+    if problem.vec < problem.full_vec:
+        return UNALIGNED_PARTS[problem.itemsize] if problem.inner >= UNALIGNED_POSITIONS else PARTS
+    return SOFTMAX_PARTS[problem.backward, problem.itemsize] if problem.whole_sectors else HALVES_PARTS
 
 
 def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:
@@ -316,7 +325,7 @@ def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:
 
 def plan_spatial_statistics(problem: SpatialProblem, device: Device) -> Plan:
     """The plan of a kernel that reads the columns once, in steps, and writes one number for each position."""
-    found = _in_one_step(problem, device) or parts_plan(problem, device, STATISTICS_CHUNKS)
+    found = _in_one_step(problem, device) or parts_plan(problem, device, STATISTICS_PARTS)
     return replace(found, why="the columns are read once, in steps")
 
 

@@ -49,6 +49,19 @@ class RunRule(NamedTuple):
     least_chunks: int
 
 
+class PartsTile(NamedTuple):
+    """The tile of a kernel that reads columns in parts, which threads fill with vectors of 16 bytes.
+
+    n_bytes: along `inner`, at most. chunks: of a step of a part. finish_chunks: of a program that writes the result,
+    where they are others.
+    """
+
+    n_bytes: int
+    num_warps: int
+    chunks: int
+    finish_chunks: int = 0
+
+
 # by (backward, bytes of an element). The first that fits is taken: one without clusters follows those on clusters
 ON_CHIP = {
     (False, 2): (
@@ -165,7 +178,10 @@ ON_CHIP = {
         SpatialConfig(176, 1, 8, 128),
         SpatialConfig(304, 4, 8, 256, thread_bytes=8, skewed=32, whole_sectors=False),
         SpatialConfig(416, 8, 8, 256, thread_bytes=8, skewed=32, whole_sectors=False),
-        SpatialConfig(1152, 8, 4, 128, overlaps=True, max_registers=168, least_cols=769),
+        SpatialConfig(512, 4, 4, 128, overlaps=True, max_registers=168, held=11, least_cols=417),
+        SpatialConfig(640, 4, 4, 128, overlaps=True, max_registers=168, held=7, least_cols=417),
+        SpatialConfig(1152, 8, 4, 128, overlaps=True, max_registers=168, least_cols=417),
+        SpatialConfig(1408, 8, 4, 128, overlaps=True, max_registers=168, held=5, least_cols=1153),
         SpatialConfig(1408, 4, 4, 64, overlaps=True, max_registers=168, held=6, least_cols=1153),
         SpatialConfig(1792, 8, 4, 64, overlaps=True, max_registers=168, least_cols=1153),
         SpatialConfig(2304, 8, 4, 64, overlaps=True, max_registers=168, held=10, least_cols=1793),
@@ -432,13 +448,23 @@ SKEWED_REGISTERS: dict[tuple[bool, int], tuple[tuple[int, int | None], ...]] = {
 }
 # the fewest columns whose tiles are skewed where runs of positions start at multiples of half a vector
 SKEWED_COLS = {2: 31, 4: 13}
-# a kernel that reads columns in parts: bytes of a tile along `inner`, warps, and chunks of a step
-PARTS_BYTES, PARTS_WARPS, PARTS_CHUNKS = 256, 4, 4
-# the chunks of a softmax's step, and those of a program that writes its result, by (backward, bytes of an element)
-SOFTMAX_PARTS_CHUNKS = {(False, 2): (8, 8), (False, 4): (8, 4), (True, 2): (16, 4), (True, 4): (16, 4)}
+# a kernel that reads columns in parts
+PARTS = PartsTile(256, 4, 4)
+# a softmax whose columns are read twice, by (backward, bytes of an element); where columns start at halves of sectors;
+# and, from UNALIGNED_POSITIONS on, where they start anywhere, by bytes of an element. Neighbors along `inner` share a
+# sector there, and wide tiles share fewer. H100, fraction of a copy with 256 bytes and now: bfloat16 softmax of 16,000
+# columns of 2,056 positions 0.55 and 0.62, of 20,001 columns of 1,023 positions 0.50 and 0.57
+SOFTMAX_PARTS = {
+    (False, 2): PartsTile(256, 4, 8, 8),
+    (False, 4): PartsTile(256, 4, 8, 4),
+    (True, 2): PartsTile(256, 4, 16, 4),
+    (True, 4): PartsTile(256, 4, 16, 4),
+}
+HALVES_PARTS = PartsTile(1024, 4, 16, 4)
+UNALIGNED_PARTS, UNALIGNED_POSITIONS = {2: PartsTile(512, 8, 2, 2), 4: PartsTile(1024, 8, 2, 2)}, 512
 # columns of a part, at least, and the most parts: their merge takes time, too. Parts are shorter where one index of
 # `outer` has fewer programs than a few for each multiprocessor
 PART_COLS, MOST_PARTS = 1024, 512
 LEAST_PART_COLS, ENOUGH_PROGRAMS = 256, 256
 # a statistic, or a gradient without a reduction, holds fewer numbers; up to so many columns it takes one step
-STATISTICS_CHUNKS, ONE_STEP = 8, 128
+STATISTICS_PARTS, ONE_STEP = PARTS._replace(chunks=8), 128
