@@ -23,6 +23,7 @@ from fused_softmax.planning.spatial import (
     plan_spatial_statistics,
     resident_plan,
 )
+from fused_softmax.planning.spatial_few import few_positions
 from fused_softmax.planning.spatial_tables import ON_CHIP, UNALIGNED
 from fused_softmax.planning.strided import StridedRows, strided_is_faster, strided_plan
 from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem
@@ -675,6 +676,42 @@ def test_columns_that_are_read_twice_have_wide_tiles_where_neighbors_share_a_sec
     plan = plan_spatial(problem, DEVICES["sm_90"])
     assert plan.regime == "spatial_two_pass"
     assert (plan.rows, plan.num_warps, plan.chunks, plan.finish_chunks) == tile
+
+
+# the config of few positions, for each column of the table: (dtype, gradient, n_cols, inner, whole sectors), and what
+# follows (positions, CTAs, chunks, staged chunks, cap on registers, whether tiles overlap)
+FEW = {
+    ("float32", False, 1477, 40, True): (64, 8, 24, 6, 128, False),
+    ("float32", True, 1477, 40, True): (64, 16, 12, 0, 168, False),
+    ("float32", True, 3490, 40, True): (32, 16, 14, 1, 168, False),  # 64 positions would take 28 chunks
+    ("bfloat16", False, 600, 64, True): (64, 1, 38, 11, 168, False),
+    ("bfloat16", False, 1200, 40, False): (64, 2, 38, 11, 168, False),  # one tile: columns are neighbors
+    ("bfloat16", False, 4000, 136, False): (64, 16, 16, 0, 128, True),  # several tiles share sectors
+    ("bfloat16", True, 5000, 48, True): (64, 16, 20, 13, 168, False),
+    ("float32", False, 19253, 4, False): (4, 4, 38, 11, 168, False),
+}
+
+
+@pytest.mark.parametrize("of", FEW)
+def test_few_positions_are_on_as_few_ctas_as_hold_their_columns(of):
+    dtype, backward, n_cols, inner, whole = of
+    vec = 8 if dtype == "bfloat16" else 4
+    problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, backward, False, False, whole, True)
+    plan = plan_spatial(problem, DEVICES["sm_90"])
+    assert (plan.rows, plan.ctas, plan.chunks, plan.smem_staged, plan.max_registers, plan.overlap > 0) == FEW[of]
+    assert plan.chunks * plan.vectors_per_chunk * plan.ctas >= n_cols
+    # not for elements that are read one by one, within batch_invariant(), with a cast, nor on a GPU without clusters
+    others = (replace(problem, vec=1), replace(problem, batch_invariant=True), replace(problem, out_dtype="float16"))
+    assert not any(few_positions(other, DEVICES["sm_90"]) for other in others)
+    assert not few_positions(problem, DEVICES["sm_80"])
+
+
+def test_the_fewest_columns_of_few_positions():
+    of = SpatialProblem(512, 64, "bfloat16", "bfloat16", 8)
+    assert not few_positions(of, DEVICES["sm_90"]) and few_positions(replace(of, n_cols=513), DEVICES["sm_90"])
+    assert not few_positions(replace(of, n_cols=513, inner=256), DEVICES["sm_90"])
+    # more columns than 16 CTAs hold are read twice
+    assert not few_positions(replace(of, n_cols=50000), DEVICES["sm_90"])
 
 
 def test_a_loss_that_writes_a_gradient_is_staggered():

@@ -59,6 +59,15 @@ def drawn(rng: random.Random) -> Drawn:
     return Drawn(dtype, (outer, n_cols, inner), more, rng.random() < 0.4)
 
 
+def drawn_few(rng: random.Random) -> Drawn:
+    """Few positions and many columns."""
+    dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
+    vec, n_cols = 16 // dtype.itemsize, round(2 ** rng.uniform(9.1, 13.5))
+    inner = vec * rng.randint(1, 255 // vec)
+    outer = max(1, min(rng.randint(1, 60), (1 << 23) // (n_cols * inner)))
+    return Drawn(dtype, (outer, n_cols, inner), 0, rng.random() < 0.4)
+
+
 # what a problem's plan is, and whether it is that of its gradient
 KINDS: dict[str, tuple[Callable[[Plan], bool], bool]] = {
     "skewed": (lambda plan: plan.skewed > 0 and plan.smem_staged == 0, False),
@@ -120,6 +129,16 @@ def test_random_columns(kind: str, seed: int):
     problem = first_drawn(seed, kind, device)
     ran = check(problem, seed)
     assert KINDS[kind][1] or KINDS[kind][0](ran), "the call that was checked had another plan"
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_few_positions(seed: int):
+    device, rng = device_of(torch.empty(0, device="cuda")), random.Random(seed)
+    if device.max_cluster == 1:
+        pytest.skip("no clusters on this GPU")
+    # the softmax is on a cluster; of every third seed, the gradient is
+    problem = next(p for p in iter(lambda: drawn_few(rng), None) if p.plan(seed % 3 == 0, device).ctas > 1)
+    check(problem, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

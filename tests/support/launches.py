@@ -302,6 +302,13 @@ def spatial_softmax(target: str) -> Iterator[Named]:
                 recipe = spatial.softmax_recipe(tensors, chosen, False, backward, device)
                 for launch in spatial.recipe_launches(recipe, tensors):
                     yield f"{launch.kernel.fn.__name__} {dtype} {n_cols} {kind}", as_called(launch), chosen
+        for n_cols, inner in ((1477, 40), (3000, 200)):  # few positions
+            for backward in (False, True):
+                tensors = tuple(torch.empty(2, n_cols, inner, dtype=dtype) for _ in range(2 + backward))
+                chosen = spatial.softmax_plan(tensors, False, backward, False, device)
+                recipe = spatial.softmax_recipe(tensors, chosen, False, backward, device)
+                for launch in spatial.recipe_launches(recipe, tensors):
+                    yield f"{launch.kernel.fn.__name__} {dtype} {n_cols} {inner}", as_called(launch), chosen
         x, small = torch.empty(2, 5000, 512, dtype=dtype), torch.empty(2, 512, dtype=dtype)
         chosen = logsumexp.lse_plan(x, False, device)
         for launch in spatial.recipe_launches(logsumexp.lse_recipe(x, chosen, device), (x, small)):

@@ -17,10 +17,12 @@ from .spatial_tables import (
     HALF_POSITIONS,
     HALF_RUN,
     HALVES_PARTS,
+    LEAST_FEW,
     LEAST_PART_COLS,
     LEAST_RUN,
     LOSS,
     LOSS_RUN,
+    MOST_FEW,
     MOST_PARTS,
     NARROW,
     ON_CHIP,
@@ -267,7 +269,20 @@ def _configs(
 def _on_chip(problem: SpatialProblem, device: Device) -> Iterator[SpatialConfig]:
     """The configs of a softmax or a gradient, best first."""
     kind = problem.backward, problem.widest
-    return _configs(problem, device, ON_CHIP[kind], UNALIGNED[kind])
+    if LEAST_FEW <= problem.inner <= MOST_FEW:
+        yield from _few_positions(problem, device)
+    yield from _configs(problem, device, ON_CHIP[kind], UNALIGNED[kind])
+
+
+def _few_positions(problem: SpatialProblem, device: Device) -> tuple[SpatialConfig, ...]:
+    from .spatial_few import few_positions  # here, because few calls need it
+
+    return few_positions(problem, device)
+
+
+def _of_few(problem: SpatialProblem, device: Device) -> Plan | None:
+    """The plan of positions that are too few for ON_CHIP; or None."""
+    return next((_configured(problem, device, config) for config in _few_positions(problem, device)), None)
 
 
 def _long_and_narrow(problem: SpatialProblem, device: Device) -> Plan | None:
@@ -294,7 +309,7 @@ def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = N
         plans = (_configured(problem, device, config, halves=True) for config in _on_chip(problem, device))
         found = next((plan for plan in plans if regime is None or plan.regime == regime), None)
         if found is None and not problem.batch_invariant:
-            found = _long_and_narrow(problem, device)
+            found = _long_and_narrow(problem, device) or _of_few(problem, device)
     if found is None and regime not in (None, "spatial_two_pass"):
         what = f"{problem.n_cols} columns of {problem.dtype}"
         raise ValueError(f"the {regime} regime cannot hold {what} on {device.name}")

@@ -247,6 +247,16 @@ ON_CHIP = {
         SpatialConfig(10240, 16, 8, 16, max_registers=128),
     ),
 }
+# up to MOST_FEW positions and more columns than FEW_COLS: `spatial_few` counts the CTAs of their tiles. Fewer positions
+# than LEAST_FEW take one program where it holds their columns. H100, fraction of a copy or an add with the former plans
+# and with these: bfloat16 softmax of 5,000 columns of 48 positions 0.64 and 0.96, gradient of 1,500 columns of 64
+# positions 0.60 and 1.00
+LEAST_FEW, MOST_FEW, FEW_COLS, FEW_WARPS = 17, 255, 512, 4
+FEW_TILES = (64, 32, 16)  # positions, widest first. The first that holds the columns is taken
+# chunks of a CTA at most, by backward: of a tile with all positions, and of one of several tiles in halves of sectors
+FEW_CHUNKS = {False: (40, 20), True: (20, 14)}
+# vectors of a thread in registers, and the cap that holds them. A softmax stages MORE_STAGED before it takes more
+FEW_REGISTERS, MORE_STAGED = ((18, 128), (27, 168)), 7
 # bytes of a program's chunks in shared memory, at most; and of these and the numbers that its warps and CTAs exchange
 # (a kernel may have 48 KB, with an mbarrier)
 STAGED_BYTES, SHARED_BYTES = 40 << 10, (48 << 10) - 128
