@@ -261,7 +261,7 @@ FEW_REGISTERS, MORE_STAGED = ((18, 128), (27, 168)), 7
 # (a kernel may have 48 KB, with an mbarrier)
 STAGED_BYTES, SHARED_BYTES = 40 << 10, (48 << 10) - 128
 # programs that share a multiprocessor start one after the other (`spatial.staggered`): so many cycles later for each
-# KiB that a program reads. H200; an H100, whose memory is slower, was not measured
+# KiB that a program reads. H200; on an H100, whose memory is slower, 115 is no better
 CYCLES_PER_KIB = 80
 # bytes that such a program reads at least, by (backward, bytes of an element). With fewer it is as fast or slower
 STAGGERED_BYTES = {(False, 2): 41 << 10, (False, 4): 32 << 10, (True, 2): 36 << 10, (True, 4): 36 << 10}
