@@ -17,13 +17,13 @@ from fused_softmax.launch import softmax as launch_softmax
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.options import CrossEntropy
 from fused_softmax.planning.spatial import (
+    few_positions,
     parts_plan,
     plan_spatial,
     plan_spatial_loss,
     plan_spatial_statistics,
     resident_plan,
 )
-from fused_softmax.planning.spatial_few import few_positions
 from fused_softmax.planning.spatial_tables import ON_CHIP, UNALIGNED
 from fused_softmax.planning.strided import StridedRows, strided_is_faster, strided_plan
 from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem

@@ -13,6 +13,11 @@ from dataclasses import replace
 from .spatial_tables import (
     CYCLES_PER_KIB,
     ENOUGH_PROGRAMS,
+    FEW_CHUNKS,
+    FEW_COLS,
+    FEW_REGISTERS,
+    FEW_TILES,
+    FEW_WARPS,
     HALF_COLS,
     HALF_POSITIONS,
     HALF_RUN,
@@ -22,6 +27,7 @@ from .spatial_tables import (
     LEAST_RUN,
     LOSS,
     LOSS_RUN,
+    MORE_STAGED,
     MOST_FEW,
     MOST_PARTS,
     NARROW,
@@ -269,20 +275,58 @@ def _configs(
 def _on_chip(problem: SpatialProblem, device: Device) -> Iterator[SpatialConfig]:
     """The configs of a softmax or a gradient, best first."""
     kind = problem.backward, problem.widest
-    if LEAST_FEW <= problem.inner <= MOST_FEW:
-        yield from _few_positions(problem, device)
+    if problem.inner >= LEAST_FEW:
+        yield from few_positions(problem, device)
     yield from _configs(problem, device, ON_CHIP[kind], UNALIGNED[kind])
 
 
-def _few_positions(problem: SpatialProblem, device: Device) -> tuple[SpatialConfig, ...]:
-    from .spatial_few import few_positions  # here, because few calls need it
+def few_positions(problem: SpatialProblem, device: Device) -> tuple[SpatialConfig, ...]:
+    """The config of few positions and many columns; or none.
 
-    return few_positions(problem, device)
+    A tile holds all positions where they are up to 64, so its columns are neighbors in memory. The columns are on as
+    few CTAs as hold them: in registers, and then in shared memory.
+    """
+    few = problem.inner <= MOST_FEW and problem.n_cols > FEW_COLS and not problem.batch_invariant
+    aligned = problem.vec == problem.full_vec and problem.dtype == problem.out_dtype
+    clusters = device.max_cluster > 1 and device.supports_smem_staging
+    if not (few and aligned and clusters):
+        return ()
+    for width in FEW_TILES:
+        inner = min(width, power_of_two(problem.inner))
+        several = problem.inner > inner
+        halves = several and not problem.whole_sectors
+        if halves and inner * problem.itemsize < 64:
+            break
+        found = _on_ctas(problem, device, inner, several, halves)
+        if found is not None:
+            return (found,)
+    return ()
+
+
+def _on_ctas(problem: SpatialProblem, device: Device, inner: int, several: bool, halves: bool) -> SpatialConfig | None:
+    """The config of tiles of `inner` positions; None where a cluster cannot hold the columns."""
+    cols = FEW_WARPS * device.warp_size * problem.full_vec // inner
+    most, most_of_several = FEW_CHUNKS[problem.backward]
+    wanted = most_of_several if halves or (several and problem.backward) else most
+    ctas = 1
+    while 2 * ctas <= device.max_cluster and -(-problem.n_cols // (cols * ctas)) > wanted:
+        ctas *= 2
+    chunks = -(-problem.n_cols // (cols * ctas))
+    if chunks > most:
+        return None
+    (few, low), (more, high) = FEW_REGISTERS
+    fits = 2 * chunks <= few if problem.backward else chunks <= few + MORE_STAGED
+    room, registers = (few, low) if fits else (more, high)
+    held = room - chunks if problem.backward else room  # of a gradient: chunks of dy
+    return SpatialConfig(
+        problem.n_cols, ctas, FEW_WARPS, inner, max_registers=registers, held=held,
+        overlaps=halves and problem.in_phase,
+    )  # fmt: skip
 
 
 def _of_few(problem: SpatialProblem, device: Device) -> Plan | None:
     """The plan of positions that are too few for ON_CHIP; or None."""
-    return next((_configured(problem, device, config) for config in _few_positions(problem, device)), None)
+    return next((_configured(problem, device, config) for config in few_positions(problem, device)), None)
 
 
 def _long_and_narrow(problem: SpatialProblem, device: Device) -> Plan | None:

@@ -247,7 +247,7 @@ ON_CHIP = {
         SpatialConfig(10240, 16, 8, 16, max_registers=128),
     ),
 }
-# up to MOST_FEW positions and more columns than FEW_COLS: `spatial_few` counts the CTAs of their tiles. Fewer positions
+# up to MOST_FEW positions and more columns than FEW_COLS: `spatial` counts the CTAs of their tiles. Fewer positions
 # than LEAST_FEW take one program where it holds their columns. H100, fraction of a copy or an add with the former plans
 # and with these: bfloat16 softmax of 5,000 columns of 48 positions 0.64 and 0.96, gradient of 1,500 columns of 64
 # positions 0.60 and 1.00
