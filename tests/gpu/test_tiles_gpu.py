@@ -134,11 +134,23 @@ def test_random_columns(kind: str, seed: int):
 @pytest.mark.parametrize("seed", range(24))
 def test_few_positions(seed: int):
     device, rng = device_of(torch.empty(0, device="cuda")), random.Random(seed)
-    if device.max_cluster == 1:
-        pytest.skip("no clusters on this GPU")
-    # the softmax is on a cluster; of every third seed, the gradient is
-    problem = next(p for p in iter(lambda: drawn_few(rng), None) if p.plan(seed % 3 == 0, device).ctas > 1)
-    check(problem, seed)
+    if not device.supports_smem_staging:
+        pytest.skip("such plans are of Hopper")
+
+    def few(problem: Drawn) -> bool:  # on a cluster, or staged; of every third seed, the gradient is
+        plan = problem.plan(seed % 3 == 0, device)
+        return plan.ctas > 1 or plan.smem_staged > 0
+
+    problem = next(filter(few, iter(lambda: drawn_few(rng), None)))
+    ran = check(problem, seed)
+    assert isinstance(ran, Plan) and ran == problem.plan(False, device), "torch answered, or another plan"
+
+
+@pytest.mark.parametrize("outer", [1, 3])
+@pytest.mark.parametrize(("n_cols", "inner"), [(600, 80), (513, 96), (640, 144), (560, 160), (600, 64)])
+def test_staged_tiles_of_one_program(n_cols: int, inner: int, outer: int):
+    # a narrower tile would hold two indices of `outer`, and stage the chunks of one
+    check(Drawn(torch.bfloat16, (outer, n_cols, inner), 0, False), outer)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -302,7 +302,7 @@ def spatial_softmax(target: str) -> Iterator[Named]:
                 recipe = spatial.softmax_recipe(tensors, chosen, False, backward, device)
                 for launch in spatial.recipe_launches(recipe, tensors):
                     yield f"{launch.kernel.fn.__name__} {dtype} {n_cols} {kind}", as_called(launch), chosen
-        for n_cols, inner in ((1477, 40), (3000, 200)):  # few positions
+        for n_cols, inner in ((1477, 40), (3000, 200), (600, 80), (8000, 16)):  # few positions
             for backward in (False, True):
                 tensors = tuple(torch.empty(2, n_cols, inner, dtype=dtype) for _ in range(2 + backward))
                 chosen = spatial.softmax_plan(tensors, False, backward, False, device)

@@ -18,6 +18,7 @@ from .spatial_tables import (
     FEW_REGISTERS,
     FEW_TILES,
     FEW_WARPS,
+    FEWEST,
     HALF_COLS,
     HALF_POSITIONS,
     HALF_RUN,
@@ -88,7 +89,10 @@ def resident_plan(
 
 
 def parts_plan(problem: SpatialProblem, device: Device, tile: PartsTile = PARTS) -> Plan:
-    """The plan of columns that programs reduce in parts, merge, and read again; the parts depend on n_cols alone."""
+    """The plan of columns that programs reduce in parts, merge, and read again.
+
+    Within batch_invariant() the parts depend on n_cols alone.
+    """
     widest = tile.n_bytes // problem.itemsize
     inner = min(power_of_two(problem.inner), widest)
     # a last block with few positions wastes the time of the others
@@ -172,7 +176,8 @@ def _configured(
     recompute = config.recompute and problem.itemsize == 2
     inner = min(config.inner, power_of_two(problem.inner))
     # a last block with few positions wastes the time of the others
-    narrows = config.ctas == 1 and not (config.skewed or config.overlaps)
+    # (not where chunks are staged: a program of several indices of `outer` stages those of one)
+    narrows = config.ctas == 1 and config.held is None and not (config.skewed or config.overlaps)
     while narrows and inner > 32 and _padded(problem, inner // 2) < 0.85 * _padded(problem, inner):
         inner //= 2
     # few positions: columns are neighbors in memory, and a chunk of more of them is a longer run
@@ -210,7 +215,8 @@ def staggered(plan: Plan, problem: SpatialProblem, device: Device) -> Plan:
     How many fit follows from the cap on registers, and from the shared memory of staged chunks and of merges.
     """
     wide = plan.rows > STAGGERED_POSITIONS and plan.overlap == 0
-    others = plan.skewed or problem.dtype != problem.out_dtype or (plan.ctas == 1 and plan.rows < 32)  # not measured
+    few = plan.rows < (32 if plan.ctas == 1 else 16)
+    others = plan.skewed or problem.dtype != problem.out_dtype or few  # not measured
     if plan.max_registers is None or wide or others or not device.staggers:
         return plan
     itemsize, of_device = ITEMSIZE[problem.dtype], MULTIPROCESSORS[device.name]
@@ -247,7 +253,7 @@ def _configs(
     unaligned = problem.vec < problem.full_vec // 2 and not problem.batch_invariant
     # elements that are read one by one take more registers, and so does a cast
     clusters = problem.dtype == problem.out_dtype
-    staged = device.supports_smem_staging
+    staged = device.supports_smem_staging and clusters
     skewed = problem.in_phase and device.kind != "hip"
     halves = problem.in_phase and problem.vec == problem.full_vec and not problem.whole_sectors
 
@@ -283,10 +289,10 @@ def _on_chip(problem: SpatialProblem, device: Device) -> Iterator[SpatialConfig]
 def few_positions(problem: SpatialProblem, device: Device) -> tuple[SpatialConfig, ...]:
     """The config of few positions and many columns; or none.
 
-    A tile holds all positions where they are up to 64, so its columns are neighbors in memory. The columns are on as
-    few CTAs as hold them: in registers, and then in shared memory.
+    A tile of all positions is one piece of memory, so it is taken where they are up to 64 and CTAs hold its columns.
+    The columns are on as few CTAs as hold them in FEW_CHUNKS, in registers and then in shared memory.
     """
-    few = problem.inner <= MOST_FEW and problem.n_cols > FEW_COLS and not problem.batch_invariant
+    few = FEWEST <= problem.inner <= MOST_FEW and problem.n_cols > FEW_COLS and not problem.batch_invariant
     aligned = problem.vec == problem.full_vec and problem.dtype == problem.out_dtype
     clusters = device.max_cluster > 1 and device.supports_smem_staging
     if not (few and aligned and clusters):
@@ -306,8 +312,8 @@ def few_positions(problem: SpatialProblem, device: Device) -> tuple[SpatialConfi
 def _on_ctas(problem: SpatialProblem, device: Device, inner: int, several: bool, halves: bool) -> SpatialConfig | None:
     """The config of tiles of `inner` positions; None where a cluster cannot hold the columns."""
     cols = FEW_WARPS * device.warp_size * problem.full_vec // inner
-    most, most_of_several = FEW_CHUNKS[problem.backward]
-    wanted = most_of_several if halves or (several and problem.backward) else most
+    most, fewer = FEW_CHUNKS[problem.backward]
+    wanted = fewer if halves or (several and problem.backward) else most
     ctas = 1
     while 2 * ctas <= device.max_cluster and -(-problem.n_cols // (cols * ctas)) > wanted:
         ctas *= 2
@@ -353,7 +359,8 @@ def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = N
         plans = (_configured(problem, device, config, halves=True) for config in _on_chip(problem, device))
         found = next((plan for plan in plans if regime is None or plan.regime == regime), None)
         if found is None and not problem.batch_invariant:
-            found = _long_and_narrow(problem, device) or _of_few(problem, device)
+            rest = (_long_and_narrow(problem, device), _of_few(problem, device))
+            found = next((plan for plan in rest if plan is not None and regime in (None, plan.regime)), None)
     if found is None and regime not in (None, "spatial_two_pass"):
         what = f"{problem.n_cols} columns of {problem.dtype}"
         raise ValueError(f"the {regime} regime cannot hold {what} on {device.name}")

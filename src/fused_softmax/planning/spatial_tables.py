@@ -180,7 +180,7 @@ ON_CHIP = {
         SpatialConfig(416, 8, 8, 256, thread_bytes=8, skewed=32, whole_sectors=False),
         SpatialConfig(512, 4, 4, 128, overlaps=True, max_registers=168, held=11, least_cols=417),
         SpatialConfig(640, 4, 4, 128, overlaps=True, max_registers=168, held=7, least_cols=417),
-        SpatialConfig(1152, 8, 4, 128, overlaps=True, max_registers=168, least_cols=417),
+        SpatialConfig(1152, 8, 4, 128, overlaps=True, max_registers=168, least_cols=641),
         SpatialConfig(1408, 8, 4, 128, overlaps=True, max_registers=168, held=5, least_cols=1153),
         SpatialConfig(1408, 4, 4, 64, overlaps=True, max_registers=168, held=6, least_cols=1153),
         SpatialConfig(1792, 8, 4, 64, overlaps=True, max_registers=168, least_cols=1153),
@@ -247,13 +247,14 @@ ON_CHIP = {
         SpatialConfig(10240, 16, 8, 16, max_registers=128),
     ),
 }
-# up to MOST_FEW positions and more columns than FEW_COLS: `spatial` counts the CTAs of their tiles. Fewer positions
+# FEWEST to MOST_FEW positions and more columns than FEW_COLS: `spatial` counts the CTAs of their tiles. Fewer positions
 # than LEAST_FEW take one program where it holds their columns. H100, fraction of a copy or an add with the former plans
 # and with these: bfloat16 softmax of 5,000 columns of 48 positions 0.64 and 0.96, gradient of 1,500 columns of 64
 # positions 0.60 and 1.00
-LEAST_FEW, MOST_FEW, FEW_COLS, FEW_WARPS = 17, 255, 512, 4
+FEWEST, LEAST_FEW, MOST_FEW, FEW_COLS, FEW_WARPS = 9, 17, 255, 512, 4
 FEW_TILES = (64, 32, 16)  # positions, widest first. The first that holds the columns is taken
-# chunks of a CTA at most, by backward: of a tile with all positions, and of one of several tiles in halves of sectors
+# chunks that a CTA is to have at most, by backward, and fewer: of a gradient of several tiles, or of several tiles in
+# halves of sectors. Where a cluster has no more CTAs, the first number holds
 FEW_CHUNKS = {False: (40, 20), True: (20, 14)}
 # vectors of a thread in registers, and the cap that holds them. A softmax stages MORE_STAGED before it takes more
 FEW_REGISTERS, MORE_STAGED = ((18, 128), (27, 168)), 7

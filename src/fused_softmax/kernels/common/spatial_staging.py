@@ -90,6 +90,7 @@ def stage(
         n_bytes = tl.where(vector < inner - first, 16, 0) + slot * 0
         at = (ptr + (outer * outer_stride + first) * VEC).to(tl.int64)
         at = at + (column.to(tl.int64) * col_stride + vector) * 16
+        tl.static_assert(at.shape[1] == 1, "a program stages chunks of one index of `outer`")
         for c in tl.static_range(SMEM_STAGED):
             copy_vectors(at + (c * STEP * 16) * col_stride, slot, n_bytes, c * COLS * VECTORS * 16, 16)
             commit_group(c, SMEM_STAGED)

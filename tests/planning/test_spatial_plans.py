@@ -1,0 +1,106 @@
+"""Random softmaxes over another dimension, on every GPU that the planner knows: what each plan must keep."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from fused_softmax.planning.spatial import few_positions, plan_spatial, plan_spatial_loss
+from fused_softmax.planning.types import DEVICES, ITEMSIZE, Device, Plan, SpatialProblem
+
+SHARED = 48 << 10  # bytes of a kernel, at most
+
+
+def drawn(rng: random.Random) -> SpatialProblem:
+    """Half of them have few positions, most have whole vectors, and some a cast."""
+    dtype = rng.choice(("bfloat16", "float16", "float32"))
+    to = dtype if rng.random() < 0.9 else rng.choice(("bfloat16", "float32"))
+    vec = 16 // min(ITEMSIZE[dtype], ITEMSIZE[to])
+    inner = rng.choice((rng.randint(1, 300), rng.randint(256, 9000)))
+    if rng.random() < 0.7:
+        inner = max(vec, inner // vec * vec)
+    while inner % vec:
+        vec //= 2
+    n_cols = round(2 ** rng.uniform(0, 17))
+    backward, log, invariant, in_phase = (rng.random() < share for share in (0.5, 0.5, 0.1, 0.7))
+    whole = inner * ITEMSIZE[to] % 32 == 0
+    return SpatialProblem(n_cols, inner, dtype, to, vec, backward, log, invariant, whole, in_phase and dtype == to)
+
+
+def check(plan: Plan, problem: SpatialProblem, device: Device) -> None:
+    if plan.regime == "spatial_two_pass":
+        step = plan.chunks * plan.vectors_per_chunk
+        assert plan.part_cols % step == 0 and plan.part_cols >= min(step, problem.n_cols)
+        assert plan.ctas == 1 and plan.smem_staged == 0
+        return
+    of_a_chunk = plan.vectors_per_chunk * plan.ctas
+    assert plan.chunks * of_a_chunk >= problem.n_cols, "all columns"
+    assert plan.unpredicated_chunks * of_a_chunk <= problem.n_cols, "columns that exist"
+    assert plan.ctas <= device.max_cluster
+    if plan.smem_staged:
+        # a copy to shared memory asks for whole chunks of one index of `outer`
+        assert device.supports_smem_staging and plan.outers == 1 and plan.recompute
+        assert plan.smem_staged < plan.chunks
+        assert plan.skewed or plan.smem_staged <= plan.unpredicated_chunks
+        chunk = plan.vectors_per_chunk * plan.rows * ITEMSIZE[problem.dtype]
+        merging = (8 * plan.ctas + 16 + 4 * plan.num_warps) * plan.rows
+        assert plan.smem_staged * chunk + merging < SHARED
+    if plan.overlap and not plan.skewed:
+        assert problem.in_phase and not problem.whole_sectors and problem.vec == problem.full_vec
+    if plan.ctas > 1 or plan.overlap:
+        assert plan.outers == 1 and problem.dtype == problem.out_dtype
+    if problem.batch_invariant:
+        assert (plan.ctas, plan.smem_staged, plan.overlap) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_problems(seed: int):
+    rng = random.Random(seed)
+    for _ in range(4000):
+        problem = drawn(rng)
+        for device in DEVICES.values():
+            for planned in (plan_spatial, plan_spatial_loss):
+                plan = planned(problem, device)
+                try:
+                    check(plan, problem, device)
+                except AssertionError as error:
+                    raise AssertionError(f"{problem} on {device.name}: {plan}") from error
+
+
+def test_a_staged_tile_is_not_narrowed():
+    # 32 positions would fit 80 better, but a program of two indices of `outer` would stage the chunks of one
+    for n_cols, inner in ((600, 80), (513, 96), (640, 144), (560, 160)):
+        plan = plan_spatial(SpatialProblem(n_cols, inner, "bfloat16", "bfloat16", 8), DEVICES["sm_90"])
+        assert plan.smem_staged and (plan.rows, plan.outers) == (64, 1)
+
+
+@pytest.mark.parametrize("regime", ["spatial", "spatial_cluster", "spatial_two_pass"])
+def test_a_forced_regime(regime: str):
+    rng, found, none = random.Random(0), 0, 0
+    for _ in range(2000):
+        problem, device = drawn(rng), DEVICES[rng.choice(list(DEVICES))]
+        try:
+            assert plan_spatial(problem, device, regime).regime == regime, (problem, device.name)
+            found += 1
+        except ValueError as error:
+            assert "cannot hold" in str(error)
+            none += 1
+    assert found > 300 and (none > 300 or regime == "spatial_two_pass")
+
+
+def test_where_positions_are_few():
+    of = SpatialProblem(513, 64, "bfloat16", "bfloat16", 8)
+    hopper = DEVICES["sm_90"]
+    assert few_positions(of, hopper) and few_positions(replace(of, inner=248, whole_sectors=False), hopper)
+    assert not few_positions(replace(of, n_cols=512), hopper) and not few_positions(replace(of, inner=256), hopper)
+    # elements that are read one by one, a cast, batch_invariant(), and more columns than 16 CTAs hold
+    others = (dict(vec=4), dict(out_dtype="float16"), dict(batch_invariant=True), dict(n_cols=50000))
+    assert not any(few_positions(replace(of, **other), hopper) for other in others)
+    # GPUs without clusters, and those that stage nothing
+    assert not any(few_positions(of, device) for name, device in DEVICES.items() if name != "sm_90")
+    assert not few_positions(replace(of, inner=8, n_cols=9000), hopper)
+    # 16 positions are in one program where it holds their columns, and on a cluster elsewhere
+    few = replace(of, inner=16, n_cols=1300)
+    assert plan_spatial(few, hopper).ctas == 1 < plan_spatial(replace(few, n_cols=8000), hopper).ctas
