@@ -6,10 +6,12 @@ import pytest
 import torch
 from launches import BFLOAT16, FLOAT32, as_called, cross_compiled, spatial_losses, spatial_softmax
 from machine_code import late_loads
+from triton.compiler.errors import CompilationError
 
 from fused_softmax.lab.cross_compile import compile_for, occupancy
 from fused_softmax.launch import spatial
 from fused_softmax.launch.compile import MOST_SPILLED
+from fused_softmax.planning.spatial import resident_plan
 from fused_softmax.planning.types import DEVICES, MULTIPROCESSORS
 
 pytestmark = pytest.mark.compiled
@@ -98,6 +100,17 @@ def test_as_many_programs_fit_as_the_plan_says(n_cols, inner, dtype, backward, l
     waits = [line for line in assembly["sass"].splitlines() if "NANOSLEEP" in line]
     loads = [line for line in assembly["sass"].splitlines() if "LDG" in line]
     assert waits and assembly["sass"].index(waits[-1]) < assembly["sass"].index(loads[0]), "a program waits first"
+
+
+def test_a_program_of_two_indices_of_outer_stages_nothing():
+    # its chunks in shared memory would be those of one index
+    tensors = tuple(torch.empty(3, 600, 80, dtype=BFLOAT16) for _ in range(2))
+    problem, device = spatial.problem_of(*tensors), DEVICES["sm_90"]
+    chosen = resident_plan(problem, device, 32, 16, 4, recompute=True, max_registers=168, staged=11)
+    assert (chosen.outers, chosen.smem_staged) == (2, 11)
+    (launch,) = spatial.recipe_launches(spatial.softmax_recipe(tensors, chosen, False, False, device), tensors)
+    with pytest.raises(CompilationError):
+        compile_for(as_called(launch), "sm_90")
 
 
 SKEWED = ((310, FLOAT32), (1650, FLOAT32), (2350, FLOAT32), (1300, BFLOAT16), (600, BFLOAT16))
