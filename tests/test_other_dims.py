@@ -677,8 +677,8 @@ def test_columns_that_are_read_twice_have_wide_tiles_where_neighbors_share_a_sec
     assert (plan.rows, plan.num_warps, plan.chunks, plan.finish_chunks) == tile
 
 
-# the config of few positions, for each column of the table: (dtype, gradient, n_cols, inner, whole sectors), and what
-# follows (positions, CTAs, chunks, staged chunks, cap on registers, whether tiles overlap)
+# (dtype, gradient, n_cols, inner, whole sectors) -> (positions of a tile, CTAs, chunks, staged chunks, cap on
+# registers, whether tiles overlap)
 FEW = {
     ("float32", False, 1477, 40, True): (64, 8, 24, 6, 128, False),
     ("float32", True, 1477, 40, True): (64, 16, 12, 0, 168, False),

@@ -150,6 +150,8 @@ def test_few_positions(seed: int):
 @pytest.mark.parametrize(("n_cols", "inner"), [(600, 80), (513, 96), (640, 144), (560, 160), (600, 64)])
 def test_staged_tiles_of_one_program(n_cols: int, inner: int, outer: int):
     # a narrower tile would hold two indices of `outer`, and stage the chunks of one
+    x = torch.empty(outer, n_cols, inner, device="cuda", dtype=torch.bfloat16)
+    spatial.prepare_softmax((x, torch.empty_like(x)), False, False, False)  # raises where torch would answer
     check(Drawn(torch.bfloat16, (outer, n_cols, inner), 0, False), outer)
 
 

@@ -276,6 +276,16 @@ def others(target: str) -> Iterator[Named]:
             yield f"softmax strided {dtype} {n_cols}", strided_launch(x, x, 1, False, device), None
 
 
+def spatial_softmax_over(tensors: tuple[torch.Tensor, ...], kind: str, log: bool, device: Device) -> Iterator[Named]:
+    """The launches over (x, y), or over (y, dy, dx) of a gradient; `kind` ends their names."""
+    backward = len(tensors) == 3
+    chosen = spatial.softmax_plan(tensors, log, backward, False, device)
+    recipe = spatial.softmax_recipe(tensors, chosen, log, backward, device)
+    for launch in spatial.recipe_launches(recipe, tensors):
+        name = f"{launch.kernel.fn.__name__}{' log' * log} {tensors[0].dtype} {tensors[0].shape[1]} {kind}"
+        yield name, as_called(launch), chosen
+
+
 def spatial_softmax(target: str) -> Iterator[Named]:
     """softmax, log_softmax and logsumexp over a dimension that is not the last, and their gradients."""
     device = DEVICES[target]
@@ -284,31 +294,19 @@ def spatial_softmax(target: str) -> Iterator[Named]:
         for n_cols, inner in ((19, 4096), (150, 4096), (1000, 4096), (4096, 4096), (50257, 1024), (21, 4097), (3, 7)):
             x = torch.empty(2, n_cols, inner, dtype=dtype)
             for log in (False, True) if n_cols in (150, 4096) else (False,):
-                for backward in (False, True):
-                    tensors = (x, x, x) if backward else (x, x)
-                    chosen = spatial.softmax_plan(tensors, log, backward, False, device)
-                    recipe = spatial.softmax_recipe(tensors, chosen, log, backward, device)
-                    for launch in spatial.recipe_launches(recipe, tensors):
-                        name = f"{launch.kernel.fn.__name__}{' log' * log} {dtype} {n_cols} {inner}"
-                        yield name, as_called(launch), chosen
-        # tiles that overlap, where the output has memory of its own: skewed, and at halves of sectors
+                for count in (2, 3):
+                    yield from spatial_softmax_over((x,) * count, str(inner), log, device)
+        # where the output has memory of its own: tiles that are skewed, that overlap at halves of sectors, or of few
+        # positions
         halves = 4096 + 16 // dtype.itemsize
+        few = ((1477, 40), (3000, 200), (600, 80), (8000, 16))
         for n_cols, inner, kind in (
-            *((n, 4097, "apart") for n in (21, 150, 700)), *((n, halves, "in halves") for n in (120, 1600, 2700, 4500))
+            *((n, 4097, "apart") for n in (21, 150, 700)), *((n, halves, "in halves") for n in (120, 1600, 2700, 4500)),
+            *((n, inner, str(inner)) for n, inner in few),
         ):  # fmt: skip
-            for backward in (False, True):
-                tensors = tuple(torch.empty(2, n_cols, inner, dtype=dtype) for _ in range(2 + backward))
-                chosen = spatial.softmax_plan(tensors, False, backward, False, device)
-                recipe = spatial.softmax_recipe(tensors, chosen, False, backward, device)
-                for launch in spatial.recipe_launches(recipe, tensors):
-                    yield f"{launch.kernel.fn.__name__} {dtype} {n_cols} {kind}", as_called(launch), chosen
-        for n_cols, inner in ((1477, 40), (3000, 200), (600, 80), (8000, 16)):  # few positions
-            for backward in (False, True):
-                tensors = tuple(torch.empty(2, n_cols, inner, dtype=dtype) for _ in range(2 + backward))
-                chosen = spatial.softmax_plan(tensors, False, backward, False, device)
-                recipe = spatial.softmax_recipe(tensors, chosen, False, backward, device)
-                for launch in spatial.recipe_launches(recipe, tensors):
-                    yield f"{launch.kernel.fn.__name__} {dtype} {n_cols} {inner}", as_called(launch), chosen
+            for count in (2, 3):
+                tensors = tuple(torch.empty(2, n_cols, inner, dtype=dtype) for _ in range(count))
+                yield from spatial_softmax_over(tensors, kind, False, device)
         x, small = torch.empty(2, 5000, 512, dtype=dtype), torch.empty(2, 512, dtype=dtype)
         chosen = logsumexp.lse_plan(x, False, device)
         for launch in spatial.recipe_launches(logsumexp.lse_recipe(x, chosen, device), (x, small)):

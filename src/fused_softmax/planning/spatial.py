@@ -281,13 +281,13 @@ def _configs(
 def _on_chip(problem: SpatialProblem, device: Device) -> Iterator[SpatialConfig]:
     """The configs of a softmax or a gradient, best first."""
     kind = problem.backward, problem.widest
-    if problem.inner >= LEAST_FEW:
-        yield from few_positions(problem, device)
+    if problem.inner >= LEAST_FEW and (few := few_positions(problem, device)) is not None:
+        yield few
     yield from _configs(problem, device, ON_CHIP[kind], UNALIGNED[kind])
 
 
-def few_positions(problem: SpatialProblem, device: Device) -> tuple[SpatialConfig, ...]:
-    """The config of few positions and many columns; or none.
+def few_positions(problem: SpatialProblem, device: Device) -> SpatialConfig | None:
+    """The config of few positions and many columns; or None.
 
     A tile of all positions is one piece of memory, so it is taken where they are up to 64 and CTAs hold its columns.
     The columns are on as few CTAs as hold them in FEW_CHUNKS, in registers and then in shared memory.
@@ -296,17 +296,16 @@ def few_positions(problem: SpatialProblem, device: Device) -> tuple[SpatialConfi
     aligned = problem.vec == problem.full_vec and problem.dtype == problem.out_dtype
     clusters = device.max_cluster > 1 and device.supports_smem_staging
     if not (few and aligned and clusters):
-        return ()
-    for width in FEW_TILES:
-        inner = min(width, power_of_two(problem.inner))
+        return None
+    for inner in dict.fromkeys(min(width, power_of_two(problem.inner)) for width in FEW_TILES):
         several = problem.inner > inner
         halves = several and not problem.whole_sectors
         if halves and inner * problem.itemsize < 64:
             break
         found = _on_ctas(problem, device, inner, several, halves)
         if found is not None:
-            return (found,)
-    return ()
+            return found
+    return None
 
 
 def _on_ctas(problem: SpatialProblem, device: Device, inner: int, several: bool, halves: bool) -> SpatialConfig | None:
@@ -330,11 +329,6 @@ def _on_ctas(problem: SpatialProblem, device: Device, inner: int, several: bool,
     )  # fmt: skip
 
 
-def _of_few(problem: SpatialProblem, device: Device) -> Plan | None:
-    """The plan of positions that are too few for ON_CHIP; or None."""
-    return next((_configured(problem, device, config) for config in few_positions(problem, device)), None)
-
-
 def _long_and_narrow(problem: SpatialProblem, device: Device) -> Plan | None:
     """The plan of so few positions that one program's tile holds more columns than the tables say; or None."""
     inner = power_of_two(problem.inner)
@@ -348,6 +342,17 @@ def _long_and_narrow(problem: SpatialProblem, device: Device) -> Plan | None:
     return None
 
 
+def _resident_plans(problem: SpatialProblem, device: Device) -> Iterator[Plan]:
+    """The plans that keep the columns on chip, best first."""
+    yield from (_configured(problem, device, config, halves=True) for config in _on_chip(problem, device))
+    if problem.batch_invariant:
+        return
+    if (found := _long_and_narrow(problem, device)) is not None:
+        yield found
+    if (few := few_positions(problem, device)) is not None:
+        yield _configured(problem, device, few)
+
+
 def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = None) -> Plan:
     """The plan for `problem` on `device`; `regime` forces one (ValueError where it cannot hold such columns).
 
@@ -356,11 +361,8 @@ def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = N
     """
     found = None
     if regime != "spatial_two_pass":
-        plans = (_configured(problem, device, config, halves=True) for config in _on_chip(problem, device))
-        found = next((plan for plan in plans if regime is None or plan.regime == regime), None)
-        if found is None and not problem.batch_invariant:
-            rest = (_long_and_narrow(problem, device), _of_few(problem, device))
-            found = next((plan for plan in rest if plan is not None and regime in (None, plan.regime)), None)
+        plans = _resident_plans(problem, device)
+        found = next((plan for plan in plans if regime in (None, plan.regime)), None)
     if found is None and regime not in (None, "spatial_two_pass"):
         what = f"{problem.n_cols} columns of {problem.dtype}"
         raise ValueError(f"the {regime} regime cannot hold {what} on {device.name}")
