@@ -58,6 +58,15 @@ def test_a_ceiling_moves_as_many_bytes_as_the_op(kind: str, tensors: int):
     assert causal == 4 * (8 + 8 * 64)
 
 
+@pytest.mark.parametrize("like", [torch.randn(6, 10), torch.randn(10, 6).t()], ids=["contiguous", "transposed"])
+def test_an_add_reads_two_tensors(like: Tensor, monkeypatch: pytest.MonkeyPatch):
+    """One tensor that is read twice comes from a cache the second time."""
+    read, add = [], torch.add
+    monkeypatch.setattr(torch, "add", lambda a, b, **out: read.append((a.data_ptr(), b.data_ptr())) or add(a, b, **out))
+    ceiling("add", like)[0](like, torch.randn(6, 10))
+    assert len(read) == 1 and read[0][0] != read[0][1]
+
+
 def test_every_op_of_the_registry_is_a_workload():
     assert {op.spec.name for op in OPS.values()} == set(registry.OPS)
     assert all(op.parts and op.elements(4, 8) for op in OPS.values())

@@ -41,9 +41,10 @@ def ceiling(kind: str, like: Tensor, n_bytes: int | None = None) -> tuple[Callab
     item, tensors = like.element_size(), {"copy": 2, "read": 1, "add": 3, "write": 1}[kind]
     count = like.numel() if n_bytes is None else min(like.numel(), -(-n_bytes // (tensors * item)))
     if not like.is_contiguous():  # the plain pass is over memory without gaps
-        dense = torch.zeros_like(like, memory_format=torch.contiguous_format)
-        run, moved = ceiling(kind, dense, n_bytes)
-        return lambda *inputs: run(dense), moved
+        given = 2 if kind == "add" else 1
+        dense = [torch.zeros_like(like, memory_format=torch.contiguous_format) for _ in range(given)]
+        run, moved = ceiling(kind, dense[0], n_bytes)
+        return lambda *inputs: run(*dense), moved
     if kind == "read":
         sums = torch.empty(count * item // 4 // WORDS + 1, dtype=torch.int32, device=like.device)
         even = count * item // 4 * 4 // item

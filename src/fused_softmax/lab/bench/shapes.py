@@ -32,6 +32,7 @@ CLASSES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "more columns, inner below 1,024": ((4097, 2**22), (2, 1023)),
     "odd inner": ((2, 1024), (1025, 2**18)),
     "inner below 1,024": ((2, 4096), (2, 1023)),
+    "odd inner below 1,024": ((2, 1024), (3, 1023)),
 }
 
 
@@ -101,7 +102,7 @@ def random_shapes(count: int, seed: int, most: int = MOST, layouts: Sequence[str
         name = names[len(found) % len(names)]
         (fewest_cols, most_cols), (narrowest, widest) = CLASSES[name]
         n_cols, inner = round(drawn(fewest_cols, most_cols)), round(drawn(narrowest, widest))
-        if name == "odd inner":
+        if name.startswith("odd inner"):
             inner |= 1
         elif inner >= 8:
             inner &= -8
@@ -120,6 +121,8 @@ def class_of(n_cols: int, inner: int, layout: str) -> str:
         return layout
     if inner >= 1024 and inner % 2:
         return "odd inner"
+    if inner % 2 and inner < 1024 and n_cols <= 1024:
+        return "odd inner below 1,024"
     if inner < 1024:
         return "more columns, inner below 1,024" if n_cols > 4096 else "inner below 1,024"
     return next(name for name, ((_, most), _) in CLASSES.items() if n_cols <= most or name == "more columns")
