@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from fused_softmax.launch import cross_entropy_spatial, logsumexp, spatial
 from fused_softmax.launch import softmax as launch_softmax
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.options import CrossEntropy
+from fused_softmax.planning.gathered import faster_as_planes, planes_plan
 from fused_softmax.planning.spatial import (
     parts_plan,
     plan_spatial,
@@ -31,6 +33,7 @@ pytestmark = pytest.mark.interpreted
 
 DEVICE = describe(torch.device("cpu"))
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+PLANES = "planes as one piece"
 # (outer, n_cols, inner), positions of a tile, columns of a chunk, warps, CTAs; no CTAs: in parts
 TILES = {
     "whole columns in a thread": ((2, 19, 40), 64, 1, 1, 1),
@@ -39,11 +42,16 @@ TILES = {
     "a cluster": ((2, 70, 50), 16, 4, 1, 4),
     "parts": ((2, 1100, 6), 0, 0, 0, 0),
     "one part": ((2, 70, 33), 0, 0, 0, 0),
+    PLANES: ((131, 13, 9), 0, 0, 0, 0),
 }
 
 
 def planned(tile: str, problem: SpatialProblem) -> Plan:
     _, inner, cols, warps, ctas = TILES[tile]
+    if tile == PLANES:
+        found = planes_plan(problem, DEVICE)
+        assert found is not None
+        return found
     if not ctas:
         return parts_plan(problem, DEVICE)
     return resident_plan(problem, DEVICE, inner, cols, warps, ctas, recompute=problem.itemsize == 2)
@@ -55,11 +63,33 @@ def run(tile: str, tensors: tuple[torch.Tensor, ...], log: bool, backward: bool 
     spatial.prepare(recipe, tensors)(tensors)
 
 
-def within(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """An output (outer, n_cols, inner) between sentinels, and all of its memory."""
+def within(shape: tuple[int, ...], dtype: torch.dtype, packed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """An output (outer, n_cols, inner) between sentinels, and all of its memory. packed: without gaps of its own."""
     outer, n_cols, inner = shape
+    if packed:
+        field = torch.full((outer * n_cols * inner + 128,), SENTINEL, dtype=dtype)
+        return field[64:-64].view(shape), field
     field = torch.full((outer, n_cols + 2, inner + 16), SENTINEL, dtype=dtype)
     return field[:, 1:-1, 8:-8], field
+
+
+def expect_softmax(got: torch.Tensor, x: torch.Tensor, log: bool) -> None:
+    if not log:
+        assert_contract(got, x, 1)
+        return
+    want = torch.log_softmax(x.double(), 1)
+    finite = want.isfinite()
+    bound = 4 * torch.finfo(FLOAT32).eps + 2 * torch.finfo(x.dtype).eps
+    assert ((got.double() - want)[finite].abs() <= bound * (1 + want[finite].abs())).all(), x.shape
+    assert torch.equal(got.double()[~finite], want[~finite])
+
+
+def expect_gradient(dx: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, log: bool) -> None:
+    g, p = dy.double(), y.double()
+    want = g - p.exp() * g.sum(1, keepdim=True) if log else p * (g - (g * p).sum(1, keepdim=True))
+    terms = g if log else g * p
+    scale = (p.exp() if log else p) * terms.abs().sum(1, keepdim=True) + (1 if log else p) * g.abs()
+    assert ((dx.double() - want).abs() <= (2e-6 + 2 * torch.finfo(y.dtype).eps) * scale).all(), y.shape
 
 
 @pytest.mark.parametrize("log", [False, True])
@@ -69,17 +99,9 @@ def test_forward_of_each_regime(tile, dtype, log):
     shape = TILES[tile][0]
     x = logits(shape[0], shape[2], shape[1], dtype=dtype).transpose(1, 2).contiguous()
     x[0, 1, 0] = -float("inf")
-    y, field = within(shape, dtype)
+    y, field = within(shape, dtype, tile == PLANES)
     run(tile, (x, y), log)
-    got = y.clone()
-    if not log:
-        assert_contract(got, x, 1)
-    else:
-        want = torch.log_softmax(x.double(), 1)
-        finite = want.isfinite()
-        bound = 4 * torch.finfo(FLOAT32).eps + 2 * torch.finfo(dtype).eps
-        assert ((got.double() - want)[finite].abs() <= bound * (1 + want[finite].abs())).all()
-        assert torch.equal(got.double()[~finite], want[~finite])
+    expect_softmax(y.clone(), x, log)
     y.fill_(SENTINEL)
     assert (field == SENTINEL).all(), "written outside the output"
 
@@ -91,12 +113,9 @@ def test_gradient_of_each_regime(tile, dtype, log):
     shape = TILES[tile][0]
     y = (torch.log_softmax if log else torch.softmax)(torch.randn(shape) * 2, 1).to(dtype)
     dy = torch.randn(shape).to(dtype)
-    dx, field = within(shape, dtype)
+    dx, field = within(shape, dtype, tile == PLANES)
     run(tile, (y, dy, dx), log, backward=True)
-    g, p = dy.double(), y.double()
-    want = g - p.exp() * g.sum(1, keepdim=True) if log else p * (g - (g * p).sum(1, keepdim=True))
-    scale = 1 + g.sum(1, keepdim=True).abs() if log else p * (g.abs() + (g * p).abs().sum(1, keepdim=True))
-    assert ((dx.double() - want).abs() <= (2e-6 + 2 * torch.finfo(dtype).eps) * scale).all()
+    expect_gradient(dx, y, dy, log)
     dx.fill_(SENTINEL)
     assert (field == SENTINEL).all(), "written outside the output"
 
@@ -110,6 +129,41 @@ def test_infinities_and_nan(tile):
     y = torch.empty_like(x)
     run(tile, (x, y), False)
     assert_contract(y, x, 1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_small_planes(seed):
+    """Softmax and its gradient by the path of a call, of shapes that move as one piece."""
+    pick, gathered, log = random.Random(seed), 0, bool(seed % 2)
+    for _ in range(10):
+        n_cols, inner = round(2 * 80 ** pick.random()), round(2 * 100 ** pick.random()) - pick.choice((0, 1))
+        shape = (pick.randrange(1, 4 + 4000 // (n_cols * inner)), n_cols, inner)
+        dtype = pick.choice((BFLOAT16, FLOAT32))
+        x, dy = (torch.randn(shape).mul_(3).to(dtype) for _ in range(2))
+        (y, field), (dx, of_dx) = (within(shape, dtype, packed=True) for _ in range(2))
+        gathered += spatial.softmax_plan((x, y), log, False, False, DEVICE).gathered
+        spatial.prepare_softmax((x, y), log, False, False)((x, y))
+        expect_softmax(y.clone(), x, log)
+        spatial.prepare_softmax((y, dy, dx), log, True, False)((y, dy, dx))
+        expect_gradient(dx, y, dy, log)
+        for out, memory in ((y, field), (dx, of_dx)):
+            out.fill_(SENTINEL)
+            assert (memory == SENTINEL).all(), "written outside the output"
+    assert gathered >= 5
+
+
+def test_small_planes_are_pieces_where_that_is_faster():
+    def plan(n_cols, inner, vec, **more):
+        problem = SpatialProblem(n_cols, inner, "bfloat16", "bfloat16", vec, in_phase=True, packed=True, **more)
+        device = DEVICES["sm_90"]
+        return faster_as_planes(problem, device, plan_spatial(problem, device))
+
+    assert plan(35, 31, 1) and plan(35, 31, 1, backward=True)  # runs start anywhere
+    assert plan(7, 24, 8) and not plan(64, 64, 8) and not plan(7, 24, 8, backward=True)  # filled up; whole vectors
+    assert plan(2, 16, 8, backward=True)  # few bytes
+    assert not plan(14, 591, 1, backward=True) and not plan(2, 2001, 1) and plan(14, 591, 1)  # long runs
+    assert plan(1000, 23, 1) and not plan(1100, 23, 1) and not plan(1000, 23, 1, backward=True)  # shared memory
+    assert not plan(35, 31, 1, batch_invariant=True)  # lanes follow from `inner`
 
 
 @pytest.mark.parametrize("tile", TILES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from cases import assert_contract
 
 import fused_softmax as fs
+from fused_softmax.launch import spatial
+from fused_softmax.launch.device import device_of
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +47,39 @@ def test_softmax_and_its_gradient(shape, dtype):
         error, torch_error = ((t.grad.double() - exact.grad).abs().amax(1, keepdim=True) for t in (leaf, own))
         worst, torchs_worst = (float((e / scale).max()) / torch.finfo(dtype).eps for e in (error, torch_error))
         assert worst <= 2 * torchs_worst + 4, f"{ours.__name__}: {worst:.1f} eps, torch {torchs_worst:.1f}"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_small_planes(seed):
+    """Planes that move as one piece, between sentinels: both kernels, and what lies beside the output."""
+    pick, gathered, sentinel = random.Random(seed), 0, 7.0
+    for _ in range(12):
+        n_cols, inner = round(2 * 500 ** pick.random()), round(2 * 300 ** pick.random()) - pick.choice((0, 1))
+        shape = (pick.choice((1, 2, 37, 1 + 10**6 // (n_cols * inner))), n_cols, inner)
+        dtype, log = pick.choice(DTYPES), pick.random() < 0.4
+        x, dy = (torch.randn(shape, device="cuda").mul_(3).to(dtype) for _ in range(2))
+        fields = [torch.full((x.numel() + 128,), sentinel, dtype=dtype, device="cuda") for _ in range(2)]
+        y, dx = (field[64:-64].view(shape) for field in fields)
+        chosen = [spatial.softmax_plan(t, log, len(t) == 3, False, device_of(x)) for t in ((x, y), (y, dy, dx))]
+        gathered += sum(plan.gathered for plan in chosen)
+        spatial.prepare_softmax((x, y), log, False, False)((x, y))
+        if log:
+            want, bound = (
+                torch.log_softmax(x.double(), 1),
+                4 * torch.finfo(torch.float32).eps + 2 * torch.finfo(dtype).eps,
+            )
+            assert ((y.double() - want).abs() <= bound * (1 + want.abs())).all(), (shape, dtype)
+        else:
+            assert_contract(y, x, 1)
+        spatial.prepare_softmax((y, dy, dx), log, True, False)((y, dy, dx))
+        g, p = dy.double(), y.double()
+        want = g - p.exp() * g.sum(1, keepdim=True) if log else p * (g - (g * p).sum(1, keepdim=True))
+        terms = g if log else g * p
+        scale = (p.exp() if log else p) * terms.abs().sum(1, keepdim=True) + (1 if log else p) * g.abs()
+        assert ((dx.double() - want).abs() <= (2e-6 + 2 * torch.finfo(dtype).eps) * scale).all(), (shape, dtype)
+        for field in fields:
+            assert (field[:64] == sentinel).all() and (field[-64:] == sentinel).all(), "written outside the output"
+    assert gathered >= 6
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,6 +9,7 @@ import torch
 from launches import as_called, cross_compiled, masked_gradient_launch, masked_launch
 from planned import problem
 
+from fused_softmax.launch import spatial
 from fused_softmax.launch.softmax import softmax_launch
 from fused_softmax.planning.gathered import BACKWARD, FORWARD, MOST_COLS
 from fused_softmax.planning.softmax import plan
@@ -56,6 +57,27 @@ def test_every_nvidia_gpu_takes_them(target):
     x = torch.empty(3, 77, dtype=torch.bfloat16)
     used, _ = cross_compiled(as_called(softmax_launch((x, x), chosen, device=DEVICES[target])), target)
     assert chosen.gathered and used.spilled_bytes == 0 and used.async_copies > 0
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("n_cols", "inner"), [(2, 7), (5, 161), (35, 31), (64, 63), (300, 13), (1010, 5)])
+def test_small_planes_move_in_vectors(n_cols, inner, dtype, target):
+    """Forward and gradient: whole vectors but for two edges, and a thread holds little more than its columns."""
+    device = DEVICES[target]
+    for n_tensors in (2, 3):
+        tensors = tuple(torch.empty(4, n_cols, inner, dtype=dtype) for _ in range(n_tensors))
+        chosen = spatial.softmax_plan(tensors, False, n_tensors == 3, False, device)
+        (launch,) = spatial.recipe_launches(
+            spatial.softmax_recipe(tensors, chosen, False, n_tensors == 3, device), tensors
+        )
+        used, _ = cross_compiled(as_called(launch), target)
+        assert chosen.gathered and used.spilled_bytes == 0 and used.shared_bytes <= 48 << 10
+        if target == "sm_90":
+            assert used.registers <= (44, 52)[n_tensors == 3] + (n_tensors - 1) * chosen.chunks
+        vectors = -(-chosen.piece * dtype.itemsize // (16 * 32 * chosen.num_warps))
+        assert dict(used.loads) == {16: (n_tensors - 1) * vectors, dtype.itemsize: n_tensors - 1}
+        assert dict(used.stores) == {16: vectors, dtype.itemsize: 1}
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120"])

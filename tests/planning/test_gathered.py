@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import itertools
+import random
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from fused_softmax.launch.layout import problem_of
 from fused_softmax.planning import gathered
 from fused_softmax.planning.masked_softmax import plan_masked
 from fused_softmax.planning.softmax import plan
-from fused_softmax.planning.types import DEVICES, ITEMSIZE, Plan, Problem
+from fused_softmax.planning.types import DEVICES, ITEMSIZE, Plan, Problem, SpatialProblem
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "interpreter")
 
@@ -129,3 +130,25 @@ def test_on_amd_rows_are_read_as_rows():
 
 def test_examples():
     assert doctest.testmod(gathered).attempted >= 4 and doctest.testmod(gathered).failed == 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_piece_of_planes_has_its_room_and_its_threads(backward, target):
+    pick, found = random.Random(7), 0
+    for _ in range(1500):
+        n_cols, inner = round(2 * 600 ** pick.random()), round(2000 ** pick.random())
+        dtype = pick.choice(("bfloat16", "float16", "float32"))
+        problem = SpatialProblem(n_cols, inner, dtype, dtype, 1, backward, in_phase=True, packed=True)
+        chosen = gathered.planes_plan(problem, DEVICES[target])
+        if chosen is None:
+            most = gathered.PLANE_BYTES[backward] // ITEMSIZE[dtype]
+            assert n_cols * inner > most or n_cols > 32 * gathered.MOST_ELEMENTS["backward" if backward else "forward"]
+            continue
+        found += 1
+        lanes = chosen.vectors_per_chunk
+        assert chosen.outers * n_cols * inner <= chosen.piece
+        assert (1 + backward) * (chosen.piece * ITEMSIZE[dtype] + 32) <= 48 << 10
+        assert n_cols <= lanes * chosen.chunks and lanes * chosen.unpredicated_chunks <= n_cols
+        assert chosen.rows * lanes == 32 * chosen.num_warps
+    assert found > 500

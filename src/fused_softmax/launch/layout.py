@@ -57,6 +57,12 @@ def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like
     return allocator(like)(tuple(shape), tuple(strides), dtype)
 
 
+def divisor(n: int) -> tuple[int, int, int]:
+    """n, and the multiplier and power of `fast_divmod` for it."""
+    power = (n - 1).bit_length()
+    return n, -(-(1 << 31 + power) // n), power
+
+
 Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..planning.types import VECTOR_BYTES, Plan
 from .folding import merge_dims
+from .layout import divisor
 from .options import Flags
 
 # of scores that follow each other in memory before the same of the next batch; H200: 64 KB are 2% slower
@@ -112,7 +113,7 @@ def describe_mask_of_pieces(
     n_queries = queries_of(x)
     if mask is None:
         flags: Flags = (("MASK", 0), ("MASK_COLS", 0), ("MASK_ROWS", 0), ("MASK_VEC", 1))
-        return unused, flags, row_order(n_queries), (*_divisor(1), *_divisor(1), 0, 0, 0, 0, 0), piece_order()
+        return unused, flags, row_order(n_queries), (*divisor(1), *divisor(1), 0, 0, 0, 0, 0), piece_order()
     read, batch, m_query, m_col, cols, vec = _folded(mask, x, plan)
     vec = min(vec, plan.vec)  # no wider access
     queries = [(n_queries, m_query)] if n_queries > 1 else []
@@ -130,7 +131,7 @@ def describe_mask_of_pieces(
             n_pieces = -(-math.prod(n for n, *_ in merged) // plan.rows)
             order = piece_order(n_pieces, dims[0][0], GROUP_BYTES // (plan.rows * x.shape[-1] * x.element_size()))
     flags = (("MASK", kind_of(mask)), ("MASK_COLS", cols), ("MASK_ROWS", rows), ("MASK_VEC", vec))
-    numbers = (*_divisor(sizes[0]), *_divisor(sizes[1]), *(s // vec for s in strides), m_col)
+    numbers = (*divisor(sizes[0]), *divisor(sizes[1]), *(s // vec for s in strides), m_col)
     return read, flags, row_order(n_queries), numbers, order
 
 
@@ -182,7 +183,7 @@ def readable(mask: Tensor, plan: Plan) -> Tensor:
 
 def row_order(n_queries: int) -> Numbers:
     """(n_queries, multiplier, power): the arguments of `row_in_order`."""
-    return _divisor(n_queries)
+    return divisor(n_queries)
 
 
 def row_schedule(
@@ -195,19 +196,13 @@ def row_schedule(
     """
     block, group, last = _blocks(n_queries, n_shared, n_queries if n_group is None else n_group)
     strides = (n_shared, 1) if inner else (1, n_batch // n_shared)
-    return n_queries, *_divisor(n_queries * n_shared), strides[0], *block, strides[1], *group, *last
+    return n_queries, *divisor(n_queries * n_shared), strides[0], *block, strides[1], *group, *last
 
 
 def _blocks(n: int, n_shared: int, n_group: int) -> tuple[Numbers, Numbers, Numbers]:
     """The block, the group and the last group of `place_in_blocks`, for n_shared parts of n."""
     n_group = max(1, min(n_group, n))
-    return _divisor(n_group * n_shared), _divisor(n_group), _divisor((n - 1) % n_group + 1)
-
-
-def _divisor(n: int) -> Numbers:
-    """n, and the multiplier and power of `fast_divmod` for it."""
-    power = (n - 1).bit_length()
-    return n, -(-(1 << 31 + power) // n), power
+    return divisor(n_group * n_shared), divisor(n_group), divisor((n - 1) % n_group + 1)
 
 
 ORDER = len(row_schedule(1))  # how many numbers they are

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..planning.gathered import faster_as_planes
 from ..planning.spatial import plan_spatial
 from ..planning.types import Device, Plan, SpatialProblem, power_of_two
 from . import compile as compiling
@@ -22,36 +23,8 @@ from .compile import Kernel, Launch, early_start, kernel_loader, launch_options
 from .context import is_batch_invariant
 from .device import device_of
 from .folding import alignment_of
-from .layout import DTYPE_NAMES, empty, expect_countable
+from .layout import DTYPE_NAMES, divisor, empty, expect_countable
 from .torch_private import current_device, current_stream
-
-
-@kernel_loader
-def _resident() -> Any:
-    from ..kernels.softmax_spatial import softmax_spatial
-
-    return softmax_spatial
-
-
-@kernel_loader
-def _backward_resident() -> Any:
-    from ..kernels.softmax_spatial import softmax_spatial_backward
-
-    return softmax_spatial_backward
-
-
-@kernel_loader
-def _skewed() -> Any:
-    from ..kernels.softmax_spatial_skewed import softmax_spatial_skewed
-
-    return softmax_spatial_skewed
-
-
-@kernel_loader
-def _backward_skewed() -> Any:
-    from ..kernels.softmax_spatial_skewed import softmax_spatial_skewed_backward
-
-    return softmax_spatial_skewed_backward
 
 
 def of_parts(module: str, name: str) -> Kernel:
@@ -64,7 +37,11 @@ def of_parts(module: str, name: str) -> Kernel:
     return kernel_loader(load)
 
 
-# the kernels of columns that are read in parts, by name
+# the kernels of softmax and its gradient, by module, and those of columns that are read in parts, by name
+RESIDENT = {
+    module: tuple(of_parts(module, name) for name in (module, f"{module}_backward"))
+    for module in ("softmax_spatial", "softmax_spatial_skewed", "softmax_spatial_gathered")
+}
 PARTS = {
     name: of_parts("softmax_spatial_parts", name)
     for name in (
@@ -95,9 +72,10 @@ def problem_of(
         if t.data_ptr() % 16:
             vec = 1
     in_phase = _in_phase(tensors, inner)
+    packed = all(t.stride()[:2] == (n_cols * inner, inner) and t.dtype is to.dtype for t in tensors)
     dtypes = [DTYPE_NAMES[t.dtype] for t in (tensors[0], tensors[-1])]
     return SpatialProblem(
-        n_cols, inner, dtypes[0], dtypes[1], vec, backward, log, batch_invariant, whole_sectors, in_phase
+        n_cols, inner, dtypes[0], dtypes[1], vec, backward, log, batch_invariant, whole_sectors, in_phase, packed
     )
 
 
@@ -153,7 +131,7 @@ def _meta(kernel: Any, plan: Plan, device: Device, **flags: Any) -> dict[str, An
         CHUNKS=plan.chunks, UNPREDICATED=plan.unpredicated_chunks, RECOMPUTE=plan.recompute,
         SMEM_STAGED=plan.smem_staged, UNIT=plan.skewed, OVERLAP=plan.overlap, THREADS=plan.num_warps * device.warp_size,
         INVARIANT=plan.invariant, PTX=device.ptx, EARLY=pdl, TRIGGER=pdl, WAITS=False,
-        STAGGER=plan.stagger, FITTING=plan.fitting,
+        STAGGER=plan.stagger, FITTING=plan.fitting, PIECE=plan.piece, LANES=plan.vectors_per_chunk,
     )  # fmt: skip
     known |= flags
     meta = {name: known[name] for name in kernel.declaration.constexprs}
@@ -199,6 +177,15 @@ def resident_step(
     return Step(kernel, _meta(kernel, plan, device, **flags), tuple(range(n_tensors)), scalars, sizes[2], plan.outers)
 
 
+def _gathered_step(
+    kernel: Any, tensors: tuple[Tensor, ...], n_tensors: int, plan: Plan, device: Device, **flags: Any
+) -> Step:
+    """The one launch over planes that are moved as pieces of memory."""
+    _, n_cols, inner = tensors[0].shape
+    scalars = (None, n_cols, *divisor(inner), plan.outers)
+    return Step(kernel, _meta(kernel, plan, device, **flags), tuple(range(n_tensors)), scalars, 1, plan.outers)
+
+
 def parts_step(
     kernel: Any, read: tuple[Tensor, ...], tensors: tuple[int, ...], plan: Plan, device: Device, **flags: Any
 ) -> Step:
@@ -225,9 +212,10 @@ def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward:
     n = len(tensors)
     inner = tensors[0].shape[2]
     if plan.regime != "spatial_two_pass":
-        kernels = (_skewed, _backward_skewed) if plan.skewed else (_resident, _backward_resident)
-        kernel = kernels[backward]()
-        return Recipe((resident_step(kernel, tensors, n, plan, device, LOG=log),), apart=plan.overlap > 0)
+        kind = "_gathered" if plan.gathered else "_skewed" if plan.skewed else ""
+        kernel = RESIDENT[f"softmax_spatial{kind}"][backward]()
+        make_step = _gathered_step if plan.gathered else resident_step
+        return Recipe((make_step(kernel, tensors, n, plan, device, LOG=log),), apart=plan.overlap > 0)
     kind = "softmax_spatial_backward" if backward else "softmax_spatial"
     reduce, merge, finish = (PARTS[f"{kind}_{step}"]() for step in ("reduce", "merge", "finish"))
     parts = -(-tensors[0].shape[1] // plan.part_cols)
@@ -332,8 +320,10 @@ _softmaxes = Cache()
 
 
 def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool, device: Device) -> Plan:
-    """The plan over (x, y), or over (y, dy, dx) of a gradient."""
-    return plan_spatial(problem_of(*planes, backward=backward, log=log, batch_invariant=invariant), device)
+    """The plan over (x, y), or over (y, dy, dx) of a gradient: of pieces of memory, or of tiles of positions."""
+    problem = problem_of(*planes, backward=backward, log=log, batch_invariant=invariant)
+    tiles = plan_spatial(problem, device)
+    return faster_as_planes(problem, device, tiles) or tiles
 
 
 def prepare_softmax(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool) -> Run:

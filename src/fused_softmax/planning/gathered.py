@@ -1,4 +1,4 @@
-"""Plans of narrow rows, which a program moves as one piece (`kernels/common/gathered_rows`).
+"""Plans of narrow rows and of small planes, which a program moves as one piece (`kernels/common/gathered_rows`).
 
 How many lanes of a warp share a row is a rule, not a table: the number that takes the least time, by a count of the
 instructions and of the wavefronts of shared memory. The count follows from the width, because a row's stride decides
@@ -14,7 +14,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from .types import ITEMSIZE, Device, Plan, Problem
+from .types import ITEMSIZE, Device, Plan, Problem, SpatialProblem
 
 NUM_WARPS = 4
 FORWARD, BACKWARD, MASKED, MASKED_BACKWARD = "forward", "backward", "masked", "masked backward"
@@ -137,16 +137,28 @@ def _lanes_and_runs(n_cols: int, vec: int, itemsize: int, kind: str, aligned: bo
 
 def time_over_copy(n_cols: int, vec: int, itemsize: int, kind: str, lanes: int, runs: bool) -> float:
     """The time of rows that `lanes` threads share, each with a run of it or not, over that of their copy."""
-    work = WORK[kind]
     accesses, _ = _rounded(-(-n_cols // (lanes * vec)))
     elements = accesses * vec
+    waves = wavefronts(n_cols, lanes, vec, itemsize, elements if runs else vec)
+    of_thread = WORK[kind].of_thread / _rows_a_thread(lanes, elements)
+    return _over_copy(n_cols, itemsize, kind, lanes, accesses, elements, waves, of_thread)
+
+
+def _over_copy(
+    n_cols: int, itemsize: int, kind: str, lanes: int, accesses: int, elements: int, waves: int, of_thread: float,
+    idle: float = 1,
+) -> float:  # fmt: skip
+    """The time of n_cols numbers that `lanes` threads share over that of their copy.
+
+    accesses, elements: of a thread. waves: wavefronts of an access. of_thread: a thread's instructions besides those of
+    its elements. idle: threads over those that have elements.
+    """
+    work = WORK[kind]
     tensors = 3 if kind in (BACKWARD, MASKED_BACKWARD) else 2
     copy = tensors * n_cols * itemsize / BYTES_A_CYCLE
-    instructions = work.of_element * elements + work.of_access * accesses + work.of_row
-    instructions += work.of_thread / _rows_a_thread(lanes, elements)
-    waves = work.accesses * accesses * wavefronts(n_cols, lanes, vec, itemsize, elements if runs else vec) * lanes / 32
-    waves += tensors * n_cols * itemsize / (4 * BANKS)
-    times = (copy, instructions * lanes / 32 / ISSUES, waves)
+    instructions = work.of_element * elements + work.of_access * accesses + work.of_row + of_thread
+    waves_of_row = work.accesses * accesses * waves * lanes / 32 + tensors * n_cols * itemsize / (4 * BANKS)
+    times = (copy, idle * instructions * lanes / 32 / ISSUES, waves_of_row)
     return float(sum(t**NORM for t in times) ** (1 / NORM) / copy)
 
 
@@ -185,3 +197,76 @@ def wavefronts(n_cols: int, lanes: int, vec: int, itemsize: int, step: int) -> i
                 words.setdefault(word % BANKS, set()).add(word)
         total += max(map(len, words.values()))
     return total
+
+
+# --- planes (n_cols, inner) of a dimension that is not the last -------------------------------------------------------
+
+# bytes of a tensor's piece, by `backward`: of several planes at most, and of one: a kernel has 48 KB of shared memory
+PIECE_BYTES = {False: 16 << 10, True: 12 << 10}
+PLANE_BYTES = {False: 46 << 10, True: 23 << 10}
+# a program's room for a tensor's piece is one of these, so that shapes share kernels
+ROOMS = (12 << 10, 16 << 10, 23 << 10, 32 << 10, 46 << 10)
+WIDE_PIECE = 16 << 10  # bytes beyond which a program has twice the warps
+# positions from which tiles of runs that start anywhere are skewed; columns up to which tiles that are filled up by
+# more than this factor are slower; bytes of a program below which tiles are
+LONG_RUN, FILLED_COLS, MOST_FILLED, FEW_BYTES = 512, 16, 1.1, 1 << 10
+
+
+def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
+    """The plan of planes where it is faster than `tiles`, the plan of tiles of positions; else None.
+
+    Where runs start anywhere, it is, except for long runs of a gradient or of two columns. Other runs lie in vectors,
+    so it is where tiles are filled up, or where a program has few bytes.
+    """
+    found = planes_plan(problem, device)
+    if found is None or tiles.regime == "spatial_two_pass":
+        return found
+    if problem.vec < problem.full_vec:
+        faster = problem.inner < LONG_RUN or not (problem.backward or problem.n_cols == 2)
+    else:
+        filled_up = -(-problem.inner // tiles.rows) * tiles.rows > MOST_FILLED * problem.inner
+        few_bytes = tiles.outers * problem.n_cols * problem.inner * problem.itemsize < FEW_BYTES
+        faster = few_bytes or (filled_up and not problem.backward and problem.n_cols <= FILLED_COLS)
+    return found if faster else None
+
+
+def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
+    """The plan of planes that a program moves as one piece; None where it cannot.
+
+    >>> from .types import DEVICES
+    >>> planes = SpatialProblem(35, 31, "bfloat16", "bfloat16", 1, in_phase=True, packed=True)
+    >>> planes_plan(planes, DEVICES["sm_90"]).outers
+    4
+    """
+    plane = problem.n_cols * problem.inner * problem.itemsize
+    possible = problem.packed and problem.in_phase and plane <= PLANE_BYTES[problem.backward]
+    if not possible or problem.batch_invariant or device.warp_size != 32:
+        return None
+    kind = BACKWARD if problem.backward else FORWARD
+    best: tuple[float, int, int, int] | None = None
+    most = max(1, PIECE_BYTES[problem.backward] // plane)
+    for outers in range(max(1, most // 2), most + 1, max(1, most // 64)):
+        warps = NUM_WARPS * (1 + (outers * plane > WIDE_PIECE))
+        for lanes in (1, 2, 4, 8, 16, 32):
+            if problem.n_cols > MOST_ELEMENTS[kind] * lanes:
+                continue
+            chunks = _rounded(-(-problem.n_cols // lanes))[0]
+            positions = outers * problem.inner
+            rounds = -(-positions * lanes // (warps * device.warp_size))
+            idle = rounds * warps * device.warp_size / (positions * lanes)
+            waves = wavefronts(1, lanes, 1, problem.itemsize, problem.inner)
+            of_thread = WORK[kind].of_thread
+            time = _over_copy(problem.n_cols, problem.itemsize, kind, lanes, chunks, chunks, waves, of_thread, idle)
+            if best is None or time < 0.99 * best[0]:
+                best = time, outers, lanes, warps
+    if best is None:
+        return None
+    time, outers, lanes, warps = best
+    chunks, full = _rounded(-(-problem.n_cols // lanes))
+    room = next(n_bytes for n_bytes in ROOMS if outers * plane <= n_bytes)
+    threads = f"{lanes} thread{'s' * (lanes > 1)}"
+    why = f"{outers} plane(s) of {problem.n_cols} x {problem.inner}, moved as one piece, each position in {threads}"
+    return Plan(
+        "spatial", warps * device.warp_size // lanes, 1, 1, lanes, 1, chunks, full, False, False, warps, None, why,
+        outers=outers, gathered=True, piece=room // problem.itemsize,
+    )  # fmt: skip

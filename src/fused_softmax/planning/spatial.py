@@ -2,7 +2,8 @@
 
 The tensor is (outer, n_cols, inner), and each of the outer x inner positions is a softmax. A plan sees n_cols, inner,
 dtypes, alignment and device, never `outer`; within batch_invariant() what decides a position's bits does not depend on
-`inner` either. In a Plan, `rows` are the positions of a tile, and `vectors_per_chunk` the columns of a chunk.
+`inner` either. In a Plan, `rows` are the positions of a tile, and `vectors_per_chunk` the columns of a chunk. Small
+planes (n_cols, inner) may be faster as pieces of memory (`gathered.faster_as_planes`).
 """
 
 from __future__ import annotations

@@ -346,10 +346,11 @@ UNALIGNED_LOSS = {
 # where runs of positions start anywhere: skewed tiles, and tiles whose elements are read one by one
 UNALIGNED = {
     (False, 2): (
-        SpatialConfig(6, 1, 2, 512, recompute=False),
+        SpatialConfig(10, 1, 1, 256, recompute=False),
+        SpatialConfig(16, 1, 4, 128, thread_bytes=4, skewed=4),
+        SpatialConfig(152, 1, 8, 256, thread_bytes=8, skewed=8),
         SpatialConfig(15, 1, 2, 256),
         SpatialConfig(30, 1, 4, 128, thread_bytes=4, skewed=4),
-        SpatialConfig(152, 1, 8, 256, thread_bytes=8, skewed=8),
         SpatialConfig(160, 1, 8, 128, thread_bytes=8, skewed=8),
         SpatialConfig(304, 2, 8, 256, thread_bytes=8, skewed=8),
         SpatialConfig(400, 4, 8, 256, thread_bytes=8, skewed=8),
@@ -377,7 +378,8 @@ UNALIGNED = {
     ),
     (False, 4): (
         SpatialConfig(2, 1, 4, 256),
-        SpatialConfig(6, 1, 1, 128),
+        SpatialConfig(4, 1, 1, 128),
+        SpatialConfig(6, 1, 4, 128),
         SpatialConfig(56, 1, 4, 128, skewed=16),
         SpatialConfig(96, 2, 4, 128, skewed=32),
         SpatialConfig(208, 4, 4, 128, skewed=32),
@@ -408,9 +410,12 @@ UNALIGNED = {
         SpatialConfig(192, 1, 8, 128, max_registers=128),
     ),
     (True, 2): (
-        SpatialConfig(8, 1, 2, 512),
+        SpatialConfig(6, 1, 1, 256),
+        SpatialConfig(10, 1, 4, 128, thread_bytes=8, skewed=8),
+        SpatialConfig(30, 1, 8, 256, thread_bytes=8, skewed=8),
+        SpatialConfig(10, 1, 1, 256),
         SpatialConfig(30, 1, 4, 128, thread_bytes=4, skewed=4),
-        SpatialConfig(152, 2, 8, 256, thread_bytes=8, skewed=8),
+        SpatialConfig(128, 2, 8, 256, thread_bytes=8, skewed=8),
         SpatialConfig(304, 4, 8, 256, thread_bytes=8, skewed=8),
         SpatialConfig(640, 8, 8, 256, thread_bytes=8, skewed=8),
         SpatialConfig(96, 2, 4, 128, thread_bytes=8, skewed=8),
@@ -428,6 +433,8 @@ UNALIGNED = {
         SpatialConfig(1792, 16, 8, 64, max_registers=128),
     ),
     (True, 4): (
+        SpatialConfig(3, 1, 1, 128),
+        SpatialConfig(32, 1, 8, 256, skewed=16),
         SpatialConfig(12, 1, 1, 128),
         SpatialConfig(32, 1, 4, 128, skewed=16),
         SpatialConfig(80, 2, 4, 128, skewed=16),

@@ -179,7 +179,7 @@ class SpatialProblem(_Dtypes):
     vec: every run of `inner` elements of every tensor starts at a multiple of so many elements (a power of two, at most
     16 bytes of the narrowest dtype). whole_sectors: every run of the output starts at a multiple of 32 bytes. in_phase:
     skewed tiles may hold the tensors, because their runs start at the same distances from a 16-byte boundary, and the
-    output has memory of its own.
+    output has memory of its own. packed: all tensors have one dtype, and no gaps.
     """
 
     n_cols: int
@@ -192,6 +192,7 @@ class SpatialProblem(_Dtypes):
     batch_invariant: bool = False
     whole_sectors: bool = True
     in_phase: bool = False
+    packed: bool = False
 
     @property
     def widest(self) -> int:
@@ -227,6 +228,7 @@ class Plan:
     overlap: int = 0  # positions that a tile shares with the next one
     finish_chunks: int = 0  # where programs share the columns: chunks of one that writes, if not `chunks`
     gathered: bool = False  # a program reads and writes its rows as one piece of memory
+    piece: int = 0  # of that piece: the most elements, where it holds planes (n_cols, inner)
     runs: bool = False  # the chunks of a thread follow each other, where rows are gathered
     output_gathered: bool = False  # a program writes its causal rows as one piece
     stagger: int = 0  # cycles between the starts of two programs on one multiprocessor; 0: all start at once

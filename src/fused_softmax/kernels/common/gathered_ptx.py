@@ -57,11 +57,14 @@ def _access(vec: int, itemsize: int) -> tuple[str, int]:
 
 
 @triton.constexpr_function
-def fetch_ptx(offset: int, dtype: str, vec: int, filled: str) -> str:
-    """float32 $0 .. of the elements at place $vec (bytes). filled: the number where $(vec+1) is 0, or ""."""
+def fetch_ptx(offset: int, dtype: str, vec: int, filled: str, from_slot: bool = False) -> str:
+    """float32 $0 .. of the elements at place $vec (bytes). filled: the number where $(vec+1) is 0, or "".
+
+    from_slot: $vec is the address itself.
+    """
     suffix, words = _access(vec, 4 if dtype == "fp32" else 2)
     ptx = ["{", ".reg .pred there;", f".reg .b32 slot, w<{words}>;", ".reg .b16 low, high;"]
-    ptx += ["mov.u32 slot, gathered_rows;", f"add.u32 slot, slot, ${vec};"]
+    ptx += [f"mov.u32 slot, {0 if from_slot else 'gathered_rows'};", f"add.u32 slot, slot, ${vec};"]
     if filled:
         ptx += [
             f"setp.ne.u32 there, ${vec + 1}, 0;",
@@ -82,11 +85,14 @@ def fetch_ptx(offset: int, dtype: str, vec: int, filled: str) -> str:
 
 
 @triton.constexpr_function
-def put_ptx(offset: int, dtype: str, vec: int, predicated: bool) -> str:
-    """Rounds float32 $1 .. to the dtype and writes them to place $(vec+1); where predicated, if $(vec+2) is not 0."""
+def put_ptx(offset: int, dtype: str, vec: int, predicated: bool, to_slot: bool = False) -> str:
+    """Rounds float32 $1 .. to the dtype and writes them to place $(vec+1); where predicated, if $(vec+2) is not 0.
+
+    to_slot: $(vec+1) is the address itself.
+    """
     suffix, words = _access(vec, 4 if dtype == "fp32" else 2)
     ptx = ["{", ".reg .pred there;", f".reg .b32 slot, w<{words}>;", ".reg .f32 zero;", "mov.f32 zero, 0f00000000;"]
-    ptx += ["mov.u32 slot, gathered_rows;", f"add.u32 slot, slot, ${vec + 1};"]
+    ptx += [f"mov.u32 slot, {0 if to_slot else 'gathered_rows'};", f"add.u32 slot, slot, ${vec + 1};"]
     ptx += [f"setp.ne.u32 there, ${vec + 2}, 0;"] if predicated else []
     for i in range(words):
         if dtype == "fp32":
