@@ -48,39 +48,46 @@ def planes_of(n_outer, n_cols, inner, outers):
 
 @triton.jit
 def position_of(k, positions, plane, inner, multiplier, power, LANES: tl.constexpr, THREADS: tl.constexpr):
-    """(place of its column 0, whether there is one) of each thread's position in round k.  # [THREADS]"""
-    position = tl.arange(0, THREADS) // LANES + k * (THREADS // LANES)
-    index, rest = fast_divmod(tl.minimum(position, positions - 1), inner, multiplier, power)
-    return index * plane + rest, position < positions
+    """(place of each thread's first column, places to its next one, whether it has a position) in round k.
+
+    A thread without a position stays behind the piece, at a place that no thread writes.  # [THREADS]
+    """
+    thread = tl.arange(0, THREADS)
+    position = thread // LANES + k * (THREADS // LANES)
+    index, rest = fast_divmod(position, inner, multiplier, power)
+    exists = position < positions
+    at = tl.where(exists, index * plane + rest + thread % LANES * inner, positions // inner * plane)
+    return at, tl.where(exists, LANES * inner, 0), exists
 
 
 @triton.jit
 def fetch_columns(
-    ptr, at, n_cols, inner, REGION: tl.constexpr, FILL: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr,
+    ptr, at, step, exists, n_cols, REGION: tl.constexpr, FILL: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr,
     UNPREDICATED: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Each thread's columns of the position at `at`, LANES columns apart, in float32.  # CHUNKS x [THREADS]"""
+    """Each thread's columns, of `position_of`, in float32.  # CHUNKS x [THREADS]"""
     found = ()
-    lane = tl.arange(0, THREADS) % LANES
-    slot = slot_of(ptr, at + lane * inner, REGION, PTX)
+    slot = slot_of(ptr, at, REGION, PTX)
     for c in tl.static_range(CHUNKS):
-        found = found + (fetch_slot(ptr, slot, lane + c * LANES < n_cols, FILL, c >= UNPREDICATED, PTX),)
-        slot = next_slot(slot, ptr, LANES * inner, PTX)
+        there = exists & (tl.arange(0, THREADS) % LANES + c * LANES < n_cols)
+        found = found + (fetch_slot(ptr, slot, there, FILL, c >= UNPREDICATED, PTX),)
+        slot = next_slot(slot, ptr, step, PTX)
     return found
 
 
 @triton.jit
 def put_columns(
-    tiles, ptr, at, exists, n_cols, inner, LANES: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr,
+    tiles, ptr, at, step, exists, n_cols, LANES: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr,
     THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Puts results where `fetch_columns` found the input of region 0."""
-    lane = tl.arange(0, THREADS) % LANES
-    slot = slot_of(ptr, at + lane * inner, 0, PTX)
+    slot = slot_of(ptr, at, 0, PTX)
     for c in tl.static_range(CHUNKS):
-        there = exists if c < UNPREDICATED else exists & (lane + c * LANES < n_cols)
+        there = exists
+        if c >= UNPREDICATED:
+            there = exists & (tl.arange(0, THREADS) % LANES + c * LANES < n_cols)
         put_slot(tiles[c], ptr, slot, there, PTX)
-        slot = next_slot(slot, ptr, LANES * inner, PTX)
+        slot = next_slot(slot, ptr, step, PTX)
 
 
 @kernel()
@@ -106,8 +113,8 @@ def softmax_spatial_gathered(
     # 16 bits: exp(x - m) in one multiply-add and one exp2; their common factor cancels in exp/sum
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16 and not LOG
     for k in range(0, (positions + THREADS // LANES - 1) // (THREADS // LANES)):
-        at, exists = position_of(k, positions, plane, inner, multiplier, power, LANES, THREADS)
-        x = fetch_columns(x_ptr, at, n_cols, inner, 0, "-inf", LANES, CHUNKS, UNPREDICATED, THREADS, PTX)
+        at, step, exists = position_of(k, positions, plane, inner, multiplier, power, LANES, THREADS)
+        x = fetch_columns(x_ptr, at, step, exists, n_cols, 0, "-inf", LANES, CHUNKS, UNPREDICATED, THREADS, PTX)
         m = tl.maximum(max_over_lanes(max_of(x, 0, CHUNKS), LANES, PTX), LOWEST)
         base, shift, _ = exp2_affine(m, FUSED)
         exps = ()
@@ -121,7 +128,7 @@ def softmax_spatial_gathered(
                 y = y + (normalize(x[c], m, s, LOG),)
             else:
                 y = y + (exps[c] * by,)
-        put_columns(y, y_ptr, at, exists, n_cols, inner, LANES, CHUNKS, UNPREDICATED, THREADS, PTX)
+        put_columns(y, y_ptr, at, step, exists, n_cols, LANES, CHUNKS, UNPREDICATED, THREADS, PTX)
     scatter(y_ptr, 0, n, PIECE, 0, THREADS, False, PTX)
 
 
@@ -146,9 +153,9 @@ def softmax_spatial_gathered_backward(
     await_gathered(PTX)
 
     for k in range(0, (positions + THREADS // LANES - 1) // (THREADS // LANES)):
-        at, exists = position_of(k, positions, plane, inner, multiplier, power, LANES, THREADS)
-        y = fetch_columns(y_ptr, at, n_cols, inner, 0, "0", LANES, CHUNKS, UNPREDICATED, THREADS, PTX)
-        dy = fetch_columns(dy_ptr, at, n_cols, inner, SECOND, "0", LANES, CHUNKS, UNPREDICATED, THREADS, PTX)
+        at, step, exists = position_of(k, positions, plane, inner, multiplier, power, LANES, THREADS)
+        y = fetch_columns(y_ptr, at, step, exists, n_cols, 0, "0", LANES, CHUNKS, UNPREDICATED, THREADS, PTX)
+        dy = fetch_columns(dy_ptr, at, step, exists, n_cols, SECOND, "0", LANES, CHUNKS, UNPREDICATED, THREADS, PTX)
         terms = ()
         for c in tl.static_range(CHUNKS):
             terms = terms + (gradient_term(y[c], dy[c], LOG),)
@@ -156,5 +163,5 @@ def softmax_spatial_gathered_backward(
         dx = ()
         for c in tl.static_range(CHUNKS):
             dx = dx + (gradient(y[c], dy[c], d, LOG),)
-        put_columns(dx, dx_ptr, at, exists, n_cols, inner, LANES, CHUNKS, UNPREDICATED, THREADS, PTX)
+        put_columns(dx, dx_ptr, at, step, exists, n_cols, LANES, CHUNKS, UNPREDICATED, THREADS, PTX)
     scatter(dx_ptr, 0, n, PIECE, 0, THREADS, False, PTX)

@@ -206,6 +206,10 @@ PIECE_BYTES = {False: 16 << 10, True: 12 << 10}
 PLANE_BYTES = {False: 46 << 10, True: 23 << 10}
 # a program's room for a tensor's piece is one of these, so that shapes share kernels
 ROOMS = (12 << 10, 16 << 10, 23 << 10, 32 << 10, 46 << 10)
+# columns of a thread that cost nothing but their instructions; so many more cost as much as a copy, because fewer
+# programs fit on a multiprocessor. H100, bfloat16: 296 columns of 13 positions, 40 for each thread 0.96, 19 0.99
+HELD_COLS, COLS_OF_COPY = 19, 150
+GRADIENT_REGISTERS = 80  # of a thread with up to HELD_COLS columns
 WIDE_PIECE = 16 << 10  # bytes beyond which a program has twice the warps
 # positions from which tiles of runs that start anywhere are skewed; columns up to which tiles that are filled up by
 # more than this factor are slower; bytes of a program below which tiles are
@@ -257,16 +261,19 @@ def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
             waves = wavefronts(1, lanes, 1, problem.itemsize, problem.inner)
             of_thread = WORK[kind].of_thread
             time = _over_copy(problem.n_cols, problem.itemsize, kind, lanes, chunks, chunks, waves, of_thread, idle)
-            if best is None or time < 0.99 * best[0]:
-                best = time, outers, lanes, warps
+            cost = time + max(0, chunks - HELD_COLS) / COLS_OF_COPY
+            if best is None or cost < 0.99 * best[0]:
+                best = cost, outers, lanes, warps
     if best is None:
         return None
-    time, outers, lanes, warps = best
+    _, outers, lanes, warps = best
     chunks, full = _rounded(-(-problem.n_cols // lanes))
     room = next(n_bytes for n_bytes in ROOMS if outers * plane <= n_bytes)
+    # a gradient's places would take more registers, and fewer programs would fit
+    cap = GRADIENT_REGISTERS if problem.backward and chunks <= HELD_COLS else None
     threads = f"{lanes} thread{'s' * (lanes > 1)}"
     why = f"{outers} plane(s) of {problem.n_cols} x {problem.inner}, moved as one piece, each position in {threads}"
     return Plan(
-        "spatial", warps * device.warp_size // lanes, 1, 1, lanes, 1, chunks, full, False, False, warps, None, why,
+        "spatial", warps * device.warp_size // lanes, 1, 1, lanes, 1, chunks, full, False, False, warps, cap, why,
         outers=outers, gathered=True, piece=room // problem.itemsize,
     )  # fmt: skip

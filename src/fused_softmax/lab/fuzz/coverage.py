@@ -18,13 +18,13 @@ from fused_softmax.launch import compile as launch
 from fused_softmax.launch import launcher
 
 # constexprs that are sizes: told apart as one or many, none or some
-_SIZES = {"ROWS", "CTAS", "WARPS_PER_ROW", "OUTERS"}
+_SIZES = {"ROWS", "CTAS", "WARPS_PER_ROW", "OUTERS", "LANES"}
 _COUNTS = {"UNPREDICATED", "SMEM_STAGED", "RESIDENT_CHUNKS"}
 # constexprs of a few values, which are counted separately
 _VALUES = dict.fromkeys(("MASK", "SCALE", "LOSS", "UPSTREAM"), (0, 1, 2)) | {"MASK_COLS": (0, 1, 2, 3)}
 # what says nothing: the device, lengths, and how launches overlap
 _IGNORED = {"PTX", "VECTORS", "CHUNKS", "EACH", "COLS", "EARLY", "TRIGGER", "WAITS", "PREFETCHED", "VEC", "MASK_VEC"}
-_IGNORED |= {"INNER", "THREADS", "BLOCK", "SPLITS", "BULK"}
+_IGNORED |= {"INNER", "THREADS", "BLOCK", "SPLITS", "BULK", "PIECE"}
 
 Reached = set[tuple[str, str]]
 reached: Reached = set()
@@ -142,6 +142,9 @@ def unreachable() -> Reached:
     # a piece of memory has the rows of 4 warps
     gathered = ("softmax_gathered", "softmax_backward_gathered", "masked_softmax_gathered")
     never |= {(name, "ROWS=1") for name in gathered}
+    # threads that share a position have one column each at least
+    planes = ("softmax_spatial_gathered", "softmax_spatial_gathered_backward")
+    never |= {(name, "UNPREDICATED=none") for name in planes}
     if _clusters():  # which rows that do not fit on chip then always take
         never |= {("softmax_two_pass", "CTAS=1"), ("softmax_backward_two_pass", "CTAS=1")}
     if not torch.cuda.is_available():
