@@ -154,17 +154,20 @@ def test_random_small_planes(seed):
 
 
 def test_small_planes_are_pieces_where_that_is_faster():
-    def plan(n_cols, inner, vec, **more):
-        problem = SpatialProblem(n_cols, inner, "bfloat16", "bfloat16", vec, in_phase=True, packed=True, **more)
+    def pieces(n_cols, inner, vec, dtype="bfloat16", **more):
+        problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, in_phase=True, packed=True, **more)
         device = DEVICES["sm_90"]
-        return faster_as_planes(problem, device, plan_spatial(problem, device))
+        return faster_as_planes(problem, device, plan_spatial(problem, device)) is not None
 
-    assert plan(35, 31, 1) and plan(35, 31, 1, backward=True)  # runs start anywhere
-    assert plan(7, 24, 8) and not plan(64, 64, 8) and not plan(7, 24, 8, backward=True)  # filled up; whole vectors
-    assert plan(2, 16, 8, backward=True)  # few bytes
-    assert not plan(14, 591, 1, backward=True) and not plan(2, 2001, 1) and plan(14, 591, 1)  # long runs
-    assert plan(1000, 23, 1) and not plan(1100, 23, 1) and not plan(1000, 23, 1, backward=True)  # shared memory
-    assert not plan(35, 31, 1, batch_invariant=True)  # lanes follow from `inner`
+    assert pieces(35, 31, 1) and pieces(35, 31, 1, backward=True)  # runs start anywhere
+    assert (
+        pieces(7, 24, 8) and not pieces(64, 64, 8) and not pieces(7, 24, 8, backward=True)
+    )  # filled up; whole vectors
+    assert pieces(2, 16, 8, backward=True)  # few bytes
+    assert pieces(14, 591, 1) and not pieces(14, 591, 1, backward=True) and not pieces(2, 2001, 1)  # long runs
+    assert pieces(31, 70, 2, "float32", backward=True) and not pieces(31, 70, 2, backward=True)  # narrow tiles
+    assert pieces(1000, 23, 1) and not pieces(1100, 23, 1) and not pieces(1000, 23, 1, backward=True)  # shared memory
+    assert not pieces(35, 31, 1, batch_invariant=True)  # lanes follow from `inner`
 
 
 @pytest.mark.parametrize("tile", TILES)

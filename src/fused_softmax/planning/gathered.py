@@ -210,27 +210,42 @@ ROOMS = (12 << 10, 16 << 10, 23 << 10, 32 << 10, 46 << 10)
 # programs fit on a multiprocessor. H100, bfloat16: 296 columns of 13 positions, 40 for each thread 0.96, 19 0.99
 HELD_COLS, COLS_OF_COPY = 19, 150
 GRADIENT_REGISTERS = 80  # of a thread with up to HELD_COLS columns
-WIDE_PIECE = 16 << 10  # bytes beyond which a program has twice the warps
-# positions from which tiles of runs that start anywhere are skewed; columns up to which tiles that are filled up by
-# more than this factor are slower; bytes of a program below which tiles are
-LONG_RUN, FILLED_COLS, MOST_FILLED, FEW_BYTES = 512, 16, 1.1, 1 << 10
+# warps of a program, by the bytes of a piece at most
+PIECE_WARPS = ((16 << 10, 4), (46 << 10, 8))
+# when tiles of positions are slower than pieces: `faster_as_planes`. H100, fraction of a copy or an add as tiles and
+# as pieces: 35 bfloat16 columns of 31 positions 0.62 and 1.00, 7 of 24 0.71 and 1.02; gradients of 31 columns of 70
+# positions, bfloat16 (tiles of 128) 0.97 and 0.94, float32 (tiles of 32) 0.74 and 0.96
+LONG_RUN, LONG_BYTES = (
+    512,
+    23 << 10,
+)  # positions from which tiles are skewed, and bytes of a piece of such planes, at most
+FEW_BYTES = 1280  # of a program
+FILLED_COLS, MOST_FILLED = 16, 1.1  # columns, and positions with those that fill up tiles over those without
+WIDE_TILE, LEAST_ACCESS = 256, 4  # bytes of a tile along `inner`, and of an access
 
 
 def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
     """The plan of planes where it is faster than `tiles`, the plan of tiles of positions; else None.
 
-    Where runs start anywhere, it is, except for long runs of a gradient or of two columns. Other runs lie in vectors,
-    so it is where tiles are filled up, or where a program has few bytes.
+    Where runs start anywhere, a softmax of up to LONG_RUN positions is, and a 16-bit one of longer runs. A gradient is
+    where tiles are narrow, or their accesses. Where runs start at vectors, a softmax of few columns is where tiles are
+    filled up. And always, where a program of tiles has few bytes.
     """
     found = planes_plan(problem, device)
     if found is None or tiles.regime == "spatial_two_pass":
         return found
-    if problem.vec < problem.full_vec:
-        faster = problem.inner < LONG_RUN or not (problem.backward or problem.n_cols == 2)
+    inner, itemsize = problem.inner, problem.itemsize
+    if tiles.outers * problem.n_cols * inner * itemsize < FEW_BYTES:
+        return found
+    if problem.vec == problem.full_vec:
+        filled_up = -(-inner // tiles.rows) * tiles.rows > MOST_FILLED * inner
+        faster = filled_up and problem.n_cols <= FILLED_COLS and inner < LONG_RUN and not problem.backward
+    elif inner >= LONG_RUN:
+        small = found.piece * itemsize <= LONG_BYTES
+        faster = small and itemsize == 2 and problem.n_cols > 2 and not problem.backward
     else:
-        filled_up = -(-problem.inner // tiles.rows) * tiles.rows > MOST_FILLED * problem.inner
-        few_bytes = tiles.outers * problem.n_cols * problem.inner * problem.itemsize < FEW_BYTES
-        faster = few_bytes or (filled_up and not problem.backward and problem.n_cols <= FILLED_COLS)
+        wide = tiles.rows * itemsize >= min(inner * itemsize, WIDE_TILE) and problem.vec * itemsize >= LEAST_ACCESS
+        faster = not (problem.backward and wide)
     return found if faster else None
 
 
@@ -250,7 +265,7 @@ def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
     best: tuple[float, int, int, int] | None = None
     most = max(1, PIECE_BYTES[problem.backward] // plane)
     for outers in range(max(1, most // 2), most + 1, max(1, most // 64)):
-        warps = NUM_WARPS * (1 + (outers * plane > WIDE_PIECE))
+        warps = next(warps for most_bytes, warps in PIECE_WARPS if outers * plane <= most_bytes)
         for lanes in (1, 2, 4, 8, 16, 32):
             if problem.n_cols > MOST_ELEMENTS[kind] * lanes:
                 continue

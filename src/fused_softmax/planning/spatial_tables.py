@@ -378,8 +378,7 @@ UNALIGNED = {
     ),
     (False, 4): (
         SpatialConfig(2, 1, 4, 256),
-        SpatialConfig(4, 1, 1, 128),
-        SpatialConfig(6, 1, 4, 128),
+        SpatialConfig(6, 1, 1, 128),
         SpatialConfig(56, 1, 4, 128, skewed=16),
         SpatialConfig(96, 2, 4, 128, skewed=32),
         SpatialConfig(208, 4, 4, 128, skewed=32),
