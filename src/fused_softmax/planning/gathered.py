@@ -215,10 +215,8 @@ PIECE_WARPS = ((16 << 10, 4), (46 << 10, 8))
 # when tiles of positions are slower than pieces: `faster_as_planes`. H100, fraction of a copy or an add as tiles and
 # as pieces: 35 bfloat16 columns of 31 positions 0.62 and 1.00, 7 of 24 0.71 and 1.02; gradients of 31 columns of 70
 # positions, bfloat16 (tiles of 128) 0.97 and 0.94, float32 (tiles of 32) 0.74 and 0.96
-LONG_RUN, LONG_BYTES = (
-    512,
-    23 << 10,
-)  # positions from which tiles are skewed, and bytes of a piece of such planes, at most
+LONG_RUN = 512  # positions from which tiles are skewed
+LONG_BYTES = 23 << 10  # of a piece of such planes, at most
 FEW_BYTES = 1280  # of a program
 FILLED_COLS, MOST_FILLED = 16, 1.1  # columns, and positions with those that fill up tiles over those without
 WIDE_TILE, LEAST_ACCESS = 256, 4  # bytes of a tile along `inner`, and of an access
