@@ -153,9 +153,19 @@ def test_random_small_planes(seed):
     assert gathered >= 5
 
 
+@pytest.mark.parametrize("shape", [(9, 5, 3), (4, 35, 31)])
+def test_small_planes_in_place(shape):
+    """A plan does not see whether the output is the input, so the bits are the same."""
+    x = torch.randn(shape)
+    y = fs.softmax(x, 1)
+    assert spatial.softmax_plan((x, x), False, False, False, DEVICE).gathered
+    spatial.prepare_softmax((x, x), False, False, False)((x, x))
+    assert torch.equal(x, y)
+
+
 def test_small_planes_are_pieces_where_that_is_faster():
     def pieces(n_cols, inner, vec, dtype="bfloat16", **more):
-        problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, in_phase=True, packed=True, **more)
+        problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, packed=True, **more)
         device = DEVICES["sm_90"]
         return faster_as_planes(problem, device, plan_spatial(problem, device)) is not None
 

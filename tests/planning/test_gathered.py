@@ -139,7 +139,7 @@ def test_a_piece_of_planes_has_its_room_and_its_threads(backward, target):
     for _ in range(1500):
         n_cols, inner = round(2 * 600 ** pick.random()), round(2000 ** pick.random())
         dtype = pick.choice(("bfloat16", "float16", "float32"))
-        problem = SpatialProblem(n_cols, inner, dtype, dtype, 1, backward, in_phase=True, packed=True)
+        problem = SpatialProblem(n_cols, inner, dtype, dtype, 1, backward, packed=True)
         chosen = gathered.planes_plan(problem, DEVICES[target])
         if chosen is None:
             most = gathered.PLANE_BYTES[backward] // ITEMSIZE[dtype]

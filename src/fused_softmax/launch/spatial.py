@@ -72,7 +72,8 @@ def problem_of(
         if t.data_ptr() % 16:
             vec = 1
     in_phase = _in_phase(tensors, inner)
-    packed = all(t.stride()[:2] == (n_cols * inner, inner) and t.dtype is to.dtype for t in tensors)
+    lies = (to.dtype, 0, (n_cols * inner, inner))
+    packed = all((t.dtype, t.data_ptr() % 16, t.stride()[:2]) == lies for t in tensors)
     dtypes = [DTYPE_NAMES[t.dtype] for t in (tensors[0], tensors[-1])]
     return SpatialProblem(
         n_cols, inner, dtypes[0], dtypes[1], vec, backward, log, batch_invariant, whole_sectors, in_phase, packed

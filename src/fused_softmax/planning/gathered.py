@@ -251,12 +251,12 @@ def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
     """The plan of planes that a program moves as one piece; None where it cannot.
 
     >>> from .types import DEVICES
-    >>> planes = SpatialProblem(35, 31, "bfloat16", "bfloat16", 1, in_phase=True, packed=True)
+    >>> planes = SpatialProblem(35, 31, "bfloat16", "bfloat16", 1, packed=True)
     >>> planes_plan(planes, DEVICES["sm_90"]).outers
     4
     """
     plane = problem.n_cols * problem.inner * problem.itemsize
-    possible = problem.packed and problem.in_phase and plane <= PLANE_BYTES[problem.backward]
+    possible = problem.packed and plane <= PLANE_BYTES[problem.backward]
     if not possible or problem.batch_invariant or device.warp_size != 32:
         return None
     kind = BACKWARD if problem.backward else FORWARD
