@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from fused_softmax.kernels.common.gathered_ptx import region_bytes
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.planning import gathered
 from fused_softmax.planning.masked_softmax import plan_masked
@@ -139,16 +140,18 @@ def test_a_piece_of_planes_has_its_room_and_its_threads(backward, target):
     for _ in range(1500):
         n_cols, inner = round(2 * 600 ** pick.random()), round(2000 ** pick.random())
         dtype = pick.choice(("bfloat16", "float16", "float32"))
+        itemsize = ITEMSIZE[dtype]
         problem = SpatialProblem(n_cols, inner, dtype, dtype, 1, backward, packed=True)
         chosen = gathered.planes_plan(problem, DEVICES[target])
         if chosen is None:
-            most = gathered.PLANE_BYTES[backward] // ITEMSIZE[dtype]
-            assert n_cols * inner > most or n_cols > 32 * gathered.MOST_ELEMENTS["backward" if backward else "forward"]
+            most = gathered.MOST_ELEMENTS[gathered.BACKWARD if backward else gathered.FORWARD]
+            too_many = n_cols > 32 * most or gathered._rounded(-(-n_cols // 32))[0] > most
+            assert too_many or n_cols * inner * itemsize > gathered.PLANE_BYTES[backward]
             continue
         found += 1
-        lanes = chosen.vectors_per_chunk
+        lanes, room = chosen.vectors_per_chunk, region_bytes(chosen.piece, itemsize)
         assert chosen.outers * n_cols * inner <= chosen.piece
-        assert (1 + backward) * (chosen.piece * ITEMSIZE[dtype] + 32) <= 48 << 10
+        # the last place of a piece that starts 16 bytes less an element behind a vector, and the one behind it
+        assert 16 - itemsize + chosen.piece * itemsize + itemsize <= room and (1 + backward) * room <= 48 << 10
         assert n_cols <= lanes * chosen.chunks and lanes * chosen.unpredicated_chunks <= n_cols
-        assert chosen.rows * lanes == 32 * chosen.num_warps
     assert found > 500

@@ -87,6 +87,17 @@ def assert_contract(got: torch.Tensor, x: torch.Tensor, dim: int = -1, dtype: to
     assert worst <= 0, f"error {error.max():.3g}, {worst:.3g} above what the rule allows"
 
 
+def assert_gradient(dx: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, log: bool) -> None:
+    """The gradient of softmax, or of log_softmax, over dimension 1, as exact as its dtype and its sums allow."""
+    g, p = dy.double(), y.double()
+    want = g - p.exp() * g.sum(1, keepdim=True) if log else p * (g - (g * p).sum(1, keepdim=True))
+    terms = g if log else g * p
+    scale = (p.exp() if log else p) * terms.abs().sum(1, keepdim=True) + (1 if log else p) * g.abs()
+    eps, least = torch.finfo(y.dtype).eps, torch.finfo(y.dtype).smallest_normal
+    relative = 2e-6 + 2 * eps + log * torch.finfo(torch.float32).eps * p.abs()  # exp(y) is as exact as y
+    assert ((dx.double() - want).abs() <= relative * scale + eps * least).all(), (y.shape, y.dtype)
+
+
 def edge_rows(n_cols: int, dtype: torch.dtype, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Named rows of n_cols >= 3 columns: the infinities, NaN and extremes of the contract's table."""
     inf, third = float("inf"), max(n_cols // 3, 1)

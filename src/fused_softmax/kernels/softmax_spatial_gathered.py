@@ -134,7 +134,7 @@ def softmax_spatial_gathered(
 
 @kernel()
 def softmax_spatial_gathered_backward(
-    y_ptr: Rows,  # the forward's output
+    y_ptr: Rows,  # the forward's output, at the same distance from a multiple of 16 bytes as dx, which takes its places
     dy_ptr: Rows, dx_ptr: Rows,
     n_outer: Int64,  # these numbers: as in `softmax_spatial_gathered`
     n_cols: Int32,

@@ -201,7 +201,7 @@ def wavefronts(n_cols: int, lanes: int, vec: int, itemsize: int, step: int) -> i
 
 # --- planes (n_cols, inner) of a dimension that is not the last -------------------------------------------------------
 
-# bytes of a tensor's piece, by `backward`: of several planes at most, and of one: a kernel has 48 KB of shared memory
+# bytes of a tensor's piece at most, by `backward`: of several planes, and of one: a kernel has 48 KB of shared memory
 PIECE_BYTES = {False: 16 << 10, True: 12 << 10}
 PLANE_BYTES = {False: 46 << 10, True: 23 << 10}
 # a program's room for a tensor's piece is one of these, so that shapes share kernels
@@ -225,26 +225,24 @@ WIDE_TILE, LEAST_ACCESS = 256, 4  # bytes of a tile along `inner`, and of an acc
 def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
     """The plan of planes where it is faster than `tiles`, the plan of tiles of positions; else None.
 
-    Where runs start anywhere, a softmax of up to LONG_RUN positions is, and a 16-bit one of longer runs. A gradient is
-    where tiles are narrow, or their accesses. Where runs start at vectors, a softmax of few columns is where tiles are
-    filled up. And always, where a program of tiles has few bytes.
+    It is, where a program of tiles has few bytes, or columns are read twice. Else, where runs do not start at vectors:
+    a softmax of runs below LONG_RUN, and a 16-bit one of longer runs, more than 2 columns and small planes; gradients
+    of runs below LONG_RUN whose tiles are narrow, or are read in accesses below LEAST_ACCESS. Where runs start at
+    vectors: a softmax of few columns and runs below LONG_RUN that fill up their tiles.
     """
-    found = planes_plan(problem, device)
-    if found is None or tiles.regime == "spatial_two_pass":
-        return found
     inner, itemsize = problem.inner, problem.itemsize
-    if tiles.outers * problem.n_cols * inner * itemsize < FEW_BYTES:
-        return found
+    plane, short = problem.n_cols * inner * itemsize, inner < LONG_RUN
     if problem.vec == problem.full_vec:
         filled_up = -(-inner // tiles.rows) * tiles.rows > MOST_FILLED * inner
-        faster = filled_up and problem.n_cols <= FILLED_COLS and inner < LONG_RUN and not problem.backward
-    elif inner >= LONG_RUN:
-        small = found.piece * itemsize <= LONG_BYTES
-        faster = small and itemsize == 2 and problem.n_cols > 2 and not problem.backward
-    else:
+        faster = filled_up and problem.n_cols <= FILLED_COLS and short and not problem.backward
+    elif problem.backward:
         wide = tiles.rows * itemsize >= min(inner * itemsize, WIDE_TILE) and problem.vec * itemsize >= LEAST_ACCESS
-        faster = not (problem.backward and wide)
-    return found if faster else None
+        faster = short and not wide
+    else:
+        faster = short or (itemsize == 2 and problem.n_cols > 2 and plane <= LONG_BYTES)
+    few_bytes = tiles.outers * plane < FEW_BYTES
+    always = few_bytes or tiles.regime == "spatial_two_pass"
+    return planes_plan(problem, device) if faster or always else None
 
 
 def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
@@ -256,22 +254,25 @@ def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
     4
     """
     plane = problem.n_cols * problem.inner * problem.itemsize
-    possible = problem.packed and plane <= PLANE_BYTES[problem.backward]
+    possible = problem.packed and problem.n_cols > 1 and plane <= PLANE_BYTES[problem.backward]
     if not possible or problem.batch_invariant or device.warp_size != 32:
         return None
     kind = BACKWARD if problem.backward else FORWARD
     best: tuple[float, int, int, int] | None = None
     most = max(1, PIECE_BYTES[problem.backward] // plane)
-    for outers in range(max(1, most // 2), most + 1, max(1, most // 64)):
+    for outers in range(max(1, most // 2), most + 1, max(1, most // 16)):
         warps = next(warps for most_bytes, warps in PIECE_WARPS if outers * plane <= most_bytes)
         for lanes in (1, 2, 4, 8, 16, 32):
-            if problem.n_cols > MOST_ELEMENTS[kind] * lanes:
+            if problem.n_cols > CHUNKS[-1] * lanes:
                 continue
             chunks = _rounded(-(-problem.n_cols // lanes))[0]
+            if chunks > MOST_ELEMENTS[kind]:
+                continue
             positions = outers * problem.inner
             rounds = -(-positions * lanes // (warps * device.warp_size))
             idle = rounds * warps * device.warp_size / (positions * lanes)
-            waves = wavefronts(1, lanes, 1, problem.itemsize, problem.inner)
+            period = 4 * BANKS // problem.itemsize  # of places that share a bank
+            waves = wavefronts(1, lanes, 1, problem.itemsize, problem.inner % period + period)
             of_thread = WORK[kind].of_thread
             time = _over_copy(problem.n_cols, problem.itemsize, kind, lanes, chunks, chunks, waves, of_thread, idle)
             cost = time + max(0, chunks - HELD_COLS) / COLS_OF_COPY
