@@ -5,7 +5,7 @@
 
 The tensor is (outer, n_cols, inner), without a gap. Runs of `inner` that do not start at multiples of 16 bytes are read
 and written one element at a time where a kernel reads columns, and tiles of short runs are filled up. Here a program
-moves OUTERS planes as one piece, in vectors (`gathered_rows`), and all their positions follow each other. LANES
+moves `outers` planes as one piece, in vectors (`gathered_rows`), and all their positions follow each other. LANES
 neighbors of a warp share a position, CHUNKS columns for each. A result takes the place of its input, which no other
 thread reads.
 """
