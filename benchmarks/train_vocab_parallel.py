@@ -137,6 +137,7 @@ def main() -> None:
                 json.dump({"ranks": ranks, "device": device.type, "torch": torch.__version__, **curves}, file)
         if args.plot:
             plot(curves, ranks, args.plot)
+    dist.barrier()  # no rank ends while another one is still in its last collective
     dist.destroy_process_group()
     if not (first <= FIRST and apart <= TOLERANCE and sharded[-1] < 0.8 * sharded[0]):
         raise SystemExit(f"the losses are {first:.1e} and {apart:.1e} apart, or they do not fall")
