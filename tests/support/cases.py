@@ -87,6 +87,18 @@ def assert_contract(got: torch.Tensor, x: torch.Tensor, dim: int = -1, dtype: to
     assert worst <= 0, f"error {error.max():.3g}, {worst:.3g} above what the rule allows"
 
 
+def assert_forward(got: torch.Tensor, x: torch.Tensor, log: bool) -> None:
+    """softmax, or log_softmax, over dimension 1: the contract's rule, or as exact as float32 and the dtype allow."""
+    if not log:
+        assert_contract(got, x, 1)
+        return
+    want = torch.log_softmax(x.double(), 1)
+    finite = want.isfinite()
+    bound = 4 * torch.finfo(torch.float32).eps + 2 * torch.finfo(x.dtype).eps
+    assert ((got.double() - want)[finite].abs() <= bound * (1 + want[finite].abs())).all(), x.shape
+    assert torch.equal(got.double()[~finite], want[~finite])
+
+
 def assert_gradient(dx: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, log: bool) -> None:
     """The gradient of softmax, or of log_softmax, over dimension 1, as exact as its dtype and its sums allow."""
     g, p = dy.double(), y.double()
