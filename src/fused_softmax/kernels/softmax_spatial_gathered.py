@@ -21,17 +21,14 @@ from .common.gathered_ptx import region_bytes
 from .common.gathered_rows import (
     await_gathered,
     declare_regions,
-    fetch_slot,
     gather,
     max_of,
     max_over_lanes,
-    next_slot,
-    put_slot,
     scatter,
-    slot_of,
     sum_of,
     sum_over_lanes,
 )
+from .common.gathered_slots import fetch_slot, next_slot, put_slot, slot_of
 from .common.numerics import LOWEST, exp2_affine, exp2_fma
 from .common.row_scheduler import fast_divmod
 from .common.softmax_terms import gradient, gradient_term, normalize
@@ -47,16 +44,16 @@ def planes_of(n_outer, n_cols, inner, outers):
 
 
 @triton.jit
-def position_of(k, positions, plane, inner, multiplier, power, LANES: tl.constexpr, THREADS: tl.constexpr):
+def position_of(k, positions, n, plane, inner, multiplier, power, LANES: tl.constexpr, THREADS: tl.constexpr):
     """(place of each thread's first column, places to its next one, whether it has a position) in round k.
 
-    A thread without a position stays behind the piece, at a place that no thread writes.  # [THREADS]
+    n: elements of the piece. A thread without a position stays behind it, where no thread writes.  # [THREADS]
     """
     thread = tl.arange(0, THREADS)
     position = thread // LANES + k * (THREADS // LANES)
     index, rest = fast_divmod(position, inner, multiplier, power)
     exists = position < positions
-    at = tl.where(exists, index * plane + rest + thread % LANES * inner, positions // inner * plane)
+    at = tl.where(exists, index * plane + rest + thread % LANES * inner, n)
     return at, tl.where(exists, LANES * inner, 0), exists
 
 
@@ -113,7 +110,7 @@ def softmax_spatial_gathered(
     # 16 bits: exp(x - m) in one multiply-add and one exp2; their common factor cancels in exp/sum
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16 and not LOG
     for k in range(0, (positions + THREADS // LANES - 1) // (THREADS // LANES)):
-        at, step, exists = position_of(k, positions, plane, inner, multiplier, power, LANES, THREADS)
+        at, step, exists = position_of(k, positions, n, plane, inner, multiplier, power, LANES, THREADS)
         x = fetch_columns(x_ptr, at, step, exists, n_cols, 0, "-inf", LANES, CHUNKS, UNPREDICATED, THREADS, PTX)
         m = tl.maximum(max_over_lanes(max_of(x, 0, CHUNKS), LANES, PTX), LOWEST)
         base, shift, _ = exp2_affine(m, FUSED)
@@ -153,7 +150,7 @@ def softmax_spatial_gathered_backward(
     await_gathered(PTX)
 
     for k in range(0, (positions + THREADS // LANES - 1) // (THREADS // LANES)):
-        at, step, exists = position_of(k, positions, plane, inner, multiplier, power, LANES, THREADS)
+        at, step, exists = position_of(k, positions, n, plane, inner, multiplier, power, LANES, THREADS)
         y = fetch_columns(y_ptr, at, step, exists, n_cols, 0, "0", LANES, CHUNKS, UNPREDICATED, THREADS, PTX)
         dy = fetch_columns(dy_ptr, at, step, exists, n_cols, SECOND, "0", LANES, CHUNKS, UNPREDICATED, THREADS, PTX)
         terms = ()
