@@ -28,10 +28,10 @@ from .spatial import (
     Run,
     Step,
     cached_run,
+    kernel_of,
     merge_step,
     merge_tile,
     of_layout,
-    of_parts,
     parts_step,
     prepare,
     problem_of,
@@ -55,7 +55,7 @@ def _prepare() -> Any:
 
 
 PARTS = {
-    name: of_parts("cross_entropy_spatial_parts", name)
+    name: kernel_of("cross_entropy_spatial_parts", name)
     for name in ("cross_entropy_spatial_reduce", "cross_entropy_spatial_merge", "cross_entropy_spatial_finish")
 }
 # targets that one program prepares, in blocks of one for each of its threads' 16 bytes

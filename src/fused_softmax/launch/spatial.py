@@ -27,7 +27,7 @@ from .layout import DTYPE_NAMES, divisor, empty, expect_countable
 from .torch_private import current_device, current_stream
 
 
-def of_parts(module: str, name: str) -> Kernel:
+def kernel_of(module: str, name: str) -> Kernel:
     """The loader of a kernel of `module`."""
 
     def load() -> Any:
@@ -39,11 +39,11 @@ def of_parts(module: str, name: str) -> Kernel:
 
 # the kernels of softmax and its gradient, by module, and those of columns that are read in parts, by name
 RESIDENT = {
-    module: tuple(of_parts(module, name) for name in (module, f"{module}_backward"))
+    module: tuple(kernel_of(module, name) for name in (module, f"{module}_backward"))
     for module in ("softmax_spatial", "softmax_spatial_skewed", "softmax_spatial_gathered")
 }
 PARTS = {
-    name: of_parts("softmax_spatial_parts", name)
+    name: kernel_of("softmax_spatial_parts", name)
     for name in (
         "softmax_spatial_reduce",
         "softmax_spatial_merge",

@@ -257,30 +257,10 @@ def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
     possible = problem.packed and problem.n_cols > 1 and plane <= PLANE_BYTES[problem.backward]
     if not possible or problem.batch_invariant or device.warp_size != 32:
         return None
-    kind = BACKWARD if problem.backward else FORWARD
-    best: tuple[float, int, int, int] | None = None
-    most = max(1, PIECE_BYTES[problem.backward] // plane)
-    for outers in range(max(1, most // 2), most + 1, max(1, most // 16)):
-        warps = next(warps for most_bytes, warps in PIECE_WARPS if outers * plane <= most_bytes)
-        for lanes in (1, 2, 4, 8, 16, 32):
-            if problem.n_cols > CHUNKS[-1] * lanes:
-                continue
-            chunks = _rounded(-(-problem.n_cols // lanes))[0]
-            if chunks > MOST_ELEMENTS[kind]:
-                continue
-            positions = outers * problem.inner
-            rounds = -(-positions * lanes // (warps * device.warp_size))
-            idle = rounds * warps * device.warp_size / (positions * lanes)
-            period = 4 * BANKS // problem.itemsize  # of places that share a bank
-            waves = wavefronts(1, lanes, 1, problem.itemsize, problem.inner % period + period)
-            of_thread = WORK[kind].of_thread
-            time = _over_copy(problem.n_cols, problem.itemsize, kind, lanes, chunks, chunks, waves, of_thread, idle)
-            cost = time + max(0, chunks - HELD_COLS) / COLS_OF_COPY
-            if best is None or cost < 0.99 * best[0]:
-                best = cost, outers, lanes, warps
-    if best is None:
+    found = _planes_lanes_warps(problem.n_cols, problem.inner, problem.itemsize, problem.backward)
+    if found is None:
         return None
-    _, outers, lanes, warps = best
+    outers, lanes, warps = found
     chunks, full = _rounded(-(-problem.n_cols // lanes))
     room = next(n_bytes for n_bytes in ROOMS if outers * plane <= n_bytes)
     # a gradient's places would take more registers, and fewer programs would fit
@@ -291,3 +271,24 @@ def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
         "spatial", warps * device.warp_size // lanes, 1, 1, lanes, 1, chunks, full, False, False, warps, cap, why,
         outers=outers, gathered=True, piece=room // problem.itemsize,
     )  # fmt: skip
+
+
+def _planes_lanes_warps(n_cols: int, inner: int, itemsize: int, backward: bool) -> tuple[int, int, int] | None:
+    """(planes of a piece, lanes of a position, warps of a program) of the least cost; None for too many columns."""
+    kind, plane = BACKWARD if backward else FORWARD, n_cols * inner * itemsize
+    period = 4 * BANKS // itemsize  # of places that share a bank
+    best, least = None, float("inf")
+    most = max(1, PIECE_BYTES[backward] // plane)
+    for outers in range(max(1, most // 2), most + 1, max(1, most // 16)):
+        warps = next(warps for most_bytes, warps in PIECE_WARPS if outers * plane <= most_bytes)
+        for lanes in (1, 2, 4, 8, 16, 32):
+            if n_cols > CHUNKS[-1] * lanes or (chunks := _rounded(-(-n_cols // lanes))[0]) > MOST_ELEMENTS[kind]:
+                continue
+            threads = outers * inner * lanes
+            idle = -(-threads // (32 * warps)) * 32 * warps / threads
+            waves = wavefronts(1, lanes, 1, itemsize, inner % period + period)
+            time = _over_copy(n_cols, itemsize, kind, lanes, chunks, chunks, waves, WORK[kind].of_thread, idle)
+            cost = time + max(0, chunks - HELD_COLS) / COLS_OF_COPY
+            if cost < 0.99 * least:
+                best, least = (outers, lanes, warps), cost
+    return best

@@ -121,7 +121,7 @@ def class_of(n_cols: int, inner: int, layout: str) -> str:
         return layout
     if inner >= 1024 and inner % 2:
         return "odd inner"
-    if inner % 2 and inner < 1024 and n_cols <= 1024:
+    if inner % 2 and n_cols <= 1024:
         return "odd inner below 1,024"
     if inner < 1024:
         return "more columns, inner below 1,024" if n_cols > 4096 else "inner below 1,024"
