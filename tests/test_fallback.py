@@ -42,6 +42,8 @@ OF_SOFTMAX = {
     "softmax_spatial_skewed_backward": "softmax_spatial_skewed",
     "softmax_spatial_gathered": "softmax_spatial_gathered",
     "softmax_spatial_gathered_backward": "softmax_spatial_gathered",
+    "softmax_spatial_gathered_cluster": "softmax_spatial_gathered_cluster",
+    "softmax_spatial_gathered_cluster_backward": "softmax_spatial_gathered_cluster",
     "softmax_spatial_reduce": "softmax_spatial_parts",
     "softmax_spatial_merge": "softmax_spatial_parts",
     "softmax_spatial_finish": "softmax_spatial_parts",
@@ -271,6 +273,10 @@ PLANNED = {
     "softmax_spatial": lambda x: fs.plan_for(x.repeat(1, 16), 0),
     "softmax_spatial_gathered": lambda x: fs.plan_for(x, 0),
     "softmax_spatial_gathered_backward": lambda x: fs.plan_for(x.half(), 0, op="log_softmax", backward=True),
+    "softmax_spatial_gathered_cluster": lambda x: fs.plan_for(x.repeat(600, 1), 0),
+    "softmax_spatial_gathered_cluster_backward": lambda x: fs.plan_for(
+        x.half().repeat(600, 1), 0, op="log_softmax", backward=True
+    ),
     "row_statistics": lambda x: fs.plan_for(x, op="logsumexp"),
     "row_statistics_backward": lambda x: fs.plan_for(x, op="token_logprobs", backward=True),
     "masked_softmax_gathered": lambda x: fs.plan_for(x, op="masked_softmax", mask=x > 0),

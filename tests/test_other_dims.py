@@ -17,7 +17,7 @@ from fused_softmax.launch import cross_entropy_spatial, logsumexp, spatial
 from fused_softmax.launch import softmax as launch_softmax
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.options import CrossEntropy
-from fused_softmax.planning.gathered import faster_as_planes, planes_plan
+from fused_softmax.planning.planes import planes_plan
 from fused_softmax.planning.spatial import (
     parts_plan,
     plan_spatial,
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.interpreted
 
 DEVICE = describe(torch.device("cpu"))
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
-PLANES = "planes as one piece"
+PLANES = ("planes as one piece", "a large plane", "a plane on a cluster")
 # (outer, n_cols, inner), positions of a tile, columns of a chunk, warps, CTAs; no CTAs: in parts
 TILES = {
     "whole columns in a thread": ((2, 19, 40), 64, 1, 1, 1),
@@ -42,15 +42,17 @@ TILES = {
     "a cluster": ((2, 70, 50), 16, 4, 1, 4),
     "parts": ((2, 1100, 6), 0, 0, 0, 0),
     "one part": ((2, 70, 33), 0, 0, 0, 0),
-    PLANES: ((131, 13, 9), 0, 0, 0, 0),
+    PLANES[0]: ((131, 13, 9), 0, 0, 0, 0),
+    PLANES[1]: ((2, 140, 181), 0, 0, 0, 0),
+    PLANES[2]: ((2, 1450, 43), 0, 0, 0, 2),
 }
 
 
 def planned(tile: str, problem: SpatialProblem) -> Plan:
     _, inner, cols, warps, ctas = TILES[tile]
-    if tile == PLANES:
+    if tile in PLANES:
         found = planes_plan(problem, DEVICE)
-        assert found is not None
+        assert found is not None and (found.ctas > 1) == (ctas > 1)
         return found
     if not ctas:
         return parts_plan(problem, DEVICE)
@@ -80,7 +82,7 @@ def test_forward_of_each_regime(tile, dtype, log):
     shape = TILES[tile][0]
     x = logits(shape[0], shape[2], shape[1], dtype=dtype).transpose(1, 2).contiguous()
     x[0, 1, 0] = -float("inf")
-    y, field = within(shape, dtype, tile == PLANES)
+    y, field = within(shape, dtype, tile in PLANES)
     run(tile, (x, y), log)
     assert_forward(y.clone(), x, log)
     y.fill_(SENTINEL)
@@ -94,7 +96,7 @@ def test_gradient_of_each_regime(tile, dtype, log):
     shape = TILES[tile][0]
     y = (torch.log_softmax if log else torch.softmax)(torch.randn(shape) * 2, 1).to(dtype)
     dy = torch.randn(shape).to(dtype)
-    dx, field = within(shape, dtype, tile == PLANES)
+    dx, field = within(shape, dtype, tile in PLANES)
     run(tile, (y, dy, dx), log, backward=True)
     g, p = dy.double(), y.double()
     want = g - p.exp() * g.sum(1, keepdim=True) if log else p * (g - (g * p).sum(1, keepdim=True))
@@ -136,7 +138,35 @@ def test_random_small_planes(seed):
     assert gathered >= 5
 
 
-@pytest.mark.parametrize("shape", [(9, 5, 3), (4, 35, 31)])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_large_planes(seed):
+    """Planes in shared memory that the launch adds, and planes that the CTAs of a cluster share."""
+    pick, log, ways = random.Random(100 + seed), bool(seed % 2), set()
+    for kilobytes in (60, 80, 250, 380):
+        inner = round(11 * 20 ** pick.random()) | 1
+        dtype = pick.choice((BFLOAT16, FLOAT32))
+        shape = (2, round(kilobytes * 1024 / dtype.itemsize / inner), inner)
+        x, dy = (torch.randn(shape).mul_(3).to(dtype) for _ in range(2))
+        x[0, :, 0], x[1, 3, 1] = -float("inf"), float("nan")
+        (y, field), (dx, of_dx) = (within(shape, dtype, packed=True) for _ in range(2))
+        for backward, tensors in ((False, (x, y)), (True, (y, dy, dx))):
+            problem = spatial.problem_of(*tensors, backward=backward, log=log)
+            plan = planes_plan(problem, DEVICE)
+            if plan is None:
+                continue
+            ways.add(plan.ctas > 1)
+            spatial.prepare(spatial.softmax_recipe(tensors, plan, log, backward, DEVICE), tensors)(tensors)
+            if not backward:
+                assert_contract(y.clone(), x, 1) if not log else None
+                y.copy_((torch.log_softmax if log else torch.softmax)(torch.randn(shape), 1))
+        assert_gradient(dx, y, dy, log)
+        for out, memory in ((y, field), (dx, of_dx)):
+            out.fill_(SENTINEL)
+            assert (memory == SENTINEL).all(), "written outside the output"
+    assert ways == {False, True}
+
+
+@pytest.mark.parametrize("shape", [(9, 5, 3), (4, 35, 31), (2, 140, 181), (2, 1450, 43)])
 def test_small_planes_in_place(shape):
     """Where planes move as pieces, the output may be the input, and the bits are the same."""
     x = torch.randn(shape)
@@ -144,22 +174,6 @@ def test_small_planes_in_place(shape):
     assert spatial.softmax_plan((x, x), False, False, False, DEVICE).gathered
     spatial.prepare_softmax((x, x), False, False, False)((x, x))
     assert torch.equal(x, y)
-
-
-def test_small_planes_are_pieces_where_that_is_faster():
-    def pieces(n_cols, inner, vec, dtype="bfloat16", **more):
-        problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, packed=True, **more)
-        device = DEVICES["sm_90"]
-        return faster_as_planes(problem, device, plan_spatial(problem, device)) is not None
-
-    assert pieces(35, 31, 1) and pieces(35, 31, 1, backward=True)  # runs start anywhere
-    assert pieces(7, 24, 8) and not pieces(7, 24, 8, backward=True)  # a softmax fills up its tiles
-    assert not pieces(64, 64, 8)  # whole vectors, and full tiles
-    assert pieces(2, 16, 8, backward=True)  # few bytes
-    assert pieces(14, 591, 1) and not pieces(14, 591, 1, backward=True) and not pieces(2, 2001, 1)  # long runs
-    assert pieces(31, 70, 2, "float32", backward=True) and not pieces(31, 70, 2, backward=True)  # narrow tiles
-    assert pieces(1000, 23, 1) and not pieces(1100, 23, 1) and not pieces(1000, 23, 1, backward=True)  # shared memory
-    assert not pieces(35, 31, 1, batch_invariant=True)  # lanes follow from `inner`
 
 
 @pytest.mark.parametrize("tile", TILES)

@@ -24,8 +24,8 @@ from .torch_ops.arguments import (
 from .torch_ops.linear_arguments import expect_matrix, gathered, settings_of
 from .torch_ops.linear_cross_entropy import linear_cross_entropy_of, probabilities_cross_entropy
 from .torch_ops.linear_token_logprobs import linear_token_logprobs_of
+from .torch_ops.outputs import TokenStatistics
 from .torch_ops.temperature import scale_of
-from .torch_ops.token_statistics import TokenStatistics
 
 
 def linear_cross_entropy(

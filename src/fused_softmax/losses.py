@@ -24,9 +24,9 @@ from .torch_ops.arguments import (
 )
 from .torch_ops.cross_entropy import cross_entropy_of, direct_cross_entropy
 from .torch_ops.cross_entropy_spatial import as_it_lies
+from .torch_ops.outputs import TokenStatistics
 from .torch_ops.route import of_dtensor
 from .torch_ops.token_logprobs import direct_token_logprobs, token_logprobs_of
-from .torch_ops.token_statistics import TokenStatistics
 
 
 def cross_entropy(

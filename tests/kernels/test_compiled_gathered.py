@@ -12,7 +12,9 @@ from planned import problem
 
 from fused_softmax.launch import spatial
 from fused_softmax.launch.softmax import softmax_launch
-from fused_softmax.planning.gathered import BACKWARD, FORWARD, MOST_COLS, planes_plan
+from fused_softmax.planning.gathered import MOST_COLS
+from fused_softmax.planning.piece_costs import BACKWARD, FORWARD
+from fused_softmax.planning.planes import planes_plan
 from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.types import DEVICES
 
@@ -82,6 +84,30 @@ def test_small_planes_move_in_vectors(shape, log, dtype, target):
         if target == "sm_90":
             few = 80 if n_tensors == 3 and chosen.chunks <= 19 else 128
             assert used.registers <= (few if log or n_tensors == 3 else 44 + chosen.chunks)
+        vectors = -(-chosen.piece * dtype.itemsize // (16 * 32 * chosen.num_warps))
+        assert dict(used.loads) == {16: (n_tensors - 1) * vectors, dtype.itemsize: n_tensors - 1}
+        assert dict(used.stores) == {16: vectors, dtype.itemsize: 1}
+
+
+LARGE = [((468, 83), torch.bfloat16, 1), ((232, 119), torch.float32, 1), ((1350, 47), torch.float16, 2)]
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(("shape", "dtype", "ctas"), LARGE, ids=str)
+def test_large_planes_move_in_vectors(shape, dtype, ctas, log):
+    """Of more than the 48 KB that PTX declares: shared memory is added, or a cluster shares the plane."""
+    device, target = DEVICES["sm_90"], "sm_90"
+    for n_tensors in (2, 3):
+        backward = n_tensors == 3
+        tensors = tuple(torch.empty(4, *shape, dtype=dtype) for _ in range(n_tensors))
+        chosen = planes_plan(spatial.problem_of(*tensors, backward=backward), device)
+        (launch,) = spatial.recipe_launches(spatial.softmax_recipe(tensors, chosen, log, backward, device), tensors)
+        used, _ = cross_compiled(as_called(launch), target)
+        assert (chosen.ctas >= ctas) if ctas > 1 else chosen.ctas == 1 and chosen.dynamic_bytes > 48 << 10
+        assert used.num_ctas == chosen.ctas and (used.cluster_barriers > 0) == (chosen.ctas > 1)
+        assert used.spilled_bytes <= 32 and used.fits()
+        own = used.shared_bytes - chosen.dynamic_bytes
+        assert own == 128 if chosen.dynamic_bytes else own <= 48 << 10
         vectors = -(-chosen.piece * dtype.itemsize // (16 * 32 * chosen.num_warps))
         assert dict(used.loads) == {16: (n_tensors - 1) * vectors, dtype.itemsize: n_tensors - 1}
         assert dict(used.stores) == {16: vectors, dtype.itemsize: 1}

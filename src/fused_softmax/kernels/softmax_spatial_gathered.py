@@ -12,11 +12,11 @@ thread reads.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
 from .common.early_start import await_previous
+from .common.gathered_planes import fetch_columns, planes_of, position_of, put_columns
 from .common.gathered_ptx import region_bytes
 from .common.gathered_rows import (
     await_gathered,
@@ -28,63 +28,8 @@ from .common.gathered_rows import (
     sum_of,
     sum_over_lanes,
 )
-from .common.gathered_slots import fetch_slot, next_slot, put_slot, slot_of
 from .common.numerics import LOWEST, exp2_affine, exp2_fma
-from .common.row_scheduler import fast_divmod
 from .common.softmax_terms import gradient, gradient_term, normalize
-
-
-@triton.jit
-def planes_of(n_outer, n_cols, inner, outers):
-    """(first element, elements, elements of a plane, positions) of the program's piece of `outers` planes or fewer."""
-    first = tl.program_id(0).to(tl.int64) * outers
-    plane = n_cols * inner
-    planes = tl.minimum(n_outer - first, outers).to(tl.int32)
-    return first * plane, planes * plane, plane, planes * inner
-
-
-@triton.jit
-def position_of(k, positions, n, plane, inner, multiplier, power, LANES: tl.constexpr, THREADS: tl.constexpr):
-    """(place of each thread's first column, places to its next one, whether it has a position) in round k.
-
-    n: elements of the piece. A thread without a position stays behind it, where no thread writes.  # [THREADS]
-    """
-    thread = tl.arange(0, THREADS)
-    position = thread // LANES + k * (THREADS // LANES)
-    index, rest = fast_divmod(position, inner, multiplier, power)
-    exists = position < positions
-    at = tl.where(exists, index * plane + rest + thread % LANES * inner, n)
-    return at, tl.where(exists, LANES * inner, 0), exists
-
-
-@triton.jit
-def fetch_columns(
-    ptr, at, step, exists, n_cols, REGION: tl.constexpr, FILL: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr,
-    UNPREDICATED: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Each thread's columns, of `position_of`, in float32.  # CHUNKS x [THREADS]"""
-    found = ()
-    slot = slot_of(ptr, at, REGION, PTX)
-    for c in tl.static_range(CHUNKS):
-        there = exists & (tl.arange(0, THREADS) % LANES + c * LANES < n_cols)
-        found = found + (fetch_slot(ptr, slot, there, FILL, c >= UNPREDICATED, PTX),)
-        slot = next_slot(slot, ptr, step, PTX)
-    return found
-
-
-@triton.jit
-def put_columns(
-    tiles, ptr, at, step, exists, n_cols, LANES: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr,
-    THREADS: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Puts results where `fetch_columns` found the input of region 0."""
-    slot = slot_of(ptr, at, 0, PTX)
-    for c in tl.static_range(CHUNKS):
-        there = exists
-        if c >= UNPREDICATED:
-            there = exists & (tl.arange(0, THREADS) % LANES + c * LANES < n_cols)
-        put_slot(tiles[c], ptr, slot, there, PTX)
-        slot = next_slot(slot, ptr, step, PTX)
 
 
 @kernel()
@@ -99,8 +44,9 @@ def softmax_spatial_gathered(
     LANES: tl.constexpr, CHUNKS: tl.constexpr,
     UNPREDICATED: tl.constexpr,  # chunks that all threads of a position fill
     THREADS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+    DYNAMIC: tl.constexpr,  # bytes of shared memory that the launch adds, for larger pieces
 ):  # fmt: skip
-    declare_regions(region_bytes(PIECE, x_ptr.dtype.element_ty.primitive_bitwidth // 8), PTX)
+    declare_regions(region_bytes(PIECE, x_ptr.dtype.element_ty.primitive_bitwidth // 8), PTX, DYNAMIC)
     first, n, plane, positions = planes_of(n_outer, n_cols, inner, outers)
     x_ptr, y_ptr = x_ptr + first, y_ptr + first
     await_previous(EARLY)
@@ -125,7 +71,7 @@ def softmax_spatial_gathered(
                 y = y + (normalize(x[c], m, s, LOG),)
             else:
                 y = y + (exps[c] * by,)
-        put_columns(y, y_ptr, at, step, exists, n_cols, LANES, CHUNKS, UNPREDICATED, THREADS, PTX)
+        put_columns(y, y_ptr, at, step, exists, n_cols, 0, LANES, CHUNKS, UNPREDICATED, THREADS, PTX)
     scatter(y_ptr, 0, n, PIECE, 0, THREADS, False, PTX)
 
 
@@ -138,10 +84,10 @@ def softmax_spatial_gathered_backward(
     inner: Int32, multiplier: Int64, power: Int64,
     outers: Int32,
     LOG: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr,
-    THREADS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+    THREADS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr, DYNAMIC: tl.constexpr,
 ):  # fmt: skip
     SECOND: tl.constexpr = region_bytes(PIECE, y_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    declare_regions(2 * SECOND, PTX)
+    declare_regions(2 * SECOND, PTX, DYNAMIC)
     first, n, plane, positions = planes_of(n_outer, n_cols, inner, outers)
     y_ptr, dy_ptr, dx_ptr = y_ptr + first, dy_ptr + first, dx_ptr + first
     await_previous(EARLY)
@@ -160,5 +106,5 @@ def softmax_spatial_gathered_backward(
         dx = ()
         for c in tl.static_range(CHUNKS):
             dx = dx + (gradient(y[c], dy[c], d, LOG),)
-        put_columns(dx, dx_ptr, at, step, exists, n_cols, LANES, CHUNKS, UNPREDICATED, THREADS, PTX)
+        put_columns(dx, dx_ptr, at, step, exists, n_cols, 0, LANES, CHUNKS, UNPREDICATED, THREADS, PTX)
     scatter(dx_ptr, 0, n, PIECE, 0, THREADS, False, PTX)

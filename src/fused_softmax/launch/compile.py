@@ -109,6 +109,7 @@ class Launch(NamedTuple):
         def build(meta: Mapping[str, Any]) -> Any:
             compiled = self.kernel.warmup(*self.args, grid=self.grid, **meta)
             make_clusters(compiled, self.kernel, meta)
+            add_shared_memory(compiled, meta)
             compiled._init_handles()
             return compiled
 
@@ -170,6 +171,7 @@ def compile_kernel(
         def build(meta: Mapping[str, Any]) -> Any:
             compiled = _built(kernel, pointers, meta, counts)
             make_clusters(compiled, kernel, meta)
+            add_shared_memory(compiled, meta)
             compiled._init_handles()  # loads it on the current device
             return compiled
 
@@ -258,6 +260,20 @@ def make_clusters(compiled: Any, kernel: Any, meta: Mapping[str, Any]) -> None:
         if (num_warps, ctas) not in ((meta["num_warps"], 1), (meta["num_warps"], meta["CTAS"])):
             raise RuntimeError(f"the launcher of this Triton takes other numbers: {compiled.packed_metadata}")
         compiled.packed_metadata = (num_warps, meta["CTAS"], shared)
+
+
+def add_shared_memory(compiled: Any, meta: Mapping[str, Any]) -> None:
+    """Where a kernel asks for DYNAMIC bytes of shared memory, lets Triton's launcher add them to what PTX declares.
+
+    PTX alone declares 48 KB at most. The kernel must not have shared memory of Triton's, whose place this is.
+    """
+    n_bytes = meta.get("DYNAMIC", 0)
+    if n_bytes:
+        num_warps, ctas, shared = compiled.packed_metadata
+        if shared != 0 or compiled.metadata.shared != 0:
+            raise RuntimeError(f"the kernel has {shared} bytes of shared memory of Triton's")
+        compiled.metadata = compiled.metadata._replace(shared=n_bytes)
+        compiled.packed_metadata = (num_warps, ctas, n_bytes)
 
 
 class Binding(NamedTuple):

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..planning.gathered import faster_as_planes
 from ..planning.spatial import plan_spatial
 from ..planning.types import Device, Plan, SpatialProblem, power_of_two
 from . import compile as compiling
@@ -40,7 +39,12 @@ def kernel_of(module: str, name: str) -> Kernel:
 # the kernels of softmax and its gradient, by module, and those of columns that are read in parts, by name
 RESIDENT = {
     module: tuple(kernel_of(module, name) for name in (module, f"{module}_backward"))
-    for module in ("softmax_spatial", "softmax_spatial_skewed", "softmax_spatial_gathered")
+    for module in (
+        "softmax_spatial",
+        "softmax_spatial_skewed",
+        "softmax_spatial_gathered",
+        "softmax_spatial_gathered_cluster",
+    )  # fmt: skip
 }
 PARTS = {
     name: kernel_of("softmax_spatial_parts", name)
@@ -132,7 +136,8 @@ def _meta(kernel: Any, plan: Plan, device: Device, **flags: Any) -> dict[str, An
         CHUNKS=plan.chunks, UNPREDICATED=plan.unpredicated_chunks, RECOMPUTE=plan.recompute,
         SMEM_STAGED=plan.smem_staged, UNIT=plan.skewed, OVERLAP=plan.overlap, THREADS=plan.num_warps * device.warp_size,
         INVARIANT=plan.invariant, PTX=device.ptx, EARLY=pdl, TRIGGER=pdl, WAITS=False,
-        STAGGER=plan.stagger, FITTING=plan.fitting, PIECE=plan.piece, LANES=plan.vectors_per_chunk,
+        STAGGER=plan.stagger, FITTING=plan.fitting,
+        PIECE=plan.piece, LANES=plan.vectors_per_chunk, DYNAMIC=plan.dynamic_bytes,
     )  # fmt: skip
     known |= flags
     meta = {name: known[name] for name in kernel.declaration.constexprs}
@@ -183,7 +188,7 @@ def _gathered_step(
 ) -> Step:
     """The one launch over planes that are moved as pieces of memory."""
     _, n_cols, inner = tensors[0].shape
-    scalars = (None, n_cols, *divisor(inner), plan.outers)
+    scalars = (n_cols, inner) if plan.ctas > 1 else (None, n_cols, *divisor(inner), plan.outers)
     return Step(kernel, _meta(kernel, plan, device, **flags), tuple(range(n_tensors)), scalars, 1, plan.outers)
 
 
@@ -214,6 +219,7 @@ def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward:
     inner = tensors[0].shape[2]
     if plan.regime != "spatial_two_pass":
         kind = "_gathered" if plan.gathered else "_skewed" if plan.skewed else ""
+        kind += "_cluster" if plan.gathered and plan.ctas > 1 else ""
         kernel = RESIDENT[f"softmax_spatial{kind}"][backward]()
         make_step = _gathered_step if plan.gathered else resident_step
         return Recipe((make_step(kernel, tensors, n, plan, device, LOG=log),), apart=plan.overlap > 0)
@@ -322,6 +328,8 @@ _softmaxes = Cache()
 
 def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool, device: Device) -> Plan:
     """The plan over (x, y), or over (y, dy, dx) of a gradient: of pieces of memory, or of tiles of positions."""
+    from ..planning.planes import faster_as_planes  # loaded when it is first needed
+
     problem = problem_of(*planes, backward=backward, log=log, batch_invariant=invariant)
     tiles = plan_spatial(problem, device)
     return faster_as_planes(problem, device, tiles) or tiles

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..torch_ops.outputs import TokenStatistics
 from ..torch_ops.route import SHARDED
-from ..torch_ops.token_statistics import TokenStatistics
 from . import sharding_rules
 
 Op = Callable[..., Any]

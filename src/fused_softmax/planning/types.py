@@ -36,6 +36,11 @@ class Device:
         return self.ptx and self.supports_smem_staging
 
     @property
+    def adds_shared_memory(self) -> bool:
+        """Whether launches add shared memory for large planes, or share them: Hopper, as measured on an H100."""
+        return self.supports_smem_staging or self.kind == "interpreter"
+
+    @property
     def copies_in_bulk(self) -> bool:
         """Whether one thread may copy any piece of shared memory to memory (cp.async.bulk): sm_90 and later."""
         return self.kind == "cuda" and self.max_cluster > 1
@@ -233,6 +238,7 @@ class Plan:
     output_gathered: bool = False  # a program writes its causal rows as one piece
     stagger: int = 0  # cycles between the starts of two programs on one multiprocessor; 0: all start at once
     fitting: int = 1  # programs that fit on a multiprocessor, where stagger > 0
+    dynamic_bytes: int = 0  # of shared memory that the launch adds, for a piece of more than a kernel declares
 
     def constexprs(self) -> dict[str, object]:
         """The plan's compile-time arguments for any kernel, by the kernels' names; a kernel takes some of these."""

@@ -1,8 +1,8 @@
-"""The rules for an `out=` tensor, and how its memory overlaps: with itself, and with an input that is still read."""
+"""What ops return: the rules for an `out=` tensor, how its memory overlaps, and log-probabilities with statistics."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,3 +55,11 @@ def _n_bytes(t: Tensor) -> int:
         return t.numel() * t.element_size()
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return (last + 1) * t.element_size()
+
+
+class TokenStatistics(NamedTuple):
+    """The result of token_logprobs where more than log-probabilities is asked for. Parts not asked for are None."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    logsumexp: Tensor | None

@@ -18,8 +18,11 @@ def region_bytes(elements: int, itemsize: int) -> int:
 
 
 @triton.constexpr_function
-def declare_ptx(n_bytes: int) -> str:
-    return f".shared .align 16 .b8 gathered_rows[{n_bytes}];\nmov.u32 $0, 0;"
+def declare_ptx(n_bytes: int, dynamic: int) -> str:
+    """dynamic: bytes that the launch adds behind the kernel's own shared memory, which then is the first of them."""
+    assert n_bytes <= (dynamic or 48 << 10), "a kernel's own shared memory has 48 KB"
+    align, own = (128, 128) if dynamic else (16, n_bytes)
+    return f".shared .align {align} .b8 gathered_rows[{own}];\nmov.u32 $0, 0;"
 
 
 @triton.constexpr_function

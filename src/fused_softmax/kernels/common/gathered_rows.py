@@ -38,10 +38,10 @@ VECTOR_BYTES = tl.constexpr(16)
 
 
 @triton.jit
-def declare_regions(BYTES: tl.constexpr, PTX: tl.constexpr):
-    """Room for BYTES, of one or more regions."""
+def declare_regions(BYTES: tl.constexpr, PTX: tl.constexpr, DYNAMIC: tl.constexpr = 0):
+    """Room for BYTES, of one or more regions. DYNAMIC: bytes of shared memory that the launch adds to the kernel's."""
     if PTX:
-        ASM: tl.constexpr = declare_ptx(BYTES)
+        ASM: tl.constexpr = declare_ptx(BYTES, DYNAMIC)
         tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 

@@ -19,7 +19,7 @@ from fused_softmax.launch import launcher
 
 # constexprs that are sizes: told apart as one or many, none or some
 _SIZES = {"ROWS", "CTAS", "WARPS_PER_ROW", "OUTERS", "LANES"}
-_COUNTS = {"UNPREDICATED", "SMEM_STAGED", "RESIDENT_CHUNKS"}
+_COUNTS = {"UNPREDICATED", "SMEM_STAGED", "RESIDENT_CHUNKS", "DYNAMIC"}
 # constexprs of a few values, which are counted separately
 _VALUES = dict.fromkeys(("MASK", "SCALE", "LOSS", "UPSTREAM"), (0, 1, 2)) | {"MASK_COLS": (0, 1, 2, 3)}
 # what says nothing: the device, lengths, and how launches overlap
@@ -90,14 +90,20 @@ def _noting_regime(meta_of: Any) -> Any:
     return noting
 
 
-def everything() -> Reached:
-    """What a run could reach on this device."""
+def _of_all_kernels() -> Reached:
+    """Each kernel, and each of its flags."""
     wanted: Reached = set()
     for kernel in all_kernels():
         name = kernel.fn.__name__
         wanted.add((name, ""))
         for constexpr in kernel.declaration.constexprs:
             wanted |= {(name, label) for label in _labels(constexpr)}
+    return wanted
+
+
+def everything() -> Reached:
+    """What a run could reach on this device."""
+    wanted = _of_all_kernels()
     regimes = ("warp", "block", "cluster", "two_pass") if _clusters() else ("warp", "block", "two_pass")
     softmaxes = ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward")
     wanted |= {(name, f"regime {regime}") for name in softmaxes for regime in regimes}
@@ -143,8 +149,13 @@ def unreachable() -> Reached:
     gathered = ("softmax_gathered", "softmax_backward_gathered", "masked_softmax_gathered")
     never |= {(name, "ROWS=1") for name in gathered}
     # threads that share a position have one column each at least
-    planes = ("softmax_spatial_gathered", "softmax_spatial_gathered_backward")
+    planes = [f"softmax_spatial_gathered{kind}{way}" for kind in ("", "_cluster") for way in ("", "_backward")]
     never |= {(name, "UNPREDICATED=none") for name in planes}
+    # planes that the CTAs of a cluster share are of Hopper
+    never |= {(name, "CTAS=1") for name in planes if "cluster" in name}
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        shared = {(kernel, flag) for kernel, flag in _of_all_kernels() if kernel in planes and "cluster" in kernel}
+        never |= {*shared, *((name, "DYNAMIC=some") for name in planes)}
     if _clusters():  # which rows that do not fit on chip then always take
         never |= {("softmax_two_pass", "CTAS=1"), ("softmax_backward_two_pass", "CTAS=1")}
     if not torch.cuda.is_available():

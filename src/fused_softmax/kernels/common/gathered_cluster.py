@@ -1,0 +1,181 @@
+"""Planes (n_cols, inner) that the CTAs of a cluster share, and what they tell each other of each position.
+
+Each CTA has a range of the columns, which is one piece of memory (`gathered_planes`), and reduces all positions over
+its columns into its shared memory. Then each CTA reads the numbers of all CTAs (distributed shared memory), merges them
+in the order of their rank, and keeps the result: all CTAs compute the same bits. No CTA may end before the others have
+read its numbers, so `leave_planes` is a kernel's last statement.
+
+Each CTA is a program of its own for Triton, as in `spatial_cluster`. Interpreted, one program has the threads of all
+CTAs, [CTAS*THREADS], and the merge is a reduction over CTAS.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .numerics import PTX_LOG2E, exp
+
+POSITIONS = 512  # of a plane at most: the room for their numbers
+
+
+@triton.jit
+def share_of_plane(n_cols, inner, CTAS: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr):
+    """(first element, elements, columns) of the CTA's share; interpreted, those of each thread's.  # [CTAS*THREADS]"""
+    pid = tl.program_id(0)
+    if PTX:
+        plane, rank = pid // CTAS, pid % CTAS
+    else:
+        plane, rank = pid, tl.arange(0, CTAS * THREADS) // THREADS
+    first = rank * n_cols // CTAS
+    columns = (rank + 1) * n_cols // CTAS - first
+    return plane.to(tl.int64) * (n_cols * inner) + first * inner, columns * inner, columns
+
+
+@triton.constexpr_function
+def tile_of(ctas: int, threads: int, ptx: bool) -> int:
+    """Threads of a program: those of a CTA; interpreted, of all CTAs."""
+    return threads if ptx else ctas * threads
+
+
+@triton.jit
+def position_of_share(k, n, inner, LANES: tl.constexpr, THREADS: tl.constexpr, CTAS: tl.constexpr, PTX: tl.constexpr):
+    """(place of each thread's first column, places to its next one, whether it has a position, its position) of round k
+
+    n: elements of the share. A thread without a position stays behind it, where no thread writes.
+    """
+    thread = tl.arange(0, tile_of(CTAS, THREADS, PTX)) % THREADS
+    position = thread // LANES + k * (THREADS // LANES)
+    exists = position < inner
+    at = tl.where(exists, position + thread % LANES * inner, n)
+    return at, tl.where(exists, LANES * inner, 0), exists, tl.minimum(position, inner - 1)
+
+
+@triton.constexpr_function
+def sums_bytes(n_values: int) -> int:
+    """Bytes of the first region: n_values float32 of each position, the CTA's own, and then the merged ones."""
+    return 2 * 4 * n_values * POSITIONS
+
+
+@triton.constexpr_function
+def _names(n_values: int, of: str = "") -> str:
+    names = [f"{name}{of}" for name in ("m", "s")[2 - n_values :]]
+    return "{" + ", ".join(names) + "}" if n_values > 1 else names[0]
+
+
+@triton.constexpr_function
+def _vector(n_values: int) -> str:
+    return ".v2.f32" if n_values > 1 else ".f32"
+
+
+@triton.constexpr_function
+def _put_ptx(n_values: int) -> str:
+    """The values, their position, and whether the thread puts them."""
+    values = ", ".join(f"${i + 1}" for i in range(n_values))
+    ptx = ["{", ".reg .pred puts;", ".reg .b32 slot, own;", f"setp.ne.u32 puts, ${n_values + 2}, 0;"]
+    ptx += ["mov.u32 own, gathered_rows;", f"mad.lo.u32 slot, ${n_values + 1}, {4 * n_values}, own;"]
+    ptx += [f"@puts st.shared{_vector(n_values)} [slot], {'{' + values + '}' if n_values > 1 else values};"]
+    return "\n".join([*ptx, "mov.u32 $0, 0;", "}"])
+
+
+@triton.constexpr_function
+def _get_ptx(n_values: int) -> str:
+    """The values of a position."""
+    values = ", ".join(f"${i}" for i in range(n_values))
+    ptx = ["{", ".reg .b32 slot, sums;", "mov.u32 sums, gathered_rows;"]
+    ptx += [f"mad.lo.u32 slot, ${n_values}, {4 * n_values}, sums;"]
+    values = "{" + values + "}" if n_values > 1 else values
+    return "\n".join([*ptx, f"ld.volatile.shared{_vector(n_values)} {values}, [slot+{4 * n_values * POSITIONS}];", "}"])
+
+
+@triton.constexpr_function
+def _merge_ptx(ctas: int, n_values: int, threads: int) -> str:
+    """Merges the numbers of $1 positions over all CTAs, thread i the positions i, i + threads, ..."""
+    ranks = range(ctas)
+    floats = [f"{name}{c}" for c in ranks for name in ("m", "s")[2 - n_values :]]
+    ptx = ["{", ".reg .pred merges;", ".reg .b32 thread, position, own, there;"]
+    ptx += [f".reg .f32 {', '.join(floats)}, top;", "mov.u32 thread, %tid.x;"]
+    ptx += ["barrier.cluster.arrive.aligned;", "barrier.cluster.wait.aligned;"]
+    for k in range(-(-POSITIONS // threads)):
+        ptx += [f"add.u32 position, thread, {k * threads};", "setp.lt.u32 merges, position, $1;"]
+        ptx += ["mov.u32 own, gathered_rows;", f"mad.lo.u32 own, position, {4 * n_values}, own;"]
+        for c in ranks:
+            ptx += [f"mapa.shared::cluster.u32 there, own, {c};"]
+            ptx += [f"@merges ld.shared::cluster{_vector(n_values)} {_names(n_values, str(c))}, [there];"]
+        if n_values > 1:
+            ptx += ["mov.f32 top, m0;", *(f"max.f32 top, top, m{c};" for c in ranks[1:])]
+            for c in ranks:
+                ptx += [f"sub.f32 m{c}, m{c}, top;", f"mul.f32 m{c}, m{c}, {PTX_LOG2E};"]
+                ptx += [f"ex2.approx.ftz.f32 m{c}, m{c};", f"mul.rn.f32 s{c}, s{c}, m{c};"]
+            ptx += ["mov.f32 m0, top;"]
+        ptx += [f"add.rn.f32 s0, s0, s{c};" for c in ranks[1:]]
+        ptx += [f"@merges st.shared{_vector(n_values)} [own+{4 * n_values * POSITIONS}], {_names(n_values, '0')};"]
+    return "\n".join([*ptx, "barrier.cluster.arrive.aligned;", "bar.sync 0;", "mov.u32 $0, 0;", "}"])
+
+
+@triton.jit
+def put_max_sum(m, s, position, puts):
+    """Keeps a position's (maximum, sum) for the other CTAs, where the thread puts it.  # [THREADS]"""
+    ASM: tl.constexpr = _put_ptx(2)
+    tl.inline_asm_elementwise(
+        ASM, "=r,f,f,r,r", [m, s, position, puts.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def put_sum(s, position, puts):
+    """Keeps a position's sum for the other CTAs, where the thread puts it.  # [THREADS]"""
+    ASM: tl.constexpr = _put_ptx(1)
+    tl.inline_asm_elementwise(ASM, "=r,f,r,r", [s, position, puts.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def merge_sums(positions, N_VALUES: tl.constexpr, CTAS: tl.constexpr, THREADS: tl.constexpr):
+    """Merges what all CTAs have put of so many positions, at most POSITIONS."""
+    ASM: tl.constexpr = _merge_ptx(CTAS, N_VALUES, THREADS)
+    tl.inline_asm_elementwise(ASM, "=r,r", [positions], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def max_sum_of(position):
+    """The merged (maximum, sum) of a position.  # [THREADS]"""
+    ASM: tl.constexpr = _get_ptx(2)
+    return tl.inline_asm_elementwise(ASM, "=f,=f,r", [position], dtype=(tl.float32, tl.float32), is_pure=False, pack=1)
+
+
+@triton.jit
+def sum_at(position):
+    """The merged sum of a position.  # [THREADS]"""
+    ASM: tl.constexpr = _get_ptx(1)
+    return tl.inline_asm_elementwise(ASM, "=f,r", [position], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
+def over_ctas(x, CTAS: tl.constexpr):
+    """[CTAS*THREADS] -> [CTAS, THREADS], interpreted."""
+    return tl.reshape(x, (CTAS, x.shape[0] // CTAS))
+
+
+@triton.jit
+def interpreted_max_sum(m, s, CTAS: tl.constexpr):
+    """What `max_sum_of` finds, in each thread.  # [CTAS*THREADS]"""
+    ms = over_ctas(m, CTAS)
+    top = tl.max(ms, 0)[None, :]
+    total = tl.sum(over_ctas(s, CTAS) * exp(ms - top), 0)[None, :]
+    return tl.reshape(top + tl.zeros_like(ms), m.shape), tl.reshape(total + tl.zeros_like(ms), m.shape)
+
+
+@triton.jit
+def interpreted_sum(s, CTAS: tl.constexpr):
+    """What `sum_at` finds, in each thread.  # [CTAS*THREADS]"""
+    parts = over_ctas(s, CTAS)
+    return tl.reshape(tl.sum(parts, 0)[None, :] + tl.zeros_like(parts), s.shape)
+
+
+@triton.jit
+def leave_planes(PTX: tl.constexpr):
+    """Waits until no other CTA reads this one's numbers. A kernel's last statement."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            "barrier.cluster.wait.aligned; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )

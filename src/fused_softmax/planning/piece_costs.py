@@ -1,0 +1,93 @@
+"""What a piece of memory costs that passes through shared memory: a count of instructions and of wavefronts.
+
+The count follows from the width, because a row's stride decides which banks its lanes meet.
+
+H200, 2^26 elements, fraction of a copy (higher is better). 65 columns of bfloat16 have 3 wavefronts for an access of 2
+lanes and 5 of 4 lanes: 0.90 and 0.64. In runs 2 lanes have 2: 1.04. 49 columns have 1 with 2 lanes and 2 with 4: 1.04
+and 0.97. The weights of the count are about those that fit 159 such times (error: 4%) and 198 of masked rows (3%).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+FORWARD, BACKWARD, MASKED, MASKED_BACKWARD = "forward", "backward", "masked", "masked backward"
+# elements of a row that a thread holds, at most: they are float32 in its registers, two rows of them in a gradient
+MOST_ELEMENTS = {FORWARD: 40, BACKWARD: 36, MASKED: 34, MASKED_BACKWARD: 36}
+# accesses of a thread are rounded up to these, so that widths share kernels. They come from a random search over such
+# lists: by the count below, even numbers up to 40 save 0.4% of the time on the mean, and have 72 kernels in place of
+# 46. No plan has more than 40
+CHUNKS = (1, 3, 5, 9, 12, 15, 19, 25, 34, 40, 64, 128, 256)
+BANKS, ISSUES = 32, 4  # of a multiprocessor: 4-byte banks, and instructions in a cycle
+
+
+class Work(NamedTuple):
+    """What a multiprocessor does for a row, besides the copy of its bytes."""
+
+    accesses: float  # of shared memory for an element; a mask's element is read from the L1
+    of_element: float  # instructions
+    of_access: float
+    of_row: float  # of each thread of a row
+    of_thread: float
+
+
+WORK = {
+    FORWARD: Work(2, 5.4, 6.9, 80, 30),
+    BACKWARD: Work(3, 14, 10.4, 50, 40),
+    MASKED: Work(3, 6.1, 6.9, 130, 30),
+    MASKED_BACKWARD: Work(3, 16, 10.4, 80, 40),
+}
+# bytes that a multiprocessor moves in a cycle at the speed of a copy, on an H200, where fewer cycles are left for each
+# byte than on an H100
+BYTES_A_CYCLE = 18.2
+# times of work that overlaps, as a norm: limits that are near each other add up
+NORM = 6
+
+
+def over_copy(
+    n_cols: int, itemsize: int, kind: str, lanes: int, accesses: int, elements: int, waves: int, of_thread: float,
+    idle: float = 1,
+) -> float:  # fmt: skip
+    """The time of n_cols numbers that `lanes` threads share over that of their copy.
+
+    accesses, elements: of a thread. waves: wavefronts of an access. of_thread: a thread's instructions besides those of
+    its elements. idle: threads over those that have elements.
+    """
+    work = WORK[kind]
+    tensors = 3 if kind in (BACKWARD, MASKED_BACKWARD) else 2
+    copy = tensors * n_cols * itemsize / BYTES_A_CYCLE
+    instructions = work.of_element * elements + work.of_access * accesses + work.of_row + of_thread
+    waves_of_row = work.accesses * accesses * waves * lanes / 32 + tensors * n_cols * itemsize / (4 * BANKS)
+    times = (copy, idle * instructions * lanes / 32 / ISSUES, waves_of_row)
+    return float(sum(t**NORM for t in times) ** (1 / NORM) / copy)
+
+
+def rounded_chunks(chunks: int) -> tuple[int, int]:
+    """(chunks, rounded so that widths share kernels, and how many of them all these widths fill)
+
+    >>> rounded_chunks(2), rounded_chunks(9), rounded_chunks(13)
+    ((3, 1), (9, 5), (15, 12))
+    """
+    at = next(i for i, most in enumerate(CHUNKS) if chunks <= most)
+    return CHUNKS[at], CHUNKS[at - 1] if at else 0
+
+
+@cache
+def wavefronts(n_cols: int, lanes: int, vec: int, itemsize: int, step: int) -> int:
+    """Cycles of shared memory for one access of a warp: the words in its fullest bank.
+
+    lanes: of each row, `step` elements apart.
+
+    >>> wavefronts(64, 1, 1, 4, 1), wavefronts(65, 1, 1, 4, 1), wavefronts(65, 4, 1, 2, 1), wavefronts(65, 4, 1, 2, 18)
+    (32, 1, 5, 2)
+    """
+    total, halves = 0, 2 if vec * itemsize == 8 else 1  # accesses of 8 bytes go by half warps
+    for half in range(halves):
+        words: dict[int, set[int]] = {}
+        for thread in range(half * 32 // halves, (half + 1) * 32 // halves):
+            start = (thread // lanes * n_cols + thread % lanes * step) * itemsize
+            for word in range(start // 4, (start + vec * itemsize - 1) // 4 + 1):
+                words.setdefault(word % BANKS, set()).add(word)
+        total += max(map(len, words.values()))
+    return total

@@ -1,0 +1,239 @@
+"""Plans of planes (n_cols, inner) of a dimension that is not the last, which programs move as pieces of memory.
+
+A plane is one piece for one program while it fits into shared memory, and several small ones are. A range of its
+columns is one piece, too, and the CTAs of a cluster share a plane that one program cannot hold.
+
+The lanes of a warp that share a position are those of the least cost (`piece_costs`), as for narrow rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .piece_costs import BACKWARD, BANKS, CHUNKS, FORWARD, MOST_ELEMENTS, WORK, over_copy, rounded_chunks, wavefronts
+from .types import MULTIPROCESSORS, Device, Plan, SpatialProblem
+
+# bytes of a tensor's piece of several planes, at most, by `backward`
+PIECE_BYTES = {False: 16 << 10, True: 12 << 10}
+# a program's room for a tensor's piece is one of these, so that shapes share kernels, while 48 KB hold all pieces
+ROOMS = {False: (12 << 10, 16 << 10, 23 << 10, 32 << 10, 46 << 10), True: (12 << 10, 16 << 10, 23 << 10)}
+# warps of a program, by the bytes of a piece at most
+PIECE_WARPS = ((16 << 10, 4), (46 << 10, 8))
+# programs on a multiprocessor that leave room for larger pieces
+FITTING, FITTING_SHARED = (4, 3, 2, 1), (5, 4, 3)
+OWN_BYTES = 48 << 10  # of shared memory that a kernel declares
+EDGE_BYTES, ALIGN_BYTES = 32, 128  # around a piece, and in front of all where the launch adds shared memory
+SUM_POSITIONS = 512  # of a plane that the CTAs of a cluster share: the room for their sums
+# columns of a thread that cost nothing but their instructions; so many more cost as much as a copy, because fewer
+# programs fit on a multiprocessor. H100, bfloat16: 296 columns of 13 positions, 40 for each thread 0.96, 19 0.99
+HELD_COLS, COLS_OF_COPY = 19, 150
+GRADIENT_REGISTERS = 80  # of a thread with up to HELD_COLS columns
+MOST_COST = 1.5  # of a plane of its own program or cluster: beyond, banks of shared memory are what it waits for
+# when tiles of positions are slower than pieces: `faster_as_planes`. H100, fraction of a copy or an add as tiles and
+# as pieces: 35 bfloat16 columns of 31 positions 0.62 and 1.00, 7 of 24 0.71 and 1.02; gradients of 31 columns of 70
+# positions, bfloat16 (tiles of 128) 0.97 and 0.94, float32 (tiles of 32) 0.74 and 0.96
+LONG_RUN = 512  # positions from which tiles are skewed
+LONG_BYTES = {2: 74 << 10, 4: 46 << 10}  # of a piece of such planes, at most, by the bytes of an element
+FEW_BYTES = 1280  # of a program
+FILLED_COLS, MOST_FILLED = 16, 1.1  # columns, and positions with those that fill up tiles over those without
+WIDE_TILE, LEAST_ACCESS = 256, 4  # bytes of a tile along `inner`, and of an access
+# gradients of tiles that are empty by a third, of so many positions: 274 float32 columns of 17 positions 0.71 and 0.97,
+# but 787 of 5, whose tiles have 8 positions, 0.99 and 0.97
+HALF_EMPTY_ROWS, MOST_EMPTY = 32, 1.5
+# of a cluster, as few positions mean threads that share columns: bytes of a run at least. Where columns are read twice
+# in vectors: of 12 bfloat16 positions 0.60 and 0.67, of 10 (11,791 columns) 0.54 and 0.50. Else of 16 positions
+LEAST_SHARED_RUN = 17
+LEAST_SHARED_POSITIONS = {"two reads": 12, "one read": 17}
+
+
+def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
+    """The plan of planes where it is faster than `tiles`, the plan of tiles of positions; else None.
+
+    It is, where a program of tiles has few bytes, or columns are read twice. Else where `_tiles_are_slow`, for planes
+    that one program holds; larger ones, whose CTAs wait for each other, have further conditions.
+    """
+    few_bytes = tiles.outers * problem.n_cols * problem.inner * problem.itemsize < FEW_BYTES
+    twice = tiles.regime == "spatial_two_pass"
+    if not (few_bytes or twice or _tiles_are_slow(problem, tiles)):
+        return None
+    plan = planes_plan(problem, device)
+    if plan is None or plan.ctas == 1:
+        return plan
+    if problem.inner * problem.itemsize < LEAST_SHARED_RUN:
+        return None
+    if twice:
+        enough = problem.itemsize == 4 or problem.vec == 1 or problem.inner >= LEAST_SHARED_POSITIONS["two reads"]
+    elif problem.backward:
+        enough = problem.itemsize == 2 and problem.inner >= LEAST_SHARED_POSITIONS["one read"]
+    else:
+        enough = problem.inner * problem.itemsize >= 2 * LEAST_SHARED_POSITIONS["one read"]
+    return plan if enough else None
+
+
+def _tiles_are_slow(problem: SpatialProblem, tiles: Plan) -> bool:
+    """Whether tiles of positions of which each is read once are slower than planes that one program moves.
+
+    Runs that do not start at vectors: a softmax of runs below LONG_RUN, and one of longer runs, more than 2 columns and
+    small planes, in 16 bits or where tiles are not skewed; gradients of runs below LONG_RUN whose tiles are narrow, or
+    are read in accesses below LEAST_ACCESS, or just of it and half empty. Runs at vectors: a softmax of runs below
+    LONG_RUN that fill up their tiles, and of few columns, or in halves of sectors.
+    """
+    inner, itemsize = problem.inner, problem.itemsize
+    plane, short = problem.n_cols * inner * itemsize, inner < LONG_RUN
+    filled_up = -(-inner // tiles.rows) * tiles.rows / inner
+    if problem.vec == problem.full_vec:
+        gains = problem.n_cols <= FILLED_COLS or not problem.whole_sectors
+        return filled_up > MOST_FILLED and gains and short and not problem.backward
+    if problem.backward:
+        access = problem.vec * itemsize
+        wide = tiles.rows * itemsize >= min(inner * itemsize, WIDE_TILE) and access >= LEAST_ACCESS
+        narrow = HALF_EMPTY_ROWS <= tiles.rows < WIDE_TILE // itemsize
+        half_empty = access == LEAST_ACCESS and narrow and filled_up >= MOST_EMPTY
+        return short and (half_empty or not wide)
+    if short:  # of a large plane wide tiles are about as fast, and faster with few elements
+        return plane <= ROOMS[False][-1] or tiles.rows * itemsize <= WIDE_TILE
+    return problem.n_cols > 2 and plane <= LONG_BYTES[itemsize] and (itemsize == 2 or not tiles.skewed)
+
+
+def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
+    """The plan of planes that move as pieces; None where they cannot.
+
+    >>> from .types import DEVICES
+    >>> planes = SpatialProblem(35, 31, "bfloat16", "bfloat16", 1, packed=True)
+    >>> planes_plan(planes, DEVICES["sm_90"]).outers
+    4
+    """
+    if not problem.packed or problem.n_cols == 1 or problem.batch_invariant or device.warp_size != 32:
+        return None
+    small = problem.n_cols * problem.inner * problem.itemsize <= ROOMS[problem.backward][-1]
+    plan = _small_planes(problem, device) if small else None
+    if plan is None and device.adds_shared_memory:
+        plan = (None if small else _large_plane(problem, device)) or _shared_plane(problem, device)
+    return plan
+
+
+class Lanes(NamedTuple):
+    """How the columns of a position are shared, and what it costs: the time over that of a copy."""
+
+    lanes: int
+    chunks: int
+    full: int  # chunks that all such widths fill
+    cost: float
+
+
+def _small_planes(problem: SpatialProblem, device: Device) -> Plan | None:
+    """The plan of one plane or several in a program's own 48 KB; None for too many columns."""
+    plane, most_bytes = problem.n_cols * problem.inner * problem.itemsize, PIECE_BYTES[problem.backward]
+    most = max(1, most_bytes // plane)
+    best: tuple[int, int, Lanes] | None = None
+    for outers in range(max(1, most // 2), most + 1, max(1, most // 16)):
+        warps = next(warps for n_bytes, warps in PIECE_WARPS if outers * plane <= n_bytes)
+        found = _lanes(problem, problem.n_cols, outers, warps)
+        if found is not None and (best is None or found.cost < 0.99 * best[2].cost):
+            best = outers, warps, found
+    if best is None:
+        return None
+    outers, warps, found = best
+    room = next(n_bytes for n_bytes in ROOMS[problem.backward] if outers * plane <= n_bytes)
+    # a gradient's places would take more registers, and fewer programs would fit
+    cap = GRADIENT_REGISTERS if problem.backward and found.chunks <= HELD_COLS else None
+    return _plan(problem, device, 1, outers, found, warps, room, 0, cap)
+
+
+def _large_plane(problem: SpatialProblem, device: Device) -> Plan | None:
+    """The plan of one plane in shared memory that the launch adds; None where it has no room."""
+    plane = problem.n_cols * problem.inner * problem.itemsize
+    room = next((room for room in _rooms(problem, FITTING, 0) if plane <= room.n_bytes), None)
+    if room is None:
+        return None
+    warps = 8 if room.fitting > 2 else 16
+    found = _lanes(problem, problem.n_cols, 1, warps)
+    if found is not None and problem.inner * found.lanes < 32 * warps:
+        warps = 8
+        found = _lanes(problem, problem.n_cols, 1, warps)
+    if found is None or found.cost > MOST_COST:
+        return None
+    return _plan(problem, device, 1, 1, found, warps, room.n_bytes, room.dynamic, _cap(room.fitting, warps))
+
+
+def _shared_plane(problem: SpatialProblem, device: Device) -> Plan | None:
+    """The plan of a plane whose columns the CTAs of a cluster share; None where it cannot hold one."""
+    column = problem.inner * problem.itemsize
+    few_warps = problem.backward and problem.itemsize == 2  # each thread with more columns
+    warps = 4 if few_warps else 8
+    sums = 2 * 4 * SUM_POSITIONS * (1 if problem.backward else 2)
+    rooms = tuple(_rooms(problem, FITTING_SHARED, sums))
+    for ctas in (2, 4, 8, 16):
+        cols = -(-problem.n_cols // ctas)
+        room = next((room for room in rooms if cols * column <= room.n_bytes), None)
+        if room is None or ctas > device.max_cluster:
+            continue
+        found = _lanes(problem, cols, 1, warps, 0 if few_warps else COLS_OF_COPY)
+        if found is not None and found.cost <= MOST_COST and problem.inner <= SUM_POSITIONS and ctas <= problem.n_cols:
+            cap = _cap(min(room.fitting, 4), warps)
+            return _plan(problem, device, ctas, 1, found, warps, room.n_bytes, room.dynamic, cap)
+    return None
+
+
+class _Room(NamedTuple):
+    n_bytes: int  # of a tensor's piece, at most
+    fitting: int  # programs on a multiprocessor
+    dynamic: int  # bytes of shared memory that the launch adds
+
+
+def _rooms(problem: SpatialProblem, fitting: tuple[int, ...], sums: int) -> Iterator[_Room]:
+    """Rooms for a tensor's piece where so many programs are to fit on a multiprocessor, besides `sums` bytes."""
+    tensors, of_device = 1 + problem.backward, MULTIPROCESSORS["sm_90"]
+    for programs in fitting:
+        n_bytes = of_device.shared // programs - of_device.shared_reserved
+        adds = n_bytes > OWN_BYTES
+        room = ((n_bytes - adds * ALIGN_BYTES - sums) // tensors - EDGE_BYTES) // 512 * 512
+        yield _Room(room, programs, adds * (sums + tensors * (room + EDGE_BYTES)))
+
+
+def _cap(fitting: int, warps: int) -> int | None:
+    """The registers of a thread with which so many programs fit; None where ptxas takes no more anyway."""
+    cap = Device.registers // (fitting * warps * 32) // 8 * 8
+    return cap if cap < 128 else None
+
+
+def _lanes(
+    problem: SpatialProblem, n_cols: int, outers: int, warps: int, cols_of_copy: int = COLS_OF_COPY
+) -> Lanes | None:
+    """The least costly lanes for n_cols columns of `outers` planes; None for too many columns.
+
+    cols_of_copy: columns of a thread beyond HELD_COLS that cost as much as a copy; 0: they cost nothing.
+    """
+    kind, itemsize = BACKWARD if problem.backward else FORWARD, problem.itemsize
+    period = 4 * BANKS // itemsize  # of places that share a bank
+    best: Lanes | None = None
+    for lanes in (1, 2, 4, 8, 16, 32):
+        if n_cols > CHUNKS[-1] * lanes:
+            continue
+        chunks, full = rounded_chunks(-(-n_cols // lanes))
+        if chunks > MOST_ELEMENTS[kind]:
+            continue
+        threads = outers * problem.inner * lanes
+        idle = -(-threads // (32 * warps)) * 32 * warps / threads
+        waves = wavefronts(1, lanes, 1, itemsize, problem.inner % period + period)
+        cost = over_copy(n_cols, itemsize, kind, lanes, chunks, chunks, waves, WORK[kind].of_thread, idle)
+        if cols_of_copy:
+            cost += max(0, chunks - HELD_COLS) / cols_of_copy
+        if best is None or cost < 0.99 * best.cost:
+            best = Lanes(lanes, chunks, full, cost)
+    return best
+
+
+def _plan(
+    problem: SpatialProblem, device: Device, ctas: int, outers: int, found: Lanes, warps: int, room: int, dynamic: int,
+    cap: int | None,
+) -> Plan:  # fmt: skip
+    threads = f"{found.lanes} thread{'s' * (found.lanes > 1)}"
+    piece = f"{ctas} pieces by the CTAs of a cluster" if ctas > 1 else "one piece"
+    why = f"{outers} plane(s) of {problem.n_cols} x {problem.inner}, moved as {piece}, each position in {threads}"
+    return Plan(
+        "spatial_cluster" if ctas > 1 else "spatial", warps * device.warp_size // found.lanes, ctas, 1, found.lanes, 1,
+        found.chunks, found.full, False, False, warps, cap, why, outers=outers, gathered=True,
+        piece=room // problem.itemsize, dynamic_bytes=dynamic,
+    )  # fmt: skip

@@ -1,0 +1,108 @@
+"""Planes (n_cols, inner) that move as pieces of memory: what plans owe to the kernels, and when they are chosen."""
+
+from __future__ import annotations
+
+import doctest
+import random
+
+import pytest
+
+from fused_softmax.kernels.common.gathered_cluster import POSITIONS, sums_bytes
+from fused_softmax.kernels.common.gathered_ptx import region_bytes
+from fused_softmax.planning import planes
+from fused_softmax.planning.spatial import plan_spatial
+from fused_softmax.planning.types import DEVICES, ITEMSIZE, MULTIPROCESSORS, Plan, SpatialProblem
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "interpreter")
+
+
+def random_problem(pick: random.Random, backward: bool) -> SpatialProblem:
+    n_cols, inner = round(2 * 3000 ** pick.random()), round(2000 ** pick.random())
+    dtype = pick.choice(("bfloat16", "float16", "float32"))
+    return SpatialProblem(n_cols, inner, dtype, dtype, 1, backward, packed=True)
+
+
+def shared_bytes(chosen: Plan, problem: SpatialProblem) -> int:
+    """What the kernel of a plan asks for."""
+    sums = sums_bytes(1 if problem.backward else 2) if chosen.ctas > 1 else 0
+    return sums + (1 + problem.backward) * region_bytes(chosen.piece, problem.itemsize)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_piece_has_its_room_and_its_threads(backward, target):
+    pick, found = random.Random(7), {"own": 0, "added": 0, "shared": 0}
+    for _ in range(2500):
+        problem = random_problem(pick, backward)
+        n_cols, inner, itemsize = problem.n_cols, problem.inner, problem.itemsize
+        chosen = planes.planes_plan(problem, DEVICES[target])
+        if chosen is None:
+            continue
+        found["shared" if chosen.ctas > 1 else "added" if chosen.dynamic_bytes else "own"] += 1
+        cols = -(-n_cols // chosen.ctas)  # of the largest share
+        lanes, room = chosen.vectors_per_chunk, region_bytes(chosen.piece, itemsize)
+        assert chosen.outers * cols * inner <= chosen.piece
+        # the last place of a piece that starts 16 bytes less an element behind a vector, and the one behind it
+        assert 16 - itemsize + chosen.piece * itemsize + itemsize <= room
+        assert cols <= lanes * chosen.chunks and lanes * chosen.unpredicated_chunks <= n_cols // chosen.ctas
+        n_bytes = shared_bytes(chosen, problem)
+        if chosen.dynamic_bytes:  # with 48 KB or less Triton's launcher asks for no more than those
+            assert n_bytes <= chosen.dynamic_bytes and chosen.dynamic_bytes > 48 << 10
+            assert chosen.dynamic_bytes + planes.ALIGN_BYTES <= MULTIPROCESSORS["sm_90"].shared_per_program
+        else:
+            assert n_bytes <= 48 << 10
+        assert chosen.ctas == 1 or (inner <= POSITIONS and chosen.outers == 1)
+    hopper = target in ("sm_90", "interpreter")
+    assert found["own"] > 500 and all((found[way] > 100) == hopper for way in ("added", "shared")), found
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_as_many_programs_fit_as_rooms_and_caps_are_made_for(backward):
+    of_device = MULTIPROCESSORS["sm_90"]
+    problem = SpatialProblem(100, 31, "bfloat16", "bfloat16", 1, backward, packed=True)
+    for sums, fitting in ((0, planes.FITTING), (sums_bytes(2 - backward), planes.FITTING_SHARED)):
+        for room in planes._rooms(problem, fitting, sums):
+            asked = room.dynamic + planes.ALIGN_BYTES if room.dynamic else planes.OWN_BYTES
+            n_bytes = sums + (1 + backward) * region_bytes(room.n_bytes // 2, 2)
+            used = (min(asked, n_bytes) if not room.dynamic else asked) + of_device.shared_reserved
+            assert room.fitting * used <= of_device.shared < (room.fitting + 1) * (used + 4096)
+            for warps in (4, 8, 16):
+                cap = planes._cap(room.fitting, warps)
+                assert cap is None or cap * 32 * warps * room.fitting <= of_device.registers
+
+
+def test_planes_are_pieces_where_that_is_faster():
+    def chosen(n_cols, inner, vec, dtype="bfloat16", **more):
+        size = ITEMSIZE[dtype]
+        known = dict(whole_sectors=inner * size % 32 == 0, in_phase=True, packed=True) | more
+        problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, **known)
+        device = DEVICES["sm_90"]
+        return planes.faster_as_planes(problem, device, plan_spatial(problem, device))
+
+    def pieces(*args, **more):
+        return chosen(*args, **more) is not None
+
+    assert pieces(35, 31, 1) and pieces(35, 31, 1, backward=True)  # runs start anywhere
+    assert pieces(7, 24, 8) and not pieces(7, 24, 8, backward=True)  # a softmax fills up its tiles
+    assert not pieces(64, 64, 8)  # whole vectors, and full tiles
+    assert pieces(89, 136, 8) and not pieces(89, 144, 8)  # the runs of the latter are whole sectors
+    assert pieces(2, 16, 8, backward=True)  # few bytes
+    assert pieces(14, 591, 1) and not pieces(14, 591, 1, backward=True) and not pieces(2, 2001, 1)  # long runs
+    assert pieces(31, 70, 2, "float32", backward=True) and not pieces(31, 70, 2, backward=True)  # narrow tiles
+    assert pieces(274, 17, 1, "float32", backward=True)  # half empty tiles
+    assert not pieces(300, 31, 1, "float32", backward=True)
+    assert chosen(468, 83, 1).dynamic_bytes > 48 << 10 and chosen(468, 83, 1, backward=True).dynamic_bytes > 48 << 10
+    assert chosen(1350, 47, 1).ctas == 2 and chosen(3000, 47, 1, backward=True).ctas == 8
+    assert not pieces(770, 32, 4, "float32") and not pieces(4300, 8, 8, backward=True)  # banks, and few positions
+    assert not pieces(20000, 5, 1) and pieces(10222, 5, 1, "float32")
+    assert not pieces(35, 31, 1, batch_invariant=True)  # lanes follow from `inner`
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "sm_120", "gfx942"])
+def test_elsewhere_than_on_hopper_large_planes_have_tiles(target):
+    problem = SpatialProblem(468, 83, "bfloat16", "bfloat16", 1, packed=True)
+    assert planes.planes_plan(problem, DEVICES[target]) is None
+
+
+def test_examples():
+    assert doctest.testmod(planes).attempted >= 3 and doctest.testmod(planes).failed == 0
