@@ -29,12 +29,15 @@ SUM_POSITIONS = 512  # of a plane that the CTAs of a cluster share: the room for
 # programs fit on a multiprocessor. H100, bfloat16: 296 columns of 13 positions, 40 for each thread 0.96, 19 0.99
 HELD_COLS, COLS_OF_COPY = 19, 150
 GRADIENT_REGISTERS = 80  # of a thread with up to HELD_COLS columns
-MOST_COST = 1.5  # of a plane of its own program or cluster: beyond, banks of shared memory are what it waits for
+# the cost of a large plane at most, by whether a cluster shares it: beyond, banks of shared memory are what it waits for
+MOST_COST = {False: 1.5, True: 1.3}
+LEAST_GAIN = 0.97  # the cost with fewer warps over that with more, at most
 # when tiles of positions are slower than pieces: `faster_as_planes`. H100, fraction of a copy or an add as tiles and
 # as pieces: 35 bfloat16 columns of 31 positions 0.62 and 1.00, 7 of 24 0.71 and 1.02; gradients of 31 columns of 70
 # positions, bfloat16 (tiles of 128) 0.97 and 0.94, float32 (tiles of 32) 0.74 and 0.96
 LONG_RUN = 512  # positions from which tiles are skewed
-LONG_BYTES = {2: 74 << 10, 4: 46 << 10}  # of a piece of such planes, at most, by the bytes of an element
+# bytes of a piece of such planes at most: of float32 where tiles are not skewed, and of 16 bits, also below LONGER_RUN
+LONG_BYTES, LONGER_BYTES, LONGER_RUN = {2: 23 << 10, 4: 32 << 10}, 46 << 10, 1024
 FEW_BYTES = 1280  # of a program
 FILLED_COLS, MOST_FILLED = 16, 1.1  # columns, and positions with those that fill up tiles over those without
 WIDE_TILE, LEAST_ACCESS = 256, 4  # bytes of a tile along `inner`, and of an access
@@ -60,7 +63,7 @@ def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Pl
     plan = planes_plan(problem, device)
     if plan is None or plan.ctas == 1:
         return plan
-    if problem.inner * problem.itemsize < LEAST_SHARED_RUN:
+    if problem.inner * problem.itemsize < LEAST_SHARED_RUN or problem.vec == problem.full_vec:
         return None
     if twice:
         enough = problem.itemsize == 4 or problem.vec == 1 or problem.inner >= LEAST_SHARED_POSITIONS["two reads"]
@@ -93,7 +96,8 @@ def _tiles_are_slow(problem: SpatialProblem, tiles: Plan) -> bool:
         return short and (half_empty or not wide)
     if short:  # of a large plane wide tiles are about as fast, and faster with few elements
         return plane <= ROOMS[False][-1] or tiles.rows * itemsize <= WIDE_TILE
-    return problem.n_cols > 2 and plane <= LONG_BYTES[itemsize] and (itemsize == 2 or not tiles.skewed)
+    most = LONGER_BYTES if itemsize == 2 and inner < LONGER_RUN else LONG_BYTES[itemsize]
+    return problem.n_cols > 2 and plane <= most and (itemsize == 2 or not tiles.skewed)
 
 
 def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
@@ -147,13 +151,15 @@ def _large_plane(problem: SpatialProblem, device: Device) -> Plan | None:
     room = next((room for room in _rooms(problem, FITTING, 0) if plane <= room.n_bytes), None)
     if room is None:
         return None
-    warps = 8 if room.fitting > 2 else 16
-    found = _lanes(problem, problem.n_cols, 1, warps)
-    if found is not None and problem.inner * found.lanes < 32 * warps:
-        warps = 8
+    # few programs need more warps each, but not idle ones
+    best: tuple[int, Lanes] | None = None
+    for warps in (8,) if room.fitting > 2 else (16, 8):
         found = _lanes(problem, problem.n_cols, 1, warps)
-    if found is None or found.cost > MOST_COST:
+        if found is not None and (best is None or found.cost < LEAST_GAIN * best[1].cost):
+            best = warps, found
+    if best is None or best[1].cost > MOST_COST[False]:
         return None
+    warps, found = best
     return _plan(problem, device, 1, 1, found, warps, room.n_bytes, room.dynamic, _cap(room.fitting, warps))
 
 
@@ -170,7 +176,7 @@ def _shared_plane(problem: SpatialProblem, device: Device) -> Plan | None:
         if room is None or ctas > device.max_cluster:
             continue
         found = _lanes(problem, cols, 1, warps, 0 if few_warps else COLS_OF_COPY)
-        if found is not None and found.cost <= MOST_COST and problem.inner <= SUM_POSITIONS and ctas <= problem.n_cols:
+        if found is not None and found.cost <= MOST_COST[True] and problem.inner <= SUM_POSITIONS and ctas <= problem.n_cols:
             cap = _cap(min(room.fitting, 4), warps)
             return _plan(problem, device, ctas, 1, found, warps, room.n_bytes, room.dynamic, cap)
     return None
