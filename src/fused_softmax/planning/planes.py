@@ -29,7 +29,7 @@ SUM_POSITIONS = 512  # of a plane that the CTAs of a cluster share: the room for
 # programs fit on a multiprocessor. H100, bfloat16: 296 columns of 13 positions, 40 for each thread 0.96, 19 0.99
 HELD_COLS, COLS_OF_COPY = 19, 150
 GRADIENT_REGISTERS = 80  # of a thread with up to HELD_COLS columns
-# the cost of a large plane at most, by whether a cluster shares it: beyond, banks of shared memory are what it waits for
+# the cost of a large plane at most, by whether a cluster shares it: beyond, it waits for banks of shared memory
 MOST_COST = {False: 1.5, True: 1.3}
 LEAST_GAIN = 0.97  # the cost with fewer warps over that with more, at most
 # when tiles of positions are slower than pieces: `faster_as_planes`. H100, fraction of a copy or an add as tiles and
@@ -176,7 +176,8 @@ def _shared_plane(problem: SpatialProblem, device: Device) -> Plan | None:
         if room is None or ctas > device.max_cluster:
             continue
         found = _lanes(problem, cols, 1, warps, 0 if few_warps else COLS_OF_COPY)
-        if found is not None and found.cost <= MOST_COST[True] and problem.inner <= SUM_POSITIONS and ctas <= problem.n_cols:
+        held = problem.inner <= SUM_POSITIONS and ctas <= problem.n_cols
+        if held and found is not None and found.cost <= MOST_COST[True]:
             cap = _cap(min(room.fitting, 4), warps)
             return _plan(problem, device, ctas, 1, found, warps, room.n_bytes, room.dynamic, cap)
     return None
