@@ -36,8 +36,8 @@ LEAST_GAIN = 0.97  # the cost with fewer warps over that with more, at most
 # as pieces: 35 bfloat16 columns of 31 positions 0.62 and 1.00, 7 of 24 0.71 and 1.02; gradients of 31 columns of 70
 # positions, bfloat16 (tiles of 128) 0.97 and 0.94, float32 (tiles of 32) 0.74 and 0.96
 LONG_RUN = 512  # positions from which tiles are skewed
-# bytes of a piece of such planes at most: of float32 where tiles are not skewed, and of 16 bits, also below LONGER_RUN
-LONG_BYTES, LONGER_BYTES, LONGER_RUN = {2: 23 << 10, 4: 32 << 10}, 46 << 10, 1024
+# bytes of a piece of such planes of 16 bits, at most; and below LONGER_RUN
+LONG_BYTES, LONGER_BYTES, LONGER_RUN = 23 << 10, 46 << 10, 1024
 FEW_BYTES = 1280  # of a program
 FILLED_COLS, MOST_FILLED = 16, 1.1  # columns, and positions with those that fill up tiles over those without
 WIDE_TILE, LEAST_ACCESS = 256, 4  # bytes of a tile along `inner`, and of an access
@@ -77,8 +77,8 @@ def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Pl
 def _tiles_are_slow(problem: SpatialProblem, tiles: Plan) -> bool:
     """Whether tiles of positions of which each is read once are slower than planes that one program moves.
 
-    Runs that do not start at vectors: a softmax of runs below LONG_RUN, and one of longer runs, more than 2 columns and
-    small planes, in 16 bits or where tiles are not skewed; gradients of runs below LONG_RUN whose tiles are narrow, or
+    Runs that do not start at vectors: a softmax of runs below LONG_RUN, and a 16-bit one of longer runs, more than 2
+    columns and small planes; gradients of runs below LONG_RUN whose tiles are narrow, or
     are read in accesses below LEAST_ACCESS, or just of it and half empty. Runs at vectors: a softmax of runs below
     LONG_RUN that fill up their tiles, and of few columns, or in halves of sectors.
     """
@@ -96,8 +96,8 @@ def _tiles_are_slow(problem: SpatialProblem, tiles: Plan) -> bool:
         return short and (half_empty or not wide)
     if short:  # of a large plane wide tiles are about as fast, and faster with few elements
         return plane <= ROOMS[False][-1] or tiles.rows * itemsize <= WIDE_TILE
-    most = LONGER_BYTES if itemsize == 2 and inner < LONGER_RUN else LONG_BYTES[itemsize]
-    return problem.n_cols > 2 and plane <= most and (itemsize == 2 or not tiles.skewed)
+    most = LONGER_BYTES if inner < LONGER_RUN else LONG_BYTES
+    return itemsize == 2 and problem.n_cols > 2 and plane <= most
 
 
 def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
