@@ -147,7 +147,7 @@ def test_random_large_planes(seed):
         dtype = pick.choice((BFLOAT16, FLOAT32))
         shape = (2, round(kilobytes * 1024 / dtype.itemsize / inner), inner)
         x, dy = (torch.randn(shape).mul_(3).to(dtype) for _ in range(2))
-        x[0, :, 0], x[1, 3, 1] = -float("inf"), float("nan")
+        x[0, 1, 0] = -float("inf")
         (y, field), (dx, of_dx) = (within(shape, dtype, packed=True) for _ in range(2))
         for backward, tensors in ((False, (x, y)), (True, (y, dy, dx))):
             problem = spatial.problem_of(*tensors, backward=backward, log=log)
@@ -157,7 +157,7 @@ def test_random_large_planes(seed):
             ways.add(plan.ctas > 1)
             spatial.prepare(spatial.softmax_recipe(tensors, plan, log, backward, DEVICE), tensors)(tensors)
             if not backward:
-                assert_contract(y.clone(), x, 1) if not log else None
+                assert_forward(y.clone(), x, log)
                 y.copy_((torch.log_softmax if log else torch.softmax)(torch.randn(shape), 1))
         assert_gradient(dx, y, dy, log)
         for out, memory in ((y, field), (dx, of_dx)):

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import assert_contract, assert_forward, assert_gradient
+from cases import assert_contract, assert_forward, assert_gradient, edge_rows
 
 import fused_softmax as fs
 from fused_softmax.launch import spatial
@@ -21,6 +21,7 @@ SHAPES = (
     (3, 19, 1000), (2, 150, 333), (2, 1000, 512), (500, 5, 7), (2, 3000, 512), (1, 4096, 1000), (2, 9000, 65),
     (1, 300000, 8), (7, 2500, 3),
     # clusters of 2 to 16, staged chunks, and columns that start in the middle of a sector, where the last tile is short
+    (3, 300, 119), (3, 1450, 43), (2, 3000, 33),  # a plane in added shared memory, and planes on clusters
     (2, 150, 1000), (3, 600, 520), (2, 700, 1032), (2, 1500, 2064), (1, 2000, 1032), (1, 2400, 272), (1, 3300, 1096),
 )  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -52,7 +53,7 @@ def test_softmax_and_its_gradient(shape, dtype):
 @pytest.mark.parametrize("seed", range(10))
 def test_random_planes(seed):
     """Planes that move as pieces, between sentinels: each kernel, and what lies beside the output."""
-    pick, gathered, sentinel = random.Random(seed), 0, 7.0
+    pick, gathered, ways, sentinel = random.Random(seed), 0, set(), 7.0
     large = seed >= 6  # in shared memory that the launch adds, or on a cluster
     for _ in range(12):
         n_cols, inner = round(2 * 500 ** pick.random()), round(2 * 300 ** pick.random()) - pick.choice((0, 1))
@@ -66,6 +67,7 @@ def test_random_planes(seed):
         y, dx = (field[64:-64].view(shape) for field in fields)
         chosen = [spatial.softmax_plan(t, log, len(t) == 3, False, device_of(x)) for t in ((x, y), (y, dy, dx))]
         gathered += sum(plan.gathered for plan in chosen)
+        ways |= {(plan.ctas > 1, plan.dynamic_bytes > 0) for plan in chosen if plan.gathered}
         spatial.prepare_softmax((x, y), log, False, False)((x, y))
         assert_forward(y, x, log)
         spatial.prepare_softmax((y, dy, dx), log, True, False)((y, dy, dx))
@@ -73,6 +75,22 @@ def test_random_planes(seed):
         for field in fields:
             assert (field[:64] == sentinel).all() and (field[-64:] == sentinel).all(), "written outside the output"
     assert gathered >= 6
+    if large and torch.cuda.get_device_capability()[0] == 9:
+        assert {cluster for cluster, _ in ways} == {False, True} and (False, True) in ways
+
+
+@pytest.mark.parametrize("shape", [(3, 300, 119), (3, 1450, 43), (2, 3000, 33)])
+def test_large_planes_in_place_and_their_edge_rows(shape):
+    """The same bits in place; infinities and NaN as torch has them, also where another CTA has the column."""
+    outer, n_cols, inner = shape
+    x = torch.randn(shape, device="cuda")
+    y = fs.softmax(x, 1)
+    spatial.prepare_softmax((x, x), False, False, False)((x, x))
+    assert torch.equal(x, y)
+    rows = list(edge_rows(n_cols, torch.float32, "cuda").values())
+    x = torch.stack([rows[i % len(rows)] for i in range(outer * inner)]).view(outer, inner, n_cols)
+    x = x.transpose(1, 2).contiguous()
+    assert_contract(fs.softmax(x, 1), x, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

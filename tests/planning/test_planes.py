@@ -58,6 +58,7 @@ def test_a_piece_has_its_room_and_its_threads(backward, target):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_as_many_programs_fit_as_rooms_and_caps_are_made_for(backward):
+    assert planes.SUM_POSITIONS == POSITIONS  # of the kernel
     of_device = MULTIPROCESSORS["sm_90"]
     problem = SpatialProblem(100, 31, "bfloat16", "bfloat16", 1, backward, packed=True)
     for sums, fitting in ((0, planes.FITTING), (sums_bytes(2 - backward), planes.FITTING_SHARED)):

@@ -96,7 +96,7 @@ def softmax_spatial_gathered_cluster(
     # 16 bits: exp(x - m) in one multiply-add and one exp2
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16 and not LOG
     TILE: tl.constexpr = tile_of(CTAS, THREADS, PTX)
-    rounds = (inner + THREADS // LANES - 1) // (THREADS // LANES)
+    rounds = tl.maximum((inner + THREADS // LANES - 1) // (THREADS // LANES), 1)  # or ptxas has two copies of all
     for k in range(0, rounds):
         at, step, exists, position = position_of_share(k, n, inner, LANES, THREADS, CTAS, PTX)
         x = fetch_columns(x_ptr, at, step, exists, columns, ROWS, "-inf", LANES, CHUNKS, UNPREDICATED, TILE, PTX)
@@ -148,7 +148,7 @@ def softmax_spatial_gathered_cluster_backward(
     await_gathered(PTX)
 
     TILE: tl.constexpr = tile_of(CTAS, THREADS, PTX)
-    rounds = (inner + THREADS // LANES - 1) // (THREADS // LANES)
+    rounds = tl.maximum((inner + THREADS // LANES - 1) // (THREADS // LANES), 1)  # or ptxas has two copies of all
     for k in range(0, rounds):
         at, step, exists, position = position_of_share(k, n, inner, LANES, THREADS, CTAS, PTX)
         dy = fetch_columns(dy_ptr, at, step, exists, columns, SECOND, "0", LANES, CHUNKS, UNPREDICATED, TILE, PTX)

@@ -100,7 +100,7 @@ def _lanes_and_runs(n_cols: int, vec: int, itemsize: int, kind: str, aligned: bo
         if elements > MOST_ELEMENTS[kind] or (lanes > 1 and elements < vec + 2):
             continue
         for runs in (False, True)[: 1 + (lanes > 1)]:
-            times[lanes, runs] = timeover_copy(n_cols, vec, itemsize, kind, lanes, runs)
+            times[lanes, runs] = time_over_copy(n_cols, vec, itemsize, kind, lanes, runs)
             costs[lanes, runs] = times[lanes, runs] + elements / ELEMENTS_OF_COPY + RUNS_COST[kind] * runs
     best = min(costs, key=lambda found: costs[found]) if costs else None
     by_rows = max(1.0, COLS_OF_ROWS[kind] * 2 / (n_cols * itemsize))
@@ -109,7 +109,7 @@ def _lanes_and_runs(n_cols: int, vec: int, itemsize: int, kind: str, aligned: bo
     return best
 
 
-def timeover_copy(n_cols: int, vec: int, itemsize: int, kind: str, lanes: int, runs: bool) -> float:
+def time_over_copy(n_cols: int, vec: int, itemsize: int, kind: str, lanes: int, runs: bool) -> float:
     """The time of rows that `lanes` threads share, each with a run of it or not, over that of their copy."""
     accesses, _ = rounded_chunks(-(-n_cols // (lanes * vec)))
     elements = accesses * vec

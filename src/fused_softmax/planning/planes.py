@@ -41,13 +41,12 @@ LONG_BYTES, LONGER_BYTES, LONGER_RUN = 23 << 10, 46 << 10, 1024
 FEW_BYTES = 1280  # of a program
 FILLED_COLS, MOST_FILLED = 16, 1.1  # columns, and positions with those that fill up tiles over those without
 WIDE_TILE, LEAST_ACCESS = 256, 4  # bytes of a tile along `inner`, and of an access
-# gradients of tiles that are empty by a third, of so many positions: 274 float32 columns of 17 positions 0.71 and 0.97,
-# but 787 of 5, whose tiles have 8 positions, 0.99 and 0.97
+# gradients of tiles that are empty by a third, of so many positions: 274 float32 columns of 17 positions 0.71 and
+# 0.97, but 787 of 5, whose tiles have 8 positions, 0.99 and 0.97
 HALF_EMPTY_ROWS, MOST_EMPTY = 32, 1.5
-# of a cluster, as few positions mean threads that share columns: bytes of a run at least. Where columns are read twice
-# in vectors: of 12 bfloat16 positions 0.60 and 0.67, of 10 (11,791 columns) 0.54 and 0.50. Else of 16 positions
-LEAST_SHARED_RUN = 17
-LEAST_SHARED_POSITIONS = {"two reads": 12, "one read": 17}
+# bytes of a run of a plane that a cluster shares, at least: in place of one read and, True, of two. 16-bit runs at 4 or
+# 8 bytes are longer in place of two: 12 positions 0.60 and 0.67, 10 positions (11,791 columns) 0.54 and 0.50
+LEAST_SHARED_RUN, LEAST_ALIGNED_RUN = {False: 34, True: 17}, 24
 
 
 def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
@@ -63,24 +62,20 @@ def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Pl
     plan = planes_plan(problem, device)
     if plan is None or plan.ctas == 1:
         return plan
-    if problem.inner * problem.itemsize < LEAST_SHARED_RUN or problem.vec == problem.full_vec:
-        return None
-    if twice:
-        enough = problem.itemsize == 4 or problem.vec == 1 or problem.inner >= LEAST_SHARED_POSITIONS["two reads"]
-    elif problem.backward:
-        enough = problem.itemsize == 2 and problem.inner >= LEAST_SHARED_POSITIONS["one read"]
-    else:
-        enough = problem.inner * problem.itemsize >= 2 * LEAST_SHARED_POSITIONS["one read"]
-    return plan if enough else None
+    aligned = problem.itemsize == 2 and problem.vec > 1
+    least = LEAST_ALIGNED_RUN if twice and aligned else LEAST_SHARED_RUN[twice]
+    gains = twice or not problem.backward or problem.itemsize == 2
+    long = problem.inner * problem.itemsize >= least
+    return plan if long and gains and problem.vec < problem.full_vec else None
 
 
 def _tiles_are_slow(problem: SpatialProblem, tiles: Plan) -> bool:
     """Whether tiles of positions of which each is read once are slower than planes that one program moves.
 
-    Runs that do not start at vectors: a softmax of runs below LONG_RUN, and a 16-bit one of longer runs, more than 2
-    columns and small planes; gradients of runs below LONG_RUN whose tiles are narrow, or
-    are read in accesses below LEAST_ACCESS, or just of it and half empty. Runs at vectors: a softmax of runs below
-    LONG_RUN that fill up their tiles, and of few columns, or in halves of sectors.
+    Runs that do not start at vectors: a softmax of runs below LONG_RUN, but no large plane whose tiles are wider than
+    WIDE_TILE, and a 16-bit one of longer runs, more than 2 columns and small planes; gradients of runs below LONG_RUN
+    whose tiles are narrow, or are read in accesses below LEAST_ACCESS, or just of it and half empty. Runs at vectors: a
+    softmax of runs below LONG_RUN that fill up their tiles, and of few columns, or in halves of sectors.
     """
     inner, itemsize = problem.inner, problem.itemsize
     plane, short = problem.n_cols * inner * itemsize, inner < LONG_RUN
@@ -108,7 +103,8 @@ def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
     >>> planes_plan(planes, DEVICES["sm_90"]).outers
     4
     """
-    if not problem.packed or problem.n_cols == 1 or problem.batch_invariant or device.warp_size != 32:
+    empty_or_rows = problem.n_cols <= 1 or problem.inner < 1
+    if not problem.packed or empty_or_rows or problem.batch_invariant or device.warp_size != 32:
         return None
     small = problem.n_cols * problem.inner * problem.itemsize <= ROOMS[problem.backward][-1]
     plan = _small_planes(problem, device) if small else None
@@ -200,9 +196,9 @@ def _rooms(problem: SpatialProblem, fitting: tuple[int, ...], sums: int) -> Iter
 
 
 def _cap(fitting: int, warps: int) -> int | None:
-    """The registers of a thread with which so many programs fit; None where ptxas takes no more anyway."""
+    """The registers of a thread with which so many programs fit; None where a thread cannot have more."""
     cap = Device.registers // (fitting * warps * 32) // 8 * 8
-    return cap if cap < 128 else None
+    return cap if cap < 255 else None
 
 
 def _lanes(

@@ -3,7 +3,7 @@
 The tensor is (outer, n_cols, inner), and each of the outer x inner positions is a softmax. A plan sees n_cols, inner,
 dtypes, alignment and device, never `outer`; within batch_invariant() what decides a position's bits does not depend on
 `inner` either. In a Plan, `rows` are the positions of a tile, and `vectors_per_chunk` the columns of a chunk. Small
-planes (n_cols, inner) may be faster as pieces of memory (`gathered.faster_as_planes`).
+planes (n_cols, inner) may be faster as pieces of memory (`planes.faster_as_planes`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from .spatial_tables import (
     LEAST_FEW,
     LEAST_PART_COLS,
     LEAST_RUN,
+    LONG,
     LOSS,
     LOSS_RUN,
     MORE_STAGED,
     MOST_FEW,
     MOST_PARTS,
+    MOST_SINGLE,
     NARROW,
     ON_CHIP,
     ONE_STEP,
@@ -333,13 +335,15 @@ def _on_ctas(problem: SpatialProblem, device: Device, inner: int, several: bool,
 def _long_and_narrow(problem: SpatialProblem, device: Device) -> Plan | None:
     """The plan of so few positions that one program's tile holds more columns than the tables say; or None."""
     inner = power_of_two(problem.inner)
-    for config in ON_CHIP[problem.backward, problem.widest]:
-        fits = inner < config.inner and problem.n_cols * inner <= config.max_cols * config.inner
-        if fits and config.ctas == 1 and config.held is None:
-            warps = max(1, config.num_warps * 32 // device.warp_size)
+    elements, single = problem.n_cols * inner, problem.vec < problem.full_vec // 2
+    if single and elements > MOST_SINGLE:
+        return None
+    for tile in LONG[problem.backward, problem.widest]:
+        if inner < tile.inner and elements <= tile.elements:
+            warps = max(1, tile.num_warps * 32 // device.warp_size)
             cols = warps * device.warp_size * problem.full_vec // inner
-            recompute = config.recompute and problem.itemsize == 2
-            return resident_plan(problem, device, inner, cols, warps, 1, recompute, config.max_registers)
+            recompute = tile.recompute and problem.itemsize == 2
+            return resident_plan(problem, device, inner, cols, warps, 1, recompute, tile.max_registers)
     return None
 
 

@@ -37,6 +37,16 @@ class SpatialConfig(NamedTuple):
     overlaps: bool = False
 
 
+class LongTile(NamedTuple):
+    """A tile of fewer than `inner` positions and many columns, of at most so many elements, in one program."""
+
+    elements: int
+    num_warps: int
+    inner: int
+    recompute: bool = True
+    max_registers: int | None = None
+
+
 class RunRule(NamedTuple):
     """How many columns a chunk takes where positions are few, so that its columns are neighbors in memory.
 
@@ -258,6 +268,22 @@ ON_CHIP = {
         SpatialConfig(10240, 16, 8, 16, max_registers=128),
     ),
 }
+# of fewer positions than the tables' tiles, and more columns: by (backward, bytes of an element). The first that fits
+# is taken
+LONG = {
+    (False, 2): (
+        LongTile(3072, 2, 512, recompute=False), LongTile(20480, 4, 1024), LongTile(22528, 4, 128),
+        LongTile(32768, 4, 64), LongTile(65536, 16, 32),
+    ),
+    (False, 4): (
+        LongTile(1536, 2, 256), LongTile(3072, 2, 128), LongTile(4096, 2, 64), LongTile(9728, 4, 64, max_registers=128),
+        LongTile(16384, 8, 64), LongTile(32768, 16, 32),
+    ),
+    (True, 2): (LongTile(4096, 2, 512), LongTile(5632, 2, 128), LongTile(32768, 8, 128)),
+    (True, 4): (LongTile(1536, 1, 128), LongTile(2304, 2, 64), LongTile(4096, 4, 64), LongTile(16384, 8, 64)),
+}  # fmt: skip
+# elements that are read one by one take a register each until they are packed: such a tile has fewer of them, at most
+MOST_SINGLE = 49152
 # FEWEST to MOST_FEW positions and more columns than FEW_COLS: `spatial` counts the CTAs of their tiles. Fewer positions
 # than LEAST_FEW take one program where it holds their columns. H100, fraction of a copy or an add with the former plans
 # and with these: bfloat16 softmax of 5,000 columns of 48 positions 0.64 and 0.96, gradient of 1,500 columns of 64
