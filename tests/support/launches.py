@@ -299,7 +299,7 @@ def spatial_softmax(target: str) -> Iterator[Named]:
         # where the output has memory of its own: tiles that are skewed, that overlap at halves of sectors, or of few
         # positions, and planes that are moved as one piece, or by a cluster
         halves = 4096 + 16 // dtype.itemsize
-        few = ((1477, 40), (3000, 200), (600, 80), (8000, 16), (1210, 9), (9000, 2), (12288, 3))
+        few = ((1477, 40), (3000, 200), (600, 80), (8000, 16), (1210, 9), (9000, 2))
         pieces = ((4, 11), (35, 31), (300, 13), (2, 16))
         if device.adds_shared_memory:
             pieces += ((468, 83), (1350, 47))
