@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -178,3 +179,21 @@ def test_clusters_of_programs_need_a_launcher_that_is_known():
     alone = SimpleNamespace(packed_metadata=(8, 1, 1, 2048))
     launch.make_clusters(alone, kernel, {**meta, "CTAS": 1})
     assert alone.packed_metadata == (8, 1, 1, 2048)
+
+
+class Metadata(NamedTuple):
+    shared: int
+
+
+def test_added_shared_memory_is_where_triton_has_none():
+    meta = {"DYNAMIC": 76320}
+    compiled = SimpleNamespace(packed_metadata=(8, 2, 0), metadata=Metadata(0))
+    for _ in range(2):  # Triton's cache gives the same object again
+        launch.add_shared_memory(compiled, meta)
+        assert compiled.packed_metadata == (8, 2, 76320) and compiled.metadata.shared == 76320
+    for packed, own in (((8, 2, 2048), 2048), ((8, 2, 0), 2048)):
+        with pytest.raises(RuntimeError, match="shared memory"):
+            launch.add_shared_memory(SimpleNamespace(packed_metadata=packed, metadata=Metadata(own)), meta)
+    unchanged = SimpleNamespace(packed_metadata=(8, 2, 2048), metadata=Metadata(2048))
+    launch.add_shared_memory(unchanged, {"DYNAMIC": 0})
+    assert unchanged.packed_metadata == (8, 2, 2048)
