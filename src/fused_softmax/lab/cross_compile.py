@@ -105,7 +105,7 @@ def compile_for(launch: Launch, target: str) -> Any:
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
-    from fused_softmax.launch.compile import add_shared_memory, built_without_spills, make_clusters
+    from fused_softmax.launch.compile import built_without_spills, tell_launcher
 
     kernel = launch.kernel
     if not isinstance(kernel, JITFunction):
@@ -127,8 +127,7 @@ def compile_for(launch: Launch, target: str) -> Any:
         return triton.compile(source, target=gpu, options=options.__dict__)
 
     compiled, meta = built_without_spills(build, kernel, launch.meta, _spilled_bytes)
-    make_clusters(compiled, kernel, meta)
-    add_shared_memory(compiled, meta)
+    tell_launcher(compiled, kernel, meta)
     return compiled
 
 

@@ -108,8 +108,7 @@ class Launch(NamedTuple):
 
         def build(meta: Mapping[str, Any]) -> Any:
             compiled = self.kernel.warmup(*self.args, grid=self.grid, **meta)
-            make_clusters(compiled, self.kernel, meta)
-            add_shared_memory(compiled, meta)
+            tell_launcher(compiled, self.kernel, meta)
             compiled._init_handles()
             return compiled
 
@@ -170,8 +169,7 @@ def compile_kernel(
 
         def build(meta: Mapping[str, Any]) -> Any:
             compiled = _built(kernel, pointers, meta, counts)
-            make_clusters(compiled, kernel, meta)
-            add_shared_memory(compiled, meta)
+            tell_launcher(compiled, kernel, meta)
             compiled._init_handles()  # loads it on the current device
             return compiled
 
@@ -246,6 +244,12 @@ def _built(kernel: Any, pointers: Pointers, meta: Mapping[str, Any], counts: tup
     signature |= dict.fromkeys(kernel.declaration.constexprs, "constexpr")
     target = triton.runtime.driver.active.get_current_target()  # builds its own helper on first use
     return triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options)
+
+
+def tell_launcher(compiled: Any, kernel: Any, meta: Mapping[str, Any]) -> None:
+    """Gives Triton's launcher the numbers that Triton does not know, before the kernel is loaded."""
+    make_clusters(compiled, kernel, meta)
+    add_shared_memory(compiled, meta)
 
 
 def make_clusters(compiled: Any, kernel: Any, meta: Mapping[str, Any]) -> None:

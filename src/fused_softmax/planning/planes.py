@@ -55,7 +55,7 @@ def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Pl
     It is, where a program of tiles has few bytes, or columns are read twice. Else where `_tiles_are_slow`, for planes
     that one program holds; larger ones, whose CTAs wait for each other, have further conditions.
     """
-    few_bytes = tiles.outers * problem.n_cols * problem.inner * problem.itemsize < FEW_BYTES
+    few_bytes = tiles.outers * problem.plane_bytes < FEW_BYTES
     twice = tiles.regime == "spatial_two_pass"
     if not (few_bytes or twice or _tiles_are_slow(problem, tiles)):
         return None
@@ -77,8 +77,7 @@ def _tiles_are_slow(problem: SpatialProblem, tiles: Plan) -> bool:
     whose tiles are narrow, or are read in accesses below LEAST_ACCESS, or just of it and half empty. Runs at vectors: a
     softmax of runs below LONG_RUN that fill up their tiles, and of few columns, or in halves of sectors.
     """
-    inner, itemsize = problem.inner, problem.itemsize
-    plane, short = problem.n_cols * inner * itemsize, inner < LONG_RUN
+    inner, itemsize, short = problem.inner, problem.itemsize, problem.inner < LONG_RUN
     filled_up = -(-inner // tiles.rows) * tiles.rows / inner
     if problem.vec == problem.full_vec:
         gains = problem.n_cols <= FILLED_COLS or not problem.whole_sectors
@@ -90,9 +89,9 @@ def _tiles_are_slow(problem: SpatialProblem, tiles: Plan) -> bool:
         half_empty = access == LEAST_ACCESS and narrow and filled_up >= MOST_EMPTY
         return short and (half_empty or not wide)
     if short:  # of a large plane wide tiles are about as fast, and faster with few elements
-        return plane <= ROOMS[False][-1] or tiles.rows * itemsize <= WIDE_TILE
+        return problem.plane_bytes <= ROOMS[False][-1] or tiles.rows * itemsize <= WIDE_TILE
     most = LONGER_BYTES if inner < LONGER_RUN else LONG_BYTES
-    return itemsize == 2 and problem.n_cols > 2 and plane <= most
+    return itemsize == 2 and problem.n_cols > 2 and problem.plane_bytes <= most
 
 
 def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
@@ -106,7 +105,7 @@ def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
     empty_or_rows = problem.n_cols <= 1 or problem.inner < 1
     if not problem.packed or empty_or_rows or problem.batch_invariant or device.warp_size != 32:
         return None
-    small = problem.n_cols * problem.inner * problem.itemsize <= ROOMS[problem.backward][-1]
+    small = problem.plane_bytes <= ROOMS[problem.backward][-1]
     plan = _small_planes(problem, device) if small else None
     if plan is None and device.adds_shared_memory:
         plan = (None if small else _large_plane(problem, device)) or _shared_plane(problem, device)
@@ -124,8 +123,8 @@ class Lanes(NamedTuple):
 
 def _small_planes(problem: SpatialProblem, device: Device) -> Plan | None:
     """The plan of one plane or several in a program's own 48 KB; None for too many columns."""
-    plane, most_bytes = problem.n_cols * problem.inner * problem.itemsize, PIECE_BYTES[problem.backward]
-    most = max(1, most_bytes // plane)
+    plane = problem.plane_bytes
+    most = max(1, PIECE_BYTES[problem.backward] // plane)
     best: tuple[int, int, Lanes] | None = None
     for outers in range(max(1, most // 2), most + 1, max(1, most // 16)):
         warps = next(warps for n_bytes, warps in PIECE_WARPS if outers * plane <= n_bytes)
@@ -143,8 +142,7 @@ def _small_planes(problem: SpatialProblem, device: Device) -> Plan | None:
 
 def _large_plane(problem: SpatialProblem, device: Device) -> Plan | None:
     """The plan of one plane in shared memory that the launch adds; None where it has no room."""
-    plane = problem.n_cols * problem.inner * problem.itemsize
-    room = next((room for room in _rooms(problem, FITTING, 0) if plane <= room.n_bytes), None)
+    room = next((room for room in _rooms(problem, FITTING, 0) if problem.plane_bytes <= room.n_bytes), None)
     if room is None:
         return None
     # few programs need more warps each, but not idle ones
@@ -161,6 +159,8 @@ def _large_plane(problem: SpatialProblem, device: Device) -> Plan | None:
 
 def _shared_plane(problem: SpatialProblem, device: Device) -> Plan | None:
     """The plan of a plane whose columns the CTAs of a cluster share; None where it cannot hold one."""
+    if problem.inner > SUM_POSITIONS:
+        return None
     column = problem.inner * problem.itemsize
     few_warps = problem.backward and problem.itemsize == 2  # each thread with more columns
     warps = 4 if few_warps else 8
@@ -169,11 +169,10 @@ def _shared_plane(problem: SpatialProblem, device: Device) -> Plan | None:
     for ctas in (2, 4, 8, 16):
         cols = -(-problem.n_cols // ctas)
         room = next((room for room in rooms if cols * column <= room.n_bytes), None)
-        if room is None or ctas > device.max_cluster:
+        if room is None or ctas > min(device.max_cluster, problem.n_cols):
             continue
         found = _lanes(problem, cols, 1, warps, 0 if few_warps else COLS_OF_COPY)
-        held = problem.inner <= SUM_POSITIONS and ctas <= problem.n_cols
-        if held and found is not None and found.cost <= MOST_COST[True]:
+        if found is not None and found.cost <= MOST_COST[True]:
             cap = _cap(min(room.fitting, 4), warps)
             return _plan(problem, device, ctas, 1, found, warps, room.n_bytes, room.dynamic, cap)
     return None

@@ -200,6 +200,11 @@ class SpatialProblem(_Dtypes):
     packed: bool = False
 
     @property
+    def plane_bytes(self) -> int:
+        """Bytes of one index of `outer`, in the narrowest dtype."""
+        return self.n_cols * self.inner * self.itemsize
+
+    @property
     def widest(self) -> int:
         """Bytes of the widest element, which says what registers hold."""
         return max(ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype])

@@ -14,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .numerics import PTX_LOG2E, exp
+from .numerics import exp
+from .spatial_cluster import access_of, merged_ptx
 
 POSITIONS = 512  # of a plane at most: the room for their numbers
 
@@ -58,58 +59,40 @@ def sums_bytes(n_values: int) -> int:
 
 
 @triton.constexpr_function
-def _names(n_values: int, of: str = "") -> str:
-    names = [f"{name}{of}" for name in ("m", "s")[2 - n_values :]]
-    return "{" + ", ".join(names) + "}" if n_values > 1 else names[0]
-
-
-@triton.constexpr_function
-def _vector(n_values: int) -> str:
-    return ".v2.f32" if n_values > 1 else ".f32"
-
-
-@triton.constexpr_function
 def _put_ptx(n_values: int) -> str:
     """The values, their position, and whether the thread puts them."""
-    values = ", ".join(f"${i + 1}" for i in range(n_values))
+    suffix, values = access_of([f"${i + 1}" for i in range(n_values)])
     ptx = ["{", ".reg .pred puts;", ".reg .b32 slot, own;", f"setp.ne.u32 puts, ${n_values + 2}, 0;"]
     ptx += ["mov.u32 own, gathered_rows;", f"mad.lo.u32 slot, ${n_values + 1}, {4 * n_values}, own;"]
-    ptx += [f"@puts st.shared{_vector(n_values)} [slot], {'{' + values + '}' if n_values > 1 else values};"]
-    return "\n".join([*ptx, "mov.u32 $0, 0;", "}"])
+    return "\n".join([*ptx, f"@puts st.shared{suffix}.f32 [slot], {values};", "mov.u32 $0, 0;", "}"])
 
 
 @triton.constexpr_function
 def _get_ptx(n_values: int) -> str:
     """The values of a position."""
-    values = ", ".join(f"${i}" for i in range(n_values))
+    suffix, values = access_of([f"${i}" for i in range(n_values)])
     ptx = ["{", ".reg .b32 slot, sums;", "mov.u32 sums, gathered_rows;"]
     ptx += [f"mad.lo.u32 slot, ${n_values}, {4 * n_values}, sums;"]
-    values = "{" + values + "}" if n_values > 1 else values
-    return "\n".join([*ptx, f"ld.volatile.shared{_vector(n_values)} {values}, [slot+{4 * n_values * POSITIONS}];", "}"])
+    return "\n".join([*ptx, f"ld.volatile.shared{suffix}.f32 {values}, [slot+{4 * n_values * POSITIONS}];", "}"])
 
 
 @triton.constexpr_function
 def _merge_ptx(ctas: int, n_values: int, threads: int) -> str:
     """Merges the numbers of $1 positions over all CTAs, thread i the positions i, i + threads, ..."""
-    ranks = range(ctas)
-    floats = [f"{name}{c}" for c in ranks for name in ("m", "s")[2 - n_values :]]
+    names = ["a", "b"][:n_values]
+    of_rank = [access_of([f"{name}{c}" for name in names]) for c in range(ctas)]
     ptx = ["{", ".reg .pred merges;", ".reg .b32 thread, position, own, there;"]
-    ptx += [f".reg .f32 {', '.join(floats)}, top;", "mov.u32 thread, %tid.x;"]
-    ptx += ["barrier.cluster.arrive.aligned;", "barrier.cluster.wait.aligned;"]
+    ptx += [f".reg .f32 {', '.join(f'{name}{c}' for c in range(ctas) for name in names)}, top;"]
+    ptx += ["mov.u32 thread, %tid.x;", "barrier.cluster.arrive.aligned;", "barrier.cluster.wait.aligned;"]
     for k in range(-(-POSITIONS // threads)):
         ptx += [f"add.u32 position, thread, {k * threads};", "setp.lt.u32 merges, position, $1;"]
         ptx += ["mov.u32 own, gathered_rows;", f"mad.lo.u32 own, position, {4 * n_values}, own;"]
-        for c in ranks:
+        for c in range(ctas):
+            suffix, values = of_rank[c]
             ptx += [f"mapa.shared::cluster.u32 there, own, {c};"]
-            ptx += [f"@merges ld.shared::cluster{_vector(n_values)} {_names(n_values, str(c))}, [there];"]
-        if n_values > 1:
-            ptx += ["mov.f32 top, m0;", *(f"max.f32 top, top, m{c};" for c in ranks[1:])]
-            for c in ranks:
-                ptx += [f"sub.f32 m{c}, m{c}, top;", f"mul.f32 m{c}, m{c}, {PTX_LOG2E};"]
-                ptx += [f"ex2.approx.ftz.f32 m{c}, m{c};", f"mul.rn.f32 s{c}, s{c}, m{c};"]
-            ptx += ["mov.f32 m0, top;"]
-        ptx += [f"add.rn.f32 s0, s0, s{c};" for c in ranks[1:]]
-        ptx += [f"@merges st.shared{_vector(n_values)} [own+{4 * n_values * POSITIONS}], {_names(n_values, '0')};"]
+            ptx += [f"@merges ld.shared::cluster{suffix}.f32 {values}, [there];"]
+        suffix, values = of_rank[0]
+        ptx += [*merged_ptx(ctas, names), f"@merges st.shared{suffix}.f32 [own+{4 * n_values * POSITIONS}], {values};"]
     return "\n".join([*ptx, "barrier.cluster.arrive.aligned;", "bar.sync 0;", "mov.u32 $0, 0;", "}"])
 
 

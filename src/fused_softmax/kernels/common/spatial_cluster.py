@@ -59,15 +59,33 @@ def _declare_ptx(ctas: int, n_values: int, inner: int) -> str:
 
 
 @triton.constexpr_function
-def _vector(names: list[str]) -> tuple[str, str]:
+def access_of(names: list[str]) -> tuple[str, str]:
     """(the suffix of an access to so many float32, its operand)."""
     return (f".v{len(names)}", "{" + ", ".join(names) + "}") if len(names) > 1 else ("", names[0])
 
 
 @triton.constexpr_function
+def merged_ptx(ctas: int, names: list[str]) -> list[str]:
+    """Merges each CTA's numbers, in the registers a0, b0, ..., a1, ..., into a0, b0, ...; `top` is scratch.
+
+    names: "a" for one sum; or "a" for the maximum, "b" for the sum of exponentials, and others for plain sums.
+    """
+    ptx = []
+    if len(names) > 1:
+        ptx += ["mov.f32 top, a0;", *(f"max.f32 top, top, a{c};" for c in range(1, ctas))]
+        for c in range(ctas):
+            ptx += [f"sub.f32 a{c}, a{c}, top;", f"mul.f32 a{c}, a{c}, {PTX_LOG2E};", f"ex2.approx.ftz.f32 a{c}, a{c};"]
+            ptx += [f"mul.rn.f32 b{c}, b{c}, a{c};"]
+        ptx += ["mov.f32 a0, top;"]
+    for name in names[1:] or names:
+        ptx += [f"add.rn.f32 {name}0, {name}0, {name}{c};" for c in range(1, ctas)]
+    return ptx
+
+
+@triton.constexpr_function
 def _put_ptx(n_values: int) -> str:
     """$1: the position; then its values."""
-    vector, values = _vector([f"${i + 2}" for i in range(n_values)])
+    vector, values = access_of([f"${i + 2}" for i in range(n_values)])
     ptx = ["{", ".reg .b32 slot, own;", "mov.u32 own, spatial_own;"]
     ptx += [f"mad.lo.u32 slot, $1, {4 * n_values}, own;", f"st.shared{vector}.f32 [slot], {values};"]
     return "\n".join([*ptx, "mov.u32 $0, 0;", "}"])
@@ -76,7 +94,7 @@ def _put_ptx(n_values: int) -> str:
 @triton.constexpr_function
 def _get_ptx(n_values: int) -> str:
     """The position, and an operand whose layout is the result's."""
-    vector, values = _vector([f"${i}" for i in range(n_values)])
+    vector, values = access_of([f"${i}" for i in range(n_values)])
     ptx = ["{", ".reg .b32 slot, merged;", "mov.u32 merged, spatial_merged;"]
     ptx += [f"mad.lo.u32 slot, ${n_values}, {4 * n_values}, merged;"]
     return "\n".join([*ptx, f"ld.volatile.shared{vector}.f32 {values}, [slot];", "}"])
@@ -88,9 +106,8 @@ def _merge_ptx(ctas: int, inner: int, n_values: int, threads: int, to: str = "",
 
     to: the shared memory of the results, whose places are those of `spatial_skewed`. inverse: of the sum.
     """
-    names, size = ("a", "b", "c", "d")[:n_values], 4 * n_values
-    summed = names[1:] if n_values > 1 else names
-    vector, values = _vector([f"{name}0" for name in names])
+    names, size = ["a", "b", "c", "d"][:n_values], 4 * n_values
+    vector, values = access_of([f"{name}0" for name in names])
     ptx = ["{", ".reg .pred sends, merges, done;"]
     ptx += [".reg .b32 thread, rank, item, position, to, slot, slots, own, remote, barrier, remote_barrier;"]
     ptx += [f".reg .f32 {', '.join(f'{name}{c}' for c in range(ctas) for name in names)}, top;"]
@@ -110,16 +127,9 @@ def _merge_ptx(ctas: int, inner: int, n_values: int, threads: int, to: str = "",
     ptx += ["mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [barrier], 0;", "@!done bra wait_${:uid};"]
     ptx += [f"setp.lt.u32 merges, thread, {inner};", f"mad.lo.u32 slot, thread, {size}, slots;"]
     for c in range(ctas):
-        _, slot = _vector([f"{name}{c}" for name in names])
+        _, slot = access_of([f"{name}{c}" for name in names])
         ptx += [f"@merges ld.volatile.shared{vector}.f32 {slot}, [slot+{c * inner * size}];"]
-    if n_values > 1:
-        ptx += ["mov.f32 top, a0;", *(f"max.f32 top, top, a{c};" for c in range(1, ctas))]
-        for c in range(ctas):
-            ptx += [f"sub.f32 a{c}, a{c}, top;", f"mul.f32 a{c}, a{c}, {PTX_LOG2E};", f"ex2.approx.ftz.f32 a{c}, a{c};"]
-            ptx += [f"mul.rn.f32 b{c}, b{c}, a{c};"]
-        ptx += ["mov.f32 a0, top;"]
-    for name in summed:
-        ptx += [f"add.rn.f32 {name}0, {name}0, {name}{c};" for c in range(1, ctas)]
+    ptx += merged_ptx(ctas, names)
     if inverse:
         ptx += ["rcp.rn.f32 b0, b0;"]
     ptx += ["mov.u32 position, thread;", f"mov.u32 slots, {to or 'spatial_merged'};"]

@@ -34,8 +34,6 @@ CLASSES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "inner below 1,024": ((2, 4096), (2, 1023)),
     "odd inner below 1,024": ((2, 1024), (3, 1023)),
 }
-
-
 EVEN = "inner below 1,024"  # such as 14 x 14 positions; longer runs are multiples of 8
 
 
