@@ -41,7 +41,7 @@ def tile_of(ctas: int, threads: int, ptx: bool) -> int:
 
 @triton.jit
 def position_of_share(k, n, inner, LANES: tl.constexpr, THREADS: tl.constexpr, CTAS: tl.constexpr, PTX: tl.constexpr):
-    """(place of each thread's first column, places to its next one, whether it has a position, its position) of round k
+    """In round k: (place of each thread's first column, places to its next one, whether it exists, its position).
 
     n: elements of the share. A thread without a position stays behind it, where no thread writes.
     """
