@@ -33,7 +33,7 @@ pytestmark = pytest.mark.interpreted
 
 DEVICE = describe(torch.device("cpu"))
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
-PLANES = ("planes as one piece", "a large plane", "a plane on a cluster")
+PLANES = ("planes as one piece", "a large plane", "a plane on a cluster", "a plane in registers")
 # (outer, n_cols, inner), positions of a tile, columns of a chunk, warps, CTAs; no CTAs: in parts
 TILES = {
     "whole columns in a thread": ((2, 19, 40), 64, 1, 1, 1),
@@ -43,8 +43,9 @@ TILES = {
     "parts": ((2, 1100, 6), 0, 0, 0, 0),
     "one part": ((2, 70, 33), 0, 0, 0, 0),
     PLANES[0]: ((131, 13, 9), 0, 0, 0, 0),
-    PLANES[1]: ((2, 140, 181), 0, 0, 0, 0),
-    PLANES[2]: ((2, 1450, 43), 0, 0, 0, 2),
+    PLANES[1]: ((2, 75, 179), 0, 0, 0, 0),
+    PLANES[2]: ((2, 400, 301), 0, 0, 0, 2),
+    PLANES[3]: ((2, 1450, 43), 0, 0, 0, 2),
 }
 
 
@@ -53,6 +54,7 @@ def planned(tile: str, problem: SpatialProblem) -> Plan:
     if tile in PLANES:
         found = planes_plan(problem, DEVICE)
         assert found is not None and (found.ctas > 1) == (ctas > 1)
+        assert (found.periodic > 0) == (tile == PLANES[3])
         return found
     if not ctas:
         return parts_plan(problem, DEVICE)
@@ -140,10 +142,11 @@ def test_random_small_planes(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_large_planes(seed):
-    """Planes in shared memory that the launch adds, and planes that the CTAs of a cluster share."""
+    """Planes in shared memory that the launch adds, and in the registers of a program or a cluster."""
     pick, log, ways = random.Random(100 + seed), bool(seed % 2), set()
-    for kilobytes in (60, 80, 250, 380):
-        inner = round(11 * 20 ** pick.random()) | 1
+    for kilobytes in (60, 80, 250, 380, 40, 90):
+        least, most = (3, 11) if kilobytes in (40, 90) else (11, 200)
+        inner = round(least * (most / least) ** pick.random()) | 1
         dtype = pick.choice((BFLOAT16, FLOAT32))
         shape = (2, round(kilobytes * 1024 / dtype.itemsize / inner), inner)
         x, dy = (torch.randn(shape).mul_(3).to(dtype) for _ in range(2))
@@ -154,7 +157,7 @@ def test_random_large_planes(seed):
             plan = planes_plan(problem, DEVICE)
             if plan is None:
                 continue
-            ways.add(plan.ctas > 1)
+            ways.add((plan.periodic > 0, plan.ctas > 1))
             spatial.prepare(spatial.softmax_recipe(tensors, plan, log, backward, DEVICE), tensors)(tensors)
             if not backward:
                 assert_forward(y.clone(), x, log)
@@ -163,15 +166,16 @@ def test_random_large_planes(seed):
         for out, memory in ((y, field), (dx, of_dx)):
             out.fill_(SENTINEL)
             assert (memory == SENTINEL).all(), "written outside the output"
-    assert ways == {False, True}
+    assert ways >= {(False, False), (True, False), (True, True)}
 
 
-@pytest.mark.parametrize("shape", [(9, 5, 3), (4, 35, 31), (2, 140, 181), (2, 1450, 43)])
-def test_small_planes_in_place(shape):
-    """Where planes move as pieces, the output may be the input, and the bits are the same."""
+@pytest.mark.parametrize("shape", [(9, 5, 3), (4, 35, 31), (2, 75, 179), (2, 400, 301), (2, 1450, 43), (3, 3001, 5)])
+def test_planes_in_place(shape):
+    """Where planes are whole in a program or cluster, the output may be the input, and the bits are the same."""
     x = torch.randn(shape)
     y = fs.softmax(x, 1)
-    assert spatial.softmax_plan((x, x), False, False, False, DEVICE).gathered
+    plan = spatial.softmax_plan((x, x), False, False, False, DEVICE)
+    assert plan.gathered or plan.periodic
     spatial.prepare_softmax((x, x), False, False, False)((x, x))
     assert torch.equal(x, y)
 

@@ -44,6 +44,7 @@ RESIDENT = {
         "softmax_spatial_skewed",
         "softmax_spatial_gathered",
         "softmax_spatial_gathered_cluster",
+        "softmax_spatial_periodic",
     )  # fmt: skip
 }
 PARTS = {
@@ -192,6 +193,15 @@ def _gathered_step(
     return Step(kernel, _meta(kernel, plan, device, **flags), tuple(range(n_tensors)), scalars, 1, plan.outers)
 
 
+def _periodic_step(
+    kernel: Any, tensors: tuple[Tensor, ...], n_tensors: int, plan: Plan, device: Device, **flags: Any
+) -> Step:
+    """The one launch over planes that are read as runs of vectors."""
+    _, n_cols, inner = tensors[0].shape
+    scalars = (n_cols, *divisor(inner), plan.periodic)
+    return Step(kernel, _meta(kernel, plan, device, **flags), tuple(range(n_tensors)), scalars, 1, plan.outers)
+
+
 def parts_step(
     kernel: Any, read: tuple[Tensor, ...], tensors: tuple[int, ...], plan: Plan, device: Device, **flags: Any
 ) -> Step:
@@ -218,10 +228,10 @@ def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward:
     n = len(tensors)
     inner = tensors[0].shape[2]
     if plan.regime != "spatial_two_pass":
-        kind = "_gathered" if plan.gathered else "_skewed" if plan.skewed else ""
+        kind = "_gathered" if plan.gathered else "_skewed" if plan.skewed else "_periodic" if plan.periodic else ""
         kind += "_cluster" if plan.gathered and plan.ctas > 1 else ""
         kernel = RESIDENT[f"softmax_spatial{kind}"][backward]()
-        make_step = _gathered_step if plan.gathered else resident_step
+        make_step = _gathered_step if plan.gathered else _periodic_step if plan.periodic else resident_step
         return Recipe((make_step(kernel, tensors, n, plan, device, LOG=log),), apart=plan.overlap > 0)
     kind = "softmax_spatial_backward" if backward else "softmax_spatial"
     reduce, merge, finish = (PARTS[f"{kind}_{step}"]() for step in ("reduce", "merge", "finish"))

@@ -1,14 +1,18 @@
-"""Plans of planes (n_cols, inner) of a dimension that is not the last, which programs move as pieces of memory.
+"""Plans of planes (n_cols, inner) of a dimension that is not the last, which programs read as runs of memory.
 
-A plane is one piece for one program while it fits into shared memory, and several small ones are. A range of its
-columns is one piece, too, and the CTAs of a cluster share a plane that one program cannot hold.
+A plane is one piece for one program while it fits into shared memory, and several small ones are. Planes that leave
+room for one program on a multiprocessor, and larger ones, are in the registers of a cluster. There a thread steps by a
+multiple of the period of the positions (`kernels/common/periodic_slots`), so a program has threads without vectors.
+Where too many are idle, the CTAs of a cluster have a range of the columns each, which is one piece, too.
 
-The lanes of a warp that share a position are those of the least cost (`piece_costs`), as for narrow rows.
+The lanes of a warp that share a position are those of the least cost (`piece_costs`), as for narrow rows. Bytes in
+flight are the limit of planes in registers: the plan is the one whose threads hold the most vectors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd, log2
 from typing import NamedTuple
 
 from .piece_costs import BACKWARD, BANKS, CHUNKS, FORWARD, MOST_ELEMENTS, WORK, over_copy, rounded_chunks, wavefronts
@@ -21,7 +25,7 @@ ROOMS = {False: (12 << 10, 16 << 10, 23 << 10, 32 << 10, 46 << 10), True: (12 <<
 # warps of a program, by the bytes of a piece at most
 PIECE_WARPS = ((16 << 10, 4), (46 << 10, 8))
 # programs on a multiprocessor that leave room for larger pieces
-FITTING, FITTING_SHARED = (4, 3, 2, 1), (5, 4, 3)
+FITTING, FITTING_SHARED = (4, 3, 2), (5, 4, 3)
 OWN_BYTES = 48 << 10  # of shared memory that a kernel declares
 EDGE_BYTES, ALIGN_BYTES = 32, 128  # around a piece, and in front of all where the launch adds shared memory
 SUM_POSITIONS = 512  # of a plane that the CTAs of a cluster share: the room for their sums
@@ -47,6 +51,30 @@ HALF_EMPTY_ROWS, MOST_EMPTY = 32, 1.5
 # bytes of a run of a plane that a cluster shares, at least: in place of one read and, True, of two. 16-bit runs at 4 or
 # 8 bytes are longer in place of two: 12 positions 0.60 and 0.67, 10 positions (11,791 columns) 0.54 and 0.50
 LEAST_SHARED_RUN, LEAST_ALIGNED_RUN = {False: 34, True: 17}, 24
+# --- planes in registers ---
+HELD_REGISTERS = 128  # of a thread
+# vectors of a thread of each tensor, at most, by (backward, bytes of an element). Others spill at the cap
+MOST_VECTORS = {(False, 2): 20, (False, 4): 20, (True, 2): 11, (True, 4): 12}
+# warps of a program, best first, and what they hold over what the best ones hold, at least. H200, fraction of a copy
+# with 8 and 16 warps, 18 to 19 vectors each: bfloat16 8,000 columns of 33 positions 0.89 and 0.78, 101,944 of 3 0.70
+# and 0.56; float32 300 of 251 0.82 and 0.91, 900 of 77 0.91 and 0.98. Their bfloat16 gradients 0.84 and 0.92, 0.88 and
+# 0.95
+HELD_WARPS = {(False, 2): (8, 4, 16), (False, 4): (16, 8, 4), (True, 2): (16, 8, 4), (True, 4): (16, 8, 4)}
+LEAST_HELD_GAIN = 1.15
+# of fewer positions, which few threads reduce: 20,000 float32 columns of 7 positions 0.75 with 16 warps, 0.85 with 8;
+# the gradient of 45,141 bfloat16 columns of 6 0.78 and 0.97
+FEW_POSITIONS, FEW_WARPS = 16, (8, 4, 16)
+# of the vectors that all threads could hold, by `backward`, and where columns would be read twice. H200, fraction of a
+# copy and that of other plans: 0.49 of them 0.56 and 0.82 (599 bfloat16 columns of 129 positions), 0.53 1.08 and 0.87
+# (1,500 of 171), 0.58 0.72 and 0.63 (599 float32 columns of 129); in place of two reads 0.47 0.83 and 0.70 (30,000
+# float32 columns of 12), a gradient 0.42 0.70 and 0.57 (bfloat16)
+LEAST_HELD, LEAST_HELD_TWICE = {False: 0.52, True: 0.5}, 0.4
+# what twice the CTAs hold counts for: they wait for each other, and begin and end together. H200, float32, 16 warps and
+# 18 to 22 vectors: 2 CTAs 0.91 to 0.98, 4 0.85, 8 0.75 to 0.80, 16 0.59 to 0.65
+OF_DOUBLED = 0.92
+HELD_POSITIONS = 256  # of a plane, at most: more take 512 threads, of which up to half are idle
+MOST_WARPS = 16  # of a program, which then fills a multiprocessor
+OF_A_GROUP = 16  # multiprocessors that share clusters: a cluster lies in one such group
 
 
 def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
@@ -59,7 +87,9 @@ def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Pl
     twice = tiles.regime == "spatial_two_pass"
     if not (few_bytes or twice or _tiles_are_slow(problem, tiles)):
         return None
-    plan = planes_plan(problem, device)
+    plan = planes_plan(problem, device, twice)
+    if plan is not None and plan.periodic:
+        return plan if twice or problem.vec < problem.full_vec else None
     if plan is None or plan.ctas == 1:
         return plan
     aligned = problem.itemsize == 2 and problem.vec > 1
@@ -94,8 +124,8 @@ def _tiles_are_slow(problem: SpatialProblem, tiles: Plan) -> bool:
     return itemsize == 2 and problem.n_cols > 2 and problem.plane_bytes <= most
 
 
-def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
-    """The plan of planes that move as pieces; None where they cannot.
+def planes_plan(problem: SpatialProblem, device: Device, twice: bool = False) -> Plan | None:
+    """The plan of planes that are read as runs of memory; None where they cannot. twice: tiles would be read twice.
 
     >>> from .types import DEVICES
     >>> planes = SpatialProblem(35, 31, "bfloat16", "bfloat16", 1, packed=True)
@@ -108,7 +138,8 @@ def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
     small = problem.plane_bytes <= ROOMS[problem.backward][-1]
     plan = _small_planes(problem, device) if small else None
     if plan is None and device.adds_shared_memory:
-        plan = (None if small else _large_plane(problem, device)) or _shared_plane(problem, device)
+        several, one = (None if small else _large_plane(problem, device, fitting) for fitting in (FITTING, (1,)))
+        plan = several or periodic_plan(problem, device, twice) or one or _shared_plane(problem, device)
     return plan
 
 
@@ -140,9 +171,9 @@ def _small_planes(problem: SpatialProblem, device: Device) -> Plan | None:
     return _plan(problem, device, 1, outers, found, warps, room, 0, cap)
 
 
-def _large_plane(problem: SpatialProblem, device: Device) -> Plan | None:
-    """The plan of one plane in shared memory that the launch adds; None where it has no room."""
-    room = next((room for room in _rooms(problem, FITTING, 0) if problem.plane_bytes <= room.n_bytes), None)
+def _large_plane(problem: SpatialProblem, device: Device, fitting: tuple[int, ...]) -> Plan | None:
+    """The plan of one plane in shared memory that the launch adds; None where so many programs do not fit."""
+    room = next((room for room in _rooms(problem, fitting, 0) if problem.plane_bytes <= room.n_bytes), None)
     if room is None:
         return None
     # few programs need more warps each, but not idle ones
@@ -239,3 +270,59 @@ def _plan(
         found.chunks, found.full, False, False, warps, cap, why, outers=outers, gathered=True,
         piece=room // problem.itemsize, dynamic_bytes=dynamic,
     )  # fmt: skip
+
+
+def periodic_plan(problem: SpatialProblem, device: Device, twice: bool = False) -> Plan | None:
+    """The plan of planes that a cluster holds in its registers; None where it cannot hold one, or holds it badly.
+
+    >>> from .types import DEVICES
+    >>> planes = SpatialProblem(300, 251, "bfloat16", "bfloat16", 1, packed=True)
+    >>> periodic_plan(planes, DEVICES["sm_90"]).ctas
+    2
+    """
+    if not problem.packed or problem.batch_invariant or not device.adds_shared_memory:
+        return None
+    if problem.n_cols <= 1 or not 1 < problem.inner <= HELD_POSITIONS:
+        return None
+    best: tuple[float, Plan] | None = None
+    few = problem.inner < FEW_POSITIONS
+    for warps in FEW_WARPS if few else HELD_WARPS[problem.backward, problem.itemsize]:
+        for ctas in _clusters(device, warps):
+            found = _held(problem, device, warps, ctas)
+            if found is not None and (best is None or found[0] > LEAST_HELD_GAIN * best[0]):
+                best = found
+    least = LEAST_HELD_TWICE if twice else LEAST_HELD[problem.backward]
+    return best[1] if best is not None and best[0] >= least else None
+
+
+def _clusters(device: Device, warps: int) -> tuple[int, ...]:
+    """Sizes of a cluster. One CTA of 16 warps would be alone on its multiprocessor, and wait for its own loads."""
+    # of the sizes above 8 Triton's launcher allows 16 alone
+    sizes = (1, 2, 4, 8, 16) if device.kind == "interpreter" else (*range(1, 9), 16)
+    return sizes[warps == MOST_WARPS :]
+
+
+def _held(problem: SpatialProblem, device: Device, warps: int, ctas: int) -> tuple[float, Plan] | None:
+    """(vectors that a multiprocessor holds over the most, the plan) of clusters that hold the plane; else None."""
+    vec, n = problem.full_vec, problem.n_cols * problem.inner
+    threads, most = warps * device.warp_size, MOST_VECTORS[problem.backward, problem.itemsize]
+    period = problem.inner // gcd(problem.inner, vec)  # in vectors
+    span = threads // period * period
+    if span * vec < problem.inner + vec:
+        return None
+    share = -(-(n // vec) // ctas)
+    chunks = -(-share // span)
+    if chunks > most:
+        return None
+    full = max(0, min((n - vec + 1) // vec // ctas // span, chunks - 1))  # one kernel also where all are full
+    lanes = 1
+    while lanes < 32 and 2 * lanes * problem.inner <= threads:
+        lanes *= 2
+    places = OF_A_GROUP * MOST_WARPS // warps
+    held = span / threads * chunks / most * (places // ctas * ctas / places) * OF_DOUBLED ** (log2(ctas) - 1)
+    why = f"a plane of {problem.n_cols} x {problem.inner} in the registers of {ctas} CTAs, {span} of {threads} threads"
+    plan = Plan(
+        "spatial_cluster" if ctas > 1 else "spatial", 1, ctas, 1, lanes, vec, chunks, full, False,
+        problem.itemsize == 2, warps, HELD_REGISTERS, why, periodic=span,
+    )  # fmt: skip
+    return held, plan

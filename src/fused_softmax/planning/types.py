@@ -243,6 +243,7 @@ class Plan:
     output_gathered: bool = False  # a program writes its causal rows as one piece
     stagger: int = 0  # cycles between the starts of two programs on one multiprocessor; 0: all start at once
     fitting: int = 1  # programs that fit on a multiprocessor, where stagger > 0
+    periodic: int = 0  # vectors from a thread's chunk to its next one, which positions of planes divide; 0: others
     dynamic_bytes: int = 0  # of shared memory that the launch adds, for a piece of more than a kernel declares
 
     def constexprs(self) -> dict[str, object]:

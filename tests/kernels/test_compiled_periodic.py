@@ -1,0 +1,40 @@
+"""Planes in the registers of a program or a cluster: what the machine moves for them, and what they hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from launches import as_called, cross_compiled
+
+from fused_softmax.launch import spatial
+from fused_softmax.planning.planes import HELD_REGISTERS, MOST_VECTORS, periodic_plan
+from fused_softmax.planning.types import DEVICES
+
+pytestmark = pytest.mark.compiled
+DEVICE, TARGET = DEVICES["sm_90"], "sm_90"
+# (n_cols, inner): one program, clusters of 2 to 16, one to 32 lanes for a position
+PLANES = [(5000, 3), (300, 251), (900, 77), (354, 122), (20000, 7), (40000, 7), (599, 129), (2500, 51)]
+LEAST_SPILLED = 16  # of a thread that holds the most vectors
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", PLANES, ids=str)
+def test_each_element_is_moved_once_in_vectors(shape, dtype, log):
+    """Whole vectors, and one access of each tensor for both ends; no registers beyond the cap."""
+    held = 0
+    for n_tensors in (2, 3):
+        backward = n_tensors == 3
+        tensors = tuple(torch.empty(2, *shape, dtype=dtype) for _ in range(n_tensors))
+        chosen = periodic_plan(spatial.problem_of(*tensors, backward=backward, log=log), DEVICE)
+        if chosen is None:
+            continue
+        held += 1
+        (launch,) = spatial.recipe_launches(spatial.softmax_recipe(tensors, chosen, log, backward, DEVICE), tensors)
+        used, _ = cross_compiled(as_called(launch), TARGET)
+        assert dict(used.loads) == {16: (n_tensors - 1) * chosen.chunks, dtype.itemsize: n_tensors - 1}
+        assert dict(used.stores) == {16: chosen.chunks, dtype.itemsize: 1}
+        most = chosen.chunks >= MOST_VECTORS[backward, dtype.itemsize] - 6
+        assert used.registers <= HELD_REGISTERS and used.spilled_bytes <= (LEAST_SPILLED if most else 0)
+        assert used.num_ctas == chosen.ctas and used.shared_bytes <= 48 << 10 and used.cluster_barriers == 2
+    assert held, "no plan holds such a plane"
