@@ -36,6 +36,8 @@ OF_SOFTMAX = {
     "softmax_gathered": "softmax_gathered",
     "softmax_backward_gathered": "softmax_gathered",
     "softmax_strided": "softmax_strided",
+    "softmax_transposed": "softmax_transposed",
+    "transposed_copy": "transposed_copy",
     "softmax_spatial": "softmax_spatial",
     "softmax_spatial_backward": "softmax_spatial",
     "softmax_spatial_skewed": "softmax_spatial_skewed",
@@ -44,6 +46,8 @@ OF_SOFTMAX = {
     "softmax_spatial_gathered_backward": "softmax_spatial_gathered",
     "softmax_spatial_gathered_cluster": "softmax_spatial_gathered_cluster",
     "softmax_spatial_gathered_cluster_backward": "softmax_spatial_gathered_cluster",
+    "softmax_spatial_periodic": "softmax_spatial_periodic",
+    "softmax_spatial_periodic_backward": "softmax_spatial_periodic",
     "softmax_spatial_reduce": "softmax_spatial_parts",
     "softmax_spatial_merge": "softmax_spatial_parts",
     "softmax_spatial_finish": "softmax_spatial_parts",
@@ -270,11 +274,16 @@ PLANNED = {
     "softmax_backward_gathered": lambda x: fs.plan_for(x.half(), op="log_softmax", backward=True),
     "softmax_backward_resident": lambda x: fs.plan_for(x, op="log_softmax", backward=True),
     "softmax_strided": lambda x: fs.plan_for(x.t(), 1),
+    "softmax_transposed": lambda x: fs.plan_for(x.repeat(4, 1).t(), 1),
     "softmax_spatial": lambda x: fs.plan_for(x.repeat(1, 16), 0),
     "softmax_spatial_gathered": lambda x: fs.plan_for(x, 0),
     "softmax_spatial_gathered_backward": lambda x: fs.plan_for(x.half(), 0, op="log_softmax", backward=True),
-    "softmax_spatial_gathered_cluster": lambda x: fs.plan_for(x.repeat(600, 1), 0),
+    "softmax_spatial_gathered_cluster": lambda x: fs.plan_for(x.repeat(80, 9), 0),
     "softmax_spatial_gathered_cluster_backward": lambda x: fs.plan_for(
+        x.half().repeat(80, 9), 0, op="log_softmax", backward=True
+    ),
+    "softmax_spatial_periodic": lambda x: fs.plan_for(x.repeat(600, 1), 0),
+    "softmax_spatial_periodic_backward": lambda x: fs.plan_for(
         x.half().repeat(600, 1), 0, op="log_softmax", backward=True
     ),
     "row_statistics": lambda x: fs.plan_for(x, op="logsumexp"),

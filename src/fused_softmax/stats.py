@@ -35,11 +35,12 @@ _replaced: list[tuple[ModuleType, str, Callable[..., Any]]] = []
 class stats:
     """Counts the calls of this package by op and path: a context manager, for a look at a program.
 
-    A path is the regime of the kernel that ran ("warp", "block", "cluster", "two_pass", "strided", and over a dimension
-    that is not the last "spatial", "spatial_cluster", "spatial_two_pass"), "torch" where PyTorch's own kernel ran,
-    "empty", or "called" where our kernel ran over several dimensions. Calls that `patch()` takes over are counted as
-    "softmax, patched" and the like, their gradients as "softmax gradient, patched"; those with out= are not. Neither
-    are the losses of linear layers, the ops of `parallel`, and what torch.compile has traced when its graph runs.
+    A path is the regime of the kernel that ran ("warp", "block", "cluster", "two_pass", "strided", "transposed", and
+    over a dimension that is not the last "spatial", "spatial_cluster", "spatial_two_pass"), "torch" where PyTorch's
+    own kernel ran, "empty", or "called" where our kernel ran over several dimensions. Calls that `patch()` takes over
+    are counted as "softmax, patched" and the like, their gradients as "softmax gradient, patched"; those with out= are
+    not. Neither are the losses of linear layers, the ops of `parallel`, and what torch.compile has traced when its
+    graph runs.
     Counting asks `plan_for` about each call, so it costs host time while it is active, and nothing before and after.
     It counts the calls of all threads.
 

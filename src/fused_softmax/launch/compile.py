@@ -16,6 +16,7 @@ import torch
 from ..planning.types import Device, Plan, looser_cap
 from . import availability
 from .cache import Cache
+from .torch_private import current_device, current_stream
 
 lock = threading.RLock()  # held while a kernel is planned, compiled and cached
 _interpreter = threading.RLock()
@@ -308,3 +309,44 @@ def bind(compiled: Any) -> Binding:
 
 def _public_call(gx: int, gy: int, gz: int, stream: int, compiled: Any, *args: Any) -> None:
     compiled[(gx, gy, gz)](*args, stream=stream)
+
+
+# --- a launch over tensors of one shape -------------------------------------------------------------------------------
+
+Shaped = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+def prepare_launch(make: Callable[[torch.Tensor, torch.Tensor], Launch], x: torch.Tensor, y: torch.Tensor) -> Shaped:
+    """run(x, y) of the launch make(x, y), over tensors of these shapes, strides and alignments.
+
+    On a GPU, run.one has the parts of a call.
+    """
+    made = make(x, y)
+    if not x.is_cuda:
+        return lambda x, y: make(x, y)()
+    index, numbers = x.get_device(), made.args[2:]
+    with lock, torch.cuda.device(index):
+        compiled = compile_kernel(made.kernel, pointers_to((x, y)), made.meta, index, _counts(made))
+    call, prefix, trailing = bind(compiled)
+    (grid,) = made.grid
+
+    def run(x: torch.Tensor, y: torch.Tensor) -> None:
+        if current_device() != index:
+            with torch.cuda.device(index):
+                return run(x, y)
+        call(grid, 1, 1, current_stream(index), *prefix, x.data_ptr(), y.data_ptr(), *numbers, *trailing)
+
+    run.one = (index, call, grid, prefix, (*numbers, *trailing))  # type: ignore[attr-defined]
+    return run
+
+
+def launch_failure(made: Launch, x: torch.Tensor, y: torch.Tensor) -> str | None:
+    """Why the kernel of a launch over x and y did not compile in this process; None where it did, or was not tried."""
+    index = x.get_device()
+    failed = compile_failure(made.kernel, pointers_to((x, y)), made.meta, index, _counts(made))
+    return failed or made.failure(index)
+
+
+def _counts(made: Launch) -> tuple[int, ...]:
+    declared = made.kernel.declaration.arguments.values()
+    return tuple([a for a, of in zip(made.args, declared, strict=True) if of.type == COUNT])

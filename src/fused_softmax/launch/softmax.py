@@ -1,9 +1,9 @@
 """softmax and log_softmax, forward and backward, over a dim of whole tensors: folds them into rows, and launches.
 
 Where a dim's elements are neighbors and all rows share one stride, the row kernels take them as they lie. Where the
-dimensions after it are contiguous, the kernels of `spatial` do. Other views (transposed, broken strides) go to the
-strided kernel, which reads up to three row dimensions in place, or are copied first, as the planner chooses. Outputs
-are contiguous, as torch's are. No autograd and no checks of arguments.
+dimensions after it are contiguous, the kernels of `spatial` do. Transposed views go to the kernel of `transposed`.
+Others (broken strides) go to the strided kernel, which reads up to three row dimensions in place, or are copied first,
+as the planner chooses. Outputs are contiguous, as torch's are. No autograd and no checks of arguments.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from torch import Tensor
 from ..planning import softmax as planning
 from ..planning import strided
 from ..planning.types import Device, Plan
-from . import compile as compiling
 from . import spatial
 from .availability import KernelUnavailable
-from .compile import Launch, early_start, kernel_loader, launch_options
+from .compile import Launch, Shaped, early_start, kernel_loader, launch_failure, launch_options, prepare_launch
 from .context import is_batch_invariant
 from .folding import as_planes, folded, merge_dims
-from .launcher import RowOp, device_of, launch_rows, on_device, planned, prepare_rows, row_launch
+from .launcher import RowOp, device_of, launch_rows, planned, prepare_rows, row_launch
 from .layout import as_rows
 from .options import Flags
-from .torch_private import current_device, current_stream
+
+# elements of a transposition, from which on its copy has a kernel of ours: fewer take no longer than their launch
+LEAST_COPIED = 1 << 16
 
 
 @kernel_loader
@@ -134,24 +135,25 @@ def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out:
         launch_rows(op, (x_rows, y_rows), (), (), flags, invariant=is_batch_invariant())
     elif (planes := folded((x, y), dim)) is not None:
         spatial.prepare_softmax(planes, log, False, is_batch_invariant())(planes)
-    elif takes_strided(x, y, dim):
-        _run_strided(x, y, dim, log)
+    elif (run := _prepare_in_place(x, y, dim, log)) is not None:
+        run(x, y)
     elif not x.is_contiguous():
-        softmax_forward(x.contiguous(), dim, out_dtype, log, y)
+        softmax_forward(_contiguous(x), dim, out_dtype, log, y)
     else:  # the strides of `out` do not fold: into new memory first
         y.copy_(softmax_forward(x, dim, out_dtype, log))
     return y
 
 
 def prepare_softmax(x: Tensor, y: Tensor, dim: int, log: bool) -> Any:
-    """What launches over tensors that lie as x and y do; None where x is copied first."""
+    """What launches over tensors that lie as x and y do; None where `out` is written by a copy."""
     x_rows, y_rows = as_rows(x, dim), as_rows(y, dim)
     if x_rows is None or y_rows is None:
         planes = folded((x, y), dim)
         if planes is not None:
             run = spatial.prepare_softmax(planes, log, False, is_batch_invariant())
             return _of_one_shape(run, x.get_device(), planes[0].shape[0])
-        return prepare_strided(x, y, dim, log) if takes_strided(x, y, dim) else None
+        in_place = _prepare_in_place(x, y, dim, log)
+        return in_place if in_place is not None or x.is_contiguous() else _prepare_after_copy(x, y, dim, log)
     op, flags = softmax_op(log)
     return prepare_rows(op, (x_rows, y_rows), (), flags, is_batch_invariant())
 
@@ -199,14 +201,14 @@ def softmax_backward(
         return softmax_backward(dy.view(1), y.view(1), 0, in_dtype, log, invariant).view(())
     dim %= y.dim()
     if dim != y.dim() - 1 and math.prod(y.shape[dim + 1 :]) > 1:
-        y, dy = (t if as_planes(t, dim) is not None else t.contiguous() for t in (y, dy))
+        y, dy = (t if as_planes(t, dim) is not None else _contiguous(t) for t in (y, dy))
         planes = folded((y, dy, dx), dim)
         assert planes is not None
         spatial.prepare_softmax(planes, log, True, invariant)(planes)
         return dx
     y_rows, dy_rows, dx_rows = as_rows(y, dim), as_rows(dy, dim), as_rows(dx, dim)
-    y_rows = as_rows(y.contiguous(), dim) if y_rows is None else y_rows
-    dy_rows = as_rows(dy.contiguous(), dim) if dy_rows is None else dy_rows
+    y_rows = as_rows(_contiguous(y), dim) if y_rows is None else y_rows
+    dy_rows = as_rows(_contiguous(dy), dim) if dy_rows is None else dy_rows
     assert y_rows is not None and dy_rows is not None and dx_rows is not None
     op, flags = softmax_op(log, backward=True)
     launch_rows(op, (y_rows, dy_rows, dx_rows), (), (), flags, invariant=invariant)
@@ -260,16 +262,20 @@ def planned_elsewhere(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str:
     planes = folded((x, y), dim)
     if planes is not None:
         return spatial.planned_softmax(planes, log, False, x)
-    if not takes_strided(x, y, dim):
-        return _planned_after_copy(x, y, dim, log)
-    device, index = device_of(x), x.get_device()
+    device = device_of(x)
     try:
-        launch = strided_launch(x, y, dim, log, device)
+        found = _transposition(x, y, dim, device)
+        if found is not None:
+            from .transposed import transposed_launch
+
+            plan, launch = found.plan, transposed_launch(x, y, log, found, device)
+        elif takes_strided(x, y, dim):
+            plan, launch = strided.strided_plan(_strided_rows(x, y, dim)), strided_launch(x, y, dim, log, device)
+        else:
+            return _planned_after_copy(x, y, dim, log)
     except KernelUnavailable as error:
         return str(error)
-    pointers = compiling.pointers_to((x, y))
-    failed = compiling.compile_failure(launch.kernel, pointers, launch.meta, index, launch.args[2:])
-    return failed or launch.failure(index) or strided.strided_plan(_strided_rows(x, y, dim))
+    return launch_failure(launch, x, y) or plan
 
 
 def _planned_after_copy(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str:
@@ -297,31 +303,55 @@ def planned_backward(y: Tensor, in_dtype: torch.dtype, dim: int, log: bool, on: 
     return planned(op, (y_rows, y_rows, dx_rows), (), flags, on)
 
 
-def _run_strided(x: Tensor, y: Tensor, dim: int, log: bool) -> None:
-    prepare_strided(x, y, dim, log)(x, y)
+def _prepare_in_place(x: Tensor, y: Tensor, dim: int, log: bool) -> Shaped | None:
+    """What launches the transposing kernel, or the strided one, over such tensors; None where x is copied first."""
+    device = device_of(x)
+    found = _transposition(x, y, dim, device)
+    if found is not None:
+        from .transposed import transposed_launch
+
+        return prepare_launch(lambda x, y: transposed_launch(x, y, log, found, device), x, y)
+    if not takes_strided(x, y, dim):
+        return None
+    return prepare_launch(lambda x, y: strided_launch(x, y, dim, log, device), x, y)
 
 
-def prepare_strided(x: Tensor, y: Tensor, dim: int, log: bool) -> Callable[[Tensor, Tensor], None]:
-    """What launches the strided kernel over tensors of these shapes, strides and alignments: run(x, y)."""
-    made = strided_launch(x, y, dim, log)
-    if not x.is_cuda:
-        return lambda x, y: strided_launch(x, y, dim, log)()
-    index = x.get_device()
-    pointers = compiling.pointers_to((x, y))
-    counts = made.args[2:]
-    with compiling.lock, on_device(index):
-        compiled = compiling.compile_kernel(made.kernel, pointers, made.meta, index, counts)
-    call, prefix, trailing = compiling.bind(compiled)
-    (grid,) = made.grid
+def _prepare_after_copy(x: Tensor, y: Tensor, dim: int, log: bool) -> Shaped | None:
+    """What copies a tensor that lies as x does, and launches over the copy; None where y does not fold."""
+    copied, invariant = torch.empty(x.shape, dtype=x.dtype, device=x.device), is_batch_invariant()
+    planes, (op, flags) = folded((copied, y), dim), softmax_op(log)
+    if as_rows(copied, dim) is not None and as_rows(y, dim) is not None:
 
-    def run(x: Tensor, y: Tensor) -> None:
-        if current_device() != index:
-            with torch.cuda.device(index):
-                return run(x, y)
-        call(grid, 1, 1, current_stream(index), *prefix, x.data_ptr(), y.data_ptr(), *counts, *trailing)
+        def over_rows(x: Tensor, y: Tensor) -> None:
+            rows = as_rows(_contiguous(x), dim), as_rows(y, dim)
+            launch_rows(op, rows, (), (), flags, invariant=invariant)  # type: ignore[arg-type]
 
-    run.one = (index, call, grid, prefix, (*counts, *trailing))  # type: ignore[attr-defined]
-    return run
+        return over_rows
+    if planes is None:
+        return None
+    run = spatial.prepare_softmax(planes, log, False, invariant)
+    return lambda x, y: run(folded((_contiguous(x), y), dim))
+
+
+def _transposition(x: Tensor, y: Tensor, dim: int, device: Device) -> Any:
+    """How the transposing kernel takes x to y; None where another way is faster, and within batch_invariant()."""
+    if is_batch_invariant():
+        return None
+    of = _strided_rows(x, y, dim)
+    if not of.along_rows or of.along_cols or not of.out_along_cols:
+        return None
+    from .transposed import transposition
+
+    return transposition(x, y, dim, _row_dims(x, y, dim), of.n_rows, device)
+
+
+def _contiguous(t: Tensor) -> Tensor:
+    """t.contiguous(), by a kernel of ours where t is a large transposition."""
+    if t.is_contiguous() or t.numel() < LEAST_COPIED:
+        return t.contiguous()
+    from .transposed import contiguous
+
+    return contiguous(t)
 
 
 def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | None = None) -> Launch:

@@ -18,13 +18,13 @@ from fused_softmax.launch import compile as launch
 from fused_softmax.launch import launcher
 
 # constexprs that are sizes: told apart as one or many, none or some
-_SIZES = {"ROWS", "CTAS", "WARPS_PER_ROW", "OUTERS", "LANES"}
+_SIZES = {"ROWS", "CTAS", "WARPS_PER_ROW", "OUTERS", "LANES", "PAIR", "WIDTH", "X_VEC", "Y_VEC"}
 _COUNTS = {"UNPREDICATED", "SMEM_STAGED", "RESIDENT_CHUNKS", "DYNAMIC"}
 # constexprs of a few values, which are counted separately
 _VALUES = dict.fromkeys(("MASK", "SCALE", "LOSS", "UPSTREAM"), (0, 1, 2)) | {"MASK_COLS": (0, 1, 2, 3)}
 # what says nothing: the device, lengths, and how launches overlap
 _IGNORED = {"PTX", "VECTORS", "CHUNKS", "EACH", "COLS", "EARLY", "TRIGGER", "WAITS", "PREFETCHED", "VEC", "MASK_VEC"}
-_IGNORED |= {"INNER", "THREADS", "BLOCK", "SPLITS", "BULK", "PIECE"}
+_IGNORED |= {"INNER", "THREADS", "BLOCK", "SPLITS", "BULK", "PIECE", "SPAN", "ACROSS", "GROUPS"}
 
 Reached = set[tuple[str, str]]
 reached: Reached = set()
@@ -146,16 +146,20 @@ def unreachable() -> Reached:
     # and it reads the mask of few rows, element by element
     never |= {("masked_softmax_backward", "MASK_COLS=3")}
     # a piece of memory has the rows of 4 warps
-    gathered = ("softmax_gathered", "softmax_backward_gathered", "masked_softmax_gathered")
-    never |= {(name, "ROWS=1") for name in gathered}
+    gathered = ("softmax_gathered", "softmax_backward_gathered", "masked_softmax_gathered", "softmax_transposed")
+    never |= {(name, "ROWS=1") for name in (*gathered, "transposed_copy")}
     # threads that share a position have one column each at least
     planes = [f"softmax_spatial_gathered{kind}{way}" for kind in ("", "_cluster") for way in ("", "_backward")]
     never |= {(name, "UNPREDICATED=none") for name in planes}
     # planes that the CTAs of a cluster share are of Hopper
     never |= {(name, "CTAS=1") for name in planes if "cluster" in name}
+    # those in registers fill half of their chunks, at least
+    held = [f"softmax_spatial_periodic{way}" for way in ("", "_backward")]
+    never |= {(name, "UNPREDICATED=none") for name in held}
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
-        shared = {(kernel, flag) for kernel, flag in _of_all_kernels() if kernel in planes and "cluster" in kernel}
-        never |= {*shared, *((name, "DYNAMIC=some") for name in planes)}
+        of_hopper = [*held, *(name for name in planes if "cluster" in name)]
+        shared = {(kernel, flag) for kernel, flag in _of_all_kernels() if kernel in of_hopper}
+        never |= {*shared, *((name, "DYNAMIC=some") for name in (*planes, "softmax_transposed"))}
     if _clusters():  # which rows that do not fit on chip then always take
         never |= {("softmax_two_pass", "CTAS=1"), ("softmax_backward_two_pass", "CTAS=1")}
     if not torch.cuda.is_available():

@@ -1,0 +1,185 @@
+"""softmax and log_softmax of columns that are not neighbors in memory, into rows that are; and a copy of such tensors.
+
+`softmax.py` imports this where it meets such a tensor. The kernels are `softmax_transposed` and `transposed_copy`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..planning.transposed import TransposedRows, reading, transposed_plan
+from ..planning.types import Device, Plan, power_of_two
+from .availability import KernelUnavailable
+from .cache import Cache
+from .compile import Launch, Shaped, early_start, kernel_loader, launch_options, prepare_launch
+from .device import device_of
+from .folding import alignment_of, merge_dims, stride_of_one
+from .layout import DTYPE_NAMES, divisor
+
+# positions of a tensor, at most: a program counts them in 31 bits, from that of its first row on
+MOST_POSITIONS = 2**31 - 2**16
+# neighbors of either side that a copy by tiles takes, by the bytes of an element. H200, of a copy, ours and torch's:
+# bfloat16 (21, 16383) 0.48 and 0.60, float32 0.98 and 0.65
+LEAST_SIDE = {2: 32, 4: 8}
+MOST_SIDE, TILE, THREAD_ELEMENTS = 64, 4096, 32  # of a tile, and of a thread in it
+
+Dims = list[tuple[int, ...]]  # of rows: (size, x's stride, y's stride)
+
+
+@kernel_loader
+def _transposed() -> Any:
+    from ..kernels.softmax_transposed import softmax_transposed
+
+    return softmax_transposed
+
+
+@kernel_loader
+def _copy() -> Any:
+    from ..kernels.transposed_copy import transposed_copy
+
+    return transposed_copy
+
+
+class Transposition(NamedTuple):
+    """x and y as (outer, n_cols, inner) and (outer, inner, n_cols), without their memory, and how they are run."""
+
+    outer: int
+    n_cols: int
+    inner: int
+    x_outer: int  # strides of x, in elements
+    x_col: int
+    of: TransposedRows
+    plan: Plan
+
+
+def transposition(x: Tensor, y: Tensor, dim: int, dims: Dims, neighbors: int, device: Device) -> Transposition | None:
+    """How the transposing kernel takes x to y; None where it cannot, or another way is faster.
+
+    dims: of rows. neighbors: rows that are neighbors in x's memory, as `TransposedRows` counts them.
+    """
+    n_cols, x_col = x.shape[dim], x.stride(dim)
+    inner, *strides = dims[-1] if dims else (1, 0, 0)
+    (outer, x_outer, y_outer), *others = [*dims[:-1], (1, 0, inner * n_cols)]
+    if outer == 1:  # a batch of one keeps the stride of the batch that it was taken from
+        alone = [x.stride(d) for d in range(dim if dim else x.dim()) if x.shape[d] == 1 and d != dim]
+        x_outer = stride_of_one(alone, inner)
+    follow = strides == [1, n_cols] and y_outer == inner * n_cols and y.stride(dim) == 1
+    if len(others) > 1 or not follow or x.dtype != y.dtype or x_col < 2 or inner > MOST_POSITIONS:
+        return None
+    size = x.element_size()
+    of_outer, of_inner, of_col, of_start = (
+        alignment_of(n, 16 // size) for n in (x_outer, inner, x_col, x.data_ptr() // size)
+    )
+    columns = min(of_col, of_start)  # a batch, which may be part of `inner`, changes neither
+    vec, phase = min(columns, of_outer, of_inner), y.data_ptr() % 16 // size
+    of = TransposedRows(n_cols, neighbors, DTYPE_NAMES[x.dtype], vec, columns > 1, phase)
+    plan = transposed_plan(of, device)
+    return None if plan is None else Transposition(outer, n_cols, inner, x_outer, x_col, of, plan)
+
+
+def transposed_launch(x: Tensor, y: Tensor, log: bool, found: Transposition, device: Device) -> Launch:
+    """The launch that takes x to y, which lie as those that it was found for."""
+    outer, n_cols, inner, x_outer, x_col, of, plan = found
+    n_rows, inner = outer * inner, max(inner, 2)  # a row alone is the first of two: 2^64/1 has 65 bits
+    read, kernel = reading(of, plan.rows, plan.num_warps), _transposed()
+    reciprocal = -(-(1 << 64) // inner)
+    reciprocal -= (reciprocal >> 63) << 64
+    args = (x, y, n_rows, n_cols, n_cols, *divisor(inner), reciprocal, x_outer, x_col)
+    known = dict(
+        LOG=log, ROWS=plan.rows, VEC=plan.vec, SPAN=read.span, ACROSS=read.across, PAIR=read.pair, GROUPS=read.groups,
+        LANES=plan.vectors_per_chunk, WIDTH=of.width, CHUNKS=plan.chunks, UNPREDICATED=plan.unpredicated_chunks,
+        ODD=of.odd, LONG=plan.recompute, PIECE=plan.piece, THREADS=32 * plan.num_warps, BULK=device.copies_in_bulk,
+        PTX=device.ptx, EARLY=device.supports_pdl, DYNAMIC=plan.dynamic_bytes,
+    )  # fmt: skip
+    meta = {name: known[name] for name in kernel.declaration.constexprs}
+    meta |= launch_options(kernel, plan, device) | early_start(meta)
+    return Launch(kernel, (-(-n_rows // plan.rows),), args, meta)
+
+
+# --- a copy -----------------------------------------------------------------------------------------------------------
+
+
+class Tiles(NamedTuple):
+    """A copy of (outer, middle, columns, rows) by tiles: sizes, strides of x and y in elements, and a tile's sides."""
+
+    sizes: tuple[int, int, int, int]
+    x_strides: tuple[int, int, int]  # of rows: 1
+    y_strides: tuple[int, int, int]  # outer, middle, rows; of columns: 1
+    rows: int
+    cols: int
+
+
+def tiles_of(x: Tensor) -> Tiles | None:
+    """How tiles copy x to contiguous memory; None where they cannot, or would be narrow.
+
+    Some dimension's neighbors must be neighbors in memory, and at most two others are left besides it and the last one.
+    """
+    strides = [1] * x.dim()
+    for d in range(x.dim() - 2, -1, -1):
+        strides[d] = strides[d + 1] * x.shape[d + 1]
+    merged = merge_dims([(x.shape[d], x.stride(d), strides[d]) for d in range(x.dim()) if x.shape[d] != 1])
+    along = next((i for i, dim in enumerate(merged[:-1]) if dim[1] == 1), None)
+    if along is None or len(merged) > 4 or x.dtype not in DTYPE_NAMES:
+        return None
+    n_rows, _, y_row = merged.pop(along)
+    n_cols, x_col, _ = merged.pop()
+    if min(n_rows, n_cols) < LEAST_SIDE[x.element_size()] or max(n_rows, n_cols) > MOST_POSITIONS:
+        return None
+    (outer, x_outer, y_outer), (middle, x_middle, y_middle) = [(1, 0, 0)] * (2 - len(merged)) + merged
+    rows, cols = (min(power_of_two(n), MOST_SIDE) for n in (n_rows, n_cols))
+    if rows < cols:
+        cols = min(TILE // rows, power_of_two(n_cols))
+    else:
+        rows = min(TILE // cols, power_of_two(n_rows))
+    sizes = outer, middle, n_cols, n_rows
+    return Tiles(sizes, (x_outer, x_middle, x_col), (y_outer, y_middle, y_row), rows, cols)
+
+
+def copy_launch(x: Tensor, y: Tensor, tiles: Tiles, device: Device) -> Launch:
+    """The launch that copies x to y, contiguous."""
+    (outer, middle, n_cols, n_rows), rows, cols = tiles.sizes, tiles.rows, tiles.cols
+    of_x, of_y = (n_rows, *tiles.x_strides), (n_cols, *tiles.y_strides)
+    x_vec, y_vec = _vector_of(x, of_x), _vector_of(y, of_y)
+    (n_rows, *x_strides), (n_cols, *y_strides) = [n // x_vec for n in of_x], [n // y_vec for n in of_y]
+    grid = outer * middle * -(-tiles.sizes[3] // rows) * -(-tiles.sizes[2] // cols)
+    elements = THREAD_ELEMENTS if min(x_vec, y_vec) > 1 else THREAD_ELEMENTS // 2  # each has an address of its own
+    meta: dict[str, Any] = dict(ROWS=rows, COLS=cols, X_VEC=x_vec, Y_VEC=y_vec, EARLY=device.supports_pdl)
+    meta |= dict(num_warps=max(1, rows * cols // (32 * elements))) | device.options() | early_start(meta)
+    return Launch(_copy(), (grid,), (x, y, n_rows, n_cols, middle, *x_strides, *y_strides), meta)
+
+
+def _vector_of(t: Tensor, numbers: tuple[int, ...]) -> int:
+    """Elements of a vector at whose multiples runs of so many elements, so far apart, start and end."""
+    full = 16 // t.element_size()
+    return 1 if t.data_ptr() % 16 else min(alignment_of(n, full) for n in numbers)
+
+
+_copies = Cache()
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """x.contiguous(), by tiles through shared memory where x is a transposition, and the device has kernels."""
+    key = (x.shape, x.stride(), x.dtype, x.data_ptr() & 15, x.get_device())
+    run = _copies.get(key)
+    if run is None:
+        run = _copies.store(key, _prepare_copy(x) or False)
+    if run is False:
+        return x.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    run(x, y)
+    return y
+
+
+def _prepare_copy(x: Tensor) -> Shaped | None:
+    tiles, device = tiles_of(x), device_of(x)
+    if tiles is None or device.kind == "hip":
+        return None
+    if device.kind == "interpreter":
+        return lambda x, y: copy_launch(x, y, tiles, device)()
+    try:
+        return prepare_launch(lambda x, y: copy_launch(x, y, tiles, device), x, torch.empty_like(x[:0]))
+    except KernelUnavailable:
+        return None
