@@ -25,6 +25,7 @@ from fused_softmax.lab.fuzz.judge import evaluate
 from fused_softmax.lab.record import header
 from fused_softmax.launch import availability, device, layout, prepared_calls
 from fused_softmax.launch import compile as launch
+from fused_softmax.launch import softmax as launch_softmax
 from fused_softmax.torch_ops import route
 
 # kernel -> its module
@@ -313,6 +314,15 @@ def test_plan_for_says_so(name):
             assert isinstance(found, fs.Fallback) and found.reason == "unsupported"
             assert f"torch {torch.__version__}" in found.why and name in found.why
     assert tried == [name]
+
+
+@interpreted
+def test_a_call_that_is_copied_first_fails_while_it_is_prepared():
+    """Not when it runs: nothing catches it there."""
+    x = torch.randn(2, 3000, 40).transpose(1, 2)
+    assert "after a copy" in fs.plan_for(x, -1).why
+    with broken("softmax_resident"), pytest.raises(availability.KernelUnavailable):
+        launch_softmax.prepare_softmax(x, torch.empty(x.shape), 2, False)
 
 
 def test_every_kernel_is_broken_here():

@@ -830,6 +830,9 @@ def test_few_long_transposed_rows_are_copied_first():
 
     assert strided(8192, 20000) and strided(1024, 8192) and strided(1760, 1959) and strided(513, 2048)
     assert strided(64, 256) and strided(4, 100)
+    long = TRANSPOSED._replace(n_cols=2401, n_rows=8192)  # a copy by tiles is faster
+    assert strided_is_faster(long) and not strided_is_faster(long, True)
+    assert strided_is_faster(long._replace(n_cols=2400), True)
     assert not strided(32, 296854) and not strided(513, 4096) and not strided(1024, 20000) and not strided(6, 1818)
     x = torch.randn(2, 2500, 3).transpose(1, 2)
     assert "after a copy" in fs.plan_for(x, -1).why

@@ -98,7 +98,7 @@ def test_dtypes_and_orders_that_it_does_not_take():
 @pytest.mark.parametrize("n_cols", [3, 60, 333])
 @pytest.mark.parametrize("n_rows", [33, 64, 500])
 def test_rows_cut_from_a_batch_have_its_bits(n_rows, n_cols):
-    """Where the batch itself lies in neighbors, any part of it has their bits."""
+    """Where the batch itself lies in neighbors, its first rows have the same bits alone."""
     x = torch.randn(n_cols, n_rows).bfloat16().t()
     y = fs.softmax(x, 1)
     for n in (1, 2, 7, n_rows - 1):

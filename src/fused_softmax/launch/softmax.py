@@ -233,7 +233,8 @@ def takes_strided(x: Tensor, y: Tensor, dim: int) -> bool:
     """
     if is_batch_invariant() or len(_row_dims(x, y, dim)) > 3:
         return False
-    return strided.strided_is_faster(_strided_rows(x, y, dim))
+    of = _strided_rows(x, y, dim)
+    return strided.strided_is_faster(of, of.n_cols > strided.MOST_COLS and _copied_by_tiles(x))
 
 
 def _dims_of_rows(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:
@@ -322,11 +323,8 @@ def _prepare_after_copy(x: Tensor, y: Tensor, dim: int, log: bool) -> Shaped | N
     planes, (op, flags) = folded((copied, y), dim), softmax_op(log)
     if as_rows(copied, dim) is not None and as_rows(y, dim) is not None:
 
-        def over_rows(x: Tensor, y: Tensor) -> None:
-            rows = as_rows(_contiguous(x), dim), as_rows(y, dim)
-            launch_rows(op, rows, (), (), flags, invariant=invariant)  # type: ignore[arg-type]
-
-        return over_rows
+        run_rows = prepare_rows(op, (as_rows(copied, dim), as_rows(y, dim)), (), flags, invariant)  # type: ignore[arg-type]
+        return lambda x, y: run_rows((as_rows(_contiguous(x), dim), as_rows(y, dim)), (), ())
     if planes is None:
         return None
     run = spatial.prepare_softmax(planes, log, False, invariant)
@@ -352,6 +350,12 @@ def _contiguous(t: Tensor) -> Tensor:
     from .transposed import contiguous
 
     return contiguous(t)
+
+
+def _copied_by_tiles(x: Tensor) -> bool:
+    from .transposed import tiles_of
+
+    return device_of(x).kind != "hip" and tiles_of(x) is not None
 
 
 def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | None = None) -> Launch:

@@ -173,7 +173,7 @@ FORWARD_LOG_CLUSTER = {
         *_between(FORWARD_CLUSTER[4], 131072, WIDEST),
     ),
 }
-# backward, where there are clusters; H200. No clusters for rows of 16 KB or less: a GPU starts at most one CTA of a
+# backward, where there are clusters; H200. No clusters for 4,096 columns or less: a GPU starts at most one CTA of a
 # cluster in 3 ns where kernels start early. Fraction of an add on clusters of 2 or 4 and by one program, unaligned:
 # float32, 1,963 columns 0.83 and 1.00, 3,610 columns 0.85 and 1.04; bfloat16, 3,610 columns 0.83 and 0.99
 BACKWARD_CLUSTER = {

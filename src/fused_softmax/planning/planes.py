@@ -299,7 +299,7 @@ def _clusters(device: Device, warps: int) -> tuple[int, ...]:
     """Sizes of a cluster. One CTA of 16 warps would be alone on its multiprocessor, and wait for its own loads."""
     # of the sizes above 8 Triton's launcher allows 16 alone
     sizes = (1, 2, 4, 8, 16) if device.kind == "interpreter" else (*range(1, 9), 16)
-    return sizes[warps == MOST_WARPS :]
+    return tuple(size for size in sizes[warps == MOST_WARPS :] if size <= device.max_cluster)
 
 
 def _held(problem: SpatialProblem, device: Device, warps: int, ctas: int) -> tuple[float, Plan] | None:

@@ -15,8 +15,8 @@ LONG_STEP = 512
 LEAST_TILE = 256  # elements that exist of a tile, or a copy is faster
 # columns for each neighbor, at most, of fewer than MANY neighbors and of more
 MANY, PER_ROW, PER_ROW_OF_MANY = 1024, 4, 16
-# and in all. H200, of a copy, strided and after a copy by tiles: bfloat16, 2,900 columns 0.35 and 0.63, 18,134 columns
-# 0.29 and 0.51; float32 0.54 and 0.66, 0.48 and 0.60
+# and in all, where x can be copied by tiles. H200, of a copy, strided and after a copy by tiles: bfloat16, 2,900 columns
+# 0.35 and 0.63, 18,134 columns 0.29 and 0.51; float32 0.54 and 0.66, 0.48 and 0.60
 MOST_COLS = 2400
 
 
@@ -61,13 +61,15 @@ def strided_plan(of: StridedRows) -> Plan:
     return Plan("strided", rows, 1, 1, cols, 1, steps, 0, False, False, warps, max_registers, why)
 
 
-def strided_is_faster(of: StridedRows) -> bool:
+def strided_is_faster(of: StridedRows, tiled: bool = False) -> bool:
     """Whether the strided kernel takes less time than a copy and a kernel over its contiguous result.
 
     H200, time over torch's. A copy first takes 0.6 to 1.0 of it, the strided kernel 0.2 to 0.6 where it keeps the GPU
     busy. A program takes whole rows, in 1 us for each step and pass: 513 bfloat16 rows of 4,096 columns, alone, take
     1.1 where a copy first takes 0.8, and 1,024 rows of 8,192 columns 0.6. Crops take 0.2 to 0.4 in one step, 0.3 to 0.5
     with a copy first. Every second column takes 2.9 times as long as after a copy (bfloat16, 2,048 columns).
+
+    tiled: whether the copy is one by tiles, which takes a third of the time.
     """
     if not (of.along_rows or of.along_cols):
         return False
@@ -79,4 +81,4 @@ def strided_is_faster(of: StridedRows) -> bool:
         return True
     crops = of.along_rows and not of.out_along_cols
     most = (PER_ROW_OF_MANY if of.n_rows >= MANY else PER_ROW) * of.n_rows
-    return not crops and of.n_cols <= min(most, MOST_COLS)
+    return not crops and of.n_cols <= (min(most, MOST_COLS) if tiled else most)

@@ -1,7 +1,8 @@
 """Plans of rows whose columns are not neighbors in memory, but whose neighbors are: a fused transposing kernel.
 
-What adds up a row, the lanes and chunks, follows from its columns and the output's address alone. How many rows a
-program takes and how it reads them follows from the input's alignment, too, which changes no bits.
+What adds up a row, the lanes and chunks, follows from its columns and the output's address alone, and in 16 bits for an
+odd number of columns from where the row starts. How many rows a program takes and how it reads them follows from the
+input's alignment, too, which changes no bits.
 """
 
 from __future__ import annotations

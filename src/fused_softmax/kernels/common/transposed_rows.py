@@ -133,7 +133,7 @@ def fetch_of_row(
     else:
         found = ()
         for i in tl.static_range(WIDTH):
-            at = x_ptr + x_place + (column + OFFSET + i) * x_col
+            at = x_ptr + x_place + (column + OFFSET + i).to(tl.int64) * x_col
             found = found + (tl.load(at, mask=there, other=-float("inf")).to(tl.float32),)
         return found
 
