@@ -59,13 +59,13 @@ def next_vector(first, span, PTX: tl.constexpr):
 
 @triton.jit
 def store_slots(
-    tile, ptr, thread, slot, first, span, share, C: tl.constexpr, UNPREDICATED: tl.constexpr, VEC: tl.constexpr
+    tile, ptr, thread, slot, chunk, span, share, C: tl.constexpr, UNPREDICATED: tl.constexpr, VEC: tl.constexpr
 ):
-    """Stores chunk C, whose first vector is `first`."""
+    """Stores chunk C, whose first vector is the CTA's vector `chunk`."""
     there = thread < span
     if C >= UNPREDICATED:
-        there = there & (first + thread < share)
-    tl.store(ptr + first * VEC + slot, tile.to(ptr.dtype.element_ty), mask=there)
+        there = there & (chunk + thread < share)
+    tl.store(ptr + chunk * VEC + slot, tile.to(ptr.dtype.element_ty), mask=there)
 
 
 @kernel(cta_programs=True)

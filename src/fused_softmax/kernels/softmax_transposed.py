@@ -107,7 +107,7 @@ def softmax_transposed(
     for k in range(0, (rows * LANES + THREADS - 1) // THREADS):
         row = thread // LANES + k * (THREADS // LANES)
         exists = row < rows
-        x_place = row.to(tl.int64)
+        x_place = row.to(tl.int64)  # where interpreted: each row's place in x
         if not PTX:
             x_place = place_of_row(row, first_outer, first_position, inner, multiplier, power, x_outer)
         start = row * stride

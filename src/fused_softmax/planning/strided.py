@@ -15,7 +15,7 @@ LONG_STEP = 512
 LEAST_TILE = 256  # elements that exist of a tile, or a copy is faster
 # columns for each neighbor, at most, of fewer than MANY neighbors and of more
 MANY, PER_ROW, PER_ROW_OF_MANY = 1024, 4, 16
-# and in all, where x can be copied by tiles. H200, of a copy, strided and after a copy by tiles: bfloat16, 2,900 columns
+# and in all, where x can be copied by tiles. H200, of a copy, strided and after such a copy: bfloat16, 2,900 columns
 # 0.35 and 0.63, 18,134 columns 0.29 and 0.51; float32 0.54 and 0.66, 0.48 and 0.60
 MOST_COLS = 2400
 
