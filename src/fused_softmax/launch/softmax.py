@@ -322,7 +322,6 @@ def _prepare_after_copy(x: Tensor, y: Tensor, dim: int, log: bool) -> Shaped | N
     copied, invariant = torch.empty(x.shape, dtype=x.dtype, device=x.device), is_batch_invariant()
     planes, (op, flags) = folded((copied, y), dim), softmax_op(log)
     if as_rows(copied, dim) is not None and as_rows(y, dim) is not None:
-
         run_rows = prepare_rows(op, (as_rows(copied, dim), as_rows(y, dim)), (), flags, invariant)  # type: ignore[arg-type]
         return lambda x, y: run_rows((as_rows(_contiguous(x), dim), as_rows(y, dim)), (), ())
     if planes is None:
