@@ -24,6 +24,7 @@ from fused_softmax.launch import (
     row_statistics,
     softmax_shards,
     spatial,
+    transposed,
     vocab_shards,
 )
 from fused_softmax.launch.compile import Launch
@@ -274,6 +275,16 @@ def others(target: str) -> Iterator[Named]:
         for n_cols in (64, 4096):
             x = torch.empty(2, n_cols, 4096, dtype=dtype, device="meta")
             yield f"softmax strided {dtype} {n_cols}", strided_launch(x, x, 1, False, device), None
+        for n_cols in (21, 333, 1001):
+            x, y = torch.empty(2, n_cols, 4095, dtype=dtype).transpose(1, 2), torch.empty(2, 4095, n_cols, dtype=dtype)
+            dims = [(2, n_cols * 4095, n_cols * 4095), (4095, 1, n_cols)]
+            found = transposed.transposition(x, y, 2, dims, 4095, device)
+            if found is not None:
+                launch = transposed.transposed_launch(x, y, False, found, device)
+                yield f"softmax transposed {dtype} {n_cols}", as_called(launch), found.plan
+            tiles = transposed.tiles_of(x)
+            if tiles is not None:
+                yield f"transposed copy {dtype} {n_cols}", as_called(transposed.copy_launch(x, y, tiles, device)), None
 
 
 def spatial_softmax_over(tensors: tuple[torch.Tensor, ...], kind: str, log: bool, device: Device) -> Iterator[Named]:
@@ -302,7 +313,7 @@ def spatial_softmax(target: str) -> Iterator[Named]:
         few = ((1477, 40), (3000, 200), (600, 80), (8000, 16), (1210, 9), (9000, 2))
         pieces = ((4, 11), (35, 31), (300, 13), (2, 16))
         if device.adds_shared_memory:
-            pieces += ((468, 83), (1350, 47))
+            pieces += ((468, 83), (1350, 47), (400, 301))
         for n_cols, inner, kind in (
             *((n, 4097, "apart") for n in (21, 150, 700)), *((n, halves, "in halves") for n in (120, 1600, 2700, 4500)),
             *((n, inner, str(inner)) for n, inner in (*few, *pieces)),
