@@ -258,8 +258,8 @@ def max_of_two(a, b, PTX: tl.constexpr):
         return tl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], a.dtype, is_pure=True, pack=2)
     elif PTX and a.dtype == tl.float16:
         return tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [a, b], a.dtype, is_pure=True, pack=2)
-    else:
-        return tl.maximum(a, b)
+    else:  # in float32: the interpreter of Triton 3.9 compares the bits of two bfloat16
+        return tl.maximum(a.to(tl.float32), b.to(tl.float32))
 
 
 @triton.jit
