@@ -24,6 +24,7 @@ from .common.gathered_rows import (
     max_of,
     max_over_lanes,
     scatter,
+    slot_of,
     sum_of,
     sum_over_lanes,
 )
@@ -36,7 +37,6 @@ from .common.transposed_rows import (
     largest_of_chunks,
     place_of_row,
     put_of_row,
-    slot_of_place,
 )
 
 
@@ -118,9 +118,9 @@ def softmax_transposed(
             edge = start + tl.where(odd == 1, 0, n_cols - 1)
             start += odd
             columns = n_cols - 1
-        slot = slot_of_place(y_ptr, start + column, PTX)
+        slot = slot_of(y_ptr, start + column, 0, PTX)
         of_edge = exists & (lane == 0)
-        edge_slot = slot_of_place(y_ptr, edge, PTX)
+        edge_slot = slot_of(y_ptr, edge, 0, PTX)
         alone = ()
         if ODD:
             alone = fetch_of_row(

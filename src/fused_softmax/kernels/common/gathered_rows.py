@@ -176,6 +176,60 @@ def columns_of_thread(
 
 
 @triton.jit
+def slot_of(ptr, place, REGION: tl.constexpr, PTX: tl.constexpr):
+    """The address of a place of the piece at ptr in shared memory; the place itself where interpreted.  # [THREADS]"""
+    if PTX:
+        ITEMSIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+        ASM: tl.constexpr = "mov.u32 $0, gathered_rows; add.u32 $0, $0, $1;"
+        operands = [(phase_of(ptr) + place) * ITEMSIZE + REGION]
+        return tl.inline_asm_elementwise(ASM, "=r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return place
+
+
+@triton.jit
+def fetch_at(
+    at, there, DTYPE: tl.constexpr, OFFSET: tl.constexpr, VEC: tl.constexpr, FILL: tl.constexpr, SLOT: tl.constexpr
+):
+    """VEC tiles of float32, OFFSET bytes after `at`, which is a slot, or bytes from the region's start.
+
+    FILL: "-inf" or "0", where the thread is not there; "": all are.  # at, there: [THREADS]
+    """
+    tl.static_assert(VEC == 1 or VEC == 2 or VEC == 4, "a thread's access has at most 8 bytes")
+    ASM: tl.constexpr = fetch_ptx(OFFSET, DTYPE, VEC, FILL, SLOT)
+    CONSTRAINTS: tl.constexpr = constraints("=f " * VEC, 0)
+    operands = [at, there.to(tl.int32)]
+    # the dtypes stand here: Triton 3.9 does not take them as a constexpr
+    if VEC == 1:
+        return (tl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, dtype=tl.float32, is_pure=False, pack=1),)
+    elif VEC == 2:
+        return tl.inline_asm_elementwise(
+            ASM, CONSTRAINTS, operands, dtype=(tl.float32, tl.float32), is_pure=False, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            ASM,
+            CONSTRAINTS,
+            operands,
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def put_at(
+    values, at, there, DTYPE: tl.constexpr, OFFSET: tl.constexpr, VEC: tl.constexpr, PREDICATED: tl.constexpr,
+    SLOT: tl.constexpr,
+):  # fmt: skip
+    """Puts VEC tiles of float32, in DTYPE, where `fetch_at` finds them; where PREDICATED, of threads that are there."""
+    ASM: tl.constexpr = put_ptx(OFFSET, DTYPE, VEC, PREDICATED, SLOT)
+    CONSTRAINTS: tl.constexpr = constraints("=r", VEC)
+    operands = values + (at, there.to(tl.int32))
+    tl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def fetch(
     ptr, first, row, column, columns, exists, C: tl.constexpr, REGION: tl.constexpr, STEP: tl.constexpr,
     VEC: tl.constexpr, UNPREDICATED: tl.constexpr, FILL: tl.constexpr, PTX: tl.constexpr,
@@ -187,28 +241,11 @@ def fetch(
     """
     OFFSET: tl.constexpr = C * STEP
     place, there = row * columns + column, (OFFSET + column < columns) & exists
-    DTYPE: tl.constexpr = ptr.dtype.element_ty.name
-    tl.static_assert(VEC == 1 or VEC == 2 or VEC == 4, "a thread's access has at most 8 bytes")
     if PTX:
         ITEMSIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
-        ASM: tl.constexpr = fetch_ptx(REGION + OFFSET * ITEMSIZE, DTYPE, VEC, FILL if C >= UNPREDICATED else "")
-        CONSTRAINTS: tl.constexpr = constraints("=f " * VEC, 0)
-        operands = [(phase_of(ptr) + place) * ITEMSIZE, there.to(tl.int32)]
-        if VEC == 1:
-            return (tl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, dtype=tl.float32, is_pure=False, pack=1),)
-        elif VEC == 2:
-            return tl.inline_asm_elementwise(
-                ASM, CONSTRAINTS, operands, dtype=(tl.float32, tl.float32), is_pure=False, pack=1
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                ASM,
-                CONSTRAINTS,
-                operands,
-                dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-                is_pure=False,
-                pack=1,
-            )
+        at = (phase_of(ptr) + place) * ITEMSIZE
+        FILLED: tl.constexpr = FILL if C >= UNPREDICATED else ""
+        return fetch_at(at, there, ptr.dtype.element_ty.name, REGION + OFFSET * ITEMSIZE, VEC, FILLED, False)
     else:
         fill = -float("inf") if FILL == "-inf" else 0.0
         found = ()
@@ -225,19 +262,11 @@ def put(
     """Puts VEC tiles of float32, in ptr's dtype, where `scatter` to ptr takes chunk C from.  # as `fetch`"""
     OFFSET: tl.constexpr = C * STEP
     place, there = row * columns + column, (OFFSET + column < columns) & exists
-    DTYPE: tl.constexpr = ptr.dtype.element_ty.name
     if PTX:
         ITEMSIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
-        ASM: tl.constexpr = put_ptx(REGION + OFFSET * ITEMSIZE, DTYPE, VEC, C >= UNPREDICATED)
-        CONSTRAINTS: tl.constexpr = constraints("=r", VEC)
-        at, real = (phase_of(ptr) + place) * ITEMSIZE, there.to(tl.int32)
-        if VEC == 1:
-            operands = [values[0], at, real]
-        elif VEC == 2:
-            operands = [values[0], values[1], at, real]
-        else:
-            operands = [values[0], values[1], values[2], values[3], at, real]
-        tl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, dtype=tl.int32, is_pure=False, pack=1)
+        DTYPE: tl.constexpr = ptr.dtype.element_ty.name
+        at = (phase_of(ptr) + place) * ITEMSIZE
+        put_at(values, at, there, DTYPE, REGION + OFFSET * ITEMSIZE, VEC, C >= UNPREDICATED, False)
     else:
         for i in tl.static_range(VEC):
             tl.store(ptr + first + place + OFFSET + i, values[i].to(ptr.dtype.element_ty), mask=there)
@@ -301,6 +330,4 @@ def put_vectors(value, place, there, VEC: tl.constexpr):
 def put_elements(value, place, there):
     """`put`s single elements of rows in tiles of any shape.  # place: elements from the region's start"""
     ITEMSIZE: tl.constexpr = value.dtype.primitive_bitwidth // 8
-    ASM: tl.constexpr = put_ptx(0, value.dtype.name, 1, True)
-    operands = [value.to(tl.float32), place * ITEMSIZE, there.to(tl.int32)]
-    tl.inline_asm_elementwise(ASM, "=r,f,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+    put_at((value.to(tl.float32),), place * ITEMSIZE, there, value.dtype.name, 0, 1, True, False)

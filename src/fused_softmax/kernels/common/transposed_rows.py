@@ -14,8 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gathered_ptx import constraints, fetch_ptx, put_ptx
-from .gathered_rows import phase_of
+from .gathered_rows import fetch_at, put_at, slot_of
 from .row_scheduler import fast_divmod
 from .transposed_ptx import (
     largest_ptx,
@@ -42,18 +41,6 @@ def place_of_row(row, first_outer, first_position, inner, multiplier, power, x_o
     """Where a row of the piece starts in x, in elements.  # row: [THREADS], result int64"""
     outer, position = fast_divmod(first_position + row, inner, multiplier, power)
     return (first_outer + outer) * x_outer + position
-
-
-@triton.jit
-def slot_of_place(ptr, place, PTX: tl.constexpr):
-    """The address in shared memory of a place of the piece at ptr; the place itself where interpreted."""
-    if PTX:
-        ITEMSIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
-        ASM: tl.constexpr = "mov.u32 $0, gathered_rows; add.u32 $0, $0, $1;"
-        operands = [(phase_of(ptr) + place) * ITEMSIZE]
-        return tl.inline_asm_elementwise(ASM, "=r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
-    else:
-        return place
 
 
 @triton.jit
@@ -86,7 +73,7 @@ def gather_transposed(
             row = (b * ACROSS * SPAN + vector) * VEC
             place = place_of_row(row, first_outer, first_position, inner, multiplier, power, x_outer)
             ats = ats + (x_ptr.to(tl.int64) + (place + column * x_col) * ITEMSIZE,)
-            slots = slots + (slot_of_place(y_ptr, row * stride + column, PTX),)
+            slots = slots + (slot_of(y_ptr, row * stride + column, 0, PTX),)
             lefts = lefts + (tl.where(row < rows, n_cols - column, 0),)
         for start in range(0, n_cols, STEP * GROUPS):
             words = ()
@@ -111,25 +98,8 @@ def fetch_of_row(
     there = (OFFSET + column < columns) & there
     if PTX:
         ITEMSIZE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
-        DTYPE: tl.constexpr = x_ptr.dtype.element_ty.name
-        ASM: tl.constexpr = fetch_ptx(OFFSET * ITEMSIZE, DTYPE, WIDTH, "-inf" if C >= UNPREDICATED else "", True)
-        CONSTRAINTS: tl.constexpr = constraints("=f " * WIDTH, 0)
-        operands = [slot, there.to(tl.int32)]
-        if WIDTH == 1:
-            return (tl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, dtype=tl.float32, is_pure=False, pack=1),)
-        elif WIDTH == 2:
-            return tl.inline_asm_elementwise(
-                ASM, CONSTRAINTS, operands, dtype=(tl.float32, tl.float32), is_pure=False, pack=1
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                ASM,
-                CONSTRAINTS,
-                operands,
-                dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-                is_pure=False,
-                pack=1,
-            )
+        FILL: tl.constexpr = "-inf" if C >= UNPREDICATED else ""
+        return fetch_at(slot, there, x_ptr.dtype.element_ty.name, OFFSET * ITEMSIZE, WIDTH, FILL, True)
     else:
         found = ()
         for i in tl.static_range(WIDTH):
@@ -149,15 +119,7 @@ def put_of_row(
     if PTX:
         ITEMSIZE: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth // 8
         DTYPE: tl.constexpr = y_ptr.dtype.element_ty.name
-        ASM: tl.constexpr = put_ptx(OFFSET * ITEMSIZE, DTYPE, WIDTH, C >= UNPREDICATED, True)
-        CONSTRAINTS: tl.constexpr = constraints("=r", WIDTH)
-        if WIDTH == 1:
-            operands = [values[0], slot, real.to(tl.int32)]
-        elif WIDTH == 2:
-            operands = [values[0], values[1], slot, real.to(tl.int32)]
-        else:
-            operands = [values[0], values[1], values[2], values[3], slot, real.to(tl.int32)]
-        tl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, dtype=tl.int32, is_pure=False, pack=1)
+        put_at(values, slot, real, DTYPE, OFFSET * ITEMSIZE, WIDTH, C >= UNPREDICATED, True)
     else:
         for i in tl.static_range(WIDTH):
             tl.store(y_ptr + slot + OFFSET + i, values[i].to(y_ptr.dtype.element_ty), mask=real)
