@@ -193,10 +193,9 @@ BACKWARD_CLUSTER = {
         KernelConfig(57344, 8, 4, True),
         KernelConfig(65536, 8, 8, True, max_registers=80, unaligned_warps=4),
         KernelConfig(163840, 16, 4, True),
-        KernelConfig(196608, 16, 4, True, max_registers=160, unaligned_registers=160),
-        # 13 chunks without staging: 0 to 3% faster, but Triton 3.8 spills 72 bytes a thread
-        KernelConfig(229376, 16, 4, True, smem_staged=5, max_registers=128),
-        KernelConfig(262144, 16, 8, True),
+        # H200, of an add, 5 chunks staged or 8 warps, and so: 207,248 columns 0.97 and 1.05, 234,421 0.92 and 1.00,
+        # 250,001 0.99 and 1.05; 231,056 in 15 chunks 1.08, in 16 1.02
+        KernelConfig(262144, 16, 4, True, max_registers=160, unaligned_registers=160, odd_chunks=15),
         KernelConfig(524288, 16, 8, True, smem_staged=5, max_registers=128),
         KernelConfig(655360, 16, 16, resident_chunks=8, step=3),
         KernelConfig(WIDEST, 16, 16, resident_chunks=8, step=4, max_registers=128),
@@ -209,9 +208,11 @@ BACKWARD_CLUSTER = {
         KernelConfig(32768, 8, 8),
         KernelConfig(131072, 16, 8),
         KernelConfig(163840, 16, 8, max_registers=112, unaligned_registers=112),
-        KernelConfig(212992, 16, 8),
-        KernelConfig(229376, 16, 8, smem_staged=2, max_registers=128),
-        KernelConfig(262144, 16, 8, smem_staged=4, max_registers=128),
+        # 226,001 columns 1.01 of an add, with 3 chunks staged 0.96
+        KernelConfig(229376, 16, 8),
+        # 240,008 columns 1.00 in 15 chunks, 0.97 in 16; 250,001 0.95 with 3 chunks staged, 0.91 with 5
+        KernelConfig(245760, 16, 8, smem_staged=1, max_registers=128, odd_chunks=15),
+        KernelConfig(262144, 16, 8, smem_staged=2, max_registers=128),
         KernelConfig(327680, 16, 16, resident_chunks=8, step=3),
         KernelConfig(WIDEST, 16, 16, resident_chunks=8, step=4, max_registers=128),
     ),
@@ -228,7 +229,8 @@ BACKWARD_LOG_CLUSTER = {
         KernelConfig(147456, 16, 4, True, unaligned_registers=112),
         KernelConfig(196608, 16, 4, True),
         KernelConfig(229376, 16, 4, True, smem_staged=1, max_registers=128),
-        KernelConfig(262144, 16, 4, True, max_registers=160),
+        # 231,056 columns 1.05 of an add in 15 chunks, 0.91 in 16
+        KernelConfig(262144, 16, 4, True, max_registers=160, odd_chunks=15),
         KernelConfig(524288, 16, 8, True, smem_staged=4, max_registers=128),
         KernelConfig(1048576, 16, 16, True, smem_staged=2, prefetched_chunks=4, max_registers=128),
         KernelConfig(WIDEST, 16, 8, resident_chunks=16, step=4, prefetched_chunks=4, max_registers=128),
@@ -236,8 +238,7 @@ BACKWARD_LOG_CLUSTER = {
     4: (
         KernelConfig(2560, 1, 8),
         KernelConfig(6144, 1, 16),
-        *_between(BACKWARD_CLUSTER[4], 6144, 212992),
-        KernelConfig(229376, 16, 8, smem_staged=3, max_registers=128),
+        *_between(BACKWARD_CLUSTER[4], 6144, 229376),
         KernelConfig(262144, 16, 16, prefetched_chunks=2, max_registers=64),
         KernelConfig(524288, 16, 8, smem_staged=10, prefetched_chunks=4, max_registers=128),
         KernelConfig(WIDEST, 16, 8, resident_chunks=16, step=4, prefetched_chunks=4, max_registers=128),
