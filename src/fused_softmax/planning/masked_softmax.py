@@ -32,7 +32,11 @@ ALIGNED_CAUSAL_GRADIENT = {2: 48, 4: 20}
 # vectors of a thread up to which causal rows are written as one piece. H100, bfloat16: 474 columns and 27 queries (8)
 # take 0.95 to 0.98 of the time, 521 columns and 40 queries (9) 1.01
 OUTPUT_GATHERED_CHUNKS = 8
-OUTPUT_GATHERED_REGISTERS = 64  # of their 16-bit programs of 4 warps, so that 8 of them share a multiprocessor
+# of their 16-bit programs of 4 warps, so that 8 of them share a multiprocessor; and of 2 warps, with so many vectors of
+# a thread at most, so that 12 do, not 10. H200, us: 402 columns and 28 queries 49.4 and 46.9, 438 columns and 24
+# queries 44.4 and 41.9; to zero the output takes 44.5 and 42.2
+OUTPUT_GATHERED_REGISTERS = 64
+OUTPUT_GATHERED_CAPPED, OUTPUT_GATHERED_MORE = 7, 80
 
 
 def plan_masked(problem: Problem, device: Device, mask: int, causal: bool = False) -> Plan:
@@ -124,7 +128,9 @@ def _narrow_plan(problem: Problem, device: Device, kind: str, causal: bool) -> P
     as_piece = causal and problem.packed and device.warp_size == 32 and chunks <= OUTPUT_GATHERED_CHUNKS
     if as_piece:  # a program's rows begin at a multiple of 16 bytes
         num_warps = max(num_warps, vec * lanes // device.warp_size)
-    cap = OUTPUT_GATHERED_REGISTERS if as_piece and problem.itemsize == 2 and num_warps == 4 else None
+    cap = None
+    if as_piece and problem.itemsize == 2 and (num_warps == 4 or chunks <= OUTPUT_GATHERED_CAPPED):
+        cap = OUTPUT_GATHERED_REGISTERS if num_warps == 4 else OUTPUT_GATHERED_MORE
     rows = num_warps * device.warp_size // lanes
     why = f"{rows} rows per program, each in {lanes} threads of a warp: no reduction leaves them"
     return Plan(
