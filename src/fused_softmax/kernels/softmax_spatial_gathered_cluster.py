@@ -22,8 +22,6 @@ from .common.gathered_cluster import (
     max_sum_of,
     merge_sums,
     position_of_share,
-    put_max_sum,
-    put_sum,
     share_of_plane,
     sum_at,
     sums_bytes,
@@ -37,6 +35,7 @@ from .common.gathered_rows import (
     gather,
     max_of,
     max_over_lanes,
+    put_numbers,
     scatter,
     sum_of,
     sum_over_lanes,
@@ -102,7 +101,7 @@ def softmax_spatial_gathered_cluster(
         x = fetch_columns(x_ptr, at, step, exists, columns, ROWS, "-inf", LANES, CHUNKS, UNPREDICATED, TILE, PTX)
         m, s = max_and_sum(x, CHUNKS, LANES, FUSED, PTX)
         if PTX:
-            put_max_sum(m, s, position, exists & (tl.arange(0, TILE) % LANES == 0))
+            put_numbers((m, s), position, exists & (tl.arange(0, TILE) % LANES == 0), 2, 0)
         else:
             m, s = interpreted_max_sum(m, s, CTAS)
             y = softmax_of(x, m, s, CHUNKS, LOG, FUSED)
@@ -160,7 +159,7 @@ def softmax_spatial_gathered_cluster_backward(
             terms = terms + (gradient_term(y[c], dy[c], LOG),)
         d = sum_over_lanes(sum_of(terms, 0, CHUNKS), LANES, PTX)
         if PTX:
-            put_sum(d, position, exists & (tl.arange(0, TILE) % LANES == 0))
+            put_numbers((d,), position, exists & (tl.arange(0, TILE) % LANES == 0), 1, 0)
         else:
             dx = gradient_of(y, dy, interpreted_sum(d, CTAS), CHUNKS, LOG)
             put_columns(dx, dx_ptr, at, step, exists, columns, FIRST, LANES, CHUNKS, UNPREDICATED, TILE, PTX)

@@ -15,19 +15,17 @@ import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
 from .common.early_start import await_previous
-from .common.gathered_cluster import leave_planes, max_sum_of, merge_sums, sum_at, sums_bytes, tile_of
+from .common.gathered_cluster import leave_planes, max_sum_of, merge_sums, sum_at, sums_bytes
 from .common.gathered_rows import declare_regions
 from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, max_of_two, scaled, upcast
 from .common.periodic_slots import (
-    ends_of,
     interpreted_max_sums,
     interpreted_sums,
     position_of,
-    rank_of,
     reduce_max_sum,
     reduce_sum,
+    share_and_ends,
     slots_bytes,
-    vectors_of,
 )
 from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.tiles import READS
@@ -80,13 +78,10 @@ def softmax_spatial_periodic(
 ):  # fmt: skip
     SLOTS: tl.constexpr = sums_bytes(2)
     declare_regions(SLOTS + slots_bytes(2, THREADS, VEC), PTX)
-    plane, rank = rank_of(CTAS, THREADS, PTX)
-    head, tail, tail_at = ends_of(plane, rank, n_cols, inner, VEC, CTAS)
-    lane = tl.arange(0, tile_of(CTAS, THREADS, PTX)) % THREADS
-    end = tl.where(lane < head, lane, tail_at - head + lane)
-    is_end, at_end = lane < head + tail, plane.to(tl.int64) * (n_cols * inner) + end
-    first, share, begins = vectors_of(plane, rank if PTX else rank[:, None], n_cols, inner, VEC, CTAS)
-    thread = lane[:, None]
+    first, share, begins, head, tail, tail_at, lane, end, at_end = share_and_ends(
+        n_cols, inner, CTAS, THREADS, VEC, PTX
+    )
+    is_end, thread = lane < head + tail, lane[:, None]
     slot = thread * VEC + tl.arange(0, VEC)[None, :]
     await_previous(EARLY)
     x = load_slots(x_ptr + first * VEC, thread, slot, span, share, -float("inf"), CHUNKS, UNPREDICATED, VEC)
@@ -126,7 +121,7 @@ def softmax_spatial_periodic(
         by = by * tl.div_rn(1.0, of_s)
     else:
         by = exp(m - of_m) * tl.div_rn(1.0, of_s)
-    chunk = span - span
+    chunk = 0
     for c in tl.static_range(CHUNKS):
         if LOG:
             y = normalize(upcast(x[c], PTX, RECOMPUTE, True), of_m, of_s, LOG)
@@ -153,13 +148,10 @@ def softmax_spatial_periodic_backward(
 ):  # fmt: skip
     SLOTS: tl.constexpr = sums_bytes(1)
     declare_regions(SLOTS + slots_bytes(1, THREADS, VEC), PTX)
-    plane, rank = rank_of(CTAS, THREADS, PTX)
-    head, tail, tail_at = ends_of(plane, rank, n_cols, inner, VEC, CTAS)
-    lane = tl.arange(0, tile_of(CTAS, THREADS, PTX)) % THREADS
-    end = tl.where(lane < head, lane, tail_at - head + lane)
-    is_end, at_end = lane < head + tail, plane.to(tl.int64) * (n_cols * inner) + end
-    first, share, begins = vectors_of(plane, rank if PTX else rank[:, None], n_cols, inner, VEC, CTAS)
-    thread = lane[:, None]
+    first, share, begins, head, tail, tail_at, lane, end, at_end = share_and_ends(
+        n_cols, inner, CTAS, THREADS, VEC, PTX
+    )
+    is_end, thread = lane < head + tail, lane[:, None]
     slot = thread * VEC + tl.arange(0, VEC)[None, :]
     await_previous(EARLY)
     y = load_slots(y_ptr + first * VEC, thread, slot, span, share, 0.0, CHUNKS, UNPREDICATED, VEC)
@@ -185,7 +177,7 @@ def softmax_spatial_periodic_backward(
             d, position_of(begins + slot, inner, multiplier, power), thread < span,
             d_end, position_of(end, inner, multiplier, power), is_end, inner,
         )  # fmt: skip
-    chunk = span - span
+    chunk = 0
     for c in tl.static_range(CHUNKS):
         y_c, dy_c = upcast(y[c], PTX, RECOMPUTE, True), upcast(dy[c], PTX, RECOMPUTE, True)
         dx = gradient(y_c, dy_c, d, LOG)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .gathered_rows import numbers_at
 from .numerics import exp
 from .spatial_cluster import access_of, merged_ptx
 
@@ -59,24 +60,6 @@ def sums_bytes(n_values: int) -> int:
 
 
 @triton.constexpr_function
-def _put_ptx(n_values: int) -> str:
-    """The values, their position, and whether the thread puts them."""
-    suffix, values = access_of([f"${i + 1}" for i in range(n_values)])
-    ptx = ["{", ".reg .pred puts;", ".reg .b32 slot, own;", f"setp.ne.u32 puts, ${n_values + 2}, 0;"]
-    ptx += ["mov.u32 own, gathered_rows;", f"mad.lo.u32 slot, ${n_values + 1}, {4 * n_values}, own;"]
-    return "\n".join([*ptx, f"@puts st.shared{suffix}.f32 [slot], {values};", "mov.u32 $0, 0;", "}"])
-
-
-@triton.constexpr_function
-def _get_ptx(n_values: int) -> str:
-    """The values of a position."""
-    suffix, values = access_of([f"${i}" for i in range(n_values)])
-    ptx = ["{", ".reg .b32 slot, sums;", "mov.u32 sums, gathered_rows;"]
-    ptx += [f"mad.lo.u32 slot, ${n_values}, {4 * n_values}, sums;"]
-    return "\n".join([*ptx, f"ld.volatile.shared{suffix}.f32 {values}, [slot+{4 * n_values * POSITIONS}];", "}"])
-
-
-@triton.constexpr_function
 def _merge_ptx(ctas: int, n_values: int, threads: int) -> str:
     """Merges the numbers of $1 positions over all CTAs, thread i the positions i, i + threads, ..."""
     names = ["a", "b"][:n_values]
@@ -97,24 +80,8 @@ def _merge_ptx(ctas: int, n_values: int, threads: int) -> str:
 
 
 @triton.jit
-def put_max_sum(m, s, position, puts):
-    """Keeps a position's (maximum, sum) for the other CTAs, where the thread puts it.  # [THREADS]"""
-    ASM: tl.constexpr = _put_ptx(2)
-    tl.inline_asm_elementwise(
-        ASM, "=r,f,f,r,r", [m, s, position, puts.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def put_sum(s, position, puts):
-    """Keeps a position's sum for the other CTAs, where the thread puts it.  # [THREADS]"""
-    ASM: tl.constexpr = _put_ptx(1)
-    tl.inline_asm_elementwise(ASM, "=r,f,r,r", [s, position, puts.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def merge_sums(positions, N_VALUES: tl.constexpr, CTAS: tl.constexpr, THREADS: tl.constexpr):
-    """Merges what all CTAs have put of so many positions, at most POSITIONS."""
+    """Merges the numbers of so many positions, at most POSITIONS, over all CTAs. Each CTA put its own at byte 0."""
     ASM: tl.constexpr = _merge_ptx(CTAS, N_VALUES, THREADS)
     tl.inline_asm_elementwise(ASM, "=r,r", [positions], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -122,15 +89,13 @@ def merge_sums(positions, N_VALUES: tl.constexpr, CTAS: tl.constexpr, THREADS: t
 @triton.jit
 def max_sum_of(position):
     """The merged (maximum, sum) of a position.  # [THREADS]"""
-    ASM: tl.constexpr = _get_ptx(2)
-    return tl.inline_asm_elementwise(ASM, "=f,=f,r", [position], dtype=(tl.float32, tl.float32), is_pure=False, pack=1)
+    return numbers_at(position, 2, sums_bytes(2) // 2)
 
 
 @triton.jit
 def sum_at(position):
     """The merged sum of a position.  # [THREADS]"""
-    ASM: tl.constexpr = _get_ptx(1)
-    return tl.inline_asm_elementwise(ASM, "=f,r", [position], dtype=tl.float32, is_pure=False, pack=1)
+    return numbers_at(position, 1, sums_bytes(1) // 2)[0]
 
 
 @triton.jit

@@ -109,6 +109,23 @@ def put_ptx(offset: int, dtype: str, vec: int, predicated: bool, to_slot: bool =
 
 
 @triton.constexpr_function
+def put_numbers_ptx(n: int, region: int) -> str:
+    """Puts n float32 $1 .. at place $(n+1), in units of n, if $(n+2) is not 0."""
+    suffix, values = (".v2", "{$1, $2}") if n == 2 else ("", "$1")
+    ptx = ["{", ".reg .pred puts;", ".reg .b32 slot, base;", "mov.u32 base, gathered_rows;"]
+    ptx += [f"setp.ne.u32 puts, ${n + 2}, 0;", f"mad.lo.u32 slot, ${n + 1}, {4 * n}, base;"]
+    return "\n".join([*ptx, f"@puts st.shared{suffix}.f32 [slot+{region}], {values};", "mov.u32 $0, 0;", "}"])
+
+
+@triton.constexpr_function
+def get_numbers_ptx(n: int, region: int) -> str:
+    """n float32 $0 .. of place $n, in units of n."""
+    suffix, values = (".v2", "{$0, $1}") if n == 2 else ("", "$0")
+    ptx = ["{", ".reg .b32 slot, base;", "mov.u32 base, gathered_rows;", f"mad.lo.u32 slot, ${n}, {4 * n}, base;"]
+    return "\n".join([*ptx, f"ld.volatile.shared{suffix}.f32 {values}, [slot+{region}];", "}"])
+
+
+@triton.constexpr_function
 def put_vectors_ptx(itemsize: int, vec: int) -> str:
     """Writes a vector of 16 bytes to its place: after the result's words those of the vector, then VEC places.
 

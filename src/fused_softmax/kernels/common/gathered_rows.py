@@ -27,7 +27,9 @@ from .gathered_ptx import (
     constraints,
     declare_ptx,
     fetch_ptx,
+    get_numbers_ptx,
     move_ptx,
+    put_numbers_ptx,
     put_ptx,
     put_vectors_constraints,
     put_vectors_ptx,
@@ -191,9 +193,10 @@ def slot_of(ptr, place, REGION: tl.constexpr, PTX: tl.constexpr):
 def fetch_at(
     at, there, DTYPE: tl.constexpr, OFFSET: tl.constexpr, VEC: tl.constexpr, FILL: tl.constexpr, SLOT: tl.constexpr
 ):
-    """VEC tiles of float32, OFFSET bytes after `at`, which is a slot, or bytes from the region's start.
+    """VEC tiles of float32: the elements OFFSET bytes after `at` in shared memory.  # at, there: [THREADS]
 
-    FILL: "-inf" or "0", where the thread is not there; "": all are.  # at, there: [THREADS]
+    at: an address where SLOT, else bytes from the start of all regions. FILL: "-inf" or "0" where a thread is not
+    there, "" where all are.
     """
     tl.static_assert(VEC == 1 or VEC == 2 or VEC == 4, "a thread's access has at most 8 bytes")
     ASM: tl.constexpr = fetch_ptx(OFFSET, DTYPE, VEC, FILL, SLOT)
@@ -222,7 +225,7 @@ def put_at(
     values, at, there, DTYPE: tl.constexpr, OFFSET: tl.constexpr, VEC: tl.constexpr, PREDICATED: tl.constexpr,
     SLOT: tl.constexpr,
 ):  # fmt: skip
-    """Puts VEC tiles of float32, in DTYPE, where `fetch_at` finds them; where PREDICATED, of threads that are there."""
+    """Puts VEC tiles of float32, in DTYPE, where `fetch_at` finds them. PREDICATED: only of threads that are there."""
     ASM: tl.constexpr = put_ptx(OFFSET, DTYPE, VEC, PREDICATED, SLOT)
     CONSTRAINTS: tl.constexpr = constraints("=r", VEC)
     operands = values + (at, there.to(tl.int32))
@@ -331,3 +334,22 @@ def put_elements(value, place, there):
     """`put`s single elements of rows in tiles of any shape.  # place: elements from the region's start"""
     ITEMSIZE: tl.constexpr = value.dtype.primitive_bitwidth // 8
     put_at((value.to(tl.float32),), place * ITEMSIZE, there, value.dtype.name, 0, 1, True, False)
+
+
+@triton.jit
+def put_numbers(values, place, there, N: tl.constexpr, REGION: tl.constexpr):
+    """Puts N float32, 1 or 2, of each thread that is there. A place counts N numbers from REGION on, in bytes."""
+    ASM: tl.constexpr = put_numbers_ptx(N, REGION)
+    CONSTRAINTS: tl.constexpr = constraints("=r", N)
+    operands = values + (place, there.to(tl.int32))
+    tl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def numbers_at(place, N: tl.constexpr, REGION: tl.constexpr):
+    """The N float32 that `put_numbers` put at a place."""
+    ASM: tl.constexpr = get_numbers_ptx(N, REGION)
+    if N == 1:
+        return (tl.inline_asm_elementwise(ASM, "=f,r", [place], dtype=tl.float32, is_pure=False, pack=1),)
+    else:
+        return tl.inline_asm_elementwise(ASM, "=f,=f,r", [place], dtype=(tl.float32, tl.float32), is_pure=False, pack=1)

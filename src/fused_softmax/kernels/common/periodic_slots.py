@@ -19,10 +19,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gathered_rows import await_threads, max_over_lanes, sum_over_lanes
+from .gathered_rows import await_threads, max_over_lanes, numbers_at, put_numbers, sum_over_lanes
 from .numerics import LOWEST, exp
 from .row_scheduler import fast_divmod
-from .spatial_cluster import access_of
 
 
 @triton.constexpr_function
@@ -42,80 +41,37 @@ def _place_of(slot, THREADS: tl.constexpr, VEC: tl.constexpr):
     return slot % VEC * pitch(THREADS, VEC) + slot // VEC
 
 
-@triton.constexpr_function
-def _put_ptx(n_values: int, region: int) -> str:
-    """Puts the values at the place behind them, in bytes from the region on, where the last operand is not 0."""
-    suffix, values = access_of([f"${1 + i}" for i in range(n_values)])
-    ptx = ["{", ".reg .pred puts;", ".reg .b32 at, base;", "mov.u32 base, gathered_rows;"]
-    ptx += [f"setp.ne.u32 puts, ${n_values + 2}, 0;", f"mad.lo.u32 at, ${n_values + 1}, {4 * n_values}, base;"]
-    return "\n".join([*ptx, f"@puts st.shared{suffix}.f32 [at+{region}], {values};", "mov.u32 $0, 0;", "}"])
-
-
-@triton.constexpr_function
-def _get_ptx(n_values: int, region: int) -> str:
-    """Gets the values of the place."""
-    suffix, values = access_of([f"${i}" for i in range(n_values)])
-    ptx = ["{", ".reg .b32 at, base;", "mov.u32 base, gathered_rows;"]
-    ptx += [f"mad.lo.u32 at, ${n_values}, {4 * n_values}, base;"]
-    return "\n".join([*ptx, f"ld.volatile.shared{suffix}.f32 {values}, [at+{region}];", "}"])
-
-
 @triton.jit
-def _put_max_sum(m, s, place, there, REGION: tl.constexpr):
-    ASM: tl.constexpr = _put_ptx(2, REGION)
-    operands = [m, s, place, there.to(tl.int32)]
-    tl.inline_asm_elementwise(ASM, "=r,f,f,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+def share_and_ends(n_cols, inner, CTAS: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
+    """A CTA's vectors of its plane, its ends, and each thread's element of the ends: nine values.
 
+    Of the vectors: the first one in memory, their number, and the plane's element that they begin with. Of the ends:
+    elements in front of the vectors, elements behind them, and the first one behind them. Of a thread: its index in the
+    CTA, and its element of the ends in the plane and in memory.
 
-@triton.jit
-def _put_sum(s, place, there, REGION: tl.constexpr):
-    ASM: tl.constexpr = _put_ptx(1, REGION)
-    operands = [s, place, there.to(tl.int32)]
-    tl.inline_asm_elementwise(ASM, "=r,f,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _get_max_sum(place, REGION: tl.constexpr):
-    ASM: tl.constexpr = _get_ptx(2, REGION)
-    return tl.inline_asm_elementwise(ASM, "=f,=f,r", [place], dtype=(tl.float32, tl.float32), is_pure=False, pack=1)
-
-
-@triton.jit
-def _get_sum(place, REGION: tl.constexpr):
-    ASM: tl.constexpr = _get_ptx(1, REGION)
-    return tl.inline_asm_elementwise(ASM, "=f,r", [place], dtype=tl.float32, is_pure=False, pack=1)
-
-
-@triton.jit
-def rank_of(CTAS: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr):
-    """(index of the plane, rank of the CTA); interpreted, the rank of each thread.  # [CTAS*THREADS]"""
+    Interpreted, each thread has the values of its CTA.  # [CTAS*THREADS, 1] for vectors, [CTAS*THREADS] for the others
+    """
     pid = tl.program_id(0)
     if PTX:
-        return pid // CTAS, pid % CTAS
+        plane, rank, lane = pid // CTAS, pid % CTAS, tl.arange(0, THREADS)
     else:
-        return pid, tl.arange(0, CTAS * THREADS) // THREADS
-
-
-@triton.jit
-def vectors_of(plane, rank, n_cols, inner, VEC: tl.constexpr, CTAS: tl.constexpr):
-    """A CTA's share of the plane: (first vector in memory, vectors, the plane's element that the first begins with)."""
+        thread = tl.arange(0, CTAS * THREADS)
+        plane, rank, lane = pid, thread // THREADS, thread % THREADS
     n = n_cols * inner
     start = plane.to(tl.int64) * n
     whole = (start + (VEC - 1)) // VEC
-    head = (whole * VEC - start).to(tl.int32)
-    vectors = ((n - head) // VEC).to(tl.int64)
-    first = (rank * vectors // CTAS).to(tl.int32)
-    return whole + first, ((rank + 1) * vectors // CTAS).to(tl.int32) - first, head + first * VEC
-
-
-@triton.jit
-def ends_of(plane, rank, n_cols, inner, VEC: tl.constexpr, CTAS: tl.constexpr):
-    """A CTA's ends of the plane: (elements in front of its vectors, behind them, the first of the latter)."""
-    n = n_cols * inner
-    start = plane.to(tl.int64) * n
-    head = ((start + (VEC - 1)) // VEC * VEC - start).to(tl.int32)
-    tail = (n - head) % VEC
-    return tl.where(rank == 0, head, 0), tl.where(rank == CTAS - 1, tail, 0), n - tail
+    before = (whole * VEC - start).to(tl.int32)
+    behind = (n - before) % VEC
+    head, tail, tail_at = tl.where(rank == 0, before, 0), tl.where(rank == CTAS - 1, behind, 0), n - behind
+    end = tl.where(lane < head, lane, tail_at - head + lane)
+    at_end = start + end
+    vectors = ((n - before) // VEC).to(tl.int64)
+    skipped = (rank * vectors // CTAS).to(tl.int32)
+    first = whole + skipped
+    share, begins = ((rank + 1) * vectors // CTAS).to(tl.int32) - skipped, before + skipped * VEC
+    if not PTX:
+        first, share, begins = first[:, None], share[:, None], begins[:, None]
+    return first, share, begins, head, tail, tail_at, lane, end, at_end
 
 
 @triton.jit
@@ -133,42 +89,28 @@ def _first_slot(at, begins, inner, multiplier, power):
 
 
 @triton.jit
-def _fold_max(
-    top, start, end, step, first, REGION: tl.constexpr, SLOTS: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr
-):
-    """The maximum of top and of those at start, start + step, ... below `end`: slots, or places from `first` on."""
-    for f in tl.range(0, end, step, loop_unroll_factor=4):
-        there = f + start < end
-        at = tl.where(there, f + start, 0)
-        fold_m, fold_s = _get_max_sum(_place_of(at, THREADS, VEC) if SLOTS else first + at, REGION)
-        top = tl.where(there, tl.maximum(top, fold_m), top)
-    return top
-
-
-@triton.jit
-def _fold_exps(
-    total, top, start, end, step, first, REGION: tl.constexpr, SLOTS: tl.constexpr, THREADS: tl.constexpr,
-    VEC: tl.constexpr,
+def _fold(
+    total, top, start, end, step, first, KIND: tl.constexpr, REGION: tl.constexpr, SLOTS: tl.constexpr,
+    THREADS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """total, and the sums of exponentials there, where top is the maximum."""
+    """total with the numbers at start, start + step, ... below `end`: of SLOTS, or of places from `first` on.
+
+    KIND: "max", the maximum; "sum", the sum; or "exps", the sum of exponentials, where `top` is the maximum. Only
+    "exps" reads `top`.
+    """
     for f in tl.range(0, end, step, loop_unroll_factor=4):
         there = f + start < end
         at = tl.where(there, f + start, 0)
-        fold_m, fold_s = _get_max_sum(_place_of(at, THREADS, VEC) if SLOTS else first + at, REGION)
-        total = tl.where(there, total + fold_s * exp(fold_m - top), total)
-    return total
-
-
-@triton.jit
-def _fold_sum(
-    total, start, end, step, first, REGION: tl.constexpr, SLOTS: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr
-):
-    """total, and the sums there."""
-    for f in tl.range(0, end, step, loop_unroll_factor=4):
-        there = f + start < end
-        at = tl.where(there, f + start, 0)
-        fold = _get_sum(_place_of(at, THREADS, VEC) if SLOTS else first + at, REGION)
-        total = tl.where(there, total + fold, total)
+        place = _place_of(at, THREADS, VEC) if SLOTS else first + at
+        if KIND == "sum":
+            folded = total + numbers_at(place, 1, REGION)[0]
+        else:
+            fold_m, fold_s = numbers_at(place, 2, REGION)
+            if KIND == "max":
+                folded = tl.maximum(total, fold_m)
+            else:
+                folded = total + fold_s * exp(fold_m - top)
+        total = tl.where(there, folded, total)
     return total
 
 
@@ -184,8 +126,8 @@ def reduce_max_sum(
     thread = tl.arange(0, THREADS)
     ENDS: tl.constexpr = VEC * pitch(THREADS, VEC)
     slots = thread[:, None] * VEC + tl.arange(0, VEC)[None, :]
-    _put_max_sum(m, s, _place_of(slots, THREADS, VEC), slots >= 0, REGION)
-    _put_max_sum(x_end, tl.zeros_like(x_end) + 1.0, ENDS + thread, thread < 2 * VEC, REGION)
+    put_numbers((m, s), _place_of(slots, THREADS, VEC), slots >= 0, 2, REGION)
+    put_numbers((x_end, tl.zeros_like(x_end) + 1.0), ENDS + thread, thread < 2 * VEC, 2, REGION)
     await_threads(True)
     step, lane = LANES * inner, thread % LANES
     for k in range(0, (inner + THREADS // LANES - 1) // (THREADS // LANES)):
@@ -195,16 +137,16 @@ def reduce_max_sum(
         in_head = at + lane * inner
         in_tail = _first_slot(at, tail_at, inner, multiplier, power) + lane * inner
         top = tl.zeros([THREADS], tl.float32) + LOWEST
-        top = _fold_max(top, slot, span * VEC, step, 0, REGION, True, THREADS, VEC)
-        top = _fold_max(top, in_head, head, step, ENDS, REGION, False, THREADS, VEC)
-        top = _fold_max(top, in_tail, tail, step, ENDS + head, REGION, False, THREADS, VEC)
+        top = _fold(top, top, slot, span * VEC, step, 0, "max", REGION, True, THREADS, VEC)
+        top = _fold(top, top, in_head, head, step, ENDS, "max", REGION, False, THREADS, VEC)
+        top = _fold(top, top, in_tail, tail, step, ENDS + head, "max", REGION, False, THREADS, VEC)
         top = max_over_lanes(top, LANES, True)
         total = tl.zeros([THREADS], tl.float32)
-        total = _fold_exps(total, top, slot, span * VEC, step, 0, REGION, True, THREADS, VEC)
-        total = _fold_exps(total, top, in_head, head, step, ENDS, REGION, False, THREADS, VEC)
-        total = _fold_exps(total, top, in_tail, tail, step, ENDS + head, REGION, False, THREADS, VEC)
+        total = _fold(total, top, slot, span * VEC, step, 0, "exps", REGION, True, THREADS, VEC)
+        total = _fold(total, top, in_head, head, step, ENDS, "exps", REGION, False, THREADS, VEC)
+        total = _fold(total, top, in_tail, tail, step, ENDS + head, "exps", REGION, False, THREADS, VEC)
         total = sum_over_lanes(total, LANES, True)
-        _put_max_sum(top, total, at, (lane == 0) & (position < inner), 0)
+        put_numbers((top, total), at, (lane == 0) & (position < inner), 2, 0)
 
 
 @triton.jit
@@ -216,8 +158,8 @@ def reduce_sum(
     thread = tl.arange(0, THREADS)
     ENDS: tl.constexpr = VEC * pitch(THREADS, VEC)
     slots = thread[:, None] * VEC + tl.arange(0, VEC)[None, :]
-    _put_sum(s, _place_of(slots, THREADS, VEC), slots >= 0, REGION)
-    _put_sum(s_end, ENDS + thread, thread < 2 * VEC, REGION)
+    put_numbers((s,), _place_of(slots, THREADS, VEC), slots >= 0, 1, REGION)
+    put_numbers((s_end,), ENDS + thread, thread < 2 * VEC, 1, REGION)
     await_threads(True)
     step, lane = LANES * inner, thread % LANES
     for k in range(0, (inner + THREADS // LANES - 1) // (THREADS // LANES)):
@@ -226,11 +168,11 @@ def reduce_sum(
         slot = _first_slot(at, begins, inner, multiplier, power) + lane * inner
         in_tail = _first_slot(at, tail_at, inner, multiplier, power) + lane * inner
         total = tl.zeros([THREADS], tl.float32)
-        total = _fold_sum(total, slot, span * VEC, step, 0, REGION, True, THREADS, VEC)
-        total = _fold_sum(total, at + lane * inner, head, step, ENDS, REGION, False, THREADS, VEC)
-        total = _fold_sum(total, in_tail, tail, step, ENDS + head, REGION, False, THREADS, VEC)
+        total = _fold(total, total, slot, span * VEC, step, 0, "sum", REGION, True, THREADS, VEC)
+        total = _fold(total, total, at + lane * inner, head, step, ENDS, "sum", REGION, False, THREADS, VEC)
+        total = _fold(total, total, in_tail, tail, step, ENDS + head, "sum", REGION, False, THREADS, VEC)
         total = sum_over_lanes(total, LANES, True)
-        _put_sum(total, at, (lane == 0) & (position < inner), 0)
+        put_numbers((total,), at, (lane == 0) & (position < inner), 1, 0)
 
 
 @triton.jit
