@@ -1,4 +1,4 @@
-"""Softmax over columns that are not neighbors in memory, but whose neighbors are: random layouts, and the copy."""
+"""Softmax that transposes, from columns that are not neighbors in memory or into them: random layouts, and the copy."""
 
 from __future__ import annotations
 
@@ -39,19 +39,31 @@ def drawn(pick: random.Random, n_cols: int, inner: int, elements: int = 1 << 22)
     return x.transpose(1, 2)
 
 
-def check(x: torch.Tensor, log: bool, phase: int) -> None:
-    """Checks a softmax of x, with the output `phase` elements behind a vector."""
+def channels_last(pick: random.Random, n_cols: int, inner: int, elements: int = 1 << 22) -> torch.Tensor:
+    """(outer, n_cols, inner), or (outer, n_cols, height, width), whose columns are neighbors."""
+    dtype, offset = pick.choice(DTYPES), pick.choice((0, 0, 0, 1, 2, 4, 8))
+    outer = max(1, min(pick.randint(1, 9), elements // (n_cols * inner)))
+    memory = torch.randn(offset + outer * n_cols * inner, device="cuda").mul_(3).to(dtype)
+    x = memory[offset:].view(outer, inner, n_cols)
+    if inner % 4 == 0 and pick.random() < 0.4:
+        return x.unflatten(1, (4, inner // 4)).permute(0, 3, 1, 2)
+    return x.transpose(1, 2)
+
+
+def check(x: torch.Tensor, log: bool, phase: int, dim: int = -1) -> None:
+    """Checks a softmax of x over dim, with the output `phase` elements behind a vector."""
     ours = fs.log_softmax if log else fs.softmax
+    rows = lambda t: t.movedim(dim, -1).flatten(0, -2)  # noqa: E731
     y, before, after = guarded(x.shape, x.dtype, phase)
     for _ in range(2):
         y.fill_(float("nan"))
-        ours(x, -1, out=y)
-        assert_forward(y.flatten(0, -2), x.flatten(0, -2), log)
+        ours(x, dim, out=y)
+        assert_forward(rows(y), rows(x), log)
     assert (before == 7).all() and (after == 7).all(), "written outside the output"
-    fresh = ours(x, -1)
-    assert_forward(fresh.flatten(0, -2), x.flatten(0, -2), log)
-    assert torch.equal(ours(x[:1], -1), fresh[:1]), "bits depend on outer"
-    assert isinstance(fs.plan_for(x, -1), Plan)
+    fresh = ours(x, dim)
+    assert_forward(rows(fresh), rows(x), log)
+    assert torch.equal(ours(x[:1], dim), fresh[:1]), "bits depend on outer"
+    assert isinstance(fs.plan_for(x, dim), Plan)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -64,6 +76,43 @@ def test_random_layouts(seed: int):
         x.flatten(0, -2)[0, 0] = -float("inf")
         x[-1, ..., : n_cols // 2] = -60  # the maximum comes late
         check(x, pick.random() < 0.4, pick.choice((0, 0, 1, 2, 4)))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_channels_last(seed: int):
+    pick, taken = random.Random(seed), 0
+    torch.manual_seed(seed)
+    for _ in range(5):
+        x = channels_last(pick, round(2 * 1200 ** pick.random()), round(32 * 100 ** pick.random()))
+        x.movedim(1, -1).flatten(0, -2)[0, 0] = -float("inf")
+        x[-1, : x.shape[1] // 2] = -60  # the maximum comes late
+        check(x, pick.random() < 0.4, pick.choice((0, 0, 1, 2, 4)), dim=1)
+        taken += getattr(fs.plan_for(x, 1), "regime", "") == "transposed"
+    assert taken
+
+
+@pytest.mark.parametrize("inner", [1024, 1032, 1026, 1021])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_cols", [2, 5, 19, 32, 37, 64, 100, 148, 256, 333, 415, 700, 1001, 1281, 1600, 2301])
+def test_channels_last_of_each_plan(n_cols: int, dtype: torch.dtype, inner: int):
+    x = torch.randn(3, inner, n_cols, device="cuda").mul_(3).to(dtype).transpose(1, 2)
+    rows = list(edge_rows(n_cols, dtype, "cuda").values())
+    for i, row in enumerate(rows):
+        x[i % 3, :, 7 * i] = row
+    plan = fs.plan_for(x, 1)
+    assert isinstance(plan, Plan)
+    if torch.cuda.get_device_capability()[0] == 9 and (inner == 1024 or n_cols in (5, 19, 37, 100, 148, 333)):
+        assert plan.regime == "transposed"
+    for log in (False, True):
+        y, before, after = guarded(x.shape, dtype, 0)
+        (fs.log_softmax if log else fs.softmax)(x, 1, out=y)
+        assert (before == 7).all() and (after == 7).all(), "written outside the output"
+        if not log:
+            assert_contract(y, x, 1)
+        finite = x.isfinite().all(1, keepdim=True).expand_as(x)
+        want = (torch.log_softmax if log else torch.softmax)(x.double(), 1).to(dtype).double()  # which may overflow
+        eps = torch.finfo(dtype).eps
+        assert torch.allclose(y[finite].double(), want[finite], rtol=2 * eps + 4e-6, atol=3e-6 * (1 + log))
 
 
 @pytest.mark.parametrize("aligned", [True, False])

@@ -1,4 +1,4 @@
-"""The transposing kernel and copy: what the machine moves for them, on each kind of device."""
+"""The transposing kernels and copy: what the machine moves for them, on each kind of device."""
 
 from __future__ import annotations
 
@@ -40,6 +40,23 @@ def test_rows_are_read_and_written_in_vectors(n_cols, inner, dtype, target, log)
     vectors = -(-found.plan.piece * dtype.itemsize // (16 * 32 * found.plan.num_warps))
     assert dict(used.stores) == {16: 1 if device.copies_in_bulk else vectors, dtype.itemsize: 1}
     assert ("cp.async.bulk.global" in assembly["ptx"]) == device.copies_in_bulk
+
+
+@pytest.mark.parametrize(("n_cols", "inner", "dtype", "target", "log"), [c for c in CASES if c[0] < 400], ids=str)
+def test_channels_last_is_read_and_written_in_vectors(n_cols, inner, dtype, target, log):
+    """As one piece, and along the neighbors as far as they are aligned; no register spills."""
+    device, (y, x) = DEVICES[target], views(n_cols, inner, dtype)
+    dims = [(2, n_cols * inner, n_cols * inner), (inner, n_cols, 1)]
+    found = transposed.transposition(x.transpose(1, 2), y.transpose(1, 2), 1, dims, inner, device)
+    assert found is not None and found.plan.vec == (16 // dtype.itemsize if inner == 4096 else 1)
+    launch = transposed.transposed_launch(x.transpose(1, 2), y.transpose(1, 2), log, found, device)
+    used, _ = cross_compiled(as_called(launch), target)
+    assert used.spilled_bytes == 0 and used.fits() and used.registers <= 96
+    assert used.shared_bytes - found.plan.dynamic_bytes <= 48 << 10
+    vectors = -(-found.plan.piece * dtype.itemsize // (16 * 32 * found.plan.num_warps))
+    assert dict(used.loads) == {16: vectors, dtype.itemsize: 1}
+    (stores,) = used.stores
+    assert stores[0] == found.plan.vec * dtype.itemsize and stores[1] >= 4
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120"])

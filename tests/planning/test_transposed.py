@@ -21,12 +21,13 @@ def drawn(pick: random.Random) -> TransposedRows:
     full = 4 if dtype == "float32" else 8
     vec = pick.choice([v for v in (1, 2, 4, 8) if v <= full])
     n_cols, neighbors = round(2 * 2000 ** pick.random()), round(2**18 ** pick.random())
-    return TransposedRows(n_cols, neighbors, dtype, vec, vec > 1 or pick.random() < 0.3, pick.randrange(full))
+    of = TransposedRows(n_cols, neighbors, dtype, vec, vec > 1 or pick.random() < 0.3, pick.randrange(full))
+    return of._replace(into_rows=pick.random() < 0.5, by_sectors=of.by_vectors and pick.random() < 0.5)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_piece_has_its_room_and_its_threads(target):
-    pick, found = random.Random(3), {"own": 0, "added": 0, "long": 0}
+    pick, found = random.Random(3), {"own": 0, "added": 0, "long": 0, "split": 0}
     for _ in range(16000 // len(TARGETS)):
         of = drawn(pick)
         chosen = transposed_plan(of, DEVICES[target])
@@ -34,6 +35,10 @@ def test_a_piece_has_its_room_and_its_threads(target):
             continue
         found["added" if chosen.dynamic_bytes else "own"] += 1
         found["long"] += chosen.recompute
+        if not of.into_rows:  # whole sectors, where columns start at them, and no plan of long rows elsewhere
+            found["split"] += not of.by_sectors
+            assert chosen.rows * of.itemsize >= transposed.SECTOR
+            assert of.by_sectors or of.n_cols <= transposed.MOST_SPLIT[of.itemsize]
         lanes, threads, room = chosen.vectors_per_chunk, 32 * chosen.num_warps, region_bytes(chosen.piece, of.itemsize)
         assert chosen.rows * of.n_cols <= chosen.piece
         # the last place of a piece that starts 16 bytes less an element behind a vector, and the one behind it
@@ -59,6 +64,7 @@ def test_a_piece_has_its_room_and_its_threads(target):
         assert chosen.rows % (read.across * read.span * of.vec) == 0 and chosen.num_warps % read.across == 0
         assert read.pair == 1 or of.even
     hopper = target in ("sm_90", "interpreter")
+    assert found["split"] > 200
     assert found["own"] > 1000 and (found["added"] > 20) == hopper and found["long"] > 20, found
 
 

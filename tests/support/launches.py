@@ -277,11 +277,13 @@ def others(target: str) -> Iterator[Named]:
             yield f"softmax strided {dtype} {n_cols}", strided_launch(x, x, 1, False, device), None
         for n_cols in (21, 333, 1001):
             x, y = torch.empty(2, n_cols, 4095, dtype=dtype).transpose(1, 2), torch.empty(2, 4095, n_cols, dtype=dtype)
-            dims = [(2, n_cols * 4095, n_cols * 4095), (4095, 1, n_cols)]
-            found = transposed.transposition(x, y, 2, dims, 4095, device)
-            if found is not None:
-                launch = transposed.transposed_launch(x, y, False, found, device)
-                yield f"softmax transposed {dtype} {n_cols}", as_called(launch), found.plan
+            for kind, (a, b), dim in (("transposed", (x, y), 2), ("channels last", (y.transpose(1, 2), x.mT), 1)):
+                rows = (4095, 1, n_cols) if dim == 2 else (4095, n_cols, 1)
+                dims = [(2, n_cols * 4095, n_cols * 4095), rows]
+                found = transposed.transposition(a, b, dim, dims, 4095, device)
+                if found is not None:
+                    launch = transposed.transposed_launch(a, b, False, found, device)
+                    yield f"softmax {kind} {dtype} {n_cols}", as_called(launch), found.plan
             tiles = transposed.tiles_of(x)
             if tiles is not None:
                 yield f"transposed copy {dtype} {n_cols}", as_called(transposed.copy_launch(x, y, tiles, device)), None

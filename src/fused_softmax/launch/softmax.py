@@ -335,7 +335,7 @@ def _transposition(x: Tensor, y: Tensor, dim: int, device: Device) -> Any:
     if is_batch_invariant():
         return None
     of = _strided_rows(x, y, dim)
-    if not of.along_rows or of.along_cols or not of.out_along_cols:
+    if of.along_cols == of.out_along_cols or not (of.along_rows or of.along_cols):
         return None
     from .transposed import transposition
 

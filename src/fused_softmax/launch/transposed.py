@@ -1,6 +1,7 @@
-"""softmax and log_softmax of columns that are not neighbors in memory, into rows that are; and a copy of such tensors.
+"""softmax and log_softmax that transpose: from columns that are not neighbors in memory into rows that are, or back.
 
-`softmax.py` imports this where it meets such a tensor. The kernels are `softmax_transposed` and `transposed_copy`.
+And a copy of such tensors. `softmax.py` imports this where it meets one. The kernels are `softmax_transposed`,
+`softmax_channels_last` and `transposed_copy`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..planning.transposed import TransposedRows, reading, transposed_plan
+from ..planning.transposed import SECTOR, TransposedRows, reading, transposed_plan
 from ..planning.types import Device, Plan, power_of_two
 from .availability import KernelUnavailable
 from .cache import Cache
@@ -37,6 +38,13 @@ def _transposed() -> Any:
 
 
 @kernel_loader
+def _channels_last() -> Any:
+    from ..kernels.softmax_channels_last import softmax_channels_last
+
+    return softmax_channels_last
+
+
+@kernel_loader
 def _copy() -> Any:
     from ..kernels.transposed_copy import transposed_copy
 
@@ -44,50 +52,55 @@ def _copy() -> Any:
 
 
 class Transposition(NamedTuple):
-    """x and y as (outer, n_cols, inner) and (outer, inner, n_cols), without their memory, and how they are run."""
+    """(outer, n_cols, inner) and packed (outer, inner, n_cols), without their memory, and how they are run."""
 
     outer: int
     n_cols: int
     inner: int
-    x_outer: int  # strides of x, in elements
-    x_col: int
+    outer_stride: int  # of the side that is not packed, in elements
+    col_stride: int
     of: TransposedRows
     plan: Plan
 
 
 def transposition(x: Tensor, y: Tensor, dim: int, dims: Dims, neighbors: int, device: Device) -> Transposition | None:
-    """How the transposing kernel takes x to y; None where it cannot, or another way is faster.
+    """How a transposing kernel takes x to y; None where it cannot, or another way is faster.
 
-    dims: of rows. neighbors: rows that are neighbors in x's memory, as `TransposedRows` counts them.
+    dims: of rows. neighbors: rows that are neighbors in memory on one side, as `TransposedRows` counts them.
     """
-    n_cols, x_col = x.shape[dim], x.stride(dim)
+    into_rows = y.stride(dim) == 1
+    apart, packed = (x, y) if into_rows else (y, x)
+    if not into_rows:
+        dims = [(size, of_y, of_x) for size, of_x, of_y in dims]
+    n_cols, col_stride = apart.shape[dim], apart.stride(dim)
     inner, *strides = dims[-1] if dims else (1, 0, 0)
-    (outer, x_outer, y_outer), *others = [*dims[:-1], (1, 0, inner * n_cols)]
+    (outer, outer_stride, packed_outer), *others = [*dims[:-1], (1, 0, inner * n_cols)]
     if outer == 1:  # a batch of one keeps the stride of the batch that it was taken from
-        alone = [x.stride(d) for d in range(dim if dim else x.dim()) if x.shape[d] == 1 and d != dim]
-        x_outer = stride_of_one(alone, inner)
-    follow = strides == [1, n_cols] and y_outer == inner * n_cols and y.stride(dim) == 1
-    if len(others) > 1 or not follow or x.dtype != y.dtype or x_col < 2 or inner > MOST_POSITIONS:
+        alone = [apart.stride(d) for d in range(dim if dim else x.dim()) if x.shape[d] == 1 and d != dim]
+        outer_stride = stride_of_one(alone, inner)
+    follow = strides == [1, n_cols] and packed_outer == inner * n_cols and packed.stride(dim) == 1
+    if len(others) > 1 or not follow or x.dtype != y.dtype or col_stride < 2 or inner > MOST_POSITIONS:
         return None
     size = x.element_size()
     of_outer, of_inner, of_col, of_start = (
-        alignment_of(n, 16 // size) for n in (x_outer, inner, x_col, x.data_ptr() // size)
+        alignment_of(n, SECTOR // size) for n in (outer_stride, inner, col_stride, apart.data_ptr() // size)
     )
     columns = min(of_col, of_start)  # a batch, which may be part of `inner`, changes neither
-    vec, phase = min(columns, of_outer, of_inner), y.data_ptr() % 16 // size
-    of = TransposedRows(n_cols, neighbors, DTYPE_NAMES[x.dtype], vec, columns > 1, phase)
+    vec, phase = min(columns, of_outer, of_inner, 16 // size), packed.data_ptr() % 16 // size
+    by_sectors = columns * size == SECTOR
+    of = TransposedRows(n_cols, neighbors, DTYPE_NAMES[x.dtype], vec, columns > 1, phase, into_rows, by_sectors)
     plan = transposed_plan(of, device)
-    return None if plan is None else Transposition(outer, n_cols, inner, x_outer, x_col, of, plan)
+    return None if plan is None else Transposition(outer, n_cols, inner, outer_stride, col_stride, of, plan)
 
 
 def transposed_launch(x: Tensor, y: Tensor, log: bool, found: Transposition, device: Device) -> Launch:
     """The launch that takes x to y, which lie as those that it was found for."""
-    outer, n_cols, inner, x_outer, x_col, of, plan = found
+    outer, n_cols, inner, outer_stride, col_stride, of, plan = found
     n_rows, inner = outer * inner, max(inner, 2)  # a row alone is the first of two: 2^64/1 has 65 bits
-    read, kernel = reading(of, plan.rows, plan.num_warps), _transposed()
+    read, kernel = reading(of, plan.rows, plan.num_warps), _transposed() if of.into_rows else _channels_last()
     reciprocal = -(-(1 << 64) // inner)
     reciprocal -= (reciprocal >> 63) << 64
-    args = (x, y, n_rows, n_cols, n_cols, *divisor(inner), reciprocal, x_outer, x_col)
+    args = (x, y, n_rows, n_cols, n_cols, *divisor(inner), reciprocal, outer_stride, col_stride)
     known = dict(
         LOG=log, ROWS=plan.rows, VEC=plan.vec, SPAN=read.span, ACROSS=read.across, PAIR=read.pair, GROUPS=read.groups,
         LANES=plan.vectors_per_chunk, WIDTH=of.width, CHUNKS=plan.chunks, UNPREDICATED=plan.unpredicated_chunks,

@@ -1,8 +1,8 @@
-"""Plans of rows whose columns are not neighbors in memory, but whose neighbors are: a fused transposing kernel.
+"""Plans of softmax that transposes on its way: on one side a row's columns are neighbors in memory, on the other rows.
 
-What adds up a row, the lanes and chunks, follows from its columns and the output's address alone, and in 16 bits for an
-odd number of columns from where the row starts. How many rows a program takes and how it reads them follows from the
-input's alignment, too, which changes no bits.
+What adds up a row, the lanes and chunks, follows from its columns and the address of the side that is packed alone, and
+in 16 bits for an odd number of columns from where the row starts. How many rows a program takes and how it moves them
+follows from the other side's alignment, too, which changes no bits.
 """
 
 from __future__ import annotations
@@ -39,14 +39,28 @@ EXACT_COLS, EXACT_BY_VECTORS = {2: range(16, 257), 4: range(4, 257)}, 32
 # columns that are read by elements, of which most lanes would be idle. H200, bfloat16, of a copy: 3 columns 0.39,
 # strided 0.52; 8 columns 0.73, strided 0.65
 IDLE_COLS = 5
+# bytes of a piece that is written to columns, about, where they start in the middle of a sector: longer runs have fewer
+# sectors in part. Its programs have 16 warps, as each element is an instruction. H200, 2^26 elements, of a copy, as
+# above and so: bfloat16, `inner` of 4,095, 37 columns 0.59 and 0.79, 150 columns 0.67 and 1.14, 333 columns 0.59 and
+# 0.73; float32, 64 columns 0.63 and 0.83, 333 columns 0.58 and 0.77
+SPLIT_BYTES, SPLIT_WARPS = 46 << 10, 16
+# of rows in one thread, wherever columns start: 19 columns in 256 rows and 4 warps 0.92, in 512 and 8 warps 1.12
+NARROW_SPLIT_BYTES = 24 << 10
+# columns of such rows, at most. bfloat16, 1,000 columns 0.60, after a copy 0.53; 1,900 columns 0.37 and 0.38. float32,
+# 403 columns 0.58, strided 0.58; 512 columns 0.47, strided 0.58
+MOST_SPLIT = {2: 1024, 4: 416}
+# the fewest columns that a strided kernel's tiles have exactly, of such rows: by vectors, and by elements. bfloat16, by
+# elements: 64 columns 0.70, strided 0.81; by 4 bytes 0.98 and 0.79. float32: 128 columns 0.57, strided 0.81
+EXACT_SPLIT = {2: (512, 64), 4: (128, 128)}
 
 
 class TransposedRows(NamedTuple):
-    """x (outer, n_cols, inner) with contiguous inner to y (outer, inner, n_cols), as a plan sees them.
+    """(outer, n_cols, inner) with contiguous inner, and packed (outer, inner, n_cols), as a plan sees them.
 
     neighbors: rows that are neighbors in memory; of a batch: elements from a column to the next one. vec: of them each
-    load may take, a power of two, at most 16 bytes. by_vectors: whether columns start at multiples of two elements, at
-    least. phase: elements from a multiple of 16 bytes to y.
+    access may take, a power of two, at most 16 bytes. by_vectors: whether columns start at multiples of two elements,
+    at least, by_sectors: of a sector. phase: elements from a multiple of 16 bytes to the packed side. into_rows:
+    whether that is the output.
     """
 
     n_cols: int
@@ -55,6 +69,8 @@ class TransposedRows(NamedTuple):
     vec: int
     by_vectors: bool
     phase: int = 0
+    into_rows: bool = True
+    by_sectors: bool = True
 
     @property
     def itemsize(self) -> int:
@@ -62,7 +78,7 @@ class TransposedRows(NamedTuple):
 
     @property
     def even(self) -> bool:
-        """Whether each row of the output starts at a multiple of two elements."""
+        """Whether each packed row starts at a multiple of two elements."""
         return self.n_cols % 2 == 0 and self.phase % 2 == 0
 
     @property
@@ -200,11 +216,17 @@ def transposed_plan(of: TransposedRows, device: Device) -> Plan | None:
     if device.kind not in ("cuda", "interpreter") or not is_faster(of):
         return None
     lanes, long = lanes_of(of.n_cols, of.width, of.itemsize)
-    by_elements = of.vec == 1
-    most = NARROW_BYTES if lanes == 1 else ELEMENT_BYTES if by_elements else VECTOR_BYTES
-    rows = power_of_two(most // (of.n_cols * of.itemsize) + 1) // 2
-    rows = LONG_ROWS if long else min(max(rows, SECTOR // of.itemsize), MOST_ROWS)
-    warps = 4 if lanes == 1 or (by_elements and of.itemsize == 2 and not long) else 8
+    rows_of = lambda most: power_of_two(most // (of.n_cols * of.itemsize) + 1) // 2  # noqa: E731
+    least = SECTOR // of.itemsize
+    if of.into_rows or (of.by_sectors and lanes > 1):
+        by_elements = of.vec == 1
+        most = NARROW_BYTES if lanes == 1 else ELEMENT_BYTES if by_elements else VECTOR_BYTES
+        rows = (LONG_ROWS if of.into_rows else least) if long else max(rows_of(most), least)
+        warps = 4 if lanes == 1 or (by_elements and of.itemsize == 2 and not long) else 8
+    else:
+        rows = max(rows_of(NARROW_SPLIT_BYTES if lanes == 1 else SPLIT_BYTES), least)
+        warps = SPLIT_WARPS // 2 if lanes == 1 else SPLIT_WARPS
+    rows = min(rows, MOST_ROWS)
     return plan_with(of, device, rows, lanes, min(warps, rows * lanes // 32), long)
 
 
@@ -214,6 +236,9 @@ def is_faster(of: TransposedRows) -> bool:
         return False
     if of.odd and of.n_cols % 2 == 0:  # both ends of each row are elements alone
         return False
+    if not of.into_rows:
+        of_tiles = of.n_cols == power_of_two(of.n_cols) and of.n_cols >= EXACT_SPLIT[of.itemsize][not of.by_vectors]
+        return of.by_sectors or (of.n_cols <= MOST_SPLIT[of.itemsize] and not of_tiles)
     if not of.by_vectors and of.n_cols <= IDLE_COLS:
         return False
     exact = of.n_cols in EXACT_COLS[of.itemsize] and of.n_cols == power_of_two(of.n_cols)

@@ -1,4 +1,4 @@
-"""The PTX of `transposed_rows`: vectors along the columns' neighbors in memory, to rows in shared memory."""
+"""The PTX of `transposed_rows`: vectors along the rows' neighbors in memory, to rows in shared memory and back."""
 
 from __future__ import annotations
 
@@ -76,6 +76,69 @@ def store_ptx(vec: int, itemsize: int, pair: int, groups: int, step: int) -> str
                 kind = ("u16", "high" if row % 2 else "low")
             ptx += [f"@there{g} st.shared.{kind[0]} {place}, {kind[1]};"]
         ptx += ["add.u32 slot, slot, $2;"] if row < vec - 1 else []
+    return "\n".join([*ptx, "mov.u32 $0, 0;", "}"])
+
+
+@triton.constexpr_function
+def take_constraints(n: int) -> str:
+    return ",".join([*["=r"] * n, "r", "r", "r"])
+
+
+@triton.constexpr_function
+def take_ptx(vec: int, itemsize: int, pair: int, groups: int, step: int) -> str:
+    """Reads what `write_ptx` writes from shared memory: each element of a vector from another row.
+
+    After the words: the address of the first row's first column, bytes of a row, columns that are left.
+    """
+    words = words_of(vec, itemsize)
+    slot, row_bytes, left = (f"${groups * pair * words + i}" for i in range(3))
+    ptx = ["{", f".reg .pred there<{groups}>;", f".reg .b32 slot, even<{groups}>, odd<{groups}>;"]
+    ptx += [f".reg .b16 low<{groups}>, high<{groups}>;", f"mov.u32 slot, {slot};"]
+    ptx += [f"setp.gt.s32 there{g}, {left}, {g * step};" for g in range(groups)]
+    for row in range(vec):
+        for g in range(groups):
+            into = [f"${(g * pair + p) * words + row * itemsize // 4}" for p in range(pair)]
+            if itemsize == 4:
+                kind, value = ("b32", into[0]) if pair == 1 else ("v2.b32", "{" + ", ".join(into) + "}")
+            elif pair == 2:
+                kind, value = "b32", f"odd{g}" if row % 2 else f"even{g}"
+            else:
+                kind, value = "u16", f"high{g}" if row % 2 else f"low{g}"
+            ptx += [f"@there{g} ld.shared.{kind} {value}, [slot+{g * step * itemsize}];"]
+            if itemsize == 4 or (vec > 1 and row % 2 == 0):
+                continue
+            # both rows of a word are here; a vector of one row has a word of its own
+            if pair == 2:
+                other = f"odd{g}" if vec > 1 else f"even{g}"
+                ptx += [f"prmt.b32 {into[0]}, even{g}, {other}, 0x5410;"]
+                ptx += [f"prmt.b32 {into[1]}, even{g}, {other}, 0x7632;"]
+            else:
+                ptx += [f"mov.b32 {into[0]}, {{low{g}, {f'high{g}' if vec > 1 else f'low{g}'}}};"]
+        ptx += [f"add.u32 slot, slot, {row_bytes};"] if row < vec - 1 else []
+    return "\n".join([*ptx, "}"])
+
+
+@triton.constexpr_function
+def write_constraints(n: int) -> str:
+    return ",".join(["=r", "l", "l", "l", "r", *["r"] * n])
+
+
+@triton.constexpr_function
+def write_ptx(vec: int, itemsize: int, pair: int, groups: int, step: int) -> str:
+    """Writes vectors, or pairs of them, to memory, where `load_ptx` would load them.
+
+    $1: the first one's address. $2, $3: bytes of a column, and of `step`. $4: columns that are left. Then the words.
+    """
+    words = words_of(vec, itemsize)
+    ptx = ["{", ".reg .pred there;", ".reg .b64 at, next;", "cvta.to.global.u64 at, $1;"]
+    for g in range(groups):
+        ptx += [f"setp.gt.s32 there, $4, {g * step};"]
+        for p in range(pair):
+            of = [f"${5 + (g * pair + p) * words + i}" for i in range(words)]
+            ptx += ["add.s64 next, at, $2;"] if p else []
+            value = of[0] if words == 1 else "{" + ", ".join(of) + "}"
+            ptx += [f"@there st.global.{_ACCESS[vec * itemsize]} [{'next' if p else 'at'}], {value};"]
+        ptx += ["add.s64 at, at, $3;"] if g < groups - 1 else []
     return "\n".join([*ptx, "mov.u32 $0, 0;", "}"])
 
 

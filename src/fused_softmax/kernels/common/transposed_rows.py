@@ -1,9 +1,9 @@
-"""Rows whose columns are not neighbors in memory, but whose neighbors are: into shared memory, row after row.
+"""Rows whose columns are not neighbors in memory, but whose neighbors are: into shared memory, row after row, and back.
 
-A piece has ROWS rows, which follow each other in the output. Threads read vectors of VEC neighboring rows, and write
-each of their elements to its own row in shared memory, where the piece lies as in the output (`gathered_rows`). SPAN
-lanes of a warp read neighboring vectors of one column, and the warp has 32/SPAN columns, or pairs of them where two
-elements are one word. So few lanes meet in a bank.
+A piece has ROWS rows, which follow each other on the other side. Threads read vectors of VEC neighboring rows, and
+write each of their elements to its own row in shared memory, where the piece lies as on that side (`gathered_rows`).
+SPAN lanes of a warp read neighboring vectors of one column, and the warp has 32/SPAN columns, or pairs of them where
+two elements are one word. So few lanes meet in a bank.
 
     memory          |column 0: a a a a b b b b ...|column 1: ...     VEC rows for each thread a, b
     shared memory   |row 0: a . . .|row 1: a . . .|row 2: ...        one column, or a pair, of each of its rows
@@ -14,33 +14,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gathered_rows import fetch_at, put_at, slot_of
-from .row_scheduler import fast_divmod
+from .gathered_rows import slot_of
+from .transposed_places import place_of_row
 from .transposed_ptx import (
-    largest_ptx,
     load_constraints,
     load_ptx,
     store_constraints,
     store_ptx,
+    take_constraints,
+    take_ptx,
     words_of,
     words_type,
+    write_constraints,
+    write_ptx,
 )
-
-
-@triton.jit
-def first_of_piece(first_row, inner, reciprocal):
-    """(outer, position) of a row. reciprocal: 2^64/inner, rounded up, of which the quotient is at most 1 too large."""
-    outer = tl.umulhi(first_row.to(tl.uint64), reciprocal.to(tl.uint64)).to(tl.int64)
-    position = first_row - outer * inner
-    over = position < 0
-    return tl.where(over, outer - 1, outer), tl.where(over, position + inner, position).to(tl.int32)
-
-
-@triton.jit
-def place_of_row(row, first_outer, first_position, inner, multiplier, power, x_outer):
-    """Where a row of the piece starts in x, in elements.  # row: [THREADS], result int64"""
-    outer, position = fast_divmod(first_position + row, inner, multiplier, power)
-    return (first_outer + outer) * x_outer + position
 
 
 @triton.jit
@@ -86,47 +73,34 @@ def gather_transposed(
 
 
 @triton.jit
-def fetch_of_row(
-    x_ptr, x_place, x_col, slot, column, columns, there, C: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
-    UNPREDICATED: tl.constexpr, PTX: tl.constexpr,
+def scatter_transposed(
+    x_ptr, y_ptr, rows, n_cols, stride, first_outer, first_position, inner, multiplier, power, y_outer, y_col,
+    ROWS: tl.constexpr, VEC: tl.constexpr, SPAN: tl.constexpr, ACROSS: tl.constexpr, PAIR: tl.constexpr,
+    GROUPS: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH tiles of float32: elements of chunk C of each thread's row, -inf where there is none.
-
-    slot: of chunk 0. column: its first one, of `columns`.  # all [THREADS]
-    """
-    OFFSET: tl.constexpr = C * STEP
-    there = (OFFSET + column < columns) & there
-    if PTX:
-        ITEMSIZE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
-        FILL: tl.constexpr = "-inf" if C >= UNPREDICATED else ""
-        return fetch_at(slot, there, x_ptr.dtype.element_ty.name, OFFSET * ITEMSIZE, WIDTH, FILL, True)
-    else:
-        found = ()
-        for i in tl.static_range(WIDTH):
-            at = x_ptr + x_place + (column + OFFSET + i).to(tl.int64) * x_col
-            found = found + (tl.load(at, mask=there, other=-float("inf")).to(tl.float32),)
-        return found
-
-
-@triton.jit
-def put_of_row(
-    values, y_ptr, slot, column, columns, there, C: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
-    UNPREDICATED: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Puts WIDTH tiles of float32, in y's dtype, where `fetch_of_row` found its elements."""
-    OFFSET: tl.constexpr = C * STEP
-    real = (OFFSET + column < columns) & there
+    """Writes the region of the piece at x_ptr to y: `gather_transposed`, the other way, after a barrier."""
     if PTX:
         ITEMSIZE: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth // 8
-        DTYPE: tl.constexpr = y_ptr.dtype.element_ty.name
-        put_at(values, slot, real, DTYPE, OFFSET * ITEMSIZE, WIDTH, C >= UNPREDICATED, True)
-    else:
-        for i in tl.static_range(WIDTH):
-            tl.store(y_ptr + slot + OFFSET + i, values[i].to(y_ptr.dtype.element_ty), mask=real)
-
-
-@triton.jit
-def largest_of_chunks(x_ptr, slot, CHUNKS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr):
-    """The largest of each thread's elements in CHUNKS whole chunks, in float32.  # slot: [THREADS]"""
-    ASM: tl.constexpr = largest_ptx(x_ptr.dtype.element_ty.name, WIDTH, CHUNKS, STEP)
-    return tl.inline_asm_elementwise(ASM, "=f,r", [slot], dtype=tl.float32, is_pure=False, pack=1)
+        BLOCKS: tl.constexpr = ROWS // (ACROSS * SPAN * VEC)
+        STEP: tl.constexpr = THREADS // (ACROSS * SPAN) * PAIR
+        WORDS: tl.constexpr = words_of(VEC, ITEMSIZE) * PAIR * GROUPS
+        TAKE: tl.constexpr = take_ptx(VEC, ITEMSIZE, PAIR, GROUPS, STEP)
+        WRITE: tl.constexpr = write_ptx(VEC, ITEMSIZE, PAIR, GROUPS, STEP)
+        TAKEN: tl.constexpr = take_constraints(WORDS)
+        WRITTEN: tl.constexpr = write_constraints(WORDS)
+        TYPE: tl.constexpr = words_type(WORDS)
+        thread = tl.arange(0, THREADS)
+        vector = thread // 32 % ACROSS * SPAN + thread % SPAN
+        column = (thread // (32 * ACROSS) * (32 // SPAN) + thread % 32 // SPAN) * PAIR
+        col_bytes = y_col * ITEMSIZE
+        for b in tl.static_range(BLOCKS):
+            row = (b * ACROSS * SPAN + vector) * VEC
+            place = place_of_row(row, first_outer, first_position, inner, multiplier, power, y_outer)
+            at = y_ptr.to(tl.int64) + (place + column * y_col) * ITEMSIZE
+            slot = slot_of(x_ptr, row * stride + column, 0, PTX)
+            left = tl.where(row < rows, n_cols - column, 0)
+            for start in range(0, n_cols, STEP * GROUPS):
+                source = [slot + start * ITEMSIZE, stride * ITEMSIZE, left - start]
+                words = tl.inline_asm_elementwise(TAKE, TAKEN, source, dtype=TYPE, is_pure=False, pack=1)
+                into = (at + start * col_bytes, col_bytes, col_bytes * STEP, left - start)
+                tl.inline_asm_elementwise(WRITE, WRITTEN, into + words, dtype=tl.int32, is_pure=False, pack=1)

@@ -146,8 +146,9 @@ def unreachable() -> Reached:
     # and it reads the mask of few rows, element by element
     never |= {("masked_softmax_backward", "MASK_COLS=3")}
     # a piece of memory has the rows of 4 warps
-    gathered = ("softmax_gathered", "softmax_backward_gathered", "masked_softmax_gathered", "softmax_transposed")
-    never |= {(name, "ROWS=1") for name in (*gathered, "transposed_copy")}
+    gathered = ("softmax_gathered", "softmax_backward_gathered", "masked_softmax_gathered")
+    transposing = ("softmax_transposed", "softmax_channels_last")
+    never |= {(name, "ROWS=1") for name in (*gathered, *transposing, "transposed_copy")}
     # threads that share a position have one column each at least
     planes = [f"softmax_spatial_gathered{kind}{way}" for kind in ("", "_cluster") for way in ("", "_backward")]
     never |= {(name, "UNPREDICATED=none") for name in planes}
@@ -159,7 +160,7 @@ def unreachable() -> Reached:
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
         of_hopper = [*held, *(name for name in planes if "cluster" in name)]
         shared = {(kernel, flag) for kernel, flag in _of_all_kernels() if kernel in of_hopper}
-        never |= {*shared, *((name, "DYNAMIC=some") for name in (*planes, "softmax_transposed"))}
+        never |= {*shared, *((name, "DYNAMIC=some") for name in (*planes, *transposing))}
     if _clusters():  # which rows that do not fit on chip then always take
         never |= {("softmax_two_pass", "CTAS=1"), ("softmax_backward_two_pass", "CTAS=1")}
     if not torch.cuda.is_available():
