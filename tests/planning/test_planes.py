@@ -10,6 +10,7 @@ import pytest
 from fused_softmax.kernels.common.gathered_cluster import POSITIONS, sums_bytes
 from fused_softmax.kernels.common.gathered_ptx import region_bytes
 from fused_softmax.planning import planes
+from fused_softmax.planning.piece_costs import ALIGN_BYTES
 from fused_softmax.planning.spatial import plan_spatial
 from fused_softmax.planning.types import DEVICES, ITEMSIZE, MULTIPROCESSORS, Plan, SpatialProblem
 
@@ -48,7 +49,7 @@ def test_a_piece_has_its_room_and_its_threads(backward, target):
         n_bytes = shared_bytes(chosen, problem)
         if chosen.dynamic_bytes:  # with 48 KB or less Triton's launcher asks for no more than those
             assert n_bytes <= chosen.dynamic_bytes and chosen.dynamic_bytes > 48 << 10
-            assert chosen.dynamic_bytes + planes.ALIGN_BYTES <= MULTIPROCESSORS["sm_90"].shared_per_program
+            assert chosen.dynamic_bytes + ALIGN_BYTES <= MULTIPROCESSORS["sm_90"].shared_per_program
         else:
             assert n_bytes <= 48 << 10
         assert chosen.ctas == 1 or (inner <= POSITIONS and chosen.outers == 1)
@@ -63,7 +64,7 @@ def test_as_many_programs_fit_as_rooms_and_caps_are_made_for(backward):
     problem = SpatialProblem(100, 31, "bfloat16", "bfloat16", 1, backward, packed=True)
     for sums, fitting in ((0, planes.FITTING), (sums_bytes(2 - backward), planes.FITTING_SHARED)):
         for room in planes._rooms(problem, fitting, sums):
-            asked = room.dynamic + planes.ALIGN_BYTES if room.dynamic else planes.OWN_BYTES
+            asked = room.dynamic + ALIGN_BYTES if room.dynamic else planes.OWN_BYTES
             n_bytes = sums + (1 + backward) * region_bytes(room.n_bytes // 2, 2)
             used = (min(asked, n_bytes) if not room.dynamic else asked) + of_device.shared_reserved
             assert room.fitting * used <= of_device.shared < (room.fitting + 1) * (used + 4096)

@@ -9,7 +9,7 @@ import pytest
 
 from fused_softmax.kernels.common.gathered_ptx import region_bytes
 from fused_softmax.planning import transposed
-from fused_softmax.planning.piece_costs import FORWARD, MOST_ELEMENTS
+from fused_softmax.planning.piece_costs import ALIGN_BYTES, FORWARD, MOST_ELEMENTS
 from fused_softmax.planning.transposed import TransposedRows, reading, transposed_plan
 from fused_softmax.planning.types import DEVICES, MULTIPROCESSORS
 
@@ -45,7 +45,7 @@ def test_a_piece_has_its_room_and_its_threads(target):
         assert 16 - of.itemsize + chosen.piece * of.itemsize + of.itemsize <= room
         if chosen.dynamic_bytes:
             assert 48 << 10 < room <= chosen.dynamic_bytes
-            assert chosen.dynamic_bytes + transposed.ALIGN_BYTES <= MULTIPROCESSORS["sm_90"].shared_per_program
+            assert chosen.dynamic_bytes + ALIGN_BYTES <= MULTIPROCESSORS["sm_90"].shared_per_program
         else:
             assert room <= 48 << 10
         assert chosen.rows * lanes % threads == 0 and threads <= 512 and 32 % lanes == 0

@@ -5,6 +5,8 @@ The count follows from the width, because a row's stride decides which banks its
 H200, 2^26 elements, fraction of a copy (higher is better). 65 columns of bfloat16 have 3 wavefronts for an access of 2
 lanes and 5 of 4 lanes: 0.90 and 0.64. In runs 2 lanes have 2: 1.04. 49 columns have 1 with 2 lanes and 2 with 4: 1.04
 and 0.97. The weights of the count are about those that fit 159 such times (error: 4%) and 198 of masked rows (3%).
+
+The sizes of a piece's room in shared memory are here, too: several plans share them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ MOST_ELEMENTS = {FORWARD: 40, BACKWARD: 36, MASKED: 34, MASKED_BACKWARD: 36}
 # 46. No plan has more than 40
 CHUNKS = (1, 3, 5, 9, 12, 15, 19, 25, 34, 40, 64, 128, 256)
 BANKS, ISSUES = 32, 4  # of a multiprocessor: 4-byte banks, and instructions in a cycle
+# bytes of a piece, at most, that kernels declare; rooms of several sizes, so that widths share kernels
+OWN_ROOMS = (12 << 10, 16 << 10, 23 << 10, 32 << 10, 46 << 10)
+EDGE_BYTES, ALIGN_BYTES = 32, 128  # around a piece, and in front of all where the launch adds shared memory
 
 
 class Work(NamedTuple):

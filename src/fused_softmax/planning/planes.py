@@ -15,19 +15,31 @@ from collections.abc import Iterator
 from math import gcd, log2
 from typing import NamedTuple
 
-from .piece_costs import BACKWARD, BANKS, CHUNKS, FORWARD, MOST_ELEMENTS, WORK, over_copy, rounded_chunks, wavefronts
+from .piece_costs import (
+    ALIGN_BYTES,
+    BACKWARD,
+    BANKS,
+    CHUNKS,
+    EDGE_BYTES,
+    FORWARD,
+    MOST_ELEMENTS,
+    OWN_ROOMS,
+    WORK,
+    over_copy,
+    rounded_chunks,
+    wavefronts,
+)
 from .types import MULTIPROCESSORS, Device, Plan, SpatialProblem
 
 # bytes of a tensor's piece of several planes, at most, by `backward`
 PIECE_BYTES = {False: 16 << 10, True: 12 << 10}
 # a program's room for a tensor's piece is one of these, so that shapes share kernels, while 48 KB hold all pieces
-ROOMS = {False: (12 << 10, 16 << 10, 23 << 10, 32 << 10, 46 << 10), True: (12 << 10, 16 << 10, 23 << 10)}
+ROOMS = {False: OWN_ROOMS, True: OWN_ROOMS[:3]}
 # warps of a program, by the bytes of a piece at most
 PIECE_WARPS = ((16 << 10, 4), (46 << 10, 8))
 # programs on a multiprocessor that leave room for larger pieces
 FITTING, FITTING_SHARED = (4, 3, 2), (5, 4, 3)
 OWN_BYTES = 48 << 10  # of shared memory that a kernel declares
-EDGE_BYTES, ALIGN_BYTES = 32, 128  # around a piece, and in front of all where the launch adds shared memory
 SUM_POSITIONS = 512  # of a plane that the CTAs of a cluster share: the room for their sums
 # columns of a thread that cost nothing but their instructions; so many more cost as much as a copy, because fewer
 # programs fit on a multiprocessor. H100, bfloat16: 296 columns of 13 positions, 40 for each thread 0.96, 19 0.99

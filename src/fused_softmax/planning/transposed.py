@@ -10,15 +10,23 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from .piece_costs import BANKS, FORWARD, MOST_ELEMENTS, WORK, over_copy, rounded_chunks, wavefronts
+from .piece_costs import (
+    ALIGN_BYTES,
+    BANKS,
+    EDGE_BYTES,
+    FORWARD,
+    MOST_ELEMENTS,
+    OWN_ROOMS,
+    WORK,
+    over_copy,
+    rounded_chunks,
+    wavefronts,
+)
 from .types import ITEMSIZE, MULTIPROCESSORS, Device, Plan, power_of_two
 
-# bytes of a piece, at most, that kernels declare; rooms of several sizes, so that widths share kernels
-OWN_ROOMS = (12 << 10, 16 << 10, 23 << 10, 32 << 10, 46 << 10)
 # programs on a multiprocessor, at least, whose rooms launches add. H200, float32, of a copy: 3 programs (2,048 columns)
 # 0.52, 2 programs (3,000 columns) 0.46, where a strided kernel has 0.49 and 0.46
 PROGRAMS = (4, 3)
-EDGE_BYTES, ALIGN_BYTES = 32, 128
 SECTOR = 32  # bytes of a column that a program reads, at least
 MOST_ROWS = 2048
 # bytes of a piece, about: of rows in one thread, of rows that are read by elements, and of others. H200, bfloat16, of a
