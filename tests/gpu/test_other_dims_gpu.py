@@ -14,6 +14,7 @@ from cases import assert_contract, assert_forward, assert_gradient, edge_rows
 import fused_softmax as fs
 from fused_softmax.launch import spatial
 from fused_softmax.launch.device import device_of
+from fused_softmax.planning.types import Plan
 
 pytestmark = pytest.mark.gpu
 
@@ -51,10 +52,27 @@ def test_softmax_and_its_gradient(shape, dtype):
         assert worst <= 2 * torchs_worst + 4, f"{ours.__name__}: {worst:.1f} eps, torch {torchs_worst:.1f}"
 
 
+def check_planes(pick: random.Random, shape: tuple[int, int, int]) -> list[Plan]:
+    """The plans of a softmax and of its gradient, after a check of their results and of the memory next to them."""
+    sentinel = 7.0
+    dtype, log = pick.choice(DTYPES), pick.random() < 0.4
+    x, dy = (torch.randn(shape, device="cuda").mul_(3).to(dtype) for _ in range(2))
+    fields = [torch.full((x.numel() + 128,), sentinel, dtype=dtype, device="cuda") for _ in range(2)]
+    y, dx = (field[64:-64].view(shape) for field in fields)
+    chosen = [spatial.softmax_plan(t, log, len(t) == 3, False, device_of(x)) for t in ((x, y), (y, dy, dx))]
+    spatial.prepare_softmax((x, y), log, False, False)((x, y))
+    assert_forward(y, x, log)
+    spatial.prepare_softmax((y, dy, dx), log, True, False)((y, dy, dx))
+    assert_gradient(dx, y, dy, log)
+    for field in fields:
+        assert (field[:64] == sentinel).all() and (field[-64:] == sentinel).all(), "written outside the output"
+    return chosen
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_random_planes(seed):
     """Planes that move as pieces, between sentinels: each kernel, and what lies beside the output."""
-    pick, gathered, ways, sentinel = random.Random(seed), 0, set(), 7.0
+    pick, gathered, ways = random.Random(seed), 0, set()
     large = seed >= 6  # in shared memory that the launch adds, or on a cluster
     for _ in range(12):
         n_cols, inner = round(2 * 500 ** pick.random()), round(2 * 300 ** pick.random()) - pick.choice((0, 1))
@@ -62,19 +80,9 @@ def test_random_planes(seed):
             inner = round(9 * 50 ** pick.random()) | 1
             n_cols = round(15000 * 20 ** pick.random() / inner)
         shape = (pick.choice((1, 2, 37, 1 + 10**6 // (n_cols * inner))), n_cols, inner)
-        dtype, log = pick.choice(DTYPES), pick.random() < 0.4
-        x, dy = (torch.randn(shape, device="cuda").mul_(3).to(dtype) for _ in range(2))
-        fields = [torch.full((x.numel() + 128,), sentinel, dtype=dtype, device="cuda") for _ in range(2)]
-        y, dx = (field[64:-64].view(shape) for field in fields)
-        chosen = [spatial.softmax_plan(t, log, len(t) == 3, False, device_of(x)) for t in ((x, y), (y, dy, dx))]
+        chosen = check_planes(pick, shape)
         gathered += sum(plan.gathered or plan.periodic > 0 for plan in chosen)
         ways |= {(plan.periodic > 0, plan.ctas > 1, plan.dynamic_bytes > 0) for plan in chosen}
-        spatial.prepare_softmax((x, y), log, False, False)((x, y))
-        assert_forward(y, x, log)
-        spatial.prepare_softmax((y, dy, dx), log, True, False)((y, dy, dx))
-        assert_gradient(dx, y, dy, log)
-        for field in fields:
-            assert (field[:64] == sentinel).all() and (field[-64:] == sentinel).all(), "written outside the output"
     assert gathered >= 6
     if large and torch.cuda.get_device_capability()[0] == 9:
         assert {(False, False, True), (True, True, False)} <= ways  # in added shared memory, in a cluster's registers
@@ -83,24 +91,12 @@ def test_random_planes(seed):
 @pytest.mark.parametrize("seed", range(8))
 def test_random_planes_in_registers(seed):
     """As `test_random_planes`, of few positions: one program or a cluster, and planes that start anywhere."""
-    pick, sizes, sentinel = random.Random(1000 + seed), set(), 7.0
+    pick, sizes = random.Random(1000 + seed), set()
     for _ in range(10):
         inner = round(2 * 128 ** pick.random())
         n_cols = round(20_000 * 30 ** pick.random() / inner)
         shape = (pick.choice((1, 3, 1 + 3 * 10**6 // (n_cols * inner))), n_cols, inner)
-        dtype, log = pick.choice(DTYPES), pick.random() < 0.4
-        x, dy = (torch.randn(shape, device="cuda").mul_(3).to(dtype) for _ in range(2))
-        fields = [torch.full((x.numel() + 128,), sentinel, dtype=dtype, device="cuda") for _ in range(2)]
-        y, dx = (field[64:-64].view(shape) for field in fields)
-        for tensors in ((x, y), (y, dy, dx)):
-            plan = spatial.softmax_plan(tensors, log, len(tensors) == 3, False, device_of(x))
-            sizes |= {plan.ctas} if plan.periodic else set()
-        spatial.prepare_softmax((x, y), log, False, False)((x, y))
-        assert_forward(y, x, log)
-        spatial.prepare_softmax((y, dy, dx), log, True, False)((y, dy, dx))
-        assert_gradient(dx, y, dy, log)
-        for field in fields:
-            assert (field[:64] == sentinel).all() and (field[-64:] == sentinel).all(), "written outside the output"
+        sizes |= {plan.ctas for plan in check_planes(pick, shape) if plan.periodic}
     if torch.cuda.get_device_capability()[0] == 9:
         assert len(sizes) >= 2, sizes
 
