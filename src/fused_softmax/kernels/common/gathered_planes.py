@@ -34,7 +34,8 @@ def next_slot(slot, ptr, elements, PTX: tl.constexpr):
 def fetch_slot(ptr, slot, there, FILL: tl.constexpr, PREDICATED: tl.constexpr, PTX: tl.constexpr):
     """The element in each thread's slot, in float32; FILL, as of `fetch`, where PREDICATED and not there."""
     if PTX:
-        return fetch_at(slot, there, ptr.dtype.element_ty.name, 0, 1, FILL if PREDICATED else "", True)[0]
+        DTYPE: tl.constexpr = ptr.dtype.element_ty.name
+        return fetch_at(slot, there, DTYPE, 0, 1, FILL if PREDICATED else "", True)[0]
     else:
         return tl.load(ptr + slot, mask=there, other=-float("inf") if FILL == "-inf" else 0.0).to(tl.float32)
 
@@ -43,7 +44,8 @@ def fetch_slot(ptr, slot, there, FILL: tl.constexpr, PREDICATED: tl.constexpr, P
 def put_slot(value, ptr, slot, there, PTX: tl.constexpr):
     """Puts a float32 for each thread that is there, in ptr's dtype, into its slot."""
     if PTX:
-        put_at((value,), slot, there, ptr.dtype.element_ty.name, 0, 1, True, True)
+        DTYPE: tl.constexpr = ptr.dtype.element_ty.name
+        put_at((value,), slot, there, DTYPE, 0, 1, True, True)
     else:
         tl.store(ptr + slot, value.to(ptr.dtype.element_ty), mask=there)
 

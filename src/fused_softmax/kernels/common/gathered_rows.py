@@ -247,8 +247,9 @@ def fetch(
     if PTX:
         ITEMSIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
         at = (phase_of(ptr) + place) * ITEMSIZE
+        DTYPE: tl.constexpr = ptr.dtype.element_ty.name
         FILLED: tl.constexpr = FILL if C >= UNPREDICATED else ""
-        return fetch_at(at, there, ptr.dtype.element_ty.name, REGION + OFFSET * ITEMSIZE, VEC, FILLED, False)
+        return fetch_at(at, there, DTYPE, REGION + OFFSET * ITEMSIZE, VEC, FILLED, False)
     else:
         fill = -float("inf") if FILL == "-inf" else 0.0
         found = ()
@@ -333,7 +334,8 @@ def put_vectors(value, place, there, VEC: tl.constexpr):
 def put_elements(value, place, there):
     """`put`s single elements of rows in tiles of any shape.  # place: elements from the region's start"""
     ITEMSIZE: tl.constexpr = value.dtype.primitive_bitwidth // 8
-    put_at((value.to(tl.float32),), place * ITEMSIZE, there, value.dtype.name, 0, 1, True, False)
+    DTYPE: tl.constexpr = value.dtype.name
+    put_at((value.to(tl.float32),), place * ITEMSIZE, there, DTYPE, 0, 1, True, False)
 
 
 @triton.jit

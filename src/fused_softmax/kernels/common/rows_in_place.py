@@ -31,8 +31,9 @@ def fetch_of_row(
     there = (OFFSET + column < columns) & there
     if PTX:
         ITEMSIZE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
+        DTYPE: tl.constexpr = x_ptr.dtype.element_ty.name
         FILL: tl.constexpr = "-inf" if C >= UNPREDICATED else ""
-        return fetch_at(slot, there, x_ptr.dtype.element_ty.name, OFFSET * ITEMSIZE, WIDTH, FILL, True)
+        return fetch_at(slot, there, DTYPE, OFFSET * ITEMSIZE, WIDTH, FILL, True)
     else:
         found = ()
         for i in tl.static_range(WIDTH):
