@@ -154,8 +154,11 @@ def resident_plan(problem: Problem, device: Device, config: KernelConfig) -> Pla
     # an unaligned row's head and tail take room too
     tensors = 2 if problem.backward and config.prefetched_chunks is None else 1
     room = SMEM_STAGED_BYTES // (VECTOR_BYTES * vectors * tensors)
+    wanted = config.smem_staged
+    if unaligned:
+        wanted = config.smem_staged + 1 if config.unaligned_staged is None else config.unaligned_staged
     staged = (
-        min(config.smem_staged + unaligned, unpredicated, room)
+        min(wanted, unpredicated, room)
         if device.supports_smem_staging and warps_reduce_separately and config.smem_staged
         else 0
     )
