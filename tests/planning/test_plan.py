@@ -624,3 +624,18 @@ def test_a_thread_of_a_loss_of_few_positions_has_some_columns_and_not_too_many(d
             plan = plan_spatial_loss(problem, DEVICES["sm_90"])
             assert 4 <= plan.chunks <= 48, (problem, plan)
             assert plan.outers * plan.rows * plan.vectors_per_chunk <= plan.num_warps * 32 * 8, (problem, plan)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rounded_chunks_keep_few_predicates(dtype):
+    """Rows just beyond a number of chunks, whose last slice is shorter, have a predicate at three chunks at most."""
+    full, rounded = 16 // ITEMSIZE[dtype], 0
+    for backward, log in itertools.product((False, True), repeat=2):
+        for n_cols in (*range(81920, 82304, 24), *range(163840, 165632, 24), *range(229376, 231040, 24)):
+            for vec, columns in ((full, n_cols // full * full), (1, n_cols + 1)):
+                row = Problem(columns, dtype, dtype, vec, True, backward, log=log, packed=True)
+                found = plan(row, DEVICES["sm_90"])
+                if found.regime == "cluster" and found.chunks > 9:
+                    assert found.unpredicated_chunks >= found.chunks - 3, (row, found)
+                    rounded += found.unpredicated_chunks == found.chunks - 3
+    assert rounded > 50
