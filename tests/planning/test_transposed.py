@@ -11,7 +11,7 @@ from fused_softmax.kernels.common.gathered_ptx import region_bytes
 from fused_softmax.planning import transposed
 from fused_softmax.planning.piece_costs import ALIGN_BYTES, FORWARD, MOST_ELEMENTS
 from fused_softmax.planning.transposed import TransposedRows, reading, transposed_plan
-from fused_softmax.planning.types import DEVICES, MULTIPROCESSORS
+from fused_softmax.planning.types import DEVICES, ITEMSIZE, MULTIPROCESSORS
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "interpreter")
 
@@ -21,8 +21,8 @@ def drawn(pick: random.Random) -> TransposedRows:
     full = 4 if dtype == "float32" else 8
     vec = pick.choice([v for v in (1, 2, 4, 8) if v <= full])
     n_cols, neighbors = round(2 * 2000 ** pick.random()), round(2**18 ** pick.random())
-    of = TransposedRows(n_cols, neighbors, dtype, vec, vec > 1 or pick.random() < 0.3, pick.randrange(full))
-    return of._replace(into_rows=pick.random() < 0.5, by_sectors=of.by_vectors and pick.random() < 0.5)
+    starts = vec * ITEMSIZE[dtype] * pick.choice((1, 1, 2, 4))  # `inner` may be odd where columns lie apart evenly
+    return TransposedRows(n_cols, neighbors, dtype, vec, min(starts, 32), pick.randrange(full), pick.random() < 0.5)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -36,9 +36,9 @@ def test_a_piece_has_its_room_and_its_threads(target):
         found["added" if chosen.dynamic_bytes else "own"] += 1
         found["long"] += chosen.recompute
         if not of.into_rows:  # whole sectors, where columns start at them, and no plan of long rows elsewhere
-            found["split"] += not of.by_sectors
+            found["split"] += of.starts < transposed.SECTOR
             assert chosen.rows * of.itemsize >= transposed.SECTOR
-            assert of.by_sectors or of.n_cols <= transposed.MOST_SPLIT[of.itemsize]
+            assert of.starts >= 16 or of.n_cols <= transposed.MOST_SPLIT[of.itemsize]
         lanes, threads, room = chosen.vectors_per_chunk, 32 * chosen.num_warps, region_bytes(chosen.piece, of.itemsize)
         assert chosen.rows * of.n_cols <= chosen.piece
         # the last place of a piece that starts 16 bytes less an element behind a vector, and the one behind it
@@ -85,7 +85,7 @@ def test_bits_follow_from_columns_and_the_output_alone():
 
 
 def test_devices_without_such_a_kernel():
-    of = TransposedRows(150, 4096, "bfloat16", 8, True)
+    of = TransposedRows(150, 4096, "bfloat16", 8, 32)
     assert transposed_plan(of, DEVICES["gfx942"]) is None
     most = {t: max(n for n in range(1000, 2600) if transposed_plan(of._replace(n_cols=n), DEVICES[t])) for t in TARGETS}
     assert most == dict.fromkeys(TARGETS, transposed.MOST_COLS)

@@ -87,8 +87,7 @@ def transposition(x: Tensor, y: Tensor, dim: int, dims: Dims, neighbors: int, de
     )
     columns = min(of_col, of_start)  # a batch, which may be part of `inner`, changes neither
     vec, phase = min(columns, of_outer, of_inner, 16 // size), packed.data_ptr() % 16 // size
-    by_sectors = columns * size == SECTOR
-    of = TransposedRows(n_cols, neighbors, DTYPE_NAMES[x.dtype], vec, columns > 1, phase, into_rows, by_sectors)
+    of = TransposedRows(n_cols, neighbors, DTYPE_NAMES[x.dtype], vec, columns * size, phase, into_rows)
     plan = transposed_plan(of, device)
     return None if plan is None else Transposition(outer, n_cols, inner, outer_stride, col_stride, of, plan)
 

@@ -54,35 +54,38 @@ IDLE_COLS = 5
 SPLIT_BYTES, SPLIT_WARPS = 46 << 10, 16
 # of rows in one thread, wherever columns start: 19 columns in 256 rows and 4 warps 0.92, in 512 and 8 warps 1.12
 NARROW_SPLIT_BYTES = 24 << 10
-# columns of such rows, at most. bfloat16, 1,000 columns 0.60, after a copy 0.53; 1,900 columns 0.37 and 0.38. float32,
-# 403 columns 0.58, strided 0.58; 512 columns 0.47, strided 0.58
+# columns of such rows, at most, where they start in the middle of a vector, too. bfloat16, 1,000 columns 0.60, after a
+# copy 0.53; 1,900 columns 0.37 and 0.38. float32, 403 columns 0.58, strided 0.58; 512 columns 0.47, strided 0.58
 MOST_SPLIT = {2: 1024, 4: 416}
-# the fewest columns that a strided kernel's tiles have exactly, of such rows: by vectors, and by elements. bfloat16, by
-# elements: 64 columns 0.70, strided 0.81; by 4 bytes 0.98 and 0.79. float32: 128 columns 0.57, strided 0.81
-EXACT_SPLIT = {2: (512, 64), 4: (128, 128)}
+# the fewest of them that a strided kernel's tiles have exactly, and write faster; of 16 bits only by elements: 64
+# columns 0.70, strided 0.81, by 4 bytes 0.98 and 0.79. float32, 128 columns 0.57, strided 0.81
+EXACT_SPLIT = {2: 64, 4: 128}
 
 
 class TransposedRows(NamedTuple):
     """(outer, n_cols, inner) with contiguous inner, and packed (outer, inner, n_cols), as a plan sees them.
 
     neighbors: rows that are neighbors in memory; of a batch: elements from a column to the next one. vec: of them each
-    access may take, a power of two, at most 16 bytes. by_vectors: whether columns start at multiples of two elements,
-    at least, by_sectors: of a sector. phase: elements from a multiple of 16 bytes to the packed side. into_rows:
-    whether that is the output.
+    access may take, a power of two, at most 16 bytes. starts: bytes at whose multiples columns start, a power of two up
+    to a sector's. phase: elements from a multiple of 16 bytes to the packed side. into_rows: whether it is the output.
     """
 
     n_cols: int
     neighbors: int
     dtype: str
     vec: int
-    by_vectors: bool
+    starts: int
     phase: int = 0
     into_rows: bool = True
-    by_sectors: bool = True
 
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
+
+    @property
+    def by_vectors(self) -> bool:
+        """Whether columns start at multiples of two elements, at least."""
+        return self.starts > self.itemsize
 
     @property
     def even(self) -> bool:
@@ -217,16 +220,16 @@ def transposed_plan(of: TransposedRows, device: Device) -> Plan | None:
     is odd, a strided kernel 0.23 to 0.7; float32 up to 512 columns 0.8 to 1.2, a strided kernel 0.37 to 1.1.
 
     >>> from .types import DEVICES
-    >>> transposed_plan(TransposedRows(150, 4096, "bfloat16", 8, True), DEVICES["sm_90"]).rows
+    >>> transposed_plan(TransposedRows(150, 4096, "bfloat16", 8, 32), DEVICES["sm_90"]).rows
     64
-    >>> transposed_plan(TransposedRows(3000, 4096, "bfloat16", 8, True), DEVICES["sm_90"])
+    >>> transposed_plan(TransposedRows(3000, 4096, "bfloat16", 8, 32), DEVICES["sm_90"])
     """
     if device.kind not in ("cuda", "interpreter") or not is_faster(of):
         return None
     lanes, long = lanes_of(of.n_cols, of.width, of.itemsize)
     rows_of = lambda most: power_of_two(most // (of.n_cols * of.itemsize) + 1) // 2  # noqa: E731
     least = SECTOR // of.itemsize
-    if of.into_rows or (of.by_sectors and lanes > 1):
+    if of.into_rows or (of.starts == SECTOR and lanes > 1):
         by_elements = of.vec == 1
         most = NARROW_BYTES if lanes == 1 else ELEMENT_BYTES if by_elements else VECTOR_BYTES
         rows = (LONG_ROWS if of.into_rows else least) if long else max(rows_of(most), least)
@@ -245,8 +248,9 @@ def is_faster(of: TransposedRows) -> bool:
     if of.odd and of.n_cols % 2 == 0:  # both ends of each row are elements alone
         return False
     if not of.into_rows:
-        of_tiles = of.n_cols == power_of_two(of.n_cols) and of.n_cols >= EXACT_SPLIT[of.itemsize][not of.by_vectors]
-        return of.by_sectors or (of.n_cols <= MOST_SPLIT[of.itemsize] and not of_tiles)
+        exact = of.n_cols == power_of_two(of.n_cols) and of.n_cols >= EXACT_SPLIT[of.itemsize]
+        strided = exact and not (of.itemsize == 2 and of.by_vectors)
+        return of.starts >= SECTOR // 2 or (of.n_cols <= MOST_SPLIT[of.itemsize] and not strided)
     if not of.by_vectors and of.n_cols <= IDLE_COLS:
         return False
     exact = of.n_cols in EXACT_COLS[of.itemsize] and of.n_cols == power_of_two(of.n_cols)
