@@ -57,9 +57,10 @@ NARROW_SPLIT_BYTES = 24 << 10
 # columns of such rows, at most, where they start in the middle of a vector, too. bfloat16, 1,000 columns 0.60, after a
 # copy 0.53; 1,900 columns 0.37 and 0.38. float32, 403 columns 0.58, strided 0.58; 512 columns 0.47, strided 0.58
 MOST_SPLIT = {2: 1024, 4: 416}
-# the fewest of them that a strided kernel's tiles have exactly, and write faster; of 16 bits only by elements: 64
-# columns 0.70, strided 0.81, by 4 bytes 0.98 and 0.79. float32, 128 columns 0.57, strided 0.81
-EXACT_SPLIT = {2: 64, 4: 128}
+# the fewest of these columns that a strided kernel's tiles have exactly, and write faster, up to a step of it: where
+# columns start in the middle of a vector, and at whole ones. bfloat16 by elements, 64 columns 0.70, strided 0.81, by 4
+# bytes 0.98 and 0.79. float32, 128 columns 0.57, strided 0.81; at whole vectors 0.86, 0.84, and 256 columns 0.69, 0.80
+EXACT_SPLIT, EXACT_WHOLE, EXACT_MOST = {2: 64, 4: 128}, 256, 512
 
 
 class TransposedRows(NamedTuple):
@@ -248,9 +249,13 @@ def is_faster(of: TransposedRows) -> bool:
     if of.odd and of.n_cols % 2 == 0:  # both ends of each row are elements alone
         return False
     if not of.into_rows:
-        exact = of.n_cols == power_of_two(of.n_cols) and of.n_cols >= EXACT_SPLIT[of.itemsize]
+        if of.starts == SECTOR:
+            return True
+        whole = of.starts == SECTOR // 2
+        fewest = EXACT_WHOLE if whole else EXACT_SPLIT[of.itemsize]
+        exact = of.n_cols == power_of_two(of.n_cols) and fewest <= of.n_cols <= EXACT_MOST
         strided = exact and not (of.itemsize == 2 and of.by_vectors)
-        return of.starts >= SECTOR // 2 or (of.n_cols <= MOST_SPLIT[of.itemsize] and not strided)
+        return not strided and (whole or of.n_cols <= MOST_SPLIT[of.itemsize])
     if not of.by_vectors and of.n_cols <= IDLE_COLS:
         return False
     exact = of.n_cols in EXACT_COLS[of.itemsize] and of.n_cols == power_of_two(of.n_cols)
