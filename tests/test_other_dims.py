@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from cases import SENTINEL, assert_contract, assert_forward, assert_gradient, edge_rows, logits
 
 import fused_softmax as fs
-from fused_softmax.launch import cross_entropy_spatial, logsumexp, spatial
-from fused_softmax.launch import softmax as launch_softmax
+from fused_softmax.launch import cross_entropy_spatial, logsumexp, spatial, views
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.options import CrossEntropy
 from fused_softmax.planning.planes import planes_plan
@@ -864,14 +863,11 @@ def test_strided_tiles_keep_few_elements_of_many_rows(of, n_cols):
 def test_rows_cut_from_transposed_rows_have_their_plan(n_rows, n_cols):
     """Whatever their number: it may be any part of a batch."""
     whole = torch.empty(n_cols, n_rows, device="meta").t()
-    of = {
-        launch_softmax._strided_rows(whole[:n], torch.empty(n, n_cols, device="meta"), 1)
-        for n in (1, 2, n_rows // 2, n_rows)
-    }
+    of = {views.strided_rows(whole[:n], torch.empty(n, n_cols, device="meta"), 1) for n in (1, 2, n_rows // 2, n_rows)}
     assert len(of) == 1 and {o.of_batch for o in of} == {True}
     # a batch next to rows that are neighbors, which merge in memory
     both = torch.empty(n_cols, 7 * n_rows, device="meta").view(n_cols, 7, n_rows).permute(1, 2, 0)
-    of = {launch_softmax._strided_rows(both[:n], torch.empty(n, n_rows, n_cols, device="meta"), 2) for n in (1, 2, 7)}
+    of = {views.strided_rows(both[:n], torch.empty(n, n_rows, n_cols, device="meta"), 2) for n in (1, 2, 7)}
     assert {(o.n_rows, o.of_batch) for o in of} == {(n_rows, False)}
 
 

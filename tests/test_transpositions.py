@@ -10,7 +10,7 @@ from cases import SENTINEL, assert_contract, assert_forward, edge_rows, logits
 
 import fused_softmax as fs
 from fused_softmax.launch import softmax as launch_softmax
-from fused_softmax.launch import transposed
+from fused_softmax.launch import views
 from fused_softmax.planning.transposed import MOST_SPLIT
 from fused_softmax.planning.types import Plan
 
@@ -180,12 +180,12 @@ def test_rows_cut_from_a_batch_have_its_bits(n_rows, n_cols):
 )  # fmt: skip
 def test_the_copy(shape, order, dtype):
     x = torch.randn(shape).to(dtype).permute(order)
-    assert transposed.tiles_of(x) is not None
-    assert torch.equal(transposed.contiguous(x), x) and transposed.contiguous(x).is_contiguous()
+    assert views.tiles_of(x) is not None
+    assert torch.equal(views.contiguous(x), x) and views.contiguous(x).is_contiguous()
 
 
 def test_what_torch_copies():
-    taken = (transposed.tiles_of(x) is not None for x in (
+    taken = (views.tiles_of(x) is not None for x in (
         torch.empty(300, 400)[:, :390], torch.empty(3, 400, 300).permute(2, 1, 0)[:, ::2],
         torch.empty(400, 4).t(), torch.empty(3, 4, 5, 6, 40).permute(4, 2, 0, 3, 1),
         torch.empty(400, 400, dtype=torch.float64).t(),
@@ -195,8 +195,8 @@ def test_what_torch_copies():
 
 def test_large_transpositions_are_copied_by_it(monkeypatch):
     copied = []
-    copy = transposed.contiguous
-    monkeypatch.setattr(transposed, "contiguous", lambda x: copied.append(x.shape) or copy(x))
+    copy = views.contiguous
+    monkeypatch.setattr(views, "contiguous", lambda x: copied.append(x.shape) or copy(x))
     x = torch.randn(2, 3000, 16)
     with fs.batch_invariant():
         wanted = fs.softmax(x.transpose(1, 2).contiguous(), -1)

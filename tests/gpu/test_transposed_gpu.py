@@ -10,7 +10,7 @@ from cases import assert_contract, assert_forward, edge_rows
 
 import fused_softmax as fs
 from fused_softmax.launch import softmax as launch_softmax
-from fused_softmax.launch import transposed
+from fused_softmax.launch import views
 from fused_softmax.planning.types import Plan
 
 pytestmark = pytest.mark.gpu
@@ -153,15 +153,15 @@ def test_random_copies(seed: int):
         x = drawn(pick, n_cols, inner, 1 << 21)
         if pick.random() < 0.3:
             x = x.transpose(0, 1)
-        tiles = transposed.tiles_of(x)
+        tiles = views.tiles_of(x)
         if tiles is None:
             continue
         taken += 1
         y, before, after = guarded(x.shape, x.dtype, 0)
-        transposed.copy_launch(x, y, tiles, transposed.device_of(x))()
+        views.copy_launch(x, y, tiles, views.device_of(x))()
         assert torch.equal(y, x), (x.shape, x.stride())
         assert (before == 7).all() and (after == 7).all(), "written outside the output"
-        found = transposed.contiguous(x)
+        found = views.contiguous(x)
         assert found.is_contiguous() and torch.equal(found, x)
     assert taken >= 2
 

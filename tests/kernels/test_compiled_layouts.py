@@ -22,7 +22,8 @@ from fused_softmax.launch import cross_entropy, loss_kernels, masked_softmax, ma
 from fused_softmax.launch.compile import Launch
 from fused_softmax.launch.launcher import flat_launch, row_launch
 from fused_softmax.launch.layout import problem_of
-from fused_softmax.launch.softmax import softmax_launch, strided_launch
+from fused_softmax.launch.softmax import softmax_launch
+from fused_softmax.launch.views import strided_launch
 from fused_softmax.planning.losses import plan_statistics
 from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.types import DEVICES, Plan

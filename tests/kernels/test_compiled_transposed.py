@@ -6,7 +6,7 @@ import pytest
 import torch
 from launches import as_called, cross_compiled
 
-from fused_softmax.launch import transposed
+from fused_softmax.launch import views
 from fused_softmax.planning.types import DEVICES
 
 pytestmark = pytest.mark.compiled
@@ -21,18 +21,18 @@ CASES = [
 ]
 
 
-def views(n_cols: int, inner: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def tensors(n_cols: int, inner: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(2, n_cols, inner, dtype=dtype).transpose(1, 2), torch.empty(2, inner, n_cols, dtype=dtype)
 
 
 @pytest.mark.parametrize(("n_cols", "inner", "dtype", "target", "log"), CASES, ids=str)
 def test_rows_are_read_and_written_in_vectors(n_cols, inner, dtype, target, log):
     """Along the neighbors as far as they are aligned, and back as one piece; no register spills."""
-    device, (x, y) = DEVICES[target], views(n_cols, inner, dtype)
+    device, (x, y) = DEVICES[target], tensors(n_cols, inner, dtype)
     dims = [(2, n_cols * inner, n_cols * inner), (inner, 1, n_cols)]
-    found = transposed.transposition(x, y, 2, dims, inner, device)
+    found = views.transposition(x, y, 2, dims, inner, device)
     assert found is not None and found.plan.vec == (16 // dtype.itemsize if inner == 4096 else 1)
-    used, assembly = cross_compiled(as_called(transposed.transposed_launch(x, y, log, found, device)), target)
+    used, assembly = cross_compiled(as_called(views.transposed_launch(x, y, log, found, device)), target)
     assert used.spilled_bytes == 0 and used.fits() and used.registers <= 96
     assert used.shared_bytes - found.plan.dynamic_bytes <= 48 << 10
     (loads,) = used.loads
@@ -45,11 +45,11 @@ def test_rows_are_read_and_written_in_vectors(n_cols, inner, dtype, target, log)
 @pytest.mark.parametrize(("n_cols", "inner", "dtype", "target", "log"), [c for c in CASES if c[0] < 400], ids=str)
 def test_channels_last_is_read_and_written_in_vectors(n_cols, inner, dtype, target, log):
     """As one piece, and along the neighbors as far as they are aligned; no register spills."""
-    device, (y, x) = DEVICES[target], views(n_cols, inner, dtype)
+    device, (y, x) = DEVICES[target], tensors(n_cols, inner, dtype)
     dims = [(2, n_cols * inner, n_cols * inner), (inner, n_cols, 1)]
-    found = transposed.transposition(x.transpose(1, 2), y.transpose(1, 2), 1, dims, inner, device)
+    found = views.transposition(x.transpose(1, 2), y.transpose(1, 2), 1, dims, inner, device)
     assert found is not None and found.plan.vec == (16 // dtype.itemsize if inner == 4096 else 1)
-    launch = transposed.transposed_launch(x.transpose(1, 2), y.transpose(1, 2), log, found, device)
+    launch = views.transposed_launch(x.transpose(1, 2), y.transpose(1, 2), log, found, device)
     used, _ = cross_compiled(as_called(launch), target)
     assert used.spilled_bytes == 0 and used.fits() and used.registers <= 96
     assert used.shared_bytes - found.plan.dynamic_bytes <= 48 << 10
@@ -64,10 +64,10 @@ def test_channels_last_is_read_and_written_in_vectors(n_cols, inner, dtype, targ
 @pytest.mark.parametrize(("n_cols", "inner"), [(1000, 4096), (1001, 4096), (1000, 4095), (1001, 4095)])
 def test_tiles_are_copied_in_vectors(n_cols, inner, dtype, target):
     """On either side whose runs start and end at vectors."""
-    x, y = views(n_cols, inner, dtype)
-    tiles = transposed.tiles_of(x)
+    x, y = tensors(n_cols, inner, dtype)
+    tiles = views.tiles_of(x)
     assert tiles is not None and (tiles.rows, tiles.cols) == (64, 64)
-    used, _ = cross_compiled(as_called(transposed.copy_launch(x, y, tiles, DEVICES[target])), target)
+    used, _ = cross_compiled(as_called(views.copy_launch(x, y, tiles, DEVICES[target])), target)
     assert used.spilled_bytes == 0 and used.registers <= 72
     for accesses, n in ((used.loads, inner), (used.stores, n_cols)):
         assert [width for width, _ in accesses] == [dtype.itemsize if n % 2 else 16]

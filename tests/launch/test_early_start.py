@@ -11,7 +11,8 @@ import torch
 
 from fused_softmax.launch import device
 from fused_softmax.launch.launcher import row_launch
-from fused_softmax.launch.softmax import softmax_op, strided_launch
+from fused_softmax.launch.softmax import softmax_op
+from fused_softmax.launch.views import strided_launch
 from fused_softmax.planning.types import DEVICES, Device
 
 

@@ -43,7 +43,7 @@ def check_strides_of_one() -> list[str]:
     import torch
 
     from fused_softmax.lab.cross_compile import cross_compile
-    from fused_softmax.launch.softmax import strided_launch
+    from fused_softmax.launch.views import strided_launch
     from fused_softmax.planning.types import DEVICES
 
     wrong = []

@@ -24,13 +24,14 @@ from fused_softmax.launch import (
     row_statistics,
     softmax_shards,
     spatial,
-    transposed,
+    views,
     vocab_shards,
 )
 from fused_softmax.launch.compile import Launch
 from fused_softmax.launch.launcher import flat_launch, row_launch
 from fused_softmax.launch.layout import problem_of
-from fused_softmax.launch.softmax import softmax_launch, strided_launch
+from fused_softmax.launch.softmax import softmax_launch
+from fused_softmax.launch.views import strided_launch
 from fused_softmax.planning.losses import plan_elementwise, plan_row_statistics, plan_statistics
 from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.spatial import plan_spatial_elementwise
@@ -280,13 +281,13 @@ def others(target: str) -> Iterator[Named]:
             for kind, (a, b), dim in (("transposed", (x, y), 2), ("channels last", (y.transpose(1, 2), x.mT), 1)):
                 rows = (4095, 1, n_cols) if dim == 2 else (4095, n_cols, 1)
                 dims = [(2, n_cols * 4095, n_cols * 4095), rows]
-                found = transposed.transposition(a, b, dim, dims, 4095, device)
+                found = views.transposition(a, b, dim, dims, 4095, device)
                 if found is not None:
-                    launch = transposed.transposed_launch(a, b, False, found, device)
+                    launch = views.transposed_launch(a, b, False, found, device)
                     yield f"softmax {kind} {dtype} {n_cols}", as_called(launch), found.plan
-            tiles = transposed.tiles_of(x)
+            tiles = views.tiles_of(x)
             if tiles is not None:
-                yield f"transposed copy {dtype} {n_cols}", as_called(transposed.copy_launch(x, y, tiles, device)), None
+                yield f"transposed copy {dtype} {n_cols}", as_called(views.copy_launch(x, y, tiles, device)), None
 
 
 def spatial_softmax_over(tensors: tuple[torch.Tensor, ...], kind: str, log: bool, device: Device) -> Iterator[Named]:

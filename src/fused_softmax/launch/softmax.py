@@ -1,9 +1,8 @@
 """softmax and log_softmax, forward and backward, over a dim of whole tensors: folds them into rows, and launches.
 
 Where a dim's elements are neighbors and all rows share one stride, the row kernels take them as they lie. Where the
-dimensions after it are contiguous, the kernels of `spatial` do. Transposed views go to the kernel of `transposed`.
-Others (broken strides) go to the strided kernel, which reads up to three row dimensions in place, or are copied first,
-as the planner chooses. Outputs are contiguous, as torch's are. No autograd and no checks of arguments.
+dimensions after it are contiguous, the kernels of `spatial` do. Other views go to the kernels of `views`, or are copied
+first, as the planner chooses. Outputs are contiguous, as torch's are. No autograd and no checks of arguments.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ import torch
 from torch import Tensor
 
 from ..planning import softmax as planning
-from ..planning import strided
 from ..planning.types import Device, Plan
 from . import spatial
 from .availability import KernelUnavailable
-from .compile import Launch, Shaped, early_start, kernel_loader, launch_failure, launch_options, prepare_launch
+from .compile import Launch, Shaped, kernel_loader, launch_failure, prepare_launch
 from .context import is_batch_invariant
-from .folding import as_planes, folded, merge_dims
+from .folding import as_planes, folded
 from .launcher import RowOp, device_of, launch_rows, planned, prepare_rows, row_launch
 from .layout import as_rows
 from .options import Flags
@@ -72,13 +70,6 @@ def _backward_gathered() -> Any:
     from ..kernels.softmax_gathered import softmax_backward_gathered
 
     return softmax_backward_gathered
-
-
-@kernel_loader
-def _strided() -> Any:
-    from ..kernels.softmax_strided import softmax_strided
-
-    return softmax_strided
 
 
 def _forward_kernel(plan: Plan) -> Any:
@@ -135,7 +126,7 @@ def softmax_forward(x: Tensor, dim: int, out_dtype: torch.dtype, log: bool, out:
         launch_rows(op, (x_rows, y_rows), (), (), flags, invariant=is_batch_invariant())
     elif (planes := folded((x, y), dim)) is not None:
         spatial.prepare_softmax(planes, log, False, is_batch_invariant())(planes)
-    elif (run := _prepare_in_place(x, y, dim, log)) is not None:
+    elif (run := _in_place(x, y, dim, log)) is not None:
         run(x, y)
     elif not x.is_contiguous():
         softmax_forward(_contiguous(x), dim, out_dtype, log, y)
@@ -152,7 +143,7 @@ def prepare_softmax(x: Tensor, y: Tensor, dim: int, log: bool) -> Any:
         if planes is not None:
             run = spatial.prepare_softmax(planes, log, False, is_batch_invariant())
             return _of_one_shape(run, x.get_device(), planes[0].shape[0])
-        in_place = _prepare_in_place(x, y, dim, log)
+        in_place = _in_place(x, y, dim, log)
         return in_place if in_place is not None or x.is_contiguous() else _prepare_after_copy(x, y, dim, log)
     op, flags = softmax_op(log)
     return prepare_rows(op, (x_rows, y_rows), (), flags, is_batch_invariant())
@@ -215,68 +206,20 @@ def softmax_backward(
     return dx
 
 
-def _row_dims(x: Tensor, y: Tensor, dim: int, first: int = 0) -> list[tuple[int, ...]]:
-    """(size, x's stride, y's stride) of the fewest dimensions that hold the rows of both, from dimension `first` on.
-
-    A batch of one stays where it was cut from rows that are neighbors in memory, as its stride tells.
-    """
-    sizes, x_strides, y_strides = x.shape, x.stride(), y.stride()
-    kept = [d for d in range(first, x.dim()) if d != dim and (sizes[d] != 1 or (d == 0 and x_strides[d] == 1))]
-    return merge_dims([(sizes[d], x_strides[d], y_strides[d]) for d in kept])
-
-
-def takes_strided(x: Tensor, y: Tensor, dim: int) -> bool:
-    """Whether the strided kernel can take x to y as they lie, and is faster than to copy x first.
-
-    The kernel takes three dimensions of rows. Not within batch_invariant(): its tiles follow from the number of
-    neighbors, those of a copy do not.
-    """
-    if is_batch_invariant() or len(_row_dims(x, y, dim)) > 3:
-        return False
-    of = _strided_rows(x, y, dim)
-    return strided.strided_is_faster(of, of.n_cols > strided.MOST_COLS and _copied_by_tiles(x))
-
-
-def _dims_of_rows(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, ...]]:
-    """The three dimensions of rows, (size, x's stride, y's stride), that the strided kernel takes."""
-    merged = _row_dims(x, y, dim)
-    # the rows of a tile are the dimension whose neighbors in memory they are, or the innermost
-    order = sorted(range(len(merged)), key=lambda i: (merged[i][1] == 1) + (merged[i][2] == 1))
-    return ([(1, 0, 0)] * 3 + [merged[i] for i in order])[-3:]
-
-
-def _strided_rows(x: Tensor, y: Tensor, dim: int) -> strided.StridedRows:
-    """The rows as their plan sees them."""
-    n_cols = x.shape[dim]
-    x_col, y_col = (x.stride(dim), y.stride(dim)) if n_cols > 1 else (1, 1)
-    _, *strides = _dims_of_rows(x, y, dim)[-1]
-    # neighbors along one dimension that is not the batch's, also where both merge
-    within = next((size for size, *others in _row_dims(x, y, dim, min(dim, 1)) if others == strides), None)
-    along_rows = strides[0] == 1
-    of_batch = within is None and dim != 0
-    n_rows = (x_col if along_rows else y_col) if of_batch else within or 1
-    return strided.StridedRows(n_cols, n_rows, of_batch, along_rows, x_col == 1, y_col == 1)
-
-
 def planned_elsewhere(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str:
     """The plan of x over a dim that does not fold into rows; or why its kernel did not compile. y may be on meta."""
     planes = folded((x, y), dim)
     if planes is not None:
         return spatial.planned_softmax(planes, log, False, x)
-    device = device_of(x)
-    try:
-        found = _transposition(x, y, dim, device)
-        if found is not None:
-            from .transposed import transposed_launch
+    from .views import in_place
 
-            plan, launch = found.plan, transposed_launch(x, y, log, found, device)
-        elif takes_strided(x, y, dim):
-            plan, launch = strided.strided_plan(_strided_rows(x, y, dim)), strided_launch(x, y, dim, log, device)
-        else:
-            return _planned_after_copy(x, y, dim, log)
+    found = in_place(x, y, dim, log)
+    if found is None:
+        return _planned_after_copy(x, y, dim, log)
+    try:
+        return launch_failure(found.launch(x, y), x, y) or found.plan
     except KernelUnavailable as error:
         return str(error)
-    return launch_failure(launch, x, y) or plan
 
 
 def _planned_after_copy(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str:
@@ -304,17 +247,12 @@ def planned_backward(y: Tensor, in_dtype: torch.dtype, dim: int, log: bool, on: 
     return planned(op, (y_rows, y_rows, dx_rows), (), flags, on)
 
 
-def _prepare_in_place(x: Tensor, y: Tensor, dim: int, log: bool) -> Shaped | None:
-    """What launches the transposing kernel, or the strided one, over such tensors; None where x is copied first."""
-    device = device_of(x)
-    found = _transposition(x, y, dim, device)
-    if found is not None:
-        from .transposed import transposed_launch
+def _in_place(x: Tensor, y: Tensor, dim: int, log: bool) -> Shaped | None:
+    """What takes tensors that lie as x to y, without a copy; None where x is copied first."""
+    from .views import in_place
 
-        return prepare_launch(lambda x, y: transposed_launch(x, y, log, found, device), x, y)
-    if not takes_strided(x, y, dim):
-        return None
-    return prepare_launch(lambda x, y: strided_launch(x, y, dim, log, device), x, y)
+    found = in_place(x, y, dim, log)
+    return None if found is None else prepare_launch(found.launch, x, y)
 
 
 def _prepare_after_copy(x: Tensor, y: Tensor, dim: int, log: bool) -> Shaped | None:
@@ -330,46 +268,10 @@ def _prepare_after_copy(x: Tensor, y: Tensor, dim: int, log: bool) -> Shaped | N
     return lambda x, y: run(folded((_contiguous(x), y), dim))
 
 
-def _transposition(x: Tensor, y: Tensor, dim: int, device: Device) -> Any:
-    """How the transposing kernel takes x to y; None where another way is faster, and within batch_invariant()."""
-    if is_batch_invariant():
-        return None
-    of = _strided_rows(x, y, dim)
-    if of.along_cols == of.out_along_cols or not (of.along_rows or of.along_cols):
-        return None
-    from .transposed import transposition
-
-    return transposition(x, y, dim, _row_dims(x, y, dim), of.n_rows, device)
-
-
 def _contiguous(t: Tensor) -> Tensor:
     """t.contiguous(), by a kernel of ours where t is a large transposition."""
     if t.is_contiguous() or t.numel() < LEAST_COPIED:
         return t.contiguous()
-    from .transposed import contiguous
+    from .views import contiguous
 
     return contiguous(t)
-
-
-def _copied_by_tiles(x: Tensor) -> bool:
-    from .transposed import tiles_of
-
-    return device_of(x).kind != "hip" and tiles_of(x) is not None
-
-
-def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | None = None) -> Launch:
-    """The launch that takes x to y over a dim whose elements, or rows, lie anywhere; `device` stands in for x's own.
-
-    x and y have three dimensions of rows at most, as `_row_dims` counts them.
-    """
-    outer, middle, (n_rows, x_row, y_row) = _dims_of_rows(x, y, dim)
-    n_cols, x_col, y_col = x.shape[dim], x.stride(dim), y.stride(dim)
-    if n_cols == 1:
-        x_col = y_col = 1
-    plan = strided.strided_plan(_strided_rows(x, y, dim))
-    grid = outer[0] * middle[0] * -(-n_rows // plan.rows)
-    args = (x, y, n_rows, n_cols, middle[0], outer[1], middle[1], x_row, x_col, outer[2], middle[2], y_row, y_col)
-    device = device or device_of(x)
-    meta: dict[str, object] = dict(LOG=log, ROWS=plan.rows, COLS=plan.vectors_per_chunk, ONE_STEP=plan.chunks == 1)
-    meta["EARLY"] = device.supports_pdl
-    return Launch(_strided(), (grid,), args, meta | launch_options(_strided(), plan, device) | early_start(meta))

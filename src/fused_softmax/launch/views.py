@@ -1,21 +1,25 @@
-"""softmax and log_softmax that transpose: from columns that are not neighbors in memory into rows that are, or back.
+"""softmax and log_softmax of views that fold neither to rows nor to planes, as they lie; and a copy of transpositions.
 
-And a copy of such tensors. `softmax.py` imports this where it meets one. The kernels are `softmax_transposed`,
-`softmax_channels_last` and `transposed_copy`.
+`softmax.py` imports this where it meets one. Where columns are neighbors in memory on one side and rows on the other,
+transposing kernels take them (`softmax_transposed`, `softmax_channels_last`). Others go to the strided kernel, which
+reads up to three row dimensions in place, or are copied first, by tiles where they are transpositions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..planning import strided
 from ..planning.transposed import SECTOR, TransposedRows, reading, transposed_plan
 from ..planning.types import Device, Plan, power_of_two
 from .availability import KernelUnavailable
 from .cache import Cache
 from .compile import Launch, Shaped, early_start, kernel_loader, launch_options, prepare_launch
+from .context import is_batch_invariant
 from .device import device_of
 from .folding import alignment_of, merge_dims, stride_of_one
 from .layout import DTYPE_NAMES, divisor
@@ -49,6 +53,106 @@ def _copy() -> Any:
     from ..kernels.transposed_copy import transposed_copy
 
     return transposed_copy
+
+
+@kernel_loader
+def _strided() -> Any:
+    from ..kernels.softmax_strided import softmax_strided
+
+    return softmax_strided
+
+
+class InPlace(NamedTuple):
+    """The plan of a kernel that takes x to y as they lie, and what makes its launch over such tensors."""
+
+    plan: Plan
+    launch: Callable[[Tensor, Tensor], Launch]
+
+
+def in_place(x: Tensor, y: Tensor, dim: int, log: bool) -> InPlace | None:
+    """How a kernel takes x to y as they lie; None where x is copied first. y may be on meta.
+
+    Within batch_invariant() none does: plans of rows follow from the number of neighbors, those of a copy do not.
+    """
+    if is_batch_invariant():
+        return None
+    device, of = device_of(x), strided_rows(x, y, dim)
+    if of.along_cols != of.out_along_cols and (of.along_rows or of.along_cols):
+        found = transposition(x, y, dim, row_dims(x, y, dim), of.n_rows, device)
+        if found is not None:
+            return InPlace(found.plan, lambda x, y: transposed_launch(x, y, log, found, device))
+    if not _takes_strided(x, y, dim, of):
+        return None
+    return InPlace(strided.strided_plan(of), lambda x, y: strided_launch(x, y, dim, log, device))
+
+
+# --- rows of a view ---------------------------------------------------------------------------------------------------
+
+
+def row_dims(x: Tensor, y: Tensor, dim: int, first: int = 0) -> Dims:
+    """(size, x's stride, y's stride) of the fewest dimensions that hold the rows of both, from dimension `first` on.
+
+    A batch of one stays where it was cut from rows that are neighbors in memory, as its stride tells.
+    """
+    sizes, x_strides, y_strides = x.shape, x.stride(), y.stride()
+    kept = [d for d in range(first, x.dim()) if d != dim and (sizes[d] != 1 or (d == 0 and x_strides[d] == 1))]
+    return merge_dims([(sizes[d], x_strides[d], y_strides[d]) for d in kept])
+
+
+def _dims_of_rows(x: Tensor, y: Tensor, dim: int) -> Dims:
+    """The three dimensions of rows, (size, x's stride, y's stride), that the strided kernel takes."""
+    merged = row_dims(x, y, dim)
+    # the rows of a tile are the dimension whose neighbors in memory they are, or the innermost
+    order = sorted(range(len(merged)), key=lambda i: (merged[i][1] == 1) + (merged[i][2] == 1))
+    return ([(1, 0, 0)] * 3 + [merged[i] for i in order])[-3:]
+
+
+def strided_rows(x: Tensor, y: Tensor, dim: int) -> strided.StridedRows:
+    """The rows as their plan sees them."""
+    n_cols = x.shape[dim]
+    x_col, y_col = (x.stride(dim), y.stride(dim)) if n_cols > 1 else (1, 1)
+    _, *strides = _dims_of_rows(x, y, dim)[-1]
+    # neighbors along one dimension that is not the batch's, also where both merge
+    within = next((size for size, *others in row_dims(x, y, dim, min(dim, 1)) if others == strides), None)
+    along_rows = strides[0] == 1
+    of_batch = within is None and dim != 0
+    n_rows = (x_col if along_rows else y_col) if of_batch else within or 1
+    return strided.StridedRows(n_cols, n_rows, of_batch, along_rows, x_col == 1, y_col == 1)
+
+
+# --- strided ----------------------------------------------------------------------------------------------------------
+
+
+def _takes_strided(x: Tensor, y: Tensor, dim: int, of: strided.StridedRows) -> bool:
+    """Whether the strided kernel, which takes three dimensions of rows, is faster than to copy x first."""
+    if len(row_dims(x, y, dim)) > 3:
+        return False
+    return strided.strided_is_faster(of, of.n_cols > strided.MOST_COLS and _copied_by_tiles(x))
+
+
+def _copied_by_tiles(x: Tensor) -> bool:
+    return device_of(x).kind != "hip" and tiles_of(x) is not None
+
+
+def strided_launch(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | None = None) -> Launch:
+    """The launch that takes x to y over a dim whose elements, or rows, lie anywhere; `device` stands in for x's own.
+
+    x and y have three dimensions of rows at most, as `row_dims` counts them.
+    """
+    outer, middle, (n_rows, x_row, y_row) = _dims_of_rows(x, y, dim)
+    n_cols, x_col, y_col = x.shape[dim], x.stride(dim), y.stride(dim)
+    if n_cols == 1:
+        x_col = y_col = 1
+    plan = strided.strided_plan(strided_rows(x, y, dim))
+    grid = outer[0] * middle[0] * -(-n_rows // plan.rows)
+    args = (x, y, n_rows, n_cols, middle[0], outer[1], middle[1], x_row, x_col, outer[2], middle[2], y_row, y_col)
+    device = device or device_of(x)
+    meta: dict[str, object] = dict(LOG=log, ROWS=plan.rows, COLS=plan.vectors_per_chunk, ONE_STEP=plan.chunks == 1)
+    meta["EARLY"] = device.supports_pdl
+    return Launch(_strided(), (grid,), args, meta | launch_options(_strided(), plan, device) | early_start(meta))
+
+
+# --- transposing ------------------------------------------------------------------------------------------------------
 
 
 class Transposition(NamedTuple):
