@@ -78,10 +78,10 @@ def softmax_spatial_periodic(
 ):  # fmt: skip
     SLOTS: tl.constexpr = sums_bytes(2)
     declare_regions(SLOTS + slots_bytes(2, THREADS, VEC), PTX)
-    first, share, begins, head, tail, tail_at, lane, end, at_end = share_and_ends(
+    first, share, begins, head, tail, tail_at, lane, end, is_end, at_end = share_and_ends(
         n_cols, inner, CTAS, THREADS, VEC, PTX
     )
-    is_end, thread = lane < head + tail, lane[:, None]
+    thread = lane[:, None]
     slot = thread * VEC + tl.arange(0, VEC)[None, :]
     await_previous(EARLY)
     x = load_slots(x_ptr + first * VEC, thread, slot, span, share, -float("inf"), CHUNKS, UNPREDICATED, VEC)
@@ -148,10 +148,10 @@ def softmax_spatial_periodic_backward(
 ):  # fmt: skip
     SLOTS: tl.constexpr = sums_bytes(1)
     declare_regions(SLOTS + slots_bytes(1, THREADS, VEC), PTX)
-    first, share, begins, head, tail, tail_at, lane, end, at_end = share_and_ends(
+    first, share, begins, head, tail, tail_at, lane, end, is_end, at_end = share_and_ends(
         n_cols, inner, CTAS, THREADS, VEC, PTX
     )
-    is_end, thread = lane < head + tail, lane[:, None]
+    thread = lane[:, None]
     slot = thread * VEC + tl.arange(0, VEC)[None, :]
     await_previous(EARLY)
     y = load_slots(y_ptr + first * VEC, thread, slot, span, share, 0.0, CHUNKS, UNPREDICATED, VEC)

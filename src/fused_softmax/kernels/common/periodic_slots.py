@@ -43,11 +43,11 @@ def _place_of(slot, THREADS: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def share_and_ends(n_cols, inner, CTAS: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr):
-    """A CTA's vectors of its plane, its ends, and each thread's element of the ends: nine values.
+    """A CTA's vectors of its plane, its ends, and each thread's element of the ends: ten values.
 
     Of the vectors: the first one in memory, their number, and the plane's element that they begin with. Of the ends:
     elements in front of the vectors, elements behind them, and the first one behind them. Of a thread: its index in the
-    CTA, and its element of the ends in the plane and in memory.
+    CTA, its element of the ends in the plane, whether it has one, and the element in memory.
 
     Interpreted, each thread has the values of its CTA.  # [CTAS*THREADS, 1] for vectors, [CTAS*THREADS] for the others
     """
@@ -64,14 +64,14 @@ def share_and_ends(n_cols, inner, CTAS: tl.constexpr, THREADS: tl.constexpr, VEC
     behind = (n - before) % VEC
     head, tail, tail_at = tl.where(rank == 0, before, 0), tl.where(rank == CTAS - 1, behind, 0), n - behind
     end = tl.where(lane < head, lane, tail_at - head + lane)
-    at_end = start + end
+    is_end, at_end = lane < head + tail, start + end
     vectors = ((n - before) // VEC).to(tl.int64)
     skipped = (rank * vectors // CTAS).to(tl.int32)
     first = whole + skipped
     share, begins = ((rank + 1) * vectors // CTAS).to(tl.int32) - skipped, before + skipped * VEC
     if not PTX:
         first, share, begins = first[:, None], share[:, None], begins[:, None]
-    return first, share, begins, head, tail, tail_at, lane, end, at_end
+    return first, share, begins, head, tail, tail_at, lane, end, is_end, at_end
 
 
 @triton.jit
