@@ -209,3 +209,32 @@ def test_large_transpositions_are_copied_by_it(monkeypatch):
     with fs.batch_invariant():
         fs.softmax(small, -1)
     assert len(copied) == 2
+
+
+GAPS = {
+    "images cropped along their height": lambda t: (t.to(memory_format=torch.channels_last)[:, :, :12], 1),
+    "every second image": lambda t: (t.to(memory_format=torch.channels_last)[::2], 1),
+    "one image, repeated": lambda t: (t[:1].to(memory_format=torch.channels_last).expand(3, -1, -1, -1), 1),
+    "two batches apart, as rows": lambda t: (t.transpose(1, 3).contiguous()[:, :3].transpose(-1, -2), 2),
+    "cropped along their width": lambda t: (t[..., :6].permute(0, 2, 3, 1), -1),
+    "two batches apart": lambda t: (t.transpose(1, 2).contiguous()[:, :3].mT, -1),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", GAPS)
+@pytest.mark.parametrize("n_cols", [19, 100, 333])
+def test_a_batch_of_one_is_planned_as_the_batch_is(name, n_cols, dtype):
+    """Where a batch has gaps, too: its first element keeps the strides that tell."""
+    x, dim = GAPS[name](torch.randn(4, n_cols, 16, 8).to(dtype))
+    y = fs.log_softmax(x, dim)
+    assert fs.plan_for(x[:1], dim) == fs.plan_for(x, dim)
+    assert torch.equal(fs.log_softmax(x[:1], dim), y[:1])
+
+
+def test_one_row_into_columns_has_the_bits_of_many():
+    x, out = torch.randn(64, 100), torch.empty(100, 64).t()
+    fs.softmax(x, 1, out=out)
+    for i in range(0, 64, 7):
+        alone = torch.empty(100, 64).t()[i : i + 1]
+        assert torch.equal(fs.softmax(x[i : i + 1], 1, out=alone), out[i : i + 1])

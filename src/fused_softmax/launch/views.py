@@ -177,11 +177,16 @@ def transposition(x: Tensor, y: Tensor, dim: int, dims: Dims, neighbors: int, de
     if not into_rows:
         dims = [(size, of_y, of_x) for size, of_x, of_y in dims]
     n_cols, col_stride = apart.shape[dim], apart.stride(dim)
-    inner, *strides = dims[-1] if dims else (1, 0, 0)
+    inner, *strides = dims[-1] if dims else (1, 1, n_cols)
     (outer, outer_stride, packed_outer), *others = [*dims[:-1], (1, 0, inner * n_cols)]
-    if outer == 1:  # a batch of one keeps the stride of the batch that it was taken from
-        alone = [apart.stride(d) for d in range(dim if dim else x.dim()) if x.shape[d] == 1 and d != dim]
-        outer_stride = stride_of_one(alone, inner)
+    # a batch of one keeps the strides of the batch that it was taken from, and is planned as that batch is
+    alone = [d for d in range(dim if dim else x.dim()) if x.shape[d] == 1 and d != dim]
+    if any(not 0 < packed.stride(d) <= outer * inner * n_cols for d in alone):
+        return None
+    if outer > 1 and any(not 0 < apart.stride(d) <= outer * outer_stride for d in alone):
+        return None
+    if outer == 1:
+        outer_stride = stride_of_one([apart.stride(d) for d in alone], inner)
     follow = strides == [1, n_cols] and packed_outer == inner * n_cols and packed.stride(dim) == 1
     if len(others) > 1 or not follow or x.dtype != y.dtype or col_stride < 2 or inner > MOST_POSITIONS:
         return None

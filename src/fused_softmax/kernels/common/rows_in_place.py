@@ -2,7 +2,7 @@
 
 The rows are a piece of memory without a gap, `packed` (`gathered_rows`), on one side of a transposition; on the other
 side their columns lie apart. Each row is reduced with LANES neighbors of a warp. A short row is held in registers. A
-LONG one is read three times from shared memory, by a loop over GROUP chunks: for its maximum, its sum, and the results.
+LONG one is read three times from shared memory, in steps of CHUNKS: for its maximum, its sum, and the results.
 """
 
 from __future__ import annotations
