@@ -36,7 +36,7 @@ OUTPUT_GATHERED_CHUNKS = 8
 # a thread at most, so that 12 do, not 10. H200, us: 402 columns and 28 queries 49.4 and 46.9, 438 columns and 24
 # queries 44.4 and 41.9; to zero the output takes 44.5 and 42.2
 OUTPUT_GATHERED_REGISTERS = 64
-OUTPUT_GATHERED_CAPPED, OUTPUT_GATHERED_MORE = 7, 80
+OUTPUT_GATHERED_FEW_CHUNKS, OUTPUT_GATHERED_FEW_REGISTERS = 7, 80
 
 
 def plan_masked(problem: Problem, device: Device, mask: int, causal: bool = False) -> Plan:
@@ -129,8 +129,8 @@ def _narrow_plan(problem: Problem, device: Device, kind: str, causal: bool) -> P
     if as_piece:  # a program's rows begin at a multiple of 16 bytes
         num_warps = max(num_warps, vec * lanes // device.warp_size)
     cap = None
-    if as_piece and problem.itemsize == 2 and (num_warps == 4 or chunks <= OUTPUT_GATHERED_CAPPED):
-        cap = OUTPUT_GATHERED_REGISTERS if num_warps == 4 else OUTPUT_GATHERED_MORE
+    if as_piece and problem.itemsize == 2 and (num_warps == 4 or chunks <= OUTPUT_GATHERED_FEW_CHUNKS):
+        cap = OUTPUT_GATHERED_REGISTERS if num_warps == 4 else OUTPUT_GATHERED_FEW_REGISTERS
     rows = num_warps * device.warp_size // lanes
     why = f"{rows} rows per program, each in {lanes} threads of a warp: no reduction leaves them"
     return Plan(

@@ -27,7 +27,7 @@ from .types import ITEMSIZE, MULTIPROCESSORS, Device, Plan, power_of_two
 # programs on a multiprocessor, at least, whose rooms launches add. H200, float32, of a copy: 3 programs (2,048 columns)
 # 0.52, 2 programs (3,000 columns) 0.46, where a strided kernel has 0.49 and 0.46
 PROGRAMS = (4, 3)
-SECTOR = 32  # bytes of a column that a program reads, at least
+SECTOR = 32  # bytes of a column that a program moves, at least
 MOST_ROWS = 2048
 # bytes of a piece, about: of rows in one thread, of rows that are read by elements, and of others. H200, bfloat16, of a
 # copy: 21 columns in 256 rows 1.17, in 512 rows 1.07; 255 columns by elements in 32 rows 0.74, in 64 rows 0.69; 100
@@ -107,17 +107,17 @@ class TransposedRows(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How threads read x: compile-time arguments of the kernel."""
+    """How threads move the side that is not packed: compile-time arguments of the kernels."""
 
     span: int  # lanes along the rows; the others of a warp have other columns
     across: int  # warps along the rows
     pair: int  # columns of a word
-    groups: int  # loads of a thread before it stores
+    groups: int  # accesses of a thread that wait together
 
 
 @cache
 def store_wavefronts(n_cols: int, vec: int, span: int, pair: int, itemsize: int) -> int:
-    """Wavefronts of a warp's store of the transposing read: the words in its fullest bank.
+    """Wavefronts of a warp's access to shared memory where it transposes: the words in its fullest bank.
 
     >>> store_wavefronts(64, 8, 8, 2, 2), store_wavefronts(100, 8, 8, 2, 2), store_wavefronts(333, 8, 4, 1, 2)
     (8, 4, 1)
@@ -134,7 +134,7 @@ def store_wavefronts(n_cols: int, vec: int, span: int, pair: int, itemsize: int)
 
 
 def reading(of: TransposedRows, rows: int, num_warps: int) -> Reading:
-    """How a program of so many rows and warps reads them."""
+    """How a program of so many rows and warps moves them."""
     pair = 2 if of.even else 1
     vector_bytes = of.vec * of.itemsize
 

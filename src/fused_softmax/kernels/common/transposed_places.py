@@ -18,7 +18,7 @@ def first_of_piece(first_row, inner, reciprocal):
 
 
 @triton.jit
-def place_of_row(row, first_outer, first_position, inner, multiplier, power, x_outer):
-    """Where a row of the piece starts in x, in elements.  # row: [THREADS], result int64"""
+def place_of_row(row, first_outer, first_position, inner, multiplier, power, outer_stride):
+    """Where a row of the piece starts on this side, in elements.  # row: [THREADS], result int64"""
     outer, position = fast_divmod(first_position + row, inner, multiplier, power)
-    return (first_outer + outer) * x_outer + position
+    return (first_outer + outer) * outer_stride + position

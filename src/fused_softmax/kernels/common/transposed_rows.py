@@ -31,6 +31,14 @@ from .transposed_ptx import (
 
 
 @triton.jit
+def _vector_and_column(SPAN: tl.constexpr, ACROSS: tl.constexpr, PAIR: tl.constexpr, THREADS: tl.constexpr):
+    """Each thread's vector of a block of rows, and its first column of a step.  # [THREADS]"""
+    thread = tl.arange(0, THREADS)
+    vector = thread // 32 % ACROSS * SPAN + thread % SPAN
+    return vector, (thread // (32 * ACROSS) * (32 // SPAN) + thread % 32 // SPAN) * PAIR
+
+
+@triton.jit
 def gather_transposed(
     x_ptr, y_ptr, rows, n_cols, stride, first_outer, first_position, inner, multiplier, power, x_outer, x_col,
     ROWS: tl.constexpr, VEC: tl.constexpr, SPAN: tl.constexpr, ACROSS: tl.constexpr, PAIR: tl.constexpr,
@@ -51,9 +59,7 @@ def gather_transposed(
         LOADED: tl.constexpr = load_constraints(WORDS)
         STORED: tl.constexpr = store_constraints(WORDS)
         TYPE: tl.constexpr = words_type(WORDS)
-        thread = tl.arange(0, THREADS)
-        vector = thread // 32 % ACROSS * SPAN + thread % SPAN
-        column = (thread // (32 * ACROSS) * (32 // SPAN) + thread % 32 // SPAN) * PAIR
+        vector, column = _vector_and_column(SPAN, ACROSS, PAIR, THREADS)
         col_bytes = x_col * ITEMSIZE
         ats, slots, lefts = (), (), ()
         for b in tl.static_range(BLOCKS):
@@ -89,9 +95,7 @@ def scatter_transposed(
         TAKEN: tl.constexpr = take_constraints(WORDS)
         WRITTEN: tl.constexpr = write_constraints(WORDS)
         TYPE: tl.constexpr = words_type(WORDS)
-        thread = tl.arange(0, THREADS)
-        vector = thread // 32 % ACROSS * SPAN + thread % SPAN
-        column = (thread // (32 * ACROSS) * (32 // SPAN) + thread % 32 // SPAN) * PAIR
+        vector, column = _vector_and_column(SPAN, ACROSS, PAIR, THREADS)
         col_bytes = y_col * ITEMSIZE
         for b in tl.static_range(BLOCKS):
             row = (b * ACROSS * SPAN + vector) * VEC
