@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import partial
 
@@ -120,6 +121,19 @@ def test_causal_columns_are_not_read():
         hidden = torch.arange(n_cols) > torch.arange(n_rows)[:, None]
         y = fs.masked_softmax(x.masked_fill(hidden, float("nan")), causal=True)
         torch.testing.assert_close(y, torch.softmax(x.masked_fill(hidden, -INF), -1))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_bit_depends_on_the_number_of_queries(seed):
+    """Also of rows with infinities and NaN, whose unseen columns are NaN, too. One batch: rows keep their addresses."""
+    rng = random.Random(seed)
+    n_cols, dtype = rng.randint(9, 900), rng.choice((torch.bfloat16, torch.float32))
+    queries = rng.randint(1, max(1, min(n_cols // 2, 70)))
+    x = torch.randn(1, n_cols, n_cols).to(dtype)
+    for value in (INF, -INF, float("nan")):
+        x[0, rng.randrange(queries), rng.randrange(3)] = value
+    few, many = (fs.masked_softmax(t, causal=True, scale=0.5) for t in (x[:, :queries].contiguous(), x))
+    torch.testing.assert_close(few, many[:, :queries], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])

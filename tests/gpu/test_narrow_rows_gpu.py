@@ -110,6 +110,23 @@ def test_random_causal_rows(seed):
     assert (y.masked_select(~keep) == 0).all()
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_causal_rows_of_few_queries(seed):
+    """They are torch's, and no bit depends on the number of queries."""
+    rng = random.Random(seed)
+    dtype, n_cols = rng.choice((torch.bfloat16, torch.float16, torch.float32)), round(66 * 20 ** rng.random())
+    queries = rng.randint(1, max(1, min(n_cols - 1, 260)))
+    x = torch.randn(rng.randint(1, 9), n_cols, n_cols, device="cuda").to(dtype)
+    for value in (float("inf"), -float("inf"), float("nan")):
+        x[rng.randrange(x.shape[0]), rng.randrange(queries), rng.randrange(3)] = value
+    few, many = (fs.masked_softmax(t, causal=True, scale=0.5) for t in (x[:, :queries].contiguous(), x))
+    torch.testing.assert_close(few[0], many[0, :queries], rtol=0, atol=0, equal_nan=True)  # the same addresses mod 16
+    keep = torch.ones(queries, n_cols, dtype=torch.bool, device="cuda").tril()
+    expected = torch.softmax((0.5 * x[:, :queries].double()).masked_fill(~keep, -float("inf")), -1)
+    relative, absolute = unit(dtype)
+    torch.testing.assert_close(few.double(), expected, rtol=relative, atol=max(absolute, 1e-9), equal_nan=True)
+
+
 def random_mask(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
     """None, or a mask of any kind, broadcast in any dimension, with columns that are neighbors or not."""
     kind = rng.choice(("none", "boolean", "additive", "additive", "float32"))

@@ -178,6 +178,19 @@ def test_causal_rows_are_written_as_one_piece(dtype, n_cols, gathered, target):
         assert max(puts) < barriers[-1]
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(("n_cols", "queries"), [(474, 30), (473, 30), (600, 200), (133, 60), (880, 27)])
+def test_causal_rows_of_few_queries_hold_what_they_see(n_cols, queries, target):
+    """They read a vector for each chunk that some row sees, and put one in shared memory for each chunk."""
+    x = torch.empty(4, n_cols, dtype=torch.bfloat16)
+    launch, chosen = masked_launch(x, None, True, DEVICES[target], queries=queries)
+    assert chosen.output_gathered and 0 < chosen.seen_chunks < chosen.chunks
+    used, assembly = cross_compiled(as_called(launch), target)
+    assert used.spilled_bytes == 0 and used.registers <= 64 and used.shared_bytes <= 48 << 10
+    assert dict(used.loads)[16] == chosen.seen_chunks
+    assert len(re.findall(r"st\.shared\.v4", assembly["ptx"])) >= chosen.chunks
+
+
 @pytest.mark.parametrize(("dtype", "n_cols"), [(dtype, n_cols) for dtype, n_cols, gathered in CAUSAL if gathered])
 def test_a_thread_puts_whole_vectors(dtype, n_cols):
     """`put_vectors` takes VEC neighbors of a thread for a vector, and knows of its first place only."""

@@ -216,10 +216,17 @@ def shards_of_softmax(target: str) -> Iterator[Named]:
 
 
 def masked_launch(
-    x: torch.Tensor, mask: torch.Tensor | None, causal: bool, device: Device, zero: bool = False
-) -> tuple[Launch, Plan]:
-    """masked_softmax of 4 rows x as scores (2, 2, n_cols), by the plan that a call takes."""
-    scores = x.as_strided((2, 2, x.shape[1]), (2 * x.stride(0), x.stride(0), 1), x.storage_offset())
+    x: torch.Tensor, mask: torch.Tensor | None, causal: bool, device: Device, zero: bool = False,
+    queries: int | None = None,
+) -> tuple[Launch, Plan]:  # fmt: skip
+    """masked_softmax of 4 rows x as scores (2, 2, n_cols), by the plan that a call takes.
+
+    Causal scores without a mask have as many queries as columns, or `queries`.
+    """
+    n_cols = x.shape[1]
+    shape = (2, n_cols if queries is None else queries, n_cols) if causal and mask is None else (2, 2, n_cols)
+    strides = (shape[1] * x.stride(0), x.stride(0), 1)
+    scores = torch.empty_strided(shape, strides, dtype=x.dtype, device="meta")
     found = masked_softmax.forward_of(scores, (x, x), mask, causal, zero, device, False)
     chosen = found.op.plan((x, x), device, False)
     numbers = (*found.order, *found.numbers, 0.5)
@@ -251,6 +258,9 @@ def masks(target: str) -> Iterator[Named]:
                 given = None if kind == "causal" else mask
                 launch, chosen = masked_launch(x, given, kind == "causal", device)
                 yield f"masked_softmax {kind} {dtype} {n_cols}", as_called(launch), chosen
+            if n_cols == 1001:
+                launch, chosen = masked_launch(x[:, :473].contiguous(), None, True, device, queries=30)
+                yield f"masked_softmax causal {dtype} 473, 30 queries", as_called(launch), chosen
             found = masked_gradient_launch(x, None, True, device)
             if found is not None:
                 yield f"masked_softmax backward {dtype} {n_cols}", as_called(found[0]), found[1]

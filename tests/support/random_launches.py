@@ -168,7 +168,8 @@ def masked_rows(rng: Random, device: Device) -> Iterator[Named]:
         if found is not None:
             yield name, *found
         return
-    yield name, *masked_launch(x, mask, causal, device, zero)
+    queries = rng.choice((None, 2, 20, 130))
+    yield f"{name} of {queries} queries", *masked_launch(x, mask, causal, device, zero, queries)
 
 
 def _planes(rng: Random, n_cols: int, inner: int, dtypes: tuple[torch.dtype, ...]) -> tuple[torch.Tensor, ...]:

@@ -124,10 +124,12 @@ def masked_softmax_resident(
     CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr,
     OUTPUT_GATHERED: tl.constexpr,  # causal rows without gaps in y: a program writes its rows as one piece
     BULK: tl.constexpr,  # how (`scatter`)
+    SEEN: tl.constexpr,  # chunks of which some row sees a column; the others are written without being read
     THREADS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
     tl.static_assert(not OUTPUT_GATHERED or (CAUSAL and MASK == NO_MASK), "only causal rows are written as one piece")
+    tl.static_assert(SEEN == CHUNKS or OUTPUT_GATHERED, "only rows that are written as one piece have unseen chunks")
     MOST: tl.constexpr = ROWS * (CHUNKS * VECTORS + 2) * VEC
     if OUTPUT_GATHERED:
         declare_regions(region_bytes(MOST, y_ptr.dtype.element_ty.primitive_bitwidth // 8), PTX)
@@ -202,7 +204,7 @@ def masked_softmax_resident(
         m_col, m_phase, MASK, MASK_COLS, MASK_ROWS, MASK_VEC, UNALIGNED, VEC,
     )  # fmt: skip
 
-    x = load_chunks(x_row + first, left, SEGMENTS, CHUNKS, FULL, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
+    x = load_chunks(x_row + first, left, SEGMENTS, SEEN, FULL, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
     mask = x
     if IS_SHIFTED and CTAS > 1:
         mask = load_shifted(at_mask, to_mask, left, TYPE, SEGMENTS, CHUNKS, WARPS_PER_ROW, VECTORS, VEC, PTX)
@@ -235,7 +237,7 @@ def masked_softmax_resident(
     else:
         m = tl.zeros([SEGMENTS, VECTORS], tl.float32) + LOWEST
         z = ()
-        for c in tl.static_range(CHUNKS):
+        for c in tl.static_range(SEEN):
             after = load_next(at_mask, to_mask, left, c, COLS, BITS, SEGMENTS, FULL, WARPS_PER_ROW, VECTORS, VEC)
             tile = mask[c]
             if IS_SHIFTED and CTAS > 1:
@@ -277,7 +279,9 @@ def masked_softmax_resident(
         if FUSED or AFFINE:
             by_vector *= correction
     for c in tl.static_range(CHUNKS):
-        if not RECOMPUTED:
+        if c >= SEEN:
+            y = tl.zeros([SEGMENTS, VECTORS, VEC], tl.float32) * by[:, :, None]  # NaN where the row is
+        elif not RECOMPUTED:
             y = exps[c] * by_vector[:, :, None]
         elif SKIPS:
             y = tl.zeros([SEGMENTS, VECTORS, VEC], tl.float32) * correction  # NaN where the row is

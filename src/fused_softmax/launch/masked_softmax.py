@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..planning.masked_softmax import plan_masked
-from ..planning.types import Device, Plan
+from ..planning.types import Device, Plan, power_of_two
 from .cache import Cache
 from .compile import kernel_loader
 from .context import is_batch_invariant
@@ -83,8 +83,10 @@ def _backward(plan: Plan) -> Any:
     return _backward_gathered() if plan.gathered else _backward_resident()
 
 
-def _op(kernel: Callable[[Plan], Any], mask: int, backward: bool, causal: bool = False) -> RowOp:
-    planner = functools.lru_cache(functools.partial(plan_masked, mask=mask, causal=causal))
+def _op(
+    kernel: Callable[[Plan], Any], mask: int, backward: bool, causal: bool = False, seen: int | None = None
+) -> RowOp:
+    planner = functools.lru_cache(functools.partial(plan_masked, mask=mask, causal=causal, seen=seen))
     return RowOp(planner, kernel, backward=backward, alignment=mask_alignment)
 
 
@@ -93,6 +95,18 @@ FORWARD = {kind: _op(_forward, kind, False) for kind in (0, 1, 2)}
 CAUSAL = _op(_forward, 0, False, causal=True)  # without a mask
 BACKWARD = {kind: _op(_backward, kind, True) for kind in (0, 1)}
 CAUSAL_BACKWARD = {kind: _op(_backward, kind, True, causal=True) for kind in (0, 1)}
+
+
+@functools.lru_cache
+def _causal_of(seen: int) -> RowOp:
+    """CAUSAL, of rows that see no column from `seen` on."""
+    return _op(_forward, 0, False, causal=True, seen=seen)
+
+
+def causal_op(x: Tensor) -> RowOp:
+    """The op of causal scores x. One prepared call takes any number of queries where they are all that x has."""
+    queries = queries_of(x)
+    return _causal_of(power_of_two(queries)) if x.dim() > 2 and queries < x.shape[-1] else CAUSAL
 
 
 class Masked(NamedTuple):
@@ -111,7 +125,7 @@ def forward_of(
     invariant: bool,
 ) -> Masked:  # fmt: skip
     """The forward of scores x, folded to `rows` (x, y), under a mask."""
-    op = CAUSAL if causal and mask is None else FORWARD[kind_of(mask)]
+    op = causal_op(x) if causal and mask is None else FORWARD[kind_of(mask)]
     plan = op.plan(rows, device, invariant)
     if plan.gathered:
         read, flags, order, numbers, pieces = describe_mask_of_pieces(mask, x, plan, rows[-1], causal)

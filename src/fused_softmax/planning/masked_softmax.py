@@ -19,7 +19,7 @@ from .masked_tables import (
     PARTIAL_MOST,
 )
 from .rows import geometry, held_plan, resident_plan, steps_plan, warp_plan
-from .types import Device, Plan, Problem
+from .types import VECTOR_BYTES, Device, Plan, Problem, power_of_two
 
 # the tables of each kind of mask, by the numbers of the kernels: none, boolean, additive
 KINDS = ("unmasked", "boolean", "additive")
@@ -37,13 +37,23 @@ OUTPUT_GATHERED_CHUNKS = 8
 # queries 44.4 and 41.9; to zero the output takes 44.5 and 42.2
 OUTPUT_GATHERED_REGISTERS = 64
 OUTPUT_GATHERED_FEW_CHUNKS, OUTPUT_GATHERED_FEW_REGISTERS = 7, 80
+# causal rows of few queries (`_few_queries`): chunks that they see at most. With more a thread has as many registers as
+# one that holds the whole row
+MOST_SEEN_CHUNKS = 4
+# bytes of a program's piece at least, by the bytes of an element, and of its shared memory at most. H200, bfloat16,
+# time over that of twice the rows: 636 columns (5 KB) 0.98, 330 (5 KB) 0.97, 460 (4 KB) 1.01, 286 (5 KB) 1.02
+FEW_QUERIES_LEAST, FEW_QUERIES_MOST = {2: 4800, 4: 2100}, 46 << 10
+SECTOR_BYTES = 32
 
 
-def plan_masked(problem: Problem, device: Device, mask: int, causal: bool = False) -> Plan:
+def plan_masked(
+    problem: Problem, device: Device, mask: int, causal: bool = False, seen: int | None = None
+) -> Plan:  # fmt: skip
     """The plan of masked softmax, or of its gradient. A causal row writes up to three vectors element by element.
 
     mask: 0 for none, 1 for a boolean one, 2 for an additive one. A gradient reads a boolean mask or none. causal: rows
-    are causal; a forward under a mask is planned without it.
+    are causal; a forward under a mask is planned without it. seen: columns that no causal row sees beyond; None: any
+    row may see all of its columns. No result depends on it.
 
     >>> plan_masked(Problem(2048, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"], mask=0).regime
     'block'
@@ -106,7 +116,8 @@ def plan_masked(problem: Problem, device: Device, mask: int, causal: bool = Fals
     recompute, why = chosen.recompute, chosen.why
     if mask and chosen.regime == "block":
         recompute, why = False, f"the row stays in one program, {chosen.chunks} vector(s) per thread"
-    return replace(chosen, unpredicated_chunks=full, max_registers=registers, recompute=recompute, why=why)
+    found = replace(chosen, unpredicated_chunks=full, max_registers=registers, recompute=recompute, why=why)
+    return _few_queries(found, problem, device, seen) if causal and not mask and seen is not None else found
 
 
 def _most_causal(problem: Problem) -> int:
@@ -136,6 +147,35 @@ def _narrow_plan(problem: Problem, device: Device, kind: str, causal: bool) -> P
     return Plan(
         "warp", rows, 1, 1, lanes, vec, chunks, 0, unaligned, False, num_warps, cap, why, output_gathered=as_piece
     )
+
+
+def _few_queries(plan: Plan, problem: Problem, device: Device, seen: int) -> Plan:
+    """`plan`, whose causal rows see no column from `seen` on, so that most columns are only written.
+
+    A program writes its rows as one piece, and a thread holds the chunks that some row sees. So few registers and much
+    memory are in flight. Pieces start at sectors: a sector that two programs write costs a read. A row's sum is added
+    up in the same order, because what it does not see adds zeros.
+    """
+    lanes, seen_chunks = plan.vectors_per_chunk, power_of_two(-(-seen // (plan.vec * plan.vectors_per_chunk)))
+    several = plan.regime == "warp" and not plan.recompute and plan.vec == problem.full_vec
+    if not (several and problem.packed and device.warp_size == 32) or seen_chunks > MOST_SEEN_CHUNKS:
+        return plan
+    if seen_chunks >= plan.chunks:
+        return plan
+    for num_warps in (1, 2, 4):
+        rows = num_warps * device.warp_size // lanes
+        piece = rows * problem.n_cols * problem.itemsize
+        fits = rows * (plan.chunks * lanes + 2) * VECTOR_BYTES <= FEW_QUERIES_MOST
+        enough = num_warps == 4 or piece >= FEW_QUERIES_LEAST[problem.itemsize]
+        if fits and enough and piece % SECTOR_BYTES == 0:
+            columns, cap = seen_chunks * lanes * plan.vec, None
+            if problem.itemsize == 2:  # above what ptxas takes; without it some loads wait for others
+                cap = OUTPUT_GATHERED_REGISTERS if num_warps == 4 else OUTPUT_GATHERED_FEW_REGISTERS
+            return replace(
+                plan, rows=rows, num_warps=num_warps, max_registers=cap, output_gathered=True, seen_chunks=seen_chunks,
+                why=f"{plan.why}; they see at most {columns} columns, and the others are only written",
+            )  # fmt: skip
+    return plan
 
 
 def _exact(problem: Problem, plan: Plan) -> Plan:
