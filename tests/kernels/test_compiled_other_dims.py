@@ -84,7 +84,7 @@ def launch_over(n_cols: int, inner: int, dtype: torch.dtype, backward: bool, log
 
 
 STAGGERED = (
-    (464, 8192, BFLOAT16, False, False), (2500, 8192, FLOAT32, False, True), (5632, 8192, BFLOAT16, True, False),
+    (352, 8192, BFLOAT16, False, False), (2500, 8192, FLOAT32, False, True), (5632, 8192, BFLOAT16, True, False),
     (2816, 8200, BFLOAT16, False, False), (3712, 8192, FLOAT32, False, False), (1408, 8200, BFLOAT16, False, True),
     (5632, 8192, FLOAT32, False, False), (1700, 8192, BFLOAT16, True, True), (2300, 8192, FLOAT32, True, False),
 )  # fmt: skip

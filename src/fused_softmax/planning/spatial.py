@@ -20,6 +20,7 @@ from .spatial_tables import (
     FEW_TILES,
     FEW_WARPS,
     FEWEST,
+    FILLED,
     HALF_COLS,
     HALF_POSITIONS,
     HALF_RUN,
@@ -250,9 +251,9 @@ Table = tuple[SpatialConfig, ...]
 
 
 def _configs(
-    problem: SpatialProblem, device: Device, table: Table, unaligned_table: Table = ()
+    problem: SpatialProblem, device: Device, table: Table, unaligned_table: Table = (), softmax: bool = False
 ) -> Iterator[SpatialConfig]:
-    """The configs whose tiles hold the columns, best first."""
+    """The configs whose tiles hold the columns, best first. softmax: of a softmax or its gradient, not of a loss."""
     unaligned = problem.vec < problem.full_vec // 2 and not problem.batch_invariant
     # elements that are read one by one take more registers, and so does a cast
     clusters = problem.dtype == problem.out_dtype
@@ -260,13 +261,19 @@ def _configs(
     skewed = problem.in_phase and device.kind != "hip"
     halves = problem.in_phase and problem.vec == problem.full_vec and not problem.whole_sectors
 
+    def holds_few(config: SpatialConfig) -> bool:
+        # few positions of the tiles do not exist
+        plain = softmax and not (config.skewed or config.overlaps)
+        filled = plain and _padded(problem, config.inner) <= FILLED * problem.inner
+        return filled or problem.inner >= 4 * config.inner
+
     def fits(config: SpatialConfig) -> bool:
-        # tiles of such configs are wide, so few positions waste most of one; and they merge in an order of their own
+        # tiles of such configs are wide, and they merge in an order of their own
         overlaps = config.skewed > 0 or config.overlaps
         special = config.ctas > 1 or config.whole_sectors is not None or config.held is not None or overlaps
         return (
             config.least_cols <= problem.n_cols <= config.max_cols
-            and (not special or (problem.inner >= 4 * config.inner and not problem.batch_invariant))
+            and (not special or (holds_few(config) and not problem.batch_invariant))
             and (config.ctas == 1 or (clusters and device.max_cluster >= config.ctas))
             and (config.held is None or (staged and (config.skewed > 0 or problem.vec == problem.full_vec)))
             and (not config.skewed or skewed)
@@ -286,7 +293,7 @@ def _on_chip(problem: SpatialProblem, device: Device) -> Iterator[SpatialConfig]
     kind = problem.backward, problem.widest
     if problem.inner >= LEAST_FEW and (few := few_positions(problem, device)) is not None:
         yield few
-    yield from _configs(problem, device, ON_CHIP[kind], UNALIGNED[kind])
+    yield from _configs(problem, device, ON_CHIP[kind], UNALIGNED[kind], softmax=True)
 
 
 def few_positions(problem: SpatialProblem, device: Device) -> SpatialConfig | None:
