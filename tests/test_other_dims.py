@@ -617,7 +617,7 @@ def test_chunks_are_staged_only_where_a_thread_copies_whole_vectors():
 
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "n_cols", "inner"), [("bfloat16", 460, 272), ("bfloat16", 1400, 256), ("float32", 3000, 257)]
+    ("dtype", "n_cols", "inner"), [("bfloat16", 460, 264), ("bfloat16", 1700, 256), ("float32", 3000, 257)]
 )
 def test_groups_of_staged_chunks_are_one_softmax(dtype, n_cols, inner, log):
     # interpreted, chunks are staged nowhere, and reduced in the groups in which they arrive on a GPU
@@ -676,15 +676,16 @@ def test_as_few_chunks_are_staged_as_registers_leave():
         for inner in (8192, 8200):
             problem = SpatialProblem(n_cols, inner, "bfloat16", "bfloat16", 8, False, False, False, inner == 8192, True)
             plan = plan_spatial(problem, DEVICES["sm_90"])
-            held = {128: 18, 168: 27}[plan.max_registers]
-            assert plan.smem_staged == max(0, plan.chunks - held), (n_cols, inner, plan)
+            held = {128: (18, 18), 168: (27, 30)}[plan.max_registers]
+            fewest, most = (max(0, plan.chunks - chunks) for chunks in reversed(held))
+            assert fewest <= plan.smem_staged <= most, (n_cols, inner, plan)
 
 
 def test_programs_start_one_after_the_other_where_each_reads_much():
-    of = SpatialProblem(2500, 8192, "bfloat16", "bfloat16", 8)
+    of = SpatialProblem(1790, 8192, "bfloat16", "bfloat16", 8)
     plan = plan_spatial(of, DEVICES["sm_90"])
-    assert (plan.chunks, plan.vectors_per_chunk, plan.rows) == (40, 16, 64)
-    assert (plan.stagger, plan.fitting) == (80 * 80, 3)  # of 80 KiB
+    assert (plan.chunks, plan.vectors_per_chunk, plan.rows) == (28, 16, 64)
+    assert (plan.stagger, plan.fitting) == (80 * 56, 4)  # of 56 KiB
     others = [plan_spatial(of, DEVICES[name]) for name in ("sm_80", "sm_100", "gfx942", "interpreter")]
     others.append(plan_spatial(replace(of, out_dtype="float32"), DEVICES["sm_90"]))
     others.append(plan_spatial(replace(of, vec=1, in_phase=True, whole_sectors=False), DEVICES["sm_90"]))  # skewed
@@ -715,12 +716,13 @@ def test_which_programs_are_staggered(dtype, backward, n_cols, inner, whole):
 
 
 @pytest.mark.parametrize(
-    ("n_cols", "staged"), [(417, 3), (512, 5), (513, 10), (640, 13), (641, 0), (1152, 0), (1153, 14), (1408, 17)]
+    ("n_cols", "rows", "staged"),
+    [(417, 128, 3), (512, 128, 5), (513, 128, 10), (640, 128, 13), (704, 64, 0), (1024, 128, 0), (1153, 64, 0)],
 )
-def test_gradients_in_halves_of_sectors_stage_what_registers_do_not_hold(n_cols, staged):
+def test_gradients_in_halves_of_sectors_stage_what_registers_do_not_hold(n_cols, rows, staged):
     problem = SpatialProblem(n_cols, 8200, "bfloat16", "bfloat16", 8, True, False, False, False, True)
     plan = plan_spatial(problem, DEVICES["sm_90"])
-    assert (plan.rows, plan.overlap, plan.max_registers, plan.smem_staged) == (128, 8, 168, staged)
+    assert (plan.rows, plan.overlap, plan.max_registers, plan.smem_staged) == (rows, 8, 168, staged)
     assert 2 * plan.chunks - plan.smem_staged <= 36, "vectors of a thread"
 
 

@@ -92,8 +92,8 @@ def test_planes_are_pieces_where_that_is_faster():
     assert pieces(14, 591, 1) and not pieces(14, 591, 1, backward=True) and not pieces(2, 2001, 1)  # long runs
     assert pieces(31, 70, 2, "float32", backward=True) and not pieces(31, 70, 2, backward=True)  # narrow tiles
     assert pieces(274, 17, 1, "float32", backward=True)  # half empty tiles
-    assert not pieces(300, 31, 1, "float32", backward=True)
-    assert chosen(468, 83, 1).dynamic_bytes > 48 << 10 and chosen(200, 101, 1, backward=True).dynamic_bytes > 48 << 10
+    assert chosen(300, 31, 1, "float32", backward=True).periodic  # registers of one program hold the gradient
+    assert chosen(468, 83, 1).dynamic_bytes > 48 << 10 and chosen(101, 251, 1, backward=True).dynamic_bytes > 48 << 10
     assert chosen(468, 83, 1, backward=True).periodic and chosen(1350, 47, 1).periodic  # one program would be alone
     assert chosen(400, 301, 1).ctas == 4 and chosen(400, 301, 1).gathered  # 301 positions leave too many threads idle
     assert not pieces(770, 32, 4, "float32") and not pieces(10000, 40, 8)  # tiles of whole vectors are read once

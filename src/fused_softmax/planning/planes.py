@@ -65,14 +65,21 @@ HALF_EMPTY_ROWS, MOST_EMPTY = 32, 1.5
 LEAST_SHARED_RUN, LEAST_ALIGNED_RUN = {False: 34, True: 17}, 24
 # --- planes in registers ---
 HELD_REGISTERS = 128  # of a thread
-# vectors of a thread of each tensor, at most, by (backward, bytes of an element). Others spill at the cap
-MOST_VECTORS = {(False, 2): 20, (False, 4): 20, (True, 2): 11, (True, 4): 12}
+# vectors of a thread of each tensor, at most, by (backward, bytes of an element). Others spill at the cap; with 20 of a
+# softmax Triton 3.9 spills so much that the launcher loosens it, and one program fits in place of two
+MOST_VECTORS = {(False, 2): 19, (False, 4): 19, (True, 2): 11, (True, 4): 12}
 # warps of a program, best first, and what they hold over what the best ones hold, at least. H200, fraction of a copy
 # with 8 and 16 warps, 18 to 19 vectors each: bfloat16 8,000 columns of 33 positions 0.89 and 0.78, 101,944 of 3 0.70
 # and 0.56; float32 300 of 251 0.82 and 0.91, 900 of 77 0.91 and 0.98. Their bfloat16 gradients 0.84 and 0.92, 0.88 and
 # 0.95
 HELD_WARPS = {(False, 2): (8, 4, 16), (False, 4): (16, 8, 4), (True, 2): (16, 8, 4), (True, 4): (16, 8, 4)}
-LEAST_HELD_GAIN = 1.15
+LEAST_HELD_GAIN = 1.1
+# a 16-bit plane of more than PAIR CTAs: twice the CTAs, up to MOST_CTAS, with half of the warps, where they hold as
+# much as this of what the others do. H200, fraction of a copy or an add, 8e6 and 6e7 elements: softmax of 1,787
+# columns of 43 positions on 3 CTAs of 8 warps 0.56 and 0.69, on 6 of 4 0.61 and 0.75; the gradient of 515 of 219 on 3
+# of 16 0.60 and 0.90, on 6 of 8 0.67 and 0.91; softmax of 2,073 of 109 on 7 of 8 0.53 and 0.71, on 16 0.42 and 0.62.
+# float32 loses
+PAIR, MOST_CTAS, LEAST_HALVED = 2, 8, 0.85
 # of fewer positions, which few threads reduce: 20,000 float32 columns of 7 positions 0.75 with 16 warps, 0.85 with 8;
 # the gradient of 45,141 bfloat16 columns of 6 0.78 and 0.97
 FEW_POSITIONS, FEW_WARPS = 16, (8, 4, 16)
@@ -80,7 +87,14 @@ FEW_POSITIONS, FEW_WARPS = 16, (8, 4, 16)
 # copy and that of other plans: 0.49 of them 0.56 and 0.82 (599 bfloat16 columns of 129 positions), 0.53 1.08 and 0.87
 # (1,500 of 171), 0.58 0.72 and 0.63 (599 float32 columns of 129); in place of two reads 0.47 0.83 and 0.70 (30,000
 # float32 columns of 12), a gradient 0.42 0.70 and 0.57 (bfloat16)
-LEAST_HELD, LEAST_HELD_TWICE = {False: 0.52, True: 0.5}, 0.4
+LEAST_HELD, LEAST_HELD_TWICE = {False: 0.55, True: 0.5}, 0.4
+# of gradients, also where pieces in shared memory or tiles would do. H200, fraction of an add, 8e6 and 6e7 elements,
+# with these and in registers of one CTA: bfloat16 300 columns of 31 positions 0.67 and 0.95, 0.85 and 1.16; 797 of 22
+# 0.64 and 0.77, 0.77 and 1.14; float32 300 of 31 0.69 and 0.77, 0.95 and 1.14; 39 of 113 0.92 and 0.98, 0.99 and
+# 1.19; slower: bfloat16 530 of 28 0.89 and 1.10, 0.82 and 1.07. A cluster gains where tiles are wider than the
+# positions by so much: float32 2,027 of 36 0.71 and 0.81, 0.71 and 1.05; 209 of 165 (1.6e7) 1.06 and 0.86, 1.16 and
+# 1.06; but 1,853 of 28 (1.14) 0.94 and 1.17, 0.79 and 1.02
+LEAST_HELD_GRADIENT, FILLED_UP = 0.6, 1.15
 # what twice the CTAs hold counts for: they wait for each other, and begin and end together. H200, float32, 16 warps and
 # 18 to 22 vectors: 2 CTAs 0.91 to 0.98, 4 0.85, 8 0.75 to 0.80, 16 0.59 to 0.65
 OF_DOUBLED = 0.92
@@ -92,11 +106,14 @@ OF_A_GROUP = 16  # multiprocessors that share clusters: a cluster lies in one su
 def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
     """The plan of planes where it is faster than `tiles`, the plan of tiles of positions; else None.
 
-    It is, where a program of tiles has few bytes, or columns are read twice. Else where `_tiles_are_slow`, for planes
+    It is, where registers hold the planes of a gradient (`_held_gradient`), where a program of tiles has few bytes, or
+    where columns are read twice. Else where `_tiles_are_slow`, for planes
     that one program holds; larger ones, whose CTAs wait for each other, have further conditions.
     """
     few_bytes = tiles.outers * problem.plane_bytes < FEW_BYTES
     twice = tiles.regime == "spatial_two_pass"
+    if (held := _held_gradient(problem, device, tiles)) is not None:
+        return held
     if not (few_bytes or twice or _tiles_are_slow(problem, tiles)):
         return None
     plan = planes_plan(problem, device, twice)
@@ -122,8 +139,9 @@ def _tiles_are_slow(problem: SpatialProblem, tiles: Plan) -> bool:
     inner, itemsize, short = problem.inner, problem.itemsize, problem.inner < LONG_RUN
     filled_up = -(-inner // tiles.rows) * tiles.rows / inner
     if problem.vec == problem.full_vec:
-        gains = problem.n_cols <= FILLED_COLS or not problem.whole_sectors
-        return filled_up > MOST_FILLED and gains and short and not problem.backward
+        halves = not problem.whole_sectors
+        gains = filled_up > MOST_FILLED if halves or problem.n_cols <= FILLED_COLS else False
+        return (gains or (halves and tiles.overlap == 0)) and short and not problem.backward
     if problem.backward:
         access = problem.vec * itemsize
         wide = tiles.rows * itemsize >= min(inner * itemsize, WIDE_TILE) and access >= LEAST_ACCESS
@@ -292,19 +310,40 @@ def periodic_plan(problem: SpatialProblem, device: Device, twice: bool = False) 
     >>> periodic_plan(planes, DEVICES["sm_90"]).ctas
     2
     """
+    least = LEAST_HELD_TWICE if twice else LEAST_HELD[problem.backward]
+    best = _most_held(problem, device)
+    return best[1] if best is not None and best[0] >= least else None
+
+
+def _held_gradient(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
+    """The plan of a gradient's planes in registers, where they hold so much that no other plan is faster; else None."""
+    if not problem.backward or problem.whole_sectors or problem.inner < FEW_POSITIONS:
+        return None
+    best = _most_held(problem, device)
+    if best is None or best[0] < LEAST_HELD_GRADIENT:
+        return None
+    filled_up = -(-problem.inner // tiles.rows) * tiles.rows / problem.inner
+    return best[1] if best[1].ctas == 1 or (filled_up >= FILLED_UP and not tiles.overlap) else None
+
+
+def _most_held(problem: SpatialProblem, device: Device) -> tuple[float, Plan] | None:
+    """(vectors that a multiprocessor holds over the most, the plan) of the best cluster that holds a plane; or None."""
     if not problem.packed or problem.batch_invariant or not device.adds_shared_memory:
         return None
     if problem.n_cols <= 1 or not 1 < problem.inner <= HELD_POSITIONS:
         return None
-    best: tuple[float, Plan] | None = None
-    few = problem.inner < FEW_POSITIONS
-    for warps in FEW_WARPS if few else HELD_WARPS[problem.backward, problem.itemsize]:
+    kind, best = (problem.backward, problem.itemsize), None
+    for warps in FEW_WARPS if problem.inner < FEW_POSITIONS else HELD_WARPS[kind]:
         for ctas in _clusters(device, warps):
             found = _held(problem, device, warps, ctas)
             if found is not None and (best is None or found[0] > LEAST_HELD_GAIN * best[0]):
                 best = found
-    least = LEAST_HELD_TWICE if twice else LEAST_HELD[problem.backward]
-    return best[1] if best is not None and best[0] >= least else None
+    if best is None or best[1].ctas <= PAIR or problem.itemsize != 2 or best[1].num_warps < 8:
+        return best
+    warps = best[1].num_warps // 2
+    halved = (_held(problem, device, warps, ctas) for ctas in _clusters(device, warps) if ctas <= MOST_CTAS)
+    most = max((found for found in halved if found is not None), key=lambda found: found[0], default=best)
+    return most if most[0] >= LEAST_HALVED * best[0] else best
 
 
 def _clusters(device: Device, warps: int) -> tuple[int, ...]:
