@@ -124,12 +124,13 @@ def masked_softmax_resident(
     CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr,
     OUTPUT_GATHERED: tl.constexpr,  # causal rows without gaps in y: a program writes its rows as one piece
     BULK: tl.constexpr,  # how (`scatter`)
-    SEEN: tl.constexpr,  # chunks of which some row sees a column; the others are written without being read
+    UNSEEN: tl.constexpr,  # the last chunks, of which no row sees a column: they are written without being read
     THREADS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
     tl.static_assert(not OUTPUT_GATHERED or (CAUSAL and MASK == NO_MASK), "only causal rows are written as one piece")
-    tl.static_assert(SEEN == CHUNKS or OUTPUT_GATHERED, "only rows that are written as one piece have unseen chunks")
+    tl.static_assert(UNSEEN == 0 or OUTPUT_GATHERED, "only rows that are written as one piece have unseen chunks")
+    SEEN: tl.constexpr = CHUNKS - UNSEEN
     MOST: tl.constexpr = ROWS * (CHUNKS * VECTORS + 2) * VEC
     if OUTPUT_GATHERED:
         declare_regions(region_bytes(MOST, y_ptr.dtype.element_ty.primitive_bitwidth // 8), PTX)

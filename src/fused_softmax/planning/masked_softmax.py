@@ -172,8 +172,9 @@ def _few_queries(plan: Plan, problem: Problem, device: Device, seen: int) -> Pla
             if problem.itemsize == 2:  # above what ptxas takes; without it some loads wait for others
                 cap = OUTPUT_GATHERED_REGISTERS if num_warps == 4 else OUTPUT_GATHERED_FEW_REGISTERS
             return replace(
-                plan, rows=rows, num_warps=num_warps, max_registers=cap, output_gathered=True, seen_chunks=seen_chunks,
-                why=f"{plan.why}; they see at most {columns} columns, and the others are only written",
+                plan, rows=rows, num_warps=num_warps, max_registers=cap, output_gathered=True,
+                unseen_chunks=plan.chunks - seen_chunks,
+                why=f"{rows} rows per program, each in {lanes} threads of a warp; they see at most {columns} columns",
             )  # fmt: skip
     return plan
 

@@ -241,7 +241,7 @@ class Plan:
     piece: int = 0  # of that piece: the most elements, where it holds planes (n_cols, inner)
     runs: bool = False  # the chunks of a thread follow each other, where rows are gathered
     output_gathered: bool = False  # a program writes its causal rows as one piece
-    seen_chunks: int = 0  # of that piece: chunks of which some row sees a column; 0: all
+    unseen_chunks: int = 0  # the last chunks of that piece, of which no row sees a column
     stagger: int = 0  # cycles between the starts of two programs on one multiprocessor; 0: all start at once
     fitting: int = 1  # programs that fit on a multiprocessor, where stagger > 0
     periodic: int = 0  # vectors from a thread's chunk to its next one, which positions of planes divide; 0: others
@@ -257,7 +257,7 @@ class Plan:
             UNPREDICATED=self.unpredicated_chunks, UNALIGNED=self.unaligned, RECOMPUTE=self.recompute,
             RESIDENT_CHUNKS=self.resident_chunks, PREFETCHED=prefetched, SMEM_STAGED=self.smem_staged,
             TWO_PASS=self.regime == "two_pass", THREADS=32 * self.num_warps, OUTPUT_GATHERED=self.output_gathered,
-            RUNS=self.runs, SEEN=self.seen_chunks or self.chunks,
+            RUNS=self.runs, UNSEEN=self.unseen_chunks,
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from fused_softmax.launch import launcher
 
 # constexprs that are sizes: told apart as one or many, none or some
 _SIZES = {"ROWS", "CTAS", "WARPS_PER_ROW", "OUTERS", "LANES", "PAIR", "WIDTH", "X_VEC", "Y_VEC"}
-_COUNTS = {"UNPREDICATED", "SMEM_STAGED", "RESIDENT_CHUNKS", "DYNAMIC"}
+_COUNTS = {"UNPREDICATED", "UNSEEN", "SMEM_STAGED", "RESIDENT_CHUNKS", "DYNAMIC"}
 # constexprs of a few values, which are counted separately
 _VALUES = dict.fromkeys(("MASK", "SCALE", "LOSS", "UPSTREAM"), (0, 1, 2)) | {"MASK_COLS": (0, 1, 2, 3)}
 # what says nothing: the device, lengths, and how launches overlap
