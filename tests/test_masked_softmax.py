@@ -123,6 +123,37 @@ def test_causal_columns_are_not_read():
         torch.testing.assert_close(y, torch.softmax(x.masked_fill(hidden, -INF), -1))
 
 
+# (columns, queries, chunks that these see): all numbers of seen chunks, and queries at the ends of a chunk
+FEW_QUERIES = {
+    torch.bfloat16: [
+        (330, 64, 1),
+        (330, 65, 4),
+        (330, 100, 4),
+        (636, 200, 4),
+        (640, 256, 4),
+        (640, 64, 1),
+        (473, 3, 1),
+    ],
+    torch.float32: [(132, 32, 1), (132, 33, 4), (161, 33, 4), (200, 100, 0), (260, 100, 4), (300, 63, 1)],
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n_cols", "queries", "seen"), [(dtype, *of) for dtype, cases in FEW_QUERIES.items() for of in cases]
+)
+def test_causal_rows_of_few_queries_are_those_of_many(dtype, n_cols, queries, seen):
+    x = torch.randn(1, n_cols, n_cols).to(dtype)
+    few = x[:, :queries].contiguous()
+    chosen = masked_rows.planned_forward(few, None, True)
+    assert (chosen.chunks - chosen.unseen_chunks if chosen.unseen_chunks else 0) == seen
+    ours, all_rows = (fs.masked_softmax(t, causal=True, scale=0.5) for t in (few, x))
+    torch.testing.assert_close(ours, all_rows[:, :queries], rtol=0, atol=0)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(
+        ours.double(), exact(few.double(), None, 0.5, True, False), rtol=tolerance, atol=tolerance / 100
+    )
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_no_bit_depends_on_the_number_of_queries(seed):
     """Also of rows with infinities and NaN, whose unseen columns are NaN, too. One batch: rows keep their addresses."""

@@ -24,6 +24,8 @@ def _with_ids(op: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
     return lambda x: op(x, torch.zeros(len(x), dtype=torch.int64, device=x.device))
 
 
+# queries of causal scores, which have kernels of their own where they see few of their columns
+FEW_QUERIES = (1, 100)
 # a call of each op, for logits (n_rows, n_cols)
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: softmax(x, -1),
@@ -47,8 +49,9 @@ def warmup(
 ) -> dict[tuple[str, torch.dtype, int], float]:
     """Compile the kernels that calls on rows of these widths will run, and load them on the device.
 
-    A kernel depends on the columns, the dtype and the alignment of rows, never on the number of rows. So widths are
-    enough. Triton's disk cache keeps the compiled kernels, and a later process only loads them. Call this before a CUDA
+    A kernel depends on the columns, the dtype and the alignment of rows, not on the number of rows, so widths are
+    enough. Causal scores with fewer queries than columns have up to two kernels more, which are compiled, too. Triton's
+    disk cache keeps the compiled kernels, and a later process only loads them. Call this before a CUDA
     graph is captured.
 
     Args:
@@ -91,6 +94,10 @@ def warmup(
             for name in names:
                 start = time.perf_counter()
                 _run(CALLS[name], (4, width), kind, place, backward)
+                if name == "masked_softmax":
+                    for queries in FEW_QUERIES:
+                        if queries < width:
+                            _run(CALLS[name], (1, queries, width), kind, place, backward)
                 if name == "cross_entropy":  # sums of many rows have kernels of their own, for any width
                     for most in (ONE_CTA_ROWS, ONE_PROGRAM_ROWS):
                         _run(CALLS[name], (most + 1, 8), kind, place, backward)

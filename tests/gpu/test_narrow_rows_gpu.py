@@ -127,6 +127,16 @@ def test_causal_rows_of_few_queries(seed):
     torch.testing.assert_close(few.double(), expected, rtol=relative, atol=max(absolute, 1e-9), equal_nan=True)
 
 
+def test_a_call_of_causal_rows_is_kept_for_all_numbers_of_queries():
+    """Scores of two dimensions: what was prepared for few queries runs many, and the other way round."""
+    for n_rows in (5, 40, 330, 129, 5):
+        x = torch.randn(n_rows, 330, device="cuda", dtype=torch.bfloat16)
+        z = x.double().masked_fill(torch.ones(n_rows, 330, dtype=torch.bool, device="cuda").triu(1), -float("inf"))
+        torch.testing.assert_close(
+            fs.masked_softmax(x, causal=True).double(), torch.softmax(z, -1), rtol=2**-8, atol=1e-9
+        )
+
+
 def random_mask(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
     """None, or a mask of any kind, broadcast in any dimension, with columns that are neighbors or not."""
     kind = rng.choice(("none", "boolean", "additive", "additive", "float32"))

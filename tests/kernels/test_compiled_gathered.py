@@ -179,16 +179,20 @@ def test_causal_rows_are_written_as_one_piece(dtype, n_cols, gathered, target):
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-@pytest.mark.parametrize(("n_cols", "queries"), [(474, 30), (473, 30), (600, 200), (133, 60), (880, 27)])
-def test_causal_rows_of_few_queries_hold_what_they_see(n_cols, queries, target):
+@pytest.mark.parametrize(
+    ("n_cols", "queries", "seen"), [(474, 30, 1), (473, 30, 1), (600, 200, 4), (133, 60, 1), (880, 27, 1)]
+)
+def test_causal_rows_of_few_queries_hold_what_they_see(n_cols, queries, seen, target):
     """They read a vector for each chunk that some row sees, and put one in shared memory for each chunk."""
     x = torch.empty(4, n_cols, dtype=torch.bfloat16)
     launch, chosen = masked_launch(x, None, True, DEVICES[target], queries=queries)
-    assert chosen.output_gathered and 0 < chosen.unseen_chunks < chosen.chunks
+    assert chosen.output_gathered and chosen.chunks - chosen.unseen_chunks == seen < chosen.chunks
+    assert chosen.rows * n_cols * 2 % 32 == 0, "pieces start at sectors"
     used, assembly = cross_compiled(as_called(launch), target)
     assert used.spilled_bytes == 0 and used.registers <= 64 and used.shared_bytes <= 48 << 10
-    assert dict(used.loads)[16] == chosen.chunks - chosen.unseen_chunks
-    assert len(re.findall(r"st\.shared\.v4", assembly["ptx"])) >= chosen.chunks
+    assert dict(used.loads)[16] == seen
+    wide, all_puts = (len(re.findall(rf"st\.shared{kind}", assembly["ptx"])) for kind in (r"\.v4", r"\."))
+    assert wide >= chosen.chunks and all_puts > wide, "vectors, and the elements outside of whole vectors"
 
 
 @pytest.mark.parametrize(("dtype", "n_cols"), [(dtype, n_cols) for dtype, n_cols, gathered in CAUSAL if gathered])

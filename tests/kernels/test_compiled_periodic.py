@@ -7,7 +7,8 @@ import torch
 from launches import as_called, cross_compiled
 
 from fused_softmax.launch import spatial
-from fused_softmax.planning.planes import HELD_REGISTERS, MOST_VECTORS, periodic_plan
+from fused_softmax.planning.held_planes import HELD_REGISTERS, MOST_VECTORS
+from fused_softmax.planning.planes import periodic_plan
 from fused_softmax.planning.types import DEVICES
 
 pytestmark = pytest.mark.compiled

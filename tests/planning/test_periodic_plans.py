@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
 import random
 
 import pytest
 
 from fused_softmax.kernels.common.gathered_cluster import POSITIONS, sums_bytes
 from fused_softmax.kernels.common.periodic_slots import slots_bytes
-from fused_softmax.planning import planes
+from fused_softmax.planning import held_planes, planes
 from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem
 
 HOPPER, INTERPRETER = DEVICES["sm_90"], DEVICES["interpreter"]
@@ -52,11 +53,14 @@ def test_a_cluster_holds_its_plane(backward, device):
         assert chosen.periodic * vec % inner == 0, "a slot has one position in all chunks"
         assert chosen.periodic <= threads and chosen.periodic * vec >= inner + vec
         assert chosen.vectors_per_chunk == 1 or chosen.vectors_per_chunk * inner <= threads
-        assert chosen.chunks <= planes.MOST_VECTORS[backward, problem.itemsize]
+        assert chosen.chunks <= held_planes.MOST_VECTORS[backward, problem.itemsize]
         assert 0 <= chosen.unpredicated_chunks < chosen.chunks
         n_values = 1 if backward else 2
         assert sums_bytes(n_values) + slots_bytes(n_values, threads, vec) <= 48 << 10
-        assert planes.HELD_REGISTERS * threads <= device.registers and inner <= planes.HELD_POSITIONS <= POSITIONS
+        assert (
+            held_planes.HELD_REGISTERS * threads <= device.registers
+            and inner <= held_planes.HELD_POSITIONS <= POSITIONS
+        )
         if problem.n_cols * inner < 40_000:
             for plane in (0, 1, pick.randrange(100)):
                 assert set(visits(problem, chosen, plane)) == {1}
@@ -82,3 +86,7 @@ def test_threads_without_vectors_count():
     problem = SpatialProblem(599, 129, "float32", "float32", 1, packed=True)
     chosen = planes.periodic_plan(problem, HOPPER)
     assert chosen is not None and (chosen.num_warps, chosen.periodic) == (16, 387)
+
+
+def test_examples():
+    assert doctest.testmod(held_planes) == (0, 1)

@@ -219,11 +219,12 @@ def masked_launch(
     x: torch.Tensor, mask: torch.Tensor | None, causal: bool, device: Device, zero: bool = False,
     queries: int | None = None,
 ) -> tuple[Launch, Plan]:  # fmt: skip
-    """masked_softmax of 4 rows x as scores (2, 2, n_cols), by the plan that a call takes.
+    """masked_softmax of 4 rows x, by the plan that a call takes: of scores (2, 2, n_cols).
 
-    Causal scores without a mask have as many queries as columns, or `queries`.
+    Causal scores without a mask are (2, n_cols, n_cols), or (2, queries, n_cols).
     """
     n_cols = x.shape[1]
+    assert queries is None or (causal and mask is None)
     shape = (2, n_cols if queries is None else queries, n_cols) if causal and mask is None else (2, 2, n_cols)
     strides = (shape[1] * x.stride(0), x.stride(0), 1)
     scores = torch.empty_strided(shape, strides, dtype=x.dtype, device="meta")

@@ -168,8 +168,9 @@ def masked_rows(rng: Random, device: Device) -> Iterator[Named]:
         if found is not None:
             yield name, *found
         return
-    queries = rng.choice((None, 2, 20, 130))
-    yield f"{name} of {queries} queries", *masked_launch(x, mask, causal, device, zero, queries)
+    queries = rng.choice((None, 2, 20, 130)) if mask is None else None
+    few = "" if queries is None else f" of {queries} queries"
+    yield name + few, *masked_launch(x, mask, causal, device, zero, queries)
 
 
 def _planes(rng: Random, n_cols: int, inner: int, dtypes: tuple[torch.dtype, ...]) -> tuple[torch.Tensor, ...]:

@@ -54,9 +54,17 @@ def _statistics(picks: int) -> Find:
     return lambda x, device: (row_statistics.FORWARD, (x,), flags)
 
 
-def _masked(x: Tensor, device: Device) -> tuple[RowOp, tuple[Tensor, ...], Flags]:
+def _masked(queries: int) -> Find:
+    """Causal scores of so many queries, or 0: of as many as columns."""
     mask = (("MASK", 0), ("MASK_COLS", 0), ("MASK_VEC", 1), ("MASK_ROWS", 0))
-    return masked_softmax.CAUSAL, (x, x), (*mask, ("CAUSAL", True), ("ZERO", False))
+    flags = (*mask, ("CAUSAL", True), ("ZERO", False))
+
+    def find(x: Tensor, device: Device) -> tuple[RowOp, tuple[Tensor, ...], Flags]:
+        n_cols = x.shape[-1]
+        scores = torch.empty(1, queries or n_cols, n_cols, dtype=x.dtype, device="meta")
+        return masked_softmax.causal_op(scores), (x, x), flags
+
+    return find
 
 
 FIND: dict[str, Find] = {
@@ -68,7 +76,8 @@ FIND: dict[str, Find] = {
     "token_logprobs": _statistics(1),
     "cross_entropy": _loss(False),
     "cross_entropy with its gradient": _loss(True),
-    "masked_softmax, causal": _masked,
+    "masked_softmax, causal": _masked(0),
+    "masked_softmax, causal, 30 queries": _masked(30),
 }
 
 

@@ -99,12 +99,12 @@ CAUSAL_BACKWARD = {kind: _op(_backward, kind, True, causal=True) for kind in (0,
 
 @functools.lru_cache
 def _causal_of(seen: int) -> RowOp:
-    """CAUSAL, of rows that see no column from `seen` on."""
+    """CAUSAL, of rows that see no column from `seen` on: a power of two, so that there are few ops."""
     return _op(_forward, 0, False, causal=True, seen=seen)
 
 
 def causal_op(x: Tensor) -> RowOp:
-    """The op of causal scores x. One prepared call takes any number of queries where they are all that x has."""
+    """The op of causal scores x. Scores of two dimensions share a prepared call for all numbers of queries."""
     queries = queries_of(x)
     return _causal_of(power_of_two(queries)) if x.dim() > 2 and queries < x.shape[-1] else CAUSAL
 

@@ -19,7 +19,7 @@ from .masked_tables import (
     PARTIAL_MOST,
 )
 from .rows import geometry, held_plan, resident_plan, steps_plan, warp_plan
-from .types import VECTOR_BYTES, Device, Plan, Problem, power_of_two
+from .types import Device, Plan, Problem
 
 # the tables of each kind of mask, by the numbers of the kernels: none, boolean, additive
 KINDS = ("unmasked", "boolean", "additive")
@@ -40,9 +40,9 @@ OUTPUT_GATHERED_FEW_CHUNKS, OUTPUT_GATHERED_FEW_REGISTERS = 7, 80
 # causal rows of few queries (`_few_queries`): chunks that they see at most. With more a thread has as many registers as
 # one that holds the whole row
 MOST_SEEN_CHUNKS = 4
-# bytes of a program's piece at least, by the bytes of an element, and of its shared memory at most. H200, bfloat16,
-# time over that of twice the rows: 636 columns (5 KB) 0.98, 330 (5 KB) 0.97, 460 (4 KB) 1.01, 286 (5 KB) 1.02
-FEW_QUERIES_LEAST, FEW_QUERIES_MOST = {2: 4800, 4: 2100}, 46 << 10
+# bytes of a program's piece at least, by the bytes of an element. H200, bfloat16, time over that of twice the rows: 636
+# columns (5,088 bytes) 0.98, 330 (5,280) 0.97, 460 (3,680) 1.01, 286 (4,576) 1.02
+FEW_QUERIES_LEAST = {2: 4800, 4: 2100}
 SECTOR_BYTES = 32
 
 
@@ -156,25 +156,25 @@ def _few_queries(plan: Plan, problem: Problem, device: Device, seen: int) -> Pla
     memory are in flight. Pieces start at sectors: a sector that two programs write costs a read. A row's sum is added
     up in the same order, because what it does not see adds zeros.
     """
-    lanes, seen_chunks = plan.vectors_per_chunk, power_of_two(-(-seen // (plan.vec * plan.vectors_per_chunk)))
+    lanes = plan.vectors_per_chunk
+    chunk = lanes * plan.vec
+    seen_chunks = 1 if seen <= chunk else MOST_SEEN_CHUNKS  # two kernels for a width
     several = plan.regime == "warp" and not plan.recompute and plan.vec == problem.full_vec
-    if not (several and problem.packed and device.warp_size == 32) or seen_chunks > MOST_SEEN_CHUNKS:
-        return plan
-    if seen_chunks >= plan.chunks:
+    held = several and problem.packed and device.warp_size == 32
+    if not held or seen > seen_chunks * chunk or seen_chunks >= plan.chunks:
         return plan
     for num_warps in (1, 2, 4):
         rows = num_warps * device.warp_size // lanes
         piece = rows * problem.n_cols * problem.itemsize
-        fits = rows * (plan.chunks * lanes + 2) * VECTOR_BYTES <= FEW_QUERIES_MOST
         enough = num_warps == 4 or piece >= FEW_QUERIES_LEAST[problem.itemsize]
-        if fits and enough and piece % SECTOR_BYTES == 0:
-            columns, cap = seen_chunks * lanes * plan.vec, None
+        if enough and piece % SECTOR_BYTES == 0:
+            cap = None
             if problem.itemsize == 2:  # above what ptxas takes; without it some loads wait for others
                 cap = OUTPUT_GATHERED_REGISTERS if num_warps == 4 else OUTPUT_GATHERED_FEW_REGISTERS
+            why = f"{rows} rows per program, each in {lanes} threads of a warp"
             return replace(
                 plan, rows=rows, num_warps=num_warps, max_registers=cap, output_gathered=True,
-                unseen_chunks=plan.chunks - seen_chunks,
-                why=f"{rows} rows per program, each in {lanes} threads of a warp; they see at most {columns} columns",
+                unseen_chunks=plan.chunks - seen_chunks, why=f"{why}; they see at most {seen_chunks * chunk} columns",
             )  # fmt: skip
     return plan
 

@@ -1,20 +1,17 @@
 """Plans of planes (n_cols, inner) of a dimension that is not the last, which programs read as runs of memory.
 
 A plane is one piece for one program while it fits into shared memory, and several small ones are. Planes that leave
-room for one program on a multiprocessor, and larger ones, are in the registers of a cluster. There a thread steps by a
-multiple of the period of the positions (`kernels/common/periodic_slots`), so a program has threads without vectors.
-Where too many are idle, the CTAs of a cluster have a range of the columns each, which is one piece, too.
-
-The lanes of a warp that share a position are those of the least cost (`piece_costs`), as for narrow rows. Bytes in
-flight are the limit of planes in registers: the plan is the one whose threads hold the most vectors.
+room for one program on a multiprocessor, larger ones, and gradients are in registers (`held_planes`). Where registers
+hold too few, the CTAs of a cluster have a range of the columns each, which is one piece, too. The lanes of a warp that
+share a position are those of the least cost (`piece_costs`), as for narrow rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import gcd, log2
 from typing import NamedTuple
 
+from .held_planes import FEW_POSITIONS, HELD_REGISTERS, Held, Plane, most_held
 from .piece_costs import (
     ALIGN_BYTES,
     BACKWARD,
@@ -63,31 +60,15 @@ HALF_EMPTY_ROWS, MOST_EMPTY = 32, 1.5
 # bytes of a run of a plane that a cluster shares, at least: in place of one read and, True, of two. 16-bit runs at 4 or
 # 8 bytes are longer in place of two: 12 positions 0.60 and 0.67, 10 positions (11,791 columns) 0.54 and 0.50
 LEAST_SHARED_RUN, LEAST_ALIGNED_RUN = {False: 34, True: 17}, 24
-# --- planes in registers ---
-HELD_REGISTERS = 128  # of a thread
-# vectors of a thread of each tensor, at most, by (backward, bytes of an element). Others spill at the cap; with 20 of a
-# softmax Triton 3.9 spills so much that the launcher loosens it, and one program fits in place of two
-MOST_VECTORS = {(False, 2): 19, (False, 4): 19, (True, 2): 11, (True, 4): 12}
-# warps of a program, best first, and what they hold over what the best ones hold, at least. H200, fraction of a copy
-# with 8 and 16 warps, 18 to 19 vectors each: bfloat16 8,000 columns of 33 positions 0.89 and 0.78, 101,944 of 3 0.70
-# and 0.56; float32 300 of 251 0.82 and 0.91, 900 of 77 0.91 and 0.98. Their bfloat16 gradients 0.84 and 0.92, 0.88 and
-# 0.95
-HELD_WARPS = {(False, 2): (8, 4, 16), (False, 4): (16, 8, 4), (True, 2): (16, 8, 4), (True, 4): (16, 8, 4)}
-LEAST_HELD_GAIN = 1.1
-# a 16-bit plane of more than PAIR CTAs: twice the CTAs, up to MOST_CTAS, with half of the warps, where they hold as
-# much as this of what the others do. H200, fraction of a copy or an add, 8e6 and 6e7 elements: softmax of 1,787
-# columns of 43 positions on 3 CTAs of 8 warps 0.56 and 0.69, on 6 of 4 0.61 and 0.75; the gradient of 515 of 219 on 3
-# of 16 0.60 and 0.90, on 6 of 8 0.67 and 0.91; softmax of 2,073 of 109 on 7 of 8 0.53 and 0.71, on 16 0.42 and 0.62.
-# float32 loses
-PAIR, MOST_CTAS, LEAST_HALVED = 2, 8, 0.85
-# of fewer positions, which few threads reduce: 20,000 float32 columns of 7 positions 0.75 with 16 warps, 0.85 with 8;
-# the gradient of 45,141 bfloat16 columns of 6 0.78 and 0.97
-FEW_POSITIONS, FEW_WARPS = 16, (8, 4, 16)
-# of the vectors that all threads could hold, by `backward`, and where columns would be read twice. H200, fraction of a
-# copy and that of other plans: 0.49 of them 0.56 and 0.82 (599 bfloat16 columns of 129 positions), 0.53 1.08 and 0.87
-# (1,500 of 171), 0.58 0.72 and 0.63 (599 float32 columns of 129); in place of two reads 0.47 0.83 and 0.70 (30,000
-# float32 columns of 12), a gradient 0.42 0.70 and 0.57 (bfloat16)
-LEAST_HELD, LEAST_HELD_TWICE = {False: 0.55, True: 0.5}, 0.4
+# when planes are in registers: of the vectors that all threads could hold, by `backward`, and where columns would be
+# read twice. H200, fraction of a copy and that of other plans: 0.49 of them 0.56 and 0.82 (599 bfloat16 columns of
+# 129 positions), 0.53 1.08 and 0.87 (1,500 of 171), 0.58 0.72 and 0.63 (599 float32 columns of 129); in place of two
+# reads 0.47 0.83 and 0.70 (30,000 float32 columns of 12), a gradient 0.42 0.70 and 0.57 (bfloat16)
+LEAST_HELD, LEAST_HELD_TWICE = {False: 0.52, True: 0.5}, 0.4
+# of a softmax whose plane one program holds in shared memory, alone on its multiprocessor: bfloat16 370 columns of
+# 219 positions (0.64) in registers 0.54 and 0.79, alone 0.72 and 1.01; 961 of 95 (0.60) 0.60 and 0.62, 0.62 and 0.70;
+# 1,130 of 78 (0.77) 0.76 and 0.73, 0.66 and 0.73; slower: 1,247 of 55 (0.61) 0.68 and 0.68, 0.73 and 0.63
+LEAST_HELD_ALONE = 0.63
 # of gradients, also where pieces in shared memory or tiles would do. H200, fraction of an add, 8e6 and 6e7 elements,
 # with these and in registers of one CTA: bfloat16 300 columns of 31 positions 0.67 and 0.95, 0.85 and 1.16; 797 of 22
 # 0.64 and 0.77, 0.77 and 1.14; float32 300 of 31 0.69 and 0.77, 0.95 and 1.14; 39 of 113 0.92 and 0.98, 0.99 and
@@ -95,12 +76,11 @@ LEAST_HELD, LEAST_HELD_TWICE = {False: 0.55, True: 0.5}, 0.4
 # positions by so much: float32 2,027 of 36 0.71 and 0.81, 0.71 and 1.05; 209 of 165 (1.6e7) 1.06 and 0.86, 1.16 and
 # 1.06; but 1,853 of 28 (1.14) 0.94 and 1.17, 0.79 and 1.02
 LEAST_HELD_GRADIENT, FILLED_UP = 0.6, 1.15
-# what twice the CTAs hold counts for: they wait for each other, and begin and end together. H200, float32, 16 warps and
-# 18 to 22 vectors: 2 CTAs 0.91 to 0.98, 4 0.85, 8 0.75 to 0.80, 16 0.59 to 0.65
-OF_DOUBLED = 0.92
-HELD_POSITIONS = 256  # of a plane, at most: more take 512 threads, of which up to half are idle
-MOST_WARPS = 16  # of a program, which then fills a multiprocessor
-OF_A_GROUP = 16  # multiprocessors that share clusters: a cluster lies in one such group
+# a 16-bit softmax of planes that registers would hold has tiles on a cluster instead, where runs are even, and tiles
+# have so many positions and are filled: 1,704 columns of 60 positions in registers 0.82 and 0.83, in tiles of 64 0.93
+# and 1.03; 243 of 254 0.73 and 0.69, 0.97 and 0.78; 767 of 172 0.70 and 0.61, 0.85 and 0.70; but in tiles of 32: 515
+# of 226 0.73 and 0.77, 0.73 and 0.73
+CLUSTER_TILE, CLUSTER_FILLED = 64, 1.12
 
 
 def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
@@ -118,6 +98,8 @@ def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Pl
         return None
     plan = planes_plan(problem, device, twice)
     if plan is not None and plan.periodic:
+        if not twice and _tiles_of_clusters(problem, tiles):
+            return None
         return plan if twice or problem.vec < problem.full_vec else None
     if plan is None or plan.ctas == 1:
         return plan
@@ -126,6 +108,15 @@ def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Pl
     gains = twice or not problem.backward or problem.itemsize == 2
     long = problem.inner * problem.itemsize >= least
     return plan if long and gains and problem.vec < problem.full_vec else None
+
+
+def _tiles_of_clusters(problem: SpatialProblem, tiles: Plan) -> bool:
+    """Whether tiles on a cluster are faster than planes in registers."""
+    filled = -(-problem.inner // tiles.rows) * tiles.rows <= CLUSTER_FILLED * problem.inner
+    softmax = problem.itemsize == 2 and not problem.backward
+    # with accesses of 4 bytes more CTAs have 8 warps each: 1,693 columns of 62 positions 0.75, on 8 CTAs 0.59
+    few = problem.vec >= 4 or (problem.vec == 2 and tiles.ctas == 2)
+    return softmax and few and tiles.ctas > 1 and tiles.rows >= CLUSTER_TILE and filled
 
 
 def _tiles_are_slow(problem: SpatialProblem, tiles: Plan) -> bool:
@@ -169,7 +160,9 @@ def planes_plan(problem: SpatialProblem, device: Device, twice: bool = False) ->
     plan = _small_planes(problem, device) if small else None
     if plan is None and device.adds_shared_memory:
         several, one = (None if small else _large_plane(problem, device, fitting) for fitting in (FITTING, (1,)))
-        plan = several or periodic_plan(problem, device, twice) or one or _shared_plane(problem, device)
+        alone = one is not None and not (problem.backward or twice)
+        least = LEAST_HELD_ALONE if alone else LEAST_HELD_TWICE if twice else LEAST_HELD[problem.backward]
+        plan = several or periodic_plan(problem, device, least) or one or _shared_plane(problem, device)
     return plan
 
 
@@ -302,17 +295,19 @@ def _plan(
     )  # fmt: skip
 
 
-def periodic_plan(problem: SpatialProblem, device: Device, twice: bool = False) -> Plan | None:
-    """The plan of planes that a cluster holds in its registers; None where it cannot hold one, or holds it badly.
+def periodic_plan(problem: SpatialProblem, device: Device, least: float | None = None) -> Plan | None:
+    """The plan of planes that a cluster holds in its registers; None where it cannot hold one, or holds less than that.
+
+    least: vectors that it holds over the most that it could, LEAST_HELD where it is None.
 
     >>> from .types import DEVICES
     >>> planes = SpatialProblem(300, 251, "bfloat16", "bfloat16", 1, packed=True)
     >>> periodic_plan(planes, DEVICES["sm_90"]).ctas
     2
     """
-    least = LEAST_HELD_TWICE if twice else LEAST_HELD[problem.backward]
+    least = LEAST_HELD[problem.backward] if least is None else least
     best = _most_held(problem, device)
-    return best[1] if best is not None and best[0] >= least else None
+    return _periodic(problem, best) if best is not None and best.share >= least else None
 
 
 def _held_gradient(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
@@ -320,60 +315,27 @@ def _held_gradient(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan
     if not problem.backward or problem.whole_sectors or problem.inner < FEW_POSITIONS:
         return None
     best = _most_held(problem, device)
-    if best is None or best[0] < LEAST_HELD_GRADIENT:
+    if best is None or best.share < LEAST_HELD_GRADIENT:
         return None
     filled_up = -(-problem.inner // tiles.rows) * tiles.rows / problem.inner
-    return best[1] if best[1].ctas == 1 or (filled_up >= FILLED_UP and not tiles.overlap) else None
+    gains = best.ctas == 1 or (filled_up >= FILLED_UP and not tiles.overlap)
+    return _periodic(problem, best) if gains else None
 
 
-def _most_held(problem: SpatialProblem, device: Device) -> tuple[float, Plan] | None:
-    """(vectors that a multiprocessor holds over the most, the plan) of the best cluster that holds a plane; or None."""
+def _most_held(problem: SpatialProblem, device: Device) -> Held | None:
+    """How registers hold a plane best; None where they do not."""
     if not problem.packed or problem.batch_invariant or not device.adds_shared_memory:
         return None
-    if problem.n_cols <= 1 or not 1 < problem.inner <= HELD_POSITIONS:
-        return None
-    kind, best = (problem.backward, problem.itemsize), None
-    for warps in FEW_WARPS if problem.inner < FEW_POSITIONS else HELD_WARPS[kind]:
-        for ctas in _clusters(device, warps):
-            found = _held(problem, device, warps, ctas)
-            if found is not None and (best is None or found[0] > LEAST_HELD_GAIN * best[0]):
-                best = found
-    if best is None or best[1].ctas <= PAIR or problem.itemsize != 2 or best[1].num_warps < 8:
-        return best
-    warps = best[1].num_warps // 2
-    halved = (_held(problem, device, warps, ctas) for ctas in _clusters(device, warps) if ctas <= MOST_CTAS)
-    most = max((found for found in halved if found is not None), key=lambda found: found[0], default=best)
-    return most if most[0] >= LEAST_HALVED * best[0] else best
-
-
-def _clusters(device: Device, warps: int) -> tuple[int, ...]:
-    """Sizes of a cluster. One CTA of 16 warps would be alone on its multiprocessor, and wait for its own loads."""
     # of the sizes above 8 Triton's launcher allows 16 alone
     sizes = (1, 2, 4, 8, 16) if device.kind == "interpreter" else (*range(1, 9), 16)
-    return tuple(size for size in sizes[warps == MOST_WARPS :] if size <= device.max_cluster)
+    clusters = tuple(size for size in sizes if size <= device.max_cluster)
+    return most_held(Plane(problem.n_cols, problem.inner, problem.itemsize, problem.backward), clusters)
 
 
-def _held(problem: SpatialProblem, device: Device, warps: int, ctas: int) -> tuple[float, Plan] | None:
-    """(vectors that a multiprocessor holds over the most, the plan) of clusters that hold the plane; else None."""
-    vec, n = problem.full_vec, problem.n_cols * problem.inner
-    threads, most = warps * device.warp_size, MOST_VECTORS[problem.backward, problem.itemsize]
-    period = problem.inner // gcd(problem.inner, vec)  # in vectors
-    span = threads // period * period
-    if span * vec < problem.inner + vec:
-        return None
-    share = -(-(n // vec) // ctas)
-    chunks = -(-share // span)
-    if chunks > most:
-        return None
-    full = max(0, min((n - vec + 1) // vec // ctas // span, chunks - 1))  # one kernel also where all are full
-    lanes = 1
-    while lanes < 32 and 2 * lanes * problem.inner <= threads:
-        lanes *= 2
-    places = OF_A_GROUP * MOST_WARPS // warps
-    held = span / threads * chunks / most * (places // ctas * ctas / places) * OF_DOUBLED ** (log2(ctas) - 1)
-    why = f"a plane of {problem.n_cols} x {problem.inner} in the registers of {ctas} CTAs, {span} of {threads} threads"
-    plan = Plan(
-        "spatial_cluster" if ctas > 1 else "spatial", 1, ctas, 1, lanes, vec, chunks, full, False,
-        problem.itemsize == 2, warps, HELD_REGISTERS, why, periodic=span,
+def _periodic(problem: SpatialProblem, held: Held) -> Plan:
+    plane, threads = f"a plane of {problem.n_cols} x {problem.inner}", held.num_warps * 32
+    return Plan(
+        "spatial_cluster" if held.ctas > 1 else "spatial", 1, held.ctas, 1, held.lanes, problem.full_vec, held.chunks,
+        held.full, False, problem.itemsize == 2, held.num_warps, HELD_REGISTERS,
+        f"{plane} in the registers of {held.ctas} CTAs, {held.span} of {threads} threads", periodic=held.span,
     )  # fmt: skip
-    return held, plan

@@ -1,6 +1,6 @@
 """The regimes that hold a row, for all ops over rows: Problem + Device -> Plan, by the tables. Pure Python, no I/O.
 
-A plan sees columns, dtypes, alignment and device, never the number of rows, so a row's bits do not depend on its batch.
+A plan sees columns, dtypes, alignment and device, not the number of rows, so a row's bits do not depend on its batch.
 `config_tables` has the numbers of the policy, as tuples of configs in rising width, each set by a measurement.
 
 A config is good for these reasons, in the order of their weight (measured on an H200, bfloat16 and float32, 2^28

@@ -261,9 +261,9 @@ def _configs(
     skewed = problem.in_phase and device.kind != "hip"
     halves = problem.in_phase and problem.vec == problem.full_vec and not problem.whole_sectors
 
-    def holds_few(config: SpatialConfig) -> bool:
-        # few positions of the tiles do not exist
-        plain = softmax and not (config.skewed or config.overlaps)
+    def fills_tiles(config: SpatialConfig) -> bool:
+        # whole tiles have few positions beyond the tensor, or it has at least four of them
+        plain = softmax and problem.inner > config.inner and not (config.skewed or config.overlaps)
         filled = plain and _padded(problem, config.inner) <= FILLED * problem.inner
         return filled or problem.inner >= 4 * config.inner
 
@@ -273,7 +273,7 @@ def _configs(
         special = config.ctas > 1 or config.whole_sectors is not None or config.held is not None or overlaps
         return (
             config.least_cols <= problem.n_cols <= config.max_cols
-            and (not special or (holds_few(config) and not problem.batch_invariant))
+            and (not special or (fills_tiles(config) and not problem.batch_invariant))
             and (config.ctas == 1 or (clusters and device.max_cluster >= config.ctas))
             and (config.held is None or (staged and (config.skewed > 0 or problem.vec == problem.full_vec)))
             and (not config.skewed or skewed)
