@@ -13,7 +13,7 @@ VECTOR_BYTES = 16
 HELD_REGISTERS = 128  # of a thread
 # vectors of a thread of each tensor, at most, by (backward, bytes of an element). More spill too much at the cap
 MOST_VECTORS = {(False, 2): 20, (False, 4): 20, (True, 2): 11, (True, 4): 12}
-# warps of a program, best first, and what they hold over what the best ones hold, at least. H200, fraction of a copy
+# warps of a program, best first, and what the next ones hold over what these hold, at least. H200, fraction of a copy
 # with 8 and 16 warps, 18 to 19 vectors each: bfloat16 8,000 columns of 33 positions 0.89 and 0.78, 101,944 of 3 0.70
 # and 0.56; float32 300 of 251 0.82 and 0.91, 900 of 77 0.91 and 0.98. Their bfloat16 gradients 0.84 and 0.92, 0.88 and
 # 0.95

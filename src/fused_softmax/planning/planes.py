@@ -87,13 +87,13 @@ def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Pl
     """The plan of planes where it is faster than `tiles`, the plan of tiles of positions; else None.
 
     It is, where registers hold the planes of a gradient (`_held_gradient`), where a program of tiles has few bytes, or
-    where columns are read twice. Else where `_tiles_are_slow`, for planes
-    that one program holds; larger ones, whose CTAs wait for each other, have further conditions.
+    where columns are read twice. Else where `_tiles_are_slow`, for planes that one program holds; larger ones, whose
+    CTAs wait for each other, have further conditions.
     """
-    few_bytes = tiles.outers * problem.plane_bytes < FEW_BYTES
-    twice = tiles.regime == "spatial_two_pass"
     if (held := _held_gradient(problem, device, tiles)) is not None:
         return held
+    few_bytes = tiles.outers * problem.plane_bytes < FEW_BYTES
+    twice = tiles.regime == "spatial_two_pass"
     if not (few_bytes or twice or _tiles_are_slow(problem, tiles)):
         return None
     plan = planes_plan(problem, device, twice)
@@ -125,14 +125,15 @@ def _tiles_are_slow(problem: SpatialProblem, tiles: Plan) -> bool:
     Runs that do not start at vectors: a softmax of runs below LONG_RUN, but no large plane whose tiles are wider than
     WIDE_TILE, and a 16-bit one of longer runs, more than 2 columns and small planes; gradients of runs below LONG_RUN
     whose tiles are narrow, or are read in accesses below LEAST_ACCESS, or just of it and half empty. Runs at vectors: a
-    softmax of runs below LONG_RUN that fill up their tiles, and of few columns, or in halves of sectors.
+    softmax of runs below LONG_RUN that fill up their tiles, and of few columns, or in halves of sectors; there also
+    where tiles do not overlap.
     """
     inner, itemsize, short = problem.inner, problem.itemsize, problem.inner < LONG_RUN
     filled_up = -(-inner // tiles.rows) * tiles.rows / inner
     if problem.vec == problem.full_vec:
         halves = not problem.whole_sectors
-        gains = filled_up > MOST_FILLED if halves or problem.n_cols <= FILLED_COLS else False
-        return (gains or (halves and tiles.overlap == 0)) and short and not problem.backward
+        empty = filled_up > MOST_FILLED and (halves or problem.n_cols <= FILLED_COLS)
+        return short and not problem.backward and (empty or (halves and not tiles.overlap))
     if problem.backward:
         access = problem.vec * itemsize
         wide = tiles.rows * itemsize >= min(inner * itemsize, WIDE_TILE) and access >= LEAST_ACCESS
