@@ -172,9 +172,10 @@ def _few_queries(plan: Plan, problem: Problem, device: Device, seen: int) -> Pla
             if problem.itemsize == 2:  # above what ptxas takes; without it some loads wait for others
                 cap = OUTPUT_GATHERED_REGISTERS if num_warps == 4 else OUTPUT_GATHERED_FEW_REGISTERS
             why = f"{rows} rows per program, each in {lanes} threads of a warp"
+            chunks = plan.chunks + (plan.chunks > MOST_SEEN_CHUNKS and plan.chunks % 2)  # so that widths share kernels
             return replace(
-                plan, rows=rows, num_warps=num_warps, max_registers=cap, output_gathered=True,
-                unseen_chunks=plan.chunks - seen_chunks, why=f"{why}; they see at most {seen_chunks * chunk} columns",
+                plan, rows=rows, num_warps=num_warps, max_registers=cap, output_gathered=True, chunks=chunks,
+                unseen_chunks=chunks - seen_chunks, why=f"{why}; they see at most {seen_chunks * chunk} columns",
             )  # fmt: skip
     return plan
 
