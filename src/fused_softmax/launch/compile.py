@@ -26,7 +26,7 @@ COUNT = "int"  # the declared type of a count: 32 bits where its value fits
 # bytes that a thread may spill at a cap. H200, Triton 3.6, masked softmax: at a cap that spilled 8 to 32 bytes 3 to 12%
 # less time than with a looser one that spilled none (5 kernels); with 64 bytes 1% less, with 120 to 440 bytes 4 to 11%
 # more (4 kernels). Triton 3.9, planes in registers: with 40 to 48 bytes 17 to 31% less with 6e7 elements (5 kernels)
-MOST_SPILLED = 64
+MOST_SPILLED = 48
 _OPTIONS = (
     "num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion", "debug", "sanitize_overflow", "launch_pdl",
 )  # fmt: skip
