@@ -51,8 +51,8 @@ def warmup(
 
     A kernel depends on the columns, the dtype and the alignment of rows, not on the number of rows, so widths are
     enough. Causal scores with fewer queries than columns have up to two kernels more, which are compiled, too. Triton's
-    disk cache keeps the compiled kernels, and a later process only loads them. Call this before a CUDA
-    graph is captured.
+    disk cache keeps the compiled kernels, and a later process only loads them. Call this before a CUDA graph is
+    captured.
 
     Args:
         shapes: A width; a shape, whose last size is the width; a list of widths or shapes; or a model's config, an

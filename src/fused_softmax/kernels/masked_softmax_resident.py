@@ -5,9 +5,9 @@
 Causal rows need no mask: query q sees columns 0..q, so its row has q + 1 columns. They are read in vectors, except its
 head and tail; the other columns are not read, and zeros are written there. A program writes narrow causal rows as one
 piece (`gathered_rows`), because short stores end within sectors. Chunks of which no row sees a column are only part of
-that piece. A mask is read once, in place, with its own strides (0
-where it is broadcast). `row_scheduler` has the order of the rows. A row without a visible column has sum 0 and is NaN,
-or zero where ZERO. The limit is the bytes of the visible x and mask, and of y.
+that piece. A mask is read once, in place, with its own strides (0 where it is broadcast). `row_scheduler` has the order
+of the rows. A row without a visible column has sum 0 and is NaN, or zero where ZERO. The limit is the bytes of the
+visible x and mask, and of y.
 """
 
 from __future__ import annotations

@@ -141,12 +141,17 @@ def _narrow_plan(problem: Problem, device: Device, kind: str, causal: bool) -> P
         num_warps = max(num_warps, vec * lanes // device.warp_size)
     cap = None
     if as_piece and problem.itemsize == 2 and (num_warps == 4 or chunks <= OUTPUT_GATHERED_FEW_CHUNKS):
-        cap = OUTPUT_GATHERED_REGISTERS if num_warps == 4 else OUTPUT_GATHERED_FEW_REGISTERS
+        cap = _cap_of_pieces(num_warps)
     rows = num_warps * device.warp_size // lanes
     why = f"{rows} rows per program, each in {lanes} threads of a warp: no reduction leaves them"
     return Plan(
         "warp", rows, 1, 1, lanes, vec, chunks, 0, unaligned, False, num_warps, cap, why, output_gathered=as_piece
     )
+
+
+def _cap_of_pieces(num_warps: int) -> int:
+    """The cap on the registers of 16-bit causal rows that a program writes as one piece."""
+    return OUTPUT_GATHERED_REGISTERS if num_warps == 4 else OUTPUT_GATHERED_FEW_REGISTERS
 
 
 def _few_queries(plan: Plan, problem: Problem, device: Device, seen: int) -> Plan:
@@ -168,11 +173,11 @@ def _few_queries(plan: Plan, problem: Problem, device: Device, seen: int) -> Pla
         piece = rows * problem.n_cols * problem.itemsize
         enough = num_warps == 4 or piece >= FEW_QUERIES_LEAST[problem.itemsize]
         if enough and piece % SECTOR_BYTES == 0:
-            cap = None
-            if problem.itemsize == 2:  # above what ptxas takes; without it some loads wait for others
-                cap = OUTPUT_GATHERED_REGISTERS if num_warps == 4 else OUTPUT_GATHERED_FEW_REGISTERS
+            # above what ptxas takes; without it some loads wait for others
+            cap = _cap_of_pieces(num_warps) if problem.itemsize == 2 else None
             why = f"{rows} rows per program, each in {lanes} threads of a warp"
-            chunks = plan.chunks + (plan.chunks > MOST_SEEN_CHUNKS and plan.chunks % 2)  # so that widths share kernels
+            even = plan.chunks + plan.chunks % 2  # so that widths share kernels
+            chunks = even if plan.chunks > MOST_SEEN_CHUNKS else plan.chunks
             return replace(
                 plan, rows=rows, num_warps=num_warps, max_registers=cap, output_gathered=True, chunks=chunks,
                 unseen_chunks=chunks - seen_chunks, why=f"{why}; they see at most {seen_chunks * chunk} columns",

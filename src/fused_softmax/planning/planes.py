@@ -110,9 +110,14 @@ def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Pl
     return plan if long and gains and problem.vec < problem.full_vec else None
 
 
+def _filled_up(problem: SpatialProblem, tiles: Plan) -> float:
+    """Positions of whole tiles over those that exist."""
+    return -(-problem.inner // tiles.rows) * tiles.rows / problem.inner
+
+
 def _tiles_of_clusters(problem: SpatialProblem, tiles: Plan) -> bool:
     """Whether tiles on a cluster are faster than planes in registers."""
-    filled = -(-problem.inner // tiles.rows) * tiles.rows <= CLUSTER_FILLED * problem.inner
+    filled = _filled_up(problem, tiles) <= CLUSTER_FILLED
     softmax = problem.itemsize == 2 and not problem.backward
     # with accesses of 4 bytes more CTAs have 8 warps each: 1,693 columns of 62 positions 0.75, on 8 CTAs 0.59
     few = problem.vec >= 4 or (problem.vec == 2 and tiles.ctas == 2)
@@ -129,7 +134,7 @@ def _tiles_are_slow(problem: SpatialProblem, tiles: Plan) -> bool:
     where tiles do not overlap.
     """
     inner, itemsize, short = problem.inner, problem.itemsize, problem.inner < LONG_RUN
-    filled_up = -(-inner // tiles.rows) * tiles.rows / inner
+    filled_up = _filled_up(problem, tiles)
     if problem.vec == problem.full_vec:
         halves = not problem.whole_sectors
         empty = filled_up > MOST_FILLED and (halves or problem.n_cols <= FILLED_COLS)
@@ -318,8 +323,7 @@ def _held_gradient(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan
     best = _most_held(problem, device)
     if best is None or best.share < LEAST_HELD_GRADIENT:
         return None
-    filled_up = -(-problem.inner // tiles.rows) * tiles.rows / problem.inner
-    gains = best.ctas == 1 or (filled_up >= FILLED_UP and not tiles.overlap)
+    gains = best.ctas == 1 or (_filled_up(problem, tiles) >= FILLED_UP and not tiles.overlap)
     return _periodic(problem, best) if gains else None
 
 

@@ -59,9 +59,9 @@ def ceiling(kind: str, like: Tensor, n_bytes: int | None = None) -> tuple[Callab
         dense = [torch.zeros_like(like, memory_format=torch.contiguous_format) for _ in range(given)]
         run, moved = ceiling(kind, dense[0], n_bytes)
         return lambda *inputs: run(*dense), moved
+    even = count * item // 4 * 4 // item  # elements in whole words
     if kind == "read":
         sums = torch.empty(count * item // 4 // WORDS + 1, dtype=torch.int32, device=like.device)
-        even = count * item // 4 * 4 // item
         return lambda x, *rest: read(x.view(-1)[:even], sums), count * item
     out = torch.empty_like(like).view(-1)[:count]
     if kind == "add":
@@ -71,7 +71,6 @@ def ceiling(kind: str, like: Tensor, n_bytes: int | None = None) -> tuple[Callab
 
         return add, 3 * count * item
     if kind == "write":
-        even = count * item // 4 * 4 // item
         return lambda *inputs: write(out[:even]), count * item
     return lambda x, *rest: out.copy_(_first(x, count)), 2 * count * item
 
