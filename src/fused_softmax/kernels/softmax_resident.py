@@ -58,10 +58,13 @@ def softmax_resident(
     x_stride: Int64, y_stride: Int64,
     phase: Int32,  # elements from the pointers to the first row, where UNALIGNED
     LOG: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr, WARPS_PER_ROW: tl.constexpr, VECTORS: tl.constexpr,
-    VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, UNALIGNED: tl.constexpr,
-    RECOMPUTE: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+    VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr,
+    SMEM_STAGED: tl.constexpr,  # unpredicated chunks in shared memory, where RECOMPUTE or LOG
+    UNALIGNED: tl.constexpr, RECOMPUTE: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    THREADS: tl.constexpr = WARPS_PER_ROW * VECTORS
     init_cluster_barrier(CTAS, 2, PTX, WARPS_PER_ROW)
+    declare_staging(SMEM_STAGED, THREADS, PTX)
     # locate the row, and this segment's part of its slice
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
@@ -77,7 +80,13 @@ def softmax_resident(
 
     # each vector's own maximum and sum
     await_previous(EARLY)
-    x = load_chunks(x_row + first, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)
+    if SMEM_STAGED > 0:
+        slice_start, slice = slice_zero(x_ptr, x_stride, phase, n_cols, CTAS, VEC, UNALIGNED)
+        stage(slice_start, slice, 0, SMEM_STAGED, THREADS, PTX)
+    x = load_unstaged(
+        x_row + first, width, SEGMENTS, CHUNKS, UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW, SMEM_STAGED,
+        PTX,
+    )  # fmt: skip
     if UNALIGNED:
         head_tail, in_head_tail = head_and_tail(
             head, interior, n_cols, (rank == 0) & (warp == 0) & (row < n_rows), VECTORS, VEC
@@ -87,13 +96,16 @@ def softmax_resident(
     # log_softmax of long slices reaches its register cap, where only Triton's own order fits
     IN_ORDER: tl.constexpr = PTX and not (LOG and CHUNKS > 8)
     m = max_of_vectors(x[0], IN_ORDER)
-    for c in tl.static_range(1, CHUNKS):
+    for c in tl.static_range(1, len(x)):
         m = tl.maximum(m, max_of_vectors(x[c], IN_ORDER))
+    await_staged(SMEM_STAGED, PTX)
+    for c in tl.static_range(SMEM_STAGED if PTX else 0):
+        m = tl.maximum(m, max_of_vectors(chunk_of(x, c, 0, SMEM_STAGED, THREADS, PTX), IN_ORDER))
     m = tl.maximum(m.to(tl.float32), LOWEST)  # [SEGMENTS, VECTORS]
     s = tl.zeros_like(m)
     exps = ()
     for c in tl.static_range(CHUNKS):
-        e = exp(upcast(x[c], PTX, RECOMPUTE) - m[:, :, None])
+        e = exp(upcast(chunk_of(x, c, 0, SMEM_STAGED, THREADS, PTX), PTX, RECOMPUTE) - m[:, :, None])
         s += sum_of_vectors(e, IN_ORDER)
         exps = exps + (e,)
 
@@ -129,10 +141,11 @@ def softmax_resident(
     else:
         by = exp(m - row_max) * tl.div_rn(1.0, row_sum)
     for c in tl.static_range(CHUNKS):
+        x_c = chunk_of(x, c, 0, SMEM_STAGED, THREADS, PTX)
         if LOG:
-            y = normalize(upcast(x[c], PTX, RECOMPUTE, True), row_max[:, :, None], row_sum[:, :, None], LOG)
+            y = normalize(upcast(x_c, PTX, RECOMPUTE, True), row_max[:, :, None], row_sum[:, :, None], LOG)
         elif RECOMPUTE:
-            x_c = upcast(x[c], PTX, True, True)
+            x_c = upcast(x_c, PTX, True, True)
             y = exp2_fma(x_c, base[:, :, None], shift[:, :, None], FUSED) * by[:, :, None]
         else:
             y = exps[c] * by[:, :, None]

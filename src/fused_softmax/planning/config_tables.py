@@ -15,9 +15,9 @@ class KernelConfig(NamedTuple):
     recompute: hold a 16-bit row as loaded and compute exp twice. max_registers: a cap on a thread's registers, to reach
     the next step of occupancy, only where cross-compiling shows no spill. unaligned_registers: the same for unaligned
     rows, whose head and tail take registers too. unaligned_warps: the warps of unaligned rows. prefetched_chunks: of
-    log_softmax's gradient, the chunks of y that are read before the row's sum is known; None: all. smem_staged: of a
-    gradient, the chunks that are staged in shared memory. unaligned_staged: those of unaligned rows; None: one more, as
-    head and tail take room. resident_chunks: not 0 in the two_pass regime; these chunks
+    log_softmax's gradient, the chunks of y that are read before the row's sum is known; None: all. smem_staged: the
+    chunks that are staged in shared memory. unaligned_staged: those of unaligned rows; None: one more than of others, as
+    head and tail take room, or none. resident_chunks: not 0 in the two_pass regime; these chunks
     of a slice stay on chip, and the rest is read twice, in steps of `step` chunks. odd_chunks: from 13 chunks on, an
     odd number up to this one is not rounded up.
     """
@@ -149,7 +149,7 @@ FORWARD_CLUSTER = {
         # 16 vectors of an unaligned row spill with Triton 3.9 at 80 registers. H200, fraction of a copy: 235,001
         # columns, 15 vectors and 80 registers 0.986; 255,311 columns, 16 vectors, 0.977 uncapped, 0.962 with 88
         KernelConfig(245760, 16, 8, max_registers=80, unaligned_registers=80, odd_chunks=15),
-        KernelConfig(262144, 16, 8, max_registers=80),
+        KernelConfig(262144, 16, 8, max_registers=80, unaligned_staged=1),
         *WIDE_FLOATS,
     ),
 }

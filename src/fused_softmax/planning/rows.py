@@ -155,20 +155,18 @@ def resident_plan(problem: Problem, device: Device, config: KernelConfig) -> Pla
     tensors = 2 if problem.backward and config.prefetched_chunks is None else 1
     room = SMEM_STAGED_BYTES // (VECTOR_BYTES * vectors * tensors)
     wanted = config.smem_staged
-    if unaligned:
-        wanted = config.smem_staged + 1 if config.unaligned_staged is None else config.unaligned_staged
-    staged = (
-        min(wanted, unpredicated, room)
-        if device.supports_smem_staging and warps_reduce_separately and config.smem_staged
-        else 0
-    )
+    if unaligned and config.unaligned_staged is not None:
+        wanted = config.unaligned_staged
+    elif unaligned and wanted:
+        wanted += 1
+    staged = min(wanted, unpredicated, room) if device.supports_smem_staging and warps_reduce_separately else 0
     if (
         not _fits(problem, config, chunks - staged, recompute, device)
         or _conversion_bytes(problem, config.ctas * vectors * vec) > CONVERSION_BYTES
     ):
         return None
     max_registers = config.unaligned_registers if unaligned else config.max_registers
-    if config.smem_staged:
+    if wanted:
         max_registers = config.max_registers if staged else None
     regime = "cluster" if config.ctas > 1 else "block"
     where = f"the {config.ctas} CTAs of a cluster" if config.ctas > 1 else "one program"
