@@ -333,6 +333,21 @@ def test_overlapping_tiles(tile, dtype, log):
     check_tiles(partial(run_overlapping, tile), (outer, n_cols, vectors * 16 // dtype.itemsize), dtype, log)
 
 
+def run_planned(tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False) -> None:
+    plan = spatial.softmax_plan(tensors, log, backward, False, DEVICE)
+    assert plan.skewed and plan.ctas > 1, plan
+    spatial.prepare(spatial.softmax_recipe(tensors, plan, log, backward, DEVICE), tensors)(tensors)
+
+
+# fewer positions than four tiles, in planes that no program holds: three tiles, two, and one that is nearly full
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((2, 430, 151), FLOAT32), ((2, 600, 222), BFLOAT16), ((2, 470, 118), FLOAT32)]
+)
+def test_skewed_tiles_of_few_positions(shape, dtype, log):
+    check_tiles(run_planned, shape, dtype, log)
+
+
 def test_skewed_tiles_are_for_tensors_of_equal_phases():
     x = torch.empty(2, 40, 1001, dtype=BFLOAT16)
     y = torch.empty_like(x)

@@ -68,6 +68,14 @@ def drawn_few(rng: random.Random) -> Drawn:
     return Drawn(dtype, (outer, n_cols, inner), 0, rng.random() < 0.4)
 
 
+def drawn_planes(rng: random.Random) -> Drawn:
+    """Fewer positions than four tiles, and runs that start anywhere."""
+    dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
+    n_cols, inner = round(2 ** rng.uniform(6, 12.3)), rng.choice((rng.randint(48, 511), 2 * rng.randint(50, 255)))
+    outer = max(1, min(rng.randint(1, 60), (1 << 23) // (n_cols * inner)))
+    return Drawn(dtype, (outer, n_cols, inner), 0, rng.random() < 0.4)
+
+
 # what a problem's plan is, and whether it is that of its gradient
 KINDS: dict[str, tuple[Callable[[Plan], bool], bool]] = {
     "skewed": (lambda plan: plan.skewed > 0 and plan.smem_staged == 0, False),
@@ -142,6 +150,17 @@ def test_few_positions(seed: int):
         return plan.ctas > 1 or plan.smem_staged > 0
 
     problem = next(filter(few, iter(lambda: drawn_few(rng), None)))
+    ran = check(problem, seed)
+    assert isinstance(ran, Plan) and ran == problem.plan(False, device), "torch answered, or another plan"
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_skewed_tiles_of_few_positions(seed: int):
+    device, rng = device_of(torch.empty(0, device="cuda")), random.Random(seed)
+    if device.max_cluster == 1:
+        pytest.skip("such plans are on clusters")
+    backward = seed % 2 == 0
+    problem = next(p for p in iter(lambda: drawn_planes(rng), None) if p.plan(backward, device).skewed)
     ran = check(problem, seed)
     assert isinstance(ran, Plan) and ran == problem.plan(False, device), "torch answered, or another plan"
 

@@ -130,6 +130,23 @@ def test_no_load_waits_for_another(n_cols, dtype):
     assert (loads, late) == (chosen.chunks - chosen.smem_staged, 0)
 
 
+# skewed tiles of planes: columns, positions, dtype, whether of a gradient, of log_softmax
+OF_PLANES = (
+    (1231, 166, BFLOAT16, False, False), (307, 201, FLOAT32, True, False), (2313, 213, FLOAT32, True, False),
+    (3817, 195, BFLOAT16, False, True), (1370, 145, FLOAT32, False, True), (213, 350, BFLOAT16, True, True),
+    (5006, 326, BFLOAT16, True, False), (2248, 117, FLOAT32, False, False), (79, 167, FLOAT32, True, True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "of", [*OF_PLANES[:3], *(pytest.param(of, marks=pytest.mark.extended) for of in OF_PLANES[3:])], ids=str
+)
+def test_skewed_tiles_of_few_positions(of):
+    launch, chosen = launch_over(*of)
+    assert chosen.skewed
+    check(f"softmax_spatial_skewed {of[2]}", launch, "sm_90", chosen)
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120", "gfx942"])
 def test_all(target):

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..planning.spatial import plan_spatial
-from ..planning.types import Device, Plan, SpatialProblem, power_of_two
+from ..planning.spatial import plan_spatial, tiles_plan
+from ..planning.types import Device, Plan, SpatialProblem, power_of_two, tiles_of
 from . import compile as compiling
 from .availability import KernelUnavailable
 from .cache import Cache
@@ -168,11 +168,9 @@ def merge_step(kernel: Any, device: Device, tensors: tuple[int, ...], inner: int
 def _sizes(t: Tensor, plan: Plan) -> tuple[int, int, int]:
     """(n_cols, inner in units of the plan's vectors, blocks of positions)."""
     _, n_cols, inner = t.shape
-    if plan.skewed:
-        # a block may end half a unit before the next one begins, where tiles overlap by one
-        return n_cols, inner, -(-(inner + plan.skewed - plan.overlap // 2) // (plan.rows - plan.overlap))
-    blocks = max(1, -(-(inner - plan.overlap) // (plan.rows - plan.overlap)))
-    return n_cols, inner // plan.vec, blocks
+    # a skewed tile counts positions one by one
+    units = inner if plan.skewed else inner // plan.vec
+    return n_cols, units, tiles_of(inner, plan.rows, plan.overlap, plan.skewed)
 
 
 def resident_step(
@@ -337,12 +335,15 @@ _softmaxes = Cache()
 
 
 def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool, device: Device) -> Plan:
-    """The plan over (x, y), or over (y, dy, dx) of a gradient: of pieces of memory, or of tiles of positions."""
-    from ..planning.planes import faster_as_planes  # loaded when it is first needed
+    """The plan over (x, y), or over (y, dy, dx) of a gradient: of tiles of positions, or of planes as runs of memory."""
+    from ..planning.planes import faster_as_planes  # both loaded when they are first needed
+    from ..planning.skewed_tiles import faster_as_skewed
 
     problem = problem_of(*planes, backward=backward, log=log, batch_invariant=invariant)
     tiles = plan_spatial(problem, device)
-    return faster_as_planes(problem, device, tiles) or tiles
+    plan = faster_as_planes(problem, device, tiles) or tiles
+    skewed = faster_as_skewed(problem, device, plan)
+    return plan if skewed is None else tiles_plan(problem, device, skewed)
 
 
 def prepare_softmax(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool) -> Run:

@@ -43,6 +43,7 @@ from .spatial_tables import (
     SHARED_BYTES,
     SKEWED_COLS,
     SKEWED_REGISTERS,
+    SOFTMAX_HALVES_PARTS,
     SOFTMAX_PARTS,
     STAGED_BYTES,
     STAGGERED_BYTES,
@@ -79,10 +80,7 @@ def resident_plan(
     tile = f"a skewed tile of {inner}" if skewed else f"an overlapping tile of {inner}" if overlaps else f"{inner}"
     why = f"the columns of {tile} position(s) stay in {where}, in {chunks} chunk(s) of {cols * ctas} columns"
     unit = skewed // problem.itemsize
-    if overlaps:
-        overlap = problem.vec
-    else:
-        overlap = unit if 2 * problem.vec >= unit else 2 * unit
+    overlap = problem.vec if overlaps else problem.overlap_of(unit)
     return Plan(
         "spatial" if ctas == 1 else "spatial_cluster", rows=inner, ctas=ctas, warps_per_row=1, vectors_per_chunk=cols,
         vec=thread_bytes // problem.itemsize if skewed else min(problem.vec, inner), chunks=chunks,
@@ -164,7 +162,7 @@ def _loss_cols(problem: SpatialProblem, cols: int, inner: int, per_chunk: int) -
     return _longer_run(problem, longest, inner, per_chunk, run)
 
 
-def _configured(
+def tiles_plan(
     problem: SpatialProblem, device: Device, config: SpatialConfig, loss: bool = False, halves: bool = False
 ) -> Plan:
     """The plan of tiles as `config` says, with fewer positions where `inner` has fewer.
@@ -356,13 +354,13 @@ def _long_and_narrow(problem: SpatialProblem, device: Device) -> Plan | None:
 
 def _resident_plans(problem: SpatialProblem, device: Device) -> Iterator[Plan]:
     """The plans that keep the columns on chip, best first."""
-    yield from (_configured(problem, device, config, halves=True) for config in _on_chip(problem, device))
+    yield from (tiles_plan(problem, device, config, halves=True) for config in _on_chip(problem, device))
     if problem.batch_invariant:
         return
     if (found := _long_and_narrow(problem, device)) is not None:
         yield found
     if (few := few_positions(problem, device)) is not None:
-        yield _configured(problem, device, few)
+        yield tiles_plan(problem, device, few)
 
 
 def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = None) -> Plan:
@@ -391,7 +389,9 @@ def _parts_tile(problem: SpatialProblem) -> PartsTile:
         return PARTS
     if problem.vec < problem.full_vec:
         return UNALIGNED_PARTS[problem.itemsize] if problem.inner >= UNALIGNED_POSITIONS else PARTS
-    return SOFTMAX_PARTS[problem.backward, problem.itemsize] if problem.whole_sectors else HALVES_PARTS
+    if problem.whole_sectors:
+        return SOFTMAX_PARTS[problem.backward, problem.itemsize]
+    return HALVES_PARTS if problem.backward or problem.itemsize > 2 else SOFTMAX_HALVES_PARTS
 
 
 def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:
@@ -399,7 +399,7 @@ def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:
     config = next(_configs(problem, device, LOSS[problem.itemsize], UNALIGNED_LOSS[problem.itemsize]), None)
     if config is None:
         return parts_plan(problem, device)
-    found = replace(_configured(problem, device, config, loss=True), recompute=problem.itemsize == 2)
+    found = replace(tiles_plan(problem, device, config, loss=True), recompute=problem.itemsize == 2)
     return staggered(found, problem, device)
 
 
@@ -423,7 +423,7 @@ def _in_one_step(problem: SpatialProblem, device: Device) -> Plan | None:
     )
     if config is None or problem.n_cols > ONE_STEP or problem.batch_invariant:
         return None
-    found = _configured(problem, device, config)
+    found = tiles_plan(problem, device, config)
     # its kernels take one index of `outer`
     warps = max(1, found.num_warps // found.outers)
     part_cols = found.chunks * found.vectors_per_chunk

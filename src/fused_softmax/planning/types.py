@@ -209,6 +209,10 @@ class SpatialProblem(_Dtypes):
         """Bytes of the widest element, which says what registers hold."""
         return max(ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype])
 
+    def overlap_of(self, unit: int) -> int:
+        """Positions that a skewed tile, whose columns start at multiples of `unit`, shares with the next one."""
+        return unit if 2 * self.vec >= unit else 2 * unit
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -264,3 +268,11 @@ class Plan:
 def power_of_two(n: int) -> int:
     """The least power of two that is at least n, and at least 1."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def tiles_of(inner: int, rows: int, overlap: int, unit: int = 0) -> int:
+    """Tiles of `rows` positions that hold `inner` of them. unit: of skewed tiles; 0: all columns start together."""
+    step = rows - overlap
+    if unit:  # a tile may end half a unit before the next one begins, where tiles overlap by one
+        return -(-(inner + unit - overlap // 2) // step)
+    return max(1, -(-(inner - overlap) // step))

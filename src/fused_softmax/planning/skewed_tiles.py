@@ -1,0 +1,110 @@
+"""Skewed tiles over few positions whose runs start anywhere: of planes that no program holds alone.
+
+Each column of a skewed tile starts at its own multiple of a thread's bytes, so all accesses are aligned vectors. The
+tables of `spatial` have such tiles for four tiles of positions and more. With fewer, what counts is how much of the
+last one is empty: the widest tile is taken of which little is, on as few CTAs as hold the columns in few registers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .spatial_tables import SpatialConfig
+from .types import Device, Plan, SpatialProblem, tiles_of
+
+# positions of a tile, widest first, and what whole tiles may have over those that exist
+POSITIONS, MOST_EMPTY = (128, 64, 32), 1.2
+# of a tensor, at least: in place of columns that are read twice, and of other plans. Beyond the most the tables have
+# skewed tiles of each width
+FEWEST_TWICE, FEWEST, MOST = 48, 100, 511
+# bytes of a thread's vectors, by those of an element; the first whose tiles are filled
+THREAD_BYTES = {2: (8,), 4: (16, 8)}
+# registers of a thread for its columns, by `backward`: as many CTAs as need no more than FEW, and MOST_REGISTERS where
+# a cluster has no more CTAs. H200, fraction of a copy or an add, 6e7 elements, with the plan before and with this one:
+# softmax, bfloat16 700 columns of 300 positions 0.64 and 0.87, 1,231 of 166 0.61 and 0.78, 3,817 of 195 0.54 and 0.74;
+# float32 1,231 of 166 0.70 and 0.87; gradients, bfloat16 1,284 of 297 0.49 and 0.91, 213 of 350 0.61 and 0.91; float32
+# 307 of 201 0.88 and 0.98, 2,144 of 87 0.54 and 0.80
+FEW_REGISTERS, MOST_REGISTERS = {False: 44, True: 56}, 76
+WIDE_CTAS = 8  # of a tile of the most positions: narrower tiles need fewer
+# of a gradient that one program of so many warps holds in shared memory, alone or with one other: 74 bfloat16 columns
+# of 471 positions 0.67 and 0.95, in tiles of 64 or more; 223 of 126, whose tiles have 32, 0.88 and 0.69
+CROWDED_WARPS, LEAST_POSITIONS = 16, 64
+
+
+def faster_as_skewed(problem: SpatialProblem, device: Device, plan: Plan) -> SpatialConfig | None:
+    """The config of skewed tiles where they are faster than `plan`; else None.
+
+    A plane that one program holds is faster there, but for large gradients. Tiles of few positions are faster only than
+    columns that are read twice, or that the registers of 16 CTAs hold.
+    """
+    twice = plan.regime == "spatial_two_pass"
+    if plan.skewed or not (FEWEST_TWICE if twice else FEWEST) <= problem.inner <= MOST:
+        return None
+    skewed = skewed_config(problem, device)
+    if skewed is None or skewed.inner >= LEAST_POSITIONS:
+        alone = plan.ctas == 1 and (plan.gathered or plan.periodic > 0)
+        crowded = problem.backward and plan.gathered and plan.num_warps >= CROWDED_WARPS
+        return skewed if crowded or not alone else None
+    return skewed if twice or (plan.periodic > 0 and plan.ctas == device.max_cluster) else None
+
+
+def skewed_config(problem: SpatialProblem, device: Device) -> SpatialConfig | None:
+    """The config of the widest skewed tiles that are filled; None where no cluster holds one, or runs start at vectors.
+
+    >>> from .types import DEVICES
+    >>> planes = SpatialProblem(1231, 166, "bfloat16", "bfloat16", 2, in_phase=True)
+    >>> skewed_config(planes, DEVICES["sm_90"]).inner
+    64
+    """
+    cast = problem.dtype != problem.out_dtype
+    if cast or not problem.in_phase or problem.batch_invariant or problem.vec == problem.full_vec:
+        return None
+    if device.max_cluster == 1 or device.kind == "hip":
+        return None
+    for clusters in _clusters(problem):
+        for positions in POSITIONS:
+            for thread_bytes in THREAD_BYTES[problem.itemsize]:
+                if _is_filled(problem, positions, thread_bytes // problem.itemsize):
+                    config = _on_ctas(problem, device, positions, thread_bytes, clusters)
+                    if config is not None:
+                        return config
+    return None
+
+
+def _is_filled(problem: SpatialProblem, positions: int, unit: int) -> bool:
+    """Whether the positions of whole tiles are few more than those that exist. unit: positions of a thread."""
+    overlap = problem.overlap_of(unit)
+    tiles = tiles_of(problem.inner, positions, overlap, unit)
+    return tiles * (positions - overlap) <= MOST_EMPTY * problem.inner
+
+
+class _Cluster(NamedTuple):
+    ctas: int
+    num_warps: int
+    registers: int  # of a thread for its columns, at most
+    thread_bytes: tuple[int, ...] = (8, 16)
+
+
+def _clusters(problem: SpatialProblem) -> tuple[tuple[_Cluster, ...], ...]:
+    """Clusters for each tile, best first; and those of more warps, for columns that no tile of these holds."""
+    few = FEW_REGISTERS[problem.backward]
+    of_few = tuple(_Cluster(ctas, 4, few) for ctas in (1, 2, 4, 8, 16))
+    # H200, 6e7 elements, 16 CTAs of 4 warps and 8 of 8, over the plan before: softmax of 3,817 bfloat16 columns of 195
+    # positions 1.26 and 1.36, in float32 1.35 and 1.25
+    of_8 = () if problem.backward else (_Cluster(8, 8, MOST_REGISTERS, (8,)),)
+    return (*of_few, *of_8, _Cluster(16, 4, MOST_REGISTERS)), (_Cluster(16, 8, MOST_REGISTERS),)
+
+
+def _on_ctas(
+    problem: SpatialProblem, device: Device, positions: int, thread_bytes: int, clusters: tuple[_Cluster, ...]
+) -> SpatialConfig | None:
+    """The config on the first cluster that holds the columns; None where none does."""
+    most = min(device.max_cluster, WIDE_CTAS if positions == POSITIONS[0] else device.max_cluster)
+    for of in clusters:
+        cols = of.num_warps * device.warp_size * thread_bytes // problem.itemsize // positions
+        registers = (1 + problem.backward) * -(-problem.n_cols // (cols * of.ctas)) * thread_bytes // 4
+        if of.ctas <= most and registers <= of.registers and thread_bytes in of.thread_bytes:
+            return SpatialConfig(
+                problem.n_cols, of.ctas, of.num_warps, positions, thread_bytes=thread_bytes, skewed=thread_bytes
+            )
+    return None
