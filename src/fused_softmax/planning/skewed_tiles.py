@@ -34,7 +34,7 @@ CROWDED_WARPS, LEAST_POSITIONS = 16, 64
 def faster_as_skewed(problem: SpatialProblem, device: Device, plan: Plan) -> SpatialConfig | None:
     """The config of skewed tiles where they are faster than `plan`; else None.
 
-    A plane that one program holds is faster there, but for large gradients. Tiles of few positions are faster only than
+    A plane that one program holds is faster there, except large gradients. Tiles of few positions are faster only than
     columns that are read twice, or that the registers of 16 CTAs hold.
     """
     twice = plan.regime == "spatial_two_pass"
