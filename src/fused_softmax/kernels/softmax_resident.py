@@ -37,7 +37,6 @@ from .common.tiles import (
     gradient_reads,
     head_and_tail,
     load_chunk,
-    load_chunks,
     segments_of,
     slice_of,
     slice_zero,

@@ -335,7 +335,7 @@ _softmaxes = Cache()
 
 
 def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool, device: Device) -> Plan:
-    """The plan over (x, y), or over (y, dy, dx) of a gradient: of tiles of positions, or of planes as runs of memory."""
+    """The plan over (x, y), or over (y, dy, dx) of a gradient: of tiles of positions or of planes."""
     from ..planning.planes import faster_as_planes  # both loaded when they are first needed
     from ..planning.skewed_tiles import faster_as_skewed
 
