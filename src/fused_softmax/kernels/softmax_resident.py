@@ -7,8 +7,9 @@ One kernel runs three regimes, which differ in numbers only. warp: ROWS short ro
 less, so that no reduction leaves its warp. block: one row in one program. cluster: one row in the CTAS programs of a
 thread-block cluster, one slice each, reduced through distributed shared memory. Each vector has its own (max, sum), so
 that no thread waits for another's loads. One reduction at the end gives the row's. The plan chooses the numbers by
-width. The register file is the limit, and after it the bytes in flight. A gradient holds two rows: some chunks of long
-rows are staged in shared memory (`smem_staging`). log_softmax's gradient reads y late, because its sum needs dy only.
+width. The register file is the limit, and after it the bytes in flight. Some chunks of the
+longest rows, and of gradients, which hold two, are staged in shared memory (`smem_staging`). log_softmax's gradient
+reads y late, because its sum needs dy only.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ class KernelConfig(NamedTuple):
     rows, whose head and tail take registers too. unaligned_warps: the warps of unaligned rows. prefetched_chunks: of
     log_softmax's gradient, the chunks of y that are read before the row's sum is known; None: all. smem_staged: the
     chunks that are staged in shared memory. unaligned_staged: those of unaligned rows; None: one more than of others,
-    as head and tail take room, or none. resident_chunks: not 0 in the two_pass regime; these chunks of a slice stay on chip, and the rest is read twice, in steps of `step` chunks. odd_chunks: from 13 chunks on, an
-    odd number up to this one is not rounded up.
+    as head and tail take room, or none. resident_chunks: not 0 in the two_pass regime; these chunks of a slice stay on
+    chip, and the rest is read twice, in steps of `step` chunks. odd_chunks: from 13 chunks on, an odd number up to this
+    one is not rounded up.
     """
 
     max_cols: int
