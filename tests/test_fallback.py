@@ -281,9 +281,9 @@ PLANNED = {
     "softmax_spatial": lambda x: fs.plan_for(x.repeat(1, 16), 0),
     "softmax_spatial_gathered": lambda x: fs.plan_for(x, 0),
     "softmax_spatial_gathered_backward": lambda x: fs.plan_for(x.half(), 0, op="log_softmax", backward=True),
-    "softmax_spatial_gathered_cluster": lambda x: fs.plan_for(x.repeat(80, 9), 0),
+    "softmax_spatial_gathered_cluster": lambda x: fs.plan_for(x.repeat(211, 2), 0),
     "softmax_spatial_gathered_cluster_backward": lambda x: fs.plan_for(
-        x.half().repeat(80, 9), 0, op="log_softmax", backward=True
+        x.half().repeat(115, 4), 0, op="log_softmax", backward=True
     ),
     "softmax_spatial_periodic": lambda x: fs.plan_for(x.repeat(600, 1), 0),
     "softmax_spatial_periodic_backward": lambda x: fs.plan_for(

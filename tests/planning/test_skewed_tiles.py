@@ -83,8 +83,16 @@ def test_tiles_of_positions():
         (700, 300, "bfloat16", False, True),  # as pieces of 8 CTAs
         (3817, 195, "float32", False, True),  # read twice
         (213, 350, "bfloat16", True, True),
-        (74, 471, "bfloat16", True, True),  # one program holds it, and hardly another one
-        (298, 155, "bfloat16", False, False),  # one program holds it
+        (74, 471, "bfloat16", True, True),  # one program holds it
+        (246, 327, "bfloat16", False, True),  # one program holds it, alone on its multiprocessor
+        (298, 155, "float32", False, True),
+        (142, 327, "bfloat16", False, True),  # with one other, and tiles have 128 positions
+        (298, 155, "bfloat16", False, False),  # and 64
+        (116, 131, "bfloat16", False, False),  # with more
+        (59, 350, "bfloat16", False, False),  # few columns
+        (3, 156, "bfloat16", True, False),
+        (4560, 276, "bfloat16", True, False),  # tiles of 64 are read by 8 bytes, skewed ones would have 32
+        (1656, 115, "float32", True, True),  # by 4 bytes
         (223, 126, "bfloat16", True, False),  # its tiles would have 32 positions
         (2248, 117, "bfloat16", True, False),
         (2144, 87, "float32", True, True),  # so would these, but columns would be read twice

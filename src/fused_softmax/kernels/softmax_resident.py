@@ -32,7 +32,16 @@ from .common.numerics import (
     sum_of_vectors,
     upcast,
 )
-from .common.smem_staging import await_staged, chunk_of, declare_staging, load_unstaged, stage
+from .common.smem_staging import (
+    again,
+    await_staged,
+    chunk_of,
+    declare_staging,
+    load_unstaged,
+    stage,
+    stage_ends,
+    staged_ends,
+)
 from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.tiles import (
     gradient_reads,
@@ -175,7 +184,9 @@ def softmax_backward_resident(
     POLICY: tl.constexpr = gradient_reads(UNALIGNED, y_ptr.dtype.element_ty)
     Y_SMEM_STAGED: tl.constexpr = SMEM_STAGED if PREFETCHED == CHUNKS else 0
     init_cluster_barrier(CTAS, 1, PTX, WARPS_PER_ROW)
-    declare_staging(SMEM_STAGED + Y_SMEM_STAGED, THREADS, PTX)
+    PLACES: tl.constexpr = SMEM_STAGED + Y_SMEM_STAGED
+    ENDS_STAGED: tl.constexpr = UNALIGNED and SMEM_STAGED > 0 and PTX and y_ptr.dtype.element_ty == tl.float32
+    declare_staging(PLACES, THREADS, PTX, 2 if ENDS_STAGED else 0)
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
     warp = warp_of(SEGMENTS, WARPS_PER_ROW)
@@ -195,6 +206,12 @@ def softmax_backward_resident(
         stage(slice_start, slice, 0, SMEM_STAGED, THREADS, PTX)
         slice_start, slice = slice_zero(y_ptr, y_stride, phase, n_cols, CTAS, VEC, UNALIGNED)
         stage(slice_start, slice, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX)
+    owns = (rank == 0) & (warp == 0) & (row < n_rows)  # the segment that has an unaligned row's head and tail
+    if ENDS_STAGED:
+        # computed twice, because registers have no room for what is needed again at the end
+        ends, in_ends = head_and_tail(head, again(interior), n_cols, owns, VECTORS, VEC)
+        stage_ends(y_row + ends, in_ends, 0, PLACES, THREADS)
+        stage_ends(dy_row + ends, in_ends, 1, PLACES, THREADS)
     y = load_unstaged(
         y_row + first, width, SEGMENTS, PREFETCHED, UNPREDICATED, VECTORS, VEC, 0.0, WARPS_PER_ROW, Y_SMEM_STAGED, PTX,
         POLICY,
@@ -216,11 +233,13 @@ def softmax_backward_resident(
         # on one CTA or with staged chunks, the cap of 128 registers is reached, where only Triton's own order fits
         d += sum_of_vectors(gradient_term(y_c, dy_c, LOG, ROUNDED), PTX and CTAS > 1 and SMEM_STAGED == 0)
     if UNALIGNED:
-        head_tail, in_head_tail = head_and_tail(
-            head, interior, n_cols, (rank == 0) & (warp == 0) & (row < n_rows), VECTORS, VEC
-        )
-        y_head_tail = tl.load(y_row + head_tail, mask=in_head_tail, other=0.0)
-        dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0)
+        head_tail, in_head_tail = head_and_tail(head, interior, n_cols, owns, VECTORS, VEC)
+        if ENDS_STAGED:
+            y_head_tail = staged_ends(in_head_tail, 0, PLACES, THREADS)
+            dy_head_tail = staged_ends(in_head_tail, 1, PLACES, THREADS)
+        else:
+            y_head_tail = tl.load(y_row + head_tail, mask=in_head_tail, other=0.0)
+            dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0)
     d = tl.sum(d, 1)
     if UNALIGNED:
         d += tl.sum(gradient_term(y_head_tail, dy_head_tail, LOG, True), 1)

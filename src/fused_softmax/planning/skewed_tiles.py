@@ -26,26 +26,39 @@ THREAD_BYTES = {2: (8,), 4: (16, 8)}
 # 307 of 201 0.88 and 0.98, 2,144 of 87 0.54 and 0.80
 FEW_REGISTERS, MOST_REGISTERS = {False: 44, True: 56}, 76
 WIDE_CTAS = 8  # of a tile of the most positions: narrower tiles need fewer
-# of a gradient that one program of so many warps holds in shared memory, alone or with one other: 74 bfloat16 columns
-# of 471 positions 0.67 and 0.95, in tiles of 64 or more; 223 of 126, whose tiles have 32, 0.88 and 0.69
-CROWDED_WARPS, LEAST_POSITIONS = 16, 64
+# columns, at least: 45 bfloat16 columns of 350 positions as one piece 1.16, in skewed tiles 0.87
+LEAST_COLS = 60
+# programs of so many warps, which hold a plane in shared memory, are two on a multiprocessor; with so many registers
+# one. H200, 1.2e7 and 6e7 elements, before and with skewed tiles. One: bfloat16 246 columns of 327 positions 0.67 and
+# 0.64, 1.29 and 0.87; the gradient of 150 of 330 0.75 and 0.83, 1.09 and 1.02; slower: float32 298 of 155 (tiles of 64)
+# 0.91 and 0.91, 1.16 and 0.84. Two: bfloat16 142 of 327 (tiles of 128) 1.09 and 0.95, 1.23 and 0.95; 298 of 155 (64)
+# 1.11 and 1.00, 1.20 and 0.71
+CROWDED_WARPS, ALONE_REGISTERS = 16, 128
+# positions of a tile, and bytes of an access, from which the tiles of `spatial` are as fast: 4,560 bfloat16 columns of
+# 276 positions, a gradient, 0.73 in tiles of 64 read by 8 bytes, 0.64 in skewed tiles of 32; but 1,656 float32 columns
+# of 115, by 4 bytes, 0.71 and 0.83
+LEAST_POSITIONS, WIDE_ACCESS = 64, 8
 
 
 def faster_as_skewed(problem: SpatialProblem, device: Device, plan: Plan) -> SpatialConfig | None:
     """The config of skewed tiles where they are faster than `plan`; else None.
 
-    A plane that one program holds is faster there, except large gradients. Tiles of few positions are faster only than
-    columns that are read twice, or that the registers of 16 CTAs hold.
+    A plane that one program holds is faster there, except where one or two programs fill a multiprocessor. Tiles of few
+    positions are slower than others that are read in wide accesses, and than the registers of a few CTAs.
     """
     twice = plan.regime == "spatial_two_pass"
-    if plan.skewed or not (FEWEST_TWICE if twice else FEWEST) <= problem.inner <= MOST:
+    enough = (FEWEST_TWICE if twice else FEWEST) <= problem.inner <= MOST and problem.n_cols >= LEAST_COLS
+    skewed = skewed_config(problem, device) if enough and not plan.skewed else None
+    if skewed is None:
         return None
-    skewed = skewed_config(problem, device)
-    if skewed is None or skewed.inner >= LEAST_POSITIONS:
-        alone = plan.ctas == 1 and (plan.gathered or plan.periodic > 0)
-        crowded = problem.backward and plan.gathered and plan.num_warps >= CROWDED_WARPS
-        return skewed if crowded or not alone else None
-    return skewed if twice or (plan.periodic > 0 and plan.ctas == device.max_cluster) else None
+    if plan.ctas == 1 and (plan.gathered or plan.periodic):
+        alone = plan.max_registers is not None and plan.max_registers >= ALONE_REGISTERS
+        crowded = plan.gathered and plan.num_warps >= CROWDED_WARPS
+        return skewed if crowded and skewed.inner >= (LEAST_POSITIONS if alone else POSITIONS[0]) else None
+    if skewed.inner >= LEAST_POSITIONS or twice:
+        return skewed
+    narrow = problem.vec * problem.itemsize < WIDE_ACCESS
+    return skewed if (plan.ctas == device.max_cluster if plan.periodic else narrow) else None
 
 
 def skewed_config(problem: SpatialProblem, device: Device) -> SpatialConfig | None:

@@ -6,6 +6,9 @@ that time. So each thread copies its own vectors of the first chunks there async
 for its own. A tile [SEGMENTS, VECTORS, VEC] says which vector is whose: a segment belongs to a warp, a vector to a
 thread, as in `cluster`.
 
+An unaligned row's head and tail, an element for a thread, are staged behind the chunks (`stage_ends`). A thread that
+asked for them when it had read the chunks would wait for memory twice.
+
 The interpreter stages nothing: it loads these chunks as all others.
 """
 
@@ -44,11 +47,29 @@ def _fetch_ptx(place: int, threads: int) -> str:
     return "\n".join([*ptx, f"ld.volatile.shared.v4.b32 {{$0, $1, $2, $3}}, [slot+{place * 16 * threads}];", "}"])
 
 
+@triton.constexpr_function
+def _end_slot_ptx(behind: int) -> list[str]:
+    ptx = ["{", ".reg .b32 thread, slot;", "mov.u32 thread, %tid.x;", "mov.u32 slot, row_staged;"]
+    return [*ptx, "mad.lo.u32 slot, thread, 4, slot;", f"add.u32 slot, slot, {behind};"]
+
+
+@triton.constexpr_function
+def _copy_end_ptx(behind: int) -> str:
+    """$1: an address, $2: bytes that are read from it, 4 or 0; without any the place is 0."""
+    ptx = [*_end_slot_ptx(behind), ".reg .b64 source;", "cvta.to.global.u64 source, $1;"]
+    return "\n".join([*ptx, "cp.async.ca.shared.global [slot], [source], 4, $2;", "mov.u32 $0, 0;", "}"])
+
+
+@triton.constexpr_function
+def _fetch_end_ptx(behind: int) -> str:
+    return "\n".join([*_end_slot_ptx(behind), "ld.volatile.shared.f32 $0, [slot];", "}"])
+
+
 @triton.jit
-def declare_staging(PLACES: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr):
-    """Room for PLACES vectors of each of a CTA's threads."""
+def declare_staging(PLACES: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr, ENDS: tl.constexpr = 0):
+    """Room for PLACES vectors of each of a CTA's threads, and for ENDS elements of 4 bytes."""
     if PLACES > 0 and PTX:
-        ASM: tl.constexpr = _declare_ptx(16 * PLACES * THREADS)
+        ASM: tl.constexpr = _declare_ptx((16 * PLACES + 4 * ENDS) * THREADS)
         tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -98,3 +119,28 @@ def chunk_of(
         )
     else:
         return tiles[C - SMEM_STAGED]
+
+
+@triton.jit
+def stage_ends(at, inside, END: tl.constexpr, PLACES: tl.constexpr, THREADS: tl.constexpr):
+    """Begins to copy a float32 element for each thread, its number END behind PLACES vectors; 0 if not `inside`.
+
+    # at: pointers, inside: which exist, one for each thread
+    """
+    tl.static_assert(at.dtype.element_ty == tl.float32)
+    ASM: tl.constexpr = _copy_end_ptx((16 * PLACES + 4 * END) * THREADS)
+    n_bytes = tl.where(inside, 4, 0)
+    tl.inline_asm_elementwise(ASM, "=r,l,r", [at.to(tl.int64), n_bytes], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def staged_ends(inside, END: tl.constexpr, PLACES: tl.constexpr, THREADS: tl.constexpr):
+    """Each thread's element from its place, after `await_staged`."""
+    ASM: tl.constexpr = _fetch_end_ptx((16 * PLACES + 4 * END) * THREADS)
+    return tl.inline_asm_elementwise(ASM, "=f,r", [inside.to(tl.int32)], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
+def again(number):
+    """`number`, an int32, as the compiler does not know it: what follows from it is not kept for a second use."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1)
