@@ -33,14 +33,13 @@ from .common.numerics import (
     upcast,
 )
 from .common.smem_staging import (
-    again,
     await_staged,
     chunk_of,
     declare_staging,
     load_unstaged,
     stage,
     stage_ends,
-    staged_ends,
+    staged_end,
 )
 from .common.softmax_terms import gradient, gradient_term, normalize
 from .common.tiles import (
@@ -186,7 +185,7 @@ def softmax_backward_resident(
     init_cluster_barrier(CTAS, 1, PTX, WARPS_PER_ROW)
     PLACES: tl.constexpr = SMEM_STAGED + Y_SMEM_STAGED
     ENDS_STAGED: tl.constexpr = UNALIGNED and SMEM_STAGED > 0 and PTX and y_ptr.dtype.element_ty == tl.float32
-    declare_staging(PLACES, THREADS, PTX, 2 if ENDS_STAGED else 0)
+    declare_staging(PLACES, THREADS, PTX, 4 * VEC if ENDS_STAGED else 0)
     SEGMENTS: tl.constexpr = ROWS * CTAS * WARPS_PER_ROW
     row, rank = segments_of(ROWS, CTAS, WARPS_PER_ROW)
     warp = warp_of(SEGMENTS, WARPS_PER_ROW)
@@ -206,12 +205,13 @@ def softmax_backward_resident(
         stage(slice_start, slice, 0, SMEM_STAGED, THREADS, PTX)
         slice_start, slice = slice_zero(y_ptr, y_stride, phase, n_cols, CTAS, VEC, UNALIGNED)
         stage(slice_start, slice, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX)
-    owns = (rank == 0) & (warp == 0) & (row < n_rows)  # the segment that has an unaligned row's head and tail
     if ENDS_STAGED:
-        # computed twice, because registers have no room for what is needed again at the end
-        ends, in_ends = head_and_tail(head, again(interior), n_cols, owns, VECTORS, VEC)
-        stage_ends(y_row + ends, in_ends, 0, PLACES, THREADS)
-        stage_ends(dy_row + ends, in_ends, 1, PLACES, THREADS)
+        of_row = tl.program_id(0).to(tl.int64)
+        head_of_row, interior_of_row = span_of(of_row, y_stride, phase, n_cols, VEC, UNALIGNED)
+        for t in tl.static_range(2):
+            ptr, stride = (y_ptr, y_stride) if t == 0 else (dy_ptr, dy_stride)
+            start = ptr + start_of(of_row, stride, phase, VEC, UNALIGNED)
+            stage_ends(start, head_of_row, interior_of_row, n_cols, 2 * VEC * t, PLACES, THREADS, VEC)
     y = load_unstaged(
         y_row + first, width, SEGMENTS, PREFETCHED, UNPREDICATED, VECTORS, VEC, 0.0, WARPS_PER_ROW, Y_SMEM_STAGED, PTX,
         POLICY,
@@ -225,6 +225,8 @@ def softmax_backward_resident(
     # the elements of a vector may lie in several lanes, which then add products
     ROUNDED: tl.constexpr = VECTORS == 1 or lies_in_lanes(VEC, y_ptr.dtype.element_ty)
     await_staged(SMEM_STAGED, PTX)
+    if ENDS_STAGED:
+        tl.debug_barrier()
     for c in tl.static_range(CHUNKS):
         dy_c = upcast(chunk_of(dy, c, 0, SMEM_STAGED, THREADS, PTX), PTX)
         y_c = dy_c  # unused where LOG
@@ -233,10 +235,13 @@ def softmax_backward_resident(
         # on one CTA or with staged chunks, the cap of 128 registers is reached, where only Triton's own order fits
         d += sum_of_vectors(gradient_term(y_c, dy_c, LOG, ROUNDED), PTX and CTAS > 1 and SMEM_STAGED == 0)
     if UNALIGNED:
-        head_tail, in_head_tail = head_and_tail(head, interior, n_cols, owns, VECTORS, VEC)
+        head_tail, in_head_tail = head_and_tail(
+            head, interior, n_cols, (rank == 0) & (warp == 0) & (row < n_rows), VECTORS, VEC
+        )
         if ENDS_STAGED:
-            y_head_tail = staged_ends(in_head_tail, 0, PLACES, THREADS)
-            dy_head_tail = staged_ends(in_head_tail, 1, PLACES, THREADS)
+            place = tl.arange(0, VECTORS)[None, :]
+            y_head_tail = staged_end(place, in_head_tail, 0, PLACES, THREADS)
+            dy_head_tail = staged_end(place, in_head_tail, 2 * VEC, PLACES, THREADS)
         else:
             y_head_tail = tl.load(y_row + head_tail, mask=in_head_tail, other=0.0)
             dy_head_tail = tl.load(dy_row + head_tail, mask=in_head_tail, other=0.0)

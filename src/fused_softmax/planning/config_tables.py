@@ -146,8 +146,8 @@ FORWARD_CLUSTER = {
         KernelConfig(65536, 16, 4),
         KernelConfig(131072, 16, 8, max_registers=48),
         KernelConfig(212992, 16, 8),
-        # 16 vectors of an unaligned row spill with Triton 3.9 at 80 registers. H200, fraction of a copy: 235,001
-        # columns, 15 vectors and 80 registers 0.986; 255,311 columns, 16 vectors, 0.977 uncapped, 0.962 with 88
+        # 16 vectors of an unaligned row spill at 80 registers, unless one is staged. H200, fraction of a copy: 235,001
+        # columns, 15 vectors and 80 registers 0.986; 255,398 columns, 16 vectors uncapped and so, time 1.023 and 1
         KernelConfig(245760, 16, 8, max_registers=80, unaligned_registers=80, odd_chunks=15),
         KernelConfig(262144, 16, 8, max_registers=80, unaligned_staged=1),
         *WIDE_FLOATS,
@@ -213,8 +213,8 @@ BACKWARD_CLUSTER = {
         KernelConfig(163840, 16, 8, max_registers=112, unaligned_registers=112),
         # 226,001 columns 1.01 of an add, with 3 chunks staged 0.96
         KernelConfig(229376, 16, 8),
-        # 240,008 columns 1.00 in 15 chunks, 0.97 in 16. Unaligned, 246,001 to 262,143 columns: 0.94 to 0.95 with 3
-        # chunks staged, 0.95 to 0.96 with 2. These spill 24 bytes with Triton 3.9, and have 0.94 to 0.97, as 3 have
+        # 240,008 columns 1.00 in 15 chunks, 0.97 in 16. 246,001 to 262,143 columns: 0.93 to 0.95 with 3 chunks staged,
+        # 0.94 to 0.96 with 2. Unaligned rows spill 24 bytes with Triton 3.9, and have 0.94 to 0.97, as with 3
         KernelConfig(245760, 16, 8, smem_staged=1, max_registers=128, odd_chunks=15),
         KernelConfig(262144, 16, 8, smem_staged=2, max_registers=128, unaligned_staged=2),
         KernelConfig(327680, 16, 16, resident_chunks=8, step=3),

@@ -224,7 +224,7 @@ ON_CHIP = {
         SpatialConfig(4096, 16, 4, 64, overlaps=True, max_registers=168, least_cols=2817),
         SpatialConfig(5120, 16, 4, 64, overlaps=True, max_registers=128, held=1, least_cols=4097),
         SpatialConfig(5632, 16, 4, 64, overlaps=True, max_registers=168, held=5, least_cols=5121),
-        SpatialConfig(6144, 16, 8, 64, overlaps=True, max_registers=128, least_cols=5633),
+        SpatialConfig(6144, 16, 8, 64, overlaps=True, max_registers=128, least_cols=5121),
         SpatialConfig(7168, 16, 4, 32, overlaps=True, max_registers=168, held=13, least_cols=6145),
         SpatialConfig(9216, 16, 4, 32, overlaps=True, max_registers=168, held=9, least_cols=7169),
         SpatialConfig(11264, 16, 4, 32, overlaps=True, max_registers=168, held=5, least_cols=9217),

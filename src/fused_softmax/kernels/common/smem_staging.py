@@ -6,8 +6,8 @@ that time. So each thread copies its own vectors of the first chunks there async
 for its own. A tile [SEGMENTS, VECTORS, VEC] says which vector is whose: a segment belongs to a warp, a vector to a
 thread, as in `cluster`.
 
-An unaligned row's head and tail, an element for a thread, are staged behind the chunks (`stage_ends`). A thread that
-asked for them when it had read the chunks would wait for memory twice.
+An unaligned row's head and tail are staged behind the chunks (`stage_ends`), in each CTA. A thread that asked for them
+when it had read the chunks would wait for memory twice. Any thread may fetch these, so a barrier comes first.
 
 The interpreter stages nothing: it loads these chunks as all others.
 """
@@ -48,28 +48,40 @@ def _fetch_ptx(place: int, threads: int) -> str:
 
 
 @triton.constexpr_function
-def _end_slot_ptx(behind: int) -> list[str]:
-    ptx = ["{", ".reg .b32 thread, slot;", "mov.u32 thread, %tid.x;", "mov.u32 slot, row_staged;"]
-    return [*ptx, "mad.lo.u32 slot, thread, 4, slot;", f"add.u32 slot, slot, {behind};"]
-
-
-@triton.constexpr_function
-def _copy_end_ptx(behind: int) -> str:
-    """$1: an address, $2: bytes that are read from it, 4 or 0; without any the place is 0."""
-    ptx = [*_end_slot_ptx(behind), ".reg .b64 source;", "cvta.to.global.u64 source, $1;"]
-    return "\n".join([*ptx, "cp.async.ca.shared.global [slot], [source], 4, $2;", "mov.u32 $0, 0;", "}"])
+def _copy_ends_ptx(behind: int, vec: int) -> str:
+    """$1: the address of the row's first aligned column, $2, $3: columns before it, and of whole vectors, $4: all."""
+    ptx = ["{", ".reg .pred tail, inside, takes;", ".reg .b32 thread, slot, place, column, later, most, size;"]
+    ptx += [".reg .b64 row, source;", "mov.u32 thread, %tid.x;", f"setp.lt.u32 takes, thread, {2 * vec};"]
+    ptx += [
+        f"setp.ge.u32 tail, thread, {vec};",
+        f"sub.s32 later, thread, {vec};",
+        "selp.b32 place, later, thread, tail;",
+    ]
+    ptx += ["sub.s32 most, $4, $2;", "sub.s32 most, most, $3;", "selp.b32 most, most, $2, tail;"]
+    ptx += ["setp.lt.s32 inside, place, most;", "sub.s32 column, thread, $2;", "add.s32 later, later, $3;"]
+    ptx += [
+        "selp.b32 column, later, column, tail;",
+        "selp.b32 column, column, 0, inside;",
+        "selp.b32 size, 4, 0, inside;",
+    ]
+    ptx += ["cvta.to.global.u64 row, $1;", "mul.wide.s32 source, column, 4;", "add.s64 source, source, row;"]
+    ptx += ["mov.u32 slot, row_staged;", "mad.lo.u32 slot, thread, 4, slot;"]
+    ptx += [f"@takes cp.async.ca.shared.global [slot+{behind}], [source], 4, size;", "mov.u32 $0, 0;", "}"]
+    return "\n".join(ptx)
 
 
 @triton.constexpr_function
 def _fetch_end_ptx(behind: int) -> str:
-    return "\n".join([*_end_slot_ptx(behind), "ld.volatile.shared.f32 $0, [slot];", "}"])
+    ptx = ["{", ".reg .pred inside;", ".reg .b32 slot;", "setp.ge.s32 inside, $1, 0;", "mov.u32 slot, row_staged;"]
+    ptx += ["mad.lo.u32 slot, $1, 4, slot;", "mov.f32 $0, 0f00000000;"]
+    return "\n".join([*ptx, f"@inside ld.volatile.shared.f32 $0, [slot+{behind}];", "}"])
 
 
 @triton.jit
 def declare_staging(PLACES: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr, ENDS: tl.constexpr = 0):
-    """Room for PLACES vectors of each of a CTA's threads, and for ENDS elements of 4 bytes."""
+    """Room for PLACES vectors of each of a CTA's threads, and behind them for ENDS float32."""
     if PLACES > 0 and PTX:
-        ASM: tl.constexpr = _declare_ptx((16 * PLACES + 4 * ENDS) * THREADS)
+        ASM: tl.constexpr = _declare_ptx(16 * PLACES * THREADS + 4 * ENDS)
         tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -122,25 +134,25 @@ def chunk_of(
 
 
 @triton.jit
-def stage_ends(at, inside, END: tl.constexpr, PLACES: tl.constexpr, THREADS: tl.constexpr):
-    """Begins to copy a float32 element for each thread, its number END behind PLACES vectors; 0 if not `inside`.
+def stage_ends(
+    row, head, interior, n_cols, FIRST: tl.constexpr, PLACES: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr
+):
+    """Begins to copy a float32 row's head and tail behind PLACES vectors of each thread, from number FIRST on.
 
-    # at: pointers, inside: which exist, one for each thread
+    # row: pointer to the first aligned column; head, interior: as `span_of`. All scalars
     """
-    tl.static_assert(at.dtype.element_ty == tl.float32)
-    ASM: tl.constexpr = _copy_end_ptx((16 * PLACES + 4 * END) * THREADS)
-    n_bytes = tl.where(inside, 4, 0)
-    tl.inline_asm_elementwise(ASM, "=r,l,r", [at.to(tl.int64), n_bytes], dtype=tl.int32, is_pure=False, pack=1)
+    tl.static_assert(row.dtype.element_ty == tl.float32)
+    ASM: tl.constexpr = _copy_ends_ptx(16 * PLACES * THREADS + 4 * FIRST, VEC)
+    args = [row.to(tl.int64), head, interior, n_cols]
+    tl.inline_asm_elementwise(ASM, "=r,l,r,r,r", args, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def staged_ends(inside, END: tl.constexpr, PLACES: tl.constexpr, THREADS: tl.constexpr):
-    """Each thread's element from its place, after `await_staged`."""
-    ASM: tl.constexpr = _fetch_end_ptx((16 * PLACES + 4 * END) * THREADS)
-    return tl.inline_asm_elementwise(ASM, "=f,r", [inside.to(tl.int32)], dtype=tl.float32, is_pure=False, pack=1)
+def staged_end(place, inside, FIRST: tl.constexpr, PLACES: tl.constexpr, THREADS: tl.constexpr):
+    """Head and tail as `stage_ends` placed them, 0 where not `inside`; after `await_staged` and a barrier.
 
-
-@triton.jit
-def again(number):
-    """`number`, an int32, as the compiler does not know it: what follows from it is not kept for a second use."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1)
+    # place: as of `head_and_tail`, inside: a tile
+    """
+    ASM: tl.constexpr = _fetch_end_ptx(16 * PLACES * THREADS + 4 * FIRST)
+    at = tl.where(inside, place, -1)
+    return tl.inline_asm_elementwise(ASM, "=&f,r", [at], dtype=tl.float32, is_pure=False, pack=1)

@@ -1,0 +1,52 @@
+"""Chunks of long rows that are staged in shared memory: what is fetched has been copied there, and has arrived.
+
+The interpreter stages nothing, so that only the PTX and a GPU (tests/gpu/test_long_rows_gpu.py) show it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+from launches import as_called, cross_compiled
+
+from fused_softmax.launch.layout import problem_of
+from fused_softmax.launch.softmax import softmax_launch
+from fused_softmax.planning.softmax import plan
+from fused_softmax.planning.types import DEVICES
+
+pytestmark = pytest.mark.compiled
+HOPPER = DEVICES["sm_90"]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("n_cols", [250001, 262144])
+def test_what_is_fetched_was_copied_and_has_arrived(n_cols: int, backward: bool):
+    tensors = tuple(torch.empty(2, n_cols) for _ in range(2 + backward))
+    chosen = plan(problem_of(*tensors, backward=backward), HOPPER)
+    assert (chosen.smem_staged > 0) == (backward or chosen.unaligned)
+    launch = softmax_launch(tensors, chosen, backward=backward, device=HOPPER)
+    used, assembly = cross_compiled(as_called(launch), "sm_90")
+    ptx = assembly["ptx"]
+    vectors, staged = 16 * chosen.num_warps * 32, chosen.smem_staged
+    copied = re.findall(r"cp\.async\.cg\S+ \[slot\+(\d+)\], \[source\+(\d+)\], 16", ptx)
+    fetched = Counter(int(at) for at in re.findall(r"ld\.volatile\.shared\.v4\.b32 \{[^}]+\}, \[slot\+(\d+)\]", ptx))
+    # of a gradient, dy's chunks and then y's, each for the sum and for the result; else for maximum, sum and result
+    tensors_staged, passes = (2, 2) if backward else (1, 3)
+    chunks = [(t * staged + c, c) for t in range(tensors_staged) for c in range(staged)]
+    assert sorted((int(to), int(of)) for to, of in copied) == sorted((to * vectors, of * vectors) for to, of in chunks)
+    assert fetched == {to * vectors: passes for to, _ in chunks}
+    # head and tail of an unaligned gradient, up to 4 elements each, of y and of dy: behind the chunks. Each thread may
+    # fetch what another one copied, so that a barrier comes between
+    ends = [int(at) for at in re.findall(r"cp\.async\.ca\.shared\.global \[slot\+(\d+)\], \[source\], 4, size", ptx)]
+    read = {int(at) for at in re.findall(r"@inside ld\.volatile\.shared\.f32 \S+ \[slot\+(\d+)\]", ptx)}
+    behind = [len(chunks) * vectors + 4 * 8 * tensor for tensor in (0, 1)] if backward and chosen.unaligned else []
+    assert ends == behind and read == set(behind)
+    if staged:
+        assert used.shared_bytes >= len(chunks) * vectors + 4 * 16 * bool(ends)
+        arrived = ptx.index("cp.async.wait_all")
+        assert ptx.rindex("cp.async.c") < arrived < ptx.index("ld.volatile.shared"), "read before it has arrived"
+    if ends:
+        assert "bar.sync" in ptx[arrived : ptx.index("ld.volatile.shared.f32")]
