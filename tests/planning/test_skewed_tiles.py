@@ -72,8 +72,8 @@ def test_tiles_of_positions():
     assert tiles_of(128, 64, 0) == 2 and tiles_of(129, 64, 0) == 3 and tiles_of(1, 64, 8) == 1
     # the most positions of n tiles: (tile, overlap, unit) -> those of one, two and three
     most = {
-        (64, 4, 4): (58, 118, 178), (64, 8, 4): (56, 112, 168), (128, 4, 4): (122, 246, 370), (64, 2, 2): (61, 123, 185),
-        (32, 4, 4): (26, 54, 82), (32, 8, 4): (24, 48, 72),
+        (64, 4, 4): (58, 118, 178), (64, 8, 4): (56, 112, 168), (128, 4, 4): (122, 246, 370),
+        (64, 2, 2): (61, 123, 185), (32, 4, 4): (26, 54, 82), (32, 8, 4): (24, 48, 72),
     }  # fmt: skip
     for (rows, overlap, unit), widths in most.items():
         for n, inner in enumerate(widths, 1):
@@ -88,7 +88,6 @@ def test_tiles_of_positions():
         (planes(700, 300, "bfloat16"), (4, 4, 64, 8)),
         (planes(213, 350, "bfloat16", True), (4, 4, 128, 8)),
         (planes(74, 471, "bfloat16", True), (2, 4, 128, 8)),
-        (planes(38, 471, "float32"), (2, 4, 128, 16)),
         (planes(900, 350, "bfloat16", True), (16, 4, 64, 8)),  # 128 positions would take 16 CTAs
         (planes(3817, 195, "bfloat16"), (8, 8, 64, 8)),
         (planes(3817, 195, "float32"), (16, 4, 32, 16)),
