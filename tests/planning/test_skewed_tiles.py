@@ -118,8 +118,10 @@ def test_which_tile(problem: SpatialProblem, found: tuple[int, ...]):
         (82, 207, "bfloat16", False, False),
         (1500, 97, "bfloat16", False, False),  # few positions
         (5500, 601, "bfloat16", False, False),  # many
-        (59, 350, "bfloat16", False, False),  # few columns
+        (60, 411, "float32", True, True),
+        (59, 411, "float32", True, False),  # few columns
         (3, 156, "bfloat16", True, False),
+        (96, 110, "float32", True, False),  # the registers of one program hold it
         (4560, 276, "bfloat16", True, False),  # tiles of 64 are read by 8 bytes, skewed ones would have 32
         (1656, 115, "float32", True, True),  # by 4 bytes
         (223, 126, "bfloat16", True, False),  # its tiles would have 32 positions

@@ -1,4 +1,4 @@
-"""Skewed tiles over few positions whose runs start anywhere: of planes that no program holds alone.
+"""Skewed tiles over few positions whose runs start anywhere: of planes that programs hold slowly, or not alone.
 
 Each column of a skewed tile starts at its own multiple of a thread's bytes, so all accesses are aligned vectors. The
 tables of `spatial` have such tiles for four tiles of positions and more. With fewer, what counts is how much of the
@@ -21,18 +21,19 @@ FEWEST_TWICE, FEWEST, MOST = 48, 100, 511
 THREAD_BYTES = {2: (8,), 4: (16, 8)}
 # registers of a thread for its columns, by `backward`: as many CTAs as need no more than FEW, and MOST_REGISTERS where
 # a cluster has no more CTAs. H200, fraction of a copy or an add, 6e7 elements, with the plan before and with this one:
-# softmax, bfloat16 700 columns of 300 positions 0.64 and 0.87, 1,231 of 166 0.61 and 0.78, 3,817 of 195 0.54 and 0.74;
+# softmax, bfloat16 700 columns of 300 positions 0.64 and 0.87, 1,231 of 166 0.61 and 0.79, 3,817 of 195 0.54 and 0.74;
 # float32 1,231 of 166 0.70 and 0.87; gradients, bfloat16 1,284 of 297 0.49 and 0.91, 213 of 350 0.61 and 0.91; float32
 # 307 of 201 0.88 and 0.98, 2,144 of 87 0.54 and 0.80
 FEW_REGISTERS, MOST_REGISTERS = {False: 44, True: 56}, 76
 WIDE_CTAS = 8  # of a tile of the most positions: narrower tiles need fewer
-# columns, at least: 45 bfloat16 columns of 350 positions as one piece 1.16, in skewed tiles 0.87
+# columns, at least; fewer were not timed in place of other tiles, except these: 30 float32 columns of 350 positions, a
+# gradient, 1.04 and 1.10 of its speed, 12 bfloat16 ones of 500 0.61; 3 bfloat16 ones of 156 5.4 times its time
 LEAST_COLS = 60
 # programs of so many warps, which hold a plane in shared memory, are two on a multiprocessor; with so many registers
-# one. H200, 1.2e7 and 6e7 elements, before and with skewed tiles. One: bfloat16 246 columns of 327 positions 0.67 and
-# 0.64, 1.29 and 0.87; the gradient of 150 of 330 0.75 and 0.83, 1.09 and 1.02; slower: float32 298 of 155 (tiles of 64)
-# 0.91 and 0.91, 1.16 and 0.84. Two: bfloat16 142 of 327 (tiles of 128) 1.09 and 0.95, 1.23 and 0.95; 298 of 155 (64)
-# 1.11 and 1.00, 1.20 and 0.71
+# one (those of 8 warps were not timed). H200, 1.2e7 and 6e7 elements, before and with skewed tiles. One: bfloat16 246
+# columns of 327 positions 0.67 and 0.64, 1.29 and 0.87; the gradient of 150 of 330 0.75 and 0.83, 1.09 and 1.02;
+# slower: float32 298 of 155 (tiles of 64) 0.91 and 0.91, 1.16 and 0.84. Two: bfloat16 142 of 327 (tiles of 128) 1.09
+# and 0.95, 1.23 and 0.95; 298 of 155 (64) 1.11 and 1.00, 1.20 and 0.71
 CROWDED_WARPS, ALONE_REGISTERS = 16, 128
 # positions of a tile, and bytes of an access, from which the tiles of `spatial` are as fast: 4,560 bfloat16 columns of
 # 276 positions, a gradient, 0.73 in tiles of 64 read by 8 bytes, 0.64 in skewed tiles of 32; but 1,656 float32 columns
