@@ -53,7 +53,7 @@ DEFECTS = (
     ),
     Defect(
         "a wrong fill", "softmax_resident.py",
-        'UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW)', "UNPREDICATED, VECTORS, VEC, 0.0, WARPS_PER_ROW)",
+        'UNPREDICATED, VECTORS, VEC, -float("inf"), WARPS_PER_ROW,', "UNPREDICATED, VECTORS, VEC, 0.0, WARPS_PER_ROW,",
         "softmax", dtypes=("bfloat16",),
     ),
     Defect(
