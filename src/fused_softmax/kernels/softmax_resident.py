@@ -7,9 +7,9 @@ One kernel runs three regimes, which differ in numbers only. warp: ROWS short ro
 less, so that no reduction leaves its warp. block: one row in one program. cluster: one row in the CTAS programs of a
 thread-block cluster, one slice each, reduced through distributed shared memory. Each vector has its own (max, sum), so
 that no thread waits for another's loads. One reduction at the end gives the row's. The plan chooses the numbers by
-width. The register file is the limit, and after it the bytes in flight. Some chunks of the
-longest rows, and of gradients, which hold two, are staged in shared memory (`smem_staging`). log_softmax's gradient
-reads y late, because its sum needs dy only.
+width. The register file is the limit, and after it the bytes in flight. Some chunks of the longest rows, and of
+gradients, which hold two, are staged in shared memory (`smem_staging`). log_softmax's gradient reads y late, because
+its sum needs dy only.
 """
 
 from __future__ import annotations
@@ -201,17 +201,15 @@ def softmax_backward_resident(
 
     await_previous(EARLY)
     if SMEM_STAGED > 0:
-        slice_start, slice = slice_zero(dy_ptr, dy_stride, phase, n_cols, CTAS, VEC, UNALIGNED)
-        stage(slice_start, slice, 0, SMEM_STAGED, THREADS, PTX)
-        slice_start, slice = slice_zero(y_ptr, y_stride, phase, n_cols, CTAS, VEC, UNALIGNED)
-        stage(slice_start, slice, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX)
-    if ENDS_STAGED:
-        of_row = tl.program_id(0).to(tl.int64)
-        head_of_row, interior_of_row = span_of(of_row, y_stride, phase, n_cols, VEC, UNALIGNED)
-        for t in tl.static_range(2):
-            ptr, stride = (y_ptr, y_stride) if t == 0 else (dy_ptr, dy_stride)
-            start = ptr + start_of(of_row, stride, phase, VEC, UNALIGNED)
-            stage_ends(start, head_of_row, interior_of_row, n_cols, 2 * VEC * t, PLACES, THREADS, VEC)
+        dy_start, slice = slice_zero(dy_ptr, dy_stride, phase, n_cols, CTAS, VEC, UNALIGNED)
+        stage(dy_start, slice, 0, SMEM_STAGED, THREADS, PTX)
+        y_start, slice = slice_zero(y_ptr, y_stride, phase, n_cols, CTAS, VEC, UNALIGNED)
+        stage(y_start, slice, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX)
+        if ENDS_STAGED:
+            of_row = tl.program_id(0).to(tl.int64)
+            head_of_row, interior_of_row = span_of(of_row, y_stride, phase, n_cols, VEC, UNALIGNED)
+            stage_ends(y_start, head_of_row, interior_of_row, n_cols, 0, PLACES, THREADS, VEC)
+            stage_ends(dy_start, head_of_row, interior_of_row, n_cols, 2 * VEC, PLACES, THREADS, VEC)
     y = load_unstaged(
         y_row + first, width, SEGMENTS, PREFETCHED, UNPREDICATED, VECTORS, VEC, 0.0, WARPS_PER_ROW, Y_SMEM_STAGED, PTX,
         POLICY,

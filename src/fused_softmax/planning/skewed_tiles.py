@@ -58,8 +58,9 @@ def faster_as_skewed(problem: SpatialProblem, device: Device, plan: Plan) -> Spa
         return skewed if crowded and skewed.inner >= (LEAST_POSITIONS if alone else POSITIONS[0]) else None
     if skewed.inner >= LEAST_POSITIONS or twice:
         return skewed
-    narrow = problem.vec * problem.itemsize < WIDE_ACCESS
-    return skewed if (plan.ctas == device.max_cluster if plan.periodic else narrow) else None
+    if plan.periodic:
+        return skewed if plan.ctas == device.max_cluster else None
+    return skewed if problem.vec * problem.itemsize < WIDE_ACCESS else None
 
 
 def skewed_config(problem: SpatialProblem, device: Device) -> SpatialConfig | None:
@@ -71,9 +72,8 @@ def skewed_config(problem: SpatialProblem, device: Device) -> SpatialConfig | No
     64
     """
     cast = problem.dtype != problem.out_dtype
-    if cast or not problem.in_phase or problem.batch_invariant or problem.vec == problem.full_vec:
-        return None
-    if device.max_cluster == 1 or device.kind == "hip":
+    unlike = cast or not problem.in_phase or problem.batch_invariant
+    if unlike or problem.vec == problem.full_vec or device.max_cluster == 1:
         return None
     for clusters in _clusters(problem):
         for positions in POSITIONS:
@@ -113,7 +113,7 @@ def _on_ctas(
     problem: SpatialProblem, device: Device, positions: int, thread_bytes: int, clusters: tuple[_Cluster, ...]
 ) -> SpatialConfig | None:
     """The config on the first cluster that holds the columns; None where none does."""
-    most = min(device.max_cluster, WIDE_CTAS if positions == POSITIONS[0] else device.max_cluster)
+    most = min(device.max_cluster, WIDE_CTAS) if positions == POSITIONS[0] else device.max_cluster
     for of in clusters:
         cols = of.num_warps * device.warp_size * thread_bytes // problem.itemsize // positions
         registers = (1 + problem.backward) * -(-problem.n_cols // (cols * of.ctas)) * thread_bytes // 4

@@ -43,7 +43,6 @@ from .spatial_tables import (
     SHARED_BYTES,
     SKEWED_COLS,
     SKEWED_REGISTERS,
-    SOFTMAX_HALVES_PARTS,
     SOFTMAX_PARTS,
     STAGED_BYTES,
     STAGGERED_BYTES,
@@ -389,9 +388,7 @@ def _parts_tile(problem: SpatialProblem) -> PartsTile:
         return PARTS
     if problem.vec < problem.full_vec:
         return UNALIGNED_PARTS[problem.itemsize] if problem.inner >= UNALIGNED_POSITIONS else PARTS
-    if problem.whole_sectors:
-        return SOFTMAX_PARTS[problem.backward, problem.itemsize]
-    return HALVES_PARTS if problem.backward or problem.itemsize > 2 else SOFTMAX_HALVES_PARTS
+    return (SOFTMAX_PARTS if problem.whole_sectors else HALVES_PARTS)[problem.backward, problem.itemsize]
 
 
 def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:

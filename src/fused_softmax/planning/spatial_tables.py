@@ -546,15 +546,16 @@ SKEWED_COLS = {2: 31, 4: 13}
 PARTS = PartsTile(256, 4, 4)
 # a softmax whose columns are read twice, by (backward, bytes of an element); where columns start at halves of sectors;
 # and, from UNALIGNED_POSITIONS on, where they start anywhere, by bytes of an element. Neighbors along `inner` share a
-# sector there, and wide tiles share fewer. H100, fraction of a copy with 256 bytes and now: bfloat16 softmax of 16,000
-# columns of 2,056 positions 0.55 and 0.62, of 20,001 columns of 1,023 positions 0.50 and 0.57
+# sector there, and wide tiles share fewer. H100, fraction of a copy with 256 bytes and now: bfloat16 softmax of 20,001
+# columns of 1,023 positions 0.50 and 0.57. In halves of sectors a 16-bit softmax has 256 bytes, and more chunks: H200,
+# 16,407 columns of 1,032 positions 0.72 with 1,024 bytes, 0.77 with these
 SOFTMAX_PARTS = {
     (False, 2): PartsTile(256, 4, 8, 8),
     (False, 4): PartsTile(256, 4, 8, 4),
     (True, 2): PartsTile(256, 4, 16, 4),
     (True, 4): PartsTile(256, 4, 16, 4),
 }
-HALVES_PARTS, SOFTMAX_HALVES_PARTS = PartsTile(1024, 4, 16, 4), PartsTile(256, 4, 16, 4)
+HALVES_PARTS = dict.fromkeys(SOFTMAX_PARTS, PartsTile(1024, 4, 16, 4)) | {(False, 2): PartsTile(256, 4, 16, 4)}
 UNALIGNED_PARTS, UNALIGNED_POSITIONS = {2: PartsTile(512, 8, 2, 2), 4: PartsTile(1024, 8, 2, 2)}, 512
 # columns of a part, at least, and the most parts: their merge takes time, too. Parts are shorter where one index of
 # `outer` has fewer programs than a few for each multiprocessor

@@ -52,18 +52,13 @@ def _copy_ends_ptx(behind: int, vec: int) -> str:
     """$1: the address of the row's first aligned column, $2, $3: columns before it, and of whole vectors, $4: all."""
     ptx = ["{", ".reg .pred tail, inside, takes;", ".reg .b32 thread, slot, place, column, later, most, size;"]
     ptx += [".reg .b64 row, source;", "mov.u32 thread, %tid.x;", f"setp.lt.u32 takes, thread, {2 * vec};"]
-    ptx += [
-        f"setp.ge.u32 tail, thread, {vec};",
-        f"sub.s32 later, thread, {vec};",
-        "selp.b32 place, later, thread, tail;",
-    ]
-    ptx += ["sub.s32 most, $4, $2;", "sub.s32 most, most, $3;", "selp.b32 most, most, $2, tail;"]
-    ptx += ["setp.lt.s32 inside, place, most;", "sub.s32 column, thread, $2;", "add.s32 later, later, $3;"]
-    ptx += [
-        "selp.b32 column, later, column, tail;",
-        "selp.b32 column, column, 0, inside;",
-        "selp.b32 size, 4, 0, inside;",
-    ]
+    # the place within head or tail, and how many columns it has
+    ptx += [f"setp.ge.u32 tail, thread, {vec};", f"sub.s32 later, thread, {vec};"]
+    ptx += ["selp.b32 place, later, thread, tail;", "sub.s32 most, $4, $2;", "sub.s32 most, most, $3;"]
+    ptx += ["selp.b32 most, most, $2, tail;", "setp.lt.s32 inside, place, most;"]
+    # its column; a thread without one reads nothing
+    ptx += ["sub.s32 column, thread, $2;", "add.s32 later, later, $3;", "selp.b32 column, later, column, tail;"]
+    ptx += ["selp.b32 column, column, 0, inside;", "selp.b32 size, 4, 0, inside;"]
     ptx += ["cvta.to.global.u64 row, $1;", "mul.wide.s32 source, column, 4;", "add.s64 source, source, row;"]
     ptx += ["mov.u32 slot, row_staged;", "mad.lo.u32 slot, thread, 4, slot;"]
     ptx += [f"@takes cp.async.ca.shared.global [slot+{behind}], [source], 4, size;", "mov.u32 $0, 0;", "}"]
