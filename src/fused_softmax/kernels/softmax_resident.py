@@ -210,6 +210,8 @@ def softmax_backward_resident(
             head_of_row, interior_of_row = span_of(of_row, y_stride, phase, n_cols, VEC, UNALIGNED)
             stage_ends(y_start, head_of_row, interior_of_row, n_cols, 0, PLACES, THREADS, VEC)
             stage_ends(dy_start, head_of_row, interior_of_row, n_cols, 2 * VEC, PLACES, THREADS, VEC)
+        elif not LOG and PTX:
+            tl.debug_barrier()  # ptxas asks for the other chunks first otherwise, but moves no load over a barrier
     y = load_unstaged(
         y_row + first, width, SEGMENTS, PREFETCHED, UNPREDICATED, VECTORS, VEC, 0.0, WARPS_PER_ROW, Y_SMEM_STAGED, PTX,
         POLICY,
@@ -222,14 +224,18 @@ def softmax_backward_resident(
     d = tl.zeros([SEGMENTS, VECTORS], tl.float32)
     # the elements of a vector may lie in several lanes, which then add products
     ROUNDED: tl.constexpr = VECTORS == 1 or lies_in_lanes(VEC, y_ptr.dtype.element_ty)
-    await_staged(SMEM_STAGED, PTX)
-    if ENDS_STAGED:
-        tl.debug_barrier()
-    for c in tl.static_range(CHUNKS):
-        dy_c = upcast(chunk_of(dy, c, 0, SMEM_STAGED, THREADS, PTX), PTX)
+    # H200, float32, 245,764 to 262,144 columns: 0.93 to 0.95 of an add with the staged chunks first, 0.97 to 0.98 last.
+    # log_softmax's gradient is no faster so
+    FIRST: tl.constexpr = SMEM_STAGED if PTX and not LOG else 0
+    for i in tl.static_range(FIRST, CHUNKS + FIRST):
+        if i == (CHUNKS if FIRST > 0 else 0):
+            await_staged(SMEM_STAGED, PTX)
+            if ENDS_STAGED:
+                tl.debug_barrier()
+        dy_c = upcast(chunk_of(dy, i % CHUNKS, 0, SMEM_STAGED, THREADS, PTX), PTX)
         y_c = dy_c  # unused where LOG
         if not LOG:
-            y_c = upcast(chunk_of(y, c, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX), PTX)
+            y_c = upcast(chunk_of(y, i % CHUNKS, SMEM_STAGED, Y_SMEM_STAGED, THREADS, PTX), PTX)
         # on one CTA or with staged chunks, the cap of 128 registers is reached, where only Triton's own order fits
         d += sum_of_vectors(gradient_term(y_c, dy_c, LOG, ROUNDED), PTX and CTAS > 1 and SMEM_STAGED == 0)
     if UNALIGNED:

@@ -213,8 +213,8 @@ BACKWARD_CLUSTER = {
         KernelConfig(163840, 16, 8, max_registers=112, unaligned_registers=112),
         # 226,001 columns 1.01 of an add, with 3 chunks staged 0.96
         KernelConfig(229376, 16, 8),
-        # 240,008 columns 1.00 in 15 chunks, 0.97 in 16. 246,001 to 262,143 columns: aligned 0.93 to 0.94 with 3 chunks
-        # staged, 0.93 to 0.95 with 2; unaligned 0.93 to 0.94, 0.96 to 0.98. These spill 32 bytes with Triton 3.9
+        # 240,008 columns 1.00 in 15 chunks, 0.97 in 16. Unaligned 246,001 to 262,143 columns 0.93 to 0.94 with 3 chunks
+        # staged, 0.96 to 0.98 with 2. Some spill 8 bytes with Triton 3.9
         KernelConfig(245760, 16, 8, smem_staged=1, max_registers=128, odd_chunks=15),
         KernelConfig(262144, 16, 8, smem_staged=2, max_registers=128, unaligned_staged=2),
         KernelConfig(327680, 16, 16, resident_chunks=8, step=3),
