@@ -32,7 +32,7 @@ from .common.gathered_rows import (
     sum_of,
     sum_over_lanes,
 )
-from .common.numerics import LOWEST, exp2_affine, exp2_fma
+from .common.numerics import LOWEST, exp2_affine, exp2_fma, reciprocal
 from .common.softmax_terms import gradient, gradient_term, normalize
 
 
@@ -78,7 +78,7 @@ def softmax_gathered(
         for i in tl.static_range(HELD):
             exps = exps + (exp2_fma(x[k * HELD + i], base, shift, FUSED),)
         s = sum_over_lanes(sum_of(exps, 0, HELD), VECTORS, PTX)
-        by = tl.div_rn(1.0, s)
+        by = reciprocal(s, PTX)
         for c in tl.static_range(CHUNKS):
             y = ()
             for i in tl.static_range(VEC):

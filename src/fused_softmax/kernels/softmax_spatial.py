@@ -19,7 +19,7 @@ import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
 from .common.early_start import await_previous
-from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, scaled, upcast
+from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, reciprocal, scaled, upcast
 from .common.softmax_terms import gradient, normalize
 from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_sum, share_of
 from .common.spatial_moments import issue_loads, max_and_sum, sum_of_terms
@@ -75,9 +75,12 @@ def softmax_spatial(
         lowest = issue_loads(PTX)
     m, s, exps = max_and_sum(x, CHUNKS, SMEM_STAGED, COLS, INNER, VEC, RECOMPUTE, PTX, lowest)
 
+    ALONE: tl.constexpr = CTAS * COLS == 1  # a thread holds whole columns
     top = tl.max(m, 0)
-    # rounded before the sum: whether a product and a sum are fused depends on the layout
-    total = sum_over_columns(scaled(s, exp(m - top[None, :, :]), PTX), INVARIANT)
+    if not ALONE:
+        # rounded before the sum: whether a product and a sum are fused depends on the layout
+        s = scaled(s, exp(m - top[None, :, :]), PTX)
+    total = sum_over_columns(s, INVARIANT)
     top, total = exchange_max_sum(top, total, CTAS, THREADS, PTX)
     top, total = top[None, :, :], total[None, :, :]
 
@@ -86,9 +89,11 @@ def softmax_spatial(
         by = total
     elif RECOMPUTE:
         base, shift, by = exp2_affine(top, FUSED)
-        by = by * tl.div_rn(1.0, total)
+        by = by * reciprocal(total, PTX)
     else:
-        by = exp(m - top) * tl.div_rn(1.0, total)
+        by = reciprocal(total, PTX)
+        if not ALONE:
+            by = exp(m - top) * by
     for g in tl.static_range((CHUNKS + GROUP - 1) // GROUP):
         if g == 0 or n_cols > g * GROUP * STEP:  # always, which the compiler does not know
             for c in tl.static_range(g * GROUP, min(CHUNKS, g * GROUP + GROUP)):

@@ -205,6 +205,19 @@ def exp2_fma(x, base, shift, FUSED: tl.constexpr):
 
 
 @triton.jit
+def reciprocal(x, PTX: tl.constexpr):
+    """1/x, correctly rounded, for threads that have few elements for each quotient.
+
+    `tl.div_rn` takes more instructions. H200, softmax of 2 bfloat16 columns of 20,184 positions, with this, and without
+    an exponential of 0: 0.83 of its time. Planes in registers, which have many elements, took 1.04 of theirs.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.div_rn(1.0, x)
+
+
+@triton.jit
 def scaled(x, by, PTX: tl.constexpr):
     """x*by, rounded to float32 before any other operation.
 
