@@ -1,9 +1,8 @@
 """Plans of planes (n_cols, inner) of a dimension that is not the last, which programs read as runs of memory.
 
 A plane is one piece for one program while it fits into shared memory, and several small ones are. Planes that leave
-room for one program on a multiprocessor, larger ones, and gradients are in registers (`held_planes`). Where registers
-hold too few, the CTAs of a cluster have a range of the columns each, which is one piece, too. The lanes of a warp that
-share a position are those of the least cost (`piece_costs`), as for narrow rows.
+room for one program on a multiprocessor, larger ones, and gradients are in registers (`held_planes`). The lanes of a
+warp that share a position are those of the least cost (`piece_costs`), as for narrow rows.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .held_planes import FEW_POSITIONS, HELD_REGISTERS, Held, Plane, most_held
+from .held_planes import FEW_POSITIONS, HELD_REGISTERS, MOST_CTAS, MOST_WARPS, Held, Plane, most_held
 from .piece_costs import (
     ALIGN_BYTES,
     BACKWARD,
@@ -35,15 +34,13 @@ ROOMS = {False: OWN_ROOMS, True: OWN_ROOMS[:3]}
 # warps of a program, by the bytes of a piece at most
 PIECE_WARPS = ((16 << 10, 4), (46 << 10, 8))
 # programs on a multiprocessor that leave room for larger pieces
-FITTING, FITTING_SHARED = (4, 3, 2), (5, 4, 3)
+FITTING = (4, 3, 2)
 OWN_BYTES = 48 << 10  # of shared memory that a kernel declares
-SUM_POSITIONS = 512  # of a plane that the CTAs of a cluster share: the room for their sums
 # columns of a thread that cost nothing but their instructions; so many more cost as much as a copy, because fewer
 # programs fit on a multiprocessor. H100, bfloat16: 296 columns of 13 positions, 40 for each thread 0.96, 19 0.99
 HELD_COLS, COLS_OF_COPY = 19, 150
 GRADIENT_REGISTERS = 80  # of a thread with up to HELD_COLS columns
-# the cost of a large plane at most, by whether a cluster shares it: beyond, it waits for banks of shared memory
-MOST_COST = {False: 1.5, True: 1.3}
+MOST_COST = 1.5  # of a large plane: beyond, it waits for banks of shared memory
 LEAST_GAIN = 0.97  # the cost with fewer warps over that with more, at most
 # when tiles of positions are slower than pieces: `faster_as_planes`. H100, fraction of a copy or an add as tiles and
 # as pieces: 35 bfloat16 columns of 31 positions 0.62 and 1.00, 7 of 24 0.71 and 1.02; gradients of 31 columns of 70
@@ -57,9 +54,6 @@ WIDE_TILE, LEAST_ACCESS = 256, 4  # bytes of a tile along `inner`, and of an acc
 # gradients of tiles that are empty by a third, of so many positions: 274 float32 columns of 17 positions 0.71 and
 # 0.97, but 787 of 5, whose tiles have 8 positions, 0.99 and 0.97
 HALF_EMPTY_ROWS, MOST_EMPTY = 32, 1.5
-# bytes of a run of a plane that a cluster shares, at least: in place of one read and, True, of two. 16-bit runs at 4 or
-# 8 bytes are longer in place of two: 12 positions 0.60 and 0.67, 10 positions (11,791 columns) 0.54 and 0.50
-LEAST_SHARED_RUN, LEAST_ALIGNED_RUN = {False: 34, True: 17}, 24
 # when planes are in registers: of the vectors that all threads could hold, by `backward`, and where columns would be
 # read twice. H200, fraction of a copy and that of other plans: 0.49 of them 0.56 and 0.82 (599 bfloat16 columns of
 # 129 positions), 0.53 1.08 and 0.87 (1,500 of 171), 0.58 0.72 and 0.63 (599 float32 columns of 129); in place of two
@@ -76,20 +70,38 @@ LEAST_HELD_ALONE = 0.63
 # positions by so much: float32 2,027 of 36 0.71 and 0.81, 0.71 and 1.05; 209 of 165 (1.6e7) 1.06 and 0.86, 1.16 and
 # 1.06; but 1,853 of 28 (1.14) 0.94 and 1.17, 0.79 and 1.02
 LEAST_HELD_GRADIENT, FILLED_UP = 0.6, 1.15
+# where runs are whole sectors and tiles are wider than the positions by that: 198 bfloat16 columns of 80 positions 0.74
+# with 6.7e7 elements, 1.04 in registers; 266 of 80 0.74 and 0.86, 0.78 and 0.99; 289 of 48 (0.68 of the vectors) 0.87
+# and 1.01, 0.81 and 0.98
+LEAST_HELD_WHOLE = 0.75
 # a 16-bit softmax of planes that registers would hold has tiles on a cluster instead, where runs are even, and tiles
 # have so many positions and are filled: 1,704 columns of 60 positions in registers 0.82 and 0.83, in tiles of 64 0.93
 # and 1.03; 243 of 254 0.73 and 0.69, 0.97 and 0.78; 767 of 172 0.70 and 0.61, 0.85 and 0.70; but in tiles of 32: 515
 # of 226 0.73 and 0.77, 0.73 and 0.73
 CLUSTER_TILE, CLUSTER_FILLED = 64, 1.12
+# few positions of many columns are read twice in place of registers whose programs fill a multiprocessor, or whose
+# cluster is large: one plane is then on few multiprocessors. H200, fraction of a copy or an add, one plane and 6.7e7
+# elements, in registers and read twice: bfloat16 90,664 columns of 8 positions (16 CTAs of 16 warps) 0.43 and 0.39,
+# 0.71 and 0.65; 56,069 of 4 (6 of 8) 0.40 and 0.64, 0.57 and 0.63; float32 70,776 of 3 (16 of 8) 0.51 and 0.65, 0.63
+# and 0.65; a gradient 56,069 of 4 (16 of 16, 7 chunks) 0.54 and 0.64, 0.67 and 0.62; slower: bfloat16 67,900 of 5 0.28
+# and 0.43, 0.55 and 0.37; kept: a float32 gradient, 54,024 of 7 (12 chunks), 0.48 and 0.71, 0.70 and 0.59; bfloat16
+# 30,693 of 9 (1.2e7 and 6.7e7) 0.59 and 0.59, 0.43 and 0.34
+PARTS_POSITIONS, FEW_PARTS_POSITIONS, PARTS_CTAS, PARTS_CHUNKS = 48, 8, 5, 9
 
 
 def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
     """The plan of planes where it is faster than `tiles`, the plan of tiles of positions; else None.
 
     It is, where registers hold the planes of a gradient (`_held_gradient`), where a program of tiles has few bytes, or
-    where columns are read twice. Else where `_tiles_are_slow`, for planes that one program holds; larger ones, whose
-    CTAs wait for each other, have further conditions.
+    where columns are read twice. Else where `_tiles_are_slow`.
     """
+    found = _faster_as_planes(problem, device, tiles)
+    of_parts = tiles.regime == "spatial_two_pass" and found is not None and _parts_are_faster(problem, found)
+    return None if of_parts else found
+
+
+def _faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
+    """`faster_as_planes`, where tiles that are read twice are slow."""
     if (held := _held_gradient(problem, device, tiles)) is not None:
         return held
     few_bytes = tiles.outers * problem.plane_bytes < FEW_BYTES
@@ -97,17 +109,29 @@ def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Pl
     if not (few_bytes or twice or _tiles_are_slow(problem, tiles)):
         return None
     plan = planes_plan(problem, device, twice)
-    if plan is not None and plan.periodic:
-        if not twice and _tiles_of_clusters(problem, tiles):
-            return None
-        return plan if twice or problem.vec < problem.full_vec else None
-    if plan is None or plan.ctas == 1:
+    if plan is None or not plan.periodic:
         return plan
-    aligned = problem.itemsize == 2 and problem.vec > 1
-    least = LEAST_ALIGNED_RUN if twice and aligned else LEAST_SHARED_RUN[twice]
-    gains = twice or not problem.backward or problem.itemsize == 2
-    long = problem.inner * problem.itemsize >= least
-    return plan if long and gains and problem.vec < problem.full_vec else None
+    if not twice and _tiles_of_clusters(problem, tiles):
+        return None
+    return plan if twice or problem.vec < problem.full_vec else None
+
+
+def _parts_are_faster(problem: SpatialProblem, planes: Plan) -> bool:
+    """Whether few positions of many columns are read twice, in parts, rather than held as `planes` says.
+
+    So they are where programs fill a multiprocessor or a cluster is large, and accesses of parts are no narrower.
+    """
+    if not planes.periodic or problem.inner > PARTS_POSITIONS:
+        return False
+    few, aligned = problem.inner <= FEW_PARTS_POSITIONS, problem.vec == problem.full_vec
+    crowded, large = planes.num_warps == MOST_WARPS, planes.ctas > MOST_CTAS
+    if problem.backward:
+        fast = problem.vec > 1 if problem.itemsize == 2 else planes.chunks <= PARTS_CHUNKS
+        return few and crowded and large and fast
+    if problem.itemsize == 2:
+        wide = few and planes.num_warps == 8 and problem.vec >= 4 and planes.ctas >= PARTS_CTAS
+        return wide or ((crowded or large) and (few or problem.vec > 1))
+    return (large and (few or crowded)) or (few and crowded and aligned)
 
 
 def _filled_up(problem: SpatialProblem, tiles: Plan) -> float:
@@ -168,7 +192,7 @@ def planes_plan(problem: SpatialProblem, device: Device, twice: bool = False) ->
         several, one = (None if small else _large_plane(problem, device, fitting) for fitting in (FITTING, (1,)))
         alone = one is not None and not (problem.backward or twice)
         least = LEAST_HELD_ALONE if alone else LEAST_HELD_TWICE if twice else LEAST_HELD[problem.backward]
-        plan = several or periodic_plan(problem, device, least) or one or _shared_plane(problem, device)
+        plan = several or periodic_plan(problem, device, least) or one
     return plan
 
 
@@ -197,12 +221,12 @@ def _small_planes(problem: SpatialProblem, device: Device) -> Plan | None:
     room = next(n_bytes for n_bytes in ROOMS[problem.backward] if outers * plane <= n_bytes)
     # a gradient's places would take more registers, and fewer programs would fit
     cap = GRADIENT_REGISTERS if problem.backward and found.chunks <= HELD_COLS else None
-    return _plan(problem, device, 1, outers, found, warps, room, 0, cap)
+    return _plan(problem, device, outers, found, warps, room, 0, cap)
 
 
 def _large_plane(problem: SpatialProblem, device: Device, fitting: tuple[int, ...]) -> Plan | None:
     """The plan of one plane in shared memory that the launch adds; None where so many programs do not fit."""
-    room = next((room for room in _rooms(problem, fitting, 0) if problem.plane_bytes <= room.n_bytes), None)
+    room = next((room for room in _rooms(problem, fitting) if problem.plane_bytes <= room.n_bytes), None)
     if room is None:
         return None
     # few programs need more warps each, but not idle ones
@@ -211,31 +235,10 @@ def _large_plane(problem: SpatialProblem, device: Device, fitting: tuple[int, ..
         found = _lanes(problem, problem.n_cols, 1, warps)
         if found is not None and (best is None or found.cost < LEAST_GAIN * best[1].cost):
             best = warps, found
-    if best is None or best[1].cost > MOST_COST[False]:
+    if best is None or best[1].cost > MOST_COST:
         return None
     warps, found = best
-    return _plan(problem, device, 1, 1, found, warps, room.n_bytes, room.dynamic, _cap(room.fitting, warps))
-
-
-def _shared_plane(problem: SpatialProblem, device: Device) -> Plan | None:
-    """The plan of a plane whose columns the CTAs of a cluster share; None where it cannot hold one."""
-    if problem.inner > SUM_POSITIONS:
-        return None
-    column = problem.inner * problem.itemsize
-    few_warps = problem.backward and problem.itemsize == 2  # each thread with more columns
-    warps = 4 if few_warps else 8
-    sums = 2 * 4 * SUM_POSITIONS * (1 if problem.backward else 2)
-    rooms = tuple(_rooms(problem, FITTING_SHARED, sums))
-    for ctas in (2, 4, 8, 16):
-        cols = -(-problem.n_cols // ctas)
-        room = next((room for room in rooms if cols * column <= room.n_bytes), None)
-        if room is None or ctas > min(device.max_cluster, problem.n_cols):
-            continue
-        found = _lanes(problem, cols, 1, warps, 0 if few_warps else COLS_OF_COPY)
-        if found is not None and found.cost <= MOST_COST[True]:
-            cap = _cap(min(room.fitting, 4), warps)
-            return _plan(problem, device, ctas, 1, found, warps, room.n_bytes, room.dynamic, cap)
-    return None
+    return _plan(problem, device, 1, found, warps, room.n_bytes, room.dynamic, _cap(room.fitting, warps))
 
 
 class _Room(NamedTuple):
@@ -244,14 +247,14 @@ class _Room(NamedTuple):
     dynamic: int  # bytes of shared memory that the launch adds
 
 
-def _rooms(problem: SpatialProblem, fitting: tuple[int, ...], sums: int) -> Iterator[_Room]:
-    """Rooms for a tensor's piece where so many programs are to fit on a multiprocessor, besides `sums` bytes."""
+def _rooms(problem: SpatialProblem, fitting: tuple[int, ...]) -> Iterator[_Room]:
+    """Rooms for a tensor's piece where so many programs are to fit on a multiprocessor."""
     tensors, of_device = 1 + problem.backward, MULTIPROCESSORS["sm_90"]
     for programs in fitting:
         n_bytes = of_device.shared // programs - of_device.shared_reserved
         adds = n_bytes > OWN_BYTES
-        room = ((n_bytes - adds * ALIGN_BYTES - sums) // tensors - EDGE_BYTES) // 512 * 512
-        yield _Room(room, programs, adds * (sums + tensors * (room + EDGE_BYTES)))
+        room = ((n_bytes - adds * ALIGN_BYTES) // tensors - EDGE_BYTES) // 512 * 512
+        yield _Room(room, programs, adds * tensors * (room + EDGE_BYTES))
 
 
 def _cap(fitting: int, warps: int) -> int | None:
@@ -260,13 +263,8 @@ def _cap(fitting: int, warps: int) -> int | None:
     return cap if cap < 255 else None
 
 
-def _lanes(
-    problem: SpatialProblem, n_cols: int, outers: int, warps: int, cols_of_copy: int = COLS_OF_COPY
-) -> Lanes | None:
-    """The least costly lanes for n_cols columns of `outers` planes; None for too many columns.
-
-    cols_of_copy: columns of a thread beyond HELD_COLS that cost as much as a copy; 0: they cost nothing.
-    """
+def _lanes(problem: SpatialProblem, n_cols: int, outers: int, warps: int) -> Lanes | None:
+    """The least costly lanes for n_cols columns of `outers` planes; None for too many columns."""
     kind, itemsize = BACKWARD if problem.backward else FORWARD, problem.itemsize
     period = 4 * BANKS // itemsize  # of places that share a bank
     best: Lanes | None = None
@@ -280,24 +278,21 @@ def _lanes(
         idle = -(-threads // (32 * warps)) * 32 * warps / threads
         waves = wavefronts(1, lanes, 1, itemsize, problem.inner % period + period)
         cost = over_copy(n_cols, itemsize, kind, lanes, chunks, chunks, waves, WORK[kind].of_thread, idle)
-        if cols_of_copy:
-            cost += max(0, chunks - HELD_COLS) / cols_of_copy
+        cost += max(0, chunks - HELD_COLS) / COLS_OF_COPY
         if best is None or cost < 0.99 * best.cost:
             best = Lanes(lanes, chunks, full, cost)
     return best
 
 
 def _plan(
-    problem: SpatialProblem, device: Device, ctas: int, outers: int, found: Lanes, warps: int, room: int, dynamic: int,
+    problem: SpatialProblem, device: Device, outers: int, found: Lanes, warps: int, room: int, dynamic: int,
     cap: int | None,
 ) -> Plan:  # fmt: skip
     threads = f"{found.lanes} thread{'s' * (found.lanes > 1)}"
-    piece = f"{ctas} pieces by the CTAs of a cluster" if ctas > 1 else "one piece"
-    why = f"{outers} plane(s) of {problem.n_cols} x {problem.inner}, moved as {piece}, each position in {threads}"
+    why = f"{outers} plane(s) of {problem.n_cols} x {problem.inner}, moved as one piece, each position in {threads}"
     return Plan(
-        "spatial_cluster" if ctas > 1 else "spatial", warps * device.warp_size // found.lanes, ctas, 1, found.lanes, 1,
-        found.chunks, found.full, False, False, warps, cap, why, outers=outers, gathered=True,
-        piece=room // problem.itemsize, dynamic_bytes=dynamic,
+        "spatial", warps * device.warp_size // found.lanes, 1, 1, found.lanes, 1, found.chunks, found.full, False,
+        False, warps, cap, why, outers=outers, gathered=True, piece=room // problem.itemsize, dynamic_bytes=dynamic,
     )  # fmt: skip
 
 
@@ -318,12 +313,16 @@ def periodic_plan(problem: SpatialProblem, device: Device, least: float | None =
 
 def _held_gradient(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
     """The plan of a gradient's planes in registers, where they hold so much that no other plan is faster; else None."""
-    if not problem.backward or problem.whole_sectors or problem.inner < FEW_POSITIONS:
+    if not problem.backward or problem.inner < FEW_POSITIONS:
         return None
     best = _most_held(problem, device)
     if best is None or best.share < LEAST_HELD_GRADIENT:
         return None
-    gains = best.ctas == 1 or (_filled_up(problem, tiles) >= FILLED_UP and not tiles.overlap)
+    empty = _filled_up(problem, tiles) >= FILLED_UP and not tiles.overlap
+    if problem.whole_sectors:
+        gains = best.ctas == 1 and empty and best.share >= LEAST_HELD_WHOLE
+    else:
+        gains = best.ctas == 1 or empty
     return _periodic(problem, best) if gains else None
 
 

@@ -10,31 +10,43 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .spatial_tables import SpatialConfig
-from .types import Device, Plan, SpatialProblem, tiles_of
+from .types import MULTIPROCESSORS, Device, Plan, SpatialProblem, tiles_of
 
 # positions of a tile, widest first, and what whole tiles may have over those that exist
 POSITIONS, MOST_EMPTY = (128, 64, 32), 1.2
+# or so much, where no tile is filled; in place of narrower tiles that are, the widest, on few CTAs or with many
+# registers. H200, 1.2e7 and 6.7e7 elements, before and now: softmax of 512 bfloat16 columns of 196 positions (tiles of
+# 64) 0.52 and 0.57, 0.65 and 0.70; 174 of 399 (128 in place of 64, 2 CTAs) 0.81 and 0.64, 0.81 and 0.82; the gradient
+# of 411 of 506 (8 CTAs) 0.76 and 0.70, 0.82 and 0.89; but with few registers on 8 CTAs softmax of 354 of 193 0.74 and
+# 0.64, 0.68 and 0.57, and in tiles of 64 on 16 CTAs 1,601 of 185 0.70 and 0.60, 0.69 and 0.55
+NEARLY_FILLED, OF_NARROWER, NEARLY_CTAS, NEARLY_REGISTERS, LEAST_REGISTERS = 1.25, 1.15, 4, range(50, 61), 40
 # of a tensor, at least: in place of columns that are read twice, and of other plans. Beyond the most the tables have
 # skewed tiles of each width
 FEWEST_TWICE, FEWEST, MOST = 48, 100, 511
 # bytes of a thread's vectors, by those of an element; the first whose tiles are filled
 THREAD_BYTES = {2: (8,), 4: (16, 8)}
-# registers of a thread for its columns, by `backward`: as many CTAs as need no more than FEW, and MOST_REGISTERS where
-# a cluster has no more CTAs. H200, fraction of a copy or an add, 6e7 elements, with the plan before and with this one:
-# softmax, bfloat16 700 columns of 300 positions 0.64 and 0.87, 1,231 of 166 0.61 and 0.79, 3,817 of 195 0.54 and 0.74;
-# float32 1,231 of 166 0.70 and 0.87; gradients, bfloat16 1,284 of 297 0.49 and 0.91, 213 of 350 0.61 and 0.91; float32
-# 307 of 201 0.88 and 0.98, 2,144 of 87 0.54 and 0.80
-FEW_REGISTERS, MOST_REGISTERS = {False: 44, True: 56}, 76
+# registers of a thread for its columns, by (backward, bytes of an element): as many CTAs as need no more than FEW, and
+# MOST_REGISTERS where a cluster has no more CTAs. H200, fraction of a copy or an add, 6e7 elements, with the plan
+# before and with this one: softmax, bfloat16 700 columns of 300 positions 0.64 and 0.87, 1,231 of 166 0.61 and 0.79,
+# 3,817 of 195 0.54 and 0.74; float32 1,231 of 166 0.70 and 0.87; gradients, bfloat16 1,284 of 297 0.49 and 0.91, 213
+# of 350 0.61 and 0.91; float32 307 of 201 0.88 and 0.98, 2,144 of 87 0.54 and 0.80. 708 bfloat16 columns of 145 on 8
+# CTAs 0.61, on 4 (46 registers) 0.69.
+FEW_REGISTERS, MOST_REGISTERS = {(False, 2): 48, (False, 4): 44, (True, 2): 56, (True, 4): 56}, 76
+# of a 16-bit softmax in tiles of 32 positions, or in tiles of 64 in one CTA: 1,372 of 173 on 4 CTAs (44) 0.45, on 8
+# 0.56; 2,188 of 177 on 8 (36) 0.58, on 16 0.47; 181 of 487 on one (46) 0.62, on two 0.82
+NARROW_REGISTERS, ALONE_REGISTERS = 38, 32
 WIDE_CTAS = 8  # of a tile of the most positions: narrower tiles need fewer
 # columns, at least; fewer were not timed in place of other tiles, except these: 30 float32 columns of 350 positions, a
 # gradient, 1.04 and 1.10 of its speed, 12 bfloat16 ones of 500 0.61; 3 bfloat16 ones of 156 5.4 times its time
 LEAST_COLS = 60
-# programs of so many warps, which hold a plane in shared memory, are two on a multiprocessor; with so many registers
-# one (those of 8 warps were not timed). H200, 1.2e7 and 6e7 elements, before and with skewed tiles. One: bfloat16 246
-# columns of 327 positions 0.67 and 0.64, 1.29 and 0.87; the gradient of 150 of 330 0.75 and 0.83, 1.09 and 1.02;
-# slower: float32 298 of 155 (tiles of 64) 0.91 and 0.91, 1.16 and 0.84. Two: bfloat16 142 of 327 (tiles of 128) 1.09
-# and 0.95, 1.23 and 0.95; 298 of 155 (64) 1.11 and 1.00, 1.20 and 0.71
-CROWDED_WARPS, ALONE_REGISTERS = 16, 128
+# warps of programs that hold a plane of a softmax in shared memory, one or two on a multiprocessor (fewer were not
+# timed). H200, 1.2e7 and 6e7 elements, before and with skewed tiles. One: bfloat16 246 columns of 327 positions 0.67
+# and 0.64, 1.29 and 0.87; the gradient of 150 of 330 0.75 and 0.83, 1.09 and 1.02; slower: float32 298 of 155 (tiles of
+# 64) 0.91 and 0.91, 1.16 and 0.84. Two: bfloat16 142 of 327 (tiles of 128) 1.09 and 0.95, 1.23 and 0.95; 298 of 155
+# (64) 1.11 and 1.00, 1.20 and 0.71; 234 of 206 (128, empty by 1.204) 0.80 and 0.86, 0.71 and 0.65. A gradient's may
+# have fewer warps. One: 126 of 330 0.54 and 0.67, 0.79 and 0.84; two: 71 of 311 (128) 0.70 and 0.87, 0.76 and 0.90; 73
+# of 290 (64) 0.62 and 0.82, 0.73 and 0.74
+CROWDED_WARPS = 16
 # positions of a tile, and bytes of an access, from which the tiles of `spatial` are as fast: 4,560 bfloat16 columns of
 # 276 positions, a gradient, 0.73 in tiles of 64 read by 8 bytes, 0.64 in skewed tiles of 32; but 1,656 float32 columns
 # of 115, by 4 bytes, 0.71 and 0.83
@@ -53,14 +65,25 @@ def faster_as_skewed(problem: SpatialProblem, device: Device, plan: Plan) -> Spa
     if skewed is None:
         return None
     if plan.ctas == 1 and (plan.gathered or plan.periodic):
-        alone = plan.max_registers is not None and plan.max_registers >= ALONE_REGISTERS
-        crowded = plan.gathered and plan.num_warps >= CROWDED_WARPS
-        return skewed if crowded and skewed.inner >= (LEAST_POSITIONS if alone else POSITIONS[0]) else None
+        crowded = plan.gathered and (problem.backward or plan.num_warps >= CROWDED_WARPS)
+        fitting = _fitting(plan)
+        wide = (
+            fitting == 2
+            and skewed.inner == POSITIONS[0]
+            and _empty(problem, skewed.inner, skewed.skewed // problem.itemsize) <= MOST_EMPTY
+        )
+        return skewed if crowded and (wide or (fitting == 1 and skewed.inner >= LEAST_POSITIONS)) else None
     if skewed.inner >= LEAST_POSITIONS or twice:
         return skewed
     if plan.periodic:
         return skewed if plan.ctas == device.max_cluster else None
     return skewed if problem.vec * problem.itemsize < WIDE_ACCESS else None
+
+
+def _fitting(plan: Plan) -> int:
+    """Programs that hold a plane in shared memory, on a multiprocessor for which `planes` makes room."""
+    of_device = MULTIPROCESSORS["sm_90"]
+    return of_device.shared // (plan.dynamic_bytes + of_device.shared_reserved)
 
 
 def skewed_config(problem: SpatialProblem, device: Device) -> SpatialConfig | None:
@@ -75,21 +98,39 @@ def skewed_config(problem: SpatialProblem, device: Device) -> SpatialConfig | No
     unlike = cast or not problem.in_phase or problem.batch_invariant
     if unlike or problem.vec == problem.full_vec or device.max_cluster == 1:
         return None
-    for clusters in _clusters(problem):
+    for more_warps in (False, True):
         for positions in POSITIONS:
-            for thread_bytes in THREAD_BYTES[problem.itemsize]:
-                if _is_filled(problem, positions, thread_bytes // problem.itemsize):
-                    config = _on_ctas(problem, device, positions, thread_bytes, clusters)
-                    if config is not None:
-                        return config
+            for nearly in (False, True):
+                for thread_bytes in THREAD_BYTES[problem.itemsize]:
+                    tile = _on_ctas(problem, device, positions, thread_bytes, more_warps)
+                    if tile is not None and _is_filled(problem, device, tile, nearly):
+                        return tile.config
     return None
 
 
-def _is_filled(problem: SpatialProblem, positions: int, unit: int) -> bool:
-    """Whether the positions of whole tiles are few more than those that exist. unit: positions of a thread."""
+class _Tile(NamedTuple):
+    config: SpatialConfig
+    registers: int  # of a thread for its columns
+
+
+def _is_filled(problem: SpatialProblem, device: Device, tile: _Tile, nearly: bool) -> bool:
+    """Whether whole tiles have few positions more than exist; `nearly`: somewhat more, where no other is better."""
+    (config, registers), positions = tile, tile.config.inner
+    unit = config.skewed // problem.itemsize
+    empty = _empty(problem, positions, unit)
+    if not nearly or positions == POSITIONS[-1]:
+        return empty <= MOST_EMPTY
+    if positions == POSITIONS[0]:
+        few = config.ctas <= NEARLY_CTAS or registers in NEARLY_REGISTERS
+        return few and empty <= min(NEARLY_FILLED, OF_NARROWER * _empty(problem, positions // 2, unit))
+    held = problem.backward or config.ctas < device.max_cluster or registers >= LEAST_REGISTERS
+    return held and empty <= NEARLY_FILLED
+
+
+def _empty(problem: SpatialProblem, positions: int, unit: int) -> float:
+    """Positions of whole tiles over those that exist. unit: positions of a thread."""
     overlap = problem.overlap_of(unit)
-    tiles = tiles_of(problem.inner, positions, overlap, unit)
-    return tiles * (positions - overlap) <= MOST_EMPTY * problem.inner
+    return tiles_of(problem.inner, positions, overlap, unit) * (positions - overlap) / problem.inner
 
 
 class _Cluster(NamedTuple):
@@ -99,26 +140,37 @@ class _Cluster(NamedTuple):
     thread_bytes: tuple[int, ...] = (8, 16)
 
 
-def _clusters(problem: SpatialProblem) -> tuple[tuple[_Cluster, ...], ...]:
-    """Clusters for each tile, best first; and those of more warps, for columns that no tile of these holds."""
-    few = FEW_REGISTERS[problem.backward]
-    of_few = tuple(_Cluster(ctas, 4, few) for ctas in (1, 2, 4, 8, 16))
+def _clusters(problem: SpatialProblem, device: Device, positions: int) -> tuple[_Cluster, ...]:
+    """Clusters for each tile of so many positions, best first."""
+    few = FEW_REGISTERS[problem.backward, problem.itemsize]
+
+    def most(ctas: int) -> int:
+        if problem.itemsize == 2 and not problem.backward:
+            if positions == POSITIONS[-1] and ctas < device.max_cluster:
+                return NARROW_REGISTERS
+            if positions < POSITIONS[0] and ctas == 1:
+                return ALONE_REGISTERS
+        return few
+
+    of_few = tuple(_Cluster(ctas, 4, most(ctas)) for ctas in (1, 2, 4, 8, 16))
     # H200, 6e7 elements, 16 CTAs of 4 warps and 8 of 8, over the plan before: softmax of 3,817 bfloat16 columns of 195
     # positions 1.26 and 1.36, in float32 1.35 and 1.25
-    of_8 = () if problem.backward else (_Cluster(8, 8, MOST_REGISTERS, (8,)),)
-    return (*of_few, *of_8, _Cluster(16, 4, MOST_REGISTERS)), (_Cluster(16, 8, MOST_REGISTERS),)
+    of_8 = () if problem.backward or most(8) < few else (_Cluster(8, 8, MOST_REGISTERS, (8,)),)
+    return *of_few, *of_8, _Cluster(16, 4, MOST_REGISTERS)
 
 
 def _on_ctas(
-    problem: SpatialProblem, device: Device, positions: int, thread_bytes: int, clusters: tuple[_Cluster, ...]
-) -> SpatialConfig | None:
-    """The config on the first cluster that holds the columns; None where none does."""
+    problem: SpatialProblem, device: Device, positions: int, thread_bytes: int, more_warps: bool
+) -> _Tile | None:
+    """The tile on the first cluster that holds the columns; None where none does."""
     most = min(device.max_cluster, WIDE_CTAS) if positions == POSITIONS[0] else device.max_cluster
+    clusters = (_Cluster(16, 8, MOST_REGISTERS),) if more_warps else _clusters(problem, device, positions)
     for of in clusters:
         cols = of.num_warps * device.warp_size * thread_bytes // problem.itemsize // positions
         registers = (1 + problem.backward) * -(-problem.n_cols // (cols * of.ctas)) * thread_bytes // 4
         if of.ctas <= most and registers <= of.registers and thread_bytes in of.thread_bytes:
-            return SpatialConfig(
+            config = SpatialConfig(
                 problem.n_cols, of.ctas, of.num_warps, positions, thread_bytes=thread_bytes, skewed=thread_bytes
             )
+            return _Tile(config, registers)
     return None

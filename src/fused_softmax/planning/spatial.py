@@ -36,6 +36,7 @@ from .spatial_tables import (
     MOST_PARTS,
     MOST_SINGLE,
     NARROW,
+    NARROW_PARTS,
     ON_CHIP,
     ONE_STEP,
     PART_COLS,
@@ -387,7 +388,10 @@ def _parts_tile(problem: SpatialProblem) -> PartsTile:
     if problem.dtype != problem.out_dtype or problem.batch_invariant:
         return PARTS
     if problem.vec < problem.full_vec:
-        return UNALIGNED_PARTS[problem.itemsize] if problem.inner >= UNALIGNED_POSITIONS else PARTS
+        if problem.inner >= UNALIGNED_POSITIONS:
+            return UNALIGNED_PARTS[problem.itemsize]
+        narrow = problem.inner <= NARROW_PARTS and not (problem.backward and problem.itemsize == 2)
+        return SOFTMAX_PARTS[False, 2] if narrow else PARTS
     return (SOFTMAX_PARTS if problem.whole_sectors else HALVES_PARTS)[problem.backward, problem.itemsize]
 
 

@@ -91,7 +91,7 @@ ON_CHIP = {
         SpatialConfig(960, 2, 4, 64, overlaps=True, max_registers=168),
         SpatialConfig(1408, 2, 4, 64, overlaps=True, max_registers=168, held=27),
         SpatialConfig(1856, 4, 4, 64, overlaps=True, max_registers=128, held=18),
-        SpatialConfig(2816, 4, 4, 64, overlaps=True, max_registers=168, held=27),
+        SpatialConfig(2688, 4, 4, 64, overlaps=True, max_registers=168, held=27),
         SpatialConfig(3712, 8, 4, 64, overlaps=True, max_registers=128, held=18),
         SpatialConfig(5632, 8, 4, 64, overlaps=True, max_registers=168, held=27),
         SpatialConfig(8192, 16, 4, 64, overlaps=True, max_registers=128, held=18),
@@ -216,6 +216,8 @@ ON_CHIP = {
         SpatialConfig(512, 4, 4, 128, overlaps=True, max_registers=168, held=11, least_cols=417),
         SpatialConfig(640, 4, 4, 128, overlaps=True, max_registers=168, held=7, least_cols=417),
         SpatialConfig(704, 4, 4, 64, overlaps=True, max_registers=168, least_cols=641),
+        SpatialConfig(832, 8, 4, 128, overlaps=True, max_registers=168, least_cols=705),
+        SpatialConfig(960, 8, 4, 128, overlaps=True, max_registers=128, held=4, least_cols=833),
         SpatialConfig(1024, 8, 4, 128, overlaps=True, max_registers=168, least_cols=705),
         SpatialConfig(1152, 8, 4, 64, overlaps=True, max_registers=128, least_cols=1025),
         SpatialConfig(1792, 8, 4, 64, overlaps=True, max_registers=168, least_cols=1153),
@@ -556,6 +558,7 @@ SOFTMAX_PARTS = {
     (True, 4): PartsTile(256, 4, 16, 4),
 }
 HALVES_PARTS = dict.fromkeys(SOFTMAX_PARTS, PartsTile(1024, 4, 16, 4)) | {(False, 2): PartsTile(256, 4, 16, 4)}
+NARROW_PARTS = 48
 UNALIGNED_PARTS, UNALIGNED_POSITIONS = {2: PartsTile(512, 8, 2, 2), 4: PartsTile(1024, 8, 2, 2)}, 512
 # columns of a part, at least, and the most parts: their merge takes time, too. Parts are shorter where one index of
 # `outer` has fewer programs than a few for each multiprocessor
