@@ -86,7 +86,7 @@ CLUSTER_TILE, CLUSTER_FILLED = 64, 1.12
 # and 0.65; a gradient 56,069 of 4 (16 of 16, 7 chunks) 0.54 and 0.64, 0.67 and 0.62; slower: bfloat16 67,900 of 5 0.28
 # and 0.43, 0.55 and 0.37; kept: a float32 gradient, 54,024 of 7 (12 chunks), 0.48 and 0.71, 0.70 and 0.59; bfloat16
 # 30,693 of 9 (1.2e7 and 6.7e7) 0.59 and 0.59, 0.43 and 0.34
-PARTS_POSITIONS, FEW_PARTS_POSITIONS, PARTS_CTAS, PARTS_CHUNKS = 48, 8, 5, 9
+PARTS_POSITIONS, FEW_PARTS_POSITIONS, PARTS_CHUNKS = 48, 8, 9
 
 
 def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
@@ -129,7 +129,7 @@ def _parts_are_faster(problem: SpatialProblem, planes: Plan) -> bool:
         fast = problem.vec > 1 if problem.itemsize == 2 else planes.chunks <= PARTS_CHUNKS
         return few and crowded and large and fast
     if problem.itemsize == 2:
-        wide = few and planes.num_warps == 8 and problem.vec >= 4 and planes.ctas >= PARTS_CTAS
+        wide = few and planes.num_warps == 8 and problem.vec >= 4
         return wide or ((crowded or large) and (few or problem.vec > 1))
     return (large and (few or crowded)) or (few and crowded and aligned)
 
@@ -212,7 +212,7 @@ def _small_planes(problem: SpatialProblem, device: Device) -> Plan | None:
     best: tuple[int, int, Lanes] | None = None
     for outers in range(max(1, most // 2), most + 1, max(1, most // 16)):
         warps = next(warps for n_bytes, warps in PIECE_WARPS if outers * plane <= n_bytes)
-        found = _lanes(problem, problem.n_cols, outers, warps)
+        found = _lanes(problem, outers, warps)
         if found is not None and (best is None or found.cost < 0.99 * best[2].cost):
             best = outers, warps, found
     if best is None:
@@ -232,7 +232,7 @@ def _large_plane(problem: SpatialProblem, device: Device, fitting: tuple[int, ..
     # few programs need more warps each, but not idle ones
     best: tuple[int, Lanes] | None = None
     for warps in (8,) if room.fitting > 2 else (16, 8):
-        found = _lanes(problem, problem.n_cols, 1, warps)
+        found = _lanes(problem, 1, warps)
         if found is not None and (best is None or found.cost < LEAST_GAIN * best[1].cost):
             best = warps, found
     if best is None or best[1].cost > MOST_COST:
@@ -263,9 +263,9 @@ def _cap(fitting: int, warps: int) -> int | None:
     return cap if cap < 255 else None
 
 
-def _lanes(problem: SpatialProblem, n_cols: int, outers: int, warps: int) -> Lanes | None:
-    """The least costly lanes for n_cols columns of `outers` planes; None for too many columns."""
-    kind, itemsize = BACKWARD if problem.backward else FORWARD, problem.itemsize
+def _lanes(problem: SpatialProblem, outers: int, warps: int) -> Lanes | None:
+    """The least costly lanes for the columns of `outers` planes; None for too many columns."""
+    kind, itemsize, n_cols = BACKWARD if problem.backward else FORWARD, problem.itemsize, problem.n_cols
     period = 4 * BANKS // itemsize  # of places that share a bank
     best: Lanes | None = None
     for lanes in (1, 2, 4, 8, 16, 32):

@@ -2,7 +2,7 @@
 
 Each column of a skewed tile starts at its own multiple of a thread's bytes, so all accesses are aligned vectors. The
 tables of `spatial` have such tiles for four tiles of positions and more. With fewer, what counts is how much of the
-last one is empty: the widest tile is taken of which little is, on as few CTAs as hold the columns in few registers.
+last one is empty: the widest tile is taken that is filled enough, on as few CTAs as hold the columns in few registers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .types import MULTIPROCESSORS, Device, Plan, SpatialProblem, tiles_of
 
 # positions of a tile, widest first, and what whole tiles may have over those that exist
 POSITIONS, MOST_EMPTY = (128, 64, 32), 1.2
-# or so much, where no tile is filled; in place of narrower tiles that are, the widest, on few CTAs or with many
+# or so much of tiles of 64. Those of 128, too, where tiles of 64 are little less empty, on few CTAs or with many
 # registers. H200, 1.2e7 and 6.7e7 elements, before and now: softmax of 512 bfloat16 columns of 196 positions (tiles of
 # 64) 0.52 and 0.57, 0.65 and 0.70; 174 of 399 (128 in place of 64, 2 CTAs) 0.81 and 0.64, 0.81 and 0.82; the gradient
 # of 411 of 506 (8 CTAs) 0.76 and 0.70, 0.82 and 0.89; but with few registers on 8 CTAs softmax of 354 of 193 0.74 and
@@ -32,9 +32,10 @@ THREAD_BYTES = {2: (8,), 4: (16, 8)}
 # of 350 0.61 and 0.91; float32 307 of 201 0.88 and 0.98, 2,144 of 87 0.54 and 0.80. 708 bfloat16 columns of 145 on 8
 # CTAs 0.61, on 4 (46 registers) 0.69.
 FEW_REGISTERS, MOST_REGISTERS = {(False, 2): 48, (False, 4): 44, (True, 2): 56, (True, 4): 56}, 76
-# of a 16-bit softmax in tiles of 32 positions, or in tiles of 64 in one CTA: 1,372 of 173 on 4 CTAs (44) 0.45, on 8
-# 0.56; 2,188 of 177 on 8 (36) 0.58, on 16 0.47; 181 of 487 on one (46) 0.62, on two 0.82
-NARROW_REGISTERS, ALONE_REGISTERS = 38, 32
+# of a 16-bit softmax in tiles of 32 positions, by whether a cluster can have no more CTAs; and in tiles of 64 in one
+# CTA: 1,372 of 173 on 4 CTAs (44) 0.45, on 8 0.56; 2,188 of 177 on 8 (36) 0.58, on 16 0.47; 181 of 487 on one (46)
+# 0.62, on two 0.82
+NARROW_REGISTERS, ALONE_REGISTERS = {False: 38, True: 44}, 32
 WIDE_CTAS = 8  # of a tile of the most positions: narrower tiles need fewer
 # columns, at least; fewer were not timed in place of other tiles, except these: 30 float32 columns of 350 positions, a
 # gradient, 1.04 and 1.10 of its speed, 12 bfloat16 ones of 500 0.61; 3 bfloat16 ones of 156 5.4 times its time
@@ -87,7 +88,7 @@ def _fitting(plan: Plan) -> int:
 
 
 def skewed_config(problem: SpatialProblem, device: Device) -> SpatialConfig | None:
-    """The config of the widest skewed tiles that are filled; None where no cluster holds one, or runs start at vectors.
+    """The config of the widest skewed tiles filled enough; None where no cluster holds one, or runs start at vectors.
 
     >>> from .types import DEVICES
     >>> planes = SpatialProblem(1231, 166, "bfloat16", "bfloat16", 2, in_phase=True)
@@ -114,12 +115,14 @@ class _Tile(NamedTuple):
 
 
 def _is_filled(problem: SpatialProblem, device: Device, tile: _Tile, nearly: bool) -> bool:
-    """Whether whole tiles have few positions more than exist; `nearly`: somewhat more, where no other is better."""
+    """Whether whole tiles have few positions more than exist; `nearly`: or somewhat more, except the narrowest."""
     (config, registers), positions = tile, tile.config.inner
     unit = config.skewed // problem.itemsize
     empty = _empty(problem, positions, unit)
-    if not nearly or positions == POSITIONS[-1]:
+    if not nearly:
         return empty <= MOST_EMPTY
+    if positions == POSITIONS[-1]:
+        return False
     if positions == POSITIONS[0]:
         few = config.ctas <= NEARLY_CTAS or registers in NEARLY_REGISTERS
         return few and empty <= min(NEARLY_FILLED, OF_NARROWER * _empty(problem, positions // 2, unit))
@@ -146,16 +149,17 @@ def _clusters(problem: SpatialProblem, device: Device, positions: int) -> tuple[
 
     def most(ctas: int) -> int:
         if problem.itemsize == 2 and not problem.backward:
-            if positions == POSITIONS[-1] and ctas < device.max_cluster:
-                return NARROW_REGISTERS
+            if positions == POSITIONS[-1]:
+                return NARROW_REGISTERS[ctas == device.max_cluster]
             if positions < POSITIONS[0] and ctas == 1:
                 return ALONE_REGISTERS
         return few
 
     of_few = tuple(_Cluster(ctas, 4, most(ctas)) for ctas in (1, 2, 4, 8, 16))
     # H200, 6e7 elements, 16 CTAs of 4 warps and 8 of 8, over the plan before: softmax of 3,817 bfloat16 columns of 195
-    # positions 1.26 and 1.36, in float32 1.35 and 1.25
-    of_8 = () if problem.backward or most(8) < few else (_Cluster(8, 8, MOST_REGISTERS, (8,)),)
+    # positions (60 and 60 registers) 1.26 and 1.36, in float32 1.35 and 1.25; but 2,975 of 489 (48) 0.63 and 0.58 of a
+    # copy on 8, 0.72 and 0.67 on 16
+    of_8 = () if problem.backward else (_Cluster(8, 8, MOST_REGISTERS, (8,)),)
     return *of_few, *of_8, _Cluster(16, 4, MOST_REGISTERS)
 
 

@@ -37,6 +37,7 @@ from .spatial_tables import (
     MOST_SINGLE,
     NARROW,
     NARROW_PARTS,
+    NARROW_POSITIONS,
     ON_CHIP,
     ONE_STEP,
     PART_COLS,
@@ -390,8 +391,8 @@ def _parts_tile(problem: SpatialProblem) -> PartsTile:
     if problem.vec < problem.full_vec:
         if problem.inner >= UNALIGNED_POSITIONS:
             return UNALIGNED_PARTS[problem.itemsize]
-        narrow = problem.inner <= NARROW_PARTS and not (problem.backward and problem.itemsize == 2)
-        return SOFTMAX_PARTS[False, 2] if narrow else PARTS
+        narrow = problem.inner <= NARROW_POSITIONS and not (problem.backward and problem.itemsize == 2)
+        return NARROW_PARTS if narrow else PARTS
     return (SOFTMAX_PARTS if problem.whole_sectors else HALVES_PARTS)[problem.backward, problem.itemsize]
 
 

@@ -216,7 +216,6 @@ ON_CHIP = {
         SpatialConfig(512, 4, 4, 128, overlaps=True, max_registers=168, held=11, least_cols=417),
         SpatialConfig(640, 4, 4, 128, overlaps=True, max_registers=168, held=7, least_cols=417),
         SpatialConfig(704, 4, 4, 64, overlaps=True, max_registers=168, least_cols=641),
-        SpatialConfig(832, 8, 4, 128, overlaps=True, max_registers=168, least_cols=705),
         SpatialConfig(960, 8, 4, 128, overlaps=True, max_registers=128, held=4, least_cols=833),
         SpatialConfig(1024, 8, 4, 128, overlaps=True, max_registers=168, least_cols=705),
         SpatialConfig(1152, 8, 4, 64, overlaps=True, max_registers=128, least_cols=1025),
@@ -558,8 +557,12 @@ SOFTMAX_PARTS = {
     (True, 4): PartsTile(256, 4, 16, 4),
 }
 HALVES_PARTS = dict.fromkeys(SOFTMAX_PARTS, PartsTile(1024, 4, 16, 4)) | {(False, 2): PartsTile(256, 4, 16, 4)}
-NARROW_PARTS = 48
 UNALIGNED_PARTS, UNALIGNED_POSITIONS = {2: PartsTile(512, 8, 2, 2), 4: PartsTile(1024, 8, 2, 2)}, 512
+# up to so many positions, of a softmax and of float32 gradients. H200, one plane and 6.7e7 elements, with PARTS and
+# with these: softmax of 64,880 bfloat16 columns of 6 positions 0.62 and 0.47, 0.57 and 0.56, float32 0.81 and 0.63,
+# 0.81 and 0.71; float32 gradients of 15,044 of 29 (1.2e7, 6.7e7) 0.53 and 0.59, 0.56 and 0.60; 16-bit gradients of
+# 54,024 of 7 0.66 and 0.45, 0.57 and 0.43
+NARROW_PARTS, NARROW_POSITIONS = PartsTile(256, 4, 8, 8), 48
 # columns of a part, at least, and the most parts: their merge takes time, too. Parts are shorter where one index of
 # `outer` has fewer programs than a few for each multiprocessor
 PART_COLS, MOST_PARTS = 1024, 512

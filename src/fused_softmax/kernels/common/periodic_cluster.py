@@ -15,7 +15,7 @@ import triton.language as tl
 from .gathered_rows import numbers_at
 from .spatial_cluster import access_of, merged_ptx
 
-POSITIONS = 512  # of a plane at most: the room for their numbers
+POSITIONS = 256  # of a plane at most: the room for their numbers
 
 
 @triton.constexpr_function
