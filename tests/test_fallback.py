@@ -46,6 +46,7 @@ OF_SOFTMAX = {
     "softmax_spatial_skewed_backward": "softmax_spatial_skewed",
     "softmax_spatial_gathered": "softmax_spatial_gathered",
     "softmax_spatial_gathered_backward": "softmax_spatial_gathered",
+    "softmax_spatial_gathered_cluster": "softmax_spatial_gathered_cluster",
     "softmax_spatial_periodic": "softmax_spatial_periodic",
     "softmax_spatial_periodic_backward": "softmax_spatial_periodic",
     "softmax_spatial_reduce": "softmax_spatial_parts",
@@ -279,6 +280,7 @@ PLANNED = {
     "softmax_spatial": lambda x: fs.plan_for(x.repeat(1, 16), 0),
     "softmax_spatial_gathered": lambda x: fs.plan_for(x, 0),
     "softmax_spatial_gathered_backward": lambda x: fs.plan_for(x.half(), 0, op="log_softmax", backward=True),
+    "softmax_spatial_gathered_cluster": lambda x: fs.plan_for(x.repeat(211, 2), 0),
     "softmax_spatial_periodic": lambda x: fs.plan_for(x.repeat(600, 1), 0),
     "softmax_spatial_periodic_backward": lambda x: fs.plan_for(
         x.half().repeat(600, 1), 0, op="log_softmax", backward=True

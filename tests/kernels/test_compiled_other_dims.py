@@ -40,7 +40,7 @@ def check(name: str, launch, target: str, chosen=None) -> None:
     if target.startswith("sm_"):
         assert used.spilled_bytes <= MOST_SPILLED, f"{used.spilled_bytes} bytes spilled: {name}"
     if used.num_ctas > 1:  # to know that the others' mbarriers are armed; or before and after their sums are read
-        assert used.cluster_barriers == (2 if "periodic" in name else 1), name
+        assert used.cluster_barriers == (2 if "gathered_cluster" in name or "periodic" in name else 1), name
     if " 4096" in name and "merge" not in name:
         # 16-bit tiles of 7 to 176 columns keep many numbers of a position, so a thread has 4 positions
         halves = ("bfloat16 19 ", "bfloat16 150 ")
@@ -154,3 +154,12 @@ def test_skewed_tiles_of_few_positions(of):
 def test_all(target):
     for name, launch, chosen in (*spatial_softmax(target), *spatial_losses(target)):
         check(name, launch, target, chosen)
+
+
+@pytest.mark.parametrize(("n_cols", "exponentials"), [(2, 16), (5, 40)])
+def test_a_thread_with_whole_columns_computes_one_exponential_for_each_element(n_cols, exponentials):
+    """Of 2 or 5 columns and 8 positions; it merges its numbers with nobody's, and divides by no library function."""
+    launch, chosen = launch_over(n_cols, 4096, torch.bfloat16, False, False)
+    assert chosen.ctas * chosen.vectors_per_chunk == 1 and chosen.vec == 8
+    ptx = compile_for(launch, "sm_90").asm["ptx"]
+    assert ptx.count("ex2.approx") == exponentials and ptx.count("rcp.rn") == 8 and "div.rn" not in ptx

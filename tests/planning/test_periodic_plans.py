@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fused_softmax.kernels.common.periodic_cluster import POSITIONS, sums_bytes
+from fused_softmax.kernels.common.gathered_cluster import POSITIONS, sums_bytes
 from fused_softmax.kernels.common.periodic_slots import slots_bytes
 from fused_softmax.planning import held_planes, planes
 from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem

@@ -7,11 +7,12 @@ import random
 
 import pytest
 
+from fused_softmax.kernels.common.gathered_cluster import POSITIONS, sums_bytes
 from fused_softmax.kernels.common.gathered_ptx import region_bytes
 from fused_softmax.planning import planes
 from fused_softmax.planning.piece_costs import ALIGN_BYTES
 from fused_softmax.planning.spatial import plan_spatial
-from fused_softmax.planning.types import DEVICES, ITEMSIZE, MULTIPROCESSORS, SpatialProblem
+from fused_softmax.planning.types import DEVICES, ITEMSIZE, MULTIPROCESSORS, Plan, SpatialProblem
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "interpreter")
 
@@ -22,45 +23,55 @@ def random_problem(pick: random.Random, backward: bool) -> SpatialProblem:
     return SpatialProblem(n_cols, inner, dtype, dtype, 1, backward, packed=True)
 
 
+def shared_bytes(chosen: Plan, problem: SpatialProblem) -> int:
+    """What the kernel of a plan asks for."""
+    sums = sums_bytes(1 if problem.backward else 2) if chosen.ctas > 1 else 0
+    return sums + (1 + problem.backward) * region_bytes(chosen.piece, problem.itemsize)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_piece_has_its_room_and_its_threads(backward, target):
-    pick, found = random.Random(7), {"own": 0, "added": 0}
+    pick, found = random.Random(7), {"own": 0, "added": 0, "shared": 0}
     for _ in range(8000):
         problem = random_problem(pick, backward)
         n_cols, inner, itemsize = problem.n_cols, problem.inner, problem.itemsize
         chosen = planes.planes_plan(problem, DEVICES[target])
         if chosen is None or chosen.periodic:  # of the latter: test_periodic_plans
             continue
-        found["added" if chosen.dynamic_bytes else "own"] += 1
+        found["shared" if chosen.ctas > 1 else "added" if chosen.dynamic_bytes else "own"] += 1
+        cols = -(-n_cols // chosen.ctas)  # of the largest share
         lanes, room = chosen.vectors_per_chunk, region_bytes(chosen.piece, itemsize)
-        assert chosen.outers * n_cols * inner <= chosen.piece
+        assert chosen.outers * cols * inner <= chosen.piece
         # the last place of a piece that starts 16 bytes less an element behind a vector, and the one behind it
         assert 16 - itemsize + chosen.piece * itemsize + itemsize <= room
-        assert lanes * chosen.unpredicated_chunks <= n_cols <= lanes * chosen.chunks
-        n_bytes = (1 + backward) * room
+        assert cols <= lanes * chosen.chunks and lanes * chosen.unpredicated_chunks <= n_cols // chosen.ctas
+        n_bytes = shared_bytes(chosen, problem)
         if chosen.dynamic_bytes:  # with 48 KB or less Triton's launcher asks for no more than those
             assert n_bytes <= chosen.dynamic_bytes and chosen.dynamic_bytes > 48 << 10
             assert chosen.dynamic_bytes + ALIGN_BYTES <= MULTIPROCESSORS["sm_90"].shared_per_program
         else:
             assert n_bytes <= 48 << 10
-        assert chosen.ctas == 1
+        assert chosen.ctas == 1 or (inner <= POSITIONS and chosen.outers == 1)
     hopper = target in ("sm_90", "interpreter")
     assert found["own"] > 500 and (found["added"] > 100) == hopper, found
+    assert (found["shared"] > 100) == (hopper and not backward), found  # gradients of such planes have tiles
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_as_many_programs_fit_as_rooms_and_caps_are_made_for(backward):
+    assert planes.SUM_POSITIONS == POSITIONS  # of the kernel
     of_device = MULTIPROCESSORS["sm_90"]
     problem = SpatialProblem(100, 31, "bfloat16", "bfloat16", 1, backward, packed=True)
-    for room in planes._rooms(problem, planes.FITTING):
-        asked = room.dynamic + ALIGN_BYTES if room.dynamic else planes.OWN_BYTES
-        n_bytes = (1 + backward) * region_bytes(room.n_bytes // 2, 2)
-        used = (min(asked, n_bytes) if not room.dynamic else asked) + of_device.shared_reserved
-        assert room.fitting * used <= of_device.shared < (room.fitting + 1) * (used + 4096)
-        for warps in (4, 8, 16):
-            cap = planes._cap(room.fitting, warps)
-            assert cap is None or cap * 32 * warps * room.fitting <= of_device.registers
+    for sums, fitting in ((0, planes.FITTING), (sums_bytes(2), planes.FITTING_SHARED)):
+        for room in planes._rooms(problem, fitting, sums):
+            asked = room.dynamic + ALIGN_BYTES if room.dynamic else planes.OWN_BYTES
+            n_bytes = sums + (1 + backward) * region_bytes(room.n_bytes // 2, 2)
+            used = (min(asked, n_bytes) if not room.dynamic else asked) + of_device.shared_reserved
+            assert room.fitting * used <= of_device.shared < (room.fitting + 1) * (used + 4096)
+            for warps in (4, 8, 16):
+                cap = planes._cap(room.fitting, warps)
+                assert cap is None or cap * 32 * warps * room.fitting <= of_device.registers
 
 
 def test_planes_are_pieces_where_that_is_faster():
@@ -85,7 +96,8 @@ def test_planes_are_pieces_where_that_is_faster():
     assert chosen(300, 31, 1, "float32", backward=True).periodic  # registers of one program hold the gradient
     assert chosen(468, 83, 1).dynamic_bytes > 48 << 10 and chosen(101, 251, 1, backward=True).dynamic_bytes > 48 << 10
     assert chosen(468, 83, 1, backward=True).periodic and chosen(1350, 47, 1).periodic  # one program would be alone
-    assert not pieces(400, 301, 1)  # 301 positions leave too many threads idle
+    assert chosen(400, 301, 1).ctas == 4 and chosen(400, 301, 1).gathered  # 301 positions leave too many threads idle
+    assert not pieces(400, 301, 1, backward=True)
     assert not pieces(770, 32, 4, "float32") and not pieces(10000, 40, 8)  # tiles of whole vectors are read once
     assert chosen(4300, 8, 8, backward=True).periodic and chosen(20000, 5, 1).periodic  # columns would be read twice
     assert not pieces(35, 31, 1, batch_invariant=True)  # lanes follow from `inner`
@@ -102,10 +114,17 @@ def test_planes_are_pieces_where_that_is_faster():
         (56000, 12, "bfloat16", False, "parts"),
         (43201, 13, "bfloat16", False, "registers"),  # accesses of 2 bytes
         (30693, 9, "bfloat16", False, "registers"),
+        (18100, 28, "bfloat16", False, "parts"),  # 16 of 8
+        (17315, 7, "float32", False, "registers"),  # 3 of 16
+        (43230, 8, "bfloat16", False, "parts"),
+        (34592, 8, "float32", False, "parts"),  # 7 of 16, and accesses are as wide
         (70776, 3, "float32", False, "parts"),
         (40670, 7, "float32", False, "registers"),
         (21419, 10, "float32", False, "registers"),
         (64880, 6, "bfloat16", True, "parts"),
+        (56069, 4, "bfloat16", True, "registers"),  # 5 of 16
+        (133035, 2, "bfloat16", True, "registers"),  # 16 of 8
+        (22927, 28, "bfloat16", True, "registers"),  # more positions
         (54024, 7, "bfloat16", True, "registers"),
         (56069, 4, "float32", True, "parts"),  # 7 chunks
         (54024, 7, "float32", True, "registers"),  # 12 chunks

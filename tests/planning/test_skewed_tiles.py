@@ -106,6 +106,9 @@ def test_tiles_of_positions():
         (planes(708, 145, "bfloat16"), (4, 4, 64, 8)),
         (planes(181, 487, "bfloat16"), (2, 4, 64, 8)),  # one CTA has fewer
         (planes(2009, 129, "bfloat16"), (8, 4, 32, 8)),
+        (planes(1372, 173, "bfloat16"), (8, 4, 32, 8)),
+        (planes(2975, 489, "bfloat16"), (16, 4, 64, 8)),  # 48 registers, on 8 CTAs of 8 warps, too
+        (planes(6700, 300, "bfloat16"), (8, 8, 32, 8)),
         (planes(2765, 138, "bfloat16"), (16, 4, 32, 8)),  # narrow tiles, too
     ],
     ids=str,

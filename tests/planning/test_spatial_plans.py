@@ -104,3 +104,35 @@ def test_where_positions_are_few():
     # 16 positions are in one program where it holds their columns, and on a cluster elsewhere
     few = replace(of, inner=16, n_cols=1300)
     assert plan_spatial(few, hopper).ctas == 1 < plan_spatial(replace(few, n_cols=8000), hopper).ctas
+
+
+@pytest.mark.parametrize(
+    ("n_cols", "inner", "dtype", "backward", "chunks"),
+    [
+        (108446, 7, "bfloat16", False, 8),
+        (108446, 7, "bfloat16", True, 4),  # 16-bit gradients keep fewer
+        (108446, 7, "float32", True, 8),
+        (15044, 29, "float32", True, 8),
+        (15044, 49, "float32", True, 4),
+    ],
+)
+def test_steps_of_few_positions_that_are_read_twice(n_cols, inner, dtype, backward, chunks):
+    problem = SpatialProblem(n_cols, inner, dtype, dtype, 1, backward)
+    assert plan_spatial(problem, DEVICES["sm_90"], "spatial_two_pass").chunks == chunks
+
+
+@pytest.mark.parametrize(
+    ("n_cols", "backward", "wanted"),
+    [
+        # CTAs, chunks, chunks that are staged, registers
+        (832, True, (8, 13, 0, 168)),
+        (920, True, (8, 15, 11, 128)),
+        (1000, True, (8, 16, 0, 168)),
+        (2688, False, (4, 42, 15, 168)),
+        (2714, False, (8, 22, 4, 128)),
+    ],
+)
+def test_columns_in_halves_of_sectors(n_cols, backward, wanted):
+    problem = SpatialProblem(n_cols, 15320, "bfloat16", "bfloat16", 8, backward, whole_sectors=False, in_phase=True)
+    plan = plan_spatial(problem, DEVICES["sm_90"])
+    assert plan.overlap == 8 and (plan.ctas, plan.chunks, plan.smem_staged, plan.max_registers) == wanted

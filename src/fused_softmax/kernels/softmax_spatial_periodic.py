@@ -15,9 +15,9 @@ import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
 from .common.early_start import await_previous
+from .common.gathered_cluster import leave_planes, max_sum_of, merge_sums, sum_at, sums_bytes
 from .common.gathered_rows import declare_regions
 from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, max_of_two, scaled, upcast
-from .common.periodic_cluster import leave_planes, max_sum_of, merge_sums, sum_at, sums_bytes
 from .common.periodic_slots import (
     interpreted_max_sums,
     interpreted_sums,

@@ -46,6 +46,7 @@ RESIDENT = {
         "softmax_spatial_periodic",
     )  # fmt: skip
 }
+SHARED = kernel_of("softmax_spatial_gathered_cluster", "softmax_spatial_gathered_cluster")  # of a softmax only
 PARTS = {
     name: kernel_of("softmax_spatial_parts", name)
     for name in (
@@ -186,7 +187,7 @@ def _gathered_step(
 ) -> Step:
     """The one launch over planes that are moved as pieces of memory."""
     _, n_cols, inner = tensors[0].shape
-    scalars = (None, n_cols, *divisor(inner), plan.outers)
+    scalars = (n_cols, inner) if plan.ctas > 1 else (None, n_cols, *divisor(inner), plan.outers)
     return Step(kernel, _meta(kernel, plan, device, **flags), tuple(range(n_tensors)), scalars, 1, plan.outers)
 
 
@@ -226,7 +227,8 @@ def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward:
     inner = tensors[0].shape[2]
     if plan.regime != "spatial_two_pass":
         kind = "_gathered" if plan.gathered else "_skewed" if plan.skewed else "_periodic" if plan.periodic else ""
-        kernel = RESIDENT[f"softmax_spatial{kind}"][backward]()
+        shared = plan.gathered and plan.ctas > 1
+        kernel = SHARED() if shared else RESIDENT[f"softmax_spatial{kind}"][backward]()
         make_step = _gathered_step if plan.gathered else _periodic_step if plan.periodic else resident_step
         return Recipe((make_step(kernel, tensors, n, plan, device, LOG=log),), apart=plan.overlap > 0)
     kind = "softmax_spatial_backward" if backward else "softmax_spatial"

@@ -1,8 +1,9 @@
 """Plans of planes (n_cols, inner) of a dimension that is not the last, which programs read as runs of memory.
 
 A plane is one piece for one program while it fits into shared memory, and several small ones are. Planes that leave
-room for one program on a multiprocessor, larger ones, and gradients are in registers (`held_planes`). The lanes of a
-warp that share a position are those of the least cost (`piece_costs`), as for narrow rows.
+room for one program on a multiprocessor, larger ones, and gradients are in registers (`held_planes`). Where registers
+hold too few of a softmax, the CTAs of a cluster have a range of the columns each, which is one piece, too. The lanes of
+a warp that share a position are those of the least cost (`piece_costs`), as for narrow rows.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ ROOMS = {False: OWN_ROOMS, True: OWN_ROOMS[:3]}
 # warps of a program, by the bytes of a piece at most
 PIECE_WARPS = ((16 << 10, 4), (46 << 10, 8))
 # programs on a multiprocessor that leave room for larger pieces
-FITTING = (4, 3, 2)
+FITTING, FITTING_SHARED = (4, 3, 2), (5, 4, 3)
 OWN_BYTES = 48 << 10  # of shared memory that a kernel declares
+SUM_POSITIONS = 512  # of a plane that the CTAs of a cluster share: the room for their sums
 # columns of a thread that cost nothing but their instructions; so many more cost as much as a copy, because fewer
 # programs fit on a multiprocessor. H100, bfloat16: 296 columns of 13 positions, 40 for each thread 0.96, 19 0.99
 HELD_COLS, COLS_OF_COPY = 19, 150
 GRADIENT_REGISTERS = 80  # of a thread with up to HELD_COLS columns
-MOST_COST = 1.5  # of a large plane: beyond, it waits for banks of shared memory
+# the cost of a large plane at most, by whether a cluster shares it: beyond, it waits for banks of shared memory
+MOST_COST = {False: 1.5, True: 1.3}
 LEAST_GAIN = 0.97  # the cost with fewer warps over that with more, at most
 # when tiles of positions are slower than pieces: `faster_as_planes`. H100, fraction of a copy or an add as tiles and
 # as pieces: 35 bfloat16 columns of 31 positions 0.62 and 1.00, 7 of 24 0.71 and 1.02; gradients of 31 columns of 70
@@ -54,6 +57,9 @@ WIDE_TILE, LEAST_ACCESS = 256, 4  # bytes of a tile along `inner`, and of an acc
 # gradients of tiles that are empty by a third, of so many positions: 274 float32 columns of 17 positions 0.71 and
 # 0.97, but 787 of 5, whose tiles have 8 positions, 0.99 and 0.97
 HALF_EMPTY_ROWS, MOST_EMPTY = 32, 1.5
+# bytes of a run of a plane that a cluster shares, at least: in place of one read and, True, of two. 16-bit runs at 4 or
+# 8 bytes are longer in place of two: 12 positions 0.60 and 0.67, 10 positions (11,791 columns) 0.54 and 0.50
+LEAST_SHARED_RUN, LEAST_ALIGNED_RUN = {False: 34, True: 17}, 24
 # when planes are in registers: of the vectors that all threads could hold, by `backward`, and where columns would be
 # read twice. H200, fraction of a copy and that of other plans: 0.49 of them 0.56 and 0.82 (599 bfloat16 columns of
 # 129 positions), 0.53 1.08 and 0.87 (1,500 of 171), 0.58 0.72 and 0.63 (599 float32 columns of 129); in place of two
@@ -93,7 +99,8 @@ def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Pl
     """The plan of planes where it is faster than `tiles`, the plan of tiles of positions; else None.
 
     It is, where registers hold the planes of a gradient (`_held_gradient`), where a program of tiles has few bytes, or
-    where columns are read twice. Else where `_tiles_are_slow`.
+    where columns are read twice. Else where `_tiles_are_slow`, for planes that one program holds; larger ones, whose
+    CTAs wait for each other, have further conditions.
     """
     found = _faster_as_planes(problem, device, tiles)
     of_parts = tiles.regime == "spatial_two_pass" and found is not None and _parts_are_faster(problem, found)
@@ -109,11 +116,15 @@ def _faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> P
     if not (few_bytes or twice or _tiles_are_slow(problem, tiles)):
         return None
     plan = planes_plan(problem, device, twice)
-    if plan is None or not plan.periodic:
+    if plan is not None and plan.periodic:
+        if not twice and _tiles_of_clusters(problem, tiles):
+            return None
+        return plan if twice or problem.vec < problem.full_vec else None
+    if plan is None or plan.ctas == 1:
         return plan
-    if not twice and _tiles_of_clusters(problem, tiles):
-        return None
-    return plan if twice or problem.vec < problem.full_vec else None
+    aligned = problem.itemsize == 2 and problem.vec > 1
+    least = LEAST_ALIGNED_RUN if twice and aligned else LEAST_SHARED_RUN[twice]
+    return plan if problem.inner * problem.itemsize >= least and problem.vec < problem.full_vec else None
 
 
 def _parts_are_faster(problem: SpatialProblem, planes: Plan) -> bool:
@@ -192,7 +203,7 @@ def planes_plan(problem: SpatialProblem, device: Device, twice: bool = False) ->
         several, one = (None if small else _large_plane(problem, device, fitting) for fitting in (FITTING, (1,)))
         alone = one is not None and not (problem.backward or twice)
         least = LEAST_HELD_ALONE if alone else LEAST_HELD_TWICE if twice else LEAST_HELD[problem.backward]
-        plan = several or periodic_plan(problem, device, least) or one
+        plan = several or periodic_plan(problem, device, least) or one or _shared_plane(problem, device)
     return plan
 
 
@@ -212,7 +223,7 @@ def _small_planes(problem: SpatialProblem, device: Device) -> Plan | None:
     best: tuple[int, int, Lanes] | None = None
     for outers in range(max(1, most // 2), most + 1, max(1, most // 16)):
         warps = next(warps for n_bytes, warps in PIECE_WARPS if outers * plane <= n_bytes)
-        found = _lanes(problem, outers, warps)
+        found = _lanes(problem, problem.n_cols, outers, warps)
         if found is not None and (best is None or found.cost < 0.99 * best[2].cost):
             best = outers, warps, found
     if best is None:
@@ -221,24 +232,45 @@ def _small_planes(problem: SpatialProblem, device: Device) -> Plan | None:
     room = next(n_bytes for n_bytes in ROOMS[problem.backward] if outers * plane <= n_bytes)
     # a gradient's places would take more registers, and fewer programs would fit
     cap = GRADIENT_REGISTERS if problem.backward and found.chunks <= HELD_COLS else None
-    return _plan(problem, device, outers, found, warps, room, 0, cap)
+    return _plan(problem, device, 1, outers, found, warps, room, 0, cap)
 
 
 def _large_plane(problem: SpatialProblem, device: Device, fitting: tuple[int, ...]) -> Plan | None:
     """The plan of one plane in shared memory that the launch adds; None where so many programs do not fit."""
-    room = next((room for room in _rooms(problem, fitting) if problem.plane_bytes <= room.n_bytes), None)
+    room = next((room for room in _rooms(problem, fitting, 0) if problem.plane_bytes <= room.n_bytes), None)
     if room is None:
         return None
     # few programs need more warps each, but not idle ones
     best: tuple[int, Lanes] | None = None
     for warps in (8,) if room.fitting > 2 else (16, 8):
-        found = _lanes(problem, 1, warps)
+        found = _lanes(problem, problem.n_cols, 1, warps)
         if found is not None and (best is None or found.cost < LEAST_GAIN * best[1].cost):
             best = warps, found
-    if best is None or best[1].cost > MOST_COST:
+    if best is None or best[1].cost > MOST_COST[False]:
         return None
     warps, found = best
-    return _plan(problem, device, 1, found, warps, room.n_bytes, room.dynamic, _cap(room.fitting, warps))
+    return _plan(problem, device, 1, 1, found, warps, room.n_bytes, room.dynamic, _cap(room.fitting, warps))
+
+
+def _shared_plane(problem: SpatialProblem, device: Device) -> Plan | None:
+    """The plan of a softmax's plane whose columns the CTAs of a cluster share; None where it cannot hold one.
+
+    Gradients of such planes are in registers or in tiles.
+    """
+    if problem.backward or problem.inner > SUM_POSITIONS:
+        return None
+    column, warps = problem.inner * problem.itemsize, 8
+    rooms = tuple(_rooms(problem, FITTING_SHARED, 2 * 4 * 2 * SUM_POSITIONS))
+    for ctas in (2, 4, 8, 16):
+        cols = -(-problem.n_cols // ctas)
+        room = next((room for room in rooms if cols * column <= room.n_bytes), None)
+        if room is None or ctas > min(device.max_cluster, problem.n_cols):
+            continue
+        found = _lanes(problem, cols, 1, warps)
+        if found is not None and found.cost <= MOST_COST[True]:
+            cap = _cap(min(room.fitting, 4), warps)
+            return _plan(problem, device, ctas, 1, found, warps, room.n_bytes, room.dynamic, cap)
+    return None
 
 
 class _Room(NamedTuple):
@@ -247,14 +279,14 @@ class _Room(NamedTuple):
     dynamic: int  # bytes of shared memory that the launch adds
 
 
-def _rooms(problem: SpatialProblem, fitting: tuple[int, ...]) -> Iterator[_Room]:
-    """Rooms for a tensor's piece where so many programs are to fit on a multiprocessor."""
+def _rooms(problem: SpatialProblem, fitting: tuple[int, ...], sums: int) -> Iterator[_Room]:
+    """Rooms for a tensor's piece where so many programs are to fit on a multiprocessor, besides `sums` bytes."""
     tensors, of_device = 1 + problem.backward, MULTIPROCESSORS["sm_90"]
     for programs in fitting:
         n_bytes = of_device.shared // programs - of_device.shared_reserved
         adds = n_bytes > OWN_BYTES
-        room = ((n_bytes - adds * ALIGN_BYTES) // tensors - EDGE_BYTES) // 512 * 512
-        yield _Room(room, programs, adds * tensors * (room + EDGE_BYTES))
+        room = ((n_bytes - adds * ALIGN_BYTES - sums) // tensors - EDGE_BYTES) // 512 * 512
+        yield _Room(room, programs, adds * (sums + tensors * (room + EDGE_BYTES)))
 
 
 def _cap(fitting: int, warps: int) -> int | None:
@@ -263,9 +295,9 @@ def _cap(fitting: int, warps: int) -> int | None:
     return cap if cap < 255 else None
 
 
-def _lanes(problem: SpatialProblem, outers: int, warps: int) -> Lanes | None:
-    """The least costly lanes for the columns of `outers` planes; None for too many columns."""
-    kind, itemsize, n_cols = BACKWARD if problem.backward else FORWARD, problem.itemsize, problem.n_cols
+def _lanes(problem: SpatialProblem, n_cols: int, outers: int, warps: int) -> Lanes | None:
+    """The least costly lanes for n_cols columns of `outers` planes; None for too many columns."""
+    kind, itemsize = BACKWARD if problem.backward else FORWARD, problem.itemsize
     period = 4 * BANKS // itemsize  # of places that share a bank
     best: Lanes | None = None
     for lanes in (1, 2, 4, 8, 16, 32):
@@ -285,14 +317,16 @@ def _lanes(problem: SpatialProblem, outers: int, warps: int) -> Lanes | None:
 
 
 def _plan(
-    problem: SpatialProblem, device: Device, outers: int, found: Lanes, warps: int, room: int, dynamic: int,
+    problem: SpatialProblem, device: Device, ctas: int, outers: int, found: Lanes, warps: int, room: int, dynamic: int,
     cap: int | None,
 ) -> Plan:  # fmt: skip
     threads = f"{found.lanes} thread{'s' * (found.lanes > 1)}"
-    why = f"{outers} plane(s) of {problem.n_cols} x {problem.inner}, moved as one piece, each position in {threads}"
+    piece = f"{ctas} pieces by the CTAs of a cluster" if ctas > 1 else "one piece"
+    why = f"{outers} plane(s) of {problem.n_cols} x {problem.inner}, moved as {piece}, each position in {threads}"
     return Plan(
-        "spatial", warps * device.warp_size // found.lanes, 1, 1, found.lanes, 1, found.chunks, found.full, False,
-        False, warps, cap, why, outers=outers, gathered=True, piece=room // problem.itemsize, dynamic_bytes=dynamic,
+        "spatial_cluster" if ctas > 1 else "spatial", warps * device.warp_size // found.lanes, ctas, 1, found.lanes, 1,
+        found.chunks, found.full, False, False, warps, cap, why, outers=outers, gathered=True,
+        piece=room // problem.itemsize, dynamic_bytes=dynamic,
     )  # fmt: skip
 
 
