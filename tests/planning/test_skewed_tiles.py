@@ -49,10 +49,14 @@ def test_random_planes(seed: int):
         assert (plan.rows, plan.ctas, plan.smem_staged) == (config.inner, config.ctas, 0)
         step = plan.rows - plan.overlap
         tiles = tiles_of(problem.inner, plan.rows, plan.overlap, plan.skewed)
-        most = 1.2 if plan.rows == 32 else 1.25
-        assert problem.inner <= tiles * step <= most * problem.inner, "little of the last tile is empty"
         registers = (1 + problem.backward) * plan.chunks * plan.vec * problem.itemsize // 4
         assert registers <= 76
+        if plan.rows == 128:
+            nearly = plan.ctas <= 4 or 50 <= registers <= 60
+        else:
+            nearly = plan.rows == 64 and (problem.backward or plan.ctas < device.max_cluster or registers >= 40)
+        most = 1.25 if nearly else 1.2
+        assert problem.inner <= tiles * step <= most * problem.inner, "little of the last tile is empty"
         # the columns of each chunk start as those of the first one do, and a position's sums fit the threads
         assert plan.vectors_per_chunk * plan.ctas % plan.skewed == 0
         assert plan.ctas == 1 or plan.rows <= plan.num_warps * device.warp_size
