@@ -33,6 +33,7 @@ CLASSES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "odd inner": ((2, 1024), (1025, 2**18)),
     "inner below 1,024": ((2, 4096), (2, 1023)),
     "odd inner below 1,024": ((2, 1024), (3, 1023)),
+    "more columns, odd inner": ((1025, 2**20), (3, 4095)),
 }
 EVEN = "inner below 1,024"  # such as 14 x 14 positions; longer runs are multiples of 8
 
@@ -103,7 +104,7 @@ def random_shapes(count: int, seed: int, most: int = MOST, layouts: Sequence[str
         name = names[len(found) % len(names)]
         (fewest_cols, most_cols), (narrowest, widest) = CLASSES[name]
         n_cols, inner = round(drawn(fewest_cols, most_cols)), round(drawn(narrowest, widest))
-        if name.startswith("odd inner"):
+        if "odd inner" in name:
             inner |= 1
         elif inner >= 8:
             inner &= -2 if name == EVEN else -8
@@ -120,10 +121,10 @@ def class_of(n_cols: int, inner: int, layout: str) -> str:
     """The class of a shape; a layout is a class of its own."""
     if layout:
         return layout
-    if inner >= 1024 and inner % 2:
-        return "odd inner"
-    if inner % 2 and n_cols <= 1024:
-        return "odd inner below 1,024"
+    if inner % 2 and n_cols > 1024:
+        return "more columns, odd inner"
+    if inner % 2:
+        return "odd inner" if inner >= 1024 else "odd inner below 1,024"
     if inner < 1024:
         return "more columns, inner below 1,024" if n_cols > 4096 else "inner below 1,024"
     return next(name for name, ((_, most), _) in CLASSES.items() if n_cols <= most or name == "more columns")
