@@ -56,6 +56,10 @@ OF_SOFTMAX = {
     "softmax_spatial_backward_merge": "softmax_spatial_parts",
     "softmax_spatial_backward_finish": "softmax_spatial_parts",
     "logsumexp_spatial_backward": "softmax_spatial_parts",
+    "softmax_spatial_folded": "softmax_spatial_folded",
+    "softmax_spatial_folded_finish": "softmax_spatial_folded",
+    "softmax_spatial_folded_backward": "softmax_spatial_folded",
+    "softmax_spatial_folded_backward_finish": "softmax_spatial_folded",
 }
 OF_LOSSES = {
     "row_statistics": "row_statistics",

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.compiled
 # ranks, which follow a collective
 NOT_EARLY = {
     "count_targets", "prepare_spatial_targets", "row_statistics_parts", "softmax_spatial_reduce",
-    "softmax_spatial_backward_reduce",
+    "softmax_spatial_backward_reduce", "softmax_spatial_folded", "softmax_spatial_folded_backward",
     "pack_shard", "merge_loss", "merge_statistics", "loss_factors", "shard_gradient_sums", "shard_gradient",
     "log_softmax_shard",
 }  # fmt: skip

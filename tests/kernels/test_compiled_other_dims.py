@@ -18,14 +18,25 @@ pytestmark = pytest.mark.compiled
 
 # one of each kind; the marker `extended` has all
 FEW = (
-    "softmax_spatial torch.bfloat16 150 4096", "softmax_spatial_backward torch.float32 150 4096",
-    "softmax_spatial torch.float32 4096 4096", "softmax_spatial_backward torch.bfloat16 4096 4096",
-    "softmax_spatial_skewed torch.bfloat16 150 apart", "softmax_spatial_skewed_backward torch.bfloat16 700 apart",
-    "softmax_spatial torch.bfloat16 1600 in halves", "softmax_spatial_backward torch.float32 2700 in halves",
-    "softmax_spatial_reduce torch.bfloat16 50257 1024", "softmax_spatial_merge torch.bfloat16 50257 1024",
-    "softmax_spatial_finish torch.bfloat16 50257 1024", "cross_entropy_spatial torch.bfloat16 150 0.0",
-    "cross_entropy_spatial_finish torch.bfloat16 40000 0.1", "prepare_spatial_targets torch.bfloat16 19 0.0",
+    "softmax_spatial torch.bfloat16 150 4096",
+    "softmax_spatial_backward torch.float32 150 4096",
+    "softmax_spatial torch.float32 4096 4096",
+    "softmax_spatial_backward torch.bfloat16 4096 4096",
+    "softmax_spatial_skewed torch.bfloat16 150 apart",
+    "softmax_spatial_skewed_backward torch.bfloat16 700 apart",
+    "softmax_spatial torch.bfloat16 1600 in halves",
+    "softmax_spatial_backward torch.float32 2700 in halves",
+    "softmax_spatial_reduce torch.bfloat16 50257 1024",
+    "softmax_spatial_merge torch.bfloat16 50257 1024",
+    "softmax_spatial_finish torch.bfloat16 50257 1024",
+    "cross_entropy_spatial torch.bfloat16 150 0.0",
+    "cross_entropy_spatial_finish torch.bfloat16 40000 0.1",
+    "prepare_spatial_targets torch.bfloat16 19 0.0",
     "add_partials torch.bfloat16 19 0.0",
+)
+FOLDED = tuple(
+    f"softmax_spatial_folded{step} torch.{dtype} 66853 17"
+    for step in ("", "_finish", "_backward", "_backward_finish") for dtype in ("bfloat16", "float32")
 )  # fmt: skip
 
 
@@ -47,6 +58,9 @@ def check(name: str, launch, target: str, chosen=None) -> None:
         loads = 8 if any(of in name for of in halves) and "backward" not in name else 16
         stores = loads if "reduce" not in name else used.widest_store_bytes  # a few numbers for each position
         assert (used.widest_load_bytes, used.widest_store_bytes) == (loads, stores), name
+    if "folded" in name:  # whole vectors, whatever the positions are; the ends are read and written one by one
+        assert used.widest_load_bytes == 16 and used.widest_store_bytes == (16 if "finish" in name else 4), name
+        assert used.spilled_bytes == 0, name
     if "skewed" in name:  # elements are written one by one at the ends of a column only
         itemsize = 2 if "bfloat16" in name else 4
         assert used.widest_load_bytes == used.widest_store_bytes == chosen.vec * itemsize > itemsize, name
@@ -66,7 +80,8 @@ def check(name: str, launch, target: str, chosen=None) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*FEW[2:8], *FEW[-3:], *(pytest.param(name, marks=pytest.mark.extended) for name in FEW[:2] + FEW[8:-3])]
+    "name",
+    [*FEW[2:8], *FEW[-3:], *FOLDED, *(pytest.param(name, marks=pytest.mark.extended) for name in FEW[:2] + FEW[8:-3])],
 )
 def test_one_of_each_kind(name):
     named = {n: found for n, *found in (*spatial_softmax("sm_90"), *spatial_losses("sm_90"))}

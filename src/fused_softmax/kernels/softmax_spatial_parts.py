@@ -17,9 +17,17 @@ import triton.language as tl
 from .common.arguments import Int32, Int64, Rows, Vector, kernel
 from .common.early_start import await_previous
 from .common.logits import logsumexp
-from .common.numerics import HIGHEST, LOWEST, exp, maximum, scaled, upcast
-from .common.softmax_terms import gradient, gradient_term, normalize
-from .common.spatial_parts import last_first, load_step, part_of, reads_of_two_passes, vector_at
+from .common.numerics import LOWEST, exp, upcast
+from .common.softmax_terms import gradient, normalize
+from .common.spatial_parts import (
+    gradient_sum_of_part,
+    last_first,
+    load_step,
+    moments_of_part,
+    part_of,
+    reads_of_two_passes,
+    vector_at,
+)
 from .common.spatial_tiles import columns_of_chunk, positions_of, store_tile, sum_over_columns, tile_at
 from .common.tiles import READS
 
@@ -49,22 +57,9 @@ def softmax_spatial_reduce(
     m = tl.zeros([COLS, 1, INNER], tl.float32) + LOWEST
     s = tl.zeros([COLS, 1, INNER], tl.float32)
     POLICY: tl.constexpr = READS if LSE else reads_of_two_passes(x_ptr.dtype.element_ty)
-    for at in range(start, end, CHUNKS * COLS):
-        x = load_step(x_at, at, x_col, column, end, exists, -float("inf"), CHUNKS, COLS, VEC, POLICY)
-        top = x[0]
-        for c in tl.static_range(1, CHUNKS):
-            top = maximum(top, x[c], PTX)
-        m_new = tl.maximum(m, top.to(tl.float32))
-        if LSE:
-            m_new = tl.minimum(m_new, HIGHEST)
-        # a step has its own sum: fewer additions to a long sum cause less rounding
-        step = tl.zeros_like(s)
-        for c in tl.static_range(CHUNKS):
-            step += exp(upcast(x[c], PTX) - m_new)
-        s = s * exp(m - m_new) + step
-        m = m_new
-    top = tl.max(m, 0)
-    total = sum_over_columns(scaled(s, exp(m - top[None, :, :]), PTX), INVARIANT)
+    top, total = moments_of_part(
+        m, s, x_at, start, end, x_col, column, exists, CHUNKS, COLS, VEC, LSE, INVARIANT, POLICY, PTX
+    )
     to = vector_at(outer * n_parts + part, inner, first, INNER, VEC)
     here = tl.reshape(exists, (1, INNER))
     if LSE and ONE_PART:
@@ -94,17 +89,11 @@ def softmax_spatial_backward_reduce(
     dy_at = tile_at(dy_ptr, outer, dy_col, dy_outer, first, column, INNER, VEC)
     d = tl.zeros([COLS, 1, INNER], tl.float32)
     POLICY: tl.constexpr = reads_of_two_passes(dy_ptr.dtype.element_ty)
-    for at in range(start, end, CHUNKS * COLS):
-        dy = load_step(dy_at, at, dy_col, column, end, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
-        y = dy  # unused where LOG
-        if not LOG:
-            y = load_step(y_at, at, y_col, column, end, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
-        step = tl.zeros_like(d)
-        for c in tl.static_range(CHUNKS):
-            step += gradient_term(upcast(y[c], PTX), upcast(dy[c], PTX), LOG)
-        d += step
+    d = gradient_sum_of_part(
+        d, y_at, dy_at, start, end, y_col, dy_col, column, exists, LOG, CHUNKS, COLS, VEC, INVARIANT, POLICY, PTX
+    )
     to = vector_at(outer * n_parts + part, inner, first, INNER, VEC)
-    tl.store(d_ptr + to, sum_over_columns(d, INVARIANT), mask=tl.reshape(exists, (1, INNER)))
+    tl.store(d_ptr + to, d, mask=tl.reshape(exists, (1, INNER)))
 
 
 @kernel()

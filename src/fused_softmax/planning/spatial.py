@@ -21,6 +21,7 @@ from .spatial_tables import (
     FEW_WARPS,
     FEWEST,
     FILLED,
+    FOLDED_PARTS,
     HALF_COLS,
     HALF_POSITIONS,
     HALF_RUN,
@@ -91,8 +92,10 @@ def resident_plan(
     )  # fmt: skip
 
 
-def parts_plan(problem: SpatialProblem, device: Device, tile: PartsTile = PARTS) -> Plan:
-    """The plan of columns that programs reduce in parts, merge, and read again.
+def parts_plan(
+    problem: SpatialProblem, device: Device, tile: PartsTile = PARTS, least_part: int = LEAST_PART_COLS
+) -> Plan:
+    """The plan of columns that programs reduce in parts of at least so many, merge, and read again.
 
     Within batch_invariant() the parts depend on n_cols alone.
     """
@@ -112,7 +115,7 @@ def parts_plan(problem: SpatialProblem, device: Device, tile: PartsTile = PARTS)
     wanted = max(PART_COLS, -(-problem.n_cols // MOST_PARTS))
     if not problem.batch_invariant:  # short parts keep the GPU busy where there are few positions
         blocks = -(-problem.inner // inner)
-        while wanted > LEAST_PART_COLS and blocks * -(-problem.n_cols // wanted) < ENOUGH_PROGRAMS:
+        while wanted > least_part and blocks * -(-problem.n_cols // wanted) < ENOUGH_PROGRAMS:
             wanted //= 2
     part_cols = -(-min(wanted, problem.n_cols) // step) * step
     parts = -(-problem.n_cols // part_cols)
@@ -123,6 +126,21 @@ def parts_plan(problem: SpatialProblem, device: Device, tile: PartsTile = PARTS)
         max_registers=None, why=why, part_cols=part_cols, invariant=problem.batch_invariant,
         finish_chunks=tile.finish_chunks,
     )  # fmt: skip
+
+
+def folded_plan(problem: SpatialProblem, device: Device, fold: int) -> Plan:
+    """The plan of columns that are read twice, `fold` of them as one (`folded_columns`).
+
+    >>> planes = SpatialProblem(400000, 5, "bfloat16", "bfloat16", 1, packed=True)
+    >>> folded_plan(planes, DEVICES["sm_90"], 48).vec
+    8
+    """
+    n_folds, inner = (problem.n_cols - problem.period + 1) // fold, fold * problem.inner
+    folds = replace(problem, n_cols=n_folds, inner=inner, vec=problem.full_vec, whole_sectors=True)
+    kind = problem.backward, problem.itemsize
+    found = parts_plan(folds, device, *FOLDED_PARTS[kind])
+    why = f"the columns do not fit on chip: they are read twice, {fold} of them as one"
+    return replace(found, fold=fold, part_cols=fold * found.part_cols, why=why)
 
 
 def _padded(problem: SpatialProblem, inner: int) -> int:

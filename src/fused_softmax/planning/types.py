@@ -209,6 +209,16 @@ class SpatialProblem(_Dtypes):
         """Bytes of the widest element, which says what registers hold."""
         return max(ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype])
 
+    @property
+    def period(self) -> int:
+        """The columns after which runs start at multiples of a sector of 32 bytes again: a power of two, up to 16.
+
+        >>> SpatialProblem(30000, 12, "bfloat16", "bfloat16", 4, packed=True).period
+        4
+        """
+        unit = 2 * VECTOR_BYTES // self.itemsize
+        return unit // min(unit, self.inner & -self.inner)
+
     def overlap_of(self, unit: int) -> int:
         """Positions that a skewed tile, whose columns start at multiples of `unit`, shares with the next one."""
         return unit if 2 * self.vec >= unit else 2 * unit
@@ -250,6 +260,7 @@ class Plan:
     periodic: int = 0  # vectors from a thread's chunk to its next one, which positions of planes divide; 0: others
     dynamic_bytes: int = 0  # of shared memory that the launch adds, for a piece of more than a kernel declares
     unseen_chunks: int = 0  # of causal rows that are one piece: the last chunks, of which no row sees a column
+    fold: int = 0  # columns that follow one another in memory and are read as one; 0: columns are read as they are
 
     def constexprs(self) -> dict[str, object]:
         """The plan's compile-time arguments for any kernel, by the kernels' names; a kernel takes some of these."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .spatial_tiles import load_tile
+from .numerics import HIGHEST, exp, maximum, scaled, upcast
+from .softmax_terms import gradient_term
+from .spatial_tiles import load_tile, sum_over_columns
 from .tiles import READS
 
 
@@ -53,3 +55,48 @@ def last_first(index, n_programs, n_blocks, n_steps):
     """(outer, step of the columns, block) of program `index`, from the end of the tensor to its start."""
     pid = n_programs - 1 - index
     return (pid // n_blocks // n_steps).to(tl.int64), pid // n_blocks % n_steps, pid % n_blocks
+
+
+@triton.jit
+def moments_of_part(
+    m, s, x_at, start, end, x_col, column, exists, CHUNKS: tl.constexpr, COLS: tl.constexpr, VEC: tl.constexpr,
+    LSE: tl.constexpr, INVARIANT: tl.constexpr, POLICY: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """(maximum, sum) of each position over columns start .. end-1, and over the (m, s) before: [COLS, 1, INNER].
+
+    LSE: for a logsumexp. +inf gives a finite maximum and an infinite sum, not NaN.
+    """
+    for at in range(start, end, CHUNKS * COLS):
+        x = load_step(x_at, at, x_col, column, end, exists, -float("inf"), CHUNKS, COLS, VEC, POLICY)
+        top = x[0]
+        for c in tl.static_range(1, CHUNKS):
+            top = maximum(top, x[c], PTX)
+        m_new = tl.maximum(m, top.to(tl.float32))
+        if LSE:
+            m_new = tl.minimum(m_new, HIGHEST)
+        # a step has its own sum: fewer additions to a long sum cause less rounding
+        step = tl.zeros_like(s)
+        for c in tl.static_range(CHUNKS):
+            step += exp(upcast(x[c], PTX) - m_new)
+        s = s * exp(m - m_new) + step
+        m = m_new
+    top = tl.max(m, 0)
+    return top, sum_over_columns(scaled(s, exp(m - top[None, :, :]), PTX), INVARIANT)
+
+
+@triton.jit
+def gradient_sum_of_part(
+    d, y_at, dy_at, start, end, y_col, dy_col, column, exists, LOG: tl.constexpr, CHUNKS: tl.constexpr,
+    COLS: tl.constexpr, VEC: tl.constexpr, INVARIANT: tl.constexpr, POLICY: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The gradient's sum of each position over columns start .. end-1, and the d before: [COLS, 1, INNER]."""
+    for at in range(start, end, CHUNKS * COLS):
+        dy = load_step(dy_at, at, dy_col, column, end, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
+        y = dy  # unused where LOG
+        if not LOG:
+            y = load_step(y_at, at, y_col, column, end, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
+        step = tl.zeros_like(d)
+        for c in tl.static_range(CHUNKS):
+            step += gradient_term(upcast(y[c], PTX), upcast(dy[c], PTX), LOG)
+        d += step
+    return sum_over_columns(d, INVARIANT)

@@ -1,0 +1,130 @@
+"""Columns that are read in folds: planes that start anywhere, their ends, and nothing written outside the output."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import SENTINEL, assert_contract, assert_forward, assert_gradient, edge_rows
+
+from fused_softmax.launch import spatial
+from fused_softmax.launch.device import describe
+from fused_softmax.planning import folded_columns
+from fused_softmax.planning.folded_columns import fold_of
+from fused_softmax.planning.spatial import folded_plan
+from fused_softmax.planning.types import Plan, SpatialProblem
+
+pytestmark = pytest.mark.interpreted
+
+DEVICE = describe(torch.device("cpu"))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# (outer, n_cols, inner): odd and even positions, halves of sectors, one plane, and ends of two rows
+SHAPES = ((3, 1101, 7), (2, 700, 6), (2, 901, 8), (1, 411, 31), (2, 300, 129), (3, 2 * 48 + 62, 5))
+
+
+def folds_of(problem: SpatialProblem, short_parts: bool = True) -> Plan:
+    """The plan in folds. short_parts: with one step for each part, so that there are several."""
+    plan = folded_plan(problem, DEVICE, fold_of(problem))
+    return replace(plan, part_cols=plan.fold * plan.vectors_per_chunk * plan.chunks) if short_parts else plan
+
+
+def run(tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False, short_parts: bool = True) -> Plan:
+    plan = folds_of(spatial.problem_of(*tensors, log=log, backward=backward), short_parts)
+    spatial.prepare(spatial.softmax_recipe(tensors, plan, log, backward, DEVICE), tensors)(tensors)
+    return plan
+
+
+def between_sentinels(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """An output without gaps, and all of its memory."""
+    size = shape[0] * shape[1] * shape[2]
+    field = torch.full((size + 128,), SENTINEL, dtype=dtype)
+    return field[64:-64].view(shape), field
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_softmax_and_its_gradient(shape, dtype, log):
+    x, dy = (torch.randn(shape).mul_(3).to(dtype) for _ in range(2))
+    x[0, 1, 0] = -float("inf")
+    (y, field), (dx, of_dx) = (between_sentinels(shape, dtype) for _ in range(2))
+    run((x, y), log)
+    assert_forward(y.clone(), x, log)
+    y.copy_((torch.log_softmax if log else torch.softmax)(torch.randn(shape).mul_(2), 1))
+    run((y, dy, dx), log, backward=True)
+    assert_gradient(dx, y, dy, log)
+    for out, memory in ((y, field), (dx, of_dx)):
+        out.fill_(SENTINEL)
+        assert (memory == SENTINEL).all(), "written outside the output"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_infinities_and_nan(shape):
+    rows = list(edge_rows(shape[1], torch.float32).values())
+    x = torch.stack([rows[i % len(rows)] for i in range(shape[0] * shape[2])]).view(shape[0], shape[2], shape[1])
+    x = x.transpose(1, 2).contiguous()
+    y = torch.empty_like(x)
+    run((x, y), False)
+    assert_contract(y, x, 1)
+
+
+def test_parts_and_steps_that_the_last_folds_do_not_fill_and_one_part():
+    counts = set()
+    for n_cols in (1101, 1740, 9200):
+        x = torch.randn(2, n_cols, 7)
+        y = torch.empty_like(x)
+        plan = run((x, y), False, short_parts=n_cols < 9000)
+        n_folds, part = (n_cols - 7) // plan.fold, plan.part_cols // plan.fold
+        assert n_folds % part and n_folds % (plan.finish_chunks * plan.vectors_per_chunk)
+        counts.add(-(-n_folds // part))
+        assert_forward(y, x, False)
+    assert len(counts) > 1 and 1 in counts
+
+
+def test_a_softmax_in_place_has_the_same_bits():
+    x = torch.randn(2, 1101, 7).to(torch.bfloat16)
+    y, same = torch.empty_like(x), x.clone()
+    run((x, y), False)
+    run((same, same), False)
+    assert torch.equal(y, same)
+
+
+def test_no_bit_depends_on_how_many_planes_there_are():
+    x = torch.randn(5, 1101, 7).to(torch.bfloat16)
+    y, first = torch.empty_like(x), torch.empty_like(x[:2])
+    run((x, y), False)
+    run((x[:2], first), False)
+    assert torch.equal(y[:2], first)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_planes(seed, monkeypatch):
+    """Softmax and its gradient by the path of a call, where each plane is folded that can be."""
+    faster, folded = folded_columns.faster_as_folded, []
+
+    def always(problem: SpatialProblem, plan: Plan) -> int | None:
+        read_twice = replace(plan, regime="spatial_two_pass")
+        fold = faster(replace(problem, n_cols=1 << 20), read_twice) and fold_of(problem)
+        folded.append(fold is not None)
+        return fold
+
+    monkeypatch.setattr(folded_columns, "faster_as_folded", always)
+    pick, log = random.Random(seed), bool(seed % 2)
+    for _ in range(6):
+        dtype = pick.choice(DTYPES)
+        inner = round(2 * 60 ** pick.random())
+        vec = (inner & -inner) * dtype.itemsize  # not where runs start at sectors
+        inner += vec >= 32
+        shape = (pick.randint(1, 4), pick.randint(170, 600) if inner > 9 else pick.randint(800, 1600), inner)
+        x, dy = (torch.randn(shape).mul_(3).to(dtype) for _ in range(2))
+        (y, field), (dx, of_dx) = (between_sentinels(shape, dtype) for _ in range(2))
+        spatial.prepare_softmax((x, y), log, False, False)((x, y))
+        assert_forward(y.clone(), x, log)
+        spatial.prepare_softmax((y, dy, dx), log, True, False)((y, dy, dx))
+        assert_gradient(dx, y, dy, log)
+        for out, memory in ((y, field), (dx, of_dx)):
+            out.fill_(SENTINEL)
+            assert (memory == SENTINEL).all(), "written outside the output"
+    assert sum(folded) >= 5
