@@ -25,6 +25,8 @@ SHAPES = (
     # a plane in added shared memory, one that a cluster shares, and planes in registers
     (3, 300, 119), (2, 400, 301), (3, 1450, 43), (2, 3000, 33), (50, 3001, 5),
     (2, 150, 1000), (3, 600, 520), (2, 700, 1032), (2, 1500, 2064), (1, 2000, 1032), (1, 2400, 272), (1, 3300, 1096),
+    # columns in folds
+    (2, 66853, 17), (3, 9001, 103), (1, 26308, 72),
 )  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -101,7 +103,21 @@ def test_random_planes_in_registers(seed):
         assert len(sizes) >= 2, sizes
 
 
-@pytest.mark.parametrize("shape", [(3, 300, 119), (2, 400, 301), (3, 1450, 43), (2, 3000, 33), (5, 3001, 5)])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_folds(seed):
+    """As `test_random_planes`, of many columns that are read in folds, in planes that start anywhere."""
+    pick, folded = random.Random(2000 + seed), 0
+    for _ in range(8):
+        inner = round(3 * 200 ** pick.random())
+        n_cols = round(7200 * 10 ** pick.random() * max(1.0, 60 / inner))
+        shape = (pick.choice((1, 2, 5)), n_cols, inner)
+        folded += sum(plan.fold > 0 for plan in check_planes(pick, shape))
+    assert folded >= 5
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 300, 119), (2, 400, 301), (3, 1450, 43), (2, 3000, 33), (5, 3001, 5), (2, 66853, 17)]
+)
 def test_large_planes_in_place_and_their_edge_rows(shape):
     """The same bits in place; infinities and NaN as torch has them, also where another CTA has the column."""
     outer, n_cols, inner = shape
