@@ -43,6 +43,7 @@ def test_shapes_follow_from_the_seed():
     assert {s.dtype for s in shapes} == {"bfloat16", "float32"}
     assert any(s.inner % 2 for s in shapes) and any(s.n_cols % 2 for s in shapes)
     assert any(s.inner % 8 in (2, 4, 6) and s.inner > 8 for s in shapes)  # such as 14 x 14
+    assert any(s.inner % 8 == 4 and s.inner > 1024 for s in shapes)  # halves of sectors of float32
 
 
 def test_a_small_budget_has_small_shapes():

@@ -35,7 +35,7 @@ CLASSES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "odd inner below 1,024": ((2, 1024), (3, 1023)),
     "more columns, odd inner": ((1025, 2**20), (3, 4095)),
 }
-EVEN = "inner below 1,024"  # such as 14 x 14 positions; longer runs are multiples of 8
+EVEN = "inner below 1,024"  # such as 14 x 14 positions; longer runs are multiples of 4, half a sector of float32
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def random_shapes(count: int, seed: int, most: int = MOST, layouts: Sequence[str
         if "odd inner" in name:
             inner |= 1
         elif inner >= 8:
-            inner &= -2 if name == EVEN else -8
+            inner &= -2 if name == EVEN else -4
         elements = drawn(most // 4 if pick.random() < 0.5 else fewest, most)
         outer = max(1, round(elements / (n_cols * inner)))
         layout = pick.choice(layouts[1:]) if pick.random() < 1 / OTHERS else ""
