@@ -119,12 +119,14 @@ def test_random_folds(seed):
     "shape", [(3, 300, 119), (2, 400, 301), (3, 1450, 43), (2, 3000, 33), (5, 3001, 5), (2, 66853, 17)]
 )
 def test_large_planes_in_place_and_their_edge_rows(shape):
-    """The same bits in place; infinities and NaN as torch has them, also where another CTA has the column."""
+    """The same bits in place, but for other tiles; infinities and NaN, also where another CTA has the column."""
     outer, n_cols, inner = shape
     x = torch.randn(shape, device="cuda")
-    y = fs.softmax(x, 1)
+    y, given = fs.softmax(x, 1), x.clone()
+    apart, in_place = (spatial.softmax_plan((x, t), False, False, False, device_of(x)) for t in (y, x))
     spatial.prepare_softmax((x, x), False, False, False)((x, x))
-    assert torch.equal(x, y)
+    assert_forward(x, given, False)
+    assert torch.equal(x, y) or (apart.skewed and apart != in_place)
     rows = list(edge_rows(n_cols, torch.float32, "cuda").values())
     x = torch.stack([rows[i % len(rows)] for i in range(outer * inner)]).view(outer, inner, n_cols)
     x = x.transpose(1, 2).contiguous()

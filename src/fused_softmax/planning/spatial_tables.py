@@ -148,6 +148,7 @@ ON_CHIP = {
         SpatialConfig(12, 1, 1, 64, whole_sectors=True),
         SpatialConfig(24, 1, 2, 64, whole_sectors=True),
         SpatialConfig(24, 1, 2, 128),
+        SpatialConfig(64, 1, 4, 64, overlaps=True, max_registers=128, least_cols=25),
         SpatialConfig(64, 1, 2, 64),
         SpatialConfig(256, 1, 4, 32, max_registers=128, whole_sectors=True),
         SpatialConfig(152, 1, 4, 64, overlaps=True, max_registers=128),
