@@ -15,7 +15,7 @@ FILLED_FOLD, MOST_TILES = 1.1, 16
 FEWEST_FOLDS = 64  # of a plane
 # where columns are read twice: the even positions from which folds are faster, by (backward, bytes of an element), and
 # the first that is too many; odd ones always are. H200, 1.2e7 and 6.7e7 elements, fraction of a copy or an add, before
-# and in folds: bfloat16 softmax of 66,852 columns of 17 positions 0.38 and 0.33, 0.57 and 0.54; gradient 0.32 and 0.33,
+# and in folds: bfloat16 softmax of 66,852 columns of 17 positions 0.39 and 0.33, 0.57 and 0.54; gradient 0.32 and 0.33,
 # 0.45 and 0.52; 88,977 of 622 0.43, 0.60; 45,975 of 46 0.58 and 0.54, 0.59 and 0.56; slower: 114,267 of 12 0.64 and
 # 0.57, 0.58 and 0.55. float32 softmax of 18,080 of 150 0.66 and 0.57, 0.68 and 0.65; gradient of 128,542 of 202 0.54,
 # 0.58
