@@ -56,10 +56,10 @@ OF_SOFTMAX = {
     "softmax_spatial_backward_merge": "softmax_spatial_parts",
     "softmax_spatial_backward_finish": "softmax_spatial_parts",
     "logsumexp_spatial_backward": "softmax_spatial_parts",
-    "softmax_spatial_folded": "softmax_spatial_folded",
-    "softmax_spatial_folded_finish": "softmax_spatial_folded",
-    "softmax_spatial_folded_backward": "softmax_spatial_folded",
-    "softmax_spatial_folded_backward_finish": "softmax_spatial_folded",
+    "softmax_spatial_bundled_reduce": "softmax_spatial_bundled",
+    "softmax_spatial_bundled_finish": "softmax_spatial_bundled",
+    "softmax_spatial_bundled_backward_reduce": "softmax_spatial_bundled",
+    "softmax_spatial_bundled_backward_finish": "softmax_spatial_bundled",
 }
 OF_LOSSES = {
     "row_statistics": "row_statistics",

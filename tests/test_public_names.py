@@ -24,7 +24,7 @@ NAMES = {
         "part_cols: 'int' = 0, invariant: 'bool' = False, skewed: 'int' = 0, overlap: 'int' = 0, "
         "finish_chunks: 'int' = 0, gathered: 'bool' = False, piece: 'int' = 0, runs: 'bool' = False, "
         "output_gathered: 'bool' = False, stagger: 'int' = 0, fitting: 'int' = 1, periodic: 'int' = 0, "
-        "dynamic_bytes: 'int' = 0, unseen_chunks: 'int' = 0, fold: 'int' = 0) -> None"
+        "dynamic_bytes: 'int' = 0, unseen_chunks: 'int' = 0, bundle: 'int' = 0) -> None"
     ),
     "TokenStatistics": (
         "(logprobs: ForwardRef('Tensor'), entropy: ForwardRef('Tensor | None'), logsumexp: ForwardRef('Tensor | None'))"

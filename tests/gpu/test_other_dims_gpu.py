@@ -25,7 +25,7 @@ SHAPES = (
     # a plane in added shared memory, one that a cluster shares, and planes in registers
     (3, 300, 119), (2, 400, 301), (3, 1450, 43), (2, 3000, 33), (50, 3001, 5),
     (2, 150, 1000), (3, 600, 520), (2, 700, 1032), (2, 1500, 2064), (1, 2000, 1032), (1, 2400, 272), (1, 3300, 1096),
-    # columns in folds
+    # columns in bundles
     (2, 66853, 17), (3, 9001, 103), (1, 26308, 72),
 )  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -104,15 +104,26 @@ def test_random_planes_in_registers(seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_folds(seed):
-    """As `test_random_planes`, of many columns that are read in folds, in planes that start anywhere."""
-    pick, folded = random.Random(2000 + seed), 0
+def test_random_bundles(seed):
+    """As `test_random_planes`, of many columns that are read in bundles, in planes that start anywhere."""
+    pick, bundled = random.Random(2000 + seed), 0
     for _ in range(8):
         inner = round(3 * 200 ** pick.random())
         n_cols = round(7200 * 10 ** pick.random() * max(1.0, 60 / inner))
         shape = (pick.choice((1, 2, 5)), n_cols, inner)
-        folded += sum(plan.fold > 0 for plan in check_planes(pick, shape))
-    assert folded >= 5
+        bundled += sum(plan.bundle > 0 for plan in check_planes(pick, shape))
+    assert bundled >= 5
+
+
+def test_bundles_past_two_to_the_31_elements():
+    x = torch.randn((2, 66_000_001, 17), device="cuda", dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    assert x.numel() > 2**31 and spatial.softmax_plan((x, y), False, False, False, device_of(x)).bundle > 0
+    spatial.prepare_softmax((x, y), False, False, False)((x, y))
+    for plane in range(2):
+        own = x[plane].float()
+        want = torch.exp(own - torch.logsumexp(own, 0))
+        assert ((y[plane].float() - want).abs() <= 0.01 * want).all()
 
 
 @pytest.mark.parametrize(

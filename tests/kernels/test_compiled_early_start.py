@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from launches import as_called, launches, masked_launch
+from launches import as_called, launches, masked_launch, spatial_softmax
 from machine_code import around_the_wait, starts_of_the_next
 
 from fused_softmax.lab.cross_compile import compile_for
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.compiled
 # ranks, which follow a collective
 NOT_EARLY = {
     "count_targets", "prepare_spatial_targets", "row_statistics_parts", "softmax_spatial_reduce",
-    "softmax_spatial_backward_reduce", "softmax_spatial_folded", "softmax_spatial_folded_backward",
+    "softmax_spatial_backward_reduce", "softmax_spatial_bundled_reduce", "softmax_spatial_bundled_backward_reduce",
     "pack_shard", "merge_loss", "merge_statistics", "loss_factors", "shard_gradient_sums", "shard_gradient",
     "log_softmax_shard",
 }  # fmt: skip
@@ -85,6 +85,19 @@ def test_nothing_is_accessed_before_the_wait(name):
     if not waits:  # every CTA waits: no branch leads around it
         before = asm["ptx"].split(".entry")[1].split("griddepcontrol.wait")[0]
         assert not re.search(r"^\s*(@%?\w+\s+bra|\$L__BB(?!\w*_0:))", before, re.MULTILINE), before
+
+
+BUNDLED = [(name, launch) for name, launch, _ in spatial_softmax("sm_90") if "bundled" in name and "finish" in name]
+
+
+@pytest.mark.parametrize(("name", "launch"), BUNDLED, ids=[name for name, _ in BUNDLED])
+def test_only_the_input_is_read_before_the_wait_where_columns_are_in_bundles(name, launch):
+    """What the kernel in front writes, the numbers of the planes, is read behind the wait: all loads in front are
+    vectors of the tile."""
+    found = around_the_wait(compile_for(launch, "sm_90").asm["sass"])
+    assert found is not None
+    n_tensors = 2 if "backward" in name else 1
+    assert len(found[0]) == n_tensors * launch.meta["CHUNKS"] and all(".128" in load for load in found[0]), found[0]
 
 
 SOFTMAX = [

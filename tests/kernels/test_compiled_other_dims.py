@@ -34,9 +34,9 @@ FEW = (
     "prepare_spatial_targets torch.bfloat16 19 0.0",
     "add_partials torch.bfloat16 19 0.0",
 )
-FOLDED = tuple(
-    f"softmax_spatial_folded{step} torch.{dtype} 66853 17"
-    for step in ("", "_finish", "_backward", "_backward_finish") for dtype in ("bfloat16", "float32")
+BUNDLED = tuple(
+    f"softmax_spatial_bundled{step} torch.{dtype} 66853 17"
+    for step in ("_reduce", "_finish", "_backward_reduce", "_backward_finish") for dtype in ("bfloat16", "float32")
 )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def check(name: str, launch, target: str, chosen=None) -> None:
         loads = 8 if any(of in name for of in halves) and "backward" not in name else 16
         stores = loads if "reduce" not in name else used.widest_store_bytes  # a few numbers for each position
         assert (used.widest_load_bytes, used.widest_store_bytes) == (loads, stores), name
-    if "folded" in name:  # whole vectors, whatever the positions are; the ends are read and written one by one
+    if "bundled" in name:  # whole vectors, whatever the positions are; the ends are read and written one by one
         assert used.widest_load_bytes == 16 and used.widest_store_bytes == (16 if "finish" in name else 4), name
         assert used.spilled_bytes == 0, name
     if "skewed" in name:  # elements are written one by one at the ends of a column only
@@ -81,7 +81,7 @@ def check(name: str, launch, target: str, chosen=None) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [*FEW[2:8], *FEW[-3:], *FOLDED, *(pytest.param(name, marks=pytest.mark.extended) for name in FEW[:2] + FEW[8:-3])],
+    [*FEW[2:8], *FEW[-3:], *BUNDLED, *(pytest.param(name, marks=pytest.mark.extended) for name in FEW[:2] + FEW[8:-3])],
 )
 def test_one_of_each_kind(name):
     named = {n: found for n, *found in (*spatial_softmax("sm_90"), *spatial_losses("sm_90"))}

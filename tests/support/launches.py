@@ -322,7 +322,7 @@ def spatial_softmax(target: str) -> Iterator[Named]:
                 for count in (2, 3):
                     yield from spatial_softmax_over((x,) * count, str(inner), log, device)
         # where the output has memory of its own: tiles that are skewed, that overlap at halves of sectors, or of few
-        # positions, planes that are moved as one piece, or by a cluster, and columns in folds
+        # positions, planes that are moved as one piece, or by a cluster, and columns in bundles
         halves = 4096 + 16 // dtype.itemsize
         few = ((1477, 40), (3000, 200), (600, 80), (8000, 16), (1210, 9), (9000, 2), (66853, 17))
         pieces = ((4, 11), (35, 31), (300, 13), (2, 16))

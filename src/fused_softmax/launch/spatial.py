@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..planning.spatial import folded_plan, plan_spatial, tiles_plan
-from ..planning.types import Device, Plan, SpatialProblem, power_of_two, tiles_of
+from ..planning.spatial import bundled_plan, plan_spatial, tiles_plan
+from ..planning.types import SECTOR_BYTES, Device, Plan, SpatialProblem, bundles_of, period_of, power_of_two, tiles_of
 from . import compile as compiling
 from .availability import KernelUnavailable
 from .cache import Cache
@@ -59,11 +59,9 @@ PARTS = {
         "logsumexp_spatial_backward",
     )
 }
-FOLDED = {
-    backward: tuple(
-        kernel_of("softmax_spatial_folded", f"softmax_spatial_folded{way}{step}") for step in ("", "_finish")
-    )
-    for backward, way in ((False, ""), (True, "_backward"))
+BUNDLED = {  # by `backward`
+    backward: tuple(kernel_of("softmax_spatial_bundled", f"{name}_{step}") for step in ("reduce", "finish"))
+    for backward, name in ((False, "softmax_spatial_bundled"), (True, "softmax_spatial_bundled_backward"))
 }
 
 
@@ -152,7 +150,6 @@ def _meta(kernel: Any, plan: Plan, device: Device, **flags: Any) -> dict[str, An
 
 
 MERGE_WARPS = 4
-SECTOR_BYTES = 32
 
 
 def merge_tile(parts: int) -> tuple[int, int]:
@@ -238,8 +235,8 @@ def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward:
         kernel = SHARED() if shared else RESIDENT[f"softmax_spatial{kind}"][backward]()
         make_step = _gathered_step if plan.gathered else _periodic_step if plan.periodic else resident_step
         return Recipe((make_step(kernel, tensors, n, plan, device, LOG=log),), apart=plan.overlap > 0)
-    if plan.fold:
-        return _folded_recipe(tensors, plan, log, backward, device)
+    if plan.bundle:
+        return _bundled_recipe(tensors, plan, log, backward, device)
     kind = "softmax_spatial_backward" if backward else "softmax_spatial"
     reduce, merge, finish = (PARTS[f"{kind}_{step}"]() for step in ("reduce", "merge", "finish"))
     parts = -(-tensors[0].shape[1] // plan.part_cols)
@@ -257,31 +254,34 @@ def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward:
     return Recipe(tuple(steps), of_one if parts == 1 else of_parts + of_one)
 
 
-def _folded_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward: bool, device: Device) -> Recipe:
-    """What softmax launches over columns that are read in folds.
+def _bundled_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward: bool, device: Device) -> Recipe:
+    """What softmax launches over columns that are read in bundles.
 
-    The parts are merged for each position of a fold, and these for each position of the plane.
+    The parts are merged for each position of a bundle, and these for each position of the plane.
     """
-    n, (_, n_cols, inner) = len(tensors), tensors[0].shape
-    unit = SECTOR_BYTES // tensors[0].element_size()
-    period = unit // alignment_of(inner, unit)
-    n_folds, width = (n_cols - period + 1) // plan.fold, plan.fold * inner
-    plane, ends = n_cols * inner, (n_cols - n_folds * plan.fold) * inner
-    blocks, part_folds, chunks = -(-width // plan.rows), plan.part_cols // plan.fold, plan.finish_chunks or plan.chunks
-    parts, steps = -(-n_folds // part_folds), -(-n_folds // (chunks * plan.vectors_per_chunk))
-    reduce, finish = (load() for load in FOLDED[backward])
+    n, (_, n_cols, inner), itemsize = len(tensors), tensors[0].shape, tensors[0].element_size()
+    period = period_of(inner, itemsize)
+    n_bundles, width = bundles_of(n_cols, period, plan.bundle), plan.bundle * inner
+    plane, ends = n_cols * inner, (n_cols - n_bundles * plan.bundle) * inner
+    blocks, part_bundles, chunks = (
+        -(-width // plan.rows),
+        plan.part_cols // plan.bundle,
+        plan.finish_chunks or plan.chunks,
+    )
+    parts, steps = -(-n_bundles // part_bundles), -(-n_bundles // (chunks * plan.vectors_per_chunk))
+    reduce, finish = (load() for load in BUNDLED[backward])
     merge = PARTS["softmax_spatial_backward_merge" if backward else "softmax_spatial_merge"]()
     # (maximum, sum), or the one sum of a gradient: of a part, of all parts and of a plane
     count, several = 1 if backward else 2, parts > 1
     of_part, of_parts, of_plane = (tuple(range(n + i * count, n + (i + 1) * count)) for i in (0, several, 1 + several))
-    given, flags = tuple(range(n)), dict(LOG=log, UNIT=unit, WAITS=device.supports_pdl)
+    given, flags = tuple(range(n)), dict(LOG=log, UNIT=SECTOR_BYTES // itemsize, WAITS=device.supports_pdl)
     meta, read = _meta(reduce, plan, device, **flags), (*given[:-1], *of_part)
-    sizes = (n_folds, width, blocks, parts, part_folds, plane, inner, period, ends)
+    sizes = (n_bundles, width, blocks, parts, part_bundles, plane, inner, period, ends)
     first = Step(reduce, meta, read, sizes, blocks * parts)
     merges = [merge_step(merge, device, (*of_part, *of_parts), width, parts, LSE=False)] if several else []
-    merges.append(merge_step(merge, device, (*of_parts, *of_plane), inner, plan.fold, LSE=False))
+    merges.append(merge_step(merge, device, (*of_parts, *of_plane), inner, plan.bundle, LSE=False))
     meta = _meta(finish, plan, device, CHUNKS=chunks, **flags)
-    numbers = (n_folds, width, blocks, steps, plane, period, ends, *divisor(inner))
+    numbers = (n_bundles, width, blocks, steps, plane, period, ends, *divisor(inner))
     last = Step(finish, meta, (*given, *of_plane), numbers, blocks * steps)
     workspaces = (parts * width,) * count + (width,) * (count * several) + (inner,) * count
     return Recipe((first, *merges, last), workspaces)
@@ -375,7 +375,7 @@ _softmaxes = Cache()
 
 def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool, device: Device) -> Plan:
     """The plan over (x, y), or over (y, dy, dx) of a gradient: of tiles of positions or of planes."""
-    from ..planning.folded_columns import faster_as_folded  # all loaded when they are first needed
+    from ..planning.bundled_columns import faster_as_bundled  # all loaded when they are first needed
     from ..planning.planes import faster_as_planes
     from ..planning.skewed_tiles import faster_as_skewed
 
@@ -384,8 +384,8 @@ def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invarian
     plan = faster_as_planes(problem, device, tiles) or tiles
     skewed = faster_as_skewed(problem, device, plan)
     plan = plan if skewed is None else tiles_plan(problem, device, skewed)
-    fold = faster_as_folded(problem, plan)
-    return plan if fold is None else folded_plan(problem, device, fold)
+    bundle = faster_as_bundled(problem, plan)
+    return plan if bundle is None else bundled_plan(problem, device, bundle)
 
 
 def prepare_softmax(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool) -> Run:

@@ -3,7 +3,8 @@
 The tensor is (outer, n_cols, inner), and each of the outer x inner positions is a softmax. A plan sees n_cols, inner,
 dtypes, alignment and device, never `outer`; within batch_invariant() what decides a position's bits does not depend on
 `inner` either. In a Plan, `rows` are the positions of a tile, and `vectors_per_chunk` the columns of a chunk. Small
-planes (n_cols, inner) may be faster as pieces of memory (`planes.faster_as_planes`).
+planes (n_cols, inner) may be faster as pieces of memory (`planes.faster_as_planes`), and many columns in bundles
+(`bundled_columns`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .spatial_tables import (
+    BUNDLED_PARTS,
     CYCLES_PER_KIB,
     ENOUGH_PROGRAMS,
     FEW_CHUNKS,
@@ -21,7 +23,6 @@ from .spatial_tables import (
     FEW_WARPS,
     FEWEST,
     FILLED,
-    FOLDED_PARTS,
     HALF_COLS,
     HALF_POSITIONS,
     HALF_RUN,
@@ -62,7 +63,16 @@ from .spatial_tables import (
     RunRule,
     SpatialConfig,
 )
-from .types import ITEMSIZE, MULTIPROCESSORS, VECTOR_BYTES, Device, Plan, SpatialProblem, power_of_two
+from .types import (
+    ITEMSIZE,
+    MULTIPROCESSORS,
+    VECTOR_BYTES,
+    Device,
+    Plan,
+    SpatialProblem,
+    bundles_of,
+    power_of_two,
+)
 
 
 def resident_plan(
@@ -128,19 +138,19 @@ def parts_plan(
     )  # fmt: skip
 
 
-def folded_plan(problem: SpatialProblem, device: Device, fold: int) -> Plan:
-    """The plan of columns that are read twice, `fold` of them as one (`folded_columns`).
+def bundled_plan(problem: SpatialProblem, device: Device, bundle: int) -> Plan:
+    """The plan of columns that are read twice, `bundle` of them as one (`bundled_columns`).
 
     >>> planes = SpatialProblem(400000, 5, "bfloat16", "bfloat16", 1, packed=True)
-    >>> folded_plan(planes, DEVICES["sm_90"], 48).vec
+    >>> bundled_plan(planes, DEVICES["sm_90"], 48).vec
     8
     """
-    n_folds, inner = (problem.n_cols - problem.period + 1) // fold, fold * problem.inner
-    folds = replace(problem, n_cols=n_folds, inner=inner, vec=problem.full_vec, whole_sectors=True)
-    kind = problem.backward, problem.itemsize
-    found = parts_plan(folds, device, *FOLDED_PARTS[kind])
-    why = f"the columns do not fit on chip: they are read twice, {fold} of them as one"
-    return replace(found, fold=fold, part_cols=fold * found.part_cols, why=why)
+    n_bundles = bundles_of(problem.n_cols, problem.period, bundle)
+    bundles = replace(problem, n_cols=n_bundles, inner=bundle * problem.inner, vec=problem.full_vec)
+    found = parts_plan(bundles, device, *BUNDLED_PARTS[problem.backward, problem.itemsize])
+    parts = -(-n_bundles // found.part_cols)
+    why = f"the columns are read twice, {bundle} of them as one, and reduced in {parts} part(s)"
+    return replace(found, bundle=bundle, part_cols=bundle * found.part_cols, why=why)
 
 
 def _padded(problem: SpatialProblem, inner: int) -> int:

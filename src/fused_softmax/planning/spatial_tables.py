@@ -568,10 +568,10 @@ NARROW_PARTS, NARROW_POSITIONS = PartsTile(256, 4, 8, 8), 48
 # `outer` has fewer programs than a few for each multiprocessor
 PART_COLS, MOST_PARTS = 1024, 512
 LEAST_PART_COLS, ENOUGH_PROGRAMS = 256, 256
-# of folds: the tile, and the folds of a part, at least. H200, speed with parts of 128 over that with 256, one plane,
-# 1.2e7 and 6.7e7 elements: bfloat16 gradients 1.20, 1.07, 0.98, float32 softmax 1.03, 0.99, 1.00; bfloat16 softmax
-# 1.11, 0.98, 0.96
-FOLDED_PARTS = {
+# of bundles: the tile, and the bundles of a part, at least. H200, speed with parts of 128 over that with 256, one
+# plane, 1.2e7 and 6.7e7 elements: bfloat16 gradients 1.20, 1.07, 0.98, float32 softmax 1.03, 0.99, 1.00; bfloat16
+# softmax 1.11, 0.98, 0.96
+BUNDLED_PARTS = {
     (False, 2): (NARROW_PARTS, LEAST_PART_COLS),
     (False, 4): (NARROW_PARTS, LEAST_PART_COLS // 2),
     (True, 2): (NARROW_PARTS, LEAST_PART_COLS // 2),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 REGIMES = ("warp", "block", "cluster", "two_pass")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
-VECTOR_BYTES = 16
+VECTOR_BYTES, SECTOR_BYTES = 16, 32
 
 
 @dataclass(frozen=True)
@@ -211,13 +211,12 @@ class SpatialProblem(_Dtypes):
 
     @property
     def period(self) -> int:
-        """The columns after which runs start at multiples of a sector of 32 bytes again: a power of two, up to 16.
+        """The columns after which runs start at multiples of 32 bytes again: a power of two, up to 16.
 
         >>> SpatialProblem(30000, 12, "bfloat16", "bfloat16", 4, packed=True).period
         4
         """
-        unit = 2 * VECTOR_BYTES // self.itemsize
-        return unit // min(unit, self.inner & -self.inner)
+        return period_of(self.inner, self.itemsize)
 
     def overlap_of(self, unit: int) -> int:
         """Positions that a skewed tile, whose columns start at multiples of `unit`, shares with the next one."""
@@ -260,7 +259,7 @@ class Plan:
     periodic: int = 0  # vectors from a thread's chunk to its next one, which positions of planes divide; 0: others
     dynamic_bytes: int = 0  # of shared memory that the launch adds, for a piece of more than a kernel declares
     unseen_chunks: int = 0  # of causal rows that are one piece: the last chunks, of which no row sees a column
-    fold: int = 0  # columns that follow one another in memory and are read as one; 0: columns are read as they are
+    bundle: int = 0  # columns that follow one another in memory and are read as one; 0: columns are read as they are
 
     def constexprs(self) -> dict[str, object]:
         """The plan's compile-time arguments for any kernel, by the kernels' names; a kernel takes some of these."""
@@ -279,6 +278,17 @@ class Plan:
 def power_of_two(n: int) -> int:
     """The least power of two that is at least n, and at least 1."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def period_of(inner: int, itemsize: int) -> int:
+    """The columns after which runs of `inner` positions start at multiples of a sector again."""
+    unit = SECTOR_BYTES // itemsize
+    return unit // min(unit, inner & -inner)
+
+
+def bundles_of(n_cols: int, period: int, bundle: int) -> int:
+    """The bundles of `bundle` columns that a plane has wherever it starts: up to period - 1 columns lie in front."""
+    return (n_cols - period + 1) // bundle
 
 
 def tiles_of(inner: int, rows: int, overlap: int, unit: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Locates the work of programs that share a softmax over a dimension that is not the last: parts, steps of columns."""
+"""Programs that share a softmax over another dimension than the last: parts, steps of columns, and a part's numbers."""
 
 from __future__ import annotations
 

@@ -1,37 +1,42 @@
-"""Columns that are read in folds: planes that start anywhere, their ends, and nothing written outside the output."""
+"""Columns that are read in bundles: planes that start anywhere, their ends, and nothing written outside the output."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from cases import SENTINEL, assert_contract, assert_forward, assert_gradient, edge_rows
 
+from fused_softmax.kernels.common.spatial_bundles import start_of_bundles
 from fused_softmax.launch import spatial
 from fused_softmax.launch.device import describe
-from fused_softmax.planning import folded_columns
-from fused_softmax.planning.folded_columns import fold_of
-from fused_softmax.planning.spatial import folded_plan
+from fused_softmax.planning import bundled_columns
+from fused_softmax.planning.bundled_columns import bundle_of
+from fused_softmax.planning.spatial import bundled_plan
 from fused_softmax.planning.types import Plan, SpatialProblem
 
 pytestmark = pytest.mark.interpreted
 
 DEVICE = describe(torch.device("cpu"))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# (outer, n_cols, inner): odd and even positions, halves of sectors, one plane, and ends of two rows
-SHAPES = ((3, 1101, 7), (2, 700, 6), (2, 901, 8), (1, 411, 31), (2, 300, 129), (3, 2 * 48 + 62, 5))
+# (outer, n_cols, inner): odd and even positions, halves of sectors, one plane, ends of two rows, and one column more
+# than three bundles, which a second plane does not hold
+SHAPES = ((3, 1101, 7), (2, 700, 6), (2, 901, 8), (1, 411, 31), (2, 300, 129), (3, 2 * 48 + 62, 5), (2, 3 * 48 + 1, 5))
 
 
-def folds_of(problem: SpatialProblem, short_parts: bool = True) -> Plan:
-    """The plan in folds. short_parts: with one step for each part, so that there are several."""
-    plan = folded_plan(problem, DEVICE, fold_of(problem))
-    return replace(plan, part_cols=plan.fold * plan.vectors_per_chunk * plan.chunks) if short_parts else plan
+def bundles_of(problem: SpatialProblem, short_parts: bool = True) -> Plan:
+    """The plan in bundles. short_parts: with one step for each part, so that there are several."""
+    plan = bundled_plan(problem, DEVICE, bundle_of(problem))
+    return replace(plan, part_cols=plan.bundle * plan.vectors_per_chunk * plan.chunks) if short_parts else plan
 
 
 def run(tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False, short_parts: bool = True) -> Plan:
-    plan = folds_of(spatial.problem_of(*tensors, log=log, backward=backward), short_parts)
+    plan = bundles_of(spatial.problem_of(*tensors, log=log, backward=backward), short_parts)
     spatial.prepare(spatial.softmax_recipe(tensors, plan, log, backward, DEVICE), tensors)(tensors)
     return plan
 
@@ -70,25 +75,46 @@ def test_infinities_and_nan(shape):
     assert_contract(y, x, 1)
 
 
-def test_parts_and_steps_that_the_last_folds_do_not_fill_and_one_part():
+def test_parts_and_steps_that_the_last_bundles_do_not_fill_and_one_part():
     counts = set()
     for n_cols in (1101, 1740, 9200):
         x = torch.randn(2, n_cols, 7)
         y = torch.empty_like(x)
         plan = run((x, y), False, short_parts=n_cols < 9000)
-        n_folds, part = (n_cols - 7) // plan.fold, plan.part_cols // plan.fold
-        assert n_folds % part and n_folds % (plan.finish_chunks * plan.vectors_per_chunk)
-        counts.add(-(-n_folds // part))
+        n_bundles, part = (n_cols - 7) // plan.bundle, plan.part_cols // plan.bundle
+        assert n_bundles % part and n_bundles % (plan.finish_chunks * plan.vectors_per_chunk)
+        counts.add(-(-n_bundles // part))
         assert_forward(y, x, False)
     assert len(counts) > 1 and 1 in counts
 
 
-def test_a_softmax_in_place_has_the_same_bits():
-    x = torch.randn(2, 1101, 7).to(torch.bfloat16)
+@pytest.mark.parametrize("n_cols", [1101, 9200])  # one step of a program that writes, and several
+def test_a_softmax_in_place_has_the_same_bits(n_cols):
+    x = torch.randn(2, n_cols, 7).to(torch.bfloat16)
     y, same = torch.empty_like(x), x.clone()
-    run((x, y), False)
+    plan = run((x, y), False)
     run((same, same), False)
     assert torch.equal(y, same)
+    assert (n_cols > plan.bundle * plan.finish_chunks * plan.vectors_per_chunk) == (n_cols == 9200)
+
+
+@triton.jit
+def start_kernel(to_ptr, outer, plane, inner, period, UNIT: tl.constexpr):
+    start, head = start_of_bundles(outer.to(tl.int64), plane.to(tl.int64), inner, period, UNIT)
+    tl.store(to_ptr, start)
+    tl.store(to_ptr + 1, head.to(tl.int64))
+
+
+@pytest.mark.parametrize("unit", [8, 16])  # of float32, and of 16 bits
+def test_the_first_bundle_starts_at_a_sector_and_as_soon_as_one_can(unit):
+    pick, to = random.Random(unit), torch.empty(2, dtype=torch.int64)
+    for _ in range(200):
+        inner, outer = pick.randint(2, 5000), pick.randint(0, 99)
+        plane, period = inner * pick.randint(100, 10**6), unit // math.gcd(unit, inner)
+        start_kernel[(1,)](to, outer, plane, inner, period, unit)
+        start, head = to.tolist()
+        first = next(c for c in range(unit) if (outer * plane + c * inner) % unit == 0)
+        assert (start, head) == (outer * plane, first * inner)
 
 
 def test_no_bit_depends_on_how_many_planes_there_are():
@@ -101,16 +127,16 @@ def test_no_bit_depends_on_how_many_planes_there_are():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_planes(seed, monkeypatch):
-    """Softmax and its gradient by the path of a call, where each plane is folded that can be."""
-    faster, folded = folded_columns.faster_as_folded, []
+    """Softmax and its gradient by the path of a call, where each plane is bundled that can be."""
+    faster, bundled = bundled_columns.faster_as_bundled, []
 
     def always(problem: SpatialProblem, plan: Plan) -> int | None:
         read_twice = replace(plan, regime="spatial_two_pass")
-        fold = faster(replace(problem, n_cols=1 << 20), read_twice) and fold_of(problem)
-        folded.append(fold is not None)
-        return fold
+        bundle = faster(replace(problem, n_cols=1 << 20), read_twice) and bundle_of(problem)
+        bundled.append(bundle is not None)
+        return bundle
 
-    monkeypatch.setattr(folded_columns, "faster_as_folded", always)
+    monkeypatch.setattr(bundled_columns, "faster_as_bundled", always)
     pick, log = random.Random(seed), bool(seed % 2)
     for _ in range(6):
         dtype = pick.choice(DTYPES)
@@ -127,4 +153,4 @@ def test_random_planes(seed, monkeypatch):
         for out, memory in ((y, field), (dx, of_dx)):
             out.fill_(SENTINEL)
             assert (memory == SENTINEL).all(), "written outside the output"
-    assert sum(folded) >= 5
+    assert sum(bundled) >= 5

@@ -3,9 +3,9 @@
     reduce:  a part's  m = max(x), s = sum(exp(x - m))          gradient:  d = sum(y*dy)   or   sum(dy)
     finish:  y = exp(x - m) / s   or   (x - m) - log(s)         gradient:  dx = y*(dy - d)   or   dy - exp(y)*d
 
-As `softmax_spatial_parts`, over folds (`common.spatial_folds`) in place of columns. Between the two, parts are merged
-for each position of a fold, and these for each position of the plane. The program of a block's first part or step takes
-the ends of the plane, too.
+As `softmax_spatial_parts`, over bundles (`common.spatial_bundles`) in place of columns. Between the two, parts are
+merged for each position of a bundle, and these for each position of the plane. The program of a block's first part or
+step takes the ends of the plane, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .common.arguments import Int32, Int64, Rows, Vector, kernel
 from .common.numerics import LOWEST, exp, upcast
 from .common.row_scheduler import fast_divmod
 from .common.softmax_terms import gradient, gradient_term, normalize
-from .common.spatial_folds import ends_at, folds_of, load_ends
+from .common.spatial_bundles import ends_at, load_ends, start_of_bundles
 from .common.spatial_parts import (
     gradient_sum_of_part,
     last_first,
@@ -30,34 +30,34 @@ from .common.spatial_tiles import columns_of_chunk, positions_of, store_tile, ti
 
 
 @kernel()
-def softmax_spatial_folded(
+def softmax_spatial_bundled_reduce(
     x_ptr: Rows,
     max_ptr: Vector, sum_ptr: Vector,  # [outer, n_parts, width] float32
-    n_folds: Int32,  # of each plane
-    width: Int32,  # elements of a fold
+    n_bundles: Int32,  # of each plane
+    width: Int32,  # elements of a bundle
     n_blocks: Int32, n_parts: Int32,
-    part_folds: Int32,  # folds of a part
+    part_bundles: Int32,  # bundles of a part
     plane: Int64,  # elements of a plane
     inner: Int32,
-    period: Int32,  # columns, as in `folds_of`
+    period: Int32,  # columns, as in `start_of_bundles`
     ends: Int32,  # elements of a plane's ends
     COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
-    UNIT: tl.constexpr,  # folds start at multiples of so many elements
+    UNIT: tl.constexpr,  # bundles start at multiples of so many elements
     TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
     PTX: tl.constexpr,
 ):  # fmt: skip
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
-    outer, part, block, start, end = part_of(n_blocks, n_parts, part_folds, n_folds)
+    outer, part, block, start, end = part_of(n_blocks, n_parts, part_bundles, n_bundles)
     row = (width // VEC).to(tl.int64)
     first, exists = positions_of(block, row, INNER, VEC)
     column = columns_of_chunk(1, COLS)
-    begin, head = folds_of(outer, plane, inner, period, UNIT)
+    begin, head = start_of_bundles(outer, plane, inner, period, UNIT)
     x_at = tile_at(x_ptr, (begin + head) // VEC, row, 1, first, column, INNER, VEC)
     m = tl.zeros([COLS, 1, INNER], tl.float32) + LOWEST
     s = tl.zeros([COLS, 1, INNER], tl.float32)
     if part == 0:
-        x = load_ends(x_ptr, begin, head, block * INNER, n_folds, width, ends, exists, -float("inf"), COLS, INNER)
+        x = load_ends(x_ptr, begin, head, block * INNER, n_bundles, width, ends, exists, -float("inf"), COLS, INNER)
         x = x.to(tl.float32)
         m = tl.maximum(m, x)
         s = exp(x - m)
@@ -72,29 +72,29 @@ def softmax_spatial_folded(
 
 
 @kernel()
-def softmax_spatial_folded_backward(
+def softmax_spatial_bundled_backward_reduce(
     y_ptr: Rows, dy_ptr: Rows,
     d_ptr: Vector,  # [outer, n_parts, width] float32
-    n_folds: Int32, width: Int32, n_blocks: Int32, n_parts: Int32, part_folds: Int32, plane: Int64, inner: Int32,
+    n_bundles: Int32, width: Int32, n_blocks: Int32, n_parts: Int32, part_bundles: Int32, plane: Int64, inner: Int32,
     period: Int32, ends: Int32,
     LOG: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
     UNIT: tl.constexpr, TRIGGER: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
-    outer, part, block, start, end = part_of(n_blocks, n_parts, part_folds, n_folds)
+    outer, part, block, start, end = part_of(n_blocks, n_parts, part_bundles, n_bundles)
     row = (width // VEC).to(tl.int64)
     first, exists = positions_of(block, row, INNER, VEC)
     column = columns_of_chunk(1, COLS)
-    begin, head = folds_of(outer, plane, inner, period, UNIT)
+    begin, head = start_of_bundles(outer, plane, inner, period, UNIT)
     y_at = tile_at(y_ptr, (begin + head) // VEC, row, 1, first, column, INNER, VEC)
     dy_at = tile_at(dy_ptr, (begin + head) // VEC, row, 1, first, column, INNER, VEC)
     d = tl.zeros([COLS, 1, INNER], tl.float32)
     if part == 0:
-        dy = load_ends(dy_ptr, begin, head, block * INNER, n_folds, width, ends, exists, 0.0, COLS, INNER)
+        dy = load_ends(dy_ptr, begin, head, block * INNER, n_bundles, width, ends, exists, 0.0, COLS, INNER)
         y = dy  # unused where LOG
         if not LOG:
-            y = load_ends(y_ptr, begin, head, block * INNER, n_folds, width, ends, exists, 0.0, COLS, INNER)
+            y = load_ends(y_ptr, begin, head, block * INNER, n_bundles, width, ends, exists, 0.0, COLS, INNER)
         d = gradient_term(y, dy, LOG)
     POLICY: tl.constexpr = reads_of_two_passes(dy_ptr.dtype.element_ty)
     d = gradient_sum_of_part(
@@ -105,10 +105,10 @@ def softmax_spatial_folded_backward(
 
 
 @kernel()
-def softmax_spatial_folded_finish(
+def softmax_spatial_bundled_finish(
     x_ptr: Rows, y_ptr: Rows,
     max_ptr: Vector, sum_ptr: Vector,  # [outer, inner] float32
-    n_folds: Int32, width: Int32, n_blocks: Int32,
+    n_bundles: Int32, width: Int32, n_blocks: Int32,
     n_steps: Int32,  # programs of a block
     plane: Int64, period: Int32, ends: Int32,
     inner: Int32, multiplier: Int64, power: Int32,  # of `fast_divmod`
@@ -121,13 +121,13 @@ def softmax_spatial_folded_finish(
     row = (width // VEC).to(tl.int64)
     first, exists = positions_of(block, row, INNER, VEC)
     column = columns_of_chunk(1, COLS)
-    begin, head = folds_of(outer, plane, inner, period, UNIT)
+    begin, head = start_of_bundles(outer, plane, inner, period, UNIT)
     start = step.to(tl.int64) * (CHUNKS * COLS)
-    left = (n_folds - start).to(tl.int32)
+    left = (n_bundles - start).to(tl.int32)
     x_at = tile_at(x_ptr, (begin + head) // VEC, row, 1, first, column, INNER, VEC)
     y_at = tile_at(y_ptr, (begin + head) // VEC, row, 1, first, column, INNER, VEC)
     POLICY: tl.constexpr = reads_of_two_passes(x_ptr.dtype.element_ty)
-    x = load_step(x_at, start, row, column, n_folds, exists, -float("inf"), CHUNKS, COLS, VEC, POLICY)
+    x = load_step(x_at, start, row, column, n_bundles, exists, -float("inf"), CHUNKS, COLS, VEC, POLICY)
     here = tl.reshape(exists, (1, INNER))
     _, position = fast_divmod(block * INNER + tl.arange(0, INNER)[None, :], inner, multiplier, power)
     at = outer * inner + position
@@ -139,16 +139,16 @@ def softmax_spatial_folded_finish(
         y = normalize(upcast(x[c], PTX), top, total, LOG)
         store_tile(y_at + start * row * VEC, y, c, row, column, left, exists, 0, COLS, VEC)
     if step == 0:
-        x_end = load_ends(x_ptr, begin, head, block * INNER, n_folds, width, ends, exists, 0.0, COLS, INNER)
-        to, there = ends_at(y_ptr, begin, head, block * INNER, n_folds, width, ends, exists, COLS, INNER)
+        x_end = load_ends(x_ptr, begin, head, block * INNER, n_bundles, width, ends, exists, 0.0, COLS, INNER)
+        to, there = ends_at(y_ptr, begin, head, block * INNER, n_bundles, width, ends, exists, COLS, INNER)
         tl.store(to, normalize(x_end.to(tl.float32), top, total, LOG).to(y_ptr.dtype.element_ty), mask=there)
 
 
 @kernel()
-def softmax_spatial_folded_backward_finish(
+def softmax_spatial_bundled_backward_finish(
     y_ptr: Rows, dy_ptr: Rows, dx_ptr: Rows,
     d_ptr: Vector,  # [outer, inner] float32
-    n_folds: Int32, width: Int32, n_blocks: Int32, n_steps: Int32, plane: Int64, period: Int32, ends: Int32,
+    n_bundles: Int32, width: Int32, n_blocks: Int32, n_steps: Int32, plane: Int64, period: Int32, ends: Int32,
     inner: Int32, multiplier: Int64, power: Int32,
     LOG: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
     UNIT: tl.constexpr, WAITS: tl.constexpr, PTX: tl.constexpr,
@@ -157,15 +157,15 @@ def softmax_spatial_folded_backward_finish(
     row = (width // VEC).to(tl.int64)
     first, exists = positions_of(block, row, INNER, VEC)
     column = columns_of_chunk(1, COLS)
-    begin, head = folds_of(outer, plane, inner, period, UNIT)
+    begin, head = start_of_bundles(outer, plane, inner, period, UNIT)
     start = step.to(tl.int64) * (CHUNKS * COLS)
-    left = (n_folds - start).to(tl.int32)
+    left = (n_bundles - start).to(tl.int32)
     y_at = tile_at(y_ptr, (begin + head) // VEC, row, 1, first, column, INNER, VEC)
     dy_at = tile_at(dy_ptr, (begin + head) // VEC, row, 1, first, column, INNER, VEC)
     dx_at = tile_at(dx_ptr, (begin + head) // VEC, row, 1, first, column, INNER, VEC)
     POLICY: tl.constexpr = reads_of_two_passes(dy_ptr.dtype.element_ty)
-    dy = load_step(dy_at, start, row, column, n_folds, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
-    y = load_step(y_at, start, row, column, n_folds, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
+    dy = load_step(dy_at, start, row, column, n_bundles, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
+    y = load_step(y_at, start, row, column, n_bundles, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
     _, position = fast_divmod(block * INNER + tl.arange(0, INNER)[None, :], inner, multiplier, power)
     if WAITS:  # the tiles are on their way
         tl.extra.cuda.gdc_wait()
@@ -175,7 +175,7 @@ def softmax_spatial_folded_backward_finish(
         dx = gradient(upcast(y[c], PTX), upcast(dy[c], PTX), d, LOG)
         store_tile(dx_at + start * row * VEC, dx, c, row, column, left, exists, 0, COLS, VEC)
     if step == 0:
-        dy_end = load_ends(dy_ptr, begin, head, block * INNER, n_folds, width, ends, exists, 0.0, COLS, INNER)
-        y_end = load_ends(y_ptr, begin, head, block * INNER, n_folds, width, ends, exists, 0.0, COLS, INNER)
-        to, there = ends_at(dx_ptr, begin, head, block * INNER, n_folds, width, ends, exists, COLS, INNER)
+        dy_end = load_ends(dy_ptr, begin, head, block * INNER, n_bundles, width, ends, exists, 0.0, COLS, INNER)
+        y_end = load_ends(y_ptr, begin, head, block * INNER, n_bundles, width, ends, exists, 0.0, COLS, INNER)
+        to, there = ends_at(dx_ptr, begin, head, block * INNER, n_bundles, width, ends, exists, COLS, INNER)
         tl.store(to, gradient(y_end, dy_end, d, LOG).to(dx_ptr.dtype.element_ty), mask=there)

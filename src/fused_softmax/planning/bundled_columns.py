@@ -1,0 +1,101 @@
+"""When many columns whose runs of positions start anywhere are read twice in bundles, and how long a bundle is.
+
+A plane (n_cols, inner) is one piece of memory, so `bundle` columns of it are a row of bundle * inner elements, which
+starts at a sector if the first one does. Kernels reduce and write such rows in whole vectors, whatever `inner` is.
+
+Figures are of an H200, with 1.2e7 / 6.7e7 elements: the fraction of a copy, of a gradient of an add, before -> in
+bundles.
+"""
+
+from __future__ import annotations
+
+from .held_planes import MOST_CTAS, MOST_WARPS
+from .spatial_tables import PARTS
+from .types import Plan, SpatialProblem
+
+# a bundle is filled enough where whole tiles have at most so many times its positions. Bundles of up to so many tiles
+# are tried. A plane has at least so many bundles, and so many bytes: no smaller one was timed
+FILLED, MOST_TILES = 1.1, 16
+FEWEST_BUNDLES, LEAST_BYTES = 64, 1 << 19
+# the even numbers of positions for which bundles are faster than columns that are read twice as they are, by (backward,
+# bytes of an element). For odd ones they always are: bfloat16 softmax of 66,852 columns of 17 positions 0.39 -> 0.57 /
+# 0.33 -> 0.54, its gradient 0.32 -> 0.45 / 0.33 -> 0.52. Even ones: bfloat16 88,977 of 622 0.43 -> 0.60 with 6.7e7;
+# float32 18,080 of 150 0.66 -> 0.68 / 0.57 -> 0.65, a gradient 128,542 of 202 0.54 -> 0.58 with 6.7e7; slower: bfloat16
+# 114,267 of 12 0.64 -> 0.58 / 0.57 -> 0.55
+EVEN = {
+    (False, 2): range(64, 1 << 31),
+    (False, 4): range(32, 1 << 31),
+    (True, 2): range(0),
+    (True, 4): range(64, 512),
+}
+# of a 16-bit softmax whose runs start at halves of sectors: where tiles have so many times the positions, and from so
+# many positions on. 26,308 columns of 72 positions 0.47 -> 0.56 / 0.46 -> 0.55; slower: 42,508 of 56 (1.14 times) 0.66
+# -> 0.62 / 0.60 -> 0.55; 133,919 of 24 0.76 -> 0.70 / 0.87 -> 0.81
+LEAST_EMPTY, LEAST_HALVES = 1.2, 33
+# columns from which bundles are faster than narrow tiles of a softmax on a cluster: than skewed ones of 32 positions,
+# and than float32 ones of up to TILE positions where there are so many. bfloat16 9,001 columns of 103 positions 0.38 ->
+# 0.55 / 0.34 -> 0.54; float32 9,355 of 171 0.48 -> 0.67 / 0.44 -> 0.64; 5,935 of 990 0.54 -> 0.67 / 0.47 -> 0.65;
+# slower: bfloat16 3,198 of 134 0.61 -> 0.52 / 0.58 -> 0.48; float32 8,517 of 1,490 in tiles of 32, by a sixth with
+# 1.2e7
+SKEWED_COLS, TILE_COLS, TILE_POSITIONS, TILE = 7169, 5001, 90, 16
+
+
+def bundle_of(problem: SpatialProblem) -> int:
+    """The columns of a bundle: the fewest whose positions fill tiles, else those that fill them most.
+
+    >>> bundle_of(SpatialProblem(400000, 5, "bfloat16", "bfloat16", 1, packed=True))
+    48
+    """
+    period, tile = problem.period, PARTS.n_bytes // problem.itemsize
+    best, emptiest = period, float("inf")
+    for bundle in range(period, max(period, MOST_TILES * tile // problem.inner) + 1, period):
+        width = bundle * problem.inner
+        empty = -(-width // tile) * tile / width
+        if empty < emptiest:
+            best, emptiest = bundle, empty
+        if empty <= FILLED:
+            break
+    return best
+
+
+def faster_as_bundled(problem: SpatialProblem, plan: Plan) -> int | None:
+    """The columns of a bundle where bundles are faster than `plan`; None where they are not, or cannot be."""
+    cannot = not problem.packed or problem.batch_invariant or problem.inner < 2 or problem.period == 1
+    if cannot or problem.plane_bytes < LEAST_BYTES or not _is_faster(problem, plan):
+        return None
+    bundle = bundle_of(problem)
+    return bundle if problem.n_cols >= FEWEST_BUNDLES * bundle + problem.period else None
+
+
+def _is_faster(problem: SpatialProblem, plan: Plan) -> bool:
+    """Whether bundles are faster than `plan`."""
+    if plan.regime == "spatial_two_pass":
+        return _faster_than_two_reads(problem, plan)
+    if plan.periodic or plan.gathered:
+        return plan.periodic > 0 and _faster_than_planes(problem, plan)
+    return problem.vec < problem.full_vec and _faster_than_tiles(problem, plan)
+
+
+def _faster_than_two_reads(problem: SpatialProblem, plan: Plan) -> bool:
+    """Whether bundles are faster than columns that are read twice as they are."""
+    kind, inner = (problem.backward, problem.itemsize), problem.inner
+    if problem.vec == problem.full_vec:
+        empty = -(-inner // plan.rows) * plan.rows >= LEAST_EMPTY * inner
+        return kind == (False, 2) and empty and inner >= LEAST_HALVES
+    return inner % 2 == 1 or inner in EVEN[kind]
+
+
+def _faster_than_planes(problem: SpatialProblem, plan: Plan) -> bool:
+    """Whether bundles are faster than planes in registers: of a softmax whose programs fill a multiprocessor each."""
+    crowded = plan.num_warps == MOST_WARPS and not problem.backward
+    return crowded and (problem.itemsize == 2 or plan.ctas > MOST_CTAS)
+
+
+def _faster_than_tiles(problem: SpatialProblem, plan: Plan) -> bool:
+    """Whether bundles are faster than narrow tiles of a softmax whose columns the CTAs of a cluster hold."""
+    if problem.backward:
+        return False
+    if plan.skewed:
+        return problem.n_cols >= SKEWED_COLS
+    many = problem.n_cols >= TILE_COLS and problem.inner >= TILE_POSITIONS
+    return problem.itemsize == 4 and plan.rows <= TILE and many
