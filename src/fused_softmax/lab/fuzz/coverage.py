@@ -24,7 +24,7 @@ _COUNTS = {"UNPREDICATED", "UNSEEN", "SMEM_STAGED", "RESIDENT_CHUNKS", "DYNAMIC"
 _VALUES = dict.fromkeys(("MASK", "SCALE", "LOSS", "UPSTREAM"), (0, 1, 2)) | {"MASK_COLS": (0, 1, 2, 3)}
 # what says nothing: the device, lengths, and how launches overlap
 _IGNORED = {"PTX", "VECTORS", "CHUNKS", "EACH", "COLS", "EARLY", "TRIGGER", "WAITS", "PREFETCHED", "VEC", "MASK_VEC"}
-_IGNORED |= {"INNER", "THREADS", "BLOCK", "SPLITS", "BULK", "PIECE", "SPAN", "ACROSS", "GROUPS"}
+_IGNORED |= {"INNER", "THREADS", "BLOCK", "SPLITS", "BULK", "PIECE", "SPAN", "ACROSS", "GROUPS", "UNIT"}
 
 Reached = set[tuple[str, str]]
 reached: Reached = set()

@@ -86,6 +86,7 @@ class Budget:
     many_rows: float = 0.0  # the part of the cases of short rows with thousands of them, whatever `rows` says
     out_of_range: bool = False  # targets, which end a CUDA context
     large: float = 0.25  # the part of the cases that may have so many elements; others have 1/8 at most
+    planes: int = 1 << 21  # elements in a quarter of the cases over another dimension: columns that are read twice
     wide: float = 1.0  # the part of the classes that may have so many columns; others have 1/16 at most
     # sets of options and shapes of a class. Each needs kernels of its own: more classes, which have other widths and
     # layouts, are worth more than more of these
@@ -96,8 +97,8 @@ class Budget:
     def interpreted(cls) -> Budget:
         """A program costs milliseconds there, and so does a step of its loop, whatever their size."""
         return cls(
-            1 << 13, 6, 1 << 17, strided=1 << 9, widest=0.01, many_rows=0.02, out_of_range=True, large=1.0, wide=0.06,
-            options=2, shapes=3,
+            1 << 13, 6, 1 << 17, strided=1 << 9, planes=1 << 13, widest=0.01, many_rows=0.02, out_of_range=True,
+            large=1.0, wide=0.06, options=2, shapes=3,
         )  # fmt: skip
 
 
@@ -242,6 +243,8 @@ def _shape_of(
     # a class has few shapes: more of them are large and aligned, as some kernels take only those
     large = budget.large if draw is rng else max(0.5, budget.large)
     elements = budget.elements if large == 1.0 or draw.random() < large else budget.elements >> 3
+    if draw is by_class and not of.last and draw.random() < 0.25:
+        elements = budget.planes
     most = max(1, min(budget.rows, elements // of.n_cols))
     if of.n_cols <= 16 and rng.random() < budget.many_rows:
         n_dims, most = 2, 4096
