@@ -796,6 +796,18 @@ def test_few_positions_are_on_as_few_ctas_as_hold_their_columns(of):
     assert (plan.rows, plan.ctas, plan.chunks, plan.smem_staged, plan.max_registers, plan.overlap > 0) == FEW[of]
 
 
+@pytest.mark.parametrize(
+    ("n_cols", "inner", "whole", "overlaps"),
+    [(25, 10012, False, True), (64, 256, False, True), (24, 10012, False, False), (45, 10016, True, False)]
+    + [(45, 252, False, False)],
+)
+def test_tiles_of_few_float32_columns_overlap_in_halves_of_sectors(n_cols, inner, whole, overlaps):
+    problem = SpatialProblem(n_cols, inner, "float32", "float32", 4, False, False, False, whole, True)
+    plan = plan_spatial(problem, DEVICES["sm_90"])
+    assert (plan.overlap > 0) == overlaps and plan.ctas == 1
+    assert not overlaps or (plan.rows, plan.num_warps, plan.max_registers) == (64, 4, 128)
+
+
 def test_a_loss_that_writes_a_gradient_is_staggered():
     x = torch.empty(2, 1400, 8192, dtype=BFLOAT16, device="meta")
     small = torch.empty(2 * 8192, dtype=torch.int64, device="meta")
