@@ -263,11 +263,8 @@ def _bundled_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward
     period = period_of(inner, itemsize)
     n_bundles, width = bundles_of(n_cols, period, plan.bundle), plan.bundle * inner
     plane, ends = n_cols * inner, (n_cols - n_bundles * plan.bundle) * inner
-    blocks, part_bundles, chunks = (
-        -(-width // plan.rows),
-        plan.part_cols // plan.bundle,
-        plan.finish_chunks or plan.chunks,
-    )
+    blocks, part_bundles = -(-width // plan.rows), plan.part_cols // plan.bundle
+    chunks = plan.finish_chunks or plan.chunks
     parts, steps = -(-n_bundles // part_bundles), -(-n_bundles // (chunks * plan.vectors_per_chunk))
     reduce, finish = (load() for load in BUNDLED[backward])
     merge = PARTS["softmax_spatial_backward_merge" if backward else "softmax_spatial_merge"]()
