@@ -39,6 +39,8 @@ def check(plan: Plan, problem: SpatialProblem, device: Device) -> None:
     assert plan.chunks * of_a_chunk >= problem.n_cols, "all columns"
     assert plan.unpredicated_chunks * of_a_chunk <= problem.n_cols, "columns that exist"
     assert plan.ctas <= device.max_cluster
+    # an H200 gave wrong results where a cluster's threads were fewer than the positions
+    assert plan.ctas == 1 or plan.rows <= plan.num_warps * device.warp_size
     if plan.smem_staged:
         # a copy to shared memory asks for whole chunks of one index of `outer`
         assert device.supports_smem_staging and plan.outers == 1 and plan.recompute
