@@ -16,7 +16,7 @@ from .common.arguments import Int32, Int64, Rows, Vector, kernel
 from .common.numerics import LOWEST, exp, upcast
 from .common.row_scheduler import fast_divmod
 from .common.softmax_terms import gradient, gradient_term, normalize
-from .common.spatial_bundles import ends_at, load_ends, start_of_bundles
+from .common.spatial_bundles import block_of_bundles, ends_at, load_ends
 from .common.spatial_parts import (
     gradient_sum_of_part,
     last_first,
@@ -26,7 +26,7 @@ from .common.spatial_parts import (
     reads_of_two_passes,
     vector_at,
 )
-from .common.spatial_tiles import columns_of_chunk, positions_of, store_tile, tile_at
+from .common.spatial_tiles import columns_of_chunk, store_tile, tile_at
 
 
 @kernel()
@@ -49,11 +49,11 @@ def softmax_spatial_bundled_reduce(
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     outer, part, block, start, end = part_of(n_blocks, n_parts, part_bundles, n_bundles)
-    row = (width // VEC).to(tl.int64)
-    first, exists = positions_of(block, row, INNER, VEC)
+    begin, head, origin, row, first, exists = block_of_bundles(
+        outer, block, plane, width, inner, period, INNER, VEC, UNIT
+    )
     column = columns_of_chunk(1, COLS)
-    begin, head = start_of_bundles(outer, plane, inner, period, UNIT)
-    x_at = tile_at(x_ptr, (begin + head) // VEC, row, 1, first, column, INNER, VEC)
+    x_at = tile_at(x_ptr, origin, row, 1, first, column, INNER, VEC)
     m = tl.zeros([COLS, 1, INNER], tl.float32) + LOWEST
     s = tl.zeros([COLS, 1, INNER], tl.float32)
     if part == 0:
@@ -83,12 +83,12 @@ def softmax_spatial_bundled_backward_reduce(
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     outer, part, block, start, end = part_of(n_blocks, n_parts, part_bundles, n_bundles)
-    row = (width // VEC).to(tl.int64)
-    first, exists = positions_of(block, row, INNER, VEC)
+    begin, head, origin, row, first, exists = block_of_bundles(
+        outer, block, plane, width, inner, period, INNER, VEC, UNIT
+    )
     column = columns_of_chunk(1, COLS)
-    begin, head = start_of_bundles(outer, plane, inner, period, UNIT)
-    y_at = tile_at(y_ptr, (begin + head) // VEC, row, 1, first, column, INNER, VEC)
-    dy_at = tile_at(dy_ptr, (begin + head) // VEC, row, 1, first, column, INNER, VEC)
+    y_at = tile_at(y_ptr, origin, row, 1, first, column, INNER, VEC)
+    dy_at = tile_at(dy_ptr, origin, row, 1, first, column, INNER, VEC)
     d = tl.zeros([COLS, 1, INNER], tl.float32)
     if part == 0:
         dy = load_ends(dy_ptr, begin, head, block * INNER, n_bundles, width, ends, exists, 0.0, COLS, INNER)
@@ -118,14 +118,14 @@ def softmax_spatial_bundled_finish(
     PTX: tl.constexpr,
 ):  # fmt: skip
     outer, step, block = last_first(tl.program_id(0), tl.num_programs(0), n_blocks, n_steps)
-    row = (width // VEC).to(tl.int64)
-    first, exists = positions_of(block, row, INNER, VEC)
+    begin, head, origin, row, first, exists = block_of_bundles(
+        outer, block, plane, width, inner, period, INNER, VEC, UNIT
+    )
     column = columns_of_chunk(1, COLS)
-    begin, head = start_of_bundles(outer, plane, inner, period, UNIT)
     start = step.to(tl.int64) * (CHUNKS * COLS)
     left = (n_bundles - start).to(tl.int32)
-    x_at = tile_at(x_ptr, (begin + head) // VEC, row, 1, first, column, INNER, VEC)
-    y_at = tile_at(y_ptr, (begin + head) // VEC, row, 1, first, column, INNER, VEC)
+    x_at = tile_at(x_ptr, origin, row, 1, first, column, INNER, VEC)
+    y_at = tile_at(y_ptr, origin, row, 1, first, column, INNER, VEC)
     POLICY: tl.constexpr = reads_of_two_passes(x_ptr.dtype.element_ty)
     x = load_step(x_at, start, row, column, n_bundles, exists, -float("inf"), CHUNKS, COLS, VEC, POLICY)
     here = tl.reshape(exists, (1, INNER))
@@ -154,15 +154,15 @@ def softmax_spatial_bundled_backward_finish(
     UNIT: tl.constexpr, WAITS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     outer, step, block = last_first(tl.program_id(0), tl.num_programs(0), n_blocks, n_steps)
-    row = (width // VEC).to(tl.int64)
-    first, exists = positions_of(block, row, INNER, VEC)
+    begin, head, origin, row, first, exists = block_of_bundles(
+        outer, block, plane, width, inner, period, INNER, VEC, UNIT
+    )
     column = columns_of_chunk(1, COLS)
-    begin, head = start_of_bundles(outer, plane, inner, period, UNIT)
     start = step.to(tl.int64) * (CHUNKS * COLS)
     left = (n_bundles - start).to(tl.int32)
-    y_at = tile_at(y_ptr, (begin + head) // VEC, row, 1, first, column, INNER, VEC)
-    dy_at = tile_at(dy_ptr, (begin + head) // VEC, row, 1, first, column, INNER, VEC)
-    dx_at = tile_at(dx_ptr, (begin + head) // VEC, row, 1, first, column, INNER, VEC)
+    y_at = tile_at(y_ptr, origin, row, 1, first, column, INNER, VEC)
+    dy_at = tile_at(dy_ptr, origin, row, 1, first, column, INNER, VEC)
+    dx_at = tile_at(dx_ptr, origin, row, 1, first, column, INNER, VEC)
     POLICY: tl.constexpr = reads_of_two_passes(dy_ptr.dtype.element_ty)
     dy = load_step(dy_at, start, row, column, n_bundles, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
     y = load_step(y_at, start, row, column, n_bundles, exists, 0.0, CHUNKS, COLS, VEC, POLICY)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .spatial_tiles import positions_of
 from .tiles import READS
 
 
@@ -26,6 +27,21 @@ def start_of_bundles(outer, plane, inner, period, UNIT: tl.constexpr):
     past = (start % UNIT).to(tl.int32) * period // UNIT
     step = inner % UNIT * period // UNIT  # odd, so that its third power is its inverse modulo a period of up to 16
     return start, (-past * step * step * step & (period - 1)) * inner
+
+
+@triton.jit
+def block_of_bundles(
+    outer, block, plane, width, inner, period, INNER: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr
+):
+    """A program's block of positions of the bundles of plane `outer`, as it reads them.
+
+    (first element of the plane; elements in front of its first bundle; then in units of VEC: the first bundle, the step
+    to the next one, and the block's first position; mask of the positions that exist, [1, 1, INNER]).
+    """
+    row = (width // VEC).to(tl.int64)
+    first, exists = positions_of(block, row, INNER, VEC)
+    start, head = start_of_bundles(outer, plane, inner, period, UNIT)
+    return start, head, (start + head) // VEC, row, first, exists
 
 
 @triton.jit
