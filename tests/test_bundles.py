@@ -10,7 +10,15 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from cases import SENTINEL, assert_contract, assert_forward, assert_gradient, edge_rows
+from cases import (
+    assert_contract,
+    assert_forward,
+    assert_gradient,
+    assert_nothing_outside,
+    assert_planes,
+    between_sentinels,
+    edge_rows,
+)
 
 from fused_softmax.kernels.common.spatial_bundles import start_of_bundles
 from fused_softmax.launch import spatial
@@ -41,13 +49,6 @@ def run(tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False, sh
     return plan
 
 
-def between_sentinels(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """An output without gaps, and all of its memory."""
-    size = shape[0] * shape[1] * shape[2]
-    field = torch.full((size + 128,), SENTINEL, dtype=dtype)
-    return field[64:-64].view(shape), field
-
-
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -60,9 +61,7 @@ def test_softmax_and_its_gradient(shape, dtype, log):
     y.copy_((torch.log_softmax if log else torch.softmax)(torch.randn(shape).mul_(2), 1))
     run((y, dy, dx), log, backward=True)
     assert_gradient(dx, y, dy, log)
-    for out, memory in ((y, field), (dx, of_dx)):
-        out.fill_(SENTINEL)
-        assert (memory == SENTINEL).all(), "written outside the output"
+    assert_nothing_outside((y, field), (dx, of_dx))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -128,13 +127,11 @@ def test_no_bit_depends_on_how_many_planes_there_are():
 @pytest.mark.parametrize("seed", range(6))
 def test_random_planes(seed, monkeypatch):
     """Softmax and its gradient by the path of a call, where each plane is bundled that can be."""
-    faster, bundled = bundled_columns.faster_as_bundled, []
+    faster, bundled = bundled_columns.faster_as_bundled, 0
 
     def always(problem: SpatialProblem, plan: Plan) -> int | None:
         read_twice = replace(plan, regime="spatial_two_pass")
-        bundle = faster(replace(problem, n_cols=1 << 20), read_twice) and bundle_of(problem)
-        bundled.append(bundle is not None)
-        return bundle
+        return faster(replace(problem, n_cols=1 << 20), read_twice) and bundle_of(problem)
 
     monkeypatch.setattr(bundled_columns, "faster_as_bundled", always)
     pick, log = random.Random(seed), bool(seed % 2)
@@ -144,13 +141,5 @@ def test_random_planes(seed, monkeypatch):
         vec = (inner & -inner) * dtype.itemsize  # not where runs start at sectors
         inner += vec >= 32
         shape = (pick.randint(1, 4), pick.randint(170, 600) if inner > 9 else pick.randint(800, 1600), inner)
-        x, dy = (torch.randn(shape).mul_(3).to(dtype) for _ in range(2))
-        (y, field), (dx, of_dx) = (between_sentinels(shape, dtype) for _ in range(2))
-        spatial.prepare_softmax((x, y), log, False, False)((x, y))
-        assert_forward(y.clone(), x, log)
-        spatial.prepare_softmax((y, dy, dx), log, True, False)((y, dy, dx))
-        assert_gradient(dx, y, dy, log)
-        for out, memory in ((y, field), (dx, of_dx)):
-            out.fill_(SENTINEL)
-            assert (memory == SENTINEL).all(), "written outside the output"
-    assert sum(bundled) >= 5
+        bundled += sum(plan.bundle > 0 for plan in assert_planes(shape, dtype, log))
+    assert bundled >= 5

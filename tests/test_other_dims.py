@@ -10,7 +10,17 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import SENTINEL, assert_contract, assert_forward, assert_gradient, edge_rows, logits
+from cases import (
+    SENTINEL,
+    assert_contract,
+    assert_forward,
+    assert_gradient,
+    assert_nothing_outside,
+    assert_planes,
+    between_sentinels,
+    edge_rows,
+    logits,
+)
 
 import fused_softmax as fs
 from fused_softmax.launch import cross_entropy_spatial, logsumexp, spatial, views
@@ -71,8 +81,7 @@ def within(shape: tuple[int, ...], dtype: torch.dtype, packed: bool = False) -> 
     """An output (outer, n_cols, inner) between sentinels, and all of its memory. packed: without gaps of its own."""
     outer, n_cols, inner = shape
     if packed:
-        field = torch.full((outer * n_cols * inner + 128,), SENTINEL, dtype=dtype)
-        return field[64:-64].view(shape), field
+        return between_sentinels(shape, dtype)
     field = torch.full((outer, n_cols + 2, inner + 16), SENTINEL, dtype=dtype)
     return field[:, 1:-1, 8:-8], field
 
@@ -87,8 +96,7 @@ def test_forward_of_each_regime(tile, dtype, log):
     y, field = within(shape, dtype, tile in PLANES)
     run(tile, (x, y), log)
     assert_forward(y.clone(), x, log)
-    y.fill_(SENTINEL)
-    assert (field == SENTINEL).all(), "written outside the output"
+    assert_nothing_outside((y, field))
 
 
 @pytest.mark.parametrize("log", [False, True])
@@ -104,8 +112,7 @@ def test_gradient_of_each_regime(tile, dtype, log):
     want = g - p.exp() * g.sum(1, keepdim=True) if log else p * (g - (g * p).sum(1, keepdim=True))
     scale = 1 + g.sum(1, keepdim=True).abs() if log else p * (g.abs() + (g * p).abs().sum(1, keepdim=True))
     assert ((dx.double() - want).abs() <= (2e-6 + 2 * torch.finfo(dtype).eps) * scale).all()
-    dx.fill_(SENTINEL)
-    assert (field == SENTINEL).all(), "written outside the output"
+    assert_nothing_outside((dx, field))
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -126,17 +133,8 @@ def test_random_small_planes(seed):
     for _ in range(10):
         n_cols, inner = round(2 * 80 ** pick.random()), round(2 * 100 ** pick.random()) - pick.choice((0, 1))
         shape = (pick.randrange(1, 4 + 4000 // (n_cols * inner)), n_cols, inner)
-        dtype = pick.choice((BFLOAT16, FLOAT32))
-        x, dy = (torch.randn(shape).mul_(3).to(dtype) for _ in range(2))
-        (y, field), (dx, of_dx) = (within(shape, dtype, packed=True) for _ in range(2))
-        gathered += spatial.softmax_plan((x, y), log, False, False, DEVICE).gathered
-        spatial.prepare_softmax((x, y), log, False, False)((x, y))
-        assert_forward(y.clone(), x, log)
-        spatial.prepare_softmax((y, dy, dx), log, True, False)((y, dy, dx))
-        assert_gradient(dx, y, dy, log)
-        for out, memory in ((y, field), (dx, of_dx)):
-            out.fill_(SENTINEL)
-            assert (memory == SENTINEL).all(), "written outside the output"
+        forward, _ = assert_planes(shape, pick.choice((BFLOAT16, FLOAT32)), log)
+        gathered += forward.gathered
     assert gathered >= 5
 
 
@@ -165,9 +163,7 @@ def test_random_large_planes(seed):
                 assert_gradient(dx, y, dy, log)
             else:
                 assert_forward(y.clone(), x, log)
-        for out, memory in ((y, field), (dx, of_dx)):
-            out.fill_(SENTINEL)
-            assert (memory == SENTINEL).all(), "written outside the output"
+        assert_nothing_outside((y, field), (dx, of_dx))
     assert ways >= {(False, False), (True, False), (True, True)}
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import assert_contract, assert_forward, assert_gradient, edge_rows
+from cases import assert_contract, assert_forward, assert_planes, edge_rows
 
 import fused_softmax as fs
 from fused_softmax.launch import spatial
@@ -56,19 +56,7 @@ def test_softmax_and_its_gradient(shape, dtype):
 
 def check_planes(pick: random.Random, shape: tuple[int, int, int]) -> list[Plan]:
     """The plans of a softmax and of its gradient, after a check of their results and of the memory next to them."""
-    sentinel = 7.0
-    dtype, log = pick.choice(DTYPES), pick.random() < 0.4
-    x, dy = (torch.randn(shape, device="cuda").mul_(3).to(dtype) for _ in range(2))
-    fields = [torch.full((x.numel() + 128,), sentinel, dtype=dtype, device="cuda") for _ in range(2)]
-    y, dx = (field[64:-64].view(shape) for field in fields)
-    chosen = [spatial.softmax_plan(t, log, len(t) == 3, False, device_of(x)) for t in ((x, y), (y, dy, dx))]
-    spatial.prepare_softmax((x, y), log, False, False)((x, y))
-    assert_forward(y, x, log)
-    spatial.prepare_softmax((y, dy, dx), log, True, False)((y, dy, dx))
-    assert_gradient(dx, y, dy, log)
-    for field in fields:
-        assert (field[:64] == sentinel).all() and (field[-64:] == sentinel).all(), "written outside the output"
-    return chosen
+    return assert_planes(shape, pick.choice(DTYPES), pick.random() < 0.4, "cuda")
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -7,16 +7,18 @@ truncates when it stores bfloat16 where a GPU rounds, so there each element may 
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
 
-from fused_softmax.launch.device import describe
+from fused_softmax.launch import spatial
+from fused_softmax.launch.device import describe, device_of
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.launch.softmax import softmax_launch
 from fused_softmax.planning.rows import WARP_MAX_COLS
 from fused_softmax.planning.softmax import plan
-from fused_softmax.planning.types import REGIMES
+from fused_softmax.planning.types import REGIMES, Plan
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDTHS = (1, 2, 3, 31, 32, 33, 127, 1000, 1023, 1024, 1025, 4096, 8191)
@@ -108,6 +110,35 @@ def assert_gradient(dx: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, log: bo
     eps, least = torch.finfo(y.dtype).eps, torch.finfo(y.dtype).smallest_normal
     relative = 2e-6 + 2 * eps + log * torch.finfo(torch.float32).eps * p.abs()  # exp(y) is as exact as y
     assert ((dx.double() - want).abs() <= relative * scale + eps * least).all(), (y.shape, y.dtype)
+
+
+def between_sentinels(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An output without gaps, and all of its memory."""
+    field = torch.full((math.prod(shape) + 128,), SENTINEL, dtype=dtype, device=device)
+    return field[64:-64].view(shape), field
+
+
+def assert_nothing_outside(*written: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Of outputs with their memory, as `between_sentinels` makes them: only the outputs were written. Fills these."""
+    for out, memory in written:
+        out.fill_(SENTINEL)
+        assert (memory == SENTINEL).all(), "written outside the output"
+
+
+def assert_planes(shape: tuple[int, int, int], dtype: torch.dtype, log: bool, device: str = "cpu") -> list[Plan]:
+    """The plans of softmax over dimension 1 and of its gradient, after a check of what a call writes, and where."""
+    x, dy = (torch.randn(shape, device=device).mul_(3).to(dtype) for _ in range(2))
+    (y, field), (dx, of_dx) = (between_sentinels(shape, dtype, device) for _ in range(2))
+    calls = ((x, y), (y, dy, dx))
+    chosen = [spatial.softmax_plan(t, log, len(t) == 3, False, device_of(x)) for t in calls]
+    spatial.prepare_softmax(calls[0], log, False, False)(calls[0])
+    assert_forward(y.clone(), x, log)
+    spatial.prepare_softmax(calls[1], log, True, False)(calls[1])
+    assert_gradient(dx, y, dy, log)
+    assert_nothing_outside((y, field), (dx, of_dx))
+    return chosen
 
 
 def edge_rows(n_cols: int, dtype: torch.dtype, device: str = "cpu") -> dict[str, torch.Tensor]:
