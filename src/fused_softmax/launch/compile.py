@@ -16,6 +16,7 @@ import torch
 from ..planning.types import Device, Plan, looser_cap
 from . import availability
 from .cache import Cache
+from .kernel_keys import settle_key
 from .torch_private import current_device, current_stream
 
 lock = threading.RLock()  # held while a kernel is planned, compiled and cached
@@ -106,6 +107,8 @@ class Launch(NamedTuple):
         availability.raise_if_failed(key)
         if key in _ready:
             return _ready.get(key)  # type: ignore[return-value]
+
+        settle_key(self.kernel)
 
         def build(meta: Mapping[str, Any]) -> Any:
             compiled = self.kernel.warmup(*self.args, grid=self.grid, **meta)
@@ -222,6 +225,7 @@ def _built(kernel: Any, pointers: Pointers, meta: Mapping[str, Any], counts: tup
     import triton
     from triton.compiler import ASTSource
 
+    settle_key(kernel)
     options = {name: meta[name] for name in _OPTIONS if name in meta}
     constexprs = {name: value for name, value in meta.items() if name not in options}
     of_pointer, of_count = iter(pointers), iter(counts)
