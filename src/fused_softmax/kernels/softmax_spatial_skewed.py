@@ -2,6 +2,12 @@
 
 The formulas and programs are those of `softmax_spatial`. Its tiles are skewed here (`spatial_skewed`), so that reads
 and writes are aligned vectors. All tensors have the same phases, and the output has memory of its own.
+
+A program writes its chunks in groups, with a branch before each one: ptxas moves no instruction over a branch, and
+would spill otherwise. In a group the exponentials of one chunk are computed while another is written. H200, bfloat16,
+fraction of a copy in groups of one and two, in programs of 8 warps: softmax of 170 columns of 3,052 positions 0.86 and
+0.91, of 300 of 5,132 0.84 and 0.87, of 2,900 of 6,140 0.66 and 0.72. Groups of 4 or 8 are no faster, and in programs of
+4 warps a softmax is slower in groups: 420 of 2,476 0.85 and 0.80. Gradients gain up to 2% with either.
 """
 
 from __future__ import annotations
@@ -81,16 +87,23 @@ def softmax_spatial_skewed(
         by = exp(m - top) * total
     y_at = y_ptr + y_start + place
     own = owned(first, phase, INNER, UNIT, OVERLAP)
-    for c in tl.static_range(CHUNKS):
-        if n_cols > c * STEP:  # always, and a branch, over which ptxas moves no instruction: it spills otherwise
-            x_c = chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX)
-            e = x_c  # unused where RECOMPUTE
-            if not RECOMPUTE:
-                e = exps[c]
-            y = _output(x_c, e, top, total, base, shift, by, LOG, RECOMPUTE, FUSED, PTX)
-            store_skewed(y_at, y, c, y_col, column, n_cols, own, start, first, end, CHUNKS, STEP, INNER, VEC)
-            if has_ends(first, end, INNER, UNIT):
-                store_ends(y_at, y, c, y_col, column, n_cols, own, start, first, end, CHUNKS, STEP, INNER, VEC)
+    ends = has_ends(first, end, inner, y_outer, y_col, INNER, UNIT, VEC)
+    GROUP: tl.constexpr = 2 if THREADS >= 256 else 1
+    for g in tl.static_range((CHUNKS + GROUP - 1) // GROUP):
+        if n_cols > g * GROUP * STEP:  # always, which the compiler does not know
+            written = ()
+            for c in tl.static_range(g * GROUP, min(CHUNKS, g * GROUP + GROUP)):
+                x_c = chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX)
+                e = x_c  # unused where RECOMPUTE
+                if not RECOMPUTE:
+                    e = exps[c]
+                y = _output(x_c, e, top, total, base, shift, by, LOG, RECOMPUTE, FUSED, PTX).to(y_ptr.dtype.element_ty)
+                store_skewed(y_at, y, c, y_col, column, n_cols, own, start, first, end, CHUNKS, STEP, INNER, VEC)
+                written = written + (y,)
+            if ends:
+                store_ends(
+                    y_at, written, g * GROUP, y_col, column, n_cols, own, start, first, end, CHUNKS, STEP, INNER, VEC
+                )
 
 
 @triton.jit
@@ -142,10 +155,17 @@ def softmax_spatial_skewed_backward(
     d = merge_sum(d, phase, before, y_col, CTAS, VEC, UNIT, THREADS, PTX)
     dx_at = dx_ptr + dx_start + place
     own = owned(first, phase, INNER, UNIT, OVERLAP)
-    for c in tl.static_range(CHUNKS):
-        if n_cols > c * STEP:  # always, and a branch, over which ptxas moves no instruction: it spills otherwise
-            dy_again = upcast(dy[c], PTX, RECOMPUTE, True)
-            dx = gradient(upcast(y[c], PTX, RECOMPUTE, True), dy_again, d, LOG)
-            store_skewed(dx_at, dx, c, dx_col, column, n_cols, own, start, first, end, CHUNKS, STEP, INNER, VEC)
-            if has_ends(first, end, INNER, UNIT):
-                store_ends(dx_at, dx, c, dx_col, column, n_cols, own, start, first, end, CHUNKS, STEP, INNER, VEC)
+    ends = has_ends(first, end, inner, dx_outer, dx_col, INNER, UNIT, VEC)
+    GROUP: tl.constexpr = 2
+    for g in tl.static_range((CHUNKS + GROUP - 1) // GROUP):
+        if n_cols > g * GROUP * STEP:  # always, which the compiler does not know
+            written = ()
+            for c in tl.static_range(g * GROUP, min(CHUNKS, g * GROUP + GROUP)):
+                dy_again = upcast(dy[c], PTX, RECOMPUTE, True)
+                dx = gradient(upcast(y[c], PTX, RECOMPUTE, True), dy_again, d, LOG).to(dx_ptr.dtype.element_ty)
+                store_skewed(dx_at, dx, c, dx_col, column, n_cols, own, start, first, end, CHUNKS, STEP, INNER, VEC)
+                written = written + (dx,)
+            if ends:
+                store_ends(
+                    dx_at, written, g * GROUP, dx_col, column, n_cols, own, start, first, end, CHUNKS, STEP, INNER, VEC
+                )

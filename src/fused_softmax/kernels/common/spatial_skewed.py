@@ -122,9 +122,10 @@ def owned(first, phase, INNER: tl.constexpr, UNIT: tl.constexpr, OVERLAP: tl.con
 
 
 @triton.jit
-def has_ends(first, end, INNER: tl.constexpr, UNIT: tl.constexpr):
-    """Whether a block of positions may write vectors that lie in two columns."""
-    return (first == 0) | (end < INNER - UNIT)
+def has_ends(first, end, inner, outer_stride, col_stride, INNER: tl.constexpr, UNIT: tl.constexpr, VEC: tl.constexpr):
+    """Whether a block of positions may write vectors that lie in two columns: the first or last one of some run."""
+    across = ((inner | outer_stride | col_stride) & (VEC - 1)) != 0
+    return across & ((first == 0) | (end < INNER - UNIT))
 
 
 @triton.jit
@@ -132,28 +133,23 @@ def store_skewed(
     at, value, C: tl.constexpr, col_stride, column, n_cols, own, start, first, end, CHUNKS: tl.constexpr,
     COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Writes the vectors of chunk C that lie in one column, in the output's dtype. own: of `owned`."""
+    """Writes the vectors of chunk C that lie in one column. value: in the output's dtype. own: of `owned`."""
     writes = own & (start >= first) & (start + VEC <= end)
     if C == CHUNKS - 1:
         writes = writes & (column < n_cols - C * COLS)
-    tl.store(at + (C * COLS) * col_stride, value.to(at.dtype.element_ty), mask=writes)
+    tl.store(at + (C * COLS) * col_stride, value, mask=writes)
 
 
 @triton.jit
 def store_ends(
-    at, value, C: tl.constexpr, col_stride, column, n_cols, own, start, first, end, CHUNKS: tl.constexpr,
+    at, values, C: tl.constexpr, col_stride, column, n_cols, own, start, first, end, CHUNKS: tl.constexpr,
     COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Writes the elements of chunk C in vectors that lie in two columns."""
+    """Writes the elements of chunks C .. C + len(values) - 1 in vectors that lie in two columns."""
     position = start + tl.arange(0, INNER)[None, None, :] % VEC
-    writes = (
-        own
-        & ((start < first) | (start + VEC > end))
-        & (position >= first)
-        & (position < end)
-        & (column < n_cols - C * COLS)
-    )
-    tl.store(at + (C * COLS) * col_stride, value.to(at.dtype.element_ty), mask=writes)
+    writes = own & ((start < first) | (start + VEC > end)) & (position >= first) & (position < end)
+    for c in tl.static_range(C, C + len(values)):
+        tl.store(at + (c * COLS) * col_stride, values[c - C], mask=writes & (column < n_cols - c * COLS))
 
 
 @triton.constexpr_function
