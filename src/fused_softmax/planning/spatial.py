@@ -43,6 +43,7 @@ from .spatial_tables import (
     ON_CHIP,
     ONE_STEP,
     PART_COLS,
+    PART_VECTORS,
     PARTS,
     SHARED_BYTES,
     SKEWED_COLS,
@@ -278,9 +279,13 @@ Table = tuple[SpatialConfig, ...]
 
 
 def _configs(
-    problem: SpatialProblem, device: Device, table: Table, unaligned_table: Table = (), softmax: bool = False
-) -> Iterator[SpatialConfig]:
-    """The configs whose tiles hold the columns, best first. softmax: of a softmax or its gradient, not of a loss."""
+    problem: SpatialProblem, device: Device, table: Table, unaligned_table: Table = (), softmax: bool = False,
+    first: Table = (),
+) -> Iterator[SpatialConfig]:  # fmt: skip
+    """The configs whose tiles hold the columns, best first: those of `first` in front of all others.
+
+    softmax: of a softmax or its gradient, not of a loss.
+    """
     unaligned = problem.vec < problem.full_vec // 2 and not problem.batch_invariant
     # elements that are read one by one take more registers, and so does a cast
     clusters = problem.dtype == problem.out_dtype
@@ -308,6 +313,7 @@ def _configs(
             and config.whole_sectors in (None, problem.whole_sectors)
         )
 
+    yield from filter(fits, first)
     if unaligned:
         yield from filter(fits, unaligned_table)
     elif problem.vec < problem.full_vec and problem.n_cols >= SKEWED_COLS[problem.itemsize]:
@@ -315,12 +321,13 @@ def _configs(
     yield from (config for config in table if fits(config) and not (unaligned and config.ctas > 1))
 
 
-def _on_chip(problem: SpatialProblem, device: Device) -> Iterator[SpatialConfig]:
-    """The configs of a softmax or a gradient, best first."""
+def _on_chip(problem: SpatialProblem, device: Device, part_vectors: bool = True) -> Iterator[SpatialConfig]:
+    """The configs of a softmax or a gradient, best first. part_vectors: with those of PART_VECTORS."""
     kind = problem.backward, problem.widest
     if problem.inner >= LEAST_FEW and (few := few_positions(problem, device)) is not None:
         yield few
-    yield from _configs(problem, device, ON_CHIP[kind], UNALIGNED[kind], softmax=True)
+    first = PART_VECTORS.get((*kind, problem.vec), ()) if part_vectors else ()
+    yield from _configs(problem, device, ON_CHIP[kind], UNALIGNED[kind], softmax=True, first=first)
 
 
 def few_positions(problem: SpatialProblem, device: Device) -> SpatialConfig | None:
@@ -447,10 +454,8 @@ def plan_spatial_elementwise(problem: SpatialProblem, device: Device) -> Plan:
 
 def _in_one_step(problem: SpatialProblem, device: Device) -> Plan | None:
     """The plan of one part of one step, in the tiles of a softmax of so few columns; None where there are more."""
-    config = next(
-        (config for config in _on_chip(problem, device) if config.ctas == 1 and not (config.skewed or config.overlaps)),
-        None,
-    )
+    configs = _on_chip(problem, device, part_vectors=False)
+    config = next((c for c in configs if c.ctas == 1 and not (c.skewed or c.overlaps)), None)
     if config is None or problem.n_cols > ONE_STEP or problem.batch_invariant:
         return None
     found = tiles_plan(problem, device, config)

@@ -532,6 +532,48 @@ UNALIGNED = {
         SpatialConfig(1792, 16, 8, 64, max_registers=128),
     ),
 }
+# where runs of positions start at multiples of a half or a quarter of a vector: by (backward, bytes of an element,
+# elements of that part). These come first. Few columns are in wide tiles that are not skewed: each run of such a tile
+# shares a sector with the next tile's, so that wide tiles share fewer. H200, 6.7e7 elements, fraction of a copy or an
+# add before and with these: bfloat16 softmax of 21 columns of 25,268 positions 0.79 and 0.95, of 870 of 6,140 0.76 and
+# 0.82; gradients of 50 of 9,012 0.89 and 0.95, of 2,900 of 20,044 0.62 and 0.74
+PART_VECTORS = {
+    (False, 2, 4): (
+        SpatialConfig(14, 1, 4, 512, thread_bytes=8, whole_sectors=False, least_cols=7),
+        SpatialConfig(46, 1, 4, 256, thread_bytes=8, whole_sectors=False, least_cols=7),
+        SpatialConfig(56, 1, 8, 512, thread_bytes=8, whole_sectors=False, least_cols=47),
+        SpatialConfig(192, 2, 8, 256, thread_bytes=8, skewed=8, least_cols=153),
+        SpatialConfig(240, 2, 4, 128, skewed=16, least_cols=193),
+        SpatialConfig(304, 2, 8, 256, skewed=16, least_cols=241),
+        SpatialConfig(448, 4, 8, 256, thread_bytes=8, skewed=8, least_cols=305),
+        SpatialConfig(480, 4, 4, 128, skewed=16, least_cols=449),
+        SpatialConfig(608, 4, 8, 256, skewed=16, least_cols=481),
+        SpatialConfig(960, 8, 4, 128, skewed=16, least_cols=769),
+        SpatialConfig(1408, 8, 8, 128, thread_bytes=8, skewed=8, least_cols=1217),
+    ),
+    (False, 2, 2): (SpatialConfig(16, 1, 8, 512, thread_bytes=8, whole_sectors=False, least_cols=11),),
+    (False, 4, 2): (SpatialConfig(12, 1, 4, 128, skewed=32, least_cols=10),),
+    (True, 2, 4): (
+        SpatialConfig(32, 1, 8, 512, thread_bytes=8, whole_sectors=False, least_cols=9),
+        SpatialConfig(64, 1, 8, 256, thread_bytes=8, whole_sectors=False, least_cols=9),
+        SpatialConfig(96, 2, 8, 256, skewed=16, least_cols=65),
+        SpatialConfig(192, 4, 8, 256, skewed=16, least_cols=129),
+        SpatialConfig(288, 4, 8, 256, skewed=16, least_cols=193),
+        SpatialConfig(448, 8, 4, 128, skewed=16, least_cols=417),
+        SpatialConfig(576, 8, 8, 256, skewed=16, least_cols=449),
+        SpatialConfig(1024, 16, 4, 128, skewed=16, least_cols=961),
+        SpatialConfig(1536, 16, 4, 64, skewed=16, least_cols=1345),
+        SpatialConfig(2944, 16, 8, 128, thread_bytes=8, skewed=8, max_registers=168, least_cols=2689),
+        SpatialConfig(3328, 16, 4, 64, skewed=16, max_registers=168, least_cols=2945),
+        SpatialConfig(4608, 16, 8, 64, skewed=16, max_registers=128, least_cols=3329),
+        SpatialConfig(7168, 16, 8, 64, skewed=16, max_registers=168, least_cols=6145),
+    ),
+    (True, 2, 2): (
+        SpatialConfig(16, 1, 8, 256, thread_bytes=8, whole_sectors=False, least_cols=7),
+        SpatialConfig(3328, 16, 4, 64, skewed=16, max_registers=168, least_cols=2689),
+        SpatialConfig(4096, 16, 8, 64, thread_bytes=8, skewed=8, max_registers=128, least_cols=3329),
+    ),
+}
 # skewed tiles without a cap of their own, by (backward, warps of a program): registers that a thread's chunks take, at
 # most, and the cap on all. H200, bfloat16, fraction of a copy: softmax of 222 columns, 56 registers, 0.94 with 80, 0.87
 # with 128; of 40 columns, 20 registers, 0.95 without a cap, 0.79 with 96; the gradient of 300 columns, 76 registers,
