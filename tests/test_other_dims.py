@@ -34,7 +34,7 @@ from fused_softmax.planning.spatial import (
     plan_spatial_statistics,
     resident_plan,
 )
-from fused_softmax.planning.spatial_tables import ON_CHIP, UNALIGNED
+from fused_softmax.planning.spatial_tables import ON_CHIP, PART_VECTORS, UNALIGNED
 from fused_softmax.planning.strided import StridedRows, strided_is_faster, strided_plan
 from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem
 
@@ -371,18 +371,21 @@ def test_skewed_tiles_are_for_tensors_of_equal_phases():
 
 def test_chunks_of_skewed_tiles_repeat_the_phases():
     device, n_skewed = DEVICES["sm_90"], 0
-    for (backward, itemsize), table in [*ON_CHIP.items(), *UNALIGNED.items()]:
+    # runs of ON_CHIP start at multiples of half a sector, runs of UNALIGNED anywhere
+    tables = [(*kind, 16 // kind[1], table) for kind, table in ON_CHIP.items()]
+    tables += [(*kind, 1, table) for kind, table in UNALIGNED.items()]
+    tables += [(*kind, table) for kind, table in PART_VECTORS.items()]
+    for backward, itemsize, starts, table in tables:
         for config in table:
             if config.skewed:
                 cols = config.num_warps * 32 * config.thread_bytes // itemsize // config.inner
-                # of UNALIGNED, phases repeat after as many columns as a unit has elements; of ON_CHIP, after two
-                repeats = config.skewed // itemsize if table is UNALIGNED[backward, itemsize] else 2
+                repeats = max(1, config.skewed // itemsize // starts)
                 assert cols * config.ctas % repeats == 0, config
                 assert config.thread_bytes <= config.skewed < config.inner * itemsize / 4, config
                 assert config.ctas == 1 or config.inner <= config.num_warps * device.warp_size, config
                 assert not (backward and config.held), "such gradients stage nothing"
                 n_skewed += 1
-    assert n_skewed > 20
+    assert n_skewed > 60
 
 
 def cropped(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 import fused_softmax as fs
 from fused_softmax.launch import spatial
 from fused_softmax.launch.device import device_of
+from fused_softmax.planning.spatial_tables import PART_VECTORS
 from fused_softmax.planning.types import Device, Plan
 
 pytestmark = pytest.mark.gpu
@@ -73,6 +74,17 @@ def drawn_planes(rng: random.Random) -> Drawn:
     dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
     n_cols, inner = round(2 ** rng.uniform(6, 12.3)), rng.choice((rng.randint(48, 511), 2 * rng.randint(50, 255)))
     outer = max(1, min(rng.randint(1, 60), (1 << 23) // (n_cols * inner)))
+    return Drawn(dtype, (outer, n_cols, inner), 0, rng.random() < 0.4)
+
+
+def drawn_parts(rng: random.Random) -> Drawn:
+    """Runs that start at multiples of a part of a vector, of columns that a table of their own has."""
+    (_, itemsize, vec), table = rng.choice(list(PART_VECTORS.items()))
+    config = rng.choice(table)
+    n_cols = rng.randint(max(2, config.least_cols), config.max_cols)
+    inner = 2 * vec * rng.randint(4 * config.inner // (2 * vec) + 1, 5 * config.inner // (2 * vec)) + vec
+    outer = max(1, min(rng.randint(1, 20), (1 << 23) // (n_cols * inner)))
+    dtype = torch.float32 if itemsize == 4 else rng.choice((torch.bfloat16, torch.float16))
     return Drawn(dtype, (outer, n_cols, inner), 0, rng.random() < 0.4)
 
 
@@ -161,6 +173,13 @@ def test_skewed_tiles_of_few_positions(seed: int):
         pytest.skip("such plans are on clusters")
     backward = seed % 2 == 0
     problem = next(p for p in iter(lambda: drawn_planes(rng), None) if p.plan(backward, device).skewed)
+    ran = check(problem, seed)
+    assert isinstance(ran, Plan) and ran == problem.plan(False, device), "torch answered, or another plan"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_parts_of_vectors(seed: int):
+    device, problem = device_of(torch.empty(0, device="cuda")), drawn_parts(random.Random(seed))
     ran = check(problem, seed)
     assert isinstance(ran, Plan) and ran == problem.plan(False, device), "torch answered, or another plan"
 
