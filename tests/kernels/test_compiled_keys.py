@@ -13,17 +13,15 @@ import triton
 
 pytestmark = pytest.mark.compiled
 
-# the keys of some kernels that call the same functions, asked for in the order of the arguments
+# the keys of some kernels that call the same functions, loaded as a call does in the order of the arguments, or imported
 CODE = """
 import importlib, json, sys
-from fused_softmax.launch.kernel_keys import settle_key
+from fused_softmax.launch.spatial import kernel_of
 keys = {}
 for name in sys.argv[2:]:
     module, _, kernel = name.partition(".")
-    kernel = getattr(importlib.import_module("fused_softmax.kernels." + module), kernel)
-    if sys.argv[1] == "settled":
-        settle_key(kernel)
-    keys[name] = kernel.cache_key
+    imported = getattr(importlib.import_module("fused_softmax.kernels." + module), kernel)
+    keys[name] = (kernel_of(module, kernel)() if sys.argv[1] == "loaded" else imported).cache_key
 print(json.dumps(keys))
 """
 KERNELS = [
@@ -33,7 +31,7 @@ KERNELS = [
 ]  # fmt: skip
 
 
-def keys(order: list[str], how: str = "settled") -> dict[str, str]:
+def keys(order: list[str], how: str = "loaded") -> dict[str, str]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path("src").resolve()), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
         [sys.executable, "-c", CODE, how, *order], env=env, capture_output=True, text=True, timeout=120, check=True
@@ -46,7 +44,7 @@ def test_keys_are_those_of_any_order():
 
 
 def test_the_order_matters_to_triton():
-    """What settle_key is for; Triton 3.9 has keys of its own that no order changes."""
+    """What `settle_key` is for; Triton 3.9 has keys of its own that no order changes."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    in_order, reversed_ = keys(KERNELS, "as they come"), keys(KERNELS[::-1], "as they come")
+    in_order, reversed_ = keys(KERNELS, "imported"), keys(KERNELS[::-1], "imported")
     assert (in_order == reversed_) == (version >= (3, 9))

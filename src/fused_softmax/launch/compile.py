@@ -64,13 +64,15 @@ Kernel = Callable[[], Any]  # imports a kernel when it is first needed: the pack
 
 
 def kernel_loader(load: Kernel) -> Kernel:
-    """`load`, once; KernelUnavailable where this Triton cannot even decorate the kernel."""
+    """`load`, with the kernel's key settled; KernelUnavailable where this Triton cannot even decorate the kernel."""
 
     @functools.wraps(load)
     def loaded() -> Any:
         availability.raise_if_failed(load)
         try:
-            return load()
+            kernel = load()
+            settle_key(kernel)  # before the kernel is part of any key
+            return kernel
         except Exception as error:
             raise availability.failed(load, f"the kernel of {load.__module__}.{load.__name__}", error) from error
 
@@ -107,8 +109,6 @@ class Launch(NamedTuple):
         availability.raise_if_failed(key)
         if key in _ready:
             return _ready.get(key)  # type: ignore[return-value]
-
-        settle_key(self.kernel)
 
         def build(meta: Mapping[str, Any]) -> Any:
             compiled = self.kernel.warmup(*self.args, grid=self.grid, **meta)
@@ -225,7 +225,6 @@ def _built(kernel: Any, pointers: Pointers, meta: Mapping[str, Any], counts: tup
     import triton
     from triton.compiler import ASTSource
 
-    settle_key(kernel)
     options = {name: meta[name] for name in _OPTIONS if name in meta}
     constexprs = {name: value for name, value in meta.items() if name not in options}
     of_pointer, of_count = iter(pointers), iter(counts)

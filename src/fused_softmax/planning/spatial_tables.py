@@ -566,7 +566,6 @@ PART_VECTORS = {
         SpatialConfig(2944, 16, 8, 128, thread_bytes=8, skewed=8, max_registers=168, least_cols=2689),
         SpatialConfig(3328, 16, 4, 64, skewed=16, max_registers=168, least_cols=2945),
         SpatialConfig(4608, 16, 8, 64, skewed=16, max_registers=128, least_cols=3329),
-        SpatialConfig(7168, 16, 8, 64, skewed=16, max_registers=168, least_cols=6145),
     ),
     (True, 2, 2): (
         SpatialConfig(16, 1, 8, 256, thread_bytes=8, whole_sectors=False, least_cols=7),
