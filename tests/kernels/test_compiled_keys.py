@@ -13,7 +13,7 @@ import triton
 
 pytestmark = pytest.mark.compiled
 
-# the keys of some kernels that call the same functions, loaded as a call does in the order of the arguments, or imported
+# the keys of kernels that call the same functions, in the order of the arguments: loaded as a call does, or imported
 CODE = """
 import importlib, json, sys
 from fused_softmax.launch.spatial import kernel_of
