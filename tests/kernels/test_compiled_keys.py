@@ -16,7 +16,7 @@ pytestmark = pytest.mark.compiled
 # the keys of kernels that call the same functions, in the order of the arguments: loaded as a call does, or imported
 CODE = """
 import importlib, json, sys
-from fused_softmax.launch.spatial import kernel_of
+from fused_softmax.launch.kernel_loading import kernel_of
 keys = {}
 for name in sys.argv[2:]:
     module, _, kernel = name.partition(".")

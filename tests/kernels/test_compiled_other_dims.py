@@ -12,6 +12,7 @@ from fused_softmax.lab.cross_compile import compile_for, occupancy
 from fused_softmax.launch import spatial
 from fused_softmax.launch.compile import MOST_SPILLED
 from fused_softmax.planning.spatial import resident_plan
+from fused_softmax.planning.spatial_tables import PART_VECTORS
 from fused_softmax.planning.types import DEVICES, MULTIPROCESSORS
 
 pytestmark = pytest.mark.compiled
@@ -162,6 +163,29 @@ def test_skewed_tiles_of_few_positions(of):
     launch, chosen = launch_over(*of)
     assert chosen.skewed
     check(f"softmax_spatial_skewed {of[2]}", launch, "sm_90", chosen)
+
+
+# each entry of the tables of runs that start at parts of a vector: of a gradient, dtype, positions' alignment, entry
+OF_PARTS = [
+    (backward, {2: BFLOAT16, 4: FLOAT32}[itemsize], vec, config)
+    for (backward, itemsize, vec), table in PART_VECTORS.items() for config in table
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("backward", "dtype", "vec", "config"),
+    [*OF_PARTS[2:5], *(pytest.param(*of, marks=pytest.mark.extended) for of in OF_PARTS[:2] + OF_PARTS[5:])],
+    ids=str,
+)
+def test_runs_at_parts_of_a_vector(backward, dtype, vec, config):
+    launch, chosen = launch_over(config.max_cols, 8192 + vec, dtype, backward, False)
+    assert (chosen.rows, chosen.ctas, chosen.num_warps) == (config.inner, config.ctas, config.num_warps)
+    assert chosen.skewed == config.skewed // dtype.itemsize
+    used, _ = cross_compiled(launch, "sm_90")
+    widest = chosen.vec * dtype.itemsize
+    assert used.widest_load_bytes == used.widest_store_bytes == widest >= vec * dtype.itemsize
+    # 128 registers and fewer keep two programs on a multiprocessor: nothing may spill so much that the cap is lost
+    assert used.spilled_bytes <= MOST_SPILLED and used.fits()
 
 
 @pytest.mark.extended

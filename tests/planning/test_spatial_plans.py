@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fused_softmax.planning.spatial import few_positions, plan_spatial, plan_spatial_loss
+from fused_softmax.planning.spatial_tables import PART_VECTORS
 from fused_softmax.planning.types import DEVICES, ITEMSIZE, Device, Plan, SpatialProblem
 
 SHARED = 48 << 10  # bytes of a kernel, at most
@@ -138,3 +139,27 @@ def test_columns_in_halves_of_sectors(n_cols, backward, wanted):
     problem = SpatialProblem(n_cols, 15320, "bfloat16", "bfloat16", 8, backward, whole_sectors=False, in_phase=True)
     plan = plan_spatial(problem, DEVICES["sm_90"])
     assert plan.overlap == 8 and (plan.ctas, plan.chunks, plan.smem_staged, plan.max_registers) == wanted
+
+
+def test_runs_that_start_at_parts_of_a_vector():
+    """Each entry is what its own columns get, and all other problems never do."""
+    device = DEVICES["sm_90"]
+    for (backward, itemsize, vec), table in PART_VECTORS.items():
+        dtype = "float32" if itemsize == 4 else "bfloat16"
+        for before, config in zip((None, *table), table, strict=False):
+            fewest = max(config.least_cols, 2 if before is None else before.max_cols + 1)
+            for n_cols in {fewest, config.max_cols}:
+                of = SpatialProblem(n_cols, 8192 + vec, dtype, dtype, vec, backward, whole_sectors=False, in_phase=True)
+                plan = plan_spatial(of, device)
+                found = plan.rows, plan.ctas, plan.num_warps, plan.skewed * itemsize, plan.smem_staged
+                assert found == (config.inner, config.ctas, config.num_warps, config.skewed, 0), n_cols
+                assert config.max_registers in (None, plan.max_registers) and plan.stagger == 0
+                # a run of whole vectors, or one that starts anywhere, and bits that do not depend on `inner`
+                for other in (
+                    replace(of, inner=8192, vec=16 // itemsize, whole_sectors=True),
+                    replace(of, inner=8193, vec=1),
+                    replace(of, batch_invariant=True),
+                ):
+                    assert plan_spatial(other, device) != plan, (other, config)
+                if config.skewed:  # what shares memory with the output has no such tiles
+                    assert plan_spatial(replace(of, in_phase=False), device).skewed == 0

@@ -1,11 +1,10 @@
-"""Kernels -> compiled kernels: a launch as data, and how a kernel is loaded, compiled and bound for calls.
+"""Kernels -> compiled kernels: a launch as data, and how a kernel is compiled and bound for calls.
 
 Kernels are compiled from their declaration, not by value: no width ever becomes part of a kernel.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +15,6 @@ import torch
 from ..planning.types import Device, Plan, looser_cap
 from . import availability
 from .cache import Cache
-from .kernel_keys import settle_key
 from .torch_private import current_device, current_stream
 
 lock = threading.RLock()  # held while a kernel is planned, compiled and cached
@@ -58,25 +56,6 @@ def assert_options(kernel: Any, device: Device) -> dict[str, Any]:
     """What compiles the assertions of a kernel that has any."""
     asserts = kernel.declaration.asserts and device.kind != "interpreter"
     return dict(debug=True, sanitize_overflow=False) if asserts else {}
-
-
-Kernel = Callable[[], Any]  # imports a kernel when it is first needed: the package imports without Triton
-
-
-def kernel_loader(load: Kernel) -> Kernel:
-    """`load`, with the kernel's key settled; KernelUnavailable where this Triton cannot even decorate the kernel."""
-
-    @functools.wraps(load)
-    def loaded() -> Any:
-        availability.raise_if_failed(load)
-        try:
-            kernel = load()
-            settle_key(kernel)  # before the kernel is part of any key
-            return kernel
-        except Exception as error:
-            raise availability.failed(load, f"the kernel of {load.__module__}.{load.__name__}", error) from error
-
-    return loaded
 
 
 class Launch(NamedTuple):

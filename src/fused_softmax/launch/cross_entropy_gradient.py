@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..planning.losses import plan_elementwise, plan_few_programs
 from .cache import Cache
-from .compile import kernel_loader
+from .kernel_loading import kernel_loader
 from .last_upstream import LastUpstream
 from .launcher import FEW_WARPS, RowOp, Vector, always, launch_rows, on_its_device, prepare_rows
 from .layout import expect_rows, layout_key, places, pointer, restored

@@ -16,10 +16,11 @@ from torch import Tensor
 from ..planning.spatial import plan_spatial_loss
 from ..planning.types import Device, Plan
 from .cache import Cache
-from .compile import assert_options, early_start, kernel_loader
+from .compile import assert_options, early_start
 from .context import is_batch_invariant
 from .device import device_of
 from .folding import alignment_of, as_planes, merge_dims
+from .kernel_loading import kernel_loader
 from .layout import MAX_COLS, as_rows, empty
 from .loss_kernels import add_kernel, add_warps, partials_flags
 from .options import CrossEntropy

@@ -20,9 +20,10 @@ from ..planning.types import VECTOR_BYTES, Device, Plan, Problem
 from . import compile as compiling
 from .availability import KernelUnavailable
 from .cache import Cache
-from .compile import Binding, Kernel, Launch, Pointers, assert_options, early_start, launch_options
+from .compile import Binding, Launch, Pointers, assert_options, early_start, launch_options
 from .context import is_batch_invariant
 from .device import device_of
+from .kernel_loading import Kernel
 from .layout import problem_of, run_time_arguments, starts
 from .options import Flags
 from .torch_private import current_device, current_stream

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from ..planning.types import Device
-from .compile import kernel_loader
+from .kernel_loading import kernel_loader
 from .options import CrossEntropy, Flags, LossKind
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..planning.masked_softmax import plan_masked
 from ..planning.types import Device, Plan, power_of_two
 from .cache import Cache
-from .compile import kernel_loader
 from .context import is_batch_invariant
+from .kernel_loading import kernel_loader
 from .launcher import RowOp, device_of, launch_rows, planned, prepare_rows
 from .layout import empty, rows_of, rows_or_copy, starts
 from .masks import (

@@ -17,9 +17,9 @@ from torch import Tensor
 from ..planning.losses import plan_elementwise, plan_row_statistics, plan_statistics
 from ..planning.types import Plan, power_of_two
 from .cache import Cache
-from .compile import kernel_loader
 from .context import is_batch_invariant
 from .device import device_of
+from .kernel_loading import kernel_loader
 from .launcher import RowOp, always, on_its_device, planned, prepare_flat, prepare_rows, programs_of_row
 from .layout import allocator, allocator_here, described_gradient, expect_rows, layout_key, pointer, restored, rows_of
 from .options import Flags, scale_flag

@@ -19,9 +19,10 @@ from ..planning import softmax as planning
 from ..planning.types import Device, Plan
 from . import spatial
 from .availability import KernelUnavailable
-from .compile import Launch, Shaped, kernel_loader, launch_failure, prepare_launch
+from .compile import Launch, Shaped, launch_failure, prepare_launch
 from .context import is_batch_invariant
 from .folding import as_planes, folded
+from .kernel_loading import kernel_loader
 from .launcher import RowOp, device_of, launch_rows, planned, prepare_rows, row_launch
 from .layout import as_rows
 from .options import Flags

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..planning.losses import plan_capped_statistics, plan_elementwise
-from .compile import kernel_loader
+from .kernel_loading import kernel_loader
 from .launcher import RowOp, Vector, always, launch_rows
 
 

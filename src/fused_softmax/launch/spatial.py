@@ -6,7 +6,6 @@ they share. It is made once for each layout. `outer` travels with each call.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,23 +17,13 @@ from ..planning.types import SECTOR_BYTES, Device, Plan, SpatialProblem, bundles
 from . import compile as compiling
 from .availability import KernelUnavailable
 from .cache import Cache
-from .compile import Kernel, Launch, early_start, kernel_loader, launch_options
+from .compile import Launch, early_start, launch_options
 from .context import is_batch_invariant
 from .device import device_of
 from .folding import alignment_of
+from .kernel_loading import kernel_of
 from .layout import DTYPE_NAMES, divisor, empty, expect_countable
 from .torch_private import current_device, current_stream
-
-
-def kernel_of(module: str, name: str) -> Kernel:
-    """The loader of a kernel of `module`."""
-
-    def load() -> Any:
-        return getattr(importlib.import_module(f"{__name__.rsplit('.', 2)[0]}.kernels.{module}"), name)
-
-    load.__name__ = name
-    return kernel_loader(load)
-
 
 # the kernels of softmax and its gradient, by module, and those of columns that are read in parts, by name
 RESIDENT = {

@@ -18,10 +18,11 @@ from ..planning.transposed import SECTOR, TransposedRows, reading, transposed_pl
 from ..planning.types import Device, Plan, power_of_two
 from .availability import KernelUnavailable
 from .cache import Cache
-from .compile import Launch, Shaped, early_start, kernel_loader, launch_options, prepare_launch
+from .compile import Launch, Shaped, early_start, launch_options, prepare_launch
 from .context import is_batch_invariant
 from .device import device_of
 from .folding import alignment_of, merge_dims, stride_of_one
+from .kernel_loading import kernel_loader
 from .layout import DTYPE_NAMES, divisor
 
 # positions of a tensor, at most: a program counts them in 31 bits, from that of its first row on

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..planning.types import power_of_two
-from .compile import kernel_loader
+from .kernel_loading import kernel_loader
 from .launcher import Vector, on_its_device, prepare_flat
 from .layout import places, pointer, restored
 from .options import Flags, scale_flag

@@ -1,4 +1,4 @@
-"""One key for each kernel in Triton's cache on disk, whatever a process compiled before it.
+"""How a kernel is loaded: when it is first needed, and with one key in Triton's cache on disk.
 
 Triton's key of a function has the constants of the functions that it calls, but only of those whose own keys were asked
 for before. So a process that compiled kernels in another order than the last one found few of them on disk, and
@@ -8,11 +8,42 @@ before all else, because a kernel's hash, in any dictionary, is its key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import importlib
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
+from . import availability
+
+Kernel = Callable[[], Any]  # imports a kernel when it is first needed: the package imports without Triton
 _settled: set[int] = set()
+
+
+def kernel_loader(load: Kernel) -> Kernel:
+    """`load`, with the kernel's key settled; KernelUnavailable where this Triton cannot even decorate the kernel."""
+
+    @functools.wraps(load)
+    def loaded() -> Any:
+        availability.raise_if_failed(load)
+        try:
+            kernel = load()
+            settle_key(kernel)  # before the kernel is part of any key
+            return kernel
+        except Exception as error:
+            raise availability.failed(load, f"the kernel of {load.__module__}.{load.__name__}", error) from error
+
+    return loaded
+
+
+def kernel_of(module: str, name: str) -> Kernel:
+    """The loader of a kernel of `module`."""
+
+    def load() -> Any:
+        return getattr(importlib.import_module(f"{__name__.rsplit('.', 2)[0]}.kernels.{module}"), name)
+
+    load.__name__ = name
+    return kernel_loader(load)
 
 
 def settle_key(function: Any) -> None:
