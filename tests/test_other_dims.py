@@ -259,7 +259,9 @@ SKEWED = {
 TWO_PHASES = ("twice an odd number", "aligned", "pairs")
 
 
-def run_skewed(tile: str, tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False) -> None:
+def run_skewed(
+    tile: str, tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False, num_warps: int = 1
+) -> None:
     _, inner, cols, ctas, vec, unit = SKEWED[tile]
     problem = spatial.problem_of(*tensors, log=log, backward=backward)
     assert problem.in_phase
@@ -270,6 +272,7 @@ def run_skewed(tile: str, tensors: tuple[torch.Tensor, ...], log: bool, backward
     assert (plan.vec, plan.skewed) == (vec, unit)
     two_phases = tile in TWO_PHASES or ("half" in tile and size == 2)
     assert plan.overlap == (unit if two_phases else 2 * unit)
+    plan = replace(plan, num_warps=num_warps)
     spatial.prepare(spatial.softmax_recipe(tensors, plan, log, backward, DEVICE), tensors)(tensors)
 
 
@@ -327,11 +330,57 @@ def check_tiles(run: Callable[..., None], shape: tuple[int, int, int], dtype: to
         assert (memory == SENTINEL).all(), "written outside the output"
 
 
+@pytest.mark.parametrize("num_warps", [1, 8])  # a softmax of 8 warps writes its chunks by twos
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
 @pytest.mark.parametrize("tile", SKEWED)
-def test_skewed_tiles(tile, dtype, log):
-    check_tiles(partial(run_skewed, tile), SKEWED[tile][0], dtype, log)
+def test_skewed_tiles(tile, dtype, log, num_warps):
+    check_tiles(partial(run_skewed, tile, num_warps=num_warps), SKEWED[tile][0], dtype, log)
+
+
+# shape, dtype, elements of a vector, and the strides of inputs and of the output. Vectors lie in two columns because of
+# one of these numbers alone
+ACROSS = {
+    "the stride of outer": ((3, 17, 26), BFLOAT16, 2, (447, 26), (991, 58)),
+    "the stride of columns": ((2, 12, 104), FLOAT32, 4, (1320, 110), (1416, 118)),
+    "the positions": ((1, 18, 289), FLOAT32, 2, (5220, 290), (5220, 290)),
+    "none": ((2, 18, 104), BFLOAT16, 4, (1904, 104), (2160, 120)),
+}
+
+
+def strided(
+    shape: tuple[int, int, int], dtype: torch.dtype, strides: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of these strides among sentinels, and all of its memory."""
+    field = torch.full((shape[0] * strides[0] + shape[1] * strides[1] + 64,), SENTINEL, dtype=dtype)
+    return field.as_strided(shape, (*strides, 1), 32), field
+
+
+@pytest.mark.parametrize("num_warps", [1, 8])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("of", ACROSS)
+def test_ends_of_skewed_tiles_with_strides(of, backward, num_warps):
+    shape, dtype, vec, of_inputs, of_output = ACROSS[of]
+    inputs = [strided(shape, dtype, of_inputs)[0] for _ in range(1 + backward)]
+    for t in inputs:
+        t.copy_(torch.rand(shape) * 2 / (shape[1] if backward else 1))
+    result, memory = strided(shape, dtype, of_output)
+    tensors = (*inputs, result)
+    problem = spatial.problem_of(*tensors, backward=backward)
+    assert problem.in_phase
+    size = dtype.itemsize
+    plan = resident_plan(
+        problem, DEVICE, 32, 4, 1, recompute=size == 2, thread_bytes=vec * size, skewed=vec * size
+    )  # fmt: skip
+    plan = replace(plan, num_warps=num_warps)
+    spatial.prepare(spatial.softmax_recipe(tensors, plan, False, backward, DEVICE), tensors)(tensors)
+    first = inputs[0].double()
+    want = torch.softmax(first, 1)
+    if backward:
+        want = first * (inputs[1].double() - (first * inputs[1].double()).sum(1, keepdim=True))
+    assert torch.allclose(result.double(), want, rtol=4 * torch.finfo(dtype).eps + 2e-6, atol=1e-4)
+    result.fill_(SENTINEL)
+    assert (memory == SENTINEL).all(), "written outside the output"
 
 
 @pytest.mark.parametrize("log", [False, True])

@@ -1,4 +1,4 @@
-"""Triton's keys of kernels on disk: the same in each process, whatever it compiled before."""
+"""Triton's keys of kernels on disk: the same in each process, whatever it compiled before, and by which threads."""
 
 from __future__ import annotations
 
@@ -13,38 +13,47 @@ import triton
 
 pytestmark = pytest.mark.compiled
 
-# the keys of kernels that call the same functions, in the order of the arguments: loaded as a call does, or imported
+# the keys of all kernels: imported, or loaded as calls do, in one order or the reverse, or by a thread for each
 CODE = """
-import importlib, json, sys
+import importlib, json, pkgutil, sys, threading
+import fused_softmax.kernels
 from fused_softmax.launch.kernel_loading import kernel_of
-keys = {}
-for name in sys.argv[2:]:
-    module, _, kernel = name.partition(".")
-    imported = getattr(importlib.import_module("fused_softmax.kernels." + module), kernel)
-    keys[name] = (kernel_of(module, kernel)() if sys.argv[1] == "loaded" else imported).cache_key
+kernels = {}
+for module in pkgutil.iter_modules(fused_softmax.kernels.__path__):
+    if not module.ispkg:
+        of = vars(importlib.import_module("fused_softmax.kernels." + module.name))
+        kernels |= {name: (module.name, k) for name, k in of.items() if hasattr(k, "declaration")}
+keys, how = {}, sys.argv[1:]
+def key_of(name):
+    module, imported = kernels[name]
+    keys[name] = (imported if "imported" in how else kernel_of(module, name)()).cache_key
+names = sorted(kernels, reverse="reversed" in how)
+if "threads" in how:
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=key_of, args=(name,)) for name in names]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+else:
+    for name in names: key_of(name)
 print(json.dumps(keys))
 """
-KERNELS = [
-    "softmax_spatial.softmax_spatial", "softmax_spatial.softmax_spatial_backward", "softmax_resident.softmax_resident",
-    "softmax_spatial_skewed.softmax_spatial_skewed", "softmax_spatial_skewed.softmax_spatial_skewed_backward",
-    "cross_entropy_resident.cross_entropy_resident", "masked_softmax_gathered.masked_softmax_gathered",
-]  # fmt: skip
 
 
-def keys(order: list[str], how: str = "loaded") -> dict[str, str]:
+def keys(*how: str) -> dict[str, str]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path("src").resolve()), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
-        [sys.executable, "-c", CODE, how, *order], env=env, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", CODE, *how], env=env, capture_output=True, text=True, timeout=120, check=True
     )
     return json.loads(done.stdout)
 
 
 def test_keys_are_those_of_any_order():
-    assert keys(KERNELS) == keys(KERNELS[::-1])
+    found = keys()
+    assert len(found) > 50 and found == keys("reversed") == keys("threads", "reversed")
 
 
+@pytest.mark.extended
 def test_the_order_matters_to_triton():
     """What `settle_key` is for; Triton 3.9 has keys of its own that no order changes."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    in_order, reversed_ = keys(KERNELS, "imported"), keys(KERNELS[::-1], "imported")
-    assert (in_order == reversed_) == (version >= (3, 9))
+    assert (keys("imported") == keys("imported", "reversed")) == (version >= (3, 9))

@@ -7,7 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from fused_softmax.planning.spatial import few_positions, plan_spatial, plan_spatial_loss
+from fused_softmax.planning.spatial import (
+    few_positions,
+    plan_spatial,
+    plan_spatial_elementwise,
+    plan_spatial_loss,
+    plan_spatial_statistics,
+)
 from fused_softmax.planning.spatial_tables import PART_VECTORS
 from fused_softmax.planning.types import DEVICES, ITEMSIZE, Device, Plan, SpatialProblem
 
@@ -163,3 +169,15 @@ def test_runs_that_start_at_parts_of_a_vector():
                     assert plan_spatial(other, device) != plan, (other, config)
                 if config.skewed:  # what shares memory with the output has no such tiles
                     assert plan_spatial(replace(of, in_phase=False), device).skewed == 0
+
+
+def test_other_kernels_keep_their_tiles():
+    """The tables of parts of a vector were measured with softmax alone."""
+    for backward in (False, True):
+        of = SpatialProblem(32, 22148, "bfloat16", "bfloat16", 4, backward, whole_sectors=False, in_phase=True)
+        assert plan_spatial(of, DEVICES["sm_90"]).rows == 256 << backward
+        assert (
+            plan_spatial_elementwise(of, DEVICES["sm_90"]).rows
+            == plan_spatial_statistics(of, DEVICES["sm_90"]).rows
+            == 128
+        )

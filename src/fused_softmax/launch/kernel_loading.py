@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
@@ -18,6 +19,7 @@ from . import availability
 
 Kernel = Callable[[], Any]  # imports a kernel when it is first needed: the package imports without Triton
 _settled: set[int] = set()
+_lock = threading.RLock()
 
 
 def kernel_loader(load: Kernel) -> Kernel:
@@ -48,14 +50,21 @@ def kernel_of(module: str, name: str) -> Kernel:
 
 def settle_key(function: Any) -> None:
     """Computes Triton's keys of all functions that `function` calls, and then its own; once."""
+    if id(function) not in _settled:
+        with _lock:
+            _settle(function, set())
+
+
+def _settle(function: Any, begun: set[int]) -> None:
     # asked of the type: to ask the function would compute its key. An interpreted function has none
-    if id(function) in _settled or not hasattr(type(function), "cache_key"):
+    if id(function) in _settled | begun or not hasattr(type(function), "cache_key"):
         return
-    _settled.add(id(function))
+    begun.add(id(function))
     raw = function.fn
     for name in _names(raw.__code__):
-        settle_key(raw.__globals__.get(name))
+        _settle(raw.__globals__.get(name), begun)
     function.cache_key  # noqa: B018
+    _settled.add(id(function))  # only now: another thread may compile what calls it
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -536,7 +536,8 @@ UNALIGNED = {
 # elements of that part). These come first. Few columns are in wide tiles that are not skewed: each run of such a tile
 # shares a sector with the next tile's, so that wide tiles share fewer. H200, 6.7e7 elements, fraction of a copy or an
 # add before and with these: bfloat16 softmax of 21 columns of 25,268 positions 0.79 and 0.95, of 870 of 6,140 0.76 and
-# 0.82; gradients of 50 of 9,012 0.89 and 0.95, of 2,900 of 20,044 0.62 and 0.74
+# 0.82; gradients of 50 of 9,012 0.89 and 0.95, of 2,900 of 20,044 0.62 and 0.74. Other GPUs, float16, and tiles that
+# are not skewed of other layouts take them untimed
 PART_VECTORS = {
     (False, 2, 4): (
         SpatialConfig(14, 1, 4, 512, thread_bytes=8, whole_sectors=False, least_cols=7),
