@@ -276,13 +276,6 @@ def run_skewed(
     spatial.prepare(spatial.softmax_recipe(tensors, plan, log, backward, DEVICE), tensors)(tensors)
 
 
-def surrounded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A contiguous tensor between sentinels, whose address is a multiple of 64 bytes, and all of its memory."""
-    n = shape[0] * shape[1] * shape[2]
-    field = torch.full((n + 64,), SENTINEL, dtype=dtype)
-    return field[32 : n + 32].view(shape), field
-
-
 # shape, in units of 16 bytes of inner; positions of a tile, columns of a chunk, CTAs
 OVERLAPPING = {
     "one block": ((2, 9, 3), 64, 4, 1),
@@ -307,17 +300,17 @@ def run_overlapping(tile: str, tensors: tuple[torch.Tensor, ...], log: bool, bac
 
 def check_tiles(run: Callable[..., None], shape: tuple[int, int, int], dtype: torch.dtype, log: bool) -> None:
     """Softmax and its gradient over dimension 1, by run(tensors, log, backward), between sentinels."""
-    x, _ = surrounded(shape, dtype)
+    x, _ = between_sentinels(shape, dtype)
     x.copy_(torch.randn(shape) * 3)
     x[0, 1, 0] = -float("inf")
-    y, field = surrounded(shape, dtype)
+    y, field = between_sentinels(shape, dtype)
     run((x, y), log)
     exact = (torch.log_softmax if log else torch.softmax)(x.double(), 1)
     assert torch.allclose(y.double(), exact, rtol=2 * torch.finfo(dtype).eps + 2e-6, atol=1e-6)
     first = torch.empty_like(x[:1])
     run((x[:1], first), log)
     assert torch.equal(first, y[:1]), "bits depend on outer"
-    dy, dx = torch.randn(shape).to(dtype), surrounded(shape, dtype)
+    dy, dx = torch.randn(shape).to(dtype), between_sentinels(shape, dtype)
     x[0, 1, 0] = 0.0
     y.copy_((torch.log_softmax if log else torch.softmax)(x.double(), 1))
     run((y, dy, dx[0]), log, backward=True)
@@ -325,9 +318,7 @@ def check_tiles(run: Callable[..., None], shape: tuple[int, int, int], dtype: to
     want = g - p.exp() * g.sum(1, keepdim=True) if log else p * (g - (g * p).sum(1, keepdim=True))
     scale = 1 + g.sum(1, keepdim=True).abs() if log else p * (g.abs() + (g * p).abs().sum(1, keepdim=True))
     assert ((dx[0].double() - want).abs() <= (2e-6 + 2 * torch.finfo(dtype).eps) * scale).all()
-    for result, memory in ((y, field), dx):
-        result.fill_(SENTINEL)
-        assert (memory == SENTINEL).all(), "written outside the output"
+    assert_nothing_outside((y, field), dx)
 
 
 @pytest.mark.parametrize("num_warps", [1, 8])  # a softmax of 8 warps writes its chunks by twos
@@ -361,26 +352,22 @@ def strided(
 @pytest.mark.parametrize("of", ACROSS)
 def test_ends_of_skewed_tiles_with_strides(of, backward, num_warps):
     shape, dtype, vec, of_inputs, of_output = ACROSS[of]
-    inputs = [strided(shape, dtype, of_inputs)[0] for _ in range(1 + backward)]
-    for t in inputs:
-        t.copy_(torch.rand(shape) * 2 / (shape[1] if backward else 1))
+    inputs = [strided(shape, dtype, of_inputs)[0].copy_(torch.randn(shape)) for _ in range(1 + backward)]
+    if backward:
+        inputs[0].copy_(torch.softmax(inputs[0].float(), 1))
     result, memory = strided(shape, dtype, of_output)
     tensors = (*inputs, result)
     problem = spatial.problem_of(*tensors, backward=backward)
     assert problem.in_phase
     size = dtype.itemsize
-    plan = resident_plan(
-        problem, DEVICE, 32, 4, 1, recompute=size == 2, thread_bytes=vec * size, skewed=vec * size
-    )  # fmt: skip
+    plan = resident_plan(problem, DEVICE, 32, 4, 1, recompute=size == 2, thread_bytes=vec * size, skewed=vec * size)
     plan = replace(plan, num_warps=num_warps)
     spatial.prepare(spatial.softmax_recipe(tensors, plan, False, backward, DEVICE), tensors)(tensors)
-    first = inputs[0].double()
-    want = torch.softmax(first, 1)
     if backward:
-        want = first * (inputs[1].double() - (first * inputs[1].double()).sum(1, keepdim=True))
-    assert torch.allclose(result.double(), want, rtol=4 * torch.finfo(dtype).eps + 2e-6, atol=1e-4)
-    result.fill_(SENTINEL)
-    assert (memory == SENTINEL).all(), "written outside the output"
+        assert_gradient(result, *inputs, False)
+    else:
+        assert_forward(result.clone(), inputs[0], False)
+    assert_nothing_outside((result, memory))
 
 
 @pytest.mark.parametrize("log", [False, True])

@@ -6,10 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import triton
+from planting import PACKAGE
 
 pytestmark = pytest.mark.compiled
 
@@ -40,7 +40,8 @@ print(json.dumps(keys))
 
 
 def keys(*how: str) -> dict[str, str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path("src").resolve()), os.environ.get("PYTHONPATH", "")])}
+    path = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-c", CODE, *how], env=env, capture_output=True, text=True, timeout=120, check=True
     )

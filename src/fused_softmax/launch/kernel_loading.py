@@ -57,7 +57,8 @@ def settle_key(function: Any) -> None:
 
 def _settle(function: Any, begun: set[int]) -> None:
     # asked of the type: to ask the function would compute its key. An interpreted function has none
-    if id(function) in _settled | begun or not hasattr(type(function), "cache_key"):
+    done = id(function) in _settled or id(function) in begun
+    if done or not hasattr(type(function), "cache_key"):
         return
     begun.add(id(function))
     raw = function.fn
