@@ -10,6 +10,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from cases import (
     SENTINEL,
     assert_contract,
@@ -23,6 +25,7 @@ from cases import (
 )
 
 import fused_softmax as fs
+from fused_softmax.kernels.common.spatial_tiles import owned_positions, positions_of, tile_at
 from fused_softmax.launch import cross_entropy_spatial, logsumexp, spatial, views
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.options import CrossEntropy
@@ -36,7 +39,7 @@ from fused_softmax.planning.spatial import (
 )
 from fused_softmax.planning.spatial_tables import ON_CHIP, PART_VECTORS, UNALIGNED
 from fused_softmax.planning.strided import StridedRows, strided_is_faster, strided_plan
-from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem
+from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem, tiles_of
 
 pytestmark = pytest.mark.interpreted
 
@@ -276,7 +279,7 @@ def run_skewed(
     spatial.prepare(spatial.softmax_recipe(tensors, plan, log, backward, DEVICE), tensors)(tensors)
 
 
-# shape, in units of 16 bytes of inner; positions of a tile, columns of a chunk, CTAs
+# shape, in the units at whose multiples columns start; positions of a tile, columns of a chunk, CTAs
 OVERLAPPING = {
     "one block": ((2, 9, 3), 64, 4, 1),
     "two blocks": ((2, 9, 9), 64, 4, 1),
@@ -284,17 +287,23 @@ OVERLAPPING = {
     "a last vector alone": ((1, 7, 29), 64, 2, 1),
     "sectors": ((2, 7, 30), 64, 2, 1),
     "on a cluster": ((2, 37, 21), 64, 2, 4),
-    "one column of each CTA": ((2, 19, 45), 64, 1, 2),
+    "one column of each CTA": ((2, 19, 45), 64, 1, 8),
 }
+# bytes at whose multiples columns start, and those of an access: of both dtypes
+STARTS = ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4))
 
 
-def run_overlapping(tile: str, tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False) -> None:
+def run_overlapping(
+    tile: str, access: int, tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False
+) -> None:
     _, inner, cols, ctas = OVERLAPPING[tile]
     problem = spatial.problem_of(*tensors, log=log, backward=backward)
-    assert problem.vec == problem.full_vec
-    plan = resident_plan(problem, DEVICE, inner, cols, 2, ctas, recompute=problem.itemsize == 2, overlaps=True)
+    plan = resident_plan(
+        problem, DEVICE, inner, max(cols, 32 // (access * ctas)), 2, ctas, recompute=problem.itemsize == 2,
+        thread_bytes=access, overlaps=True,
+    )  # fmt: skip
     plan = replace(plan, outers=1)
-    assert (plan.vec, plan.overlap, plan.skewed) == (problem.vec, problem.vec, 0)
+    assert (plan.vec * problem.itemsize, plan.overlap, plan.skewed) == (access, problem.sector - problem.vec, 0)
     spatial.prepare(spatial.softmax_recipe(tensors, plan, log, backward, DEVICE), tensors)(tensors)
 
 
@@ -372,10 +381,54 @@ def test_ends_of_skewed_tiles_with_strides(of, backward, num_warps):
 
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize(("starts", "access"), STARTS)
 @pytest.mark.parametrize("tile", OVERLAPPING)
-def test_overlapping_tiles(tile, dtype, log):
-    outer, n_cols, vectors = OVERLAPPING[tile][0]
-    check_tiles(partial(run_overlapping, tile), (outer, n_cols, vectors * 16 // dtype.itemsize), dtype, log)
+def test_overlapping_tiles(tile, starts, access, dtype, log):
+    outer, n_cols, units = OVERLAPPING[tile][0]
+    check_tiles(partial(run_overlapping, tile, access), (outer, n_cols, units * starts // dtype.itemsize), dtype, log)
+
+
+@triton.jit
+def note_writers(
+    writers, counts, n_cols, inner, n_blocks, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
+    OVERLAP: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    outer, block = tl.program_id(0) // n_blocks, tl.program_id(0) % n_blocks
+    column = tl.arange(0, COLS)[:, None, None]
+    first, exists = positions_of(block, inner, INNER, VEC, OVERLAP)
+    own = owned_positions(
+        exists, outer, block, n_blocks, column, n_cols * inner, inner, first, COLS, INNER, VEC, OVERLAP, BITS
+    )
+    own = own & (column < n_cols)
+    at = tile_at(writers, outer, inner, n_cols * inner, first, column, INNER, VEC)
+    tl.store(at, block, mask=own)
+    at = tile_at(counts, outer, inner, n_cols * inner, first, column, INNER, VEC)
+    tl.atomic_add(at, 1, mask=own)
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "vec", "starts"), [(2, 8, 8), (2, 4, 8), (2, 4, 4), (2, 2, 2), (4, 2, 2), (4, 1, 1)]
+)
+def test_each_sector_has_one_writer(itemsize, vec, starts):
+    sector, n_cols, outer = 32 // itemsize, 16, 2
+    overlap = sector - starts
+    for inner in starts * torch.tensor([1, 5, 9, 16, 17, 31, 47, 64, 129]):
+        inner = int(inner)
+        n_blocks = tiles_of(inner, 64, overlap)
+        shape = outer * n_cols * inner
+        writers, counts = torch.full((shape,), -1), torch.zeros(shape, dtype=torch.int32)
+        note_writers[(outer * n_blocks,)](
+            writers, counts, n_cols, inner // vec, n_blocks, 16, 64, vec, overlap, 8 * itemsize
+        )
+        assert (counts == 1).all(), "each element is written once"
+        blocks = range(n_blocks)
+        for column in writers.view(outer * n_cols, inner):
+            assert column[0] == blocks[0] and column[-1] == blocks[-1] and (column.diff() >= 0).all()
+        # of each sector that lies in one column, all elements have one writer
+        of_sectors = writers[: shape // sector * sector].view(-1, sector)
+        column = torch.arange(shape)[: shape // sector * sector].view(-1, sector) // inner
+        inside = column[:, 0] == column[:, -1]
+        assert (of_sectors[inside] == of_sectors[inside, :1]).all(), "a sector has two writers"
 
 
 def run_planned(tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False) -> None:
@@ -671,16 +724,16 @@ def test_wide_tiles_where_columns_start_in_the_middle_of_a_sector():
 
 def test_chunks_are_staged_only_where_a_thread_copies_whole_vectors():
     problem = SpatialProblem(1500, 8000, "bfloat16", "bfloat16", 8)
-    staged = plan_spatial(problem, DEVICES["sm_90"])
+    staged = spatial.tiles_of_positions(problem, DEVICES["sm_90"])
     assert 0 < staged.smem_staged < staged.unpredicated_chunks
-    others = (problem, DEVICES["sm_100"]), (replace(problem, vec=4), DEVICES["sm_90"])
+    others = (problem, DEVICES["sm_100"]), (replace(problem, vec=4, whole_sectors=False), DEVICES["sm_90"])
     others += ((replace(problem, out_dtype="float32"), DEVICES["sm_90"]),)
-    assert [plan_spatial(*other).smem_staged for other in others] == [0, 0, 0]
+    assert [spatial.tiles_of_positions(*other).smem_staged for other in others] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "n_cols", "inner"), [("bfloat16", 460, 264), ("bfloat16", 1700, 256), ("float32", 3000, 257)]
+    ("dtype", "n_cols", "inner"), [("bfloat16", 440, 264), ("bfloat16", 1700, 256), ("float32", 3000, 257)]
 )
 def test_groups_of_staged_chunks_are_one_softmax(dtype, n_cols, inner, log):
     # interpreted, chunks are staged nowhere, and reduced in the groups in which they arrive on a GPU
@@ -727,7 +780,8 @@ def test_long_columns_stay_on_chip_and_gradients_stage_dy():
         ("float32", 4, (8000, 11000, 14000, 20000, 28000)),
     ):
         for n_cols in widths:
-            plan = plan_spatial(replace(problem, n_cols=n_cols, dtype=dtype, out_dtype=dtype, vec=vec), device)
+            of = replace(problem, n_cols=n_cols, dtype=dtype, out_dtype=dtype, vec=vec)
+            plan = spatial.tiles_of_positions(of, device)
             assert plan.regime == "spatial_cluster" and 0 < plan.smem_staged < plan.unpredicated_chunks
             assert plan.recompute  # a staged chunk is read twice, so nothing of it is kept
     assert plan_spatial(replace(problem, n_cols=30721), device).regime == "spatial_two_pass", "31 chunks of 1,024"
@@ -737,23 +791,23 @@ def test_as_few_chunks_are_staged_as_registers_leave():
     for n_cols in (*range(300, 9200, 171), 464, 1408, 5632):
         for inner in (8192, 8200):
             problem = SpatialProblem(n_cols, inner, "bfloat16", "bfloat16", 8, False, False, False, inner == 8192, True)
-            plan = plan_spatial(problem, DEVICES["sm_90"])
-            held = {128: 18, 168: 27}[plan.max_registers]
-            all_held = plan.max_registers == 168 and plan.smem_staged == 0 and plan.chunks <= 30
-            assert all_held or plan.smem_staged == max(0, plan.chunks - held), (n_cols, inner, plan)
+            plan = spatial.tiles_of_positions(problem, DEVICES["sm_90"])
+            held = {96: 54, 128: 72, 168: 108}[plan.max_registers] * 2 // plan.vec  # from registers of 4 bytes
+            assert plan.smem_staged == max(0, plan.chunks - held), (n_cols, inner, plan)
 
 
 def test_programs_start_one_after_the_other_where_each_reads_much():
-    of = SpatialProblem(1790, 8192, "bfloat16", "bfloat16", 8)
-    plan = plan_spatial(of, DEVICES["sm_90"])
-    assert (plan.chunks, plan.vectors_per_chunk, plan.rows) == (28, 16, 64)
-    assert (plan.stagger, plan.fitting) == (80 * 56, 4)  # of 56 KiB
+    of = SpatialProblem(2700, 8192, "bfloat16", "bfloat16", 8)
+    plan = spatial.tiles_of_positions(of, DEVICES["sm_90"])
+    assert (plan.chunks, plan.vectors_per_chunk, plan.rows) == (43, 8, 64)
+    assert (plan.stagger, plan.fitting) == (80 * 43, 4)  # of 43 KiB
     others = [plan_spatial(of, DEVICES[name]) for name in ("sm_80", "sm_100", "gfx942", "interpreter")]
     others.append(plan_spatial(replace(of, out_dtype="float32"), DEVICES["sm_90"]))
     others.append(plan_spatial(replace(of, vec=1, in_phase=True, whole_sectors=False), DEVICES["sm_90"]))  # skewed
     # 128 positions that do not overlap
     others.append(plan_spatial(replace(of, n_cols=700, backward=True, whole_sectors=False), DEVICES["sm_90"]))
-    assert others[-1].rows == 128
+    others.append(spatial.tiles_of_positions(replace(of, n_cols=1790), DEVICES["sm_90"]))
+    assert others[-1].rows == others[-2].rows == 128
     assert {plan.stagger for plan in others} == {0}
 
 
@@ -761,8 +815,8 @@ def test_programs_start_one_after_the_other_where_each_reads_much():
     ("dtype", "backward", "n_cols", "inner", "whole"),
     [
         # one chunk more than before, and then too many warps
-        ("bfloat16", False, 640, 8192, False), ("bfloat16", False, 641, 8192, True),
-        ("bfloat16", False, 8192, 8192, True), ("bfloat16", False, 8193, 8192, False),
+        ("bfloat16", False, 2560, 8192, False), ("bfloat16", False, 2561, 8192, True),
+        ("bfloat16", False, 3648, 8192, True), ("bfloat16", False, 3649, 8192, False),
         ("float32", False, 5000, 8192, True), ("float32", False, 12000, 8192, False),
         # five programs of a gradient fit; 128 positions that overlap
         ("bfloat16", True, 1792, 8192, True), ("bfloat16", True, 1793, 8192, False),
@@ -774,7 +828,7 @@ def test_programs_start_one_after_the_other_where_each_reads_much():
 def test_which_programs_are_staggered(dtype, backward, n_cols, inner, whole):
     vec = min(inner, 16 // (2 if dtype == "bfloat16" else 4))
     problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, backward, False, False, inner != 8200, True)
-    assert (plan_spatial(problem, DEVICES["sm_90"]).stagger > 0) == whole
+    assert (spatial.tiles_of_positions(problem, DEVICES["sm_90"]).stagger > 0) == whole
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 import fused_softmax as fs
 from fused_softmax.launch import spatial
 from fused_softmax.launch.device import device_of
+from fused_softmax.planning.overlapping_tiles import FEW_RANGES, RANGES
 from fused_softmax.planning.spatial_tables import PART_VECTORS
 from fused_softmax.planning.types import Device, Plan
 
@@ -83,6 +84,16 @@ def drawn_parts(rng: random.Random) -> Drawn:
     config = rng.choice(table)
     n_cols = rng.randint(max(2, config.least_cols), config.max_cols)
     inner = 2 * vec * rng.randint(4 * config.inner // (2 * vec) + 1, 5 * config.inner // (2 * vec)) + vec
+    outer = max(1, min(rng.randint(1, 20), (1 << 23) // (n_cols * inner)))
+    dtype = torch.float32 if itemsize == 4 else rng.choice((torch.bfloat16, torch.float16))
+    return Drawn(dtype, (outer, n_cols, inner), 0, rng.random() < 0.4)
+
+
+def drawn_overlapping(rng: random.Random) -> Drawn:
+    """Columns that the rule of overlapping tiles has, in a few tiles of positions."""
+    (_, itemsize, starts), of = rng.choice([*RANGES.items(), *FEW_RANGES.items()])
+    n_cols, inner = rng.randint(of.least, of.most), rng.choice((rng.randint(240, 500), rng.randint(512, 2000)))
+    inner = 2 * starts // itemsize * (inner * itemsize // (2 * starts)) + (starts // itemsize if starts < 32 else 0)
     outer = max(1, min(rng.randint(1, 20), (1 << 23) // (n_cols * inner)))
     dtype = torch.float32 if itemsize == 4 else rng.choice((torch.bfloat16, torch.float16))
     return Drawn(dtype, (outer, n_cols, inner), 0, rng.random() < 0.4)
@@ -180,6 +191,13 @@ def test_skewed_tiles_of_few_positions(seed: int):
 @pytest.mark.parametrize("seed", range(30))
 def test_parts_of_vectors(seed: int):
     device, problem = device_of(torch.empty(0, device="cuda")), drawn_parts(random.Random(seed))
+    ran = check(problem, seed)
+    assert isinstance(ran, Plan) and ran == problem.plan(False, device), "torch answered, or another plan"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_overlapping_tiles(seed: int):
+    device, problem = device_of(torch.empty(0, device="cuda")), drawn_overlapping(random.Random(seed))
     ran = check(problem, seed)
     assert isinstance(ran, Plan) and ran == problem.plan(False, device), "torch answered, or another plan"
 

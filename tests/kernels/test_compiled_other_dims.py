@@ -68,7 +68,8 @@ def check(name: str, launch, target: str, chosen=None) -> None:
     if name.startswith(("softmax_spatial torch.bfloat16 1600 in", "softmax_spatial torch.bfloat16 2700 in")):
         assert chosen.overlap or target not in ("sm_90", "sm_100", "sm_120"), name
     if "in halves" in name and chosen.overlap and not chosen.skewed:
-        assert {size for size, _ in (*used.loads, *used.stores)} == {16}, f"{used.loads} {used.stores}: {name}"
+        access = {chosen.vec * (2 if "bfloat16" in name else 4)}
+        assert {size for size, _ in (*used.loads, *used.stores)} == access, f"{used.loads} {used.stores}: {name}"
     if name.startswith("cross_entropy_spatial") and target.startswith("sm_"):
         # a 16-bit loss keeps many numbers of a position, so a thread has 4 positions. A reduction writes, and a merge
         # moves, a few numbers for each position
@@ -100,7 +101,7 @@ def launch_over(n_cols: int, inner: int, dtype: torch.dtype, backward: bool, log
 
 
 STAGGERED = (
-    (352, 8192, BFLOAT16, False, False), (2500, 8192, FLOAT32, False, True), (5632, 8192, BFLOAT16, True, False),
+    (2700, 8192, BFLOAT16, False, False), (2500, 8192, FLOAT32, False, True), (5632, 8192, BFLOAT16, True, False),
     (2816, 8200, BFLOAT16, False, False), (3712, 8192, FLOAT32, False, False), (1408, 8200, BFLOAT16, False, True),
     (5632, 8192, FLOAT32, False, False), (1700, 8192, BFLOAT16, True, True), (2300, 8192, FLOAT32, True, False),
 )  # fmt: skip
@@ -186,6 +187,33 @@ def test_runs_at_parts_of_a_vector(backward, dtype, vec, config):
     assert used.widest_load_bytes == used.widest_store_bytes == widest >= vec * dtype.itemsize
     # 128 registers and fewer keep two programs on a multiprocessor: nothing may spill so much that the cap is lost
     assert used.spilled_bytes <= MOST_SPILLED and used.fits()
+
+
+# columns, positions, dtype, backward, log, bytes of an access
+OVERLAPPING = (
+    (1250, 8196, BFLOAT16, False, False, 8), (1024, 8194, BFLOAT16, False, False, 4),
+    (2000, 324, torch.float16, False, True, 8), (4864, 8196, BFLOAT16, False, True, 8),
+    (3648, 8200, BFLOAT16, False, True, 8), (8704, 8192, BFLOAT16, False, False, 8),
+    (4352, 8194, FLOAT32, False, True, 8), (2000, 301, FLOAT32, False, False, 4),
+    (2048, 8196, BFLOAT16, True, True, 8), (4608, 8196, torch.float16, True, False, 8),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("n_cols", "inner", "dtype", "backward", "log", "access"),
+    [*OVERLAPPING[:2], *(pytest.param(*of, marks=pytest.mark.extended) for of in OVERLAPPING[2:])],
+    ids=str,
+)
+def test_overlapping_tiles(n_cols, inner, dtype, backward, log, access):
+    launch, chosen = launch_over(n_cols, inner, dtype, backward, log)
+    assert chosen.overlap or inner == 8192
+    used, assembly = cross_compiled(launch, "sm_90")
+    # each element in one wide access, whether it goes to registers or to shared memory
+    assert {size for size, _ in (*used.loads, *used.stores)} == {access}, f"{used.loads} {used.stores}"
+    copies = assembly["ptx"].count("cp.async.ca.shared.global")
+    assert (copies > 0) == (chosen.smem_staged > 0) and copies % max(1, chosen.smem_staged) == 0
+    assert f"], {access}, " in assembly["ptx"] or not copies
+    assert used.spilled_bytes <= MOST_SPILLED and used.fits() and used.registers <= chosen.max_registers
 
 
 @pytest.mark.extended

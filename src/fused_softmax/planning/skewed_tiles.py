@@ -62,7 +62,7 @@ def faster_as_skewed(problem: SpatialProblem, device: Device, plan: Plan) -> Spa
     """
     twice = plan.regime == "spatial_two_pass"
     enough = (FEWEST_TWICE if twice else FEWEST) <= problem.inner <= MOST and problem.n_cols >= LEAST_COLS
-    skewed = skewed_config(problem, device) if enough and not plan.skewed else None
+    skewed = skewed_config(problem, device) if enough and not (plan.skewed or plan.overlap) else None
     if skewed is None:
         return None
     if plan.ctas == 1 and (plan.gathered or plan.periodic):

@@ -2,9 +2,9 @@
 
 The tensor is (outer, n_cols, inner), and each of the outer x inner positions is a softmax. A plan sees n_cols, inner,
 dtypes, alignment and device, never `outer`; within batch_invariant() what decides a position's bits does not depend on
-`inner` either. In a Plan, `rows` are the positions of a tile, and `vectors_per_chunk` the columns of a chunk. Small
-planes (n_cols, inner) may be faster as pieces of memory (`planes.faster_as_planes`), and many columns in bundles
-(`bundled_columns`).
+`inner` either. In a Plan, `rows` are the positions of a tile, and `vectors_per_chunk` the columns of a chunk. Many
+columns may have tiles of their own (`overlapping_tiles`, `skewed_tiles`), small planes (n_cols, inner) may be faster as
+pieces of memory (`planes`), and columns that are read twice in bundles (`bundled_columns`).
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ def resident_plan(
     where = f"the {ctas} CTAs of a cluster" if ctas > 1 else "one program"
     tile = f"a skewed tile of {inner}" if skewed else f"an overlapping tile of {inner}" if overlaps else f"{inner}"
     why = f"the columns of {tile} position(s) stay in {where}, in {chunks} chunk(s) of {cols * ctas} columns"
-    unit = skewed // problem.itemsize
-    overlap = problem.vec if overlaps else problem.overlap_of(unit)
+    unit, of_a_thread = skewed // problem.itemsize, thread_bytes // problem.itemsize
+    overlap = problem.sector - problem.vec if overlaps else problem.overlap_of(unit)
     return Plan(
         "spatial" if ctas == 1 else "spatial_cluster", rows=inner, ctas=ctas, warps_per_row=1, vectors_per_chunk=cols,
-        vec=thread_bytes // problem.itemsize if skewed else min(problem.vec, inner), chunks=chunks,
+        vec=of_a_thread if skewed or overlaps or staged else min(problem.vec, inner), chunks=chunks,
         unpredicated_chunks=0 if skewed else problem.n_cols // (cols * ctas),
         unaligned=False, recompute=recompute, num_warps=num_warps, max_registers=max_registers, why=why, outers=outers,
         smem_staged=staged, invariant=problem.batch_invariant, skewed=unit, overlap=overlap,
@@ -291,7 +291,7 @@ def _configs(
     clusters = problem.dtype == problem.out_dtype
     staged = device.supports_smem_staging and clusters
     skewed = problem.in_phase and device.kind != "hip"
-    halves = problem.in_phase and problem.vec == problem.full_vec and not problem.whole_sectors
+    parts = problem.in_phase and not problem.whole_sectors
 
     def fills_tiles(config: SpatialConfig) -> bool:
         # whole tiles have few positions beyond the tensor, or it has at least four of them
@@ -307,9 +307,9 @@ def _configs(
             config.least_cols <= problem.n_cols <= config.max_cols
             and (not special or (fills_tiles(config) and not problem.batch_invariant))
             and (config.ctas == 1 or (clusters and device.max_cluster >= config.ctas))
-            and (config.held is None or (staged and (config.skewed > 0 or problem.vec == problem.full_vec)))
+            and (config.held is None or (staged and (overlaps or problem.vec == problem.full_vec)))
             and (not config.skewed or skewed)
-            and (not config.overlaps or halves)
+            and (not config.overlaps or (parts and config.thread_bytes <= problem.vec * problem.itemsize))
             and config.whole_sectors in (None, problem.whole_sectors)
         )
 

@@ -210,6 +210,11 @@ class SpatialProblem(_Dtypes):
         return max(ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype])
 
     @property
+    def sector(self) -> int:
+        """Elements of 32 bytes of memory."""
+        return SECTOR_BYTES // self.itemsize
+
+    @property
     def period(self) -> int:
         """The columns after which runs start at multiples of 32 bytes again: a power of two, up to 16.
 

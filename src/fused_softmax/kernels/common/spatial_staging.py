@@ -40,7 +40,8 @@ def _fetch_ptx(start: int, itemsize: int, vec: int) -> str:
     ptx = ["{", ".reg .b32 slot, staged;", "mov.u32 staged, spatial_staged;"]
     ptx += [f"mad.lo.u32 slot, ${words}, {itemsize}, staged;"]
     result = ", ".join(f"${i}" for i in range(words))
-    return "\n".join([*ptx, f"ld.volatile.shared.v{words}.b32 {{{result}}}, [slot+{start}];", "}"])
+    vector, to = (f".v{words}", f"{{{result}}}") if words > 1 else ("", result)
+    return "\n".join([*ptx, f"ld.volatile.shared{vector}.b32 {to}, [slot+{start}];", "}"])
 
 
 @triton.constexpr_function
@@ -81,18 +82,19 @@ def stage(
 ):  # fmt: skip
     """Begins to copy the first SMEM_STAGED chunks, in groups of STAGED_GROUP.  # column: of chunk 0, [COLS, 1, 1]
 
-    STEP: columns between two chunks. All columns of these chunks exist. A vector is 16 bytes.
+    STEP: columns between two chunks. All columns of these chunks exist. A vector is 4, 8 or 16 bytes.
     """
     if SMEM_STAGED > 0 and PTX:
         VECTORS: tl.constexpr = INNER // VEC
+        BYTES: tl.constexpr = VEC * (ptr.dtype.element_ty.primitive_bitwidth // 8)
         vector = tl.arange(0, VECTORS)[None, None, :]
         slot = tl.arange(0, COLS)[:, None, None] * VECTORS + vector
-        n_bytes = tl.where(vector < inner - first, 16, 0) + slot * 0
+        n_bytes = tl.where(vector < inner - first, BYTES, 0) + slot * 0
         at = (ptr + (outer * outer_stride + first) * VEC).to(tl.int64)
-        at = at + (column.to(tl.int64) * col_stride + vector) * 16
+        at = at + (column.to(tl.int64) * col_stride + vector) * BYTES
         tl.static_assert(at.shape[1] == 1, "a program stages chunks of one index of `outer`")
         for c in tl.static_range(SMEM_STAGED):
-            copy_vectors(at + (c * STEP * 16) * col_stride, slot, n_bytes, c * COLS * VECTORS * 16, 16)
+            copy_vectors(at + (c * STEP * BYTES) * col_stride, slot, n_bytes, c * COLS * VECTORS * BYTES, BYTES)
             commit_group(c, SMEM_STAGED)
 
 

@@ -55,22 +55,26 @@ def positions_of(block, inner, INNER: tl.constexpr, VEC: tl.constexpr, OVERLAP: 
 @triton.jit
 def owned_positions(
     exists, outer, block, n_blocks, column, outer_stride, col_stride, first, STEP: tl.constexpr, INNER: tl.constexpr,
-    VEC: tl.constexpr, OVERLAP: tl.constexpr,
+    VEC: tl.constexpr, OVERLAP: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """The mask of what a block writes: `exists`, or [COLS, 1, INNER] where blocks share a vector of positions.
+    """The mask of what a block writes: `exists`, or [COLS, 1, INNER] where blocks share positions. BITS: of an element.
 
-    A vector is half a sector of memory there. Where a column's part of the block starts in the middle of a sector, the
-    block before writes that sector, and this block the one in which its part ends. So each sector has one writer.
+    A column's part of a block may start within a sector of memory: the block before writes that sector, and this block
+    the one in which its part ends. So each sector has one writer. Blocks share a sector less the multiple at which
+    columns start.
     """
     if OVERLAP == 0:
         return exists
     else:
-        tl.static_assert(OVERLAP == VEC and STEP % 2 == 0, "a column starts in a sector as that of the next chunk does")
+        SECTOR: tl.constexpr = 256 // BITS // VEC  # vectors of 32 bytes
+        BLOCK: tl.constexpr = (INNER - OVERLAP) // VEC  # from a block to the next one
+        tl.static_assert(STEP % SECTOR == 0, "a column starts in a sector as that of the next chunk does")
         vector = tl.arange(0, INNER)[None, None, :] // VEC
-        late = ((outer * outer_stride + column.to(tl.int64) * col_stride + first) & 1).to(tl.int32)
+        start = (outer * outer_stride + column.to(tl.int64) * col_stride + first).to(tl.int32)
         # numbers, because the interpreter of Triton 3.9 makes no mask of a truth value next to a tile of them
-        begins = vector >= late * (block != 0).to(tl.int32)
-        return exists & begins & (vector < INNER // VEC - late * (block != n_blocks - 1).to(tl.int32))
+        begin = (-start & (SECTOR - 1)) * (block != 0).to(tl.int32)
+        end = BLOCK + (-(start + BLOCK) & (SECTOR - 1)) + SECTOR * (block == n_blocks - 1).to(tl.int32)
+        return exists & (vector >= begin) & (vector < end)
 
 
 @triton.jit

@@ -1,0 +1,110 @@
+"""Overlapping tiles: what the rule gives each number of columns, where it gives nothing, and what a softmax runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fused_softmax.launch import spatial
+from fused_softmax.planning.overlapping_tiles import FEW, FEW_RANGES, HELD, RANGES, Range, overlapping_config
+from fused_softmax.planning.spatial import tiles_plan
+from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem
+
+HOPPER = DEVICES["sm_90"]
+NAMES = {2: "bfloat16", 4: "float32"}
+SECTOR, MOST_CHUNKS = 32, 68  # bytes; a kernel of twice as many chunks takes half a minute to compile
+
+ALL = [(key, of, 8192) for key, of in RANGES.items()] + [(key, of, 320) for key, of in FEW_RANGES.items()]
+
+
+def problem_of(key: tuple[str, int, int], n_cols: int, positions: int) -> SpatialProblem:
+    """A problem whose columns start at multiples of so many bytes, not of twice as many."""
+    op, itemsize, starts = key
+    inner = positions if starts == SECTOR else positions + starts // itemsize
+    backward, log = op != "softmax", op == "log gradient"
+    name, vec = NAMES[itemsize], min(starts, 16) // itemsize
+    return SpatialProblem(n_cols, inner, name, name, vec, backward, log, whole_sectors=starts == SECTOR, in_phase=True)
+
+
+def plan_of(problem: SpatialProblem) -> Plan:
+    config = overlapping_config(problem, HOPPER)
+    assert config is not None, problem
+    return tiles_plan(problem, HOPPER, config)
+
+
+@pytest.mark.parametrize(("key", "of", "positions"), ALL)
+def test_what_a_thread_holds(key: tuple[str, int, int], of: Range, positions: int):
+    """For all columns of a range: all of them in few chunks, in registers and shared memory as HELD says."""
+    _, itemsize, starts = key
+    for n_cols in range(of.least, of.most + 1):
+        problem = problem_of(key, n_cols, positions)
+        plan = plan_of(problem)
+        of_a_chunk = plan.vectors_per_chunk * plan.ctas
+        assert (plan.chunks - 1) * of_a_chunk < n_cols <= plan.chunks * of_a_chunk and plan.chunks <= MOST_CHUNKS
+        thread_bytes = min(8, starts)
+        assert plan.vec * itemsize == thread_bytes or not (plan.overlap or plan.smem_staged)
+        tensors = 1 + problem.backward
+        words = tensors * plan.chunks * thread_bytes // 4
+        held = next(held for held in HELD[problem.backward] if words <= held.words)
+        staged_words = plan.smem_staged * thread_bytes // 4
+        assert (max(0, words - held.held), held.max_registers) == (staged_words, plan.max_registers), n_cols
+        # what it stages fits next to what it merges, and has whole chunks only
+        n_bytes = plan.smem_staged * plan.vectors_per_chunk * plan.rows * itemsize
+        assert n_bytes + (8 * plan.ctas + 16 + 4 * plan.num_warps) * plan.rows < 48 << 10
+        assert plan.smem_staged <= plan.unpredicated_chunks
+        assert plan.overlap == (0 if starts == SECTOR else (SECTOR - starts) // itemsize)
+        # a column starts in a sector as that of the next chunk does
+        assert of_a_chunk * starts % SECTOR == 0 and plan.outers == 1
+
+
+@pytest.mark.parametrize(("key", "of", "positions"), ALL)
+def test_where_there_are_none(key: tuple[str, int, int], of: Range, positions: int):
+    problem = problem_of(key, of.least, positions)
+    assert overlapping_config(problem, HOPPER)
+    others = [
+        replace(problem, out_dtype="float16"),
+        replace(problem, batch_invariant=True),
+        replace(problem, n_cols=of.least - 1),
+        replace(problem, n_cols=of.most + 1),
+        replace(problem, inner=64),  # one tile
+        replace(problem, inner=72, whole_sectors=False),  # of two tiles, half is empty
+    ]
+    if key not in FEW_RANGES:
+        assert not any(overlapping_config(other, HOPPER) for other in others)
+    in_place = overlapping_config(replace(problem, in_phase=False), HOPPER)
+    assert (in_place is not None) == problem.whole_sectors, "tiles that overlap write what other programs read"
+    devices = (device for name, device in DEVICES.items() if name != "sm_90")
+    assert not any(overlapping_config(problem, device) for device in devices)
+
+
+def test_where_positions_are_few():
+    key = "softmax", 4, 8
+    few, more = problem_of(key, 1000, FEW - 9), problem_of(key, 1000, FEW + 1)
+    assert overlapping_config(few, HOPPER) and not overlapping_config(more, HOPPER)
+    # 64 where 128 would be half empty
+    of = problem_of(("softmax", 2, 8), 900, 180)
+    assert plan_of(of).rows == 64 and plan_of(replace(of, inner=900)).rows == 128
+    # tiles of 128 are on 8 CTAs at most
+    assert [plan_of(replace(of, inner=8196, n_cols=n)).rows for n in (1824, 1825)] == [128, 64]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "backward", "log", "overlaps"),
+    [
+        ((2, 1500, 8196), torch.bfloat16, False, False, 12),
+        ((2, 1500, 8198), torch.float16, False, True, 14),
+        ((2, 1500, 8200), torch.bfloat16, False, False, 8),
+        ((2, 1500, 8196), torch.bfloat16, True, True, 12),
+        ((2, 3000, 300), torch.bfloat16, False, False, 12),  # in place of skewed tiles
+        ((2, 767, 207), torch.float32, False, False, 7),  # of planes on a cluster
+        ((2, 2000, 8194), torch.float32, False, False, 6),
+    ],
+)
+def test_what_a_softmax_runs(shape, dtype, backward, log, overlaps):
+    tensors = tuple(torch.empty(shape, dtype=dtype, device="meta") for _ in range(2 + backward))
+    plan = spatial.softmax_plan(tensors, log, backward, False, HOPPER)
+    assert (plan.overlap, plan.skewed, plan.periodic, plan.gathered) == (overlaps, 0, 0, False)
+    whole = tuple(torch.empty((2, 1500, 8192), dtype=dtype, device="meta") for _ in range(2 + backward))
+    assert spatial.softmax_plan(whole, log, backward, False, HOPPER).overlap == 0
