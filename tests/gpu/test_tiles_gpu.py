@@ -96,7 +96,8 @@ def drawn_overlapping(rng: random.Random) -> Drawn:
     inner = 2 * starts // itemsize * (inner * itemsize // (2 * starts)) + (starts // itemsize if starts < 32 else 0)
     outer = max(1, min(rng.randint(1, 20), (1 << 23) // (n_cols * inner)))
     dtype = torch.float32 if itemsize == 4 else rng.choice((torch.bfloat16, torch.float16))
-    return Drawn(dtype, (outer, n_cols, inner), 0, rng.random() < 0.4)
+    more = rng.choice((0, 0, 0, 1, 8, 16))  # behind each column of the input
+    return Drawn(dtype, (outer, n_cols, inner), more, rng.random() < 0.4)
 
 
 # what a problem's plan is, and whether it is that of its gradient

@@ -75,6 +75,8 @@ def test_where_there_are_none(key: tuple[str, int, int], of: Range, positions: i
         assert not any(overlapping_config(other, HOPPER) for other in others)
     in_place = overlapping_config(replace(problem, in_phase=False), HOPPER)
     assert (in_place is not None) == problem.whole_sectors, "tiles that overlap write what other programs read"
+    # an input with other strides, whose columns start at any element
+    assert not overlapping_config(replace(problem, vec=1, in_phase=False), HOPPER)
     devices = (device for name, device in DEVICES.items() if name != "sm_90")
     assert not any(overlapping_config(problem, device) for device in devices)
 
@@ -108,3 +110,13 @@ def test_what_a_softmax_runs(shape, dtype, backward, log, overlaps):
     assert (plan.overlap, plan.skewed, plan.periodic, plan.gathered) == (overlaps, 0, 0, False)
     whole = tuple(torch.empty((2, 1500, 8192), dtype=dtype, device="meta") for _ in range(2 + backward))
     assert spatial.softmax_plan(whole, log, backward, False, HOPPER).overlap == 0
+
+
+def test_an_input_that_starts_elsewhere():
+    # a fuzzer found wrong results: the output's columns start at sectors, and the input's at any element
+    x = torch.empty(1, 1307, 193, dtype=torch.bfloat16, device="meta")[..., :192]
+    plan = spatial.softmax_plan((x, torch.empty_like(x.contiguous())), False, False, False, HOPPER)
+    assert plan.vec == 1
+    with_gaps = torch.empty(1, 1307, 200, dtype=torch.bfloat16, device="meta")[..., :192]
+    problem = spatial.problem_of(with_gaps, torch.empty(1, 1307, 192, dtype=torch.bfloat16, device="meta"))
+    assert problem.vec == 8 and overlapping_config(problem, HOPPER), "by whole vectors, whichever sector they are in"

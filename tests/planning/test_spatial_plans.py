@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from fused_softmax.launch.spatial import tiles_of_positions
 from fused_softmax.planning.spatial import (
     few_positions,
     plan_spatial,
@@ -33,6 +34,8 @@ def drawn(rng: random.Random) -> SpatialProblem:
     n_cols = round(2 ** rng.uniform(0, 17))
     backward, log, invariant, in_phase = (rng.random() < share for share in (0.5, 0.5, 0.1, 0.7))
     whole = inner * ITEMSIZE[to] % 32 == 0
+    if rng.random() < 0.2:  # an input whose columns start elsewhere than those of the output
+        vec, in_phase = rng.choice([v for v in (1, 2, 4, 8) if v <= vec]), False
     return SpatialProblem(n_cols, inner, dtype, to, vec, backward, log, invariant, whole, in_phase and dtype == to)
 
 
@@ -43,6 +46,7 @@ def check(plan: Plan, problem: SpatialProblem, device: Device) -> None:
         assert plan.ctas == 1 and plan.smem_staged == 0
         return
     of_a_chunk = plan.vectors_per_chunk * plan.ctas
+    assert plan.skewed or plan.vec <= problem.vec, "columns start at vectors"
     assert plan.chunks * of_a_chunk >= problem.n_cols, "all columns"
     assert plan.unpredicated_chunks * of_a_chunk <= problem.n_cols, "columns that exist"
     assert plan.ctas <= device.max_cluster
@@ -73,7 +77,7 @@ def test_random_problems(seed: int):
     for _ in range(4000):
         problem = drawn(rng)
         for device in DEVICES.values():
-            for planned in (plan_spatial, plan_spatial_loss):
+            for planned in (plan_spatial, tiles_of_positions, plan_spatial_loss):
                 plan = planned(problem, device)
                 try:
                     check(plan, problem, device)

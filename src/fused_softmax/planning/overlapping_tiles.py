@@ -78,11 +78,14 @@ def overlapping_config(problem: SpatialProblem, device: Device) -> SpatialConfig
     >>> overlapping_config(planes, DEVICES["sm_90"]).ctas
     8
     """
-    starts = SECTOR_BYTES if problem.whole_sectors else problem.vec * problem.itemsize
+    # whole_sectors is of the output: an input may start anywhere
+    whole = problem.whole_sectors and problem.vec == problem.full_vec
+    starts = SECTOR_BYTES if whole else problem.vec * problem.itemsize
     op = ("log gradient" if problem.log else "gradient") if problem.backward else "softmax"
     key = op, problem.itemsize, starts
     of = (FEW_RANGES.get(key) if problem.inner <= FEW else None) or RANGES.get(key)
-    if of is None or not of.least <= problem.n_cols <= of.most or not _may_hold(problem, device):
+    apart = whole or problem.in_phase
+    if of is None or not (apart and of.least <= problem.n_cols <= of.most and _may_hold(problem, device)):
         return None
     thread_bytes = min(WIDEST_BYTES, starts)
     for positions, most_ctas in of.most_ctas.items():
@@ -95,10 +98,9 @@ def overlapping_config(problem: SpatialProblem, device: Device) -> SpatialConfig
 
 
 def _may_hold(problem: SpatialProblem, device: Device) -> bool:
-    """Whether such tiles may hold the tensors, and were measured there."""
+    """Whether such tiles may hold the dtypes, and were measured on the device."""
     like = problem.dtype == problem.out_dtype and not problem.batch_invariant
-    apart = problem.whole_sectors or problem.in_phase
-    return like and apart and device.supports_smem_staging and device.max_cluster > 1
+    return like and device.supports_smem_staging and device.max_cluster > 1
 
 
 def _is_filled(problem: SpatialProblem, positions: int) -> bool:
