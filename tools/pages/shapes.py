@@ -15,6 +15,7 @@ from pages.readme import origins
 PAGE = Path("docs") / "other-dims.md"
 RESULTS = Path("benchmarks") / "results" / "h200-shapes"
 DTYPES = ("bf16", "fp32")
+SHOWN = 6  # seeds whose tables the page has; older ones are named
 # a column of the named shapes: (op, system), and its name
 NAMED = {
     ("softmax", "fused_softmax"): "softmax",
@@ -82,8 +83,8 @@ def by_class(made: Rows, op: str) -> Rows:
 def tables(root: Path) -> dict[str, str]:
     """The text between the markers; the page says so if no run is recorded."""
     runs = load(root)
-    parts = []
-    for seed, (heads, records) in by_seed(runs).items():
+    parts, seeds = [], by_seed(runs)
+    for seed, (heads, records) in list(seeds.items())[:SHOWN]:
         for made in shape_classes(records):
             if "class" in made.columns:
                 parts.append(f"Seed {seed}. Worst fraction / geometric mean (number of shapes), higher is better:")
@@ -92,4 +93,6 @@ def tables(root: Path) -> dict[str, str]:
                 parts.append(f"{made.title[0].upper()}{made.title[1:]}:")
                 parts.append(markdown(Rows("", made.columns[:3], tuple(row[:3] for row in made.rows))))
         parts += made_by(heads)
+    if older := [str(seed) for seed in list(seeds)[SHOWN:]]:
+        parts.append(f"`{RESULTS}` has older runs, too, of the seeds {', '.join(older)}.")
     return {"named": named(runs), "shapes": "\n\n".join(parts) or "No run is recorded yet."}

@@ -18,8 +18,8 @@ class SpatialConfig(NamedTuple):
     whole_sectors: only for columns that start at a multiple of 32 bytes (True), or only for others (False), which need
     wider tiles. least_cols: fewer columns take another config. skewed: each column of a tile starts at its own place,
     a multiple of so many bytes, so that all accesses are aligned vectors of thread_bytes. Such threads have registers
-    as SKEWED_REGISTERS says. overlaps: tiles share a vector of positions, so that each sector has one writer where
-    columns start at halves of sectors.
+    as SKEWED_REGISTERS says. overlaps: tiles share a sector less the multiple at which columns start, so that each
+    sector has one writer where columns start within one.
     """
 
     max_cols: int
