@@ -390,45 +390,59 @@ def test_overlapping_tiles(tile, starts, access, dtype, log):
 
 @triton.jit
 def note_writers(
-    writers, counts, n_cols, inner, n_blocks, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
-    OVERLAP: tl.constexpr, BITS: tl.constexpr,
+    writers, counts, n_cols, inner, n_blocks, outer_stride, col_stride, COLS: tl.constexpr, INNER: tl.constexpr,
+    VEC: tl.constexpr, OVERLAP: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     outer, block = tl.program_id(0) // n_blocks, tl.program_id(0) % n_blocks
     column = tl.arange(0, COLS)[:, None, None]
     first, exists = positions_of(block, inner, INNER, VEC, OVERLAP)
     own = owned_positions(
-        exists, outer, block, n_blocks, column, n_cols * inner, inner, first, COLS, INNER, VEC, OVERLAP, BITS
+        exists, outer, block, n_blocks, column, outer_stride, col_stride, first, COLS, INNER, VEC, OVERLAP, BITS
     )
     own = own & (column < n_cols)
-    at = tile_at(writers, outer, inner, n_cols * inner, first, column, INNER, VEC)
-    tl.store(at, block, mask=own)
-    at = tile_at(counts, outer, inner, n_cols * inner, first, column, INNER, VEC)
-    tl.atomic_add(at, 1, mask=own)
+    tl.store(tile_at(writers, outer, col_stride, outer_stride, first, column, INNER, VEC), block, mask=own)
+    tl.atomic_add(tile_at(counts, outer, col_stride, outer_stride, first, column, INNER, VEC), 1, mask=own)
 
 
 @pytest.mark.parametrize(
     ("itemsize", "vec", "starts"), [(2, 8, 8), (2, 4, 8), (2, 4, 4), (2, 2, 2), (4, 2, 2), (4, 1, 1)]
 )
 def test_each_sector_has_one_writer(itemsize, vec, starts):
-    sector, n_cols, outer = 32 // itemsize, 16, 2
+    sector, n_cols, outer = 32 // itemsize, 13, 3
     overlap = sector - starts
-    for inner in starts * torch.tensor([1, 5, 9, 16, 17, 31, 47, 64, 129]):
-        inner = int(inner)
+    # positions, and the gaps behind each column and behind each index of `outer`
+    for units, gap, last in (
+        (1, 0, 0),
+        (5, 0, 1),
+        (9, 2, 0),
+        (16, 1, 3),
+        (17, 0, 0),
+        (31, 4, 1),
+        (64, 0, 2),
+        (129, 3, 0),
+    ):
+        inner, col_stride = starts * units, starts * (units + gap)
+        outer_stride = n_cols * col_stride + starts * last
         n_blocks = tiles_of(inner, 64, overlap)
-        shape = outer * n_cols * inner
-        writers, counts = torch.full((shape,), -1), torch.zeros(shape, dtype=torch.int32)
+        size = outer * outer_stride
+        writers, counts = torch.full((size,), -1), torch.zeros(size, dtype=torch.int32)
         note_writers[(outer * n_blocks,)](
-            writers, counts, n_cols, inner // vec, n_blocks, 16, 64, vec, overlap, 8 * itemsize
-        )
-        assert (counts == 1).all(), "each element is written once"
-        blocks = range(n_blocks)
-        for column in writers.view(outer * n_cols, inner):
-            assert column[0] == blocks[0] and column[-1] == blocks[-1] and (column.diff() >= 0).all()
+            writers, counts, n_cols, inner // vec, n_blocks, outer_stride // vec, col_stride // vec, 16, 64, vec,
+            overlap, 8 * itemsize,
+        )  # fmt: skip
+        place = torch.arange(size)
+        column, position = place % outer_stride // col_stride, place % outer_stride % col_stride
+        inside = (column < n_cols) & (position < inner)
+        assert (counts == inside).all(), "each element is written once, and nothing else is"
+        of_columns = writers.as_strided((outer, n_cols, inner), (outer_stride, col_stride, 1)).reshape(-1, inner)
+        assert (of_columns[:, 0] == 0).all() and (of_columns[:, -1] == n_blocks - 1).all()
+        assert (of_columns.diff() >= 0).all(), "blocks follow one another"
         # of each sector that lies in one column, all elements have one writer
-        of_sectors = writers[: shape // sector * sector].view(-1, sector)
-        column = torch.arange(shape)[: shape // sector * sector].view(-1, sector) // inner
-        inside = column[:, 0] == column[:, -1]
-        assert (of_sectors[inside] == of_sectors[inside, :1]).all(), "a sector has two writers"
+        whole = size // sector * sector
+        of_sectors, all_inside = writers[:whole].view(-1, sector), inside[:whole].view(-1, sector).all(1)
+        one_column = (column + place // outer_stride * n_cols)[:whole].view(-1, sector)
+        complete = all_inside & (one_column[:, 0] == one_column[:, -1])
+        assert (of_sectors[complete] == of_sectors[complete, :1]).all(), "a sector has two writers"
 
 
 def run_planned(tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False) -> None:
@@ -726,9 +740,9 @@ def test_chunks_are_staged_only_where_a_thread_copies_whole_vectors():
     problem = SpatialProblem(1500, 8000, "bfloat16", "bfloat16", 8)
     staged = spatial.tiles_of_positions(problem, DEVICES["sm_90"])
     assert 0 < staged.smem_staged < staged.unpredicated_chunks
-    others = (problem, DEVICES["sm_100"]), (replace(problem, vec=4, whole_sectors=False), DEVICES["sm_90"])
-    others += ((replace(problem, out_dtype="float32"), DEVICES["sm_90"]),)
-    assert [spatial.tiles_of_positions(*other).smem_staged for other in others] == [0, 0, 0]
+    others = (problem, DEVICES["sm_100"]), (replace(problem, out_dtype="float32"), DEVICES["sm_90"])
+    others += tuple((replace(problem, vec=vec), DEVICES["sm_90"]) for vec in (1, 2, 4))  # inputs that start elsewhere
+    assert [spatial.tiles_of_positions(*other).smem_staged for other in others] == [0] * 5
 
 
 @pytest.mark.parametrize("log", [False, True])

@@ -85,6 +85,17 @@ def test_where_positions_are_few():
     key = "softmax", 4, 8
     few, more = problem_of(key, 1000, FEW - 9), problem_of(key, 1000, FEW + 1)
     assert overlapping_config(few, HOPPER) and not overlapping_config(more, HOPPER)
+    assert overlapping_config(replace(few, inner=FEW, vec=1), HOPPER) and FEW == 511
+    assert not overlapping_config(replace(few, inner=FEW + 2, vec=1), HOPPER)
+    # four tiles may be partly empty; fewer are filled but for 15%
+    whole = SpatialProblem(1500, 512, "bfloat16", "bfloat16", 8)
+    assert [plan_of(replace(whole, inner=inner)).rows for inner in (496, 512, 528)] == [128, 128, 128]
+    in_tiles = [overlapping_config(replace(whole, inner=inner), HOPPER) for inner in (320, 352, 384, 400)]
+    assert [config and config.inner for config in in_tiles] == [64, 128, 128, 64]
+    # tiles of 64 that overlap by 12 begin at each 52nd position: 2 of them have 116
+    at_quarters = problem_of(("softmax", 2, 8), 900, 100)
+    in_tiles = [overlapping_config(replace(at_quarters, inner=inner), HOPPER) for inner in (84, 92, 108, 116, 132)]
+    assert [config is not None for config in in_tiles] == [False, True, True, True, False]
     # 64 where 128 would be half empty
     of = problem_of(("softmax", 2, 8), 900, 180)
     assert plan_of(of).rows == 64 and plan_of(replace(of, inner=900)).rows == 128

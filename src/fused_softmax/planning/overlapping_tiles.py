@@ -2,7 +2,8 @@
 
 A thread that holds few positions keeps few maxima and sums, and has registers for more columns. And a sector that two
 tiles write in part costs more than the positions that overlapping tiles read twice (`kernels.common.spatial_tiles`).
-One rule holds for all columns: the widest tile, on as few CTAs as hold the columns in registers and shared memory.
+Where columns start at sectors, such tiles do not overlap. One rule says which tile RANGES of columns have: the widest
+one, on as few CTAs as hold the columns in registers and shared memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ FEW_TILES = 4  # from so many on, a last one that is partly empty costs little
 
 
 class Held(NamedTuple):
-    """Up to `words` of 4 bytes of a thread's columns: what registers hold of them, and the cap on all registers."""
+    """Where a thread has up to `words` of 4 bytes: those that stay in registers, and the cap on all registers."""
 
     words: int
     held: int
@@ -35,7 +36,7 @@ HELD = {
 class Range(NamedTuple):
     """From `least` to `most` columns: the words of a thread, at most. CTAs: by positions of a tile, best first.
 
-    A thread has as many words as the last of HELD where there can be no more CTAs.
+    In the narrowest tiles on the most CTAs a thread has up to as many words as the last of HELD says.
     """
 
     least: int
@@ -45,11 +46,12 @@ class Range(NamedTuple):
 
 
 # By op, bytes of an element, and the bytes at whose multiples columns start. H200, time of the plan before over that of
-# this one, random shapes of 1.2e7 to 6.7e7 elements: 16-bit softmax of columns that start at sectors (16) 1.04 on
-# average, at least 1.00; at halves of them (36) 1.05, 0.92; quarters (29) 1.14, 0.91; eighths (4) 1.06, 0.98. Of fewer
-# columns (110 of 9,556 positions, 181 of 50,100) 0.90 to 0.95. Gradients in halves of sectors 0.99; in quarters, of
-# fewer columns (1,217 of 2,572, 2,414 of 4,700) 0.83 to 1.09, of log_softmax (1,811 of 356, 2,266 of 22,444) 1.18 to
-# 1.24. A kernel of 114 chunks takes 33 s to compile, one of 57 takes 7
+# this one, random shapes of 1.2e7 to 6.7e7 elements, mean and worst: 16-bit softmax of columns that start at sectors,
+# 16 shapes, 1.04 and 1.00; at halves of them, 36 shapes, 1.05 and 0.92; quarters, 29 shapes, 1.14 and 0.91; eighths, 4
+# shapes, 1.06 and 0.98. Of fewer columns (110 of 9,556 positions, 181 of 50,100) 0.90 to 0.95. Gradients in halves of
+# sectors 0.99; in quarters, of fewer columns (1,217 of 2,572, 2,414 of 4,700) 0.83 to 1.09, of log_softmax (1,811 of
+# 356, 2,266 of 22,444) 1.18 to 1.24. Accesses of 4 bytes have fewer words, because a kernel of 114 chunks takes 33 s to
+# compile, one of 57 takes 7
 WIDE, NARROW = {128: 8, 64: 16}, {64: 16}
 RANGES = {
     ("softmax", 2, 32): Range(229, 8704, 114, WIDE),
@@ -60,9 +62,9 @@ RANGES = {
     ("gradient", 2, 8): Range(2689, 4608, 128, NARROW),
     ("log gradient", 2, 8): Range(1153, 4608, 128, {128: 16, 64: 16}),
 }
-# of up to FEW positions, in place of these
+# up to FEW positions have these instead. H200, bfloat16, whole sectors, fraction of a copy (higher is better): softmax
+# of 642 columns of 368 positions 0.88 with the tables' plan and 0.74 with this one, of 514 of 480 0.91 and 0.86
 FEW = 511
-# H200, bfloat16, whole sectors: softmax of 642 columns of 368 positions 0.88 before, 0.74
 FEW_RANGES = {
     ("softmax", 2, 32): Range(1025, 8704, 114, WIDE),
     ("softmax", 4, 8): Range(705, 4352, 60, NARROW),

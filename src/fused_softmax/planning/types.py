@@ -183,8 +183,9 @@ class SpatialProblem(_Dtypes):
 
     vec: every run of `inner` elements of every tensor starts at a multiple of so many elements (a power of two, at most
     16 bytes of the narrowest dtype). whole_sectors: every run of the output starts at a multiple of 32 bytes. in_phase:
-    skewed tiles may hold the tensors, because their runs start at the same distances from a 16-byte boundary, and the
-    output has memory of its own. packed: all tensors have one dtype, start at multiples of 16 bytes, and have no gaps.
+    tiles that are skewed or overlap may hold the tensors, because their runs start at the same distances from a 16-byte
+    boundary, and the output has memory of its own. packed: all tensors have one dtype, start at multiples of 16 bytes,
+    and have no gaps.
     """
 
     n_cols: int

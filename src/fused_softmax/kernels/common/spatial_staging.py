@@ -1,9 +1,9 @@
 """Stages chunks of a tile in shared memory, where registers have no room for them.
 
 Registers limit how many programs share a multiprocessor, and so how many bytes are in flight. Shared memory is idle at
-that time. So the first chunks of a tile are copied there asynchronously, past the registers (cp.async), 8 or 16 bytes
-for each element of a tensor of addresses. After `await_group` every thread fetches the elements that it holds of a
-chunk of that group, in the layout of a tile that is in registers. It reads them again instead of keeping them.
+that time. So the first chunks of a tile are copied there asynchronously, past the registers (cp.async), 4, 8 or 16
+bytes for each element of a tensor of addresses. After `await_group` every thread fetches the elements that it holds of
+a chunk of that group, in the layout of a tile that is in registers. It reads them again instead of keeping them.
 
 The interpreter stages nothing: it loads these chunks as all others.
 """

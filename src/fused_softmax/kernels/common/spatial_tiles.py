@@ -59,9 +59,9 @@ def owned_positions(
 ):  # fmt: skip
     """The mask of what a block writes: `exists`, or [COLS, 1, INNER] where blocks share positions. BITS: of an element.
 
-    A column's part of a block may start within a sector of memory: the block before writes that sector, and this block
-    the one in which its part ends. So each sector has one writer. Blocks share a sector less the multiple at which
-    columns start.
+    A column's part of a block may start within a sector of memory: then the block before writes that sector. A block
+    also writes the sector in which its part ends. So each sector has one writer. OVERLAP is a sector less the elements
+    at whose multiples columns start.
     """
     if OVERLAP == 0:
         return exists
