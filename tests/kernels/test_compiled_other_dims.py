@@ -54,8 +54,10 @@ def check(name: str, launch, target: str, chosen=None) -> None:
     if used.num_ctas > 1:  # to know that the others' mbarriers are armed; or before and after their sums are read
         assert used.cluster_barriers == (2 if "gathered_cluster" in name or "periodic" in name else 1), name
     if " 4096" in name and "merge" not in name:
-        # 16-bit tiles of 7 to 176 columns keep many numbers of a position, so a thread has 4 positions
+        # 16-bit tiles of 7 to 176 columns keep many numbers of a position, so a thread has 4 positions; and so it has
+        # where tiles are those of `overlapping_tiles`
         halves = ("bfloat16 19 ", "bfloat16 150 ")
+        halves += ("bfloat16 1000 ", "bfloat16 4096 ") if target == "sm_90" else ()
         loads = 8 if any(of in name for of in halves) and "backward" not in name else 16
         stores = loads if "reduce" not in name else used.widest_store_bytes  # a few numbers for each position
         assert (used.widest_load_bytes, used.widest_store_bytes) == (loads, stores), name
