@@ -391,13 +391,13 @@ def test_overlapping_tiles(tile, starts, access, dtype, log):
 @triton.jit
 def note_writers(
     writers, counts, n_cols, inner, n_blocks, outer_stride, col_stride, COLS: tl.constexpr, INNER: tl.constexpr,
-    VEC: tl.constexpr, OVERLAP: tl.constexpr, BITS: tl.constexpr,
+    VEC: tl.constexpr, OVERLAP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     outer, block = tl.program_id(0) // n_blocks, tl.program_id(0) % n_blocks
     column = tl.arange(0, COLS)[:, None, None]
     first, exists = positions_of(block, inner, INNER, VEC, OVERLAP)
     own = owned_positions(
-        exists, outer, block, n_blocks, column, outer_stride, col_stride, first, COLS, INNER, VEC, OVERLAP, BITS
+        exists, outer, block, n_blocks, column, outer_stride, col_stride, first, COLS, INNER, VEC, OVERLAP, DTYPE
     )
     own = own & (column < n_cols)
     tl.store(tile_at(writers, outer, col_stride, outer_stride, first, column, INNER, VEC), block, mask=own)
@@ -411,16 +411,8 @@ def test_each_sector_has_one_writer(itemsize, vec, starts):
     sector, n_cols, outer = 32 // itemsize, 13, 3
     overlap = sector - starts
     # positions, and the gaps behind each column and behind each index of `outer`
-    for units, gap, last in (
-        (1, 0, 0),
-        (5, 0, 1),
-        (9, 2, 0),
-        (16, 1, 3),
-        (17, 0, 0),
-        (31, 4, 1),
-        (64, 0, 2),
-        (129, 3, 0),
-    ):
+    gaps = ((1, 0, 0), (5, 0, 1), (9, 2, 0), (16, 1, 3), (17, 0, 0), (31, 4, 1), (64, 0, 2), (129, 3, 0))
+    for units, gap, last in gaps:
         inner, col_stride = starts * units, starts * (units + gap)
         outer_stride = n_cols * col_stride + starts * last
         n_blocks = tiles_of(inner, 64, overlap)
@@ -428,7 +420,7 @@ def test_each_sector_has_one_writer(itemsize, vec, starts):
         writers, counts = torch.full((size,), -1), torch.zeros(size, dtype=torch.int32)
         note_writers[(outer * n_blocks,)](
             writers, counts, n_cols, inner // vec, n_blocks, outer_stride // vec, col_stride // vec, 16, 64, vec,
-            overlap, 8 * itemsize,
+            overlap, tl.bfloat16 if itemsize == 2 else tl.float32,
         )  # fmt: skip
         place = torch.arange(size)
         column, position = place % outer_stride // col_stride, place % outer_stride % col_stride

@@ -64,10 +64,10 @@ def softmax_spatial(
 
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
     FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
-    BITS: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth
     own = owned_positions(
-        exists, outer, block, n_blocks, column, y_outer, y_col, first, STEP, INNER, VEC, OVERLAP, BITS
-    )
+        exists, outer, block, n_blocks, column, y_outer, y_col, first, STEP, INNER, VEC, OVERLAP,
+        y_ptr.dtype.element_ty,
+    )  # fmt: skip
     await_previous(EARLY)
     stagger(STAGGER, FITTING)
     stage(x_ptr, outer, x_col, x_outer, first, column, inner, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
@@ -139,10 +139,10 @@ def softmax_spatial_backward(
 
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
     FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
-    BITS: tl.constexpr = dx_ptr.dtype.element_ty.primitive_bitwidth
     own = owned_positions(
-        exists, outer, block, n_blocks, column, dx_outer, dx_col, first, STEP, INNER, VEC, OVERLAP, BITS
-    )
+        exists, outer, block, n_blocks, column, dx_outer, dx_col, first, STEP, INNER, VEC, OVERLAP,
+        dx_ptr.dtype.element_ty,
+    )  # fmt: skip
     await_previous(EARLY)
     stagger(STAGGER, FITTING)
     stage(dy_ptr, outer, dy_col, dy_outer, first, column, inner, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)

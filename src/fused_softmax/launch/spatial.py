@@ -377,9 +377,7 @@ def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invarian
 
     problem = problem_of(*planes, backward=backward, log=log, batch_invariant=invariant)
     tiles = tiles_of_positions(problem, device)
-    # H100, float32, 767 columns of 207 positions: 0.95 of a copy as planes on a cluster, 1.00 in tiles that overlap
-    parts = problem.itemsize == 4 and problem.vec < problem.full_vec and tiles.overlap > 0 and not tiles.skewed
-    plan = (None if parts else faster_as_planes(problem, device, tiles)) or tiles
+    plan = faster_as_planes(problem, device, tiles) or tiles
     skewed = faster_as_skewed(problem, device, plan)
     plan = plan if skewed is None else tiles_plan(problem, device, skewed)
     bundle = faster_as_bundled(problem, plan)

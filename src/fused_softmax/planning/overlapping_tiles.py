@@ -80,13 +80,11 @@ def overlapping_config(problem: SpatialProblem, device: Device) -> SpatialConfig
     >>> overlapping_config(planes, DEVICES["sm_90"]).ctas
     8
     """
-    # whole_sectors is of the output: an input may start anywhere
-    whole = problem.whole_sectors and problem.vec == problem.full_vec
-    starts = SECTOR_BYTES if whole else problem.vec * problem.itemsize
+    starts = problem.starts * problem.itemsize
     op = ("log gradient" if problem.log else "gradient") if problem.backward else "softmax"
     key = op, problem.itemsize, starts
     of = (FEW_RANGES.get(key) if problem.inner <= FEW else None) or RANGES.get(key)
-    apart = whole or problem.in_phase
+    apart = starts == SECTOR_BYTES or problem.in_phase
     if of is None or not (apart and of.least <= problem.n_cols <= of.most and _may_hold(problem, device)):
         return None
     thread_bytes = min(WIDEST_BYTES, starts)
@@ -107,7 +105,7 @@ def _may_hold(problem: SpatialProblem, device: Device) -> bool:
 
 def _is_filled(problem: SpatialProblem, positions: int) -> bool:
     """Whether whole tiles have few positions beyond the tensor, or it has some of them anyway."""
-    overlap = 0 if problem.whole_sectors else problem.sector - problem.vec
+    overlap = problem.sector - problem.starts
     filled = tiles_of(problem.inner, positions, overlap) * (positions - overlap) <= FILLED * problem.inner
     return problem.inner >= FEW_TILES * positions or (problem.inner > positions and filled)
 
@@ -117,9 +115,7 @@ def _on_ctas(
 ) -> SpatialConfig | None:
     """The config on as few CTAs as hold the columns."""
     table, cols = HELD[problem.backward], NUM_WARPS * device.warp_size * thread_bytes // problem.itemsize // positions
-    last, overlaps = positions == min(of.most_ctas), not problem.whole_sectors
-    # columns start in a sector as those of the next chunk do
-    ctas = max(1, SECTOR_BYTES // (cols * thread_bytes)) if overlaps else 1
+    last, ctas = positions == min(of.most_ctas), 1
     while ctas <= most_ctas:
         chunks = -(-problem.n_cols // (cols * ctas))
         words = (1 + problem.backward) * chunks * thread_bytes // 4
@@ -128,7 +124,7 @@ def _on_ctas(
             held = most_held * 4 // thread_bytes - problem.backward * chunks  # of a gradient: chunks of dy
             return SpatialConfig(
                 problem.n_cols, ctas, NUM_WARPS, positions, max_registers=registers, thread_bytes=thread_bytes,
-                held=held if held < chunks else None, overlaps=overlaps,
+                held=held, overlaps=problem.starts < problem.sector,
             )  # fmt: skip
         ctas *= 2
     return None

@@ -292,7 +292,7 @@ def _configs(
     clusters = problem.dtype == problem.out_dtype
     staged = device.supports_smem_staging and clusters
     skewed = problem.in_phase and device.kind != "hip"
-    parts = problem.in_phase and not problem.whole_sectors
+    halves = problem.in_phase and problem.vec == problem.full_vec and not problem.whole_sectors
 
     def fills_tiles(config: SpatialConfig) -> bool:
         # whole tiles have few positions beyond the tensor, or it has at least four of them
@@ -308,9 +308,9 @@ def _configs(
             config.least_cols <= problem.n_cols <= config.max_cols
             and (not special or (fills_tiles(config) and not problem.batch_invariant))
             and (config.ctas == 1 or (clusters and device.max_cluster >= config.ctas))
-            and (config.held is None or (staged and (overlaps or problem.vec == problem.full_vec)))
+            and (config.held is None or (staged and (config.skewed > 0 or problem.vec == problem.full_vec)))
             and (not config.skewed or skewed)
-            and (not config.overlaps or (parts and config.thread_bytes <= problem.vec * problem.itemsize))
+            and (not config.overlaps or halves)
             and config.whole_sectors in (None, problem.whole_sectors)
         )
 

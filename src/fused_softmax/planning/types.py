@@ -216,6 +216,15 @@ class SpatialProblem(_Dtypes):
         return SECTOR_BYTES // self.itemsize
 
     @property
+    def starts(self) -> int:
+        """Elements at whose multiples the columns of every tensor start, up to a sector.
+
+        >>> SpatialProblem(1500, 192, "bfloat16", "bfloat16", 1).starts  # an input with gaps, whatever the output has
+        1
+        """
+        return self.sector if self.whole_sectors and self.vec == self.full_vec else self.vec
+
+    @property
     def period(self) -> int:
         """The columns after which runs start at multiples of 32 bytes again: a power of two, up to 16.
 

@@ -55,9 +55,9 @@ def positions_of(block, inner, INNER: tl.constexpr, VEC: tl.constexpr, OVERLAP: 
 @triton.jit
 def owned_positions(
     exists, outer, block, n_blocks, column, outer_stride, col_stride, first, STEP: tl.constexpr, INNER: tl.constexpr,
-    VEC: tl.constexpr, OVERLAP: tl.constexpr, BITS: tl.constexpr,
+    VEC: tl.constexpr, OVERLAP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The mask of what a block writes: `exists`, or [COLS, 1, INNER] where blocks share positions. BITS: of an element.
+    """The mask of what a block writes: `exists`, or [COLS, 1, INNER] where blocks share positions.
 
     A column's part of a block may start within a sector of memory: then the block before writes that sector. A block
     also writes the sector in which its part ends. So each sector has one writer. OVERLAP is a sector less the elements
@@ -66,7 +66,7 @@ def owned_positions(
     if OVERLAP == 0:
         return exists
     else:
-        SECTOR: tl.constexpr = 256 // BITS // VEC  # vectors of 32 bytes
+        SECTOR: tl.constexpr = 256 // DTYPE.primitive_bitwidth // VEC  # vectors of 32 bytes
         BLOCK: tl.constexpr = (INNER - OVERLAP) // VEC  # from a block to the next one
         tl.static_assert(STEP % SECTOR == 0, "a column starts in a sector as that of the next chunk does")
         vector = tl.arange(0, INNER)[None, None, :] // VEC
