@@ -102,6 +102,14 @@ def launch_over(n_cols: int, inner: int, dtype: torch.dtype, backward: bool, log
     return as_called(launch), chosen
 
 
+def launch_of_tables(n_cols: int, inner: int, dtype: torch.dtype, backward: bool, log: bool):
+    """(`launch_over`'s launch, its plan, the target): sm_100, where the rule of overlapping tiles has sm_90's."""
+    launch, chosen = launch_over(n_cols, inner, dtype, backward, log)
+    if chosen.skewed or not chosen.overlap:
+        return launch, chosen, "sm_90"
+    return *launch_over(n_cols, inner, dtype, backward, log, "sm_100"), "sm_100"
+
+
 STAGGERED = (
     (2700, 8192, BFLOAT16, False, False), (2500, 8192, FLOAT32, False, True), (5632, 8192, BFLOAT16, True, False),
     (2816, 8200, BFLOAT16, False, False), (3712, 8192, FLOAT32, False, False), (1408, 8200, BFLOAT16, False, True),
@@ -163,9 +171,9 @@ OF_PLANES = (
     "of", [*OF_PLANES[:3], *(pytest.param(of, marks=pytest.mark.extended) for of in OF_PLANES[3:])], ids=str
 )
 def test_skewed_tiles_of_few_positions(of):
-    launch, chosen = launch_over(*of)
+    launch, chosen, target = launch_of_tables(*of)
     assert chosen.skewed
-    check(f"softmax_spatial_skewed {of[2]}", launch, "sm_90", chosen)
+    check(f"softmax_spatial_skewed {of[2]}", launch, target, chosen)
 
 
 # each entry of the tables of runs that start at parts of a vector: of a gradient, dtype, positions' alignment, entry
@@ -181,11 +189,7 @@ OF_PARTS = [
     ids=str,
 )
 def test_runs_at_parts_of_a_vector(backward, dtype, vec, config):
-    launch, chosen = launch_over(config.max_cols, 8192 + vec, dtype, backward, False)
-    target = "sm_90"
-    if chosen.overlap and not chosen.skewed:  # on Hopper such columns have tiles that overlap
-        target = "sm_100"
-        launch, chosen = launch_over(config.max_cols, 8192 + vec, dtype, backward, False, target)
+    launch, chosen, target = launch_of_tables(config.max_cols, 8192 + vec, dtype, backward, False)
     assert (chosen.rows, chosen.ctas, chosen.num_warps) == (config.inner, config.ctas, config.num_warps)
     assert chosen.skewed == config.skewed // dtype.itemsize
     used, _ = cross_compiled(launch, target)
