@@ -14,6 +14,7 @@ import triton.language as tl
 from .numerics import LOWEST, exp, maximum, upcast
 from .softmax_terms import gradient_term
 from .spatial_staging import STAGED_GROUP, await_group, chunk_of
+from .unconnected import unconnected
 
 
 @triton.jit
@@ -36,8 +37,8 @@ def issue_loads(PTX: tl.constexpr):
 
 @triton.jit
 def _max_and_sum_of(
-    m, s, x, START: tl.constexpr, END: tl.constexpr, SMEM_STAGED: tl.constexpr, COLS: tl.constexpr,
-    INNER: tl.constexpr, VEC: tl.constexpr, RECOMPUTE: tl.constexpr, PTX: tl.constexpr,
+    m, s, x, START: tl.constexpr, END: tl.constexpr, CHUNKS: tl.constexpr, SMEM_STAGED: tl.constexpr,
+    COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, RECOMPUTE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """(m, s) of the chunks before START, and those of chunks START .. END-1; the exponentials of the latter."""
     top = chunk_of(x, START, SMEM_STAGED, COLS, INNER, VEC, PTX)
@@ -45,13 +46,15 @@ def _max_and_sum_of(
         top = tl.maximum(m, top)
     for c in tl.static_range(START + 1, END):
         top = maximum(top, chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX)
-    m_new = tl.maximum(m, top.to(tl.float32))
+    m_new = unconnected(tl.maximum(m, top.to(tl.float32)), CHUNKS, PTX)
     if START > 0:
         s = s * exp(m - m_new)
     exps = ()
     for c in tl.static_range(START, END):
         e = exp(upcast(chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE) - m_new)
         s += e
+        if PTX and ((c - START) % STAGED_GROUP == STAGED_GROUP - 1 or c == END - 1):
+            s = unconnected(s, CHUNKS, PTX)
         exps = exps + (e,)
     return m_new, s, exps
 
@@ -76,11 +79,22 @@ def max_and_sum(
     for g in tl.static_range((FIRST + OF - 1) // OF):
         await_group(g, SMEM_STAGED, PTX)
         m, s, _ = _max_and_sum_of(
-            m, s, x, g * OF, min(FIRST, g * OF + OF), SMEM_STAGED, COLS, INNER, VEC, RECOMPUTE, PTX
+            m, s, x, g * OF, min(FIRST, g * OF + OF), CHUNKS, SMEM_STAGED, COLS, INNER, VEC, RECOMPUTE, PTX
         )
     for g in tl.static_range((CHUNKS - FIRST + OF - 1) // OF):
         m, s, exps = _max_and_sum_of(
-            m, s, x, FIRST + g * OF, min(CHUNKS, FIRST + g * OF + OF), SMEM_STAGED, COLS, INNER, VEC, RECOMPUTE, PTX
+            m,
+            s,
+            x,
+            FIRST + g * OF,
+            min(CHUNKS, FIRST + g * OF + OF),
+            CHUNKS,
+            SMEM_STAGED,
+            COLS,
+            INNER,
+            VEC,
+            RECOMPUTE,
+            PTX,
         )
     return m, s, exps
 
@@ -104,4 +118,6 @@ def sum_of_terms(
         if not LOG:
             y_c = upcast(y[c], PTX, RECOMPUTE)
         d += gradient_term(y_c, dy_c, LOG)
+        if PTX and c % STAGED_GROUP == STAGED_GROUP - 1:
+            d = unconnected(d, CHUNKS, PTX)
     return d
