@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from .numerics import PTX_LOG2E, TRITON, exp, rescale_moments, rounded_product
+from .ptx_access import access_of
 
 # Triton 3.8 and later end a kernel on a cluster with a cluster barrier
 _CLOSING_BARRIER = tl.constexpr(TRITON >= (3, 8))
@@ -49,9 +50,10 @@ def _open_ptx(ctas: int, n_values: int, warps_per_row: int) -> str:
 
 
 @triton.constexpr_function
-def _exchange(ctas: int, warps_per_row: int, n_values: int, values: str) -> list[str]:
+def _exchange(ctas: int, warps_per_row: int, registers: list[str]) -> list[str]:
     """Sends this segment's values to its slot in every CTA: lane i < ctas of its warp to CTA i. Waits for all slots."""
-    vector = {1: "", 2: ".v2", 4: ".v4"}[n_values]
+    n_values = len(registers)
+    vector, values = access_of(registers)
     sender = "lane" if warps_per_row > 1 else "thread"
     return [
         "mov.u32 thread, %tid.x;",
@@ -94,8 +96,7 @@ def _load(n_slots: int, *names_and_neutrals: tuple[str, str]) -> list[str]:
     ptx = []
     for k in range(-(-n_slots // 32)):
         names = [f"{name}{k}" for name, _ in names_and_neutrals] + ["other"] * (n_values - len(names_and_neutrals))
-        vector = {1: "", 2: ".v2", 4: ".v4"}[n_values]
-        target = names[0] if n_values == 1 else "{" + ", ".join(names) + "}"
+        vector, target = access_of(names)
         ptx += [f"mov.f32 {name}{k}, {neutral};" for name, neutral in names_and_neutrals]
         ptx += [f"setp.lt.u32 taken, lane, {n_slots - 32 * k};"]
         ptx += [f"@taken ld.shared{vector}.f32 {target}, [slot+{128 * n_values * k}];"]
@@ -123,7 +124,7 @@ def _sum_over_lanes(name: str, n_slots: int) -> list[str]:
 @triton.constexpr_function
 def _merge_ptx(ctas: int, warps_per_row: int) -> str:
     n_slots = ctas * warps_per_row
-    ptx = ["{", *_registers(n_slots, "m", "s"), *_exchange(ctas, warps_per_row, 2, "{$2, $3}")]
+    ptx = ["{", *_registers(n_slots, "m", "s"), *_exchange(ctas, warps_per_row, ["$2", "$3"])]
     ptx += [*_load(n_slots, ("m", _LOWEST), ("s", "0f00000000")), *_max_over_lanes(n_slots)]
     for k in range(-(-n_slots // 32)):
         ptx += [f"sub.f32 m{k}, m{k}, row_max;", f"mul.f32 m{k}, m{k}, {PTX_LOG2E};", f"ex2.approx.ftz.f32 m{k}, m{k};"]
@@ -134,7 +135,7 @@ def _merge_ptx(ctas: int, warps_per_row: int) -> str:
 @triton.constexpr_function
 def _merge_moments_ptx(ctas: int, warps_per_row: int, plain: bool) -> str:
     n_slots = ctas * warps_per_row
-    ptx = ["{", *_registers(n_slots, "m", "s", "t"), *_exchange(ctas, warps_per_row, 4, "{$3, $4, $5, $5}")]
+    ptx = ["{", *_registers(n_slots, "m", "s", "t"), *_exchange(ctas, warps_per_row, ["$3", "$4", "$5", "$5"])]
     ptx += [*_load(n_slots, ("m", _LOWEST), ("s", "0f00000000"), ("t", "0f00000000")), *_max_over_lanes(n_slots)]
     for k in range(-(-n_slots // 32)):  # t*exp(m - row_max) + s*exp(m - row_max)*(m - row_max), 0*(-inf) taken as 0
         ptx += [f"sub.f32 m{k}, m{k}, row_max;", f"mul.f32 by, m{k}, {PTX_LOG2E};", "ex2.approx.ftz.f32 by, by;"]
@@ -152,7 +153,7 @@ def _sum_ptx(ctas: int, warps_per_row: int) -> str:
     ptx = [
         "{",
         *_registers(n_slots, "s"),
-        *_exchange(ctas, warps_per_row, 1, "$1"),
+        *_exchange(ctas, warps_per_row, ["$1"]),
         *_load(n_slots, ("s", "0f00000000")),
     ]
     return "\n".join([*ptx, *_sum_over_lanes("s", n_slots), "mov.f32 $0, s0;", "}"])

@@ -16,7 +16,8 @@ import triton.language as tl
 
 from .gathered_rows import numbers_at
 from .numerics import exp
-from .spatial_cluster import access_of, merged_ptx
+from .ptx_access import access_of
+from .spatial_cluster import merged_ptx
 
 POSITIONS = 512  # of a plane at most: the room for their numbers
 

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from .numerics import PTX_LOG2E, exp
+from .ptx_access import access_of
 
 
 @triton.jit
@@ -56,12 +57,6 @@ def _declare_ptx(ctas: int, n_values: int, inner: int) -> str:
             "}",
         )
     )
-
-
-@triton.constexpr_function
-def access_of(names: list[str]) -> tuple[str, str]:
-    """(the suffix of an access to so many float32, its operand)."""
-    return (f".v{len(names)}", "{" + ", ".join(names) + "}") if len(names) > 1 else ("", names[0])
 
 
 @triton.constexpr_function

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from .numerics import PTX_LOG2E, exp
+from .ptx_access import access_of
 from .spatial_cluster import exchange_own
 
 
@@ -180,8 +181,8 @@ def _put_ptx(n_values: int, elements: int, vec: int) -> str:
     for n in range(n_values):
         values = [f"${(2 + n) * vec + k}" for k in range(vec)]
         for i in range(0, vec, 4):
-            some = values[i : i + 4]
-            ptx += [f"st.shared.v{len(some)}.f32 [slot+{4 * (n * elements + i)}], {{{', '.join(some)}}};"]
+            vector, some = access_of(values[i : i + 4])
+            ptx += [f"st.shared{vector}.f32 [slot+{4 * (n * elements + i)}], {some};"]
     return "\n".join([*ptx, *(f"mov.u32 ${k}, 0;" for k in range(vec)), "}"])
 
 
@@ -231,7 +232,8 @@ def _get_ptx(n_values: int) -> str:
     """The place of a position, and an operand whose layout is the result's."""
     ptx = ["{", ".reg .b32 slot, totals;", "mov.u32 totals, spatial_totals;"]
     ptx += [f"mad.lo.u32 slot, ${n_values}, {4 * n_values}, totals;"]
-    ptx += [f"ld.volatile.shared{'.v2.f32 {$0, $1}' if n_values > 1 else '.f32 $0'}, [slot];", "}"]
+    vector, values = access_of([f"${i}" for i in range(n_values)])
+    ptx += [f"ld.volatile.shared{vector}.f32 {values}, [slot];", "}"]
     return "\n".join(ptx)
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .ptx_access import access_of
+
 # chunks that are awaited, and reduced, together
 STAGED_GROUP = tl.constexpr(8)
 
@@ -39,8 +41,7 @@ def _fetch_ptx(start: int, itemsize: int, vec: int) -> str:
     words = vec * itemsize // 4
     ptx = ["{", ".reg .b32 slot, staged;", "mov.u32 staged, spatial_staged;"]
     ptx += [f"mad.lo.u32 slot, ${words}, {itemsize}, staged;"]
-    result = ", ".join(f"${i}" for i in range(words))
-    vector, to = (f".v{words}", f"{{{result}}}") if words > 1 else ("", result)
+    vector, to = access_of([f"${i}" for i in range(words)])
     return "\n".join([*ptx, f"ld.volatile.shared{vector}.b32 {to}, [slot+{start}];", "}"])
 
 
