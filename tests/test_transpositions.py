@@ -82,8 +82,8 @@ def test_random_channels_last(seed):
     assert taken >= 3
 
 
-@pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize("phase", [0, 1, 2])
+# log_softmax or softmax: only the last formula differs, and each of them has each shape and dtype
+@pytest.mark.parametrize(("phase", "log"), [(0, False), (1, True), (2, False), (0, True)])
 @pytest.mark.parametrize(("n_cols", "inner"), [(21, 64), (30, 37), (150, 40), (333, 33), (520, 32), (1301, 48)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_columns_between_sentinels(n_cols, inner, dtype, phase, log):
@@ -108,8 +108,7 @@ def test_infinities_and_nan_of_channels_last(n_cols, dtype):
     assert_contract(fs.softmax(x, 1), x, 1)
 
 
-@pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize("phase", [0, 1, 2])
+@pytest.mark.parametrize(("phase", "log"), [(0, False), (1, True), (2, False)])
 @pytest.mark.parametrize(("n_cols", "inner"), [(21, 64), (30, 37), (150, 40), (333, 32), (520, 33), (1301, 40)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_output_between_sentinels(n_cols, inner, dtype, phase, log):

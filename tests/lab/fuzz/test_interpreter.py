@@ -116,3 +116,29 @@ def test_undone_it_is_triton_s(faster_interpreter):
         its = {(owner, name): getattr(owner, name) for owner, names in PATCHED.items() for name in names}
         assert all(function.__module__.startswith("triton.") for function in its.values()), its
     assert all(getattr(owner, name) is not function for (owner, name), function in its.items())
+
+
+@triton.jit
+def next_to_numbers(x_ptr, y_ptr, n: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, 4))
+    tl.store(y_ptr + tl.arange(0, 4), x * n)
+    tl.store(y_ptr + 4 + tl.arange(0, 4), n - x)
+
+
+def test_numbers_that_are_equal_are_not_mixed_up(faster_interpreter):
+    def results() -> list[torch.Tensor]:
+        found = []
+        for n in (0, 0.0, -0.0, 1, 1.0, True, float("nan"), 2**40, -1):
+            for dtype in (torch.int32, torch.int64, torch.bfloat16, torch.float32):
+                x, y = torch.tensor([-3, 0, 1, 5]).to(dtype), torch.zeros(8, dtype=torch.float64)
+                try:
+                    next_to_numbers[(1,)](x, y, n)
+                except interpreter.InterpreterError:
+                    continue
+                found.append(y.view(torch.int64))
+        return found
+
+    got, again = results(), results()
+    with unchanged(faster_interpreter):
+        want = results()
+    assert len(want) > 25 and all(torch.equal(*of) for of in zip(got + again, want * 2, strict=True))

@@ -18,7 +18,8 @@ def patch_once() -> Callable[[], None]:
     undo = (
         _patch_modules_once_in_a_launch(),
         _remember_types(),
-        _leave_equal_shapes(),
+        _remember_shapes(),
+        _remember_numbers(),
         _leave_out_checks_of_overflow(),
     )
 
@@ -150,19 +151,74 @@ def _remember_types() -> Callable[[], None]:
     return undo
 
 
-def _leave_equal_shapes() -> Callable[[], None]:
-    """Do not compare, dimension by dimension, the shapes of two tensors that have one; needs `_remember_types`."""
+def _remember_shapes() -> Callable[[], None]:
+    """Compare two shapes, dimension by dimension, once; needs `_remember_types`."""
+    from triton.language import core
     from triton.language.semantic import TritonSemantic
 
     broadcast = TritonSemantic.broadcast_impl_value
+    # the shapes to which two tensors of as many dimensions are brought, or None where one has that shape already; and
+    # their shapes, so that no other object gets their ids
+    known: dict[tuple[int, int], tuple[Any, ...]] = {}
+
+    def to(self: Any, of: Any, shape: list[int] | None) -> Any:
+        if shape is None:
+            return of
+        return self.tensor(self.builder.create_broadcast(of.handle, shape), core.block_type(of.type.scalar, shape))
 
     def broadcast_others(self: Any, lhs: Any, rhs: Any) -> Any:
-        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        key = id(lhs.shape), id(rhs.shape)
+        shapes = known.get(key)
+        if shapes is not None:
+            return to(self, lhs, shapes[0]), to(self, rhs, shapes[1])
+        pair = broadcast(self, lhs, rhs)
+        if len(lhs.shape) == len(rhs.shape):
+            both = zip(pair, (lhs, rhs), strict=True)
+            first, second = (None if now is before else list(now.type.shape) for now, before in both)
+            known[key] = first, second, lhs.shape, rhs.shape
+        return pair
 
     def undo() -> None:
         TritonSemantic.broadcast_impl_value = broadcast
 
     TritonSemantic.broadcast_impl_value = broadcast_others
+    return undo
+
+
+def _remember_numbers() -> Callable[[], None]:
+    """Make the tensor of a number next to a tensor once for each number, dtype and shape; needs `_remember_types`."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    check = TritonSemantic.binary_op_type_checking_impl
+    known: dict[Any, tuple[Any, ...]] = {}
+
+    def checked(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
+        last = type(rhs) in (int, float)
+        number, other = (rhs, lhs) if last else (lhs, rhs)
+        if type(number) not in (int, float) or number != number or type(other) is not core.tensor:
+            return check(self, lhs, rhs, *flags, **named)
+        # 1 and 1.0 are equal, and so are 0.0 and -0.0
+        sign = math.copysign(1, number) if number == 0 else 0
+        key = last, number, type(number), sign, other.dtype.name, id(other.shape), flags, *named.items()
+        found = known.get(key)
+        if found is None:
+            pair = check(self, lhs, rhs, *flags, **named)
+            made, beside = pair if not last else pair[::-1]
+            made.handle.data.flags.writeable = False
+            known[key] = beside.dtype.name, beside.dtype, made, other.shape
+            return pair
+        name, dtype, made, _ = found
+        if other.dtype.name != name:
+            other = self.cast(other, dtype)
+        return (other, made) if last else (made, other)
+
+    def undo() -> None:
+        TritonSemantic.binary_op_type_checking_impl = check
+
+    TritonSemantic.binary_op_type_checking_impl = checked
     return undo
 
 
