@@ -103,7 +103,7 @@ def launch_over(n_cols: int, inner: int, dtype: torch.dtype, backward: bool, log
 
 
 def launch_of_tables(n_cols: int, inner: int, dtype: torch.dtype, backward: bool, log: bool):
-    """(`launch_over`'s launch, its plan, the target): sm_100, where the rule of overlapping tiles has sm_90's."""
+    """(`launch_over`'s launch, its plan, the target): of sm_90, or of sm_100 where sm_90 has tiles that overlap."""
     launch, chosen = launch_over(n_cols, inner, dtype, backward, log)
     if chosen.skewed or not chosen.overlap:
         return launch, chosen, "sm_90"

@@ -29,7 +29,6 @@ from .common.spatial_places import load_places, places_of
 from .common.spatial_tiles import GROUP, outer_of, positions_of, sum_over_columns, tile_at
 from .common.staggered_start import stagger
 from .common.tiles import READS
-from .common.unconnected import unconnected
 
 
 @triton.jit
@@ -142,7 +141,7 @@ def block_of_losses(
     m = x[0]
     for c in tl.static_range(1, CHUNKS):
         m = maximum(m, x[c], PTX)
-    m = unconnected(tl.maximum(capped(m, cap, SOFTCAP), LOWEST), CHUNKS, PTX)
+    m = tl.maximum(capped(m, cap, SOFTCAP), LOWEST)
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
     AFFINE: tl.constexpr = FUSED and not SOFTCAP  # the exponent of a 16-bit logit is one multiply-add
     ALONE: tl.constexpr = CTAS == 1
@@ -162,7 +161,6 @@ def block_of_losses(
             x_targets = tl.where(column + c * STEP == target, x_c, x_targets)
         if LOSS > 0 and SMOOTH:
             t += weigh(z, reference, column + c * STEP, column < n_cols - c * STEP, weight_ptr, WEIGHTED)
-    s = unconnected(s, CHUNKS, PTX)
     if AFFINE:
         # the largest logit's own term, which is not exactly 1. The sum over it is exact where no other logit counts, so
         # that a sure prediction has a loss of 0

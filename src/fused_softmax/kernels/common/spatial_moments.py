@@ -118,6 +118,6 @@ def sum_of_terms(
         if not LOG:
             y_c = upcast(y[c], PTX, RECOMPUTE)
         d += gradient_term(y_c, dy_c, LOG)
-        if PTX and c % STAGED_GROUP == STAGED_GROUP - 1:
+        if PTX and (c % STAGED_GROUP == STAGED_GROUP - 1 or c == CHUNKS - 1):
             d = unconnected(d, CHUNKS, PTX)
     return d

@@ -223,7 +223,8 @@ def _merge_ptx(cols: int, inner: int, unit: int, n_values: int, threads: int, al
         if alone:
             ptx += ["shr.u32 slot, position, 4;", "add.u32 position, position, slot;"]
         ptx += [f"mad.lo.u32 slot, position, {size}, totals;"]
-        ptx += [f"@merges st.shared{'.v2.f32 [slot], {top, b0}' if n_values > 1 else '.f32 [slot], a0'};"]
+        vector, merged = access_of(["top", "b0"] if n_values > 1 else ["a0"])
+        ptx += [f"@merges st.shared{vector}.f32 [slot], {merged};"]
     return "\n".join([*ptx, "bar.sync 0;", "mov.u32 $0, 0;", "}"])
 
 
