@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# of a kernel. With fewer the gain is small, and one of two kernels of 8 chunks had other machine code
+# of a kernel. With fewer the gain is small, and one of four kernels of 8 chunks had other machine code
 MANY_CHUNKS = tl.constexpr(16)
 
 
