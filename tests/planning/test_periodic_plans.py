@@ -62,8 +62,8 @@ def test_a_cluster_holds_its_plane(backward, device):
             and inner <= held_planes.HELD_POSITIONS <= POSITIONS
         )
         if problem.n_cols * inner < 40_000:
-            plane = pick.choice((0, 1, pick.randrange(100)))
-            assert set(visits(problem, chosen, plane)) == {1}
+            for plane in (0, 1, pick.randrange(100)):
+                assert set(visits(problem, chosen, plane)) == {1}
     assert {1, 2, 4, 8} <= sizes and (device is INTERPRETER or {3, 5, 7} <= sizes)
 
 

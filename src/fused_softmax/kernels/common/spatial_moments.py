@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .numerics import LOWEST, exp, maximum, upcast
 from .softmax_terms import gradient_term
-from .spatial_staging import STAGED_GROUP, await_group, chunk_of
+from .spatial_staging import STAGED_GROUP, await_group, chunk_of, ends_group
 from .unconnected import unconnected
 
 
@@ -40,7 +40,10 @@ def _max_and_sum_of(
     m, s, x, START: tl.constexpr, END: tl.constexpr, CHUNKS: tl.constexpr, SMEM_STAGED: tl.constexpr,
     COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, RECOMPUTE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """(m, s) of the chunks before START, and those of chunks START .. END-1; the exponentials of the latter."""
+    """(m, s) of the chunks before START, and those of chunks START .. END-1; the exponentials of the latter.
+
+    CHUNKS: of the kernel.
+    """
     top = chunk_of(x, START, SMEM_STAGED, COLS, INNER, VEC, PTX)
     if top.dtype == tl.float32:  # a maximum of float32 starts from m, which may come from `issue_loads`
         top = tl.maximum(m, top)
@@ -53,7 +56,7 @@ def _max_and_sum_of(
     for c in tl.static_range(START, END):
         e = exp(upcast(chunk_of(x, c, SMEM_STAGED, COLS, INNER, VEC, PTX), PTX, RECOMPUTE) - m_new)
         s += e
-        if PTX and ((c - START) % STAGED_GROUP == STAGED_GROUP - 1 or c == END - 1):
+        if ends_group(c - START, END - START):
             s = unconnected(s, CHUNKS, PTX)
         exps = exps + (e,)
     return m_new, s, exps
@@ -83,19 +86,9 @@ def max_and_sum(
         )
     for g in tl.static_range((CHUNKS - FIRST + OF - 1) // OF):
         m, s, exps = _max_and_sum_of(
-            m,
-            s,
-            x,
-            FIRST + g * OF,
-            min(CHUNKS, FIRST + g * OF + OF),
-            CHUNKS,
-            SMEM_STAGED,
-            COLS,
-            INNER,
-            VEC,
-            RECOMPUTE,
-            PTX,
-        )
+            m, s, x, FIRST + g * OF, min(CHUNKS, FIRST + g * OF + OF), CHUNKS, SMEM_STAGED, COLS, INNER, VEC,
+            RECOMPUTE, PTX,
+        )  # fmt: skip
     return m, s, exps
 
 
@@ -118,6 +111,6 @@ def sum_of_terms(
         if not LOG:
             y_c = upcast(y[c], PTX, RECOMPUTE)
         d += gradient_term(y_c, dy_c, LOG)
-        if PTX and (c % STAGED_GROUP == STAGED_GROUP - 1 or c == CHUNKS - 1):
+        if ends_group(c, CHUNKS):
             d = unconnected(d, CHUNKS, PTX)
     return d

@@ -20,6 +20,12 @@ STAGED_GROUP = tl.constexpr(8)
 
 
 @triton.constexpr_function
+def ends_group(chunk: int, chunks: int) -> bool:
+    """Whether it is the last chunk of a group, or of all `chunks`."""
+    return chunk % STAGED_GROUP.value == STAGED_GROUP.value - 1 or chunk == chunks - 1
+
+
+@triton.constexpr_function
 def _declare_ptx(n_bytes: int) -> str:
     return f".shared .align 16 .b8 spatial_staged[{n_bytes}];\nmov.u32 $0, 0;"
 
@@ -70,7 +76,7 @@ def copy_vectors(at, slot, n_bytes, START: tl.constexpr, BYTES: tl.constexpr):
 @triton.jit
 def commit_group(C: tl.constexpr, SMEM_STAGED: tl.constexpr):
     """Ends a group of copies, if chunk C is the last one of a group."""
-    if C % STAGED_GROUP == STAGED_GROUP - 1 or C == SMEM_STAGED - 1:
+    if ends_group(C, SMEM_STAGED):
         tl.inline_asm_elementwise(
             "cp.async.commit_group; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )

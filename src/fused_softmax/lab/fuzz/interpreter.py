@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+MOST_NUMBERS = 4096  # tensors that are remembered, of up to some 64 KB
+
 
 def patch_once() -> Callable[[], None]:
     """Make the interpreter four times as fast for small tensors, with the same bits. Returns what undoes this."""
@@ -208,6 +210,8 @@ def _remember_numbers() -> Callable[[], None]:
             pair = check(self, lhs, rhs, *flags, **named)
             made, beside = pair if not last else pair[::-1]
             made.handle.data.flags.writeable = False
+            if len(known) == MOST_NUMBERS:
+                known.clear()
             known[key] = beside.dtype.name, beside.dtype, made, other.shape
             return pair
         name, dtype, made, _ = found
