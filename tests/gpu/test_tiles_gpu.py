@@ -91,7 +91,8 @@ def drawn_parts(rng: random.Random) -> Drawn:
 
 def drawn_overlapping(rng: random.Random) -> Drawn:
     """Columns that the rule of overlapping tiles has, in a few tiles of positions."""
-    (_, itemsize, starts), of = rng.choice([*RANGES.items(), *FEW_RANGES.items()])
+    (_, itemsize, starts), ranges = rng.choice([*RANGES.items(), *FEW_RANGES.items()])
+    of = rng.choice(ranges)
     n_cols, inner = rng.randint(of.least, of.most), rng.choice((rng.randint(240, 500), rng.randint(512, 2000)))
     inner = 2 * starts // itemsize * (inner * itemsize // (2 * starts)) + (starts // itemsize if starts < 32 else 0)
     outer = max(1, min(rng.randint(1, 20), (1 << 23) // (n_cols * inner)))

@@ -55,7 +55,9 @@ BUNDLED = (
     ((9001, 103, BFLOAT16, False), (6890, 179, BFLOAT16, False)),
     ((9001, 103, BFLOAT16, False), (8518, 163, BFLOAT16, True)),
     ((9355, 171, FLOAT32, False), (4643, 821, FLOAT32, False)),
-    ((5935, 990, FLOAT32, False), (8381, 1334, FLOAT32, False)),
+    ((5001, 202, FLOAT32, False), (8381, 1334, FLOAT32, False)),
+    # where no overlapping tiles hold the columns
+    ((14500, 990, FLOAT32, False), (5935, 990, FLOAT32, False)),
     ((5001, 202, FLOAT32, False), (4995, 202, FLOAT32, False)),
     ((6563, 90, FLOAT32, False), (6563, 58, FLOAT32, False)),
 )

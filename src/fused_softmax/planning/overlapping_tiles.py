@@ -2,18 +2,19 @@
 
 A thread that holds few positions keeps few maxima and sums, and has registers for more columns. And a sector that two
 tiles write in part costs more than the positions that overlapping tiles read twice (`kernels.common.spatial_tiles`).
-Where columns start at sectors, such tiles do not overlap. One rule says which tile RANGES of columns have: the widest
-one, on as few CTAs as hold the columns in registers and shared memory.
+Where columns start at sectors, such tiles do not overlap. One rule says which tile RANGES of columns have: the first
+one that holds them in registers and shared memory, on as few CTAs as do.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from .spatial import chunks_that_fit
 from .spatial_tables import FILLED, SpatialConfig
 from .types import SECTOR_BYTES, Device, SpatialProblem, tiles_of
 
-NUM_WARPS, WIDEST_BYTES = 4, 8
+WIDEST_BYTES = 8
 FEW_TILES = 4  # from so many on, a last one that is partly empty costs little
 
 
@@ -25,50 +26,108 @@ class Held(NamedTuple):
     max_registers: int
 
 
-# by `backward`. H100, bfloat16 softmax, fraction of a copy with 54, 72 and all words in registers: 1,250 columns of
-# 53,604 positions (80 words) 0.930, 0.936 and 0.911; 2,500 (80) 0.911, 0.897, 0.887; 2,400 (76) 0.915, 0.905, 0.883
+# by `backward` and warps: the first whose other words fit into shared memory. H100, bfloat16 softmax, fraction of a
+# copy with 54, 72 and all words in registers: 1,250 columns of 53,604 positions (80 words) 0.930, 0.936 and 0.911;
+# 2,500 (80) 0.911, 0.897, 0.887; 2,400 (76) 0.915, 0.905, 0.883. H200, gradients with 72, 90 and up to 126: bfloat16,
+# 2,914 columns (92 words) 0.737 with 72 and 0.799 with all, 3,300 (104) 0.776, 0.744 and 0.739, 4,500 (144) 0.773 with
+# 90 and 0.742 with 126; float32, 2,200 (140) 0.859, 0.867 and 0.834. 8 warps: bfloat16 softmax of 11,000 columns (86)
+# 0.583 with 54, 0.609 with 72 and 0.444 with all, gradients of 7,800 (122) 0.655 with 90 and 0.495 with all
 HELD = {
-    False: (Held(84, 54, 96), Held(114, 72, 128), Held(136, 108, 168)),
-    True: (Held(72, 72, 112), Held(90, 90, 128), Held(144, 126, 168)),
+    (False, 4): (Held(84, 54, 96), Held(114, 72, 128), Held(164, 108, 168)),
+    (False, 8): (Held(110, 72, 128),),
+    (True, 4): (
+        *(Held(72, 72, 112), Held(90, 90, 128), Held(96, 126, 168)),
+        *(Held(128, 72, 112), Held(150, 90, 128), Held(172, 126, 168)),
+    ),
+    (True, 8): (Held(128, 90, 128), Held(168, 126, 168)),
 }
 
 
-class Range(NamedTuple):
-    """From `least` to `most` columns: the words of a thread, at most. CTAs: by positions of a tile, best first.
+class Tile(NamedTuple):
+    """A tile of so many positions: warps of a program, words of a thread at most, and the CTAs to try."""
 
-    In the narrowest tiles on the most CTAs a thread has up to as many words as the last of HELD says.
-    """
+    positions: int
+    num_warps: int
+    words: int
+    ctas: tuple[int, ...] = (16,)
+
+
+class Range(NamedTuple):
+    """From `least` to `most` columns: the tiles to try, best first."""
 
     least: int
     most: int
-    words: int
-    most_ctas: dict[int, int]
+    tiles: tuple[Tile, ...]
 
 
 # By op, bytes of an element, and the bytes at whose multiples columns start. H200, time of the plan before over that of
-# this one, random shapes of 1.2e7 to 6.7e7 elements, mean and worst: 16-bit softmax of columns that start at sectors,
-# 16 shapes, 1.04 and 1.00; at halves of them, 36 shapes, 1.05 and 0.92; quarters, 29 shapes, 1.14 and 0.91; eighths, 4
-# shapes, 1.06 and 0.98. Of fewer columns (110 of 9,556 positions, 181 of 50,100) 0.90 to 0.95. Gradients in halves of
-# sectors 0.99; in quarters, of fewer columns (1,217 of 2,572, 2,414 of 4,700) 0.83 to 1.09, of log_softmax (1,811 of
-# 356, 2,266 of 22,444) 1.18 to 1.24. Accesses of 4 bytes have fewer words, because a kernel of 114 chunks takes 33 s to
-# compile, one of 57 takes 7
-WIDE, NARROW = {128: 8, 64: 16}, {64: 16}
+# this one, random shapes of 1.2e7 to 6.7e7 elements, mean and worst. Up to 8,704 columns: 16-bit softmax of columns
+# that start at sectors, 16 shapes, 1.04 and 1.00; at halves of them, 36 shapes, 1.05 and 0.92; quarters, 29 shapes,
+# 1.14 and 0.91; eighths, 4 shapes, 1.06 and 0.98. Of fewer columns (110 of 9,556 positions, 181 of 50,100) 0.90 to
+# 0.95. Gradients in halves of sectors 0.99; in quarters, of fewer columns (1,217 of 2,572, 2,414 of 4,700) 0.83 to
+# 1.09, of log_softmax (1,811 of 356, 2,266 of 22,444) 1.18 to 1.24. What was added, 320 shapes: quarters and eighths
+# 1.08 to 1.27 and 0.98. docs/measurements/other-dims-alignment.md has where tiles of 16-byte accesses are as fast
+_WIDE = Tile(128, 4, 114, (1, 2, 4, 8)), Tile(64, 4, 114, (1, 2, 4, 8, 16))
+_QUARTERS = (
+    Range(2689, 7936, (Tile(64, 4, 164), Tile(64, 8, 124))),
+    Range(7937, 9216, (Tile(32, 4, 144),)),
+    Range(9217, 13312, (Tile(32, 8, 104),)),
+)
 RANGES = {
-    ("softmax", 2, 32): Range(229, 8704, 114, WIDE),
-    ("softmax", 2, 16): Range(229, 8704, 114, WIDE),
-    ("softmax", 2, 8): Range(229, 8704, 114, WIDE),
-    ("softmax", 2, 4): Range(305, 4352, 64, WIDE),
-    ("softmax", 4, 8): Range(1409, 4352, 60, NARROW),
-    ("gradient", 2, 8): Range(2689, 4608, 128, NARROW),
-    ("log gradient", 2, 8): Range(1153, 4608, 128, {128: 16, 64: 16}),
+    ("softmax", 2, 32): (
+        Range(229, 8704, (*_WIDE, Tile(64, 4, 136))),
+        Range(8705, 16640, (Tile(32, 4, 130),)),
+    ),
+    ("softmax", 2, 16): (
+        Range(229, 8704, (*_WIDE, Tile(64, 4, 136))),
+        Range(8705, 16640, (Tile(64, 4, 150), Tile(32, 4, 130))),
+    ),
+    ("softmax", 2, 8): (Range(229, 13568, (*_WIDE, Tile(64, 4, 160), Tile(64, 8, 106))),),
+    ("softmax", 2, 4): (
+        Range(305, 4096, (Tile(128, 4, 64, (1, 2, 4, 8)), Tile(64, 4, 64, (1, 2, 4, 8, 16)))),
+        Range(4097, 13056, (Tile(64, 4, 120), Tile(64, 8, 102))),
+    ),
+    ("softmax", 4, 32): (
+        Range(4609, 5248, (Tile(64, 4, 164),)),
+        Range(5249, 7040, (Tile(32, 4, 114),)),
+        Range(8193, 9600, (Tile(32, 4, 150),)),
+        Range(12289, 14080, (Tile(32, 8, 110),)),
+    ),
+    ("softmax", 4, 16): (
+        Range(4609, 5248, (Tile(64, 4, 164),)),
+        Range(5249, 7040, (Tile(32, 4, 114),)),
+        Range(11649, 14080, (Tile(32, 8, 110),)),
+    ),
+    ("softmax", 4, 8): (
+        Range(1409, 14080, (Tile(64, 4, 60, (8, 16)), Tile(64, 4, 164), Tile(32, 4, 150), Tile(32, 8, 110))),
+    ),
+    ("softmax", 4, 4): (Range(2561, 11520, (Tile(64, 4, 104), Tile(32, 4, 100), Tile(32, 8, 90))),),
+    ("gradient", 2, 16): (
+        Range(4737, 5248, (Tile(64, 4, 164),)),
+        Range(6145, 7936, (Tile(64, 8, 124),)),
+        Range(9217, 13312, (Tile(32, 8, 104),)),
+    ),
+    ("gradient", 2, 8): _QUARTERS,
+    ("log gradient", 2, 8): (
+        Range(1153, 2688, (Tile(128, 4, 128, (4, 8, 16)), Tile(64, 4, 128, (4, 8, 16)))),
+        *_QUARTERS,
+    ),
+    ("gradient", 2, 4): (Range(2689, 8064, (Tile(64, 4, 150), Tile(64, 8, 126))),),
+    ("gradient", 4, 32): (Range(7169, 8192, (Tile(32, 8, 128),)),),
+    ("gradient", 4, 16): (Range(7681, 8192, (Tile(32, 8, 128),)),),
+    ("gradient", 4, 8): (Range(1537, 10496, (Tile(64, 4, 172), Tile(32, 4, 150), Tile(32, 8, 164))),),
+    ("gradient", 4, 4): (
+        Range(1537, 1920, (Tile(64, 4, 120),)),
+        Range(2881, 7936, (Tile(32, 4, 150), Tile(32, 8, 124))),
+    ),
 }
 # up to FEW positions have these instead. H200, bfloat16, whole sectors, fraction of a copy (higher is better): softmax
 # of 642 columns of 368 positions 0.88 with the tables' plan and 0.74 with this one, of 514 of 480 0.91 and 0.86
 FEW = 511
 FEW_RANGES = {
-    ("softmax", 2, 32): Range(1025, 8704, 114, WIDE),
-    ("softmax", 4, 8): Range(705, 4352, 60, NARROW),
-    ("softmax", 4, 4): Range(705, 2048, 60, NARROW),
+    ("softmax", 2, 32): (Range(1025, 8704, (*_WIDE, Tile(64, 4, 136))),),
+    ("softmax", 4, 8): (Range(705, 4352, (Tile(64, 4, 60, (4, 8, 16)), Tile(64, 4, 136))),),
+    ("softmax", 4, 4): (Range(705, 2048, (Tile(64, 4, 60, (8, 16)), Tile(64, 4, 64))),),
 }
 
 
@@ -81,20 +140,26 @@ def overlapping_config(problem: SpatialProblem, device: Device) -> SpatialConfig
     8
     """
     starts = problem.starts * problem.itemsize
-    op = ("log gradient" if problem.log else "gradient") if problem.backward else "softmax"
-    key = op, problem.itemsize, starts
-    of = (FEW_RANGES.get(key) if problem.inner <= FEW else None) or RANGES.get(key)
     apart = starts == SECTOR_BYTES or problem.in_phase
-    if of is None or not (apart and of.least <= problem.n_cols <= of.most and _may_hold(problem, device)):
+    if not (apart and _may_hold(problem, device)):
         return None
     thread_bytes = min(WIDEST_BYTES, starts)
-    for positions, most_ctas in of.most_ctas.items():
-        if _is_filled(problem, positions):
-            most = min(most_ctas, device.max_cluster)
-            config = _on_ctas(problem, device, of, positions, thread_bytes, most)
+    for of in _ranges(problem, starts):
+        for tile in of.tiles if of.least <= problem.n_cols <= of.most else ():
+            config = _on_ctas(problem, device, tile, thread_bytes) if _is_filled(problem, tile.positions) else None
             if config is not None:
                 return config
     return None
+
+
+def _ranges(problem: SpatialProblem, starts: int) -> tuple[Range, ...]:
+    """The ranges of columns that start at multiples of so many bytes."""
+    kind = problem.itemsize, starts
+    if not problem.backward:
+        few = FEW_RANGES.get(("softmax", *kind)) if problem.inner <= FEW else None
+        return few or RANGES.get(("softmax", *kind), ())
+    log = RANGES.get(("log gradient", *kind)) if problem.log else None
+    return log or RANGES.get(("gradient", *kind), ())
 
 
 def _may_hold(problem: SpatialProblem, device: Device) -> bool:
@@ -110,21 +175,19 @@ def _is_filled(problem: SpatialProblem, positions: int) -> bool:
     return problem.inner >= FEW_TILES * positions or (problem.inner > positions and filled)
 
 
-def _on_ctas(
-    problem: SpatialProblem, device: Device, of: Range, positions: int, thread_bytes: int, most_ctas: int
-) -> SpatialConfig | None:
-    """The config on as few CTAs as hold the columns."""
-    table, cols = HELD[problem.backward], NUM_WARPS * device.warp_size * thread_bytes // problem.itemsize // positions
-    last, ctas = positions == min(of.most_ctas), 1
-    while ctas <= most_ctas:
+def _on_ctas(problem: SpatialProblem, device: Device, tile: Tile, thread_bytes: int) -> SpatialConfig | None:
+    """The config on the first CTAs that hold the columns."""
+    chunk_bytes = tile.num_warps * device.warp_size * thread_bytes
+    cols = chunk_bytes // problem.itemsize // tile.positions
+    for ctas in tile.ctas if max(tile.ctas) <= device.max_cluster else ():
         chunks = -(-problem.n_cols // (cols * ctas))
         words = (1 + problem.backward) * chunks * thread_bytes // 4
-        if words <= (table[-1].words if last and ctas == most_ctas else of.words):
-            _, most_held, registers = next(held for held in table if words <= held.words)
-            held = most_held * 4 // thread_bytes - problem.backward * chunks  # of a gradient: chunks of dy
-            return SpatialConfig(
-                problem.n_cols, ctas, NUM_WARPS, positions, max_registers=registers, thread_bytes=thread_bytes,
-                held=held, overlaps=problem.starts < problem.sector,
-            )  # fmt: skip
-        ctas *= 2
+        room = chunks_that_fit(chunk_bytes, ctas, tile.num_warps, tile.positions)
+        for held in HELD[problem.backward, tile.num_warps] if words <= tile.words else ():
+            kept = held.held * 4 // thread_bytes - problem.backward * chunks  # of a gradient: chunks of dy
+            if words <= held.words and chunks - kept <= room:
+                return SpatialConfig(
+                    problem.n_cols, ctas, tile.num_warps, tile.positions, max_registers=held.max_registers,
+                    thread_bytes=thread_bytes, held=kept, overlaps=problem.starts < problem.sector,
+                )  # fmt: skip
     return None

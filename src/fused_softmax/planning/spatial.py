@@ -224,10 +224,10 @@ def tiles_plan(
         warps = max(1, warps * cols * inner // per_chunk)
     staged = 0
     if config.held is not None:
-        other = _merging_bytes(config.ctas, warps, inner)
-        if config.skewed:  # and those of each element of a chunk, and a gap after each 16 positions
-            other += 8 * (cols * inner + config.skewed // problem.itemsize + inner // 16)
-        room = max(0, min(STAGED_BYTES, SHARED_BYTES - other)) // (warps * device.warp_size * config.thread_bytes)
+        other = 0
+        if config.skewed:  # those of each element of a chunk, and a gap after each 16 positions
+            other = 8 * (cols * inner + config.skewed // problem.itemsize + inner // 16)
+        room = chunks_that_fit(warps * device.warp_size * config.thread_bytes, config.ctas, warps, inner, other)
         most = room if config.most_staged is None else min(room, config.most_staged)
         staged = min(max(0, -(-problem.n_cols // (cols * config.ctas)) - config.held), most)
         recompute = recompute or staged > 0  # a chunk that is read a second time is not kept
@@ -266,6 +266,11 @@ def staggered(plan: Plan, problem: SpatialProblem, device: Device) -> Plan:
         return plan
     why = f"{plan.why}; programs start one after the other"
     return replace(plan, stagger=CYCLES_PER_KIB * n_bytes >> 10, fitting=fitting, why=why)
+
+
+def chunks_that_fit(chunk_bytes: int, ctas: int, warps: int, inner: int, other_bytes: int = 0) -> int:
+    """Chunks in shared memory, next to the numbers that warps and CTAs exchange, and to other bytes."""
+    return max(0, min(STAGED_BYTES, SHARED_BYTES - _merging_bytes(ctas, warps, inner) - other_bytes)) // chunk_bytes
 
 
 def _merging_bytes(ctas: int, warps: int, inner: int) -> int:
