@@ -206,11 +206,14 @@ OVERLAPPING = (
     (3648, 8200, BFLOAT16, False, True, 8), (8704, 8192, BFLOAT16, False, False, 8),
     (4352, 8194, FLOAT32, False, True, 8), (2000, 301, FLOAT32, False, False, 4),
     (2048, 8196, BFLOAT16, True, True, 8), (4608, 8196, torch.float16, True, False, 8),
-    (13568, 1028, BFLOAT16, False, False, 8), (7680, 1026, BFLOAT16, False, False, 4), (13056, 1026, BFLOAT16, False, True, 4),
-    (9600, 1026, FLOAT32, False, True, 8), (14080, 1026, FLOAT32, False, False, 8), (6400, 1025, FLOAT32, False, False, 4),
-    (11520, 1025, FLOAT32, False, True, 4), (7936, 1028, BFLOAT16, True, True, 8), (13312, 1028, BFLOAT16, True, False, 8),
-    (4800, 1026, BFLOAT16, True, False, 4), (8064, 1026, BFLOAT16, True, True, 4), (2752, 1026, FLOAT32, True, False, 8),
-    (10496, 1026, FLOAT32, True, True, 8), (4800, 1025, FLOAT32, True, True, 4), (7936, 1025, FLOAT32, True, False, 4),
+    (13568, 1028, BFLOAT16, False, False, 8), (7680, 1026, BFLOAT16, False, False, 4),
+    (13056, 1026, BFLOAT16, False, True, 4), (9600, 1026, FLOAT32, False, True, 8),
+    (14080, 1026, FLOAT32, False, False, 8), (6400, 1025, FLOAT32, False, False, 4),
+    (11520, 1025, FLOAT32, False, True, 4), (7936, 1028, BFLOAT16, True, True, 8),
+    (13312, 1028, BFLOAT16, True, False, 8), (4800, 1026, BFLOAT16, True, False, 4),
+    (8064, 1026, BFLOAT16, True, True, 4), (2752, 1026, FLOAT32, True, False, 8),
+    (10496, 1026, FLOAT32, True, True, 8), (4800, 1025, FLOAT32, True, True, 4),
+    (7936, 1025, FLOAT32, True, False, 4),
 )  # fmt: skip
 
 
@@ -231,11 +234,19 @@ def test_overlapping_tiles(n_cols, inner, dtype, backward, log, access):
     assert used.spilled_bytes <= MOST_SPILLED and used.fits() and used.registers <= chosen.max_registers
 
 
-def test_chunks_of_too_few_columns_do_not_overlap():
-    # 2 columns start at 8 bytes and at 16 of a sector; those of the next chunk elsewhere
-    tensors = tuple(torch.empty(1, 40, 8196, dtype=BFLOAT16) for _ in range(2))
+@pytest.mark.parametrize(
+    ("positions", "wrong"),
+    [
+        # 2 columns start at 8 bytes and at 16 of a sector; those of the next chunk elsewhere
+        (8196, dict(inner=128, cols=2, num_warps=2, thread_bytes=8, overlaps=True)),
+        # vectors of 16 bytes from units of 8: on a GPU an illegal memory access
+        (8193, dict(inner=128, cols=8, num_warps=4, thread_bytes=16, skewed=8)),
+    ],
+)
+def test_no_plan_compiles_whose_vectors_are_misaligned(positions, wrong):
+    tensors = tuple(torch.empty(1, 40, positions, dtype=BFLOAT16) for _ in range(2))
     problem, device = spatial.problem_of(*tensors), DEVICES["sm_90"]
-    chosen = resident_plan(problem, device, 128, 2, 2, recompute=True, thread_bytes=8, overlaps=True)
+    chosen = resident_plan(problem, device, recompute=True, **wrong)
     (launch,) = spatial.recipe_launches(spatial.softmax_recipe(tensors, chosen, False, False, device), tensors)
     with pytest.raises(CompilationError):
         compile_for(as_called(launch), "sm_90")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from fused_softmax.planning.spatial import tiles_plan
 from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem
 
 HOPPER = DEVICES["sm_90"]
+OTHER_DIMS = Path(__file__).parents[2] / "docs" / "other-dims.md"
 NAMES = {2: "bfloat16", 4: "float32"}
-SECTOR, MOST_CHUNKS = 32, 120  # bytes; a kernel of so many chunks takes SECONDS to compile
+SECTOR, MOST_CHUNKS = 32, 120  # bytes; a kernel of so many chunks takes 6 to 10 s to compile on one core
 
 ALL = [(key, of, 8192) for key, ranges in RANGES.items() for of in ranges]
 ALL += [(key, of, 320) for key, ranges in FEW_RANGES.items() for of in ranges]
@@ -63,8 +65,8 @@ def test_what_a_thread_holds(key: tuple[str, int, int], of: Range, positions: in
         found = next(held for held in wanted if held.max_registers == plan.max_registers)
         assert max(0, words - found.held) == staged_words, n_cols
         assert found == wanted[0] or room(plan, wanted[0].held, words) < 0, "another one fits"
-        tile = next(tile for tile in of.tiles if plan.ctas in tile.ctas and tile[:2] == (plan.rows, plan.num_warps))
-        assert words <= max(tile.words for tile in of.tiles if tile[:2] == (plan.rows, plan.num_warps))
+        like = [tile for tile in of.tiles if tile[:2] == (plan.rows, plan.num_warps) and plan.ctas in tile.ctas]
+        assert words <= max(tile.words for tile in like)
         # what it stages fits next to what it merges, and has whole chunks only
         assert room(plan, found.held, words) >= 0
         assert plan.smem_staged <= plan.unpredicated_chunks
@@ -145,6 +147,33 @@ def test_what_a_softmax_runs(shape, dtype, backward, log, overlaps):
     assert (plan.overlap, plan.skewed, plan.periodic, plan.gathered) == (overlaps, 0, 0, False)
     whole = tuple(torch.empty((2, 1500, 8192), dtype=dtype, device="meta") for _ in range(2 + backward))
     assert spatial.softmax_plan(whole, log, backward, False, HOPPER).overlap == 0
+
+
+# by `backward`, bytes of an element, and the bytes at whose multiples columns start: the most columns that are read once,
+# as docs/other-dims.md lists them
+LONGEST = {
+    (False, 2): {32: 30720, 16: 16640, 8: 13568, 4: 13056, 2: 6528},
+    (False, 4): {32: 28160, 16: 14336, 8: 14080, 4: 11520},
+    (True, 2): {32: 17408, 16: 14336, 8: 13312, 4: 8064, 2: 5888},
+    (True, 4): {32: 22528, 16: 11264, 8: 10496, 4: 7936},
+}
+
+
+@pytest.mark.parametrize(("kind", "longest"), LONGEST.items())
+def test_which_columns_are_read_once(kind: tuple[bool, int], longest: dict[int, int]):
+    """All up to a number, and none beyond: there is no gap between two ranges or entries of tables."""
+    backward, itemsize = kind
+    row = "| " + ("gradient" if backward else "softmax") + (", 16 bits" if itemsize == 2 else ", float32")
+    listed = next(line for line in OTHER_DIMS.read_text().splitlines() if line.startswith(row))
+    assert [int(cell.replace(",", "")) for cell in listed.split("|")[2:-1] if cell.strip()] == [*longest.values()]
+    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    ends = {n for ranges in RANGES.values() for of in ranges for n in (of.least - 1, of.least, of.most, of.most + 1)}
+    for starts, most in longest.items():
+        shape = 4096 + (starts // itemsize if starts < SECTOR else 0)
+        for n_cols in sorted({most, most + 1, *range(641, most + 2000, 97), *ends}):
+            tensors = tuple(torch.empty((2, n_cols, shape), dtype=dtype, device="meta") for _ in range(2 + backward))
+            plan = spatial.softmax_plan(tensors, False, backward, False, HOPPER)
+            assert (plan.regime == "spatial_two_pass") == (n_cols > most), (starts, n_cols)
 
 
 def test_an_input_that_starts_elsewhere():

@@ -118,7 +118,7 @@ RANGES = {
     ("gradient", 4, 8): (Range(1537, 10496, (Tile(64, 4, 172), Tile(32, 4, 150), Tile(32, 8, 164))),),
     ("gradient", 4, 4): (
         Range(1537, 1920, (Tile(64, 4, 120),)),
-        Range(2881, 7936, (Tile(32, 4, 150), Tile(32, 8, 124))),
+        Range(2817, 7936, (Tile(32, 4, 150), Tile(32, 8, 124))),
     ),
 }
 # up to FEW positions have these instead. H200, bfloat16, whole sectors, fraction of a copy (higher is better): softmax

@@ -125,6 +125,7 @@ def owned(first, phase, INNER: tl.constexpr, UNIT: tl.constexpr, OVERLAP: tl.con
 @triton.jit
 def has_ends(first, end, inner, outer_stride, col_stride, INNER: tl.constexpr, UNIT: tl.constexpr, VEC: tl.constexpr):
     """Whether a block of positions may write vectors that lie in two columns: the first or last one of some run."""
+    tl.static_assert(UNIT % VEC == 0, "a unit has whole vectors")
     across = ((inner | outer_stride | col_stride) & (VEC - 1)) != 0
     return across & ((first == 0) | (end < INNER - UNIT))
 
