@@ -210,7 +210,7 @@ OVERLAPPING = (
     (13056, 1026, BFLOAT16, False, True, 4), (9600, 1026, FLOAT32, False, True, 8),
     (14080, 1026, FLOAT32, False, False, 8), (6400, 1025, FLOAT32, False, False, 4),
     (11520, 1025, FLOAT32, False, True, 4), (7936, 1028, BFLOAT16, True, True, 8),
-    (13312, 1028, BFLOAT16, True, False, 8), (4800, 1026, BFLOAT16, True, False, 4),
+    (11264, 1028, BFLOAT16, True, False, 8), (4800, 1026, BFLOAT16, True, False, 4),
     (8064, 1026, BFLOAT16, True, True, 4), (2752, 1026, FLOAT32, True, False, 8),
     (10496, 1026, FLOAT32, True, True, 8), (4800, 1025, FLOAT32, True, True, 4),
     (7936, 1025, FLOAT32, True, False, 4),

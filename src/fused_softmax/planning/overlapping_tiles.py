@@ -3,7 +3,7 @@
 A thread that holds few positions keeps few maxima and sums, and has registers for more columns. And a sector that two
 tiles write in part costs more than the positions that overlapping tiles read twice (`kernels.common.spatial_tiles`).
 Where columns start at sectors, such tiles do not overlap. One rule says which tile RANGES of columns have: the first
-one that holds them in registers and shared memory, on as few CTAs as do.
+one that holds them in registers and shared memory, on the fewest CTAs that hold them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from .types import SECTOR_BYTES, Device, SpatialProblem, tiles_of
 
 WIDEST_BYTES = 8
 FEW_TILES = 4  # from so many on, a last one that is partly empty costs little
+# narrower tiles read so many positions twice that there are at least FEW_TILES of them. H200, bfloat16, time before
+# over time in tiles of 32: softmax of 1,724 columns of 56 positions 0.72, 2,471 of 88 0.75, a gradient 6,637 of 56 0.93
+LEAST_FILLED = 64
 
 
 class Held(NamedTuple):
@@ -31,12 +34,12 @@ class Held(NamedTuple):
 # 2,500 (80) 0.911, 0.897, 0.887; 2,400 (76) 0.915, 0.905, 0.883. H200, gradients with 72, 90 and up to 126: bfloat16,
 # 2,914 columns (92 words) 0.737 with 72 and 0.799 with all, 3,300 (104) 0.776, 0.744 and 0.739, 4,500 (144) 0.773 with
 # 90 and 0.742 with 126; float32, 2,200 (140) 0.859, 0.867 and 0.834. 8 warps: bfloat16 softmax of 11,000 columns (86)
-# 0.583 with 54, 0.609 with 72 and 0.444 with all, gradients of 7,800 (122) 0.655 with 90 and 0.495 with all
+# 0.583 with 54, 0.609 with 72 and 0.444 with all, a gradient at 4 bytes of 7,800 (122) 0.655 with 90, 0.495 with all
 HELD = {
     (False, 4): (Held(84, 54, 96), Held(114, 72, 128), Held(164, 108, 168)),
     (False, 8): (Held(110, 72, 128),),
     (True, 4): (
-        *(Held(72, 72, 112), Held(90, 90, 128), Held(96, 126, 168)),
+        *(Held(72, 72, 112), Held(90, 90, 128), Held(92, 126, 168)),
         *(Held(128, 72, 112), Held(150, 90, 128), Held(172, 126, 168)),
     ),
     (True, 8): (Held(128, 90, 128), Held(168, 126, 168)),
@@ -65,13 +68,13 @@ class Range(NamedTuple):
 # that start at sectors, 16 shapes, 1.04 and 1.00; at halves of them, 36 shapes, 1.05 and 0.92; quarters, 29 shapes,
 # 1.14 and 0.91; eighths, 4 shapes, 1.06 and 0.98. Of fewer columns (110 of 9,556 positions, 181 of 50,100) 0.90 to
 # 0.95. Gradients in halves of sectors 0.99; in quarters, of fewer columns (1,217 of 2,572, 2,414 of 4,700) 0.83 to
-# 1.09, of log_softmax (1,811 of 356, 2,266 of 22,444) 1.18 to 1.24. What was added, 320 shapes: quarters and eighths
-# 1.08 to 1.27 and 0.98. docs/measurements/other-dims-alignment.md has where tiles of 16-byte accesses are as fast
+# 1.09, of log_softmax (1,811 of 356, 2,266 of 22,444) 1.18 to 1.24. The ranges that were added, 275 shapes: means of
+# 1.04 to 1.27, worst 0.98. In those between them tiles that are read by 16 bytes are as fast, or faster
 _WIDE = Tile(128, 4, 114, (1, 2, 4, 8)), Tile(64, 4, 114, (1, 2, 4, 8, 16))
 _QUARTERS = (
     Range(2689, 7936, (Tile(64, 4, 164), Tile(64, 8, 124))),
     Range(7937, 9216, (Tile(32, 4, 144),)),
-    Range(9217, 13312, (Tile(32, 8, 104),)),
+    Range(9217, 11264, (Tile(32, 8, 88),)),
 )
 RANGES = {
     ("softmax", 2, 32): (
@@ -88,7 +91,6 @@ RANGES = {
         Range(4097, 13056, (Tile(64, 4, 120), Tile(64, 8, 102))),
     ),
     ("softmax", 4, 32): (
-        Range(4609, 5248, (Tile(64, 4, 164),)),
         Range(5249, 7040, (Tile(32, 4, 114),)),
         Range(8193, 9600, (Tile(32, 4, 150),)),
         Range(12289, 14080, (Tile(32, 8, 110),)),
@@ -115,7 +117,10 @@ RANGES = {
     ("gradient", 2, 4): (Range(2689, 8064, (Tile(64, 4, 150), Tile(64, 8, 126))),),
     ("gradient", 4, 32): (Range(7169, 8192, (Tile(32, 8, 128),)),),
     ("gradient", 4, 16): (Range(7681, 8192, (Tile(32, 8, 128),)),),
-    ("gradient", 4, 8): (Range(1537, 10496, (Tile(64, 4, 172), Tile(32, 4, 150), Tile(32, 8, 164))),),
+    ("gradient", 4, 8): (
+        Range(1537, 2752, (Tile(64, 4, 172),)),
+        Range(2753, 10496, (Tile(32, 4, 150), Tile(32, 8, 164))),
+    ),
     ("gradient", 4, 4): (
         Range(1537, 1920, (Tile(64, 4, 120),)),
         Range(2817, 7936, (Tile(32, 4, 150), Tile(32, 8, 124))),
@@ -153,13 +158,19 @@ def overlapping_config(problem: SpatialProblem, device: Device) -> SpatialConfig
 
 
 def _ranges(problem: SpatialProblem, starts: int) -> tuple[Range, ...]:
-    """The ranges of columns that start at multiples of so many bytes."""
+    """The ranges of columns that start at multiples of so many bytes.
+
+    Of up to FEW positions those of FEW_RANGES, and beyond their columns the others. log_softmax has a gradient's, where
+    it has none of its own.
+    """
     kind = problem.itemsize, starts
-    if not problem.backward:
-        few = FEW_RANGES.get(("softmax", *kind)) if problem.inner <= FEW else None
-        return few or RANGES.get(("softmax", *kind), ())
-    log = RANGES.get(("log gradient", *kind)) if problem.log else None
-    return log or RANGES.get(("gradient", *kind), ())
+    if problem.backward:
+        log = RANGES.get(("log gradient", *kind)) if problem.log else None
+        return log or RANGES.get(("gradient", *kind), ())
+    few = FEW_RANGES.get(("softmax", *kind)) if problem.inner <= FEW else None
+    if few is not None and problem.n_cols <= few[-1].most:
+        return few
+    return RANGES.get(("softmax", *kind), ())
 
 
 def _may_hold(problem: SpatialProblem, device: Device) -> bool:
@@ -170,16 +181,19 @@ def _may_hold(problem: SpatialProblem, device: Device) -> bool:
 
 def _is_filled(problem: SpatialProblem, positions: int) -> bool:
     """Whether whole tiles have few positions beyond the tensor, or it has some of them anyway."""
+    if problem.inner >= FEW_TILES * positions:
+        return True
+    if problem.inner <= positions or positions < LEAST_FILLED:
+        return False
     overlap = problem.sector - problem.starts
-    filled = tiles_of(problem.inner, positions, overlap) * (positions - overlap) <= FILLED * problem.inner
-    return problem.inner >= FEW_TILES * positions or (problem.inner > positions and filled)
+    return tiles_of(problem.inner, positions, overlap) * (positions - overlap) <= FILLED * problem.inner
 
 
 def _on_ctas(problem: SpatialProblem, device: Device, tile: Tile, thread_bytes: int) -> SpatialConfig | None:
     """The config on the first CTAs that hold the columns."""
     chunk_bytes = tile.num_warps * device.warp_size * thread_bytes
     cols = chunk_bytes // problem.itemsize // tile.positions
-    for ctas in tile.ctas if max(tile.ctas) <= device.max_cluster else ():
+    for ctas in (n for n in tile.ctas if n <= device.max_cluster):
         chunks = -(-problem.n_cols // (cols * ctas))
         words = (1 + problem.backward) * chunks * thread_bytes // 4
         room = chunks_that_fit(chunk_bytes, ctas, tile.num_warps, tile.positions)

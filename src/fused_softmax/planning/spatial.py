@@ -269,7 +269,7 @@ def staggered(plan: Plan, problem: SpatialProblem, device: Device) -> Plan:
 
 
 def chunks_that_fit(chunk_bytes: int, ctas: int, warps: int, inner: int, other_bytes: int = 0) -> int:
-    """Chunks in shared memory, next to the numbers that warps and CTAs exchange, and to other bytes."""
+    """The most chunks in shared memory, next to the numbers that warps and CTAs exchange, and to other bytes."""
     return max(0, min(STAGED_BYTES, SHARED_BYTES - _merging_bytes(ctas, warps, inner) - other_bytes)) // chunk_bytes
 
 
