@@ -212,7 +212,7 @@ OVERLAPPING = (
     (11520, 1025, FLOAT32, False, True, 4), (7936, 1028, BFLOAT16, True, True, 8),
     (11264, 1028, BFLOAT16, True, False, 8), (4800, 1026, BFLOAT16, True, False, 4),
     (8064, 1026, BFLOAT16, True, True, 4), (2752, 1026, FLOAT32, True, False, 8),
-    (10496, 1026, FLOAT32, True, True, 8), (4800, 1025, FLOAT32, True, True, 4),
+    (10240, 1026, FLOAT32, True, True, 8), (4800, 1025, FLOAT32, True, True, 4),
     (7936, 1025, FLOAT32, True, False, 4),
 )  # fmt: skip
 

@@ -54,13 +54,19 @@ BUNDLED = (
     # in place of narrow tiles
     ((9001, 103, BFLOAT16, False), (6890, 179, BFLOAT16, False)),
     ((9001, 103, BFLOAT16, False), (8518, 163, BFLOAT16, True)),
-    ((9355, 171, FLOAT32, False), (4643, 821, FLOAT32, False)),
-    ((5001, 202, FLOAT32, False), (8381, 1334, FLOAT32, False)),
+    ((9355, 107, FLOAT32, False), (4643, 821, FLOAT32, False)),
+    ((6563, 106, FLOAT32, False), (8381, 1334, FLOAT32, False)),
     # where no overlapping tiles hold the columns
     ((14500, 990, FLOAT32, False), (5935, 990, FLOAT32, False)),
-    ((5001, 202, FLOAT32, False), (4995, 202, FLOAT32, False)),
     ((6563, 90, FLOAT32, False), (6563, 58, FLOAT32, False)),
 )
+
+
+def test_from_how_many_columns_narrow_tiles_are_slower():
+    # Hopper has overlapping tiles there
+    for n_cols, positions in ((5001, 90), (5000, 90), (5001, 514), (5000, 514)):
+        plan = spatial.softmax_plan(planes(n_cols, positions, FLOAT32, False), False, False, False, DEVICES["sm_100"])
+        assert (plan.bundle > 0) == (n_cols == 5001), (n_cols, positions)
 
 
 @pytest.mark.parametrize(("bundled", "not_bundled"), BUNDLED, ids=str)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .spatial import chunks_that_fit
 from .spatial_tables import FILLED, SpatialConfig
+from .staged_chunks import chunks_that_fit
 from .types import SECTOR_BYTES, Device, SpatialProblem, tiles_of
 
 WIDEST_BYTES = 8
@@ -105,7 +105,7 @@ RANGES = {
     ),
     ("softmax", 4, 4): (Range(2561, 11520, (Tile(64, 4, 104), Tile(32, 4, 100), Tile(32, 8, 90))),),
     ("gradient", 2, 16): (
-        Range(4737, 5248, (Tile(64, 4, 164),)),
+        Range(4737, 5120, (Tile(64, 4, 160),)),
         Range(6145, 7936, (Tile(64, 8, 124),)),
         Range(9217, 13312, (Tile(32, 8, 104),)),
     ),
@@ -119,7 +119,7 @@ RANGES = {
     ("gradient", 4, 16): (Range(7681, 8192, (Tile(32, 8, 128),)),),
     ("gradient", 4, 8): (
         Range(1537, 2752, (Tile(64, 4, 172),)),
-        Range(2753, 10496, (Tile(32, 4, 150), Tile(32, 8, 164))),
+        Range(2753, 10240, (Tile(32, 4, 150), Tile(32, 8, 160))),
     ),
     ("gradient", 4, 4): (
         Range(1537, 1920, (Tile(64, 4, 120),)),

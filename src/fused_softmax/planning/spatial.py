@@ -46,11 +46,9 @@ from .spatial_tables import (
     PART_COLS,
     PART_VECTORS,
     PARTS,
-    SHARED_BYTES,
     SKEWED_COLS,
     SKEWED_REGISTERS,
     SOFTMAX_PARTS,
-    STAGED_BYTES,
     STAGGERED_BYTES,
     STAGGERED_FITTING,
     STAGGERED_POSITIONS,
@@ -65,6 +63,7 @@ from .spatial_tables import (
     RunRule,
     SpatialConfig,
 )
+from .staged_chunks import chunks_that_fit, merging_bytes
 from .types import (
     ITEMSIZE,
     MULTIPROCESSORS,
@@ -255,7 +254,7 @@ def staggered(plan: Plan, problem: SpatialProblem, device: Device) -> Plan:
     itemsize, of_device = ITEMSIZE[problem.dtype], MULTIPROCESSORS[device.name]
     chunk = plan.vectors_per_chunk * plan.rows * itemsize
     n_bytes = (1 + problem.backward) * plan.chunks * chunk
-    shared = plan.smem_staged * chunk + _merging_bytes(plan.ctas, plan.num_warps, plan.rows) + of_device.shared_reserved
+    shared = plan.smem_staged * chunk + merging_bytes(plan.ctas, plan.num_warps, plan.rows) + of_device.shared_reserved
     threads = plan.num_warps * device.warp_size
     fitting = min(of_device.registers // (plan.max_registers * threads), of_device.shared // shared)
     if problem.backward:
@@ -266,19 +265,6 @@ def staggered(plan: Plan, problem: SpatialProblem, device: Device) -> Plan:
         return plan
     why = f"{plan.why}; programs start one after the other"
     return replace(plan, stagger=CYCLES_PER_KIB * n_bytes >> 10, fitting=fitting, why=why)
-
-
-def chunks_that_fit(chunk_bytes: int, ctas: int, warps: int, inner: int, other_bytes: int = 0) -> int:
-    """The most chunks in shared memory, next to the numbers that warps and CTAs exchange, and to other bytes."""
-    return max(0, min(STAGED_BYTES, SHARED_BYTES - _merging_bytes(ctas, warps, inner) - other_bytes)) // chunk_bytes
-
-
-def _merging_bytes(ctas: int, warps: int, inner: int) -> int:
-    """Bytes of shared memory next to staged chunks.
-
-    (Maximum, sum) of each position: of each CTA, and twice of its own; and a number of each warp.
-    """
-    return (8 * ctas + 16 + 4 * warps) * inner
 
 
 Table = tuple[SpatialConfig, ...]

@@ -321,9 +321,6 @@ FEW_REGISTERS, MORE_STAGED = ((18, 128), (27, 168)), 7
 # fraction of an add with tiles of 32 that one program holds and with 64 on a cluster: gradients of 260 columns of 192
 # positions 0.54 and 0.69 (2.5e6 elements), of 410 columns of 224 positions 0.92 and 0.99 (6e7)
 FILLED = 1.15
-# bytes of a program's chunks in shared memory, at most; and of these and the numbers that its warps and CTAs exchange
-# (a kernel may have 48 KB, with an mbarrier)
-STAGED_BYTES, SHARED_BYTES = 40 << 10, (48 << 10) - 128
 # programs that share a multiprocessor start one after the other (`spatial.staggered`): so many cycles later for each
 # KiB that a program reads. H200; on an H100, whose memory is slower, 115 is no better
 CYCLES_PER_KIB = 80
