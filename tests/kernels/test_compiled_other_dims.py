@@ -207,13 +207,9 @@ OVERLAPPING = (
     (4352, 8194, FLOAT32, False, True, 8), (2000, 301, FLOAT32, False, False, 4),
     (2048, 8196, BFLOAT16, True, True, 8), (4608, 8196, torch.float16, True, False, 8),
     (13568, 1028, BFLOAT16, False, False, 8), (7680, 1026, BFLOAT16, False, False, 4),
-    (13056, 1026, BFLOAT16, False, True, 4), (9600, 1026, FLOAT32, False, True, 8),
-    (14080, 1026, FLOAT32, False, False, 8), (6400, 1025, FLOAT32, False, False, 4),
-    (11520, 1025, FLOAT32, False, True, 4), (7936, 1028, BFLOAT16, True, True, 8),
-    (11264, 1028, BFLOAT16, True, False, 8), (4800, 1026, BFLOAT16, True, False, 4),
-    (8064, 1026, BFLOAT16, True, True, 4), (2752, 1026, FLOAT32, True, False, 8),
-    (10240, 1026, FLOAT32, True, True, 8), (4800, 1025, FLOAT32, True, True, 4),
-    (7936, 1025, FLOAT32, True, False, 4),
+    (14080, 1026, FLOAT32, False, False, 8), (11520, 1025, FLOAT32, False, True, 4),
+    (7936, 1028, BFLOAT16, True, True, 8), (8064, 1026, BFLOAT16, True, True, 4),
+    (10240, 1026, FLOAT32, True, True, 8), (7936, 1025, FLOAT32, True, False, 4),
 )  # fmt: skip
 
 
