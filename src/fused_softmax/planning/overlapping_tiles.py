@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .spatial_tables import FILLED, SpatialConfig
-from .staged_chunks import chunks_that_fit
-from .types import SECTOR_BYTES, Device, SpatialProblem, tiles_of
+from .types import SECTOR_BYTES, Device, SpatialProblem, chunks_that_fit, tiles_of
 
 WIDEST_BYTES = 8
 FEW_TILES = 4  # from so many on, a last one that is partly empty costs little

@@ -63,7 +63,6 @@ from .spatial_tables import (
     RunRule,
     SpatialConfig,
 )
-from .staged_chunks import chunks_that_fit, merging_bytes
 from .types import (
     ITEMSIZE,
     MULTIPROCESSORS,
@@ -72,6 +71,8 @@ from .types import (
     Plan,
     SpatialProblem,
     bundles_of,
+    chunks_that_fit,
+    merging_bytes,
     power_of_two,
 )
 
