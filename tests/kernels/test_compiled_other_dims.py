@@ -6,7 +6,7 @@ import pytest
 import torch
 from launches import BFLOAT16, FLOAT32, as_called, cross_compiled, spatial_losses, spatial_softmax
 from machine_code import late_loads
-from triton.compiler.errors import CompilationError
+from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 
 from fused_softmax.lab.cross_compile import compile_for, occupancy
 from fused_softmax.launch import spatial
@@ -244,8 +244,9 @@ def test_no_plan_compiles_whose_vectors_are_misaligned(positions, wrong):
     problem, device = spatial.problem_of(*tensors), DEVICES["sm_90"]
     chosen = resident_plan(problem, device, recompute=True, **wrong)
     (launch,) = spatial.recipe_launches(spatial.softmax_recipe(tensors, chosen, False, False, device), tensors)
-    with pytest.raises(CompilationError):
+    with pytest.raises(CompilationError) as raised:
         compile_for(as_called(launch), "sm_90")
+    assert isinstance(raised.value.__cause__, CompileTimeAssertionFailure)
 
 
 @pytest.mark.extended

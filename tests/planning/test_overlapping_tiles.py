@@ -10,16 +10,7 @@ import pytest
 import torch
 
 from fused_softmax.launch import spatial
-from fused_softmax.planning.overlapping_tiles import (
-    FEW,
-    FEW_RANGES,
-    HELD,
-    RANGES,
-    Range,
-    Tile,
-    _is_filled,
-    overlapping_config,
-)
+from fused_softmax.planning.overlapping_tiles import FEW, FEW_RANGES, HELD, RANGES, Range, Tile, overlapping_config
 from fused_softmax.planning.spatial import tiles_plan
 from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem
 
@@ -68,6 +59,8 @@ def words_of(problem: SpatialProblem, tile: Tile, ctas: int) -> int:
 def test_what_a_thread_holds(key: tuple[str, int, int], of: Range, positions: int):
     """For all columns of a range: all of them in few chunks, in registers and shared memory as HELD says."""
     _, itemsize, starts = key
+    filled = [tile for tile in of.tiles if positions >= 4 * tile.positions]
+    options = [(tile, ctas) for tile in filled for ctas in tile.ctas]
     for n_cols in range(of.least, of.most + 1):
         problem = problem_of(key, n_cols, positions)
         plan = plan_of(problem)
@@ -83,9 +76,7 @@ def test_what_a_thread_holds(key: tuple[str, int, int], of: Range, positions: in
         assert max(0, words - found.held) == staged_words, n_cols
         assert found == wanted[0] or room(plan, wanted[0].held, words) < 0, "another one fits"
         # the first tile, on the fewest CTAs, whose threads may have that many words
-        options = [(tile, ctas) for tile in of.tiles for ctas in tile.ctas if _is_filled(problem, tile.positions)]
-        allowed = [words_of(problem, tile, ctas) <= tile.words for tile, ctas in options]
-        tile, ctas = options[allowed.index(True)]
+        tile, ctas = next(pair for pair in options if words_of(problem, *pair) <= pair[0].words)
         assert (tile.positions, tile.num_warps, ctas) == (plan.rows, plan.num_warps, plan.ctas), n_cols
         # what it stages fits next to what it merges, and has whole chunks only
         assert room(plan, found.held, words) >= 0
@@ -104,14 +95,13 @@ def test_where_there_are_none(key: tuple[str, int, int], ranges: tuple[Range, ..
         replace(problem, out_dtype="float16"),
         replace(problem, batch_invariant=True),
         replace(problem, n_cols=least - 1),
-        replace(problem, n_cols=most + 1),
         *(replace(problem, n_cols=of.most + 1) for of, after in pairwise(ranges) if of.most + 1 < after.least),
     ]
     if ranges[0].tiles[-1].positions == 64:
         one_tile, half_empty = replace(problem, inner=64), replace(problem, inner=72, whole_sectors=False)
         others += [one_tile, half_empty]
-    if positions <= FEW:  # beyond their columns there are those of many positions
-        del others[3]
+    if positions > FEW:  # beyond the columns of FEW_RANGES there are those of RANGES
+        others.append(replace(problem, n_cols=most + 1))
     assert not any(overlapping_config(other, HOPPER) for other in others)
     in_place = overlapping_config(replace(problem, in_phase=False), HOPPER)
     assert (in_place is not None) == problem.whole_sectors, "tiles that overlap write what other programs read"
@@ -127,6 +117,8 @@ def test_where_positions_are_few():
     assert overlapping_config(few, HOPPER) and not overlapping_config(more, HOPPER)
     assert overlapping_config(replace(few, inner=FEW, vec=1), HOPPER) and FEW == 511
     assert not overlapping_config(replace(few, inner=FEW + 2, vec=1), HOPPER)
+    # more columns than those of FEW_RANGES have the tiles of many positions
+    assert [plan_of(problem_of(key, n_cols, FEW - 9)).rows for n_cols in (4352, 4353, 6000)] == [64, 64, 32]
     # four tiles may be partly empty; fewer are filled but for 15%
     whole = SpatialProblem(1500, 512, "bfloat16", "bfloat16", 8)
     assert [plan_of(replace(whole, inner=inner)).rows for inner in (496, 512, 528)] == [128, 128, 128]
@@ -190,9 +182,9 @@ def test_which_columns_are_read_once(kind: tuple[bool, int], longest: dict[int, 
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     ends = {n for ranges in RANGES.values() for of in ranges for n in (of.least - 1, of.least, of.most, of.most + 1)}
     for starts, most in longest.items():
-        shape = 4096 + (starts // itemsize if starts < SECTOR else 0)
+        inner = 4096 + (starts // itemsize if starts < SECTOR else 0)
         for n_cols in sorted({most, most + 1, *range(641, most + 2000, 97), *ends}):
-            tensors = tuple(torch.empty((2, n_cols, shape), dtype=dtype, device="meta") for _ in range(2 + backward))
+            tensors = tuple(torch.empty((2, n_cols, inner), dtype=dtype, device="meta") for _ in range(2 + backward))
             plan = spatial.softmax_plan(tensors, False, backward, False, HOPPER)
             assert (plan.regime == "spatial_two_pass") == (n_cols > most), (starts, n_cols)
 

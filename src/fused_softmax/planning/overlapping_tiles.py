@@ -68,7 +68,7 @@ class Range(NamedTuple):
 # 1.14 and 0.91; eighths, 4 shapes, 1.06 and 0.98. Of fewer columns (110 of 9,556 positions, 181 of 50,100) 0.90 to
 # 0.95. Gradients in halves of sectors 0.99; in quarters, of fewer columns (1,217 of 2,572, 2,414 of 4,700) 0.83 to
 # 1.09, of log_softmax (1,811 of 356, 2,266 of 22,444) 1.18 to 1.24. The ranges that were added, 665 shapes: means of
-# 1.04 to 1.27, worst 0.96. In those between them tiles that are read by 16 bytes are as fast, or faster
+# 1.04 to 1.27, worst 0.96. Between two ranges of a kind, tiles that are read by 16 bytes are as fast, or faster
 _WIDE = Tile(128, 4, 114, (1, 2, 4, 8)), Tile(64, 4, 114, (1, 2, 4, 8, 16))
 _QUARTERS = (
     Range(2689, 7936, (Tile(64, 4, 164), Tile(64, 8, 124))),

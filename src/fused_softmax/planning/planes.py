@@ -103,8 +103,8 @@ def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Pl
     CTAs wait for each other, have further conditions.
     """
     # H100, float32, 767 columns of 207 positions: 0.95 of a copy as planes on a cluster, 1.00 in tiles that overlap
-    overlapping = problem.itemsize == 4 and problem.vec < problem.full_vec and tiles.overlap and not tiles.skewed
-    if overlapping and not problem.backward:
+    overlapping = tiles.overlap and not tiles.skewed
+    if overlapping and problem.itemsize == 4 and problem.vec < problem.full_vec and not problem.backward:
         return None
     found = _faster_as_planes(problem, device, tiles)
     of_parts = tiles.regime == "spatial_two_pass" and found is not None and _parts_are_faster(problem, found)
