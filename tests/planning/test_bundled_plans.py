@@ -122,7 +122,7 @@ def test_bundles_start_at_sectors_and_parts_hold_them(seed):
         assert few and empty(bundle, problem, tile) <= 2, problem
         plan = bundled_plan(problem, HOPPER, bundle)
         assert plan.bundle == bundle and plan.part_cols % (bundle * plan.vectors_per_chunk * plan.chunks) == 0, problem
-        least = BUNDLED_PARTS[problem.backward, problem.itemsize][1]
+        least = BUNDLED_PARTS[problem.backward, problem.itemsize].least_cols
         assert plan.part_cols >= min(bundle * least, problem.n_cols - problem.period - bundle), problem
 
 
@@ -143,6 +143,7 @@ def test_the_ends_fit_in_two_rows_of_a_bundle_wherever_a_plane_starts(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_recipe_has_the_sizes_of_its_plan(seed):
+    counts = set()
     for problem in random_problems(seed, 40):
         tensors = planes(problem.n_cols, problem.inner, DTYPES[problem.dtype], problem.backward)
         plan = bundled_plan(problem, HOPPER, bundle_of(problem))
@@ -150,6 +151,12 @@ def test_a_recipe_has_the_sizes_of_its_plan(seed):
         n_bundles = bundles_of(problem.n_cols, problem.period, plan.bundle)
         parts = -(-n_bundles * plan.bundle // plan.part_cols)
         assert first.scalars[0] == last.scalars[0] == n_bundles and first.scalars[3] == parts
-        assert len(merges) == 1 + (parts > 1) and merges[-1].scalars[::2] == (problem.inner, plan.bundle)
+        # parts are merged for each position of a bundle first where there are many
+        *of_bundles, of_plane = merges
+        several = parts > 1 and parts * plan.bundle > 1024
+        assert [step.scalars[::2] for step in of_bundles] == [(plan.bundle * problem.inner, parts)] * several
+        assert of_plane.scalars[::2] == (problem.inner, plan.bundle * (1 if several else parts))
+        counts.add((several, parts > 1))
         assert first.meta["UNIT"] * problem.itemsize == 32 and first.scalars[7] == problem.period
         assert last.meta["CHUNKS"] == plan.finish_chunks and f" {parts} part(s)" in plan.why
+    assert counts == {(False, False), (False, True), (True, True)}

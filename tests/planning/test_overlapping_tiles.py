@@ -59,7 +59,7 @@ def words_of(problem: SpatialProblem, tile: Tile, ctas: int) -> int:
 def test_what_a_thread_holds(key: tuple[str, int, int], of: Range, positions: int):
     """For all columns of a range: all of them in few chunks, in registers and shared memory as HELD says."""
     _, itemsize, starts = key
-    filled = [tile for tile in of.tiles if positions >= 4 * tile.positions]
+    filled = [tile for tile in of.tiles if positions >= max(4 * tile.positions, tile.least_inner)]
     options = [(tile, ctas) for tile in filled for ctas in tile.ctas]
     for n_cols in range(of.least, of.most + 1):
         problem = problem_of(key, n_cols, positions)
@@ -131,6 +131,8 @@ def test_where_positions_are_few():
     # 64 where 128 would be half empty
     of = problem_of(("softmax", 2, 8), 900, 180)
     assert plan_of(of).rows == 64 and plan_of(replace(of, inner=900)).rows == 128
+    # a cluster of 8 holds more columns where a plane has many tiles
+    assert [plan_of(replace(of, inner=inner, n_cols=3649)).ctas for inner in (4092, 4100)] == [16, 8]
     # tiles of 128 are on 8 CTAs at most
     assert [plan_of(replace(of, inner=8196, n_cols=n)).rows for n in (1824, 1825)] == [128, 64]
 

@@ -30,12 +30,14 @@ class Held(NamedTuple):
 
 # by `backward` and warps: the first whose other words fit into shared memory. H100, bfloat16 softmax, fraction of a
 # copy with 54, 72 and all words in registers: 1,250 columns of 53,604 positions (80 words) 0.930, 0.936 and 0.911;
-# 2,500 (80) 0.911, 0.897, 0.887; 2,400 (76) 0.915, 0.905, 0.883. H200, gradients with 72, 90 and up to 126: bfloat16,
-# 2,914 columns (92 words) 0.737 with 72 and 0.799 with all, 3,300 (104) 0.776, 0.744 and 0.739, 4,500 (144) 0.773 with
-# 90 and 0.742 with 126; float32, 2,200 (140) 0.859, 0.867 and 0.834. 8 warps: bfloat16 softmax of 11,000 columns (86)
-# 0.583 with 54, 0.609 with 72 and 0.444 with all, a gradient at 4 bytes of 7,800 (122) 0.655 with 90, 0.495 with all
+# 2,500 (80) 0.911, 0.897, 0.887; 2,400 (76) 0.915, 0.905, 0.883. H200, with 72 and 108: 3,720 columns of 36,012 (118)
+# 0.779 and 0.727, 4,000 (126) 0.726 and 0.742; 63 random shapes with 115 to 128 words on 16 CTAs, speed with 72 over
+# that with 108, mean and worst 1.05 and 0.96. Gradients with 72, 90 and up to 126: bfloat16, 2,914 columns (92 words)
+# 0.737 with 72 and 0.799 with all, 3,300 (104) 0.776, 0.744 and 0.739, 4,500 (144) 0.773 with 90 and 0.742 with 126;
+# float32, 2,200 (140) 0.859, 0.867 and 0.834. 8 warps: bfloat16 softmax of 11,000 columns (86) 0.583 with 54, 0.609
+# with 72 and 0.444 with all, a gradient at 4 bytes of 7,800 (122) 0.655 with 90, 0.495 with all
 HELD = {
-    (False, 4): (Held(84, 54, 96), Held(114, 72, 128), Held(164, 108, 168)),
+    (False, 4): (Held(84, 54, 96), Held(128, 72, 128), Held(164, 108, 168)),
     (False, 8): (Held(110, 72, 128),),
     (True, 4): (
         *(Held(72, 72, 112), Held(90, 90, 128), Held(92, 126, 168)),
@@ -46,12 +48,16 @@ HELD = {
 
 
 class Tile(NamedTuple):
-    """A tile of so many positions: warps of a program, words of a thread at most, and the CTAs to try."""
+    """A tile of so many positions: warps of a program, words of a thread at most, and the CTAs to try.
+
+    least_inner: only planes of so many positions have it.
+    """
 
     positions: int
     num_warps: int
     words: int
     ctas: tuple[int, ...] = (16,)
+    least_inner: int = 1
 
 
 class Range(NamedTuple):
@@ -68,7 +74,10 @@ class Range(NamedTuple):
 # 1.14 and 0.91; eighths, 4 shapes, 1.06 and 0.98. Of fewer columns (110 of 9,556 positions, 181 of 50,100) 0.90 to
 # 0.95. Gradients in halves of sectors 0.99; in quarters, of fewer columns (1,217 of 2,572, 2,414 of 4,700) 0.83 to
 # 1.09, of log_softmax (1,811 of 356, 2,266 of 22,444) 1.18 to 1.24. The ranges that were added, 665 shapes: means of
-# 1.04 to 1.27, worst 0.96. Between two ranges of a kind, tiles that are read by 16 bytes are as fast, or faster
+# 1.04 to 1.27, worst 0.96. Fewer CTAs whose threads have more words: at 4 bytes, up to 2,688 columns, 114 shapes, 1.06
+# and 0.93, from 2e7 elements on 63 shapes, 1.08 and 1.00; at 8 bytes, from 3,649 columns on, 30 shapes, 1.04 and 0.98,
+# but (1, 3669, 1660) 0.87 and (4, 4042, 804) 0.96: short planes have few tiles. Between two ranges of a kind, tiles read
+# by 16 bytes are as fast, or faster
 _WIDE = Tile(128, 4, 114, (1, 2, 4, 8)), Tile(64, 4, 114, (1, 2, 4, 8, 16))
 _QUARTERS = (
     Range(2689, 7936, (Tile(64, 4, 164), Tile(64, 8, 124))),
@@ -84,9 +93,13 @@ RANGES = {
         Range(229, 8704, (*_WIDE, Tile(64, 4, 136))),
         Range(8705, 16640, (Tile(64, 4, 150), Tile(32, 4, 130))),
     ),
-    ("softmax", 2, 8): (Range(229, 13568, (*_WIDE, Tile(64, 4, 160), Tile(64, 8, 106))),),
+    ("softmax", 2, 8): (
+        Range(229, 3648, _WIDE),
+        Range(3649, 4096, (Tile(64, 4, 128, (8,), 4096), Tile(64, 4, 114))),
+        Range(4097, 13568, (Tile(64, 4, 160), Tile(64, 8, 106))),
+    ),
     ("softmax", 2, 4): (
-        Range(305, 4096, (Tile(128, 4, 64, (1, 2, 4, 8)), Tile(64, 4, 64, (1, 2, 4, 8, 16)))),
+        Range(305, 4096, (Tile(128, 4, 74, (4,)), Tile(128, 4, 84, (8,)), Tile(64, 4, 84, (2, 4, 8, 16)))),
         Range(4097, 13056, (Tile(64, 4, 120), Tile(64, 8, 102))),
     ),
     ("softmax", 4, 32): (
@@ -150,7 +163,8 @@ def overlapping_config(problem: SpatialProblem, device: Device) -> SpatialConfig
     thread_bytes = min(WIDEST_BYTES, starts)
     for of in _ranges(problem, starts):
         for tile in of.tiles if of.least <= problem.n_cols <= of.most else ():
-            config = _on_ctas(problem, device, tile, thread_bytes) if _is_filled(problem, tile.positions) else None
+            filled = problem.inner >= tile.least_inner and _is_filled(problem, tile.positions)
+            config = _on_ctas(problem, device, tile, thread_bytes) if filled else None
             if config is not None:
                 return config
     return None

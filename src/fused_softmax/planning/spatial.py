@@ -16,7 +16,6 @@ from dataclasses import replace
 from .spatial_tables import (
     BUNDLED_PARTS,
     CYCLES_PER_KIB,
-    ENOUGH_PROGRAMS,
     FEW_CHUNKS,
     FEW_COLS,
     FEW_REGISTERS,
@@ -29,8 +28,8 @@ from .spatial_tables import (
     HALF_RUN,
     HALVES_PARTS,
     LEAST_FEW,
-    LEAST_PART_COLS,
     LEAST_RUN,
+    LOG_BUNDLED_PARTS,
     LONG,
     LOSS,
     LOSS_RUN,
@@ -104,10 +103,8 @@ def resident_plan(
     )  # fmt: skip
 
 
-def parts_plan(
-    problem: SpatialProblem, device: Device, tile: PartsTile = PARTS, least_part: int = LEAST_PART_COLS
-) -> Plan:
-    """The plan of columns that programs reduce in parts of at least so many, merge, and read again.
+def parts_plan(problem: SpatialProblem, device: Device, tile: PartsTile = PARTS) -> Plan:
+    """The plan of columns that programs reduce in parts, merge, and read again.
 
     Within batch_invariant() the parts depend on n_cols alone.
     """
@@ -127,7 +124,7 @@ def parts_plan(
     wanted = max(PART_COLS, -(-problem.n_cols // MOST_PARTS))
     if not problem.batch_invariant:  # short parts keep the GPU busy where there are few positions
         blocks = -(-problem.inner // inner)
-        while wanted > least_part and blocks * -(-problem.n_cols // wanted) < ENOUGH_PROGRAMS:
+        while wanted > tile.least_cols and blocks * -(-problem.n_cols // wanted) < tile.programs:
             wanted //= 2
     part_cols = -(-min(wanted, problem.n_cols) // step) * step
     parts = -(-problem.n_cols // part_cols)
@@ -149,7 +146,9 @@ def bundled_plan(problem: SpatialProblem, device: Device, bundle: int) -> Plan:
     """
     n_bundles = bundles_of(problem.n_cols, problem.period, bundle)
     bundles = replace(problem, n_cols=n_bundles, inner=bundle * problem.inner, vec=problem.full_vec)
-    found = parts_plan(bundles, device, *BUNDLED_PARTS[problem.backward, problem.itemsize])
+    log_gradient = problem.backward and problem.log and problem.itemsize == 2
+    tile = LOG_BUNDLED_PARTS if log_gradient else BUNDLED_PARTS[problem.backward, problem.itemsize]
+    found = parts_plan(bundles, device, tile)
     parts = -(-n_bundles // found.part_cols)
     why = f"the columns are read twice, {bundle} of them as one, and reduced in {parts} part(s)"
     return replace(found, bundle=bundle, part_cols=bundle * found.part_cols, why=why)

@@ -63,13 +63,16 @@ class PartsTile(NamedTuple):
     """The tile of a kernel that reads columns in parts, which threads fill with vectors of 16 bytes.
 
     n_bytes: along `inner`, at most. chunks: of a step of a part. finish_chunks: of a program that writes the result,
-    where they are others.
+    where they are others. least_cols: of a part. A part has fewer than PART_COLS columns, or bundles, where one index
+    of `outer` has fewer than so many programs.
     """
 
     n_bytes: int
     num_warps: int
     chunks: int
     finish_chunks: int = 0
+    least_cols: int = 256
+    programs: int = 256
 
 
 # by (backward, bytes of an element). The first that fits is taken: one without clusters follows those on clusters
@@ -569,14 +572,18 @@ SKEWED_REGISTERS: dict[tuple[bool, int], tuple[tuple[int, int | None], ...]] = {
 SKEWED_COLS = {2: 31, 4: 13}
 # a kernel that reads columns in parts
 PARTS = PartsTile(256, 4, 4)
+# columns of a part, and the most parts: their merge takes time, too
+PART_COLS, MOST_PARTS = 1024, 512
 # a softmax whose columns are read twice, by (backward, bytes of an element); where columns start at halves of sectors;
 # and, from UNALIGNED_POSITIONS on, where they start anywhere, by bytes of an element. Neighbors along `inner` share a
 # sector there, and wide tiles share fewer. H100, fraction of a copy with 256 bytes and now: bfloat16 softmax of 20,001
 # columns of 1,023 positions 0.50 and 0.57. In halves of sectors a 16-bit softmax has 256 bytes, and more chunks: H200,
-# 16,407 columns of 1,032 positions 0.72 with 1,024 bytes, 0.77 with these
+# 16,407 columns of 1,032 positions 0.72 with 1,024 bytes, 0.77 with these. Whole sectors have narrower tiles, so that
+# more programs end sooner: H200, speed over that of 256 bytes and 8 chunks, mean and worst of 10 random shapes of 4e6
+# to 1.3e8 elements: bfloat16 softmax 1.02 and 0.96, float32 1.04 and 0.98; gradients gain nothing
 SOFTMAX_PARTS = {
-    (False, 2): PartsTile(256, 4, 8, 8),
-    (False, 4): PartsTile(256, 4, 8, 4),
+    (False, 2): PartsTile(128, 4, 16, 8, 128),
+    (False, 4): PartsTile(128, 4, 16, 4, 128, 1024),
     (True, 2): PartsTile(256, 4, 16, 4),
     (True, 4): PartsTile(256, 4, 16, 4),
 }
@@ -587,18 +594,16 @@ UNALIGNED_PARTS, UNALIGNED_POSITIONS = {2: PartsTile(512, 8, 2, 2), 4: PartsTile
 # 0.81 and 0.71; float32 gradients of 15,044 of 29 (1.2e7, 6.7e7) 0.53 and 0.59, 0.56 and 0.60; 16-bit gradients of
 # 54,024 of 7 0.66 and 0.45, 0.57 and 0.43
 NARROW_PARTS, NARROW_POSITIONS = PartsTile(256, 4, 8, 8), 48
-# columns of a part, at least, and the most parts: their merge takes time, too. Parts are shorter where one index of
-# `outer` has fewer programs than a few for each multiprocessor
-PART_COLS, MOST_PARTS = 1024, 512
-LEAST_PART_COLS, ENOUGH_PROGRAMS = 256, 256
-# of bundles: the tile, and the bundles of a part, at least. H200, speed with parts of 128 over that with 256, one
-# plane, 1.2e7 and 6.7e7 elements: bfloat16 gradients 1.20, 1.07, 0.98, float32 softmax 1.03, 0.99, 1.00; bfloat16
-# softmax 1.11, 0.98, 0.96
+# of bundles, and of the gradient of log_softmax in 16 bits, whose first kernel reads one tensor. H200, speed over that
+# of 256 bytes, 8 chunks (float32 gradients 16) and 256 programs, mean and worst of 13 random shapes of 4e6 to 1.3e8
+# elements: 16-bit softmax 1.07 and 0.99, float32 1.03 and 0.97, gradients 1.03 and 1.00; 16-bit gradients 1.12 and 1.00
+# of softmax (over 16 chunks), 1.1 of log_softmax, for which their tile is 6% slower
 BUNDLED_PARTS = {
-    (False, 2): (NARROW_PARTS, LEAST_PART_COLS),
-    (False, 4): (NARROW_PARTS, LEAST_PART_COLS // 2),
-    (True, 2): (NARROW_PARTS, LEAST_PART_COLS // 2),
-    (True, 4): (SOFTMAX_PARTS[True, 4], LEAST_PART_COLS // 2),
+    (False, 2): PartsTile(128, 4, 16, 8, 128),
+    (False, 4): PartsTile(256, 4, 16, 4, 128, 1024),
+    (True, 2): PartsTile(256, 4, 4, 4, 128, 512),
+    (True, 4): PartsTile(256, 4, 16, 4, 128, 1024),
 }
+LOG_BUNDLED_PARTS = PartsTile(128, 4, 8, 8, 128, 512)
 # a statistic, or a gradient without a reduction, holds fewer numbers; up to so many columns it takes one step
 STATISTICS_PARTS, ONE_STEP = PARTS._replace(chunks=8), 128
