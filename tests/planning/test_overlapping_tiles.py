@@ -133,6 +133,9 @@ def test_where_positions_are_few():
     assert plan_of(of).rows == 64 and plan_of(replace(of, inner=900)).rows == 128
     # a cluster of 8 holds more columns where a plane has many tiles
     assert [plan_of(replace(of, inner=inner, n_cols=3649)).ctas for inner in (4092, 4100)] == [16, 8]
+    # gradients of fewer columns have such tiles where planes are long
+    long = problem_of(("gradient", 2, 8), 2000, 8192)
+    assert plan_of(long).rows == 128 and not overlapping_config(replace(long, inner=8188), HOPPER)
     # tiles of 128 are on 8 CTAs at most
     assert [plan_of(replace(of, inner=8196, n_cols=n)).rows for n in (1824, 1825)] == [128, 64]
 

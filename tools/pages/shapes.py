@@ -93,6 +93,6 @@ def tables(root: Path) -> dict[str, str]:
                 parts.append(f"{made.title[0].upper()}{made.title[1:]}:")
                 parts.append(markdown(Rows("", made.columns[:3], tuple(row[:3] for row in made.rows))))
         parts += made_by(heads)
-    if older := [str(seed) for seed in list(seeds)[SHOWN:]]:
-        parts.append(f"`{RESULTS}` has older runs, too, of the seeds {', '.join(older)}.")
+    if (older := len(seeds) - SHOWN) > 0:
+        parts.append(f"`{RESULTS}` has older runs, too. Their file names say the seeds, {older} in all.")
     return {"named": named(runs), "shapes": "\n\n".join(parts) or "No run is recorded yet."}

@@ -3,9 +3,9 @@
     reduce:  a part's  m = max(x), s = sum(exp(x - m))          gradient:  d = sum(y*dy)   or   sum(dy)
     finish:  y = exp(x - m) / s   or   (x - m) - log(s)         gradient:  dx = y*(dy - d)   or   dy - exp(y)*d
 
-As `softmax_spatial_parts`, over bundles (`common.spatial_bundles`) in place of columns. Between the two, parts are
-merged for each position of a bundle, and these for each position of the plane. The program of a block's first part or
-step takes the ends of the plane, too.
+As `softmax_spatial_parts`, over bundles (`common.spatial_bundles`) in place of columns. Between the two, the parts of
+all columns of a bundle are merged for each position of the plane; many parts are merged for each position of a bundle
+first. The program of a block's first part or step takes the ends of the plane, too.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward:
 def _bundled_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward: bool, device: Device) -> Recipe:
     """What softmax launches over columns that are read in bundles.
 
-    The parts are merged for each position of a bundle, and these for each position of the plane.
+    The parts are merged for each position of the plane; many are merged for each position of a bundle first.
     """
     n, (_, n_cols, inner), itemsize = len(tensors), tensors[0].shape, tensors[0].element_size()
     period = period_of(inner, itemsize)

@@ -76,8 +76,12 @@ class Range(NamedTuple):
 # 1.09, of log_softmax (1,811 of 356, 2,266 of 22,444) 1.18 to 1.24. The ranges that were added, 665 shapes: means of
 # 1.04 to 1.27, worst 0.96. Fewer CTAs whose threads have more words: at 4 bytes, up to 2,688 columns, 114 shapes, 1.06
 # and 0.93, from 2e7 elements on 63 shapes, 1.08 and 1.00; at 8 bytes, from 3,649 columns on, 30 shapes, 1.04 and 0.98,
-# but (1, 3669, 1660) 0.87 and (4, 4042, 804) 0.96: short planes have few tiles. Between two ranges of a kind, tiles read
-# by 16 bytes are as fast, or faster
+# but (1, 3669, 1660) 0.87 and (4, 4042, 804) 0.96: short planes have few tiles. 16-bit gradients of fewer columns, and
+# at least LONG positions, before and now, 2.4e7 and 1e8 elements: at 8 bytes 1,500 columns 0.755 and 0.810, 0.726 and
+# 0.806; 2,000 0.763 and 0.815, 0.794 and 0.844; 2,507 0.731 and 0.793, 0.777 and 0.782; 2,650 0.731 and 0.777, 0.782
+# and 0.769; at 4 bytes 1,500 0.734 and 0.785, 0.739 and 0.785; slower: 2,300 at 4 bytes 0.777 and 0.721. Between two
+# ranges of a kind, tiles that are read by 16 bytes are as fast, or faster
+LONG = 8192
 _WIDE = Tile(128, 4, 114, (1, 2, 4, 8)), Tile(64, 4, 114, (1, 2, 4, 8, 16))
 _QUARTERS = (
     Range(2689, 7936, (Tile(64, 4, 164), Tile(64, 8, 124))),
@@ -121,12 +125,20 @@ RANGES = {
         Range(6145, 7936, (Tile(64, 8, 124),)),
         Range(9217, 13312, (Tile(32, 8, 104),)),
     ),
-    ("gradient", 2, 8): _QUARTERS,
+    ("gradient", 2, 8): (
+        Range(1345, 1792, (Tile(64, 4, 72, least_inner=LONG),)),
+        Range(1793, 2048, (Tile(128, 4, 128, least_inner=LONG),)),
+        Range(2049, 2688, (Tile(64, 4, 90, least_inner=LONG),)),
+        *_QUARTERS,
+    ),
     ("log gradient", 2, 8): (
         Range(1153, 2688, (Tile(128, 4, 128, (4, 8, 16)), Tile(64, 4, 128, (4, 8, 16)))),
         *_QUARTERS,
     ),
-    ("gradient", 2, 4): (Range(2689, 8064, (Tile(64, 4, 150), Tile(64, 8, 126))),),
+    ("gradient", 2, 4): (
+        Range(1345, 1600, (Tile(128, 4, 128, least_inner=LONG),)),
+        Range(2689, 8064, (Tile(64, 4, 150), Tile(64, 8, 126))),
+    ),
     ("gradient", 4, 32): (Range(7169, 8192, (Tile(32, 8, 128),)),),
     ("gradient", 4, 16): (Range(7681, 8192, (Tile(32, 8, 128),)),),
     ("gradient", 4, 8): (

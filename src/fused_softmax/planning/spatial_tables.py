@@ -599,7 +599,7 @@ NARROW_PARTS, NARROW_POSITIONS = PartsTile(256, 4, 8, 8), 48
 # elements: 16-bit softmax 1.07 and 0.99, float32 1.03 and 0.97, gradients 1.03 and 1.00; 16-bit gradients 1.12 and 1.00
 # of softmax (over 16 chunks), 1.1 of log_softmax, for which their tile is 6% slower
 BUNDLED_PARTS = {
-    (False, 2): PartsTile(128, 4, 16, 8, 128),
+    (False, 2): PartsTile(128, 4, 16, 8, 128, 1024),
     (False, 4): PartsTile(256, 4, 16, 4, 128, 1024),
     (True, 2): PartsTile(256, 4, 4, 4, 128, 512),
     (True, 4): PartsTile(256, 4, 16, 4, 128, 1024),
