@@ -50,7 +50,9 @@ def run(tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False, sh
 
 
 @pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, pytest.param(torch.float16, marks=pytest.mark.extended)]
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_softmax_and_its_gradient(shape, dtype, log, monkeypatch):
     """The parts of log_softmax are merged in two launches, as more parts of any would be."""
@@ -126,7 +128,7 @@ def test_no_bit_depends_on_how_many_planes_there_are():
     assert torch.equal(y[:2], first)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.extended) for n in range(2, 6))])
 def test_random_planes(seed, monkeypatch):
     """Softmax and its gradient by the path of a call, where each plane is bundled that can be."""
     faster, bundled = bundled_columns.faster_as_bundled, 0

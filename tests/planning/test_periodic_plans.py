@@ -39,7 +39,9 @@ def visits(problem: SpatialProblem, chosen: Plan, plane: int) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("device", [HOPPER, INTERPRETER], ids=lambda device: device.name)
+@pytest.mark.parametrize(
+    "device", [HOPPER, pytest.param(INTERPRETER, marks=pytest.mark.extended)], ids=lambda device: device.name
+)
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_cluster_holds_its_plane(backward, device):
     pick, sizes = random.Random(3), set()
