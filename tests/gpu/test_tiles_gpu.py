@@ -93,7 +93,8 @@ def drawn_overlapping(rng: random.Random) -> Drawn:
     """Columns that the rule of overlapping tiles has, in a few tiles of positions."""
     (_, itemsize, starts), ranges = rng.choice([*RANGES.items(), *FEW_RANGES.items()])
     of = rng.choice(ranges)
-    n_cols, inner = rng.randint(of.least, of.most), rng.randint(*rng.choice(((240, 500), (512, 2000), (4096, 5000))))
+    n_cols, least = rng.randint(of.least, of.most), of.tiles[0].least_inner  # positions that the first tile takes
+    inner = rng.randint(*rng.choice(((240, 500), (512, 2000), (max(240, least), max(2000, least + 900)))))
     inner = 2 * starts // itemsize * (inner * itemsize // (2 * starts)) + (starts // itemsize if starts < 32 else 0)
     outer = max(1, min(rng.randint(1, 20), (1 << 23) // (n_cols * inner)))
     dtype = torch.float32 if itemsize == 4 else rng.choice((torch.bfloat16, torch.float16))

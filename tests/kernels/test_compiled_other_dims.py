@@ -210,6 +210,10 @@ OVERLAPPING = (
     (14080, 1026, FLOAT32, False, False, 8), (11520, 1025, FLOAT32, False, True, 4),
     (7936, 1028, BFLOAT16, True, True, 8), (8064, 1026, BFLOAT16, True, True, 4),
     (10240, 1026, FLOAT32, True, True, 8), (7936, 1025, FLOAT32, True, False, 4),
+    (4096, 8196, BFLOAT16, False, False, 8), (2688, 8194, BFLOAT16, False, True, 4),
+    (1344, 8194, torch.float16, False, False, 4), (1792, 8196, BFLOAT16, True, False, 8),
+    (2048, 8196, BFLOAT16, True, False, 8), (2688, 8196, BFLOAT16, True, False, 8),
+    (1600, 8194, BFLOAT16, True, False, 4),
 )  # fmt: skip
 
 

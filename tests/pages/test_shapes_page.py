@@ -45,7 +45,7 @@ def test_older_seeds_are_counted_and_not_shown(tmp_path: Path):
     text = shapes.tables(tmp_path)["shapes"]
     shown = [f"Seed {seed}." in text for seed in range(1, shapes.SHOWN + 3)]
     assert shown == [False, False] + [True] * shapes.SHOWN, "the newest are shown"
-    assert text.endswith("Their file names say the seeds, 2 in all.") and f"Seed {shapes.SHOWN + 2}." in text
+    assert text.endswith("has runs of 2 older seeds, too.") and f"Seed {shapes.SHOWN + 2}." in text
 
 
 def test_a_named_shape_has_the_newest_fraction_of_each_op(tmp_path: Path):

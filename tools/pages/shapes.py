@@ -94,5 +94,5 @@ def tables(root: Path) -> dict[str, str]:
                 parts.append(markdown(Rows("", made.columns[:3], tuple(row[:3] for row in made.rows))))
         parts += made_by(heads)
     if (older := len(seeds) - SHOWN) > 0:
-        parts.append(f"`{RESULTS}` has older runs, too. Their file names say the seeds, {older} in all.")
+        parts.append(f"`{RESULTS}` has runs of {older} older seeds, too.")
     return {"named": named(runs), "shapes": "\n\n".join(parts) or "No run is recorded yet."}

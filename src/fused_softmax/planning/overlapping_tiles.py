@@ -3,7 +3,7 @@
 A thread that holds few positions keeps few maxima and sums, and has registers for more columns. And a sector that two
 tiles write in part costs more than the positions that overlapping tiles read twice (`kernels.common.spatial_tiles`).
 Where columns start at sectors, such tiles do not overlap. One rule says which tile RANGES of columns have: the first
-one that holds them in registers and shared memory, on the fewest CTAs that hold them.
+one that holds them in registers and shared memory, on the first number of CTAs with which it does.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ class Range(NamedTuple):
 # 1.04 to 1.27, worst 0.96. Fewer CTAs whose threads have more words: at 4 bytes, up to 2,688 columns, 114 shapes, 1.06
 # and 0.93, from 2e7 elements on 63 shapes, 1.08 and 1.00; at 8 bytes, from 3,649 columns on, 30 shapes, 1.04 and 0.98,
 # but (1, 3669, 1660) 0.87 and (4, 4042, 804) 0.96: short planes have few tiles. 16-bit gradients of fewer columns, and
-# at least LONG positions, before and now, 2.4e7 and 1e8 elements: at 8 bytes 1,500 columns 0.755 and 0.810, 0.726 and
-# 0.806; 2,000 0.763 and 0.815, 0.794 and 0.844; 2,507 0.731 and 0.793, 0.777 and 0.782; 2,650 0.731 and 0.777, 0.782
-# and 0.769; at 4 bytes 1,500 0.734 and 0.785, 0.739 and 0.785; slower: 2,300 at 4 bytes 0.777 and 0.721. Between two
-# ranges of a kind, tiles that are read by 16 bytes are as fast, or faster
-LONG = 8192
+# at least LONG_PLANE positions, before and now, 2.4e7 and 1e8 elements: at 8 bytes 1,500 columns 0.755 and 0.810, 0.726
+# and 0.806; 2,000 0.763 and 0.815, 0.794 and 0.844; 2,507 0.731 and 0.793, 0.777 and 0.782; 2,650 0.731 and 0.777,
+# 0.782 and 0.769; at 4 bytes 1,500 0.734 and 0.785, 0.739 and 0.785; slower: 2,300 at 4 bytes 0.777 and 0.721. Between
+# two ranges of a kind, tiles that are read by 16 bytes are as fast, or faster
+LONG_PLANE = 8192  # positions
 _WIDE = Tile(128, 4, 114, (1, 2, 4, 8)), Tile(64, 4, 114, (1, 2, 4, 8, 16))
 _QUARTERS = (
     Range(2689, 7936, (Tile(64, 4, 164), Tile(64, 8, 124))),
@@ -99,7 +99,7 @@ RANGES = {
     ),
     ("softmax", 2, 8): (
         Range(229, 3648, _WIDE),
-        Range(3649, 4096, (Tile(64, 4, 128, (8,), 4096), Tile(64, 4, 114))),
+        Range(3649, 4096, (Tile(64, 4, 128, (8,), least_inner=4096), Tile(64, 4, 114))),
         Range(4097, 13568, (Tile(64, 4, 160), Tile(64, 8, 106))),
     ),
     ("softmax", 2, 4): (
@@ -126,9 +126,9 @@ RANGES = {
         Range(9217, 13312, (Tile(32, 8, 104),)),
     ),
     ("gradient", 2, 8): (
-        Range(1345, 1792, (Tile(64, 4, 72, least_inner=LONG),)),
-        Range(1793, 2048, (Tile(128, 4, 128, least_inner=LONG),)),
-        Range(2049, 2688, (Tile(64, 4, 90, least_inner=LONG),)),
+        Range(1345, 1792, (Tile(64, 4, 72, least_inner=LONG_PLANE),)),
+        Range(1793, 2048, (Tile(128, 4, 128, least_inner=LONG_PLANE),)),
+        Range(2049, 2688, (Tile(64, 4, 90, least_inner=LONG_PLANE),)),
         *_QUARTERS,
     ),
     ("log gradient", 2, 8): (
@@ -136,7 +136,7 @@ RANGES = {
         *_QUARTERS,
     ),
     ("gradient", 2, 4): (
-        Range(1345, 1600, (Tile(128, 4, 128, least_inner=LONG),)),
+        Range(1345, 1600, (Tile(128, 4, 128, least_inner=LONG_PLANE),)),
         Range(2689, 8064, (Tile(64, 4, 150), Tile(64, 8, 126))),
     ),
     ("gradient", 4, 32): (Range(7169, 8192, (Tile(32, 8, 128),)),),

@@ -63,8 +63,8 @@ class PartsTile(NamedTuple):
     """The tile of a kernel that reads columns in parts, which threads fill with vectors of 16 bytes.
 
     n_bytes: along `inner`, at most. chunks: of a step of a part. finish_chunks: of a program that writes the result,
-    where they are others. least_cols: of a part. A part has fewer than PART_COLS columns, or bundles, where one index
-    of `outer` has fewer than so many programs.
+    where they are others. least_cols: of a part. programs: a part has fewer than PART_COLS columns, or bundles, where
+    one index of `outer` would have fewer programs than this.
     """
 
     n_bytes: int
@@ -572,7 +572,8 @@ SKEWED_REGISTERS: dict[tuple[bool, int], tuple[tuple[int, int | None], ...]] = {
 SKEWED_COLS = {2: 31, 4: 13}
 # a kernel that reads columns in parts
 PARTS = PartsTile(256, 4, 4)
-# columns of a part, and the most parts: their merge takes time, too
+# columns of a part, and the parts from which it has more columns: their merge takes time, too. Where one index of
+# `outer` has few programs, there are up to 2,048 parts
 PART_COLS, MOST_PARTS = 1024, 512
 # a softmax whose columns are read twice, by (backward, bytes of an element); where columns start at halves of sectors;
 # and, from UNALIGNED_POSITIONS on, where they start anywhere, by bytes of an element. Neighbors along `inner` share a
@@ -582,8 +583,8 @@ PART_COLS, MOST_PARTS = 1024, 512
 # more programs end sooner: H200, speed over that of 256 bytes and 8 chunks, mean and worst of 10 random shapes of 4e6
 # to 1.3e8 elements: bfloat16 softmax 1.02 and 0.96, float32 1.04 and 0.98; gradients gain nothing
 SOFTMAX_PARTS = {
-    (False, 2): PartsTile(128, 4, 16, 8, 128),
-    (False, 4): PartsTile(128, 4, 16, 4, 128, 1024),
+    (False, 2): PartsTile(128, 4, 16, 8),
+    (False, 4): PartsTile(128, 4, 16, 4, programs=1024),
     (True, 2): PartsTile(256, 4, 16, 4),
     (True, 4): PartsTile(256, 4, 16, 4),
 }
@@ -594,12 +595,12 @@ UNALIGNED_PARTS, UNALIGNED_POSITIONS = {2: PartsTile(512, 8, 2, 2), 4: PartsTile
 # 0.81 and 0.71; float32 gradients of 15,044 of 29 (1.2e7, 6.7e7) 0.53 and 0.59, 0.56 and 0.60; 16-bit gradients of
 # 54,024 of 7 0.66 and 0.45, 0.57 and 0.43
 NARROW_PARTS, NARROW_POSITIONS = PartsTile(256, 4, 8, 8), 48
-# of bundles, and of the gradient of log_softmax in 16 bits, whose first kernel reads one tensor. H200, speed over that
-# of 256 bytes, 8 chunks (float32 gradients 16) and 256 programs, mean and worst of 13 random shapes of 4e6 to 1.3e8
-# elements: 16-bit softmax 1.07 and 0.99, float32 1.03 and 0.97, gradients 1.03 and 1.00; 16-bit gradients 1.12 and 1.00
-# of softmax (over 16 chunks), 1.1 of log_softmax, for which their tile is 6% slower
+# of bundles. H200, mean and worst speed of 13 random shapes of 4e6 to 1.3e8 elements over that of 256 bytes and 256
+# programs, with 8 chunks: 16-bit softmax 1.07 and 0.99, float32 1.03 and 0.97; with 16 chunks: gradients in 16 bits
+# 1.12 and 1.00, float32 1.03 and 1.00, and of log_softmax in 16 bits, whose first kernel reads one tensor, 1.25 and
+# 1.03
 BUNDLED_PARTS = {
-    (False, 2): PartsTile(128, 4, 16, 8, 128, 1024),
+    (False, 2): PartsTile(128, 4, 16, 8, programs=1024),
     (False, 4): PartsTile(256, 4, 16, 4, 128, 1024),
     (True, 2): PartsTile(256, 4, 4, 4, 128, 512),
     (True, 4): PartsTile(256, 4, 16, 4, 128, 1024),
