@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,7 +36,26 @@ if settings:
     settings.load_profile("fixed")
 
 
+def _mark_all_but_a_sample(items: list[pytest.Item]) -> None:
+    """Mark `extended` what `sampled(every)` leaves out: all cases of such a test but each `every`-th.
+
+    They are drawn by a hash of their names, so that no parameter has one value in all that run by default.
+    """
+    cases: dict[tuple[Any, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("extended"):
+            cases.setdefault((item.path, item.nodeid.split("[")[0]), []).append(item)
+    for found in cases.values():
+        marker = found[0].get_closest_marker("sampled")
+        assert marker is not None
+        found.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        for item in found[-(-len(found) // marker.args[0]) :]:
+            item.add_marker(pytest.mark.extended)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _mark_all_but_a_sample(items)
     unmet = {
         "interpreted": None if INTERPRETED else "needs TRITON_INTERPRET=1",
         "compiled": "needs TRITON_INTERPRET unset" if INTERPRETED else None,

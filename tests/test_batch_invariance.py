@@ -51,6 +51,7 @@ def rows(regime: str, layout: str, dtype: torch.dtype, n_rows: int = 5) -> tuple
     return field[:, own], torch.empty_like(field)[:, own]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "dtype"), [*((name, torch.bfloat16) for name in LAYOUTS), ("sliced, odd", torch.float32)], ids=str
 )

@@ -52,6 +52,7 @@ def run(tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False, sh
     return plan
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float32, pytest.param(torch.float16, marks=pytest.mark.extended)]

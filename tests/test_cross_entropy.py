@@ -56,6 +56,7 @@ def both(x: torch.Tensor, target: torch.Tensor, g: float | None = None, **option
     return results
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("n_cols", WIDTHS)
 def test_against_float64(n_cols, options):

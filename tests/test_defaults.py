@@ -62,6 +62,7 @@ def everything(op, x: torch.Tensor) -> list[torch.Tensor]:
     return [t.detach() for t in found]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=dtype_id)
 @pytest.mark.parametrize("name", OPS)
 def test_results_do_not_depend_on_torchs_defaults(name, dtype):

@@ -191,6 +191,7 @@ def assert_smoothed(
         assert_as_exact(got, own.to(x.dtype), exact, eps=torch.finfo(x.dtype).eps)
 
 
+@pytest.mark.sampled(3)
 @graded_or_not
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @smoothed_shapes
@@ -204,6 +205,7 @@ def test_classes_without_weight_may_have_any_logit(shape, reduction, graded):
     assert_smoothed(x, target, weight, graded, reduction=reduction)
 
 
+@pytest.mark.sampled(3)
 @graded_or_not
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @smoothed_shapes

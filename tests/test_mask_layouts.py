@@ -47,6 +47,7 @@ def columns_of(mask: torch.Tensor, x: torch.Tensor) -> int:
     return dict(flags)["MASK_COLS"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("n_cols", WIDTHS)

@@ -51,6 +51,7 @@ def exact(x: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
     return y.masked_fill(unseen, 0.0 if zero else float("nan"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -138,6 +139,7 @@ FEW_QUERIES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dtype", "n_cols", "queries", "seen"), [(dtype, *of) for dtype, cases in FEW_QUERIES.items() for of in cases]
 )
@@ -154,6 +156,7 @@ def test_causal_rows_of_few_queries_are_those_of_many(dtype, n_cols, queries, se
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.extended) for n in range(3, 12))])
 def test_no_bit_depends_on_the_number_of_queries(seed):
     """Also of rows with infinities and NaN, whose unseen columns are NaN, too. One batch: rows keep their addresses."""

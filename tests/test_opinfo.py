@@ -105,6 +105,7 @@ def check_samples(name: str, dtype: torch.dtype, device: str, monkeypatch: pytes
     assert "softmax_forward" in reached or name == "_softmax_backward_data"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("name", NAMES)
 def test_samples(name, dtype, monkeypatch):

@@ -330,6 +330,7 @@ def check_tiles(run: Callable[..., None], shape: tuple[int, int, int], dtype: to
     assert_nothing_outside((y, field), dx)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_warps", [1, 8])  # a softmax of 8 warps writes its chunks by twos
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
@@ -379,6 +380,7 @@ def test_ends_of_skewed_tiles_with_strides(of, backward, num_warps):
     assert_nothing_outside((result, memory))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
 @pytest.mark.parametrize(("starts", "access"), STARTS)

@@ -30,6 +30,7 @@ every_regime = pytest.mark.parametrize("regime", REGIMES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 
 
+@pytest.mark.sampled(3)
 @every_dtype
 @pytest.mark.parametrize(("regime", "n_cols"), regimes_for(*WIDTHS))
 def test_widths(regime, dtype, n_cols):

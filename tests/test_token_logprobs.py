@@ -25,6 +25,7 @@ def exact(x: torch.Tensor, ids: torch.Tensor, temperature) -> tuple[torch.Tensor
     return log_p.gather(-1, ids), entropy, reference.logsumexp(z)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("n_cols", [1, 5, 33, 1000, 1001, 4097, 9000])
 @pytest.mark.parametrize("n_ids", [1, 3])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, torch.tensor([0.5, 2.0, 1.3])], ids=["1", "0.7", "per row"])

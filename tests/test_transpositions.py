@@ -41,6 +41,7 @@ def drawn(pick: random.Random) -> torch.Tensor:
     return x.transpose(1, 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_transpositions(seed):
     pick, taken = random.Random(seed), 0
@@ -70,6 +71,7 @@ def channels_last(pick: random.Random) -> torch.Tensor:
     return x.transpose(1, 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_channels_last(seed):
     pick, taken = random.Random(seed), 0
@@ -87,6 +89,7 @@ def test_random_channels_last(seed):
     assert taken >= 3
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("phase", "log"), PHASES)
 @pytest.mark.parametrize(("n_cols", "inner"), [(21, 64), (30, 37), (150, 40), (333, 33), (520, 32), (1301, 48)])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -112,6 +115,7 @@ def test_infinities_and_nan_of_channels_last(n_cols, dtype):
     assert_contract(fs.softmax(x, 1), x, 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("phase", "log"), PHASES)
 @pytest.mark.parametrize(("n_cols", "inner"), [(21, 64), (30, 37), (150, 40), (333, 32), (520, 33), (1301, 40)])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -170,6 +174,7 @@ def test_rows_cut_from_a_batch_have_its_bits(n_rows, n_cols):
         assert torch.equal(fs.softmax(x[:n], 1), y[:n]), n
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("shape", "order"),
@@ -222,6 +227,7 @@ GAPS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", GAPS)
 @pytest.mark.parametrize("n_cols", [19, 100, 333])

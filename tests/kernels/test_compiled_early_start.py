@@ -66,6 +66,7 @@ def test_every_kernel_starts_early():
     assert {launch.kernel.fn.__name__ for _, launch in LAUNCHES} > NOT_EARLY
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_accessed_before_the_wait(name):
     """A kernel that WAITS reads its own input before: all that was launched before its host function has ended."""

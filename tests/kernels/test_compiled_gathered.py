@@ -113,6 +113,7 @@ def test_large_planes_move_in_vectors(shape, dtype, ctas, log):
         assert dict(used.stores) == {16: vectors, dtype.itemsize: 1}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120"])
 @pytest.mark.parametrize("kind", [torch.bool, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("n_cols", [16, 17, 48, 49, 63, 76, 101])

@@ -31,6 +31,7 @@ def is_close(got, exact, dtype=torch.float32):
     return (got.double() - exact).abs().max() <= TOLERANCE[dtype] * exact.abs().max()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     "options", [{"z_loss": 0.01}, {"label_smoothing": 0.1, "z_loss": 0.01}, {"softcap": 5.0, "reduction": "sum"}]

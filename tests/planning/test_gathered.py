@@ -51,6 +51,7 @@ def test_a_programs_rows_are_whole_vectors(dtype, target):
         assert len(widths) >= 0.8 * most and all(3 <= n_cols <= most for n_cols in widths)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_scores_of_a_program_are_whole_vectors(dtype, target):

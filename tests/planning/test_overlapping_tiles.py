@@ -55,6 +55,7 @@ def words_of(problem: SpatialProblem, tile: Tile, ctas: int) -> int:
     return (1 + problem.backward) * per_thread * thread_bytes // 4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("key", "of", "positions"), ALL)
 def test_what_a_thread_holds(key: tuple[str, int, int], of: Range, positions: int):
     """For all columns of a range: all of them in few chunks, in registers and shared memory as HELD says."""

@@ -43,9 +43,10 @@ def visits(problem: SpatialProblem, chosen: Plan, plane: int) -> list[int]:
     "device", [HOPPER, pytest.param(INTERPRETER, marks=pytest.mark.extended)], ids=lambda device: device.name
 )
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_cluster_holds_its_plane(backward, device):
-    pick, sizes = random.Random(3), set()
-    for _ in range(4000):
+@pytest.mark.parametrize("seed", [3, *(pytest.param(n, marks=pytest.mark.extended) for n in range(4, 7))])
+def test_a_cluster_holds_its_plane(seed, backward, device):
+    pick, sizes = random.Random(seed), set()
+    for _ in range(1000):
         problem = random_problem(pick, backward)
         chosen = planes.periodic_plan(problem, device)
         if chosen is None:

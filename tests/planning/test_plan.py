@@ -301,6 +301,7 @@ def broken(q: Problem, d: Device, p: Plan) -> str | None:
     return None if p.chunks >= 1 else "no chunks"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("target", DEVICES)
 def test_every_plan_covers_its_row(target):
     device = DEVICES[target]
@@ -310,6 +311,7 @@ def test_every_plan_covers_its_row(target):
             assert (why := broken(asked, device, p)) is None, f"{why}: {asked} on {target}: {p}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a_forced_regime_covers_its_row_or_is_refused(regime):
     refused = 0
@@ -551,6 +553,7 @@ OTHER_PLANNERS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942", "interpreter"])
 @pytest.mark.parametrize("name", OTHER_PLANNERS)
 def test_plans_of_other_ops_hold_the_whole_row(name, target):

@@ -29,6 +29,7 @@ def shared_bytes(chosen: Plan, problem: SpatialProblem) -> int:
     return sums + (1 + problem.backward) * region_bytes(chosen.piece, problem.itemsize)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_piece_has_its_room_and_its_threads(backward, target):

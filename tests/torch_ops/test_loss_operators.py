@@ -199,6 +199,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_cross_entropy(options, judge):
     x, target = rows(5, 33, torch.bfloat16 if "softcap" in options else torch.float32)
@@ -237,6 +238,7 @@ def test_a_mean_over_another_count_and_the_trainers_loss(judge):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("temperature", [0.7, torch.tensor([0.5, 2.0, 1.3, 0.9])], ids=["0.7", "per row"])
 def test_token_logprobs(temperature, dtype, judge):
@@ -296,6 +298,7 @@ def test_masked_softmax(causal, dtype, judge):
     judge(lambda x: fs.masked_softmax(x.transpose(0, 2), causal=causal), x)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mask_shape", "scale"),
     [
@@ -562,6 +565,7 @@ def test_empty_logits(shape, judge):
 # --- what is wrong ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bad", [5, -1, 1 << 40])
 def test_a_target_outside_is_an_index_error_and_nothing_is_read(bad, backend):

@@ -34,6 +34,7 @@ def gradient(x: torch.Tensor, **options) -> torch.Tensor:
     return dx
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("n_cols", [37, 1024, 5001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ", ".join(options) or "mean")

@@ -72,6 +72,7 @@ CASES += [
 CASES += [(name, broken_in_patch) for name in FUNCTIONS if "torch" in name]
 
 
+@pytest.mark.sampled(3)
 @backends
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "run"), CASES)

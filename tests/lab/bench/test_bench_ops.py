@@ -96,6 +96,7 @@ def test_one_entry_makes_the_fuzzer_draw_an_op(way: str, monkeypatch: pytest.Mon
     assert any(evaluate(case, "cpu").found() for case in cases)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("op", OPS)
 def test_a_compiled_workload_is_one_graph_and_right(op: str):
     for dtype in (torch.bfloat16, torch.float32):

@@ -36,6 +36,7 @@ def found(planter: Planter, defect: Defect, tmp_path, seed: int) -> int:
     pytest.fail(f"{defect.name}: no case of {CASES} with seed {seed} shows it")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("defect", few(DEFECTS[::2], DEFECTS), ids=lambda d: d.name.replace(" ", "_"))
 @pytest.mark.parametrize("seed", [SEEDS[0], *(pytest.param(s, marks=pytest.mark.extended) for s in SEEDS[1:])])
 def test_the_fuzzer_finds(planter, defect, seed, tmp_path):

@@ -41,13 +41,17 @@ def _patch_modules_once_in_a_launch() -> Callable[[], None]:
     from triton.language import core
     from triton.runtime import interpreter
 
+    from .interpreted_operators import fast_conversion, methods
+
     function, executor, error = interpreter.InterpretedFunction, interpreter.GridExecutor, interpreter.InterpreterError
     patched: set[frozenset[str]] = set()
     modules_of: dict[Any, frozenset[str]] = {}
     builtins_of: dict[Any, list[tuple[str, Any, Any]]] = {}
     its_builder, semantic = interpreter.interpreter_builder, interpreter.TritonSemantic(interpreter.interpreter_builder)
+    fast_methods = methods()
     checks_semantic = core.builtin(lambda: None).__code__
     launch, call_of, patch_builtin = executor.__call__, function.__call__, interpreter._patch_builtin
+    convert = interpreter._convert_float
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         modules = modules_of.get(self)
@@ -77,19 +81,26 @@ def _patch_modules_once_in_a_launch() -> Callable[[], None]:
 
         return builtin
 
+    def patch_of(member: Any, fast: Any) -> Callable[..., Any]:
+        builtin = with_semantic(member)
+        return fast(builtin, semantic) if fast else builtin
+
     def patch_known_builtins(package: Any, builder: Any, scope: Any) -> None:
         assert builder is its_builder
         if package not in builtins_of:
             found = [pair for pair in inspect.getmembers(package) if core.is_builtin(pair[1])]
-            builtins_of[package] = [(name, member, with_semantic(member)) for name, member in found]
+            fast = fast_methods if package is core.tensor else {}
+            builtins_of[package] = [(name, member, patch_of(member, fast.get(name))) for name, member in found]
         for name, member, patch in builtins_of[package]:
             scope._changes.append((package, name, member))
             setattr(package, name, patch)
 
     def undo() -> None:
         function.__call__, executor.__call__, interpreter._patch_builtin = call_of, launch, patch_builtin
+        interpreter._convert_float = convert
 
     function.__call__, executor.__call__, interpreter._patch_builtin = call, start, patch_known_builtins
+    interpreter._convert_float = fast_conversion(convert)
     return undo
 
 

@@ -1,6 +1,7 @@
-"""`python -m fused_softmax.lab.grading.worker N FILE`: one grading in a process of its own, as a line of JSON.
+"""`python -m fused_softmax.lab.grading.worker N FILE [SECONDS]`: one grading, in a process of its own.
 
-The last line of standard output is the result. What the file prints goes to standard error.
+The last line of standard output is the result, as JSON. What the file prints goes to standard error. With SECONDS the
+process computes no longer than that, from the end of its imports on.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -166,9 +169,21 @@ def _accept_new_numpy() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def compute_at_most(seconds: float) -> None:
+    """End this process, by SIGXCPU, when it has used so much more of the processor's time; not on Windows."""
+    with contextlib.suppress(ImportError):
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        wanted = math.ceil(time.process_time() + seconds)
+        resource.setrlimit(resource.RLIMIT_CPU, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
+
+
 def main() -> None:
     """Grade, with the file's own output on standard error."""
     n, file = int(sys.argv[1]), Path(sys.argv[2])
+    for seconds in sys.argv[3:4]:
+        compute_at_most(float(seconds))
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the file prints, in any way
     warnings.simplefilter("ignore")
