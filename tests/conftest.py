@@ -83,7 +83,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def faster_interpreter() -> Iterator[list[Callable[[], None]]]:
-    """A quarter of the interpreter's time with the same bits (test_interpreter.py). Yields what undoes it."""
+    """A tenth of the interpreter's time with the same bits (test_interpreter.py). Yields what undoes it."""
     if not INTERPRETED:
         yield []
         return

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from cases import (
+    SENTINEL,
     assert_contract,
     assert_forward,
     assert_gradient,
@@ -25,7 +26,7 @@ from fused_softmax.launch import spatial
 from fused_softmax.launch.device import describe
 from fused_softmax.planning import bundled_columns
 from fused_softmax.planning.bundled_columns import bundle_of
-from fused_softmax.planning.spatial import bundled_plan
+from fused_softmax.planning.spatial import bundled_plan, parts_plan
 from fused_softmax.planning.types import Plan, SpatialProblem
 
 pytestmark = pytest.mark.interpreted
@@ -104,6 +105,41 @@ def test_a_softmax_in_place_has_the_same_bits(n_cols):
     run((same, same), False)
     assert torch.equal(y, same)
     assert (n_cols > plan.bundle * plan.finish_chunks * plan.vectors_per_chunk) == (n_cols == 18400)
+
+
+WORKSPACES = ("two merges", "one merge", "one part of bundles", "parts", "one part")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("kind", WORKSPACES)
+def test_a_workspace_has_the_size_of_what_is_written_there(kind, backward, monkeypatch):
+    monkeypatch.setattr(spatial, "MOST_IN_ONE_MERGE", 1 if kind == "two merges" else 1024)
+    x, dy = torch.randn(3, 1101, 7), torch.randn(3, 1101, 7)
+    tensors = (torch.softmax(x, 1), dy, torch.empty_like(x)) if backward else (x, torch.empty_like(x))
+    problem = spatial.problem_of(*tensors, backward=backward)
+    if "merge" in kind or "bundles" in kind:
+        plan = bundles_of(problem, short_parts="merge" in kind)
+    else:
+        plan = replace(parts_plan(problem, DEVICE), part_cols=256 if kind == "parts" else 1280)
+    fields = []
+
+    def empty(size: int, **of: object) -> torch.Tensor:
+        part, field = between_sentinels((size,), torch.float32)
+        fields.append((part, field))
+        return part
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", empty)
+        launches = spatial.recipe_launches(spatial.softmax_recipe(tensors, plan, False, backward, DEVICE), tensors)
+    assert len(fields) == (1 if backward else 2) * {"two merges": 3, "one part": 1}.get(kind, 2)
+    for launch in launches:
+        launch()
+    assert not any((part == SENTINEL).any() for part, _ in fields), "a workspace is larger than what is written"
+    assert_nothing_outside(*fields)
+    if backward:
+        assert_gradient(tensors[2], tensors[0], dy, False)
+    else:
+        assert_forward(tensors[1], x, False)
 
 
 @triton.jit

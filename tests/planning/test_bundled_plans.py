@@ -122,7 +122,7 @@ def test_bundles_start_at_sectors_and_parts_hold_them(seed):
         assert few and empty(bundle, problem, tile) <= 2, problem
         plan = bundled_plan(problem, HOPPER, bundle)
         assert plan.bundle == bundle and plan.part_cols % (bundle * plan.vectors_per_chunk * plan.chunks) == 0, problem
-        least = BUNDLED_PARTS[problem.backward, problem.itemsize].least_cols
+        least = BUNDLED_PARTS[problem.backward, problem.log, problem.itemsize].least_cols
         assert plan.part_cols >= min(bundle * least, problem.n_cols - problem.period - bundle), problem
 
 

@@ -98,9 +98,10 @@ def test_where_there_are_none(key: tuple[str, int, int], ranges: tuple[Range, ..
         replace(problem, n_cols=least - 1),
         *(replace(problem, n_cols=of.most + 1) for of, after in pairwise(ranges) if of.most + 1 < after.least),
     ]
-    if ranges[0].tiles[-1].positions == 64:
-        one_tile, half_empty = replace(problem, inner=64), replace(problem, inner=72, whole_sectors=False)
-        others += [one_tile, half_empty]
+    for of in ranges:  # those that planes of any length have, in tiles that must be filled
+        if of.tiles[-1].positions == 64 and of.tiles[-1].least_inner == 1:
+            one_tile = replace(problem, n_cols=of.least, inner=64)
+            others += [one_tile, replace(one_tile, inner=72, whole_sectors=False)]
     if positions > FEW:  # beyond the columns of FEW_RANGES there are those of RANGES
         others.append(replace(problem, n_cols=most + 1))
     assert not any(overlapping_config(other, HOPPER) for other in others)

@@ -4,8 +4,8 @@ The tensor is (outer, n_cols, inner), and each of the outer x inner positions is
 dtypes, alignment and device, never `outer`; within batch_invariant() what decides a position's bits does not depend on
 `inner` either. In a Plan, `rows` are the positions of a tile, and `vectors_per_chunk` the columns of a chunk. Many
 columns may have tiles of their own (`overlapping_tiles`, `skewed_tiles`), small planes (n_cols, inner) may be faster as
-pieces of memory (`planes`), and columns that are read twice in bundles (`bundled_columns`). `softmax_plan` in
-`launch/spatial.py` asks all of them.
+pieces of memory (`planes`), and columns that are read twice in bundles (`bundled_columns`). `spatial_softmax` asks
+all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from .spatial_tables import (
     HALVES_PARTS,
     LEAST_FEW,
     LEAST_RUN,
-    LOG_BUNDLED_PARTS,
     LONG,
     LOSS,
     LOSS_RUN,
@@ -146,9 +145,7 @@ def bundled_plan(problem: SpatialProblem, device: Device, bundle: int) -> Plan:
     """
     n_bundles = bundles_of(problem.n_cols, problem.period, bundle)
     bundles = replace(problem, n_cols=n_bundles, inner=bundle * problem.inner, vec=problem.full_vec)
-    log_gradient = problem.backward and problem.log and problem.itemsize == 2
-    tile = LOG_BUNDLED_PARTS if log_gradient else BUNDLED_PARTS[problem.backward, problem.itemsize]
-    found = parts_plan(bundles, device, tile)
+    found = parts_plan(bundles, device, BUNDLED_PARTS[problem.backward, problem.log, problem.itemsize])
     parts = -(-n_bundles // found.part_cols)
     why = f"the columns are read twice, {bundle} of them as one, and reduced in {parts} part(s)"
     return replace(found, bundle=bundle, part_cols=bundle * found.part_cols, why=why)

@@ -18,7 +18,7 @@ from fused_softmax.lab.registry import OPS
 pytestmark = pytest.mark.interpreted
 
 PATCHED = {
-    interpreter: ("_patch_builtin", "_get_np_dtype"),
+    interpreter: ("_patch_builtin", "_get_np_dtype", "_convert_float"),
     interpreter.GridExecutor: ("__call__",),
     interpreter.InterpretedFunction: ("__call__",),
     tl.tensor: ("__init__",),
