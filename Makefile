@@ -11,7 +11,7 @@ ARGS ?=
 JOBS ?= 2
 
 # what `make test` runs, in this order; it prints how long each took
-STAGES := lint types interpreted compiled pages-check
+STAGES := lint interpreted compiled-and-checks
 EXTENDED_STAGES := typed-uses docs packages compiled-targets compiled-others interpreted-newest programs extended
 # Tritons that the kernels are compiled with besides the pinned one, by the tests of the planner's kernels and of what
 # versions change; and torches below the floor
@@ -44,7 +44,8 @@ define run_stages
 	done; echo "== all: $$(($$(date +%s) - begin)) s"
 endef
 
-.PHONY: help bench test test-extended setup lint types interpreted compiled compiled-targets compiled-others below-floor
+.PHONY: help bench test test-extended setup lint types checks interpreted compiled compiled-and-checks
+.PHONY: compiled-targets compiled-others below-floor
 .PHONY: interpreted-others interpreted-newest programs extended gpu pages pages-check docs typed-uses packages style clean
 .NOTPARALLEL:
 
@@ -93,6 +94,15 @@ interpreted: $(READY)
 # a file stays in one process: the kernels that a fixture compiles are those of all tests in it
 compiled: $(READY)
 	env -u TRITON_INTERPRET $(RUN) -m pytest -q -n $(JOBS) --dist loadfile -m "compiled and not extended" $(ARGS)
+
+# the compiled tests, and next to them the checks that take one core
+compiled-and-checks: $(READY)
+	@log=$$(mktemp); $(MAKE) --no-print-directory checks > $$log 2>&1 & checks=$$!; \
+	$(MAKE) --no-print-directory compiled; status=$$?; \
+	wait $$checks || status=1; cat $$log; rm $$log; exit $$status
+
+checks: $(READY)
+	$(call run_stages,types pages-check)
 
 # the planner's kernels for all six targets, and the other compiled tests marked `extended`
 compiled-targets: $(READY)

@@ -186,6 +186,7 @@ def test_masked_softmax(names, causal):
     assert tried
 
 
+@pytest.mark.sampled(3)
 @interpreted
 @pytest.mark.parametrize("names", [*BROKEN, *((name,) for name in OF_LOSSES)])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

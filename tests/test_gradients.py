@@ -108,6 +108,7 @@ def judged(dx: torch.Tensor, dy: torch.Tensor, y: torch.Tensor, dim: int, log: b
     assert_as_exact(dx, own(dy, y, dim, y.dtype).to(dx.dtype), want, scale=scale)
 
 
+@pytest.mark.sampled(3)
 @either_log
 @every_dtype
 @pytest.mark.parametrize("n_cols", [1, 2, 31, 33, 1000, 1023, 4097])

@@ -49,6 +49,7 @@ def scores(n_rows: int, n_cols: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, dy
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("n_cols", WIDTHS)
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("kind", MASKS)

@@ -37,7 +37,6 @@ from fused_softmax.planning.spatial import (
     plan_spatial_statistics,
     resident_plan,
 )
-from fused_softmax.planning.spatial_softmax import tiles_of_positions
 from fused_softmax.planning.spatial_tables import ON_CHIP, PART_VECTORS, UNALIGNED
 from fused_softmax.planning.strided import StridedRows, strided_is_faster, strided_plan
 from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem, tiles_of
@@ -130,6 +129,7 @@ def test_infinities_and_nan(tile):
     assert_contract(y, x, 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_small_planes(seed):
     """Softmax and its gradient by the path of a call, of shapes that move as one piece."""
@@ -733,11 +733,11 @@ def test_wide_tiles_where_columns_start_in_the_middle_of_a_sector():
 
 def test_chunks_are_staged_only_where_a_thread_copies_whole_vectors():
     problem = SpatialProblem(1500, 8000, "bfloat16", "bfloat16", 8)
-    staged = tiles_of_positions(problem, DEVICES["sm_90"])
+    staged = spatial.tiles_of_positions(problem, DEVICES["sm_90"])
     assert 0 < staged.smem_staged < staged.unpredicated_chunks
     others = (problem, DEVICES["sm_100"]), (replace(problem, out_dtype="float32"), DEVICES["sm_90"])
     others += tuple((replace(problem, vec=vec), DEVICES["sm_90"]) for vec in (1, 2, 4))  # inputs that start elsewhere
-    assert [tiles_of_positions(*other).smem_staged for other in others] == [0] * 5
+    assert [spatial.tiles_of_positions(*other).smem_staged for other in others] == [0] * 5
 
 
 @pytest.mark.parametrize("log", [False, True])
@@ -790,7 +790,7 @@ def test_long_columns_stay_on_chip_and_gradients_stage_dy():
     ):
         for n_cols in widths:
             of = replace(problem, n_cols=n_cols, dtype=dtype, out_dtype=dtype, vec=vec)
-            plan = tiles_of_positions(of, device)
+            plan = spatial.tiles_of_positions(of, device)
             assert plan.regime == "spatial_cluster" and 0 < plan.smem_staged < plan.unpredicated_chunks
             assert plan.recompute  # a staged chunk is read twice, so nothing of it is kept
     assert plan_spatial(replace(problem, n_cols=30721), device).regime == "spatial_two_pass", "31 chunks of 1,024"
@@ -800,14 +800,14 @@ def test_as_few_chunks_are_staged_as_registers_leave():
     for n_cols in (*range(300, 9200, 171), 464, 1408, 5632):
         for inner in (8192, 8200):
             problem = SpatialProblem(n_cols, inner, "bfloat16", "bfloat16", 8, False, False, False, inner == 8192, True)
-            plan = tiles_of_positions(problem, DEVICES["sm_90"])
+            plan = spatial.tiles_of_positions(problem, DEVICES["sm_90"])
             held = {96: 54, 128: 72, 168: 108}[plan.max_registers] * 2 // plan.vec  # from registers of 4 bytes
             assert plan.smem_staged == max(0, plan.chunks - held), (n_cols, inner, plan)
 
 
 def test_programs_start_one_after_the_other_where_each_reads_much():
     of = SpatialProblem(2700, 8192, "bfloat16", "bfloat16", 8)
-    plan = tiles_of_positions(of, DEVICES["sm_90"])
+    plan = spatial.tiles_of_positions(of, DEVICES["sm_90"])
     assert (plan.chunks, plan.vectors_per_chunk, plan.rows) == (43, 8, 64)
     assert (plan.stagger, plan.fitting) == (80 * 43, 4)  # of 43 KiB
     others = [plan_spatial(of, DEVICES[name]) for name in ("sm_80", "sm_100", "gfx942", "interpreter")]
@@ -815,7 +815,7 @@ def test_programs_start_one_after_the_other_where_each_reads_much():
     others.append(plan_spatial(replace(of, vec=1, in_phase=True, whole_sectors=False), DEVICES["sm_90"]))  # skewed
     # 128 positions that do not overlap
     others.append(plan_spatial(replace(of, n_cols=700, backward=True, whole_sectors=False), DEVICES["sm_90"]))
-    others.append(tiles_of_positions(replace(of, n_cols=1790), DEVICES["sm_90"]))
+    others.append(spatial.tiles_of_positions(replace(of, n_cols=1790), DEVICES["sm_90"]))
     assert others[-1].rows == others[-2].rows == 128
     assert {plan.stagger for plan in others} == {0}
 
@@ -837,7 +837,7 @@ def test_programs_start_one_after_the_other_where_each_reads_much():
 def test_which_programs_are_staggered(dtype, backward, n_cols, inner, whole):
     vec = min(inner, 16 // (2 if dtype == "bfloat16" else 4))
     problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, backward, False, False, inner != 8200, True)
-    assert (tiles_of_positions(problem, DEVICES["sm_90"]).stagger > 0) == whole
+    assert (spatial.tiles_of_positions(problem, DEVICES["sm_90"]).stagger > 0) == whole
 
 
 @pytest.mark.parametrize(

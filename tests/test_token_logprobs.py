@@ -119,6 +119,7 @@ def test_infinite_rows():
     torch.testing.assert_close(got.logsumexp, torch.logsumexp(x, -1), equal_nan=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("most", [row_statistics.MOST_PARTS, 2])
 @pytest.mark.parametrize(("dtype", "n"), [(torch.bfloat16, 9003), (torch.float16, 9003), (torch.float32, 98563)])
 def test_rows_whose_columns_several_programs_share(monkeypatch, dtype, n, most):

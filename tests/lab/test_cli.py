@@ -190,6 +190,7 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("line", "said"), REFUSED)
 def test_a_bad_input_is_one_line_on_stderr_and_status_2(

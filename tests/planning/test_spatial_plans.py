@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from fused_softmax.launch.spatial import tiles_of_positions
 from fused_softmax.planning.spatial import (
     few_positions,
     plan_spatial,
@@ -14,7 +15,6 @@ from fused_softmax.planning.spatial import (
     plan_spatial_loss,
     plan_spatial_statistics,
 )
-from fused_softmax.planning.spatial_softmax import tiles_of_positions
 from fused_softmax.planning.spatial_tables import PART_VECTORS
 from fused_softmax.planning.types import DEVICES, ITEMSIZE, Device, Plan, SpatialProblem
 

@@ -81,6 +81,7 @@ def check(op: Any, arguments: tuple) -> None:
     opcheck(op.default, arguments, rtol=1e-2, atol=1e-2)  # half results are rounded on every route
 
 
+@pytest.mark.sampled(2)
 @examined
 @pytest.mark.parametrize("name", FIELDS)
 def test_opcheck_of_cross_entropy(name, dtype):
@@ -93,6 +94,7 @@ def test_opcheck_of_cross_entropy(name, dtype):
     check(ops.cross_entropy_backward, (torch.rand_like(loss), moments, x.detach(), *given[1:]))
 
 
+@pytest.mark.sampled(2)
 @examined
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("by_row", [False, True])
@@ -346,6 +348,7 @@ def test_the_graph_has_our_operators_and_nothing_of_the_logits_size_beside(name)
                 assert made.numel() < x.numel() or node.target.is_view or node.target.name() in ours, node
 
 
+@pytest.mark.sampled(2)
 @each
 def test_float64_and_transforms_stay_formulas(name):
     backend = torch._dynamo.testing.AotEagerAndRecordGraphs()
@@ -449,6 +452,7 @@ def test_on_a_cpu_without_the_interpreter_inductor_fuses_the_formulas():
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("marked", [pytest.param(True, marks=pytest.mark.extended), False])
 @pytest.mark.parametrize("backend", few(["aot_eager"], BACKENDS))
 @each
@@ -499,6 +503,7 @@ def test_numbers_of_rows_that_only_the_run_knows():
         assert compiled(x, torch.full_like(target, -100)).isnan()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not hasattr(symbolic_shapes, "guard_or_true"), reason="before torch 2.8 no size is left to the run")
 @pytest.mark.parametrize(
     "name", ["cross_entropy", "token_logprobs", "masked", "linear_cross_entropy", "linear_logprobs"]
@@ -551,6 +556,7 @@ def test_nothing_counts():
             assert x.grad.shape == x.shape and not x.grad.any()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (2, 0, 5)], ids=str)
 def test_empty_logits(shape, judge):
     ids = torch.zeros(shape[:-1], dtype=torch.int64)[..., None][..., : shape[-1]]

@@ -38,6 +38,7 @@ SHARED = {
 }
 
 
+@pytest.mark.sampled(3)
 @ways
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("name", SHARED)

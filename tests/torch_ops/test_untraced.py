@@ -85,6 +85,7 @@ def test_frames_that_dynamo_watches(name, run, backend):
             torch.testing.assert_close(compiled(x), want)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "backend"), [*((name, "eager") for name in FUNCTIONS), ("softmax", "aot_eager")])
 def test_a_backward_of_an_eager_graph(name, backend):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..planning.spatial import bundled_plan, plan_spatial, staggered, tiles_plan
 from ..planning.types import SECTOR_BYTES, Device, Plan, SpatialProblem, bundles_of, period_of, power_of_two, tiles_of
 from . import compile as compiling
 from .availability import KernelUnavailable
@@ -364,12 +365,29 @@ def _pointers(recipe: Recipe, tensors: tuple[Tensor, ...]) -> compiling.Pointers
 _softmaxes = Cache()
 
 
+def tiles_of_positions(problem: SpatialProblem, device: Device) -> Plan:
+    """The plan of a softmax, or of its gradient, in tiles of positions."""
+    from ..planning.overlapping_tiles import overlapping_config  # loaded when it is first needed
+
+    config = overlapping_config(problem, device)
+    if config is None:
+        return plan_spatial(problem, device)
+    return staggered(tiles_plan(problem, device, config), problem, device)
+
+
 def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool, device: Device) -> Plan:
-    """The plan over (x, y), or over (y, dy, dx) of a gradient."""
-    from ..planning.spatial_softmax import plan_spatial_softmax  # loaded when it is first needed
+    """The plan over (x, y), or over (y, dy, dx) of a gradient: of tiles of positions or of planes."""
+    from ..planning.bundled_columns import faster_as_bundled  # all loaded when they are first needed
+    from ..planning.planes import faster_as_planes
+    from ..planning.skewed_tiles import faster_as_skewed
 
     problem = problem_of(*planes, backward=backward, log=log, batch_invariant=invariant)
-    return plan_spatial_softmax(problem, device)
+    tiles = tiles_of_positions(problem, device)
+    plan = faster_as_planes(problem, device, tiles) or tiles
+    skewed = faster_as_skewed(problem, device, plan)
+    plan = plan if skewed is None else tiles_plan(problem, device, skewed)
+    bundle = faster_as_bundled(problem, plan)
+    return plan if bundle is None else bundled_plan(problem, device, bundle)
 
 
 def prepare_softmax(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool) -> Run:

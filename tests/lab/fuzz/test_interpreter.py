@@ -209,7 +209,7 @@ def of_every_operator(dtypes: tuple[torch.dtype, torch.dtype], numbers: tuple[fl
     return found
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(49)
 @pytest.mark.parametrize("second", DTYPES, ids=str)
 @pytest.mark.parametrize("first", DTYPES, ids=str)
 def test_operators_give_the_interpreters_bits(first, second, faster_interpreter):
