@@ -98,6 +98,7 @@ compiled: $(READY)
 # the compiled tests, and next to them the checks that take one core
 compiled-and-checks: $(READY)
 	@log=$$(mktemp); $(MAKE) --no-print-directory checks > $$log 2>&1 & checks=$$!; \
+	trap 'kill $$checks 2>/dev/null; rm -f $$log; exit 130' INT TERM; \
 	$(MAKE) --no-print-directory compiled; status=$$?; \
 	wait $$checks || status=1; cat $$log; rm $$log; exit $$status
 

@@ -39,8 +39,10 @@ if settings:
 def _mark_all_but_a_sample(items: list[pytest.Item]) -> None:
     """Mark `extended` what `sampled(every)` leaves out: all cases of such a test but each `every`-th.
 
-    They are drawn by a hash of their names, so that no parameter has one value in all that run by default.
+    They are drawn by a hash of their names. With other versions of torch and Triton all of them run.
     """
+    if os.environ.get("FUSED_SOFTMAX_WHOLE") == "1":
+        return
     cases: dict[tuple[Any, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("extended"):

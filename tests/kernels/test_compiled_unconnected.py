@@ -61,7 +61,6 @@ def test_the_machine_code_is_that_without_branches(of, target, found):
     assert len(expected) > 500 and instructions == expected
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("of", "target"), [((20, 8192, BFLOAT16, False), "sm_90"), ((600, 80, BFLOAT16, False), "gfx942")]
 )

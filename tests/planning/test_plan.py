@@ -311,7 +311,6 @@ def test_every_plan_covers_its_row(target):
             assert (why := broken(asked, device, p)) is None, f"{why}: {asked} on {target}: {p}"
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a_forced_regime_covers_its_row_or_is_refused(regime):
     refused = 0

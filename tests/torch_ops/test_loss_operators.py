@@ -81,7 +81,6 @@ def check(op: Any, arguments: tuple) -> None:
     opcheck(op.default, arguments, rtol=1e-2, atol=1e-2)  # half results are rounded on every route
 
 
-@pytest.mark.sampled(2)
 @examined
 @pytest.mark.parametrize("name", FIELDS)
 def test_opcheck_of_cross_entropy(name, dtype):
@@ -94,7 +93,6 @@ def test_opcheck_of_cross_entropy(name, dtype):
     check(ops.cross_entropy_backward, (torch.rand_like(loss), moments, x.detach(), *given[1:]))
 
 
-@pytest.mark.sampled(2)
 @examined
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("by_row", [False, True])

@@ -85,7 +85,7 @@ def test_the_answer_gives_what_the_lesson_gives(n: int, tmp_path: Path):
 # --- the process around it ------------------------------------------------------------------------------------------
 
 ENDS = [
-    ("while True:\n    pass\n", "no end within 3 seconds: does each loop advance?"),
+    ("while True:\n    pass\n", "no end within 3 seconds of the processor: does each loop advance?"),
     ("import time\ntime.sleep(600)\n", "or does it wait for something?"),
     ("def softmax(x):\n    return x +\n", "line 2 is no Python"),
     ("import nosuch\n", "line 1: ModuleNotFoundError"),

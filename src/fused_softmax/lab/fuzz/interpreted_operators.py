@@ -1,8 +1,8 @@
 """Operators of tensors in Triton's interpreter that call numpy at once, where they know what the interpreter would do.
 
-`x + y` goes through some forty calls there, which find the same dtype and shape each time. An operator remembers, for
-the dtypes and shapes of its two operands, what came out, if it is what one call of numpy gives: operands of one dtype,
-or a number that has that dtype next to it. All else is left to the interpreter.
+`x + y` goes through some forty calls there, which find the same dtype and shape each time. For the dtypes and shapes of
+two operands, an operator keeps the type of the result, if one call of numpy gave the same bits: for operands of one
+dtype, and for a number that has that dtype next to it. All else is left to the interpreter.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from triton.language import core
 from triton.runtime import interpreter
 
-# numbers and pairs of shapes that an operator remembers, of up to some 64 KB
-MOST = 4096
+MOST = 4096  # kinds of operands that an operator remembers
+EXACT = 2**24  # Triton 3.9 rounds larger integers in another way, next to float32
 FLOAT, INTEGERS = ("fp32",), ("int32", "int64", "uint32", "uint64")
 BITS = "int1", *INTEGERS
 Function = Callable[[Any, Any], Any]
@@ -27,8 +27,7 @@ class Operator(NamedTuple):
 
     function: Function
     dtypes: tuple[str, ...] = FLOAT + INTEGERS
-    # of what a number becomes: a comparison makes a tensor of it first
-    compares: bool = False
+    compares: bool = False  # makes a tensor of a number first
 
 
 def _whole_quotient(a: Any, b: Any) -> Any:
@@ -57,18 +56,22 @@ CASTS = {name: {"int32", "int64", "fp32"} - {name} for name in FLOAT + BITS}
 
 
 class Kind(NamedTuple):
-    """What the result of two operands has. number: the other operand, where that is a number."""
+    """What the result of two operands has. number: the other operand, where that is a number, as one element."""
 
     type: Any
     dtype: Any
     numel: Any
     shape: Any
+    data: Any  # numpy's dtype of both operands
     number: Any
+    one_shape: bool
     operands: tuple[Any, ...]  # their shapes, so that no other object gets their ids
 
 
-def _kind_of(y: Any, number: Any, *operands: Any) -> Kind:
-    return Kind(y.type, y.dtype, y.numel, y.shape, number, tuple(x.shape for x in operands))
+def _kind_of(y: Any, data: Any, number: Any, *operands: Any) -> Kind:
+    shapes = tuple(x.shape for x in operands)
+    one_shape = len(shapes) == 2 and shapes[0] is shapes[1]
+    return Kind(y.type, y.dtype, y.numel, y.shape, data, number, one_shape, shapes)
 
 
 def _tensor(data: Any, dtype: Any, kind: Kind) -> Any:
@@ -94,50 +97,62 @@ def fast_operator(name: str, slow: Callable[..., Any], semantic: Any) -> Callabl
     adds = bare == "add"
 
     def apply(self: Any, other: Any, _semantic: Any = None) -> Any:
-        kind = type(other)
+        given, kind = other, type(other)
         if kind is core.constexpr:
             other = other.value
-            kind = type(other)
+            kind = type(other) if type(other) is not core.tensor else None
         if kind is core.tensor:
             key: Any = self.dtype.name, id(self.shape), other.dtype.name, id(other.shape)
         elif (kind is int or kind is float) and other == other:
             # 1 and 1.0 are equal, and so are 0.0 and -0.0
             key = self.dtype.name, id(self.shape), kind, other, math.copysign(1, other) if other == 0 else 0
         else:
-            return slow(self, other)
+            return slow(self, given)
         found = known.get(key, key)
         if found is key:
             return learn(key, self, other)
         if found is None:
-            return slow(self, other)
+            return slow(self, given)
         own, beside = self.handle, other.handle if kind is core.tensor else found.number
+        mine, its = own.data, beside.data
+        if not (mine.dtype is found.data and its.dtype is found.data):
+            return slow(self, given)
+        # the interpreter fills a block with one element, which decides how the result lies in memory
+        if not (found.one_shape or (mine.flags.c_contiguous and its.flags.c_contiguous)):
+            return slow(self, given)
         if reverse:
-            own, beside = beside, own
-        return _tensor(function(own.data, beside.data), own.dtype.scalar, found)
+            return _tensor(function(its, mine), beside.dtype.scalar, found)
+        return _tensor(function(mine, its), own.dtype.scalar, found)
 
     def learn(key: Any, self: Any, other: Any) -> Any:
         y = slow(self, other)
         if len(known) >= MOST:
             known.clear()
         known[key] = None
-        if self.dtype.name not in dtypes:
+        name, is_tensor = self.dtype.name, type(other) is core.tensor
+        if name not in dtypes:
             return y
         number: Any = None
         operands: tuple[Any, ...] = (self,)
-        if type(other) is core.tensor:
-            if other.dtype.name != self.dtype.name:
+        if is_tensor:
+            # a block of booleans is filled by the dtype of what was compared
+            if other.dtype.name != name or (name == "int1" and other.shape is not self.shape):
                 return y
             beside, operands = other.handle, (self, other)
         else:
+            if type(other) is int and abs(other) > EXACT and name in FLOAT:
+                return y
             other = semantic.to_tensor(other) if compares else other
             pair = semantic.binary_op_type_checking_impl(*((other, self) if reverse else (self, other)))
             mine, its = pair[::-1] if reverse else pair
-            if mine.dtype.name != self.dtype.name or mine.shape is not self.shape:
+            if mine.dtype.name != name or mine.shape is not self.shape:
                 return y
-            number = beside = its.handle
+            # all elements are equal
+            number = beside = interpreter.TensorHandle(its.handle.data.reshape(-1)[:1].copy(), its.handle.dtype)
         first, second = (beside, self.handle) if reverse else (self.handle, beside)
-        if _equal(function(first.data, second.data), y):
-            known[key] = _kind_of(y, number, *operands)
+        same = first.data.dtype is second.data.dtype
+        if same and _equal(function(first.data, second.data), y):
+            known[key] = _kind_of(y, first.data.dtype, number, *operands)
         return y
 
     def add(self: Any, other: Any, _semantic: Any = None) -> Any:
@@ -150,10 +165,12 @@ def fast_operator(name: str, slow: Callable[..., Any], semantic: Any) -> Callabl
             if len(known) >= MOST:
                 known.clear()
             y = slow(self, other)
-            known[key] = _kind_of(y, None, self, other)
+            known[key] = _kind_of(y, None, None, self, other)
             return y
         offsets = other.handle.data.astype(np.uint64)
         own = self.handle
+        if not (found.one_shape or (own.data.flags.c_contiguous and offsets.flags.c_contiguous)):
+            return slow(self, other)
         size = max(1, own.get_element_ty().primitive_bitwidth // 8)
         return _tensor(own.data + size * offsets, own.dtype, found)
 
@@ -179,9 +196,9 @@ def fast_cast(slow: Callable[..., Any]) -> Callable[..., Any]:
         found = known.get(key)
         if found is None:
             y = slow(self, dtype)
-            known[key] = _kind_of(y, y.handle.data.dtype, self)
+            known[key] = _kind_of(y, y.handle.data.dtype, None, self)
             return y
-        return _tensor(self.handle.data.astype(found.number), found.dtype, found)
+        return _tensor(self.handle.data.astype(found.data), found.dtype, found)
 
     return to
 
@@ -201,7 +218,7 @@ def fast_conversion(slow: Callable[..., Any]) -> Callable[..., Any]:
             bits = numbers if widens else np.ascontiguousarray(numbers).view(np.uint32).reshape(numbers.shape)
             exponents, digits = (0x7F80, 0x7F) if widens else (0x7F800000, 0x7FFFFF)
             if not np.any(((bits & exponents) == 0) & ((bits & digits) != 0)):
-                return bits.astype(np.uint32) << 16 if widens else (bits >> 16).astype(np.uint16)
+                return bits.astype(np.uint32, order="C") << 16 if widens else (bits >> 16).astype(np.uint16)
         return slow(numbers, from_dtype, to_dtype, rounding)
 
     return convert

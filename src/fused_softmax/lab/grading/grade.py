@@ -30,7 +30,7 @@ def grade(n: int, file: Path, *, gpu: bool = False, seconds: float = INTERPRETED
     """Grade `file` as an answer to lesson n's puzzle; with `gpu`, a right one is also timed there.
 
     The file runs in another process. It is ended when it has computed for `seconds`, not counting what the process
-    needs to start, and after ten times as long where it waits.
+    needs to start, and after ten times as many seconds of the clock in any case.
     """
     interpreted: dict[str, str | None] = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     found = _run(n, file, interpreted, WAITS * seconds, computes=seconds)
@@ -71,7 +71,8 @@ def _run(
         _end(process)
         raise
     if computes is not None and -process.returncode == getattr(signal, "SIGXCPU", None):
-        return f"no end within {computes:.0f} seconds: does each loop advance?"
+        _kill(process)  # what it has started
+        return f"no end within {computes:.0f} seconds of the processor: does each loop advance?"
     if process.returncode < 0:
         name = signal.Signals(-process.returncode).name
         return f"the process ended by {name}: an address outside of all tensors is the usual cause"
@@ -83,12 +84,17 @@ def _run(
     return json.loads(lines[-1])
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _kill(process: subprocess.Popen[str]) -> None:
     """End the worker and what it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End the worker and what it started, and wait for it."""
+    _kill(process)
     process.communicate()
 
 

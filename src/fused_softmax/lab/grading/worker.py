@@ -1,7 +1,7 @@
 """`python -m fused_softmax.lab.grading.worker N FILE [SECONDS]`: one grading, in a process of its own.
 
 The last line of standard output is the result, as JSON. What the file prints goes to standard error. With SECONDS the
-process computes no longer than that, from the end of its imports on.
+process computes no longer than that, once this module is imported.
 """
 
 from __future__ import annotations
@@ -174,9 +174,12 @@ def compute_at_most(seconds: float) -> None:
     with contextlib.suppress(ImportError):
         import resource
 
-        _, most = resource.getrlimit(resource.RLIMIT_CPU)
-        wanted = math.ceil(time.process_time() + seconds)
-        resource.setrlimit(resource.RLIMIT_CPU, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
+        limit, most = resource.getrlimit(resource.RLIMIT_CPU)
+        # at the hard limit it would be a SIGKILL
+        others = [n for n in (limit, most - 1) if n >= 0]
+        wanted = min([math.ceil(time.process_time() + seconds), *others])
+        resource.setrlimit(resource.RLIMIT_CPU, (wanted, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def main() -> None:
