@@ -97,7 +97,8 @@ def fast_operator(name: str, slow: Callable[..., Any], semantic: Any) -> Callabl
     adds = bare == "add"
 
     def apply(self: Any, other: Any, _semantic: Any = None) -> Any:
-        given, kind = other, type(other)
+        given = other
+        kind: Any = type(other)
         if kind is core.constexpr:
             other = other.value
             kind = type(other) if type(other) is not core.tensor else None
