@@ -147,14 +147,13 @@ def run(what: str, version: str, folder: Path, jobs: int, files: tuple[str, ...]
     """
     env = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
     env["PYTHONPATH"] = str(ROOT / "src")
-    env["FUSED_SOFTMAX_WHOLE"] = "1"  # no samples
+    env["FUSED_SOFTMAX_WHOLE"] = "1"  # also what the pinned versions run in part by default
     # kernels that another version compiled are not this one's
     env["TRITON_CACHE_DIR"] = str(folder / f"cache-{what}-{version}")
     if what == "compiled" or installed_torch:
         env["PYTHONPATH"] = os.pathsep.join([str(triton_folder(folder, version)), env["PYTHONPATH"]])
     if what == "compiled":
         python, shown = Path(sys.executable), files or ("tests",)
-        env["FUSED_SOFTMAX_OTHER_TRITON"] = version  # kernels of which the pinned one compiles a third by default
         counts = tests(python, env, "-m", "compiled and not extended", *shown)
     elif what == "interpreted":
         python = Path(sys.executable) if installed_torch else environment(folder, version, TEST_PACKAGES)

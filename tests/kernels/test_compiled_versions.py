@@ -59,7 +59,7 @@ def one_of_each() -> list[str]:
 
 
 ALL = one_of_each()
-BY_DEFAULT = ALL if "FUSED_SOFTMAX_OTHER_TRITON" in os.environ else ALL[::6]
+BY_DEFAULT = ALL if os.environ.get("FUSED_SOFTMAX_WHOLE") == "1" else ALL[::6]
 
 
 def test_no_kernel_is_left_out():

@@ -162,7 +162,7 @@ OPERATORS, OPERANDS = 15, 6
 
 
 @triton.jit
-def one_operator(x_ptr, y_ptr, z_ptr, w_ptr, i_ptr, n, which: tl.constexpr, pair: tl.constexpr):
+def one_operator(x_ptr, y_ptr, z_ptr, w_ptr, i_ptr, n: tl.constexpr, which: tl.constexpr, pair: tl.constexpr):
     """of_two of blocks, of two dimensions, of a block and an element, and of numbers: as it is, and cast."""
     rows, cols = tl.arange(0, 2), tl.arange(0, 4)
     at = rows[:, None] * 4 + cols[None, :]
@@ -182,11 +182,6 @@ def one_operator(x_ptr, y_ptr, z_ptr, w_ptr, i_ptr, n, which: tl.constexpr, pair
     tl.store(z_ptr + at, c.to(tl.float64))
     tl.store(i_ptr + at, c.to(tl.int64))
     tl.store(w_ptr + at, c.to(tl.float32).to(tl.bfloat16).to(tl.float32) + c.to(tl.int32))
-
-
-@triton.jit
-def of_a_number(x_ptr, y_ptr, z_ptr, w_ptr, i_ptr, n: tl.constexpr, which: tl.constexpr, pair: tl.constexpr):
-    one_operator(x_ptr, y_ptr, z_ptr, w_ptr, i_ptr, n, which, pair)
 
 
 FLOAT, INT, BOOL = torch.float32, torch.int32, torch.bool
@@ -215,7 +210,7 @@ def of_every_operator(first: torch.dtype, second: torch.dtype) -> list[torch.Ten
             for n in NUMBERS if pair > 3 else NUMBERS[:1]:
                 for numbers in (x, turned):
                     to = torch.zeros(8, dtype=torch.float64), torch.zeros(8), torch.zeros(8, dtype=torch.int64)
-                    found += outcome(of_a_number[(1,)], numbers, y, *to, n, which, pair)
+                    found += outcome(one_operator[(1,)], numbers, y, *to, n, which, pair)
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,13 +89,18 @@ def _equal(data: Any, y: Any) -> bool:
     return data.dtype == other.dtype and data.shape == other.shape and data.tobytes() == other.tobytes()
 
 
-def fast_operator(name: str, slow: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
-    """`slow`, the tensor's method of that name, by one call of numpy where that gives the same."""
-    bare = name.strip("_")
-    reverse = bare.startswith("r") and bare[1:] in OPERATORS
-    function, dtypes, compares = OPERATORS[bare[1:] if reverse else bare]
+def fast_operator(operator: Operator, reverse: bool, slow: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
+    """`slow`, the tensor's method of an operator, by one call of numpy where that gives the same.
+
+    reverse: the tensor is the second operand.
+    """
+    function, dtypes, compares = operator
     known: dict[Any, Kind | None] = {}
-    adds = bare == "add"
+
+    def remember(key: Any, kind: Kind | None) -> None:
+        if len(known) >= MOST:
+            known.clear()
+        known[key] = kind
 
     def apply(self: Any, other: Any, _semantic: Any = None) -> Any:
         given = other
@@ -127,9 +133,7 @@ def fast_operator(name: str, slow: Callable[..., Any], semantic: Any) -> Callabl
 
     def learn(key: Any, self: Any, other: Any) -> Any:
         y = slow(self, other)
-        if len(known) >= MOST:
-            known.clear()
-        known[key] = None
+        remember(key, None)
         name, is_tensor = self.dtype.name, type(other) is core.tensor
         if name not in dtypes:
             return y
@@ -163,10 +167,8 @@ def fast_operator(name: str, slow: Callable[..., Any], semantic: Any) -> Callabl
         key = self.dtype.name, self.dtype.address_space, id(self.shape), other.dtype.name, id(other.shape)
         found = known.get(key)
         if found is None:
-            if len(known) >= MOST:
-                known.clear()
             y = slow(self, other)
-            known[key] = _kind_of(y, None, None, self, other)
+            remember(key, _kind_of(y, None, None, self, other))
             return y
         offsets = other.handle.data.astype(np.uint64)
         own = self.handle
@@ -175,7 +177,7 @@ def fast_operator(name: str, slow: Callable[..., Any], semantic: Any) -> Callabl
         size = max(1, own.get_element_ty().primitive_bitwidth // 8)
         return _tensor(own.data + size * offsets, own.dtype, found)
 
-    return add if adds else apply
+    return add if function is np.add and not reverse else apply
 
 
 def fast_cast(slow: Callable[..., Any]) -> Callable[..., Any]:
@@ -227,10 +229,6 @@ def fast_conversion(slow: Callable[..., Any]) -> Callable[..., Any]:
 
 def methods() -> dict[str, Callable[[Callable[..., Any], Any], Callable[..., Any]]]:
     """The tensor's methods that are replaced, each with what makes the fast one of (its method, the semantic)."""
-
-    def of(name: str) -> Callable[[Callable[..., Any], Any], Callable[..., Any]]:
-        return lambda slow, semantic: fast_operator(name, slow, semantic)
-
-    forward, backward = list(OPERATORS), [f"r{bare}" for bare, op in OPERATORS.items() if not op.compares]
-    operators = {f"__{bare}__": of(f"__{bare}__") for bare in forward + backward}
-    return operators | {"to": lambda slow, semantic: fast_cast(slow)}
+    forward = {f"__{bare}__": partial(fast_operator, op, False) for bare, op in OPERATORS.items()}
+    backward = {f"__r{bare}__": partial(fast_operator, op, True) for bare, op in OPERATORS.items() if not op.compares}
+    return {**forward, **backward, "to": lambda slow, semantic: fast_cast(slow)}
