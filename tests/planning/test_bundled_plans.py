@@ -157,6 +157,6 @@ def test_a_recipe_has_the_sizes_of_its_plan(seed):
         assert [step.scalars[::2] for step in of_bundles] == [(plan.bundle * problem.inner, parts)] * several
         assert of_plane.scalars[::2] == (problem.inner, plan.bundle * (1 if several else parts))
         counts.add((several, parts > 1))
-        assert first.meta["UNIT"] * problem.itemsize == 32 and first.scalars[7] == problem.period
+        assert first.meta["UNIT"] * problem.itemsize == 32 and first.scalars[6] == problem.period
         assert last.meta["CHUNKS"] == plan.finish_chunks and f" {parts} part(s)" in plan.why
     assert counts == {(False, False), (False, True), (True, True)}

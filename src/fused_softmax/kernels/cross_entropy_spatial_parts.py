@@ -25,7 +25,7 @@ from .common.cross_entropy_terms import (
 from .common.early_start import await_previous
 from .common.logits import capped, logsumexp, probe, reference_of, rounding_residual, weigh
 from .common.numerics import LOWEST, exp, exp2_affine, maximum, scaled, upcast
-from .common.spatial_parts import last_first, load_step, part_of, vector_at
+from .common.spatial_parts import last_first, load_step, part_of, steps_of, vector_at
 from .common.spatial_tiles import columns_of_chunk, positions_of, store_tile, sum_over_columns, tile_at
 
 
@@ -50,7 +50,6 @@ def cross_entropy_spatial_reduce(
     n_cols: Int32,
     inner: Int64,  # inner and strides: in units of VEC
     n_blocks: Int32, n_parts: Int32,
-    part_cols: Int32,  # columns of a part
     x_outer: Int64, x_col: Int64,
     ignore_index: Int64,
     smoothing: Float32, cap: Float32, z_loss: Float32,
@@ -58,7 +57,7 @@ def cross_entropy_spatial_reduce(
     VEC: tl.constexpr, CHUNKS: tl.constexpr, INVARIANT: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     await_previous(EARLY)
-    outer, part, block, start, end = part_of(n_blocks, n_parts, part_cols, n_cols)
+    outer, part, block = part_of(n_blocks, n_parts)
     first, exists = positions_of(block, inner, INNER, VEC)
     column = columns_of_chunk(1, COLS)
     x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
@@ -70,20 +69,21 @@ def cross_entropy_spatial_reduce(
     m = tl.zeros([COLS, 1, INNER], tl.float32) + LOWEST
     s = tl.zeros([COLS, 1, INNER], tl.float32)
     t = tl.zeros([COLS, 1, INNER], tl.float32)
-    for at in range(start, end, CHUNKS * COLS):
-        x = load_step(x_at, at, x_col, column, end, exists, -float("inf"), CHUNKS, COLS, VEC)
+    for step in range(part, steps_of(n_cols, CHUNKS * COLS), n_parts):
+        start = step * (CHUNKS * COLS)
+        x = load_step(x_at, start, x_col, column, n_cols, exists, -float("inf"), CHUNKS, COLS, VEC)
         top = x[0]
         for c in tl.static_range(1, CHUNKS):
             top = maximum(top, x[c], PTX)
         m_new = tl.maximum(m, capped(top, cap, SOFTCAP))
-        step = tl.zeros_like(s)
+        of_step = tl.zeros_like(s)
         for c in tl.static_range(CHUNKS):
             z = capped(upcast(x[c], PTX), cap, SOFTCAP)
-            step += exp(z - m_new)
+            of_step += exp(z - m_new)
             if SMOOTH:
-                here = column + (at + c * COLS)
-                t += weigh(z, reference, here, here < end, weight_ptr, WEIGHTED)
-        s = s * exp(m - m_new) + step
+                here = column + (start + c * COLS)
+                t += weigh(z, reference, here, here < n_cols, weight_ptr, WEIGHTED)
+        s = s * exp(m - m_new) + of_step
         m = m_new
     top = tl.max(m, 0)
     total = sum_over_columns(scaled(s, exp(m - top[None, :, :]), PTX), INVARIANT)
@@ -116,7 +116,7 @@ def cross_entropy_spatial_merge(
     COLS: tl.constexpr, INNER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     await_previous(EARLY)
-    outer, _, block, _, _ = part_of(n_blocks, 1, 0, 0)
+    outer, _, block = part_of(n_blocks, 1)
     first, exists = positions_of(block, inner, INNER, 1)
     part = columns_of_chunk(1, COLS)
     at = tile_at(parts_max_ptr, outer, inner, inner * n_parts, first, part, INNER, 1)
@@ -175,7 +175,7 @@ def step_of_gradient(
     column = columns_of_chunk(1, COLS)
     x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
     dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
-    start = step.to(tl.int64) * (CHUNKS * COLS)
+    start = tl.cast(step, tl.int64) * (CHUNKS * COLS)
     left = (n_cols - start).to(tl.int32)
     x = load_step(x_at, start, x_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
     at, here = vector_at(outer, inner, first, INNER, VEC), tl.reshape(exists, (1, INNER))

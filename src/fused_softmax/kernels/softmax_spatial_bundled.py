@@ -36,7 +36,6 @@ def softmax_spatial_bundled_reduce(
     n_bundles: Int32,  # of each plane
     width: Int32,  # elements of a bundle
     n_blocks: Int32, n_parts: Int32,
-    part_bundles: Int32,  # bundles of a part
     plane: Int64,  # elements of a plane
     inner: Int32,
     period: Int32,  # columns, as in `start_of_bundles`
@@ -48,7 +47,7 @@ def softmax_spatial_bundled_reduce(
 ):  # fmt: skip
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
-    outer, part, block, start, end = part_of(n_blocks, n_parts, part_bundles, n_bundles)
+    outer, part, block = part_of(n_blocks, n_parts)
     begin, head, origin, row, first, exists = block_of_bundles(
         outer, block, plane, width, inner, period, INNER, VEC, UNIT
     )
@@ -63,7 +62,7 @@ def softmax_spatial_bundled_reduce(
         s = exp(x - m)
     POLICY: tl.constexpr = reads_of_two_passes(x_ptr.dtype.element_ty)
     top, total = moments_of_part(
-        m, s, x_at, start, end, row, column, exists, CHUNKS, COLS, VEC, False, False, POLICY, PTX
+        m, s, x_at, part, n_parts, n_bundles, row, column, exists, CHUNKS, COLS, VEC, False, False, POLICY, PTX
     )
     to = vector_at(outer * n_parts + part, row, first, INNER, VEC)
     here = tl.reshape(exists, (1, INNER))
@@ -75,14 +74,14 @@ def softmax_spatial_bundled_reduce(
 def softmax_spatial_bundled_backward_reduce(
     y_ptr: Rows, dy_ptr: Rows,
     d_ptr: Vector,  # [outer, n_parts, width] float32
-    n_bundles: Int32, width: Int32, n_blocks: Int32, n_parts: Int32, part_bundles: Int32, plane: Int64, inner: Int32,
+    n_bundles: Int32, width: Int32, n_blocks: Int32, n_parts: Int32, plane: Int64, inner: Int32,
     period: Int32, ends: Int32,
     LOG: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
     UNIT: tl.constexpr, TRIGGER: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
-    outer, part, block, start, end = part_of(n_blocks, n_parts, part_bundles, n_bundles)
+    outer, part, block = part_of(n_blocks, n_parts)
     begin, head, origin, row, first, exists = block_of_bundles(
         outer, block, plane, width, inner, period, INNER, VEC, UNIT
     )
@@ -98,7 +97,7 @@ def softmax_spatial_bundled_backward_reduce(
         d = gradient_term(y, dy, LOG)
     POLICY: tl.constexpr = reads_of_two_passes(dy_ptr.dtype.element_ty)
     d = gradient_sum_of_part(
-        d, y_at, dy_at, start, end, row, row, column, exists, LOG, CHUNKS, COLS, VEC, False, POLICY, PTX
+        d, y_at, dy_at, part, n_parts, n_bundles, row, row, column, exists, LOG, CHUNKS, COLS, VEC, False, POLICY, PTX
     )
     to = vector_at(outer * n_parts + part, row, first, INNER, VEC)
     tl.store(d_ptr + to, d, mask=tl.reshape(exists, (1, INNER)))

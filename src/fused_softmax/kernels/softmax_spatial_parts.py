@@ -40,7 +40,6 @@ def softmax_spatial_reduce(
     n_cols: Int32,
     inner: Int64,  # inner and strides: in units of VEC
     n_blocks: Int32, n_parts: Int32,
-    part_cols: Int32,  # columns of a part
     x_outer: Int64, x_col: Int64,
     COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
     LSE: tl.constexpr,  # for a logsumexp: +inf gives a finite maximum and an infinite sum, not NaN
@@ -50,7 +49,7 @@ def softmax_spatial_reduce(
 ):  # fmt: skip
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
-    outer, part, block, start, end = part_of(n_blocks, n_parts, part_cols, n_cols)
+    outer, part, block = part_of(n_blocks, n_parts)
     first, exists = positions_of(block, inner, INNER, VEC)
     column = columns_of_chunk(1, COLS)
     x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
@@ -58,7 +57,7 @@ def softmax_spatial_reduce(
     s = tl.zeros([COLS, 1, INNER], tl.float32)
     POLICY: tl.constexpr = READS if LSE else reads_of_two_passes(x_ptr.dtype.element_ty)
     top, total = moments_of_part(
-        m, s, x_at, start, end, x_col, column, exists, CHUNKS, COLS, VEC, LSE, INVARIANT, POLICY, PTX
+        m, s, x_at, part, n_parts, n_cols, x_col, column, exists, CHUNKS, COLS, VEC, LSE, INVARIANT, POLICY, PTX
     )
     to = vector_at(outer * n_parts + part, inner, first, INNER, VEC)
     here = tl.reshape(exists, (1, INNER))
@@ -75,14 +74,14 @@ def softmax_spatial_backward_reduce(
     d_ptr: Vector,  # [outer, n_parts, inner] float32
     n_cols: Int32,
     inner: Int64,  # inner and strides: in units of VEC
-    n_blocks: Int32, n_parts: Int32, part_cols: Int32,
+    n_blocks: Int32, n_parts: Int32,
     y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64,
     LOG: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
     INVARIANT: tl.constexpr, TRIGGER: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
-    outer, part, block, start, end = part_of(n_blocks, n_parts, part_cols, n_cols)
+    outer, part, block = part_of(n_blocks, n_parts)
     first, exists = positions_of(block, inner, INNER, VEC)
     column = columns_of_chunk(1, COLS)
     y_at = tile_at(y_ptr, outer, y_col, y_outer, first, column, INNER, VEC)
@@ -90,8 +89,9 @@ def softmax_spatial_backward_reduce(
     d = tl.zeros([COLS, 1, INNER], tl.float32)
     POLICY: tl.constexpr = reads_of_two_passes(dy_ptr.dtype.element_ty)
     d = gradient_sum_of_part(
-        d, y_at, dy_at, start, end, y_col, dy_col, column, exists, LOG, CHUNKS, COLS, VEC, INVARIANT, POLICY, PTX
-    )
+        d, y_at, dy_at, part, n_parts, n_cols, y_col, dy_col, column, exists, LOG, CHUNKS, COLS, VEC, INVARIANT, POLICY,
+        PTX,
+    )  # fmt: skip
     to = vector_at(outer * n_parts + part, inner, first, INNER, VEC)
     tl.store(d_ptr + to, d, mask=tl.reshape(exists, (1, INNER)))
 
@@ -109,7 +109,7 @@ def softmax_spatial_merge(
 ):  # fmt: skip
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
-    outer, _, block, _, _ = part_of(n_blocks, 1, 0, 0)
+    outer, _, block = part_of(n_blocks, 1)
     first, exists = positions_of(block, inner, INNER, 1)
     part = columns_of_chunk(1, COLS)
     at = tile_at(parts_max_ptr, outer, inner, inner * n_parts, first, part, INNER, 1)
@@ -146,7 +146,7 @@ def softmax_spatial_backward_merge(
 ):  # fmt: skip
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
-    outer, _, block, _, _ = part_of(n_blocks, 1, 0, 0)
+    outer, _, block = part_of(n_blocks, 1)
     first, exists = positions_of(block, inner, INNER, 1)
     part = columns_of_chunk(1, COLS)
     at = tile_at(parts_ptr, outer, inner, inner * n_parts, first, part, INNER, 1)

@@ -203,7 +203,7 @@ def parts_step(
     """The launch whose programs each reduce one part of the columns."""
     sizes = _sizes(read[0], plan)
     parts = -(-sizes[0] // plan.part_cols)
-    scalars = (*sizes, parts, plan.part_cols, *_strides(read, plan.vec))
+    scalars = (*sizes, parts, *_strides(read, plan.vec))
     return Step(kernel, _meta(kernel, plan, device, **flags), tensors, scalars, sizes[2] * parts)
 
 
@@ -266,7 +266,7 @@ def _bundled_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward
     of_part, of_parts, of_plane = (tuple(range(n + i * count, n + (i + 1) * count)) for i in (0, several, 1 + several))
     given, flags = tuple(range(n)), dict(LOG=log, UNIT=SECTOR_BYTES // itemsize, WAITS=device.supports_pdl)
     meta, read = _meta(reduce, plan, device, **flags), (*given[:-1], *of_part)
-    sizes = (n_bundles, width, blocks, parts, part_bundles, plane, inner, period, ends)
+    sizes = (n_bundles, width, blocks, parts, plane, inner, period, ends)
     first = Step(reduce, meta, read, sizes, blocks * parts)
     merges = [merge_step(merge, device, (*of_part, *of_parts), width, parts, LSE=False)] if several else []
     # the parts of a bundle follow one another as its columns do

@@ -35,13 +35,20 @@ def load_step(
 
 
 @triton.jit
-def part_of(n_blocks, n_parts, part_cols, n_cols):
-    """(outer, part, block, its first column, the column after its last) of this program."""
+def part_of(n_blocks, n_parts):
+    """(outer, part, block) of this program.
+
+    Of n_parts steps of columns that follow one another each part has one. So the programs of all parts read one run of
+    memory at a time, and what they read last is the end of the columns.
+    """
     pid = tl.program_id(0)
-    part = pid // n_blocks % n_parts
-    outer = (pid // n_blocks // n_parts).to(tl.int64)
-    start = part * part_cols
-    return outer, part, pid % n_blocks, start, start + tl.minimum(n_cols - start, part_cols)
+    return (pid // n_blocks // n_parts).to(tl.int64), pid // n_blocks % n_parts, pid % n_blocks
+
+
+@triton.jit
+def steps_of(n_cols, STEP: tl.constexpr):
+    """Steps of STEP columns that cover n_cols of them, of which there is one at least."""
+    return (n_cols - 1) // STEP + 1
 
 
 @triton.jit
@@ -59,15 +66,16 @@ def last_first(index, n_programs, n_blocks, n_steps):
 
 @triton.jit
 def moments_of_part(
-    m, s, x_at, start, end, x_col, column, exists, CHUNKS: tl.constexpr, COLS: tl.constexpr, VEC: tl.constexpr,
-    LSE: tl.constexpr, INVARIANT: tl.constexpr, POLICY: tl.constexpr, PTX: tl.constexpr,
+    m, s, x_at, part, n_parts, n_cols, x_col, column, exists, CHUNKS: tl.constexpr, COLS: tl.constexpr,
+    VEC: tl.constexpr, LSE: tl.constexpr, INVARIANT: tl.constexpr, POLICY: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """(maximum, sum) of each position over columns start .. end-1, and over the (m, s) before: [COLS, 1, INNER].
+    """(maximum, sum) of each position over the columns of a part, and over the (m, s) before: [COLS, 1, INNER].
 
     LSE: for a logsumexp. +inf gives a finite maximum and an infinite sum, not NaN.
     """
-    for at in range(start, end, CHUNKS * COLS):
-        x = load_step(x_at, at, x_col, column, end, exists, -float("inf"), CHUNKS, COLS, VEC, POLICY)
+    STEP: tl.constexpr = CHUNKS * COLS
+    for step in range(part, steps_of(n_cols, STEP), n_parts):
+        x = load_step(x_at, step * STEP, x_col, column, n_cols, exists, -float("inf"), CHUNKS, COLS, VEC, POLICY)
         top = x[0]
         for c in tl.static_range(1, CHUNKS):
             top = maximum(top, x[c], PTX)
@@ -75,10 +83,10 @@ def moments_of_part(
         if LSE:
             m_new = tl.minimum(m_new, HIGHEST)
         # a step has its own sum: fewer additions to a long sum cause less rounding
-        step = tl.zeros_like(s)
+        of_step = tl.zeros_like(s)
         for c in tl.static_range(CHUNKS):
-            step += exp(upcast(x[c], PTX) - m_new)
-        s = s * exp(m - m_new) + step
+            of_step += exp(upcast(x[c], PTX) - m_new)
+        s = s * exp(m - m_new) + of_step
         m = m_new
     top = tl.max(m, 0)
     return top, sum_over_columns(scaled(s, exp(m - top[None, :, :]), PTX), INVARIANT)
@@ -86,17 +94,32 @@ def moments_of_part(
 
 @triton.jit
 def gradient_sum_of_part(
-    d, y_at, dy_at, start, end, y_col, dy_col, column, exists, LOG: tl.constexpr, CHUNKS: tl.constexpr,
+    d, y_at, dy_at, part, n_parts, n_cols, y_col, dy_col, column, exists, LOG: tl.constexpr, CHUNKS: tl.constexpr,
     COLS: tl.constexpr, VEC: tl.constexpr, INVARIANT: tl.constexpr, POLICY: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The gradient's sum of each position over columns start .. end-1, and the d before: [COLS, 1, INNER]."""
-    for at in range(start, end, CHUNKS * COLS):
-        dy = load_step(dy_at, at, dy_col, column, end, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
-        y = dy  # unused where LOG
-        if not LOG:
-            y = load_step(y_at, at, y_col, column, end, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
-        step = tl.zeros_like(d)
-        for c in tl.static_range(CHUNKS):
-            step += gradient_term(upcast(y[c], PTX), upcast(dy[c], PTX), LOG)
-        d += step
+    """The gradient's sum of each position over the columns of a part, and the d before: [COLS, 1, INNER]."""
+    STEP: tl.constexpr = CHUNKS * COLS
+    n_steps = steps_of(n_cols, STEP)
+    if LOG:  # of one tensor registers hold two steps, so that loads never pause
+        dy = load_step(dy_at, part * STEP, dy_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
+        for step in range(part, n_steps, n_parts):
+            start = tl.minimum(step + n_parts, n_steps) * STEP
+            following = load_step(dy_at, start, dy_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
+            d += _sum_of_step(dy, dy, d, LOG, CHUNKS, PTX)
+            dy = following
+    else:
+        for step in range(part, n_steps, n_parts):
+            start = step * STEP
+            dy = load_step(dy_at, start, dy_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
+            y = load_step(y_at, start, y_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
+            d += _sum_of_step(y, dy, d, LOG, CHUNKS, PTX)
     return sum_over_columns(d, INVARIANT)
+
+
+@triton.jit
+def _sum_of_step(y, dy, d, LOG: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr):
+    """The terms of a step's chunks, added up, as d: [COLS, 1, INNER]."""
+    of_step = tl.zeros_like(d)
+    for c in tl.static_range(CHUNKS):
+        of_step += gradient_term(upcast(y[c], PTX), upcast(dy[c], PTX), LOG)
+    return of_step
