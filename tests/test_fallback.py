@@ -40,6 +40,7 @@ OF_SOFTMAX = {
     "softmax_transposed": "softmax_transposed",
     "softmax_channels_last": "softmax_channels_last",
     "transposed_copy": "transposed_copy",
+    "stepped_copy": "stepped_copy",
     "softmax_spatial": "softmax_spatial",
     "softmax_spatial_backward": "softmax_spatial",
     "softmax_spatial_skewed": "softmax_spatial_skewed",

@@ -190,11 +190,32 @@ def test_the_copy(shape, order, dtype):
     assert torch.equal(views.contiguous(x), x) and views.contiguous(x).is_contiguous()
 
 
+STEPPED = {
+    "every second column": lambda t: t[:262144].view(128, 2048)[:, ::2],
+    "every third column, not from the first": lambda t: t[1:196609].view(64, 3072)[:, 2::3],
+    "one of two": lambda t: t[:140000].view(7, 10000, 2)[..., 1],
+    "planes": lambda t: t[:270000].view(3, 90, 500, 2)[..., 0],
+    "a vector": lambda t: t[3::5],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cut", STEPPED.values(), ids=STEPPED)
+def test_elements_one_step_apart_are_copied(cut, dtype):
+    x = cut(torch.randn(400001).to(dtype))
+    assert views.step_of(x) in (2, 3, 5) and views.tiles_of(x) is None
+    y = torch.full((x.numel() + 2000,), 7.0, dtype=dtype)
+    views.stepped_copy_launch(x, y, views.step_of(x), views.device_of(x))()
+    assert torch.equal(y[: x.numel()], x.reshape(-1)) and (y[x.numel() :] == 7).all()
+    assert torch.equal(views.contiguous(x), x) and views.contiguous(x).is_contiguous()
+
+
 def test_what_torch_copies():
-    taken = (views.tiles_of(x) is not None for x in (
+    taken = (views.tiles_of(x) is not None or views.step_of(x) is not None for x in (
         torch.empty(300, 400)[:, :390], torch.empty(3, 400, 300).permute(2, 1, 0)[:, ::2],
         torch.empty(400, 4).t(), torch.empty(3, 4, 5, 6, 40).permute(4, 2, 0, 3, 1),
-        torch.empty(400, 400, dtype=torch.float64).t(),
+        torch.empty(400, 400, dtype=torch.float64).t(), torch.empty(400, dtype=torch.float64)[::2],
+        torch.empty(300, 401)[:, ::2],
     ))  # fmt: skip
     assert not any(taken)
 
@@ -210,11 +231,14 @@ def test_large_transpositions_are_copied_by_it(monkeypatch):
     y, dy = torch.softmax(torch.randn(2, 16, 3000), -1), torch.randn(2, 3000, 16).transpose(1, 2)
     found = launch_softmax.softmax_backward(dy, y, -1, torch.float32, False)
     assert torch.equal(found, launch_softmax.softmax_backward(dy.contiguous(), y, -1, torch.float32, False))
-    assert copied == [(2, 16, 3000)] * 2
+    dy = torch.randn(2, 16, 6000)[..., ::2]
+    found = launch_softmax.softmax_backward(dy, y, -1, torch.float32, False)
+    assert torch.equal(found, launch_softmax.softmax_backward(dy.contiguous(), y, -1, torch.float32, False))
+    assert copied == [(2, 16, 3000)] * 3
     small = torch.randn(30, 20).t()
     with fs.batch_invariant():
         fs.softmax(small, -1)
-    assert len(copied) == 2
+    assert len(copied) == 3
 
 
 GAPS = {

@@ -166,6 +166,18 @@ def test_random_copies(seed: int):
     assert taken >= 2
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_random_steps(seed: int):
+    pick = random.Random(seed)
+    dtype = pick.choice([torch.float16, torch.bfloat16, torch.float32])
+    n, step, first = round(2 * 1e6 ** pick.random()), pick.randint(2, 9), pick.randint(0, 9)
+    x = torch.randn(first + n * step, device="cuda").to(dtype)[first:][::step]
+    y, before, after = guarded(x.shape, x.dtype, 0)
+    views.stepped_copy_launch(x, y, step, views.device_of(x))()
+    assert torch.equal(y, x), (n, step, first)
+    assert (before == 7).all() and (after == 7).all(), "written outside the output"
+
+
 def test_calls_that_copy():
     """Batch-invariant calls and gradients of large transpositions have the bits of contiguous ones."""
     for dtype in DTYPES:

@@ -284,6 +284,8 @@ def others(target: str) -> Iterator[Named]:
         launch = flat_launch(loss_kernels.reduce_kernel, tensors, numbers, flags, 8, device)
         yield "reduce_losses" + " with count" * has_count, as_called(launch), None
     for dtype in (BFLOAT16, FLOAT32):
+        x, y = torch.empty(100, 2002, dtype=dtype)[:, ::2], torch.empty(100, 1001, dtype=dtype)
+        yield f"stepped copy {dtype}", as_called(views.stepped_copy_launch(x, y, 2, device)), None
         for n_cols in (64, 4096):
             x = torch.empty(2, n_cols, 4096, dtype=dtype, device="meta")
             yield f"softmax strided {dtype} {n_cols}", strided_launch(x, x, 1, False, device), None

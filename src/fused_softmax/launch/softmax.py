@@ -27,7 +27,7 @@ from .launcher import RowOp, device_of, launch_rows, planned, prepare_rows, row_
 from .layout import as_rows
 from .options import Flags
 
-# elements of a transposition, from which on its copy has a kernel of ours: fewer take no longer than their launch
+# elements, from which on the copy of a transposition or a step has a kernel of ours: fewer take as long as a launch
 LEAST_COPIED = 1 << 16
 
 
@@ -270,7 +270,7 @@ def _prepare_after_copy(x: Tensor, y: Tensor, dim: int, log: bool) -> Shaped | N
 
 
 def _contiguous(t: Tensor) -> Tensor:
-    """t.contiguous(), by a kernel of ours where t is a large transposition."""
+    """t.contiguous(), by a kernel of ours where t is large, and a transposition or elements one step apart."""
     if t.is_contiguous() or t.numel() < LEAST_COPIED:
         return t.contiguous()
     from .views import contiguous

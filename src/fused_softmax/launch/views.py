@@ -2,7 +2,8 @@
 
 `softmax.py` imports this where it meets one. Where columns are neighbors in memory on one side and rows on the other,
 transposing kernels take them (`softmax_transposed`, `softmax_channels_last`). Others go to the strided kernel, which
-reads up to three row dimensions in place, or are copied first, by tiles where they are transpositions.
+reads up to three row dimensions in place, or are copied first: by tiles where they are transpositions, and by a kernel
+of its own where all elements are one step apart.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ MOST_POSITIONS = 2**31 - 2**16
 # bfloat16 (21, 16383) 0.48 and 0.60, float32 0.98 and 0.65
 LEAST_SIDE = {2: 32, 4: 8}
 MOST_SIDE, TILE, THREAD_ELEMENTS = 64, 4096, 32  # of a tile, and of a thread in it
+STEPPED_BLOCK, STEPPED_WARPS = 1024, 4  # elements and warps of a program that copies elements one step apart
 
 Dims = list[tuple[int, ...]]  # of rows: (size, x's stride, y's stride)
 
@@ -54,6 +56,13 @@ def _copy() -> Any:
     from ..kernels.transposed_copy import transposed_copy
 
     return transposed_copy
+
+
+@kernel_loader
+def _stepped_copy() -> Any:
+    from ..kernels.stepped_copy import stepped_copy
+
+    return stepped_copy
 
 
 @kernel_loader
@@ -234,15 +243,20 @@ class Tiles(NamedTuple):
     cols: int
 
 
+def _to_contiguous(x: Tensor) -> Dims:
+    """(size, x's stride, stride in contiguous memory) of the fewest dimensions that hold x."""
+    strides = [1] * x.dim()
+    for d in range(x.dim() - 2, -1, -1):
+        strides[d] = strides[d + 1] * x.shape[d + 1]
+    return merge_dims([(x.shape[d], x.stride(d), strides[d]) for d in range(x.dim()) if x.shape[d] != 1])
+
+
 def tiles_of(x: Tensor) -> Tiles | None:
     """How tiles copy x to contiguous memory; None where they cannot, or would be narrow.
 
     Some dimension's neighbors must be neighbors in memory, and at most two others are left besides it and the last one.
     """
-    strides = [1] * x.dim()
-    for d in range(x.dim() - 2, -1, -1):
-        strides[d] = strides[d + 1] * x.shape[d + 1]
-    merged = merge_dims([(x.shape[d], x.stride(d), strides[d]) for d in range(x.dim()) if x.shape[d] != 1])
+    merged = _to_contiguous(x)
     along = next((i for i, dim in enumerate(merged[:-1]) if dim[1] == 1), None)
     if along is None or len(merged) > 4 or x.dtype not in DTYPE_NAMES:
         return None
@@ -273,6 +287,19 @@ def copy_launch(x: Tensor, y: Tensor, tiles: Tiles, device: Device) -> Launch:
     return Launch(_copy(), (grid,), (x, y, n_rows, n_cols, middle, *x_strides, *y_strides), meta)
 
 
+def step_of(x: Tensor) -> int | None:
+    """The elements from each element of x to the next one, where that is one number above 1; else None."""
+    merged = _to_contiguous(x)
+    return merged[0][1] if len(merged) == 1 and merged[0][1] > 1 and x.dtype in DTYPE_NAMES else None
+
+
+def stepped_copy_launch(x: Tensor, y: Tensor, step: int, device: Device) -> Launch:
+    """The launch that copies x, whose elements are `step` apart, to y, contiguous."""
+    meta: dict[str, Any] = dict(BLOCK=STEPPED_BLOCK, EARLY=device.supports_pdl)
+    meta |= dict(num_warps=STEPPED_WARPS) | device.options() | early_start(meta)
+    return Launch(_stepped_copy(), (-(-x.numel() // STEPPED_BLOCK),), (x, y, x.numel(), step), meta)
+
+
 def _vector_of(t: Tensor, numbers: tuple[int, ...]) -> int:
     """Elements of a vector at whose multiples runs of so many elements, so far apart, start and end."""
     full = 16 // t.element_size()
@@ -283,7 +310,7 @@ _copies = Cache()
 
 
 def contiguous(x: Tensor) -> Tensor:
-    """x.contiguous(), by tiles through shared memory where x is a transposition, and the device has kernels."""
+    """x.contiguous(), by a kernel of ours where x is a transposition or its elements are one step apart."""
     key = (x.shape, x.stride(), x.dtype, x.data_ptr() & 15, x.get_device())
     run = _copies.get(key)
     if run is None:
@@ -296,10 +323,14 @@ def contiguous(x: Tensor) -> Tensor:
 
 
 def _prepare_copy(x: Tensor) -> Shaped | None:
-    tiles, device = tiles_of(x), device_of(x)
-    if tiles is None or device.kind == "hip":
+    tiles, step, device = tiles_of(x), step_of(x), device_of(x)
+    if device.kind == "hip":
         return None
     try:  # of y only the dtype and an address at 16 bytes count
-        return prepare_launch(lambda x, y: copy_launch(x, y, tiles, device), x, torch.empty_like(x[:0]))
+        if tiles is not None:
+            return prepare_launch(lambda x, y: copy_launch(x, y, tiles, device), x, torch.empty_like(x[:0]))
+        if step is not None:
+            return prepare_launch(lambda x, y: stepped_copy_launch(x, y, step, device), x, torch.empty_like(x[:0]))
     except KernelUnavailable:
-        return None
+        pass
+    return None
