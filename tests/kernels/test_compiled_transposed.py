@@ -61,6 +61,16 @@ def test_channels_last_is_read_and_written_in_vectors(n_cols, inner, dtype, targ
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+def test_neighboring_threads_copy_neighbors(dtype, target):
+    """An access has one element of a thread, and no layout changes between reading and writing."""
+    x, y = torch.empty(100, 2002, dtype=dtype)[:, ::2], torch.empty(100, 1001, dtype=dtype)
+    used, _ = cross_compiled(as_called(views.stepped_copy_launch(x, y, 2, DEVICES[target])), target)
+    assert dict(used.loads) == dict(used.stores) == {dtype.itemsize: views.STEPPED_CHUNKS}
+    assert used.shared_bytes == 0 and used.spilled_bytes == 0 and used.registers <= 40
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
 @pytest.mark.parametrize(("n_cols", "inner"), [(1000, 4096), (1001, 4096), (1000, 4095), (1001, 4095)])
 def test_tiles_are_copied_in_vectors(n_cols, inner, dtype, target):
     """On either side whose runs start and end at vectors."""

@@ -2,8 +2,10 @@
 
     y[i] = x[i * step]
 
-Neighboring threads read neighbors, so that each sector is read by one access. torch's own copy finds each element's
-address by divisions: 1.3e6 float32 numbers two apart take it 4.4 us (H200).
+Neighboring threads read neighbors: a chunk has one element for each thread, because Triton would give a thread several
+neighbors of a larger one, and each access of a warp would meet 32 sectors. torch's own copy finds each element's address
+by divisions. H200, two elements apart, us of torch and here: 1.31e6 of bfloat16 3.48 and 1.86, of float32 4.53 and
+2.52; 6e7 139 and 83, 193 and 167.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ def stepped_copy(
     x_ptr: AnyTensor, y_ptr: AnyTensor,
     n: Count,
     step: Count,  # in elements
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    THREADS: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    i = tl.arange(0, BLOCK)
-    there = i < n - start
+    start = tl.program_id(0).to(tl.int64) * (THREADS * CHUNKS)
+    i = tl.arange(0, THREADS)
+    x_at, y_at = x_ptr + start * step + i * tl.cast(step, tl.int64), y_ptr + start + i
+    left = n - start
     await_previous(EARLY)
-    x = tl.load(x_ptr + start * step + i * tl.cast(step, tl.int64), mask=there)
-    tl.store(y_ptr + start + i, x, mask=there)
+    x = ()
+    for c in tl.static_range(CHUNKS):
+        x = x + (tl.load(x_at + c * THREADS * tl.cast(step, tl.int64), mask=i < left - c * THREADS),)
+    for c in tl.static_range(CHUNKS):
+        tl.store(y_at + c * THREADS, x[c], mask=i < left - c * THREADS)

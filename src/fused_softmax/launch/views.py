@@ -32,7 +32,7 @@ MOST_POSITIONS = 2**31 - 2**16
 # bfloat16 (21, 16383) 0.48 and 0.60, float32 0.98 and 0.65
 LEAST_SIDE = {2: 32, 4: 8}
 MOST_SIDE, TILE, THREAD_ELEMENTS = 64, 4096, 32  # of a tile, and of a thread in it
-STEPPED_BLOCK, STEPPED_WARPS = 1024, 4  # elements and warps of a program that copies elements one step apart
+STEPPED_CHUNKS, STEPPED_WARPS = 8, 4  # elements of a thread, and warps, of a copy of elements one step apart
 
 Dims = list[tuple[int, ...]]  # of rows: (size, x's stride, y's stride)
 
@@ -295,9 +295,10 @@ def step_of(x: Tensor) -> int | None:
 
 def stepped_copy_launch(x: Tensor, y: Tensor, step: int, device: Device) -> Launch:
     """The launch that copies x, whose elements are `step` apart, to y, contiguous."""
-    meta: dict[str, Any] = dict(BLOCK=STEPPED_BLOCK, EARLY=device.supports_pdl)
+    threads = STEPPED_WARPS * device.warp_size
+    meta: dict[str, Any] = dict(THREADS=threads, CHUNKS=STEPPED_CHUNKS, EARLY=device.supports_pdl)
     meta |= dict(num_warps=STEPPED_WARPS) | device.options() | early_start(meta)
-    return Launch(_stepped_copy(), (-(-x.numel() // STEPPED_BLOCK),), (x, y, x.numel(), step), meta)
+    return Launch(_stepped_copy(), (-(-x.numel() // (threads * STEPPED_CHUNKS)),), (x, y, x.numel(), step), meta)
 
 
 def _vector_of(t: Tensor, numbers: tuple[int, ...]) -> int:

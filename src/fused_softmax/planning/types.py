@@ -260,7 +260,7 @@ class Plan:
     smem_staged: int = 0  # chunks of a slice that stay in shared memory, not in registers; of a gradient: of dy
     # over a dimension that is not the last, and part_cols of statistics of wide rows, too
     outers: int = 1  # indices of the dimensions before it that a program takes
-    part_cols: int = 0  # columns of the part that a program reduces, where programs share the columns
+    part_cols: int = 0  # columns of the part that a program reduces, at most, where programs share the columns
     invariant: bool = False  # columns are merged in an order that no layout changes
     skewed: int = 0  # positions: each column of a tile starts at its own multiple of so many; 0: all start together
     overlap: int = 0  # positions that a tile shares with the next one
