@@ -6,8 +6,9 @@
 
 Programs share a softmax: each reduces one part of its columns, so that there is work for the whole GPU where there are
 few positions. The tensor is (outer, n_cols, inner) and is read twice. Parts take the steps of the columns in turn, so
-the end of the columns is read last. The finish runs backwards, because what was read last is still in L2. Parts are merged in a fixed order. Where a GPU can, a kernel starts before the one in front of it
-ends: it reads its tile, and then waits for the numbers of that one.
+the end of the columns is read last. The finish runs backwards, because what was read last is still in L2. Parts are
+merged in a fixed order. Where a GPU can, a kernel starts before the one in front of it ends: it reads its tile, and
+then waits for the numbers of that one.
 """
 
 from __future__ import annotations
