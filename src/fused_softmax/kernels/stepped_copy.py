@@ -4,8 +4,8 @@
 
 Neighboring threads read neighbors: a chunk has one element for each thread, because Triton would give a thread several
 neighbors of a larger one, and each access of a warp would meet 32 sectors. torch's own copy finds the address of each
-element by divisions. H200, two elements apart, us of torch and here: 1.31e6 of bfloat16 3.48 and 1.86, of float32 4.53 and
-2.52; 6e7 139 and 83, 193 and 167.
+element by divisions. H200, two elements apart, us of torch and here: 1.31e6 of bfloat16 3.48 and 1.86, of float32 4.53
+and 2.52; 6e7 139 and 83, 193 and 167.
 """
 
 from __future__ import annotations
