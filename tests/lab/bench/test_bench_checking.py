@@ -79,6 +79,21 @@ def test_a_gradient_is_judged_by_the_terms_of_its_difference():
     assert judge.judge(off).why == "1 of 64 rows"
 
 
+def test_a_gradient_of_log_softmax_is_judged_by_its_terms():
+    """Where one probability is almost 1 and the other dy almost 0, dy - exp(y)*sum(dy) is a small difference."""
+    op = OPS["log_softmax_backward"]
+    dy, y = op.inputs(64, 2, torch.float32, torch.device("cpu"), 0)
+    y[5] = torch.log_softmax(torch.tensor([0.0, -13.0]), 0)
+    dy[5] = torch.tensor([1.3, 1e-6])
+    judge, right = Judge(op, (dy, y)), op.torch_call(dy, y)
+    assert right[5].abs().max() < 1e-5
+    unit = torch.finfo(torch.float32).eps * dy.abs().amax(-1, keepdim=True)
+    assert judge.judge(right + unit).ok
+    off = right.clone()
+    off[5] += 20 * unit[5]
+    assert judge.judge(off).why == "1 of 64 rows"
+
+
 def test_nan_belongs_where_torch_has_it_and_nowhere_else():
     x = torch.zeros(4, 8)
     x[1, 3] = float("nan")

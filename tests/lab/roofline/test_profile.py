@@ -84,6 +84,7 @@ def test_profiles_are_told_apart_by_the_marker_and_compared_with_the_model(profi
     text = "\n".join(profile.lines(one))
     assert "the model's claim held" in text and re.search(r"0\.9[12] of the memory's peak", text)
     assert "waits for data from memory or L2 (long_scoreboard)" in text and "a warp   0.90 of the time" in text
+    assert "L2 is emptied" not in text and "L2 is emptied before each kernel" in "\n".join(profile.lines(naive))
     assert "did not hold" in "\n".join(profile.lines(naive)) and profile.lines(refused) == [
         f"04_persistent, softmax of {rows:,} x 4,096 bfloat16: no room"
     ]

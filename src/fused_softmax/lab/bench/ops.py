@@ -114,6 +114,9 @@ _LOSS: dict[str, Any] = dict(
 _LOGPROBS: dict[str, Any] = dict(call=_statistics, torch=token_statistics, coarse=True)
 _DIFFERENCE: dict[str, Any] = dict(row_term=lambda dy, y, *rest: dy * y)
 _SOFTMAX_BACKWARD = _BACKWARD | _DIFFERENCE
+_LOG_SOFTMAX_BACKWARD = _BACKWARD | dict(
+    row_term=lambda dy, y: torch.maximum(dy.abs(), y.exp() * dy.sum(-1, keepdim=True).abs())
+)
 _MASKED_BACKWARD = _SOFTMAX_BACKWARD | dict(by_row=3, exact=lambda dy, y, *rest: reference.softmax_backward(dy, y))
 _MASKED: dict[str, Any] = dict(of="masked_softmax", planned=lambda *inputs: (heads(inputs[0], inputs[-1]),))
 _UNDER_MASK: dict[str, Any] = _MASKED | dict(planned=lambda *inputs: (heads(inputs[0], inputs[-1]), inputs[-1]))
@@ -127,7 +130,8 @@ ENTRIES = (
         torch=_gradient, exact=reference.softmax_backward,
     ),
     Op(
-        "log_softmax_backward", made.log_softmax_gradient, of="log_softmax", family="log_softmax_backward", **_BACKWARD,
+        "log_softmax_backward", made.log_softmax_gradient, of="log_softmax", family="log_softmax_backward",
+        **_LOG_SOFTMAX_BACKWARD,
         own=lambda dy, y: softmax_backward(dy, y, -1, y.dtype, True),
         torch=lambda dy, y: torch._log_softmax_backward_data(dy, y, -1, y.dtype),
         exact=reference.log_softmax_backward,

@@ -177,6 +177,8 @@ def lines(found: Profiled) -> list[str]:
     ):
         out.append(f"    {name:8} {counted / 1e6:12,.1f} MB, the model says {said / 1e6:,.1f} MB")
     out.append(f"    memory   {found.over_model:.3f} of the model's bytes: {verdict}")
+    if len(found.kernels) > 1:
+        out.append("             the L2 is emptied before each kernel, so a second read comes from memory here")
     c = found.counters
     if "peak" in c:
         out.append(f"    peak     {c['peak'] / 100:.2f} of the memory's peak throughput (higher is better)")
