@@ -186,7 +186,7 @@ def test_rows_cut_from_a_batch_have_its_bits(n_rows, n_cols):
 )  # fmt: skip
 def test_the_copy(shape, order, dtype):
     x = torch.randn(shape).to(dtype).permute(order)
-    assert views.tiles_of(x) is not None
+    assert views.tiles_of(x) is not None and views._prepare_copy(x) is not None
     assert torch.equal(views.contiguous(x), x) and views.contiguous(x).is_contiguous()
 
 
@@ -208,6 +208,7 @@ def test_elements_one_step_apart_are_copied(cut, dtype):
     views.stepped_copy_launch(x, y, views.step_of(x), views.device_of(x))()
     assert torch.equal(y[: x.numel()], x.reshape(-1)) and (y[x.numel() :] == 7).all()
     assert torch.equal(views.contiguous(x), x) and views.contiguous(x).is_contiguous()
+    assert views._prepare_copy(x) is not None
 
 
 def test_what_torch_copies():

@@ -20,16 +20,17 @@ from .common.early_start import await_previous
 def stepped_copy(
     x_ptr: AnyTensor, y_ptr: AnyTensor,
     n: Count,
-    step: Count,  # in elements
+    step: Count,  # x's stride, in elements
     THREADS: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    step = tl.cast(step, tl.int64)
     start = tl.program_id(0).to(tl.int64) * (THREADS * CHUNKS)
     i = tl.arange(0, THREADS)
-    x_at, y_at = x_ptr + start * step + i * tl.cast(step, tl.int64), y_ptr + start + i
+    x_at, y_at = x_ptr + start * step + i * step, y_ptr + start + i
     left = n - start
     await_previous(EARLY)
     x = ()
     for c in tl.static_range(CHUNKS):
-        x = x + (tl.load(x_at + c * THREADS * tl.cast(step, tl.int64), mask=i < left - c * THREADS),)
+        x = x + (tl.load(x_at + c * THREADS * step, mask=i < left - c * THREADS),)
     for c in tl.static_range(CHUNKS):
         tl.store(y_at + c * THREADS, x[c], mask=i < left - c * THREADS)

@@ -288,7 +288,7 @@ def copy_launch(x: Tensor, y: Tensor, tiles: Tiles, device: Device) -> Launch:
 
 
 def step_of(x: Tensor) -> int | None:
-    """The elements from each element of x to the next one, where that is one number above 1; else None."""
+    """The one stride between all elements of x, in their order, where there is one and it is above 1; else None."""
     merged = _to_contiguous(x)
     return merged[0][1] if len(merged) == 1 and merged[0][1] > 1 and x.dtype in DTYPE_NAMES else None
 
@@ -324,14 +324,17 @@ def contiguous(x: Tensor) -> Tensor:
 
 
 def _prepare_copy(x: Tensor) -> Shaped | None:
-    tiles, step, device = tiles_of(x), step_of(x), device_of(x)
+    device = device_of(x)
     if device.kind == "hip":
         return None
+    launch: Callable[[Tensor, Tensor], Launch]
+    if (tiles := tiles_of(x)) is not None:
+        launch = lambda x, y: copy_launch(x, y, tiles, device)  # noqa: E731
+    elif (step := step_of(x)) is not None:
+        launch = lambda x, y: stepped_copy_launch(x, y, step, device)  # noqa: E731
+    else:
+        return None
     try:  # of y only the dtype and an address at 16 bytes count
-        if tiles is not None:
-            return prepare_launch(lambda x, y: copy_launch(x, y, tiles, device), x, torch.empty_like(x[:0]))
-        if step is not None:
-            return prepare_launch(lambda x, y: stepped_copy_launch(x, y, step, device), x, torch.empty_like(x[:0]))
+        return prepare_launch(launch, x, torch.empty_like(x[:0]))
     except KernelUnavailable:
-        pass
-    return None
+        return None

@@ -413,11 +413,11 @@ def _parts_tile(problem: SpatialProblem) -> PartsTile:
     # within batch_invariant() do not depend on `inner`
     if problem.dtype != problem.out_dtype or problem.batch_invariant:
         return PARTS
-    tile = _widest_parts_tile(problem)
+    tile = _uncapped_parts_tile(problem)
     return tile._replace(chunks=min(tile.chunks, MOST_LOG_CHUNKS)) if problem.backward and problem.log else tile
 
 
-def _widest_parts_tile(problem: SpatialProblem) -> PartsTile:
+def _uncapped_parts_tile(problem: SpatialProblem) -> PartsTile:
     """The tile by where columns start, with all chunks that registers hold."""
     if problem.vec < problem.full_vec:
         if problem.inner >= UNALIGNED_POSITIONS:

@@ -36,18 +36,14 @@ def load_step(
 
 @triton.jit
 def part_of(n_blocks, n_parts):
-    """(outer, part, block) of this program.
-
-    Of n_parts steps of columns that follow one another each part has one. So the programs of all parts read one run of
-    memory at a time, and what they read last is the end of the columns.
-    """
+    """(outer, part, block) of this program."""
     pid = tl.program_id(0)
     return (pid // n_blocks // n_parts).to(tl.int64), pid // n_blocks % n_parts, pid % n_blocks
 
 
 @triton.jit
 def steps_of(n_cols, STEP: tl.constexpr):
-    """Steps of STEP columns that cover n_cols of them, of which there is one at least."""
+    """How many steps of STEP columns cover n_cols, which is 1 or more."""
     return (n_cols - 1) // STEP + 1
 
 
@@ -71,6 +67,8 @@ def moments_of_part(
 ):  # fmt: skip
     """(maximum, sum) of each position over the columns of a part, and over the (m, s) before: [COLS, 1, INNER].
 
+    Part p has the steps p, p + n_parts, ... of the columns. So the programs of all parts read one run of memory at a
+    time, and what they read last is the end of the columns.
     LSE: for a logsumexp. +inf gives a finite maximum and an infinite sum, not NaN.
     """
     STEP: tl.constexpr = CHUNKS * COLS
@@ -97,13 +95,16 @@ def gradient_sum_of_part(
     d, y_at, dy_at, part, n_parts, n_cols, y_col, dy_col, column, exists, LOG: tl.constexpr, CHUNKS: tl.constexpr,
     COLS: tl.constexpr, VEC: tl.constexpr, INVARIANT: tl.constexpr, POLICY: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The gradient's sum of each position over the columns of a part, and the d before: [COLS, 1, INNER]."""
+    """The gradient's sum of each position over the columns of a part, and the d before: [COLS, 1, INNER].
+
+    Part p has the steps p, p + n_parts, ... of the columns, as in `moments_of_part`.
+    """
     STEP: tl.constexpr = CHUNKS * COLS
     n_steps = steps_of(n_cols, STEP)
     if LOG:  # of one tensor registers hold two steps, so that loads never pause
         dy = load_step(dy_at, part * STEP, dy_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
         for step in range(part, n_steps, n_parts):
-            start = tl.minimum(step + n_parts, n_steps) * STEP
+            start = tl.minimum(step + n_parts, n_steps) * STEP  # all is masked from n_steps on; `start` has 31 bits
             following = load_step(dy_at, start, dy_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
             d += _sum_of_step(dy, dy, d, LOG, CHUNKS, PTX)
             dy = following
