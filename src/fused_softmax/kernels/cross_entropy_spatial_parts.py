@@ -25,7 +25,7 @@ from .common.cross_entropy_terms import (
 from .common.early_start import await_previous
 from .common.logits import capped, logsumexp, probe, reference_of, rounding_residual, weigh
 from .common.numerics import LOWEST, exp, exp2_affine, maximum, scaled, upcast
-from .common.spatial_parts import last_first, load_step, part_of, steps_of, vector_at
+from .common.spatial_parts import last_first, load_step, part_of, vector_at
 from .common.spatial_tiles import columns_of_chunk, positions_of, store_tile, sum_over_columns, tile_at
 
 
@@ -69,7 +69,7 @@ def cross_entropy_spatial_reduce(
     m = tl.zeros([COLS, 1, INNER], tl.float32) + LOWEST
     s = tl.zeros([COLS, 1, INNER], tl.float32)
     t = tl.zeros([COLS, 1, INNER], tl.float32)
-    for step in range(part, steps_of(n_cols, CHUNKS * COLS), n_parts):
+    for step in range(part, tl.cdiv(n_cols, CHUNKS * COLS), n_parts):
         start = step * (CHUNKS * COLS)
         x = load_step(x_at, start, x_col, column, n_cols, exists, -float("inf"), CHUNKS, COLS, VEC)
         top = x[0]

@@ -42,12 +42,6 @@ def part_of(n_blocks, n_parts):
 
 
 @triton.jit
-def steps_of(n_cols, STEP: tl.constexpr):
-    """How many steps of STEP columns cover n_cols, which is 1 or more."""
-    return (n_cols - 1) // STEP + 1
-
-
-@triton.jit
 def vector_at(row, inner, first, INNER: tl.constexpr, VEC: tl.constexpr):
     """Offsets of the program's positions in a float32 tensor of rows of `inner` positions.  # [1, INNER]"""
     return (row * inner + first) * VEC + tl.arange(0, INNER)[None, :]
@@ -72,7 +66,7 @@ def moments_of_part(
     LSE: for a logsumexp. +inf gives a finite maximum and an infinite sum, not NaN.
     """
     STEP: tl.constexpr = CHUNKS * COLS
-    for step in range(part, steps_of(n_cols, STEP), n_parts):
+    for step in range(part, tl.cdiv(n_cols, STEP), n_parts):
         x = load_step(x_at, step * STEP, x_col, column, n_cols, exists, -float("inf"), CHUNKS, COLS, VEC, POLICY)
         top = x[0]
         for c in tl.static_range(1, CHUNKS):
@@ -100,7 +94,7 @@ def gradient_sum_of_part(
     Part p has the steps p, p + n_parts, ... of the columns, as in `moments_of_part`.
     """
     STEP: tl.constexpr = CHUNKS * COLS
-    n_steps = steps_of(n_cols, STEP)
+    n_steps = tl.cdiv(n_cols, STEP)
     if LOG:  # of one tensor registers hold two steps, so that loads never pause
         dy = load_step(dy_at, part * STEP, dy_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
         for step in range(part, n_steps, n_parts):
