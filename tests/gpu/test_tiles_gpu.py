@@ -12,6 +12,8 @@ import torch
 import fused_softmax as fs
 from fused_softmax.launch import spatial
 from fused_softmax.launch.device import device_of
+from fused_softmax.planning.lean_tiles import LEAST_POSITIONS
+from fused_softmax.planning.lean_tiles import RANGES as LEAN_RANGES
 from fused_softmax.planning.overlapping_tiles import FEW_RANGES, RANGES
 from fused_softmax.planning.spatial_tables import PART_VECTORS
 from fused_softmax.planning.types import Device, Plan
@@ -100,6 +102,18 @@ def drawn_overlapping(rng: random.Random) -> Drawn:
     dtype = torch.float32 if itemsize == 4 else rng.choice((torch.bfloat16, torch.float16))
     more = rng.choice((0, 0, 0, 1, 8, 16))  # behind each column of the input
     return Drawn(dtype, (outer, n_cols, inner), more, rng.random() < 0.4)
+
+
+def drawn_lean(rng: random.Random) -> Drawn:
+    """Columns that the rule of lean tiles has, of a softmax or of its gradient."""
+    (_, itemsize, starts), ranges = rng.choice(list(LEAN_RANGES.items()))
+    of = rng.choice(ranges)
+    n_cols, inner = rng.randint(of.least, of.most), round(LEAST_POSITIONS * 12 ** rng.random())
+    inner = 2 * starts // itemsize * (1 + inner * itemsize // (2 * starts)) + (starts // itemsize if starts < 32 else 0)
+    outer = max(1, min(rng.randint(1, 20), (1 << 23) // (n_cols * inner)))
+    dtype = torch.float32 if itemsize == 4 else rng.choice((torch.bfloat16, torch.float16))
+    log = rng.random() < 0.4 if of.log is None else of.log
+    return Drawn(dtype, (outer, n_cols, inner), 0, log)
 
 
 # what a problem's plan is, and whether it is that of its gradient
@@ -201,6 +215,13 @@ def test_parts_of_vectors(seed: int):
 @pytest.mark.parametrize("seed", range(40))
 def test_overlapping_tiles(seed: int):
     device, problem = device_of(torch.empty(0, device="cuda")), drawn_overlapping(random.Random(seed))
+    ran = check(problem, seed)
+    assert isinstance(ran, Plan) and ran == problem.plan(False, device), "torch answered, or another plan"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_lean_tiles(seed: int):
+    device, problem = device_of(torch.empty(0, device="cuda")), drawn_lean(random.Random(seed))
     ran = check(problem, seed)
     assert isinstance(ran, Plan) and ran == problem.plan(False, device), "torch answered, or another plan"
 

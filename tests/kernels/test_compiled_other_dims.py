@@ -11,6 +11,7 @@ from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 from fused_softmax.lab.cross_compile import compile_for, occupancy
 from fused_softmax.launch import spatial
 from fused_softmax.launch.compile import MOST_SPILLED
+from fused_softmax.planning.lean_tiles import RANGES
 from fused_softmax.planning.spatial import resident_plan
 from fused_softmax.planning.spatial_tables import PART_VECTORS
 from fused_softmax.planning.types import DEVICES, MULTIPROCESSORS
@@ -232,6 +233,29 @@ def test_overlapping_tiles(n_cols, inner, dtype, backward, log, access):
     assert (copies > 0) == (chosen.smem_staged > 0) and copies % max(1, chosen.smem_staged) == 0
     assert f"], {access}, " in assembly["ptx"] or not copies
     assert used.spilled_bytes <= MOST_SPILLED and used.fits() and used.registers <= chosen.max_registers
+
+
+LEAN = [
+    (key, of, n_cols)
+    for key, ranges in RANGES.items() for of in ranges for n_cols in (of.least, (of.least + of.most) // 2, of.most)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "of", "n_cols"),
+    [pytest.param(*p, marks=[pytest.mark.extended] if i % 24 else []) for i, p in enumerate(LEAN)],
+)
+def test_lean_tiles(key, of, n_cols):
+    op, itemsize, starts = key
+    inner = 2048 + (starts // itemsize if starts < 32 else 0)
+    launch, chosen = launch_over(n_cols, inner, FLOAT32 if itemsize == 4 else BFLOAT16, op == "gradient", bool(of.log))
+    used, _ = cross_compiled(launch, "sm_90")
+    assert (chosen.rows, chosen.num_warps) == (of.positions, of.num_warps)
+    # each element in one wide access; at the ends of skewed columns one by one
+    narrowest, widest = itemsize if of.skewed else of.thread_bytes, of.thread_bytes
+    sizes = {size for size, _ in (*used.loads, *used.stores)}
+    assert max(sizes) == widest and min(sizes) >= narrowest, f"{used.loads} {used.stores}"
+    assert used.spilled_bytes <= MOST_SPILLED and used.fits()
 
 
 @pytest.mark.parametrize(

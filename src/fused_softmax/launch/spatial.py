@@ -378,11 +378,15 @@ def tiles_of_positions(problem: SpatialProblem, device: Device) -> Plan:
 def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool, device: Device) -> Plan:
     """The plan over (x, y), or over (y, dy, dx) of a gradient: of tiles of positions or of planes."""
     from ..planning.bundled_columns import faster_as_bundled  # all loaded when they are first needed
+    from ..planning.lean_tiles import LONG, lean_config
     from ..planning.planes import faster_as_planes
     from ..planning.skewed_tiles import faster_as_skewed
 
     problem = problem_of(*planes, backward=backward, log=log, batch_invariant=invariant)
-    tiles = tiles_of_positions(problem, device)
+    lean = lean_config(problem, device)
+    tiles = tiles_of_positions(problem, device) if lean is None else tiles_plan(problem, device, lean)
+    if lean is not None and problem.inner >= LONG:
+        return tiles
     plan = faster_as_planes(problem, device, tiles) or tiles
     skewed = faster_as_skewed(problem, device, plan)
     plan = plan if skewed is None else tiles_plan(problem, device, skewed)

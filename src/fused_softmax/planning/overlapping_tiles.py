@@ -170,12 +170,12 @@ def overlapping_config(problem: SpatialProblem, device: Device) -> SpatialConfig
     """
     starts = problem.starts * problem.itemsize
     apart = starts == SECTOR_BYTES or problem.in_phase
-    if not (apart and _may_hold(problem, device)):
+    if not (apart and may_hold(problem, device)):
         return None
     thread_bytes = min(WIDEST_BYTES, starts)
     for of in _ranges(problem, starts):
         for tile in of.tiles if of.least <= problem.n_cols <= of.most else ():
-            filled = problem.inner >= tile.least_inner and _is_filled(problem, tile.positions)
+            filled = problem.inner >= tile.least_inner and is_filled(problem, tile.positions)
             config = _on_ctas(problem, device, tile, thread_bytes) if filled else None
             if config is not None:
                 return config
@@ -198,13 +198,13 @@ def _ranges(problem: SpatialProblem, starts: int) -> tuple[Range, ...]:
     return RANGES.get(("softmax", *kind), ())
 
 
-def _may_hold(problem: SpatialProblem, device: Device) -> bool:
+def may_hold(problem: SpatialProblem, device: Device) -> bool:
     """Whether such tiles may hold the dtypes, and were measured on the device."""
     like = problem.dtype == problem.out_dtype and not problem.batch_invariant
     return like and device.supports_smem_staging and device.max_cluster > 1
 
 
-def _is_filled(problem: SpatialProblem, positions: int) -> bool:
+def is_filled(problem: SpatialProblem, positions: int) -> bool:
     """Whether whole tiles have few positions beyond the tensor, or it has some of them anyway."""
     if problem.inner >= FEW_TILES * positions:
         return True

@@ -1,0 +1,149 @@
+"""Tiles of up to about a thousand columns on the fewest CTAs whose threads hold them: one rule for each range.
+
+A thread holds its columns in registers. With few words, the instructions and barriers of a program cost as much as the
+bytes that it moves, which shows where the L2 holds the tensors. With many words, few programs fit. So a range of
+columns has a tile of few warps, and the most words of a thread, from which the CTAs of a cluster follow.
+docs/measurements/other-dims-alignment.md says how they were measured.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .overlapping_tiles import is_filled, may_hold
+from .spatial_tables import SpatialConfig
+from .types import SECTOR_BYTES, Device, SpatialProblem
+
+# positions of a plane, at least; fewer were not timed. From LONG on no other plan is asked
+LEAST_POSITIONS, LONG = 448, 1024
+CTAS = 1, 2, 4, 8, 16
+MOST_KEPT = 12  # words of a 16-bit softmax whose exponentials are kept; with more they are computed twice
+REGISTERS = ((28, None), (44, 80), (76, 112), (88, 128))  # the cap of a thread, by the words that it holds, at most
+
+
+class Lean(NamedTuple):
+    """From `least` to `most` columns: a tile of so many positions, and the words of 4 bytes of a thread, at most.
+
+    num_warps: of a CTA. skewed: as of a SpatialConfig. apart: tiles share no positions, wherever columns start. log:
+    only of log_softmax (True), or only of softmax (False).
+    """
+
+    least: int
+    most: int
+    positions: int
+    num_warps: int
+    words: int
+    thread_bytes: int = 8
+    skewed: int = 0
+    apart: bool = False
+    log: bool | None = None
+
+
+def _few(least: int, most: int, log: bool | None = None) -> Lean:
+    return Lean(least, most, 512, 4, 68, apart=True, log=log)
+
+
+# of a 16-bit softmax: few columns, and those for which tiles of 128 positions (`overlapping_tiles`) have just taken
+# twice the CTAs, with half of the words
+_FEW = _few(3, 4, log=False), _few(5, 6), _few(15, 18)
+_AFTER_STEPS = tuple(Lean(least, most, 64, 4, 80) for least, most in ((229, 320), (457, 640), (913, 1280)))
+# By op, bytes of an element, and the bytes at whose multiples columns start. H200, Triton 3.6, time of the plan before
+# over that of this one, 319 random shapes with another plan than before, mean and worst: of 1.2e6 to 1e7 elements 1.11
+# and 0.82, 1.6e7 1.04 and 0.86, 8e7 1.02 and 0.92. Where the first is below 0.9, the L2 holds the tensors
+RANGES: dict[tuple[str, int, int], tuple[Lean, ...]] = {
+    ("softmax", 2, 32): (
+        *_FEW,
+        Lean(19, 28, 64, 1, 28),
+        Lean(153, 400, 64, 4, 64),
+        Lean(457, 690, 64, 4, 64),
+        Lean(780, 1350, 64, 4, 64),
+    ),
+    ("softmax", 2, 16): (
+        *_FEW,
+        Lean(57, 95, 128, 4, 48, 16, skewed=16, log=False),
+        Lean(96, 160, 64, 4, 40),
+        *_AFTER_STEPS,
+    ),
+    ("softmax", 2, 8): (*_FEW, Lean(120, 152, 128, 4, 40, skewed=8), *_AFTER_STEPS),
+    ("softmax", 2, 2): (
+        Lean(11, 24, 256, 8, 16, 4, skewed=4),
+        Lean(112, 124, 128, 8, 40, skewed=8),
+        Lean(641, 704, 128, 4, 48, skewed=8),
+    ),
+    ("softmax", 4, 32): (
+        Lean(7, 9, 256, 2, 40, 16),
+        Lean(90, 120, 64, 4, 60),
+        Lean(241, 1088, 64, 4, 68),
+    ),
+    ("softmax", 4, 16): (
+        Lean(12, 23, 64, 1, 48, 16),
+        Lean(25, 57, 64, 2, 60, 16),
+        Lean(58, 992, 64, 4, 62),
+    ),
+    ("gradient", 2, 32): (
+        _few(3, 16),
+        Lean(17, 36, 128, 2, 72),
+        Lean(37, 64, 64, 2, 64, log=False),
+        Lean(65, 1056, 64, 4, 66),
+    ),
+    ("gradient", 2, 16): (
+        _few(3, 4),
+        _few(6, 17),
+        Lean(18, 37, 256, 4, 76, apart=True),
+        Lean(65, 319, 128, 4, 80, 16, skewed=32),
+        Lean(385, 1079, 128, 4, 80, 16, skewed=32),
+    ),
+    ("gradient", 2, 8): (
+        _few(3, 16),
+        Lean(17, 36, 256, 4, 72, apart=True),
+        Lean(65, 112, 256, 8, 56, skewed=8),
+        Lean(113, 832, 128, 4, 64, skewed=8),
+        Lean(833, 960, 128, 4, 64, 16, skewed=16, log=True),
+    ),
+    ("gradient", 2, 2): (Lean(193, 512, 128, 4, 64, skewed=8),),
+    ("gradient", 4, 32): (
+        Lean(65, 72, 64, 4, 72),
+        Lean(145, 1024, 64, 4, 66),
+    ),
+    ("gradient", 4, 16): (
+        Lean(257, 576, 64, 4, 72),
+        Lean(577, 1024, 64, 4, 66, log=False),
+    ),
+}
+
+
+def lean_config(problem: SpatialProblem, device: Device) -> SpatialConfig | None:
+    """The config of such tiles; None for other columns, where tiles are not filled, and where no cluster holds one.
+
+    >>> from .types import DEVICES
+    >>> planes = SpatialProblem(340, 4384, "bfloat16", "bfloat16", 8, backward=True)
+    >>> config = lean_config(planes, DEVICES["sm_90"])
+    >>> config.ctas, config.num_warps
+    (4, 4)
+    """
+    if problem.inner < LEAST_POSITIONS or not may_hold(problem, device):
+        return None
+    starts = problem.starts * problem.itemsize
+    ranges = RANGES.get(("gradient" if problem.backward else "softmax", problem.itemsize, starts), ())
+    of = next((of for of in ranges if of.least <= problem.n_cols <= of.most and of.log in (None, problem.log)), None)
+    if of is None:
+        return None
+    overlaps = starts < SECTOR_BYTES and not (of.skewed or of.apart)
+    if (of.skewed or overlaps) and not problem.in_phase:
+        return None
+    # tiles that one program has alone are narrower where they would not be filled (`spatial.tiles_plan`)
+    return _on_ctas(problem, device, of, overlaps) if of.apart or is_filled(problem, of.positions) else None
+
+
+def _on_ctas(problem: SpatialProblem, device: Device, of: Lean, overlaps: bool) -> SpatialConfig | None:
+    """The config on the fewest CTAs whose threads have so few words."""
+    cols = of.num_warps * device.warp_size * of.thread_bytes // problem.itemsize // of.positions
+    for ctas in CTAS:
+        words = (1 + problem.backward) * -(-problem.n_cols // (cols * ctas)) * of.thread_bytes // 4
+        if words <= of.words and ctas <= device.max_cluster:
+            return SpatialConfig(
+                problem.n_cols, ctas, of.num_warps, of.positions, problem.backward or words > MOST_KEPT,
+                next(cap for most, cap in REGISTERS if words <= most), of.thread_bytes, skewed=of.skewed,
+                overlaps=overlaps,
+            )  # fmt: skip
+    return None
