@@ -29,6 +29,7 @@ from fused_softmax.kernels.common.spatial_tiles import owned_positions, position
 from fused_softmax.launch import cross_entropy_spatial, logsumexp, spatial, views
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.options import CrossEntropy
+from fused_softmax.planning.lean_tiles import RANGES, lean_config
 from fused_softmax.planning.planes import planes_plan
 from fused_softmax.planning.spatial import (
     parts_plan,
@@ -36,6 +37,7 @@ from fused_softmax.planning.spatial import (
     plan_spatial_loss,
     plan_spatial_statistics,
     resident_plan,
+    tiles_plan,
 )
 from fused_softmax.planning.spatial_tables import ON_CHIP, PART_VECTORS, UNALIGNED
 from fused_softmax.planning.strided import StridedRows, strided_is_faster, strided_plan
@@ -453,6 +455,27 @@ def run_planned(tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = F
 )
 def test_skewed_tiles_of_few_positions(shape, dtype, log):
     check_tiles(run_planned, shape, dtype, log)
+
+
+LEAN = [(key, of, log) for key, ranges in RANGES.items() for of in ranges for log in (False, True)]
+
+
+def run_lean(tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False) -> None:
+    """On Hopper's lean tiles; on the interpreter's plan where the other direction alone has them."""
+    problem = spatial.problem_of(*tensors, log=log, backward=backward)
+    config = lean_config(problem, DEVICES["sm_90"])
+    plan = spatial.softmax_plan(tensors, log, backward, False, DEVICE)
+    if config is not None:
+        plan = tiles_plan(problem, DEVICES["sm_90"], config)
+    spatial.prepare(spatial.softmax_recipe(tensors, plan, log, backward, DEVICE), tensors)(tensors)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("key", "of", "log"), LEAN)
+def test_lean_tiles(key, of, log):
+    _, itemsize, starts = key
+    inner = 480 + (starts // itemsize if starts < 32 else 0)
+    check_tiles(run_lean, (2, of.least, inner), FLOAT32 if itemsize == 4 else BFLOAT16, log)
 
 
 def test_skewed_tiles_are_for_tensors_of_equal_phases():

@@ -53,7 +53,6 @@ _AFTER_STEPS = tuple(Lean(least, most, 64, 4, 80) for least, most in ((229, 320)
 RANGES: dict[tuple[str, int, int], tuple[Lean, ...]] = {
     ("softmax", 2, 32): (
         *_FEW,
-        Lean(19, 28, 64, 1, 28),
         Lean(153, 400, 64, 4, 64),
         Lean(457, 690, 64, 4, 64),
         Lean(780, 1350, 64, 4, 64),
@@ -91,7 +90,7 @@ RANGES: dict[tuple[str, int, int], tuple[Lean, ...]] = {
         _few(6, 17),
         Lean(18, 37, 256, 4, 76, apart=True),
         Lean(65, 319, 128, 4, 80, 16, skewed=32),
-        Lean(385, 1079, 128, 4, 80, 16, skewed=32),
+        Lean(385, 896, 128, 4, 80, 16, skewed=32),
     ),
     ("gradient", 2, 8): (
         _few(3, 16),
