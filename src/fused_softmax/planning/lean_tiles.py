@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .overlapping_tiles import is_filled, may_hold
 from .spatial_tables import SpatialConfig
 from .types import SECTOR_BYTES, Device, SpatialProblem
 
@@ -120,7 +119,7 @@ def lean_config(problem: SpatialProblem, device: Device) -> SpatialConfig | None
     >>> config.ctas, config.num_warps
     (4, 4)
     """
-    if problem.inner < LEAST_POSITIONS or not may_hold(problem, device):
+    if problem.inner < LEAST_POSITIONS or not problem.may_have_tiles(device):
         return None
     starts = problem.starts * problem.itemsize
     ranges = RANGES.get(("gradient" if problem.backward else "softmax", problem.itemsize, starts), ())
@@ -131,7 +130,7 @@ def lean_config(problem: SpatialProblem, device: Device) -> SpatialConfig | None
     if (of.skewed or overlaps) and not problem.in_phase:
         return None
     # tiles that one program has alone are narrower where they would not be filled (`spatial.tiles_plan`)
-    return _on_ctas(problem, device, of, overlaps) if of.apart or is_filled(problem, of.positions) else None
+    return _on_ctas(problem, device, of, overlaps) if of.apart or problem.fills(of.positions) else None
 
 
 def _on_ctas(problem: SpatialProblem, device: Device, of: Lean, overlaps: bool) -> SpatialConfig | None:

@@ -10,14 +10,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .spatial_tables import FILLED, SpatialConfig
-from .types import SECTOR_BYTES, Device, SpatialProblem, chunks_that_fit, tiles_of
+from .spatial_tables import SpatialConfig
+from .types import SECTOR_BYTES, Device, SpatialProblem, chunks_that_fit
 
 WIDEST_BYTES = 8
-FEW_TILES = 4  # from so many on, a last one that is partly empty costs little
-# narrower tiles read so many positions twice that there are at least FEW_TILES of them. H200, bfloat16, time before
-# over time in tiles of 32: softmax of 1,724 columns of 56 positions 0.72, 2,471 of 88 0.75, a gradient 6,637 of 56 0.93
-LEAST_FILLED = 64
 
 
 class Held(NamedTuple):
@@ -170,12 +166,12 @@ def overlapping_config(problem: SpatialProblem, device: Device) -> SpatialConfig
     """
     starts = problem.starts * problem.itemsize
     apart = starts == SECTOR_BYTES or problem.in_phase
-    if not (apart and may_hold(problem, device)):
+    if not (apart and problem.may_have_tiles(device)):
         return None
     thread_bytes = min(WIDEST_BYTES, starts)
     for of in _ranges(problem, starts):
         for tile in of.tiles if of.least <= problem.n_cols <= of.most else ():
-            filled = problem.inner >= tile.least_inner and is_filled(problem, tile.positions)
+            filled = problem.inner >= tile.least_inner and problem.fills(tile.positions)
             config = _on_ctas(problem, device, tile, thread_bytes) if filled else None
             if config is not None:
                 return config
@@ -196,22 +192,6 @@ def _ranges(problem: SpatialProblem, starts: int) -> tuple[Range, ...]:
     if few is not None and problem.n_cols <= few[-1].most:
         return few
     return RANGES.get(("softmax", *kind), ())
-
-
-def may_hold(problem: SpatialProblem, device: Device) -> bool:
-    """Whether such tiles may hold the dtypes, and were measured on the device."""
-    like = problem.dtype == problem.out_dtype and not problem.batch_invariant
-    return like and device.supports_smem_staging and device.max_cluster > 1
-
-
-def is_filled(problem: SpatialProblem, positions: int) -> bool:
-    """Whether whole tiles have few positions beyond the tensor, or it has some of them anyway."""
-    if problem.inner >= FEW_TILES * positions:
-        return True
-    if problem.inner <= positions or positions < LEAST_FILLED:
-        return False
-    overlap = problem.sector - problem.starts
-    return tiles_of(problem.inner, positions, overlap) * (positions - overlap) <= FILLED * problem.inner
 
 
 def _on_ctas(problem: SpatialProblem, device: Device, tile: Tile, thread_bytes: int) -> SpatialConfig | None:

@@ -22,7 +22,6 @@ from .spatial_tables import (
     FEW_TILES,
     FEW_WARPS,
     FEWEST,
-    FILLED,
     HALF_COLS,
     HALF_POSITIONS,
     HALF_RUN,
@@ -63,6 +62,7 @@ from .spatial_tables import (
     SpatialConfig,
 )
 from .types import (
+    FILLED,
     ITEMSIZE,
     MULTIPROCESSORS,
     VECTOR_BYTES,

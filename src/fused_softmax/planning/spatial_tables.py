@@ -316,10 +316,6 @@ FEW_TILES = (64, 32, 16)  # positions, widest first. The first that holds the co
 FEW_CHUNKS = {False: (40, 20), True: (20, 14)}
 # vectors of a thread in registers, and the cap that holds them. A softmax stages MORE_STAGED before it takes more
 FEW_REGISTERS, MORE_STAGED = ((18, 128), (27, 168)), 7
-# positions of whole tiles over those that exist, at most, where positions are fewer than four tiles. H200, bfloat16,
-# fraction of an add with tiles of 32 that one program holds and with 64 on a cluster: gradients of 260 columns of 192
-# positions 0.54 and 0.69 (2.5e6 elements), of 410 columns of 224 positions 0.92 and 0.99 (6e7)
-FILLED = 1.15
 # programs that share a multiprocessor start one after the other (`spatial.staggered`): so many cycles later for each
 # KiB that a program reads. H200; on an H100, whose memory is slower, 115 is no better
 CYCLES_PER_KIB = 80
