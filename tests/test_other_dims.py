@@ -854,9 +854,9 @@ def test_programs_start_one_after_the_other_where_each_reads_much():
         ("bfloat16", False, 2560, 8192, False), ("bfloat16", False, 2561, 8192, True),
         ("bfloat16", False, 3648, 8192, True), ("bfloat16", False, 3649, 8192, False),
         ("float32", False, 5000, 8192, True), ("float32", False, 12000, 8192, False),
-        # five programs of a gradient fit; 128 positions that overlap
+        # five programs of a gradient fit; tiles that overlap
         ("bfloat16", True, 1792, 8192, True), ("bfloat16", True, 1793, 8192, False),
-        ("bfloat16", True, 416, 8200, False), ("bfloat16", True, 417, 8200, True),
+        ("bfloat16", True, 640, 8200, False), ("bfloat16", True, 641, 8200, True),
         # few positions
         ("float32", False, 2300, 4, False),
     ],
@@ -869,7 +869,7 @@ def test_which_programs_are_staggered(dtype, backward, n_cols, inner, whole):
 
 @pytest.mark.parametrize(
     ("n_cols", "rows", "staged"),
-    [(417, 128, 3), (512, 128, 5), (513, 128, 10), (640, 128, 13), (704, 64, 0), (1024, 128, 0), (1153, 64, 0)],
+    [(704, 64, 0), (1024, 128, 0), (1153, 64, 0), (1793, 64, 5), (2000, 64, 6), (2176, 64, 7)],
 )
 def test_gradients_in_halves_of_sectors_stage_what_registers_do_not_hold(n_cols, rows, staged):
     problem = SpatialProblem(n_cols, 8200, "bfloat16", "bfloat16", 8, True, False, False, False, True)
