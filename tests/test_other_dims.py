@@ -457,29 +457,38 @@ def test_skewed_tiles_of_few_positions(shape, dtype, log):
     check_tiles(run_planned, shape, dtype, log)
 
 
-# `check_tiles` allows a gradient of log_softmax what a sum of few columns is rounded by
 LEAN = [
-    (key, of, log) for key, ranges in RANGES.items() for of in ranges for log in (False, True)
-    if not log or of.least <= 160
-]  # fmt: skip
-
-
-def run_lean(tensors: tuple[torch.Tensor, ...], log: bool, backward: bool = False) -> None:
-    """On Hopper's lean tiles; on the interpreter's plan where the other direction alone has them."""
-    problem = spatial.problem_of(*tensors, log=log, backward=backward)
-    config = lean_config(problem, DEVICES["sm_90"])
-    plan = spatial.softmax_plan(tensors, log, backward, False, DEVICE)
-    if config is not None:
-        plan = tiles_plan(problem, DEVICES["sm_90"], config)
-    spatial.prepare(spatial.softmax_recipe(tensors, plan, log, backward, DEVICE), tensors)(tensors)
+    (key, of, log) for key, ranges in RANGES.items() for of in ranges for log in (False, True) if of.log in (None, log)
+]
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("key", "of", "log"), LEAN)
 def test_lean_tiles(key, of, log):
-    _, itemsize, starts = key
-    inner = 480 + (starts // itemsize if starts < 32 else 0)
-    check_tiles(run_lean, (2, of.least, inner), FLOAT32 if itemsize == 4 else BFLOAT16, log)
+    op, itemsize, starts = key
+    backward, dtype = op == "gradient", FLOAT32 if itemsize == 4 else BFLOAT16
+    inner = (480 if of.alone else max(480, 4 * of.positions)) + (starts // itemsize if starts < 32 else 0)
+    shape = (2, of.least, inner)
+    inputs = [torch.randn(shape).mul_(3).to(dtype) for _ in range(1 + backward)]
+    if backward:
+        inputs[0] = (torch.log_softmax if log else torch.softmax)(inputs[0].float(), 1).to(dtype)
+    result, memory = between_sentinels(shape, dtype)
+    tensors = (*inputs, result)
+    problem = spatial.problem_of(*tensors, log=log, backward=backward)
+    config = lean_config(problem, DEVICES["sm_90"])
+    assert config is not None
+    plan = tiles_plan(problem, DEVICES["sm_90"], config)
+    recipe = spatial.softmax_recipe(tensors, plan, log, backward, DEVICE)
+    spatial.prepare(recipe, tensors)(tensors)
+    if backward:
+        assert_gradient(result, *inputs, log)
+    else:
+        assert_forward(result.clone(), inputs[0], log)
+    whole = result.clone()
+    assert_nothing_outside((result, memory))
+    one = tuple(t[:1] for t in inputs)
+    spatial.prepare(recipe, (*one, result[:1]))((*one, result[:1]))
+    assert torch.equal(result[:1], whole[:1]), "bits depend on outer"
 
 
 def test_skewed_tiles_are_for_tensors_of_equal_phases():

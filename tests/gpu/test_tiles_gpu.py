@@ -12,7 +12,7 @@ import torch
 import fused_softmax as fs
 from fused_softmax.launch import spatial
 from fused_softmax.launch.device import device_of
-from fused_softmax.planning.lean_tiles import LEAST_POSITIONS
+from fused_softmax.planning.lean_tiles import LEAST_POSITIONS, lean_config
 from fused_softmax.planning.lean_tiles import RANGES as LEAN_RANGES
 from fused_softmax.planning.overlapping_tiles import FEW_RANGES, RANGES
 from fused_softmax.planning.spatial_tables import PART_VECTORS
@@ -104,16 +104,17 @@ def drawn_overlapping(rng: random.Random) -> Drawn:
     return Drawn(dtype, (outer, n_cols, inner), more, rng.random() < 0.4)
 
 
-def drawn_lean(rng: random.Random) -> Drawn:
-    """Columns that the rule of lean tiles has, of a softmax or of its gradient."""
-    (_, itemsize, starts), ranges = rng.choice(list(LEAN_RANGES.items()))
+def drawn_lean(rng: random.Random) -> tuple[Drawn, bool]:
+    """Columns that the rule of lean tiles has, of a softmax, or (True) of its gradient."""
+    (op, itemsize, starts), ranges = rng.choice(list(LEAN_RANGES.items()))
     of = rng.choice(ranges)
-    n_cols, inner = rng.randint(of.least, of.most), round(LEAST_POSITIONS * 12 ** rng.random())
+    n_cols, inner = rng.randint(of.least, of.most), round(max(LEAST_POSITIONS, 4 * of.positions) * 12 ** rng.random())
     inner = 2 * starts // itemsize * (1 + inner * itemsize // (2 * starts)) + (starts // itemsize if starts < 32 else 0)
     outer = max(1, min(rng.randint(1, 20), (1 << 23) // (n_cols * inner)))
     dtype = torch.float32 if itemsize == 4 else rng.choice((torch.bfloat16, torch.float16))
     log = rng.random() < 0.4 if of.log is None else of.log
-    return Drawn(dtype, (outer, n_cols, inner), 0, log)
+    more = rng.choice((0, 0, 0, 16))  # behind each column of the input
+    return Drawn(dtype, (outer, n_cols, inner), more, log), op == "gradient"
 
 
 # what a problem's plan is, and whether it is that of its gradient
@@ -221,7 +222,11 @@ def test_overlapping_tiles(seed: int):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_lean_tiles(seed: int):
-    device, problem = device_of(torch.empty(0, device="cuda")), drawn_lean(random.Random(seed))
+    device, (problem, backward) = device_of(torch.empty(0, device="cuda")), drawn_lean(random.Random(seed))
+    dense = torch.empty(problem.shape, dtype=problem.dtype, device="meta")
+    tensors = (dense,) * 3 if backward else (problem.of(torch.empty, "meta"), dense)
+    of = spatial.problem_of(*tensors, backward=backward, log=problem.log)
+    assert not device.supports_smem_staging or lean_config(of, device)
     ran = check(problem, seed)
     assert isinstance(ran, Plan) and ran == problem.plan(False, device), "torch answered, or another plan"
 

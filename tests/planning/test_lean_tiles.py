@@ -9,22 +9,21 @@ import pytest
 import torch
 
 from fused_softmax.launch import spatial
-from fused_softmax.planning.lean_tiles import CTAS, LEAST_POSITIONS, LONG, RANGES, REGISTERS, Lean, lean_config
-from fused_softmax.planning.spatial import tiles_plan
-from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem
+from fused_softmax.planning.lean_tiles import LONG, RANGES, REGISTERS, Lean, lean_config
+from fused_softmax.planning.spatial import staggered, tiles_plan
+from fused_softmax.planning.types import DEVICES, SECTOR_BYTES, Plan, SpatialProblem
 
 HOPPER = DEVICES["sm_90"]
 NAMES = {2: "bfloat16", 4: "float32"}
-SECTOR = 32  # bytes
 ALL = [(key, of) for key, ranges in RANGES.items() for of in ranges]
 
 
 def problem_of(key: tuple[str, int, int], n_cols: int, log: bool, positions: int = 4096) -> SpatialProblem:
     """A problem whose columns start at multiples of so many bytes, not of twice as many."""
     op, itemsize, starts = key
-    inner = positions if starts == SECTOR else positions + starts // itemsize
+    whole = starts == SECTOR_BYTES
+    inner = positions if whole else positions + starts // itemsize
     name, vec = NAMES[itemsize], min(starts, 16) // itemsize
-    whole = starts == SECTOR
     return SpatialProblem(n_cols, inner, name, name, vec, op == "gradient", log, whole_sectors=whole, in_phase=True)
 
 
@@ -49,26 +48,64 @@ def test_what_a_thread_holds(key: tuple[str, int, int], of: Lean):
         plan = plan_of(problem)
         of_a_chunk = plan.vectors_per_chunk * plan.ctas
         assert (plan.chunks - 1) * of_a_chunk < n_cols <= plan.chunks * of_a_chunk
-        wanted = next(ctas for ctas in CTAS if words_of(problem, of, ctas) <= of.words)
+        wanted = next(ctas for ctas in (1, 2, 4, 8, 16) if words_of(problem, of, ctas) <= of.words)
         assert (plan.rows, plan.num_warps, plan.ctas) == (of.positions, of.num_warps, wanted), n_cols
+        assert plan.ctas == 1 or not of.alone
         words = (1 + problem.backward) * plan.chunks * of.thread_bytes // 4
         assert words == words_of(problem, of, wanted), n_cols
         assert plan.max_registers == next(cap for most, cap in REGISTERS if words <= most)
-        assert plan.smem_staged == 0 and plan.outers == 1 and plan.stagger == 0
+        assert plan.recompute == (key[1] == 2 and (problem.backward or words > 12))
+        assert plan.smem_staged == 0 and plan.outers == 1
         # a thread has a position at least, and merges one where CTAs share the columns, or columns are skewed
         assert plan.rows <= 32 * plan.num_warps or (plan.ctas == 1 and not plan.skewed)
         assert plan.skewed * problem.itemsize == of.skewed
         if not of.skewed:
-            share = 0 if of.apart or starts == SECTOR else (SECTOR - starts) // problem.itemsize
+            assert plan.vec * problem.itemsize <= starts, "a vector that lies across what columns start at"
+            share = 0 if of.alone or starts == SECTOR_BYTES else (SECTOR_BYTES - starts) // problem.itemsize
             assert plan.overlap == share
             # a column starts in a sector as that of the next chunk does
-            assert not share or of_a_chunk * of.thread_bytes % SECTOR == 0, n_cols
+            assert not share or of_a_chunk * of.thread_bytes % SECTOR_BYTES == 0, n_cols
 
 
 def test_ranges_rise_and_have_a_cap():
     for ranges in RANGES.values():
         assert all(before.most < after.least for before, after in pairwise(ranges))
         assert all(of.least <= of.most and of.words <= REGISTERS[-1][0] for of in ranges)
+
+
+# columns, positions, dtype, backward: positions of a tile, CTAs, warps, and registers at most, which ran on an H200
+TIMED = (
+    (9, 764, "bfloat16", True, (256, 1, 4, 80)), (283, 4964, "bfloat16", True, (128, 8, 4, 80)),
+    (340, 4384, "bfloat16", True, (64, 4, 4, 80)), (5, 1484, "bfloat16", False, (512, 1, 4, None)),
+    (1061, 5404, "bfloat16", False, (64, 4, 4, 112)), (880, 2572, "float32", False, (64, 8, 4, 112)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("n_cols", "inner", "dtype", "backward", "wanted"), TIMED)
+@pytest.mark.parametrize("outer", [1, 700])
+def test_a_softmax_takes_them_whatever_outer_is(n_cols, inner, dtype, backward, wanted, outer):
+    """A position's bits follow from columns, positions, dtype and device."""
+    x = torch.empty(outer, n_cols, inner, dtype=getattr(torch, dtype), device="meta")
+    plan = spatial.softmax_plan((x,) * (2 + backward), False, backward, False, HOPPER)
+    assert (plan.rows, plan.ctas, plan.num_warps, plan.max_registers) == wanted
+
+
+def test_programs_start_together():
+    x = torch.empty(1, 250, 4096, device="meta")
+    plan = spatial.softmax_plan((x, x), False, False, False, HOPPER)
+    problem = spatial.problem_of(x, x)
+    config = lean_config(problem, HOPPER)
+    assert config and plan == tiles_plan(problem, HOPPER, config) and plan.stagger == 0
+    assert staggered(plan, problem, HOPPER).stagger > 0, "another example: these would start together anyway"
+
+
+def test_shorter_planes_may_have_other_plans():
+    def gathered(inner: int) -> bool:
+        x = torch.empty(8, 5, inner, dtype=torch.bfloat16, device="meta")
+        assert lean_config(spatial.problem_of(x, x), HOPPER)
+        return spatial.softmax_plan((x, x), False, False, False, HOPPER).gathered
+
+    assert gathered(LONG - 4) and not gathered(LONG + 4)
 
 
 @pytest.mark.parametrize(("key", "of"), ALL)
@@ -79,30 +116,30 @@ def test_where_there_are_none(key: tuple[str, int, int], of: Lean):
     others = [
         replace(problem, out_dtype="float16"),
         replace(problem, batch_invariant=True),
-        replace(problem, inner=LEAST_POSITIONS - 32 + problem.inner % 32),
+        replace(problem, inner=416 + problem.inner % 32),
         *(replace(problem, n_cols=n) for n in (of.least - 1, of.most + 1) if n not in has),
     ]
     if of.log is not None:
         others.append(replace(problem, log=not of.log))
+    if not of.alone and of.positions > 128:  # two tiles and a little of the third
+        others.append(replace(problem, inner=2 * of.positions + 8 + problem.inner % 8))
     assert not any(lean_config(other, HOPPER) for other in others)
-    overlaps = key[2] < SECTOR and not (of.skewed or of.apart)
+    overlaps = key[2] < SECTOR_BYTES and not (of.skewed or of.alone)
     in_place = lean_config(replace(problem, in_phase=False), HOPPER)
     assert (in_place is None) == (overlaps or of.skewed > 0), "such tiles write what other programs read"
+    widest = replace(problem, n_cols=of.most)
+    ctas = plan_of(widest).ctas
+    assert ctas == 1 or not lean_config(widest, replace(HOPPER, max_cluster=ctas // 2 if ctas > 2 else 1))
     devices = (device for name, device in DEVICES.items() if name != "sm_90")
     assert not any(lean_config(problem, device) for device in devices)
 
 
-@pytest.mark.parametrize("outer", [1, 3, 700])
-def test_softmax_takes_them_whatever_outer_is(outer: int):
-    """The plan, and with it a position's bits, follows from columns, positions, dtype and device."""
-    for n_cols, inner, dtype, backward in (
-        (5, 2004, torch.bfloat16, False), (9, 764, torch.bfloat16, True), (340, 4384, torch.bfloat16, True),
-        (470, 5356, torch.float32, False), (283, 4964, torch.bfloat16, True),
-    ):  # fmt: skip
-        x = torch.empty(outer, n_cols, inner, dtype=dtype, device="meta")
-        plan = spatial.softmax_plan((x,) * (2 + backward), False, backward, False, HOPPER)
-        if inner < LONG:
-            assert plan.num_warps == 4 and not plan.gathered
-        problem = spatial.problem_of(*(torch.empty_like(x) for _ in range(2 + backward)), backward=backward)
-        config = lean_config(problem, HOPPER)
-        assert config is not None and plan == tiles_plan(problem, HOPPER, config)
+def test_planes_of_448_positions_have_them():
+    assert lean_config(problem_of(("gradient", 2, 32), 9, log=False, positions=448), HOPPER)
+
+
+def test_skewed_tiles_count_what_they_share():
+    """Of 128 positions by 8 elements, where columns start at multiples of 4: each tile but the last gives up 8."""
+    key = "softmax", 2, 8
+    fills, empty = (problem_of(key, 130, log=False, positions=n) for n in (480, 492))
+    assert lean_config(fills, HOPPER) and not lean_config(empty, HOPPER)

@@ -1,9 +1,9 @@
 """Tiles of up to about a thousand columns on the fewest CTAs whose threads hold them: one rule for each range.
 
-A thread holds its columns in registers. With few words, the instructions and barriers of a program cost as much as the
-bytes that it moves, which shows where the L2 holds the tensors. With many words, few programs fit. So a range of
-columns has a tile of few warps, and the most words of a thread, from which the CTAs of a cluster follow.
-docs/measurements/other-dims-alignment.md says how they were measured.
+A thread holds its columns in registers. With few words of them, instructions and barriers cost as much as the bytes
+that a program moves, as tensors that the L2 holds show. With many words, few programs fit. So a range of columns has a
+tile of few warps, and the most words of a thread, from which the CTAs of a cluster follow. Programs start together, as
+they did when they were timed (docs/measurements/other-dims-alignment.md).
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from typing import NamedTuple
 from .spatial_tables import SpatialConfig
 from .types import SECTOR_BYTES, Device, SpatialProblem
 
-# positions of a plane, at least; fewer were not timed. From LONG on no other plan is asked
-LEAST_POSITIONS, LONG = 448, 1024
+LEAST_POSITIONS = 448  # of a plane; those of fewer were not timed
+# positions from which planes in pieces, and other skewed tiles, are not considered. H200, softmax of 5 bfloat16 columns
+# of 1,484 positions as pieces and in these tiles: 0.77 of a copy and 1.15 with 5e6 elements, 1.46 and 1.50 with 8e7
+LONG = 1024
 CTAS = 1, 2, 4, 8, 16
 MOST_KEPT = 12  # words of a 16-bit softmax whose exponentials are kept; with more they are computed twice
-REGISTERS = ((28, None), (44, 80), (76, 112), (88, 128))  # the cap of a thread, by the words that it holds, at most
+REGISTERS = ((28, None), (44, 80), (76, 112), (80, 128))  # the cap of a thread, by the words that it holds, at most
 
 
 class Lean(NamedTuple):
     """From `least` to `most` columns: a tile of so many positions, and the words of 4 bytes of a thread, at most.
 
-    num_warps: of a CTA. skewed: as of a SpatialConfig. apart: tiles share no positions, wherever columns start. log:
-    only of log_softmax (True), or only of softmax (False).
+    num_warps: of a CTA. skewed: as of a SpatialConfig. alone: one program holds the columns. Its tile shares no
+    positions with the next one, wherever columns start, and is narrower where it would be nearly half empty
+    (`spatial.tiles_plan`). log: only of log_softmax (True), or only of softmax (False); None: of both.
     """
 
     least: int
@@ -34,12 +37,13 @@ class Lean(NamedTuple):
     words: int
     thread_bytes: int = 8
     skewed: int = 0
-    apart: bool = False
+    alone: bool = False
     log: bool | None = None
 
 
 def _few(least: int, most: int, log: bool | None = None) -> Lean:
-    return Lean(least, most, 512, 4, 68, apart=True, log=log)
+    """Few columns: a thread has whole columns of 4 positions, up to 17 of a gradient's."""
+    return Lean(least, most, positions=512, num_warps=4, words=68, alone=True, log=log)
 
 
 # of a 16-bit softmax: few columns, and those for which tiles of 128 positions (`overlapping_tiles`) have just taken
@@ -47,8 +51,8 @@ def _few(least: int, most: int, log: bool | None = None) -> Lean:
 _FEW = _few(3, 4, log=False), _few(5, 6), _few(15, 18)
 _AFTER_STEPS = tuple(Lean(least, most, 64, 4, 80) for least, most in ((229, 320), (457, 640), (913, 1280)))
 # By op, bytes of an element, and the bytes at whose multiples columns start. H200, Triton 3.6, time of the plan before
-# over that of this one, 319 random shapes with another plan than before, mean and worst: of 1.2e6 to 1e7 elements 1.11
-# and 0.82, 1.6e7 1.04 and 0.86, 8e7 1.02 and 0.92. Where the first is below 0.9, the L2 holds the tensors
+# over that of this one, 319 random shapes with another plan than before, mean and worst: with 1.2e6 to 1e7 elements
+# 1.11 and 0.82, 1.6e7 1.04 and 0.86, 8e7 1.02 and 0.92. The ranges with the largest losses were cut after that
 RANGES: dict[tuple[str, int, int], tuple[Lean, ...]] = {
     ("softmax", 2, 32): (
         *_FEW,
@@ -87,13 +91,13 @@ RANGES: dict[tuple[str, int, int], tuple[Lean, ...]] = {
     ("gradient", 2, 16): (
         _few(3, 4),
         _few(6, 17),
-        Lean(18, 37, 256, 4, 76, apart=True),
+        Lean(18, 37, 256, 4, 76, alone=True),
         Lean(65, 319, 128, 4, 80, 16, skewed=32),
         Lean(385, 896, 128, 4, 80, 16, skewed=32),
     ),
     ("gradient", 2, 8): (
         _few(3, 16),
-        Lean(17, 36, 256, 4, 72, apart=True),
+        Lean(17, 36, 256, 4, 72, alone=True),
         Lean(65, 112, 256, 8, 56, skewed=8),
         Lean(113, 832, 128, 4, 64, skewed=8),
         Lean(833, 960, 128, 4, 64, 16, skewed=16, log=True),
@@ -126,11 +130,11 @@ def lean_config(problem: SpatialProblem, device: Device) -> SpatialConfig | None
     of = next((of for of in ranges if of.least <= problem.n_cols <= of.most and of.log in (None, problem.log)), None)
     if of is None:
         return None
-    overlaps = starts < SECTOR_BYTES and not (of.skewed or of.apart)
+    overlaps = starts < SECTOR_BYTES and not (of.skewed or of.alone)
     if (of.skewed or overlaps) and not problem.in_phase:
         return None
-    # tiles that one program has alone are narrower where they would not be filled (`spatial.tiles_plan`)
-    return _on_ctas(problem, device, of, overlaps) if of.apart or problem.fills(of.positions) else None
+    filled = of.alone or problem.fills(of.positions, of.skewed // problem.itemsize)
+    return _on_ctas(problem, device, of, overlaps) if filled else None
 
 
 def _on_ctas(problem: SpatialProblem, device: Device, of: Lean, overlaps: bool) -> SpatialConfig | None:

@@ -245,14 +245,17 @@ class SpatialProblem(_Dtypes):
         """Positions that a skewed tile, whose columns start at multiples of `unit`, shares with the next one."""
         return unit if 2 * self.vec >= unit else 2 * unit
 
-    def fills(self, positions: int) -> bool:
-        """Whether whole tiles of so many positions have few more than exist, or the tensor has some tiles anyway."""
+    def fills(self, positions: int, unit: int = 0) -> bool:
+        """Whether whole tiles of so many positions have few more than exist, or the tensor has some tiles anyway.
+
+        unit: positions at whose multiples the columns of skewed tiles start; 0: tiles are not skewed.
+        """
         if self.inner >= ENOUGH_TILES * positions:
             return True
         if self.inner <= positions or positions < LEAST_FILLED:
             return False
-        overlap = self.sector - self.starts
-        return tiles_of(self.inner, positions, overlap) * (positions - overlap) <= FILLED * self.inner
+        overlap = self.overlap_of(unit) if unit else self.sector - self.starts
+        return tiles_of(self.inner, positions, overlap, unit) * (positions - overlap) <= FILLED * self.inner
 
     def may_have_tiles(self, device: Device) -> bool:
         """Whether tiles by a rule (`overlapping_tiles`, `lean_tiles`) may hold it: where they were measured."""
