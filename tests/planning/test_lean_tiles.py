@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from spatial_problems import starting_at
 
 from fused_softmax.launch import spatial
 from fused_softmax.planning.lean_tiles import LONG, RANGES, REGISTERS, Lean, lean_config
@@ -14,17 +15,7 @@ from fused_softmax.planning.spatial import staggered, tiles_plan
 from fused_softmax.planning.types import DEVICES, SECTOR_BYTES, Plan, SpatialProblem
 
 HOPPER = DEVICES["sm_90"]
-NAMES = {2: "bfloat16", 4: "float32"}
 ALL = [(key, of) for key, ranges in RANGES.items() for of in ranges]
-
-
-def problem_of(key: tuple[str, int, int], n_cols: int, log: bool, positions: int = 4096) -> SpatialProblem:
-    """A problem whose columns start at multiples of so many bytes, not of twice as many."""
-    op, itemsize, starts = key
-    whole = starts == SECTOR_BYTES
-    inner = positions if whole else positions + starts // itemsize
-    name, vec = NAMES[itemsize], min(starts, 16) // itemsize
-    return SpatialProblem(n_cols, inner, name, name, vec, op == "gradient", log, whole_sectors=whole, in_phase=True)
 
 
 def plan_of(problem: SpatialProblem) -> Plan:
@@ -44,7 +35,7 @@ def test_what_a_thread_holds(key: tuple[str, int, int], of: Lean):
     """For all columns of a range: all of them, on the fewest CTAs whose threads have so few words."""
     starts = key[2]
     for n_cols in range(of.least, of.most + 1):
-        problem = problem_of(key, n_cols, log=bool(of.log))
+        problem = starting_at(key, n_cols, 4096, bool(of.log))
         plan = plan_of(problem)
         of_a_chunk = plan.vectors_per_chunk * plan.ctas
         assert (plan.chunks - 1) * of_a_chunk < n_cols <= plan.chunks * of_a_chunk
@@ -110,7 +101,7 @@ def test_shorter_planes_may_have_other_plans():
 
 @pytest.mark.parametrize(("key", "of"), ALL)
 def test_where_there_are_none(key: tuple[str, int, int], of: Lean):
-    problem = problem_of(key, of.least, log=bool(of.log))
+    problem = starting_at(key, of.least, 4096, bool(of.log))
     assert lean_config(problem, HOPPER)
     has = [n for other in RANGES[key] for n in (other.least, other.most) if other.log in (None, problem.log)]
     others = [
@@ -135,11 +126,11 @@ def test_where_there_are_none(key: tuple[str, int, int], of: Lean):
 
 
 def test_planes_of_448_positions_have_them():
-    assert lean_config(problem_of(("gradient", 2, 32), 9, log=False, positions=448), HOPPER)
+    assert lean_config(starting_at(("gradient", 2, 32), 9, 448), HOPPER)
 
 
 def test_skewed_tiles_count_what_they_share():
     """Of 128 positions by 8 elements, where columns start at multiples of 4: each tile but the last gives up 8."""
     key = "softmax", 2, 8
-    fills, empty = (problem_of(key, 130, log=False, positions=n) for n in (480, 492))
+    fills, empty = (starting_at(key, 130, n) for n in (480, 492))
     assert lean_config(fills, HOPPER) and not lean_config(empty, HOPPER)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from spatial_problems import starting_at
 
 from fused_softmax.launch import spatial
 from fused_softmax.planning.overlapping_tiles import FEW, FEW_RANGES, HELD, RANGES, Range, Tile, overlapping_config
@@ -16,22 +17,12 @@ from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem
 
 HOPPER = DEVICES["sm_90"]
 OTHER_DIMS = Path(__file__).parents[2] / "docs" / "other-dims.md"
-NAMES = {2: "bfloat16", 4: "float32"}
 SECTOR, MOST_CHUNKS = 32, 120  # bytes; a kernel of so many chunks takes 6 to 10 s to compile on one core
 
 ALL = [(key, of, 8192) for key, ranges in RANGES.items() for of in ranges]
 ALL += [(key, of, 320) for key, ranges in FEW_RANGES.items() for of in ranges]
 FIRST = [(key, ranges, 8192) for key, ranges in RANGES.items()]
 FIRST += [(key, ranges, 320) for key, ranges in FEW_RANGES.items()]
-
-
-def problem_of(key: tuple[str, int, int], n_cols: int, positions: int) -> SpatialProblem:
-    """A problem whose columns start at multiples of so many bytes, not of twice as many."""
-    op, itemsize, starts = key
-    inner = positions if starts == SECTOR else positions + starts // itemsize
-    backward, log = op != "softmax", op == "log gradient"
-    name, vec = NAMES[itemsize], min(starts, 16) // itemsize
-    return SpatialProblem(n_cols, inner, name, name, vec, backward, log, whole_sectors=starts == SECTOR, in_phase=True)
 
 
 def plan_of(problem: SpatialProblem) -> Plan:
@@ -63,7 +54,7 @@ def test_what_a_thread_holds(key: tuple[str, int, int], of: Range, positions: in
     filled = [tile for tile in of.tiles if positions >= max(4 * tile.positions, tile.least_inner)]
     options = [(tile, ctas) for tile in filled for ctas in tile.ctas]
     for n_cols in range(of.least, of.most + 1):
-        problem = problem_of(key, n_cols, positions)
+        problem = starting_at(key, n_cols, positions)
         plan = plan_of(problem)
         of_a_chunk = plan.vectors_per_chunk * plan.ctas
         assert (plan.chunks - 1) * of_a_chunk < n_cols <= plan.chunks * of_a_chunk and plan.chunks <= MOST_CHUNKS
@@ -90,7 +81,7 @@ def test_what_a_thread_holds(key: tuple[str, int, int], of: Range, positions: in
 @pytest.mark.parametrize(("key", "ranges", "positions"), FIRST)
 def test_where_there_are_none(key: tuple[str, int, int], ranges: tuple[Range, ...], positions: int):
     least, most = ranges[0].least, ranges[-1].most
-    problem = problem_of(key, least, positions)
+    problem = starting_at(key, least, positions)
     assert overlapping_config(problem, HOPPER)
     others = [
         replace(problem, out_dtype="float16"),
@@ -115,28 +106,28 @@ def test_where_there_are_none(key: tuple[str, int, int], ranges: tuple[Range, ..
 
 def test_where_positions_are_few():
     key = "softmax", 4, 8
-    few, more = problem_of(key, 1000, FEW - 9), problem_of(key, 1000, FEW + 1)
+    few, more = starting_at(key, 1000, FEW - 9), starting_at(key, 1000, FEW + 1)
     assert overlapping_config(few, HOPPER) and not overlapping_config(more, HOPPER)
     assert overlapping_config(replace(few, inner=FEW, vec=1), HOPPER) and FEW == 511
     assert not overlapping_config(replace(few, inner=FEW + 2, vec=1), HOPPER)
     # more columns than those of FEW_RANGES have the tiles of many positions
-    assert [plan_of(problem_of(key, n_cols, FEW - 9)).rows for n_cols in (4352, 4353, 6000)] == [64, 64, 32]
+    assert [plan_of(starting_at(key, n_cols, FEW - 9)).rows for n_cols in (4352, 4353, 6000)] == [64, 64, 32]
     # four tiles may be partly empty; fewer are filled but for 15%
     whole = SpatialProblem(1500, 512, "bfloat16", "bfloat16", 8)
     assert [plan_of(replace(whole, inner=inner)).rows for inner in (496, 512, 528)] == [128, 128, 128]
     in_tiles = [overlapping_config(replace(whole, inner=inner), HOPPER) for inner in (320, 352, 384, 400)]
     assert [config and config.inner for config in in_tiles] == [64, 128, 128, 64]
     # tiles of 64 that overlap by 12 begin at each 52nd position: 2 of them have 116
-    at_quarters = problem_of(("softmax", 2, 8), 900, 100)
+    at_quarters = starting_at(("softmax", 2, 8), 900, 100)
     in_tiles = [overlapping_config(replace(at_quarters, inner=inner), HOPPER) for inner in (84, 92, 108, 116, 132)]
     assert [config is not None for config in in_tiles] == [False, True, True, True, False]
     # 64 where 128 would be half empty
-    of = problem_of(("softmax", 2, 8), 900, 180)
+    of = starting_at(("softmax", 2, 8), 900, 180)
     assert plan_of(of).rows == 64 and plan_of(replace(of, inner=900)).rows == 128
     # a cluster of 8 holds more columns where a plane has many tiles
     assert [plan_of(replace(of, inner=inner, n_cols=3649)).ctas for inner in (4092, 4100)] == [16, 8]
     # gradients of fewer columns have such tiles where planes are long
-    long = problem_of(("gradient", 2, 8), 2000, 8192)
+    long = starting_at(("gradient", 2, 8), 2000, 8192)
     assert plan_of(long).rows == 128 and not overlapping_config(replace(long, inner=8188), HOPPER)
     # tiles of 128 are on 8 CTAs at most
     assert [plan_of(replace(of, inner=8196, n_cols=n)).rows for n in (1824, 1825)] == [128, 64]

@@ -141,7 +141,7 @@ def _on_ctas(problem: SpatialProblem, device: Device, of: Lean, overlaps: bool) 
     """The config on the fewest CTAs whose threads have so few words."""
     cols = of.num_warps * device.warp_size * of.thread_bytes // problem.itemsize // of.positions
     for ctas in CTAS:
-        words = (1 + problem.backward) * -(-problem.n_cols // (cols * ctas)) * of.thread_bytes // 4
+        words = problem.words(cols * ctas, of.thread_bytes)
         if words <= of.words and ctas <= device.max_cluster:
             return SpatialConfig(
                 problem.n_cols, ctas, of.num_warps, of.positions, problem.backward or words > MOST_KEPT,

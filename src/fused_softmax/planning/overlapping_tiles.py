@@ -199,8 +199,7 @@ def _on_ctas(problem: SpatialProblem, device: Device, tile: Tile, thread_bytes: 
     chunk_bytes = tile.num_warps * device.warp_size * thread_bytes
     cols = chunk_bytes // problem.itemsize // tile.positions
     for ctas in (n for n in tile.ctas if n <= device.max_cluster):
-        chunks = -(-problem.n_cols // (cols * ctas))
-        words = (1 + problem.backward) * chunks * thread_bytes // 4
+        chunks, words = -(-problem.n_cols // (cols * ctas)), problem.words(cols * ctas, thread_bytes)
         room = chunks_that_fit(chunk_bytes, ctas, tile.num_warps, tile.positions)
         for held in HELD[problem.backward, tile.num_warps] if words <= tile.words else ():
             kept = held.held * 4 // thread_bytes - problem.backward * chunks  # of a gradient: chunks of dy

@@ -171,7 +171,7 @@ def _on_ctas(
     clusters = (_Cluster(16, 8, MOST_REGISTERS),) if more_warps else _clusters(problem, device, positions)
     for of in clusters:
         cols = of.num_warps * device.warp_size * thread_bytes // problem.itemsize // positions
-        registers = (1 + problem.backward) * -(-problem.n_cols // (cols * of.ctas)) * thread_bytes // 4
+        registers = problem.words(cols * of.ctas, thread_bytes)
         if of.ctas <= most and registers <= of.registers and thread_bytes in of.thread_bytes:
             config = SpatialConfig(
                 problem.n_cols, of.ctas, of.num_warps, positions, thread_bytes=thread_bytes, skewed=thread_bytes

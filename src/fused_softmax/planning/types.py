@@ -245,6 +245,10 @@ class SpatialProblem(_Dtypes):
         """Positions that a skewed tile, whose columns start at multiples of `unit`, shares with the next one."""
         return unit if 2 * self.vec >= unit else 2 * unit
 
+    def words(self, cols: int, thread_bytes: int) -> int:
+        """Words of 4 bytes that a thread has of the columns, where it has thread_bytes of each chunk of `cols`."""
+        return (1 + self.backward) * -(-self.n_cols // cols) * thread_bytes // 4
+
     def fills(self, positions: int, unit: int = 0) -> bool:
         """Whether whole tiles of so many positions have few more than exist, or the tensor has some tiles anyway.
 
