@@ -42,6 +42,15 @@ BUNDLED = tuple(
 )  # fmt: skip
 
 
+# whose threads have 8 bytes of a chunk, of 4,096 positions: by whether it is a gradient, and of sm_90
+HALVES = {
+    (False, False): ("bfloat16 19 ", "bfloat16 150 "),
+    (False, True): ("bfloat16 19 ", "bfloat16 150 ", "bfloat16 1000 ", "bfloat16 4096 ", "float32 1000 "),
+    (True, False): (),
+    (True, True): ("bfloat16 19 ", "bfloat16 150 ", "bfloat16 1000 ", "float32 150 ", "float32 1000 "),
+}
+
+
 def barriers(launch) -> int:
     """Barriers of a program, in its PTX."""
     return compile_for(launch, "sm_90").asm["ptx"].count("bar.sync")
@@ -57,12 +66,7 @@ def check(name: str, launch, target: str, chosen=None) -> None:
     if " 4096" in name and "merge" not in name:
         # 16-bit tiles of 7 to 176 columns keep many numbers of a position, so a thread has 4 positions; and so it has
         # where tiles are those of `overlapping_tiles` or `lean_tiles`
-        backward, hopper = "backward" in name, target == "sm_90"
-        halves = () if backward else ("bfloat16 19 ", "bfloat16 150 ")
-        halves += ("bfloat16 19 ", "bfloat16 150 ", "float32 150 ") if backward and hopper else ()
-        halves += ("bfloat16 1000 ", "float32 1000 ") if hopper else ()
-        halves += ("bfloat16 4096 ",) if hopper and not backward else ()
-        loads = 8 if any(of in name for of in halves) else 16
+        loads = 8 if any(of in name for of in HALVES["backward" in name, target == "sm_90"]) else 16
         stores = loads if "reduce" not in name else used.widest_store_bytes  # a few numbers for each position
         assert (used.widest_load_bytes, used.widest_store_bytes) == (loads, stores), name
     if "bundled" in name:  # whole vectors, whatever the positions are; the ends are read and written one by one
@@ -290,10 +294,10 @@ def test_all(target):
         check(name, launch, target, chosen)
 
 
-@pytest.mark.parametrize(("n_cols", "positions"), [(2, 8), (5, 4)])
-def test_a_thread_with_whole_columns_computes_one_exponential_for_each_element(n_cols, positions):
-    """Of 2 or 5 columns and its positions; it merges its numbers with nobody's, and divides by no library function."""
+@pytest.mark.parametrize(("n_cols", "exponentials", "positions"), [(2, 16, 8), (5, 20, 4)])
+def test_a_thread_with_whole_columns_computes_one_exponential_for_each_element(n_cols, exponentials, positions):
+    """Of 2 columns, 8 positions; 5, 4. It merges its numbers with nobody's, and divides by no library function."""
     launch, chosen = launch_over(n_cols, 4096, torch.bfloat16, False, False)
     assert chosen.ctas * chosen.vectors_per_chunk == 1 and chosen.vec == 8
     ptx = compile_for(launch, "sm_90").asm["ptx"]
-    assert ptx.count("ex2.approx") == n_cols * positions and ptx.count("rcp.rn") == positions and "div.rn" not in ptx
+    assert ptx.count("ex2.approx") == exponentials and ptx.count("rcp.rn") == positions and "div.rn" not in ptx

@@ -64,15 +64,18 @@ def test_ranges_rise_and_have_a_cap():
         assert all(of.least <= of.most and of.words <= REGISTERS[-1][0] for of in ranges)
 
 
-# columns, positions, dtype, backward: positions of a tile, CTAs, warps, and registers at most, which ran on an H200
-TIMED = (
+# columns, positions, dtype, backward: positions of a tile, CTAs, warps, and registers at most
+PLANNED = (
     (9, 764, "bfloat16", True, (256, 1, 4, 80)), (283, 4964, "bfloat16", True, (128, 8, 4, 80)),
     (340, 4384, "bfloat16", True, (64, 4, 4, 80)), (5, 1484, "bfloat16", False, (512, 1, 4, None)),
     (1061, 5404, "bfloat16", False, (64, 4, 4, 112)), (880, 2572, "float32", False, (64, 8, 4, 112)),
+    # in halves of sectors, where 4 CTAs staged chunks
+    (417, 8200, "bfloat16", True, (128, 8, 4, 112)), (512, 8200, "bfloat16", True, (128, 8, 4, 112)),
+    (513, 8200, "bfloat16", True, (128, 8, 4, 112)), (640, 8200, "bfloat16", True, (128, 8, 4, 128)),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("n_cols", "inner", "dtype", "backward", "wanted"), TIMED)
+@pytest.mark.parametrize(("n_cols", "inner", "dtype", "backward", "wanted"), PLANNED)
 @pytest.mark.parametrize("outer", [1, 700])
 def test_a_softmax_takes_them_whatever_outer_is(n_cols, inner, dtype, backward, wanted, outer):
     """A position's bits follow from columns, positions, dtype and device."""

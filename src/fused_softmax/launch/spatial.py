@@ -366,7 +366,7 @@ _softmaxes = Cache()
 
 
 def tiles_of_positions(problem: SpatialProblem, device: Device) -> Plan:
-    """The plan of a softmax, or of its gradient, in tiles of positions."""
+    """The plan of a softmax, or of its gradient, in tiles of positions that are not `lean_tiles`."""
     from ..planning.overlapping_tiles import overlapping_config  # loaded when it is first needed
 
     config = overlapping_config(problem, device)
