@@ -5,11 +5,16 @@ Whether our kernels ran is counted at rows' entry points: a test here fails wher
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 import textwrap
 import threading
+import time
+from collections import deque
+from operator import methodcaller
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +23,7 @@ from cases import DTYPES, assert_contract, dtype_id
 from watched import close, watch
 
 import fused_softmax as fs
+from fused_softmax.launch import torch_private
 
 pytestmark = pytest.mark.interpreted
 
@@ -284,6 +290,52 @@ def test_threads_that_come_and_go():
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+@pytest.mark.skipif(torch_private._wait_alone is None, reason="no C library of POSIX")
+def test_no_thread_runs_between_the_wait_and_the_release(monkeypatch):
+    """A call that reads its kernel while it changes can fail, so none may start after the wait for the others."""
+    steps: list[str] = []
+    wait = torch_private._wait_alone
+    library = SimpleNamespace(m=SimpleNamespace(reset=functools.partial(steps.append, "reset")), _destroy=lambda: None)
+    stop, ran = threading.Event(), False
+
+    def others() -> None:
+        while not stop.is_set():
+            steps.append("other")
+
+    interval = sys.getswitchinterval()
+    thread = threading.Thread(target=others)
+    thread.start()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(100):
+            time.sleep(0)
+            # no step of Python in it either
+            both = map(methodcaller("__call__"), (functools.partial(steps.append, "wait"), wait))
+            monkeypatch.setattr(torch_private, "_wait_alone", functools.partial(deque, both, 0))
+            torch_private.destroy_library(library)
+            assert steps[steps.index("wait") + 1] == "reset"
+            ran |= "other" in steps
+            steps.clear()
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        thread.join()
+    assert ran
+
+
+def test_alone_it_does_not_wait(monkeypatch):
+    waits: list[None] = []
+    monkeypatch.setattr(torch_private, "_wait_alone", functools.partial(waits.append, None))
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    with fs.patch():
+        pass
+    assert waits == []
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    with fs.patch():
+        pass
+    assert len(waits) == 3  # a library for each op
 
 
 def test_nothing_is_printed_and_without_kernels_nothing_changes():

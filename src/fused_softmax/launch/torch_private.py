@@ -8,9 +8,14 @@ torch without them would: calls are slower, and their results are the same.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
+import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import methodcaller
 from types import SimpleNamespace
 from typing import Any
 
@@ -216,11 +221,32 @@ get_kernel: Any = _find("library.get_kernel")  # torch 2.10; without it patch() 
 
 
 def destroy_library(library: torch.library.Library) -> None:
-    """Undo the registration; without torch's own method (2.4 to 2.15), when the last reference goes."""
-    destroy = None if _PUBLIC_ONLY else getattr(library, "_destroy", None)
-    if destroy is not None:
-        destroy()
+    """Undo the registration; without torch's own method (2.4 to 2.15), when the last reference goes.
 
+    torch's calls read their kernel without a lock and without the interpreter's lock, a field at a time: a call that
+    reads while its kernel changes from one in Python to one of torch's can mix the two, and fails. So where there are
+    other threads, those that are on their way get 50 us, while none can start, and nothing comes between this wait and
+    the change. What remains are calls of threads that run no Python, such as autograd's, in this very moment.
+    """
+    destroy = None if _PUBLIC_ONLY else getattr(library, "_destroy", None)
+    reset = getattr(getattr(library, "m", None), "reset", None)
+    if destroy is None:
+        return
+    if reset is not None and _wait_alone is not None and threading.active_count() > 1:
+        # in one call of C's: between two steps of Python another thread may run
+        deque(map(methodcaller("__call__"), (_wait_alone, reset)), maxlen=0)
+    destroy()
+
+
+def _uninterrupted_wait() -> Callable[[], object] | None:
+    """Waits 50 us and keeps the interpreter's lock, which time.sleep gives away; None without a C library of POSIX."""
+    try:
+        return functools.partial(ctypes.PyDLL(None).usleep, 50)
+    except (TypeError, AttributeError, OSError):
+        return None
+
+
+_wait_alone = _uninterrupted_wait()
 
 # make_autograd_impl, Info and the registry of fake kernels: torch 2.4 to 2.15
 _autograd: Any = _or_public("_library.autograd", None)
