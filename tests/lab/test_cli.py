@@ -146,6 +146,17 @@ REFUSED = [
     ("tune --op x", "softmax_backward"),
     ("tune --widths x", "integers"),
     ("tune --dtype int8", "'int8' is none of"),
+    ("tune --elements 0", "must be positive"),
+    ("tune --elements 4,5", "tensors of one size"),
+    ("tune --op softmax,log_softmax", "give one op for widths"),
+    ("tune --widths 4 --shapes 19x64", "one of the two"),
+    ("tune --columns 3:9", "--columns belongs to --random-shapes"),
+    ("tune --shapes 19", "give columns x positions"),
+    ("tune --shapes 19x64x2", "give columns x positions"),
+    ("tune --shapes ax2", "integers"),
+    ("tune --shapes 19x64 --op cross_entropy", "log_softmax_backward"),
+    ("tune --random-shapes 9 --inner 9:2", "LOW is at least 1"),
+    ("tune --random-shapes 9 --columns 2:2 --inner 2:4", "more than half"),
     ("lesson 99", "not one of 1, 2, 3"),
     ("lesson --puzzle", "--puzzle needs the number"),
     ("lesson --try bad.pt", "--try needs the number"),
@@ -204,7 +215,9 @@ def test_a_bad_input_is_one_line_on_stderr_and_status_2(
     assert line.startswith("nosuch") or only.startswith(f"fused-softmax {line.split()[0]}: ")
 
 
-@pytest.mark.parametrize("line", ["tune", "profile", "linear", "host", "parallel", "parallel --ranks 4"])
+@pytest.mark.parametrize(
+    "line", ["tune", "tune --shapes 19x64", "profile", "linear", "host", "parallel", "parallel --ranks 4"]
+)
 def test_commands_that_need_gpus_say_what_to_do(line: str):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fused_softmax.lab.bench.inputs import DTYPES, IGNORED
-from fused_softmax.launch import cross_entropy, loss_kernels, row_statistics
+from fused_softmax.launch import cross_entropy, loss_kernels, row_statistics, spatial
+from fused_softmax.launch.device import device_of
 from fused_softmax.launch.launcher import RowOp, launch_rows
 from fused_softmax.launch.layout import pointer, problem_of
 from fused_softmax.launch.options import CrossEntropy
@@ -18,7 +19,7 @@ from fused_softmax.launch.softmax import softmax_launch, softmax_op
 
 if TYPE_CHECKING:
     from fused_softmax.launch.compile import Launch
-    from fused_softmax.planning.types import Device, Plan, Problem
+    from fused_softmax.planning.types import Device, Plan, Problem, SpatialProblem
 
 
 def described_rows(n_rows: int, n_cols: int, dtype: str) -> tuple[Tensor, Tensor]:
@@ -100,6 +101,31 @@ def run_statistics_plan(plan: Plan) -> Callable[..., Any]:
     return call
 
 
+def planes_problem(n_cols: int, inner: int, dtype: str, *, backward: bool = False, log: bool = False) -> SpatialProblem:
+    """Softmax over dimension 1 of contiguous (outer, n_cols, inner), or its backward, as allocations start."""
+    tensors = [torch.empty(2, n_cols, inner, dtype=DTYPES[dtype], device="meta") for _ in range(2 + backward)]
+    return spatial.problem_of(*tensors, backward=backward, log=log)
+
+
+def run_planes_plan(plan: Plan, *, backward: bool = False, log: bool = False) -> Callable[..., Tensor]:
+    """Runs softmax over dimension 1, x -> y, or its gradient, (dy, y) -> dx, through a given plan.
+
+    All tensors (outer, n_cols, inner) of its calls lie as those of the first one; only `outer` may differ.
+    """
+    prepared: list[spatial.Run] = []
+
+    def call(*inputs: Tensor) -> Tensor:
+        y = inputs[-1]
+        tensors = (*reversed(inputs), torch.empty_like(y))
+        if not prepared:
+            recipe = spatial.softmax_recipe(tensors, plan, log, backward, device_of(y))
+            prepared.append(spatial.prepare(recipe, tensors))
+        prepared[0](tensors)
+        return tensors[-1]
+
+    return call
+
+
 def _fixed(op: RowOp, plan: Plan) -> RowOp:
     """`op` with this plan for every row."""
     return RowOp(_planner_of(plan), op.kernel, op.backward, op.log, op.alignment, op.most_warps)
@@ -111,10 +137,31 @@ def _planner_of(plan: Plan) -> Callable[[Problem, Device], Plan]:
 
 
 def plan_text(plan: Plan) -> str:
-    """Such as `cluster: 16 CTAs of 8 warps, 3 chunks of 2048 columns, exp twice; the row stays in ...`."""
-    ctas = f"{plan.ctas} CTA{'s' * (plan.ctas > 1)} of {plan.num_warps} warp{'s' * (plan.num_warps > 1)}"
-    rows = f", {plan.rows} rows a program" if plan.rows > 1 else ""
-    chunks = f", {plan.chunks} chunk{'s' * (plan.chunks > 1)} of {plan.vectors_per_chunk * plan.vec} columns"
-    more = ", unaligned head and tail" * plan.unaligned + ", exp twice" * plan.recompute
+    """Such as `cluster: 16 CTAs of 8 warps, 3 chunks of 2048 columns, exp twice; the row stays in ...`.
+
+    Over another dimension than the last the second part is that of a tile of positions, or of planes.
+    """
+    ctas = f"{_count(plan.ctas, 'CTA')} of {_count(plan.num_warps, 'warp')}"
+    holds = _held_planes_text(plan) if plan.regime.startswith("spatial") else _held_rows_text(plan)
+    more = ", exp twice" * plan.recompute
     registers = f", {plan.max_registers} registers" if plan.max_registers else ""
-    return f"{plan.regime}: {ctas}{rows}{chunks}{more}{registers}; {plan.why}"
+    return f"{plan.regime}: {ctas}, {holds}{more}{registers}; {plan.why}"
+
+
+def _held_rows_text(plan: Plan) -> str:
+    rows = f"{plan.rows} rows a program, " if plan.rows > 1 else ""
+    chunks = f"{_count(plan.chunks, 'chunk')} of {plan.vectors_per_chunk * plan.vec} columns"
+    return rows + chunks + ", unaligned head and tail" * plan.unaligned
+
+
+def _held_planes_text(plan: Plan) -> str:
+    if plan.gathered:
+        return f"{_count(plan.outers, 'plane')} a program, up to {_count(plan.chunks, 'column')} a thread"
+    if plan.periodic:
+        return f"up to {_count(plan.chunks, 'vector')} of {plan.vec} elements a thread"
+    chunks = f"{_count(plan.chunks, 'chunk')} of {_count(plan.vectors_per_chunk, 'column')}"
+    return f"tiles of {_count(plan.rows, 'position')} in accesses of {_count(plan.vec, 'element')}, {chunks}"
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'s' * (n != 1)}"

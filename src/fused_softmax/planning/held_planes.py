@@ -69,17 +69,17 @@ def most_held(plane: Plane, clusters: tuple[int, ...]) -> Held | None:
     for warps in FEW_WARPS if plane.inner < FEW_POSITIONS else HELD_WARPS[kind]:
         # one CTA of 16 warps would be alone on its multiprocessor, and wait for its own loads
         for ctas in clusters:
-            found = _held(plane, warps, ctas) if ctas > 1 or warps < MOST_WARPS else None
+            found = held_in(plane, warps, ctas) if ctas > 1 or warps < MOST_WARPS else None
             if found is not None and (best is None or found.share > LEAST_HELD_GAIN * best.share):
                 best = found
     if best is None or best.ctas <= HALVED_ABOVE[plane.backward] or plane.itemsize != 2 or best.num_warps < 8:
         return best
-    halved = (_held(plane, best.num_warps // 2, ctas) for ctas in clusters if ctas <= MOST_CTAS)
+    halved = (held_in(plane, best.num_warps // 2, ctas) for ctas in clusters if ctas <= MOST_CTAS)
     most = max((found for found in halved if found is not None), default=best)
     return most if most.share >= LEAST_HALVED * best.share else best
 
 
-def _held(plane: Plane, warps: int, ctas: int) -> Held | None:
+def held_in(plane: Plane, warps: int, ctas: int) -> Held | None:
     """How clusters of so many CTAs and warps hold the plane; None where they cannot."""
     vec, n, threads = VECTOR_BYTES // plane.itemsize, plane.n_cols * plane.inner, warps * 32
     period = plane.inner // gcd(plane.inner, vec)  # in vectors

@@ -233,7 +233,12 @@ def _small_planes(problem: SpatialProblem, device: Device) -> Plan | None:
     if best is None:
         return None
     outers, warps, found = best
-    room = next(n_bytes for n_bytes in ROOMS[problem.backward] if outers * plane <= n_bytes)
+    return small_planes_plan(problem, device, outers, warps, found)
+
+
+def small_planes_plan(problem: SpatialProblem, device: Device, outers: int, warps: int, found: Lanes) -> Plan:
+    """The plan of so many planes in a program of so many warps, whose columns lanes share as `found` says."""
+    room = next(n_bytes for n_bytes in ROOMS[problem.backward] if outers * problem.plane_bytes <= n_bytes)
     # a gradient's places would take more registers, and fewer programs would fit
     cap = GRADIENT_REGISTERS if problem.backward and found.chunks <= HELD_COLS else None
     return _plan(problem, device, 1, outers, found, warps, room, 0, cap)
@@ -301,9 +306,17 @@ def _cap(fitting: int, warps: int) -> int | None:
 
 def _lanes(problem: SpatialProblem, n_cols: int, outers: int, warps: int) -> Lanes | None:
     """The least costly lanes for n_cols columns of `outers` planes; None for too many columns."""
+    best: Lanes | None = None
+    for found in all_lanes(problem, n_cols, outers, warps):
+        if best is None or found.cost < 0.99 * best.cost:
+            best = found
+    return best
+
+
+def all_lanes(problem: SpatialProblem, n_cols: int, outers: int, warps: int) -> Iterator[Lanes]:
+    """The ways to share n_cols columns of `outers` planes that registers hold, fewest lanes first."""
     kind, itemsize = BACKWARD if problem.backward else FORWARD, problem.itemsize
     period = 4 * BANKS // itemsize  # of places that share a bank
-    best: Lanes | None = None
     for lanes in (1, 2, 4, 8, 16, 32):
         if n_cols > CHUNKS[-1] * lanes:
             continue
@@ -314,10 +327,7 @@ def _lanes(problem: SpatialProblem, n_cols: int, outers: int, warps: int) -> Lan
         idle = -(-threads // (32 * warps)) * 32 * warps / threads
         waves = wavefronts(1, lanes, 1, itemsize, problem.inner % period + period)
         cost = over_copy(n_cols, itemsize, kind, lanes, chunks, chunks, waves, WORK[kind].of_thread, idle)
-        cost += max(0, chunks - HELD_COLS) / COLS_OF_COPY
-        if best is None or cost < 0.99 * best.cost:
-            best = Lanes(lanes, chunks, full, cost)
-    return best
+        yield Lanes(lanes, chunks, full, cost + max(0, chunks - HELD_COLS) / COLS_OF_COPY)
 
 
 def _plan(
@@ -346,7 +356,7 @@ def periodic_plan(problem: SpatialProblem, device: Device, least: float | None =
     """
     least = LEAST_HELD[problem.backward] if least is None else least
     best = _most_held(problem, device)
-    return _periodic(problem, best) if best is not None and best.share >= least else None
+    return held_plan(problem, best) if best is not None and best.share >= least else None
 
 
 def _held_gradient(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
@@ -361,20 +371,30 @@ def _held_gradient(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan
         gains = best.ctas == 1 and empty and best.share >= LEAST_HELD_WHOLE
     else:
         gains = best.ctas == 1 or empty
-    return _periodic(problem, best) if gains else None
+    return held_plan(problem, best) if gains else None
 
 
 def _most_held(problem: SpatialProblem, device: Device) -> Held | None:
     """How registers hold a plane best; None where they do not."""
     if not problem.packed or problem.batch_invariant or not device.adds_shared_memory:
         return None
+    return most_held(plane_of(problem), cluster_sizes(device))
+
+
+def plane_of(problem: SpatialProblem) -> Plane:
+    """What of a problem decides how registers hold it."""
+    return Plane(problem.n_cols, problem.inner, problem.itemsize, problem.backward)
+
+
+def cluster_sizes(device: Device) -> tuple[int, ...]:
+    """CTAs that a cluster which holds a plane in its registers may have."""
     # of the sizes above 8 Triton's launcher allows 16 alone
     sizes = (1, 2, 4, 8, 16) if device.kind == "interpreter" else (*range(1, 9), 16)
-    clusters = tuple(size for size in sizes if size <= device.max_cluster)
-    return most_held(Plane(problem.n_cols, problem.inner, problem.itemsize, problem.backward), clusters)
+    return tuple(size for size in sizes if size <= device.max_cluster)
 
 
-def _periodic(problem: SpatialProblem, held: Held) -> Plan:
+def held_plan(problem: SpatialProblem, held: Held) -> Plan:
+    """The plan of planes that a cluster holds in its registers as `held` says."""
     plane, threads = f"a plane of {problem.n_cols} x {problem.inner}", held.num_warps * 32
     return Plan(
         "spatial_cluster" if held.ctas > 1 else "spatial", 1, held.ctas, 1, held.lanes, problem.full_vec, held.chunks,

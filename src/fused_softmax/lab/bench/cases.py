@@ -181,13 +181,14 @@ def shaped_cases(op: str, count: int, seed: int, dtypes: Sequence[str] = (), ele
     """An op at `count` random shapes, in `dtypes` (default: one that is drawn for each shape)."""
     layouts = OF_IMAGES if op == "cross_entropy" else tuple(LAYOUTS)
     return tuple(
-        _shaped(op, dtype, s.outer, s.n_cols, s.inner, s.layout, f"random shape, seed {seed}")
+        shaped_case(op, dtype, s.outer, s.n_cols, s.inner, s.layout, f"random shape, seed {seed}")
         for s in random_shapes(count, seed, elements, layouts)
         for dtype in dtypes or (s.dtype,)
     )
 
 
-def _shaped(op: str, dtype: str, outer: int, n_cols: int, inner: int, layout: str, reason: str) -> Case:
+def shaped_case(op: str, dtype: str, outer: int, n_cols: int, inner: int, layout: str, reason: str) -> Case:
+    """The case of an op over a tensor (outer, n_cols, inner) in a layout."""
     by = timed_by(outer * inner, n_cols, DTYPES[dtype].itemsize)
     return Case(op, dtype, outer * inner, n_cols, reason, by, outer=outer, inner=inner, layout=layout)
 
@@ -219,7 +220,7 @@ def table(name: str, op: str = "softmax") -> Table:
         # one program holds the classes of a loss
         named = [shape for shape in SHAPES if op != "cross_entropy" or shape[1] <= 1000]
         return Table(
-            name, tuple(_shaped(op, d, *shape, "", "named") for shape in named for d in both), SHAPE_PEERS, 0.1
+            name, tuple(shaped_case(op, d, *shape, "", "named") for shape in named for d in both), SHAPE_PEERS, 0.1
         )
     if name in ("few_rows", "few_rows_cold"):
         by: TimedBy = "graph" if name == "few_rows" else "graph_cold"

@@ -131,7 +131,9 @@ class Session:
         record.torch_error = judge.torch_error
         regime = None
         try:
-            if system.kind == "ours":
+            if system.plan:
+                record.plan = system.plan
+            elif system.kind == "ours":
                 regime, record.plan = plan_of(judge.op, inputs)
             call = system.made_for(case)
             began = time.perf_counter()

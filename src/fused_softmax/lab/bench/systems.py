@@ -45,6 +45,7 @@ class System:
     poison_by_mode: bool = True
     # builds it for a workload in another shape than rows; None: it takes rows only
     over: Callable[[Op], Callable[..., Any]] | None = None
+    plan: str = ""  # in words, where it is not the planner's choice
 
     def made_for(self, case: Case) -> Callable[..., Any]:
         """The callable over a case's inputs."""

@@ -1,4 +1,4 @@
-"""The commands that measure, and that show results: bench, report, tune, profile."""
+"""The commands that measure, and that show results: bench, report, profile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from fused_softmax.lab.cli import options
 from fused_softmax.lab.cli.options import (
@@ -196,44 +195,6 @@ def compare_runs(old: Path, new: Path) -> None:
         print("the two runs have no timed case in common")
     for line in (*comparing.machines("OLD", runs[0]), *comparing.machines("NEW", runs[1]), *comparing.unmatched(*runs)):
         print(line)
-
-
-def tune(
-    widths: Annotated[str, typer.Option(help="comma-separated numbers of columns; default: the forward table's")] = "",
-    dtype: Dtype = "bfloat16,float32",
-    op: Annotated[str, typer.Option(help="such as softmax, log_softmax_backward or cross_entropy")] = "softmax",
-    elements: Annotated[int, typer.Option(min=1, help="elements of each tensor")] = 2**28,
-    random_widths: Annotated[int, typer.Option(min=0, max=1000, help="draw so many widths, half of them odd")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="the same seed draws the same --random-widths")] = 0,
-    workers: Annotated[int, typer.Option(min=0, help="processes that compile first")] = 8,
-) -> None:
-    """Time the planner's candidates on this GPU and print the fastest as a config table."""
-    asked = numbers(widths, "--widths"), dtypes(dtype) or dtypes("bfloat16,float32")
-    import torch
-    from rich.progress import Progress
-
-    from fused_softmax.lab.bench.cases import FORWARD_WIDTHS, RANDOM_RANGE, RANDOM_RANGES
-    from fused_softmax.lab.bench.cases import random_widths as drawn
-    from fused_softmax.lab.bench.ops import family
-    from fused_softmax.lab.tune import TUNABLE, as_config_table
-    from fused_softmax.lab.tune import tune as measure
-    from fused_softmax.launch.device import device_here, interpreting
-
-    console = Console(stderr=True)
-    if op not in TUNABLE:
-        raise Refused(f"{op!r} is none of {', '.join(TUNABLE)}", "--op")
-    if not torch.cuda.is_available() or interpreting():
-        raise Refused("needs a GPU, and there is none that torch can use here: run it on a machine with one")
-    wanted = asked[0] or (() if random_widths else FORWARD_WIDTHS)
-    if random_widths:
-        wanted = (*wanted, *drawn(random_widths, seed, *RANDOM_RANGES.get(family(op), RANDOM_RANGE)))
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("tuning", total=len(wanted) * len(asked[1]))
-        with refusing(ValueError):
-            choices = measure(
-                op, asked[1], wanted, device_here(), elements, lambda choice: progress.advance(task), workers
-            )
-    print(as_config_table(choices, torch.cuda.get_device_name()))
 
 
 def profile(

@@ -59,6 +59,14 @@ def columns_between(text: str, option: str = "--columns") -> tuple[int, int] | N
     return limits
 
 
+def shapes_named(text: str, option: str = "--shapes") -> tuple[tuple[int, int], ...]:
+    """Split a comma-separated option into (columns, positions), given as COLUMNSxINNER."""
+    found = [numbers(name.replace("x", ","), option) for name in names(text, option)]
+    if any(len(shape) != 2 for shape in found):
+        raise Refused(f"{text!r}: give columns x positions, such as 19x4096,103x42", option)
+    return tuple((n_cols, inner) for n_cols, inner in found)
+
+
 def dtypes(text: str, option: str = "--dtype") -> tuple[str, ...]:
     """Split and widen dtype names."""
     found = tuple(DTYPE_NAMES.get(name, name) for name in names(text, option))

@@ -1,0 +1,137 @@
+"""The command that times other plans than the planner's: tune."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from fused_softmax.lab.cli.options import Dtype, columns_between, dtypes, names, numbers, shapes_named
+from fused_softmax.lab.ending import INTERRUPTED
+from fused_softmax.lab.terminal import Refused, refusing
+
+
+def tune(
+    widths: Annotated[str, typer.Option(help="comma-separated numbers of columns; default: the forward table's")] = "",
+    dtype: Dtype = "bfloat16,float32",
+    op: Annotated[
+        str, typer.Option(help="such as softmax or cross_entropy; several for shapes, with commas")
+    ] = "softmax",
+    elements: Annotated[
+        str, typer.Option(help="elements of each tensor: 2^28 for widths, and 3e6, 1.6e7 and 8e7 for shapes without it")
+    ] = "",
+    random_widths: Annotated[int, typer.Option(min=0, max=1000, help="draw so many widths, half of them odd")] = 0,
+    shapes: Annotated[
+        str, typer.Option(help="COLUMNSxINNER of dimension 1 of (outer, COLUMNS, INNER), such as 19x4096,103x42")
+    ] = "",
+    random_shapes: Annotated[int, typer.Option(min=0, max=1000, help="draw so many shapes COLUMNSxINNER")] = 0,
+    columns: Annotated[str, typer.Option(help="of --random-shapes, LOW:HIGH; 2:4096 without it")] = "",
+    inner: Annotated[str, typer.Option(help="of --random-shapes, LOW:HIGH; 2:4096 without it")] = "",
+    plans: Annotated[int, typer.Option(min=0, help="plans of each shape, drawn by the seed; 0: all")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="the same seed draws the same widths, shapes and plans")] = 0,
+    seconds: Annotated[float, typer.Option(min=0.0, help="of shapes: seconds for each plan and size")] = 0.003,
+    record: Annotated[Path | None, typer.Option(help="of shapes: write all times to this file, as JSON")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="processes that compile first")] = 8,
+) -> None:
+    """Time the planner's candidates on this GPU: print config tables of widths, or the fastest plans of shapes."""
+    over_widths = bool(widths or random_widths)
+    over_shapes = bool(shapes or random_shapes)
+    if over_widths and over_shapes:
+        raise Refused("--widths and --shapes: give one of the two")
+    limits = columns_between(columns) or (2, 4096), columns_between(inner, "--inner") or (2, 4096)
+    if (columns or inner) and not random_shapes:
+        raise Refused("belongs to --random-shapes: give it too", "--columns" if columns else "--inner")
+    asked = dtypes(dtype) or dtypes("bfloat16,float32")
+    sizes, ops = numbers(elements, "--elements"), names(op, "--op")
+    if over_shapes:
+        found = shapes_named(shapes)
+        _tune_shapes(found, random_shapes, limits, ops, asked, sizes, plans, seed, seconds, record, workers)
+        return
+    if len(sizes) > 1:
+        raise Refused(f"{elements!r}: widths have tensors of one size", "--elements")
+    if len(ops) != 1:
+        raise Refused(f"{op!r}: give one op for widths", "--op")
+    _tune_widths(numbers(widths, "--widths"), random_widths, ops[0], asked, sizes[0] if sizes else 2**28, seed, workers)
+
+
+def _expect_gpu() -> None:
+    import torch
+
+    from fused_softmax.launch.device import interpreting
+
+    if not torch.cuda.is_available() or interpreting():
+        raise Refused("needs a GPU, and there is none that torch can use here: run it on a machine with one")
+
+
+def _tune_widths(
+    widths: tuple[int, ...], random_widths: int, op: str, asked: tuple[str, ...], elements: int, seed: int, workers: int
+) -> None:
+    import torch
+
+    from fused_softmax.lab.bench.cases import FORWARD_WIDTHS, RANDOM_RANGE, RANDOM_RANGES
+    from fused_softmax.lab.bench.cases import random_widths as drawn
+    from fused_softmax.lab.bench.ops import family
+    from fused_softmax.lab.tune import TUNABLE, as_config_table
+    from fused_softmax.lab.tune import tune as measure
+    from fused_softmax.launch.device import device_here
+
+    if op not in TUNABLE:
+        raise Refused(f"{op!r} is none of {', '.join(TUNABLE)}", "--op")
+    _expect_gpu()
+    wanted = widths or (() if random_widths else FORWARD_WIDTHS)
+    if random_widths:
+        wanted = (*wanted, *drawn(random_widths, seed, *RANDOM_RANGES.get(family(op), RANDOM_RANGE)))
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("tuning", total=len(wanted) * len(asked))
+        with refusing(ValueError):
+            choices = measure(
+                op, asked, wanted, device_here(), elements, lambda choice: progress.advance(task), workers
+            )
+    print(as_config_table(choices, torch.cuda.get_device_name()))
+
+
+def _tune_shapes(
+    shapes: tuple[tuple[int, int], ...], random_shapes: int, limits: tuple[tuple[int, int], tuple[int, int]],
+    ops: tuple[str, ...], asked: tuple[str, ...], sizes: tuple[int, ...], plans: int, seed: int, seconds: float,
+    record: Path | None, workers: int,
+) -> None:  # fmt: skip
+    from fused_softmax.lab import tune_shapes as tuning
+
+    if unknown := [name for name in ops if name not in tuning.OPS]:
+        raise Refused(f"{unknown[0]!r} is none of {', '.join(tuning.OPS)}", "--op")
+    named = [tuning.Columns(o, d, *shape) for o in ops for d in asked for shape in shapes]
+    with refusing(ValueError):
+        drawn = tuning.drawn(random_shapes, seed, *limits, ops, asked) if random_shapes else []
+    _expect_gpu()
+    from fused_softmax.lab.bench.ceilings import measured
+    from fused_softmax.lab.bench.session import Session
+    from fused_softmax.lab.record import Header, Record, header, to_json, write_atomically
+    from fused_softmax.launch.device import describe, device_here
+
+    request = tuning.Request((*named, *drawn), sizes or tuning.SIZES, plans, seed)
+    on = device_here()
+    device, head = describe(on), header(on, interpreted=False)
+    if isinstance(device, str):
+        raise Refused(device)
+
+    def save(head: Header, records: Sequence[Record]) -> None:
+        if record is not None:
+            write_atomically(record, to_json(head, records))
+
+    with refusing(OSError):  # before a run of minutes
+        save(head, [])
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        if workers:
+            task = progress.add_task(f"compiling in {workers} processes", total=len(tuning.jobs_of(request, device)))
+            tuning.compile_ahead(request, device, workers, lambda: progress.advance(task))
+        head.seed, head.ceilings = seed, measured(on)
+        task = progress.add_task("tuning", total=len(request.columns))
+        session = Session(head, (), on, seconds, save=save)
+        records = tuning.run(request, session, device, lambda columns: progress.advance(task))
+    print("\n".join(tuning.lines(tuning.outcomes(records))))
+    if head.stopped:
+        raise typer.Exit(INTERRUPTED if head.stopped == "interrupted" else 1)

@@ -1,0 +1,130 @@
+"""The plans that a softmax over another dimension than the last could have, to be timed next to the planner's choice.
+
+Three families hold the columns on chip: tiles of positions, several planes as one piece of memory, and planes in the
+registers of a cluster. Columns that are read twice have no candidates.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from fused_softmax.planning.held_planes import MOST_WARPS, held_in
+from fused_softmax.planning.lean_tiles import MOST_KEPT
+from fused_softmax.planning.planes import (
+    PIECE_BYTES,
+    ROOMS,
+    all_lanes,
+    cluster_sizes,
+    held_plan,
+    plane_of,
+    small_planes_plan,
+)
+from fused_softmax.planning.spatial import tiles_plan
+from fused_softmax.planning.spatial_tables import SpatialConfig
+from fused_softmax.planning.types import SECTOR_BYTES, Device, Plan, SpatialProblem, power_of_two
+
+POSITIONS = (16, 32, 64, 128, 256, 512)
+THREAD_BYTES = (16, 8, 4)
+WARPS, CTAS = (1, 2, 4, 8, 16), (2, 4, 8, 16)
+# words of 4 bytes that a thread holds of the columns, at most: each gives the fewest warps or CTAs that have no more
+WORDS = (16, 28, 44, 72, 96)
+# the cap on a thread's registers, by those words
+REGISTERS = ((28, None), (44, 80), (76, 112), (88, 128), (WORDS[-1], 168))
+MOST_EMPTY = 1.5  # positions of whole tiles over those that exist, at most
+
+
+def candidates(problem: SpatialProblem, device: Device, most: int = 0, seed: int = 0) -> list[Plan]:
+    """Different plans that hold `problem`; where there are more than `most`, so many that the seed draws. 0: all.
+
+    >>> from fused_softmax.planning.types import DEVICES
+    >>> problem = SpatialProblem(2, 86, "bfloat16", "bfloat16", 2, backward=True, whole_sectors=False, packed=True)
+    >>> len(candidates(problem, DEVICES["sm_90"], most=20))
+    20
+    """
+    found = list(dict.fromkeys((*_tiles(problem, device), *_pieces(problem, device), *_in_registers(problem, device))))
+    if 0 < most < len(found):
+        found = random.Random(f"{seed} {problem}").sample(found, most)
+    return found
+
+
+def _tiles(problem: SpatialProblem, device: Device) -> Iterator[Plan]:
+    """Tiles of positions: plain, overlapping and skewed ones, in one program and on a cluster."""
+    starts, all_positions = problem.starts * problem.itemsize, power_of_two(problem.inner)
+    places: list[tuple[bool, int]] = [(False, 0)]  # (overlaps, skewed)
+    if problem.in_phase and starts < SECTOR_BYTES:
+        places += [(True, 0), *((False, unit) for unit in (4, 8, 16, 32) if starts <= unit > problem.itemsize)]
+    for overlaps, skewed in places:
+        for positions in (p for p in POSITIONS if p <= max(all_positions, POSITIONS[0])):
+            # such tiles have aligned accesses alone: columns start at `starts`, or are skewed so that they do
+            aligned = skewed or (starts if overlaps else THREAD_BYTES[0])
+            for thread_bytes in (n for n in THREAD_BYTES if n <= aligned):
+                if _fills(problem, min(positions, all_positions), overlaps, skewed):
+                    yield from _tiles_of(problem, device, positions, thread_bytes, overlaps, skewed)
+
+
+def _fills(problem: SpatialProblem, positions: int, overlaps: bool, skewed: int) -> bool:
+    """Whether tiles of so many positions have some of their own, and are not nearly half empty."""
+    shared = problem.overlap_of(skewed // problem.itemsize) if skewed else problem.sector - problem.vec
+    step = positions - (shared if overlaps or skewed else 0)
+    return step > 0 and -(-problem.inner // step) * step <= max(MOST_EMPTY * problem.inner, POSITIONS[0])
+
+
+def _tiles_of(
+    problem: SpatialProblem, device: Device, positions: int, thread_bytes: int, overlaps: bool, skewed: int
+) -> Iterator[Plan]:
+    """One tile, by the words of a thread: in one program of few warps up to many, and on clusters of 4 and 8 warps."""
+    starts, period = problem.starts * problem.itemsize, SECTOR_BYTES // thread_bytes if overlaps else 1
+    # skewed tiles have measured caps on registers for 4 and 8 warps
+    ways = [[(1, warps) for warps in (WARPS if not skewed else (4, 8))]]
+    # CTAs of a cluster write other columns: a sector that two share is written twice
+    if problem.dtype == problem.out_dtype and (skewed or overlaps or starts == SECTOR_BYTES):
+        ways += [[(ctas, warps) for ctas in CTAS if ctas <= device.max_cluster] for warps in (4, 8)]
+    for sizes in ways:
+        for words in WORDS:
+            for ctas, warps in sizes:
+                cols = warps * device.warp_size * thread_bytes // problem.itemsize // positions
+                # each CTA has columns, and in overlapping tiles chunks are whole periods of the columns' starts
+                if problem.n_cols <= (ctas - 1) * cols or cols * ctas < period:
+                    continue
+                held = problem.words(cols * ctas, thread_bytes)
+                if held > words or ((skewed or ctas > 1) and warps * device.warp_size < positions):
+                    continue
+                cap = next(cap for most, cap in REGISTERS if held <= most)
+                recompute = problem.backward or held > MOST_KEPT
+                config = SpatialConfig(
+                    problem.n_cols, ctas, warps, positions, recompute, cap, thread_bytes, skewed=skewed,
+                    overlaps=overlaps,
+                )  # fmt: skip
+                yield tiles_plan(problem, device, config)
+                break
+
+
+def _pieces(problem: SpatialProblem, device: Device) -> Iterator[Plan]:
+    """One plane or several that a program moves as one piece, in warps and lanes of all sizes."""
+    if not problem.packed or problem.n_cols <= 1 or problem.batch_invariant or device.warp_size != 32:
+        return
+    most = PIECE_BYTES[problem.backward] // problem.plane_bytes
+    if problem.plane_bytes > ROOMS[problem.backward][-1]:
+        return
+    for part in (1, 2, 4, 8):
+        outers = max(1, most // part)
+        for warps in WARPS[:4]:
+            for found in all_lanes(problem, problem.n_cols, outers, warps):
+                # neither lanes without a column, nor half of the threads without a position
+                busy = outers * problem.inner * found.lanes * 2 > warps * device.warp_size
+                if busy and found.lanes < 2 * problem.n_cols:
+                    yield small_planes_plan(problem, device, outers, warps, found)
+
+
+def _in_registers(problem: SpatialProblem, device: Device) -> Iterator[Plan]:
+    """Planes in the registers of a cluster, of all sizes of it."""
+    if not problem.packed or problem.batch_invariant or not device.adds_shared_memory:
+        return
+    if problem.n_cols <= 1 or problem.inner <= 1:
+        return
+    for warps in (4, 8, MOST_WARPS):
+        for ctas in cluster_sizes(device):
+            held = held_in(plane_of(problem), warps, ctas)
+            if held is not None and held.chunks:
+                yield held_plan(problem, held)
