@@ -7,7 +7,7 @@ import pytest
 from fused_softmax.lab.plans import plan_text, planes_problem, problem_for
 from fused_softmax.planning import softmax
 from fused_softmax.planning.planes import periodic_plan, planes_plan
-from fused_softmax.planning.spatial import parts_plan, plan_spatial
+from fused_softmax.planning.spatial import bundled_plan, parts_plan, plan_spatial
 from fused_softmax.planning.types import DEVICES, Plan
 
 SM_90 = DEVICES["sm_90"]
@@ -28,7 +28,12 @@ SM_90 = DEVICES["sm_90"]
         ),
         (
             parts_plan(planes_problem(50257, 1024, "bfloat16"), SM_90),
-            "tiles of 128 positions in accesses of 8 elements, 4 chunks of 8 columns; ",
+            "tiles of 128 positions in accesses of 8 elements, 4 chunks of 8 columns a CTA; ",
+        ),
+        (planes_plan(planes_problem(1956, 97, "bfloat16"), SM_90), "a plane on 8 CTAs, up to 19 columns a thread"),
+        (
+            bundled_plan(planes_problem(400000, 5, "bfloat16"), SM_90, 48),
+            "tiles of 64 elements in accesses of 8 elements, 16 chunks of 16 bundles a CTA; ",
         ),
     ],
 )

@@ -1,7 +1,8 @@
-"""The plans that a softmax over another dimension than the last could have, to be timed next to the planner's choice.
+"""Plans that a softmax over another dimension than the last could have, to be timed next to the planner's plan.
 
 Three families hold the columns on chip: tiles of positions, several planes as one piece of memory, and planes in the
-registers of a cluster. Columns that are read twice have no candidates.
+registers of a cluster. Two kinds of plans have no candidates: columns that are read twice, and chunks that are staged
+in shared memory.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from fused_softmax.planning.planes import (
     plane_of,
     small_planes_plan,
 )
-from fused_softmax.planning.spatial import tiles_plan
+from fused_softmax.planning.spatial import staggered, tiles_plan
 from fused_softmax.planning.spatial_tables import SpatialConfig
 from fused_softmax.planning.types import SECTOR_BYTES, Device, Plan, SpatialProblem, power_of_two
 
 POSITIONS = (16, 32, 64, 128, 256, 512)
 THREAD_BYTES = (16, 8, 4)
 WARPS, CTAS = (1, 2, 4, 8, 16), (2, 4, 8, 16)
-# words of 4 bytes that a thread holds of the columns, at most: each gives the fewest warps or CTAs that have no more
+# limits of the words of 4 bytes that a thread holds of the columns. For each limit a tile has the fewest warps, or the
+# fewest CTAs, whose threads hold no more
 WORDS = (16, 28, 44, 72, 96)
 # the cap on a thread's registers, by those words
 REGISTERS = ((28, None), (44, 80), (76, 112), (88, 128), (WORDS[-1], 168))
-MOST_EMPTY = 1.5  # positions of whole tiles over those that exist, at most
+MOST_FILLED_UP = 1.5  # positions of whole tiles over those that exist, at most
 
 
 def candidates(problem: SpatialProblem, device: Device, most: int = 0, seed: int = 0) -> list[Plan]:
-    """Different plans that hold `problem`; where there are more than `most`, so many that the seed draws. 0: all.
+    """Different plans that hold `problem`: at most `most` of them, drawn by the seed; all where `most` is 0.
 
     >>> from fused_softmax.planning.types import DEVICES
     >>> problem = SpatialProblem(2, 86, "bfloat16", "bfloat16", 2, backward=True, whole_sectors=False, packed=True)
@@ -67,7 +69,7 @@ def _fills(problem: SpatialProblem, positions: int, overlaps: bool, skewed: int)
     """Whether tiles of so many positions have some of their own, and are not nearly half empty."""
     shared = problem.overlap_of(skewed // problem.itemsize) if skewed else problem.sector - problem.vec
     step = positions - (shared if overlaps or skewed else 0)
-    return step > 0 and -(-problem.inner // step) * step <= max(MOST_EMPTY * problem.inner, POSITIONS[0])
+    return step > 0 and -(-problem.inner // step) * step <= max(MOST_FILLED_UP * problem.inner, POSITIONS[0])
 
 
 def _tiles_of(
@@ -96,7 +98,8 @@ def _tiles_of(
                     problem.n_cols, ctas, warps, positions, recompute, cap, thread_bytes, skewed=skewed,
                     overlaps=overlaps,
                 )  # fmt: skip
-                yield tiles_plan(problem, device, config)
+                plan = tiles_plan(problem, device, config)
+                yield from (plan, staggered(plan, problem, device))
                 break
 
 
@@ -123,8 +126,11 @@ def _in_registers(problem: SpatialProblem, device: Device) -> Iterator[Plan]:
         return
     if problem.n_cols <= 1 or problem.inner <= 1:
         return
+    vectors = problem.n_cols * problem.inner // problem.full_vec
     for warps in (4, 8, MOST_WARPS):
         for ctas in cluster_sizes(device):
+            threads = warps * device.warp_size
             held = held_in(plane_of(problem), warps, ctas)
-            if held is not None and held.chunks:
+            # each CTA has vectors, and so have half of all threads
+            if held is not None and vectors > max((ctas - 1) * threads, ctas * threads // 2):
                 yield held_plan(problem, held)

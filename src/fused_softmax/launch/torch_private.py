@@ -223,10 +223,11 @@ get_kernel: Any = _find("library.get_kernel")  # torch 2.10; without it patch() 
 def destroy_library(library: torch.library.Library) -> None:
     """Undo the registration; without torch's own method (2.4 to 2.15), when the last reference goes.
 
-    torch's calls read their kernel without a lock and without the interpreter's lock, a field at a time: a call that
-    reads while its kernel changes from one in Python to one of torch's can mix the two, and fails. So where there are
-    other threads, those that are on their way get 50 us, while none can start, and nothing comes between this wait and
-    the change. What remains are calls of threads that run no Python, such as autograd's, in this very moment.
+    A call reads its kernel from torch's table without a lock, a field at a time. If the kernel changes from one in
+    Python to one of torch's meanwhile, the call can mix the two, and fails. So where there are other threads, the
+    change comes after a wait of at least 50 us, in which calls that have begun go on and no thread can begin one. It
+    does not help calls of threads that run no Python, such as autograd's, threads that the system suspends for longer,
+    and a Python without the interpreter's lock.
     """
     destroy = None if _PUBLIC_ONLY else getattr(library, "_destroy", None)
     reset = getattr(getattr(library, "m", None), "reset", None)
@@ -239,7 +240,7 @@ def destroy_library(library: torch.library.Library) -> None:
 
 
 def _uninterrupted_wait() -> Callable[[], object] | None:
-    """Waits 50 us and keeps the interpreter's lock, which time.sleep gives away; None without a C library of POSIX."""
+    """What waits at least 50 us and keeps the interpreter's lock, unlike time.sleep; None without usleep."""
     try:
         return functools.partial(ctypes.PyDLL(None).usleep, 50)
     except (TypeError, AttributeError, OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
@@ -54,17 +55,22 @@ def columns_between(text: str, option: str = "--columns") -> tuple[int, int] | N
         limits = int(low), int(high or low)
     except ValueError:
         raise Refused(f"{text!r} is not LOW:HIGH: give two numbers of columns, such as 1:4096", option) from None
-    if not 1 <= limits[0] <= limits[1]:
-        raise Refused(f"{text!r}: LOW is at least 1 and at most HIGH, as in 1:4096", option)
+    if not 1 <= limits[0] <= limits[1] < 2**60:
+        raise Refused(f"{text!r}: LOW is at least 1 and at most HIGH, as in 1:4096, and HIGH below 2^60", option)
     return limits
 
 
 def shapes_named(text: str, option: str = "--shapes") -> tuple[tuple[int, int], ...]:
     """Split a comma-separated option into (columns, positions), given as COLUMNSxINNER."""
-    found = [numbers(name.replace("x", ","), option) for name in names(text, option)]
-    if any(len(shape) != 2 for shape in found):
-        raise Refused(f"{text!r}: give columns x positions, such as 19x4096,103x42", option)
-    return tuple((n_cols, inner) for n_cols, inner in found)
+    found = []
+    for name in names(text, option):
+        shape = [part.strip() for part in name.lower().split("x")]
+        if len(shape) != 2 or not all(part.isdecimal() and int(part) for part in shape):
+            raise Refused(f"{name!r} is no shape: give columns x positions, such as 19x4096,103x42", option)
+        found.append((int(shape[0]), int(shape[1])))
+        if math.prod(found[-1]) >= 2**31:
+            raise Refused(f"{name!r} are 2^31 elements or more", option)
+    return tuple(found)
 
 
 def dtypes(text: str, option: str = "--dtype") -> tuple[str, ...]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,42 +16,59 @@ from fused_softmax.lab.cli.options import Dtype, columns_between, dtypes, names,
 from fused_softmax.lab.ending import INTERRUPTED
 from fused_softmax.lab.terminal import Refused, refusing
 
+if TYPE_CHECKING:
+    from fused_softmax.lab.tune_shapes import Workload
+
 
 def tune(
     widths: Annotated[str, typer.Option(help="comma-separated numbers of columns; default: the forward table's")] = "",
     dtype: Dtype = "bfloat16,float32",
     op: Annotated[
-        str, typer.Option(help="such as softmax or cross_entropy; several for shapes, with commas")
+        str, typer.Option(help="such as softmax or cross_entropy; of shapes several, comma-separated")
     ] = "softmax",
     elements: Annotated[
-        str, typer.Option(help="elements of each tensor: 2^28 for widths, and 3e6, 1.6e7 and 8e7 for shapes without it")
+        str,
+        typer.Option(
+            help="elements of each tensor, 268435456 without it; of shapes several numbers, comma-separated, and "
+            "3000000,16000000,80000000 without it"
+        ),
     ] = "",
     random_widths: Annotated[int, typer.Option(min=0, max=1000, help="draw so many widths, half of them odd")] = 0,
     shapes: Annotated[
-        str, typer.Option(help="COLUMNSxINNER of dimension 1 of (outer, COLUMNS, INNER), such as 19x4096,103x42")
+        str,
+        typer.Option(help="COLUMNSxINNER, comma-separated: softmax over dimension 1 of (outer, COLUMNS, INNER)"),
     ] = "",
-    random_shapes: Annotated[int, typer.Option(min=0, max=1000, help="draw so many shapes COLUMNSxINNER")] = 0,
-    columns: Annotated[str, typer.Option(help="of --random-shapes, LOW:HIGH; 2:4096 without it")] = "",
-    inner: Annotated[str, typer.Option(help="of --random-shapes, LOW:HIGH; 2:4096 without it")] = "",
-    plans: Annotated[int, typer.Option(min=0, help="plans of each shape, drawn by the seed; 0: all")] = 0,
+    random_shapes: Annotated[int, typer.Option(min=0, max=1000, help="draw so many shapes")] = 0,
+    columns: Annotated[str, typer.Option(help="of --random-shapes: LOW:HIGH columns; 2:4096 without it")] = "",
+    inner: Annotated[str, typer.Option(help="of --random-shapes: LOW:HIGH positions; 2:4096 without it")] = "",
+    plans: Annotated[
+        int | None, typer.Option(min=0, help="of shapes: other plans of each, at most; all without it")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="the same seed draws the same widths, shapes and plans")] = 0,
-    seconds: Annotated[float, typer.Option(min=0.0, help="of shapes: seconds for each plan and size")] = 0.003,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="of shapes: seconds for each plan and size; 0.003 without it")
+    ] = None,
     record: Annotated[Path | None, typer.Option(help="of shapes: write all times to this file, as JSON")] = None,
     workers: Annotated[int, typer.Option(min=0, help="processes that compile first")] = 8,
 ) -> None:
-    """Time the planner's candidates on this GPU: print config tables of widths, or the fastest plans of shapes."""
-    over_widths = bool(widths or random_widths)
-    over_shapes = bool(shapes or random_shapes)
-    if over_widths and over_shapes:
+    """Time other plans than the planner's on this GPU, and print config tables, or the fastest plans of shapes."""
+    of_shapes = bool(shapes or random_shapes)
+    if of_shapes and (widths or random_widths):
         raise Refused("--widths and --shapes: give one of the two")
+    for option, given in {"--columns": columns, "--inner": inner}.items():
+        if given and not random_shapes:
+            raise Refused("belongs to --random-shapes: give it too", option)
+    for option, value in {"--plans": plans, "--seconds": seconds, "--record": record}.items():
+        if value is not None and not of_shapes:
+            raise Refused("belongs to --shapes and --random-shapes: give one of them too", option)
+    if seconds is not None and not math.isfinite(seconds):
+        raise Refused(f"{seconds} is not a number of seconds, such as 0.01", "--seconds")
     limits = columns_between(columns) or (2, 4096), columns_between(inner, "--inner") or (2, 4096)
-    if (columns or inner) and not random_shapes:
-        raise Refused("belongs to --random-shapes: give it too", "--columns" if columns else "--inner")
     asked = dtypes(dtype) or dtypes("bfloat16,float32")
-    sizes, ops = numbers(elements, "--elements"), names(op, "--op")
-    if over_shapes:
-        found = shapes_named(shapes)
-        _tune_shapes(found, random_shapes, limits, ops, asked, sizes, plans, seed, seconds, record, workers)
+    sizes, ops = numbers(elements, "--elements"), tuple(dict.fromkeys(names(op, "--op")))
+    if of_shapes:
+        workloads = _workloads(shapes_named(shapes), random_shapes, seed, limits, ops, asked)
+        _tune_shapes(workloads, sizes, plans or 0, seed, 0.003 if seconds is None else seconds, record, workers)
         return
     if len(sizes) > 1:
         raise Refused(f"{elements!r}: widths have tensors of one size", "--elements")
@@ -94,44 +113,60 @@ def _tune_widths(
     print(as_config_table(choices, torch.cuda.get_device_name()))
 
 
-def _tune_shapes(
-    shapes: tuple[tuple[int, int], ...], random_shapes: int, limits: tuple[tuple[int, int], tuple[int, int]],
-    ops: tuple[str, ...], asked: tuple[str, ...], sizes: tuple[int, ...], plans: int, seed: int, seconds: float,
-    record: Path | None, workers: int,
-) -> None:  # fmt: skip
+def _workloads(
+    shapes: tuple[tuple[int, int], ...], random_shapes: int, seed: int, limits: tuple[tuple[int, int], tuple[int, int]],
+    ops: tuple[str, ...], asked: tuple[str, ...],
+) -> tuple[Workload, ...]:  # fmt: skip
+    """Those of the named shapes in all ops and dtypes, and those drawn; each once."""
     from fused_softmax.lab import tune_shapes as tuning
 
     if unknown := [name for name in ops if name not in tuning.OPS]:
         raise Refused(f"{unknown[0]!r} is none of {', '.join(tuning.OPS)}", "--op")
-    named = [tuning.Columns(o, d, *shape) for o in ops for d in asked for shape in shapes]
+    named = [tuning.Workload(o, d, *shape) for o in ops for d in asked for shape in shapes]
     with refusing(ValueError):
         drawn = tuning.drawn(random_shapes, seed, *limits, ops, asked) if random_shapes else []
-    _expect_gpu()
+    return tuple(dict.fromkeys((*named, *drawn)))
+
+
+def _tune_shapes(
+    workloads: tuple[Workload, ...], sizes: tuple[int, ...], plans: int, seed: int, seconds: float,
+    record: Path | None, workers: int,
+) -> None:  # fmt: skip
+    from fused_softmax.lab import tune_shapes as tuning
     from fused_softmax.lab.bench.ceilings import measured
     from fused_softmax.lab.bench.session import Session
     from fused_softmax.lab.record import Header, Record, header, to_json, write_atomically
     from fused_softmax.launch.device import describe, device_here
 
-    request = tuning.Request((*named, *drawn), sizes or tuning.SIZES, plans, seed)
+    _expect_gpu()
     on = device_here()
     device, head = describe(on), header(on, interpreted=False)
     if isinstance(device, str):
         raise Refused(device)
+    request = tuning.Request(workloads, sizes or tuning.SIZES, plans, seed)
 
     def save(head: Header, records: Sequence[Record]) -> None:
         if record is not None:
             write_atomically(record, to_json(head, records))
 
+    head.seed = seed
     with refusing(OSError):  # before a run of minutes
         save(head, [])
     with Progress(console=Console(stderr=True), transient=True) as progress:
         if workers:
-            task = progress.add_task(f"compiling in {workers} processes", total=len(tuning.jobs_of(request, device)))
-            tuning.compile_ahead(request, device, workers, lambda: progress.advance(task))
-        head.seed, head.ceilings = seed, measured(on)
-        task = progress.add_task("tuning", total=len(request.columns))
+            jobs = tuning.jobs_of(request, device)
+            task = progress.add_task(f"compiling in {workers} processes", total=len(jobs))
+            done = tuning.compile_ahead(jobs, workers, lambda: progress.advance(task))
+            text = f"compiled {done.count('')} of {len(jobs)}, {workers} processes"
+            progress.console.print(text, highlight=False)
+        head.ceilings = measured(on)
+        task = progress.add_task("tuning", total=len(workloads))
         session = Session(head, (), on, seconds, save=save)
-        records = tuning.run(request, session, device, lambda columns: progress.advance(task))
-    print("\n".join(tuning.lines(tuning.outcomes(records))))
-    if head.stopped:
+        records = tuning.run(request, session, device, lambda workload: progress.advance(task))
+    for line in tuning.failures(request, records):
+        print(line, file=sys.stderr)
+    found = tuning.outcomes(records)
+    if found:
+        print("\n".join(tuning.lines(found)))
+    if head.stopped or not found:
         raise typer.Exit(INTERRUPTED if head.stopped == "interrupted" else 1)
