@@ -24,6 +24,7 @@ from watched import close, watch
 
 import fused_softmax as fs
 from fused_softmax.launch import torch_private
+from fused_softmax.torch_ops import aten_kernels
 
 pytestmark = pytest.mark.interpreted
 
@@ -292,14 +293,14 @@ def test_threads_that_come_and_go():
     assert failures == []
 
 
-HAS_NO_WAIT = torch_private._wait_alone is None or torch_private._PUBLIC_ONLY
+HAS_NO_WAIT = aten_kernels._wait_alone is None or torch_private._PUBLIC_ONLY
 
 
 @pytest.mark.skipif(HAS_NO_WAIT, reason="no usleep, or only public functions of torch")
 def test_no_thread_runs_between_the_wait_and_the_release(monkeypatch):
     """A call that reads its kernel while it changes can fail, so none may start after the wait for the others."""
     steps: list[str] = []
-    wait = torch_private._wait_alone
+    wait = aten_kernels._wait_alone
     library = SimpleNamespace(m=SimpleNamespace(reset=functools.partial(steps.append, "reset")), _destroy=lambda: None)
     stop, ran = threading.Event(), False
 
@@ -316,8 +317,8 @@ def test_no_thread_runs_between_the_wait_and_the_release(monkeypatch):
             time.sleep(0)
             # no step of Python in it either
             both = map(methodcaller("__call__"), (functools.partial(steps.append, "wait"), wait))
-            monkeypatch.setattr(torch_private, "_wait_alone", functools.partial(deque, both, 0))
-            torch_private.destroy_library(library)
+            monkeypatch.setattr(aten_kernels, "_wait_alone", functools.partial(deque, both, 0))
+            aten_kernels.restore(library)
             assert steps[steps.index("wait") + 1] == "reset"
             ran |= "other" in steps
             steps.clear()
@@ -331,7 +332,7 @@ def test_no_thread_runs_between_the_wait_and_the_release(monkeypatch):
 @pytest.mark.skipif(HAS_NO_WAIT, reason="no usleep, or only public functions of torch")
 def test_alone_it_does_not_wait(monkeypatch):
     waits: list[None] = []
-    monkeypatch.setattr(torch_private, "_wait_alone", functools.partial(waits.append, None))
+    monkeypatch.setattr(aten_kernels, "_wait_alone", functools.partial(waits.append, None))
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     with fs.patch():
         pass

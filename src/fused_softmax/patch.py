@@ -157,7 +157,9 @@ def _release(ops: Iterable[str]) -> None:
     for op in ops:
         _enabled[op] -= 1
         if _enabled[op] == 0 and op in _installed:
-            torch_private.destroy_library(_installed.pop(op))
+            from .torch_ops import aten_kernels  # loaded by `_install`
+
+            aten_kernels.restore(_installed.pop(op))
 
 
 def _install(op: str) -> None:

@@ -8,14 +8,9 @@ torch without them would: calls are slower, and their results are the same.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
-import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from operator import methodcaller
 from types import SimpleNamespace
 from typing import Any
 
@@ -221,33 +216,19 @@ get_kernel: Any = _find("library.get_kernel")  # torch 2.10; without it patch() 
 
 
 def destroy_library(library: torch.library.Library) -> None:
-    """Undo the registration; without torch's own method (2.4 to 2.15), when the last reference goes.
-
-    A call reads its kernel from torch's table without a lock, a field at a time. If the kernel changes from one in
-    Python to one of torch's meanwhile, the call can mix the two, and fails. So where there are other threads, the
-    change comes after a wait of at least 50 us, in which calls that have begun go on and no thread can begin one. It
-    does not help calls of threads that run no Python, such as autograd's, threads that the system suspends for longer,
-    and a Python without the interpreter's lock.
-    """
+    """Undo the registration; without torch's own method (2.4 to 2.15), when the last reference goes."""
     destroy = None if _PUBLIC_ONLY else getattr(library, "_destroy", None)
-    reset = getattr(getattr(library, "m", None), "reset", None)
-    if destroy is None:
-        return
-    if reset is not None and _wait_alone is not None and threading.active_count() > 1:
-        # in one call of C's: between two steps of Python another thread may run
-        deque(map(methodcaller("__call__"), (_wait_alone, reset)), maxlen=0)
-    destroy()
+    if destroy is not None:
+        destroy()
 
 
-def _uninterrupted_wait() -> Callable[[], object] | None:
-    """What waits at least 50 us and keeps the interpreter's lock, unlike time.sleep; None without usleep."""
-    try:
-        return functools.partial(ctypes.PyDLL(None).usleep, 50)
-    except (TypeError, AttributeError, OSError):
-        return None
+def library_reset(library: torch.library.Library) -> Callable[[], object] | None:
+    """What takes a library's kernels out of torch's table without a step of Python; None where it is not found.
 
+    In torch 2.4 to 2.15. destroy_library calls it, too, and a second call does nothing.
+    """
+    return None if _PUBLIC_ONLY else getattr(getattr(library, "m", None), "reset", None)
 
-_wait_alone = _uninterrupted_wait()
 
 # make_autograd_impl, Info and the registry of fake kernels: torch 2.4 to 2.15
 _autograd: Any = _or_public("_library.autograd", None)

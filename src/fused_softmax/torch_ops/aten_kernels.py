@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
+from operator import methodcaller
 
 import torch
 from torch import Tensor
@@ -34,7 +37,7 @@ watch: Callable[..., None] | None = None
 
 
 def replace(op: str) -> torch.library.Library:
-    """Install the kernels of "softmax", "log_softmax" or "safe_softmax", until the library is destroyed.
+    """Install the kernels of "softmax", "log_softmax" or "safe_softmax", until `restore` of the library.
 
     With TRITON_INTERPRET=1 they are the CPU's.
     """
@@ -48,9 +51,36 @@ def replace(op: str) -> torch.library.Library:
                 library.impl(name, untraced(ours(_original(name, key))), key, allow_override=True)
                 _kept.append(torch_private.get_kernel(f"aten::{name}", key))
     except BaseException:
-        torch_private.destroy_library(library)
+        restore(library)
         raise
     return library
+
+
+def restore(library: torch.library.Library) -> None:
+    """Destroy the library that `replace` returned: the kernels that were there before are back.
+
+    A call reads its kernel from torch's table without a lock, a field at a time. If the kernel changes from one in
+    Python to one of torch's meanwhile, the call can mix the two, and fails. So where there are other threads, the
+    change comes after a wait of at least 50 us, in which calls that have begun go on and no thread can begin one. It
+    does not help calls of threads that run no Python, such as autograd's, threads that the system suspends for longer,
+    and a Python without the interpreter's lock.
+    """
+    reset = torch_private.library_reset(library)
+    if reset is not None and _wait_alone is not None and threading.active_count() > 1:
+        # in one call of C's: between two steps of Python another thread may run
+        deque(map(methodcaller("__call__"), (_wait_alone, reset)), maxlen=0)
+    torch_private.destroy_library(library)
+
+
+def _uninterrupted_wait() -> Callable[[], object] | None:
+    """What waits at least 50 us and keeps the interpreter's lock, unlike time.sleep; None without usleep."""
+    try:
+        return functools.partial(ctypes.PyDLL(None).usleep, 50)
+    except (TypeError, AttributeError, OSError):
+        return None
+
+
+_wait_alone = _uninterrupted_wait()
 
 
 def _original(name: str, key: str) -> Kernel:
