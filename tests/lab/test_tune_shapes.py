@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from fused_softmax.lab.tune_shapes import (
     jobs_of,
     lines,
     outcomes,
-    plans_of,
     run,
 )
 from fused_softmax.launch import spatial
@@ -102,7 +102,7 @@ def test_candidates_give_right_results(op: str, dtype: str):
         mine = records[i * of_each : (i + 1) * of_each]
         assert [r.outer for r in mine] == [1] * 5 + [max(1, round(9000 / (w.n_cols * w.inner)))] * 5
         assert {(r.op, r.dtype, r.n_cols, r.inner) for r in mine} == {(op, dtype, w.n_cols, w.inner)}
-        plans = [plan_text(plan) for plan in plans_of(w, device, 4, 2)]
+        plans = [plan_text(plan) for plan in request.plans(w, device)]
         assert [r.plan for r in mine[1:5]] == [r.plan for r in mine[6:]] == plans
     assert len(records) == 4 * of_each
 
@@ -115,8 +115,9 @@ def test_each_plan_runs_itself(monkeypatch: pytest.MonkeyPatch):
         spatial, "softmax_recipe", lambda tensors, plan, *rest: ran.append(plan) or recipe(tensors, plan, *rest)
     )
     workload, device = Workload("softmax", "float32", 9, 20), DEVICES["interpreter"]
-    run(Request((workload,), (180,), 5), session(timed=False), device)
-    assert ran[-5:] == plans_of(workload, device, 5, 0)  # after the planner's
+    request = Request((workload,), (180,), 5)
+    run(request, session(timed=False), device)
+    assert ran[-5:] == request.plans(workload, device)  # after the planner's
 
 
 @pytest.mark.parametrize("device", ["sm_90", "sm_80"])
@@ -166,7 +167,7 @@ def test_all_plans_are_timed_next_to_the_planners_and_ranked():
     assert from_json(to_json(timed.head, records))[1] == records
     ((today, *others), (of_other, *_)) = outcomes(records)
     assert (today.workload, of_other.workload) == (workload, other) and (today.gain, today.worst) == (1.0, 1.0)
-    assert failures(request, records) == []
+    assert failures(request, records, outcomes(records)) == []
     assert [o.gain for o in others] == pytest.approx([4, 2, 4 / 3, 1, 4 / 5, 2 / 3])
     assert today.fractions == {120: 0.25, 1200: 0.25} and others[1].fractions == {120: 0.5, 1200: 0.5}
     text = lines([[today, *others]], shown=1)
@@ -186,7 +187,7 @@ def test_a_plan_that_failed_with_one_size_is_not_ranked():
     assert (only.gain, only.worst) == (pytest.approx(2**0.5), 0.5)
     assert outcomes(records[2:]) == []
     workloads = Workload("softmax", "float32", 3, 7), Workload("softmax", "float32", 4, 7)
-    untimed, missing = failures(Request(workloads), records)
+    untimed, missing = failures(Request(workloads), records, [[today, only]])
     assert untimed.startswith("softmax fp32 9x3x7, plan 0: ok") and missing == "softmax fp32 4x7: no times"
 
 
@@ -228,19 +229,21 @@ def test_workloads_of_a_seed():
 def test_workers_run_each_candidate_once():
     request = Request((Workload("softmax", "bfloat16", 5, 24), Workload("softmax_backward", "float32", 3, 7)), most=3)
     wanted = jobs_of(request, DEVICES["interpreter"])
-    assert [(job[0].n_cols, *job[1:]) for job in wanted] == [(n, i, 3, 0) for n in (5, 3) for i in range(3)]
+    assert wanted == [(w, plan) for w in request.workloads for plan in request.plans(w, DEVICES["interpreter"])]
+    assert len(wanted) == 6
     ticks: list[None] = []
     assert compile_ahead(wanted, 2, lambda: ticks.append(None)) == [""] * 6 == [""] * len(ticks)
-    # one whose number no candidate has fails, and the others run
-    done = compile_ahead([(wanted[0][0], 99, 3, 0), wanted[1]], 1)
-    assert done[0].startswith("IndexError") and done[1:] == [""]
+    # one that no kernel can run fails, and the others run
+    impossible = replace(wanted[0][1], regime="spatial_two_pass", part_cols=0)
+    done = compile_ahead([(wanted[0][0], impossible), wanted[1]], 1)
+    assert done[0].startswith("ZeroDivisionError") and done[1:] == [""]
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The clock and the GPU's ceilings replaced: the rest is what runs on a GPU. Returns the sessions' seconds."""
     seconds: list[Any] = []
-    monkeypatch.setattr(cli, "_expect_gpu", lambda: None)
+    monkeypatch.setattr(cli, "expect_gpu", lambda: None)
     monkeypatch.setattr(ceilings, "measured", lambda device: {"copy": 9.0})
     monkeypatch.setattr(bench, "stopwatch_for", lambda timed_by, device: ByName())
     interleave = bench.interleave

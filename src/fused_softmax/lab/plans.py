@@ -141,7 +141,7 @@ def plan_text(plan: Plan) -> str:
 
     Over another dimension than the last the second part is that of a tile of positions, or of planes.
     """
-    ctas = f"{counted(plan.ctas, 'CTA')} of {counted(plan.num_warps, 'warp')}"
+    ctas = f"{_count(plan.ctas, 'CTA')} of {_count(plan.num_warps, 'warp')}"
     holds = _held_planes_text(plan) if plan.regime.startswith("spatial") else _held_rows_text(plan)
     more = ", exp twice" * plan.recompute
     registers = f", {plan.max_registers} registers" if plan.max_registers else ""
@@ -150,22 +150,21 @@ def plan_text(plan: Plan) -> str:
 
 def _held_rows_text(plan: Plan) -> str:
     rows = f"{plan.rows} rows a program, " if plan.rows > 1 else ""
-    chunks = f"{counted(plan.chunks, 'chunk')} of {counted(plan.vectors_per_chunk * plan.vec, 'column')}"
+    chunks = f"{_count(plan.chunks, 'chunk')} of {_count(plan.vectors_per_chunk * plan.vec, 'column')}"
     return rows + chunks + ", unaligned head and tail" * plan.unaligned
 
 
 def _held_planes_text(plan: Plan) -> str:
     if plan.gathered:
-        planes = f"a plane on {plan.ctas} CTAs" if plan.ctas > 1 else f"{counted(plan.outers, 'plane')} a program"
-        return f"{planes}, up to {counted(plan.chunks, 'column')} a thread"
+        planes = f"a plane on {plan.ctas} CTAs" if plan.ctas > 1 else f"{_count(plan.outers, 'plane')} a program"
+        return f"{planes}, up to {_count(plan.chunks, 'column')} a thread"
     if plan.periodic:
-        return f"up to {counted(plan.chunks, 'vector')} of {plan.vec} elements a thread"
+        return f"up to {_count(plan.chunks, 'vector')} of {plan.vec} elements a thread"
     # bundles of columns are read as columns are
     of, along = ("bundle", "elements") if plan.bundle else ("column", "positions")
-    chunks = f"{counted(plan.chunks, 'chunk')} of {counted(plan.vectors_per_chunk, of)} a CTA"
-    return f"tiles of {plan.rows} {along} in accesses of {counted(plan.vec, 'element')}, {chunks}"
+    chunks = f"{_count(plan.chunks, 'chunk')} of {_count(plan.vectors_per_chunk, of)} a CTA"
+    return f"tiles of {plan.rows} {along} in accesses of {_count(plan.vec, 'element')}, {chunks}"
 
 
-def counted(n: int, noun: str) -> str:
-    """Such as `1 plan`, or `2 plans`."""
+def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'s' * (n != 1)}"

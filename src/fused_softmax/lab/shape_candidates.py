@@ -18,6 +18,8 @@ from fused_softmax.planning.planes import (
     all_lanes,
     cluster_sizes,
     held_plan,
+    may_be_held,
+    may_be_pieces,
     plane_of,
     small_planes_plan,
 )
@@ -105,11 +107,9 @@ def _tiles_of(
 
 def _pieces(problem: SpatialProblem, device: Device) -> Iterator[Plan]:
     """One plane or several that a program moves as one piece, in warps and lanes of all sizes."""
-    if not problem.packed or problem.n_cols <= 1 or problem.batch_invariant or device.warp_size != 32:
+    if not may_be_pieces(problem, device) or problem.plane_bytes > ROOMS[problem.backward][-1]:
         return
     most = PIECE_BYTES[problem.backward] // problem.plane_bytes
-    if problem.plane_bytes > ROOMS[problem.backward][-1]:
-        return
     for part in (1, 2, 4, 8):
         outers = max(1, most // part)
         for warps in WARPS[:4]:
@@ -122,9 +122,7 @@ def _pieces(problem: SpatialProblem, device: Device) -> Iterator[Plan]:
 
 def _in_registers(problem: SpatialProblem, device: Device) -> Iterator[Plan]:
     """Planes in the registers of a cluster, of all sizes of it."""
-    if not problem.packed or problem.batch_invariant or not device.adds_shared_memory:
-        return
-    if problem.n_cols <= 1 or problem.inner <= 1:
+    if not may_be_held(problem, device) or problem.n_cols <= 1 or problem.inner <= 1:
         return
     vectors = problem.n_cols * problem.inner // problem.full_vec
     for warps in (4, 8, MOST_WARPS):

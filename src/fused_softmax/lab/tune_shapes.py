@@ -19,15 +19,17 @@ import torch
 from fused_softmax.lab.bench.ahead import LIMIT, in_processes, jobs
 from fused_softmax.lab.bench.cases import Case, shape_text, shaped_case
 from fused_softmax.lab.bench.inputs import DTYPES, SHORT
+from fused_softmax.lab.bench.report import plural
 from fused_softmax.lab.bench.session import Session
 from fused_softmax.lab.bench.systems import System, systems_for
-from fused_softmax.lab.plans import counted, plan_text, planes_problem, run_planes_plan
+from fused_softmax.lab.plans import plan_text, planes_problem, run_planes_plan
 from fused_softmax.lab.record import Record
 from fused_softmax.lab.shape_candidates import candidates
-from fused_softmax.launch.device import device_here, device_of
+from fused_softmax.lab.tune import TUNABLE
+from fused_softmax.launch.device import device_here
 from fused_softmax.planning.types import Device, Plan
 
-OPS = ("softmax", "softmax_backward", "log_softmax", "log_softmax_backward")
+OPS = ("softmax", "softmax_backward", "log_softmax", "log_softmax_backward")  # of TUNABLE
 PLANNERS = "fused_softmax"  # the system that runs the planner's plan
 SIZES = (3_000_000, 16_000_000, 80_000_000)  # elements of a tensor
 MOST_ELEMENTS = 2**31  # of one index of `outer`, below
@@ -42,15 +44,19 @@ class Workload:
     n_cols: int
     inner: int
 
+    def __post_init__(self) -> None:
+        """ValueError for planes that are too large."""
+        _expect_countable(self.n_cols, self.inner)
+
     @property
     def log(self) -> bool:
         """Whether it is a log_softmax, or its gradient."""
-        return self.op.startswith("log_")
+        return TUNABLE[self.op].log
 
     @property
     def backward(self) -> bool:
         """Whether it is a gradient."""
-        return self.op.endswith("_backward")
+        return TUNABLE[self.op].backward
 
     @property
     def label(self) -> str:
@@ -63,6 +69,11 @@ class Workload:
         return [shaped_case(self.op, self.dtype, o, self.n_cols, self.inner, "", reason) for o in outers]
 
 
+def _expect_countable(n_cols: int, inner: int) -> None:
+    if n_cols * inner >= MOST_ELEMENTS:
+        raise ValueError(f"{n_cols}x{inner} are 2^31 elements or more: give fewer columns or positions")
+
+
 def drawn(
     count: int, seed: int, columns: tuple[int, int], positions: tuple[int, int], ops: Sequence[str],
     dtypes: Sequence[str],
@@ -72,8 +83,7 @@ def drawn(
     `inner` stays as it is drawn, or is rounded down to a multiple of 4 or of 16, a third each. ValueError where the
     limits have fewer than twice as many workloads, or planes of MOST_ELEMENTS.
     """
-    if columns[1] * positions[1] >= MOST_ELEMENTS:
-        raise ValueError(f"{columns[1]} x {positions[1]} are 2^31 elements or more: give lower limits")
+    _expect_countable(columns[1], positions[1])
     sizes = math.prod(high - low + 1 for low, high in (columns, positions))
     if 2 * count > sizes * len(set(ops)) * len(set(dtypes)):
         raise ValueError(f"{count} shapes are more than half of those in these limits: ask for fewer, or widen them")
@@ -86,20 +96,6 @@ def drawn(
     return list(found)
 
 
-@functools.cache
-def plans_of(workload: Workload, device: Device, most: int, seed: int) -> list[Plan]:
-    """The candidates of a workload, at most so many of them as the seed draws; 0: all."""
-    given = workload.n_cols, workload.inner, workload.dtype
-    problem = planes_problem(*given, backward=workload.backward, log=workload.log)
-    return candidates(problem, device, most, seed)
-
-
-def system_of(workload: Workload, number: int, plan: Plan) -> System:
-    """A candidate as a system of the bench."""
-    make = functools.partial(run_planes_plan, plan, backward=workload.backward, log=workload.log)
-    return System(f"plan {number}", workload.op, "ours", make, over=lambda entry: make(), plan=plan_text(plan))
-
-
 @dataclass(frozen=True)
 class Request:
     """What is tuned: `most` candidates of each workload (0: all) that `seed` draws, with each of `sizes` elements."""
@@ -109,6 +105,18 @@ class Request:
     most: int = 0
     seed: int = 0
 
+    def plans(self, workload: Workload, device: Device) -> list[Plan]:
+        """The candidates of a workload."""
+        given = workload.n_cols, workload.inner, workload.dtype
+        problem = planes_problem(*given, backward=workload.backward, log=workload.log)
+        return candidates(problem, device, self.most, self.seed)
+
+
+def system_of(workload: Workload, number: int, plan: Plan) -> System:
+    """A candidate as a system of the bench."""
+    make = functools.partial(run_planes_plan, plan, backward=workload.backward, log=workload.log)
+    return System(f"plan {number}", workload.op, "ours", make, over=lambda entry: make(), plan=plan_text(plan))
+
 
 def run(
     request: Request, session: Session, device: Device, tick: Callable[[Workload], None] = lambda workload: None
@@ -117,8 +125,7 @@ def run(
 
     def cases() -> Iterator[Case]:
         for workload in request.workloads:
-            plans = plans_of(workload, device, request.most, request.seed)
-            others = (system_of(workload, i, plan) for i, plan in enumerate(plans))
+            others = (system_of(workload, i, plan) for i, plan in enumerate(request.plans(workload, device)))
             session.systems = [*systems_for(workload.op, (PLANNERS,)), *others]
             yield from workload.cases(request.sizes, f"tune, seed {request.seed}")
             tick(workload)
@@ -182,7 +189,7 @@ def lines(found: Sequence[Sequence[Outcome]], shown: int = 3) -> list[str]:
     text = []
     for planners, *others in found:
         sizes = ", ".join(f"{size:.1e}" for size in planners.fractions)
-        text.append(f"{planners.workload.label}, {counted(len(others), 'other plan')}; fractions at {sizes} elements")
+        text.append(f"{planners.workload.label}, {plural(len(others), 'other plan')}; fractions at {sizes} elements")
         text.append(f"  the planner's  {_fractions(planners)}  {planners.plan}")
         for other in others[:shown]:
             gain = f"{other.gain:.2f} ({other.worst:.2f})"
@@ -194,25 +201,23 @@ def _fractions(outcome: Outcome) -> str:
     return " ".join(f"{fraction:.2f}" for fraction in outcome.fractions.values())
 
 
-def failures(request: Request, records: Iterable[Record]) -> list[str]:
-    """A line for each plan that was not timed, and for each workload without an outcome."""
-    records = list(records)
+def failures(request: Request, records: Iterable[Record], found: Iterable[Sequence[Outcome]]) -> list[str]:
+    """A line for each plan that was not timed, and for each workload that has no outcome in `found`."""
     untimed = [r for r in records if r.plan and r.ms is None]
     text = [f"{r.op} {SHORT[r.dtype]} {shape_text(r)}, {r.system}: {r.status} {r.note}; {r.plan}" for r in untimed]
-    with_outcome = {planners.workload for planners, *_ in outcomes(records)}
+    with_outcome = {planners.workload for planners, *_ in found}
     return text + [f"{workload.label}: no times" for workload in request.workloads if workload not in with_outcome]
 
 
 # --- compiling ahead --------------------------------------------------------------------------------------------------
 
-Job = tuple[Workload, int, int, int]  # a workload, the number of a candidate, and the request's `most` and `seed`
+Job = tuple[Workload, Plan]
 SECONDS = 4.0  # for a job, in which a worker compiles up to three kernels
 
 
 def jobs_of(request: Request, device: Device) -> list[Job]:
     """One job for each candidate."""
-    most, seed = request.most, request.seed
-    return [(of, i, most, seed) for of in request.workloads for i in range(len(plans_of(of, device, most, seed)))]
+    return [(workload, plan) for workload in request.workloads for plan in request.plans(workload, device)]
 
 
 def compile_ahead(wanted: Sequence[Job], workers: int, tick: Callable[[], None] = lambda: None) -> list[str]:
@@ -228,12 +233,12 @@ def compile_ahead(wanted: Sequence[Job], workers: int, tick: Callable[[], None] 
 def _compile(part: Sequence[Job], done: Any) -> None:
     """One worker: run each candidate on one index of `outer`."""
     on = device_here()
-    for workload, number, most, seed in part:
+    for workload, plan in part:
         failed = ""
         try:
             x = torch.zeros(1, workload.n_cols, workload.inner, dtype=DTYPES[workload.dtype], device=on)
-            plan = plans_of(workload, device_of(x), most, seed)[number]
-            system_of(workload, number, plan).build()(*[x] * (1 + workload.backward))
+            call = run_planes_plan(plan, backward=workload.backward, log=workload.log)
+            call(*[x] * (1 + workload.backward))
         except Exception as error:
             failed = f"{type(error).__name__}: {error}"[:160]
         finally:

@@ -198,8 +198,7 @@ def planes_plan(problem: SpatialProblem, device: Device, twice: bool = False) ->
     >>> planes_plan(planes, DEVICES["sm_90"]).outers
     4
     """
-    empty_or_rows = problem.n_cols <= 1 or problem.inner < 1
-    if not problem.packed or empty_or_rows or problem.batch_invariant or device.warp_size != 32:
+    if not may_be_pieces(problem, device):
         return None
     small = problem.plane_bytes <= ROOMS[problem.backward][-1]
     plan = _small_planes(problem, device) if small else None
@@ -209,6 +208,12 @@ def planes_plan(problem: SpatialProblem, device: Device, twice: bool = False) ->
         least = LEAST_HELD_ALONE if alone else LEAST_HELD_TWICE if twice else LEAST_HELD[problem.backward]
         plan = several or periodic_plan(problem, device, least) or one or _shared_plane(problem, device)
     return plan
+
+
+def may_be_pieces(problem: SpatialProblem, device: Device) -> bool:
+    """Whether planes may be read as runs of memory."""
+    empty_or_rows = problem.n_cols <= 1 or problem.inner < 1
+    return problem.packed and not empty_or_rows and not problem.batch_invariant and device.warp_size == 32
 
 
 class Lanes(NamedTuple):
@@ -376,9 +381,12 @@ def _held_gradient(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan
 
 def _most_held(problem: SpatialProblem, device: Device) -> Held | None:
     """How registers hold a plane best; None where they do not."""
-    if not problem.packed or problem.batch_invariant or not device.adds_shared_memory:
-        return None
-    return most_held(plane_of(problem), cluster_sizes(device))
+    return most_held(plane_of(problem), cluster_sizes(device)) if may_be_held(problem, device) else None
+
+
+def may_be_held(problem: SpatialProblem, device: Device) -> bool:
+    """Whether planes may lie in the registers of a cluster."""
+    return problem.packed and not problem.batch_invariant and device.adds_shared_memory
 
 
 def plane_of(problem: SpatialProblem) -> Plane:

@@ -230,8 +230,7 @@ def tiles_plan(
         recompute = recompute or staged > 0  # a chunk that is read a second time is not kept
     registers = config.max_registers
     if config.skewed and registers is None:
-        chunks = -(-problem.n_cols // (cols * config.ctas))
-        held = ((1 + problem.backward) * chunks - staged) * config.thread_bytes // 4
+        held = problem.words(cols * config.ctas, config.thread_bytes) - staged * config.thread_bytes // 4
         registers = next(cap for most, cap in SKEWED_REGISTERS[problem.backward, config.num_warps] if held <= most)
     return resident_plan(
         problem, device, inner, cols, warps, config.ctas, recompute, registers, config.thread_bytes, staged,
@@ -326,10 +325,8 @@ def few_positions(problem: SpatialProblem, device: Device) -> SpatialConfig | No
     A tile of all positions is one piece of memory, so it is taken where they are up to 64 and CTAs hold its columns.
     The columns are on as few CTAs as hold them in FEW_CHUNKS, in registers and then in shared memory.
     """
-    few = FEWEST <= problem.inner <= MOST_FEW and problem.n_cols > FEW_COLS and not problem.batch_invariant
-    aligned = problem.vec == problem.full_vec and problem.dtype == problem.out_dtype
-    clusters = device.max_cluster > 1 and device.supports_smem_staging
-    if not (few and aligned and clusters):
+    few = FEWEST <= problem.inner <= MOST_FEW and problem.n_cols > FEW_COLS
+    if not (few and problem.vec == problem.full_vec and problem.may_have_tiles(device)):
         return None
     for inner in dict.fromkeys(min(width, power_of_two(problem.inner)) for width in FEW_TILES):
         several = problem.inner > inner

@@ -262,7 +262,7 @@ class SpatialProblem(_Dtypes):
         return tiles_of(self.inner, positions, overlap, unit) * (positions - overlap) <= FILLED * self.inner
 
     def may_have_tiles(self, device: Device) -> bool:
-        """Whether tiles by a rule (`overlapping_tiles`, `lean_tiles`) may hold it: where they were measured."""
+        """Whether tiles by a rule (`few_positions`, `overlapping_tiles`, `lean_tiles`) may hold it, as was measured."""
         like = self.dtype == self.out_dtype and not self.batch_invariant
         return like and device.supports_smem_staging and device.max_cluster > 1
 

@@ -17,6 +17,7 @@ from fused_softmax.lab.cli.options import (
     Tables,
     columns_between,
     dtypes,
+    expect_gpu,
     names,
     numbers,
 )
@@ -224,11 +225,9 @@ def profile(
     found = dtypes(dtype)
     if len(found) != 1:
         raise Refused(f"{dtype!r}: give one of {', '.join(DTYPE_NAMES.values())}", "--dtype")
-    import torch
 
     from fused_softmax.lab.bench.shapes import SHAPED_OPS
     from fused_softmax.lab.roofline import profile as profiling
-    from fused_softmax.launch.device import interpreting
 
     runs = profiling.default_runs()
     known = tuple(dict.fromkeys(name for name, _, _ in runs))
@@ -240,8 +239,7 @@ def profile(
         raise Refused(f"counts fused_softmax alone, and of its ops {', '.join(SHAPED_OPS)}", "--inner")
     if inner > 1 and not (asked or random_widths):
         raise Refused("give --widths or --random-widths too", "--inner")
-    if not torch.cuda.is_available() or interpreting():
-        raise Refused("needs a GPU, and there is none that torch can use here: run it on a machine with one")
+    expect_gpu()
     from fused_softmax.lab.roofline import session
     from fused_softmax.lab.roofline.counters import NoProfiler
 

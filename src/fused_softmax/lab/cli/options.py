@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import warnings
@@ -68,8 +67,6 @@ def shapes_named(text: str, option: str = "--shapes") -> tuple[tuple[int, int], 
         if len(shape) != 2 or not all(part.isdecimal() and int(part) for part in shape):
             raise Refused(f"{name!r} is no shape: give columns x positions, such as 19x4096,103x42", option)
         found.append((int(shape[0]), int(shape[1])))
-        if math.prod(found[-1]) >= 2**31:
-            raise Refused(f"{name!r} are 2^31 elements or more", option)
     return tuple(found)
 
 
@@ -81,6 +78,16 @@ def dtypes(text: str, option: str = "--dtype") -> tuple[str, ...]:
             allowed = ", ".join((*DTYPE_NAMES, *DTYPE_NAMES.values()))
             raise Refused(f"{name!r} is none of {allowed}", option)
     return tuple(dict.fromkeys(found))
+
+
+def expect_gpu() -> None:
+    """Refuse where no GPU is usable, or kernels are interpreted."""
+    import torch
+
+    from fused_softmax.launch.device import interpreting
+
+    if not torch.cuda.is_available() or interpreting():
+        raise Refused("needs a GPU, and there is none that torch can use here: run it on a machine with one")
 
 
 def interpret_without_gpu() -> None:

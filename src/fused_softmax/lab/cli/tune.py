@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from fused_softmax.lab.cli.options import Dtype, columns_between, dtypes, names, numbers, shapes_named
+from fused_softmax.lab.cli.options import Dtype, columns_between, dtypes, expect_gpu, names, numbers, shapes_named
 from fused_softmax.lab.ending import INTERRUPTED
 from fused_softmax.lab.terminal import Refused, refusing
 
@@ -77,15 +77,6 @@ def tune(
     _tune_widths(numbers(widths, "--widths"), random_widths, ops[0], asked, sizes[0] if sizes else 2**28, seed, workers)
 
 
-def _expect_gpu() -> None:
-    import torch
-
-    from fused_softmax.launch.device import interpreting
-
-    if not torch.cuda.is_available() or interpreting():
-        raise Refused("needs a GPU, and there is none that torch can use here: run it on a machine with one")
-
-
 def _tune_widths(
     widths: tuple[int, ...], random_widths: int, op: str, asked: tuple[str, ...], elements: int, seed: int, workers: int
 ) -> None:
@@ -100,7 +91,7 @@ def _tune_widths(
 
     if op not in TUNABLE:
         raise Refused(f"{op!r} is none of {', '.join(TUNABLE)}", "--op")
-    _expect_gpu()
+    expect_gpu()
     wanted = widths or (() if random_widths else FORWARD_WIDTHS)
     if random_widths:
         wanted = (*wanted, *drawn(random_widths, seed, *RANDOM_RANGES.get(family(op), RANDOM_RANGE)))
@@ -122,8 +113,8 @@ def _workloads(
 
     if unknown := [name for name in ops if name not in tuning.OPS]:
         raise Refused(f"{unknown[0]!r} is none of {', '.join(tuning.OPS)}", "--op")
-    named = [tuning.Workload(o, d, *shape) for o in ops for d in asked for shape in shapes]
     with refusing(ValueError):
+        named = [tuning.Workload(o, d, *shape) for o in ops for d in asked for shape in shapes]
         drawn = tuning.drawn(random_shapes, seed, *limits, ops, asked) if random_shapes else []
     return tuple(dict.fromkeys((*named, *drawn)))
 
@@ -138,7 +129,7 @@ def _tune_shapes(
     from fused_softmax.lab.record import Header, Record, header, to_json, write_atomically
     from fused_softmax.launch.device import describe, device_here
 
-    _expect_gpu()
+    expect_gpu()
     on = device_here()
     device, head = describe(on), header(on, interpreted=False)
     if isinstance(device, str):
@@ -163,9 +154,9 @@ def _tune_shapes(
         task = progress.add_task("tuning", total=len(workloads))
         session = Session(head, (), on, seconds, save=save)
         records = tuning.run(request, session, device, lambda workload: progress.advance(task))
-    for line in tuning.failures(request, records):
-        print(line, file=sys.stderr)
     found = tuning.outcomes(records)
+    for line in tuning.failures(request, records, found):
+        print(line, file=sys.stderr)
     if found:
         print("\n".join(tuning.lines(found)))
     if head.stopped or not found:
