@@ -120,10 +120,13 @@ def test_each_plan_runs_itself(monkeypatch: pytest.MonkeyPatch):
     assert ran[-5:] == request.plans(workload, device)  # after the planner's
 
 
+SMALL = [Workload("softmax", "bfloat16", 85, 3), Workload("softmax_backward", "float32", 95, 10352)]
+
+
 @pytest.mark.parametrize("device", ["sm_90", "sm_80"])
 def test_what_kernels_ask_of_tiles(device: str):
     """Columns for each CTA; aligned accesses in skewed and overlapping tiles, and positions of their own."""
-    for workload in drawn(60, 3, (2, 1500), (2, 5000), OPS, ("bfloat16", "float32")):
+    for workload in drawn(60, 3, (2, 1500), (2, 5000), OPS, ("bfloat16", "float32")) + SMALL:
         problem = problem_of(workload)
         itemsize, starts = problem.itemsize, problem.starts
         for plan in candidates(problem, DEVICES[device]):
@@ -144,6 +147,10 @@ def test_what_kernels_ask_of_tiles(device: str):
                 assert starts * itemsize == 32, where
             if plan.ctas > 1 or plan.skewed:
                 assert plan.rows <= 32 * plan.num_warps, where
+            if plan.ctas > 1 or any(tiles):
+                # 3 positions in skewed tiles of 4 on 2 CTAs, whose threads had less: a misaligned address on a GPU
+                assert plan.rows * plan.vectors_per_chunk >= 32 * plan.num_warps * plan.vec, where
+            assert (plan.max_registers or 0) * 32 * plan.num_warps <= DEVICES[device].registers, where
             thread_bytes = plan.num_warps * 32 and plan.rows * plan.vectors_per_chunk * itemsize // (
                 32 * plan.num_warps
             )

@@ -59,7 +59,9 @@ def _tiles(problem: SpatialProblem, device: Device) -> Iterator[Plan]:
     if problem.in_phase and starts < SECTOR_BYTES:
         places += [(True, 0), *((False, unit) for unit in (4, 8, 16, 32) if starts <= unit > problem.itemsize)]
     for overlaps, skewed in places:
-        for positions in (p for p in POSITIONS if p <= max(all_positions, POSITIONS[0])):
+        # tiles of few positions are narrower than the first of POSITIONS: plain ones in one program alone
+        widest = all_positions if overlaps or skewed else max(all_positions, POSITIONS[0])
+        for positions in (p for p in POSITIONS if p <= widest):
             # such tiles have aligned accesses alone: columns start at `starts`, or are skewed so that they do
             aligned = skewed or (starts if overlaps else THREAD_BYTES[0])
             for thread_bytes in (n for n in THREAD_BYTES if n <= aligned):
@@ -82,7 +84,8 @@ def _tiles_of(
     # skewed tiles have measured caps on registers for 4 and 8 warps
     ways = [[(1, warps) for warps in (WARPS if not skewed else (4, 8))]]
     # CTAs of a cluster write other columns: a sector that two share is written twice
-    if problem.dtype == problem.out_dtype and (skewed or overlaps or starts == SECTOR_BYTES):
+    apart = skewed or overlaps or starts == SECTOR_BYTES
+    if problem.dtype == problem.out_dtype and apart and positions <= power_of_two(problem.inner):
         ways += [[(ctas, warps) for ctas in CTAS if ctas <= device.max_cluster] for warps in (4, 8)]
     for sizes in ways:
         for words in WORDS:
@@ -95,6 +98,8 @@ def _tiles_of(
                 if held > words or ((skewed or ctas > 1) and warps * device.warp_size < positions):
                     continue
                 cap = next(cap for most, cap in REGISTERS if held <= most)
+                if (cap or 0) * warps * device.warp_size > device.registers:
+                    continue
                 recompute = problem.backward or held > MOST_KEPT
                 config = SpatialConfig(
                     problem.n_cols, ctas, warps, positions, recompute, cap, thread_bytes, skewed=skewed,
