@@ -457,6 +457,31 @@ def test_skewed_tiles_of_few_positions(shape, dtype, log):
     check_tiles(run_planned, shape, dtype, log)
 
 
+def problem_over(shape, dtype, log, backward) -> SpatialProblem:
+    """The problem of a softmax of contiguous tensors, or of its gradient."""
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    return spatial.problem_of(*(x,) * (2 + backward), log=log, backward=backward)
+
+
+def check_plan(plan: Plan, shape, dtype, log, backward) -> None:
+    """A plan gives right results, writes nothing outside, and its bits do not depend on `outer`."""
+    inputs = [torch.randn(shape).mul_(3).to(dtype) for _ in range(1 + backward)]
+    if backward:
+        inputs[0] = (torch.log_softmax if log else torch.softmax)(inputs[0].float(), 1).to(dtype)
+    result, memory = between_sentinels(shape, dtype)
+    recipe = spatial.softmax_recipe((*inputs, result), plan, log, backward, DEVICE)
+    spatial.prepare(recipe, (*inputs, result))((*inputs, result))
+    if backward:
+        assert_gradient(result, *inputs, log)
+    else:
+        assert_forward(result.clone(), inputs[0], log)
+    whole = result.clone()
+    assert_nothing_outside((result, memory))
+    one = tuple(t[:1] for t in inputs)
+    spatial.prepare(recipe, (*one, result[:1]))((*one, result[:1]))
+    assert torch.equal(result[:1], whole[:1]), "bits depend on outer"
+
+
 LEAN = [
     (key, of, log) for key, ranges in RANGES.items() for of in ranges for log in (False, True) if of.log in (None, log)
 ]
@@ -468,27 +493,30 @@ def test_lean_tiles(key, of, log):
     op, itemsize, starts = key
     backward, dtype = op == "gradient", FLOAT32 if itemsize == 4 else BFLOAT16
     inner = (480 if of.alone else max(480, 4 * of.positions)) + (starts // itemsize if starts < 32 else 0)
-    shape = (2, of.least, inner)
-    inputs = [torch.randn(shape).mul_(3).to(dtype) for _ in range(1 + backward)]
-    if backward:
-        inputs[0] = (torch.log_softmax if log else torch.softmax)(inputs[0].float(), 1).to(dtype)
-    result, memory = between_sentinels(shape, dtype)
-    tensors = (*inputs, result)
-    problem = spatial.problem_of(*tensors, log=log, backward=backward)
+    problem = problem_over((2, of.least, inner), dtype, log, backward)
     config = lean_config(problem, DEVICES["sm_90"])
     assert config is not None
-    plan = tiles_plan(problem, DEVICES["sm_90"], config)
-    recipe = spatial.softmax_recipe(tensors, plan, log, backward, DEVICE)
-    spatial.prepare(recipe, tensors)(tensors)
-    if backward:
-        assert_gradient(result, *inputs, log)
-    else:
-        assert_forward(result.clone(), inputs[0], log)
-    whole = result.clone()
-    assert_nothing_outside((result, memory))
-    one = tuple(t[:1] for t in inputs)
-    spatial.prepare(recipe, (*one, result[:1]))((*one, result[:1]))
-    assert torch.equal(result[:1], whole[:1]), "bits depend on outer"
+    check_plan(tiles_plan(problem, DEVICES["sm_90"], config), (2, of.least, inner), dtype, log, backward)
+
+
+# columns, positions, and whether it is a gradient: in tiles of 32 and 64 positions, plain, overlapping and skewed
+SHORT = (
+    (481, 90, FLOAT32, False), (599, 83, FLOAT32, False), (990, 61, FLOAT32, False), (160, 134, FLOAT32, True),
+    (672, 77, FLOAT32, True), (1070, 109, FLOAT32, True), (1263, 97, BFLOAT16, False), (2078, 68, BFLOAT16, False),
+    (307, 186, BFLOAT16, True), (259, 130, FLOAT32, False), (403, 136, BFLOAT16, False), (301, 64, BFLOAT16, False),
+    (461, 280, BFLOAT16, False), (475, 208, BFLOAT16, True), (294, 88, BFLOAT16, True), (1173, 72, BFLOAT16, True),
+)  # fmt: skip
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(("n_cols", "inner", "dtype", "backward"), SHORT)
+def test_tiles_of_short_planes(n_cols, inner, dtype, backward, log):
+    """In place of planes in registers or alone on a multiprocessor, and of other tiles."""
+    x = torch.empty(2, n_cols, inner, dtype=dtype, device="meta")
+    plan = spatial.softmax_plan((x,) * (2 + backward), log, backward, False, DEVICES["sm_90"])
+    assert plan.rows in (32, 64) and not (plan.periodic or plan.gathered), plan
+    check_plan(plan, (2, n_cols, inner), dtype, log, backward)
 
 
 def test_skewed_tiles_are_for_tensors_of_equal_phases():

@@ -268,6 +268,36 @@ def test_lean_tiles(key, of, n_cols):
     assert used.spilled_bytes <= MOST_SPILLED and used.fits() and used.registers <= (chosen.max_registers or 255)
 
 
+# tiles of short planes: columns, positions, dtype, backward, and the bytes of an access
+SHORT = (
+    (1115, 146, FLOAT32, False, 8), (1099, 75, FLOAT32, False, 4), (990, 62, FLOAT32, False, 8),
+    (1669, 77, FLOAT32, True, 4), (308, 86, FLOAT32, True, 16), (160, 134, FLOAT32, True, 16),
+    (2078, 68, BFLOAT16, False, 8), (1646, 82, BFLOAT16, False, 4), (1263, 97, BFLOAT16, False, 8),
+    (307, 186, BFLOAT16, True, 8), (1781, 123, BFLOAT16, True, 8), (259, 130, FLOAT32, False, 8),
+    (403, 136, BFLOAT16, False, 8), (301, 64, BFLOAT16, False, 8), (755, 304, BFLOAT16, False, 8),
+    (461, 280, BFLOAT16, False, 4), (475, 208, BFLOAT16, True, 8), (294, 88, BFLOAT16, True, 8),
+    (1173, 72, BFLOAT16, True, 8),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("n_cols", "inner", "dtype", "backward", "access", "log"),
+    [
+        pytest.param(*p, log, marks=[pytest.mark.extended] if i % 5 or log else [])
+        for i, p in enumerate(SHORT) for log in (False, True)
+    ],
+)  # fmt: skip
+def test_tiles_of_short_planes(n_cols, inner, dtype, backward, access, log):
+    launch, chosen = launch_over(n_cols, inner, dtype, backward, log)
+    used, _ = cross_compiled(launch, "sm_90")
+    assert chosen.rows in (32, 64) and not (chosen.gathered or chosen.periodic)
+    # the ends of skewed columns are written one by one
+    sizes = {size for size, _ in (*used.loads, *used.stores)}
+    narrowest = dtype.itemsize if chosen.skewed else access
+    assert max(sizes) == access and min(sizes) >= narrowest, f"{used.loads} {used.stores}"
+    assert used.spilled_bytes <= MOST_SPILLED and used.fits() and used.registers <= (chosen.max_registers or 255)
+
+
 @pytest.mark.parametrize(
     ("positions", "wrong"),
     [

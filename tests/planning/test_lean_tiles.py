@@ -10,8 +10,9 @@ import torch
 from spatial_problems import starting_at
 
 from fused_softmax.launch import spatial
-from fused_softmax.planning.lean_tiles import LONG, RANGES, REGISTERS, Lean, lean_config
+from fused_softmax.planning.lean_tiles import LONG, RANGES, Lean, lean_config
 from fused_softmax.planning.spatial import staggered, tiles_plan
+from fused_softmax.planning.spatial_tables import REGISTERS
 from fused_softmax.planning.types import DEVICES, SECTOR_BYTES, Plan, SpatialProblem
 
 HOPPER = DEVICES["sm_90"]

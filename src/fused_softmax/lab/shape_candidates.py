@@ -11,7 +11,6 @@ import random
 from collections.abc import Iterator
 
 from fused_softmax.planning.held_planes import MOST_WARPS, held_in
-from fused_softmax.planning.lean_tiles import MOST_KEPT
 from fused_softmax.planning.planes import (
     PIECE_BYTES,
     ROOMS,
@@ -24,7 +23,7 @@ from fused_softmax.planning.planes import (
     small_planes_plan,
 )
 from fused_softmax.planning.spatial import staggered, tiles_plan
-from fused_softmax.planning.spatial_tables import SpatialConfig
+from fused_softmax.planning.spatial_tables import MOST_KEPT, SpatialConfig
 from fused_softmax.planning.types import SECTOR_BYTES, Device, Plan, SpatialProblem, power_of_two
 
 POSITIONS = (16, 32, 64, 128, 256, 512)

@@ -380,6 +380,7 @@ def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invarian
     from ..planning.bundled_columns import faster_as_bundled  # all loaded when they are first needed
     from ..planning.lean_tiles import LONG, lean_config
     from ..planning.planes import faster_as_planes
+    from ..planning.short_planes import faster_as_short
     from ..planning.skewed_tiles import faster_as_skewed
 
     problem = problem_of(*planes, backward=backward, log=log, batch_invariant=invariant)
@@ -390,6 +391,8 @@ def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invarian
     plan = faster_as_planes(problem, device, tiles) or tiles
     skewed = faster_as_skewed(problem, device, plan)
     plan = plan if skewed is None else tiles_plan(problem, device, skewed)
+    short = faster_as_short(problem, device, plan)
+    plan = plan if short is None else tiles_plan(problem, device, short)
     bundle = faster_as_bundled(problem, plan)
     return plan if bundle is None else bundled_plan(problem, device, bundle)
 

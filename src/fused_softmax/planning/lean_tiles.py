@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .spatial_tables import SpatialConfig
+from .spatial_tables import SpatialConfig, config_of_words
 from .types import SECTOR_BYTES, Device, SpatialProblem
 
 LEAST_POSITIONS = 448  # of a plane; those of fewer were not timed
 # positions from which planes in pieces, and other skewed tiles, are not considered. H200, softmax of 5 bfloat16 columns
 # of 1,484 positions, speed in these tiles over that as pieces: 1.50 with few elements, 1.14 with 1.6e7, 1.03 with 8e7
 LONG = 1024
-CTAS = 1, 2, 4, 8, 16
-MOST_KEPT = 12  # words of a 16-bit softmax whose exponentials are kept; with more they are computed twice
-REGISTERS = ((28, None), (44, 80), (76, 112), (80, 128))  # the cap of a thread, by the words that it holds, at most
 
 
 class Lean(NamedTuple):
@@ -67,6 +64,10 @@ RANGES: dict[tuple[str, int, int], tuple[Lean, ...]] = {
         *_AFTER_STEPS,
     ),
     ("softmax", 2, 8): (*_FEW, Lean(120, 152, 128, 4, 40, skewed=8), *_AFTER_STEPS),
+    ("softmax", 2, 4): (
+        Lean(10, 15, 512, 8, 15, 4, alone=True),
+        Lean(16, 40, 256, 8, 20, 4, alone=True),
+    ),
     ("softmax", 2, 2): (
         Lean(11, 24, 256, 8, 16, 4, skewed=4),
         Lean(112, 124, 128, 8, 40, skewed=8),
@@ -102,6 +103,7 @@ RANGES: dict[tuple[str, int, int], tuple[Lean, ...]] = {
         Lean(113, 832, 128, 4, 64, skewed=8),
         Lean(833, 960, 128, 4, 64, 16, skewed=16, log=True),
     ),
+    ("gradient", 2, 4): (Lean(18, 49, 256, 8, 50, 4, alone=True),),
     ("gradient", 2, 2): (Lean(193, 512, 128, 4, 64, skewed=8),),
     ("gradient", 4, 32): (
         Lean(65, 72, 64, 4, 72),
@@ -133,19 +135,13 @@ def lean_config(problem: SpatialProblem, device: Device) -> SpatialConfig | None
     overlaps = starts < SECTOR_BYTES and not (of.skewed or of.alone)
     if (of.skewed or overlaps) and not problem.in_phase:
         return None
-    filled = of.alone or problem.fills(of.positions, of.skewed // problem.itemsize)
-    return _on_ctas(problem, device, of, overlaps) if filled else None
-
-
-def _on_ctas(problem: SpatialProblem, device: Device, of: Lean, overlaps: bool) -> SpatialConfig | None:
-    """The config on the fewest CTAs whose threads have so few words."""
+    if not (of.alone or problem.fills(of.positions, of.skewed // problem.itemsize)):
+        return None
     cols = of.num_warps * device.warp_size * of.thread_bytes // problem.itemsize // of.positions
-    for ctas in CTAS:
-        words = problem.words(cols * ctas, of.thread_bytes)
-        if words <= of.words and ctas <= device.max_cluster:
-            return SpatialConfig(
-                problem.n_cols, ctas, of.num_warps, of.positions, problem.backward or words > MOST_KEPT,
-                next(cap for most, cap in REGISTERS if words <= most), of.thread_bytes, skewed=of.skewed,
-                overlaps=overlaps,
-            )  # fmt: skip
-    return None
+    ctas = problem.fewest_ctas(cols, of.thread_bytes, of.words, device.max_cluster, overlaps)
+    if ctas is None:
+        return None
+    words = problem.words(cols * ctas, of.thread_bytes)
+    return config_of_words(
+        problem.n_cols, ctas, of.num_warps, of.positions, of.thread_bytes, words, problem.backward, of.skewed, overlaps
+    )

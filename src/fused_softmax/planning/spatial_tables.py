@@ -37,6 +37,24 @@ class SpatialConfig(NamedTuple):
     overlaps: bool = False
 
 
+# words of a 16-bit softmax whose exponentials are kept, at most (with more they are computed twice); and the cap on a
+# thread's registers, by the words that it holds, at most
+MOST_KEPT = 12
+REGISTERS = ((28, None), (44, 80), (76, 112), (80, 128))
+
+
+def config_of_words(
+    n_cols: int, ctas: int, num_warps: int, positions: int, thread_bytes: int, words: int, backward: bool,
+    skewed: int, overlaps: bool,
+) -> SpatialConfig:  # fmt: skip
+    """The config of a tile whose threads hold so many words of 4 bytes of the columns."""
+    cap = next(cap for most, cap in REGISTERS if words <= most)
+    recompute = backward or words > MOST_KEPT
+    return SpatialConfig(
+        n_cols, ctas, num_warps, positions, recompute, cap, thread_bytes, skewed=skewed, overlaps=overlaps
+    )
+
+
 class LongTile(NamedTuple):
     """A tile of fewer than `inner` positions and many columns, of at most so many elements, in one program."""
 

@@ -249,6 +249,17 @@ class SpatialProblem(_Dtypes):
         """Words of 4 bytes that a thread has of the columns, where it has thread_bytes of each chunk of `cols`."""
         return (1 + self.backward) * -(-self.n_cols // cols) * thread_bytes // 4
 
+    def fewest_ctas(self, cols: int, thread_bytes: int, most_words: int, most_ctas: int, overlaps: bool) -> int | None:
+        """The fewest CTAs whose threads hold the columns in up to so many words, where each has `cols` of a chunk.
+
+        overlaps: of tiles that overlap, where columns start in a sector as those of the next chunk do.
+        """
+        for ctas in (1, 2, 4, 8, 16):
+            apart = not overlaps or cols * ctas * thread_bytes % SECTOR_BYTES == 0
+            if apart and ctas <= most_ctas and self.words(cols * ctas, thread_bytes) <= most_words:
+                return ctas
+        return None
+
     def fills(self, positions: int, unit: int = 0) -> bool:
         """Whether whole tiles of so many positions have few more than exist, or the tensor has some tiles anyway.
 

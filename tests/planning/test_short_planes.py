@@ -1,0 +1,143 @@
+"""Tiles of short planes: what is planned, what each config must keep, and which plans stay."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from planning.test_skewed_tiles import planes
+from planning.test_spatial_plans import check
+
+from fused_softmax.launch import spatial
+from fused_softmax.planning.lean_tiles import LEAST_POSITIONS
+from fused_softmax.planning.planes import faster_as_planes, periodic_plan
+from fused_softmax.planning.short_planes import (
+    FLOAT32_GRADIENT_8,
+    FLOAT32_GRADIENT_16,
+    FLOAT32_SOFTMAX,
+    HALF_GRADIENT,
+    HALF_SOFTMAX,
+    MOST,
+    WHOLE,
+    Tile,
+    faster_as_short,
+)
+from fused_softmax.planning.skewed_tiles import faster_as_skewed
+from fused_softmax.planning.spatial import tiles_plan
+from fused_softmax.planning.spatial_tables import REGISTERS
+from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem, tiles_of
+
+HOPPER = DEVICES["sm_90"]
+
+
+def before(problem: SpatialProblem) -> Plan:
+    """The plan that such tiles may replace."""
+    tiles = spatial.tiles_of_positions(problem, HOPPER)
+    plan = faster_as_planes(problem, HOPPER, tiles) or tiles
+    skewed = faster_as_skewed(problem, HOPPER, plan)
+    return plan if skewed is None else tiles_plan(problem, HOPPER, skewed)
+
+
+# columns, positions, dtype, backward: positions of a tile, of a skewed one the unit, CTAs, warps, registers at most
+PLANNED = (
+    # in place of planes in registers, and (1,115) of 16 warps on 4 CTAs
+    (1115, 146, "float32", False, (32, 0, 4, 8, 80)), (990, 61, "float32", False, (64, 2, 8, 4, 112)),
+    (1669, 77, "float32", True, (32, 0, 8, 8, 112)), (308, 86, "float32", True, (64, 4, 8, 4, 80)),
+    (672, 77, "float32", True, (32, 0, 4, 8, 80)), (2078, 68, "bfloat16", False, (32, 0, 8, 4, 80)),
+    (1263, 97, "bfloat16", False, (64, 4, 8, 4, 80)), (307, 186, "bfloat16", True, (64, 4, 4, 4, 80)),
+    # of planes that are alone on a multiprocessor, or whose programs have 16 warps
+    (259, 130, "float32", False, (32, 0, 1, 8, 80)), (403, 136, "bfloat16", False, (64, 0, 2, 4, 112)),
+    # of tiles
+    (301, 64, "bfloat16", False, (32, 0, 1, 4, 80)), (755, 304, "bfloat16", False, (32, 0, 4, 4, None)),
+    (461, 280, "bfloat16", False, (64, 0, 2, 4, 112)), (475, 208, "bfloat16", True, (64, 0, 8, 4, 80)),
+    (294, 88, "bfloat16", True, (64, 0, 4, 4, 80)), (1173, 72, "bfloat16", True, (32, 0, 8, 4, 80)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("n_cols", "inner", "dtype", "backward", "wanted"), PLANNED)
+@pytest.mark.parametrize("outer", [1, 700])
+def test_a_softmax_takes_them_whatever_outer_is(n_cols, inner, dtype, backward, wanted, outer):
+    """A position's bits follow from columns, positions, dtype and device."""
+    x = torch.empty(outer, n_cols, inner, dtype=getattr(torch, dtype), device="meta")
+    plan = spatial.softmax_plan((x,) * (2 + backward), False, backward, False, HOPPER)
+    assert (plan.rows, plan.skewed, plan.ctas, plan.num_warps, plan.max_registers) == wanted
+    assert plan != before(spatial.problem_of(*(x,) * (2 + backward), backward=backward))
+
+
+# what was as fast before, or faster, on an H200
+KEPT = (
+    (663, 49, "float32", False), (402, 43, "float32", True), (1023, 43, "float32", True),
+    (2144, 62, "float32", True), (1549, 51, "bfloat16", False), (2340, 62, "bfloat16", False),
+    (490, 119, "bfloat16", True), (243, 82, "float32", False), (197, 88, "bfloat16", False),
+    (176, 112, "bfloat16", False), (1060, 320, "bfloat16", False), (360, 200, "bfloat16", False),
+    (807, 376, "bfloat16", False), (1110, 200, "bfloat16", True), (289, 139, "bfloat16", False),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("n_cols", "inner", "dtype", "backward"), KEPT)
+def test_faster_plans_stay(n_cols, inner, dtype, backward):
+    problem = planes(n_cols, inner, dtype, backward)
+    assert faster_as_short(problem, HOPPER, before(problem)) is None
+
+
+def rule_of(problem: SpatialProblem, plan: Plan) -> str:
+    if problem.vec == problem.full_vec:
+        return "crowded halves" if plan.gathered else f"whole vectors, backward {problem.backward}"
+    return f"{'alone' if plan.gathered else 'held'}, {problem.dtype}, backward {problem.backward}"
+
+
+def test_random_planes():
+    """Tiles hold all columns in few words, are nearly filled, and every rule has some."""
+    rng, rules = random.Random(5), set()
+    for _ in range(6000):
+        n_cols, dtype = round(90 * 40 ** rng.random()), rng.choice(("bfloat16", "float32"))
+        inner = rng.choice((rng.randint(30, 470), 2 * rng.randint(15, 235), 8 * rng.randint(4, 58)))
+        problem = planes(n_cols, inner, dtype, rng.random() < 0.5, rng.random() < 0.3)
+        found = before(problem)
+        config = faster_as_short(problem, HOPPER, found)
+        if config is None:
+            continue
+        rules.add(rule_of(problem, found))
+        plan = tiles_plan(problem, HOPPER, config)
+        check(plan, problem, HOPPER)
+        assert 40 <= inner <= MOST and n_cols <= 3000 and plan.smem_staged == 0 and plan.stagger == 0
+        words = problem.words(plan.vectors_per_chunk * plan.ctas, config.thread_bytes)
+        assert words <= 72 and plan.max_registers == next(cap for most, cap in REGISTERS if words <= most)
+        tiles = tiles_of(inner, plan.rows, plan.overlap, plan.skewed)
+        assert tiles * plan.rows <= 1.7 * inner, "a third of the reads at most are twice, or of nothing"
+        half_as_many = problem.words(plan.vectors_per_chunk * max(1, plan.ctas // 2), config.thread_bytes)
+        assert plan.ctas == 1 or half_as_many > words, "fewer CTAs would hold as much"
+    assert rules == {
+        "held, float32, backward False", "held, float32, backward True", "held, bfloat16, backward False",
+        "held, bfloat16, backward True", "alone, float32, backward False", "crowded halves",
+        "whole vectors, backward False", "whole vectors, backward True",
+    }  # fmt: skip
+
+
+def test_where_there_are_none():
+    problem = planes(1115, 146, "float32")
+    held = periodic_plan(problem, HOPPER)
+    assert held is not None and faster_as_short(problem, HOPPER, held)
+    others = (
+        replace(problem, out_dtype="bfloat16"), replace(problem, batch_invariant=True),
+        replace(problem, in_phase=False), replace(problem, inner=450), replace(problem, inner=38),
+        replace(problem, n_cols=3001),
+    )  # fmt: skip
+    assert not any(faster_as_short(other, HOPPER, held) for other in others)
+    devices = (device for name, device in DEVICES.items() if name != "sm_90")
+    assert not any(faster_as_short(problem, device, held) for device in devices)
+
+
+def test_longer_planes_have_lean_tiles():
+    assert MOST + 1 == LEAST_POSITIONS
+
+
+def test_tiles_have_caps_on_registers():
+    of_whole = [tile for ranges in WHOLE.values() for of in ranges for tile in (of.wide, of.narrow) if tile]
+    rules: tuple[tuple[Tile, ...], ...] = (
+        FLOAT32_SOFTMAX, FLOAT32_GRADIENT_16, FLOAT32_GRADIENT_8, *HALF_SOFTMAX.values(), HALF_GRADIENT
+    )  # fmt: skip
+    for tile in (*of_whole, *(tile for rule in rules for tile in rule)):
+        assert tile.words <= REGISTERS[-1][0] and tile.positions <= 32 * tile.num_warps
