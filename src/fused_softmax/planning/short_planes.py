@@ -40,6 +40,9 @@ class Tile(NamedTuple):
 # 2,471 of 90 (6 of 16) 1.31 and 1.21; of 990 of 61 (2 of 16) in tiles of 32, which read 1.57 of what exists, 1.08 and
 # 0.92, skewed (1.05) 1.34 and 1.19. With 4 warps in place of 8, 1,099 of 75 1.02 and 1.01, with 8 1.10 and 1.10
 FLOAT32_SOFTMAX = Tile(32, 8, 8, 60, of_last=1.05), Tile(64, 4, 8, 72, skewed=True)
+# also in place of tiles of so many warps in all, from so many columns on: 1,239 of 146 (16 CTAs of 4) with 4 warps in
+# place of 8 1.12 and 1.12, 1,903 of 377 1.06 and 1.06; but 585 of 250 (8 of 8) with 4 warps 1.02 and 0.96
+MANY_WARPS, MANY_COLS = 64, 1200
 # of at most so many CTAs planes of few warps stay in registers: 663 columns of 49 (2 of 8) 1.02 and 1.05
 FEW_CTAS = 2
 # gradients: of 16 warps from so many CTAs on, and of fewer warps. 1,669 columns of 77 (6 of 16) 1.26 and 1.07, 1,493 of
@@ -116,7 +119,8 @@ def _of_planes(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
     if plan.gathered:
         return FLOAT32_SOFTMAX if not half and not problem.backward and many_warps and _is_alone(plan) else ()
     if not plan.periodic:
-        return ()
+        many = plan.ctas * plan.num_warps >= MANY_WARPS and problem.n_cols >= MANY_COLS
+        return FLOAT32_SOFTMAX[:1] if many and not (half or problem.backward) else ()
     if half and problem.backward:
         return HALF_GRADIENT if many_warps else ()
     if half:
