@@ -49,8 +49,8 @@ PLANNED = (
     (1263, 97, "bfloat16", False, (64, 4, 8, 4, 80)), (307, 186, "bfloat16", True, (64, 4, 4, 4, 80)),
     # of planes that are alone on a multiprocessor, or whose programs have 16 warps
     (259, 130, "float32", False, (32, 0, 1, 8, 80)), (403, 136, "bfloat16", False, (64, 0, 2, 4, 112)),
-    # of tiles of 16 CTAs
-    (1239, 146, "float32", False, (32, 0, 4, 8, 80)),
+    # of plain tiles on a cluster
+    (2805, 130, "float32", False, (32, 0, 8, 8, 80)),
     # of tiles
     (301, 64, "bfloat16", False, (32, 0, 1, 4, 80)), (755, 304, "bfloat16", False, (32, 0, 4, 4, None)),
     (461, 280, "bfloat16", False, (64, 0, 2, 4, 112)), (475, 208, "bfloat16", True, (64, 0, 8, 4, 80)),
@@ -74,7 +74,9 @@ KEPT = (
     (2144, 62, "float32", True), (1549, 51, "bfloat16", False), (2340, 62, "bfloat16", False),
     (490, 119, "bfloat16", True), (243, 82, "float32", False), (197, 88, "bfloat16", False),
     (176, 112, "bfloat16", False), (1060, 320, "bfloat16", False), (360, 200, "bfloat16", False),
-    (585, 250, "float32", False), (807, 376, "bfloat16", False), (1110, 200, "bfloat16", True), (289, 139, "bfloat16", False),
+    (807, 376, "bfloat16", False), (1110, 200, "bfloat16", True), (289, 139, "bfloat16", False),
+    (585, 250, "float32", False), (1823, 119, "float32", False), (2154, 209, "float32", False),
+    (641, 42, "float32", True), (786, 208, "bfloat16", True), (842, 336, "bfloat16", True),
 )  # fmt: skip
 
 
@@ -88,7 +90,7 @@ def rule_of(problem: SpatialProblem, plan: Plan) -> str:
     if problem.vec == problem.full_vec:
         return "crowded halves" if plan.gathered else f"whole vectors, backward {problem.backward}"
     if not (plan.gathered or plan.periodic):
-        return f"many warps, {problem.dtype}, backward {problem.backward}"
+        return f"plain, {problem.dtype}, backward {problem.backward}"
     return f"{'alone' if plan.gathered else 'held'}, {problem.dtype}, backward {problem.backward}"
 
 
@@ -116,7 +118,7 @@ def test_random_planes():
     assert rules == {
         "held, float32, backward False", "held, float32, backward True", "held, bfloat16, backward False",
         "held, bfloat16, backward True", "alone, float32, backward False", "crowded halves",
-        "many warps, float32, backward False",
+        "plain, float32, backward False",
         "whole vectors, backward False", "whole vectors, backward True",
     }  # fmt: skip
 

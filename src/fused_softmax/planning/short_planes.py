@@ -40,9 +40,9 @@ class Tile(NamedTuple):
 # 2,471 of 90 (6 of 16) 1.31 and 1.21; of 990 of 61 (2 of 16) in tiles of 32, which read 1.57 of what exists, 1.08 and
 # 0.92, skewed (1.05) 1.34 and 1.19. With 4 warps in place of 8, 1,099 of 75 1.02 and 1.01, with 8 1.10 and 1.10
 FLOAT32_SOFTMAX = Tile(32, 8, 8, 60, of_last=1.05), Tile(64, 4, 8, 72, skewed=True)
-# also in place of tiles of so many warps in all, from so many columns on: 1,239 of 146 (16 CTAs of 4) with 4 warps in
-# place of 8 1.12 and 1.12, 1,903 of 377 1.06 and 1.06; but 585 of 250 (8 of 8) with 4 warps 1.02 and 0.96
-MANY_WARPS, MANY_COLS = 64, 1200
+# also in place of plain tiles on a cluster, whose CTAs write parts of a sector: log_softmax of 2,805 of 130 1.20 and
+# 1.27; but not of others: 1,845 of 406 0.86 and 0.93, 2,943 of 118 0.80 and 0.81, 2,154 of 209 (skewed) 0.97 and 0.92
+MANY_COLS = 1200
 # of at most so many CTAs planes of few warps stay in registers: 663 columns of 49 (2 of 8) 1.02 and 1.05
 FEW_CTAS = 2
 # gradients: of 16 warps from so many CTAs on, and of fewer warps. 1,669 columns of 77 (6 of 16) 1.26 and 1.07, 1,493 of
@@ -50,8 +50,11 @@ FEW_CTAS = 2
 # 1.05 and 0.89; 391 of 53 (3 of 8) 1.10 and 1.11, 308 of 86 1.12 and 1.07; but 402 of 43 (2 of 8) 0.97 and 0.93
 FLOAT32_GRADIENT_CTAS = 5
 FLOAT32_GRADIENT_16 = (Tile(32, 8, 8, 60, most_read=1.4),)
-# 672 of 77 (5 of 8) skewed on 16 CTAs 0.94 and 0.90
-FLOAT32_GRADIENT_8 = Tile(64, 4, 16, 72, skewed=True, most_read=1.7, most_ctas=8), Tile(32, 8, 8, 60)
+# 672 of 77 (5 of 8) skewed on 16 CTAs 0.94 and 0.90; 641 of 42 (5 of 4) in tiles of 32, which read 1.52, 0.93 and 0.88
+FLOAT32_GRADIENT_8 = (
+    Tile(64, 4, 16, 72, skewed=True, most_read=1.7, most_ctas=8),
+    Tile(32, 8, 8, 60, most_read=1.4),
+)
 # 16-bit softmax of so many CTAs, by whether columns start at 2 bytes: 2,078 bfloat16 columns of 68 (8 of 4) 1.34 and
 # 1.07, 1,263 of 97 1.18 and 1.07; but 1,549 of 51 (2 of 8) 0.91 and 0.92, and on 16 CTAs 2,340 of 62 0.99 and 0.75
 HALF_CTAS = 7
@@ -76,18 +79,19 @@ class Whole(NamedTuple):
     narrow: Tile | None
 
 
-WIDE, NARROW, OF_NARROW = Tile(64, 4, 8, 48), Tile(32, 4, 8, 48), 1.25
+WIDE, NARROW, OF_NARROW = Tile(64, 4, 8, 48, most_ctas=8), Tile(32, 4, 8, 48), 1.25
 # By `backward`, and whether runs are whole sectors. H200, bfloat16, 1e7 and 5e7 elements, speed over that of the plan
 # before: softmax of 301 columns of 64 positions 1.21 and 1.05, 221 of 240 1.28 and 1.04, 755 of 304 1.15 and 1.06, 676
 # of 192 1.20 and 0.95; but 176 of 112 0.97 and 0.96, 1,060 of 320 0.95 and 0.94; in halves of sectors 461 of 280 1.07
 # and 1.04, 458 of 152 1.05 and 1.03; but 360 of 200 0.99 and 0.93, 807 of 376 0.96 and 0.95. Gradients of 475 of 208
 # 1.22 and 1.10, 480 of 160 1.23 and 1.09, 243 of 176 1.00 and 1.03; in halves 294 of 88 1.29 and 1.18, 261 of 216 (6
-# CTAs of 4 warps held it) 1.23 and 1.10, 1,173 of 72 (narrow) 1.20 and 1.23; but 1,110 of 200 (wide) 1.03 and 0.94
-_SOFTMAX = Tile(32, 4, 8, 44)
+# CTAs of 4 warps held it) 1.23 and 1.10, 1,173 of 72 (narrow) 1.20 and 1.23. On 16 CTAs 981 of 288 1.20 and 1.02, but
+# 786 of 208 0.92 and 0.82, in halves 1,110 of 200 1.03 and 0.94
+_SOFTMAX, _OF_HALVES = Tile(32, 4, 8, 44), Tile(64, 4, 4, 60)
 WHOLE = {
     (False, True): (Whole(200, 1024, _SOFTMAX, _SOFTMAX),),
-    (False, False): (Whole(457, 640, *[Tile(64, 4, 4, 60)] * 2),),
-    (True, True): (Whole(240, 1056, WIDE, NARROW),),
+    (False, False): (Whole(457, 640, _OF_HALVES, _OF_HALVES),),
+    (True, True): (Whole(240, 768, WIDE, NARROW), Whole(897, 1056, Tile(64, 4, 8, 48), NARROW)),
     (True, False): (Whole(240, 896, WIDE, NARROW), Whole(897, 1216, None, NARROW)),
 }
 # planes of a softmax in shared memory, in halves of sectors, whose programs have 16 warps: 403 of 136 1.37 and 1.12,
@@ -119,8 +123,8 @@ def _of_planes(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
     if plan.gathered:
         return FLOAT32_SOFTMAX if not half and not problem.backward and many_warps and _is_alone(plan) else ()
     if not plan.periodic:
-        many = plan.ctas * plan.num_warps >= MANY_WARPS and problem.n_cols >= MANY_COLS
-        return FLOAT32_SOFTMAX[:1] if many and not (half or problem.backward) else ()
+        plain = plan.ctas > 1 and not (plan.skewed or plan.overlap) and problem.n_cols >= MANY_COLS
+        return FLOAT32_SOFTMAX[:1] if plain and not (half or problem.backward) else ()
     if half and problem.backward:
         return HALF_GRADIENT if many_warps else ()
     if half:
