@@ -120,7 +120,11 @@ def test_each_plan_runs_itself(monkeypatch: pytest.MonkeyPatch):
     assert ran[-5:] == request.plans(workload, device)  # after the planner's
 
 
-SMALL = [Workload("softmax", "bfloat16", 85, 3), Workload("softmax_backward", "float32", 95, 10352)]
+SMALL = [
+    Workload("softmax", "bfloat16", 85, 3),
+    Workload("softmax", "float32", 900, 8),
+    Workload("softmax_backward", "float32", 95, 10352),
+]
 
 
 @pytest.mark.parametrize("device", ["sm_90", "sm_80"])
@@ -147,7 +151,7 @@ def test_what_kernels_ask_of_tiles(device: str):
                 assert starts * itemsize == 32, where
             if plan.ctas > 1 or plan.skewed:
                 assert plan.rows <= 32 * plan.num_warps, where
-            if any(tiles):
+            if any(tiles) or (plan.ctas > 1 and plan.rows < 16):
                 # 3 positions in skewed tiles of 4 on 2 CTAs, whose threads had less: a misaligned address on a GPU
                 assert plan.rows * plan.vectors_per_chunk >= 32 * plan.num_warps * plan.vec, where
             assert (plan.max_registers or 0) * 32 * plan.num_warps <= DEVICES[device].registers, where

@@ -91,9 +91,13 @@ def test_planes_are_pieces_where_that_is_faster():
     assert not pieces(64, 64, 8)  # whole vectors, and full tiles
     assert pieces(89, 136, 8) and not pieces(89, 144, 8)  # the runs of the latter are whole sectors
     # small planes of whole sectors: tiles that are partly empty, few columns, few positions
-    assert pieces(58, 96, 8) and pieces(26, 128, 8) and pieces(83, 16, 8)
-    assert not pieces(8, 32, 8) and not pieces(51, 64, 8) and not pieces(200, 16, 8) and not pieces(91, 224, 8)
+    assert pieces(58, 96, 8) and not pieces(91, 224, 8) and pieces(100, 80, 8) and not pieces(110, 80, 8)
+    assert pieces(9, 32, 8) and not pieces(8, 32, 8) and pieces(26, 128, 8) and not pieces(38, 256, 8)
+    assert not pieces(51, 64, 8) and not pieces(60, 32, 8) and pieces(83, 16, 8) and not pieces(200, 16, 8)
+    assert not pieces(20, 272, 8)  # longer ones were not timed
     assert not pieces(58, 96, 8, backward=True) and not pieces(90, 40, 4, "float32")
+    ampere = SpatialProblem(58, 96, "bfloat16", "bfloat16", 8, whole_sectors=True, in_phase=True, packed=True)
+    assert planes.faster_as_planes(ampere, DEVICES["sm_80"], plan_spatial(ampere, DEVICES["sm_80"])) is None
     assert pieces(2, 16, 8, backward=True)  # few bytes
     assert pieces(14, 591, 1) and not pieces(14, 591, 1, backward=True) and not pieces(2, 2001, 1)  # long runs
     assert pieces(31, 70, 2, "float32", backward=True) and not pieces(31, 70, 2, backward=True)  # narrow tiles

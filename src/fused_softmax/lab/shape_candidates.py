@@ -23,7 +23,7 @@ from fused_softmax.planning.planes import (
     small_planes_plan,
 )
 from fused_softmax.planning.spatial import staggered, tiles_plan
-from fused_softmax.planning.spatial_tables import MOST_KEPT, SpatialConfig
+from fused_softmax.planning.spatial_tables import MOST_KEPT, REGISTERS, SpatialConfig
 from fused_softmax.planning.types import SECTOR_BYTES, Device, Plan, SpatialProblem, power_of_two
 
 POSITIONS = (16, 32, 64, 128, 256, 512)
@@ -33,7 +33,7 @@ WARPS, CTAS = (1, 2, 4, 8, 16), (2, 4, 8, 16)
 # fewest CTAs, whose threads hold no more
 WORDS = (16, 28, 44, 72, 96)
 # the cap on a thread's registers, by those words
-REGISTERS = ((28, None), (44, 80), (76, 112), (88, 128), (WORDS[-1], 168))
+CAPS = (*REGISTERS[:-1], (88, 128), (WORDS[-1], 168))
 MOST_FILLED_UP = 1.5  # positions of whole tiles over those that exist, at most
 
 
@@ -96,7 +96,7 @@ def _tiles_of(
                 held = problem.words(cols * ctas, thread_bytes)
                 if held > words or ((skewed or ctas > 1) and warps * device.warp_size < positions):
                     continue
-                cap = next(cap for most, cap in REGISTERS if held <= most)
+                cap = next(cap for most, cap in CAPS if held <= most)
                 if (cap or 0) * warps * device.warp_size > device.registers:
                     continue
                 recompute = problem.backward or held > MOST_KEPT

@@ -377,24 +377,30 @@ def tiles_of_positions(problem: SpatialProblem, device: Device) -> Plan:
 
 def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool, device: Device) -> Plan:
     """The plan over (x, y), or over (y, dy, dx) of a gradient: of tiles of positions or of planes."""
-    from ..planning.bundled_columns import faster_as_bundled  # all loaded when they are first needed
-    from ..planning.lean_tiles import LONG, lean_config
-    from ..planning.planes import faster_as_planes
+    from ..planning.bundled_columns import faster_as_bundled  # loaded when it is first needed, as those below
     from ..planning.short_planes import faster_as_short
-    from ..planning.skewed_tiles import faster_as_skewed
 
     problem = problem_of(*planes, backward=backward, log=log, batch_invariant=invariant)
+    plan = tiles_or_planes(problem, device)
+    short = faster_as_short(problem, device, plan)
+    plan = plan if short is None else tiles_plan(problem, device, short)
+    bundle = faster_as_bundled(problem, plan)
+    return plan if bundle is None else bundled_plan(problem, device, bundle)
+
+
+def tiles_or_planes(problem: SpatialProblem, device: Device) -> Plan:
+    """The plan of tiles or of planes, before short planes and bundles are considered."""
+    from ..planning.lean_tiles import LONG, lean_config
+    from ..planning.planes import faster_as_planes
+    from ..planning.skewed_tiles import faster_as_skewed
+
     lean = lean_config(problem, device)
     tiles = tiles_of_positions(problem, device) if lean is None else tiles_plan(problem, device, lean)
     if lean is not None and problem.inner >= LONG:
         return tiles
     plan = faster_as_planes(problem, device, tiles) or tiles
     skewed = faster_as_skewed(problem, device, plan)
-    plan = plan if skewed is None else tiles_plan(problem, device, skewed)
-    short = faster_as_short(problem, device, plan)
-    plan = plan if short is None else tiles_plan(problem, device, short)
-    bundle = faster_as_bundled(problem, plan)
-    return plan if bundle is None else bundled_plan(problem, device, bundle)
+    return plan if skewed is None else tiles_plan(problem, device, skewed)
 
 
 def prepare_softmax(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool) -> Run:

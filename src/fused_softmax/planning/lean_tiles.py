@@ -13,7 +13,7 @@ from typing import NamedTuple
 from .spatial_tables import SpatialConfig, config_of_words
 from .types import SECTOR_BYTES, Device, SpatialProblem
 
-LEAST_POSITIONS = 448  # of a plane; those of fewer were not timed
+LEAST_POSITIONS = 448  # of a plane; shorter planes have `short_planes`
 # positions from which planes in pieces, and other skewed tiles, are not considered. H200, softmax of 5 bfloat16 columns
 # of 1,484 positions, speed in these tiles over that as pieces: 1.50 with few elements, 1.14 with 1.6e7, 1.03 with 8e7
 LONG = 1024
@@ -49,7 +49,8 @@ _FEW = _few(3, 4, log=False), _few(5, 6), _few(15, 18)
 _AFTER_STEPS = tuple(Lean(least, most, 64, 4, 80) for least, most in ((229, 320), (457, 640), (913, 1280)))
 # By op, bytes of an element, and the bytes at whose multiples columns start. H200, Triton 3.6, time of the plan before
 # over that of this one, 319 random shapes with another plan than before, mean and worst: with 1.2e6 to 1e7 elements
-# 1.11 and 0.82, 1.6e7 1.04 and 0.86, 8e7 1.02 and 0.92. The ranges with the largest losses were cut after that
+# 1.11 and 0.82, 1.6e7 1.04 and 0.86, 8e7 1.02 and 0.92. The ranges with the largest losses were cut after that. 16 bits
+# at multiples of 4 bytes, 16 other shapes: 1.10 and 1.03 with 3e6, 1.06 and 0.93 with 6e7
 RANGES: dict[tuple[str, int, int], tuple[Lean, ...]] = {
     ("softmax", 2, 32): (
         *_FEW,
@@ -138,10 +139,10 @@ def lean_config(problem: SpatialProblem, device: Device) -> SpatialConfig | None
     if not (of.alone or problem.fills(of.positions, of.skewed // problem.itemsize)):
         return None
     cols = of.num_warps * device.warp_size * of.thread_bytes // problem.itemsize // of.positions
-    ctas = problem.fewest_ctas(cols, of.thread_bytes, of.words, device.max_cluster, overlaps)
-    if ctas is None:
+    found = problem.fewest_ctas(cols, of.thread_bytes, of.words, device.max_cluster)
+    if found is None:
         return None
-    words = problem.words(cols * ctas, of.thread_bytes)
+    ctas, words = found
     return config_of_words(
         problem.n_cols, ctas, of.num_warps, of.positions, of.thread_bytes, words, problem.backward, of.skewed, overlaps
     )

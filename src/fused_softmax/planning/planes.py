@@ -53,13 +53,13 @@ LONG_RUN = 512  # positions from which tiles are skewed
 LONG_BYTES, LONGER_BYTES, LONGER_RUN = 23 << 10, 46 << 10, 1024
 FEW_BYTES = 1280  # of a program
 FILLED_COLS, MOST_FILLED = 16, 1.1  # columns, and positions with those that fill up tiles over those without
-# small 16-bit planes of whole sectors: bytes, with tiles that are partly empty; with others bytes and columns, or
-# positions. H200, bfloat16, as pieces over tiles, 1e7 and 5e7 elements: 71 columns of 80 positions 1.56 and 1.45, 72 of
-# 48 1.27 and 1.14, 58 of 96 1.31 and 1.16; filled ones 26 of 128 1.18 and 1.09, 38 of 32 1.21 and 1.01, 83 of 16 1.05
-# and 1.02; but 91 of 224 (40 KB) 0.88 and 0.96, and of filled ones 51 of 64 0.98 and 0.86, 64 of 160 0.84 and 1.03
-FEWEST_SMALL, SMALL_BYTES = 8, 16 << 10
-SMALL_COLS, FILLED_BYTES = 40, 8 << 10
-SMALL_INNER, NARROW_BYTES = 16, 4 << 10
+# softmax of small 16-bit planes of whole sectors: columns, at least, and positions, at most. Then bytes where tiles are
+# partly empty; bytes and columns where they are filled; and bytes of 16 positions. H200, bfloat16, speed as pieces over
+# that in tiles, 1e7 and 5e7 elements: 71 columns of 80 positions 1.56 and 1.45, 72 of 48 1.27 and 1.14, 58 of 96 1.31
+# and 1.16; filled ones 9 of 32 1.25 and 1.25, 26 of 128 1.18 and 1.09, 38 of 32 1.21 and 1.01, 83 of 16 1.05 and 1.02;
+# but 91 of 224 (40 KB) 0.88 and 0.96, and of filled ones 51 of 64 0.98 and 0.86, 64 of 160 0.84 and 1.03
+FEWEST_SMALL, MOST_SMALL = 9, 256
+EMPTY_BYTES, FILLED_BYTES, FILLED_MOST, SIXTEEN_BYTES = 16 << 10, 8 << 10, 40, 4 << 10
 WIDE_TILE, LEAST_ACCESS = 256, 4  # bytes of a tile along `inner`, and of an access
 # gradients of tiles that are empty by a third, of so many positions: 274 float32 columns of 17 positions 0.71 and
 # 0.97, but 787 of 5, whose tiles have 8 positions, 0.99 and 0.97
@@ -124,7 +124,7 @@ def _faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> P
         return held
     few_bytes = tiles.outers * problem.plane_bytes < FEW_BYTES
     twice = tiles.regime == "spatial_two_pass"
-    if not (few_bytes or twice or _tiles_are_slow(problem, tiles)):
+    if not (few_bytes or twice or _tiles_are_slow(problem, device, tiles)):
         return None
     plan = planes_plan(problem, device, twice)
     if plan is not None and plan.periodic:
@@ -170,21 +170,21 @@ def _tiles_of_clusters(problem: SpatialProblem, tiles: Plan) -> bool:
     return softmax and few and tiles.ctas > 1 and tiles.rows >= CLUSTER_TILE and filled
 
 
-def _tiles_are_slow(problem: SpatialProblem, tiles: Plan) -> bool:
+def _tiles_are_slow(problem: SpatialProblem, device: Device, tiles: Plan) -> bool:
     """Whether tiles of positions of which each is read once are slower than planes that one program moves.
 
     Runs that do not start at vectors: a softmax of runs below LONG_RUN, but no large plane whose tiles are wider than
     WIDE_TILE, and a 16-bit one of longer runs, more than 2 columns and small planes; gradients of runs below LONG_RUN
     whose tiles are narrow, or are read in accesses below LEAST_ACCESS, or just of it and half empty. Runs at vectors: a
     softmax of runs below LONG_RUN that fill up their tiles, and of few columns, or in halves of sectors; there also
-    where tiles do not overlap; and small 16-bit planes.
+    where tiles do not overlap. In whole sectors also small 16-bit planes on Hopper (`_is_small`).
     """
     inner, itemsize, short = problem.inner, problem.itemsize, problem.inner < LONG_RUN
     filled_up = _filled_up(problem, tiles)
     if problem.vec == problem.full_vec:
         halves = not problem.whole_sectors
         empty = filled_up > MOST_FILLED and (halves or problem.n_cols <= FILLED_COLS)
-        small = itemsize == 2 and problem.n_cols > FEWEST_SMALL and not halves and _is_small(problem, filled_up)
+        small = not halves and device.adds_shared_memory and _is_small(problem, filled_up)
         return short and not problem.backward and (empty or small or (halves and not tiles.overlap))
     if problem.backward:
         access = problem.vec * itemsize
@@ -199,11 +199,13 @@ def _tiles_are_slow(problem: SpatialProblem, tiles: Plan) -> bool:
 
 
 def _is_small(problem: SpatialProblem, filled_up: float) -> bool:
-    """Whether 16-bit planes of whole sectors are so small that tiles are slower, even those that are filled."""
+    """Whether pieces are faster than tiles for 16-bit planes of so few bytes: fewer bytes where tiles are filled."""
+    if problem.itemsize != 2 or problem.n_cols < FEWEST_SMALL or problem.inner > MOST_SMALL:
+        return False
     if filled_up > MOST_FILLED:
-        return problem.plane_bytes <= SMALL_BYTES
-    few = problem.n_cols <= SMALL_COLS and problem.plane_bytes <= FILLED_BYTES
-    return few or (problem.inner <= SMALL_INNER and problem.plane_bytes <= NARROW_BYTES)
+        return problem.plane_bytes <= EMPTY_BYTES
+    few = problem.n_cols <= FILLED_MOST and problem.plane_bytes <= FILLED_BYTES
+    return few or (problem.inner == 16 and problem.plane_bytes <= SIXTEEN_BYTES)
 
 
 def planes_plan(problem: SpatialProblem, device: Device, twice: bool = False) -> Plan | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .spatial_tables import SpatialConfig
-from .types import MULTIPROCESSORS, Device, Plan, SpatialProblem, tiles_of
+from .types import Device, Plan, SpatialProblem, tiles_of
 
 # positions of a tile, widest first, and what whole tiles may have over those that exist
 POSITIONS, MOST_EMPTY = (128, 64, 32), 1.2
@@ -67,7 +67,7 @@ def faster_as_skewed(problem: SpatialProblem, device: Device, plan: Plan) -> Spa
         return None
     if plan.ctas == 1 and (plan.gathered or plan.periodic):
         crowded = plan.gathered and (problem.backward or plan.num_warps >= CROWDED_WARPS)
-        fitting = _fitting(plan)
+        fitting = plan.fitting_planes
         wide = (
             fitting == 2
             and skewed.inner == POSITIONS[0]
@@ -79,12 +79,6 @@ def faster_as_skewed(problem: SpatialProblem, device: Device, plan: Plan) -> Spa
     if plan.periodic:
         return skewed if plan.ctas == device.max_cluster else None
     return skewed if problem.vec * problem.itemsize < WIDE_ACCESS else None
-
-
-def _fitting(plan: Plan) -> int:
-    """Programs that hold a plane in shared memory, on a multiprocessor for which `planes` makes room."""
-    of_device = MULTIPROCESSORS["sm_90"]
-    return of_device.shared // (plan.dynamic_bytes + of_device.shared_reserved)
 
 
 def skewed_config(problem: SpatialProblem, device: Device) -> SpatialConfig | None:

@@ -3,9 +3,9 @@
 The tensor is (outer, n_cols, inner), and each of the outer x inner positions is a softmax. A plan sees n_cols, inner,
 dtypes, alignment and device, never `outer`; within batch_invariant() what decides a position's bits does not depend on
 `inner` either. In a Plan, `rows` are the positions of a tile, and `vectors_per_chunk` the columns of a chunk. Columns
-may have tiles of their own (`lean_tiles`, `overlapping_tiles`, `skewed_tiles`), small planes (n_cols, inner) may be
-faster as pieces of memory (`planes`), and columns that are read twice in bundles (`bundled_columns`). `softmax_plan` in
-`launch/spatial.py` asks all of them.
+may have tiles of their own (`lean_tiles`, `overlapping_tiles`, `short_planes`, `skewed_tiles`), small planes (n_cols,
+inner) may be faster as pieces of memory (`planes`), and columns that are read twice in bundles (`bundled_columns`).
+`softmax_plan` in `launch/spatial.py` asks all of them.
 """
 
 from __future__ import annotations

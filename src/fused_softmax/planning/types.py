@@ -249,16 +249,20 @@ class SpatialProblem(_Dtypes):
         """Words of 4 bytes that a thread has of the columns, where it has thread_bytes of each chunk of `cols`."""
         return (1 + self.backward) * -(-self.n_cols // cols) * thread_bytes // 4
 
-    def fewest_ctas(self, cols: int, thread_bytes: int, most_words: int, most_ctas: int, overlaps: bool) -> int | None:
-        """The fewest CTAs whose threads hold the columns in up to so many words, where each has `cols` of a chunk.
+    def fewest_ctas(self, cols: int, thread_bytes: int, most_words: int, most_ctas: int) -> tuple[int, int] | None:
+        """The fewest CTAs whose threads hold the columns in so few words, and these words; None where none do.
 
-        overlaps: of tiles that overlap, where columns start in a sector as those of the next chunk do.
+        cols: columns that a CTA has of a chunk. thread_bytes: of a thread in a chunk.
         """
         for ctas in (1, 2, 4, 8, 16):
-            apart = not overlaps or cols * ctas * thread_bytes % SECTOR_BYTES == 0
-            if apart and ctas <= most_ctas and self.words(cols * ctas, thread_bytes) <= most_words:
-                return ctas
+            words = self.words(cols * ctas, thread_bytes)
+            if words <= most_words and ctas <= most_ctas:
+                return ctas, words
         return None
+
+    def shared_by(self, unit: int = 0) -> int:
+        """Positions that a tile shares with the next one. unit: as of `fills`; 0: overlapping tiles, or plain ones."""
+        return self.overlap_of(unit) if unit else self.sector - self.starts
 
     def fills(self, positions: int, unit: int = 0) -> bool:
         """Whether whole tiles of so many positions have few more than exist, or the tensor has some tiles anyway.
@@ -269,7 +273,7 @@ class SpatialProblem(_Dtypes):
             return True
         if self.inner <= positions or positions < LEAST_FILLED:
             return False
-        overlap = self.overlap_of(unit) if unit else self.sector - self.starts
+        overlap = self.shared_by(unit)
         return tiles_of(self.inner, positions, overlap, unit) * (positions - overlap) <= FILLED * self.inner
 
     def may_have_tiles(self, device: Device) -> bool:
@@ -315,6 +319,12 @@ class Plan:
     dynamic_bytes: int = 0  # of shared memory that the launch adds, for a piece of more than a kernel declares
     unseen_chunks: int = 0  # of causal rows that are one piece: the last chunks, of which no row sees a column
     bundle: int = 0  # columns that follow one another in memory and are read as one; 0: columns are read as they are
+
+    @property
+    def fitting_planes(self) -> int:
+        """Programs on a multiprocessor that hold a plane each in the shared memory that the launch adds."""
+        of_device = MULTIPROCESSORS["sm_90"]
+        return of_device.shared // (self.dynamic_bytes + of_device.shared_reserved)
 
     def constexprs(self) -> dict[str, object]:
         """The plan's compile-time arguments for any kernel, by the kernels' names; a kernel takes some of these."""
