@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from fused_softmax.lab.bench import checking
 from fused_softmax.lab.bench.checking import Judge, WrongShape, poisoned, run_poisoned
 from fused_softmax.lab.bench.inputs import DTYPES, rows_of_logits
 from fused_softmax.lab.bench.ops import OPS
@@ -22,6 +25,21 @@ def test_torch_passes_its_own_check(dtype: torch.dtype):
     x = rows_of_logits(5, 1000, dtype, torch.device("cpu"))
     verdict = judge(x).judge(torch.softmax(x, -1))
     assert verdict.ok and verdict.error == judge(x).torch_error
+
+
+@pytest.mark.parametrize(("most", "computed"), [(5 * 1000 * 8, 1), (5 * 1000 * 8 - 1, 3)])
+def test_references_are_kept_for_all_systems_if_they_are_small(most, computed, monkeypatch):
+    calls = []
+
+    def counted(*inputs: Tensor) -> Tensor:
+        calls.append(inputs)
+        return SOFTMAX.reference(*inputs)
+
+    monkeypatch.setitem(checking.KEPT, "cpu", most)
+    x = rows_of_logits(5, 1000, torch.float32, torch.device("cpu"))
+    of = Judge(replace(SOFTMAX, exact=counted), (x,))
+    y = torch.softmax(x, -1)
+    assert of.judge(y).ok and not of.judge(2 * y).ok and len(calls) == computed
 
 
 def test_memory_that_is_not_written_is_nan_and_fails():

@@ -12,7 +12,7 @@ filled before. float64 is computed in chunks of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,8 @@ from torch import Tensor
 from fused_softmax.lab.bench.workload import Op, parts_of
 
 CHUNK = {"cuda": 2**24, "cpu": 2**21}
+# bytes of references that are kept for all systems of a case, at most; larger ones are computed again for each system
+KEPT = {"cuda": 2**30, "cpu": 2**27}
 # eps that a statistic of a whole row (a loss, an entropy) may be off when it is summed in float32
 ROW_EPS = 64
 
@@ -127,6 +129,9 @@ def _largest(errors: Tensor, scale: Tensor) -> float:
     return float(torch.where(errors.isfinite() & (scale > 0), errors / scale, 0.0).max())
 
 
+Chunk = tuple[slice, tuple[Tensor, ...], Tensor | None]  # rows, their references, and their largest terms
+
+
 class Judge:
     """Judges outputs of one op on one set of inputs (rows first); PyTorch's own error is measured once, here."""
 
@@ -139,12 +144,21 @@ class Judge:
         self.parts = [_Part(name, y.shape, y.dtype, term) for name, y in zip(op.parts, own, strict=True)]
         # torch's worst row, in units of that row's scale, is what every row may be twice as wrong as: with 10^6 rows
         # there is always one that torch happens to round perfectly
-        for rows, refs, terms in self._chunks():
+        kept: list[Chunk] = []
+        n_bytes, most = 0, KEPT.get(self.inputs[0].device.type, KEPT["cpu"])
+        for chunk in self._computed():
+            rows, refs, terms = chunk
             for part, y, ref in zip(self.parts, own, refs, strict=True):
                 if y.dim() == 0:
                     part.total += float(ref.sum())
                 else:
                     part.learn(y[rows], ref, terms, op.coarse and y.dim() > 1)
+            n_bytes += sum(ref.nbytes for ref in refs)
+            if n_bytes <= most:
+                kept.append(chunk)
+            else:
+                kept.clear()
+        self._kept = kept if n_bytes <= most else None
         for part, y in zip(self.parts, own, strict=True):
             if y.dim() == 0:
                 part.error = abs(float(y) - part.total)
@@ -154,7 +168,11 @@ class Judge:
     def _as_rows(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(self.op.as_rows(t) for t in tensors)
 
-    def _chunks(self) -> Iterator[tuple[slice, tuple[Tensor, ...], Tensor | None]]:
+    def _chunks(self) -> Iterable[Chunk]:
+        """All rows: those that were kept, or computed again."""
+        return self._computed() if self._kept is None else self._kept
+
+    def _computed(self) -> Iterator[Chunk]:
         """Rows, their references, and the largest term of each row's differences."""
         first, by_row = self.inputs[0], self.op.by_row
         if first.numel() == 0:
