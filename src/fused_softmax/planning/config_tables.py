@@ -51,24 +51,16 @@ WARP = {
     4: (KernelConfig(32, 1, 4), KernelConfig(64, 1, 4), KernelConfig(256, 1, 2)),
 }
 # of unaligned rows of 16 bits, forward: (fewest and most vectors of a row, threads that hold it, warps, rows per group
-# of threads). H200, log_softmax, 2^28 elements, fraction of a copy: 278 columns by 2 warps 1.01, by 1 warp 0.91; 259
-# columns by 16 threads for each row 1.01, by 32 threads 0.88; 557 columns by 4 warps 1.02, by 2 warps 0.98
+# of threads)
 WARP_UNALIGNED = ((32, 48, 16, 2, 1), (65, 96, 32, 4, 1))
 # of rows of 17 to 32 vectors of 16 bits, forward, of a softmax or of a loss with its gradient: threads that hold a row,
-# and warps. Two rows of a warp are reduced at once. H200, 2^27 elements, fraction of a copy, by 32 and by 16 threads:
-# softmax of 136 columns 0.78 and 0.84, of 255 0.99 and 1.03, of 256 1.006 and 1.002; a loss of 256 columns 0.64, 0.77.
-# float32, log_softmax, by 32 threads: 69 columns 0.62, where torch has 0.76. 16 threads take 104 instructions of a warp
-# for a row, and 32 threads 153: 69 columns 0.95 of a copy, 125 columns 1.02
+# and warps. Two rows of a warp are reduced at once. float32, log_softmax, has 16 threads of a row, too
 WARP_HALVES = {2: (16, 2), 4: (16, 4)}
 # of unaligned rows of 16 bits, forward, of a softmax or of a loss with its gradient: the fewest and most vectors of a
-# row, and the warps of a program. A row has 16 threads, and they reduce two rows at once. H200, 2^26 elements, one row
-# and two: softmax of 65 columns 0.605 and 0.647 of a copy, of 101 0.872 and 0.895; log_softmax 0.507 and 0.537, 0.762
-# and 0.818; a loss in 0.82 of the time up to 101 columns, 0.94 of 109, 0.96 of 117, 1.03 of 125
+# row, and the warps of a program. A row has 16 threads, and they reduce two rows at once
 WARP_PAIRS = (8, 14, 2)
-# of whole vectors, forward: (fewest and most columns, warps of a program). A warp has one row. H200, cold L2, us before
-# and now: float32, 64 x 600 2.13 and 1.88, 1,024 x 512 3.38 and 3.11, 512 x 1,000 3.00 and 2.89; bfloat16, 1,024 x 512
-# 2.78 and 2.63, 512 x 1,000 2.81 and 2.73. With 2^27 elements the same. Narrower rows are bound by how fast programs
-# start: bfloat16, 512 columns in programs of one row 161 us instead of 128
+# of whole vectors, forward: (fewest and most columns, warps of a program). A warp has one row. Narrower rows are bound
+# by how fast programs start
 WARP_EACH = {2: ((385, 512, 2), (705, 1024, 1)), 4: ((385, 1024, 1),)}
 # vectors of float32 per thread, at most, of which exp is computed once
 KEPT_EXPS = 8
@@ -79,24 +71,18 @@ WARP_COLS = {2: 1024, 4: 896}
 # Of softmax, those that `gathered` does not take
 PARTIAL_COLS, PARTIAL_WARPS = 256, 4
 # by the elements of a partial vector: (the fewest vectors of a row in a thread, the most elements in a thread). A row
-# takes the most threads that leave each the first number. A thread takes as many rows as the second number allows.
-# H200, 2^26 elements, softmax of bfloat16, fraction of a copy, one vector per thread and this table: 9 columns 0.22,
-# 0.75; 13 columns 0.33, 0.67; 33 columns 0.32, 0.74; 42 columns 0.43, 0.88. The best of 12 plans
-# is 6% faster in the mean, and 38% at worst
+# takes the most threads that leave each the first number. A thread takes as many rows as the second number allows
 PARTIAL_FORWARD = {1: (4, 4), 2: (3, 8), 4: (2, 8)}
 PARTIAL_BACKWARD = {1: (3, 4), 2: (2, 8), 4: (3, 8)}
 PARTIAL_STATISTICS = {1: (5, 16), 2: (5, 8), 4: (3, 24)}
 # of softmax and losses: the most threads of a row whose threads take 6 vectors in place of 5, so that widths share
-# kernels. H200, 2^26 elements, time with 6 over time with 5 (lower is better), bfloat16, softmax and a loss: 1 thread
-# 0.95, 0.96; 2 threads 0.97, 0.99; 4 threads 0.95 to 0.99, 1.03; 8 threads 1.00 to 1.02, 1.04
+# kernels
 PARTIAL_EVEN = 4
 # columns from which unaligned rows are read in vectors, except head and tail
 UNALIGNED_MIN_COLS = {2: 64, 4: 32}
 
 WIDEST = 1 << 62
-# forward of float32 beyond 262,144 columns. H200, 2^28 elements, fraction of a copy: 300,001 columns 0.99 with 8 warps,
-# 0.69 with 16; 400,002 columns 0.85 read twice except 5 vectors per thread, 0.74 held whole; 524,288 columns held whole
-# 0.89; 1,048,576 columns 0.73 in steps of 3 chunks, 0.68 in steps of 2, with 8 resident chunks, which spill with 3.9
+# forward of float32 beyond 262,144 columns
 WIDE_FLOATS = (
     KernelConfig(327680, 16, 8, max_registers=128, unaligned_registers=128),
     KernelConfig(458752, 16, 16, resident_chunks=6, step=4, max_registers=64),
@@ -297,22 +283,16 @@ LOSS_CLUSTER = {
     ),
 }
 # on clusters, by element size: the warps of a CTA, and (vectors per thread, the cap on its registers, the same for
-# unaligned rows). H200, 2^28 elements, fraction of a copy: bfloat16, 242,005 columns 0.97 with 15 vectors and 96
-# registers, 0.91 with 16 and 112; 131,700 columns 0.97 with 17 and 104, 0.95 with 18 and 112. float32, 131,701 columns
-# (9) 1.00 with 64, 0.95 without; 200,019 (13) 0.99 with 80, 0.92 without; 250,002 (16) 0.96 with 96, 0.91 with 80.
-# Without a cap, unaligned rows of 8 take 60 registers with Triton 3.6 and 74 with 3.9, which is 1.1 times slower
+# unaligned rows)
 LOSS_REGISTERS = {
     2: (4, ((16, 96, 96), (17, 96, 104), (18, 96, 112), (19, 112, 112), (24, 128, 128))),
     4: (8, ((7, None, None), (8, None, 64), (10, 64, 64), (12, None, None), (15, 80, 80), (16, 96, 96))),
 }
 # of unaligned 16-bit rows of a loss on clusters: 22 vectors per thread spill 24 bytes at 128 registers with Triton 3.6,
-# and 24 do not, though two of them are empty. H200, 2^28 elements, fraction of a copy: 43,577 columns 0.997 with 24,
-# 0.976 with 22; 44,857 columns 0.993 and 0.977
+# and 24 do not, though two of them are empty
 LOSS_SPILLS, LOSS_SPILLS_NOT = 22, 24
 # of a reduction that holds nothing, by element size: (columns, CTAs per row, warps per CTA, the fewest and the most
-# chunks per step). H200, bfloat16, log-probabilities with entropy, 2^28 elements, 8 random widths, 20 to 50 plans each:
-# these reach 0.96 to 1.01 of a read and are within 0.8% of the best. With one warp for wider rows some are faster, but
-# a single row takes longer
+# chunks per step)
 STATISTICS_STEPS = {
     2: (
         (6656, 1, 1, 4, 8),
@@ -329,12 +309,7 @@ STATISTICS_STEPS = {
     ),
 }
 # the same of wide rows, parts of which have programs of their own, by element size: the columns above which they have,
-# the warps of a program, and its chunks at most. bfloat16, H200, 13 widths, fraction of a read: with 2^28 elements
-# 0.969 to 0.977, where one program or cluster for each row had 0.92 to 0.945; with 2^27 0.934 to 0.960, and 0.84 to
-# 0.94. At most 12 chunks: 0.86 to 0.96, as many short programs start too slowly; at most 20: 0.91 to 0.96, as fewer fit
-# on a multiprocessor. float32, H100, us of log-probabilities with entropy before and now: 1 x 128,256 7.3 and 3.2, 16 x
-# 151,936 9.0 and 4.7, 1 x 1,000,003 39.4 and 3.9; 2^27 elements, 100,004 columns 180.7 and 174.3, 151,936 180.9 and
-# 173.2, 500,000 190.2 and 172.0. Up to 98,304 columns 2^27 elements are up to 4% slower so
+# the warps of a program, and its chunks at most
 STATISTICS_PARTS = {2: (5376, 1, 16), 4: (98304, 4, 8)}
 # of a kernel without a reduction, by element size: warps of one program, and its chunks at most, for any width. H200,
 # 60 random widths, gradient of log-probabilities with entropy: at least 0.97 of the best of 12 candidates

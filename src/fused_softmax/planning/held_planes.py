@@ -2,6 +2,7 @@
 
 A thread steps by a multiple of the period of the positions (`kernels/common/periodic_slots`), so a program has threads
 without vectors. Bytes in flight are the limit, so the best way is that whose threads hold the most vectors.
+docs/measurements/thresholds.md has the figures behind the thresholds.
 """
 
 from __future__ import annotations
@@ -13,17 +14,11 @@ VECTOR_BYTES = 16
 HELD_REGISTERS = 128  # of a thread
 # vectors of a thread of each tensor, at most, by (backward, bytes of an element). More spill too much at the cap
 MOST_VECTORS = {(False, 2): 20, (False, 4): 20, (True, 2): 11, (True, 4): 12}
-# warps of a program, best first, and what the next ones hold over what these hold, at least. H200, fraction of a copy
-# with 8 and 16 warps, 18 to 19 vectors each: bfloat16 8,000 columns of 33 positions 0.89 and 0.78, 101,944 of 3 0.70
-# and 0.56; float32 300 of 251 0.82 and 0.91, 900 of 77 0.91 and 0.98. Their bfloat16 gradients 0.84 and 0.92, 0.88 and
-# 0.95
+# warps of a program, best first, and what the next ones hold over what these hold, at least
 HELD_WARPS = {(False, 2): (8, 4), (False, 4): (16, 8, 4), (True, 2): (16, 8, 4), (True, 4): (16, 8, 4)}
 LEAST_HELD_GAIN = 1.1
 # a 16-bit plane of more than so many CTAs, by `backward`: twice the CTAs, up to MOST_CTAS, with half of the warps,
-# where they hold as much as this of what the others do. H200, fraction of a copy or an add, 8e6 and 6e7 elements:
-# softmax of 1,962 columns of 30 positions on 2 CTAs of 8 warps 0.60 and 0.85, on 4 of 4 0.70 and 0.91; of 1,787 of 43
-# on 3 of 8 0.56 and 0.69, on 6 of 4 0.61 and 0.75; the gradient of 515 of 219 on 3 of 16 0.60 and 0.90, on 6 of 8
-# 0.67 and 0.91; softmax of 2,073 of 109 on 7 of 8 0.53 and 0.71, on 16 0.42 and 0.62. float32 loses
+# where they hold as much as this of what the others do. float32 loses
 HALVED_ABOVE, MOST_CTAS, LEAST_HALVED = {False: 1, True: 2}, 8, 0.85
 # of fewer positions, which few threads reduce: 20,000 float32 columns of 7 positions 0.75 with 16 warps, 0.85 with 8;
 # the gradient of 45,141 bfloat16 columns of 6 0.78 and 0.97

@@ -5,13 +5,7 @@ from __future__ import annotations
 from .config_tables import KernelConfig
 
 # masked softmax without a mask (causal), with one, and its gradient, by element size; wider rows take softmax's. Few
-# warps with many vectors per thread are the fastest. H200, bfloat16, fraction of a copy: causal 10,266 x 10,266 runs at
-# 0.89 with 4 warps and 11 chunks, at 0.62 with 16 warps and 3; an additive mask of 3,943 columns at 1.04 with 4 warps,
-# at 0.88 with 8; one of 10,697 at 0.85 with 4, at 0.75 with 8. float32, 8,894 columns with 8 warps and on a cluster:
-# causal 0.99 and 0.82, additive 0.98 and 0.80, causal gradient 1.01 and 0.61;
-# boolean, 9,697 with 16 warps and on a cluster: 0.99 and 0.82. Unaligned rows: float32, boolean, 4,189 with 4 warps and
-# 8: 1.02 and 0.90; additive, 3,641 with 8 and 4: 0.95 and 0.89; bfloat16, boolean, 14,523 to 16,377 with 8 and 4: 0.95
-# to 1.01 and 0.87 to 0.92. rows: as many warps have a row each
+# warps with many vectors per thread are the fastest. rows: as many warps have a row each
 MASKED: dict[str, dict[int, tuple[KernelConfig, ...]]] = {
     "unmasked": {
         2: (
@@ -78,11 +72,7 @@ MASKED["additive"] = {
         KernelConfig(16384, 4, 4),
     ),
 }
-# rows of 16 bits with a mask, and their gradients, of more than so many columns and up to max_cols: not as softmax's.
-# H200, bfloat16, fraction of a copy before and now: additive, 63,000 columns 0.88 and 0.99, 119,999 0.73 and 0.80,
-# 151,936 0.91 and 0.97, 212,992 0.76 and 0.94; boolean, 131,072 columns 0.87 and 0.93, 151,936 0.75 and 0.90, 212,992
-# 0.74 and 0.88. Unaligned: additive, 165,001 columns 0.76 and 0.81; boolean, 121,001 columns 0.79 and 0.85, 208,001
-# 0.79 and 0.86
+# rows of 16 bits with a mask, and their gradients, of more than so many columns and up to max_cols: not as softmax's
 MASKED_WIDE = {
     "additive": (
         (61440, KernelConfig(73728, 8, 4, True)),
@@ -100,10 +90,7 @@ MASKED_WIDE = {
     ),
     "backward": ((114688, KernelConfig(131072, 16, 8, True)),),
 }
-# unaligned rows beyond those of MASKED: a mask whose vectors are not the row's takes more registers and more of L1.
-# H200, fraction of a copy. bfloat16, one program of 8 warps and a cluster: 22,501 columns, additive 0.98 and 0.69,
-# boolean 0.95 and 0.89; 26,501 columns, 0.90 and 0.71, 0.90 and 0.82. float32, boolean, 4 warps and 8: 17,003 columns
-# 0.97 and 0.80; 50,257 columns 1.00 and 0.82; 180,003 columns with a cap 0.91, without one 0.76
+# unaligned rows beyond those of MASKED: a mask whose vectors are not the row's takes more registers and more of L1
 MASKED_UNALIGNED: dict[tuple[str, int], tuple[KernelConfig, ...]] = {
     ("boolean", 2): (KernelConfig(22528, 1, 8), KernelConfig(26624, 1, 8, max_registers=128)),
     # 12 vectors per thread take 135 registers, and spill with a cap of 128
@@ -120,10 +107,7 @@ MASKED_UNALIGNED: dict[tuple[str, int], tuple[KernelConfig, ...]] = {
     ),
 }
 # of narrow rows, by element size: (most vectors of a row, threads that hold it). Instructions limit these rows, and a
-# warp with 8 threads for each of 4 rows reduces them at once. H200, bfloat16, 521 columns: 178 instructions per causal
-# row, 353 with a warp for each row; 309 and 517 with an additive mask. Rows of few chunks are in programs of 4 warps.
-# 16 threads, bfloat16: boolean 573 columns 0.95, with 8 threads 0.87; causal gradient of 497 columns and 47 queries
-# 0.80 instead of 0.73, of 795 columns and 29 queries 0.84 instead of 0.66 with a warp for a row
+# warp with 8 threads for each of 4 rows reduces them at once. Rows of few chunks are in programs of 4 warps
 MASKED_LANES: dict[str, dict[int, tuple[tuple[int, int], ...]]] = {
     "unmasked": {2: ((80, 8),), 4: ((40, 8), (80, 16))},
     "boolean": {2: ((40, 8), (112, 16)), 4: ((40, 8), (80, 16))},

@@ -4,6 +4,7 @@ A thread that holds few positions keeps few maxima and sums, and has registers f
 tiles write in part costs more than the positions that overlapping tiles read twice (`kernels.common.spatial_tiles`).
 Where columns start at sectors, such tiles do not overlap. One rule says which tile RANGES of columns have: the first
 one that holds them in registers and shared memory, on the first number of CTAs with which it does.
+docs/measurements/thresholds.md has the figures behind the thresholds.
 """
 
 from __future__ import annotations
@@ -24,14 +25,7 @@ class Held(NamedTuple):
     max_registers: int
 
 
-# by `backward` and warps: the first whose other words fit into shared memory. H100, bfloat16 softmax, fraction of a
-# copy with 54, 72 and all words in registers: 1,250 columns of 53,604 positions (80 words) 0.930, 0.936 and 0.911;
-# 2,500 (80) 0.911, 0.897, 0.887; 2,400 (76) 0.915, 0.905, 0.883. H200, with 72 and 108: 3,720 columns of 36,012 (118)
-# 0.779 and 0.727, 4,000 (126) 0.726 and 0.742; 63 random shapes with 115 to 128 words on 16 CTAs, speed with 72 over
-# that with 108, mean and worst 1.05 and 0.96. Gradients with 72, 90 and up to 126: bfloat16, 2,914 columns (92 words)
-# 0.737 with 72 and 0.799 with all, 3,300 (104) 0.776, 0.744 and 0.739, 4,500 (144) 0.773 with 90 and 0.742 with 126;
-# float32, 2,200 (140) 0.859, 0.867 and 0.834. 8 warps: bfloat16 softmax of 11,000 columns (86) 0.583 with 54, 0.609
-# with 72 and 0.444 with all, a gradient at 4 bytes of 7,800 (122) 0.655 with 90, 0.495 with all
+# by `backward` and warps: the first whose other words fit into shared memory
 HELD = {
     (False, 4): (Held(84, 54, 96), Held(128, 72, 128), Held(164, 108, 168)),
     (False, 8): (Held(110, 72, 128),),
@@ -64,19 +58,8 @@ class Range(NamedTuple):
     tiles: tuple[Tile, ...]
 
 
-# By op, bytes of an element, and the bytes at whose multiples columns start. H200, time of the plan before over that of
-# this one, random shapes of 1.2e7 to 6.7e7 elements, mean and worst. Up to 8,704 columns: 16-bit softmax of columns
-# that start at sectors, 16 shapes, 1.04 and 1.00; at halves of them, 36 shapes, 1.05 and 0.92; quarters, 29 shapes,
-# 1.14 and 0.91; eighths, 4 shapes, 1.06 and 0.98. Of fewer columns (110 of 9,556 positions, 181 of 50,100) 0.90 to
-# 0.95. Gradients in halves of sectors 0.99; in quarters, of fewer columns (1,217 of 2,572, 2,414 of 4,700) 0.83 to
-# 1.09, of log_softmax (1,811 of 356, 2,266 of 22,444) 1.18 to 1.24. The ranges that were added, 665 shapes: means of
-# 1.04 to 1.27, worst 0.96. Fewer CTAs whose threads have more words: at 4 bytes, up to 2,688 columns, 114 shapes, 1.06
-# and 0.93, from 2e7 elements on 63 shapes, 1.08 and 1.00; at 8 bytes, from 3,649 columns on, 30 shapes, 1.04 and 0.98,
-# but (1, 3669, 1660) 0.87 and (4, 4042, 804) 0.96: short planes have few tiles. 16-bit gradients of fewer columns, and
-# at least LONG_PLANE positions, before and now, 2.4e7 and 1e8 elements: at 8 bytes 1,500 columns 0.755 and 0.810, 0.726
-# and 0.806; 2,000 0.763 and 0.815, 0.794 and 0.844; 2,507 0.731 and 0.793, 0.777 and 0.782; 2,650 0.731 and 0.777,
-# 0.782 and 0.769; at 4 bytes 1,500 0.734 and 0.785, 0.739 and 0.785; slower: 2,300 at 4 bytes 0.777 and 0.721. Between
-# two ranges of a kind, tiles that are read by 16 bytes are as fast, or faster
+# by op, bytes of an element, and the bytes at whose multiples columns start. Between two ranges of a kind, tiles that
+# are read by 16 bytes are as fast, or faster
 LONG_PLANE = 8192  # positions
 _WIDE = Tile(128, 4, 114, (1, 2, 4, 8)), Tile(64, 4, 114, (1, 2, 4, 8, 16))
 _QUARTERS = (

@@ -4,6 +4,7 @@ A plane is one piece for one program while it fits into shared memory, and sever
 room for one program on a multiprocessor, larger ones, and gradients are in registers (`held_planes`). Where registers
 hold too few of a softmax, the CTAs of a cluster have a range of the columns each, which is one piece, too. The lanes of
 a warp that share a position are those of the least cost (`piece_costs`), as for narrow rows.
+docs/measurements/thresholds.md has the figures behind the thresholds.
 """
 
 from __future__ import annotations
@@ -39,66 +40,43 @@ FITTING, FITTING_SHARED = (4, 3, 2), (5, 4, 3)
 OWN_BYTES = 48 << 10  # of shared memory that a kernel declares
 SUM_POSITIONS = 512  # of a plane that the CTAs of a cluster share: the room for their sums
 # columns of a thread that cost nothing but their instructions; so many more cost as much as a copy, because fewer
-# programs fit on a multiprocessor. H100, bfloat16: 296 columns of 13 positions, 40 for each thread 0.96, 19 0.99
+# programs fit on a multiprocessor
 HELD_COLS, COLS_OF_COPY = 19, 150
 GRADIENT_REGISTERS = 80  # of a thread with up to HELD_COLS columns
 # the cost of a large plane at most, by whether a cluster shares it: beyond, it waits for banks of shared memory
 MOST_COST = {False: 1.5, True: 1.3}
 LEAST_GAIN = 0.97  # the cost with fewer warps over that with more, at most
-# when tiles of positions are slower than pieces: `faster_as_planes`. H100, fraction of a copy or an add as tiles and
-# as pieces: 35 bfloat16 columns of 31 positions 0.62 and 1.00, 7 of 24 0.71 and 1.02; gradients of 31 columns of 70
-# positions, bfloat16 (tiles of 128) 0.97 and 0.94, float32 (tiles of 32) 0.74 and 0.96
+# when tiles of positions are slower than pieces: `faster_as_planes`
 LONG_RUN = 512  # positions from which tiles are skewed
 # bytes of a piece of such planes of 16 bits, at most; and below LONGER_RUN
 LONG_BYTES, LONGER_BYTES, LONGER_RUN = 23 << 10, 46 << 10, 1024
 FEW_BYTES = 1280  # of a program
 FILLED_COLS, MOST_FILLED = 16, 1.1  # columns, and positions with those that fill up tiles over those without
 # softmax of small 16-bit planes of whole sectors: columns, at least, and positions, at most. Then bytes where tiles are
-# partly empty; bytes and columns where they are filled; and bytes of 16 positions. H200, bfloat16, speed as pieces over
-# that in tiles, 1e7 and 5e7 elements: 71 columns of 80 positions 1.56 and 1.45, 72 of 48 1.27 and 1.14, 58 of 96 1.31
-# and 1.16; filled ones 9 of 32 1.25 and 1.25, 26 of 128 1.18 and 1.09, 38 of 32 1.21 and 1.01, 83 of 16 1.05 and 1.02;
-# but 91 of 224 (40 KB) 0.88 and 0.96, and of filled ones 51 of 64 0.98 and 0.86, 64 of 160 0.84 and 1.03
+# partly empty; bytes and columns where they are filled; and bytes of 16 positions
 FEWEST_SMALL, MOST_SMALL = 9, 256
 EMPTY_BYTES, FILLED_BYTES, FILLED_MOST, SIXTEEN_BYTES = 16 << 10, 8 << 10, 40, 4 << 10
 WIDE_TILE, LEAST_ACCESS = 256, 4  # bytes of a tile along `inner`, and of an access
-# gradients of tiles that are empty by a third, of so many positions: 274 float32 columns of 17 positions 0.71 and
-# 0.97, but 787 of 5, whose tiles have 8 positions, 0.99 and 0.97
+# gradients of tiles that are empty by a third, of so many positions
 HALF_EMPTY_ROWS, MOST_EMPTY = 32, 1.5
 # bytes of a run of a plane that a cluster shares, at least: in place of one read and, True, of two. 16-bit runs at 4 or
-# 8 bytes are longer in place of two: 12 positions 0.60 and 0.67, 10 positions (11,791 columns) 0.54 and 0.50
+# 8 bytes are longer in place of two
 LEAST_SHARED_RUN, LEAST_ALIGNED_RUN = {False: 34, True: 17}, 24
 # when planes are in registers: of the vectors that all threads could hold, by `backward`, and where columns would be
-# read twice. H200, fraction of a copy and that of other plans: 0.49 of them 0.56 and 0.82 (599 bfloat16 columns of
-# 129 positions), 0.53 1.08 and 0.87 (1,500 of 171), 0.58 0.72 and 0.63 (599 float32 columns of 129); in place of two
-# reads 0.47 0.83 and 0.70 (30,000 float32 columns of 12), a gradient 0.42 0.70 and 0.57 (bfloat16)
+# read twice
 LEAST_HELD, LEAST_HELD_TWICE = {False: 0.52, True: 0.5}, 0.4
-# of a softmax whose plane one program holds in shared memory, alone on its multiprocessor: bfloat16 370 columns of
-# 219 positions (0.64) in registers 0.54 and 0.79, alone 0.72 and 1.01; 961 of 95 (0.60) 0.60 and 0.62, 0.62 and 0.70;
-# 1,130 of 78 (0.77) 0.76 and 0.73, 0.66 and 0.73; slower: 1,247 of 55 (0.61) 0.68 and 0.68, 0.73 and 0.63
+# of a softmax whose plane one program holds in shared memory, alone on its multiprocessor
 LEAST_HELD_ALONE = 0.63
-# of gradients, also where pieces in shared memory or tiles would do. H200, fraction of an add, 8e6 and 6e7 elements,
-# with these and in registers of one CTA: bfloat16 300 columns of 31 positions 0.67 and 0.95, 0.85 and 1.16; 797 of 22
-# 0.64 and 0.77, 0.77 and 1.14; float32 300 of 31 0.69 and 0.77, 0.95 and 1.14; 39 of 113 0.92 and 0.98, 0.99 and
-# 1.19; slower: bfloat16 530 of 28 0.89 and 1.10, 0.82 and 1.07. A cluster gains where tiles are wider than the
-# positions by so much: float32 2,027 of 36 0.71 and 0.81, 0.71 and 1.05; 209 of 165 (1.6e7) 1.06 and 0.86, 1.16 and
-# 1.06; but 1,853 of 28 (1.14) 0.94 and 1.17, 0.79 and 1.02
+# of gradients, also where pieces in shared memory or tiles would do. A cluster gains where tiles are wider than the
+# positions by so much
 LEAST_HELD_GRADIENT, FILLED_UP = 0.6, 1.15
-# where runs are whole sectors and tiles are wider than the positions by that: 198 bfloat16 columns of 80 positions 0.74
-# with 6.7e7 elements, 1.04 in registers; 266 of 80 0.74 and 0.86, 0.78 and 0.99; 289 of 48 (0.68 of the vectors) 0.87
-# and 1.01, 0.81 and 0.98
+# where runs are whole sectors and tiles are wider than the positions by that
 LEAST_HELD_WHOLE = 0.75
 # a 16-bit softmax of planes that registers would hold has tiles on a cluster instead, where runs are even, and tiles
-# have so many positions and are filled: 1,704 columns of 60 positions in registers 0.82 and 0.83, in tiles of 64 0.93
-# and 1.03; 243 of 254 0.73 and 0.69, 0.97 and 0.78; 767 of 172 0.70 and 0.61, 0.85 and 0.70; but in tiles of 32: 515
-# of 226 0.73 and 0.77, 0.73 and 0.73
+# have so many positions and are filled
 CLUSTER_TILE, CLUSTER_FILLED = 64, 1.12
 # few positions of many columns are read twice in place of registers whose programs fill a multiprocessor, or whose
-# cluster is large: one plane is then on few multiprocessors. H200, fraction of a copy or an add, one plane and 6.7e7
-# elements, in registers and read twice: bfloat16 90,664 columns of 8 positions (16 CTAs of 16 warps) 0.43 and 0.39,
-# 0.71 and 0.65; 56,069 of 4 (6 of 8) 0.40 and 0.64, 0.57 and 0.63; float32 70,776 of 3 (16 of 8) 0.51 and 0.65, 0.63
-# and 0.65; a gradient 56,069 of 4 (16 of 16, 7 chunks) 0.54 and 0.64, 0.67 and 0.62; slower: bfloat16 67,900 of 5 0.28
-# and 0.43, 0.55 and 0.37; kept: a float32 gradient, 54,024 of 7 (12 chunks), 0.48 and 0.71, 0.70 and 0.59; bfloat16
-# 30,693 of 9 (1.2e7 and 6.7e7) 0.59 and 0.59, 0.43 and 0.34
+# cluster is large: one plane is then on few multiprocessors
 PARTS_POSITIONS, FEW_PARTS_POSITIONS, PARTS_CHUNKS = 48, 8, 9
 
 

@@ -2,7 +2,7 @@
 
 Planes in the registers of large clusters, planes that are alone on a multiprocessor, and tiles with wide chunks are
 slower. Faster tiles are narrow: 32 or 64 positions, 4 to 16 bytes of a thread in a chunk, and the fewest CTAs whose
-threads hold few words (docs/measurements/short-planes.md has all times).
+threads hold few words (docs/measurements/short-planes.md).
 """
 
 from __future__ import annotations
@@ -34,38 +34,26 @@ class Tile(NamedTuple):
 
 
 # Rules have tiles, best first: the planner takes the first one that reads little enough, and that a cluster holds.
-# Below, "(1,428, 98) 1.32 and 1.15" are columns, positions, and the speed over that of the plan before, on an H200 with
-# 1e7 and 5e7 elements (higher is better).
+# docs/measurements/thresholds.md has the figures behind each number
 
-# float32 softmax in registers of programs of 16 warps, or of more than FEW_CTAS CTAs. (1,428, 98), 4 CTAs of 16 warps:
-# 1.32 and 1.15, (2,471, 90), 6 of 16: 1.31 and 1.21; with 4 warps in place of 8 (1,099, 75) 1.02 and 1.01, with 8 1.10
-# and 1.10. Tiles of 32 that read much: (945, 62), 1.55 for each: 0.99 and 1.03; (990, 61), 1.57: 1.08 and 0.92, in
-# skewed tiles of 64 (1.05) 1.34 and 1.19. (663, 49), 2 CTAs of 8 warps, would gain 1.02 and 1.05
+# float32 softmax in registers of programs of 16 warps, or of more than FEW_CTAS CTAs
 FLOAT32_SOFTMAX = Tile(32, 8, 8, 60, most_read=1.57), Tile(64, 4, 8, 72, skewed=8)
 FEW_CTAS = 2
-# float32 gradients of 16 warps, from FLOAT32_GRADIENT_CTAS on. (1,669, 77), 6 CTAs: 1.26 and 1.07, (1,493, 107), 8:
-# 1.12 and 1.02; but (1,070, 85), 4: 1.11 and 0.94, (1,023, 43), 2: 1.06 and 0.86, and (2,144, 62), 6, where tiles read
-# 1.55: 1.05 and 0.89
+# float32 gradients of 16 warps, from FLOAT32_GRADIENT_CTAS on
 FLOAT32_GRADIENT_16_WARPS = (Tile(32, 8, 8, 60, most_read=1.4),)
 FLOAT32_GRADIENT_CTAS = 5
-# float32 gradients of fewer warps, on more than FEW_CTAS CTAs. (391, 53), 3 of 8: 1.10 and 1.11, (308, 86) 1.12 and
-# 1.07; but (402, 43), 2 of 8: 0.97 and 0.93. On 16 CTAs (672, 77) 0.94 and 0.90. (641, 42) in tiles of 32, which read
-# 1.52: 0.93 and 0.88
+# float32 gradients of fewer warps, on more than FEW_CTAS CTAs
 FLOAT32_GRADIENT = Tile(64, 4, 16, 72, skewed=16, most_read=1.7, most_ctas=8), Tile(32, 8, 8, 60, most_read=1.4)
-# 16-bit softmax, from HALF_CTAS on, by whether columns start at multiples of 2 bytes alone. (2,078, 68), 8 of 4: 1.34
-# and 1.07, (1,646, 82), 7 of 4: 1.21 and 0.98, (1,263, 97), 8 of 4: 1.18 and 1.07; but (1,549, 51), 2 of 8: 0.91 and
-# 0.92, and on 16 CTAs (2,340, 62) 0.99 and 0.75
+# 16-bit softmax, from HALF_CTAS on, by whether columns start at multiples of 2 bytes alone
 HALF_SOFTMAX = {
     False: (Tile(32, 4, 8, 36, most_ctas=8),),
     True: (Tile(64, 4, 8, 44, skewed=8, most_read=1.4, most_ctas=8),),
 }
 HALF_CTAS = 7
-# 16-bit gradients of 16 warps. (307, 186) 1.28 and 1.06, (1,781, 123) 1.12 and 1.00, (900, 86) 1.12 and 0.94; but with
-# fewer warps (490, 119), 6 of 4: 1.00 and 0.84
+# 16-bit gradients of 16 warps
 HALF_GRADIENT = (Tile(64, 4, 8, 72, skewed=8),)
-# float32 softmax in plain tiles of 32 positions on a cluster, whose CTAs write parts of a sector. log_softmax of
-# (2,805, 130) 1.20 and 1.27; but not in tiles that overlap: (1,845, 406) 0.86 and 0.93, (2,943, 118) 0.80 and 0.81; nor
-# that are skewed: (2,154, 209) 0.97 and 0.92
+# float32 softmax in plain tiles of so many positions on a cluster, whose CTAs write parts of a sector. Tiles that
+# overlap or are skewed stay
 PLAIN_POSITIONS = 32
 
 
@@ -83,20 +71,14 @@ class Whole(NamedTuple):
 
 WIDE, NARROW, OF_NARROW = Tile(64, 4, 8, 48, most_ctas=8), Tile(32, 4, 8, 48), 1.25
 _SOFTMAX, _OF_HALVES = Tile(32, 4, 8, 44), Tile(64, 4, 4, 60)
-# By `backward`, and whether runs are whole sectors. Softmax: (301, 64) 1.21 and 1.05, (221, 240) 1.28 and 1.04,
-# (755, 304) 1.15 and 1.06, (676, 192) 1.20 and 0.95; but (176, 112) 0.97 and 0.96, (1,060, 320) 0.95 and 0.94. Softmax
-# in halves of sectors: (461, 280) 1.07 and 1.04, (458, 152) 1.05 and 1.03; but (360, 200) 0.99 and 0.93, (807, 376)
-# 0.96 and 0.95. Gradients: (475, 208) 1.22 and 1.10, (480, 160) 1.23 and 1.09, (243, 176) 1.00 and 1.03, on 16 CTAs
-# (981, 288) 1.20 and 1.02, (786, 208) 0.92 and 0.82. Gradients in halves: (294, 88) 1.29 and 1.18, (261, 216), held by
-# 6 CTAs of 4 warps: 1.23 and 1.10, (1,173, 72) in narrow tiles 1.20 and 1.23, on 16 CTAs (1,110, 200) 1.03 and 0.94
+# by `backward`, and whether runs are whole sectors
 WHOLE = {
     (False, True): (Whole(200, 1024, _SOFTMAX, _SOFTMAX),),
     (False, False): (Whole(457, 640, _OF_HALVES, _OF_HALVES),),
     (True, True): (Whole(240, 768, WIDE, NARROW), Whole(897, 1056, WIDE._replace(most_ctas=16), NARROW)),
     (True, False): (Whole(240, 1216, WIDE, NARROW),),
 }
-# planes of a softmax in shared memory, in halves of sectors, whose programs have 16 warps. (403, 136) 1.37 and 1.12,
-# (170, 280) 1.31 and 1.10; but with 8 warps (197, 88) 0.84 and 0.84
+# planes of a softmax in shared memory, in halves of sectors, whose programs have 16 warps
 CROWDED_HALVES = (Tile(64, 4, 8, 60),)
 
 

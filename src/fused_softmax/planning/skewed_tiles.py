@@ -3,6 +3,7 @@
 Each column of a skewed tile starts at its own multiple of a thread's bytes, so all accesses are aligned vectors. The
 tables of `spatial` have such tiles for four tiles of positions and more. With fewer, what counts is how much of the
 last one is empty: the widest tile is taken that is filled enough, on as few CTAs as hold the columns in few registers.
+docs/measurements/thresholds.md has the figures behind the thresholds.
 """
 
 from __future__ import annotations
@@ -15,10 +16,7 @@ from .types import Device, Plan, SpatialProblem, tiles_of
 # positions of a tile, widest first, and what whole tiles may have over those that exist
 POSITIONS, MOST_EMPTY = (128, 64, 32), 1.2
 # or so much of tiles of 64. Those of 128, too, where tiles of 64 are little less empty, on few CTAs or with many
-# registers. H200, 1.2e7 and 6.7e7 elements, before and now: softmax of 512 bfloat16 columns of 196 positions (tiles of
-# 64) 0.52 and 0.57, 0.65 and 0.70; 174 of 399 (128 in place of 64, 2 CTAs) 0.81 and 0.64, 0.81 and 0.82; the gradient
-# of 411 of 506 (8 CTAs) 0.76 and 0.70, 0.82 and 0.89; but with few registers on 8 CTAs softmax of 354 of 193 0.74 and
-# 0.64, 0.68 and 0.57, and in tiles of 64 on 16 CTAs 1,601 of 185 0.70 and 0.60, 0.69 and 0.55
+# registers
 NEARLY_FILLED, OF_NARROWER, NEARLY_CTAS, NEARLY_REGISTERS, LEAST_REGISTERS = 1.25, 1.15, 4, range(50, 61), 40
 # of a tensor, at least: in place of columns that are read twice, and of other plans. Beyond the most the tables have
 # skewed tiles of each width
@@ -26,31 +24,18 @@ FEWEST_TWICE, FEWEST, MOST = 48, 100, 511
 # bytes of a thread's vectors, by those of an element; the first whose tiles are filled
 THREAD_BYTES = {2: (8,), 4: (16, 8)}
 # registers of a thread for its columns, by (backward, bytes of an element): as many CTAs as need no more than FEW, and
-# MOST_REGISTERS where a cluster has no more CTAs. H200, fraction of a copy or an add, 6e7 elements, with the plan
-# before and with this one: softmax, bfloat16 700 columns of 300 positions 0.64 and 0.87, 1,231 of 166 0.61 and 0.79,
-# 3,817 of 195 0.54 and 0.74; float32 1,231 of 166 0.70 and 0.87; gradients, bfloat16 1,284 of 297 0.49 and 0.91, 213
-# of 350 0.61 and 0.91; float32 307 of 201 0.88 and 0.98, 2,144 of 87 0.54 and 0.80. 708 bfloat16 columns of 145 on 8
-# CTAs 0.61, on 4 (46 registers) 0.69.
+# MOST_REGISTERS where a cluster has no more CTAs
 FEW_REGISTERS, MOST_REGISTERS = {(False, 2): 48, (False, 4): 44, (True, 2): 56, (True, 4): 56}, 76
 # of a 16-bit softmax in tiles of 32 positions, by whether a cluster can have no more CTAs; and in tiles of 64 in one
-# CTA: 1,372 of 173 on 4 CTAs (44) 0.45, on 8 0.56; 2,188 of 177 on 8 (36) 0.58, on 16 0.47; 181 of 487 on one (46)
-# 0.62, on two 0.82
+# CTA
 NARROW_REGISTERS, ALONE_REGISTERS = {False: 38, True: 44}, 32
 WIDE_CTAS = 8  # of a tile of the most positions: narrower tiles need fewer
-# columns, at least; fewer were not timed in place of other tiles, except these: 30 float32 columns of 350 positions, a
-# gradient, 1.04 and 1.10 of its speed, 12 bfloat16 ones of 500 0.61; 3 bfloat16 ones of 156 5.4 times its time
+# columns, at least; fewer were timed in few cases
 LEAST_COLS = 60
 # warps of programs that hold a plane of a softmax in shared memory, one or two on a multiprocessor (fewer were not
-# timed). H200, 1.2e7 and 6e7 elements, before and with skewed tiles. One: bfloat16 246 columns of 327 positions 0.67
-# and 0.64, 1.29 and 0.87; the gradient of 150 of 330 0.75 and 0.83, 1.09 and 1.02; slower: float32 298 of 155 (tiles of
-# 64) 0.91 and 0.91, 1.16 and 0.84. Two: bfloat16 142 of 327 (tiles of 128) 1.09 and 0.95, 1.23 and 0.95; 298 of 155
-# (64) 1.11 and 1.00, 1.20 and 0.71; 234 of 206 (128, empty by 1.204) 0.80 and 0.86, 0.71 and 0.65. A gradient's may
-# have fewer warps. One: 126 of 330 0.54 and 0.67, 0.79 and 0.84; two: 71 of 311 (128) 0.70 and 0.87, 0.76 and 0.90; 73
-# of 290 (64) 0.62 and 0.82, 0.73 and 0.74
+# timed). A gradient's may have fewer warps
 CROWDED_WARPS = 16
-# positions of a tile, and bytes of an access, from which the tiles of `spatial` are as fast: 4,560 bfloat16 columns of
-# 276 positions, a gradient, 0.73 in tiles of 64 read by 8 bytes, 0.64 in skewed tiles of 32; but 1,656 float32 columns
-# of 115, by 4 bytes, 0.71 and 0.83
+# positions of a tile, and bytes of an access, from which the tiles of `spatial` are as fast
 LEAST_POSITIONS, WIDE_ACCESS = 64, 8
 
 

@@ -1,6 +1,7 @@
 """The measured tables of softmax over a dimension that is not the last: configs in rising number of columns.
 
-H200, bfloat16 and float32, 2^26 to 2^28 elements; docs/measurements/ says how. `spatial` uses the tables.
+H200, bfloat16 and float32, 2^26 to 2^28 elements; docs/measurements/ says how, and
+thresholds.md there has figures. `spatial` uses the tables.
 """
 
 from __future__ import annotations
@@ -324,9 +325,7 @@ LONG = {
 # elements that are read one by one take a register each until they are packed: such a tile has fewer of them, at most
 MOST_SINGLE = 49152
 # FEWEST to MOST_FEW positions and more columns than FEW_COLS: `spatial` counts the CTAs of their tiles. Fewer positions
-# than LEAST_FEW take one program where it holds their columns. H100, fraction of a copy or an add with the former plans
-# and with these: bfloat16 softmax of 5,000 columns of 48 positions 0.64 and 0.96, gradient of 1,500 columns of 64
-# positions 0.60 and 1.00
+# than LEAST_FEW take one program where it holds their columns
 FEWEST, LEAST_FEW, MOST_FEW, FEW_COLS, FEW_WARPS = 9, 17, 255, 512, 4
 FEW_TILES = (64, 32, 16)  # positions, widest first. The first that holds the columns is taken
 # chunks that a CTA is to have at most, by backward, and fewer: of a gradient of several tiles, or of several tiles in
@@ -339,9 +338,7 @@ FEW_REGISTERS, MORE_STAGED = ((18, 128), (27, 168)), 7
 CYCLES_PER_KIB = 80
 # bytes that such a program reads at least, by (backward, bytes of an element). With fewer it is as fast or slower
 STAGGERED_BYTES = {(False, 2): 41 << 10, (False, 4): 32 << 10, (True, 2): 36 << 10, (True, 4): 36 << 10}
-# warps that hold a column of a softmax or a loss at most, by bytes of an element. H200, fraction of a copy without
-# and with the stagger (higher is better): 9,573 bfloat16 columns, 64 warps, 0.745 and 0.673; 15,113 float32 columns,
-# 128 warps, 0.875 and 0.846
+# warps that hold a column of a softmax or a loss at most, by bytes of an element
 STAGGERED_WARPS = {2: 32, 4: 64}
 # programs of a gradient that fit on a multiprocessor at most: 1,927 bfloat16 columns, 5 programs, 0.849 of an add
 # without the stagger and 0.811 with it
@@ -529,10 +526,8 @@ UNALIGNED = {
 }
 # where runs of positions start at multiples of a half or a quarter of a vector: by (backward, bytes of an element,
 # elements of that part). These come first. Few columns are in wide tiles that are not skewed: each run of such a tile
-# shares a sector with the next tile's, so that wide tiles share fewer. H200, 6.7e7 elements, fraction of a copy or an
-# add before and with these: bfloat16 softmax of 21 columns of 25,268 positions 0.79 and 0.95, of 870 of 6,140 0.76 and
-# 0.82; gradients of 50 of 9,012 0.89 and 0.95, of 2,900 of 20,044 0.62 and 0.74. Other GPUs, float16, and tiles that
-# are not skewed of other layouts take them untimed
+# shares a sector with the next tile's, so that wide tiles share fewer. Other GPUs, float16, and tiles that are not
+# skewed of other layouts take them untimed
 PART_VECTORS = {
     (False, 2, 4): (
         SpatialConfig(14, 1, 4, 512, thread_bytes=8, whole_sectors=False, least_cols=7),
@@ -570,9 +565,7 @@ PART_VECTORS = {
     ),
 }
 # skewed tiles without a cap of their own, by (backward, warps of a program): registers that a thread's chunks take, at
-# most, and the cap on all. H200, bfloat16, fraction of a copy: softmax of 222 columns, 56 registers, 0.94 with 80, 0.87
-# with 128; of 40 columns, 20 registers, 0.95 without a cap, 0.79 with 96; the gradient of 300 columns, 76 registers,
-# 0.92 with 128, 0.84 with 112. Programs of 8 warps share a multiprocessor by twos, with 96 registers as with 128
+# most, and the cap on all. Programs of 8 warps share a multiprocessor by twos, with 96 registers as with 128
 SKEWED_REGISTERS: dict[tuple[bool, int], tuple[tuple[int, int | None], ...]] = {
     (False, 4): ((28, None), (48, 80), (64, 96), (76, 112), (1 << 31, 128)),
     (True, 4): ((28, None), (44, 80), (48, 96), (1 << 31, 128)),
@@ -588,11 +581,7 @@ PARTS = PartsTile(256, 4, 4)
 PART_COLS, MOST_PARTS = 1024, 512
 # a softmax whose columns are read twice, by (backward, bytes of an element); where columns start at halves of sectors;
 # and, from UNALIGNED_POSITIONS on, where they start anywhere, by bytes of an element. Neighbors along `inner` share a
-# sector there, and wide tiles share fewer. H100, fraction of a copy with 256 bytes and now: bfloat16 softmax of 20,001
-# columns of 1,023 positions 0.50 and 0.57. In halves of sectors a 16-bit softmax has 256 bytes, and more chunks: H200,
-# 16,407 columns of 1,032 positions 0.72 with 1,024 bytes, 0.77 with these. Whole sectors have narrower tiles, so that
-# more programs end sooner: H200, speed over that of 256 bytes and 8 chunks, mean and worst of 10 random shapes of 4e6
-# to 1.3e8 elements: bfloat16 softmax 1.02 and 0.96, float32 1.04 and 0.98; gradients gain nothing
+# sector there, and wide tiles share fewer. Whole sectors have narrower tiles, so that more programs end sooner
 SOFTMAX_PARTS = {
     (False, 2): PartsTile(128, 4, 16, 8),
     (False, 4): PartsTile(128, 4, 16, 4, programs=1024),
@@ -601,19 +590,11 @@ SOFTMAX_PARTS = {
 }
 HALVES_PARTS = dict.fromkeys(SOFTMAX_PARTS, PartsTile(1024, 4, 16, 4)) | {(False, 2): PartsTile(256, 4, 16, 4)}
 UNALIGNED_PARTS, UNALIGNED_POSITIONS = {2: PartsTile(512, 8, 2, 2), 4: PartsTile(1024, 8, 2, 2)}, 512
-# up to so many positions, of a softmax and of float32 gradients. H200, one plane and 6.7e7 elements, with PARTS and
-# with these: softmax of 64,880 bfloat16 columns of 6 positions 0.62 and 0.47, 0.57 and 0.56, float32 0.81 and 0.63,
-# 0.81 and 0.71; float32 gradients of 15,044 of 29 (1.2e7, 6.7e7) 0.53 and 0.59, 0.56 and 0.60; 16-bit gradients of
-# 54,024 of 7 0.66 and 0.45, 0.57 and 0.43
+# up to so many positions, of a softmax and of float32 gradients
 NARROW_PARTS, NARROW_POSITIONS = PartsTile(256, 4, 8, 8), 48
-# chunks of a step of a log_softmax gradient, at most: its first kernel reads one tensor, and holds two steps of it.
-# H200, speed over one step of 16 chunks, mean, worst and best of 21 random bfloat16 shapes: 1.10, 0.98, 1.52; of 6 in
-# float32 1.02, 0.99, 1.04
+# chunks of a step of a log_softmax gradient, at most: its first kernel reads one tensor, and holds two steps of it
 MOST_LOG_CHUNKS = 8
-# of bundles, by (backward, log, bytes of an element). H200, mean and worst speed of 13 random shapes of 4e6 to 1.3e8
-# elements over that of 256 bytes and 256 programs, with 8 chunks: 16-bit softmax 1.07 and 0.99, float32 1.03 and 0.97;
-# with 16 chunks: gradients in 16 bits 1.12 and 1.00, float32 1.03 and 1.00, and of log_softmax in 16 bits, before it
-# held two steps, 1.25 and 1.03
+# of bundles, by (backward, log, bytes of an element)
 BUNDLED_PARTS = {
     **dict.fromkeys([(False, False, 2), (False, True, 2)], PartsTile(128, 4, 16, 8, programs=1024)),
     **dict.fromkeys([(False, False, 4), (False, True, 4)], PartsTile(256, 4, 16, 4, 128, 1024)),
