@@ -138,8 +138,8 @@ def lean_config(problem: SpatialProblem, device: Device) -> SpatialConfig | None
         return None
     if not (of.alone or problem.fills(of.positions, of.skewed // problem.itemsize)):
         return None
-    cols = of.num_warps * device.warp_size * of.thread_bytes // problem.itemsize // of.positions
-    found = problem.fewest_ctas(cols, of.thread_bytes, of.words, device.max_cluster)
+    threads = of.num_warps * device.warp_size
+    found = problem.fewest_ctas(threads, of.positions, of.thread_bytes, of.words, device.max_cluster)
     if found is None:
         return None
     ctas, words = found

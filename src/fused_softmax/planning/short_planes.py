@@ -145,8 +145,8 @@ def _config(problem: SpatialProblem, device: Device, tile: Tile) -> SpatialConfi
     """The config on the fewest CTAs; None where tiles read too much, and where no cluster holds the columns."""
     starts = problem.starts * problem.itemsize
     thread_bytes = tile.thread_bytes if tile.skewed else min(tile.thread_bytes, starts)
-    cols = tile.num_warps * device.warp_size * thread_bytes // problem.itemsize // tile.positions
-    found = problem.fewest_ctas(cols, thread_bytes, tile.words, min(tile.most_ctas, device.max_cluster))
+    threads, most_ctas = tile.num_warps * device.warp_size, min(tile.most_ctas, device.max_cluster)
+    found = problem.fewest_ctas(threads, tile.positions, thread_bytes, tile.words, most_ctas)
     if found is None or _read(problem, tile) > tile.most_read:
         return None
     ctas, words = found

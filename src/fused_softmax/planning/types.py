@@ -249,11 +249,14 @@ class SpatialProblem(_Dtypes):
         """Words of 4 bytes that a thread has of the columns, where it has thread_bytes of each chunk of `cols`."""
         return (1 + self.backward) * -(-self.n_cols // cols) * thread_bytes // 4
 
-    def fewest_ctas(self, cols: int, thread_bytes: int, most_words: int, most_ctas: int) -> tuple[int, int] | None:
-        """The fewest CTAs whose threads hold the columns in so few words, and these words; None where none do.
+    def fewest_ctas(
+        self, threads: int, positions: int, thread_bytes: int, most_words: int, most_ctas: int
+    ) -> tuple[int, int] | None:
+        """The fewest CTAs of so many threads that hold the columns in so few words each, and these words; else None.
 
-        cols: columns that a CTA has of a chunk. thread_bytes: of a thread in a chunk.
+        positions: of a tile. thread_bytes: of a thread in a chunk.
         """
+        cols = threads * thread_bytes // self.itemsize // positions  # that a CTA has of a chunk
         for ctas in (1, 2, 4, 8, 16):
             words = self.words(cols * ctas, thread_bytes)
             if words <= most_words and ctas <= most_ctas:

@@ -144,21 +144,14 @@ class Judge:
         self.parts = [_Part(name, y.shape, y.dtype, term) for name, y in zip(op.parts, own, strict=True)]
         # torch's worst row, in units of that row's scale, is what every row may be twice as wrong as: with 10^6 rows
         # there is always one that torch happens to round perfectly
-        kept: list[Chunk] = []
-        n_bytes, most = 0, KEPT.get(self.inputs[0].device.type, KEPT["cpu"])
-        for chunk in self._computed():
-            rows, refs, terms = chunk
+        few = 8 * sum(y.numel() for y in own) <= KEPT.get(self.inputs[0].device.type, KEPT["cpu"])
+        self._kept = list(self._computed()) if few else None
+        for rows, refs, terms in self._chunks():
             for part, y, ref in zip(self.parts, own, refs, strict=True):
                 if y.dim() == 0:
                     part.total += float(ref.sum())
                 else:
                     part.learn(y[rows], ref, terms, op.coarse and y.dim() > 1)
-            n_bytes += sum(ref.nbytes for ref in refs)
-            if n_bytes <= most:
-                kept.append(chunk)
-            else:
-                kept.clear()
-        self._kept = kept if n_bytes <= most else None
         for part, y in zip(self.parts, own, strict=True):
             if y.dim() == 0:
                 part.error = abs(float(y) - part.total)
