@@ -123,7 +123,8 @@ def drawn_short(rng: random.Random) -> tuple[Drawn, bool]:
     device = DEVICES["sm_90"]
     while True:
         n_cols = round(150 * 20 ** rng.random())
-        inner = rng.choice((rng.randint(40, 255), 2 * rng.randint(20, 150), 8 * rng.randint(8, 55)))
+        few, longer = 2 * rng.randint(6, 16), (2 * rng.randint(20, 150), 8 * rng.randint(8, 55))
+        inner = rng.choice((few, rng.randint(40, 255), *longer))
         outer = max(1, min(rng.randint(1, 20), (1 << 23) // (n_cols * inner)))
         dtype, log = rng.choice((torch.bfloat16, torch.float16, torch.float32)), rng.random() < 0.4
         backward, x = rng.random() < 0.5, torch.empty((outer, n_cols, inner), dtype=dtype, device="meta")

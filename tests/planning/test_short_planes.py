@@ -20,7 +20,10 @@ from fused_softmax.planning.short_planes import (
     FLOAT32_SOFTMAX,
     HALF_GRADIENT,
     HALF_SOFTMAX,
+    LEAST_ALONE,
     MOST,
+    ONE_TILE,
+    ONE_TILE_COLS,
     WHOLE,
     Tile,
     faster_as_short,
@@ -32,7 +35,7 @@ from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem, tiles_of
 HOPPER = DEVICES["sm_90"]
 RULES: tuple[tuple[Tile, ...], ...] = (
     FLOAT32_SOFTMAX, FLOAT32_GRADIENT_16_WARPS, FLOAT32_GRADIENT, *HALF_SOFTMAX.values(), HALF_GRADIENT, CROWDED_HALVES,
-    *((tile,) for ranges in WHOLE.values() for of in ranges for tile in (of.wide, of.narrow)),
+    *ONE_TILE.values(), *((tile,) for ranges in WHOLE.values() for of in ranges for tile in (of.wide, of.narrow)),
 )  # fmt: skip
 
 
@@ -55,6 +58,9 @@ PLANNED = (
     (301, 64, "bfloat16", False, (32, 0, 1, 4, 80)), (755, 304, "bfloat16", False, (32, 0, 4, 4, None)),
     (461, 280, "bfloat16", False, (64, 0, 2, 4, 112)), (475, 208, "bfloat16", True, (64, 0, 8, 4, 80)),
     (294, 88, "bfloat16", True, (64, 0, 4, 4, 80)), (1173, 72, "bfloat16", True, (32, 0, 8, 4, 80)),
+    # of few positions, in place of planes in registers, and in shared memory
+    (1784, 26, "bfloat16", False, (32, 0, 4, 8, None)), (2144, 14, "bfloat16", False, (16, 0, 2, 8, 80)),
+    (5548, 30, "bfloat16", False, (32, 0, 8, 8, 80)), (1094, 30, "bfloat16", False, (32, 0, 2, 8, 80)),
 )  # fmt: skip
 
 
@@ -78,6 +84,10 @@ KEPT = (
     (1110, 200, "bfloat16", True), (289, 139, "bfloat16", False), (585, 250, "float32", False),
     (1823, 119, "float32", False), (2154, 209, "float32", False), (1677, 186, "float32", False),
     (641, 42, "float32", True), (786, 208, "bfloat16", True), (842, 336, "bfloat16", True),
+    # tiles would be emptier, planes are small, runs are odd or whole vectors; and other ops
+    (2446, 10, "bfloat16", False), (1458, 20, "bfloat16", False), (280, 30, "bfloat16", False),
+    (838, 14, "bfloat16", False), (2435, 13, "bfloat16", False), (1784, 24, "bfloat16", False),
+    (6001, 26, "bfloat16", False), (1784, 26, "bfloat16", True), (1784, 26, "float32", False),
 )  # fmt: skip
 
 
@@ -104,7 +114,7 @@ def test_random_planes():
         problem = planes(n_cols, inner, dtype, rng.random() < 0.5, rng.random() < 0.3)
         found = spatial.tiles_or_planes(problem, HOPPER)
         config = faster_as_short(problem, HOPPER, found)
-        if config is None:
+        if config is None or inner < 40:  # few positions: below
             continue
         rules.add(rule_of(problem, found, config))
         plan = tiles_plan(problem, HOPPER, config)
@@ -132,6 +142,26 @@ def test_random_planes():
         "halves softmax 16 bits: 64", "sectors gradient 16 bits: 64", "sectors gradient 16 bits: 32",
         "halves gradient 16 bits: 64", "halves gradient 16 bits: 32",
     }  # fmt: skip
+
+
+def test_few_positions_fill_one_tile():
+    rng, replaced = random.Random(6), set()
+    for _ in range(6000):
+        n_cols, inner = round(90 * 90 ** rng.random()), rng.randint(2, 39)
+        dtype, backward = rng.choice(("bfloat16", "float16", "float32")), rng.random() < 0.3
+        problem = planes(n_cols, inner, dtype, backward, rng.random() < 0.3)
+        found = spatial.tiles_or_planes(problem, HOPPER)
+        config = faster_as_short(problem, HOPPER, found)
+        if config is None:
+            continue
+        assert problem.itemsize == 2 and not backward and 1 < problem.vec < 8 and n_cols <= ONE_TILE_COLS
+        assert found.periodic or problem.plane_bytes >= LEAST_ALONE
+        replaced.add((config.inner, "held" if found.periodic else "alone"))
+        plan = tiles_plan(problem, HOPPER, config)
+        check(plan, problem, HOPPER)
+        assert inner <= plan.rows <= 4 / 3 * inner and tiles_of(inner, plan.rows, plan.overlap) == 1
+        assert problem.words(plan.vectors_per_chunk * plan.ctas, config.thread_bytes) <= 44
+    assert replaced == {(16, "held"), (16, "alone"), (32, "held"), (32, "alone")}
 
 
 def test_where_there_are_none():

@@ -67,6 +67,9 @@ LEAST_SHARED_RUN, LEAST_ALIGNED_RUN = {False: 34, True: 17}, 24
 LEAST_HELD, LEAST_HELD_TWICE = {False: 0.52, True: 0.5}, 0.4
 # of a softmax whose plane one program holds in shared memory, alone on its multiprocessor
 LEAST_HELD_ALONE = 0.63
+# by `backward`, in place of planes in shared memory whose programs have 16 warps, several on a multiprocessor; and the
+# most positions
+LEAST_HELD_CROWDED, CROWDED_POSITIONS = {False: 1.0, True: 0.6}, 64
 # of gradients, also where pieces in shared memory or tiles would do. A cluster gains where tiles are wider than the
 # positions by so much
 LEAST_HELD_GRADIENT, FILLED_UP = 0.6, 1.15
@@ -202,8 +205,16 @@ def planes_plan(problem: SpatialProblem, device: Device, twice: bool = False) ->
         several, one = (None if small else _large_plane(problem, device, fitting) for fitting in (FITTING, (1,)))
         alone = one is not None and not (problem.backward or twice)
         least = LEAST_HELD_ALONE if alone else LEAST_HELD_TWICE if twice else LEAST_HELD[problem.backward]
+        if several is not None and _is_crowded(problem, several):
+            several = periodic_plan(problem, device, LEAST_HELD_CROWDED[problem.backward]) or several
         plan = several or periodic_plan(problem, device, least) or one or _shared_plane(problem, device)
     return plan
+
+
+def _is_crowded(problem: SpatialProblem, plan: Plan) -> bool:
+    """Whether few programs of many warps hold planes in shared memory, whose runs start at parts of a vector."""
+    parts = problem.vec < problem.full_vec and problem.inner <= CROWDED_POSITIONS
+    return parts and plan.num_warps == MOST_WARPS
 
 
 def may_be_pieces(problem: SpatialProblem, device: Device) -> bool:

@@ -1,7 +1,7 @@
-"""Tiles of planes of 40 to 447 positions, in place of plans that keep too few bytes in flight.
+"""Tiles of planes of up to 447 positions, in place of plans that keep too few bytes in flight.
 
 Planes in the registers of large clusters, planes that are alone on a multiprocessor, and tiles with wide chunks are
-slower. Faster tiles are narrow: 32 or 64 positions, 4 to 16 bytes of a thread in a chunk, and the fewest CTAs whose
+slower. Faster tiles are narrow: 16, 32 or 64 positions, 4 to 16 bytes of a thread in a chunk, and the fewest CTAs whose
 threads hold few words (docs/measurements/short-planes.md).
 """
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .held_planes import MOST_WARPS
 from .spatial_tables import SpatialConfig, config_of_words
-from .types import SECTOR_BYTES, Device, Plan, SpatialProblem, tiles_of
+from .types import SECTOR_BYTES, Device, Plan, SpatialProblem, power_of_two, tiles_of
 
 LEAST, MOST, MOST_COLS = 40, 447, 3000  # positions, and columns; longer planes have `lean_tiles`, others were not timed
 WHOLE_LEAST = 64  # positions of planes whose runs are whole vectors
@@ -80,6 +80,11 @@ WHOLE = {
 }
 # planes of a softmax in shared memory, in halves of sectors, whose programs have 16 warps
 CROWDED_HALVES = (Tile(64, 4, 8, 60),)
+# 16-bit softmax of fewer than LEAST positions that nearly fill one tile, in place of planes in registers, and of one
+# plane in shared memory whose program has 8 warps, by the positions of the tile; and the most columns
+ONE_TILE = {16: (Tile(16, 8, 4, 44, most_read=4 / 3),), 32: (Tile(32, 8, 4, 44, most_read=4 / 3),)}
+ONE_TILE_COLS = 6000
+LEAST_ALONE = 24 << 10  # bytes of that plane in shared memory
 
 
 def faster_as_short(problem: SpatialProblem, device: Device, plan: Plan) -> SpatialConfig | None:
@@ -92,12 +97,20 @@ def faster_as_short(problem: SpatialProblem, device: Device, plan: Plan) -> Spat
     >>> config.inner, config.ctas, config.num_warps
     (32, 4, 8)
     """
-    short = LEAST <= problem.inner <= MOST and problem.n_cols <= MOST_COLS and problem.packed
+    few = problem.inner < LEAST
+    short = problem.inner <= MOST and problem.n_cols <= (ONE_TILE_COLS if few else MOST_COLS) and problem.packed
     apart = problem.starts == problem.sector or problem.in_phase
     if not (short and apart and problem.may_have_tiles(device)):
         return None
-    rule = _of_part_vectors if problem.vec < problem.full_vec else _of_whole_vectors
+    rule = _of_few_positions if few else _of_part_vectors if problem.vec < problem.full_vec else _of_whole_vectors
     return next(filter(None, (_config(problem, device, tile) for tile in rule(problem, plan))), None)
+
+
+def _of_few_positions(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
+    """The tile that holds all positions, which start at multiples of 4 or 8 bytes."""
+    parts = 1 < problem.vec < problem.full_vec and problem.itemsize == 2 and not problem.backward
+    alone = plan.gathered and plan.num_warps >= 8 and problem.plane_bytes >= LEAST_ALONE
+    return ONE_TILE.get(power_of_two(problem.inner), ()) if parts and (plan.periodic or alone) else ()
 
 
 def _of_part_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
