@@ -17,8 +17,8 @@ from fused_softmax.planning.bundled_columns import (
     bundle_of,
     faster_as_bundled,
 )
-from fused_softmax.planning.spatial import bundled_plan, bundled_tile, parts_plan
-from fused_softmax.planning.spatial_tables import PARTS
+from fused_softmax.planning.spatial import bundled_plan, parts_plan
+from fused_softmax.planning.spatial_tables import BUNDLED_PARTS, PARTS
 from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem, bundles_of
 
 HOPPER = DEVICES["sm_90"]
@@ -47,8 +47,6 @@ BUNDLED = (
     ((26308, 72, BFLOAT16, False), (42508, 56, BFLOAT16, False)),
     ((174863, 40, BFLOAT16, False), (174863, 24, BFLOAT16, False)),
     ((26308, 72, BFLOAT16, False), (26308, 72, BFLOAT16, True)),
-    ((31915, 2056, BFLOAT16, False), (31915, 2040, BFLOAT16, False)),
-    ((31915, 3720, BFLOAT16, False), (31915, 3712, BFLOAT16, False)),
     # in place of planes in registers whose programs fill a multiprocessor
     ((81829, 15, BFLOAT16, False), (27455, 23, BFLOAT16, False)),
     ((5134, 71, FLOAT32, False), (46380, 7, FLOAT32, False)),
@@ -77,15 +75,6 @@ def test_what_is_bundled(bundled, not_bundled):
     assert plan.bundle > 0 and plan.regime == "spatial_two_pass" and "as one" in plan.why
     assert plan.vec == 16 // bundled[2].itemsize, "whole vectors, whatever the positions are"
     assert chosen(*not_bundled).bundle == 0
-
-
-def test_long_planes_of_16_bits_have_wide_tiles():
-    positions = {inner: chosen(15586, inner, BFLOAT16, False).rows for inner in (339, 1023, 1025, 3565)}
-    assert positions == {339: 64, 1023: 64, 1025: 512, 3565: 512}
-    assert chosen(15586, 3565, FLOAT32, False).rows == 64 and chosen(15586, 3565, BFLOAT16, True).rows == 128
-    # as many programs where there is one plane
-    plan = chosen(15586, 1025, BFLOAT16, False)
-    assert -(-15586 // plan.part_cols) * -(-plan.bundle * 1025 // plan.rows) >= 512
 
 
 def test_what_cannot_be_bundled():
@@ -133,7 +122,7 @@ def test_bundles_start_at_sectors_and_parts_hold_them(seed):
         assert few and empty(bundle, problem, tile) <= 2, problem
         plan = bundled_plan(problem, HOPPER, bundle)
         assert plan.bundle == bundle and plan.part_cols % (bundle * plan.vectors_per_chunk * plan.chunks) == 0, problem
-        least = bundled_tile(problem).least_cols
+        least = BUNDLED_PARTS[problem.backward, problem.log, problem.itemsize].least_cols
         assert plan.part_cols >= min(bundle * least, problem.n_cols - problem.period - bundle), problem
 
 

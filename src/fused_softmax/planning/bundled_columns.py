@@ -32,8 +32,6 @@ EVEN = {
 # many positions on. 26,308 columns of 72 positions 0.47 -> 0.56 / 0.46 -> 0.55; slower: 42,508 of 56 (1.14 times) 0.66
 # -> 0.62 / 0.60 -> 0.55; 133,919 of 24 0.76 -> 0.70 / 0.87 -> 0.81
 LEAST_EMPTY, LEAST_HALVES = 1.2, 33
-# and from so many positions on, because bundles have wider tiles (`LONG_BUNDLED_PARTS`)
-LONG_HALVES = 2048
 # columns from which bundles are faster than narrow tiles of a softmax on a cluster: than skewed ones of 32 positions,
 # and than float32 ones of up to TILE positions where there are so many. bfloat16 9,001 columns of 103 positions 0.38 ->
 # 0.55 / 0.34 -> 0.54; float32 9,355 of 171 0.48 -> 0.67 / 0.44 -> 0.64; 5,935 of 990 0.54 -> 0.67 / 0.47 -> 0.65;
@@ -83,7 +81,7 @@ def _faster_than_two_reads(problem: SpatialProblem, plan: Plan) -> bool:
     kind, inner = (problem.backward, problem.itemsize), problem.inner
     if problem.vec == problem.full_vec:
         empty = -(-inner // plan.rows) * plan.rows >= LEAST_EMPTY * inner
-        return kind == (False, 2) and ((empty and inner >= LEAST_HALVES) or inner >= LONG_HALVES)
+        return kind == (False, 2) and empty and inner >= LEAST_HALVES
     return inner % 2 == 1 or inner in EVEN[kind]
 
 

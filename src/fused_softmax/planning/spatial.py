@@ -29,8 +29,6 @@ from .spatial_tables import (
     LEAST_FEW,
     LEAST_RUN,
     LONG,
-    LONG_BUNDLED_PARTS,
-    LONG_BUNDLED_POSITIONS,
     LOSS,
     LOSS_RUN,
     MORE_STAGED,
@@ -148,17 +146,10 @@ def bundled_plan(problem: SpatialProblem, device: Device, bundle: int) -> Plan:
     """
     n_bundles = bundles_of(problem.n_cols, problem.period, bundle)
     bundles = replace(problem, n_cols=n_bundles, inner=bundle * problem.inner, vec=problem.full_vec)
-    found = parts_plan(bundles, device, bundled_tile(problem))
+    found = parts_plan(bundles, device, BUNDLED_PARTS[problem.backward, problem.log, problem.itemsize])
     parts = -(-n_bundles // found.part_cols)
     why = f"the columns are read twice, {bundle} of them as one, and reduced in {parts} part(s)"
     return replace(found, bundle=bundle, part_cols=bundle * found.part_cols, why=why)
-
-
-def bundled_tile(problem: SpatialProblem) -> PartsTile:
-    """The tile of columns that are read twice in bundles."""
-    if not problem.backward and problem.itemsize == 2 and problem.inner >= LONG_BUNDLED_POSITIONS:
-        return LONG_BUNDLED_PARTS
-    return BUNDLED_PARTS[problem.backward, problem.log, problem.itemsize]
 
 
 def _padded(problem: SpatialProblem, inner: int) -> int:
