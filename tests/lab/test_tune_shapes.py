@@ -37,7 +37,7 @@ from fused_softmax.lab.tune_shapes import (
 )
 from fused_softmax.launch import spatial
 from fused_softmax.planning.lean_tiles import lean_config
-from fused_softmax.planning.types import DEVICES, SpatialProblem
+from fused_softmax.planning.types import DEVICES, SpatialProblem, merging_bytes, skewed_bytes
 
 cli = importlib.import_module("fused_softmax.lab.cli.tune")  # the package has the command by that name
 CPU, SM_90 = torch.device("cpu"), DEVICES["sm_90"]
@@ -124,6 +124,7 @@ SMALL = [
     Workload("softmax", "bfloat16", 85, 3),
     Workload("softmax", "float32", 900, 8),
     Workload("softmax_backward", "float32", 95, 10352),
+    Workload("softmax", "bfloat16", 1800, 6002),
 ]
 
 
@@ -144,6 +145,9 @@ def test_what_kernels_ask_of_tiles(device: str):
                 plan.ctas <= DEVICES[device].max_cluster and problem.n_cols > (plan.ctas - 1) * plan.vectors_per_chunk
             ), where
             tiles = "overlapping" in plan.why, plan.skewed > 0
+            own = merging_bytes(plan.ctas, plan.num_warps, plan.rows)
+            own += skewed_bytes(plan.vectors_per_chunk, plan.rows, plan.skewed) if plan.skewed else 0
+            assert own < 48 << 10, where  # of shared memory, or ptxas refuses
             if any(tiles):
                 assert plan.rows > plan.overlap and problem.in_phase, where
                 assert (plan.skewed or starts) % plan.vec == 0, where

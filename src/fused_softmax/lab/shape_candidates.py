@@ -24,7 +24,16 @@ from fused_softmax.planning.planes import (
 )
 from fused_softmax.planning.spatial import staggered, tiles_plan
 from fused_softmax.planning.spatial_tables import MOST_KEPT, REGISTERS, SpatialConfig
-from fused_softmax.planning.types import SECTOR_BYTES, Device, Plan, SpatialProblem, power_of_two
+from fused_softmax.planning.types import (
+    SECTOR_BYTES,
+    SHARED_BYTES,
+    Device,
+    Plan,
+    SpatialProblem,
+    merging_bytes,
+    power_of_two,
+    skewed_bytes,
+)
 
 POSITIONS = (16, 32, 64, 128, 256, 512)
 THREAD_BYTES = (16, 8, 4)
@@ -98,6 +107,9 @@ def _tiles_of(
                     continue
                 cap = next(cap for most, cap in CAPS if held <= most)
                 if (cap or 0) * warps * device.warp_size > device.registers:
+                    continue
+                slots = skewed_bytes(cols, positions, skewed // problem.itemsize) if skewed else 0
+                if merging_bytes(ctas, warps, positions) + slots > SHARED_BYTES:
                     continue
                 recompute = problem.backward or held > MOST_KEPT
                 config = SpatialConfig(
