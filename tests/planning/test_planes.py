@@ -105,12 +105,14 @@ def test_planes_are_pieces_where_that_is_faster():
     assert chosen(300, 31, 1, "float32", backward=True).periodic  # registers of one program hold the gradient
     assert chosen(468, 83, 1).dynamic_bytes > 48 << 10 and chosen(101, 251, 1, backward=True).dynamic_bytes > 48 << 10
     assert chosen(468, 83, 1, backward=True).periodic and chosen(1350, 47, 1).periodic  # one program would be alone
-    # two programs of 16 warps would share a multiprocessor: registers hold as much, or half as much of a gradient
+    # two programs of 16 warps would share a multiprocessor: registers hold enough, less of a gradient
     assert chosen(640, 63, 1).periodic and chosen(1034, 19, 1, "float32").periodic
     assert chosen(1039, 37, 1).gathered and chosen(969, 28, 4, "float32").gathered
     assert chosen(765, 29, 1, "float32").gathered
     assert chosen(836, 29, 1, backward=True).periodic and chosen(1063, 13, 1, "float32", backward=True).periodic
-    assert chosen(334, 84, 4, backward=True).gathered  # more positions
+    assert chosen(442, 45, 1, backward=True).gathered  # a share of 0.599
+    assert chosen(334, 84, 4, backward=True).gathered and chosen(573, 68, 4).gathered  # more positions
+    assert chosen(616, 61, 1).gathered and chosen(713, 56, 8).gathered  # 8 warps; whole vectors
     assert chosen(400, 301, 1).ctas == 4 and chosen(400, 301, 1).gathered  # 301 positions leave too many threads idle
     assert not pieces(400, 301, 1, backward=True)
     assert not pieces(770, 32, 4, "float32") and not pieces(10000, 40, 8)  # tiles of whole vectors are read once

@@ -24,16 +24,7 @@ from fused_softmax.planning.planes import (
 )
 from fused_softmax.planning.spatial import staggered, tiles_plan
 from fused_softmax.planning.spatial_tables import MOST_KEPT, REGISTERS, SpatialConfig
-from fused_softmax.planning.types import (
-    SECTOR_BYTES,
-    SHARED_BYTES,
-    Device,
-    Plan,
-    SpatialProblem,
-    merging_bytes,
-    power_of_two,
-    skewed_bytes,
-)
+from fused_softmax.planning.types import SECTOR_BYTES, Device, Plan, SpatialProblem, power_of_two
 
 POSITIONS = (16, 32, 64, 128, 256, 512)
 THREAD_BYTES = (16, 8, 4)
@@ -43,7 +34,18 @@ WARPS, CTAS = (1, 2, 4, 8, 16), (2, 4, 8, 16)
 WORDS = (16, 28, 44, 72, 96)
 # the cap on a thread's registers, by those words
 CAPS = (*REGISTERS[:-1], (88, 128), (WORDS[-1], 168))
+MOST_SHARED = 48 << 10  # bytes that a kernel may declare
 MOST_FILLED_UP = 1.5  # positions of whole tiles over those that exist, at most
+
+
+def shared_bytes(backward: bool, ctas: int, cols: int, positions: int, unit: int) -> int:
+    """Bytes of shared memory that a tile's kernel declares. unit: of a skewed tile, in elements; 0: of others.
+
+    A softmax has two numbers of each position, a gradient one: of the CTAs of a cluster, and of a skewed tile's rows.
+    """
+    number = 4 if backward else 8
+    exchanged = number * (ctas + 2) * positions + 8 if ctas > 1 else 0
+    return exchanged + (number * (cols * positions + unit + positions + positions // 16) if unit else 0)
 
 
 def candidates(problem: SpatialProblem, device: Device, most: int = 0, seed: int = 0) -> list[Plan]:
@@ -108,8 +110,8 @@ def _tiles_of(
                 cap = next(cap for most, cap in CAPS if held <= most)
                 if (cap or 0) * warps * device.warp_size > device.registers:
                     continue
-                slots = skewed_bytes(cols, positions, skewed // problem.itemsize) if skewed else 0
-                if merging_bytes(ctas, warps, positions) + slots > SHARED_BYTES:
+                unit = skewed // problem.itemsize
+                if shared_bytes(problem.backward, ctas, cols, positions, unit) > MOST_SHARED:
                     continue
                 recompute = problem.backward or held > MOST_KEPT
                 config = SpatialConfig(

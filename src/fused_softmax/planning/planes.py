@@ -1,7 +1,8 @@
 """Plans of planes (n_cols, inner) of a dimension that is not the last, which programs read as runs of memory.
 
 A plane is one piece for one program while it fits into shared memory, and several small ones are. Planes that leave
-room for one program on a multiprocessor, larger ones, and gradients are in registers (`held_planes`). Where registers
+room for one program on a multiprocessor, larger ones, and gradients are in registers (`held_planes`), and so are some
+that leave room for two. Where registers
 hold too few of a softmax, the CTAs of a cluster have a range of the columns each, which is one piece, too. The lanes of
 a warp that share a position are those of the least cost (`piece_costs`), as for narrow rows.
 docs/measurements/thresholds.md has the figures behind the thresholds.
@@ -205,14 +206,14 @@ def planes_plan(problem: SpatialProblem, device: Device, twice: bool = False) ->
         several, one = (None if small else _large_plane(problem, device, fitting) for fitting in (FITTING, (1,)))
         alone = one is not None and not (problem.backward or twice)
         least = LEAST_HELD_ALONE if alone else LEAST_HELD_TWICE if twice else LEAST_HELD[problem.backward]
-        if several is not None and _is_crowded(problem, several):
-            several = periodic_plan(problem, device, LEAST_HELD_CROWDED[problem.backward]) or several
-        plan = several or periodic_plan(problem, device, least) or one or _shared_plane(problem, device)
+        crowded = several is not None and _is_crowded(problem, several)
+        held = periodic_plan(problem, device, LEAST_HELD_CROWDED[problem.backward]) if crowded else None
+        plan = held or several or periodic_plan(problem, device, least) or one or _shared_plane(problem, device)
     return plan
 
 
 def _is_crowded(problem: SpatialProblem, plan: Plan) -> bool:
-    """Whether few programs of many warps hold planes in shared memory, whose runs start at parts of a vector."""
+    """Whether two programs of 16 warps share a multiprocessor, and runs start at parts of a vector."""
     parts = problem.vec < problem.full_vec and problem.inner <= CROWDED_POSITIONS
     return parts and plan.num_warps == MOST_WARPS
 

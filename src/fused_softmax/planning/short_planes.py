@@ -1,6 +1,6 @@
-"""Tiles of planes of up to 447 positions, in place of plans that keep too few bytes in flight.
+"""Tiles of planes of 12 to 447 positions, in place of plans that keep too few bytes in flight.
 
-Planes in the registers of large clusters, planes that are alone on a multiprocessor, and tiles with wide chunks are
+Planes in registers, most of large clusters, planes that are alone on a multiprocessor, and tiles with wide chunks are
 slower. Faster tiles are narrow: 16, 32 or 64 positions, 4 to 16 bytes of a thread in a chunk, and the fewest CTAs whose
 threads hold few words (docs/measurements/short-planes.md).
 """
@@ -13,7 +13,8 @@ from .held_planes import MOST_WARPS
 from .spatial_tables import SpatialConfig, config_of_words
 from .types import SECTOR_BYTES, Device, Plan, SpatialProblem, power_of_two, tiles_of
 
-LEAST, MOST, MOST_COLS = 40, 447, 3000  # positions, and columns; longer planes have `lean_tiles`, others were not timed
+# positions, and columns; longer planes have `lean_tiles`, and fewer positions ONE_TILE
+LEAST, MOST, MOST_COLS = 40, 447, 3000
 WHOLE_LEAST = 64  # positions of planes whose runs are whole vectors
 
 
@@ -80,11 +81,10 @@ WHOLE = {
 }
 # planes of a softmax in shared memory, in halves of sectors, whose programs have 16 warps
 CROWDED_HALVES = (Tile(64, 4, 8, 60),)
-# 16-bit softmax of fewer than LEAST positions that nearly fill one tile, in place of planes in registers, and of one
-# plane in shared memory whose program has 8 warps, by the positions of the tile; and the most columns
-ONE_TILE = {16: (Tile(16, 8, 4, 44, most_read=4 / 3),), 32: (Tile(32, 8, 4, 44, most_read=4 / 3),)}
-ONE_TILE_COLS = 6000
-LEAST_ALONE = 24 << 10  # bytes of that plane in shared memory
+# 16-bit softmax of fewer than LEAST positions that nearly fill one tile, in place of planes in registers, and of a
+# plane in shared memory of so many bytes at least; by the positions of the tile. And the most columns
+ONE_TILE = {n: (Tile(n, 8, 4, 44, most_read=4 / 3, most_ctas=8),) for n in (16, 32)}
+LEAST_PIECE, ONE_TILE_COLS = 24 << 10, 6000
 
 
 def faster_as_short(problem: SpatialProblem, device: Device, plan: Plan) -> SpatialConfig | None:
@@ -107,10 +107,10 @@ def faster_as_short(problem: SpatialProblem, device: Device, plan: Plan) -> Spat
 
 
 def _of_few_positions(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
-    """The tile that holds all positions, which start at multiples of 4 or 8 bytes."""
+    """The tile of all positions of a 16-bit softmax that start at multiples of 4 or 8 bytes; none elsewhere."""
     parts = 1 < problem.vec < problem.full_vec and problem.itemsize == 2 and not problem.backward
-    alone = plan.gathered and plan.num_warps >= 8 and problem.plane_bytes >= LEAST_ALONE
-    return ONE_TILE.get(power_of_two(problem.inner), ()) if parts and (plan.periodic or alone) else ()
+    piece = plan.gathered and problem.plane_bytes >= LEAST_PIECE
+    return ONE_TILE.get(power_of_two(problem.inner), ()) if parts and (plan.periodic or piece) else ()
 
 
 def _of_part_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:

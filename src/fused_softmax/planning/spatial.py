@@ -73,7 +73,6 @@ from .types import (
     chunks_that_fit,
     merging_bytes,
     power_of_two,
-    skewed_bytes,
 )
 
 
@@ -222,7 +221,9 @@ def tiles_plan(
         warps = max(1, warps * cols * inner // per_chunk)
     staged = 0
     if config.held is not None:
-        other = skewed_bytes(cols, inner, config.skewed // problem.itemsize) if config.skewed else 0
+        other = 0
+        if config.skewed:  # those of each element of a chunk, and a gap after each 16 positions
+            other = 8 * (cols * inner + config.skewed // problem.itemsize + inner // 16)
         room = chunks_that_fit(warps * device.warp_size * config.thread_bytes, config.ctas, warps, inner, other)
         most = room if config.most_staged is None else min(room, config.most_staged)
         staged = min(max(0, -(-problem.n_cols // (cols * config.ctas)) - config.held), most)

@@ -377,11 +377,6 @@ def merging_bytes(ctas: int, warps: int, inner: int) -> int:
     return (8 * ctas + 16 + 4 * warps) * inner
 
 
-def skewed_bytes(cols: int, inner: int, unit: int) -> int:
-    """Bytes of shared memory of a skewed tile: numbers of each element of a chunk, and a gap after 16 positions."""
-    return 8 * (cols * inner + unit + inner // 16)
-
-
 def tiles_of(inner: int, rows: int, overlap: int, unit: int = 0) -> int:
     """Tiles of `rows` positions that hold `inner` of them. unit: of skewed tiles; 0: all columns start together."""
     step = rows - overlap
