@@ -48,6 +48,19 @@ def test_older_seeds_are_counted_and_not_shown(tmp_path: Path):
     assert text.endswith("has runs of 2 older seeds, too.") and f"Seed {shapes.SHOWN + 2}." in text
 
 
+def test_the_comparison_with_torch_stays(tmp_path: Path):
+    for seed in range(1, shapes.SHOWN + 4):
+        made = dict(date=f"2026-11-{seed:02d}", command=f"fused-softmax bench --random-shapes 1 --seed {seed}")
+        head = replace(header(device("cpu"), False), seed=seed, **made)
+        records = [record("fused_softmax", 19, 4096, 0.125)]
+        if seed <= 2:  # the second is the newest with torch
+            records.append(record("torch", 19, 4096, 0.25))
+        write_atomically(tmp_path / shapes.RESULTS / f"seed_{seed}.json", to_json(head, records))
+    text = shapes.tables(tmp_path)["shapes"]
+    assert [f"Seed {seed}." in text for seed in (1, 2, 3)] == [False, True, False]
+    assert "has runs of 2 older seeds, too." in text and "| softmax | bf16 4x19x4096 | 0.50 |" in text
+
+
 def test_a_named_shape_has_the_newest_fraction_of_each_op(tmp_path: Path):
     for day, ms in ((1, 0.4), (2, 0.125)):
         made = dict(date=f"2026-11-0{day}", command="fused-softmax bench --table shapes")
