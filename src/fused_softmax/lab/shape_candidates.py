@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from fused_softmax.planning.held_planes import MOST_WARPS, held_in
 from fused_softmax.planning.planes import (
+    OWN_BYTES,
     PIECE_BYTES,
     ROOMS,
     all_lanes,
@@ -34,7 +35,6 @@ WARPS, CTAS = (1, 2, 4, 8, 16), (2, 4, 8, 16)
 WORDS = (16, 28, 44, 72, 96)
 # the cap on a thread's registers, by those words
 CAPS = (*REGISTERS[:-1], (88, 128), (WORDS[-1], 168))
-MOST_SHARED = 48 << 10  # bytes that a kernel may declare
 MOST_FILLED_UP = 1.5  # positions of whole tiles over those that exist, at most
 
 
@@ -111,7 +111,7 @@ def _tiles_of(
                 if (cap or 0) * warps * device.warp_size > device.registers:
                     continue
                 unit = skewed // problem.itemsize
-                if shared_bytes(problem.backward, ctas, cols, positions, unit) > MOST_SHARED:
+                if shared_bytes(problem.backward, ctas, cols, positions, unit) > OWN_BYTES:
                     continue
                 recompute = problem.backward or held > MOST_KEPT
                 config = SpatialConfig(

@@ -2,9 +2,9 @@
 
 A plane is one piece for one program while it fits into shared memory, and several small ones are. Planes that leave
 room for one program on a multiprocessor, larger ones, and gradients are in registers (`held_planes`), and so are some
-that leave room for two. Where registers
-hold too few of a softmax, the CTAs of a cluster have a range of the columns each, which is one piece, too. The lanes of
-a warp that share a position are those of the least cost (`piece_costs`), as for narrow rows.
+that leave room for two. Where registers hold too few of a softmax, the CTAs of a cluster have a range of the columns
+each, which is one piece, too. The lanes of a warp that share a position are those of the least cost (`piece_costs`), as
+for narrow rows.
 docs/measurements/thresholds.md has the figures behind the thresholds.
 """
 
