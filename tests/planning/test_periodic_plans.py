@@ -92,4 +92,4 @@ def test_threads_without_vectors_count():
 
 
 def test_examples():
-    assert doctest.testmod(held_planes) == (0, 1)
+    assert doctest.testmod(held_planes) == (0, 2)

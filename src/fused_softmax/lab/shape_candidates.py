@@ -143,7 +143,7 @@ def _in_registers(problem: SpatialProblem, device: Device) -> Iterator[Plan]:
     if not may_be_held(problem, device) or problem.n_cols <= 1 or problem.inner <= 1:
         return
     vectors = problem.n_cols * problem.inner // problem.full_vec
-    for warps in (4, 8, MOST_WARPS):
+    for warps in (1, 2, 4, 8, MOST_WARPS):
         for ctas in cluster_sizes(device):
             threads = warps * device.warp_size
             held = held_in(plane_of(problem), warps, ctas)

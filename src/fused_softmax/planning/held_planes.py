@@ -1,7 +1,8 @@
-"""How planes (n_cols, inner) lie in the registers of a program or a cluster (`softmax_spatial_periodic`). Counts only.
+"""How planes (n_cols, inner) lie in the registers of a program or a cluster, and when that is faster. Counts only.
 
 A thread steps by a multiple of the period of the positions (`kernels/common/periodic_slots`), so a program has threads
-without vectors. Bytes in flight are the limit, so the best way is that whose threads hold the most vectors.
+without vectors. Bytes in flight are the limit, so the best way is that whose threads hold the most vectors. `planes`
+makes plans of it.
 docs/measurements/thresholds.md has the figures behind the thresholds.
 """
 
@@ -29,15 +30,35 @@ OF_DOUBLED = 0.92
 HELD_POSITIONS = 256  # of a plane, at most: more take 512 threads, of which up to half are idle
 MOST_WARPS = 16  # of a program, which then fills a multiprocessor
 OF_A_GROUP = 16  # multiprocessors that share clusters: a cluster lies in one such group
+FEWEST_WARPS = (1, 2, 4)  # of one program that holds a small plane
+# when planes are in registers: of the vectors that all threads could hold, by `backward`
+LEAST_HELD = {False: 0.52, True: 0.5}
+# of gradients, also where pieces in shared memory or tiles would do. A cluster gains where tiles are wider than the
+# positions by so much
+LEAST_HELD_GRADIENT, FILLED_UP = 0.6, 1.15
+# where runs are whole sectors and tiles are wider than the positions by that
+LEAST_HELD_WHOLE = 0.75
+# gradients by few warps, where runs start anywhere, and 16-bit ones at multiples of so many bytes where tiles are wider
+# by that; the share by whether runs start anywhere and tiles are so wide
+LEAST_HELD_FEW, FEW_ACCESS = {True: 0.4, False: 0.5}, 4
+# a 16-bit softmax by few warps: in place of a piece of 8 warps and so many columns of a thread, and of tiles whose runs
+# start anywhere
+LEAST_HELD_PIECE, PIECE_WARPS, PIECE_COLS = 0.9, 8, 34
+LEAST_HELD_ANYWHERE = 0.6
 
 
 class Plane(NamedTuple):
-    """A plane, and the bytes of its elements. backward: of a gradient, which holds two tensors."""
+    """A plane, and the bytes of its elements. backward: of a gradient, which holds two tensors.
+
+    vec: elements at whose multiples runs of `inner` start. whole_sectors: whether they start at sectors.
+    """
 
     n_cols: int
     inner: int
     itemsize: int
     backward: bool
+    vec: int = 1
+    whole_sectors: bool = False
 
 
 class Held(NamedTuple):
@@ -58,7 +79,7 @@ def most_held(plane: Plane, clusters: tuple[int, ...]) -> Held | None:
     >>> most_held(Plane(300, 251, 2, False), (1, 2, 4)).ctas
     2
     """
-    if plane.n_cols <= 1 or not 1 < plane.inner <= HELD_POSITIONS:
+    if not _may_be_held(plane):
         return None
     kind, best = (plane.backward, plane.itemsize), None
     for warps in FEW_WARPS if plane.inner < FEW_POSITIONS else HELD_WARPS[kind]:
@@ -72,6 +93,60 @@ def most_held(plane: Plane, clusters: tuple[int, ...]) -> Held | None:
     halved = (held_in(plane, best.num_warps // 2, ctas) for ctas in clusters if ctas <= MOST_CTAS)
     most = max((found for found in halved if found is not None), default=best)
     return most if most.share >= LEAST_HALVED * best.share else best
+
+
+def held_by_few_warps(plane: Plane) -> Held | None:
+    """One program of few warps, of those whose threads hold the most vectors; None where none holds the plane.
+
+    >>> held_by_few_warps(Plane(453, 9, 2, True)).num_warps
+    2
+    """
+    found = (held_in(plane, warps, 1) for warps in FEWEST_WARPS) if _may_be_held(plane) else ()
+    return max(filter(None, found), key=lambda held: held.share, default=None)
+
+
+def _may_be_held(plane: Plane) -> bool:
+    """Whether it is a plane, of no more positions than programs have room for."""
+    return plane.n_cols > 1 and 1 < plane.inner <= HELD_POSITIONS
+
+
+def held(plane: Plane, clusters: tuple[int, ...], least: float | None = None) -> Held | None:
+    """The best way that holds as many vectors as `least` of the most, LEAST_HELD where it is None; or None."""
+    best, few = most_held(plane, clusters), held_by_few_warps(plane)
+    if best is None or best.share < (LEAST_HELD[plane.backward] if least is None else least):
+        anywhere = plane.vec == 1 and plane.itemsize == 2 and not plane.backward
+        return few if few is not None and anywhere and few.share >= LEAST_HELD_ANYWHERE else None
+    fewer = few is not None and best.ctas == 1 and few.share > LEAST_HELD_GAIN * best.share
+    return few if fewer else best
+
+
+def held_in_place_of_piece(plane: Plane, num_warps: int, chunks: int) -> Held | None:
+    """A softmax's plane in the registers of few warps where a piece of such a plan is slower; else None."""
+    many = num_warps == PIECE_WARPS and chunks >= PIECE_COLS
+    if plane.backward or plane.itemsize != 2 or plane.vec == VECTOR_BYTES // plane.itemsize or not many:
+        return None
+    few = held_by_few_warps(plane)
+    return few if few is not None and few.share >= LEAST_HELD_PIECE else None
+
+
+def held_gradient(plane: Plane, clusters: tuple[int, ...], filled_up: float) -> Held | None:
+    """A gradient's planes where registers hold so much that no other plan is faster; else None.
+
+    filled_up: positions of whole tiles over those that exist; 1 where tiles overlap.
+    """
+    empty, anywhere = filled_up >= FILLED_UP, plane.vec == 1
+    if anywhere or (empty and plane.vec * plane.itemsize == FEW_ACCESS):
+        few = held_by_few_warps(plane)
+        if few is not None and few.share >= LEAST_HELD_FEW[anywhere and empty]:
+            return few
+    best = most_held(plane, clusters) if plane.inner >= FEW_POSITIONS else None
+    if best is None or best.share < LEAST_HELD_GRADIENT:
+        return None
+    if plane.whole_sectors:
+        gains = best.ctas == 1 and empty and best.share >= LEAST_HELD_WHOLE
+    else:
+        gains = best.ctas == 1 or empty
+    return best if gains else None
 
 
 def held_in(plane: Plane, warps: int, ctas: int) -> Held | None:

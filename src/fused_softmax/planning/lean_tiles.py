@@ -56,7 +56,9 @@ RANGES: dict[tuple[str, int, int], tuple[Lean, ...]] = {
         *_FEW,
         Lean(153, 400, 64, 4, 64),
         Lean(457, 690, 64, 4, 64),
-        Lean(780, 1350, 64, 4, 64),
+        Lean(780, 1024, 64, 4, 64),
+        Lean(1025, 1152, 64, 4, 72),
+        Lean(1153, 1408, 64, 4, 64),
     ),
     ("softmax", 2, 16): (
         *_FEW,
@@ -70,7 +72,8 @@ RANGES: dict[tuple[str, int, int], tuple[Lean, ...]] = {
         Lean(16, 40, 256, 8, 20, 4, alone=True),
     ),
     ("softmax", 2, 2): (
-        Lean(11, 24, 256, 8, 16, 4, skewed=4),
+        Lean(5, 16, 128, 1, 32, alone=True),
+        Lean(17, 24, 256, 8, 16, 4, skewed=4),
         Lean(112, 124, 128, 8, 40, skewed=8),
         Lean(641, 704, 128, 4, 48, skewed=8),
     ),
@@ -105,7 +108,10 @@ RANGES: dict[tuple[str, int, int], tuple[Lean, ...]] = {
         Lean(833, 960, 128, 4, 64, 16, skewed=16, log=True),
     ),
     ("gradient", 2, 4): (Lean(18, 49, 256, 8, 50, 4, alone=True),),
-    ("gradient", 2, 2): (Lean(193, 512, 128, 4, 64, skewed=8),),
+    ("gradient", 2, 2): (
+        Lean(7, 9, 128, 1, 36, alone=True),
+        Lean(193, 512, 128, 4, 64, skewed=8),
+    ),
     ("gradient", 4, 32): (
         Lean(65, 72, 64, 4, 72),
         Lean(145, 1024, 64, 4, 66),

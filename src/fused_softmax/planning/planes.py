@@ -13,7 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .held_planes import FEW_POSITIONS, HELD_REGISTERS, MOST_CTAS, MOST_WARPS, Held, Plane, most_held
+from .held_planes import (
+    HELD_REGISTERS,
+    MOST_CTAS,
+    MOST_WARPS,
+    Held,
+    Plane,
+    held,
+    held_gradient,
+    held_in_place_of_piece,
+)
 from .piece_costs import (
     ALIGN_BYTES,
     BACKWARD,
@@ -52,6 +61,8 @@ LONG_RUN = 512  # positions from which tiles are skewed
 # bytes of a piece of such planes of 16 bits, at most; and below LONGER_RUN
 LONG_BYTES, LONGER_BYTES, LONGER_RUN = 23 << 10, 46 << 10, 1024
 FEW_BYTES = 1280  # of a program
+# gradients whose tiles write so few bytes at a time, at most, by those of an element, are pieces; and of few chunks
+SHORT_RUN, SHORT_RUN_FEW, FEW_CHUNKS = {2: 40, 4: 28}, 28, 3
 FILLED_COLS, MOST_FILLED = 16, 1.1  # columns, and positions with those that fill up tiles over those without
 # softmax of small 16-bit planes of whole sectors: columns, at least, and positions, at most. Then bytes where tiles are
 # partly empty; bytes and columns where they are filled; and bytes of 16 positions
@@ -63,19 +74,12 @@ HALF_EMPTY_ROWS, MOST_EMPTY = 32, 1.5
 # bytes of a run of a plane that a cluster shares, at least: in place of one read and, True, of two. 16-bit runs at 4 or
 # 8 bytes are longer in place of two
 LEAST_SHARED_RUN, LEAST_ALIGNED_RUN = {False: 34, True: 17}, 24
-# when planes are in registers: of the vectors that all threads could hold, by `backward`, and where columns would be
-# read twice
-LEAST_HELD, LEAST_HELD_TWICE = {False: 0.52, True: 0.5}, 0.4
-# of a softmax whose plane one program holds in shared memory, alone on its multiprocessor
-LEAST_HELD_ALONE = 0.63
+# the share of planes in registers, at least: in place of columns that are read twice; of a softmax whose plane one
+# program holds in shared memory, alone on its multiprocessor
+LEAST_HELD_TWICE, LEAST_HELD_ALONE = 0.4, 0.63
 # by `backward`, in place of planes in shared memory whose programs have 16 warps, several on a multiprocessor; and the
 # most positions
 LEAST_HELD_CROWDED, CROWDED_POSITIONS = {False: 1.0, True: 0.6}, 64
-# of gradients, also where pieces in shared memory or tiles would do. A cluster gains where tiles are wider than the
-# positions by so much
-LEAST_HELD_GRADIENT, FILLED_UP = 0.6, 1.15
-# where runs are whole sectors and tiles are wider than the positions by that
-LEAST_HELD_WHOLE = 0.75
 # a 16-bit softmax of planes that registers would hold has tiles on a cluster instead, where runs are even, and tiles
 # have so many positions and are filled
 CLUSTER_TILE, CLUSTER_FILLED = 64, 1.12
@@ -87,9 +91,9 @@ PARTS_POSITIONS, FEW_PARTS_POSITIONS, PARTS_CHUNKS = 48, 8, 9
 def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
     """The plan of planes where it is faster than `tiles`, the plan of tiles of positions; else None.
 
-    It is, where registers hold the planes of a gradient (`_held_gradient`), where a program of tiles has few bytes, or
-    where columns are read twice. Else where `_tiles_are_slow`, for planes that one program holds; larger ones, whose
-    CTAs wait for each other, have further conditions.
+    It is, where registers hold the planes of a gradient (`held_gradient`), where a program of tiles has few bytes or
+    short runs, or where columns are read twice. Else where `_tiles_are_slow`, for planes that one program holds; larger
+    ones, whose CTAs wait for each other, have further conditions.
     """
     # H100, float32, 767 columns of 207 positions: 0.95 of a copy as planes on a cluster, 1.00 in tiles that overlap
     overlapping = tiles.overlap and not tiles.skewed
@@ -102,9 +106,12 @@ def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Pl
 
 def _faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
     """`faster_as_planes`, where tiles that are read twice are slow."""
-    if (held := _held_gradient(problem, device, tiles)) is not None:
-        return held
-    few_bytes = tiles.outers * problem.plane_bytes < FEW_BYTES
+    if problem.backward and may_be_held(problem, device):
+        filled = 1.0 if tiles.overlap else _filled_up(problem, tiles)
+        found = held_gradient(plane_of(problem), cluster_sizes(device), filled)
+        if found is not None:
+            return held_plan(problem, found)
+    few_bytes = tiles.outers * problem.plane_bytes < FEW_BYTES or _has_short_runs(problem, tiles)
     twice = tiles.regime == "spatial_two_pass"
     if not (few_bytes or twice or _tiles_are_slow(problem, device, tiles)):
         return None
@@ -152,6 +159,15 @@ def _tiles_of_clusters(problem: SpatialProblem, tiles: Plan) -> bool:
     return softmax and few and tiles.ctas > 1 and tiles.rows >= CLUSTER_TILE and filled
 
 
+def _has_short_runs(problem: SpatialProblem, tiles: Plan) -> bool:
+    """Whether a gradient's tiles write sectors in several parts; 16-bit whole vectors are as fast so."""
+    run = tiles.vectors_per_chunk * problem.inner * problem.itemsize
+    several = tiles.chunks > 1 and tiles.regime == "spatial"
+    whole = problem.vec == problem.full_vec and problem.itemsize == 2
+    most = SHORT_RUN_FEW if tiles.chunks <= FEW_CHUNKS else SHORT_RUN[problem.itemsize]
+    return problem.backward and several and not whole and run <= most
+
+
 def _tiles_are_slow(problem: SpatialProblem, device: Device, tiles: Plan) -> bool:
     """Whether tiles of positions of which each is read once are slower than planes that one program moves.
 
@@ -162,17 +178,17 @@ def _tiles_are_slow(problem: SpatialProblem, device: Device, tiles: Plan) -> boo
     where tiles do not overlap. In whole sectors also small 16-bit planes on Hopper (`_is_small`).
     """
     inner, itemsize, short = problem.inner, problem.itemsize, problem.inner < LONG_RUN
-    filled_up = _filled_up(problem, tiles)
+    filled = _filled_up(problem, tiles)
     if problem.vec == problem.full_vec:
         halves = not problem.whole_sectors
-        empty = filled_up > MOST_FILLED and (halves or problem.n_cols <= FILLED_COLS)
-        small = not halves and device.adds_shared_memory and _is_small(problem, filled_up)
+        empty = filled > MOST_FILLED and (halves or problem.n_cols <= FILLED_COLS)
+        small = not halves and device.adds_shared_memory and _is_small(problem, filled)
         return short and not problem.backward and (empty or small or (halves and not tiles.overlap))
     if problem.backward:
         access = problem.vec * itemsize
         wide = tiles.rows * itemsize >= min(inner * itemsize, WIDE_TILE) and access >= LEAST_ACCESS
         narrow = HALF_EMPTY_ROWS <= tiles.rows < WIDE_TILE // itemsize
-        half_empty = access == LEAST_ACCESS and narrow and filled_up >= MOST_EMPTY
+        half_empty = access == LEAST_ACCESS and narrow and filled >= MOST_EMPTY
         return short and (half_empty or not wide)
     if short:  # of a large plane wide tiles are about as fast, and faster with few elements
         return problem.plane_bytes <= ROOMS[False][-1] or tiles.rows * itemsize <= WIDE_TILE
@@ -180,11 +196,11 @@ def _tiles_are_slow(problem: SpatialProblem, device: Device, tiles: Plan) -> boo
     return itemsize == 2 and problem.n_cols > 2 and problem.plane_bytes <= most
 
 
-def _is_small(problem: SpatialProblem, filled_up: float) -> bool:
+def _is_small(problem: SpatialProblem, filled: float) -> bool:
     """Whether pieces are faster than tiles for 16-bit planes of so few bytes: fewer bytes where tiles are filled."""
     if problem.itemsize != 2 or problem.n_cols < FEWEST_SMALL or problem.inner > MOST_SMALL:
         return False
-    if filled_up > MOST_FILLED:
+    if filled > MOST_FILLED:
         return problem.plane_bytes <= EMPTY_BYTES
     few = problem.n_cols <= FILLED_MOST and problem.plane_bytes <= FILLED_BYTES
     return few or (problem.inner == 16 and problem.plane_bytes <= SIXTEEN_BYTES)
@@ -202,13 +218,16 @@ def planes_plan(problem: SpatialProblem, device: Device, twice: bool = False) ->
         return None
     small = problem.plane_bytes <= ROOMS[problem.backward][-1]
     plan = _small_planes(problem, device) if small else None
+    if plan is not None and may_be_held(problem, device):
+        found = held_in_place_of_piece(plane_of(problem), plan.num_warps, plan.chunks)
+        plan = plan if found is None else held_plan(problem, found)
     if plan is None and device.adds_shared_memory:
         several, one = (None if small else _large_plane(problem, device, fitting) for fitting in (FITTING, (1,)))
         alone = one is not None and not (problem.backward or twice)
-        least = LEAST_HELD_ALONE if alone else LEAST_HELD_TWICE if twice else LEAST_HELD[problem.backward]
+        least = LEAST_HELD_ALONE if alone else LEAST_HELD_TWICE if twice else None
         crowded = several is not None and _is_crowded(problem, several)
-        held = periodic_plan(problem, device, LEAST_HELD_CROWDED[problem.backward]) if crowded else None
-        plan = held or several or periodic_plan(problem, device, least) or one or _shared_plane(problem, device)
+        in_place = periodic_plan(problem, device, LEAST_HELD_CROWDED[problem.backward]) if crowded else None
+        plan = in_place or several or periodic_plan(problem, device, least) or one or _shared_plane(problem, device)
     return plan
 
 
@@ -367,29 +386,10 @@ def periodic_plan(problem: SpatialProblem, device: Device, least: float | None =
     >>> periodic_plan(planes, DEVICES["sm_90"]).ctas
     2
     """
-    least = LEAST_HELD[problem.backward] if least is None else least
-    best = _most_held(problem, device)
-    return held_plan(problem, best) if best is not None and best.share >= least else None
-
-
-def _held_gradient(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
-    """The plan of a gradient's planes in registers, where they hold so much that no other plan is faster; else None."""
-    if not problem.backward or problem.inner < FEW_POSITIONS:
+    if not may_be_held(problem, device):
         return None
-    best = _most_held(problem, device)
-    if best is None or best.share < LEAST_HELD_GRADIENT:
-        return None
-    empty = _filled_up(problem, tiles) >= FILLED_UP and not tiles.overlap
-    if problem.whole_sectors:
-        gains = best.ctas == 1 and empty and best.share >= LEAST_HELD_WHOLE
-    else:
-        gains = best.ctas == 1 or empty
-    return held_plan(problem, best) if gains else None
-
-
-def _most_held(problem: SpatialProblem, device: Device) -> Held | None:
-    """How registers hold a plane best; None where they do not."""
-    return most_held(plane_of(problem), cluster_sizes(device)) if may_be_held(problem, device) else None
+    found = held(plane_of(problem), cluster_sizes(device), least)
+    return None if found is None else held_plan(problem, found)
 
 
 def may_be_held(problem: SpatialProblem, device: Device) -> bool:
@@ -399,7 +399,9 @@ def may_be_held(problem: SpatialProblem, device: Device) -> bool:
 
 def plane_of(problem: SpatialProblem) -> Plane:
     """What of a problem decides how registers hold it."""
-    return Plane(problem.n_cols, problem.inner, problem.itemsize, problem.backward)
+    return Plane(
+        problem.n_cols, problem.inner, problem.itemsize, problem.backward, problem.vec, problem.whole_sectors
+    )  # fmt: skip
 
 
 def cluster_sizes(device: Device) -> tuple[int, ...]:
@@ -409,11 +411,11 @@ def cluster_sizes(device: Device) -> tuple[int, ...]:
     return tuple(size for size in sizes if size <= device.max_cluster)
 
 
-def held_plan(problem: SpatialProblem, held: Held) -> Plan:
-    """The plan of planes that a cluster holds in its registers as `held` says."""
-    plane, threads = f"a plane of {problem.n_cols} x {problem.inner}", held.num_warps * 32
+def held_plan(problem: SpatialProblem, way: Held) -> Plan:
+    """The plan of planes that a cluster holds in its registers as `way` says."""
+    plane, threads = f"a plane of {problem.n_cols} x {problem.inner}", way.num_warps * 32
     return Plan(
-        "spatial_cluster" if held.ctas > 1 else "spatial", 1, held.ctas, 1, held.lanes, problem.full_vec, held.chunks,
-        held.full, False, problem.itemsize == 2, held.num_warps, HELD_REGISTERS,
-        f"{plane} in the registers of {held.ctas} CTAs, {held.span} of {threads} threads", periodic=held.span,
+        "spatial_cluster" if way.ctas > 1 else "spatial", 1, way.ctas, 1, way.lanes, problem.full_vec, way.chunks,
+        way.full, False, problem.itemsize == 2, way.num_warps, HELD_REGISTERS,
+        f"{plane} in the registers of {way.ctas} CTAs, {way.span} of {threads} threads", periodic=way.span,
     )  # fmt: skip

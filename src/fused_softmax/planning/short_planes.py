@@ -51,6 +51,13 @@ HALF_SOFTMAX = {
     True: (Tile(64, 4, 8, 44, skewed=8, most_read=1.4, most_ctas=8),),
 }
 HALF_CTAS = 7
+# 16-bit softmax whose runs start at multiples of 8 bytes, from EIGHT_BYTE_CTAS on, or as pieces of a cluster: the wider
+# tiles where they read less than OF_NARROW_EIGHT of what the narrow ones do
+EIGHT_BYTES = Tile(64, 4, 8, 76, most_ctas=8), Tile(32, 4, 8, 44, most_ctas=8)
+EIGHT_BYTE_CTAS, OF_NARROW_EIGHT = 4, 0.87
+# and at multiples of 4 bytes, of so many positions, on as many CTAs of LONG_WARPS. log_softmax is slower in these tiles
+FOUR_BYTES = (Tile(64, 4, 8, 44, skewed=8, most_ctas=8),)
+LONG_POSITIONS, LONG_WARPS = 110, 8
 # 16-bit gradients of 16 warps
 HALF_GRADIENT = (Tile(64, 4, 8, 72, skewed=8),)
 # float32 softmax in plain tiles of so many positions on a cluster, whose CTAs write parts of a sector. Tiles that
@@ -79,6 +86,10 @@ WHOLE = {
     (True, True): (Whole(240, 768, WIDE, NARROW), Whole(897, 1056, WIDE._replace(most_ctas=16), NARROW)),
     (True, False): (Whole(240, 1216, WIDE, NARROW),),
 }
+# tiles of 32 positions in place of wider ones on a cluster, which read OF_NARROWER times as much, by `backward`. 16-bit
+# softmax in halves of sectors, with 16 bytes of a thread: where they read as much
+NARROWER = {False: (Tile(32, 4, 8, 52), Tile(32, 4, 8, 60)), True: (Tile(32, 4, 8, 60),)}
+OF_NARROWER, NARROWER_COLS = {False: 1.13, True: 1.19}, 7680
 # planes of a softmax in shared memory, in halves of sectors, whose programs have 16 warps
 CROWDED_HALVES = (Tile(64, 4, 8, 60),)
 # 16-bit softmax of fewer than LEAST positions that nearly fill one tile, in place of planes in registers, and of a
@@ -97,12 +108,13 @@ def faster_as_short(problem: SpatialProblem, device: Device, plan: Plan) -> Spat
     >>> config.inner, config.ctas, config.num_warps
     (32, 4, 8)
     """
-    few = problem.inner < LEAST
-    short = problem.inner <= MOST and problem.n_cols <= (ONE_TILE_COLS if few else MOST_COLS) and problem.packed
+    few, parts = problem.inner < LEAST, problem.vec < problem.full_vec
+    most = ONE_TILE_COLS if few else MOST_COLS if parts else NARROWER_COLS
+    short = problem.inner <= MOST and problem.n_cols <= most and problem.packed
     apart = problem.starts == problem.sector or problem.in_phase
     if not (short and apart and problem.may_have_tiles(device)):
         return None
-    rule = _of_few_positions if few else _of_part_vectors if problem.vec < problem.full_vec else _of_whole_vectors
+    rule = _of_few_positions if few else _of_part_vectors if parts else _of_whole_vectors
     return next(filter(None, (_config(problem, device, tile) for tile in rule(problem, plan))), None)
 
 
@@ -116,6 +128,10 @@ def _of_few_positions(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
 def _of_part_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
     """The tiles that replace `plan`, whose runs start at parts of a vector: none where it is as fast."""
     softmax, half, many_warps = not problem.backward, problem.itemsize == 2, plan.num_warps == MOST_WARPS
+    clusters = plan.periodic or (plan.gathered and plan.ctas > 1)
+    if half and softmax and clusters and problem.vec == 4 and plan.ctas >= EIGHT_BYTE_CTAS:
+        wide, narrow = EIGHT_BYTES
+        return EIGHT_BYTES if _read(problem, wide) < OF_NARROW_EIGHT * _read(problem, narrow) else (narrow,)
     if plan.gathered:
         alone = many_warps and plan.fitting_planes == 1
         return FLOAT32_SOFTMAX if alone and softmax and not half else ()
@@ -123,7 +139,9 @@ def _of_part_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
         plain = plan.ctas > 1 and plan.rows == PLAIN_POSITIONS and not (plan.skewed or plan.overlap)
         return FLOAT32_SOFTMAX[:1] if plain and softmax and not half else ()
     if half and softmax:
-        return HALF_SOFTMAX[problem.vec == 1] if plan.ctas >= HALF_CTAS else ()
+        wide = plan.ctas >= EIGHT_BYTE_CTAS and plan.num_warps == LONG_WARPS and not problem.log
+        found = FOUR_BYTES if wide and problem.vec == 2 and problem.inner >= LONG_POSITIONS else ()
+        return found + (HALF_SOFTMAX[problem.vec == 1] if plan.ctas >= HALF_CTAS else ())
     if half:
         return HALF_GRADIENT if many_warps else ()
     if softmax:
@@ -134,18 +152,29 @@ def _of_part_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
 
 
 def _of_whole_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
-    """The tile of so many 16-bit columns, whose runs are whole vectors, whatever tiles `plan` has.
+    """The tiles of so many columns whose runs are whole vectors, whatever `plan` is; or NARROWER in place of its tiles.
 
     Planes in shared memory stay, except CROWDED_HALVES.
     """
-    if problem.itemsize != 2 or problem.inner < WHOLE_LEAST:
+    half = problem.itemsize == 2
+    if problem.inner < WHOLE_LEAST:
         return ()
     if plan.gathered:
-        crowded = plan.num_warps == MOST_WARPS and not (problem.whole_sectors or problem.backward)
+        crowded = half and plan.num_warps == MOST_WARPS and not (problem.whole_sectors or problem.backward)
         return CROWDED_HALVES if crowded else ()
     wide = _read(problem, WIDE) <= OF_NARROW * _read(problem, NARROW)
-    ranges = WHOLE[problem.backward, problem.whole_sectors]
-    return tuple(of.wide if wide else of.narrow for of in ranges if of.least <= problem.n_cols <= of.most)
+    ranges = WHOLE[problem.backward, problem.whole_sectors] if half else ()
+    found = tuple(of.wide if wide else of.narrow for of in ranges if of.least <= problem.n_cols <= of.most)
+    return found or (NARROWER[problem.backward] if _reads_much(problem, plan) else ())
+
+
+def _reads_much(problem: SpatialProblem, plan: Plan) -> bool:
+    """Whether the tiles of `plan` on a cluster read so much more than NARROWER that these are faster."""
+    if plan.ctas == 1 or plan.periodic or plan.skewed or plan.rows <= NARROWER[False][0].positions:
+        return False
+    read = tiles_of(problem.inner, plan.rows, plan.overlap) * plan.rows / problem.inner
+    halves = plan.overlap > 0 and plan.vec == problem.full_vec and problem.itemsize == 2 and not problem.backward
+    return read >= (1.0 if halves else OF_NARROWER[problem.backward]) * _read(problem, NARROWER[False][0])
 
 
 def _read(problem: SpatialProblem, tile: Tile) -> float:
