@@ -70,6 +70,11 @@ PLANNED = (
     (9, 764, "bfloat16", True, (256, 1, 4, 80)), (283, 4964, "bfloat16", True, (128, 8, 4, 80)),
     (340, 4384, "bfloat16", True, (64, 4, 4, 80)), (5, 1484, "bfloat16", False, (512, 1, 4, None)),
     (1061, 5404, "bfloat16", False, (64, 4, 4, 112)), (880, 2572, "float32", False, (64, 8, 4, 112)),
+    # few columns whose runs start anywhere; a little more than 1,024, and than 1,350
+    (5, 3001, "bfloat16", False, (128, 1, 1, None)), (14, 1041, "float16", False, (128, 1, 1, None)),
+    (7, 1613, "bfloat16", True, (128, 1, 1, None)), (9, 10053, "bfloat16", True, (128, 1, 1, 80)),
+    (1152, 2048, "bfloat16", False, (64, 4, 4, 112)), (1153, 2048, "bfloat16", False, (64, 8, 4, 80)),
+    (1408, 2048, "bfloat16", False, (64, 8, 4, 80)),
     # in halves of sectors, where 4 CTAs staged chunks
     (417, 8200, "bfloat16", True, (128, 8, 4, 112)), (512, 8200, "bfloat16", True, (128, 8, 4, 112)),
     (513, 8200, "bfloat16", True, (128, 8, 4, 112)), (640, 8200, "bfloat16", True, (128, 8, 4, 128)),

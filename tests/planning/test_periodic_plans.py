@@ -6,9 +6,11 @@ import doctest
 import random
 
 import pytest
+import torch
 
 from fused_softmax.kernels.common.gathered_cluster import POSITIONS, sums_bytes
 from fused_softmax.kernels.common.periodic_slots import slots_bytes
+from fused_softmax.launch import spatial
 from fused_softmax.planning import held_planes, planes
 from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem
 
@@ -89,6 +91,50 @@ def test_threads_without_vectors_count():
     problem = SpatialProblem(599, 129, "float32", "float32", 1, packed=True)
     chosen = planes.periodic_plan(problem, HOPPER)
     assert chosen is not None and (chosen.num_warps, chosen.periodic) == (16, 387)
+
+
+# columns, positions, dtype, backward: warps and vectors of a thread where one program of few warps holds the plane, and
+# None where it has another plan. Runs start where contiguous planes have them
+BY_FEW_WARPS = (
+    # gradients: runs that start anywhere, a share of 0.42 and more; at multiples of 4 bytes from 0.5 on
+    (453, 9, "bfloat16", True, (2, 9)), (402, 5, "float16", True, (1, 9)), (108, 41, "bfloat16", True, (4, 5)),
+    (115, 9, "bfloat16", True, (1, 5)), (1645, 3, "bfloat16", True, (2, 10)), (74, 17, "float32", True, (2, 7)),
+    (33, 17, "float32", True, (1, 9)), (962, 10, "bfloat16", True, (4, 10)),
+    (47, 26, "bfloat16", True, None), (176, 6, "bfloat16", True, None), (17, 59, "float32", True, None),
+    # tiles are filled; runs start at multiples of 8 bytes, of float32 too; more positions
+    (134, 14, "bfloat16", True, None), (35, 68, "bfloat16", True, None), (152, 18, "float32", True, None),
+    (110, 301, "bfloat16", True, None),
+    # a softmax: in place of a piece of 8 warps with 34 columns of a thread
+    (845, 10, "bfloat16", False, (2, 18)), (1023, 17, "bfloat16", False, (4, 19)), (829, 18, "bfloat16", False, None),
+    (744, 10, "bfloat16", False, None), (825, 4, "bfloat16", False, None), (845, 10, "float32", False, None),
+    # of tiles of runs that start anywhere; and half of the warps, which hold as much
+    (1906, 3, "bfloat16", False, (2, 12)), (1404, 3, "float16", False, (1, 18)), (2193, 4, "bfloat16", False, None),
+    (1383, 7, "bfloat16", False, (2, 20)), (2456, 2, "float32", False, (2, 20)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("n_cols", "inner", "dtype", "backward", "wanted"), BY_FEW_WARPS)
+@pytest.mark.parametrize("outer", [1, 900])
+def test_few_warps_hold_small_planes(n_cols, inner, dtype, backward, wanted, outer):
+    x = torch.empty(outer, n_cols, inner, dtype=getattr(torch, dtype), device="meta")
+    tensors = (x,) * (2 + backward)
+    for log in (False, True):
+        chosen = spatial.softmax_plan(tensors, log, backward, False, HOPPER)
+        found = (chosen.num_warps, chosen.chunks) if chosen.periodic else None
+        assert (found, chosen.ctas) == (wanted, 1 if wanted else chosen.ctas)
+        assert not spatial.softmax_plan(tensors, log, backward, True, HOPPER).periodic  # batch invariant
+
+
+def test_few_warps_hold_no_more_positions_than_there_is_room_for():
+    pick = random.Random(8)
+    for _ in range(4000):
+        n_cols, inner = round(2 * 2000 ** pick.random()), round(2 * 600 ** pick.random())
+        plane = held_planes.Plane(n_cols, inner, pick.choice((2, 4)), pick.random() < 0.5)
+        found = held_planes.held_by_few_warps(plane)
+        if found is not None:
+            assert inner <= held_planes.HELD_POSITIONS and found.ctas == 1
+            others = [held_planes.held_in(plane, warps, 1) for warps in (1, 2, 4)]
+            assert found.share == max(other.share for other in others if other is not None)
 
 
 def test_examples():

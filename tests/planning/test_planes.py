@@ -99,6 +99,11 @@ def test_planes_are_pieces_where_that_is_faster():
     ampere = SpatialProblem(58, 96, "bfloat16", "bfloat16", 8, whole_sectors=True, in_phase=True, packed=True)
     assert planes.faster_as_planes(ampere, DEVICES["sm_80"], plan_spatial(ampere, DEVICES["sm_80"])) is None
     assert pieces(2, 16, 8, backward=True)  # few bytes
+    # short runs: 8, 32 and 40 bytes; not three chunks of 32 bytes, 64 bytes, or whole vectors
+    assert pieces(9, 2, 2, backward=True) and pieces(25, 4, 4, backward=True) and pieces(9, 10, 2, backward=True)
+    assert not any(pieces(n_cols, 4, 4, backward=True) for n_cols in (10, 11, 24))
+    assert not pieces(5, 8, 8, backward=True) and not pieces(12, 2, 2, "float32", backward=True)
+    assert pieces(9, 3, 1, "float32", backward=True) and pieces(3, 4, 4, "float32", backward=True)
     assert pieces(14, 591, 1) and not pieces(14, 591, 1, backward=True) and not pieces(2, 2001, 1)  # long runs
     assert pieces(31, 70, 2, "float32", backward=True) and not pieces(31, 70, 2, backward=True)  # narrow tiles
     assert pieces(274, 17, 1, "float32", backward=True)  # half empty tiles
