@@ -125,6 +125,21 @@ def test_few_warps_hold_small_planes(n_cols, inner, dtype, backward, wanted, out
         assert not spatial.softmax_plan(tensors, log, backward, True, HOPPER).periodic  # batch invariant
 
 
+@pytest.mark.parametrize(
+    ("n_cols", "inner", "dtype", "backward", "wanted"),
+    [
+        (108, 41, "bfloat16", True, 80), (245, 5, "bfloat16", True, 96), (323, 10, "bfloat16", True, 128),
+        (51, 19, "float32", True, 80), (109, 11, "float32", True, 128), (1906, 3, "bfloat16", False, 96),
+        (2068, 5, "bfloat16", False, 96), (1404, 3, "bfloat16", False, 128), (2456, 2, "float32", False, 128),
+        (468, 83, "bfloat16", True, 128),  # of more warps
+    ],
+)  # fmt: skip
+def test_few_vectors_leave_room_for_more_programs(n_cols, inner, dtype, backward, wanted):
+    x = torch.empty(2, n_cols, inner, dtype=getattr(torch, dtype), device="meta")
+    chosen = spatial.softmax_plan((x,) * (2 + backward), False, backward, False, HOPPER)
+    assert chosen.periodic and chosen.max_registers == wanted
+
+
 def test_few_warps_hold_no_more_positions_than_there_is_room_for():
     pick = random.Random(8)
     for _ in range(4000):

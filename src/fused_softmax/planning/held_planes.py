@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 VECTOR_BYTES = 16
 HELD_REGISTERS = 128  # of a thread
+# of few vectors of a program of few warps, up to so many, by (backward, bytes of an element): then more programs fit
+FEW_REGISTERS = {(False, 2): ((12, 96),), (False, 4): (), (True, 2): ((5, 80), (6, 96)), (True, 4): ((5, 80),)}
 # vectors of a thread of each tensor, at most, by (backward, bytes of an element). More spill too much at the cap
 MOST_VECTORS = {(False, 2): 20, (False, 4): 20, (True, 2): 11, (True, 4): 12}
 # warps of a program, best first, and what the next ones hold over what these hold, at least
@@ -147,6 +149,13 @@ def held_gradient(plane: Plane, clusters: tuple[int, ...], filled_up: float) -> 
     else:
         gains = best.ctas == 1 or empty
     return best if gains else None
+
+
+def registers_of(plane: Plane, way: Held) -> int:
+    """The cap on a thread's registers."""
+    few = way.ctas == 1 and way.num_warps in FEWEST_WARPS
+    caps = FEW_REGISTERS[plane.backward, plane.itemsize] if few else ()
+    return next((cap for most, cap in caps if way.chunks <= most), HELD_REGISTERS)
 
 
 def held_in(plane: Plane, warps: int, ctas: int) -> Held | None:

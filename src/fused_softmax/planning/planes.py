@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .held_planes import (
-    HELD_REGISTERS,
     MOST_CTAS,
     MOST_WARPS,
     Held,
@@ -22,6 +21,7 @@ from .held_planes import (
     held,
     held_gradient,
     held_in_place_of_piece,
+    registers_of,
 )
 from .piece_costs import (
     ALIGN_BYTES,
@@ -416,6 +416,6 @@ def held_plan(problem: SpatialProblem, way: Held) -> Plan:
     plane, threads = f"a plane of {problem.n_cols} x {problem.inner}", way.num_warps * 32
     return Plan(
         "spatial_cluster" if way.ctas > 1 else "spatial", 1, way.ctas, 1, way.lanes, problem.full_vec, way.chunks,
-        way.full, False, problem.itemsize == 2, way.num_warps, HELD_REGISTERS,
+        way.full, False, problem.itemsize == 2, way.num_warps, registers_of(plane_of(problem), way),
         f"{plane} in the registers of {way.ctas} CTAs, {way.span} of {threads} threads", periodic=way.span,
     )  # fmt: skip
