@@ -3,8 +3,7 @@
 A plane (n_cols, inner) is one piece of memory, so `bundle` columns of it are a row of bundle * inner elements, which
 starts at a sector if the first one does. Kernels reduce and write such rows in whole vectors, whatever `inner` is.
 
-Figures are of an H200, with 1.2e7 / 6.7e7 elements: the fraction of a copy, of a gradient of an add, before -> in
-bundles.
+docs/measurements/thresholds.md has the figures behind the thresholds.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ from .types import Plan, SpatialProblem
 FILLED, MOST_TILES = 1.1, 16
 FEWEST_BUNDLES, LEAST_BYTES = 64, 1 << 19
 # the even numbers of positions for which bundles are faster than columns that are read twice as they are, by (backward,
-# bytes of an element). For odd ones they always are: bfloat16 softmax of 66,852 columns of 17 positions 0.39 -> 0.57 /
-# 0.33 -> 0.54, its gradient 0.32 -> 0.45 / 0.33 -> 0.52. Even ones: bfloat16 88,977 of 622 0.43 -> 0.60 with 6.7e7;
-# float32 18,080 of 150 0.66 -> 0.68 / 0.57 -> 0.65, a gradient 128,542 of 202 0.54 -> 0.58 with 6.7e7; slower: bfloat16
-# 114,267 of 12 0.64 -> 0.58 / 0.57 -> 0.55
+# bytes of an element). For odd ones they always are
 EVEN = {
     (False, 2): range(64, 1 << 31),
     (False, 4): range(32, 1 << 31),
@@ -29,14 +25,10 @@ EVEN = {
     (True, 4): range(64, 512),
 }
 # of a 16-bit softmax whose runs start at halves of sectors: where tiles have so many times the positions, and from so
-# many positions on. 26,308 columns of 72 positions 0.47 -> 0.56 / 0.46 -> 0.55; slower: 42,508 of 56 (1.14 times) 0.66
-# -> 0.62 / 0.60 -> 0.55; 133,919 of 24 0.76 -> 0.70 / 0.87 -> 0.81
+# many positions on
 LEAST_EMPTY, LEAST_HALVES = 1.2, 33
 # columns from which bundles are faster than narrow tiles of a softmax on a cluster: than skewed ones of 32 positions,
-# and than float32 ones of up to TILE positions where there are so many. bfloat16 9,001 columns of 103 positions 0.38 ->
-# 0.55 / 0.34 -> 0.54; float32 9,355 of 171 0.48 -> 0.67 / 0.44 -> 0.64; 5,935 of 990 0.54 -> 0.67 / 0.47 -> 0.65;
-# slower: bfloat16 3,198 of 134 0.61 -> 0.52 / 0.58 -> 0.48; float32 8,517 of 1,490 in tiles of 32, by a sixth with
-# 1.2e7
+# and than float32 ones of up to TILE positions where there are so many
 SKEWED_COLS, TILE_COLS, TILE_POSITIONS, TILE = 7169, 5001, 90, 16
 
 

@@ -3,7 +3,7 @@
 A thread holds its columns in registers. Where it has few words, instructions and barriers cost as much as the bytes
 that a program moves; that shows in tensors that the L2 holds. Where it has many, few programs fit. So a range of
 columns has a tile of few warps, and the most words of a thread, from which the CTAs of a cluster follow. Programs start
-together, as they did when they were timed (docs/measurements/other-dims-alignment.md).
+together, as they did when they were timed (docs/measurements/other-dims-alignment.md, and thresholds.md there).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from .spatial_tables import SpatialConfig, config_of_words
 from .types import SECTOR_BYTES, Device, SpatialProblem
 
 LEAST_POSITIONS = 448  # of a plane; shorter planes have `short_planes`
-# positions from which planes in pieces, and other skewed tiles, are not considered. H200, softmax of 5 bfloat16 columns
-# of 1,484 positions, speed in these tiles over that as pieces: 1.50 with few elements, 1.14 with 1.6e7, 1.03 with 8e7
+# positions from which planes in pieces, and other skewed tiles, are not considered
 LONG = 1024
 
 
@@ -47,11 +46,7 @@ def _few(least: int, most: int, log: bool | None = None) -> Lean:
 # twice the CTAs, with half of the words
 _FEW = _few(3, 4, log=False), _few(5, 6), _few(15, 18)
 _AFTER_STEPS = tuple(Lean(least, most, 64, 4, 80) for least, most in ((229, 320), (457, 640), (913, 1280)))
-# By op, bytes of an element, and the bytes at whose multiples columns start. H200, Triton 3.6, time of the plan before
-# over that of this one, 319 random shapes with another plan than before, mean and worst: with 1.2e6 to 1e7 elements
-# 1.11 and 0.82, 1.6e7 1.04 and 0.86, 8e7 1.02 and 0.92. The ranges with the largest losses were cut after that. 16 bits
-# at multiples of 4 bytes, 16 other shapes: 1.10 and 1.03 with 3e6, 1.06 and 0.93 with 6e7. At multiples of 2 bytes,
-# softmax of 5 to 14 columns in one warp, 8 other shapes: 1.12 and 1.04, 1.03 and 0.99. 15 and 16 columns spill
+# by op, bytes of an element, and the bytes at whose multiples columns start
 RANGES: dict[tuple[str, int, int], tuple[Lean, ...]] = {
     ("softmax", 2, 32): (
         *_FEW,

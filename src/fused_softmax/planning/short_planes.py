@@ -139,8 +139,8 @@ def _of_part_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
         plain = plan.ctas > 1 and plan.rows == PLAIN_POSITIONS and not (plan.skewed or plan.overlap)
         return FLOAT32_SOFTMAX[:1] if plain and softmax and not half else ()
     if half and softmax:
-        wide = plan.ctas >= EIGHT_BYTE_CTAS and plan.num_warps == LONG_WARPS and not problem.log
-        found = FOUR_BYTES if wide and problem.vec == 2 and problem.inner >= LONG_POSITIONS else ()
+        large = plan.ctas >= EIGHT_BYTE_CTAS and plan.num_warps == LONG_WARPS and not problem.log
+        found = FOUR_BYTES if large and problem.vec == 2 and problem.inner >= LONG_POSITIONS else ()
         return found + (HALF_SOFTMAX[problem.vec == 1] if plan.ctas >= HALF_CTAS else ())
     if half:
         return HALF_GRADIENT if many_warps else ()

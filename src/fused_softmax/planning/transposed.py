@@ -2,7 +2,8 @@
 
 What adds up a row, the lanes and chunks, follows from its columns and the address of the side that is packed alone, and
 in 16 bits for an odd number of columns from where the row starts. How many rows a program takes and how it moves them
-follows from the other side's alignment, too, which changes no bits.
+follows from the other side's alignment, too, which changes no bits. docs/measurements/thresholds.md has the figures
+behind the thresholds.
 """
 
 from __future__ import annotations
@@ -24,42 +25,31 @@ from .piece_costs import (
 )
 from .types import ITEMSIZE, MULTIPROCESSORS, Device, Plan, power_of_two
 
-# programs on a multiprocessor, at least, whose rooms launches add. H200, float32, of a copy: 3 programs (2,048 columns)
-# 0.52, 2 programs (3,000 columns) 0.46, where a strided kernel has 0.49 and 0.46
+# programs on a multiprocessor, at least, whose rooms launches add
 PROGRAMS = (4, 3)
 SECTOR = 32  # bytes of a column that a program moves, at least
 MOST_ROWS = 2048
-# bytes of a piece, about: of rows in one thread, of rows that are read by elements, and of others. H200, bfloat16, of a
-# copy: 21 columns in 256 rows 1.17, in 512 rows 1.07; 255 columns by elements in 32 rows 0.74, in 64 rows 0.69; 100
-# columns by vectors in 128 rows 0.98, in 64 rows 0.91
+# bytes of a piece, about: of rows in one thread, of rows that are read by elements, and of others
 NARROW_BYTES, ELEMENT_BYTES, VECTOR_BYTES = 12 << 10, 22 << 10, 34 << 10
 LOOP_ELEMENTS = 16  # of a thread in a step, where a row is too long for registers
-# rows of a program, where they are too long for registers, and their columns, at most. H200, bfloat16, of a copy: 2,048
-# columns in 8 rows 0.85, in 16 rows 0.74 (odd `inner` 0.61 and 0.52), after a copy 0.82 (0.53); 3,000 columns in 8 rows
-# 0.66, after a copy 0.82
+# rows of a program, where they are too long for registers, and their columns, at most
 LONG_ROWS, MOST_COLS = 8, 2400
 # bytes of neighbors in memory, from which on they are worth a read of their own
 LEAST_BYTES = 64
 # columns that a strided kernel's tiles have exactly, by the bytes of an element: their rows lie in the same banks here.
-# H200, of a copy, 64 columns read by elements: bfloat16 0.68, strided 1.01; float32 0.83, strided 0.97; 4 columns by
-# vectors, float32 1.17, strided 1.31. Of 16 bits by vectors one of them: 32 columns 1.06, strided 1.18; 64 1.11, 1.06
+# Of 16 bits by vectors one of them
 EXACT_COLS, EXACT_BY_VECTORS = {2: range(16, 257), 4: range(4, 257)}, 32
-# columns that are read by elements, of which most lanes would be idle. H200, bfloat16, of a copy: 3 columns 0.39,
-# strided 0.52; 8 columns 0.73, strided 0.65
+# columns that are read by elements, of which most lanes would be idle
 IDLE_COLS = 5
 # bytes of a piece that is written to columns, about, where they start in the middle of a sector: longer runs have fewer
-# sectors in part. Its programs have 16 warps, as each element is an instruction. H200, 2^26 elements, of a copy, as
-# above and so: bfloat16, `inner` of 4,095, 37 columns 0.59 and 0.79, 150 columns 0.67 and 1.14, 333 columns 0.59 and
-# 0.73; float32, 64 columns 0.63 and 0.83, 333 columns 0.58 and 0.77
+# sectors in part. Its programs have 16 warps, as each element is an instruction
 SPLIT_BYTES, SPLIT_WARPS = 46 << 10, 16
-# of rows in one thread, wherever columns start: 19 columns in 256 rows and 4 warps 0.92, in 512 and 8 warps 1.12
+# of rows in one thread, wherever columns start
 NARROW_SPLIT_BYTES = 24 << 10
-# columns of such rows, at most, where they start in the middle of a vector, too. bfloat16, 1,000 columns 0.60, after a
-# copy 0.53; 1,900 columns 0.37 and 0.38. float32, 403 columns 0.58, strided 0.58; 512 columns 0.47, strided 0.58
+# columns of such rows, at most, where they start in the middle of a vector, too
 MOST_SPLIT = {2: 1024, 4: 416}
 # the fewest of these columns that a strided kernel's tiles have exactly, and write faster, up to a step of it: where
-# columns start in the middle of a vector, and at whole ones. bfloat16 by elements, 64 columns 0.70, strided 0.81, by 4
-# bytes 0.98 and 0.79. float32, 128 columns 0.57, strided 0.81; at whole vectors 0.86, 0.84, and 256 columns 0.69, 0.80
+# columns start in the middle of a vector, and at whole ones
 EXACT_SPLIT, EXACT_WHOLE, EXACT_MOST = {2: 64, 4: 128}, 256, 512
 
 
