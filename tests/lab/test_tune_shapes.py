@@ -78,6 +78,13 @@ def test_candidates_are_different_and_of_all_families(op: str):
     assert some == candidates(problem, SM_90, 7, seed=3) != candidates(problem, SM_90, 7, seed=4)
 
 
+def test_small_planes_have_candidates_of_few_warps():
+    plans = candidates(planes_problem(453, 9, "bfloat16", backward=True), SM_90)
+    assert {2, 4, 8} <= {plan.num_warps for plan in plans if plan.periodic and plan.ctas == 1}
+    plans = candidates(planes_problem(245, 5, "bfloat16", backward=True), SM_90)
+    assert 1 in {plan.num_warps for plan in plans if plan.periodic}
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_lean_tiles_are_candidates(op: str):
     """The rule came from such a search, which finds its plans again."""

@@ -104,6 +104,10 @@ def test_planes_are_pieces_where_that_is_faster():
     assert not any(pieces(n_cols, 4, 4, backward=True) for n_cols in (10, 11, 24))
     assert not pieces(5, 8, 8, backward=True) and not pieces(12, 2, 2, "float32", backward=True)
     assert pieces(9, 3, 1, "float32", backward=True) and pieces(3, 4, 4, "float32", backward=True)
+    assert not pieces(9, 7, 1, "float32", backward=True) and pieces(3, 8, 8, backward=True)
+    tiny = SpatialProblem(9, 2, "bfloat16", "bfloat16", 2, True, whole_sectors=False, in_phase=True, packed=True)
+    for target in ("sm_80", "sm_100", "sm_120"):
+        assert planes.faster_as_planes(tiny, DEVICES[target], plan_spatial(tiny, DEVICES[target])) is None, target
     assert pieces(14, 591, 1) and not pieces(14, 591, 1, backward=True) and not pieces(2, 2001, 1)  # long runs
     assert pieces(31, 70, 2, "float32", backward=True) and not pieces(31, 70, 2, backward=True)  # narrow tiles
     assert pieces(274, 17, 1, "float32", backward=True)  # half empty tiles

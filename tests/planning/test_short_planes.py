@@ -11,6 +11,7 @@ from planning.test_skewed_tiles import planes
 from planning.test_spatial_plans import check
 
 from fused_softmax.launch import spatial
+from fused_softmax.planning import short_planes
 from fused_softmax.planning.lean_tiles import LEAST_POSITIONS
 from fused_softmax.planning.planes import periodic_plan
 from fused_softmax.planning.short_planes import (
@@ -25,7 +26,6 @@ from fused_softmax.planning.short_planes import (
     LEAST_PIECE,
     MOST,
     NARROWER,
-    NARROWER_COLS,
     ONE_TILE,
     ONE_TILE_COLS,
     WHOLE,
@@ -67,14 +67,20 @@ PLANNED = (
     (1310, 80, "bfloat16", False, (32, 0, 4, 4, 80)), (3292, 80, "bfloat16", False, (32, 0, 8, 4, 112)),
     (1477, 72, "bfloat16", False, (32, 0, 4, 4, 112)), (6932, 144, "bfloat16", False, (32, 0, 16, 4, 112)),
     (3320, 80, "float32", False, (32, 0, 16, 4, 112)), (1905, 144, "bfloat16", True, (32, 0, 8, 4, 112)),
-    (838, 80, "float32", True, (32, 0, 8, 4, 112)),
+    (838, 80, "float32", True, (32, 0, 8, 4, 112)), (4457, 136, "bfloat16", False, (32, 0, 16, 4, 80)),
+    (1714, 132, "float32", False, (32, 0, 16, 4, None)),
     # at multiples of 8 bytes: in place of a piece of a cluster, and of planes in registers; and of 4 bytes
     (2358, 140, "bfloat16", False, (64, 0, 8, 4, 112)), (631, 92, "bfloat16", False, (32, 0, 2, 4, 80)),
     (1610, 52, "bfloat16", False, (32, 0, 8, 4, None)), (1028, 190, "bfloat16", False, (64, 4, 8, 4, 80)),
+    (1400, 130, "bfloat16", False, (64, 4, 8, 4, 80)),
+    # 8 CTAs do not hold the wider tile
+    (2784, 60, "bfloat16", False, (32, 0, 8, 4, 80)), (2573, 140, "bfloat16", False, (32, 0, 8, 4, 80)),
     # of few positions, in place of planes in registers, and in shared memory
     (1784, 26, "bfloat16", False, (32, 0, 4, 8, None)), (2144, 14, "bfloat16", False, (16, 0, 2, 8, 80)),
     (5632, 30, "bfloat16", False, (32, 0, 8, 8, 80)), (1094, 30, "bfloat16", False, (32, 0, 2, 8, 80)),
     (6000, 14, "bfloat16", False, (16, 0, 8, 8, None)),
+    # of planes that few warps would hold, in place of pieces of 34 columns of a thread
+    (822, 12, "bfloat16", False, (16, 0, 1, 8, None)), (840, 12, "float16", False, (16, 0, 1, 8, None)),
 )  # fmt: skip
 
 
@@ -98,8 +104,15 @@ KEPT = (
     (1110, 200, "bfloat16", True), (289, 139, "bfloat16", False), (585, 250, "float32", False),
     (1823, 119, "float32", False), (2154, 209, "float32", False), (1677, 186, "float32", False),
     (641, 42, "float32", True), (786, 208, "bfloat16", True), (842, 336, "bfloat16", True),
-    (2834, 208, "bfloat16", True), (7681, 144, "bfloat16", False), (2950, 368, "bfloat16", False),
-    (1330, 78, "bfloat16", False), (1232, 57, "bfloat16", False), (952, 200, "float32", True),
+    # tiles that read about as much as narrow ones; and 7,681 columns, which 16 CTAs do not hold in few words
+    (2834, 208, "bfloat16", True), (952, 200, "float32", True), (1505, 296, "bfloat16", True),
+    (2950, 368, "bfloat16", False), (2507, 64, "bfloat16", False), (1120, 280, "float32", False),
+    (729, 104, "bfloat16", False), (1843, 436, "float32", False), (7681, 144, "bfloat16", False),
+    (164, 416, "bfloat16", False), (171, 340, "float32", False),  # one CTA, and two
+    # at multiples of 8 bytes: 2, 3 and 2 CTAs; of 4: fewer positions, 4 warps; of 2
+    (1762, 44, "bfloat16", False), (826, 132, "bfloat16", False), (447, 130, "bfloat16", False),
+    (1283, 86, "bfloat16", False), (1330, 78, "bfloat16", False), (1260, 126, "bfloat16", False),
+    (868, 177, "bfloat16", False), (1232, 57, "bfloat16", False), (845, 12, "bfloat16", False),
     # tiles would be emptier, planes are small, runs are odd or whole vectors; and other ops
     (2446, 10, "bfloat16", False), (1458, 20, "bfloat16", False), (280, 30, "bfloat16", False),
     (838, 14, "bfloat16", False), (2435, 13, "bfloat16", False), (1784, 24, "bfloat16", False),
@@ -113,6 +126,12 @@ def test_faster_plans_stay(n_cols, inner, dtype, backward):
     assert short_of(planes(n_cols, inner, dtype, backward)) is None
 
 
+def test_log_softmax_stays_in_registers_at_multiples_of_4_bytes():
+    x = torch.empty(1, 1400, 130, dtype=torch.bfloat16, device="meta")
+    assert spatial.softmax_plan((x, x), True, False, False, HOPPER).periodic
+    assert spatial.softmax_plan((x, x), False, False, False, HOPPER).skewed == 4
+
+
 def rule_of(problem: SpatialProblem, plan: Plan, tile: SpatialConfig) -> str:
     """What `plan` is, and the tile in place of it."""
     held = "alone" if plan.gathered else "held" if plan.periodic else "plain" if plan.ctas > 1 else "tiles"
@@ -120,6 +139,12 @@ def rule_of(problem: SpatialProblem, plan: Plan, tile: SpatialConfig) -> str:
         held = "crowded" if plan.gathered else "sectors" if problem.whole_sectors else "halves"
     op = "gradient" if problem.backward else "softmax"
     return f"{held} {op} {8 * problem.itemsize} bits: {'skewed ' if tile.skewed else ''}{tile.inner}"
+
+
+def tile_of(problem: SpatialProblem, plan: Plan, config: SpatialConfig) -> Tile:
+    """The tile of the rule that gave `config`."""
+    rule = short_planes._of_part_vectors if problem.vec < problem.full_vec else short_planes._of_whole_vectors
+    return next(tile for tile in rule(problem, plan) if short_planes._config(problem, HOPPER, tile) == config)
 
 
 def test_random_planes():
@@ -136,18 +161,14 @@ def test_random_planes():
         rules.add(rule_of(problem, found, config))
         plan = tiles_plan(problem, HOPPER, config)
         check(plan, problem, HOPPER)
-        most = 3000 if problem.vec < problem.full_vec else NARROWER_COLS
+        most = 3000 if problem.vec < problem.full_vec else 7680
         assert 40 <= inner <= MOST and n_cols <= most and plan.smem_staged == 0 and plan.stagger == 0
         words = problem.words(plan.vectors_per_chunk * plan.ctas, config.thread_bytes)
         assert plan.max_registers == next(cap for most, cap in REGISTERS if words <= most)
-        like = {  # the limits on words of such tiles
-            tile.words
-            for rule in RULES for tile in rule
-            if tile[:2] == (config.inner, config.num_warps) and tile.skewed == config.skewed
-        }  # fmt: skip
-        assert words <= max(like)
+        wanted = tile_of(problem, found, config)
+        assert words <= wanted.words
         fewer = problem.words(plan.vectors_per_chunk * (plan.ctas // 2), config.thread_bytes) if plan.ctas > 1 else 99
-        assert fewer > min(like), "fewer CTAs would hold the columns"
+        assert fewer > wanted.words and plan.ctas <= wanted.most_ctas, "fewer CTAs would hold the columns"
         tiles = tiles_of(inner, plan.rows, plan.overlap, plan.skewed)
         assert tiles * plan.rows <= 1.7 * inner, "at most 1.7 positions are read for each that exists"
         # the columns of each chunk start as those of the first one do

@@ -1,8 +1,8 @@
 """How planes (n_cols, inner) lie in the registers of a program or a cluster, and when that is faster. Counts only.
 
 A thread steps by a multiple of the period of the positions (`kernels/common/periodic_slots`), so a program has threads
-without vectors. Bytes in flight are the limit, so the best way is that whose threads hold the most vectors. `planes`
-makes plans of it.
+without vectors. Bytes in flight are the limit, so in the best way the threads hold the most vectors. `planes` has the
+plans.
 docs/measurements/thresholds.md has the figures behind the thresholds.
 """
 
@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 VECTOR_BYTES = 16
 HELD_REGISTERS = 128  # of a thread
-# of few vectors of a program of few warps, up to so many, by (backward, bytes of an element): then more programs fit
-FEW_REGISTERS = {(False, 2): ((12, 96),), (False, 4): (), (True, 2): ((5, 80), (6, 96)), (True, 4): ((5, 80),)}
+# of programs of SMALL_WARPS with up to so many vectors, by (backward, bytes of an element): then more programs fit
+SMALL_REGISTERS = {(False, 2): ((12, 96),), (False, 4): (), (True, 2): ((5, 80), (6, 96)), (True, 4): ((5, 80),)}
 # vectors of a thread of each tensor, at most, by (backward, bytes of an element). More spill too much at the cap
 MOST_VECTORS = {(False, 2): 20, (False, 4): 20, (True, 2): 11, (True, 4): 12}
 # warps of a program, best first, and what the next ones hold over what these hold, at least
@@ -32,20 +32,21 @@ OF_DOUBLED = 0.92
 HELD_POSITIONS = 256  # of a plane, at most: more take 512 threads, of which up to half are idle
 MOST_WARPS = 16  # of a program, which then fills a multiprocessor
 OF_A_GROUP = 16  # multiprocessors that share clusters: a cluster lies in one such group
-FEWEST_WARPS = (1, 2, 4)  # of one program that holds a small plane
-# when planes are in registers: of the vectors that all threads could hold, by `backward`
+SMALL_WARPS = (1, 2, 4)  # of one program that holds a small plane
+# the least share of the vectors that all threads could hold, by `backward`
 LEAST_HELD = {False: 0.52, True: 0.5}
 # of gradients, also where pieces in shared memory or tiles would do. A cluster gains where tiles are wider than the
-# positions by so much
+# positions by FILLED_UP
 LEAST_HELD_GRADIENT, FILLED_UP = 0.6, 1.15
-# where runs are whole sectors and tiles are wider than the positions by that
+# of gradients whose runs are whole sectors, where tiles are so wide
 LEAST_HELD_WHOLE = 0.75
-# gradients by few warps, where runs start anywhere, and 16-bit ones at multiples of so many bytes where tiles are wider
-# by that; the share by whether runs start anywhere and tiles are so wide
-LEAST_HELD_FEW, FEW_ACCESS = {True: 0.4, False: 0.5}, 4
-# a 16-bit softmax by few warps: in place of a piece of 8 warps and so many columns of a thread, and of tiles whose runs
-# start anywhere
-LEAST_HELD_PIECE, PIECE_WARPS, PIECE_COLS = 0.9, 8, 34
+# of a gradient in one program of SMALL_WARPS: True where runs start anywhere and tiles are so wide, False elsewhere
+LEAST_HELD_SMALL = {True: 0.4, False: 0.5}
+# bytes: 16-bit gradients whose runs start at such multiples have few warps where tiles are so wide
+SMALL_ACCESS = 4
+# of a 16-bit softmax in one program of SMALL_WARPS, in place of a piece of so many warps, and columns of a thread
+LEAST_HELD_PIECE, OF_PIECE_WARPS, OF_PIECE_COLS = 0.9, 8, 34
+# of such a softmax whose runs start anywhere, in place of tiles
 LEAST_HELD_ANYWHERE = 0.6
 
 
@@ -103,8 +104,8 @@ def held_by_few_warps(plane: Plane) -> Held | None:
     >>> held_by_few_warps(Plane(453, 9, 2, True)).num_warps
     2
     """
-    found = (held_in(plane, warps, 1) for warps in FEWEST_WARPS) if _may_be_held(plane) else ()
-    return max(filter(None, found), key=lambda held: held.share, default=None)
+    found = (held_in(plane, warps, 1) for warps in SMALL_WARPS) if _may_be_held(plane) else ()
+    return max(filter(None, found), key=lambda way: way.share, default=None)
 
 
 def _may_be_held(plane: Plane) -> bool:
@@ -113,7 +114,11 @@ def _may_be_held(plane: Plane) -> bool:
 
 
 def held(plane: Plane, clusters: tuple[int, ...], least: float | None = None) -> Held | None:
-    """The best way that holds as many vectors as `least` of the most, LEAST_HELD where it is None; or None."""
+    """The best way, where it holds a share of `least`; LEAST_HELD where that is None. Else None.
+
+    Few warps where they hold LEAST_HELD_GAIN times as much. Where the best way holds too little, a 16-bit softmax whose
+    runs start anywhere has few warps from LEAST_HELD_ANYWHERE on, whatever `least` is.
+    """
     best, few = most_held(plane, clusters), held_by_few_warps(plane)
     if best is None or best.share < (LEAST_HELD[plane.backward] if least is None else least):
         anywhere = plane.vec == 1 and plane.itemsize == 2 and not plane.backward
@@ -122,9 +127,9 @@ def held(plane: Plane, clusters: tuple[int, ...], least: float | None = None) ->
     return few if fewer else best
 
 
-def held_in_place_of_piece(plane: Plane, num_warps: int, chunks: int) -> Held | None:
+def few_in_place_of_piece(plane: Plane, num_warps: int, chunks: int) -> Held | None:
     """A softmax's plane in the registers of few warps where a piece of such a plan is slower; else None."""
-    many = num_warps == PIECE_WARPS and chunks >= PIECE_COLS
+    many = num_warps == OF_PIECE_WARPS and chunks >= OF_PIECE_COLS
     if plane.backward or plane.itemsize != 2 or plane.vec == VECTOR_BYTES // plane.itemsize or not many:
         return None
     few = held_by_few_warps(plane)
@@ -137,9 +142,9 @@ def held_gradient(plane: Plane, clusters: tuple[int, ...], filled_up: float) -> 
     filled_up: positions of whole tiles over those that exist; 1 where tiles overlap.
     """
     empty, anywhere = filled_up >= FILLED_UP, plane.vec == 1
-    if anywhere or (empty and plane.vec * plane.itemsize == FEW_ACCESS):
+    if anywhere or (empty and plane.vec * plane.itemsize == SMALL_ACCESS):
         few = held_by_few_warps(plane)
-        if few is not None and few.share >= LEAST_HELD_FEW[anywhere and empty]:
+        if few is not None and few.share >= LEAST_HELD_SMALL[anywhere and empty]:
             return few
     best = most_held(plane, clusters) if plane.inner >= FEW_POSITIONS else None
     if best is None or best.share < LEAST_HELD_GRADIENT:
@@ -153,8 +158,8 @@ def held_gradient(plane: Plane, clusters: tuple[int, ...], filled_up: float) -> 
 
 def registers_of(plane: Plane, way: Held) -> int:
     """The cap on a thread's registers."""
-    few = way.ctas == 1 and way.num_warps in FEWEST_WARPS
-    caps = FEW_REGISTERS[plane.backward, plane.itemsize] if few else ()
+    few = way.ctas == 1 and way.num_warps in SMALL_WARPS
+    caps = SMALL_REGISTERS[plane.backward, plane.itemsize] if few else ()
     return next((cap for most, cap in caps if way.chunks <= most), HELD_REGISTERS)
 
 

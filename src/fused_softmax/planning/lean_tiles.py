@@ -1,9 +1,9 @@
-"""Tiles of up to about a thousand columns on the fewest CTAs whose threads hold them: one rule for each range.
+"""Tiles of up to 1,408 columns on the fewest CTAs whose threads hold them: one rule for each range.
 
 A thread holds its columns in registers. Where it has few words, instructions and barriers cost as much as the bytes
 that a program moves; that shows in tensors that the L2 holds. Where it has many, few programs fit. So a range of
 columns has a tile of few warps, and the most words of a thread, from which the CTAs of a cluster follow. Programs start
-together, as they did when they were timed (docs/measurements/other-dims-alignment.md, and thresholds.md there).
+together, as they did when they were timed (docs/measurements/other-dims-alignment.md; figures: thresholds.md).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Plans of planes (n_cols, inner) of a dimension that is not the last, which programs read as runs of memory.
 
-A plane is one piece for one program while it fits into shared memory, and several small ones are. Planes that leave
-room for one program on a multiprocessor, larger ones, and gradients are in registers (`held_planes`), and so are some
-that leave room for two. Where registers hold too few of a softmax, the CTAs of a cluster have a range of the columns
-each, which is one piece, too. The lanes of a warp that share a position are those of the least cost (`piece_costs`), as
-for narrow rows.
+A plane is one piece for one program while it fits into shared memory, and several small ones are. Registers hold larger
+planes, those that leave room for one program on a multiprocessor and some that leave room for two, many gradients, and
+small planes of a softmax where a thread would have many columns (`held_planes`). Where registers hold too few of a
+softmax, the CTAs of a cluster have a range of the columns each, which is one piece, too. The lanes of a warp that share
+a position are those of the least cost (`piece_costs`), as for narrow rows.
 docs/measurements/thresholds.md has the figures behind the thresholds.
 """
 
@@ -18,9 +18,9 @@ from .held_planes import (
     MOST_WARPS,
     Held,
     Plane,
+    few_in_place_of_piece,
     held,
     held_gradient,
-    held_in_place_of_piece,
     registers_of,
 )
 from .piece_costs import (
@@ -61,8 +61,9 @@ LONG_RUN = 512  # positions from which tiles are skewed
 # bytes of a piece of such planes of 16 bits, at most; and below LONGER_RUN
 LONG_BYTES, LONGER_BYTES, LONGER_RUN = 23 << 10, 46 << 10, 1024
 FEW_BYTES = 1280  # of a program
-# gradients whose tiles write so few bytes at a time, at most, by those of an element, are pieces; and of few chunks
-SHORT_RUN, SHORT_RUN_FEW, FEW_CHUNKS = {2: 40, 4: 28}, 28, 3
+# gradients on Hopper are pieces where tiles write at most so many bytes of a plane at a time, by the bytes of an
+# element. 16 bits: fewer where tiles have few chunks, and where runs start at vectors
+SHORT_RUN, SHORT_RUN_FEW, SHORT_RUN_CHUNKS, SHORT_RUN_WHOLE = {2: 40, 4: 28}, 28, 3, 16
 FILLED_COLS, MOST_FILLED = 16, 1.1  # columns, and positions with those that fill up tiles over those without
 # softmax of small 16-bit planes of whole sectors: columns, at least, and positions, at most. Then bytes where tiles are
 # partly empty; bytes and columns where they are filled; and bytes of 16 positions
@@ -111,7 +112,7 @@ def _faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> P
         found = held_gradient(plane_of(problem), cluster_sizes(device), filled)
         if found is not None:
             return held_plan(problem, found)
-    few_bytes = tiles.outers * problem.plane_bytes < FEW_BYTES or _has_short_runs(problem, tiles)
+    few_bytes = tiles.outers * problem.plane_bytes < FEW_BYTES or _has_short_runs(problem, device, tiles)
     twice = tiles.regime == "spatial_two_pass"
     if not (few_bytes or twice or _tiles_are_slow(problem, device, tiles)):
         return None
@@ -159,13 +160,14 @@ def _tiles_of_clusters(problem: SpatialProblem, tiles: Plan) -> bool:
     return softmax and few and tiles.ctas > 1 and tiles.rows >= CLUSTER_TILE and filled
 
 
-def _has_short_runs(problem: SpatialProblem, tiles: Plan) -> bool:
-    """Whether a gradient's tiles write sectors in several parts; 16-bit whole vectors are as fast so."""
-    run = tiles.vectors_per_chunk * problem.inner * problem.itemsize
-    several = tiles.chunks > 1 and tiles.regime == "spatial"
-    whole = problem.vec == problem.full_vec and problem.itemsize == 2
-    most = SHORT_RUN_FEW if tiles.chunks <= FEW_CHUNKS else SHORT_RUN[problem.itemsize]
-    return problem.backward and several and not whole and run <= most
+def _has_short_runs(problem: SpatialProblem, device: Device, tiles: Plan) -> bool:
+    """Whether a gradient's tiles write so few bytes of a plane at a time that sectors are written in parts."""
+    run, most = tiles.vectors_per_chunk * problem.inner * problem.itemsize, SHORT_RUN[problem.itemsize]
+    if problem.itemsize == 2 and problem.vec == problem.full_vec:
+        most = SHORT_RUN_WHOLE
+    elif tiles.chunks <= SHORT_RUN_CHUNKS:
+        most = min(most, SHORT_RUN_FEW)
+    return problem.backward and device.adds_shared_memory and run <= most
 
 
 def _tiles_are_slow(problem: SpatialProblem, device: Device, tiles: Plan) -> bool:
@@ -219,7 +221,7 @@ def planes_plan(problem: SpatialProblem, device: Device, twice: bool = False) ->
     small = problem.plane_bytes <= ROOMS[problem.backward][-1]
     plan = _small_planes(problem, device) if small else None
     if plan is not None and may_be_held(problem, device):
-        found = held_in_place_of_piece(plane_of(problem), plan.num_warps, plan.chunks)
+        found = few_in_place_of_piece(plane_of(problem), plan.num_warps, plan.chunks)
         plan = plan if found is None else held_plan(problem, found)
     if plan is None and device.adds_shared_memory:
         several, one = (None if small else _large_plane(problem, device, fitting) for fitting in (FITTING, (1,)))

@@ -1,8 +1,8 @@
 """Tiles of planes of 12 to 447 positions, in place of plans that keep too few bytes in flight.
 
-Planes in registers, most of large clusters, planes that are alone on a multiprocessor, and tiles with wide chunks are
-slower. Faster tiles are narrow: 16, 32 or 64 positions, 4 to 16 bytes of a thread in a chunk, and the fewest CTAs whose
-threads hold few words (docs/measurements/short-planes.md).
+Slower are planes in registers, most of large clusters, planes that are alone on a multiprocessor, pieces of clusters,
+and tiles with wide chunks or many positions beyond the plane. Faster tiles are narrow: 16, 32 or 64 positions, 4 to 16
+bytes of a thread in a chunk, and the fewest CTAs whose threads hold few words (docs/measurements/short-planes.md).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .held_planes import MOST_WARPS
 from .spatial_tables import SpatialConfig, config_of_words
 from .types import SECTOR_BYTES, Device, Plan, SpatialProblem, power_of_two, tiles_of
 
-# positions, and columns; longer planes have `lean_tiles`, and fewer positions ONE_TILE
+# positions, and columns whose runs start at parts of a vector; more have `lean_tiles`, fewer positions ONE_TILE
 LEAST, MOST, MOST_COLS = 40, 447, 3000
 WHOLE_LEAST = 64  # positions of planes whose runs are whole vectors
 
@@ -51,11 +51,11 @@ HALF_SOFTMAX = {
     True: (Tile(64, 4, 8, 44, skewed=8, most_read=1.4, most_ctas=8),),
 }
 HALF_CTAS = 7
-# 16-bit softmax whose runs start at multiples of 8 bytes, from EIGHT_BYTE_CTAS on, or as pieces of a cluster: the wider
-# tiles where they read less than OF_NARROW_EIGHT of what the narrow ones do
+# 16-bit softmax in registers, or as a piece of a cluster, of LEAST_CTAS or more. At multiples of 8 bytes: a wider tile
+# comes first where it reads less than OF_NARROW_EIGHT of what the narrow one does
 EIGHT_BYTES = Tile(64, 4, 8, 76, most_ctas=8), Tile(32, 4, 8, 44, most_ctas=8)
-EIGHT_BYTE_CTAS, OF_NARROW_EIGHT = 4, 0.87
-# and at multiples of 4 bytes, of so many positions, on as many CTAs of LONG_WARPS. log_softmax is slower in these tiles
+LEAST_CTAS, OF_NARROW_EIGHT = 4, 0.87
+# at multiples of 4 bytes: of so many positions, in registers of LONG_WARPS. log_softmax is slower in these tiles
 FOUR_BYTES = (Tile(64, 4, 8, 44, skewed=8, most_ctas=8),)
 LONG_POSITIONS, LONG_WARPS = 110, 8
 # 16-bit gradients of 16 warps
@@ -89,7 +89,7 @@ WHOLE = {
 # tiles of 32 positions in place of wider ones on a cluster, which read OF_NARROWER times as much, by `backward`. 16-bit
 # softmax in halves of sectors, with 16 bytes of a thread: where they read as much
 NARROWER = {False: (Tile(32, 4, 8, 52), Tile(32, 4, 8, 60)), True: (Tile(32, 4, 8, 60),)}
-OF_NARROWER, NARROWER_COLS = {False: 1.13, True: 1.19}, 7680
+NARROWER_ROWS, OF_NARROWER = 32, {False: 1.13, True: 1.19}
 # planes of a softmax in shared memory, in halves of sectors, whose programs have 16 warps
 CROWDED_HALVES = (Tile(64, 4, 8, 60),)
 # 16-bit softmax of fewer than LEAST positions that nearly fill one tile, in place of planes in registers, and of a
@@ -109,7 +109,7 @@ def faster_as_short(problem: SpatialProblem, device: Device, plan: Plan) -> Spat
     (32, 4, 8)
     """
     few, parts = problem.inner < LEAST, problem.vec < problem.full_vec
-    most = ONE_TILE_COLS if few else MOST_COLS if parts else NARROWER_COLS
+    most = ONE_TILE_COLS if few else MOST_COLS if parts else problem.n_cols
     short = problem.inner <= MOST and problem.n_cols <= most and problem.packed
     apart = problem.starts == problem.sector or problem.in_phase
     if not (short and apart and problem.may_have_tiles(device)):
@@ -129,7 +129,7 @@ def _of_part_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
     """The tiles that replace `plan`, whose runs start at parts of a vector: none where it is as fast."""
     softmax, half, many_warps = not problem.backward, problem.itemsize == 2, plan.num_warps == MOST_WARPS
     clusters = plan.periodic or (plan.gathered and plan.ctas > 1)
-    if half and softmax and clusters and problem.vec == 4 and plan.ctas >= EIGHT_BYTE_CTAS:
+    if half and softmax and clusters and problem.vec == 4 and plan.ctas >= LEAST_CTAS:
         wide, narrow = EIGHT_BYTES
         return EIGHT_BYTES if _read(problem, wide) < OF_NARROW_EIGHT * _read(problem, narrow) else (narrow,)
     if plan.gathered:
@@ -139,7 +139,7 @@ def _of_part_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
         plain = plan.ctas > 1 and plan.rows == PLAIN_POSITIONS and not (plan.skewed or plan.overlap)
         return FLOAT32_SOFTMAX[:1] if plain and softmax and not half else ()
     if half and softmax:
-        large = plan.ctas >= EIGHT_BYTE_CTAS and plan.num_warps == LONG_WARPS and not problem.log
+        large = plan.ctas >= LEAST_CTAS and plan.num_warps == LONG_WARPS and not problem.log
         found = FOUR_BYTES if large and problem.vec == 2 and problem.inner >= LONG_POSITIONS else ()
         return found + (HALF_SOFTMAX[problem.vec == 1] if plan.ctas >= HALF_CTAS else ())
     if half:
@@ -152,7 +152,7 @@ def _of_part_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
 
 
 def _of_whole_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
-    """The tiles of so many columns whose runs are whole vectors, whatever `plan` is; or NARROWER in place of its tiles.
+    """Runs are whole vectors: the tile of WHOLE for so many columns, else NARROWER where the tiles of `plan` read much.
 
     Planes in shared memory stay, except CROWDED_HALVES.
     """
@@ -170,11 +170,11 @@ def _of_whole_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
 
 def _reads_much(problem: SpatialProblem, plan: Plan) -> bool:
     """Whether the tiles of `plan` on a cluster read so much more than NARROWER that these are faster."""
-    if plan.ctas == 1 or plan.periodic or plan.skewed or plan.rows <= NARROWER[False][0].positions:
+    if plan.ctas == 1 or plan.rows <= NARROWER_ROWS:
         return False
     read = tiles_of(problem.inner, plan.rows, plan.overlap) * plan.rows / problem.inner
     halves = plan.overlap > 0 and plan.vec == problem.full_vec and problem.itemsize == 2 and not problem.backward
-    return read >= (1.0 if halves else OF_NARROWER[problem.backward]) * _read(problem, NARROWER[False][0])
+    return read >= (1.0 if halves else OF_NARROWER[problem.backward]) * _read(problem, NARROWER[problem.backward][0])
 
 
 def _read(problem: SpatialProblem, tile: Tile) -> float:
