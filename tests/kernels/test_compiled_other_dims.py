@@ -260,8 +260,10 @@ def test_lean_tiles(key, of, n_cols):
     launch, chosen = launch_over(n_cols, inner, FLOAT32 if itemsize == 4 else BFLOAT16, op == "gradient", bool(of.log))
     used, _ = cross_compiled(launch, "sm_90")
     assert (chosen.rows, chosen.num_warps) == (of.positions, of.num_warps)
-    # each element in one wide access; at the ends of skewed columns one by one
-    narrowest, widest = itemsize if of.skewed else of.thread_bytes, of.thread_bytes
+    # each element in one wide access; at the ends of skewed columns one by one, and where columns of one program, which
+    # share no positions, start anywhere
+    widest = min(of.thread_bytes, starts) if of.alone else of.thread_bytes
+    narrowest = itemsize if of.skewed else widest
     sizes = {size for size, _ in (*used.loads, *used.stores)}
     assert max(sizes) == widest and min(sizes) >= narrowest, f"{used.loads} {used.stores}"
     # where the cap spills much, a kernel gets a looser one
