@@ -82,7 +82,7 @@ def most_held(plane: Plane, clusters: tuple[int, ...]) -> Held | None:
     >>> most_held(Plane(300, 251, 2, False), (1, 2, 4)).ctas
     2
     """
-    if not _may_be_held(plane):
+    if not _has_room(plane):
         return None
     kind, best = (plane.backward, plane.itemsize), None
     for warps in FEW_WARPS if plane.inner < FEW_POSITIONS else HELD_WARPS[kind]:
@@ -104,11 +104,11 @@ def held_by_few_warps(plane: Plane) -> Held | None:
     >>> held_by_few_warps(Plane(453, 9, 2, True)).num_warps
     2
     """
-    found = (held_in(plane, warps, 1) for warps in SMALL_WARPS) if _may_be_held(plane) else ()
+    found = (held_in(plane, warps, 1) for warps in SMALL_WARPS) if _has_room(plane) else ()
     return max(filter(None, found), key=lambda way: way.share, default=None)
 
 
-def _may_be_held(plane: Plane) -> bool:
+def _has_room(plane: Plane) -> bool:
     """Whether it is a plane, of no more positions than programs have room for."""
     return plane.n_cols > 1 and 1 < plane.inner <= HELD_POSITIONS
 

@@ -220,7 +220,7 @@ def planes_plan(problem: SpatialProblem, device: Device, twice: bool = False) ->
         return None
     small = problem.plane_bytes <= ROOMS[problem.backward][-1]
     plan = _small_planes(problem, device) if small else None
-    if plan is not None and may_be_held(problem, device):
+    if plan is not None and device.adds_shared_memory:
         found = few_in_place_of_piece(plane_of(problem), plan.num_warps, plan.chunks)
         plan = plan if found is None else held_plan(problem, found)
     if plan is None and device.adds_shared_memory:
@@ -228,8 +228,8 @@ def planes_plan(problem: SpatialProblem, device: Device, twice: bool = False) ->
         alone = one is not None and not (problem.backward or twice)
         least = LEAST_HELD_ALONE if alone else LEAST_HELD_TWICE if twice else None
         crowded = several is not None and _is_crowded(problem, several)
-        in_place = periodic_plan(problem, device, LEAST_HELD_CROWDED[problem.backward]) if crowded else None
-        plan = in_place or several or periodic_plan(problem, device, least) or one or _shared_plane(problem, device)
+        instead = periodic_plan(problem, device, LEAST_HELD_CROWDED[problem.backward]) if crowded else None
+        plan = instead or several or periodic_plan(problem, device, least) or one or _shared_plane(problem, device)
     return plan
 
 

@@ -89,7 +89,7 @@ WHOLE = {
 # tiles of 32 positions in place of wider ones on a cluster, which read OF_NARROWER times as much, by `backward`. 16-bit
 # softmax in halves of sectors, with 16 bytes of a thread: where they read as much
 NARROWER = {False: (Tile(32, 4, 8, 52), Tile(32, 4, 8, 60)), True: (Tile(32, 4, 8, 60),)}
-NARROWER_ROWS, OF_NARROWER = 32, {False: 1.13, True: 1.19}
+OF_NARROWER = {False: 1.13, True: 1.19}
 # planes of a softmax in shared memory, in halves of sectors, whose programs have 16 warps
 CROWDED_HALVES = (Tile(64, 4, 8, 60),)
 # 16-bit softmax of fewer than LEAST positions that nearly fill one tile, in place of planes in registers, and of a
@@ -108,18 +108,18 @@ def faster_as_short(problem: SpatialProblem, device: Device, plan: Plan) -> Spat
     >>> config.inner, config.ctas, config.num_warps
     (32, 4, 8)
     """
-    few, parts = problem.inner < LEAST, problem.vec < problem.full_vec
-    most = ONE_TILE_COLS if few else MOST_COLS if parts else problem.n_cols
-    short = problem.inner <= MOST and problem.n_cols <= most and problem.packed
     apart = problem.starts == problem.sector or problem.in_phase
-    if not (short and apart and problem.may_have_tiles(device)):
+    if not (problem.inner <= MOST and problem.packed and apart and problem.may_have_tiles(device)):
         return None
-    rule = _of_few_positions if few else _of_part_vectors if parts else _of_whole_vectors
+    by_runs = _of_part_vectors if problem.vec < problem.full_vec else _of_whole_vectors
+    rule = _of_few_positions if problem.inner < LEAST else by_runs
     return next(filter(None, (_config(problem, device, tile) for tile in rule(problem, plan))), None)
 
 
 def _of_few_positions(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
     """The tile of all positions of a 16-bit softmax that start at multiples of 4 or 8 bytes; none elsewhere."""
+    if problem.n_cols > ONE_TILE_COLS:
+        return ()
     parts = 1 < problem.vec < problem.full_vec and problem.itemsize == 2 and not problem.backward
     piece = plan.gathered and problem.plane_bytes >= LEAST_PIECE
     return ONE_TILE.get(power_of_two(problem.inner), ()) if parts and (plan.periodic or piece) else ()
@@ -127,6 +127,8 @@ def _of_few_positions(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
 
 def _of_part_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
     """The tiles that replace `plan`, whose runs start at parts of a vector: none where it is as fast."""
+    if problem.n_cols > MOST_COLS:
+        return ()
     softmax, half, many_warps = not problem.backward, problem.itemsize == 2, plan.num_warps == MOST_WARPS
     clusters = plan.periodic or (plan.gathered and plan.ctas > 1)
     if half and softmax and clusters and problem.vec == 4 and plan.ctas >= LEAST_CTAS:
@@ -170,17 +172,23 @@ def _of_whole_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
 
 def _reads_much(problem: SpatialProblem, plan: Plan) -> bool:
     """Whether the tiles of `plan` on a cluster read so much more than NARROWER that these are faster."""
-    if plan.ctas == 1 or plan.rows <= NARROWER_ROWS:
+    narrow = NARROWER[problem.backward][0]
+    if plan.ctas == 1 or plan.rows <= narrow.positions:
         return False
-    read = tiles_of(problem.inner, plan.rows, plan.overlap) * plan.rows / problem.inner
+    read = _read_by(problem, plan.rows, plan.overlap)
     halves = plan.overlap > 0 and plan.vec == problem.full_vec and problem.itemsize == 2 and not problem.backward
-    return read >= (1.0 if halves else OF_NARROWER[problem.backward]) * _read(problem, NARROWER[problem.backward][0])
+    return read >= (1.0 if halves else OF_NARROWER[problem.backward]) * _read(problem, narrow)
 
 
 def _read(problem: SpatialProblem, tile: Tile) -> float:
     """Positions that whole tiles read over those that exist."""
     unit = tile.skewed // problem.itemsize
-    return tiles_of(problem.inner, tile.positions, problem.shared_by(unit), unit) * tile.positions / problem.inner
+    return _read_by(problem, tile.positions, problem.shared_by(unit), unit)
+
+
+def _read_by(problem: SpatialProblem, positions: int, overlap: int, unit: int = 0) -> float:
+    """Positions that such tiles read over those that exist; the numbers are of `tiles_of`."""
+    return tiles_of(problem.inner, positions, overlap, unit) * positions / problem.inner
 
 
 def _config(problem: SpatialProblem, device: Device, tile: Tile) -> SpatialConfig | None:
