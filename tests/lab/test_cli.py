@@ -138,11 +138,25 @@ REFUSED = [
     ("profile --systems nosuch", "07_online"),
     ("profile --widths x", "integers"),
     ("profile --op softmax,nosuch", "'nosuch' is none of all, softmax"),
-    ("profile --dtype bf16,fp32", "give one of"),
+    ("profile --dtype bf16,fp32", "give one of bfloat16, float16, float32, or several with --shapes"),
+    ("profile --dtype bf16,fp32 --inner 64 --widths 100", "give one of"),
+    ("profile --shapes 2x3x4 --dtype ''", "give one of"),
     ("profile --inner 64", "give --widths"),
     ("profile --inner 64 --widths 100 --floors", "counts fused_softmax alone"),
     ("profile --inner 64 --widths 100 --systems 07_online", "counts fused_softmax alone"),
     ("profile --inner 64 --widths 100 --op token_logprobs", "counts fused_softmax alone"),
+    ("profile --shapes 2x3", "'2x3' is no shape: give outer x columns x positions, such as 2x112x17172"),
+    ("profile --shapes 2x3x4,0x3x4", "'0x3x4' is no shape"),
+    ("profile --shapes 2x3x4x5", "'2x3x4x5' is no shape"),
+    ("profile --shapes 2xax4", "'2xax4' is no shape"),
+    ("profile --shapes ,", "names nothing"),
+    ("profile --shapes 2x3x4 --widths 100", "--shapes names whole shapes: leave out --widths"),
+    ("profile --shapes 2x3x4 --random-widths 4", "leave out --widths, --random-widths"),
+    ("profile --shapes 2x3x4 --inner 64", "--inner and --floors"),
+    ("profile --shapes 2x3x4 --floors", "--inner and --floors"),
+    ("profile --shapes 2x3x4 --systems 07_online", "--shapes counts fused_softmax alone"),
+    ("profile --shapes 2x3x4 --op token_logprobs", "--shapes counts fused_softmax alone"),
+    ("profile --shapes 2x3x4 --op all", "--shapes counts fused_softmax alone, and of its ops softmax"),
     ("tune --op x", "softmax_backward"),
     ("tune --widths x", "integers"),
     ("tune --dtype int8", "'int8' is none of"),
@@ -224,8 +238,12 @@ def test_a_bad_input_is_one_line_on_stderr_and_status_2(
 
 
 @pytest.mark.parametrize(
-    "line", ["tune", "tune --shapes 19x64", "profile", "linear", "host", "parallel", "parallel --ranks 4"]
-)
+    "line",
+    [
+        "tune", "tune --shapes 19x64", "profile", "profile --shapes 2x3x4,5x6x1 --dtype bf16,fp32", "linear", "host",
+        "parallel", "parallel --ranks 4",
+    ],
+)  # fmt: skip
 def test_commands_that_need_gpus_say_what_to_do(line: str):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -20,6 +20,7 @@ from fused_softmax.lab.cli.options import (
     expect_gpu,
     names,
     numbers,
+    shapes_named,
 )
 from fused_softmax.lab.ending import INTERRUPTED
 from fused_softmax.lab.terminal import Refused, refusing, terminal
@@ -215,6 +216,10 @@ def profile(
         int,
         typer.Option(min=1, help="widths are those of dimension 1 of (outer, width, INNER), of fused_softmax alone"),
     ] = 1,
+    shapes: Annotated[
+        str,
+        typer.Option(help="comma-separated OUTERxCOLSxINNER, over dimension 1, of fused_softmax alone; no --elements"),
+    ] = "",
     record: Annotated[Path | None, typer.Option(help="write what was found to this file, as JSON")] = None,
 ) -> None:
     """Count what kernels do on this GPU with Nsight Compute, and compare with the model: bytes, peak, L2, stalls.
@@ -222,9 +227,11 @@ def profile(
     The status is 1 where a kernel's bytes differ from the model's by more than 3 per cent.
     """
     asked, named, ops = numbers(widths, "--widths"), names(systems, "--systems"), names(op, "--op")
-    found = dtypes(dtype)
-    if len(found) != 1:
-        raise Refused(f"{dtype!r}: give one of {', '.join(DTYPE_NAMES.values())}", "--dtype")
+    found, tensors = dtypes(dtype), shapes_named(shapes, "outer x columns x positions, such as 2x112x17172,9x64x49")
+    if not found or len(found) > 1 and not tensors:
+        raise Refused(f"{dtype!r}: give one of {', '.join(DTYPE_NAMES.values())}, or several with --shapes", "--dtype")
+    if tensors and (asked or random_widths or inner > 1 or floors):
+        raise Refused("names whole shapes: leave out --widths, --random-widths, --inner and --floors", "--shapes")
 
     from fused_softmax.lab.bench.shapes import SHAPED_OPS
     from fused_softmax.lab.roofline import profile as profiling
@@ -235,8 +242,9 @@ def profile(
         raise Refused(f"{unknown[0]!r} is none of all, {', '.join(profiling.EXPLAINED)}", "--op")
     if unknown := [name for name in named if name not in known]:
         raise Refused(f"{unknown[0]!r} is none of {', '.join(known)}", "--systems")
-    if inner > 1 and (floors or set(named) - {profiling.OURS} or not set(ops) <= set(SHAPED_OPS)):
-        raise Refused(f"counts fused_softmax alone, and of its ops {', '.join(SHAPED_OPS)}", "--inner")
+    along = "--shapes" if tensors else "--inner" if inner > 1 else ""
+    if along and (floors or set(named) - {profiling.OURS} or not set(ops) <= set(SHAPED_OPS)):
+        raise Refused(f"counts fused_softmax alone, and of its ops {', '.join(SHAPED_OPS)}", along)
     if inner > 1 and not (asked or random_widths):
         raise Refused("give --widths or --random-widths too", "--inner")
     expect_gpu()
@@ -246,8 +254,9 @@ def profile(
     asked = (*asked, *session.random_widths(random_widths, seed))
     ops = ops if ops and "all" not in ops else tuple(profiling.EXPLAINED)
     wanted = named or ((profiling.OURS,) if op or inner > 1 else known)
+    ours = ops if op else ("softmax",)
     if asked:  # a lesson has one op
-        of = {profiling.OURS: ops if op else ("softmax",)}
+        of = {profiling.OURS: ours}
         runs = [(name, o, n_cols) for n_cols in asked for name in wanted for o in of.get(name, ("softmax",))]
     else:
         runs = [run for run in runs if run[0] in wanted and (run[0] != profiling.OURS or run[1] in ops)]
@@ -258,7 +267,8 @@ def profile(
         print("\n".join(session.floor_lines(timed)))
     else:
         try:
-            profiles = profiling.profile(runs, found[0], elements, gpu, inner)
+            items = profiling.items_of(runs, found[0], elements, inner)
+            profiles = profiling.profile(session.tensor_items(tensors, found, ours) or items, gpu)
         except NoProfiler as error:
             stopped = str(error)
             print(f"no counters: {stopped}", file=sys.stderr)

@@ -59,14 +59,14 @@ def columns_between(text: str, option: str = "--columns") -> tuple[int, int] | N
     return limits
 
 
-def shapes_named(text: str, option: str = "--shapes") -> tuple[tuple[int, int], ...]:
-    """Split a comma-separated option into (columns, positions), given as COLUMNSxINNER."""
+def shapes_named(text: str, sizes: str = "columns x positions, such as 19x4096,103x42") -> tuple[tuple[int, ...], ...]:
+    """Split a comma-separated --shapes into the sizes of each, as many as `sizes` names."""
     found = []
-    for name in names(text, option):
+    for name in names(text, "--shapes"):
         shape = [part.strip() for part in name.lower().split("x")]
-        if len(shape) != 2 or not all(part.isdecimal() and int(part) for part in shape):
-            raise Refused(f"{name!r} is no shape: give columns x positions, such as 19x4096,103x42", option)
-        found.append((int(shape[0]), int(shape[1])))
+        if len(shape) != 1 + sizes.count(" x ") or not all(part.isdecimal() and int(part) for part in shape):
+            raise Refused(f"{name!r} is no shape: give {sizes}", "--shapes")
+        found.append(tuple(map(int, shape)))
     return tuple(found)
 
 

@@ -105,7 +105,7 @@ def _tune_widths(
 
 
 def _workloads(
-    shapes: tuple[tuple[int, int], ...], random_shapes: int, seed: int, limits: tuple[tuple[int, int], tuple[int, int]],
+    shapes: tuple[tuple[int, ...], ...], random_shapes: int, seed: int, limits: tuple[tuple[int, int], tuple[int, int]],
     ops: tuple[str, ...], asked: tuple[str, ...],
 ) -> tuple[Workload, ...]:  # fmt: skip
     """Those of the named shapes in all ops and dtypes, and those drawn; each once."""

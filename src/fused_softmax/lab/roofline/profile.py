@@ -13,25 +13,39 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fused_softmax.lab import lessons
-from fused_softmax.lab.bench.ops import OPS
+from fused_softmax.lab.bench.inputs import DTYPES
+from fused_softmax.lab.bench.ops import OPS, plan_of
+from fused_softmax.lab.bench.shapes import shaped
+from fused_softmax.lab.bench.workload import Op
 from fused_softmax.lab.grading.subjects import SUBJECTS, subject_of
 from fused_softmax.lab.roofline import counters
 from fused_softmax.lab.roofline.counters import METRICS, NEEDED, STALLS, Kernel, NoProfiler
 from fused_softmax.lab.roofline.model import DramBytes
-from fused_softmax.lab.roofline.predict import EXPLAINED, OURS, least_bytes, predict
+from fused_softmax.lab.roofline.predict import EXPLAINED, OURS, gpu_named, least_bytes, predict
 
-SECONDS = 300
+SECONDS, SECONDS_OF_ITEM = 300, 10  # that a process may take, and so many more for each item of its job
 Run = tuple[str, str, int]  # system, op and width
 # systems whose claim is about wide rows, or about narrow ones
 WIDE = ("06_three_pass", "07_online", "09_cluster", "11_over_gpus", OURS)
 NARROW = ("15_another_dimension",)
 SAID = "profiled: "
 MARKER = "spin_kernel"  # of torch.cuda._sleep
+
+
+class Item(NamedTuple):
+    """One run of a job."""
+
+    system: str
+    op: str
+    dtype: str
+    n_rows: int
+    n_cols: int
+    inner: int = 1  # positions: above 1, tensors are (n_rows / inner, n_cols, inner), and the op is over dimension 1
 
 
 @dataclass(frozen=True)
@@ -49,10 +63,11 @@ class Profiled:
     microseconds: float
     predicted_read: int
     predicted_written: int
-    inner: int = 1  # positions: above 1, tensors are (n_rows / inner, n_cols, inner), and the op is over dimension 1
+    inner: int = 1  # as that of Item
     # of the kernel that takes longest
     counters: Mapping[str, float] = field(default_factory=dict)
     failed: str = ""
+    plan: str = ""  # in words; "" of a lesson, and in older records
 
     @property
     def over_model(self) -> float:
@@ -65,19 +80,19 @@ class Profiled:
         return not self.failed and abs(self.over_model - 1) <= 0.03
 
 
-def run_ncu(job: Mapping[str, Any]) -> tuple[list[list[Any]], list[Kernel]]:
-    """(system, shape and failure of each run; all kernels, markers too) of a job; NoProfiler where ncu cannot count."""
-    ncu, metrics = counters.find_ncu(), dict(METRICS)
+def run_ncu(job: Sequence[Item]) -> tuple[list[list[Any]], list[Kernel]]:
+    """(each item, its plan and failure; all kernels, markers too) of a job; NoProfiler where ncu cannot count."""
+    ncu, metrics, seconds = counters.find_ncu(), dict(METRICS), SECONDS + SECONDS_OF_ITEM * len(job)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", __name__, json.dumps(job)]
     # the process alone first: it compiles the kernels, and tells its own errors from the profiler's
-    alone = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=SECONDS)
+    alone = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=seconds)
     if alone.returncode:
         raise NoProfiler(f"the kernels do not run without the profiler: {_last(alone.stderr)}")
     while True:
         line = [ncu, *counters.arguments(list(metrics.values())), *command]
-        done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=SECONDS)
+        done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=seconds)
         said = done.stdout + done.stderr
         absent = counters.unknown_metrics(said)
         kept = {name: metric for name, metric in metrics.items() if metric not in absent}
@@ -111,26 +126,35 @@ def default_runs() -> list[Run]:
     return [*runs, *((name, op, 131072) for name, op in every if name in WIDE and not op.startswith("masked"))]
 
 
-def profile(runs: Sequence[Run], dtype: str, elements: int, gpu: str, inner: int = 1) -> list[Profiled]:
-    """Profile (system, op, width) on this GPU; NoProfiler where that cannot be done.
+def items_of(runs: Sequence[Run], dtype: str, elements: int, inner: int = 1) -> list[Item]:
+    """The runs with tensors of about `elements`; inner above 1: of (outer, width, inner), over dimension 1."""
+    rows = lambda n_cols: inner * max(1, elements // n_cols // inner)  # noqa: E731
+    return [Item(system, op, dtype, rows(n_cols), n_cols, inner) for system, op, n_cols in runs]
 
-    inner: above 1, the widths are those of dimension 1 of tensors (outer, n_cols, inner), of OURS alone.
-    """
-    shapes = [(system, op, inner * max(1, elements // n_cols // inner), n_cols) for system, op, n_cols in runs]
-    if inner > 1:
-        said = {shape: (shape[1], least_bytes(*shape[1:], dtype, gpu)) for shape in shapes}
-    else:
-        with ThreadPoolExecutor(8) as pool:  # some predictions compile, in processes of their own
-            found = pool.map(lambda shape: predict(shape[0], shape[2], shape[3], dtype, gpu, shape[1]), shapes)
-            said = {shape: (one.op, one.dram) for shape, one in zip(shapes, found, strict=True)}
-    ran, kernels = run_ncu({"shapes": shapes, "dtype": dtype, "inner": inner})
+
+def profile(items: Sequence[Item], gpu: str) -> list[Profiled]:
+    """Profile the items on this GPU, all in one process; NoProfiler where that cannot be done."""
+    gpu_named(gpu)  # "this" is measured before others use the GPU
+    with ThreadPoolExecutor(8) as pool:  # some predictions compile, in processes of their own
+        said = dict(zip(items, pool.map(lambda item: _predicted(item, gpu), items), strict=True))
+    ran, kernels = run_ncu(items)
     groups = grouped(kernels)
     if len(groups) != len(ran):
         raise NoProfiler(f"{len(ran)} systems ran, and ncu saw {len(groups)}")
+    found = [(Item(*item), plan, failed) for *item, plan, failed in ran]
     return [
-        _profiled(tuple(shape), dtype, inner, mine, *said[tuple(shape)], failed)
-        for (*shape, failed), mine in zip(ran, groups, strict=True)
+        _profiled(item, mine, *said[item], plan, failed)
+        for (item, plan, failed), mine in zip(found, groups, strict=True)
     ]
+
+
+def _predicted(item: Item, gpu: str) -> tuple[str, DramBytes]:
+    """(the op's name, its bytes): over another dimension those that any implementation must move."""
+    system, op, dtype, n_rows, n_cols, inner = item
+    if inner > 1:
+        return op, least_bytes(op, n_rows, n_cols, dtype, gpu)
+    one = predict(system, n_rows, n_cols, dtype, gpu, op)
+    return one.op, one.dram
 
 
 def grouped(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
@@ -144,19 +168,15 @@ def grouped(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
     return groups
 
 
-def _profiled(
-    shape: tuple[str, str, int, int], dtype: str, inner: int, kernels: Sequence[Kernel], op: str, dram: DramBytes,
-    failed: str,
-) -> Profiled:  # fmt: skip
+def _profiled(item: Item, kernels: Sequence[Kernel], op: str, dram: DramBytes, plan: str, failed: str) -> Profiled:
     longest = max(kernels, key=lambda k: k.values.get("nanoseconds", 0.0), default=Kernel("", {}))
-    system, _, n_rows, n_cols = shape
     return Profiled(
-        system, op, dtype, n_rows, n_cols, tuple(k.name for k in kernels),
+        item.system, op, item.dtype, item.n_rows, item.n_cols, tuple(k.name for k in kernels),
         read=sum(k.values.get("read", 0.0) for k in kernels),
         written=sum(k.values.get("written", 0.0) for k in kernels),
         microseconds=sum(k.values.get("nanoseconds", 0.0) for k in kernels) / 1e3,
-        predicted_read=dram.read, predicted_written=dram.written - dram.unsent, inner=inner,
-        counters=dict(longest.values), failed=failed,
+        predicted_read=dram.read, predicted_written=dram.written - dram.unsent, inner=item.inner,
+        counters=dict(longest.values), failed=failed, plan=plan,
     )  # fmt: skip
 
 
@@ -202,33 +222,36 @@ def lines(found: Profiled) -> list[str]:
 # --- the process under ncu --------------------------------------------------------------------------------------------
 
 
-def runnable(
-    system: str, op: str, n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, inner: int = 1
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What is run for a system, and its arguments: random ones; of positions of dimension 1 where inner is above 1."""
-    from fused_softmax.lab.bench.shapes import shaped
+def runnable(item: Item, device: torch.device) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What is run for an item, and its arguments: random ones."""
     from fused_softmax.lab.bench.systems import systems_for
 
+    system, op, dtype, n_rows, n_cols, inner = item
     if system in SUBJECTS:
         subject, lesson = subject_of(SUBJECTS[system]), lessons.load(SUBJECTS[system])
-        x = torch.randn(n_rows, n_cols, device=device, dtype=dtype)
+        x = torch.randn(n_rows, n_cols, device=device, dtype=DTYPES[dtype])
         return getattr(lesson, subject.function), subject.arguments(x)
     (entry,) = systems_for(op, (system,))
-    if inner > 1:
-        of_shape = shaped(op, n_rows // inner, inner, "")
-        assert entry.over is not None, f"{system} takes rows only"
-        return entry.over(of_shape), of_shape.inputs(n_rows, n_cols, dtype, device, 0)
-    return entry.build(), OPS[op].inputs(n_rows, n_cols, dtype, device, 0)
+    of_shape = workload(item)
+    arguments = of_shape.inputs(n_rows, n_cols, DTYPES[dtype], device, 0)
+    if inner == 1:
+        return entry.build(), arguments
+    assert entry.over is not None, f"{system} takes rows only"
+    return entry.over(of_shape), arguments
+
+
+def workload(item: Item) -> Op:
+    """The benchmark's workload of an item."""
+    return shaped(item.op, item.n_rows // item.inner, item.inner, "") if item.inner > 1 else OPS[item.op]
 
 
 def main() -> None:
-    """Run each system once without the profiler, and once with it, after a kernel that marks its beginning."""
-    job = json.loads(sys.argv[1])
-    dtype = getattr(torch, job["dtype"])
-    for system, op, n_rows, n_cols in job["shapes"]:
-        failed, call, arguments = "", None, ()
+    """Run each item once without the profiler, and once with it, after a kernel that marks its beginning."""
+    for item in map(Item._make, json.loads(sys.argv[1])):
+        failed, plan, call, arguments = "", "", None, ()
         try:
-            call, arguments = runnable(system, op, n_rows, n_cols, dtype, torch.device("cuda"), job["inner"])
+            call, arguments = runnable(item, torch.device("cuda"))
+            plan = plan_of(workload(item), arguments)[1] if item.system == OURS else ""
             call(*arguments)
         except Exception as error:  # out of resources is a result
             failed = (str(error) or type(error).__name__).splitlines()[0][:160]
@@ -240,7 +263,7 @@ def main() -> None:
             call(*arguments)
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
-        print(SAID + json.dumps([system, op, n_rows, n_cols, failed]), flush=True)
+        print(SAID + json.dumps([*item, plan, failed]), flush=True)
         del call, arguments
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fused_softmax.lab.bench import cases
 from fused_softmax.lab.roofline.predict import OURS, predict
-from fused_softmax.lab.roofline.profile import EXPLAINED, Profiled, Run, default_runs, runnable
+from fused_softmax.lab.roofline.profile import EXPLAINED, Item, Profiled, Run, default_runs, items_of, runnable
 
 # 1,024 to 262,144 columns: powers of two, and the vocabularies
 FLOOR_WIDTHS = (1024, 2048, 4096, 8192, 16384, 32768, 50257, 65536, 128256, 151936, 262144)
@@ -52,29 +52,34 @@ def random_widths(count: int, seed: int) -> tuple[int, ...]:
     return cases.random_widths(count, seed, FLOOR_WIDTHS[0], FLOOR_WIDTHS[-1])
 
 
+def tensor_items(tensors: Sequence[tuple[int, ...]], dtypes: Sequence[str], ops: Sequence[str]) -> list[Item]:
+    """Our ops over dimension 1 of each (outer, n_cols, inner) in each dtype."""
+    return [Item(OURS, op, dtype, o * i, n_cols, i) for o, n_cols, i in tensors for op in ops for dtype in dtypes]
+
+
 def time_floors(runs: Sequence[Run], dtype: str, elements: int, gpu: str) -> Iterator[Floored]:
     """Time each (system, op, width) on this GPU, next to what the model predicts for `gpu`."""
     import torch
 
     from fused_softmax.lab.bench.ceilings import ceiling
-    from fused_softmax.lab.bench.inputs import DTYPES
     from fused_softmax.lab.timing import EventStopwatch, interleave
 
     device = torch.device("cuda")
     stopwatch = EventStopwatch(device)
-    shapes = [(system, op, max(1, elements // n_cols), n_cols) for system, op, n_cols in runs]
+    items = items_of(runs, dtype, elements)
     with ThreadPoolExecutor(8) as pool:  # some predictions compile, in processes of their own
-        predictions = list(pool.map(lambda s: predict(s[0], s[2], s[3], dtype, gpu, s[1]), shapes))
-    for (system, op, n_rows, n_cols), said in zip(shapes, predictions, strict=True):
-        call, inputs = runnable(system, op, n_rows, n_cols, DTYPES[dtype], device)
+        predictions = list(pool.map(lambda i: predict(i.system, i.n_rows, i.n_cols, dtype, gpu, i.op), items))
+    for item, said in zip(items, predictions, strict=True):
+        call, inputs = runnable(item, device)
         plain, moved = ceiling(said.passes, inputs[0])
         calls = {"it": lambda f=call, a=inputs: f(*a), "plain": lambda f=plain, a=inputs: f(*a)}
         found = interleave(calls, stopwatch, SECONDS)
         scaled = 1000 * found["plain"].ms * said.dram.all / moved
         measured = 1000 * found["it"].ms
         yield Floored(
-            system, said.op, dtype, n_rows, n_cols, said.floor.least, said.floor.binds, measured, said.passes, scaled
-        )
+            item.system, said.op, dtype, item.n_rows, item.n_cols,
+            said.floor.least, said.floor.binds, measured, said.passes, scaled,
+        )  # fmt: skip
 
 
 def floor_lines(found: Sequence[Floored]) -> list[str]:
