@@ -146,7 +146,6 @@ class GraphStopwatch:
                 result = call()
         torch.cuda.current_stream(self.device).wait_stream(side)
         torch.cuda.synchronize(self.device)
-        # a result that is dropped gives its memory to the next one
         parts = result if isinstance(result, tuple) else (result,)
         size = sum(t.numel() * t.element_size() for t in parts)
         kept: deque[Any] = deque(maxlen=1 if self.flushed is None else 1 + FLUSHED_BYTES // max(size, 1))
@@ -154,6 +153,8 @@ class GraphStopwatch:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(self.per_graph):
+                if self.flushed is None:  # as a plain pass does, all calls write to one place
+                    kept.clear()
                 kept.append(call())
         self.graphs[name] = graph, kept
 

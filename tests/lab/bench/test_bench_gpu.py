@@ -14,7 +14,7 @@ from fused_softmax.lab.bench.session import Session
 from fused_softmax.lab.bench.systems import System, systems_for
 from fused_softmax.lab.first_call import first_calls
 from fused_softmax.lab.record import from_json, header
-from fused_softmax.lab.timing import EventStopwatch, interleave
+from fused_softmax.lab.timing import EventStopwatch, GraphStopwatch, interleave
 
 pytestmark = pytest.mark.gpu
 NAMES = ("fused_softmax", "torch", "torch.compile", "02_one_row", "05_published")
@@ -71,6 +71,20 @@ def test_every_op_is_right_and_timed_with_its_peak_memory(device: torch.device, 
     if op == "cross_entropy":
         in_place = found["fused_softmax_in_place"].peak_bytes
         assert in_place is not None and in_place < 2**20
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_calls_of_a_warm_graph_write_to_one_place_as_a_plain_pass_does(device: torch.device, cold: bool):
+    stopwatch, x, places = GraphStopwatch(device, cold), torch.randn(64, 4096, device=device), []
+
+    def call() -> torch.Tensor:
+        y = torch.softmax(x, 1)
+        places.append(y.data_ptr())
+        return y
+
+    stopwatch.capture("it", call)
+    captured = set(places[-stopwatch.per_graph :])
+    assert len(captured) == (stopwatch.per_graph if cold else 1)
 
 
 def test_a_first_call_compiles_every_time(device: torch.device):
