@@ -144,6 +144,29 @@ def test_few_vectors_leave_room_for_more_programs(n_cols, inner, dtype, backward
     assert chosen.periodic and chosen.max_registers == wanted
 
 
+@pytest.mark.parametrize(
+    ("n_cols", "inner", "dtype", "wanted"),
+    [
+        # runs that start anywhere: shares of 0.5 and more, on several CTAs, too
+        (958, 11, "float32", (1, 8)), (533, 11, "float32", (1, 8)), (1836, 7, "float32", (3, 4)),
+        (917, 15, "bfloat16", (1, 8)), (972, 11, "bfloat16", (1, 8)), (917, 15, "float16", (1, 8)),
+        # at multiples of 4 bytes, where tiles are partly empty
+        (1940, 10, "bfloat16", (1, 8)), (3941, 6, "bfloat16", (3, 4)), (940, 14, "bfloat16", None),
+        # float32 at multiples of 8 bytes: shares of 0.8 and more in one program of 8 warps
+        (887, 10, "float32", (1, 8)), (1970, 6, "float32", (1, 8)), (767, 10, "float32", None),
+        (912, 6, "float32", None), (843, 14, "float32", None),
+        # other starts
+        (887, 12, "float32", None), (1940, 12, "bfloat16", None),
+    ],
+)  # fmt: skip
+def test_registers_hold_gradients_of_few_positions_whose_tiles_read_few_bytes_at_a_time(n_cols, inner, dtype, wanted):
+    x = torch.empty(2, n_cols, inner, dtype=getattr(torch, dtype), device="meta")
+    for log in (False, True):
+        chosen = spatial.softmax_plan((x, x, x), log, True, False, HOPPER)
+        assert ((chosen.ctas, chosen.num_warps) if chosen.periodic else None) == wanted
+        assert not spatial.softmax_plan((x, x, x), log, True, False, DEVICES["sm_80"]).periodic
+
+
 def test_few_warps_hold_no_more_positions_than_there_is_room_for():
     pick = random.Random(8)
     for _ in range(4000):

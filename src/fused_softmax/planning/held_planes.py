@@ -38,6 +38,9 @@ LEAST_HELD = {False: 0.52, True: 0.5}
 # of gradients, also where pieces in shared memory or tiles would do. A cluster gains where tiles are wider than the
 # positions by FILLED_UP
 LEAST_HELD_GRADIENT, FILLED_UP = 0.6, 1.15
+# of gradients of few positions: where few warps may hold planes, too; of float32 in one program of 8 warps, where runs
+# start at multiples of two elements and tiles are so wide
+LEAST_HELD_SINGLE, LEAST_HELD_PAIRS = 0.5, 0.8
 # of gradients whose runs are whole sectors, where tiles are so wide
 LEAST_HELD_WHOLE = 0.75
 # of a gradient in one program of SMALL_WARPS: True where runs start anywhere and tiles are so wide, False elsewhere
@@ -142,17 +145,22 @@ def held_gradient(plane: Plane, clusters: tuple[int, ...], filled_up: float) -> 
     filled_up: positions of whole tiles over those that exist; 1 where tiles overlap.
     """
     empty, anywhere = filled_up >= FILLED_UP, plane.vec == 1
-    if anywhere or (empty and plane.vec * plane.itemsize == SMALL_ACCESS):
+    single = anywhere or (empty and plane.vec * plane.itemsize == SMALL_ACCESS)
+    if single:
         few = held_by_few_warps(plane)
         if few is not None and few.share >= LEAST_HELD_SMALL[anywhere and empty]:
             return few
-    best = most_held(plane, clusters) if plane.inner >= FEW_POSITIONS else None
-    if best is None or best.share < LEAST_HELD_GRADIENT:
+    best, few_positions = most_held(plane, clusters), plane.inner < FEW_POSITIONS
+    least = LEAST_HELD_GRADIENT if not few_positions else LEAST_HELD_SINGLE if single else LEAST_HELD_PAIRS
+    if best is None or best.share < least:
         return None
+    if few_positions and not single:
+        pairs = empty and plane.itemsize == 4 and plane.vec == 2
+        return best if pairs and (best.ctas, best.num_warps) == (1, FEW_WARPS[0]) else None
     if plane.whole_sectors:
         gains = best.ctas == 1 and empty and best.share >= LEAST_HELD_WHOLE
     else:
-        gains = best.ctas == 1 or empty
+        gains = best.ctas == 1 or empty or few_positions
     return best if gains else None
 
 

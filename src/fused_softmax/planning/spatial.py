@@ -418,7 +418,7 @@ def _uncapped_parts_tile(problem: SpatialProblem) -> PartsTile:
     """The tile by where columns start, with all chunks that registers hold."""
     if problem.vec < problem.full_vec:
         if problem.inner >= UNALIGNED_POSITIONS:
-            return UNALIGNED_PARTS[problem.itemsize]
+            return UNALIGNED_PARTS[problem.backward, problem.itemsize]
         narrow = problem.inner <= NARROW_POSITIONS and not (problem.backward and problem.itemsize == 2)
         return NARROW_PARTS if narrow else PARTS
     return (SOFTMAX_PARTS if problem.whole_sectors else HALVES_PARTS)[problem.backward, problem.itemsize]

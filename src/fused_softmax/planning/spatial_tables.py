@@ -589,14 +589,19 @@ SOFTMAX_PARTS = {
     (True, 4): PartsTile(256, 4, 16, 4),
 }
 HALVES_PARTS = dict.fromkeys(SOFTMAX_PARTS, PartsTile(1024, 4, 16, 4)) | {(False, 2): PartsTile(256, 4, 16, 4)}
-UNALIGNED_PARTS, UNALIGNED_POSITIONS = {2: PartsTile(512, 8, 2, 2), 4: PartsTile(1024, 8, 2, 2)}, 512
+UNALIGNED_PARTS = {
+    (False, 2): PartsTile(512, 8, 2, 2),
+    (True, 2): PartsTile(512, 8, 8, 4),
+    **dict.fromkeys([(False, 4), (True, 4)], PartsTile(1024, 8, 2, 2)),
+}
+UNALIGNED_POSITIONS = 512
 # up to so many positions, of a softmax and of float32 gradients
 NARROW_PARTS, NARROW_POSITIONS = PartsTile(256, 4, 8, 8), 48
 # chunks of a step of a log_softmax gradient, at most: its first kernel reads one tensor, and holds two steps of it
 MOST_LOG_CHUNKS = 8
 # of bundles, by (backward, log, bytes of an element)
 BUNDLED_PARTS = {
-    **dict.fromkeys([(False, False, 2), (False, True, 2)], PartsTile(128, 4, 16, 8, programs=1024)),
+    **dict.fromkeys([(False, False, 2), (False, True, 2)], PartsTile(128, 4, 14, 8, programs=1024)),
     **dict.fromkeys([(False, False, 4), (False, True, 4)], PartsTile(256, 4, 16, 4, 128, 1024)),
     (True, False, 2): PartsTile(256, 4, 4, 4, 128, 512),
     (True, True, 2): PartsTile(128, 4, MOST_LOG_CHUNKS, 8, 128, 512),
