@@ -601,7 +601,8 @@ NARROW_PARTS, NARROW_POSITIONS = PartsTile(256, 4, 8, 8), 48
 MOST_LOG_CHUNKS = 8
 # of bundles, by (backward, log, bytes of an element)
 BUNDLED_PARTS = {
-    **dict.fromkeys([(False, False, 2), (False, True, 2)], PartsTile(128, 4, 14, 8, programs=1024)),
+    (False, False, 2): PartsTile(128, 4, 14, 8, programs=1024),
+    (False, True, 2): PartsTile(128, 4, 14, 12, programs=1024),
     **dict.fromkeys([(False, False, 4), (False, True, 4)], PartsTile(256, 4, 16, 4, 128, 1024)),
     (True, False, 2): PartsTile(256, 4, 4, 4, 128, 512),
     (True, True, 2): PartsTile(128, 4, MOST_LOG_CHUNKS, 8, 128, 512),
