@@ -2,6 +2,7 @@
 
 docs/measurements/ describes the measurement behind each number. `fused-softmax tune` measures a device and prints a
 table in this form. The planners `softmax` and `losses` use the tables; `masked_tables` has those of masked rows.
+docs/measurements/thresholds.md has the figures behind the thresholds.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class KernelConfig(NamedTuple):
 
 
 # the warp regime: a row in one warp or less, so that no reduction leaves its warp. Widths are in vectors per row. A row
-# of n < 32 vectors takes n threads, and `rows` counts rows per such group of threads. H200: one vector per thread and 4
-# warps reach torch's own latency (1.2 to 1.6 us) at every narrow width, and the copy's throughput from 8 columns on
+# of n < 32 vectors takes n threads, and `rows` counts rows per such group of threads. One vector per thread and 4 warps
+# reach torch's own latency and the copy's throughput
 WARP = {
     2: (
         KernelConfig(16, 1, 4),
@@ -65,7 +66,7 @@ WARP_EACH = {2: ((385, 512, 2), (705, 1024, 1)), 4: ((385, 1024, 1),)}
 # vectors of float32 per thread, at most, of which exp is computed once
 KEPT_EXPS = 8
 WARP_MAX_COLS = 1024
-# columns up to which it is preferred. 1,024 of float32: 0.993 of a copy with 4 warps per row, 0.972 with one
+# columns up to which it is preferred. Wider rows of float32 are faster in 4 warps
 WARP_COLS = {2: 1024, 4: 896}
 # rows in partial vectors, which have fewer bytes than an access may have: the most columns, and the warps of a program.
 # Of softmax, those that `gathered` does not take
@@ -90,19 +91,16 @@ WIDE_FLOATS = (
     KernelConfig(WIDEST, 16, 16, resident_chunks=7, step=3, max_registers=64),
 )
 # forward, where there are clusters; H200. Several warps hold a row where one would be as fast with many rows: with few
-# rows a warp waits for its own loads and sums. 4,096 columns of bfloat16 by 4 warps and by 1: 0.991 and 0.997 of a copy
-# with 2^27 elements, and 3.4 and 3.8 us with 512 rows. A multiprocessor must hold about 50 KB of rows: 1,537 columns
-# by 4 warps, 36 KB, run at 0.87
+# rows a warp waits for its own loads and sums. A multiprocessor must hold about 50 KB of rows
 FORWARD_CLUSTER = {
     2: (
         KernelConfig(1280, 1, 1, True),
         KernelConfig(2560, 1, 2),
         KernelConfig(3072, 1, 4, True),
-        # exp is computed once: up to 17% less time with few rows. H200, 8,192 columns of bfloat16, fraction of a copy
-        # and us of one row: 8 warps 1.006, 2.07; 4 warps and exp twice 1.011, 2.40
+        # exp is computed once: few rows take less time
         KernelConfig(5120, 1, 4),
         KernelConfig(6144, 1, 8),
-        # 6,532 columns: 4 warps 1.01 of a copy, 8 warps, few of which have a fourth vector, 0.96
+        # unaligned rows: few of 8 warps would have a fourth vector
         KernelConfig(6656, 1, 8, unaligned_warps=4),
         KernelConfig(10240, 1, 8),
         KernelConfig(12288, 1, 8, True),
@@ -113,7 +111,7 @@ FORWARD_CLUSTER = {
         KernelConfig(98304, 8, 4, True),
         KernelConfig(106496, 8, 4, True, max_registers=96),
         KernelConfig(131072, 16, 4),
-        # unaligned rows in 15 chunks take 3 to 5% less time than in 16
+        # unaligned rows are faster in 15 chunks than in 16
         KernelConfig(245760, 16, 4, True, odd_chunks=15),
         KernelConfig(262144, 16, 8, True),
         KernelConfig(524288, 16, 8, True, max_registers=112),
@@ -121,9 +119,7 @@ FORWARD_CLUSTER = {
     ),
     4: (
         KernelConfig(3584, 1, 4),
-        # 32 registers in place of 36 and 38, so that a multiprocessor holds 8 programs and not 6. H200, before and now:
-        # 1,024 rows with a warm L2 7.62 and 6.53 us, of 4,001 columns 7.66 and 6.87; 2^27 elements 1.015 and 1.016 of a
-        # copy, of 4,001 columns 1.013 and 1.008
+        # 32 registers in place of 36 and 38, so that a multiprocessor holds 8 programs and not 6
         KernelConfig(4096, 1, 8, max_registers=32, unaligned_registers=32),
         KernelConfig(8192, 1, 8),
         KernelConfig(16384, 4, 4),
@@ -132,8 +128,7 @@ FORWARD_CLUSTER = {
         KernelConfig(65536, 16, 4),
         KernelConfig(131072, 16, 8, max_registers=48),
         KernelConfig(212992, 16, 8),
-        # 16 vectors of an unaligned row spill at 80 registers, unless one is staged. H200, fraction of a copy: 235,001
-        # columns, 15 vectors and 80 registers 0.986; 255,398 columns, 16 vectors uncapped and so, time 1.023 and 1
+        # 16 vectors of an unaligned row spill at 80 registers, unless one is staged
         KernelConfig(245760, 16, 8, max_registers=80, unaligned_registers=80, odd_chunks=15),
         KernelConfig(262144, 16, 8, max_registers=80, unaligned_staged=1),
         *WIDE_FLOATS,
@@ -162,9 +157,8 @@ FORWARD_LOG_CLUSTER = {
         *_between(FORWARD_CLUSTER[4], 131072, WIDEST),
     ),
 }
-# backward, where there are clusters; H200. No clusters for 4,096 columns or less: a GPU starts at most one CTA of a
-# cluster in 3 ns where kernels start early. Fraction of an add on clusters of 2 or 4 and by one program, unaligned:
-# float32, 1,963 columns 0.83 and 1.00, 3,610 columns 0.85 and 1.04; bfloat16, 3,610 columns 0.83 and 0.99
+# backward, where there are clusters; H200. No clusters for 4,096 columns or less: where kernels start early, a GPU
+# starts the CTAs of clusters too slowly
 BACKWARD_CLUSTER = {
     2: (
         KernelConfig(1280, 1, 1, True),
@@ -182,8 +176,7 @@ BACKWARD_CLUSTER = {
         KernelConfig(57344, 8, 4, True),
         KernelConfig(65536, 8, 8, True, max_registers=80, unaligned_warps=4),
         KernelConfig(163840, 16, 4, True),
-        # H200, of an add, 5 chunks staged or 8 warps, and so: 207,248 columns 0.97 and 1.05, 234,421 0.92 and 1.00,
-        # 250,001 0.99 and 1.05; 231,056 in 15 chunks 1.08, in 16 1.02
+        # faster than with 5 chunks staged or 8 warps, and in 15 chunks than in 16
         KernelConfig(262144, 16, 4, True, max_registers=168, unaligned_registers=168, odd_chunks=15),
         KernelConfig(524288, 16, 8, True, smem_staged=5, max_registers=128),
         KernelConfig(655360, 16, 16, resident_chunks=8, step=3),
@@ -197,10 +190,9 @@ BACKWARD_CLUSTER = {
         KernelConfig(32768, 8, 8),
         KernelConfig(131072, 16, 8),
         KernelConfig(163840, 16, 8, max_registers=112, unaligned_registers=112),
-        # 226,001 columns 1.01 of an add, with 3 chunks staged 0.96
+        # faster than with 3 chunks staged
         KernelConfig(229376, 16, 8),
-        # 240,008 columns 1.00 in 15 chunks, 0.97 in 16. Unaligned 246,001 to 262,143 columns 0.93 to 0.94 with 3 chunks
-        # staged, 0.96 to 0.98 with 2. Some spill 8 bytes with Triton 3.9
+        # faster in 15 chunks than in 16, and unaligned rows with 2 staged chunks than with 3. Triton 3.9 spills in some
         KernelConfig(245760, 16, 8, smem_staged=1, max_registers=128, odd_chunks=15),
         KernelConfig(262144, 16, 8, smem_staged=2, max_registers=128, unaligned_staged=2),
         KernelConfig(327680, 16, 16, resident_chunks=8, step=3),
@@ -218,10 +210,10 @@ BACKWARD_LOG_CLUSTER = {
         KernelConfig(131072, 16, 4, True),
         KernelConfig(147456, 16, 4, True, unaligned_registers=112),
         KernelConfig(163840, 16, 4, True),
-        # 163,963 columns 1.05 of an add, uncapped 0.89 with Triton 3.6. It spills 8 bytes with the cap, up to 165,526
+        # faster than uncapped with Triton 3.6, though the narrowest spill
         KernelConfig(196608, 16, 4, True, unaligned_registers=128),
         KernelConfig(229376, 16, 4, True, smem_staged=1, max_registers=128),
-        # 231,056 columns 1.05 of an add in 15 chunks, 0.91 in 16
+        # faster in 15 chunks than in 16
         KernelConfig(262144, 16, 4, True, max_registers=160, odd_chunks=15),
         KernelConfig(524288, 16, 8, True, smem_staged=4, max_registers=128),
         KernelConfig(1048576, 16, 16, True, smem_staged=2, prefetched_chunks=4, max_registers=128),
@@ -249,7 +241,7 @@ FORWARD_BLOCK = {
     4: (KernelConfig(4096, 1, 4), KernelConfig(16384, 1, 16), KernelConfig(32768, 1, 16)),
 }
 BACKWARD_BLOCK = {
-    # longer rows spill 72 to 96 bytes a thread with Triton 3.9
+    # longer rows spill with Triton 3.9
     2: (KernelConfig(4096, 1, 8, True), KernelConfig(28672, 1, 16, True)),
     4: (KernelConfig(4096, 1, 8), KernelConfig(16384, 1, 16)),
 }
@@ -258,8 +250,7 @@ TWO_PASS_WARPS, TWO_PASS_CHUNKS = 8, 4
 
 # --- other ops ---
 # a loss with its gradient in the same pass, by element size. As few CTAs of few warps as hold the row: a thread's many
-# vectors are all in flight, and few threads have no column. H200, 44 random widths, time over a copy (lower is better):
-# bfloat16 0.98 to 1.07, float32 0.98 to 1.02, 1.07 from 212,992 columns on; with 8 to 16 warps it was up to 1.38.
+# vectors are all in flight, and few threads have no column
 LOSS_CLUSTER = {
     2: (
         KernelConfig(3584, 1, 2, True),
@@ -288,8 +279,7 @@ LOSS_REGISTERS = {
     2: (4, ((16, 96, 96), (17, 96, 104), (18, 96, 112), (19, 112, 112), (24, 128, 128))),
     4: (8, ((7, None, None), (8, None, 64), (10, 64, 64), (12, None, None), (15, 80, 80), (16, 96, 96))),
 }
-# of unaligned 16-bit rows of a loss on clusters: 22 vectors per thread spill 24 bytes at 128 registers with Triton 3.6,
-# and 24 do not, though two of them are empty
+# of unaligned 16-bit rows of a loss on clusters: 22 vectors per thread spill, and 24 do not, though two are empty
 LOSS_SPILLS, LOSS_SPILLS_NOT = 22, 24
 # of a reduction that holds nothing, by element size: (columns, CTAs per row, warps per CTA, the fewest and the most
 # chunks per step)
@@ -311,8 +301,7 @@ STATISTICS_STEPS = {
 # the same of wide rows, parts of which have programs of their own, by element size: the columns above which they have,
 # the warps of a program, and its chunks at most
 STATISTICS_PARTS = {2: (5376, 1, 16), 4: (98304, 4, 8)}
-# of a kernel without a reduction, by element size: warps of one program, and its chunks at most, for any width. H200,
-# 60 random widths, gradient of log-probabilities with entropy: at least 0.97 of the best of 12 candidates
+# of a kernel without a reduction, by element size: warps of one program, and its chunks at most, for any width
 ELEMENTWISE = {2: (1, 8), 4: (2, 6)}
 # warps of one program, and its chunks at most, of a launch that most often has nothing to do
 FEW_PROGRAMS = (8, 4)

@@ -1,7 +1,7 @@
 """Plans of narrow rows, which a program moves as one piece (`kernels/common/gathered_rows`).
 
 How many lanes of a warp share a row is a rule, not a table: the number that takes the least time, by the count of
-`piece_costs`.
+`piece_costs`. docs/measurements/thresholds.md has the figures behind the thresholds.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from .types import ITEMSIZE, Device, Plan, Problem
 
 NUM_WARPS = 4
 # columns from which and up to which rows are moved as one piece, the latter by the bytes of an element: beyond, other
-# kernels are as fast, and faster with few rows. One column with 16 rows for each thread took 3 times torch's time with
-# few rows
+# kernels are as fast, and faster with few rows
 FEWEST_COLS = 3
 MOST_COLS = {
     FORWARD: {2: 128, 4: 64}, BACKWARD: {2: 80, 4: 0}, MASKED: {2: 116, 4: 64}, MASKED_BACKWARD: {2: 104, 4: 32},
@@ -34,16 +33,14 @@ FEW_ELEMENTS = 8
 # elements of a thread that cost few rows, which wait for them, as much as a copy's time costs many rows
 ELEMENTS_OF_COPY = 300
 # of the copy's time that runs have to save: they are a kernel more to compile, and masks are read in more sectors at
-# once. H200: 85 columns with an additive mask and runs of 8 lanes took 1.38 times a copy, where the count says 1.16
+# once, which the count does not know
 RUNS_COST = {FORWARD: 0.05, BACKWARD: 0.05, MASKED: 0.15, MASKED_BACKWARD: 0.05}
-# columns of which the kernels that read rows take no longer than a copy; fewer take longer by their inverse. H200,
-# bfloat16: 65 columns 0.67, 127 columns 0.98; gradients of 65 columns 0.86; an additive mask of 77 columns 0.59
+# columns of which the kernels that read rows take no longer than a copy; fewer take longer by their inverse
 COLS_OF_ROWS = {FORWARD: 96, BACKWARD: 76, MASKED: 140, MASKED_BACKWARD: 105}
 # of the time of those kernels, at most: the count has such an error
 MOST_OVER_ROWS = 1.07
 # columns of rows that start at multiples of 16 bytes, at most, by the bytes of an element. The kernels that read rows
-# give them lanes by powers of two, scores 8 lanes at least. H200, bfloat16: softmax of 72 columns 0.79, as a piece
-# 1.04; of 64 columns 1.02 and 0.91. An additive mask of 16 columns 0.26 and 0.75, of 64 columns 0.92 and 0.74
+# give them lanes by powers of two, scores 8 lanes at least
 ALIGNED_COLS = {
     FORWARD: {2: 120, 4: 60}, BACKWARD: {2: 0, 4: 0}, MASKED: {2: 80, 4: 28}, MASKED_BACKWARD: {2: 80, 4: 20},
 }  # fmt: skip

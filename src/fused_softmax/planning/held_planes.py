@@ -23,11 +23,9 @@ LEAST_HELD_GAIN = 1.1
 # a 16-bit plane of more than so many CTAs, by `backward`: twice the CTAs, up to MOST_CTAS, with half of the warps,
 # where they hold as much as this of what the others do. float32 loses
 HALVED_ABOVE, MOST_CTAS, LEAST_HALVED = {False: 1, True: 2}, 8, 0.85
-# of fewer positions, which few threads reduce: 20,000 float32 columns of 7 positions 0.75 with 16 warps, 0.85 with 8;
-# the gradient of 45,141 bfloat16 columns of 6 0.78 and 0.97
+# of fewer positions, which few threads reduce: faster with 8 warps than with 16
 FEW_POSITIONS, FEW_WARPS = 16, (8, 4, 16)
-# what twice the CTAs hold counts for: they wait for each other, and begin and end together. H200, float32, 16 warps and
-# 18 to 22 vectors: 2 CTAs 0.91 to 0.98, 4 0.85, 8 0.75 to 0.80, 16 0.59 to 0.65
+# what twice the CTAs hold counts for: they wait for each other, and begin and end together
 OF_DOUBLED = 0.92
 HELD_POSITIONS = 256  # of a plane, at most: more take 512 threads, of which up to half are idle
 MOST_WARPS = 16  # of a program, which then fills a multiprocessor

@@ -1,4 +1,7 @@
-"""Plans of masked softmax and its gradient: a mask takes as much room as the second row of a gradient."""
+"""Plans of masked softmax and its gradient: a mask takes as much room as the second row of a gradient.
+
+docs/measurements/thresholds.md has the figures behind the thresholds.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +26,20 @@ from .types import Device, Plan, Problem
 
 # the tables of each kind of mask, by the numbers of the kernels: none, boolean, additive
 KINDS = ("unmasked", "boolean", "additive")
-# columns up to which causal rows are read as one piece, too, by the bytes of an element. H100, float32: 23 columns run
-# at 0.77 of a copy, 0.49 otherwise; 37 columns at 0.76 and 0.83. H200, bfloat16: 63 columns run at 0.34 otherwise
+# columns up to which causal rows are read as one piece, too, by the bytes of an element
 GATHERED_COLS = {2: 63, 4: 32}
-# the same of gradients whose rows start at multiples of 16 bytes, which read only what they see otherwise. H200,
-# bfloat16: 48 columns 0.96 in both ways, 56 columns 1.05 and, as a piece, 0.83
+# the same of gradients whose rows start at multiples of 16 bytes, which read only what they see otherwise
 ALIGNED_CAUSAL_GRADIENT = {2: 48, 4: 20}
-# vectors of a thread up to which causal rows are written as one piece. H100, bfloat16: 474 columns and 27 queries (8)
-# take 0.95 to 0.98 of the time, 521 columns and 40 queries (9) 1.01
+# vectors of a thread up to which causal rows are written as one piece
 OUTPUT_GATHERED_CHUNKS = 8
 # of their 16-bit programs of 4 warps, so that 8 of them share a multiprocessor; and of 2 warps, with so many vectors of
-# a thread at most, so that 12 do, not 10. H200, us: 402 columns and 28 queries 49.4 and 46.9, 438 columns and 24
-# queries 44.4 and 41.9; to zero the output takes 44.5 and 42.2
+# a thread at most, so that 12 do, not 10
 OUTPUT_GATHERED_REGISTERS = 64
 OUTPUT_GATHERED_FEW_CHUNKS, OUTPUT_GATHERED_FEW_REGISTERS = 7, 80
 # causal rows of few queries (`_few_queries`): chunks that they see at most. With more a thread has as many registers as
 # one that holds the whole row
 MOST_SEEN_CHUNKS = 4
-# bytes of a program's piece at least, by the bytes of an element. H200, bfloat16, time over that of twice the rows: 636
-# columns (5,088 bytes) 0.98, 330 (5,280) 0.97, 460 (3,680) 1.01, 286 (4,576) 1.02
+# bytes of a program's piece at least, by the bytes of an element: with fewer, twice the rows are faster
 FEW_QUERIES_LEAST = {2: 4800, 4: 2100}
 SECTOR_BYTES = 32
 
@@ -194,8 +192,7 @@ def _exact(problem: Problem, plan: Plan) -> Plan:
 def _more_warps(problem: Problem, plan: Plan, device: Device) -> Plan:
     """The plan of rows in partial vectors, with warps added until a thread has at most PARTIAL_ELEMENTS.
 
-    A row has at most PARTIAL_MOST warps. H200, bfloat16, boolean: 2,402 columns 180 us with 1 warp, 120 with 4; 13,790
-    columns 176 with 4, 135 with 8.
+    A row has at most PARTIAL_MOST warps.
     """
     units = -(-problem.n_cols // plan.vec)
     while plan.num_warps < PARTIAL_MOST and units * plan.vec > PARTIAL_ELEMENTS * plan.num_warps * device.warp_size:

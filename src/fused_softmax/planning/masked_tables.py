@@ -1,4 +1,7 @@
-"""The measured tables of masked rows and their gradients, as `config_tables` has those of softmax."""
+"""The measured tables of masked rows and their gradients, as `config_tables` has those of softmax.
+
+docs/measurements/thresholds.md has the figures behind the thresholds.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +69,7 @@ MASKED["additive"] = {
         KernelConfig(4096, 1, 4, unaligned_warps=8),
         KernelConfig(6144, 1, 4),
         KernelConfig(8192, 1, 8, max_registers=80),
-        # fraction of a copy with 8 warps and on 4 CTAs: 10,001 columns 0.92 and 0.98, 11,105 1.06 and 0.99, 12,544 0.91
-        # and 1.11, 13,032 0.97 and 1.06
+        # most wider rows are faster on 4 CTAs than with 8 warps
         KernelConfig(9216, 1, 8),
         KernelConfig(16384, 4, 4),
     ),
@@ -93,7 +95,7 @@ MASKED_WIDE = {
 # unaligned rows beyond those of MASKED: a mask whose vectors are not the row's takes more registers and more of L1
 MASKED_UNALIGNED: dict[tuple[str, int], tuple[KernelConfig, ...]] = {
     ("boolean", 2): (KernelConfig(22528, 1, 8), KernelConfig(26624, 1, 8, max_registers=128)),
-    # 12 vectors per thread take 135 registers, and spill with a cap of 128
+    # 12 vectors per thread spill with a cap of 128
     ("additive", 2): (
         KernelConfig(22528, 1, 8, max_registers=128),
         KernelConfig(24576, 2, 8, True),
@@ -127,8 +129,7 @@ MASKED_REGISTERS = {
     ("additive", False): ((7, 8, 96), (12, 12, 128), (14, 16, 168)),
     ("boolean", False): ((14, 14, 128),),
 }
-# of a masked gradient on a cluster whose threads hold at most 4 vectors of 16 bits per tensor. H200, bfloat16, causal:
-# 253 us instead of 302 us without a cap at 32,000 columns, 248 us instead of 295 us at 128,256 (2^28 elements)
+# of a masked gradient on a cluster whose threads hold at most 4 vectors of 16 bits per tensor: faster than uncapped
 MASKED_BACKWARD_REGISTERS = 80
 # vectors per thread of a longer row: alone, and together with as many of a mask or of a gradient's second row
 MASKED_CHUNKS = {False: 16, True: 13}

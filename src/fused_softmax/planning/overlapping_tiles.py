@@ -129,8 +129,7 @@ RANGES = {
         Range(2817, 7936, (Tile(32, 4, 150), Tile(32, 8, 124))),
     ),
 }
-# up to FEW positions have these instead. H200, bfloat16, whole sectors, fraction of a copy (higher is better): softmax
-# of 642 columns of 368 positions 0.88 with the tables' plan and 0.74 with this one, of 514 of 480 0.91 and 0.86
+# up to FEW positions have these instead: the tables' plans are faster there with fewer columns
 FEW = 511
 FEW_RANGES = {
     ("softmax", 2, 32): (Range(1025, 8704, (*_WIDE, Tile(64, 4, 136))),),

@@ -2,11 +2,11 @@
 
 The count follows from the width, because a row's stride decides which banks its lanes meet.
 
-H200, 2^26 elements, fraction of a copy (higher is better). 65 columns of bfloat16 have 3 wavefronts for an access of 2
-lanes and 5 of 4 lanes: 0.90 and 0.64. In runs 2 lanes have 2: 1.04. 49 columns have 1 with 2 lanes and 2 with 4: 1.04
-and 0.97. The weights of the count are about those that fit 159 such times (error: 4%) and 198 of masked rows (3%).
+65 columns of bfloat16 have 3 wavefronts for an access of 2 lanes, 5 of 4 lanes, and 2 of 2 lanes in runs: the fewer,
+the faster. The weights of the count are about those that fit measured times.
 
 The sizes of a piece's room in shared memory are here, too: several plans share them.
+docs/measurements/thresholds.md has the figures behind the thresholds.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ FORWARD, BACKWARD, MASKED, MASKED_BACKWARD = "forward", "backward", "masked", "m
 # elements of a row that a thread holds, at most: they are float32 in its registers, two rows of them in a gradient
 MOST_ELEMENTS = {FORWARD: 40, BACKWARD: 36, MASKED: 34, MASKED_BACKWARD: 36}
 # accesses of a thread are rounded up to these, so that widths share kernels. They come from a random search over such
-# lists: by the count below, even numbers up to 40 save 0.4% of the time on the mean, and have 72 kernels in place of
-# 46. No plan has more than 40
+# lists, by the count below. No plan has more than 40
 CHUNKS = (1, 3, 5, 9, 12, 15, 19, 25, 34, 40, 64, 128, 256)
 BANKS, ISSUES = 32, 4  # of a multiprocessor: 4-byte banks, and instructions in a cycle
 # bytes of a piece, at most, that kernels declare; rooms of several sizes, so that widths share kernels

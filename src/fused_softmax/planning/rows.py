@@ -6,7 +6,7 @@ A plan sees columns, dtypes, alignment and device, not the number of rows, so a 
 A config is good for these reasons, in the order of their weight (measured on an H200, bfloat16 and float32, 2^28
 elements): many bytes in flight (several programs on each multiprocessor, and few threads without a column), registers
 just under the next step of occupancy, no reduction across warps where a warp can hold the row, and no mask where a
-slice is known to be full.
+slice is known to be full. docs/measurements/thresholds.md has the figures behind the thresholds.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ def warp_plan(
         vectors = max(vectors, 2 * vec) if unaligned else vectors
         if problem.itemsize == 2 and device.warp_size < units <= 3 * device.warp_size // 2:
             # three vectors for each of 16 threads, not one or two for each of 32, except unaligned rows of a gradient,
-            # which take 105 registers with Triton 3.9: 309 columns 0.946 of the add, with 32 threads 0.996
+            # which take many registers with Triton 3.9
             vectors = device.warp_size // (1 if unaligned and problem.backward else 2)
         config = next(c for c in WARP[problem.itemsize] if units <= c.max_cols)
         num_warps, rows_a_thread = max(1, config.num_warps * 32 // device.warp_size), config.rows
         if unaligned and vectors == device.warp_size and units <= vectors:
-            num_warps, rows_a_thread = 1, 4  # 257 columns of bfloat16: 0.98 of copy instead of 0.93
+            num_warps, rows_a_thread = 1, 4  # faster than the table's
         if unaligned and problem.itemsize == 2 and not problem.backward:
             of_row = (row[2:] for row in WARP_UNALIGNED if row[0] <= units <= row[1])
             vectors, num_warps, rows_a_thread = next(of_row, (vectors, num_warps, rows_a_thread))
@@ -145,7 +145,7 @@ def resident_plan(problem: Problem, device: Device, config: KernelConfig) -> Pla
     units = problem.n_cols // vec if unaligned else -(-problem.n_cols // vec)
     slice_units = -(-units // config.ctas)
     chunks = _round_chunks(max(1, -(-slice_units // vectors)), config.odd_chunks)
-    # an unaligned row leaves less room for exp's results (50,257 columns: 0.99 of copy instead of 0.96)
+    # an unaligned row leaves less room for exp's results
     recompute = config.recompute or problem.itemsize == 4 or (unaligned and chunks > 5)
     whole = vec == problem.full_vec and problem.dtype == problem.out_dtype
     # only for whole vectors of a row on a cluster, so that each thread knows its own
@@ -210,9 +210,7 @@ def two_pass_plan(problem: Problem, device: Device, config: KernelConfig | None 
 def steps_plan(problem: Problem, device: Device, ctas: int, warps: int, most: int, why: str) -> Plan:
     """The plan of rows that `ctas` programs read in steps of at most `most` chunks and do not hold.
 
-    The steps divide the row evenly, so that few threads of the last one have no column. H200, bfloat16, 4,132 columns,
-    log-probabilities with entropy: 0.94 of a read in 3 steps of 6 chunks of a warp, 0.52 in one step of 8 chunks of
-    four warps.
+    The steps divide the row evenly, so that few threads of the last one have no column.
     """
     num_warps, vectors, units = _step_geometry(problem, device, warps)
     steps = -(-units // (ctas * vectors * most))
@@ -225,8 +223,7 @@ def looped_steps_plan(
     """`steps_plan` of a reduction, whose last step is shorter where few columns are left (`online_reduction`).
 
     Of `fewest` to `most` chunks per step, those with the least work: chunks, empty ones too, and half a chunk
-    for each step. H200, bfloat16, 56,606 columns, log-probabilities with entropy: 1.00 of a read in 4 steps of 7
-    chunks of 8 warps, 0.97 in 6 steps of 5.
+    for each step.
     """
     num_warps, vectors, units = _step_geometry(problem, device, warps)
     slice_units = -(-units // ctas)
@@ -286,11 +283,9 @@ def unpredicated_chunks_of(
 ) -> int:
     """Chunks that lie inside every slice: all where powers of two divide the row so, else all except the last two.
 
-    Or three, where the number of chunks was rounded up and the last slice is shorter: 165,001 columns of a bfloat16
-    gradient have 0.86 of the add with a predicate at each of 12 chunks. An unaligned row of n columns has n//vec or one
-    vector fewer between head and tail, and the last slice is the shortest. Long gradients keep two predicates that they
-    do not need. Without them, at 262,144 columns of bfloat16, the compiler orders their loads so that they reach 0.86
-    of the add; with them, they reach 0.98.
+    Or three, where the number of chunks was rounded up and the last slice is shorter. An unaligned row of n columns has
+    n//vec or one vector fewer between head and tail, and the last slice is the shortest. Long gradients keep two
+    predicates that they do not need. Without them the compiler orders their loads so that they are slower.
     """
     if backward and chunks >= 8:
         unaligned = True

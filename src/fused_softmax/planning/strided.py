@@ -1,4 +1,7 @@
-"""Plans of rows whose elements or starts are not neighbors in memory: the strided kernel's, or a copy first."""
+"""Plans of rows whose elements or starts are not neighbors in memory: the strided kernel's, or a copy first.
+
+docs/measurements/thresholds.md has the figures behind the thresholds.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,12 @@ from .types import Plan, power_of_two
 TILE, SHORT_TILE, WIDE_TILE, THREAD_ELEMENTS = 1024, 512, 4096, 32
 LEAST_ROWS = 16  # of a tile, so that 32 bytes or more of each column are read
 STEP = 256  # columns of a step
-# columns of one row are neighbors, and of another: up to 512 in one step are twice as fast as in two
+# columns of one row are neighbors, and of another: up to 512 in one step are faster than in two
 LONG_STEP = 512
 LEAST_TILE = 256  # elements that exist of a tile, or a copy is faster
 # columns for each neighbor, at most, of fewer than MANY neighbors and of more
 MANY, PER_ROW, PER_ROW_OF_MANY = 1024, 4, 16
-# and in all, where x can be copied by tiles. H200, of a copy, strided and after such a copy: bfloat16, 2,900 columns
-# 0.35 and 0.63, 18,134 columns 0.29 and 0.51; float32 0.54 and 0.66, 0.48 and 0.60
+# and in all, where x can be copied by tiles: more are faster after such a copy
 MOST_COLS = 2400
 
 
@@ -37,11 +39,7 @@ class StridedRows(NamedTuple):
 
 
 def strided_plan(of: StridedRows) -> Plan:
-    """The plan of rows or columns with any strides: tiles of `rows` rows and `vectors_per_chunk` columns per step.
-
-    H200, time over torch's for transposed bfloat16 rows, with these tiles and with those of up to 64 columns and 4,096
-    elements that were before: 0.20 and 0.41 at 256 columns, 0.32 and 0.67 at 100, 0.32 and 1.6 at 12.
-    """
+    """The plan of rows or columns with any strides: tiles of `rows` rows and `vectors_per_chunk` columns per step."""
     along_cols = of.along_cols and not of.along_rows
     if along_cols and of.out_along_cols:
         cols = min(power_of_two(of.n_cols), 1024)
@@ -64,10 +62,8 @@ def strided_plan(of: StridedRows) -> Plan:
 def strided_is_faster(of: StridedRows, tiled: bool = False) -> bool:
     """Whether the strided kernel takes less time than a copy and a kernel over its contiguous result.
 
-    H200, time over torch's. A copy first takes 0.6 to 1.0 of it, the strided kernel 0.2 to 0.6 where it keeps the GPU
-    busy. A program takes whole rows, in 1 us for each step and pass: 513 bfloat16 rows of 4,096 columns, alone, take
-    1.1 where a copy first takes 0.8, and 1,024 rows of 8,192 columns 0.6. Crops take 0.2 to 0.4 in one step, 0.3 to 0.5
-    with a copy first. Every second column takes 2.9 times as long as after a copy (bfloat16, 2,048 columns).
+    It does where it keeps the GPU busy. A program takes whole rows, step by step, so few long rows leave the GPU idle.
+    Crops are faster in one step. Every second column is slower than after a copy.
 
     tiled: whether the copy is one by tiles, which takes a third of the time.
     """

@@ -169,7 +169,7 @@ def room_of(n_bytes: int, device: Device) -> tuple[int, int] | None:
 def lanes_of(n_cols: int, width: int, itemsize: int) -> tuple[int, bool]:
     """(lanes that share a row, whether it is too long for their registers): the least time by `piece_costs`.
 
-    It picks the fastest of those that were timed at 15 widths from 8 to 512 columns (H200, bfloat16 and float32).
+    It picks the fastest of those that were timed.
     """
     times = {}
     for lanes in (1, 2, 4, 8, 16, 32):
@@ -206,9 +206,6 @@ def plan_with(
 
 def transposed_plan(of: TransposedRows, device: Device) -> Plan | None:
     """The plan of such rows; None where another kernel is faster, or the device has no such kernel.
-
-    H200, fraction of a copy (higher is better): bfloat16 up to 333 columns 0.91 to 1.35, and 0.7 to 0.9 where `inner`
-    is odd, a strided kernel 0.23 to 0.7; float32 up to 512 columns 0.8 to 1.2, a strided kernel 0.37 to 1.1.
 
     >>> from .types import DEVICES
     >>> transposed_plan(TransposedRows(150, 4096, "bfloat16", 8, 32), DEVICES["sm_90"]).rows

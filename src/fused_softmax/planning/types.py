@@ -1,4 +1,7 @@
-"""The planners' inputs, Device and Problem, their answer, Plan, and the hardware table. Pure Python, no I/O."""
+"""The planners' inputs, Device and Problem, their answer, Plan, and the hardware table. Pure Python, no I/O.
+
+docs/measurements/thresholds.md has the figures behind the thresholds.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,9 @@ REGIMES = ("warp", "block", "cluster", "two_pass")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 VECTOR_BYTES, SECTOR_BYTES = 16, 32
 ENOUGH_TILES = 4  # from so many on, a last one that is partly empty costs little
-# narrower tiles read so many positions twice that there are at least ENOUGH_TILES of them. H200, bfloat16, time before
-# over time in tiles of 32: softmax of 1,724 columns of 56 positions 0.72, 2,471 of 88 0.75, a gradient 6,637 of 56 0.93
+# narrower tiles read so many positions twice that there are at least ENOUGH_TILES of them
 LEAST_FILLED = 64
-# positions of whole tiles over those that exist, at most, where positions are fewer than four tiles. H200, bfloat16,
-# fraction of an add with tiles of 32 that one program holds and with 64 on a cluster: gradients of 260 columns of 192
-# positions 0.54 and 0.69 (2.5e6 elements), of 410 columns of 224 positions 0.92 and 0.99 (6e7)
+# positions of whole tiles over those that exist, at most, where positions are fewer than four tiles
 FILLED = 1.15
 
 
