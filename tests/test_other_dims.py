@@ -923,6 +923,7 @@ def test_gradients_in_halves_of_sectors_stage_what_registers_do_not_hold(n_cols,
         (50257, 1024, "bfloat16", 8, True, (64, 4, 16, 8)), (50257, 1032, "bfloat16", 8, False, (128, 4, 16, 4)),
         (50257, 1028, "float32", 4, False, (256, 4, 16, 4)), (50257, 1023, "bfloat16", 1, False, (256, 8, 2, 2)),
         (50257, 1023, "float32", 1, False, (256, 8, 2, 2)), (50257, 511, "bfloat16", 1, False, (128, 4, 4, 0)),
+        (50257, 1022, "bfloat16", 2, False, (256, 8, 2, 2)),
         # a last block with few positions wastes the time of the others
         (50257, 308, "float32", 4, False, (128, 4, 16, 4)), (50257, 24, "bfloat16", 8, False, (32, 4, 16, 4)),
     ],
@@ -934,6 +935,15 @@ def test_columns_that_are_read_twice_have_wide_tiles_where_neighbors_share_a_sec
     plan = plan_spatial(problem, DEVICES["sm_90"])
     assert plan.regime == "spatial_two_pass"
     assert (plan.rows, plan.num_warps, plan.chunks, plan.finish_chunks) == tile
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("vec", "tile"), [(4, (256, 8, 8, 4)), (2, (256, 8, 8, 4)), (1, (256, 8, 2, 2))])
+def test_gradients_that_are_read_twice_have_longer_steps_where_columns_start_at_4_or_8_bytes(dtype, vec, tile):
+    for log in (False, True):
+        problem = SpatialProblem(50257, 1024 + vec, dtype, dtype, vec, True, log, False, False, True)
+        plan = plan_spatial(problem, DEVICES["sm_90"])
+        assert (plan.rows, plan.num_warps, plan.chunks, plan.finish_chunks) == tile
 
 
 # (dtype, gradient, n_cols, inner, whole sectors) -> (positions of a tile, CTAs, chunks, staged chunks, cap on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from launches import BFLOAT16, FLOAT32, as_called, cross_compiled, spatial_losses, spatial_softmax
+from launches import BFLOAT16, FLOAT32, as_called, cross_compiled, spatial_losses, spatial_softmax, spatial_softmax_over
 from machine_code import late_loads
 from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 
@@ -138,6 +138,34 @@ def test_as_many_programs_fit_as_the_plan_says(n_cols, inner, dtype, backward, l
     waits = [line for line in assembly["sass"].splitlines() if "NANOSLEEP" in line]
     loads = [line for line in assembly["sass"].splitlines() if "LDG" in line]
     assert waits and assembly["sass"].index(waits[-1]) < assembly["sass"].index(loads[0]), "a program waits first"
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, pytest.param(torch.float16, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("log", [False, pytest.param(True, marks=pytest.mark.extended)])
+def test_five_programs_reduce_bundles_of_a_16_bit_softmax_at_a_time(dtype, log):
+    tensors = tuple(torch.empty(1, 24710, 2140, dtype=dtype, device="meta") for _ in range(2))
+    found = {name.split()[0]: launch for name, launch, _ in spatial_softmax_over(tensors, "", log, DEVICES["sm_90"])}
+    used, _ = cross_compiled(found["softmax_spatial_bundled_reduce"], "sm_90")
+    assert used.spilled_bytes == 0 and occupancy(used, MULTIPROCESSORS["sm_90"]).programs == 5
+
+
+@pytest.mark.parametrize(
+    ("n_cols", "inner", "dtype"),
+    [
+        (23199, 1826, BFLOAT16),  # read twice, where columns start at multiples of 4 bytes
+        *(pytest.param(*of, marks=pytest.mark.extended) for of in (
+            (23199, 1828, torch.float16), (1045, 11, FLOAT32), (972, 15, BFLOAT16), (2026, 7, FLOAT32),
+            (1940, 10, BFLOAT16), (3941, 6, torch.float16), (887, 10, FLOAT32),  # few positions in registers
+        )),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("log", [False, pytest.param(True, marks=pytest.mark.extended)])
+def test_gradients_that_tiles_would_read_in_few_bytes_spill_no_more_than_others(n_cols, inner, dtype, log):
+    tensors = tuple(torch.empty(2, n_cols, inner, dtype=dtype, device="meta") for _ in range(3))
+    for name, launch, chosen in spatial_softmax_over(tensors, str(inner), log, DEVICES["sm_90"]):
+        used, _ = cross_compiled(launch, "sm_90")
+        assert used.fits() and used.spilled_bytes <= MOST_SPILLED, (name, used)
+        assert chosen.periodic or chosen.regime == "spatial_two_pass", name
 
 
 def test_a_program_of_two_indices_of_outer_stages_nothing():

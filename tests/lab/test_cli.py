@@ -150,6 +150,7 @@ REFUSED = [
     ("profile --shapes 2x3x4x5", "'2x3x4x5' is no shape"),
     ("profile --shapes 2xax4", "'2xax4' is no shape"),
     ("profile --shapes ,", "names nothing"),
+    ("profile --shapes 2x3x9999999999999999999", "is no shape"),
     ("profile --shapes 2x3x4 --widths 100", "--shapes names whole shapes: leave out --widths"),
     ("profile --shapes 2x3x4 --random-widths 4", "leave out --widths, --random-widths"),
     ("profile --shapes 2x3x4 --inner 64", "--inner and --floors"),

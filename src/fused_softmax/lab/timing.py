@@ -124,8 +124,9 @@ def _sleep_ticks_per_ms(device: torch.device) -> float:
 class GraphStopwatch:
     """Replay of CUDA graphs that hold `per_graph` calls each: device time per call, on data that stays in the L2.
 
-    Calls of one graph run one after another with no host in between; the gaps between kernels are counted. Where cold,
-    each call reads other inputs (`input_sets`) and writes to other memory, and the L2 is overwritten before a replay.
+    Calls of one graph run one after another with no host in between; the gaps between kernels are counted. All write to
+    one place, as a plain pass does. Where cold, each call reads other inputs (`input_sets`) and writes to other memory,
+    and the L2 is overwritten before a replay.
     """
 
     describe = "CUDA-graph replay, warm L2"
@@ -153,7 +154,7 @@ class GraphStopwatch:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(self.per_graph):
-                if self.flushed is None:  # as a plain pass does, all calls write to one place
+                if self.flushed is None:  # the next result has the memory of this one
                     kept.clear()
                 kept.append(call())
         self.graphs[name] = graph, kept

@@ -37,7 +37,7 @@ LEAST_HELD = {False: 0.52, True: 0.5}
 # positions by FILLED_UP
 LEAST_HELD_GRADIENT, FILLED_UP = 0.6, 1.15
 # of gradients of few positions: where few warps may hold planes, too; of float32 in one program of 8 warps, where runs
-# start at multiples of two elements and tiles are so wide
+# start at multiples of two elements and tiles are wider by FILLED_UP
 LEAST_HELD_SINGLE, LEAST_HELD_PAIRS = 0.5, 0.8
 # of gradients whose runs are whole sectors, where tiles are so wide
 LEAST_HELD_WHOLE = 0.75
@@ -148,18 +148,25 @@ def held_gradient(plane: Plane, clusters: tuple[int, ...], filled_up: float) -> 
         few = held_by_few_warps(plane)
         if few is not None and few.share >= LEAST_HELD_SMALL[anywhere and empty]:
             return few
-    best, few_positions = most_held(plane, clusters), plane.inner < FEW_POSITIONS
-    least = LEAST_HELD_GRADIENT if not few_positions else LEAST_HELD_SINGLE if single else LEAST_HELD_PAIRS
-    if best is None or best.share < least:
+    if plane.inner < FEW_POSITIONS:
+        return _of_few_positions(plane, clusters, empty, single)
+    best = most_held(plane, clusters)
+    if best is None or best.share < LEAST_HELD_GRADIENT:
         return None
-    if few_positions and not single:
-        pairs = empty and plane.itemsize == 4 and plane.vec == 2
-        return best if pairs and (best.ctas, best.num_warps) == (1, FEW_WARPS[0]) else None
     if plane.whole_sectors:
         gains = best.ctas == 1 and empty and best.share >= LEAST_HELD_WHOLE
     else:
-        gains = best.ctas == 1 or empty or few_positions
+        gains = best.ctas == 1 or empty
     return best if gains else None
+
+
+def _of_few_positions(plane: Plane, clusters: tuple[int, ...], empty: bool, single: bool) -> Held | None:
+    """`held_gradient` of fewer than FEW_POSITIONS that few warps do not hold. single: tiles read 4 bytes or less."""
+    pairs = empty and plane.itemsize == 4 and plane.vec == 2
+    best = most_held(plane, clusters) if single or pairs else None
+    if best is None or best.share < (LEAST_HELD_SINGLE if single else LEAST_HELD_PAIRS):
+        return None
+    return best if single or (best.ctas, best.num_warps) == (1, FEW_WARPS[0]) else None
 
 
 def registers_of(plane: Plane, way: Held) -> int:

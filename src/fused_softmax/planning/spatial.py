@@ -42,6 +42,7 @@ from .spatial_tables import (
     ON_CHIP,
     ONE_STEP,
     PART_COLS,
+    PARTLY_ALIGNED_PARTS,
     PART_VECTORS,
     PARTS,
     SKEWED_COLS,
@@ -418,7 +419,8 @@ def _uncapped_parts_tile(problem: SpatialProblem) -> PartsTile:
     """The tile by where columns start, with all chunks that registers hold."""
     if problem.vec < problem.full_vec:
         if problem.inner >= UNALIGNED_POSITIONS:
-            return UNALIGNED_PARTS[problem.backward, problem.itemsize]
+            partly = problem.backward and problem.itemsize == 2 and problem.vec > 1
+            return PARTLY_ALIGNED_PARTS if partly else UNALIGNED_PARTS[problem.itemsize]
         narrow = problem.inner <= NARROW_POSITIONS and not (problem.backward and problem.itemsize == 2)
         return NARROW_PARTS if narrow else PARTS
     return (SOFTMAX_PARTS if problem.whole_sectors else HALVES_PARTS)[problem.backward, problem.itemsize]

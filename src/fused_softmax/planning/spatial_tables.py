@@ -579,9 +579,9 @@ PARTS = PartsTile(256, 4, 4)
 # columns of a part, and the parts from which it has more columns: their merge takes time, too. Where one index of
 # `outer` has few programs, there are up to 2,048 parts
 PART_COLS, MOST_PARTS = 1024, 512
-# a softmax whose columns are read twice, by (backward, bytes of an element); where columns start at halves of sectors;
-# and, from UNALIGNED_POSITIONS on, where they start anywhere, by bytes of an element. Neighbors along `inner` share a
-# sector there, and wide tiles share fewer. Whole sectors have narrower tiles, so that more programs end sooner
+# columns that are read twice, by (backward, bytes of an element); where they start at halves of sectors; and, from
+# UNALIGNED_POSITIONS on, within a vector. Neighbors along `inner` share a sector there, and wide tiles share fewer.
+# Whole sectors have narrower tiles, so that more programs end sooner
 SOFTMAX_PARTS = {
     (False, 2): PartsTile(128, 4, 16, 8),
     (False, 4): PartsTile(128, 4, 16, 4, programs=1024),
@@ -589,17 +589,15 @@ SOFTMAX_PARTS = {
     (True, 4): PartsTile(256, 4, 16, 4),
 }
 HALVES_PARTS = dict.fromkeys(SOFTMAX_PARTS, PartsTile(1024, 4, 16, 4)) | {(False, 2): PartsTile(256, 4, 16, 4)}
-UNALIGNED_PARTS = {
-    (False, 2): PartsTile(512, 8, 2, 2),
-    (True, 2): PartsTile(512, 8, 8, 4),
-    **dict.fromkeys([(False, 4), (True, 4)], PartsTile(1024, 8, 2, 2)),
-}
-UNALIGNED_POSITIONS = 512
+UNALIGNED_PARTS, UNALIGNED_POSITIONS = {2: PartsTile(512, 8, 2, 2), 4: PartsTile(1024, 8, 2, 2)}, 512
+# of 16-bit gradients there, except where columns start anywhere: single elements would take too many registers
+PARTLY_ALIGNED_PARTS = PartsTile(512, 8, 8, 4)
 # up to so many positions, of a softmax and of float32 gradients
 NARROW_PARTS, NARROW_POSITIONS = PartsTile(256, 4, 8, 8), 48
 # chunks of a step of a log_softmax gradient, at most: its first kernel reads one tensor, and holds two steps of it
 MOST_LOG_CHUNKS = 8
-# of bundles, by (backward, log, bytes of an element)
+# of bundles, by (backward, log, bytes of an element). With 14 chunks, not 16, of a 16-bit softmax five programs share a
+# multiprocessor, not four. Timed on an H200; other GPUs take these
 BUNDLED_PARTS = {
     (False, False, 2): PartsTile(128, 4, 14, 8, programs=1024),
     (False, True, 2): PartsTile(128, 4, 14, 12, programs=1024),

@@ -74,7 +74,7 @@ def test_every_op_is_right_and_timed_with_its_peak_memory(device: torch.device, 
 
 
 @pytest.mark.parametrize("cold", [False, True])
-def test_calls_of_a_warm_graph_write_to_one_place_as_a_plain_pass_does(device: torch.device, cold: bool):
+def test_calls_write_to_one_place_where_the_graph_is_warm_and_to_others_where_cold(device: torch.device, cold: bool):
     stopwatch, x, places = GraphStopwatch(device, cold), torch.randn(64, 4096, device=device), []
 
     def call() -> torch.Tensor:

@@ -218,7 +218,9 @@ def profile(
     ] = 1,
     shapes: Annotated[
         str,
-        typer.Option(help="comma-separated OUTERxCOLSxINNER, over dimension 1, of fused_softmax alone; no --elements"),
+        typer.Option(
+            help="comma-separated OUTERxCOLSxINNER, over dimension 1, of fused_softmax alone; --op softmax without it"
+        ),
     ] = "",
     record: Annotated[Path | None, typer.Option(help="write what was found to this file, as JSON")] = None,
 ) -> None:
@@ -227,7 +229,8 @@ def profile(
     The status is 1 where a kernel's bytes differ from the model's by more than 3 per cent.
     """
     asked, named, ops = numbers(widths, "--widths"), names(systems, "--systems"), names(op, "--op")
-    found, tensors = dtypes(dtype), shapes_named(shapes, "outer x columns x positions, such as 2x112x17172,9x64x49")
+    found = dtypes(dtype)
+    tensors = shapes_named(shapes, ("outer", "columns", "positions"), "2x112x17172,9x64x49")
     if not found or len(found) > 1 and not tensors:
         raise Refused(f"{dtype!r}: give one of {', '.join(DTYPE_NAMES.values())}, or several with --shapes", "--dtype")
     if tensors and (asked or random_widths or inner > 1 or floors):

@@ -59,13 +59,13 @@ def columns_between(text: str, option: str = "--columns") -> tuple[int, int] | N
     return limits
 
 
-def shapes_named(text: str, sizes: str = "columns x positions, such as 19x4096,103x42") -> tuple[tuple[int, ...], ...]:
-    """Split a comma-separated --shapes into the sizes of each, as many as `sizes` names."""
+def shapes_named(text: str, sizes: tuple[str, ...], example: str) -> tuple[tuple[int, ...], ...]:
+    """Split a comma-separated --shapes into the sizes of each, as many as there are names in `sizes`."""
     found = []
     for name in names(text, "--shapes"):
         shape = [part.strip() for part in name.lower().split("x")]
-        if len(shape) != 1 + sizes.count(" x ") or not all(part.isdecimal() and int(part) for part in shape):
-            raise Refused(f"{name!r} is no shape: give {sizes}", "--shapes")
+        if len(shape) != len(sizes) or not all(part.isdecimal() and len(part) < 19 and int(part) for part in shape):
+            raise Refused(f"{name[:60]!r} is no shape: give {' x '.join(sizes)}, such as {example}", "--shapes")
         found.append(tuple(map(int, shape)))
     return tuple(found)
 

@@ -67,7 +67,8 @@ def tune(
     asked = dtypes(dtype) or dtypes("bfloat16,float32")
     sizes, ops = numbers(elements, "--elements"), tuple(dict.fromkeys(names(op, "--op")))
     if of_shapes:
-        workloads = _workloads(shapes_named(shapes), random_shapes, seed, limits, ops, asked)
+        named = shapes_named(shapes, ("columns", "positions"), "19x4096,103x42")
+        workloads = _workloads(named, random_shapes, seed, limits, ops, asked)
         _tune_shapes(workloads, sizes, plans or 0, seed, 0.003 if seconds is None else seconds, record, workers)
         return
     if len(sizes) > 1:
