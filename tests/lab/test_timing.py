@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from fused_softmax.lab import timing
-from fused_softmax.lab.timing import Call, HostStopwatch, Timing, interleave, rotating
+from fused_softmax.lab.timing import Call, GraphStopwatch, HostStopwatch, Timing, interleave, rotating
 
 
 class FakeStopwatch:
@@ -82,3 +85,28 @@ def test_host_rounds_keep_the_fastest_batch_and_begin_it_untimed(monkeypatch: py
     calls: dict[str, Call] = {"a": lambda: call("a", 1.0), "b": lambda: call("b", 2.0)}
     taken = HostStopwatch(torch.device("cpu"), batch=20).round(calls)
     assert taken == pytest.approx({"a": 1.0, "b": 2.0}) and len(made) == 1 + 2 * 3 * 22
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("cold", [False, True])
+def test_no_result_of_a_warm_graph_lives_when_the_next_call_begins(
+    monkeypatch: pytest.MonkeyPatch, cold: bool, several: bool
+):
+    """So all calls of a graph write to one place, as the plain pass next to them does. Cold ones write elsewhere."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, fake in {
+        "Stream": lambda device: stream, "current_stream": lambda device: stream, "synchronize": lambda device: None,
+        "stream": lambda of: nullcontext(), "graph": lambda of: nullcontext(), "CUDAGraph": object,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    stopwatch, results, alive = GraphStopwatch(torch.device("cpu"), cold), [], []
+
+    def call() -> Any:
+        alive.append(sum(result() is not None for result in results))
+        made = [torch.zeros(1 << 20) for _ in range(1 + several)]
+        results.extend(weakref.ref(t) for t in made)
+        return tuple(made) if several else made[0]
+
+    stopwatch.capture("it", call)
+    captured = alive[-stopwatch.per_graph :]
+    assert captured == ([i * (1 + several) for i in range(stopwatch.per_graph)] if cold else [0] * stopwatch.per_graph)
