@@ -33,7 +33,7 @@ SM_90 = DEVICES["sm_90"]
         (planes_plan(planes_problem(1956, 97, "bfloat16"), SM_90), "a plane on 8 CTAs, up to 19 columns a thread"),
         (
             bundled_plan(planes_problem(400000, 5, "bfloat16"), SM_90, 48),
-            "tiles of 64 elements in accesses of 8 elements, 16 chunks of 16 bundles a CTA; ",
+            "tiles of 64 elements in accesses of 8 elements, 14 chunks of 16 bundles a CTA; ",
         ),
     ],
 )
