@@ -21,6 +21,11 @@ FEW_WARPS = [
     ((245, 5), True, torch.bfloat16), ((51, 19), True, torch.float32), ((74, 17), True, torch.float32),
     ((1404, 3), False, torch.bfloat16), ((1906, 3), False, torch.float16), ((1023, 17), False, torch.bfloat16),
 ]  # fmt: skip
+# gradients of few positions that few warps do not hold: of 8 warps, and of 3 CTAs
+FEW_POSITIONS = [
+    ((1045, 11), True, torch.float32), ((2026, 7), True, torch.float32), ((887, 10), True, torch.float32),
+    ((972, 15), True, torch.bfloat16), ((1940, 10), True, torch.bfloat16), ((3941, 6), True, torch.float16),
+]  # fmt: skip
 LEAST_SPILLED = 16  # of a thread that holds the most vectors
 
 
@@ -53,7 +58,22 @@ def test_few_warps_move_each_element_once(shape, backward, dtype):
     tensors = (torch.empty(2, *shape, dtype=dtype),) * (2 + backward)
     chosen = spatial.softmax_plan(tensors, False, backward, False, DEVICE)
     assert chosen.periodic and chosen.num_warps <= 4 and chosen.ctas == 1
-    (launch,) = spatial.recipe_launches(spatial.softmax_recipe(tensors, chosen, False, backward, DEVICE), tensors)
+    check(tensors, chosen, False)
+
+
+@pytest.mark.parametrize("log", [False, pytest.param(True, marks=pytest.mark.extended)])
+@pytest.mark.parametrize(("shape", "backward", "dtype"), FEW_POSITIONS)
+def test_gradients_of_few_positions_move_each_element_once(shape, backward, dtype, log):
+    tensors = (torch.empty(2, *shape, dtype=dtype),) * (2 + backward)
+    chosen = spatial.softmax_plan(tensors, log, backward, False, DEVICE)
+    assert chosen.periodic and (chosen.ctas, chosen.num_warps) in {(1, 8), (3, 4)}
+    check(tensors, chosen, log)
+
+
+def check(tensors, chosen, log):
+    """One access of each vector and of both ends, no register beyond the cap, and few spills."""
+    backward, dtype = len(tensors) == 3, tensors[0].dtype
+    (launch,) = spatial.recipe_launches(spatial.softmax_recipe(tensors, chosen, log, backward, DEVICE), tensors)
     used, _ = cross_compiled(as_called(launch), TARGET)
     assert dict(used.loads) == {16: (1 + backward) * chosen.chunks, dtype.itemsize: 1 + backward}
     assert dict(used.stores) == {16: chosen.chunks, dtype.itemsize: 1}

@@ -100,6 +100,13 @@ def test_what_cannot_be_bundled():
     assert faster_as_bundled(replace(problem, n_cols=enough - 1), read_twice) is None
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16])
+@pytest.mark.parametrize(("log", "finish"), [(False, 8), (True, 12)])
+def test_chunks_of_a_16_bit_softmax(dtype: torch.dtype, log: bool, finish: int):
+    plan = spatial.softmax_plan(planes(24710, 2140, dtype, False), log, False, False, HOPPER)
+    assert plan.bundle and (plan.rows, plan.num_warps, plan.chunks, plan.finish_chunks) == (64, 4, 14, finish)
+
+
 def random_problems(seed: int, count: int) -> list[SpatialProblem]:
     pick, found = random.Random(seed), []
     while len(found) < count:

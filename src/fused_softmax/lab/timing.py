@@ -149,7 +149,7 @@ class GraphStopwatch:
         torch.cuda.synchronize(self.device)
         parts = result if isinstance(result, tuple) else (result,)
         size = sum(t.numel() * t.element_size() for t in parts)
-        kept: deque[Any] = deque(maxlen=1 if self.flushed is None else 1 + FLUSHED_BYTES // max(size, 1))
+        kept: deque[Any] = deque(maxlen=1 + FLUSHED_BYTES // max(size, 1))
         del result, parts
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

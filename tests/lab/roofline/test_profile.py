@@ -16,7 +16,7 @@ from fused_softmax.lab import lessons
 from fused_softmax.lab.cli import app, measure
 from fused_softmax.lab.grading.subjects import SUBJECTS, subject_named
 from fused_softmax.lab.grading.trials import as_tuple
-from fused_softmax.lab.roofline import counters, profile, session
+from fused_softmax.lab.roofline import counters, profile
 from fused_softmax.lab.roofline.counters import COUNTERS, METRICS, NoProfiler
 from fused_softmax.lab.roofline.launches import EXPLAINED
 from fused_softmax.lab.roofline.profile import Item
@@ -108,7 +108,7 @@ def test_another_dimension_is_compared_with_what_it_must_move(profiler: Answers)
 
 def test_shapes_of_several_ops_and_dtypes_are_counted_in_one_process(profiler: Answers):
     ops = "softmax", "softmax_backward"
-    items = session.tensor_items([(2, 112, 17172), (64, 4096, 1)], ("bfloat16", "float32"), ops)
+    items = profile.tensor_items([(2, 112, 17172), (64, 4096, 1)], ("bfloat16", "float32"), ops)
     kernels = [kernel for _ in items for kernel in (("spin_kernel", 0, 0), ("tiles", 1, 1))]
     profiler.answers.append((0, said(*items, plan="spatial: 1 CTA") + table(*kernels)))
     found = profile.profile(items, "h200")

@@ -270,8 +270,11 @@ def profile(
         print("\n".join(session.floor_lines(timed)))
     else:
         try:
-            items = profiling.items_of(runs, found[0], elements, inner)
-            profiles = profiling.profile(session.tensor_items(tensors, found, ours) or items, gpu)
+            if tensors:
+                items = profiling.tensor_items(tensors, found, ours)
+            else:
+                items = profiling.items_of(runs, found[0], elements, inner)
+            profiles = profiling.profile(items, gpu)
         except NoProfiler as error:
             stopped = str(error)
             print(f"no counters: {stopped}", file=sys.stderr)

@@ -132,6 +132,11 @@ def items_of(runs: Sequence[Run], dtype: str, elements: int, inner: int = 1) -> 
     return [Item(system, op, dtype, rows(n_cols), n_cols, inner) for system, op, n_cols in runs]
 
 
+def tensor_items(tensors: Sequence[tuple[int, ...]], dtypes: Sequence[str], ops: Sequence[str]) -> list[Item]:
+    """Our ops over dimension 1 of each (outer, n_cols, inner) in each dtype."""
+    return [Item(OURS, op, dtype, o * i, n_cols, i) for o, n_cols, i in tensors for op in ops for dtype in dtypes]
+
+
 def profile(items: Sequence[Item], gpu: str) -> list[Profiled]:
     """Profile the items on this GPU, all in one process; NoProfiler where that cannot be done."""
     gpu_named(gpu)  # "this" is measured before others use the GPU

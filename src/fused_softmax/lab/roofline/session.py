@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fused_softmax.lab.bench import cases
 from fused_softmax.lab.roofline.predict import OURS, predict
-from fused_softmax.lab.roofline.profile import EXPLAINED, Item, Profiled, Run, default_runs, items_of, runnable
+from fused_softmax.lab.roofline.profile import EXPLAINED, Profiled, Run, default_runs, items_of, runnable
 
 # 1,024 to 262,144 columns: powers of two, and the vocabularies
 FLOOR_WIDTHS = (1024, 2048, 4096, 8192, 16384, 32768, 50257, 65536, 128256, 151936, 262144)
@@ -50,11 +50,6 @@ def floor_runs(ops: Sequence[str] = tuple(EXPLAINED)) -> list[Run]:
 def random_widths(count: int, seed: int) -> tuple[int, ...]:
     """`count` different widths of a seed, from the least to the largest of FLOOR_WIDTHS."""
     return cases.random_widths(count, seed, FLOOR_WIDTHS[0], FLOOR_WIDTHS[-1])
-
-
-def tensor_items(tensors: Sequence[tuple[int, ...]], dtypes: Sequence[str], ops: Sequence[str]) -> list[Item]:
-    """Our ops over dimension 1 of each (outer, n_cols, inner) in each dtype."""
-    return [Item(OURS, op, dtype, o * i, n_cols, i) for o, n_cols, i in tensors for op in ops for dtype in dtypes]
 
 
 def time_floors(runs: Sequence[Run], dtype: str, elements: int, gpu: str) -> Iterator[Floored]:
