@@ -241,6 +241,37 @@ def test_a_loss_is_added_up_alike_for_any_inner_within_batch_invariant(itemsize)
         assert len(added) == 1, (n_cols, added)
 
 
+@pytest.mark.parametrize("n_cols, inner", [(150, 4096), (3000, 4096), (150, 4097), (1300, 300)])
+@pytest.mark.parametrize("backward", [False, True])
+def test_columns_that_lie_far_apart(n_cols, inner, backward):
+    # strides of 32 bits are read as such
+    steps = {}
+    for stride in (inner, 2**32 * 8 - 8, 2**32 * 8 + inner % 8):
+        sizes, strides = (2, n_cols, inner), (n_cols * stride, stride, 1)
+        tensors = tuple(torch.empty_strided(sizes, strides, dtype=BFLOAT16, device="meta") for _ in range(2 + backward))
+        plan = spatial.tiles_or_planes(spatial.problem_of(*tensors, backward=backward), DEVICES["sm_90"])
+        (step,) = spatial.softmax_recipe(tensors, plan, False, backward, DEVICES["sm_90"]).steps
+        units = stride if plan.skewed else stride // plan.vec
+        assert step.scalars[-1] == units and step.meta["NEAR"] == (units < 2**32)
+        steps[step.meta["NEAR"]] = stride
+    assert len(steps) == 2
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("run_one", ["merged columns", "a cluster", "several of outer", "odd", "half sectors"])
+def test_far_columns_have_the_bits_of_near_ones(monkeypatch, run_one, log):
+    run_it = run_skewed if run_one in SKEWED else run
+    shape, found = (SKEWED if run_one in SKEWED else TILES)[run_one][0], []
+    x, dy = torch.randn(shape).to(BFLOAT16), torch.randn(shape).to(BFLOAT16)
+    for near in (True, False):
+        monkeypatch.setattr(spatial, "_near", lambda strides, near=near: near)
+        y, dx = torch.empty_like(x), torch.empty_like(x)
+        run_it(run_one, (x, y), log)
+        run_it(run_one, (y, dy, dx), log, backward=True)
+        found.append((y, dx))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
 @pytest.mark.parametrize("tile", ["merged columns", "a cluster"])
 def test_out_may_be_the_input(tile):
     x = torch.randn(TILES[tile][0])

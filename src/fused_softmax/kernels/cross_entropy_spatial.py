@@ -112,7 +112,7 @@ def block_of_losses(
     at = (outer * inner + first) * VEC + tl.arange(0, INNER)[None, None, :]  # [1, OUTERS, INNER]
 
     x_at = x_start + column.to(tl.int64) * x_col * VEC
-    x = load_places(x_at, (STEP * VEC) * x_col, column, n_cols, CHUNKS, UNPREDICATED, STEP, READS)
+    x = load_places(x_at, (STEP * VEC) * x_col, column, n_cols, -float("inf"), CHUNKS, UNPREDICATED, STEP, READS)
     if WAITS:  # the logits are on their way
         tl.extra.cuda.gdc_wait()
     # The threads of column 0 read the targets, and a reduction gives them to the others. A tensor without columns

@@ -23,19 +23,20 @@ from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, reciprocal, sca
 from .common.softmax_terms import gradient, normalize
 from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_sum, share_of
 from .common.spatial_moments import issue_loads, max_and_sum, sum_of_terms
+from .common.spatial_places import load_places, tile_of_places
 from .common.spatial_staging import chunk_of, declare_staging, stage
 from .common.spatial_tiles import (
     GROUP,
-    load_tiles,
+    near,
     outer_of,
     owned_positions,
     positions_of,
     softmax_reads,
     store_tile,
     sum_over_columns,
-    tile_at,
 )
 from .common.staggered_start import stagger
+from .common.tiles import READS
 
 
 @kernel(cta_programs=True)
@@ -49,7 +50,7 @@ def softmax_spatial(
     LOG: tl.constexpr, OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
     VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, SMEM_STAGED: tl.constexpr,
     OVERLAP: tl.constexpr, RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
-    EARLY: tl.constexpr, STAGGER: tl.constexpr, FITTING: tl.constexpr,
+    EARLY: tl.constexpr, STAGGER: tl.constexpr, FITTING: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 2, INNER, PTX)
     declare_staging(SMEM_STAGED, COLS, INNER, x_ptr.dtype.element_ty, PTX)
@@ -57,10 +58,13 @@ def softmax_spatial(
     outer, is_outer = outer_of(pid // n_blocks, n_outer, OUTERS)
     block = pid % n_blocks
     first, exists = positions_of(block, inner, INNER, VEC, OVERLAP)
+    here = outer
     if OUTERS > 1:
         exists = exists & is_outer
-    x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
-    y_at = tile_at(y_ptr, outer, y_col, y_outer, first, column, INNER, VEC)
+        here = tl.minimum(outer, n_outer - 1)  # those that do not exist read the last one
+    x_col, y_col = near(x_col, NEAR), near(y_col, NEAR)
+    x_at = tile_of_places(x_ptr, here, x_col, x_outer, first, column, inner, INNER, VEC)
+    y_at = tile_of_places(y_ptr, here, y_col, y_outer, first, column, inner, INNER, VEC)
 
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
     FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
@@ -72,7 +76,10 @@ def softmax_spatial(
     stagger(STAGGER, FITTING)
     stage(x_ptr, outer, x_col, x_outer, first, column, inner, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
     POLICY: tl.constexpr = softmax_reads(x_ptr.dtype.element_ty, CHUNKS * STEP, INNER, SMEM_STAGED > 0)
-    x = load_tiles(x_at, x_col, column, n_cols, exists, -float("inf"), CHUNKS, UNPREDICATED, STEP, VEC, FIRST, POLICY)
+    x_first = x_at + (FIRST * STEP * VEC) * x_col
+    x = load_places(
+        x_first, (STEP * VEC) * x_col, column, n_cols, -float("inf"), CHUNKS, UNPREDICATED, STEP, POLICY, FIRST
+    )
     lowest = LOWEST
     if SMEM_STAGED > 0:
         lowest = issue_loads(PTX)
@@ -123,7 +130,7 @@ def softmax_spatial_backward(
     LOG: tl.constexpr, OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
     VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, SMEM_STAGED: tl.constexpr,
     OVERLAP: tl.constexpr, RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
-    EARLY: tl.constexpr, STAGGER: tl.constexpr, FITTING: tl.constexpr,
+    EARLY: tl.constexpr, STAGGER: tl.constexpr, FITTING: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 1, INNER, PTX)
     declare_staging(SMEM_STAGED, COLS, INNER, dy_ptr.dtype.element_ty, PTX)
@@ -131,11 +138,14 @@ def softmax_spatial_backward(
     outer, is_outer = outer_of(pid // n_blocks, n_outer, OUTERS)
     block = pid % n_blocks
     first, exists = positions_of(block, inner, INNER, VEC, OVERLAP)
+    here = outer
     if OUTERS > 1:
         exists = exists & is_outer
-    y_at = tile_at(y_ptr, outer, y_col, y_outer, first, column, INNER, VEC)
-    dy_at = tile_at(dy_ptr, outer, dy_col, dy_outer, first, column, INNER, VEC)
-    dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
+        here = tl.minimum(outer, n_outer - 1)  # those that do not exist read the last one
+    y_col, dy_col, dx_col = near(y_col, NEAR), near(dy_col, NEAR), near(dx_col, NEAR)
+    y_at = tile_of_places(y_ptr, here, y_col, y_outer, first, column, inner, INNER, VEC)
+    dy_at = tile_of_places(dy_ptr, here, dy_col, dy_outer, first, column, inner, INNER, VEC)
+    dx_at = tile_of_places(dx_ptr, here, dx_col, dx_outer, first, column, inner, INNER, VEC)
 
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
     FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
@@ -146,8 +156,12 @@ def softmax_spatial_backward(
     await_previous(EARLY)
     stagger(STAGGER, FITTING)
     stage(dy_ptr, outer, dy_col, dy_outer, first, column, inner, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
-    dy = load_tiles(dy_at, dy_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC, FIRST)
-    y = load_tiles(y_at, y_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC)
+    # with a mask, though the places exist: without it ptxas puts loads behind the first terms
+    dy_first = dy_at + (FIRST * STEP * VEC) * dy_col
+    dy = load_places(
+        dy_first, (STEP * VEC) * dy_col, column, n_cols, 0.0, CHUNKS, UNPREDICATED, STEP, READS, FIRST, exists
+    )
+    y = load_places(y_at, (STEP * VEC) * y_col, column, n_cols, 0.0, CHUNKS, UNPREDICATED, STEP, READS, 0, exists)
     d = sum_of_terms(y, dy, CHUNKS, SMEM_STAGED, LOG, COLS, INNER, VEC, RECOMPUTE, PTX)
     d = exchange_sum(sum_over_columns(d, INVARIANT), CTAS, THREADS, PTX)[None, :, :]
     for g in tl.static_range((CHUNKS + GROUP - 1) // GROUP):

@@ -30,6 +30,7 @@ from .common.spatial_skewed import (
     merge_max_sum,
     merge_sum,
     owned,
+    places_of,
     skewed_start,
     store_ends,
     store_skewed,
@@ -37,7 +38,7 @@ from .common.spatial_skewed import (
     with_end,
 )
 from .common.spatial_staging import chunk_of, declare_staging, stage_skewed
-from .common.spatial_tiles import softmax_reads
+from .common.spatial_tiles import near, softmax_reads
 from .common.tiles import READS
 
 
@@ -51,7 +52,7 @@ def softmax_spatial_skewed(
     x_outer: Int64, x_col: Int64, y_outer: Int64, y_col: Int64,
     LOG: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
     UNIT: tl.constexpr, OVERLAP: tl.constexpr, CHUNKS: tl.constexpr, SMEM_STAGED: tl.constexpr,
-    RECOMPUTE: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+    RECOMPUTE: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 2, INNER, PTX)
     declare_skewed(2, COLS, INNER, UNIT, PTX)
@@ -61,6 +62,7 @@ def softmax_spatial_skewed(
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
     FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
     BLOCK: tl.constexpr = INNER - OVERLAP  # positions from a block to the next one
+    x_col, y_col = near(x_col, NEAR), near(y_col, NEAR)
     x_start, phase = skewed_start(outer, column, block, x_outer, x_col, BLOCK, UNIT)
     y_start, _ = skewed_start(outer, column, block, y_outer, y_col, BLOCK, UNIT)
     place = tl.arange(0, INNER)[None, None, :]
@@ -69,8 +71,10 @@ def softmax_spatial_skewed(
     await_previous(EARLY)
     stage_skewed(x_ptr, x_start, phase, x_col, first, end, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
     POLICY: tl.constexpr = softmax_reads(x_ptr.dtype.element_ty, CHUNKS * STEP, INNER, SMEM_STAGED > 0)
-    x_at = x_ptr + x_start + place
-    x = load_skewed(x_at, x_col, column, n_cols, start, first, end, -float("inf"), CHUNKS, STEP, VEC, FIRST, POLICY)
+    x_at = x_ptr + x_start + places_of(phase, start, first, end, INNER, VEC)
+    x = load_skewed(
+        x_at, x_col, column, n_cols, start, first, end, -float("inf"), CHUNKS, STEP, VEC, FIRST, POLICY, False
+    )
     lowest = issue_loads(PTX)
     x = with_end(x, x_at, x_col, column, n_cols, start, end, -float("inf"), CHUNKS, STEP, INNER, VEC, FIRST)
     m, s, exps = max_and_sum(x, CHUNKS, SMEM_STAGED, COLS, INNER, VEC, RECOMPUTE, PTX, lowest)
@@ -130,7 +134,7 @@ def softmax_spatial_skewed_backward(
     y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64, dx_outer: Int64, dx_col: Int64,
     LOG: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
     UNIT: tl.constexpr, OVERLAP: tl.constexpr, CHUNKS: tl.constexpr, RECOMPUTE: tl.constexpr, THREADS: tl.constexpr,
-    PTX: tl.constexpr, EARLY: tl.constexpr,
+    PTX: tl.constexpr, EARLY: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 1, INNER, PTX)
     declare_skewed(1, COLS, INNER, UNIT, PTX)
@@ -138,6 +142,7 @@ def softmax_spatial_skewed_backward(
     outer, block = (pid // n_blocks).to(tl.int64), (pid % n_blocks).to(tl.int64)
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
     BLOCK: tl.constexpr = INNER - OVERLAP  # positions from a block to the next one
+    y_col, dy_col, dx_col = near(y_col, NEAR), near(dy_col, NEAR), near(dx_col, NEAR)
     y_start, phase = skewed_start(outer, column, block, y_outer, y_col, BLOCK, UNIT)
     dy_start, _ = skewed_start(outer, column, block, dy_outer, dy_col, BLOCK, UNIT)
     dx_start, _ = skewed_start(outer, column, block, dx_outer, dx_col, BLOCK, UNIT)
@@ -146,9 +151,9 @@ def softmax_spatial_skewed_backward(
     first, end = bounds_of(block, inner, BLOCK, INNER, UNIT)
     y_at, dy_at = y_ptr + y_start + place, dy_ptr + dy_start + place
     await_previous(EARLY)
-    dy = load_skewed(dy_at, dy_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, VEC, 0, READS)
+    dy = load_skewed(dy_at, dy_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, VEC, 0, READS, True)
     dy = with_end(dy, dy_at, dy_col, column, n_cols, start, end, 0.0, CHUNKS, STEP, INNER, VEC, 0)
-    y = load_skewed(y_at, y_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, VEC, 0, READS)
+    y = load_skewed(y_at, y_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, VEC, 0, READS, True)
     y = with_end(y, y_at, y_col, column, n_cols, start, end, 0.0, CHUNKS, STEP, INNER, VEC, 0)
     d = sum_of_terms(y, dy, CHUNKS, 0, LOG, COLS, INNER, VEC, RECOMPUTE, PTX)
     before = first_phase(outer, y_outer, y_col, CTAS, COLS, UNIT)

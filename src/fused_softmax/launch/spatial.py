@@ -123,6 +123,11 @@ def _strides(tensors: Sequence[Tensor], vec: int) -> tuple[int, ...]:
     return tuple(stride // vec for t in tensors for stride in t.stride()[:2])
 
 
+def _near(strides: tuple[int, ...]) -> bool:
+    """Whether the strides between columns, of `_strides`, have 32 bits."""
+    return max(strides[1::2]) < 1 << 32
+
+
 def _meta(kernel: Any, plan: Plan, device: Device, **flags: Any) -> dict[str, Any]:
     pdl = device.supports_pdl
     known = dict(
@@ -175,8 +180,10 @@ def resident_step(
 ) -> Step:
     """The one launch over tensors (outer, n_cols, inner) that stay on chip, and over vectors, n_tensors in all."""
     sizes = _sizes(tensors[0], plan)
-    scalars: tuple[int | None, ...] = (None, *sizes, *_strides(tensors, 1 if plan.skewed else plan.vec))
-    return Step(kernel, _meta(kernel, plan, device, **flags), tuple(range(n_tensors)), scalars, sizes[2], plan.outers)
+    strides = _strides(tensors, 1 if plan.skewed else plan.vec)
+    scalars: tuple[int | None, ...] = (None, *sizes, *strides)
+    meta = _meta(kernel, plan, device, NEAR=_near(strides), **flags)
+    return Step(kernel, meta, tuple(range(n_tensors)), scalars, sizes[2], plan.outers)
 
 
 def _gathered_step(

@@ -33,20 +33,28 @@ def places_of(
 
 
 @triton.jit
-def load_places(
-    at, step, column, n_cols, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, COLS: tl.constexpr,
-    POLICY: tl.constexpr,
-):  # fmt: skip
-    """All chunks, from the pointers to chunk 0; -inf beyond the last column. All loads are issued before any is used.
+def tile_of_places(ptr, outer, col_stride, outer_stride, first, column, inner, INNER: tl.constexpr, VEC: tl.constexpr):
+    """As `spatial_tiles.tile_at`, with the places of `places_of`.  # [COLS, OUTERS, INNER]"""
+    place = places_of(first, inner, inner, inner, False, INNER, VEC)
+    return ptr + (outer * outer_stride + first) * VEC + column.to(tl.int64) * col_stride * VEC + place
 
-    step: from a chunk to the next, in elements. COLS: columns of a chunk.
+
+@triton.jit
+def load_places(
+    at, step, column, n_cols, fill, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, COLS: tl.constexpr,
+    POLICY: tl.constexpr, FIRST: tl.constexpr = 0, exists=None,
+):  # fmt: skip
+    """Chunks FIRST .. CHUNKS-1, from the pointers to chunk FIRST; `fill` beyond the last column.
+
+    All loads are issued before any is used. step: from a chunk to the next, in elements. COLS: columns of a chunk.
+    exists: the positions that are read, if not all; others are any numbers.
     """
     tiles = ()
-    for c in tl.static_range(CHUNKS):
+    for c in tl.static_range(FIRST, CHUNKS):
         if c < UNPREDICATED:
-            tile = tl.load(at, eviction_policy=POLICY)
+            tile = tl.load(at, mask=exists, eviction_policy=POLICY)
         else:
-            tile = tl.load(at, mask=column < n_cols - c * COLS, other=-float("inf"), eviction_policy=POLICY)
+            tile = tl.load(at, mask=column < n_cols - c * COLS, other=fill, eviction_policy=POLICY)
         tiles = tiles + (tile,)
         at += step
     return tiles

@@ -154,6 +154,9 @@ def unreachable() -> Reached:
     never |= {(name, "UNPREDICATED=none") for name in planes}
     # planes that the CTAs of a cluster share are of Hopper
     never |= {(name, "CTAS=1") for name in planes if "cluster" in name}
+    # columns 2^32 elements apart take 8 GB
+    tiles = [f"softmax_spatial{kind}{way}" for kind in ("", "_skewed") for way in ("", "_backward")]
+    never |= {(name, "NEAR=False") for name in tiles}
     # those in registers fill half of their chunks, at least
     held = [f"softmax_spatial_periodic{way}" for way in ("", "_backward")]
     never |= {(name, "UNPREDICATED=none") for name in held}
