@@ -19,7 +19,7 @@ import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, kernel
 from .common.early_start import await_previous
-from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, reciprocal, scaled, upcast
+from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, reciprocal_of_sum, scaled, upcast
 from .common.softmax_terms import gradient, normalize
 from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_sum, share_of
 from .common.spatial_moments import issue_loads, max_and_sum, sum_of_terms
@@ -99,9 +99,9 @@ def softmax_spatial(
         by = total
     elif RECOMPUTE:
         base, shift, by = exp2_affine(top, FUSED)
-        by = by * reciprocal(total, PTX)
+        by = by * reciprocal_of_sum(total, FUSED, PTX)
     else:
-        by = reciprocal(total, PTX)
+        by = reciprocal_of_sum(total, FUSED, PTX)
         if not ALONE:
             by = exp(m - top) * by
     for g in tl.static_range((CHUNKS + GROUP - 1) // GROUP):

@@ -218,6 +218,24 @@ def reciprocal(x, PTX: tl.constexpr):
 
 
 @triton.jit
+def reciprocal_of_sum(x, SHORT: tl.constexpr, PTX: tl.constexpr):
+    """1/x of a row's sum, which is 1 or more, or makes the row NaN.
+
+    SHORT: the hardware's reciprocal and one step of Newton, all but correctly rounded; 0 and infinity give NaN. Else
+    `reciprocal`, which branches to cases that a sum has not. A softmax of 2 bfloat16 columns has 264 instructions in
+    place of 408 then, of 64 columns 968 in place of 1,072.
+    """
+    if SHORT and PTX:
+        STEP: tl.constexpr = (
+            "{.reg .f32 r, n, e; rcp.approx.ftz.f32 r, $1; neg.f32 n, $1; fma.rn.f32 e, n, r, 0f3F800000; "
+            "fma.rn.f32 $0, r, e, r;}"
+        )
+        return tl.inline_asm_elementwise(STEP, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return reciprocal(x, PTX)
+
+
+@triton.jit
 def scaled(x, by, PTX: tl.constexpr):
     """x*by, rounded to float32 before any other operation.
 
