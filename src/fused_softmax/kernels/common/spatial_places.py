@@ -47,12 +47,14 @@ def load_places(
     """Chunks FIRST .. CHUNKS-1, from the pointers to chunk FIRST; `fill` beyond the last column.
 
     All loads are issued before any is used. step: from a chunk to the next, in elements. COLS: columns of a chunk.
-    exists: the positions that are read, if not all; others are any numbers.
+    exists: a mask of the positions to read, with `fill` elsewhere; None: all places are read.
     """
     tiles = ()
     for c in tl.static_range(FIRST, CHUNKS):
-        if c < UNPREDICATED:
-            tile = tl.load(at, mask=exists, eviction_policy=POLICY)
+        if c < UNPREDICATED and exists is None:
+            tile = tl.load(at, eviction_policy=POLICY)
+        elif c < UNPREDICATED:
+            tile = tl.load(at, mask=exists, other=fill, eviction_policy=POLICY)
         else:
             tile = tl.load(at, mask=column < n_cols - c * COLS, other=fill, eviction_policy=POLICY)
         tiles = tiles + (tile,)

@@ -88,15 +88,15 @@ def load_skewed(
 ):  # fmt: skip
     """Chunks FIRST .. CHUNKS-1, one tile each. start: of `vectors_of`; first, end: of `bounds_of`. COLS: of a chunk.
 
-    MASKED: vectors that do not exist are not read, and are any numbers; else `at` has the places of `places_of`. The
-    last vector of the last column may lie half outside the tensor: `with_end` reads it.
+    MASKED: vectors that do not exist are `fill`; else they lie where those of `places_of` do. The last vector of the
+    last column may lie half outside the tensor: `with_end` reads it.
     """
     exists = (start + VEC > first) & (start < end)
     tiles = ()
     for c in tl.static_range(FIRST, CHUNKS):
         here = at + (c * COLS) * col_stride
         if c < CHUNKS - 1 and MASKED:
-            tile = tl.load(here, mask=exists, eviction_policy=POLICY)
+            tile = tl.load(here, mask=exists, other=fill, eviction_policy=POLICY)
         elif c < CHUNKS - 1:
             tile = tl.load(here, eviction_policy=POLICY)
         else:
