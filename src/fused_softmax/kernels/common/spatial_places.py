@@ -1,7 +1,8 @@
 """Tiles of a tensor (outer, n_cols, inner) that are read without masks along `inner`, and reached chunk by chunk.
 
 A masked load fills two registers of each chunk before it reads. So the positions of a tile that do not exist read those
-of the last vector instead, and only their stores are masked. From a chunk to the next takes one addition.
+of the last vector instead, and only their stores are masked. Gradients of a softmax have masks, too: ptxas then issues
+their loads before the first product. From a chunk to the next takes one addition.
 
 `inner` may also run over two dimensions of a tensor whose rows lie apart, as those of a cropped image do: `width`
 positions of a row, and the next row x_row after it. The tile then knows where each of its positions lies.
@@ -47,7 +48,8 @@ def load_places(
     """Chunks FIRST .. CHUNKS-1, from the pointers to chunk FIRST; `fill` beyond the last column.
 
     All loads are issued before any is used. step: from a chunk to the next, in elements. COLS: columns of a chunk.
-    exists: a mask of the positions to read, with `fill` elsewhere; None: all places are read.
+    at: to places of `places_of`. exists: a mask of the positions that whole chunks read, with `fill` elsewhere; None:
+    they read all places, as other chunks always do.
     """
     tiles = ()
     for c in tl.static_range(FIRST, CHUNKS):

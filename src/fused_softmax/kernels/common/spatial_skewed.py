@@ -71,8 +71,9 @@ def vectors_of(phase, INNER: tl.constexpr, VEC: tl.constexpr):
 def places_of(phase, start, first, end, INNER: tl.constexpr, VEC: tl.constexpr):
     """Where the elements of a column lie, from its first one in the tile on.  # [COLS, 1, INNER]
 
-    Vectors that do not exist lie where the column's first one that exists does, so that no load needs a mask. A softmax
-    takes 0.95 of its time so, a gradient is slower than with masks. start: of `vectors_of`; first, end: of `bounds_of`.
+    Vectors that do not exist lie where the column's first one that exists does, so that loads of all chunks but the
+    last need no mask. Gradients are slower so (docs/measurements/other-dims.md, 'Loads without masks'). start: of
+    `vectors_of`; first, end: of `bounds_of`.
     """
     place = tl.arange(0, INNER)[None, None, :]
     exists = (start + VEC > first) & (start < end)
@@ -88,8 +89,8 @@ def load_skewed(
 ):  # fmt: skip
     """Chunks FIRST .. CHUNKS-1, one tile each. start: of `vectors_of`; first, end: of `bounds_of`. COLS: of a chunk.
 
-    MASKED: vectors that do not exist are `fill`; else they lie where those of `places_of` do. The last vector of the
-    last column may lie half outside the tensor: `with_end` reads it.
+    MASKED: vectors that do not exist are not read; else `at` has the places of `places_of`. Those of the last chunk are
+    not read in any case. The last vector of the last column may lie half outside the tensor: `with_end` reads it.
     """
     exists = (start + VEC > first) & (start < end)
     tiles = ()
@@ -169,8 +170,8 @@ def store_ends(
     writes = own & ((start < first) | (start + VEC > end)) & (position >= first) & (position < end)
     for c in tl.static_range(C, C + len(values)):
         inside = writes
-        # all columns of the other chunks exist. Of two chunks each compares, or a gradient takes 8 registers more
-        if c == CHUNKS - 1 or CHUNKS <= 2:
+        # all columns of the other chunks exist. With few pairs each compares, or a gradient takes 8 registers more
+        if c == CHUNKS - 1 or (VEC == 2 and CHUNKS <= 8):
             inside = writes & (column < n_cols - c * COLS)
         tl.store(at + (c * COLS) * col_stride, values[c - C], mask=inside)
 

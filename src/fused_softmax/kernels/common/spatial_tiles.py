@@ -1,4 +1,4 @@
-"""Locates a program's tile of a tensor (outer, n_cols, inner), whose softmax runs over n_cols, and reads and writes it.
+"""Locates a program's tile of a tensor (outer, n_cols, inner), whose softmax runs over n_cols, and writes it.
 
 Neighbors in memory are neighbors along `inner`. Each position along `inner` is a softmax of its own. So a program takes
 INNER neighboring positions, and all or some of their columns: coalesced, whatever the distance between two columns is.
