@@ -27,6 +27,7 @@ from .common.spatial_places import load_places, tile_of_places
 from .common.spatial_staging import chunk_of, declare_staging, stage
 from .common.spatial_tiles import (
     GROUP,
+    load_tiles,
     near,
     outer_of,
     owned_positions,
@@ -34,9 +35,9 @@ from .common.spatial_tiles import (
     softmax_reads,
     store_tile,
     sum_over_columns,
+    tile_at,
 )
 from .common.staggered_start import stagger
-from .common.tiles import READS
 
 
 @kernel(cta_programs=True)
@@ -130,7 +131,7 @@ def softmax_spatial_backward(
     LOG: tl.constexpr, OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
     VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, SMEM_STAGED: tl.constexpr,
     OVERLAP: tl.constexpr, RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
-    EARLY: tl.constexpr, STAGGER: tl.constexpr, FITTING: tl.constexpr, NEAR: tl.constexpr,
+    EARLY: tl.constexpr, STAGGER: tl.constexpr, FITTING: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 1, INNER, PTX)
     declare_staging(SMEM_STAGED, COLS, INNER, dy_ptr.dtype.element_ty, PTX)
@@ -138,14 +139,11 @@ def softmax_spatial_backward(
     outer, is_outer = outer_of(pid // n_blocks, n_outer, OUTERS)
     block = pid % n_blocks
     first, exists = positions_of(block, inner, INNER, VEC, OVERLAP)
-    here = outer
     if OUTERS > 1:
         exists = exists & is_outer
-        here = tl.minimum(outer, n_outer - 1)  # those that do not exist read the last one
-    y_col, dy_col, dx_col = near(y_col, NEAR), near(dy_col, NEAR), near(dx_col, NEAR)
-    y_at = tile_of_places(y_ptr, here, y_col, y_outer, first, column, inner, INNER, VEC)
-    dy_at = tile_of_places(dy_ptr, here, dy_col, dy_outer, first, column, inner, INNER, VEC)
-    dx_at = tile_of_places(dx_ptr, here, dx_col, dx_outer, first, column, inner, INNER, VEC)
+    y_at = tile_at(y_ptr, outer, y_col, y_outer, first, column, INNER, VEC)
+    dy_at = tile_at(dy_ptr, outer, dy_col, dy_outer, first, column, INNER, VEC)
+    dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
 
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
     FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
@@ -156,12 +154,8 @@ def softmax_spatial_backward(
     await_previous(EARLY)
     stagger(STAGGER, FITTING)
     stage(dy_ptr, outer, dy_col, dy_outer, first, column, inner, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
-    # with a mask, though the places exist: without it ptxas puts loads behind the first terms
-    dy_first = dy_at + (FIRST * STEP * VEC) * dy_col
-    dy = load_places(
-        dy_first, (STEP * VEC) * dy_col, column, n_cols, 0.0, CHUNKS, UNPREDICATED, STEP, READS, FIRST, exists
-    )
-    y = load_places(y_at, (STEP * VEC) * y_col, column, n_cols, 0.0, CHUNKS, UNPREDICATED, STEP, READS, 0, exists)
+    dy = load_tiles(dy_at, dy_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC, FIRST)
+    y = load_tiles(y_at, y_col, column, n_cols, exists, 0.0, CHUNKS, UNPREDICATED, STEP, VEC)
     d = sum_of_terms(y, dy, CHUNKS, SMEM_STAGED, LOG, COLS, INNER, VEC, RECOMPUTE, PTX)
     d = exchange_sum(sum_over_columns(d, INVARIANT), CTAS, THREADS, PTX)[None, :, :]
     for g in tl.static_range((CHUNKS + GROUP - 1) // GROUP):

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .numerics import HIGHEST, exp, maximum, scaled, upcast
 from .softmax_terms import gradient_term
-from .spatial_tiles import sum_over_columns
+from .spatial_tiles import load_tile, sum_over_columns
 from .tiles import READS
 
 
@@ -28,11 +28,9 @@ def load_step(
 ):  # fmt: skip
     """The CHUNKS tiles from column `start` on; columns from `end` on are filled."""
     tiles = ()
-    at += start * col_stride * VEC
+    here = at + start * col_stride * VEC
     for c in tl.static_range(CHUNKS):
-        inside = exists & (column < end - start - c * COLS)
-        tile = tl.load(at + (c * COLS * VEC) * col_stride, mask=inside, other=fill, eviction_policy=POLICY)
-        tiles = tiles + (tile,)
+        tiles = tiles + (load_tile(here, c, col_stride, column, end - start, exists, fill, 0, COLS, VEC, POLICY),)
     return tiles
 
 

@@ -1,8 +1,8 @@
 """Tiles of a tensor (outer, n_cols, inner) that are read without masks along `inner`, and reached chunk by chunk.
 
 A masked load fills two registers of each chunk before it reads. So the positions of a tile that do not exist read those
-of the last vector instead, and only their stores are masked. Gradients of a softmax have masks, too: ptxas then issues
-their loads before the first product. From a chunk to the next takes one addition.
+of the last vector instead, and only their stores are masked. From a chunk to the next takes one addition. Gradients of
+a softmax do not gain, and lose where ptxas then puts loads behind the first product: they have masks (`spatial_tiles`).
 
 `inner` may also run over two dimensions of a tensor whose rows lie apart, as those of a cropped image do: `width`
 positions of a row, and the next row x_row after it. The tile then knows where each of its positions lies.
@@ -43,20 +43,17 @@ def tile_of_places(ptr, outer, col_stride, outer_stride, first, column, inner, I
 @triton.jit
 def load_places(
     at, step, column, n_cols, fill, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, COLS: tl.constexpr,
-    POLICY: tl.constexpr, FIRST: tl.constexpr = 0, exists=None,
+    POLICY: tl.constexpr, FIRST: tl.constexpr = 0,
 ):  # fmt: skip
     """Chunks FIRST .. CHUNKS-1, from the pointers to chunk FIRST; `fill` beyond the last column.
 
-    All loads are issued before any is used. step: from a chunk to the next, in elements. COLS: columns of a chunk.
-    at: to places of `places_of`. exists: a mask of the positions that whole chunks read, with `fill` elsewhere; None:
-    they read all places, as other chunks always do.
+    All loads are issued before any is used. at: to places of `places_of`. step: from a chunk to the next, in elements.
+    COLS: columns of a chunk.
     """
     tiles = ()
     for c in tl.static_range(FIRST, CHUNKS):
-        if c < UNPREDICATED and exists is None:
+        if c < UNPREDICATED:
             tile = tl.load(at, eviction_policy=POLICY)
-        elif c < UNPREDICATED:
-            tile = tl.load(at, mask=exists, other=fill, eviction_policy=POLICY)
         else:
             tile = tl.load(at, mask=column < n_cols - c * COLS, other=fill, eviction_policy=POLICY)
         tiles = tiles + (tile,)

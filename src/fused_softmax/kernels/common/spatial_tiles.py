@@ -1,4 +1,4 @@
-"""Locates a program's tile of a tensor (outer, n_cols, inner), whose softmax runs over n_cols, and writes it.
+"""Locates a program's tile of a tensor (outer, n_cols, inner), whose softmax runs over n_cols, and reads and writes it.
 
 Neighbors in memory are neighbors along `inner`. Each position along `inner` is a softmax of its own. So a program takes
 INNER neighboring positions, and all or some of their columns: coalesced, whatever the distance between two columns is.
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from .tiles import READS
 
 # chunks that are written before the next are computed. ptxas moves no instruction over a branch; within one block it
 # computes all chunks first, and spills
@@ -95,6 +97,33 @@ def tile_at(ptr, outer, col_stride, outer_stride, first, column, INNER: tl.const
     """Pointers to the tile whose columns are `column`, [COLS, 1, 1].  # [COLS, OUTERS, INNER]"""
     start = ptr + (outer * outer_stride + first) * VEC
     return start + column.to(tl.int64) * col_stride * VEC + tl.arange(0, INNER)[None, None, :]
+
+
+@triton.jit
+def load_tile(
+    at, C: tl.constexpr, col_stride, column, n_cols, exists, fill, UNPREDICATED: tl.constexpr, COLS: tl.constexpr,
+    VEC: tl.constexpr, POLICY: tl.constexpr = READS,
+):  # fmt: skip
+    """Chunk C as loaded, from the pointers to chunk 0. The first UNPREDICATED chunks lie inside the columns."""
+    here = at + (C * COLS * VEC) * col_stride
+    if C < UNPREDICATED:
+        return tl.load(here, mask=exists, other=fill, eviction_policy=POLICY)
+    else:
+        inside = exists & (column < n_cols - C * COLS)
+        return tl.load(here, mask=inside, other=fill, eviction_policy=POLICY)
+
+
+@triton.jit
+def load_tiles(
+    at, col_stride, column, n_cols, exists, fill, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr,
+    COLS: tl.constexpr, VEC: tl.constexpr, FIRST: tl.constexpr = 0,
+    POLICY: tl.constexpr = READS,
+):  # fmt: skip
+    """Chunks FIRST .. CHUNKS-1, one tile each. All loads are issued before any value is used."""
+    tiles = ()
+    for c in tl.static_range(FIRST, CHUNKS):
+        tiles = tiles + (load_tile(at, c, col_stride, column, n_cols, exists, fill, UNPREDICATED, COLS, VEC, POLICY),)
+    return tiles
 
 
 @triton.jit

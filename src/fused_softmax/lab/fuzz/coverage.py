@@ -155,7 +155,7 @@ def unreachable() -> Reached:
     # planes that the CTAs of a cluster share are of Hopper
     never |= {(name, "CTAS=1") for name in planes if "cluster" in name}
     # columns 2^32 vectors apart take 8 GB and more
-    tiles = [f"softmax_spatial{kind}{way}" for kind in ("", "_skewed") for way in ("", "_backward")]
+    tiles = [f"softmax_spatial{kind}" for kind in ("", "_skewed", "_skewed_backward")]
     never |= {(name, "NEAR=False") for name in tiles}
     # those in registers fill half of their chunks, at least
     held = [f"softmax_spatial_periodic{way}" for way in ("", "_backward")]
