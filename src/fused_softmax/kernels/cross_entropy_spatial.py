@@ -26,7 +26,7 @@ from .common.logits import capped, logsumexp, probe, reference_of, rounding_resi
 from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, maximum, scaled, upcast
 from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_with_sums, share_of
 from .common.spatial_places import load_places, places_of
-from .common.spatial_tiles import GROUP, outer_of, positions_of, sum_over_columns, tile_at
+from .common.spatial_tiles import GROUP, outer_of, outer_to_read, positions_of, sum_over_columns, tile_at
 from .common.staggered_start import stagger
 from .common.tiles import READS
 
@@ -105,9 +105,7 @@ def block_of_losses(
     if OUTERS > 1:
         exists = exists & is_outer
     place = places_of(first, inner, width, x_row, CROPPED, INNER, VEC)
-    here = outer
-    if OUTERS > 1:  # those that do not exist read the last one
-        here = tl.minimum(outer, n_outer - 1)
+    here = outer_to_read(outer, n_outer, OUTERS)
     x_start = x_ptr + (here * x_outer + first) * VEC + place  # column 0 of each position
     at = (outer * inner + first) * VEC + tl.arange(0, INNER)[None, None, :]  # [1, OUTERS, INNER]
 

@@ -30,6 +30,7 @@ from .common.spatial_tiles import (
     load_tiles,
     near,
     outer_of,
+    outer_to_read,
     owned_positions,
     positions_of,
     softmax_reads,
@@ -59,10 +60,9 @@ def softmax_spatial(
     outer, is_outer = outer_of(pid // n_blocks, n_outer, OUTERS)
     block = pid % n_blocks
     first, exists = positions_of(block, inner, INNER, VEC, OVERLAP)
-    here = outer
     if OUTERS > 1:
         exists = exists & is_outer
-        here = tl.minimum(outer, n_outer - 1)  # those that do not exist read the last one
+    here = outer_to_read(outer, n_outer, OUTERS)
     x_col, y_col = near(x_col, NEAR), near(y_col, NEAR)
     x_at = tile_of_places(x_ptr, here, x_col, x_outer, first, column, inner, INNER, VEC)
     y_at = tile_of_places(y_ptr, here, y_col, y_outer, first, column, inner, INNER, VEC)
@@ -77,9 +77,8 @@ def softmax_spatial(
     stagger(STAGGER, FITTING)
     stage(x_ptr, outer, x_col, x_outer, first, column, inner, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
     POLICY: tl.constexpr = softmax_reads(x_ptr.dtype.element_ty, CHUNKS * STEP, INNER, SMEM_STAGED > 0)
-    x_first = x_at + (FIRST * STEP * VEC) * x_col
     x = load_places(
-        x_first, (STEP * VEC) * x_col, column, n_cols, -float("inf"), CHUNKS, UNPREDICATED, STEP, POLICY, FIRST
+        x_at, (STEP * VEC) * x_col, column, n_cols, -float("inf"), CHUNKS, UNPREDICATED, STEP, POLICY, FIRST
     )
     lowest = LOWEST
     if SMEM_STAGED > 0:

@@ -24,13 +24,13 @@ from .common.spatial_moments import issue_loads, max_and_sum, sum_of_terms
 from .common.spatial_skewed import (
     bounds_of,
     declare_skewed,
+    existing_places,
     first_phase,
     has_ends,
     load_skewed,
     merge_max_sum,
     merge_sum,
     owned,
-    places_of,
     skewed_start,
     store_ends,
     store_skewed,
@@ -71,7 +71,7 @@ def softmax_spatial_skewed(
     await_previous(EARLY)
     stage_skewed(x_ptr, x_start, phase, x_col, first, end, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
     POLICY: tl.constexpr = softmax_reads(x_ptr.dtype.element_ty, CHUNKS * STEP, INNER, SMEM_STAGED > 0)
-    x_at = x_ptr + x_start + places_of(phase, start, first, end, INNER, VEC)
+    x_at = x_ptr + x_start + existing_places(phase, start, first, end, INNER, VEC)
     x = load_skewed(
         x_at, x_col, column, n_cols, start, first, end, -float("inf"), CHUNKS, STEP, VEC, FIRST, POLICY, False
     )

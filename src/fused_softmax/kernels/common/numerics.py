@@ -221,11 +221,11 @@ def reciprocal(x, PTX: tl.constexpr):
 def reciprocal_of_sum(x, SHORT: tl.constexpr, PTX: tl.constexpr):
     """1/x of a row's sum, which is 1 or more, or makes the row NaN.
 
-    SHORT: the hardware's reciprocal and one step of Newton, all but correctly rounded; 0 and infinity give NaN. Else
-    `reciprocal`, which branches to cases that a sum has not. A softmax of 2 bfloat16 columns has 264 instructions in
-    place of 408 then, of 64 columns 968 in place of 1,072.
+    SHORT, only where PTX: the hardware's reciprocal and one step of Newton, all but correctly rounded; 0 and infinity
+    give NaN. Else `reciprocal`, which branches to cases that a sum has not: a softmax of 2 bfloat16 columns has 408
+    instructions, of 64 columns 1,072, and 264 and 968 with SHORT.
     """
-    if SHORT and PTX:
+    if SHORT:
         STEP: tl.constexpr = (
             "{.reg .f32 r, n, e; rcp.approx.ftz.f32 r, $1; neg.f32 n, $1; fma.rn.f32 e, n, r, 0f3F800000; "
             "fma.rn.f32 $0, r, e, r;}"

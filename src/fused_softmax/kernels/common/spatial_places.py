@@ -45,12 +45,13 @@ def load_places(
     at, step, column, n_cols, fill, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, COLS: tl.constexpr,
     POLICY: tl.constexpr, FIRST: tl.constexpr = 0,
 ):  # fmt: skip
-    """Chunks FIRST .. CHUNKS-1, from the pointers to chunk FIRST; `fill` beyond the last column.
+    """Chunks FIRST .. CHUNKS-1, from the pointers to chunk 0; `fill` beyond the last column.
 
     All loads are issued before any is used. at: to places of `places_of`. step: from a chunk to the next, in elements.
     COLS: columns of a chunk.
     """
     tiles = ()
+    at += FIRST * step
     for c in tl.static_range(FIRST, CHUNKS):
         if c < UNPREDICATED:
             tile = tl.load(at, eviction_policy=POLICY)

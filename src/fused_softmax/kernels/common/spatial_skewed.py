@@ -68,17 +68,22 @@ def vectors_of(phase, INNER: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
-def places_of(phase, start, first, end, INNER: tl.constexpr, VEC: tl.constexpr):
+def exists_of(start, first, end, VEC: tl.constexpr):
+    """Whether a vector has a position that exists. start: of `vectors_of`; first, end: of `bounds_of`."""
+    return (start + VEC > first) & (start < end)
+
+
+@triton.jit
+def existing_places(phase, start, first, end, INNER: tl.constexpr, VEC: tl.constexpr):
     """Where the elements of a column lie, from its first one in the tile on.  # [COLS, 1, INNER]
 
     Vectors that do not exist lie where the column's first one that exists does, so that loads of all chunks but the
-    last need no mask. Gradients are slower so (docs/measurements/other-dims.md, 'Loads without masks'). start: of
-    `vectors_of`; first, end: of `bounds_of`.
+    last need no mask. Gradients are slower so (docs/measurements/other-dims.md, 'Loads without masks'). start, first,
+    end: of `exists_of`.
     """
     place = tl.arange(0, INNER)[None, None, :]
-    exists = (start + VEC > first) & (start < end)
     nearest = tl.maximum(first + phase, 0) // VEC * VEC
-    place = tl.where(exists, place, nearest + place % VEC)
+    place = tl.where(exists_of(start, first, end, VEC), place, nearest + place % VEC)
     return tl.max_contiguous(tl.multiple_of(place, [1, 1, VEC]), [1, 1, INNER])
 
 
@@ -89,10 +94,10 @@ def load_skewed(
 ):  # fmt: skip
     """Chunks FIRST .. CHUNKS-1, one tile each. start: of `vectors_of`; first, end: of `bounds_of`. COLS: of a chunk.
 
-    MASKED: vectors that do not exist are not read; else `at` has the places of `places_of`. Those of the last chunk are
+    MASKED: vectors that do not exist are not read; else `at` has `existing_places`. Those of the last chunk are
     not read in any case. The last vector of the last column may lie half outside the tensor: `with_end` reads it.
     """
-    exists = (start + VEC > first) & (start < end)
+    exists = exists_of(start, first, end, VEC)
     tiles = ()
     for c in tl.static_range(FIRST, CHUNKS):
         here = at + (c * COLS) * col_stride

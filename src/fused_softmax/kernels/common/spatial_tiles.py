@@ -51,6 +51,15 @@ def outer_of(index, n_outer, OUTERS: tl.constexpr):
 
 
 @triton.jit
+def outer_to_read(outer, n_outer, OUTERS: tl.constexpr):
+    """`outer` of `outer_of` for reads without a mask: indices that do not exist are the last one."""
+    if OUTERS == 1:
+        return outer
+    else:
+        return tl.minimum(outer, n_outer - 1)
+
+
+@triton.jit
 def positions_of(block, inner, INNER: tl.constexpr, VEC: tl.constexpr, OVERLAP: tl.constexpr = 0):
     """(first position, in units of VEC; mask of the positions that exist, [1, 1, INNER]) of a block of positions.
 
@@ -117,12 +126,11 @@ def load_tile(
 def load_tiles(
     at, col_stride, column, n_cols, exists, fill, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr,
     COLS: tl.constexpr, VEC: tl.constexpr, FIRST: tl.constexpr = 0,
-    POLICY: tl.constexpr = READS,
 ):  # fmt: skip
     """Chunks FIRST .. CHUNKS-1, one tile each. All loads are issued before any value is used."""
     tiles = ()
     for c in tl.static_range(FIRST, CHUNKS):
-        tiles = tiles + (load_tile(at, c, col_stride, column, n_cols, exists, fill, UNPREDICATED, COLS, VEC, POLICY),)
+        tiles = tiles + (load_tile(at, c, col_stride, column, n_cols, exists, fill, UNPREDICATED, COLS, VEC),)
     return tiles
 
 
