@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from .ptx_access import access_of
-from .spatial_skewed import exists_of
 
 # chunks that are awaited, and reduced, together
 STAGED_GROUP = tl.constexpr(8)
@@ -122,7 +121,7 @@ def stage_skewed(
         vector = tl.arange(0, VECTORS)[None, None, :]
         slot = tl.arange(0, COLS)[:, None, None] * VECTORS + vector
         start = vector * VEC - phase
-        n_bytes = tl.where(exists_of(start, first, end, VEC), BYTES, 0)
+        n_bytes = tl.where((start + VEC > first) & (start < end), BYTES, 0)
         at = (ptr + column_start).to(tl.int64) + vector * BYTES
         for c in tl.static_range(SMEM_STAGED):
             copy_vectors(at + (c * STEP * ITEMSIZE) * col_stride, slot, n_bytes, c * COLS * VECTORS * BYTES, BYTES)
