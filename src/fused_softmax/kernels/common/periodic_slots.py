@@ -27,18 +27,13 @@ from .row_scheduler import fast_divmod
 @triton.constexpr_function
 def slots_bytes(n_values: int, threads: int, vec: int) -> int:
     """Bytes of shared memory for the numbers of slots and of both ends."""
-    return 4 * n_values * (vec * pitch(threads, vec) + 2 * vec)
-
-
-@triton.constexpr_function
-def pitch(threads: int, vec: int) -> int:
-    """Places from a thread's slot to its next one: neighboring slots are then in different banks."""
-    return threads + 16 // vec
+    return 4 * n_values * (threads * (vec + 1) + 2 * vec)
 
 
 @triton.jit
-def _place_of(slot, THREADS: tl.constexpr, VEC: tl.constexpr):
-    return slot % VEC * pitch(THREADS, VEC) + slot // VEC
+def _place_of(slot, VEC: tl.constexpr):
+    """A gap after each thread's slots: the slots that neighbors write are then in different banks."""
+    return slot + slot // VEC
 
 
 @triton.jit
@@ -89,28 +84,42 @@ def _first_slot(at, begins, inner, multiplier, power):
 
 
 @triton.jit
-def _fold(
-    total, top, start, end, step, first, KIND: tl.constexpr, REGION: tl.constexpr, SLOTS: tl.constexpr,
-    THREADS: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    """total with the numbers at start, start + step, ... below `end`: of SLOTS, or of places from `first` on.
+def _folded(total, top, place, there, KIND: tl.constexpr, REGION: tl.constexpr):
+    """total with the numbers at a place where they are there.
 
     KIND: "max", the maximum; "sum", the sum; or "exps", the sum of exponentials, where `top` is the maximum. Only
     "exps" reads `top`.
     """
-    for f in tl.range(0, end, step, loop_unroll_factor=4):
-        there = f + start < end
-        at = tl.where(there, f + start, 0)
-        place = _place_of(at, THREADS, VEC) if SLOTS else first + at
-        if KIND == "sum":
-            folded = total + numbers_at(place, 1, REGION)[0]
+    if KIND == "sum":
+        folded = total + numbers_at(place, 1, REGION)[0]
+    else:
+        fold_m, fold_s = numbers_at(place, 2, REGION)
+        if KIND == "max":
+            folded = tl.maximum(total, fold_m)
         else:
-            fold_m, fold_s = numbers_at(place, 2, REGION)
-            if KIND == "max":
-                folded = tl.maximum(total, fold_m)
-            else:
-                folded = total + fold_s * exp(fold_m - top)
-        total = tl.where(there, folded, total)
+            folded = total + fold_s * exp(fold_m - top)
+    return tl.where(there, folded, total)
+
+
+@triton.jit
+def _fold_slots(total, top, start, end, step, KIND: tl.constexpr, REGION: tl.constexpr, VEC: tl.constexpr):
+    """total with the numbers of the slots start, start + step, ... below `end`. start is below step: of all threads the
+    same number of slots are there, and perhaps one more.
+    """
+    whole = 0
+    for f in tl.range(0, end - step + 1, step, loop_unroll_factor=4):
+        total = _folded(total, top, _place_of(start + f, VEC), True, KIND, REGION)
+        whole = f + step
+    there = start + whole < end
+    return _folded(total, top, _place_of(tl.where(there, start + whole, start), VEC), there, KIND, REGION)
+
+
+@triton.jit
+def _fold_ends(total, top, start, end, step, first, KIND: tl.constexpr, REGION: tl.constexpr):
+    """total with the numbers of the ends start, start + step, ... below `end`, at places from `first` on."""
+    for f in range(0, end, step):
+        there = start + f < end
+        total = _folded(total, top, first + tl.where(there, start + f, 0), there, KIND, REGION)
     return total
 
 
@@ -124,9 +133,9 @@ def reduce_max_sum(
     # m, s: [THREADS, VEC]; x_end: the elements of the ends, for the first threads, [THREADS]. REGION: where slots begin
     """
     thread = tl.arange(0, THREADS)
-    ENDS: tl.constexpr = VEC * pitch(THREADS, VEC)
+    ENDS: tl.constexpr = THREADS * (VEC + 1)
     slots = thread[:, None] * VEC + tl.arange(0, VEC)[None, :]
-    put_numbers((m, s), _place_of(slots, THREADS, VEC), slots >= 0, 2, REGION)
+    put_numbers((m, s), _place_of(slots, VEC), slots >= 0, 2, REGION)
     put_numbers((x_end, tl.zeros_like(x_end) + 1.0), ENDS + thread, thread < 2 * VEC, 2, REGION)
     await_threads(True)
     step, lane = LANES * inner, thread % LANES
@@ -137,14 +146,14 @@ def reduce_max_sum(
         in_head = at + lane * inner
         in_tail = _first_slot(at, tail_at, inner, multiplier, power) + lane * inner
         top = tl.zeros([THREADS], tl.float32) + LOWEST
-        top = _fold(top, top, slot, span * VEC, step, 0, "max", REGION, True, THREADS, VEC)
-        top = _fold(top, top, in_head, head, step, ENDS, "max", REGION, False, THREADS, VEC)
-        top = _fold(top, top, in_tail, tail, step, ENDS + head, "max", REGION, False, THREADS, VEC)
+        top = _fold_slots(top, top, slot, span * VEC, step, "max", REGION, VEC)
+        top = _fold_ends(top, top, in_head, head, step, ENDS, "max", REGION)
+        top = _fold_ends(top, top, in_tail, tail, step, ENDS + head, "max", REGION)
         top = max_over_lanes(top, LANES, True)
         total = tl.zeros([THREADS], tl.float32)
-        total = _fold(total, top, slot, span * VEC, step, 0, "exps", REGION, True, THREADS, VEC)
-        total = _fold(total, top, in_head, head, step, ENDS, "exps", REGION, False, THREADS, VEC)
-        total = _fold(total, top, in_tail, tail, step, ENDS + head, "exps", REGION, False, THREADS, VEC)
+        total = _fold_slots(total, top, slot, span * VEC, step, "exps", REGION, VEC)
+        total = _fold_ends(total, top, in_head, head, step, ENDS, "exps", REGION)
+        total = _fold_ends(total, top, in_tail, tail, step, ENDS + head, "exps", REGION)
         total = sum_over_lanes(total, LANES, True)
         put_numbers((top, total), at, (lane == 0) & (position < inner), 2, 0)
 
@@ -156,9 +165,9 @@ def reduce_sum(
 ):  # fmt: skip
     """As `reduce_max_sum`, of one sum."""
     thread = tl.arange(0, THREADS)
-    ENDS: tl.constexpr = VEC * pitch(THREADS, VEC)
+    ENDS: tl.constexpr = THREADS * (VEC + 1)
     slots = thread[:, None] * VEC + tl.arange(0, VEC)[None, :]
-    put_numbers((s,), _place_of(slots, THREADS, VEC), slots >= 0, 1, REGION)
+    put_numbers((s,), _place_of(slots, VEC), slots >= 0, 1, REGION)
     put_numbers((s_end,), ENDS + thread, thread < 2 * VEC, 1, REGION)
     await_threads(True)
     step, lane = LANES * inner, thread % LANES
@@ -168,9 +177,9 @@ def reduce_sum(
         slot = _first_slot(at, begins, inner, multiplier, power) + lane * inner
         in_tail = _first_slot(at, tail_at, inner, multiplier, power) + lane * inner
         total = tl.zeros([THREADS], tl.float32)
-        total = _fold(total, total, slot, span * VEC, step, 0, "sum", REGION, True, THREADS, VEC)
-        total = _fold(total, total, at + lane * inner, head, step, ENDS, "sum", REGION, False, THREADS, VEC)
-        total = _fold(total, total, in_tail, tail, step, ENDS + head, "sum", REGION, False, THREADS, VEC)
+        total = _fold_slots(total, total, slot, span * VEC, step, "sum", REGION, VEC)
+        total = _fold_ends(total, total, at + lane * inner, head, step, ENDS, "sum", REGION)
+        total = _fold_ends(total, total, in_tail, tail, step, ENDS + head, "sum", REGION)
         total = sum_over_lanes(total, LANES, True)
         put_numbers((total,), at, (lane == 0) & (position < inner), 1, 0)
 
