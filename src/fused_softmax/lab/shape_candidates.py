@@ -16,13 +16,10 @@ from fused_softmax.planning.planes import (
     PIECE_BYTES,
     ROOMS,
     all_lanes,
-    cluster_sizes,
-    held_plan,
-    may_be_held,
     may_be_pieces,
-    plane_of,
     small_planes_plan,
 )
+from fused_softmax.planning.register_planes import cluster_sizes, held_plan, may_be_held, plane_of
 from fused_softmax.planning.spatial import staggered, tiles_plan
 from fused_softmax.planning.spatial_tables import MOST_KEPT, REGISTERS, SpatialConfig
 from fused_softmax.planning.types import SECTOR_BYTES, Device, Plan, SpatialProblem, power_of_two

@@ -385,18 +385,23 @@ def tiles_of_positions(problem: SpatialProblem, device: Device) -> Plan:
 def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool, device: Device) -> Plan:
     """The plan over (x, y), or over (y, dy, dx) of a gradient: of tiles of positions or of planes."""
     from ..planning.bundled_columns import faster_as_bundled  # loaded when it is first needed, as those below
+    from ..planning.register_planes import LEAST_HELD, best_way, faster_as_held, is_fastest
     from ..planning.short_planes import faster_as_short
 
     problem = problem_of(*planes, backward=backward, log=log, batch_invariant=invariant)
-    plan = tiles_or_planes(problem, device)
-    short = faster_as_short(problem, device, plan)
-    plan = plan if short is None else tiles_plan(problem, device, short)
+    way = best_way(problem, device)
+    plan = tiles_or_pieces(problem, device, way is not None and way.speed >= LEAST_HELD)
+    held = faster_as_held(problem, way, plan)
+    if way is not None and held is not None and is_fastest(problem, way, plan):
+        return held
+    short = faster_as_short(problem, device, plan, way)
+    plan = (held or plan) if short is None else tiles_plan(problem, device, short)
     bundle = faster_as_bundled(problem, plan)
     return plan if bundle is None else bundled_plan(problem, device, bundle)
 
 
-def tiles_or_planes(problem: SpatialProblem, device: Device) -> Plan:
-    """The plan of tiles or of planes, before short planes and bundles are considered."""
+def tiles_or_pieces(problem: SpatialProblem, device: Device, held: bool) -> Plan:
+    """The plan of tiles or of planes in shared memory, before others are considered. held: registers could hold planes"""
     from ..planning.lean_tiles import LONG, lean_config
     from ..planning.planes import faster_as_planes
     from ..planning.skewed_tiles import faster_as_skewed
@@ -406,7 +411,7 @@ def tiles_or_planes(problem: SpatialProblem, device: Device) -> Plan:
     if lean is not None and problem.inner >= LONG:
         return tiles
     plan = faster_as_planes(problem, device, tiles) or tiles
-    skewed = faster_as_skewed(problem, device, plan)
+    skewed = faster_as_skewed(problem, device, plan, held)
     return plan if skewed is None else tiles_plan(problem, device, skewed)
 
 

@@ -8,7 +8,6 @@ docs/measurements/thresholds.md has the figures behind the thresholds.
 
 from __future__ import annotations
 
-from .held_planes import MOST_CTAS, MOST_WARPS
 from .spatial_tables import PARTS
 from .types import Plan, SpatialProblem
 
@@ -64,7 +63,7 @@ def _is_faster(problem: SpatialProblem, plan: Plan) -> bool:
     if plan.regime == "spatial_two_pass":
         return _faster_than_two_reads(problem, plan)
     if plan.periodic or plan.gathered:
-        return plan.periodic > 0 and _faster_than_planes(problem, plan)
+        return False
     return problem.vec < problem.full_vec and _faster_than_tiles(problem, plan)
 
 
@@ -75,12 +74,6 @@ def _faster_than_two_reads(problem: SpatialProblem, plan: Plan) -> bool:
         empty = -(-inner // plan.rows) * plan.rows >= LEAST_EMPTY * inner
         return kind == (False, 2) and empty and inner >= LEAST_HALVES
     return inner % 2 == 1 or inner in EVEN[kind]
-
-
-def _faster_than_planes(problem: SpatialProblem, plan: Plan) -> bool:
-    """Whether bundles are faster than planes in registers: of a softmax whose programs fill a multiprocessor each."""
-    crowded = plan.num_warps == MOST_WARPS and not problem.backward
-    return crowded and (problem.itemsize == 2 or plan.ctas > MOST_CTAS)
 
 
 def _faster_than_tiles(problem: SpatialProblem, plan: Plan) -> bool:

@@ -1,10 +1,9 @@
 """Plans of planes (n_cols, inner) of a dimension that is not the last, which programs read as runs of memory.
 
-A plane is one piece for one program while it fits into shared memory, and several small ones are. Registers hold larger
-planes, those that leave room for one program on a multiprocessor and some that leave room for two, many gradients, and
-small planes of a softmax where a thread would have many columns (`held_planes`). Where registers hold too few of a
-softmax, the CTAs of a cluster have a range of the columns each, which is one piece, too. The lanes of a warp that share
-a position are those of the least cost (`piece_costs`), as for narrow rows.
+A plane is one piece for one program while it fits into shared memory, and several small ones are. Of larger planes of a
+softmax the CTAs of a cluster have a range of the columns each, which is one piece, too. The lanes of a warp that share
+a position are those of the least cost (`piece_costs`), as for narrow rows. Planes in registers are in
+`register_planes`.
 docs/measurements/thresholds.md has the figures behind the thresholds.
 """
 
@@ -13,16 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .held_planes import (
-    MOST_CTAS,
-    MOST_WARPS,
-    Held,
-    Plane,
-    few_in_place_of_piece,
-    held,
-    held_gradient,
-    registers_of,
-)
 from .piece_costs import (
     ALIGN_BYTES,
     BACKWARD,
@@ -75,89 +64,29 @@ HALF_EMPTY_ROWS, MOST_EMPTY = 32, 1.5
 # bytes of a run of a plane that a cluster shares, at least: in place of one read and, True, of two. 16-bit runs at 4 or
 # 8 bytes are longer in place of two
 LEAST_SHARED_RUN, LEAST_ALIGNED_RUN = {False: 34, True: 17}, 24
-# the share of planes in registers, at least: in place of columns that are read twice; of a softmax whose plane one
-# program holds in shared memory, alone on its multiprocessor
-LEAST_HELD_TWICE, LEAST_HELD_ALONE = 0.4, 0.63
-# by `backward`, in place of planes in shared memory whose programs have 16 warps, several on a multiprocessor; and the
-# most positions
-LEAST_HELD_CROWDED, CROWDED_POSITIONS = {False: 1.0, True: 0.6}, 64
-# a 16-bit softmax of planes that registers would hold has tiles on a cluster instead, where runs are even, and tiles
-# have so many positions and are filled
-CLUSTER_TILE, CLUSTER_FILLED = 64, 1.12
-# few positions of many columns are read twice in place of registers whose programs fill a multiprocessor, or whose
-# cluster is large: one plane is then on few multiprocessors
-PARTS_POSITIONS, FEW_PARTS_POSITIONS, PARTS_CHUNKS = 48, 8, 9
 
 
 def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
-    """The plan of planes where it is faster than `tiles`, the plan of tiles of positions; else None.
+    """The plan of pieces where it is faster than `tiles`, the plan of tiles of positions; else None.
 
-    It is, where registers hold the planes of a gradient (`held_gradient`), where a program of tiles has few bytes or
-    short runs, or where columns are read twice. Else where `_tiles_are_slow`, for planes that one program holds; larger
-    ones, whose CTAs wait for each other, have further conditions.
+    It is where a program of tiles has few bytes or short runs, where columns are read twice, or where
+    `_tiles_are_slow`, for planes that one program holds. Larger ones, whose CTAs wait for each other, have further
+    conditions.
     """
-    # a float32 softmax is faster in tiles that overlap than as planes on a cluster
+    # a float32 softmax is faster in tiles that overlap
     overlapping = tiles.overlap and not tiles.skewed
     if overlapping and problem.itemsize == 4 and problem.vec < problem.full_vec and not problem.backward:
         return None
-    found = _faster_as_planes(problem, device, tiles)
-    of_parts = tiles.regime == "spatial_two_pass" and found is not None and _parts_are_faster(problem, found)
-    return None if of_parts else found
-
-
-def _faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
-    """`faster_as_planes`, where tiles that are read twice are slow."""
-    if problem.backward and may_be_held(problem, device):
-        filled = 1.0 if tiles.overlap else _filled_up(problem, tiles)
-        found = held_gradient(plane_of(problem), cluster_sizes(device), filled)
-        if found is not None:
-            return held_plan(problem, found)
     few_bytes = tiles.outers * problem.plane_bytes < FEW_BYTES or _has_short_runs(problem, device, tiles)
     twice = tiles.regime == "spatial_two_pass"
     if not (few_bytes or twice or _tiles_are_slow(problem, device, tiles)):
         return None
-    plan = planes_plan(problem, device, twice)
-    if plan is not None and plan.periodic:
-        if not twice and _tiles_of_clusters(problem, tiles):
-            return None
-        return plan if twice or problem.vec < problem.full_vec else None
+    plan = planes_plan(problem, device)
     if plan is None or plan.ctas == 1:
         return plan
     aligned = problem.itemsize == 2 and problem.vec > 1
     least = LEAST_ALIGNED_RUN if twice and aligned else LEAST_SHARED_RUN[twice]
     return plan if problem.inner * problem.itemsize >= least and problem.vec < problem.full_vec else None
-
-
-def _parts_are_faster(problem: SpatialProblem, planes: Plan) -> bool:
-    """Whether few positions of many columns are read twice, in parts, rather than held as `planes` says.
-
-    So they are where programs fill a multiprocessor or a cluster is large, and accesses of parts are no narrower.
-    """
-    if not planes.periodic or problem.inner > PARTS_POSITIONS:
-        return False
-    few, aligned = problem.inner <= FEW_PARTS_POSITIONS, problem.vec == problem.full_vec
-    crowded, large = planes.num_warps == MOST_WARPS, planes.ctas > MOST_CTAS
-    if problem.backward:
-        fast = problem.vec > 1 if problem.itemsize == 2 else planes.chunks <= PARTS_CHUNKS
-        return few and crowded and large and fast
-    if problem.itemsize == 2:
-        wide = few and planes.num_warps == 8 and problem.vec >= 4
-        return wide or ((crowded or large) and (few or problem.vec > 1))
-    return (large and (few or crowded)) or (few and crowded and aligned)
-
-
-def _filled_up(problem: SpatialProblem, tiles: Plan) -> float:
-    """Positions of whole tiles over those that exist."""
-    return -(-problem.inner // tiles.rows) * tiles.rows / problem.inner
-
-
-def _tiles_of_clusters(problem: SpatialProblem, tiles: Plan) -> bool:
-    """Whether tiles on a cluster are faster than planes in registers."""
-    filled = _filled_up(problem, tiles) <= CLUSTER_FILLED
-    softmax = problem.itemsize == 2 and not problem.backward
-    # with accesses of 4 bytes more CTAs have 8 warps each, which are slower
-    few = problem.vec >= 4 or (problem.vec == 2 and tiles.ctas == 2)
-    return softmax and few and tiles.ctas > 1 and tiles.rows >= CLUSTER_TILE and filled
 
 
 def _has_short_runs(problem: SpatialProblem, device: Device, tiles: Plan) -> bool:
@@ -180,7 +109,7 @@ def _tiles_are_slow(problem: SpatialProblem, device: Device, tiles: Plan) -> boo
     where tiles do not overlap. In whole sectors also small 16-bit planes on Hopper (`_is_small`).
     """
     inner, itemsize, short = problem.inner, problem.itemsize, problem.inner < LONG_RUN
-    filled = _filled_up(problem, tiles)
+    filled = tiles.filled_up(problem.inner)
     if problem.vec == problem.full_vec:
         halves = not problem.whole_sectors
         empty = filled > MOST_FILLED and (halves or problem.n_cols <= FILLED_COLS)
@@ -208,8 +137,8 @@ def _is_small(problem: SpatialProblem, filled: float) -> bool:
     return few or (problem.inner == 16 and problem.plane_bytes <= SIXTEEN_BYTES)
 
 
-def planes_plan(problem: SpatialProblem, device: Device, twice: bool = False) -> Plan | None:
-    """The plan of planes that are read as runs of memory; None where they cannot. twice: tiles would be read twice.
+def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
+    """The plan of planes that are read as pieces of memory; None where they cannot.
 
     >>> from .types import DEVICES
     >>> planes = SpatialProblem(35, 31, "bfloat16", "bfloat16", 1, packed=True)
@@ -220,23 +149,10 @@ def planes_plan(problem: SpatialProblem, device: Device, twice: bool = False) ->
         return None
     small = problem.plane_bytes <= ROOMS[problem.backward][-1]
     plan = _small_planes(problem, device) if small else None
-    if plan is not None and device.adds_shared_memory:
-        found = few_in_place_of_piece(plane_of(problem), plan.num_warps, plan.chunks)
-        plan = plan if found is None else held_plan(problem, found)
     if plan is None and device.adds_shared_memory:
         several, one = (None if small else _large_plane(problem, device, fitting) for fitting in (FITTING, (1,)))
-        alone = one is not None and not (problem.backward or twice)
-        least = LEAST_HELD_ALONE if alone else LEAST_HELD_TWICE if twice else None
-        crowded = several is not None and _is_crowded(problem, several)
-        instead = periodic_plan(problem, device, LEAST_HELD_CROWDED[problem.backward]) if crowded else None
-        plan = instead or several or periodic_plan(problem, device, least) or one or _shared_plane(problem, device)
+        plan = several or one or _shared_plane(problem, device)
     return plan
-
-
-def _is_crowded(problem: SpatialProblem, plan: Plan) -> bool:
-    """Whether two programs of 16 warps share a multiprocessor, and runs start at parts of a vector."""
-    parts = problem.vec < problem.full_vec and problem.inner <= CROWDED_POSITIONS
-    return parts and plan.num_warps == MOST_WARPS
 
 
 def may_be_pieces(problem: SpatialProblem, device: Device) -> bool:
@@ -375,49 +291,4 @@ def _plan(
         "spatial_cluster" if ctas > 1 else "spatial", warps * device.warp_size // found.lanes, ctas, 1, found.lanes, 1,
         found.chunks, found.full, False, False, warps, cap, why, outers=outers, gathered=True,
         piece=room // problem.itemsize, dynamic_bytes=dynamic,
-    )  # fmt: skip
-
-
-def periodic_plan(problem: SpatialProblem, device: Device, least: float | None = None) -> Plan | None:
-    """The plan of planes that a cluster holds in its registers; None where it cannot hold one, or holds less than that.
-
-    least: vectors that it holds over the most that it could, LEAST_HELD where it is None.
-
-    >>> from .types import DEVICES
-    >>> planes = SpatialProblem(300, 251, "bfloat16", "bfloat16", 1, packed=True)
-    >>> periodic_plan(planes, DEVICES["sm_90"]).ctas
-    2
-    """
-    if not may_be_held(problem, device):
-        return None
-    found = held(plane_of(problem), cluster_sizes(device), least)
-    return None if found is None else held_plan(problem, found)
-
-
-def may_be_held(problem: SpatialProblem, device: Device) -> bool:
-    """Whether planes may lie in the registers of a cluster."""
-    return problem.packed and not problem.batch_invariant and device.adds_shared_memory
-
-
-def plane_of(problem: SpatialProblem) -> Plane:
-    """What of a problem decides how registers hold it."""
-    return Plane(
-        problem.n_cols, problem.inner, problem.itemsize, problem.backward, problem.vec, problem.whole_sectors
-    )  # fmt: skip
-
-
-def cluster_sizes(device: Device) -> tuple[int, ...]:
-    """CTAs that a cluster which holds a plane in its registers may have."""
-    # of the sizes above 8 Triton's launcher allows 16 alone
-    sizes = (1, 2, 4, 8, 16) if device.kind == "interpreter" else (*range(1, 9), 16)
-    return tuple(size for size in sizes if size <= device.max_cluster)
-
-
-def held_plan(problem: SpatialProblem, way: Held) -> Plan:
-    """The plan of planes that a cluster holds in its registers as `way` says."""
-    plane, threads = f"a plane of {problem.n_cols} x {problem.inner}", way.num_warps * 32
-    return Plan(
-        "spatial_cluster" if way.ctas > 1 else "spatial", 1, way.ctas, 1, way.lanes, problem.full_vec, way.chunks,
-        way.full, False, problem.itemsize == 2, way.num_warps, registers_of(plane_of(problem), way),
-        f"{plane} in the registers of {way.ctas} CTAs, {way.span} of {threads} threads", periodic=way.span,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .held_planes import MOST_WARPS
+from .held_planes import MOST_WARPS, Held
 from .spatial_tables import SpatialConfig, config_of_words
 from .types import SECTOR_BYTES, Device, Plan, SpatialProblem, power_of_two, tiles_of
 
@@ -37,28 +37,24 @@ class Tile(NamedTuple):
 # Rules have tiles, best first: the planner takes the first one that reads little enough, and that a cluster holds.
 # docs/measurements/thresholds.md has the figures behind each number
 
-# float32 softmax in registers of programs of 16 warps, or of more than FEW_CTAS CTAs
+FEW_CTAS = 2  # of a cluster whose registers hold planes; tiles of larger ones:
+# float32 softmax
 FLOAT32_SOFTMAX = Tile(32, 8, 8, 60, most_read=1.57), Tile(64, 4, 8, 72, skewed=8)
-FEW_CTAS = 2
-# float32 gradients of 16 warps, from FLOAT32_GRADIENT_CTAS on
-FLOAT32_GRADIENT_16_WARPS = (Tile(32, 8, 8, 60, most_read=1.4),)
-FLOAT32_GRADIENT_CTAS = 5
-# float32 gradients of fewer warps, on more than FEW_CTAS CTAs
+# float32 gradients
 FLOAT32_GRADIENT = Tile(64, 4, 16, 72, skewed=16, most_read=1.7, most_ctas=8), Tile(32, 8, 8, 60, most_read=1.4)
-# 16-bit softmax, from HALF_CTAS on, by whether columns start at multiples of 2 bytes alone
+# 16-bit softmax, by whether columns start at multiples of 2 bytes alone
 HALF_SOFTMAX = {
     False: (Tile(32, 4, 8, 36, most_ctas=8),),
     True: (Tile(64, 4, 8, 44, skewed=8, most_read=1.4, most_ctas=8),),
 }
-HALF_CTAS = 7
-# 16-bit softmax in registers, or as a piece of a cluster, of LEAST_CTAS or more. At multiples of 8 bytes: a wider tile
+# 16-bit softmax at multiples of 8 bytes, also in place of a piece of LEAST_CTAS CTAs or more: a wider tile
 # comes first where it reads less than OF_NARROW_EIGHT of what the narrow one does
 EIGHT_BYTES = Tile(64, 4, 8, 76, most_ctas=8), Tile(32, 4, 8, 44, most_ctas=8)
 LEAST_CTAS, OF_NARROW_EIGHT = 4, 0.87
-# at multiples of 4 bytes: of so many positions, in registers of LONG_WARPS. log_softmax is slower in these tiles
+# at multiples of 4 bytes: of so many positions. log_softmax is slower in these tiles
 FOUR_BYTES = (Tile(64, 4, 8, 44, skewed=8, most_ctas=8),)
-LONG_POSITIONS, LONG_WARPS = 110, 8
-# 16-bit gradients of 16 warps
+LONG_POSITIONS = 110
+# 16-bit gradients
 HALF_GRADIENT = (Tile(64, 4, 8, 72, skewed=8),)
 # float32 softmax in plain tiles of so many positions on a cluster, whose CTAs write parts of a sector. Tiles that
 # overlap or are skewed stay
@@ -98,8 +94,8 @@ ONE_TILE = {n: (Tile(n, 8, 4, 44, most_read=4 / 3, most_ctas=8),) for n in (16, 
 LEAST_PIECE, ONE_TILE_COLS = 24 << 10, 6000
 
 
-def faster_as_short(problem: SpatialProblem, device: Device, plan: Plan) -> SpatialConfig | None:
-    """The config of such tiles where they are faster than `plan`; else None.
+def faster_as_short(problem: SpatialProblem, device: Device, plan: Plan, way: Held | None) -> SpatialConfig | None:
+    """The config of such tiles where they are faster than `plan`; else None. way: as registers could hold planes.
 
     >>> from .planes import periodic_plan
     >>> from .types import DEVICES
@@ -111,49 +107,47 @@ def faster_as_short(problem: SpatialProblem, device: Device, plan: Plan) -> Spat
     apart = problem.starts == problem.sector or problem.in_phase
     if not (problem.inner <= MOST and problem.packed and apart and problem.may_have_tiles(device)):
         return None
+    # tiles of planes that a large cluster would hold
+    kept = plan.skewed or plan.overlap or (plan.gathered and plan.ctas == 1 and plan.num_warps < MOST_WARPS)
+    held = way is not None and way.ctas > FEW_CTAS and not kept
     by_runs = _of_part_vectors if problem.vec < problem.full_vec else _of_whole_vectors
     rule = _of_few_positions if problem.inner < LEAST else by_runs
-    return next(filter(None, (_config(problem, device, tile) for tile in rule(problem, plan))), None)
+    return next(filter(None, (_config(problem, device, tile) for tile in rule(problem, plan, held))), None)
 
 
-def _of_few_positions(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
+def _of_few_positions(problem: SpatialProblem, plan: Plan, held: bool) -> tuple[Tile, ...]:
     """The tile of all positions of a 16-bit softmax that start at multiples of 4 or 8 bytes; none elsewhere."""
     if problem.n_cols > ONE_TILE_COLS:
         return ()
     parts = 1 < problem.vec < problem.full_vec and problem.itemsize == 2 and not problem.backward
     piece = plan.gathered and problem.plane_bytes >= LEAST_PIECE
-    return ONE_TILE.get(power_of_two(problem.inner), ()) if parts and (plan.periodic or piece) else ()
+    return ONE_TILE.get(power_of_two(problem.inner), ()) if parts and (held or piece) else ()
 
 
-def _of_part_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
+def _of_part_vectors(problem: SpatialProblem, plan: Plan, held: bool) -> tuple[Tile, ...]:
     """The tiles that replace `plan`, whose runs start at parts of a vector: none where it is as fast."""
     if problem.n_cols > MOST_COLS:
         return ()
     softmax, half, many_warps = not problem.backward, problem.itemsize == 2, plan.num_warps == MOST_WARPS
-    clusters = plan.periodic or (plan.gathered and plan.ctas > 1)
-    if half and softmax and clusters and problem.vec == 4 and plan.ctas >= LEAST_CTAS:
+    clusters = held or (plan.gathered and plan.ctas >= LEAST_CTAS)
+    if half and softmax and clusters and problem.vec == 4:
         wide, narrow = EIGHT_BYTES
         return EIGHT_BYTES if _read(problem, wide) < OF_NARROW_EIGHT * _read(problem, narrow) else (narrow,)
-    if plan.gathered:
+    if plan.gathered and not held:
         alone = many_warps and plan.fitting_planes == 1
         return FLOAT32_SOFTMAX if alone and softmax and not half else ()
-    if not plan.periodic:
+    if not held:
         plain = plan.ctas > 1 and plan.rows == PLAIN_POSITIONS and not (plan.skewed or plan.overlap)
         return FLOAT32_SOFTMAX[:1] if plain and softmax and not half else ()
     if half and softmax:
-        large = plan.ctas >= LEAST_CTAS and plan.num_warps == LONG_WARPS and not problem.log
-        found = FOUR_BYTES if large and problem.vec == 2 and problem.inner >= LONG_POSITIONS else ()
-        return found + (HALF_SOFTMAX[problem.vec == 1] if plan.ctas >= HALF_CTAS else ())
+        long = problem.vec == 2 and problem.inner >= LONG_POSITIONS and not problem.log
+        return (FOUR_BYTES if long else ()) + HALF_SOFTMAX[problem.vec == 1]
     if half:
-        return HALF_GRADIENT if many_warps else ()
-    if softmax:
-        return FLOAT32_SOFTMAX if many_warps or plan.ctas > FEW_CTAS else ()
-    if many_warps:
-        return FLOAT32_GRADIENT_16_WARPS if plan.ctas >= FLOAT32_GRADIENT_CTAS else ()
-    return FLOAT32_GRADIENT if plan.ctas > FEW_CTAS else ()
+        return HALF_GRADIENT
+    return FLOAT32_SOFTMAX if softmax else FLOAT32_GRADIENT
 
 
-def _of_whole_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
+def _of_whole_vectors(problem: SpatialProblem, plan: Plan, held: bool) -> tuple[Tile, ...]:
     """Runs are whole vectors: the tile of WHOLE for so many columns, else NARROWER where the tiles of `plan` read much.
 
     Planes in shared memory stay, except CROWDED_HALVES.

@@ -39,19 +39,20 @@ CROWDED_WARPS = 16
 LEAST_POSITIONS, WIDE_ACCESS = 64, 8
 
 
-def faster_as_skewed(problem: SpatialProblem, device: Device, plan: Plan) -> SpatialConfig | None:
+def faster_as_skewed(problem: SpatialProblem, device: Device, plan: Plan, held: bool = False) -> SpatialConfig | None:
     """The config of skewed tiles where they are faster than `plan`; else None.
 
     A plane that one program holds is faster there, except where one or two programs fill a multiprocessor. Tiles of few
-    positions are slower than others that are read in wide accesses, and than the registers of a few CTAs.
+    positions are slower than others that are read in wide accesses, and are no choice where registers could hold planes
+    (`held`).
     """
     twice = plan.regime == "spatial_two_pass"
     enough = (FEWEST_TWICE if twice else FEWEST) <= problem.inner <= MOST and problem.n_cols >= LEAST_COLS
     skewed = skewed_config(problem, device) if enough and not (plan.skewed or plan.overlap) else None
     if skewed is None:
         return None
-    if plan.ctas == 1 and (plan.gathered or plan.periodic):
-        crowded = plan.gathered and (problem.backward or plan.num_warps >= CROWDED_WARPS)
+    if plan.ctas == 1 and plan.gathered:
+        crowded = problem.backward or plan.num_warps >= CROWDED_WARPS
         fitting = plan.fitting_planes
         wide = (
             fitting == 2
@@ -61,9 +62,7 @@ def faster_as_skewed(problem: SpatialProblem, device: Device, plan: Plan) -> Spa
         return skewed if crowded and (wide or (fitting == 1 and skewed.inner >= LEAST_POSITIONS)) else None
     if skewed.inner >= LEAST_POSITIONS or twice:
         return skewed
-    if plan.periodic:
-        return skewed if plan.ctas == device.max_cluster else None
-    return skewed if problem.vec * problem.itemsize < WIDE_ACCESS else None
+    return skewed if problem.vec * problem.itemsize < WIDE_ACCESS and not held else None
 
 
 def skewed_config(problem: SpatialProblem, device: Device) -> SpatialConfig | None:

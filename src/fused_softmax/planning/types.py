@@ -329,6 +329,10 @@ class Plan:
         of_device = MULTIPROCESSORS["sm_90"]
         return of_device.shared // (self.dynamic_bytes + of_device.shared_reserved)
 
+    def filled_up(self, inner: int) -> float:
+        """Positions of whole tiles over those that exist."""
+        return -(-inner // self.rows) * self.rows / inner
+
     def constexprs(self) -> dict[str, object]:
         """The plan's compile-time arguments for any kernel, by the kernels' names; a kernel takes some of these."""
         held = self.resident_chunks if self.regime == "two_pass" else self.chunks

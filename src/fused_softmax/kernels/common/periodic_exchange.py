@@ -26,7 +26,7 @@ from .numerics import exp, scaled
 from .ptx_access import access_of
 
 POSITIONS = 256  # of a plane at most: the room for their numbers
-OWN_BYTES = (48 << 10) - 16  # of shared memory that a kernel may declare beside an mbarrier
+OWN_BYTES = (48 << 10) - 16  # of shared memory that a kernel may declare, less an mbarrier
 
 
 @triton.constexpr_function
@@ -37,7 +37,7 @@ def places_bytes(n_values: int, vec: int) -> int:
 
 @triton.constexpr_function
 def arrivals_bytes(n_values: int, ctas: int, others: int) -> int:
-    """Bytes for the numbers of all CTAs, beside so many others. Plans of 16 CTAs may have room for fewer positions."""
+    """Bytes for the numbers of all CTAs, in addition to so many others. Plans of 16 CTAs may have room for fewer positions."""
     return min(4 * n_values * ctas * POSITIONS, OWN_BYTES - others) if ctas > 1 else 0
 
 

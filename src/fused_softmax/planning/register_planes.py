@@ -1,0 +1,158 @@
+"""Plans of planes (n_cols, inner) in the registers of a program or a cluster, and when they are faster than others.
+
+`held_planes` estimates the speed of the best way to hold a plane. Each other kind of plan has a speed here, from which
+registers are faster.
+docs/measurements/thresholds.md has the figures behind the numbers.
+"""
+
+from __future__ import annotations
+
+from .held_planes import MOST_WARPS, SMALL_WARPS, Held, Plane, best_held, registers_of
+from .types import Device, Plan, SpatialProblem
+
+LEAST_SPEED = 0.6  # where no other plan is known
+LEAST_HELD = 0.7  # of registers, from which narrow skewed tiles are no choice
+# speeds of other plans, fractions of a copy or an add; by (backward, bytes of an element), or by the latter alone.
+# Columns that are read twice; pieces of a cluster
+TWICE = {(False, 2): 0.6, (False, 4): 0.66, (True, 2): 0.6, (True, 4): 0.62}
+SHARED_PIECE = 0.55
+# a softmax's piece of one program: where it has 16 warps; elsewhere. The latter of 16 bits where registers hold such a
+# share of the vectors, by the columns of a thread at least; or more and the plane has so many bytes. Of float32 up to so
+# many positions
+CROWDED_PIECE, PIECE, SHARE_OF_COLS = {2: 0.75, 4: 0.9}, {2: 0.85, 4: 0.97}, ((34, 0.4), (25, 0.58))
+LEAST_SHARE, LEAST_PIECE, PIECE_POSITIONS = 0.75, 12 << 10, 100
+GRADIENT_PIECE = {2: 0.85, 4: 0.9}
+FILLED = 1.12  # tiles that are filled up by no more
+# a softmax's tiles: where runs start at parts of a vector, and a program has more than FEW_CHUNKS or several warps
+PART_TILES, FEW_CHUNKS = {2: 0.7, 4: 0.8}, 16
+# of 16 bits: filled ones of a cluster, of CLUSTER_TILE positions or more or of whole vectors, and all of more than
+# MOST_POSITIONS; skewed ones; others
+CLUSTER_TILES, CLUSTER_TILE, MOST_POSITIONS, SKEWED_TILES, TILES = 0.93, 64, 100, 0.82, 0.85
+# of float32: of 16 warps, or skewed where one program holds the plane; that overlap, up to so many positions
+CROWDED_FLOATS, OVERLAPPING_FLOATS, OVERLAPPING_POSITIONS = 0.9, 0.95, 128
+# a gradient's: of 16 bits that overlap or are skewed; of float32 that overlap, or are skewed, by whether they have
+# NARROW_TILE positions or more and a cluster holds the plane
+SLOW_TILES, OVERLAPPING_GRADIENT, SKEWED_GRADIENT, NARROW_TILE = 0.811, 0.915, {False: 0.89, True: 0.95}, 64
+# by the bytes of an element, that are filled up, or of 16 bits read in narrow accesses (bytes) or by many warps; others
+EMPTY_TILES, NARROW_ACCESS, MANY_WARPS, GRADIENT_TILES = {2: 0.88, 4: 0.93}, 4, 8, 0.97
+# from which no short tile is faster, by (backward, bytes of an element)
+FASTEST = {(False, 2): 0.75, (False, 4): 0.979, (True, 2): 0.7, (True, 4): 0.88}
+
+
+def faster_as_held(problem: SpatialProblem, way: Held | None, plan: Plan) -> Plan | None:
+    """The plan of planes that registers hold in such a way where it is faster than `plan`; else None."""
+    if way is None:
+        return None
+    speed = _gradient_speed(problem, plan, way) if problem.backward else _softmax_speed(problem, plan, way)
+    return held_plan(problem, way) if speed is not None and way.speed >= speed else None
+
+
+def is_fastest(problem: SpatialProblem, way: Held, plan: Plan) -> bool:
+    """Whether no short tile is faster than planes in registers, which are faster than `plan`."""
+    piece = plan.gathered and plan.ctas == 1 and plan.num_warps < MOST_WARPS
+    return piece or way.speed >= FASTEST[problem.backward, problem.itemsize]
+
+
+def _softmax_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | None:
+    """About the speed of a softmax's plan; None where registers are not faster."""
+    half, filled = problem.itemsize == 2, plan.filled_up(problem.inner) <= FILLED
+    if plan.regime == "spatial_two_pass":
+        return TWICE[False, problem.itemsize]
+    if plan.gathered:
+        return _piece_speed(problem, plan, way)
+    plain, parts = not (plan.skewed or plan.overlap), problem.vec < problem.full_vec
+    few = plan.ctas == 1 and plan.num_warps <= SMALL_WARPS[-1]
+    if plain and parts:
+        # few columns of one program that they fill are as fast in tiles
+        return None if few and filled and plan.chunks <= FEW_CHUNKS else PART_TILES[problem.itemsize]
+    if half:
+        if few and filled:
+            return None
+        wide = plan.rows >= CLUSTER_TILE and problem.vec >= 4
+        if filled and plan.ctas > 1 and (wide or not parts):
+            return CLUSTER_TILES
+        if problem.inner > MOST_POSITIONS:
+            return CLUSTER_TILES
+        return SKEWED_TILES if plan.skewed else TILES
+    if plan.skewed:
+        return CROWDED_FLOATS if way.ctas == 1 else None
+    if plan.overlap:
+        return OVERLAPPING_FLOATS if problem.inner <= OVERLAPPING_POSITIONS else None
+    return CROWDED_FLOATS if plan.num_warps == MOST_WARPS and plan.ctas == 1 else None
+
+
+def _piece_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | None:
+    """About the speed of a softmax's pieces of shared memory; None where registers are not faster."""
+    if plan.ctas > 1:
+        return SHARED_PIECE
+    if plan.num_warps == MOST_WARPS:
+        return CROWDED_PIECE[problem.itemsize]
+    if problem.itemsize == 2:
+        share = next((share for cols, share in SHARE_OF_COLS if plan.chunks >= cols), LEAST_SHARE)
+        gains = way.share >= share and (share < LEAST_SHARE or problem.plane_bytes >= LEAST_PIECE)
+    else:
+        gains = problem.inner <= PIECE_POSITIONS
+    return PIECE[problem.itemsize] if gains else None
+
+
+def _gradient_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | None:
+    """About the speed of a gradient's plan; None where registers are not faster."""
+    half, filled = problem.itemsize == 2, plan.filled_up(problem.inner) <= FILLED
+    if plan.regime == "spatial_two_pass":
+        return TWICE[True, problem.itemsize]
+    if plan.gathered:
+        return GRADIENT_PIECE[problem.itemsize]
+    if plan.skewed or plan.overlap:
+        if half:
+            return SLOW_TILES
+        if plan.overlap and not plan.skewed:
+            return OVERLAPPING_GRADIENT
+        return SKEWED_GRADIENT[plan.rows >= NARROW_TILE and way.ctas > 1]
+    if filled and plan.ctas > 1 and problem.whole_sectors:
+        return None
+    slow = half and (plan.num_warps >= MANY_WARPS or plan.vec * problem.itemsize <= NARROW_ACCESS)
+    return EMPTY_TILES[problem.itemsize] if slow or not filled else GRADIENT_TILES
+
+
+def best_way(problem: SpatialProblem, device: Device) -> Held | None:
+    """The fastest way to hold the planes in registers; None where no cluster may."""
+    return best_held(plane_of(problem), cluster_sizes(device)) if may_be_held(problem, device) else None
+
+
+def periodic_plan(problem: SpatialProblem, device: Device) -> Plan | None:
+    """The plan of planes in registers in the fastest way; None where none has LEAST_SPEED.
+
+    >>> from .types import DEVICES
+    >>> planes = SpatialProblem(300, 251, "bfloat16", "bfloat16", 1, packed=True)
+    >>> periodic_plan(planes, DEVICES["sm_90"]).ctas
+    2
+    """
+    way = best_way(problem, device)
+    return held_plan(problem, way) if way is not None and way.speed >= LEAST_SPEED else None
+
+
+def may_be_held(problem: SpatialProblem, device: Device) -> bool:
+    """Whether planes may lie in the registers of a cluster."""
+    return problem.packed and not problem.batch_invariant and device.adds_shared_memory
+
+
+def plane_of(problem: SpatialProblem) -> Plane:
+    """What of a problem decides how registers hold it."""
+    return Plane(problem.n_cols, problem.inner, problem.itemsize, problem.backward)
+
+
+def cluster_sizes(device: Device) -> tuple[int, ...]:
+    """CTAs that a cluster which holds a plane in its registers may have."""
+    # of the sizes above 8 Triton's launcher allows 16 alone
+    sizes = (1, 2, 4, 8, 16) if device.kind == "interpreter" else (*range(1, 9), 16)
+    return tuple(size for size in sizes if size <= device.max_cluster)
+
+
+def held_plan(problem: SpatialProblem, way: Held) -> Plan:
+    """The plan of planes that a cluster holds in its registers as `way` says."""
+    plane, threads = f"a plane of {problem.n_cols} x {problem.inner}", way.num_warps * 32
+    return Plan(
+        "spatial_cluster" if way.ctas > 1 else "spatial", 1, way.ctas, 1, way.lanes, problem.full_vec, way.chunks,
+        way.full, False, problem.itemsize == 2, way.num_warps, registers_of(plane_of(problem), way),
+        f"{plane} in the registers of {way.ctas} CTAs, {way.span} of {threads} threads", periodic=way.span,
+    )  # fmt: skip
