@@ -31,6 +31,7 @@ from fused_softmax.launch.device import describe
 from fused_softmax.launch.options import CrossEntropy
 from fused_softmax.planning.lean_tiles import RANGES, lean_config
 from fused_softmax.planning.planes import planes_plan
+from fused_softmax.planning.register_planes import best_way
 from fused_softmax.planning.short_planes import faster_as_short
 from fused_softmax.planning.spatial import (
     parts_plan,
@@ -251,7 +252,7 @@ def test_columns_that_lie_far_apart(n_cols, inner, backward):
     for stride in (inner, 2**32 * 8 - 8, 2**32 * 8 + inner % 8):
         sizes, strides = (2, n_cols, inner), (n_cols * stride, stride, 1)
         tensors = tuple(torch.empty_strided(sizes, strides, dtype=BFLOAT16, device="meta") for _ in range(2 + backward))
-        plan = spatial.tiles_or_planes(spatial.problem_of(*tensors, backward=backward), DEVICES["sm_90"])
+        plan = spatial.softmax_plan(tensors, False, backward, False, DEVICES["sm_90"])
         (step,) = spatial.softmax_recipe(tensors, plan, False, backward, DEVICES["sm_90"]).steps
         units = stride if plan.skewed else stride // plan.vec
         assert step.scalars[-1] == units and step.meta["NEAR"] == (units < 2**32)
@@ -548,7 +549,8 @@ SHORT = (
 def test_tiles_of_short_planes(n_cols, inner, dtype, backward, log):
     """In place of planes in registers or alone on a multiprocessor, and of other tiles."""
     problem, device = problem_over((2, n_cols, inner), dtype, log, backward), DEVICES["sm_90"]
-    config = faster_as_short(problem, device, spatial.tiles_or_planes(problem, device))
+    way = best_way(problem, device)
+    config = faster_as_short(problem, device, spatial.tiles_or_pieces(problem, device, way), way)
     assert config is not None
     check_plan(tiles_plan(problem, device, config), (2, n_cols, inner), dtype, log, backward)
 

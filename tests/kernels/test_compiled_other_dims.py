@@ -64,7 +64,7 @@ def check(name: str, launch, target: str, chosen=None) -> None:
     if target.startswith("sm_"):
         assert used.spilled_bytes <= MOST_SPILLED, f"{used.spilled_bytes} bytes spilled: {name}"
     if used.num_ctas > 1:  # to know that the others' mbarriers are armed; or before and after their sums are read
-        assert used.cluster_barriers == (2 if "gathered_cluster" in name or "periodic" in name else 1), name
+        assert used.cluster_barriers == (2 if "gathered_cluster" in name else 1), name
     if " 4096" in name and "merge" not in name:
         # 16-bit tiles of 7 to 176 columns keep many numbers of a position, so a thread has 4 positions; and so it has
         # where tiles are those of `overlapping_tiles` or `lean_tiles`
@@ -197,7 +197,7 @@ def test_no_load_of_a_gradient_waits_for_another(n_cols, inner, dtype):
     assert loads and late == 0
 
 
-@pytest.mark.parametrize(("n_cols", "inner"), [(150, 4095 * 8), (1300, 3003 * 4), (878, 83)])
+@pytest.mark.parametrize(("n_cols", "inner"), [(150, 4095 * 8), (1300, 3003 * 4), (946, 89)])
 def test_a_load_of_a_softmax_has_no_mask_of_positions(n_cols, inner):
     # a masked load fills its registers first, and ptxas makes its cache policy again for each one
     launch, chosen = launch_over(n_cols, inner, FLOAT32, False, False)
@@ -312,13 +312,13 @@ def test_lean_tiles(key, of, n_cols):
 
 # tiles of short planes: columns, positions, dtype, backward, and the bytes of an access
 SHORT = (
-    (1115, 146, FLOAT32, False, 8), (1099, 75, FLOAT32, False, 4), (990, 62, FLOAT32, False, 8),
-    (1669, 77, FLOAT32, True, 4), (308, 86, FLOAT32, True, 16), (160, 134, FLOAT32, True, 16),
-    (2078, 68, BFLOAT16, False, 8), (1646, 82, BFLOAT16, False, 4), (1263, 97, BFLOAT16, False, 8),
-    (307, 186, BFLOAT16, True, 8), (1781, 123, BFLOAT16, True, 8), (259, 130, FLOAT32, False, 8),
-    (403, 136, BFLOAT16, False, 8), (301, 64, BFLOAT16, False, 8), (755, 304, BFLOAT16, False, 8),
-    (461, 280, BFLOAT16, False, 4), (475, 208, BFLOAT16, True, 8), (294, 88, BFLOAT16, True, 8),
-    (1173, 72, BFLOAT16, True, 8),
+    (1115, 146, FLOAT32, False, 8), (2019, 95, FLOAT32, False, 4), (940, 190, FLOAT32, False, 8),
+    (1896, 147, FLOAT32, True, 4), (258, 131, FLOAT32, True, 16), (146, 190, FLOAT32, True, 16),
+    (1326, 188, BFLOAT16, False, 8), (463, 30, BFLOAT16, False, 4), (824, 190, BFLOAT16, False, 8),
+    (307, 186, BFLOAT16, True, 8), (558, 182, BFLOAT16, True, 8), (259, 130, FLOAT32, False, 8),
+    (1542, 148, BFLOAT16, False, 8), (301, 64, BFLOAT16, False, 8), (755, 304, BFLOAT16, False, 8),
+    (461, 280, BFLOAT16, False, 4), (475, 208, BFLOAT16, True, 8), (636, 248, BFLOAT16, True, 8),
+    (3388, 72, BFLOAT16, True, 8), (2876, 95, FLOAT32, False, 4), (2243, 70, FLOAT32, True, 8),
 )  # fmt: skip
 
 

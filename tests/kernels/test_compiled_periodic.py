@@ -8,7 +8,7 @@ from launches import as_called, cross_compiled
 
 from fused_softmax.launch import spatial
 from fused_softmax.planning.held_planes import HELD_REGISTERS, MOST_VECTORS
-from fused_softmax.planning.planes import periodic_plan
+from fused_softmax.planning.register_planes import periodic_plan
 from fused_softmax.planning.types import DEVICES
 
 pytestmark = pytest.mark.compiled
@@ -21,7 +21,7 @@ FEW_WARPS = [
     ((245, 5), True, torch.bfloat16), ((51, 19), True, torch.float32), ((74, 17), True, torch.float32),
     ((1404, 3), False, torch.bfloat16), ((1906, 3), False, torch.float16), ((1023, 17), False, torch.bfloat16),
 ]  # fmt: skip
-# gradients of few positions that few warps do not hold: of 8 warps, and of 3 CTAs
+# gradients of few positions that few warps do not hold: of 2 and 3 CTAs
 FEW_POSITIONS = [
     ((1045, 11), True, torch.float32), ((2026, 7), True, torch.float32), ((887, 10), True, torch.float32),
     ((972, 15), True, torch.bfloat16), ((1940, 10), True, torch.bfloat16), ((3941, 6), True, torch.float16),
@@ -48,7 +48,8 @@ def test_each_element_is_moved_once_in_vectors(shape, dtype, log):
         assert dict(used.stores) == {16: chosen.chunks, dtype.itemsize: 1}
         most = chosen.chunks >= MOST_VECTORS[backward, dtype.itemsize] - 6
         assert used.registers <= HELD_REGISTERS and used.spilled_bytes <= (LEAST_SPILLED if most else 0)
-        assert used.num_ctas == chosen.ctas and used.shared_bytes <= 48 << 10 and used.cluster_barriers == 2
+        assert used.num_ctas == chosen.ctas and used.shared_bytes <= 48 << 10
+        assert used.cluster_barriers == (chosen.ctas > 1)  # to know that the others' mbarriers are armed
     assert held, "no plan holds such a plane"
 
 
@@ -66,7 +67,7 @@ def test_few_warps_move_each_element_once(shape, backward, dtype):
 def test_gradients_of_few_positions_move_each_element_once(shape, backward, dtype, log):
     tensors = (torch.empty(2, *shape, dtype=dtype),) * (2 + backward)
     chosen = spatial.softmax_plan(tensors, log, backward, False, DEVICE)
-    assert chosen.periodic and (chosen.ctas, chosen.num_warps) in {(1, 8), (3, 4)}
+    assert chosen.periodic and (chosen.ctas, chosen.num_warps) in {(2, 4), (3, 4)}
     check(tensors, chosen, log)
 
 

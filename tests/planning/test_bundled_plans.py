@@ -47,9 +47,9 @@ BUNDLED = (
     ((26308, 72, BFLOAT16, False), (42508, 56, BFLOAT16, False)),
     ((174863, 40, BFLOAT16, False), (174863, 24, BFLOAT16, False)),
     ((26308, 72, BFLOAT16, False), (26308, 72, BFLOAT16, True)),
-    # in place of planes in registers whose programs fill a multiprocessor
+    # planes in registers are faster where a cluster holds more of them
     ((81829, 15, BFLOAT16, False), (27455, 23, BFLOAT16, False)),
-    ((5134, 71, FLOAT32, False), (46380, 7, FLOAT32, False)),
+    ((14511, 29, FLOAT32, False), (46380, 7, FLOAT32, False)),
     ((51139, 15, BFLOAT16, False), (54451, 12, BFLOAT16, True)),
     # in place of narrow tiles
     ((9001, 103, BFLOAT16, False), (6890, 179, BFLOAT16, False)),

@@ -38,7 +38,7 @@ def test_a_piece_has_its_room_and_its_threads(backward, target):
         problem = random_problem(pick, backward)
         n_cols, inner, itemsize = problem.n_cols, problem.inner, problem.itemsize
         chosen = planes.planes_plan(problem, DEVICES[target])
-        if chosen is None or chosen.periodic:  # of the latter: test_periodic_plans
+        if chosen is None:
             continue
         found["shared" if chosen.ctas > 1 else "added" if chosen.dynamic_bytes else "own"] += 1
         cols = -(-n_cols // chosen.ctas)  # of the largest share
@@ -111,68 +111,14 @@ def test_planes_are_pieces_where_that_is_faster():
     assert pieces(14, 591, 1) and not pieces(14, 591, 1, backward=True) and not pieces(2, 2001, 1)  # long runs
     assert pieces(31, 70, 2, "float32", backward=True) and not pieces(31, 70, 2, backward=True)  # narrow tiles
     assert pieces(274, 17, 1, "float32", backward=True)  # half empty tiles
-    assert chosen(300, 31, 1, "float32", backward=True).periodic  # registers of one program hold the gradient
     assert chosen(468, 83, 1).dynamic_bytes > 48 << 10 and chosen(101, 251, 1, backward=True).dynamic_bytes > 48 << 10
-    assert chosen(468, 83, 1, backward=True).periodic and chosen(1350, 47, 1).periodic  # one program would be alone
-    # two programs of 16 warps would share a multiprocessor: registers hold enough, less of a gradient
-    assert chosen(640, 63, 1).periodic and chosen(1034, 19, 1, "float32").periodic
+    assert chosen(1350, 47, 1).ctas == 2 and chosen(980, 90, 1).num_warps == 16  # alone on its multiprocessor
     assert chosen(1039, 37, 1).gathered and chosen(969, 28, 4, "float32").gathered
-    assert chosen(765, 29, 1, "float32").gathered
-    assert chosen(836, 29, 1, backward=True).periodic and chosen(1063, 13, 1, "float32", backward=True).periodic
-    assert chosen(442, 45, 1, backward=True).gathered  # a share of 0.599
-    assert chosen(334, 84, 4, backward=True).gathered and chosen(573, 68, 4).gathered  # more positions
-    assert chosen(616, 61, 1).gathered and chosen(713, 56, 8).gathered  # 8 warps; whole vectors
+    assert chosen(334, 84, 4, backward=True).gathered and chosen(713, 56, 8).gathered
     assert chosen(400, 301, 1).ctas == 4 and chosen(400, 301, 1).gathered  # 301 positions leave too many threads idle
     assert not pieces(400, 301, 1, backward=True)
     assert not pieces(770, 32, 4, "float32") and not pieces(10000, 40, 8)  # tiles of whole vectors are read once
-    assert chosen(4300, 8, 8, backward=True).periodic and chosen(20000, 5, 1).periodic  # columns would be read twice
     assert not pieces(35, 31, 1, batch_invariant=True)  # lanes follow from `inner`
-
-
-@pytest.mark.parametrize(
-    ("n_cols", "inner", "dtype", "backward", "wanted"),
-    [
-        (90664, 8, "bfloat16", False, "parts"),  # 16 CTAs of 16 warps would hold it
-        (54024, 7, "bfloat16", False, "parts"),  # 5 of 16
-        (38944, 8, "bfloat16", False, "parts"),  # 8 of 8, and accesses are as wide
-        (40670, 7, "bfloat16", False, "registers"),
-        (12029, 8, "bfloat16", False, "registers"),  # 5 of 4
-        (56000, 12, "bfloat16", False, "parts"),
-        (43201, 13, "bfloat16", False, "registers"),  # accesses of 2 bytes
-        (30693, 9, "bfloat16", False, "registers"),
-        (18100, 28, "bfloat16", False, "parts"),  # 16 of 8
-        (17315, 7, "float32", False, "registers"),  # 3 of 16
-        (43230, 8, "bfloat16", False, "parts"),
-        (34592, 8, "float32", False, "parts"),  # 7 of 16, and accesses are as wide
-        (70776, 3, "float32", False, "parts"),
-        (40670, 7, "float32", False, "registers"),
-        (21419, 10, "float32", False, "registers"),
-        (64880, 6, "bfloat16", True, "parts"),
-        (56069, 4, "bfloat16", True, "registers"),  # 5 of 16
-        (133035, 2, "bfloat16", True, "registers"),  # 16 of 8
-        (22927, 28, "bfloat16", True, "registers"),  # more positions
-        (54024, 7, "bfloat16", True, "registers"),
-        (56069, 4, "float32", True, "parts"),  # 7 chunks
-        (54024, 7, "float32", True, "registers"),  # 12 chunks
-        # whole sectors: registers in place of tiles that are wider than the positions
-        (198, 80, "bfloat16", True, "registers"),
-        (149, 72, "float32", True, "registers"),
-        (289, 48, "bfloat16", True, "tiles"),  # registers would be filled less
-        (100, 192, "bfloat16", True, "tiles"),
-    ],
-)
-def test_parts_registers_and_tiles(n_cols, inner, dtype, backward, wanted):
-    size, vec = ITEMSIZE[dtype], 16 // ITEMSIZE[dtype]
-    while inner % vec:
-        vec //= 2
-    known = dict(whole_sectors=inner * size % 32 == 0, in_phase=True, packed=True)
-    problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, backward, **known)
-    tiles = plan_spatial(problem, DEVICES["sm_90"])
-    chosen = planes.faster_as_planes(problem, DEVICES["sm_90"], tiles)
-    if wanted == "registers":
-        assert chosen is not None and chosen.periodic
-    else:
-        assert chosen is None and (tiles.regime == "spatial_two_pass") is (wanted == "parts")
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "sm_120", "gfx942"])

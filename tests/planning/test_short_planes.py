@@ -12,13 +12,13 @@ from planning.test_spatial_plans import check
 
 from fused_softmax.launch import spatial
 from fused_softmax.planning import short_planes
+from fused_softmax.planning.held_planes import Held
 from fused_softmax.planning.lean_tiles import LEAST_POSITIONS
-from fused_softmax.planning.planes import periodic_plan
+from fused_softmax.planning.register_planes import best_way, faster_as_held, is_fastest
 from fused_softmax.planning.short_planes import (
     CROWDED_HALVES,
     EIGHT_BYTES,
     FLOAT32_GRADIENT,
-    FLOAT32_GRADIENT_16_WARPS,
     FLOAT32_SOFTMAX,
     FOUR_BYTES,
     HALF_GRADIENT,
@@ -38,49 +38,52 @@ from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem, tiles_of
 
 HOPPER = DEVICES["sm_90"]
 RULES: tuple[tuple[Tile, ...], ...] = (
-    FLOAT32_SOFTMAX, FLOAT32_GRADIENT_16_WARPS, FLOAT32_GRADIENT, *HALF_SOFTMAX.values(), HALF_GRADIENT, CROWDED_HALVES,
+    FLOAT32_SOFTMAX, FLOAT32_GRADIENT, *HALF_SOFTMAX.values(), HALF_GRADIENT, CROWDED_HALVES,
     EIGHT_BYTES, FOUR_BYTES, *NARROWER.values(),
     *((tile,) for ranges in WHOLE.values() for of in ranges for tile in (of.wide, of.narrow)),
 )  # fmt: skip
 
 
+def considered(problem: SpatialProblem) -> tuple[Plan, Held | None]:
+    """The plan that short tiles are compared with, and how registers could hold planes; None where they are faster."""
+    way = best_way(problem, HOPPER)
+    return spatial.tiles_or_pieces(problem, HOPPER, way), way
+
+
 def short_of(problem: SpatialProblem) -> SpatialConfig | None:
-    return faster_as_short(problem, HOPPER, spatial.tiles_or_planes(problem, HOPPER))
+    plan, way = considered(problem)
+    held = faster_as_held(problem, way, plan)
+    fastest = way is not None and held is not None and is_fastest(problem, way, plan)
+    return None if fastest else faster_as_short(problem, HOPPER, plan, way)
 
 
 # columns, positions, dtype, backward: positions of a tile, of a skewed one the unit, CTAs, warps, registers at most
 PLANNED = (
     # in place of planes in registers, and (1,115) of 16 warps on 4 CTAs
-    (1115, 146, "float32", False, (32, 0, 4, 8, 80)), (990, 61, "float32", False, (64, 2, 8, 4, 112)),
-    (1669, 77, "float32", True, (32, 0, 8, 8, 112)), (308, 86, "float32", True, (64, 4, 8, 4, 80)),
-    (672, 77, "float32", True, (32, 0, 4, 8, 80)), (2078, 68, "bfloat16", False, (32, 0, 8, 4, 80)),
-    (1263, 97, "bfloat16", False, (64, 4, 8, 4, 80)), (307, 186, "bfloat16", True, (64, 4, 4, 4, 80)),
+    (1115, 146, "float32", False, (32, 0, 4, 8, 80)),
+    (307, 186, "bfloat16", True, (64, 4, 4, 4, 80)),
     # of planes that are alone on a multiprocessor, or whose programs have 16 warps
-    (259, 130, "float32", False, (32, 0, 1, 8, 80)), (403, 136, "bfloat16", False, (64, 0, 2, 4, 112)),
+    (259, 130, "float32", False, (32, 0, 1, 8, 80)),
     # of plain tiles on a cluster
-    (2805, 130, "float32", False, (32, 0, 8, 8, 80)), (1646, 82, "bfloat16", False, (32, 0, 8, 4, None)),
+    (2805, 130, "float32", False, (32, 0, 8, 8, 80)),
     # of tiles
     (301, 64, "bfloat16", False, (32, 0, 1, 4, 80)), (755, 304, "bfloat16", False, (32, 0, 4, 4, None)),
     (461, 280, "bfloat16", False, (64, 0, 2, 4, 112)), (475, 208, "bfloat16", True, (64, 0, 8, 4, 80)),
-    (294, 88, "bfloat16", True, (64, 0, 4, 4, 80)), (1173, 72, "bfloat16", True, (32, 0, 8, 4, 80)),
     # narrower, in place of wider tiles on a cluster
-    (1310, 80, "bfloat16", False, (32, 0, 4, 4, 80)), (3292, 80, "bfloat16", False, (32, 0, 8, 4, 112)),
-    (1477, 72, "bfloat16", False, (32, 0, 4, 4, 112)), (6932, 144, "bfloat16", False, (32, 0, 16, 4, 112)),
+    (3292, 80, "bfloat16", False, (32, 0, 8, 4, 112)),
+    (6932, 144, "bfloat16", False, (32, 0, 16, 4, 112)),
     (3320, 80, "float32", False, (32, 0, 16, 4, 112)), (1905, 144, "bfloat16", True, (32, 0, 8, 4, 112)),
-    (838, 80, "float32", True, (32, 0, 8, 4, 112)), (4457, 136, "bfloat16", False, (32, 0, 16, 4, 80)),
+    (4457, 136, "bfloat16", False, (32, 0, 16, 4, 80)),
     (1714, 132, "float32", False, (32, 0, 16, 4, None)),
     # at multiples of 8 bytes: in place of a piece of a cluster, and of planes in registers; and of 4 bytes
-    (2358, 140, "bfloat16", False, (64, 0, 8, 4, 112)), (631, 92, "bfloat16", False, (32, 0, 2, 4, 80)),
-    (1610, 52, "bfloat16", False, (32, 0, 8, 4, None)), (1028, 190, "bfloat16", False, (64, 4, 8, 4, 80)),
+    (2358, 140, "bfloat16", False, (64, 0, 8, 4, 112)),
+    (1028, 190, "bfloat16", False, (64, 4, 8, 4, 80)),
     (1400, 130, "bfloat16", False, (64, 4, 8, 4, 80)),
     # 8 CTAs do not hold the wider tile
-    (2784, 60, "bfloat16", False, (32, 0, 8, 4, 80)), (2573, 140, "bfloat16", False, (32, 0, 8, 4, 80)),
+    (2573, 140, "bfloat16", False, (32, 0, 8, 4, 80)),
     # of few positions, in place of planes in registers, and in shared memory
-    (1784, 26, "bfloat16", False, (32, 0, 4, 8, None)), (2144, 14, "bfloat16", False, (16, 0, 2, 8, 80)),
-    (5632, 30, "bfloat16", False, (32, 0, 8, 8, 80)), (1094, 30, "bfloat16", False, (32, 0, 2, 8, 80)),
-    (6000, 14, "bfloat16", False, (16, 0, 8, 8, None)),
+
     # of planes that few warps would hold, in place of pieces of 34 columns of a thread
-    (822, 12, "bfloat16", False, (16, 0, 1, 8, None)), (840, 12, "float16", False, (16, 0, 1, 8, None)),
 )  # fmt: skip
 
 
@@ -132,19 +135,20 @@ def test_log_softmax_stays_in_registers_at_multiples_of_4_bytes():
     assert spatial.softmax_plan((x, x), False, False, False, HOPPER).skewed == 4
 
 
-def rule_of(problem: SpatialProblem, plan: Plan, tile: SpatialConfig) -> str:
-    """What `plan` is, and the tile in place of it."""
-    held = "alone" if plan.gathered else "held" if plan.periodic else "plain" if plan.ctas > 1 else "tiles"
+def rule_of(problem: SpatialProblem, plan: Plan, way: Held | None, tile: SpatialConfig) -> str:
+    """What `plan` is, or that a cluster could hold planes, and the tile in place of it."""
+    held = "held" if short_planes._is_held(plan, way) else "alone" if plan.gathered else "plain"
     if problem.vec == problem.full_vec:
         held = "crowded" if plan.gathered else "sectors" if problem.whole_sectors else "halves"
     op = "gradient" if problem.backward else "softmax"
     return f"{held} {op} {8 * problem.itemsize} bits: {'skewed ' if tile.skewed else ''}{tile.inner}"
 
 
-def tile_of(problem: SpatialProblem, plan: Plan, config: SpatialConfig) -> Tile:
+def tile_of(problem: SpatialProblem, plan: Plan, way: Held | None, config: SpatialConfig) -> Tile:
     """The tile of the rule that gave `config`."""
     rule = short_planes._of_part_vectors if problem.vec < problem.full_vec else short_planes._of_whole_vectors
-    return next(tile for tile in rule(problem, plan) if short_planes._config(problem, HOPPER, tile) == config)
+    held = short_planes._is_held(plan, way)
+    return next(tile for tile in rule(problem, plan, held) if short_planes._config(problem, HOPPER, tile) == config)
 
 
 def test_random_planes():
@@ -154,18 +158,18 @@ def test_random_planes():
         n_cols, dtype = round(90 * 40 ** rng.random()), rng.choice(("bfloat16", "float32"))
         inner = rng.choice((rng.randint(30, 470), 2 * rng.randint(15, 235), 8 * rng.randint(4, 58)))
         problem = planes(n_cols, inner, dtype, rng.random() < 0.5, rng.random() < 0.3)
-        found = spatial.tiles_or_planes(problem, HOPPER)
-        config = faster_as_short(problem, HOPPER, found)
+        found, way = considered(problem)
+        config = faster_as_short(problem, HOPPER, found, way)
         if config is None or inner < 40:  # few positions: below
             continue
-        rules.add(rule_of(problem, found, config))
+        rules.add(rule_of(problem, found, way, config))
         plan = tiles_plan(problem, HOPPER, config)
         check(plan, problem, HOPPER)
         most = 3000 if problem.vec < problem.full_vec else 7680
         assert 40 <= inner <= MOST and n_cols <= most and plan.smem_staged == 0 and plan.stagger == 0
         words = problem.words(plan.vectors_per_chunk * plan.ctas, config.thread_bytes)
         assert plan.max_registers == next(cap for most, cap in REGISTERS if words <= most)
-        wanted = tile_of(problem, found, config)
+        wanted = tile_of(problem, found, way, config)
         assert words <= wanted.words
         fewer = problem.words(plan.vectors_per_chunk * (plan.ctas // 2), config.thread_bytes) if plan.ctas > 1 else 99
         assert fewer > wanted.words and plan.ctas <= wanted.most_ctas, "fewer CTAs would hold the columns"
@@ -182,7 +186,7 @@ def test_random_planes():
         "halves gradient 16 bits: 64", "halves gradient 16 bits: 32", "halves softmax 16 bits: 32",
         "halves softmax 32 bits: 32", "halves gradient 32 bits: 32", "sectors softmax 32 bits: 32",
         "sectors gradient 32 bits: 32", "held softmax 16 bits: 64", "held softmax 16 bits: skewed 64",
-        "alone softmax 16 bits: 32", "alone softmax 16 bits: 64",
+        "alone softmax 16 bits: 32",
     }  # fmt: skip
 
 
@@ -192,13 +196,14 @@ def test_few_positions_fill_one_tile():
         n_cols, inner = round(90 * 90 ** rng.random()), rng.randint(2, 39)
         dtype, backward = rng.choice(("bfloat16", "float16", "float32")), rng.random() < 0.3
         problem = planes(n_cols, inner, dtype, backward, rng.random() < 0.3)
-        found = spatial.tiles_or_planes(problem, HOPPER)
-        config = faster_as_short(problem, HOPPER, found)
+        found, way = considered(problem)
+        config = faster_as_short(problem, HOPPER, found, way)
         if config is None:
             continue
         assert problem.itemsize == 2 and not backward and 1 < problem.vec < 8 and n_cols <= ONE_TILE_COLS
-        assert found.periodic or (found.gathered and problem.plane_bytes >= LEAST_PIECE)
-        replaced.add((config.inner, "held" if found.periodic else "piece"))
+        held = short_planes._is_held(found, way)
+        assert held or (found.gathered and problem.plane_bytes >= LEAST_PIECE)
+        replaced.add((config.inner, "held" if held else "piece"))
         plan = tiles_plan(problem, HOPPER, config)
         check(plan, problem, HOPPER)
         assert inner <= plan.rows <= 4 / 3 * inner and tiles_of(inner, plan.rows, plan.overlap) == 1
@@ -209,16 +214,18 @@ def test_few_positions_fill_one_tile():
 
 def test_where_there_are_none():
     problem = planes(1115, 146, "float32")
-    held = periodic_plan(problem, HOPPER)
-    assert held is not None and faster_as_short(problem, HOPPER, held)
+    plan, way = considered(problem)
+    assert way is not None and faster_as_short(problem, HOPPER, plan, way)
+    slower = way._replace(speed=0.5), way._replace(ctas=2)
+    assert not any(faster_as_short(problem, HOPPER, replace(plan, rows=16), other) for other in slower)
     others = (
         replace(problem, out_dtype="bfloat16"), replace(problem, batch_invariant=True),
         replace(problem, in_phase=False), replace(problem, inner=450), replace(problem, inner=38),
         replace(problem, n_cols=3001), replace(problem, packed=False),
     )  # fmt: skip
-    assert not any(faster_as_short(other, HOPPER, held) for other in others)
+    assert not any(faster_as_short(other, HOPPER, plan, way) for other in others)
     devices = (device for name, device in DEVICES.items() if name != "sm_90")
-    assert not any(faster_as_short(problem, device, held) for device in devices)
+    assert not any(faster_as_short(problem, device, plan, way) for device in devices)
 
 
 def test_longer_planes_have_lean_tiles():

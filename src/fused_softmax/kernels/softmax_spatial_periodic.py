@@ -40,7 +40,7 @@ from .common.periodic_slots import (
 from .common.softmax_terms import gradient, gradient_term
 from .common.tiles import READS
 
-
+# chunks that are written at a time. ptxas would otherwise hold results of all chunks, and spill
 GROUP = tl.constexpr(7)
 
 
@@ -116,7 +116,7 @@ def merge_max_sums(
     inner, LOG: tl.constexpr, FUSED: tl.constexpr, CTAS: tl.constexpr, THREADS: tl.constexpr, ARRIVALS: tl.constexpr,
     VEC: tl.constexpr,
 ):  # fmt: skip
-    """Merges each position's (maximum, sum) over the CTAs, and puts its terms for all slots. Returns 0, for `numbers_of`."""
+    """Merges each position's (maximum, sum) over the CTAs, and puts its terms for slots. Returns `await_put`'s 0."""
     send_own(inner, 2, CTAS, THREADS, ARRIVALS)
     for k in range(0, (inner + THREADS - 1) // THREADS):
         position = tl.arange(0, THREADS) + k * THREADS
@@ -127,7 +127,7 @@ def merge_max_sums(
 
 @triton.jit
 def merge_sums(inner, CTAS: tl.constexpr, THREADS: tl.constexpr, ARRIVALS: tl.constexpr, VEC: tl.constexpr):
-    """Merges each position's sum over the CTAs, and puts it for all slots. Returns 0, for `numbers_of`."""
+    """Merges each position's sum over the CTAs, and puts it for all slots. Returns `await_put`'s 0."""
     send_own(inner, 1, CTAS, THREADS, ARRIVALS)
     for k in range(0, (inner + THREADS - 1) // THREADS):
         position = tl.arange(0, THREADS) + k * THREADS

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..planning.held_planes import Held
 from ..planning.spatial import bundled_plan, plan_spatial, staggered, tiles_plan
 from ..planning.types import SECTOR_BYTES, Device, Plan, SpatialProblem, bundles_of, period_of, power_of_two, tiles_of
 from . import compile as compiling
@@ -385,12 +386,12 @@ def tiles_of_positions(problem: SpatialProblem, device: Device) -> Plan:
 def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool, device: Device) -> Plan:
     """The plan over (x, y), or over (y, dy, dx) of a gradient: of tiles of positions or of planes."""
     from ..planning.bundled_columns import faster_as_bundled  # loaded when it is first needed, as those below
-    from ..planning.register_planes import LEAST_HELD, best_way, faster_as_held, is_fastest
+    from ..planning.register_planes import best_way, faster_as_held, is_fastest
     from ..planning.short_planes import faster_as_short
 
     problem = problem_of(*planes, backward=backward, log=log, batch_invariant=invariant)
     way = best_way(problem, device)
-    plan = tiles_or_pieces(problem, device, way is not None and way.speed >= LEAST_HELD)
+    plan = tiles_or_pieces(problem, device, way)
     held = faster_as_held(problem, way, plan)
     if way is not None and held is not None and is_fastest(problem, way, plan):
         return held
@@ -400,8 +401,8 @@ def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invarian
     return plan if bundle is None else bundled_plan(problem, device, bundle)
 
 
-def tiles_or_pieces(problem: SpatialProblem, device: Device, held: bool) -> Plan:
-    """The plan of tiles or of planes in shared memory, before others are considered. held: registers could hold planes"""
+def tiles_or_pieces(problem: SpatialProblem, device: Device, way: Held | None) -> Plan:
+    """The plan of tiles or of pieces, before others are considered. way: how registers could hold planes."""
     from ..planning.lean_tiles import LONG, lean_config
     from ..planning.planes import faster_as_planes
     from ..planning.skewed_tiles import faster_as_skewed
@@ -411,7 +412,7 @@ def tiles_or_pieces(problem: SpatialProblem, device: Device, held: bool) -> Plan
     if lean is not None and problem.inner >= LONG:
         return tiles
     plan = faster_as_planes(problem, device, tiles) or tiles
-    skewed = faster_as_skewed(problem, device, plan, held)
+    skewed = faster_as_skewed(problem, device, plan, way)
     return plan if skewed is None else tiles_plan(problem, device, skewed)
 
 

@@ -17,9 +17,9 @@ HELD_REGISTERS = 128  # of a thread
 SMALL_REGISTERS = {(False, 2): ((12, 96),), (False, 4): (), (True, 2): ((5, 80), (6, 96)), (True, 4): ((5, 80),)}
 # vectors of a thread of each tensor, at most, by (backward, bytes of an element). More spill too much at the cap
 MOST_VECTORS = {(False, 2): 20, (False, 4): 20, (True, 2): 11, (True, 4): 12}
-SMALL_WARPS = (1, 2, 4)  # of one program that holds a small plane
-CLUSTER_WARPS = (4, 8, 16)  # of the CTAs of a cluster
-MOST_WARPS = 16  # of a program, which then fills a multiprocessor
+WARPS = (1, 2, 4, 8, 16)  # of a program, and of the CTAs of a cluster from 4 on
+SMALL_WARPS = WARPS[:3]  # of one program that holds a small plane
+MOST_WARPS = WARPS[-1]  # of a program, which then fills a multiprocessor
 HELD_POSITIONS = 256  # of a plane, at most: more take 512 threads, of which up to half are idle
 OF_A_GROUP = 16  # multiprocessors that share clusters: a cluster lies in one such group
 LARGEST = 16  # CTAs of a cluster
@@ -44,10 +44,10 @@ class Speed(NamedTuple):
 
 
 SPEEDS = {  # by (backward, bytes of an element)
-    (False, 2): Speed(0.40, 0.64, 0.89, 0.67, 0.945, 0.058),
-    (False, 4): Speed(0.30, 0.53, 0.98, 0.80, 0.997, 0.034),
-    (True, 2): Speed(0.30, 0.55, 0.96, 0.83, 0.98, 0.054),
-    (True, 4): Speed(0.33, 0.41, 0.98, 0.91, 0.996, 0.029),
+    (False, 2): Speed(0.40, 0.64, 0.86, 0.67, 0.945, 0.035),
+    (False, 4): Speed(0.30, 0.53, 0.97, 0.80, 0.997, 0.034),
+    (True, 2): Speed(0.30, 0.55, 0.96, 0.83, 0.98, 0.07),
+    (True, 4): Speed(0.33, 0.41, 0.98, 0.89, 0.996, 0.029),
 }
 SHARED_BYTES = (48 << 10) - 16  # of a program, less its mbarrier
 
@@ -84,13 +84,11 @@ def best_held(plane: Plane, clusters: tuple[int, ...]) -> Held | None:
     """
     if plane.n_cols <= 1 or not 1 < plane.inner <= HELD_POSITIONS:
         return None
-    ways = [held_in(plane, warps, 1) for warps in SMALL_WARPS if 1 in clusters]
-    ways += [
+    # one CTA of 16 warps would be alone on its multiprocessor, and wait for its own loads
+    ways = (
         held_in(plane, warps, ctas)
-        for warps in CLUSTER_WARPS for ctas in clusters
-        # one CTA of 16 warps would be alone on its multiprocessor, and wait for its own loads
-        if ctas > 1 or SMALL_WARPS[-1] < warps < MOST_WARPS
-    ]  # fmt: skip
+        for warps in WARPS for ctas in clusters if (warps < MOST_WARPS if ctas == 1 else warps >= SMALL_WARPS[-1])
+    )  # fmt: skip
     return max(filter(None, ways), key=lambda way: (way.speed, way.share), default=None)
 
 
@@ -106,12 +104,14 @@ def held_in(plane: Plane, warps: int, ctas: int) -> Held | None:
     vec, n, threads = VECTOR_BYTES // plane.itemsize, plane.n_cols * plane.inner, warps * 32
     period = plane.inner // gcd(plane.inner, vec)  # in vectors
     span = threads // period * period
-    if span * vec < plane.inner + vec:
+    if span * vec < plane.inner + vec or n < vec:
         return None
     most = MOST_VECTORS[plane.backward, plane.itemsize]
     of_cta = -(-(n // vec) // ctas)
     chunks = -(-of_cta // span)
-    if chunks > most or (ctas > 1 and _shared_bytes(plane, vec, threads, ctas) > SHARED_BYTES):
+    # a gradient's thread has fewer where it reads the numbers of LARGEST CTAs: it would spill 48 bytes
+    most_chunks = most - (plane.backward and ctas == LARGEST)
+    if chunks > most_chunks or (ctas > 1 and _shared_bytes(plane, vec, threads, ctas) > SHARED_BYTES):
         return None
     full = max(0, min((n - vec + 1) // vec // ctas // span, chunks - 1))  # one kernel also where all are full
     lanes = 1

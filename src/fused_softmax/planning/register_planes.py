@@ -11,32 +11,34 @@ from .held_planes import MOST_WARPS, SMALL_WARPS, Held, Plane, best_held, regist
 from .types import Device, Plan, SpatialProblem
 
 LEAST_SPEED = 0.6  # where no other plan is known
-LEAST_HELD = 0.7  # of registers, from which narrow skewed tiles are no choice
 # speeds of other plans, fractions of a copy or an add; by (backward, bytes of an element), or by the latter alone.
 # Columns that are read twice; pieces of a cluster
-TWICE = {(False, 2): 0.6, (False, 4): 0.66, (True, 2): 0.6, (True, 4): 0.62}
+TWICE = {(False, 2): 0.6, (False, 4): 0.66, (True, 2): 0.5, (True, 4): 0.62}
 SHARED_PIECE = 0.55
-# a softmax's piece of one program: where it has 16 warps; elsewhere. The latter of 16 bits where registers hold such a
-# share of the vectors, by the columns of a thread at least; or more and the plane has so many bytes. Of float32 up to so
-# many positions
-CROWDED_PIECE, PIECE, SHARE_OF_COLS = {2: 0.75, 4: 0.9}, {2: 0.85, 4: 0.97}, ((34, 0.4), (25, 0.58))
-LEAST_SHARE, LEAST_PIECE, PIECE_POSITIONS = 0.75, 12 << 10, 100
+# a softmax's piece of one program: whose threads have so many columns, or which has 16 warps and so many lanes for each
+# position
+MANY_COLS, MANY_LANES, CROWDED_PIECE = 25, 32, {2: 0.75, 4: 0.9}
+# others of float32, up to so many positions. Of 16 bits, by the columns of a thread at least, where registers hold such
+# a share of the vectors; with fewer columns where they hold LEAST_SHARE, and the plane has so many bytes
+FLOAT_PIECE, PIECE_POSITIONS = 0.975, 100
+PIECES, PIECE, LEAST_SHARE, LEAST_PIECE = ((34, 0.4, 0.85), (25, 0.58, 0.93)), 0.93, 0.75, 12 << 10
 GRADIENT_PIECE = {2: 0.85, 4: 0.9}
-FILLED = 1.12  # tiles that are filled up by no more
+FILLED = 1.1  # tiles that are filled up by no more
 # a softmax's tiles: where runs start at parts of a vector, and a program has more than FEW_CHUNKS or several warps
 PART_TILES, FEW_CHUNKS = {2: 0.7, 4: 0.8}, 16
 # of 16 bits: filled ones of a cluster, of CLUSTER_TILE positions or more or of whole vectors, and all of more than
 # MOST_POSITIONS; skewed ones; others
-CLUSTER_TILES, CLUSTER_TILE, MOST_POSITIONS, SKEWED_TILES, TILES = 0.93, 64, 100, 0.82, 0.85
+CLUSTER_TILES, CLUSTER_TILE, MOST_POSITIONS, SKEWED_TILES, TILES = 0.93, 64, 100, 0.79, 0.78
 # of float32: of 16 warps, or skewed where one program holds the plane; that overlap, up to so many positions
-CROWDED_FLOATS, OVERLAPPING_FLOATS, OVERLAPPING_POSITIONS = 0.9, 0.95, 128
-# a gradient's: of 16 bits that overlap or are skewed; of float32 that overlap, or are skewed, by whether they have
-# NARROW_TILE positions or more and a cluster holds the plane
-SLOW_TILES, OVERLAPPING_GRADIENT, SKEWED_GRADIENT, NARROW_TILE = 0.811, 0.915, {False: 0.89, True: 0.95}, 64
+CROWDED_FLOATS, OVERLAPPING_FLOATS, OVERLAPPING_POSITIONS = 0.9, 0.94, 128
+# a gradient's: of 16 bits that overlap or are skewed, by whether they have NARROW_TILE positions or more; of float32
+# that overlap, or are skewed, by whether they have so many and a cluster holds the plane
+SLOW_TILES, NARROW_TILE = {False: 0.75, True: 0.807}, 64
+OVERLAPPING_GRADIENT, SKEWED_GRADIENT = 0.915, {False: 0.87, True: 0.95}
 # by the bytes of an element, that are filled up, or of 16 bits read in narrow accesses (bytes) or by many warps; others
-EMPTY_TILES, NARROW_ACCESS, MANY_WARPS, GRADIENT_TILES = {2: 0.88, 4: 0.93}, 4, 8, 0.97
+EMPTY_TILES, NARROW_ACCESS, MANY_WARPS, GRADIENT_TILES = {2: 0.88, 4: 0.93}, 4, 8, 0.955
 # from which no short tile is faster, by (backward, bytes of an element)
-FASTEST = {(False, 2): 0.75, (False, 4): 0.979, (True, 2): 0.7, (True, 4): 0.88}
+FASTEST = {(False, 2): 0.75, (False, 4): 0.94, (True, 2): 0.7, (True, 4): 0.86}
 
 
 def faster_as_held(problem: SpatialProblem, way: Held | None, plan: Plan) -> Plan | None:
@@ -85,14 +87,14 @@ def _piece_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | None
     """About the speed of a softmax's pieces of shared memory; None where registers are not faster."""
     if plan.ctas > 1:
         return SHARED_PIECE
-    if plan.num_warps == MOST_WARPS:
+    if plan.num_warps == MOST_WARPS and (plan.vectors_per_chunk == MANY_LANES or plan.chunks >= MANY_COLS):
         return CROWDED_PIECE[problem.itemsize]
-    if problem.itemsize == 2:
-        share = next((share for cols, share in SHARE_OF_COLS if plan.chunks >= cols), LEAST_SHARE)
-        gains = way.share >= share and (share < LEAST_SHARE or problem.plane_bytes >= LEAST_PIECE)
-    else:
-        gains = problem.inner <= PIECE_POSITIONS
-    return PIECE[problem.itemsize] if gains else None
+    if problem.itemsize == 4:
+        return FLOAT_PIECE if problem.inner <= PIECE_POSITIONS else None
+    for cols, share, speed in PIECES:
+        if plan.chunks >= cols:
+            return speed if way.share >= share else None
+    return PIECE if way.share >= LEAST_SHARE and problem.plane_bytes >= LEAST_PIECE else None
 
 
 def _gradient_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | None:
@@ -103,11 +105,10 @@ def _gradient_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | N
     if plan.gathered:
         return GRADIENT_PIECE[problem.itemsize]
     if plan.skewed or plan.overlap:
+        wide = plan.rows >= NARROW_TILE
         if half:
-            return SLOW_TILES
-        if plan.overlap and not plan.skewed:
-            return OVERLAPPING_GRADIENT
-        return SKEWED_GRADIENT[plan.rows >= NARROW_TILE and way.ctas > 1]
+            return SLOW_TILES[wide]
+        return SKEWED_GRADIENT[wide and way.ctas > 1] if plan.skewed else OVERLAPPING_GRADIENT
     if filled and plan.ctas > 1 and problem.whole_sectors:
         return None
     slow = half and (plan.num_warps >= MANY_WARPS or plan.vec * problem.itemsize <= NARROW_ACCESS)

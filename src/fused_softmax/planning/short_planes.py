@@ -37,8 +37,9 @@ class Tile(NamedTuple):
 # Rules have tiles, best first: the planner takes the first one that reads little enough, and that a cluster holds.
 # docs/measurements/thresholds.md has the figures behind each number
 
-FEW_CTAS = 2  # of a cluster whose registers hold planes; tiles of larger ones:
-# float32 softmax
+# of a cluster whose registers could hold planes, of such a speed: more CTAs than these
+FEW_CTAS, LEAST_SPEED = 2, 0.6
+# in place of what it holds, or of other plans of such planes. float32 softmax
 FLOAT32_SOFTMAX = Tile(32, 8, 8, 60, most_read=1.57), Tile(64, 4, 8, 72, skewed=8)
 # float32 gradients
 FLOAT32_GRADIENT = Tile(64, 4, 16, 72, skewed=16, most_read=1.7, most_ctas=8), Tile(32, 8, 8, 60, most_read=1.4)
@@ -107,12 +108,17 @@ def faster_as_short(problem: SpatialProblem, device: Device, plan: Plan, way: He
     apart = problem.starts == problem.sector or problem.in_phase
     if not (problem.inner <= MOST and problem.packed and apart and problem.may_have_tiles(device)):
         return None
-    # tiles of planes that a large cluster would hold
-    kept = plan.skewed or plan.overlap or (plan.gathered and plan.ctas == 1 and plan.num_warps < MOST_WARPS)
-    held = way is not None and way.ctas > FEW_CTAS and not kept
+    held = _is_held(plan, way)
     by_runs = _of_part_vectors if problem.vec < problem.full_vec else _of_whole_vectors
     rule = _of_few_positions if problem.inner < LEAST else by_runs
     return next(filter(None, (_config(problem, device, tile) for tile in rule(problem, plan, held))), None)
+
+
+def _is_held(plan: Plan, way: Held | None) -> bool:
+    """Whether a large cluster could hold planes, and `plan` is none that these tiles are not in place of then."""
+    piece = plan.gathered and plan.ctas == 1 and (plan.num_warps < MOST_WARPS or plan.fitting_planes > 1)
+    wide = plan.rows >= WIDE.positions if plan.skewed else plan.overlap > 0
+    return way is not None and way.ctas > FEW_CTAS and way.speed >= LEAST_SPEED and not (piece or wide)
 
 
 def _of_few_positions(problem: SpatialProblem, plan: Plan, held: bool) -> tuple[Tile, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .held_planes import Held
 from .spatial_tables import SpatialConfig
 from .types import Device, Plan, SpatialProblem, tiles_of
 
@@ -37,14 +38,17 @@ LEAST_COLS = 60
 CROWDED_WARPS = 16
 # positions of a tile, and bytes of an access, from which the tiles of `spatial` are as fast
 LEAST_POSITIONS, WIDE_ACCESS = 64, 8
+LEAST_HELD = 0.7  # the speed of registers from which narrower tiles are slower
 
 
-def faster_as_skewed(problem: SpatialProblem, device: Device, plan: Plan, held: bool = False) -> SpatialConfig | None:
+def faster_as_skewed(
+    problem: SpatialProblem, device: Device, plan: Plan, way: Held | None = None
+) -> SpatialConfig | None:
     """The config of skewed tiles where they are faster than `plan`; else None.
 
     A plane that one program holds is faster there, except where one or two programs fill a multiprocessor. Tiles of few
-    positions are slower than others that are read in wide accesses, and are no choice where registers could hold planes
-    (`held`).
+    positions are slower than others that are read in wide accesses, and than the registers that hold
+    planes as `way` says.
     """
     twice = plan.regime == "spatial_two_pass"
     enough = (FEWEST_TWICE if twice else FEWEST) <= problem.inner <= MOST and problem.n_cols >= LEAST_COLS
@@ -62,6 +66,7 @@ def faster_as_skewed(problem: SpatialProblem, device: Device, plan: Plan, held: 
         return skewed if crowded and (wide or (fitting == 1 and skewed.inner >= LEAST_POSITIONS)) else None
     if skewed.inner >= LEAST_POSITIONS or twice:
         return skewed
+    held = way is not None and way.speed >= LEAST_HELD
     return skewed if problem.vec * problem.itemsize < WIDE_ACCESS and not held else None
 
 

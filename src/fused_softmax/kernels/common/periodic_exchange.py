@@ -37,7 +37,7 @@ def places_bytes(n_values: int, vec: int) -> int:
 
 @triton.constexpr_function
 def arrivals_bytes(n_values: int, ctas: int, others: int) -> int:
-    """Bytes for the numbers of all CTAs, in addition to so many others. Plans of 16 CTAs may have room for fewer positions."""
+    """Bytes for the numbers of all CTAs, in addition to so many others: for all POSITIONS, or what is left."""
     return min(4 * n_values * ctas * POSITIONS, OWN_BYTES - others) if ctas > 1 else 0
 
 
