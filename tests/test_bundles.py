@@ -179,6 +179,7 @@ def test_random_planes(seed, monkeypatch):
         return faster(replace(problem, n_cols=1 << 20), read_twice) and bundle_of(problem)
 
     monkeypatch.setattr(bundled_columns, "faster_as_bundled", always)
+    monkeypatch.setattr(register_planes, "faster_as_held", lambda *_: None)
     pick, log = random.Random(seed), bool(seed % 2)
     for _ in range(6):
         dtype = pick.choice(DTYPES)

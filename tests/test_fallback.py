@@ -286,7 +286,6 @@ PLANNED = {
     "softmax_spatial": lambda x: fs.plan_for(x.repeat(1, 16), 0),
     "softmax_spatial_gathered": lambda x: fs.plan_for(x, 0),
     "softmax_spatial_gathered_backward": lambda x: fs.plan_for(x.half(), 0, op="log_softmax", backward=True),
-    "softmax_spatial_gathered_cluster": lambda x: fs.plan_for(x.repeat(211, 2), 0),
     "softmax_spatial_periodic": lambda x: fs.plan_for(x.repeat(600, 1), 0),
     "softmax_spatial_periodic_backward": lambda x: fs.plan_for(
         x.half().repeat(600, 1), 0, op="log_softmax", backward=True

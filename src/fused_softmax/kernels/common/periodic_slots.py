@@ -8,7 +8,7 @@ a slot. A program has `span` threads with slots. Their elements follow each othe
     slot       0 1 2 3 4 5 6 7 8 9 ...        3 positions: slots 0, 3, 6, ... are of one position
     position   2 0 1 2 0 1 2 0 1 2 ...        the position of slot 0 is that of the program's first element
 
-All slots go to shared memory, LANES neighbors of a warp reduce each position, and `gathered_cluster` merges the
+All slots go to shared memory, LANES neighbors of a warp reduce each position, and `periodic_exchange` merges the
 positions of all CTAs. Before and after the plane's whole vectors are fewer than VEC elements each, its ends. The first
 CTA has the one end, the last CTA the other one: a thread for each element, and a place behind the slots. Interpreted,
 one program has the slots of all CTAs and reduces each position in turn.
