@@ -24,7 +24,7 @@ from cases import (
 from fused_softmax.kernels.common.spatial_bundles import start_of_bundles
 from fused_softmax.launch import spatial
 from fused_softmax.launch.device import describe
-from fused_softmax.planning import bundled_columns
+from fused_softmax.planning import bundled_columns, register_planes
 from fused_softmax.planning.bundled_columns import bundle_of
 from fused_softmax.planning.spatial import bundled_plan, parts_plan
 from fused_softmax.planning.types import Plan, SpatialProblem

@@ -47,7 +47,6 @@ OF_SOFTMAX = {
     "softmax_spatial_skewed_backward": "softmax_spatial_skewed",
     "softmax_spatial_gathered": "softmax_spatial_gathered",
     "softmax_spatial_gathered_backward": "softmax_spatial_gathered",
-    "softmax_spatial_gathered_cluster": "softmax_spatial_gathered_cluster",
     "softmax_spatial_periodic": "softmax_spatial_periodic",
     "softmax_spatial_periodic_backward": "softmax_spatial_periodic",
     "softmax_spatial_reduce": "softmax_spatial_parts",

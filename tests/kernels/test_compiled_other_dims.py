@@ -63,8 +63,8 @@ def check(name: str, launch, target: str, chosen=None) -> None:
     assert used.fits(), f"{used.shared_bytes} bytes of shared memory: {name}"
     if target.startswith("sm_"):
         assert used.spilled_bytes <= MOST_SPILLED, f"{used.spilled_bytes} bytes spilled: {name}"
-    if used.num_ctas > 1:  # to know that the others' mbarriers are armed; or before and after their sums are read
-        assert used.cluster_barriers == (2 if "gathered_cluster" in name else 1), name
+    if used.num_ctas > 1:  # to know that the others' mbarriers are armed
+        assert used.cluster_barriers == 1, name
     if " 4096" in name and "merge" not in name:
         # 16-bit tiles of 7 to 176 columns keep many numbers of a position, so a thread has 4 positions; and so it has
         # where tiles are those of `overlapping_tiles` or `lean_tiles`

@@ -31,7 +31,6 @@ SM_90 = DEVICES["sm_90"]
             parts_plan(planes_problem(50257, 1024, "bfloat16"), SM_90),
             "tiles of 128 positions in accesses of 8 elements, 4 chunks of 8 columns a CTA; ",
         ),
-        (planes_plan(planes_problem(1956, 97, "bfloat16"), SM_90), "a plane on 8 CTAs, up to 19 columns a thread"),
         (
             bundled_plan(planes_problem(400000, 5, "bfloat16"), SM_90, 48),
             "tiles of 64 elements in accesses of 8 elements, 14 chunks of 16 bundles a CTA; ",

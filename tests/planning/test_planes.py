@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from fused_softmax.kernels.common.gathered_cluster import POSITIONS, sums_bytes
 from fused_softmax.kernels.common.gathered_ptx import region_bytes
 from fused_softmax.planning import planes
 from fused_softmax.planning.piece_costs import ALIGN_BYTES
@@ -25,54 +24,48 @@ def random_problem(pick: random.Random, backward: bool) -> SpatialProblem:
 
 def shared_bytes(chosen: Plan, problem: SpatialProblem) -> int:
     """What the kernel of a plan asks for."""
-    sums = sums_bytes(1 if problem.backward else 2) if chosen.ctas > 1 else 0
-    return sums + (1 + problem.backward) * region_bytes(chosen.piece, problem.itemsize)
+    return (1 + problem.backward) * region_bytes(chosen.piece, problem.itemsize)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_piece_has_its_room_and_its_threads(backward, target):
-    pick, found = random.Random(7), {"own": 0, "added": 0, "shared": 0}
+    pick, found = random.Random(7), {"own": 0, "added": 0}
     for _ in range(8000):
         problem = random_problem(pick, backward)
         n_cols, inner, itemsize = problem.n_cols, problem.inner, problem.itemsize
         chosen = planes.planes_plan(problem, DEVICES[target])
         if chosen is None:
             continue
-        found["shared" if chosen.ctas > 1 else "added" if chosen.dynamic_bytes else "own"] += 1
-        cols = -(-n_cols // chosen.ctas)  # of the largest share
+        found["added" if chosen.dynamic_bytes else "own"] += 1
         lanes, room = chosen.vectors_per_chunk, region_bytes(chosen.piece, itemsize)
-        assert chosen.outers * cols * inner <= chosen.piece
+        assert chosen.ctas == 1 and chosen.outers * n_cols * inner <= chosen.piece
         # the last place of a piece that starts 16 bytes less an element behind a vector, and the one behind it
         assert 16 - itemsize + chosen.piece * itemsize + itemsize <= room
-        assert cols <= lanes * chosen.chunks and lanes * chosen.unpredicated_chunks <= n_cols // chosen.ctas
+        assert lanes * chosen.unpredicated_chunks <= n_cols <= lanes * chosen.chunks
         n_bytes = shared_bytes(chosen, problem)
         if chosen.dynamic_bytes:  # with 48 KB or less Triton's launcher asks for no more than those
             assert n_bytes <= chosen.dynamic_bytes and chosen.dynamic_bytes > 48 << 10
             assert chosen.dynamic_bytes + ALIGN_BYTES <= MULTIPROCESSORS["sm_90"].shared_per_program
         else:
             assert n_bytes <= 48 << 10
-        assert chosen.ctas == 1 or (inner <= POSITIONS and chosen.outers == 1)
     hopper = target in ("sm_90", "interpreter")
     assert found["own"] > 500 and (found["added"] > 100) == hopper, found
-    assert (found["shared"] > 100) == (hopper and not backward), found  # gradients of such planes have tiles
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_as_many_programs_fit_as_rooms_and_caps_are_made_for(backward):
-    assert planes.SUM_POSITIONS == POSITIONS  # of the kernel
     of_device = MULTIPROCESSORS["sm_90"]
     problem = SpatialProblem(100, 31, "bfloat16", "bfloat16", 1, backward, packed=True)
-    for sums, fitting in ((0, planes.FITTING), (sums_bytes(2), planes.FITTING_SHARED)):
-        for room in planes._rooms(problem, fitting, sums):
-            asked = room.dynamic + ALIGN_BYTES if room.dynamic else planes.OWN_BYTES
-            n_bytes = sums + (1 + backward) * region_bytes(room.n_bytes // 2, 2)
-            used = (min(asked, n_bytes) if not room.dynamic else asked) + of_device.shared_reserved
-            assert room.fitting * used <= of_device.shared < (room.fitting + 1) * (used + 4096)
-            for warps in (4, 8, 16):
-                cap = planes._cap(room.fitting, warps)
-                assert cap is None or cap * 32 * warps * room.fitting <= of_device.registers
+    for room in planes._rooms(problem, planes.FITTING):
+        asked = room.dynamic + ALIGN_BYTES if room.dynamic else planes.OWN_BYTES
+        n_bytes = (1 + backward) * region_bytes(room.n_bytes // 2, 2)
+        used = (min(asked, n_bytes) if not room.dynamic else asked) + of_device.shared_reserved
+        assert room.fitting * used <= of_device.shared < (room.fitting + 1) * (used + 4096)
+        for warps in (4, 8, 16):
+            cap = planes._cap(room.fitting, warps)
+            assert cap is None or cap * 32 * warps * room.fitting <= of_device.registers
 
 
 def test_planes_are_pieces_where_that_is_faster():
@@ -112,10 +105,10 @@ def test_planes_are_pieces_where_that_is_faster():
     assert pieces(31, 70, 2, "float32", backward=True) and not pieces(31, 70, 2, backward=True)  # narrow tiles
     assert pieces(274, 17, 1, "float32", backward=True)  # half empty tiles
     assert chosen(468, 83, 1).dynamic_bytes > 48 << 10 and chosen(101, 251, 1, backward=True).dynamic_bytes > 48 << 10
-    assert chosen(1350, 47, 1).ctas == 2 and chosen(980, 90, 1).num_warps == 16  # alone on its multiprocessor
+    assert chosen(980, 90, 1).num_warps == 16  # alone on its multiprocessor
     assert chosen(1039, 37, 1).gathered and chosen(969, 28, 4, "float32").gathered
     assert chosen(334, 84, 4, backward=True).gathered and chosen(713, 56, 8).gathered
-    assert chosen(400, 301, 1).ctas == 4 and chosen(400, 301, 1).gathered  # 301 positions leave too many threads idle
+    assert not pieces(400, 301, 1)  # of more bytes than a multiprocessor has
     assert not pieces(400, 301, 1, backward=True)
     assert not pieces(770, 32, 4, "float32") and not pieces(10000, 40, 8)  # tiles of whole vectors are read once
     assert not pieces(35, 31, 1, batch_invariant=True)  # lanes follow from `inner`

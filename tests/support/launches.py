@@ -330,7 +330,7 @@ def spatial_softmax(target: str) -> Iterator[Named]:
         pieces = ((4, 11), (35, 31), (300, 13), (2, 16))
         if device.adds_shared_memory:
             pieces += ((468, 83), (1350, 47), (400, 301))
-            x = torch.empty(2, 400, 301, dtype=dtype)  # in place a cluster moves a softmax, else it has skewed tiles
+            x = torch.empty(2, 400, 301, dtype=dtype)  # in place it has plain tiles, else skewed ones
             for count in (2, 3):
                 yield from spatial_softmax_over((x,) * count, "in place", False, device)
         for n_cols, inner, kind in (

@@ -156,8 +156,7 @@ def _held_rows_text(plan: Plan) -> str:
 
 def _held_planes_text(plan: Plan) -> str:
     if plan.gathered:
-        planes = f"a plane on {plan.ctas} CTAs" if plan.ctas > 1 else f"{_count(plan.outers, 'plane')} a program"
-        return f"{planes}, up to {_count(plan.chunks, 'column')} a thread"
+        return f"{_count(plan.outers, 'plane')} a program, up to {_count(plan.chunks, 'column')} a thread"
     if plan.periodic:
         return f"up to {_count(plan.chunks, 'vector')} of {plan.vec} elements a thread"
     # bundles of columns are read as columns are

@@ -36,7 +36,6 @@ RESIDENT = {
         "softmax_spatial_periodic",
     )  # fmt: skip
 }
-SHARED = kernel_of("softmax_spatial_gathered_cluster", "softmax_spatial_gathered_cluster")  # of a softmax only
 PARTS = {
     name: kernel_of("softmax_spatial_parts", name)
     for name in (
@@ -192,7 +191,7 @@ def _gathered_step(
 ) -> Step:
     """The one launch over planes that are moved as pieces of memory."""
     _, n_cols, inner = tensors[0].shape
-    scalars = (n_cols, inner) if plan.ctas > 1 else (None, n_cols, *divisor(inner), plan.outers)
+    scalars = (None, n_cols, *divisor(inner), plan.outers)
     return Step(kernel, _meta(kernel, plan, device, **flags), tuple(range(n_tensors)), scalars, 1, plan.outers)
 
 
@@ -232,8 +231,7 @@ def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward:
     inner = tensors[0].shape[2]
     if plan.regime != "spatial_two_pass":
         kind = "_gathered" if plan.gathered else "_skewed" if plan.skewed else "_periodic" if plan.periodic else ""
-        shared = plan.gathered and plan.ctas > 1
-        kernel = SHARED() if shared else RESIDENT[f"softmax_spatial{kind}"][backward]()
+        kernel = RESIDENT[f"softmax_spatial{kind}"][backward]()
         make_step = _gathered_step if plan.gathered else _periodic_step if plan.periodic else resident_step
         return Recipe((make_step(kernel, tensors, n, plan, device, LOG=log),), apart=plan.overlap > 0)
     if plan.bundle:
@@ -404,7 +402,7 @@ def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invarian
 def tiles_or_pieces(problem: SpatialProblem, device: Device, way: Held | None) -> Plan:
     """The plan of tiles or of pieces, before others are considered. way: how registers could hold planes."""
     from ..planning.lean_tiles import LONG, lean_config
-    from ..planning.planes import faster_as_planes
+    from ..planning.planes import are_slower_than_parts, faster_as_planes
     from ..planning.skewed_tiles import faster_as_skewed
 
     lean = lean_config(problem, device)
@@ -412,6 +410,8 @@ def tiles_or_pieces(problem: SpatialProblem, device: Device, way: Held | None) -
     if lean is not None and problem.inner >= LONG:
         return tiles
     plan = faster_as_planes(problem, device, tiles) or tiles
+    if plan is tiles and are_slower_than_parts(problem, device, tiles):
+        plan = plan_spatial(problem, device, "spatial_two_pass")
     skewed = faster_as_skewed(problem, device, plan, way)
     return plan if skewed is None else tiles_plan(problem, device, skewed)
 

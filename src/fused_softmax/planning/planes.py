@@ -1,9 +1,8 @@
 """Plans of planes (n_cols, inner) of a dimension that is not the last, which programs read as runs of memory.
 
-A plane is one piece for one program while it fits into shared memory, and several small ones are. Of larger planes of a
-softmax the CTAs of a cluster have a range of the columns each, which is one piece, too. The lanes of a warp that share
-a position are those of the least cost (`piece_costs`), as for narrow rows. Planes in registers are in
-`register_planes`.
+A plane is one piece for one program while it fits into shared memory, and several small ones are. The lanes of a warp
+that share a position are those of the least cost (`piece_costs`), as for narrow rows. Larger planes, and many of these,
+are faster in registers (`register_planes`).
 docs/measurements/thresholds.md has the figures behind the thresholds.
 """
 
@@ -34,16 +33,13 @@ PIECE_BYTES = {False: 16 << 10, True: 12 << 10}
 ROOMS = {False: OWN_ROOMS, True: OWN_ROOMS[:3]}
 # warps of a program, by the bytes of a piece at most
 PIECE_WARPS = ((16 << 10, 4), (46 << 10, 8))
-# programs on a multiprocessor that leave room for larger pieces
-FITTING, FITTING_SHARED = (4, 3, 2), (5, 4, 3)
+FITTING = (4, 3, 2)  # programs on a multiprocessor that leave room for larger pieces
 OWN_BYTES = 48 << 10  # of shared memory that a kernel declares
-SUM_POSITIONS = 512  # of a plane that the CTAs of a cluster share: the room for their sums
 # columns of a thread that cost nothing but their instructions; so many more cost as much as a copy, because fewer
 # programs fit on a multiprocessor
 HELD_COLS, COLS_OF_COPY = 19, 150
 GRADIENT_REGISTERS = 80  # of a thread with up to HELD_COLS columns
-# the cost of a large plane at most, by whether a cluster shares it: beyond, it waits for banks of shared memory
-MOST_COST = {False: 1.5, True: 1.3}
+MOST_COST = 1.5  # of a large plane: beyond, it waits for banks of shared memory
 LEAST_GAIN = 0.97  # the cost with fewer warps over that with more, at most
 # when tiles of positions are slower than pieces: `faster_as_planes`
 LONG_RUN = 512  # positions from which tiles are skewed
@@ -61,17 +57,15 @@ EMPTY_BYTES, FILLED_BYTES, FILLED_MOST, SIXTEEN_BYTES = 16 << 10, 8 << 10, 40, 4
 WIDE_TILE, LEAST_ACCESS = 256, 4  # bytes of a tile along `inner`, and of an access
 # gradients of tiles that are empty by a third, of so many positions
 HALF_EMPTY_ROWS, MOST_EMPTY = 32, 1.5
-# bytes of a run of a plane that a cluster shares, at least: in place of one read and, True, of two. 16-bit runs at 4 or
-# 8 bytes are longer in place of two
-LEAST_SHARED_RUN, LEAST_ALIGNED_RUN = {False: 34, True: 17}, 24
+# of planes whose columns are read twice in place of tiles: bytes of a run, at least; positions and bytes, at most
+LEAST_RUN, MOST_POSITIONS, MOST_BYTES = 34, 512, 712 << 10
 
 
 def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
     """The plan of pieces where it is faster than `tiles`, the plan of tiles of positions; else None.
 
     It is where a program of tiles has few bytes or short runs, where columns are read twice, or where
-    `_tiles_are_slow`, for planes that one program holds. Larger ones, whose CTAs wait for each other, have further
-    conditions.
+    `_tiles_are_slow`.
     """
     # a float32 softmax is faster in tiles that overlap
     overlapping = tiles.overlap and not tiles.skewed
@@ -81,12 +75,19 @@ def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Pl
     twice = tiles.regime == "spatial_two_pass"
     if not (few_bytes or twice or _tiles_are_slow(problem, device, tiles)):
         return None
-    plan = planes_plan(problem, device)
-    if plan is None or plan.ctas == 1:
-        return plan
-    aligned = problem.itemsize == 2 and problem.vec > 1
-    least = LEAST_ALIGNED_RUN if twice and aligned else LEAST_SHARED_RUN[twice]
-    return plan if problem.inner * problem.itemsize >= least and problem.vec < problem.full_vec else None
+    return planes_plan(problem, device)
+
+
+def are_slower_than_parts(problem: SpatialProblem, device: Device, tiles: Plan) -> bool:
+    """Whether a softmax's tiles are slower than columns that are read twice, where no piece is faster than both.
+
+    They are where `_tiles_are_slow`, for large planes whose runs are no vectors.
+    """
+    overlapping = tiles.overlap > 0 and not tiles.skewed and problem.itemsize == 4
+    runs = LEAST_RUN <= problem.inner * problem.itemsize and problem.inner <= MOST_POSITIONS
+    runs = runs and problem.plane_bytes <= MOST_BYTES
+    large = device.adds_shared_memory and may_be_pieces(problem, device) and not problem.backward and not overlapping
+    return large and runs and problem.vec < problem.full_vec and _tiles_are_slow(problem, device, tiles)
 
 
 def _has_short_runs(problem: SpatialProblem, device: Device, tiles: Plan) -> bool:
@@ -151,7 +152,7 @@ def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
     plan = _small_planes(problem, device) if small else None
     if plan is None and device.adds_shared_memory:
         several, one = (None if small else _large_plane(problem, device, fitting) for fitting in (FITTING, (1,)))
-        plan = several or one or _shared_plane(problem, device)
+        plan = several or one
     return plan
 
 
@@ -191,12 +192,12 @@ def small_planes_plan(problem: SpatialProblem, device: Device, outers: int, warp
     room = next(n_bytes for n_bytes in ROOMS[problem.backward] if outers * problem.plane_bytes <= n_bytes)
     # a gradient's places would take more registers, and fewer programs would fit
     cap = GRADIENT_REGISTERS if problem.backward and found.chunks <= HELD_COLS else None
-    return _plan(problem, device, 1, outers, found, warps, room, 0, cap)
+    return _plan(problem, device, outers, found, warps, room, 0, cap)
 
 
 def _large_plane(problem: SpatialProblem, device: Device, fitting: tuple[int, ...]) -> Plan | None:
     """The plan of one plane in shared memory that the launch adds; None where so many programs do not fit."""
-    room = next((room for room in _rooms(problem, fitting, 0) if problem.plane_bytes <= room.n_bytes), None)
+    room = next((room for room in _rooms(problem, fitting) if problem.plane_bytes <= room.n_bytes), None)
     if room is None:
         return None
     # few programs need more warps each, but not idle ones
@@ -205,31 +206,10 @@ def _large_plane(problem: SpatialProblem, device: Device, fitting: tuple[int, ..
         found = _lanes(problem, problem.n_cols, 1, warps)
         if found is not None and (best is None or found.cost < LEAST_GAIN * best[1].cost):
             best = warps, found
-    if best is None or best[1].cost > MOST_COST[False]:
+    if best is None or best[1].cost > MOST_COST:
         return None
     warps, found = best
-    return _plan(problem, device, 1, 1, found, warps, room.n_bytes, room.dynamic, _cap(room.fitting, warps))
-
-
-def _shared_plane(problem: SpatialProblem, device: Device) -> Plan | None:
-    """The plan of a softmax's plane whose columns the CTAs of a cluster share; None where it cannot hold one.
-
-    Gradients of such planes are in registers or in tiles.
-    """
-    if problem.backward or problem.inner > SUM_POSITIONS:
-        return None
-    column, warps = problem.inner * problem.itemsize, 8
-    rooms = tuple(_rooms(problem, FITTING_SHARED, 2 * 4 * 2 * SUM_POSITIONS))
-    for ctas in (2, 4, 8, 16):
-        cols = -(-problem.n_cols // ctas)
-        room = next((room for room in rooms if cols * column <= room.n_bytes), None)
-        if room is None or ctas > min(device.max_cluster, problem.n_cols):
-            continue
-        found = _lanes(problem, cols, 1, warps)
-        if found is not None and found.cost <= MOST_COST[True]:
-            cap = _cap(min(room.fitting, 4), warps)
-            return _plan(problem, device, ctas, 1, found, warps, room.n_bytes, room.dynamic, cap)
-    return None
+    return _plan(problem, device, 1, found, warps, room.n_bytes, room.dynamic, _cap(room.fitting, warps))
 
 
 class _Room(NamedTuple):
@@ -238,14 +218,14 @@ class _Room(NamedTuple):
     dynamic: int  # bytes of shared memory that the launch adds
 
 
-def _rooms(problem: SpatialProblem, fitting: tuple[int, ...], sums: int) -> Iterator[_Room]:
-    """Rooms for a tensor's piece where so many programs are to fit on a multiprocessor, besides `sums` bytes."""
+def _rooms(problem: SpatialProblem, fitting: tuple[int, ...]) -> Iterator[_Room]:
+    """Rooms for a tensor's piece where so many programs are to fit on a multiprocessor."""
     tensors, of_device = 1 + problem.backward, MULTIPROCESSORS["sm_90"]
     for programs in fitting:
         n_bytes = of_device.shared // programs - of_device.shared_reserved
         adds = n_bytes > OWN_BYTES
-        room = ((n_bytes - adds * ALIGN_BYTES - sums) // tensors - EDGE_BYTES) // 512 * 512
-        yield _Room(room, programs, adds * (sums + tensors * (room + EDGE_BYTES)))
+        room = ((n_bytes - adds * ALIGN_BYTES) // tensors - EDGE_BYTES) // 512 * 512
+        yield _Room(room, programs, adds * tensors * (room + EDGE_BYTES))
 
 
 def _cap(fitting: int, warps: int) -> int | None:
@@ -281,14 +261,12 @@ def all_lanes(problem: SpatialProblem, n_cols: int, outers: int, warps: int) -> 
 
 
 def _plan(
-    problem: SpatialProblem, device: Device, ctas: int, outers: int, found: Lanes, warps: int, room: int, dynamic: int,
+    problem: SpatialProblem, device: Device, outers: int, found: Lanes, warps: int, room: int, dynamic: int,
     cap: int | None,
 ) -> Plan:  # fmt: skip
     threads = f"{found.lanes} thread{'s' * (found.lanes > 1)}"
-    piece = f"{ctas} pieces by the CTAs of a cluster" if ctas > 1 else "one piece"
-    why = f"{outers} plane(s) of {problem.n_cols} x {problem.inner}, moved as {piece}, each position in {threads}"
+    why = f"{outers} plane(s) of {problem.n_cols} x {problem.inner}, moved as one piece, each position in {threads}"
     return Plan(
-        "spatial_cluster" if ctas > 1 else "spatial", warps * device.warp_size // found.lanes, ctas, 1, found.lanes, 1,
-        found.chunks, found.full, False, False, warps, cap, why, outers=outers, gathered=True,
-        piece=room // problem.itemsize, dynamic_bytes=dynamic,
+        "spatial", warps * device.warp_size // found.lanes, 1, 1, found.lanes, 1, found.chunks, found.full, False,
+        False, warps, cap, why, outers=outers, gathered=True, piece=room // problem.itemsize, dynamic_bytes=dynamic,
     )  # fmt: skip

@@ -12,9 +12,8 @@ from .types import Device, Plan, SpatialProblem
 
 LEAST_SPEED = 0.6  # where no other plan is known
 # speeds of other plans, fractions of a copy or an add; by (backward, bytes of an element), or by the latter alone.
-# Columns that are read twice; pieces of a cluster
+# Columns that are read twice
 TWICE = {(False, 2): 0.6, (False, 4): 0.66, (True, 2): 0.5, (True, 4): 0.62}
-SHARED_PIECE = 0.55
 # a softmax's piece of one program: whose threads have so many columns, or which has 16 warps and so many lanes for each
 # position
 MANY_COLS, MANY_LANES, CROWDED_PIECE = 25, 32, {2: 0.75, 4: 0.9}
@@ -51,7 +50,7 @@ def faster_as_held(problem: SpatialProblem, way: Held | None, plan: Plan) -> Pla
 
 def is_fastest(problem: SpatialProblem, way: Held, plan: Plan) -> bool:
     """Whether no short tile is faster than planes in registers, which are faster than `plan`."""
-    piece = plan.gathered and plan.ctas == 1 and plan.num_warps < MOST_WARPS
+    piece = plan.gathered and plan.num_warps < MOST_WARPS
     return piece or way.speed >= FASTEST[problem.backward, problem.itemsize]
 
 
@@ -85,8 +84,6 @@ def _softmax_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | No
 
 def _piece_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | None:
     """About the speed of a softmax's pieces of shared memory; None where registers are not faster."""
-    if plan.ctas > 1:
-        return SHARED_PIECE
     if plan.num_warps == MOST_WARPS and (plan.vectors_per_chunk == MANY_LANES or plan.chunks >= MANY_COLS):
         return CROWDED_PIECE[problem.itemsize]
     if problem.itemsize == 4:

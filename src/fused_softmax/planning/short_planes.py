@@ -48,10 +48,10 @@ HALF_SOFTMAX = {
     False: (Tile(32, 4, 8, 36, most_ctas=8),),
     True: (Tile(64, 4, 8, 44, skewed=8, most_read=1.4, most_ctas=8),),
 }
-# 16-bit softmax at multiples of 8 bytes, also in place of a piece of LEAST_CTAS CTAs or more: a wider tile
-# comes first where it reads less than OF_NARROW_EIGHT of what the narrow one does
+# 16-bit softmax at multiples of 8 bytes: a wider tile comes first where it reads less than OF_NARROW_EIGHT of what the
+# narrow one does
 EIGHT_BYTES = Tile(64, 4, 8, 76, most_ctas=8), Tile(32, 4, 8, 44, most_ctas=8)
-LEAST_CTAS, OF_NARROW_EIGHT = 4, 0.87
+OF_NARROW_EIGHT = 0.87
 # at multiples of 4 bytes: of so many positions. log_softmax is slower in these tiles
 FOUR_BYTES = (Tile(64, 4, 8, 44, skewed=8, most_ctas=8),)
 LONG_POSITIONS = 110
@@ -116,7 +116,7 @@ def faster_as_short(problem: SpatialProblem, device: Device, plan: Plan, way: He
 
 def _is_held(plan: Plan, way: Held | None) -> bool:
     """Whether a large cluster could hold planes, and `plan` is none that these tiles are not in place of then."""
-    piece = plan.gathered and plan.ctas == 1 and (plan.num_warps < MOST_WARPS or plan.fitting_planes > 1)
+    piece = plan.gathered and (plan.num_warps < MOST_WARPS or plan.fitting_planes > 1)
     wide = plan.rows >= WIDE.positions if plan.skewed else plan.overlap > 0
     return way is not None and way.ctas > FEW_CTAS and way.speed >= LEAST_SPEED and not (piece or wide)
 
@@ -135,8 +135,7 @@ def _of_part_vectors(problem: SpatialProblem, plan: Plan, held: bool) -> tuple[T
     if problem.n_cols > MOST_COLS:
         return ()
     softmax, half, many_warps = not problem.backward, problem.itemsize == 2, plan.num_warps == MOST_WARPS
-    clusters = held or (plan.gathered and plan.ctas >= LEAST_CTAS)
-    if half and softmax and clusters and problem.vec == 4:
+    if half and softmax and held and problem.vec == 4:
         wide, narrow = EIGHT_BYTES
         return EIGHT_BYTES if _read(problem, wide) < OF_NARROW_EIGHT * _read(problem, narrow) else (narrow,)
     if plan.gathered and not held:

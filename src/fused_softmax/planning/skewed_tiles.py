@@ -38,7 +38,7 @@ LEAST_COLS = 60
 CROWDED_WARPS = 16
 # positions of a tile, and bytes of an access, from which the tiles of `spatial` are as fast
 LEAST_POSITIONS, WIDE_ACCESS = 64, 8
-LEAST_HELD = 0.7  # the speed of registers from which narrower tiles are slower
+LEAST_HELD = 0.6  # the speed of registers from which narrower tiles are slower
 
 
 def faster_as_skewed(
@@ -47,15 +47,15 @@ def faster_as_skewed(
     """The config of skewed tiles where they are faster than `plan`; else None.
 
     A plane that one program holds is faster there, except where one or two programs fill a multiprocessor. Tiles of few
-    positions are slower than others that are read in wide accesses, and than the registers that hold
-    planes as `way` says.
+    positions are slower than others that are read in wide accesses, and than registers that hold planes as `way` says.
     """
-    twice = plan.regime == "spatial_two_pass"
-    enough = (FEWEST_TWICE if twice else FEWEST) <= problem.inner <= MOST and problem.n_cols >= LEAST_COLS
+    twice, held = plan.regime == "spatial_two_pass", way is not None and way.speed >= LEAST_HELD
+    fewest = FEWEST_TWICE if twice and not held else FEWEST
+    enough = fewest <= problem.inner <= MOST and problem.n_cols >= LEAST_COLS
     skewed = skewed_config(problem, device) if enough and not (plan.skewed or plan.overlap) else None
     if skewed is None:
         return None
-    if plan.ctas == 1 and plan.gathered:
+    if plan.gathered:
         crowded = problem.backward or plan.num_warps >= CROWDED_WARPS
         fitting = plan.fitting_planes
         wide = (
@@ -64,10 +64,9 @@ def faster_as_skewed(
             and _empty(problem, skewed.inner, skewed.skewed // problem.itemsize) <= MOST_EMPTY
         )
         return skewed if crowded and (wide or (fitting == 1 and skewed.inner >= LEAST_POSITIONS)) else None
-    if skewed.inner >= LEAST_POSITIONS or twice:
+    if skewed.inner >= LEAST_POSITIONS:
         return skewed
-    held = way is not None and way.speed >= LEAST_HELD
-    return skewed if problem.vec * problem.itemsize < WIDE_ACCESS and not held else None
+    return skewed if not held and (twice or problem.vec * problem.itemsize < WIDE_ACCESS) else None
 
 
 def skewed_config(problem: SpatialProblem, device: Device) -> SpatialConfig | None:

@@ -150,10 +150,8 @@ def unreachable() -> Reached:
     transposing = ("softmax_transposed", "softmax_channels_last")
     never |= {(name, "ROWS=1") for name in (*gathered, *transposing, "transposed_copy")}
     # threads that share a position have one column each at least
-    planes = [f"softmax_spatial_gathered{kind}{way}" for kind in ("", "_cluster") for way in ("", "_backward")]
+    planes = [f"softmax_spatial_gathered{way}" for way in ("", "_backward")]
     never |= {(name, "UNPREDICATED=none") for name in planes}
-    # planes that the CTAs of a cluster share are of Hopper
-    never |= {(name, "CTAS=1") for name in planes if "cluster" in name}
     # columns 2^32 vectors apart take 8 GB and more
     tiles = [f"softmax_spatial{kind}" for kind in ("", "_skewed", "_skewed_backward")]
     never |= {(name, "NEAR=False") for name in tiles}
@@ -161,8 +159,7 @@ def unreachable() -> Reached:
     held = [f"softmax_spatial_periodic{way}" for way in ("", "_backward")]
     never |= {(name, "UNPREDICATED=none") for name in held}
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
-        of_hopper = [*held, *(name for name in planes if "cluster" in name)]
-        shared = {(kernel, flag) for kernel, flag in _of_all_kernels() if kernel in of_hopper}
+        shared = {(kernel, flag) for kernel, flag in _of_all_kernels() if kernel in held}
         never |= {*shared, *((name, "DYNAMIC=some") for name in (*planes, *transposing))}
     if _clusters():  # which rows that do not fit on chip then always take
         never |= {("softmax_two_pass", "CTAS=1"), ("softmax_backward_two_pass", "CTAS=1")}
