@@ -211,7 +211,7 @@ def test_a_load_of_a_softmax_has_no_mask_of_positions(n_cols, inner):
 OF_PLANES = (
     (1231, 166, BFLOAT16, False, False), (307, 201, FLOAT32, True, False), (2313, 213, FLOAT32, True, False),
     (3817, 195, BFLOAT16, False, True), (1370, 145, FLOAT32, False, True), (213, 350, BFLOAT16, True, True),
-    (5006, 326, BFLOAT16, True, False), (2248, 117, FLOAT32, False, False), (79, 167, FLOAT32, True, True),
+    (5006, 326, BFLOAT16, True, False), (2248, 117, FLOAT32, False, False), (307, 201, FLOAT32, True, True),
     # of those with as many registers as a cap has, the ones that spill the most
     (2746, 103, BFLOAT16, False, False), (1372, 113, FLOAT32, False, False), (4611, 117, FLOAT32, False, False),
 )  # fmt: skip
@@ -326,7 +326,7 @@ SHORT = (
     ("n_cols", "inner", "dtype", "backward", "access", "log"),
     [
         pytest.param(*p, log, marks=[pytest.mark.extended] if i % 5 or log else [])
-        for i, p in enumerate(SHORT) for log in (False, True)
+        for i, p in enumerate(SHORT) for log in (False, True) if not log or p[:2] != (824, 190)  # which has others
     ],
 )  # fmt: skip
 def test_tiles_of_short_planes(n_cols, inner, dtype, backward, access, log):
