@@ -23,15 +23,17 @@ from cases import (
     edge_rows,
     logits,
 )
+from spatial_problems import periodic_plan
 
 import fused_softmax as fs
+from fused_softmax.kernels.common.periodic_exchange import POSITIONS, place_to_read
 from fused_softmax.kernels.common.spatial_tiles import owned_positions, positions_of, tile_at
 from fused_softmax.launch import cross_entropy_spatial, logsumexp, spatial, views
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.options import CrossEntropy
 from fused_softmax.planning.lean_tiles import RANGES, lean_config
 from fused_softmax.planning.planes import planes_plan
-from fused_softmax.planning.register_planes import best_way, periodic_plan
+from fused_softmax.planning.register_planes import best_way
 from fused_softmax.planning.short_planes import faster_as_short
 from fused_softmax.planning.spatial import (
     parts_plan,
@@ -540,6 +542,28 @@ SHORT = (
 )  # fmt: skip
 
 
+@triton.jit
+def places(place_ptr, inner, CTAS: tl.constexpr, VEC: tl.constexpr, THREADS: tl.constexpr):
+    position = tl.arange(0, THREADS)
+    tl.store(place_ptr + position, place_to_read(position, inner, CTAS, VEC))
+
+
+@pytest.mark.parametrize("vec", [4, 8])
+@pytest.mark.parametrize("inner", [2, 3, 7, 8, 31, 129, 256])
+def test_no_thread_reads_a_place_that_another_one_writes(inner, vec):
+    """Between two barriers each thread reads its position's numbers and writes what slots read of it."""
+    threads, last = 512, inner + vec - 1
+    of_one, of_more = (torch.empty(threads, dtype=torch.int32) for _ in range(2))
+    places[(1,)](of_one, inner, 1, vec, threads)
+    places[(1,)](of_more, inner, 2, vec, threads)
+    written = {place: position for position in range(inner) for place in range(position, last, inner)}
+    assert sorted(written) == list(range(last))
+    for position, place in enumerate(of_one.tolist()):
+        assert written.get(place, position) == position and place < POSITIONS + vec
+        assert position >= inner or place == position
+    assert of_more.tolist() == [min(position, inner - 1) for position in range(threads)], "what has arrived stays"
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize(("n_cols", "inner", "dtype", "backward"), SHORT)
@@ -548,7 +572,7 @@ def test_tiles_of_short_planes(n_cols, inner, dtype, backward, log):
     problem, device = problem_over((2, n_cols, inner), dtype, log, backward), DEVICES["sm_90"]
     way = best_way(problem, device)
     config = faster_as_short(problem, device, spatial.tiles_or_pieces(problem, device, way), way)
-    assert config is not None
+    assert config is not None, "also where registers are faster still: the kernel is what is tested"
     check_plan(tiles_plan(problem, device, config), (2, n_cols, inner), dtype, log, backward)
 
 

@@ -133,7 +133,7 @@ def drawn_short(rng: random.Random) -> tuple[Drawn, bool]:
         way = best_way(of, device)
         plan = spatial.tiles_or_pieces(of, device, way)
         held = faster_as_held(of, way, plan)
-        fastest = way is not None and held is not None and is_fastest(of, way, plan)
+        fastest = way is not None and held is not None and is_fastest(of, way)
         if not fastest and faster_as_short(of, device, plan, way):
             return Drawn(dtype, (outer, n_cols, inner), 0, log), backward
 
@@ -157,7 +157,7 @@ def first_drawn(seed: int, kind: str, device: Device) -> Drawn:
 
 
 def check(problem: Drawn, seed: int) -> Plan | fs.Fallback:
-    """Checks a problem's softmax and its gradient; the plan of the softmax."""
+    """Checks a problem's softmax and its gradient; the plan of the softmax, or log_softmax."""
     dtype, shape, _, log = problem
     torch.manual_seed(seed)
     x = problem.of(torch.randn, "cuda").mul_(3)
@@ -189,7 +189,7 @@ def check(problem: Drawn, seed: int) -> Plan | fs.Fallback:
         scale = p * (1 + g.abs() + (g * p).abs().sum(1, keepdim=True))
     within = (leaf.grad.double() - want).abs() <= (3e-6 + 2 * eps) * scale + 1e-7
     assert within.all(), ("gradient", seed, shape, dtype, log)
-    return fs.plan_for(x.detach(), dim=1)
+    return fs.plan_for(x.detach(), dim=1, op="log_softmax" if log else "softmax")
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from launches import as_called, cross_compiled
+from spatial_problems import periodic_plan
 
 from fused_softmax.launch import spatial
 from fused_softmax.planning.held_planes import HELD_REGISTERS, MOST_VECTORS
-from fused_softmax.planning.register_planes import periodic_plan
 from fused_softmax.planning.types import DEVICES
 
 pytestmark = pytest.mark.compiled

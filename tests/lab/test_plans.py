@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from spatial_problems import periodic_plan
 
 from fused_softmax.lab.plans import plan_text, planes_problem, problem_for
 from fused_softmax.planning import softmax
 from fused_softmax.planning.planes import planes_plan
-from fused_softmax.planning.register_planes import periodic_plan
 from fused_softmax.planning.spatial import bundled_plan, parts_plan, plan_spatial
 from fused_softmax.planning.types import DEVICES, Plan
 

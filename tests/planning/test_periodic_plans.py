@@ -7,12 +7,13 @@ import random
 
 import pytest
 import torch
+from spatial_problems import periodic_plan
 
 from fused_softmax.kernels.common.periodic_exchange import OWN_BYTES, POSITIONS, arrivals_bytes, places_bytes
 from fused_softmax.kernels.common.periodic_slots import slots_bytes
 from fused_softmax.launch import spatial
 from fused_softmax.planning import held_planes
-from fused_softmax.planning.register_planes import cluster_sizes, held_plan, periodic_plan, plane_of
+from fused_softmax.planning.register_planes import cluster_sizes, held_plan, plane_of
 from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem
 
 HOPPER, INTERPRETER = DEVICES["sm_90"], DEVICES["interpreter"]
@@ -69,24 +70,30 @@ def test_all_ways_have_room():
     assert refused > 0
 
 
-def test_the_best_way_is_the_fastest_and_holds_the_most_of_those():
+@pytest.mark.parametrize(
+    ("plane", "wanted"),
+    [
+        ((1831, 3, 2, False), (1, 2, 11)), ((643, 7, 4, False), (1, 2, 18)), ((453, 9, 2, True), (1, 2, 9)),
+        ((1611, 35, 2, False), (4, 4, 17)), ((4392, 24, 2, False), (6, 4, 18)), ((324, 100, 4, False), (2, 8, 17)),
+        ((54, 225, 4, True), (2, 8, 7)), ((5269, 40, 2, True), (5, 16, 11)), ((1378, 67, 4, True), (5, 16, 10)),
+        ((599, 129, 4, False), (3, 16, 17)),
+        ((45394, 13, 2, False), (16, 8, 19)), ((34592, 8, 4, False), (16, 8, 17)), ((73207, 8, 2, True), (16, 16, 9)),
+    ],
+)  # fmt: skip
+def test_the_best_way(plane, wanted):
+    """CTAs, warps and vectors of a thread: programs of few warps first, and few CTAs whose threads are filled."""
+    best = held_planes.best_held(held_planes.Plane(*plane), cluster_sizes(HOPPER))
+    assert best is not None and (best.ctas, best.num_warps, best.chunks) == wanted
+
+
+def test_no_way_is_faster_than_a_copy():
     pick, clusters = random.Random(12), cluster_sizes(HOPPER)
-    kinds = set()
     for _ in range(3000):
         plane = held_planes.Plane(
             round(20 * 2000 ** pick.random()), round(2 * 128 ** pick.random()), pick.choice((2, 4)), pick.random() < 0.5
         )
         best = held_planes.best_held(plane, clusters)
-        ways = [
-            way for warps in (1, 2, 4, 8, 16) for ctas in clusters
-            if (warps < 16 if ctas == 1 else warps >= 4) and (way := held_planes.held_in(plane, warps, ctas))
-        ]  # fmt: skip
-        assert (best is None) == (not ways)
-        if best is not None:
-            assert (best.speed, best.share) == max((way.speed, way.share) for way in ways)
-            assert 0 < best.speed <= 1 and 0 < best.share <= 1
-            kinds.add((best.ctas > 1, best.num_warps))
-    assert kinds >= {(False, 1), (False, 2), (False, 4), (False, 8), (True, 4), (True, 8), (True, 16)}
+        assert best is None or (0 < best.speed <= 1 and 0 < best.share <= 1)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
     m = max(x);  s = sum(exp(x - m));  y = exp(x - m) / s     or   y = (x - m) - log(s)
     d = sum(y*dy);  dx = y*(dy - d)                           or   d = sum(dy);  dx = dy - exp(y)*d
 
-For planes without gaps whose runs of `inner` do not start at vectors, or are short, and which no program holds in
-shared memory. The CTAs of a cluster read a plane as one run of vectors, as a row is read. A thread steps by a multiple
+For planes without gaps of at most 256 positions; `planning/register_planes.py` says where they are faster than tiles
+and pieces. The CTAs of a cluster read a plane as one run of vectors, as a row is read. A thread steps by a multiple
 of the period of the positions, so each element of its vectors has one position (`periodic_slots`).
 """
 
@@ -24,6 +24,7 @@ from .common.periodic_exchange import (
     merged_max_sum,
     merged_sum,
     numbers_of,
+    place_to_read,
     places_bytes,
     put_for_slots,
     send_own,
@@ -102,7 +103,7 @@ def terms_of(m, s, LOG: tl.constexpr, FUSED: tl.constexpr):
 
 @triton.jit
 def result_of(x, of_m, of_s, LOG: tl.constexpr, FUSED: tl.constexpr):
-    """An element's result from what `terms_of` its position are."""
+    """An element's result from its position's `terms_of`."""
     if LOG:
         return (x - of_m) - of_s
     elif FUSED:
@@ -120,7 +121,7 @@ def merge_max_sums(
     send_own(inner, 2, CTAS, THREADS, ARRIVALS)
     for k in range(0, (inner + THREADS - 1) // THREADS):
         position = tl.arange(0, THREADS) + k * THREADS
-        m, s = merged_max_sum(tl.minimum(position, inner - 1), CTAS, ARRIVALS)
+        m, s = merged_max_sum(place_to_read(position, inner, CTAS, VEC), CTAS, ARRIVALS)
         put_for_slots(terms_of(m, s, LOG, FUSED), position, inner, 2, VEC)
     return await_put()
 
@@ -131,7 +132,7 @@ def merge_sums(inner, CTAS: tl.constexpr, THREADS: tl.constexpr, ARRIVALS: tl.co
     send_own(inner, 1, CTAS, THREADS, ARRIVALS)
     for k in range(0, (inner + THREADS - 1) // THREADS):
         position = tl.arange(0, THREADS) + k * THREADS
-        d = merged_sum(tl.minimum(position, inner - 1), CTAS, ARRIVALS)
+        d = merged_sum(place_to_read(position, inner, CTAS, VEC), CTAS, ARRIVALS)
         put_for_slots((d,), position, inner, 1, VEC)
     return await_put()
 
@@ -196,7 +197,7 @@ def softmax_spatial_periodic(
         by = exp(m - of_m) * of_s
     offset = 0
     for g in tl.static_range((CHUNKS + GROUP - 1) // GROUP):
-        if g == 0 or n_cols > g:  # always, which the compiler does not know
+        if g == 0 or n_cols > g:  # always, as each chunk holds a column; the compiler does not know
             for c in tl.static_range(g * GROUP, min(CHUNKS, g * GROUP + GROUP)):
                 if LOG or RECOMPUTE:
                     y = result_of(upcast(x[c], PTX, RECOMPUTE, True), of_m, of_s, LOG, FUSED)
@@ -254,7 +255,7 @@ def softmax_spatial_periodic_backward(
         )  # fmt: skip
     offset = 0
     for g in tl.static_range((CHUNKS + GROUP - 1) // GROUP):
-        if g == 0 or n_cols > g:  # always, which the compiler does not know
+        if g == 0 or n_cols > g:  # always, as each chunk holds a column; the compiler does not know
             for c in tl.static_range(g * GROUP, min(CHUNKS, g * GROUP + GROUP)):
                 y_c, dy_c = upcast(y[c], PTX, RECOMPUTE, True), upcast(dy[c], PTX, RECOMPUTE, True)
                 dx = gradient(y_c, dy_c, d, LOG)

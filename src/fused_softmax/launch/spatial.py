@@ -391,7 +391,7 @@ def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invarian
     way = best_way(problem, device)
     plan = tiles_or_pieces(problem, device, way)
     held = faster_as_held(problem, way, plan)
-    if way is not None and held is not None and is_fastest(problem, way, plan):
+    if way is not None and held is not None and is_fastest(problem, way):
         return held
     short = faster_as_short(problem, device, plan, way)
     plan = (held or plan) if short is None else tiles_plan(problem, device, short)

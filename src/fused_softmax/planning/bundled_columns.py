@@ -62,7 +62,7 @@ def _is_faster(problem: SpatialProblem, plan: Plan) -> bool:
     """Whether bundles are faster than `plan`."""
     if plan.regime == "spatial_two_pass":
         return _faster_than_two_reads(problem, plan)
-    if plan.periodic or plan.gathered:
+    if plan.periodic:
         return False
     return problem.vec < problem.full_vec and _faster_than_tiles(problem, plan)
 

@@ -20,6 +20,7 @@ MOST_VECTORS = {(False, 2): 20, (False, 4): 20, (True, 2): 11, (True, 4): 12}
 WARPS = (1, 2, 4, 8, 16)  # of a program, and of the CTAs of a cluster from 4 on
 SMALL_WARPS = WARPS[:3]  # of one program that holds a small plane
 MOST_WARPS = WARPS[-1]  # of a program, which then fills a multiprocessor
+LEAST_SPEED = 0.6  # of ways that are as fast as narrow tiles
 HELD_POSITIONS = 256  # of a plane, at most: more take 512 threads, of which up to half are idle
 OF_A_GROUP = 16  # multiprocessors that share clusters: a cluster lies in one such group
 LARGEST = 16  # CTAs of a cluster
@@ -134,6 +135,6 @@ def _speed(plane: Plane, share: float, warps: int, ctas: int) -> float:
 
 
 def _shared_bytes(plane: Plane, vec: int, threads: int, ctas: int) -> int:
-    """What a program of a cluster has of shared memory: numbers of places, of slots and ends, and of all CTAs."""
+    """Bytes of shared memory of a cluster's program: numbers of places, of slots and ends, and of all CTAs."""
     numbers = HELD_POSITIONS + vec + threads * (vec + 1) + 2 * vec + ctas * plane.inner
     return numbers * (4 if plane.backward else 8)

@@ -57,8 +57,8 @@ EMPTY_BYTES, FILLED_BYTES, FILLED_MOST, SIXTEEN_BYTES = 16 << 10, 8 << 10, 40, 4
 WIDE_TILE, LEAST_ACCESS = 256, 4  # bytes of a tile along `inner`, and of an access
 # gradients of tiles that are empty by a third, of so many positions
 HALF_EMPTY_ROWS, MOST_EMPTY = 32, 1.5
-# of planes whose columns are read twice in place of tiles: bytes of a run, at least; positions and bytes, at most
-LEAST_RUN, MOST_POSITIONS, MOST_BYTES = 34, 512, 712 << 10
+# of planes whose columns are read twice in place of tiles: bytes of a run, at least; bytes, at most
+LEAST_RUN, MOST_BYTES = 34, 712 << 10
 
 
 def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Plan | None:
@@ -68,8 +68,7 @@ def faster_as_planes(problem: SpatialProblem, device: Device, tiles: Plan) -> Pl
     `_tiles_are_slow`.
     """
     # a float32 softmax is faster in tiles that overlap
-    overlapping = tiles.overlap and not tiles.skewed
-    if overlapping and problem.itemsize == 4 and problem.vec < problem.full_vec and not problem.backward:
+    if _overlaps(tiles) and problem.itemsize == 4 and problem.vec < problem.full_vec and not problem.backward:
         return None
     few_bytes = tiles.outers * problem.plane_bytes < FEW_BYTES or _has_short_runs(problem, device, tiles)
     twice = tiles.regime == "spatial_two_pass"
@@ -83,11 +82,14 @@ def are_slower_than_parts(problem: SpatialProblem, device: Device, tiles: Plan) 
 
     They are where `_tiles_are_slow`, for large planes whose runs are no vectors.
     """
-    overlapping = tiles.overlap > 0 and not tiles.skewed and problem.itemsize == 4
-    runs = LEAST_RUN <= problem.inner * problem.itemsize and problem.inner <= MOST_POSITIONS
-    runs = runs and problem.plane_bytes <= MOST_BYTES
+    overlapping = _overlaps(tiles) and problem.itemsize == 4
+    runs = LEAST_RUN <= problem.inner * problem.itemsize and problem.plane_bytes <= MOST_BYTES
     large = device.adds_shared_memory and may_be_pieces(problem, device) and not problem.backward and not overlapping
     return large and runs and problem.vec < problem.full_vec and _tiles_are_slow(problem, device, tiles)
+
+
+def _overlaps(tiles: Plan) -> bool:
+    return tiles.overlap > 0 and not tiles.skewed
 
 
 def _has_short_runs(problem: SpatialProblem, device: Device, tiles: Plan) -> bool:

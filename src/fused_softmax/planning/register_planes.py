@@ -10,7 +10,6 @@ from __future__ import annotations
 from .held_planes import MOST_WARPS, SMALL_WARPS, Held, Plane, best_held, registers_of
 from .types import Device, Plan, SpatialProblem
 
-LEAST_SPEED = 0.6  # where no other plan is known
 # speeds of other plans, fractions of a copy or an add; by (backward, bytes of an element), or by the latter alone.
 # Columns that are read twice
 TWICE = {(False, 2): 0.6, (False, 4): 0.66, (True, 2): 0.5, (True, 4): 0.62}
@@ -25,13 +24,12 @@ GRADIENT_PIECE = {2: 0.85, 4: 0.9}
 FILLED = 1.1  # tiles that are filled up by no more
 # a softmax's tiles: where runs start at parts of a vector, and a program has more than FEW_CHUNKS or several warps
 PART_TILES, FEW_CHUNKS = {2: 0.7, 4: 0.8}, 16
-# of 16 bits: filled ones of a cluster, of CLUSTER_TILE positions or more or of whole vectors, and all of more than
-# MOST_POSITIONS; skewed ones; others
-CLUSTER_TILES, CLUSTER_TILE, MOST_POSITIONS, SKEWED_TILES, TILES = 0.93, 64, 100, 0.79, 0.78
-# of float32: of 16 warps, or skewed where one program holds the plane; that overlap, up to so many positions
-CROWDED_FLOATS, OVERLAPPING_FLOATS, OVERLAPPING_POSITIONS = 0.9, 0.94, 128
+# of 16 bits: of whole vectors, filled ones of a cluster, and all of more than MOST_POSITIONS; others
+CLUSTER_TILES, MOST_POSITIONS, TILES = 0.93, 100, 0.78
+# of float32: of 16 warps, or skewed where one program holds the plane; that overlap
+CROWDED_FLOATS, OVERLAPPING_FLOATS = 0.9, 0.94
 # a gradient's: of 16 bits that overlap or are skewed, by whether they have NARROW_TILE positions or more; of float32
-# that overlap, or are skewed, by whether they have so many and a cluster holds the plane
+# that overlap, or are skewed, by whether a cluster holds the plane
 SLOW_TILES, NARROW_TILE = {False: 0.75, True: 0.807}, 64
 OVERLAPPING_GRADIENT, SKEWED_GRADIENT = 0.915, {False: 0.87, True: 0.95}
 # by the bytes of an element, that are filled up, or of 16 bits read in narrow accesses (bytes) or by many warps; others
@@ -48,10 +46,9 @@ def faster_as_held(problem: SpatialProblem, way: Held | None, plan: Plan) -> Pla
     return held_plan(problem, way) if speed is not None and way.speed >= speed else None
 
 
-def is_fastest(problem: SpatialProblem, way: Held, plan: Plan) -> bool:
-    """Whether no short tile is faster than planes in registers, which are faster than `plan`."""
-    piece = plan.gathered and plan.num_warps < MOST_WARPS
-    return piece or way.speed >= FASTEST[problem.backward, problem.itemsize]
+def is_fastest(problem: SpatialProblem, way: Held) -> bool:
+    """Whether no short tile is faster than planes in registers."""
+    return way.speed >= FASTEST[problem.backward, problem.itemsize]
 
 
 def _softmax_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | None:
@@ -69,17 +66,13 @@ def _softmax_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | No
     if half:
         if few and filled:
             return None
-        wide = plan.rows >= CLUSTER_TILE and problem.vec >= 4
-        if filled and plan.ctas > 1 and (wide or not parts):
-            return CLUSTER_TILES
-        if problem.inner > MOST_POSITIONS:
-            return CLUSTER_TILES
-        return SKEWED_TILES if plan.skewed else TILES
+        cluster = filled and plan.ctas > 1 and not parts
+        return CLUSTER_TILES if cluster or problem.inner > MOST_POSITIONS else TILES
     if plan.skewed:
         return CROWDED_FLOATS if way.ctas == 1 else None
     if plan.overlap:
-        return OVERLAPPING_FLOATS if problem.inner <= OVERLAPPING_POSITIONS else None
-    return CROWDED_FLOATS if plan.num_warps == MOST_WARPS and plan.ctas == 1 else None
+        return OVERLAPPING_FLOATS
+    return CROWDED_FLOATS if plan.num_warps == MOST_WARPS else None
 
 
 def _piece_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | None:
@@ -102,10 +95,9 @@ def _gradient_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | N
     if plan.gathered:
         return GRADIENT_PIECE[problem.itemsize]
     if plan.skewed or plan.overlap:
-        wide = plan.rows >= NARROW_TILE
         if half:
-            return SLOW_TILES[wide]
-        return SKEWED_GRADIENT[wide and way.ctas > 1] if plan.skewed else OVERLAPPING_GRADIENT
+            return SLOW_TILES[plan.rows >= NARROW_TILE]
+        return SKEWED_GRADIENT[way.ctas > 1] if plan.skewed else OVERLAPPING_GRADIENT
     if filled and plan.ctas > 1 and problem.whole_sectors:
         return None
     slow = half and (plan.num_warps >= MANY_WARPS or plan.vec * problem.itemsize <= NARROW_ACCESS)
@@ -113,20 +105,14 @@ def _gradient_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | N
 
 
 def best_way(problem: SpatialProblem, device: Device) -> Held | None:
-    """The fastest way to hold the planes in registers; None where no cluster may."""
-    return best_held(plane_of(problem), cluster_sizes(device)) if may_be_held(problem, device) else None
-
-
-def periodic_plan(problem: SpatialProblem, device: Device) -> Plan | None:
-    """The plan of planes in registers in the fastest way; None where none has LEAST_SPEED.
+    """The fastest way to hold the planes in registers; None where no cluster may.
 
     >>> from .types import DEVICES
     >>> planes = SpatialProblem(300, 251, "bfloat16", "bfloat16", 1, packed=True)
-    >>> periodic_plan(planes, DEVICES["sm_90"]).ctas
+    >>> best_way(planes, DEVICES["sm_90"]).ctas
     2
     """
-    way = best_way(problem, device)
-    return held_plan(problem, way) if way is not None and way.speed >= LEAST_SPEED else None
+    return best_held(plane_of(problem), cluster_sizes(device)) if may_be_held(problem, device) else None
 
 
 def may_be_held(problem: SpatialProblem, device: Device) -> bool:
@@ -135,7 +121,7 @@ def may_be_held(problem: SpatialProblem, device: Device) -> bool:
 
 
 def plane_of(problem: SpatialProblem) -> Plane:
-    """What of a problem decides how registers hold it."""
+    """The plane of a problem."""
     return Plane(problem.n_cols, problem.inner, problem.itemsize, problem.backward)
 
 

@@ -1,7 +1,7 @@
 """Tiles of planes of 12 to 447 positions, in place of plans that keep too few bytes in flight.
 
-Slower are planes in registers, most of large clusters, planes that are alone on a multiprocessor, pieces of clusters,
-and tiles with wide chunks or many positions beyond the plane. Faster tiles are narrow: 16, 32 or 64 positions, 4 to 16
+These plans are slower: planes in registers of large clusters, a plane alone on a multiprocessor, and tiles with wide
+chunks or many positions beyond the plane. Faster tiles are narrow: 16, 32 or 64 positions, 4 to 16
 bytes of a thread in a chunk, and the fewest CTAs whose threads hold few words (docs/measurements/short-planes.md).
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .held_planes import MOST_WARPS, Held
+from .held_planes import LEAST_SPEED, MOST_WARPS, Held
 from .spatial_tables import SpatialConfig, config_of_words
-from .types import SECTOR_BYTES, Device, Plan, SpatialProblem, power_of_two, tiles_of
+from .types import SECTOR_BYTES, Device, Plan, SpatialProblem, tiles_of
 
 # positions, and columns whose runs start at parts of a vector; more have `lean_tiles`, fewer positions ONE_TILE
 LEAST, MOST, MOST_COLS = 40, 447, 3000
@@ -37,9 +37,9 @@ class Tile(NamedTuple):
 # Rules have tiles, best first: the planner takes the first one that reads little enough, and that a cluster holds.
 # docs/measurements/thresholds.md has the figures behind each number
 
-# of a cluster whose registers could hold planes, of such a speed: more CTAs than these
-FEW_CTAS, LEAST_SPEED = 2, 0.6
-# in place of what it holds, or of other plans of such planes. float32 softmax
+# a cluster could hold the planes in registers: it has more CTAs than these, and at least LEAST_SPEED
+FEW_CTAS = 2
+# these tiles replace the plan of such planes. float32 softmax
 FLOAT32_SOFTMAX = Tile(32, 8, 8, 60, most_read=1.57), Tile(64, 4, 8, 72, skewed=8)
 # float32 gradients
 FLOAT32_GRADIENT = Tile(64, 4, 16, 72, skewed=16, most_read=1.7, most_ctas=8), Tile(32, 8, 8, 60, most_read=1.4)
@@ -89,58 +89,63 @@ NARROWER = {False: (Tile(32, 4, 8, 52), Tile(32, 4, 8, 60)), True: (Tile(32, 4, 
 OF_NARROWER = {False: 1.13, True: 1.19}
 # planes of a softmax in shared memory, in halves of sectors, whose programs have 16 warps
 CROWDED_HALVES = (Tile(64, 4, 8, 60),)
-# 16-bit softmax of fewer than LEAST positions that nearly fill one tile, in place of planes in registers, and of a
-# plane in shared memory of so many bytes at least; by the positions of the tile. And the most columns
-ONE_TILE = {n: (Tile(n, 8, 4, 44, most_read=4 / 3, most_ctas=8),) for n in (16, 32)}
+# 16-bit softmax of fewer than LEAST positions that nearly fill one tile, in place of a plane in shared memory of so
+# many bytes at least. And the most columns
+ONE_TILE = (Tile(32, 8, 4, 44, most_read=4 / 3, most_ctas=8),)
 LEAST_PIECE, ONE_TILE_COLS = 24 << 10, 6000
 
 
 def faster_as_short(problem: SpatialProblem, device: Device, plan: Plan, way: Held | None) -> SpatialConfig | None:
     """The config of such tiles where they are faster than `plan`; else None. way: as registers could hold planes.
 
-    >>> from .planes import periodic_plan
+    >>> from .register_planes import best_way
+    >>> from .spatial import plan_spatial
     >>> from .types import DEVICES
+    >>> hopper = DEVICES["sm_90"]
     >>> planes = SpatialProblem(1428, 98, "float32", "float32", 2, whole_sectors=False, in_phase=True, packed=True)
-    >>> config = faster_as_short(planes, DEVICES["sm_90"], periodic_plan(planes, DEVICES["sm_90"]))
+    >>> plan = plan_spatial(planes, hopper, "spatial_two_pass")
+    >>> config = faster_as_short(planes, hopper, plan, best_way(planes, hopper))
     >>> config.inner, config.ctas, config.num_warps
     (32, 4, 8)
     """
     apart = problem.starts == problem.sector or problem.in_phase
     if not (problem.inner <= MOST and problem.packed and apart and problem.may_have_tiles(device)):
         return None
-    held = _is_held(plan, way)
-    by_runs = _of_part_vectors if problem.vec < problem.full_vec else _of_whole_vectors
-    rule = _of_few_positions if problem.inner < LEAST else by_runs
-    return next(filter(None, (_config(problem, device, tile) for tile in rule(problem, plan, held))), None)
+    if problem.inner < LEAST:
+        tiles = _of_few_positions(problem, plan)
+    elif problem.vec < problem.full_vec:
+        tiles = _of_part_vectors(problem, plan, _cluster_could_hold(plan, way))
+    else:
+        tiles = _of_whole_vectors(problem, plan)
+    return next(filter(None, (_config(problem, device, tile) for tile in tiles)), None)
 
 
-def _is_held(plan: Plan, way: Held | None) -> bool:
-    """Whether a large cluster could hold planes, and `plan` is none that these tiles are not in place of then."""
+def _cluster_could_hold(plan: Plan, way: Held | None) -> bool:
+    """Whether a large cluster could hold the planes, and `plan` is one that short tiles may replace."""
     piece = plan.gathered and (plan.num_warps < MOST_WARPS or plan.fitting_planes > 1)
-    wide = plan.rows >= WIDE.positions if plan.skewed else plan.overlap > 0
+    wide = plan.skewed > 0 or plan.overlap > 0
     return way is not None and way.ctas > FEW_CTAS and way.speed >= LEAST_SPEED and not (piece or wide)
 
 
-def _of_few_positions(problem: SpatialProblem, plan: Plan, held: bool) -> tuple[Tile, ...]:
+def _of_few_positions(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
     """The tile of all positions of a 16-bit softmax that start at multiples of 4 or 8 bytes; none elsewhere."""
     if problem.n_cols > ONE_TILE_COLS:
         return ()
     parts = 1 < problem.vec < problem.full_vec and problem.itemsize == 2 and not problem.backward
     piece = plan.gathered and problem.plane_bytes >= LEAST_PIECE
-    return ONE_TILE.get(power_of_two(problem.inner), ()) if parts and (held or piece) else ()
+    return ONE_TILE if parts and piece else ()
 
 
 def _of_part_vectors(problem: SpatialProblem, plan: Plan, held: bool) -> tuple[Tile, ...]:
     """The tiles that replace `plan`, whose runs start at parts of a vector: none where it is as fast."""
     if problem.n_cols > MOST_COLS:
         return ()
-    softmax, half, many_warps = not problem.backward, problem.itemsize == 2, plan.num_warps == MOST_WARPS
+    softmax, half = not problem.backward, problem.itemsize == 2
     if half and softmax and held and problem.vec == 4:
         wide, narrow = EIGHT_BYTES
         return EIGHT_BYTES if _read(problem, wide) < OF_NARROW_EIGHT * _read(problem, narrow) else (narrow,)
     if plan.gathered and not held:
-        alone = many_warps and plan.fitting_planes == 1
-        return FLOAT32_SOFTMAX if alone and softmax and not half else ()
+        return FLOAT32_SOFTMAX if plan.fitting_planes == 1 and softmax and not half else ()
     if not held:
         plain = plan.ctas > 1 and plan.rows == PLAIN_POSITIONS and not (plan.skewed or plan.overlap)
         return FLOAT32_SOFTMAX[:1] if plain and softmax and not half else ()
@@ -152,7 +157,7 @@ def _of_part_vectors(problem: SpatialProblem, plan: Plan, held: bool) -> tuple[T
     return FLOAT32_SOFTMAX if softmax else FLOAT32_GRADIENT
 
 
-def _of_whole_vectors(problem: SpatialProblem, plan: Plan, held: bool) -> tuple[Tile, ...]:
+def _of_whole_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
     """Runs are whole vectors: the tile of WHOLE for so many columns, else NARROWER where the tiles of `plan` read much.
 
     Planes in shared memory stay, except CROWDED_HALVES.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .held_planes import Held
+from .held_planes import LEAST_SPEED, Held
 from .spatial_tables import SpatialConfig
 from .types import Device, Plan, SpatialProblem, tiles_of
 
@@ -38,18 +38,15 @@ LEAST_COLS = 60
 CROWDED_WARPS = 16
 # positions of a tile, and bytes of an access, from which the tiles of `spatial` are as fast
 LEAST_POSITIONS, WIDE_ACCESS = 64, 8
-LEAST_HELD = 0.6  # the speed of registers from which narrower tiles are slower
 
 
-def faster_as_skewed(
-    problem: SpatialProblem, device: Device, plan: Plan, way: Held | None = None
-) -> SpatialConfig | None:
+def faster_as_skewed(problem: SpatialProblem, device: Device, plan: Plan, way: Held | None) -> SpatialConfig | None:
     """The config of skewed tiles where they are faster than `plan`; else None.
 
     A plane that one program holds is faster there, except where one or two programs fill a multiprocessor. Tiles of few
     positions are slower than others that are read in wide accesses, and than registers that hold planes as `way` says.
     """
-    twice, held = plan.regime == "spatial_two_pass", way is not None and way.speed >= LEAST_HELD
+    twice, held = plan.regime == "spatial_two_pass", way is not None and way.speed >= LEAST_SPEED
     fewest = FEWEST_TWICE if twice and not held else FEWEST
     enough = fewest <= problem.inner <= MOST and problem.n_cols >= LEAST_COLS
     skewed = skewed_config(problem, device) if enough and not (plan.skewed or plan.overlap) else None

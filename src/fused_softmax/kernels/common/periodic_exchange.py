@@ -1,15 +1,15 @@
-"""What the CTAs of a cluster tell each other of planes in registers, and what all slots read of a position.
+"""Exchange of each position's numbers between the CTAs of a cluster, and the places that slots read.
 
 Each CTA reduces all positions over its vectors (`periodic_slots`) and puts their numbers into its shared memory. Its
 threads send them to every CTA with `st.async`, which counts the bytes on the receiver's mbarrier, as in
 `spatial_cluster`. Each CTA waits for its own mbarrier and merges the numbers in the order of rank: all CTAs compute the
 same bits, and no CTA ends before all of its numbers have arrived.
 
-What slots need of a position takes the place of its own numbers. It stands once more at each multiple of `inner` behind
-them, so a thread finds all of its slots from the place of its first one on.
+The terms that slots need replace the position's own numbers. They stand once more at each multiple of `inner` behind
+them, so a thread finds those of all of its slots from the place of its first one on.
 
-    place      0 1 2 3 4 5 ...       3 positions: slots 2, 0, 1, 2, ... of a thread read places 2, 3, 4, 5, ...
-    position   0 1 2 0 1 2 ...
+    place      0 1 2 3 4 5 ...       3 positions: a thread whose slots are of positions 2, 0, 1, 2
+    position   0 1 2 0 1 2 ...       reads places 2, 3, 4, 5
 
 A launch uses one exchange, and `declare_exchange` must come before its loads: they hide the latency of the cluster's
 barrier.
@@ -95,12 +95,24 @@ def declare_exchange(inner, CTAS: tl.constexpr, N_VALUES: tl.constexpr, PTX: tl.
 def send_own(
     inner, N_VALUES: tl.constexpr, CTAS: tl.constexpr, THREADS: tl.constexpr, ARRIVALS: tl.constexpr
 ):  # fmt: skip
-    """Sends each position's own numbers, at byte 0, to all CTAs, and waits for theirs. One CTA: for its threads."""
+    """Sends each position's own numbers, at byte 0, to all CTAs, and waits for theirs; one CTA for its threads."""
     if CTAS > 1:
         SEND: tl.constexpr = _send_ptx(CTAS, N_VALUES, THREADS, ARRIVALS)
         tl.inline_asm_elementwise(SEND, "=r,r", [inner], dtype=tl.int32, is_pure=False, pack=1)
     else:
         tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def place_to_read(position, inner, CTAS: tl.constexpr, VEC: tl.constexpr):
+    """Where a thread reads the numbers of its position. Those behind the last one read numbers that they do not use.
+
+    Of one CTA these are at a place that no thread writes: the last position's is written meanwhile (`put_for_slots`).
+    """
+    if CTAS > 1:
+        return tl.minimum(position, inner - 1)
+    else:
+        return tl.where(position < inner, position, inner + VEC - 1)
 
 
 @triton.jit
