@@ -7,12 +7,11 @@ they share. It is made once for each layout. `outer` travels with each call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..planning.held_planes import Held
 from ..planning.spatial import bundled_plan, plan_spatial, staggered, tiles_plan
 from ..planning.types import SECTOR_BYTES, Device, Plan, SpatialProblem, bundles_of, period_of, power_of_two, tiles_of
 from . import compile as compiling
@@ -25,6 +24,9 @@ from .folding import alignment_of
 from .kernel_loading import kernel_of
 from .layout import DTYPE_NAMES, divisor, empty, expect_countable
 from .torch_private import current_device, current_stream
+
+if TYPE_CHECKING:
+    from ..planning.held_planes import Held
 
 # the kernels of softmax and its gradient, by module, and those of columns that are read in parts, by name
 RESIDENT = {
