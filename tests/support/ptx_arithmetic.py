@@ -65,7 +65,10 @@ def evaluate(op: str, operands: list[Bits]) -> Bits:
         if name == "cvt":
             return _converted(modifiers[-2], kind, operands)
         if name == "setp":
-            return _compared(modifiers[0], kind, operands).astype(np.uint64)
+            found = _compared(modifiers[0], kind, operands[:2])
+            if len(modifiers) == 3:  # and, or: with a predicate
+                found = OF_BITS[modifiers[1]](found, operands[2] != 0)
+            return found.astype(np.uint64)
         if name == "selp":
             return np.where(operands[2] != 0, operands[0], operands[1])
         if name == "prmt":

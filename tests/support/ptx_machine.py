@@ -1,11 +1,12 @@
-"""Runs the PTX of one cluster on numpy, and names races: what threads do to the same word of shared memory.
+"""Runs the PTX of one cluster on numpy, and names races: what threads do to the same place in shared memory.
 
-A race is two accesses of different threads, one of them a write, without a barrier of the CTA between them. A word that
-`st.async` writes is only read, by threads that have waited for the mbarrier. Accesses of global memory must lie in a
-tensor. Of all threads, those run that are furthest behind in the program.
+A race is two accesses of different threads, one of them a write, without a barrier of the CTA between them; but several
+threads may write the same number in one instruction. What `st.async` writes is only read, by threads that have waited
+for the mbarrier. Accesses of global memory must lie in a tensor. Of all threads, those run that are furthest behind in
+the program.
 
-It knows what kernels of planes in registers have (`ptx_arithmetic` has the arithmetic); else it raises
-NotImplementedError. It does not see what ptxas makes of the PTX.
+It knows what most kernels over another dimension have (`ptx_arithmetic` has the arithmetic), and raises an error for
+anything else. An asynchronous copy arrives at once. It does not see what ptxas makes of the PTX.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ RANK = np.uint64(24)  # the bit of an address in a cluster where the CTA's rank 
 # what a thread waits for
 RUNS, CTA, CLUSTER, ARRIVALS = range(4)
 STATEMENT = re.compile(r"(?:@(!?)(%?\w+)\s+)?(\S+)\s*(.*)", re.DOTALL)
-IGNORED = ("fence", "griddepcontrol", "createpolicy")
+IGNORED = ("fence", "griddepcontrol", "createpolicy", "cp.async.wait", "cp.async.commit", "nanosleep")
+UNIT = 2  # bytes of shared memory that are watched as one
+MULTIPROCESSORS = 132
 
 
 class Instruction(NamedTuple):
@@ -43,9 +46,11 @@ class Program(NamedTuple):
 
 
 class Race(NamedTuple):
+    """place: in shared memory, in units, of "other writes" in bytes. thread: of the cluster."""
+
     kind: str
     instruction: Instruction
-    word: int
+    place: int
     thread: int
 
 
@@ -53,11 +58,12 @@ def _operands(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in re.split(r",(?![^{\[]*[}\]])", text) if part.strip())
 
 
-def parse(ptx: str) -> Program:
+def parse(ptx: str, dynamic: int = 0) -> Program:
+    """dynamic: bytes of shared memory that a launch adds for Triton's own use."""
     header, body = ptx[ptx.index(".visible .entry") :].split("{", 1)
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
-    shared: dict[str, tuple[int, int]] = {}
+    shared = {"global_smem": (0, dynamic)}
     lines = (line.split("//")[0].strip() for line in body.split(".section")[0].splitlines())
     for statement in (part for line in lines if not line.startswith((".loc", ".pragma")) for part in line.split(";")):
         text = statement.strip()
@@ -78,10 +84,10 @@ def parse(ptx: str) -> Program:
 
 
 class Machine:
-    """A cluster of so many CTAs, the `cluster`th of its grid. parameters: a number for each of the program's.
+    """A cluster of so many CTAs, the `cluster`th of so many in its grid.
 
-    tensors: the address and the memory of each. races: those that `run` found. n_written: how often it wrote each byte
-    of a tensor.
+    parameters: a number for each of the program's. tensors: the address and the memory of each. races: those that `run`
+    found. n_written: how often it wrote each byte of a tensor.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class Machine:
         program: Program,
         ctas: int,
         cluster: int,
+        clusters: int,
         parameters: Sequence[int],
         tensors: Sequence[tuple[int, np.ndarray]],
     ):
@@ -100,17 +107,21 @@ class Machine:
             "%tid.x": self.thread.astype(np.uint64),
             "%cluster_ctarank": self.cta.astype(np.uint64),
             "%ctaid.x": (cluster * ctas + self.cta).astype(np.uint64),
+            "%nctaid.x": np.full(n, clusters * ctas, np.uint64),
+            "%nsmid": np.full(n, MULTIPROCESSORS, np.uint64),
             **{name: np.full(n, first, np.uint64) for name, (first, _) in program.shared.items()},
         }
         self.at, self.state = np.zeros(n, np.int64), np.full(n, RUNS)
         self.ended, self.arrived, self.waited = np.zeros(n, bool), np.zeros(n, bool), np.zeros(n, bool)
         self.expected, self.pending = np.zeros(ctas, np.int64), np.ones(ctas, np.int64)  # bytes, arrivals
-        self.words = np.full((ctas, max(first + size for first, size in program.shared.values()) // 4), 0x7FC00001)
-        # of each word: the last writer and reader since which barrier, whether there were more readers
-        self.writer, self.written, self.reader, self.read = (np.full(self.words.shape, -1) for _ in range(4))
-        self.readers, self.asynchronous = np.zeros(self.words.shape, bool), np.zeros(self.words.shape, bool)
-        self.barriers = np.zeros(ctas, np.int64)
-        self.races: list[Race] = []
+        size = max(first + size for first, size in program.shared.values())
+        self.memory, units = np.full((ctas, size), 0xFF, np.uint8), (ctas, size // UNIT)  # float32: NaN
+        # of each unit: the last writer and reader since which barrier, whether there were more readers
+        self.writer, self.written, self.reader, self.read = (np.full(units, -1, np.int32) for _ in range(4))
+        self.readers, self.asynchronous = np.zeros(units, bool), np.zeros(units, bool)
+        self.barriers, self.votes = np.zeros(ctas, np.int64), np.zeros(n, bool)
+        self.voted: str | None = None  # the register of what a vote gives
+        self.steps, self.races = 0, list[Race]()
         self.n_written = [np.zeros(len(memory), np.int64) for _, memory in tensors]
 
     def run(self) -> Machine:
@@ -120,6 +131,7 @@ class Machine:
                 raise RuntimeError("all threads wait")
             at = int(self.at[runs].min())
             here = runs & (self.at == at)
+            self.steps += 1
             self.current = now = self.program.instructions[at]
             does = here if now.predicate is None else here & ((self.registers[now.predicate] != 0) != now.negated)
             self.at[here] = at + 1
@@ -135,6 +147,8 @@ class Machine:
     def _value(self, operand: str) -> Bits:
         if operand in self.registers:
             return self.registers[operand]
+        if operand == "%clock":
+            return np.full(self.n, self.steps << 10, np.uint64)
         number = operand.lower()
         return np.full(self.n, int(number.replace("0f", "0x", 1), 0) & ((1 << 64) - 1), np.uint64)
 
@@ -153,6 +167,8 @@ class Machine:
             if of.any() and (self.state[of] == CTA).all():
                 self.state[of] = RUNS
                 self.barriers[cta] += 1
+                if self.voted is not None:
+                    self._set(self.voted, np.full(self.n, self.votes[of].any(), np.uint64), of)
             if self.pending[cta] == 0 == self.expected[cta]:
                 waits = of & (self.state == ARRIVALS)
                 self.state[waits], self.waited[waits] = RUNS, True
@@ -164,8 +180,10 @@ class Machine:
         if op.startswith(IGNORED):
             if name == "createpolicy":
                 self._set(operands[0], np.zeros(self.n, np.uint64), does)
-        elif op == "bar.sync":
-            self.state[does] = CTA
+        elif op in ("bar.sync", "barrier.sync"):
+            self.state[does], self.voted = CTA, None
+        elif op == "barrier.cta.red.or.pred":
+            self.state[does], self.voted, self.votes = CTA, operands[0], self.registers[operands[2]] != 0
         elif op.startswith("barrier.cluster.arrive"):
             self.arrived |= does
         elif op.startswith("barrier.cluster.wait"):
@@ -181,8 +199,15 @@ class Machine:
             self._set(operands[0], self._value(str(self.parameters[operands[1].strip("[]")])), does)
         elif name in ("ld", "st"):
             into, address = (operands[1], operands[0]) if name == "st" else operands[:2]
-            access = self._shared if ".shared" in op else self._global
-            access(name == "st", int(op[-2:]) // 8, self._address(address), _operands(into.strip("{}")), does)
+            values, size = _operands(into.strip("{}")), int(op[-2:]) // 8
+            if ".shared" in op:
+                self._shared(name == "st", size, self._address(address), values, does)
+            else:
+                self._global(name == "st", size, self._address(address), values, does)
+        elif op.startswith(("cp.async.ca", "cp.async.cg")):
+            self._copy(op, operands, does)
+        elif name == "cvta":
+            self._set(operands[0], self._value(operands[1]), does)
         elif name == "shfl":
             peer = np.arange(self.n) ^ int(operands[2], 0)
             assert does.reshape(-1, LANES).all(1).sum() * LANES == does.sum(), "a part of a warp shuffles"
@@ -195,7 +220,7 @@ class Machine:
     def _move(self, op: str, operands: tuple[str, ...], does: np.ndarray) -> None:
         """mov, also between a register and its halves."""
         to, of = operands
-        width = int(op[-2:])
+        width = int(op[-2:]) if op != "mov.pred" else 64
         half = np.uint64(width // 2)
         if to.startswith("{"):
             lower, upper = _operands(to.strip("{}"))
@@ -206,6 +231,17 @@ class Machine:
             self._set(to, lower | upper << half, does)
         else:
             self._set(to, masked(self._value(of), width), does)
+
+    def _copy(self, op: str, operands: tuple[str, ...], does: np.ndarray) -> None:
+        """cp.async of 4, 8 or 16 bytes; zeros where it has a number of bytes to read that is 0."""
+        words = tuple(f"copied{i}" for i in range(int(operands[2]) // 4))
+        sized = len(operands) > 3 + ("cache_hint" in op)
+        reads = does & (self._value(operands[3]) != 0) if sized else does
+        for word in words:
+            self._set(word, np.zeros(self.n, np.uint64), does)
+        if reads.any():
+            self._global(False, 4, self._address(operands[1]), words, reads)
+        self._shared(True, 4, self._address(operands[0]), words, does)
 
     def _mbarrier(self, op: str, operands: tuple[str, ...], does: np.ndarray) -> None:
         """One mbarrier for each CTA, and its first phase."""
@@ -225,58 +261,67 @@ class Machine:
     def _send(self, operands: tuple[str, ...], does: np.ndarray) -> None:
         """st.async: writes into the shared memory of a CTA of the cluster."""
         address, values = self._address(operands[0])[does], _operands(operands[1].strip("{}"))
-        cta, first = (address >> RANK).astype(np.int64), self._words_at(masked(address, 24), len(values))
+        cta, first = (address >> RANK).astype(np.int64), self._bytes_at(masked(address, 24), 4 * len(values))
+        at = self._units(cta, first, 4 * len(values))
+        self._note("sent over others", at, does, self.written[at] >= 0)
+        self._note("sent twice", at, does, self.asynchronous[at])
+        self.asynchronous[at] = True
         for i, value in enumerate(values):
-            self._note("sent over others", cta, first + i, does, self.written[cta, first + i] >= 0)
-            self._note("sent twice", cta, first + i, does, self.asynchronous[cta, first + i])
-            self.asynchronous[cta, first + i] = True
-            self.words[cta, first + i] = masked(self._value(value)[does], 32)
+            self._put(cta, first + 4 * i, value, 4, does)
         np.subtract.at(self.expected, cta, 4 * len(values))
 
-    def _words_at(self, address: Bits, n: int) -> np.ndarray:
-        """The first words of accesses to n words, which lie in one variable of shared memory."""
-        assert not (address % np.uint64(4 * n)).any(), "misaligned"
-        ends = address + np.uint64(4 * n)
+    def _bytes_at(self, address: Bits, n: int) -> np.ndarray:
+        """The first bytes of accesses to n bytes, which lie in one variable of shared memory."""
+        assert not (address % np.uint64(n)).any(), "misaligned"
+        ends = address + np.uint64(n)
         inside = [(address >= first) & (ends <= first + size) for first, size in self.program.shared.values()]
         assert np.any(inside, 0).all(), f"outside of shared memory: {self.current}"
-        return (address // np.uint64(4)).astype(np.int64)
+        return address.astype(np.int64)
+
+    def _units(self, cta: np.ndarray, first: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of accesses to n bytes of these CTAs.  # [accesses, units]"""
+        units = first[:, None] // UNIT + np.arange(n // UNIT)
+        return np.broadcast_to(cta[:, None], units.shape), units
+
+    def _put(self, cta: np.ndarray, first: np.ndarray, value: str, size: int, does: np.ndarray) -> None:
+        part = np.ascontiguousarray(self._value(value)[does]).view(np.uint8).reshape(-1, 8)[:, :size]
+        at = cta[:, None], first[:, None] + np.arange(size)
+        self.memory[at] = part
+        self._note("other writes", at, does, self.memory[at] != part)
 
     def _shared(self, stores: bool, size: int, address: Bits, values: tuple[str, ...], does: np.ndarray) -> None:
-        if size != 4:
+        if size < UNIT:
             raise NotImplementedError(self.current.op)
-        cta, first = self.cta[does], self._words_at(address[does], len(values))
+        n = size * len(values)
+        cta, first = self.cta[does], self._bytes_at(address[does], n)
+        self._expect_no_race(stores, self._units(cta, first, n), does)
         for i, value in enumerate(values):
-            self._expect_no_race(stores, cta, first + i, does)
             if stores:
-                self.words[cta, first + i] = masked(self._value(value)[does], 32)
+                self._put(cta, first + i * size, value, size, does)
             else:
-                found = np.zeros(self.n, np.uint64)
-                found[does] = self.words[cta, first + i]
-                self._set(value, found, does)
+                found = np.zeros((self.n, 8), np.uint8)
+                found[does, :size] = self.memory[cta[:, None], first[:, None] + i * size + np.arange(size)]
+                self._set(value, found.view(np.uint64)[:, 0], does)
 
-    def _expect_no_race(self, stores: bool, cta: np.ndarray, word: np.ndarray, does: np.ndarray) -> None:
-        thread, since, at = self.thread[does], self.barriers[cta], (cta, word)
-        sent = self.asynchronous[at]
-        self._note("sent meanwhile", cta, word, does, sent & (stores | ~self.waited[does]))
+    def _expect_no_race(self, stores: bool, at: tuple[np.ndarray, np.ndarray], does: np.ndarray) -> None:
+        thread, since = self.thread[does][:, None], self.barriers[at[0]]
+        self._note("sent meanwhile", at, does, self.asynchronous[at] & (stores | ~self.waited[does][:, None]))
         other = (self.written[at] == since) & (self.writer[at] != thread)
-        self._note("write after write" if stores else "read after write", cta, word, does, other)
-        _, first, same, count = np.unique(
-            cta * self.words.shape[1] + word, return_index=True, return_inverse=True, return_counts=True
-        )
-        several = count[same] > 1
-        was_read = self.read[at] == since
-        more = was_read & ((self.reader[at] != thread) | self.readers[at])
+        self._note("write after write" if stores else "read after write", at, does, other)
+        more = (self.read[at] == since) & ((self.reader[at] != thread) | self.readers[at])
         if stores:
-            self._note("write after write", cta, word, does, several)
-            self._note("write after read", cta, word, does, more)
-            self.writer[at], self.written[at] = thread, since
+            self._note("write after read", at, does, more)
+            self.writer[at], self.written[at] = np.broadcast_to(thread, at[1].shape), since
         else:
-            self.readers[at] = more | several
-            self.reader[at], self.read[at] = thread, since
+            _, same, count = np.unique(at[0] * self.writer.shape[1] + at[1], return_inverse=True, return_counts=True)
+            self.readers[at] = more | (count > 1)[same].reshape(at[1].shape)
+            self.reader[at], self.read[at] = np.broadcast_to(thread, at[1].shape), since
 
-    def _note(self, kind: str, cta: np.ndarray, word: np.ndarray, does: np.ndarray, races: np.ndarray) -> None:
+    def _note(self, kind: str, at: tuple[np.ndarray, np.ndarray], does: np.ndarray, races: np.ndarray) -> None:
         if races.any():
-            self.races.append(Race(kind, self.current, int(word[races][0]), int(np.flatnonzero(does)[races][0])))
+            access, unit = np.argwhere(races)[0]
+            race = Race(kind, self.current, int(at[1][access, unit]), int(np.flatnonzero(does)[access]))
+            self.races.append(race)
 
     def _global(self, stores: bool, size: int, address: Bits, values: tuple[str, ...], does: np.ndarray) -> None:
         address, n_bytes = address[does].astype(np.int64), size * len(values)
