@@ -20,7 +20,10 @@ OF_BITS = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "mad": lambda a, b, c: a * b + c, "and": np.bitwise_and,
     "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.bitwise_not, "neg": lambda a: np.uint64(0) - a,
 }  # fmt: skip
-OF_NUMBERS = {"min": np.minimum, "max": np.maximum, "div": np.floor_divide, "rem": np.remainder, "abs": np.abs}
+OF_NUMBERS = {
+    "min": np.minimum, "max": np.maximum, "div": lambda a, b: (a - np.fmod(a, b)) // b, "rem": np.fmod, "abs": np.abs,
+}  # fmt: skip
+UNKNOWN = {"NaN", "xorsign", "sat", "relu", "rz", "rm", "rp", "cc"}  # modifiers that change the result
 COMPARISONS = {
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
 }  # fmt: skip
@@ -61,6 +64,8 @@ def evaluate(op: str, operands: list[Bits]) -> Bits:
     """What `op`, such as "mad.lo.s32", computes."""
     name, *modifiers = op.split(".")
     kind = modifiers[-1]
+    if not UNKNOWN.isdisjoint(modifiers):
+        raise NotImplementedError(op)
     with np.errstate(all="ignore"):
         if name == "cvt":
             return _converted(modifiers[-2], kind, operands)

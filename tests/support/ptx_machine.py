@@ -1,12 +1,14 @@
 """Runs the PTX of one cluster on numpy, and names races: what threads do to the same place in shared memory.
 
-A race is two accesses of different threads, one of them a write, without a barrier of the CTA between them; but several
-threads may write the same number in one instruction. What `st.async` writes is only read, by threads that have waited
-for the mbarrier. Accesses of global memory must lie in a tensor. Of all threads, those run that are furthest behind in
-the program.
+A race is two accesses to the same place by different threads of a CTA, at least one of them a write, with no barrier of
+the CTA between them. Several threads may write the same number in one instruction. Only threads that have waited for
+the mbarrier may read what `st.async` writes, and no thread may overwrite it. It may be sent to another CTA after a
+barrier of the cluster. An access to global memory must lie in one tensor and be aligned. In each step, the threads with
+the earliest next instruction run.
 
 It knows what most kernels over another dimension have (`ptx_arithmetic` has the arithmetic), and raises an error for
-anything else. An asynchronous copy arrives at once. It does not see what ptxas makes of the PTX.
+anything else. An asynchronous copy arrives at once, so a missing `cp.async.wait` is not seen. It does not see what
+ptxas makes of the PTX.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ RANK = np.uint64(24)  # the bit of an address in a cluster where the CTA's rank 
 # what a thread waits for
 RUNS, CTA, CLUSTER, ARRIVALS = range(4)
 STATEMENT = re.compile(r"(?:@(!?)(%?\w+)\s+)?(\S+)\s*(.*)", re.DOTALL)
-IGNORED = ("fence", "griddepcontrol", "createpolicy", "cp.async.wait", "cp.async.commit", "nanosleep")
+IGNORED = ("fence", "griddepcontrol", "cp.async.wait", "cp.async.commit", "nanosleep")
 UNIT = 2  # bytes of shared memory that are watched as one
 MULTIPROCESSORS = 132
 
@@ -46,7 +48,7 @@ class Program(NamedTuple):
 
 
 class Race(NamedTuple):
-    """place: in shared memory, in units, of "other writes" in bytes. thread: of the cluster."""
+    """place: in the shared memory of the CTA, in units, or bytes for "other writes". thread: in the cluster."""
 
     kind: str
     instruction: Instruction
@@ -59,11 +61,11 @@ def _operands(text: str) -> tuple[str, ...]:
 
 
 def parse(ptx: str, dynamic: int = 0) -> Program:
-    """dynamic: bytes of shared memory that a launch adds for Triton's own use."""
+    """dynamic: bytes of shared memory that a launch adds, for Triton's own use or behind the kernel's one variable."""
     header, body = ptx[ptx.index(".visible .entry") :].split("{", 1)
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
-    shared = {"global_smem": (0, dynamic)}
+    shared: dict[str, tuple[int, int]] = {}
     lines = (line.split("//")[0].strip() for line in body.split(".section")[0].splitlines())
     for statement in (part for line in lines if not line.startswith((".loc", ".pragma")) for part in line.split(";")):
         text = statement.strip()
@@ -78,6 +80,12 @@ def parse(ptx: str, dynamic: int = 0) -> Program:
         elif text and not text.startswith("."):
             negated, predicate, op, rest = STATEMENT.match(text).groups()
             instructions.append(Instruction(predicate, negated == "!", op, _operands(rest)))
+    end = max((first + size for first, size in shared.values()), default=0)
+    if "global_smem" in body:
+        shared["global_smem"] = (-(-end // 128) * 128, dynamic)
+    elif dynamic:
+        (name,) = shared
+        shared[name] = (0, end + dynamic)
     threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])
     names = re.findall(r"\.param [^\n]*?(\w+_param_\d+)", header)
     return Program(tuple(instructions), labels, shared, tuple(names), threads)
@@ -112,13 +120,16 @@ class Machine:
             **{name: np.full(n, first, np.uint64) for name, (first, _) in program.shared.items()},
         }
         self.at, self.state = np.zeros(n, np.int64), np.full(n, RUNS)
-        self.ended, self.arrived, self.waited = np.zeros(n, bool), np.zeros(n, bool), np.zeros(n, bool)
+        self.ended, self.waited = np.zeros(n, bool), np.zeros(n, bool)
+        # cluster barriers at which a thread has arrived, and those for which it has waited
+        self.arrived, self.joined = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        self.made = np.full(ctas, 1 << 30)  # how often the thread that made the CTA's mbarrier had arrived by then
         self.expected, self.pending = np.zeros(ctas, np.int64), np.ones(ctas, np.int64)  # bytes, arrivals
-        size = max(first + size for first, size in program.shared.values())
+        size = max((first + size for first, size in program.shared.values()), default=0)
         self.memory, units = np.full((ctas, size), 0xFF, np.uint8), (ctas, size // UNIT)  # float32: NaN
-        # of each unit: the last writer and reader since which barrier, whether there were more readers
+        # of each unit: the last writer and reader, since which barrier, and whether there were more of them
         self.writer, self.written, self.reader, self.read = (np.full(units, -1, np.int32) for _ in range(4))
-        self.readers, self.asynchronous = np.zeros(units, bool), np.zeros(units, bool)
+        self.readers, self.writers, self.asynchronous = (np.zeros(units, bool) for _ in range(3))
         self.barriers, self.votes = np.zeros(ctas, np.int64), np.zeros(n, bool)
         self.voted: str | None = None  # the register of what a vote gives
         self.steps, self.races = 0, list[Race]()
@@ -172,20 +183,22 @@ class Machine:
             if self.pending[cta] == 0 == self.expected[cta]:
                 waits = of & (self.state == ARRIVALS)
                 self.state[waits], self.waited[waits] = RUNS, True
-        if self.arrived[~self.ended].all():
-            self.state[self.state == CLUSTER] = RUNS
+        complete = self.arrived[~self.ended].min(initial=1 << 30)
+        waits = (self.state == CLUSTER) & (self.arrived <= complete)
+        self.state[waits], self.joined[waits] = RUNS, self.arrived[waits]
 
     def _do(self, op: str, operands: tuple[str, ...], does: np.ndarray) -> None:
         name = op.split(".")[0]
         if op.startswith(IGNORED):
-            if name == "createpolicy":
-                self._set(operands[0], np.zeros(self.n, np.uint64), does)
-        elif op in ("bar.sync", "barrier.sync"):
+            pass
+        elif name == "createpolicy":
+            self._set(operands[0], np.zeros(self.n, np.uint64), does)
+        elif op == "bar.sync" and operands == ("0",):
             self.state[does], self.voted = CTA, None
         elif op == "barrier.cta.red.or.pred":
             self.state[does], self.voted, self.votes = CTA, operands[0], self.registers[operands[2]] != 0
         elif op.startswith("barrier.cluster.arrive"):
-            self.arrived |= does
+            self.arrived += does
         elif op.startswith("barrier.cluster.wait"):
             self.state[does] = CLUSTER
         elif name == "mbarrier":
@@ -208,7 +221,7 @@ class Machine:
             self._copy(op, operands, does)
         elif name == "cvta":
             self._set(operands[0], self._value(operands[1]), does)
-        elif name == "shfl":
+        elif op == "shfl.sync.bfly.b32":
             peer = np.arange(self.n) ^ int(operands[2], 0)
             assert does.reshape(-1, LANES).all(1).sum() * LANES == does.sum(), "a part of a warp shuffles"
             self._set(operands[0], self._value(operands[1])[peer], does)
@@ -249,12 +262,13 @@ class Machine:
             self.state[does] = ARRIVALS
             self._set(operands[0], np.ones(self.n, np.uint64), does)
             return
-        for cta in self.cta[does]:
+        for thread in np.flatnonzero(does):
+            cta = self.cta[thread]
             if op.startswith("mbarrier.init"):
-                self.pending[cta] = int(operands[1])
+                self.pending[cta], self.made[cta] = int(operands[1]), self.arrived[thread]
             elif op.startswith("mbarrier.arrive.expect_tx"):
                 self.pending[cta] -= 1
-                self.expected[cta] += int(self._value(operands[2])[does & (self.cta == cta)][0])
+                self.expected[cta] += int(self._value(operands[2])[thread])
             else:
                 raise NotImplementedError(op)
 
@@ -262,8 +276,11 @@ class Machine:
         """st.async: writes into the shared memory of a CTA of the cluster."""
         address, values = self._address(operands[0])[does], _operands(operands[1].strip("{}"))
         cta, first = (address >> RANK).astype(np.int64), self._bytes_at(masked(address, 24), 4 * len(values))
+        assert (self._address(operands[2])[does] >> RANK == address >> RANK).all(), "the mbarrier of another CTA"
         at = self._units(cta, first, 4 * len(values))
-        self._note("sent over others", at, does, self.written[at] >= 0)
+        early = (self.joined[does] <= self.made[cta])[:, None] & (cta != self.cta[does])[:, None]
+        self._note("sent before a barrier of the cluster", at, does, np.broadcast_to(early, at[1].shape))
+        self._note("sent over others", at, does, (self.written[at] >= 0) | (self.read[at] >= 0))
         self._note("sent twice", at, does, self.asynchronous[at])
         self.asynchronous[at] = True
         for i, value in enumerate(values):
@@ -279,7 +296,7 @@ class Machine:
         return address.astype(np.int64)
 
     def _units(self, cta: np.ndarray, first: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of accesses to n bytes of these CTAs.  # [accesses, units]"""
+        """CTA and unit of each unit that accesses to n bytes touch.  # [accesses, units]"""
         units = first[:, None] // UNIT + np.arange(n // UNIT)
         return np.broadcast_to(cta[:, None], units.shape), units
 
@@ -306,15 +323,21 @@ class Machine:
     def _expect_no_race(self, stores: bool, at: tuple[np.ndarray, np.ndarray], does: np.ndarray) -> None:
         thread, since = self.thread[does][:, None], self.barriers[at[0]]
         self._note("sent meanwhile", at, does, self.asynchronous[at] & (stores | ~self.waited[does][:, None]))
-        other = (self.written[at] == since) & (self.writer[at] != thread)
-        self._note("write after write" if stores else "read after write", at, does, other)
+        written = self.written[at] == since
+        other = written & (self.writer[at] != thread)
+        _, same, count = np.unique(at[0] * self.writer.shape[1] + at[1], return_inverse=True, return_counts=True)
+        several = (count > 1)[same].reshape(at[1].shape)
+        if stores:
+            self._note("write after write", at, does, other | written & self.writers[at])
+        else:
+            self._note("read after write", at, does, other)
         more = (self.read[at] == since) & ((self.reader[at] != thread) | self.readers[at])
         if stores:
             self._note("write after read", at, does, more)
+            self.writers[at] = other | several
             self.writer[at], self.written[at] = np.broadcast_to(thread, at[1].shape), since
         else:
-            _, same, count = np.unique(at[0] * self.writer.shape[1] + at[1], return_inverse=True, return_counts=True)
-            self.readers[at] = more | (count > 1)[same].reshape(at[1].shape)
+            self.readers[at] = more | several
             self.reader[at], self.read[at] = np.broadcast_to(thread, at[1].shape), since
 
     def _note(self, kind: str, at: tuple[np.ndarray, np.ndarray], does: np.ndarray, races: np.ndarray) -> None:
