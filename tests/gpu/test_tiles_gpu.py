@@ -15,7 +15,7 @@ from fused_softmax.launch.device import device_of
 from fused_softmax.planning.lean_tiles import LEAST_POSITIONS, lean_config
 from fused_softmax.planning.lean_tiles import RANGES as LEAN_RANGES
 from fused_softmax.planning.overlapping_tiles import FEW_RANGES, RANGES
-from fused_softmax.planning.register_planes import best_way, faster_as_held, is_fastest
+from fused_softmax.planning.register_planes import best_way, faster_as_held
 from fused_softmax.planning.short_planes import faster_as_short
 from fused_softmax.planning.spatial_tables import PART_VECTORS
 from fused_softmax.planning.types import DEVICES, Device, Plan
@@ -132,9 +132,7 @@ def drawn_short(rng: random.Random) -> tuple[Drawn, bool]:
         of = spatial.problem_of(*(x,) * (2 + backward), backward=backward, log=log)
         way = best_way(of, device)
         plan = spatial.tiles_or_pieces(of, device, way)
-        held = faster_as_held(of, way, plan)
-        fastest = way is not None and held is not None and is_fastest(of, way)
-        if not fastest and faster_as_short(of, device, plan, way):
+        if faster_as_short(of, device, plan, way, faster_as_held(of, way, plan)):
             return Drawn(dtype, (outer, n_cols, inner), 0, log), backward
 
 

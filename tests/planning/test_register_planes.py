@@ -10,7 +10,8 @@ import torch
 
 from fused_softmax.launch import spatial
 from fused_softmax.planning import register_planes
-from fused_softmax.planning.register_planes import best_way, faster_as_held, is_fastest
+from fused_softmax.planning.register_planes import best_way, faster_as_held
+from fused_softmax.planning.short_planes import is_fastest
 from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem
 
 HOPPER = DEVICES["sm_90"]

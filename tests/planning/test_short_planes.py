@@ -15,7 +15,7 @@ from fused_softmax.launch import spatial
 from fused_softmax.planning import short_planes
 from fused_softmax.planning.held_planes import Held
 from fused_softmax.planning.lean_tiles import LEAST_POSITIONS
-from fused_softmax.planning.register_planes import best_way, faster_as_held, is_fastest
+from fused_softmax.planning.register_planes import best_way, faster_as_held
 from fused_softmax.planning.short_planes import (
     CROWDED_HALVES,
     EIGHT_BYTES,
@@ -53,9 +53,7 @@ def considered(problem: SpatialProblem) -> tuple[Plan, Held | None]:
 
 def short_of(problem: SpatialProblem) -> SpatialConfig | None:
     plan, way = considered(problem)
-    held = faster_as_held(problem, way, plan)
-    fastest = way is not None and held is not None and is_fastest(problem, way)
-    return None if fastest else faster_as_short(problem, HOPPER, plan, way)
+    return faster_as_short(problem, HOPPER, plan, way, faster_as_held(problem, way, plan))
 
 
 # columns, positions, dtype, backward: positions of a tile, of a skewed one the unit, CTAs, warps, registers at most

@@ -386,16 +386,14 @@ def tiles_of_positions(problem: SpatialProblem, device: Device) -> Plan:
 def softmax_plan(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool, device: Device) -> Plan:
     """The plan over (x, y), or over (y, dy, dx) of a gradient: of tiles of positions or of planes."""
     from ..planning.bundled_columns import faster_as_bundled  # loaded when it is first needed, as those below
-    from ..planning.register_planes import best_way, faster_as_held, is_fastest
+    from ..planning.register_planes import best_way, faster_as_held
     from ..planning.short_planes import faster_as_short
 
     problem = problem_of(*planes, backward=backward, log=log, batch_invariant=invariant)
     way = best_way(problem, device)
     plan = tiles_or_pieces(problem, device, way)
     held = faster_as_held(problem, way, plan)
-    if way is not None and held is not None and is_fastest(problem, way):
-        return held
-    short = faster_as_short(problem, device, plan, way)
+    short = faster_as_short(problem, device, plan, way, held)
     plan = (held or plan) if short is None else tiles_plan(problem, device, short)
     bundle = faster_as_bundled(problem, plan)
     return plan if bundle is None else bundled_plan(problem, device, bundle)

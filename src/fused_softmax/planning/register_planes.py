@@ -34,8 +34,6 @@ SLOW_TILES, NARROW_TILE = {False: 0.75, True: 0.807}, 64
 OVERLAPPING_GRADIENT, SKEWED_GRADIENT = 0.915, {False: 0.87, True: 0.95}
 # by the bytes of an element, that are filled up, or of 16 bits read in narrow accesses (bytes) or by many warps; others
 EMPTY_TILES, NARROW_ACCESS, MANY_WARPS, GRADIENT_TILES = {2: 0.88, 4: 0.93}, 4, 8, 0.955
-# from which no short tile is faster, by (backward, bytes of an element)
-FASTEST = {(False, 2): 0.75, (False, 4): 0.94, (True, 2): 0.7, (True, 4): 0.86}
 
 
 def faster_as_held(problem: SpatialProblem, way: Held | None, plan: Plan) -> Plan | None:
@@ -44,11 +42,6 @@ def faster_as_held(problem: SpatialProblem, way: Held | None, plan: Plan) -> Pla
         return None
     speed = _gradient_speed(problem, plan, way) if problem.backward else _softmax_speed(problem, plan, way)
     return held_plan(problem, way) if speed is not None and way.speed >= speed else None
-
-
-def is_fastest(problem: SpatialProblem, way: Held) -> bool:
-    """Whether no short tile is faster than planes in registers."""
-    return way.speed >= FASTEST[problem.backward, problem.itemsize]
 
 
 def _softmax_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | None:

@@ -39,6 +39,8 @@ class Tile(NamedTuple):
 
 # a cluster could hold the planes in registers: it has more CTAs than these, and at least LEAST_SPEED
 FEW_CTAS = 2
+# the speed of registers from which no short tile is faster, by (backward, bytes of an element)
+FASTEST = {(False, 2): 0.75, (False, 4): 0.94, (True, 2): 0.7, (True, 4): 0.86}
 # these tiles replace the plan of such planes. float32 softmax
 FLOAT32_SOFTMAX = Tile(32, 8, 8, 60, most_read=1.57), Tile(64, 4, 8, 72, skewed=8)
 # float32 gradients
@@ -95,8 +97,12 @@ ONE_TILE = (Tile(32, 8, 4, 44, most_read=4 / 3, most_ctas=8),)
 LEAST_PIECE, ONE_TILE_COLS = 24 << 10, 6000
 
 
-def faster_as_short(problem: SpatialProblem, device: Device, plan: Plan, way: Held | None) -> SpatialConfig | None:
-    """The config of such tiles where they are faster than `plan`; else None. way: as registers could hold planes.
+def faster_as_short(
+    problem: SpatialProblem, device: Device, plan: Plan, way: Held | None, held: Plan | None = None
+) -> SpatialConfig | None:
+    """The config of such tiles where they are faster than `plan`; else None.
+
+    way: how registers could hold planes. held: the plan that does, where it is faster than `plan`.
 
     >>> from .register_planes import best_way
     >>> from .spatial import plan_spatial
@@ -108,6 +114,8 @@ def faster_as_short(problem: SpatialProblem, device: Device, plan: Plan, way: He
     >>> config.inner, config.ctas, config.num_warps
     (32, 4, 8)
     """
+    if way is not None and held is not None and is_fastest(problem, way):
+        return None
     apart = problem.starts == problem.sector or problem.in_phase
     if not (problem.inner <= MOST and problem.packed and apart and problem.may_have_tiles(device)):
         return None
@@ -118,6 +126,11 @@ def faster_as_short(problem: SpatialProblem, device: Device, plan: Plan, way: He
     else:
         tiles = _of_whole_vectors(problem, plan)
     return next(filter(None, (_config(problem, device, tile) for tile in tiles)), None)
+
+
+def is_fastest(problem: SpatialProblem, way: Held) -> bool:
+    """Whether no short tile is faster than planes in registers."""
+    return way.speed >= FASTEST[problem.backward, problem.itemsize]
 
 
 def _cluster_could_hold(plan: Plan, way: Held | None) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .cluster_ptx import arm_ptx, await_ptx, send_ptx
 from .numerics import PTX_LOG2E, TRITON, exp, rescale_moments, rounded_product
 from .ptx_access import access_of
 
@@ -36,13 +37,7 @@ def _open_ptx(ctas: int, n_values: int, warps_per_row: int) -> str:
             "{",
             ".reg .pred first;",
             ".reg .b32 thread, barrier;",
-            "mov.u32 thread, %tid.x;",
-            "setp.eq.u32 first, thread, 0;",
-            "mov.u32 barrier, cluster_arrived;",
-            "@first mbarrier.init.shared::cta.b64 [barrier], 1;",
-            "@first fence.mbarrier_init.release.cluster;",
-            f"@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [barrier], {n_bytes};",
-            "barrier.cluster.arrive.relaxed.aligned;",
+            *arm_ptx("cluster_arrived", n_bytes),
             "mov.u32 $0, 0;",
             "}",
         )
@@ -53,7 +48,6 @@ def _open_ptx(ctas: int, n_values: int, warps_per_row: int) -> str:
 def _exchange(ctas: int, warps_per_row: int, registers: list[str]) -> list[str]:
     """Sends this segment's values to its slot in every CTA: lane i < ctas of its warp to CTA i. Waits for all slots."""
     n_values = len(registers)
-    vector, values = access_of(registers)
     sender = "lane" if warps_per_row > 1 else "thread"
     return [
         "mov.u32 thread, %tid.x;",
@@ -67,13 +61,8 @@ def _exchange(ctas: int, warps_per_row: int, registers: list[str]) -> list[str]:
         "mov.u32 barrier, cluster_arrived;",
         f"setp.lt.u32 sends, {sender}, {ctas};",
         "barrier.cluster.wait.aligned;",
-        f"@sends mapa.shared::cluster.u32 remote_slot, slot, {sender};",
-        f"@sends mapa.shared::cluster.u32 remote_barrier, barrier, {sender};",
-        f"@sends st.async.shared::cluster.mbarrier::complete_tx::bytes{vector}.f32"
-        f" [remote_slot], {values}, [remote_barrier];",
-        "wait_${:uid}:",
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [barrier], 0;",
-        "@!done bra wait_${:uid};",
+        *send_ptx(registers, "slot", sender, "@sends "),
+        *await_ptx(),
         f"mad.lo.u32 slot, lane, {4 * n_values}, slots;",
     ]
 
@@ -84,7 +73,7 @@ def _registers(n_slots: int, *names: str) -> list[str]:
     own = [f"{name}{k}" for name in names for k in range(-(-n_slots // 32))]
     return [
         ".reg .pred sends, done, taken;",
-        ".reg .b32 thread, lane, part, slot, slots, barrier, remote_slot, remote_barrier, bits, sign;",
+        ".reg .b32 thread, lane, part, slot, slots, barrier, remote, remote_barrier, bits, sign;",
         f".reg .f32 {', '.join(own)}, row_max, by, other;",
     ]
 

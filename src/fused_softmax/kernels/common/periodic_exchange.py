@@ -20,8 +20,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .cluster_ptx import arm_ptx, await_ptx, send_ptx
 from .gathered_ptx import get_numbers_ptx
-from .gathered_rows import numbers_at, put_numbers
+from .gathered_rows import await_threads, numbers_at, put_numbers
 from .numerics import exp, scaled
 from .ptx_access import access_of
 
@@ -44,11 +45,8 @@ def arrivals_bytes(n_values: int, ctas: int, others: int) -> int:
 @triton.constexpr_function
 def _declare_ptx(ctas: int, n_values: int) -> str:
     ptx = [".shared .align 8 .b64 periodic_arrived;", "{", ".reg .pred first;", ".reg .b32 thread, barrier, n_bytes;"]
-    ptx += ["mov.u32 thread, %tid.x;", "setp.eq.u32 first, thread, 0;", "mov.u32 barrier, periodic_arrived;"]
-    ptx += [f"mul.lo.u32 n_bytes, $1, {4 * n_values * ctas};", "@first mbarrier.init.shared::cta.b64 [barrier], 1;"]
-    ptx += ["@first fence.mbarrier_init.release.cluster;"]
-    ptx += ["@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [barrier], n_bytes;"]
-    return "\n".join([*ptx, "barrier.cluster.arrive.relaxed.aligned;", "mov.u32 $0, 0;", "}"])
+    ptx += [f"mul.lo.u32 n_bytes, $1, {4 * n_values * ctas};", *arm_ptx("periodic_arrived", "n_bytes")]
+    return "\n".join([*ptx, "mov.u32 $0, 0;", "}"])
 
 
 @triton.constexpr_function
@@ -57,8 +55,8 @@ def _send_ptx(ctas: int, n_values: int, threads: int, arrivals: int) -> str:
 
     arrivals: where those of all CTAs of position 0 arrive, in bytes.
     """
-    size = 4 * n_values
-    vector, values = access_of(["a", "b"][:n_values])
+    size, registers = 4 * n_values, ["a", "b"][:n_values]
+    vector, values = access_of(registers)
     ptx = ["{", ".reg .pred sends, done;", ".reg .f32 a, b;"]
     ptx += [".reg .b32 position, rank, regions, own, at, remote, barrier, remote_barrier;"]
     ptx += ["mov.u32 position, %tid.x;", "mov.u32 rank, %cluster_ctarank;", "mov.u32 barrier, periodic_arrived;"]
@@ -68,12 +66,8 @@ def _send_ptx(ctas: int, n_values: int, threads: int, arrivals: int) -> str:
     ptx += [f"mad.lo.u32 at, position, {ctas}, rank;", f"mad.lo.u32 at, at, {size}, regions;"]
     ptx += [f"add.u32 at, at, {arrivals};"]
     for c in range(ctas):
-        ptx += [f"mapa.shared::cluster.u32 remote, at, {c};"]
-        ptx += [f"mapa.shared::cluster.u32 remote_barrier, barrier, {c};"]
-        ptx += ["st.async.shared::cluster.mbarrier::complete_tx::bytes" + vector + ".f32"]
-        ptx[-1] += f" [remote], {values}, [remote_barrier];"
-    ptx += [f"add.u32 position, position, {threads};", "bra send_${:uid};", "wait_${:uid}:"]
-    ptx += ["mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [barrier], 0;", "@!done bra wait_${:uid};"]
+        ptx += send_ptx(registers, "at", c)
+    ptx += [f"add.u32 position, position, {threads};", "bra send_${:uid};", *await_ptx()]
     return "\n".join([*ptx, "mov.u32 $0, 0;", "}"])
 
 
@@ -100,7 +94,7 @@ def send_own(
         SEND: tl.constexpr = _send_ptx(CTAS, N_VALUES, THREADS, ARRIVALS)
         tl.inline_asm_elementwise(SEND, "=r,r", [inner], dtype=tl.int32, is_pure=False, pack=1)
     else:
-        tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        await_threads(True)
 
 
 @triton.jit

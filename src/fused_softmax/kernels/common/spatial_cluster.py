@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .cluster_ptx import arm_ptx, await_ptx, send_ptx
 from .numerics import PTX_LOG2E, exp
 from .ptx_access import access_of
 
@@ -46,13 +47,7 @@ def _declare_ptx(ctas: int, n_values: int, inner: int) -> str:
             "{",
             ".reg .pred first;",
             ".reg .b32 thread, barrier;",
-            "mov.u32 thread, %tid.x;",
-            "setp.eq.u32 first, thread, 0;",
-            "mov.u32 barrier, spatial_arrived;",
-            "@first mbarrier.init.shared::cta.b64 [barrier], 1;",
-            "@first fence.mbarrier_init.release.cluster;",
-            f"@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [barrier], {n_bytes * ctas};",
-            "barrier.cluster.arrive.relaxed.aligned;",
+            *arm_ptx("spatial_arrived", n_bytes * ctas),
             "mov.u32 $0, 0;",
             "}",
         )
@@ -114,12 +109,8 @@ def _merge_ptx(ctas: int, inner: int, n_values: int, threads: int, to: str = "",
         ptx += [f"and.b32 position, item, {inner - 1};", f"shr.u32 to, item, {inner.bit_length() - 1};"]
         ptx += [f"mad.lo.u32 slot, position, {size}, own;", f"@sends ld.volatile.shared{vector}.f32 {values}, [slot];"]
         ptx += [f"mad.lo.u32 slot, rank, {inner}, position;", f"mad.lo.u32 slot, slot, {size}, slots;"]
-        ptx += ["@sends mapa.shared::cluster.u32 remote, slot, to;"]
-        ptx += ["@sends mapa.shared::cluster.u32 remote_barrier, barrier, to;"]
-        ptx += ["@sends st.async.shared::cluster.mbarrier::complete_tx::bytes" + vector + ".f32"]
-        ptx[-1] += f" [remote], {values}, [remote_barrier];"
-    ptx += ["wait_${:uid}:"]
-    ptx += ["mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [barrier], 0;", "@!done bra wait_${:uid};"]
+        ptx += send_ptx([f"{name}0" for name in names], "slot", "to", "@sends ")
+    ptx += await_ptx()
     ptx += [f"setp.lt.u32 merges, thread, {inner};", f"mad.lo.u32 slot, thread, {size}, slots;"]
     for c in range(ctas):
         _, slot = access_of([f"{name}{c}" for name in names])
