@@ -18,9 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cluster_ptx import arm_ptx, await_ptx, send_ptx
 from .numerics import PTX_LOG2E, TRITON, exp, rescale_moments, rounded_product
-from .ptx_access import access_of
+from .ptx_access import access_of, arm_ptx, await_ptx, send_ptx
 
 # Triton 3.8 and later end a kernel on a cluster with a cluster barrier
 _CLOSING_BARRIER = tl.constexpr(TRITON >= (3, 8))

@@ -20,11 +20,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cluster_ptx import arm_ptx, await_ptx, send_ptx
 from .gathered_ptx import get_numbers_ptx
 from .gathered_rows import await_threads, numbers_at, put_numbers
 from .numerics import exp, scaled
-from .ptx_access import access_of
+from .ptx_access import access_of, arm_ptx, await_ptx, send_ptx
 
 POSITIONS = 256  # of a plane at most: the room for their numbers
 OWN_BYTES = (48 << 10) - 16  # of shared memory that a kernel may declare, less an mbarrier

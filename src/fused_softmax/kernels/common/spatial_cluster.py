@@ -18,9 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .cluster_ptx import arm_ptx, await_ptx, send_ptx
 from .numerics import PTX_LOG2E, exp
-from .ptx_access import access_of
+from .ptx_access import access_of, arm_ptx, await_ptx, send_ptx
 
 
 @triton.jit
