@@ -21,6 +21,7 @@ MOST_ELEMENTS = {FORWARD: 40, BACKWARD: 36, MASKED: 34, MASKED_BACKWARD: 36}
 # lists, by the count below. No plan has more than 40
 CHUNKS = (1, 3, 5, 9, 12, 15, 19, 25, 34, 40, 64, 128, 256)
 BANKS, ISSUES = 32, 4  # of a multiprocessor: 4-byte banks, and instructions in a cycle
+WARPS = 4  # that are looked at
 # bytes of a piece, at most, that kernels declare; rooms of several sizes, so that widths share kernels
 OWN_ROOMS = (12 << 10, 16 << 10, 23 << 10, 32 << 10, 46 << 10)
 EDGE_BYTES, ALIGN_BYTES = 32, 128  # around a piece, and in front of all where the launch adds shared memory
@@ -50,7 +51,7 @@ NORM = 6
 
 
 def over_copy(
-    n_cols: int, itemsize: int, kind: str, lanes: int, accesses: int, elements: int, waves: int, of_thread: float,
+    n_cols: int, itemsize: int, kind: str, lanes: int, accesses: int, elements: int, waves: float, of_thread: float,
     idle: float = 1,
 ) -> float:  # fmt: skip
     """The time of n_cols numbers that `lanes` threads share over that of their copy.
@@ -95,3 +96,24 @@ def wavefronts(n_cols: int, lanes: int, vec: int, itemsize: int, step: int) -> i
                 words.setdefault(word % BANKS, set()).add(word)
         total += max(map(len, words.values()))
     return total
+
+
+@cache
+def plane_wavefronts(inner: int, plane: int, lanes: int, itemsize: int) -> float:
+    """Cycles of shared memory for one access of a warp to planes of so many elements, on the mean of WARPS of them.
+
+    `lanes` threads share a position of a plane, `inner` elements apart. Planes whose size is a multiple of all banks
+    meet in the same ones.
+
+    >>> plane_wavefronts(2, 128, 2, 2), plane_wavefronts(2, 128, 16, 2), plane_wavefronts(2, 132, 2, 2)
+    (8.0, 1.0, 1.0)
+    """
+    total = 0
+    for warp in range(WARPS):
+        words: dict[int, set[int]] = {}
+        for thread in range(32 * warp, 32 * warp + 32):
+            index, position = divmod(thread // lanes, inner)
+            word = (index * plane + position + thread % lanes * inner) * itemsize // 4
+            words.setdefault(word % BANKS, set()).add(word)
+        total += max(map(len, words.values()))
+    return total / WARPS

@@ -21,9 +21,10 @@ from .piece_costs import (
     MOST_ELEMENTS,
     OWN_ROOMS,
     WORK,
+    WARPS,
     over_copy,
+    plane_wavefronts,
     rounded_chunks,
-    wavefronts,
 )
 from .types import MULTIPROCESSORS, Device, Plan, SpatialProblem
 
@@ -257,7 +258,10 @@ def all_lanes(problem: SpatialProblem, n_cols: int, outers: int, warps: int) -> 
             continue
         threads = outers * problem.inner * lanes
         idle = -(-threads // (32 * warps)) * 32 * warps / threads
-        waves = wavefronts(1, lanes, 1, itemsize, problem.inner % period + period)
+        # a warp has positions of several planes where they are few; else of one run
+        several = outers > 1 and problem.inner < 32 * WARPS
+        inner = problem.inner if several else problem.inner % period + 32 * WARPS
+        waves = plane_wavefronts(inner, problem.n_cols * inner if several else 0, lanes, itemsize)
         cost = over_copy(n_cols, itemsize, kind, lanes, chunks, chunks, waves, WORK[kind].of_thread, idle)
         yield Lanes(lanes, chunks, full, cost + max(0, chunks - HELD_COLS) / COLS_OF_COPY)
 
