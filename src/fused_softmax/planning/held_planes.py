@@ -15,8 +15,13 @@ VECTOR_BYTES = 16
 HELD_REGISTERS = 128  # of a thread
 # of programs of SMALL_WARPS with up to so many vectors, by (backward, bytes of an element): then more programs fit
 SMALL_REGISTERS = {(False, 2): ((12, 96),), (False, 4): (), (True, 2): ((5, 80), (6, 96)), (True, 4): ((5, 80),)}
-# vectors of a thread of each tensor, at most, by (backward, bytes of an element). More spill too much at the cap
-MOST_VECTORS = {(False, 2): 20, (False, 4): 20, (True, 2): 11, (True, 4): 12}
+# vectors of a thread of each tensor, at most, by (backward, bytes of an element). More spill too much at the cap. And
+# those whose share is 1
+MOST_VECTORS = {(False, 2): 22, (False, 4): 22, (True, 2): 12, (True, 4): 12}
+FULL_VECTORS = {(False, 2): 20, (False, 4): 20, (True, 2): 11, (True, 4): 12}
+# of a thread that reads the numbers of LARGEST CTAs, and of a gradient's in a program of MOST_WARPS, at most
+OF_LARGEST_VECTORS = {(False, 2): 22, (False, 4): 21, (True, 2): 10, (True, 4): 11}
+OF_MOST_WARPS = {(True, 2): 11}
 WARPS = (1, 2, 4, 8, 16)  # of a program, and of the CTAs of a cluster from 4 on
 SMALL_WARPS = WARPS[:3]  # of one program that holds a small plane
 MOST_WARPS = WARPS[-1]  # of a program, which then fills a multiprocessor
@@ -26,6 +31,9 @@ OF_A_GROUP = 16  # multiprocessors that share clusters: a cluster lies in one su
 LARGEST = 16  # CTAs of a cluster
 # the speed of such a cluster over smaller ones, and where its programs have MOST_WARPS
 OF_LARGEST, OF_LARGEST_FULL = 0.92, 0.78
+EIGHT_ALONE = 0.92  # the speed of one program of 8 warps over smaller ones, at least
+# of one program of SMALL_WARPS whose threads have more vectors than these: some of its loads wait for terms
+MOST_IN_ORDER, OUT_OF_ORDER = {(True, 2): 11}, 0.97
 
 
 class Speed(NamedTuple):
@@ -46,7 +54,7 @@ class Speed(NamedTuple):
 
 SPEEDS = {  # by (backward, bytes of an element)
     (False, 2): Speed(0.40, 0.64, 0.86, 0.67, 0.945, 0.035),
-    (False, 4): Speed(0.30, 0.53, 0.97, 0.80, 0.997, 0.034),
+    (False, 4): Speed(0.30, 0.56, 0.97, 0.80, 0.985, 0.045),
     (True, 2): Speed(0.30, 0.55, 0.96, 0.83, 0.98, 0.07),
     (True, 4): Speed(0.33, 0.41, 0.98, 0.89, 0.996, 0.029),
 }
@@ -65,7 +73,7 @@ class Plane(NamedTuple):
 class Held(NamedTuple):
     """How a cluster holds a plane."""
 
-    share: float  # vectors that a multiprocessor holds over the most
+    share: float  # vectors that a multiprocessor holds over FULL_VECTORS of all threads
     num_warps: int
     ctas: int
     chunks: int  # vectors of a thread
@@ -107,27 +115,31 @@ def held_in(plane: Plane, warps: int, ctas: int) -> Held | None:
     span = threads // period * period
     if span * vec < plane.inner + vec or n < vec:
         return None
-    most = MOST_VECTORS[plane.backward, plane.itemsize]
+    kind = plane.backward, plane.itemsize
     of_cta = -(-(n // vec) // ctas)
     chunks = -(-of_cta // span)
-    # a gradient's thread has fewer where it reads the numbers of LARGEST CTAs: it would spill 48 bytes
-    most_chunks = most - (plane.backward and ctas == LARGEST)
-    if chunks > most_chunks or (ctas > 1 and _shared_bytes(plane, vec, threads, ctas) > SHARED_BYTES):
+    most = OF_LARGEST_VECTORS[kind] if ctas == LARGEST else MOST_VECTORS[kind]
+    if warps == MOST_WARPS:
+        most = min(most, OF_MOST_WARPS.get(kind, most))
+    if chunks > most or (ctas > 1 and _shared_bytes(plane, vec, threads, ctas) > SHARED_BYTES):
         return None
     full = max(0, min((n - vec + 1) // vec // ctas // span, chunks - 1))  # one kernel also where all are full
     lanes = 1
     while lanes < 32 and 2 * lanes * plane.inner <= threads:
         lanes *= 2
     places = OF_A_GROUP * MOST_WARPS // warps
-    share = span / threads * chunks / most * (places // ctas * ctas / places)
-    return Held(share, warps, ctas, chunks, full, lanes, span, _speed(plane, share, warps, ctas))
+    share = span / threads * chunks / FULL_VECTORS[kind] * (places // ctas * ctas / places)
+    return Held(share, warps, ctas, chunks, full, lanes, span, _speed(plane, share, warps, ctas, chunks))
 
 
-def _speed(plane: Plane, share: float, warps: int, ctas: int) -> float:
+def _speed(plane: Plane, share: float, warps: int, ctas: int, chunks: int) -> float:
     of = SPEEDS[plane.backward, plane.itemsize]
     alone = ctas == 1 and warps <= SMALL_WARPS[-1]
     speed = min(1.0, share / (of.enough_alone if alone else of.enough))
-    speed *= {8: of.of_eight, MOST_WARPS: of.of_most}.get(warps, 1.0)
+    if alone and chunks > MOST_IN_ORDER.get((plane.backward, plane.itemsize), chunks):
+        speed *= OUT_OF_ORDER
+    of_eight = max(of.of_eight, EIGHT_ALONE) if ctas == 1 else of.of_eight
+    speed *= {8: of_eight, MOST_WARPS: of.of_most}.get(warps, 1.0)
     speed *= of.of_doubled ** max(0.0, log2(ctas) - 1)
     if ctas == LARGEST:
         speed *= OF_LARGEST_FULL if warps == MOST_WARPS else OF_LARGEST

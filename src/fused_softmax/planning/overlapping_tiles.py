@@ -67,6 +67,9 @@ _QUARTERS = (
     Range(7937, 9216, (Tile(32, 4, 144),)),
     Range(9217, 11264, (Tile(32, 8, 88),)),
 )
+FEW = 511  # positions; more are long
+LONG = FEW + 1
+_EIGHT_CTAS = (Tile(64, 4, 60, least_inner=LONG), Tile(64, 4, 128, (8,), least_inner=LONG))
 RANGES = {
     ("softmax", 2, 32): (
         Range(229, 8704, (*_WIDE, Tile(64, 4, 136))),
@@ -105,8 +108,8 @@ RANGES = {
         Range(9217, 13312, (Tile(32, 8, 104),)),
     ),
     ("gradient", 2, 8): (
-        Range(1345, 1792, (Tile(64, 4, 72, least_inner=LONG_PLANE),)),
-        Range(1793, 2048, (Tile(128, 4, 128, least_inner=LONG_PLANE),)),
+        Range(1345, 1792, (Tile(64, 4, 72, least_inner=LONG),)),
+        Range(1793, 2048, (Tile(128, 4, 128, least_inner=LONG_PLANE), *_EIGHT_CTAS)),
         Range(2049, 2688, (Tile(64, 4, 90, least_inner=LONG_PLANE),)),
         *_QUARTERS,
     ),
@@ -130,7 +133,6 @@ RANGES = {
     ),
 }
 # up to FEW positions have these instead: the tables' plans are faster there with fewer columns
-FEW = 511
 FEW_RANGES = {
     ("softmax", 2, 32): (Range(1025, 8704, (*_WIDE, Tile(64, 4, 136))),),
     ("softmax", 4, 8): (Range(705, 4352, (Tile(64, 4, 60, (4, 8, 16)), Tile(64, 4, 136))),),

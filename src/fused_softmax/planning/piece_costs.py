@@ -19,7 +19,7 @@ FORWARD, BACKWARD, MASKED, MASKED_BACKWARD = "forward", "backward", "masked", "m
 MOST_ELEMENTS = {FORWARD: 40, BACKWARD: 36, MASKED: 34, MASKED_BACKWARD: 36}
 # accesses of a thread are rounded up to these, so that widths share kernels. They come from a random search over such
 # lists, by the count below. No plan has more than 40
-CHUNKS = (1, 3, 5, 9, 12, 15, 19, 25, 34, 40, 64, 128, 256)
+CHUNKS = (1, 2, 3, 5, 9, 12, 15, 19, 25, 34, 40, 64, 128, 256)
 BANKS, ISSUES = 32, 4  # of a multiprocessor: 4-byte banks, and instructions in a cycle
 WARPS = 4  # that are looked at
 # bytes of a piece, at most, that kernels declare; rooms of several sizes, so that widths share kernels
@@ -72,7 +72,7 @@ def rounded_chunks(chunks: int) -> tuple[int, int]:
     """(chunks, rounded so that widths share kernels, and how many of them all these widths fill)
 
     >>> rounded_chunks(2), rounded_chunks(9), rounded_chunks(13)
-    ((3, 1), (9, 5), (15, 12))
+    ((2, 1), (9, 5), (15, 12))
     """
     at = next(i for i, most in enumerate(CHUNKS) if chunks <= most)
     return CHUNKS[at], CHUNKS[at - 1] if at else 0

@@ -20,8 +20,8 @@ from .piece_costs import (
     FORWARD,
     MOST_ELEMENTS,
     OWN_ROOMS,
-    WORK,
     WARPS,
+    WORK,
     over_copy,
     plane_wavefronts,
     rounded_chunks,
@@ -116,7 +116,9 @@ def _tiles_are_slow(problem: SpatialProblem, device: Device, tiles: Plan) -> boo
     filled = tiles.filled_up(problem.inner)
     if problem.vec == problem.full_vec:
         halves = not problem.whole_sectors
-        empty = filled > MOST_FILLED and (halves or problem.n_cols <= FILLED_COLS)
+        # two columns in the widest tiles are read by threads that hold whole columns
+        two = problem.n_cols == 2 and tiles.rows >= LONG_RUN
+        empty = filled > MOST_FILLED and (halves or problem.n_cols <= FILLED_COLS) and not two
         small = not halves and device.adds_shared_memory and _is_small(problem, filled)
         return short and not problem.backward and (empty or small or (halves and not tiles.overlap))
     if problem.backward:

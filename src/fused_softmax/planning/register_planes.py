@@ -8,7 +8,7 @@ docs/measurements/thresholds.md has the figures behind the numbers.
 from __future__ import annotations
 
 from .held_planes import MOST_WARPS, SMALL_WARPS, Held, Plane, best_held, registers_of
-from .types import Device, Plan, SpatialProblem
+from .types import SECTOR_BYTES, Device, Plan, SpatialProblem
 
 # speeds of other plans, fractions of a copy or an add; by (backward, bytes of an element), or by the latter alone.
 # Columns that are read twice
@@ -16,24 +16,33 @@ TWICE = {(False, 2): 0.6, (False, 4): 0.66, (True, 2): 0.5, (True, 4): 0.62}
 # a softmax's piece of one program: whose threads have so many columns, or which has 16 warps and so many lanes for each
 # position
 MANY_COLS, MANY_LANES, CROWDED_PIECE = 25, 32, {2: 0.75, 4: 0.9}
-# others of float32, up to so many positions. Of 16 bits, by the columns of a thread at least, where registers hold such
-# a share of the vectors; with fewer columns where they hold LEAST_SHARE, and the plane has so many bytes
-FLOAT_PIECE, PIECE_POSITIONS = 0.975, 100
-PIECES, PIECE, LEAST_SHARE, LEAST_PIECE = ((34, 0.4, 0.85), (25, 0.58, 0.93)), 0.93, 0.75, 12 << 10
+# others of float32: alone on a multiprocessor, of 16 warps and several programs, and up to so many positions. Of 16
+# bits, by the columns of a thread at least, where registers hold such a share of the vectors; with fewer columns where
+# they hold LEAST_SHARE, and the plane has so many bytes
+FLOAT_PIECE_ALONE, FLOAT_PIECE_WARPS, FLOAT_PIECE, PIECE_POSITIONS = 0.85, 0.95, 0.94, 100
+PIECES, PIECE, LEAST_SHARE, LEAST_PIECE = ((34, 0.4, 0.85), (25, 0.58, 0.93)), 0.93, 0.7, 12 << 10
 GRADIENT_PIECE = {2: 0.85, 4: 0.9}
-FILLED = 1.1  # tiles that are filled up by no more
+FILLED, FILLED_GRADIENT = 1.1, 1.05  # tiles that are filled up by no more, of a softmax and of a gradient
 # a softmax's tiles: where runs start at parts of a vector, and a program has more than FEW_CHUNKS or several warps
 PART_TILES, FEW_CHUNKS = {2: 0.7, 4: 0.8}, 16
+FEW_POSITIONS, FEW_POSITIONS_SPEED = 16, 0.7  # of such tiles
 # of 16 bits: of whole vectors, filled ones of a cluster, and all of more than MOST_POSITIONS; others
 CLUSTER_TILES, MOST_POSITIONS, TILES = 0.93, 100, 0.78
-# of float32: of 16 warps, or skewed where one program holds the plane; that overlap
-CROWDED_FLOATS, OVERLAPPING_FLOATS = 0.9, 0.94
+# of 16 bits that are skewed, by whether runs start anywhere, and whether tiles have WIDE_TILE positions
+SKEWED_HALVES = {(False, False): 0.75, (False, True): 0.93, (True, False): 0.74, (True, True): 0.82}
+# of 16 bits that overlap, of more than MOST_POSITIONS
+OVERLAPPING_HALVES, WIDE_TILE = 0.85, 128
+# of float32: of 16 warps, or skewed where one program holds the plane; skewed others; that overlap; and are filled up
+# by more than OVERLAPPING_FILLED
+CROWDED_FLOATS, SKEWED_FLOATS, OVERLAPPING_FLOATS, EMPTY_FLOATS, OVERLAPPING_FILLED = 0.9, 0.95, 0.94, 0.9, 1.4
 # a gradient's: of 16 bits that overlap or are skewed, by whether they have NARROW_TILE positions or more; of float32
 # that overlap, or are skewed, by whether a cluster holds the plane
 SLOW_TILES, NARROW_TILE = {False: 0.75, True: 0.807}, 64
 OVERLAPPING_GRADIENT, SKEWED_GRADIENT = 0.915, {False: 0.87, True: 0.95}
-# by the bytes of an element, that are filled up, or of 16 bits read in narrow accesses (bytes) or by many warps; others
-EMPTY_TILES, NARROW_ACCESS, MANY_WARPS, GRADIENT_TILES = {2: 0.88, 4: 0.93}, 4, 8, 0.955
+# by the bytes of an element, that are filled up, or of 16 bits read in narrow accesses (bytes) or by many warps; of 16
+# bits where runs start at parts of a vector; others
+EMPTY_TILES, NARROW_ACCESS, MANY_WARPS = {2: 0.88, 4: 0.93}, 4, 8
+EMPTY_PART_TILES, GRADIENT_TILES = 0.82, 0.955
 
 
 def faster_as_held(problem: SpatialProblem, way: Held | None, plan: Plan) -> Plan | None:
@@ -55,17 +64,31 @@ def _softmax_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | No
     few = plan.ctas == 1 and plan.num_warps <= SMALL_WARPS[-1]
     if plain and parts:
         # few columns of one program that they fill are as fast in tiles
-        return None if few and filled and plan.chunks <= FEW_CHUNKS else PART_TILES[problem.itemsize]
+        if few and filled and plan.chunks <= FEW_CHUNKS:
+            return None
+        return FEW_POSITIONS_SPEED if plan.rows <= FEW_POSITIONS else PART_TILES[problem.itemsize]
     if half:
         if few and filled:
             return None
-        cluster = filled and plan.ctas > 1 and not parts
-        return CLUSTER_TILES if cluster or problem.inner > MOST_POSITIONS else TILES
+        return _half_tiles_speed(problem, plan)
     if plan.skewed:
-        return CROWDED_FLOATS if way.ctas == 1 else None
+        return CROWDED_FLOATS if way.ctas == 1 else SKEWED_FLOATS
     if plan.overlap:
-        return OVERLAPPING_FLOATS
+        return OVERLAPPING_FLOATS if plan.filled_up(problem.inner) <= OVERLAPPING_FILLED else EMPTY_FLOATS
     return CROWDED_FLOATS if plan.num_warps == MOST_WARPS else None
+
+
+def _half_tiles_speed(problem: SpatialProblem, plan: Plan) -> float:
+    """About the speed of a 16-bit softmax's tiles."""
+    if plan.ctas > 1 and problem.vec == problem.full_vec and plan.filled_up(problem.inner) <= FILLED:
+        return CLUSTER_TILES
+    long = problem.inner > MOST_POSITIONS
+    if plan.skewed:
+        # 4 bytes are too few for most sectors, too
+        speed = SKEWED_HALVES[problem.starts < SECTOR_BYTES // problem.itemsize // 4, plan.rows >= WIDE_TILE]
+    else:
+        speed = OVERLAPPING_HALVES if plan.overlap else CLUSTER_TILES
+    return speed if long else min(speed, TILES)
 
 
 def _piece_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | None:
@@ -73,6 +96,8 @@ def _piece_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | None
     if plan.num_warps == MOST_WARPS and (plan.vectors_per_chunk == MANY_LANES or plan.chunks >= MANY_COLS):
         return CROWDED_PIECE[problem.itemsize]
     if problem.itemsize == 4:
+        if plan.num_warps == MOST_WARPS and problem.inner > PIECE_POSITIONS:
+            return FLOAT_PIECE_ALONE if plan.fitting_planes == 1 else FLOAT_PIECE_WARPS
         return FLOAT_PIECE if problem.inner <= PIECE_POSITIONS else None
     for cols, share, speed in PIECES:
         if plan.chunks >= cols:
@@ -82,7 +107,7 @@ def _piece_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | None
 
 def _gradient_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | None:
     """About the speed of a gradient's plan; None where registers are not faster."""
-    half, filled = problem.itemsize == 2, plan.filled_up(problem.inner) <= FILLED
+    half, filled = problem.itemsize == 2, plan.filled_up(problem.inner) <= FILLED_GRADIENT
     if plan.regime == "spatial_two_pass":
         return TWICE[True, problem.itemsize]
     if plan.gathered:
@@ -94,6 +119,8 @@ def _gradient_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | N
     if filled and plan.ctas > 1 and problem.whole_sectors:
         return None
     slow = half and (plan.num_warps >= MANY_WARPS or plan.vec * problem.itemsize <= NARROW_ACCESS)
+    if half and problem.vec < problem.full_vec and (slow or not filled):
+        return EMPTY_PART_TILES
     return EMPTY_TILES[problem.itemsize] if slow or not filled else GRADIENT_TILES
 
 

@@ -37,10 +37,11 @@ class Tile(NamedTuple):
 # Rules have tiles, best first: the planner takes the first one that reads little enough, and that a cluster holds.
 # docs/measurements/thresholds.md has the figures behind each number
 
-# a cluster could hold the planes in registers: it has more CTAs than these, and at least LEAST_SPEED
+# a cluster could hold the planes in registers: it has more CTAs than these, or MOST_WARPS, and at least LEAST_SPEED
 FEW_CTAS = 2
 # the speed of registers from which no short tile is faster, by (backward, bytes of an element)
-FASTEST = {(False, 2): 0.75, (False, 4): 0.94, (True, 2): 0.7, (True, 4): 0.86}
+FASTEST = {(False, 2): 0.75, (False, 4): 0.86, (True, 2): 0.7, (True, 4): 0.86}
+FASTEST_WHOLE = 0.86  # of a 16-bit softmax of whole sectors
 # these tiles replace the plan of such planes. float32 softmax
 FLOAT32_SOFTMAX = Tile(32, 8, 8, 60, most_read=1.57), Tile(64, 4, 8, 72, skewed=8)
 # float32 gradients
@@ -54,6 +55,12 @@ HALF_SOFTMAX = {
 # narrow one does
 EIGHT_BYTES = Tile(64, 4, 8, 76, most_ctas=8), Tile(32, 4, 8, 44, most_ctas=8)
 OF_NARROW_EIGHT = 0.87
+# and in place of skewed tiles of so many warps, and of a crowded piece, if it reads little enough
+SKEWED_WARPS, IN_PLACE_OF_SKEWED = 8, (EIGHT_BYTES[0]._replace(most_read=1.31),)
+IN_PLACE_OF_CROWDED = (EIGHT_BYTES[0]._replace(words=70, most_read=1.31),)
+# float32 softmax in place of skewed tiles on a cluster that have few positions or SKEWED_WARPS, from so many columns on
+FLOATS_OF_SKEWED = Tile(64, 4, 8, 52, most_read=1.45, most_ctas=8), Tile(32, 4, 8, 56, most_read=1.45)
+WIDE_POSITIONS, FLOATS_OF_SKEWED_COLS = 128, 250
 # at multiples of 4 bytes: of so many positions. log_softmax is slower in these tiles
 FOUR_BYTES = (Tile(64, 4, 8, 44, skewed=8, most_ctas=8),)
 LONG_POSITIONS = 110
@@ -77,6 +84,11 @@ class Whole(NamedTuple):
 
 
 WIDE, NARROW, OF_NARROW = Tile(64, 4, 8, 48, most_ctas=8), Tile(32, 4, 8, 48), 1.25
+# float32 softmax in halves of sectors, of so many columns, in place of tiles on a cluster
+FLOAT_HALVES, FLOAT_HALVES_COLS = (Tile(64, 4, 8, 64, most_read=1.5),), range(250, 1025)
+# and their gradients, in place of tiles whose threads hold many words, where these read so much
+GRADIENT_HALVES, GRADIENT_HALVES_COLS = (Tile(32, 4, 8, 72),), range(1537, 2305)
+GRADIENT_HALVES_READ, GRADIENT_HALVES_POSITIONS = 1.15, 255  # at least, and at most
 _SOFTMAX, _OF_HALVES = Tile(32, 4, 8, 44), Tile(64, 4, 4, 60)
 # by `backward`, and whether runs are whole sectors
 WHOLE = {
@@ -130,6 +142,8 @@ def faster_as_short(
 
 def is_fastest(problem: SpatialProblem, way: Held) -> bool:
     """Whether no short tile is faster than planes in registers."""
+    if problem.whole_sectors and problem.itemsize == 2 and not problem.backward:
+        return way.speed >= FASTEST_WHOLE
     return way.speed >= FASTEST[problem.backward, problem.itemsize]
 
 
@@ -137,7 +151,8 @@ def _cluster_could_hold(plan: Plan, way: Held | None) -> bool:
     """Whether a large cluster could hold the planes, and `plan` is one that short tiles may replace."""
     piece = plan.gathered and (plan.num_warps < MOST_WARPS or plan.fitting_planes > 1)
     wide = plan.skewed > 0 or plan.overlap > 0
-    return way is not None and way.ctas > FEW_CTAS and way.speed >= LEAST_SPEED and not (piece or wide)
+    large = way is not None and (way.ctas > FEW_CTAS or way.num_warps == MOST_WARPS)
+    return way is not None and large and way.speed >= LEAST_SPEED and not (piece or wide)
 
 
 def _of_few_positions(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
@@ -154,6 +169,15 @@ def _of_part_vectors(problem: SpatialProblem, plan: Plan, held: bool) -> tuple[T
     if problem.n_cols > MOST_COLS:
         return ()
     softmax, half = not problem.backward, problem.itemsize == 2
+    if plan.skewed and softmax:
+        slow = plan.num_warps == SKEWED_WARPS and (half or problem.inner > WIDE_POSITIONS)
+        if half and slow and problem.vec == 4:
+            return IN_PLACE_OF_SKEWED
+        few = plan.ctas > 1 and plan.rows < WIDE_POSITIONS
+        if not half and (slow or few) and problem.n_cols >= FLOATS_OF_SKEWED_COLS:
+            return FLOATS_OF_SKEWED
+    if half and softmax and problem.vec == 4 and plan.gathered and plan.num_warps == MOST_WARPS:
+        return IN_PLACE_OF_CROWDED
     if half and softmax and held and problem.vec == 4:
         wide, narrow = EIGHT_BYTES
         return EIGHT_BYTES if _read(problem, wide) < OF_NARROW_EIGHT * _read(problem, narrow) else (narrow,)
@@ -181,6 +205,12 @@ def _of_whole_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
     if plan.gathered:
         crowded = half and plan.num_warps == MOST_WARPS and not (problem.whole_sectors or problem.backward)
         return CROWDED_HALVES if crowded else ()
+    if not (half or problem.whole_sectors):
+        if not problem.backward and problem.n_cols in FLOAT_HALVES_COLS:
+            return FLOAT_HALVES if plan.ctas > 1 else ()
+        few = problem.backward and problem.inner <= GRADIENT_HALVES_POSITIONS and problem.n_cols in GRADIENT_HALVES_COLS
+        if few and _read_by(problem, plan.rows, plan.overlap) >= GRADIENT_HALVES_READ:
+            return GRADIENT_HALVES
     wide = _read(problem, WIDE) <= OF_NARROW * _read(problem, NARROW)
     ranges = WHOLE[problem.backward, problem.whole_sectors] if half else ()
     found = tuple(of.wide if wide else of.narrow for of in ranges if of.least <= problem.n_cols <= of.most)

@@ -23,6 +23,7 @@ COUNTERS: Mapping[str, str] = {
     "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
     "thread_instructions": "smsp__thread_inst_executed.sum",
     "registers": "launch__registers_per_thread",
+    "waves": "launch__waves_per_multiprocessor",
 }
 # why a warp does not go on -> in words
 STALLS: Mapping[str, str] = {

@@ -213,6 +213,8 @@ def lines(found: Profiled) -> list[str]:
         out.append(
             f"    busy     L2 {c['l2_busy'] / 100:.2f} of its sectors' peak, {c['issued'] / 100:.2f} of the issue slots"
         )
+    if "waves" in c:
+        out.append(f"    waves    {c['waves']:.2f}: the programs over those that fit at a time")
     if "load_sectors" in c and "store_sectors" in c:
         out.append(
             f"    sectors  {c['load_sectors']:.1f} for each load of a warp, {c['store_sectors']:.1f} for each store"
