@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from launches import BFLOAT16, FLOAT32, cross_compiled, spatial_softmax_over
 
-from fused_softmax.kernels.common import unconnected
+from fused_softmax.kernels.common import spatial_moments
 from fused_softmax.launch.compile import Launch
 from fused_softmax.planning.types import DEVICES
 
@@ -29,7 +29,7 @@ def softmax_over(of: Softmax, target: str) -> Launch:
 
 def compiled(of: Softmax, target: str, many: int) -> tuple[int, list[str]]:
     """(branches with results in Triton's representation, machine instructions), with `many` as MANY_CHUNKS."""
-    unconnected.MANY_CHUNKS = tl.constexpr(many)
+    spatial_moments.MANY_CHUNKS = tl.constexpr(many)
     _, assembly = cross_compiled(softmax_over(of, target), target)
     text = assembly["amdgcn" if target.startswith("gfx") else "sass"]
     lines = (line.strip() for line in re.sub(r"/\*.*?\*/|//.*", "", text).splitlines())

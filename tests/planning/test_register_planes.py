@@ -125,7 +125,7 @@ FLIPS = (
     (2000, 46, "bfloat16", False, 0.6), (500, 190, "bfloat16", False, 0.75), (1000, 80, "bfloat16", False, 0.78),
     (1000, 8, "bfloat16", False, 0.85), (700, 120, "bfloat16", False, 0.93), (300, 77, "bfloat16", False, None),
     (2000, 46, "bfloat16", True, 0.5), (700, 120, "bfloat16", True, 0.807), (300, 77, "bfloat16", True, 0.85),
-    (60, 30, "bfloat16", True, 0.82), (1000, 8, "bfloat16", True, 0.955),
+    (60, 30, "bfloat16", True, 0.807), (1000, 8, "bfloat16", True, 0.955),
     (5000, 30, "float32", False, 0.66), (300, 77, "float32", False, 0.94), (1000, 8, "float32", False, None),
     (20000, 12, "float32", True, 0.62), (300, 77, "float32", True, 0.9), (1000, 80, "float32", True, 0.93),
     (2000, 46, "float32", True, 0.955), (700, 120, "float32", True, 0.93),

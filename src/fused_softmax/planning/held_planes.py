@@ -15,13 +15,11 @@ VECTOR_BYTES = 16
 HELD_REGISTERS = 128  # of a thread
 # of programs of SMALL_WARPS with up to so many vectors, by (backward, bytes of an element): then more programs fit
 SMALL_REGISTERS = {(False, 2): ((12, 96),), (False, 4): (), (True, 2): ((5, 80), (6, 96)), (True, 4): ((5, 80),)}
-# vectors of a thread of each tensor, at most, by (backward, bytes of an element). More spill too much at the cap. And
-# those whose share is 1
+# vectors of a thread of each tensor, at most, by (backward, bytes of an element): more spill too much at the cap. Of a
+# thread that reads the numbers of LARGEST CTAs. And those whose share is 1, the most of gradients on MOST_WARPS
 MOST_VECTORS = {(False, 2): 22, (False, 4): 22, (True, 2): 12, (True, 4): 12}
-FULL_VECTORS = {(False, 2): 20, (False, 4): 20, (True, 2): 11, (True, 4): 12}
-# of a thread that reads the numbers of LARGEST CTAs, and of a gradient's in a program of MOST_WARPS, at most
 OF_LARGEST_VECTORS = {(False, 2): 22, (False, 4): 21, (True, 2): 10, (True, 4): 11}
-OF_MOST_WARPS = {(True, 2): 11}
+FULL_VECTORS = {(False, 2): 20, (False, 4): 20, (True, 2): 11, (True, 4): 12}
 WARPS = (1, 2, 4, 8, 16)  # of a program, and of the CTAs of a cluster from 4 on
 SMALL_WARPS = WARPS[:3]  # of one program that holds a small plane
 MOST_WARPS = WARPS[-1]  # of a program, which then fills a multiprocessor
@@ -32,8 +30,7 @@ LARGEST = 16  # CTAs of a cluster
 # the speed of such a cluster over smaller ones, and where its programs have MOST_WARPS
 OF_LARGEST, OF_LARGEST_FULL = 0.92, 0.78
 EIGHT_ALONE = 0.92  # the speed of one program of 8 warps over smaller ones, at least
-# of one program of SMALL_WARPS whose threads have more vectors than these: some of its loads wait for terms
-MOST_IN_ORDER, OUT_OF_ORDER = {(True, 2): 11}, 0.97
+OUT_OF_ORDER = 0.97  # and of a gradient's of SMALL_WARPS with more than FULL_VECTORS: some loads wait for terms
 
 
 class Speed(NamedTuple):
@@ -119,8 +116,8 @@ def held_in(plane: Plane, warps: int, ctas: int) -> Held | None:
     of_cta = -(-(n // vec) // ctas)
     chunks = -(-of_cta // span)
     most = OF_LARGEST_VECTORS[kind] if ctas == LARGEST else MOST_VECTORS[kind]
-    if warps == MOST_WARPS:
-        most = min(most, OF_MOST_WARPS.get(kind, most))
+    if plane.backward and warps == MOST_WARPS:
+        most = min(most, FULL_VECTORS[kind])
     if chunks > most or (ctas > 1 and _shared_bytes(plane, vec, threads, ctas) > SHARED_BYTES):
         return None
     full = max(0, min((n - vec + 1) // vec // ctas // span, chunks - 1))  # one kernel also where all are full
@@ -136,7 +133,7 @@ def _speed(plane: Plane, share: float, warps: int, ctas: int, chunks: int) -> fl
     of = SPEEDS[plane.backward, plane.itemsize]
     alone = ctas == 1 and warps <= SMALL_WARPS[-1]
     speed = min(1.0, share / (of.enough_alone if alone else of.enough))
-    if alone and chunks > MOST_IN_ORDER.get((plane.backward, plane.itemsize), chunks):
+    if alone and plane.backward and chunks > FULL_VECTORS[plane.backward, plane.itemsize]:
         speed *= OUT_OF_ORDER
     of_eight = max(of.of_eight, EIGHT_ALONE) if ctas == 1 else of.of_eight
     speed *= {8: of_eight, MOST_WARPS: of.of_most}.get(warps, 1.0)

@@ -16,33 +16,32 @@ TWICE = {(False, 2): 0.6, (False, 4): 0.66, (True, 2): 0.5, (True, 4): 0.62}
 # a softmax's piece of one program: whose threads have so many columns, or which has 16 warps and so many lanes for each
 # position
 MANY_COLS, MANY_LANES, CROWDED_PIECE = 25, 32, {2: 0.75, 4: 0.9}
-# others of float32: alone on a multiprocessor, of 16 warps and several programs, and up to so many positions. Of 16
-# bits, by the columns of a thread at least, where registers hold such a share of the vectors; with fewer columns where
-# they hold LEAST_SHARE, and the plane has so many bytes
-FLOAT_PIECE_ALONE, FLOAT_PIECE_WARPS, FLOAT_PIECE, PIECE_POSITIONS = 0.85, 0.95, 0.94, 100
+# others of float32: of more positions those of 16 warps alone, which may be alone on a multiprocessor. Of 16 bits, by
+# the columns of a thread at least, where registers hold such a share of the vectors; with fewer columns where they hold
+# LEAST_SHARE, and the plane has so many bytes
+FLOAT_PIECE, PIECE_POSITIONS, PIECE_ALONE = 0.94, 100, 0.85
 PIECES, PIECE, LEAST_SHARE, LEAST_PIECE = ((34, 0.4, 0.85), (25, 0.58, 0.93)), 0.93, 0.7, 12 << 10
 GRADIENT_PIECE = {2: 0.85, 4: 0.9}
 FILLED, FILLED_GRADIENT = 1.1, 1.05  # tiles that are filled up by no more, of a softmax and of a gradient
-# a softmax's tiles: where runs start at parts of a vector, and a program has more than FEW_CHUNKS or several warps
-PART_TILES, FEW_CHUNKS = {2: 0.7, 4: 0.8}, 16
-FEW_POSITIONS, FEW_POSITIONS_SPEED = 16, 0.7  # of such tiles
+# a softmax's tiles: where runs start at parts of a vector, and a program has more than FEW_CHUNKS or several warps;
+# tiles of FEW_POSITIONS have the first speed
+PART_TILES, FEW_CHUNKS, FEW_POSITIONS = {2: 0.7, 4: 0.8}, 16, 16
 # of 16 bits: of whole vectors, filled ones of a cluster, and all of more than MOST_POSITIONS; others
 CLUSTER_TILES, MOST_POSITIONS, TILES = 0.93, 100, 0.78
 # of 16 bits that are skewed, by whether runs start anywhere, and whether tiles have WIDE_TILE positions
 SKEWED_HALVES = {(False, False): 0.75, (False, True): 0.93, (True, False): 0.74, (True, True): 0.82}
 # of 16 bits that overlap, of more than MOST_POSITIONS
 OVERLAPPING_HALVES, WIDE_TILE = 0.85, 128
-# of float32: of 16 warps, or skewed where one program holds the plane; skewed others; that overlap; and are filled up
-# by more than OVERLAPPING_FILLED
-CROWDED_FLOATS, SKEWED_FLOATS, OVERLAPPING_FLOATS, EMPTY_FLOATS, OVERLAPPING_FILLED = 0.9, 0.95, 0.94, 0.9, 1.4
+# of float32: of 16 warps, skewed where one program holds the plane, or that overlap and are filled up by more than
+# EMPTY_FLOATS; others that overlap or are skewed
+CROWDED_FLOATS, EMPTY_FLOATS, OVERLAPPING_FLOATS, SKEWED_FLOATS = 0.9, 1.4, 0.94, 0.95
 # a gradient's: of 16 bits that overlap or are skewed, by whether they have NARROW_TILE positions or more; of float32
 # that overlap, or are skewed, by whether a cluster holds the plane
 SLOW_TILES, NARROW_TILE = {False: 0.75, True: 0.807}, 64
 OVERLAPPING_GRADIENT, SKEWED_GRADIENT = 0.915, {False: 0.87, True: 0.95}
-# by the bytes of an element, that are filled up, or of 16 bits read in narrow accesses (bytes) or by many warps; of 16
-# bits where runs start at parts of a vector; others
-EMPTY_TILES, NARROW_ACCESS, MANY_WARPS = {2: 0.88, 4: 0.93}, 4, 8
-EMPTY_PART_TILES, GRADIENT_TILES = 0.82, 0.955
+# by the bytes of an element, that are filled up, or of 16 bits read in narrow accesses (bytes) or by many warps (where
+# runs start at parts of a vector they are SLOW_TILES); others
+EMPTY_TILES, NARROW_ACCESS, MANY_WARPS, GRADIENT_TILES = {2: 0.88, 4: 0.93}, 4, 8, 0.955
 
 
 def faster_as_held(problem: SpatialProblem, way: Held | None, plan: Plan) -> Plan | None:
@@ -66,7 +65,7 @@ def _softmax_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | No
         # few columns of one program that they fill are as fast in tiles
         if few and filled and plan.chunks <= FEW_CHUNKS:
             return None
-        return FEW_POSITIONS_SPEED if plan.rows <= FEW_POSITIONS else PART_TILES[problem.itemsize]
+        return PART_TILES[2 if plan.rows <= FEW_POSITIONS else problem.itemsize]
     if half:
         if few and filled:
             return None
@@ -74,7 +73,7 @@ def _softmax_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | No
     if plan.skewed:
         return CROWDED_FLOATS if way.ctas == 1 else SKEWED_FLOATS
     if plan.overlap:
-        return OVERLAPPING_FLOATS if plan.filled_up(problem.inner) <= OVERLAPPING_FILLED else EMPTY_FLOATS
+        return OVERLAPPING_FLOATS if plan.filled_up(problem.inner) <= EMPTY_FLOATS else CROWDED_FLOATS
     return CROWDED_FLOATS if plan.num_warps == MOST_WARPS else None
 
 
@@ -96,9 +95,11 @@ def _piece_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | None
     if plan.num_warps == MOST_WARPS and (plan.vectors_per_chunk == MANY_LANES or plan.chunks >= MANY_COLS):
         return CROWDED_PIECE[problem.itemsize]
     if problem.itemsize == 4:
-        if plan.num_warps == MOST_WARPS and problem.inner > PIECE_POSITIONS:
-            return FLOAT_PIECE_ALONE if plan.fitting_planes == 1 else FLOAT_PIECE_WARPS
-        return FLOAT_PIECE if problem.inner <= PIECE_POSITIONS else None
+        if problem.inner <= PIECE_POSITIONS:
+            return FLOAT_PIECE
+        if plan.num_warps < MOST_WARPS:
+            return None
+        return PIECE_ALONE if plan.fitting_planes == 1 else FLOAT_PIECE
     for cols, share, speed in PIECES:
         if plan.chunks >= cols:
             return speed if way.share >= share else None
@@ -120,7 +121,7 @@ def _gradient_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | N
         return None
     slow = half and (plan.num_warps >= MANY_WARPS or plan.vec * problem.itemsize <= NARROW_ACCESS)
     if half and problem.vec < problem.full_vec and (slow or not filled):
-        return EMPTY_PART_TILES
+        return SLOW_TILES[True]
     return EMPTY_TILES[problem.itemsize] if slow or not filled else GRADIENT_TILES
 
 

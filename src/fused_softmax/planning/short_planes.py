@@ -61,6 +61,7 @@ IN_PLACE_OF_CROWDED = (EIGHT_BYTES[0]._replace(words=70, most_read=1.31),)
 # float32 softmax in place of skewed tiles on a cluster that have few positions or SKEWED_WARPS, from so many columns on
 FLOATS_OF_SKEWED = Tile(64, 4, 8, 52, most_read=1.45, most_ctas=8), Tile(32, 4, 8, 56, most_read=1.45)
 WIDE_POSITIONS, FLOATS_OF_SKEWED_COLS = 128, 250
+NARROW_OF_SKEWED = 200  # positions up to which the narrow one is taken
 # at multiples of 4 bytes: of so many positions. log_softmax is slower in these tiles
 FOUR_BYTES = (Tile(64, 4, 8, 44, skewed=8, most_ctas=8),)
 LONG_POSITIONS = 110
@@ -175,7 +176,7 @@ def _of_part_vectors(problem: SpatialProblem, plan: Plan, held: bool) -> tuple[T
             return IN_PLACE_OF_SKEWED
         few = plan.ctas > 1 and plan.rows < WIDE_POSITIONS
         if not half and (slow or few) and problem.n_cols >= FLOATS_OF_SKEWED_COLS:
-            return FLOATS_OF_SKEWED
+            return FLOATS_OF_SKEWED if problem.inner <= NARROW_OF_SKEWED else FLOATS_OF_SKEWED[:1]
     if half and softmax and problem.vec == 4 and plan.gathered and plan.num_warps == MOST_WARPS:
         return IN_PLACE_OF_CROWDED
     if half and softmax and held and problem.vec == 4:

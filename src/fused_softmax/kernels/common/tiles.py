@@ -80,13 +80,6 @@ def span_of(row, stride, phase, n_cols, VEC: tl.constexpr, UNALIGNED: tl.constex
 
 
 @triton.jit
-def aligned_start(row, stride, phase, VEC: tl.constexpr):
-    """(`start_of` an unaligned row, columns before it)."""
-    start = start_of(row, stride, phase, VEC, True)
-    return start, (start - (phase + row * stride)).to(tl.int32)
-
-
-@triton.jit
 def unit_of(
     unit, n_rows, n_splits, stride, phase, n_cols, ROWS: tl.constexpr, VECTORS: tl.constexpr, VEC: tl.constexpr,
     CHUNKS: tl.constexpr, UNALIGNED: tl.constexpr,
