@@ -114,6 +114,26 @@ def test_planes_are_pieces_where_that_is_faster():
     assert not pieces(35, 31, 1, batch_invariant=True)  # lanes follow from `inner`
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_access_meets_few_banks(dtype, backward):
+    """Also of planes whose size is a multiple of all banks: (64, 2) took eight times as long for each access."""
+    itemsize = ITEMSIZE[dtype]
+    for n_cols in range(2, 129):
+        for inner in range(2, 25):
+            problem = SpatialProblem(n_cols, inner, dtype, dtype, 1, backward, packed=True)
+            plan = planes.planes_plan(problem, DEVICES["sm_90"])
+            assert plan is not None
+            # places of a warp's first columns: `position_of` of kernels/common/gathered_planes.py
+            lanes, met = plan.vectors_per_chunk, {}
+            for thread in range(32):
+                index, rest = divmod(thread // lanes, inner)
+                place = index * n_cols * inner + rest + thread % lanes * inner
+                if index < plan.outers:
+                    met.setdefault(place * itemsize // 4 % 32, set()).add(place * itemsize // 4)
+            assert max(map(len, met.values())) <= 4, (n_cols, inner, lanes)
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "sm_120", "gfx942"])
 def test_elsewhere_than_on_hopper_large_planes_have_tiles(target):
     problem = SpatialProblem(468, 83, "bfloat16", "bfloat16", 1, packed=True)

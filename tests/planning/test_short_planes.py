@@ -196,6 +196,20 @@ def test_random_planes():
     }  # fmt: skip
 
 
+def test_no_large_cluster_holds_few_columns():
+    """A table entry for many columns took 257 to 512 columns of 64 positions: 16 CTAs had half of the speed."""
+    rng = random.Random(9)
+    for k in range(12000):
+        n_cols, dtype = round(9 * 700 ** rng.random()), rng.choice(("bfloat16", "float32"))
+        inner = 64 if k % 4 == 0 else round(12 * 900 ** rng.random())
+        problem = planes(n_cols, inner // 8 * 8 if k % 2 and inner >= 8 else inner, dtype, rng.random() < 0.5)
+        plan, _ = considered(problem)
+        if plan.ctas >= 4 and plan.regime == "spatial_cluster" and not plan.gathered:
+            of_a_thread = plan.rows * plan.vectors_per_chunk * problem.itemsize // (32 * plan.num_warps)
+            words = problem.words(plan.vectors_per_chunk * plan.ctas, of_a_thread)
+            assert words > 16, (problem, plan)
+
+
 def test_few_positions_fill_one_tile():
     rng, replaced = random.Random(6), 0
     for _ in range(6000):
