@@ -8,13 +8,16 @@ from launches import as_called, cross_compiled
 from spatial_problems import periodic_plan
 
 from fused_softmax.launch import spatial
-from fused_softmax.planning.held_planes import HELD_REGISTERS, MOST_VECTORS
+from fused_softmax.launch.compile import MOST_SPILLED
+from fused_softmax.planning.held_planes import FULL_VECTORS, HELD_REGISTERS
 from fused_softmax.planning.types import DEVICES
 
 pytestmark = pytest.mark.compiled
 DEVICE, TARGET = DEVICES["sm_90"], "sm_90"
 # (n_cols, inner): one program, clusters of 2 to 16, one to 32 lanes for a position
 PLANES = [(5000, 3), (300, 251), (900, 77), (354, 122), (20000, 7), (40000, 7), (599, 129), (2500, 51)]
+# threads that hold 22 vectors, on up to 16 CTAs of up to 16 warps
+MOST_HELD = [(51073, 13), (7393, 43), (1273, 83)]
 # planes of one program of 1, 2 and 4 warps
 FEW_WARPS = [
     ((402, 5), True, torch.bfloat16), ((453, 9), True, torch.float16), ((108, 41), True, torch.bfloat16),
@@ -31,7 +34,9 @@ LEAST_SPILLED = 16  # of a thread that holds the most vectors
 
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", PLANES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [*PLANES, MOST_HELD[0], *(pytest.param(of, marks=pytest.mark.extended) for of in MOST_HELD[1:])], ids=str
+)
 def test_each_element_is_moved_once_in_vectors(shape, dtype, log):
     """Whole vectors, and one access of each tensor for both ends; no registers beyond the cap."""
     held = 0
@@ -46,11 +51,13 @@ def test_each_element_is_moved_once_in_vectors(shape, dtype, log):
         used, _ = cross_compiled(as_called(launch), TARGET)
         assert dict(used.loads) == {16: (n_tensors - 1) * chosen.chunks, dtype.itemsize: n_tensors - 1}
         assert dict(used.stores) == {16: chosen.chunks, dtype.itemsize: 1}
-        most = chosen.chunks >= MOST_VECTORS[backward, dtype.itemsize] - 6
-        assert used.registers <= HELD_REGISTERS and used.spilled_bytes <= (LEAST_SPILLED if most else 0)
+        kind = backward, dtype.itemsize
+        most = LEAST_SPILLED if chosen.chunks >= FULL_VECTORS[kind] - 6 else 0
+        most = MOST_SPILLED if chosen.chunks > FULL_VECTORS[kind] else most
+        assert used.registers <= HELD_REGISTERS and used.spilled_bytes <= most
         assert used.num_ctas == chosen.ctas and used.shared_bytes <= 48 << 10
         assert used.cluster_barriers == (chosen.ctas > 1)  # to know that the others' mbarriers are armed
-    assert held, "no plan holds such a plane"
+    assert held or shape in MOST_HELD, "no plan holds such a plane"  # float32 may be too large
 
 
 @pytest.mark.parametrize(("shape", "backward", "dtype"), FEW_WARPS)

@@ -128,7 +128,16 @@ FLIPS = (
     (60, 30, "bfloat16", True, 0.807), (1000, 8, "bfloat16", True, 0.955),
     (5000, 30, "float32", False, 0.66), (300, 77, "float32", False, 0.94), (1000, 8, "float32", False, None),
     (20000, 12, "float32", True, 0.62), (300, 77, "float32", True, 0.9), (1000, 80, "float32", True, 0.93),
-    (2000, 46, "float32", True, 0.955), (700, 120, "float32", True, 0.93),
+    (2000, 46, "float32", True, 0.955), (700, 120, "float32", True, 0.93), (652, 128, "float32", True, None),
+    # pieces: alone on a multiprocessor, and of 16 warps
+    (235, 140, "float32", False, 0.85), (325, 131, "float32", False, 0.85), (161, 166, "float32", False, 0.94),
+    # tiles of 16 positions; skewed ones of 64 and 128 positions, by where runs start; of float32; that overlap
+    (4531, 62, "float32", False, 0.7), (1831, 3, "bfloat16", False, 0.7),
+    (641, 148, "bfloat16", False, 0.75), (391, 236, "bfloat16", False, 0.93),
+    (476, 193, "bfloat16", False, 0.74), (250, 225, "bfloat16", False, 0.82),
+    (315, 102, "float32", False, 0.95), (83, 255, "float32", False, 0.9), (1484, 68, "float32", False, 0.9),
+    # gradients: of 8 warps, by where runs start
+    (224, 200, "bfloat16", True, 0.88), (628, 140, "bfloat16", True, 0.807),
 )  # fmt: skip
 
 

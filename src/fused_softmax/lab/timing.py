@@ -7,6 +7,9 @@ included), and the host time until an eager call returns. Any object with `round
 
 from __future__ import annotations
 
+import atexit
+import functools
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -258,3 +261,18 @@ def peak_bytes(call: Callable[..., Any], inputs: Inputs) -> int:
     peak = torch.cuda.max_memory_allocated(device) - before
     del kept
     return peak
+
+
+def freeze() -> None:
+    """Leave out of each garbage collection what is there now: torch.compile's modules, most of all.
+
+    At the end of the process it is collected again, because Triton's bindings report what is left as leaks.
+    """
+    gc.collect()
+    gc.freeze()
+    _unfreeze_at_exit()
+
+
+@functools.cache
+def _unfreeze_at_exit() -> None:
+    atexit.register(gc.unfreeze)

@@ -53,14 +53,14 @@ def _channels_last() -> Any:
 
 @kernel_loader
 def _copy() -> Any:
-    from ..kernels.transposed_copy import transposed_copy
+    from ..kernels.strided_copies import transposed_copy
 
     return transposed_copy
 
 
 @kernel_loader
 def _stepped_copy() -> Any:
-    from ..kernels.stepped_copy import stepped_copy
+    from ..kernels.strided_copies import stepped_copy
 
     return stepped_copy
 

@@ -15,10 +15,11 @@ VECTOR_BYTES = 16
 HELD_REGISTERS = 128  # of a thread
 # of programs of SMALL_WARPS with up to so many vectors, by (backward, bytes of an element): then more programs fit
 SMALL_REGISTERS = {(False, 2): ((12, 96),), (False, 4): (), (True, 2): ((5, 80), (6, 96)), (True, 4): ((5, 80),)}
-# vectors of a thread of each tensor, at most, by (backward, bytes of an element): more spill too much at the cap. Of a
-# thread that reads the numbers of LARGEST CTAs. And those whose share is 1, the most of gradients on MOST_WARPS
+# vectors of a thread of each tensor, at most, by (backward, bytes of an element): more spill too much at the cap. Those
+# of a thread that reads the numbers of LARGEST CTAs
 MOST_VECTORS = {(False, 2): 22, (False, 4): 22, (True, 2): 12, (True, 4): 12}
-OF_LARGEST_VECTORS = {(False, 2): 22, (False, 4): 21, (True, 2): 10, (True, 4): 11}
+OF_LARGEST_VECTORS = {(False, 2): 22, (False, 4): 20, (True, 2): 10, (True, 4): 11}
+# vectors from which a share counts, so that it may be 1.1. Gradients of programs of MOST_WARPS have no more
 FULL_VECTORS = {(False, 2): 20, (False, 4): 20, (True, 2): 11, (True, 4): 12}
 WARPS = (1, 2, 4, 8, 16)  # of a program, and of the CTAs of a cluster from 4 on
 SMALL_WARPS = WARPS[:3]  # of one program that holds a small plane
@@ -30,7 +31,8 @@ LARGEST = 16  # CTAs of a cluster
 # the speed of such a cluster over smaller ones, and where its programs have MOST_WARPS
 OF_LARGEST, OF_LARGEST_FULL = 0.92, 0.78
 EIGHT_ALONE = 0.92  # the speed of one program of 8 warps over smaller ones, at least
-OUT_OF_ORDER = 0.97  # and of a gradient's of SMALL_WARPS with more than FULL_VECTORS: some loads wait for terms
+# the speed of gradients with more than FULL_VECTORS, of one program of SMALL_WARPS and of log_softmax: some loads wait
+OUT_OF_ORDER = 0.97
 
 
 class Speed(NamedTuple):
@@ -59,12 +61,13 @@ SHARED_BYTES = (48 << 10) - 16  # of a program, less its mbarrier
 
 
 class Plane(NamedTuple):
-    """A plane, and the bytes of its elements. backward: of a gradient, which holds two tensors."""
+    """A plane, and the bytes of its elements. backward: of a gradient, which holds two tensors. log: of log_softmax."""
 
     n_cols: int
     inner: int
     itemsize: int
     backward: bool
+    log: bool = False
 
 
 class Held(NamedTuple):
@@ -133,7 +136,7 @@ def _speed(plane: Plane, share: float, warps: int, ctas: int, chunks: int) -> fl
     of = SPEEDS[plane.backward, plane.itemsize]
     alone = ctas == 1 and warps <= SMALL_WARPS[-1]
     speed = min(1.0, share / (of.enough_alone if alone else of.enough))
-    if alone and plane.backward and chunks > FULL_VECTORS[plane.backward, plane.itemsize]:
+    if plane.backward and (alone or plane.log) and chunks > FULL_VECTORS[plane.backward, plane.itemsize]:
         speed *= OUT_OF_ORDER
     of_eight = max(of.of_eight, EIGHT_ALONE) if ctas == 1 else of.of_eight
     speed *= {8: of_eight, MOST_WARPS: of.of_most}.get(warps, 1.0)

@@ -60,16 +60,13 @@ class Range(NamedTuple):
 
 # by op, bytes of an element, and the bytes at whose multiples columns start. Between two ranges of a kind, tiles that
 # are read by 16 bytes are as fast, or faster
-LONG_PLANE = 8192  # positions
+LONG_PLANE, FEW = 8192, 511  # positions
 _WIDE = Tile(128, 4, 114, (1, 2, 4, 8)), Tile(64, 4, 114, (1, 2, 4, 8, 16))
 _QUARTERS = (
     Range(2689, 7936, (Tile(64, 4, 164), Tile(64, 8, 124))),
     Range(7937, 9216, (Tile(32, 4, 144),)),
     Range(9217, 11264, (Tile(32, 8, 88),)),
 )
-FEW = 511  # positions; more are long
-LONG = FEW + 1
-_EIGHT_CTAS = (Tile(64, 4, 60, least_inner=LONG), Tile(64, 4, 128, (8,), least_inner=LONG))
 RANGES = {
     ("softmax", 2, 32): (
         Range(229, 8704, (*_WIDE, Tile(64, 4, 136))),
@@ -108,8 +105,9 @@ RANGES = {
         Range(9217, 13312, (Tile(32, 8, 104),)),
     ),
     ("gradient", 2, 8): (
-        Range(1345, 1792, (Tile(64, 4, 72, least_inner=LONG),)),
-        Range(1793, 2048, (Tile(128, 4, 128, least_inner=LONG_PLANE), *_EIGHT_CTAS)),
+        Range(1345, 1792, (Tile(64, 4, 72, least_inner=FEW + 1),)),
+        Range(1793, 1920, (Tile(128, 4, 128, least_inner=LONG_PLANE), Tile(64, 4, 60, least_inner=FEW + 1))),
+        Range(1921, 2048, (Tile(128, 4, 128, least_inner=LONG_PLANE), Tile(64, 4, 128, (8,), least_inner=FEW + 1))),
         Range(2049, 2688, (Tile(64, 4, 90, least_inner=LONG_PLANE),)),
         *_QUARTERS,
     ),

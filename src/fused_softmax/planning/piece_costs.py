@@ -11,6 +11,7 @@ docs/measurements/thresholds.md has the figures behind the thresholds.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from typing import NamedTuple
 
@@ -19,9 +20,9 @@ FORWARD, BACKWARD, MASKED, MASKED_BACKWARD = "forward", "backward", "masked", "m
 MOST_ELEMENTS = {FORWARD: 40, BACKWARD: 36, MASKED: 34, MASKED_BACKWARD: 36}
 # accesses of a thread are rounded up to these, so that widths share kernels. They come from a random search over such
 # lists, by the count below. No plan has more than 40
-CHUNKS = (1, 2, 3, 5, 9, 12, 15, 19, 25, 34, 40, 64, 128, 256)
+CHUNKS = (1, 3, 5, 9, 12, 15, 19, 25, 34, 40, 64, 128, 256)
 BANKS, ISSUES = 32, 4  # of a multiprocessor: 4-byte banks, and instructions in a cycle
-WARPS = 4  # that are looked at
+SAMPLED_WARPS = 4  # of a program that holds several planes
 # bytes of a piece, at most, that kernels declare; rooms of several sizes, so that widths share kernels
 OWN_ROOMS = (12 << 10, 16 << 10, 23 << 10, 32 << 10, 46 << 10)
 EDGE_BYTES, ALIGN_BYTES = 32, 128  # around a piece, and in front of all where the launch adds shared memory
@@ -68,14 +69,14 @@ def over_copy(
     return float(sum(t**NORM for t in times) ** (1 / NORM) / copy)
 
 
-def rounded_chunks(chunks: int) -> tuple[int, int]:
+def rounded_chunks(chunks: int, to: tuple[int, ...] = CHUNKS) -> tuple[int, int]:
     """(chunks, rounded so that widths share kernels, and how many of them all these widths fill)
 
     >>> rounded_chunks(2), rounded_chunks(9), rounded_chunks(13)
-    ((2, 1), (9, 5), (15, 12))
+    ((3, 1), (9, 5), (15, 12))
     """
-    at = next(i for i, most in enumerate(CHUNKS) if chunks <= most)
-    return CHUNKS[at], CHUNKS[at - 1] if at else 0
+    at = next(i for i, most in enumerate(to) if chunks <= most)
+    return to[at], to[at - 1] if at else 0
 
 
 @cache
@@ -89,18 +90,22 @@ def wavefronts(n_cols: int, lanes: int, vec: int, itemsize: int, step: int) -> i
     """
     total, halves = 0, 2 if vec * itemsize == 8 else 1  # accesses of 8 bytes go by half warps
     for half in range(halves):
-        words: dict[int, set[int]] = {}
+        words = set[int]()
         for thread in range(half * 32 // halves, (half + 1) * 32 // halves):
             start = (thread // lanes * n_cols + thread % lanes * step) * itemsize
-            for word in range(start // 4, (start + vec * itemsize - 1) // 4 + 1):
-                words.setdefault(word % BANKS, set()).add(word)
-        total += max(map(len, words.values()))
+            words.update(range(start // 4, (start + vec * itemsize - 1) // 4 + 1))
+        total += _fullest_bank(words)
     return total
+
+
+def _fullest_bank(words: set[int]) -> int:
+    """The most of these 4-byte words that lie in one bank."""
+    return max(Counter(word % BANKS for word in words).values())
 
 
 @cache
 def plane_wavefronts(inner: int, plane: int, lanes: int, itemsize: int) -> float:
-    """Cycles of shared memory for one access of a warp to planes of so many elements, on the mean of WARPS of them.
+    """Cycles of shared memory for one access of a warp to planes of so many elements: the mean of SAMPLED_WARPS warps.
 
     `lanes` threads share a position of a plane, `inner` elements apart. Planes whose size is a multiple of all banks
     meet in the same ones.
@@ -109,11 +114,10 @@ def plane_wavefronts(inner: int, plane: int, lanes: int, itemsize: int) -> float
     (8.0, 1.0, 1.0)
     """
     total = 0
-    for warp in range(WARPS):
-        words: dict[int, set[int]] = {}
-        for thread in range(32 * warp, 32 * warp + 32):
+    for first in range(0, 32 * SAMPLED_WARPS, 32):
+        words = set[int]()
+        for thread in range(first, first + 32):
             index, position = divmod(thread // lanes, inner)
-            word = (index * plane + position + thread % lanes * inner) * itemsize // 4
-            words.setdefault(word % BANKS, set()).add(word)
-        total += max(map(len, words.values()))
-    return total / WARPS
+            words.add((index * plane + position + thread % lanes * inner) * itemsize // 4)
+        total += _fullest_bank(words)
+    return total / SAMPLED_WARPS

@@ -20,7 +20,7 @@ from .piece_costs import (
     FORWARD,
     MOST_ELEMENTS,
     OWN_ROOMS,
-    WARPS,
+    SAMPLED_WARPS,
     WORK,
     over_copy,
     plane_wavefronts,
@@ -36,6 +36,7 @@ ROOMS = {False: OWN_ROOMS, True: OWN_ROOMS[:3]}
 PIECE_WARPS = ((16 << 10, 4), (46 << 10, 8))
 FITTING = (4, 3, 2)  # programs on a multiprocessor that leave room for larger pieces
 OWN_BYTES = 48 << 10  # of shared memory that a kernel declares
+PLANE_CHUNKS = (1, 2, *CHUNKS[1:])  # two columns are common
 # columns of a thread that cost nothing but their instructions; so many more cost as much as a copy, because fewer
 # programs fit on a multiprocessor
 HELD_COLS, COLS_OF_COPY = 19, 150
@@ -44,6 +45,7 @@ MOST_COST = 1.5  # of a large plane: beyond, it waits for banks of shared memory
 LEAST_GAIN = 0.97  # the cost with fewer warps over that with more, at most
 # when tiles of positions are slower than pieces: `faster_as_planes`
 LONG_RUN = 512  # positions from which tiles are skewed
+WIDEST_TILE = 512  # positions: a thread holds whole columns
 # bytes of a piece of such planes of 16 bits, at most; and below LONGER_RUN
 LONG_BYTES, LONGER_BYTES, LONGER_RUN = 23 << 10, 46 << 10, 1024
 FEW_BYTES = 1280  # of a program
@@ -109,15 +111,15 @@ def _tiles_are_slow(problem: SpatialProblem, device: Device, tiles: Plan) -> boo
     Runs that do not start at vectors: a softmax of runs below LONG_RUN, but no large plane whose tiles are wider than
     WIDE_TILE, and a 16-bit one of longer runs, more than 2 columns and small planes; gradients of runs below LONG_RUN
     whose tiles are narrow, or are read in accesses below LEAST_ACCESS, or just of it and half empty. Runs at vectors: a
-    softmax of runs below LONG_RUN that fill up their tiles, and of few columns, or in halves of sectors; there also
-    where tiles do not overlap. In whole sectors also small 16-bit planes on Hopper (`_is_small`).
+    softmax of runs below LONG_RUN that fill up their tiles, and of few columns (on Hopper not of two that have the
+    widest tile), or in halves of sectors; there also where tiles do not overlap. In whole sectors also small 16-bit
+    planes on Hopper (`_is_small`).
     """
     inner, itemsize, short = problem.inner, problem.itemsize, problem.inner < LONG_RUN
     filled = tiles.filled_up(problem.inner)
     if problem.vec == problem.full_vec:
         halves = not problem.whole_sectors
-        # two columns in the widest tiles are read by threads that hold whole columns
-        two = problem.n_cols == 2 and tiles.rows >= LONG_RUN
+        two = problem.n_cols == 2 and tiles.rows == WIDEST_TILE and device.adds_shared_memory
         empty = filled > MOST_FILLED and (halves or problem.n_cols <= FILLED_COLS) and not two
         small = not halves and device.adds_shared_memory and _is_small(problem, filled)
         return short and not problem.backward and (empty or small or (halves and not tiles.overlap))
@@ -255,14 +257,14 @@ def all_lanes(problem: SpatialProblem, n_cols: int, outers: int, warps: int) -> 
     for lanes in (1, 2, 4, 8, 16, 32):
         if n_cols > CHUNKS[-1] * lanes:
             continue
-        chunks, full = rounded_chunks(-(-n_cols // lanes))
+        chunks, full = rounded_chunks(-(-n_cols // lanes), PLANE_CHUNKS)
         if chunks > MOST_ELEMENTS[kind]:
             continue
         threads = outers * problem.inner * lanes
         idle = -(-threads // (32 * warps)) * 32 * warps / threads
         # a warp has positions of several planes where they are few; else of one run
-        several = outers > 1 and problem.inner < 32 * WARPS
-        inner = problem.inner if several else problem.inner % period + 32 * WARPS
+        several = outers > 1 and problem.inner < 32 * SAMPLED_WARPS
+        inner = problem.inner if several else problem.inner % period + 32 * SAMPLED_WARPS
         waves = plane_wavefronts(inner, problem.n_cols * inner if several else 0, lanes, itemsize)
         cost = over_copy(n_cols, itemsize, kind, lanes, chunks, chunks, waves, WORK[kind].of_thread, idle)
         yield Lanes(lanes, chunks, full, cost + max(0, chunks - HELD_COLS) / COLS_OF_COPY)

@@ -8,7 +8,7 @@ docs/measurements/thresholds.md has the figures behind the numbers.
 from __future__ import annotations
 
 from .held_planes import MOST_WARPS, SMALL_WARPS, Held, Plane, best_held, registers_of
-from .types import SECTOR_BYTES, Device, Plan, SpatialProblem
+from .types import WIDE_POSITIONS, Device, Plan, SpatialProblem
 
 # speeds of other plans, fractions of a copy or an add; by (backward, bytes of an element), or by the latter alone.
 # Columns that are read twice
@@ -28,13 +28,11 @@ FILLED, FILLED_GRADIENT = 1.1, 1.05  # tiles that are filled up by no more, of a
 PART_TILES, FEW_CHUNKS, FEW_POSITIONS = {2: 0.7, 4: 0.8}, 16, 16
 # of 16 bits: of whole vectors, filled ones of a cluster, and all of more than MOST_POSITIONS; others
 CLUSTER_TILES, MOST_POSITIONS, TILES = 0.93, 100, 0.78
-# of 16 bits that are skewed, by whether runs start anywhere, and whether tiles have WIDE_TILE positions
+# of 16 bits that are skewed, by whether runs start at multiples of 2 or 4 bytes, and whether tiles have WIDE_POSITIONS
 SKEWED_HALVES = {(False, False): 0.75, (False, True): 0.93, (True, False): 0.74, (True, True): 0.82}
-# of 16 bits that overlap, of more than MOST_POSITIONS
-OVERLAPPING_HALVES, WIDE_TILE = 0.85, 128
-# of float32: of 16 warps, skewed where one program holds the plane, or that overlap and are filled up by more than
-# EMPTY_FLOATS; others that overlap or are skewed
-CROWDED_FLOATS, EMPTY_FLOATS, OVERLAPPING_FLOATS, SKEWED_FLOATS = 0.9, 1.4, 0.94, 0.95
+# of float32 that overlap, that are skewed, and CROWDED: skewed where one program holds the plane, overlapping if filled
+# up by more than EMPTY_FLOATS, or others of 16 warps
+OVERLAPPING_FLOATS, SKEWED_FLOATS, CROWDED_FLOATS, EMPTY_FLOATS = 0.94, 0.95, 0.9, 1.4
 # a gradient's: of 16 bits that overlap or are skewed, by whether they have NARROW_TILE positions or more; of float32
 # that overlap, or are skewed, by whether a cluster holds the plane
 SLOW_TILES, NARROW_TILE = {False: 0.75, True: 0.807}, 64
@@ -82,24 +80,20 @@ def _half_tiles_speed(problem: SpatialProblem, plan: Plan) -> float:
     if plan.ctas > 1 and problem.vec == problem.full_vec and plan.filled_up(problem.inner) <= FILLED:
         return CLUSTER_TILES
     long = problem.inner > MOST_POSITIONS
-    if plan.skewed:
-        # 4 bytes are too few for most sectors, too
-        speed = SKEWED_HALVES[problem.starts < SECTOR_BYTES // problem.itemsize // 4, plan.rows >= WIDE_TILE]
-    else:
-        speed = OVERLAPPING_HALVES if plan.overlap else CLUSTER_TILES
+    few = problem.starts < problem.sector // 4
+    speed = SKEWED_HALVES[few, plan.rows >= WIDE_POSITIONS] if plan.skewed else CLUSTER_TILES
     return speed if long else min(speed, TILES)
 
 
 def _piece_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | None:
     """About the speed of a softmax's pieces of shared memory; None where registers are not faster."""
+    large = problem.itemsize == 4 and problem.inner > PIECE_POSITIONS
+    if large and plan.num_warps == MOST_WARPS and plan.fitting_planes == 1:
+        return PIECE_ALONE
     if plan.num_warps == MOST_WARPS and (plan.vectors_per_chunk == MANY_LANES or plan.chunks >= MANY_COLS):
         return CROWDED_PIECE[problem.itemsize]
     if problem.itemsize == 4:
-        if problem.inner <= PIECE_POSITIONS:
-            return FLOAT_PIECE
-        if plan.num_warps < MOST_WARPS:
-            return None
-        return PIECE_ALONE if plan.fitting_planes == 1 else FLOAT_PIECE
+        return None if large and plan.num_warps < MOST_WARPS else FLOAT_PIECE
     for cols, share, speed in PIECES:
         if plan.chunks >= cols:
             return speed if way.share >= share else None
@@ -143,7 +137,7 @@ def may_be_held(problem: SpatialProblem, device: Device) -> bool:
 
 def plane_of(problem: SpatialProblem) -> Plane:
     """The plane of a problem."""
-    return Plane(problem.n_cols, problem.inner, problem.itemsize, problem.backward)
+    return Plane(problem.n_cols, problem.inner, problem.itemsize, problem.backward, problem.log)
 
 
 def cluster_sizes(device: Device) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .held_planes import LEAST_SPEED, MOST_WARPS, Held
 from .spatial_tables import SpatialConfig, config_of_words
-from .types import SECTOR_BYTES, Device, Plan, SpatialProblem, tiles_of
+from .types import SECTOR_BYTES, WIDE_POSITIONS, Device, Plan, SpatialProblem, tiles_of
 
 # positions, and columns whose runs start at parts of a vector; more have `lean_tiles`, fewer positions ONE_TILE
 LEAST, MOST, MOST_COLS = 40, 447, 3000
@@ -58,10 +58,10 @@ OF_NARROW_EIGHT = 0.87
 # and in place of skewed tiles of so many warps, and of a crowded piece, if it reads little enough
 SKEWED_WARPS, IN_PLACE_OF_SKEWED = 8, (EIGHT_BYTES[0]._replace(most_read=1.31),)
 IN_PLACE_OF_CROWDED = (EIGHT_BYTES[0]._replace(words=70, most_read=1.31),)
-# float32 softmax in place of skewed tiles on a cluster that have few positions or SKEWED_WARPS, from so many columns on
+# float32 softmax of so many columns and more, in place of skewed tiles: of a cluster with less than WIDE_POSITIONS, and
+# of SKEWED_WARPS where a plane has more. The narrow one is taken up to NARROW_OF_SKEWED positions
 FLOATS_OF_SKEWED = Tile(64, 4, 8, 52, most_read=1.45, most_ctas=8), Tile(32, 4, 8, 56, most_read=1.45)
-WIDE_POSITIONS, FLOATS_OF_SKEWED_COLS = 128, 250
-NARROW_OF_SKEWED = 200  # positions up to which the narrow one is taken
+FLOATS_OF_SKEWED_COLS, NARROW_OF_SKEWED = 250, 200
 # at multiples of 4 bytes: of so many positions. log_softmax is slower in these tiles
 FOUR_BYTES = (Tile(64, 4, 8, 44, skewed=8, most_ctas=8),)
 LONG_POSITIONS = 110
@@ -87,7 +87,7 @@ class Whole(NamedTuple):
 WIDE, NARROW, OF_NARROW = Tile(64, 4, 8, 48, most_ctas=8), Tile(32, 4, 8, 48), 1.25
 # float32 softmax in halves of sectors, of so many columns, in place of tiles on a cluster
 FLOAT_HALVES, FLOAT_HALVES_COLS = (Tile(64, 4, 8, 64, most_read=1.5),), range(250, 1025)
-# and their gradients, in place of tiles whose threads hold many words, where these read so much
+# and their gradients, where the tiles in place read so much
 GRADIENT_HALVES, GRADIENT_HALVES_COLS = (Tile(32, 4, 8, 72),), range(1537, 2305)
 GRADIENT_HALVES_READ, GRADIENT_HALVES_POSITIONS = 1.15, 255  # at least, and at most
 _SOFTMAX, _OF_HALVES = Tile(32, 4, 8, 44), Tile(64, 4, 4, 60)
@@ -152,8 +152,9 @@ def _cluster_could_hold(plan: Plan, way: Held | None) -> bool:
     """Whether a large cluster could hold the planes, and `plan` is one that short tiles may replace."""
     piece = plan.gathered and (plan.num_warps < MOST_WARPS or plan.fitting_planes > 1)
     wide = plan.skewed > 0 or plan.overlap > 0
-    large = way is not None and (way.ctas > FEW_CTAS or way.num_warps == MOST_WARPS)
-    return way is not None and large and way.speed >= LEAST_SPEED and not (piece or wide)
+    if way is None or piece or wide:
+        return False
+    return (way.ctas > FEW_CTAS or way.num_warps == MOST_WARPS) and way.speed >= LEAST_SPEED
 
 
 def _of_few_positions(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:

@@ -16,6 +16,7 @@ VECTOR_BYTES, SECTOR_BYTES = 16, 32
 ENOUGH_TILES = 4  # from so many on, a last one that is partly empty costs little
 # narrower tiles read so many positions twice that there are at least ENOUGH_TILES of them
 LEAST_FILLED = 64
+WIDE_POSITIONS = 128  # of a tile
 # positions of whole tiles over those that exist, at most, where positions are fewer than four tiles
 FILLED = 1.15
 

@@ -25,12 +25,12 @@ from fused_softmax.lab.bench.ops import OPS, plan_of
 from fused_softmax.lab.bench.systems import DeviceFault, System, outcome, systems_for
 from fused_softmax.lab.bench.workload import Op
 from fused_softmax.lab.first_call import first_calls
-from fused_softmax.lab.garbage import freeze
 from fused_softmax.lab.record import Header, Record
 from fused_softmax.lab.timing import (
     GraphStopwatch,
     Stopwatch,
     Timing,
+    freeze,
     input_sets,
     interleave,
     peak_bytes,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fused_softmax as fs
-from fused_softmax.lab.garbage import freeze
+from fused_softmax.lab.timing import freeze
 
 from .draw import Case
 from .inputs import Inputs, make

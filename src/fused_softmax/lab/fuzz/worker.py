@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fused_softmax.lab.garbage import freeze
+from fused_softmax.lab.timing import freeze
 from fused_softmax.launch.device import interpreting
 
 from . import coverage, interpreter, ways
