@@ -3,6 +3,7 @@
 Medians over rounds with their 10th and 90th percentile, so that clocks and heat fall on all alike. A stopwatch takes
 one round; three exist: CUDA events around eager calls, replay of a captured CUDA graph (time per call, launch gaps
 included), and the host time until an eager call returns. Any object with `round` and `describe` will do in a test.
+`freeze` keeps garbage collection short, which a graph's capture begins with.
 """
 
 from __future__ import annotations

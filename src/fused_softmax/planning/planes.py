@@ -25,6 +25,7 @@ from .piece_costs import (
     over_copy,
     plane_wavefronts,
     rounded_chunks,
+    wavefronts,
 )
 from .types import MULTIPROCESSORS, Device, Plan, SpatialProblem
 
@@ -262,10 +263,10 @@ def all_lanes(problem: SpatialProblem, n_cols: int, outers: int, warps: int) -> 
             continue
         threads = outers * problem.inner * lanes
         idle = -(-threads // (32 * warps)) * 32 * warps / threads
-        # a warp has positions of several planes where they are few; else of one run
-        several = outers > 1 and problem.inner < 32 * SAMPLED_WARPS
-        inner = problem.inner if several else problem.inner % period + 32 * SAMPLED_WARPS
-        waves = plane_wavefronts(inner, problem.n_cols * inner if several else 0, lanes, itemsize)
+        if outers > 1 and problem.inner < 32 * SAMPLED_WARPS:  # a warp has positions of several planes
+            waves = plane_wavefronts(problem.inner, problem.n_cols * problem.inner, lanes, itemsize)
+        else:
+            waves = wavefronts(1, lanes, 1, itemsize, problem.inner % period + period)
         cost = over_copy(n_cols, itemsize, kind, lanes, chunks, chunks, waves, WORK[kind].of_thread, idle)
         yield Lanes(lanes, chunks, full, cost + max(0, chunks - HELD_COLS) / COLS_OF_COPY)
 

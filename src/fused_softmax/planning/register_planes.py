@@ -87,13 +87,13 @@ def _half_tiles_speed(problem: SpatialProblem, plan: Plan) -> float:
 
 def _piece_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | None:
     """About the speed of a softmax's pieces of shared memory; None where registers are not faster."""
-    large = problem.itemsize == 4 and problem.inner > PIECE_POSITIONS
-    if large and plan.num_warps == MOST_WARPS and plan.fitting_planes == 1:
+    large, crowded = problem.itemsize == 4 and problem.inner > PIECE_POSITIONS, plan.num_warps == MOST_WARPS
+    if large and crowded and plan.fitting_planes == 1:
         return PIECE_ALONE
-    if plan.num_warps == MOST_WARPS and (plan.vectors_per_chunk == MANY_LANES or plan.chunks >= MANY_COLS):
+    if crowded and (plan.vectors_per_chunk == MANY_LANES or plan.chunks >= MANY_COLS):
         return CROWDED_PIECE[problem.itemsize]
     if problem.itemsize == 4:
-        return None if large and plan.num_warps < MOST_WARPS else FLOAT_PIECE
+        return None if large and not crowded else FLOAT_PIECE
     for cols, share, speed in PIECES:
         if plan.chunks >= cols:
             return speed if way.share >= share else None
@@ -114,9 +114,9 @@ def _gradient_speed(problem: SpatialProblem, plan: Plan, way: Held) -> float | N
     if filled and plan.ctas > 1 and problem.whole_sectors:
         return None
     slow = half and (plan.num_warps >= MANY_WARPS or plan.vec * problem.itemsize <= NARROW_ACCESS)
-    if half and problem.vec < problem.full_vec and (slow or not filled):
-        return SLOW_TILES[True]
-    return EMPTY_TILES[problem.itemsize] if slow or not filled else GRADIENT_TILES
+    if filled and not slow:
+        return GRADIENT_TILES
+    return SLOW_TILES[True] if half and problem.vec < problem.full_vec else EMPTY_TILES[problem.itemsize]
 
 
 def best_way(problem: SpatialProblem, device: Device) -> Held | None:

@@ -171,13 +171,8 @@ def _of_part_vectors(problem: SpatialProblem, plan: Plan, held: bool) -> tuple[T
     if problem.n_cols > MOST_COLS:
         return ()
     softmax, half = not problem.backward, problem.itemsize == 2
-    if plan.skewed and softmax:
-        slow = plan.num_warps == SKEWED_WARPS and (half or problem.inner > WIDE_POSITIONS)
-        if half and slow and problem.vec == 4:
-            return IN_PLACE_OF_SKEWED
-        few = plan.ctas > 1 and plan.rows < WIDE_POSITIONS
-        if not half and (slow or few) and problem.n_cols >= FLOATS_OF_SKEWED_COLS:
-            return FLOATS_OF_SKEWED if problem.inner <= NARROW_OF_SKEWED else FLOATS_OF_SKEWED[:1]
+    if plan.skewed:
+        return _in_place_of_skewed(problem, plan)
     if half and softmax and problem.vec == 4 and plan.gathered and plan.num_warps == MOST_WARPS:
         return IN_PLACE_OF_CROWDED
     if half and softmax and held and problem.vec == 4:
@@ -194,6 +189,18 @@ def _of_part_vectors(problem: SpatialProblem, plan: Plan, held: bool) -> tuple[T
     if half:
         return HALF_GRADIENT
     return FLOAT32_SOFTMAX if softmax else FLOAT32_GRADIENT
+
+
+def _in_place_of_skewed(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
+    """The tiles that replace skewed ones of a softmax, whose runs start at parts of a vector."""
+    many_warps, few = plan.num_warps == SKEWED_WARPS, plan.ctas > 1 and plan.rows < WIDE_POSITIONS
+    if problem.backward:
+        return ()
+    if problem.itemsize == 2:
+        return IN_PLACE_OF_SKEWED if many_warps and problem.vec == 4 else ()
+    if problem.n_cols < FLOATS_OF_SKEWED_COLS or not (few or (many_warps and problem.inner > WIDE_POSITIONS)):
+        return ()
+    return FLOATS_OF_SKEWED if problem.inner <= NARROW_OF_SKEWED else FLOATS_OF_SKEWED[:1]
 
 
 def _of_whole_vectors(problem: SpatialProblem, plan: Plan) -> tuple[Tile, ...]:
