@@ -25,8 +25,16 @@ from .common.early_start import await_previous
 from .common.logits import capped, logsumexp, probe, reference_of, rounding_residual, weigh
 from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, maximum, scaled, upcast
 from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_with_sums, share_of
-from .common.spatial_places import load_places, places_of
-from .common.spatial_tiles import GROUP, outer_of, outer_to_read, positions_of, sum_over_columns, tile_at
+from .common.spatial_tiles import (
+    GROUP,
+    load_places,
+    outer_of,
+    outer_to_read,
+    places_of,
+    positions_of,
+    sum_over_columns,
+    tile_at,
+)
 from .common.staggered_start import stagger
 from .common.tiles import READS
 

@@ -4,10 +4,15 @@
     dx = scale*y*(dy - sum(y*dy)), and 0 in hidden columns
 
 As `softmax_gathered`: a program moves all its rows as one piece, and VECTORS neighbors of a warp share a row. Each
-thread reads the mask of its own elements in place, while the piece is on its way (`gathered_masks`). Causal query q
-sees columns 0..q. The others are read with the piece, because they lie in sectors that other columns need, and are not
-used. A row without a visible column has sum 0 and is NaN, or zero where ZERO. Its hidden columns have a gradient of 0:
-so a gradient reads a boolean mask for rows whose sum is not finite.
+thread reads the mask of its own elements in place, while the piece is on its way. Causal query q sees columns 0..q. The
+others are read with the piece, because they lie in sectors that other columns need, and are not used. A row without a
+visible column has sum 0 and is NaN, or zero where ZERO. Its hidden columns have a gradient of 0: so a gradient reads a
+boolean mask for rows whose sum is not finite.
+
+A mask has strides of its own, 0 where it is broadcast, as in `masks`. Neighboring lanes read the same cache lines,
+which the L1 keeps for their later accesses. It has the banks of shared memory, so the count of wavefronts in
+planning/gathered.py holds for it, too. To copy masks to shared memory first would need a piece for each batch that a
+program meets.
 """
 
 from __future__ import annotations
@@ -17,7 +22,6 @@ import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.early_start import await_previous
-from .common.gathered_masks import load_elements, mask_address, unpack_mask
 from .common.gathered_ptx import region_bytes
 from .common.gathered_rows import (
     await_gathered,
@@ -35,12 +39,88 @@ from .common.gathered_rows import (
     sum_of,
     sum_over_lanes,
 )
-from .common.mask_layouts import ADDITIVE, BOOLEAN, NO_MASK, ONE_VALUE, OWN
+from .common.mask_layouts import ADDITIVE, BOOLEAN, NO_MASK, ONE_VALUE, OWN, SHARED, elements_to
 from .common.masked_rows import reciprocal
 from .common.numerics import LOWEST, SCORES_OF_32_BITS, exp2_affine, exp2_fma, scaled
 from .common.row_scheduler import fast_divmod, piece_of_shared_mask, seen_of
+from .common.shifted_masks import elements_of
 from .common.softmax_terms import gradient_term
-from .common.tiles import issue_loads
+from .common.tiles import READS, issue_loads
+
+
+@triton.jit
+def mask_address(
+    mask_ptr, row, column, n_queries, multiplier, power, n_inner, inner_multiplier, inner_power, n_middle,
+    middle_multiplier, middle_power, m_outer, m_middle, m_inner, m_query, m_col, MASK_COLS: tl.constexpr,
+    MASK_ROWS: tl.constexpr, MASK_VEC: tl.constexpr,
+):  # fmt: skip
+    """The address of the mask of each thread's `column` of its row.  # row, column: [THREADS]
+
+    Sizes and strides: of the kernels, each size with the numbers of `fast_divmod`. Where SHARED, batches are m_outer
+    apart.
+    """
+    if MASK_ROWS == OWN:
+        start = row * m_query
+    else:
+        batch, query = fast_divmod(row, n_queries, multiplier, power)
+        if MASK_ROWS == SHARED:
+            start = batch * m_outer + query * m_query
+        else:
+            group, inner = fast_divmod(batch, n_inner, inner_multiplier, inner_power)
+            outer, middle = fast_divmod(group, n_middle, middle_multiplier, middle_power)
+            start = outer * m_outer + middle * m_middle + inner * m_inner + query * m_query
+    at = mask_ptr + start * MASK_VEC
+    return at if MASK_COLS == ONE_VALUE else at + elements_to(column, m_col, MASK_COLS)
+
+
+@triton.constexpr_function
+def _as_words(mask_cols: int, mask_vec: int, vec: int, bits: int) -> bool:
+    """Whether VEC neighbors of a mask are read as words of 4 bytes."""
+    return mask_cols == 1 and mask_vec >= vec and bits < 32 and vec * bits % 32 == 0
+
+
+@triton.jit
+def load_elements(
+    at, left, m_col, OFFSET: tl.constexpr, FULL: tl.constexpr, MASK_COLS: tl.constexpr, MASK_VEC: tl.constexpr,
+    VEC: tl.constexpr,
+):  # fmt: skip
+    """The mask of VEC neighbors, OFFSET columns after a thread's first one, as loaded: words, or elements.
+
+    at: of `mask_address`. left: columns that are read, from the thread's first one on. FULL: all VEC are.  # [THREADS]
+    """
+    BITS: tl.constexpr = at.dtype.element_ty.primitive_bitwidth
+    WORDS: tl.constexpr = _as_words(MASK_COLS, MASK_VEC, VEC, BITS)
+    loaded = ()
+    for i in tl.static_range(VEC * BITS // 32 if WORDS else 1 if MASK_COLS == ONE_VALUE else VEC):
+        if WORDS:
+            here = (at + OFFSET).to(tl.pointer_type(tl.int32), bitcast=True) + i
+        elif MASK_COLS == ONE_VALUE:
+            here = at
+        else:
+            here = at + elements_to(OFFSET + i, m_col, MASK_COLS)
+        if FULL:
+            tile = tl.load(here, eviction_policy=READS)
+        else:
+            tile = tl.load(here, mask=OFFSET + (0 if WORDS else i) < left, other=0, eviction_policy=READS)
+        loaded = loaded + (tile,)
+    return loaded
+
+
+@triton.jit
+def unpack_mask(
+    loaded, ACCESS: tl.constexpr, TYPE: tl.constexpr, MASK_COLS: tl.constexpr, MASK_VEC: tl.constexpr, VEC: tl.constexpr
+):  # fmt: skip
+    """The mask of VEC neighbors, of the ACCESS-th `load_elements`; a boolean one is not 0 where it keeps."""
+    BITS: tl.constexpr = TYPE.primitive_bitwidth
+    elements = ()
+    if _as_words(MASK_COLS, MASK_VEC, VEC, BITS):
+        WORDS: tl.constexpr = VEC * BITS // 32
+        for i in tl.static_range(WORDS):
+            elements = elements + elements_of(loaded[ACCESS * WORDS + i], TYPE)
+    else:
+        for i in tl.static_range(VEC):
+            elements = elements + (loaded[ACCESS if MASK_COLS == ONE_VALUE else ACCESS * VEC + i],)
+    return elements
 
 
 @triton.jit

@@ -23,10 +23,10 @@ from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, reciprocal_of_s
 from .common.softmax_terms import gradient, normalize
 from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_sum, share_of
 from .common.spatial_moments import issue_loads, max_and_sum, sum_of_terms
-from .common.spatial_places import load_places, tile_of_places
 from .common.spatial_staging import chunk_of, declare_staging, stage
 from .common.spatial_tiles import (
     GROUP,
+    load_places,
     load_tiles,
     near,
     outer_of,
@@ -37,6 +37,7 @@ from .common.spatial_tiles import (
     store_tile,
     sum_over_columns,
     tile_at,
+    tile_of_places,
 )
 from .common.staggered_start import stagger
 
