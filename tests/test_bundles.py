@@ -21,7 +21,7 @@ from cases import (
     edge_rows,
 )
 
-from fused_softmax.kernels.common.spatial_bundles import start_of_bundles
+from fused_softmax.kernels.softmax_spatial_bundled import start_of_bundles
 from fused_softmax.launch import spatial
 from fused_softmax.launch.device import describe
 from fused_softmax.planning import bundled_columns, register_planes

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 import fused_softmax as fs
 from fused_softmax.lab import reference
+from fused_softmax.launch import logsumexp as over_planes
+from fused_softmax.launch.device import device_of
 from fused_softmax.launch.row_statistics import logsumexp_backward, logsumexp_forward
 
 pytestmark = pytest.mark.interpreted
@@ -38,6 +42,45 @@ def test_dims(dims, keepdim):
         dx = logsumexp_backward(g, view, got, dims)
         assert dx.is_contiguous()
         torch.testing.assert_close(dx, torch.autograd.grad(want, leaf, g)[0], rtol=1e-5, atol=1e-6)
+
+
+def _guarded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a tensor, the memory around it): 32 numbers of -7 in front of it and behind it."""
+    size = torch.Size(shape).numel()
+    memory = torch.full((size + 64,), -7.0, dtype=dtype)
+    return memory[32 : 32 + size].view(shape), memory
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.extended) for n in range(2, 8))])
+def test_random_planes(seed):
+    """Programs of several planes, of one, and of parts of one: next to float64, and nothing else is written."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    several, parts = 0, 0
+    for _ in range(40):
+        n_cols, inner = round(2 ** rng.uniform(0, 8)), round(2 ** rng.uniform(1, 7))
+        if rng.random() < 0.15:
+            n_cols, inner = rng.randint(1025, 2500), rng.randint(2, 12)
+        outer = rng.randint(1, max(1, min(200, 20000 // (n_cols * inner))))
+        dtype = rng.choice((torch.float32, torch.bfloat16))
+        x = (torch.randn(outer, n_cols, inner, generator=generator) * 3).to(dtype)
+        x[0, rng.randrange(n_cols)] = float("-inf")
+        if n_cols == 1:
+            x[0] = 0.5
+        plan = over_planes.lse_plan(x, False, device_of(x))
+        several, parts = several + (plan.outers > 1), parts + (plan.part_cols < n_cols)
+        lse, memory = _guarded((outer, inner), dtype)
+        over_planes._forward(x, lse)
+        want, eps = torch.logsumexp(x.double(), 1), torch.finfo(dtype).eps
+        torch.testing.assert_close(lse.double(), want, rtol=2 * eps, atol=2 * eps)
+        assert (torch.cat((memory[:32], memory[-32:])) == -7).all(), "written outside of the output"
+
+        g = torch.randn(outer, inner, generator=generator).to(dtype)
+        dx, memory = _guarded(x.shape, dtype)
+        over_planes._backward(x, dx, lse.view(-1), g.view(-1))
+        exact = g.double()[:, None] * (x.double() - lse.double()[:, None]).exp()
+        torch.testing.assert_close(dx.double(), exact, rtol=4 * eps + 1e-5, atol=1e-6)
+        assert (torch.cat((memory[:32], memory[-32:])) == -7).all(), "written outside of the gradient"
+    assert several > 10 and parts > 0
 
 
 def test_the_public_function_takes_these_kernels():

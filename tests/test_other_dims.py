@@ -32,6 +32,7 @@ from fused_softmax.launch import cross_entropy_spatial, logsumexp, spatial, view
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.options import CrossEntropy
 from fused_softmax.planning.lean_tiles import RANGES, lean_config
+from fused_softmax.planning.logsumexp import plan_logsumexp
 from fused_softmax.planning.planes import planes_plan
 from fused_softmax.planning.register_planes import best_way
 from fused_softmax.planning.short_planes import faster_as_short
@@ -39,7 +40,6 @@ from fused_softmax.planning.spatial import (
     parts_plan,
     plan_spatial,
     plan_spatial_loss,
-    plan_spatial_statistics,
     resident_plan,
     tiles_plan,
 )
@@ -221,9 +221,7 @@ def test_columns_are_added_up_alike_for_any_inner_within_batch_invariant(itemsiz
     for n_cols in (3, 19, 64, 150, 256, 350, 700, 1000, 2100, 3000, 9000, 40000, 1000000):
         added = set()
         for inner, vec, whole in ((4096, full, True), (4104, full, False), (4100, full // 2, False), (4097, 1, False)):
-            problem = SpatialProblem(
-                n_cols, inner, dtype, dtype, vec, backward, batch_invariant=True, whole_sectors=whole
-            )
+            problem = SpatialProblem(n_cols, inner, dtype, vec, backward, batch_invariant=True, whole_sectors=whole)
             plan = plan_spatial(problem, DEVICES["sm_90"])
             added.add((plan.regime, plan.ctas, plan.vectors_per_chunk, plan.chunks, plan.part_cols))
         assert len(added) == 1, (n_cols, added)
@@ -235,7 +233,7 @@ def test_a_loss_is_added_up_alike_for_any_inner_within_batch_invariant(itemsize)
     for n_cols in (3, 19, 45, 64, 120, 150, 188, 256, 350, 700, 1000, 3000):
         added = set()
         for inner, vec, whole in ((4096, 16 // itemsize, True), (4104, 16 // itemsize, False), (4097, 1, False)):
-            problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, batch_invariant=True, whole_sectors=whole)
+            problem = SpatialProblem(n_cols, inner, dtype, vec, batch_invariant=True, whole_sectors=whole)
             plan = plan_spatial_loss(problem, DEVICES["sm_90"])
             added.add((plan.regime, plan.ctas, plan.vectors_per_chunk, plan.chunks, plan.part_cols))
         assert len(added) == 1, (n_cols, added)
@@ -739,7 +737,7 @@ def test_cropped_images_are_copied_where_their_columns_are_read_twice(monkeypatc
     want = F.cross_entropy(x, target)
 
     def chosen(x, dx, invariant, device=None):
-        problem = SpatialProblem(70, 24, "float32", "float32", vec=4)
+        problem = SpatialProblem(70, 24, "float32", vec=4)
         return replace(parts_plan(problem, DEVICE), part_cols=32, vectors_per_chunk=4)
 
     monkeypatch.setattr(cross_entropy_spatial, "loss_plan", chosen)
@@ -805,9 +803,7 @@ def test_logsumexp_reads_transposed_rows_as_they_lie(shape, monkeypatch):
 
 def test_statistics_of_few_columns_take_one_step():
     def found(n_cols: int, **more) -> Plan:
-        return plan_spatial_statistics(
-            SpatialProblem(n_cols, 4096, "bfloat16", "bfloat16", 8, **more), DEVICES["sm_90"]
-        )
+        return plan_logsumexp(SpatialProblem(n_cols, 4096, "bfloat16", 8, **more), DEVICES["sm_90"])
 
     for n_cols in (3, 8, 19, 64):
         plan = found(n_cols)
@@ -826,13 +822,13 @@ def test_a_mean_over_weights_of_zero_is_nan(z_loss):
 
 def test_the_plan_follows_columns_and_positions():
     def regime(n_cols: int, inner: int, **more) -> str:
-        return plan_spatial(SpatialProblem(n_cols, inner, "float32", "float32", 4, **more), DEVICES["sm_90"]).regime
+        return plan_spatial(SpatialProblem(n_cols, inner, "float32", 4, **more), DEVICES["sm_90"]).regime
 
     assert regime(19, 4096) == "spatial"
     assert regime(4096, 4096) == "spatial_cluster"
     assert regime(4096, 4096, batch_invariant=True) == regime(1 << 20, 32) == "spatial_two_pass"
     assert regime(3371, 3) == "spatial"
-    problem = SpatialProblem(19, 4096, "float32", "float32", 4, batch_invariant=True)
+    problem = SpatialProblem(19, 4096, "float32", 4, batch_invariant=True)
     for inner in (3, 64, 5000):
         other = plan_spatial(replace(problem, inner=inner, vec=1), DEVICES["sm_90"])
         assert other.vectors_per_chunk == plan_spatial(problem, DEVICES["sm_90"]).vectors_per_chunk
@@ -853,12 +849,12 @@ def test_wide_tiles_where_columns_start_in_the_middle_of_a_sector():
 
 
 def test_chunks_are_staged_only_where_a_thread_copies_whole_vectors():
-    problem = SpatialProblem(1500, 8000, "bfloat16", "bfloat16", 8)
+    problem = SpatialProblem(1500, 8000, "bfloat16", 8)
     staged = spatial.tiles_of_positions(problem, DEVICES["sm_90"])
     assert 0 < staged.smem_staged < staged.unpredicated_chunks
-    others = (problem, DEVICES["sm_100"]), (replace(problem, out_dtype="float32"), DEVICES["sm_90"])
+    others = ((problem, DEVICES["sm_100"]),)
     others += tuple((replace(problem, vec=vec), DEVICES["sm_90"]) for vec in (1, 2, 4))  # inputs that start elsewhere
-    assert [spatial.tiles_of_positions(*other).smem_staged for other in others] == [0] * 5
+    assert [spatial.tiles_of_positions(*other).smem_staged for other in others] == [0] * 4
 
 
 @pytest.mark.parametrize("log", [False, True])
@@ -896,13 +892,13 @@ def test_halves_of_sectors_have_one_writer_where_nothing_is_staged_too():
         vec = 16 // (2 if dtype == "bfloat16" else 4)
         for name, last in zip(("sm_100", "sm_120"), most, strict=True):
             for n_cols in range(least, last, 50):
-                problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, backward, False, False, False, True)
+                problem = SpatialProblem(n_cols, inner, dtype, vec, backward, False, False, False, True)
                 assert plan_spatial(problem, DEVICES[name]).overlap > 0, (problem, name)
 
 
 def test_long_columns_stay_on_chip_and_gradients_stage_dy():
     device = DEVICES["sm_90"]
-    problem = SpatialProblem(5000, 8000, "bfloat16", "bfloat16", 8)
+    problem = SpatialProblem(5000, 8000, "bfloat16", 8)
     gradient = plan_spatial(replace(problem, backward=True), device)
     assert 0 < gradient.smem_staged < gradient.chunks and gradient.recompute
     for dtype, vec, widths in (
@@ -910,7 +906,7 @@ def test_long_columns_stay_on_chip_and_gradients_stage_dy():
         ("float32", 4, (8000, 11000, 14000, 20000, 28000)),
     ):
         for n_cols in widths:
-            of = replace(problem, n_cols=n_cols, dtype=dtype, out_dtype=dtype, vec=vec)
+            of = replace(problem, n_cols=n_cols, dtype=dtype, vec=vec)
             plan = spatial.tiles_of_positions(of, device)
             assert plan.regime == "spatial_cluster" and 0 < plan.smem_staged < plan.unpredicated_chunks
             assert plan.recompute  # a staged chunk is read twice, so nothing of it is kept
@@ -920,19 +916,18 @@ def test_long_columns_stay_on_chip_and_gradients_stage_dy():
 def test_as_few_chunks_are_staged_as_registers_leave():
     for n_cols in (*range(300, 9200, 171), 464, 1408, 5632):
         for inner in (8192, 8200):
-            problem = SpatialProblem(n_cols, inner, "bfloat16", "bfloat16", 8, False, False, False, inner == 8192, True)
+            problem = SpatialProblem(n_cols, inner, "bfloat16", 8, False, False, False, inner == 8192, True)
             plan = spatial.tiles_of_positions(problem, DEVICES["sm_90"])
             held = {96: 54, 128: 72, 168: 108}[plan.max_registers] * 2 // plan.vec  # from registers of 4 bytes
             assert plan.smem_staged == max(0, plan.chunks - held), (n_cols, inner, plan)
 
 
 def test_programs_start_one_after_the_other_where_each_reads_much():
-    of = SpatialProblem(2700, 8192, "bfloat16", "bfloat16", 8)
+    of = SpatialProblem(2700, 8192, "bfloat16", 8)
     plan = spatial.tiles_of_positions(of, DEVICES["sm_90"])
     assert (plan.chunks, plan.vectors_per_chunk, plan.rows) == (43, 8, 64)
     assert (plan.stagger, plan.fitting) == (80 * 43, 4)  # of 43 KiB
     others = [plan_spatial(of, DEVICES[name]) for name in ("sm_80", "sm_100", "gfx942", "interpreter")]
-    others.append(plan_spatial(replace(of, out_dtype="float32"), DEVICES["sm_90"]))
     others.append(plan_spatial(replace(of, vec=1, in_phase=True, whole_sectors=False), DEVICES["sm_90"]))  # skewed
     # 128 positions that do not overlap
     others.append(plan_spatial(replace(of, n_cols=700, backward=True, whole_sectors=False), DEVICES["sm_90"]))
@@ -957,7 +952,7 @@ def test_programs_start_one_after_the_other_where_each_reads_much():
 )  # fmt: skip
 def test_which_programs_are_staggered(dtype, backward, n_cols, inner, whole):
     vec = min(inner, 16 // (2 if dtype == "bfloat16" else 4))
-    problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, backward, False, False, inner != 8200, True)
+    problem = SpatialProblem(n_cols, inner, dtype, vec, backward, False, False, inner != 8200, True)
     assert (spatial.tiles_of_positions(problem, DEVICES["sm_90"]).stagger > 0) == whole
 
 
@@ -966,7 +961,7 @@ def test_which_programs_are_staggered(dtype, backward, n_cols, inner, whole):
     [(704, 64, 0), (1024, 128, 0), (1153, 64, 0), (1793, 64, 5), (2000, 64, 6), (2176, 64, 7)],
 )
 def test_gradients_in_halves_of_sectors_stage_what_registers_do_not_hold(n_cols, rows, staged):
-    problem = SpatialProblem(n_cols, 8200, "bfloat16", "bfloat16", 8, True, False, False, False, True)
+    problem = SpatialProblem(n_cols, 8200, "bfloat16", 8, True, False, False, False, True)
     plan = plan_spatial(problem, DEVICES["sm_90"])
     assert (plan.rows, plan.overlap, plan.max_registers, plan.smem_staged) == (rows, 8, 168, staged)
     assert 2 * plan.chunks - plan.smem_staged <= 36, "vectors of a thread"
@@ -987,7 +982,7 @@ def test_gradients_in_halves_of_sectors_stage_what_registers_do_not_hold(n_cols,
 def test_columns_that_are_read_twice_have_wide_tiles_where_neighbors_share_a_sector(
     n_cols, inner, dtype, vec, whole, tile
 ):
-    problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, False, False, False, whole, True)
+    problem = SpatialProblem(n_cols, inner, dtype, vec, False, False, False, whole, True)
     plan = plan_spatial(problem, DEVICES["sm_90"])
     assert plan.regime == "spatial_two_pass"
     assert (plan.rows, plan.num_warps, plan.chunks, plan.finish_chunks) == tile
@@ -997,7 +992,7 @@ def test_columns_that_are_read_twice_have_wide_tiles_where_neighbors_share_a_sec
 @pytest.mark.parametrize(("vec", "tile"), [(4, (256, 8, 8, 4)), (2, (256, 8, 8, 4)), (1, (256, 8, 2, 2))])
 def test_gradients_that_are_read_twice_have_longer_steps_where_columns_start_at_4_or_8_bytes(dtype, vec, tile):
     for log in (False, True):
-        problem = SpatialProblem(50257, 1024 + vec, dtype, dtype, vec, True, log, False, False, True)
+        problem = SpatialProblem(50257, 1024 + vec, dtype, vec, True, log, False, False, True)
         plan = plan_spatial(problem, DEVICES["sm_90"])
         assert (plan.rows, plan.num_warps, plan.chunks, plan.finish_chunks) == tile
 
@@ -1020,7 +1015,7 @@ FEW = {
 def test_few_positions_are_on_as_few_ctas_as_hold_their_columns(of):
     dtype, backward, n_cols, inner, whole = of
     vec = 8 if dtype == "bfloat16" else 4
-    problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, backward, False, False, whole, True)
+    problem = SpatialProblem(n_cols, inner, dtype, vec, backward, False, False, whole, True)
     plan = plan_spatial(problem, DEVICES["sm_90"])
     assert (plan.rows, plan.ctas, plan.chunks, plan.smem_staged, plan.max_registers, plan.overlap > 0) == FEW[of]
 
@@ -1031,7 +1026,7 @@ def test_few_positions_are_on_as_few_ctas_as_hold_their_columns(of):
     + [(45, 252, False, False)],
 )
 def test_tiles_of_few_float32_columns_overlap_in_halves_of_sectors(n_cols, inner, whole, overlaps):
-    problem = SpatialProblem(n_cols, inner, "float32", "float32", 4, False, False, False, whole, True)
+    problem = SpatialProblem(n_cols, inner, "float32", 4, False, False, False, whole, True)
     plan = plan_spatial(problem, DEVICES["sm_90"])
     assert (plan.overlap > 0) == overlaps and plan.ctas == 1
     assert not overlaps or (plan.rows, plan.num_warps, plan.max_registers) == (64, 4, 128)
@@ -1061,24 +1056,24 @@ def test_columns_are_read_once_where_nothing_is_staged_too():
         ("sm_90", 2700, 301, "float32", dict(whole_sectors=False, in_phase=True)),  # skewed, which may stage
     ):
         vec = 1 if inner % 2 else 16 // (2 if dtype == "bfloat16" else 4)
-        problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, **more)
+        problem = SpatialProblem(n_cols, inner, dtype, vec, **more)
         plan = plan_spatial(problem, DEVICES[device])
         assert plan.regime == "spatial_cluster" and (plan.skewed or not plan.smem_staged), (device, n_cols, inner)
 
 
 def test_clusters_share_columns_whose_elements_are_read_one_by_one():
-    problem = SpatialProblem(300, 6171, "float32", "float32", 1, whole_sectors=False)
+    problem = SpatialProblem(300, 6171, "float32", 1, whole_sectors=False)
     for n_cols, backward in ((70, False), (300, False), (1000, False), (70, True), (300, True), (1000, True)):
         asked = replace(problem, n_cols=n_cols, backward=backward)
         assert plan_spatial(asked, DEVICES["sm_90"]).regime == "spatial_cluster"
-        others = replace(asked, batch_invariant=True), replace(asked, inner=201), replace(asked, out_dtype="bfloat16")
+        others = replace(asked, batch_invariant=True), replace(asked, inner=201)
         assert {plan_spatial(other, DEVICES["sm_90"]).ctas for other in others} == {1}
         assert plan_spatial(asked, DEVICES["sm_80"]).ctas == 1
 
 
 def test_parts_keep_the_gpu_busy_whatever_the_number_of_positions():
     def programs(n_cols: int, inner: int, **more) -> tuple[int, int]:
-        problem = SpatialProblem(n_cols, inner, "bfloat16", "bfloat16", 8, **more)
+        problem = SpatialProblem(n_cols, inner, "bfloat16", 8, **more)
         plan = parts_plan(problem, DEVICES["sm_90"])
         return -(-inner // plan.rows) * -(-n_cols // plan.part_cols), plan.part_cols
 

@@ -114,7 +114,6 @@ def test_where_there_are_none(key: tuple[str, int, int], of: Lean):
     assert lean_config(problem, HOPPER)
     has = [n for other in RANGES[key] for n in (other.least, other.most) if other.log in (None, problem.log)]
     others = [
-        replace(problem, out_dtype="float16"),
         replace(problem, batch_invariant=True),
         replace(problem, inner=416 + problem.inner % 32),
         *(replace(problem, n_cols=n) for n in (of.least - 1, of.most + 1) if n not in has),

@@ -84,7 +84,6 @@ def test_where_there_are_none(key: tuple[str, int, int], ranges: tuple[Range, ..
     problem = starting_at(key, least, positions)
     assert overlapping_config(problem, HOPPER)
     others = [
-        replace(problem, out_dtype="float16"),
         replace(problem, batch_invariant=True),
         replace(problem, n_cols=least - 1),
         *(replace(problem, n_cols=of.most + 1) for of, after in pairwise(ranges) if of.most + 1 < after.least),
@@ -113,7 +112,7 @@ def test_where_positions_are_few():
     # more columns than those of FEW_RANGES have the tiles of many positions
     assert [plan_of(starting_at(key, n_cols, FEW - 9)).rows for n_cols in (4352, 4353, 6000)] == [64, 64, 32]
     # four tiles may be partly empty; fewer are filled but for 15%
-    whole = SpatialProblem(1500, 512, "bfloat16", "bfloat16", 8)
+    whole = SpatialProblem(1500, 512, "bfloat16", 8)
     assert [plan_of(replace(whole, inner=inner)).rows for inner in (496, 512, 528)] == [128, 128, 128]
     in_tiles = [overlapping_config(replace(whole, inner=inner), HOPPER) for inner in (320, 352, 384, 400)]
     assert [config and config.inner for config in in_tiles] == [64, 128, 128, 64]

@@ -22,7 +22,7 @@ HOPPER, INTERPRETER = DEVICES["sm_90"], DEVICES["interpreter"]
 def random_problem(pick: random.Random, backward: bool) -> SpatialProblem:
     n_cols, inner = round(2 * 100_000 ** pick.random()), round(2 * 128 ** pick.random())
     dtype = pick.choice(("bfloat16", "float16", "float32"))
-    return SpatialProblem(n_cols, inner, dtype, dtype, 1, backward, packed=True)
+    return SpatialProblem(n_cols, inner, dtype, 1, backward, packed=True)
 
 
 def visits(problem: SpatialProblem, chosen: Plan, plane: int) -> list[int]:
@@ -59,7 +59,7 @@ def test_all_ways_have_room():
     while checked < 4000:
         n_cols, inner = round(50 * 4000 ** pick.random()), round(2 * 128 ** pick.random())
         dtype, backward = pick.choice(("bfloat16", "float32")), pick.random() < 0.5
-        problem = SpatialProblem(n_cols, inner, dtype, dtype, 1, backward, packed=True)
+        problem = SpatialProblem(n_cols, inner, dtype, 1, backward, packed=True)
         warps, ctas = pick.choice(held_planes.WARPS), pick.choice(cluster_sizes(HOPPER))
         way = held_planes.held_in(plane_of(problem), warps, ctas)
         if way is not None:
@@ -130,13 +130,13 @@ def test_a_cluster_holds_its_plane(seed, backward, device):
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "sm_120", "gfx942"])
 def test_only_hopper_has_them(target):
-    problem = SpatialProblem(300, 251, "bfloat16", "bfloat16", 1, packed=True)
+    problem = SpatialProblem(300, 251, "bfloat16", 1, packed=True)
     assert periodic_plan(problem, DEVICES[target]) is None
     assert periodic_plan(problem, HOPPER) is not None
 
 
 def test_planes_with_gaps_and_batch_invariance_have_none():
-    known = dict(n_cols=300, inner=251, dtype="bfloat16", out_dtype="bfloat16", vec=1)
+    known = dict(n_cols=300, inner=251, dtype="bfloat16", vec=1)
     assert periodic_plan(SpatialProblem(**known, packed=True), HOPPER) is not None
     assert periodic_plan(SpatialProblem(**known), HOPPER) is None
     assert periodic_plan(SpatialProblem(**known, packed=True, batch_invariant=True), HOPPER) is None
@@ -144,7 +144,7 @@ def test_planes_with_gaps_and_batch_invariance_have_none():
 
 def test_threads_without_vectors_count():
     """129 positions leave 127 of 256 threads without vectors, and the plan takes 387 of 512."""
-    problem = SpatialProblem(599, 129, "float32", "float32", 1, packed=True)
+    problem = SpatialProblem(599, 129, "float32", 1, packed=True)
     chosen = periodic_plan(problem, HOPPER)
     assert chosen is not None and (chosen.num_warps, chosen.periodic) == (16, 387)
 

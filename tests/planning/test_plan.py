@@ -599,7 +599,7 @@ def test_a_loss_of_images_has_a_plan_for_any_number_of_classes():
         for dtype in ("bfloat16", "float32"):
             for n_cols in (2, 19, 150, 600, 1000, 5000, 2**15, 2**22):
                 for inner in (2, 64, 4096):
-                    problem = SpatialProblem(n_cols, inner, dtype, dtype, min(inner, 16 // ITEMSIZE[dtype]))
+                    problem = SpatialProblem(n_cols, inner, dtype, min(inner, 16 // ITEMSIZE[dtype]))
                     plan = plan_spatial_loss(problem, device)
                     held = plan.chunks * plan.vectors_per_chunk * plan.ctas
                     assert plan.regime == "spatial_two_pass" or held >= n_cols
@@ -613,7 +613,7 @@ def test_few_positions_are_read_in_long_runs():
         for dtype, itemsize in (("bfloat16", 2), ("float32", 4)):
             for n_cols in (49, 93, 171, 400):
                 for inner in (2, 3, 4, 8):
-                    problem = SpatialProblem(n_cols, inner, dtype, dtype, inner & -inner, backward)
+                    problem = SpatialProblem(n_cols, inner, dtype, inner & -inner, backward)
                     plan = plan_spatial(problem, DEVICES["sm_90"])
                     assert plan.regime == "spatial" and plan.rows * plan.vectors_per_chunk * itemsize >= 64
 
@@ -622,7 +622,7 @@ def test_few_positions_are_read_in_long_runs():
 def test_a_thread_of_a_loss_of_few_positions_has_some_columns_and_not_too_many(dtype):
     for n_cols in range(8, 193):
         for inner in range(2, 17):
-            problem = SpatialProblem(n_cols, inner, dtype, dtype, min(inner & -inner, 16 // ITEMSIZE[dtype]))
+            problem = SpatialProblem(n_cols, inner, dtype, min(inner & -inner, 16 // ITEMSIZE[dtype]))
             plan = plan_spatial_loss(problem, DEVICES["sm_90"])
             assert 4 <= plan.chunks <= 48, (problem, plan)
             assert plan.outers * plan.rows * plan.vectors_per_chunk <= plan.num_warps * 32 * 8, (problem, plan)

@@ -19,7 +19,7 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "interpreter")
 def random_problem(pick: random.Random, backward: bool) -> SpatialProblem:
     n_cols, inner = round(2 * 3000 ** pick.random()), round(2000 ** pick.random())
     dtype = pick.choice(("bfloat16", "float16", "float32"))
-    return SpatialProblem(n_cols, inner, dtype, dtype, 1, backward, packed=True)
+    return SpatialProblem(n_cols, inner, dtype, 1, backward, packed=True)
 
 
 def shared_bytes(chosen: Plan, problem: SpatialProblem) -> int:
@@ -57,7 +57,7 @@ def test_a_piece_has_its_room_and_its_threads(backward, target):
 @pytest.mark.parametrize("backward", [False, True])
 def test_as_many_programs_fit_as_rooms_and_caps_are_made_for(backward):
     of_device = MULTIPROCESSORS["sm_90"]
-    problem = SpatialProblem(100, 31, "bfloat16", "bfloat16", 1, backward, packed=True)
+    problem = SpatialProblem(100, 31, "bfloat16", 1, backward, packed=True)
     for room in planes._rooms(problem, planes.FITTING):
         asked = room.dynamic + ALIGN_BYTES if room.dynamic else planes.OWN_BYTES
         n_bytes = (1 + backward) * region_bytes(room.n_bytes // 2, 2)
@@ -72,7 +72,7 @@ def test_planes_are_pieces_where_that_is_faster():
     def chosen(n_cols, inner, vec, dtype="bfloat16", **more):
         size = ITEMSIZE[dtype]
         known = dict(whole_sectors=inner * size % 32 == 0, in_phase=True, packed=True) | more
-        problem = SpatialProblem(n_cols, inner, dtype, dtype, vec, **known)
+        problem = SpatialProblem(n_cols, inner, dtype, vec, **known)
         device = DEVICES["sm_90"]
         return planes.faster_as_planes(problem, device, plan_spatial(problem, device))
 
@@ -89,7 +89,7 @@ def test_planes_are_pieces_where_that_is_faster():
     assert not pieces(51, 64, 8) and not pieces(60, 32, 8) and pieces(83, 16, 8) and not pieces(200, 16, 8)
     assert not pieces(20, 272, 8)  # longer ones were not timed
     assert not pieces(58, 96, 8, backward=True) and not pieces(90, 40, 4, "float32")
-    ampere = SpatialProblem(58, 96, "bfloat16", "bfloat16", 8, whole_sectors=True, in_phase=True, packed=True)
+    ampere = SpatialProblem(58, 96, "bfloat16", 8, whole_sectors=True, in_phase=True, packed=True)
     assert planes.faster_as_planes(ampere, DEVICES["sm_80"], plan_spatial(ampere, DEVICES["sm_80"])) is None
     assert pieces(2, 16, 8, backward=True)  # few bytes
     # short runs: 8, 32 and 40 bytes; not three chunks of 32 bytes, 64 bytes, or whole vectors
@@ -98,7 +98,7 @@ def test_planes_are_pieces_where_that_is_faster():
     assert not pieces(5, 8, 8, backward=True) and not pieces(12, 2, 2, "float32", backward=True)
     assert pieces(9, 3, 1, "float32", backward=True) and pieces(3, 4, 4, "float32", backward=True)
     assert not pieces(9, 7, 1, "float32", backward=True) and pieces(3, 8, 8, backward=True)
-    tiny = SpatialProblem(9, 2, "bfloat16", "bfloat16", 2, True, whole_sectors=False, in_phase=True, packed=True)
+    tiny = SpatialProblem(9, 2, "bfloat16", 2, True, whole_sectors=False, in_phase=True, packed=True)
     for target in ("sm_80", "sm_100", "sm_120"):
         assert planes.faster_as_planes(tiny, DEVICES[target], plan_spatial(tiny, DEVICES[target])) is None, target
     assert pieces(14, 591, 1) and not pieces(14, 591, 1, backward=True) and not pieces(2, 2001, 1)  # long runs
@@ -121,7 +121,7 @@ def test_an_access_meets_few_banks(dtype, backward):
     itemsize = ITEMSIZE[dtype]
     for n_cols in range(2, 129):
         for inner in range(2, 25):
-            problem = SpatialProblem(n_cols, inner, dtype, dtype, 1, backward, packed=True)
+            problem = SpatialProblem(n_cols, inner, dtype, 1, backward, packed=True)
             plan = planes.planes_plan(problem, DEVICES["sm_90"])
             assert plan is not None
             # places of a warp's first columns: `position_of` of kernels/common/gathered_planes.py
@@ -136,7 +136,7 @@ def test_an_access_meets_few_banks(dtype, backward):
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "sm_120", "gfx942"])
 def test_elsewhere_than_on_hopper_large_planes_have_tiles(target):
-    problem = SpatialProblem(468, 83, "bfloat16", "bfloat16", 1, packed=True)
+    problem = SpatialProblem(468, 83, "bfloat16", 1, packed=True)
     assert planes.planes_plan(problem, DEVICES[target]) is None
 
 

@@ -21,7 +21,7 @@ def planes(n_cols: int, inner: int, dtype: str, backward: bool = False, log: boo
     while inner % vec:
         vec //= 2
     whole = inner * ITEMSIZE[dtype] % 32 == 0
-    return SpatialProblem(n_cols, inner, dtype, dtype, vec, backward, log, False, whole, True, True)
+    return SpatialProblem(n_cols, inner, dtype, vec, backward, log, False, whole, True, True)
 
 
 def drawn(rng: random.Random) -> SpatialProblem:
@@ -67,7 +67,7 @@ def test_random_planes(seed: int):
 def test_where_there_are_none():
     of, hopper = planes(1231, 166, "bfloat16"), DEVICES["sm_90"]
     assert skewed_config(of, hopper) is not None
-    others = (dict(vec=8), dict(in_phase=False), dict(out_dtype="float32"), dict(batch_invariant=True))
+    others = (dict(vec=8), dict(in_phase=False), dict(batch_invariant=True))
     assert not any(skewed_config(replace(of, **other), hopper) for other in others)
     assert not any(skewed_config(of, DEVICES[name]) for name in ("sm_80", "sm_89", "gfx942"))
     assert skewed_config(replace(of, n_cols=40000), hopper) is None, "a cluster does not hold so many"

@@ -6,14 +6,14 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
-from fused_softmax.launch.spatial import tiles_of_positions
+from fused_softmax.launch.spatial import problem_of, tiles_of_positions
+from fused_softmax.planning.logsumexp import plan_logsumexp, plan_logsumexp_gradient
 from fused_softmax.planning.spatial import (
     few_positions,
     plan_spatial,
-    plan_spatial_elementwise,
     plan_spatial_loss,
-    plan_spatial_statistics,
 )
 from fused_softmax.planning.spatial_tables import PART_VECTORS
 from fused_softmax.planning.types import DEVICES, ITEMSIZE, Device, Plan, SpatialProblem
@@ -25,7 +25,8 @@ def drawn(rng: random.Random) -> SpatialProblem:
     """Half of them have few positions, most have whole vectors, and some a cast."""
     dtype = rng.choice(("bfloat16", "float16", "float32"))
     to = dtype if rng.random() < 0.9 else rng.choice(("bfloat16", "float32"))
-    vec = 16 // min(ITEMSIZE[dtype], ITEMSIZE[to])
+    widest = max(dtype, to, key=lambda name: ITEMSIZE[name])
+    vec = 16 // ITEMSIZE[widest]
     inner = rng.choice((rng.randint(1, 300), rng.randint(256, 9000)))
     if rng.random() < 0.7:
         inner = max(vec, inner // vec * vec)
@@ -36,7 +37,7 @@ def drawn(rng: random.Random) -> SpatialProblem:
     whole = inner * ITEMSIZE[to] % 32 == 0
     if rng.random() < 0.2:  # an input whose columns start elsewhere than those of the output
         vec, in_phase = rng.choice([v for v in (1, 2, 4, 8) if v <= vec]), False
-    return SpatialProblem(n_cols, inner, dtype, to, vec, backward, log, invariant, whole, in_phase and dtype == to)
+    return SpatialProblem(n_cols, inner, widest, vec, backward, log, invariant, whole, in_phase and dtype == to)
 
 
 def check(plan: Plan, problem: SpatialProblem, device: Device) -> None:
@@ -66,7 +67,7 @@ def check(plan: Plan, problem: SpatialProblem, device: Device) -> None:
         of_a_sector = problem.sector // plan.vec
         assert plan.vectors_per_chunk * plan.ctas % of_a_sector == 0, "a column starts in a sector as the next one does"
     if plan.ctas > 1 or plan.overlap:
-        assert plan.outers == 1 and problem.dtype == problem.out_dtype
+        assert plan.outers == 1
     if problem.batch_invariant:
         assert (plan.ctas, plan.smem_staged, plan.overlap) == (1, 0, 0)
 
@@ -88,7 +89,7 @@ def test_random_problems(seed: int):
 def test_a_staged_tile_is_not_narrowed():
     # 32 positions would fit 80 better, but a program of two indices of `outer` would stage the chunks of one
     for n_cols, inner in ((600, 80), (513, 96), (640, 144), (560, 160)):
-        plan = plan_spatial(SpatialProblem(n_cols, inner, "bfloat16", "bfloat16", 8), DEVICES["sm_90"])
+        plan = plan_spatial(SpatialProblem(n_cols, inner, "bfloat16", 8), DEVICES["sm_90"])
         assert plan.smem_staged and (plan.rows, plan.outers) == (64, 1)
 
 
@@ -107,12 +108,12 @@ def test_a_forced_regime(regime: str):
 
 
 def test_where_positions_are_few():
-    of = SpatialProblem(513, 64, "bfloat16", "bfloat16", 8)
+    of = SpatialProblem(513, 64, "bfloat16", 8)
     hopper = DEVICES["sm_90"]
     assert few_positions(of, hopper) and few_positions(replace(of, inner=248, whole_sectors=False), hopper)
     assert not few_positions(replace(of, n_cols=512), hopper) and not few_positions(replace(of, inner=256), hopper)
-    # elements that are read one by one, a cast, batch_invariant(), and more columns than 16 CTAs hold
-    others = (dict(vec=4), dict(out_dtype="float16"), dict(batch_invariant=True), dict(n_cols=50000))
+    # elements that are read one by one, batch_invariant(), and more columns than 16 CTAs hold
+    others = (dict(vec=4), dict(batch_invariant=True), dict(n_cols=50000))
     assert not any(few_positions(replace(of, **other), hopper) for other in others)
     # GPUs without clusters, and those that stage nothing
     assert not any(few_positions(of, device) for name, device in DEVICES.items() if name != "sm_90")
@@ -133,7 +134,7 @@ def test_where_positions_are_few():
     ],
 )
 def test_steps_of_few_positions_that_are_read_twice(n_cols, inner, dtype, backward, chunks):
-    problem = SpatialProblem(n_cols, inner, dtype, dtype, 1, backward)
+    problem = SpatialProblem(n_cols, inner, dtype, 1, backward)
     assert plan_spatial(problem, DEVICES["sm_90"], "spatial_two_pass").chunks == chunks
 
 
@@ -143,7 +144,7 @@ def test_steps_of_few_positions_that_are_read_twice(n_cols, inner, dtype, backwa
     [(832, (8, 13, 0, 168)), (920, (8, 15, 11, 128)), (1000, (8, 16, 0, 168))],
 )
 def test_gradients_in_halves_of_sectors(n_cols, wanted):
-    problem = SpatialProblem(n_cols, 15320, "bfloat16", "bfloat16", 8, True, whole_sectors=False, in_phase=True)
+    problem = SpatialProblem(n_cols, 15320, "bfloat16", 8, True, whole_sectors=False, in_phase=True)
     plan = plan_spatial(problem, DEVICES["sm_90"])
     assert plan.overlap == 8 and (plan.ctas, plan.chunks, plan.smem_staged, plan.max_registers) == wanted
 
@@ -156,7 +157,7 @@ def test_runs_that_start_at_parts_of_a_vector():
         for before, config in zip((None, *table), table, strict=False):
             fewest = max(config.least_cols, 2 if before is None else before.max_cols + 1)
             for n_cols in {fewest, config.max_cols}:
-                of = SpatialProblem(n_cols, 8192 + vec, dtype, dtype, vec, backward, whole_sectors=False, in_phase=True)
+                of = SpatialProblem(n_cols, 8192 + vec, dtype, vec, backward, whole_sectors=False, in_phase=True)
                 plan = plan_spatial(of, device)
                 found = plan.rows, plan.ctas, plan.num_warps, plan.skewed * itemsize, plan.smem_staged
                 assert found == (config.inner, config.ctas, config.num_warps, config.skewed, 0), n_cols
@@ -175,7 +176,41 @@ def test_runs_that_start_at_parts_of_a_vector():
 def test_other_kernels_keep_their_tiles():
     """The tables of parts of a vector were measured with softmax alone."""
     for backward in (False, True):
-        of = SpatialProblem(32, 22148, "bfloat16", "bfloat16", 4, backward, whole_sectors=False, in_phase=True)
+        of = SpatialProblem(32, 22148, "bfloat16", 4, backward, whole_sectors=False, in_phase=True)
         assert plan_spatial(of, DEVICES["sm_90"]).rows == 256 << backward
-        for others in (plan_spatial_elementwise, plan_spatial_statistics):
-            assert others(of, DEVICES["sm_90"]).rows == 128
+        assert plan_logsumexp_gradient(of, DEVICES["sm_90"]).rows == 128
+
+
+@pytest.mark.parametrize("planned", [plan_logsumexp, plan_logsumexp_gradient])
+def test_plans_without_a_second_read(planned):
+    """Small planes share a program, registers hold a step, and within batch_invariant() positions change no column."""
+    rng, several = random.Random(3), 0
+    for _ in range(4000):
+        problem, device = drawn(rng), DEVICES[rng.choice(list(DEVICES))]
+        plan = planned(problem, device)
+        check(plan, problem, device)
+        threads = plan.num_warps * device.warp_size
+        held = plan.chunks * plan.vectors_per_chunk * plan.rows * plan.outers * problem.itemsize / threads
+        assert held <= 1024, (problem, device.name, plan)
+        if plan.outers > 1:
+            several += 1
+            assert plan.part_cols >= problem.n_cols and plan.rows < 2 * problem.inner
+        of_program = plan.outers * min(plan.rows, problem.inner) * min(plan.part_cols, problem.n_cols)
+        alone = problem.batch_invariant or problem.n_cols > 64
+        assert alone or of_program >= 128, (problem, device.name, plan)
+        if problem.batch_invariant:
+            other = planned(replace(problem, inner=problem.inner + 8), device)
+            assert (other.part_cols, other.chunks, plan.outers) == (plan.part_cols, plan.chunks, 1)
+    assert several > 300
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_cast_is_planned_as_float32(backward):
+    """A thread that held 16 bytes of the narrow tensor had twice the columns of a chunk, and a small tile."""
+    narrow, wide = (torch.empty(3, 300, 1312, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    tensors = (wide, wide.clone(), narrow) if backward else (narrow, wide)
+    cast, like = problem_of(*tensors, backward=backward), problem_of(wide, wide.clone(), backward=backward)
+    assert replace(like, packed=False, in_phase=False) == cast and (cast.dtype, cast.vec) == ("float32", 4)
+    for n_cols, inner in ((2, 144), (3, 1320), (5, 5776)):
+        plan = plan_spatial(replace(cast, n_cols=n_cols, inner=inner), DEVICES["sm_90"])
+        assert (plan.vectors_per_chunk, plan.chunks) == (1, n_cols), "a thread has whole columns"

@@ -32,9 +32,9 @@ from fused_softmax.launch.launcher import flat_launch, row_launch
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.launch.softmax import softmax_launch
 from fused_softmax.launch.views import strided_launch
+from fused_softmax.planning.logsumexp import plan_logsumexp_gradient
 from fused_softmax.planning.losses import plan_elementwise, plan_row_statistics, plan_statistics
 from fused_softmax.planning.softmax import plan
-from fused_softmax.planning.spatial import plan_spatial_elementwise
 from fused_softmax.planning.types import DEVICES, Device, Plan
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -344,7 +344,7 @@ def spatial_softmax(target: str) -> Iterator[Named]:
         chosen = logsumexp.lse_plan(x, False, device)
         for launch in spatial.recipe_launches(logsumexp.lse_recipe(x, chosen, device), (x, small)):
             yield f"logsumexp {launch.kernel.fn.__name__} {dtype}", as_called(launch), chosen
-        chosen = plan_spatial_elementwise(spatial.problem_of(x, x), device)
+        chosen = plan_logsumexp_gradient(spatial.problem_of(x, x), device)
         recipe = logsumexp.gradient_recipe(x, x, chosen, device)
         for launch in spatial.recipe_launches(recipe, (x, x, small, small)):
             yield f"{launch.kernel.fn.__name__} {dtype}", as_called(launch), chosen

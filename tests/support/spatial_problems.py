@@ -18,7 +18,7 @@ def starting_at(key: tuple[str, int, int], n_cols: int, positions: int, log: boo
     whole = starts == SECTOR_BYTES
     inner = positions if whole else positions + starts // itemsize
     name, vec, log = NAMES[itemsize], min(starts, 16) // itemsize, log or op == "log gradient"
-    return SpatialProblem(n_cols, inner, name, name, vec, op != "softmax", log, whole_sectors=whole, in_phase=True)
+    return SpatialProblem(n_cols, inner, name, vec, op != "softmax", log, whole_sectors=whole, in_phase=True)
 
 
 def periodic_plan(problem: SpatialProblem, device: Device) -> Plan | None:

@@ -25,7 +25,7 @@ from .common.cross_entropy_terms import (
 from .common.early_start import await_previous
 from .common.logits import capped, logsumexp, probe, reference_of, rounding_residual, weigh
 from .common.numerics import LOWEST, exp, exp2_affine, maximum, scaled, upcast
-from .common.spatial_parts import last_first, load_step, part_of, vector_at
+from .common.spatial_parts import last_first, load_step, numbers_at, part_of
 from .common.spatial_tiles import columns_of_chunk, positions_of, store_tile, sum_over_columns, tile_at
 
 
@@ -87,8 +87,7 @@ def cross_entropy_spatial_reduce(
         m = m_new
     top = tl.max(m, 0)
     total = sum_over_columns(scaled(s, exp(m - top[None, :, :]), PTX), INVARIANT)
-    to = vector_at(outer * n_parts + part, inner, first, INNER, VEC)
-    here = tl.reshape(exists, (1, INNER))
+    to, here = numbers_at(outer * n_parts + part, inner, first, INNER, VEC)
     tl.store(max_ptr + to, top, mask=here)
     tl.store(sum_ptr + to, total, mask=here)
     if SMOOTH:
@@ -136,8 +135,7 @@ def cross_entropy_spatial_merge(
         m = m_new
     top = tl.max(m, 0)
     total = sum_over_columns(s * exp(m - top[None, :, :]), True)
-    to = vector_at(outer, inner, first, INNER, 1)
-    here = tl.reshape(exists, (1, INNER))
+    to, here = numbers_at(outer, inner, first, INNER, 1)
     tl.store(max_ptr + to, top, mask=here)
     tl.store(sum_ptr + to, total, mask=here)
     if LOSS > 0:
@@ -178,7 +176,7 @@ def step_of_gradient(
     start = step.to(tl.int64) * (CHUNKS * COLS)
     left = (n_cols - start).to(tl.int32)
     x = load_step(x_at, start, x_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
-    at, here = vector_at(outer, inner, first, INNER, VEC), tl.reshape(exists, (1, INNER))
+    at, here = numbers_at(outer, inner, first, INNER, VEC)
     target = targets_at(target_ptr + at, here, ignore_index, n_cols)
     counts = target >= 0
     top = tl.load(max_ptr + at, mask=here, other=0.0)

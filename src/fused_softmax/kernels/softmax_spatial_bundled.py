@@ -3,30 +3,84 @@
     reduce:  a part's  m = max(x), s = sum(exp(x - m))          gradient:  d = sum(y*dy)   or   sum(dy)
     finish:  y = exp(x - m) / s   or   (x - m) - log(s)         gradient:  dx = y*(dy - d)   or   dy - exp(y)*d
 
-As `softmax_spatial_parts`, over bundles (`common.spatial_bundles`) in place of columns. Between the two, the parts of
-all columns of a bundle are merged for each position of the plane; many parts are merged for each position of a bundle
-first. The program of a block's first part or step takes the ends of the plane, too.
+As `softmax_spatial_parts`, over bundles in place of columns. A plane (n_cols, inner) is one piece of memory. Some
+columns of it that follow one another are a bundle, a row of `width` elements. The bundles of a plane start at multiples
+of a sector from the first element of the tensor, so that a kernel reads whole vectors, whatever `inner` is. Position p
+of a bundle is position p % inner of the plane. The columns in front of the first bundle and behind the last one are the
+plane's ends. They are fewer than two bundles, and are read and written element by element, by the program of a block's
+first part or step.
+
+Between the two kernels the parts of all columns of a bundle are merged for each position of the plane; many parts are
+merged for each position of a bundle first.
 """
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from .common.arguments import Int32, Int64, Rows, Vector, kernel
 from .common.numerics import LOWEST, exp, upcast
 from .common.row_scheduler import fast_divmod
 from .common.softmax_terms import gradient, gradient_term, normalize
-from .common.spatial_bundles import block_of_bundles, ends_at, load_ends
 from .common.spatial_parts import (
     gradient_sum_of_part,
     last_first,
     load_step,
     moments_of_part,
+    numbers_at,
     part_of,
     reads_of_two_passes,
-    vector_at,
 )
-from .common.spatial_tiles import columns_of_chunk, store_tile, tile_at
+from .common.spatial_tiles import columns_of_chunk, positions_of, store_tile, tile_at
+from .common.tiles import READS
+
+
+@triton.jit
+def start_of_bundles(outer, plane, inner, period, UNIT: tl.constexpr):
+    """(first element of plane `outer`, elements in front of its first bundle): int64, int32.
+
+    plane: elements of a plane. period: the columns after which runs start at multiples of UNIT elements again, a power
+    of two. So many columns c lie in front that past + c*step is a multiple of it, both in UNIT/period elements.
+    """
+    start = outer * plane
+    past = (start % UNIT).to(tl.int32) * period // UNIT
+    step = inner % UNIT * period // UNIT  # odd, so that its third power is its inverse modulo a period of up to 16
+    return start, (-past * step * step * step & (period - 1)) * inner
+
+
+@triton.jit
+def block_of_bundles(
+    outer, block, plane, width, inner, period, INNER: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr
+):
+    """A program's block of positions of the bundles of plane `outer`, as it reads them.
+
+    (first element of the plane; elements in front of its first bundle; then in units of VEC: the first bundle, the step
+    to the next one, and the block's first position; mask of the positions that exist, [1, 1, INNER]).
+    """
+    row = (width // VEC).to(tl.int64)
+    first, exists = positions_of(block, row, INNER, VEC)
+    start, head = start_of_bundles(outer, plane, inner, period, UNIT)
+    return start, head, (start + head) // VEC, row, first, exists
+
+
+@triton.jit
+def ends_at(ptr, start, head, first, n_bundles, width, ends, exists, COLS: tl.constexpr, INNER: tl.constexpr):
+    """(pointers, mask) to the ends, as two rows of a block's positions: [COLS, 1, INNER].
+
+    start, head: of `start_of_bundles`. first: the block's first position. ends: elements of a plane's ends.
+    """
+    row = tl.arange(0, COLS)[:, None, None]
+    element = row * width + first + tl.arange(0, INNER)[None, None, :]
+    at = ptr + start + element + tl.where(element < head, 0, n_bundles.to(tl.int64) * width)
+    return at, exists & (row < 2) & (element < ends)
+
+
+@triton.jit
+def load_ends(ptr, start, head, first, n_bundles, width, ends, exists, fill, COLS: tl.constexpr, INNER: tl.constexpr):
+    """The ends as loaded, `fill` where there are none."""
+    at, there = ends_at(ptr, start, head, first, n_bundles, width, ends, exists, COLS, INNER)
+    return tl.load(at, mask=there, other=fill, eviction_policy=READS)
 
 
 @kernel()
@@ -64,8 +118,7 @@ def softmax_spatial_bundled_reduce(
     top, total = moments_of_part(
         m, s, x_at, part, n_parts, n_bundles, row, column, exists, CHUNKS, COLS, VEC, False, False, POLICY, PTX
     )
-    to = vector_at(outer * n_parts + part, row, first, INNER, VEC)
-    here = tl.reshape(exists, (1, INNER))
+    to, here = numbers_at(outer * n_parts + part, row, first, INNER, VEC)
     tl.store(max_ptr + to, top, mask=here)
     tl.store(sum_ptr + to, total, mask=here)
 
@@ -99,8 +152,8 @@ def softmax_spatial_bundled_backward_reduce(
     d = gradient_sum_of_part(
         d, y_at, dy_at, part, n_parts, n_bundles, row, row, column, exists, LOG, CHUNKS, COLS, VEC, False, POLICY, PTX
     )
-    to = vector_at(outer * n_parts + part, row, first, INNER, VEC)
-    tl.store(d_ptr + to, d, mask=tl.reshape(exists, (1, INNER)))
+    to, here = numbers_at(outer * n_parts + part, row, first, INNER, VEC)
+    tl.store(d_ptr + to, d, mask=here)
 
 
 @kernel()

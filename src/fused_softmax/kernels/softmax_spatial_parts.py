@@ -25,11 +25,12 @@ from .common.spatial_parts import (
     last_first,
     load_step,
     moments_of_part,
+    numbers_at,
     part_of,
     reads_of_two_passes,
-    vector_at,
+    rows_of,
 )
-from .common.spatial_tiles import columns_of_chunk, positions_of, store_tile, sum_over_columns, tile_at
+from .common.spatial_tiles import columns_of_chunk, outer_of, positions_of, store_tile, sum_over_columns, tile_at
 from .common.tiles import READS
 
 
@@ -38,10 +39,11 @@ def softmax_spatial_reduce(
     x_ptr: Rows,
     max_ptr: Vector,  # [outer, n_parts, inner] float32; or the logsumexp, in any dtype, where LSE and ONE_PART
     sum_ptr: Vector,  # [outer, n_parts, inner] float32
-    n_cols: Int32,
+    n_outer: Int64, n_cols: Int32,
     inner: Int64,  # inner and strides: in units of VEC
     n_blocks: Int32, n_parts: Int32,
     x_outer: Int64, x_col: Int64,
+    OUTERS: tl.constexpr,  # indices of `outer` of a program
     COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
     LSE: tl.constexpr,  # for a logsumexp: +inf gives a finite maximum and an infinite sum, not NaN
     ONE_PART: tl.constexpr, INVARIANT: tl.constexpr,
@@ -50,18 +52,23 @@ def softmax_spatial_reduce(
 ):  # fmt: skip
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
-    outer, part, block = part_of(n_blocks, n_parts)
+    index, part, block = part_of(n_blocks, n_parts)
+    outer, is_outer = outer_of(index, n_outer, OUTERS)
     first, exists = positions_of(block, inner, INNER, VEC)
+    if OUTERS > 1:
+        exists = exists & is_outer
     column = columns_of_chunk(1, COLS)
     x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
-    m = tl.zeros([COLS, 1, INNER], tl.float32) + LOWEST
-    s = tl.zeros([COLS, 1, INNER], tl.float32)
+    m = tl.zeros([COLS, OUTERS, INNER], tl.float32) + LOWEST
+    s = tl.zeros([COLS, OUTERS, INNER], tl.float32)
     POLICY: tl.constexpr = READS if LSE else reads_of_two_passes(x_ptr.dtype.element_ty)
     top, total = moments_of_part(
         m, s, x_at, part, n_parts, n_cols, x_col, column, exists, CHUNKS, COLS, VEC, LSE, INVARIANT, POLICY, PTX
     )
-    to = vector_at(outer * n_parts + part, inner, first, INNER, VEC)
-    here = tl.reshape(exists, (1, INNER))
+    row, is_row = rows_of(index, n_outer, OUTERS)
+    to, here = numbers_at(row * n_parts + part, inner, first, INNER, VEC)
+    if OUTERS > 1:
+        here = here & is_row
     if LSE and ONE_PART:
         tl.store(max_ptr + to, logsumexp(top, total).to(max_ptr.dtype.element_ty), mask=here)
     else:
@@ -93,8 +100,8 @@ def softmax_spatial_backward_reduce(
         d, y_at, dy_at, part, n_parts, n_cols, y_col, dy_col, column, exists, LOG, CHUNKS, COLS, VEC, INVARIANT, POLICY,
         PTX,
     )  # fmt: skip
-    to = vector_at(outer * n_parts + part, inner, first, INNER, VEC)
-    tl.store(d_ptr + to, d, mask=tl.reshape(exists, (1, INNER)))
+    to, here = numbers_at(outer * n_parts + part, inner, first, INNER, VEC)
+    tl.store(d_ptr + to, d, mask=here)
 
 
 @kernel()
@@ -128,8 +135,7 @@ def softmax_spatial_merge(
         m = m_new
     top = tl.max(m, 0)
     total = sum_over_columns(s * exp(m - top[None, :, :]), True)
-    to = vector_at(outer, inner, first, INNER, 1)
-    here = tl.reshape(exists, (1, INNER))
+    to, here = numbers_at(outer, inner, first, INNER, 1)
     if LSE:
         tl.store(max_ptr + to, logsumexp(top, total).to(max_ptr.dtype.element_ty), mask=here)
     else:
@@ -156,8 +162,8 @@ def softmax_spatial_backward_merge(
         tl.extra.cuda.gdc_wait()
     for start in range(0, n_parts, COLS):
         d += tl.load(at + start * inner, mask=exists & (part < n_parts - start), other=0.0)
-    to = vector_at(outer, inner, first, INNER, 1)
-    tl.store(d_ptr + to, sum_over_columns(d, True), mask=tl.reshape(exists, (1, INNER)))
+    to, here = numbers_at(outer, inner, first, INNER, 1)
+    tl.store(d_ptr + to, sum_over_columns(d, True), mask=here)
 
 
 @kernel()
@@ -182,7 +188,7 @@ def softmax_spatial_finish(
     left = (n_cols - start).to(tl.int32)
     POLICY: tl.constexpr = reads_of_two_passes(x_ptr.dtype.element_ty)
     x = load_step(x_at, start, x_col, column, n_cols, exists, -float("inf"), CHUNKS, COLS, VEC, POLICY)
-    at, here = vector_at(outer, inner, first, INNER, VEC), tl.reshape(exists, (1, INNER))
+    at, here = numbers_at(outer, inner, first, INNER, VEC)
     if WAITS:  # the tile is on its way
         tl.extra.cuda.gdc_wait()
     top = tl.load(max_ptr + at, mask=here, other=0.0)[None, :, :]
@@ -216,9 +222,8 @@ def softmax_spatial_backward_finish(
     y = load_step(y_at, start, y_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC, POLICY)
     if WAITS:  # the tiles are on their way
         tl.extra.cuda.gdc_wait()
-    d = tl.load(d_ptr + vector_at(outer, inner, first, INNER, VEC), mask=tl.reshape(exists, (1, INNER)), other=0.0)[
-        :, None, :
-    ]
+    at, here = numbers_at(outer, inner, first, INNER, VEC)
+    d = tl.load(d_ptr + at, mask=here, other=0.0)[:, None, :]
     for c in tl.static_range(CHUNKS):
         dx = gradient(upcast(y[c], PTX), upcast(dy[c], PTX), d, LOG)
         store_tile(dx_at + start * dx_col * VEC, dx, c, dx_col, column, left, exists, 0, COLS, VEC)
@@ -229,16 +234,19 @@ def logsumexp_spatial_backward(
     x_ptr: Rows, dx_ptr: Rows,
     lse_ptr: Vector,  # [outer, inner], as the forward returned it
     g_ptr: Vector,  # [outer, inner], the upstream gradient
-    n_cols: Int32,
+    n_outer: Int64, n_cols: Int32,
     inner: Int64,  # inner and strides: in units of VEC
     n_blocks: Int32, n_steps: Int32,
     x_outer: Int64, x_col: Int64, dx_outer: Int64, dx_col: Int64,
-    COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, PTX: tl.constexpr,
-    EARLY: tl.constexpr,
+    OUTERS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    PTX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """dx = g*exp(x - lse)"""
-    outer, step, block = last_first(tl.program_id(0), tl.num_programs(0), n_blocks, n_steps)
+    index, step, block = last_first(tl.program_id(0), tl.num_programs(0), n_blocks, n_steps)
+    outer, is_outer = outer_of(index, n_outer, OUTERS)
     first, exists = positions_of(block, inner, INNER, VEC)
+    if OUTERS > 1:
+        exists = exists & is_outer
     column = columns_of_chunk(1, COLS)
     x_at = tile_at(x_ptr, outer, x_col, x_outer, first, column, INNER, VEC)
     dx_at = tile_at(dx_ptr, outer, dx_col, dx_outer, first, column, INNER, VEC)
@@ -246,7 +254,10 @@ def logsumexp_spatial_backward(
     left = (n_cols - start).to(tl.int32)
     await_previous(EARLY)
     x = load_step(x_at, start, x_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
-    at, here = vector_at(outer, inner, first, INNER, VEC), tl.reshape(exists, (1, INNER))
+    row, is_row = rows_of(index, n_outer, OUTERS)
+    at, here = numbers_at(row, inner, first, INNER, VEC)
+    if OUTERS > 1:
+        here = here & is_row
     lse = tl.load(lse_ptr + at, mask=here, other=0.0).to(tl.float32)[None, :, :]
     g = tl.load(g_ptr + at, mask=here, other=0.0).to(tl.float32)[None, :, :]
     for c in tl.static_range(CHUNKS):

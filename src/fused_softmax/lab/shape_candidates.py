@@ -49,7 +49,7 @@ def candidates(problem: SpatialProblem, device: Device, most: int = 0, seed: int
     """Different plans that hold `problem`: at most `most` of them, drawn by the seed; all where `most` is 0.
 
     >>> from fused_softmax.planning.types import DEVICES
-    >>> problem = SpatialProblem(2, 86, "bfloat16", "bfloat16", 2, backward=True, whole_sectors=False, packed=True)
+    >>> problem = SpatialProblem(2, 86, "bfloat16", 2, backward=True, whole_sectors=False, packed=True)
     >>> len(candidates(problem, DEVICES["sm_90"], most=20))
     20
     """
@@ -92,7 +92,7 @@ def _tiles_of(
     ways = [[(1, warps) for warps in (WARPS if not skewed else (4, 8))]]
     # CTAs of a cluster write other columns: a sector that two share is written twice
     apart = skewed or overlaps or starts == SECTOR_BYTES
-    if problem.dtype == problem.out_dtype and apart and positions <= power_of_two(problem.inner):
+    if apart and positions <= power_of_two(problem.inner):
         ways += [[(ctas, warps) for ctas in CTAS if ctas <= device.max_cluster] for warps in (4, 8)]
     for sizes in ways:
         for words in WORDS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..planning.spatial import plan_spatial_elementwise, plan_spatial_statistics
+from ..planning.logsumexp import plan_logsumexp, plan_logsumexp_gradient
 from ..planning.types import Device, Plan
 from .cache import Cache
 from .context import is_batch_invariant
@@ -34,7 +34,7 @@ _runs = Cache()
 
 def lse_plan(x: Tensor, invariant: bool, device: Device) -> Plan:
     """The plan of logsumexp of (outer, n_cols, inner) over n_cols."""
-    return plan_spatial_statistics(problem_of(x, batch_invariant=invariant), device)
+    return plan_logsumexp(problem_of(x, batch_invariant=invariant), device)
 
 
 def lse_recipe(x: Tensor, plan: Plan, device: Device) -> Recipe:
@@ -56,7 +56,7 @@ def gradient_recipe(x: Tensor, dx: Tensor, plan: Plan, device: Device) -> Recipe
     """What the gradient launches over (x, dx, lse, g)."""
     kernel = PARTS["logsumexp_spatial_backward"]()
     scalars, programs, meta = sizes_and_steps(kernel, (x, dx), plan, device)
-    return Recipe((Step(kernel, meta, (0, 1, 2, 3), scalars, programs),))
+    return Recipe((Step(kernel, meta, (0, 1, 2, 3), (None, *scalars), programs, plan.outers),))
 
 
 def _forward(x: Tensor, lse: Tensor) -> None:
@@ -76,7 +76,7 @@ def _backward(x: Tensor, dx: Tensor, lse: Tensor, g: Tensor) -> None:
 
     def make() -> Run:
         device = device_of(x)
-        plan = plan_spatial_elementwise(problem_of(x, dx), device)
+        plan = plan_logsumexp_gradient(problem_of(x, dx), device)
         return prepare(gradient_recipe(x, dx, plan, device), tensors)
 
     cached_run(_runs, of_layout(tensors), x, make)(tensors)
@@ -123,7 +123,7 @@ def planned_logsumexp(x: Tensor, dim: int, backward: bool) -> Plan | None:
     if planes is None:
         return None
     problem, device = problem_of(planes, batch_invariant=is_batch_invariant()), device_of(x)
-    return plan_spatial_elementwise(problem, device) if backward else plan_spatial_statistics(problem, device)
+    return plan_logsumexp_gradient(problem, device) if backward else plan_logsumexp(problem, device)
 
 
 def logsumexp_forward(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor | None:

@@ -65,7 +65,8 @@ def problem_of(
     """
     _, n_cols, inner = tensors[0].shape
     expect_countable(n_cols)
-    to, vec = tensors[-1], 16 // min(t.element_size() for t in tensors)
+    widest = max(tensors, key=Tensor.element_size)
+    to, vec = tensors[-1], 16 // widest.element_size()
     whole_sectors = all(n * to.element_size() % 32 == 0 for n in (inner, to.stride(0), to.stride(1)))
     for t in tensors:
         vec = min(vec, *(alignment_of(n, vec) for n in (inner, t.stride(0), t.stride(1))))
@@ -74,9 +75,8 @@ def problem_of(
     in_phase = _in_phase(tensors, inner)
     lies = (to.dtype, 0, (n_cols * inner, inner))
     packed = all((t.dtype, t.data_ptr() % 16, t.stride()[:2]) == lies for t in tensors)
-    dtypes = [DTYPE_NAMES[t.dtype] for t in (tensors[0], tensors[-1])]
     return SpatialProblem(
-        n_cols, inner, dtypes[0], dtypes[1], vec, backward, log, batch_invariant, whole_sectors, in_phase, packed
+        n_cols, inner, DTYPE_NAMES[widest.dtype], vec, backward, log, batch_invariant, whole_sectors, in_phase, packed
     )
 
 
@@ -212,8 +212,10 @@ def parts_step(
     """The launch whose programs each reduce one part of the columns."""
     sizes = _sizes(read[0], plan)
     parts = -(-sizes[0] // plan.part_cols)
-    scalars = (*sizes, parts, *_strides(read, plan.vec))
-    return Step(kernel, _meta(kernel, plan, device, **flags), tensors, scalars, sizes[2] * parts)
+    scalars: tuple[int | None, ...] = (*sizes, parts, *_strides(read, plan.vec))
+    if "n_outer" in kernel.declaration.arguments:
+        scalars = (None, *scalars)
+    return Step(kernel, _meta(kernel, plan, device, **flags), tensors, scalars, sizes[2] * parts, plan.outers)
 
 
 def sizes_and_steps(

@@ -34,7 +34,7 @@ SKEWED_COLS, TILE_COLS, TILE_POSITIONS, TILE = 7169, 5001, 90, 16
 def bundle_of(problem: SpatialProblem) -> int:
     """The columns of a bundle: the fewest whose positions fill tiles, else those that fill them most.
 
-    >>> bundle_of(SpatialProblem(400000, 5, "bfloat16", "bfloat16", 1, packed=True))
+    >>> bundle_of(SpatialProblem(400000, 5, "bfloat16", 1, packed=True))
     48
     """
     period, tile = problem.period, PARTS.n_bytes // problem.itemsize

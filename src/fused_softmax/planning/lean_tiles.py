@@ -123,7 +123,7 @@ def lean_config(problem: SpatialProblem, device: Device) -> SpatialConfig | None
     """The config of such tiles; None for other columns, where tiles are not filled, and where no cluster holds one.
 
     >>> from .types import DEVICES
-    >>> planes = SpatialProblem(340, 4384, "bfloat16", "bfloat16", 8, backward=True)
+    >>> planes = SpatialProblem(340, 4384, "bfloat16", 8, backward=True)
     >>> config = lean_config(planes, DEVICES["sm_90"])
     >>> config.ctas, config.num_warps
     (4, 4)

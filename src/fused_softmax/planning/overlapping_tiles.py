@@ -142,7 +142,7 @@ def overlapping_config(problem: SpatialProblem, device: Device) -> SpatialConfig
     """The config of such tiles; None for other columns, where tiles are not filled, and where no cluster holds one.
 
     >>> from .types import DEVICES
-    >>> planes = SpatialProblem(1500, 44668, "bfloat16", "bfloat16", 4, whole_sectors=False, in_phase=True)
+    >>> planes = SpatialProblem(1500, 44668, "bfloat16", 4, whole_sectors=False, in_phase=True)
     >>> overlapping_config(planes, DEVICES["sm_90"]).ctas
     8
     """

@@ -150,7 +150,7 @@ def planes_plan(problem: SpatialProblem, device: Device) -> Plan | None:
     """The plan of planes that are read as pieces of memory; None where they cannot.
 
     >>> from .types import DEVICES
-    >>> planes = SpatialProblem(35, 31, "bfloat16", "bfloat16", 1, packed=True)
+    >>> planes = SpatialProblem(35, 31, "bfloat16", 1, packed=True)
     >>> planes_plan(planes, DEVICES["sm_90"]).outers
     4
     """

@@ -123,7 +123,7 @@ def best_way(problem: SpatialProblem, device: Device) -> Held | None:
     """The fastest way to hold the planes in registers; None where no cluster may.
 
     >>> from .types import DEVICES
-    >>> planes = SpatialProblem(300, 251, "bfloat16", "bfloat16", 1, packed=True)
+    >>> planes = SpatialProblem(300, 251, "bfloat16", 1, packed=True)
     >>> best_way(planes, DEVICES["sm_90"]).ctas
     2
     """

@@ -121,7 +121,7 @@ def faster_as_short(
     >>> from .spatial import plan_spatial
     >>> from .types import DEVICES
     >>> hopper = DEVICES["sm_90"]
-    >>> planes = SpatialProblem(1428, 98, "float32", "float32", 2, whole_sectors=False, in_phase=True, packed=True)
+    >>> planes = SpatialProblem(1428, 98, "float32", 2, whole_sectors=False, in_phase=True, packed=True)
     >>> plan = plan_spatial(planes, hopper, "spatial_two_pass")
     >>> config = faster_as_short(planes, hopper, plan, best_way(planes, hopper))
     >>> config.inner, config.ctas, config.num_warps

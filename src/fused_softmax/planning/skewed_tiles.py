@@ -70,13 +70,11 @@ def skewed_config(problem: SpatialProblem, device: Device) -> SpatialConfig | No
     """The config of the widest skewed tiles filled enough; None where no cluster holds one, or runs start at vectors.
 
     >>> from .types import DEVICES
-    >>> planes = SpatialProblem(1231, 166, "bfloat16", "bfloat16", 2, in_phase=True)
+    >>> planes = SpatialProblem(1231, 166, "bfloat16", 2, in_phase=True)
     >>> skewed_config(planes, DEVICES["sm_90"]).inner
     64
     """
-    cast = problem.dtype != problem.out_dtype
-    unlike = cast or not problem.in_phase or problem.batch_invariant
-    if unlike or problem.vec == problem.full_vec or device.max_cluster == 1:
+    if not problem.in_phase or problem.batch_invariant or problem.vec == problem.full_vec or device.max_cluster == 1:
         return None
     for more_warps in (False, True):
         for positions in POSITIONS:

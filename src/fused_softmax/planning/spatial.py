@@ -40,7 +40,6 @@ from .spatial_tables import (
     NARROW_PARTS,
     NARROW_POSITIONS,
     ON_CHIP,
-    ONE_STEP,
     PART_COLS,
     PART_VECTORS,
     PARTLY_ALIGNED_PARTS,
@@ -52,7 +51,6 @@ from .spatial_tables import (
     STAGGERED_FITTING,
     STAGGERED_POSITIONS,
     STAGGERED_WARPS,
-    STATISTICS_PARTS,
     UNALIGNED,
     UNALIGNED_LOSS,
     UNALIGNED_PARTS,
@@ -141,7 +139,7 @@ def parts_plan(problem: SpatialProblem, device: Device, tile: PartsTile = PARTS)
 def bundled_plan(problem: SpatialProblem, device: Device, bundle: int) -> Plan:
     """The plan of columns that are read twice, `bundle` of them as one (`bundled_columns`).
 
-    >>> planes = SpatialProblem(400000, 5, "bfloat16", "bfloat16", 1, packed=True)
+    >>> planes = SpatialProblem(400000, 5, "bfloat16", 1, packed=True)
     >>> bundled_plan(planes, DEVICES["sm_90"], 48).vec
     8
     """
@@ -158,6 +156,13 @@ def _padded(problem: SpatialProblem, inner: int) -> int:
     return -(-problem.inner // inner) * inner
 
 
+def narrowed(problem: SpatialProblem, inner: int) -> int:
+    """The positions of a tile of `inner`, or of a narrower one that is filled much better."""
+    while inner > 32 and _padded(problem, inner // 2) < 0.85 * _padded(problem, inner):
+        inner //= 2
+    return inner
+
+
 def _in_chunks(problem: SpatialProblem, cols: int) -> int:
     """Columns, in whole chunks of `cols`."""
     return -(-problem.n_cols // cols) * cols
@@ -166,7 +171,7 @@ def _in_chunks(problem: SpatialProblem, cols: int) -> int:
 def _takes_half_threads(problem: SpatialProblem, config: SpatialConfig) -> bool:
     """Whether a thread is to have 8 bytes of a chunk: a 16-bit softmax of few positions and few columns."""
     few = power_of_two(problem.inner) <= HALF_POSITIONS and problem.n_cols <= HALF_COLS
-    return few and config.ctas == 1 and problem.widest == 2 and not (problem.backward or problem.batch_invariant)
+    return few and config.ctas == 1 and problem.itemsize == 2 and not (problem.backward or problem.batch_invariant)
 
 
 def _longer_run(problem: SpatialProblem, cols: int, inner: int, per_chunk: int, run: RunRule) -> int:
@@ -208,9 +213,8 @@ def tiles_plan(
     inner = min(config.inner, power_of_two(problem.inner))
     # a last block with few positions wastes the time of the others
     # (not where chunks are staged: a program of several indices of `outer` stages those of one)
-    narrows = config.ctas == 1 and config.held is None and not (config.skewed or config.overlaps)
-    while narrows and inner > 32 and _padded(problem, inner // 2) < 0.85 * _padded(problem, inner):
-        inner //= 2
+    if config.ctas == 1 and config.held is None and not (config.skewed or config.overlaps):
+        inner = narrowed(problem, inner)
     # few positions: columns are neighbors in memory, and a chunk of more of them is a longer run
     if config.ctas == 1 and not problem.batch_invariant:
         if loss and inner <= NARROW:
@@ -246,7 +250,7 @@ def staggered(plan: Plan, problem: SpatialProblem, device: Device) -> Plan:
     """
     wide = plan.rows > STAGGERED_POSITIONS and plan.overlap == 0
     few = plan.rows < (32 if plan.ctas == 1 else 16)
-    others = plan.skewed or problem.dtype != problem.out_dtype or few  # not measured
+    others = plan.skewed or few  # not measured
     if plan.max_registers is None or wide or others or not device.staggers:
         return plan
     itemsize, of_device = ITEMSIZE[problem.dtype], MULTIPROCESSORS[device.name]
@@ -277,9 +281,7 @@ def _configs(
     softmax: of a softmax or its gradient, not of a loss.
     """
     unaligned = problem.vec < problem.full_vec // 2 and not problem.batch_invariant
-    # elements that are read one by one take more registers, and so does a cast
-    clusters = problem.dtype == problem.out_dtype
-    staged = device.supports_smem_staging and clusters
+    staged = device.supports_smem_staging
     skewed = problem.in_phase and device.kind != "hip"
     halves = problem.in_phase and problem.vec == problem.full_vec and not problem.whole_sectors
 
@@ -296,7 +298,7 @@ def _configs(
         return (
             config.least_cols <= problem.n_cols <= config.max_cols
             and (not special or (fills_tiles(config) and not problem.batch_invariant))
-            and (config.ctas == 1 or (clusters and device.max_cluster >= config.ctas))
+            and (config.ctas == 1 or device.max_cluster >= config.ctas)
             and (config.held is None or (staged and (config.skewed > 0 or problem.vec == problem.full_vec)))
             and (not config.skewed or skewed)
             and (not config.overlaps or halves)
@@ -308,12 +310,13 @@ def _configs(
         yield from filter(fits, unaligned_table)
     elif problem.vec < problem.full_vec and problem.n_cols >= SKEWED_COLS[problem.itemsize]:
         yield from (config for config in unaligned_table if config.skewed and fits(config))
+    # elements that are read one by one take more registers
     yield from (config for config in table if fits(config) and not (unaligned and config.ctas > 1))
 
 
-def _on_chip(problem: SpatialProblem, device: Device, part_vectors: bool = True) -> Iterator[SpatialConfig]:
+def on_chip(problem: SpatialProblem, device: Device, part_vectors: bool = True) -> Iterator[SpatialConfig]:
     """The configs of a softmax or a gradient, best first. part_vectors: with those of PART_VECTORS."""
-    kind = problem.backward, problem.widest
+    kind = problem.backward, problem.itemsize
     if problem.inner >= LEAST_FEW and (few := few_positions(problem, device)) is not None:
         yield few
     first = PART_VECTORS.get((*kind, problem.vec), ()) if part_vectors else ()
@@ -367,7 +370,7 @@ def _long_and_narrow(problem: SpatialProblem, device: Device) -> Plan | None:
     elements, single = problem.n_cols * inner, problem.vec < problem.full_vec // 2
     if single and elements > MOST_SINGLE:
         return None
-    for tile in LONG[problem.backward, problem.widest]:
+    for tile in LONG[problem.backward, problem.itemsize]:
         if inner < tile.inner and elements <= tile.elements:
             warps = max(1, tile.num_warps * 32 // device.warp_size)
             cols = warps * device.warp_size * problem.full_vec // inner
@@ -378,7 +381,7 @@ def _long_and_narrow(problem: SpatialProblem, device: Device) -> Plan | None:
 
 def _resident_plans(problem: SpatialProblem, device: Device) -> Iterator[Plan]:
     """The plans that keep the columns on chip, best first."""
-    yield from (tiles_plan(problem, device, config, halves=True) for config in _on_chip(problem, device))
+    yield from (tiles_plan(problem, device, config, halves=True) for config in on_chip(problem, device))
     if problem.batch_invariant:
         return
     if (found := _long_and_narrow(problem, device)) is not None:
@@ -390,7 +393,7 @@ def _resident_plans(problem: SpatialProblem, device: Device) -> Iterator[Plan]:
 def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = None) -> Plan:
     """The plan for `problem` on `device`; `regime` forces one (ValueError where it cannot hold such columns).
 
-    >>> plan_spatial(SpatialProblem(19, 4096, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).regime
+    >>> plan_spatial(SpatialProblem(19, 4096, "bfloat16", vec=8), DEVICES["sm_90"]).regime
     'spatial'
     """
     found = None
@@ -407,9 +410,8 @@ def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = N
 
 def _parts_tile(problem: SpatialProblem) -> PartsTile:
     """The tile of a softmax whose columns are read twice."""
-    # vectors of the wider dtype take twice as many registers. The number of chunks decides a position's bits, which
-    # within batch_invariant() do not depend on `inner`
-    if problem.dtype != problem.out_dtype or problem.batch_invariant:
+    # the number of chunks decides a position's bits, which within batch_invariant() do not depend on `inner`
+    if problem.batch_invariant:
         return PARTS
     tile = _uncapped_parts_tile(problem)
     return tile._replace(chunks=min(tile.chunks, MOST_LOG_CHUNKS)) if problem.backward and problem.log else tile
@@ -433,30 +435,3 @@ def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:
         return parts_plan(problem, device)
     found = replace(tiles_plan(problem, device, config, loss=True), recompute=problem.itemsize == 2)
     return staggered(found, problem, device)
-
-
-def plan_spatial_statistics(problem: SpatialProblem, device: Device) -> Plan:
-    """The plan of a kernel that reads the columns once, in steps, and writes one number for each position."""
-    found = _in_one_step(problem, device) or parts_plan(problem, device, STATISTICS_PARTS)
-    return replace(found, why="the columns are read once, in steps")
-
-
-def plan_spatial_elementwise(problem: SpatialProblem, device: Device) -> Plan:
-    """The plan of a kernel that reads and writes columns without a reduction."""
-    found = _in_one_step(problem, device) or parts_plan(problem, device)
-    return replace(found, why="independent programs share the columns")
-
-
-def _in_one_step(problem: SpatialProblem, device: Device) -> Plan | None:
-    """The plan of one part of one step, in the tiles of a softmax of so few columns; None where there are more."""
-    configs = _on_chip(problem, device, part_vectors=False)
-    config = next((c for c in configs if c.ctas == 1 and not (c.skewed or c.overlaps)), None)
-    if config is None or problem.n_cols > ONE_STEP or problem.batch_invariant:
-        return None
-    found = tiles_plan(problem, device, config)
-    # its kernels take one index of `outer`
-    warps = max(1, found.num_warps // found.outers)
-    part_cols = found.chunks * found.vectors_per_chunk
-    return replace(
-        found, regime="spatial_two_pass", num_warps=warps, outers=1, unpredicated_chunks=0, part_cols=part_cols
-    )

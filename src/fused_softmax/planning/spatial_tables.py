@@ -608,5 +608,3 @@ BUNDLED_PARTS = {
     (True, False, 4): PartsTile(256, 4, 16, 4, 128, 1024),
     (True, True, 4): PartsTile(256, 4, MOST_LOG_CHUNKS, 4, 128, 1024),
 }
-# a statistic, or a gradient without a reduction, holds fewer numbers; up to so many columns it takes one step
-STATISTICS_PARTS, ONE_STEP = PARTS._replace(chunks=8), 128

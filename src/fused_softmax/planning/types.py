@@ -150,24 +150,8 @@ DEVICES = {name: row[0] for name, row in _HARDWARE.items()}
 DEVICES["interpreter"] = Device("interpreter", "interpreter", max_cluster=16)
 
 
-class _Dtypes:
-    """What follows from the dtypes of a problem."""
-
-    dtype: str
-    out_dtype: str
-
-    @property
-    def full_vec(self) -> int:
-        return VECTOR_BYTES // min(ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype])
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of the narrowest element."""
-        return VECTOR_BYTES // self.full_vec
-
-
 @dataclass(frozen=True)
-class Problem(_Dtypes):
+class Problem:
     """One row-wise operation, without its number of rows.
 
     vec: every row of every tensor starts at a multiple of so many elements (a power of two, at most 16 bytes of the
@@ -185,22 +169,30 @@ class Problem(_Dtypes):
     log: bool = False
     packed: bool = False
 
+    @property
+    def full_vec(self) -> int:
+        return VECTOR_BYTES // min(ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype])
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of the narrowest element."""
+        return VECTOR_BYTES // self.full_vec
+
 
 @dataclass(frozen=True)
-class SpatialProblem(_Dtypes):
+class SpatialProblem:
     """One softmax over n_cols of a tensor (outer, n_cols, inner), without `outer`.
 
-    vec: every run of `inner` elements of every tensor starts at a multiple of so many elements (a power of two, at most
-    16 bytes of the narrowest dtype). whole_sectors: every run of the output starts at a multiple of 32 bytes. in_phase:
-    tiles that are skewed or overlap may hold the tensors, because their runs start at the same distances from a 16-byte
-    boundary, and the output has memory of its own. packed: all tensors have one dtype, start at multiples of 16 bytes,
-    and have no gaps.
+    dtype: of the widest tensor, so that a cast has a plan of float32. vec: every run of `inner` elements of every
+    tensor starts at a multiple of so many elements (a power of two, at most 16 bytes of `dtype`). whole_sectors: every
+    run of the output starts at a multiple of 32 bytes. in_phase: tiles that are skewed or overlap may hold the tensors,
+    because their runs start at the same distances from a 16-byte boundary, and the output has memory of its own.
+    packed: all tensors have one dtype, start at multiples of 16 bytes, and have no gaps.
     """
 
     n_cols: int
     inner: int
     dtype: str
-    out_dtype: str
     vec: int
     backward: bool = False
     log: bool = False
@@ -210,14 +202,18 @@ class SpatialProblem(_Dtypes):
     packed: bool = False
 
     @property
-    def plane_bytes(self) -> int:
-        """Bytes of one index of `outer`, in the narrowest dtype."""
-        return self.n_cols * self.inner * self.itemsize
+    def full_vec(self) -> int:
+        return VECTOR_BYTES // self.itemsize
 
     @property
-    def widest(self) -> int:
-        """Bytes of the widest element, which says what registers hold."""
-        return max(ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype])
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def plane_bytes(self) -> int:
+        """Bytes of one index of `outer`."""
+        return self.n_cols * self.inner * self.itemsize
 
     @property
     def sector(self) -> int:
@@ -228,7 +224,7 @@ class SpatialProblem(_Dtypes):
     def starts(self) -> int:
         """Elements at whose multiples the columns of every tensor start, up to a sector.
 
-        >>> SpatialProblem(1500, 192, "bfloat16", "bfloat16", 1).starts  # an input with gaps, whatever the output has
+        >>> SpatialProblem(1500, 192, "bfloat16", 1).starts  # an input with gaps, whatever the output has
         1
         """
         return self.sector if self.whole_sectors and self.vec == self.full_vec else self.vec
@@ -237,7 +233,7 @@ class SpatialProblem(_Dtypes):
     def period(self) -> int:
         """The columns after which runs start at multiples of 32 bytes again: a power of two, up to 16.
 
-        >>> SpatialProblem(30000, 12, "bfloat16", "bfloat16", 4, packed=True).period
+        >>> SpatialProblem(30000, 12, "bfloat16", 4, packed=True).period
         4
         """
         return period_of(self.inner, self.itemsize)
@@ -282,8 +278,7 @@ class SpatialProblem(_Dtypes):
 
     def may_have_tiles(self, device: Device) -> bool:
         """Whether tiles by a rule (`few_positions`, `overlapping_tiles`, `lean_tiles`) may hold it, as was measured."""
-        like = self.dtype == self.out_dtype and not self.batch_invariant
-        return like and device.supports_smem_staging and device.max_cluster > 1
+        return not self.batch_invariant and device.supports_smem_staging and device.max_cluster > 1
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,25 @@ def part_of(n_blocks, n_parts):
 
 
 @triton.jit
-def vector_at(row, inner, first, INNER: tl.constexpr, VEC: tl.constexpr):
-    """Offsets of the program's positions in a float32 tensor of rows of `inner` positions.  # [1, INNER]"""
-    return (row * inner + first) * VEC + tl.arange(0, INNER)[None, :]
+def numbers_at(row, inner, first, INNER: tl.constexpr, VEC: tl.constexpr):
+    """(offsets of the program's positions in a tensor of rows of `inner` positions, mask of those that exist).
+
+    The mask is computed here: one that comes from the tile's by `reshape` makes each access one of a single number.
+    # row: a scalar, or [OUTERS, 1] -> [OUTERS, INNER], [1, INNER]
+    """
+    position = tl.arange(0, INNER)[None, :]
+    left = tl.minimum(inner - first, INNER // VEC).to(tl.int32)
+    return (row * inner + first) * VEC + position, position < left * VEC
+
+
+@triton.jit
+def rows_of(index, n_outer, OUTERS: tl.constexpr):
+    """`outer_of` for `numbers_at`: (index along `outer`, whether it exists), scalars or [OUTERS, 1]."""
+    if OUTERS == 1:
+        return index.to(tl.int64), True
+    else:
+        outer = index.to(tl.int64) * OUTERS + tl.arange(0, OUTERS)[:, None]
+        return outer, outer < n_outer
 
 
 @triton.jit
@@ -59,7 +75,7 @@ def moments_of_part(
     m, s, x_at, part, n_parts, n_cols, x_col, column, exists, CHUNKS: tl.constexpr, COLS: tl.constexpr,
     VEC: tl.constexpr, LSE: tl.constexpr, INVARIANT: tl.constexpr, POLICY: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """(maximum, sum) of each position over the columns of a part, and over the (m, s) before: [COLS, 1, INNER].
+    """(maximum, sum) of each position over the columns of a part, and over the (m, s) before: [COLS, OUTERS, INNER].
 
     Part p has the steps p, p + n_parts, ... of the columns. So the programs of all parts read one run of memory at a
     time, and what they read last is the end of the columns.
