@@ -44,11 +44,14 @@ def test_dims(dims, keepdim):
         torch.testing.assert_close(dx, torch.autograd.grad(want, leaf, g)[0], rtol=1e-5, atol=1e-6)
 
 
+AROUND = 1 << 14  # numbers around a tensor: more than a program's tile has
+
+
 def _guarded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a tensor, the memory around it): 32 numbers of -7 in front of it and behind it."""
+    """(a tensor, the memory around it): AROUND numbers of -7 in front of it and behind it."""
     size = torch.Size(shape).numel()
-    memory = torch.full((size + 64,), -7.0, dtype=dtype)
-    return memory[32 : 32 + size].view(shape), memory
+    memory = torch.full((size + 2 * AROUND,), -7.0, dtype=dtype)
+    return memory[AROUND : AROUND + size].view(shape), memory
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.extended) for n in range(2, 8))])
@@ -62,7 +65,8 @@ def test_random_planes(seed):
             n_cols, inner = rng.randint(1025, 2500), rng.randint(2, 12)
         outer = rng.randint(1, max(1, min(200, 20000 // (n_cols * inner))))
         dtype = rng.choice((torch.float32, torch.bfloat16))
-        x = (torch.randn(outer, n_cols, inner, generator=generator) * 3).to(dtype)
+        x, _ = _guarded((outer, n_cols, inner), dtype)
+        x.copy_(torch.randn(x.shape, generator=generator) * 3)
         x[0, rng.randrange(n_cols)] = float("-inf")
         if n_cols == 1:
             x[0] = 0.5
@@ -72,15 +76,34 @@ def test_random_planes(seed):
         over_planes._forward(x, lse)
         want, eps = torch.logsumexp(x.double(), 1), torch.finfo(dtype).eps
         torch.testing.assert_close(lse.double(), want, rtol=2 * eps, atol=2 * eps)
-        assert (torch.cat((memory[:32], memory[-32:])) == -7).all(), "written outside of the output"
+        assert (torch.cat((memory[:AROUND], memory[-AROUND:])) == -7).all(), "written outside of the output"
 
-        g = torch.randn(outer, inner, generator=generator).to(dtype)
+        g, _ = _guarded((outer, inner), dtype)
+        g.copy_(torch.randn(g.shape, generator=generator))
         dx, memory = _guarded(x.shape, dtype)
         over_planes._backward(x, dx, lse.view(-1), g.view(-1))
         exact = g.double()[:, None] * (x.double() - lse.double()[:, None]).exp()
         torch.testing.assert_close(dx.double(), exact, rtol=4 * eps + 1e-5, atol=1e-6)
-        assert (torch.cat((memory[:32], memory[-32:])) == -7).all(), "written outside of the gradient"
+        assert (torch.cat((memory[:AROUND], memory[-AROUND:])) == -7).all(), "written outside of the gradient"
     assert several > 10 and parts > 0
+
+
+@pytest.mark.parametrize("layout", ["steps", "cropped"])
+def test_what_folds_to_nothing_is_copied_in_its_order(layout, monkeypatch):
+    """Into rows it would be copied transposed."""
+    wide = torch.randn(3, 5, 4, 18)
+    x = (wide[..., ::2] if layout == "steps" else wide[..., :9]).requires_grad_()
+    read: list[torch.Size] = []
+    forward = over_planes._forward
+    monkeypatch.setattr(over_planes, "_forward", lambda x, lse: (read.append(x.shape), forward(x, lse)))
+    got = fs.logsumexp(x, 1)
+    want = torch.logsumexp(x, 1)
+    torch.testing.assert_close(got, want)
+    assert read == [(3, 5, 36)]
+    g = torch.randn_like(want)
+    torch.testing.assert_close(*(torch.autograd.grad(lse, x, g)[0] for lse in (got, want)))
+    assert fs.plan_for(x.detach(), 1, op="logsumexp").why.startswith("after a copy")
+    assert fs.plan_for(x.detach(), 1, op="logsumexp", backward=True).why.startswith("after a copy")
 
 
 def test_the_public_function_takes_these_kernels():

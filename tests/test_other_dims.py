@@ -801,7 +801,7 @@ def test_logsumexp_reads_transposed_rows_as_they_lie(shape, monkeypatch):
     assert read == [(x.numel() // 240, 6, 40)]
 
 
-def test_statistics_of_few_columns_take_one_step():
+def test_logsumexp_of_few_columns_takes_one_step():
     def found(n_cols: int, **more) -> Plan:
         return plan_logsumexp(SpatialProblem(n_cols, 4096, "bfloat16", 8, **more), DEVICES["sm_90"])
 

@@ -132,12 +132,34 @@ def test_large_planes_in_place_and_their_edge_rows(shape):
     assert_contract(fs.softmax(x, 1), x, 1)
 
 
+# planes of which a program has several, the last one fewer; whole columns, short runs and parts of a logsumexp
+SMALL_PLANES = ((1001, 3, 3), (301, 2, 144), (777, 20, 6), (333, 200, 4), (65, 64, 196), (9, 700, 49), (3, 2100, 77))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_logsumexp(shape, dtype):
-    x = torch.randn(shape, device="cuda", dtype=dtype) * 3
-    want = torch.logsumexp(x.double(), 1)
-    assert ((fs.logsumexp(x, 1).double() - want).abs() <= torch.finfo(dtype).eps * (1 + want.abs())).all()
+@pytest.mark.parametrize("shape", SHAPES + SMALL_PLANES)
+def test_logsumexp_and_its_gradient(shape, dtype):
+    x = (torch.randn(shape, device="cuda") * 3).to(dtype).requires_grad_()
+    want, eps = torch.logsumexp(x.detach().double(), 1), torch.finfo(dtype).eps
+    lse = fs.logsumexp(x, 1)
+    assert ((lse.double() - want).abs() <= eps * (1 + want.abs())).all()
+    g = torch.randn_like(lse)
+    (dx,) = torch.autograd.grad(lse, x, g)
+    exact = g.double()[:, None] * (x.detach().double() - lse.detach().double()[:, None]).exp()
+    torch.testing.assert_close(dx.double(), exact, rtol=4 * eps + 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("shape", [*SMALL_PLANES, (2, 1000, 512), (2, 3000, 512), (3, 1450, 43), (2, 1320, 3)])
+def test_casts_and_their_gradients(shape, dtype):
+    x = (torch.randn(shape, device="cuda") * 3).to(dtype).requires_grad_()
+    y = fs.softmax(x, 1, dtype=torch.float32)
+    exact = torch.softmax(x.detach().double(), 1)
+    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-9)
+    dy = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    want = exact * (dy.double() - (exact * dy.double()).sum(1, keepdim=True))
+    torch.testing.assert_close(dx.double(), want, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

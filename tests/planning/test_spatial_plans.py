@@ -175,10 +175,9 @@ def test_runs_that_start_at_parts_of_a_vector():
 
 def test_other_kernels_keep_their_tiles():
     """The tables of parts of a vector were measured with softmax alone."""
-    for backward in (False, True):
-        of = SpatialProblem(32, 22148, "bfloat16", 4, backward, whole_sectors=False, in_phase=True)
-        assert plan_spatial(of, DEVICES["sm_90"]).rows == 256 << backward
-        assert plan_logsumexp_gradient(of, DEVICES["sm_90"]).rows == 128
+    of = SpatialProblem(32, 22148, "bfloat16", 4, whole_sectors=False, in_phase=True)
+    assert plan_spatial(of, DEVICES["sm_90"]).rows == 256
+    assert plan_logsumexp_gradient(of, DEVICES["sm_90"]).rows == 128
 
 
 @pytest.mark.parametrize("planned", [plan_logsumexp, plan_logsumexp_gradient])
@@ -186,27 +185,27 @@ def test_plans_without_a_second_read(planned):
     """Small planes share a program, registers hold a step, and within batch_invariant() positions change no column."""
     rng, several = random.Random(3), 0
     for _ in range(4000):
-        problem, device = drawn(rng), DEVICES[rng.choice(list(DEVICES))]
+        problem, device = replace(drawn(rng), backward=False, log=False), DEVICES[rng.choice(list(DEVICES))]
         plan = planned(problem, device)
         check(plan, problem, device)
         threads = plan.num_warps * device.warp_size
         held = plan.chunks * plan.vectors_per_chunk * plan.rows * plan.outers * problem.itemsize / threads
-        assert held <= 1024, (problem, device.name, plan)
+        assert held <= 640, (problem, device.name, plan)
         if plan.outers > 1:
             several += 1
-            assert plan.part_cols >= problem.n_cols and plan.rows < 2 * problem.inner
+            assert plan.part_cols >= problem.n_cols, "one program has all columns of its planes"
         of_program = plan.outers * min(plan.rows, problem.inner) * min(plan.part_cols, problem.n_cols)
-        alone = problem.batch_invariant or problem.n_cols > 64
-        assert alone or of_program >= 128, (problem, device.name, plan)
+        assert problem.batch_invariant or of_program >= 128, (problem, device.name, plan)
         if problem.batch_invariant:
-            other = planned(replace(problem, inner=problem.inner + 8), device)
-            assert (other.part_cols, other.chunks, plan.outers) == (plan.part_cols, plan.chunks, 1)
+            other = planned(replace(problem, inner=problem.inner + 8, vec=1, whole_sectors=False), device)
+            of_column = [(p.part_cols, p.chunks, p.vectors_per_chunk, p.outers) for p in (plan, other)]
+            assert of_column[0] == of_column[1] and plan.outers == 1
     assert several > 300
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_cast_is_planned_as_float32(backward):
-    """A thread that held 16 bytes of the narrow tensor had twice the columns of a chunk, and a small tile."""
+    """A thread holds as many elements of the narrow tensor as of the wide one, and whole columns where they are few."""
     narrow, wide = (torch.empty(3, 300, 1312, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     tensors = (wide, wide.clone(), narrow) if backward else (narrow, wide)
     cast, like = problem_of(*tensors, backward=backward), problem_of(wide, wide.clone(), backward=backward)

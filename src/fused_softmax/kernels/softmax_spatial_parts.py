@@ -26,9 +26,9 @@ from .common.spatial_parts import (
     load_step,
     moments_of_part,
     numbers_at,
+    outer_of_numbers,
     part_of,
     reads_of_two_passes,
-    rows_of,
 )
 from .common.spatial_tiles import columns_of_chunk, outer_of, positions_of, store_tile, sum_over_columns, tile_at
 from .common.tiles import READS
@@ -65,7 +65,7 @@ def softmax_spatial_reduce(
     top, total = moments_of_part(
         m, s, x_at, part, n_parts, n_cols, x_col, column, exists, CHUNKS, COLS, VEC, LSE, INVARIANT, POLICY, PTX
     )
-    row, is_row = rows_of(index, n_outer, OUTERS)
+    row, is_row = outer_of_numbers(index, n_outer, OUTERS)
     to, here = numbers_at(row * n_parts + part, inner, first, INNER, VEC)
     if OUTERS > 1:
         here = here & is_row
@@ -254,7 +254,7 @@ def logsumexp_spatial_backward(
     left = (n_cols - start).to(tl.int32)
     await_previous(EARLY)
     x = load_step(x_at, start, x_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
-    row, is_row = rows_of(index, n_outer, OUTERS)
+    row, is_row = outer_of_numbers(index, n_outer, OUTERS)
     at, here = numbers_at(row, inner, first, INNER, VEC)
     if OUTERS > 1:
         here = here & is_row

@@ -1,20 +1,23 @@
 """logsumexp over dimensions that are not the last, and its gradient: tensors as they lie, (outer, n_cols, inner).
 
-Other tensors are rows, or are copied into rows: `row_statistics` takes them. KernelUnavailable, with nothing written,
-where a kernel does not compile.
+Tensors that fold neither so nor to rows are copied first, in their order: a copy into rows would transpose them. Others
+are rows, or are copied into rows: `row_statistics` takes them. KernelUnavailable, with nothing written, where a kernel
+does not compile.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from ..planning.logsumexp import plan_logsumexp, plan_logsumexp_gradient
 from ..planning.types import Device, Plan
 from .cache import Cache
 from .context import is_batch_invariant
 from .device import device_of
 from .folding import as_planes, merge_dims
+from .layout import as_rows
 from .spatial import (
     PARTS,
     Recipe,
@@ -27,14 +30,25 @@ from .spatial import (
     prepare,
     problem_of,
     sizes_and_steps,
+    with_outer,
 )
 
+COPIED = "after a copy to contiguous memory, "
 _runs = Cache()
 
 
 def lse_plan(x: Tensor, invariant: bool, device: Device) -> Plan:
     """The plan of logsumexp of (outer, n_cols, inner) over n_cols."""
+    from ..planning.logsumexp import plan_logsumexp  # loaded when it is first needed, as that of the gradient
+
     return plan_logsumexp(problem_of(x, batch_invariant=invariant), device)
+
+
+def gradient_plan(x: Tensor, dx: Tensor, device: Device) -> Plan:
+    """The plan of the gradient over (x, dx)."""
+    from ..planning.logsumexp import plan_logsumexp_gradient
+
+    return plan_logsumexp_gradient(problem_of(x, dx), device)
 
 
 def lse_recipe(x: Tensor, plan: Plan, device: Device) -> Recipe:
@@ -42,9 +56,9 @@ def lse_recipe(x: Tensor, plan: Plan, device: Device) -> Recipe:
     _, n_cols, inner = x.shape
     parts = -(-n_cols // plan.part_cols)
     one = parts == 1
-    reduce = parts_step(
-        PARTS["softmax_spatial_reduce"](), (x,), (0, 1, 1) if one else (0, 2, 3), plan, device, LSE=True, ONE_PART=one
-    )
+    tensors = (0, 1, 1) if one else (0, 2, 3)
+    kernel = PARTS["softmax_spatial_reduce"]()
+    reduce = with_outer(parts_step(kernel, (x,), tensors, plan, device, LSE=True, ONE_PART=one))
     if one:
         return Recipe((reduce,))
     # the merge writes no sum
@@ -56,7 +70,7 @@ def gradient_recipe(x: Tensor, dx: Tensor, plan: Plan, device: Device) -> Recipe
     """What the gradient launches over (x, dx, lse, g)."""
     kernel = PARTS["logsumexp_spatial_backward"]()
     scalars, programs, meta = sizes_and_steps(kernel, (x, dx), plan, device)
-    return Recipe((Step(kernel, meta, (0, 1, 2, 3), (None, *scalars), programs, plan.outers),))
+    return Recipe((with_outer(Step(kernel, meta, (0, 1, 2, 3), scalars, programs, plan.outers)),))
 
 
 def _forward(x: Tensor, lse: Tensor) -> None:
@@ -76,8 +90,7 @@ def _backward(x: Tensor, dx: Tensor, lse: Tensor, g: Tensor) -> None:
 
     def make() -> Run:
         device = device_of(x)
-        plan = plan_logsumexp_gradient(problem_of(x, dx), device)
-        return prepare(gradient_recipe(x, dx, plan, device), tensors)
+        return prepare(gradient_recipe(x, dx, gradient_plan(x, dx, device), device), tensors)
 
     cached_run(_runs, of_layout(tensors), x, make)(tensors)
 
@@ -117,18 +130,41 @@ def _read_over(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
     return planes
 
 
+def _copied_over(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
+    """A copy of x as (outer, n_cols, inner), where `_is_copied`; else None."""
+    if not _is_copied(x, dims):
+        return None
+    from .views import contiguous  # loaded when it is first needed
+
+    return planes_over(contiguous(x), dims)
+
+
+def _is_copied(x: Tensor, dims: tuple[int, ...]) -> bool:
+    """Whether x, which does not fold to planes, is copied to memory where it does: one dimension, and no rows."""
+    return len(dims) == 1 and x.shape[dims[0] + 1 :].numel() > 1 and as_rows(x, dims[0]) is None
+
+
 def planned_logsumexp(x: Tensor, dim: int, backward: bool) -> Plan | None:
     """The plan of logsumexp of x over one dimension, or of its gradient; None where it is not for here."""
-    planes = planes_over(x, (dim,)) if backward else _read_over(x, (dim,))
+    planes, copied = planes_over(x, (dim,)) if backward else _read_over(x, (dim,)), ""
+    if planes is None and _is_copied(x, (dim,)):
+        planes, copied = planes_over(torch.empty_like(x, device="meta").contiguous(), (dim,)), COPIED
     if planes is None:
         return None
-    problem, device = problem_of(planes, batch_invariant=is_batch_invariant()), device_of(x)
-    return plan_logsumexp_gradient(problem, device) if backward else plan_logsumexp(problem, device)
+    device = device_of(x)
+    if backward:
+        dx = planes_over(torch.empty(x.shape, dtype=x.dtype, device="meta"), (dim,))
+        assert dx is not None
+        plan = gradient_plan(planes, dx, device)
+    else:
+        plan = lse_plan(planes, is_batch_invariant(), device)
+    return replace(plan, why=copied + plan.why)
 
 
 def logsumexp_forward(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor | None:
     """logsumexp of x over dims (rising, each in [0, x.dim())) in x's dtype; None where it is not for here."""
     planes = _read_over(x, dims)
+    planes = _copied_over(x, dims) if planes is None else planes
     if planes is None:
         return None
     shape = [1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims]
@@ -140,6 +176,7 @@ def logsumexp_forward(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor
 def logsumexp_backward(g: Tensor, x: Tensor, lse: Tensor, dims: tuple[int, ...]) -> Tensor | None:
     """dx = g*exp(x - lse), contiguous, in x's dtype, NaN where a softmax is nothing but -inf; None as the forward."""
     planes = planes_over(x, dims)
+    planes = _copied_over(x, dims) if planes is None else planes
     if planes is None:
         return None
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)

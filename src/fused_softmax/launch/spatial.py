@@ -212,10 +212,13 @@ def parts_step(
     """The launch whose programs each reduce one part of the columns."""
     sizes = _sizes(read[0], plan)
     parts = -(-sizes[0] // plan.part_cols)
-    scalars: tuple[int | None, ...] = (*sizes, parts, *_strides(read, plan.vec))
-    if "n_outer" in kernel.declaration.arguments:
-        scalars = (None, *scalars)
+    scalars = (*sizes, parts, *_strides(read, plan.vec))
     return Step(kernel, _meta(kernel, plan, device, **flags), tensors, scalars, sizes[2] * parts, plan.outers)
+
+
+def with_outer(step: Step) -> Step:
+    """The step of a kernel that takes the size of `outer` in front of its other numbers."""
+    return step._replace(scalars=(None, *step.scalars))
 
 
 def sizes_and_steps(
@@ -248,7 +251,8 @@ def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward:
     merged = values if parts == 1 else tuple(v + len(values) for v in values)
     read, given = tensors[:-1], tuple(range(n))
     flags = dict(LOG=log, LSE=False, ONE_PART=parts == 1)
-    steps = [parts_step(reduce, read, (*given[:-1], *values), plan, device, **flags)]
+    first = parts_step(reduce, read, (*given[:-1], *values), plan, device, **flags)
+    steps = [first if backward else with_outer(first)]
     if parts > 1:
         steps.append(merge_step(merge, device, (*values, *merged), inner, parts, LSE=False))
     scalars, programs, meta = sizes_and_steps(finish, tensors, plan, device, LOG=log, WAITS=device.supports_pdl)

@@ -1,11 +1,11 @@
 """SpatialProblem + Device -> Plan: how a softmax over a dimension that is not the last is run. Pure Python, no I/O.
 
 The tensor is (outer, n_cols, inner), and each of the outer x inner positions is a softmax. A plan sees n_cols, inner,
-dtypes, alignment and device, never `outer`; within batch_invariant() what decides a position's bits does not depend on
-`inner` either. In a Plan, `rows` are the positions of a tile, and `vectors_per_chunk` the columns of a chunk. Columns
-may have tiles of their own (`lean_tiles`, `overlapping_tiles`, `short_planes`, `skewed_tiles`), small planes (n_cols,
-inner) may be faster as pieces of memory (`planes`), and columns that are read twice in bundles (`bundled_columns`).
-`softmax_plan` in `launch/spatial.py` asks all of them.
+the widest dtype, alignment and device, never `outer`; within batch_invariant() what decides a position's bits does not
+depend on `inner` either. In a Plan, `rows` are the positions of a tile, and `vectors_per_chunk` the columns of a chunk.
+Columns may have tiles of their own (`lean_tiles`, `overlapping_tiles`, `short_planes`, `skewed_tiles`), small planes
+(n_cols, inner) may be faster as pieces of memory (`planes`), and columns that are read twice in bundles
+(`bundled_columns`). `softmax_plan` in `launch/spatial.py` asks all of them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ from .spatial_tables import (
 )
 from .types import (
     FILLED,
-    ITEMSIZE,
     MULTIPROCESSORS,
     VECTOR_BYTES,
     Device,
@@ -253,7 +252,7 @@ def staggered(plan: Plan, problem: SpatialProblem, device: Device) -> Plan:
     others = plan.skewed or few  # not measured
     if plan.max_registers is None or wide or others or not device.staggers:
         return plan
-    itemsize, of_device = ITEMSIZE[problem.dtype], MULTIPROCESSORS[device.name]
+    itemsize, of_device = problem.itemsize, MULTIPROCESSORS[device.name]
     chunk = plan.vectors_per_chunk * plan.rows * itemsize
     n_bytes = (1 + problem.backward) * plan.chunks * chunk
     shared = plan.smem_staged * chunk + merging_bytes(plan.ctas, plan.num_warps, plan.rows) + of_device.shared_reserved

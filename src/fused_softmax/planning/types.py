@@ -183,11 +183,12 @@ class Problem:
 class SpatialProblem:
     """One softmax over n_cols of a tensor (outer, n_cols, inner), without `outer`.
 
-    dtype: of the widest tensor, so that a cast has a plan of float32. vec: every run of `inner` elements of every
-    tensor starts at a multiple of so many elements (a power of two, at most 16 bytes of `dtype`). whole_sectors: every
-    run of the output starts at a multiple of 32 bytes. in_phase: tiles that are skewed or overlap may hold the tensors,
-    because their runs start at the same distances from a 16-byte boundary, and the output has memory of its own.
-    packed: all tensors have one dtype, start at multiples of 16 bytes, and have no gaps.
+    dtype: of the widest tensor, so that a cast is planned as float32 is, without `packed` and `in_phase`. vec: every
+    run of `inner` elements of every tensor starts at a multiple of so many elements (a power of two, at most 16 bytes
+    of `dtype`). whole_sectors: every run of the output starts at a multiple of 32 bytes. in_phase: tiles that are
+    skewed or overlap may hold the tensors, because their runs start at the same distances from a 16-byte boundary, and
+    the output has memory of its own. packed: all tensors have one dtype, start at multiples of 16 bytes, and have no
+    gaps.
     """
 
     n_cols: int

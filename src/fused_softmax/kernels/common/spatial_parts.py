@@ -45,8 +45,8 @@ def part_of(n_blocks, n_parts):
 def numbers_at(row, inner, first, INNER: tl.constexpr, VEC: tl.constexpr):
     """(offsets of the program's positions in a tensor of rows of `inner` positions, mask of those that exist).
 
-    The mask is computed here: one that comes from the tile's by `reshape` makes each access one of a single number.
-    # row: a scalar, or [OUTERS, 1] -> [OUTERS, INNER], [1, INNER]
+    The mask is computed here: one reshaped from the tile's splits each access into single elements.
+    # row: a scalar, or [OUTERS, 1] -> [1 or OUTERS, INNER], [1, INNER]
     """
     position = tl.arange(0, INNER)[None, :]
     left = tl.minimum(inner - first, INNER // VEC).to(tl.int32)
@@ -54,7 +54,7 @@ def numbers_at(row, inner, first, INNER: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
-def rows_of(index, n_outer, OUTERS: tl.constexpr):
+def outer_of_numbers(index, n_outer, OUTERS: tl.constexpr):
     """`outer_of` for `numbers_at`: (index along `outer`, whether it exists), scalars or [OUTERS, 1]."""
     if OUTERS == 1:
         return index.to(tl.int64), True

@@ -13,8 +13,8 @@ A softmax reads its tile without masks along `inner` (`load_places`): a masked l
 before it reads. So positions of a tile that do not exist read those of the last vector instead, and only their stores
 are masked. From a chunk to the next takes one addition. Gradients of a softmax do not gain, and lose where ptxas then
 puts loads behind the first product: they have masks (`load_tiles`). `inner` may also run over two dimensions of a
-tensor whose rows lie apart, as those of a cropped image do: `width` positions of a row, and the next row x_row after
-it. The tile then knows where each of its positions lies.
+tensor whose rows lie apart, as those of a cropped image do: `width` positions of a row, and the next row row_stride
+after it. The tile then knows where each of its positions lies.
 """
 
 from __future__ import annotations
