@@ -63,7 +63,7 @@ def plan_logsumexp_gradient(problem: SpatialProblem, device: Device) -> Plan:
 
 
 def _of_planes(plan: Plan) -> str:
-    return f", of {plan.outers} planes each" if plan.outers > 1 else ""
+    return f"; a program has {plan.outers} planes" if plan.outers > 1 else ""
 
 
 def _one_step(plan: Plan) -> Plan:
