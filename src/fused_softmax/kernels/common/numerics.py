@@ -261,7 +261,7 @@ def upcast(x, PTX: tl.constexpr, REMATERIALIZE: tl.constexpr = False, SECOND: tl
     ptxas converts once, too, where both conversions are the same instruction, so the second is another one. With Triton
     3.6 a loss of 32,000 columns takes 96 registers, and 155 with the same instruction; with 3.9 the gradient of 128,256
     columns takes 48, and 76. A second float16 is negated before and after: both negations become part of the
-    instructions next to them. Without them, the gradient of 2,816 columns of another dimension spilled 392 bytes.
+    instructions next to them.
     """
     if PTX and REMATERIALIZE and SECOND and x.dtype == tl.bfloat16:
         PERMUTE: tl.constexpr = "prmt.b32 $0, $2, 0, 0x1044; prmt.b32 $1, $2, 0, 0x3244;"

@@ -1,10 +1,8 @@
 """Starts the programs that fit on a multiprocessor one after the other, so that some compute while others read.
 
-Programs that start together share the memory's bandwidth. So their tiles arrive at the same time, all of them compute
-while memory idles, and all of them write. The programs that replace them do the same: they stay in step. Here a program
-of the first round waits for about the time in which the tiles of those in front of it arrive. All tiles of the round
-arrive as early as before, and the first ones are reduced meanwhile (docs/measurements/other-dims.md, 'Programs that
-start one after the other').
+Programs that start together stay in step: their tiles arrive at the same time, and memory idles while all of them
+compute. So a program of the first round waits for about the time in which the tiles of those in front of it arrive
+(docs/measurements/other-dims.md, 'Programs that start one after the other').
 
 Which programs share a multiprocessor is a guess: the device starts one program on each, then the next. No result
 depends on it, nor on the time that passes.
