@@ -26,7 +26,7 @@ from .common.spatial_parts import (
     load_step,
     moments_of_part,
     numbers_at,
-    outer_of_numbers,
+    numbers_of,
     part_of,
     reads_of_two_passes,
 )
@@ -65,10 +65,7 @@ def softmax_spatial_reduce(
     top, total = moments_of_part(
         m, s, x_at, part, n_parts, n_cols, x_col, column, exists, CHUNKS, COLS, VEC, LSE, INVARIANT, POLICY, PTX
     )
-    row, is_row = outer_of_numbers(index, n_outer, OUTERS)
-    to, here = numbers_at(row * n_parts + part, inner, first, INNER, VEC)
-    if OUTERS > 1:
-        here = here & is_row
+    to, here = numbers_of(outer, is_outer, part, n_parts, inner, first, OUTERS, INNER, VEC)
     if LSE and ONE_PART:
         tl.store(max_ptr + to, logsumexp(top, total).to(max_ptr.dtype.element_ty), mask=here)
     else:
@@ -254,10 +251,7 @@ def logsumexp_spatial_backward(
     left = (n_cols - start).to(tl.int32)
     await_previous(EARLY)
     x = load_step(x_at, start, x_col, column, n_cols, exists, 0.0, CHUNKS, COLS, VEC)
-    row, is_row = outer_of_numbers(index, n_outer, OUTERS)
-    at, here = numbers_at(row, inner, first, INNER, VEC)
-    if OUTERS > 1:
-        here = here & is_row
+    at, here = numbers_of(outer, is_outer, 0, 1, inner, first, OUTERS, INNER, VEC)
     lse = tl.load(lse_ptr + at, mask=here, other=0.0).to(tl.float32)[None, :, :]
     g = tl.load(g_ptr + at, mask=here, other=0.0).to(tl.float32)[None, :, :]
     for c in tl.static_range(CHUNKS):

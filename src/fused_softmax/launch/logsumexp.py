@@ -7,8 +7,6 @@ does not compile.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -33,7 +31,6 @@ from .spatial import (
     with_outer,
 )
 
-COPIED = "after a copy to contiguous memory, "
 _runs = Cache()
 
 
@@ -130,13 +127,14 @@ def _read_over(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
     return planes
 
 
-def _copied_over(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
-    """A copy of x as (outer, n_cols, inner), where `_is_copied`; else None."""
-    if not _is_copied(x, dims):
-        return None
-    from .views import contiguous  # loaded when it is first needed
+def _planes(x: Tensor, dims: tuple[int, ...], backward: bool) -> Tensor | None:
+    """x, or a copy of it where `_is_copied`, as (outer, n_cols, inner); None where it is not for here."""
+    planes = planes_over(x, dims) if backward else _read_over(x, dims)
+    if planes is None and _is_copied(x, dims):
+        from .views import contiguous  # loaded when it is first needed
 
-    return planes_over(contiguous(x), dims)
+        planes = planes_over(contiguous(x), dims)
+    return planes
 
 
 def _is_copied(x: Tensor, dims: tuple[int, ...]) -> bool:
@@ -146,25 +144,24 @@ def _is_copied(x: Tensor, dims: tuple[int, ...]) -> bool:
 
 def planned_logsumexp(x: Tensor, dim: int, backward: bool) -> Plan | None:
     """The plan of logsumexp of x over one dimension, or of its gradient; None where it is not for here."""
-    planes, copied = planes_over(x, (dim,)) if backward else _read_over(x, (dim,)), ""
-    if planes is None and _is_copied(x, (dim,)):
-        planes, copied = planes_over(torch.empty_like(x, device="meta").contiguous(), (dim,)), COPIED
+    planes = planes_over(x, (dim,)) if backward else _read_over(x, (dim,))
+    copied = planes is None and _is_copied(x, (dim,))
+    contiguous = planes_over(torch.empty(x.shape, dtype=x.dtype, device="meta"), (dim,))  # a copy, and a gradient
+    planes = contiguous if copied else planes
     if planes is None:
         return None
     device = device_of(x)
     if backward:
-        dx = planes_over(torch.empty(x.shape, dtype=x.dtype, device="meta"), (dim,))
-        assert dx is not None
-        plan = gradient_plan(planes, dx, device)
+        assert contiguous is not None
+        plan = gradient_plan(planes, contiguous, device)
     else:
         plan = lse_plan(planes, is_batch_invariant(), device)
-    return replace(plan, why=copied + plan.why)
+    return plan.after_copy if copied else plan
 
 
 def logsumexp_forward(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor | None:
     """logsumexp of x over dims (rising, each in [0, x.dim())) in x's dtype; None where it is not for here."""
-    planes = _read_over(x, dims)
-    planes = _copied_over(x, dims) if planes is None else planes
+    planes = _planes(x, dims, backward=False)
     if planes is None:
         return None
     shape = [1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims]
@@ -175,8 +172,7 @@ def logsumexp_forward(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor
 
 def logsumexp_backward(g: Tensor, x: Tensor, lse: Tensor, dims: tuple[int, ...]) -> Tensor | None:
     """dx = g*exp(x - lse), contiguous, in x's dtype, NaN where a softmax is nothing but -inf; None as the forward."""
-    planes = planes_over(x, dims)
-    planes = _copied_over(x, dims) if planes is None else planes
+    planes = _planes(x, dims, backward=True)
     if planes is None:
         return None
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -233,7 +232,7 @@ def _planned_after_copy(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str
         planes = folded((copied, y), dim)
         assert planes is not None
         plan = spatial.planned_softmax(planes, log, False, x)
-    return plan if isinstance(plan, str) else replace(plan, why=f"after a copy to contiguous memory, {plan.why}")
+    return plan if isinstance(plan, str) else plan.after_copy
 
 
 def planned_backward(y: Tensor, in_dtype: torch.dtype, dim: int, log: bool, on: Tensor) -> Plan | str:

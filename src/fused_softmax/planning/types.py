@@ -6,7 +6,7 @@ docs/measurements/thresholds.md has the figures behind the thresholds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -319,6 +319,11 @@ class Plan:
     dynamic_bytes: int = 0  # of shared memory that the launch adds, for a piece of more than a kernel declares
     unseen_chunks: int = 0  # of causal rows that are one piece: the last chunks, of which no row sees a column
     bundle: int = 0  # columns that follow one another in memory and are read as one; 0: columns are read as they are
+
+    @property
+    def after_copy(self) -> Plan:
+        """This plan, of a copy of the tensor."""
+        return replace(self, why=f"after a copy to contiguous memory, {self.why}")
 
     @property
     def fitting_planes(self) -> int:

@@ -7,7 +7,6 @@ neither to planes nor to rows.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ def planned_as_it_lies(logits: Tensor) -> Plan | None:
     """The plan of a mean with default options; None as `as_it_lies`."""
     plan = kernels.plan_of_copy(logits)
     if plan is not None:
-        return replace(plan, why=f"after a copy to contiguous memory, {plan.why}")
+        return plan.after_copy
     x = kernels.planes_of(logits)
     return None if x is None else kernels.loss_plan(x, x, is_batch_invariant())
 

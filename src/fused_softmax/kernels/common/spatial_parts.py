@@ -54,13 +54,16 @@ def numbers_at(row, inner, first, INNER: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
-def outer_of_numbers(index, n_outer, OUTERS: tl.constexpr):
-    """`outer_of` for `numbers_at`: (index along `outer`, whether it exists), scalars or [OUTERS, 1]."""
+def numbers_of(
+    outer, is_outer, part, n_parts, inner, first, OUTERS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr
+):
+    """`numbers_at` of a part's numbers, for the indices of `outer` that `outer_of` gives.  # both [OUTERS, INNER]"""
     if OUTERS == 1:
-        return index.to(tl.int64), True
+        return numbers_at(outer * n_parts + part, inner, first, INNER, VEC)
     else:
-        outer = index.to(tl.int64) * OUTERS + tl.arange(0, OUTERS)[:, None]
-        return outer, outer < n_outer
+        row = tl.reshape(outer, (OUTERS, 1)) * n_parts + part
+        at, exists = numbers_at(row, inner, first, INNER, VEC)
+        return at, exists & tl.reshape(is_outer, (OUTERS, 1))
 
 
 @triton.jit
