@@ -18,6 +18,7 @@ from .torch_ops.arguments import (
     expect_tensors,
     expect_token_ids,
     loss_options,
+    scale_of,
     softcap_of,
     stands_in,
 )
@@ -25,7 +26,6 @@ from .torch_ops.linear_arguments import expect_matrix, gathered, settings_of
 from .torch_ops.linear_cross_entropy import linear_cross_entropy_of, probabilities_cross_entropy
 from .torch_ops.linear_token_logprobs import linear_token_logprobs_of
 from .torch_ops.outputs import TokenStatistics
-from .torch_ops.temperature import scale_of
 
 
 def linear_cross_entropy(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fused_softmax.lab.accuracy import record
+from fused_softmax.lab.accuracy import session
 from fused_softmax.lab.accuracy.table import by_kind, by_width, notes
 from fused_softmax.lab.bench.report import Rows
 from fused_softmax.lab.record import without_folders
@@ -15,7 +15,7 @@ RECORD = Path("benchmarks") / "results" / "h200" / "accuracy.json"
 
 def tables(root: Path) -> dict[str, str]:
     """The text between the markers; the page says so if no run is recorded."""
-    found = record.load(root / RECORD)
+    found = session.load(root / RECORD)
     if found is None:
         return {"accuracy": f"No run is recorded yet: `fused-softmax accuracy --record {RECORD.as_posix()}` on a GPU."}
     head, rows = found

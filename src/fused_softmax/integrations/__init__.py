@@ -5,8 +5,7 @@ what they did, and can be undone. They check the names and signatures that they 
 changed. Nothing of another package is imported before one of them is called. docs/programs.md shows each.
 """
 
-from .causal_lm import AppliedLoss, apply_to
-from .losses import causal_lm_loss
+from .causal_lm import AppliedLoss, apply_to, causal_lm_loss
 from .replacing import Replaced
 from .serving import batch_invariant_log_softmax, compute_token_logprobs
 from .trainers import patch_torchtitan, patch_verl, torchtitan_cross_entropy_loss, verl_logprobs_from_logits

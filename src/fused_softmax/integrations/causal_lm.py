@@ -1,4 +1,6 @@
-"""apply_to: linear_cross_entropy in the place of lm_head and loss of a causal language model of transformers.
+"""The loss of a causal language model of transformers: apply_to, and causal_lm_loss for Trainer's compute_loss_func.
+
+apply_to puts linear_cross_entropy in the place of lm_head and loss.
 
 In training, the model's forward runs the model below lm_head and hands its hidden states, with lm_head's own weight, to
 linear_cross_entropy: the logits are never held. Calls without labels, generation among them, run the model's own
@@ -15,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from ..launch.torch_private import has_hooks
 from ..linear_losses import linear_cross_entropy_over
-from ..torch_ops.arguments import denominator_of
+from ..losses import cross_entropy_over
+from ..torch_ops.arguments import denominator_of, stands_in
 from .replacing import TRANSFORMERS, installed
 
 # model_type of the config -> the class of the model. The logits of all are lm_head(hidden), with a softcap where the
@@ -239,3 +243,32 @@ def _loss_of_hidden_states(model: Any, given: dict[str, Any], options: dict[str,
     )
     as_dict = getattr(model.config, "return_dict", True) if as_dict is None else as_dict
     return found if as_dict else found.to_tuple()
+
+
+def causal_lm_loss(outputs: Any, labels: Tensor, num_items_in_batch: int | Tensor | None = None) -> Tensor:
+    """Return the next-token loss of a causal language model, for `Trainer(compute_loss_func=causal_lm_loss)`.
+
+    The labels are shifted, and the logits are not: a shifted view of the logits would have to be copied.
+
+    Args:
+        outputs: A mapping or an object with logits of shape (batch, length, V).
+        labels: (batch, length) int64, -100 for positions without a label.
+        num_items_in_batch: The divisor of the sum, as Trainer counts it over accumulated batches. None: the number of
+            labels in this batch.
+
+    Returns:
+        A float32 scalar.
+
+    Source: https://huggingface.co/docs/transformers/main_classes/trainer
+
+    >>> causal_lm_loss({"logits": torch.zeros(1, 3, 4)}, torch.tensor([[0, 1, 2]]))
+    tensor(1.3863)
+    """
+    if stands_in(outputs, labels, num_items_in_batch):
+        given = (outputs, labels, num_items_in_batch)
+        return handle_torch_function(causal_lm_loss, given, *given)
+    logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
+    following = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+    denominator = denominator_of(num_items_in_batch, logits)
+    target = following.reshape(-1).to(logits.device)
+    return cross_entropy_over(denominator, logits.reshape(-1, logits.shape[-1]), target)

@@ -15,8 +15,8 @@ from .common.arguments import AnyTensor, Int32, Int64, Rows, kernel
 from .common.early_start import await_previous
 from .common.gathered_ptx import region_bytes
 from .common.gathered_rows import await_threads, declare_regions, scatter
+from .common.row_scheduler import first_of_piece
 from .common.rows_in_place import softmax_in_place
-from .common.transposed_places import first_of_piece
 from .common.transposed_rows import gather_transposed
 
 

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from ..launch.row_statistics import check_ids
-from ..torch_ops.arguments import expect_flag, expect_tensors, expect_token_ids
-from ..torch_ops.decompositions import least_positive
+from ..torch_ops.arguments import expect_flag, expect_tensors, expect_token_ids, least_positive, scale_of
 from ..torch_ops.outputs import TokenStatistics
-from ..torch_ops.temperature import scale_of
 from .agreement import Call
 from .exchange import gather
 from .gradients import Upstream, expect_once, statistics_gradient

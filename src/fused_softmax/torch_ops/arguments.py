@@ -275,6 +275,33 @@ def denominator_of(num_items: int | Tensor | None, like: Tensor) -> Tensor | Non
     return torch.full((1,), float(num_items), dtype=dtype, device=like.device)
 
 
+def least_positive(dtype: torch.dtype) -> float:
+    """The least positive number of the dtype that `dtype` is computed in.
+
+    A positive factor that would round to 0 becomes this: 0 times -inf would make NaN of hidden columns.
+    """
+    return 5e-324 if dtype is torch.float64 else 2.0**-149
+
+
+def scale_of(function: str, temperature: float | Tensor, batch: torch.Size, logits: Tensor) -> float | Tensor:
+    """1/temperature, the factor of the logits: a number, or a tensor of shape `batch` in float32, or in float64.
+
+    logits: a tensor of the logits' dtype, which may be float64, and device.
+    """
+    if not isinstance(temperature, Tensor):
+        if type(temperature) is not float:
+            temperature = real(function, "temperature", temperature)
+        if not temperature > 0:
+            raise ValueError(f"temperature must be positive, not {temperature}")
+        return max(1.0 / temperature, least_positive(logits.dtype))
+    if temperature.dtype is torch.bool or temperature.is_complex():
+        raise TypeError(f"temperature must hold real numbers, not {temperature.dtype}; temperature.float() makes them")
+    if temperature.device != logits.device and not (temperature.dim() == 0 and temperature.is_cpu):
+        raise other_device_error("temperature", temperature, "logits", logits)
+    dtype = logits.dtype if logits.dtype is torch.float64 else torch.float32
+    return temperature.to(logits.device, dtype).expand(batch).reciprocal()
+
+
 def kernels_take_loss(
     logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, label_smoothing: float, n_cols: int
 ) -> bool:

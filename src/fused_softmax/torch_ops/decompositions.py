@@ -14,19 +14,12 @@ from torch.nn.functional import cross_entropy as torchs_cross_entropy
 
 from ..launch.layout import HALVES
 from ..launch.options import CrossEntropy
+from .arguments import least_positive
 
 
 def widened(t: Tensor) -> Tensor:
     """t in float32 at least."""
     return t.float() if t.dtype in HALVES else t
-
-
-def least_positive(dtype: torch.dtype) -> float:
-    """The least positive number of the dtype that `dtype` is computed in.
-
-    A positive factor that would round to 0 becomes this: 0 times -inf would make NaN of hidden columns.
-    """
-    return 5e-324 if dtype is torch.float64 else 2.0**-149
 
 
 # --- softmax, log_softmax and logsumexp: gradients, and gradients of gradients ----------------------------------------

@@ -19,8 +19,8 @@ from ..launch.availability import KernelUnavailable
 from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
 from ..launch.torch_private import function_apply, profiling
 from . import decompositions
-from .arguments import expect_floating, expect_layout
-from .decompositions import least_positive, no_moments, result_dtype
+from .arguments import expect_floating, expect_layout, least_positive, scale_of
+from .decompositions import no_moments, result_dtype
 from .library import define, differentiable, not_differentiable
 from .route import (
     EMPTY,
@@ -33,7 +33,6 @@ from .route import (
     recorded,
     unsupported_reason,
 )
-from .temperature import scale_of
 
 
 def token_logprobs_of(

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import fused_softmax as fs
 from fused_softmax.lab import reference
-from fused_softmax.lab.accuracy import measure, record, session
+from fused_softmax.lab.accuracy import measure, session
 from fused_softmax.lab.accuracy.measure import GRADIENT, KINDS, OPS, WIDTH_CLASSES, Case, Cell, Row, cases, cells
 from fused_softmax.lab.accuracy.table import by_kind, by_width, number
 from fused_softmax.lab.accuracy.ulp import errors, flushed, ulp
@@ -165,9 +165,9 @@ def test_one_nan_is_an_infinite_error_and_status_1(monkeypatch: pytest.MonkeyPat
     wrong = CLI.invoke(app, [*arguments, "--record", str(tmp_path / "wrong.json")])
     assert wrong.exit_code == 1 and "infinite / 0." in wrong.stdout, wrong.output
     assert "WRONG 2 x" in wrong.stdout and "y has a NaN or an infinity out of place" in wrong.stdout
-    head, (y, gradient) = record.load(tmp_path / "wrong.json")
+    head, (y, gradient) = session.load(tmp_path / "wrong.json")
     assert y.ours == INF and len(y.infinite) == 16 and y.torch < 100 and head["rows"] == 2
-    assert record.load(tmp_path / "right.json")[1][0].infinite == ()
+    assert session.load(tmp_path / "right.json")[1][0].infinite == ()
 
 
 def test_an_exception_of_ours_is_status_1(monkeypatch: pytest.MonkeyPatch):
@@ -189,9 +189,9 @@ ROWS = [
 def test_a_record_is_read_as_it_was_written():
     head = {"device": "a GPU", "seed": 5}
     infinite = replace(ROWS[0], ours=INF, by_kind={"normal": (INF, 0.5)}, infinite=("why",))
-    text = record.to_json(head, [*ROWS, infinite])
+    text = session.to_json(head, [*ROWS, infinite])
     assert json.loads(text)["rows"][-1]["ours"] == "inf" and text.count("\n    {") == 5
-    found, rows = record.from_json(text)
+    found, rows = session.from_json(text)
     assert rows == [*ROWS[:1], replace(ROWS[1], ours=12340.0, by_kind=rows[1].by_kind), *rows[2:4], infinite]
     assert found["seed"] == 5 and len(found["kernel_hash"]) == 64
 
@@ -213,7 +213,7 @@ def test_a_stale_page_is_found_and_rewritten(tmp_path: Path):
     assert "No run is recorded yet" in file.read_text()
     head = session.header(CPU, False)
     fields = {"seed": 5, "rows": None, "elements_of_a_cell": 2048, "widths_of_a_cell": 4, "values": list(KINDS)}
-    session.write_atomically(recorded, record.to_json(session.asdict(head) | fields, ROWS))
+    session.write_atomically(recorded, session.to_json(session.asdict(head) | fields, ROWS))
     assert not markers.update(*arguments, check=True)
     assert markers.update(*arguments, check=False)
     assert markers.update(*arguments, check=True)

@@ -1,4 +1,4 @@
-"""The row scheduler: the order in which programs take the rows of masked scores, and the columns of causal rows.
+"""The order in which programs take rows of masked scores and columns of causal rows, and where transposed rows lie.
 
 Programs take rows in groups that lie together in memory. Groups that share a mask follow each other soon, and the
 longest causal rows come first.
@@ -138,3 +138,19 @@ def seen_of(query, columns, CAUSAL: tl.constexpr):
         return tl.minimum(query + 1, columns)
     else:
         return columns + 0 * query
+
+
+@triton.jit
+def first_of_piece(first_row, inner, reciprocal):
+    """(outer, position) of a row. reciprocal: 2^64/inner, rounded up, of which the quotient is at most 1 too large."""
+    outer = tl.umulhi(first_row.to(tl.uint64), reciprocal.to(tl.uint64)).to(tl.int64)
+    position = first_row - outer * inner
+    over = position < 0
+    return tl.where(over, outer - 1, outer), tl.where(over, position + inner, position).to(tl.int32)
+
+
+@triton.jit
+def place_of_row(row, first_outer, first_position, inner, multiplier, power, outer_stride):
+    """Where a row of the piece starts on this side, in elements.  # row: [THREADS], result int64"""
+    outer, position = fast_divmod(first_position + row, inner, multiplier, power)
+    return (first_outer + outer) * outer_stride + position

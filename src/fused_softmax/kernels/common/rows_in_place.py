@@ -12,8 +12,8 @@ import triton.language as tl
 
 from .gathered_rows import fetch_at, max_of, max_over_lanes, put_at, slot_of, sum_of, sum_over_lanes
 from .numerics import LOWEST, exp2_affine, exp2_fma
+from .row_scheduler import place_of_row
 from .softmax_terms import normalize
-from .transposed_places import place_of_row
 from .transposed_ptx import largest_ptx
 
 

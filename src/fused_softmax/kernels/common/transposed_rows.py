@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .gathered_rows import slot_of
-from .transposed_places import place_of_row
+from .row_scheduler import place_of_row
 from .transposed_ptx import (
     load_constraints,
     load_ptx,

@@ -20,9 +20,8 @@ from fused_softmax.torch_ops.masked_softmax import takes_scale
 from . import exactness, ways
 from .differences import excused
 from .draw import Case
-from .inputs import Inputs, make
+from .inputs import Inputs, make, upstream_of
 from .rules import overflows, overflows_in_place, rule_of
-from .upstream import upstream_of
 
 
 @dataclass
