@@ -31,6 +31,7 @@ from fused_softmax.kernels.common.spatial_tiles import owned_positions, position
 from fused_softmax.launch import cross_entropy_spatial, logsumexp, spatial, views
 from fused_softmax.launch.device import describe
 from fused_softmax.launch.options import CrossEntropy
+from fused_softmax.planning.cross_entropy_spatial import plan_spatial_loss
 from fused_softmax.planning.lean_tiles import RANGES, lean_config
 from fused_softmax.planning.logsumexp import plan_logsumexp
 from fused_softmax.planning.planes import planes_plan
@@ -39,7 +40,6 @@ from fused_softmax.planning.short_planes import faster_as_short
 from fused_softmax.planning.spatial import (
     parts_plan,
     plan_spatial,
-    plan_spatial_loss,
     resident_plan,
     tiles_plan,
 )

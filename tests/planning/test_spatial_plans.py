@@ -9,12 +9,9 @@ import pytest
 import torch
 
 from fused_softmax.launch.spatial import problem_of, tiles_of_positions
+from fused_softmax.planning.cross_entropy_spatial import plan_spatial_loss
 from fused_softmax.planning.logsumexp import plan_logsumexp, plan_logsumexp_gradient
-from fused_softmax.planning.spatial import (
-    few_positions,
-    plan_spatial,
-    plan_spatial_loss,
-)
+from fused_softmax.planning.spatial import few_positions, plan_spatial
 from fused_softmax.planning.spatial_tables import PART_VECTORS
 from fused_softmax.planning.types import DEVICES, ITEMSIZE, Device, Plan, SpatialProblem
 

@@ -20,11 +20,24 @@ import triton
 import triton.language as tl
 
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
-from .common.cross_entropy_terms import coefficients, cross_entropy_term, row_loss, sum_of_losses, targets_at
+from .common.cross_entropy_terms import (
+    coefficients,
+    cross_entropy_term,
+    gradient_of,
+    row_loss,
+    sum_of_losses,
+    targets_at,
+)
 from .common.early_start import await_previous
 from .common.logits import capped, logsumexp, probe, reference_of, rounding_residual, weigh
-from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, maximum, scaled, upcast
-from .common.spatial_cluster import declare_exchange, exchange_max_sum, exchange_with_sums, share_of
+from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, maximum, reciprocal_of_sum, scaled, upcast
+from .common.spatial_cluster import (
+    declare_exchange,
+    exchange_max_sum,
+    exchange_with_sums,
+    renew_exchange,
+    share_of,
+)
 from .common.spatial_tiles import (
     GROUP,
     load_places,
@@ -62,28 +75,33 @@ def upcast_kept(x, selector, PTX: tl.constexpr):
 
 
 @triton.jit
-def over_unit(x, unit):
+def over_unit(x, unit, PTX: tl.constexpr):
     """x / unit, and exactly 1 where they are equal. `div_rn` calls a function, for which registers are spilled."""
-    by = 1.0 / unit
+    by = reciprocal_of_sum(unit, PTX, PTX)
     quotient = x * by
     return tl.fma(tl.fma(-quotient, unit, x), by, quotient)
 
 
 @triton.jit
 def write_group(
-    x, dx_at, START: tl.constexpr, END: tl.constexpr, column, target, counts, exists, b, base, shift, a, factor,
+    x, exps, dx_at, START: tl.constexpr, END: tl.constexpr, column, target, counts, exists, b, base, shift, a, factor,
     weight_ptr, cap, n_cols, dx_col, selector,
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
-    UNPREDICATED: tl.constexpr, STEP: tl.constexpr, VEC: tl.constexpr, PTX: tl.constexpr,
+    UNPREDICATED: tl.constexpr, STEP: tl.constexpr, VEC: tl.constexpr, RECOMPUTE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Writes dx of chunks START .. END-1, at the pointers to chunk START."""
+    """Writes dx of chunks START .. END-1, at the pointers to chunk START. exps: of all chunks, where not RECOMPUTE."""
     for c in tl.static_range(START, END):
         b_here = tl.where(column + c * STEP == target, b, 0.0)
-        dx = cross_entropy_term(
-            upcast_kept(x[c], selector, PTX), b_here, column + c * STEP, base, shift, a, factor, weight_ptr, cap,
-            column < n_cols - c * STEP, WEIGHTED, SMOOTH, SOFTCAP, FUSED,
-        )  # fmt: skip
-        if SMOOTH:
+        here, inside = column + c * STEP, column < n_cols - c * STEP
+        if RECOMPUTE:
+            dx = cross_entropy_term(
+                upcast_kept(x[c], selector, PTX), b_here, here, base, shift, a, factor, weight_ptr, cap, inside,
+                WEIGHTED, SMOOTH, SOFTCAP, FUSED,
+            )  # fmt: skip
+        else:
+            x_c = upcast(x[c], PTX)
+            dx = gradient_of(exps[c], x_c, b_here, here, a, factor, weight_ptr, cap, inside, WEIGHTED, SMOOTH, SOFTCAP)
+        if SMOOTH or not RECOMPUTE:
             dx = tl.where(counts, dx, 0.0)
         dx = dx.to(dx_at.dtype.element_ty)
         if c < UNPREDICATED:
@@ -100,7 +118,8 @@ def block_of_losses(
     LOSS: tl.constexpr, GRADIENT: tl.constexpr, INPLACE: tl.constexpr, UPSTREAM: tl.constexpr, MEAN: tl.constexpr,
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, CROPPED: tl.constexpr, WAITS: tl.constexpr,
     OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
-    CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
+    CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr,
+    THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The loss and the gradient of block `index // CTAS` of positions."""
     pid, column = share_of(index, CTAS, COLS, PTX)
@@ -131,7 +150,8 @@ def block_of_losses(
         w_target = tl.sum(tl.load(weight_ptr + target, mask=target >= 0, other=0.0), 0)[None, :, :]
     target = tl.max(target, 0)[None, :, :]
     counts = target >= 0
-    if LOSS > 0 and not INPLACE:
+    FROM_TILE: tl.constexpr = INPLACE or not RECOMPUTE  # where the target's logit comes from
+    if LOSS > 0 and not FROM_TILE:
         to_target = x_start + target.to(tl.int64) * x_col * VEC
         x_target = tl.load(to_target, mask=counts & leads, other=0.0).to(tl.float32)
     reference = 0.0
@@ -148,8 +168,9 @@ def block_of_losses(
     for c in tl.static_range(1, CHUNKS):
         m = maximum(m, x[c], PTX)
     m = tl.maximum(capped(m, cap, SOFTCAP), LOWEST)
-    FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
-    AFFINE: tl.constexpr = FUSED and not SOFTCAP  # the exponent of a 16-bit logit is one multiply-add
+    # the exponent of a 16-bit logit is one multiply-add, and a position has a factor
+    FUSED: tl.constexpr = PTX and RECOMPUTE and x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    AFFINE: tl.constexpr = FUSED and not SOFTCAP
     ALONE: tl.constexpr = CTAS == 1
     if ALONE:
         m = tl.max(m, 0)[None, :, :]
@@ -159,11 +180,13 @@ def block_of_losses(
     s = tl.zeros(x[0].shape, tl.float32)
     t = tl.zeros(x[0].shape, tl.float32)
     x_targets = tl.zeros(x[0].shape, tl.float32)
+    exps = ()
     for c in tl.static_range(CHUNKS):
-        x_c = upcast(x[c], PTX, True)
+        x_c = upcast(x[c], PTX, RECOMPUTE)
         z = capped(x_c, cap, SOFTCAP)
-        s += exp2_fma(z, base, shift, AFFINE)
-        if LOSS > 0 and INPLACE:
+        exps = exps + (exp2_fma(z, base, shift, AFFINE),)
+        s += exps[c]
+        if LOSS > 0 and FROM_TILE:
             x_targets = tl.where(column + c * STEP == target, x_c, x_targets)
         if LOSS > 0 and SMOOTH:
             t += weigh(z, reference, column + c * STEP, column < n_cols - c * STEP, weight_ptr, WEIGHTED)
@@ -176,11 +199,11 @@ def block_of_losses(
         found = sum_over_columns(s, INVARIANT)
         total = found
         if AFFINE:
-            total = over_unit(found, tl.reshape(unit, (m.shape[1], m.shape[2])))
+            total = over_unit(found, tl.reshape(unit, (m.shape[1], m.shape[2])), PTX)
     else:
         top = tl.max(m, 0)
         if AFFINE:
-            s = over_unit(s, unit)
+            s = over_unit(s, unit, PTX)
         total = sum_over_columns(scaled(s, exp(m - top[None, :, :]), PTX), INVARIANT)
     wz_sum = 0.0
     if CTAS > 1 and LOSS > 0 and (SMOOTH or INPLACE):
@@ -194,7 +217,7 @@ def block_of_losses(
         top, total = exchange_max_sum(top, total, CTAS, THREADS, PTX)
         if LOSS > 0 and SMOOTH:
             wz_sum = sum_over_columns(t, INVARIANT)[None, :, :]
-        if LOSS > 0 and INPLACE:  # one column at most is the target's, and all others are 0
+        if LOSS > 0 and FROM_TILE:  # one column at most is the target's, and all others are 0
             x_target = tl.sum(x_targets, 0)[None, :, :]
     top, total = top[None, :, :], total[None, :, :]
     lse = logsumexp(top, total)
@@ -221,10 +244,10 @@ def block_of_losses(
         a, b, factor = coefficients(g, lse, w_target, w_sum, smoothing, n_cols, z_loss, SMOOTH)
         if ALONE and AFFINE:  # as in the first pass
             shift = tl.where(counts, shift, 0.0)
-            a = tl.where(counts, a / found[None, :, :], 0.0)
+            a = tl.where(counts, a * reciprocal_of_sum(found, PTX, PTX)[None, :, :], 0.0)
         else:
             base, shift, by = exp2_affine(tl.where(counts, top, 0.0), FUSED)
-            a = tl.where(counts, a * by / total, 0.0)
+            a = tl.where(counts, a * by * reciprocal_of_sum(total, PTX, PTX), 0.0)
         selector = kept_or_zero(counts)
         if INPLACE:
             dx_at = dx_ptr + (here * dx_outer + first) * VEC + place + column.to(tl.int64) * dx_col * VEC
@@ -233,9 +256,9 @@ def block_of_losses(
         for k in tl.static_range((CHUNKS + GROUP - 1) // GROUP):
             if n_cols > k * GROUP * STEP:  # always, which the compiler does not know
                 write_group(
-                    x, dx_at + (k * GROUP * STEP * VEC) * dx_col, k * GROUP, min(CHUNKS, k * GROUP + GROUP), column,
-                    target, counts, exists, b, base, shift, a, factor, weight_ptr, cap, n_cols, dx_col, selector,
-                    WEIGHTED, SMOOTH, SOFTCAP, FUSED, UNPREDICATED, STEP, VEC, PTX,
+                    x, exps, dx_at + (k * GROUP * STEP * VEC) * dx_col, k * GROUP, min(CHUNKS, k * GROUP + GROUP),
+                    column, target, counts, exists, b, base, shift, a, factor, weight_ptr, cap, n_cols, dx_col,
+                    selector, WEIGHTED, SMOOTH, SOFTCAP, FUSED, UNPREDICATED, STEP, VEC, RECOMPUTE, PTX,
                 )  # fmt: skip
 
 
@@ -266,34 +289,36 @@ def cross_entropy_spatial(
     WAITS: tl.constexpr,  # what prepares the targets may still run: this kernel started before its end
     TRIGGER: tl.constexpr,  # whether the next kernel may start now and wait for this one
     OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
-    CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
-    EARLY: tl.constexpr, STAGGER: tl.constexpr, FITTING: tl.constexpr,
+    CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr,
+    RECOMPUTE: tl.constexpr,  # compute each exponential twice, and hold none; always on a cluster
+    INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr, STAGGER: tl.constexpr,
+    FITTING: tl.constexpr,
 ):  # fmt: skip
     await_previous(EARLY and not WAITS)
     if TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
-    declare_exchange(CTAS, 4 if LOSS > 0 and (SMOOTH or INPLACE) else 2, INNER, PTX)
+    N_VALUES: tl.constexpr = 4 if LOSS > 0 and (SMOOTH or INPLACE) else 2
+    declare_exchange(CTAS, N_VALUES, INNER, PTX)
     index = tl.program_id(0)
-    if UNLESS_ONE and CTAS == 1:  # few programs look at g, and find nothing to do
+    if UNLESS_ONE:  # few programs look at g, and find nothing to do
         if tl.load(g_ptr) != 1.0:
             n_programs = tl.cdiv(n_outer, OUTERS) * n_blocks
+            if PTX:
+                n_programs *= CTAS
             while index < n_programs:
                 block_of_losses(
                     index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_facts_ptr, count_ptr, g_ptr, loss_ptr, n_outer,
                     n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, width, x_row, ignore_index, smoothing,
                     cap, z_loss, LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, CROPPED, WAITS,
-                    OUTERS, CTAS, COLS, INNER, VEC, CHUNKS, UNPREDICATED, INVARIANT, THREADS, PTX,
+                    OUTERS, CTAS, COLS, INNER, VEC, CHUNKS, UNPREDICATED, RECOMPUTE, INVARIANT, THREADS, PTX,
                 )  # fmt: skip
+                renew_exchange(CTAS, N_VALUES, INNER, PTX)
                 index += tl.num_programs(0)
     else:
         stagger(STAGGER, FITTING)
-        needed = True
-        if UNLESS_ONE:
-            needed = tl.load(g_ptr) != 1.0
-        if needed:
-            block_of_losses(
-                index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_facts_ptr, count_ptr, g_ptr, loss_ptr, n_outer,
-                n_cols, inner, n_blocks, x_outer, x_col, dx_outer, dx_col, width, x_row, ignore_index, smoothing, cap,
-                z_loss, LOSS, GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, CROPPED, WAITS, OUTERS,
-                CTAS, COLS, INNER, VEC, CHUNKS, UNPREDICATED, INVARIANT, THREADS, PTX,
-            )  # fmt: skip
+        block_of_losses(
+            index, x_ptr, dx_ptr, target_ptr, weight_ptr, weight_facts_ptr, count_ptr, g_ptr, loss_ptr, n_outer, n_cols,
+            inner, n_blocks, x_outer, x_col, dx_outer, dx_col, width, x_row, ignore_index, smoothing, cap, z_loss, LOSS,
+            GRADIENT, INPLACE, UPSTREAM, MEAN, WEIGHTED, SMOOTH, SOFTCAP, CROPPED, WAITS, OUTERS, CTAS, COLS, INNER,
+            VEC, CHUNKS, UNPREDICATED, RECOMPUTE, INVARIANT, THREADS, PTX,
+        )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..planning.spatial import plan_spatial_loss
+from ..planning.cross_entropy_spatial import plan_spatial_loss
 from ..planning.types import Device, Plan
 from .cache import Cache
 from .compile import assert_options, early_start
@@ -63,7 +63,7 @@ PARTS = {
 PREPARED_BLOCK, PREPARED_EACH, PREPARED_WARPS = 512, 8, 8
 # PyTorch adds up more than so many losses
 MOST_PARTIALS = 65536
-# programs that look at an upstream gradient. More of them than fit on the GPU would take turns to find nothing to do
+# CTAs that look at an upstream gradient. More of them than fit on the GPU would take turns to find nothing to do
 LOOKS = 1024
 NO_LOSS, EACH_LOSS, SUM_OF_LOSSES = 0, 1, 2
 _runs, _plans = Cache(), Cache()
@@ -159,7 +159,7 @@ def loss_recipe(
         step = resident_step(_loss(), (x, dx), 8, plan, device, **flags, **of_op)
         width, apart = crop or (plan.vec, 0)
         step = step._replace(scalars=(*step.scalars, width // plan.vec, apart // plan.vec))
-        return Recipe((step._replace(most=LOOKS) if unless_one and plan.ctas == 1 else step,))
+        return Recipe((step._replace(most=LOOKS // plan.ctas) if unless_one else step,))
     reduce, merge, finish = (PARTS[f"cross_entropy_spatial_{step}"]() for step in ("reduce", "merge", "finish"))
     steps: list[Step] = []
     inner = x.shape[2]

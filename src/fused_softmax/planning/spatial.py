@@ -29,8 +29,6 @@ from .spatial_tables import (
     LEAST_FEW,
     LEAST_RUN,
     LONG,
-    LOSS,
-    LOSS_RUN,
     MORE_STAGED,
     MOST_FEW,
     MOST_LOG_CHUNKS,
@@ -52,7 +50,6 @@ from .spatial_tables import (
     STAGGERED_POSITIONS,
     STAGGERED_WARPS,
     UNALIGNED,
-    UNALIGNED_LOSS,
     UNALIGNED_PARTS,
     UNALIGNED_POSITIONS,
     WHOLE_RUN,
@@ -155,9 +152,9 @@ def _padded(problem: SpatialProblem, inner: int) -> int:
     return -(-problem.inner // inner) * inner
 
 
-def narrowed(problem: SpatialProblem, inner: int) -> int:
-    """The positions of a tile of `inner`, or of a narrower one that is filled much better."""
-    while inner > 32 and _padded(problem, inner // 2) < 0.85 * _padded(problem, inner):
+def narrowed(problem: SpatialProblem, inner: int, least: int = 32) -> int:
+    """The positions of a tile of `inner`, or of a narrower one, of `least` or more, that is filled much better."""
+    while inner > least and _padded(problem, inner // 2) < 0.85 * _padded(problem, inner):
         inner //= 2
     return inner
 
@@ -185,9 +182,8 @@ def _longer_run(problem: SpatialProblem, cols: int, inner: int, per_chunk: int, 
     return cols
 
 
-def _loss_cols(problem: SpatialProblem, cols: int, inner: int, per_chunk: int) -> int:
-    """Columns of a chunk of a loss of few positions, from those of its config."""
-    run = LOSS_RUN[problem.itemsize]
+def _cols_of_few(problem: SpatialProblem, cols: int, inner: int, per_chunk: int, run: RunRule) -> int:
+    """Columns of a chunk of few positions that has no more of them than `run` asks for. cols: those of its config."""
     wanted = power_of_two(-(-problem.n_cols // run.most_chunks))
     longest = max(1, min(wanted, LEAST_RUN // (inner * problem.itemsize)))
     if -(-problem.n_cols // longest) > run.most_chunks:
@@ -196,10 +192,11 @@ def _loss_cols(problem: SpatialProblem, cols: int, inner: int, per_chunk: int) -
 
 
 def tiles_plan(
-    problem: SpatialProblem, device: Device, config: SpatialConfig, loss: bool = False, halves: bool = False
+    problem: SpatialProblem, device: Device, config: SpatialConfig, few: RunRule | None = None, halves: bool = False
 ) -> Plan:
     """The plan of tiles as `config` says, with fewer positions where `inner` has fewer.
 
+    few: of a loss, which has few columns in a chunk where positions are few.
     halves: whether threads may have 8 bytes of a chunk where `config` says more.
     """
     halves = halves and _takes_half_threads(problem, config)
@@ -216,8 +213,8 @@ def tiles_plan(
         inner = narrowed(problem, inner)
     # few positions: columns are neighbors in memory, and a chunk of more of them is a longer run
     if config.ctas == 1 and not problem.batch_invariant:
-        if loss and inner <= NARROW:
-            cols = _loss_cols(problem, cols, inner, per_chunk)
+        if few and inner <= NARROW:
+            cols = _cols_of_few(problem, cols, inner, per_chunk, few)
         else:
             cols = _longer_run(problem, cols, inner, per_chunk, HALF_RUN if halves else WHOLE_RUN)
     # warps of a program wait for each other, so that it has one of them where that holds whole columns
@@ -271,7 +268,7 @@ def staggered(plan: Plan, problem: SpatialProblem, device: Device) -> Plan:
 Table = tuple[SpatialConfig, ...]
 
 
-def _configs(
+def configs_of(
     problem: SpatialProblem, device: Device, table: Table, unaligned_table: Table = (), softmax: bool = False,
     first: Table = (),
 ) -> Iterator[SpatialConfig]:  # fmt: skip
@@ -319,7 +316,7 @@ def on_chip(problem: SpatialProblem, device: Device, part_vectors: bool = True) 
     if problem.inner >= LEAST_FEW and (few := few_positions(problem, device)) is not None:
         yield few
     first = PART_VECTORS.get((*kind, problem.vec), ()) if part_vectors else ()
-    yield from _configs(problem, device, ON_CHIP[kind], UNALIGNED[kind], softmax=True, first=first)
+    yield from configs_of(problem, device, ON_CHIP[kind], UNALIGNED[kind], softmax=True, first=first)
 
 
 def few_positions(problem: SpatialProblem, device: Device) -> SpatialConfig | None:
@@ -425,12 +422,3 @@ def _uncapped_parts_tile(problem: SpatialProblem) -> PartsTile:
         narrow = problem.inner <= NARROW_POSITIONS and not (problem.backward and problem.itemsize == 2)
         return NARROW_PARTS if narrow else PARTS
     return (SOFTMAX_PARTS if problem.whole_sectors else HALVES_PARTS)[problem.backward, problem.itemsize]
-
-
-def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:
-    """The plan of a loss with its gradient: in one pass, or in two where the columns do not fit on chip."""
-    config = next(_configs(problem, device, LOSS[problem.itemsize], UNALIGNED_LOSS[problem.itemsize]), None)
-    if config is None:
-        return parts_plan(problem, device)
-    found = replace(tiles_plan(problem, device, config, loss=True), recompute=problem.itemsize == 2)
-    return staggered(found, problem, device)

@@ -351,68 +351,7 @@ LEAST_RUN = 128
 WHOLE_RUN = RunRule(LEAST_RUN, 1 << 31, 1)
 # a 16-bit softmax of up to so many positions and columns: a thread has half a vector, and more chunks
 HALF_POSITIONS, HALF_COLS, HALF_RUN = 8, 192, RunRule(64, 12, 5)
-# a loss, by bytes of an element: what a thread does for each position weighs less, the more columns it has
-LOSS_RUN = {2: RunRule(32, 20, 5), 4: RunRule(32, 12, 5)}
 NARROW = 16  # positions, at most, of which a program of one warp takes some
-# a loss with its gradient, by bytes of an element. Its threads keep many numbers of each position, so they have few
-# positions and many columns: what a program does for each position weighs less, the more columns a thread has
-LOSS = {
-    2: (
-        SpatialConfig(24, 1, 2, 256, thread_bytes=8),
-        SpatialConfig(60, 1, 1, 64, thread_bytes=8),
-        SpatialConfig(112, 1, 2, 64, thread_bytes=8),
-        SpatialConfig(152, 1, 4, 128, thread_bytes=8, max_registers=112, whole_sectors=True),
-        SpatialConfig(208, 1, 4, 64, thread_bytes=8, max_registers=96, whole_sectors=True),
-        SpatialConfig(208, 1, 2, 64, thread_bytes=8),
-        SpatialConfig(304, 1, 4, 64, thread_bytes=8, max_registers=128),
-        SpatialConfig(400, 1, 4, 64, thread_bytes=8, max_registers=168),
-        SpatialConfig(608, 2, 4, 64, thread_bytes=8, max_registers=128),
-        SpatialConfig(832, 2, 4, 64, thread_bytes=8, max_registers=168),
-        SpatialConfig(1024, 1, 8, 32, thread_bytes=8, max_registers=128, whole_sectors=True),
-        SpatialConfig(1216, 4, 4, 64, thread_bytes=8, max_registers=128),
-        SpatialConfig(1664, 4, 4, 64, thread_bytes=8, max_registers=168),
-        SpatialConfig(2432, 8, 4, 64, thread_bytes=8, max_registers=128),
-        SpatialConfig(3328, 8, 4, 64, thread_bytes=8, max_registers=168),
-        SpatialConfig(4864, 16, 4, 64, thread_bytes=8, max_registers=128),
-        SpatialConfig(6656, 16, 4, 64, thread_bytes=8, max_registers=168),
-        SpatialConfig(832, 1, 8, 64, thread_bytes=8),
-        SpatialConfig(1024, 1, 8, 16, thread_bytes=8),
-    ),
-    4: (
-        SpatialConfig(24, 1, 4, 512),
-        SpatialConfig(152, 1, 4, 64, max_registers=128),
-        SpatialConfig(256, 1, 8, 64),
-        SpatialConfig(304, 2, 4, 64, max_registers=128),
-        SpatialConfig(416, 2, 4, 64, max_registers=168),
-        SpatialConfig(704, 4, 4, 64, max_registers=128),
-        SpatialConfig(832, 4, 4, 64, max_registers=168),
-        SpatialConfig(1408, 8, 4, 64, max_registers=128),
-        SpatialConfig(1664, 8, 4, 64, max_registers=168),
-        SpatialConfig(2816, 16, 4, 64, max_registers=128),
-        SpatialConfig(3328, 16, 4, 64, max_registers=168),
-        SpatialConfig(4096, 16, 8, 64, max_registers=128),
-        SpatialConfig(512, 1, 8, 32),
-        SpatialConfig(1024, 1, 16, 32),
-        SpatialConfig(2048, 1, 16, 16),
-    ),
-}
-# the same as LOSS where runs of positions start anywhere, so that elements are read one by one. Without caps of
-# registers: a 16-bit element takes a register until it is packed, so that few loads are in flight at a cap
-UNALIGNED_LOSS = {
-    2: (
-        SpatialConfig(24, 1, 2, 256, thread_bytes=8),
-        SpatialConfig(76, 1, 2, 128, thread_bytes=8),
-        SpatialConfig(208, 1, 2, 64, thread_bytes=8),
-        SpatialConfig(304, 1, 4, 64, thread_bytes=8),
-        SpatialConfig(608, 1, 8, 64, thread_bytes=8),
-        SpatialConfig(832, 1, 8, 32, thread_bytes=8),
-    ),
-    4: (
-        SpatialConfig(24, 1, 2, 128, thread_bytes=8),
-        SpatialConfig(100, 1, 4, 64),
-        SpatialConfig(256, 1, 8, 64),
-    ),
-}
 # where runs of positions start anywhere: skewed tiles, and tiles whose elements are read one by one
 UNALIGNED = {
     (False, 2): (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .logits import SMOOTH_UNIT, capped_with_slope
+from .logits import SMOOTH_UNIT, capped, capped_with_slope
 from .numerics import exp2_fma
 
 
@@ -75,6 +75,12 @@ def store_moments(moments_ptr, row, row_max, row_sum, mask):
 
 
 @triton.jit
+def _where_used(x, factor):
+    """x, or 0 where its factor is 0, which must not turn an infinity into NaN."""
+    return tl.where(factor != 0.0, x, 0.0)
+
+
+@triton.jit
 def row_loss(
     nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, n_classes, z_loss, SMOOTH: tl.constexpr
 ):
@@ -84,8 +90,8 @@ def row_loss(
         above = (tl.fma(lse, SMOOTH_UNIT, -reference) + residual * SMOOTH_UNIT) * w_sum
         spread = (above - wz_sum) * (1.0 / SMOOTH_UNIT)
         loss = (1.0 - smoothing) * loss + smoothing / n_classes * spread
-    # a factor of 0 must not turn an infinite lse into NaN
-    return loss + tl.where(z_loss != 0.0, z_loss * lse * lse, 0.0)
+    lse = _where_used(lse, z_loss)
+    return loss + z_loss * lse * lse
 
 
 @triton.jit
@@ -98,7 +104,7 @@ def coefficients(g, lse, w_target, w_sum, smoothing, n_classes, z_loss, SMOOTH: 
         c = smoothing / n_classes * g
         b = (1.0 - smoothing) * b
         a = b + c * w_sum
-    return a + tl.where(z_loss != 0.0, 2.0 * z_loss * lse * g, 0.0), b, c
+    return a + _where_used(2.0 * z_loss * g, z_loss) * _where_used(lse, z_loss), b, c
 
 
 @triton.jit
@@ -110,16 +116,23 @@ def cross_entropy_term(
 
     b is 0, except at the target. a, b and c include g and the correction of `exp2_affine`.
     """
-    z, slope = x, 1.0
-    if SOFTCAP:
-        z, slope = capped_with_slope(x, cap)
-    dz = exp2_fma(z, base, shift, FUSED) * a - b
+    e = exp2_fma(capped(x, cap, SOFTCAP), base, shift, FUSED)
+    return gradient_of(e, x, b, at, a, c, w_ptr, cap, mask, WEIGHTED, SMOOTH, SOFTCAP)
+
+
+@triton.jit
+def gradient_of(
+    e, x, b, at, a, c, w_ptr, cap, mask, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr
+):
+    """`cross_entropy_term` of the exponentials e."""
+    dz = e * a - b
     if SMOOTH:
         if WEIGHTED:
             dz -= c * tl.load(w_ptr + at, mask=mask, other=0.0)
         else:
             dz -= c
     if SOFTCAP:
+        _, slope = capped_with_slope(x, cap)
         dz *= slope
         dz = tl.where(x == -float("inf"), 0.0, dz)
     return dz

@@ -105,8 +105,8 @@ def weigh(z, reference, at, mask, w_ptr, WEIGHTED: tl.constexpr):
 
 @triton.jit
 def logsumexp(row_max, row_sum):
-    """row_max + log(row_sum), or -inf for an empty sum."""
-    return tl.where(row_sum == 0.0, -float("inf"), row_max + log(row_sum))
+    """row_max + log(row_sum), which is -inf for an empty sum."""
+    return row_max + log(row_sum)
 
 
 @triton.jit

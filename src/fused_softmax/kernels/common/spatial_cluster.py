@@ -7,10 +7,11 @@ each position merges the slots in the order of their rank, and all threads read 
 bits. Nothing is assumed about which thread holds which position.
 
 Each CTA is a program of its own for Triton, and the launch makes clusters of them: Triton's own programs of several
-CTAs spread a tile over the CTAs as its planner likes. `declare_exchange` must be the kernel's first statement. A launch
-uses one exchange only, because the mbarrier is armed for one phase. The loads lie in between and hide the latency of
-the cluster's barrier. No CTA ends before all slots have arrived, so its shared memory lives as long as others write it.
-Interpreted, one program holds the numbers of all CTAs, and the merge is a reduction over the tile's first axis.
+CTAs spread a tile over the CTAs as its planner likes. `declare_exchange` must be the kernel's first statement. The
+mbarrier is armed for one phase, so `renew_exchange` comes before another exchange. The loads lie in between and hide
+the latency of the cluster's barrier. No CTA ends before all slots have arrived, so its shared memory lives as long as
+others write it. Interpreted, one program holds the numbers of all CTAs, and the merge is a reduction over the tile's
+first axis.
 """
 
 from __future__ import annotations
@@ -37,20 +38,19 @@ def share_of(pid, CTAS: tl.constexpr, COLS: tl.constexpr, PTX: tl.constexpr):
 @triton.constexpr_function
 def _declare_ptx(ctas: int, n_values: int, inner: int) -> str:
     n_bytes = 4 * n_values * inner
-    return "\n".join(
-        (
-            f".shared .align 16 .b8 spatial_slots[{n_bytes * ctas}];",
-            f".shared .align 16 .b8 spatial_own[{n_bytes}];",
-            f".shared .align 16 .b8 spatial_merged[{n_bytes}];",
-            ".shared .align 8 .b64 spatial_arrived;",
-            "{",
-            ".reg .pred first;",
-            ".reg .b32 thread, barrier;",
-            *arm_ptx("spatial_arrived", n_bytes * ctas),
-            "mov.u32 $0, 0;",
-            "}",
-        )
-    )
+    ptx = [f".shared .align 16 .b8 spatial_slots[{n_bytes * ctas}];"]
+    ptx += [f".shared .align 16 .b8 spatial_{name}[{n_bytes}];" for name in ("own", "merged")]
+    return "\n".join([*ptx, ".shared .align 8 .b64 spatial_arrived;", _arm_ptx(ctas, n_values, inner)])
+
+
+@triton.constexpr_function
+def _arm_ptx(ctas: int, n_values: int, inner: int, again: bool = False) -> str:
+    """Arms the mbarrier for the numbers of all CTAs. again: after an exchange that all threads have left."""
+    ptx = ["{", ".reg .pred first;", ".reg .b32 thread, barrier;"]
+    if again:
+        ptx += ["mov.u32 thread, %tid.x;", "setp.eq.u32 first, thread, 0;", "mov.u32 barrier, spatial_arrived;"]
+        ptx += ["@first mbarrier.inval.shared::cta.b64 [barrier];", "fence.acq_rel.cluster;"]
+    return "\n".join([*ptx, *arm_ptx("spatial_arrived", 4 * n_values * inner * ctas), "mov.u32 $0, 0;", "}"])
 
 
 @triton.constexpr_function
@@ -130,6 +130,14 @@ def declare_exchange(CTAS: tl.constexpr, N_VALUES: tl.constexpr, INNER: tl.const
     """Room for N_VALUES float32 of each position and CTA, and an mbarrier. A kernel's first statement."""
     if CTAS > 1 and PTX:
         ASM: tl.constexpr = _declare_ptx(CTAS, N_VALUES, INNER)
+        tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def renew_exchange(CTAS: tl.constexpr, N_VALUES: tl.constexpr, INNER: tl.constexpr, PTX: tl.constexpr):
+    """Makes the exchange ready for another one, in a loop whose last one is not used."""
+    if CTAS > 1 and PTX:
+        ASM: tl.constexpr = _arm_ptx(CTAS, N_VALUES, INNER, True)
         tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 

@@ -1,0 +1,174 @@
+"""SpatialProblem + Device -> Plan of cross_entropy of images (N, C, d1, ...), a loss with its gradient.
+
+A position has a logarithm, factors and a target of its own, which take more instructions than a column does. So threads
+hold whole columns where these are few, and many columns of few positions elsewhere. docs/measurements/losses.md has
+figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from .spatial import configs_of, narrowed, parts_plan, resident_plan, staggered, tiles_plan
+from .spatial_tables import NARROW, PARTS, PartsTile, RunRule, SpatialConfig
+from .types import Device, Plan, SpatialProblem, power_of_two
+
+# threads that hold whole columns, and their exponentials: columns, and of many positions that start anywhere; numbers
+# and positions of a thread, at most
+WHOLE_COLS, WHOLE_ANYWHERE, WHOLE_HELD, WHOLE_POSITIONS = 12, 25, 50, 8
+# a tile of few positions, by bytes of an element: a thread has more columns, so that its positions weigh less
+FEW = {2: RunRule(32, 20, 5), 4: RunRule(32, 12, 5)}
+# columns whose runs are whole vectors, or, up to HALVES_COLS, of at least half of one
+HALVES_COLS = 112
+ALIGNED = {
+    2: (
+        SpatialConfig(24, 1, 2, 256, thread_bytes=8),
+        SpatialConfig(36, 1, 1, 64, thread_bytes=8),
+        SpatialConfig(60, 1, 4, 128, thread_bytes=4, max_registers=128),
+        SpatialConfig(112, 1, 2, 64, thread_bytes=8),
+        SpatialConfig(152, 1, 4, 128, thread_bytes=8, max_registers=112, whole_sectors=True),
+        SpatialConfig(208, 1, 4, 64, thread_bytes=8, max_registers=96, whole_sectors=True),
+        SpatialConfig(208, 1, 2, 64, thread_bytes=8),
+        SpatialConfig(304, 1, 4, 64, thread_bytes=8, max_registers=128),
+        SpatialConfig(400, 1, 4, 64, thread_bytes=8, max_registers=168),
+        SpatialConfig(608, 2, 4, 64, thread_bytes=8, max_registers=128),
+        SpatialConfig(832, 2, 4, 64, thread_bytes=8, max_registers=168),
+        SpatialConfig(1024, 1, 8, 32, thread_bytes=8, max_registers=128, whole_sectors=True),
+        SpatialConfig(1216, 4, 4, 64, thread_bytes=8, max_registers=128),
+        SpatialConfig(1664, 4, 4, 64, thread_bytes=8, max_registers=168),
+        SpatialConfig(2432, 8, 4, 64, thread_bytes=8, max_registers=128),
+        SpatialConfig(3328, 8, 4, 64, thread_bytes=8, max_registers=168),
+        SpatialConfig(4864, 16, 4, 64, thread_bytes=8, max_registers=128),
+        SpatialConfig(6656, 16, 4, 64, thread_bytes=8, max_registers=168),
+    ),
+    4: (
+        SpatialConfig(24, 1, 4, 512),
+        SpatialConfig(48, 1, 4, 128, thread_bytes=8, max_registers=128),
+        SpatialConfig(64, 1, 4, 64, thread_bytes=8, max_registers=128),
+        SpatialConfig(152, 1, 4, 64, max_registers=128),
+        SpatialConfig(224, 1, 4, 32, thread_bytes=8, max_registers=168),
+        SpatialConfig(304, 2, 4, 64, max_registers=128),
+        SpatialConfig(416, 2, 4, 64, max_registers=168),
+        SpatialConfig(704, 4, 4, 64, max_registers=128),
+        SpatialConfig(832, 4, 4, 64, max_registers=168),
+        SpatialConfig(1408, 8, 4, 64, max_registers=128),
+        SpatialConfig(1664, 8, 4, 64, max_registers=168),
+        SpatialConfig(2816, 16, 4, 64, max_registers=128),
+        SpatialConfig(3328, 16, 4, 64, max_registers=168),
+        SpatialConfig(512, 1, 8, 32),
+    ),
+}
+# tiles of one program, of any alignment, in which batch invariance has all columns, and few positions have theirs
+ALONE = {
+    2: (
+        SpatialConfig(24, 1, 2, 256, thread_bytes=8),
+        SpatialConfig(60, 1, 1, 64, thread_bytes=8),
+        SpatialConfig(112, 1, 2, 64, thread_bytes=8),
+        SpatialConfig(304, 1, 4, 64, thread_bytes=8),
+        SpatialConfig(832, 1, 8, 64, thread_bytes=8),
+        SpatialConfig(1024, 1, 8, 16, thread_bytes=8),
+    ),
+    4: (
+        SpatialConfig(24, 1, 4, 512),
+        SpatialConfig(152, 1, 4, 64),
+        SpatialConfig(256, 1, 8, 64),
+        SpatialConfig(512, 1, 8, 32),
+        SpatialConfig(1024, 1, 16, 32),
+        SpatialConfig(2048, 1, 16, 16),
+    ),
+}
+
+
+class LossTile(NamedTuple):
+    """Positions, warps of a CTA, bytes of a thread in a chunk, and words of 4 bytes that a thread holds, at most."""
+
+    most_cols: int
+    positions: int
+    num_warps: int
+    thread_bytes: int
+    words: int = 64
+    most_ctas: int = 1
+
+
+# of columns that start anywhere, and of planes that the tiles of ALIGNED do not fill
+ANYWHERE = {
+    2: (
+        LossTile(36, 64, 2, 8),
+        LossTile(100, 128, 4, 4),
+        LossTile(256, 64, 4, 8),
+        LossTile(3328, 32, 4, 8, most_ctas=8),
+    ),
+    4: (
+        LossTile(48, 128, 4, 8),
+        LossTile(64, 64, 4, 8),
+        LossTile(88, 128, 8, 8),
+        LossTile(200, 64, 8, 8),
+        LossTile(2048, 32, 8, 4, words=44, most_ctas=16),
+        LossTile(4096, 32, 4, 8, most_ctas=16),
+    ),
+}
+# of more columns, whose runs are whole sectors
+MORE_COLS = {
+    2: (LossTile(8192, 32, 4, 8, most_ctas=16), LossTile(10240, 16, 4, 4, most_ctas=16)),
+    4: (LossTile(8192, 16, 4, 8, most_ctas=16), LossTile(10240, 16, 8, 4, words=44, most_ctas=16)),
+}
+FEW_WORDS, REGISTERS = 44, (128, 168)  # a cap on registers, for up to so many words, and for more
+# of columns that are read twice
+TWICE = {2: PartsTile(256, 2, 8), 4: PARTS}
+
+
+def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:
+    """The plan of a loss with its gradient: in one pass, or in two where the columns do not fit on chip."""
+    found = next(_one_pass(problem, device), None)
+    if found is None:
+        return parts_plan(problem, device, PARTS if problem.batch_invariant else TWICE[problem.itemsize])
+    return staggered(found, problem, device)
+
+
+def _one_pass(problem: SpatialProblem, device: Device) -> Iterator[Plan]:
+    """The plans that keep the columns on chip, best first."""
+    itemsize, few = problem.itemsize, power_of_two(problem.inner) <= NARROW
+    full = problem.vec == problem.full_vec
+    if not problem.batch_invariant:
+        if problem.n_cols <= (WHOLE_COLS if full or few else WHOLE_ANYWHERE):
+            yield _whole_columns(problem, device)
+        if not few:
+            if full or (2 * problem.vec >= problem.full_vec and problem.n_cols <= HALVES_COLS):
+                yield from _in_tiles(problem, device, ALIGNED[itemsize])
+            tiles = ANYWHERE[itemsize] + (MORE_COLS[itemsize] if full and problem.whole_sectors else ())
+            yield from filter(None, (_in_tile(problem, device, tile) for tile in tiles))
+    yield from _in_tiles(problem, device, ALONE[itemsize])
+
+
+def _in_tiles(problem: SpatialProblem, device: Device, table: tuple[SpatialConfig, ...]) -> Iterator[Plan]:
+    """The plans of the configs of a table that hold the columns."""
+    for config in configs_of(problem, device, table):
+        yield replace(tiles_plan(problem, device, config, few=FEW[problem.itemsize]), recompute=True)
+
+
+def _whole_columns(problem: SpatialProblem, device: Device) -> Plan:
+    """The plan of threads that hold whole columns of several positions, and the exponentials of all of them."""
+    of_thread = min(WHOLE_POSITIONS, power_of_two(WHOLE_HELD // problem.n_cols + 1) // 2)
+    warps = max(1, (2 if of_thread == WHOLE_POSITIONS else 4) * 32 // device.warp_size)
+    inner = narrowed(problem, min(warps * device.warp_size * of_thread, power_of_two(problem.inner)))
+    while warps > 1 and warps * device.warp_size * of_thread > inner:  # one plane, where it has that many positions
+        warps //= 2
+    return resident_plan(problem, device, inner, 1, warps, thread_bytes=of_thread * problem.itemsize)
+
+
+def _in_tile(problem: SpatialProblem, device: Device, tile: LossTile) -> Plan | None:
+    """The plan of such a tile on the fewest CTAs; None where no cluster holds the columns."""
+    if problem.n_cols > tile.most_cols:
+        return None
+    warps = max(1, tile.num_warps * 32 // device.warp_size)
+    threads, of_thread = warps * device.warp_size, max(tile.thread_bytes, problem.itemsize)
+    positions = narrowed(problem, min(tile.positions, power_of_two(problem.inner)), NARROW)
+    most_ctas = min(tile.most_ctas, device.max_cluster)
+    found = problem.fewest_ctas(threads, positions, of_thread, tile.words, most_ctas)
+    if found is None:
+        return None
+    ctas, words = found
+    cols, cap = threads * of_thread // problem.itemsize // positions, REGISTERS[words > FEW_WORDS]
+    return resident_plan(problem, device, positions, cols, warps, ctas, True, cap, of_thread)
