@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -655,6 +656,34 @@ def test_cross_entropy_of_images(reduction, options):
     torch.testing.assert_close(leaf.grad.double(), own.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_cross_entropy_of_images_of_few_classes(seed):
+    """Threads hold whole columns, and the exponentials of all of them."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    outer, classes, inner = rng.randint(1, 5), rng.randint(2, 12), rng.choice((2, 3, 7, 16, 33, 49, 100, 259))
+    dtype = rng.choice((BFLOAT16, FLOAT32))
+    x, target = (torch.randn(outer, classes, inner) * 3).to(dtype), torch.randint(0, classes, (outer, inner))
+    x[0, :, 0], target[0, 0] = float("nan"), -100  # of a position that does not count
+    options: dict[str, Any] = {"reduction": rng.choice(("mean", "sum", "none"))}
+    if rng.random() < 0.5:
+        options["label_smoothing"] = 0.1
+    if rng.random() < 0.5:
+        options["weight"] = torch.rand(classes) + 0.5
+    assert not cross_entropy_spatial.loss_plan(x, x, False).recompute
+    for inplace in (False, True):
+        leaf, own = x.clone().requires_grad_(), x.double().nan_to_num(0.0).requires_grad_()
+        loss = fs.cross_entropy(leaf * 1.0, target, inplace_backward=inplace, **options)
+        wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        want = F.cross_entropy(own, target, **wide)
+        torch.testing.assert_close(loss.double(), want, rtol=3e-6, atol=3e-6)
+        up = torch.rand_like(loss)
+        loss.backward(up)
+        want.backward(up.double())
+        near = 2e-5 if dtype == FLOAT32 else 1e-2
+        torch.testing.assert_close(leaf.grad.double(), own.grad, rtol=near, atol=near * own.grad.abs().max().item())
+
+
 # plans of losses: CTAS of a cluster, or None for columns that are read twice
 @pytest.mark.parametrize("ctas", [4, None])
 @pytest.mark.parametrize(
@@ -690,7 +719,7 @@ def test_cross_entropy_of_images_of_many_classes(monkeypatch, ctas, options, dty
         problem = spatial.problem_of(x, dx, batch_invariant=invariant)
         if ctas is None:
             return replace(parts_plan(problem, DEVICE), part_cols=32, vectors_per_chunk=4)
-        return resident_plan(problem, DEVICE, 16, 4, 1, ctas, recompute=problem.itemsize == 2)
+        return resident_plan(problem, DEVICE, 16, 4, 1, ctas, recompute=True)
 
     monkeypatch.setattr(cross_entropy_spatial, "loss_plan", chosen)
     of_plan, dx_of_plan = both()

@@ -190,6 +190,28 @@ def test_cross_entropy_of_images(classes, inplace, dtype):
     assert error <= 8 * torch.finfo(dtype).eps * scale, f"{error / scale / torch.finfo(dtype).eps:.1f} eps"
 
 
+@pytest.mark.parametrize("seed", range(16))
+def test_losses_of_random_planes(seed):
+    """Few classes and many, clusters that take several blocks one after the other among them."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    classes = rng.randint(2, 30) if seed % 2 else round(2 ** rng.uniform(8, 13))
+    inner = rng.choice((7, 49, 64, 100, 196, 333, 1024))
+    outer = max(1, rng.choice((300_000, 6_000_000)) // (classes * inner))
+    dtype, up = rng.choice((torch.bfloat16, torch.float32)), rng.choice((1.0, -0.5))
+    x = (torch.randn(outer, classes, inner, device="cuda") * 3).to(dtype).requires_grad_()
+    target = torch.randint(0, classes, (outer, inner), device="cuda")
+    target[0, ::3] = -100
+    loss = fs.cross_entropy(x, target)
+    (dx,) = torch.autograd.grad(loss, x, torch.full_like(loss, up))
+    exact = x.detach().double().requires_grad_()
+    want = F.cross_entropy(exact, target)
+    (wanted,) = torch.autograd.grad(want, exact, torch.full_like(want, up))
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-6)
+    error, scale = (dx.double() - wanted).abs().max(), wanted.abs().max()
+    assert error <= 8 * torch.finfo(dtype).eps * scale, f"{error / scale / torch.finfo(dtype).eps:.1f} eps"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 44, 61])
 def test_cross_entropy_of_cropped_images(width, dtype):

@@ -25,6 +25,7 @@ from fused_softmax.launch.launcher import RowOp, row_launch
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.launch.softmax import softmax_launch
 from fused_softmax.planning import config_tables, masked_tables, spatial_tables
+from fused_softmax.planning import cross_entropy_spatial as loss_plans
 from fused_softmax.planning.softmax import plan
 from fused_softmax.planning.types import DEVICES, Device
 
@@ -50,7 +51,7 @@ def _config_widths(*tables: object) -> tuple[int, ...]:
 
 
 SPATIAL_ENDS = _config_widths(spatial_tables.ON_CHIP, spatial_tables.UNALIGNED)
-LOSS_ENDS = _config_widths(spatial_tables.LOSS, spatial_tables.UNALIGNED_LOSS)
+LOSS_ENDS = _config_widths(loss_plans.ALIGNED, loss_plans.ALONE, loss_plans.ANYWHERE, loss_plans.MORE_COLS)
 MASKED_ENDS = _config_widths(masked_tables.MASKED, masked_tables.MASKED_UNALIGNED, masked_tables.MASKED_WIDE)
 ROW_ENDS = _config_widths(
     config_tables.CLUSTER, config_tables.FORWARD_BLOCK, config_tables.BACKWARD_BLOCK, config_tables.LOSS_CLUSTER

@@ -122,6 +122,7 @@ def block_of_losses(
     THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The loss and the gradient of block `index // CTAS` of positions."""
+    tl.static_assert(RECOMPUTE or CTAS == 1, "the CTAs of a cluster keep no exponentials")
     pid, column = share_of(index, CTAS, COLS, PTX)
     leads = True  # the CTA that reads the target's logit, and writes the loss
     if CTAS > 1 and PTX:

@@ -63,8 +63,8 @@ PARTS = {
 PREPARED_BLOCK, PREPARED_EACH, PREPARED_WARPS = 512, 8, 8
 # PyTorch adds up more than so many losses
 MOST_PARTIALS = 65536
-# CTAs that look at an upstream gradient. More of them than fit on the GPU would take turns to find nothing to do
-LOOKS = 1024
+# warps that look at an upstream gradient. More of them than fit on the GPU would take turns to find nothing to do
+LOOKS = 2048
 NO_LOSS, EACH_LOSS, SUM_OF_LOSSES = 0, 1, 2
 _runs, _plans = Cache(), Cache()
 
@@ -159,7 +159,7 @@ def loss_recipe(
         step = resident_step(_loss(), (x, dx), 8, plan, device, **flags, **of_op)
         width, apart = crop or (plan.vec, 0)
         step = step._replace(scalars=(*step.scalars, width // plan.vec, apart // plan.vec))
-        return Recipe((step._replace(most=LOOKS // plan.ctas) if unless_one else step,))
+        return Recipe((step._replace(most=LOOKS // (plan.ctas * plan.num_warps)) if unless_one else step,))
     reduce, merge, finish = (PARTS[f"cross_entropy_spatial_{step}"]() for step in ("reduce", "merge", "finish"))
     steps: list[Step] = []
     inner = x.shape[2]
@@ -175,7 +175,9 @@ def loss_recipe(
         flags = dict(UPSTREAM=upstream, UNLESS_ONE=unless_one, MEAN=mean, **of_op)
         sizes, programs, meta = sizes_and_steps(finish, (x, dx), plan, device, **flags)
         read = (X, DX, MAX, SUM, TARGET, WEIGHT, WEIGHT_FACTS, COUNT, G)
-        steps.append(Step(finish, meta, read, (None, *sizes), programs, most=LOOKS if unless_one else None))
+        steps.append(
+            Step(finish, meta, read, (None, *sizes), programs, most=LOOKS // plan.num_warps if unless_one else None)
+        )
     return Recipe(tuple(steps), (parts * inner,) * 3 if loss != NO_LOSS else ())
 
 

@@ -11,17 +11,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from .spatial import configs_of, narrowed, parts_plan, resident_plan, staggered, tiles_plan
+from .spatial import configs_of, parts_plan, resident_plan, staggered, tiles_plan
 from .spatial_tables import NARROW, PARTS, PartsTile, RunRule, SpatialConfig
 from .types import Device, Plan, SpatialProblem, power_of_two
 
 # threads that hold whole columns, and their exponentials: columns, and of many positions that start anywhere; numbers
 # and positions of a thread, at most
 WHOLE_COLS, WHOLE_ANYWHERE, WHOLE_HELD, WHOLE_POSITIONS = 12, 25, 50, 8
+# of more columns than these, a warp has half as many positions rather than those of several planes
+FEW_OF_PLANES = 6
+# positions that tiles read for each that narrower ones read, at most
+MOST_READ = 1.18
 # a tile of few positions, by bytes of an element: a thread has more columns, so that its positions weigh less
 FEW = {2: RunRule(32, 20, 5), 4: RunRule(32, 12, 5)}
-# columns whose runs are whole vectors, or, up to HALVES_COLS, of at least half of one
-HALVES_COLS = 112
+# columns whose runs are whole vectors, or at least half of one, except HALVES_ANYWHERE of them
+HALVES_ANYWHERE = range(113, 401)
 ALIGNED = {
     2: (
         SpatialConfig(24, 1, 2, 256, thread_bytes=8),
@@ -82,29 +86,35 @@ ALONE = {
 
 
 class LossTile(NamedTuple):
-    """Positions, warps of a CTA, bytes of a thread in a chunk, and words of 4 bytes that a thread holds, at most."""
+    """Positions, warps of a CTA, bytes of a thread in a chunk, and words of 4 bytes that a thread holds, at most.
 
-    most_cols: int
+    max_cols, max_inner: columns and positions of a plane, at most.
+    """
+
+    max_cols: int
     positions: int
     num_warps: int
     thread_bytes: int
     words: int = 64
     most_ctas: int = 1
+    max_inner: int = 1 << 31
 
 
 # of columns that start anywhere, and of planes that the tiles of ALIGNED do not fill
 ANYWHERE = {
     2: (
-        LossTile(36, 64, 2, 8),
+        LossTile(36, 128, 2, 8),
         LossTile(100, 128, 4, 4),
         LossTile(256, 64, 4, 8),
-        LossTile(3328, 32, 4, 8, most_ctas=8),
+        LossTile(2816, 32, 4, 8, most_ctas=8),
+        LossTile(3328, 32, 4, 8, most_ctas=8, max_inner=1024),
     ),
     4: (
         LossTile(48, 128, 4, 8),
         LossTile(64, 64, 4, 8),
         LossTile(88, 128, 8, 8),
-        LossTile(200, 64, 8, 8),
+        LossTile(216, 64, 8, 8),
+        LossTile(256, 64, 8, 16),
         LossTile(2048, 32, 8, 4, words=44, most_ctas=16),
         LossTile(4096, 32, 4, 8, most_ctas=16),
     ),
@@ -114,7 +124,7 @@ MORE_COLS = {
     2: (LossTile(8192, 32, 4, 8, most_ctas=16), LossTile(10240, 16, 4, 4, most_ctas=16)),
     4: (LossTile(8192, 16, 4, 8, most_ctas=16), LossTile(10240, 16, 8, 4, words=44, most_ctas=16)),
 }
-FEW_WORDS, REGISTERS = 44, (128, 168)  # a cap on registers, for up to so many words, and for more
+REGISTERS = ((20, None), (44, 128), (64, 168))  # a cap on registers, by the words of a thread, at most
 # of columns that are read twice
 TWICE = {2: PartsTile(256, 2, 8), 4: PARTS}
 
@@ -135,7 +145,7 @@ def _one_pass(problem: SpatialProblem, device: Device) -> Iterator[Plan]:
         if problem.n_cols <= (WHOLE_COLS if full or few else WHOLE_ANYWHERE):
             yield _whole_columns(problem, device)
         if not few:
-            if full or (2 * problem.vec >= problem.full_vec and problem.n_cols <= HALVES_COLS):
+            if full or (2 * problem.vec >= problem.full_vec and problem.n_cols not in HALVES_ANYWHERE):
                 yield from _in_tiles(problem, device, ALIGNED[itemsize])
             tiles = ANYWHERE[itemsize] + (MORE_COLS[itemsize] if full and problem.whole_sectors else ())
             yield from filter(None, (_in_tile(problem, device, tile) for tile in tiles))
@@ -148,27 +158,39 @@ def _in_tiles(problem: SpatialProblem, device: Device, table: tuple[SpatialConfi
         yield replace(tiles_plan(problem, device, config, few=FEW[problem.itemsize]), recompute=True)
 
 
+def _filled(problem: SpatialProblem, most: int, least: int) -> int:
+    """The most positions of a tile, a power of two, whose tiles read few positions beyond those that exist."""
+    most = min(most, power_of_two(problem.inner))
+    widths = [most >> k for k in range(most.bit_length()) if most >> k >= min(least, most)]
+    padded = {width: -(-problem.inner // width) * width for width in widths}
+    return next(width for width in widths if padded[width] <= MOST_READ * min(padded.values()))
+
+
 def _whole_columns(problem: SpatialProblem, device: Device) -> Plan:
     """The plan of threads that hold whole columns of several positions, and the exponentials of all of them."""
     of_thread = min(WHOLE_POSITIONS, power_of_two(WHOLE_HELD // problem.n_cols + 1) // 2)
-    warps = max(1, (2 if of_thread == WHOLE_POSITIONS else 4) * 32 // device.warp_size)
-    inner = narrowed(problem, min(warps * device.warp_size * of_thread, power_of_two(problem.inner)))
-    while warps > 1 and warps * device.warp_size * of_thread > inner:  # one plane, where it has that many positions
+    warps, lanes = max(1, (2 if of_thread == WHOLE_POSITIONS else 4) * 32 // device.warp_size), device.warp_size
+    halves = problem.n_cols > FEW_OF_PLANES and problem.vec < of_thread
+    inner = _filled(problem, warps * lanes * of_thread, lanes * of_thread // (1 + halves))
+    while warps > 1 and warps * lanes * of_thread > inner:  # one plane, where it has that many positions
         warps //= 2
+    if halves and lanes * of_thread > inner:
+        of_thread //= 2
     return resident_plan(problem, device, inner, 1, warps, thread_bytes=of_thread * problem.itemsize)
 
 
 def _in_tile(problem: SpatialProblem, device: Device, tile: LossTile) -> Plan | None:
     """The plan of such a tile on the fewest CTAs; None where no cluster holds the columns."""
-    if problem.n_cols > tile.most_cols:
+    if problem.n_cols > tile.max_cols or problem.inner > tile.max_inner:
         return None
     warps = max(1, tile.num_warps * 32 // device.warp_size)
     threads, of_thread = warps * device.warp_size, max(tile.thread_bytes, problem.itemsize)
-    positions = narrowed(problem, min(tile.positions, power_of_two(problem.inner)), NARROW)
+    positions = _filled(problem, tile.positions, NARROW)
     most_ctas = min(tile.most_ctas, device.max_cluster)
     found = problem.fewest_ctas(threads, positions, of_thread, tile.words, most_ctas)
     if found is None:
         return None
     ctas, words = found
-    cols, cap = threads * of_thread // problem.itemsize // positions, REGISTERS[words > FEW_WORDS]
+    cols = threads * of_thread // problem.itemsize // positions
+    cap = next(cap for most, cap in REGISTERS if words <= most)
     return resident_plan(problem, device, positions, cols, warps, ctas, True, cap, of_thread)

@@ -152,9 +152,9 @@ def _padded(problem: SpatialProblem, inner: int) -> int:
     return -(-problem.inner // inner) * inner
 
 
-def narrowed(problem: SpatialProblem, inner: int, least: int = 32) -> int:
-    """The positions of a tile of `inner`, or of a narrower one, of `least` or more, that is filled much better."""
-    while inner > least and _padded(problem, inner // 2) < 0.85 * _padded(problem, inner):
+def narrowed(problem: SpatialProblem, inner: int) -> int:
+    """The positions of a tile of `inner`, or of a narrower one that is filled much better."""
+    while inner > 32 and _padded(problem, inner // 2) < 0.85 * _padded(problem, inner):
         inner //= 2
     return inner
 
