@@ -32,7 +32,7 @@ ALIGNED = {
         SpatialConfig(36, 1, 1, 64, thread_bytes=8),
         SpatialConfig(60, 1, 4, 128, thread_bytes=4, max_registers=128),
         SpatialConfig(112, 1, 2, 64, thread_bytes=8),
-        SpatialConfig(152, 1, 4, 128, thread_bytes=8, max_registers=112, whole_sectors=True),
+        SpatialConfig(152, 1, 4, 128, thread_bytes=8, max_registers=120, whole_sectors=True),
         SpatialConfig(208, 1, 4, 64, thread_bytes=8, max_registers=96, whole_sectors=True),
         SpatialConfig(208, 1, 2, 64, thread_bytes=8),
         SpatialConfig(304, 1, 4, 64, thread_bytes=8, max_registers=128),
@@ -125,6 +125,7 @@ MORE_COLS = {
     4: (LossTile(8192, 16, 4, 8, most_ctas=16), LossTile(10240, 16, 8, 4, words=44, most_ctas=16)),
 }
 REGISTERS = ((20, None), (44, 128), (64, 168))  # a cap on registers, by the words of a thread, at most
+NARROW_WORDS = 52  # of a thread, at most, where a 16-bit tile is narrower than its LossTile says
 # of columns that are read twice
 TWICE = {2: PartsTile(256, 2, 8), 4: PARTS}
 
@@ -184,13 +185,15 @@ def _in_tile(problem: SpatialProblem, device: Device, tile: LossTile) -> Plan | 
     if problem.n_cols > tile.max_cols or problem.inner > tile.max_inner:
         return None
     warps = max(1, tile.num_warps * 32 // device.warp_size)
-    threads, of_thread = warps * device.warp_size, max(tile.thread_bytes, problem.itemsize)
-    positions = _filled(problem, tile.positions, NARROW)
+    of_thread, positions = max(tile.thread_bytes, problem.itemsize), _filled(problem, tile.positions, NARROW)
     most_ctas = min(tile.most_ctas, device.max_cluster)
-    found = problem.fewest_ctas(threads, positions, of_thread, tile.words, most_ctas)
+    found = problem.fewest_ctas(warps * device.warp_size, positions, of_thread, tile.words, most_ctas)
     if found is None:
         return None
     ctas, words = found
-    cols = threads * of_thread // problem.itemsize // positions
+    # fewer positions are few columns of each thread
+    while problem.itemsize == 2 and positions < tile.positions and ctas == 1 < warps and 2 * words <= NARROW_WORDS:
+        warps, words = warps // 2, 2 * words
+    cols = warps * device.warp_size * of_thread // problem.itemsize // positions
     cap = next(cap for most, cap in REGISTERS if words <= most)
     return resident_plan(problem, device, positions, cols, warps, ctas, True, cap, of_thread)

@@ -13,9 +13,8 @@ import typer
 from fused_softmax import __version__
 from fused_softmax.lab.cli.check import accuracy, fuzz, verify
 from fused_softmax.lab.cli.measure import bench, linear, profile, report
-from fused_softmax.lab.cli.parallel import parallel
+from fused_softmax.lab.cli.programs import host, parallel
 from fused_softmax.lab.cli.show import doctor, explain, lesson
-from fused_softmax.lab.cli.steps import host
 from fused_softmax.lab.cli.tune import tune
 from fused_softmax.lab.terminal import Commands
 
