@@ -657,8 +657,9 @@ def test_cross_entropy_of_images(reduction, options):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_cross_entropy_of_images_of_few_classes(seed):
-    """Threads hold whole columns, and the exponentials of all of them."""
+def test_cross_entropy_of_images_of_few_classes(seed, monkeypatch):
+    """Threads hold whole columns, and the exponentials of all of them. One program looks at the upstream gradient."""
+    monkeypatch.setattr(cross_entropy_spatial, "LOOKS", 1)
     rng = random.Random(seed)
     torch.manual_seed(seed)
     outer, classes, inner = rng.randint(1, 5), rng.randint(2, 12), rng.choice((2, 3, 7, 16, 33, 49, 100, 259))
@@ -759,6 +760,13 @@ def test_cross_entropy_of_cropped_images(width, dtype):
         found.append((loss.detach(), leaf.grad))
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0.0)
     assert "after a copy" not in fs.plan_for(x, 1, op="cross_entropy").why
+
+
+def test_cropped_images_are_copied_on_amd_gpus(monkeypatch):
+    x = torch.randn(2, 7, 5, 8)[..., 1:7]
+    assert cross_entropy_spatial.planes_of(x).dim() == 4 and cross_entropy_spatial.plan_of_copy(x) is None
+    monkeypatch.setattr(cross_entropy_spatial, "device_of", lambda t: DEVICES["gfx942"])
+    assert cross_entropy_spatial.plan_of_copy(x) is not None
 
 
 def test_cropped_images_are_copied_where_their_columns_are_read_twice(monkeypatch):

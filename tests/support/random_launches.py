@@ -34,7 +34,7 @@ DTYPES = (BFLOAT16, BFLOAT16, FLOAT16, FLOAT32, FLOAT32)
 # (input, output) of a softmax
 PAIRS = (*((dtype, dtype) for dtype in DTYPES), (FLOAT16, FLOAT32), (BFLOAT16, FLOAT32))
 INNER = (2, 3, 7, 8, 16, 24, 49, 64, 196, 256, 512, 729, 1000, 1024, 3136, 4096, 4097, 4098, 8200, 16384, 65536)
-SPATIAL_COLS, LOSS_COLS, ROW_COLS = 31000, 8000, 600000  # at most; wider problems have the kernels of two passes
+SPATIAL_COLS, LOSS_COLS, ROW_COLS = 31000, 12000, 600000  # at most; wider problems have the kernels of two passes
 
 
 def _config_widths(*tables: object) -> tuple[int, ...]:
@@ -51,7 +51,10 @@ def _config_widths(*tables: object) -> tuple[int, ...]:
 
 
 SPATIAL_ENDS = _config_widths(spatial_tables.ON_CHIP, spatial_tables.UNALIGNED)
-LOSS_ENDS = _config_widths(loss_plans.ALIGNED, loss_plans.ALONE, loss_plans.ANYWHERE, loss_plans.MORE_COLS)
+LOSS_ENDS = (
+    loss_plans.WHOLE_COLS, loss_plans.WHOLE_ANYWHERE,
+    *_config_widths(loss_plans.ALIGNED, loss_plans.ALONE, loss_plans.ANYWHERE, loss_plans.MORE_COLS),
+)  # fmt: skip
 MASKED_ENDS = _config_widths(masked_tables.MASKED, masked_tables.MASKED_UNALIGNED, masked_tables.MASKED_WIDE)
 ROW_ENDS = _config_widths(
     config_tables.CLUSTER, config_tables.FORWARD_BLOCK, config_tables.BACKWARD_BLOCK, config_tables.LOSS_CLUSTER

@@ -11,7 +11,7 @@ A mean needs the number of targets before the first gradient. `prepare_spatial_t
 again in fewer bits, which L2 still holds when this kernel reads them.
 
 With one program for the columns, the maximum is known before the first exponential. The second pass then takes the
-factors of the first.
+factors of the first. Where threads hold few whole columns, it takes their exponentials (not RECOMPUTE).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .common.cross_entropy_terms import (
     targets_at,
 )
 from .common.early_start import await_previous
-from .common.logits import capped, logsumexp, probe, reference_of, rounding_residual, weigh
+from .common.logits import capped, capped_with_slope, logsumexp, probe, reference_of, rounding_residual, weigh
 from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, maximum, reciprocal_of_sum, scaled, upcast
 from .common.spatial_cluster import (
     declare_exchange,
@@ -75,9 +75,9 @@ def upcast_kept(x, selector, PTX: tl.constexpr):
 
 
 @triton.jit
-def over_unit(x, unit, PTX: tl.constexpr):
+def over_unit(x, unit):
     """x / unit, and exactly 1 where they are equal. `div_rn` calls a function, for which registers are spilled."""
-    by = reciprocal_of_sum(unit, PTX, PTX)
+    by = reciprocal_of_sum(unit, True, True)
     quotient = x * by
     return tl.fma(tl.fma(-quotient, unit, x), by, quotient)
 
@@ -99,8 +99,12 @@ def write_group(
                 WEIGHTED, SMOOTH, SOFTCAP, FUSED,
             )  # fmt: skip
         else:
-            x_c = upcast(x[c], PTX)
-            dx = gradient_of(exps[c], x_c, b_here, here, a, factor, weight_ptr, cap, inside, WEIGHTED, SMOOTH, SOFTCAP)
+            x_c, slope = upcast(x[c], PTX), 1.0
+            if SOFTCAP:
+                _, slope = capped_with_slope(x_c, cap)
+            dx = gradient_of(
+                exps[c], slope, x_c, b_here, here, a, factor, weight_ptr, inside, WEIGHTED, SMOOTH, SOFTCAP
+            )
         if SMOOTH or not RECOMPUTE:
             dx = tl.where(counts, dx, 0.0)
         dx = dx.to(dx_at.dtype.element_ty)
@@ -151,7 +155,7 @@ def block_of_losses(
         w_target = tl.sum(tl.load(weight_ptr + target, mask=target >= 0, other=0.0), 0)[None, :, :]
     target = tl.max(target, 0)[None, :, :]
     counts = target >= 0
-    FROM_TILE: tl.constexpr = INPLACE or not RECOMPUTE  # where the target's logit comes from
+    FROM_TILE: tl.constexpr = INPLACE or not RECOMPUTE  # the target's logit is taken from the tile
     if LOSS > 0 and not FROM_TILE:
         to_target = x_start + target.to(tl.int64) * x_col * VEC
         x_target = tl.load(to_target, mask=counts & leads, other=0.0).to(tl.float32)
@@ -169,7 +173,7 @@ def block_of_losses(
     for c in tl.static_range(1, CHUNKS):
         m = maximum(m, x[c], PTX)
     m = tl.maximum(capped(m, cap, SOFTCAP), LOWEST)
-    # the exponent of a 16-bit logit is one multiply-add, and a position has a factor
+    # the exponent of a 16-bit logit is one multiply-add, but each position a factor, which few columns do without
     FUSED: tl.constexpr = PTX and RECOMPUTE and x_ptr.dtype.element_ty.primitive_bitwidth == 16
     AFFINE: tl.constexpr = FUSED and not SOFTCAP
     ALONE: tl.constexpr = CTAS == 1
@@ -200,11 +204,11 @@ def block_of_losses(
         found = sum_over_columns(s, INVARIANT)
         total = found
         if AFFINE:
-            total = over_unit(found, tl.reshape(unit, (m.shape[1], m.shape[2])), PTX)
+            total = over_unit(found, tl.reshape(unit, (m.shape[1], m.shape[2])))
     else:
         top = tl.max(m, 0)
         if AFFINE:
-            s = over_unit(s, unit, PTX)
+            s = over_unit(s, unit)
         total = sum_over_columns(scaled(s, exp(m - top[None, :, :]), PTX), INVARIANT)
     wz_sum = 0.0
     if CTAS > 1 and LOSS > 0 and (SMOOTH or INPLACE):
@@ -221,12 +225,12 @@ def block_of_losses(
         if LOSS > 0 and FROM_TILE:  # one column at most is the target's, and all others are 0
             x_target = tl.sum(x_targets, 0)[None, :, :]
     top, total = top[None, :, :], total[None, :, :]
-    lse = logsumexp(top, total)
+    lse = logsumexp(top, total, True)
 
     if LOSS > 0:
-        residual = rounding_residual(lse, top, total)
+        residual = rounding_residual(lse, top, total, True)
         nll = lse - capped(x_target, cap, SOFTCAP) + residual
-        loss = row_loss(nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, n_cols, z_loss, SMOOTH)
+        loss = row_loss(nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, n_cols, z_loss, SMOOTH, True)
         loss = tl.where(counts, loss, 0.0)
         if LOSS == 1:
             tl.store(loss_ptr + at, loss, mask=exists & leads)
@@ -242,7 +246,7 @@ def block_of_losses(
         if MEAN:
             g = g / tl.load(count_ptr)
         # a position that does not count: logits of 0, and factors of 0
-        a, b, factor = coefficients(g, lse, w_target, w_sum, smoothing, n_cols, z_loss, SMOOTH)
+        a, b, factor = coefficients(g, lse, w_target, w_sum, smoothing, n_cols, z_loss, SMOOTH, True)
         if ALONE and AFFINE:  # as in the first pass
             shift = tl.where(counts, shift, 0.0)
             a = tl.where(counts, a * reciprocal_of_sum(found, PTX, PTX)[None, :, :], 0.0)

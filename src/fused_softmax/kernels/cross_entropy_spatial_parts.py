@@ -149,10 +149,10 @@ def cross_entropy_spatial_merge(
             x_probe = probe(x_row, x_col, n_cols, here, weight_facts_ptr, WEIGHTED)
             reference = reference_of(capped(x_probe, cap, SOFTCAP))
             wz_sum = sum_over_columns(t, True)
-        lse = logsumexp(top, total)
-        residual = rounding_residual(lse, top, total)
+        lse = logsumexp(top, total, True)
+        residual = rounding_residual(lse, top, total, True)
         nll = lse - capped(x_target, cap, SOFTCAP) + residual
-        loss = row_loss(nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, n_cols, z_loss, SMOOTH)
+        loss = row_loss(nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, n_cols, z_loss, SMOOTH, True)
         loss = tl.where(counts, loss, 0.0)
         if LOSS == 1:
             tl.store(loss_ptr + to, loss, mask=here)
@@ -190,8 +190,8 @@ def step_of_gradient(
     if MEAN:
         g = g / tl.load(count_ptr)
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
-    lse = logsumexp(top, total)
-    a, b, factor = coefficients(g, lse, w_target, w_sum, smoothing, n_cols, z_loss, SMOOTH)
+    lse = logsumexp(top, total, True)
+    a, b, factor = coefficients(g, lse, w_target, w_sum, smoothing, n_cols, z_loss, SMOOTH, True)
     base, shift, by = exp2_affine(top, FUSED)
     a = (a * by / total)[None, :, :]
     b = (b + total * 0.0)[None, :, :]

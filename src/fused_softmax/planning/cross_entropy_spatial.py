@@ -15,14 +15,15 @@ from .spatial import configs_of, parts_plan, resident_plan, staggered, tiles_pla
 from .spatial_tables import NARROW, PARTS, PartsTile, RunRule, SpatialConfig
 from .types import Device, Plan, SpatialProblem, power_of_two
 
-# threads that hold whole columns, and their exponentials: columns, and of many positions that start anywhere; numbers
-# and positions of a thread, at most
+# threads that hold whole columns, and their exponentials: columns, at most; where many positions start anywhere;
+# numbers of a thread, at most; positions of a thread, at most
 WHOLE_COLS, WHOLE_ANYWHERE, WHOLE_HELD, WHOLE_POSITIONS = 12, 25, 50, 8
-# of more columns than these, a warp has half as many positions rather than those of several planes
+# of more columns than these, whose vectors are shorter than what a thread has, a warp has half as many positions rather
+# than those of several planes
 FEW_OF_PLANES = 6
 # positions that tiles read for each that narrower ones read, at most
 MOST_READ = 1.18
-# a tile of few positions, by bytes of an element: a thread has more columns, so that its positions weigh less
+# of few positions: fewer columns in a chunk, and so more of a thread, whose positions then weigh less
 FEW = {2: RunRule(32, 20, 5), 4: RunRule(32, 12, 5)}
 # columns whose runs are whole vectors, or at least half of one, except HALVES_ANYWHERE of them
 HALVES_ANYWHERE = range(113, 401)
@@ -64,7 +65,7 @@ ALIGNED = {
         SpatialConfig(512, 1, 8, 32),
     ),
 }
-# tiles of one program, of any alignment, in which batch invariance has all columns, and few positions have theirs
+# tiles of one program, of any alignment: of batch invariance, of few positions, and of GPUs without clusters
 ALONE = {
     2: (
         SpatialConfig(24, 1, 2, 256, thread_bytes=8),
@@ -86,10 +87,8 @@ ALONE = {
 
 
 class LossTile(NamedTuple):
-    """Positions, warps of a CTA, bytes of a thread in a chunk, and words of 4 bytes that a thread holds, at most.
-
-    max_cols, max_inner: columns and positions of a plane, at most.
-    """
+    """Up to max_cols columns of up to max_inner positions: positions of a tile, warps of a CTA, bytes of a thread in a
+    chunk, words of 4 bytes that a thread holds, and CTAs of a cluster, at most."""
 
     max_cols: int
     positions: int
@@ -160,7 +159,7 @@ def _in_tiles(problem: SpatialProblem, device: Device, table: tuple[SpatialConfi
 
 
 def _filled(problem: SpatialProblem, most: int, least: int) -> int:
-    """The most positions of a tile, a power of two, whose tiles read few positions beyond those that exist."""
+    """The most positions of a tile, a power of two, whose tiles read few positions more than narrower ones do."""
     most = min(most, power_of_two(problem.inner))
     widths = [most >> k for k in range(most.bit_length()) if most >> k >= min(least, most)]
     padded = {width: -(-problem.inner // width) * width for width in widths}
@@ -171,29 +170,29 @@ def _whole_columns(problem: SpatialProblem, device: Device) -> Plan:
     """The plan of threads that hold whole columns of several positions, and the exponentials of all of them."""
     of_thread = min(WHOLE_POSITIONS, power_of_two(WHOLE_HELD // problem.n_cols + 1) // 2)
     warps, lanes = max(1, (2 if of_thread == WHOLE_POSITIONS else 4) * 32 // device.warp_size), device.warp_size
-    halves = problem.n_cols > FEW_OF_PLANES and problem.vec < of_thread
-    inner = _filled(problem, warps * lanes * of_thread, lanes * of_thread // (1 + halves))
+    may_halve = problem.n_cols > FEW_OF_PLANES and problem.vec < of_thread
+    inner = _filled(problem, warps * lanes * of_thread, lanes * of_thread // (1 + may_halve))
     while warps > 1 and warps * lanes * of_thread > inner:  # one plane, where it has that many positions
         warps //= 2
-    if halves and lanes * of_thread > inner:
+    if may_halve and lanes * of_thread > inner:
         of_thread //= 2
     return resident_plan(problem, device, inner, 1, warps, thread_bytes=of_thread * problem.itemsize)
 
 
 def _in_tile(problem: SpatialProblem, device: Device, tile: LossTile) -> Plan | None:
-    """The plan of such a tile on the fewest CTAs; None where no cluster holds the columns."""
+    """The plan of such a tile on the fewest CTAs; None for other planes, and where no cluster holds the columns."""
     if problem.n_cols > tile.max_cols or problem.inner > tile.max_inner:
         return None
     warps = max(1, tile.num_warps * 32 // device.warp_size)
-    of_thread, positions = max(tile.thread_bytes, problem.itemsize), _filled(problem, tile.positions, NARROW)
+    n_bytes, positions = tile.thread_bytes, _filled(problem, tile.positions, NARROW)
     most_ctas = min(tile.most_ctas, device.max_cluster)
-    found = problem.fewest_ctas(warps * device.warp_size, positions, of_thread, tile.words, most_ctas)
+    found = problem.fewest_ctas(warps * device.warp_size, positions, n_bytes, tile.words, most_ctas)
     if found is None:
         return None
     ctas, words = found
     # fewer positions are few columns of each thread
     while problem.itemsize == 2 and positions < tile.positions and ctas == 1 < warps and 2 * words <= NARROW_WORDS:
         warps, words = warps // 2, 2 * words
-    cols = warps * device.warp_size * of_thread // problem.itemsize // positions
+    cols = warps * device.warp_size * n_bytes // problem.itemsize // positions
     cap = next(cap for most, cap in REGISTERS if words <= most)
-    return resident_plan(problem, device, positions, cols, warps, ctas, True, cap, of_thread)
+    return resident_plan(problem, device, positions, cols, warps, ctas, True, cap, n_bytes)

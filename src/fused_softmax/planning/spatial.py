@@ -196,7 +196,7 @@ def tiles_plan(
 ) -> Plan:
     """The plan of tiles as `config` says, with fewer positions where `inner` has fewer.
 
-    few: of a loss, which has few columns in a chunk where positions are few.
+    few: of a loss, which has fewer columns in a chunk where positions are few.
     halves: whether threads may have 8 bytes of a chunk where `config` says more.
     """
     halves = halves and _takes_half_threads(problem, config)

@@ -286,7 +286,7 @@ def least_positive(dtype: torch.dtype) -> float:
 def scale_of(function: str, temperature: float | Tensor, batch: torch.Size, logits: Tensor) -> float | Tensor:
     """1/temperature, the factor of the logits: a number, or a tensor of shape `batch` in float32, or in float64.
 
-    logits: a tensor of the logits' dtype, which may be float64, and device.
+    logits: has their dtype and device. Only float64 gives a float64 tensor.
     """
     if not isinstance(temperature, Tensor):
         if type(temperature) is not float:

@@ -14,9 +14,21 @@ from typer.testing import CliRunner
 import fused_softmax as fs
 from fused_softmax.lab import reference
 from fused_softmax.lab.accuracy import measure, session
-from fused_softmax.lab.accuracy.measure import GRADIENT, KINDS, OPS, WIDTH_CLASSES, Case, Cell, Row, cases, cells
+from fused_softmax.lab.accuracy.measure import (
+    GRADIENT,
+    KINDS,
+    OPS,
+    WIDTH_CLASSES,
+    Case,
+    Cell,
+    Row,
+    cases,
+    cells,
+    errors,
+    flushed,
+    ulp,
+)  # fmt: skip
 from fused_softmax.lab.accuracy.table import by_kind, by_width, number
-from fused_softmax.lab.accuracy.ulp import errors, flushed, ulp
 from fused_softmax.lab.cli import app
 from pages import markers, numerics, version_runs
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .logits import SMOOTH_UNIT, capped, capped_with_slope
+from .logits import SMOOTH_UNIT, capped_with_slope
 from .numerics import exp2_fma
 
 
@@ -75,28 +75,29 @@ def store_moments(moments_ptr, row, row_max, row_sum, mask):
 
 
 @triton.jit
-def _where_used(x, factor):
-    """x, or 0 where its factor is 0, which must not turn an infinity into NaN."""
-    return tl.where(factor != 0.0, x, 0.0)
-
-
-@triton.jit
 def row_loss(
-    nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, n_classes, z_loss, SMOOTH: tl.constexpr
-):
-    """One row's loss, by the formula of `cross_entropy`. nll is lse - z_t."""
+    nll, lse, residual, w_target, w_sum, wz_sum, reference, smoothing, n_classes, z_loss, SMOOTH: tl.constexpr,
+    SHORT: tl.constexpr = False,
+):  # fmt: skip
+    """One row's loss, by the formula of `cross_entropy`. nll is lse - z_t. SHORT: as of `log_of_sum`."""
     loss = w_target * nll
     if SMOOTH:
         above = (tl.fma(lse, SMOOTH_UNIT, -reference) + residual * SMOOTH_UNIT) * w_sum
         spread = (above - wz_sum) * (1.0 / SMOOTH_UNIT)
         loss = (1.0 - smoothing) * loss + smoothing / n_classes * spread
-    lse = _where_used(lse, z_loss)
-    return loss + z_loss * lse * lse
+    # a factor of 0 must not turn an infinite lse into NaN
+    if SHORT:
+        lse = tl.where(z_loss != 0.0, lse, 0.0)
+        return loss + z_loss * lse * lse
+    else:
+        return loss + tl.where(z_loss != 0.0, z_loss * lse * lse, 0.0)
 
 
 @triton.jit
-def coefficients(g, lse, w_target, w_sum, smoothing, n_classes, z_loss, SMOOTH: tl.constexpr):
-    """(A, B, C) of the formula of `cross_entropy_backward`, times the upstream gradient."""
+def coefficients(
+    g, lse, w_target, w_sum, smoothing, n_classes, z_loss, SMOOTH: tl.constexpr, SHORT: tl.constexpr = False
+):
+    """(A, B, C) of the formula of `cross_entropy_backward`, times the upstream gradient. SHORT: as of `log_of_sum`."""
     b = w_target * g
     a = b
     c = 0.0 * g
@@ -104,7 +105,11 @@ def coefficients(g, lse, w_target, w_sum, smoothing, n_classes, z_loss, SMOOTH: 
         c = smoothing / n_classes * g
         b = (1.0 - smoothing) * b
         a = b + c * w_sum
-    return a + _where_used(2.0 * z_loss * g, z_loss) * _where_used(lse, z_loss), b, c
+    if SHORT:
+        a += tl.where(z_loss != 0.0, 2.0 * z_loss * g, 0.0) * tl.where(z_loss != 0.0, lse, 0.0)
+    else:
+        a += tl.where(z_loss != 0.0, 2.0 * z_loss * lse * g, 0.0)
+    return a, b, c
 
 
 @triton.jit
@@ -116,15 +121,18 @@ def cross_entropy_term(
 
     b is 0, except at the target. a, b and c include g and the correction of `exp2_affine`.
     """
-    e = exp2_fma(capped(x, cap, SOFTCAP), base, shift, FUSED)
-    return gradient_of(e, x, b, at, a, c, w_ptr, cap, mask, WEIGHTED, SMOOTH, SOFTCAP)
+    z, slope = x, 1.0
+    if SOFTCAP:
+        z, slope = capped_with_slope(x, cap)
+    e = exp2_fma(z, base, shift, FUSED)
+    return gradient_of(e, slope, x, b, at, a, c, w_ptr, mask, WEIGHTED, SMOOTH, SOFTCAP)
 
 
 @triton.jit
 def gradient_of(
-    e, x, b, at, a, c, w_ptr, cap, mask, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr
+    e, slope, x, b, at, a, c, w_ptr, mask, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr
 ):
-    """`cross_entropy_term` of the exponentials e."""
+    """`cross_entropy_term` of the exponentials e. slope, x: of `capped_with_slope`, used only where SOFTCAP."""
     dz = e * a - b
     if SMOOTH:
         if WEIGHTED:
@@ -132,7 +140,6 @@ def gradient_of(
         else:
             dz -= c
     if SOFTCAP:
-        _, slope = capped_with_slope(x, cap)
         dz *= slope
         dz = tl.where(x == -float("inf"), 0.0, dz)
     return dz

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .numerics import HIGHEST, LOG2E, log
+from .numerics import HIGHEST, LOG2E, log, short_log
 
 # tanh(u) = u + u*(TANH_3*u^2 + ... + TANH_9*u^8) for |u| < 0.5, within 1.5e-8 of itself
 TANH_3 = tl.constexpr(-0.33333143890895034)
@@ -104,15 +104,28 @@ def weigh(z, reference, at, mask, w_ptr, WEIGHTED: tl.constexpr):
 
 
 @triton.jit
-def logsumexp(row_max, row_sum):
-    """row_max + log(row_sum), which is -inf for an empty sum."""
-    return row_max + log(row_sum)
+def log_of_sum(row_sum, SHORT: tl.constexpr):
+    """log(row_sum). SHORT: in few instructions, for threads that have few elements of each sum."""
+    if SHORT:
+        return short_log(row_sum)
+    else:
+        return log(row_sum)
 
 
 @triton.jit
-def rounding_residual(lse, row_max, row_sum):
+def logsumexp(row_max, row_sum, SHORT: tl.constexpr = False):
+    """row_max + log(row_sum), or -inf for an empty sum."""
+    lse = row_max + log_of_sum(row_sum, SHORT)
+    if SHORT:  # -inf already
+        return lse
+    else:
+        return tl.where(row_sum == 0.0, -float("inf"), lse)
+
+
+@triton.jit
+def rounding_residual(lse, row_max, row_sum, SHORT: tl.constexpr = False):
     """The rounding residual of lse = row_max + log(row_sum): (lse - z) + residual has the digits that lse lost.
 
     lse rounds more, the larger the logits are.
     """
-    return log(row_sum) - (lse - row_max)
+    return log_of_sum(row_sum, SHORT) - (lse - row_max)

@@ -32,7 +32,7 @@ PTX_LOG2E = "0f3FB8AA3B"  # as PTX writes a float32
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 HIGHEST = tl.constexpr(3.4028234663852886e38)
-SMALLEST = tl.constexpr(1.1754943508222875e-38)  # the smallest float32 of all its digits
+SMALLEST = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
 
 
 @triton.jit
@@ -43,10 +43,16 @@ def exp(x):
 
 @triton.jit
 def log(x):
-    """log(x) of x >= 0, to 1.05 units in the last place; -inf below SMALLEST.
+    """log(x) from `tl.log2`."""
+    return tl.log2(x) * LN2
+
+
+@triton.jit
+def short_log(x):
+    """log(x) of x >= 0, to 1.05 units in the last place; -inf below SMALLEST. For threads that take many of them.
 
     x = 2^k*(1 + f) with |f| <= 1/3, and log(1 + f) is f + f^2*P(f). This takes 20 instructions, and `tl.log2` 37. A
-    loss over few classes has one logarithm for these.
+    loss over few classes has one for each few columns.
     """
     bits = x.to(tl.int32, bitcast=True)
     k = (bits - 0x3F2AAAAB) & -0x800000  # k*2^23, where 0x3F2AAAAB is 2/3

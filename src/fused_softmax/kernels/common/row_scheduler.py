@@ -1,7 +1,8 @@
 """The order in which programs take rows of masked scores and columns of causal rows, and where transposed rows lie.
 
 Programs take rows in groups that lie together in memory. Groups that share a mask follow each other soon, and the
-longest causal rows come first.
+longest causal rows come first. Transposed rows are neighbors in memory, and their columns are not: (outer, n_cols,
+inner).
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ bits. Nothing is assumed about which thread holds which position.
 
 Each CTA is a program of its own for Triton, and the launch makes clusters of them: Triton's own programs of several
 CTAs spread a tile over the CTAs as its planner likes. `declare_exchange` must be the kernel's first statement. The
-mbarrier is armed for one phase, so `renew_exchange` comes before another exchange. The loads lie in between and hide
-the latency of the cluster's barrier. No CTA ends before all slots have arrived, so its shared memory lives as long as
-others write it. Interpreted, one program holds the numbers of all CTAs, and the merge is a reduction over the tile's
-first axis.
+mbarrier is armed for one phase, so `renew_exchange` comes before another exchange. The loads lie between arming and
+exchange, and hide the latency of the cluster's barrier. No CTA ends before all slots have arrived, so its shared memory
+lives as long as others write it. Interpreted, one program holds the numbers of all CTAs, and the merge is a reduction
+over the tile's first axis.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def declare_exchange(CTAS: tl.constexpr, N_VALUES: tl.constexpr, INNER: tl.const
 
 @triton.jit
 def renew_exchange(CTAS: tl.constexpr, N_VALUES: tl.constexpr, INNER: tl.constexpr, PTX: tl.constexpr):
-    """Makes the exchange ready for another one, in a loop whose last one is not used."""
+    """Arms the mbarrier again. After the last block of a loop nothing uses it."""
     if CTAS > 1 and PTX:
         ASM: tl.constexpr = _arm_ptx(CTAS, N_VALUES, INNER, True)
         tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)

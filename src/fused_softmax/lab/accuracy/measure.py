@@ -22,8 +22,9 @@ from fused_softmax.lab.fuzz.values import values
 from fused_softmax.lab.registry import OPS, OpSpec
 from fused_softmax.launch.device import device_here
 
-from .ulp import errors, flushed
-
+# of a float64, viewed as an integer
+_EXPONENT_BITS = 0x7FF0000000000000
+FLOAT32_TINY = torch.finfo(torch.float32).smallest_normal
 WIDTH_CLASSES = ((1, 64), (65, 1024), (1025, 8192), (8193, 65536), (65537, 262144), (262145, 1048576))
 DTYPES = ("bfloat16", "float16", "float32")
 KINDS = ("normal", "logits", "wide", "offset")
@@ -256,3 +257,43 @@ def row_magnitude(case: Case, ref: dict[str, Tensor], upstream: dict[str, Tensor
     else:  # the same for the log-probability; p * (log(p) + entropy) for the entropy
         terms = torch.stack([t.abs() for t in dy.values()]).sum(0).unsqueeze(1) / case.options.get("temperature", 1.0)
     return torch.maximum(held, terms)
+
+
+# --- units in the last place (ULP): the distance between neighboring numbers of a dtype -------------------------------
+
+
+def ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance from `magnitude` (float64) to the next number of `dtype`; constant below the smallest normal one."""
+    info = torch.finfo(dtype)
+    return _power_of_two(magnitude.abs().clamp(info.smallest_normal, info.max)) * info.eps
+
+
+def errors(got: Tensor, ref: Tensor, at_least: Tensor | float = 0.0, unit_at_least: float = 0.0) -> Tensor:
+    """|got - ref| of each element in ULP of got's dtype at `ref` (float64), or at `at_least` where that is larger.
+
+    No unit is smaller than `unit_at_least`. The error is infinite where only one of the two is NaN, and where an
+    infinity is not what rounding gives: an overflow counts as the first number that the dtype does not have.
+    """
+    info = torch.finfo(got.dtype)
+    beyond = 2.0 * float(_power_of_two(torch.tensor(info.max, dtype=torch.float64)))
+    given, wanted = got.double(), ref.clamp(-beyond, beyond)
+    # the last number before an overflow, and all after it
+    overflows = (given == torch.inf) & (wanted >= info.max) | (given == -torch.inf) & (wanted <= -info.max)
+    given = torch.where(overflows, given.sign() * beyond, given)
+    unit = ulp(
+        torch.maximum(wanted.abs(), torch.as_tensor(at_least, dtype=torch.float64, device=ref.device)), got.dtype
+    )
+    found = (given - wanted).abs() / unit.clamp(min=unit_at_least)
+    found = found.where(~(ref.isinf() & given.isfinite() & ~overflows), torch.inf)
+    found = found.where(given.isnan() == ref.isnan(), torch.inf)
+    return found.where(~ref.isnan() | found.isinf(), 0.0)
+
+
+def flushed(got: Tensor, ref: Tensor) -> Tensor:
+    """Which elements are 0 where rounding gives a number below the smallest normal one of float32."""
+    return (got == 0) & (ref.abs() < FLOAT32_TINY) & (ref.to(got.dtype) != 0)
+
+
+def _power_of_two(magnitude: Tensor) -> Tensor:
+    """The largest power of two that is not above `magnitude`, which is normal in float64; exact."""
+    return (magnitude.view(torch.int64) & _EXPONENT_BITS).view(torch.float64)

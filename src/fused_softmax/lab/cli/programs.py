@@ -1,4 +1,4 @@
-"""The commands that measure what is around a kernel: host, and parallel for losses of rows spread over GPUs."""
+"""The commands that time whole calls: host (host time) and parallel (losses of rows spread over GPUs)."""
 
 from __future__ import annotations
 

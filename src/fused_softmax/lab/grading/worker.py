@@ -29,7 +29,7 @@ from fused_softmax.lab.grading.subjects import Subject, inputs_of, subject_of
 from fused_softmax.lab.grading.trials import Trial, as_tuple, close, try_on
 from fused_softmax.lab.timing import EventStopwatch, interleave
 
-SECONDS = 0.15  # of a timing
+TIMING_SECONDS = 0.15
 
 
 @dataclass
@@ -209,7 +209,7 @@ def timed(n: int, file: Path) -> Finding:
     arguments = subject.arguments(x)
     y = torch.empty_like(x)
     calls = {"copy": lambda: y.copy_(x), "yours": lambda: function(*arguments), "lesson": lambda: own(*arguments)}
-    times = interleave(calls, EventStopwatch(device), SECONDS)
+    times = interleave(calls, EventStopwatch(device), TIMING_SECONDS)
     if hasattr(lessons.load(n), "SUBJECT"):  # softmax of rows moves what a copy moves
         least = subject.moves(*arguments[0].shape)
         found.moved = (least.reads + least.writes) / (2 * x.numel())
