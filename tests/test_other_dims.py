@@ -1007,13 +1007,16 @@ def test_gradients_in_halves_of_sectors_stage_what_registers_do_not_hold(n_cols,
 @pytest.mark.parametrize(
     ("n_cols", "inner", "dtype", "vec", "whole", "tile"),
     [
-        # (positions, warps, chunks of a step, and of a program that writes the result)
-        (50257, 1024, "bfloat16", 8, True, (64, 4, 16, 8)), (50257, 1032, "bfloat16", 8, False, (128, 4, 16, 4)),
-        (50257, 1028, "float32", 4, False, (256, 4, 16, 4)), (50257, 1023, "bfloat16", 1, False, (256, 8, 2, 2)),
-        (50257, 1023, "float32", 1, False, (256, 8, 2, 2)), (50257, 511, "bfloat16", 1, False, (128, 4, 4, 0)),
-        (50257, 1022, "bfloat16", 2, False, (256, 8, 2, 2)),
+        # (positions, warps, chunks of a step; positions and chunks of a program that writes the result)
+        (50257, 1024, "bfloat16", 8, True, (64, 4, 12, 256, 12)),
+        (50257, 1032, "bfloat16", 8, False, (64, 4, 12, 256, 12)),
+        (50257, 1028, "float32", 4, False, (64, 4, 8, 256, 4)),
+        (50257, 1023, "bfloat16", 1, False, (256, 8, 2, 256, 2)),
+        (50257, 1023, "float32", 1, False, (256, 8, 2, 256, 2)),
+        (50257, 511, "bfloat16", 1, False, (128, 4, 4, 128, 4)),
+        (50257, 1022, "bfloat16", 2, False, (256, 8, 2, 256, 2)),
         # a last block with few positions wastes the time of the others
-        (50257, 308, "float32", 4, False, (128, 4, 16, 4)), (50257, 24, "bfloat16", 8, False, (32, 4, 16, 4)),
+        (50257, 308, "float32", 4, False, (64, 4, 8, 128, 4)), (50257, 24, "bfloat16", 8, False, (32, 4, 12, 32, 12)),
     ],
 )  # fmt: skip
 def test_columns_that_are_read_twice_have_wide_tiles_where_neighbors_share_a_sector(
@@ -1022,7 +1025,9 @@ def test_columns_that_are_read_twice_have_wide_tiles_where_neighbors_share_a_sec
     problem = SpatialProblem(n_cols, inner, dtype, vec, False, False, False, whole, True)
     plan = plan_spatial(problem, DEVICES["sm_90"])
     assert plan.regime == "spatial_two_pass"
-    assert (plan.rows, plan.num_warps, plan.chunks, plan.finish_chunks) == tile
+    last = plan.finish
+    assert (plan.rows, plan.num_warps, plan.chunks, last.rows, last.chunks) == tile
+    assert last.rows * last.vectors_per_chunk == plan.rows * plan.vectors_per_chunk, "a chunk fills the threads"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -1031,7 +1036,7 @@ def test_gradients_that_are_read_twice_have_longer_steps_where_columns_start_at_
     for log in (False, True):
         problem = SpatialProblem(50257, 1024 + vec, dtype, vec, True, log, False, False, True)
         plan = plan_spatial(problem, DEVICES["sm_90"])
-        assert (plan.rows, plan.num_warps, plan.chunks, plan.finish_chunks) == tile
+        assert (plan.rows, plan.num_warps, plan.chunks, plan.finish.chunks) == tile
 
 
 # (dtype, gradient, n_cols, inner, whole sectors) -> (positions of a tile, CTAs, chunks, staged chunks, cap on
@@ -1108,17 +1113,19 @@ def test_clusters_share_columns_whose_elements_are_read_one_by_one():
         assert plan_spatial(asked, DEVICES["sm_80"]).ctas == 1
 
 
-def test_parts_keep_the_gpu_busy_whatever_the_number_of_positions():
-    def programs(n_cols: int, inner: int, **more) -> tuple[int, int]:
+def test_parts_have_few_columns_and_more_where_they_would_be_many():
+    def parts(n_cols: int, inner: int, softmax: bool, **more) -> tuple[int, int]:
         problem = SpatialProblem(n_cols, inner, "bfloat16", 8, **more)
-        plan = parts_plan(problem, DEVICES["sm_90"])
-        return -(-inner // plan.rows) * -(-n_cols // plan.part_cols), plan.part_cols
+        plan = (plan_spatial if softmax else parts_plan)(problem, DEVICES["sm_90"])
+        return -(-n_cols // plan.part_cols), plan.part_cols
 
-    assert programs(50257, 65536)[1] == programs(50257, 1024)[1] == 1024
-    assert programs(1 << 22, 32)[0] > 256
-    assert programs(3893, 1480)[1] == 256 and programs(20000, 1024) == (320, 512)
+    # 256 columns; of a 16-bit softmax two steps, whatever the number of positions
+    assert {parts(50257, inner, False)[1] for inner in (1024, 65536)} == {256}
+    for inner, cols in ((1024, 16), (65536, 16), (32, 32), (16, 64)):
+        assert parts(100000, inner, True)[1] == 2 * 12 * cols
+    assert 256 < parts(1 << 22, 32, True)[0] <= 512
     # within batch_invariant() the parts, which decide the bits, do not follow from the positions
-    assert len({programs(50257, inner, batch_invariant=True)[1] for inner in (32, 1024, 65536)}) == 1
+    assert len({parts(50257, inner, False, batch_invariant=True)[1] for inner in (32, 1024, 65536)}) == 1
 
 
 TRANSPOSED = StridedRows(300, 64, False, along_rows=True, along_cols=False, out_along_cols=True)

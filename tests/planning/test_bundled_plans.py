@@ -18,7 +18,7 @@ from fused_softmax.planning.bundled_columns import (
     faster_as_bundled,
 )
 from fused_softmax.planning.spatial import bundled_plan, parts_plan
-from fused_softmax.planning.spatial_tables import BUNDLED_PARTS, PARTS
+from fused_softmax.planning.spatial_tables import PARTS, SMALL
 from fused_softmax.planning.types import DEVICES, Plan, SpatialProblem, bundles_of
 
 HOPPER = DEVICES["sm_90"]
@@ -41,7 +41,7 @@ BUNDLED = (
     ((501489, 27, BFLOAT16, True), (501489, 26, BFLOAT16, True)),
     ((400000, 66, BFLOAT16, False), (400000, 62, BFLOAT16, False)),
     ((400000, 66, FLOAT32, True), (400000, 62, FLOAT32, True)),
-    ((400000, 510, FLOAT32, True), (400000, 514, FLOAT32, True)),
+    ((30000, 1802, FLOAT32, True), (30000, 1804, FLOAT32, True)),
     ((400000, 34, FLOAT32, False), (400000, 30, FLOAT32, False)),
     # halves of sectors whose tiles are wide
     ((26308, 72, BFLOAT16, False), (42508, 56, BFLOAT16, False)),
@@ -101,10 +101,19 @@ def test_what_cannot_be_bundled():
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16])
-@pytest.mark.parametrize(("log", "finish"), [(False, 8), (True, 12)])
-def test_chunks_of_a_16_bit_softmax(dtype: torch.dtype, log: bool, finish: int):
+@pytest.mark.parametrize("log", [False, True])
+def test_tiles_of_a_16_bit_softmax(dtype: torch.dtype, log: bool):
     plan = spatial.softmax_plan(planes(24710, 2140, dtype, False), log, False, False, HOPPER)
-    assert plan.bundle and (plan.rows, plan.num_warps, plan.chunks, plan.finish_chunks) == (64, 4, 14, finish)
+    assert plan.bundle and (plan.rows, plan.num_warps, plan.chunks, plan.vectors_per_chunk) == (64, 4, 12, 16)
+    assert (plan.finish.rows, plan.finish.chunks, plan.finish.vectors_per_chunk) == (256, 12, 4)
+    assert plan.part_cols == 2 * 12 * 16 * plan.bundle, "two steps"
+
+
+@pytest.mark.parametrize(("n_cols", "bundles"), [(49000, 128), (49300, 256)])
+def test_large_planes_of_16_bit_gradients_have_longer_parts(n_cols: int, bundles: int):
+    assert (n_cols * 341 * 2 < SMALL) == (bundles == 128)
+    plan = spatial.softmax_plan(planes(n_cols, 341, BFLOAT16, True), False, True, False, HOPPER)
+    assert plan.part_cols == bundles * plan.bundle
 
 
 def random_problems(seed: int, count: int) -> list[SpatialProblem]:
@@ -129,8 +138,7 @@ def test_bundles_start_at_sectors_and_parts_hold_them(seed):
         assert few and empty(bundle, problem, tile) <= 2, problem
         plan = bundled_plan(problem, HOPPER, bundle)
         assert plan.bundle == bundle and plan.part_cols % (bundle * plan.vectors_per_chunk * plan.chunks) == 0, problem
-        least = BUNDLED_PARTS[problem.backward, problem.log, problem.itemsize].least_cols
-        assert plan.part_cols >= min(bundle * least, problem.n_cols - problem.period - bundle), problem
+        assert plan.part_cols >= min(128 * bundle, problem.n_cols - problem.period - bundle), problem
 
 
 def empty(bundle: int, problem: SpatialProblem, tile: int) -> float:
@@ -165,5 +173,6 @@ def test_a_recipe_has_the_sizes_of_its_plan(seed):
         assert of_plane.scalars[::2] == (problem.inner, plan.bundle * (1 if several else parts))
         counts.add((several, parts > 1))
         assert first.meta["UNIT"] * problem.itemsize == 32 and first.scalars[6] == problem.period
-        assert last.meta["CHUNKS"] == plan.finish_chunks and f" {parts} part(s)" in plan.why
+        assert last.meta["CHUNKS"] == plan.finish.chunks and last.meta["INNER"] == plan.finish.rows
+        assert f" {parts} part(s)" in plan.why
     assert counts == {(False, False), (False, True), (True, True)}

@@ -70,6 +70,7 @@ def ends_at(ptr, start, head, first, n_bundles, width, ends, exists, COLS: tl.co
 
     start, head: of `start_of_bundles`. first: the block's first position. ends: elements of a plane's ends.
     """
+    tl.static_assert(COLS > 1, "a tile has both rows")
     row = tl.arange(0, COLS)[:, None, None]
     element = row * width + first + tl.arange(0, INNER)[None, None, :]
     at = ptr + start + element + tl.where(element < head, 0, n_bundles.to(tl.int64) * width)

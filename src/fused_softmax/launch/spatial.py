@@ -225,11 +225,11 @@ def sizes_and_steps(
     kernel: Any, tensors: tuple[Tensor, ...], plan: Plan, device: Device, **flags: Any
 ) -> tuple[tuple[int, ...], int, dict[str, Any]]:
     """(numbers, programs, constexprs) of a launch whose programs each write CHUNKS x COLS columns."""
+    plan = plan.finish
     sizes = _sizes(tensors[0], plan)
-    chunks = plan.finish_chunks or plan.chunks
-    n_steps = -(-sizes[0] // (chunks * plan.vectors_per_chunk))
+    n_steps = -(-sizes[0] // (plan.chunks * plan.vectors_per_chunk))
     scalars = (*sizes, n_steps, *_strides(tensors, plan.vec))
-    return scalars, sizes[2] * n_steps, _meta(kernel, plan, device, CHUNKS=chunks, **flags)
+    return scalars, sizes[2] * n_steps, _meta(kernel, plan, device, **flags)
 
 
 def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward: bool, device: Device) -> Recipe:
@@ -271,8 +271,7 @@ def _bundled_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward
     n_bundles, width = bundles_of(n_cols, period, plan.bundle), plan.bundle * inner
     plane, ends = n_cols * inner, (n_cols - n_bundles * plan.bundle) * inner
     blocks, part_bundles = -(-width // plan.rows), plan.part_cols // plan.bundle
-    chunks = plan.finish_chunks or plan.chunks
-    parts, steps = -(-n_bundles // part_bundles), -(-n_bundles // (chunks * plan.vectors_per_chunk))
+    parts = -(-n_bundles // part_bundles)
     reduce, finish = (load() for load in BUNDLED[backward])
     merge = PARTS["softmax_spatial_backward_merge" if backward else "softmax_spatial_merge"]()
     # (maximum, sum), or the one sum of a gradient: of a part, of all parts and of a plane
@@ -286,7 +285,9 @@ def _bundled_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward
     # the parts of a bundle follow one another as its columns do
     n_merged = plan.bundle * (1 if several else parts)
     merges.append(merge_step(merge, device, (*of_parts, *of_plane), inner, n_merged, LSE=False))
-    meta = _meta(finish, plan, device, CHUNKS=chunks, **flags)
+    plan = plan.finish
+    blocks, steps = -(-width // plan.rows), -(-n_bundles // (plan.chunks * plan.vectors_per_chunk))
+    meta = _meta(finish, plan, device, **flags)
     numbers = (n_bundles, width, blocks, steps, plane, period, ends, *divisor(inner))
     last = Step(finish, meta, (*given, *of_plane), numbers, blocks * steps)
     workspaces = (parts * width,) * count + (width,) * (count * several) + (inner,) * count

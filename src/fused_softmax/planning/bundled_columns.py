@@ -15,14 +15,9 @@ from .types import Plan, SpatialProblem
 # are tried. A plane has at least so many bundles, and so many bytes: no smaller one was timed
 FILLED, MOST_TILES = 1.1, 16
 FEWEST_BUNDLES, LEAST_BYTES = 64, 1 << 19
-# the even numbers of positions for which bundles are faster than columns that are read twice as they are, by (backward,
-# bytes of an element). For odd ones they always are
-EVEN = {
-    (False, 2): range(64, 1 << 31),
-    (False, 4): range(32, 1 << 31),
-    (True, 2): range(0),
-    (True, 4): range(64, 512),
-}
+# the fewest positions of an even number for which bundles are faster than columns that are read twice as they are, by
+# (backward, bytes of an element). For odd ones they always are
+EVEN = {(False, 2): 64, (False, 4): 32, (True, 2): 1 << 31, (True, 4): 64}
 # of a 16-bit softmax whose runs start at halves of sectors: where tiles have so many times the positions, and from so
 # many positions on
 LEAST_EMPTY, LEAST_HALVES = 1.2, 33
@@ -73,7 +68,7 @@ def _faster_than_two_reads(problem: SpatialProblem, plan: Plan) -> bool:
     if problem.vec == problem.full_vec:
         empty = -(-inner // plan.rows) * plan.rows >= LEAST_EMPTY * inner
         return kind == (False, 2) and empty and inner >= LEAST_HALVES
-    return inner % 2 == 1 or inner in EVEN[kind]
+    return inner % 2 == 1 or inner >= EVEN[kind]
 
 
 def _faster_than_tiles(problem: SpatialProblem, plan: Plan) -> bool:

@@ -18,8 +18,8 @@ from .types import Device, Plan, SpatialProblem, power_of_two
 # number one part has all columns, and nothing is merged
 PARTS_COLS = 512, 1024
 PARTS_TILES = {
-    2: (PartsTile(128, 2, 4, 0, 1024), PartsTile(128, 4, 8, 0, 1024), PartsTile(64, 2, 8, programs=1024)),
-    4: (PartsTile(128, 2, 4, 0, 1024), PartsTile(128, 4, 16, 0, 1024), PartsTile(128, 4, 8, programs=1024)),
+    2: (PartsTile(128, 2, 4, steps=1024), PartsTile(128, 4, 8, steps=1024), PartsTile(64, 2, 8, steps=4)),
+    4: (PartsTile(128, 2, 4, steps=1024), PartsTile(128, 4, 16, steps=1024), PartsTile(256, 4, 8, steps=8)),
 }
 # a gradient in a softmax's tile: columns, at most; bytes of a program of small planes, at least; 16-bit elements of a
 # thread, at most, where each has an address of its own

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .spatial_tables import (
-    BUNDLED_PARTS,
+    BATCH_INVARIANT_COLS,
+    BUNDLED,
     CYCLES_PER_KIB,
     FEW_CHUNKS,
     FEW_COLS,
@@ -25,25 +26,25 @@ from .spatial_tables import (
     HALF_COLS,
     HALF_POSITIONS,
     HALF_RUN,
-    HALVES_PARTS,
     LEAST_FEW,
+    LEAST_PART,
     LEAST_RUN,
+    LOG_PARTS,
     LONG,
     MORE_STAGED,
     MOST_FEW,
-    MOST_LOG_CHUNKS,
     MOST_PARTS,
     MOST_SINGLE,
     NARROW,
     NARROW_PARTS,
     NARROW_POSITIONS,
     ON_CHIP,
-    PART_COLS,
     PART_VECTORS,
     PARTLY_ALIGNED_PARTS,
     PARTS,
     SKEWED_COLS,
     SKEWED_REGISTERS,
+    SMALL,
     SOFTMAX_PARTS,
     STAGGERED_BYTES,
     STAGGERED_FITTING,
@@ -104,10 +105,7 @@ def parts_plan(problem: SpatialProblem, device: Device, tile: PartsTile = PARTS)
     Within batch_invariant() the parts depend on n_cols alone.
     """
     widest = tile.n_bytes // problem.itemsize
-    inner = min(power_of_two(problem.inner), widest)
-    # a last block with few positions wastes the time of the others
-    while inner > PARTS.n_bytes // problem.itemsize and _padded(problem, inner) > 1.5 * problem.inner:
-        inner //= 2
+    inner = _filled_tile(problem, tile.n_bytes)
     a_warp = device.warp_size * problem.full_vec
     warps = max(1, tile.num_warps * 32 // device.warp_size)
     if problem.batch_invariant:  # the columns of a chunk do not depend on `inner`
@@ -116,12 +114,10 @@ def parts_plan(problem: SpatialProblem, device: Device, tile: PartsTile = PARTS)
     else:
         cols = max(1, warps * a_warp // inner)
     step = cols * tile.chunks
-    wanted = max(PART_COLS, -(-problem.n_cols // MOST_PARTS))
-    if not problem.batch_invariant:  # short parts keep the GPU busy where there are few positions
-        blocks = -(-problem.inner // inner)
-        while wanted > tile.least_cols and blocks * -(-problem.n_cols // wanted) < tile.programs:
-            wanted //= 2
-    part_cols = -(-min(wanted, problem.n_cols) // step) * step
+    n_steps = -(-problem.n_cols // step)
+    wanted = BATCH_INVARIANT_COLS if problem.batch_invariant else tile.steps * step or LEAST_PART
+    steps = -(-max(wanted, -(-problem.n_cols // MOST_PARTS)) // step)
+    part_cols = min(steps, n_steps) * step
     parts = -(-problem.n_cols // part_cols)
     why = f"the columns do not fit on chip: they are read twice, and reduced in {parts} part(s)"
     return Plan(
@@ -129,7 +125,16 @@ def parts_plan(problem: SpatialProblem, device: Device, tile: PartsTile = PARTS)
         chunks=tile.chunks, unpredicated_chunks=0, unaligned=False, recompute=False, num_warps=warps,
         max_registers=None, why=why, part_cols=part_cols, invariant=problem.batch_invariant,
         finish_chunks=tile.finish_chunks,
+        finish_rows=_filled_tile(problem, tile.finish_bytes) if tile.finish_bytes else 0,
     )  # fmt: skip
+
+
+def _filled_tile(problem: SpatialProblem, n_bytes: int) -> int:
+    """The positions of a tile of at most n_bytes. A last block with few of them wastes the time of the others."""
+    inner = min(power_of_two(problem.inner), n_bytes // problem.itemsize)
+    while inner > PARTS.n_bytes // problem.itemsize and _padded(problem, inner) > 1.5 * problem.inner:
+        inner //= 2
+    return inner
 
 
 def bundled_plan(problem: SpatialProblem, device: Device, bundle: int) -> Plan:
@@ -141,7 +146,8 @@ def bundled_plan(problem: SpatialProblem, device: Device, bundle: int) -> Plan:
     """
     n_bundles = bundles_of(problem.n_cols, problem.period, bundle)
     bundles = replace(problem, n_cols=n_bundles, inner=bundle * problem.inner, vec=problem.full_vec)
-    found = parts_plan(bundles, device, BUNDLED_PARTS[problem.backward, problem.log, problem.itemsize])
+    gradient = problem.backward and problem.itemsize == 2 and not problem.log
+    found = parts_plan(bundles, device, BUNDLED[problem.plane_bytes < SMALL] if gradient else _parts_tile(bundles))
     parts = -(-n_bundles // found.part_cols)
     why = f"the columns are read twice, {bundle} of them as one, and reduced in {parts} part(s)"
     return replace(found, bundle=bundle, part_cols=bundle * found.part_cols, why=why)
@@ -409,16 +415,12 @@ def _parts_tile(problem: SpatialProblem) -> PartsTile:
     # the number of chunks decides a position's bits, which within batch_invariant() do not depend on `inner`
     if problem.batch_invariant:
         return PARTS
-    tile = _uncapped_parts_tile(problem)
-    return tile._replace(chunks=min(tile.chunks, MOST_LOG_CHUNKS)) if problem.backward and problem.log else tile
-
-
-def _uncapped_parts_tile(problem: SpatialProblem) -> PartsTile:
-    """The tile by where columns start, with all chunks that registers hold."""
     if problem.vec < problem.full_vec:
         if problem.inner >= UNALIGNED_POSITIONS:
             partly = problem.backward and problem.itemsize == 2 and problem.vec > 1
             return PARTLY_ALIGNED_PARTS if partly else UNALIGNED_PARTS[problem.itemsize]
         narrow = problem.inner <= NARROW_POSITIONS and not (problem.backward and problem.itemsize == 2)
         return NARROW_PARTS if narrow else PARTS
-    return (SOFTMAX_PARTS if problem.whole_sectors else HALVES_PARTS)[problem.backward, problem.itemsize]
+    if problem.backward and problem.log:
+        return LOG_PARTS[problem.itemsize]
+    return SOFTMAX_PARTS[problem.backward, problem.itemsize]

@@ -81,17 +81,16 @@ class RunRule(NamedTuple):
 class PartsTile(NamedTuple):
     """The tile of a kernel that reads columns in parts, which threads fill with vectors of 16 bytes.
 
-    n_bytes: along `inner`, at most. chunks: of a step of a part. finish_chunks: of a program that writes the result,
-    where they are others. least_cols: of a part. programs: a part has fewer than PART_COLS columns, or bundles, where
-    one index of `outer` would have fewer programs than this.
+    n_bytes: along `inner`, at most. chunks: of a step of a part. finish_bytes, finish_chunks: of a program that writes
+    the result, where they are others. steps: of a part; 0: as many as LEAST_PART columns take.
     """
 
     n_bytes: int
     num_warps: int
     chunks: int
+    finish_bytes: int = 0
     finish_chunks: int = 0
-    least_cols: int = 256
-    programs: int = 256
+    steps: int = 0
 
 
 # by (backward, bytes of an element). The first that fits is taken: one without clusters follows those on clusters
@@ -516,34 +515,23 @@ SKEWED_REGISTERS: dict[tuple[bool, int], tuple[tuple[int, int | None], ...]] = {
 SKEWED_COLS = {2: 31, 4: 13}
 # a kernel that reads columns in parts
 PARTS = PartsTile(256, 4, 4)
-# columns of a part, and the parts from which it has more columns: their merge takes time, too. Where one index of
-# `outer` has few programs, there are up to 2,048 parts
-PART_COLS, MOST_PARTS = 1024, 512
-# columns that are read twice, by (backward, bytes of an element); where they start at halves of sectors; and, from
-# UNALIGNED_POSITIONS on, within a vector. Neighbors along `inner` share a sector there, and wide tiles share fewer.
-# Whole sectors have narrower tiles, so that more programs end sooner
+# columns of a part, and the parts from which it has more; within batch_invariant() it has BATCH_INVARIANT_COLS
+LEAST_PART, MOST_PARTS, BATCH_INVARIANT_COLS = 256, 512, 1024
+# columns that are read twice, by (backward, bytes of an element); and, from UNALIGNED_POSITIONS on, where they start
+# within a vector. Neighbors along `inner` share a sector there, and wide tiles share fewer. A program of one step
+# takes longer to start and to end, and one of many leaves multiprocessors idle at the end
 SOFTMAX_PARTS = {
-    (False, 2): PartsTile(128, 4, 16, 8),
-    (False, 4): PartsTile(128, 4, 16, 4, programs=1024),
-    (True, 2): PartsTile(256, 4, 16, 4),
-    (True, 4): PartsTile(256, 4, 16, 4),
+    (False, 2): PartsTile(128, 4, 12, 512, 12, 2),
+    (False, 4): PartsTile(256, 4, 8, 1024, 4),
+    (True, 2): PartsTile(256, 4, 16, 0, 4),
+    (True, 4): PartsTile(256, 4, 16, 1024, 2),
 }
-HALVES_PARTS = dict.fromkeys(SOFTMAX_PARTS, PartsTile(1024, 4, 16, 4)) | {(False, 2): PartsTile(256, 4, 16, 4)}
-UNALIGNED_PARTS, UNALIGNED_POSITIONS = {2: PartsTile(512, 8, 2, 2), 4: PartsTile(1024, 8, 2, 2)}, 512
+UNALIGNED_PARTS, UNALIGNED_POSITIONS = {2: PartsTile(512, 8, 2), 4: PartsTile(1024, 8, 2)}, 512
 # of 16-bit gradients there, except where columns start anywhere: single elements would take too many registers
-PARTLY_ALIGNED_PARTS = PartsTile(512, 8, 8, 4)
+PARTLY_ALIGNED_PARTS = PartsTile(512, 8, 8, 0, 4)
 # up to so many positions, of a softmax and of float32 gradients
-NARROW_PARTS, NARROW_POSITIONS = PartsTile(256, 4, 8, 8), 48
-# chunks of a step of a log_softmax gradient, at most: its first kernel reads one tensor, and holds two steps of it
-MOST_LOG_CHUNKS = 8
-# of bundles, by (backward, log, bytes of an element). With 14 chunks, not 16, of a 16-bit softmax five programs share a
-# multiprocessor, not four. Timed on an H200; other GPUs take these
-BUNDLED_PARTS = {
-    (False, False, 2): PartsTile(128, 4, 14, 8, programs=1024),
-    (False, True, 2): PartsTile(128, 4, 14, 12, programs=1024),
-    **dict.fromkeys([(False, False, 4), (False, True, 4)], PartsTile(256, 4, 16, 4, 128, 1024)),
-    (True, False, 2): PartsTile(256, 4, 4, 4, 128, 512),
-    (True, True, 2): PartsTile(128, 4, MOST_LOG_CHUNKS, 8, 128, 512),
-    (True, False, 4): PartsTile(256, 4, 16, 4, 128, 1024),
-    (True, True, 4): PartsTile(256, 4, MOST_LOG_CHUNKS, 4, 128, 1024),
-}
+NARROW_PARTS, NARROW_POSITIONS = PartsTile(256, 4, 8), 48
+# of log_softmax gradients: the first kernel reads one tensor, and holds two steps of it
+LOG_PARTS = {2: PartsTile(128, 4, 8, 256, 4), 4: PartsTile(256, 4, 8, 1024, 2)}
+# of 16-bit gradients of bundles, by whether a plane has fewer bytes than SMALL: then more programs share it
+BUNDLED, SMALL = {False: PARTS, True: PARTS._replace(steps=4)}, 1 << 25

@@ -308,7 +308,8 @@ class Plan:
     invariant: bool = False  # columns are merged in an order that no layout changes
     skewed: int = 0  # positions: each column of a tile starts at its own multiple of so many; 0: all start together
     overlap: int = 0  # positions that a tile shares with the next one
-    finish_chunks: int = 0  # where programs share the columns: chunks of one that writes, if not `chunks`
+    finish_rows: int = 0  # where programs share the columns: rows of one that writes, if not `rows`
+    finish_chunks: int = 0  # and its chunks
     gathered: bool = False  # a program reads and writes its rows as one piece of memory
     piece: int = 0  # of that piece: the most elements, where it holds planes (n_cols, inner)
     runs: bool = False  # the chunks of a thread follow each other, where rows are gathered
@@ -324,6 +325,12 @@ class Plan:
     def after_copy(self) -> Plan:
         """This plan, of a copy of the tensor."""
         return replace(self, why=f"after a copy to contiguous memory, {self.why}")
+
+    @property
+    def finish(self) -> Plan:
+        """This plan in the tile of the programs that write, where others reduce parts of the columns."""
+        rows, chunks = self.finish_rows or self.rows, self.finish_chunks or self.chunks
+        return replace(self, rows=rows, vectors_per_chunk=self.rows * self.vectors_per_chunk // rows, chunks=chunks)
 
     @property
     def fitting_planes(self) -> int:
