@@ -1119,8 +1119,9 @@ def test_parts_have_few_columns_and_more_where_they_would_be_many():
         plan = (plan_spatial if softmax else parts_plan)(problem, DEVICES["sm_90"])
         return -(-n_cols // plan.part_cols), plan.part_cols
 
-    # 256 columns; of a 16-bit softmax two steps, whatever the number of positions
-    assert {parts(50257, inner, False)[1] for inner in (1024, 65536)} == {256}
+    # 256 to 1,024 columns, with 384 programs or more in between; of a 16-bit softmax two steps, whatever the positions
+    assert parts(50257, 65536, False)[1] == parts(50257, 1024, False)[1] == 1024
+    assert parts(20000, 300, False)[1] == 256 and parts(20000, 1024, False)[1] == 416
     for inner, cols in ((1024, 16), (65536, 16), (32, 32), (16, 64)):
         assert parts(100000, inner, True)[1] == 2 * 12 * cols
     assert 256 < parts(1 << 22, 32, True)[0] <= 512

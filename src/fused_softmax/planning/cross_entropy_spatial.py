@@ -126,7 +126,7 @@ MORE_COLS = {
 REGISTERS = ((20, None), (44, 128), (64, 168))  # a cap on registers, by the words of a thread, at most
 NARROW_WORDS = 52  # of a thread, at most, where a 16-bit tile is narrower than its LossTile says
 # of columns that are read twice
-TWICE = {2: PartsTile(256, 2, 8), 4: PARTS}
+TWICE = {2: PartsTile(256, 2, 8, steps=8), 4: PARTS._replace(steps=8)}
 
 
 def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .spatial_tables import (
-    BATCH_INVARIANT_COLS,
     BUNDLED,
     CYCLES_PER_KIB,
     FEW_CHUNKS,
@@ -26,8 +25,8 @@ from .spatial_tables import (
     HALF_COLS,
     HALF_POSITIONS,
     HALF_RUN,
+    HALVES_PARTS,
     LEAST_FEW,
-    LEAST_PART,
     LEAST_RUN,
     LOG_PARTS,
     LONG,
@@ -39,6 +38,8 @@ from .spatial_tables import (
     NARROW_PARTS,
     NARROW_POSITIONS,
     ON_CHIP,
+    PART_COLS,
+    PART_PROGRAMS,
     PART_VECTORS,
     PARTLY_ALIGNED_PARTS,
     PARTS,
@@ -115,7 +116,12 @@ def parts_plan(problem: SpatialProblem, device: Device, tile: PartsTile = PARTS)
         cols = max(1, warps * a_warp // inner)
     step = cols * tile.chunks
     n_steps = -(-problem.n_cols // step)
-    wanted = BATCH_INVARIANT_COLS if problem.batch_invariant else tile.steps * step or LEAST_PART
+    least, most = PART_COLS
+    if problem.batch_invariant:
+        wanted = most
+    else:
+        of_programs = -(-problem.inner // inner) * problem.n_cols // PART_PROGRAMS
+        wanted = tile.steps * step or max(least, min(of_programs, most)) // step * step
     steps = -(-max(wanted, -(-problem.n_cols // MOST_PARTS)) // step)
     part_cols = min(steps, n_steps) * step
     parts = -(-problem.n_cols // part_cols)
@@ -423,4 +429,5 @@ def _parts_tile(problem: SpatialProblem) -> PartsTile:
         return NARROW_PARTS if narrow else PARTS
     if problem.backward and problem.log:
         return LOG_PARTS[problem.itemsize]
-    return SOFTMAX_PARTS[problem.backward, problem.itemsize]
+    kind = problem.backward, problem.itemsize
+    return HALVES_PARTS if kind == (True, 2) and not problem.whole_sectors else SOFTMAX_PARTS[kind]

@@ -82,7 +82,7 @@ class PartsTile(NamedTuple):
     """The tile of a kernel that reads columns in parts, which threads fill with vectors of 16 bytes.
 
     n_bytes: along `inner`, at most. chunks: of a step of a part. finish_bytes, finish_chunks: of a program that writes
-    the result, where they are others. steps: of a part; 0: as many as LEAST_PART columns take.
+    the result, where they are others. steps: of a part; 0: as PART_COLS says.
     """
 
     n_bytes: int
@@ -515,23 +515,25 @@ SKEWED_REGISTERS: dict[tuple[bool, int], tuple[tuple[int, int | None], ...]] = {
 SKEWED_COLS = {2: 31, 4: 13}
 # a kernel that reads columns in parts
 PARTS = PartsTile(256, 4, 4)
-# columns of a part, and the parts from which it has more; within batch_invariant() it has BATCH_INVARIANT_COLS
-LEAST_PART, MOST_PARTS, BATCH_INVARIANT_COLS = 256, 512, 1024
-# columns that are read twice, by (backward, bytes of an element); and, from UNALIGNED_POSITIONS on, where they start
-# within a vector. Neighbors along `inner` share a sector there, and wide tiles share fewer. A program of one step
-# takes longer to start and to end, and one of many leaves multiprocessors idle at the end
+# columns of a part, at least and at most, between which one index of `outer` has PART_PROGRAMS programs; and the parts
+# from which they have more. Within batch_invariant() a part has the most
+PART_COLS, PART_PROGRAMS, MOST_PARTS = (256, 1024), 384, 512
+# columns that are read twice, by (backward, bytes of an element); of 16-bit gradients that start at halves of sectors;
+# and, from UNALIGNED_POSITIONS on, within a vector. Neighbors along `inner` share a sector there, and wide tiles share
+# fewer. A program of one step takes longer to start and to end, and one of many leaves multiprocessors idle at the end
 SOFTMAX_PARTS = {
     (False, 2): PartsTile(128, 4, 12, 512, 12, 2),
-    (False, 4): PartsTile(256, 4, 8, 1024, 4),
+    (False, 4): PartsTile(256, 4, 8, 1024, 4, 4),
     (True, 2): PartsTile(256, 4, 16, 0, 4),
     (True, 4): PartsTile(256, 4, 16, 1024, 2),
 }
+HALVES_PARTS = PartsTile(1024, 4, 16, 0, 4)
 UNALIGNED_PARTS, UNALIGNED_POSITIONS = {2: PartsTile(512, 8, 2), 4: PartsTile(1024, 8, 2)}, 512
 # of 16-bit gradients there, except where columns start anywhere: single elements would take too many registers
 PARTLY_ALIGNED_PARTS = PartsTile(512, 8, 8, 0, 4)
 # up to so many positions, of a softmax and of float32 gradients
 NARROW_PARTS, NARROW_POSITIONS = PartsTile(256, 4, 8), 48
 # of log_softmax gradients: the first kernel reads one tensor, and holds two steps of it
-LOG_PARTS = {2: PartsTile(128, 4, 8, 256, 4), 4: PartsTile(256, 4, 8, 1024, 2)}
+LOG_PARTS = {2: PartsTile(128, 4, 8, 256, 4, 2), 4: PartsTile(256, 4, 8, 1024, 2, 4)}
 # of 16-bit gradients of bundles, by whether a plane has fewer bytes than SMALL: then more programs share it
 BUNDLED, SMALL = {False: PARTS, True: PARTS._replace(steps=4)}, 1 << 25
