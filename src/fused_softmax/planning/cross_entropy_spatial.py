@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .spatial import configs_of, parts_plan, resident_plan, staggered, tiles_plan
-from .spatial_tables import NARROW, PARTS, PartsTile, RunRule, SpatialConfig
+from .spatial_tables import ANY, NARROW, PARTS, PartsTile, RunRule, SpatialConfig
 from .types import Device, Plan, SpatialProblem, power_of_two
 
 # threads that hold whole columns, and their exponentials: columns, at most; where many positions start anywhere;
@@ -126,7 +126,7 @@ MORE_COLS = {
 REGISTERS = ((20, None), (44, 128), (64, 168))  # a cap on registers, by the words of a thread, at most
 NARROW_WORDS = 52  # of a thread, at most, where a 16-bit tile is narrower than its LossTile says
 # of columns that are read twice
-TWICE = {2: PartsTile(256, 2, 8, steps=8), 4: PARTS._replace(steps=8)}
+TWICE = {2: PartsTile(256, 2, 8, programs=ANY), 4: PARTS._replace(programs=ANY)}
 
 
 def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:

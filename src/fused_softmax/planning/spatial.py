@@ -31,6 +31,7 @@ from .spatial_tables import (
     LOG_PARTS,
     LONG,
     MORE_STAGED,
+    MOST_COLS,
     MOST_FEW,
     MOST_PARTS,
     MOST_SINGLE,
@@ -38,14 +39,11 @@ from .spatial_tables import (
     NARROW_PARTS,
     NARROW_POSITIONS,
     ON_CHIP,
-    PART_COLS,
-    PART_PROGRAMS,
     PART_VECTORS,
     PARTLY_ALIGNED_PARTS,
     PARTS,
     SKEWED_COLS,
     SKEWED_REGISTERS,
-    SMALL,
     SOFTMAX_PARTS,
     STAGGERED_BYTES,
     STAGGERED_FITTING,
@@ -116,12 +114,11 @@ def parts_plan(problem: SpatialProblem, device: Device, tile: PartsTile = PARTS)
         cols = max(1, warps * a_warp // inner)
     step = cols * tile.chunks
     n_steps = -(-problem.n_cols // step)
-    least, most = PART_COLS
     if problem.batch_invariant:
-        wanted = most
+        wanted = MOST_COLS
     else:
-        of_programs = -(-problem.inner // inner) * problem.n_cols // PART_PROGRAMS
-        wanted = tile.steps * step or max(least, min(of_programs, most)) // step * step
+        of_programs = -(-problem.inner // inner) * problem.n_cols // tile.programs
+        wanted = tile.steps * step or max(tile.least_cols, min(of_programs, MOST_COLS)) // step * step
     steps = -(-max(wanted, -(-problem.n_cols // MOST_PARTS)) // step)
     part_cols = min(steps, n_steps) * step
     parts = -(-problem.n_cols // part_cols)
@@ -153,7 +150,7 @@ def bundled_plan(problem: SpatialProblem, device: Device, bundle: int) -> Plan:
     n_bundles = bundles_of(problem.n_cols, problem.period, bundle)
     bundles = replace(problem, n_cols=n_bundles, inner=bundle * problem.inner, vec=problem.full_vec)
     gradient = problem.backward and problem.itemsize == 2 and not problem.log
-    found = parts_plan(bundles, device, BUNDLED[problem.plane_bytes < SMALL] if gradient else _parts_tile(bundles))
+    found = parts_plan(bundles, device, BUNDLED if gradient else _parts_tile(bundles))
     parts = -(-n_bundles // found.part_cols)
     why = f"the columns are read twice, {bundle} of them as one, and reduced in {parts} part(s)"
     return replace(found, bundle=bundle, part_cols=bundle * found.part_cols, why=why)

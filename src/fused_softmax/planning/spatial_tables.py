@@ -82,7 +82,8 @@ class PartsTile(NamedTuple):
     """The tile of a kernel that reads columns in parts, which threads fill with vectors of 16 bytes.
 
     n_bytes: along `inner`, at most. chunks: of a step of a part. finish_bytes, finish_chunks: of a program that writes
-    the result, where they are others. steps: of a part; 0: as PART_COLS says.
+    the result, where they are others. steps: of a part; 0: a part has least_cols to MOST_COLS columns, or bundles, with
+    which one index of `outer` has so many programs.
     """
 
     n_bytes: int
@@ -91,6 +92,8 @@ class PartsTile(NamedTuple):
     finish_bytes: int = 0
     finish_chunks: int = 0
     steps: int = 0
+    least_cols: int = 256
+    programs: int = 384
 
 
 # by (backward, bytes of an element). The first that fits is taken: one without clusters follows those on clusters
@@ -514,16 +517,15 @@ SKEWED_REGISTERS: dict[tuple[bool, int], tuple[tuple[int, int | None], ...]] = {
 # the fewest columns whose tiles are skewed where runs of positions start at multiples of half a vector
 SKEWED_COLS = {2: 31, 4: 13}
 # a kernel that reads columns in parts
-PARTS = PartsTile(256, 4, 4)
-# columns of a part, at least and at most, between which one index of `outer` has PART_PROGRAMS programs; and the parts
-# from which they have more. Within batch_invariant() a part has the most
-PART_COLS, PART_PROGRAMS, MOST_PARTS = (256, 1024), 384, 512
+PARTS, ANY = PartsTile(256, 4, 4), 1 << 31
+# columns of a part, at most and within batch_invariant(), and the parts from which they have more
+MOST_COLS, MOST_PARTS = 1024, 512
 # columns that are read twice, by (backward, bytes of an element); of 16-bit gradients that start at halves of sectors;
 # and, from UNALIGNED_POSITIONS on, within a vector. Neighbors along `inner` share a sector there, and wide tiles share
 # fewer. A program of one step takes longer to start and to end, and one of many leaves multiprocessors idle at the end
 SOFTMAX_PARTS = {
     (False, 2): PartsTile(128, 4, 12, 512, 12, 2),
-    (False, 4): PartsTile(256, 4, 8, 1024, 4, 4),
+    (False, 4): PartsTile(256, 4, 8, 1024, 4, programs=ANY),
     (True, 2): PartsTile(256, 4, 16, 0, 4),
     (True, 4): PartsTile(256, 4, 16, 1024, 2),
 }
@@ -535,5 +537,5 @@ PARTLY_ALIGNED_PARTS = PartsTile(512, 8, 8, 0, 4)
 NARROW_PARTS, NARROW_POSITIONS = PartsTile(256, 4, 8), 48
 # of log_softmax gradients: the first kernel reads one tensor, and holds two steps of it
 LOG_PARTS = {2: PartsTile(128, 4, 8, 256, 4, 2), 4: PartsTile(256, 4, 8, 1024, 2, 4)}
-# of 16-bit gradients of bundles, by whether a plane has fewer bytes than SMALL: then more programs share it
-BUNDLED, SMALL = {False: PARTS, True: PARTS._replace(steps=4)}, 1 << 25
+# of 16-bit gradients of bundles
+BUNDLED = PARTS._replace(least_cols=128, programs=768)
