@@ -91,7 +91,7 @@ def test_parts_and_steps_that_the_last_bundles_do_not_fill_and_one_part():
         y = torch.empty_like(x)
         plan = run((x, y), False, short_parts=n_cols < 7000)
         n_bundles, part = (n_cols - 7) // plan.bundle, plan.part_cols // plan.bundle
-        assert n_bundles % part and n_bundles % (plan.finish_chunks * plan.vectors_per_chunk)
+        assert n_bundles % part and n_bundles % (plan.finish.chunks * plan.finish.vectors_per_chunk)
         counts.add(-(-n_bundles // part))
         assert_forward(y, x, False)
     assert len(counts) > 1 and 1 in counts

@@ -1019,15 +1019,36 @@ def test_gradients_in_halves_of_sectors_stage_what_registers_do_not_hold(n_cols,
         (50257, 308, "float32", 4, False, (64, 4, 8, 128, 4)), (50257, 24, "bfloat16", 8, False, (32, 4, 12, 32, 12)),
     ],
 )  # fmt: skip
-def test_columns_that_are_read_twice_have_wide_tiles_where_neighbors_share_a_sector(
-    n_cols, inner, dtype, vec, whole, tile
-):
+def test_tiles_of_columns_that_are_read_twice(n_cols, inner, dtype, vec, whole, tile):
     problem = SpatialProblem(n_cols, inner, dtype, vec, False, False, False, whole, True)
     plan = plan_spatial(problem, DEVICES["sm_90"])
     assert plan.regime == "spatial_two_pass"
     last = plan.finish
     assert (plan.rows, plan.num_warps, plan.chunks, last.rows, last.chunks) == tile
     assert last.rows * last.vectors_per_chunk == plan.rows * plan.vectors_per_chunk, "a chunk fills the threads"
+
+
+@pytest.mark.parametrize(
+    ("inner", "dtype", "whole", "log", "tile", "part"),
+    [
+        # (positions, chunks of a step; positions and chunks of a program that writes), columns of a part
+        (1024, "bfloat16", True, False, (128, 16, 128, 4), 1024),
+        (1032, "bfloat16", False, False, (512, 16, 512, 4), 384),
+        (24, "bfloat16", False, False, (32, 16, 32, 4), 512),
+        (1024, "bfloat16", True, True, (64, 8, 128, 4), 2 * 128),
+        (1032, "bfloat16", False, True, (64, 8, 128, 4), 2 * 128),
+        (1024, "float32", True, False, (64, 16, 256, 2), 1024),
+        (1028, "float32", False, False, (64, 16, 256, 2), 1024),
+        (1024, "float32", True, True, (64, 8, 256, 2), 4 * 64),
+    ],
+)
+def test_tiles_of_gradients_that_are_read_twice(inner, dtype, whole, log, tile, part):
+    problem = SpatialProblem(
+        50257, inner, dtype, 16 // (2 if dtype == "bfloat16" else 4), True, log, False, whole, True
+    )
+    plan = plan_spatial(problem, DEVICES["sm_90"])
+    assert plan.regime == "spatial_two_pass"
+    assert (plan.rows, plan.chunks, plan.finish.rows, plan.finish.chunks) == tile and plan.part_cols == part
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -22,7 +22,8 @@ NAMES = {
         "num_warps: 'int', max_registers: 'int | None', why: 'str', prefetched_chunks: 'int | None' = "
         "None, resident_chunks: 'int' = 0, smem_staged: 'int' = 0, outers: 'int' = 1, "
         "part_cols: 'int' = 0, invariant: 'bool' = False, skewed: 'int' = 0, overlap: 'int' = 0, "
-        "finish_chunks: 'int' = 0, gathered: 'bool' = False, piece: 'int' = 0, runs: 'bool' = False, "
+        "finish_rows: 'int' = 0, finish_chunks: 'int' = 0, gathered: 'bool' = False, piece: 'int' = 0, "
+        "runs: 'bool' = False, "
         "output_gathered: 'bool' = False, stagger: 'int' = 0, fitting: 'int' = 1, periodic: 'int' = 0, "
         "dynamic_bytes: 'int' = 0, unseen_chunks: 'int' = 0, bundle: 'int' = 0) -> None"
     ),

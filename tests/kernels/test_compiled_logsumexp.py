@@ -61,7 +61,7 @@ def test_the_last_kernel_of_two_reads_takes_vectors_of_maxima_and_sums(n_cols, i
     launch = recipe_launches(spatial.softmax_recipe(tensors, plan, False, False, DEVICE), tensors)[-1]
     assert "finish" in launch.kernel.fn.__name__
     loads = dict(cross_compiled(as_called(launch), "sm_90")[0].loads)
-    assert set(loads) <= {16, 8} and loads[16] >= plan.finish_chunks
+    assert set(loads) <= {16, 8} and loads[16] >= plan.finish.chunks
 
 
 @pytest.mark.parametrize(("n_cols", "inner"), [(3, 3), (2, 144), (20, 6), (200, 4), (5, 4096)])

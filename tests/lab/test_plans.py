@@ -33,7 +33,8 @@ SM_90 = DEVICES["sm_90"]
         ),
         (
             bundled_plan(planes_problem(400000, 5, "bfloat16"), SM_90, 48),
-            "tiles of 64 elements in accesses of 8 elements, 12 chunks of 16 bundles a CTA; ",
+            "tiles of 64 elements in accesses of 8 elements, 12 chunks of 16 bundles a CTA, "
+            "written by 12 chunks of 256 elements; ",
         ),
     ],
 )

@@ -162,7 +162,9 @@ def _held_planes_text(plan: Plan) -> str:
     # bundles of columns are read as columns are
     of, along = ("bundle", "elements") if plan.bundle else ("column", "positions")
     chunks = f"{_count(plan.chunks, 'chunk')} of {_count(plan.vectors_per_chunk, of)} a CTA"
-    return f"tiles of {plan.rows} {along} in accesses of {_count(plan.vec, 'element')}, {chunks}"
+    last = plan.finish
+    writes = f", written by {_count(last.chunks, 'chunk')} of {last.rows} {along}" * (last != plan)
+    return f"tiles of {plan.rows} {along} in accesses of {_count(plan.vec, 'element')}, {chunks}{writes}"
 
 
 def _count(n: int, noun: str) -> str:

@@ -225,11 +225,11 @@ def sizes_and_steps(
     kernel: Any, tensors: tuple[Tensor, ...], plan: Plan, device: Device, **flags: Any
 ) -> tuple[tuple[int, ...], int, dict[str, Any]]:
     """(numbers, programs, constexprs) of a launch whose programs each write CHUNKS x COLS columns."""
-    plan = plan.finish
-    sizes = _sizes(tensors[0], plan)
-    n_steps = -(-sizes[0] // (plan.chunks * plan.vectors_per_chunk))
-    scalars = (*sizes, n_steps, *_strides(tensors, plan.vec))
-    return scalars, sizes[2] * n_steps, _meta(kernel, plan, device, **flags)
+    last = plan.finish
+    sizes = _sizes(tensors[0], last)
+    n_steps = -(-sizes[0] // (last.chunks * last.vectors_per_chunk))
+    scalars = (*sizes, n_steps, *_strides(tensors, last.vec))
+    return scalars, sizes[2] * n_steps, _meta(kernel, last, device, **flags)
 
 
 def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward: bool, device: Device) -> Recipe:
@@ -285,13 +285,12 @@ def _bundled_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward
     # the parts of a bundle follow one another as its columns do
     n_merged = plan.bundle * (1 if several else parts)
     merges.append(merge_step(merge, device, (*of_parts, *of_plane), inner, n_merged, LSE=False))
-    plan = plan.finish
-    blocks, steps = -(-width // plan.rows), -(-n_bundles // (plan.chunks * plan.vectors_per_chunk))
-    meta = _meta(finish, plan, device, **flags)
+    last = plan.finish
+    blocks, steps = -(-width // last.rows), -(-n_bundles // (last.chunks * last.vectors_per_chunk))
     numbers = (n_bundles, width, blocks, steps, plane, period, ends, *divisor(inner))
-    last = Step(finish, meta, (*given, *of_plane), numbers, blocks * steps)
+    writes = Step(finish, _meta(finish, last, device, **flags), (*given, *of_plane), numbers, blocks * steps)
     workspaces = (parts * width,) * count + (width,) * (count * several) + (inner,) * count
-    return Recipe((first, *merges, last), workspaces)
+    return Recipe((first, *merges, writes), workspaces)
 
 
 def recipe_launches(

@@ -16,7 +16,7 @@ from .types import Plan, SpatialProblem
 FILLED, MOST_TILES = 1.1, 16
 FEWEST_BUNDLES, LEAST_BYTES = 64, 1 << 19
 # the fewest positions of an even number for which bundles are faster than columns that are read twice as they are, by
-# (backward, bytes of an element). For odd ones they always are
+# (backward, bytes of an element); 1 << 31: never. For odd ones they always are
 EVEN = {(False, 2): 64, (False, 4): 32, (True, 2): 1 << 31, (True, 4): 64}
 # of a 16-bit softmax whose runs start at halves of sectors: where tiles have so many times the positions, and from so
 # many positions on

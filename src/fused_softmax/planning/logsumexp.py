@@ -17,9 +17,10 @@ from .types import Device, Plan, SpatialProblem, power_of_two
 # of other columns, by the bytes of an element: for up to each of PARTS_COLS columns, and for more. Up to the larger
 # number one part has all columns, and nothing is merged
 PARTS_COLS = 512, 1024
+ALL = 1024  # steps
 PARTS_TILES = {
-    2: (PartsTile(128, 2, 4, steps=1024), PartsTile(128, 4, 8, steps=1024), PartsTile(64, 2, 8, steps=4)),
-    4: (PartsTile(128, 2, 4, steps=1024), PartsTile(128, 4, 16, steps=1024), PartsTile(256, 4, 8, steps=8)),
+    2: (PartsTile(128, 2, 4, steps=ALL), PartsTile(128, 4, 8, steps=ALL), PartsTile(64, 2, 8, steps=4)),
+    4: (PartsTile(128, 2, 4, steps=ALL), PartsTile(128, 4, 16, steps=ALL), PartsTile(256, 4, 8, steps=8)),
 }
 # a gradient in a softmax's tile: columns, at most; bytes of a program of small planes, at least; 16-bit elements of a
 # thread, at most, where each has an address of its own

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .spatial_tables import (
-    BUNDLED,
+    BUNDLED_GRADIENT,
     CYCLES_PER_KIB,
     FEW_CHUNKS,
     FEW_COLS,
@@ -25,14 +25,14 @@ from .spatial_tables import (
     HALF_COLS,
     HALF_POSITIONS,
     HALF_RUN,
-    HALVES_PARTS,
+    HALVES_GRADIENT,
     LEAST_FEW,
     LEAST_RUN,
-    LOG_PARTS,
+    LOG_GRADIENT,
     LONG,
     MORE_STAGED,
-    MOST_COLS,
     MOST_FEW,
+    MOST_PART_COLS,
     MOST_PARTS,
     MOST_SINGLE,
     NARROW,
@@ -113,14 +113,13 @@ def parts_plan(problem: SpatialProblem, device: Device, tile: PartsTile = PARTS)
     else:
         cols = max(1, warps * a_warp // inner)
     step = cols * tile.chunks
-    n_steps = -(-problem.n_cols // step)
     if problem.batch_invariant:
-        wanted = MOST_COLS
+        steps = -(-MOST_PART_COLS // step)
     else:
         of_programs = -(-problem.inner // inner) * problem.n_cols // tile.programs
-        wanted = tile.steps * step or max(tile.least_cols, min(of_programs, MOST_COLS)) // step * step
-    steps = -(-max(wanted, -(-problem.n_cols // MOST_PARTS)) // step)
-    part_cols = min(steps, n_steps) * step
+        steps = tile.steps or max(tile.least_cols, min(of_programs, MOST_PART_COLS)) // step
+    steps = max(1, steps, -(-problem.n_cols // (MOST_PARTS * step)))
+    part_cols = min(steps, -(-problem.n_cols // step)) * step
     parts = -(-problem.n_cols // part_cols)
     why = f"the columns do not fit on chip: they are read twice, and reduced in {parts} part(s)"
     return Plan(
@@ -133,7 +132,7 @@ def parts_plan(problem: SpatialProblem, device: Device, tile: PartsTile = PARTS)
 
 
 def _filled_tile(problem: SpatialProblem, n_bytes: int) -> int:
-    """The positions of a tile of at most n_bytes. A last block with few of them wastes the time of the others."""
+    """The positions of a tile of at most n_bytes: fewer, down to those of PARTS, where whole tiles would be empty."""
     inner = min(power_of_two(problem.inner), n_bytes // problem.itemsize)
     while inner > PARTS.n_bytes // problem.itemsize and _padded(problem, inner) > 1.5 * problem.inner:
         inner //= 2
@@ -149,8 +148,7 @@ def bundled_plan(problem: SpatialProblem, device: Device, bundle: int) -> Plan:
     """
     n_bundles = bundles_of(problem.n_cols, problem.period, bundle)
     bundles = replace(problem, n_cols=n_bundles, inner=bundle * problem.inner, vec=problem.full_vec)
-    gradient = problem.backward and problem.itemsize == 2 and not problem.log
-    found = parts_plan(bundles, device, BUNDLED if gradient else _parts_tile(bundles))
+    found = parts_plan(bundles, device, _parts_tile(bundles, bundled=True))
     parts = -(-n_bundles // found.part_cols)
     why = f"the columns are read twice, {bundle} of them as one, and reduced in {parts} part(s)"
     return replace(found, bundle=bundle, part_cols=bundle * found.part_cols, why=why)
@@ -413,18 +411,19 @@ def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = N
     return parts_plan(problem, device, _parts_tile(problem))
 
 
-def _parts_tile(problem: SpatialProblem) -> PartsTile:
-    """The tile of a softmax whose columns are read twice."""
+def _parts_tile(problem: SpatialProblem, bundled: bool = False) -> PartsTile:
+    """The tile of a softmax or a gradient whose columns, or bundles, are read twice."""
     # the number of chunks decides a position's bits, which within batch_invariant() do not depend on `inner`
     if problem.batch_invariant:
         return PARTS
+    kind = problem.backward, problem.itemsize
     if problem.vec < problem.full_vec:
         if problem.inner >= UNALIGNED_POSITIONS:
-            partly = problem.backward and problem.itemsize == 2 and problem.vec > 1
+            partly = kind == (True, 2) and problem.vec > 1
             return PARTLY_ALIGNED_PARTS if partly else UNALIGNED_PARTS[problem.itemsize]
-        narrow = problem.inner <= NARROW_POSITIONS and not (problem.backward and problem.itemsize == 2)
-        return NARROW_PARTS if narrow else PARTS
+        return NARROW_PARTS if problem.inner <= NARROW_POSITIONS and kind != (True, 2) else PARTS
     if problem.backward and problem.log:
-        return LOG_PARTS[problem.itemsize]
-    kind = problem.backward, problem.itemsize
-    return HALVES_PARTS if kind == (True, 2) and not problem.whole_sectors else SOFTMAX_PARTS[kind]
+        return LOG_GRADIENT[problem.itemsize]
+    if kind == (True, 2) and bundled:
+        return BUNDLED_GRADIENT
+    return HALVES_GRADIENT if kind == (True, 2) and not problem.whole_sectors else SOFTMAX_PARTS[kind]

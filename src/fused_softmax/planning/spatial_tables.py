@@ -82,8 +82,8 @@ class PartsTile(NamedTuple):
     """The tile of a kernel that reads columns in parts, which threads fill with vectors of 16 bytes.
 
     n_bytes: along `inner`, at most. chunks: of a step of a part. finish_bytes, finish_chunks: of a program that writes
-    the result, where they are others. steps: of a part; 0: a part has least_cols to MOST_COLS columns, or bundles, with
-    which one index of `outer` has so many programs.
+    the result, where they are others. steps: of a part. Where it is 0, a part has least_cols to MOST_PART_COLS columns,
+    or bundles, with `programs` for one index of `outer` in between. Beyond MOST_PARTS parts have more.
     """
 
     n_bytes: int
@@ -517,25 +517,29 @@ SKEWED_REGISTERS: dict[tuple[bool, int], tuple[tuple[int, int | None], ...]] = {
 # the fewest columns whose tiles are skewed where runs of positions start at multiples of half a vector
 SKEWED_COLS = {2: 31, 4: 13}
 # a kernel that reads columns in parts
-PARTS, ANY = PartsTile(256, 4, 4), 1 << 31
-# columns of a part, at most and within batch_invariant(), and the parts from which they have more
-MOST_COLS, MOST_PARTS = 1024, 512
+PARTS = PartsTile(256, 4, 4)
+ANY = 1 << 31  # programs: a part has least_cols, whatever the positions
+# columns of a part within batch_invariant(), and at most where a tile has no `steps`; parts
+MOST_PART_COLS, MOST_PARTS = 1024, 512
 # columns that are read twice, by (backward, bytes of an element); of 16-bit gradients that start at halves of sectors;
-# and, from UNALIGNED_POSITIONS on, within a vector. Neighbors along `inner` share a sector there, and wide tiles share
-# fewer. A program of one step takes longer to start and to end, and one of many leaves multiprocessors idle at the end
+# of log_softmax gradients, whose first kernel loads a step ahead; and of 16-bit gradients of bundles. A program of one
+# step takes long to start and to end, and one of many leaves multiprocessors idle at the end
 SOFTMAX_PARTS = {
-    (False, 2): PartsTile(128, 4, 12, 512, 12, 2),
-    (False, 4): PartsTile(256, 4, 8, 1024, 4, programs=ANY),
-    (True, 2): PartsTile(256, 4, 16, 0, 4),
-    (True, 4): PartsTile(256, 4, 16, 1024, 2),
+    (False, 2): PartsTile(128, 4, 12, finish_bytes=512, finish_chunks=12, steps=2),
+    (False, 4): PartsTile(256, 4, 8, finish_bytes=1024, finish_chunks=4, programs=ANY),
+    (True, 2): PartsTile(256, 4, 16, finish_chunks=4),
+    (True, 4): PartsTile(256, 4, 16, finish_bytes=1024, finish_chunks=2),
 }
-HALVES_PARTS = PartsTile(1024, 4, 16, 0, 4)
+HALVES_GRADIENT = PartsTile(1024, 4, 16, finish_chunks=4)
+LOG_GRADIENT = {
+    2: PartsTile(128, 4, 8, finish_bytes=256, finish_chunks=4, steps=2),
+    4: PartsTile(256, 4, 8, finish_bytes=1024, finish_chunks=2, steps=4),
+}
+BUNDLED_GRADIENT = PARTS._replace(least_cols=128, programs=768)
+# from UNALIGNED_POSITIONS on, where columns start within a vector. Neighbors along `inner` share a sector there, and
+# wide tiles share fewer
 UNALIGNED_PARTS, UNALIGNED_POSITIONS = {2: PartsTile(512, 8, 2), 4: PartsTile(1024, 8, 2)}, 512
 # of 16-bit gradients there, except where columns start anywhere: single elements would take too many registers
-PARTLY_ALIGNED_PARTS = PartsTile(512, 8, 8, 0, 4)
+PARTLY_ALIGNED_PARTS = PartsTile(512, 8, 8, finish_chunks=4)
 # up to so many positions, of a softmax and of float32 gradients
 NARROW_PARTS, NARROW_POSITIONS = PartsTile(256, 4, 8), 48
-# of log_softmax gradients: the first kernel reads one tensor, and holds two steps of it
-LOG_PARTS = {2: PartsTile(128, 4, 8, 256, 4, 2), 4: PartsTile(256, 4, 8, 1024, 2, 4)}
-# of 16-bit gradients of bundles
-BUNDLED = PARTS._replace(least_cols=128, programs=768)
