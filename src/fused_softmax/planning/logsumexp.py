@@ -11,16 +11,15 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .spatial import narrowed, on_chip, parts_plan, resident_plan, tiles_plan
-from .spatial_tables import PartsTile
+from .spatial_tables import ANY, PartsTile
 from .types import Device, Plan, SpatialProblem, power_of_two
 
 # of other columns, by the bytes of an element: for up to each of PARTS_COLS columns, and for more. Up to the larger
 # number one part has all columns, and nothing is merged
 PARTS_COLS = 512, 1024
-ALL = 1024  # steps
 PARTS_TILES = {
-    2: (PartsTile(128, 2, 4, steps=ALL), PartsTile(128, 4, 8, steps=ALL), PartsTile(64, 2, 8, steps=4)),
-    4: (PartsTile(128, 2, 4, steps=ALL), PartsTile(128, 4, 16, steps=ALL), PartsTile(256, 4, 8, steps=8)),
+    2: (PartsTile(128, 2, 4), PartsTile(128, 4, 8), PartsTile(64, 2, 8)),
+    4: (PartsTile(128, 2, 4), PartsTile(128, 4, 16), PartsTile(256, 4, 8)),
 }
 # a gradient in a softmax's tile: columns, at most; bytes of a program of small planes, at least; 16-bit elements of a
 # thread, at most, where each has an address of its own
@@ -51,8 +50,9 @@ def plan_logsumexp(problem: SpatialProblem, device: Device) -> Plan:
     if found is None and problem.itemsize == 4 and problem.n_cols <= WHOLE[4].cols:  # too many bytes of a thread
         found = _in_one_step(problem, device)
     if found is None:
-        tiles = PARTS_TILES[problem.itemsize]
-        found = parts_plan(problem, device, tiles[sum(problem.n_cols > most for most in PARTS_COLS)])
+        larger = sum(problem.n_cols > most for most in PARTS_COLS)
+        tile = PARTS_TILES[problem.itemsize][larger]._replace(least_cols=512 if larger == 2 else 1024, programs=ANY)
+        found = parts_plan(problem, device, tile)
     return replace(found, why=f"the columns are read once, in steps{_of_planes(found)}")
 
 
