@@ -61,6 +61,7 @@ TILES = {
     "a cluster": ((2, 70, 50), 16, 4, 1, 4),
     "parts": ((2, 1100, 6), 0, 0, 0, 0),
     "one part": ((2, 70, 33), 0, 0, 0, 0),
+    "two tiles": ((1, 420, 200), 0, 0, 0, 0),  # of parts, and of programs that write
     PLANES[0]: ((131, 13, 9), 0, 0, 0, 0),
     PLANES[1]: ((2, 75, 179), 0, 0, 0, 0),
     PLANES[2]: ((2, 1450, 43), 0, 0, 0, 2),
@@ -74,6 +75,8 @@ def planned(tile: str, problem: SpatialProblem) -> Plan:
         assert found is not None and (found.ctas > 1) == (ctas > 1)
         assert (found.periodic > 0) == (tile == PLANES[2])
         return found
+    if tile == "two tiles":
+        return plan_spatial(problem, DEVICE, "spatial_two_pass")
     if not ctas:
         return parts_plan(problem, DEVICE)
     return resident_plan(problem, DEVICE, inner, cols, warps, ctas, recompute=problem.itemsize == 2)
@@ -92,6 +95,13 @@ def within(shape: tuple[int, ...], dtype: torch.dtype, packed: bool = False) -> 
         return between_sentinels(shape, dtype)
     field = torch.full((outer, n_cols + 2, inner + 16), SENTINEL, dtype=dtype)
     return field[:, 1:-1, 8:-8], field
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_two_tiles_of_several_parts(dtype):
+    shape = TILES["two tiles"][0]
+    plan = planned("two tiles", SpatialProblem(*shape[1:], dtype, 8 if dtype == "bfloat16" else 4))
+    assert plan.finish.rows == 4 * plan.rows and plan.part_cols < shape[1]
 
 
 @pytest.mark.parametrize("log", [False, True])

@@ -51,7 +51,9 @@ def plan_logsumexp(problem: SpatialProblem, device: Device) -> Plan:
         found = _in_one_step(problem, device)
     if found is None:
         larger = sum(problem.n_cols > most for most in PARTS_COLS)
-        tile = PARTS_TILES[problem.itemsize][larger]._replace(least_cols=512 if larger == 2 else 1024, programs=ANY)
+        tile = PARTS_TILES[problem.itemsize][larger]._replace(
+            least_cols=512 if larger == 2 else PARTS_COLS[1], programs=ANY
+        )
         found = parts_plan(problem, device, tile)
     return replace(found, why=f"the columns are read once, in steps{_of_planes(found)}")
 

@@ -132,7 +132,7 @@ def parts_plan(problem: SpatialProblem, device: Device, tile: PartsTile = PARTS)
 
 
 def _filled_tile(problem: SpatialProblem, n_bytes: int) -> int:
-    """The positions of a tile of at most n_bytes: fewer, down to those of PARTS, where whole tiles would be empty."""
+    """The positions of a tile of at most n_bytes: fewer, down to those of PARTS, where tiles would be partly empty."""
     inner = min(power_of_two(problem.inner), n_bytes // problem.itemsize)
     while inner > PARTS.n_bytes // problem.itemsize and _padded(problem, inner) > 1.5 * problem.inner:
         inner //= 2

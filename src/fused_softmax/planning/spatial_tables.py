@@ -507,7 +507,7 @@ PART_VECTORS = {
     ),
 }
 # skewed tiles without a cap of their own, by (backward, warps of a program): registers that a thread's chunks take, at
-# most, and the cap on all. Programs of 8 warps share a multiprocessor by twos, with 96 registers as with 128
+# most, and the cap on all
 SKEWED_REGISTERS: dict[tuple[bool, int], tuple[tuple[int, int | None], ...]] = {
     (False, 4): ((28, None), (48, 80), (64, 96), (76, 112), (1 << 31, 128)),
     (True, 4): ((28, None), (44, 80), (48, 96), (1 << 31, 128)),
