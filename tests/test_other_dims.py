@@ -695,6 +695,73 @@ def test_cross_entropy_of_images_of_few_classes(seed, monkeypatch):
         torch.testing.assert_close(leaf.grad.double(), own.grad, rtol=near, atol=near * own.grad.abs().max().item())
 
 
+# classes and positions whose losses have skewed tiles: of each number of CTAs, with vectors of whole, half and single
+# elements, and with few tiles and many
+SKEWED_LOSSES = [(37, 239), (45, 119), (60, 478), (90, 118), (150, 167), (180, 239), (300, 111), (400, 111), (700, 55)]
+
+
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(n, marks=pytest.mark.extended) for n in range(10, 60))])
+def test_cross_entropy_in_skewed_tiles(seed):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    (classes, inner), outer = SKEWED_LOSSES[seed % len(SKEWED_LOSSES)], rng.randint(1, 2)
+    dtype = rng.choice((BFLOAT16, FLOAT32, torch.float16))
+    if dtype == FLOAT32:
+        inner -= inner % 2 == 0  # two of them are half a vector, which other tiles read
+    x, target = (torch.randn(outer, classes, inner) * 3).to(dtype), torch.randint(0, classes, (outer, inner))
+    x[0, :, 0], target[0, 0] = float("nan"), -100  # of a position that does not count
+    x[0, 1, 2], target[0, 2] = -float("inf"), 0
+    x[0, :, 5], x[0, 3, 5], target[0, 5] = -60.0, 60.0, 3  # as sure as can be
+    options: dict[str, Any] = {"reduction": rng.choice(("mean", "mean", "sum", "none"))}
+    if rng.random() < 0.3:
+        options["weight"] = torch.rand(classes) + 0.5
+    plan = cross_entropy_spatial.loss_plan(x, torch.empty_like(x), False)
+    assert plan.skewed and plan.outers == 1, plan
+    for up in (1.0, 0.25):  # the second is another kernel's, except where nothing is reduced
+        leaf, own = x.clone().requires_grad_(), x.double().nan_to_num(0.0, neginf=-float("inf")).requires_grad_()
+        loss = fs.cross_entropy(leaf, target, **options)
+        assert torch.equal(fs.cross_entropy(x, target, **options), loss), "a gradient changes the loss"
+        wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        want = F.cross_entropy(own, target, **wide)
+        torch.testing.assert_close(loss.double(), want, rtol=3e-6, atol=3e-6)
+        if options["reduction"] == "none":
+            assert loss[0, 5] == 0 and loss[0, 0] == 0
+        g = torch.full_like(loss, up) if loss.dim() == 0 else torch.rand_like(loss)
+        loss.backward(g)
+        want.backward(g.double())
+        near = {FLOAT32: 2e-5, BFLOAT16: 1e-2, torch.float16: 2e-3}[dtype]
+        torch.testing.assert_close(leaf.grad.double(), own.grad, rtol=near, atol=near * own.grad.abs().max().item())
+        assert not leaf.grad[0, :, 0].any()
+
+
+@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"z_loss": 1e-2}])
+def test_cross_entropy_in_skewed_tiles_is_that_of_its_rows(options):
+    x, target = torch.randn(2, 45, 119) * 3, torch.randint(0, 45, (2, 119))
+    assert cross_entropy_spatial.loss_plan(x, None, False).skewed
+    leaf, rows = x.clone().requires_grad_(), x.clone().requires_grad_()
+    loss = fs.cross_entropy(leaf, target, **options)
+    want = fs.cross_entropy(rows.movedim(1, -1).reshape(-1, 45), target.reshape(-1), **options)
+    torch.testing.assert_close(loss, want, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaf), torch.autograd.grad(want, rows), rtol=2e-5, atol=1e-7)
+
+
+def test_which_losses_have_skewed_tiles():
+    def skewed(n_cols, inner, dtype="bfloat16", vec=1, device="sm_90", **more):
+        problem = SpatialProblem(n_cols, inner, dtype, vec, **{"in_phase": True, **more})
+        return plan_spatial_loss(problem, DEVICES[device]).skewed > 0
+
+    assert skewed(150, 4097) and skewed(150, 4098, vec=2) and skewed(150, 4097, "float32")
+    assert not skewed(150, 4100, vec=4) and not skewed(150, 4097, in_phase=False)
+    assert not skewed(150, 4097, batch_invariant=True) and not skewed(21, 4097) and skewed(21, 4097, "float32")
+    assert not skewed(80, 4097, device="gfx942") and not skewed(300, 4097, device="sm_80")  # on a cluster
+    assert skewed(80, 4097, device="sm_80")
+    assert not skewed(3000, 40001), "what is read twice keeps more for its backward"
+    x, to = (torch.empty(2, 150, 257, dtype=BFLOAT16) for _ in range(2))
+    found = [cross_entropy_spatial.loss_plan(x, dx, False, DEVICES["sm_90"]).skewed for dx in (to, None, x)]
+    assert found == [4, 4, 0], "of a gradient with memory of its own, of none, and in place"
+    assert not cross_entropy_spatial.loss_plan(x, to, False, DEVICES["sm_90"], may_skew=False).skewed
+
+
 # plans of losses: CTAS of a cluster, or None for columns that are read twice
 @pytest.mark.parametrize("ctas", [4, None])
 @pytest.mark.parametrize(
@@ -726,8 +793,8 @@ def test_cross_entropy_of_images_of_many_classes(monkeypatch, ctas, options, dty
 
     loss, dx = both()
 
-    def chosen(x, dx, invariant, device=None):
-        problem = spatial.problem_of(x, dx, batch_invariant=invariant)
+    def chosen(x, dx, invariant, **_):
+        problem = spatial.problem_of(x, x if dx is None else dx, batch_invariant=invariant)
         if ctas is None:
             return replace(parts_plan(problem, DEVICE), part_cols=32, vectors_per_chunk=4)
         return resident_plan(problem, DEVICE, 16, 4, 1, ctas, recompute=True)
@@ -783,7 +850,7 @@ def test_cropped_images_are_copied_where_their_columns_are_read_twice(monkeypatc
     x, target = torch.randn(2, 70, 3, 10)[..., :8], torch.randint(0, 70, (2, 3, 8))
     want = F.cross_entropy(x, target)
 
-    def chosen(x, dx, invariant, device=None):
+    def chosen(*_, **__):
         problem = SpatialProblem(70, 24, "float32", vec=4)
         return replace(parts_plan(problem, DEVICE), part_cols=32, vectors_per_chunk=4)
 

@@ -354,9 +354,10 @@ def spatial_loss(x: torch.Tensor, op: cross_entropy.CrossEntropy, device: Device
     """The launches of a mean with its gradient."""
     number = torch.empty(1)
     prepared = op.target.to(torch.int16)
-    tensors = (x, x, prepared, *(number,) * 10)
+    dx = torch.empty_like(x) if plan.skewed else x
+    tensors = (x, dx, prepared, *(number,) * 10)
     recipe = cross_entropy_spatial.loss_recipe(
-        x, x, op, plan, device, cross_entropy_spatial.SUM_OF_LOSSES, True, 0, False, False, waits=True
+        x, dx, op, plan, device, cross_entropy_spatial.SUM_OF_LOSSES, True, 0, False, False, waits=True
     )
     numbers = (op.ignore_index, *op.numbers)
     of_loss = [
@@ -378,13 +379,17 @@ def spatial_losses(target: str) -> Iterator[Named]:
     """cross_entropy of logits (N, C, d1, ...) as they lie, with its gradient, and the count of its targets."""
     device, ids, weight = DEVICES[target], torch.zeros(4096, dtype=torch.int64), torch.zeros(40000)
     for dtype in (BFLOAT16, FLOAT32):
-        for n_cols, smoothing in ((19, 0.0), (19, 0.1), (150, 0.0), (1000, 0.0), (1000, 0.1), (40000, 0.1)):
-            x = torch.empty(2, n_cols, 4096, dtype=dtype)
+        for n_cols, smoothing, inner in (
+            *((n, s, 4096) for n, s in ((19, 0.0), (19, 0.1), (150, 0.0), (1000, 0.0), (1000, 0.1), (40000, 0.1))),
+            *((n, 0.0, 4097) for n in (60, 150, 700)),
+        ):  # fmt: skip
+            x = torch.empty(2, n_cols, inner, dtype=dtype)
             weights = (weight, torch.zeros(2)) if smoothing else (None, None)
             op = cross_entropy.CrossEntropy(ids, *weights, -100, "mean", smoothing, None, 0.0)
-            chosen = cross_entropy_spatial.loss_plan(x, x, False, device)
+            chosen = cross_entropy_spatial.loss_plan(x, None, False, device)
             for launch in spatial_loss(x, op, device, chosen):
-                yield f"{launch.kernel.fn.__name__} {dtype} {n_cols} {smoothing}", as_called(launch), chosen
+                apart = " apart" * (inner % 2)
+                yield f"{launch.kernel.fn.__name__} {dtype} {n_cols} {smoothing}{apart}", as_called(launch), chosen
 
 
 def launches(target: str) -> Iterator[Named]:

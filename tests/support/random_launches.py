@@ -54,6 +54,7 @@ SPATIAL_ENDS = _config_widths(spatial_tables.ON_CHIP, spatial_tables.UNALIGNED)
 LOSS_ENDS = (
     loss_plans.WHOLE_COLS, loss_plans.WHOLE_ANYWHERE,
     *_config_widths(loss_plans.ALIGNED, loss_plans.ALONE, loss_plans.ANYWHERE, loss_plans.MORE_COLS),
+    *(n_cols for table in loss_plans.SKEWED.values() for n_cols in table),
 )  # fmt: skip
 MASKED_ENDS = _config_widths(masked_tables.MASKED, masked_tables.MASKED_UNALIGNED, masked_tables.MASKED_WIDE)
 ROW_ENDS = _config_widths(
@@ -200,7 +201,7 @@ def loss_planes(rng: Random, device: Device) -> Iterator[Named]:
     op, inplace, gradient, again = _loss(rng, n_cols), rng.random() < 0.3, rng.random() < 0.8, rng.random() < 0.15
     x, dx = _planes(rng, n_cols, inner, (dtype, dtype))
     mean, number = op.reduction == "mean", torch.empty(64, device="meta")
-    chosen = cross_entropy_spatial.loss_plan(x, dx, rng.random() < 0.1, device)
+    invariant = rng.random() < 0.1
     few_bits = torch.int8 if n_cols <= 1 << 7 else torch.int16
     target = torch.empty(64, dtype=few_bits if mean else torch.int64, device="meta")
     loss = cross_entropy_spatial.EACH_LOSS if op.reduction == "none" else cross_entropy_spatial.SUM_OF_LOSSES
@@ -209,6 +210,8 @@ def loss_planes(rng: Random, device: Device) -> Iterator[Named]:
         upstream = 2 if op.reduction == "none" else 1
         unless_one = upstream == 1 and rng.random() < 0.5
         form = (cross_entropy_spatial.NO_LOSS, True, upstream, unless_one, inplace, None, False)
+    may_skew = cross_entropy_spatial.may_skew(op, form[3]) and not form[4]
+    chosen = cross_entropy_spatial.loss_plan(x, dx, invariant, device, may_skew=may_skew)
     recipe = cross_entropy_spatial.loss_recipe(x, dx, op, chosen, device, *form)
     given = (x, dx, target, *(number,) * 7)
     name = f" {dtype} {n_cols} {x.stride()} inner {inner} {_options(op)}{' in place' * inplace} {form}"

@@ -24,9 +24,11 @@ from .common.cross_entropy_terms import (
     coefficients,
     cross_entropy_term,
     gradient_of,
+    kept_or_zero,
     row_loss,
     sum_of_losses,
     targets_at,
+    upcast_kept,
 )
 from .common.early_start import await_previous
 from .common.logits import capped, capped_with_slope, logsumexp, probe, reference_of, rounding_residual, weigh
@@ -50,28 +52,6 @@ from .common.spatial_tiles import (
 )
 from .common.staggered_start import stagger
 from .common.tiles import READS
-
-
-@triton.jit
-def kept_or_zero(keep):
-    """What `upcast_kept` keeps or zeroes an element by, int32: a permutation, and a mask of the upper half."""
-    return tl.where(keep, -61372, 0x4444)  # 0xFFFF1044: bytes (0, 0, 1st, 2nd); 0x4444: four bytes of 0
-
-
-@triton.jit
-def upcast_kept(x, selector, PTX: tl.constexpr):
-    """x in float32, or 0 where `selector` says so, whatever x holds. A bfloat16 takes one instruction, as `upcast`'s.
-
-    The compiler converts again here, and does not hold the float32 numbers of a first `upcast`.
-    """
-    if PTX and x.dtype == tl.bfloat16:
-        ASM: tl.constexpr = (
-            "prmt.b32 $0, $2, 0, $3; {.reg .b32 upper; and.b32 upper, $2, 0xffff0000; and.b32 $1, upper, $4;}"
-        )
-        x, selector = tl.broadcast(x, selector)
-        return tl.inline_asm_elementwise(ASM, "=r,=r,r,r,r", [x, selector], dtype=tl.float32, is_pure=False, pack=2)
-    else:
-        return tl.where(selector < 0, upcast(x, PTX, True, True), 0.0)
 
 
 @triton.jit

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ..planning.cross_entropy_spatial import plan_spatial_loss
-from ..planning.types import Device, Plan
+from ..planning.types import Device, Plan, tiles_of
 from .cache import Cache
 from .compile import assert_options, early_start
 from .context import is_batch_invariant
 from .device import device_of
 from .folding import alignment_of, as_planes, merge_dims
-from .kernel_loading import kernel_loader
+from .kernel_loading import kernel_of
 from .layout import MAX_COLS, as_rows, empty
 from .loss_kernels import add_kernel, add_warps, partials_flags
 from .options import CrossEntropy
@@ -29,7 +29,6 @@ from .spatial import (
     Run,
     Step,
     cached_run,
-    kernel_of,
     merge_step,
     merge_tile,
     of_layout,
@@ -40,21 +39,8 @@ from .spatial import (
     sizes_and_steps,
 )
 
-
-@kernel_loader
-def _loss() -> Any:
-    from ..kernels.cross_entropy_spatial import cross_entropy_spatial
-
-    return cross_entropy_spatial
-
-
-@kernel_loader
-def _prepare() -> Any:
-    from ..kernels.spatial_targets import prepare_spatial_targets
-
-    return prepare_spatial_targets
-
-
+RESIDENT, SKEWED = (kernel_of(name, name) for name in ("cross_entropy_spatial", "cross_entropy_spatial_skewed"))
+PREPARE = kernel_of("spatial_targets", "prepare_spatial_targets")
 PARTS = {
     name: kernel_of("cross_entropy_spatial_parts", name)
     for name in ("cross_entropy_spatial_reduce", "cross_entropy_spatial_merge", "cross_entropy_spatial_finish")
@@ -105,17 +91,29 @@ def _folded(x: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
     return x.as_strided((outer, n_cols, rows * width), (*x.stride()[:2], 1)), (width, x.stride(2))
 
 
-def loss_plan(x: Tensor, dx: Tensor, invariant: bool, device: Device | None = None) -> Plan:
-    """The plan of logits as `planes_of` folds them."""
-    key = (of_layout((x, dx)), invariant, device)
+def loss_plan(
+    x: Tensor, dx: Tensor | None, invariant: bool, device: Device | None = None, may_skew: bool = True
+) -> Plan:
+    """The plan of logits as `planes_of` folds them. dx: None where no gradient is written.
+
+    may_skew: False of launches that `cross_entropy_spatial_skewed` has no code for, as `may_skew` says.
+    """
+    given = (x,) if dx is None else (x, dx)
+    key = (of_layout(given), invariant, device, may_skew)
     found: Plan | None = _plans.get(key)
     if found is None:
-        (planes, crop), (to, _) = _folded(x), _folded(dx)
-        problem = problem_of(planes, to, batch_invariant=invariant)
-        for n in crop or ():
+        planes, crops = zip(*map(_folded, given), strict=True)
+        problem = problem_of(*planes, batch_invariant=invariant)
+        for n in crops[0] or ():
             problem = replace(problem, vec=alignment_of(n, problem.vec))
+        problem = replace(problem, in_phase=problem.in_phase and may_skew and crops[0] is None)
         found = _plans.store(key, plan_spatial_loss(problem, device or device_of(x)))
     return found
+
+
+def may_skew(op: CrossEntropy, unless_one: bool) -> bool:
+    """Whether tiles may be skewed: not of label smoothing, nor of programs that loop."""
+    return op.smoothing == 0.0 and not unless_one
 
 
 def plan_of_copy(logits: Tensor) -> Plan | None:
@@ -159,9 +157,10 @@ def loss_recipe(
         flags |= dict(WAITS=waits and device.supports_pdl, TRIGGER=device.supports_pdl and loss == SUM_OF_LOSSES)
         # programs that may find nothing to do, or write nothing, start together
         flags |= dict(MEAN=mean, CROPPED=crop is not None, STAGGER=plan.stagger if gradient and not unless_one else 0)
-        step = resident_step(_loss(), (x, dx), 8, plan, device, **flags, **of_op)
-        width, apart = crop or (plan.vec, 0)
-        step = step._replace(scalars=(*step.scalars, width // plan.vec, apart // plan.vec))
+        step = resident_step((SKEWED if plan.skewed else RESIDENT)(), (x, dx), 8, plan, device, **flags, **of_op)
+        if not plan.skewed:
+            width, apart = crop or (plan.vec, 0)
+            step = step._replace(scalars=(*step.scalars, width // plan.vec, apart // plan.vec))
         return Recipe((step._replace(most=max(1, LOOKS // (plan.ctas * plan.num_warps))) if unless_one else step,))
     reduce, merge, finish = (PARTS[f"cross_entropy_spatial_{step}"]() for step in ("reduce", "merge", "finish"))
     steps: list[Step] = []
@@ -189,9 +188,9 @@ def prepare_recipe(op: CrossEntropy, n_cols: int, device: Device) -> Recipe:
     meta: dict[str, Any] = dict(WEIGHTED=op.weight is not None, EACH=PREPARED_EACH, BLOCK=PREPARED_BLOCK)
     meta["TRIGGER"] = device.supports_pdl
     meta |= (
-        dict(num_warps=PREPARED_WARPS * 32 // device.warp_size) | device.options() | assert_options(_prepare(), device)
+        dict(num_warps=PREPARED_WARPS * 32 // device.warp_size) | device.options() | assert_options(PREPARE(), device)
     )
-    step = Step(_prepare(), meta, (0, 1, 2, 3), (None, n_cols, op.ignore_index), 1, PREPARED_EACH * PREPARED_BLOCK)
+    step = Step(PREPARE(), meta, (0, 1, 2, 3), (None, n_cols, op.ignore_index), 1, PREPARED_EACH * PREPARED_BLOCK)
     return Recipe((step,))
 
 
@@ -212,10 +211,9 @@ def _adder(partials: Tensor, to: Tensor) -> Run:
 
 
 def _run(
-    x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor, moments: tuple[Tensor, Tensor], g: Tensor, losses: Tensor,
-    loss: int, gradient: bool, upstream: int, unless_one: bool, invariant: bool, waits: bool = False,
+    plan: Plan, x: Tensor, dx: Tensor, op: CrossEntropy, count: Tensor, moments: tuple[Tensor, Tensor], g: Tensor,
+    losses: Tensor, loss: int, gradient: bool, upstream: int, unless_one: bool, invariant: bool, waits: bool = False,
 ) -> None:  # fmt: skip
-    plan = loss_plan(x, dx, invariant)
     (x, crop), (dx, _) = _folded(x), _folded(dx)
     tensors = (x, dx, *op.vectors(count), count, g, losses, *moments)
     form = (loss, gradient, upstream, unless_one, gradient and dx.data_ptr() == x.data_ptr(), crop, waits)
@@ -229,6 +227,16 @@ def _run(
 
 def _positions(x: Tensor) -> int:
     return x.numel() // x.shape[1]
+
+
+def _partials(plan: Plan, x: Tensor) -> int:
+    """Programs that each write a partial sum of losses."""
+    n_cols, inner, outers = x.shape[1], _positions(x) // x.shape[0], plan.outers
+    if plan.regime == "spatial_two_pass":
+        blocks, outers = -(-inner // merge_tile(-(-n_cols // plan.part_cols))[1]), 1
+    else:
+        blocks = tiles_of(inner, plan.rows, plan.overlap, plan.skewed)
+    return -(-x.shape[0] // outers) * blocks
 
 
 def _kept(plan: Plan, x: Tensor) -> Tensor:
@@ -276,26 +284,21 @@ def cross_entropy_pass(
     x, dx: as `planes_of` folds them; dx is not cropped, or it is x, or None where no gradient is wanted.
     """
     invariant = is_batch_invariant() if invariant is None else invariant
-    to = x if dx is None else dx
-    plan = loss_plan(x, to, invariant)
+    plan = loss_plan(x, dx, invariant, may_skew=may_skew(op, False))
     n_cols, positions = x.shape[1], _positions(x)
     kept = _kept(plan, x)
     count = kept[:1] if op.denominator is None else op.denominator
     waits = op.reduction == "mean" and op.denominator is None
     if waits:
         op = prepare_targets(op, n_cols, count)
-    programs = positions
-    if op.reduction != "none":
-        rows, outers = plan.rows, plan.outers
-        if plan.regime == "spatial_two_pass":
-            rows, outers = merge_tile(-(-n_cols // plan.part_cols))[1], 1
-        programs = -(-x.shape[0] // outers) * -(-(positions // x.shape[0]) // rows)
+    programs = positions if op.reduction == "none" else _partials(plan, x)
     losses = empty((programs,), (1,), torch.float32, x)
     reduced = empty((), (), torch.float32, x)
     # now, because a kernel that does not compile must be known before anything is written
     add = None if op.reduction == "none" or programs > MOST_PARTIALS else _adder(losses, reduced)
     which = EACH_LOSS if op.reduction == "none" else SUM_OF_LOSSES
-    _run(x, to, op, count, _moments(kept, x), count, losses, which, dx is not None, 0, False, invariant, waits)
+    to = x if dx is None else dx
+    _run(plan, x, to, op, count, _moments(kept, x), count, losses, which, dx is not None, 0, False, invariant, waits)
     if op.reduction == "none":
         return losses, kept
     if add is None:
@@ -311,4 +314,5 @@ def cross_entropy_gradient(
     count = kept[:1] if op.denominator is None else op.denominator
     upstream = 1 if g.numel() == 1 else 2
     only = unless_one and g.numel() == 1
-    _run(x, dx, op, count, _moments(kept, x), g, g, NO_LOSS, True, upstream, only, invariant)
+    plan = loss_plan(x, dx, invariant, may_skew=may_skew(op, only))
+    _run(plan, x, dx, op, count, _moments(kept, x), g, g, NO_LOSS, True, upstream, only, invariant)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from .skewed_tiles import empty_of
 from .spatial import configs_of, parts_plan, resident_plan, staggered, tiles_plan
 from .spatial_tables import ANY, NARROW, PARTS, PartsTile, RunRule, SpatialConfig
 from .types import Device, Plan, SpatialProblem, power_of_two
@@ -123,15 +124,62 @@ MORE_COLS = {
     2: (LossTile(8192, 32, 4, 8, most_ctas=16), LossTile(10240, 16, 4, 4, most_ctas=16)),
     4: (LossTile(8192, 16, 4, 8, most_ctas=16), LossTile(10240, 16, 8, 4, words=44, most_ctas=16)),
 }
+
+
+class SkewedTile(NamedTuple):
+    """Positions of a skewed tile, warps of a CTA, CTAs, and positions of a plane, at least."""
+
+    positions: int
+    num_warps: int
+    ctas: int
+    least_inner: int = 0
+
+
+# skewed tiles of columns that start anywhere, by their columns, at most; the first whose tiles have few positions that
+# do not exist. A thread has SKEWED_BYTES of a chunk. Only 16-bit columns of CAPPED words in a thread have a cap on
+# registers: with one, ptxas takes as many as it may
+SKEWED_COLS, SKEWED_EMPTY, SKEWED_BYTES = {2: 37, 4: 20}, 1.2, {2: 8, 4: 16}
+CAPPED, SKEWED_CAP = range(29, 41), 80
+ONE, TWO, FOUR, EIGHT = (SkewedTile(64, 4, ctas) for ctas in (1, 2, 4, 8))
+SKEWED = {
+    2: {
+        88: (SkewedTile(128, 4, 1),),
+        128: (SkewedTile(256, 8, 1), SkewedTile(128, 4, 2)),
+        176: (SkewedTile(128, 4, 2), ONE),
+        256: (SkewedTile(256, 8, 2), SkewedTile(128, 4, 2), ONE),
+        352: (SkewedTile(128, 4, 4), TWO),
+        512: (SkewedTile(128, 8, 2), TWO),
+        704: (SkewedTile(128, 4, 8), FOUR),
+        1024: (SkewedTile(128, 8, 4), FOUR),
+        1408: (EIGHT,),
+        2048: (SkewedTile(128, 8, 8), EIGHT),
+        3328: (SkewedTile(128, 8, 16, least_inner=2048),),
+    },
+    4: {
+        64: (SkewedTile(128, 4, 1), ONE),
+        128: (SkewedTile(128, 4, 2),),
+        176: (SkewedTile(128, 4, 4), TWO),
+        256: (SkewedTile(128, 8, 2), TWO),
+        352: (SkewedTile(128, 4, 8), FOUR),
+        512: (FOUR,),
+        1024: (EIGHT,),
+        2048: (SkewedTile(64, 4, 16),),
+    },
+}
 REGISTERS = ((20, None), (44, 128), (64, 168))  # a cap on registers, by the words of a thread, at most
 NARROW_WORDS = 52  # of a thread, at most, where a 16-bit tile is narrower than its LossTile says
 # of columns that are read twice
-TWICE = {2: PartsTile(256, 2, 8, programs=ANY), 4: PARTS._replace(programs=ANY)}
+TWICE = {
+    2: PartsTile(256, 2, 8, programs=ANY),
+    4: PartsTile(256, 2, 4, finish_bytes=512, finish_chunks=4, least_cols=512, programs=ANY),
+}
 
 
 def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:
     """The plan of a loss with its gradient: in one pass, or in two where the columns do not fit on chip."""
     found = next(_one_pass(problem, device), None)
+    if found is not None and (skewed := _skewed(problem, device)) is not None:
+        return skewed
     if found is None:
         return parts_plan(problem, device, PARTS if problem.batch_invariant else TWICE[problem.itemsize])
     return staggered(found, problem, device)
@@ -150,6 +198,25 @@ def _one_pass(problem: SpatialProblem, device: Device) -> Iterator[Plan]:
             tiles = ANYWHERE[itemsize] + (MORE_COLS[itemsize] if full and problem.whole_sectors else ())
             yield from filter(None, (_in_tile(problem, device, tile) for tile in tiles))
     yield from _in_tiles(problem, device, ALONE[itemsize])
+
+
+def _skewed(problem: SpatialProblem, device: Device) -> Plan | None:
+    """The plan of skewed tiles; None where others are faster, or hold the columns alone."""
+    itemsize, aligned = problem.itemsize, 2 * problem.vec >= problem.full_vec
+    may = problem.in_phase and not problem.batch_invariant and device.kind != "hip"
+    if not may or aligned or problem.n_cols < SKEWED_COLS[itemsize]:
+        return None
+    n_bytes = SKEWED_BYTES[itemsize]
+    for tile in next((of for most, of in SKEWED[itemsize].items() if problem.n_cols <= most), ()):
+        cols = tile.num_warps * device.warp_size * n_bytes // itemsize // tile.positions
+        fits = tile.ctas <= device.max_cluster and problem.inner >= tile.least_inner
+        if fits and empty_of(problem, tile.positions, n_bytes // itemsize) <= SKEWED_EMPTY:
+            capped = itemsize == 2 and problem.words(cols * tile.ctas, n_bytes) in CAPPED
+            cap = SKEWED_CAP if capped else None
+            return resident_plan(
+                problem, device, tile.positions, cols, tile.num_warps, tile.ctas, True, cap, n_bytes, skewed=n_bytes
+            )
+    return None
 
 
 def _in_tiles(problem: SpatialProblem, device: Device, table: tuple[SpatialConfig, ...]) -> Iterator[Plan]:

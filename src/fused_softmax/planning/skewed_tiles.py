@@ -58,7 +58,7 @@ def faster_as_skewed(problem: SpatialProblem, device: Device, plan: Plan, way: H
         wide = (
             fitting == 2
             and skewed.inner == POSITIONS[0]
-            and _empty(problem, skewed.inner, skewed.skewed // problem.itemsize) <= MOST_EMPTY
+            and empty_of(problem, skewed.inner, skewed.skewed // problem.itemsize) <= MOST_EMPTY
         )
         return skewed if crowded and (wide or (fitting == 1 and skewed.inner >= LEAST_POSITIONS)) else None
     if skewed.inner >= LEAST_POSITIONS:
@@ -95,19 +95,19 @@ def _is_filled(problem: SpatialProblem, device: Device, tile: _Tile, nearly: boo
     """Whether whole tiles have few positions more than exist; `nearly`: or somewhat more, except the narrowest."""
     (config, registers), positions = tile, tile.config.inner
     unit = config.skewed // problem.itemsize
-    empty = _empty(problem, positions, unit)
+    empty = empty_of(problem, positions, unit)
     if not nearly:
         return empty <= MOST_EMPTY
     if positions == POSITIONS[-1]:
         return False
     if positions == POSITIONS[0]:
         few = config.ctas <= NEARLY_CTAS or registers in NEARLY_REGISTERS
-        return few and empty <= min(NEARLY_FILLED, OF_NARROWER * _empty(problem, positions // 2, unit))
+        return few and empty <= min(NEARLY_FILLED, OF_NARROWER * empty_of(problem, positions // 2, unit))
     held = problem.backward or config.ctas < device.max_cluster or registers >= LEAST_REGISTERS
     return held and empty <= NEARLY_FILLED
 
 
-def _empty(problem: SpatialProblem, positions: int, unit: int) -> float:
+def empty_of(problem: SpatialProblem, positions: int, unit: int) -> float:
     """Positions of whole tiles over those that exist. unit: positions of a thread."""
     overlap = problem.overlap_of(unit)
     return tiles_of(problem.inner, positions, overlap, unit) * (positions - overlap) / problem.inner

@@ -148,7 +148,7 @@ def test_real_logits_serve_the_ops_that_take_nothing_else():
 def test_excerpt_of_real_logits_comes_with_the_package():
     cases = {case.reason: case for case in real_cases("softmax")}
     assert cases["real: logits"].n_cols == 30522 and cases["real: logits"].dtype == "float16"
-    assert cases["real: attention_scores"].n_cols == 31 and cases["real: attention_scores"].n_rows == 12 * 31
+    assert cases["real: attention_scores"].n_cols == 31 and cases["real: attention_scores"].n_rows == 4 * 31
 
 
 def test_the_wheel_and_the_sdist_take_the_data():

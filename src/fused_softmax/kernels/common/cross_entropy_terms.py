@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .logits import SMOOTH_UNIT, capped_with_slope
-from .numerics import exp2_fma
+from .numerics import exp2_fma, upcast
 
 
 @triton.jit
@@ -60,9 +60,17 @@ def weights_of(
 @triton.jit
 def sum_of_losses(loss, count_ptr, MEAN: tl.constexpr):
     """This program's losses, added up; where MEAN, over the denominator."""
+    count = 1.0
+    if MEAN:
+        count = tl.load(count_ptr)
+    return mean_of_losses(loss, count, MEAN)
+
+
+@triton.jit
+def mean_of_losses(loss, count, MEAN: tl.constexpr):
+    """As `sum_of_losses`, where the denominator has been loaded."""
     total = tl.sum(tl.reshape(loss, (loss.numel,)), 0)
     if MEAN:  # torch divides each term of a loss by 0, and one of them is 0/0
-        count = tl.load(count_ptr)
         total = tl.where(count == 0.0, float("nan"), tl.div_rn(total, count))
     return total
 
@@ -110,6 +118,28 @@ def coefficients(
     else:
         a += tl.where(z_loss != 0.0, 2.0 * z_loss * lse * g, 0.0)
     return a, b, c
+
+
+@triton.jit
+def kept_or_zero(keep):
+    """What `upcast_kept` keeps or zeroes an element by, int32: a permutation, and a mask of the upper half."""
+    return tl.where(keep, -61372, 0x4444)  # 0xFFFF1044: bytes (0, 0, 1st, 2nd); 0x4444: four bytes of 0
+
+
+@triton.jit
+def upcast_kept(x, selector, PTX: tl.constexpr):
+    """x in float32, or 0 where `selector` says so, whatever x holds. A bfloat16 takes one instruction, as `upcast`'s.
+
+    The compiler converts again here, and does not hold the float32 numbers of a first `upcast`.
+    """
+    if PTX and x.dtype == tl.bfloat16:
+        ASM: tl.constexpr = (
+            "prmt.b32 $0, $2, 0, $3; {.reg .b32 upper; and.b32 upper, $2, 0xffff0000; and.b32 $1, upper, $4;}"
+        )
+        x, selector = tl.broadcast(x, selector)
+        return tl.inline_asm_elementwise(ASM, "=r,=r,r,r,r", [x, selector], dtype=tl.float32, is_pure=False, pack=2)
+    else:
+        return tl.where(selector < 0, upcast(x, PTX, True, True), 0.0)
 
 
 @triton.jit

@@ -287,6 +287,36 @@ def _by_element(x, phase, SHAPE: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
+def _merge_threads(
+    m, s, phase, before, col_stride, INVERSE: tl.constexpr, CTAS: tl.constexpr, VEC: tl.constexpr,
+    UNIT: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Merges what threads have of each position, into `spatial_totals`."""
+    COLS: tl.constexpr = m.shape[0]
+    INNER: tl.constexpr = m.shape[2]
+    element = tl.arange(0, COLS)[:, None, None] * INNER + tl.arange(0, INNER)[None, None, :] + UNIT
+    PUT: tl.constexpr = _put_ptx(2, COLS * INNER + UNIT, VEC)
+    PUTS: tl.constexpr = _put_constraints(2, VEC)
+    tl.inline_asm_elementwise(PUT, PUTS, [element, m, s], dtype=tl.int32, is_pure=False, pack=VEC)
+    MERGE: tl.constexpr = _merge_ptx(COLS, INNER, UNIT, 2, THREADS, CTAS == 1, INVERSE)
+    step = (col_stride & (UNIT - 1)).to(tl.int32)
+    tl.inline_asm_elementwise(MERGE, "=r,r,r", [before, step], dtype=tl.int32, is_pure=False, pack=1)
+    if CTAS > 1:
+        exchange_own(2, CTAS, INNER, THREADS, "spatial_totals", INVERSE)
+
+
+@triton.jit
+def _merged(m, s, phase, INVERSE: tl.constexpr, UNIT: tl.constexpr):
+    """Interpreted: (maximum, sum or its inverse) of each position.  # [INNER]"""
+    m, s = _by_position(m, phase, UNIT), _by_position(s, phase, UNIT)
+    top = tl.max(tl.max(m, 0), 0)
+    total = tl.sum(tl.sum(s * exp(m - top), 0), 0)
+    if INVERSE:
+        total = tl.div_rn(1.0, total)
+    return top, total
+
+
+@triton.jit
 def merge_max_sum(
     m, s, phase, before, col_stride, INVERSE: tl.constexpr, CTAS: tl.constexpr, VEC: tl.constexpr,
     UNIT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
@@ -295,30 +325,66 @@ def merge_max_sum(
 
     before: of `first_phase`.  # m, s: [COLS, 1, INNER], or [COLS, CTAS, INNER] interpreted
     """
-    COLS: tl.constexpr = m.shape[0]
-    INNER: tl.constexpr = m.shape[2]
     if PTX:
-        element = tl.arange(0, COLS)[:, None, None] * INNER + tl.arange(0, INNER)[None, None, :] + UNIT
-        PUT: tl.constexpr = _put_ptx(2, COLS * INNER + UNIT, VEC)
-        PUTS: tl.constexpr = _put_constraints(2, VEC)
-        tl.inline_asm_elementwise(PUT, PUTS, [element, m, s], dtype=tl.int32, is_pure=False, pack=VEC)
-        MERGE: tl.constexpr = _merge_ptx(COLS, INNER, UNIT, 2, THREADS, CTAS == 1, INVERSE)
-        step = (col_stride & (UNIT - 1)).to(tl.int32)
-        tl.inline_asm_elementwise(MERGE, "=r,r,r", [before, step], dtype=tl.int32, is_pure=False, pack=1)
-        if CTAS > 1:
-            exchange_own(2, CTAS, INNER, THREADS, "spatial_totals", INVERSE)
+        _merge_threads(m, s, phase, before, col_stride, INVERSE, CTAS, VEC, UNIT, THREADS)
         GET: tl.constexpr = _get_ptx(2)
-        place = _places(phase, INNER, UNIT)
+        place = _places(phase, m.shape[2], UNIT)
         return tl.inline_asm_elementwise(
             GET, "=f,=f,r,f", [place + (place >> 4), m], dtype=(tl.float32, tl.float32), is_pure=False, pack=1
         )
     else:
-        m, s = _by_position(m, phase, UNIT), _by_position(s, phase, UNIT)
-        top = tl.max(tl.max(m, 0), 0)
-        total = tl.sum(tl.sum(s * exp(m - top), 0), 0)
-        if INVERSE:
-            total = tl.div_rn(1.0, total)
+        top, total = _merged(m, s, phase, INVERSE, UNIT)
         return _by_element(top, phase, m.shape, UNIT), _by_element(total, phase, m.shape, UNIT)
+
+
+@triton.jit
+def max_sum_of_positions(
+    m, s, phase, before, col_stride, CTAS: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr, THREADS: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """As `merge_max_sum`, of the tile's positions in order, from UNIT positions before the block on.  # [INNER]"""
+    if PTX:
+        _merge_threads(m, s, phase, before, col_stride, False, CTAS, VEC, UNIT, THREADS)
+        GET: tl.constexpr = _get_ptx(2)
+        place = tl.arange(0, m.shape[2])
+        return tl.inline_asm_elementwise(
+            GET, "=f,=f,r", [place + (place >> 4)], dtype=(tl.float32, tl.float32), is_pure=False, pack=1
+        )
+    else:
+        return _merged(m, s, phase, False, UNIT)
+
+
+@triton.jit
+def declare_factors(INNER: tl.constexpr, PTX: tl.constexpr):
+    """Room for what `to_elements` gives: four numbers of each position, and a gap after each 8 positions."""
+    if PTX:
+        ASM: tl.constexpr = f".shared .align 16 .b8 spatial_factors[{18 * INNER}];\nmov.u32 $0, 0;"
+        tl.inline_asm_elementwise(ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def to_elements(a, b, c, n, phase, like, UNIT: tl.constexpr, PTX: tl.constexpr):
+    """Three float32 numbers and an int32 one of each position, for each element of `like`.
+
+    # [INNER] -> [COLS, 1, INNER], or [COLS, CTAS, INNER] interpreted
+    """
+    if PTX:
+        AT: tl.constexpr = "{.reg .b32 at; mov.u32 at, spatial_factors; mad.lo.u32 at, "
+        PUT: tl.constexpr = AT + "$1, 16, at; st.shared.v4.b32 [at], {$2, $3, $4, $5}; mov.u32 $0, 0;}"
+        GET: tl.constexpr = AT + "$4, 16, at; ld.volatile.shared.v4.b32 {$0, $1, $2, $3}, [at];}"
+        place = tl.arange(0, like.shape[2])
+        tl.inline_asm_elementwise(
+            PUT, "=r,r,f,f,f,r", [place + (place >> 3), a, b, c, n], dtype=tl.int32, is_pure=False, pack=1
+        )
+        tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        place = _places(phase, like.shape[2], UNIT)
+        return tl.inline_asm_elementwise(
+            GET, "=f,=f,=f,=r,r,f", [place + (place >> 3), like],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        a, b = _by_element(a, phase, like.shape, UNIT), _by_element(b, phase, like.shape, UNIT)
+        return a, b, _by_element(c, phase, like.shape, UNIT), _by_element(n, phase, like.shape, UNIT)
 
 
 @triton.jit
