@@ -94,19 +94,20 @@ def _folded(x: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
 def loss_plan(
     x: Tensor, dx: Tensor | None, invariant: bool, device: Device | None = None, may_skew: bool = True
 ) -> Plan:
-    """The plan of logits as `planes_of` folds them. dx: None where no gradient is written.
+    """The plan of logits as `planes_of` folds them.
 
+    dx: None where no gradient is written. The plan is that of a loss with one, so that their bits are the same.
     may_skew: False of launches that `cross_entropy_spatial_skewed` has no code for, as `may_skew` says.
     """
-    given = (x,) if dx is None else (x, dx)
-    key = (of_layout(given), invariant, device, may_skew)
+    key = (of_layout((x,) if dx is None else (x, dx)), invariant, device, may_skew)
     found: Plan | None = _plans.get(key)
     if found is None:
-        planes, crops = zip(*map(_folded, given), strict=True)
-        problem = problem_of(*planes, batch_invariant=invariant)
-        for n in crops[0] or ():
+        to = torch.empty(x.shape, dtype=x.dtype, device="meta") if dx is None else dx
+        (planes, crop), (to, _) = _folded(x), _folded(to)
+        problem = problem_of(planes, to, batch_invariant=invariant)
+        for n in crop or ():
             problem = replace(problem, vec=alignment_of(n, problem.vec))
-        problem = replace(problem, in_phase=problem.in_phase and may_skew and crops[0] is None)
+        problem = replace(problem, in_phase=problem.in_phase and may_skew and crop is None)
         found = _plans.store(key, plan_spatial_loss(problem, device or device_of(x)))
     return found
 

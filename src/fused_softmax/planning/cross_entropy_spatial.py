@@ -156,6 +156,7 @@ SKEWED = {
         3328: (SkewedTile(128, 8, 16, least_inner=2048),),
     },
     4: {
+        48: (SkewedTile(128, 4, 1),),
         64: (SkewedTile(128, 4, 1), ONE),
         128: (SkewedTile(128, 4, 2),),
         176: (SkewedTile(128, 4, 4), TWO),
@@ -169,10 +170,7 @@ SKEWED = {
 REGISTERS = ((20, None), (44, 128), (64, 168))  # a cap on registers, by the words of a thread, at most
 NARROW_WORDS = 52  # of a thread, at most, where a 16-bit tile is narrower than its LossTile says
 # of columns that are read twice
-TWICE = {
-    2: PartsTile(256, 2, 8, programs=ANY),
-    4: PartsTile(256, 2, 4, finish_bytes=512, finish_chunks=4, least_cols=512, programs=ANY),
-}
+TWICE = {2: PartsTile(256, 2, 8, programs=ANY), 4: PARTS._replace(programs=ANY)}
 
 
 def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:

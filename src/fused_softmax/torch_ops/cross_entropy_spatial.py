@@ -48,7 +48,7 @@ def planned_as_it_lies(logits: Tensor) -> Plan | None:
     if plan is not None:
         return plan.after_copy
     x = kernels.planes_of(logits)
-    return None if x is None else kernels.loss_plan(x, x, is_batch_invariant())
+    return None if x is None else kernels.loss_plan(x, None, is_batch_invariant())
 
 
 def _apply(logits: Tensor, op: CrossEntropy, inplace: bool) -> Tensor:
