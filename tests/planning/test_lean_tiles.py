@@ -45,7 +45,8 @@ def test_what_a_thread_holds(key: tuple[str, int, int], of: Lean):
         assert plan.ctas == 1 or not of.alone
         words = (1 + problem.backward) * plan.chunks * of.thread_bytes // 4
         assert words == words_of(problem, of, wanted), n_cols
-        assert plan.max_registers == next(cap for most, cap in REGISTERS if words <= most)
+        uncapped = key[:2] == ("softmax", 2) and wanted >= 4 and not (of.skewed or plan.overlap)
+        assert plan.max_registers == (None if uncapped else next(cap for most, cap in REGISTERS if words <= most))
         assert plan.recompute == (key[1] == 2 and (problem.backward or words > 12))
         assert plan.smem_staged == 0 and plan.outers == 1
         # a thread has a position at least, and merges one where CTAs share the columns, or columns are skewed
@@ -73,8 +74,8 @@ PLANNED = (
     # few columns whose runs start anywhere; a little more than 1,024, and than 1,350
     (5, 3001, "bfloat16", False, (128, 1, 1, None)), (14, 1041, "float16", False, (128, 1, 1, None)),
     (7, 1613, "bfloat16", True, (128, 1, 1, None)), (9, 10053, "bfloat16", True, (128, 1, 1, 80)),
-    (1152, 2048, "bfloat16", False, (64, 4, 4, 112)), (1153, 2048, "bfloat16", False, (64, 8, 4, 80)),
-    (1408, 2048, "bfloat16", False, (64, 8, 4, 80)),
+    (1152, 2048, "bfloat16", False, (64, 4, 4, None)), (1153, 2048, "bfloat16", False, (64, 8, 4, None)),
+    (1408, 2048, "bfloat16", False, (64, 8, 4, None)), (300, 2048, "bfloat16", False, (64, 2, 4, 80)),
     # in halves of sectors, where 4 CTAs staged chunks
     (417, 8200, "bfloat16", True, (128, 8, 4, 112)), (512, 8200, "bfloat16", True, (128, 8, 4, 112)),
     (513, 8200, "bfloat16", True, (128, 8, 4, 112)), (640, 8200, "bfloat16", True, (128, 8, 4, 128)),

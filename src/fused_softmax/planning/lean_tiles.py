@@ -16,6 +16,8 @@ from .types import SECTOR_BYTES, Device, SpatialProblem
 LEAST_POSITIONS = 448  # of a plane; shorter planes have `short_planes`
 # positions from which planes in pieces, and other skewed tiles, are not considered
 LONG = 1024
+# of a 16-bit softmax whose tiles share no positions: CTAs from which registers have no cap. ptxas takes fewer without
+UNCAPPED_CTAS = 4
 
 
 class Lean(NamedTuple):
@@ -145,6 +147,8 @@ def lean_config(problem: SpatialProblem, device: Device) -> SpatialConfig | None
     if found is None:
         return None
     ctas, words = found
-    return config_of_words(
+    config = config_of_words(
         problem.n_cols, ctas, of.num_warps, of.positions, of.thread_bytes, words, problem.backward, of.skewed, overlaps
     )
+    capped = problem.backward or problem.itemsize == 4 or of.skewed or overlaps
+    return config if capped or ctas < UNCAPPED_CTAS else config._replace(max_registers=None)
