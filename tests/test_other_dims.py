@@ -695,9 +695,10 @@ def test_cross_entropy_of_images_of_few_classes(seed, monkeypatch):
         torch.testing.assert_close(leaf.grad.double(), own.grad, rtol=near, atol=near * own.grad.abs().max().item())
 
 
-# classes and positions whose losses have skewed tiles: of each number of CTAs, with vectors of whole, half and single
-# elements, and with few tiles and many
+# classes and positions whose losses have skewed tiles, one or several: on 1 to 16 CTAs. Runs start at single elements,
+# or at two
 SKEWED_LOSSES = [(37, 239), (45, 119), (60, 478), (90, 118), (150, 167), (180, 239), (300, 111), (400, 111), (700, 55)]
+SKEWED_LOSSES += [(1100, 55), (1500, 111)]
 
 
 @pytest.mark.parametrize("seed", [*range(10), *(pytest.param(n, marks=pytest.mark.extended) for n in range(10, 60))])
@@ -711,7 +712,7 @@ def test_cross_entropy_in_skewed_tiles(seed):
     x, target = (torch.randn(outer, classes, inner) * 3).to(dtype), torch.randint(0, classes, (outer, inner))
     x[0, :, 0], target[0, 0] = float("nan"), -100  # of a position that does not count
     x[0, 1, 2], target[0, 2] = -float("inf"), 0
-    x[0, :, 5], x[0, 3, 5], target[0, 5] = -60.0, 60.0, 3  # as sure as can be
+    x[0, :, 5], x[0, 3, 5], target[0, 5] = -60.0, 60.0, 3  # a sure prediction, whose loss is 0
     options: dict[str, Any] = {"reduction": rng.choice(("mean", "mean", "sum", "none"))}
     if rng.random() < 0.3:
         options["weight"] = torch.rand(classes) + 0.5
@@ -755,11 +756,30 @@ def test_which_losses_have_skewed_tiles():
     assert not skewed(150, 4097, batch_invariant=True) and not skewed(21, 4097) and skewed(21, 4097, "float32")
     assert not skewed(80, 4097, device="gfx942") and not skewed(300, 4097, device="sm_80")  # on a cluster
     assert skewed(80, 4097, device="sm_80")
-    assert not skewed(3000, 40001), "what is read twice keeps more for its backward"
+    assert not skewed(3000, 40001)  # read twice: its backward needs what only the first read keeps
     x, to = (torch.empty(2, 150, 257, dtype=BFLOAT16) for _ in range(2))
     found = [cross_entropy_spatial.loss_plan(x, dx, False, DEVICES["sm_90"]).skewed for dx in (to, None, x)]
     assert found == [4, 4, 0], "of a gradient with memory of its own, of none, and in place"
-    assert not cross_entropy_spatial.loss_plan(x, to, False, DEVICES["sm_90"], may_skew=False).skewed
+    assert not cross_entropy_spatial.loss_plan(x, to, False, DEVICES["sm_90"], skewable=False).skewed
+
+
+def test_a_launch_of_skewed_tiles_without_their_code_is_an_error():
+    x, dx = (torch.empty(2, 60, 119, dtype=BFLOAT16, device="meta") for _ in range(2))
+    plan = cross_entropy_spatial.loss_plan(x, dx, False, DEVICES["sm_90"])
+    small, loss = torch.empty(2 * 119, dtype=torch.int64, device="meta"), cross_entropy_spatial.SUM_OF_LOSSES
+    for smoothing, unless_one, inplace in (
+        (0.0, False, False),
+        (0.1, False, False),
+        (0.0, True, False),
+        (0.0, False, True),
+    ):
+        op = CrossEntropy(small, None, None, -100, "sum", smoothing, None, 0.0)
+        given = x, dx, op, plan, DEVICES["sm_90"], loss, True, 1 if unless_one else 0, unless_one, inplace
+        if smoothing or unless_one or inplace:
+            with pytest.raises(AssertionError, match="skewed"):
+                cross_entropy_spatial.loss_recipe(*given)
+        else:
+            cross_entropy_spatial.loss_recipe(*given)
 
 
 def test_a_loss_has_the_same_bits_with_and_without_a_gradient():

@@ -259,3 +259,29 @@ def test_small_terms_of_transposed_rows_are_not_lost(n_cols):
     exact = torch.softmax(x.double(), 1)
     error = (fs.softmax(x, 1, dtype=torch.float32).double() - exact).abs().amax() / exact.amax()
     assert error <= 4 * torch.finfo(torch.float32).eps
+
+
+# classes and positions of losses in skewed tiles: on 1, 2, 4, 8 and 16 CTAs, of 64, 128 and 256 positions
+SKEWED_LOSSES = [(45, 1001), (60, 2050), (150, 167), (120, 2051), (300, 241), (480, 1111), (640, 599), (1200, 333)]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SKEWED_LOSSES, (1500, 239), (2300, 2051)])
+def test_losses_in_skewed_tiles(shape, dtype, reduction):
+    """With an upstream gradient of 1, so that no other kernel writes the gradient again."""
+    classes, inner = shape
+    x = (torch.randn(3, classes, inner, device="cuda") * 3).to(dtype)
+    target = torch.randint(0, classes, (3, inner), device="cuda")
+    x[0, :, 3], target[0, 3] = float("nan"), -100
+    weight = torch.rand(classes, device="cuda") + 0.5 if inner % 3 else None
+    leaf, exact = x.clone().requires_grad_(), x.double().nan_to_num(0.0).requires_grad_()
+    loss = fs.cross_entropy(leaf, target, weight=weight, reduction=reduction)
+    want = F.cross_entropy(exact, target, weight=None if weight is None else weight.double(), reduction=reduction)
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
+    loss.sum().backward()
+    want.sum().backward()
+    near = 4 * torch.finfo(dtype).eps + 3e-6
+    scale = exact.grad.abs().max().item()
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=near, atol=near * 0.1 * scale + least)

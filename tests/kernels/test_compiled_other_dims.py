@@ -83,7 +83,9 @@ def check(name: str, launch, target: str, chosen=None) -> None:
     if "in halves" in name and chosen.overlap and not chosen.skewed:
         access = {chosen.vec * (2 if "bfloat16" in name else 4)}
         assert {size for size, _ in (*used.loads, *used.stores)} == access, f"{used.loads} {used.stores}: {name}"
-    if name.startswith("cross_entropy_spatial") and target.startswith("sm_") and "apart" not in name:
+    if name.startswith("cross_entropy_spatial_skewed"):
+        assert barriers(launch) <= 10, name
+    elif name.startswith("cross_entropy_spatial") and target.startswith("sm_"):
         # a 16-bit loss keeps many numbers of a position, so a thread has 4 positions. A reduction writes, and a merge
         # moves, a few numbers for each position
         few = "_reduce " in name or "_merge " in name
@@ -96,7 +98,7 @@ def check(name: str, launch, target: str, chosen=None) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [*FEW[2:8], *FEW[-3:], *BUNDLED, *(pytest.param(name, marks=pytest.mark.extended) for name in FEW[:2] + FEW[8:-3])],
+    [*FEW[2:8], *FEW[-4:], *BUNDLED, *(pytest.param(name, marks=pytest.mark.extended) for name in FEW[:2] + FEW[8:-4])],
 )
 def test_one_of_each_kind(name):
     named = {n: found for n, *found in (*spatial_softmax("sm_90"), *spatial_losses("sm_90"))}

@@ -14,7 +14,7 @@ import torch
 from params import few
 from typer.testing import CliRunner
 
-from fused_softmax.kernels.common import spatial_cluster, spatial_skewed
+from fused_softmax.kernels.common import skewed_merge, spatial_cluster
 from fused_softmax.lab import tune_shapes
 from fused_softmax.lab.bench import ceilings
 from fused_softmax.lab.bench import session as bench
@@ -142,7 +142,7 @@ SMALL = [
 def test_shared_memory_is_what_kernels_declare(backward: bool, ctas: int, positions: int, unit: int):
     values, cols = 1 if backward else 2, 8
     declared = spatial_cluster._declare_ptx(ctas, values, positions) if ctas > 1 else ""
-    declared += spatial_skewed._declare_ptx(values, cols, positions, unit) if unit else ""
+    declared += skewed_merge._declare_ptx(values, cols, positions, unit) if unit else ""
     n_bytes = sum(map(int, re.findall(r"\.b8 \w+\[(\d+)\]", declared))) + 8 * declared.count(".shared .align 8 .b64")
     assert shared_bytes(backward, ctas, cols, positions, unit) == n_bytes and (n_bytes > 0) == (ctas > 1 or unit > 0)
 

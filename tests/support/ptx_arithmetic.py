@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 Bits = np.ndarray  # uint64, [threads]
-WIDTHS = {f"{kind}{width}": width for kind in "sub" for width in (16, 32, 64)}
+WIDTHS = {f"{kind}{width}": width for kind in "sub" for width in (8, 16, 32, 64)}
 FLOATS = {"f32": ("f32", 1), "bf16": ("bf16", 1), "bf16x2": ("bf16", 2), "f16": ("f16", 1), "f16x2": ("f16", 2)}
 OF_FLOATS = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "fma": lambda a, b, c: a * b + c,

@@ -212,7 +212,7 @@ class Machine:
             self._set(operands[0], self._value(str(self.parameters[operands[1].strip("[]")])), does)
         elif name in ("ld", "st"):
             into, address = (operands[1], operands[0]) if name == "st" else operands[:2]
-            values, size = _operands(into.strip("{}")), int(op[-2:]) // 8
+            values, size = _operands(into.strip("{}")), int(op.rpartition(".")[2][1:]) // 8
             if ".shared" in op:
                 self._shared(name == "st", size, self._address(address), values, does)
             else:

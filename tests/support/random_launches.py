@@ -211,7 +211,7 @@ def loss_planes(rng: Random, device: Device) -> Iterator[Named]:
         unless_one = upstream == 1 and rng.random() < 0.5
         form = (cross_entropy_spatial.NO_LOSS, True, upstream, unless_one, inplace, None, False)
     may_skew = cross_entropy_spatial.may_skew(op, form[3]) and not form[4]
-    chosen = cross_entropy_spatial.loss_plan(x, dx, invariant, device, may_skew=may_skew)
+    chosen = cross_entropy_spatial.loss_plan(x, dx, invariant, device, skewable=may_skew)
     recipe = cross_entropy_spatial.loss_recipe(x, dx, op, chosen, device, *form)
     given = (x, dx, target, *(number,) * 7)
     name = f" {dtype} {n_cols} {x.stride()} inner {inner} {_options(op)}{' in place' * inplace} {form}"

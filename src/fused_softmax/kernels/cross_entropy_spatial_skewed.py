@@ -1,10 +1,11 @@
 """Cross-entropy of (outer, n_cols, inner) whose columns start anywhere: loss and gradient in one pass, in skewed tiles.
 
-The formulas are those of `cross_entropy_spatial`, and the tiles those of `softmax_spatial_skewed`, so that reads and
-writes are aligned vectors. What a position has once, such as its target and its loss, a thread computes for one
-position, and gives its elements through shared memory.
+The formulas are those of `cross_entropy_spatial`. The tiles are those of `softmax_spatial_skewed`, so that reads and
+writes are aligned vectors. One thread computes the target, the loss and the factors of a position. Shared memory gives
+the factors to the position's elements.
 
-The gradient has memory of its own, with the phases of the logits. Losses with label smoothing have the other kernel.
+The gradient has memory of its own, whose columns have the phases of the logits'. `cross_entropy_spatial` has the code
+for label smoothing, for a gradient in place, for cropped images, and for programs that loop over their work.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .common.cross_entropy_terms import (
     coefficients,
     cross_entropy_term,
     kept_or_zero,
-    mean_of_losses,
+    reduced_losses,
     row_loss,
     targets_at,
     upcast_kept,
@@ -24,22 +25,19 @@ from .common.cross_entropy_terms import (
 from .common.early_start import await_previous
 from .common.logits import capped, logsumexp, rounding_residual
 from .common.numerics import exp, exp2_affine, maximum, reciprocal_of_sum, upcast
+from .common.skewed_merge import declare_factors, declare_skewed, max_sum_of_positions, to_elements
 from .common.spatial_cluster import declare_exchange, share_of
 from .common.spatial_moments import issue_loads
 from .common.spatial_skewed import (
     bounds_of,
-    declare_factors,
-    declare_skewed,
     existing_places,
     first_phase,
     has_ends,
     load_skewed,
-    max_sum_of_positions,
     owned,
     skewed_start,
     store_ends,
     store_skewed,
-    to_elements,
     vectors_of,
     with_end,
 )
@@ -52,7 +50,7 @@ def cross_entropy_spatial_skewed(
     x_ptr: Rows, dx_ptr: Rows,
     target_ptr: Vector,  # [outer, inner] int64; or fewer bits, as `prepare_spatial_targets` writes them
     weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
-    weight_facts_ptr: Vector,  # unused, as `smoothing`
+    weight_facts_ptr: Vector,  # as all launches of a loss have it; unused, as are n_outer and `smoothing`, which is 0
     count_ptr: Vector,  # [1] float32, where MEAN: the loss's denominator
     g_ptr: Vector,  # the upstream gradient, float32: [1] where UPSTREAM is 1, [outer, inner] where it is 2
     loss_ptr: Vector,  # float32: [outer, inner] where LOSS is 1, a sum for each program where it is 2
@@ -73,7 +71,8 @@ def cross_entropy_spatial_skewed(
         tl.extra.cuda.gdc_launch_dependents()
     declare_exchange(CTAS, 2, INNER, PTX)
     declare_skewed(2, COLS, INNER, UNIT, PTX)
-    declare_factors(INNER, PTX)
+    if GRADIENT:
+        declare_factors(INNER, PTX)
     pid, column = share_of(tl.program_id(0), CTAS, COLS, PTX)
     outer, block = (pid // n_blocks).to(tl.int64), (pid % n_blocks).to(tl.int64)
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
@@ -97,10 +96,10 @@ def cross_entropy_spatial_skewed(
     w_target = 1.0
     if WEIGHTED:
         w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
-    count = 1.0  # read now, because a load stays behind the barriers
+    count = 1.0  # read now, because loads stay behind the barriers of the merge
     if MEAN:
         count = tl.load(count_ptr)
-    leads = (position >= 0) & (position < BLOCK) & exists  # of a position's losses, the one that is written
+    leads = (position >= 0) & (position < BLOCK) & exists  # whether the thread writes the position's loss
     if CTAS > 1 and PTX:
         leads = leads & (tl.program_id(0) % CTAS == 0)
     if LOSS > 0:
@@ -120,7 +119,6 @@ def cross_entropy_spatial_skewed(
     top, total = max_sum_of_positions(m, s, phase, before, x_col, CTAS, VEC, UNIT, THREADS, PTX)
     lse = logsumexp(top, total, True)
 
-    loss = tl.zeros_like(lse)
     if LOSS > 0:
         residual = rounding_residual(lse, top, total, True)
         nll = lse - capped(x_target, cap, SOFTCAP) + residual
@@ -148,7 +146,7 @@ def cross_entropy_spatial_skewed(
         dx_start, _ = skewed_start(outer, column, block, dx_outer, dx_col, BLOCK, UNIT)
         dx_at = dx_ptr + dx_start + place
         ends = has_ends(first, end, inner, dx_outer, dx_col, INNER, UNIT, VEC)
-        GROUP: tl.constexpr = 2 if THREADS >= 256 else 1
+        GROUP: tl.constexpr = 2 if THREADS >= 256 else 1  # chunks, as `softmax_spatial_skewed` has them; not varied
         for k in tl.static_range((CHUNKS + GROUP - 1) // GROUP):
             if n_cols > k * GROUP * STEP:  # always, which the compiler does not know
                 written = ()
@@ -170,7 +168,7 @@ def cross_entropy_spatial_skewed(
     if LOSS == 1:
         tl.store(loss_ptr + at, loss, mask=leads)
     elif LOSS == 2:
-        total_loss = mean_of_losses(loss, count, MEAN)
+        total_loss = reduced_losses(loss, count, MEAN)
         if CTAS > 1 and PTX:
             tl.store(loss_ptr + pid, total_loss, mask=tl.program_id(0) % CTAS == 0)
         else:

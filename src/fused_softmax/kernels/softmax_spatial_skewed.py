@@ -18,18 +18,16 @@ import triton.language as tl
 from .common.arguments import Int32, Int64, Rows, kernel
 from .common.early_start import await_previous
 from .common.numerics import exp, exp2_affine, exp2_fma, upcast
+from .common.skewed_merge import declare_skewed, merge_max_sum, merge_sum
 from .common.softmax_terms import gradient, normalize
 from .common.spatial_cluster import declare_exchange, share_of
 from .common.spatial_moments import issue_loads, max_and_sum, sum_of_terms
 from .common.spatial_skewed import (
     bounds_of,
-    declare_skewed,
     existing_places,
     first_phase,
     has_ends,
     load_skewed,
-    merge_max_sum,
-    merge_sum,
     owned,
     skewed_start,
     store_ends,

@@ -92,14 +92,14 @@ def _folded(x: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
 
 
 def loss_plan(
-    x: Tensor, dx: Tensor | None, invariant: bool, device: Device | None = None, may_skew: bool = True
+    x: Tensor, dx: Tensor | None, invariant: bool, device: Device | None = None, skewable: bool = True
 ) -> Plan:
     """The plan of logits as `planes_of` folds them.
 
-    dx: None where no gradient is written. The plan is that of a loss with one, so that their bits are the same.
-    may_skew: False of launches that `cross_entropy_spatial_skewed` has no code for, as `may_skew` says.
+    dx: None where no gradient is written. The plan is that of a loss with one in memory of its own, so that their bits
+    are the same. skewable: False of launches that `cross_entropy_spatial_skewed` has no code for (`may_skew`).
     """
-    key = (of_layout((x,) if dx is None else (x, dx)), invariant, device, may_skew)
+    key = (of_layout((x,) if dx is None else (x, dx)), invariant, device, skewable)
     found: Plan | None = _plans.get(key)
     if found is None:
         to = torch.empty(x.shape, dtype=x.dtype, device="meta") if dx is None else dx
@@ -107,7 +107,7 @@ def loss_plan(
         problem = problem_of(planes, to, batch_invariant=invariant)
         for n in crop or ():
             problem = replace(problem, vec=alignment_of(n, problem.vec))
-        problem = replace(problem, in_phase=problem.in_phase and may_skew and crop is None)
+        problem = replace(problem, in_phase=problem.in_phase and skewable and crop is None)
         found = _plans.store(key, plan_spatial_loss(problem, device or device_of(x)))
     return found
 
@@ -130,10 +130,10 @@ def plan_of_copy(logits: Tensor) -> Plan | None:
     if x is not None and x.dim() == 3:
         return None
     if x is not None and device_of(logits).kind != "hip":
-        if loss_plan(x, x, is_batch_invariant()).regime != "spatial_two_pass":
+        if loss_plan(x, None, is_batch_invariant()).regime != "spatial_two_pass":
             return None
     copy = planes_of(torch.empty(logits.shape, dtype=logits.dtype, device="meta"))
-    return None if copy is None else loss_plan(copy, copy, is_batch_invariant(), device_of(logits))
+    return None if copy is None else loss_plan(copy, None, is_batch_invariant(), device_of(logits))
 
 
 # (x, dx, target, weight, weight_facts, count, g, losses, max, sum): what a recipe's launches are over
@@ -153,6 +153,7 @@ def loss_recipe(
     """
     of_op = dict(op.kind.flags)
     mean = op.reduction == "mean"
+    assert not plan.skewed or not (op.smoothing or unless_one or inplace or crop), "skewed tiles have no such code"
     if plan.regime != "spatial_two_pass":
         flags = dict(LOSS=loss, GRADIENT=gradient, UPSTREAM=upstream, UNLESS_ONE=unless_one, INPLACE=inplace)
         flags |= dict(WAITS=waits and device.supports_pdl, TRIGGER=device.supports_pdl and loss == SUM_OF_LOSSES)
@@ -217,6 +218,7 @@ def _run(
 ) -> None:  # fmt: skip
     (x, crop), (dx, _) = _folded(x), _folded(dx)
     tensors = (x, dx, *op.vectors(count), count, g, losses, *moments)
+    # the plan follows from what is in the key
     form = (loss, gradient, upstream, unless_one, gradient and dx.data_ptr() == x.data_ptr(), crop, waits)
     key = (of_layout(tensors), op.kind, op.reduction == "mean", form, invariant)
 
@@ -285,7 +287,7 @@ def cross_entropy_pass(
     x, dx: as `planes_of` folds them; dx is not cropped, or it is x, or None where no gradient is wanted.
     """
     invariant = is_batch_invariant() if invariant is None else invariant
-    plan = loss_plan(x, dx, invariant, may_skew=may_skew(op, False))
+    plan = loss_plan(x, dx, invariant, skewable=may_skew(op, False))
     n_cols, positions = x.shape[1], _positions(x)
     kept = _kept(plan, x)
     count = kept[:1] if op.denominator is None else op.denominator
@@ -315,5 +317,5 @@ def cross_entropy_gradient(
     count = kept[:1] if op.denominator is None else op.denominator
     upstream = 1 if g.numel() == 1 else 2
     only = unless_one and g.numel() == 1
-    plan = loss_plan(x, dx, invariant, may_skew=may_skew(op, only))
+    plan = loss_plan(x, dx, invariant, skewable=may_skew(op, only))
     _run(plan, x, dx, op, count, _moments(kept, x), g, g, NO_LOSS, True, upstream, only, invariant)

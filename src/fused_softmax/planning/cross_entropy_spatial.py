@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from .skewed_tiles import empty_of
+from .skewed_tiles import MOST_EMPTY, empty_of
 from .spatial import configs_of, parts_plan, resident_plan, staggered, tiles_plan
 from .spatial_tables import ANY, NARROW, PARTS, PartsTile, RunRule, SpatialConfig
 from .types import Device, Plan, SpatialProblem, power_of_two
@@ -136,10 +136,11 @@ class SkewedTile(NamedTuple):
 
 
 # skewed tiles of columns that start anywhere, by their columns, at most; the first whose tiles have few positions that
-# do not exist. A thread has SKEWED_BYTES of a chunk. Only 16-bit columns of CAPPED words in a thread have a cap on
-# registers: with one, ptxas takes as many as it may
-SKEWED_COLS, SKEWED_EMPTY, SKEWED_BYTES = {2: 37, 4: 20}, 1.2, {2: 8, 4: 16}
-CAPPED, SKEWED_CAP = range(29, 41), 80
+# do not exist. A thread has SKEWED_BYTES of a chunk
+LEAST_SKEWED, SKEWED_BYTES = {2: 37, 4: 20}, {2: 8, 4: 16}
+# words of a thread of 16-bit columns, in CTAs of CAPPED_WARPS, with which registers have a cap: 6 programs fit, and 5
+# without. With other words ptxas takes more registers because of a cap
+CAPPED, CAPPED_WARPS, SKEWED_CAP = range(29, 41), 4, 80
 ONE, TWO, FOUR, EIGHT = (SkewedTile(64, 4, ctas) for ctas in (1, 2, 4, 8))
 SKEWED = {
     2: {
@@ -153,7 +154,7 @@ SKEWED = {
         1024: (SkewedTile(128, 8, 4), FOUR),
         1408: (EIGHT,),
         2048: (SkewedTile(128, 8, 8), EIGHT),
-        3328: (SkewedTile(128, 8, 16, least_inner=2048),),
+        2816: (SkewedTile(128, 8, 16, least_inner=2048),),
     },
     4: {
         48: (SkewedTile(128, 4, 1),),
@@ -199,18 +200,18 @@ def _one_pass(problem: SpatialProblem, device: Device) -> Iterator[Plan]:
 
 
 def _skewed(problem: SpatialProblem, device: Device) -> Plan | None:
-    """The plan of skewed tiles; None where others are faster, or hold the columns alone."""
+    """The plan of skewed tiles; None where they cannot hold the columns, or were slower."""
     itemsize, aligned = problem.itemsize, 2 * problem.vec >= problem.full_vec
     may = problem.in_phase and not problem.batch_invariant and device.kind != "hip"
-    if not may or aligned or problem.n_cols < SKEWED_COLS[itemsize]:
+    if not may or aligned or problem.n_cols < LEAST_SKEWED[itemsize]:
         return None
     n_bytes = SKEWED_BYTES[itemsize]
     for tile in next((of for most, of in SKEWED[itemsize].items() if problem.n_cols <= most), ()):
         cols = tile.num_warps * device.warp_size * n_bytes // itemsize // tile.positions
         fits = tile.ctas <= device.max_cluster and problem.inner >= tile.least_inner
-        if fits and empty_of(problem, tile.positions, n_bytes // itemsize) <= SKEWED_EMPTY:
-            capped = itemsize == 2 and problem.words(cols * tile.ctas, n_bytes) in CAPPED
-            cap = SKEWED_CAP if capped else None
+        if fits and empty_of(problem, tile.positions, n_bytes // itemsize) <= MOST_EMPTY:
+            capped = itemsize == 2 and tile.num_warps == CAPPED_WARPS
+            cap = SKEWED_CAP if capped and problem.words(cols * tile.ctas, n_bytes) in CAPPED else None
             return resident_plan(
                 problem, device, tile.positions, cols, tile.num_warps, tile.ctas, True, cap, n_bytes, skewed=n_bytes
             )

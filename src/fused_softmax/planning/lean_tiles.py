@@ -16,7 +16,8 @@ from .types import SECTOR_BYTES, Device, SpatialProblem
 LEAST_POSITIONS = 448  # of a plane; shorter planes have `short_planes`
 # positions from which planes in pieces, and other skewed tiles, are not considered
 LONG = 1024
-# of a 16-bit softmax whose tiles share no positions: CTAs from which registers have no cap. ptxas takes fewer without
+# a 16-bit softmax whose tiles share no positions has no cap on registers from so many CTAs on: ptxas takes fewer
+# registers where there is no cap
 UNCAPPED_CTAS = 4
 
 

@@ -59,16 +59,16 @@ def weights_of(
 
 @triton.jit
 def sum_of_losses(loss, count_ptr, MEAN: tl.constexpr):
-    """This program's losses, added up; where MEAN, over the denominator."""
+    """As `reduced_losses`, with the denominator in memory."""
     count = 1.0
     if MEAN:
         count = tl.load(count_ptr)
-    return mean_of_losses(loss, count, MEAN)
+    return reduced_losses(loss, count, MEAN)
 
 
 @triton.jit
-def mean_of_losses(loss, count, MEAN: tl.constexpr):
-    """As `sum_of_losses`, where the denominator has been loaded."""
+def reduced_losses(loss, count, MEAN: tl.constexpr):
+    """This program's losses, added up; where MEAN, over `count`."""
     total = tl.sum(tl.reshape(loss, (loss.numel,)), 0)
     if MEAN:  # torch divides each term of a loss by 0, and one of them is 0/0
         total = tl.where(count == 0.0, float("nan"), tl.div_rn(total, count))
