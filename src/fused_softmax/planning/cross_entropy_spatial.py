@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from .skewed_tiles import MOST_EMPTY, empty_of
 from .spatial import configs_of, parts_plan, resident_plan, staggered, tiles_plan
 from .spatial_tables import ANY, NARROW, PARTS, PartsTile, RunRule, SpatialConfig
 from .types import Device, Plan, SpatialProblem, power_of_two
@@ -205,6 +204,8 @@ def _skewed(problem: SpatialProblem, device: Device) -> Plan | None:
     may = problem.in_phase and not problem.batch_invariant and device.kind != "hip"
     if not may or aligned or problem.n_cols < LEAST_SKEWED[itemsize]:
         return None
+    from .skewed_tiles import MOST_EMPTY, empty_of  # loaded when it is first needed
+
     n_bytes = SKEWED_BYTES[itemsize]
     for tile in next((of for most, of in SKEWED[itemsize].items() if problem.n_cols <= most), ()):
         cols = tile.num_warps * device.warp_size * n_bytes // itemsize // tile.positions
