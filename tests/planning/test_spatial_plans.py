@@ -210,3 +210,12 @@ def test_a_cast_is_planned_as_float32(backward):
     for n_cols, inner in ((2, 144), (3, 1320), (5, 5776)):
         plan = plan_spatial(replace(cast, n_cols=n_cols, inner=inner), DEVICES["sm_90"])
         assert (plan.vectors_per_chunk, plan.chunks) == (1, n_cols), "a thread has whole columns"
+
+
+def test_caps_of_skewed_tiles():
+    def cap(n_cols: int, backward: bool) -> int | None:
+        plan = plan_spatial(SpatialProblem(n_cols, 739, "bfloat16", 1, backward, in_phase=True), DEVICES["sm_90"])
+        assert plan.skewed
+        return plan.max_registers
+
+    assert (cap(71, True), cap(89, True), cap(71, False)) == (96, 96, None)
