@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from ptx_machine import Machine, Race, parse
+from ptx_launches import run_launch
+from ptx_machine import Race
 
 from fused_softmax.lab.cross_compile import compile_for
 from fused_softmax.launch import cross_entropy_spatial, spatial
@@ -24,8 +24,6 @@ pytestmark = pytest.mark.compiled
 
 HOPPER = DEVICES["sm_90"]
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-OWN_PARAMETERS = 2  # that Triton appends
 
 
 class Compiled(NamedTuple):
@@ -44,26 +42,9 @@ class Compiled(NamedTuple):
 
     def run(self) -> list[Race]:
         """The races of all clusters. Each gradient and each loss must be written once, and nothing else."""
-        tensors = {id(a): a for a in self.launch.args if isinstance(a, torch.Tensor)}
-        starts = {of: 1 + i << 32 for i, of in enumerate(tensors)}
-        memories = [
-            (starts[of], t.view(BITS[t.element_size()]).numpy().reshape(-1).view(np.uint8)) for of, t in tensors.items()
-        ]
-        args: list[int] = []
-        for a in self.launch.args:
-            number = int(np.float32(a).view(np.uint32)) if isinstance(a, float) else a
-            args.append(starts[id(a)] if isinstance(a, torch.Tensor) else number)
-        program, clusters = parse(self.ptx, self.dynamic_bytes), self.launch.grid[0]
-        assert len(program.parameters) == len(args) + OWN_PARAMETERS, "an argument became a constant"
-        races: list[Race] = []
-        written = [np.zeros(len(memory), np.int64) for _, memory in memories]
-        for cluster in range(clusters):
-            ran = Machine(program, self.plan.ctas, cluster, clusters, [*args, 0, 0], memories).run()
-            races += ran.races
-            for total, of in zip(written, ran.n_written, strict=True):
-                total += of
-        for t, total in zip(tensors.values(), written, strict=True):
-            assert (total == (t is self.dx or t is self.losses)).all()
+        races, written = run_launch(self.launch, self.ptx, self.dynamic_bytes, self.plan.ctas)
+        for t, n in written:
+            assert (n == (t is self.dx or t is self.losses)).all()
         return races
 
 

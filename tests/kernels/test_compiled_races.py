@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from ptx_machine import Machine, Race, parse
+from ptx_launches import run_launch
+from ptx_machine import Race
 from spatial_problems import periodic_plan
 
 from fused_softmax.lab.cross_compile import compile_for
@@ -23,8 +24,6 @@ pytestmark = pytest.mark.compiled
 
 HOPPER = DEVICES["sm_90"]
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
-BITS = {FLOAT32: torch.int32, BFLOAT16: torch.int16, FLOAT16: torch.int16}
-OWN_PARAMETERS = 2  # that Triton appends
 
 
 class Compiled(NamedTuple):
@@ -39,21 +38,10 @@ class Compiled(NamedTuple):
 
     def run(self) -> tuple[list[Race], np.ndarray]:
         """The races of all clusters, and how often each byte of the output was written."""
-        memories = [
-            (1 + i << 32, t.view(BITS[t.dtype]).numpy().reshape(-1).view(np.uint8)) for i, t in enumerate(self.tensors)
-        ]
-        starts = iter(start for start, _ in memories)
-        args = [next(starts) if isinstance(arg, torch.Tensor) else arg for arg in self.launch.args]
-        program, clusters = parse(self.ptx, self.dynamic_bytes), self.launch.grid[0]
-        assert len(program.parameters) == len(args) + OWN_PARAMETERS, "an argument became a constant"
-        races: list[Race] = []
-        written = np.zeros(len(memories[-1][1]), np.int64)
-        for cluster in range(clusters):
-            ran = Machine(program, self.plan.ctas, cluster, clusters, [*args, 0, 0], memories).run()
-            assert not any(n.any() for n in ran.n_written[:-1])
-            races += ran.races
-            written += ran.n_written[-1]
-        return races, written
+        races, written = run_launch(self.launch, self.ptx, self.dynamic_bytes, self.plan.ctas)
+        *inputs, (output, n_written) = written
+        assert output is self.tensors[-1] and not any(n.any() for _, n in inputs)
+        return races, n_written
 
 
 def compiled(
