@@ -767,19 +767,17 @@ def test_a_launch_of_skewed_tiles_without_their_code_is_an_error():
     x, dx = (torch.empty(2, 60, 119, dtype=BFLOAT16, device="meta") for _ in range(2))
     plan = cross_entropy_spatial.loss_plan(x, dx, False, DEVICES["sm_90"])
     small, loss = torch.empty(2 * 119, dtype=torch.int64, device="meta"), cross_entropy_spatial.SUM_OF_LOSSES
-    for smoothing, unless_one, inplace in (
-        (0.0, False, False),
-        (0.1, False, False),
-        (0.0, True, False),
-        (0.0, False, True),
-    ):
+
+    def recipe(smoothing: float, unless_one: bool, inplace: bool) -> spatial.Recipe:
         op = CrossEntropy(small, None, None, -100, "sum", smoothing, None, 0.0)
-        given = x, dx, op, plan, DEVICES["sm_90"], loss, True, 1 if unless_one else 0, unless_one, inplace
-        if smoothing or unless_one or inplace:
-            with pytest.raises(AssertionError, match="skewed"):
-                cross_entropy_spatial.loss_recipe(*given)
-        else:
-            cross_entropy_spatial.loss_recipe(*given)
+        return cross_entropy_spatial.loss_recipe(
+            x, dx, op, plan, DEVICES["sm_90"], loss, True, int(unless_one), unless_one, inplace
+        )
+
+    assert len(recipe(0.0, False, False).steps) == 1
+    for options in ((0.1, False, False), (0.0, True, False), (0.0, False, True)):
+        with pytest.raises(AssertionError, match="skewed"):
+            recipe(*options)
 
 
 def test_a_loss_has_the_same_bits_with_and_without_a_gradient():

@@ -272,6 +272,9 @@ def test_losses_in_skewed_tiles(shape, dtype, reduction):
     """With an upstream gradient of 1, so that no other kernel writes the gradient again."""
     classes, inner = shape
     x = (torch.randn(3, classes, inner, device="cuda") * 3).to(dtype)
+    if torch.cuda.get_device_capability()[0] == 9:
+        others = dtype == torch.float32 and (inner % 2 == 0 or classes > 2048)
+        assert (cross_entropy_spatial.loss_plan(x, None, False).skewed > 0) != others
     target = torch.randint(0, classes, (3, inner), device="cuda")
     x[0, :, 3], target[0, 3] = float("nan"), -100
     weight = torch.rand(classes, device="cuda") + 0.5 if inner % 3 else None

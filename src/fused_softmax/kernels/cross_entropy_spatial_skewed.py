@@ -100,8 +100,10 @@ def cross_entropy_spatial_skewed(
     if MEAN:
         count = tl.load(count_ptr)
     leads = (position >= 0) & (position < BLOCK) & exists  # whether the thread writes the position's loss
+    first_cta = True
     if CTAS > 1 and PTX:
-        leads = leads & (tl.program_id(0) % CTAS == 0)
+        first_cta = tl.program_id(0) % CTAS == 0
+        leads = leads & first_cta
     if LOSS > 0:
         from_target = x_ptr + outer * x_outer + block * BLOCK + position + target.to(tl.int64) * x_col
         x_target = tl.load(from_target, mask=counts & leads, other=0.0).to(tl.float32)
@@ -168,8 +170,4 @@ def cross_entropy_spatial_skewed(
     if LOSS == 1:
         tl.store(loss_ptr + at, loss, mask=leads)
     elif LOSS == 2:
-        total_loss = reduced_losses(loss, count, MEAN)
-        if CTAS > 1 and PTX:
-            tl.store(loss_ptr + pid, total_loss, mask=tl.program_id(0) % CTAS == 0)
-        else:
-            tl.store(loss_ptr + pid, total_loss)
+        tl.store(loss_ptr + pid, reduced_losses(loss, count, MEAN), mask=first_cta)
