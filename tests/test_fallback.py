@@ -64,11 +64,15 @@ OF_SOFTMAX = {
 OF_LOSSES = {
     "row_statistics": "row_statistics",
     "row_statistics_backward": "row_statistics",
+    **dict.fromkeys(("row_statistics_gathered", "row_statistics_backward_gathered"), "row_statistics_gathered"),
     **dict.fromkeys(("row_statistics_parts", "merge_row_statistics"), "row_statistics_parts"),
     "cross_entropy_forward": "cross_entropy",
     "count_targets": "cross_entropy",
     "reduce_losses": "cross_entropy",
     "cross_entropy_resident": "cross_entropy_resident",
+    "cross_entropy_gathered": "cross_entropy_gathered",
+    "cross_entropy_forward_gathered": "cross_entropy_gathered",
+    "cross_entropy_backward_gathered": "cross_entropy_gathered",
     "cross_entropy_backward": "cross_entropy_backward",
     "scale_unless_one": "cross_entropy_backward",
     "cross_entropy_spatial": "cross_entropy_spatial",
@@ -146,6 +150,7 @@ def both(function, own, *tensors: torch.Tensor, rtol=2e-5, atol=1e-6):
 
 BROKEN = [KERNELS, FORWARD, tuple(name for name in KERNELS if "backward" in name)]
 BROKEN_IDS = ["all", "forward", "backward"]
+WIDTHS = pytest.mark.parametrize("n_cols", [40, 600])  # logits that are moved as one piece, and others
 interpreted = pytest.mark.interpreted
 
 
@@ -165,9 +170,10 @@ def test_softmax(names, dim, ours, own):
 
 @interpreted
 @pytest.mark.parametrize("names", BROKEN, ids=BROKEN_IDS)
-def test_logsumexp(names):
+@WIDTHS
+def test_logsumexp(names, n_cols):
     with broken(*names) as tried:
-        both(lambda t: fs.logsumexp(t, -1), lambda t: torch.logsumexp(t, -1), torch.randn(5, 37))
+        both(lambda t: fs.logsumexp(t, -1), lambda t: torch.logsumexp(t, -1), torch.randn(5, n_cols))
     assert tried
 
 
@@ -191,26 +197,27 @@ def test_masked_softmax(names, causal):
 @interpreted
 @pytest.mark.parametrize("names", [*BROKEN, *((name,) for name in OF_LOSSES)])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize(
-    "options", [{}, {"weight": torch.rand(40) + 0.5, "label_smoothing": 0.1}], ids=["plain", "weighted"]
-)
-def test_cross_entropy(names, reduction, options):
-    target = torch.randint(0, 40, (6,))
+@pytest.mark.parametrize("weighted", [False, True])
+@WIDTHS
+def test_cross_entropy(names, reduction, weighted, n_cols):
+    options = {"weight": torch.rand(n_cols) + 0.5, "label_smoothing": 0.1} if weighted else {}
+    target = torch.randint(0, n_cols, (6,))
     target[2] = -100
     double = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     with broken(*names):
         both(
             lambda t: fs.cross_entropy(t, target, reduction=reduction, **options),
             lambda t: F.cross_entropy(t, target, reduction=reduction, **double),
-            torch.randn(6, 40),
+            torch.randn(6, n_cols),
         )
 
 
 @interpreted
 @pytest.mark.parametrize("names", [*BROKEN, ("scale_unless_one",), ("reduce_losses",), ("count_targets",)])
-def test_cross_entropy_in_place(names):
+@WIDTHS
+def test_cross_entropy_in_place(names, n_cols):
     """The logits are overwritten, if at all, after everything that can fail to compile and needs them."""
-    x, target = torch.randn(6, 40), torch.randint(0, 40, (6,))
+    x, target = torch.randn(6, n_cols), torch.randint(0, n_cols, (6,))
     with broken(*names):
         both(
             lambda t: fs.cross_entropy(t * 1.0, target, inplace_backward=True, z_loss=0.01),
@@ -222,18 +229,19 @@ def test_cross_entropy_in_place(names):
 @interpreted
 @pytest.mark.parametrize("names", BROKEN, ids=BROKEN_IDS)
 @pytest.mark.parametrize("temperature", [0.7, torch.tensor([0.5, 2.0, 1.3])], ids=["number", "per row"])
-def test_token_logprobs(names, temperature):
-    ids = torch.randint(0, 40, (3, 2))
+@pytest.mark.parametrize("n_ids", [1, 2])  # one id for each row of few columns has a kernel of its own
+def test_token_logprobs(names, temperature, n_ids):
+    ids = torch.randint(0, 40, (3, n_ids))
 
     def own(x):
         z = torch.log_softmax(
             x / (temperature.unsqueeze(-1) if isinstance(temperature, torch.Tensor) else temperature), -1
         )
-        return z.gather(-1, ids).sum() - 2.0 * (z.exp() * z).sum()
+        return z.gather(-1, ids).sum() + 2.0 * (z.exp() * z).sum()
 
     def ours(x):
         found = fs.token_logprobs(x, ids, temperature=temperature, return_entropy=True)
-        return found.logprobs.sum() + 2.0 * found.entropy.sum()
+        return found.logprobs.sum() - 2.0 * found.entropy.sum()
 
     with broken(*names) as tried:
         both(ours, own, torch.randn(3, 40))
@@ -290,16 +298,20 @@ PLANNED = {
     "softmax_spatial_periodic_backward": lambda x: fs.plan_for(
         x.half().repeat(600, 1), 0, op="log_softmax", backward=True
     ),
-    "row_statistics": lambda x: fs.plan_for(x, op="logsumexp"),
-    "row_statistics_backward": lambda x: fs.plan_for(x, op="token_logprobs", backward=True),
+    "row_statistics": lambda x: fs.plan_for(x.repeat(1, 16), op="logsumexp"),
+    "row_statistics_backward": lambda x: fs.plan_for(x.repeat(1, 16), op="token_logprobs", backward=True),
+    "row_statistics_gathered": lambda x: fs.plan_for(x, op="logsumexp"),
+    "row_statistics_backward_gathered": lambda x: fs.plan_for(x, op="token_logprobs", backward=True),
     "masked_softmax_gathered": lambda x: fs.plan_for(x, op="masked_softmax", mask=x > 0),
     "masked_softmax_backward_gathered": lambda x: fs.plan_for(
         x.bfloat16(), op="masked_softmax", mask=x > 0, backward=True
     ),
     "masked_softmax_resident": lambda x: fs.plan_for(x.repeat(1, 4), op="masked_softmax", mask=x.repeat(1, 4) > 0),
     "masked_softmax_backward": lambda x: fs.plan_for(x, op="masked_softmax", backward=True),
-    "cross_entropy_forward": lambda x: fs.plan_for(x, op="cross_entropy"),
-    "cross_entropy_resident": lambda x: fs.plan_for(x, op="cross_entropy", backward=True),
+    "cross_entropy_forward": lambda x: fs.plan_for(x.repeat(1, 16), op="cross_entropy"),
+    "cross_entropy_resident": lambda x: fs.plan_for(x.repeat(1, 16), op="cross_entropy", backward=True),
+    "cross_entropy_gathered": lambda x: fs.plan_for(x, op="cross_entropy", backward=True),
+    "cross_entropy_forward_gathered": lambda x: fs.plan_for(x, op="cross_entropy"),
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from fused_softmax.launch.views import strided_launch
 from fused_softmax.planning.logsumexp import plan_logsumexp_gradient
 from fused_softmax.planning.losses import plan_elementwise, plan_row_statistics, plan_statistics
 from fused_softmax.planning.softmax import plan
-from fused_softmax.planning.types import DEVICES, Device, Plan
+from fused_softmax.planning.types import DEVICES, Device, Plan, Problem
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 FORWARD = (13, 50, 64, 77, 256, 1000, 1024, 4096, 16384, 50257, 128256, 262144, 1048576)
@@ -72,6 +73,11 @@ def cross_compiled(launch: Launch, target: str) -> tuple[compiled.Resources, Map
 
 def rows_like(n_cols: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(3, n_cols, dtype=dtype)
+
+
+def apart(*rows: torch.Tensor) -> Problem:
+    """The problem of rows that are not moved as one piece, whatever their width."""
+    return replace(problem_of(*rows), packed=False)
 
 
 def softmax(target: str) -> Iterator[Named]:
@@ -126,7 +132,8 @@ def statistics(target: str) -> Iterator[Named]:
             for sharded in (False, True):
                 flags = (("PICKS", 1), ("ENTROPY", False), ("LSE", False), ("SCALE", 0), ("HAS_MOMENTS", True))
                 flags = (*flags, ("SHARDED", sharded))
-                launch = row_launch(row_statistics.BACKWARD, (x, x), vectors, (1, 0, 0, 1.0), flags, chosen, device)
+                row_op = row_statistics.backward_op(1, sharded)
+                launch = row_launch(row_op, (x, x), vectors, (1, 0, 0, 1.0), flags, chosen, device)
                 yield f"row_statistics backward{' of a shard' * sharded} {dtype} {n_cols}", as_called(launch), chosen
 
 
@@ -149,7 +156,7 @@ def losses(target: str) -> Iterator[Named]:
                     op.kind.flags, chosen, device,
                 )  # fmt: skip
                 yield f"cross_entropy_forward{name}", as_called(launch), chosen
-                chosen = cross_entropy.WITH_GRADIENT[op.kind.arithmetic].planner(problem_of(x, x), device)
+                chosen = cross_entropy.WITH_GRADIENT[op.kind.arithmetic].planner(apart(x, x), device)
                 if chosen.regime != "two_pass" and facts is None:
                     flags = loss_kernels.with_gradient_flags(op.kind, keeps_upstream=True, waits=device.supports_pdl)
                     vectors = (*op.vectors(number), number, number, number)
@@ -161,7 +168,8 @@ def losses(target: str) -> Iterator[Named]:
                 for unless, sharded in ((False, False), (True, False), (False, True)):
                     backward = cross_entropy_gradient
                     row_op = backward.BACKWARD_UNLESS_WRITTEN if unless else backward.BACKWARD
-                    chosen = row_op.planner(problem_of(x, x), device)
+                    row_op = backward.OF_SHARDS if sharded else row_op
+                    chosen = row_op.planner(apart(x, x), device)
                     flags = backward.gradient_flags(op.kind, not sharded, n_cols == 1000, sharded, unless, unless)
                     launch = row_launch(
                         row_op, (x, x), (*op.vectors(number), number, number, number, number, number),
@@ -172,6 +180,45 @@ def losses(target: str) -> Iterator[Named]:
         chosen = cross_entropy_gradient.SCALE_UNLESS_ONE.planner(problem_of(x), device)
         launch = row_launch(cross_entropy_gradient.SCALE_UNLESS_ONE, (x,), (number,), (0,), (), chosen, device)
         yield f"scale_unless_one {dtype} {n_cols}", as_called(launch), chosen
+
+
+def narrow(target: str) -> Iterator[Named]:
+    """Losses and statistics of rows of few columns, which are moved as one piece where warps have 32 threads."""
+    device = DEVICES[target]
+    number, ids = torch.zeros(64), torch.zeros(64, dtype=torch.int64)
+    if device.warp_size != 32:
+        return
+    for dtype in (BFLOAT16, FLOAT32):
+        for n_cols, smoothing, softcap, weighted in ((2, 0, None, True), (19, 0.1, None, False), (77, 0, 30.0, False)):
+            x, weight = torch.empty(64, n_cols, dtype=dtype), torch.zeros(n_cols) if weighted else None
+            op = cross_entropy.CrossEntropy(ids, weight, None, -100, "mean", smoothing, softcap, 0.0)
+            numbers, vectors = (op.ignore_index, *op.numbers), (*op.vectors(number), number, number)
+            row_op = cross_entropy.FORWARD[op.kind.arithmetic]
+            chosen = row_op.planner(problem_of(x), device)
+            launch = row_launch(row_op, (x,), vectors, numbers, op.kind.flags, chosen, device)
+            yield f"cross_entropy_forward_gathered {dtype} {n_cols}", as_called(launch), chosen
+            row_op, flags = cross_entropy.WITH_GRADIENT[op.kind.arithmetic], loss_kernels.with_gradient_flags(op.kind)
+            chosen, numbers = row_op.planner(problem_of(x, x), device), loss_kernels.with_gradient_numbers(op)
+            launch = row_launch(row_op, (x, x), (*vectors, number), numbers, flags, chosen, device)
+            yield f"cross_entropy_gathered {dtype} {n_cols}", as_called(launch), chosen
+            row_op, flags = cross_entropy_gradient.BACKWARD, cross_entropy_gradient.gradient_flags(op.kind, True, False)
+            chosen, numbers = row_op.planner(problem_of(x, x), device), (op.ignore_index, 1, 0, *op.numbers)
+            launch = row_launch(row_op, (x, x), (*vectors, *(number,) * 3), numbers, flags, chosen, device)
+            yield f"cross_entropy_backward_gathered {dtype} {n_cols}", as_called(launch), chosen
+            entropy, scale = n_cols == 19, int(n_cols == 77)
+            flags = (("PICKS", 1), ("ENTROPY", entropy), ("RANK", False), ("SCALE", scale), ("KEEP_MOMENTS", True))
+            chosen, vectors = (
+                row_statistics.FORWARD.planner(problem_of(x), device),
+                (*(number,) * 3, ids, number, number),
+            )
+            launch = row_launch(row_statistics.FORWARD, (x,), vectors, (1, 0.5), flags, chosen, device)
+            yield f"row_statistics_gathered {dtype} {n_cols}", as_called(launch), chosen
+            flags = (("PICKS", 1), ("ENTROPY", entropy), ("LSE", True), ("SCALE", scale), ("HAS_MOMENTS", True))
+            chosen = row_statistics.BACKWARD.planner(problem_of(x, x), device)
+            launch = row_launch(
+                row_statistics.BACKWARD, (x, x), (*vectors, number), (1, 0, 0, 0.5), flags, chosen, device
+            )  # fmt: skip
+            yield f"row_statistics_backward_gathered {dtype} {n_cols}", as_called(launch), chosen
 
 
 def shards(target: str) -> Iterator[Named]:
@@ -395,5 +442,5 @@ def spatial_losses(target: str) -> Iterator[Named]:
 def launches(target: str) -> Iterator[Named]:
     """A launch of every kernel, by name."""
     over_ranks = shards, shards_of_softmax
-    for family in (softmax, statistics, losses, *over_ranks, masks, others, spatial_softmax, spatial_losses):
+    for family in (softmax, statistics, losses, narrow, *over_ranks, masks, others, spatial_softmax, spatial_losses):
         yield from family(target)

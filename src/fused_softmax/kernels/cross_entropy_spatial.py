@@ -32,7 +32,17 @@ from .common.cross_entropy_terms import (
 )
 from .common.early_start import await_previous
 from .common.logits import capped, capped_with_slope, logsumexp, probe, reference_of, rounding_residual, weigh
-from .common.numerics import LOWEST, exp, exp2_affine, exp2_fma, maximum, reciprocal_of_sum, scaled, upcast
+from .common.numerics import (
+    LOWEST,
+    exp,
+    exp2_affine,
+    exp2_fma,
+    maximum,
+    over_unit,
+    reciprocal_of_sum,
+    scaled,
+    upcast,
+)
 from .common.spatial_cluster import (
     declare_exchange,
     exchange_max_sum,
@@ -52,14 +62,6 @@ from .common.spatial_tiles import (
 )
 from .common.staggered_start import stagger
 from .common.tiles import READS
-
-
-@triton.jit
-def over_unit(x, unit):
-    """x / unit, and exactly 1 where they are equal. `div_rn` calls a function, for which registers are spilled."""
-    by = reciprocal_of_sum(unit, True, True)
-    quotient = x * by
-    return tl.fma(tl.fma(-quotient, unit, x), by, quotient)
 
 
 @triton.jit

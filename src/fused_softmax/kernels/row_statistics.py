@@ -24,10 +24,16 @@ import triton.language as tl
 from .common.arguments import Float32, Int32, Int64, Rows, Vector, kernel
 from .common.cluster import init_cluster_barrier, leave_cluster
 from .common.early_start import await_previous
-from .common.logits import logit
-from .common.numerics import LOWEST, exp, log, upcast
+from .common.numerics import log, upcast
 from .common.online_softmax import moment_of, online_reduction
-from .common.statistics_terms import UNSCALED, first_pick, picked_logits, scale_of, write_statistics
+from .common.statistics_terms import (
+    UNSCALED,
+    first_pick,
+    picked_logits,
+    scale_of,
+    statistics_term,
+    write_statistics,
+)
 from .common.tiles import (
     chunk_offsets,
     gradient_reads,
@@ -97,21 +103,6 @@ def row_statistics(
         picked_ptr, n_picks, PICKS, ENTROPY, RANK, SCALE, KEEP_MOMENTS,
     )  # fmt: skip
     leave_cluster(CTAS, PTX)
-
-
-@triton.jit
-def statistics_term(x, row_max, above, scale, a, g_entropy, ENTROPY: tl.constexpr, SCALED: tl.constexpr):
-    """dx/scale of a tile, without the picks' gradients. a and g_entropy are over row_sum; above: entropy - log_sum.
-
-    All arguments broadcast.
-    """
-    d = logit(x, scale, 1.0, SCALED, False) - row_max
-    e = exp(d)
-    dz = e * a
-    if ENTROPY:
-        # p*(log(p) + H) is 0 where p is 0
-        dz -= g_entropy * e * tl.maximum(d + above, LOWEST)
-    return dz
 
 
 @triton.jit

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ..planning.losses import (
     plan_capped_loss,
-    plan_capped_statistics,
+    plan_capped_loss_alone,
     plan_loss,
+    plan_loss_alone,
     plan_smoothed_loss,
-    plan_statistics,
 )
 from ..planning.types import ITEMSIZE, VECTOR_BYTES, Device, Plan, Problem
 from . import loss_kernels as kernels
@@ -32,7 +32,6 @@ from .launcher import (
     RowOp,
     Run,
     Vector,
-    always,
     device_of,
     launch_rows,
     on_its_device,
@@ -57,15 +56,15 @@ from .torch_private import current_device
 
 # how much arithmetic a logit takes -> the loss alone, and the loss with its gradient in the same pass
 FORWARD = {
-    arithmetic: RowOp(planner, always(kernels.forward))
+    arithmetic: RowOp(planner, kernels.of_loss)
     for arithmetic, planner in (
-        ("exponential", plan_statistics),
-        ("smoothed", plan_statistics),
-        ("capped", plan_capped_statistics),
+        ("exponential", plan_loss_alone),
+        ("smoothed", plan_loss_alone),
+        ("capped", plan_capped_loss_alone),
     )
 }
 WITH_GRADIENT = {
-    arithmetic: RowOp(functools.lru_cache(planner), always(kernels.resident))
+    arithmetic: RowOp(functools.lru_cache(planner), kernels.of_both)
     for arithmetic, planner in (
         ("exponential", plan_loss),
         ("smoothed", plan_smoothed_loss),

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..planning.losses import plan_elementwise, plan_few_programs
+from ..planning.losses import plan_elementwise, plan_few_programs, plan_statistics_gradient
+from ..planning.types import Plan
 from .cache import Cache
 from .kernel_loading import kernel_loader
 from .last_upstream import LastUpstream
@@ -29,13 +30,25 @@ def _backward() -> Any:
 
 
 @kernel_loader
+def _backward_gathered() -> Any:
+    from ..kernels.cross_entropy_gathered import cross_entropy_backward_gathered
+
+    return cross_entropy_backward_gathered
+
+
+@kernel_loader
 def _scale_unless_one() -> Any:
     from ..kernels.cross_entropy_backward import scale_unless_one
 
     return scale_unless_one
 
 
-BACKWARD = RowOp(plan_elementwise, always(_backward))
+def _by_plan(plan: Plan) -> Any:
+    return _backward_gathered() if plan.gathered else _backward()
+
+
+BACKWARD = RowOp(plan_statistics_gradient, _by_plan)
+OF_SHARDS = RowOp(plan_elementwise, always(_backward))
 BACKWARD_UNLESS_WRITTEN = RowOp(plan_few_programs, always(_backward), most_warps=FEW_WARPS)
 SCALE_UNLESS_ONE = RowOp(plan_few_programs, always(_scale_unless_one), most_warps=FEW_WARPS)
 
@@ -155,7 +168,7 @@ def shard_gradient(
         expect_rows(x, dx)
         kind = LOSS_KINDS[weight is not None, smooth, softcap is not None]
         flags = gradient_flags(kind, mean=False, inplace=inplace, sharded=True)
-        run = prepare_rows(BACKWARD, (x, dx), vectors, flags, invariant)
+        run = prepare_rows(OF_SHARDS, (x, dx), vectors, flags, invariant)
         if x.is_cuda:
             _of_shards.store(key, run)
     run((x, dx), vectors, (ignore_index, 3, start, 0.0, 1.0 if softcap is None else softcap, 0.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ..planning.types import Device
+from ..planning.types import Device, Plan
 from .kernel_loading import kernel_loader
 from .options import CrossEntropy, Flags, LossKind
 
@@ -22,6 +22,30 @@ def resident() -> Any:
     from ..kernels.cross_entropy_resident import cross_entropy_resident
 
     return cross_entropy_resident
+
+
+@kernel_loader
+def _gathered() -> Any:
+    from ..kernels.cross_entropy_gathered import cross_entropy_gathered
+
+    return cross_entropy_gathered
+
+
+@kernel_loader
+def _forward_gathered() -> Any:
+    from ..kernels.cross_entropy_gathered import cross_entropy_forward_gathered
+
+    return cross_entropy_forward_gathered
+
+
+def of_loss(plan: Plan) -> Any:
+    """The kernel of a loss without a gradient."""
+    return _forward_gathered() if plan.gathered else forward()
+
+
+def of_both(plan: Plan) -> Any:
+    """The kernel of a loss with its gradient in one pass."""
+    return _gathered() if plan.gathered else resident()
 
 
 @kernel_loader

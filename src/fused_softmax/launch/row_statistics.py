@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..planning.losses import plan_elementwise, plan_row_statistics, plan_statistics
+from ..planning.losses import (
+    plan_elementwise,
+    plan_row_statistics,
+    plan_statistics,
+    plan_statistics_gradient,
+    plan_statistics_of_one_id,
+)
 from ..planning.types import Plan, power_of_two
 from .cache import Cache
 from .context import is_batch_invariant
@@ -47,15 +53,51 @@ def _statistics_parts() -> Any:
 
 
 @kernel_loader
+def _gathered() -> Any:
+    from ..kernels.row_statistics_gathered import row_statistics_gathered
+
+    return row_statistics_gathered
+
+
+@kernel_loader
+def _backward_gathered() -> Any:
+    from ..kernels.row_statistics_gathered import row_statistics_backward_gathered
+
+    return row_statistics_backward_gathered
+
+
+@kernel_loader
 def _merge_statistics() -> Any:
     from ..kernels.row_statistics_parts import merge_row_statistics
 
     return merge_row_statistics
 
 
-FORWARD = RowOp(plan_row_statistics, lambda plan: _statistics_parts() if plan.part_cols else _statistics())
+def _forward(plan: Plan) -> Any:
+    if plan.gathered:
+        return _gathered()
+    return _statistics_parts() if plan.part_cols else _statistics()
+
+
+# of one id for each row, or none; of several ids; with the rank of the first one
+FORWARD = RowOp(plan_statistics_of_one_id, _forward)
+OF_SEVERAL_IDS = RowOp(plan_row_statistics, _forward)
 RANKED = RowOp(plan_statistics, always(_statistics))
-BACKWARD = RowOp(plan_elementwise, always(_statistics_backward))
+# of one id for each row, or none; of several ids, and of a part of the columns
+BACKWARD = RowOp(
+    plan_statistics_gradient, lambda plan: _backward_gathered() if plan.gathered else _statistics_backward()
+)
+BACKWARD_OF_SEVERAL_IDS = RowOp(plan_elementwise, always(_statistics_backward))
+
+
+def forward_op(n_picks: int, rank: bool = False) -> RowOp:
+    if rank:
+        return RANKED
+    return FORWARD if n_picks <= 1 else OF_SEVERAL_IDS
+
+
+def backward_op(n_picks: int, sharded: bool = False) -> RowOp:
+    return BACKWARD if n_picks <= 1 and not sharded else BACKWARD_OF_SEVERAL_IDS
 
 
 def check_ids(ids: Tensor, n_cols: int) -> None:
@@ -131,7 +173,7 @@ def write_statistics(
     if launch is None:
         flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", entropy))
         flags = (*flags, ("RANK", rank), ("SCALE", scaled), ("KEEP_MOMENTS", keeps))
-        launch = prepare_statistics(RANKED if rank else FORWARD, x, x.dtype if rounded else _REAL, flags, invariant)
+        launch = prepare_statistics(forward_op(n_picks, rank), x, x.dtype if rounded else _REAL, flags, invariant)
         if x.is_cuda:
             _forwards.store(key, launch)
     on_its_device(x, launch, x.shape[0], (at(x),), vectors, (n_picks, 1.0 if scaled == 2 else scale))
@@ -142,7 +184,7 @@ MOST_PARTS = 2048  # of a row that are read at a time: with 65,536 the kernel sp
 
 
 def prepare_statistics(op: RowOp, x: Tensor, dtype: torch.dtype, flags: Flags, invariant: bool) -> Callable[..., None]:
-    """launch(n_rows, rows, vectors, numbers) of `op`, FORWARD or RANKED, over rows that lie as x does, by pointers.
+    """launch(n_rows, rows, vectors, numbers) of `op`, from `forward_op`, over rows that lie as x does, by pointers.
 
     vectors: lse of `dtype`, moments, entropies, ids, log-probabilities and scales. numbers: n_picks, scale.
     """
@@ -185,11 +227,14 @@ def planned_statistics(x: Tensor, on: Tensor, n_picks: int, backward: bool) -> P
         dx = described_gradient(x) if n_picks else torch.empty(x.shape, dtype=x.dtype, device="meta")
         flags = (*flags, ("HAS_MOMENTS", n_picks > 0), ("SHARDED", False))
         # each element is computed by itself, so batch_invariant() changes nothing
-        return planned(BACKWARD, (x, dx), (real, real, real, ids, real, real, real), flags, on, invariant=False)
+        return planned(
+            backward_op(n_picks), (x, dx), (real, real, real, ids, real, real, real), flags, on, invariant=False
+        )
     keeps = n_picks > 0 and on.requires_grad and torch.is_grad_enabled()
     flags = (("PICKS", n_picks), ("ENTROPY", False), ("RANK", False), ("SCALE", 0), ("KEEP_MOMENTS", keeps))
-    shared = FORWARD.plan((x,), device_of(on), is_batch_invariant()).part_cols > 0
-    return planned(FORWARD, (x,), (_REAL, real) if shared else (real, real, real, ids, real, real), flags, on)
+    op = forward_op(n_picks)
+    shared = op.plan((x,), device_of(on), is_batch_invariant()).part_cols > 0
+    return planned(op, (x,), (_REAL, real) if shared else (real, real, real, ids, real, real), flags, on)
 
 
 def statistics_backward(
@@ -239,7 +284,7 @@ def statistics_backward(
         flags: Flags = (("PICKS", power_of_two(n_picks) if n_picks else 0), ("ENTROPY", g_entropy is not None))
         flags = (*flags, ("LSE", g_lse is not None), ("SCALE", scaled), ("HAS_MOMENTS", by_moments))
         flags = (*flags, ("SHARDED", shard is not None))
-        run = prepare_rows(BACKWARD, (x, dx), vectors, flags, invariant)
+        run = prepare_rows(backward_op(n_picks, shard is not None), (x, dx), vectors, flags, invariant)
         if x.is_cuda:
             _backwards.store(key, run)
     run((x, dx), vectors, (n_picks, *(shard or (0, 0)), 1.0 if scaled == 2 else scale))

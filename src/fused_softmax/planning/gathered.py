@@ -11,9 +11,12 @@ from functools import cache
 from .piece_costs import (
     BACKWARD,
     FORWARD,
+    LOSS,
     MASKED,
     MASKED_BACKWARD,
     MOST_ELEMENTS,
+    STATISTICS,
+    STATISTICS_BACKWARD,
     WORK,
     over_copy,
     rounded_chunks,
@@ -24,17 +27,21 @@ from .types import ITEMSIZE, Device, Plan, Problem
 NUM_WARPS = 4
 # columns from which and up to which rows are moved as one piece, the latter by the bytes of an element: beyond, other
 # kernels are as fast, and faster with few rows
-FEWEST_COLS = 3
+FEWEST_COLS = {LOSS: 2, STATISTICS: 2, STATISTICS_BACKWARD: 2}  # of the others 3
 MOST_COLS = {
     FORWARD: {2: 128, 4: 64}, BACKWARD: {2: 80, 4: 0}, MASKED: {2: 116, 4: 64}, MASKED_BACKWARD: {2: 104, 4: 32},
+    LOSS: {2: 384, 4: 400}, STATISTICS: {2: 330, 4: 320}, STATISTICS_BACKWARD: {2: 640, 4: 640},
 }  # fmt: skip
 # elements of a thread below which it takes several rows, so that a program moves enough bytes
 FEW_ELEMENTS = 8
 # elements of a thread that cost few rows, which wait for them, as much as a copy's time costs many rows
-ELEMENTS_OF_COPY = 300
+ELEMENTS_OF_COPY = {STATISTICS: 900}  # of the others 300
 # of the copy's time that runs have to save: they are a kernel more to compile, and masks are read in more sectors at
 # once, which the count does not know
-RUNS_COST = {FORWARD: 0.05, BACKWARD: 0.05, MASKED: 0.15, MASKED_BACKWARD: 0.05}
+RUNS_COST = {
+    FORWARD: 0.05, BACKWARD: 0.05, MASKED: 0.15, MASKED_BACKWARD: 0.05, LOSS: 0.24, STATISTICS: 0,
+    STATISTICS_BACKWARD: 0.08,
+}  # fmt: skip
 # columns of which the kernels that read rows take no longer than a copy; fewer take longer by their inverse
 COLS_OF_ROWS = {FORWARD: 96, BACKWARD: 76, MASKED: 140, MASKED_BACKWARD: 105}
 # of the time of those kernels, at most: the count has such an error
@@ -43,6 +50,7 @@ MOST_OVER_ROWS = 1.07
 # give them lanes by powers of two, scores 8 lanes at least
 ALIGNED_COLS = {
     FORWARD: {2: 120, 4: 60}, BACKWARD: {2: 0, 4: 0}, MASKED: {2: 80, 4: 28}, MASKED_BACKWARD: {2: 80, 4: 20},
+    LOSS: {2: 512, 4: 240}, STATISTICS: {2: 512, 4: 320}, STATISTICS_BACKWARD: {2: 640, 4: 448},
 }  # fmt: skip
 
 
@@ -62,18 +70,37 @@ def gathered_plan(problem: Problem, device: Device, scores: bool = False, masked
     most = MOST_COLS[kind][problem.itemsize]
     if problem.vec == problem.full_vec:
         most = _most_aligned(problem, kind, scores)
-    narrow = problem.packed and FEWEST_COLS <= problem.n_cols <= most
+    return _plan(problem, device, kind, most)
+
+
+def gathered_logits(problem: Problem, device: Device, kind: str) -> Plan | None:
+    """`gathered_plan` of logits, of a kind of LOSS, STATISTICS or STATISTICS_BACKWARD.
+
+    >>> from .types import DEVICES
+    >>> gathered_logits(Problem(19, "bfloat16", "bfloat16", vec=1, packed=True), DEVICES["sm_90"], LOSS).rows
+    128
+    """
+    of = ALIGNED_COLS if problem.vec == problem.full_vec else MOST_COLS
+    return _plan(problem, device, kind, of[kind][problem.itemsize])
+
+
+def _plan(problem: Problem, device: Device, kind: str, most: int) -> Plan | None:
+    narrow = problem.packed and FEWEST_COLS.get(kind, 3) <= problem.n_cols <= most
     if not narrow or problem.dtype != problem.out_dtype or device.warp_size != 32:
         return None
     vec = min(problem.vec, problem.full_vec // 2)  # a thread's access has at most 8 bytes
     found = _lanes_and_runs(problem.n_cols, vec, ITEMSIZE[problem.dtype], kind, problem.vec == problem.full_vec)
     if found is None:
         return None
-    lanes, runs = found
+    return _plan_of(problem, vec, *found, device)
+
+
+def _plan_of(problem: Problem, vec: int, lanes: int, runs: bool, device: Device, rows_each: int = 0) -> Plan:
+    """The plan of rows that `lanes` threads share, each with a run of it or not. rows_each: of a thread; 0: by rule."""
     chunks, full = rounded_chunks(-(-problem.n_cols // (lanes * vec)))
     if runs:  # the last lane's run is short
         full = max(0, full * lanes + 1 - (lanes - 1) * chunks)
-    rows = NUM_WARPS * device.warp_size // lanes * _rows_a_thread(lanes, chunks * vec)
+    rows = NUM_WARPS * device.warp_size // lanes * (rows_each or _rows_a_thread(lanes, chunks * vec))
     why = f"{rows} rows per program, moved as one piece, each in {lanes} thread{'s' * (lanes > 1)}"
     return Plan(
         "warp", rows, 1, 1, lanes, vec, chunks, full, False, False, NUM_WARPS, None, why, gathered=True,
@@ -93,16 +120,19 @@ def _lanes_and_runs(n_cols: int, vec: int, itemsize: int, kind: str, aligned: bo
     """(lanes of a row, whether each holds a run of it); None where the kernels that read rows are faster."""
     times, costs = {}, {}
     for lanes in (16, 8, 4, 2, 1):  # of 128 threads, so that a program's rows are a multiple of a vector's elements
+        if -(-n_cols // (lanes * vec)) > MOST_ELEMENTS[kind]:
+            continue
         elements = rounded_chunks(-(-n_cols // (lanes * vec)))[0] * vec
         if elements > MOST_ELEMENTS[kind] or (lanes > 1 and elements < vec + 2):
             continue
         for runs in (False, True)[: 1 + (lanes > 1)]:
             times[lanes, runs] = time_over_copy(n_cols, vec, itemsize, kind, lanes, runs)
-            costs[lanes, runs] = times[lanes, runs] + elements / ELEMENTS_OF_COPY + RUNS_COST[kind] * runs
+            of_elements = elements / ELEMENTS_OF_COPY.get(kind, 300)
+            costs[lanes, runs] = times[lanes, runs] + of_elements + RUNS_COST[kind] * runs
     best = min(costs, key=lambda found: costs[found]) if costs else None
-    by_rows = max(1.0, COLS_OF_ROWS[kind] * 2 / (n_cols * itemsize))
-    if best is not None and not aligned and times[best] > MOST_OVER_ROWS * by_rows:
-        return None
+    if best is not None and not aligned and kind in COLS_OF_ROWS:
+        by_rows = max(1.0, COLS_OF_ROWS[kind] * 2 / (n_cols * itemsize))
+        return best if times[best] <= MOST_OVER_ROWS * by_rows else None
     return best
 
 

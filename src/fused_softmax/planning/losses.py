@@ -24,6 +24,8 @@ from .config_tables import (
     TWO_PASS_WARPS,
     KernelConfig,
 )
+from .gathered import gathered_logits
+from .piece_costs import LOSS, STATISTICS, STATISTICS_BACKWARD
 from .rows import (
     geometry,
     held_plan,
@@ -63,6 +65,16 @@ def plan_row_statistics(problem: Problem, device: Device) -> Plan:
     if device.max_cluster < 16 or not whole_vectors or problem.n_cols <= narrow:
         return plan_statistics(problem, device)
     return parts_plan(problem, device, warps, most)
+
+
+def plan_statistics_of_one_id(problem: Problem, device: Device) -> Plan:
+    """`plan_row_statistics`; of narrow rows, the plan of a kernel that moves them as one piece.
+
+    >>> from .types import DEVICES
+    >>> plan_statistics_of_one_id(Problem(19, "bfloat16", "bfloat16", vec=1, packed=True), DEVICES["sm_90"]).gathered
+    True
+    """
+    return gathered_logits(problem, device, STATISTICS) or plan_row_statistics(problem, device)
 
 
 def parts_plan(problem: Problem, device: Device, warps: int, most: int) -> Plan:
@@ -125,6 +137,16 @@ def plan_elementwise(problem: Problem, device: Device) -> Plan:
     return steps_plan(problem, device, 1, *ELEMENTWISE[problem.itemsize], "independent programs share the row")
 
 
+def plan_statistics_gradient(problem: Problem, device: Device) -> Plan:
+    """`plan_elementwise`; of narrow rows, the plan of a kernel that moves them as one piece. Of losses, too.
+
+    >>> from .types import DEVICES
+    >>> plan_statistics_gradient(Problem(19, "bfloat16", "bfloat16", vec=1, packed=True), DEVICES["sm_90"]).gathered
+    True
+    """
+    return gathered_logits(problem, device, STATISTICS_BACKWARD) or plan_elementwise(problem, device)
+
+
 def plan_few_programs(problem: Problem, device: Device) -> Plan:
     """`plan_elementwise` of a launch that most often has nothing to do: the fewer programs, the sooner it ends.
 
@@ -145,6 +167,8 @@ def plan_loss(problem: Problem, device: Device) -> Plan:
     >>> plan_loss(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).ctas
     8
     """
+    if (found := gathered_logits(problem, device, LOSS)) is not None:
+        return found
     if preferred_warp_plan(problem, device) is None and device.max_cluster >= 16:
         for config in LOSS_CLUSTER[problem.itemsize]:
             chosen = resident_plan(problem, device, config) if problem.n_cols <= config.max_cols else None
@@ -177,7 +201,7 @@ def plan_smoothed_loss(problem: Problem, device: Device) -> Plan:
     >>> plan_smoothed_loss(Problem(128256, "float32", "float32", vec=4), DEVICES["sm_90"]).chunks
     8
     """
-    return _with_chunks(problem, device, 8)
+    return gathered_logits(problem, device, LOSS) or _with_chunks(problem, device, 8)
 
 
 def _with_chunks(problem: Problem, device: Device, most: int) -> Plan:
@@ -198,4 +222,23 @@ def plan_capped_loss(problem: Problem, device: Device) -> Plan:
     >>> plan_capped_loss(Problem(128256, "float32", "float32", vec=4), DEVICES["sm_90"]).chunks
     4
     """
-    return _with_chunks(problem, device, 4)
+    return gathered_logits(problem, device, LOSS) or _with_chunks(problem, device, 4)
+
+
+def plan_loss_alone(problem: Problem, device: Device) -> Plan:
+    """The plan of a loss without a gradient: `plan_statistics`, except of narrow rows, which are moved as one piece.
+
+    >>> from .types import DEVICES
+    >>> plan_loss_alone(Problem(19, "bfloat16", "bfloat16", vec=1, packed=True), DEVICES["sm_90"]).gathered
+    True
+    """
+    return gathered_logits(problem, device, STATISTICS) or plan_statistics(problem, device)
+
+
+def plan_capped_loss_alone(problem: Problem, device: Device) -> Plan:
+    """`plan_loss_alone` of capped logits; others as `plan_capped_statistics`.
+
+    >>> plan_capped_loss_alone(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).ctas
+    1
+    """
+    return gathered_logits(problem, device, STATISTICS) or plan_capped_statistics(problem, device)

@@ -16,8 +16,16 @@ from functools import cache
 from typing import NamedTuple
 
 FORWARD, BACKWARD, MASKED, MASKED_BACKWARD = "forward", "backward", "masked", "masked backward"
+# of logits: a loss with its gradient, what is read once and written as a few numbers, and the gradient of that
+LOSS, STATISTICS, STATISTICS_BACKWARD = "loss", "statistics", "statistics backward"
 # elements of a row that a thread holds, at most: they are float32 in its registers, two rows of them in a gradient
-MOST_ELEMENTS = {FORWARD: 40, BACKWARD: 36, MASKED: 34, MASKED_BACKWARD: 36}
+MOST_ELEMENTS = {
+    FORWARD: 40, BACKWARD: 36, MASKED: 34, MASKED_BACKWARD: 36, LOSS: 40, STATISTICS: 40, STATISTICS_BACKWARD: 40,
+}  # fmt: skip
+# tensors of a row's size that are moved
+TENSORS = {
+    FORWARD: 2, BACKWARD: 3, MASKED: 2, MASKED_BACKWARD: 3, LOSS: 2, STATISTICS: 1, STATISTICS_BACKWARD: 2,
+}  # fmt: skip
 # accesses of a thread are rounded up to these, so that widths share kernels. They come from a random search over such
 # lists, by the count below. No plan has more than 40
 CHUNKS = (1, 3, 5, 9, 12, 15, 19, 25, 34, 40, 64, 128, 256)
@@ -43,6 +51,9 @@ WORK = {
     BACKWARD: Work(3, 14, 10.4, 50, 40),
     MASKED: Work(3, 6.1, 6.9, 130, 30),
     MASKED_BACKWARD: Work(3, 16, 10.4, 80, 40),
+    LOSS: Work(2, 13.2, 14.9, 160, 40),
+    STATISTICS: Work(1, 5.6, 2.6, 175, 21),
+    STATISTICS_BACKWARD: Work(2, 10, 4.8, 120, 50),
 }
 # bytes that a multiprocessor moves in a cycle at the speed of a copy, on an H200, where fewer cycles are left for each
 # byte than on an H100
@@ -61,7 +72,7 @@ def over_copy(
     its elements. idle: threads over those that have elements.
     """
     work = WORK[kind]
-    tensors = 3 if kind in (BACKWARD, MASKED_BACKWARD) else 2
+    tensors = TENSORS[kind]
     copy = tensors * n_cols * itemsize / BYTES_A_CYCLE
     instructions = work.of_element * elements + work.of_access * accesses + work.of_row + of_thread
     waves_of_row = work.accesses * accesses * waves * lanes / 32 + tensors * n_cols * itemsize / (4 * BANKS)

@@ -277,6 +277,30 @@ def put(
 
 
 @triton.jit
+def element_of(ptr, first, row, column, columns, there, PTX: tl.constexpr):
+    """One element of each thread's row, in float32, 0 where not there; `fetch` has the region.  # all [THREADS]"""
+    place = row * columns + tl.where(there, column, 0).to(tl.int32)
+    if PTX:
+        ITEMSIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+        DTYPE: tl.constexpr = ptr.dtype.element_ty.name
+        return fetch_at((phase_of(ptr) + place) * ITEMSIZE, there, DTYPE, 0, 1, "0", False)[0]
+    else:
+        return tl.load(ptr + first + place, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def put_element(value, ptr, first, row, column, columns, there, PTX: tl.constexpr):
+    """Puts one float32 for each thread that is there, in ptr's dtype, as `put` does.  # all [THREADS]"""
+    place = row * columns + tl.where(there, column, 0)
+    if PTX:
+        ITEMSIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+        DTYPE: tl.constexpr = ptr.dtype.element_ty.name
+        put_at((value,), (phase_of(ptr) + place) * ITEMSIZE, there, DTYPE, 0, 1, True, False)
+    else:
+        tl.store(ptr + first + place, value.to(ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
 def max_of(tiles, START: tl.constexpr, N: tl.constexpr):
     """The maximum of N tiles from START on, as a tree: a chain of a thread's maxima is all that few rows wait for."""
     if N == 1:

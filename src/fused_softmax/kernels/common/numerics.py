@@ -258,6 +258,18 @@ def reciprocal_of_sum(x, SHORT: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def over_unit(x, unit):
+    """x / unit, and exactly 1 where they are equal. `div_rn` calls a function, for which registers are spilled.
+
+    Of the largest number's own term by `exp2_fma`, which is not exactly 1: a sum over it is exact where no other number
+    counts, so that a sure prediction has a loss of 0.
+    """
+    by = reciprocal_of_sum(unit, True, True)
+    quotient = x * by
+    return tl.fma(tl.fma(-quotient, unit, x), by, quotient)
+
+
+@triton.jit
 def scaled(x, by, PTX: tl.constexpr):
     """x*by, rounded to float32 before any other operation.
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .logits import logit, logsumexp, rounding_residual
-from .numerics import log
+from .numerics import LOWEST, exp, log
 
 # the factor of the logits: none, one number, or each row's own
 UNSCALED = tl.constexpr(0)
@@ -78,3 +78,18 @@ def write_statistics(
         z = logit(x_picked, by, 1.0, SCALE != UNSCALED, False)
         picked = tl.where(inside & (lse < float("inf")), z - lse - residual, float("nan"))
         tl.store(picked_ptr + row * n_picks + k, picked, mask=wanted)
+
+
+@triton.jit
+def statistics_term(x, row_max, above, scale, a, g_entropy, ENTROPY: tl.constexpr, SCALED: tl.constexpr):
+    """dx/scale of a tile, without the picks' gradients. a and g_entropy are over row_sum; above: entropy - log_sum.
+
+    All arguments broadcast.
+    """
+    d = logit(x, scale, 1.0, SCALED, False) - row_max
+    e = exp(d)
+    dz = e * a
+    if ENTROPY:
+        # p*(log(p) + H) is 0 where p is 0
+        dz -= g_entropy * e * tl.maximum(d + above, LOWEST)
+    return dz

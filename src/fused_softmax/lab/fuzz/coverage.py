@@ -146,7 +146,11 @@ def unreachable() -> Reached:
     # and it reads the mask of few rows, element by element
     never |= {("masked_softmax_backward", "MASK_COLS=3")}
     # a piece of memory has the rows of 4 warps
-    gathered = ("softmax_gathered", "softmax_backward_gathered", "masked_softmax_gathered")
+    statistics = ("row_statistics_gathered", "row_statistics_backward_gathered")
+    losses = [f"cross_entropy{which}_gathered" for which in ("", "_forward", "_backward")]
+    gathered = ("softmax_gathered", "softmax_backward_gathered", "masked_softmax_gathered", *statistics, *losses)
+    # which have one id at most
+    never |= {(name, "PICKS=many") for name in statistics}
     transposing = ("softmax_transposed", "softmax_channels_last")
     never |= {(name, "ROWS=1") for name in (*gathered, *transposing, "transposed_copy")}
     # threads that share a position have one column each at least
