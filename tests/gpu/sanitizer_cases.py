@@ -30,8 +30,8 @@ CASES = {
 }
 
 
-# widths of tile, block and cluster, for gradients and losses
-OTHERS = (1000, 4097, 8192, 50257)
+# widths of rows that are moved as one piece, of tile, block and cluster, for gradients and losses
+OTHERS = (2, 19, 77, 150, 1000, 4097, 8192, 50257)
 # and of gradients alone
 LONG = (200019, 250001, 262144, 450001, 524288, 700001)
 

@@ -6,7 +6,7 @@ A case is drawn by a seed. Its results lie between guards, which no launch may c
 from __future__ import annotations
 
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fused_softmax.launch import cross_entropy, cross_entropy_gradient, loss_kernels, row_statistics
 from fused_softmax.launch.compile import Launch
-from fused_softmax.launch.launcher import row_launch
+from fused_softmax.launch.launcher import launch_rows, row_launch
 from fused_softmax.launch.layout import problem_of
 from fused_softmax.launch.options import CrossEntropy, weight_facts_of
 from fused_softmax.planning.gathered import ALIGNED_COLS, MOST_COLS
@@ -30,13 +30,32 @@ ALL = KINDS | OF_STATISTICS
 
 
 class Checked(NamedTuple):
-    """A launch; its plan; what it writes, each with its guards; what is right there; and the limit on the error."""
+    """A launch; what `launch_rows` takes for it; its plan; what it writes, each with its guards; what is right there;
+    and the limit on the error."""
 
     launch: Launch
+    call: tuple[Any, ...]
     plan: Plan
     written: dict[str, Tensor]
     right: dict[str, Tensor]
     limits: dict[str, Tensor]
+
+    def run_on(self, device: str) -> None:
+        """Launches over copies of all tensors on the device, which start as these do, and copies them back."""
+        copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def there(t: Any) -> Any:
+            if not isinstance(t, Tensor):
+                return t
+            storage = t.untyped_storage()
+            whole = torch.empty(0, dtype=t.dtype).set_(storage)  # type: ignore[call-overload]
+            _, copy = copies.setdefault(storage.data_ptr(), (whole, whole.to(device)))
+            return copy.as_strided(t.shape, t.stride(), t.storage_offset())
+
+        op, rows, vectors, numbers, flags = self.call
+        launch_rows(op, tuple(map(there, rows)), tuple(map(there, vectors)), numbers, flags)
+        for whole, copy in copies.values():
+            whole.copy_(copy)
 
     def expect_right(self) -> None:
         for name, memory in self.written.items():
@@ -139,7 +158,8 @@ def _loss(
     plan = row_op.planner(problem_of(*rows), HOPPER)
     launch = row_launch(row_op, rows, vectors, numbers, flags, plan, device)
     memories = {"losses": losses, "moments": moments, "dx": result}
-    return Checked(launch, plan, {n: memories[n] for n in names}, right, limits)
+    call = (row_op, rows, vectors, numbers, flags)
+    return Checked(launch, call, plan, {n: memories[n] for n in names}, right, limits)
 
 
 def _statistics(
@@ -176,7 +196,8 @@ def _statistics(
         row_op, rows, numbers = row_statistics.FORWARD, (x,), (1, number)
         plan = row_op.planner(problem_of(x), HOPPER)
         launch = row_launch(row_op, rows, vectors, numbers, flags, plan, device)
-        return Checked(launch, plan, {n: memories[n] for n in names}, right, limits)
+        call = (row_op, rows, vectors, numbers, flags)
+        return Checked(launch, call, plan, {n: memories[n] for n in names}, right, limits)
     g_picked, g_entropy, g_lse = (torch.randn(n_rows, generator=given) for _ in range(3))
     with torch.no_grad():
         top = z.amax(1).clamp(torch.finfo(torch.float32).min, torch.finfo(torch.float32).max)
@@ -205,5 +226,7 @@ def _statistics(
     flags = (*flags, ("SHARDED", False))
     rows = (x, result[inside].view(x.shape))
     plan = row_statistics.BACKWARD.planner(problem_of(*rows), HOPPER)
-    launch = row_launch(row_statistics.BACKWARD, rows, vectors, (1, 0, 0, number), flags, plan, device)
-    return Checked(launch, plan, {"dx": result}, {"dx": dx}, {"dx": eps * dx.abs().nan_to_num(0) + of_row[:, None]})
+    call = (row_statistics.BACKWARD, rows, vectors, (1, 0, 0, number), flags)
+    launch = row_launch(*call, plan, device)
+    limits = {"dx": eps * dx.abs().nan_to_num(0) + of_row[:, None]}
+    return Checked(launch, call, plan, {"dx": result}, {"dx": dx}, limits)

@@ -1,0 +1,19 @@
+"""Random losses and statistics of rows of few columns, with guards around what is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from narrow_logits import ALL, drawn
+
+from fused_softmax.launch.device import device_of
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("seed", range(1000, 1020))
+@pytest.mark.parametrize("kind", ALL)
+def test_random_rows(kind, seed):
+    case = drawn(kind, seed, device_of(torch.empty(1, device="cuda")))
+    case.run_on("cuda")
+    case.expect_right()
