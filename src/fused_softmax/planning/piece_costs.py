@@ -51,9 +51,9 @@ WORK = {
     BACKWARD: Work(3, 14, 10.4, 50, 40),
     MASKED: Work(3, 6.1, 6.9, 130, 30),
     MASKED_BACKWARD: Work(3, 16, 10.4, 80, 40),
-    LOSS: Work(2, 13.2, 14.9, 160, 40),
-    STATISTICS: Work(1, 5.6, 2.6, 175, 21),
-    STATISTICS_BACKWARD: Work(2, 10, 4.8, 120, 50),
+    LOSS: Work(2, 17.7, 5.5, 170, 80),
+    STATISTICS: Work(1, 6.2, 7.5, 90, 60),
+    STATISTICS_BACKWARD: Work(2, 3, 4.3, 150, 120),
 }
 # bytes that a multiprocessor moves in a cycle at the speed of a copy, on an H200, where fewer cycles are left for each
 # byte than on an H100
