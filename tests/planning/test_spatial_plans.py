@@ -218,4 +218,4 @@ def test_caps_of_skewed_tiles():
         assert plan.skewed
         return plan.max_registers
 
-    assert (cap(71, True), cap(89, True), cap(71, False)) == (96, 96, None)
+    assert (cap(71, True), cap(89, True), cap(71, False)) == (80, 96, None)

@@ -510,7 +510,7 @@ PART_VECTORS = {
 # most, and the cap on all
 SKEWED_REGISTERS: dict[tuple[bool, int], tuple[tuple[int, int | None], ...]] = {
     (False, 4): ((28, None), (48, 80), (64, 96), (76, 112), (1 << 31, 128)),
-    (True, 4): ((28, None), (48, 96), (1 << 31, 128)),
+    (True, 4): ((28, None), (36, 80), (48, 96), (1 << 31, 128)),
     (False, 8): ((28, None), (56, 80), (1 << 31, 128)),
     (True, 8): ((28, None), (54, 80), (1 << 31, 128)),
 }
