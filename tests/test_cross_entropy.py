@@ -278,9 +278,9 @@ def test_a_mean_over_another_count_is_written_once():
 
 
 def test_more_rows_than_one_program_adds_up(monkeypatch):
-    x, target = batch(6, n_rows=5)
+    x, target = batch(600, n_rows=5)
     target[1] = -100
-    weight = torch.rand(6)
+    weight = torch.rand(600)
     options = [dict(weight=w, reduction=how) for w in (None, weight) for how in ("mean", "sum")]
     want = [both(x, target, weight=w) for w in (None, weight)]
     alone = [fs.cross_entropy(x, target, **of) for of in options]
@@ -295,6 +295,26 @@ def test_more_rows_than_one_program_adds_up(monkeypatch):
     assert fs.cross_entropy(x, torch.full_like(target, -100)).isnan()
     assert (programs.count(("count_targets", 3)), programs.count(("reduce_losses", 3))) == (5, 7)
     assert {programs for name, programs in programs if name == "add_partials"} == {1}
+
+
+def test_programs_of_few_classes_add_up_their_losses(monkeypatch):
+    """300 rows take three programs, whose sums one program adds up, or two where it may not add up so many."""
+    x, target = batch(6, n_rows=300)
+    target[1] = -100
+    want = [both(x, target, **of)[:2] for of in (dict(), dict(reduction="sum"), dict(weight=torch.ones(6)))]
+    for most, names in ((3, ["add_partials"]), (2, ["reduce_losses", "reduce_losses"])):
+        monkeypatch.setattr(loss_kernels, "ONE_CTA_ROWS", 1)
+        monkeypatch.setattr(loss_kernels, "ONE_PROGRAM_ROWS", most)
+        monkeypatch.setattr(loss_kernels, "ROWS_OF_PROGRAM", 2)
+        programs = launched_programs(monkeypatch)
+        again = both(x, target, reduction="sum")[:2]
+        assert [name for name, _ in programs] == names
+        torch.testing.assert_close(again, want[1])
+        torch.testing.assert_close(both(x, target)[:2], want[0])
+        torch.testing.assert_close(both(x, target, weight=torch.ones(6))[:2], want[2])
+    none = torch.full_like(target, -100)
+    x.requires_grad_()
+    assert fs.cross_entropy(x, none).isnan() and fs.cross_entropy(x, none, reduction="sum") == 0
 
 
 def launched_programs(monkeypatch):
@@ -325,7 +345,7 @@ def test_programs_that_add_up_losses_count_targets_too(monkeypatch, keeps_count)
 
 
 def test_wide_rows_take_two_kernels(monkeypatch):
-    monkeypatch.setattr(row_losses, "fits_on_chip", lambda x, dx, op: False)
+    monkeypatch.setattr(row_losses, "fits_on_chip", lambda plan: False)
     x, target = batch(1001, torch.bfloat16)
     for inplace in (False, True):
         loss, dx, exact, exact_dx = both(x, target, 2.0, softcap=9.0) if not inplace else both(x, target)

@@ -426,7 +426,9 @@ def test_what_is_returned_is_not_what_is_kept(monkeypatch):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("missing", ["_pack", "_merge_loss", "_merge_statistics", "_factors", "BACKWARD", "of softmax"])
+@pytest.mark.parametrize(
+    "missing", ["_pack", "_merge_loss", "_merge_statistics", "_factors", "OF_SHARDS", "of softmax"]
+)
 def test_a_kernel_that_does_not_compile(missing, monkeypatch):
     """PyTorch's formulas take its place, for one that is right by itself."""
     from fused_softmax.launch import cross_entropy_gradient, softmax_shards, vocab_shards
@@ -455,7 +457,7 @@ def test_a_kernel_that_does_not_compile(missing, monkeypatch):
 
     called = []
     for name in ("SUMS", "GRADIENT", "LOG_SOFTMAX") if missing == "of softmax" else (missing,):
-        module = {"of softmax": softmax_shards, "BACKWARD": cross_entropy_gradient}.get(missing, vocab_shards)
+        module = {"of softmax": softmax_shards, "OF_SHARDS": cross_entropy_gradient}.get(missing, vocab_shards)
         op = getattr(module, name)
         monkeypatch.setattr(module, name, type(op)(op.planner, unavailable) if name.isupper() else unavailable)
     for got, known in zip(simulated(of, 2, monkeypatch), want, strict=True):

@@ -143,7 +143,20 @@ def _loss(
         vectors, names = (*op.vectors(count), losses[inside], moments[inside]), ("losses", "moments")
     elif kind == "loss":
         row_op, rows = cross_entropy.WITH_GRADIENT[op.kind.arithmetic], (x, dx_rows)
-        flags = loss_kernels.with_gradient_flags(op.kind, reduction == "mean", keeps_upstream=True)
+        losses_are = rng.choice((loss_kernels.EACH_ROW, loss_kernels.SUMS, loss_kernels.SUMS_OVER_COUNT))
+        if not row_op.planner(problem_of(*rows), HOPPER).gathered:
+            losses_are = loss_kernels.EACH_ROW
+        flags = loss_kernels.with_gradient_flags(
+            op.kind, reduction == "mean", keeps_upstream=True, losses=losses_are
+        )  # fmt: skip
+        if losses_are != loss_kernels.EACH_ROW:
+            each_of = row_op.planner(problem_of(*rows), HOPPER).rows
+            programs = -(-n_rows // each_of)
+            losses = _guarded(programs, FLOAT32)
+            over = count[0].double() if losses_are == loss_kernels.SUMS_OVER_COUNT else 1.0
+            for of in (right, limits):
+                padded = F.pad(of["losses"].double(), (0, programs * each_of - n_rows))
+                of["losses"] = padded.view(programs, each_of).sum(1) / over
         vectors, names = (*op.vectors(count), count, losses[inside], moments[inside]), ("losses", "moments", "dx")
         numbers = (*numbers, 1.0)
     else:

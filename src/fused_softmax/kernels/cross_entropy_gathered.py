@@ -21,6 +21,7 @@ from .common.cross_entropy_terms import (
     gradient_of,
     row_loss,
     store_moments,
+    sum_of_losses,
     target_of,
 )
 from .common.early_start import await_previous
@@ -169,7 +170,7 @@ def cross_entropy_gathered(
     weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
     weight_facts_ptr: Vector,  # unused: there are no weights with smoothing
     count_ptr: Vector,  # [2] float32: where MEAN, the loss's denominator; takes `upstream`, where KEEPS_UPSTREAM
-    loss_ptr: Vector,  # [n_rows] float32
+    loss_ptr: Vector,  # [n_rows] float32; a sum for each program, where SUM
     moments_ptr: Vector,  # [n_rows, 2] float32
     n_rows: Int64,
     n_cols: Int32,  # in units of VEC, as strides, which are n_cols
@@ -179,6 +180,7 @@ def cross_entropy_gathered(
     smoothing: Float32, cap: Float32, z_loss: Float32,
     upstream: Float32,  # the upstream gradient that the gradient is for
     MEAN: tl.constexpr, KEEPS_UPSTREAM: tl.constexpr,
+    SUM: tl.constexpr,  # 0: each row's loss is written; 1: their sum; 2: their sum over the count
     WAITS: tl.constexpr,  # the kernel that writes the count may still run: this one started before its end
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, VECTORS: tl.constexpr,
     VEC: tl.constexpr, CHUNKS: tl.constexpr,
@@ -212,6 +214,7 @@ def cross_entropy_gathered(
         g = upstream / tl.load(count_ptr)
 
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    losses = tl.zeros([THREADS], tl.float32)
     for k in tl.static_range(EACH):
         lane = tl.arange(0, THREADS) % VECTORS
         row = tl.arange(0, THREADS) // VECTORS + k * (THREADS // VECTORS)
@@ -227,7 +230,9 @@ def cross_entropy_gathered(
             VECTORS, VEC, CHUNKS, RUNS, False, SMOOTH, SOFTCAP, PTX,
         )  # fmt: skip
         writes = exists & (lane == 0)
-        tl.store(loss_ptr + first_row + row, tl.where(counts, loss, 0.0), mask=writes)
+        if SUM == 0:
+            tl.store(loss_ptr + first_row + row, tl.where(counts, loss, 0.0), mask=writes)
+        losses += tl.where(counts & writes, loss, 0.0)
         store_moments(moments_ptr, first_row + row, m, s, writes)
 
         a, b, c = coefficients(tl.where(counts, g, 0.0), lse, w_target, columns, smoothing, columns, z_loss, SMOOTH)
@@ -241,6 +246,8 @@ def cross_entropy_gathered(
     if KEEPS_UPSTREAM:
         tl.store(count_ptr + 1, upstream, mask=first_row == 0)
     scatter(dx_ptr, first, n, MOST, 0, THREADS, False, PTX)
+    if SUM > 0:
+        tl.store(loss_ptr + tl.program_id(0), sum_of_losses(losses, count_ptr, SUM == 2))
     for k in tl.static_range(EACH):
         assert_inside(targets[k], ignore_index, columns)
 

@@ -116,9 +116,8 @@ def _launches_of(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inpla
     return _launches.store(key, _prepare(x[:1], n_rows, op, training, inplace)) if found is None else found
 
 
-def fits_on_chip(x: Tensor, dx: Tensor, op: CrossEntropy) -> bool:
-    """Whether a row can be held while its loss is computed, so that the gradient is written in the same pass."""
-    plan = WITH_GRADIENT[op.kind.arithmetic].plan((x, dx), device_of(x), is_batch_invariant())
+def fits_on_chip(plan: Plan) -> bool:
+    """Whether a row is held while its loss is computed, so that the gradient is written in the same pass."""
     return plan.regime != "two_pass"
 
 
@@ -136,13 +135,18 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
             reduce = prepare_reduction(x, n_rows, divided, op.weight is not None, has_count=count is not None)
     # weights and smoothing together read a weight for each logit, twice: then the gradient has a kernel of its own
     if training and op.reduction != "none" and op.weight_facts is None:
-        dx = x if inplace else gradient_buffer(x)
-        if fits_on_chip(x, dx, op):
-            row_op = WITH_GRADIENT[kind.arithmetic]
-            waits = count is not None and device_of(x).supports_pdl
-            flags = kernels.with_gradient_flags(kind, mean, inplace, not inplace, waits)
+        dx, row_op = x if inplace else gradient_buffer(x), WITH_GRADIENT[kind.arithmetic]
+        plan = row_op.plan((x, dx), device_of(x), invariant)
+        if fits_on_chip(plan):
+            waits, losses = count is not None and device_of(x).supports_pdl, kernels.EACH_ROW
+            with suppress(KernelUnavailable):
+                added = prepare_sums(x, n_rows, plan.rows) if plan.gathered else None
+                if added is not None:
+                    losses = kernels.SUMS_OVER_COUNT if divided else kernels.SUMS
+            flags = kernels.with_gradient_flags(kind, mean, inplace, not inplace, waits, losses)
             with suppress(KernelUnavailable):
                 loss = prepare_rows(row_op, (x, dx), (*vectors, unused, unused, unused), flags, invariant)
+                reduce = added if losses != kernels.EACH_ROW else reduce
     writes = loss is not None
     if loss is None:
         loss = prepare_rows(FORWARD[kind.arithmetic], (x,), (*vectors, unused, unused), kind.flags, invariant)
@@ -226,9 +230,10 @@ def planned_cross_entropy(x: Tensor, on: Tensor, gradient: bool) -> Plan | str:
     if gradient:
         dx = described_gradient(x)
         vectors = (torch.int64, real, real, real, real, real)
-        flags = kernels.with_gradient_flags(kind, keeps_upstream=True, waits=device_of(on).supports_pdl)
+        waits = device_of(on).supports_pdl
+        flags = kernels.with_gradient_flags(kind, True, False, True, waits, kernels.SUMS_OVER_COUNT)
         plan = planned(WITH_GRADIENT[op], (x, dx), vectors, flags, on)
-        if isinstance(plan, str) or plan.regime != "two_pass":
+        if isinstance(plan, str) or fits_on_chip(plan):
             return plan
     return planned(FORWARD[op], (x,), (torch.int64, real, real, real, real), kind.flags, on)
 
@@ -294,6 +299,26 @@ def prepare_reduction(
             counts((targets, weights, count), size)
         reduce((losses, targets, weights, partial, partial), (n_rows, kernels.ROWS_OF_PROGRAM, *rest), programs)
         merge((partial, targets, weights, to, count if divided else partial), (programs, programs, *rest))
+
+    return run
+
+
+def prepare_sums(on: Tensor, n_rows: int, rows: int) -> Run:
+    """`prepare_reduction` of losses that each program has added up, of `rows` rows, for numbers of rows like n_rows."""
+    real = torch.float32
+    add = prepare_flat(
+        kernels.add_kernel, (real, real), kernels.partials_flags(device_of(on)), kernels.add_warps(device_of(on)), on
+    )
+    many = kernels.size_class(n_rows) == kernels.SHARED
+    shared = prepare_reduction(on, kernels.ONE_PROGRAM_ROWS + 1, False, False, has_count=True) if many else None
+
+    def run(vectors: tuple[Any, ...], size: tuple[int, ...]) -> None:
+        n_rows, _, *rest = size
+        programs = -(-n_rows // rows)
+        if shared is None or programs <= kernels.ONE_PROGRAM_ROWS:
+            add((vectors[0], vectors[3]), (programs,))
+        else:
+            shared(vectors, (programs, programs, *rest))
 
     return run
 
@@ -372,7 +397,7 @@ def losses_and_gradient_of_chunk(
     kind, invariant = op.kind, is_batch_invariant()
     row_op = (WITH_GRADIENT if dx.dtype is x.dtype else WIDE_WITH_GRADIENT)[kind.arithmetic]
     # weights and smoothing together read a weight for each logit, twice: then the gradient has a kernel of its own
-    if op.weight_facts is None and row_op.plan((x, dx), device_of(x), invariant).regime != "two_pass":
+    if op.weight_facts is None and fits_on_chip(row_op.plan((x, dx), device_of(x), invariant)):
         losses, moments = _losses_and_moments(x)
         vectors = (*op.vectors(losses), losses if divides is None else divides, losses, moments)
         flags = kernels.with_gradient_flags(kind, divides is not None, dx.data_ptr() == x.data_ptr())

@@ -69,12 +69,17 @@ def add_kernel() -> Any:
     return add_partials
 
 
+# what `cross_entropy_gathered` writes of the losses: each row's, or each program's sum, or that over the count
+EACH_ROW, SUMS, SUMS_OVER_COUNT = range(3)
+
+
 def with_gradient_flags(
-    kind: LossKind, mean: bool = True, inplace: bool = False, keeps_upstream: bool = False, waits: bool = False
-) -> Flags:
+    kind: LossKind, mean: bool = True, inplace: bool = False, keeps_upstream: bool = False, waits: bool = False,
+    losses: int = EACH_ROW,
+) -> Flags:  # fmt: skip
     """The flags of the kernel that writes the gradient in the pass that reads the logits."""
     of_call = (("MEAN", mean), ("INPLACE", inplace), ("KEEPS_UPSTREAM", keeps_upstream), ("WAITS", waits))
-    return (*of_call, *kind.flags)
+    return (*of_call, ("SUM", losses), *kind.flags)
 
 
 def with_gradient_numbers(op: CrossEntropy) -> tuple[int | float, ...]:
