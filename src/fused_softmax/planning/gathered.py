@@ -10,6 +10,7 @@ from functools import cache
 
 from .piece_costs import (
     BACKWARD,
+    CHUNKS,
     FORWARD,
     LOSS,
     MASKED,
@@ -37,10 +38,22 @@ FEW_ELEMENTS = 8
 # elements of a thread that cost few rows, which wait for them, as much as a copy's time costs many rows
 ELEMENTS_OF_COPY = {LOSS: 100, STATISTICS: 1100, STATISTICS_BACKWARD: 400}  # of the others 300
 # of the copy's time that runs have to save: they are a kernel more to compile, and masks are read in more sectors at
-# once, which the count does not know
+# once, which the count does not know. A loss has none
 RUNS_COST = {
-    FORWARD: 0.05, BACKWARD: 0.05, MASKED: 0.15, MASKED_BACKWARD: 0.05, LOSS: 0.23, STATISTICS: 0.07,
-    STATISTICS_BACKWARD: 0.09,
+    FORWARD: 0.05, BACKWARD: 0.05, MASKED: 0.15, MASKED_BACKWARD: 0.05, STATISTICS: 0.07, STATISTICS_BACKWARD: 0.09,
+}  # fmt: skip
+# accesses that a thread of a loss is compiled for, by bytes of an element, threads of a row, and elements of an access.
+# They lose least time of 33 kernels, and 27 of float32, by the count: so losses of all widths have 120 kernels at most
+LOSS_ACCESSES: dict[int, dict[tuple[int, int], tuple[int, ...]]] = {
+    2: {
+        (1, 1): (3, 5, 11, 15, 21, 29, 39), (1, 2): (1, 3, 5, 9, 15), (1, 4): (1, 2, 4, 5, 8), (2, 1): (33,),
+        (2, 2): (13, 20), (2, 4): (7,), (4, 1): (23, 32), (4, 2): (16,), (4, 4): (5, 10), (8, 1): (23, 33),
+        (8, 2): (14,), (8, 4): (8,), (16, 1): (24,), (16, 2): (12,), (16, 4): (8,),
+    },
+    4: {
+        (1, 1): (3, 5, 7, 11, 21, 39), (1, 2): (1, 2, 4, 5, 8, 16), (2, 1): (18,), (2, 2): (5, 7), (4, 1): (14, 23),
+        (4, 2): (5, 8), (8, 1): (16, 23), (8, 2): (6, 10), (16, 1): (17, 25), (16, 2): (8, 13),
+    },
 }  # fmt: skip
 # columns of which the kernels that read rows take no longer than a copy; fewer take longer by their inverse
 COLS_OF_ROWS = {FORWARD: 96, BACKWARD: 76, MASKED: 140, MASKED_BACKWARD: 105}
@@ -99,20 +112,22 @@ def _plan(problem: Problem, device: Device, kind: str, most: int) -> Plan | None
     found = _lanes_and_runs(problem.n_cols, vec, ITEMSIZE[problem.dtype], kind, problem.vec == problem.full_vec)
     if found is None:
         return None
-    return _plan_of(problem, vec, *found, device)
-
-
-def _plan_of(problem: Problem, vec: int, lanes: int, runs: bool, device: Device, rows_each: int = 0) -> Plan:
-    """The plan of rows that `lanes` threads share, each with a run of it or not. rows_each: of a thread; 0: by rule."""
-    chunks, full = rounded_chunks(-(-problem.n_cols // (lanes * vec)))
+    lanes, runs = found
+    to = _accesses(kind, ITEMSIZE[problem.dtype], lanes, vec)
+    chunks, full = rounded_chunks(-(-problem.n_cols // (lanes * vec)), to)
     if runs:  # the last lane's run is short
         full = max(0, full * lanes + 1 - (lanes - 1) * chunks)
-    rows = NUM_WARPS * device.warp_size // lanes * (rows_each or _rows_a_thread(lanes, chunks * vec))
+    rows = NUM_WARPS * device.warp_size // lanes * _rows_a_thread(lanes, chunks * vec)
     why = f"{rows} rows per program, moved as one piece, each in {lanes} thread{'s' * (lanes > 1)}"
     return Plan(
         "warp", rows, 1, 1, lanes, vec, chunks, full, False, False, NUM_WARPS, None, why, gathered=True,
         runs=runs,
     )  # fmt: skip
+
+
+def _accesses(kind: str, itemsize: int, lanes: int, vec: int) -> tuple[int, ...]:
+    """The accesses that a thread is compiled for, in rising number."""
+    return LOSS_ACCESSES[itemsize].get((lanes, vec), ()) if kind == LOSS else CHUNKS
 
 
 def _most_aligned(problem: Problem, kind: str, scores: bool) -> int:
@@ -127,15 +142,16 @@ def _lanes_and_runs(n_cols: int, vec: int, itemsize: int, kind: str, aligned: bo
     """(lanes of a row, whether each holds a run of it); None where the kernels that read rows are faster."""
     times, costs = {}, {}
     for lanes in (16, 8, 4, 2, 1):  # of 128 threads, so that a program's rows are a multiple of a vector's elements
-        if -(-n_cols // (lanes * vec)) > MOST_ELEMENTS[kind]:
+        to, accesses = _accesses(kind, itemsize, lanes, vec), -(-n_cols // (lanes * vec))
+        if not to or accesses > to[-1]:
             continue
-        elements = rounded_chunks(-(-n_cols // (lanes * vec)))[0] * vec
+        elements = rounded_chunks(accesses, to)[0] * vec
         if elements > MOST_ELEMENTS[kind] or (lanes > 1 and elements < vec + 2):
             continue
-        for runs in (False, True)[: 1 + (lanes > 1)]:
+        for runs in (False, True) if lanes > 1 and kind in RUNS_COST else (False,):
             times[lanes, runs] = time_over_copy(n_cols, vec, itemsize, kind, lanes, runs)
             of_elements = elements / ELEMENTS_OF_COPY.get(kind, 300)
-            costs[lanes, runs] = times[lanes, runs] + of_elements + RUNS_COST[kind] * runs
+            costs[lanes, runs] = times[lanes, runs] + of_elements + (RUNS_COST[kind] if runs else 0.0)
     best = min(costs, key=lambda found: costs[found]) if costs else None
     if best is not None and not aligned and kind in COLS_OF_ROWS:
         by_rows = max(1.0, COLS_OF_ROWS[kind] * 2 / (n_cols * itemsize))
@@ -145,7 +161,7 @@ def _lanes_and_runs(n_cols: int, vec: int, itemsize: int, kind: str, aligned: bo
 
 def time_over_copy(n_cols: int, vec: int, itemsize: int, kind: str, lanes: int, runs: bool) -> float:
     """The time of rows that `lanes` threads share, each with a run of it or not, over that of their copy."""
-    accesses, _ = rounded_chunks(-(-n_cols // (lanes * vec)))
+    accesses, _ = rounded_chunks(-(-n_cols // (lanes * vec)), _accesses(kind, itemsize, lanes, vec))
     elements = accesses * vec
     waves = wavefronts(n_cols, lanes, vec, itemsize, elements if runs else vec)
     of_thread = WORK[kind].of_thread / _rows_a_thread(lanes, elements)
