@@ -86,7 +86,8 @@ def drawn(
     dtype = dtype or rng.choice((BFLOAT16, FLOAT16, FLOAT32))
     n_cols, n_rows = n_cols or max(2, round(2 ** rng.uniform(1, 9))), n_rows or rng.randint(1, 300)
     shift = rng.choice((0, 0, 1, 2, 3))
-    x = (torch.randn(n_rows * n_cols + shift, generator=given) * 3).to(dtype)[shift:].view(n_rows, n_cols)
+    far = rng.choice((0.0, 0.0, 0.0, 200.0, 3000.0))  # where the rounding of an exponent counts
+    x = (torch.randn(n_rows * n_cols + shift, generator=given) * 3 + far).to(dtype)[shift:].view(n_rows, n_cols)
     if rng.random() < 0.3:
         x[torch.rand(x.shape, generator=given) < 0.2] = -float("inf")
         x[torch.rand(x.shape, generator=given) < 0.002] = rng.choice((float("inf"), float("nan")))
@@ -195,7 +196,8 @@ def _statistics(
     entropies = torch.where(lse.isinf(), float("nan"), entropies)
     right = {"lse": lse.detach(), "entropies": entropies.detach(), "picked": picked.detach()}
     near = 4e-6 * (1 + z.detach().amax(1).abs() + right["lse"].abs()).nan_to_num(0, 0, 0)
-    limits = {"lse": near, "entropies": 4 * near, "picked": near + 2e-6 * right["picked"].abs().nan_to_num(0)}
+    of_entropy = 4 * near if scaled else 4e-6 * (1 + right["entropies"].abs().nan_to_num(0))
+    limits = {"lse": near, "entropies": of_entropy, "picked": near + 2e-6 * right["picked"].abs().nan_to_num(0)}
     inside, unused = slice(GUARD, -GUARD), torch.zeros(1)
     memories = {name: _guarded(n_rows, FLOAT32) for name in right}
     by = scale if isinstance(scale, Tensor) else unused

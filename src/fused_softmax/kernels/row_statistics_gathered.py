@@ -34,7 +34,7 @@ from .common.gathered_rows import (
     sum_over_lanes,
 )
 from .common.logits import logit, logsumexp, rounding_residual
-from .common.numerics import HIGHEST, LOWEST, exp, exp2_affine, exp2_fma, log, over_unit
+from .common.numerics import HIGHEST, LOWEST, exp2_affine, exp2_fma, log, over_unit
 from .common.statistics_terms import UNSCALED, scale_of, statistics_term
 
 
@@ -65,21 +65,19 @@ def _moments(
     # +inf makes the sum infinite
     m = tl.minimum(tl.maximum(max_over_lanes(max_of(z, 0, HELD), LANES, PTX), LOWEST), HIGHEST)
     exps, terms = (), ()
-    if FUSED:
-        base, shift, _ = exp2_affine(m, FUSED)
-        for i in tl.static_range(HELD):
-            exps = exps + (exp2_fma(z[i], base, shift, FUSED),)
-        s = sum_over_lanes(sum_of(exps, 0, HELD), LANES, PTX)
-        s = tl.where(s < float("inf"), over_unit(s, exp2_fma(m, base, shift, FUSED)), s)
-    else:
-        for i in tl.static_range(HELD):
-            exps = exps + (exp(z[i] - m),)
-        s = sum_over_lanes(sum_of(exps, 0, HELD), LANES, PTX)
-    t = 0.0
+    base, shift, _ = exp2_affine(m, FUSED)
+    for i in tl.static_range(HELD):
+        exps = exps + (exp2_fma(z[i], base, shift, FUSED),)
+    s, t = sum_over_lanes(sum_of(exps, 0, HELD), LANES, PTX), 0.0
     if ENTROPY:
         for i in tl.static_range(HELD):
             terms = terms + (exps[i] * tl.maximum(z[i] - m, LOWEST),)
         t = sum_over_lanes(sum_of(terms, 0, HELD), LANES, PTX)
+    if FUSED:
+        unit = exp2_fma(m, base, shift, FUSED)
+        s = tl.where(s < float("inf"), over_unit(s, unit), s)
+        if ENTROPY:
+            t = over_unit(t, unit)
     return m, s, t
 
 

@@ -31,7 +31,7 @@ NUM_WARPS = 4
 FEWEST_COLS = {LOSS: 2, STATISTICS: 2, STATISTICS_BACKWARD: 2}  # of the others 3
 MOST_COLS = {
     FORWARD: {2: 128, 4: 64}, BACKWARD: {2: 80, 4: 0}, MASKED: {2: 116, 4: 64}, MASKED_BACKWARD: {2: 104, 4: 32},
-    LOSS: {2: 384, 4: 400}, STATISTICS: {2: 330, 4: 320}, STATISTICS_BACKWARD: {2: 640, 4: 640},
+    LOSS: {2: 384, 4: 400}, STATISTICS: {2: 330, 4: 320}, STATISTICS_BACKWARD: {2: 544, 4: 544},
 }  # fmt: skip
 # elements of a thread below which it takes several rows, so that a program moves enough bytes
 FEW_ELEMENTS = 8
