@@ -381,3 +381,30 @@ def test_gaps_between_narrow_rows_change_no_bits(n_cols, dtype):
             assert all(torch.equal(function(tokens[i : i + 1], -1), whole[i : i + 1]) for i in range(4))
             causal = fs.masked_softmax(padded, causal=True)
             assert torch.equal(causal, fs.masked_softmax(padded.contiguous(), causal=True))
+
+
+@pytest.mark.interpreted
+def test_gradients_of_rows_without_gaps_are_those_of_rows_with_gaps(monkeypatch):
+    """Within the block no kernel runs that takes rows as one piece of memory, in a backward neither."""
+    from fused_softmax.launch import cross_entropy_gradient, row_statistics
+
+    called = []
+    for module in (cross_entropy_gradient, row_statistics):
+        kernel = module._backward_gathered
+        monkeypatch.setattr(module, "_backward_gathered", lambda kernel=kernel: called.append(kernel) or kernel())
+    wide, target = torch.randn(5, 24), torch.randint(0, 19, (5,))
+
+    def gradients(x):
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        losses, found = fs.cross_entropy(a, target, reduction="none"), fs.token_logprobs(b, target, return_entropy=True)
+        with torch.no_grad():
+            g = torch.linspace(-1, 2, 5)
+        return (losses * g).sum(), (found.logprobs * g + found.entropy).sum(), a, b
+
+    for block, count in ((contextlib.nullcontext(), 2), (fs.batch_invariant(), 0)):
+        called.clear()
+        with block:
+            first, second, a, b = gradients(wide[:, :19])
+        first.backward()
+        second.backward()
+        assert len(set(called)) == count and a.grad.isfinite().all() and b.grad.isfinite().all()

@@ -58,6 +58,9 @@ def test_a_machine_of_numpy_finds_no_race(kind, n_cols, dtype):
     others = [n for t, n in written if t.data_ptr() not in known]
     # the upstream gradient that a loss keeps
     assert sum(int(np.count_nonzero(n)) for n in others) == (4 if kind == "loss" else 0)
+    if kind == "loss":
+        count, numbers = case.call[2][3], case.call[3]
+        assert count[1] == numbers[-1]
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120"])

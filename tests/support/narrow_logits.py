@@ -159,7 +159,9 @@ def _loss(
                 padded = F.pad(of["losses"].double(), (0, programs * each_of - n_rows))
                 of["losses"] = padded.view(programs, each_of).sum(1) / over
         vectors, names = (*op.vectors(count), count, losses[inside], moments[inside]), ("losses", "moments", "dx")
-        numbers = (*numbers, 1.0)
+        upstream = rng.choice((1.0, 1.0, 2.0))
+        numbers = (*numbers, upstream)
+        right["dx"], limits["dx"] = right["dx"] * upstream, limits["dx"] * upstream
     else:
         row_op, rows = cross_entropy_gradient.BACKWARD, (x, dx_rows)
         flags = cross_entropy_gradient.gradient_flags(op.kind, reduction == "mean", False)
@@ -185,7 +187,7 @@ def _statistics(
     picks, entropy, of_lse = int(rng.random() < 0.6), rng.random() < 0.4, rng.random() < 0.5
     scale: float | Tensor = rng.choice((1.0, 0.5, torch.rand(n_rows, generator=given) + 0.1))
     scaled = 2 if isinstance(scale, Tensor) else int(scale != 1.0)
-    wide = x.double().requires_grad_()
+    wide = x.double()
     z = wide * (scale[:, None].double() if isinstance(scale, Tensor) else scale)
     lse, known = torch.logsumexp(z, 1), (ids >= 0) & (ids < n_cols)
     logs = z - lse[:, None]
@@ -205,9 +207,18 @@ def _statistics(
     flags: tuple[tuple[str, object], ...]
     if kind == "statistics":
         names = ("lse", *("entropies",) * entropy, *("picked",) * picks)
-        vectors = (*(memories[n][inside] for n in ("lse",)), unused, memories["entropies"][inside], ids)
+        keeps = rng.random() < 0.5
+        memories["moments"] = _guarded(2 * n_rows, FLOAT32)
+        with torch.no_grad():
+            top = z.amax(1)
+            right["moments"] = torch.stack((top, torch.exp(z - top[:, None]).sum(1)), 1)
+        relative = 4e-6 * (1 + (scaled > 0) * top.abs())  # a product with a scale is rounded
+        of_moments = (relative[:, None] * right["moments"].abs()).nan_to_num(0, 0, 0)
+        limits["moments"] = torch.where(torch.isfinite(top)[:, None], of_moments, float("inf"))
+        names = (*names, *("moments",) * keeps)
+        vectors = (memories["lse"][inside], memories["moments"][inside], memories["entropies"][inside], ids)
         vectors = (*vectors, memories["picked"][inside], by)
-        flags = (("PICKS", picks), ("ENTROPY", entropy), ("RANK", False), ("SCALE", scaled), ("KEEP_MOMENTS", False))
+        flags = (("PICKS", picks), ("ENTROPY", entropy), ("RANK", False), ("SCALE", scaled), ("KEEP_MOMENTS", keeps))
         row_op, rows, numbers = row_statistics.FORWARD, (x,), (1, number)
         plan = row_op.planner(problem_of(x), HOPPER)
         launch = row_launch(row_op, rows, vectors, numbers, flags, plan, device)

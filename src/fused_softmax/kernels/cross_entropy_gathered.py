@@ -23,6 +23,7 @@ from .common.cross_entropy_terms import (
     store_moments,
     sum_of_losses,
     target_of,
+    weights_of,
 )
 from .common.early_start import await_previous
 from .common.gathered_ptx import region_bytes
@@ -50,12 +51,12 @@ from .common.numerics import LOWEST, exp2_affine, exp2_fma, over_unit
 
 @triton.jit
 def _targets(
-    target_ptr, first_row, n_rows, ignore_index, columns, ROWS_EACH: tl.constexpr, LANES: tl.constexpr,
+    target_ptr, first_row, n_rows, ignore_index, columns, EACH: tl.constexpr, LANES: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
-    """The targets of each thread's rows, int64.  # ROWS_EACH x [THREADS]"""
+    """The targets of each thread's rows, int64.  # EACH x [THREADS]"""
     found = ()
-    for k in tl.static_range(ROWS_EACH):
+    for k in tl.static_range(EACH):
         row = first_row + tl.arange(0, THREADS) // LANES + k * (THREADS // LANES)
         found = found + (target_of(row, n_rows, target_ptr, ignore_index, columns)[0],)
     return found
@@ -63,18 +64,19 @@ def _targets(
 
 @triton.jit
 def _inside(target, ignore_index, columns):
+    """Whether a row's target counts, as `target_of` has it."""
     return (target != ignore_index) & (target >= 0) & (target < columns)
 
 
 @triton.jit
 def _rows_of_thread(
     x_ptr, first, n_left, column, columns, targets, ignore_index,
-    ROWS_EACH: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    EACH: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
     UNPREDICATED: tl.constexpr, RUNS: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """(the columns of each thread's rows, their targets' logits), float32."""
+    """(the columns of each thread's rows, their targets' logits), float32.  # tiles of [THREADS]"""
     x, x_targets = (), ()
-    for k in tl.static_range(ROWS_EACH):
+    for k in tl.static_range(EACH):
         row = tl.arange(0, THREADS) // LANES + k * (THREADS // LANES)
         exists = row < n_left
         for c in tl.static_range(CHUNKS):
@@ -90,7 +92,7 @@ def _rows_of_thread(
 @triton.jit
 def _moments(x, START: tl.constexpr, HELD: tl.constexpr, cap, LANES: tl.constexpr, SOFTCAP: tl.constexpr,
              FUSED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """(row_max, row_sum, each column's exponential without the correction of `exp2_affine`)."""
+    """(row_max, row_sum, each column's exponential without the correction of `exp2_affine`).  # tiles of [THREADS]"""
     # softcap is monotonic: the largest logit gives the largest z
     m = tl.maximum(capped(max_over_lanes(max_of(x, START, HELD), LANES, PTX), cap, SOFTCAP), LOWEST)
     base, shift, _ = exp2_affine(m, FUSED)
@@ -109,7 +111,7 @@ def _loss(
     LANES: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, RUNS: tl.constexpr, WEIGHTED: tl.constexpr,
     SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """(each row's loss, its logsumexp)."""
+    """(each row's loss, its logsumexp).  # [THREADS]"""
     lse = logsumexp(m, s)
     residual = rounding_residual(lse, m, s)
     reference, wz_sum = 0.0, 0.0
@@ -169,7 +171,7 @@ def cross_entropy_gathered(
     target_ptr: Vector,  # [n_rows] int64
     weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
     weight_facts_ptr: Vector,  # unused: there are no weights with smoothing
-    count_ptr: Vector,  # [2] float32: where MEAN, the loss's denominator; takes `upstream`, where KEEPS_UPSTREAM
+    count_ptr: Vector,  # [2] float32: the loss's denominator, where MEAN; takes `upstream`, where KEEPS_UPSTREAM
     loss_ptr: Vector,  # [n_rows] float32; a sum for each program, where SUM
     moments_ptr: Vector,  # [n_rows, 2] float32
     n_rows: Int64,
@@ -180,7 +182,7 @@ def cross_entropy_gathered(
     smoothing: Float32, cap: Float32, z_loss: Float32,
     upstream: Float32,  # the upstream gradient that the gradient is for
     MEAN: tl.constexpr, KEEPS_UPSTREAM: tl.constexpr,
-    SUM: tl.constexpr,  # 0: each row's loss is written; 1: their sum; 2: their sum over the count
+    SUM: tl.constexpr,  # 0: each row's loss is written; 1: their sum; 2: their sum over the count, with MEAN
     WAITS: tl.constexpr,  # the kernel that writes the count may still run: this one started before its end
     WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, VECTORS: tl.constexpr,
     VEC: tl.constexpr, CHUNKS: tl.constexpr,
@@ -221,9 +223,7 @@ def cross_entropy_gathered(
         exists = row < n_rows - first_row
         target = targets[k]
         counts = _inside(target, ignore_index, columns) & exists
-        w_target = 1.0
-        if WEIGHTED:
-            w_target = tl.load(weight_ptr + target, mask=counts, other=0.0)
+        w_target, _ = weights_of(target, counts, columns, weight_ptr, weight_facts_ptr, WEIGHTED, SMOOTH)
         m, s, exps = _moments(x, k * HELD, HELD, cap, VECTORS, SOFTCAP, FUSED, PTX)
         loss, lse = _loss(
             x, m, s, x_targets[k], w_target, columns, column, columns, weight_ptr, cap, smoothing, z_loss, k * HELD,
@@ -285,17 +285,14 @@ def cross_entropy_forward_gathered(
         UNPREDICATED, RUNS, THREADS, PTX,
     )  # fmt: skip
 
-    w_sum = columns
-    if WEIGHTED and SMOOTH:
-        w_sum = tl.load(weight_facts_ptr)
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
     for k in tl.static_range(EACH):
         row = tl.arange(0, THREADS) // VECTORS + k * (THREADS // VECTORS)
         exists = row < n_rows - first_row
         counts = _inside(targets[k], ignore_index, columns) & exists
-        w_target = 1.0
-        if WEIGHTED:
-            w_target = tl.load(weight_ptr + targets[k], mask=counts, other=0.0)
+        w_target, w_sum = weights_of(
+            targets[k], counts, columns, weight_ptr, weight_facts_ptr, WEIGHTED, SMOOTH
+        )  # fmt: skip
         m, s, _ = _moments(x, k * HELD, HELD, cap, VECTORS, SOFTCAP, FUSED, PTX)
         loss, _ = _loss(
             x, m, s, x_targets[k], w_target, w_sum, column, columns, weight_ptr, cap, smoothing, z_loss, k * HELD,
@@ -354,16 +351,13 @@ def cross_entropy_backward_gathered(
     await_threads(PTX)
 
     FUSED: tl.constexpr = PTX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
-    w_sum = columns
-    if WEIGHTED and SMOOTH:
-        w_sum = tl.load(weight_facts_ptr)
     for k in tl.static_range(EACH):
         row = tl.arange(0, THREADS) // VECTORS + k * (THREADS // VECTORS)
         exists = row < n_rows - first_row
         counts = _inside(targets[k], ignore_index, columns) & exists
-        w_target = 1.0
-        if WEIGHTED:
-            w_target = tl.load(weight_ptr + targets[k], mask=counts, other=0.0)
+        w_target, w_sum = weights_of(
+            targets[k], counts, columns, weight_ptr, weight_facts_ptr, WEIGHTED, SMOOTH
+        )  # fmt: skip
         g = upstreams[k]
         if MEAN:
             g = g / tl.load(count_ptr)

@@ -42,7 +42,7 @@ from .common.statistics_terms import UNSCALED, scale_of, statistics_term
 def _ids(
     ids_ptr, first_row, n_rows, EACH: tl.constexpr, LANES: tl.constexpr, THREADS: tl.constexpr, PICKS: tl.constexpr
 ):
-    """The ids of each thread's rows, -1 of rows that do not exist.  # EACH x [THREADS] int64"""
+    """The ids of each thread's rows, -1 of rows that do not exist; rows where not PICKS.  # EACH x [THREADS] int64"""
     found = ()
     for k in tl.static_range(EACH):
         row = first_row + tl.arange(0, THREADS) // LANES + k * (THREADS // LANES)

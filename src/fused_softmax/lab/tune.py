@@ -55,7 +55,7 @@ TUNABLE = {
         plans.run_backward_plan(log=True), softmax.plan, softmax.candidates, backward=True, log=True
     ),
     "cross_entropy": Tunable(plans.run_loss_plan, losses.plan_loss, losses.loss_candidates),
-    "token_logprobs": Tunable(plans.run_statistics_plan, losses.plan_row_statistics, losses.step_candidates),
+    "token_logprobs": Tunable(plans.run_statistics_plan, losses.plan_statistics_of_one_id, losses.step_candidates),
 }
 
 

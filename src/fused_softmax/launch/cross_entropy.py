@@ -84,9 +84,9 @@ class _Launches(NamedTuple):
     """The launches of a cross-entropy of rows of one layout.
 
     writes: whether the pass that reads the logits writes their gradient. loss: `at` of that pass. counts, reduce: what
-    `prepare_count` and `prepare_reduction` return; None where PyTorch counts, or adds up. last: what the gradient is
-    written for; None: for an upstream gradient of 1. stride: from one row of the gradient to the next. new, at: what
-    allocates on `device`, and what makes pointers of its tensors.
+    `prepare_count`, and `prepare_reduction` or `prepare_sums`, return; None where PyTorch counts, or adds up. last:
+    what the gradient is written for; None: for an upstream gradient of 1. stride: from one row of the gradient to the
+    next. new, at: what allocates on `device`, and what makes pointers of its tensors.
     """
 
     writes: bool
@@ -132,7 +132,6 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
         divided = mean and op.denominator is None
         with suppress(KernelUnavailable):
             count = prepare_count(op.weight is not None, n_rows, x) if divided and training else None
-            reduce = prepare_reduction(x, n_rows, divided, op.weight is not None, has_count=count is not None)
     # weights and smoothing together read a weight for each logit, twice: then the gradient has a kernel of its own
     if training and op.reduction != "none" and op.weight_facts is None:
         dx, row_op = x if inplace else gradient_buffer(x), WITH_GRADIENT[kind.arithmetic]
@@ -146,8 +145,11 @@ def _prepare(x: Tensor, n_rows: int, op: CrossEntropy, training: bool, inplace: 
             flags = kernels.with_gradient_flags(kind, mean, inplace, not inplace, waits, losses)
             with suppress(KernelUnavailable):
                 loss = prepare_rows(row_op, (x, dx), (*vectors, unused, unused, unused), flags, invariant)
-                reduce = added if losses != kernels.EACH_ROW else reduce
+                reduce = added if losses != kernels.EACH_ROW else None
     writes = loss is not None
+    if reduce is None and op.reduction != "none":
+        with suppress(KernelUnavailable):
+            reduce = prepare_reduction(x, n_rows, divided, op.weight is not None, has_count=count is not None)
     if loss is None:
         loss = prepare_rows(FORWARD[kind.arithmetic], (x,), (*vectors, unused, unused), kind.flags, invariant)
     # with weights or smoothing, compilers may fuse a product of backward's kernel otherwise than this one's: other bits

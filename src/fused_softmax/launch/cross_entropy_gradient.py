@@ -77,13 +77,13 @@ _gradients = Cache()
 
 def cross_entropy_gradient(
     x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector | None, g: Tensor,
-    written: Vector | None = None, last: LastUpstream | None = None,
+    written: Vector | None = None, last: LastUpstream | None = None, invariant: bool = False,
 ) -> Any:  # fmt: skip
     """The gradient for upstream g ([1], or [n_rows]; float32) into dx, which may be x; the launch.
 
     count: what the gradient is divided by, [1] float32, such as a mean's denominator; None: nothing. written: an
     upstream gradient, [1] float32, that dx already holds the gradient for; then g has one element, and nothing is done
-    where both are equal. last: where another g is reported.
+    where both are equal. last: where another g is reported. invariant: the plan does not depend on how rows lie.
     """
     kind, inplace = op.kind, dx.data_ptr() == x.data_ptr()
     vectors: tuple[Vector, ...] = (
@@ -91,12 +91,13 @@ def cross_entropy_gradient(
         g if last is None else last.vector,
     )  # fmt: skip
     unless = written is not None
-    key = (layout_key(x), layout_key(dx), kind, count is None, inplace, op.weight_facts is None, unless, last is None)
+    how = (inplace, op.weight_facts is None, unless, last is None, invariant)
+    key = (layout_key(x), layout_key(dx), kind, count is None, how)
     launch = _gradients.get(key)
     if launch is None:
         expect_rows(x, dx)
         flags = gradient_flags(kind, count is not None, inplace, False, unless, last is not None)
-        launch = prepare_rows(BACKWARD_UNLESS_WRITTEN if unless else BACKWARD, (x, dx), vectors, flags, False).at
+        launch = prepare_rows(BACKWARD_UNLESS_WRITTEN if unless else BACKWARD, (x, dx), vectors, flags, invariant).at
         if x.is_cuda:
             _gradients.store(key, launch)
     at = pointer(x)

@@ -1,7 +1,8 @@
 """Statistics of rows (n_rows, n_cols), forward and backward: what token_logprobs and logsumexp launch.
 
-Log-probabilities of ids, entropy and logsumexp come from one kernel, kernels/row_statistics.py, or from the two of
-kernels/row_statistics_parts.py, where rows are wide. Allocates what is O(rows), and launches. No mathematics and no
+Log-probabilities of ids, entropy and logsumexp come from one kernel, kernels/row_statistics.py, or from
+kernels/row_statistics_gathered.py, where rows are narrow, or from the two of kernels/row_statistics_parts.py, where
+they are wide. Allocates what is O(rows), and launches. No mathematics and no
 autograd; nothing here waits for the device. KernelUnavailable, with nothing written, where a kernel does not compile.
 """
 
@@ -91,12 +92,14 @@ BACKWARD_OF_SEVERAL_IDS = RowOp(plan_elementwise, always(_statistics_backward))
 
 
 def forward_op(n_picks: int, rank: bool = False) -> RowOp:
+    """The op of so many ids for each row, with the rank of the first one or without."""
     if rank:
         return RANKED
     return FORWARD if n_picks <= 1 else OF_SEVERAL_IDS
 
 
 def backward_op(n_picks: int, sharded: bool = False) -> RowOp:
+    """The op of the gradient of so many ids for each row; sharded: of a part of the columns."""
     return BACKWARD if n_picks <= 1 and not sharded else BACKWARD_OF_SEVERAL_IDS
 
 
@@ -226,9 +229,10 @@ def planned_statistics(x: Tensor, on: Tensor, n_picks: int, backward: bool) -> P
         flags: Flags = (("PICKS", n_picks), ("ENTROPY", False), ("LSE", not n_picks), ("SCALE", 0))
         dx = described_gradient(x) if n_picks else torch.empty(x.shape, dtype=x.dtype, device="meta")
         flags = (*flags, ("HAS_MOMENTS", n_picks > 0), ("SHARDED", False))
-        # each element is computed by itself, so batch_invariant() changes nothing
+        # each element of logsumexp's gradient is one product of an exponential, so batch_invariant() changes nothing
+        invariant = is_batch_invariant() and n_picks > 0
         return planned(
-            backward_op(n_picks), (x, dx), (real, real, real, ids, real, real, real), flags, on, invariant=False
+            backward_op(n_picks), (x, dx), (real, real, real, ids, real, real, real), flags, on, invariant=invariant
         )
     keeps = n_picks > 0 and on.requires_grad and torch.is_grad_enabled()
     flags = (("PICKS", n_picks), ("ENTROPY", False), ("RANK", False), ("SCALE", 0), ("KEEP_MOMENTS", keeps))

@@ -165,11 +165,11 @@ def _forward_by_torch(x: Tensor, op: CrossEntropy) -> tuple[Tensor, Tensor]:
 
 def _gradient(
     x: Tensor, dx: Tensor, op: CrossEntropy, moments: Vector, count: Vector | None, g: Tensor,
-    written: Vector | None = None, last: LastUpstream | None = None,
+    written: Vector | None = None, last: LastUpstream | None = None, invariant: bool = False,
 ) -> Any:  # fmt: skip
     """The launch; None where PyTorch's formula took its place."""
     try:
-        return gradients.cross_entropy_gradient(x, dx, op, moments, count, g, written, last)
+        return gradients.cross_entropy_gradient(x, dx, op, moments, count, g, written, last, invariant)
     except KernelUnavailable:
         dx.copy_(decompositions.cross_entropy_gradient(g, x, op))
         return None
@@ -243,7 +243,7 @@ class RowCrossEntropy(torch.autograd.Function):
         divides = count if op.reduction == "mean" else None
         if dx is None:
             dx = gradient_buffer(x)
-            _gradient(x, dx, op, moments, divides, upstream)
+            _gradient(x, dx, op, moments, divides, upstream, invariant=invariant)
         else:
             launch = _gradient(x, dx, op, moments, divides, upstream, expected, last)
             if recent and unread and launch is not None:
@@ -312,7 +312,7 @@ def _cross_entropy_backward_kernel(g: Tensor, moments: Tensor, x: Tensor, *field
     count = rows.count_targets(op, x) if op.reduction == "mean" else None
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     g, moments = g.reshape(-1).float().contiguous(), moments.contiguous()
-    _gradient(rows_of(x, n_cols), dx, op, moments, count, g)
+    _gradient(rows_of(x, n_cols), dx, op, moments, count, g, invariant=is_batch_invariant())
     return dx
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..launch import row_statistics as rows
 from ..launch.availability import KernelUnavailable
+from ..launch.context import is_batch_invariant
 from ..launch.layout import gradient_buffer, rows_of, rows_or_copy
 from ..launch.torch_private import function_apply, profiling
 from . import decompositions
@@ -143,7 +144,8 @@ class RowStatistics(torch.autograd.Function):
         picked, entropies, lse, moments = _statistics(x, ids, scale, entropy, layout)
         by_row = isinstance(scale, Tensor)
         ctx.save_for_backward(x, ids, moments, entropies, scale if by_row else None)
-        ctx.scale = None if by_row else scale
+        # batch invariance too: backward runs in a thread that does not know
+        ctx.scale, ctx.invariant = None if by_row else scale, is_batch_invariant()
         ctx.set_materialize_grads(False)
         # what is returned may be changed in place, and what is saved may not
         return picked, None if entropies is None else entropies.clone(), lse
@@ -161,7 +163,7 @@ class RowStatistics(torch.autograd.Function):
             dx = decompositions.statistics_gradient(g_picked, g_entropy, g_lse, x, ids, scale)
             return dx, None
         dx = gradient_buffer(x)
-        _gradient(x, dx, moments, scale, ids, entropy, (g_picked, g_entropy, g_lse))
+        _gradient(x, dx, moments, scale, ids, entropy, (g_picked, g_entropy, g_lse), ctx.invariant)
         return dx, None
 
 
@@ -185,11 +187,12 @@ def _gradient(
     ids: Tensor,
     entropy: Tensor | None,
     upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
+    invariant: bool,
 ) -> None:
     g_picked, g_entropy, g_lse = upstream
     given: dict[str, Any] = dict(ids=ids, g_picked=g_picked, entropy=entropy, g_entropy=g_entropy, g_lse=g_lse)
     try:
-        rows.statistics_backward(x, dx, moments, scale, **given)
+        rows.statistics_backward(x, dx, moments, scale, **given, invariant=invariant)
     except KernelUnavailable:
         dx.copy_(decompositions.statistics_gradient(g_picked, g_entropy, g_lse, x, ids, scale))
 
@@ -270,7 +273,8 @@ def _token_logprobs_backward_kernel(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x = rows_of(x, x.shape[1])
     upstream = (g_picked, g_entropy, g_lse)
-    _gradient(x, dx, moments.contiguous(), of_rows, ids.contiguous(), entropies.contiguous(), upstream)
+    given = moments.contiguous(), of_rows, ids.contiguous(), entropies.contiguous()
+    _gradient(x, dx, *given, upstream, is_batch_invariant())
     return dx
 
 
