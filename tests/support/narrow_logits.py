@@ -243,6 +243,14 @@ def _statistics(
         if picks:
             dz[torch.arange(n_rows)[known], ids[known]] += g[known]
         dx = dz * (scale[:, None].double() if isinstance(scale, Tensor) else scale)
+    whole = torch.isfinite(x).all(1)  # these rows by autograd, others by the formula
+    some = x[whole].double().requires_grad_()
+    of_some = some * (scale[whole, None].double() if isinstance(scale, Tensor) else scale)
+    log_p, at = torch.log_softmax(of_some, 1), ids[whole].clamp(0, n_cols - 1)[:, None]
+    total = (torch.logsumexp(of_some, 1) * g_lse[whole]).sum() * of_lse
+    total = total + (torch.where(known[whole], log_p.gather(1, at)[:, 0], 0.0) * g_picked[whole]).sum() * picks
+    total = total - ((log_p.exp() * log_p).sum(1) * g_entropy[whole]).sum() * entropy
+    dx[whole] = torch.autograd.grad(total, some)[0]
     eps = torch.finfo(x.dtype).eps + 4e-6  # the interpreter cuts bits off
     of_row = 1e-5 * (1 + (right["entropies"].abs().nan_to_num(0) + 30) * entropy) * 4
     result = _guarded(x.numel(), x.dtype, shift)
