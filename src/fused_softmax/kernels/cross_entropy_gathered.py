@@ -39,7 +39,7 @@ from .common.gathered_rows import (
     max_over_lanes,
     piece_of,
     put,
-    put_element,
+    puts_column,
     scatter,
     step_of,
     sum_of,
@@ -64,7 +64,7 @@ def _targets(
 
 @triton.jit
 def _inside(target, ignore_index, columns):
-    """Whether a row's target counts, as `target_of` has it."""
+    """Whether a row's target counts, as `target_of` has it: asked again, so that no register holds it."""
     return (target != ignore_index) & (target >= 0) & (target < columns)
 
 
@@ -131,15 +131,18 @@ def _loss(
 
 @triton.jit
 def _put_gradient(
-    x, exps, START: tl.constexpr, x_target, dx_ptr, first, row, column, columns, target, exists, counts, a, b, c, base,
-    shift, weight_ptr, cap, LANES: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr,
-    RUNS: tl.constexpr, THREADS: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
-    FUSED: tl.constexpr, PTX: tl.constexpr,
+    x, exps, START: tl.constexpr, x_target, m, s, lse, g, w_target, w_sum, dx_ptr, first, row, column, columns, target,
+    exists, counts, weight_ptr, cap, smoothing, z_loss, LANES: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr,
+    UNPREDICATED: tl.constexpr, RUNS: tl.constexpr, THREADS: tl.constexpr, WEIGHTED: tl.constexpr,
+    SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Puts the gradient of each thread's columns, and then that of the target in its place.
 
-    exps: of these columns, as `exp2_fma` has them.
+    exps: of these columns, as `exp2_fma` has them. m, s, lse: the row's. g: upstream, over the count if there is one.
     """
+    a, b, c = coefficients(tl.where(counts, g, 0.0), lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)
+    base, shift, by = exp2_affine(m, FUSED)
+    a = tl.where(counts, a * by / s, 0.0)
     STEP: tl.constexpr = step_of(LANES, VEC, RUNS)
     for j in tl.static_range(CHUNKS):
         dx = ()
@@ -158,10 +161,8 @@ def _put_gradient(
     dx_target = cross_entropy_term(
         x_target, b, place, base, shift, a, c, weight_ptr, cap, counts, WEIGHTED, SMOOTH, SOFTCAP, FUSED
     )
-    # the thread that has put the target's column
-    owner = place // (CHUNKS * VEC) if RUNS else place // VEC % LANES
-    writes = counts & (tl.arange(0, THREADS) % LANES == owner)
-    put_element(dx_target, dx_ptr, first, row, place, columns, writes, PTX)
+    writes = counts & puts_column(place, THREADS, LANES, VEC, CHUNKS, RUNS)
+    put((dx_target,), dx_ptr, first, row, place, columns, writes, 0, 0, 1, 1, 0, PTX)
 
 
 @kernel(asserts=True)
@@ -221,9 +222,8 @@ def cross_entropy_gathered(
         lane = tl.arange(0, THREADS) % VECTORS
         row = tl.arange(0, THREADS) // VECTORS + k * (THREADS // VECTORS)
         exists = row < n_rows - first_row
-        target = targets[k]
-        counts = _inside(target, ignore_index, columns) & exists
-        w_target, _ = weights_of(target, counts, columns, weight_ptr, weight_facts_ptr, WEIGHTED, SMOOTH)
+        counts = _inside(targets[k], ignore_index, columns) & exists
+        w_target, _ = weights_of(targets[k], counts, columns, weight_ptr, weight_facts_ptr, WEIGHTED, SMOOTH)
         m, s, exps = _moments(x, k * HELD, HELD, cap, VECTORS, SOFTCAP, FUSED, PTX)
         loss, lse = _loss(
             x, m, s, x_targets[k], w_target, columns, column, columns, weight_ptr, cap, smoothing, z_loss, k * HELD,
@@ -235,13 +235,10 @@ def cross_entropy_gathered(
         losses += tl.where(counts & writes, loss, 0.0)
         store_moments(moments_ptr, first_row + row, m, s, writes)
 
-        a, b, c = coefficients(tl.where(counts, g, 0.0), lse, w_target, columns, smoothing, columns, z_loss, SMOOTH)
-        base, shift, by = exp2_affine(m, FUSED)
-        a = tl.where(counts, a * by / s, 0.0)
         _put_gradient(
-            x, exps, k * HELD, x_targets[k], dx_ptr, first, row, column, columns, target, exists, counts, a, b, c,
-            base, shift, weight_ptr, cap, VECTORS, VEC, CHUNKS, UNPREDICATED, RUNS, THREADS, False, SMOOTH, SOFTCAP,
-            FUSED, PTX,
+            x, exps, k * HELD, x_targets[k], m, s, lse, g, w_target, columns, dx_ptr, first, row, column, columns,
+            targets[k], exists, counts, weight_ptr, cap, smoothing, z_loss, VECTORS, VEC, CHUNKS, UNPREDICATED, RUNS,
+            THREADS, False, SMOOTH, SOFTCAP, FUSED, PTX,
         )  # fmt: skip
     if KEEPS_UPSTREAM:
         tl.store(count_ptr + 1, upstream, mask=first_row == 0)
@@ -361,16 +358,14 @@ def cross_entropy_backward_gathered(
         g = upstreams[k]
         if MEAN:
             g = g / tl.load(count_ptr)
-        lse = logsumexp(maxima[k], sums[k])
-        a, b, c = coefficients(tl.where(counts, g, 0.0), lse, w_target, w_sum, smoothing, columns, z_loss, SMOOTH)
-        base, shift, by = exp2_affine(maxima[k], FUSED)
-        a = tl.where(counts, a * by / sums[k], 0.0)
+        m, s = maxima[k], sums[k]
+        base, shift, _ = exp2_affine(m, FUSED)
         exps = ()
         for i in tl.static_range(HELD):
             exps = exps + (exp2_fma(capped(x[k * HELD + i], cap, SOFTCAP), base, shift, FUSED),)
         _put_gradient(
-            x, exps, k * HELD, x_targets[k], dx_ptr, first, row, column, columns, targets[k], exists, counts, a, b, c,
-            base, shift, weight_ptr, cap, VECTORS, VEC, CHUNKS, UNPREDICATED, RUNS, THREADS, WEIGHTED, SMOOTH, SOFTCAP,
-            FUSED, PTX,
+            x, exps, k * HELD, x_targets[k], m, s, logsumexp(m, s), g, w_target, w_sum, dx_ptr, first, row, column,
+            columns, targets[k], exists, counts, weight_ptr, cap, smoothing, z_loss, VECTORS, VEC, CHUNKS,
+            UNPREDICATED, RUNS, THREADS, WEIGHTED, SMOOTH, SOFTCAP, FUSED, PTX,
         )  # fmt: skip
     scatter(dx_ptr, first, n, MOST, 0, THREADS, False, PTX)

@@ -27,7 +27,7 @@ from .common.gathered_rows import (
     max_over_lanes,
     piece_of,
     put,
-    put_element,
+    puts_column,
     scatter,
     step_of,
     sum_of,
@@ -55,13 +55,13 @@ def _ids(
 
 @triton.jit
 def _moments(
-    x, START: tl.constexpr, HELD: tl.constexpr, by, LANES: tl.constexpr, ENTROPY: tl.constexpr, SCALED: tl.constexpr,
+    x, HELD: tl.constexpr, by, LANES: tl.constexpr, ENTROPY: tl.constexpr, SCALED: tl.constexpr,
     FUSED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """(row_max, row_sum, sum(exp(z - row_max)*(z - row_max)) where ENTROPY)."""
     z = ()
     for i in tl.static_range(HELD):
-        z = z + (logit(x[START + i], by, 1.0, SCALED, False),)
+        z = z + (logit(x[i], by, 1.0, SCALED, False),)
     # +inf makes the sum infinite
     m = tl.minimum(tl.maximum(max_over_lanes(max_of(z, 0, HELD), LANES, PTX), LOWEST), HIGHEST)
     exps, terms = (), ()
@@ -124,7 +124,7 @@ def row_statistics_gathered(
             x = x + fetch(x_ptr, first, row, column, columns, exists, c, 0, STEP, VEC, UNPREDICATED, "-inf", PTX)
         at = first_row + row
         by = scale_of(at, exists, scale_ptr, scale, SCALE)
-        m, s, t = _moments(x, 0, HELD, by, VECTORS, ENTROPY, SCALE != UNSCALED, FUSED, PTX)
+        m, s, t = _moments(x, HELD, by, VECTORS, ENTROPY, SCALE != UNSCALED, FUSED, PTX)
         lse = logsumexp(m, s)
         writes = exists & (tl.arange(0, THREADS) % VECTORS == 0)
         tl.store(lse_ptr + at, lse, mask=writes)
@@ -207,8 +207,8 @@ def row_statistics_backward_gathered(
         exists = row < n_rows - first_row
         for c in tl.static_range(CHUNKS):
             x = x + fetch(x_ptr, first, row, column, columns, exists, c, 0, STEP, VEC, UNPREDICATED, "-inf", PTX)
-        inside = exists & (ids[k] >= 0) & (ids[k] < columns)
         if PICKS > 0:
+            inside = exists & (ids[k] >= 0) & (ids[k] < columns)
             x_picked = x_picked + (element_of(x_ptr, first, row, ids[k], columns, inside, PTX),)
     await_threads(PTX)
     for k in tl.static_range(EACH):
@@ -224,10 +224,8 @@ def row_statistics_backward_gathered(
                 dx = dx + (dz * by,)
             put(dx, dx_ptr, first, row, column, columns, exists, c, 0, STEP, VEC, UNPREDICATED, PTX)
         if PICKS > 0:
-            # the thread that has put the id's column
-            place = ids[k].to(tl.int32)
-            owner = place // HELD if RUNS else place // VEC % VECTORS
-            writes = exists & (ids[k] >= 0) & (ids[k] < columns) & (tl.arange(0, THREADS) % VECTORS == owner)
+            id, inside = ids[k].to(tl.int32), exists & (ids[k] >= 0) & (ids[k] < columns)
+            writes = inside & puts_column(id, THREADS, VECTORS, VEC, CHUNKS, RUNS)
             dz = statistics_term(x_picked[k], m, above, by, a, g_entropy, ENTROPY, SCALED) + known[7 * k + 6]
-            put_element(dz * by, dx_ptr, first, row, place, columns, writes, PTX)
+            put((dz * by,), dx_ptr, first, row, id, columns, writes, 0, 0, 1, 1, 0, PTX)
     scatter(dx_ptr, first, n, MOST, 0, THREADS, False, PTX)

@@ -243,6 +243,13 @@ def planned_cross_entropy(x: Tensor, on: Tensor, gradient: bool) -> Plan | str:
 # --- sums over rows ---------------------------------------------------------------------------------------------------
 
 
+def _prepare_add(on: Tensor) -> Run:
+    """run((partials, to), (n,)): the sum of n partial sums, of the launch in front, into to, [1]."""
+    device = device_of(on)
+    flags, warps = kernels.partials_flags(device), kernels.add_warps(device)
+    return prepare_flat(kernels.add_kernel, (torch.float32,) * 2, flags, warps, on)
+
+
 def prepare_count(weighted: bool, n_rows: int, on: Tensor) -> Run:
     """run((targets, weights, count), (n_rows, n_rows, n_cols, ignore_index)): the mean's denominator into count, [1].
 
@@ -253,7 +260,7 @@ def prepare_count(weighted: bool, n_rows: int, on: Tensor) -> Run:
     count = prepare_flat(kernels.count_kernel, (torch.int64, real, real), flags, 8, on)
     if way != kernels.SHARED:
         return count
-    add = prepare_flat(kernels.add_kernel, (real, real), kernels.partials_flags(device), kernels.add_warps(device), on)
+    add = _prepare_add(on)
     new, at = allocator_here(on), pointer(on)
 
     def run(vectors: tuple[Any, ...], size: tuple[int, ...]) -> None:
@@ -307,10 +314,7 @@ def prepare_reduction(
 
 def prepare_sums(on: Tensor, n_rows: int, rows: int) -> Run:
     """`prepare_reduction` of losses that each program has added up, of `rows` rows, for numbers of rows like n_rows."""
-    real = torch.float32
-    add = prepare_flat(
-        kernels.add_kernel, (real, real), kernels.partials_flags(device_of(on)), kernels.add_warps(device_of(on)), on
-    )
+    add = _prepare_add(on)
     many = kernels.size_class(n_rows) == kernels.SHARED
     shared = prepare_reduction(on, kernels.ONE_PROGRAM_ROWS + 1, False, False, has_count=True) if many else None
 

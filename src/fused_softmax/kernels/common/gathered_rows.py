@@ -178,6 +178,15 @@ def columns_of_thread(
 
 
 @triton.jit
+def puts_column(
+    column, THREADS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, CHUNKS: tl.constexpr, RUNS: tl.constexpr
+):
+    """Whether each thread is the one of its row that puts this column.  # column: [THREADS]"""
+    lane = column // (CHUNKS * VEC) if RUNS else column // VEC % LANES
+    return tl.arange(0, THREADS) % LANES == lane
+
+
+@triton.jit
 def slot_of(ptr, place, REGION: tl.constexpr, PTX: tl.constexpr):
     """The address of a place of the piece at ptr in shared memory; the place itself where interpreted.  # [THREADS]"""
     if PTX:
@@ -278,26 +287,9 @@ def put(
 
 @triton.jit
 def element_of(ptr, first, row, column, columns, there, PTX: tl.constexpr):
-    """One element of each thread's row, in float32, 0 where not there; `fetch` has the region.  # all [THREADS]"""
-    place = row * columns + tl.where(there, column, 0).to(tl.int32)
-    if PTX:
-        ITEMSIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
-        DTYPE: tl.constexpr = ptr.dtype.element_ty.name
-        return fetch_at((phase_of(ptr) + place) * ITEMSIZE, there, DTYPE, 0, 1, "0", False)[0]
-    else:
-        return tl.load(ptr + first + place, mask=there, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def put_element(value, ptr, first, row, column, columns, there, PTX: tl.constexpr):
-    """Puts one float32 for each thread that is there, in ptr's dtype, as `put` does.  # all [THREADS]"""
-    place = row * columns + tl.where(there, column, 0)
-    if PTX:
-        ITEMSIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
-        DTYPE: tl.constexpr = ptr.dtype.element_ty.name
-        put_at((value,), (phase_of(ptr) + place) * ITEMSIZE, there, DTYPE, 0, 1, True, False)
-    else:
-        tl.store(ptr + first + place, value.to(ptr.dtype.element_ty), mask=there)
+    """`fetch`es one element of each thread's row, 0 where not there.  # column: any integers; all [THREADS]"""
+    column = tl.where(there, column, 0).to(tl.int32)
+    return fetch(ptr, first, row, column, columns, there, 0, 0, 1, 1, 0, "0", PTX)[0]
 
 
 @triton.jit
