@@ -112,6 +112,27 @@ def test_a_gradient_of_log_softmax_is_judged_by_its_terms():
     assert judge.judge(off).why == "1 of 64 rows"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_of_log_probabilities_is_judged_by_its_terms(dtype):
+    """Where the id's probability is almost 1, its gradient g_lse*p + g_logprob*(1 - p) is a small difference."""
+    op = OPS["token_logprobs_backward"]
+    x, ids, *upstream = op.inputs(64, 2, dtype, torch.device("cpu"), 0)
+    x[5], ids[5] = torch.tensor([0.0, -13.0]), 0
+    for g, value in zip(upstream, (1.0, 0.0, -1e-6), strict=True):
+        g[5] = value
+    judge = Judge(op, (x, ids, *upstream))
+    exact = op.reference(x.double(), ids, *(g.double() for g in upstream))
+    assert exact[5].abs().max() < 1e-5
+    unit = torch.finfo(torch.float32).eps
+    near, off, wrong = exact.clone(), exact.clone(), exact.clone()
+    near[5] += 2 * unit  # what float32's p, rounded to a neighbor of 1, gives
+    off[5] += 20 * unit
+    wrong[7] *= 1.02  # a row without cancellation
+    assert judge.judge(near.to(dtype), ours=True).ok
+    for y in (off, wrong):
+        assert judge.judge(y.to(dtype), ours=True).why == "1 of 64 rows"
+
+
 def test_nan_belongs_where_torch_has_it_and_nowhere_else():
     x = torch.zeros(4, 8)
     x[1, 3] = float("nan")

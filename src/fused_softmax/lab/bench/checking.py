@@ -3,7 +3,8 @@
 A row passes when max |y - ref| <= 2 x (the same of PyTorch's own result) + 4 x eps x max |ref|, eps of y's dtype. The
 gradient of a softmax is a difference y*(dy - sum(y*dy)), whose terms have float32's rounding errors. There max |ref| is
 max |ref| + 2^-23/eps x max |y*dy|, and PyTorch's error is in the same unit. For log_softmax the difference is dy -
-exp(y)*sum(dy), of the terms dy and exp(y)*sum(dy). NaN passes only where the reference is NaN, infinities only where it
+exp(y)*sum(dy), of the terms dy and exp(y)*sum(dy), and for log-probabilities it is that of each output's part. NaN
+passes only where the reference is NaN, infinities only where it
 has the same ones. Where PyTorch's own result is coarse (losses) ours has no such allowance, and a gradient's absolute
 errors are added up too, because one large entry would hide the others. Memory that a system forgets to write is NaN:
 eager allocations are filled by PyTorch's deterministic mode, those of compiled graphs come from freed blocks that were
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ CHUNK = {"cuda": 2**24, "cpu": 2**21}
 KEPT = {"cuda": 2**30, "cpu": 2**27}
 # eps that a statistic of a whole row (a loss, an entropy) may be off when it is summed in float32
 ROW_EPS = 64
+# eps of float32 that each term of a difference may be off, where a row's errors are added up
+TERM_EPS = 4
 
 
 class WrongShape(Exception):
@@ -77,6 +80,18 @@ def row_scales(ref: Tensor) -> Tensor:
     return torch.where(ref.isfinite(), ref.abs(), 0.0).reshape(ref.shape[0], -1).amax(-1)
 
 
+class Terms(NamedTuple):
+    """The numbers that each row's values are differences of: the largest, and all of a row added up, as float32 has
+    them. # [rows] float64"""
+
+    largest: Tensor
+    total: Tensor
+
+
+def _terms_of(terms: Tensor) -> Terms:
+    return Terms(row_scales(terms), torch.where(terms.isfinite(), terms.abs(), 0.0).reshape(len(terms), -1).sum(-1))
+
+
 @dataclass
 class _Part:
     """PyTorch's own errors for one part of a result, and the one number."""
@@ -90,7 +105,7 @@ class _Part:
     spread: float = 0.0  # its absolute errors added up over a row, in units of the row's absolute values
     total: float = 0.0
 
-    def scales(self, ref: Tensor, terms: Tensor | None) -> Tensor:
+    def scales(self, ref: Tensor, terms: Terms | None) -> Tensor:
         """What a row's error is measured in: its largest value, or the terms whose difference a gradient is.
 
         The gradient of a cross-entropy is p - 1 at the target. Where p is almost 1, the difference is small, and its
@@ -98,25 +113,31 @@ class _Part:
         """
         scale = row_scales(ref)
         if terms is not None:
-            unit = torch.finfo(torch.float32).eps / torch.finfo(self.dtype).eps
-            return torch.where(scale > 0, scale + unit * terms, 0.0)
+            return torch.where(scale > 0, scale + self._unit() * terms.largest, 0.0)
         return scale.clamp(min=1.0) if ref.dim() == 1 else self._at_least_term(scale)
 
-    def sizes(self, ref: Tensor) -> Tensor:
+    def sizes(self, ref: Tensor, terms: Terms | None) -> Tensor:
         """What a row's errors, added up, are measured in."""
-        return self._at_least_term(ref.abs().sum(-1))
+        size = ref.abs().sum(-1)
+        if terms is not None:
+            return torch.where(size > 0, size + TERM_EPS * self._unit() * terms.total, 0.0)
+        return self._at_least_term(size)
+
+    def _unit(self) -> float:
+        """float32's eps, in which the errors of terms are, over that of the result's dtype."""
+        return torch.finfo(torch.float32).eps / torch.finfo(self.dtype).eps
 
     def _at_least_term(self, scale: Tensor) -> Tensor:
         return scale if self.term == 0.0 else torch.where(scale > 0, scale.clamp(min=self.term), 0.0)
 
-    def learn(self, y: Tensor, ref: Tensor, terms: Tensor | None, spread: bool) -> None:
+    def learn(self, y: Tensor, ref: Tensor, terms: Terms | None, spread: bool) -> None:
         """Take a chunk of rows of PyTorch's result."""
         differences = _differences(y, ref)
         errors, scale = differences.reshape(len(ref), -1).amax(-1), self.scales(ref, terms)
         self.error = max(self.error, float(errors.max()))
         self.relative = max(self.relative, _largest(errors, scale))
         if spread:
-            self.spread = max(self.spread, _largest(differences.sum(-1), self.sizes(ref)))
+            self.spread = max(self.spread, _largest(differences.sum(-1), self.sizes(ref, terms)))
 
     def limit(self, y: Tensor, coarse: bool) -> float:
         """In units of a row's scale."""
@@ -129,7 +150,7 @@ def _largest(errors: Tensor, scale: Tensor) -> float:
     return float(torch.where(errors.isfinite() & (scale > 0), errors / scale, 0.0).max())
 
 
-Chunk = tuple[slice, tuple[Tensor, ...], Tensor | None]  # rows, their references, and their largest terms
+Chunk = tuple[slice, tuple[Tensor, ...], Terms | None]  # rows, their references, and their terms
 
 
 class Judge:
@@ -166,7 +187,7 @@ class Judge:
         return self._computed() if self._kept is None else self._kept
 
     def _computed(self) -> Iterator[Chunk]:
-        """Rows, their references, and the largest term of each row's differences."""
+        """Rows, their references, and the terms of each row's differences."""
         first, by_row = self.inputs[0], self.op.by_row
         if first.numel() == 0:
             return
@@ -175,7 +196,7 @@ class Judge:
         for start in range(0, first.shape[0], per_chunk):
             rows = slice(start, start + per_chunk)
             part = [t[rows].double() if t.is_floating_point() else t[rows] for t in sliced]
-            terms = None if self.op.row_term is None else row_scales(self.op.row_term(*part, *shared))
+            terms = None if self.op.row_term is None else _terms_of(self.op.row_term(*part, *shared))
             yield rows, parts_of(self.op.reference(*part, *shared)), terms
 
     def judge(self, result: Any, *, ours: bool = False) -> Verdict:
@@ -200,7 +221,7 @@ class Judge:
                 if self.op.coarse and y.dim() > 1:
                     # rounding alone leaves a quarter of eps on average, the interpreter's truncation half
                     limit = torch.finfo(y.dtype).eps * (1 if coarse else 4) + (0.0 if coarse else 2 * part.spread)
-                    wrong |= differences.sum(-1) > limit * part.sizes(ref)
+                    wrong |= differences.sum(-1) > limit * part.sizes(ref, terms)
                 worst = max(worst, float(errors.max()))
                 failed[part.name] += int(wrong.sum())
         for part, y in zip(self.parts, got, strict=True):

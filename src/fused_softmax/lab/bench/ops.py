@@ -55,6 +55,16 @@ def token_statistics(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return picked[:, 0], -(log_p.exp() * log_p).sum(-1), lse[:, 0]
 
 
+def _logprob_terms(x: Tensor, ids: Tensor, g_logprob: Tensor, g_entropy: Tensor, g_lse: Tensor) -> Tensor:
+    """What each output gives to each logit's gradient, and the parts of an entropy's, as positive numbers."""
+    log_p = torch.log_softmax(x, -1)
+    p, log_p = log_p.exp(), log_p.clamp(min=torch.finfo(x.dtype).min)
+    entropy = -(p * log_p).sum(-1, keepdim=True)
+    g_logprob, g_entropy, g_lse = (g.abs()[:, None] for g in (g_logprob, g_entropy, g_lse))
+    terms = p * (g_logprob + g_lse + g_entropy * (entropy - log_p))
+    return terms.scatter_add(-1, ids[:, None], g_logprob)
+
+
 def _causal_call(function: Call) -> Call:
     return lambda x, query, hidden: function(heads(x, hidden), causal=True).view_as(x)
 
@@ -155,7 +165,7 @@ ENTRIES = (
     Op("token_logprobs", made.logits_and_ids, moved.read_only, "read", **_LOGPROBS),
     Op(
         "token_logprobs_backward", made.logprob_gradients, moved.one_in_one_out, "copy", of="token_logprobs",
-        **_LOGPROBS, gradient=backward_alone, outputs=("gradient",), plans_gradient=True,
+        **_LOGPROBS, gradient=backward_alone, outputs=("gradient",), plans_gradient=True, row_term=_logprob_terms,
     ),
     Op(
         "masked_softmax_causal", made.causal_scores, moved.causal, "copy", **_MASKED, by_row=2, causal=True,
