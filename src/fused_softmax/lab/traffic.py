@@ -133,6 +133,16 @@ def biased(n_rows: int, n_cols: int, scores: Scores | None = None) -> tuple[int,
     return (n_rows + n_rows // batches(n_rows, n_cols, scores)) * n_cols, n_rows * n_cols
 
 
+def ids(n_rows: int, n_cols: int, scores: Scores | None = None) -> int:
+    """Bytes of an int64 target, or id, of each row."""
+    return 8 * n_rows
+
+
+def ids_and_upstream(n_rows: int, n_cols: int, scores: Scores | None = None) -> int:
+    """The same, and three float32 numbers of each row: upstream gradients of log-probability, entropy, logsumexp."""
+    return (8 + 3 * 4) * n_rows
+
+
 def boolean_mask(n_rows: int, n_cols: int, scores: Scores | None = None) -> int:
     """Bytes of the mask of one head."""
     return queries(n_rows, n_cols, scores) * n_cols

@@ -137,6 +137,19 @@ def test_the_table_of_random_shapes():
         requested_tables(replace(request, ops=("token_logprobs",)), on_gpu=True)
 
 
+def test_the_table_of_named_shapes():
+    request = Request(ops=("softmax", "cross_entropy"), shapes=((2, 19, 4096), (1, 3, 7)))
+    softmax, loss = requested_tables(request, on_gpu=True)
+    assert [(shape_text(c), c.dtype, c.layout) for c in softmax.cases[:3]] == [
+        ("2x19x4096", "bfloat16", ""), ("2x19x4096", "float32", ""), ("1x3x7", "bfloat16", "")
+    ]  # fmt: skip
+    assert [c.op for c in loss.cases] == ["cross_entropy"] * 4
+    one = requested_tables(replace(request, ops=("logsumexp",), dtypes=("float16",)), on_gpu=True)[0]
+    assert [c.dtype for c in one.cases] == ["float16"] * 2 and one.systems == softmax.systems
+    with pytest.raises(ValueError, match="takes rows only: --shapes"):
+        requested_tables(replace(request, ops=("token_logprobs",)), on_gpu=True)
+
+
 def timed(system: str, inner: int, ms: float, **fields: object) -> Record:
     found = Record("softmax", system, "bfloat16", 8 * inner, 19, "ok", ms=ms, timed_by=EventStopwatch.describe)
     return replace(found, outer=8, inner=inner, ceiling="copy", **fields)  # type: ignore[arg-type]

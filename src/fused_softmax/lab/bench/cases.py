@@ -187,6 +187,15 @@ def shaped_cases(op: str, count: int, seed: int, dtypes: Sequence[str] = (), ele
     )
 
 
+def named_shapes(op: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> tuple[Case, ...]:
+    """An op at shapes (outer, n_cols, inner), contiguous."""
+    return tuple(
+        shaped_case(op, dtype, outer, n_cols, inner, "", "given by --shapes")
+        for outer, n_cols, inner in shapes
+        for dtype in dtypes
+    )
+
+
 def shaped_case(op: str, dtype: str, outer: int, n_cols: int, inner: int, layout: str, reason: str) -> Case:
     """The case of an op over a tensor (outer, n_cols, inner) in a layout."""
     by = timed_by(outer * inner, n_cols, DTYPES[dtype].itemsize)

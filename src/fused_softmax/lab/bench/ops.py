@@ -120,8 +120,9 @@ _LOSS: dict[str, Any] = dict(
     by_row=2,
     coarse=True,
     largest_term=lambda x, target, count: 1.0 / count,
+    other_bytes=moved.ids,
 )
-_LOGPROBS: dict[str, Any] = dict(call=_statistics, torch=token_statistics, coarse=True)
+_LOGPROBS: dict[str, Any] = dict(call=_statistics, torch=token_statistics, coarse=True, other_bytes=moved.ids)
 _DIFFERENCE: dict[str, Any] = dict(row_term=lambda dy, y, *rest: dy * y)
 _SOFTMAX_BACKWARD = _BACKWARD | _DIFFERENCE
 _LOG_SOFTMAX_BACKWARD = _BACKWARD | dict(
@@ -165,7 +166,8 @@ ENTRIES = (
     Op("token_logprobs", made.logits_and_ids, moved.read_only, "read", **_LOGPROBS),
     Op(
         "token_logprobs_backward", made.logprob_gradients, moved.one_in_one_out, "copy", of="token_logprobs",
-        **_LOGPROBS, gradient=backward_alone, outputs=("gradient",), plans_gradient=True, row_term=_logprob_terms,
+        **_LOGPROBS | dict(other_bytes=moved.ids_and_upstream), gradient=backward_alone, outputs=("gradient",),
+        plans_gradient=True, row_term=_logprob_terms,
     ),
     Op(
         "masked_softmax_causal", made.causal_scores, moved.causal, "copy", **_MASKED, by_row=2, causal=True,
@@ -179,7 +181,7 @@ ENTRIES = (
         exact=lambda x, query, mask: reference.masked_softmax(x, mask[query]),
     ),
     Op(
-        "masked_softmax_boolean", made.kept_scores, moved.one_in_one_out, "copy", mask_bytes=moved.boolean_mask,
+        "masked_softmax_boolean", made.kept_scores, moved.one_in_one_out, "copy", other_bytes=moved.boolean_mask,
         **_UNDER_MASK, by_row=2,
         call=_additive_call, torch=made.kept_softmax,
         exact=lambda x, query, kept: reference.masked_softmax(x, kept[query]),

@@ -26,6 +26,7 @@ from fused_softmax.lab.bench.cases import (
     SHAPE_PEERS,
     Case,
     Table,
+    named_shapes,
     random_cases,
     real_cases,
     shaped_cases,
@@ -70,12 +71,13 @@ class Request:
     seconds: float | None = None
     random_widths: int = 0  # how many to draw for each op
     columns: tuple[int, int] | None = None  # the fewest and the most of them; None: the op's own range
-    random_shapes: int = 0  # the same, of shapes (outer, n_cols, inner)
+    shapes: tuple[tuple[int, ...], ...] = ()  # (outer, n_cols, inner)
+    random_shapes: int = 0  # how many of these to draw for each op
     seed: int | None = None  # of the random widths and shapes; None: a new one, which the header names
 
 
 def requested_tables(request: Request, on_gpu: bool) -> list[Table]:
-    """The tables to run: --input, --widths and --random-widths make their own.
+    """The tables to run: --input, widths and shapes, named or random, make their own.
 
     The default is `cpu`, or real logits and the ladder on a GPU.
     """
@@ -99,7 +101,8 @@ def _tables_of(op: str, request: Request, on_gpu: bool) -> list[Table]:
             served = ", ".join(name for name in OPS if OPS[name].inputs is one_input)
             raise ValueError(f"{op} takes more than one tensor, and --input gives one: name one of {served} by --op")
         found.append(Table("input", real_cases(op, request.input)))
-    other = request.tables or request.input is not None or request.random_widths or request.random_shapes
+    drawn = request.random_widths or request.random_shapes
+    other = request.tables or request.input is not None or request.shapes or drawn
     if request.widths or (request.rows is not None and not other):
         dtypes = request.dtypes or ("bfloat16", "float32")
         rows = request.rows if request.rows is not None or on_gpu else CPU_ROWS
@@ -113,10 +116,14 @@ def _tables_of(op: str, request: Request, on_gpu: bool) -> list[Table]:
         )
         # 0.06 s are a hundred rounds, as in the forward table
         found.append(Table("random widths", cases, () if family(op) in LOSS_FAMILIES else PEERS, 0.06))
+    for option, asked in {"--shapes": request.shapes, "--random-shapes": request.random_shapes}.items():
+        if asked and op not in SHAPED_OPS:
+            raise ValueError(f"{op} takes rows only: {option} serves {', '.join(SHAPED_OPS)}")
+    if request.shapes:
+        cases = named_shapes(op, request.shapes, request.dtypes or ("bfloat16", "float32"))
+        found.append(Table("shapes", cases, SHAPE_PEERS, 0.06))
     if request.random_shapes:
         assert request.seed is not None, "run() draws the seed"
-        if op not in SHAPED_OPS:
-            raise ValueError(f"{op} takes rows only: --random-shapes serves {', '.join(SHAPED_OPS)}")
         most = min(request.elements, MOST) if on_gpu else CPU_ELEMENTS
         cases = shaped_cases(op, request.random_shapes, request.seed, request.dtypes, most)
         found.append(Table("random shapes", cases, SHAPE_PEERS, 0.06))

@@ -36,8 +36,8 @@ class Op:
     inputs: Callable[..., Inputs]  # of (n_rows, n_cols, dtype, device, seed), and of `scores` where the case has some
     elements: Callable[..., tuple[int, int]]  # (n_rows, n_cols[, scores]) -> elements that must be (read, written)
     ceiling: Literal["copy", "read", "add"]
-    # of a boolean mask or of targets, which are read too
-    mask_bytes: Callable[..., int] = lambda n_rows, n_cols, scores=None: 0
+    # of a boolean mask, of targets or ids, and of numbers of each row, which are read too
+    other_bytes: Callable[..., int] = lambda n_rows, n_cols, scores=None: 0
     of: str = ""  # the registry's op; default: the name
     call: Callable[[Call], Call] = over_rows
     gradient: Callable[[Call], Call] | None = None
@@ -101,7 +101,7 @@ class Op:
     def bytes_moved(self, n_rows: int, n_cols: int, itemsize: int, scores: Scores | None = None) -> int:
         """Bytes that any implementation must read and write: the numerator of everyone's GB/s."""
         of = (n_rows, n_cols) if scores is None else (n_rows, n_cols, scores)
-        return sum(self.elements(*of)) * itemsize + self.mask_bytes(*of)
+        return sum(self.elements(*of)) * itemsize + self.other_bytes(*of)
 
 
 def parts_of(result: Any) -> tuple[Tensor, ...]:

@@ -48,6 +48,10 @@ def bench(
         str,
         typer.Option(help="of --random-widths: from LOW to HIGH columns, given as LOW:HIGH"),
     ] = "",
+    shapes: Annotated[
+        str,
+        typer.Option(help="OUTERxCOLUMNSxINNER, comma-separated: over dimension 1 of tensors of these shapes"),
+    ] = "",
     random_shapes: Annotated[
         int, typer.Option(min=0, max=1000, help="draw so many shapes (outer, n_cols, inner) and layouts for each op")
     ] = 0,
@@ -94,6 +98,7 @@ def bench(
         seconds=seconds,
         random_widths=random_widths,
         columns=limits,
+        shapes=shapes_named(shapes, ("outer", "columns", "positions"), "16x19x524288"),
         random_shapes=random_shapes,
         seed=seed,
     )

@@ -125,8 +125,8 @@ def predict(
         dram = model.DramBytes(asked.reads * itemsize, asked.writes * itemsize)
     if system == "05_published":  # it leaves columns unwritten, so the benchmark fills its output with NaN first
         dram = model.DramBytes(dram.read, dram.written + cells * itemsize)
-    if system == OURS and (mask := OPS[op].mask_bytes(n_rows, n_cols)):
-        dram = model.DramBytes(dram.read + mask, dram.written, dram.kept)
+    if system == OURS and (other := OPS[op].other_bytes(n_rows, n_cols)):
+        dram = model.DramBytes(dram.read + other, dram.written, dram.kept)
     # kernels that write a tensor each; the other kernels of a call write a number for each row
     tensors = cells * itemsize, asked.writes * itemsize
     of_rank = tensors[1] // l11_a_row_over_gpus.RANKS
