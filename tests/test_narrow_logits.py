@@ -16,3 +16,12 @@ def test_random_rows(kind, seed):
     case = drawn(kind, seed, DEVICES["interpreter"])
     case.launch()
     case.expect_right()
+
+
+@pytest.mark.parametrize("n_cols", [130, 345, 417, 601, 770, 1001, 1111, 1408])
+@pytest.mark.parametrize("kind", ALL)
+def test_rows_of_some_hundred_columns(kind, n_cols):
+    """8 to 32 threads of a warp hold such a row in vectors, wherever it starts."""
+    case = drawn(kind, n_cols, DEVICES["interpreter"], n_cols)
+    case.launch()
+    case.expect_right()

@@ -550,6 +550,11 @@ OTHER_PLANNERS = {
     "loss": loss_plans.plan_loss,
     "smoothed loss": loss_plans.plan_smoothed_loss,
     "capped loss": loss_plans.plan_capped_loss,
+    "loss alone": loss_plans.plan_loss_alone,
+    "smoothed loss alone": loss_plans.plan_smoothed_loss_alone,
+    "capped loss alone": loss_plans.plan_capped_loss_alone,
+    "statistics": loss_plans.plan_statistics_of_one_id,
+    "gradient of statistics": loss_plans.plan_statistics_gradient,
 }
 
 
@@ -568,6 +573,40 @@ def test_plans_of_other_ops_hold_the_whole_row(name, target):
         if found.regime != "two_pass":
             units = wide // found.vec if found.unaligned else -(-wide // found.vec)
             assert found.ctas * found.chunks * found.vectors_per_chunk >= units, (wide, dtype, lies, backward)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("anywhere", [False, True], ids=["aligned", "unaligned"])
+def test_threads_hold_logits_as_the_tables_say(anywhere, itemsize):
+    dtype, full = {2: "bfloat16", 4: "float32"}[itemsize], 16 // itemsize
+    planners = {
+        "loss": (loss_plans.plan_loss, config_tables.LOSS_ROWS),
+        "statistics": (loss_plans.plan_statistics, config_tables.STATISTICS_ROWS),
+        "gradient": (loss_plans.plan_elementwise, config_tables.GRADIENT_ROWS),
+    }
+    seen = 0
+    for planner, table in planners.values():
+        below = 0
+        for held in table.get((itemsize, anywhere), ()):
+            assert below < held.fewest <= held.most
+            below = held.most
+            for n_cols in (held.fewest, held.most):
+                # aligned rows have whole vectors only
+                problem = Problem(n_cols - n_cols % full, dtype, dtype, full)
+                if anywhere:
+                    problem = Problem(n_cols, dtype, dtype, 1, True)
+                elif problem.n_cols < held.fewest:
+                    continue
+                got = planner(problem, DEVICES["sm_90"])
+                assert (got.vectors_per_chunk, got.num_warps, got.unaligned) == (held.threads, held.num_warps, anywhere)
+                assert got.rows * held.threads == 32 * held.num_warps * held.rows
+                assert got.chunks * got.vec * held.rows <= 128  # of a thread's registers
+                seen += 1
+    assert seen >= 2
+    # threads of label smoothing hold less, and CDNA's warps have other numbers of threads
+    smoothed = loss_plans.plan_smoothed_loss_alone(Problem(1001, dtype, dtype, 1, True), DEVICES["sm_90"])
+    assert smoothed.chunks * smoothed.vec <= 40
+    assert loss_plans.plan_statistics(Problem(601, dtype, dtype, full), DEVICES["gfx942"]).vectors_per_chunk >= 32
 
 
 def test_plans_differ_by_the_kind_of_mask():

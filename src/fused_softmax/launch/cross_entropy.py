@@ -21,6 +21,7 @@ from ..planning.losses import (
     plan_loss,
     plan_loss_alone,
     plan_smoothed_loss,
+    plan_smoothed_loss_alone,
 )
 from ..planning.types import ITEMSIZE, VECTOR_BYTES, Device, Plan, Problem
 from . import loss_kernels as kernels
@@ -59,7 +60,7 @@ FORWARD = {
     arithmetic: RowOp(planner, kernels.of_loss)
     for arithmetic, planner in (
         ("exponential", plan_loss_alone),
-        ("smoothed", plan_loss_alone),
+        ("smoothed", plan_smoothed_loss_alone),
         ("capped", plan_capped_loss_alone),
     )
 }

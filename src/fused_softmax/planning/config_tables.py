@@ -39,6 +39,18 @@ class KernelConfig(NamedTuple):
     unaligned_staged: int | None = None
 
 
+class HeldRow(NamedTuple):
+    """Rows of `fewest` to `most` columns: threads of each, warps of a program, rows that such a group of threads takes,
+    and vectors of a thread, at least, so that widths share kernels."""
+
+    fewest: int
+    most: int
+    threads: int
+    num_warps: int
+    rows: int = 1
+    least_chunks: int = 1
+
+
 # the warp regime: a row in one warp or less, so that no reduction leaves its warp. Widths are in vectors per row. A row
 # of n < 32 vectors takes n threads, and `rows` counts rows per such group of threads. One vector per thread and 4 warps
 # reach torch's own latency and the copy's throughput
@@ -249,12 +261,30 @@ BACKWARD_BLOCK = {
 TWO_PASS_WARPS, TWO_PASS_CHUNKS = 8, 4
 
 # --- other ops ---
+# rows of logits of some hundred columns, in whole vectors, by element size and whether rows start anywhere. A row has a
+# target, a logarithm and factors of its own, which each of its threads computes: so few threads hold many vectors.
+# Without a logarithm programs of one row take the fewest instructions
+LOSS_ROWS: dict[tuple[int, bool], tuple[HeldRow, ...]] = {
+    (2, False): (HeldRow(417, 960, 16, 4), HeldRow(1025, 1280, 16, 2, least_chunks=10)),
+    (2, True): (HeldRow(385, 1024, 16, 4), HeldRow(1025, 1280, 16, 2, least_chunks=10)),
+}
+STATISTICS_ROWS: dict[tuple[int, bool], tuple[HeldRow, ...]] = {
+    (2, False): (HeldRow(385, 1408, 16, 4),),
+    (2, True): (HeldRow(331, 512, 16, 2, rows=2), HeldRow(513, 1408, 16, 4)),
+    (4, False): (HeldRow(97, 128, 8, 2, rows=2), HeldRow(129, 416, 8, 4), HeldRow(417, 704, 16, 4)),
+    (4, True): (HeldRow(97, 128, 8, 2, rows=2), HeldRow(129, 416, 8, 4), HeldRow(417, 704, 16, 4)),
+}
+GRADIENT_ROWS = {of: (HeldRow(545, 1024, 32, 1),) for of in ((2, False), (2, True), (4, False), (4, True))}
+# elements of a thread of these, at most, of a loss with label smoothing, which takes three registers for each, and of
+# capped logits, which may be smoothed, too
+MOST_SMOOTHED = 40
 # a loss with its gradient in the same pass, by element size. As few CTAs of few warps as hold the row: a thread's many
 # vectors are all in flight, and few threads have no column
 LOSS_CLUSTER = {
     2: (
+        KernelConfig(1792, 1, 1, True),
         KernelConfig(3584, 1, 2, True),
-        KernelConfig(24576, 1, 4, True),
+        KernelConfig(24576, 1, 4, True, odd_chunks=12),
         KernelConfig(49152, 2, 4, True, odd_chunks=21),
         KernelConfig(98304, 4, 4, True, odd_chunks=21),
         KernelConfig(196608, 8, 4, True, odd_chunks=21),
@@ -279,8 +309,9 @@ LOSS_REGISTERS = {
     2: (4, ((16, 96, 96), (17, 96, 104), (18, 96, 112), (19, 112, 112), (24, 128, 128))),
     4: (8, ((7, None, None), (8, None, 64), (10, 64, 64), (12, None, None), (15, 80, 80), (16, 96, 96))),
 }
-# of unaligned 16-bit rows of a loss on clusters: 22 vectors per thread spill, and 24 do not, though two are empty
-LOSS_SPILLS, LOSS_SPILLS_NOT = 22, 24
+# of unaligned 16-bit rows of a loss on clusters: 22 vectors per thread spill, and 24 do not, though two are empty. So
+# many lie inside every slice; of rows that fill all 24, too, so that widths share kernels
+LOSS_SPILLS, LOSS_SPILLS_NOT, LOSS_UNPREDICATED = 22, 24, 20
 # of a reduction that holds nothing, by element size: (columns, CTAs per row, warps per CTA, the fewest and the most
 # chunks per step)
 STATISTICS_STEPS = {

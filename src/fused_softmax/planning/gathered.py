@@ -26,13 +26,15 @@ from .piece_costs import (
 )
 from .types import ITEMSIZE, Device, Plan, Problem
 
-NUM_WARPS = 4
+NUM_WARPS = {32: 8}  # by the threads of a row; 4 of others. So a program's rows fill whole vectors
+# accesses of a thread, at most, where a warp has one row: of a gradient of statistics that fewer threads do not hold
+MOST_OF_WARP = 25
 # columns from which and up to which rows are moved as one piece, the latter by the bytes of an element: beyond, other
 # kernels are as fast, and faster with few rows
 FEWEST_COLS = {LOSS: 2, STATISTICS: 2, STATISTICS_BACKWARD: 2}  # of the others 3
 MOST_COLS = {
     FORWARD: {2: 128, 4: 64}, BACKWARD: {2: 80, 4: 0}, MASKED: {2: 116, 4: 64}, MASKED_BACKWARD: {2: 104, 4: 32},
-    LOSS: {2: 384, 4: 400}, STATISTICS: {2: 330, 4: 320}, STATISTICS_BACKWARD: {2: 544, 4: 544},
+    LOSS: {2: 384, 4: 400}, STATISTICS: {2: 330, 4: 96}, STATISTICS_BACKWARD: {2: 1024, 4: 544},
 }  # fmt: skip
 # elements of a thread below which it takes several rows, so that a program moves enough bytes
 FEW_ELEMENTS = 8
@@ -65,12 +67,8 @@ MOST_OVER_ROWS = 1.07
 # give them lanes by powers of two, scores 8 lanes at least
 ALIGNED_COLS = {
     FORWARD: {2: 120, 4: 60}, BACKWARD: {2: 0, 4: 0}, MASKED: {2: 80, 4: 28}, MASKED_BACKWARD: {2: 80, 4: 20},
-    LOSS: {2: 512, 4: 240}, STATISTICS: {2: 512, 4: 320}, STATISTICS_BACKWARD: {2: 576, 4: 448},
+    LOSS: {2: 416, 4: 240}, STATISTICS: {2: 320, 4: 96}, STATISTICS_BACKWARD: {2: 1024, 4: 448},
 }  # fmt: skip
-
-# columns of which 16 threads read three vectors each where rows start at multiples of 16 bytes (`rows.warp_plan`), and
-# fill nearly all of them. H200, logsumexp of 336 bfloat16 columns: 0.91 of a copy so, and 0.70 as one piece
-THREE_VECTORS = range(321, 385)
 
 
 def gathered_plan(problem: Problem, device: Device, scores: bool = False, masked: bool = False) -> Plan | None:
@@ -99,10 +97,7 @@ def gathered_logits(problem: Problem, device: Device, kind: str) -> Plan | None:
     >>> gathered_logits(Problem(19, "bfloat16", "bfloat16", vec=1, packed=True), DEVICES["sm_90"], LOSS).rows
     128
     """
-    aligned = problem.vec == problem.full_vec
-    if kind == STATISTICS and aligned and problem.itemsize == 2 and problem.n_cols in THREE_VECTORS:
-        return None
-    of = ALIGNED_COLS if aligned else MOST_COLS
+    of = ALIGNED_COLS if problem.vec == problem.full_vec else MOST_COLS
     return _plan(problem, device, kind, of[kind][problem.itemsize])
 
 
@@ -119,10 +114,11 @@ def _plan(problem: Problem, device: Device, kind: str, most: int) -> Plan | None
     chunks, full = rounded_chunks(-(-problem.n_cols // (lanes * vec)), to)
     if runs:  # the last lane's run is short
         full = max(0, full * lanes + 1 - (lanes - 1) * chunks)
-    rows = NUM_WARPS * device.warp_size // lanes * _rows_a_thread(lanes, chunks * vec)
+    num_warps = NUM_WARPS.get(lanes, 4)
+    rows = num_warps * device.warp_size // lanes * _rows_a_thread(lanes, chunks * vec)
     why = f"{rows} rows per program, moved as one piece, each in {lanes} thread{'s' * (lanes > 1)}"
     return Plan(
-        "warp", rows, 1, 1, lanes, vec, chunks, full, False, False, NUM_WARPS, None, why, gathered=True,
+        "warp", rows, 1, 1, lanes, vec, chunks, full, False, False, num_warps, None, why, gathered=True,
         runs=runs,
     )  # fmt: skip
 
@@ -143,7 +139,7 @@ def _most_aligned(problem: Problem, kind: str, scores: bool) -> int:
 def _lanes_and_runs(n_cols: int, vec: int, itemsize: int, kind: str, aligned: bool) -> tuple[int, bool] | None:
     """(lanes of a row, whether each holds a run of it); None where the kernels that read rows are faster."""
     times, costs = {}, {}
-    for lanes in (16, 8, 4, 2, 1):  # of 128 threads, so that a program's rows are a multiple of a vector's elements
+    for lanes in (16, 8, 4, 2, 1):
         to, accesses = _accesses(kind, itemsize, lanes, vec), -(-n_cols // (lanes * vec))
         if not to or accesses > to[-1]:
             continue
@@ -154,6 +150,10 @@ def _lanes_and_runs(n_cols: int, vec: int, itemsize: int, kind: str, aligned: bo
             times[lanes, runs] = time_over_copy(n_cols, vec, itemsize, kind, lanes, runs)
             of_elements = elements / ELEMENTS_OF_COPY.get(kind, 300)
             costs[lanes, runs] = times[lanes, runs] + of_elements + (RUNS_COST[kind] if runs else 0.0)
+    if not costs and kind == STATISTICS_BACKWARD:
+        accesses = -(-n_cols // (32 * vec))
+        fits = accesses <= MOST_OF_WARP and rounded_chunks(accesses)[0] * vec <= MOST_ELEMENTS[kind]
+        return (32, False) if fits else None
     best = min(costs, key=lambda found: costs[found]) if costs else None
     if best is not None and not aligned and kind in COLS_OF_ROWS:
         by_rows = max(1.0, COLS_OF_ROWS[kind] * 2 / (n_cols * itemsize))

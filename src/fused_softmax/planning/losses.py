@@ -7,21 +7,27 @@ and without a reduction programs share a row. Pure Python, no I/O. The numbers a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from .config_tables import (
     ELEMENTWISE,
     FEW_PROGRAMS,
+    GRADIENT_ROWS,
     LOSS_CLUSTER,
     LOSS_REGISTERS,
+    LOSS_ROWS,
     LOSS_SPILLS,
     LOSS_SPILLS_NOT,
+    LOSS_UNPREDICATED,
+    MOST_SMOOTHED,
     PARTIAL_STATISTICS,
     STATISTICS_PARTS,
+    STATISTICS_ROWS,
     STATISTICS_STEPS,
     TWO_PASS_CHUNKS,
     TWO_PASS_WARPS,
+    HeldRow,
     KernelConfig,
 )
 from .gathered import gathered_logits
@@ -39,12 +45,42 @@ from .rows import (
 from .types import Device, Plan, Problem
 
 
+def _held_rows(
+    problem: Problem, device: Device, table: Mapping[tuple[int, bool], tuple[HeldRow, ...]], most_elements: int = 128
+) -> Plan | None:
+    """The plan of rows that some threads of a warp hold, by a table; None for others.
+
+    most_elements: of a thread.
+    """
+    vec, unaligned = geometry(problem)
+    if vec < problem.full_vec or device.warp_size != 32:
+        return None
+    of_dtype = table.get((problem.itemsize, unaligned), ())
+    held = next((held for held in of_dtype if held.fewest <= problem.n_cols <= held.most), None)
+    if held is None:
+        return None
+    units = problem.n_cols // vec if unaligned else -(-problem.n_cols // vec)
+    chunks = max(held.least_chunks, -(-units // held.threads))
+    if chunks * vec * held.rows > most_elements:
+        return None
+    rows = held.num_warps * device.warp_size // held.threads * held.rows
+    why = f"{rows} row(s) per program, each in {held.threads} threads: no reduction leaves its warp"
+    return Plan(
+        "warp", rows, 1, 1, held.threads, vec, chunks, 0, unaligned, problem.itemsize == 4, held.num_warps, None, why
+    )  # fmt: skip
+
+
 def plan_statistics(problem: Problem, device: Device) -> Plan:
     """The plan of a kernel that reads rows once, in steps, and writes a few numbers per row. Any width.
 
     >>> plan_statistics(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).regime
     'two_pass'
     """
+    return _held_rows(problem, device, STATISTICS_ROWS) or _statistics(problem, device)
+
+
+def _statistics(problem: Problem, device: Device) -> Plan:
+    """The plan of rows of which a thread holds few vectors, or a step of them."""
     found = warp_plan(problem, device, PARTIAL_STATISTICS, even=0)
     if found is not None:
         return found
@@ -121,7 +157,7 @@ def plan_capped_statistics(problem: Problem, device: Device) -> Plan:
     >>> plan_capped_statistics(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).ctas
     1
     """
-    chosen = plan_statistics(problem, device)
+    chosen = _held_rows(problem, device, STATISTICS_ROWS, MOST_SMOOTHED) or _statistics(problem, device)
     return chosen if chosen.ctas == 1 else steps_plan(problem, device, 1, TWO_PASS_WARPS, TWO_PASS_CHUNKS, chosen.why)
 
 
@@ -131,8 +167,8 @@ def plan_elementwise(problem: Problem, device: Device) -> Plan:
     >>> plan_elementwise(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).ctas
     1
     """
-    found = warp_plan(problem, device)
-    if found is not None:
+    held = _held_rows(problem, device, GRADIENT_ROWS)
+    if (found := held or warp_plan(problem, device)) is not None:
         return found
     return steps_plan(problem, device, 1, *ELEMENTWISE[problem.itemsize], "independent programs share the row")
 
@@ -167,14 +203,17 @@ def plan_loss(problem: Problem, device: Device) -> Plan:
     >>> plan_loss(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).ctas
     8
     """
-    if (found := gathered_logits(problem, device, LOSS)) is not None:
+    found = gathered_logits(problem, device, LOSS) or _held_rows(problem, device, LOSS_ROWS)
+    if found is not None:
         return found
     if preferred_warp_plan(problem, device) is None and device.max_cluster >= 16:
         for config in LOSS_CLUSTER[problem.itemsize]:
             chosen = resident_plan(problem, device, config) if problem.n_cols <= config.max_cols else None
             if chosen is not None and _compiles(problem, chosen):
-                if problem.itemsize == 2 and chosen.unaligned and chosen.ctas > 1 and chosen.chunks == LOSS_SPILLS:
-                    chosen = replace(chosen, chunks=LOSS_SPILLS_NOT)
+                may_spill = problem.itemsize == 2 and chosen.unaligned and chosen.ctas > 1
+                if may_spill and LOSS_SPILLS <= chosen.chunks <= LOSS_SPILLS_NOT:
+                    inside = min(chosen.unpredicated_chunks, LOSS_UNPREDICATED)
+                    chosen = replace(chosen, chunks=LOSS_SPILLS_NOT, unpredicated_chunks=inside)
                 return replace(chosen, max_registers=_loss_registers(problem, chosen))
     return replace(held_plan(problem, device), max_registers=None)
 
@@ -233,6 +272,16 @@ def plan_loss_alone(problem: Problem, device: Device) -> Plan:
     True
     """
     return gathered_logits(problem, device, STATISTICS) or plan_statistics(problem, device)
+
+
+def plan_smoothed_loss_alone(problem: Problem, device: Device) -> Plan:
+    """`plan_loss_alone` of a loss with label smoothing, whose logits take three times as many registers.
+
+    >>> plan_smoothed_loss_alone(Problem(1000, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).chunks
+    4
+    """
+    found = gathered_logits(problem, device, STATISTICS)
+    return found or _held_rows(problem, device, STATISTICS_ROWS, MOST_SMOOTHED) or _statistics(problem, device)
 
 
 def plan_capped_loss_alone(problem: Problem, device: Device) -> Plan:
