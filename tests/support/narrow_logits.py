@@ -235,11 +235,14 @@ def _statistics(
         if entropy or picks:
             a = torch.where(row_sum == float("inf"), float("nan"), a)
         dz = e * a[:, None]
+        # a logit times a scale is rounded, and so is the probability
+        rounded = (scaled > 0) * 2.0**-23 * top.abs()[:, None] * e * a.abs()[:, None]
         if entropy:
             of_entropy = right["entropies"][:, None]
             least = torch.finfo(torch.float32).min
             log_p = (z - top[:, None] - row_sum.log()[:, None] + of_entropy).clamp_min(least)
             dz -= g_entropy.double()[:, None] * e * log_p
+            rounded += (scaled > 0) * 2.0**-23 * (top * g_entropy).abs()[:, None] * e * (1 + log_p.abs())
         if picks:
             dz[torch.arange(n_rows)[known], ids[known]] += g[known]
         dx = dz * (scale[:, None].double() if isinstance(scale, Tensor) else scale)
@@ -262,5 +265,6 @@ def _statistics(
     plan = row_statistics.BACKWARD.planner(problem_of(*rows), HOPPER)
     call = (row_statistics.BACKWARD, rows, vectors, (1, 0, 0, number), flags)
     launch = row_launch(*call, plan, device)
-    limits = {"dx": eps * dx.abs().nan_to_num(0) + of_row[:, None]}
+    rounded = (rounded * (scale[:, None] if isinstance(scale, Tensor) else scale)).nan_to_num(0, 0, 0)
+    limits = {"dx": eps * dx.abs().nan_to_num(0) + of_row[:, None] + rounded}
     return Checked(launch, call, plan, {"dx": result}, {"dx": dx}, limits)
