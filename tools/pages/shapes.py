@@ -67,7 +67,8 @@ def named(runs: Runs) -> str:
     for head, records in runs:
         for r in records if head.seed is None else ():
             key = (r.outer, r.n_cols, r.inner, r.op, r.system, r.dtype)
-            if (r.op, r.system) in NAMED and r.fraction is not None and key not in fractions:
+            asked = key[:3] in SHAPES and (r.op, r.system) in NAMED
+            if asked and r.fraction is not None and key not in fractions:
                 fractions[key] = f"{r.fraction:.2f}"
                 heads.append(head)
     rows = []
