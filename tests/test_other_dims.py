@@ -263,7 +263,7 @@ def test_columns_that_lie_far_apart(n_cols, inner, backward):
         plan = spatial.softmax_plan(tensors, False, backward, False, DEVICES["sm_90"])
         (step,) = spatial.softmax_recipe(tensors, plan, False, backward, DEVICES["sm_90"]).steps
         units = stride if plan.skewed else stride // plan.vec
-        assert step.scalars[-1] == units and step.meta["NEAR"] == (units < 2**32)
+        assert step.scalars[5] == units and step.meta["NEAR"] == (units < 2**32)
         found.add(step.meta["NEAR"])
     assert found == {True, False}
 
@@ -1271,15 +1271,38 @@ def test_few_long_transposed_rows_are_copied_first():
     assert_contract(fs.softmax(x, -1), x, -1)
 
 
-def test_narrow_crops_of_few_columns_are_copied_first():
+def test_narrow_crops_of_few_columns_are_copied_where_tiles_do_not_take_them():
     def strided(n_rows: int, n_cols: int, of_batch: bool = False) -> bool:
         return strided_is_faster(CROPPED._replace(n_cols=n_cols, n_rows=n_rows, of_batch=of_batch))
 
     assert not strided(8, 12) and strided(8, 17) and strided(64, 4) and strided(8, 5, of_batch=True)
     assert strided(1848, 256) and not strided(1848, 257)  # a copy is as fast as to read crops twice
     x = torch.randn(3, 5, 6, 16)[..., :8]
-    assert "after a copy" in fs.plan_for(x, 1).why
-    assert_contract(fs.softmax(x, 1), x, 1)
+    with fs.batch_invariant():
+        assert "after a copy" in fs.plan_for(x, 1).why
+        assert_contract(fs.softmax(x, 1), x, 1)
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+@pytest.mark.parametrize("to", [None, FLOAT32], ids=["same", "cast"])
+@pytest.mark.parametrize("width", [8, 16, 12, 6, 5, 1, 40])
+def test_crops_are_read_as_they_lie(width, to, log):
+    """Vectors of all lengths, single elements, and tiles of many rows; what lies next to a crop is not read."""
+    whole = (torch.randn(3, 7, 9, 56) * 3).to(BFLOAT16)
+    x = whole[:, :, 1:-1, 8 : 8 + width]
+    inside = torch.zeros_like(whole, dtype=torch.bool)
+    inside[:, :, 1:-1, 8 : 8 + width] = True
+    whole[~inside] = float("nan")
+    function, reference = (fs.log_softmax, torch.log_softmax) if log else (fs.softmax, torch.softmax)
+    y = function(x, 1, dtype=to)
+    plan = fs.plan_for(x, 1, dtype=to, op="log_softmax" if log else "softmax")
+    assert y.is_contiguous() and ("lie apart" in plan.why) == (width > 1)
+    eps = torch.finfo(y.dtype).eps
+    torch.testing.assert_close(y.double(), reference(x.double(), 1), rtol=2 * eps, atol=4e-6)
+    # over a dimension in front of two that are cropped, of five; and one that has one index
+    x5 = torch.randn(2, 3, 5, 4, 10)[..., 2:8]
+    assert_contract(fs.softmax(x5, 2), x5, 2)
+    assert_contract(fs.softmax(x5[:1, :1], 2), x5[:1, :1], 2)
 
 
 @pytest.mark.parametrize("n_cols", (2, 5, 12, 40, 100, 200))

@@ -11,7 +11,7 @@ from machine_code import late_loads
 from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 
 from fused_softmax.lab.cross_compile import compile_for, occupancy
-from fused_softmax.launch import spatial
+from fused_softmax.launch import softmax, spatial
 from fused_softmax.launch.compile import MOST_SPILLED
 from fused_softmax.planning.lean_tiles import RANGES, lean_config
 from fused_softmax.planning.spatial import resident_plan
@@ -379,3 +379,25 @@ def test_a_thread_with_whole_columns_computes_one_exponential_for_each_element(n
     ptx = compile_for(launch, "sm_90").asm["ptx"]
     assert ptx.count("ex2.approx") == exponentials and ptx.count("rcp.approx") == positions
     assert "rcp.rn" not in ptx and "div.rn" not in ptx, "a sum takes no branch"
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    ("dtype", "n_cols", "width", "apart", "widest"),
+    [
+        (BFLOAT16, 19, 56, 64, 8), (BFLOAT16, 300, 8, 64, 16), (BFLOAT16, 1000, 48, 64, 16), (BFLOAT16, 21, 57, 61, 2),
+        (FLOAT32, 150, 50, 52, 8), (FLOAT32, 19, 4, 8, 16),
+    ],
+)  # fmt: skip
+def test_crops_are_read_in_vectors(dtype, n_cols, width, apart, widest, target, log):
+    """Also where a row is one vector, so that a number of the launch is 1; and CDNA's crops are copied."""
+    whole = torch.empty(2, n_cols, 56, apart, dtype=dtype)
+    x, y = whole[..., :width], torch.empty(2, n_cols, 56, width, dtype=dtype)
+    found = softmax.cropped(x, y, 1, log, DEVICES[target])
+    used, _ = cross_compiled(as_called(found.launch(x, y)), target)
+    # ptxas spills where log_softmax has 88 accesses of one element
+    assert used.spilled_bytes <= (64 if log and widest == 2 else 8)
+    assert dict(used.loads).keys() == dict(used.stores).keys() == {widest}
+    assert sum(dict(used.loads).values()) == sum(dict(used.stores).values())
+    assert softmax.cropped(x, y, 1, log, DEVICES["gfx942"]) is None

@@ -10,7 +10,8 @@ merges COLS columns. With COLS = 1 a thread holds whole columns, and nothing is 
 Where CTAS > 1, the CTAs of a thread-block cluster share the columns, COLS of each chunk for each CTA, and merge their
 numbers at last. The first SMEM_STAGED chunks (of a gradient: of dy) are in shared memory, not in registers. Chunks are
 reduced in groups, while later ones are on their way (`spatial_moments`). Where STAGGER > 0, programs of a
-multiprocessor start one after the other (`staggered_start`).
+multiprocessor start one after the other (`staggered_start`). The positions of a softmax's input may be those of a
+cropped image, whose rows lie apart (CROPPED).
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ def softmax_spatial(
     inner: Int64,  # inner and strides: in units of VEC
     n_blocks: Int32,  # of positions
     x_outer: Int64, x_col: Int64, y_outer: Int64, y_col: Int64,
-    LOG: tl.constexpr, OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
+    width: Int32, x_row: Int64,  # where CROPPED: positions of a row of x, and from a row to the next
+    LOG: tl.constexpr,
+    CROPPED: tl.constexpr,  # the positions of x are rows of `width` that lie x_row apart
+    OUTERS: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
     VEC: tl.constexpr, CHUNKS: tl.constexpr, UNPREDICATED: tl.constexpr, SMEM_STAGED: tl.constexpr,
     OVERLAP: tl.constexpr, RECOMPUTE: tl.constexpr, INVARIANT: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr,
     EARLY: tl.constexpr, STAGGER: tl.constexpr, FITTING: tl.constexpr, NEAR: tl.constexpr,
@@ -65,8 +69,10 @@ def softmax_spatial(
         exists = exists & is_outer
     here = outer_to_read(outer, n_outer, OUTERS)
     x_col, y_col = near(x_col, NEAR), near(y_col, NEAR)
-    x_at = tile_of_places(x_ptr, here, x_col, x_outer, first, column, inner, INNER, VEC)
-    y_at = tile_of_places(y_ptr, here, y_col, y_outer, first, column, inner, INNER, VEC)
+    x_at = tile_of_places(
+        x_ptr, here, x_col, x_outer, first, column, inner, width, x_row, CROPPED, INNER, VEC
+    )  # fmt: skip
+    y_at = tile_of_places(y_ptr, here, y_col, y_outer, first, column, inner, width, x_row, False, INNER, VEC)
 
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
     FIRST: tl.constexpr = SMEM_STAGED if PTX else 0
@@ -74,6 +80,7 @@ def softmax_spatial(
         exists, outer, block, n_blocks, column, y_outer, y_col, first, STEP, INNER, VEC, OVERLAP,
         y_ptr.dtype.element_ty,
     )  # fmt: skip
+    tl.static_assert(not CROPPED or SMEM_STAGED == 0, "a staged chunk is a run of memory")
     await_previous(EARLY)
     stagger(STAGGER, FITTING)
     stage(x_ptr, outer, x_col, x_outer, first, column, inner, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)

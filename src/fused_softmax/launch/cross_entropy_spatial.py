@@ -19,7 +19,7 @@ from .cache import Cache
 from .compile import assert_options, early_start
 from .context import is_batch_invariant
 from .device import device_of
-from .folding import alignment_of, as_planes, merge_dims
+from .folding import alignment_of, as_crops, as_planes, crops_as_planes
 from .kernel_loading import kernel_of
 from .layout import MAX_COLS, as_rows, empty
 from .loss_kernels import add_kernel, add_warps, partials_flags
@@ -64,31 +64,14 @@ def planes_of(logits: Tensor) -> Tensor | None:
         return None
     x = as_planes(logits, 1)
     if x is None:
-        return _cropped(logits)
+        crops = as_crops(logits, 1)
+        return None if crops is None or crops[0, 0].numel() > MAX_COLS else crops
     return x if x.shape[2] > 1 else None
 
 
-def _cropped(logits: Tensor) -> Tensor | None:
-    """Logits as (N, C, rows, width) whose rows lie apart; None where they do not fold so."""
-    dims = zip(logits.shape[2:], logits.stride()[2:], strict=True)
-    after = merge_dims([d for d in dims if d[0] != 1])
-    if len(after) != 2 or after[1][1] != 1:
-        return None
-    (rows, apart), (width, _) = after
-    if apart <= width or rows * width > MAX_COLS:
-        return None
-    return logits.as_strided((*logits.shape[:2], rows, width), (*logits.stride()[:2], apart, 1))
-
-
 def _folded(x: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
-    """(x as (outer, n_cols, inner), (width, from a row to the next) where it is cropped).
-
-    The positions of a cropped x lie where the second says, and not where the view's strides say.
-    """
-    if x.dim() == 3:
-        return x, None
-    outer, n_cols, rows, width = x.shape
-    return x.as_strided((outer, n_cols, rows * width), (*x.stride()[:2], 1)), (width, x.stride(2))
+    """(x as (outer, n_cols, inner), (width, from a row to the next) where it is cropped)."""
+    return (x, None) if x.dim() == 3 else crops_as_planes(x)
 
 
 def loss_plan(

@@ -55,6 +55,30 @@ def as_planes(t: Tensor, dim: int) -> Tensor | None:
     return t.as_strided((outer, n_cols, inner), (outer_stride, col, 1))
 
 
+def as_crops(t: Tensor, dim: int) -> Tensor | None:
+    """t as (outer, n_cols, rows, width) whose rows lie apart, as those of cropped images; None where it is not so."""
+    before = merge_dims([(t.shape[d], t.stride(d)) for d in range(dim) if t.shape[d] != 1])
+    after = merge_dims([(t.shape[d], t.stride(d)) for d in range(dim + 1, t.dim()) if t.shape[d] != 1])
+    if len(before) > 1 or len(after) != 2 or after[1][1] != 1:
+        return None
+    (rows, apart), (width, _) = after
+    if apart <= width:
+        return None
+    n_cols, col = t.shape[dim], t.stride(dim) if t.shape[dim] > 1 else rows * apart
+    outer, outer_stride = before[0] if before else (1, stride_of_one(t.stride()[:dim], n_cols * col))
+    return t.as_strided((outer, n_cols, rows, width), (outer_stride, col, apart, 1))
+
+
+def crops_as_planes(crops: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """(the crops of `as_crops` as (outer, n_cols, rows * width), (width, from a row to the next)).
+
+    The positions lie where the second says, and not where the view's strides say.
+    """
+    outer, n_cols, rows, width = crops.shape
+    planes = crops.as_strided((outer, n_cols, rows * width), (*crops.stride()[:2], 1))
+    return planes, (width, crops.stride(2))
+
+
 def folded(tensors: tuple[Tensor, ...], dim: int) -> tuple[Tensor, ...] | None:
     """The tensors as (outer, n_cols, inner); None where one does not fold, or inner is 1: rows have other kernels."""
     planes = tuple([p for t in tensors if (p := as_planes(t, dim)) is not None])

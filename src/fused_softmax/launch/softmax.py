@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..planning import softmax as planning
+from ..planning.spatial import cropped_plan
 from ..planning.types import Device, Plan
 from . import spatial
 from .availability import KernelUnavailable
 from .compile import Launch, Shaped, launch_failure, prepare_launch
 from .context import is_batch_invariant
-from .folding import as_planes, folded
+from .folding import alignment_of, as_crops, as_planes, crops_as_planes, folded
 from .kernel_loading import kernel_loader
 from .launcher import RowOp, device_of, launch_rows, planned, prepare_rows, row_launch
-from .layout import as_rows
+from .layout import MAX_COLS, as_rows
 from .options import Flags
+
+if TYPE_CHECKING:
+    from .views import InPlace
 
 # elements, from which on the copy of a transposition or a step has a kernel of ours: fewer take as long as a launch
 LEAST_COPIED = 1 << 16
@@ -211,9 +216,7 @@ def planned_elsewhere(x: Tensor, y: Tensor, dim: int, log: bool) -> Plan | str:
     planes = folded((x, y), dim)
     if planes is not None:
         return spatial.planned_softmax(planes, log, False, x)
-    from .views import in_place
-
-    found = in_place(x, y, dim, log)
+    found = _as_they_lie(x, y, dim, log)
     if found is None:
         return _planned_after_copy(x, y, dim, log)
     try:
@@ -247,11 +250,48 @@ def planned_backward(y: Tensor, in_dtype: torch.dtype, dim: int, log: bool, on: 
     return planned(op, (y_rows, y_rows, dx_rows), (), flags, on)
 
 
-def _in_place(x: Tensor, y: Tensor, dim: int, log: bool) -> Shaped | None:
-    """What takes tensors that lie as x to y, without a copy; None where x is copied first."""
+def _as_they_lie(x: Tensor, y: Tensor, dim: int, log: bool) -> InPlace | None:
+    """How a kernel takes x to y as they lie; None where x is copied first. y may be on meta."""
     from .views import in_place
 
-    found = in_place(x, y, dim, log)
+    return cropped(x, y, dim, log, device_of(x)) or in_place(x, y, dim, log)
+
+
+def cropped(x: Tensor, y: Tensor, dim: int, log: bool, device: Device) -> InPlace | None:
+    """How tiles of positions take crops to y, whose positions are neighbors; None for other views.
+
+    None within batch_invariant(), as of other views, and on AMD GPUs: Triton does not finish to compile kernels that
+    crop.
+    """
+    crops, to = as_crops(x, dim), as_planes(y, dim)
+    if crops is None or to is None or device.kind == "hip" or is_batch_invariant():
+        return None
+    planes, crop = crops_as_planes(crops)
+    if planes.shape[2] > MAX_COLS:
+        return None
+    problem = spatial.problem_of(planes, to, log=log)
+    vec = min(alignment_of(n, problem.vec) for n in crop)
+    plan = cropped_plan(replace(problem, vec=vec, in_phase=False, packed=False), device)
+    if plan is None:
+        return None
+    plan = replace(plan, why=f"{plan.why}; positions are rows of {crop[0]} that lie apart")
+
+    def launch(x: Tensor, y: Tensor) -> Launch:
+        crops, to = as_crops(x, dim), as_planes(y, dim)
+        assert crops is not None and to is not None
+        planes, crop = crops_as_planes(crops)
+        step = spatial.softmax_step((planes, to), plan, log, device, crop)
+        outer = planes.shape[0]
+        return Launch(step.kernel, (step.grid(outer),), (planes, to, *step.numbers(outer)), step.meta)
+
+    from .views import InPlace
+
+    return InPlace(plan, launch)
+
+
+def _in_place(x: Tensor, y: Tensor, dim: int, log: bool) -> Shaped | None:
+    """What takes tensors that lie as x to y, without a copy; None where x is copied first."""
+    found = _as_they_lie(x, y, dim, log)
     return None if found is None else prepare_launch(found.launch, x, y)
 
 

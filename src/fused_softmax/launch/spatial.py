@@ -232,6 +232,16 @@ def sizes_and_steps(
     return scalars, sizes[2] * n_steps, _meta(kernel, last, device, **flags)
 
 
+def softmax_step(
+    tensors: tuple[Tensor, ...], plan: Plan, log: bool, device: Device, crop: tuple[int, int] | None = None
+) -> Step:
+    """The one launch over (x, y) in tiles of positions. crop: (width, from a row to the next) of a cropped x."""
+    kernel = RESIDENT["softmax_spatial"][False]()
+    step = resident_step(kernel, tensors, 2, plan, device, LOG=log, CROPPED=crop is not None)
+    width, apart = crop or (plan.vec, 0)
+    return step._replace(scalars=(*step.scalars, width // plan.vec, apart // plan.vec))
+
+
 def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward: bool, device: Device) -> Recipe:
     """What softmax or log_softmax over (x, y), or the gradient over (y, dy, dx), launches as `plan` says."""
     n = len(tensors)
@@ -239,6 +249,8 @@ def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward:
     if plan.regime != "spatial_two_pass":
         kind = "_gathered" if plan.gathered else "_skewed" if plan.skewed else "_periodic" if plan.periodic else ""
         kernel = RESIDENT[f"softmax_spatial{kind}"][backward]()
+        if not (kind or backward):
+            return Recipe((softmax_step(tensors, plan, log, device),), apart=plan.overlap > 0)
         make_step = _gathered_step if plan.gathered else _periodic_step if plan.periodic else resident_step
         return Recipe((make_step(kernel, tensors, n, plan, device, LOG=log),), apart=plan.overlap > 0)
     if plan.bundle:

@@ -411,6 +411,16 @@ def plan_spatial(problem: SpatialProblem, device: Device, regime: str | None = N
     return parts_plan(problem, device, _parts_tile(problem))
 
 
+def cropped_plan(problem: SpatialProblem, device: Device) -> Plan | None:
+    """The plan of a softmax whose positions are rows that lie apart: tiles that stage nothing; None for more columns.
+
+    >>> cropped_plan(SpatialProblem(19, 4000, "bfloat16", vec=4), DEVICES["sm_90"]).regime
+    'spatial'
+    """
+    found = next((plan for plan in _resident_plans(problem, device) if not plan.smem_staged), None)
+    return None if found is None else staggered(found, problem, device)
+
+
 def _parts_tile(problem: SpatialProblem, bundled: bool = False) -> PartsTile:
     """The tile of a softmax or a gradient whose columns, or bundles, are read twice."""
     # the number of chunks decides a position's bits, which within batch_invariant() do not depend on `inner`

@@ -135,9 +135,12 @@ def places_of(
 
 
 @triton.jit
-def tile_of_places(ptr, outer, col_stride, outer_stride, first, column, inner, INNER: tl.constexpr, VEC: tl.constexpr):
+def tile_of_places(
+    ptr, outer, col_stride, outer_stride, first, column, inner, width, row_stride, CROPPED: tl.constexpr,
+    INNER: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
     """As `tile_at`, with the places of `places_of`.  # [COLS, OUTERS, INNER]"""
-    place = places_of(first, inner, inner, inner, False, INNER, VEC)
+    place = places_of(first, inner, width, row_stride, CROPPED, INNER, VEC)
     return ptr + (outer * outer_stride + first) * VEC + column.to(tl.int64) * col_stride * VEC + place
 
 
