@@ -21,7 +21,7 @@ def test_random_rows(kind, seed):
 @pytest.mark.parametrize("n_cols", [130, 345, 417, 601, 770, 1001, 1111, 1408])
 @pytest.mark.parametrize("kind", ALL)
 def test_rows_of_some_hundred_columns(kind, n_cols):
-    """8 to 32 threads of a warp hold such a row in vectors, wherever it starts."""
+    """Threads of a warp hold such a row, in vectors or by elements, or a program moves it as one piece."""
     case = drawn(kind, n_cols, DEVICES["interpreter"], n_cols)
     case.launch()
     case.expect_right()

@@ -1278,6 +1278,8 @@ def test_narrow_crops_of_few_columns_are_copied_where_tiles_do_not_take_them():
     assert not strided(8, 12) and strided(8, 17) and strided(64, 4) and strided(8, 5, of_batch=True)
     assert strided(1848, 256) and not strided(1848, 257)  # a copy is as fast as to read crops twice
     x = torch.randn(3, 5, 6, 16)[..., :8]
+    assert views.in_place(x, torch.empty(x.shape), 1, False) is None
+    assert views.in_place(torch.randn(3, 50, 6, 16)[..., :8], torch.empty(3, 50, 6, 8), 1, False) is not None
     with fs.batch_invariant():
         assert "after a copy" in fs.plan_for(x, 1).why
         assert_contract(fs.softmax(x, 1), x, 1)
@@ -1287,7 +1289,7 @@ def test_narrow_crops_of_few_columns_are_copied_where_tiles_do_not_take_them():
 @pytest.mark.parametrize("to", [None, FLOAT32], ids=["same", "cast"])
 @pytest.mark.parametrize("width", [8, 16, 12, 6, 5, 1, 40])
 def test_crops_are_read_as_they_lie(width, to, log):
-    """Vectors of all lengths, single elements, and tiles of many rows; what lies next to a crop is not read."""
+    """Vectors of all lengths, single elements, and tiles of many rows; what lies next to a crop changes nothing."""
     whole = (torch.randn(3, 7, 9, 56) * 3).to(BFLOAT16)
     x = whole[:, :, 1:-1, 8 : 8 + width]
     inside = torch.zeros_like(whole, dtype=torch.bool)
@@ -1301,8 +1303,13 @@ def test_crops_are_read_as_they_lie(width, to, log):
     torch.testing.assert_close(y.double(), reference(x.double(), 1), rtol=2 * eps, atol=4e-6)
     # over a dimension in front of two that are cropped, of five; and one that has one index
     x5 = torch.randn(2, 3, 5, 4, 10)[..., 2:8]
-    assert_contract(fs.softmax(x5, 2), x5, 2)
-    assert_contract(fs.softmax(x5[:1, :1], 2), x5[:1, :1], 2)
+    for part in (x5, x5[:1], x5[:, :1], x5[:1, :1]):
+        assert_contract(fs.softmax(part, 2), part, 2)
+        assert "lie apart" in fs.plan_for(part, 2).why
+    # of dimensions in front that do not merge a batch of one is copied, as a larger one is
+    parts = torch.randn(2, 3, 5, 4, 10)[:, :2, ..., 2:8]
+    assert all("after a copy" in fs.plan_for(part, 2).why for part in (parts, parts[:1]))
+    assert torch.equal(fs.softmax(parts, 2)[:1], fs.softmax(parts[:1], 2))
 
 
 @pytest.mark.parametrize("n_cols", (2, 5, 12, 40, 100, 200))

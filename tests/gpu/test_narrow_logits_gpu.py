@@ -24,7 +24,7 @@ def test_random_rows(kind, seed):
 @pytest.mark.parametrize("seed", range(2000, 2024))
 @pytest.mark.parametrize("kind", ALL)
 def test_random_rows_of_some_hundred_columns(kind, seed):
-    """8 to 32 threads of a warp hold such a row in vectors, or a program moves it as one piece."""
+    """Threads of a warp hold such a row, in vectors or by elements, or a program moves it as one piece."""
     case = drawn(kind, seed, device_of(torch.empty(1, device="cuda")), Random(f"{kind} {seed}").randint(97, 1800))
     case.run_on("cuda")
     case.expect_right()

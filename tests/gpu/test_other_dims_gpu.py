@@ -232,7 +232,7 @@ def test_cross_entropy_of_cropped_images(width, dtype):
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_random_crops(dtype, seed):
-    """Of one program and of clusters, in vectors of all lengths; what lies next to a crop is not read."""
+    """Of one program and of clusters, in vectors of all lengths; what lies next to a crop changes nothing."""
     rng = random.Random(f"{dtype} {seed}")
     n_cols, rows = round(2 ** rng.uniform(1, 11.5)), rng.randint(2, 60)
     width, eps = rng.choice((2, 3, 8, 12, 30, 61, 64, 200)), torch.finfo(dtype).eps

@@ -391,7 +391,7 @@ def test_a_thread_with_whole_columns_computes_one_exponential_for_each_element(n
     ],
 )  # fmt: skip
 def test_crops_are_read_in_vectors(dtype, n_cols, width, apart, widest, target, log):
-    """Also where a row is one vector, so that a number of the launch is 1; and CDNA's crops are copied."""
+    """Also where a row is one vector, so that a number of the launch is 1; and CDNA has no such tiles."""
     whole = torch.empty(2, n_cols, 56, apart, dtype=dtype)
     x, y = whole[..., :width], torch.empty(2, n_cols, 56, width, dtype=dtype)
     found = softmax.cropped(x, y, 1, log, DEVICES[target])

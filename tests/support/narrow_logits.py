@@ -1,4 +1,4 @@
-"""Losses and statistics of rows of few columns: launches of the kernels that move them as one piece, and what is right.
+"""Losses and statistics of rows of few columns, or some hundred: launches, and what is right.
 
 A case is drawn by a seed. Its results lie between guards, which no launch may change.
 """

@@ -19,7 +19,7 @@ from .cache import Cache
 from .compile import assert_options, early_start
 from .context import is_batch_invariant
 from .device import device_of
-from .folding import alignment_of, as_crops, as_planes, crops_as_planes
+from .folding import as_crops, as_planes, crops_as_planes
 from .kernel_loading import kernel_of
 from .layout import MAX_COLS, as_rows, empty
 from .loss_kernels import add_kernel, add_warps, partials_flags
@@ -35,8 +35,10 @@ from .spatial import (
     parts_step,
     prepare,
     problem_of,
+    problem_of_crop,
     resident_step,
     sizes_and_steps,
+    with_crop,
 )
 
 RESIDENT, SKEWED = (kernel_of(name, name) for name in ("cross_entropy_spatial", "cross_entropy_spatial_skewed"))
@@ -65,7 +67,7 @@ def planes_of(logits: Tensor) -> Tensor | None:
     x = as_planes(logits, 1)
     if x is None:
         crops = as_crops(logits, 1)
-        return None if crops is None or crops[0, 0].numel() > MAX_COLS else crops
+        return None if crops is None or crops.shape[2] * crops.shape[3] > MAX_COLS else crops
     return x if x.shape[2] > 1 else None
 
 
@@ -88,9 +90,8 @@ def loss_plan(
         to = torch.empty(x.shape, dtype=x.dtype, device="meta") if dx is None else dx
         (planes, crop), (to, _) = _folded(x), _folded(to)
         problem = problem_of(planes, to, batch_invariant=invariant)
-        for n in crop or ():
-            problem = replace(problem, vec=alignment_of(n, problem.vec))
-        problem = replace(problem, in_phase=problem.in_phase and skewable and crop is None)
+        problem = replace(problem, in_phase=problem.in_phase and skewable)
+        problem = problem if crop is None else problem_of_crop(problem, crop)
         found = _plans.store(key, plan_spatial_loss(problem, device or device_of(x)))
     return found
 
@@ -144,8 +145,7 @@ def loss_recipe(
         flags |= dict(MEAN=mean, CROPPED=crop is not None, STAGGER=plan.stagger if gradient and not unless_one else 0)
         step = resident_step((SKEWED if plan.skewed else RESIDENT)(), (x, dx), 8, plan, device, **flags, **of_op)
         if not plan.skewed:
-            width, apart = crop or (plan.vec, 0)
-            step = step._replace(scalars=(*step.scalars, width // plan.vec, apart // plan.vec))
+            step = with_crop(step, plan, crop)
         return Recipe((step._replace(most=max(1, LOOKS // (plan.ctas * plan.num_warps))) if unless_one else step,))
     reduce, merge, finish = (PARTS[f"cross_entropy_spatial_{step}"]() for step in ("reduce", "merge", "finish"))
     steps: list[Step] = []

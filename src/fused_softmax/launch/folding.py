@@ -56,8 +56,14 @@ def as_planes(t: Tensor, dim: int) -> Tensor | None:
 
 
 def as_crops(t: Tensor, dim: int) -> Tensor | None:
-    """t as (outer, n_cols, rows, width) whose rows lie apart, as those of cropped images; None where it is not so."""
-    before = merge_dims([(t.shape[d], t.stride(d)) for d in range(dim) if t.shape[d] != 1])
+    """t as (outer, n_cols, rows, width) whose rows lie apart, as those of cropped images; None where it is not so.
+
+    A batch of one is taken from dimensions that merge, as its stride tells: so the batch it is cut from is taken, too.
+    """
+    kept = [d for d in range(dim) if t.shape[d] != 1]
+    before = merge_dims([(t.shape[d], t.stride(d)) for d in kept])
+    if kept and any(t.stride(d) != before[0][0] * before[-1][1] for d in range(kept[0])):
+        return None
     after = merge_dims([(t.shape[d], t.stride(d)) for d in range(dim + 1, t.dim()) if t.shape[d] != 1])
     if len(before) > 1 or len(after) != 2 or after[1][1] != 1:
         return None

@@ -1,8 +1,8 @@
 """softmax and log_softmax, forward and backward, over a dim of whole tensors: folds them into rows, and launches.
 
 Where a dim's elements are neighbors and all rows share one stride, the row kernels take them as they lie. Where the
-dimensions after it are contiguous, the kernels of `spatial` do. Other views go to the kernels of `views`, or are copied
-first, as the planner chooses. Outputs are contiguous, as torch's are. No autograd and no checks of arguments.
+dimensions after it are contiguous, or a crop of such ones, the kernels of `spatial` do. Other views go to the kernels
+of `views`, or are copied first, as the planner chooses. Outputs are contiguous, as torch's are. No autograd and no checks of arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from . import spatial
 from .availability import KernelUnavailable
 from .compile import Launch, Shaped, launch_failure, prepare_launch
 from .context import is_batch_invariant
-from .folding import alignment_of, as_crops, as_planes, crops_as_planes, folded
+from .folding import as_crops, as_planes, crops_as_planes, folded
 from .kernel_loading import kernel_loader
 from .launcher import RowOp, device_of, launch_rows, planned, prepare_rows, row_launch
 from .layout import MAX_COLS, as_rows
@@ -269,9 +269,7 @@ def cropped(x: Tensor, y: Tensor, dim: int, log: bool, device: Device) -> InPlac
     planes, crop = crops_as_planes(crops)
     if planes.shape[2] > MAX_COLS:
         return None
-    problem = spatial.problem_of(planes, to, log=log)
-    vec = min(alignment_of(n, problem.vec) for n in crop)
-    plan = cropped_plan(replace(problem, vec=vec, in_phase=False, packed=False), device)
+    plan = cropped_plan(spatial.problem_of_crop(spatial.problem_of(planes, to, log=log), crop), device)
     if plan is None:
         return None
     plan = replace(plan, why=f"{plan.why}; positions are rows of {crop[0]} that lie apart")

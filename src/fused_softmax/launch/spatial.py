@@ -7,6 +7,7 @@ they share. It is made once for each layout. `outer` travels with each call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -232,14 +233,24 @@ def sizes_and_steps(
     return scalars, sizes[2] * n_steps, _meta(kernel, last, device, **flags)
 
 
+def with_crop(step: Step, plan: Plan, crop: tuple[int, int] | None) -> Step:
+    """The step of a kernel that takes (width, from a row to the next) of a cropped x behind its strides."""
+    width, apart = crop or (plan.vec, 0)
+    return step._replace(scalars=(*step.scalars, width // plan.vec, apart // plan.vec))
+
+
+def problem_of_crop(problem: SpatialProblem, crop: tuple[int, int]) -> SpatialProblem:
+    """The problem of positions that are rows of so many, so far apart. No tile of it is skewed or overlaps."""
+    vec = min(alignment_of(n, problem.vec) for n in crop)
+    return replace(problem, vec=vec, in_phase=False, packed=False)
+
+
 def softmax_step(
     tensors: tuple[Tensor, ...], plan: Plan, log: bool, device: Device, crop: tuple[int, int] | None = None
 ) -> Step:
     """The one launch over (x, y) in tiles of positions. crop: (width, from a row to the next) of a cropped x."""
     kernel = RESIDENT["softmax_spatial"][False]()
-    step = resident_step(kernel, tensors, 2, plan, device, LOG=log, CROPPED=crop is not None)
-    width, apart = crop or (plan.vec, 0)
-    return step._replace(scalars=(*step.scalars, width // plan.vec, apart // plan.vec))
+    return with_crop(resident_step(kernel, tensors, 2, plan, device, LOG=log, CROPPED=crop is not None), plan, crop)
 
 
 def softmax_recipe(tensors: tuple[Tensor, ...], plan: Plan, log: bool, backward: bool, device: Device) -> Recipe:

@@ -309,8 +309,8 @@ LOSS_REGISTERS = {
     2: (4, ((16, 96, 96), (17, 96, 104), (18, 96, 112), (19, 112, 112), (24, 128, 128))),
     4: (8, ((7, None, None), (8, None, 64), (10, 64, 64), (12, None, None), (15, 80, 80), (16, 96, 96))),
 }
-# of unaligned 16-bit rows of a loss on clusters: 22 vectors per thread spill, and 24 do not, though two are empty. So
-# many lie inside every slice; of rows that fill all 24, too, so that widths share kernels
+# of unaligned 16-bit rows of a loss on clusters: 22 vectors per thread spill, and 24 do not, though two are empty. At
+# most LOSS_UNPREDICATED of 24 have no predicate, whether 22 or all of them hold columns: so widths share kernels
 LOSS_SPILLS, LOSS_SPILLS_NOT, LOSS_UNPREDICATED = 22, 24, 20
 # of a reduction that holds nothing, by element size: (columns, CTAs per row, warps per CTA, the fewest and the most
 # chunks per step)

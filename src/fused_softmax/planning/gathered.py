@@ -152,8 +152,7 @@ def _lanes_and_runs(n_cols: int, vec: int, itemsize: int, kind: str, aligned: bo
             costs[lanes, runs] = times[lanes, runs] + of_elements + (RUNS_COST[kind] if runs else 0.0)
     if not costs and kind == STATISTICS_BACKWARD:
         accesses = -(-n_cols // (32 * vec))
-        fits = accesses <= MOST_OF_WARP and rounded_chunks(accesses)[0] * vec <= MOST_ELEMENTS[kind]
-        return (32, False) if fits else None
+        return (32, False) if accesses <= MOST_OF_WARP else None
     best = min(costs, key=lambda found: costs[found]) if costs else None
     if best is not None and not aligned and kind in COLS_OF_ROWS:
         by_rows = max(1.0, COLS_OF_ROWS[kind] * 2 / (n_cols * itemsize))

@@ -2,13 +2,12 @@
 
 A row passes when max |y - ref| <= 2 x (the same of PyTorch's own result) + 4 x eps x max |ref|, eps of y's dtype. The
 gradient of a softmax is a difference y*(dy - sum(y*dy)), whose terms have float32's rounding errors. There max |ref| is
-max |ref| + 2^-23/eps x max |y*dy|, and PyTorch's error is in the same unit. For log_softmax the difference is dy -
-exp(y)*sum(dy), of the terms dy and exp(y)*sum(dy), and for log-probabilities it is that of each output's part. NaN
-passes only where the reference is NaN, infinities only where it
-has the same ones. Where PyTorch's own result is coarse (losses) ours has no such allowance, and a gradient's absolute
-errors are added up too, because one large entry would hide the others. Memory that a system forgets to write is NaN:
-eager allocations are filled by PyTorch's deterministic mode, those of compiled graphs come from freed blocks that were
-filled before. float64 is computed in chunks of rows.
+max |ref| + 2^-23/eps x max |y*dy|, and PyTorch's error is in the same unit. For log_softmax the terms are dy and
+exp(y)*sum(dy), for log-probabilities what each output gives to a logit. NaN passes only where the reference is NaN,
+infinities only where it has the same ones. Where PyTorch's own result is coarse (losses) ours has no such allowance,
+and a gradient's absolute errors are added up too, because one large entry would hide the others. Memory that a system
+forgets to write is NaN: eager allocations are filled by PyTorch's deterministic mode, those of compiled graphs come
+from freed blocks that were filled before. float64 is computed in chunks of rows.
 """
 
 from __future__ import annotations
