@@ -2,7 +2,8 @@
 
 Where a dim's elements are neighbors and all rows share one stride, the row kernels take them as they lie. Where the
 dimensions after it are contiguous, or a crop of such ones, the kernels of `spatial` do. Other views go to the kernels
-of `views`, or are copied first, as the planner chooses. Outputs are contiguous, as torch's are. No autograd and no checks of arguments.
+of `views`, or are copied first, as the planner chooses. Outputs are contiguous, as torch's are. No autograd and no
+checks of arguments.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """softmax and log_softmax of views that fold neither to rows nor to planes, as they lie; and a copy of transpositions.
 
-`softmax.py` imports this where it meets one, and takes most crops itself. Where columns are neighbors in memory on one side and rows on the other,
-transposing kernels take them (`softmax_transposed`, `softmax_channels_last`). Others go to the strided kernel, which
-reads up to three row dimensions in place, or are copied first: by tiles where they are transpositions, and by a kernel
-of its own where all elements are one step apart.
+`softmax.py` imports this where it meets one, and takes most crops itself. Where columns are neighbors in memory on one
+side and rows on the other, transposing kernels take them (`softmax_transposed`, `softmax_channels_last`). Others go to
+the strided kernel, which reads up to three row dimensions in place, or are copied first: by tiles where they are
+transpositions, and by a kernel of its own where all elements are one step apart.
 """
 
 from __future__ import annotations
