@@ -287,9 +287,7 @@ def cross_entropy_forward_gathered(
         row = tl.arange(0, THREADS) // VECTORS + k * (THREADS // VECTORS)
         exists = row < n_rows - first_row
         counts = _inside(targets[k], ignore_index, columns) & exists
-        w_target, w_sum = weights_of(
-            targets[k], counts, columns, weight_ptr, weight_facts_ptr, WEIGHTED, SMOOTH
-        )  # fmt: skip
+        w_target, w_sum = weights_of(targets[k], counts, columns, weight_ptr, weight_facts_ptr, WEIGHTED, SMOOTH)
         m, s, _ = _moments(x, k * HELD, HELD, cap, VECTORS, SOFTCAP, FUSED, PTX)
         loss, _ = _loss(
             x, m, s, x_targets[k], w_target, w_sum, column, columns, weight_ptr, cap, smoothing, z_loss, k * HELD,
@@ -352,9 +350,7 @@ def cross_entropy_backward_gathered(
         row = tl.arange(0, THREADS) // VECTORS + k * (THREADS // VECTORS)
         exists = row < n_rows - first_row
         counts = _inside(targets[k], ignore_index, columns) & exists
-        w_target, w_sum = weights_of(
-            targets[k], counts, columns, weight_ptr, weight_facts_ptr, WEIGHTED, SMOOTH
-        )  # fmt: skip
+        w_target, w_sum = weights_of(targets[k], counts, columns, weight_ptr, weight_facts_ptr, WEIGHTED, SMOOTH)
         g = upstreams[k]
         if MEAN:
             g = g / tl.load(count_ptr)

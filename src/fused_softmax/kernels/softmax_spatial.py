@@ -69,9 +69,7 @@ def softmax_spatial(
         exists = exists & is_outer
     here = outer_to_read(outer, n_outer, OUTERS)
     x_col, y_col = near(x_col, NEAR), near(y_col, NEAR)
-    x_at = tile_of_places(
-        x_ptr, here, x_col, x_outer, first, column, inner, width, x_row, CROPPED, INNER, VEC
-    )  # fmt: skip
+    x_at = tile_of_places(x_ptr, here, x_col, x_outer, first, column, inner, width, x_row, CROPPED, INNER, VEC)
     y_at = tile_of_places(y_ptr, here, y_col, y_outer, first, column, inner, width, x_row, False, INNER, VEC)
 
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk

@@ -21,7 +21,7 @@ from .context import is_batch_invariant
 from .device import device_of
 from .folding import as_crops, as_planes, crops_as_planes
 from .kernel_loading import kernel_of
-from .layout import MAX_COLS, as_rows, empty
+from .layout import as_rows, empty
 from .loss_kernels import add_kernel, add_warps, partials_flags
 from .options import CrossEntropy
 from .spatial import (
@@ -66,8 +66,7 @@ def planes_of(logits: Tensor) -> Tensor | None:
         return None
     x = as_planes(logits, 1)
     if x is None:
-        crops = as_crops(logits, 1)
-        return None if crops is None or crops.shape[2] * crops.shape[3] > MAX_COLS else crops
+        return as_crops(logits, 1)
     return x if x.shape[2] > 1 else None
 
 

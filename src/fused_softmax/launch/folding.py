@@ -9,6 +9,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+# positions of a tensor, at most: a program counts them in 31 bits, from that of its first row on
+MOST_POSITIONS = 2**31 - 2**16
+
 
 def merge_dims(dims: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """(size, *strides) of the fewest dimensions that visit the same elements in the same order."""
@@ -56,7 +59,8 @@ def as_planes(t: Tensor, dim: int) -> Tensor | None:
 
 
 def as_crops(t: Tensor, dim: int) -> Tensor | None:
-    """t as (outer, n_cols, rows, width) whose rows lie apart, as those of cropped images; None where it is not so.
+    """t as (outer, n_cols, rows, width) whose rows lie apart, as those of cropped images; None where it is not so, and
+    for more than MOST_POSITIONS.
 
     A batch of one is taken from dimensions that merge, as its stride tells: so the batch it is cut from is taken, too.
     """
@@ -68,7 +72,7 @@ def as_crops(t: Tensor, dim: int) -> Tensor | None:
     if len(before) > 1 or len(after) != 2 or after[1][1] != 1:
         return None
     (rows, apart), (width, _) = after
-    if apart <= width:
+    if apart <= width or rows * width > MOST_POSITIONS:
         return None
     n_cols, col = t.shape[dim], t.stride(dim) if t.shape[dim] > 1 else rows * apart
     outer, outer_stride = before[0] if before else (1, stride_of_one(t.stride()[:dim], n_cols * col))

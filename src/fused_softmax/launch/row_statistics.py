@@ -2,8 +2,8 @@
 
 Log-probabilities of ids, entropy and logsumexp come from one kernel, kernels/row_statistics.py, or from
 kernels/row_statistics_gathered.py, where rows are narrow, or from the two of kernels/row_statistics_parts.py, where
-they are wide. Allocates what is O(rows), and launches. No mathematics and no
-autograd; nothing here waits for the device. KernelUnavailable, with nothing written, where a kernel does not compile.
+they are wide. Allocates what is O(rows), and launches. No mathematics and no autograd; nothing here waits for the
+device. KernelUnavailable, with nothing written, where a kernel does not compile.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from .context import is_batch_invariant
 from .folding import as_crops, as_planes, crops_as_planes, folded
 from .kernel_loading import kernel_loader
 from .launcher import RowOp, device_of, launch_rows, planned, prepare_rows, row_launch
-from .layout import MAX_COLS, as_rows
+from .layout import as_rows
 from .options import Flags
 
 if TYPE_CHECKING:
@@ -253,7 +253,13 @@ def planned_backward(y: Tensor, in_dtype: torch.dtype, dim: int, log: bool, on: 
 
 
 def _as_they_lie(x: Tensor, y: Tensor, dim: int, log: bool) -> InPlace | None:
-    """How a kernel takes x to y as they lie; None where x is copied first. y may be on meta."""
+    """How a kernel takes x to y as they lie; None where x is copied first. y may be on meta.
+
+    Within batch_invariant() none does: plans of rows follow from the number of neighbors, and those of crops from their
+    width. Those of a copy do not.
+    """
+    if is_batch_invariant():
+        return None
     from .views import in_place
 
     return cropped(x, y, dim, log, device_of(x)) or in_place(x, y, dim, log)
@@ -262,15 +268,12 @@ def _as_they_lie(x: Tensor, y: Tensor, dim: int, log: bool) -> InPlace | None:
 def cropped(x: Tensor, y: Tensor, dim: int, log: bool, device: Device) -> InPlace | None:
     """How tiles of positions take crops to y, whose positions are neighbors; None for other views.
 
-    None within batch_invariant(), as of other views, and on AMD GPUs: Triton does not finish to compile kernels that
-    crop.
+    None on AMD GPUs, too: Triton does not finish to compile kernels that crop.
     """
     crops, to = as_crops(x, dim), as_planes(y, dim)
-    if crops is None or to is None or device.kind == "hip" or is_batch_invariant():
+    if crops is None or to is None or device.kind == "hip":
         return None
     planes, crop = crops_as_planes(crops)
-    if planes.shape[2] > MAX_COLS:
-        return None
     plan = cropped_plan(spatial.problem_of_crop(spatial.problem_of(planes, to, log=log), crop), device)
     if plan is None:
         return None

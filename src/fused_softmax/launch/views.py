@@ -20,14 +20,11 @@ from ..planning.types import Device, Plan, power_of_two
 from .availability import KernelUnavailable
 from .cache import Cache
 from .compile import Launch, Shaped, early_start, launch_options, prepare_launch
-from .context import is_batch_invariant
 from .device import device_of
-from .folding import alignment_of, merge_dims, stride_of_one
+from .folding import MOST_POSITIONS, alignment_of, merge_dims, stride_of_one
 from .kernel_loading import kernel_loader
 from .layout import DTYPE_NAMES, divisor
 
-# positions of a tensor, at most: a program counts them in 31 bits, from that of its first row on
-MOST_POSITIONS = 2**31 - 2**16
 # neighbors of either side that a copy by tiles takes, by the bytes of an element. H200, of a copy, ours and torch's:
 # bfloat16 (21, 16383) 0.48 and 0.60, float32 0.98 and 0.65
 LEAST_SIDE = {2: 32, 4: 8}
@@ -80,12 +77,7 @@ class InPlace(NamedTuple):
 
 
 def in_place(x: Tensor, y: Tensor, dim: int, log: bool) -> InPlace | None:
-    """How a kernel takes x to y as they lie; None where x is copied first. y may be on meta.
-
-    Within batch_invariant() none does: plans of rows follow from the number of neighbors, those of a copy do not.
-    """
-    if is_batch_invariant():
-        return None
+    """How a kernel takes x to y as they lie; None where x is copied first. y may be on meta."""
     device, of = device_of(x), strided_rows(x, y, dim)
     if of.along_cols != of.out_along_cols and (of.along_rows or of.along_cols):
         found = transposition(x, y, dim, row_dims(x, y, dim), of.n_rows, device)

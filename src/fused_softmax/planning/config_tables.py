@@ -268,16 +268,17 @@ LOSS_ROWS: dict[tuple[int, bool], tuple[HeldRow, ...]] = {
     (2, False): (HeldRow(417, 960, 16, 4), HeldRow(1025, 1280, 16, 2, least_chunks=10)),
     (2, True): (HeldRow(385, 1024, 16, 4), HeldRow(1025, 1280, 16, 2, least_chunks=10)),
 }
+_OF_FLOATS = HeldRow(97, 128, 8, 2, rows=2), HeldRow(129, 416, 8, 4), HeldRow(417, 704, 16, 4)
 STATISTICS_ROWS: dict[tuple[int, bool], tuple[HeldRow, ...]] = {
     (2, False): (HeldRow(385, 1408, 16, 4),),
     (2, True): (HeldRow(331, 512, 16, 2, rows=2), HeldRow(513, 1408, 16, 4)),
-    (4, False): (HeldRow(97, 128, 8, 2, rows=2), HeldRow(129, 416, 8, 4), HeldRow(417, 704, 16, 4)),
-    (4, True): (HeldRow(97, 128, 8, 2, rows=2), HeldRow(129, 416, 8, 4), HeldRow(417, 704, 16, 4)),
+    (4, False): _OF_FLOATS,
+    (4, True): _OF_FLOATS,
 }
 GRADIENT_ROWS = {of: (HeldRow(545, 1024, 32, 1),) for of in ((2, False), (2, True), (4, False), (4, True))}
-# elements of a thread of these, at most, of a loss with label smoothing, which takes three registers for each, and of
-# capped logits, which may be smoothed, too
-MOST_SMOOTHED = 40
+# elements of a thread of these, at most; and of a loss with label smoothing, which takes three registers for each, and
+# of capped logits, which may be smoothed, too
+MOST_HELD, MOST_SMOOTHED = 128, 40
 # a loss with its gradient in the same pass, by element size. As few CTAs of few warps as hold the row: a thread's many
 # vectors are all in flight, and few threads have no column
 LOSS_CLUSTER = {

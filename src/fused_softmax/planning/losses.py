@@ -20,6 +20,7 @@ from .config_tables import (
     LOSS_SPILLS,
     LOSS_SPILLS_NOT,
     LOSS_UNPREDICATED,
+    MOST_HELD,
     MOST_SMOOTHED,
     PARTIAL_STATISTICS,
     STATISTICS_PARTS,
@@ -46,7 +47,7 @@ from .types import Device, Plan, Problem
 
 
 def _held_rows(
-    problem: Problem, device: Device, table: Mapping[tuple[int, bool], tuple[HeldRow, ...]], most_elements: int = 128
+    problem: Problem, device: Device, table: Mapping[tuple[int, bool], tuple[HeldRow, ...]], most_elements: int
 ) -> Plan | None:
     """The plan of rows that some threads of a warp hold, by a table; None for others.
 
@@ -76,13 +77,13 @@ def plan_statistics(problem: Problem, device: Device) -> Plan:
     >>> plan_statistics(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).regime
     'two_pass'
     """
-    return _held_rows(problem, device, STATISTICS_ROWS) or _statistics(problem, device)
+    return _statistics(problem, device, MOST_HELD)
 
 
-def _statistics(problem: Problem, device: Device) -> Plan:
-    """The plan of rows of which a thread holds few vectors, or a step of them."""
-    found = warp_plan(problem, device, PARTIAL_STATISTICS, even=0)
-    if found is not None:
+def _statistics(problem: Problem, device: Device, most_elements: int) -> Plan:
+    """`plan_statistics`, of rows some hundred columns of which a thread holds at most so many elements."""
+    held = _held_rows(problem, device, STATISTICS_ROWS, most_elements)
+    if (found := held or warp_plan(problem, device, PARTIAL_STATISTICS, even=0)) is not None:
         return found
     steps = STATISTICS_STEPS[problem.itemsize]
     _, ctas, warps, fewest, most = next(step for step in steps if problem.n_cols <= step[0])
@@ -157,7 +158,7 @@ def plan_capped_statistics(problem: Problem, device: Device) -> Plan:
     >>> plan_capped_statistics(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).ctas
     1
     """
-    chosen = _held_rows(problem, device, STATISTICS_ROWS, MOST_SMOOTHED) or _statistics(problem, device)
+    chosen = _statistics(problem, device, MOST_SMOOTHED)
     return chosen if chosen.ctas == 1 else steps_plan(problem, device, 1, TWO_PASS_WARPS, TWO_PASS_CHUNKS, chosen.why)
 
 
@@ -167,7 +168,7 @@ def plan_elementwise(problem: Problem, device: Device) -> Plan:
     >>> plan_elementwise(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).ctas
     1
     """
-    held = _held_rows(problem, device, GRADIENT_ROWS)
+    held = _held_rows(problem, device, GRADIENT_ROWS, MOST_HELD)
     if (found := held or warp_plan(problem, device)) is not None:
         return found
     return steps_plan(problem, device, 1, *ELEMENTWISE[problem.itemsize], "independent programs share the row")
@@ -203,7 +204,7 @@ def plan_loss(problem: Problem, device: Device) -> Plan:
     >>> plan_loss(Problem(128256, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).ctas
     8
     """
-    found = gathered_logits(problem, device, LOSS) or _held_rows(problem, device, LOSS_ROWS)
+    found = gathered_logits(problem, device, LOSS) or _held_rows(problem, device, LOSS_ROWS, MOST_HELD)
     if found is not None:
         return found
     if preferred_warp_plan(problem, device) is None and device.max_cluster >= 16:
@@ -280,8 +281,7 @@ def plan_smoothed_loss_alone(problem: Problem, device: Device) -> Plan:
     >>> plan_smoothed_loss_alone(Problem(1000, "bfloat16", "bfloat16", vec=8), DEVICES["sm_90"]).chunks
     4
     """
-    found = gathered_logits(problem, device, STATISTICS)
-    return found or _held_rows(problem, device, STATISTICS_ROWS, MOST_SMOOTHED) or _statistics(problem, device)
+    return gathered_logits(problem, device, STATISTICS) or _statistics(problem, device, MOST_SMOOTHED)
 
 
 def plan_capped_loss_alone(problem: Problem, device: Device) -> Plan:
