@@ -76,7 +76,7 @@ OF_LOSSES = {
     "cross_entropy_backward": "cross_entropy_backward",
     "scale_unless_one": "cross_entropy_backward",
     "cross_entropy_spatial": "cross_entropy_spatial",
-    "cross_entropy_spatial_skewed": "cross_entropy_spatial_skewed",
+    "cross_entropy_spatial_shared": "cross_entropy_spatial_shared",
     "cross_entropy_spatial_reduce": "cross_entropy_spatial_parts",
     "cross_entropy_spatial_merge": "cross_entropy_spatial_parts",
     "cross_entropy_spatial_finish": "cross_entropy_spatial_parts",

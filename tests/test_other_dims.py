@@ -736,9 +736,11 @@ def test_cross_entropy_in_skewed_tiles(seed):
 
 
 @pytest.mark.parametrize("options", [{"softcap": 5.0}, {"z_loss": 1e-2}])
-def test_cross_entropy_in_skewed_tiles_is_that_of_its_rows(options):
-    x, target = torch.randn(2, 45, 119) * 3, torch.randint(0, 45, (2, 119))
-    assert cross_entropy_spatial.loss_plan(x, None, False).skewed
+@pytest.mark.parametrize("inner", [119, 116])
+def test_cross_entropy_with_shared_factors_is_that_of_its_rows(inner, options):
+    x, target = torch.randn(2, 45, inner) * 3, torch.randint(0, 45, (2, inner))
+    plan = cross_entropy_spatial.loss_plan(x, None, False)
+    assert plan.skewed and (plan.overlap > 0) == inner % 2
     leaf, rows = x.clone().requires_grad_(), x.clone().requires_grad_()
     loss = fs.cross_entropy(leaf, target, **options)
     want = fs.cross_entropy(rows.movedim(1, -1).reshape(-1, 45), target.reshape(-1), **options)
@@ -746,27 +748,39 @@ def test_cross_entropy_in_skewed_tiles_is_that_of_its_rows(options):
     torch.testing.assert_close(torch.autograd.grad(loss, leaf), torch.autograd.grad(want, rows), rtol=2e-5, atol=1e-7)
 
 
-def test_which_losses_have_skewed_tiles():
-    def skewed(n_cols, inner, dtype="bfloat16", vec=1, device="sm_90", **more):
+def test_which_losses_share_factors():
+    def shares(n_cols, inner, dtype="bfloat16", vec=1, device="sm_90", **more):
         problem = SpatialProblem(n_cols, inner, dtype, vec, **{"in_phase": True, **more})
         return plan_spatial_loss(problem, DEVICES[device]).skewed > 0
 
-    assert skewed(150, 4097) and skewed(150, 4098, vec=2) and skewed(150, 4097, "float32")
-    assert not skewed(150, 4100, vec=4) and not skewed(150, 4097, in_phase=False)
-    assert not skewed(150, 4097, batch_invariant=True) and not skewed(21, 4097) and skewed(21, 4097, "float32")
-    assert not skewed(80, 4097, device="gfx942") and not skewed(300, 4097, device="sm_80")  # on a cluster
-    assert skewed(80, 4097, device="sm_80")
-    assert not skewed(3000, 40001)  # read twice: its backward needs what only the first read keeps
+    assert shares(150, 4097) and shares(150, 4098, vec=2) and shares(150, 4097, "float32")
+    assert not shares(150, 4097, in_phase=False) and not shares(150, 4100, vec=4, in_phase=False)
+    assert not shares(150, 4097, batch_invariant=True) and not shares(21, 4097) and shares(21, 4097, "float32")
+    assert not shares(80, 4097, device="gfx942") and not shares(300, 4097, device="sm_80")  # on a cluster
+    assert shares(80, 4097, device="sm_80")
+    assert not shares(3000, 40001)  # read twice: its backward needs what only the first read keeps
+    assert not shares(4000, 252, vec=4) and shares(4000, 2052, vec=4)  # the same
+    whole = dict(vec=8, whole_sectors=True)
+    assert shares(40, 4096, **whole) and not shares(100, 4096, **whole) and shares(150, 4096, **whole)
+    assert not shares(30, 4096, **whole) and shares(30, 4100, vec=4)
     x, to = (torch.empty(2, 150, 257, dtype=BFLOAT16) for _ in range(2))
     found = [cross_entropy_spatial.loss_plan(x, dx, False, DEVICES["sm_90"]).skewed for dx in (to, None, x)]
     assert found == [4, 4, 0], "of a gradient with memory of its own, of none, and in place"
-    assert not cross_entropy_spatial.loss_plan(x, to, False, DEVICES["sm_90"], skewable=False).skewed
+    assert not cross_entropy_spatial.loss_plan(x, to, False, DEVICES["sm_90"], shareable=False).skewed
 
 
-def test_a_launch_of_skewed_tiles_without_their_code_is_an_error():
-    x, dx = (torch.empty(2, 60, 119, dtype=BFLOAT16, device="meta") for _ in range(2))
+@pytest.mark.parametrize(("inner", "positions"), [(4100, 128), (196, 128), (148, 64), (132, 0), (100, 128), (44, 0)])
+def test_tiles_of_columns_that_start_together_are_filled(inner, positions):
+    problem = SpatialProblem(200, inner, "bfloat16", 4, in_phase=True, whole_sectors=False)
+    plan = plan_spatial_loss(problem, DEVICES["sm_90"])
+    assert plan.overlap == 0 and (plan.rows if plan.skewed else 0) == positions
+
+
+@pytest.mark.parametrize("inner", [119, 120])
+def test_a_launch_of_shared_factors_without_their_code_is_an_error(inner):
+    x, dx = (torch.empty(2, 60, inner, dtype=BFLOAT16, device="meta") for _ in range(2))
     plan = cross_entropy_spatial.loss_plan(x, dx, False, DEVICES["sm_90"])
-    small, loss = torch.empty(2 * 119, dtype=torch.int64, device="meta"), cross_entropy_spatial.SUM_OF_LOSSES
+    small, loss = torch.empty(2 * inner, dtype=torch.int64, device="meta"), cross_entropy_spatial.SUM_OF_LOSSES
 
     def recipe(smoothing: float, unless_one: bool, inplace: bool) -> spatial.Recipe:
         op = CrossEntropy(small, None, None, -100, "sum", smoothing, None, 0.0)
@@ -776,7 +790,7 @@ def test_a_launch_of_skewed_tiles_without_their_code_is_an_error():
 
     assert len(recipe(0.0, False, False).steps) == 1
     for options in ((0.1, False, False), (0.0, True, False), (0.0, False, True)):
-        with pytest.raises(AssertionError, match="skewed"):
+        with pytest.raises(AssertionError, match="no such code"):
             recipe(*options)
 
 
@@ -1202,7 +1216,7 @@ def test_a_loss_that_writes_a_gradient_is_staggered():
     small = torch.empty(2 * 8192, dtype=torch.int64, device="meta")
     op = CrossEntropy(small, None, None, -100, "sum", 0.0, None, 0.0)
     device = DEVICES["sm_90"]
-    plan = cross_entropy_spatial.loss_plan(x, x, False, device)
+    plan = cross_entropy_spatial.loss_plan(x, x, False, device, shareable=False)
     loss, none = cross_entropy_spatial.SUM_OF_LOSSES, cross_entropy_spatial.NO_LOSS
     for what, unless_one, staggers in (
         ((loss, True, 0), False, True), ((loss, False, 0), False, False), ((none, True, 1), True, False)

@@ -279,20 +279,25 @@ def test_small_terms_of_transposed_rows_are_not_lost(n_cols):
     assert error <= 4 * torch.finfo(torch.float32).eps
 
 
-# classes and positions of losses in skewed tiles: on 1, 2, 4, 8 and 16 CTAs, of 64, 128 and 256 positions
+# classes and positions of losses with shared factors. In skewed tiles: on 1, 2, 4, 8 and 16 CTAs, of 64, 128 and 256
+# positions. Of columns that start together: of 64 and 128 positions, and of 32 in float32
+EVEN_LOSSES = [(30, 4100), (45, 1000), (150, 168), (171, 196), (300, 2052), (480, 1104), (1024, 784), (1203, 236)]
+EVEN_LOSSES += [(1700, 144), (2300, 2048), (4200, 2052)]
 SKEWED_LOSSES = [(45, 1001), (60, 2050), (150, 167), (120, 2051), (300, 241), (480, 1111), (640, 599), (1200, 333)]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [*SKEWED_LOSSES, (1500, 239), (2300, 2051)])
-def test_losses_in_skewed_tiles(shape, dtype, reduction):
+@pytest.mark.parametrize("shape", [*SKEWED_LOSSES, (1500, 239), (2300, 2051), *EVEN_LOSSES])
+def test_losses_with_shared_factors(shape, dtype, reduction):
     """With an upstream gradient of 1, so that no other kernel writes the gradient again."""
     classes, inner = shape
     x = (torch.randn(3, classes, inner, device="cuda") * 3).to(dtype)
     if torch.cuda.get_device_capability()[0] == 9:
-        others = dtype == torch.float32 and (inner % 2 == 0 or classes > 2048)
-        assert (cross_entropy_spatial.loss_plan(x, None, False).skewed > 0) != others
+        plan = cross_entropy_spatial.loss_plan(x, None, False)
+        others = dtype == torch.float32 and (inner % 4 == 2 or classes > 2048 or classes < 64)
+        assert plan.skewed > 0 or (others and inner % 2 == 0)
+        assert plan.overlap == 0 or shape not in EVEN_LOSSES
     target = torch.randint(0, classes, (3, inner), device="cuda")
     x[0, :, 3], target[0, 3] = float("nan"), -100
     weight = torch.rand(classes, device="cuda") + 0.5 if inner % 3 else None

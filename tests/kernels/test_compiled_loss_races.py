@@ -1,4 +1,4 @@
-"""Compiled losses in skewed tiles on a machine of numpy: losses, gradients, each element written once, and no races.
+"""Compiled losses of shared factors on a machine of numpy: losses, gradients, each element written once, and no races.
 
 As `test_compiled_races`, which has softmax.
 """
@@ -95,13 +95,23 @@ def expect_right(of: Compiled) -> None:
 
 
 extended = pytest.mark.extended
-# one CTA, of one tile and of several; 256 positions; 2, 4, 8 and 16 CTAs. Runs start at single elements, or at two
+# one CTA, of one tile and of several; 256 positions; 2, 4, 8 and 16 CTAs. Runs start at single elements, or at two.
+# Then tiles whose columns start together, at multiples of 8, 16 and 32 bytes
 CASES = (
     ((1, 45, 119), BFLOAT16, "mean"), ((2, 60, 478), BFLOAT16, "sum"), ((1, 150, 167), FLOAT16, "mean"),
     ((1, 120, 1003), BFLOAT16, "mean"), ((1, 25, 357), FLOAT32, "none"), ((1, 90, 117), FLOAT32, "mean", True),
     ((1, 180, 239), FLOAT32, "none"), ((1, 250, 991), BFLOAT16, "mean"), ((1, 300, 111), BFLOAT16, "none", True),
     ((1, 500, 119), BFLOAT16, "mean", False, 5.0), ((1, 400, 111), FLOAT32, "mean", True),
     ((1, 1200, 55), BFLOAT16, "mean"), ((1, 1500, 55), FLOAT32, "mean"), ((1, 1500, 119), BFLOAT16, "sum"),
+    ((2, 45, 244), BFLOAT16, "mean"), ((1, 90, 120), FLOAT16, "sum", True), ((1, 40, 384), BFLOAT16, "none"),
+    ((1, 66, 108), FLOAT32, "mean"), ((1, 180, 116), BFLOAT16, "mean", False, 5.0), ((1, 70, 184), FLOAT32, "none"),
+    ((1, 300, 120), BFLOAT16, "mean"), ((1, 450, 64), FLOAT32, "sum"), ((1, 1100, 64), BFLOAT16, "mean", True),
+    pytest.param(((1, 900, 116), BFLOAT16, "mean"), marks=extended),
+    pytest.param(((2, 2000, 124), BFLOAT16, "sum"), marks=extended),
+    pytest.param(((1, 2500, 72), FLOAT16, "mean"), marks=extended),
+    pytest.param(((1, 4200, 100), BFLOAT16, "mean"), marks=extended),
+    pytest.param(((1, 1500, 32), FLOAT32, "mean"), marks=extended),
+    pytest.param(((1, 1900, 60), FLOAT32, "none"), marks=extended),
     pytest.param(((1, 2300, 2051), BFLOAT16, "mean"), marks=extended),
     pytest.param(((3, 700, 331), FLOAT16, "sum", True, 5.0), marks=extended),
 )  # fmt: skip

@@ -33,8 +33,8 @@ FEW = (
     "softmax_spatial_reduce torch.bfloat16 50257 1024",
     "softmax_spatial_merge torch.bfloat16 50257 1024",
     "softmax_spatial_finish torch.bfloat16 50257 1024",
-    "cross_entropy_spatial torch.bfloat16 150 0.0",
-    "cross_entropy_spatial_skewed torch.bfloat16 150 0.0 apart",
+    "cross_entropy_spatial torch.bfloat16 90 0.0",
+    "cross_entropy_spatial_shared torch.bfloat16 150 0.0 apart",
     "cross_entropy_spatial_finish torch.bfloat16 40000 0.1",
     "prepare_spatial_targets torch.bfloat16 19 0.0",
     "add_partials torch.bfloat16 19 0.0",
@@ -75,6 +75,8 @@ def check(name: str, launch, target: str, chosen=None) -> None:
     if "bundled" in name:  # whole vectors, whatever the positions are; the ends are read and written one by one
         assert used.widest_load_bytes == 16 and used.widest_store_bytes == (16 if "finish" in name else 4), name
         assert used.spilled_bytes == 0, name
+    if name.startswith("cross_entropy_spatial_shared"):
+        assert used.widest_load_bytes == used.widest_store_bytes == chosen.vec * (2 if "bfloat16" in name else 4), name
     if "skewed" in name:  # elements are written one by one at the ends of a column only
         itemsize = 2 if "bfloat16" in name else 4
         assert used.widest_load_bytes == used.widest_store_bytes == chosen.vec * itemsize > itemsize, name
@@ -83,7 +85,7 @@ def check(name: str, launch, target: str, chosen=None) -> None:
     if "in halves" in name and chosen.overlap and not chosen.skewed:
         access = {chosen.vec * (2 if "bfloat16" in name else 4)}
         assert {size for size, _ in (*used.loads, *used.stores)} == access, f"{used.loads} {used.stores}: {name}"
-    if name.startswith("cross_entropy_spatial_skewed"):
+    if name.startswith("cross_entropy_spatial_shared"):
         assert barriers(launch) <= 10, name
     elif name.startswith("cross_entropy_spatial") and target.startswith("sm_") and "apart" not in name:
         # a 16-bit loss keeps many numbers of a position, so a thread has 4 positions. A reduction writes, and a merge

@@ -54,7 +54,7 @@ SPATIAL_ENDS = _config_widths(spatial_tables.ON_CHIP, spatial_tables.UNALIGNED)
 LOSS_ENDS = (
     loss_plans.WHOLE_COLS, loss_plans.WHOLE_ANYWHERE,
     *_config_widths(loss_plans.ALIGNED, loss_plans.ALONE, loss_plans.ANYWHERE, loss_plans.MORE_COLS),
-    *(n_cols for table in loss_plans.SKEWED.values() for n_cols in table),
+    *(n_cols for table in (*loss_plans.SKEWED.values(), *loss_plans.EVEN.values()) for n_cols in table),
 )  # fmt: skip
 MASKED_ENDS = _config_widths(masked_tables.MASKED, masked_tables.MASKED_UNALIGNED, masked_tables.MASKED_WIDE)
 ROW_ENDS = _config_widths(
@@ -210,8 +210,8 @@ def loss_planes(rng: Random, device: Device) -> Iterator[Named]:
         upstream = 2 if op.reduction == "none" else 1
         unless_one = upstream == 1 and rng.random() < 0.5
         form = (cross_entropy_spatial.NO_LOSS, True, upstream, unless_one, inplace, None, False)
-    may_skew = cross_entropy_spatial.may_skew(op, form[3]) and not form[4]
-    chosen = cross_entropy_spatial.loss_plan(x, dx, invariant, device, skewable=may_skew)
+    may_share = cross_entropy_spatial.may_share(op, form[3]) and not form[4]
+    chosen = cross_entropy_spatial.loss_plan(x, dx, invariant, device, shareable=may_share)
     recipe = cross_entropy_spatial.loss_recipe(x, dx, op, chosen, device, *form)
     given = (x, dx, target, *(number,) * 7)
     name = f" {dtype} {n_cols} {x.stride()} inner {inner} {_options(op)}{' in place' * inplace} {form}"

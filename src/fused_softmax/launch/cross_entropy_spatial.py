@@ -41,7 +41,7 @@ from .spatial import (
     with_crop,
 )
 
-RESIDENT, SKEWED = (kernel_of(name, name) for name in ("cross_entropy_spatial", "cross_entropy_spatial_skewed"))
+RESIDENT, SHARED = (kernel_of(name, name) for name in ("cross_entropy_spatial", "cross_entropy_spatial_shared"))
 PREPARE = kernel_of("spatial_targets", "prepare_spatial_targets")
 PARTS = {
     name: kernel_of("cross_entropy_spatial_parts", name)
@@ -76,27 +76,27 @@ def _folded(x: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
 
 
 def loss_plan(
-    x: Tensor, dx: Tensor | None, invariant: bool, device: Device | None = None, skewable: bool = True
+    x: Tensor, dx: Tensor | None, invariant: bool, device: Device | None = None, shareable: bool = True
 ) -> Plan:
     """The plan of logits as `planes_of` folds them.
 
     dx: None where no gradient is written. The plan is that of a loss with one in memory of its own, so that their bits
-    are the same. skewable: False of launches that `cross_entropy_spatial_skewed` has no code for (`may_skew`).
+    are the same. shareable: False of launches that `cross_entropy_spatial_shared` has no code for (`may_share`).
     """
-    key = (of_layout((x,) if dx is None else (x, dx)), invariant, device, skewable)
+    key = (of_layout((x,) if dx is None else (x, dx)), invariant, device, shareable)
     found: Plan | None = _plans.get(key)
     if found is None:
         to = torch.empty(x.shape, dtype=x.dtype, device="meta") if dx is None else dx
         (planes, crop), (to, _) = _folded(x), _folded(to)
         problem = problem_of(planes, to, batch_invariant=invariant)
-        problem = replace(problem, in_phase=problem.in_phase and skewable)
+        problem = replace(problem, in_phase=problem.in_phase and shareable)
         problem = problem if crop is None else problem_of_crop(problem, crop)
         found = _plans.store(key, plan_spatial_loss(problem, device or device_of(x)))
     return found
 
 
-def may_skew(op: CrossEntropy, unless_one: bool) -> bool:
-    """Whether tiles may be skewed: not of label smoothing, nor of programs that loop."""
+def may_share(op: CrossEntropy, unless_one: bool) -> bool:
+    """Whether `cross_entropy_spatial_shared` has the code: not for label smoothing, nor for programs that loop."""
     return op.smoothing == 0.0 and not unless_one
 
 
@@ -136,13 +136,13 @@ def loss_recipe(
     """
     of_op = dict(op.kind.flags)
     mean = op.reduction == "mean"
-    assert not plan.skewed or not (op.smoothing or unless_one or inplace or crop), "skewed tiles have no such code"
+    assert not plan.skewed or not (op.smoothing or unless_one or inplace or crop), "that kernel has no such code"
     if plan.regime != "spatial_two_pass":
         flags = dict(LOSS=loss, GRADIENT=gradient, UPSTREAM=upstream, UNLESS_ONE=unless_one, INPLACE=inplace)
         flags |= dict(WAITS=waits and device.supports_pdl, TRIGGER=device.supports_pdl and loss == SUM_OF_LOSSES)
         # programs that may find nothing to do, or write nothing, start together
         flags |= dict(MEAN=mean, CROPPED=crop is not None, STAGGER=plan.stagger if gradient and not unless_one else 0)
-        step = resident_step((SKEWED if plan.skewed else RESIDENT)(), (x, dx), 8, plan, device, **flags, **of_op)
+        step = resident_step((SHARED if plan.skewed else RESIDENT)(), (x, dx), 8, plan, device, **flags, **of_op)
         if not plan.skewed:
             step = with_crop(step, plan, crop)
         return Recipe((step._replace(most=max(1, LOOKS // (plan.ctas * plan.num_warps))) if unless_one else step,))
@@ -269,7 +269,7 @@ def cross_entropy_pass(
     x, dx: as `planes_of` folds them; dx is not cropped, or it is x, or None where no gradient is wanted.
     """
     invariant = is_batch_invariant() if invariant is None else invariant
-    plan = loss_plan(x, dx, invariant, skewable=may_skew(op, False))
+    plan = loss_plan(x, dx, invariant, shareable=may_share(op, False))
     n_cols, positions = x.shape[1], _positions(x)
     kept = _kept(plan, x)
     count = kept[:1] if op.denominator is None else op.denominator
@@ -299,5 +299,5 @@ def cross_entropy_gradient(
     count = kept[:1] if op.denominator is None else op.denominator
     upstream = 1 if g.numel() == 1 else 2
     only = unless_one and g.numel() == 1
-    plan = loss_plan(x, dx, invariant, skewable=may_skew(op, only))
+    plan = loss_plan(x, dx, invariant, shareable=may_share(op, only))
     _run(plan, x, dx, op, count, _moments(kept, x), g, g, NO_LOSS, True, upstream, only, invariant)

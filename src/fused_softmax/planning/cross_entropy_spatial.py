@@ -125,8 +125,11 @@ MORE_COLS = {
 }
 
 
-class SkewedTile(NamedTuple):
-    """Positions of a skewed tile, warps of a CTA, CTAs, and positions of a plane, at least."""
+class SharedTile(NamedTuple):
+    """Positions of a tile of `cross_entropy_spatial_shared`, warps of a CTA, CTAs, and positions of a plane, at least.
+
+    There one thread computes what a position's elements share.
+    """
 
     positions: int
     num_warps: int
@@ -134,39 +137,82 @@ class SkewedTile(NamedTuple):
     least_inner: int = 0
 
 
-# skewed tiles of columns that start anywhere, by their columns, at most; the first whose tiles have few positions that
-# do not exist. A thread has SKEWED_BYTES of a chunk
-LEAST_SKEWED, SKEWED_BYTES = {2: 37, 4: 20}, {2: 8, 4: 16}
+ONE, TWO, FOUR, EIGHT, SIXTEEN = (SharedTile(64, 4, ctas) for ctas in (1, 2, 4, 8, 16))
+# bytes of a thread in a chunk, by those of an element
+SHARED_BYTES = {2: 8, 4: 16}
 # words of a thread of 16-bit columns, in CTAs of CAPPED_WARPS, with which registers have a cap: 6 programs fit, and 5
 # without. With other words ptxas takes more registers because of a cap
-CAPPED, CAPPED_WARPS, SKEWED_CAP = range(29, 41), 4, 80
-ONE, TWO, FOUR, EIGHT = (SkewedTile(64, 4, ctas) for ctas in (1, 2, 4, 8))
+CAPPED, CAPPED_WARPS, SHARED_CAP = range(29, 41), 4, 80
+# of columns that start anywhere, so that tiles are skewed; the tiles to try by the columns, at most
+LEAST_SKEWED = {2: 37, 4: 20}
 SKEWED = {
     2: {
-        88: (SkewedTile(128, 4, 1),),
-        128: (SkewedTile(256, 8, 1), SkewedTile(128, 4, 2)),
-        176: (SkewedTile(128, 4, 2), ONE),
-        256: (SkewedTile(256, 8, 2), SkewedTile(128, 4, 2), ONE),
-        352: (SkewedTile(128, 4, 4), TWO),
-        512: (SkewedTile(128, 8, 2), TWO),
-        704: (SkewedTile(128, 4, 8), FOUR),
-        1024: (SkewedTile(128, 8, 4), FOUR),
+        88: (SharedTile(128, 4, 1),),
+        128: (SharedTile(256, 8, 1), SharedTile(128, 4, 2)),
+        176: (SharedTile(128, 4, 2), ONE),
+        256: (SharedTile(256, 8, 2), SharedTile(128, 4, 2), ONE),
+        352: (SharedTile(128, 4, 4), TWO),
+        512: (SharedTile(128, 8, 2), TWO),
+        704: (SharedTile(128, 4, 8), FOUR),
+        1024: (SharedTile(128, 8, 4), FOUR),
         1408: (EIGHT,),
-        2048: (SkewedTile(128, 8, 8), EIGHT),
-        2816: (SkewedTile(128, 8, 16, least_inner=2048),),
+        2048: (SharedTile(128, 8, 8), EIGHT),
+        2816: (SharedTile(128, 8, 16, least_inner=2048),),
     },
     4: {
-        48: (SkewedTile(128, 4, 1),),
-        64: (SkewedTile(128, 4, 1), ONE),
-        128: (SkewedTile(128, 4, 2),),
-        176: (SkewedTile(128, 4, 4), TWO),
-        256: (SkewedTile(128, 8, 2), TWO),
-        352: (SkewedTile(128, 4, 8), FOUR),
+        48: (SharedTile(128, 4, 1),),
+        64: (SharedTile(128, 4, 1), ONE),
+        128: (SharedTile(128, 4, 2),),
+        176: (SharedTile(128, 4, 4), TWO),
+        256: (SharedTile(128, 8, 2), TWO),
+        352: (SharedTile(128, 4, 8), FOUR),
         512: (FOUR,),
         1024: (EIGHT,),
-        2048: (SkewedTile(64, 4, 16),),
+        2048: (SharedTile(64, 4, 16),),
     },
 }
+# of columns that start together, at multiples of a thread's bytes: by the bytes of an element, and those at whose
+# multiples columns start. No tile where the others are as fast
+_THOUSAND = {
+    104: (SharedTile(128, 4, 1), ONE),
+    208: (SharedTile(128, 4, 2), ONE),
+    416: (SharedTile(128, 4, 4), TWO),
+    1024: (SharedTile(128, 4, 8), FOUR),
+    2112: (SharedTile(128, 8, 8), EIGHT),
+}
+EVEN = {
+    (2, 8): {27: (), **_THOUSAND, 5120: (SharedTile(128, 8, 16), SIXTEEN)},
+    (2, 16): {36: (), **_THOUSAND, 3400: (SIXTEEN,), 5120: (SharedTile(128, 8, 16), SIXTEEN)},
+    (2, 32): {
+        36: (),
+        60: (SharedTile(128, 4, 1),),
+        112: (),
+        136: (SharedTile(128, 4, 1), ONE),
+        272: (SharedTile(128, 4, 2), ONE),
+        512: (TWO,),
+        1024: (FOUR,),
+        2560: (EIGHT,),
+        4096: (SIXTEEN,),
+    },
+    (4, 16): {
+        36: (),
+        68: (SharedTile(128, 4, 1), ONE),
+        136: (SharedTile(128, 4, 2),),
+        256: (SharedTile(128, 4, 4), TWO),
+        512: (SharedTile(128, 4, 8), FOUR),
+        1024: (SharedTile(128, 8, 8), EIGHT),
+        2048: (SIXTEEN,),
+    },
+    (4, 32): {
+        64: (),
+        128: (ONE,),
+        256: (TWO,),
+        512: (FOUR,),
+        1024: (EIGHT,),
+        2048: (SharedTile(32, 4, 8),),
+    },
+}
+MOST_EVEN = 1.35  # positions that such tiles read for each that exists, at most
 REGISTERS = ((20, None), (44, 128), (64, 168))  # a cap on registers, by the words of a thread, at most
 NARROW_WORDS = 52  # of a thread, at most, where a 16-bit tile is narrower than its LossTile says
 # of columns that are read twice
@@ -176,8 +222,9 @@ TWICE = {2: PartsTile(256, 2, 8, programs=ANY), 4: PARTS._replace(programs=ANY)}
 def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:
     """The plan of a loss with its gradient: in one pass, or in two where the columns do not fit on chip."""
     found = next(_one_pass(problem, device), None)
-    if found is not None and (skewed := _skewed(problem, device)) is not None:
-        return skewed
+    # only where both read once: a backward for another upstream gradient takes the second plan, and what is kept for it
+    if found is not None and (shared := _shared(problem, device)) is not None:
+        return shared
     if found is None:
         return parts_plan(problem, device, PARTS if problem.batch_invariant else TWICE[problem.itemsize])
     return staggered(found, problem, device)
@@ -198,25 +245,42 @@ def _one_pass(problem: SpatialProblem, device: Device) -> Iterator[Plan]:
     yield from _in_tiles(problem, device, ALONE[itemsize])
 
 
-def _skewed(problem: SpatialProblem, device: Device) -> Plan | None:
-    """The plan of skewed tiles; None where they cannot hold the columns, or were slower."""
-    itemsize, aligned = problem.itemsize, 2 * problem.vec >= problem.full_vec
-    may = problem.in_phase and not problem.batch_invariant and device.kind != "hip"
-    if not may or aligned or problem.n_cols < LEAST_SKEWED[itemsize]:
+def _shared(problem: SpatialProblem, device: Device) -> Plan | None:
+    """The plan of a SharedTile; None where none holds the columns, or none was faster."""
+    if not problem.in_phase or problem.batch_invariant or device.kind == "hip":
         return None
+    itemsize = problem.itemsize
+    even = EVEN.get((itemsize, problem.starts * itemsize))
+    skewed = 2 * problem.vec < problem.full_vec and problem.n_cols >= LEAST_SKEWED[itemsize]
+    table = even or (SKEWED[itemsize] if skewed else {})
+    tiles = next((of for most, of in table.items() if problem.n_cols <= most), ())
+    fitting = [tile for tile in tiles if tile.ctas <= device.max_cluster and problem.inner >= tile.least_inner]
+    for tile in _filled_even(problem, fitting) if even else _filled_skewed(problem, fitting):
+        n_bytes = SHARED_BYTES[itemsize]
+        cols = tile.num_warps * device.warp_size * n_bytes // itemsize // tile.positions
+        capped = itemsize == 2 and tile.num_warps == CAPPED_WARPS
+        cap = SHARED_CAP if capped and problem.words(cols * tile.ctas, n_bytes) in CAPPED else None
+        return resident_plan(
+            problem, device, tile.positions, cols, tile.num_warps, tile.ctas, True, cap, n_bytes, skewed=n_bytes,
+            together=even is not None,
+        )  # fmt: skip
+    return None
+
+
+def _filled_even(problem: SpatialProblem, tiles: list[SharedTile]) -> Iterator[SharedTile]:
+    """The tiles that read few positions more than exist, and than the others do."""
+    read = {tile: -(-problem.inner // tile.positions) * tile.positions for tile in tiles}
+    for tile in tiles:
+        if read[tile] <= min(MOST_EVEN * problem.inner, MOST_READ * min(read.values())):
+            yield tile
+
+
+def _filled_skewed(problem: SpatialProblem, tiles: list[SharedTile]) -> Iterator[SharedTile]:
+    """The tiles that together have few positions more than exist."""
     from .skewed_tiles import MOST_EMPTY, empty_of  # loaded when it is first needed
 
-    n_bytes = SKEWED_BYTES[itemsize]
-    for tile in next((of for most, of in SKEWED[itemsize].items() if problem.n_cols <= most), ()):
-        cols = tile.num_warps * device.warp_size * n_bytes // itemsize // tile.positions
-        fits = tile.ctas <= device.max_cluster and problem.inner >= tile.least_inner
-        if fits and empty_of(problem, tile.positions, n_bytes // itemsize) <= MOST_EMPTY:
-            capped = itemsize == 2 and tile.num_warps == CAPPED_WARPS
-            cap = SKEWED_CAP if capped and problem.words(cols * tile.ctas, n_bytes) in CAPPED else None
-            return resident_plan(
-                problem, device, tile.positions, cols, tile.num_warps, tile.ctas, True, cap, n_bytes, skewed=n_bytes
-            )
-    return None
+    unit = SHARED_BYTES[problem.itemsize] // problem.itemsize
+    yield from (tile for tile in tiles if empty_of(problem, tile.positions, unit) <= MOST_EMPTY)
 
 
 def _in_tiles(problem: SpatialProblem, device: Device, table: tuple[SpatialConfig, ...]) -> Iterator[Plan]:

@@ -74,21 +74,22 @@ from .types import (
 def resident_plan(
     problem: SpatialProblem, device: Device, inner: int, cols: int, num_warps: int, ctas: int = 1,
     recompute: bool = False, max_registers: int | None = None, thread_bytes: int = VECTOR_BYTES, staged: int = 0,
-    skewed: int = 0, overlaps: bool = False,
+    skewed: int = 0, overlaps: bool = False, together: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan of tiles of `inner` positions and chunks of `cols` columns, or of `cols` for each CTA of a cluster.
 
     A thread holds thread_bytes of a chunk. Where a chunk has fewer, a program takes several indices of `outer`. The
-    first `staged` chunks are in shared memory. skewed, overlaps: of a SpatialConfig.
+    first `staged` chunks are in shared memory. skewed, overlaps: of a SpatialConfig. together: all columns of a skewed
+    tile start at the same position, so that it shares none with the next one.
     """
     elements = num_warps * device.warp_size * thread_bytes // problem.itemsize
     outers = max(1, elements // (inner * cols)) if ctas == 1 else 1
     chunks = -(-problem.n_cols // (cols * ctas))
     where = f"the {ctas} CTAs of a cluster" if ctas > 1 else "one program"
-    tile = f"a skewed tile of {inner}" if skewed else f"an overlapping tile of {inner}" if overlaps else f"{inner}"
-    why = f"the columns of {tile} position(s) stay in {where}, in {chunks} chunk(s) of {cols * ctas} columns"
+    tile = "an overlapping tile of " if overlaps else "a skewed tile of " if skewed and not together else ""
+    why = f"the columns of {tile}{inner} position(s) stay in {where}, in {chunks} chunk(s) of {cols * ctas} columns"
     unit, of_a_thread = skewed // problem.itemsize, thread_bytes // problem.itemsize
-    overlap = problem.sector - problem.vec if overlaps else problem.overlap_of(unit)
+    overlap = problem.sector - problem.vec if overlaps else 0 if together else problem.overlap_of(unit)
     return Plan(
         "spatial" if ctas == 1 else "spatial_cluster", rows=inner, ctas=ctas, warps_per_row=1, vectors_per_chunk=cols,
         vec=of_a_thread if skewed or overlaps or staged else min(problem.vec, inner), chunks=chunks,

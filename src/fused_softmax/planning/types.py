@@ -306,7 +306,9 @@ class Plan:
     outers: int = 1  # indices of the dimensions before it that a program takes
     part_cols: int = 0  # columns of the part that a program reduces, at most, where programs share the columns
     invariant: bool = False  # columns are merged in an order that no layout changes
-    skewed: int = 0  # positions: each column of a tile starts at its own multiple of so many; 0: all start together
+    # positions: each column of a tile starts at its own multiple of so many, all at the same one where tiles do not
+    # overlap; 0: plain tiles
+    skewed: int = 0
     overlap: int = 0  # positions that a tile shares with the next one
     finish_rows: int = 0  # where programs share the columns: rows of one that writes, if not `rows`
     finish_chunks: int = 0  # and its chunks
@@ -393,6 +395,6 @@ def merging_bytes(ctas: int, warps: int, inner: int) -> int:
 def tiles_of(inner: int, rows: int, overlap: int, unit: int = 0) -> int:
     """Tiles of `rows` positions that hold `inner` of them. unit: of skewed tiles; 0: all columns start together."""
     step = rows - overlap
-    if unit:  # a tile may end half a unit before the next one begins, where tiles overlap by one
+    if unit and overlap:  # a tile may end half a unit before the next one begins, where tiles overlap by one
         return -(-(inner + unit - overlap // 2) // step)
     return max(1, -(-(inner - overlap) // step))

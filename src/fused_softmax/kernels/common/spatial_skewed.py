@@ -134,7 +134,9 @@ def owned(first, phase, INNER: tl.constexpr, UNIT: tl.constexpr, OVERLAP: tl.con
     unit = tl.arange(0, INNER)[None, None, :] // UNIT
     # numbers, because the interpreter of Triton 3.9 makes no mask of a truth value next to a tile of them
     later = (first != 0).to(tl.int32)
-    if OVERLAP == UNIT:
+    if OVERLAP == 0:
+        return unit >= 0  # all
+    elif OVERLAP == UNIT:
         late = (phase == UNIT).to(tl.int32)
         return (unit >= late * later) & (unit < INNER // UNIT - 1 + late)
     else:

@@ -1,8 +1,11 @@
-"""Cross-entropy of (outer, n_cols, inner) whose columns start anywhere: loss and gradient in one pass, in skewed tiles.
+"""Cross-entropy of (outer, n_cols, inner) as it lies, where one thread computes what a position's elements share.
 
-The formulas are those of `cross_entropy_spatial`. The tiles are those of `softmax_spatial_skewed`, so that reads and
-writes are aligned vectors. One thread computes the target, the loss and the factors of a position. Shared memory gives
-the factors to the position's elements.
+The formulas are those of `cross_entropy_spatial`: loss and gradient in one pass. There each thread computes the
+target, the logarithm and the factors of all positions of which it has elements. Here one thread does so for a position,
+while the columns arrive, and shared memory gives the numbers to the position's elements.
+
+Columns that start anywhere are in skewed tiles (`spatial_skewed`), so that reads and writes are aligned vectors. Where
+they start at multiples of UNIT, the tiles do not overlap: each column has phase UNIT, and starts in its block.
 
 The gradient has memory of its own, whose columns have the phases of the logits'. `cross_entropy_spatial` has the code
 for label smoothing, for a gradient in place, for cropped images, and for programs that loop over their work.
@@ -46,7 +49,7 @@ from .common.tiles import READS
 
 
 @kernel(asserts=True, cta_programs=True)
-def cross_entropy_spatial_skewed(
+def cross_entropy_spatial_shared(
     x_ptr: Rows, dx_ptr: Rows,
     target_ptr: Vector,  # [outer, inner] int64; or fewer bits, as `prepare_spatial_targets` writes them
     weight_ptr: Vector,  # [n_cols] float32, where WEIGHTED
@@ -78,17 +81,19 @@ def cross_entropy_spatial_skewed(
     STEP: tl.constexpr = CTAS * COLS  # columns of a chunk
     BLOCK: tl.constexpr = INNER - OVERLAP  # positions from a block to the next one
     x_col, dx_col = near(x_col, NEAR), near(dx_col, NEAR)
+    SKEWED: tl.constexpr = OVERLAP > 0
+    AHEAD: tl.constexpr = UNIT if SKEWED else 0  # positions of a tile in front of its block
+    SHIFT: tl.constexpr = UNIT - AHEAD  # from where `skewed_start` says to where the tile starts
     x_start, phase = skewed_start(outer, column, block, x_outer, x_col, BLOCK, UNIT)
-    place = tl.arange(0, INNER)[None, None, :]
-    start = vectors_of(phase, INNER, VEC)
-    first, end = bounds_of(block, inner, BLOCK, INNER, UNIT)
-    x_at = x_ptr + x_start + existing_places(phase, start, first, end, INNER, VEC)
+    start = vectors_of(phase - SHIFT, INNER, VEC)
+    first, end = bounds_of(block, inner, BLOCK, INNER, AHEAD)
+    x_at = x_ptr + x_start + SHIFT + existing_places(phase - SHIFT, start, first, end, INNER, VEC)
     x = load_skewed(x_at, x_col, column, n_cols, start, first, end, -float("inf"), CHUNKS, STEP, VEC, 0, READS, False)
     lowest = issue_loads(PTX)
     if WAITS:  # the logits are on their way
         tl.extra.cuda.gdc_wait()
     # a thread has a position here, and reads its target while the logits arrive
-    position = tl.arange(0, INNER) - UNIT
+    position = tl.arange(0, INNER) - AHEAD
     exists = (position >= first) & (position < end)
     at = outer * inner + block * BLOCK + position
     target = targets_at(target_ptr + at, exists, ignore_index, n_cols)
@@ -107,7 +112,8 @@ def cross_entropy_spatial_skewed(
     if LOSS > 0:
         from_target = x_ptr + outer * x_outer + block * BLOCK + position + target.to(tl.int64) * x_col
         x_target = tl.load(from_target, mask=counts & leads, other=0.0).to(tl.float32)
-    x = with_end(x, x_at, x_col, column, n_cols, start, end, -float("inf"), CHUNKS, STEP, INNER, VEC, 0)
+    if SKEWED:
+        x = with_end(x, x_at, x_col, column, n_cols, start, end, -float("inf"), CHUNKS, STEP, INNER, VEC, 0)
 
     # softcap is monotonic: the largest logit gives the largest z
     m = x[0]
@@ -146,7 +152,7 @@ def cross_entropy_spatial_skewed(
         selector = kept_or_zero(target >= 0)
         own = owned(first, phase, INNER, UNIT, OVERLAP)
         dx_start, _ = skewed_start(outer, column, block, dx_outer, dx_col, BLOCK, UNIT)
-        dx_at = dx_ptr + dx_start + place
+        dx_at = dx_ptr + dx_start + SHIFT + tl.arange(0, INNER)[None, None, :]
         ends = has_ends(first, end, inner, dx_outer, dx_col, INNER, UNIT, VEC)
         GROUP: tl.constexpr = 2 if THREADS >= 256 else 1  # chunks, as `softmax_spatial_skewed` has them; not varied
         for k in tl.static_range((CHUNKS + GROUP - 1) // GROUP):
@@ -160,11 +166,12 @@ def cross_entropy_spatial_skewed(
                     ).to(dx_ptr.dtype.element_ty)  # fmt: skip
                     store_skewed(dx_at, dx, c, dx_col, column, n_cols, own, start, first, end, CHUNKS, STEP, INNER, VEC)
                     written = written + (dx,)
-                if ends:
-                    store_ends(
-                        dx_at, written, k * GROUP, dx_col, column, n_cols, own, start, first, end, CHUNKS, STEP,
-                        INNER, VEC,
-                    )  # fmt: skip
+                if SKEWED:
+                    if ends:
+                        store_ends(
+                            dx_at, written, k * GROUP, dx_col, column, n_cols, own, start, first, end, CHUNKS, STEP,
+                            INNER, VEC,
+                        )  # fmt: skip
 
     # last, so that no gradient waits for the sum
     if LOSS == 1:
