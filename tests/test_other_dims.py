@@ -761,7 +761,8 @@ def test_which_losses_share_factors():
     assert not shares(3000, 40001)  # read twice: its backward needs what only the first read keeps
     assert not shares(4000, 252, vec=4) and shares(4000, 2052, vec=4)  # the same
     whole = dict(vec=8, whole_sectors=True)
-    assert shares(40, 4096, **whole) and not shares(100, 4096, **whole) and shares(150, 4096, **whole)
+    assert shares(40, 4096, **whole) and not shares(100, 4096, **whole) and shares(170, 4096, **whole)
+    assert shares(150, 4098, "float32", 2) and not shares(90, 4098, "float32", 2)
     assert not shares(30, 4096, **whole) and shares(30, 4100, vec=4)
     x, to = (torch.empty(2, 150, 257, dtype=BFLOAT16) for _ in range(2))
     found = [cross_entropy_spatial.loss_plan(x, dx, False, DEVICES["sm_90"]).skewed for dx in (to, None, x)]

@@ -143,8 +143,9 @@ SHARED_BYTES = {2: 8, 4: 16}
 # words of a thread of 16-bit columns, in CTAs of CAPPED_WARPS, with which registers have a cap: 6 programs fit, and 5
 # without. With other words ptxas takes more registers because of a cap
 CAPPED, CAPPED_WARPS, SHARED_CAP = range(29, 41), 4, 80
-# of columns that start anywhere, so that tiles are skewed; the tiles to try by the columns, at most
-LEAST_SKEWED = {2: 37, 4: 20}
+# of columns that start anywhere, or at halves of a thread's bytes, so that tiles are skewed: columns, at least, by the
+# bytes of an element and those at whose multiples columns start; the tiles to try by the columns, at most
+LEAST_SKEWED = {(2, 2): 37, (2, 4): 37, (4, 4): 20, (4, 8): 100}
 SKEWED = {
     2: {
         88: (SharedTile(128, 4, 1),),
@@ -177,7 +178,8 @@ _THOUSAND = {
     104: (SharedTile(128, 4, 1), ONE),
     208: (SharedTile(128, 4, 2), ONE),
     416: (SharedTile(128, 4, 4), TWO),
-    1024: (SharedTile(128, 4, 8), FOUR),
+    704: (SharedTile(128, 4, 8), FOUR),
+    1024: (SharedTile(128, 4, 8), EIGHT),
     2112: (SharedTile(128, 8, 8), EIGHT),
 }
 EVEN = {
@@ -188,6 +190,8 @@ EVEN = {
         60: (SharedTile(128, 4, 1),),
         112: (),
         136: (SharedTile(128, 4, 1), ONE),
+        145: (SharedTile(128, 4, 2), ONE),
+        160: (),
         272: (SharedTile(128, 4, 2), ONE),
         512: (TWO,),
         1024: (FOUR,),
@@ -212,7 +216,9 @@ EVEN = {
         2048: (SharedTile(32, 4, 8),),
     },
 }
-MOST_EVEN = 1.35  # positions that such tiles read for each that exists, at most
+# positions that such tiles read: for each that exists, and for each that the narrower ones read, at most. The wider a
+# tile is, the fewer sectors it shares, which is worth more where these are many
+MOST_EVEN, MOST_OF_NARROWER = 1.42, {8: 1.18, 16: 1.1, 32: 1.1}
 REGISTERS = ((20, None), (44, 128), (64, 168))  # a cap on registers, by the words of a thread, at most
 NARROW_WORDS = 52  # of a thread, at most, where a 16-bit tile is narrower than its LossTile says
 # of columns that are read twice
@@ -249,13 +255,13 @@ def _shared(problem: SpatialProblem, device: Device) -> Plan | None:
     """The plan of a SharedTile; None where none holds the columns, or none was faster."""
     if not problem.in_phase or problem.batch_invariant or device.kind == "hip":
         return None
-    itemsize = problem.itemsize
-    even = EVEN.get((itemsize, problem.starts * itemsize))
-    skewed = 2 * problem.vec < problem.full_vec and problem.n_cols >= LEAST_SKEWED[itemsize]
+    itemsize, starts = problem.itemsize, problem.starts * problem.itemsize
+    even = EVEN.get((itemsize, starts))
+    skewed = problem.n_cols >= LEAST_SKEWED.get((itemsize, starts), problem.n_cols + 1)
     table = even or (SKEWED[itemsize] if skewed else {})
     tiles = next((of for most, of in table.items() if problem.n_cols <= most), ())
     fitting = [tile for tile in tiles if tile.ctas <= device.max_cluster and problem.inner >= tile.least_inner]
-    for tile in _filled_even(problem, fitting) if even else _filled_skewed(problem, fitting):
+    for tile in _filled_even(problem, fitting, starts) if even else _filled_skewed(problem, fitting):
         n_bytes = SHARED_BYTES[itemsize]
         cols = tile.num_warps * device.warp_size * n_bytes // itemsize // tile.positions
         capped = itemsize == 2 and tile.num_warps == CAPPED_WARPS
@@ -267,11 +273,11 @@ def _shared(problem: SpatialProblem, device: Device) -> Plan | None:
     return None
 
 
-def _filled_even(problem: SpatialProblem, tiles: list[SharedTile]) -> Iterator[SharedTile]:
-    """The tiles that read few positions more than exist, and than the others do."""
+def _filled_even(problem: SpatialProblem, tiles: list[SharedTile], starts: int) -> Iterator[SharedTile]:
+    """The tiles that read few positions more than exist, and than the others do. starts: bytes, as of EVEN."""
     read = {tile: -(-problem.inner // tile.positions) * tile.positions for tile in tiles}
     for tile in tiles:
-        if read[tile] <= min(MOST_EVEN * problem.inner, MOST_READ * min(read.values())):
+        if read[tile] <= min(MOST_EVEN * problem.inner, MOST_OF_NARROWER[starts] * min(read.values())):
             yield tile
 
 
