@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from ptx_arithmetic import bits_of, evaluate, floats
 from ptx_launches import run_launch
 from ptx_machine import Race
 from spatial_problems import periodic_plan
@@ -141,3 +142,11 @@ def test_each_barrier_is_needed(shape):
         instead = "setp.eq.u32 done, 0, 0;" if (start, end) in waits else ""
         races, _ = of._replace(ptx=of.ptx[:start] + instead + of.ptx[end:]).run()
         assert races, of.ptx[start:end]
+
+
+def test_the_machine_knows_the_largest_and_the_smallest_of_three():
+    numbers = [np.array(of) for of in ([1.0, -2.0, np.nan], [3.0, -5.0, 0.5], [2.0, -1.0, 0.25])]
+    for name, want in (("max", [3.0, -1.0, 0.5]), ("min", [1.0, -5.0, 0.25])):
+        bits = [bits_of(of, "f32") for of in numbers]
+        assert floats(evaluate(f"{name}.f32", bits), "f32").tolist() == want
+        assert all((found == bits_of(of, "f32")).all() for found, of in zip(bits, numbers, strict=True)), "unchanged"

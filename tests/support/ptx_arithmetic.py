@@ -6,6 +6,8 @@ that is not known raises NotImplementedError.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import numpy as np
 
 Bits = np.ndarray  # uint64, [threads]
@@ -13,8 +15,8 @@ WIDTHS = {f"{kind}{width}": width for kind in "sub" for width in (8, 16, 32, 64)
 FLOATS = {"f32": ("f32", 1), "bf16": ("bf16", 1), "bf16x2": ("bf16", 2), "f16": ("f16", 1), "f16x2": ("f16", 2)}
 OF_FLOATS = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "fma": lambda a, b, c: a * b + c,
-    "max": np.fmax, "min": np.fmin, "neg": np.negative, "abs": np.abs, "rcp": np.reciprocal,
-    "ex2": np.exp2, "lg2": np.log2,
+    "max": lambda *of: reduce(np.fmax, of), "min": lambda *of: reduce(np.fmin, of),  # of two or three
+    "neg": np.negative, "abs": np.abs, "rcp": np.reciprocal, "ex2": np.exp2, "lg2": np.log2,
 }  # fmt: skip
 OF_BITS = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "mad": lambda a, b, c: a * b + c, "and": np.bitwise_and,

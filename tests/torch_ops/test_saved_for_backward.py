@@ -155,6 +155,23 @@ def test_images_whose_hooks_give_them_back_with_other_strides(reduction):
         torch.testing.assert_close(torch.autograd.grad(loss, x, retain_graph=True)[0], wanted.float())
 
 
+@pytest.mark.parametrize("n_cols", [5, 90])
+@pytest.mark.parametrize("upstream", [1.0, 3.0])
+def test_images_whose_hooks_give_them_back_cropped(n_cols, upstream):
+    """The gradient that the forward wrote too, whose rows then lie apart: no kernel writes it again."""
+
+    def apart(t):
+        return torch.nn.functional.pad(t, (0, 3))[..., : t.shape[-1]] if t.dim() == 4 else t
+
+    x, target = torch.randn(1, n_cols, 8, 15, requires_grad=True), torch.randint(0, n_cols, (1, 8, 15))
+    exact = x.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(torch.nn.functional.cross_entropy(exact, target) * upstream, exact)
+    with saved_tensors_hooks(lambda t: t, apart):
+        loss = fs.cross_entropy(x, target) * upstream
+    for _ in range(2):
+        torch.testing.assert_close(torch.autograd.grad(loss, x, retain_graph=True)[0], wanted.float())
+
+
 def hidden():
     return torch.randn(6, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True), torch.randint(0, 40, (6,))
 

@@ -106,7 +106,8 @@ class SpatialCrossEntropy(torch.autograd.Function):
         # does not disturb what is saved. Nothing reads the saved one again.
         dx = written.data if unread else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         x, dx_planes = kernels.planes_of(logits), kernels.planes_of(dx)
-        if x is None or dx_planes is None or logits.dtype not in DTYPE_NAMES or dx.dtype not in DTYPE_NAMES:
+        other_dtype = logits.dtype not in DTYPE_NAMES or dx.dtype not in DTYPE_NAMES
+        if x is None or dx_planes is None or dx_planes.dim() > 3 or other_dtype:  # no kernel writes a cropped gradient
             return _by_torch(g, logits, op), None, None  # a hook of saved tensors gave them back otherwise
         try:
             if written is not None and not unread:
