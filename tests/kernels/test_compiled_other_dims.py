@@ -34,6 +34,7 @@ FEW = (
     "softmax_spatial_merge torch.bfloat16 50257 1024",
     "softmax_spatial_finish torch.bfloat16 50257 1024",
     "cross_entropy_spatial torch.bfloat16 90 0.0",
+    "cross_entropy_spatial_shared torch.bfloat16 1000 0.0",
     "cross_entropy_spatial_shared torch.bfloat16 150 0.0 apart",
     "cross_entropy_spatial_finish torch.bfloat16 40000 0.1",
     "prepare_spatial_targets torch.bfloat16 19 0.0",

@@ -54,7 +54,7 @@ SPATIAL_ENDS = _config_widths(spatial_tables.ON_CHIP, spatial_tables.UNALIGNED)
 LOSS_ENDS = (
     loss_plans.WHOLE_COLS, loss_plans.WHOLE_ANYWHERE,
     *_config_widths(loss_plans.ALIGNED, loss_plans.ALONE, loss_plans.ANYWHERE, loss_plans.MORE_COLS),
-    *(n_cols for table in (*loss_plans.SKEWED.values(), *loss_plans.EVEN.values()) for n_cols in table),
+    *(n_cols for table in loss_plans.SHARED.values() for n_cols in table),
 )  # fmt: skip
 MASKED_ENDS = _config_widths(masked_tables.MASKED, masked_tables.MASKED_UNALIGNED, masked_tables.MASKED_WIDE)
 ROW_ENDS = _config_widths(

@@ -1,8 +1,8 @@
 """Cross-entropy of (outer, n_cols, inner) as it lies, where one thread computes what a position's elements share.
 
 The formulas are those of `cross_entropy_spatial`: loss and gradient in one pass. There each thread computes the
-target, the logarithm and the factors of all positions of which it has elements. Here one thread does so for a position,
-while the columns arrive, and shared memory gives the numbers to the position's elements.
+target, the logarithm and the factors of every position that it has elements of. Here one thread computes them for each
+position. It reads the target while the columns arrive. Shared memory gives the numbers to the position's elements.
 
 Columns that start anywhere are in skewed tiles (`spatial_skewed`), so that reads and writes are aligned vectors. Where
 they start at multiples of UNIT, the tiles do not overlap: each column has phase UNIT, and starts in its block.
@@ -83,11 +83,12 @@ def cross_entropy_spatial_shared(
     x_col, dx_col = near(x_col, NEAR), near(dx_col, NEAR)
     SKEWED: tl.constexpr = OVERLAP > 0
     AHEAD: tl.constexpr = UNIT if SKEWED else 0  # positions of a tile in front of its block
-    SHIFT: tl.constexpr = UNIT - AHEAD  # from where `skewed_start` says to where the tile starts
+    SHIFT: tl.constexpr = UNIT - AHEAD  # positions between the start that `skewed_start` gives and the tile's first one
     x_start, phase = skewed_start(outer, column, block, x_outer, x_col, BLOCK, UNIT)
-    start = vectors_of(phase - SHIFT, INNER, VEC)
+    in_front = phase - SHIFT  # positions of a column in front of its block
+    start = vectors_of(in_front, INNER, VEC)
     first, end = bounds_of(block, inner, BLOCK, INNER, AHEAD)
-    x_at = x_ptr + x_start + SHIFT + existing_places(phase - SHIFT, start, first, end, INNER, VEC)
+    x_at = x_ptr + x_start + SHIFT + existing_places(in_front, start, first, end, INNER, VEC)
     x = load_skewed(x_at, x_col, column, n_cols, start, first, end, -float("inf"), CHUNKS, STEP, VEC, 0, READS, False)
     lowest = issue_loads(PTX)
     if WAITS:  # the logits are on their way

@@ -7,7 +7,6 @@ backward for an upstream gradient other than 1 computes the gradient again.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,9 +88,8 @@ def loss_plan(
         to = torch.empty(x.shape, dtype=x.dtype, device="meta") if dx is None else dx
         (planes, crop), (to, _) = _folded(x), _folded(to)
         problem = problem_of(planes, to, batch_invariant=invariant)
-        problem = replace(problem, in_phase=problem.in_phase and shareable)
         problem = problem if crop is None else problem_of_crop(problem, crop)
-        found = _plans.store(key, plan_spatial_loss(problem, device or device_of(x)))
+        found = _plans.store(key, plan_spatial_loss(problem, device or device_of(x), shareable))
     return found
 
 
@@ -136,7 +134,8 @@ def loss_recipe(
     """
     of_op = dict(op.kind.flags)
     mean = op.reduction == "mean"
-    assert not plan.skewed or not (op.smoothing or unless_one or inplace or crop), "that kernel has no such code"
+    smoothed_or_elsewhere = op.smoothing or unless_one or inplace or crop
+    assert not plan.skewed or not smoothed_or_elsewhere, "cross_entropy_spatial_shared has no such code"
     if plan.regime != "spatial_two_pass":
         flags = dict(LOSS=loss, GRADIENT=gradient, UPSTREAM=upstream, UNLESS_ONE=unless_one, INPLACE=inplace)
         flags |= dict(WAITS=waits and device.supports_pdl, TRIGGER=device.supports_pdl and loss == SUM_OF_LOSSES)

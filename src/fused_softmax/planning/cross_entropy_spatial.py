@@ -1,8 +1,8 @@
 """SpatialProblem + Device -> Plan of cross_entropy of images (N, C, d1, ...), a loss with its gradient.
 
 A position has a logarithm, factors and a target of its own, which take more instructions than a column does. So threads
-hold whole columns where these are few, and many columns of few positions elsewhere. docs/measurements/losses.md has
-figures.
+hold whole columns where these are few, and many columns of few positions elsewhere; or one thread computes a position's
+numbers for all of its elements (`SHARED`). docs/measurements/losses.md has figures.
 """
 
 from __future__ import annotations
@@ -137,44 +137,38 @@ class SharedTile(NamedTuple):
     least_inner: int = 0
 
 
-ONE, TWO, FOUR, EIGHT, SIXTEEN = (SharedTile(64, 4, ctas) for ctas in (1, 2, 4, 8, 16))
-# bytes of a thread in a chunk, by those of an element
-SHARED_BYTES = {2: 8, 4: 16}
+# bytes of a thread in a chunk, by those of an element. Columns that start at their multiples start together; tiles of
+# all others are skewed
+THREAD_BYTES = {2: 8, 4: 16}
 # words of a thread of 16-bit columns, in CTAs of CAPPED_WARPS, with which registers have a cap: 6 programs fit, and 5
 # without. With other words ptxas takes more registers because of a cap
-CAPPED, CAPPED_WARPS, SHARED_CAP = range(29, 41), 4, 80
-# of columns that start anywhere, or at halves of a thread's bytes, so that tiles are skewed: columns, at least, by the
-# bytes of an element and those at whose multiples columns start; the tiles to try by the columns, at most
-LEAST_SKEWED = {(2, 2): 37, (2, 4): 37, (4, 4): 20, (4, 8): 100}
-SKEWED = {
-    2: {
-        88: (SharedTile(128, 4, 1),),
-        128: (SharedTile(256, 8, 1), SharedTile(128, 4, 2)),
-        176: (SharedTile(128, 4, 2), ONE),
-        256: (SharedTile(256, 8, 2), SharedTile(128, 4, 2), ONE),
-        352: (SharedTile(128, 4, 4), TWO),
-        512: (SharedTile(128, 8, 2), TWO),
-        704: (SharedTile(128, 4, 8), FOUR),
-        1024: (SharedTile(128, 8, 4), FOUR),
-        1408: (EIGHT,),
-        2048: (SharedTile(128, 8, 8), EIGHT),
-        2816: (SharedTile(128, 8, 16, least_inner=2048),),
-    },
-    4: {
-        48: (SharedTile(128, 4, 1),),
-        64: (SharedTile(128, 4, 1), ONE),
-        128: (SharedTile(128, 4, 2),),
-        176: (SharedTile(128, 4, 4), TWO),
-        256: (SharedTile(128, 8, 2), TWO),
-        352: (SharedTile(128, 4, 8), FOUR),
-        512: (FOUR,),
-        1024: (EIGHT,),
-        2048: (SharedTile(64, 4, 16),),
-    },
+CAPPED, CAPPED_WARPS, REGISTER_CAP = range(29, 41), 4, 80
+ONE, TWO, FOUR, EIGHT, SIXTEEN = (SharedTile(64, 4, ctas) for ctas in (1, 2, 4, 8, 16))
+_SKEWED_16_BIT = {
+    88: (SharedTile(128, 4, 1),),
+    128: (SharedTile(256, 8, 1), SharedTile(128, 4, 2)),
+    176: (SharedTile(128, 4, 2), ONE),
+    256: (SharedTile(256, 8, 2), SharedTile(128, 4, 2), ONE),
+    352: (SharedTile(128, 4, 4), TWO),
+    512: (SharedTile(128, 8, 2), TWO),
+    704: (SharedTile(128, 4, 8), FOUR),
+    1024: (SharedTile(128, 8, 4), FOUR),
+    1408: (EIGHT,),
+    2048: (SharedTile(128, 8, 8), EIGHT),
+    2816: (SharedTile(128, 8, 16, least_inner=2048),),
 }
-# of columns that start together, at multiples of a thread's bytes: by the bytes of an element, and those at whose
-# multiples columns start. No tile where the others are as fast
-_THOUSAND = {
+_SKEWED_FLOAT32 = {
+    48: (SharedTile(128, 4, 1),),
+    64: (SharedTile(128, 4, 1), ONE),
+    128: (SharedTile(128, 4, 2),),
+    176: (SharedTile(128, 4, 4), TWO),
+    256: (SharedTile(128, 8, 2), TWO),
+    352: (SharedTile(128, 4, 8), FOUR),
+    512: (FOUR,),
+    1024: (EIGHT,),
+    2048: (SIXTEEN,),
+}
+_PART_OF_A_SECTOR = {
     104: (SharedTile(128, 4, 1), ONE),
     208: (SharedTile(128, 4, 2), ONE),
     416: (SharedTile(128, 4, 4), TWO),
@@ -182,9 +176,13 @@ _THOUSAND = {
     1024: (SharedTile(128, 4, 8), EIGHT),
     2112: (SharedTile(128, 8, 8), EIGHT),
 }
-EVEN = {
-    (2, 8): {27: (), **_THOUSAND, 5120: (SharedTile(128, 8, 16), SIXTEEN)},
-    (2, 16): {36: (), **_THOUSAND, 3400: (SIXTEEN,), 5120: (SharedTile(128, 8, 16), SIXTEEN)},
+# by the bytes of an element, and those at whose multiples columns start: the tiles to try by the columns, at most. No
+# tile where those of `cross_entropy_spatial` are as fast
+SHARED = {
+    (2, 2): {36: (), **_SKEWED_16_BIT},
+    (2, 4): {36: (), **_SKEWED_16_BIT},
+    (2, 8): {27: (), **_PART_OF_A_SECTOR, 5120: (SharedTile(128, 8, 16), SIXTEEN)},
+    (2, 16): {36: (), **_PART_OF_A_SECTOR, 3400: (SIXTEEN,), 5120: (SharedTile(128, 8, 16), SIXTEEN)},
     (2, 32): {
         36: (),
         60: (SharedTile(128, 4, 1),),
@@ -198,6 +196,8 @@ EVEN = {
         2560: (EIGHT,),
         4096: (SIXTEEN,),
     },
+    (4, 4): {19: (), **_SKEWED_FLOAT32},
+    (4, 8): {99: (), **_SKEWED_FLOAT32},
     (4, 16): {
         36: (),
         68: (SharedTile(128, 4, 1), ONE),
@@ -216,20 +216,23 @@ EVEN = {
         2048: (SharedTile(32, 4, 8),),
     },
 }
-# positions that such tiles read: for each that exists, and for each that the narrower ones read, at most. The wider a
-# tile is, the fewer sectors it shares, which is worth more where these are many
-MOST_EVEN, MOST_OF_NARROWER = 1.42, {8: 1.18, 16: 1.1, 32: 1.1}
+# positions that tiles of columns which start together read: for each that exists, and for each that narrower ones read,
+# at most. The wider a tile is, the fewer sectors it shares, which is worth more where these are many
+MOST_TOGETHER, MOST_OF_NARROWER = 1.42, {8: MOST_READ, 16: 1.1, 32: 1.1}
 REGISTERS = ((20, None), (44, 128), (64, 168))  # a cap on registers, by the words of a thread, at most
 NARROW_WORDS = 52  # of a thread, at most, where a 16-bit tile is narrower than its LossTile says
 # of columns that are read twice
 TWICE = {2: PartsTile(256, 2, 8, programs=ANY), 4: PARTS._replace(programs=ANY)}
 
 
-def plan_spatial_loss(problem: SpatialProblem, device: Device) -> Plan:
-    """The plan of a loss with its gradient: in one pass, or in two where the columns do not fit on chip."""
+def plan_spatial_loss(problem: SpatialProblem, device: Device, shareable: bool = True) -> Plan:
+    """The plan of a loss with its gradient: in one pass, or in two where the columns do not fit on chip.
+
+    shareable: False of launches that `cross_entropy_spatial_shared` has no code for.
+    """
     found = next(_one_pass(problem, device), None)
-    # only where both read once: a backward for another upstream gradient takes the second plan, and what is kept for it
-    if found is not None and (shared := _shared(problem, device)) is not None:
+    # only where both read once: a backward for another upstream gradient takes `found`, and what is kept for it
+    if found is not None and shareable and (shared := _shared(problem, device)) is not None:
         return shared
     if found is None:
         return parts_plan(problem, device, PARTS if problem.batch_invariant else TWICE[problem.itemsize])
@@ -256,36 +259,37 @@ def _shared(problem: SpatialProblem, device: Device) -> Plan | None:
     if not problem.in_phase or problem.batch_invariant or device.kind == "hip":
         return None
     itemsize, starts = problem.itemsize, problem.starts * problem.itemsize
-    even = EVEN.get((itemsize, starts))
-    skewed = problem.n_cols >= LEAST_SKEWED.get((itemsize, starts), problem.n_cols + 1)
-    table = even or (SKEWED[itemsize] if skewed else {})
-    tiles = next((of for most, of in table.items() if problem.n_cols <= most), ())
+    n_bytes = THREAD_BYTES[itemsize]
+    together = starts >= n_bytes
+    tiles = next((of for most, of in SHARED[itemsize, starts].items() if problem.n_cols <= most), ())
     fitting = [tile for tile in tiles if tile.ctas <= device.max_cluster and problem.inner >= tile.least_inner]
-    for tile in _filled_even(problem, fitting, starts) if even else _filled_skewed(problem, fitting):
-        n_bytes = SHARED_BYTES[itemsize]
-        cols = tile.num_warps * device.warp_size * n_bytes // itemsize // tile.positions
-        capped = itemsize == 2 and tile.num_warps == CAPPED_WARPS
-        cap = SHARED_CAP if capped and problem.words(cols * tile.ctas, n_bytes) in CAPPED else None
-        return resident_plan(
-            problem, device, tile.positions, cols, tile.num_warps, tile.ctas, True, cap, n_bytes, skewed=n_bytes,
-            together=even is not None,
-        )  # fmt: skip
-    return None
+    filled = _filled_together(problem, fitting, starts) if together else _filled_skewed(problem, fitting, n_bytes)
+    tile = next(filled, None)
+    if tile is None:
+        return None
+    cols = tile.num_warps * device.warp_size * n_bytes // itemsize // tile.positions
+    capped = itemsize == 2 and tile.num_warps == CAPPED_WARPS
+    cap = REGISTER_CAP if capped and problem.words(cols * tile.ctas, n_bytes) in CAPPED else None
+    plan = resident_plan(
+        problem, device, tile.positions, cols, tile.num_warps, tile.ctas, True, cap, n_bytes, skewed=n_bytes,
+        together=together,
+    )  # fmt: skip
+    return replace(plan, why=f"{plan.why}; one thread computes what a position's elements share")
 
 
-def _filled_even(problem: SpatialProblem, tiles: list[SharedTile], starts: int) -> Iterator[SharedTile]:
-    """The tiles that read few positions more than exist, and than the others do. starts: bytes, as of EVEN."""
+def _filled_together(problem: SpatialProblem, tiles: list[SharedTile], starts: int) -> Iterator[SharedTile]:
+    """The tiles that read few positions more than exist, and than the others do. starts: bytes, as of SHARED."""
     read = {tile: -(-problem.inner // tile.positions) * tile.positions for tile in tiles}
     for tile in tiles:
-        if read[tile] <= min(MOST_EVEN * problem.inner, MOST_OF_NARROWER[starts] * min(read.values())):
+        if read[tile] <= min(MOST_TOGETHER * problem.inner, MOST_OF_NARROWER[starts] * min(read.values())):
             yield tile
 
 
-def _filled_skewed(problem: SpatialProblem, tiles: list[SharedTile]) -> Iterator[SharedTile]:
-    """The tiles that together have few positions more than exist."""
+def _filled_skewed(problem: SpatialProblem, tiles: list[SharedTile], n_bytes: int) -> Iterator[SharedTile]:
+    """The tiles that together have few positions more than exist. n_bytes: of a thread in a chunk."""
     from .skewed_tiles import MOST_EMPTY, empty_of  # loaded when it is first needed
 
-    unit = SHARED_BYTES[problem.itemsize] // problem.itemsize
+    unit = n_bytes // problem.itemsize
     yield from (tile for tile in tiles if empty_of(problem, tile.positions, unit) <= MOST_EMPTY)
 
 

@@ -79,8 +79,8 @@ def resident_plan(
     """The plan of tiles of `inner` positions and chunks of `cols` columns, or of `cols` for each CTA of a cluster.
 
     A thread holds thread_bytes of a chunk. Where a chunk has fewer, a program takes several indices of `outer`. The
-    first `staged` chunks are in shared memory. skewed, overlaps: of a SpatialConfig. together: all columns of a skewed
-    tile start at the same position, so that it shares none with the next one.
+    first `staged` chunks are in shared memory. skewed, overlaps: of a SpatialConfig. together: the columns of a
+    tile start at multiples of `skewed`, so that it shares no position with the next one.
     """
     elements = num_warps * device.warp_size * thread_bytes // problem.itemsize
     outers = max(1, elements // (inner * cols)) if ctas == 1 else 1

@@ -186,9 +186,9 @@ class SpatialProblem:
     dtype: of the widest tensor, so that a cast is planned as float32 is, without `packed` and `in_phase`. vec: every
     run of `inner` elements of every tensor starts at a multiple of so many elements (a power of two, at most 16 bytes
     of `dtype`). whole_sectors: every run of the output starts at a multiple of 32 bytes. in_phase: tiles that are
-    skewed or overlap may hold the tensors, because their runs start at the same distances from a 16-byte boundary, and
-    the output has memory of its own. packed: all tensors have one dtype, start at multiples of 16 bytes, and have no
-    gaps.
+    skewed or overlap, and those of a loss that shares factors, may hold the tensors, because their runs start at the
+    same distances from a 16-byte boundary, and the output has memory of its own. packed: all tensors have one dtype,
+    start at multiples of 16 bytes, and have no gaps.
     """
 
     n_cols: int
@@ -306,8 +306,8 @@ class Plan:
     outers: int = 1  # indices of the dimensions before it that a program takes
     part_cols: int = 0  # columns of the part that a program reduces, at most, where programs share the columns
     invariant: bool = False  # columns are merged in an order that no layout changes
-    # positions: each column of a tile starts at its own multiple of so many, all at the same one where tiles do not
-    # overlap; 0: plain tiles
+    # UNIT of the kernels of skewed tiles, in positions: each column of a tile starts at its own multiple of so many. Of
+    # a loss maybe all at the same one, and then overlap is 0. 0: of other kernels
     skewed: int = 0
     overlap: int = 0  # positions that a tile shares with the next one
     finish_rows: int = 0  # where programs share the columns: rows of one that writes, if not `rows`
@@ -393,7 +393,7 @@ def merging_bytes(ctas: int, warps: int, inner: int) -> int:
 
 
 def tiles_of(inner: int, rows: int, overlap: int, unit: int = 0) -> int:
-    """Tiles of `rows` positions that hold `inner` of them. unit: of skewed tiles; 0: all columns start together."""
+    """Tiles of `rows` positions that hold `inner` of them. unit: of skewed tiles; 0, or no overlap: of others."""
     step = rows - overlap
     if unit and overlap:  # a tile may end half a unit before the next one begins, where tiles overlap by one
         return -(-(inner + unit - overlap // 2) // step)

@@ -101,7 +101,7 @@ def _get_ptx(n_values: int) -> str:
 
 @triton.jit
 def _places(phase, INNER: tl.constexpr, UNIT: tl.constexpr):
-    """The position of each element, from UNIT positions before the block on.  # [COLS, 1, INNER]"""
+    """The position of each element, from the tile's first one on.  # [COLS, 1, INNER]"""
     return (tl.arange(0, INNER)[None, None, :] + UNIT - phase) & (INNER - 1)
 
 
@@ -178,7 +178,7 @@ def max_sum_of_positions(
     m, s, phase, before, col_stride, CTAS: tl.constexpr, VEC: tl.constexpr, UNIT: tl.constexpr, THREADS: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """As `merge_max_sum`, of the tile's positions in order, from UNIT positions before the block on.  # [INNER]"""
+    """As `merge_max_sum`, of the tile's positions in order.  # [INNER]"""
     if PTX:
         _merge_threads(m, s, 2, phase, before, col_stride, False, CTAS, VEC, UNIT, THREADS)
         GET: tl.constexpr = _get_ptx(2)

@@ -51,10 +51,10 @@ def first_phase(outer, outer_stride, col_stride, CTAS: tl.constexpr, COLS: tl.co
 
 
 @triton.jit
-def bounds_of(block, inner, STEP: tl.constexpr, INNER: tl.constexpr, UNIT: tl.constexpr):
-    """(first, end) of the positions that exist, from the block's first one on; at least -UNIT, at most 2*INNER."""
+def bounds_of(block, inner, STEP: tl.constexpr, INNER: tl.constexpr, AHEAD: tl.constexpr):
+    """(first, end) of the positions that exist, from the block's first one on; at least -AHEAD, at most 2*INNER."""
     before = block * STEP
-    return tl.maximum(-before, -UNIT).to(tl.int32), tl.minimum(inner - before, 2 * INNER).to(tl.int32)
+    return tl.maximum(-before, -AHEAD).to(tl.int32), tl.minimum(inner - before, 2 * INNER).to(tl.int32)
 
 
 @triton.jit
