@@ -144,6 +144,16 @@ def test_over_the_logits_there_is_one_backward():
         torch.autograd.grad(loss, x)
 
 
+@pytest.mark.parametrize("upstream", [1.0, 3.0])
+@pytest.mark.parametrize("apart", [lambda t: t.repeat_interleave(2, -1)[..., ::2], lambda t: t.t().contiguous().t()])
+def test_over_the_logits_hooks_may_give_the_gradient_back_with_other_strides(apart, upstream):
+    base = logits()
+    want = gradient(base) * upstream
+    with saved_tensors_hooks(lambda t: t, lambda t: apart(t) if t.dim() == 2 else t):
+        loss = fs.cross_entropy(base * 1.0, TARGET, inplace_backward=True) * upstream
+    torch.testing.assert_close(torch.autograd.grad(loss, base)[0], want)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_images_whose_hooks_give_them_back_with_other_strides(reduction):
     x, target = torch.randn(2, 5, 4, 3, requires_grad=True), torch.randint(0, 5, (2, 4, 3))
