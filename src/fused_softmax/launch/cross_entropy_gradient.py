@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from ..planning.losses import plan_elementwise, plan_few_programs, plan_statistics_gradient
-from ..planning.types import Plan
+from ..planning.types import Device, Plan
+from .availability import KernelUnavailable
 from .cache import Cache
+from .device import describe
 from .kernel_loading import kernel_loader
 from .last_upstream import LastUpstream
 from .launcher import FEW_WARPS, RowOp, Vector, always, launch_rows, on_its_device, prepare_rows
-from .layout import expect_rows, layout_key, places, pointer, restored
+from .layout import DTYPE_NAMES, as_rows, expect_rows, layout_key, places, pointer, restored
 from .options import LOSS_KINDS, CrossEntropy, Flags, LossKind
 from .recent_calls import RecentCalls
 from .torch_private import current_device
@@ -184,6 +186,18 @@ def restored_loss(op: CrossEntropy, real: torch.dtype = torch.float32) -> CrossE
     return op._replace(target=target, weight=weight, weight_facts=weight_facts, denominator=denominator)
 
 
-def scale_unless_one(dx: Tensor, g: Tensor) -> None:
-    """dx *= g ([1], or [n_rows]; float32), where g is not 1."""
-    launch_rows(SCALE_UNLESS_ONE, (dx,), (g,), (int(g.numel() > 1),), ())
+def scaled_in_place(t: Tensor, g: Tensor) -> Tensor:
+    """t*g in t's memory, which the device leaves alone where g, one number in float32 or wider, is 1.
+
+    PyTorch multiplies what the kernels do not take, and what does not fold to rows: a hook of saved tensors may give it
+    back so.
+    """
+    ours = t.dim() > 1 and t.numel() and t.dtype in DTYPE_NAMES and isinstance(describe(t.device), Device)
+    rows = as_rows(t, t.dim() - 1) if ours else None
+    if rows is not None:
+        try:
+            launch_rows(SCALE_UNLESS_ONE, (rows,), (g.view(1),), (0,), ())
+            return t
+        except KernelUnavailable:
+            pass
+    return t.mul_(g.view([1] * t.dim()))  # a g of no dimensions would be rounded to t's dtype first

@@ -175,16 +175,6 @@ def _gradient(
         return None
 
 
-def _scale_unless_one(dx: Tensor, g: Tensor) -> None:
-    if dx.shape[1] == 1 or dx.stride(1) == 1:  # else a hook of saved tensors gave it back otherwise
-        try:
-            gradients.scale_unless_one(dx, g)
-            return
-        except KernelUnavailable:
-            pass
-    dx.mul_(g.view(-1, 1))
-
-
 class RowCrossEntropy(torch.autograd.Function):
     """Cross-entropy of rows that need a gradient. Keeps the rows, two numbers a row, and the gradient that the forward
     wrote: all of it by save_for_backward, where checkpointing and offloading see it."""
@@ -233,8 +223,7 @@ class RowCrossEntropy(torch.autograd.Function):
         if inplace:
             if not unread:
                 raise RuntimeError(decompositions.OVERWRITTEN)
-            _scale_unless_one(written, upstream)
-            return written, None
+            return gradients.scaled_in_place(written, upstream), None
         dx = None
         if unread:
             dx = written.data  # with a version counter of its own: a change in place does not disturb what is saved

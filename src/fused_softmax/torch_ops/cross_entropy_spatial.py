@@ -15,8 +15,8 @@ from torch import Tensor
 from ..launch import cross_entropy_spatial as kernels
 from ..launch.availability import KernelUnavailable
 from ..launch.context import is_batch_invariant
-from ..launch.cross_entropy_gradient import restored_loss, scale_unless_one
-from ..launch.layout import DTYPE_NAMES, as_rows, restored, rows_of
+from ..launch.cross_entropy_gradient import restored_loss, scaled_in_place
+from ..launch.layout import DTYPE_NAMES, restored, rows_of
 from ..launch.options import CrossEntropy
 from ..launch.torch_private import profiling
 from ..planning.types import Plan
@@ -101,7 +101,7 @@ class SpatialCrossEntropy(torch.autograd.Function):
         if inplace:
             if not unread:
                 raise RuntimeError(decompositions.OVERWRITTEN)
-            return _scaled(written, upstream), None, None  # the logits are gone
+            return scaled_in_place(written, upstream), None, None  # the logits are gone
         # The first backward gives away what the forward wrote, with a version counter of its own: a change in place
         # does not disturb what is saved. Nothing reads the saved one again.
         dx = written.data if unread else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -119,18 +119,6 @@ class SpatialCrossEntropy(torch.autograd.Function):
         except KernelUnavailable:
             dx = _by_torch(g, logits, op)
         return dx, None, None
-
-
-def _scaled(dx: Tensor, g: Tensor) -> Tensor:
-    """dx*g in dx's memory, which the device leaves alone where g is 1."""
-    rows = as_rows(dx, dx.dim() - 1)
-    if rows is not None:
-        try:
-            scale_unless_one(rows, g.view(1))
-            return dx
-        except KernelUnavailable:
-            pass
-    return dx.mul_(g.view([1] * dx.dim()))  # a g of no dimensions would be rounded to dx's dtype first
 
 
 def _by_torch(g: Tensor, logits: Tensor, op: CrossEntropy) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..launch import cross_entropy as rows
 from ..launch.availability import KernelUnavailable
 from ..launch.context import as_in_forward, is_batch_invariant
-from ..launch.cross_entropy_gradient import cross_entropy_gradient, restored_loss, scale_unless_one
+from ..launch.cross_entropy_gradient import cross_entropy_gradient, restored_loss, scaled_in_place
 from ..launch.layout import restored
 from ..launch.linear import FLOAT16_SCALE, NONE, Gradients, Needs, Settings, of_rows_that_count, put_back
 from ..launch.options import CrossEntropy
@@ -249,7 +249,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         plain = can_bypass_dispatcher(g)
         by = upstream_of(g, divisor)
         scaled = (
-            None if t is None else _scaled_in_place(t, g) if plain and divisor is None else times(t, b, dtype)
+            None if t is None else _scaled(t, g) if plain and divisor is None else times(t, b, dtype)
             for t, b, dtype in zip(written, by, dtypes, strict=True)
         )  # fmt: skip
         return (*scaled, None, None)
@@ -267,16 +267,7 @@ def times(t: Tensor, g: Tensor, dtype: torch.dtype | None) -> Tensor:
     return (t * g.reshape([1] * t.dim())).to(dtype)
 
 
-def _scaled_in_place(t: Tensor, g: Tensor) -> Tensor:
-    """t*g in t's memory, which the device leaves alone where g is 1.
-
-    It is what the first backward gives away, with a version counter of its own: nothing reads the saved one again.
-    """
-    t, g = t.data, g.to(torch.promote_types(t.dtype, torch.float32)).reshape(1)
-    if t.dim() == 2 and t.stride(1) == 1 and is_supported(t):
-        try:
-            scale_unless_one(t, g)
-            return t
-        except KernelUnavailable:
-            pass
-    return t.mul_(g.view([1] * t.dim()))
+def _scaled(t: Tensor, g: Tensor) -> Tensor:
+    """t*g in the memory that the first backward gives away, with a version counter of its own: nothing reads the saved
+    one again."""
+    return scaled_in_place(t.data, g.to(torch.promote_types(t.dtype, torch.float32)))
