@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from .spatial import configs_of, parts_plan, resident_plan, staggered, tiles_plan
+from .spatial import configs_of, padded, parts_plan, resident_plan, staggered, tiles_plan
 from .spatial_tables import ANY, NARROW, PARTS, PartsTile, RunRule, SpatialConfig
 from .types import Device, Plan, SpatialProblem, power_of_two
 
@@ -279,7 +279,7 @@ def _shared(problem: SpatialProblem, device: Device) -> Plan | None:
 
 def _filled_together(problem: SpatialProblem, tiles: list[SharedTile], starts: int) -> Iterator[SharedTile]:
     """The tiles that read few positions more than exist, and than the others do. starts: bytes, as of SHARED."""
-    read = {tile: -(-problem.inner // tile.positions) * tile.positions for tile in tiles}
+    read = {tile: padded(problem, tile.positions) for tile in tiles}
     for tile in tiles:
         if read[tile] <= min(MOST_TOGETHER * problem.inner, MOST_OF_NARROWER[starts] * min(read.values())):
             yield tile
@@ -303,8 +303,8 @@ def _filled(problem: SpatialProblem, most: int, least: int) -> int:
     """The most positions of a tile, a power of two, whose tiles read few positions more than narrower ones do."""
     most = min(most, power_of_two(problem.inner))
     widths = [most >> k for k in range(most.bit_length()) if most >> k >= min(least, most)]
-    padded = {width: -(-problem.inner // width) * width for width in widths}
-    return next(width for width in widths if padded[width] <= MOST_READ * min(padded.values()))
+    read = {width: padded(problem, width) for width in widths}
+    return next(width for width in widths if read[width] <= MOST_READ * min(read.values()))
 
 
 def _whole_columns(problem: SpatialProblem, device: Device) -> Plan:

@@ -135,7 +135,7 @@ def parts_plan(problem: SpatialProblem, device: Device, tile: PartsTile = PARTS)
 def _filled_tile(problem: SpatialProblem, n_bytes: int) -> int:
     """The positions of a tile of at most n_bytes: fewer, down to those of PARTS, where tiles would be partly empty."""
     inner = min(power_of_two(problem.inner), n_bytes // problem.itemsize)
-    while inner > PARTS.n_bytes // problem.itemsize and _padded(problem, inner) > 1.5 * problem.inner:
+    while inner > PARTS.n_bytes // problem.itemsize and padded(problem, inner) > 1.5 * problem.inner:
         inner //= 2
     return inner
 
@@ -155,14 +155,14 @@ def bundled_plan(problem: SpatialProblem, device: Device, bundle: int) -> Plan:
     return replace(found, bundle=bundle, part_cols=bundle * found.part_cols, why=why)
 
 
-def _padded(problem: SpatialProblem, inner: int) -> int:
+def padded(problem: SpatialProblem, inner: int) -> int:
     """Positions, in whole tiles of `inner`."""
     return -(-problem.inner // inner) * inner
 
 
 def narrowed(problem: SpatialProblem, inner: int) -> int:
     """The positions of a tile of `inner`, or of a narrower one that is filled much better."""
-    while inner > 32 and _padded(problem, inner // 2) < 0.85 * _padded(problem, inner):
+    while inner > 32 and padded(problem, inner // 2) < 0.85 * padded(problem, inner):
         inner //= 2
     return inner
 
@@ -292,7 +292,7 @@ def configs_of(
     def fills_tiles(config: SpatialConfig) -> bool:
         # whole tiles have few positions beyond the tensor, or it has at least four of them
         plain = softmax and problem.inner > config.inner and not (config.skewed or config.overlaps)
-        filled = plain and _padded(problem, config.inner) <= FILLED * problem.inner
+        filled = plain and padded(problem, config.inner) <= FILLED * problem.inner
         return filled or problem.inner >= 4 * config.inner
 
     def fits(config: SpatialConfig) -> bool:
