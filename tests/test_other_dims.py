@@ -1115,6 +1115,27 @@ def test_which_programs_are_staggered(dtype, backward, n_cols, inner, whole):
 
 
 @pytest.mark.parametrize(
+    ("shape", "dtype", "backward", "log", "stagger"),
+    [
+        # 80 cycles for each KiB that a program reads, of 20 chunks of y and of dy
+        ((1, 2481, 1147), BFLOAT16, True, False, 80 * 80), ((1, 2481, 1147), torch.float16, True, False, 80 * 80),
+        ((1, 2481, 1147), BFLOAT16, True, True, 0), ((1, 2432, 1147), BFLOAT16, True, False, 0),
+        ((1, 1800, 189), BFLOAT16, True, False, 80 * 30), ((1, 1800, 189), BFLOAT16, True, True, 0),
+        ((1, 1600, 189), BFLOAT16, True, False, 80 * 26), ((1, 1500, 189), BFLOAT16, True, False, 0),
+        ((1, 3988, 111), BFLOAT16, False, False, 80 * 64), ((1, 3988, 111), BFLOAT16, False, True, 0),
+        ((1, 3500, 111), BFLOAT16, False, False, 0),  # another cap on registers
+        ((1, 2320, 1155), torch.float32, True, False, 0), ((1, 4796, 2631), BFLOAT16, True, False, 0),
+    ],
+)  # fmt: skip
+def test_which_skewed_programs_are_staggered(shape, dtype, backward, log, stagger):
+    tensors = tuple(torch.empty(shape, dtype=dtype, device="meta") for _ in range(2 + backward))
+    plan = spatial.softmax_plan(tensors, log, backward, False, DEVICES["sm_90"])
+    assert plan.skewed and plan.stagger == stagger
+    recipe = spatial.softmax_recipe(tensors, plan, log, backward, DEVICES["sm_90"])
+    assert recipe.steps[0].meta["STAGGER"] == stagger
+
+
+@pytest.mark.parametrize(
     ("n_cols", "rows", "staged"),
     [(704, 64, 0), (1024, 128, 0), (1153, 64, 0), (1793, 64, 5), (2000, 64, 6), (2176, 64, 7)],
 )

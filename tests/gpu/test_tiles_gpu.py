@@ -279,3 +279,15 @@ def test_programs_that_start_one_after_the_other(dtype: torch.dtype, blocks: int
         pytest.skip("programs start together on this GPU")
     assert problem.plan(False, device).stagger and problem.plan(True, device).stagger
     check(problem, blocks)
+
+
+@pytest.mark.parametrize("outer", [1, 12])
+@pytest.mark.parametrize(("n_cols", "inner", "backward"), [(1800, 189, True), (2481, 1147, True), (3988, 111, False)])
+def test_skewed_programs_that_start_one_after_the_other(n_cols: int, inner: int, backward: bool, outer: int):
+    problem = Drawn(torch.bfloat16, (outer, n_cols, inner), 0, False)
+    device = device_of(torch.empty(0, device="cuda"))
+    if not device.staggers:
+        pytest.skip("programs start together on this GPU")
+    plan = problem.plan(backward, device)
+    assert plan.skewed and plan.stagger
+    check(problem, outer)

@@ -132,6 +132,9 @@ STAGGERED = (
     (2700, 8192, BFLOAT16, False, False), (2500, 8192, FLOAT32, False, True), (5632, 8192, BFLOAT16, True, False),
     (2816, 8200, BFLOAT16, False, False), (3712, 8192, FLOAT32, False, False), (1408, 8200, BFLOAT16, False, True),
     (5632, 8192, FLOAT32, False, False), (1700, 8192, BFLOAT16, True, True), (2300, 8192, FLOAT32, True, False),
+    # skewed, and tiles of 128 positions that overlap
+    (2481, 1147, BFLOAT16, True, False), (1800, 189, BFLOAT16, True, False), (3988, 111, BFLOAT16, False, False),
+    (2671, 492, BFLOAT16, True, False), (2100, 234, BFLOAT16, True, False), (2421, 8276, BFLOAT16, True, True),
 )  # fmt: skip
 
 

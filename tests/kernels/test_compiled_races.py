@@ -129,6 +129,13 @@ def test_tiles_and_pieces(kind, shape, dtype, backward, log):
     check(of)
 
 
+@extended
+def test_skewed_tiles_whose_programs_start_one_after_the_other():
+    of = compiled((1, 1600, 189), BFLOAT16, True, False, False)
+    assert of.plan.skewed and of.plan.stagger
+    check(of)
+
+
 @pytest.mark.parametrize("shape", [(1, 453, 9), (1, 930, 35)], ids=["one CTA", "two CTAs"])
 def test_each_barrier_is_needed(shape):
     """Without any one barrier of the CTA or of the cluster, or wait for the mbarrier, the machine names a race."""

@@ -38,6 +38,13 @@ def room(plan: Plan, held: int, words: int) -> int:
     return min((40 << 10) - staged, (48 << 10) - 128 - staged - merged)
 
 
+def is_filled(key: tuple[str, int, int], tile: Tile, positions: int) -> bool:
+    """Whether there are four tiles, or few positions in whole tiles that do not exist."""
+    overlap = (SECTOR - key[2]) // key[1]
+    step = tile.positions - overlap
+    return positions >= 4 * tile.positions or -(-(positions - overlap) // step) * step <= 1.15 * positions
+
+
 def words_of(problem: SpatialProblem, tile: Tile, ctas: int) -> int:
     """Of 4 bytes, that a thread has of the columns."""
     thread_bytes = min(8, problem.starts * problem.itemsize)
@@ -51,7 +58,7 @@ def words_of(problem: SpatialProblem, tile: Tile, ctas: int) -> int:
 def test_what_a_thread_holds(key: tuple[str, int, int], of: Range, positions: int):
     """For all columns of a range: all of them in few chunks, in registers and shared memory as HELD says."""
     _, itemsize, starts = key
-    filled = [tile for tile in of.tiles if positions >= max(4 * tile.positions, tile.least_inner)]
+    filled = [tile for tile in of.tiles if positions >= tile.least_inner and is_filled(key, tile, positions)]
     options = [(tile, ctas) for tile in filled for ctas in tile.ctas]
     for n_cols in range(of.least, of.most + 1):
         problem = starting_at(key, n_cols, positions)
@@ -128,6 +135,14 @@ def test_where_positions_are_few():
     # gradients of fewer columns have such tiles where planes are long
     long = starting_at(("gradient", 2, 8), 2000, 8192)
     assert plan_of(long).rows == 128 and plan_of(replace(long, inner=8188)).rows == 64
+    # of few positions: 128 where these are filled, and 64 where registers of a cluster do not hold a plane faster
+    few = [starting_at(("gradient", 2, 8), n_cols, 316) for n_cols in (2048, 2049, 2432, 2433, 2688)]
+    found = [overlapping_config(of, HOPPER) for of in few]
+    assert [config and config.inner for config in found] == [None, 128, 128, 128, 128]
+    found = [overlapping_config(replace(of, inner=156), HOPPER) for of in few]
+    assert [config and config.inner for config in found] == [None, None, None, 64, 64]
+    eighths = replace(starting_at(("gradient", 2, 4), 2480, 200), inner=146)
+    assert not overlapping_config(eighths, HOPPER) and plan_of(replace(eighths, n_cols=2481)).rows == 64
     # tiles of 128 are on 8 CTAs at most
     assert [plan_of(replace(of, inner=8196, n_cols=n)).rows for n in (1824, 1825)] == [128, 64]
 
@@ -140,6 +155,8 @@ def test_where_positions_are_few():
         ((2, 1500, 8200), torch.bfloat16, False, False, 8),
         ((2, 1500, 8196), torch.bfloat16, True, True, 12),
         ((2, 3000, 300), torch.bfloat16, False, False, 12),  # in place of skewed tiles
+        ((2, 2571, 310), torch.float16, True, False, 14), ((2, 2200, 316), torch.bfloat16, True, False, 12),
+        ((2, 2300, 210), torch.bfloat16, True, True, 14),
         ((2, 767, 207), torch.float32, False, False, 7),  # of planes on a cluster
         ((2, 2000, 8194), torch.float32, False, False, 6),
         ((2, 12000, 2052), torch.bfloat16, False, True, 12),  # of columns that were read twice
@@ -150,7 +167,7 @@ def test_where_positions_are_few():
         ((2, 5000, 2050), torch.float32, True, False, 6),
         ((2, 5000, 2049), torch.float32, True, True, 7),
     ],
-)
+)  # fmt: skip
 def test_what_a_softmax_runs(shape, dtype, backward, log, overlaps):
     tensors = tuple(torch.empty(shape, dtype=dtype, device="meta") for _ in range(2 + backward))
     plan = spatial.softmax_plan(tensors, log, backward, False, HOPPER)

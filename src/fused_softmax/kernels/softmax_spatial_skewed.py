@@ -1,7 +1,8 @@
 """softmax and log_softmax over a dimension that is not the last, and their gradients, where columns start anywhere.
 
 The formulas and programs are those of `softmax_spatial`. Its tiles are skewed here (`spatial_skewed`), so that reads
-and writes are aligned vectors. All tensors have the same phases, and the output has memory of its own.
+and writes are aligned vectors. All tensors have the same phases, and the output has memory of its own. Where
+STAGGER > 0, programs of a multiprocessor start one after the other (`staggered_start`).
 
 A program writes its chunks in groups, with a branch before each one: ptxas moves no instruction over a branch, and
 would spill otherwise. In a group the exponentials of one chunk are computed while another is written. H200, bfloat16,
@@ -37,6 +38,7 @@ from .common.spatial_skewed import (
 )
 from .common.spatial_staging import chunk_of, declare_staging, stage_skewed
 from .common.spatial_tiles import near, softmax_reads
+from .common.staggered_start import stagger
 from .common.tiles import READS
 
 
@@ -50,7 +52,8 @@ def softmax_spatial_skewed(
     x_outer: Int64, x_col: Int64, y_outer: Int64, y_col: Int64,
     LOG: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
     UNIT: tl.constexpr, OVERLAP: tl.constexpr, CHUNKS: tl.constexpr, SMEM_STAGED: tl.constexpr,
-    RECOMPUTE: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr, NEAR: tl.constexpr,
+    RECOMPUTE: tl.constexpr, THREADS: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr, STAGGER: tl.constexpr,
+    FITTING: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 2, INNER, PTX)
     declare_skewed(2, COLS, INNER, UNIT, PTX)
@@ -67,6 +70,7 @@ def softmax_spatial_skewed(
     start = vectors_of(phase, INNER, VEC)
     first, end = bounds_of(block, inner, BLOCK, INNER, UNIT)
     await_previous(EARLY)
+    stagger(STAGGER, FITTING)
     stage_skewed(x_ptr, x_start, phase, x_col, first, end, SMEM_STAGED, STEP, COLS, INNER, VEC, PTX)
     POLICY: tl.constexpr = softmax_reads(x_ptr.dtype.element_ty, CHUNKS * STEP, INNER, SMEM_STAGED > 0)
     x_at = x_ptr + x_start + existing_places(phase, start, first, end, INNER, VEC)
@@ -132,7 +136,7 @@ def softmax_spatial_skewed_backward(
     y_outer: Int64, y_col: Int64, dy_outer: Int64, dy_col: Int64, dx_outer: Int64, dx_col: Int64,
     LOG: tl.constexpr, CTAS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
     UNIT: tl.constexpr, OVERLAP: tl.constexpr, CHUNKS: tl.constexpr, RECOMPUTE: tl.constexpr, THREADS: tl.constexpr,
-    PTX: tl.constexpr, EARLY: tl.constexpr, NEAR: tl.constexpr,
+    PTX: tl.constexpr, EARLY: tl.constexpr, STAGGER: tl.constexpr, FITTING: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     declare_exchange(CTAS, 1, INNER, PTX)
     declare_skewed(1, COLS, INNER, UNIT, PTX)
@@ -149,6 +153,7 @@ def softmax_spatial_skewed_backward(
     first, end = bounds_of(block, inner, BLOCK, INNER, UNIT)
     y_at, dy_at = y_ptr + y_start + place, dy_ptr + dy_start + place
     await_previous(EARLY)
+    stagger(STAGGER, FITTING)
     dy = load_skewed(dy_at, dy_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, VEC, 0, READS, True)
     dy = with_end(dy, dy_at, dy_col, column, n_cols, start, end, 0.0, CHUNKS, STEP, INNER, VEC, 0)
     y = load_skewed(y_at, y_col, column, n_cols, start, first, end, 0.0, CHUNKS, STEP, VEC, 0, READS, True)

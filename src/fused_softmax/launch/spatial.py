@@ -442,7 +442,7 @@ def tiles_or_pieces(problem: SpatialProblem, device: Device, way: Held | None) -
     if plan is tiles and are_slower_than_parts(problem, device, tiles):
         plan = plan_spatial(problem, device, "spatial_two_pass")
     skewed = faster_as_skewed(problem, device, plan, way)
-    return plan if skewed is None else tiles_plan(problem, device, skewed)
+    return plan if skewed is None else staggered(tiles_plan(problem, device, skewed), problem, device)
 
 
 def prepare_softmax(planes: tuple[Tensor, ...], log: bool, backward: bool, invariant: bool) -> Run:

@@ -105,14 +105,15 @@ RANGES = {
         Range(9217, 13312, (Tile(32, 8, 104),)),
     ),
     ("gradient", 2, 8): (
-        Range(1345, 1792, (Tile(64, 4, 72, least_inner=FEW + 1),)),
-        Range(1793, 1920, (Tile(128, 4, 128, least_inner=LONG_PLANE), Tile(64, 4, 60, least_inner=FEW + 1))),
-        Range(1921, 2048, (Tile(128, 4, 128, least_inner=LONG_PLANE), Tile(64, 4, 128, (8,), least_inner=FEW + 1))),
-        Range(2049, 2688, (Tile(64, 4, 90, least_inner=LONG_PLANE),)),
+        Range(1345, 1792, (Tile(64, 4, 72),)),
+        Range(1793, 1920, (Tile(128, 4, 128, least_inner=LONG_PLANE), Tile(64, 4, 60))),
+        Range(1921, 2048, (Tile(128, 4, 128, least_inner=LONG_PLANE), Tile(64, 4, 128, (8,)))),
+        Range(2049, 2688, (Tile(128, 4, 172, least_inner=LONG_PLANE),)),
         *_QUARTERS,
     ),
     ("log gradient", 2, 8): (
-        Range(1153, 2688, (Tile(128, 4, 128, (4, 8, 16)), Tile(64, 4, 128, (4, 8, 16)))),
+        Range(1153, 2048, (Tile(128, 4, 128, (4, 8, 16)), Tile(64, 4, 128, (4, 8, 16)))),
+        Range(2049, 2688, (Tile(128, 4, 172), Tile(64, 4, 90))),
         *_QUARTERS,
     ),
     ("gradient", 2, 4): (
@@ -135,6 +136,19 @@ FEW_RANGES = {
     ("softmax", 2, 32): (Range(1025, 8704, (*_WIDE, Tile(64, 4, 136))),),
     ("softmax", 4, 8): (Range(705, 4352, (Tile(64, 4, 60, (4, 8, 16)), Tile(64, 4, 136))),),
     ("softmax", 4, 4): (Range(705, 2048, (Tile(64, 4, 60, (8, 16)), Tile(64, 4, 64))),),
+    ("gradient", 2, 8): (
+        Range(2049, 2432, (Tile(128, 4, 172),)),
+        Range(2433, 2688, (Tile(128, 4, 172), Tile(64, 4, 90))),
+    ),
+    ("gradient", 2, 4): (
+        Range(2049, 2240, (Tile(128, 4, 140),)),
+        Range(2433, 2480, (Tile(64, 4, 90, least_inner=148),)),
+        Range(2481, 2688, (Tile(64, 4, 90, least_inner=104),)),
+    ),
+    ("log gradient", 2, 4): (
+        Range(2177, 2480, (Tile(64, 4, 90, least_inner=148),)),
+        Range(2481, 2688, (Tile(64, 4, 90, least_inner=112),)),
+    ),
 }
 
 
@@ -163,17 +177,17 @@ def overlapping_config(problem: SpatialProblem, device: Device) -> SpatialConfig
 def _ranges(problem: SpatialProblem, starts: int) -> tuple[Range, ...]:
     """The ranges of columns that start at multiples of so many bytes.
 
-    Of up to FEW positions those of FEW_RANGES, and beyond their columns the others. log_softmax has a gradient's, where
-    it has none of its own.
+    Of up to FEW positions those of FEW_RANGES, and beyond their columns the others. The gradient of log_softmax has
+    those of softmax where it has none of its own.
     """
-    kind = problem.itemsize, starts
-    if problem.backward:
-        log = RANGES.get(("log gradient", *kind)) if problem.log else None
-        return log or RANGES.get(("gradient", *kind), ())
-    few = FEW_RANGES.get(("softmax", *kind)) if problem.inner <= FEW else None
-    if few is not None and problem.n_cols <= few[-1].most:
-        return few
-    return RANGES.get(("softmax", *kind), ())
+    kinds = ("log gradient", "gradient")[not problem.log :] if problem.backward else ("softmax",)
+    for kind in ((kind, problem.itemsize, starts) for kind in kinds):
+        few = FEW_RANGES.get(kind, ()) if problem.inner <= FEW else ()
+        if few and problem.n_cols <= few[-1].most:
+            return few
+        if kind in RANGES:
+            return RANGES[kind]
+    return ()
 
 
 def _on_ctas(problem: SpatialProblem, device: Device, tile: Tile, thread_bytes: int) -> SpatialConfig | None:

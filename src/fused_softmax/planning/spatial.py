@@ -46,8 +46,10 @@ from .spatial_tables import (
     SKEWED_REGISTERS,
     SOFTMAX_PARTS,
     STAGGERED_BYTES,
+    STAGGERED_CAP,
     STAGGERED_FITTING,
     STAGGERED_POSITIONS,
+    STAGGERED_SKEWED,
     STAGGERED_WARPS,
     UNALIGNED,
     UNALIGNED_PARTS,
@@ -253,9 +255,8 @@ def staggered(plan: Plan, problem: SpatialProblem, device: Device) -> Plan:
     How many fit follows from the cap on registers, and from the shared memory of staged chunks and of merges.
     """
     wide = plan.rows > STAGGERED_POSITIONS and plan.overlap == 0
-    few = plan.rows < (32 if plan.ctas == 1 else 16)
-    others = plan.skewed or few  # not measured
-    if plan.max_registers is None or wide or others or not device.staggers:
+    few = plan.rows < (32 if plan.ctas == 1 else 16)  # not measured
+    if plan.max_registers is None or wide or few or not device.staggers:
         return plan
     itemsize, of_device = problem.itemsize, MULTIPROCESSORS[device.name]
     chunk = plan.vectors_per_chunk * plan.rows * itemsize
@@ -263,11 +264,16 @@ def staggered(plan: Plan, problem: SpatialProblem, device: Device) -> Plan:
     shared = plan.smem_staged * chunk + merging_bytes(plan.ctas, plan.num_warps, plan.rows) + of_device.shared_reserved
     threads = plan.num_warps * device.warp_size
     fitting = min(of_device.registers // (plan.max_registers * threads), of_device.shared // shared)
-    if problem.backward:
-        gains = fitting <= STAGGERED_FITTING
+    least: int | None = STAGGERED_BYTES[problem.backward, itemsize]
+    if plan.skewed:
+        tile = problem.backward, plan.rows, plan.ctas, plan.num_warps
+        measured = itemsize == 2 and not problem.log and plan.max_registers == STAGGERED_CAP
+        least = STAGGERED_SKEWED.get(tile) if measured else None
+    elif problem.backward:
+        least = least if fitting <= STAGGERED_FITTING else None
     else:
-        gains = plan.ctas * plan.num_warps <= STAGGERED_WARPS[itemsize]
-    if not gains or n_bytes < STAGGERED_BYTES[problem.backward, itemsize]:
+        least = least if plan.ctas * plan.num_warps <= STAGGERED_WARPS[itemsize] else None
+    if least is None or n_bytes < least:
         return plan
     why = f"{plan.why}; programs start one after the other"
     return replace(plan, stagger=CYCLES_PER_KIB * n_bytes >> 10, fitting=fitting, why=why)

@@ -348,6 +348,10 @@ STAGGERED_FITTING = 4
 # positions of a tile at most, unless tiles overlap: the gradient of 1,530 bfloat16 columns, 128 positions, 0.869
 # without it and 0.808 with it
 STAGGERED_POSITIONS = 64
+# bytes that a program of skewed tiles reads at least, by (backward, positions, CTAs, warps): of 16 bits, not of
+# log_softmax, with this cap on registers. Others gain nothing, lose, or were not measured
+STAGGERED_SKEWED = {(True, 128, 16, 8): 80 << 10, (True, 64, 16, 4): 26 << 10, (False, 64, 8, 8): 64 << 10}
+STAGGERED_CAP = 128
 # bytes of a chunk that follow one another in memory, at least, where positions are few: its columns are neighbors
 LEAST_RUN = 128
 WHOLE_RUN = RunRule(LEAST_RUN, 1 << 31, 1)
