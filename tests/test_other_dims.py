@@ -1123,8 +1123,9 @@ def test_which_programs_are_staggered(dtype, backward, n_cols, inner, whole):
         ((1, 1800, 189), BFLOAT16, True, False, 80 * 30), ((1, 1800, 189), BFLOAT16, True, True, 0),
         ((1, 1600, 189), BFLOAT16, True, False, 80 * 26), ((1, 1500, 189), BFLOAT16, True, False, 0),
         ((1, 3988, 111), BFLOAT16, False, False, 80 * 64), ((1, 3988, 111), BFLOAT16, False, True, 0),
-        ((1, 3500, 111), BFLOAT16, False, False, 0),  # another cap on registers
-        ((1, 2320, 1155), torch.float32, True, False, 0), ((1, 4796, 2631), BFLOAT16, True, False, 0),
+        ((1, 3812, 429), BFLOAT16, False, False, 0),  # 60 KiB, with the same cap on registers
+        ((1, 1811, 124), BFLOAT16, True, False, 0),  # 30 KiB, of `short_planes`
+        ((1, 901, 3269), torch.float32, True, False, 0), ((1, 4796, 2631), BFLOAT16, True, False, 0),
     ],
 )  # fmt: skip
 def test_which_skewed_programs_are_staggered(shape, dtype, backward, log, stagger):

@@ -18,7 +18,7 @@ from fused_softmax.planning.overlapping_tiles import FEW_RANGES, RANGES
 from fused_softmax.planning.register_planes import best_way, faster_as_held
 from fused_softmax.planning.short_planes import faster_as_short
 from fused_softmax.planning.spatial_tables import PART_VECTORS
-from fused_softmax.planning.types import DEVICES, Device, Plan
+from fused_softmax.planning.types import DEVICES, Device, Plan, tiles_of
 
 pytestmark = pytest.mark.gpu
 
@@ -281,13 +281,18 @@ def test_programs_that_start_one_after_the_other(dtype: torch.dtype, blocks: int
     check(problem, blocks)
 
 
-@pytest.mark.parametrize("outer", [1, 12])
-@pytest.mark.parametrize(("n_cols", "inner", "backward"), [(1800, 189, True), (2481, 1147, True), (3988, 111, False)])
-def test_skewed_programs_that_start_one_after_the_other(n_cols: int, inner: int, backward: bool, outer: int):
+@pytest.mark.parametrize("planes", [(1800, 189, 12), (1600, 189, 16), (2481, 1147, 3), (3988, 111, 24)])
+@pytest.mark.parametrize("waits", [False, True])
+def test_skewed_programs_that_start_one_after_the_other(planes: tuple[int, int, int], waits: bool):
+    n_cols, inner, outer = planes
+    backward, outer = n_cols < 3000, outer if waits else 1
     problem = Drawn(torch.bfloat16, (outer, n_cols, inner), 0, False)
     device = device_of(torch.empty(0, device="cuda"))
     if not device.staggers:
         pytest.skip("programs start together on this GPU")
     plan = problem.plan(backward, device)
     assert plan.skewed and plan.stagger
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    programs = outer * plan.ctas * tiles_of(inner, plan.rows, plan.overlap, plan.skewed)
+    assert (programs >= 5 * plan.fitting * multiprocessors // 4) == waits, "another number of planes"
     check(problem, outer)

@@ -151,6 +151,14 @@ def test_as_many_programs_fit_as_the_plan_says(n_cols, inner, dtype, backward, l
     assert waits and assembly["sass"].index(waits[-1]) < assembly["sass"].index(loads[0]), "a program waits first"
 
 
+@pytest.mark.extended
+def test_one_program_more_may_fit_than_the_cap_allows():
+    launch, chosen = launch_over(1600, 189, BFLOAT16, True, False)
+    used, _ = cross_compiled(launch, "sm_90")
+    assert chosen.stagger and used.registers < chosen.max_registers
+    assert occupancy(used, MULTIPROCESSORS["sm_90"]).programs == chosen.fitting + 1, used
+
+
 @pytest.mark.parametrize("dtype", [BFLOAT16, pytest.param(torch.float16, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("log", [False, pytest.param(True, marks=pytest.mark.extended)])
 @pytest.mark.parametrize(("inner", "programs"), [(1892, 6), (1896, 5)])  # in bundles, and as they are

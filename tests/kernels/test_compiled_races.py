@@ -130,7 +130,7 @@ def test_tiles_and_pieces(kind, shape, dtype, backward, log):
 
 
 @extended
-def test_skewed_tiles_whose_programs_start_one_after_the_other():
+def test_skewed_tiles_that_would_wait_in_a_larger_grid():
     of = compiled((1, 1600, 189), BFLOAT16, True, False, False)
     assert of.plan.skewed and of.plan.stagger
     check(of)

@@ -141,8 +141,18 @@ def test_where_positions_are_few():
     assert [config and config.inner for config in found] == [None, 128, 128, 128, 128]
     found = [overlapping_config(replace(of, inner=156), HOPPER) for of in few]
     assert [config and config.inner for config in found] == [None, None, None, 64, 64]
-    eighths = replace(starting_at(("gradient", 2, 4), 2480, 200), inner=146)
-    assert not overlapping_config(eighths, HOPPER) and plan_of(replace(eighths, n_cols=2481)).rows == 64
+    # a cluster's registers hold the plane faster up to some positions
+    for op, n_cols, inner in (
+        ("gradient", 2480, 148), ("gradient", 2481, 104), ("log gradient", 2480, 148), ("log gradient", 2481, 112),
+    ):  # fmt: skip
+        eighths = replace(starting_at((op, 2, 4), n_cols, 200), inner=inner - 2)
+        assert not overlapping_config(eighths, HOPPER) and plan_of(replace(eighths, inner=inner + 2)).rows == 64
+    eighths = starting_at(("gradient", 2, 4), 2240, 342)
+    assert plan_of(eighths).rows == 128 and not overlapping_config(replace(eighths, n_cols=2241), HOPPER)
+    # in planes of any length of log_softmax, and in long ones of softmax
+    logs = starting_at(("log gradient", 2, 8), 2049, 1000)
+    assert plan_of(logs).rows == plan_of(replace(logs, n_cols=2688)).rows == 128
+    assert plan_of(starting_at(("gradient", 2, 8), 2688, 8192)).rows == 128
     # tiles of 128 are on 8 CTAs at most
     assert [plan_of(replace(of, inner=8196, n_cols=n)).rows for n in (1824, 1825)] == [128, 64]
 

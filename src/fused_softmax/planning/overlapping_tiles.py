@@ -131,7 +131,8 @@ RANGES = {
         Range(2817, 7936, (Tile(32, 4, 150), Tile(32, 8, 124))),
     ),
 }
-# up to FEW positions have these instead: the tables' plans are faster there with fewer columns
+# up to FEW positions have these instead, and up to the most columns of a kind no others: elsewhere the tables' plans,
+# or those of planes in registers, are faster
 FEW_RANGES = {
     ("softmax", 2, 32): (Range(1025, 8704, (*_WIDE, Tile(64, 4, 136))),),
     ("softmax", 4, 8): (Range(705, 4352, (Tile(64, 4, 60, (4, 8, 16)), Tile(64, 4, 136))),),
@@ -180,8 +181,11 @@ def _ranges(problem: SpatialProblem, starts: int) -> tuple[Range, ...]:
     Of up to FEW positions those of FEW_RANGES, and beyond their columns the others. The gradient of log_softmax has
     those of softmax where it has none of its own.
     """
-    kinds = ("log gradient", "gradient")[not problem.log :] if problem.backward else ("softmax",)
-    for kind in ((kind, problem.itemsize, starts) for kind in kinds):
+    ops = ["gradient" if problem.backward else "softmax"]
+    if problem.backward and problem.log:
+        ops.insert(0, "log gradient")
+    for op in ops:
+        kind = op, problem.itemsize, starts
         few = FEW_RANGES.get(kind, ()) if problem.inner <= FEW else ()
         if few and problem.n_cols <= few[-1].most:
             return few

@@ -252,7 +252,8 @@ def tiles_plan(
 def staggered(plan: Plan, problem: SpatialProblem, device: Device) -> Plan:
     """`plan`, whose programs start one after the other where that is faster (`kernels.common.staggered_start`).
 
-    How many fit follows from the cap on registers, and from the shared memory of staged chunks and of merges.
+    How many fit follows from the cap on registers, and from the shared memory of staged chunks and of merges. A kernel
+    that takes fewer registers than its cap may have one more program, which starts with the first.
     """
     wide = plan.rows > STAGGERED_POSITIONS and plan.overlap == 0
     few = plan.rows < (32 if plan.ctas == 1 else 16)  # not measured
@@ -264,16 +265,14 @@ def staggered(plan: Plan, problem: SpatialProblem, device: Device) -> Plan:
     shared = plan.smem_staged * chunk + merging_bytes(plan.ctas, plan.num_warps, plan.rows) + of_device.shared_reserved
     threads = plan.num_warps * device.warp_size
     fitting = min(of_device.registers // (plan.max_registers * threads), of_device.shared // shared)
-    least: int | None = STAGGERED_BYTES[problem.backward, itemsize]
     if plan.skewed:
-        tile = problem.backward, plan.rows, plan.ctas, plan.num_warps
-        measured = itemsize == 2 and not problem.log and plan.max_registers == STAGGERED_CAP
-        least = STAGGERED_SKEWED.get(tile) if measured else None
-    elif problem.backward:
-        least = least if fitting <= STAGGERED_FITTING else None
+        gains = itemsize == 2 and not problem.log and plan.max_registers == STAGGERED_CAP
+        least = STAGGERED_SKEWED.get((problem.backward, plan.rows, plan.ctas, plan.num_warps))
     else:
-        least = least if plan.ctas * plan.num_warps <= STAGGERED_WARPS[itemsize] else None
-    if least is None or n_bytes < least:
+        warps = plan.ctas * plan.num_warps
+        gains = fitting <= STAGGERED_FITTING if problem.backward else warps <= STAGGERED_WARPS[itemsize]
+        least = STAGGERED_BYTES[problem.backward, itemsize]
+    if not gains or least is None or n_bytes < least:
         return plan
     why = f"{plan.why}; programs start one after the other"
     return replace(plan, stagger=CYCLES_PER_KIB * n_bytes >> 10, fitting=fitting, why=why)

@@ -338,12 +338,13 @@ FEW_REGISTERS, MORE_STAGED = ((18, 128), (27, 168)), 7
 # programs that share a multiprocessor start one after the other (`spatial.staggered`): so many cycles later for each
 # KiB that a program reads. H200; on an H100, whose memory is slower, 115 is no better
 CYCLES_PER_KIB = 80
-# bytes that such a program reads at least, by (backward, bytes of an element). With fewer it is as fast or slower
+# bytes that such a program reads at least, by (backward, bytes of an element), unless its tile is skewed. With fewer it
+# is as fast or slower
 STAGGERED_BYTES = {(False, 2): 41 << 10, (False, 4): 32 << 10, (True, 2): 36 << 10, (True, 4): 36 << 10}
 # warps that hold a column of a softmax or a loss at most, by bytes of an element
 STAGGERED_WARPS = {2: 32, 4: 64}
-# programs of a gradient that fit on a multiprocessor at most: 1,927 bfloat16 columns, 5 programs, 0.849 of an add
-# without the stagger and 0.811 with it
+# programs of a gradient that fit on a multiprocessor at most, unless tiles are skewed: 1,927 bfloat16 columns, 5
+# programs, 0.849 of an add without the stagger and 0.811 with it
 STAGGERED_FITTING = 4
 # positions of a tile at most, unless tiles overlap: the gradient of 1,530 bfloat16 columns, 128 positions, 0.869
 # without it and 0.808 with it

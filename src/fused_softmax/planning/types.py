@@ -317,7 +317,7 @@ class Plan:
     runs: bool = False  # the chunks of a thread follow each other, where rows are gathered
     output_gathered: bool = False  # a program writes its causal rows as one piece
     stagger: int = 0  # cycles between the starts of two programs on one multiprocessor; 0: all start at once
-    fitting: int = 1  # programs that fit on a multiprocessor, where stagger > 0
+    fitting: int = 1  # programs of a multiprocessor that wait in turn, where stagger > 0: as many as fit with the cap
     periodic: int = 0  # vectors from a thread's chunk to its next one, which positions of planes divide; 0: others
     dynamic_bytes: int = 0  # of shared memory that the launch adds, for a piece of more than a kernel declares
     unseen_chunks: int = 0  # of causal rows that are one piece: the last chunks, of which no row sees a column
