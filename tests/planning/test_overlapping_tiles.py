@@ -135,7 +135,12 @@ def test_where_positions_are_few():
     # gradients of fewer columns have such tiles where planes are long
     long = starting_at(("gradient", 2, 8), 2000, 8192)
     assert plan_of(long).rows == 128 and plan_of(replace(long, inner=8188)).rows == 64
-    # of few positions: 128 where these are filled, and 64 where registers of a cluster do not hold a plane faster
+    # tiles of 128 are on 8 CTAs at most
+    assert [plan_of(replace(of, inner=8196, n_cols=n)).rows for n in (1824, 1825)] == [128, 64]
+
+
+def test_gradients_of_2049_to_2688_columns():
+    # 128 positions where tiles of them are filled, and 64 where registers of a cluster do not hold a plane faster
     few = [starting_at(("gradient", 2, 8), n_cols, 316) for n_cols in (2048, 2049, 2432, 2433, 2688)]
     found = [overlapping_config(of, HOPPER) for of in few]
     assert [config and config.inner for config in found] == [None, 128, 128, 128, 128]
@@ -153,8 +158,6 @@ def test_where_positions_are_few():
     logs = starting_at(("log gradient", 2, 8), 2049, 1000)
     assert plan_of(logs).rows == plan_of(replace(logs, n_cols=2688)).rows == 128
     assert plan_of(starting_at(("gradient", 2, 8), 2688, 8192)).rows == 128
-    # tiles of 128 are on 8 CTAs at most
-    assert [plan_of(replace(of, inner=8196, n_cols=n)).rows for n in (1824, 1825)] == [128, 64]
 
 
 @pytest.mark.parametrize(
